@@ -1,0 +1,39 @@
+# `make train` and `make test` do all the set-up: they need Python 3.11+, pip, make and g++.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: train test test-default test-long lint clean
+
+train: $(VENV)/installed
+	rm -rf outputs/make_train
+	$(BIN)/ecrl train configs/cartpole_ppo.json --run-dir outputs/make_train
+	$(BIN)/ecrl eval outputs/make_train --env gymnasium:CartPole-v1 --num-episodes 100
+
+test: $(VENV)/installed-dev
+	$(BIN)/python -m pytest -n 2 -m "not long"
+
+test-default: $(VENV)/installed-dev
+	$(BIN)/python -m pytest -n 2 -m "not slow and not long"
+
+test-long: $(VENV)/installed-dev
+	$(BIN)/python -m pytest -m long
+
+lint: $(VENV)/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/installed: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --editable .
+	touch $@
+
+$(VENV)/installed-dev: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	touch $(VENV)/installed $@
+
+clean:
+	rm -rf $(VENV) outputs

@@ -1,0 +1,18 @@
+"""Algorithms as records of pure functions; importing this package registers the built-in ones."""
+
+from ecrl.algorithms.core import Algorithm, Parts, collect
+from ecrl.algorithms.ppo import PPOConfig, ppo
+from ecrl.config import AlgorithmChoice
+from ecrl.registry import lookup
+
+__all__ = ["Algorithm", "PPOConfig", "Parts", "collect", "make_algorithm", "ppo"]
+
+
+def make_algorithm(choice: AlgorithmChoice | dict) -> Algorithm:
+    """The algorithm of a config's `algorithm` section; equal settings give the same object.
+
+    >>> make_algorithm({"name": "ppo"}) is make_algorithm({"name": "ppo", "cfg": {"gamma": 0.99}})
+    True
+    """
+    choice = AlgorithmChoice.model_validate(choice)
+    return lookup("algorithm", choice.name).make(choice.cfg)

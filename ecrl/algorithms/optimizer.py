@@ -1,0 +1,132 @@
+"""Optimisers and learning-rate schedules by name, from the config blocks `optimizer` and `lr_scheduler`.
+
+Numbers go into `hyper` as 0-d tensors; names choose functions.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Annotated, Any, Literal, NamedTuple
+
+import torch
+from pydantic import Field, model_validator
+from tensordict import TensorDict
+from torch import Tensor
+
+from ecrl.config import ConfigModel, Count, Fraction, NonNegative, Positive
+from ecrl.kernels import optim
+from ecrl.registry import did_you_mean
+
+_USED = {
+    "adam": ("betas", "eps"),
+    "adamw": ("betas", "eps", "weight_decay"),
+    "sgd": ("momentum",),
+    "rmsprop": ("alpha", "eps"),
+    "linear": ("start_factor", "end_factor", "total_iters"),
+    "cosine": ("eta_min", "T_max"),
+    "step": ("step_size", "gamma"),
+    "exponential": ("gamma",),
+}
+
+
+class OptimizerKwargs(ConfigModel):
+    """Numbers of an optimiser, named as in torch.optim."""
+
+    betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = Field(
+        (0.9, 0.999), description="decay of the two moments (adam, adamw)"
+    )
+    eps: Positive = Field(1e-8, description="added to the root of the second moment (adam, adamw, rmsprop)")
+    weight_decay: NonNegative = Field(0.01, description="decay per unit of learning rate (adamw)")
+    momentum: Fraction = Field(0.0, description="share of the last move that is kept (sgd)")
+    alpha: Fraction = Field(0.99, description="decay of the second moment (rmsprop)")
+
+
+class SchedulerKwargs(ConfigModel):
+    """Numbers of a schedule, named as in torch.optim.lr_scheduler; counted in iterations."""
+
+    start_factor: NonNegative = Field(1.0, description="factor at the start (linear)")
+    end_factor: NonNegative = Field(0.0, description="factor at the end (linear)")
+    total_iters: Count | None = Field(None, description="length; the whole run if absent (linear)")
+    eta_min: NonNegative = Field(0.0, description="lowest learning rate (cosine)")
+    T_max: Count | None = Field(None, description="length; the whole run if absent (cosine)")
+    step_size: Count = Field(1, description="iterations between two falls (step)")
+    gamma: Positive = Field(0.99, description="factor of each fall (step, exponential)")
+
+
+def _only_used(name: str, kwargs: ConfigModel) -> None:
+    changed = {key for key, field in type(kwargs).model_fields.items() if getattr(kwargs, key) != field.default}
+    wrong = sorted(changed - set(_USED[name]))
+    if wrong:
+        raise ValueError(f"{name} does not use {wrong[0]!r}; {did_you_mean(wrong[0], _USED[name])}")
+
+
+class OptimizerConfig(ConfigModel):
+    """An optimiser by name."""
+
+    name: Literal["adam", "adamw", "sgd", "rmsprop"] = Field("adam", description="adam, adamw, sgd or rmsprop")
+    learning_rate: Positive = Field(3e-4, description="step size, before the schedule")
+    kwargs: OptimizerKwargs = Field(OptimizerKwargs(), description="further numbers, as in torch.optim")
+
+    @model_validator(mode="after")
+    def _kwargs_of_this_one(self) -> "OptimizerConfig":
+        _only_used(self.name, self.kwargs)
+        return self
+
+
+class SchedulerConfig(ConfigModel):
+    """A learning-rate schedule by name; it moves once per iteration."""
+
+    name: Literal["linear", "cosine", "step", "exponential"] = Field(description="linear, cosine, step or exponential")
+    kwargs: SchedulerKwargs = Field(SchedulerKwargs(), description="further numbers, as in torch.optim.lr_scheduler")
+
+    @model_validator(mode="after")
+    def _kwargs_of_this_one(self) -> "SchedulerConfig":
+        _only_used(self.name, self.kwargs)
+        return self
+
+
+class Optimizer(NamedTuple):
+    """`init(params) -> opt` and `step(params, grads, opt, learning_rate=, **numbers) -> (params, opt)`."""
+
+    init: Callable[[TensorDict], TensorDict]
+    step: Callable[..., tuple[TensorDict, TensorDict]]
+
+
+OPTIMIZERS = {
+    "adam": Optimizer(optim.adam_init, optim.adam),
+    "adamw": Optimizer(optim.adam_init, optim.adamw),
+    "sgd": Optimizer(optim.sgd_init, optim.sgd),
+    "rmsprop": Optimizer(optim.rmsprop_init, optim.rmsprop),
+}
+
+
+def optimizer_numbers(cfg: OptimizerConfig) -> dict[str, float]:
+    """What the named optimiser takes beside the learning rate, for `hyper`."""
+    numbers: dict[str, Any] = {name: getattr(cfg.kwargs, name) for name in _USED[cfg.name]}
+    if "betas" in numbers:
+        numbers["beta1"], numbers["beta2"] = numbers.pop("betas")
+    return numbers
+
+
+def scheduled(cfg: SchedulerConfig | None, base: Tensor, update_step: Tensor, iterations: int) -> Tensor:
+    """The learning rate of an iteration, 0-d in the dtype of `base`."""
+    if cfg is None:
+        return base
+    k = cfg.kwargs
+    factors: dict[str, Callable[[Tensor], Tensor]] = {
+        "linear": partial(
+            optim.linear_schedule, start=k.start_factor, end=k.end_factor, horizon=k.total_iters or iterations
+        ),
+        "cosine": partial(optim.cosine_schedule, end=k.eta_min / base, horizon=k.T_max or iterations),
+        "step": partial(optim.step_schedule, every=k.step_size, gamma=k.gamma),
+        "exponential": partial(optim.exponential_schedule, gamma=k.gamma),
+    }
+    return (base * factors[cfg.name](update_step)).to(base.dtype)
+
+
+def hyper_tensors(numbers: dict[str, Any], device: torch.device) -> TensorDict:
+    """Numbers as 0-d float32 tensors, nested as given."""
+    made = {
+        name: hyper_tensors(value, device) if isinstance(value, dict) else torch.tensor(value, device=device)
+        for name, value in numbers.items()
+    }
+    return TensorDict(made, [])

@@ -1,0 +1,177 @@
+"""Checkpoints: a folder of `state.safetensors`, `config.json` and `manifest.json` with checksums; nothing is ever unpickled.
+
+A folder is written aside, synced to disk and renamed, so a reader sees all of it or nothing.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as tensors_from_bytes
+from safetensors.torch import save as tensors_to_bytes
+from tensordict import TensorDict
+from torch import Tensor
+
+from ecrl.config import Config, config_from_dict
+from ecrl.loop import form_of, init_state, steps_per_iteration
+from ecrl.types import LogData
+
+FORMAT = 1
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that is missing, damaged or of another structure; the message names the file."""
+
+
+def _flat(state: TensorDict) -> dict[str, Tensor]:
+    leaves = state.flatten_keys("/").items()
+    return {name: leaf.detach().cpu().contiguous().clone() for name, leaf in leaves}
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _json(data: Any) -> bytes:
+    return (json.dumps(data, indent=2, sort_keys=True) + "\n").encode()
+
+
+def _manifest(state: TensorDict, cfg: Config, files: dict[str, bytes]) -> dict[str, Any]:
+    manifest: dict[str, Any] = {
+        "format": FORMAT,
+        "sample_step": int(state["sample_step"]),
+        "update_step": int(state["update_step"]),
+        "torch": str(torch.__version__),
+        "threads": torch.get_num_threads(),
+        "form": form_of(cfg).name,
+        "sha256": {name: _sha256(data) for name, data in files.items()},
+    }
+    return manifest | {"manifest_sha256": _sha256(_json(manifest))}
+
+
+def _write_synced(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def save(path: str | Path, state: TensorDict, cfg: Config) -> None:
+    """Write `state` and `cfg` as the folder `path`; an older folder of that name is replaced once the new one is complete."""
+    path = Path(path)
+    files = {"state.safetensors": tensors_to_bytes(_flat(state)), "config.json": _json(cfg.model_dump(mode="json"))}
+    files["manifest.json"] = _json(_manifest(state, cfg, files))
+    aside, old = (path.with_name(f".{path.name}.{suffix}.{os.getpid()}") for suffix in ("new", "old"))
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    for name, data in files.items():
+        _write_synced(aside / name, data)
+    _sync_folder(aside)
+    if path.exists():
+        path.rename(old)
+    aside.rename(path)
+    _sync_folder(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _read_checked(path: Path) -> tuple[bytes, Any]:
+    """The bytes of the state and the parsed config, after every checksum has been compared."""
+    if not (path / "manifest.json").is_file():
+        raise CheckpointError(f"{path}: not a checkpoint: it has no manifest.json")
+    try:
+        manifest = json.loads((path / "manifest.json").read_bytes())
+        own, expected = manifest.pop("manifest_sha256"), dict(manifest["sha256"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path}/manifest.json: damaged ({error})") from None
+    if own != _sha256(_json(manifest)):
+        raise CheckpointError(f"{path}/manifest.json: damaged: its checksum differs")
+    if manifest["format"] != FORMAT:
+        raise CheckpointError(f"{path}: format {manifest['format']}, this version reads format {FORMAT}")
+    files = {}
+    for name, checksum in expected.items():
+        if not (path / name).is_file():
+            raise CheckpointError(f"{path}/{name}: missing")
+        files[name] = (path / name).read_bytes()
+        if _sha256(files[name]) != checksum:
+            raise CheckpointError(f"{path}/{name}: damaged: its checksum differs from the manifest's")
+    return files["state.safetensors"], json.loads(files["config.json"])
+
+
+def _into(structure: TensorDict, tensors: dict[str, Tensor], path: Path) -> TensorDict:
+    """`tensors` in the structure, dtypes and device of `structure`; refuses missing, extra or misshapen ones by name."""
+    expected = dict(structure.flatten_keys("/").items())
+    odd = sorted(expected.keys() ^ tensors.keys())
+    if odd:
+        raise CheckpointError(f"{path}: state and config disagree on {', '.join(odd)}")
+    for name, leaf in expected.items():
+        given = tensors[name]
+        if given.shape != leaf.shape or given.dtype != leaf.dtype:
+            raise CheckpointError(
+                f"{path}: {name} is {given.dtype} {list(given.shape)}, expected {leaf.dtype} {list(leaf.shape)}"
+            )
+    filled = structure.clone()
+    for name, leaf in expected.items():
+        filled[tuple(name.split("/"))] = tensors[name].to(leaf.device)
+    return filled.lock_()
+
+
+def load(path: str | Path, device: str | None = None) -> tuple[TensorDict, Config]:
+    """The state and config of a checkpoint folder; `device` replaces the config's.
+
+    Raises: CheckpointError naming the file that is missing or damaged, or the field that does not fit; ConfigError.
+    """
+    path = Path(path)
+    data, raw = _read_checked(path)
+    if device is not None:
+        raw["trainer"]["device"] = device
+    cfg = config_from_dict(raw, f"{path}/config.json")
+    try:
+        tensors = tensors_from_bytes(data)
+    except SafetensorError as error:
+        raise CheckpointError(f"{path}/state.safetensors: damaged ({error})") from None
+    return _into(init_state(cfg), tensors, path), cfg
+
+
+def latest(run: str | Path) -> Path:
+    """The newest checkpoint of a run folder, or the folder itself if it is a checkpoint."""
+    run = Path(run)
+    if (run / "manifest.json").is_file():
+        return run
+    found = [p for p in (run / "checkpoints").glob("step_*") if p.name.removeprefix("step_").isdecimal()]
+    if not found:
+        raise CheckpointError(f"{run}: no checkpoint: expected {run}/checkpoints/step_<N>, or a checkpoint folder")
+    return max(found, key=lambda p: int(p.name.removeprefix("step_")))
+
+
+def with_checkpoints(records: Iterator[LogData], cfg: Config, run_dir: str | Path) -> Iterator[LogData]:
+    """Save the state under `run_dir` when `trainer.save_freq` env steps are crossed, and at the end, however it comes."""
+    last, saved, freq = None, None, cfg.trainer.save_freq
+
+    def write(record: LogData) -> int:
+        save(Path(run_dir) / "checkpoints" / f"step_{record['sample_step']}", record["state"], cfg)
+        return record["sample_step"]
+
+    try:
+        for record in records:
+            if record["log_type"] == "train":
+                last, step = record, record["sample_step"]
+                if step // freq > (step - steps_per_iteration(cfg)) // freq:
+                    saved = write(record)
+            yield record
+    finally:
+        if last is not None and saved != last["sample_step"]:
+            write(last)

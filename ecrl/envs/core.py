@@ -1,0 +1,96 @@
+"""An environment is a frozen record of pure functions over a TensorDict state; wrappers are functions `Env -> Env`.
+
+`reset(keys)` and `step(state, action, noise)` give a state with batch shape `[*B]` that carries `obs`, `reward`,
+`terminated` and `truncated`, whatever the dynamics need, and optionally `info` (a TensorDict, such as `success`).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from ecrl import rng
+from ecrl.spaces import Space
+
+
+def keys_as_noise(keys: Tensor) -> Tensor:
+    """The default `draw`: the noise of a step is its key."""
+    return keys
+
+
+@dataclass(frozen=True)
+class Env:
+    """Functions of one kind of environment, for any number of them.
+
+    reset: int64 keys `[*B]` -> state. step: (state, action, noise) -> state. draw: keys -> noise of a step; called on
+    `[T, N]` keys, outside the loop, so it must not depend on the state.
+    """
+
+    reset: Callable[[Tensor], TensorDict]
+    step: Callable[[TensorDict, Tensor, Any], TensorDict]
+    observation_space: Space
+    action_space: Space
+    draw: Callable[[Tensor], Any] = keys_as_noise
+
+
+def state_of(obs: Tensor, batch: torch.Size, **fields: Tensor) -> TensorDict:
+    """A state as it is before the first step: reward 0, not ended; `fields` are the dynamics' own."""
+    no = torch.zeros(batch, dtype=torch.bool, device=obs.device)
+    reward = torch.zeros(batch, dtype=obs.dtype, device=obs.device)
+    return TensorDict(fields | {"obs": obs, "reward": reward, "terminated": no, "truncated": no.clone()}, batch)
+
+
+def _per_env(flag: Tensor, like: Tensor) -> Tensor:
+    return flag.reshape(*flag.shape, *[1] * (like.ndim - flag.ndim))
+
+
+@cache
+def time_limit(env: Env, max_episode_steps: int) -> Env:
+    """Truncate an episode at its `max_episode_steps`-th step; the state gains `elapsed` (int64).
+
+    elapsed' = elapsed + 1;  truncated' = truncated or elapsed' >= max_episode_steps
+    """
+    if max_episode_steps < 1:
+        raise ValueError(f"time_limit needs max_episode_steps >= 1, got {max_episode_steps}")
+
+    def reset(keys: Tensor) -> TensorDict:
+        return env.reset(keys).set("elapsed", torch.zeros_like(keys))
+
+    def step(state: TensorDict, action: Tensor, noise: Any) -> TensorDict:
+        elapsed = state["elapsed"] + 1
+        after = env.step(state, action, noise)
+        truncated = after["truncated"] | (elapsed >= max_episode_steps)
+        return after.copy().update({"elapsed": elapsed, "truncated": truncated})
+
+    return replace(env, reset=reset, step=step)
+
+
+@cache
+def auto_reset(env: Env) -> Env:
+    """Start the next episode in the step that ended one; the state gains `final_obs`, the observation before the reset.
+
+    `reward`, `terminated`, `truncated` and `info` stay those of the step. Where an episode would start is drawn with the
+    noise, from the start stream of the same key, so it does not depend on how the last one went.
+    """
+
+    def reset(keys: Tensor) -> TensorDict:
+        start = env.reset(keys)
+        return start.set("final_obs", start["obs"].clone())
+
+    def draw(keys: Tensor) -> TensorDict:
+        start = env.reset(rng.fold_in(keys, rng.START))
+        return TensorDict({"start": start, "step": env.draw(rng.fold_in(keys, rng.ENV))}, keys.shape)
+
+    def step(state: TensorDict, action: Tensor, noise: TensorDict) -> TensorDict:
+        flags = {key: torch.zeros_like(state[key]) for key in ("terminated", "truncated")}  # those of the last episode
+        after = env.step(state.exclude("final_obs").update(flags), action, noise["step"])
+        done = after["terminated"] | after["truncated"]
+        merged = after.apply(lambda a, s: torch.where(_per_env(done, a), s, a), noise["start"])
+        kept = [key for key in ("reward", "terminated", "truncated", "info") if key in after.keys()]
+        return merged.update({key: after[key] for key in kept} | {"final_obs": after["obs"]})
+
+    return replace(env, reset=reset, step=step, draw=draw)

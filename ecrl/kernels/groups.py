@@ -1,0 +1,89 @@
+"""Group-relative advantages: each environment is judged against the others of its group, without a critic.
+
+A group is `group_size` consecutive rows. Scores are standardised per trailing index, so step-wise returns are compared at
+equal time. A group that tells nothing (one member left, all equal, or a spread that is only float noise) gives zeros.
+"""
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from ecrl.kernels.returns import compute_returns
+from ecrl.types import Scalar, same_shape
+
+NOISE = 1e-6
+"""A spread below this times the mean size of the scores is rounding, not signal."""
+
+
+def group_advantages(score: Tensor, mask: Tensor, *, group_size: int, eps: Scalar) -> Tensor:
+    """Standardise `score` within each group of `group_size` consecutive rows, per trailing index.
+
+        advantage = (score - mean_g(score)) / (std_g(score) + eps)        mean and std over rows where mask
+
+    Args:
+        score: `[N, *F]` float, reward units; anything where not `mask`, NaN included.
+        mask: `[N, *F]` bool.
+        group_size: members per group, at least 2; divides N.
+        eps: added to the standard deviation, reward units.
+
+    Returns: `[N, *F]`; zero where masked, in groups with fewer than two counted rows, and where the spread is float noise
+        (std below 1e-6 times the mean size).
+    Gradient: flows through `score`.
+    Raises: ValueError if `N % group_size` or `group_size < 2`, or naming the arguments whose shapes differ.
+    Source: Shao et al. 2024, arXiv:2402.03300, sec. 4.1.2; std is the population one (TRL uses correction=1).
+
+    >>> group_advantages(torch.tensor([1.0, 3.0]), torch.tensor([True, True]), group_size=2, eps=0.0).tolist()
+    [-1.0, 1.0]
+    """
+    same_shape(score=score, mask=mask)
+    if group_size < 2 or score.shape[0] % group_size:
+        raise ValueError(f"group_size={group_size} must be at least 2 and divide the {score.shape[0]} rows of score")
+    grouped = (-1, group_size, *score.shape[1:])
+    counted = mask.reshape(grouped)
+    kept = score.reshape(grouped).masked_fill(~counted, 0.0)
+    count = counted.sum(1, keepdim=True)
+    mean = kept.sum(1, keepdim=True) / count.clamp(min=1)
+    centred = (kept - mean).masked_fill(~counted, 0.0)
+    variance = centred.square().sum(1, keepdim=True) / count.clamp(min=1)
+    size = kept.abs().sum(1, keepdim=True) / count.clamp(min=1)
+    flat = (count < 2) | (variance <= (NOISE * size).square())
+    std = torch.sqrt(variance.masked_fill(flat, 1.0))  # filled before the root, whose gradient at 0 is infinite
+    return (centred / (std + eps)).masked_fill(flat | ~counted, 0.0).reshape(score.shape)
+
+
+def first_episode_mask(done: Tensor) -> Tensor:
+    """True up to and including the first `done` of each row: bool, the shape of `done`, `[*B, T]`.
+
+        mask[t] = not (done[0] or ... or done[t - 1])
+
+    Args:
+        done: `[*B, T]` bool.
+
+    Returns: bool `[*B, T]`.
+    Gradient: none.
+
+    >>> first_episode_mask(torch.tensor([False, True, False, True])).tolist()
+    [True, True, False, False]
+    """
+    return (done.cumsum(-1) - done.to(torch.int64)) == 0
+
+
+def grpo_advantages(rollout: TensorDict, *, gamma: Scalar, group_size: int, eps: Scalar) -> tuple[Tensor, Tensor]:
+    """`group_advantages` of the step-wise returns of a `[N, T + 1]` rollout, per time index: `(advantages, mask)`, `[N, T]`.
+
+    Reads reward, terminated, truncated, done and, where present, mask (else every step counts); the padding slot is never
+    read. Returns start at 0 after the last step: there is no critic to bootstrap from, and `value` is not used.
+
+    Raises: ValueError naming a missing or misshapen field, or as `group_advantages`.
+    Source: Shao et al. 2024, arXiv:2402.03300, sec. 4.1.
+
+    >>> no = torch.zeros(2, 2, dtype=torch.bool)
+    >>> rollout = TensorDict({"reward": torch.tensor([[1.0, 0.0], [3.0, 0.0]]), "terminated": no, "truncated": no,
+    ...     "done": no}, [2, 2])
+    >>> grpo_advantages(rollout, gamma=1.0, group_size=2, eps=0.0)[0].tolist()
+    [[-1.0], [1.0]]
+    """
+    without_value = rollout.exclude("value", "final_value")
+    returns = compute_returns(without_value, gamma)
+    mask = rollout["mask"][:, :-1] if "mask" in rollout.keys() else torch.ones_like(returns, dtype=torch.bool)
+    return group_advantages(returns, mask, group_size=group_size, eps=eps), mask

@@ -1,0 +1,343 @@
+"""Policy-gradient losses. Each takes a `mask` (True counts), divides by a count of at least 1 and detaches its targets.
+
+Composite losses return `(0-d loss, {name: detached 0-d tensor})`; `count` among them is the number of counted elements, the
+weight for averaging over ranks. Masked entries may hold anything, NaN included.
+"""
+
+import torch
+from torch import Tensor
+
+from ecrl.types import Logs, Scalar, same_shape
+
+
+def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
+    """Mean over the entries where `mask`, 0 if there are none.
+
+        sum(x where mask) / max(1, count(mask))
+
+    Args:
+        x: `[*B]` float; anything where not `mask`.
+        mask: `[*B]` bool.
+
+    Returns: 0-d, in the dtype of `x`.
+    Gradient: flows through `x` where `mask`.
+    Raises: ValueError naming the arguments whose shapes differ.
+
+    >>> masked_mean(torch.tensor([1.0, float("nan")]), torch.tensor([True, False]))
+    tensor(1.)
+    """
+    same_shape(x=x, mask=mask)
+    return x.masked_fill(~mask, 0.0).sum() / mask.sum().clamp(min=1)
+
+
+def standardize(x: Tensor, mask: Tensor, *, eps: Scalar) -> Tensor:
+    """Shift and scale to mean 0 and standard deviation 1 over the entries where `mask`; 0 elsewhere.
+
+        (x - mean) / max(std, eps)        std over count - 1, at least 1
+
+    Args:
+        x: `[*B]` float.
+        mask: `[*B]` bool.
+        eps: smallest divisor, in the units of `x`.
+
+    Returns: `[*B]`.
+    Gradient: flows through `x`.
+    Raises: ValueError naming the arguments whose shapes differ.
+
+    >>> standardize(torch.tensor([0.0, 2.0, 9.0]), torch.tensor([True, True, False]), eps=1e-8).tolist()
+    [-0.7071067690849304, 0.7071067690849304, 0.0]
+    """
+    centred = (x - masked_mean(x, mask)).masked_fill(~mask, 0.0)
+    variance = centred.square().sum() / (mask.sum() - 1).clamp(min=1)
+    return centred / torch.sqrt(variance.clamp(min=eps**2))
+
+
+def _log_ratio(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor) -> Tensor:
+    same_shape(log_prob=log_prob, old_log_prob=old_log_prob, mask=mask)
+    return (log_prob - old_log_prob.detach()).masked_fill(~mask, 0.0)
+
+
+def _per_token(advantage: Tensor, like: Tensor) -> Tensor:
+    """`advantage` with trailing axes added and expanded to the shape of `like`, for log-probabilities per token."""
+    if advantage.shape != like.shape[: advantage.ndim]:
+        raise ValueError(
+            f"advantage has shape {list(advantage.shape)}, expected {list(like.shape)} as log_prob, or its leading part"
+        )
+    return advantage.detach().reshape(*advantage.shape, *[1] * (like.ndim - advantage.ndim)).expand_as(like)
+
+
+def clipped_surrogate(
+    log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, mask: Tensor, *, clip_coef: Scalar
+) -> tuple[Tensor, Logs]:
+    """The clipped policy objective, negated.
+
+        ratio = exp(log_prob - old_log_prob)
+        loss  = -mean(min(ratio * advantage, clip(ratio, 1 - clip_coef, 1 + clip_coef) * advantage))
+
+    Args:
+        log_prob: `[*B]` float, nats, under the policy being learnt; may have trailing token axes.
+        old_log_prob: the same shape, under the policy that acted.
+        advantage: the same shape, or the leading part of it.
+        mask: bool, the shape of `log_prob`.
+        clip_coef: half-width of the trust interval of the ratio.
+
+    Returns: 0-d loss; logs policy_loss, approx_kl (k3 of old against new), clip_frac.
+    Gradient: through `log_prob` only.
+    Raises: ValueError naming the arguments whose shapes differ.
+    Source: Schulman et al. 2017, arXiv:1707.06347, eq. 7.
+
+    >>> loss, logs = clipped_surrogate(torch.tensor([0.0]), torch.tensor([0.0]), torch.tensor([2.0]),
+    ...     torch.tensor([True]), clip_coef=0.2)
+    >>> float(loss), float(logs["clip_frac"])
+    (-2.0, 0.0)
+    """
+    log_ratio = _log_ratio(log_prob, old_log_prob, mask)
+    advantage = _per_token(advantage, log_prob)
+    ratio = torch.exp(log_ratio)
+    clipped = torch.clamp(ratio, 1.0 - clip_coef, 1.0 + clip_coef)
+    loss = -masked_mean(torch.minimum(ratio * advantage, clipped * advantage), mask)
+    outside = ((ratio - 1.0).abs() > clip_coef).to(ratio.dtype)
+    return loss, {
+        "policy_loss": loss.detach(),
+        "approx_kl": masked_mean(torch.expm1(log_ratio) - log_ratio, mask).detach(),
+        "clip_frac": masked_mean(outside, mask).detach(),
+    }
+
+
+def value_loss(value: Tensor, value_target: Tensor, mask: Tensor) -> Tensor:
+    """Mean squared error of the critic, without a factor of one half.
+
+        mean((value - value_target)^2)
+
+    Args:
+        value: `[*B]` float.
+        value_target: `[*B]` float.
+        mask: `[*B]` bool.
+
+    Returns: 0-d.
+    Gradient: through `value` only.
+    Raises: ValueError naming the arguments whose shapes differ.
+    Source: Schulman et al. 2017, arXiv:1707.06347, eq. 9.
+
+    >>> value_loss(torch.tensor([1.0]), torch.tensor([3.0]), torch.tensor([True]))
+    tensor(4.)
+    """
+    same_shape(value=value, value_target=value_target, mask=mask)
+    return masked_mean((value - value_target.detach()).square(), mask)
+
+
+def clipped_value_loss(
+    value: Tensor, old_value: Tensor, value_target: Tensor, mask: Tensor, *, clip_coef: Scalar
+) -> Tensor:
+    """Squared error of the critic, the larger of the plain one and that of a value held near the old one.
+
+        mean(max((value - value_target)^2, (old_value + clip(value - old_value, -clip_coef, clip_coef) - value_target)^2))
+
+    Args:
+        value: `[*B]` float.
+        old_value: `[*B]` float, the critic's output when the rollout was collected.
+        value_target: `[*B]` float.
+        mask: `[*B]` bool.
+        clip_coef: reward units.
+
+    Returns: 0-d.
+    Gradient: through `value` only.
+    Raises: ValueError naming the arguments whose shapes differ.
+    Source: Engstrom et al. 2020, arXiv:2005.12729, sec. 3.
+
+    >>> clipped_value_loss(torch.tensor([2.0]), torch.tensor([0.0]), torch.tensor([2.0]), torch.tensor([True]), clip_coef=0.5)
+    tensor(2.2500)
+    """
+    same_shape(value=value, old_value=old_value, value_target=value_target, mask=mask)
+    old_value, value_target = old_value.detach(), value_target.detach()
+    held = old_value + torch.clamp(value - old_value, -clip_coef, clip_coef)
+    return masked_mean(torch.maximum((value - value_target).square(), (held - value_target).square()), mask)
+
+
+def kl_k1(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
+    """Unbiased, high-variance estimate of KL(policy | ref), per sample of the policy; may be negative.
+
+        log_prob - ref_log_prob
+
+    Args:
+        log_prob: `[*B]` float, nats, under the policy the samples came from.
+        ref_log_prob: `[*B]` float, nats, under the reference.
+
+    Returns: `[*B]`, nats.
+    Gradient: flows through both.
+    Raises: ValueError naming the arguments whose shapes differ.
+    Source: Schulman 2020, "Approximating KL divergence", joschu.net/blog/kl-approx.html.
+
+    >>> kl_k1(torch.tensor([1.0]), torch.tensor([0.0]))
+    tensor([1.])
+    """
+    same_shape(log_prob=log_prob, ref_log_prob=ref_log_prob)
+    return log_prob - ref_log_prob
+
+
+def kl_k2(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
+    """Biased, low-variance estimate of KL(policy | ref), per sample of the policy; never negative.
+
+        (log_prob - ref_log_prob)^2 / 2
+
+    Args:
+        log_prob: `[*B]` float, nats, under the policy the samples came from.
+        ref_log_prob: `[*B]` float, nats, under the reference.
+
+    Returns: `[*B]`, nats.
+    Gradient: flows through both.
+    Raises: ValueError naming the arguments whose shapes differ.
+    Source: Schulman 2020, "Approximating KL divergence", joschu.net/blog/kl-approx.html.
+
+    >>> kl_k2(torch.tensor([2.0]), torch.tensor([0.0]))
+    tensor([2.])
+    """
+    same_shape(log_prob=log_prob, ref_log_prob=ref_log_prob)
+    return (log_prob - ref_log_prob).square() / 2.0
+
+
+def kl_k3(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
+    """Unbiased, low-variance estimate of KL(policy | ref), per sample of the policy; never negative.
+
+        exp(q) - 1 - q,    q = ref_log_prob - log_prob
+
+    Args:
+        log_prob: `[*B]` float, nats, under the policy the samples came from.
+        ref_log_prob: `[*B]` float, nats, under the reference.
+
+    Returns: `[*B]`, nats.
+    Gradient: flows through both.
+    Raises: ValueError naming the arguments whose shapes differ.
+    Source: Schulman 2020, "Approximating KL divergence", joschu.net/blog/kl-approx.html.
+
+    >>> kl_k3(torch.tensor([0.0]), torch.tensor([0.0]))
+    tensor([0.])
+    """
+    same_shape(log_prob=log_prob, ref_log_prob=ref_log_prob)
+    q = ref_log_prob - log_prob
+    return torch.expm1(q) - q
+
+
+def explained_variance(value: Tensor, value_target: Tensor, mask: Tensor) -> Tensor:
+    """Share of the variance of the targets that the critic explains: 1 perfect, 0 no better than their mean.
+
+        1 - var(value_target - value) / var(value_target)        0 where the targets do not vary
+
+    Args:
+        value: `[*B]` float.
+        value_target: `[*B]` float.
+        mask: `[*B]` bool.
+
+    Returns: 0-d.
+    Gradient: none, detached.
+    Raises: ValueError naming the arguments whose shapes differ.
+
+    >>> explained_variance(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0]), torch.tensor([True, True]))
+    tensor(1.)
+    """
+    same_shape(value=value, value_target=value_target, mask=mask)
+    value, value_target = value.detach(), value_target.detach()
+
+    def variance(x: Tensor) -> Tensor:
+        return masked_mean((x - masked_mean(x, mask)).square(), mask)
+
+    total = variance(value_target)
+    flat = total <= torch.finfo(total.dtype).tiny
+    return (1.0 - variance(value_target - value) / total.masked_fill(flat, 1.0)).masked_fill(flat, 0.0)
+
+
+def ppo_loss(
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantage: Tensor,
+    entropy: Tensor,
+    value: Tensor,
+    value_target: Tensor,
+    mask: Tensor,
+    *,
+    clip_coef: Scalar,
+    vf_coef: Scalar,
+    ent_coef: Scalar,
+) -> tuple[Tensor, Logs]:
+    """Clipped surrogate, critic error and entropy bonus.
+
+        loss = clipped_surrogate + vf_coef * value_loss - ent_coef * mean(entropy)
+
+    Args:
+        log_prob: `[*B]` float, nats, under the policy being learnt.
+        old_log_prob: `[*B]` float, nats, under the policy that acted.
+        advantage: `[*B]` float.
+        entropy: `[*B]` float, nats.
+        value: `[*B]` float, the critic now.
+        value_target: `[*B]` float.
+        mask: `[*B]` bool.
+        clip_coef: half-width of the trust interval of the ratio.
+        vf_coef: weight of the critic.
+        ent_coef: weight of the entropy.
+
+    Returns: 0-d loss; logs policy_loss, value_loss, entropy, approx_kl (k3), clip_frac, explained_variance, count.
+    Gradient: through `log_prob`, `entropy` and `value` only.
+    Raises: ValueError naming the arguments whose shapes differ.
+    Source: Schulman et al. 2017, arXiv:1707.06347, eq. 9.
+
+    >>> x, yes = torch.zeros(2), torch.tensor([True, True])
+    >>> loss, logs = ppo_loss(x, x, x + 1, x + 0.5, x, x + 2, yes, clip_coef=0.2, vf_coef=0.5, ent_coef=0.0)
+    >>> float(loss), float(logs["value_loss"]), float(logs["count"])
+    (1.0, 4.0, 2.0)
+    """
+    same_shape(log_prob=log_prob, entropy=entropy, value=value, value_target=value_target, mask=mask)
+    policy, logs = clipped_surrogate(log_prob, old_log_prob, advantage, mask, clip_coef=clip_coef)
+    critic, bonus = value_loss(value, value_target, mask), masked_mean(entropy, mask)
+    logs |= {
+        "value_loss": critic.detach(),
+        "entropy": bonus.detach(),
+        "explained_variance": explained_variance(value, value_target, mask),
+        "count": mask.sum().to(policy.dtype),
+    }
+    return policy + vf_coef * critic - ent_coef * bonus, logs
+
+
+def grpo_loss(
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    ref_log_prob: Tensor,
+    advantage: Tensor,
+    entropy: Tensor,
+    mask: Tensor,
+    *,
+    clip_coef: Scalar,
+    kl_coef: Scalar,
+    ent_coef: Scalar,
+) -> tuple[Tensor, Logs]:
+    """Clipped surrogate with a penalty for leaving a reference policy, and an entropy bonus.
+
+        loss = clipped_surrogate + kl_coef * mean(kl_k3(log_prob, ref_log_prob)) - ent_coef * mean(entropy)
+
+    Args:
+        log_prob: `[*B]` float, nats, under the policy being learnt; may have trailing token axes.
+        old_log_prob: the same shape, under the policy that acted.
+        ref_log_prob: the same shape, under the frozen reference.
+        advantage: the same shape, or the leading part of it.
+        entropy: the shape of `log_prob`, nats.
+        mask: bool, the shape of `log_prob`.
+        clip_coef: half-width of the trust interval of the ratio.
+        kl_coef: weight of the penalty.
+        ent_coef: weight of the entropy.
+
+    Returns: 0-d loss; logs policy_loss, entropy, approx_kl (k3), clip_frac, kl_ref, count.
+    Gradient: through `log_prob` and `entropy` only.
+    Raises: ValueError naming the arguments whose shapes differ.
+    Source: Shao et al. 2024, arXiv:2402.03300, eq. 3 and 4.
+
+    >>> x, yes = torch.zeros(2), torch.tensor([True, True])
+    >>> loss, logs = grpo_loss(x, x, x, x + 1, x, yes, clip_coef=0.2, kl_coef=0.1, ent_coef=0.0)
+    >>> float(loss), float(logs["kl_ref"])
+    (-1.0, 0.0)
+    """
+    same_shape(log_prob=log_prob, ref_log_prob=ref_log_prob, entropy=entropy, mask=mask)
+    policy, logs = clipped_surrogate(log_prob, old_log_prob, advantage, mask, clip_coef=clip_coef)
+    # Filled before the exponential: what a masked entry holds must not reach the gradient either.
+    penalty = masked_mean(kl_k3(log_prob.masked_fill(~mask, 0.0), ref_log_prob.detach().masked_fill(~mask, 0.0)), mask)
+    bonus = masked_mean(entropy, mask)
+    logs |= {"entropy": bonus.detach(), "kl_ref": penalty.detach(), "count": mask.sum().to(policy.dtype)}
+    return policy + kl_coef * penalty - ent_coef * bonus, logs

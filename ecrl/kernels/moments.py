@@ -1,0 +1,122 @@
+"""Running mean and variance of a stream of batches, in float64 so that a billion samples stay exact enough.
+
+Moments are a TensorDict: `count` (0-d), `mean` and `m2` (the sum of squared deviations), both of the sample's shape.
+"""
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from ecrl.types import Scalar
+
+
+def moments_init(shape: tuple[int, ...], device: torch.device | str | None = None) -> TensorDict:
+    """Moments of no samples.
+
+    Args:
+        shape: shape of one sample.
+        device: where they live.
+
+    Returns: TensorDict of count, mean and m2, float64.
+
+    >>> float(moments_init((2,))["count"])
+    0.0
+    """
+    zeros = torch.zeros(shape, dtype=torch.float64, device=device)
+    return TensorDict({"count": zeros.new_zeros(()), "mean": zeros, "m2": zeros.clone()}, [])
+
+
+def moments_merge(moments: TensorDict, other: TensorDict) -> TensorDict:
+    """Moments of two streams together.
+
+        count = count_a + count_b;  d = mean_b - mean_a
+        mean  = mean_a + d * count_b / count
+        m2    = m2_a + m2_b + d^2 * count_a * count_b / count
+
+    Args:
+        moments: from `moments_init`, `moments_update` or here.
+        other: likewise, of the same sample shape.
+
+    Returns: new moments; the inputs are not written.
+    Gradient: not meant to carry any.
+    Raises: ValueError if the sample shapes differ.
+    Source: Chan, Golub and LeVeque 1983, "Algorithms for computing the sample variance", eq. 2.1.
+
+    >>> one, two = (moments_update(moments_init(()), torch.tensor([x]), torch.tensor([True])) for x in (1.0, 3.0))
+    >>> float(moments_merge(one, two)["mean"])
+    2.0
+    """
+    if moments["mean"].shape != other["mean"].shape:
+        raise ValueError(
+            f"other has samples of shape {list(other['mean'].shape)}, expected {list(moments['mean'].shape)} as moments"
+        )
+    count = moments["count"] + other["count"]
+    share = other["count"] / count.clamp(min=1.0)
+    shift = other["mean"] - moments["mean"]
+    m2 = moments["m2"] + other["m2"] + shift.square() * moments["count"] * share
+    return TensorDict({"count": count, "mean": moments["mean"] + shift * share, "m2": m2}, [])
+
+
+def moments_update(moments: TensorDict, x: Tensor, mask: Tensor) -> TensorDict:
+    """Moments after a batch.
+
+    Args:
+        moments: so far.
+        x: `[*B, *shape]` float; anything where not `mask`.
+        mask: `[*B]` bool, True = counts.
+
+    Returns: new moments; the inputs are not written.
+    Gradient: none; `x` is detached.
+    Raises: ValueError naming an argument whose shape does not fit.
+    Source: as `moments_merge`.
+
+    >>> m = moments_update(moments_init(()), torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False]))
+    >>> float(m["mean"]), float(moments_variance(m))
+    (2.0, 1.0)
+    """
+    shape = moments["mean"].shape
+    if x.shape != (*mask.shape, *shape):
+        raise ValueError(f"x has shape {list(x.shape)}, expected {[*mask.shape, *shape]}: mask, then one sample")
+    counted = mask.reshape(-1, *[1] * len(shape))
+    kept = x.detach().to(torch.float64).reshape(-1, *shape).masked_fill(~counted, 0.0)
+    count = mask.sum().to(torch.float64)
+    mean = kept.sum(0) / count.clamp(min=1.0)
+    m2 = (kept - mean).masked_fill(~counted, 0.0).square().sum(0)
+    return moments_merge(moments, TensorDict({"count": count, "mean": mean, "m2": m2}, []))
+
+
+def moments_variance(moments: TensorDict) -> Tensor:
+    """Population variance so far, float64, of one sample's shape; 1 before the first sample.
+
+        m2 / count
+
+    >>> float(moments_variance(moments_init(())))
+    1.0
+    """
+    variance = moments["m2"] / moments["count"].clamp(min=1.0)
+    return torch.where(moments["count"] > 0, variance, torch.ones_like(variance))
+
+
+def normalize(x: Tensor, moments: TensorDict, *, eps: Scalar, clip: Scalar) -> Tensor:
+    """Standardise by running moments and bound the result.
+
+        clip((x - mean) / sqrt(variance + eps), -clip, clip)
+
+    Args:
+        x: `[*B, *shape]` float.
+        moments: of samples of `shape`.
+        eps: added to the variance, squared units of `x`.
+        clip: largest absolute value returned.
+
+    Returns: `[*B, *shape]` in the dtype of `x`.
+    Gradient: flows through `x`.
+    Raises: ValueError if `x` does not end in one sample's shape.
+
+    >>> normalize(torch.tensor([5.0]), moments_init(()), eps=0.0, clip=3.0)
+    tensor([3.])
+    """
+    shape = moments["mean"].shape
+    if x.shape[x.ndim - len(shape) :] != shape:
+        raise ValueError(f"x has shape {list(x.shape)}, expected it to end in one sample's shape {list(shape)}")
+    mean, scale = moments["mean"].to(x.dtype), torch.rsqrt(moments_variance(moments) + eps).to(x.dtype)
+    return ((x - mean) * scale).clamp(-clip, clip).to(x.dtype)

@@ -1,0 +1,293 @@
+"""Optimisers as functions `(params, grads, opt, *, learning_rate, ...) -> (params, opt)`, and factors for schedules.
+
+`params`, `grads` and the slots of `opt` are TensorDicts of one structure. Numbers agree with `torch.optim`. Bias
+corrections and schedules are computed in float64: `1 - 0.999 ** t` loses five digits in float32.
+"""
+
+from collections.abc import Callable
+from math import pi
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from ecrl.types import Scalar
+
+
+def _zeros(params: TensorDict) -> TensorDict:
+    return params.apply(torch.zeros_like)
+
+
+def _map(fn: Callable[..., Tensor], first: TensorDict, *others: TensorDict) -> TensorDict:
+    """`fn` over matching leaves, new and in the dtypes of `first`; a difference in keys or shapes is an error."""
+    shapes = {key: leaf.shape for key, leaf in first.items(True, True)}
+    for other in others:
+        odd = sorted(map(str, set(shapes) ^ set(other.keys(True, True))))
+        if odd:
+            raise ValueError(f"params, grads and opt must have the same leaves; only one side has {', '.join(odd)}")
+        wrong = [f"{key} {list(x.shape)}" for key, x in other.items(True, True) if x.shape != shapes[key]]
+        if wrong:
+            raise ValueError(
+                f"params, grads and opt must have leaves of the same shapes; not so for {', '.join(wrong)}"
+            )
+    return first.apply(lambda leaf, *rest: fn(leaf, *rest).to(leaf.dtype), *others)
+
+
+def adam_init(params: TensorDict) -> TensorDict:
+    """Optimiser state for `adam` and `adamw`: first and second moments, and the number of steps (int64).
+
+    >>> sorted(adam_init(TensorDict({"w": torch.zeros(2)}, [])).keys())
+    ['mu', 'nu', 'step']
+    """
+    step = torch.zeros((), dtype=torch.int64, device=next(iter(params.values(True, True))).device)
+    return TensorDict({"mu": _zeros(params), "nu": _zeros(params), "step": step}, [])
+
+
+def adam(
+    params: TensorDict,
+    grads: TensorDict,
+    opt: TensorDict,
+    *,
+    learning_rate: Scalar,
+    beta1: Scalar,
+    beta2: Scalar,
+    eps: Scalar,
+) -> tuple[TensorDict, TensorDict]:
+    """One step of Adam.
+
+        mu = beta1 mu + (1 - beta1) g;  nu = beta2 nu + (1 - beta2) g^2
+        p  = p - learning_rate * (mu / (1 - beta1^t)) / (sqrt(nu / (1 - beta2^t)) + eps)
+
+    Args:
+        params: TensorDict of parameters.
+        grads: the same structure.
+        opt: from `adam_init` or the last step.
+        learning_rate: step size.
+        beta1: decay of the first moment.
+        beta2: decay of the second moment.
+        eps: added to the root, in gradient units.
+
+    Returns: new params and opt; the inputs are not written.
+    Gradient: flows through every input.
+    Raises: ValueError naming leaves that only one side has, or that differ in shape.
+    Source: Kingma and Ba 2015, arXiv:1412.6980, algorithm 1.
+
+    >>> p, g = TensorDict({"w": torch.tensor([1.0])}, []), TensorDict({"w": torch.tensor([5.0])}, [])
+    >>> adam(p, g, adam_init(p), learning_rate=0.1, beta1=0.9, beta2=0.999, eps=1e-8)[0]["w"]
+    tensor([0.9000])
+    """
+    mu = _map(lambda m, g: beta1 * m + (1.0 - beta1) * g, opt["mu"], grads)
+    nu = _map(lambda v, g: beta2 * v + (1.0 - beta2) * g * g, opt["nu"], grads)
+    step = opt["step"] + 1
+    t = step.to(torch.float64)
+    rate = learning_rate / (1.0 - beta1**t)
+    root = torch.sqrt(1.0 - beta2**t)
+
+    def move(p: Tensor, m: Tensor, v: Tensor) -> Tensor:
+        return p - rate.to(p.dtype) * m / (torch.sqrt(v) / root.to(p.dtype) + eps)
+
+    return _map(move, params, mu, nu), TensorDict({"mu": mu, "nu": nu, "step": step}, [])
+
+
+def adamw(
+    params: TensorDict,
+    grads: TensorDict,
+    opt: TensorDict,
+    *,
+    learning_rate: Scalar,
+    beta1: Scalar,
+    beta2: Scalar,
+    eps: Scalar,
+    weight_decay: Scalar,
+) -> tuple[TensorDict, TensorDict]:
+    """One step of Adam on parameters decayed first, apart from the gradient.
+
+        p = p * (1 - learning_rate * weight_decay), then as `adam`
+
+    Args:
+        params: TensorDict of parameters.
+        grads: the same structure.
+        opt: from `adam_init` or the last step.
+        learning_rate: step size.
+        beta1: decay of the first moment.
+        beta2: decay of the second moment.
+        eps: added to the root, in gradient units.
+        weight_decay: decay per unit of learning rate.
+
+    Returns: new params and opt; the inputs are not written.
+    Gradient: flows through every input.
+    Raises: ValueError naming leaves that only one side has, or that differ in shape.
+    Source: Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2.
+
+    >>> p, g = TensorDict({"w": torch.tensor([1.0])}, []), TensorDict({"w": torch.tensor([0.0])}, [])
+    >>> adamw(p, g, adam_init(p), learning_rate=0.1, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.5)[0]["w"]
+    tensor([0.9500])
+    """
+    decayed = _map(lambda p: p * (1.0 - learning_rate * weight_decay), params)
+    return adam(decayed, grads, opt, learning_rate=learning_rate, beta1=beta1, beta2=beta2, eps=eps)
+
+
+def sgd_init(params: TensorDict) -> TensorDict:
+    """Optimiser state for `sgd`: the momentum buffer and the number of steps (int64).
+
+    >>> sorted(sgd_init(TensorDict({"w": torch.zeros(2)}, [])).keys())
+    ['momentum', 'step']
+    """
+    step = torch.zeros((), dtype=torch.int64, device=next(iter(params.values(True, True))).device)
+    return TensorDict({"momentum": _zeros(params), "step": step}, [])
+
+
+def sgd(
+    params: TensorDict, grads: TensorDict, opt: TensorDict, *, learning_rate: Scalar, momentum: Scalar
+) -> tuple[TensorDict, TensorDict]:
+    """One step of gradient descent with heavy-ball momentum.
+
+        buffer = momentum * buffer + g;  p = p - learning_rate * buffer
+
+    Args:
+        params: TensorDict of parameters.
+        grads: the same structure.
+        opt: from `sgd_init` or the last step.
+        learning_rate: step size.
+        momentum: share of the last move that is kept; 0 for plain gradient descent.
+
+    Returns: new params and opt; the inputs are not written.
+    Gradient: flows through every input.
+    Raises: ValueError naming leaves that only one side has, or that differ in shape.
+    Source: Sutskever et al. 2013, "On the importance of initialization and momentum in deep learning", eq. 1 and 2.
+
+    >>> p, g = TensorDict({"w": torch.tensor([1.0])}, []), TensorDict({"w": torch.tensor([5.0])}, [])
+    >>> sgd(p, g, sgd_init(p), learning_rate=0.1, momentum=0.0)[0]["w"]
+    tensor([0.5000])
+    """
+    buffer = _map(lambda b, g: momentum * b + g, opt["momentum"], grads)
+    moved = _map(lambda p, b: p - learning_rate * b, params, buffer)
+    return moved, TensorDict({"momentum": buffer, "step": opt["step"] + 1}, [])
+
+
+def rmsprop_init(params: TensorDict) -> TensorDict:
+    """Optimiser state for `rmsprop`: the second moment and the number of steps (int64).
+
+    >>> sorted(rmsprop_init(TensorDict({"w": torch.zeros(2)}, [])).keys())
+    ['nu', 'step']
+    """
+    step = torch.zeros((), dtype=torch.int64, device=next(iter(params.values(True, True))).device)
+    return TensorDict({"nu": _zeros(params), "step": step}, [])
+
+
+def rmsprop(
+    params: TensorDict, grads: TensorDict, opt: TensorDict, *, learning_rate: Scalar, alpha: Scalar, eps: Scalar
+) -> tuple[TensorDict, TensorDict]:
+    """One step of RMSProp.
+
+        nu = alpha nu + (1 - alpha) g^2;  p = p - learning_rate * g / (sqrt(nu) + eps)
+
+    Args:
+        params: TensorDict of parameters.
+        grads: the same structure.
+        opt: from `rmsprop_init` or the last step.
+        learning_rate: step size.
+        alpha: decay of the second moment.
+        eps: added to the root, in gradient units.
+
+    Returns: new params and opt; the inputs are not written.
+    Gradient: flows through every input.
+    Raises: ValueError naming leaves that only one side has, or that differ in shape.
+    Source: Tieleman and Hinton 2012, "Neural networks for machine learning", lecture 6e.
+
+    >>> p, g = TensorDict({"w": torch.tensor([1.0])}, []), TensorDict({"w": torch.tensor([5.0])}, [])
+    >>> rmsprop(p, g, rmsprop_init(p), learning_rate=0.1, alpha=0.99, eps=1e-8)[0]["w"]
+    tensor([0.])
+    """
+    nu = _map(lambda v, g: alpha * v + (1.0 - alpha) * g * g, opt["nu"], grads)
+    moved = _map(lambda p, g, v: p - learning_rate * g / (torch.sqrt(v) + eps), params, grads, nu)
+    return moved, TensorDict({"nu": nu, "step": opt["step"] + 1}, [])
+
+
+def global_norm(grads: TensorDict) -> Tensor:
+    """Euclidean norm over all leaves together, 0-d.
+
+        sqrt(sum_leaves(sum(g^2)))
+
+    Gradient: flows through `grads`; 0 where all are 0.
+
+    >>> global_norm(TensorDict({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])}, []))
+    tensor(5.)
+    """
+    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in grads.values(True, True)]))
+
+
+def clip_by_global_norm(grads: TensorDict, *, max_norm: Scalar) -> tuple[TensorDict, Tensor]:
+    """Scale all gradients by one factor so that their joint norm is at most `max_norm`.
+
+        g * min(1, max_norm / (norm + 1e-6))
+
+    Args:
+        grads: TensorDict of gradients.
+        max_norm: largest joint norm.
+
+    Returns: new gradients, and the norm before clipping, 0-d.
+    Gradient: flows through `grads`.
+    Source: Pascanu et al. 2013, arXiv:1211.5063, algorithm 1; the 1e-6 as in `torch.nn.utils.clip_grad_norm_`.
+
+    >>> clipped, norm = clip_by_global_norm(TensorDict({"a": torch.tensor([3.0, 4.0])}, []), max_norm=1.0)
+    >>> clipped["a"], norm
+    (tensor([0.6000, 0.8000]), tensor(5.))
+    """
+    norm = global_norm(grads)
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    return _map(lambda g: g * factor, grads), norm
+
+
+def linear_schedule(step: Tensor, *, start: Scalar, end: Scalar, horizon: int) -> Tensor:
+    """Factor that moves from `start` to `end` in `horizon` steps and stays: float64.
+
+        start + (end - start) * min(step / horizon, 1)
+
+    Source: `torch.optim.lr_scheduler.LinearLR`.
+
+    >>> linear_schedule(torch.tensor(5), start=1.0, end=0.0, horizon=10)
+    tensor(0.5000, dtype=torch.float64)
+    """
+    progress = (step.to(torch.float64) / horizon).clamp(max=1.0)
+    return start + (end - start) * progress
+
+
+def cosine_schedule(step: Tensor, *, end: Scalar, horizon: int) -> Tensor:
+    """Factor that falls from 1 to `end` along half a cosine in `horizon` steps and stays: float64.
+
+        end + (1 - end) * (1 + cos(pi * min(step / horizon, 1))) / 2
+
+    Source: Loshchilov and Hutter 2017, arXiv:1608.03983, eq. 5.
+
+    >>> cosine_schedule(torch.tensor(5), end=0.0, horizon=10)
+    tensor(0.5000, dtype=torch.float64)
+    """
+    progress = (step.to(torch.float64) / horizon).clamp(max=1.0)
+    return end + (1.0 - end) * 0.5 * (1.0 + torch.cos(pi * progress))
+
+
+def step_schedule(step: Tensor, *, every: int, gamma: Scalar) -> Tensor:
+    """Factor that is multiplied by `gamma` once every `every` steps: float64.
+
+        gamma ^ floor(step / every)
+
+    Source: `torch.optim.lr_scheduler.StepLR`.
+
+    >>> step_schedule(torch.tensor(5), every=2, gamma=0.5)
+    tensor(0.2500, dtype=torch.float64)
+    """
+    return gamma ** torch.div(step, every, rounding_mode="floor").to(torch.float64)
+
+
+def exponential_schedule(step: Tensor, *, gamma: Scalar) -> Tensor:
+    """Factor that is multiplied by `gamma` every step: float64.
+
+        gamma ^ step
+
+    Source: `torch.optim.lr_scheduler.ExponentialLR`.
+
+    >>> exponential_schedule(torch.tensor(2), gamma=0.5)
+    tensor(0.2500, dtype=torch.float64)
+    """
+    return gamma ** step.to(torch.float64)

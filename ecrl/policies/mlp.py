@@ -1,0 +1,122 @@
+"""Multi-layer perceptrons from a config block: `{"type": "mlp", "network_cfg": {"hidden_sizes": [64, 64], ...}}`."""
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field, ValidationError, ValidationInfo, ValidatorFunctionWrapHandler, field_validator
+from tensordict import TensorDict
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from ecrl.config import ConfigModel, Count, Positive
+
+Activation = Literal["relu", "elu", "tanh", "gelu", "silu"]
+_ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+    "relu": nn.ReLU,
+    "elu": nn.ELU,
+    "tanh": nn.Tanh,
+    "gelu": nn.GELU,
+    "silu": nn.SiLU,
+}
+
+
+class MLPConfig(ConfigModel):
+    """Layers of a perceptron."""
+
+    hidden_sizes: Annotated[tuple[Count, ...], Field(strict=False)] = Field(description="width of each hidden layer")
+    activation: Activation = Field("elu", description="after each hidden layer")
+    last_activation: Activation | None = Field(None, description="after the output layer")
+    use_layernorm: bool = Field(False, description="normalise each hidden layer before its activation")
+    dropout_p: float = Field(0.0, description="must be 0")
+    orthogonal_init: Positive | Annotated[tuple[Positive, ...], Field(strict=False)] | None = Field(
+        None, description="gain of orthogonal weights with zero biases, one number or a list with one per layer"
+    )
+
+    @field_validator("dropout_p")
+    @classmethod
+    def _no_dropout(cls, p: float) -> float:
+        if p != 0.0:
+            raise ValueError(
+                f"dropout_p={p} is refused: dropout makes the probability ratio of the same action random, "
+                "so clipping and KL measure noise; use 0"
+            )
+        return p
+
+    @field_validator("orthogonal_init", mode="wrap")
+    @classmethod
+    def _one_gain_per_layer(cls, data: Any, handler: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
+        try:
+            gains = handler(data)
+        except ValidationError:
+            raise ValueError("expected a number above 0, or a list of such numbers, one per layer") from None
+        layers = len(info.data.get("hidden_sizes", ())) + 1
+        if isinstance(gains, tuple) and "hidden_sizes" in info.data and len(gains) != layers:
+            raise ValueError(f"has {len(gains)} gains for {layers} layers; give one number or {layers}")
+        return gains
+
+
+class NetworkConfig(ConfigModel):
+    """A network by type."""
+
+    type: Literal["mlp"] = Field("mlp", description='kind of network, "mlp"')
+    network_cfg: MLPConfig = Field(description='its layers, such as {"hidden_sizes": [64, 64]}')
+
+
+def build_mlp(cfg: MLPConfig, inputs: int, outputs: int) -> nn.Sequential:
+    """Linear layers, each hidden one followed by an optional LayerNorm and the activation.
+
+    >>> build_mlp(MLPConfig(hidden_sizes=[8], activation="tanh"), 3, 2)
+    Sequential(
+      (0): Linear(in_features=3, out_features=8, bias=True)
+      (1): Tanh()
+      (2): Linear(in_features=8, out_features=2, bias=True)
+    )
+    """
+    layers: list[nn.Module] = []
+    for size in cfg.hidden_sizes:
+        layers.append(nn.Linear(inputs, size))
+        layers += [nn.LayerNorm(size)] if cfg.use_layernorm else []
+        layers.append(_ACTIVATIONS[cfg.activation]())
+        inputs = size
+    layers.append(nn.Linear(inputs, outputs))
+    layers += [_ACTIVATIONS[cfg.last_activation]()] if cfg.last_activation else []
+    return nn.Sequential(*layers)
+
+
+def init_mlp(cfg: MLPConfig, inputs: int, outputs: int) -> TensorDict:
+    """Fresh weights under `state_dict()` names, from torch's global generator: call it inside `seeded`."""
+    module = build_mlp(cfg, inputs, outputs)
+    linear = [layer for layer in module if isinstance(layer, nn.Linear)]
+    gains = cfg.orthogonal_init
+    if gains is not None:
+        for layer, gain in zip(linear, gains if isinstance(gains, tuple) else [gains] * len(linear), strict=True):
+            nn.init.orthogonal_(layer.weight, gain)
+            nn.init.zeros_(layer.bias)
+    return TensorDict({name: weight.detach() for name, weight in module.state_dict().items()}, [])
+
+
+class seeded:
+    """Context: torch's global generator seeded from a key, and put back afterwards. Module initialisation needs it."""
+
+    def __init__(self, key: Tensor):
+        self.seed = int(key)
+
+    def __enter__(self) -> None:
+        self.fork = torch.random.fork_rng(devices=[])
+        self.fork.__enter__()
+        torch.random.default_generator.manual_seed(self.seed)
+
+    def __exit__(self, *error: object) -> None:
+        self.fork.__exit__(*error)
+
+
+def mlp(cfg: MLPConfig, inputs: int, outputs: int) -> Callable[[TensorDict, Tensor], Tensor]:
+    """The forward pass as a function of weights and features: `[*B, inputs]` to `[*B, outputs]`."""
+    with torch.device("meta"):  # holds no weights of its own
+        module = build_mlp(cfg, inputs, outputs)
+
+    def forward(weights: TensorDict, x: Tensor) -> Tensor:
+        return functional_call(module, dict(weights.items()), (x,))
+
+    return forward

@@ -1,0 +1,174 @@
+"""Stateless random numbers: a key is one int64, every draw is a pure function of it.
+
+Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") in int64 arithmetic, one 32-bit word
+per element. A key of shape `[*B]` is a batch of independent keys; draws append their own shape: `uniform(keys, (3,))`
+is `[*B, 3]`. Use each key once: derive the next ones with `split` or `fold_in`. The first words of a longer draw are
+those of a shorter one. Integers, uniforms and permutations are the same bits eager, compiled, vmapped and on every
+device; normals agree within 1e-6.
+"""
+
+from collections.abc import Sequence
+from math import pi, prod
+
+import torch
+from torch import Tensor
+
+START, ENV, ACTION, UPDATE, INIT, EVAL = range(6)
+"""Streams of a run: where episodes start, world noise, sampled actions, minibatches, initial weights, evaluation."""
+
+_MASK = 0xFFFFFFFF
+_DRAW, _SPLIT, _FOLD = range(3)  # fourth counter word, so that draws, splits and folds never meet
+
+
+def philox4x32(key: Tensor, counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Ten rounds of Philox4x32 on a 64-bit key and four 32-bit counter words; all int64, words in [0, 2**32).
+
+    >>> zero = torch.tensor(0)
+    >>> [f"{int(word):08x}" for word in philox4x32(zero, (zero, zero, zero, zero))]
+    ['6627e8d5', 'e169c58d', 'bc57ac4c', '9b00dbd8']
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key & _MASK, (key >> 32) & _MASK
+    for _ in range(10):
+        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # wraps mod 2**64, which keeps the bits
+        c0, c1, c2, c3 = ((p1 >> 32) & _MASK) ^ c1 ^ k0, p1 & _MASK, ((p0 >> 32) & _MASK) ^ c3 ^ k1, p0 & _MASK
+        k0, k1 = (k0 + 0x9E3779B9) & _MASK, (k1 + 0xBB67AE85) & _MASK
+    return c0, c1, c2, c3
+
+
+def key(seed: int, device: torch.device | str | None = None) -> Tensor:
+    """The key of a seed, a 0-d int64 tensor.
+
+    >>> key(3)
+    tensor(3)
+    """
+    return torch.tensor(seed, dtype=torch.int64, device=device)
+
+
+def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
+    """A new key from a key and an integer, broadcasting: `[*B]`. Different data give independent keys.
+
+    >>> fold_in(key(0), torch.arange(2)).shape, bool(fold_in(key(0), 1) == fold_in(key(0), torch.arange(2))[1])
+    (torch.Size([2]), True)
+    """
+    data = torch.as_tensor(data, dtype=torch.int64, device=key.device)
+    zero = torch.zeros_like(data)
+    low, high, _, _ = philox4x32(key, (data & _MASK, (data >> 32) & _MASK, zero, zero + _FOLD))
+    return low | (high << 32)
+
+
+def split(key: Tensor, num: int = 2) -> Tensor:
+    """New keys from each key, `num` of them along a new first axis: `[num, *B]`.
+
+    >>> split(key(0), 3).shape
+    torch.Size([3])
+    """
+    index = torch.arange(num, device=key.device).reshape(-1, *[1] * key.ndim)
+    zero = torch.zeros_like(index)
+    low, high, _, _ = philox4x32(key, (index, zero, zero, zero + _SPLIT))
+    return low | (high << 32)
+
+
+def stream(key: Tensor, name: int, index: Tensor, step: Tensor | int) -> Tensor:
+    """The key of one stream at one environment and step: a function of (seed, stream, global env index, step) alone.
+
+    `index` and `step` broadcast, so `[N]` and `[T, 1]` give `[T, N]`.
+
+    >>> few, many = (stream(key(1), ENV, torch.arange(n), 7) for n in (8, 16))
+    >>> bool((few == many[:8]).all())
+    True
+    """
+    return fold_in(fold_in(fold_in(key, name), index), step)
+
+
+def bits(key: Tensor, shape: Sequence[int] = ()) -> Tensor:
+    """Independent 32-bit words as int64 in [0, 2**32): `[*B, *shape]`.
+
+    >>> bits(key(0), (4,))[:1].tolist() == bits(key(0), (1,)).tolist()
+    True
+    """
+    n = prod(shape)
+    block = torch.arange((n + 3) // 4, device=key.device)
+    zero = torch.zeros_like(block)
+    words = torch.stack(philox4x32(key.unsqueeze(-1), (block, zero, zero, zero + _DRAW)), -1)
+    return words.flatten(-2)[..., :n].reshape((*key.shape, *shape))
+
+
+def uniform(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32) -> Tensor:
+    """Uniform on [0, 1): `[*B, *shape]`, on the 2**-24 grid in float32 and the 2**-53 grid in float64.
+
+    Raises: ValueError for any other dtype; half precision would round up to 1.
+
+    >>> 0.0 <= float(uniform(key(0))) < 1.0
+    True
+    """
+    if dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"dtype must be torch.float32 or torch.float64, got {dtype}")
+    if dtype == torch.float64:
+        words = bits(key, (*shape, 2))
+        return ((words[..., 0] >> 5) * 2**26 + (words[..., 1] >> 6)).to(dtype) * 2.0**-53
+    return (bits(key, shape) >> 8).to(dtype) * 2.0**-24
+
+
+def normal(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32) -> Tensor:
+    """Standard normal `[*B, *shape]`, two per pair of uniforms (Box and Muller 1958).
+
+        z[2i], z[2i+1] = sqrt(-2 log(1 - u[2i])) * (cos, sin)(2 pi u[2i+1])
+
+    >>> normal(key(0), (2, 3)).shape
+    torch.Size([2, 3])
+    """
+    n = prod(shape)
+    pairs = uniform(key, ((n + 1) // 2, 2), dtype)
+    radius, angle = torch.sqrt(-2.0 * torch.log1p(-pairs[..., 0])), 2.0 * pi * pairs[..., 1]
+    both = torch.stack((radius * torch.cos(angle), radius * torch.sin(angle)), -1)
+    return both.flatten(-2)[..., :n].reshape((*key.shape, *shape))
+
+
+def gumbel(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32) -> Tensor:
+    """Standard Gumbel `[*B, *shape]`: `-log(-log(u))`, u in (0, 1); `argmax(logits + gumbel)` samples a categorical.
+
+    >>> bool(gumbel(key(0), (1000,)).isfinite().all())
+    True
+    """
+    half_step = 2.0**-25 if dtype != torch.float64 else 2.0**-54  # keeps u off 0; u is below 1 by construction
+    return -torch.log(-torch.log(uniform(key, shape, dtype).clamp(min=half_step)))
+
+
+def randint(key: Tensor, shape: Sequence[int] = (), *, low: int | Tensor, high: int | Tensor) -> Tensor:
+    """Integers in [low, high): int64 `[*B, *shape]`, by multiply-shift; bias below (high - low) / 2**32.
+
+    Raises: ValueError if `high - low` is not in 1 to 2**31, where both are Python ints.
+
+    >>> sorted(set(randint(key(0), (100,), low=-1, high=2).tolist()))
+    [-1, 0, 1]
+    """
+    if isinstance(low, int) and isinstance(high, int) and not 1 <= high - low <= 2**31:
+        raise ValueError(f"randint needs 1 <= high - low <= 2**31, got low={low}, high={high}")
+    return low + ((bits(key, shape) * (high - low)) >> 32)
+
+
+def categorical(key: Tensor, logits: Tensor) -> Tensor:
+    """One index per row, with probability softmax(logits): keys `[*B]` and logits `[*B, K]` give int64 `[*B]`.
+
+    Gumbel-max, in float32 for half-precision logits.
+
+    Raises: ValueError if `key` and the rows of `logits` differ in shape; one key for many rows would tie their draws.
+
+    >>> int(categorical(key(0), torch.tensor([-100.0, 0.0])))
+    1
+    """
+    if key.shape != logits.shape[:-1]:
+        raise ValueError(f"key has shape {list(key.shape)}, expected {list(logits.shape[:-1])}: one per row of logits")
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    return (logits + gumbel(key, logits.shape[-1:], dtype)).argmax(-1)
+
+
+def permutation(key: Tensor, n: int) -> Tensor:
+    """A random order of 0 to n - 1: int64 `[*B, n]`, the stable order of n 62-bit draws.
+
+    >>> sorted(permutation(key(0), 5).tolist())
+    [0, 1, 2, 3, 4]
+    """
+    words = bits(key, (n, 2))
+    return torch.argsort(((words[..., 0] >> 1) << 31) | (words[..., 1] >> 1), dim=-1, stable=True)

@@ -1,0 +1,111 @@
+"""Hashable observation and action spaces, so that records of functions can be memoised by them.
+
+They carry what the tensors inside need; `to_gymnasium` and `from_gymnasium` convert at the edge.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Box:
+    """Real vectors `[*shape]`, float32; `low` and `high` have one entry per element, in C order."""
+
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Discrete:
+    """Integers 0 to n - 1, int64, shape `[]`."""
+
+    n: int
+
+
+@dataclass(frozen=True)
+class MultiDiscrete:
+    """Vectors of integers `[len(nvec)]`, int64; entry i runs from 0 to nvec[i] - 1."""
+
+    nvec: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Dict:
+    """Named parts, sorted by name; observations of this space are TensorDicts."""
+
+    items: tuple[tuple[str, "Space"], ...]
+
+
+Space = Box | Discrete | MultiDiscrete | Dict
+
+
+def box(low: float, high: float, *shape: int) -> Box:
+    """A Box with the same bounds everywhere.
+
+    >>> box(-2.0, 2.0, 1)
+    Box(low=(-2.0,), high=(2.0,), shape=(1,))
+    """
+    return Box((low,) * prod(shape), (high,) * prod(shape), shape)
+
+
+def dict_space(parts: Mapping[str, Space]) -> Dict:
+    """A Dict space from a mapping, sorted by name."""
+    return Dict(tuple(sorted(parts.items())))
+
+
+def flat_dim(space: Space) -> int:
+    """Number of float features after `flatten`: elements of a Box, a one-hot per Discrete, all parts of a Dict but action_mask.
+
+    >>> flat_dim(dict_space({"joints": box(-1.0, 1.0, 2, 3), "gear": Discrete(4), "action_mask": MultiDiscrete((2, 2))}))
+    10
+    """
+    match space:
+        case Box():
+            return prod(space.shape)
+        case Discrete():
+            return space.n
+        case MultiDiscrete():
+            return sum(space.nvec)
+        case Dict():
+            return sum(flat_dim(part) for name, part in space.items if name != "action_mask")
+
+
+def action_dim(space: Space) -> int:
+    """Width of the policy head for an action space: elements of a Box, logits of a Discrete or MultiDiscrete."""
+    return flat_dim(space)
+
+
+def to_gymnasium(space: Space) -> Any:
+    """The same space as a `gymnasium.spaces` object."""
+    import gymnasium
+    import numpy as np
+
+    match space:
+        case Box():
+            low, high = (np.array(b, np.float32).reshape(space.shape) for b in (space.low, space.high))
+            return gymnasium.spaces.Box(low, high, dtype=np.float32)
+        case Discrete():
+            return gymnasium.spaces.Discrete(space.n)
+        case MultiDiscrete():
+            return gymnasium.spaces.MultiDiscrete(space.nvec)
+        case Dict():
+            return gymnasium.spaces.Dict({name: to_gymnasium(part) for name, part in space.items})
+
+
+def from_gymnasium(space: Any) -> Space:
+    """The hashable form of a `gymnasium.spaces` object; raises TypeError naming a kind that has none."""
+    from gymnasium import spaces
+
+    match space:
+        case spaces.Box():
+            return Box(tuple(map(float, space.low.ravel())), tuple(map(float, space.high.ravel())), space.shape)
+        case spaces.Discrete() if space.start == 0:
+            return Discrete(int(space.n))
+        case spaces.MultiDiscrete() if space.nvec.ndim == 1 and not space.start.any():
+            return MultiDiscrete(tuple(map(int, space.nvec)))
+        case spaces.Dict():
+            return dict_space({name: from_gymnasium(part) for name, part in space.items()})
+    raise TypeError(f"space {space} has no counterpart here; known: Box, Discrete and MultiDiscrete from 0, Dict")

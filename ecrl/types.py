@@ -1,0 +1,121 @@
+"""Field tables of the TensorDicts that pass between the parts, with the checks and views on them.
+
+A rollout has batch shape `[num_envs, time + 1]`. Row `t` is one transition; the last slot of every field but `obs` and
+`value` is padding, which writers zero and readers never look at.
+"""
+
+from typing import Literal, TypedDict
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+Scalar = float | Tensor
+"""A hyperparameter: a Python number, or a 0-d tensor where it changes during a run without a recompile."""
+
+Logs = dict[str, Tensor]
+"""Named 0-d tensors."""
+
+ROLLOUT_FIELDS = {
+    "obs": "[N, T+1, ...] what the policy saw; obs[:, -1] is the bootstrap observation; may be a TensorDict",
+    "action": "[N, T+1, ...] what it did",
+    "sample_log_prob": "[N, T+1, ...] float, nats, under the acting policy",
+    "value": "[N, T+1] float, V(obs[t]); value[:, -1] is valid",
+    "reward": "[N, T+1] float, the env's own units",
+    "terminated": "[N, T+1] bool, true end",
+    "truncated": "[N, T+1] bool, time limit",
+    "done": "[N, T+1] bool, terminated | truncated",
+    "final_value": "[N, T+1] float, V of the observation reached before auto-reset where truncated, else 0",
+    "mask": "[N, T+1, ...] bool, optional, True counts",
+}
+STATE_FIELDS = {
+    "params": "policy parameters, nested under module names",
+    "opt": "optimiser state",
+    "env": "env states with the last observation",
+    "episode": "running and last finished returns and lengths",
+    "hyper": "every numeric hyperparameter as a 0-d tensor",
+    "key": "int64, the key that all randomness of the run derives from",
+    "sample_step": "int64, environment steps taken, over all ranks",
+    "update_step": "int64, iterations done",
+}
+_BOOL_FIELDS = ("terminated", "truncated", "done", "mask")
+_PER_STEP_FIELDS = ("value", "reward", "terminated", "truncated", "done", "final_value")
+
+
+class LogData(TypedDict):
+    """What the training loop yields: the kind of record, env steps so far, 0-d log tensors, and the state after."""
+
+    log_type: Literal["collect", "train", "evaluate"]
+    sample_step: int
+    logs: Logs
+    state: TensorDict
+
+
+def same_shape(**tensors: Tensor) -> None:
+    """Raise ValueError naming every argument whose shape differs from the first one's.
+
+    >>> same_shape(reward=torch.zeros(2, 3), value=torch.zeros(2, 4))
+    Traceback (most recent call last):
+    ValueError: value has shape [2, 4], expected [2, 3] as reward
+    """
+    first, *rest = tensors
+    expected = tensors[first].shape
+    wrong = [f"{name} has shape {list(tensors[name].shape)}" for name in rest if tensors[name].shape != expected]
+    if wrong:
+        raise ValueError(f"{', '.join(wrong)}, expected {list(expected)} as {first}")
+
+
+def check_rollout(rollout: TensorDict, *keys: str) -> None:
+    """Raise ValueError unless `rollout` is `[N, T + 1]` with T >= 1 and holds `keys` with the table's shapes and dtypes.
+
+    >>> check_rollout(TensorDict({"reward": torch.zeros(2, 3)}, [2, 3]), "reward", "done")
+    Traceback (most recent call last):
+    ValueError: rollout lacks 'done' ([N, T+1] bool, terminated | truncated); it has reward
+    """
+    if len(rollout.batch_size) != 2 or rollout.batch_size[1] < 2:
+        raise ValueError(
+            f"rollout has batch shape {list(rollout.batch_size)}, expected [num_envs, time + 1] with time >= 1"
+        )
+    for key in keys:
+        if key not in rollout.keys():
+            have = ", ".join(sorted(rollout.keys()))
+            raise ValueError(
+                f"rollout lacks {key!r} ({ROLLOUT_FIELDS.get(key, 'declared by the policy')}); it has {have}"
+            )
+        field = rollout[key]
+        if key in _PER_STEP_FIELDS and field.shape != rollout.batch_size:
+            raise ValueError(
+                f"rollout[{key!r}] has shape {list(field.shape)}, expected {list(rollout.batch_size)}: {ROLLOUT_FIELDS[key]}"
+            )
+        if key in _BOOL_FIELDS and field.dtype != torch.bool:
+            raise ValueError(f"rollout[{key!r}] has dtype {field.dtype}, expected torch.bool: {ROLLOUT_FIELDS[key]}")
+
+
+def transitions(rollout: TensorDict) -> TensorDict:
+    """The first T steps of a `[N, T + 1]` rollout, with `next_value` added where the rollout has values.
+
+        next_value[t] = final_value[t] if truncated[t] else value[t + 1]
+
+    Without `final_value` a time limit counts as an end, so `next_value` is 0 where truncated. The fields are views.
+
+    Args:
+        rollout: `[N, T + 1]`.
+
+    Returns: TensorDict `[N, T]` with every field of the rollout.
+    Gradient: flows through `value` and `final_value`.
+    Raises: ValueError naming a missing or misshapen field.
+    Source: Pardo et al. 2018, arXiv:1712.00378.
+
+    >>> rollout = TensorDict({"value": torch.tensor([[1.0, 2.0, 3.0]]),
+    ...     "truncated": torch.tensor([[True, False, False]]), "final_value": torch.tensor([[9.0, 0.0, 0.0]])}, [1, 3])
+    >>> transitions(rollout)["next_value"].tolist()
+    [[9.0, 3.0]]
+    """
+    check_rollout(rollout)
+    steps = rollout[:, :-1]
+    if "value" not in rollout.keys():
+        return steps
+    check_rollout(rollout, "value", "truncated")
+    reached = steps["final_value"] if "final_value" in rollout.keys() else torch.zeros_like(steps["value"])
+    next_value = torch.where(steps["truncated"], reached, rollout["value"][:, 1:])
+    return steps.copy().set("next_value", next_value)
