@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ecrl.checkpoint import load, save
     from ecrl.config import Config, ConfigError, load_config
     from ecrl.envs import make_env
-    from ecrl.evaluate import evaluate
+    from ecrl.evaluation import evaluate
     from ecrl.loop import init_state, make_iteration, train_iter
     from ecrl.policies import make_policy
     from ecrl.registry import register_algorithm, register_env, register_policy, registered
@@ -23,7 +23,7 @@ _HOME = {
     "ecrl.checkpoint": ("load", "save"),
     "ecrl.config": ("Config", "ConfigError", "load_config"),
     "ecrl.envs": ("make_env",),
-    "ecrl.evaluate": ("evaluate",),
+    "ecrl.evaluation": ("evaluate",),
     "ecrl.loop": ("init_state", "make_iteration", "train_iter"),
     "ecrl.policies": ("make_policy",),
     "ecrl.registry": ("register_algorithm", "register_env", "register_policy", "registered"),

@@ -10,7 +10,8 @@ def train(
     path: Annotated[str | None, tyro.conf.Positional] = None,
     /,
     config: str | None = None,
-    distributed: bool | None = None,
+    distributed: bool = False,
+    no_distributed: bool = False,
     run_dir: str | None = None,
 ) -> None:
     """Train what a JSON file describes.
@@ -18,16 +19,19 @@ def train(
     Args:
         path: config file.
         config: config file, the same as the positional one.
-        distributed: join the processes that torchrun started; the config decides if absent.
+        distributed: join the processes that torchrun started; the config decides if neither is given.
+        no_distributed: do not join them.
         run_dir: run folder; outputs/<exp_name>_<time> if absent.
     """
     from ecrl.config import ConfigError
 
     if (path is None) == (config is None):
         raise ConfigError("ecrl train needs one config file, such as: ecrl train configs/cartpole_ppo.json")
+    if distributed and no_distributed:
+        raise ConfigError("give --distributed or --no-distributed, not both")
     from ecrl.training import train_from_config
 
-    train_from_config(path or config, distributed, run_dir)
+    train_from_config(path or config or "", distributed or (False if no_distributed else None), run_dir)
 
 
 def evaluate(
@@ -46,7 +50,7 @@ def evaluate(
         device: replaces the config's device.
     """
     from ecrl.checkpoint import latest, load
-    from ecrl.evaluate import evaluate as run_episodes
+    from ecrl.evaluation import evaluate as run_episodes
 
     path = latest(run)
     state, cfg = load(path, device)
@@ -59,7 +63,12 @@ def evaluate(
 def main() -> None:
     """Run the command; a fault the user can mend is one line each on stderr and exit status 2."""
     try:
-        tyro.extras.subcommand_cli_from_dict({"train": train, "eval": evaluate}, prog="ecrl", description=__doc__)
+        tyro.extras.subcommand_cli_from_dict(
+            {"train": train, "eval": evaluate},
+            prog="ecrl",
+            description="Train and evaluate policies.",
+            config=(tyro.conf.FlagCreatePairsOff,),
+        )
     except (ValueError, FileExistsError) as error:
         mendable = type(error).__name__ in ("ConfigError", "CheckpointError", "FileExistsError")
         if not mendable:

@@ -1,7 +1,7 @@
 """The JSON config: strict, frozen, every fault at once with its JSON path and what to do.
 
 Four sections, `trainer`, `env`, `policy` and `algorithm`. Every source (file, dict, `Config.replace`) passes one path:
-duplicate-key check, dict, pydantic. The Config models of named parts live beside the parts and are found by the registry.
+duplicate-key check, dict, pydantic. The Config models of named parts live beside the parts; the registry finds them.
 """
 
 import json
@@ -78,24 +78,26 @@ def _key(key: Any) -> str:
     return key if isinstance(key, str) and re.fullmatch(r"[\w-]+", key) else repr(key)
 
 
-def _fault(path: str | int | tuple[str | int, ...], message: str) -> InitErrorDetails:
-    loc = path if isinstance(path, tuple) else (path,)
-    return InitErrorDetails(type=PydanticCustomError("fault", "{text}", {"text": message}), loc=loc, input=None)
+Loc = tuple[str | int, ...]  # of a key: names and list indices
 
 
-def _faults(model: type[BaseModel], error: ValidationError, *under: str) -> list[InitErrorDetails]:
-    """What pydantic found in a section: what was expected, what was given, and what the key means."""
+def _fault(path: Loc, message: str) -> InitErrorDetails:
+    return InitErrorDetails(type=PydanticCustomError("fault", "{text}", {"text": message}), loc=path, input=None)
+
+
+def _explained(model: type[BaseModel], error: ValidationError) -> list[tuple[Loc, str]]:
+    """What pydantic found in a section: where, and what was expected, what was given and what the key means."""
     found = []
     for fault in error.errors(include_url=False):
         key, *deeper = fault["loc"] or ("",)
-        known = key in model.model_fields and all(isinstance(index, int) for index in deeper)
-        about = model.model_fields[key].description if known else None
+        own = isinstance(key, str) and key in model.model_fields and all(isinstance(index, int) for index in deeper)
+        about = model.model_fields[str(key)].description if own else None
         message = re.sub("^(Value error|Assertion failed), ", "", fault["msg"])
         if fault["type"] in _SAYS:
             message = _SAYS[fault["type"]].format_map(fault.get("ctx", {}))
             message += f", got {_shown(fault['input'])}" if fault["type"] != "missing" else ""
             message += f"; {about}" if about else ""
-        found.append(_fault((*under, *fault["loc"]), message))
+        found.append((fault["loc"], message))
     return found
 
 
@@ -116,18 +118,17 @@ class ConfigModel(BaseModel):
             name = cls.other_names.get(key, key)
             if name not in cls.model_fields:
                 near = did_you_mean(key, [*cls.model_fields, *cls.other_names])
-                faults.append(_fault(_key(key), f"unknown key; {near}"))
+                faults.append(_fault((_key(key),), f"unknown key; {near}"))
             elif name != key and name in data:
-                faults.append(_fault(_key(key), f"another name of {name!r}, which is given too; keep one"))
+                faults.append(_fault((_key(key),), f"another name of {name!r}, which is given too; keep one"))
             else:
                 known[name] = value
         try:
             made = handler(known)
         except ValidationError as error:
-            written = {cls.other_names.get(key, key): key for key in data}
-            for fault in _faults(cls, error):
-                fault["loc"] = tuple(written.get(key, key) for key in fault["loc"][:1]) + fault["loc"][1:]
-                faults.append(fault)
+            written: dict[Any, Any] = {cls.other_names.get(key, key): key for key in data}
+            for path, message in _explained(cls, error):
+                faults.append(_fault((*(written.get(key, key) for key in path[:1]), *path[1:]), message))
             raise ValidationError.from_exception_data(cls.__name__, faults) from None
         if faults:
             raise ValidationError.from_exception_data(cls.__name__, faults)
@@ -188,7 +189,7 @@ def _entry(kind: str, section: dict) -> Entry:
         message = f"{given}; known: {', '.join(registered(kind))}"
     except KeyError as error:
         message = error.args[0]
-    raise ValidationError.from_exception_data(kind, [_fault("name", message)])
+    raise ValidationError.from_exception_data(kind, [_fault(("name",), message)])
 
 
 class Choice(ConfigModel):
@@ -205,7 +206,8 @@ class Choice(ConfigModel):
         try:
             return data | {"cfg": config.model_validate(data.get("cfg", {}))}
         except ValidationError as error:
-            raise ValidationError.from_exception_data(kind, _faults(config, error, "cfg")) from None
+            faults = [_fault(("cfg", *path), message) for path, message in _explained(config, error)]
+            raise ValidationError.from_exception_data(kind, faults) from None
 
 
 class EnvChoice(Choice):
@@ -255,7 +257,7 @@ class Config(ConfigModel):
         """`env.cfg.num_envs` is another place for `trainer.num_envs`, which wins."""
         env = data.get("env") if isinstance(data, dict) else None
         cfg = env.get("cfg") if isinstance(env, dict) else None
-        if not isinstance(cfg, dict) or "num_envs" not in cfg:
+        if not isinstance(env, dict) or not isinstance(cfg, dict) or "num_envs" not in cfg:
             return data
         rest = {key: value for key, value in cfg.items() if key != "num_envs"}
         trainer = data.get("trainer", {})
@@ -293,7 +295,7 @@ class _Duplicates(dict):
         self.repeated = sorted({name for name in names if names.count(name) > 1})
 
 
-def _repeated(data: Any) -> list[tuple[str | int, ...]]:
+def _repeated(data: Any) -> list[Loc]:
     """Paths of the keys given twice; a loop, since JSON may be nested deeper than Python calls."""
     found, rest = [], [((), data)]
     while rest:
@@ -306,7 +308,7 @@ def _repeated(data: Any) -> list[tuple[str | int, ...]]:
     return found
 
 
-def _dotted(path: tuple[str | int, ...]) -> str:
+def _dotted(path: Loc) -> str:
     """A path as it is written in messages.
 
     >>> _dotted(("policy", "hidden_sizes", 0))
@@ -323,12 +325,11 @@ def checked(model: type[Section], data: Any, source: str) -> Section:
     lines = [f"{source}: {_dotted(path)}: given twice; keep one" for path in _repeated(data)]
     try:
         made = model.model_validate(data)
+        if not lines:
+            return made
     except ValidationError as error:
-        faults = [(_dotted(fault["loc"]), str(fault["type"])) for fault in _faults(model, error)]
-        lines += [": ".join(filter(None, (source, *fault))) for fault in faults]
-    if lines:
-        raise ConfigError("\n".join(lines))
-    return made
+        lines += [": ".join(filter(None, (source, _dotted(path), text))) for path, text in _explained(model, error)]
+    raise ConfigError("\n".join(lines))
 
 
 def config_from_dict(data: Any, source: str = "config") -> Config:

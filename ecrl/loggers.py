@@ -45,11 +45,17 @@ def with_jsonl(records: Iterator[LogData], path: str | Path) -> Iterator[LogData
             yield record
 
 
-def with_tensorboard(records: Iterator[LogData], log_dir: str | Path) -> Iterator[LogData]:
-    """Write every log against env steps: `charts/*` from collecting, `train/*` from learning, `eval/*`, and `charts/SPS`."""
+def with_tensorboard(records: Iterator[LogData], log_dir: str | Path, start: int = 0) -> Iterator[LogData]:
+    """Write every log against env steps: `charts/*` from collecting, `train/*` from learning, `eval/*`, and `charts/SPS`.
+
+    Args:
+        records: to pass on.
+        log_dir: folder of the event files.
+        start: env steps before the first record, so that a resumed run's speed is its own.
+    """
     from torch.utils.tensorboard import SummaryWriter
 
-    start, first = time.perf_counter(), None
+    began = time.perf_counter()
     with SummaryWriter(str(log_dir)) as writer:
         for record in records:
             step = record["sample_step"]
@@ -57,9 +63,7 @@ def with_tensorboard(records: Iterator[LogData], log_dir: str | Path) -> Iterato
                 if math.isfinite(value):
                     writer.add_scalar(_PREFIX[record["log_type"]] + name, value, step)
             if record["log_type"] == "train":
-                first = step if first is None else first
-                seconds = time.perf_counter() - start
-                writer.add_scalar("charts/SPS", step / seconds if seconds else 0.0, step)
+                writer.add_scalar("charts/SPS", (step - start) / (time.perf_counter() - began), step)
             yield record
 
 

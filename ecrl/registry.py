@@ -36,7 +36,7 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     ("did you mean 'seed'?", 'known: device, seed')
     """
     names = sorted(known)
-    near = get_close_matches(str(name), names, n=1, cutoff=0.6)
+    near = get_close_matches(str(name).lower(), names, n=1, cutoff=0.6)
     return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names) or 'none'}"
 
 
@@ -46,8 +46,10 @@ def _register(kind: str, name: str, *, override: bool = False) -> Callable[[Call
             raise ValueError(f"{kind} {name!r} is already registered; pass override=True to replace it")
         first = next(iter(signature(make).parameters), None)
         config = get_type_hints(make).get(first) if first else None
-        if not hasattr(config, "model_fields"):
-            raise TypeError(f"{kind} {name!r}: annotate the first parameter of {make.__name__} with its Config model")
+        if not isinstance(config, type) or not getattr(config, "model_config", {}).get("frozen"):
+            raise TypeError(
+                f"{kind} {name!r}: annotate the first parameter of {make.__name__} with its frozen Config model"
+            )
         _ENTRIES[kind][name] = Entry(config, cache(make))
         return make
 

@@ -20,6 +20,12 @@ _MASK = 0xFFFFFFFF
 _DRAW, _SPLIT, _FOLD = range(3)  # fourth counter word, so that draws, splits and folds never meet
 
 
+def _multiply(word: Tensor, factor: int) -> tuple[Tensor, Tensor]:
+    """High and low word of a 32 by 32 bit product with an odd factor, inside int64: compiled C++ may not overflow."""
+    product = (word - 2**31) * factor  # too small by factor * 2**31, which is 2**31 modulo 2**32
+    return ((product >> 31) + factor) >> 1, (product + 2**31) & _MASK
+
+
 def philox4x32(key: Tensor, counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Ten rounds of Philox4x32 on a 64-bit key and four 32-bit counter words; all int64, words in [0, 2**32).
 
@@ -30,10 +36,15 @@ def philox4x32(key: Tensor, counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> t
     c0, c1, c2, c3 = counter
     k0, k1 = key & _MASK, (key >> 32) & _MASK
     for _ in range(10):
-        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # wraps mod 2**64, which keeps the bits
-        c0, c1, c2, c3 = ((p1 >> 32) & _MASK) ^ c1 ^ k0, p1 & _MASK, ((p0 >> 32) & _MASK) ^ c3 ^ k1, p0 & _MASK
+        (high0, low0), (high1, low1) = _multiply(c0, 0xD2511F53), _multiply(c2, 0xCD9E8D57)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
         k0, k1 = (k0 + 0x9E3779B9) & _MASK, (k1 + 0xBB67AE85) & _MASK
     return c0, c1, c2, c3
+
+
+def _counter(n: int, device: torch.device) -> Tensor:
+    """0 to n - 1. On a bare arange inductor computes in 32-bit indices (pytorch issue 175966); an `&` stops that."""
+    return torch.arange(n, device=device) & _MASK
 
 
 def key(seed: int, device: torch.device | str | None = None) -> Tensor:
@@ -63,7 +74,7 @@ def split(key: Tensor, num: int = 2) -> Tensor:
     >>> split(key(0), 3).shape
     torch.Size([3])
     """
-    index = torch.arange(num, device=key.device).reshape(-1, *[1] * key.ndim)
+    index = _counter(num, key.device).reshape(-1, *[1] * key.ndim)
     zero = torch.zeros_like(index)
     low, high, _, _ = philox4x32(key, (index, zero, zero, zero + _SPLIT))
     return low | (high << 32)
@@ -88,7 +99,7 @@ def bits(key: Tensor, shape: Sequence[int] = ()) -> Tensor:
     True
     """
     n = prod(shape)
-    block = torch.arange((n + 3) // 4, device=key.device)
+    block = _counter((n + 3) // 4, key.device)
     zero = torch.zeros_like(block)
     words = torch.stack(philox4x32(key.unsqueeze(-1), (block, zero, zero, zero + _DRAW)), -1)
     return words.flatten(-2)[..., :n].reshape((*key.shape, *shape))

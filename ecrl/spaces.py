@@ -57,9 +57,9 @@ def dict_space(parts: Mapping[str, Space]) -> Dict:
 
 
 def flat_dim(space: Space) -> int:
-    """Number of float features after `flatten`: elements of a Box, a one-hot per Discrete, all parts of a Dict but action_mask.
+    """Number of float features: elements of a Box, a one-hot per Discrete, all parts of a Dict but `action_mask`.
 
-    >>> flat_dim(dict_space({"joints": box(-1.0, 1.0, 2, 3), "gear": Discrete(4), "action_mask": MultiDiscrete((2, 2))}))
+    >>> flat_dim(dict_space({"joints": box(-1.0, 1.0, 2, 3), "gear": Discrete(4), "action_mask": Discrete(2)}))
     10
     """
     match space:
@@ -90,7 +90,7 @@ def to_gymnasium(space: Space) -> Any:
         case Discrete():
             return gymnasium.spaces.Discrete(space.n)
         case MultiDiscrete():
-            return gymnasium.spaces.MultiDiscrete(space.nvec)
+            return gymnasium.spaces.MultiDiscrete(list(space.nvec))
         case Dict():
             return gymnasium.spaces.Dict({name: to_gymnasium(part) for name, part in space.items})
 

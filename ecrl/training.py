@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from ecrl.checkpoint import with_checkpoints
 from ecrl.config import Config, load_config, total_steps
 from ecrl.distributed import start, world_size
-from ecrl.evaluate import with_evaluation
+from ecrl.evaluation import with_evaluation
 from ecrl.loggers import History, with_host_logs, with_jsonl, with_progress, with_tensorboard
 from ecrl.loop import device_of, form_of, init_state, train_iter
 from ecrl.types import LogData
@@ -26,7 +26,7 @@ def consumers(
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
         (run_dir / "config.json").write_text(json.dumps(cfg.model_dump(mode="json"), indent=2) + "\n", encoding="utf-8")
         records = with_jsonl(records, run_dir / "metrics.jsonl")
-        records = with_tensorboard(records, run_dir / "logs")
+        records = with_tensorboard(records, run_dir / "logs", first)
         records = with_checkpoints(records, cfg, run_dir)
     return with_progress(records, first, total_steps(cfg, world_size())) if progress else records
 

@@ -66,7 +66,7 @@ def same_shape(**tensors: Tensor) -> None:
 
 
 def check_rollout(rollout: TensorDict, *keys: str) -> None:
-    """Raise ValueError unless `rollout` is `[N, T + 1]` with T >= 1 and holds `keys` with the table's shapes and dtypes.
+    """Raise ValueError unless `rollout` is `[N, T + 1]` with T >= 1 and holds `keys` as the table says.
 
     >>> check_rollout(TensorDict({"reward": torch.zeros(2, 3)}, [2, 3]), "reward", "done")
     Traceback (most recent call last):
@@ -77,16 +77,15 @@ def check_rollout(rollout: TensorDict, *keys: str) -> None:
             f"rollout has batch shape {list(rollout.batch_size)}, expected [num_envs, time + 1] with time >= 1"
         )
     for key in keys:
-        if key not in rollout.keys():
+        if key not in rollout:
             have = ", ".join(sorted(rollout.keys()))
             raise ValueError(
                 f"rollout lacks {key!r} ({ROLLOUT_FIELDS.get(key, 'declared by the policy')}); it has {have}"
             )
         field = rollout[key]
         if key in _PER_STEP_FIELDS and field.shape != rollout.batch_size:
-            raise ValueError(
-                f"rollout[{key!r}] has shape {list(field.shape)}, expected {list(rollout.batch_size)}: {ROLLOUT_FIELDS[key]}"
-            )
+            shapes = f"shape {list(field.shape)}, expected {list(rollout.batch_size)}"
+            raise ValueError(f"rollout[{key!r}] has {shapes}: {ROLLOUT_FIELDS[key]}")
         if key in _BOOL_FIELDS and field.dtype != torch.bool:
             raise ValueError(f"rollout[{key!r}] has dtype {field.dtype}, expected torch.bool: {ROLLOUT_FIELDS[key]}")
 
@@ -113,9 +112,10 @@ def transitions(rollout: TensorDict) -> TensorDict:
     """
     check_rollout(rollout)
     steps = rollout[:, :-1]
-    if "value" not in rollout.keys():
+    if "value" not in rollout:
         return steps
-    check_rollout(rollout, "value", "truncated")
-    reached = steps["final_value"] if "final_value" in rollout.keys() else torch.zeros_like(steps["value"])
+    limited = "final_value" in rollout
+    check_rollout(rollout, "value", "truncated", *(["final_value"] if limited else []))
+    reached = steps["final_value"] if limited else torch.zeros_like(steps["value"])
     next_value = torch.where(steps["truncated"], reached, rollout["value"][:, 1:])
     return steps.copy().set("next_value", next_value)

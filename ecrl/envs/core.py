@@ -44,15 +44,13 @@ def state_of(obs: Tensor, batch: torch.Size, **fields: Tensor) -> TensorDict:
     return TensorDict(fields | {"obs": obs, "reward": reward, "terminated": no, "truncated": no.clone()}, batch)
 
 
-def _per_env(flag: Tensor, like: Tensor) -> Tensor:
-    return flag.reshape(*flag.shape, *[1] * (like.ndim - flag.ndim))
-
-
 @cache
 def time_limit(env: Env, max_episode_steps: int) -> Env:
-    """Truncate an episode at its `max_episode_steps`-th step; the state gains `elapsed` (int64).
+    """Truncate an episode at its `max_episode_steps`-th step.
 
-    elapsed' = elapsed + 1;  truncated' = truncated or elapsed' >= max_episode_steps
+        elapsed' = elapsed + 1;  truncated' = truncated or elapsed' >= max_episode_steps
+
+    The state gains `elapsed` (int64), the steps of the episode so far.
     """
     if max_episode_steps < 1:
         raise ValueError(f"time_limit needs max_episode_steps >= 1, got {max_episode_steps}")
@@ -71,10 +69,11 @@ def time_limit(env: Env, max_episode_steps: int) -> Env:
 
 @cache
 def auto_reset(env: Env) -> Env:
-    """Start the next episode in the step that ended one; the state gains `final_obs`, the observation before the reset.
+    """Start the next episode in the step that ended one; `final_obs` keeps the observation from before the reset.
 
-    `reward`, `terminated`, `truncated` and `info` stay those of the step. Where an episode would start is drawn with the
-    noise, from the start stream of the same key, so it does not depend on how the last one went.
+    `reward`, `terminated`, `truncated` and `info` stay those of the step; the next step of `env` sees both flags down.
+    Where an episode would start is drawn with the noise, from the start stream of the same key, so it does not depend
+    on how the last one went.
     """
 
     def reset(keys: Tensor) -> TensorDict:
@@ -85,12 +84,11 @@ def auto_reset(env: Env) -> Env:
         start = env.reset(rng.fold_in(keys, rng.START))
         return TensorDict({"start": start, "step": env.draw(rng.fold_in(keys, rng.ENV))}, keys.shape)
 
-    def step(state: TensorDict, action: Tensor, noise: TensorDict) -> TensorDict:
-        flags = {key: torch.zeros_like(state[key]) for key in ("terminated", "truncated")}  # those of the last episode
+    def step(state: TensorDict, action: Tensor, noise: Any) -> TensorDict:
+        flags = {key: torch.zeros_like(state[key]) for key in ("terminated", "truncated")}
         after = env.step(state.exclude("final_obs").update(flags), action, noise["step"])
         done = after["terminated"] | after["truncated"]
-        merged = after.apply(lambda a, s: torch.where(_per_env(done, a), s, a), noise["start"])
-        kept = [key for key in ("reward", "terminated", "truncated", "info") if key in after.keys()]
-        return merged.update({key: after[key] for key in kept} | {"final_obs": after["obs"]})
+        kept = after.select("reward", "terminated", "truncated", "info", strict=False)
+        return noise["start"].where(done, after).update(kept).set("final_obs", after["obs"])
 
     return replace(env, reset=reset, step=step, draw=draw)

@@ -3,10 +3,10 @@
 | name | observation | reward | ends | value | fails if |
 |---|---|---|---|---|---|
 | probe_constant | 0 | 1 | after 1 step | 1 | the critic or its target is wrong |
-| probe_observation | -1 or 1 | the observation | after 1 step | the observation | observations do not reach the critic |
+| probe_observation | -1 or 1 | the observation | after 1 step | the observation | the critic is blind |
 | probe_delay | 0, then 1 | 0, then 1 | after 2 steps | gamma, then 1 | discounting or bootstrapping is wrong |
 | probe_action | 0 | 1 if action 1 else -1 | after 1 step | 1 when learnt | advantages or the policy loss are wrong |
-| probe_match | 0 or 1 | 1 if action equals it else -1 | after 1 step | 1 when learnt | actions and observations are mixed up |
+| probe_match | 0 or 1 | 1 if action equals it else -1 | after 1 step | 1 when learnt | rows are mixed up |
 
 Source: the idea is Andy Jones 2021, "Debugging RL, without the agonizing pain".
 """

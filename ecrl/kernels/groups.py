@@ -1,7 +1,7 @@
 """Group-relative advantages: each environment is judged against the others of its group, without a critic.
 
-A group is `group_size` consecutive rows. Scores are standardised per trailing index, so step-wise returns are compared at
-equal time. A group that tells nothing (one member left, all equal, or a spread that is only float noise) gives zeros.
+A group is `group_size` consecutive rows. Scores are standardised per trailing index, so step-wise returns are compared
+at equal time. A group that tells nothing (one member left, all equal, or a spread that is float noise) gives zeros.
 """
 
 import torch
@@ -9,7 +9,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl.kernels.returns import compute_returns
-from ecrl.types import Scalar, same_shape
+from ecrl.types import Scalar, check_rollout, same_shape
 
 NOISE = 1e-6
 """A spread below this times the mean size of the scores is rounding, not signal."""
@@ -26,8 +26,8 @@ def group_advantages(score: Tensor, mask: Tensor, *, group_size: int, eps: Scala
         group_size: members per group, at least 2; divides N.
         eps: added to the standard deviation, reward units.
 
-    Returns: `[N, *F]`; zero where masked, in groups with fewer than two counted rows, and where the spread is float noise
-        (std below 1e-6 times the mean size).
+    Returns: `[N, *F]`; zero where masked, in groups with fewer than two counted rows, and where the spread is float
+        noise (std below 1e-6 times the mean size).
     Gradient: flows through `score`.
     Raises: ValueError if `N % group_size` or `group_size < 2`, or naming the arguments whose shapes differ.
     Source: Shao et al. 2024, arXiv:2402.03300, sec. 4.1.2; std is the population one (TRL uses correction=1).
@@ -69,10 +69,10 @@ def first_episode_mask(done: Tensor) -> Tensor:
 
 
 def grpo_advantages(rollout: TensorDict, *, gamma: Scalar, group_size: int, eps: Scalar) -> tuple[Tensor, Tensor]:
-    """`group_advantages` of the step-wise returns of a `[N, T + 1]` rollout, per time index: `(advantages, mask)`, `[N, T]`.
+    """`group_advantages` of the step-wise returns of a `[N, T + 1]` rollout: `(advantages, mask)`, each `[N, T]`.
 
-    Reads reward, terminated, truncated, done and, where present, mask (else every step counts); the padding slot is never
-    read. Returns start at 0 after the last step: there is no critic to bootstrap from, and `value` is not used.
+    Reads reward, terminated, truncated, done and, where present, mask (else every step counts); the padding slot is
+    never read. Returns start at 0 after the last step: there is no critic to bootstrap from, and `value` is not used.
 
     Raises: ValueError naming a missing or misshapen field, or as `group_advantages`.
     Source: Shao et al. 2024, arXiv:2402.03300, sec. 4.1.
@@ -85,5 +85,9 @@ def grpo_advantages(rollout: TensorDict, *, gamma: Scalar, group_size: int, eps:
     """
     without_value = rollout.exclude("value", "final_value")
     returns = compute_returns(without_value, gamma)
-    mask = rollout["mask"][:, :-1] if "mask" in rollout.keys() else torch.ones_like(returns, dtype=torch.bool)
+    if "mask" in rollout:
+        check_rollout(rollout, "mask")
+        mask = rollout["mask"][:, :-1]
+    else:
+        mask = torch.ones_like(returns, dtype=torch.bool)
     return group_advantages(returns, mask, group_size=group_size, eps=eps), mask

@@ -1,7 +1,7 @@
 """Policy-gradient losses. Each takes a `mask` (True counts), divides by a count of at least 1 and detaches its targets.
 
-Composite losses return `(0-d loss, {name: detached 0-d tensor})`; `count` among them is the number of counted elements, the
-weight for averaging over ranks. Masked entries may hold anything, NaN included.
+Composite losses return `(0-d loss, {name: detached 0-d tensor})`; `count` among them is the number of counted elements,
+the weight for averaging over ranks. Masked entries may hold anything, NaN included.
 """
 
 import torch
@@ -123,7 +123,8 @@ def value_loss(value: Tensor, value_target: Tensor, mask: Tensor) -> Tensor:
     tensor(4.)
     """
     same_shape(value=value, value_target=value_target, mask=mask)
-    return masked_mean((value - value_target.detach()).square(), mask)
+    # Filled before the square, whose gradient is the error itself: 0 * nan is nan.
+    return masked_mean((value - value_target.detach()).masked_fill(~mask, 0.0).square(), mask)
 
 
 def clipped_value_loss(
@@ -131,7 +132,8 @@ def clipped_value_loss(
 ) -> Tensor:
     """Squared error of the critic, the larger of the plain one and that of a value held near the old one.
 
-        mean(max((value - value_target)^2, (old_value + clip(value - old_value, -clip_coef, clip_coef) - value_target)^2))
+        held = old_value + clip(value - old_value, -clip_coef, clip_coef)
+        mean(max((value - value_target)^2, (held - value_target)^2))
 
     Args:
         value: `[*B]` float.
@@ -145,13 +147,15 @@ def clipped_value_loss(
     Raises: ValueError naming the arguments whose shapes differ.
     Source: Engstrom et al. 2020, arXiv:2005.12729, sec. 3.
 
-    >>> clipped_value_loss(torch.tensor([2.0]), torch.tensor([0.0]), torch.tensor([2.0]), torch.tensor([True]), clip_coef=0.5)
+    >>> two, yes = torch.tensor([2.0]), torch.tensor([True])
+    >>> clipped_value_loss(two, torch.tensor([0.0]), two, yes, clip_coef=0.5)
     tensor(2.2500)
     """
     same_shape(value=value, old_value=old_value, value_target=value_target, mask=mask)
     old_value, value_target = old_value.detach(), value_target.detach()
     held = old_value + torch.clamp(value - old_value, -clip_coef, clip_coef)
-    return masked_mean(torch.maximum((value - value_target).square(), (held - value_target).square()), mask)
+    plain_error, held_error = ((v - value_target).masked_fill(~mask, 0.0) for v in (value, held))
+    return masked_mean(torch.maximum(plain_error.square(), held_error.square()), mask)
 
 
 def kl_k1(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
@@ -221,7 +225,7 @@ def kl_k3(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
 def explained_variance(value: Tensor, value_target: Tensor, mask: Tensor) -> Tensor:
     """Share of the variance of the targets that the critic explains: 1 perfect, 0 no better than their mean.
 
-        1 - var(value_target - value) / var(value_target)        0 where the targets do not vary
+        1 - var(value_target - value) / var(value_target)        0 where the targets vary by rounding only
 
     Args:
         value: `[*B]` float.
@@ -242,7 +246,8 @@ def explained_variance(value: Tensor, value_target: Tensor, mask: Tensor) -> Ten
         return masked_mean((x - masked_mean(x, mask)).square(), mask)
 
     total = variance(value_target)
-    flat = total <= torch.finfo(total.dtype).tiny
+    rounding = 8.0 * torch.finfo(total.dtype).eps * masked_mean(value_target.abs(), mask)
+    flat = total <= rounding.square()
     return (1.0 - variance(value_target - value) / total.masked_fill(flat, 1.0)).masked_fill(flat, 0.0)
 
 

@@ -25,7 +25,9 @@ def _map(fn: Callable[..., Tensor], first: TensorDict, *others: TensorDict) -> T
         odd = sorted(map(str, set(shapes) ^ set(other.keys(True, True))))
         if odd:
             raise ValueError(f"params, grads and opt must have the same leaves; only one side has {', '.join(odd)}")
-        wrong = [f"{key} {list(x.shape)}" for key, x in other.items(True, True) if x.shape != shapes[key]]
+        wrong = [
+            f"{k} {list(shapes[k])} and {list(x.shape)}" for k, x in other.items(True, True) if x.shape != shapes[k]
+        ]
         if wrong:
             raise ValueError(
                 f"params, grads and opt must have leaves of the same shapes; not so for {', '.join(wrong)}"
@@ -68,7 +70,7 @@ def adam(
         eps: added to the root, in gradient units.
 
     Returns: new params and opt; the inputs are not written.
-    Gradient: flows through every input.
+    Gradient: flows through every input; not finite where `nu` is 0.
     Raises: ValueError naming leaves that only one side has, or that differ in shape.
     Source: Kingma and Ba 2015, arXiv:1412.6980, algorithm 1.
 
@@ -115,7 +117,7 @@ def adamw(
         weight_decay: decay per unit of learning rate.
 
     Returns: new params and opt; the inputs are not written.
-    Gradient: flows through every input.
+    Gradient: flows through every input; not finite where `nu` is 0.
     Raises: ValueError naming leaves that only one side has, or that differ in shape.
     Source: Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2.
 
@@ -191,7 +193,7 @@ def rmsprop(
         eps: added to the root, in gradient units.
 
     Returns: new params and opt; the inputs are not written.
-    Gradient: flows through every input.
+    Gradient: flows through every input; not finite where `nu` is 0.
     Raises: ValueError naming leaves that only one side has, or that differ in shape.
     Source: Tieleman and Hinton 2012, "Neural networks for machine learning", lecture 6e.
 

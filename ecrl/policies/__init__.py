@@ -22,11 +22,13 @@ __all__ = [
 def make_policy(cfg: PolicyConfig | dict, observation_space: Space, action_space: Space) -> Policy:
     """The policy of a config's `policy` section for these spaces; equal settings give the same object.
 
+    >>> from ecrl import rng
     >>> from ecrl.envs import make_env
     >>> env = make_env("cartpole")
     >>> net = {"type": "mlp", "network_cfg": {"hidden_sizes": [8]}}
-    >>> policy = make_policy({"name": "actor_critic", "actor": net, "critic": net}, env.observation_space, env.action_space)
-    >>> sorted(policy.init(torch.tensor(0)).keys())
+    >>> cfg = {"name": "actor_critic", "actor": net, "critic": net}
+    >>> policy = make_policy(cfg, env.observation_space, env.action_space)
+    >>> sorted(policy.init(rng.key(0)).keys())
     ['actor', 'critic']
     """
     cfg = checked(PolicyConfig, cfg, "policy")

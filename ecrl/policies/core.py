@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl.spaces import Box, Dict, Discrete, MultiDiscrete, Space, flat_dim
@@ -16,9 +16,9 @@ class Policy:
     """Functions of one policy.
 
     init: 0-d key -> params. draw: keys `[*B]` -> noise `[*B, ...]` of an action. act: (params, carry, obs, noise) ->
-    (carry, out), `out` with `action` and `sample_log_prob`; noise None gives the deterministic action. evaluate: (params,
-    carry, obs, action, done) -> (log_prob, entropy), nats. value: (params, carry, obs) -> V `[*B]`, or None without a
-    critic. `carry` is the policy's memory, an empty TensorDict for feed-forward ones.
+    (carry, out), `out` with `action` and `sample_log_prob`; noise None gives the deterministic action. evaluate:
+    (params, carry, obs, action, done) -> (log_prob, entropy), nats. value: (params, carry, obs) -> V `[*B]`, or None
+    without a critic. `carry` is the policy's memory, an empty TensorDict for feed-forward ones.
     """
 
     init: Callable[[Tensor], TensorDict]
@@ -28,9 +28,10 @@ class Policy:
     value: Callable[[TensorDict, TensorDict, Any], Tensor] | None
 
 
-def flatten(obs: Tensor | TensorDictBase, space: Space) -> Tensor:
-    """An observation as float features `[*B, flat_dim(space)]`: elements of a Box, a one-hot per Discrete, and a Dict's
-    parts in order of name, without `action_mask`.
+def flatten(obs: Any, space: Space) -> Tensor:
+    """An observation as float features `[*B, flat_dim(space)]`.
+
+    Elements of a Box, a one-hot per Discrete, a Dict's parts in order of name without `action_mask`.
 
     >>> from ecrl.spaces import box, dict_space
     >>> space = dict_space({"b": box(0.0, 1.0, 2), "a": box(0.0, 1.0)})

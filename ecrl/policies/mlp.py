@@ -105,9 +105,9 @@ class seeded:
     def __enter__(self) -> None:
         self.fork = torch.random.fork_rng(devices=[])
         self.fork.__enter__()
-        torch.random.default_generator.manual_seed(self.seed)
+        torch.default_generator.manual_seed(self.seed)
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error: Any) -> None:
         self.fork.__exit__(*error)
 
 

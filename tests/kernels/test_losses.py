@@ -1,0 +1,353 @@
+"""Losses: their numbers, what they differentiate, and that masked entries may hold anything."""
+
+from math import exp, log
+
+import pytest
+import torch
+from conftest import assert_no_retrace, close
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ecrl.kernels import (
+    clipped_surrogate,
+    clipped_value_loss,
+    explained_variance,
+    grpo_loss,
+    kl_k1,
+    kl_k2,
+    kl_k3,
+    masked_mean,
+    ppo_loss,
+    standardize,
+    value_loss,
+)
+
+NAN, INF = float("nan"), float("inf")
+T, F = True, False
+seeds = st.integers(0, 2**31)
+# Every kernel: its tensors, the ones a gradient reaches, its hyperparameters.
+PPO = ("log_prob", "old_log_prob", "advantage", "entropy", "value", "value_target", "mask")
+GRPO = ("log_prob", "old_log_prob", "ref_log_prob", "advantage", "entropy", "mask")
+KERNELS = {
+    masked_mean: (("x", "mask"), ("x",), {}),
+    standardize: (("x", "mask"), ("x",), {"eps": 1e-8}),
+    clipped_surrogate: (("log_prob", "old_log_prob", "advantage", "mask"), ("log_prob",), {"clip_coef": 0.2}),
+    value_loss: (("value", "value_target", "mask"), ("value",), {}),
+    clipped_value_loss: (("value", "old_value", "value_target", "mask"), ("value",), {"clip_coef": 0.2}),
+    kl_k1: (("log_prob", "ref_log_prob"), ("log_prob", "ref_log_prob"), {}),
+    kl_k2: (("log_prob", "ref_log_prob"), ("log_prob", "ref_log_prob"), {}),
+    kl_k3: (("log_prob", "ref_log_prob"), ("log_prob", "ref_log_prob"), {}),
+    explained_variance: (("value", "value_target", "mask"), (), {}),
+    ppo_loss: (PPO, ("log_prob", "entropy", "value"), {"clip_coef": 0.2, "vf_coef": 0.5, "ent_coef": 0.1}),
+    grpo_loss: (GRPO, ("log_prob", "entropy"), {"clip_coef": 0.2, "kl_coef": 0.6, "ent_coef": 0.1}),
+}
+MASKED = [kernel for kernel, (names, _, _) in KERNELS.items() if "mask" in names]
+each_kernel = pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.__name__)
+each_masked = pytest.mark.parametrize("kernel", MASKED, ids=lambda k: k.__name__)
+
+
+def random_batch(seed, *shape, dtype=torch.float32):
+    g = torch.Generator().manual_seed(seed)
+    names = (
+        "x",
+        "advantage",
+        "entropy",
+        "value",
+        "old_value",
+        "value_target",
+        "log_prob",
+        "old_log_prob",
+        "ref_log_prob",
+    )
+    batch = {name: torch.randn(shape, generator=g, dtype=dtype) for name in names}
+    batch |= {name: 0.3 * batch[name] for name in names if "log_prob" in name}  # ratios on both sides of the clip
+    batch["mask"] = torch.rand(shape, generator=g) < 0.7
+    batch["mask"].view(-1)[0] = True
+    return batch
+
+
+def run(kernel, batch, call=None, **hyper):
+    """`(output, logs)`; logs are empty where the kernel has none."""
+    names, _, defaults = KERNELS[kernel]
+    out = (call or kernel)(*(batch[name] for name in names), **(defaults | hyper))
+    return out if isinstance(out, tuple) else (out, {})
+
+
+def with_junk(batch, fill):
+    return {k: v.masked_fill(~batch["mask"], fill) if v.is_floating_point() else v for k, v in batch.items()}
+
+
+# Three counted entries and one that holds NaN. ratio = [1, 3/2, 1/2], clipped to [1, 5/4, 3/4], advantage [2, 1, -1]:
+# min of both products [2, 5/4, -3/4], mean 5/6. k3 of old against new: ratio - 1 - log(ratio), sum log(4/3).
+# value - target = [-1, 0, -2]: mean square 5/3. Targets 2, 2, 5: variance 2; residuals 1, 0, 2: variance 2/3.
+# ref / new = [1, 2, 1/2]: k3 = [0, 1 - log 2, log 2 - 1/2], mean 1/6.
+HAND = {
+    "log_prob": torch.tensor([1.0, 1.5, 0.5, NAN]).log(),
+    "old_log_prob": torch.tensor([0.0, 0.0, 0.0, NAN]),
+    "ref_log_prob": torch.tensor([1.0, 3.0, 0.25, NAN]).log(),
+    "advantage": torch.tensor([2.0, 1.0, -1.0, NAN]),
+    "entropy": torch.tensor([1.0, 2.0, 3.0, NAN]),
+    "value": torch.tensor([1.0, 2.0, 3.0, NAN]),
+    "value_target": torch.tensor([2.0, 2.0, 5.0, NAN]),
+    "mask": torch.tensor([T, T, T, F]),
+}
+POLICY = {"policy_loss": -5 / 6, "approx_kl": log(4 / 3) / 3, "clip_frac": 2 / 3}
+TABLE = [
+    (clipped_surrogate, {"clip_coef": 0.25}, -5 / 6, POLICY),
+    (value_loss, {}, 5 / 3, {}),
+    (explained_variance, {}, 2 / 3, {}),
+    (
+        ppo_loss,
+        {"clip_coef": 0.25, "vf_coef": 0.5, "ent_coef": 0.1},
+        -5 / 6 + 0.5 * 5 / 3 - 0.1 * 2,
+        POLICY | {"value_loss": 5 / 3, "entropy": 2.0, "explained_variance": 2 / 3, "count": 3.0},
+    ),
+    (
+        grpo_loss,
+        {"clip_coef": 0.25, "kl_coef": 0.6, "ent_coef": 0.1},
+        -5 / 6 + 0.6 / 6 - 0.1 * 2,
+        POLICY | {"entropy": 2.0, "kl_ref": 1 / 6, "count": 3.0},
+    ),
+]
+
+
+@pytest.mark.parametrize(("kernel", "hyper", "expected", "expected_logs"), TABLE)
+def test_by_hand(variant, kernel, hyper, expected, expected_logs):
+    loss, logs = run(kernel, HAND, variant(kernel), **hyper)
+    close(loss, expected)
+    assert set(logs) == set(expected_logs)
+    for name, value in expected_logs.items():
+        close(logs[name], value)
+
+
+def test_clipped_value_loss_by_hand(variant):
+    # held = [0.5, 0.25, -0.5]; plain squares [0, 0.5625, 1], held ones [2.25, 0.5625, 0.25], larger [2.25, 0.5625, 1]
+    value, target = torch.tensor([2.0, 0.25, -1.0, NAN]), torch.tensor([2.0, 1.0, 0.0, NAN])
+    loss = variant(clipped_value_loss)(value, torch.tensor([0.0, 0.0, 0.0, NAN]), target, HAND["mask"], clip_coef=0.5)
+    close(loss, 3.8125 / 3)
+
+
+def test_means_by_hand(variant):
+    x, mask = torch.tensor([[1.0, 3.0], [NAN, 5.0]]), torch.tensor([[T, T], [F, T]])
+    close(variant(masked_mean)(x, mask), 3.0)
+    close(variant(masked_mean)(x, torch.zeros_like(mask)), 0.0)
+    close(variant(standardize)(x, mask, eps=1e-8), [[-1.0, 0.0], [0.0, 1.0]])  # variance (4 + 0 + 4) / 2
+    close(variant(standardize)(x, mask, eps=4.0), [[-0.5, 0.0], [0.0, 0.5]])  # 4 is the larger divisor
+    close(variant(standardize)(x, mask & (x > 4), eps=1e-8), [[0.0, 0.0], [0.0, 0.0]])  # one entry has no spread
+
+
+def test_kl_by_hand(variant):
+    log_prob, ref = torch.tensor([0.0, 2.0, -1.0]), torch.tensor([0.0, 1.0, 1.0])
+    close(variant(kl_k1)(log_prob, ref), [0.0, 1.0, -2.0])
+    close(variant(kl_k2)(log_prob, ref), [0.0, 0.5, 2.0])
+    close(variant(kl_k3)(log_prob, ref), [0.0, exp(-1.0), exp(2.0) - 3.0])
+    close(variant(kl_k3)(torch.tensor([1e-4]), torch.tensor([0.0])) / 5e-9, [1.0], tol=1e-2)  # no cancellation near 0
+
+
+@pytest.mark.parametrize(
+    ("value", "target", "mask", "expected"),
+    [
+        ([1.0, 2.0, 3.0], [1.0, 2.0, 3.0], [T, T, T], 1.0),
+        ([6.0, 7.0, 8.0], [1.0, 2.0, 3.0], [T, T, T], 1.0),  # a constant error is not variance
+        ([2.0, 2.0, 2.0], [1.0, 2.0, 3.0], [T, T, T], 0.0),  # no better than the mean
+        ([-1.0, -2.0, -3.0], [1.0, 2.0, 3.0], [T, T, T], -3.0),  # residual 2 * target: 1 - 4
+        ([0.0, 1.0, 4.0], [0.0, 2.0, 4.0], [T, T, T], 1 - (2 / 9) / (8 / 3)),
+        ([1.0, 5.0, NAN], [1.0, 5.0, INF], [T, T, F], 1.0),
+        ([1.0, 5.0, 7.0], [2.0, 9.0, 9.0], [T, F, F], 0.0),
+        ([1.0, 5.0, 7.0], [2.0, 9.0, 9.0], [F, F, F], 0.0),
+        ([1.0, 5.0, 7.0], [2.0, 2.0, 2.0], [T, T, T], 0.0),
+        ([1.0, 5.0, 7.0] * 3, [0.1] * 9, [T] * 9, 0.0),  # the float32 mean of these is not 0.1
+        ([1.0, 5.0] * 5, [-1234.567] * 10, [T] * 10, 0.0),
+        ([0.0, 0.0, 0.0], [100.0, 100.01, 99.99], [T, T, T], 0.0),
+        ([100.0, 100.01, 99.99], [100.0, 100.01, 99.99], [T, T, T], 1.0),
+        ([1e-9, 2e-9, 3e-9], [1e-9, 2e-9, 3e-9], [T, T, T], 1.0),
+    ],
+)
+def test_explained_variance(variant, value, target, mask, expected):
+    close(variant(explained_variance)(torch.tensor(value), torch.tensor(target), torch.tensor(mask)), expected)
+
+
+def mean(terms):
+    return sum(terms) / max(1, len(terms))
+
+
+def loop(kernel, batch, **hyper):
+    """The loss, in Python floats over the counted entries, from the equations."""
+    names = KERNELS[kernel][0]
+    rows = [
+        dict(zip(names, row, strict=True)) for row in zip(*(batch[n].flatten().tolist() for n in names), strict=True)
+    ]
+    rows = [row for row in rows if row["mask"]]
+
+    def surrogate(r):
+        ratio, eps = exp(r["log_prob"] - r["old_log_prob"]), hyper["clip_coef"]
+        return min(ratio * r["advantage"], min(max(ratio, 1 - eps), 1 + eps) * r["advantage"])
+
+    def k3(r):
+        q = r["ref_log_prob"] - r["log_prob"]
+        return exp(q) - 1 - q
+
+    def held(r):
+        return r["old_value"] + min(max(r["value"] - r["old_value"], -hyper["clip_coef"]), hyper["clip_coef"])
+
+    def critic(r):
+        return (r["value"] - r["value_target"]) ** 2
+
+    match kernel.__name__:
+        case "masked_mean":
+            return mean([r["x"] for r in rows])
+        case "value_loss":
+            return mean([critic(r) for r in rows])
+        case "clipped_value_loss":
+            return mean([max(critic(r), (held(r) - r["value_target"]) ** 2) for r in rows])
+        case "explained_variance":
+            targets = [r["value_target"] for r in rows]
+            errors = [r["value_target"] - r["value"] for r in rows]
+            spread = [mean([(x - mean(xs)) ** 2 for x in xs]) for xs in (errors, targets)]
+            return 1 - spread[0] / spread[1]
+        case "clipped_surrogate":
+            return -mean([surrogate(r) for r in rows])
+        case "ppo_loss":
+            bonus = hyper["ent_coef"] * mean([r["entropy"] for r in rows])
+            return -mean([surrogate(r) for r in rows]) + hyper["vf_coef"] * mean([critic(r) for r in rows]) - bonus
+        case "grpo_loss":
+            bonus = hyper["ent_coef"] * mean([r["entropy"] for r in rows])
+            return -mean([surrogate(r) for r in rows]) + hyper["kl_coef"] * mean([k3(r) for r in rows]) - bonus
+
+
+@pytest.mark.parametrize("kernel", [k for k in MASKED if k is not standardize], ids=lambda k: k.__name__)
+def test_against_loop(variant, kernel):
+    for shape in ((9,), (4, 5)):
+        batch = random_batch(0, *shape)
+        close(run(kernel, batch, variant(kernel))[0], loop(kernel, batch, **KERNELS[kernel][2]))
+
+
+@given(seed=seeds)
+def test_standardize_against_numpy(seed):
+    batch = random_batch(seed, 5, 6)
+    x, mask = batch["x"].double().numpy(), batch["mask"].numpy()
+    expected = (x - x[mask].mean()) / x[mask].std(ddof=1) * mask
+    close(standardize(batch["x"], batch["mask"], eps=1e-8), torch.from_numpy(expected))
+
+
+@each_masked
+@pytest.mark.parametrize("junk", [NAN, INF, -INF])
+@given(seed=seeds)
+def test_masked_entries_change_neither_loss_nor_gradient(kernel, junk, seed):
+    batch, live = random_batch(seed, 4, 3), KERNELS[kernel][1]
+    results = []
+    for filled in (with_junk(batch, 0.0), with_junk(batch, junk)):
+        leaves = [filled[k].requires_grad_() for k in live]
+        out, logs = run(kernel, filled)
+        weighted = (out * torch.arange(1.0, out.numel() + 1).reshape(out.shape)).sum()
+        results.append([out, *logs.values(), *(torch.autograd.grad(weighted, leaves) if live else [])])
+    for clean, dirty in zip(*results, strict=True):
+        assert torch.isfinite(clean).all()
+        assert torch.equal(clean, dirty)
+
+
+@each_masked
+@pytest.mark.parametrize("junk", [0.5, NAN, INF])
+def test_all_masked_gives_zero_and_no_gradient(kernel, junk):
+    batch = random_batch(0, 3, 2) | {"mask": torch.zeros(3, 2, dtype=torch.bool)}
+    batch, live = with_junk(batch, junk), KERNELS[kernel][1]
+    leaves = [batch[k].requires_grad_() for k in live]
+    out, logs = run(kernel, batch)
+    for value in (out, *logs.values(), *(torch.autograd.grad(out.sum(), leaves) if live else [])):
+        assert torch.equal(value, torch.zeros_like(value))
+
+
+@each_kernel
+def test_gradient_reaches_exactly_the_documented_arguments(kernel):
+    names, live, _ = KERNELS[kernel]
+    batch = random_batch(1, 4, 5)
+    leaves = {k: batch[k].requires_grad_() for k in names if k != "mask"}
+    out, logs = run(kernel, batch)
+    assert not any(v.requires_grad or v.shape for v in logs.values())
+    assert out.requires_grad == bool(live)
+    if live:
+        grads = torch.autograd.grad(out.square().sum(), list(leaves.values()), allow_unused=True)
+        reached = {k for k, grad in zip(leaves, grads, strict=True) if grad is not None and grad.any()}
+        assert reached == set(live)
+
+
+@pytest.mark.parametrize("kernel", [k for k, (_, live, _) in KERNELS.items() if live], ids=lambda k: k.__name__)
+def test_gradcheck(kernel):
+    batch, live = random_batch(2, 2, 4, dtype=torch.float64), KERNELS[kernel][1]
+    leaves = [batch[k].requires_grad_() for k in live]
+    assert torch.autograd.gradcheck(lambda *xs: run(kernel, batch | dict(zip(live, xs, strict=True)))[0], leaves)
+
+
+@given(seed=seeds)
+def test_ppo_at_ratio_one_is_reinforce(seed):
+    batch = random_batch(seed, 4, 5)
+    log_prob = batch["log_prob"].requires_grad_()
+    same = batch | {"old_log_prob": log_prob.detach().clone()}
+    weight = batch["mask"] / batch["mask"].sum()
+    reinforce = torch.autograd.grad(-(log_prob * batch["advantage"] * weight).sum(), log_prob)[0]
+    for kernel in (ppo_loss, clipped_surrogate):
+        loss, logs = run(kernel, same)
+        close(torch.autograd.grad(loss, log_prob)[0], reinforce, tol=1e-6)
+        assert logs["approx_kl"] == logs["clip_frac"] == 0.0
+
+
+@given(seed=seeds)
+def test_the_order_of_entries_does_not_matter(seed):
+    batch, order = random_batch(seed, 12), torch.randperm(12, generator=torch.Generator().manual_seed(seed))
+    for kernel in (clipped_surrogate, value_loss, clipped_value_loss, explained_variance, ppo_loss, grpo_loss):
+        shuffled, plain = run(kernel, {k: v[order] for k, v in batch.items()})[0], run(kernel, batch)[0]
+        close(shuffled, plain, tol=1e-4)
+
+
+@pytest.mark.parametrize("kernel", [clipped_surrogate, grpo_loss], ids=lambda k: k.__name__)
+def test_advantage_per_step_serves_every_token(variant, kernel):
+    # [N, T, L] log-probabilities with [N, T] or [N] advantages: the same as an advantage repeated per token by hand.
+    batch = random_batch(3, 2, 3, 4)
+    for ndim in (1, 2, 3):
+        advantage = batch["advantage"].reshape(-1)[: 24 // 4 ** (ndim < 3) // 3 ** (ndim < 2)].reshape((2, 3, 4)[:ndim])
+        repeated = advantage.reshape(*advantage.shape, *[1] * (3 - ndim)).expand(2, 3, 4).clone()
+        out, logs = run(kernel, batch | {"advantage": advantage}, variant(kernel))
+        expected, expected_logs = run(kernel, batch | {"advantage": repeated})
+        close(out, expected)
+        for name in logs:
+            close(logs[name], expected_logs[name])
+
+
+def test_a_masked_step_may_have_any_advantage():
+    batch = random_batch(4, 2, 3, 4)
+    batch["mask"][1, 2] = False
+    advantage, log_prob = batch["advantage"][..., 0].clone(), batch["log_prob"].requires_grad_()
+    grads = []
+    for junk in (0.0, NAN):
+        advantage[1, 2] = junk
+        grads.append(torch.autograd.grad(run(grpo_loss, batch | {"advantage": advantage})[0], log_prob)[0])
+    assert torch.equal(*grads)
+
+
+@each_kernel
+def test_no_retrace(kernel):
+    names, _, hyper = KERNELS[kernel]
+
+    def call(batch, *values):
+        return run(kernel, batch, **dict(zip(hyper, values, strict=True)))
+
+    def inputs(seed):
+        batch = random_batch(seed, 2, 3)
+        return ({k: batch[k] for k in names}, *(torch.tensor(v * seed) for v in hyper.values()))
+
+    assert_no_retrace(call, inputs(1), inputs(2))
+
+
+@each_kernel
+def test_hyperparameters_as_tensors(kernel):
+    batch, hyper = random_batch(5, 3, 4), KERNELS[kernel][2]
+    close(run(kernel, batch, **{k: torch.tensor(v) for k, v in hyper.items()})[0], run(kernel, batch, **hyper)[0])
+
+
+@each_kernel
+def test_bad_shapes_are_named(kernel):
+    batch, names = random_batch(6, 3, 4), KERNELS[kernel][0]
+    for name in names:
+        bad = batch | {name: torch.zeros(3, 5, dtype=batch[name].dtype)}
+        with pytest.raises(ValueError, match=rf"\b{name} has shape \[3, 5\]|expected \[3, 5\] as {name}$"):
+            run(kernel, bad)

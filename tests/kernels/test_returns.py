@@ -1,0 +1,288 @@
+"""Estimators on `[*B, T]` tensors, against hand tables, plain float64 loops and properties."""
+
+import numpy as np
+import pytest
+import torch
+from conftest import assert_no_retrace, assert_pure, close
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from ecrl.kernels import discounted_returns, gae, n_step_returns, td_lambda_returns, vtrace
+
+NAN = float("nan")
+KERNELS = [discounted_returns, n_step_returns, td_lambda_returns, gae, vtrace]
+PLAIN = ("reward", "next_value", "terminated", "done")
+ARGS = {discounted_returns: PLAIN, n_step_returns: PLAIN, td_lambda_returns: PLAIN}
+ARGS[gae] = ("reward", "value", "next_value", "terminated", "done")
+ARGS[vtrace] = ("log_prob", "old_log_prob", *ARGS[gae])
+HYPER = {discounted_returns: {"gamma": 0.9}, n_step_returns: {"gamma": 0.9, "n": 3}}
+HYPER[td_lambda_returns] = HYPER[gae] = {"gamma": 0.9, "gae_lambda": 0.7}
+HYPER[vtrace] = {**HYPER[gae], "clip_rho": 1.2, "clip_c": 0.8}
+each_kernel = pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.__name__)
+unit = st.one_of(st.sampled_from([0.0, 1.0]), st.floats(0.0, 1.0))
+seeds = st.integers(0, 2**31)
+
+
+def random_steps(seed, *shape, dtype=torch.float32, p_end=0.15):
+    """Float fields from a normal, ends of both kinds (a step may be both), all of `shape`."""
+    g = torch.Generator().manual_seed(seed)
+    names = ("reward", "value", "next_value", "log_prob", "old_log_prob")
+    steps = {name: torch.randn(shape, generator=g, dtype=dtype) for name in names}
+    steps |= {name: torch.rand(shape, generator=g) < p_end for name in ("terminated", "truncated")}
+    return steps | {"done": steps["terminated"] | steps["truncated"]}
+
+
+def consistent(steps):
+    """The same steps where the state reached is the next one acted in, except at an end."""
+    follows = torch.cat((steps["value"][..., 1:], steps["next_value"][..., -1:]), -1)
+    return steps | {"next_value": torch.where(steps["done"], steps["next_value"], follows)}
+
+
+def run(kernel, steps, call=None, **hyper):
+    """The kernel's outputs, stacked: `[outputs, *B, T]`."""
+    out = (call or kernel)(*(steps[name] for name in ARGS[kernel]), **(HYPER[kernel] | hyper))
+    return torch.stack(out) if isinstance(out, tuple) else out[None]
+
+
+# gamma = gae_lambda = 1/2. Step 1 hits a time limit, step 2 ends, the array stops after step 3.
+# reached:    [2, 8, -, 4]     one-step target r + reached / 2:  [2, 6, 3, 6]
+# discounted: [1 + 6/2, 6, 3, 6]    td_lambda: [1 + (2/2 + 6/2) / 2, 6, 3, 6]
+# gae:        delta = one-step - value = [1, 4, 2, 4];  A0 = 1 + 4/4 = 2
+# vtrace:     ratio = [2, 1/2, 4, 1]: rho = min(2, .) = [2, 1/2, 2, 1];  c = min(1, .)/2 = [1/2, 1/4, 1/2, 1/2]
+#             rho * delta = [2, 2, 4, 4];  error0 = 2 + 2/2 * 1/2 = 2.5;  target = value + [2.5, 2, 4, 4]
+#             target_next = [4, 8, 0, 4];  advantage = rho * (r + target_next / 2 - value) = [2*2, 4/2, 2*2, 4]
+HAND = {
+    "reward": torch.tensor([1.0, 2.0, 3.0, 4.0]),
+    "value": torch.tensor([1.0, 2.0, 1.0, 2.0]),
+    "next_value": torch.tensor([2.0, 8.0, NAN, 4.0]),
+    "terminated": torch.tensor([False, False, True, False]),
+    "done": torch.tensor([False, True, True, False]),
+    "log_prob": torch.tensor([2.0, 0.5, 4.0, 1.0]).log(),
+    "old_log_prob": torch.zeros(4),
+}
+HALF = {"gamma": 0.5, "gae_lambda": 0.5}
+TABLE = [
+    (discounted_returns, {"gamma": 0.5}, [[4.0, 6.0, 3.0, 6.0]]),
+    (n_step_returns, {"gamma": 0.5, "n": 1}, [[2.0, 6.0, 3.0, 6.0]]),
+    (n_step_returns, {"gamma": 0.5, "n": 2}, [[4.0, 6.0, 3.0, 6.0]]),
+    (td_lambda_returns, HALF, [[3.0, 6.0, 3.0, 6.0]]),
+    (gae, HALF, [[2.0, 4.0, 2.0, 4.0], [3.0, 6.0, 3.0, 6.0]]),
+    (vtrace, HALF | {"clip_rho": 2.0, "clip_c": 1.0}, [[4.0, 2.0, 4.0, 4.0], [3.5, 4.0, 5.0, 6.0]]),
+]
+
+
+@pytest.mark.parametrize(("kernel", "hyper", "expected"), TABLE)
+def test_by_hand(variant, kernel, hyper, expected):
+    close(run(kernel, HAND, variant(kernel), **hyper), expected)
+
+
+@pytest.mark.parametrize(
+    ("n", "expected"),
+    [
+        (1, [5.0, 5.0, 5.0, 5.0]),  # 1 + 8/2
+        (2, [3.5, 3.5, 3.5, 5.0]),  # 1 + 5/2, and the last has one reward left
+        (3, [2.75, 2.75, 3.5, 5.0]),  # 1 + 3.5/2
+        (4, [2.375, 2.75, 3.5, 5.0]),
+        (9, [2.375, 2.75, 3.5, 5.0]),  # longer than the array
+    ],
+)
+def test_n_step_counts_rewards(n, expected):
+    no = torch.zeros(4, dtype=torch.bool)
+    close(n_step_returns(torch.ones(4), 8 * torch.ones(4), no, no, gamma=0.5, n=n), expected)
+
+
+def gae_loop(s, T, gamma, gae_lambda):
+    advantage = np.zeros(T)
+    for t in reversed(range(T)):
+        delta = s["reward"][t] + gamma * (0.0 if s["terminated"][t] else s["next_value"][t]) - s["value"][t]
+        later = 0.0 if s["done"][t] or t == T - 1 else advantage[t + 1]
+        advantage[t] = delta + gamma * gae_lambda * later
+    return [advantage, advantage + s["value"]]
+
+
+def discounted_loop(s, T, gamma):
+    returns = np.zeros(T)
+    for t in reversed(range(T)):
+        reached = 0.0 if s["terminated"][t] else s["next_value"][t]
+        returns[t] = s["reward"][t] + gamma * (reached if s["done"][t] or t == T - 1 else returns[t + 1])
+    return [returns]
+
+
+def n_step_loop(s, T, gamma, n):
+    returns = np.zeros(T)
+    for t in range(T):  # forwards, as a sum: another form of the same definition
+        for k in range(n):
+            returns[t] += gamma**k * s["reward"][t + k]
+            if k == n - 1 or s["done"][t + k] or t + k == T - 1:
+                returns[t] += gamma ** (k + 1) * (0.0 if s["terminated"][t + k] else s["next_value"][t + k])
+                break
+    return [returns]
+
+
+def td_lambda_loop(s, T, gamma, gae_lambda):
+    returns = np.zeros(T)
+    for t in reversed(range(T)):
+        reached = 0.0 if s["terminated"][t] else s["next_value"][t]
+        if s["done"][t] or t == T - 1:
+            returns[t] = s["reward"][t] + gamma * reached
+        else:
+            returns[t] = s["reward"][t] + gamma * ((1.0 - gae_lambda) * reached + gae_lambda * returns[t + 1])
+    return [returns]
+
+
+def vtrace_loop(s, T, gamma, gae_lambda, clip_rho, clip_c):
+    error, target, advantage = np.zeros(T), np.zeros(T), np.zeros(T)
+    for t in reversed(range(T)):
+        last = s["done"][t] or t == T - 1
+        ratio = np.exp(s["log_prob"][t] - s["old_log_prob"][t])
+        rho, c = min(clip_rho, ratio), gae_lambda * min(clip_c, ratio)
+        reached = 0.0 if s["terminated"][t] else s["next_value"][t]
+        delta = rho * (s["reward"][t] + gamma * reached - s["value"][t])
+        error[t] = delta + gamma * c * (0.0 if last else error[t + 1])
+        target[t] = s["value"][t] + error[t]
+        advantage[t] = rho * (s["reward"][t] + gamma * (reached if last else target[t + 1]) - s["value"][t])
+    return [advantage, target]
+
+
+LOOPS = {gae: gae_loop, discounted_returns: discounted_loop, n_step_returns: n_step_loop}
+LOOPS |= {td_lambda_returns: td_lambda_loop, vtrace: vtrace_loop}
+
+
+def oracle(kernel, steps, **hyper):
+    """The loop over each row in float64: `[outputs, *B, T]`."""
+    shape = steps["reward"].shape
+    flat = {k: v.double().numpy().reshape(-1, shape[-1]) for k, v in steps.items()}
+    rows = [LOOPS[kernel]({k: v[i] for k, v in flat.items()}, shape[-1], **hyper) for i in range(shape[:-1].numel())]
+    return torch.from_numpy(np.stack(rows, 1).reshape(-1, *shape))
+
+
+@each_kernel
+def test_against_loop(variant, kernel):
+    steps = random_steps(0, 2, 3, 6)
+    close(run(kernel, steps, variant(kernel)), oracle(kernel, steps, **HYPER[kernel]))
+
+
+@each_kernel
+@pytest.mark.parametrize("shape", [(1,), (2,), (5,), (4, 7), (2, 3, 9)], ids=str)
+@given(seed=seeds, gamma=unit, gae_lambda=unit, n=st.integers(1, 12))
+@example(seed=0, gamma=0.0, gae_lambda=1.0, n=1)
+@example(seed=0, gamma=1.0, gae_lambda=0.0, n=2)
+@example(seed=0, gamma=1.0, gae_lambda=1.0, n=3)
+def test_any_shape_and_hyperparameters(kernel, shape, seed, gamma, gae_lambda, n):
+    steps = random_steps(seed, *shape)
+    hyper = HYPER[kernel] | {
+        k: v for k, v in dict(gamma=gamma, gae_lambda=gae_lambda, n=n).items() if k in HYPER[kernel]
+    }
+    close(run(kernel, steps, **hyper), oracle(kernel, steps, **hyper))
+
+
+@each_kernel
+def test_hyperparameters_as_tensors(variant, kernel):
+    steps = random_steps(1, 2, 5)
+    hyper = {k: v if k == "n" else torch.tensor(v) for k, v in HYPER[kernel].items()}
+    close(run(kernel, steps, variant(kernel), **hyper), oracle(kernel, steps, **HYPER[kernel]))
+
+
+@each_kernel
+@given(seed=seeds)
+def test_envs_are_independent(kernel, seed):
+    steps, order = random_steps(seed, 5, 6), torch.tensor([3, 0, 4, 2, 1])
+    assert torch.equal(run(kernel, {k: v[order] for k, v in steps.items()}), run(kernel, steps)[:, order])
+
+
+@each_kernel
+@given(seed=seeds, scale=st.sampled_from([-4.0, 0.5, 2.0, 1024.0]))
+def test_scaling_reward_and_value_scales_the_output(kernel, seed, scale):
+    steps = random_steps(seed, 3, 6)
+    scaled = steps | {k: scale * steps[k] for k in ("reward", "value", "next_value")}
+    assert torch.equal(run(kernel, scaled), scale * run(kernel, steps))  # powers of two: no rounding
+
+
+@each_kernel
+@given(seed=seeds, cut=st.integers(0, 6), hidden=st.sampled_from([0.0, NAN, float("inf")]))
+def test_cutting_at_done_equals_two_calls(kernel, seed, cut, hidden):
+    steps = random_steps(seed, 3, 8)
+    steps["done"][:, cut] = True
+    early, late = ({k: v[:, part] for k, v in steps.items()} for part in (slice(cut + 1), slice(cut + 1, None)))
+    assert torch.equal(run(kernel, steps), torch.cat((run(kernel, early), run(kernel, late)), -1))
+    steps["reward"][:, cut + 1 :] = hidden  # whatever happens in the next episode stays there, gradients too
+    floats = [v.requires_grad_() for k, v in steps.items() if k in ARGS[kernel] and v.is_floating_point()]
+    before = run(kernel, steps)[..., : cut + 1]
+    assert torch.equal(before, run(kernel, early))
+    for grad in torch.autograd.grad(before.sum(), floats):
+        assert torch.isfinite(grad[:, : cut + 1]).all()
+
+
+@each_kernel
+@pytest.mark.parametrize("junk", [NAN, float("inf"), -float("inf")])
+def test_next_value_is_unused_where_terminated(kernel, junk):
+    steps = random_steps(2, 4, 9)
+    filled = steps | {"next_value": steps["next_value"].masked_fill(steps["terminated"], junk).requires_grad_()}
+    out = run(kernel, filled)
+    assert torch.equal(out, run(kernel, steps))
+    out.sum().backward()
+    assert torch.isfinite(filled["next_value"].grad).all()
+
+
+@pytest.mark.parametrize("junk", [NAN, float("inf")])
+def test_discounted_returns_read_next_value_only_where_the_trace_ends(junk):
+    steps = random_steps(3, 4, 9)
+    inside = ~steps["done"]
+    inside[:, -1] = False
+    filled = steps | {"next_value": steps["next_value"].masked_fill(inside, junk)}
+    assert torch.equal(run(discounted_returns, filled), run(discounted_returns, steps))
+
+
+@given(seed=seeds)
+def test_estimators_meet_at_their_limits(seed):
+    steps = consistent(random_steps(seed, 3, 7))
+    on_policy, free = steps | {"log_prob": steps["old_log_prob"]}, {"clip_rho": 1.0, "clip_c": 1.0}
+    td_error = steps["reward"] + 0.9 * steps["next_value"] * ~steps["terminated"] - steps["value"]
+    monte_carlo = run(discounted_returns, steps)
+    close(run(gae, steps, gae_lambda=0.0)[0], td_error)
+    close(run(gae, steps, gae_lambda=1.0)[1], monte_carlo[0])
+    close(run(gae, steps)[1:], run(td_lambda_returns, steps))
+    close(run(n_step_returns, steps, n=7), monte_carlo)
+    close(run(n_step_returns, steps, n=1), run(td_lambda_returns, steps, gae_lambda=0.0))
+    close(run(vtrace, on_policy, **free)[1], run(gae, steps)[1])
+    close(run(vtrace, on_policy, gae_lambda=1.0, **free)[0], run(gae, steps, gae_lambda=1.0)[0])
+
+
+@each_kernel
+def test_gradients(kernel):
+    steps = random_steps(4, 2, 4, dtype=torch.float64, p_end=0.3)
+    floats = [k for k in ARGS[kernel] if steps[k].is_floating_point()]
+    inputs = [steps[k].requires_grad_() for k in floats]
+
+    def outputs(*values):
+        return run(kernel, steps | dict(zip(floats, values, strict=True)))
+
+    assert torch.autograd.gradcheck(outputs, inputs)
+    for name, grad in zip(floats, torch.autograd.grad(outputs(*inputs)[0].sum(), inputs), strict=True):
+        assert grad.abs().sum() > 0, f"nothing reaches {name}: estimators never detach"
+
+
+@each_kernel
+def test_no_retrace(kernel):
+    names = [k for k in HYPER[kernel] if k != "n"]
+
+    def call(tensors, *hyper):
+        return run(kernel, tensors, **dict(zip(names, hyper, strict=True)))
+
+    first, second = (
+        (random_steps(s, 2, 4), *torch.rand(len(names), generator=torch.Generator().manual_seed(s))) for s in (5, 6)
+    )
+    assert_no_retrace(call, first, second)
+
+
+@each_kernel
+def test_bad_shapes_are_named(kernel):
+    steps = random_steps(7, 3, 4)
+    for name in ARGS[kernel]:
+        with pytest.raises(ValueError, match=rf"\b{name} has shape \[3, 5\]|expected \[3, 5\] as {name}$"):
+            run(kernel, steps | {name: torch.zeros(3, 5, dtype=steps[name].dtype)})
+
+
+def test_n_step_needs_a_reward():
+    with pytest.raises(ValueError, match="n=0"):
+        assert_pure(run, n_step_returns, random_steps(8, 3), n=0)

@@ -1,0 +1,164 @@
+"""Collection on a counting environment whose every number can be said in advance."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import assert_pure, close
+from hypothesis import given
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from ecrl import rng
+from ecrl.envs import Env, auto_reset, state_of, time_limit
+from ecrl.kernels import act_and_step, collect_rollout, episode_init, episode_update
+from ecrl.spaces import box
+
+EMPTY = TensorDict({}, [])
+
+
+def counter(limit: int) -> Env:
+    """Starts at 10, adds the action; reward is the new count; truncated after `limit` steps, terminated at 13."""
+
+    def reset(keys):
+        return state_of(torch.full((*keys.shape, 1), 10.0), keys.shape)
+
+    def step(state, action, noise):
+        obs = state["obs"] + action
+        return state.copy().update({"obs": obs, "reward": obs[..., 0], "terminated": obs[..., 0] == 13.0})
+
+    return auto_reset(time_limit(Env(reset, step, box(0.0, 99.0, 1), box(0.0, 1.0, 1)), limit))
+
+
+def act(params, carry, obs, noise):
+    action = params["step"].expand_as(obs)
+    return carry, TensorDict({"action": action, "sample_log_prob": -obs[..., 0]}, obs.shape[:-1])
+
+
+POLICY = SimpleNamespace(act=act, draw=lambda keys: keys, value=lambda params, carry, obs: 100.0 + obs[..., 0])
+PARAMS = TensorDict({"step": torch.tensor(1.0)}, [])
+
+
+def collected(limit, length, policy=POLICY):
+    env, keys = counter(limit), torch.zeros(length, 2, dtype=torch.int64)
+    start = env.reset(torch.zeros(2, dtype=torch.int64))
+    return assert_pure(collect_rollout, policy, env, PARAMS, EMPTY, start, keys, keys)
+
+
+def test_rollout_by_hand():
+    # 10 -> 11 -> 12 (time limit 2) | 10 -> 11 -> 12 (limit) | 10
+    _, env_state, rollout = collected(limit=2, length=4)
+    close(rollout["obs"][0, :, 0], [10.0, 11.0, 10.0, 11.0, 10.0])
+    close(rollout["reward"][0], [11.0, 12.0, 11.0, 12.0, 0.0])
+    assert rollout["truncated"][0].tolist() == [False, True, False, True, False]
+    assert not rollout["terminated"].any()
+    assert rollout["done"][1].tolist() == [False, True, False, True, False]
+    close(rollout["value"][0], [110.0, 111.0, 110.0, 111.0, 110.0])
+    close(rollout["final_value"][0], [0.0, 112.0, 0.0, 112.0, 0.0])  # V(12), the state reached, not V(10) after the reset
+    close(rollout["sample_log_prob"][0], [-10.0, -11.0, -10.0, -11.0, 0.0])
+    close(env_state["obs"][:, 0], [10.0, 10.0])
+
+
+def test_true_ends_have_no_final_value():
+    # 10 -> 11 -> 12 -> 13 terminates before the limit of 4
+    _, _, rollout = collected(limit=4, length=3)
+    assert rollout["terminated"][0].tolist() == [False, False, True, False]
+    close(rollout["final_value"][0], [0.0, 0.0, 0.0, 0.0])
+
+
+def test_both_ends_at_once_are_both_told():
+    _, _, rollout = collected(limit=3, length=3)
+    assert rollout["terminated"][0, 2]
+    assert rollout["truncated"][0, 2]
+    close(rollout["final_value"][0, 2], 113.0)
+
+
+def test_memory_is_time_major_and_the_critic_optional():
+    _, _, rollout = collected(limit=2, length=3, policy=SimpleNamespace(act=act, draw=POLICY.draw, value=None))
+    assert rollout["reward"].stride() == (1, 2)
+    assert {"value", "final_value", "final_obs"}.isdisjoint(rollout.keys())
+
+
+def test_collecting_in_two_parts_is_collecting_once():
+    env, keys = counter(3), torch.zeros(5, 2, dtype=torch.int64)
+    start = env.reset(keys[0])
+    _, end, whole = collect_rollout(POLICY, env, PARAMS, EMPTY, start, keys, keys)
+    _, middle, first = collect_rollout(POLICY, env, PARAMS, EMPTY, start, keys[:2], keys[:2])
+    _, end_too, second = collect_rollout(POLICY, env, PARAMS, EMPTY, middle, keys[2:], keys[2:])
+    assert (end == end_too).all()
+    for key in ("obs", "reward", "truncated", "final_value"):
+        assert torch.equal(whole[key][:, :-1], torch.cat((first[key][:, :-1], second[key][:, :-1]), 1))
+
+
+def test_keys_of_the_wrong_shape_are_refused():
+    env, keys = counter(2), torch.zeros(3, 2, dtype=torch.int64)
+    start = env.reset(keys[0])
+    with pytest.raises(ValueError, match=r"env_keys \[3, 2\] and action_keys \[2, 2\]"):
+        collect_rollout(POLICY, env, PARAMS, EMPTY, start, keys, keys[:2])
+    with pytest.raises(ValueError, match="T >= 1"):
+        collect_rollout(POLICY, env, PARAMS, EMPTY, start, keys[:0], keys[:0])
+
+
+def test_act_and_step_by_hand(variant):
+    env = counter(9)
+    keys = torch.arange(3)
+    start, noise = env.reset(keys), env.draw(keys)
+
+    def one(params, state, noise):
+        return act_and_step(act, env.step, params, EMPTY, state, keys, noise)[1:]
+
+    state, row = variant(one)(PARAMS, start, noise)
+    close(row["reward"], [11.0, 11.0, 11.0])
+    close(row["final_obs"], [[11.0], [11.0], [11.0]])
+    close(state["obs"], [[11.0], [11.0], [11.0]])
+    assert sorted(row.keys()) == [
+        "action", "done", "final_obs", "reward", "sample_log_prob", "terminated", "truncated",
+    ]  # fmt: skip
+
+
+def test_episode_statistics_by_hand(variant):
+    # env 0: 1 + 2 ends, 4 runs on; env 1: 8 ends, then 16 + 32 ends. Finished, by time: 8 (env 1), 3 (env 0), 48 (env 1)
+    reward = torch.tensor([[1.0, 2.0, 4.0], [8.0, 16.0, 32.0]])
+    done = torch.tensor([[False, True, False], [True, False, True]])
+    episode = variant(episode_update)(episode_init(2, 4), reward, done)
+    assert episode["finished"].tolist() == [False, True, True, True]
+    close(episode["finished_return"][1:], [8.0, 3.0, 48.0])
+    close(episode["finished_length"][1:], [1.0, 2.0, 2.0])
+    close(episode["running_return"], [4.0, 0.0])
+    close(episode["running_length"], [1.0, 0.0])
+
+
+@given(st.integers(0, 2**31), st.integers(1, 3), st.lists(st.integers(1, 12), min_size=1, max_size=4))
+def test_episode_statistics_equal_a_plain_loop(seed, num_envs, lengths):
+    draw, window = np.random.default_rng(seed), 5
+    episode, running, finished = episode_init(num_envs, window), [[0.0, 0] for _ in range(num_envs)], []
+    for length in lengths:
+        reward, done = draw.normal(size=(num_envs, length)), draw.random((num_envs, length)) < 0.3
+        for t in range(length):
+            for n in range(num_envs):
+                running[n] = [running[n][0] + reward[n, t], running[n][1] + 1]
+                if done[n, t]:
+                    finished.append(running[n])
+                    running[n] = [0.0, 0]
+        episode = assert_pure(episode_update, episode, torch.tensor(reward, dtype=torch.float32), torch.tensor(done))
+    kept = finished[-window:]
+    assert episode["finished"].sum() == len(kept)
+    close(episode["finished_return"][episode["finished"]], torch.tensor([r for r, _ in kept]))
+    close(episode["finished_length"][episode["finished"]], torch.tensor([float(k) for _, k in kept]))
+    close(episode["running_return"], torch.tensor([r for r, _ in running]))
+
+
+def test_streams_of_an_env_do_not_depend_on_how_many_there_are():
+    noisy = SimpleNamespace(
+        act=lambda p, c, obs, noise: (c, TensorDict({"action": noise.unsqueeze(-1)}, noise.shape)),
+        draw=lambda keys: rng.uniform(keys),
+        value=None,
+    )
+    env, actions = counter(3), []
+    for num_envs in (8, 16):
+        index, steps = torch.arange(num_envs), torch.arange(6).unsqueeze(1)
+        world, choice = (rng.stream(rng.key(5), name, index, steps) for name in (rng.ENV, rng.ACTION))
+        start = env.reset(rng.stream(rng.key(5), rng.START, index, 0))
+        actions.append(collect_rollout(noisy, env, PARAMS, EMPTY, start, world, choice)[2]["action"][:8])
+    assert torch.equal(*actions)

@@ -1,0 +1,55 @@
+"""Environments that only tests need, registered as a user would."""
+
+import torch
+from tensordict import TensorDict
+
+from ecrl.config import ConfigModel
+from ecrl.envs import Env, state_of
+from ecrl.registry import register_env
+from ecrl.spaces import Discrete, box
+
+
+class LadderConfig(ConfigModel):
+    """No settings."""
+
+
+class EndlessConfig(ConfigModel):
+    """No settings."""
+
+
+@register_env("ladder")
+def ladder(cfg: LadderConfig) -> Env:
+    """Episode k of env i lasts i + 1 + 10 k steps; reward 1; every episode but an env's first succeeds.
+
+    The env tells itself by its place in the batch, and counts its episodes in `obs`, which a reset sets to 1.
+    """
+
+    def reset(keys):
+        # A first reset has keys [N], the noise of auto-reset [T, N]: the latter is for second episodes.
+        later = torch.full(keys.shape, float(keys.ndim > 1))
+        index = torch.arange(keys.shape[-1]).expand(keys.shape)
+        limit = index + 1 + 10 * later.to(torch.int64)
+        info = TensorDict({"success": torch.zeros(keys.shape, dtype=torch.bool)}, keys.shape)
+        return state_of(torch.zeros(*keys.shape, 1), keys.shape, limit=limit, later=later).set("info", info)
+
+    def step(state, action, noise):
+        limit = state["limit"] - 1
+        after = {
+            "limit": limit,
+            "reward": torch.ones_like(state["reward"]),
+            "terminated": limit == 0,
+            "info": TensorDict({"success": (limit == 0) & (state["later"] > 0)}, state.batch_size),
+        }
+        return state.copy().update(after)
+
+    return Env(reset, step, box(0.0, 1.0, 1), Discrete(2))
+
+
+@register_env("endless")
+def endless(cfg: EndlessConfig) -> Env:
+    """Never ends."""
+
+    def reset(keys):
+        return state_of(torch.zeros(*keys.shape, 1), keys.shape)
+
+    return Env(reset, lambda state, action, noise: state.copy(), box(0.0, 1.0, 1), Discrete(2))

@@ -1,0 +1,375 @@
+import copy
+import json
+import re
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from ecrl.config import Config, ConfigError, TrainerConfig, config_from_dict, load_config, total_steps
+
+CUDA = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+NET = {
+    "type": "mlp",
+    "network_cfg": {"hidden_sizes": [8, 8], "activation": "tanh", "orthogonal_init": [1.0, 1.0, 0.01]},
+}
+VALID = {
+    "trainer": {"exp_name": "test", "num_envs": 4, "eval_seed": None},
+    "env": {"name": "cartpole", "cfg": {"gravity": 9.0}},
+    "policy": {"name": "actor_critic", "action_dim": 2, "actor": NET, "critic": copy.deepcopy(NET)},
+    "algorithm": {"name": "ppo", "cfg": {"learning_rate": 0.001, "n_epochs": 2, "batch_size": 64, "gamma": 0.9}},
+}
+GONE = object()
+NAN, INF = float("nan"), float("inf")
+ACTOR = "policy.actor.network_cfg"
+GAINS = "expected a number above 0, or a list of such numbers, one per layer"
+
+
+def _with(*edits):
+    """VALID with dotted keys set, or taken away where GONE."""
+    data = copy.deepcopy(VALID)
+    for path, value in edits:
+        *parents, last = path.split(".")
+        section = data
+        for key in parents:
+            section = section[key]
+        if value is GONE:
+            del section[last]
+        else:
+            section[last] = value
+    return data
+
+
+def _faults(data):
+    with pytest.raises(ConfigError) as error:
+        config_from_dict(data, "run.json")
+    lines = str(error.value).split("\n")
+    assert all(line.startswith("run.json: ") for line in lines)
+    return [line.removeprefix("run.json: ") for line in lines]
+
+
+FAULTS = [  # key, value, the one line without its source
+    ("trainer.sede", 3, "trainer.sede: unknown key; did you mean 'seed'?"),
+    ("trainer.rollout_step", 3, "trainer.rollout_step: unknown key; did you mean 'rollout_steps'?"),
+    ("polcy", {}, "polcy: unknown key; did you mean 'policy'?"),
+    ("env.cfg.gravty", 1.0, "env.cfg.gravty: unknown key; did you mean 'gravity'?"),
+    ("algorithm.cfg.lerning_rate", 1.0, "algorithm.cfg.lerning_rate: unknown key; did you mean 'learning_rate'?"),
+    ("policy.actr", {}, "policy.actr: unknown key; did you mean 'actor'?"),
+    (f"{ACTOR}.hidden", [], f"{ACTOR}.hidden: unknown key; did you mean 'hidden_sizes'?"),
+    ("trainer.seed", "x", "trainer.seed: expected an integer, got 'x'; all randomness of the run derives from it"),
+    ("trainer.seed", 1.5, "trainer.seed: expected an integer, got 1.5;"),
+    ("trainer.seed", True, "trainer.seed: expected an integer, got true;"),
+    ("trainer.seed", [1], "trainer.seed: expected an integer, got a list;"),
+    ("trainer.seed", None, "trainer.seed: expected an integer, got null;"),
+    ("trainer.seed", -1, "trainer.seed: must be at least 0, got -1;"),
+    ("trainer.seed", 2**62, f"trainer.seed: must be below {2**62}, got {2**62};"),
+    ("trainer.num_envs", 0, "trainer.num_envs: must be at least 1, got 0; environments per rank"),
+    ("trainer.iterations", 10**30, "trainer.iterations: must be below 2147483648, got a huge integer;"),
+    ("trainer.enable_eval", 1, "trainer.enable_eval: expected true or false, got 1;"),
+    ("trainer.enable_eval", "true", "trainer.enable_eval: expected true or false, got 'true';"),
+    (
+        "trainer.exp_name",
+        "a/b",
+        "trainer.exp_name: not allowed, got 'a/b'; letters, digits and _.+-; names",
+    ),
+    ("trainer.exp_name", "", "trainer.exp_name: not allowed, got '';"),
+    ("trainer.exp_name", 3, "trainer.exp_name: expected a string, got 3;"),
+    ("trainer.compile", "yes", "trainer.compile: expected 'auto', 'on' or 'off', got 'yes';"),
+    ("trainer.device", "tpu", f"trainer.device: device 'tpu' is not available; available: {', '.join(['cpu', *CUDA])}"),
+    (
+        "trainer.device",
+        f"cuda:{len(CUDA)}",
+        f"trainer.device: device 'cuda:{len(CUDA)}' is not available;",
+    ),
+    ("trainer", None, "trainer: expected an object, got null; how long, where, how many"),
+    ("trainer", [], "trainer: expected an object, got a list;"),
+    ("env", None, 'env: expected an object, got null; the environment, such as {"name": "cartpole"}'),
+    ("env", GONE, 'env: missing; the environment, such as {"name": "cartpole"}'),
+    ("env", "cartpol", "env.name: unknown env 'cartpol'; did you mean 'cartpole'?"),
+    ("env.name", "cartpol", "env.name: unknown env 'cartpol'; did you mean 'cartpole'?"),
+    ("env.name", GONE, "env.name: missing; known: cartpole, pendulum, probe_action,"),
+    ("env.name", None, "env.name: expected a string, got null; known: cartpole, pendulum,"),
+    ("env.id", "cartpole", "env.id: another name of 'name', which is given too; keep one"),
+    ("env.cfg", None, "env.cfg: expected an object, got null"),
+    ("env.cfg", [1], "env.cfg: expected an object, got a list"),
+    ("env.cfg.gravity", NAN, "env.cfg.gravity: expected a finite number, got nan; m/s^2"),
+    ("env.cfg.gravity", 0.0, "env.cfg.gravity: must be above 0.0, got 0.0; m/s^2"),
+    ("env.cfg.gravity", "9", "env.cfg.gravity: expected a number, got '9';"),
+    ("policy", [], "policy: expected an object, got a list; the policy, such as"),
+    ("policy", {}, "policy.name: missing; known: actor_critic"),
+    ("policy.name", "actor_critc", "policy.name: unknown policy 'actor_critc'; did you mean 'actor_critic'?"),
+    ("policy.name", 3, "policy.name: expected a string, got 3; known: actor_critic"),
+    ("policy.actor", GONE, 'policy.actor: missing; actor network, such as {"type": "mlp", "network_cfg": {...}}'),
+    ("policy.critic", GONE, 'policy.critic: missing; critic network, such as {"type": "mlp", "network_cfg": {...}}'),
+    ("policy.critic", None, "policy.critic: expected an object, got null; critic network,"),
+    ("policy.action_dim", 0, "policy.action_dim: must be at least 1, got 0;"),
+    ("policy.initial_log_std", 9.0, "policy.initial_log_std: must be at most 2.0, got 9.0;"),
+    ("policy.actor.type", "cnn", "policy.actor.type: expected 'mlp', got 'cnn';"),
+    (ACTOR, [], f'{ACTOR}: expected an object, got a list; its layers, such as {{"hidden_sizes": [64, 64]}}'),
+    (f"{ACTOR}.hidden_sizes", 64, f"{ACTOR}.hidden_sizes: expected a list, got 64; width of each hidden layer"),
+    (
+        f"{ACTOR}.hidden_sizes",
+        [8, 0],
+        f"{ACTOR}.hidden_sizes[1]: must be at least 1, got 0; width of each",
+    ),
+    (f"{ACTOR}.hidden_sizes", ["8", 8], f"{ACTOR}.hidden_sizes[0]: expected an integer, got '8';"),
+    (f"{ACTOR}.orthogonal_init", "x", f"{ACTOR}.orthogonal_init: {GAINS}"),
+    (f"{ACTOR}.orthogonal_init", [1.0, "a", -1], f"{ACTOR}.orthogonal_init: {GAINS}"),
+    (f"{ACTOR}.orthogonal_init", [1.0], f"{ACTOR}.orthogonal_init: has 1 gains for 3 layers; give one number or 3"),
+    (
+        f"{ACTOR}.activation",
+        "rleu",
+        f"{ACTOR}.activation: expected 'relu', 'elu', 'tanh', 'gelu' or 'silu', got",
+    ),
+    (f"{ACTOR}.dropout_p", 0.1, f"{ACTOR}.dropout_p: dropout_p=0.1 is refused: dropout makes"),
+    ("algorithm", "ppo", "algorithm: expected an object, got 'ppo';"),
+    ("algorithm", {}, "algorithm.name: missing; known: "),
+    ("algorithm.name", "pp", "algorithm.name: unknown algorithm 'pp'; did you mean 'ppo'?"),
+    ("algorithm.cfg", [], "algorithm.cfg: expected an object, got a list"),
+    ("algorithm.cfg.learning_rate", INF, "algorithm.cfg.learning_rate: expected a finite number, got inf;"),
+    ("algorithm.cfg.gamma", 1.5, "algorithm.cfg.gamma: must be at most 1.0, got 1.5; discount"),
+    ("algorithm.cfg.n_epochs", 10**5000, "algorithm.cfg.n_epochs: must be below 2147483648, got a huge integer;"),
+]
+JARGON = re.compile(
+    r"pydantic|tuple|dict|instance|constrained|validat|Value error|input should|\bNone\b|\bTrue\b|\[type="
+)
+
+
+@pytest.mark.parametrize(("path", "value", "line"), FAULTS, ids=[f"{i}-{fault[0]}" for i, fault in enumerate(FAULTS)])
+def test_one_line_per_fault(path, value, line):
+    (fault,) = _faults(_with((path, value)))
+    assert fault.startswith(line)
+    assert not JARGON.search(fault)
+
+
+def test_all_faults_at_once():
+    first = {path: (value, line) for path, value, line in reversed(FAULTS)}
+    deep = [path for path in first if path.startswith((f"{ACTOR}.", "algorithm.cfg.", "env.cfg."))]
+    together = [*deep, "trainer.sede", "trainer.seed", "trainer.device", "policy.actr", "policy.critic", "polcy"]
+    faults = sorted(_faults(_with(*((path, first[path][0]) for path in together))))
+    wanted = sorted(first[path][1] for path in together)
+    assert len(wanted) > 15
+    assert all(fault.startswith(line) for fault, line in zip(faults, wanted, strict=True))
+
+
+@pytest.mark.parametrize(("top", "shown"), [(None, "null"), ([], "a list"), (3, "3"), ("x", "'x'"), (True, "true")])
+def test_top_level_must_be_an_object(top, shown):
+    assert _faults(top) == [f"expected an object, got {shown}"]
+
+
+def test_odd_keys_stay_on_one_line():
+    for key in ("a\nb", "\ud800", "", "a.b", 3, None):
+        (fault,) = _faults({**VALID, "trainer": {key: 1}})
+        assert fault.startswith(f"trainer.{key!r}: unknown key; known: buffer_size, compile, device,")
+
+
+def _file(tmp_path, text, name="run.json"):
+    path = tmp_path / name
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+FILES = [  # content, the message after the path
+    (b"", ":1:1: not JSON: Expecting value"),
+    (b'{"trainer": {\n  "seed": 1,,\n}}', ":2:13: not JSON: "),
+    (b'{"trainer": "\xff"}', ": not UTF-8 text: invalid start byte at byte 13"),
+    (b"[" * 100_000, ": not a config: "),
+    (b'{"trainer": {"seed": ' + b"9" * 5000 + b"}}", ": not a config: "),
+    (b"[]", ": expected an object, got a list"),
+    (b"null", ": expected an object, got null"),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), FILES, ids=range(len(FILES)))
+def test_bad_files(tmp_path, content, message):
+    path = _file(tmp_path, content)
+    with pytest.raises(ConfigError) as error:
+        load_config(path)
+    assert str(error.value).startswith(f"{path}{message}") and "\n" not in str(error.value)
+
+
+def test_missing_files(tmp_path):
+    _file(tmp_path, "{}", "cartpole_ppo.json")
+    for name, end in (("cartpol_ppo.json", "did you mean 'cartpole_ppo.json'?"), ("x", "known: cartpole_ppo.json")):
+        with pytest.raises(ConfigError) as error:
+            load_config(tmp_path / name)
+        assert str(error.value) == f"{tmp_path / name}: no such file; {end}"
+    for path, end in (
+        (tmp_path / "no" / "x.json", f"no such file; no .json files in {tmp_path / 'no'}"),
+        (tmp_path, ""),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(f"{path}: {end or 'cannot be read: Is a directory'}")):
+            load_config(path)
+    with pytest.raises(ConfigError, match="null"):
+        load_config("a\0b")
+
+
+def test_keys_given_twice_are_named_by_path(tmp_path):
+    text = json.dumps(_with((f"{ACTOR}.hidden_sizes", [8]), (f"{ACTOR}.orthogonal_init", None)))
+    text = text.replace('"activation": "tanh",', '"activation": "tanh", "activation": "elu",', 1)
+    text = text.replace('"trainer": {', '"trainer": {"num_envs": 3, "x": [1, {"a": 1, "a": 2}], ', 1)
+    with pytest.raises(ConfigError) as error:
+        load_config(_file(tmp_path, text))
+    lines = [line.split(".json: ")[1] for line in str(error.value).split("\n")]
+    twice = {line.removesuffix(": given twice; keep one") for line in lines if line.endswith("given twice; keep one")}
+    assert twice == {"trainer.num_envs", "trainer.x[1].a", f"{ACTOR}.activation"}
+    assert next(line for line in lines if "given twice" not in line).startswith("trainer.x: unknown key")
+
+
+def test_rollout_steps_is_buffer_size():
+    assert config_from_dict(_with(("trainer", {"rollout_steps": 16}))).trainer.buffer_size == 16
+    both = {"rollout_steps": 16, "buffer_size": 16}
+    assert _faults(_with(("trainer", both))) == [
+        "trainer.rollout_steps: another name of 'buffer_size', which is given too; keep one"
+    ]
+    assert _faults(_with(("trainer", {"rollout_steps": 0})))[0].startswith("trainer.rollout_steps: must be at least 1")
+
+
+def test_num_envs_in_the_env_section():
+    apart = _with(("env.cfg.num_envs", 7), ("trainer.num_envs", GONE))
+    assert config_from_dict(apart).trainer.num_envs == 7
+    assert config_from_dict(_with(("env.cfg.num_envs", 7))).trainer.num_envs == 4
+    assert config_from_dict(_with(("env.cfg.num_envs", 7), ("trainer", GONE))).trainer.num_envs == 7
+    assert "num_envs" not in config_from_dict(apart).env.cfg.model_dump()
+    assert _faults(_with(("env.cfg.num_envs", 7), ("trainer", None)))[0].startswith("trainer: expected an object")
+    assert apart["env"]["cfg"]["num_envs"] == 7  # the caller's dict is left alone
+
+
+def test_env_by_id_or_by_name_alone():
+    wanted = config_from_dict(_with(("env.cfg", {})))
+    assert config_from_dict(_with(("env", "cartpole"))) == wanted
+    assert config_from_dict(_with(("env", {"id": "cartpole"}))) == wanted
+    assert _faults(_with(("env", {"id": "cartpol"})))[0].startswith("env.id: unknown env 'cartpol'")
+
+
+def test_defaults():
+    trainer = config_from_dict(_with(("trainer", GONE))).trainer
+    wanted = {"exp_name": "generic_exp", "seed": 1, "device": "cpu", "iterations": 250, "buffer_size": 2048}
+    wanted |= {"eval_freq": 10_000, "save_freq": 50_000, "num_eval_episodes": 5, "num_eval_envs": 4}
+    wanted |= {"enable_eval": False, "distributed": False, "compile": "auto", "eval_seed": None}
+    assert trainer == TrainerConfig() and wanted.items() <= trainer.model_dump().items()
+
+
+def test_frozen_and_hashable():
+    cfg, again = config_from_dict(VALID), config_from_dict(copy.deepcopy(VALID))
+    assert cfg == again and hash(cfg) == hash(again) and len({cfg, again}) == 1
+    assert cfg != config_from_dict(_with(("env.cfg.gravity", 9.5)))
+    for section, name in ((cfg, "env"), (cfg.trainer, "seed"), (cfg.env.cfg, "gravity"), (cfg.policy.actor, "type")):
+        with pytest.raises(
+            AttributeError, match=f"{name}: a config never changes; make a changed copy with cfg.replace"
+        ):
+            setattr(section, name, getattr(section, name))
+
+
+def test_dumps_reload(tmp_path):
+    cfg = config_from_dict(VALID)
+    text = json.dumps(cfg.model_dump(mode="json"))
+    assert config_from_dict(json.loads(text)) == cfg and hash(config_from_dict(json.loads(text))) == hash(cfg)
+    assert load_config(_file(tmp_path, text)) == load_config(str(_file(tmp_path, "\ufeff" + text))) == cfg
+    assert config_from_dict(cfg) == cfg
+
+
+def test_replace():
+    cfg = config_from_dict(VALID)
+    changed = cfg.replace(**{"trainer.seed": 3, "env.cfg.gravity": 9.5, f"{ACTOR}.hidden_sizes": [4, 4]})
+    assert (changed.trainer.seed, changed.env.cfg.gravity) == (3, 9.5)
+    assert changed.policy.actor.network_cfg.hidden_sizes == (4, 4) and changed.trainer.num_envs == 4
+    assert cfg == config_from_dict(VALID) and cfg.replace() == cfg
+    assert cfg.replace(**{"env.cfg.num_envs": 9, "trainer.rollout_steps": 5}).trainer.num_envs == 9
+    assert cfg.replace(**{"trainer.rollout_steps": 5}).trainer.buffer_size == 5
+    assert cfg.replace(**{"env": {"id": "pendulum"}}).env.name == "pendulum"
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "line"),
+    [
+        ("trainer.seed", "x", "trainer.seed: expected an integer, got 'x';"),
+        ("trainer.sede", 3, "trainer.sede: unknown key; did you mean 'seed'?"),
+        ("trianer.seed", 3, "trianer: unknown key; did you mean 'trainer'?"),
+        ("trainer.seed.x", 3, "trainer.seed.x: 'seed' is not a section"),
+        ("policy.actor.network.hidden_sizes", [3], "policy.actor.network: unknown key; did you mean 'network_cfg'?"),
+        ("env.name", "pendulum", "env.cfg.cart_mass: unknown key;"),
+    ],
+)
+def test_replace_refuses(path, value, line):
+    with pytest.raises(ConfigError, match=re.escape(f"replace: {line}")):
+        config_from_dict(VALID).replace(**{path: value})
+
+
+def test_total_steps():
+    cfg = config_from_dict(_with(("trainer", {"iterations": 3, "buffer_size": 5, "num_envs": 7})))
+    assert total_steps(cfg, 1) == 105 and total_steps(cfg, 2) == 210
+
+
+WORDS = [
+    "trainer",
+    "env",
+    "policy",
+    "algorithm",
+    "name",
+    "cfg",
+    "id",
+    "seed",
+    "num_envs",
+    "actor",
+    "rollout_steps",
+    "type",
+]
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=5)
+    | st.sampled_from(["cartpole", "pendulum", "ppo", "actor_critic", "mlp", "\ud800", 10**400, NAN, INF, -0.0])
+)
+JUNK = st.recursive(
+    SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(WORDS) | st.text(max_size=3), inner, max_size=4)
+    ),
+    max_leaves=15,
+)
+
+
+def _paths(data, path=()):
+    children = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    return [path, *(deeper for key, child in children for deeper in _paths(child, (*path, key)))]
+
+
+def _only_config_error(data):
+    try:
+        cfg = config_from_dict(data)
+    except ConfigError as error:
+        assert str(error) and all(re.match(r"config: .", line) for line in str(error).split("\n"))
+        assert not JARGON.search(re.sub(r"'.*?'", "", str(error)))
+        return
+    assert isinstance(cfg, Config) and hash(cfg) == hash(config_from_dict(cfg.model_dump(mode="json")))
+
+
+@settings(max_examples=200)
+@given(JUNK)
+@example({"env": {"name": "\ud800"}, "\ud800": 1})
+def test_junk_gives_only_config_errors(data):
+    _only_config_error(data)
+
+
+@settings(max_examples=300)
+@given(st.lists(st.tuples(st.sampled_from(_paths(VALID)), JUNK, st.sampled_from(["set", "add", "drop"])), max_size=4))
+def test_mutations_give_a_config_or_config_errors(edits):
+    data = copy.deepcopy(VALID)
+    for path, value, how in edits:
+        try:
+            section = data
+            for key in path[:-1]:
+                section = section[key]
+            if not path or how == "set":
+                section[path[-1] if path else "trainer"] = value
+            elif how == "drop":
+                del section[path[-1]]
+            else:
+                section[path[-1]] = {"junk": value, **section[path[-1]]}
+        except (KeyError, IndexError, TypeError):
+            continue  # an earlier edit took the place away
+    _only_config_error(data)

@@ -1,0 +1,88 @@
+"""Evaluation: exact counts, equal shares, deterministic, apart from training, on our envs and on Gymnasium's."""
+
+import pytest
+import torch
+from conftest import assert_pure
+from stand_ins import EndlessConfig  # noqa: F401  (registers ladder and endless)
+from test_loop import last_state, same, small
+
+from ecrl.config import ConfigError
+from ecrl.evaluation import eval_envs, evaluate, with_evaluation
+from ecrl.loop import init_state, train_iter
+
+
+def test_eval_envs_share_episodes_equally():
+    assert [eval_envs(n, 4) for n in (1, 4, 5, 6, 100)] == [1, 4, 1, 3, 4]
+
+
+def test_every_env_contributes_the_same_number_of_episodes():
+    # Env i's first episode has i + 1 steps of reward 1, its second 10 more. First come, first counted would take
+    # the four shortest episodes, 1 + 2 + 3 + 4 and their successors; equal shares give (1+2+3+4 + 11+12+13+14) / 8 = 7.5.
+    cfg = small(**{"env": {"name": "ladder"}, "trainer.num_eval_envs": 4})
+    logs = evaluate(init_state(cfg), cfg, num_episodes=8)
+    assert logs["eval/avg_length"] == logs["eval/avg_reward"] == 7.5
+    assert logs["eval/success_rate"] == 0.5  # second episodes succeed
+    assert evaluate(init_state(cfg), cfg, num_episodes=4)["eval/avg_length"] == 2.5
+
+
+def test_it_is_pure_deterministic_and_seeded():
+    cfg = small()
+    state = init_state(cfg)
+    first = assert_pure(evaluate, state, cfg, num_episodes=8)
+    torch.manual_seed(1)
+    assert evaluate(state, cfg, num_episodes=8) == first
+    other = cfg.replace(**{"trainer.eval_seed": 7})
+    assert evaluate(state, other, num_episodes=8) != first
+    assert evaluate(state, cfg.replace(**{"trainer.seed": 2}), num_episodes=8) != first  # seed + 10000 by default
+    assert evaluate(state, other.replace(**{"trainer.seed": 2}), num_episodes=8) == evaluate(state, other, num_episodes=8)
+
+
+def test_the_default_count_is_the_configs():
+    cfg = small(**{"env": {"name": "ladder"}, "trainer.num_eval_episodes": 2, "trainer.num_eval_envs": 2})
+    assert evaluate(init_state(cfg), cfg)["eval/avg_length"] == 1.5
+
+
+def test_an_env_that_never_ends_is_named(monkeypatch):
+    monkeypatch.setattr("ecrl.evaluation._MAX_STEPS", 200)
+    cfg = small(**{"env": {"name": "endless"}})
+    with pytest.raises(RuntimeError, match=r"env 0 ended 0 of 1 episodes in 200 steps: give it a time limit"):
+        evaluate(init_state(cfg), cfg, num_episodes=1)
+
+
+def test_evaluating_often_or_never_leaves_training_alone():
+    plain, watched = small(), small(**{"trainer.enable_eval": True, "trainer.eval_freq": 32})
+    records = list(with_evaluation(train_iter(init_state(watched), watched), watched))
+    assert [r["log_type"] for r in records] == ["collect", "train", "evaluate"] * 4
+    assert same(records[-1]["state"], last_state(plain))
+
+
+def test_eval_freq_fires_on_crossing():
+    cfg = small(**{"trainer.eval_freq": 70})
+    records = list(with_evaluation(train_iter(init_state(cfg), cfg), cfg))
+    assert [r["sample_step"] for r in records if r["log_type"] == "evaluate"] == [96]
+
+
+@pytest.mark.parametrize(("env", "gym_id"), [("cartpole", "CartPole-v1"), ("pendulum", "Pendulum-v1")])
+def test_gymnasium_gives_nearly_the_same_as_our_twin(env, gym_id):
+    cfg = small(**{"env": {"name": env}, "trainer.num_eval_envs": 25, "trainer.iterations": 8, "trainer.buffer_size": 64})
+    state = last_state(cfg)
+    ours, theirs = (evaluate(state, cfg, num_episodes=50, env=e) for e in (None, f"gymnasium:{gym_id}"))
+    spread = ours["eval/std_reward"] + 1.0
+    assert abs(ours["eval/avg_reward"] - theirs["eval/avg_reward"]) < spread  # 50 episodes: 5 standard errors are 0.7 spread
+    assert theirs == evaluate(state, cfg, num_episodes=50, env=f"gymnasium:{gym_id}")
+
+
+@pytest.mark.parametrize(
+    ("env", "count", "message"),
+    [
+        ("gymnasium:Acrobot-v1", 1, "gymnasium:Acrobot-v1 has observation space"),
+        ("gymnasium:NoSuchEnv-v0", 1, "NoSuchEnv"),
+        ("CartPole-v1", 1, 'expected "gymnasium:<id>"'),
+        (None, 0, "num_episodes: 0, expected at least 1"),
+    ],
+)
+def test_wrong_requests_are_refused_in_one_line(env, count, message):
+    cfg = small()
+    with pytest.raises(ConfigError, match=message) as error:
+        evaluate(init_state(cfg), cfg, num_episodes=count, env=env)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,144 @@
+"""The loop: purity, equal bits, resuming, streams by env index, vmapping over seeds, equal forms."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import assert_pure, close
+
+from ecrl.config import Config, config_from_dict
+from ecrl.loop import init_state, make_iteration, train_iter
+
+NET = {"type": "mlp", "network_cfg": {"hidden_sizes": [8], "activation": "tanh"}}
+
+
+def small(**changes) -> Config:
+    base = {
+        "trainer": {"num_envs": 4, "buffer_size": 8, "iterations": 4, "compile": "off"},
+        "env": {"name": "cartpole"},
+        "policy": {"name": "actor_critic", "actor": NET, "critic": NET},
+        "algorithm": {"name": "ppo", "cfg": {"n_epochs": 2, "batch_size": 10}},
+    }
+    return config_from_dict(base).replace(**changes)
+
+
+def last_state(cfg, state=None):
+    *_, record = train_iter(init_state(cfg) if state is None else state, cfg)
+    return record["state"]
+
+
+def same(a, b) -> bool:
+    a, b = (dict(x.flatten_keys("/").items()) for x in (a, b))
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_records_come_in_pairs_with_the_step_and_the_state_after():
+    cfg = small()
+    records = list(train_iter(init_state(cfg), cfg))
+    assert [r["log_type"] for r in records] == ["collect", "train"] * 4
+    assert [r["sample_step"] for r in records] == [32, 32, 64, 64, 96, 96, 128, 128]
+    assert all(int(r["state"]["sample_step"]) == r["sample_step"] for r in records)
+    assert all(r["state"].is_locked for r in records)
+    assert all(log.ndim == 0 for r in records for log in r["logs"].values())
+    assert {"policy_loss", "value_loss", "entropy", "approx_kl", "clip_frac", "explained_variance"} <= set(records[1]["logs"])
+    assert set(records[0]["logs"]) == {"episode_reward_avg_100", "episode_length_avg_100"}
+
+
+def test_same_config_and_seed_give_the_same_bits_and_another_seed_does_not():
+    assert same(last_state(small()), last_state(small()))
+    assert not same(last_state(small())["params"], last_state(small(**{"trainer.seed": 2}))["params"])
+
+
+def test_stopping_and_going_on_gives_the_same_bits():
+    cfg = small()
+    states = [r["state"] for r in train_iter(init_state(cfg), cfg) if r["log_type"] == "train"]
+    assert same(last_state(cfg, states[1]), states[-1])
+
+
+def test_an_iteration_is_pure_and_what_is_yielded_is_owned():
+    cfg = small()
+    state = init_state(cfg)
+    assert_pure(make_iteration(cfg), state)
+    plain = [r["state"] for r in train_iter(state, cfg) if r["log_type"] == "train"]
+    spoilt = []
+    for record in train_iter(state, cfg):
+        if record["log_type"] == "collect":  # the train record of the iteration carries the same state
+            continue
+        spoilt.append(record["state"].clone())
+        record["state"]["params"]["actor"]["0.weight"].zero_()
+        record["state"]["env"]["obs"].zero_()
+    assert all(same(a, b) for a, b in zip(plain, spoilt, strict=True))
+
+
+def test_training_leaves_the_global_generator_alone():
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    last_state(small())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_envs_0_to_7_are_alike_for_8_and_for_16():
+    states = [init_state(small(**{"trainer.num_envs": n})) for n in (8, 16)]
+    assert torch.equal(states[0]["env"]["obs"], states[1]["env"]["obs"][:8])
+    frozen = {"trainer.buffer_size": 40, "trainer.iterations": 1, "algorithm.cfg.learning_rate": 1e-30}
+    ends = [last_state(small(**frozen, **{"trainer.num_envs": n})) for n in (8, 16)]
+    assert torch.equal(ends[0]["env"]["elapsed"], ends[1]["env"]["elapsed"][:8])
+    close(ends[0]["env"]["obs"], ends[1]["env"]["obs"][:8], tol=1e-4)  # the networks sum rows in another order
+
+
+def test_hyperparameters_are_read_from_the_state():
+    cfg = small(**{"trainer.iterations": 1})
+    state = init_state(cfg)
+    hyper = state["hyper"].clone()
+    hyper["learning_rate"] = torch.tensor(0.0)
+    still = last_state(cfg, state.copy().update({"hyper": hyper}))
+    assert same(still["params"], state["params"])
+
+
+def test_vmapped_seeds_equal_single_ones():
+    cfg = small()
+    states = [init_state(cfg, key=torch.tensor(seed)) for seed in (1, 2, 3)]
+    iteration = make_iteration(cfg)
+    stacked, _ = torch.vmap(iteration, randomness="error")(torch.stack([s.clone() for s in states]))
+    for i, state in enumerate(states):
+        alone, _ = iteration(state)
+        for name, leaf in alone.flatten_keys("/").items():
+            close(stacked.flatten_keys("/")[name][i], leaf, tol=1e-4)
+
+
+@pytest.mark.slow
+def test_compiled_equals_eager_and_a_second_seed_compiles_nothing():
+    eager, compiled = small(), small(**{"trainer.compile": "on"})
+    first, second = last_state(eager), last_state(compiled)
+    for name, leaf in first.flatten_keys("/").items():
+        close(second.flatten_keys("/")[name], leaf, tol=1e-4)
+    assert same(last_state(compiled), second)
+    other = compiled.replace(**{"trainer.seed": 9, "algorithm.cfg.learning_rate": 0.5, "trainer.exp_name": "other"})
+    with torch.compiler.set_stance("fail_on_recompile"):
+        last_state(other)
+
+
+THREADS = """
+import sys, torch
+sys.path.insert(0, "tests")
+torch.set_num_threads(int(sys.argv[1]))
+from test_loop import last_state, small
+state = last_state(small(**{"trainer.num_envs": 64}))
+from ecrl import rng
+keys = rng.split(rng.key(1), 100_000)
+drawn = (rng.bits(keys, (4,)), rng.uniform(keys, (3,)), rng.permutation(rng.key(2), 50_000), state["env"]["elapsed"])
+print(torch.stack([t.double().sum() * 7 + (t.reshape(-1).double() * torch.arange(t.numel())).sum() for t in drawn]).tolist())
+print([float(p.double().sum()) for p in state["params"].values(True, True)])
+"""
+
+
+@pytest.mark.slow
+def test_threads_do_not_change_the_streams_and_a_process_repeats_its_bits():
+    def run(threads: str) -> list[str]:
+        done = subprocess.run([sys.executable, "-c", THREADS, threads], capture_output=True, text=True, check=True)
+        return done.stdout.splitlines()
+
+    one, again, two = run("1"), run("1"), run("2")
+    assert one == again
+    assert one[0] == two[0]

@@ -1,0 +1,108 @@
+import numpy as np
+import pytest
+from gymnasium import spaces as gym
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ecrl.spaces import (
+    Box,
+    Dict,
+    Discrete,
+    MultiDiscrete,
+    action_dim,
+    box,
+    dict_space,
+    flat_dim,
+    from_gymnasium,
+    to_gymnasium,
+)
+
+PAIRS = [  # ours, Gymnasium's, features
+    (box(-1.0, 1.0, 2, 3), gym.Box(-1.0, 1.0, (2, 3)), 6),
+    (box(0.0, 1.0), gym.Box(0.0, 1.0, ()), 1),
+    (Box((-1.0, -np.inf), (2.0, np.inf), (2,)), gym.Box(np.float32([-1, -np.inf]), np.float32([2, np.inf])), 2),
+    (Discrete(4), gym.Discrete(4), 4),
+    (MultiDiscrete((2, 5)), gym.MultiDiscrete([2, 5]), 7),
+    (
+        dict_space({"b": Discrete(2), "a": dict_space({"x": box(0.0, 1.0, 3)})}),
+        gym.Dict({"b": gym.Discrete(2), "a": gym.Dict({"x": gym.Box(0.0, 1.0, (3,))})}),
+        5,
+    ),
+]
+FLOATS = st.floats(width=32, allow_nan=False)
+BOXES = st.lists(st.tuples(FLOATS, FLOATS), min_size=1, max_size=4).map(
+    lambda ends: Box(tuple(min(e) for e in ends), tuple(max(e) for e in ends), (len(ends),))
+)
+LEAVES = st.one_of(
+    BOXES, st.integers(1, 9).map(Discrete), st.lists(st.integers(1, 9), min_size=1).map(tuple).map(MultiDiscrete)
+)
+SPACES = st.recursive(
+    LEAVES,
+    lambda parts: st.dictionaries(st.text("abcxyz", min_size=1), parts, min_size=1, max_size=3).map(dict_space),
+    max_leaves=6,
+)
+
+
+@pytest.mark.parametrize(("ours", "theirs", "features"), PAIRS)
+def test_both_ways_by_hand(ours, theirs, features):
+    assert to_gymnasium(ours) == theirs
+    assert from_gymnasium(theirs) == ours
+    assert flat_dim(ours) == features == gym.utils.flatdim(theirs)
+    assert action_dim(ours) == features
+
+
+@given(SPACES)
+def test_there_and_back(space):
+    theirs = to_gymnasium(space)
+    assert from_gymnasium(theirs) == space and hash(from_gymnasium(theirs)) == hash(space)
+    assert flat_dim(space) == gym.utils.flatdim(theirs)
+    assert theirs.contains(theirs.sample())
+
+
+@given(st.dictionaries(st.text(min_size=1), LEAVES, min_size=2, max_size=4))
+def test_dict_order_does_not_matter(parts):
+    backwards = dict(reversed(parts.items()))
+    assert dict_space(parts) == dict_space(backwards) and hash(dict_space(parts)) == hash(dict_space(backwards))
+    assert [name for name, _ in dict_space(backwards).items] == sorted(parts)
+
+
+def test_action_mask_is_no_feature():
+    parts = {"x": box(0.0, 1.0, 3), "action_mask": MultiDiscrete((2, 2))}
+    assert flat_dim(dict_space(parts)) == 3
+    assert flat_dim(dict_space({"inner": dict_space(parts)})) == 3
+
+
+def test_bounds_are_in_c_order():
+    low = np.arange(6, dtype=np.float32).reshape(2, 3)
+    space = from_gymnasium(gym.Box(low, low + 1))
+    assert space.low == (0.0, 1.0, 2.0, 3.0, 4.0, 5.0)
+    assert np.array_equal(to_gymnasium(space).high, low + 1)
+
+
+@pytest.mark.parametrize(
+    "space",
+    [
+        gym.Text(3),
+        gym.Tuple((gym.Discrete(2),)),
+        gym.MultiBinary(3),
+        gym.Discrete(3, start=1),
+        gym.MultiDiscrete([[2, 2]]),
+        gym.MultiDiscrete([2, 2], start=[1, 0]),
+        gym.Dict({"a": gym.Text(3)}),
+    ],
+)
+def test_other_kinds_are_refused_by_name(space):
+    kind = type(space["a"] if isinstance(space, gym.Dict) else space).__name__
+    with pytest.raises(TypeError, match=rf"{kind}\(.*known: Box, Discrete and MultiDiscrete from 0, Dict"):
+        from_gymnasium(space)
+
+
+def test_records_are_frozen():
+    for space, name in (
+        (box(0.0, 1.0), "shape"),
+        (Discrete(2), "n"),
+        (MultiDiscrete((2,)), "nvec"),
+        (Dict(()), "items"),
+    ):
+        with pytest.raises(AttributeError):
+            setattr(space, name, 3)

@@ -1,0 +1,218 @@
+"""From a config file to a run folder, in process and from the shell."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from stand_ins import LadderConfig  # noqa: F401  (registers ladder)
+from test_loop import last_state, same, small
+
+import ecrl
+from ecrl.__main__ import main
+from ecrl.checkpoint import latest, load
+from ecrl.config import ConfigError
+from ecrl.training import train, train_from_config
+
+
+@pytest.fixture
+def config_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "small.json"
+    path.write_text(json.dumps(small().model_dump(mode="json")))
+    return path
+
+
+def cli(*args, cwd=None):
+    """The command line in a process of its own."""
+    return subprocess.run([sys.executable, "-m", "ecrl", *map(str, args)], capture_output=True, text=True, cwd=cwd)
+
+
+def called(monkeypatch, *args) -> int:
+    """The exit status of the command line, run in this process; what it prints is for capsys."""
+    monkeypatch.setattr(sys, "argv", ["ecrl", *map(str, args)])
+    try:
+        main()
+    except SystemExit as stop:
+        return stop.code
+    return 0
+
+
+def test_train_returns_the_last_state_and_a_row_per_iteration():
+    cfg = small()
+    state, history = train(ecrl.init_state(cfg), cfg, progress=False)
+    assert same(state, last_state(cfg))
+    assert [row["sample_step"] for row in history] == [32, 64, 96, 128]
+
+
+def test_train_without_a_folder_writes_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cfg = small()
+    train(ecrl.init_state(cfg), cfg)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_folder_has_everything(config_file, capsys):
+    state, history = train_from_config(config_file)
+    (run,) = (config_file.parent / "outputs").iterdir()
+    assert run.name.startswith("generic_exp_20")
+    assert sorted(p.name for p in run.iterdir()) == ["checkpoints", "config.json", "logs", "metrics.jsonl"]
+    assert ecrl.load_config(run / "config.json") == small()
+    assert same(load(latest(run))[0], state)
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 2 * len(history)
+    out = capsys.readouterr().out
+    assert "cartpole, actor_critic, ppo, seed 1" in out
+    assert "cpu, eager (trainer.compile is off), world size 1" in out
+    assert "128 env steps, 4 iterations" in out
+
+
+def test_exp_name_names_the_folder(config_file):
+    config_file.write_text(json.dumps(small(**{"trainer.exp_name": "mine"}).model_dump(mode="json")))
+    train_from_config(config_file)
+    (run,) = (config_file.parent / "outputs").iterdir()
+    assert run.name.startswith("mine_20")
+
+
+def test_two_runs_in_one_second_do_not_meet(config_file, monkeypatch):
+    monkeypatch.setattr(time, "strftime", lambda form: "20260101_000000")
+    train_from_config(config_file)
+    train_from_config(config_file)
+    names = {p.name for p in (config_file.parent / "outputs").iterdir()}
+    assert names == {"generic_exp_20260101_000000", "generic_exp_20260101_000000_2"}
+
+
+def test_a_folder_that_holds_a_run_is_refused(config_file, tmp_path):
+    train_from_config(config_file, run_dir=tmp_path / "run")
+    with pytest.raises(FileExistsError, match="already holds a run"):
+        train_from_config(config_file, run_dir=tmp_path / "run")
+
+
+def test_enable_eval_adds_evaluations_to_the_history():
+    plain = small(**{"trainer.eval_freq": 64})
+    cfg = plain.replace(**{"trainer.enable_eval": True})
+    rows = [train(ecrl.init_state(c), c, progress=False)[1] for c in (plain, cfg)]
+    assert ["eval/avg_reward" in row for row in rows[0]] == [False] * 4
+    assert ["eval/avg_reward" in row for row in rows[1]] == [False, True, False, True]
+
+
+def test_ctrl_c_returns_what_there_is(tmp_path, monkeypatch, capsys):
+    cfg = small()
+    real, calls = ecrl.loop.make_iteration, []
+
+    def interrupted(cfg):
+        iteration = real(cfg)
+
+        def call(state):
+            calls.append(1)
+            if len(calls) == 3:
+                raise KeyboardInterrupt
+            return iteration(state)
+
+        return call
+
+    monkeypatch.setattr("ecrl.loop.make_iteration", interrupted)
+    state, history = train(ecrl.init_state(cfg), cfg, tmp_path / "run")
+    assert int(state["sample_step"]) == 64
+    assert len(history) == 2
+    assert latest(tmp_path / "run").name == "step_64"
+    assert "interrupted at 64 env steps" in capsys.readouterr().out
+
+
+def test_distributed_means_one_process_for_now(config_file, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"trainer.distributed: 2 processes were started, only 1 is supported"):
+        train_from_config(config_file, distributed=True)
+    train_from_config(config_file, distributed=False)
+    config_file.write_text(json.dumps(small(**{"trainer.distributed": True}).model_dump(mode="json")))
+    with pytest.raises(ConfigError, match="2 processes"):
+        train_from_config(config_file)
+
+
+def test_device_auto_is_cuda_where_there_is_one():
+    state = ecrl.init_state(small(**{"trainer.device": "auto"}))
+    assert state["key"].is_cuda == torch.cuda.is_available()
+
+
+def test_the_shell_trains_and_evaluates(config_file):
+    cwd = config_file.parent
+    done = cli("train", "small.json", "--run-dir", "run", cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    done = cli("eval", "run", "--num-episodes", "4", cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    assert "step_128 on cartpole, 4 episodes" in done.stdout
+    assert "eval/avg_reward" in done.stdout
+
+
+@pytest.mark.parametrize(("flag", "told"), [("--distributed", "2 processes were started"), ("--no-distributed", "")])
+def test_the_shell_decides_over_the_config(config_file, flag, told, monkeypatch, capsys):
+    config_file.write_text(json.dumps(small(**{"trainer.distributed": not told}).model_dump(mode="json")))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert called(monkeypatch, "train", "--config", config_file, flag) == (2 if told else 0)
+    assert told in capsys.readouterr().err
+
+
+def test_eval_on_gymnasium_from_the_shell(config_file, monkeypatch, capsys):
+    assert called(monkeypatch, "train", config_file, "--run-dir", "run") == 0
+    assert called(monkeypatch, "eval", "run", "--env", "gymnasium:CartPole-v1", "--num-episodes", "2") == 0
+    assert "on gymnasium:CartPole-v1, 2 episodes" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "lines"),
+    [
+        ({"trainer": {"sede": 1, "num_envs": 0}}, ["trainer.sede: unknown key", "trainer.num_envs: "]),
+        ({"trainer": {"device": "cuda:99"}}, ["trainer.device: device 'cuda:99' is not available; available: cpu"]),
+        ({"policy": {"action_dim": 3}}, ["policy.action_dim: 3 does not match the environment's 2"]),
+        ({"policy": {"critic": None}}, ["policy.critic: "]),
+    ],
+)
+def test_faults_exit_2_with_one_line_each(config_file, change, lines, monkeypatch, capsys):
+    data = small().model_dump(mode="json")
+    for section, keys in change.items():
+        data[section] |= keys
+    config_file.write_text(json.dumps(data))
+    assert called(monkeypatch, "train", config_file) == 2
+    told = capsys.readouterr().err
+    assert len(told.splitlines()) == len(lines), told
+    assert all(line in told for line in lines), told
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("train",), "ecrl train needs one config file"),
+        (("train", "--distributed", "--no-distributed", "x.json"), "not both"),
+        (("eval", "nowhere"), "no checkpoint"),
+        (("train", "--nonsense"), "nonsense"),
+        (("fly",), "fly"),
+    ],
+)
+def test_wrong_calls_exit_2(args, message, monkeypatch, capsys):
+    assert called(monkeypatch, *args) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_fault_has_no_traceback_in_a_real_shell():
+    done = cli("train", "nowhere.json")
+    assert done.returncode == 2
+    assert done.stderr.startswith("nowhere.json: no such file")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_help_is_light():
+    """No torch, no pydantic; processor time, since the machine may be busy with other tests."""
+    code = "import sys; sys.argv = ['ecrl', '--help']; import ecrl.__main__ as m\ntry: m.main()\nexcept SystemExit: pass\n"
+    code += "print('torch' in sys.modules, 'pydantic' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "False False"
+    assert min(help_seconds() for _ in range(3)) < 0.5
+
+
+def help_seconds() -> float:
+    before = os.times()
+    assert cli("--help").returncode == 0
+    after = os.times()
+    return after.children_user + after.children_system - before.children_user - before.children_system
