@@ -1,10 +1,15 @@
 """What ranks share. One process for now: rank 0 of 1, and every mean over ranks is the identity."""
 
 import os
+from typing import TypeVar
 
+from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl.config import ConfigError
+
+
+T = TypeVar("T", Tensor, TensorDict)
 
 
 def rank() -> int:
@@ -17,8 +22,8 @@ def world_size() -> int:
     return 1
 
 
-def all_mean(x: Tensor, *, weight: Tensor) -> Tensor:
-    """Mean of `x` over ranks, weighted by each rank's count; on one process `x` itself.
+def all_mean(x: T, *, weight: Tensor) -> T:
+    """Mean of `x`, a tensor or every leaf of a TensorDict, over ranks, weighted by each rank's count; on one process `x` itself.
 
     sum_ranks(weight * x) / sum_ranks(weight)
     """

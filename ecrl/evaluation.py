@@ -5,7 +5,7 @@ never, leaves training untouched.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tensordict import TensorDict
@@ -115,7 +115,7 @@ def _evaluate_own(state: TensorDict, cfg: Config, count: int) -> dict[str, float
     index, quota = torch.arange(num_envs, device=key.device), count // num_envs
     env_state, tally = parts.env.reset(rng.stream(key, rng.START, index, 0)), _tally(num_envs, quota, key.device)
     step = parts.jit(_eval_step, parts.policy.act, parts.env.step)
-    params = state["params"].copy()  # unlocked: a lock is a guard of compiled code
+    params = cast(TensorDict, state["params"]).copy()  # unlocked: a lock is a guard of compiled code
     for first in range(0, _MAX_STEPS * quota, _CHUNK):
         steps = torch.arange(first, first + _CHUNK, device=key.device).unsqueeze(1)
         for noise in parts.env.draw(rng.stream(key, rng.ENV, index, steps)).unbind(0):

@@ -7,11 +7,13 @@ import json
 import math
 import time
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, overload
 
 import torch
 
+from ecrl.registry import did_you_mean
 from ecrl.types import LogData
 
 _PREFIX = {"collect": "charts/", "train": "train/", "evaluate": ""}
@@ -116,6 +118,14 @@ def with_progress(records: Iterator[LogData], start: int, end: int) -> Iterator[
             yield record
 
 
+def _extra(module: str) -> Any:
+    """A module of the extra `plot`; says how to get it where it is missing."""
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"{error}: install it with: pip install 'ecrl[plot]'") from None
+
+
 class History(Sequence):
     """What a run logged: one row (a dict of numbers) per iteration, with `sample_step`."""
 
@@ -139,17 +149,16 @@ class History(Sequence):
         return len(self._rows)
 
     def to_pandas(self) -> Any:
-        """A DataFrame indexed by `sample_step`; needs pandas."""
-        import pandas
-
+        """A DataFrame indexed by `sample_step`; needs the extra `plot`."""
+        pandas = _extra("pandas")
         return pandas.DataFrame(self._rows).set_index("sample_step")
 
     def plot(self, name: str = "episode_reward_avg_100") -> Any:
-        """The curve of one log against env steps, as matplotlib axes; needs matplotlib."""
-        import matplotlib.pyplot as plt
-
+        """The curve of one log against env steps, as matplotlib axes; needs the extra `plot`."""
         rows = [row for row in self._rows if name in row]
-        _, axes = plt.subplots()
+        if not rows:
+            raise KeyError(f"no log {name!r}; {did_you_mean(name, {key for row in self._rows for key in row})}")
+        _, axes = _extra("matplotlib.pyplot").subplots()
         axes.plot([row["sample_step"] for row in rows], [row[name] for row in rows])
         axes.set(xlabel="environment steps", ylabel=name)
         return axes

@@ -77,7 +77,7 @@ def _episode_logs(episode: TensorDict) -> Logs:
     finished = episode["finished"]
     none = torch.full((), torch.nan, device=finished.device)
     return {
-        f"episode_{name}_avg_{WINDOW}": torch.where(finished.any(), masked_mean(episode[field], finished), none)
+        f"episode_{name}_avg_{WINDOW}": torch.where(finished.sum() > 0, masked_mean(episode[field], finished), none)
         for name, field in (("reward", "finished_return"), ("length", "finished_length"))
     }
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from tensordict import TensorDict
 
 from ecrl.checkpoint import with_checkpoints
-from ecrl.config import Config, load_config, total_steps
+from ecrl.config import Config, ConfigError, load_config, total_steps
 from ecrl.distributed import start, world_size
 from ecrl.evaluation import with_evaluation
 from ecrl.loggers import History, with_host_logs, with_jsonl, with_progress, with_tensorboard
@@ -81,7 +81,10 @@ def train_from_config(
     folder = _new_run_dir(cfg) if run_dir is None else Path(run_dir)
     if (folder / "checkpoints").exists():
         raise FileExistsError(f"{folder} already holds a run; choose another folder or remove it")
-    state, form = init_state(cfg), form_of(cfg)
+    try:
+        state, form = init_state(cfg), form_of(cfg)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
     print(f"run      {folder}")
     print(f"task     {cfg.env.name}, {cfg.policy.name}, {cfg.algorithm.name}, seed {cfg.trainer.seed}")
     print(f"device   {device_of(cfg)}, {form.name} ({form.reason}), world size {world_size()}")

@@ -4,7 +4,7 @@ A rollout has batch shape `[num_envs, time + 1]`. Row `t` is one transition; the
 `value` is padding, which writers zero and readers never look at.
 """
 
-from typing import Literal, TypedDict
+from typing import Literal, TypedDict, cast
 
 import torch
 from tensordict import TensorDict
@@ -78,7 +78,7 @@ def check_rollout(rollout: TensorDict, *keys: str) -> None:
         )
     for key in keys:
         if key not in rollout:
-            have = ", ".join(sorted(rollout.keys()))
+            have = ", ".join(sorted(map(str, rollout.keys())))
             raise ValueError(
                 f"rollout lacks {key!r} ({ROLLOUT_FIELDS.get(key, 'declared by the policy')}); it has {have}"
             )
@@ -111,7 +111,7 @@ def transitions(rollout: TensorDict) -> TensorDict:
     [[9.0, 3.0]]
     """
     check_rollout(rollout)
-    steps = rollout[:, :-1]
+    steps = cast(TensorDict, rollout[:, :-1])
     if "value" not in rollout:
         return steps
     limited = "final_value" in rollout

@@ -34,7 +34,9 @@ def test_it_is_pure_deterministic_and_seeded():
     other = cfg.replace(**{"trainer.eval_seed": 7})
     assert evaluate(state, other, num_episodes=8) != first
     assert evaluate(state, cfg.replace(**{"trainer.seed": 2}), num_episodes=8) != first  # seed + 10000 by default
-    assert evaluate(state, other.replace(**{"trainer.seed": 2}), num_episodes=8) == evaluate(state, other, num_episodes=8)
+    assert evaluate(state, other.replace(**{"trainer.seed": 2}), num_episodes=8) == evaluate(
+        state, other, num_episodes=8
+    )
 
 
 def test_the_default_count_is_the_configs():
@@ -64,11 +66,15 @@ def test_eval_freq_fires_on_crossing():
 
 @pytest.mark.parametrize(("env", "gym_id"), [("cartpole", "CartPole-v1"), ("pendulum", "Pendulum-v1")])
 def test_gymnasium_gives_nearly_the_same_as_our_twin(env, gym_id):
-    cfg = small(**{"env": {"name": env}, "trainer.num_eval_envs": 25, "trainer.iterations": 8, "trainer.buffer_size": 64})
+    cfg = small(
+        **{"env": {"name": env}, "trainer.num_eval_envs": 25, "trainer.iterations": 8, "trainer.buffer_size": 64}
+    )
     state = last_state(cfg)
     ours, theirs = (evaluate(state, cfg, num_episodes=50, env=e) for e in (None, f"gymnasium:{gym_id}"))
     spread = ours["eval/std_reward"] + 1.0
-    assert abs(ours["eval/avg_reward"] - theirs["eval/avg_reward"]) < spread  # 50 episodes: 5 standard errors are 0.7 spread
+    assert (
+        abs(ours["eval/avg_reward"] - theirs["eval/avg_reward"]) < spread
+    )  # 50 episodes: 5 standard errors are 0.7 spread
     assert theirs == evaluate(state, cfg, num_episodes=50, env=f"gymnasium:{gym_id}")
 
 

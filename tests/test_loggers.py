@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 import time
 
 import pytest
@@ -139,3 +140,11 @@ def test_history_to_pandas_and_plot(monkeypatch):
     axes = history.plot("policy_loss")
     assert axes.get_ylabel() == "policy_loss"
     assert axes.lines[0].get_ydata().tolist() == [0.5, 0.25]
+    with pytest.raises(KeyError, match="no log 'policy_los'; did you mean 'policy_loss'"):
+        history.plot("policy_los")
+
+
+def test_a_missing_extra_says_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'ecrl\[plot\]'"):
+        History().to_pandas()

@@ -41,7 +41,9 @@ def test_records_come_in_pairs_with_the_step_and_the_state_after():
     assert all(int(r["state"]["sample_step"]) == r["sample_step"] for r in records)
     assert all(r["state"].is_locked for r in records)
     assert all(log.ndim == 0 for r in records for log in r["logs"].values())
-    assert {"policy_loss", "value_loss", "entropy", "approx_kl", "clip_frac", "explained_variance"} <= set(records[1]["logs"])
+    assert {"policy_loss", "value_loss", "entropy", "approx_kl", "clip_frac", "explained_variance"} <= set(
+        records[1]["logs"]
+    )
     assert set(records[0]["logs"]) == {"episode_reward_avg_100", "episode_length_avg_100"}
 
 

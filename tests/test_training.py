@@ -165,7 +165,7 @@ def test_eval_on_gymnasium_from_the_shell(config_file, monkeypatch, capsys):
     [
         ({"trainer": {"sede": 1, "num_envs": 0}}, ["trainer.sede: unknown key", "trainer.num_envs: "]),
         ({"trainer": {"device": "cuda:99"}}, ["trainer.device: device 'cuda:99' is not available; available: cpu"]),
-        ({"policy": {"action_dim": 3}}, ["policy.action_dim: 3 does not match the environment's 2"]),
+        ({"policy": {"action_dim": 3}}, ["small.json: policy.action_dim: 3 does not match the environment's 2"]),
         ({"policy": {"critic": None}}, ["policy.critic: "]),
     ],
 )
@@ -204,7 +204,9 @@ def test_a_fault_has_no_traceback_in_a_real_shell():
 
 def test_help_is_light():
     """No torch, no pydantic; processor time, since the machine may be busy with other tests."""
-    code = "import sys; sys.argv = ['ecrl', '--help']; import ecrl.__main__ as m\ntry: m.main()\nexcept SystemExit: pass\n"
+    code = (
+        "import sys; sys.argv = ['ecrl', '--help']; import ecrl.__main__ as m\ntry: m.main()\nexcept SystemExit: pass\n"
+    )
     code += "print('torch' in sys.modules, 'pydantic' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.splitlines()[-1] == "False False"

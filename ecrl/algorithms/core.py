@@ -27,7 +27,7 @@ class Parts(NamedTuple):
     jit: Jit
 
 
-def env_index(num_envs: int, device: torch.device) -> Tensor:
+def env_index(num_envs: int, device: torch.device | None) -> Tensor:
     """Global indices of this rank's environments, int64 `[N]`."""
     return torch.arange(num_envs, device=device) + distributed.rank() * num_envs
 

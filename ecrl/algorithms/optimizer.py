@@ -32,24 +32,24 @@ class OptimizerKwargs(ConfigModel):
     """Numbers of an optimiser, named as in torch.optim."""
 
     betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = Field(
-        (0.9, 0.999), description="decay of the two moments (adam, adamw)"
+        default=(0.9, 0.999), description="decay of the two moments (adam, adamw)"
     )
-    eps: Positive = Field(1e-8, description="added to the root of the second moment (adam, adamw, rmsprop)")
-    weight_decay: NonNegative = Field(0.01, description="decay per unit of learning rate (adamw)")
-    momentum: Fraction = Field(0.0, description="share of the last move that is kept (sgd)")
-    alpha: Fraction = Field(0.99, description="decay of the second moment (rmsprop)")
+    eps: Positive = Field(default=1e-8, description="added to the root of the second moment (adam, adamw, rmsprop)")
+    weight_decay: NonNegative = Field(default=0.01, description="decay per unit of learning rate (adamw)")
+    momentum: Fraction = Field(default=0.0, description="share of the last move that is kept (sgd)")
+    alpha: Fraction = Field(default=0.99, description="decay of the second moment (rmsprop)")
 
 
 class SchedulerKwargs(ConfigModel):
     """Numbers of a schedule, named as in torch.optim.lr_scheduler; counted in iterations."""
 
-    start_factor: NonNegative = Field(1.0, description="factor at the start (linear)")
-    end_factor: NonNegative = Field(0.0, description="factor at the end (linear)")
-    total_iters: Count | None = Field(None, description="length; the whole run if absent (linear)")
-    eta_min: NonNegative = Field(0.0, description="lowest learning rate (cosine)")
-    T_max: Count | None = Field(None, description="length; the whole run if absent (cosine)")
-    step_size: Count = Field(1, description="iterations between two falls (step)")
-    gamma: Positive = Field(0.99, description="factor of each fall (step, exponential)")
+    start_factor: NonNegative = Field(default=1.0, description="factor at the start (linear)")
+    end_factor: NonNegative = Field(default=0.0, description="factor at the end (linear)")
+    total_iters: Count | None = Field(default=None, description="length; the whole run if absent (linear)")
+    eta_min: NonNegative = Field(default=0.0, description="lowest learning rate (cosine)")
+    T_max: Count | None = Field(default=None, description="length; the whole run if absent (cosine)")
+    step_size: Count = Field(default=1, description="iterations between two falls (step)")
+    gamma: Positive = Field(default=0.99, description="factor of each fall (step, exponential)")
 
 
 def _only_used(name: str, kwargs: ConfigModel) -> None:
@@ -62,9 +62,9 @@ def _only_used(name: str, kwargs: ConfigModel) -> None:
 class OptimizerConfig(ConfigModel):
     """An optimiser by name."""
 
-    name: Literal["adam", "adamw", "sgd", "rmsprop"] = Field("adam", description="adam, adamw, sgd or rmsprop")
-    learning_rate: Positive = Field(3e-4, description="step size, before the schedule")
-    kwargs: OptimizerKwargs = Field(OptimizerKwargs(), description="further numbers, as in torch.optim")
+    name: Literal["adam", "adamw", "sgd", "rmsprop"] = Field(default="adam", description="adam, adamw, sgd or rmsprop")
+    learning_rate: Positive = Field(default=3e-4, description="step size, before the schedule")
+    kwargs: OptimizerKwargs = Field(default=OptimizerKwargs(), description="further numbers, as in torch.optim")
 
     @model_validator(mode="after")
     def _kwargs_of_this_one(self) -> "OptimizerConfig":
@@ -76,7 +76,9 @@ class SchedulerConfig(ConfigModel):
     """A learning-rate schedule by name; it moves once per iteration."""
 
     name: Literal["linear", "cosine", "step", "exponential"] = Field(description="linear, cosine, step or exponential")
-    kwargs: SchedulerKwargs = Field(SchedulerKwargs(), description="further numbers, as in torch.optim.lr_scheduler")
+    kwargs: SchedulerKwargs = Field(
+        default=SchedulerKwargs(), description="further numbers, as in torch.optim.lr_scheduler"
+    )
 
     @model_validator(mode="after")
     def _kwargs_of_this_one(self) -> "SchedulerConfig":

@@ -3,8 +3,9 @@
 Source: Schulman et al. 2017, arXiv:1707.06347.
 """
 
+import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from pydantic import Field, model_validator
@@ -34,17 +35,23 @@ _NUMBERS = ("gamma", "gae_lambda", "clip_coef", "ent_coef", "vf_coef", "max_grad
 class PPOConfig(ConfigModel):
     """Hyperparameters; the numbers live in the state and may change during a run."""
 
-    learning_rate: Positive | None = Field(None, description="step size of Adam, 3e-4; or give an optimizer block")
-    optimizer: OptimizerConfig | None = Field(None, description='such as {"name": "adam", "learning_rate": 3e-4}')
-    lr_scheduler: SchedulerConfig | None = Field(None, description='such as {"name": "linear"}; constant if absent')
-    n_epochs: Count = Field(10, description="passes over each rollout")
-    batch_size: Count = Field(64, description="transitions per gradient step; at most the rollout")
-    gamma: Fraction = Field(0.99, description="discount per step")
-    gae_lambda: Fraction = Field(0.95, description="0: one-step advantages, 1: Monte-Carlo")
-    clip_coef: Positive = Field(0.2, description="half-width of the ratio's trust interval")
-    ent_coef: NonNegative = Field(0.01, description="weight of the entropy bonus")
-    vf_coef: NonNegative = Field(0.5, description="weight of the critic's error")
-    max_grad_norm: Positive = Field(0.5, description="largest norm of all gradients together")
+    learning_rate: Positive | None = Field(
+        default=None, description="step size of Adam, 3e-4; or give an optimizer block"
+    )
+    optimizer: OptimizerConfig | None = Field(
+        default=None, description='such as {"name": "adam", "learning_rate": 3e-4}'
+    )
+    lr_scheduler: SchedulerConfig | None = Field(
+        default=None, description='such as {"name": "linear"}; constant if absent'
+    )
+    n_epochs: Count = Field(default=10, description="passes over each rollout")
+    batch_size: Count = Field(default=64, description="transitions per gradient step; at most the rollout")
+    gamma: Fraction = Field(default=0.99, description="discount per step")
+    gae_lambda: Fraction = Field(default=0.95, description="0: one-step advantages, 1: Monte-Carlo")
+    clip_coef: Positive = Field(default=0.2, description="half-width of the ratio's trust interval")
+    ent_coef: NonNegative = Field(default=0.01, description="weight of the entropy bonus")
+    vf_coef: NonNegative = Field(default=0.5, description="weight of the critic's error")
+    max_grad_norm: Positive = Field(default=0.5, description="largest norm of all gradients together")
 
     @model_validator(mode="after")
     def _one_learning_rate(self) -> "PPOConfig":
@@ -62,6 +69,11 @@ def _optimizer_config(cfg: PPOConfig) -> OptimizerConfig:
 def init(parts: Parts, key: Tensor) -> dict[str, TensorDict]:
     """Parameters, optimiser state and hyperparameters."""
     cfg: Any = parts.cfg.algorithm.cfg
+    rows = parts.cfg.trainer.num_envs * parts.cfg.trainer.buffer_size
+    if cfg.batch_size > rows:
+        warnings.warn(
+            f"algorithm.cfg.batch_size {cfg.batch_size} is above the rollout's {rows}; using {rows}", stacklevel=2
+        )
     optimizer = _optimizer_config(cfg)
     numbers: dict[str, Any] = {name: getattr(cfg, name) for name in _NUMBERS}
     numbers |= {"learning_rate": optimizer.learning_rate, "optimizer": optimizer_numbers(optimizer)}
@@ -130,12 +142,12 @@ def _minibatch(
     learning_rate: Tensor,
 ) -> tuple[TensorDict, TensorDict, Logs]:
     """One gradient step on the rows at `index`."""
-    batch = rows[index]
+    batch, numbers = cast(TensorDict, rows[index]), cast(TensorDict, hyper["optimizer"])
     gradient = torch.func.grad_and_value(_loss, has_aux=True)
     grads, (_, logs) = gradient(params, evaluate, value, batch, batch["mask"] & real, hyper)
-    grads = all_mean(grads, weight=logs["count"])
+    grads = all_mean(cast(TensorDict, grads), weight=logs["count"])
     grads, norm = clip_by_global_norm(grads, max_norm=hyper["max_grad_norm"])
-    params, opt = step(params, grads, opt, learning_rate=learning_rate, **dict(hyper["optimizer"].items()))
+    params, opt = step(params, grads, opt, learning_rate=learning_rate, **dict(numbers.items()))
     return params, opt, logs | {"grad_norm": norm}
 
 
@@ -150,7 +162,7 @@ def mean_logs(steps: list[Logs]) -> Logs:
 def update(parts: Parts, state: TensorDict, rollout: TensorDict) -> tuple[TensorDict, Logs]:
     """`n_epochs` passes of minibatch steps over the rollout."""
     cfg: Any = parts.cfg.algorithm.cfg
-    hyper, params, opt = state["hyper"], state["params"], state["opt"]
+    hyper, params, opt = (cast(TensorDict, state[key]) for key in ("hyper", "params", "opt"))
     rows = _prepare(rollout, hyper)
     key = rng.fold_in(rng.fold_in(state["key"], rng.UPDATE), state["update_step"])
     index, real = shuffled(key, len(rows), min(cfg.batch_size, len(rows)), cfg.n_epochs)

@@ -94,7 +94,7 @@ def clipped_surrogate(
     log_ratio = _log_ratio(log_prob, old_log_prob, mask)
     advantage = _per_token(advantage, log_prob)
     ratio = torch.exp(log_ratio)
-    clipped = torch.clamp(ratio, 1.0 - clip_coef, 1.0 + clip_coef)
+    clipped = torch.clamp(ratio, 1.0 - clip_coef, 1.0 + clip_coef)  # pyright: ignore
     loss = -masked_mean(torch.minimum(ratio * advantage, clipped * advantage), mask)
     outside = ((ratio - 1.0).abs() > clip_coef).to(ratio.dtype)
     return loss, {
@@ -153,7 +153,7 @@ def clipped_value_loss(
     """
     same_shape(value=value, old_value=old_value, value_target=value_target, mask=mask)
     old_value, value_target = old_value.detach(), value_target.detach()
-    held = old_value + torch.clamp(value - old_value, -clip_coef, clip_coef)
+    held = old_value + torch.clamp(value - old_value, -clip_coef, clip_coef)  # pyright: ignore
     plain_error, held_error = ((v - value_target).masked_fill(~mask, 0.0) for v in (value, held))
     return masked_mean(torch.maximum(plain_error.square(), held_error.square()), mask)
 

@@ -71,13 +71,18 @@ def test_shuffled_visits_every_row_once_per_epoch_and_pads_the_last_batch():
 
 def test_mean_logs_weights_by_count():
     # 3 rows with loss 1 and 1 row with loss 5: (3 * 1 + 1 * 5) / 4
-    steps = [{"loss": torch.tensor(1.0), "count": torch.tensor(3.0)}, {"loss": torch.tensor(5.0), "count": torch.tensor(1.0)}]
+    steps = [
+        {"loss": torch.tensor(1.0), "count": torch.tensor(3.0)},
+        {"loss": torch.tensor(5.0), "count": torch.tensor(1.0)},
+    ]
     assert mean_logs(steps) == {"loss": torch.tensor(2.0)}
 
 
 def test_one_full_batch_epoch_is_one_step_of_torch_adam_on_the_papers_loss():
     """An independent PPO step: autograd through modules, torch.optim.Adam, clip_grad_norm_, the loss written out."""
-    cfg = run("cartpole", **{"algorithm.cfg.n_epochs": 1, "algorithm.cfg.batch_size": 256, "algorithm.cfg.ent_coef": 0.02})
+    cfg = run(
+        "cartpole", **{"algorithm.cfg.n_epochs": 1, "algorithm.cfg.batch_size": 256, "algorithm.cfg.ent_coef": 0.02}
+    )
     parts, state = make_parts(cfg), init_state(cfg)
     from ecrl.algorithms import make_algorithm
     from ecrl.policies.mlp import build_mlp
@@ -162,7 +167,9 @@ SCHEDULES = [
 
 @pytest.mark.parametrize(("name", "kwargs", "factors"), SCHEDULES)
 def test_schedules_move_once_per_iteration(name, kwargs, factors):
-    cfg = run("probe_constant", **{"trainer.iterations": 4, "algorithm.cfg.lr_scheduler": {"name": name, "kwargs": kwargs}})
+    cfg = run(
+        "probe_constant", **{"trainer.iterations": 4, "algorithm.cfg.lr_scheduler": {"name": name, "kwargs": kwargs}}
+    )
     state, iteration = init_state(cfg), make_iteration(cfg)
     for factor in factors:
         state, logs = iteration(state)
@@ -177,10 +184,19 @@ def same_params(first: Config, second: Config) -> bool:
     return bool((ends[0] == ends[1]).all())
 
 
+def test_a_batch_above_the_rollout_is_clamped_and_said():
+    big, whole = (run("cartpole", **{"algorithm.cfg.batch_size": n, "trainer.iterations": 2}) for n in (1000, 256))
+    with pytest.warns(UserWarning, match=r"algorithm.cfg.batch_size 1000 is above the rollout's 256; using 256"):
+        assert same_params(big, whole)
+
+
 @pytest.mark.parametrize(
     ("block", "message"),
     [
-        ({"optimizer": {"name": "sgd", "kwargs": {"alpha": 0.5}}}, "optimizer: sgd does not use 'alpha'; known: momentum"),
+        (
+            {"optimizer": {"name": "sgd", "kwargs": {"alpha": 0.5}}},
+            "optimizer: sgd does not use 'alpha'; known: momentum",
+        ),
         ({"lr_scheduler": {"name": "cosine", "kwargs": {"gamma": 0.5}}}, "cosine does not use 'gamma'"),
         ({"optimizer": {"name": "adam"}, "learning_rate": 0.1}, "learning_rate stands beside optimizer.learning_rate"),
         ({"optimizer": {"name": "lion"}}, "algorithm.cfg.optimizer.name"),

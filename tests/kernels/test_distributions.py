@@ -52,6 +52,8 @@ def test_mask_by_hand(variant):
     masked = variant(mask_logits)(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([T, F, T]))
     close(masked.softmax(-1), [1.0 / (1.0 + math.e**2), 0.0, math.e**2 / (1.0 + math.e**2)], 1e-6)
     assert float(masked.softmax(-1)[1]) == 0.0
+    low = variant(mask_logits)(torch.tensor([0.0, -1e30]), torch.tensor([F, T]))
+    assert low.softmax(-1).tolist() == [0.0, 1.0]  # however low the allowed ones are
     nothing = variant(mask_logits)(torch.tensor([1.0, 2.0]), torch.tensor([F, F]))
     close(nothing.softmax(-1), [0.5, 0.5])  # as documented: uniform
 

@@ -55,7 +55,9 @@ def test_rollout_by_hand():
     assert not rollout["terminated"].any()
     assert rollout["done"][1].tolist() == [False, True, False, True, False]
     close(rollout["value"][0], [110.0, 111.0, 110.0, 111.0, 110.0])
-    close(rollout["final_value"][0], [0.0, 112.0, 0.0, 112.0, 0.0])  # V(12), the state reached, not V(10) after the reset
+    close(
+        rollout["final_value"][0], [0.0, 112.0, 0.0, 112.0, 0.0]
+    )  # V(12), the state reached, not V(10) after the reset
     close(rollout["sample_log_prob"][0], [-10.0, -11.0, -10.0, -11.0, 0.0])
     close(env_state["obs"][:, 0], [10.0, 10.0])
 
