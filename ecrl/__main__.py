@@ -23,7 +23,7 @@ def train(
         no_distributed: do not join them.
         run_dir: run folder; outputs/<exp_name>_<time> if absent.
     """
-    from ecrl.config import ConfigError
+    from ecrl.strict import ConfigError
 
     if (path is None) == (config is None):
         raise ConfigError("ecrl train needs one config file, such as: ecrl train configs/cartpole_ppo.json")

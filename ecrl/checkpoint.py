@@ -1,6 +1,6 @@
-"""Checkpoints: a folder of `state.safetensors`, `config.json` and `manifest.json` with checksums; nothing is ever unpickled.
+"""Checkpoints: a folder of `state.safetensors`, `config.json` and `manifest.json` with checksums.
 
-A folder is written aside, synced to disk and renamed, so a reader sees all of it or nothing.
+A folder is written aside, synced to disk and renamed, so a reader sees all of it or nothing. Nothing is ever unpickled.
 """
 
 import hashlib
@@ -71,7 +71,7 @@ def _sync_folder(path: Path) -> None:
 
 
 def save(path: str | Path, state: TensorDict, cfg: Config) -> None:
-    """Write `state` and `cfg` as the folder `path`; an older folder of that name is replaced once the new one is complete."""
+    """Write `state` and `cfg` as the folder `path`, in place of an older one once the new one is complete."""
     path = Path(path)
     files = {"state.safetensors": tensors_to_bytes(_flat(state)), "config.json": _json(cfg.model_dump(mode="json"))}
     files["manifest.json"] = _json(_manifest(state, cfg, files))
@@ -112,7 +112,7 @@ def _read_checked(path: Path) -> tuple[bytes, Any]:
 
 
 def _into(structure: TensorDict, tensors: dict[str, Tensor], path: Path) -> TensorDict:
-    """`tensors` in the structure, dtypes and device of `structure`; refuses missing, extra or misshapen ones by name."""
+    """`tensors` as `structure` has them, on its device; refuses missing, extra or misshapen ones by name."""
     expected = dict(structure.flatten_keys("/").items())
     odd = sorted(expected.keys() ^ tensors.keys())
     if odd:
@@ -158,7 +158,7 @@ def latest(run: str | Path) -> Path:
 
 
 def with_checkpoints(records: Iterator[LogData], cfg: Config, run_dir: str | Path) -> Iterator[LogData]:
-    """Save the state under `run_dir` when `trainer.save_freq` env steps are crossed, and at the end, however it comes."""
+    """Save the state under `run_dir` when `trainer.save_freq` env steps are crossed, and however the run ends."""
     last, saved, freq = None, None, cfg.trainer.save_freq
 
     def write(record: LogData) -> int:

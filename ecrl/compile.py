@@ -1,8 +1,8 @@
 """The form a run takes, compiled or eager, chosen from config, device and versions alone; the only file that compiles.
 
-A form is a function `jit(fn, *static)` that binds the static arguments of `fn` (functions and numbers that shape the graph)
-and makes it as fast as the form allows. Equal `fn` and `static` share one compiled function, so a new seed, name or learning
-rate compiles nothing.
+A form has a function `jit(fn, *static)` that binds the static arguments of `fn` (functions and numbers that shape the
+graph) and makes it as fast as the form allows. Equal `fn` and `static` share one compiled function, so a new seed, name
+or learning rate compiles nothing.
 """
 
 import os
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ecrl.config import ConfigError
+from ecrl.strict import ConfigError
 
 
 class Form(NamedTuple):
@@ -52,8 +52,8 @@ def compiler_fault() -> str | None:
 def choose_form(mode: str, device: str) -> Form:
     """The form for `trainer.compile` on a device.
 
-    "off" is eager. "on" compiles, or raises ConfigError where that is not possible. "auto" compiles where it is possible and
-    warns once where it is not.
+    "off" is eager. "on" compiles, or raises ConfigError where that is not possible. "auto" compiles where it is
+    possible and warns once where it is not.
     """
     if mode == "off":
         return Form("eager", "trainer.compile is off", partial)

@@ -6,8 +6,7 @@ from typing import TypeVar
 from tensordict import TensorDict
 from torch import Tensor
 
-from ecrl.config import ConfigError
-
+from ecrl.strict import ConfigError
 
 T = TypeVar("T", Tensor, TensorDict)
 
@@ -23,7 +22,7 @@ def world_size() -> int:
 
 
 def all_mean(x: T, *, weight: Tensor) -> T:
-    """Mean of `x`, a tensor or every leaf of a TensorDict, over ranks, weighted by each rank's count; on one process `x` itself.
+    """Mean of `x` (every leaf of a TensorDict) over ranks, weighted by each one's count; on one process `x` itself.
 
     sum_ranks(weight * x) / sum_ranks(weight)
     """

@@ -1,7 +1,7 @@
 """Evaluation with deterministic actions: an exact number of episodes, the same from every environment.
 
-Counting whichever episodes end first would favour short ones. Randomness comes from a seed of its own: evaluating, often or
-never, leaves training untouched.
+Counting whichever episodes end first would favour short ones. Randomness comes from a seed of its own: evaluating,
+often or never, leaves training untouched.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,9 +12,10 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl import rng
-from ecrl.config import Config, ConfigError
+from ecrl.config import Config
 from ecrl.loop import make_parts, steps_per_iteration
 from ecrl.spaces import Box, from_gymnasium
+from ecrl.strict import ConfigError
 from ecrl.types import LogData
 
 _CHUNK = 128  # steps between looks at whether all episodes are done: one host read each
@@ -124,9 +125,8 @@ def _evaluate_own(state: TensorDict, cfg: Config, count: int) -> dict[str, float
             reports = env_state.get(("info", "success"), None) is not None
             return _summary(tally["return"], tally["length"], tally["success"] if reports else None)
     slow = int(tally["episodes"].argmin())
-    raise RuntimeError(
-        f"env {slow} ended {int(tally['episodes'][slow])} of {quota} episodes in {_MAX_STEPS * quota} steps: give it a time limit"
-    )
+    ended = f"env {slow} ended {int(tally['episodes'][slow])} of {quota} episodes in {_MAX_STEPS * quota} steps"
+    raise RuntimeError(f"{ended}: give it a time limit")
 
 
 def _to_action(action: Tensor, space: Any) -> Any:

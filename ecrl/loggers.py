@@ -7,7 +7,7 @@ import json
 import math
 import time
 from collections.abc import Iterator, Sequence
-from importlib import import_module
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, overload
 
@@ -35,7 +35,7 @@ def with_host_logs(records: Iterator[LogData]) -> Iterator[LogData]:
 
 
 def with_jsonl(records: Iterator[LogData], path: str | Path) -> Iterator[LogData]:
-    """Append one JSON object per record: log_type, sample_step, seconds since the start, and every log (null for NaN)."""
+    """Append one JSON object per record: log_type, sample_step, seconds since the start, every log (null for NaN)."""
     start = time.perf_counter()
     with Path(path).open("a", encoding="utf-8") as file:
         for record in records:
@@ -48,7 +48,7 @@ def with_jsonl(records: Iterator[LogData], path: str | Path) -> Iterator[LogData
 
 
 def with_tensorboard(records: Iterator[LogData], log_dir: str | Path, start: int = 0) -> Iterator[LogData]:
-    """Write every log against env steps: `charts/*` from collecting, `train/*` from learning, `eval/*`, and `charts/SPS`.
+    """Write every log against env steps: `charts/*` from collecting, `train/*` from learning, `eval/*`; `charts/SPS`.
 
     Args:
         records: to pass on.
@@ -118,10 +118,11 @@ def with_progress(records: Iterator[LogData], start: int, end: int) -> Iterator[
             yield record
 
 
-def _extra(module: str) -> Any:
-    """A module of the extra `plot`; says how to get it where it is missing."""
+@contextmanager
+def _extra() -> Iterator[None]:
+    """Around an import of the extra `plot`: says how to get what is missing."""
     try:
-        return import_module(module)
+        yield
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(f"{error}: install it with: pip install 'ecrl[plot]'") from None
 
@@ -150,7 +151,8 @@ class History(Sequence):
 
     def to_pandas(self) -> Any:
         """A DataFrame indexed by `sample_step`; needs the extra `plot`."""
-        pandas = _extra("pandas")
+        with _extra():
+            import pandas
         return pandas.DataFrame(self._rows).set_index("sample_step")
 
     def plot(self, name: str = "episode_reward_avg_100") -> Any:
@@ -158,7 +160,9 @@ class History(Sequence):
         rows = [row for row in self._rows if name in row]
         if not rows:
             raise KeyError(f"no log {name!r}; {did_you_mean(name, {key for row in self._rows for key in row})}")
-        _, axes = _extra("matplotlib.pyplot").subplots()
+        with _extra():
+            import matplotlib.pyplot as plt
+        _, axes = plt.subplots()
         axes.plot([row["sample_step"] for row in rows], [row[name] for row in rows])
         axes.set(xlabel="environment steps", ylabel=name)
         return axes

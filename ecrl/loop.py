@@ -102,9 +102,9 @@ def make_iteration(cfg: Config) -> Iteration:
 def train_iter(state: TensorDict, cfg: Config) -> Iterator[LogData]:
     """Run one iteration at a time; after each, yield what it collected and what it learned.
 
-    The generator owns control flow only: it never prints, logs, evaluates or saves. Stop with `break`; continue later with
-    `train_iter(log_data["state"], cfg)`. Both give bit for bit what an uninterrupted run gives. Both records of an iteration
-    carry the step and the state after it; the state is a locked copy of the caller's own.
+    The generator owns control flow only: it never prints, logs, evaluates or saves. Stop with `break`; continue later
+    with `train_iter(log_data["state"], cfg)`. Both give bit for bit what an uninterrupted run gives. Both records of an
+    iteration carry the step and the state after it; the state is a locked copy of the caller's own.
     """
     iteration, step, end = make_iteration(cfg), int(state["sample_step"]), total_steps(cfg, world_size())
     state = state.clone()

@@ -8,11 +8,12 @@ from pathlib import Path
 from tensordict import TensorDict
 
 from ecrl.checkpoint import with_checkpoints
-from ecrl.config import Config, ConfigError, load_config, total_steps
+from ecrl.config import Config, load_config, total_steps
 from ecrl.distributed import start, world_size
 from ecrl.evaluation import with_evaluation
 from ecrl.loggers import History, with_host_logs, with_jsonl, with_progress, with_tensorboard
 from ecrl.loop import device_of, form_of, init_state, train_iter
+from ecrl.strict import ConfigError
 from ecrl.types import LogData
 
 

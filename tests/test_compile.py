@@ -9,7 +9,7 @@ import torch
 
 from ecrl import compile as ecrl_compile
 from ecrl.compile import choose_form, compiler_fault
-from ecrl.config import ConfigError
+from ecrl.strict import ConfigError
 
 
 @pytest.fixture
@@ -48,7 +48,8 @@ for name in ("g++", "clang++"):
     path = os.path.join(folder, name)
     open(path, "w").write("#!/bin/sh\\nexit 1\\n")
     os.chmod(path, 0o755)
-os.environ.update(PATH=folder + os.pathsep + os.environ["PATH"], CXX=os.path.join(folder, "g++"), TORCHINDUCTOR_CACHE_DIR=folder)
+path = folder + os.pathsep + os.environ["PATH"]
+os.environ.update(PATH=path, CXX=os.path.join(folder, "g++"), TORCHINDUCTOR_CACHE_DIR=folder)
 from ecrl.compile import choose_form
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")

@@ -7,7 +7,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ecrl.config import Config, ConfigError, TrainerConfig, config_from_dict, load_config, total_steps
+from ecrl.config import Config, TrainerConfig, config_from_dict, load_config, total_steps
+from ecrl.strict import ConfigError
 
 CUDA = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
 NET = {

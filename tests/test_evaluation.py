@@ -6,9 +6,9 @@ from conftest import assert_pure
 from stand_ins import EndlessConfig  # noqa: F401  (registers ladder and endless)
 from test_loop import last_state, same, small
 
-from ecrl.config import ConfigError
 from ecrl.evaluation import eval_envs, evaluate, with_evaluation
 from ecrl.loop import init_state, train_iter
+from ecrl.strict import ConfigError
 
 
 def test_eval_envs_share_episodes_equally():
@@ -16,8 +16,8 @@ def test_eval_envs_share_episodes_equally():
 
 
 def test_every_env_contributes_the_same_number_of_episodes():
-    # Env i's first episode has i + 1 steps of reward 1, its second 10 more. First come, first counted would take
-    # the four shortest episodes, 1 + 2 + 3 + 4 and their successors; equal shares give (1+2+3+4 + 11+12+13+14) / 8 = 7.5.
+    # Env i's first episode has i + 1 steps of reward 1, its second 10 more: (1+2+3+4 + 11+12+13+14) / 8 = 7.5. First
+    # come, first counted would take env 0's third episode before env 3's second.
     cfg = small(**{"env": {"name": "ladder"}, "trainer.num_eval_envs": 4})
     logs = evaluate(init_state(cfg), cfg, num_episodes=8)
     assert logs["eval/avg_length"] == logs["eval/avg_reward"] == 7.5

@@ -11,7 +11,7 @@ ROOT = Path(ecrl.__file__).parent
 LEVELS = [  # a module imports from its own level and earlier ones only
     {"rng", "types", "spaces"},
     {"kernels"},
-    {"registry", "config", "distributed"},
+    {"registry", "strict", "config", "distributed"},
     {"policies", "envs"},
     {"algorithms"},
     {"compile"},
@@ -22,6 +22,9 @@ LEVELS = [  # a module imports from its own level and earlier ones only
 ]
 LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 STRANGERS = {  # of one level, and yet they do not import each other
+    ("registry", "strict"): "names know nothing of configs",
+    ("strict", "config"): "the rules of a config file know nothing of its keys",
+    ("strict", "distributed"): "as above",
     ("registry", "config"): "a config is checked by looking its parts up, so the registry comes first",
     ("registry", "distributed"): "names are the same on every rank",
     ("policies", "envs"): "they meet in spaces alone, so that either can be used without the other",
@@ -157,7 +160,7 @@ def test_the_checks_find_faults(check, file, source):
             "kernels/rollout.py",
             "from math import pi\nfrom ecrl.kernels.returns import gae\nimport torch.nn",
         ),
-        ("imports", "distributed.py", "from ecrl.config import ConfigError"),
+        ("imports", "distributed.py", "from ecrl.strict import ConfigError"),
         ("imports", "training.py", "from ecrl.loop import train_iter\nfrom ecrl import rng"),
         ("compiles", "kernels/returns.py", "torch.compiler.is_compiling()"),
         ("draws", "envs/core.py", "rng.normal(keys)\nrng.randint(keys)"),

@@ -130,7 +130,8 @@ state = last_state(small(**{"trainer.num_envs": 64}))
 from ecrl import rng
 keys = rng.split(rng.key(1), 100_000)
 drawn = (rng.bits(keys, (4,)), rng.uniform(keys, (3,)), rng.permutation(rng.key(2), 50_000), state["env"]["elapsed"])
-print(torch.stack([t.double().sum() * 7 + (t.reshape(-1).double() * torch.arange(t.numel())).sum() for t in drawn]).tolist())
+sums = [t.double().sum() * 7 + (t.reshape(-1).double() * torch.arange(t.numel())).sum() for t in drawn]
+print(torch.stack(sums).tolist())
 print([float(p.double().sum()) for p in state["params"].values(True, True)])
 """
 

@@ -2,11 +2,11 @@ import subprocess
 import sys
 
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from ecrl import registry
-from ecrl.config import ConfigModel, Field
 from ecrl.registry import did_you_mean, lookup, register_algorithm, register_env, register_policy, registered
+from ecrl.strict import ConfigModel
 
 REGISTER = {"env": register_env, "policy": register_policy, "algorithm": register_algorithm}
 BUILTIN = {

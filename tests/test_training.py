@@ -14,7 +14,7 @@ from test_loop import last_state, same, small
 import ecrl
 from ecrl.__main__ import main
 from ecrl.checkpoint import latest, load
-from ecrl.config import ConfigError
+from ecrl.strict import ConfigError
 from ecrl.training import train, train_from_config
 
 

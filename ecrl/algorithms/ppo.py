@@ -22,10 +22,10 @@ from ecrl.algorithms.optimizer import (
     optimizer_numbers,
     scheduled,
 )
-from ecrl.config import ConfigModel, Count, Fraction, NonNegative, Positive
 from ecrl.distributed import all_mean
 from ecrl.kernels import clip_by_global_norm, compute_gae, ppo_loss, standardize, transitions
 from ecrl.registry import register_algorithm
+from ecrl.strict import ConfigModel, Count, Fraction, NonNegative, Positive
 from ecrl.types import Logs
 
 _ADVANTAGE_EPS = 1e-8
@@ -89,7 +89,7 @@ def _prepare(rollout: TensorDict, hyper: TensorDict) -> TensorDict:
     """The rollout as `[N * T]` rows with standardised advantages and value targets."""
     advantage, value_target = compute_gae(rollout, hyper["gamma"], hyper["gae_lambda"])
     steps = transitions(rollout)
-    mask = steps["mask"] if "mask" in steps.keys() else torch.ones_like(steps["done"])
+    mask = steps["mask"] if "mask" in steps else torch.ones_like(steps["done"])
     rows = steps.select("obs", "action", "sample_log_prob", "done").update(
         {"advantage": standardize(advantage, mask, eps=_ADVANTAGE_EPS), "value_target": value_target, "mask": mask}
     )

@@ -1,11 +1,12 @@
 """Environments as records of pure functions; importing this package registers the built-in ones."""
 
-from ecrl.config import EnvChoice, checked
+from ecrl.config import EnvChoice
 from ecrl.envs.cartpole import CartPoleConfig, cartpole
 from ecrl.envs.core import Env, auto_reset, state_of, time_limit
 from ecrl.envs.pendulum import PendulumConfig, pendulum
 from ecrl.envs.probes import ProbeConfig, probe_action, probe_constant, probe_delay, probe_match, probe_observation
 from ecrl.registry import lookup
+from ecrl.strict import checked
 
 __all__ = [
     "CartPoleConfig",

@@ -1,7 +1,7 @@
 """Collecting experience: one step, a whole rollout, and the statistics of the episodes in it.
 
-The functions take records with fields `act`, `value` and `draw` (a policy) and `step` and `draw` (an environment); they know
-nothing else of either.
+The functions take records with fields `act`, `value` and `draw` (a policy) and `step` and `draw` (an environment); they
+know nothing else of either.
 """
 
 from collections.abc import Callable
@@ -47,7 +47,8 @@ def act_and_step(
     >>> act = lambda params, carry, obs, noise: (carry, TensorDict({"action": obs + noise}, obs.shape))
     >>> def step(s, action, noise):
     ...     no = torch.zeros(1, dtype=torch.bool)
-    ...     return TensorDict({"obs": action, "reward": action, "terminated": no, "truncated": no, "final_obs": action}, [1])
+    ...     after = {"obs": action, "reward": action, "terminated": no, "truncated": no, "final_obs": action}
+    ...     return TensorDict(after, [1])
     >>> empty, start = TensorDict({}, []), TensorDict({"obs": torch.ones(1)}, [1])
     >>> act_and_step(act, step, empty, empty, start, torch.ones(1), None)[2]["reward"]
     tensor([2.])
@@ -85,7 +86,7 @@ def collect_rollout(
     *,
     jit: Callable[..., Callable[..., Any]] = partial,
 ) -> tuple[TensorDict, TensorDict, TensorDict]:
-    """T steps of N environments as a `[N, T + 1]` rollout; noise is drawn before the loop, values are filled in after it.
+    """T steps of N environments as a `[N, T + 1]` rollout; noise is drawn before the loop, values are filled in after.
 
     Args:
         policy: record with `act`, `draw` and `value` (None for a policy without a critic).
@@ -182,8 +183,8 @@ def episode_update(episode: TensorDict, reward: Tensor, done: Tensor) -> TensorD
         reward: `[N, T]` float, reward units.
         done: `[N, T]` bool.
 
-    Returns: new statistics. `finished_return` and `finished_length` keep the most recent episodes, oldest first; only those
-        where `finished` are real. Ties in time are kept in order of env index.
+    Returns: new statistics. `finished_return` and `finished_length` keep the most recent episodes, oldest first; only
+        those where `finished` are real. Ties in time are kept in order of env index.
     Gradient: none.
 
     >>> e = episode_update(episode_init(1, 2), torch.tensor([[1.0, 2.0, 4.0]]), torch.tensor([[False, True, False]]))

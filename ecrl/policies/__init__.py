@@ -1,11 +1,12 @@
 """Policies as records of pure functions; importing this package registers the built-in ones."""
 
-from ecrl.config import PolicyConfig, checked
+from ecrl.config import PolicyConfig
 from ecrl.policies.actor_critic import ActorCriticConfig, actor_critic
 from ecrl.policies.core import Policy, flatten
 from ecrl.policies.mlp import MLPConfig, NetworkConfig, build_mlp
 from ecrl.registry import lookup
 from ecrl.spaces import Space
+from ecrl.strict import checked
 
 __all__ = [
     "ActorCriticConfig",

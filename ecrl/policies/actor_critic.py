@@ -13,12 +13,13 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl import rng
-from ecrl.config import ConfigError, PolicyConfig
+from ecrl.config import PolicyConfig
 from ecrl.kernels import distributions as d
 from ecrl.policies.core import Policy, flatten
 from ecrl.policies.mlp import NetworkConfig, init_mlp, mlp, seeded
 from ecrl.registry import register_policy
 from ecrl.spaces import Box, Dict, Discrete, MultiDiscrete, Space, flat_dim
+from ecrl.strict import ConfigError
 
 LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0
 

@@ -9,7 +9,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ecrl.config import ConfigModel, Count, Positive
+from ecrl.strict import ConfigModel, Count, Positive
 
 Activation = Literal["relu", "elu", "tanh", "gelu", "silu"]
 _ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {

@@ -7,10 +7,11 @@ from tensordict import TensorDict
 
 from ecrl import rng
 from ecrl.algorithms.ppo import mean_logs, shuffled
-from ecrl.config import Config, ConfigError, config_from_dict
+from ecrl.config import Config, config_from_dict
 from ecrl.kernels import compute_gae, transitions
 from ecrl.loop import init_state, make_iteration, make_parts, train_iter
 from ecrl.policies.core import Policy
+from ecrl.strict import ConfigError
 
 NET = {"type": "mlp", "network_cfg": {"hidden_sizes": [16], "activation": "tanh"}}
 ALGORITHM = {"learning_rate": 0.01, "n_epochs": 4, "batch_size": 64, "ent_coef": 0.0, "gamma": 0.9}

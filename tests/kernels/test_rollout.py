@@ -120,7 +120,7 @@ def test_act_and_step_by_hand(variant):
 
 
 def test_episode_statistics_by_hand(variant):
-    # env 0: 1 + 2 ends, 4 runs on; env 1: 8 ends, then 16 + 32 ends. Finished, by time: 8 (env 1), 3 (env 0), 48 (env 1)
+    # env 0: 1 + 2 ends, 4 runs on; env 1: 8 ends, then 16 + 32 ends. Finished, by time: 8, 3, 48
     reward = torch.tensor([[1.0, 2.0, 4.0], [8.0, 16.0, 32.0]])
     done = torch.tensor([[False, True, False], [True, False, True]])
     episode = variant(episode_update)(episode_init(2, 4), reward, done)

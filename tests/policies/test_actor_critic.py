@@ -6,10 +6,10 @@ from conftest import assert_no_retrace, close
 from tensordict import TensorDict
 
 from ecrl import rng
-from ecrl.config import ConfigError
 from ecrl.policies import flatten, make_policy
 from ecrl.policies.actor_critic import LOG_STD_MAX, LOG_STD_MIN
 from ecrl.spaces import Discrete, MultiDiscrete, action_dim, box, dict_space
+from ecrl.strict import ConfigError
 
 EMPTY = TensorDict({}, [])
 NET = {"type": "mlp", "network_cfg": {"hidden_sizes": [8], "activation": "tanh"}}

@@ -1,0 +1,176 @@
+"""Strict pydantic models whose faults read well: all at once, one line each, in the words of who writes JSON."""
+
+import re
+from typing import Annotated, Any, ClassVar, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidatorFunctionWrapHandler, model_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from ecrl.registry import did_you_mean
+
+
+class ConfigError(ValueError):
+    """Faults in a config, one line each: `source: path: what is wrong; what to do`."""
+
+
+_SAYS = {  # pydantic's kinds of faults, in the words of someone who writes JSON
+    "missing": "missing",
+    "model_type": "expected an object",
+    "dict_type": "expected an object",
+    "list_type": "expected a list",
+    "tuple_type": "expected a list",
+    "int_type": "expected an integer",
+    "float_type": "expected a number",
+    "finite_number": "expected a finite number",
+    "bool_type": "expected true or false",
+    "string_type": "expected a string",
+    "string_unicode": "expected a string of valid Unicode",
+    "string_pattern_mismatch": "not allowed",
+    "literal_error": "expected {expected}",
+    "greater_than": "must be above {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be below {lt}",
+    "less_than_equal": "must be at most {le}",
+    "too_long": "expected at most {max_length} entries",
+    "too_short": "expected at least {min_length} entries",
+}
+
+
+def shown(value: Any) -> str:
+    """A value as its writer knows it, short, on one line.
+
+    >>> [shown(x) for x in (None, True, 1.5, "a", [[1]], {})]
+    ['null', 'true', '1.5', "'a'", 'a list', 'an object']
+    """
+    match value:
+        case None | bool():
+            return {None: "null", True: "true", False: "false"}[value]
+        case int():
+            return str(value) if abs(value) < 2**64 else "a huge integer"
+        case float():
+            return str(value)
+        case str():
+            return repr(value if len(value) <= 60 else f"{value[:60]}...")
+        case dict():
+            return "an object"
+        case list() | tuple():
+            return "a list"
+    return type(value).__name__
+
+
+def _key(key: Any) -> str:
+    """A key as part of a path; quoted where it would not read as one."""
+    return key if isinstance(key, str) and re.fullmatch(r"[\w-]+", key) else repr(key)
+
+
+Loc = tuple[str | int, ...]  # of a key: names and list indices
+
+
+def fault_at(path: Loc, message: str) -> InitErrorDetails:
+    """A fault of our own wording, for `ValidationError.from_exception_data`."""
+    return InitErrorDetails(type=PydanticCustomError("fault", "{text}", {"text": message}), loc=path, input=None)
+
+
+def explained(model: type[BaseModel], error: ValidationError) -> list[tuple[Loc, str]]:
+    """What pydantic found in a section: where, and what was expected, what was given and what the key means."""
+    found = []
+    for fault in error.errors(include_url=False):
+        key, *deeper = fault["loc"] or ("",)
+        own = isinstance(key, str) and key in model.model_fields and all(isinstance(index, int) for index in deeper)
+        about = model.model_fields[str(key)].description if own else None
+        message = re.sub("^(Value error|Assertion failed), ", "", fault["msg"])
+        if fault["type"] in _SAYS:
+            message = _SAYS[fault["type"]].format_map(fault.get("ctx", {}))
+            message += f", got {shown(fault['input'])}" if fault["type"] != "missing" else ""
+            message += f"; {about}" if about else ""
+        found.append((fault["loc"], message))
+    return found
+
+
+class ConfigModel(BaseModel):
+    """A section of the config: frozen, hashable, strict; refuses unknown keys with the nearest known one."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    other_names: ClassVar[dict[str, str]] = {}
+    """Further names of keys, each with the key it means."""
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _all_faults(cls, data: Any, handler: ValidatorFunctionWrapHandler) -> Self:
+        if not isinstance(data, dict):
+            return handler(data)
+        faults, known = [], {}
+        for key, value in data.items():
+            name = cls.other_names.get(key, key)
+            if name not in cls.model_fields:
+                near = did_you_mean(key, [*cls.model_fields, *cls.other_names])
+                faults.append(fault_at((_key(key),), f"unknown key; {near}"))
+            elif name != key and name in data:
+                faults.append(fault_at((_key(key),), f"another name of {name!r}, which is given too; keep one"))
+            else:
+                known[name] = value
+        try:
+            made = handler(known)
+        except ValidationError as error:
+            written: dict[Any, Any] = {cls.other_names.get(key, key): key for key in data}
+            for path, message in explained(cls, error):
+                faults.append(fault_at((*(written.get(key, key) for key in path[:1]), *path[1:]), message))
+            raise ValidationError.from_exception_data(cls.__name__, faults) from None
+        if faults:
+            raise ValidationError.from_exception_data(cls.__name__, faults)
+        return made
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"{name}: a config never changes; make a changed copy with cfg.replace(...)")
+
+
+Positive = Annotated[float, Field(gt=0.0)]
+NonNegative = Annotated[float, Field(ge=0.0)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+
+
+class ObjectPairs(dict):
+    """A JSON object that remembers the keys it was given twice."""
+
+    def __init__(self, pairs: list[tuple[str, Any]]):
+        super().__init__(pairs)
+        names = [name for name, _ in pairs]
+        self.repeated = sorted({name for name in names if names.count(name) > 1})
+
+
+def _repeated(data: Any) -> list[Loc]:
+    """Paths of the keys given twice; a loop, since JSON may be nested deeper than Python calls."""
+    found, rest = [], [((), data)]
+    while rest:
+        path, part = rest.pop()
+        if isinstance(part, ObjectPairs):
+            found += [(*path, _key(name)) for name in part.repeated]
+            rest += [((*path, _key(key)), child) for key, child in part.items()]
+        elif isinstance(part, list):
+            rest += [((*path, index), child) for index, child in enumerate(part)]
+    return found
+
+
+def _dotted(path: Loc) -> str:
+    """A path as it is written in messages.
+
+    >>> _dotted(("policy", "hidden_sizes", 0))
+    'policy.hidden_sizes[0]'
+    """
+    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).removeprefix(".")
+
+
+Section = TypeVar("Section", bound=BaseModel)
+
+
+def checked(model: type[Section], data: Any, source: str) -> Section:
+    """`data` as `model`, or a ConfigError with one line per fault."""
+    lines = [f"{source}: {_dotted(path)}: given twice; keep one" for path in _repeated(data)]
+    try:
+        made = model.model_validate(data)
+        if not lines:
+            return made
+    except ValidationError as error:
+        lines += [": ".join(filter(None, (source, _dotted(path), text))) for path, text in explained(model, error)]
+    raise ConfigError("\n".join(lines))
