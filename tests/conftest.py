@@ -14,6 +14,7 @@ settings.register_profile("ecrl", deadline=None, max_examples=25, derandomize=Tr
 settings.load_profile("ecrl")
 torch.set_num_threads(1)
 
+
 CUDA = ["cuda"] if torch.cuda.is_available() else []
 VARIANTS = [
     "eager",

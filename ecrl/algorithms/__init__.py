@@ -4,6 +4,7 @@ from ecrl.algorithms.core import Algorithm, Parts, collect
 from ecrl.algorithms.ppo import PPOConfig, ppo
 from ecrl.config import AlgorithmChoice
 from ecrl.registry import lookup
+from ecrl.strict import checked
 
 __all__ = ["Algorithm", "PPOConfig", "Parts", "collect", "make_algorithm", "ppo"]
 
@@ -14,5 +15,5 @@ def make_algorithm(choice: AlgorithmChoice | dict) -> Algorithm:
     >>> make_algorithm({"name": "ppo"}) is make_algorithm({"name": "ppo", "cfg": {"gamma": 0.99}})
     True
     """
-    choice = AlgorithmChoice.model_validate(choice)
+    choice = checked(AlgorithmChoice, choice, "algorithm")
     return lookup("algorithm", choice.name).make(choice.cfg)

@@ -3,8 +3,7 @@
 Every name here can be imported alone into another trainer.
 """
 
-from ecrl.kernels.distributions import (
-    Squashed,
+from ecrl.kernels.categorical import (
     categorical_entropy,
     categorical_kl,
     categorical_log_prob,
@@ -16,17 +15,6 @@ from ecrl.kernels.distributions import (
     multi_discrete_log_prob,
     multi_discrete_mode,
     multi_discrete_sample,
-    normal_entropy,
-    normal_kl,
-    normal_log_prob,
-    normal_mode,
-    normal_sample,
-    tanh_normal_entropy,
-    tanh_normal_kl,
-    tanh_normal_latent,
-    tanh_normal_log_prob,
-    tanh_normal_mode,
-    tanh_normal_sample,
 )
 from ecrl.kernels.groups import first_episode_mask, group_advantages, grpo_advantages
 from ecrl.kernels.losses import (
@@ -43,6 +31,20 @@ from ecrl.kernels.losses import (
     value_loss,
 )
 from ecrl.kernels.moments import moments_init, moments_merge, moments_update, moments_variance, normalize
+from ecrl.kernels.normal import (
+    Squashed,
+    normal_entropy,
+    normal_kl,
+    normal_log_prob,
+    normal_mode,
+    normal_sample,
+    tanh_normal_entropy,
+    tanh_normal_kl,
+    tanh_normal_latent,
+    tanh_normal_log_prob,
+    tanh_normal_mode,
+    tanh_normal_sample,
+)
 from ecrl.kernels.optim import (
     adam,
     adam_init,
@@ -61,11 +63,6 @@ from ecrl.kernels.optim import (
 from ecrl.kernels.returns import (
     GAE,
     VTrace,
-    compute_gae,
-    compute_n_step_returns,
-    compute_returns,
-    compute_td_lambda_returns,
-    compute_vtrace,
     discounted_returns,
     gae,
     n_step_returns,
@@ -73,6 +70,13 @@ from ecrl.kernels.returns import (
     vtrace,
 )
 from ecrl.kernels.rollout import act_and_step, collect_rollout, episode_init, episode_update
+from ecrl.kernels.rollout_returns import (
+    compute_gae,
+    compute_n_step_returns,
+    compute_returns,
+    compute_td_lambda_returns,
+    compute_vtrace,
+)
 from ecrl.types import transitions
 
 __all__ = [

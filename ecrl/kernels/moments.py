@@ -119,4 +119,4 @@ def normalize(x: Tensor, moments: TensorDict, *, eps: Scalar, clip: Scalar) -> T
     if x.shape[x.ndim - len(shape) :] != shape:
         raise ValueError(f"x has shape {list(x.shape)}, expected it to end in one sample's shape {list(shape)}")
     mean, scale = moments["mean"].to(x.dtype), torch.rsqrt(moments_variance(moments) + eps).to(x.dtype)
-    return ((x - mean) * scale).clamp(-clip, clip).to(x.dtype)
+    return ((x - mean) * scale).clamp(-clip, clip).to(x.dtype)  # pyright: ignore

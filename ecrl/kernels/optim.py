@@ -6,6 +6,7 @@ corrections and schedules are computed in float64: `1 - 0.999 ** t` loses five d
 
 from collections.abc import Callable
 from math import pi
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -16,6 +17,11 @@ from ecrl.types import Scalar
 
 def _zeros(params: TensorDict) -> TensorDict:
     return params.apply(torch.zeros_like)
+
+
+def _no_steps(params: TensorDict) -> Tensor:
+    first: Any = next(iter(params.values(True, True)))
+    return torch.zeros((), dtype=torch.int64, device=first.device)
 
 
 def _map(fn: Callable[..., Tensor], first: TensorDict, *others: TensorDict) -> TensorDict:
@@ -41,8 +47,7 @@ def adam_init(params: TensorDict) -> TensorDict:
     >>> sorted(adam_init(TensorDict({"w": torch.zeros(2)}, [])).keys())
     ['mu', 'nu', 'step']
     """
-    step = torch.zeros((), dtype=torch.int64, device=next(iter(params.values(True, True))).device)
-    return TensorDict({"mu": _zeros(params), "nu": _zeros(params), "step": step}, [])
+    return TensorDict({"mu": _zeros(params), "nu": _zeros(params), "step": _no_steps(params)}, [])
 
 
 def adam(
@@ -82,8 +87,8 @@ def adam(
     nu = _map(lambda v, g: beta2 * v + (1.0 - beta2) * g * g, opt["nu"], grads)
     step = opt["step"] + 1
     t = step.to(torch.float64)
-    rate = learning_rate / (1.0 - beta1**t)
-    root = torch.sqrt(1.0 - beta2**t)
+    rate: Tensor = learning_rate / (1.0 - torch.pow(beta1, t))
+    root = torch.sqrt(1.0 - torch.pow(beta2, t))
 
     def move(p: Tensor, m: Tensor, v: Tensor) -> Tensor:
         return p - rate.to(p.dtype) * m / (torch.sqrt(v) / root.to(p.dtype) + eps)
@@ -135,8 +140,7 @@ def sgd_init(params: TensorDict) -> TensorDict:
     >>> sorted(sgd_init(TensorDict({"w": torch.zeros(2)}, [])).keys())
     ['momentum', 'step']
     """
-    step = torch.zeros((), dtype=torch.int64, device=next(iter(params.values(True, True))).device)
-    return TensorDict({"momentum": _zeros(params), "step": step}, [])
+    return TensorDict({"momentum": _zeros(params), "step": _no_steps(params)}, [])
 
 
 def sgd(
@@ -173,8 +177,7 @@ def rmsprop_init(params: TensorDict) -> TensorDict:
     >>> sorted(rmsprop_init(TensorDict({"w": torch.zeros(2)}, [])).keys())
     ['nu', 'step']
     """
-    step = torch.zeros((), dtype=torch.int64, device=next(iter(params.values(True, True))).device)
-    return TensorDict({"nu": _zeros(params), "step": step}, [])
+    return TensorDict({"nu": _zeros(params), "step": _no_steps(params)}, [])
 
 
 def rmsprop(

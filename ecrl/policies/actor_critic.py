@@ -12,9 +12,9 @@ from pydantic import Field
 from tensordict import TensorDict
 from torch import Tensor
 
+from ecrl import kernels as k
 from ecrl import rng
 from ecrl.config import PolicyConfig
-from ecrl.kernels import distributions as d
 from ecrl.policies.core import Policy, flatten
 from ecrl.policies.mlp import NetworkConfig, init_mlp, mlp, seeded
 from ecrl.registry import register_policy
@@ -60,20 +60,20 @@ def _normal_head(space: Box) -> _Head:
 
     return _Head(
         noise=lambda keys: rng.normal(keys, (width,)),
-        sample=lambda p, mean, noise: shaped(d.normal_sample(mean, _bounded(p["log_std"]), noise)),
-        mode=lambda p, mean: shaped(d.normal_mode(mean)),
-        log_prob=lambda p, mean, action: d.normal_log_prob(mean, _bounded(p["log_std"]), flat(action)),
-        entropy=lambda p, mean: d.normal_entropy(mean, _bounded(p["log_std"])),
+        sample=lambda p, mean, noise: shaped(k.normal_sample(mean, _bounded(p["log_std"]), noise)),
+        mode=lambda p, mean: shaped(k.normal_mode(mean)),
+        log_prob=lambda p, mean, action: k.normal_log_prob(mean, _bounded(p["log_std"]), flat(action)),
+        entropy=lambda p, mean: k.normal_entropy(mean, _bounded(p["log_std"])),
     )
 
 
 def _categorical_head(space: Discrete) -> _Head:
     return _Head(
         noise=lambda keys: rng.gumbel(keys, (space.n,)),
-        sample=lambda p, logits, noise: d.categorical_sample(logits, noise),
-        mode=lambda p, logits: d.categorical_mode(logits),
-        log_prob=lambda p, logits, action: d.categorical_log_prob(logits, action),
-        entropy=lambda p, logits: d.categorical_entropy(logits),
+        sample=lambda p, logits, noise: k.categorical_sample(logits, noise),
+        mode=lambda p, logits: k.categorical_mode(logits),
+        log_prob=lambda p, logits, action: k.categorical_log_prob(logits, action),
+        entropy=lambda p, logits: k.categorical_entropy(logits),
     )
 
 
@@ -81,10 +81,10 @@ def _multi_discrete_head(space: MultiDiscrete) -> _Head:
     nvec = space.nvec
     return _Head(
         noise=lambda keys: rng.gumbel(keys, (sum(nvec),)),
-        sample=lambda p, logits, noise: d.multi_discrete_sample(logits, noise, nvec=nvec),
-        mode=lambda p, logits: d.multi_discrete_mode(logits, nvec=nvec),
-        log_prob=lambda p, logits, action: d.multi_discrete_log_prob(logits, action, nvec=nvec),
-        entropy=lambda p, logits: d.multi_discrete_entropy(logits, nvec=nvec),
+        sample=lambda p, logits, noise: k.multi_discrete_sample(logits, noise, nvec=nvec),
+        mode=lambda p, logits: k.multi_discrete_mode(logits, nvec=nvec),
+        log_prob=lambda p, logits, action: k.multi_discrete_log_prob(logits, action, nvec=nvec),
+        entropy=lambda p, logits: k.multi_discrete_entropy(logits, nvec=nvec),
     )
 
 
@@ -128,7 +128,7 @@ def actor_critic(cfg: ActorCriticConfig, observation_space: Space, action_space:
 
     def output(params: TensorDict, obs: Any) -> Tensor:
         out = actor(params["actor"], flatten(obs, observation_space))
-        return d.mask_logits(out, obs["action_mask"]) if masked else out
+        return k.mask_logits(out, obs["action_mask"]) if masked else out
 
     def act(params: TensorDict, carry: TensorDict, obs: Any, noise: Tensor | None) -> tuple[TensorDict, TensorDict]:
         out = output(params, obs)

@@ -228,7 +228,9 @@ def test_new_values_do_not_retrace(fn):
 
 
 @pytest.mark.parametrize(
-    ("fn", "name"), [(fn, name) for fn, (names, _) in CALLS.items() for name in names.split()], ids=str
+    ("fn", "name"),
+    [(fn, name) for fn, (names, _) in CALLS.items() for name in names.split()],
+    ids=lambda x: getattr(x, "__name__", str(x)),
 )
 @pytest.mark.parametrize("shape", [(4, 2), (2, 4, 3)])  # too narrow; would broadcast without a word
 def test_wrong_shapes_are_named(fn, name, shape):

@@ -1,0 +1,223 @@
+"""Categorical and multi-discrete actions as functions of logits: sample, mode, log_prob, entropy, kl.
+
+Noise is an argument, standard Gumbel (see `ecrl.rng`). Logits are `[*B, K]`; `mask_logits` applies an action mask to
+them and everything else follows.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ecrl.types import same_shape
+
+
+def mask_logits(logits: Tensor, action_mask: Tensor) -> Tensor:
+    """Logits with forbidden actions at the dtype's lowest finite value, so that their probability is exactly 0.
+
+        logits[k] if action_mask[k] else -max_float
+
+    A row without any allowed action becomes uniform over all of them, though a sample is then always the first: noise
+    is lost beside -max_float.
+
+    Args:
+        logits: `[*B, K]` float.
+        action_mask: `[*B, K]` bool, True = allowed.
+
+    Returns: `[*B, K]`.
+    Gradient: flows through allowed logits.
+    Raises: ValueError naming the arguments whose shapes differ.
+    Source: Huang and Ontanon 2022, arXiv:2006.14171.
+
+    >>> categorical_mode(mask_logits(torch.tensor([3.0, 1.0]), torch.tensor([False, True])))
+    tensor(1)
+    """
+    same_shape(logits=logits, action_mask=action_mask)
+    return logits.masked_fill(~action_mask, torch.finfo(logits.dtype).min)
+
+
+def categorical_sample(logits: Tensor, noise: Tensor) -> Tensor:
+    """One index per row, distributed as softmax(logits) if `noise` is standard Gumbel.
+
+        argmax_k(logits[k] + noise[k])
+
+    Args:
+        logits: `[*B, K]` float.
+        noise: `[*B, K]` float.
+
+    Returns: int64 `[*B]`.
+    Gradient: none.
+    Raises: ValueError naming the arguments whose shapes differ.
+    Source: Gumbel 1954; Maddison et al. 2014, arXiv:1411.0030.
+
+    >>> categorical_sample(torch.tensor([0.0, 1.0]), torch.tensor([2.0, 0.0]))
+    tensor(0)
+    """
+    same_shape(logits=logits, noise=noise)
+    return (logits + noise).argmax(-1)
+
+
+def categorical_mode(logits: Tensor) -> Tensor:
+    """The most probable index; the first of equals.
+
+        argmax_k(logits[k])
+
+    Args:
+        logits: `[*B, K]` float.
+
+    Returns: int64 `[*B]`.
+    Gradient: none.
+
+    >>> categorical_mode(torch.tensor([0.0, 1.0]))
+    tensor(1)
+    """
+    return logits.argmax(-1)
+
+
+def categorical_log_prob(logits: Tensor, action: Tensor) -> Tensor:
+    """Log-probability of an index, nats.
+
+        log_softmax(logits)[action]
+
+    Args:
+        logits: `[*B, K]` float.
+        action: `[*B]` int64.
+
+    Returns: `[*B]`.
+    Gradient: flows through `logits`.
+    Raises: ValueError naming the arguments whose shapes do not fit.
+
+    >>> categorical_log_prob(torch.tensor([0.0, 0.0]), torch.tensor(1))
+    tensor(-0.6931)
+    """
+    if action.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"action has shape {list(action.shape)}, expected {list(logits.shape[:-1])} for logits {list(logits.shape)}"
+        )
+    return F.log_softmax(logits, -1).gather(-1, action.unsqueeze(-1)).squeeze(-1)
+
+
+def categorical_entropy(logits: Tensor) -> Tensor:
+    """Entropy, nats; actions of probability 0 add nothing.
+
+        -sum_k(p[k] * log(p[k])),    p = softmax(logits)
+
+    Args:
+        logits: `[*B, K]` float.
+
+    Returns: `[*B]`.
+    Gradient: flows through `logits`.
+
+    >>> categorical_entropy(torch.tensor([0.0, 0.0]))
+    tensor(0.6931)
+    """
+    log_p = F.log_softmax(logits, -1)
+    p = log_p.exp()
+    return -(p * log_p.masked_fill(p == 0.0, 0.0)).sum(-1)
+
+
+def categorical_kl(logits: Tensor, other_logits: Tensor) -> Tensor:
+    """KL(softmax(logits) | softmax(other_logits)), nats; actions of probability 0 under the first add nothing.
+
+        sum_k(p[k] * (log(p[k]) - log(q[k])))
+
+    Args:
+        logits: `[*B, K]` float.
+        other_logits: `[*B, K]` float.
+
+    Returns: `[*B]`.
+    Gradient: flows through both.
+    Raises: ValueError naming the arguments whose shapes differ.
+
+    >>> categorical_kl(torch.tensor([0.0, 0.0]), torch.tensor([0.0, 0.0]))
+    tensor(0.)
+    """
+    same_shape(logits=logits, other_logits=other_logits)
+    log_p, log_q = F.log_softmax(logits, -1), F.log_softmax(other_logits, -1)
+    p = log_p.exp()
+    return (p * (log_p - log_q).masked_fill(p == 0.0, 0.0)).sum(-1)
+
+
+def _parts(nvec: tuple[int, ...], **tensors: Tensor) -> list[tuple[Tensor, ...]]:
+    """Cut the last axis of every tensor by `nvec`; one tuple per part."""
+    for name, tensor in tensors.items():
+        if tensor.shape[-1] != sum(nvec):
+            raise ValueError(f"{name} has {tensor.shape[-1]} entries, expected sum(nvec) = {sum(nvec)} for nvec={nvec}")
+    return list(zip(*(tensor.split(nvec, -1) for tensor in tensors.values()), strict=True))
+
+
+def multi_discrete_sample(logits: Tensor, noise: Tensor, *, nvec: tuple[int, ...]) -> Tensor:
+    """`categorical_sample` of each part of the logits.
+
+    Args:
+        logits: `[*B, sum(nvec)]` float.
+        noise: `[*B, sum(nvec)]` float, standard Gumbel.
+        nvec: number of choices per part.
+
+    Returns: int64 `[*B, len(nvec)]`.
+    Gradient: none.
+    Raises: ValueError naming the arguments whose shapes do not fit.
+
+    >>> multi_discrete_sample(torch.zeros(3), torch.tensor([1.0, 0.0, 0.0]), nvec=(2, 1))
+    tensor([0, 0])
+    """
+    return torch.stack([categorical_sample(*part) for part in _parts(nvec, logits=logits, noise=noise)], -1)
+
+
+def multi_discrete_mode(logits: Tensor, *, nvec: tuple[int, ...]) -> Tensor:
+    """`categorical_mode` of each part of the logits: `[*B, sum(nvec)]` to int64 `[*B, len(nvec)]`.
+
+    Gradient: none.
+    Raises: ValueError if the last axis is not sum(nvec).
+
+    >>> multi_discrete_mode(torch.tensor([0.0, 1.0, 0.0]), nvec=(2, 1))
+    tensor([1, 0])
+    """
+    return torch.stack([categorical_mode(*part) for part in _parts(nvec, logits=logits)], -1)
+
+
+def multi_discrete_log_prob(logits: Tensor, action: Tensor, *, nvec: tuple[int, ...]) -> Tensor:
+    """Log-probability of independent parts, nats.
+
+        sum_i(log_softmax(logits_i)[action[i]])
+
+    Args:
+        logits: `[*B, sum(nvec)]` float.
+        action: `[*B, len(nvec)]` int64.
+        nvec: number of choices per part.
+
+    Returns: `[*B]`.
+    Gradient: flows through `logits`.
+    Raises: ValueError naming the arguments whose shapes do not fit.
+
+    >>> multi_discrete_log_prob(torch.zeros(3), torch.tensor([1, 0]), nvec=(2, 1))
+    tensor(-0.6931)
+    """
+    if action.shape != (*logits.shape[:-1], len(nvec)):
+        raise ValueError(f"action has shape {list(action.shape)}, expected {[*logits.shape[:-1], len(nvec)]}")
+    parts = zip(_parts(nvec, logits=logits), action.unbind(-1), strict=True)
+    return torch.stack([categorical_log_prob(part, a) for (part,), a in parts]).sum(0)
+
+
+def multi_discrete_entropy(logits: Tensor, *, nvec: tuple[int, ...]) -> Tensor:
+    """Sum of the parts' entropies, nats: `[*B, sum(nvec)]` to `[*B]`.
+
+    Gradient: flows through `logits`.
+    Raises: ValueError if the last axis is not sum(nvec).
+
+    >>> multi_discrete_entropy(torch.zeros(3), nvec=(2, 1))
+    tensor(0.6931)
+    """
+    return torch.stack([categorical_entropy(*part) for part in _parts(nvec, logits=logits)]).sum(0)
+
+
+def multi_discrete_kl(logits: Tensor, other_logits: Tensor, *, nvec: tuple[int, ...]) -> Tensor:
+    """Sum of the parts' KL divergences, nats: two `[*B, sum(nvec)]` to `[*B]`.
+
+    Gradient: flows through both.
+    Raises: ValueError naming the arguments whose shapes do not fit.
+
+    >>> multi_discrete_kl(torch.zeros(3), torch.zeros(3), nvec=(2, 1))
+    tensor(0.)
+    """
+    parts = _parts(nvec, logits=logits, other_logits=other_logits)
+    return torch.stack([categorical_kl(*part) for part in parts]).sum(0)

@@ -1,0 +1,108 @@
+"""The estimators of `returns.py` on `[N, T + 1]` rollouts: these functions name the keys and do no arithmetic.
+
+The padding slot is never read. Without `final_value` a time limit counts as an end.
+"""
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from ecrl.kernels.returns import GAE, VTrace, discounted_returns, gae, n_step_returns, td_lambda_returns, vtrace
+from ecrl.types import Scalar, check_rollout, transitions
+
+
+def compute_returns(rollout: TensorDict, gamma: Scalar) -> Tensor:
+    """`discounted_returns` over a `[N, T + 1]` rollout: `[N, T]`; the padding slot is never read.
+
+    Reads reward, terminated, truncated and done, and value and final_value where the rollout has them; without `value`
+    nothing is bootstrapped.
+
+    Raises: ValueError naming a missing or misshapen field.
+
+    >>> rollout = TensorDict({"reward": torch.ones(1, 3)} | {k: torch.zeros(1, 3, dtype=torch.bool)
+    ...     for k in ("terminated", "truncated", "done")}, [1, 3])
+    >>> compute_returns(rollout, 0.5).tolist()
+    [[1.5, 1.0]]
+    """
+    check_rollout(rollout, "reward", "terminated", "truncated", "done")
+    steps = transitions(rollout)
+    next_value = steps.get("next_value", None)
+    next_value = torch.zeros_like(steps["reward"]) if next_value is None else next_value
+    return discounted_returns(steps["reward"], next_value, steps["terminated"], steps["done"], gamma=gamma)
+
+
+def compute_n_step_returns(rollout: TensorDict, gamma: Scalar, n: int) -> Tensor:
+    """`n_step_returns` over a `[N, T + 1]` rollout: `[N, T]`; the padding slot is never read.
+
+    Reads reward, value, terminated, truncated, done and final_value; without final_value a time limit counts as an end.
+
+    Raises: ValueError naming a missing or misshapen field, or if `n < 1`.
+
+    >>> rollout = TensorDict({"reward": torch.ones(1, 3), "value": torch.full((1, 3), 4.0)} |
+    ...     {k: torch.zeros(1, 3, dtype=torch.bool) for k in ("terminated", "truncated", "done")}, [1, 3])
+    >>> compute_n_step_returns(rollout, 0.5, 2).tolist()
+    [[2.5, 3.0]]
+    """
+    check_rollout(rollout, "reward", "value", "terminated", "truncated", "done")
+    s = transitions(rollout)
+    return n_step_returns(s["reward"], s["next_value"], s["terminated"], s["done"], gamma=gamma, n=n)
+
+
+def compute_td_lambda_returns(rollout: TensorDict, gamma: Scalar, gae_lambda: Scalar) -> Tensor:
+    """`td_lambda_returns` over a `[N, T + 1]` rollout: `[N, T]`; the padding slot is never read.
+
+    Reads reward, value, terminated, truncated, done and final_value; without final_value a time limit counts as an end.
+
+    Raises: ValueError naming a missing or misshapen field.
+
+    >>> rollout = TensorDict({"reward": torch.ones(1, 3), "value": torch.full((1, 3), 4.0)} |
+    ...     {k: torch.zeros(1, 3, dtype=torch.bool) for k in ("terminated", "truncated", "done")}, [1, 3])
+    >>> compute_td_lambda_returns(rollout, 0.5, 0.0).tolist()
+    [[3.0, 3.0]]
+    """
+    check_rollout(rollout, "reward", "value", "terminated", "truncated", "done")
+    s = transitions(rollout)
+    return td_lambda_returns(
+        s["reward"], s["next_value"], s["terminated"], s["done"], gamma=gamma, gae_lambda=gae_lambda
+    )
+
+
+def compute_gae(rollout: TensorDict, gamma: Scalar, gae_lambda: Scalar) -> GAE:
+    """`gae` over a `[N, T + 1]` rollout: advantages and returns, each `[N, T]`; the padding slot is never read.
+
+    Reads reward, value, terminated, truncated, done and final_value; without final_value a time limit counts as an end.
+
+    Raises: ValueError naming a missing or misshapen field.
+
+    >>> rollout = TensorDict({"reward": torch.ones(1, 3), "value": torch.full((1, 3), 4.0)} |
+    ...     {k: torch.zeros(1, 3, dtype=torch.bool) for k in ("terminated", "truncated", "done")}, [1, 3])
+    >>> advantages, returns = compute_gae(rollout, 0.5, 1.0)
+    >>> advantages.tolist(), returns.tolist()
+    ([[-1.5, -1.0]], [[2.5, 3.0]])
+    """
+    check_rollout(rollout, "reward", "value", "terminated", "truncated", "done")
+    s = transitions(rollout)
+    return gae(s["reward"], s["value"], s["next_value"], s["terminated"], s["done"], gamma=gamma, gae_lambda=gae_lambda)
+
+
+def compute_vtrace(
+    rollout: TensorDict, log_prob: Tensor, *, gamma: Scalar, gae_lambda: Scalar, clip_rho: Scalar, clip_c: Scalar
+) -> VTrace:
+    """`vtrace` over a `[N, T + 1]` rollout and the learnt policy's `log_prob` `[N, T]`: each `[N, T]`.
+
+    Reads sample_log_prob, reward, value, terminated, truncated, done and final_value; without final_value a time limit
+    counts as an end; the padding slot is never read.
+
+    Raises: ValueError naming a missing or misshapen field.
+
+    >>> zero, no = torch.zeros(1, 3), torch.zeros(1, 3, dtype=torch.bool)
+    >>> rollout = TensorDict({"reward": torch.ones(1, 3), "value": zero, "sample_log_prob": zero,
+    ...     "terminated": no, "truncated": no, "done": no}, [1, 3])
+    >>> clip = {"clip_rho": 1.0, "clip_c": 1.0}
+    >>> compute_vtrace(rollout, torch.zeros(1, 2), gamma=0.5, gae_lambda=1.0, **clip).value_target.tolist()
+    [[1.5, 1.0]]
+    """
+    check_rollout(rollout, "sample_log_prob", "reward", "value", "terminated", "truncated", "done")
+    s = transitions(rollout)
+    fields = (s["sample_log_prob"], s["reward"], s["value"], s["next_value"], s["terminated"], s["done"])
+    return vtrace(log_prob, *fields, gamma=gamma, gae_lambda=gae_lambda, clip_rho=clip_rho, clip_c=clip_c)
