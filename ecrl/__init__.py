@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from ecrl.checkpoint import load, save
     from ecrl.config import Config, load_config
     from ecrl.envs import make_env
+    from ecrl.errors import ConfigError
     from ecrl.evaluation import evaluate
     from ecrl.loop import init_state, make_iteration, train_iter
     from ecrl.policies import make_policy
     from ecrl.registry import register_algorithm, register_env, register_policy, registered
-    from ecrl.strict import ConfigError
     from ecrl.training import train, train_from_config
 
 _HOME = {
@@ -24,11 +24,11 @@ _HOME = {
     "ecrl.checkpoint": ("load", "save"),
     "ecrl.config": ("Config", "load_config"),
     "ecrl.envs": ("make_env",),
+    "ecrl.errors": ("ConfigError",),
     "ecrl.evaluation": ("evaluate",),
     "ecrl.loop": ("init_state", "make_iteration", "train_iter"),
     "ecrl.policies": ("make_policy",),
     "ecrl.registry": ("register_algorithm", "register_env", "register_policy", "registered"),
-    "ecrl.strict": ("ConfigError",),
     "ecrl.training": ("train", "train_from_config"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}

@@ -1,9 +1,12 @@
 """The command line: `ecrl train CONFIG`, `ecrl eval RUN`. Torch is imported only by the command that needs it."""
 
+import signal
 import sys
 from typing import Annotated
 
 import tyro
+
+from ecrl.errors import UserError
 
 
 def train(
@@ -23,15 +26,18 @@ def train(
         no_distributed: do not join them.
         run_dir: run folder; outputs/<exp_name>_<time> if absent.
     """
-    from ecrl.strict import ConfigError
-
-    if (path is None) == (config is None):
-        raise ConfigError("ecrl train needs one config file, such as: ecrl train configs/cartpole_ppo.json")
+    if path is not None and config is not None:
+        raise UserError("give the config file once: as the first argument or with --config")
+    if path is None and config is None:
+        raise UserError("ecrl train needs one config file, such as: ecrl train configs/cartpole_ppo.json")
     if distributed and no_distributed:
-        raise ConfigError("give --distributed or --no-distributed, not both")
+        raise UserError("give --distributed or --no-distributed, not both")
     from ecrl.training import train_from_config
 
+    stopped = _stoppable()
     train_from_config(path or config or "", distributed or (False if no_distributed else None), run_dir)
+    if stopped:
+        sys.exit(128 + stopped[0])
 
 
 def evaluate(
@@ -54,10 +60,23 @@ def evaluate(
 
     path = latest(run)
     state, cfg = load(path, device)
-    where = env or cfg.env.name
-    print(f"{path} on {where}, {num_episodes} episodes")
-    for name, value in run_episodes(state, cfg, num_episodes, env).items():
+    logs = run_episodes(state, cfg, num_episodes, env)
+    print(f"{path} on {env or cfg.env.name}, {num_episodes} episodes")
+    for name, value in logs.items():
         print(f"{name:<18} {value:.2f}")
+
+
+def _stoppable() -> list[int]:
+    """Let SIGINT and SIGTERM end a run as Ctrl-C ends it in Python, saved; gives the list of signals that came."""
+    stopped: list[int] = []
+
+    def stop(number: int, frame: object) -> None:
+        stopped.append(number)
+        raise KeyboardInterrupt
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+    return stopped
 
 
 def main() -> None:
@@ -69,12 +88,12 @@ def main() -> None:
             description="Train and evaluate policies.",
             config=(tyro.conf.FlagCreatePairsOff,),
         )
-    except (ValueError, FileExistsError) as error:
-        mendable = type(error).__name__ in ("ConfigError", "CheckpointError", "FileExistsError")
-        if not mendable:
-            raise
+    except UserError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
 
 
 if __name__ == "__main__":

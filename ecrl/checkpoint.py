@@ -19,14 +19,11 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl.config import Config, config_from_dict
+from ecrl.errors import CheckpointError
 from ecrl.loop import form_of, init_state, steps_per_iteration
 from ecrl.types import LogData
 
 FORMAT = 1
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that is missing, damaged or of another structure; the message names the file."""
 
 
 def _flat(state: TensorDict) -> dict[str, Tensor]:
@@ -73,6 +70,8 @@ def _sync_folder(path: Path) -> None:
 def save(path: str | Path, state: TensorDict, cfg: Config) -> None:
     """Write `state` and `cfg` as the folder `path`, in place of an older one once the new one is complete."""
     path = Path(path)
+    if path.exists() and not (path.is_dir() and ((path / "manifest.json").exists() or not any(path.iterdir()))):
+        raise CheckpointError(f"{path}: exists and is no checkpoint; choose another name")
     files = {"state.safetensors": tensors_to_bytes(_flat(state)), "config.json": _json(cfg.model_dump(mode="json"))}
     files["manifest.json"] = _json(_manifest(state, cfg, files))
     aside, old = (path.with_name(f".{path.name}.{suffix}.{os.getpid()}") for suffix in ("new", "old"))
@@ -93,7 +92,7 @@ def _read_checked(path: Path) -> tuple[bytes, Any]:
     if not (path / "manifest.json").is_file():
         raise CheckpointError(f"{path}: not a checkpoint: it has no manifest.json")
     try:
-        manifest = json.loads((path / "manifest.json").read_bytes())
+        manifest = dict(json.loads((path / "manifest.json").read_bytes()))
         own, expected = manifest.pop("manifest_sha256"), dict(manifest["sha256"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}/manifest.json: damaged ({error})") from None

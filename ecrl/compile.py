@@ -13,8 +13,10 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
+from tensordict import TensorDict
+from torch.utils import _pytree as pytree
 
-from ecrl.strict import ConfigError
+from ecrl.errors import ConfigError
 
 
 class Form(NamedTuple):
@@ -26,7 +28,23 @@ class Form(NamedTuple):
 
 
 @cache
+def _prepare() -> None:
+    """What makes compiling calm, once per process.
+
+    tensordict fills tables of types at first use, and compiled code guards on their sizes: fill them before. Dynamo
+    gives up after 8 shapes of one function, which a notebook that tries sizes reaches.
+    """
+    from torch._dynamo import config
+
+    nested = TensorDict({"a": TensorDict({"b": torch.zeros(1)}, [])}, [])
+    pytree.tree_map(torch.clone, nested.update({"a": {"b": torch.ones(1)}}))
+    config.recompile_limit = max(64, config.recompile_limit)
+
+
+@cache
 def _compiled(fn: Callable, *static: Any) -> Callable[..., Any]:
+    _prepare()
+
     def bound(*args: Any) -> Any:
         return fn(*static, *args)
 

@@ -18,8 +18,9 @@ from pydantic import (
     model_validator,
 )
 
+from ecrl.errors import ConfigError
 from ecrl.registry import Entry, did_you_mean, lookup, registered
-from ecrl.strict import ConfigError, ConfigModel, Count, ObjectPairs, checked, explained, fault_at, shown
+from ecrl.strict import ConfigModel, Count, ObjectPairs, checked, explained, fault_at, shown
 
 
 class TrainerConfig(ConfigModel):
@@ -41,7 +42,9 @@ class TrainerConfig(ConfigModel):
     distributed: bool = Field(False, description="one process per device under torchrun")
     enable_eval: bool = Field(False, description="evaluate during training")
     eval_freq: Count = Field(10_000, description="environment steps between evaluations; fires when crossed")
-    num_eval_envs: Count = Field(4, description="environments of an evaluation, at most")
+    num_eval_envs: Count = Field(
+        4, description="environments of an evaluation, at most: the largest divisor of the number of episodes"
+    )
     num_eval_episodes: Count = Field(5, description="episodes of an evaluation, over all its environments")
     eval_seed: int | None = Field(None, ge=0, lt=2**62, description="seed of evaluations; seed + 10000 if absent")
     save_freq: Count = Field(50_000, description="environment steps between checkpoints; fires when crossed")
@@ -153,6 +156,8 @@ class Config(ConfigModel):
                 section = section.setdefault(key, {})
                 if not isinstance(section, dict):
                     raise ConfigError(f"replace: {path}: {key!r} is not a section")
+            if last == "name" and section.get(last) != value:
+                section.pop("cfg", None)  # settings of another part
             section[last] = value
         return config_from_dict(data, "replace")
 

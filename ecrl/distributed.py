@@ -6,7 +6,7 @@ from typing import TypeVar
 from tensordict import TensorDict
 from torch import Tensor
 
-from ecrl.strict import ConfigError
+from ecrl.errors import ConfigError
 
 T = TypeVar("T", Tensor, TensorDict)
 
@@ -31,8 +31,8 @@ def all_mean(x: T, *, weight: Tensor) -> T:
 
 def start(distributed: bool) -> None:
     """Join the other processes if the run is distributed; refuses more than one, which is not built yet."""
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
-    if distributed and launched > 1:
+    launched = os.environ.get("WORLD_SIZE", "1")
+    if distributed and launched != "1":
         raise ConfigError(
             f"trainer.distributed: {launched} processes were started, only 1 is supported; use one process"
         )

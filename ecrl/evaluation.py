@@ -4,7 +4,10 @@ Counting whichever episodes end first would favour short ones. Randomness comes 
 often or never, leaves training untouched.
 """
 
-from collections.abc import Callable, Iterator
+import itertools
+import math
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from typing import Any, cast
 
 import torch
@@ -12,10 +15,11 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl import rng
+from ecrl.algorithms import Parts
 from ecrl.config import Config
+from ecrl.errors import ConfigError, UserError
 from ecrl.loop import make_parts, steps_per_iteration
 from ecrl.spaces import Box, from_gymnasium
-from ecrl.strict import ConfigError
 from ecrl.types import LogData
 
 _CHUNK = 128  # steps between looks at whether all episodes are done: one host read each
@@ -33,51 +37,42 @@ def eval_envs(num_episodes: int, at_most: int) -> int:
 
 
 def _eval_step(
-    act: Callable, step: Callable, params: TensorDict, env_state: TensorDict, noise: Any, tally: TensorDict
-) -> tuple[TensorDict, TensorDict]:
-    """One deterministic step; an episode that ends fills the env's next free column."""
+    act: Callable, step: Callable, params: TensorDict, env_state: TensorDict, noise: Any
+) -> tuple[TensorDict, Tensor]:
+    """One deterministic step; the second result has a row `[N]` each for reward, whether it ended, and success."""
     _, out = act(params, TensorDict({}, []), env_state["obs"], None)
     env_state = step(env_state, out["action"], noise)
     done = env_state["terminated"] | env_state["truncated"]
-    ret, length = tally["running_return"] + env_state["reward"], tally["running_length"] + 1
-    column = torch.arange(tally["return"].shape[1], device=ret.device)
-    here = done.unsqueeze(1) & (column == tally["episodes"].unsqueeze(1))
     success = env_state.get(("info", "success"), None)
-    success = torch.zeros_like(done) if success is None else success
-    return env_state, TensorDict(
-        {
-            "running_return": ret.masked_fill(done, 0.0),
-            "running_length": length.masked_fill(done, 0),
-            "episodes": tally["episodes"] + done.to(torch.int64),
-            "return": torch.where(here, ret.unsqueeze(1), tally["return"]),
-            "length": torch.where(here, length.unsqueeze(1), tally["length"]),
-            "success": torch.where(here, success.unsqueeze(1), tally["success"]),
-        },
-        tally.batch_size,
-    )
+    success = torch.full_like(done, torch.nan, dtype=torch.float32) if success is None else success
+    return env_state, torch.stack([x.to(torch.float32) for x in (env_state["reward"], done, success)])
 
 
-def _tally(num_envs: int, quota: int, device: torch.device) -> TensorDict:
-    zero = torch.zeros(num_envs, dtype=torch.int64, device=device)
-    filled = torch.zeros(num_envs, quota, device=device)
-    fields = {
-        "running_return": filled[:, 0].clone(),
-        "running_length": zero,
-        "episodes": zero.clone(),
-        "return": filled,
-        "length": torch.zeros_like(filled, dtype=torch.int64),
-        "success": torch.zeros_like(filled, dtype=torch.bool),
-    }
-    return TensorDict(fields, [num_envs])
+def _count(steps: Iterator[list[tuple]], num_envs: int, quota: int) -> list[tuple[float, int, float]]:
+    """(return, length, success) of the first `quota` episodes of every env; success is NaN where not reported."""
+    running, episodes = [(0.0, 0)] * num_envs, [[] for _ in range(num_envs)]
+    for row in steps:
+        for i, (reward, done, success) in enumerate(row):
+            running[i] = (running[i][0] + reward, running[i][1] + 1)
+            if running[i][1] > _MAX_STEPS and len(episodes[i]) < quota:
+                told = f"env {i} ended {len(episodes[i])} of {quota} episodes, the last one not in {_MAX_STEPS} steps"
+                raise UserError(f"{told}: give it a time limit")
+            if done:
+                episodes[i].append((*running[i], success))
+                running[i] = (0.0, 0)
+        if all(len(done) >= quota for done in episodes):
+            break
+    return [episode for done in episodes for episode in done[:quota]]
 
 
-def _summary(returns: Tensor, lengths: Tensor, success: Tensor | None) -> dict[str, float]:
+def _summary(episodes: list[tuple[float, int, float]]) -> dict[str, float]:
+    returns, lengths, success = (torch.tensor(x, dtype=torch.float64) for x in zip(*episodes, strict=True))
     logs = {
-        "eval/avg_reward": returns.double().mean().item(),
-        "eval/std_reward": returns.double().std(correction=0).item(),
-        "eval/avg_length": lengths.double().mean().item(),
+        "eval/avg_reward": returns.mean().item(),
+        "eval/std_reward": returns.std(correction=0).item(),
+        "eval/avg_length": lengths.mean().item(),
     }
-    return logs if success is None else logs | {"eval/success_rate": success.double().mean().item()}
+    return logs if success.isnan().any() else logs | {"eval/success_rate": success.mean().item()}
 
 
 def _eval_seed(cfg: Config) -> int:
@@ -96,37 +91,57 @@ def evaluate(
         env: None for the run's own environment, `"gymnasium:<id>"` for one of Gymnasium's.
 
     Returns: `eval/avg_reward`, `eval/std_reward`, `eval/avg_length` and maybe `eval/success_rate`.
-    Raises: ConfigError for an env that is not known or whose spaces differ; RuntimeError if an episode never ends.
+    Raises: ConfigError for an env that is not known or whose spaces differ; UserError if an episode never ends.
     """
     count = cfg.trainer.num_eval_episodes if num_episodes is None else num_episodes
     if count < 1:
         raise ConfigError(f"num_episodes: {count}, expected at least 1")
-    with torch.no_grad():
-        if env is None:
-            return _evaluate_own(state, cfg, count)
-        if env.startswith(_GYMNASIUM):
-            return _evaluate_gymnasium(state, cfg, count, env.removeprefix(_GYMNASIUM))
-    raise ConfigError(f'env: {env!r}, expected "gymnasium:<id>" such as "gymnasium:CartPole-v1"')
-
-
-def _evaluate_own(state: TensorDict, cfg: Config, count: int) -> dict[str, float]:
-    parts = make_parts(cfg)
     num_envs = eval_envs(count, cfg.trainer.num_eval_envs)
+    if env is not None and not env.startswith(_GYMNASIUM):
+        raise ConfigError(f'env: {env!r}, expected "gymnasium:<id>" such as "gymnasium:CartPole-v1"')
+    with torch.no_grad():
+        steps = _own_steps(state, cfg, num_envs) if env is None else _gymnasium_steps(state, cfg, num_envs, env)
+        with closing(steps):
+            return _summary(_count(steps, num_envs, count // num_envs))
+
+
+def _own_steps(state: TensorDict, cfg: Config, num_envs: int) -> Generator[list[tuple], None, None]:
+    """Step after step of the run's own environment, without end: (reward, done, success) per env."""
+    parts = make_parts(cfg)
     key = rng.fold_in(rng.key(_eval_seed(cfg), state["key"].device), rng.EVAL)
-    index, quota = torch.arange(num_envs, device=key.device), count // num_envs
-    env_state, tally = parts.env.reset(rng.stream(key, rng.START, index, 0)), _tally(num_envs, quota, key.device)
+    index = torch.arange(num_envs, device=key.device)
+    env_state = parts.env.reset(rng.stream(key, rng.START, index, 0))
     step = parts.jit(_eval_step, parts.policy.act, parts.env.step)
     params = cast(TensorDict, state["params"]).copy()  # unlocked: a lock is a guard of compiled code
-    for first in range(0, _MAX_STEPS * quota, _CHUNK):
-        steps = torch.arange(first, first + _CHUNK, device=key.device).unsqueeze(1)
-        for noise in parts.env.draw(rng.stream(key, rng.ENV, index, steps)).unbind(0):
-            env_state, tally = step(params, env_state, noise, tally)
-        if bool((tally["episodes"] >= quota).all()):
-            reports = env_state.get(("info", "success"), None) is not None
-            return _summary(tally["return"], tally["length"], tally["success"] if reports else None)
-    slow = int(tally["episodes"].argmin())
-    ended = f"env {slow} ended {int(tally['episodes'][slow])} of {quota} episodes in {_MAX_STEPS * quota} steps"
-    raise RuntimeError(f"{ended}: give it a time limit")
+    for first in itertools.count(0, _CHUNK):
+        times, rows = torch.arange(first, first + _CHUNK, device=key.device).unsqueeze(1), []
+        for noise in parts.env.draw(rng.stream(key, rng.ENV, index, times)).unbind(0):
+            env_state, row = step(params, env_state, noise)
+            rows.append(row)
+        for row in torch.stack(rows).tolist():
+            yield list(zip(*row, strict=True))
+
+
+def _made(env_id: str) -> Any:
+    """One of Gymnasium's environments; whatever goes wrong in making it is the fault of what was asked for."""
+    import gymnasium
+
+    try:
+        return gymnasium.make(env_id.removeprefix(_GYMNASIUM))
+    except Exception as error:  # an id may name a module, a missing package or an env that raises anything
+        raise ConfigError(f"env: {env_id}: {type(error).__name__}: {' '.join(str(error).split())}") from None
+
+
+def _check_spaces(parts: Parts, env: Any, env_id: str) -> None:
+    for name in ("observation_space", "action_space"):
+        mine, gym_space = getattr(parts.env, name), getattr(env, name)
+        try:
+            other = from_gymnasium(gym_space)
+        except TypeError as error:
+            raise ConfigError(f"env: {env_id}: {error}") from None
+        same = mine.shape == other.shape if isinstance(mine, Box) and isinstance(other, Box) else mine == other
+        if not same:
+            raise ConfigError(f"env: {env_id} has {name} {other}, the policy was trained on {mine}")
 
 
 def _to_action(action: Tensor, space: Any) -> Any:
@@ -135,57 +150,25 @@ def _to_action(action: Tensor, space: Any) -> Any:
     return array.clip(space.low, space.high) if hasattr(space, "low") else int(array) if array.ndim == 0 else array
 
 
-def _evaluate_gymnasium(state: TensorDict, cfg: Config, count: int, env_id: str) -> dict[str, float]:
-    import gymnasium
-
-    parts = make_parts(cfg)
-    num_envs = eval_envs(count, cfg.trainer.num_eval_envs)
-    try:
-        envs = [gymnasium.make(env_id) for _ in range(num_envs)]
-    except gymnasium.error.Error as error:
-        raise ConfigError(f"env: gymnasium:{env_id}: {error}") from None
+def _gymnasium_steps(state: TensorDict, cfg: Config, num_envs: int, env_id: str) -> Generator[list[tuple], None, None]:
+    """Step after step of Gymnasium's environments side by side, each seeded once, reset in the step that ends it."""
+    parts, params = make_parts(cfg), cast(TensorDict, state["params"]).cpu()
+    envs = [_made(env_id) for _ in range(num_envs)]
     try:
         _check_spaces(parts, envs[0], env_id)
-        params = state["params"].cpu()
-        results = _episodes(lambda obs: parts.policy.act(params, TensorDict({}, []), obs, None)[1], envs, count, cfg)
+        obs = [env.reset(seed=_eval_seed(cfg) + i)[0] for i, env in enumerate(envs)]
+        while True:
+            batch = torch.stack([torch.as_tensor(o, dtype=torch.float32) for o in obs])
+            actions, row = parts.policy.act(params, TensorDict({}, []), batch, None)[1]["action"], []
+            for i, (env, action) in enumerate(zip(envs, actions, strict=True)):
+                obs[i], reward, terminated, truncated, info = env.step(_to_action(action, env.action_space))
+                row.append((float(reward), terminated or truncated, float(info.get("success", math.nan))))
+                if terminated or truncated:
+                    obs[i] = env.reset()[0]
+            yield row
     finally:
         for env in envs:
             env.close()
-    returns, lengths, success = zip(*results, strict=True)
-    reported = None if None in success else torch.tensor(success)
-    return _summary(torch.tensor(returns), torch.tensor(lengths), reported)
-
-
-def _check_spaces(parts: Any, env: Any, env_id: str) -> None:
-    ours, theirs = parts.env, (from_gymnasium(env.observation_space), from_gymnasium(env.action_space))
-    for name, mine, other in zip(
-        ("observation", "action"), (ours.observation_space, ours.action_space), theirs, strict=True
-    ):
-        same = mine.shape == other.shape if isinstance(mine, Box) and isinstance(other, Box) else mine == other
-        if not same:
-            raise ConfigError(f"env: gymnasium:{env_id} has {name} space {other}, the policy was trained on {mine}")
-
-
-def _episodes(act: Callable[[Tensor], TensorDict], envs: list[Any], count: int, cfg: Config) -> list[tuple]:
-    """(return, length, success or None) of `count / len(envs)` episodes of every env, stepped side by side."""
-    quota, results, space = count // len(envs), [], envs[0].action_space
-    obs = {i: env.reset(seed=_eval_seed(cfg) + i)[0] for i, env in enumerate(envs)}
-    running = {i: (0.0, 0) for i in obs}
-    ended = dict.fromkeys(obs, 0)
-    while obs:
-        batch = torch.stack([torch.as_tensor(o, dtype=torch.float32) for o in obs.values()])
-        for i, action in zip(list(obs), act(batch)["action"], strict=True):
-            obs[i], reward, terminated, truncated, info = envs[i].step(_to_action(action, space))
-            running[i] = (running[i][0] + float(reward), running[i][1] + 1)
-            if running[i][1] > _MAX_STEPS:
-                raise RuntimeError(f"env {i} did not end an episode in {_MAX_STEPS} steps: give it a time limit")
-            if terminated or truncated:
-                success = info.get("success", info.get("is_success"))
-                results.append((*running[i], None if success is None else bool(success)))
-                running[i], ended[i] = (0.0, 0), ended[i] + 1
-                obs[i] = envs[i].reset()[0]
-        obs = {i: o for i, o in obs.items() if ended[i] < quota}
-    return results
 
 
 def with_evaluation(records: Iterator[LogData], cfg: Config) -> Iterator[LogData]:

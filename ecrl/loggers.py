@@ -153,7 +153,7 @@ class History(Sequence):
         """A DataFrame indexed by `sample_step`; needs the extra `plot`."""
         with _extra():
             import pandas
-        return pandas.DataFrame(self._rows).set_index("sample_step")
+        return pandas.DataFrame(self._rows, columns=None if self._rows else ["sample_step"]).set_index("sample_step")
 
     def plot(self, name: str = "episode_reward_avg_100") -> Any:
         """The curve of one log against env steps, as matplotlib axes; needs the extra `plot`."""

@@ -3,6 +3,7 @@
 The loop owns control flow only. Logging, checkpoints, evaluation and progress consume what it yields.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 
 import torch
@@ -16,6 +17,7 @@ from ecrl.compile import Form, choose_form
 from ecrl.config import Config, total_steps
 from ecrl.distributed import world_size
 from ecrl.envs import auto_reset, make_env
+from ecrl.errors import ConfigError
 from ecrl.kernels import episode_init, masked_mean
 from ecrl.policies import make_policy
 from ecrl.types import LogData, Logs
@@ -67,6 +69,26 @@ def init_state(cfg: Config, key: Tensor | None = None) -> TensorDict:
     return TensorDict(state, []).lock_()
 
 
+def check_state(state: TensorDict, cfg: Config) -> None:
+    """Refuse a state that another config made, naming the first field that differs; warn of hyperparameters that do.
+
+    The numbers of the algorithm are read from `state["hyper"]`, so that they can change during a run.
+    """
+    if state["key"].device != device_of(cfg):
+        raise ConfigError(f"state: is on {state['key'].device}, the config says {device_of(cfg)}; use state.to(...)")
+    expected, given = (dict(td.flatten_keys("/").items()) for td in (init_state(cfg), state))
+    for name in sorted(expected.keys() | given.keys()):
+        shapes = [list(td[name].shape) if name in td else "absent" for td in (given, expected)]
+        if shapes[0] != shapes[1]:
+            raise ConfigError(
+                f"state: {name} is {shapes[0]}, the config makes it {shapes[1]}; use the config of its run"
+            )
+    numbers = [name for name in expected if name.startswith("hyper/") and not torch.equal(given[name], expected[name])]
+    if numbers:
+        both = ", ".join(f"{n.removeprefix('hyper/')} {given[n]:.6g} (config {expected[n]:.6g})" for n in numbers)
+        warnings.warn(f"the state's hyperparameters are used, not the config's: {both}", stacklevel=3)
+
+
 def steps_per_iteration(cfg: Config) -> int:
     """Environment steps that one iteration takes, over all ranks."""
     return cfg.trainer.buffer_size * cfg.trainer.num_envs * world_size()
@@ -105,7 +127,11 @@ def train_iter(state: TensorDict, cfg: Config) -> Iterator[LogData]:
     The generator owns control flow only: it never prints, logs, evaluates or saves. Stop with `break`; continue later
     with `train_iter(log_data["state"], cfg)`. Both give bit for bit what an uninterrupted run gives. Both records of an
     iteration carry the step and the state after it; the state is a locked copy of the caller's own.
+
+    Numbers of the algorithm are read from `state["hyper"]`. To change one in mid-run:
+    `state = state.clone(); state["hyper", "learning_rate"] = torch.tensor(1e-4)`.
     """
+    check_state(state, cfg)
     iteration, step, end = make_iteration(cfg), int(state["sample_step"]), total_steps(cfg, world_size())
     state = state.clone()
     while step < end:

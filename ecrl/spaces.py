@@ -73,11 +73,6 @@ def flat_dim(space: Space) -> int:
             return sum(flat_dim(part) for name, part in space.items if name != "action_mask")
 
 
-def action_dim(space: Space) -> int:
-    """Width of the policy head for an action space: elements of a Box, logits of a Discrete or MultiDiscrete."""
-    return flat_dim(space)
-
-
 def to_gymnasium(space: Space) -> Any:
     """The same space as a `gymnasium.spaces` object."""
     import gymnasium

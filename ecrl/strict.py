@@ -3,15 +3,19 @@
 import re
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidatorFunctionWrapHandler, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    model_validator,
+)
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
+from ecrl.errors import ConfigError
 from ecrl.registry import did_you_mean
-
-
-class ConfigError(ValueError):
-    """Faults in a config, one line each: `source: path: what is wrong; what to do`."""
-
 
 _SAYS = {  # pydantic's kinds of faults, in the words of someone who writes JSON
     "missing": "missing",
@@ -124,8 +128,15 @@ class ConfigModel(BaseModel):
         raise AttributeError(f"{name}: a config never changes; make a changed copy with cfg.replace(...)")
 
 
-Positive = Annotated[float, Field(gt=0.0)]
-NonNegative = Annotated[float, Field(ge=0.0)]
+def _single(value: float) -> float:
+    """Numbers become float32 tensors: one that turns into 0 or infinity there is refused."""
+    if value > 3.4e38 or 0.0 < value < 1.4e-45:
+        raise ValueError(f"must be between 1.4e-45 and 3.4e38, got {value}")
+    return value
+
+
+Positive = Annotated[float, Field(gt=0.0), AfterValidator(_single)]
+NonNegative = Annotated[float, Field(ge=0.0), AfterValidator(_single)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 

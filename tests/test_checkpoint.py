@@ -9,7 +9,8 @@ import torch
 from test_loop import last_state, same, small
 
 from ecrl import checkpoint
-from ecrl.checkpoint import CheckpointError, latest, load, save, with_checkpoints
+from ecrl.checkpoint import latest, load, save, with_checkpoints
+from ecrl.errors import CheckpointError
 from ecrl.loop import init_state, train_iter
 
 
@@ -107,6 +108,20 @@ def test_saving_again_replaces_and_a_crash_in_between_keeps_the_old(saved, monke
     save(path, first, cfg)
     assert same(load(path)[0], first)
     assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+def test_a_folder_that_is_no_checkpoint_is_never_replaced(saved, tmp_path):
+    _, state, cfg = saved
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "thesis.txt").write_text("x")
+    for path in (mine, mine / "thesis.txt"):
+        with pytest.raises(CheckpointError, match="exists and is no checkpoint"):
+            save(path, state, cfg)
+    assert (mine / "thesis.txt").read_text() == "x"
+    (tmp_path / "empty").mkdir()
+    save(tmp_path / "empty", state, cfg)
+    assert same(load(tmp_path / "empty")[0], state)
 
 
 def test_nothing_is_unpickled(saved, monkeypatch):

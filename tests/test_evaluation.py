@@ -6,9 +6,9 @@ from conftest import assert_pure
 from stand_ins import EndlessConfig  # noqa: F401  (registers ladder and endless)
 from test_loop import last_state, same, small
 
+from ecrl.errors import ConfigError, UserError
 from ecrl.evaluation import eval_envs, evaluate, with_evaluation
 from ecrl.loop import init_state, train_iter
-from ecrl.strict import ConfigError
 
 
 def test_eval_envs_share_episodes_equally():
@@ -47,7 +47,7 @@ def test_the_default_count_is_the_configs():
 def test_an_env_that_never_ends_is_named(monkeypatch):
     monkeypatch.setattr("ecrl.evaluation._MAX_STEPS", 200)
     cfg = small(**{"env": {"name": "endless"}})
-    with pytest.raises(RuntimeError, match=r"env 0 ended 0 of 1 episodes in 200 steps: give it a time limit"):
+    with pytest.raises(UserError, match=r"env 0 ended 0 of 1 episodes, .* not in 200 steps: give it a time limit"):
         evaluate(init_state(cfg), cfg, num_episodes=1)
 
 
@@ -81,8 +81,14 @@ def test_gymnasium_gives_nearly_the_same_as_our_twin(env, gym_id):
 @pytest.mark.parametrize(
     ("env", "count", "message"),
     [
-        ("gymnasium:Acrobot-v1", 1, "gymnasium:Acrobot-v1 has observation space"),
+        ("gymnasium:Acrobot-v1", 1, "gymnasium:Acrobot-v1 has observation_space"),
         ("gymnasium:NoSuchEnv-v0", 1, "NoSuchEnv"),
+        ("gymnasium:Blackjack-v1", 1, "gymnasium:Blackjack-v1: space Tuple"),
+        (
+            "gymnasium:no_module:Env-v0",
+            1,
+            "gymnasium:no_module:Env-v0: ModuleNotFoundError: No module named 'no_module'",
+        ),
         ("CartPole-v1", 1, 'expected "gymnasium:<id>"'),
         (None, 0, "num_episodes: 0, expected at least 1"),
     ],

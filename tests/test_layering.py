@@ -9,7 +9,7 @@ import ecrl
 
 ROOT = Path(ecrl.__file__).parent
 LEVELS = [  # a module imports from its own level and earlier ones only
-    {"rng", "types", "spaces"},
+    {"rng", "types", "spaces", "errors"},
     {"kernels"},
     {"registry", "strict", "config", "distributed"},
     {"policies", "envs"},

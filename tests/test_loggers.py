@@ -127,6 +127,11 @@ def test_history_has_a_row_per_iteration():
     assert [row["sample_step"] for row in history] == [10, 20]
 
 
+def test_an_empty_history_is_an_empty_frame():
+    pytest.importorskip("pandas")
+    assert len(History().to_pandas()) == 0
+
+
 def test_history_to_pandas_and_plot(monkeypatch):
     pytest.importorskip("pandas")
     matplotlib = pytest.importorskip("matplotlib")

@@ -8,7 +8,9 @@ import torch
 from conftest import assert_pure, close
 
 from ecrl.config import Config, config_from_dict
+from ecrl.errors import ConfigError
 from ecrl.loop import init_state, make_iteration, train_iter
+from ecrl.types import STATE_FIELDS
 
 NET = {"type": "mlp", "network_cfg": {"hidden_sizes": [8], "activation": "tanh"}}
 
@@ -94,7 +96,8 @@ def test_hyperparameters_are_read_from_the_state():
     state = init_state(cfg)
     hyper = state["hyper"].clone()
     hyper["learning_rate"] = torch.tensor(0.0)
-    still = last_state(cfg, state.copy().update({"hyper": hyper}))
+    with pytest.warns(UserWarning, match=r"state's hyperparameters are used.*learning_rate 0 \(config 0.0003\)"):
+        still = last_state(cfg, state.copy().update({"hyper": hyper}))
     assert same(still["params"], state["params"])
 
 
@@ -107,6 +110,53 @@ def test_vmapped_seeds_equal_single_ones():
         alone, _ = iteration(state)
         for name, leaf in alone.flatten_keys("/").items():
             close(stacked.flatten_keys("/")[name][i], leaf, tol=1e-4)
+
+
+def test_a_state_of_another_config_is_refused_by_name():
+    state = init_state(small())
+    for key, name in (("trainer.num_envs", r"env/elapsed is \[4\], the config makes it \[5\]"), ("env", "env/angle")):
+        other = small(**{key: 5 if key == "trainer.num_envs" else {"name": "pendulum"}})
+        with pytest.raises(ConfigError, match=f"state: {name}"):
+            next(train_iter(state, other))
+
+
+def test_the_state_has_the_fields_of_the_table():
+    assert set(init_state(small()).keys()) == set(STATE_FIELDS)
+
+
+def test_streams_go_on_where_they_were_if_the_buffer_changes():
+    """Steps already taken are never drawn again: 3 of 8 and then 2 of 4 visit 24 to 31, as 4 of 8 do."""
+    frozen = {"algorithm.cfg.learning_rate": 1e-30}
+    long, short = small(**frozen), small(**frozen, **{"trainer.buffer_size": 4, "trainer.iterations": 8})
+    third = [r["state"] for r in train_iter(init_state(long), long) if r["log_type"] == "train"][2]
+    assert torch.equal(last_state(short, third)["env"]["elapsed"], last_state(long)["env"]["elapsed"])
+
+
+CALM = """
+import sys, torch
+sys.path.insert(0, "tests")
+torch.set_num_threads(1)
+from test_loop import small
+from ecrl.loop import init_state, make_iteration
+from ecrl.evaluation import evaluate
+cfg = small(**{"trainer.compile": "on"})
+state, iteration = init_state(cfg), make_iteration(cfg)
+state, _ = iteration(state)
+with torch.compiler.set_stance("fail_on_recompile"):
+    for _ in range(2):
+        state, _ = iteration(state)
+alone = cfg.replace(**{"trainer.num_eval_envs": 1})
+evaluate(state, alone, num_episodes=1)
+with torch.compiler.set_stance("fail_on_recompile"):
+    logs = [evaluate(state, alone, num_episodes=n) for n in (2, 3, 5)]
+print("calm", len(logs))
+"""
+
+
+@pytest.mark.slow
+def test_a_fresh_process_compiles_everything_in_its_first_iteration():
+    done = subprocess.run([sys.executable, "-c", CALM], capture_output=True, text=True)
+    assert done.stdout.strip() == "calm 3", done.stderr[-3000:]
 
 
 @pytest.mark.slow

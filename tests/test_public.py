@@ -1,6 +1,7 @@
 """The public surface: names, docstring sections, lightness, and configs that run."""
 
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -64,7 +65,7 @@ def test_every_kernel_explains_itself(function):
         for section in ("Args:", "Returns:", "Gradient:"):
             assert section in doc, section
         named = [p for p in inspect.signature(function).parameters]
-        assert all(f"{p}:" in doc for p in named), f"Args must tell of {named}"
+        assert all(re.search(rf"^\s*{p}: ", doc, re.MULTILINE) for p in named), f"Args must tell of {named}"
 
 
 def test_importing_ecrl_and_its_config_is_light():

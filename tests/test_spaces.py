@@ -9,7 +9,6 @@ from ecrl.spaces import (
     Dict,
     Discrete,
     MultiDiscrete,
-    action_dim,
     box,
     dict_space,
     flat_dim,
@@ -48,7 +47,6 @@ def test_both_ways_by_hand(ours, theirs, features):
     assert to_gymnasium(ours) == theirs
     assert from_gymnasium(theirs) == ours
     assert flat_dim(ours) == features == gym.utils.flatdim(theirs)
-    assert action_dim(ours) == features
 
 
 @given(SPACES)

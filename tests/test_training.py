@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -14,8 +15,8 @@ from test_loop import last_state, same, small
 import ecrl
 from ecrl.__main__ import main
 from ecrl.checkpoint import latest, load
-from ecrl.strict import ConfigError
-from ecrl.training import train, train_from_config
+from ecrl.errors import ConfigError
+from ecrl.training import _new_run_dir, train, train_from_config
 
 
 @pytest.fixture
@@ -78,16 +79,33 @@ def test_exp_name_names_the_folder(config_file):
 
 def test_two_runs_in_one_second_do_not_meet(config_file, monkeypatch):
     monkeypatch.setattr(time, "strftime", lambda form: "20260101_000000")
-    train_from_config(config_file)
-    train_from_config(config_file)
-    names = {p.name for p in (config_file.parent / "outputs").iterdir()}
-    assert names == {"generic_exp_20260101_000000", "generic_exp_20260101_000000_2"}
+    claimed = {_new_run_dir(small()).name for _ in range(3)}  # none has written anything yet
+    assert claimed == {f"generic_exp_20260101_000000{end}" for end in ("", "_2", "_3")}
 
 
-def test_a_folder_that_holds_a_run_is_refused(config_file, tmp_path):
-    train_from_config(config_file, run_dir=tmp_path / "run")
-    with pytest.raises(FileExistsError, match="already holds a run"):
-        train_from_config(config_file, run_dir=tmp_path / "run")
+@pytest.mark.parametrize("left", ["config.json", "metrics.jsonl", "checkpoints"])
+def test_a_folder_that_holds_a_run_is_refused(config_file, tmp_path, left):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / left).write_text("")  # as a killed run leaves it
+    with pytest.raises(ConfigError, match=rf"already holds a run \({left}\)"):
+        train_from_config(config_file, run_dir=run)
+    with pytest.raises(ConfigError, match="already holds a run"):
+        train(ecrl.init_state(small()), small(), run)
+
+
+def test_a_run_goes_on_in_its_own_folder(tmp_path):
+    cfg = small()
+    half = [r["state"] for r in ecrl.train_iter(ecrl.init_state(cfg), cfg)][3]
+    train(half, cfg, tmp_path / "run", progress=False)
+    train(half, cfg, tmp_path / "run", progress=False)
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 8
+
+
+@pytest.mark.parametrize("place", ["small.json", "small.json/below"])
+def test_a_folder_that_cannot_be_made_is_said(config_file, place):
+    with pytest.raises(ConfigError, match=f"run_dir: {place}: cannot be made: "):
+        train_from_config(config_file, run_dir=place)
 
 
 def test_enable_eval_adds_evaluations_to_the_history():
@@ -118,7 +136,24 @@ def test_ctrl_c_returns_what_there_is(tmp_path, monkeypatch, capsys):
     assert int(state["sample_step"]) == 64
     assert len(history) == 2
     assert latest(tmp_path / "run").name == "step_64"
-    assert "interrupted at 64 env steps" in capsys.readouterr().out
+    assert f"interrupted at 64 env steps; its checkpoint is in {tmp_path / 'run'}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_run_saved_and_with_its_exit_status(config_file, number):
+    data = small(**{"trainer.iterations": 10**6}).model_dump(mode="json")
+    config_file.write_text(json.dumps(data))
+    command = [sys.executable, "-m", "ecrl", "train", "small.json", "--run-dir", "run"]
+    run = subprocess.Popen(command, cwd=config_file.parent, stdout=subprocess.PIPE, text=True)
+    metrics = config_file.parent / "run" / "metrics.jsonl"
+    while not (metrics.exists() and metrics.read_text().count("\n") > 4):
+        assert run.poll() is None
+        time.sleep(0.05)
+    run.send_signal(number)
+    out, _ = run.communicate(timeout=60)
+    assert run.returncode == 128 + number
+    assert "its checkpoint is in run" in out
+    assert int(load(latest(config_file.parent / "run"))[0]["sample_step"]) >= 64
 
 
 def test_distributed_means_one_process_for_now(config_file, monkeypatch):
@@ -184,6 +219,7 @@ def test_faults_exit_2_with_one_line_each(config_file, change, lines, monkeypatc
     ("args", "message"),
     [
         (("train",), "ecrl train needs one config file"),
+        (("train", "x.json", "--config", "x.json"), "give the config file once"),
         (("train", "--distributed", "--no-distributed", "x.json"), "not both"),
         (("eval", "nowhere"), "no checkpoint"),
         (("train", "--nonsense"), "nonsense"),

@@ -39,7 +39,8 @@ def collect(parts: Parts, state: TensorDict) -> tuple[TensorDict, TensorDict]:
     """
     trainer, key = parts.cfg.trainer, state["key"]
     index = env_index(trainer.num_envs, key.device)
-    steps = torch.arange(trainer.buffer_size, device=key.device) + state["update_step"] * trainer.buffer_size
+    taken = state["sample_step"] // (trainer.num_envs * distributed.world_size())
+    steps = taken + torch.arange(trainer.buffer_size, device=key.device)
     env_keys, action_keys = (rng.stream(key, name, index, steps.unsqueeze(1)) for name in (rng.ENV, rng.ACTION))
     empty = TensorDict({}, [])
     _, env, rollout = collect_rollout(

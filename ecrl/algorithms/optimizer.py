@@ -4,11 +4,10 @@ Numbers go into `hyper` as 0-d tensors; names choose functions.
 """
 
 from collections.abc import Callable
-from functools import partial
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field, field_serializer, model_validator
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -52,38 +51,40 @@ class SchedulerKwargs(ConfigModel):
     gamma: Positive = Field(default=0.99, description="factor of each fall (step, exponential)")
 
 
-def _only_used(name: str, kwargs: ConfigModel) -> None:
-    changed = {key for key, field in type(kwargs).model_fields.items() if getattr(kwargs, key) != field.default}
-    wrong = sorted(changed - set(_USED[name]))
-    if wrong:
-        raise ValueError(f"{name} does not use {wrong[0]!r}; {did_you_mean(wrong[0], _USED[name])}")
+class _Named(ConfigModel):
+    """A choice by name with `kwargs` of which it uses some; only those may be given, and only those are written."""
+
+    name: str
+    kwargs: Any
+
+    @model_validator(mode="after")
+    def _only_used(self) -> Self:
+        used = _USED[self.name]
+        wrong = sorted(self.kwargs.model_fields_set - set(used))
+        if wrong:
+            raise ValueError(f"{self.name} does not use {wrong[0]!r}; {did_you_mean(wrong[0], used)}")
+        return self
+
+    @field_serializer("kwargs")
+    def _used(self, kwargs: ConfigModel) -> dict[str, Any]:
+        return kwargs.model_dump(mode="json", include=set(_USED[self.name]))
 
 
-class OptimizerConfig(ConfigModel):
+class OptimizerConfig(_Named):
     """An optimiser by name."""
 
     name: Literal["adam", "adamw", "sgd", "rmsprop"] = Field(default="adam", description="adam, adamw, sgd or rmsprop")
     learning_rate: Positive = Field(default=3e-4, description="step size, before the schedule")
     kwargs: OptimizerKwargs = Field(default=OptimizerKwargs(), description="further numbers, as in torch.optim")
 
-    @model_validator(mode="after")
-    def _kwargs_of_this_one(self) -> "OptimizerConfig":
-        _only_used(self.name, self.kwargs)
-        return self
 
-
-class SchedulerConfig(ConfigModel):
+class SchedulerConfig(_Named):
     """A learning-rate schedule by name; it moves once per iteration."""
 
     name: Literal["linear", "cosine", "step", "exponential"] = Field(description="linear, cosine, step or exponential")
     kwargs: SchedulerKwargs = Field(
         default=SchedulerKwargs(), description="further numbers, as in torch.optim.lr_scheduler"
     )
-
-    @model_validator(mode="after")
-    def _kwargs_of_this_one(self) -> "SchedulerConfig":
-        _only_used(self.name, self.kwargs)
-        return self
 
 
 class Optimizer(NamedTuple):
@@ -114,21 +115,25 @@ def scheduled(cfg: SchedulerConfig | None, base: Tensor, update_step: Tensor, it
     if cfg is None:
         return base
     k = cfg.kwargs
-    factors: dict[str, Callable[[Tensor], Tensor]] = {
-        "linear": partial(
-            optim.linear_schedule, start=k.start_factor, end=k.end_factor, horizon=k.total_iters or iterations
-        ),
-        "cosine": partial(optim.cosine_schedule, end=k.eta_min / base, horizon=k.T_max or iterations),
-        "step": partial(optim.step_schedule, every=k.step_size, gamma=k.gamma),
-        "exponential": partial(optim.exponential_schedule, gamma=k.gamma),
-    }
-    return (base * factors[cfg.name](update_step)).to(base.dtype)
+    match cfg.name:
+        case "linear":
+            horizon = k.total_iters or iterations
+            factor = optim.linear_schedule(update_step, start=k.start_factor, end=k.end_factor, horizon=horizon)
+        case "cosine":
+            factor = optim.cosine_schedule(update_step, end=k.eta_min / base, horizon=k.T_max or iterations)
+        case "step":
+            factor = optim.step_schedule(update_step, every=k.step_size, gamma=k.gamma)
+        case "exponential":
+            factor = optim.exponential_schedule(update_step, gamma=k.gamma)
+    return (base * factor).to(base.dtype)
 
 
 def hyper_tensors(numbers: dict[str, Any], device: torch.device) -> TensorDict:
     """Numbers as 0-d float32 tensors, nested as given."""
     made = {
-        name: hyper_tensors(value, device) if isinstance(value, dict) else torch.tensor(value, device=device)
+        name: hyper_tensors(value, device)
+        if isinstance(value, dict)
+        else torch.tensor(value, dtype=torch.float32, device=device)
         for name, value in numbers.items()
     }
     return TensorDict(made, [])

@@ -69,11 +69,6 @@ def _optimizer_config(cfg: PPOConfig) -> OptimizerConfig:
 def init(parts: Parts, key: Tensor) -> dict[str, TensorDict]:
     """Parameters, optimiser state and hyperparameters."""
     cfg: Any = parts.cfg.algorithm.cfg
-    rows = parts.cfg.trainer.num_envs * parts.cfg.trainer.buffer_size
-    if cfg.batch_size > rows:
-        warnings.warn(
-            f"algorithm.cfg.batch_size {cfg.batch_size} is above the rollout's {rows}; using {rows}", stacklevel=2
-        )
     optimizer = _optimizer_config(cfg)
     numbers: dict[str, Any] = {name: getattr(cfg, name) for name in _NUMBERS}
     numbers |= {"learning_rate": optimizer.learning_rate, "optimizer": optimizer_numbers(optimizer)}
@@ -99,13 +94,14 @@ def _prepare(rollout: TensorDict, hyper: TensorDict) -> TensorDict:
 def shuffled(key: Tensor, rows: int, batch_size: int, n_epochs: int) -> tuple[Tensor, Tensor]:
     """Row indices `[n_epochs * ceil(rows / batch_size), batch_size]`, each epoch in an order of its own.
 
-    The last minibatch of an epoch is filled up with row 0 where `rows` does not divide; the second result, of the same
-    shape, is False there.
+    The last minibatch of an epoch is filled up with its own first row where `rows` does not divide; the second result,
+    of the same shape, is False there.
     """
     batches = -(-rows // batch_size)
     order = rng.permutation(rng.split(key, n_epochs), rows)
-    index = order.new_zeros(n_epochs, batches * batch_size)
-    index[:, :rows] = order
+    missing = batches * batch_size - rows
+    first = order[:, (batches - 1) * batch_size :][:, :1]
+    index = torch.cat((order, first.expand(n_epochs, missing)), 1)
     real = (torch.arange(batches * batch_size, device=key.device) < rows).expand_as(index)
     return index.reshape(-1, batch_size), real.reshape(-1, batch_size)
 
@@ -165,6 +161,9 @@ def update(parts: Parts, state: TensorDict, rollout: TensorDict) -> tuple[Tensor
     hyper, params, opt = (cast(TensorDict, state[key]) for key in ("hyper", "params", "opt"))
     rows = _prepare(rollout, hyper)
     key = rng.fold_in(rng.fold_in(state["key"], rng.UPDATE), state["update_step"])
+    if cfg.batch_size > len(rows):
+        text = f"algorithm.cfg.batch_size {cfg.batch_size} is above the rollout's {len(rows)}; using {len(rows)}"
+        warnings.warn(text, stacklevel=2)  # said once: Python shows a warning of one place and text once
     index, real = shuffled(key, len(rows), min(cfg.batch_size, len(rows)), cfg.n_epochs)
     rate = scheduled(cfg.lr_scheduler, hyper["learning_rate"], state["update_step"], parts.cfg.trainer.iterations)
     step = OPTIMIZERS[_optimizer_config(cfg).name].step

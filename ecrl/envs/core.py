@@ -67,6 +67,9 @@ def time_limit(env: Env, max_episode_steps: int) -> Env:
     return replace(env, reset=reset, step=step)
 
 
+_OF_THE_STEP = ("reward", "terminated", "truncated", "info")
+
+
 @cache
 def auto_reset(env: Env) -> Env:
     """Start the next episode in the step that ended one; `final_obs` keeps the observation from before the reset.
@@ -88,7 +91,8 @@ def auto_reset(env: Env) -> Env:
         flags = {key: torch.zeros_like(state[key]) for key in ("terminated", "truncated")}
         after = env.step(state.exclude("final_obs").update(flags), action, noise["step"])
         done = after["terminated"] | after["truncated"]
-        kept = after.select("reward", "terminated", "truncated", "info", strict=False)
-        return noise["start"].where(done, after).update(kept).set("final_obs", after["obs"])
+        kept = after.select(*_OF_THE_STEP, strict=False)
+        start, going_on = noise["start"].exclude(*_OF_THE_STEP), after.exclude(*_OF_THE_STEP)
+        return start.where(done, going_on).update(kept).set("final_obs", after["obs"])
 
     return replace(env, reset=reset, step=step, draw=draw)

@@ -138,16 +138,15 @@ def collect_rollout(
 def _values(
     critic: Callable[..., Tensor], params: TensorDict, carry: TensorDict, rollout: TensorDict
 ) -> dict[str, Tensor]:
-    """`value` and `final_value` in chunked critic passes over whole time rows."""
+    """`value` and `final_value` in chunked critic passes over whole time rows, the padding row included."""
     time_major = rollout.transpose(0, 1)
     chunk = max(1, _VALUE_ROWS // time_major.batch_size[1])
 
     def over_time(obs: Any) -> Tensor:
-        return torch.cat([critic(params, carry, part) for part in obs.split(chunk)])
+        return torch.cat([critic(params, carry, part) for part in obs.split(chunk)]).transpose(0, 1)
 
-    reached = over_time(time_major["final_obs"][:-1])
-    final = torch.cat((reached.masked_fill(~time_major["truncated"][:-1], 0.0), torch.zeros_like(reached[:1])))
-    return {"value": over_time(time_major["obs"]).transpose(0, 1), "final_value": final.transpose(0, 1)}
+    final_value = over_time(time_major["final_obs"]).masked_fill(~rollout["truncated"], 0.0)
+    return {"value": over_time(time_major["obs"]), "final_value": final_value}
 
 
 def episode_init(num_envs: int, window: int, device: torch.device | str | None = None) -> TensorDict:

@@ -15,11 +15,11 @@ from torch import Tensor
 from ecrl import kernels as k
 from ecrl import rng
 from ecrl.config import PolicyConfig
+from ecrl.errors import ConfigError
 from ecrl.policies.core import Policy, flatten
 from ecrl.policies.mlp import NetworkConfig, init_mlp, mlp, seeded
 from ecrl.registry import register_policy
 from ecrl.spaces import Box, Dict, Discrete, MultiDiscrete, Space, flat_dim
-from ecrl.strict import ConfigError
 
 LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0
 

@@ -1,6 +1,7 @@
 """Multi-layer perceptrons from a config block: `{"type": "mlp", "network_cfg": {"hidden_sizes": [64, 64], ...}}`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
 import torch
@@ -96,19 +97,12 @@ def init_mlp(cfg: MLPConfig, inputs: int, outputs: int) -> TensorDict:
     return TensorDict({name: weight.detach() for name, weight in module.state_dict().items()}, [])
 
 
-class seeded:
-    """Context: torch's global generator seeded from a key, and put back afterwards. Module initialisation needs it."""
-
-    def __init__(self, key: Tensor):
-        self.seed = int(key)
-
-    def __enter__(self) -> None:
-        self.fork = torch.random.fork_rng(devices=[])
-        self.fork.__enter__()
-        torch.default_generator.manual_seed(self.seed)
-
-    def __exit__(self, *error: Any) -> None:
-        self.fork.__exit__(*error)
+@contextmanager
+def seeded(key: Tensor) -> Iterator[None]:
+    """Torch's global generator seeded from a key, and put back afterwards: module initialisation draws from it."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(int(key))
+        yield
 
 
 def mlp(cfg: MLPConfig, inputs: int, outputs: int) -> Callable[[TensorDict, Tensor], Tensor]:

@@ -8,10 +8,10 @@ from tensordict import TensorDict
 from ecrl import rng
 from ecrl.algorithms.ppo import mean_logs, shuffled
 from ecrl.config import Config, config_from_dict
+from ecrl.errors import ConfigError
 from ecrl.kernels import compute_gae, transitions
 from ecrl.loop import init_state, make_iteration, make_parts, train_iter
 from ecrl.policies.core import Policy
-from ecrl.strict import ConfigError
 
 NET = {"type": "mlp", "network_cfg": {"hidden_sizes": [16], "activation": "tanh"}}
 ALGORITHM = {"learning_rate": 0.01, "n_epochs": 4, "batch_size": 64, "ent_coef": 0.0, "gamma": 0.9}
@@ -67,6 +67,7 @@ def test_shuffled_visits_every_row_once_per_epoch_and_pads_the_last_batch():
         assert sorted(rows[counted].tolist()) == list(range(10))
         assert counted.sum() == 10
         assert not counted[-1, 2:].any()
+        assert set(rows[-1, 2:].tolist()) == {int(rows[-1, 0])}  # a row of its own batch: nothing else can be let in
     assert index[:3].tolist() != index[3:6].tolist()
 
 
@@ -199,6 +200,8 @@ def test_a_batch_above_the_rollout_is_clamped_and_said():
             "optimizer: sgd does not use 'alpha'; known: momentum",
         ),
         ({"lr_scheduler": {"name": "cosine", "kwargs": {"gamma": 0.5}}}, "cosine does not use 'gamma'"),
+        ({"optimizer": {"name": "sgd", "kwargs": {"eps": 1e-8}}}, "sgd does not use 'eps'"),
+        ({"learning_rate": 1e300}, r"algorithm.cfg.learning_rate: must be between 1.4e-45 and 3.4e38, got 1e\+300"),
         ({"optimizer": {"name": "adam"}, "learning_rate": 0.1}, "learning_rate stands beside optimizer.learning_rate"),
         ({"optimizer": {"name": "lion"}}, "algorithm.cfg.optimizer.name"),
     ],
