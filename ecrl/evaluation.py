@@ -142,6 +142,8 @@ def _check_spaces(parts: Parts, env: Any, env_id: str) -> None:
         same = mine.shape == other.shape if isinstance(mine, Box) and isinstance(other, Box) else mine == other
         if not same:
             raise ConfigError(f"env: {env_id} has {name} {other}, the policy was trained on {mine}")
+    if not isinstance(parts.env.observation_space, Box):
+        raise ConfigError(f"env: {env_id} has observations {parts.env.observation_space}; only a Box is supported here")
 
 
 def _to_action(action: Tensor, space: Any) -> Any:

@@ -27,10 +27,13 @@ _USED = {
 }
 
 
+_Below1 = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
 class OptimizerKwargs(ConfigModel):
     """Numbers of an optimiser, named as in torch.optim."""
 
-    betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = Field(
+    betas: Annotated[tuple[_Below1, _Below1], Field(strict=False)] = Field(
         default=(0.9, 0.999), description="decay of the two moments (adam, adamw)"
     )
     eps: Positive = Field(default=1e-8, description="added to the root of the second moment (adam, adamw, rmsprop)")

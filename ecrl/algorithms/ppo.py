@@ -23,6 +23,7 @@ from ecrl.algorithms.optimizer import (
     scheduled,
 )
 from ecrl.distributed import all_mean
+from ecrl.errors import ConfigError
 from ecrl.kernels import clip_by_global_norm, compute_gae, ppo_loss, standardize, transitions
 from ecrl.registry import register_algorithm
 from ecrl.strict import ConfigModel, Count, Fraction, NonNegative, Positive
@@ -68,6 +69,8 @@ def _optimizer_config(cfg: PPOConfig) -> OptimizerConfig:
 
 def init(parts: Parts, key: Tensor) -> dict[str, TensorDict]:
     """Parameters, optimiser state and hyperparameters."""
+    if parts.policy.value is None:
+        raise ConfigError(f"policy.name: {parts.cfg.policy.name} has no critic, which ppo needs; use actor_critic")
     cfg: Any = parts.cfg.algorithm.cfg
     optimizer = _optimizer_config(cfg)
     numbers: dict[str, Any] = {name: getattr(cfg, name) for name in _NUMBERS}

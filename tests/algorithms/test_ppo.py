@@ -1,12 +1,14 @@
 """PPO's own logic: preparing rows, minibatches, one update by hand, and the probes it must solve."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from conftest import close
 from tensordict import TensorDict
 
 from ecrl import rng
-from ecrl.algorithms.ppo import mean_logs, shuffled
+from ecrl.algorithms.ppo import init, mean_logs, shuffled
 from ecrl.config import Config, config_from_dict
 from ecrl.errors import ConfigError
 from ecrl.kernels import compute_gae, transitions
@@ -186,6 +188,13 @@ def same_params(first: Config, second: Config) -> bool:
     return bool((ends[0] == ends[1]).all())
 
 
+def test_a_policy_without_a_critic_is_refused():
+    cfg = run("cartpole")
+    parts = make_parts(cfg)
+    with pytest.raises(ConfigError, match=r"policy.name: actor_critic has no critic, which ppo needs"):
+        init(parts._replace(policy=replace(parts.policy, value=None)), rng.key(0))
+
+
 def test_a_batch_above_the_rollout_is_clamped_and_said():
     big, whole = (run("cartpole", **{"algorithm.cfg.batch_size": n, "trainer.iterations": 2}) for n in (1000, 256))
     with pytest.warns(UserWarning, match=r"algorithm.cfg.batch_size 1000 is above the rollout's 256; using 256"):
@@ -201,6 +210,7 @@ def test_a_batch_above_the_rollout_is_clamped_and_said():
         ),
         ({"lr_scheduler": {"name": "cosine", "kwargs": {"gamma": 0.5}}}, "cosine does not use 'gamma'"),
         ({"optimizer": {"name": "sgd", "kwargs": {"eps": 1e-8}}}, "sgd does not use 'eps'"),
+        ({"optimizer": {"name": "adam", "kwargs": {"betas": [0.9, 1.0]}}}, r"kwargs.betas\[1\]: must be below 1.0"),
         ({"learning_rate": 1e300}, r"algorithm.cfg.learning_rate: must be between 1.4e-45 and 3.4e38, got 1e\+300"),
         ({"optimizer": {"name": "adam"}, "learning_rate": 0.1}, "learning_rate stands beside optimizer.learning_rate"),
         ({"optimizer": {"name": "lion"}}, "algorithm.cfg.optimizer.name"),
