@@ -20,16 +20,14 @@ from ecrl.kernels.groups import first_episode_mask, group_advantages, grpo_advan
 from ecrl.kernels.losses import (
     clipped_surrogate,
     clipped_value_loss,
-    explained_variance,
     grpo_loss,
     kl_k1,
     kl_k2,
     kl_k3,
-    masked_mean,
     ppo_loss,
-    standardize,
     value_loss,
 )
+from ecrl.kernels.masked import explained_variance, masked_mean, standardize
 from ecrl.kernels.moments import moments_init, moments_merge, moments_update, moments_variance, normalize
 from ecrl.kernels.normal import (
     Squashed,

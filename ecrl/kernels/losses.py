@@ -7,49 +7,8 @@ the weight for averaging over ranks. Masked entries may hold anything, NaN inclu
 import torch
 from torch import Tensor
 
+from ecrl.kernels.masked import explained_variance, masked_mean
 from ecrl.types import Logs, Scalar, same_shape
-
-
-def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """Mean over the entries where `mask`, 0 if there are none.
-
-        sum(x where mask) / max(1, count(mask))
-
-    Args:
-        x: `[*B]` float; anything where not `mask`.
-        mask: `[*B]` bool.
-
-    Returns: 0-d, in the dtype of `x`.
-    Gradient: flows through `x` where `mask`.
-    Raises: ValueError naming the arguments whose shapes differ.
-
-    >>> masked_mean(torch.tensor([1.0, float("nan")]), torch.tensor([True, False]))
-    tensor(1.)
-    """
-    same_shape(x=x, mask=mask)
-    return x.masked_fill(~mask, 0.0).sum() / mask.sum().clamp(min=1)
-
-
-def standardize(x: Tensor, mask: Tensor, *, eps: Scalar) -> Tensor:
-    """Shift and scale to mean 0 and standard deviation 1 over the entries where `mask`; 0 elsewhere.
-
-        (x - mean) / max(std, eps)        std over count - 1, at least 1
-
-    Args:
-        x: `[*B]` float.
-        mask: `[*B]` bool.
-        eps: smallest divisor, in the units of `x`.
-
-    Returns: `[*B]`.
-    Gradient: flows through `x`.
-    Raises: ValueError naming the arguments whose shapes differ.
-
-    >>> standardize(torch.tensor([0.0, 2.0, 9.0]), torch.tensor([True, True, False]), eps=1e-8).tolist()
-    [-0.7071067690849304, 0.7071067690849304, 0.0]
-    """
-    centred = (x - masked_mean(x, mask)).masked_fill(~mask, 0.0)
-    variance = centred.square().sum() / (mask.sum() - 1).clamp(min=1)
-    return centred / torch.sqrt(variance.clamp(min=eps**2))
 
 
 def _log_ratio(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor) -> Tensor:
@@ -220,35 +179,6 @@ def kl_k3(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
     same_shape(log_prob=log_prob, ref_log_prob=ref_log_prob)
     q = ref_log_prob - log_prob
     return torch.expm1(q) - q
-
-
-def explained_variance(value: Tensor, value_target: Tensor, mask: Tensor) -> Tensor:
-    """Share of the variance of the targets that the critic explains: 1 perfect, 0 no better than their mean.
-
-        1 - var(value_target - value) / var(value_target)        0 where the targets vary by rounding only
-
-    Args:
-        value: `[*B]` float.
-        value_target: `[*B]` float.
-        mask: `[*B]` bool.
-
-    Returns: 0-d.
-    Gradient: none, detached.
-    Raises: ValueError naming the arguments whose shapes differ.
-
-    >>> explained_variance(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0]), torch.tensor([True, True]))
-    tensor(1.)
-    """
-    same_shape(value=value, value_target=value_target, mask=mask)
-    value, value_target = value.detach(), value_target.detach()
-
-    def variance(x: Tensor) -> Tensor:
-        return masked_mean((x - masked_mean(x, mask)).square(), mask)
-
-    total = variance(value_target)
-    rounding = 8.0 * torch.finfo(total.dtype).eps * masked_mean(value_target.abs(), mask)
-    flat = total <= rounding.square()
-    return (1.0 - variance(value_target - value) / total.masked_fill(flat, 1.0)).masked_fill(flat, 0.0)
 
 
 def ppo_loss(
