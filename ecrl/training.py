@@ -112,6 +112,7 @@ def train_from_config(
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     folder = _new_run_dir(cfg) if run_dir is None else Path(run_dir)
+    _claim(folder, new=True)
     print(f"run      {folder}")
     print(f"task     {cfg.env.name}, {cfg.policy.name}, {cfg.algorithm.name}, seed {cfg.trainer.seed}")
     print(f"device   {device_of(cfg)}, {form.name} ({form.reason}), world size {world_size()}")
