@@ -81,5 +81,5 @@ def choose_form(mode: str, device: str) -> Form:
     advice = "install g++ (Debian: apt install g++), or set trainer.compile to off"
     if mode == "on":
         raise ConfigError(f"trainer.compile: on, but {fault}; {advice}")
-    warnings.warn(f"running eager, several times slower: {fault}; {advice}", RuntimeWarning, stacklevel=2)
+    warnings.warn(f"running eager, slower per step: {fault}; {advice}", RuntimeWarning, stacklevel=2)
     return Form("eager", fault, partial)

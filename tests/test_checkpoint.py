@@ -131,7 +131,7 @@ def test_nothing_is_unpickled(saved, monkeypatch):
     for name in ("load", "loads", "Unpickler"):
         monkeypatch.setattr(pickle, name, refuse)
     monkeypatch.setattr(torch, "load", refuse)
-    load(saved[0])
+    assert same(load(saved[0])[0], saved[1])
 
 
 def test_latest_finds_the_newest_and_says_what_it_expected(saved, tmp_path):

@@ -101,7 +101,7 @@ def init_mlp(cfg: MLPConfig, inputs: int, outputs: int) -> TensorDict:
 def seeded(key: Tensor) -> Iterator[None]:
     """Torch's global generator seeded from a key, and put back afterwards: module initialisation draws from it."""
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(int(key))
+        torch.default_generator.manual_seed(int(key))  # inside the fork: the caller's state comes back
         yield
 
 
