@@ -5,6 +5,7 @@ duplicate-key check, dict, pydantic. The Config models of named parts live besid
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -21,6 +22,55 @@ from pydantic import (
 from ecrl.errors import ConfigError
 from ecrl.registry import Entry, did_you_mean, lookup, registered
 from ecrl.strict import ConfigModel, Count, ObjectPairs, checked, explained, fault_at, shown
+
+
+def _entry(kind: str, section: dict, key: str = "name") -> Entry:
+    """The registered part that a section names."""
+    name = section.get(key)
+    try:
+        if isinstance(name, str):
+            return lookup(kind, name)
+        given = f"expected a string, got {shown(name)}" if key in section else "missing"
+        message = f"{given}; known: {', '.join(registered(kind))}"
+    except KeyError as error:
+        message = error.args[0]
+    raise ValidationError.from_exception_data(kind, [fault_at((key,), message)])
+
+
+def _resolved(kind: str, section: dict, key: str, settings: str) -> dict:
+    """The section with its `settings` checked by the Config model registered with the name at `key`."""
+    config = _entry(kind, section, key).config
+    try:
+        return section | {settings: config.model_validate(section.get(settings, {}))}
+    except ValidationError as error:
+        faults = [fault_at((settings, *path), message) for path, message in explained(config, error)]
+        raise ValidationError.from_exception_data(kind, faults) from None
+
+
+class EventConfig(ConfigModel):
+    """Something that happens to the environments: a registered event and when."""
+
+    func: str = Field(description="registered name of the event")
+    mode: Literal["startup", "reset", "interval"] = Field(
+        "interval", description="once per environment, at every start of an episode, or every interval_step steps"
+    )
+    interval_step: Count = Field(1, description="steps of an environment between two events of mode interval")
+    params: SerializeAsAny[BaseModel] = Field(description="settings of the event")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _registered(cls, data: Any) -> Any:
+        return _resolved("event", data, "func", "params") if isinstance(data, dict) else data
+
+
+class EventsConfig(ConfigModel):
+    """Events by name, of training and of evaluation."""
+
+    train: dict[str, EventConfig] = Field(default_factory=dict, description="events of the training environments")
+    eval: dict[str, EventConfig] = Field(default_factory=dict, description="events of the evaluation environments")
+
+    def __hash__(self) -> int:
+        return hash((*self.train.items(), "eval", *self.eval.items()))
 
 
 class TrainerConfig(ConfigModel):
@@ -47,30 +97,20 @@ class TrainerConfig(ConfigModel):
     )
     num_eval_episodes: Count = Field(5, description="episodes of an evaluation, over all its environments")
     eval_seed: int | None = Field(None, ge=0, lt=2**62, description="seed of evaluations; seed + 10000 if absent")
+    best_eval_metric: str = Field("eval/avg_reward", description="log of the evaluation that chooses checkpoints/best")
+    best_eval_mode: Literal["max", "min"] = Field("max", description="whether more or less of it is better")
     save_freq: Count = Field(50_000, description="environment steps between checkpoints; fires when crossed")
+    use_wandb: bool = Field(False, description="track with Weights & Biases too; offline without a network")
+    wandb_project_name: str = Field("embodichain-generic", min_length=1, description="project of Weights & Biases")
+    tf32: bool = Field(False, description="let CUDA multiply float32 matrices in TF32: faster, 10 bits of mantissa")
+    events: EventsConfig = Field(EventsConfig(), description="what happens to the environments")
 
     @field_validator("device")
     @classmethod
-    def _available(cls, device: str) -> str:
-        import torch
-
-        cuda = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
-        if device not in ("cpu", "auto", *cuda, *["cuda"][: len(cuda)]):
-            raise ValueError(f"device {device!r} is not available; available: {', '.join(['cpu', *cuda])} (or auto)")
+    def _is_device(cls, device: str) -> str:
+        if not re.fullmatch(r"cpu|auto|cuda(:\d+)?", device):
+            raise ValueError(f"not a device: {device!r}; expected cpu, cuda, cuda:<index> or auto")
         return device
-
-
-def _entry(kind: str, section: dict) -> Entry:
-    """The registered part that a section names."""
-    name = section.get("name")
-    try:
-        if isinstance(name, str):
-            return lookup(kind, name)
-        given = f"expected a string, got {shown(name)}" if "name" in section else "missing"
-        message = f"{given}; known: {', '.join(registered(kind))}"
-    except KeyError as error:
-        message = error.args[0]
-    raise ValidationError.from_exception_data(kind, [fault_at(("name",), message)])
 
 
 class Choice(ConfigModel):
@@ -78,17 +118,6 @@ class Choice(ConfigModel):
 
     name: str = Field(description="registered name")
     cfg: SerializeAsAny[BaseModel] = Field(description="settings of the part")
-
-    @classmethod
-    def _resolve(cls, kind: str, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        config = _entry(kind, data).config
-        try:
-            return data | {"cfg": config.model_validate(data.get("cfg", {}))}
-        except ValidationError as error:
-            faults = [fault_at(("cfg", *path), message) for path, message in explained(config, error)]
-            raise ValidationError.from_exception_data(kind, faults) from None
 
 
 class EnvChoice(Choice):
@@ -99,7 +128,8 @@ class EnvChoice(Choice):
     @model_validator(mode="before")
     @classmethod
     def _registered(cls, data: Any) -> Any:
-        return cls._resolve("env", {"name": data} if isinstance(data, str) else data)
+        data = {"name": data} if isinstance(data, str) else data
+        return _resolved("env", data, "name", "cfg") if isinstance(data, dict) else data
 
 
 class AlgorithmChoice(Choice):
@@ -108,7 +138,7 @@ class AlgorithmChoice(Choice):
     @model_validator(mode="before")
     @classmethod
     def _registered(cls, data: Any) -> Any:
-        return cls._resolve("algorithm", data)
+        return _resolved("algorithm", data, "name", "cfg") if isinstance(data, dict) else data
 
 
 class PolicyConfig(ConfigModel):
@@ -116,6 +146,9 @@ class PolicyConfig(ConfigModel):
 
     name: str = Field(description='registered name, such as "actor_critic"')
     action_dim: Count | None = Field(None, description="width of the policy head; must match the environment's")
+    normalize_obs: bool = Field(False, description="standardise observations by running moments kept in the state")
+    clip_actions: bool = Field(True, description="hold Box actions within their space before the environment sees them")
+    bf16: bool = Field(False, description="run the networks in bfloat16; weights and everything else stay float32")
 
     @model_validator(mode="wrap")
     @classmethod

@@ -29,9 +29,14 @@ Iteration = Callable[[TensorDict], tuple[TensorDict, dict[str, Logs]]]
 
 
 def device_of(cfg: Config) -> torch.device:
-    """The device of a run; "auto" is cuda where there is one."""
-    name = cfg.trainer.device
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else torch.device(name)
+    """The device of a run; "auto" is cuda where there is one. Raises ConfigError naming the devices there are."""
+    name, count = cfg.trainer.device, torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "auto":
+        name = "cuda" if count else "cpu"
+    have = ["cpu", *(f"cuda:{i}" for i in range(count))]
+    if name not in have and not (name == "cuda" and count):
+        raise ConfigError(f"trainer.device: {name} is not available; available: {', '.join(have)} (or auto)")
+    return torch.device(name)
 
 
 def form_of(cfg: Config) -> Form:

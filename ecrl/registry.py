@@ -1,4 +1,4 @@
-"""Names to parts: `name -> (Config, make)` for environments, policies and algorithms.
+"""Names to parts: `name -> (Config, make)` for environments, policies, algorithms, networks and events.
 
 A `make` function is registered by decorating it; the annotation of its first parameter is its Config:
 
@@ -26,7 +26,7 @@ class Entry(NamedTuple):
     make: Callable[..., Any]
 
 
-_ENTRIES: dict[str, dict[str, Entry]] = {"env": {}, "policy": {}, "algorithm": {}}
+_ENTRIES: dict[str, dict[str, Entry]] = {kind: {} for kind in ("env", "policy", "algorithm", "network", "event")}
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
@@ -71,6 +71,16 @@ def register_algorithm(name: str, *, override: bool = False) -> Callable[[Callab
     return _register("algorithm", name, override=override)
 
 
+def register_network(name: str, *, override: bool = False) -> Callable[[Callable], Callable]:
+    """Decorator: register `make(cfg, inputs, outputs) -> nn.Module` under `name`, for `{"type": name}` networks."""
+    return _register("network", name, override=override)
+
+
+def register_event(name: str, *, override: bool = False) -> Callable[[Callable], Callable]:
+    """Decorator: register `make(cfg) -> (env state, keys) -> env state` under `name`, for `trainer.events`."""
+    return _register("event", name, override=override)
+
+
 @cache
 def _import_builtin() -> None:
     for module in BUILTIN:
@@ -78,7 +88,7 @@ def _import_builtin() -> None:
 
 
 def registered(kind: str) -> tuple[str, ...]:
-    """The known names of a kind: "env", "policy" or "algorithm".
+    """The known names of a kind: "env", "policy", "algorithm", "network" or "event".
 
     >>> "cartpole" in registered("env")
     True

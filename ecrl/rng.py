@@ -13,8 +13,8 @@ from math import pi, prod
 import torch
 from torch import Tensor
 
-START, ENV, ACTION, UPDATE, INIT, EVAL = range(6)
-"""Streams of a run: where episodes start, world noise, sampled actions, minibatches, initial weights, evaluation."""
+START, ENV, ACTION, UPDATE, INIT, EVAL, EVENT = range(7)
+"""Streams of a run: episode starts, world noise, sampled actions, minibatches, initial weights, evaluation, events."""
 
 _MASK = 0xFFFFFFFF
 _DRAW, _SPLIT, _FOLD = range(3)  # fourth counter word, so that draws, splits and folds never meet

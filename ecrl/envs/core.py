@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl import rng
-from ecrl.spaces import Space
+from ecrl.spaces import Box, Space
 
 
 def keys_as_noise(keys: Tensor) -> Tensor:
@@ -22,12 +22,23 @@ def keys_as_noise(keys: Tensor) -> Tensor:
     return keys
 
 
+def last_obs(state: TensorDict) -> Any:
+    """The default `observe`: the observation is a field of the dynamics."""
+    return state["obs"]
+
+
+def nothing_to_close(state: TensorDict) -> None:
+    """The default `close`: tensors need none."""
+
+
 @dataclass(frozen=True)
 class Env:
     """Functions of one kind of environment, for any number of them.
 
     reset: int64 keys `[*B]` -> state. step: (state, action, noise) -> state. draw: keys -> noise of a step; called on
-    `[T, N]` keys, outside the loop, so it must not depend on the state.
+    `[T, N]` keys, outside the loop, so it must not depend on the state. observe: state -> its observation, needed where
+    events change what is observed. lockstep: every episode has the same length. is_pure: False where the state lives
+    outside the tensors, as in Gymnasium; such an env resets itself, keeps `final_obs`, and is released by `close`.
     """
 
     reset: Callable[[Tensor], TensorDict]
@@ -35,6 +46,10 @@ class Env:
     observation_space: Space
     action_space: Space
     draw: Callable[[Tensor], Any] = keys_as_noise
+    observe: Callable[[TensorDict], Any] = last_obs
+    lockstep: bool = False
+    is_pure: bool = True
+    close: Callable[[TensorDict], None] = nothing_to_close
 
 
 def state_of(obs: Tensor, batch: torch.Size, **fields: Tensor) -> TensorDict:
@@ -76,8 +91,10 @@ def auto_reset(env: Env) -> Env:
 
     `reward`, `terminated`, `truncated` and `info` stay those of the step; the next step of `env` sees both flags down.
     Where an episode would start is drawn with the noise, from the start stream of the same key, so it does not depend
-    on how the last one went.
+    on how the last one went. An environment that is not pure resets itself and is returned as it is.
     """
+    if not env.is_pure:
+        return env
 
     def reset(keys: Tensor) -> TensorDict:
         start = env.reset(keys)
@@ -96,3 +113,20 @@ def auto_reset(env: Env) -> Env:
         return start.where(done, going_on).update(kept).set("final_obs", after["obs"])
 
     return replace(env, reset=reset, step=step, draw=draw)
+
+
+@cache
+def clip_action(env: Env) -> Env:
+    """Hold Box actions within the bounds of their space before the environment sees them.
+
+    `max(low, min(high, action))`. The rollout keeps the action as it was drawn, which is what its probability is of.
+    """
+    space = env.action_space
+    if not isinstance(space, Box):
+        return env
+
+    def step(state: TensorDict, action: Tensor, noise: Any) -> TensorDict:
+        low, high = (action.new_tensor(bound).reshape(space.shape) for bound in (space.low, space.high))
+        return env.step(state, action.clamp(low, high), noise)
+
+    return replace(env, step=step)

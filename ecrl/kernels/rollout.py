@@ -16,6 +16,7 @@ from ecrl.kernels.returns import _reverse_scan
 
 _VALUE_ROWS = 16_384  # observations per critic pass: bounds activations, large enough to fill a core
 _STEP_FIELDS = ("reward", "terminated", "truncated")
+_OPTIONAL = ("info", "mask")
 
 
 def act_and_step(
@@ -41,7 +42,8 @@ def act_and_step(
         action_noise: what the policy's `draw` gives for this step; None for the deterministic action.
         env_noise: what the environment's `draw` gives for this step.
 
-    Returns: carry, env_state, and the rollout row `[N]`: `out`, reward, terminated, truncated, done and final_obs.
+    Returns: carry, env_state, and the rollout row `[N]`: `out`, reward, terminated, truncated, done, final_obs, and
+        where the environment has them info and mask.
     Gradient: whatever `act` and `step` let through.
 
     >>> act = lambda params, carry, obs, noise: (carry, TensorDict({"action": obs + noise}, obs.shape))
@@ -55,7 +57,8 @@ def act_and_step(
     """
     carry, out = act(params, carry, env_state["obs"], action_noise)
     env_state = step(env_state, out["action"], env_noise)
-    row = out.copy().update({key: env_state[key] for key in (*_STEP_FIELDS, "final_obs")})
+    fields = (*_STEP_FIELDS, "final_obs", *(key for key in _OPTIONAL if key in env_state))
+    row = out.copy().update({key: env_state[key] for key in fields})
     return carry, env_state, row.set("done", row["terminated"] | row["truncated"])
 
 
@@ -90,7 +93,7 @@ def collect_rollout(
 
     Args:
         policy: record with `act`, `draw` and `value` (None for a policy without a critic).
-        env: record with `step` (wrapped by auto-reset) and `draw`.
+        env: record with `step` (wrapped by auto-reset), `draw`, and `is_pure`, False for one that runs on the host.
         params: the policy's parameters.
         carry: the policy's memory.
         env_state: batch `[N]`, with `obs`.
@@ -99,8 +102,8 @@ def collect_rollout(
         jit: `jit(fn, *static)` binds the static arguments and may compile; plain `functools.partial` is eager.
 
     Returns: carry, env_state after T steps, and the rollout: obs, what the policy's `act` gives, reward, terminated,
-        truncated, done, and with a critic value and final_value. The memory is time-major; the last slot of every field
-        but obs and value is zero.
+        truncated, done, where the environment has them info and mask, and with a critic value and final_value. The
+        memory is time-major; the last slot of every field but obs and value is zero.
     Gradient: none; it runs under `no_grad`.
     Raises: ValueError if the keys are not both `[T, N]` with T >= 1.
     Source: the time limit's value as in Pardo et al. 2018, arXiv:1712.00378.
@@ -122,7 +125,8 @@ def collect_rollout(
     length = len(env_keys)
     with torch.no_grad():
         env_noise, action_noise = jit(_draw, env.draw, policy.draw)(env_keys, action_keys)
-        step = jit(act_and_step, policy.act, env.step)
+        fused = jit(act_and_step, policy.act, env.step) if env.is_pure else None
+        step = fused or partial(act_and_step, jit(policy.act), env.step)
         obs, rows = [], []
         for action_t, env_t in zip(_rows(action_noise, length), _rows(env_noise, length), strict=True):
             obs.append(env_state["obs"])
