@@ -31,6 +31,7 @@ ROLLOUT_FIELDS = {
 STATE_FIELDS = {
     "params": "policy parameters, nested under module names",
     "opt": "optimiser state",
+    "norm": "running moments, frozen during an iteration: obs of the policy, reward of the algorithm; may be empty",
     "env": "env states with the last observation",
     "episode": "running and last finished returns and lengths",
     "hyper": "every numeric hyperparameter as a 0-d tensor",

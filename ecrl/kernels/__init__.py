@@ -16,6 +16,7 @@ from ecrl.kernels.categorical import (
     multi_discrete_mode,
     multi_discrete_sample,
 )
+from ecrl.kernels.discounts import episode_discounts
 from ecrl.kernels.groups import first_episode_mask, group_advantages, grpo_advantages
 from ecrl.kernels.losses import (
     clipped_surrogate,
@@ -25,10 +26,11 @@ from ecrl.kernels.losses import (
     kl_k2,
     kl_k3,
     ppo_loss,
+    ppo_loss_clipped_value,
     value_loss,
 )
 from ecrl.kernels.masked import explained_variance, masked_mean, standardize
-from ecrl.kernels.moments import moments_init, moments_merge, moments_update, moments_variance, normalize
+from ecrl.kernels.moments import moments_init, moments_merge, moments_update, moments_variance, normalize, scale
 from ecrl.kernels.normal import (
     Squashed,
     normal_entropy,
@@ -67,7 +69,7 @@ from ecrl.kernels.returns import (
     td_lambda_returns,
     vtrace,
 )
-from ecrl.kernels.rollout import act_and_step, collect_rollout, episode_init, episode_update
+from ecrl.kernels.rollout import act_and_step, collect_rollout, episode_init, episode_update, restarted, running_returns
 from ecrl.kernels.rollout_returns import (
     compute_gae,
     compute_n_step_returns,
@@ -101,6 +103,7 @@ __all__ = [
     "compute_vtrace",
     "cosine_schedule",
     "discounted_returns",
+    "episode_discounts",
     "episode_init",
     "episode_update",
     "explained_variance",
@@ -134,8 +137,12 @@ __all__ = [
     "normal_sample",
     "normalize",
     "ppo_loss",
+    "ppo_loss_clipped_value",
+    "restarted",
     "rmsprop",
     "rmsprop_init",
+    "running_returns",
+    "scale",
     "sgd",
     "sgd_init",
     "standardize",

@@ -220,9 +220,76 @@ def ppo_loss(
     >>> float(loss), float(logs["value_loss"]), float(logs["count"])
     (1.0, 4.0, 2.0)
     """
+    critic = value_loss(value, value_target, mask)
+    return _composed(
+        log_prob, old_log_prob, advantage, entropy, value, value_target, mask, critic, clip_coef, vf_coef, ent_coef
+    )
+
+
+def ppo_loss_clipped_value(
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantage: Tensor,
+    entropy: Tensor,
+    value: Tensor,
+    old_value: Tensor,
+    value_target: Tensor,
+    mask: Tensor,
+    *,
+    clip_coef: Scalar,
+    vf_coef: Scalar,
+    ent_coef: Scalar,
+) -> tuple[Tensor, Logs]:
+    """`ppo_loss` with the critic held near what it said when the rollout was collected.
+
+        loss = clipped_surrogate + vf_coef * clipped_value_loss - ent_coef * mean(entropy)
+
+    Args:
+        log_prob: `[*B]` float, nats, under the policy being learnt.
+        old_log_prob: `[*B]` float, nats, under the policy that acted.
+        advantage: `[*B]` float.
+        entropy: `[*B]` float, nats.
+        value: `[*B]` float, the critic now.
+        old_value: `[*B]` float, the critic when the rollout was collected.
+        value_target: `[*B]` float.
+        mask: `[*B]` bool.
+        clip_coef: half-width of the trust intervals: of the ratio, and of the value in reward units.
+        vf_coef: weight of the critic.
+        ent_coef: weight of the entropy.
+
+    Returns: as `ppo_loss`.
+    Gradient: through `log_prob`, `entropy` and `value` only.
+    Raises: ValueError naming the arguments whose shapes differ.
+    Source: Engstrom et al. 2020, arXiv:2005.12729, sec. 3.
+
+    >>> x, yes = torch.zeros(2), torch.tensor([True, True])
+    >>> numbers = {"clip_coef": 0.5, "vf_coef": 1.0, "ent_coef": 0.0}
+    >>> float(ppo_loss_clipped_value(x, x, x, x, x + 2, x, x + 2, yes, **numbers)[1]["value_loss"])
+    2.25
+    """
+    critic = clipped_value_loss(value, old_value, value_target, mask, clip_coef=clip_coef)
+    return _composed(
+        log_prob, old_log_prob, advantage, entropy, value, value_target, mask, critic, clip_coef, vf_coef, ent_coef
+    )
+
+
+def _composed(
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantage: Tensor,
+    entropy: Tensor,
+    value: Tensor,
+    value_target: Tensor,
+    mask: Tensor,
+    critic: Tensor,
+    clip_coef: Scalar,
+    vf_coef: Scalar,
+    ent_coef: Scalar,
+) -> tuple[Tensor, Logs]:
+    """The surrogate, a critic's error that is given, and the entropy bonus."""
     same_shape(log_prob=log_prob, entropy=entropy, value=value, value_target=value_target, mask=mask)
     policy, logs = clipped_surrogate(log_prob, old_log_prob, advantage, mask, clip_coef=clip_coef)
-    critic, bonus = value_loss(value, value_target, mask), masked_mean(entropy, mask)
+    bonus = masked_mean(entropy, mask)
     logs |= {
         "value_loss": critic.detach(),
         "entropy": bonus.detach(),

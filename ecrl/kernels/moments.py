@@ -120,3 +120,25 @@ def normalize(x: Tensor, moments: TensorDict, *, eps: Scalar, clip: Scalar) -> T
         raise ValueError(f"x has shape {list(x.shape)}, expected it to end in one sample's shape {list(shape)}")
     mean, scale = moments["mean"].to(x.dtype), torch.rsqrt(moments_variance(moments) + eps).to(x.dtype)
     return ((x - mean) * scale).clamp(-clip, clip).to(x.dtype)  # pyright: ignore
+
+
+def scale(x: Tensor, moments: TensorDict, *, eps: Scalar, clip: Scalar) -> Tensor:
+    """Divide by the running spread, without moving the mean, and bound the result: for rewards.
+
+        clip(x / sqrt(variance + eps), -clip, clip)
+
+    Args:
+        x: `[*B, *shape]` float.
+        moments: of samples of `shape`.
+        eps: added to the variance, squared units of `x`.
+        clip: largest absolute value returned.
+
+    Returns: `[*B, *shape]` in the dtype of `x`.
+    Gradient: flows through `x`.
+    Raises: ValueError if `x` does not end in one sample's shape.
+    Source: Engstrom et al. 2020, arXiv:2005.12729, sec. 3 (reward scaling).
+
+    >>> scale(torch.tensor([5.0, -0.5]), moments_init(()), eps=0.0, clip=3.0)
+    tensor([ 3.0000, -0.5000])
+    """
+    return normalize(x, moments.copy().set("mean", torch.zeros_like(moments["mean"])), eps=eps, clip=clip)

@@ -13,6 +13,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from ecrl.kernels.returns import _reverse_scan
+from ecrl.types import Scalar, same_shape
 
 _VALUE_ROWS = 16_384  # observations per critic pass: bounds activations, large enough to fill a core
 _STEP_FIELDS = ("reward", "terminated", "truncated")
@@ -172,19 +173,41 @@ def episode_init(num_envs: int, window: int, device: torch.device | str | None =
     )
 
 
-def _running(x: Tensor, done: Tensor, before: Tensor) -> Tensor:
-    """`y[t] = x[t] + y[t - 1] * not done[t - 1]`, `y[-1] = before`: the reverse scan, run on flipped time."""
-    ended_before = torch.cat((torch.zeros_like(done[:, :1]), done[:, :-1]), 1)
-    return _reverse_scan(x.flip(1), 1.0, ended_before.flip(1), before).flip(1)
+def running_returns(reward: Tensor, done: Tensor, before: Tensor, *, gamma: Scalar) -> Tensor:
+    """Discounted sums of the rewards so far in each episode, the older the less.
+
+        y[t] = reward[t] + gamma * y[t - 1] * not done[t - 1],    y[-1] = before
+
+    Args:
+        reward: `[*B, T]` float, reward units.
+        done: `[*B, T]` bool.
+        before: `[*B]` float, the sum before the first step; 0 where an episode begins.
+        gamma: discount per step.
+
+    Returns: `[*B, T]` in the dtype of `reward`.
+    Gradient: flows through `reward` and `before`.
+    Raises: ValueError naming the arguments whose shapes differ.
+    Source: Engstrom et al. 2020, arXiv:2005.12729, sec. 3 (reward scaling).
+
+    >>> running_returns(torch.ones(3), torch.tensor([False, True, False]), torch.tensor(4.0), gamma=0.5).tolist()
+    [3.0, 2.5, 1.0]
+    """
+    same_shape(reward=reward, done=done)
+    if before.shape != reward.shape[:-1]:
+        expected = f"expected {list(reward.shape[:-1])} as reward without time"
+        raise ValueError(f"before has shape {list(before.shape)}, {expected}")
+    ended_before = torch.cat((torch.zeros_like(done[..., :1]), done[..., :-1]), -1)
+    return _reverse_scan(reward.flip(-1), gamma, ended_before.flip(-1), before).flip(-1)
 
 
-def episode_update(episode: TensorDict, reward: Tensor, done: Tensor) -> TensorDict:
+def episode_update(episode: TensorDict, reward: Tensor, done: Tensor, mask: Tensor | None = None) -> TensorDict:
     """Statistics after T more steps.
 
     Args:
         episode: from `episode_init` or here.
         reward: `[N, T]` float, reward units.
         done: `[N, T]` bool.
+        mask: `[N, T]` bool, False for a step that belongs to no episode and is not counted; None counts all.
 
     Returns: new statistics. `finished_return` and `finished_length` keep the most recent episodes, oldest first; only
         those where `finished` are real. Ties in time are kept in order of env index.
@@ -194,8 +217,11 @@ def episode_update(episode: TensorDict, reward: Tensor, done: Tensor) -> TensorD
     >>> e["finished_return"][e["finished"]], e["running_return"]
     (tensor([3.]), tensor([4.]))
     """
-    ret = _running(reward, done, episode["running_return"])
-    length = _running(torch.ones_like(reward), done, episode["running_length"])
+    one = torch.ones_like(reward)
+    if mask is not None:
+        reward, one = reward.masked_fill(~mask, 0.0), mask.to(reward.dtype)
+    ret = running_returns(reward, done, episode["running_return"], gamma=1.0)
+    length = running_returns(one, done, episode["running_length"], gamma=1.0)
     ended = torch.cat((episode["finished"], done.t().reshape(-1)))
     order = torch.where(ended, torch.arange(1, len(ended) + 1, device=done.device), 0)
     last = order.topk(len(episode["finished"])).indices.flip(0)
@@ -210,4 +236,21 @@ def episode_update(episode: TensorDict, reward: Tensor, done: Tensor) -> TensorD
             "finished": ended[last],
         },
         [],
+    )
+
+
+def restarted(episode: TensorDict) -> TensorDict:
+    """Statistics where every running episode is given up and a new one begins; the finished ones are kept.
+
+    Args:
+        episode: from `episode_init` or `episode_update`.
+
+    Returns: new statistics.
+    Gradient: none.
+
+    >>> restarted(episode_init(1).set("running_return", torch.ones(1)))["running_return"]
+    tensor([0.])
+    """
+    return episode.copy().update(
+        {name: torch.zeros_like(episode[name]) for name in ("running_return", "running_length")}
     )
