@@ -91,16 +91,26 @@ def to_gymnasium(space: Space) -> Any:
 
 
 def from_gymnasium(space: Any) -> Space:
-    """The hashable form of a `gymnasium.spaces` object; raises TypeError naming a kind that has none."""
+    """The hashable form of a `gymnasium.spaces` object; raises TypeError naming a kind that has none.
+
+    Numbers of a Box become float32, integers count from 0, those of several axes are read in C order, MultiBinary is a
+    MultiDiscrete of twos, and the parts of a Tuple are named "0", "1" and so on. `ecrl.envs.gymnasium_spaces` converts
+    the values.
+    """
     from gymnasium import spaces
 
     match space:
         case spaces.Box():
             return Box(tuple(map(float, space.low.ravel())), tuple(map(float, space.high.ravel())), space.shape)
-        case spaces.Discrete() if space.start == 0:
+        case spaces.Discrete():
             return Discrete(int(space.n))
-        case spaces.MultiDiscrete() if space.nvec.ndim == 1 and not space.start.any():
-            return MultiDiscrete(tuple(map(int, space.nvec)))
+        case spaces.MultiDiscrete():
+            return MultiDiscrete(tuple(map(int, space.nvec.ravel())))
+        case spaces.MultiBinary():
+            return MultiDiscrete((2,) * prod(space.shape))
         case spaces.Dict():
-            return dict_space({name: from_gymnasium(part) for name, part in space.items()})
-    raise TypeError(f"space {space} has no counterpart here; known: Box, Discrete and MultiDiscrete from 0, Dict")
+            return dict_space({str(name): from_gymnasium(part) for name, part in space.items()})
+        case spaces.Tuple():
+            return dict_space({str(i): from_gymnasium(part) for i, part in enumerate(space)})
+    known = "Box, Discrete, MultiDiscrete, MultiBinary, Dict, Tuple"
+    raise TypeError(f"space {space} has no counterpart here; known: {known}")

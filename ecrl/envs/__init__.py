@@ -2,8 +2,11 @@
 
 from ecrl.config import EnvChoice
 from ecrl.envs.cartpole import CartPoleConfig, cartpole
-from ecrl.envs.core import Env, auto_reset, state_of, time_limit
+from ecrl.envs.core import Env, auto_reset, clip_action, state_of, time_limit
+from ecrl.envs.events import RandomizeFieldConfig, randomize_field, restart, with_events
+from ecrl.envs.gymnasium import GymnasiumConfig, from_vector, gymnasium_env
 from ecrl.envs.pendulum import PendulumConfig, pendulum
+from ecrl.envs.point_mass import PointMassConfig, point_mass
 from ecrl.envs.probes import ProbeConfig, probe_action, probe_constant, probe_delay, probe_match, probe_observation
 from ecrl.registry import lookup
 from ecrl.strict import checked
@@ -11,19 +14,29 @@ from ecrl.strict import checked
 __all__ = [
     "CartPoleConfig",
     "Env",
+    "GymnasiumConfig",
     "PendulumConfig",
+    "PointMassConfig",
     "ProbeConfig",
+    "RandomizeFieldConfig",
     "auto_reset",
     "cartpole",
+    "clip_action",
+    "from_vector",
+    "gymnasium_env",
     "make_env",
     "pendulum",
+    "point_mass",
     "probe_action",
     "probe_constant",
     "probe_delay",
     "probe_match",
     "probe_observation",
+    "randomize_field",
+    "restart",
     "state_of",
     "time_limit",
+    "with_events",
 ]
 
 

@@ -59,4 +59,9 @@ def pendulum(cfg: PendulumConfig) -> Env:
         return state.copy().update(after)
 
     space = Box((-1.0, -1.0, -cfg.max_speed), (1.0, 1.0, cfg.max_speed), (3,))
-    return time_limit(Env(reset, step, space, box(-cfg.max_torque, cfg.max_torque, 1)), cfg.max_episode_steps)
+    torques = box(-cfg.max_torque, cfg.max_torque, 1)
+
+    def observe(state: TensorDict) -> Tensor:
+        return _observe(state["angle"], state["speed"])
+
+    return time_limit(Env(reset, step, space, torques, observe=observe, lockstep=True), cfg.max_episode_steps)

@@ -1,0 +1,149 @@
+"""A damped point mass in the plane that goes to a goal around two round obstacles; differentiable throughout.
+
+Semi-implicit Euler. The task is EmbodiChain's `PointMassRL`, which name it is registered under too, except that
+gradients also flow through the last action.
+"""
+
+from math import inf, sqrt
+
+import torch
+from pydantic import Field, model_validator
+from tensordict import TensorDict
+from torch import Tensor
+
+from ecrl import rng
+from ecrl.envs.core import Env, state_of, time_limit
+from ecrl.registry import register_env
+from ecrl.spaces import box
+from ecrl.strict import ConfigModel, Count, NonNegative, Positive
+
+_GOAL, _START, _OBSTACLE = 0.7, 0.6, 0.8  # half-widths of where they are drawn, in those of the workspace
+_TRIES = 8  # drawn places per obstacle, of which 92 % are far enough from the goal
+_WEIGHTS = {"distance": 1.0, "near": 0.5, "penetration": -2.0, "speed": -0.01, "change": -0.001}
+_NEAR = 0.05  # m, width of the bonus around the goal
+
+
+class PointMassConfig(ConfigModel):
+    """Physical constants, SI units."""
+
+    max_episode_steps: Count = Field(100, description="time limit, steps")
+    workspace_half: Positive = Field(1.0, description="each coordinate is held in +- this, m")
+    mass: Positive = Field(1.0, description="kg")
+    force_scale: Positive = Field(5.0, description="force of an action of 1, N")
+    linear_damping: NonNegative = Field(5.0, description="share of the velocity lost, 1/s")
+    dt: Positive = Field(1.0 / 60.0, description="time step, s")
+    success_threshold: Positive = Field(0.03, description="the episode ends this close to the goal, m")
+    success_bonus: NonNegative = Field(0.0, description="reward of that step, beside what every step pays")
+    obstacle_radius_range: tuple[Positive, Positive] = Field(
+        (0.08, 0.15), strict=False, description="smallest and largest radius, m"
+    )
+    obstacle_min_goal_distance: NonNegative = Field(0.25, description="from an obstacle's centre to the goal, m")
+
+    @model_validator(mode="after")
+    def _possible(self) -> "PointMassConfig":
+        low, high = self.obstacle_radius_range
+        if high < low:
+            raise ValueError(f"obstacle_radius_range [{low}, {high}] falls; give the smaller radius first")
+        corner = _OBSTACLE * sqrt(2.0) * self.workspace_half
+        if self.obstacle_min_goal_distance >= corner:
+            raise ValueError(
+                f"obstacle_min_goal_distance must be below {corner:.4g} here: there is no room farther off"
+            )
+        return self
+
+
+def _obstacles(words: Tensor, goal: Tensor, half_width: float, apart: float) -> Tensor:
+    """Centres `[*B, 2, 2]`: of `_TRIES` uniform places each the first that is far enough from the goal `[*B, 2]`.
+
+    The last resort is the corner opposite to the goal, which always is.
+    """
+    corner = torch.where(goal < 0.0, half_width, -half_width)[..., None, None, :].expand(*goal.shape[:-1], 2, 1, 2)
+    places = torch.cat(((2.0 * words - 1.0) * half_width, corner), -2)
+    far = torch.linalg.vector_norm(places - goal[..., None, None, :], dim=-1) > apart
+    first = far & (far.cumsum(-1) == 1)
+    return torch.where(first.unsqueeze(-1), places, 0.0).sum(-2)
+
+
+def _observe(state: TensorDict) -> Tensor:
+    fields = ("position", "velocity", "goal", "last_action")
+    return torch.cat((*(state[f] for f in fields), state["obstacles"].flatten(-2), state["radii"]), -1)
+
+
+def _info(terms: dict[str, Tensor], success: Tensor, distance: Tensor, path: Tensor, collisions: Tensor) -> TensorDict:
+    metrics = {"final_distance": distance, "path_length": path, "collision_count": collisions}
+    info = TensorDict({"success": success, "metrics": metrics, "rewards": terms}, success.shape)
+    return info.clone()  # compiled code guards on whether two fields are one tensor
+
+
+@register_env("PointMassRL")
+@register_env("point_mass")
+def point_mass(cfg: PointMassConfig) -> Env:
+    """Observation `[*B, 14]`: position, velocity, goal, last action, two obstacles' centres, their radii; m and m/s.
+
+        a  = clamp(action, -1, 1)                                  Action [*B, 2]: force along each axis
+        v' = v (1 - linear_damping dt) + a force_scale / mass dt;    x' = clamp(x + v' dt, +-workspace_half)
+        d  = |x' - goal|;    penetration = sum_obstacles(max(0, radius - |x' - centre|)^2)
+        reward = -d + 0.5 exp(-d^2 / (2 0.05^2)) - 2 penetration - 0.01 |v'|^2 - 0.001 |a - a_before|^2
+                 + success_bonus [d < success_threshold], which ends the episode
+
+    `info` has `success`, `rewards` (the terms without their weights) and `metrics` (of the episode up to the step).
+    Gradient: through everything; where a norm is 0 it is 0.
+    """
+    half, (low, high) = cfg.workspace_half, cfg.obstacle_radius_range
+
+    def reset(keys: Tensor) -> TensorDict:
+        words = rng.uniform(keys, (6 + 4 * _TRIES,))
+        goal, start = ((2.0 * words[..., i : i + 2] - 1.0) * half * k for i, k in ((0, _GOAL), (2, _START)))
+        places = words[..., 6:].reshape(*keys.shape, 2, _TRIES, 2)
+        zero = torch.zeros_like(goal)
+        fields = {
+            "position": start,
+            "velocity": zero,
+            "goal": goal,
+            "last_action": zero.clone(),
+            "obstacles": _obstacles(places, goal, _OBSTACLE * half, cfg.obstacle_min_goal_distance),
+            "radii": low + (high - low) * words[..., 4:6],
+            "path_length": zero[..., 0].clone(),
+            "collision_count": zero[..., 1].clone(),
+        }
+        state = state_of(_observe(TensorDict(fields, keys.shape)), keys.shape, **fields)
+        nothing = {name: zero[..., 0].clone() for name in (*_WEIGHTS, "success")}
+        info = _info(nothing, state["terminated"].clone(), *(zero[..., 0].clone() for _ in range(3)))
+        return state.set("info", info)
+
+    def step(state: TensorDict, action: Tensor, noise: object) -> TensorDict:
+        action = action.clamp(-1.0, 1.0)
+        velocity = state["velocity"] * (1.0 - cfg.linear_damping * cfg.dt)
+        velocity = velocity + action * (cfg.force_scale / cfg.mass * cfg.dt)
+        position = (state["position"] + velocity * cfg.dt).clamp(-half, half)
+        distance = torch.linalg.vector_norm(position - state["goal"], dim=-1)
+        centre = torch.linalg.vector_norm(position.unsqueeze(-2) - state["obstacles"], dim=-1)
+        depth = (state["radii"] - centre).clamp(min=0.0)
+        terminated = distance < cfg.success_threshold
+        terms = {
+            "distance": -distance,
+            "near": torch.exp(-distance.square() / (2.0 * _NEAR**2)),
+            "penetration": depth.square().sum(-1),
+            "speed": velocity.square().sum(-1),
+            "change": (action - state["last_action"]).square().sum(-1),
+            "success": terminated.to(distance.dtype),
+        }
+        path = state["path_length"] + torch.linalg.vector_norm(position - state["position"], dim=-1)
+        collisions = state["collision_count"] + (depth > 0.0).any(-1).to(distance.dtype)
+        weights = _WEIGHTS | {"success": cfg.success_bonus}
+        after = {
+            "position": position,
+            "velocity": velocity,
+            "last_action": action,
+            "path_length": path,
+            "collision_count": collisions,
+            "reward": sum(weight * terms[name] for name, weight in weights.items()),
+            "terminated": terminated,
+            "truncated": torch.zeros_like(terminated),
+            "info": _info(terms, terminated, distance, path, collisions),
+        }
+        moved = state.copy().update(after)
+        return moved.set("obs", _observe(moved))
+
+    core = Env(reset, step, box(-inf, inf, 14), box(-1.0, 1.0, 2), observe=_observe)
+    return time_limit(core, cfg.max_episode_steps)
