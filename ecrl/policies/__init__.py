@@ -2,21 +2,31 @@
 
 from ecrl.config import PolicyConfig
 from ecrl.policies.actor_critic import ActorCriticConfig, actor_critic
-from ecrl.policies.core import Policy, flatten
-from ecrl.policies.mlp import MLPConfig, NetworkConfig, build_mlp
+from ecrl.policies.actor_only import ActorOnlyConfig, actor_only
+from ecrl.policies.core import Policy, acting_params, flatten
+from ecrl.policies.mlp import MLPConfig, build_mlp
+from ecrl.policies.module import module_policy
+from ecrl.policies.networks import NetworkConfig, make_network
+from ecrl.policies.normalized import normalized
 from ecrl.registry import lookup
 from ecrl.spaces import Space
 from ecrl.strict import checked
 
 __all__ = [
     "ActorCriticConfig",
+    "ActorOnlyConfig",
     "MLPConfig",
     "NetworkConfig",
     "Policy",
+    "acting_params",
     "actor_critic",
+    "actor_only",
     "build_mlp",
     "flatten",
+    "make_network",
     "make_policy",
+    "module_policy",
+    "normalized",
 ]
 
 
@@ -33,4 +43,5 @@ def make_policy(cfg: PolicyConfig | dict, observation_space: Space, action_space
     ['actor', 'critic']
     """
     cfg = checked(PolicyConfig, cfg, "policy")
-    return lookup("policy", cfg.name).make(cfg, observation_space, action_space)
+    policy = lookup("policy", cfg.name).make(cfg, observation_space, action_space)
+    return normalized(policy, observation_space) if cfg.normalize_obs else policy

@@ -18,7 +18,8 @@ class Policy:
     init: 0-d key -> params. draw: keys `[*B]` -> noise `[*B, ...]` of an action. act: (params, carry, obs, noise) ->
     (carry, out), `out` with `action` and `sample_log_prob`; noise None gives the deterministic action. evaluate:
     (params, carry, obs, action, done) -> (log_prob, entropy), nats. value: (params, carry, obs) -> V `[*B]`, or None
-    without a critic. `carry` is the policy's memory, an empty TensorDict for feed-forward ones.
+    without a critic. `carry` is the policy's memory, an empty TensorDict for feed-forward ones. norm_init and
+    norm_update make and move the statistics of `normalized`. compiles: False where a module draws its own numbers.
     """
 
     init: Callable[[Tensor], TensorDict]
@@ -26,6 +27,14 @@ class Policy:
     act: Callable[[TensorDict, TensorDict, Any, Tensor | None], tuple[TensorDict, TensorDict]]
     evaluate: Callable[[TensorDict, TensorDict, Any, Tensor, Tensor], tuple[Tensor, Tensor]]
     value: Callable[[TensorDict, TensorDict, Any], Tensor] | None
+    norm_init: Callable[[torch.device], TensorDict] | None = None
+    norm_update: Callable[[TensorDict, Any, Tensor], TensorDict] | None = None
+    compiles: bool = True
+
+
+def acting_params(params: TensorDict, norm: TensorDict) -> TensorDict:
+    """What a policy's functions take as `params`: its parameters and, as `norm`, its observation statistics if any."""
+    return params.copy().set("norm", norm["obs"]) if "obs" in norm else params.copy()
 
 
 def flatten(obs: Any, space: Space) -> Tensor:
@@ -49,3 +58,36 @@ def flatten(obs: Any, space: Space) -> Tensor:
             return torch.cat(
                 [flatten(part, Discrete(n)) for part, n in zip(obs.unbind(-1), space.nvec, strict=True)], -1
             )
+
+
+def element_shape(space: Space) -> tuple[int, ...]:
+    """Shape of one element, without batch axes."""
+    return (len(space.nvec),) if isinstance(space, MultiDiscrete) else getattr(space, "shape", ())
+
+
+def one_batch(obs: Any, space: Space) -> tuple[Any, torch.Size]:
+    """An observation `[*B, ...]` with one batch axis, as modules want it, and `B`.
+
+    >>> from ecrl.spaces import box
+    >>> rows, batch = one_batch(torch.zeros(5, 6, 3, 8, 8), box(0.0, 1.0, 3, 8, 8))
+    >>> rows.shape, batch
+    (torch.Size([30, 3, 8, 8]), torch.Size([5, 6]))
+    """
+    if isinstance(space, Dict):
+        parts = {name: one_batch(obs[name], part) for name, part in space.items}
+        batch = next(iter(parts.values()))[1]
+        return TensorDict({name: rows for name, (rows, _) in parts.items()}, [batch.numel()]), batch
+    shape = element_shape(space)
+    batch = obs.shape[: obs.ndim - len(shape)]
+    return obs.reshape(batch.numel(), *shape), batch
+
+
+def example(space: Space) -> Any:
+    """Two observations of a space, all zeros, with every choice allowed: to see what a module makes of them."""
+    if isinstance(space, Dict):
+        parts = {name: example(part) for name, part in space.items}
+        hidden = (
+            {"action_mask": torch.ones_like(parts["action_mask"], dtype=torch.bool)} if "action_mask" in parts else {}
+        )
+        return TensorDict(parts | hidden, [2])
+    return torch.zeros(2, *element_shape(space), dtype=None if isinstance(space, Box) else torch.int64)

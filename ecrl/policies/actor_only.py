@@ -1,0 +1,70 @@
+"""An actor network without a critic, for Box, Discrete and MultiDiscrete actions.
+
+Choices are masked by `obs["action_mask"]` where the observation space has one.
+"""
+
+from typing import Annotated, Any
+
+from pydantic import Field
+from tensordict import TensorDict
+from torch import Tensor
+
+from ecrl import kernels as k
+from ecrl.config import PolicyConfig
+from ecrl.errors import ConfigError
+from ecrl.policies.core import Policy, flatten
+from ecrl.policies.heads import LOG_STD_MAX, LOG_STD_MIN, head_width, headed, initial_log_std, is_masked, make_head
+from ecrl.policies.networks import NetworkConfig, make_network, seeded
+from ecrl.registry import did_you_mean, register_policy
+from ecrl.spaces import Dict, Space, dict_space, flat_dim
+
+Names = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
+
+
+class ActorOnlyConfig(PolicyConfig):
+    """The actor network and what it makes of its output."""
+
+    actor: NetworkConfig = Field(description='actor network, such as {"type": "mlp", "network_cfg": {...}}')
+    actor_obs: Names | None = Field(
+        default=None, description="parts of a Dict observation the actor sees; all if absent"
+    )
+    initial_log_std: float = Field(
+        default=0.0,
+        ge=LOG_STD_MIN,
+        le=LOG_STD_MAX,
+        description="log standard deviation of Box actions at the start, -5 to 2",
+    )
+    squash: bool = Field(default=False, description="squash Box actions by tanh into their space")
+
+
+def seen(space: Space, names: tuple[str, ...] | None, key: str) -> Space:
+    """The part of an observation space that a network sees; `key` is the config key that chose it."""
+    if names is None:
+        return space
+    if not isinstance(space, Dict):
+        raise ConfigError(f"policy.{key}: observations have no named parts ({type(space).__name__}); leave it out")
+    parts = {name: part for name, part in space.items if name != "action_mask"}
+    for name in names:
+        if name not in parts:
+            raise ConfigError(f"policy.{key}: no part {name!r} in the observations; {did_you_mean(name, parts)}")
+    return dict_space({name: parts[name] for name in names})
+
+
+@register_policy("actor_only")
+def actor_only(cfg: ActorOnlyConfig, observation_space: Space, action_space: Space) -> Policy:
+    """Params: `actor` under its module's names, and `log_std` `[A]` for Box actions."""
+    head, width = make_head(action_space, cfg.squash), head_width(action_space, cfg.action_dim)
+    masked = is_masked(observation_space, action_space)
+    space = seen(observation_space, cfg.actor_obs, "actor_obs")
+    network = make_network(cfg.actor, flat_dim(space), width, cfg.bf16)
+
+    def init(key: Tensor) -> TensorDict:
+        with seeded(key):
+            params = TensorDict({"actor": network.init()}, [])
+        return params.update(initial_log_std(action_space, cfg.initial_log_std)).to(key.device)
+
+    def output(params: TensorDict, obs: Any) -> tuple[Tensor | None, Tensor]:
+        out = network.forward(params["actor"], flatten(obs, space))
+        return params.get("log_std", None), k.mask_logits(out, obs["action_mask"]) if masked else out
+
+    return headed(head, init, output)

@@ -1,0 +1,164 @@
+"""What an action space makes of an actor's output: how to draw noise, act, and judge an action.
+
+Box: a diagonal Gaussian with a state-independent log-std, plain or squashed by tanh into the space. Discrete and
+MultiDiscrete: categoricals.
+"""
+
+from collections.abc import Callable
+from math import isfinite
+from typing import Any, NamedTuple
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from ecrl import kernels as k
+from ecrl import rng
+from ecrl.errors import ConfigError
+from ecrl.policies.core import Policy
+from ecrl.spaces import Box, Dict, Discrete, MultiDiscrete, Space, flat_dim
+
+LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0
+
+
+class Head(NamedTuple):
+    """Functions of (log_std, output, ...), where `output` `[*B, A]` is a mean or logits, and log_std None for those."""
+
+    noise: Callable[[Tensor], Tensor]
+    sample: Callable[..., Tensor]
+    mode: Callable[..., Tensor]
+    log_prob: Callable[..., Tensor]
+    entropy: Callable[..., Tensor]
+
+
+def bounded(log_std: Tensor) -> Tensor:
+    """The value held in its bounds; the gradient passes, so that a parameter outside can come back."""
+    return log_std + (log_std.clamp(LOG_STD_MIN, LOG_STD_MAX) - log_std).detach()
+
+
+def _shaped(action: Tensor, space: Box) -> Tensor:
+    return action.reshape(*action.shape[:-1], *space.shape)
+
+
+def _flat(action: Tensor, space: Box) -> Tensor:
+    return action.reshape(*action.shape[: action.ndim - len(space.shape)], flat_dim(space))
+
+
+def normal_head(space: Box) -> Head:
+    """A diagonal Gaussian, not bounded by the space."""
+    return Head(
+        noise=lambda keys: rng.normal(keys, (flat_dim(space),)),
+        sample=lambda log_std, mean, noise: _shaped(k.normal_sample(mean, bounded(log_std), noise), space),
+        mode=lambda log_std, mean: _shaped(k.normal_mode(mean), space),
+        log_prob=lambda log_std, mean, action: k.normal_log_prob(mean, bounded(log_std), _flat(action, space)),
+        entropy=lambda log_std, mean: k.normal_entropy(mean, bounded(log_std)),
+    )
+
+
+def squashed_head(space: Box) -> Head:
+    """A Gaussian squashed into the space: `action = centre + half_width * tanh(latent)`.
+
+    The log-probability is of `tanh(latent)`; the constant `sum(log(half_width))` is left out, as ratios and gradients
+    do not see it. It is computed from the action in both places, so acting and judging agree where tanh saturates.
+    """
+    if not all(isfinite(bound) for bound in (*space.low, *space.high)):
+        raise ConfigError("policy.squash: the action space has no finite bounds to squash into; use clip_actions")
+
+    def scaled(unit: Tensor) -> Tensor:
+        low, high = unit.new_tensor(space.low), unit.new_tensor(space.high)
+        return _shaped((high + low) / 2.0 + (high - low) / 2.0 * unit, space)
+
+    def log_prob(log_std: Tensor, mean: Tensor, action: Tensor) -> Tensor:
+        low, high = action.new_tensor(space.low), action.new_tensor(space.high)
+        unit = (_flat(action, space) - (high + low) / 2.0) / ((high - low) / 2.0)
+        return k.tanh_normal_log_prob(mean, bounded(log_std), k.tanh_normal_latent(unit))
+
+    return Head(
+        noise=lambda keys: rng.normal(keys, (flat_dim(space),)),
+        sample=lambda log_std, mean, noise: scaled(k.tanh_normal_sample(mean, bounded(log_std), noise).action),
+        mode=lambda log_std, mean: scaled(k.tanh_normal_mode(mean)),
+        log_prob=log_prob,
+        entropy=lambda log_std, mean: k.tanh_normal_entropy(mean, bounded(log_std)),
+    )
+
+
+def _categorical_head(space: Discrete) -> Head:
+    return Head(
+        noise=lambda keys: rng.gumbel(keys, (space.n,)),
+        sample=lambda _, logits, noise: k.categorical_sample(logits, noise),
+        mode=lambda _, logits: k.categorical_mode(logits),
+        log_prob=lambda _, logits, action: k.categorical_log_prob(logits, action),
+        entropy=lambda _, logits: k.categorical_entropy(logits),
+    )
+
+
+def _multi_discrete_head(space: MultiDiscrete) -> Head:
+    nvec = space.nvec
+    return Head(
+        noise=lambda keys: rng.gumbel(keys, (sum(nvec),)),
+        sample=lambda _, logits, noise: k.multi_discrete_sample(logits, noise, nvec=nvec),
+        mode=lambda _, logits: k.multi_discrete_mode(logits, nvec=nvec),
+        log_prob=lambda _, logits, action: k.multi_discrete_log_prob(logits, action, nvec=nvec),
+        entropy=lambda _, logits: k.multi_discrete_entropy(logits, nvec=nvec),
+    )
+
+
+def make_head(space: Space, squash: bool) -> Head:
+    """The head of an action space. Raises ConfigError for a space that has none, or none to squash into."""
+    match space:
+        case Box():
+            return squashed_head(space) if squash else normal_head(space)
+        case Discrete() | MultiDiscrete() if squash:
+            raise ConfigError(f"policy.squash: there is nothing to squash in actions of {space}; leave it out")
+        case Discrete():
+            return _categorical_head(space)
+        case MultiDiscrete():
+            return _multi_discrete_head(space)
+    raise ConfigError(f"policy: no actions for {space}; known: Box, Discrete, MultiDiscrete")
+
+
+def is_masked(observation_space: Space, action_space: Space) -> bool:
+    """Whether observations have an `action_mask`; ConfigError if they do beside Box actions."""
+    masked = isinstance(observation_space, Dict) and "action_mask" in dict(observation_space.items)
+    if masked and isinstance(action_space, Box):
+        raise ConfigError("policy: obs['action_mask'] hides choices of Discrete and MultiDiscrete actions, not of Box")
+    return masked
+
+
+def head_width(space: Space, action_dim: int | None) -> int:
+    """Outputs that the head of an action space needs; a configured `action_dim` must equal it."""
+    width = flat_dim(space)
+    if action_dim not in (None, width):
+        raise ConfigError(
+            f"policy.action_dim: {action_dim} does not match the environment's {width} ({space}); "
+            f"use {width} or leave it out"
+        )
+    return width
+
+
+def initial_log_std(space: Space, value: float) -> dict[str, Tensor]:
+    """The parameter of a Box head; nothing for others."""
+    return {"log_std": torch.full((flat_dim(space),), value)} if isinstance(space, Box) else {}
+
+
+def headed(
+    head: Head,
+    init: Callable[[Tensor], TensorDict],
+    output: Callable[[TensorDict, Any], tuple[Tensor | None, Tensor]],
+    value: Callable[[TensorDict, TensorDict, Any], Tensor] | None = None,
+) -> Policy:
+    """The policy of a head on `output(params, obs) -> (log_std, mean or logits)`; log_std is None for choices."""
+
+    def act(params: TensorDict, carry: TensorDict, obs: Any, noise: Tensor | None) -> tuple[TensorDict, TensorDict]:
+        log_std, out = output(params, obs)
+        action = head.mode(log_std, out) if noise is None else head.sample(log_std, out, noise)
+        log_prob = head.log_prob(log_std, out, action)
+        return carry, TensorDict({"action": action, "sample_log_prob": log_prob}, out.shape[:-1])
+
+    def evaluate(
+        params: TensorDict, carry: TensorDict, obs: Any, action: Tensor, done: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        log_std, out = output(params, obs)
+        return head.log_prob(log_std, out, action), head.entropy(log_std, out)
+
+    return Policy(init, head.noise, act, evaluate, value)

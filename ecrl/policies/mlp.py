@@ -1,0 +1,82 @@
+"""The perceptron, `{"type": "mlp", "network_cfg": {"hidden_sizes": [64, 64], ...}}`."""
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError, ValidationInfo, ValidatorFunctionWrapHandler, field_validator
+from torch import nn
+
+from ecrl.registry import register_network
+from ecrl.strict import ConfigModel, Count, Positive
+
+Activation = Literal["relu", "elu", "tanh", "gelu", "silu"]
+_ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+    "relu": nn.ReLU,
+    "elu": nn.ELU,
+    "tanh": nn.Tanh,
+    "gelu": nn.GELU,
+    "silu": nn.SiLU,
+}
+
+
+class MLPConfig(ConfigModel):
+    """Layers of a perceptron."""
+
+    hidden_sizes: Annotated[tuple[Count, ...], Field(strict=False)] = Field(description="width of each hidden layer")
+    activation: Activation = Field("elu", description="after each hidden layer")
+    last_activation: Activation | None = Field(None, description="after the output layer")
+    use_layernorm: bool = Field(False, description="normalise each hidden layer before its activation")
+    dropout_p: float = Field(0.0, description="must be 0")
+    orthogonal_init: Positive | Annotated[tuple[Positive, ...], Field(strict=False)] | None = Field(
+        None, description="gain of orthogonal weights with zero biases, one number or a list with one per layer"
+    )
+
+    @field_validator("dropout_p")
+    @classmethod
+    def _no_dropout(cls, p: float) -> float:
+        if p != 0.0:
+            raise ValueError(
+                f"dropout_p={p} is refused: dropout makes the probability ratio of the same action random, "
+                "so clipping and KL measure noise; use 0"
+            )
+        return p
+
+    @field_validator("orthogonal_init", mode="wrap")
+    @classmethod
+    def _one_gain_per_layer(cls, data: Any, handler: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
+        try:
+            gains = handler(data)
+        except ValidationError:
+            raise ValueError("expected a number above 0, or a list of such numbers, one per layer") from None
+        layers = len(info.data.get("hidden_sizes", ())) + 1
+        if isinstance(gains, tuple) and "hidden_sizes" in info.data and len(gains) != layers:
+            raise ValueError(f"has {len(gains)} gains for {layers} layers; give one number or {layers}")
+        return gains
+
+
+@register_network("mlp")
+def build_mlp(cfg: MLPConfig, inputs: int, outputs: int) -> nn.Sequential:
+    """Linear layers, each hidden one followed by an optional LayerNorm and the activation; fresh weights.
+
+    >>> build_mlp(MLPConfig(hidden_sizes=[8], activation="tanh"), 3, 2)
+    Sequential(
+      (0): Linear(in_features=3, out_features=8, bias=True)
+      (1): Tanh()
+      (2): Linear(in_features=8, out_features=2, bias=True)
+    )
+    """
+    layers: list[nn.Module] = []
+    for size in cfg.hidden_sizes:
+        layers.append(nn.Linear(inputs, size))
+        layers += [nn.LayerNorm(size)] if cfg.use_layernorm else []
+        layers.append(_ACTIVATIONS[cfg.activation]())
+        inputs = size
+    layers.append(nn.Linear(inputs, outputs))
+    layers += [_ACTIVATIONS[cfg.last_activation]()] if cfg.last_activation else []
+    linear = [layer for layer in layers if isinstance(layer, nn.Linear)]
+    gains = cfg.orthogonal_init
+    if gains is not None:
+        for layer, gain in zip(linear, gains if isinstance(gains, tuple) else [gains] * len(linear), strict=True):
+            nn.init.orthogonal_(layer.weight, gain)
+            nn.init.zeros_(layer.bias)
+    return nn.Sequential(*layers)

@@ -1,0 +1,72 @@
+"""A policy on standardised observations.
+
+The statistics are part of the state, move once per iteration, and are used wherever the policy acts: in training,
+evaluation and export alike.
+"""
+
+from dataclasses import replace
+from functools import cache
+from typing import Any, cast
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from ecrl.kernels import moments_init, moments_update, normalize
+from ecrl.policies.core import Policy
+from ecrl.spaces import Box, Dict, Space
+
+_EPS, _CLIP = 1e-8, 10.0
+
+
+def _init(space: Space, device: torch.device) -> TensorDict | None:
+    """Moments of every Box part, nested as the space is; None where there is nothing to standardise."""
+    if isinstance(space, Box):
+        return moments_init(space.shape, device)
+    if not isinstance(space, Dict):
+        return None
+    parts = {name: _init(part, device) for name, part in space.items if name != "action_mask"}
+    return TensorDict({name: moments for name, moments in parts.items() if moments is not None}, [])
+
+
+def _update(norm: TensorDict, obs: Any, mask: Tensor) -> TensorDict:
+    if isinstance(obs, Tensor):
+        return moments_update(norm, obs, mask)
+    return TensorDict({name: _update(cast(TensorDict, part), obs[name], mask) for name, part in norm.items()}, [])
+
+
+def _normalize(norm: TensorDict, obs: Any) -> Any:
+    if isinstance(obs, Tensor):
+        return normalize(obs, norm, eps=_EPS, clip=_CLIP)
+    return obs.copy().update({name: _normalize(cast(TensorDict, part), obs[name]) for name, part in norm.items()})
+
+
+@cache
+def normalized(policy: Policy, observation_space: Space) -> Policy:
+    """`policy` on `clip((obs - mean) / sqrt(variance + 1e-8), -10, 10)`, with the moments in `params["norm"]`.
+
+    Every Box part of a Dict has moments of its own; Discrete parts and `action_mask` pass as they are.
+    """
+    critic = policy.value
+
+    def norm_init(device: torch.device) -> TensorDict:
+        norm = _init(observation_space, device)
+        return TensorDict({}, []) if norm is None else norm
+
+    def inner(params: TensorDict, obs: Any) -> tuple[TensorDict, Any]:
+        return cast(TensorDict, params.exclude("norm")), _normalize(params["norm"], obs)
+
+    def act(params: TensorDict, carry: TensorDict, obs: Any, noise: Tensor | None) -> tuple[TensorDict, TensorDict]:
+        params, obs = inner(params, obs)
+        return policy.act(params, carry, obs, noise)
+
+    def evaluate(params: TensorDict, carry: TensorDict, obs: Any, action: Tensor, done: Tensor) -> tuple:
+        params, obs = inner(params, obs)
+        return policy.evaluate(params, carry, obs, action, done)
+
+    def value(params: TensorDict, carry: TensorDict, obs: Any) -> Tensor:
+        params, obs = inner(params, obs)
+        return critic(params, carry, obs)  # pyright: ignore
+
+    made = replace(policy, act=act, evaluate=evaluate, norm_init=norm_init, norm_update=_update)
+    return made if critic is None else replace(made, value=value)
