@@ -1,12 +1,25 @@
 """Algorithms as records of pure functions; importing this package registers the built-in ones."""
 
+from ecrl.algorithms.apg import APGConfig, apg
 from ecrl.algorithms.core import Algorithm, Parts, collect
+from ecrl.algorithms.grpo import GRPOConfig, grpo
 from ecrl.algorithms.ppo import PPOConfig, ppo
 from ecrl.config import AlgorithmChoice
 from ecrl.registry import lookup
 from ecrl.strict import checked
 
-__all__ = ["Algorithm", "PPOConfig", "Parts", "collect", "make_algorithm", "ppo"]
+__all__ = [
+    "APGConfig",
+    "Algorithm",
+    "GRPOConfig",
+    "PPOConfig",
+    "Parts",
+    "apg",
+    "collect",
+    "grpo",
+    "make_algorithm",
+    "ppo",
+]
 
 
 def make_algorithm(choice: AlgorithmChoice | dict) -> Algorithm:

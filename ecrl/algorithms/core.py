@@ -11,11 +11,20 @@ from torch import Tensor
 from ecrl import distributed, rng
 from ecrl.config import Config
 from ecrl.envs import Env
-from ecrl.kernels import collect_rollout, episode_update
-from ecrl.policies import Policy
+from ecrl.kernels import (
+    collect_rollout,
+    episode_update,
+    moments_init,
+    moments_update,
+    running_returns,
+    scale,
+    transitions,
+)
+from ecrl.policies import Policy, acting_params
 from ecrl.types import Logs
 
 Jit = Callable[..., Callable[..., Any]]
+_EPS, _CLIP = 1e-8, 10.0
 
 
 class Parts(NamedTuple):
@@ -32,32 +41,72 @@ def env_index(num_envs: int, device: torch.device | None) -> Tensor:
     return torch.arange(num_envs, device=device) + distributed.rank() * num_envs
 
 
-def collect(parts: Parts, state: TensorDict) -> tuple[TensorDict, TensorDict]:
-    """`buffer_size` steps of every environment: the state with env and episode moved on, and the rollout `[N, T + 1]`.
+def start_keys(key: Tensor, num_envs: int, step: Tensor | int, group_size: int = 1) -> Tensor:
+    """Keys of where the environments start when they have taken `step` steps, `[N]`; those of a group are equal."""
+    return rng.stream(key, rng.START, env_index(num_envs, key.device) // group_size, step)
 
-    The noise of a step is a function of (key, stream, global env index, steps the env has taken), of nothing else.
+
+def steps_taken(parts: Parts, state: TensorDict) -> Tensor:
+    """Steps that each environment has taken, 0-d int64."""
+    return state["sample_step"] // (parts.cfg.trainer.num_envs * distributed.world_size())
+
+
+def step_keys(parts: Parts, state: TensorDict, group_size: int = 1) -> tuple[Tensor, Tensor]:
+    """Keys `[T, N]` of the world and of the actions in the next `buffer_size` steps.
+
+    A key is a function of (key of the run, stream, global env index, steps the env has taken), of nothing else. The
+    world of a group of `group_size` consecutive environments is one; their actions are their own.
     """
     trainer, key = parts.cfg.trainer, state["key"]
     index = env_index(trainer.num_envs, key.device)
-    taken = state["sample_step"] // (trainer.num_envs * distributed.world_size())
-    steps = taken + torch.arange(trainer.buffer_size, device=key.device)
-    env_keys, action_keys = (rng.stream(key, name, index, steps.unsqueeze(1)) for name in (rng.ENV, rng.ACTION))
-    empty = TensorDict({}, [])
+    steps = (steps_taken(parts, state) + torch.arange(trainer.buffer_size, device=key.device)).unsqueeze(1)
+    return rng.stream(key, rng.ENV, index // group_size, steps), rng.stream(key, rng.ACTION, index, steps)
+
+
+def collect(parts: Parts, state: TensorDict, group_size: int = 1) -> tuple[TensorDict, TensorDict]:
+    """`buffer_size` steps of every environment: the state with env and episode moved on, the rollout `[N, T + 1]`."""
+    env_keys, action_keys = step_keys(parts, state, group_size)
+    empty, params = TensorDict({}, []), acting_params(state["params"], state["norm"])
     _, env, rollout = collect_rollout(
-        parts.policy, parts.env, state["params"], empty, state["env"], env_keys, action_keys, jit=parts.jit
+        parts.policy, parts.env, params, empty, state["env"], env_keys, action_keys, jit=parts.jit
     )
-    episode = episode_update(state["episode"], rollout["reward"][:, :-1], rollout["done"][:, :-1])
+    mask = rollout["mask"][:, :-1] if "mask" in rollout else None
+    episode = episode_update(state["episode"], rollout["reward"][:, :-1], rollout["done"][:, :-1], mask)
     return state.copy().update({"env": env, "episode": episode}), rollout
+
+
+def scaled_rewards(parts: Parts, state: TensorDict, rollout: TensorDict) -> tuple[TensorDict, TensorDict]:
+    """The rollout with rewards divided by the spread of discounted returns so far, and the statistics moved on.
+
+    reward / sqrt(variance(return) + eps), held within +-10;    return' = reward + gamma * return * not done
+    """
+    norm, hyper = state["norm"], state["hyper"]
+    steps = transitions(rollout.exclude("value"))
+    mask = steps["mask"] if "mask" in steps else torch.ones_like(steps["done"])
+    paid = steps["reward"].masked_fill(~mask, 0.0)
+    returns = running_returns(paid, steps["done"], norm["reward", "running"], gamma=hyper["gamma"])
+    last = returns[:, -1].masked_fill(steps["done"][:, -1], 0.0)
+    moved = {"moments": moments_update(norm["reward", "moments"], returns, mask), "running": last}
+    scaled = scale(rollout["reward"], norm["reward", "moments"], eps=_EPS, clip=_CLIP)
+    return rollout.copy().set("reward", scaled), norm.copy().set("reward", TensorDict(moved, []))
+
+
+def reward_norm_init(num_envs: int, device: torch.device) -> TensorDict:
+    """What `scaled_rewards` keeps in `state["norm"]`: moments of discounted returns, and the running ones `[N]`."""
+    running = torch.zeros(num_envs, device=device)
+    return TensorDict({"reward": {"moments": moments_init((), device), "running": running}}, [])
 
 
 @dataclass(frozen=True)
 class Algorithm:
     """Functions of one algorithm.
 
-    init: (parts, key) -> {name: TensorDict}, its part of the state. collect: (parts, state) -> (state, batch). update:
-    (parts, state, batch) -> (state, logs).
+    init: (parts, key) -> {name: TensorDict or Tensor}, its part of the state, with `params`, `opt`, `hyper`, and maybe
+    `norm`. collect: (parts, state) -> (state, batch). update: (parts, state, batch) -> (state, logs). The loop reads
+    `obs`, `info` and `mask` of the batch where it has them. group_size: consecutive environments that start alike.
     """
 
-    init: Callable[[Parts, Tensor], dict[str, TensorDict]]
+    init: Callable[[Parts, Tensor], dict[str, Any]]
     update: Callable[[Parts, TensorDict, TensorDict], tuple[TensorDict, Logs]]
     collect: Callable[[Parts, TensorDict], tuple[TensorDict, TensorDict]] = collect
+    group_size: int = 1

@@ -24,6 +24,7 @@ _USED = {
     "cosine": ("eta_min", "T_max"),
     "step": ("step_size", "gamma"),
     "exponential": ("gamma",),
+    "adaptive": ("desired_kl", "factor", "min_rate", "max_rate"),
 }
 
 
@@ -52,6 +53,10 @@ class SchedulerKwargs(ConfigModel):
     T_max: Count | None = Field(default=None, description="length; the whole run if absent (cosine)")
     step_size: Count = Field(default=1, description="iterations between two falls (step)")
     gamma: Positive = Field(default=0.99, description="factor of each fall (step, exponential)")
+    desired_kl: Positive = Field(default=0.01, description="how far one gradient step should move, nats (adaptive)")
+    factor: float = Field(default=1.5, gt=1.0, description="the rate is multiplied or divided by it (adaptive)")
+    min_rate: Positive = Field(default=1e-5, description="lowest learning rate (adaptive)")
+    max_rate: Positive = Field(default=1e-2, description="highest learning rate (adaptive)")
 
 
 class _Named(ConfigModel):
@@ -82,9 +87,11 @@ class OptimizerConfig(_Named):
 
 
 class SchedulerConfig(_Named):
-    """A learning-rate schedule by name; it moves once per iteration."""
+    """A learning-rate schedule by name; it moves once per iteration, "adaptive" with every gradient step."""
 
-    name: Literal["linear", "cosine", "step", "exponential"] = Field(description="linear, cosine, step or exponential")
+    name: Literal["linear", "cosine", "step", "exponential", "adaptive"] = Field(
+        description="linear, cosine, step, exponential or adaptive"
+    )
     kwargs: SchedulerKwargs = Field(
         default=SchedulerKwargs(), description="further numbers, as in torch.optim.lr_scheduler"
     )
@@ -105,6 +112,43 @@ OPTIMIZERS = {
 }
 
 
+class LearningConfig(ConfigModel):
+    """How an algorithm moves its parameters; the numbers live in the state and may change during a run."""
+
+    learning_rate: Positive | None = Field(
+        default=None, description="step size of Adam, 3e-4; or give an optimizer block"
+    )
+    optimizer: OptimizerConfig | None = Field(
+        default=None, description='such as {"name": "adam", "learning_rate": 3e-4}'
+    )
+    lr_scheduler: SchedulerConfig | None = Field(
+        default=None, description='such as {"name": "linear"}; constant if absent'
+    )
+    max_grad_norm: Positive = Field(default=0.5, description="largest norm of all gradients together")
+
+    @model_validator(mode="after")
+    def _one_learning_rate(self) -> "LearningConfig":
+        if self.optimizer is not None and self.learning_rate is not None:
+            raise ValueError("learning_rate stands beside optimizer.learning_rate; keep one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _rate_within_its_bounds(self) -> "LearningConfig":
+        if self.lr_scheduler is not None and self.lr_scheduler.name == "adaptive":
+            k, rate = self.lr_scheduler.kwargs, optimizer_of(self).learning_rate
+            if not k.min_rate <= rate <= k.max_rate:
+                bounds = f"min_rate {k.min_rate:g} to max_rate {k.max_rate:g}"
+                raise ValueError(f"learning_rate {rate:g} is outside the {bounds} of lr_scheduler; move one of them")
+        return self
+
+
+def optimizer_of(cfg: LearningConfig) -> OptimizerConfig:
+    """The optimiser a config chooses: its block, or Adam with its `learning_rate`."""
+    if cfg.optimizer is not None or cfg.learning_rate is None:
+        return cfg.optimizer or OptimizerConfig()
+    return OptimizerConfig(learning_rate=cfg.learning_rate)
+
+
 def optimizer_numbers(cfg: OptimizerConfig) -> dict[str, float]:
     """What the named optimiser takes beside the learning rate, for `hyper`."""
     numbers: dict[str, Any] = {name: getattr(cfg.kwargs, name) for name in _USED[cfg.name]}
@@ -113,17 +157,52 @@ def optimizer_numbers(cfg: OptimizerConfig) -> dict[str, float]:
     return numbers
 
 
-def scheduled(cfg: SchedulerConfig | None, base: Tensor, update_step: Tensor, iterations: int) -> Tensor:
-    """The learning rate of an iteration, 0-d in the dtype of `base`."""
+def learning_state(
+    cfg: LearningConfig, params: TensorDict, numbers: dict[str, float | None], device: torch.device
+) -> dict[str, Any]:
+    """`params`, `opt` and `hyper` with the numbers that are not None; for adaptive rates `learning_rate` too."""
+    optimizer, schedule = optimizer_of(cfg), cfg.lr_scheduler
+    hyper: dict[str, Any] = {name: number for name, number in numbers.items() if number is not None}
+    hyper |= {"learning_rate": optimizer.learning_rate, "max_grad_norm": cfg.max_grad_norm}
+    hyper |= {"optimizer": optimizer_numbers(optimizer)}
+    adaptive = schedule is not None and schedule.name == "adaptive"
+    if adaptive:
+        hyper["adaptive"] = {name: getattr(schedule.kwargs, name) for name in _USED["adaptive"]}
+    made = hyper_tensors(hyper, device)
+    state = {"params": params, "opt": OPTIMIZERS[optimizer.name].init(params), "hyper": made}
+    return state | ({"learning_rate": made["learning_rate"].clone()} if adaptive else {})
+
+
+def adapted_rate(rate: Tensor, kl: Tensor, hyper: TensorDict) -> Tensor:
+    """The learning rate after a step of size `kl`; itself unless `hyper` has "adaptive".
+
+        rate / factor where kl > 2 desired_kl, rate * factor where kl < desired_kl / 2; within [min_rate, max_rate]
+
+    Source: Heess et al. 2017, arXiv:1707.02286, sec. 3, with the rate in place of the penalty.
+    """
+    if "adaptive" not in hyper:
+        return rate
+    h = hyper["adaptive"]
+    lower, higher = kl > 2.0 * h["desired_kl"], kl < h["desired_kl"] / 2.0
+    moved = torch.where(lower, rate / h["factor"], torch.where(higher, rate * h["factor"], rate))
+    return torch.minimum(torch.maximum(moved, h["min_rate"]), h["max_rate"])
+
+
+def scheduled(cfg: SchedulerConfig | None, state: TensorDict, iterations: int) -> Tensor:
+    """The learning rate at the start of an iteration, 0-d."""
+    base, update_step = state["hyper", "learning_rate"], state["update_step"]
     if cfg is None:
         return base
     k = cfg.kwargs
     match cfg.name:
+        case "adaptive":
+            return state["learning_rate"]
         case "linear":
             horizon = k.total_iters or iterations
             factor = optim.linear_schedule(update_step, start=k.start_factor, end=k.end_factor, horizon=horizon)
         case "cosine":
-            factor = optim.cosine_schedule(update_step, end=k.eta_min / base, horizon=k.T_max or iterations)
+            fall = optim.cosine_schedule(update_step, end=0.0, horizon=k.T_max or iterations)
+            return (k.eta_min + (base - k.eta_min) * fall).to(base.dtype)
         case "step":
             factor = optim.step_schedule(update_step, every=k.step_size, gamma=k.gamma)
         case "exponential":
