@@ -8,33 +8,54 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ecrl.algorithms import make_algorithm
+    from ecrl.algorithms import Algorithm, make_algorithm
     from ecrl.checkpoint import load, save
-    from ecrl.config import Config, load_config
-    from ecrl.envs import make_env
+    from ecrl.config import Config, PolicyConfig, load_config
+    from ecrl.envs import Env, make_env
     from ecrl.errors import ConfigError
     from ecrl.evaluation import evaluate
     from ecrl.loop import init_state, make_iteration, train_iter
-    from ecrl.policies import make_policy
-    from ecrl.registry import register_algorithm, register_env, register_policy, registered
+    from ecrl.policies import Policy, make_policy, module_policy
+    from ecrl.registry import (
+        register_algorithm,
+        register_env,
+        register_event,
+        register_network,
+        register_policy,
+        registered,
+    )
+    from ecrl.strict import ConfigModel
     from ecrl.training import train, train_from_config
 
 _HOME = {
-    "ecrl.algorithms": ("make_algorithm",),
+    "ecrl.algorithms": ("Algorithm", "make_algorithm"),
     "ecrl.checkpoint": ("load", "save"),
-    "ecrl.config": ("Config", "load_config"),
-    "ecrl.envs": ("make_env",),
+    "ecrl.config": ("Config", "PolicyConfig", "load_config"),
+    "ecrl.envs": ("Env", "make_env"),
     "ecrl.errors": ("ConfigError",),
     "ecrl.evaluation": ("evaluate",),
     "ecrl.loop": ("init_state", "make_iteration", "train_iter"),
-    "ecrl.policies": ("make_policy",),
-    "ecrl.registry": ("register_algorithm", "register_env", "register_policy", "registered"),
+    "ecrl.policies": ("Policy", "make_policy", "module_policy"),
+    "ecrl.registry": (
+        "register_algorithm",
+        "register_env",
+        "register_event",
+        "register_network",
+        "register_policy",
+        "registered",
+    ),
+    "ecrl.strict": ("ConfigModel",),
     "ecrl.training": ("train", "train_from_config"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 __all__ = [
+    "Algorithm",
     "Config",
     "ConfigError",
+    "ConfigModel",
+    "Env",
+    "Policy",
+    "PolicyConfig",
     "evaluate",
     "init_state",
     "load",
@@ -43,8 +64,11 @@ __all__ = [
     "make_env",
     "make_iteration",
     "make_policy",
+    "module_policy",
     "register_algorithm",
     "register_env",
+    "register_event",
+    "register_network",
     "register_policy",
     "registered",
     "save",

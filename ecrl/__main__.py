@@ -1,43 +1,118 @@
-"""The command line: `ecrl train CONFIG`, `ecrl eval RUN`. Torch is imported only by the command that needs it."""
+"""The command line: `ecrl train CONFIG`, `ecrl eval RUN`, ... Torch is imported only by the command that needs it."""
 
+import json
+import re
 import signal
 import sys
+import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import Annotated
 
 import tyro
 
 from ecrl.errors import UserError
 
+Overrides = Annotated[tuple[str, ...], tyro.conf.Suppress]
+
 
 def train(
     path: Annotated[str | None, tyro.conf.Positional] = None,
     /,
     config: str | None = None,
+    resume: str | None = None,
+    force: bool = False,
     distributed: bool = False,
     no_distributed: bool = False,
     run_dir: str | None = None,
+    profile: bool = False,
+    *,
+    overrides: Overrides = (),
 ) -> None:
-    """Train what a JSON file describes.
+    """Train what a JSON or YAML file describes; any of its keys can be set, as in --trainer.seed 3.
 
     Args:
         path: config file.
         config: config file, the same as the positional one.
+        resume: run folder to go on with from its newest checkpoint; needs no config file.
+        force: resume though the config differs from the run's.
         distributed: join the processes that torchrun started; the config decides if neither is given.
         no_distributed: do not join them.
         run_dir: run folder; outputs/<exp_name>_<time> if absent.
+        profile: time the phases and trace some iterations, into the run folder's profile/.
     """
-    if path is not None and config is not None:
-        raise UserError("give the config file once: as the first argument or with --config")
-    if path is None and config is None:
-        raise UserError("ecrl train needs one config file, such as: ecrl train configs/cartpole_ppo.json")
+    path = _one_config(path, config, needed=resume is None)
     if distributed and no_distributed:
         raise UserError("give --distributed or --no-distributed, not both")
+    if resume is not None and run_dir is not None:
+        raise UserError("--resume goes on in its own folder; leave --run-dir out")
+    if force and resume is None:
+        raise UserError("--force is for --resume; leave it out")
+    from ecrl.sources import parse_overrides
     from ecrl.training import train_from_config
 
     stopped = _stoppable()
-    train_from_config(path or config or "", distributed or (False if no_distributed else None), run_dir)
+    train_from_config(
+        path,
+        distributed or (False if no_distributed else None),
+        run_dir,
+        overrides=parse_overrides(overrides),
+        resume_from=resume,
+        force=force,
+        profile=profile,
+    )
     if stopped:
         sys.exit(128 + stopped[0])
+
+
+def _one_config(path: str | None, config: str | None, needed: bool = True) -> str | None:
+    if path is not None and config is not None:
+        raise UserError("give the config file once: as the first argument or with --config")
+    if needed and path is None and config is None:
+        raise UserError("ecrl train needs one config file, such as: ecrl train configs/cartpole_ppo.json")
+    return path or config
+
+
+def check(path: Annotated[str, tyro.conf.Positional], /, *, overrides: Overrides = ()) -> None:
+    """Check a config file without running it: every fault at once, one line each; else what it would run.
+
+    Args:
+        path: config file.
+    """
+    from ecrl.config import load_config
+    from ecrl.distributed import world_size
+    from ecrl.loop import check_config
+    from ecrl.sources import parse_overrides
+
+    cfg = load_config(path, parse_overrides(overrides))
+    for line in check_config(cfg, world_size()):
+        print(line)
+    print(f"{path}: ok")
+
+
+def schema() -> None:
+    """Print the JSON schema of config files, with every registered part."""
+    from ecrl.schema import json_schema
+
+    print(json.dumps(json_schema(), indent=2))
+
+
+def export(run: Annotated[str, tyro.conf.Positional], /, out: str | None = None) -> None:
+    """Write the newest policy of a run, normaliser included, as torch.export and ONNX, to run without ecrl.
+
+    Args:
+        run: run folder or checkpoint folder.
+        out: folder; <run>/export if absent.
+    """
+    from pathlib import Path
+
+    from ecrl.checkpoint import latest, load
+    from ecrl.export import export as write
+
+    path = latest(run)
+    state, cfg = load(path, "cpu")
+    for file in write(state, cfg, Path(out) if out else Path(run) / "export"):
+        print(file)
 
 
 def evaluate(
@@ -79,13 +154,38 @@ def _stoppable() -> list[int]:
     return stopped
 
 
+def _split(args: list[str]) -> tuple[list[str], tuple[str, ...]]:
+    """Arguments of the command, and those that set a key of the config, which have a dot: `--trainer.seed 3`."""
+    own, keys, rest = [], [], list(args)
+    while rest:
+        arg = rest.pop(0)
+        if not re.match(r"--[A-Za-z_-]+\.", arg):
+            own.append(arg)
+            continue
+        keys.append(arg)
+        if "=" not in arg and rest and not rest[0].startswith("--"):
+            keys.append(rest.pop(0))
+    return own, tuple(keys)
+
+
+def _one_line(message: Warning | str, *place: object) -> str:
+    return f"warning: {message}\n"
+
+
 def main() -> None:
     """Run the command; a fault the user can mend is one line each on stderr and exit status 2."""
+    warnings.formatwarning = _one_line
+    args, keys = _split(sys.argv[1:])
+    commands: dict[str, Callable] = {"train": train, "check": check}
+    commands = {name: partial(command, overrides=keys) for name, command in commands.items()}
     try:
+        if keys and (not args or args[0] not in commands):
+            raise UserError(f"{keys[0]}: keys of the config can be set for: {', '.join(commands)}")
         tyro.extras.subcommand_cli_from_dict(
-            {"train": train, "eval": evaluate},
+            {**commands, "eval": evaluate, "export": export, "schema": schema},
             prog="ecrl",
             description="Train and evaluate policies.",
+            args=args,
             config=(tyro.conf.FlagCreatePairsOff,),
         )
     except UserError as error:

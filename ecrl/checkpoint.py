@@ -5,6 +5,7 @@ A folder is written aside, synced to disk and renamed, so a reader sees all of i
 
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -19,8 +20,9 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl.config import Config, config_from_dict
-from ecrl.errors import CheckpointError
-from ecrl.loop import form_of, init_state, steps_per_iteration
+from ecrl.errors import CheckpointError, ConfigError
+from ecrl.loop import expected_state, form_of, steps_per_iteration
+from ecrl.registry import did_you_mean
 from ecrl.types import LogData
 
 FORMAT = 1
@@ -39,8 +41,9 @@ def _json(data: Any) -> bytes:
     return (json.dumps(data, indent=2, sort_keys=True) + "\n").encode()
 
 
-def _manifest(state: TensorDict, cfg: Config, files: dict[str, bytes]) -> dict[str, Any]:
+def _manifest(state: TensorDict, cfg: Config, files: dict[str, bytes], logs: dict[str, float]) -> dict[str, Any]:
     manifest: dict[str, Any] = {
+        "logs": logs,
         "format": FORMAT,
         "sample_step": int(state["sample_step"]),
         "update_step": int(state["update_step"]),
@@ -67,13 +70,16 @@ def _sync_folder(path: Path) -> None:
         os.close(handle)
 
 
-def save(path: str | Path, state: TensorDict, cfg: Config) -> None:
-    """Write `state` and `cfg` as the folder `path`, in place of an older one once the new one is complete."""
+def save(path: str | Path, state: TensorDict, cfg: Config, logs: dict[str, float] | None = None) -> None:
+    """Write `state` and `cfg` as the folder `path`, in place of an older one once the new one is complete.
+
+    `logs` are numbers to keep in the manifest, such as those of the evaluation that chose this state.
+    """
     path = Path(path)
     if path.exists() and not (path.is_dir() and ((path / "manifest.json").exists() or not any(path.iterdir()))):
         raise CheckpointError(f"{path}: exists and is no checkpoint; choose another name")
     files = {"state.safetensors": tensors_to_bytes(_flat(state)), "config.json": _json(cfg.model_dump(mode="json"))}
-    files["manifest.json"] = _json(_manifest(state, cfg, files))
+    files["manifest.json"] = _json(_manifest(state, cfg, files, logs or {}))
     aside, old = (path.with_name(f".{path.name}.{suffix}.{os.getpid()}") for suffix in ("new", "old"))
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
@@ -87,21 +93,27 @@ def save(path: str | Path, state: TensorDict, cfg: Config) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _read_checked(path: Path) -> tuple[bytes, Any]:
-    """The bytes of the state and the parsed config, after every checksum has been compared."""
+def read_manifest(path: str | Path) -> dict[str, Any]:
+    """The manifest of a checkpoint folder, after its own checksum has been compared."""
+    path = Path(path)
     if not (path / "manifest.json").is_file():
         raise CheckpointError(f"{path}: not a checkpoint: it has no manifest.json")
     try:
         manifest = dict(json.loads((path / "manifest.json").read_bytes()))
-        own, expected = manifest.pop("manifest_sha256"), dict(manifest["sha256"])
+        own, _ = manifest.pop("manifest_sha256"), dict(manifest["sha256"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}/manifest.json: damaged ({error})") from None
     if own != _sha256(_json(manifest)):
         raise CheckpointError(f"{path}/manifest.json: damaged: its checksum differs")
     if manifest["format"] != FORMAT:
         raise CheckpointError(f"{path}: format {manifest['format']}, this version reads format {FORMAT}")
+    return manifest
+
+
+def _read_checked(path: Path) -> tuple[bytes, Any]:
+    """The bytes of the state and the parsed config, after every checksum has been compared."""
     files = {}
-    for name, checksum in expected.items():
+    for name, checksum in read_manifest(path)["sha256"].items():
         if not (path / name).is_file():
             raise CheckpointError(f"{path}/{name}: missing")
         files[name] = (path / name).read_bytes()
@@ -142,11 +154,20 @@ def load(path: str | Path, device: str | None = None) -> tuple[TensorDict, Confi
         tensors = tensors_from_bytes(data)
     except SafetensorError as error:
         raise CheckpointError(f"{path}/state.safetensors: damaged ({error})") from None
-    return _into(init_state(cfg), tensors, path), cfg
+    return _into(expected_state(cfg, _remembered(tensors)), tensors, path), cfg
+
+
+def _remembered(tensors: dict[str, Tensor]) -> TensorDict:
+    """The saved env state; where it lived outside the tensors, as in Gymnasium, its token 0 says that it is gone."""
+    if "env/token" in tensors:
+        tensors["env/token"] = torch.zeros_like(tensors["env/token"])
+    env = {name.removeprefix("env/"): leaf for name, leaf in tensors.items() if name.startswith("env/")}
+    batch = next((leaf.shape[:1] for leaf in env.values()), [])
+    return TensorDict({"env": TensorDict(env, batch).unflatten_keys("/")}, [])
 
 
 def latest(run: str | Path) -> Path:
-    """The newest checkpoint of a run folder, or the folder itself if it is a checkpoint."""
+    """The newest checkpoint of a run folder by env steps, or the folder itself if it is a checkpoint."""
     run = Path(run)
     if (run / "manifest.json").is_file():
         return run
@@ -174,3 +195,24 @@ def with_checkpoints(records: Iterator[LogData], cfg: Config, run_dir: str | Pat
     finally:
         if last is not None and saved != last["sample_step"]:
             write(last)
+
+
+def with_best_checkpoint(records: Iterator[LogData], cfg: Config, run_dir: str | Path) -> Iterator[LogData]:
+    """Save the state as `checkpoints/best` under `run_dir` when an evaluation's `trainer.best_eval_metric` is the best.
+
+    The best so far is read from an earlier one's manifest, so a resumed run goes on with it. NaN is never the best.
+
+    Raises: ConfigError at the first evaluation, if it does not log that metric.
+    """
+    name, sign = cfg.trainer.best_eval_metric, 1.0 if cfg.trainer.best_eval_mode == "max" else -1.0
+    path = Path(run_dir) / "checkpoints" / "best"
+    best = read_manifest(path)["logs"].get(name) if path.exists() else None
+    for record in records:
+        if record["log_type"] == "evaluate":
+            logs = {key: float(value) for key, value in record["logs"].items()}
+            if name not in logs:
+                raise ConfigError(f"trainer.best_eval_metric: {name!r} is not evaluated; {did_you_mean(name, logs)}")
+            if not math.isnan(logs[name]) and (best is None or sign * logs[name] > sign * best):
+                best = logs[name]
+                save(path, record["state"], cfg, logs)
+        yield record

@@ -1,11 +1,14 @@
 """The JSON config: strict, frozen, every fault at once with its JSON path and what to do.
 
-Four sections, `trainer`, `env`, `policy` and `algorithm`. Every source (file, dict, `Config.replace`) passes one path:
-duplicate-key check, dict, pydantic. The Config models of named parts live beside the parts; the registry finds them.
+Four sections, `trainer`, `env`, `policy` and `algorithm`. Every source (JSON, YAML, command line, `Config.replace`) takes
+one path: duplicate-key check, dict, our own keys, pydantic. The Config models of named parts live beside the parts; the
+registry finds them.
 """
 
 import json
 import re
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -19,9 +22,12 @@ from pydantic import (
     model_validator,
 )
 
-from ecrl.errors import ConfigError
-from ecrl.registry import Entry, did_you_mean, lookup, registered
-from ecrl.strict import ConfigModel, Count, ObjectPairs, checked, explained, fault_at, shown
+from ecrl.registry import Entry, lookup, registered
+from ecrl.sources import parse_overrides, read
+from ecrl.strict import ConfigModel, Count, checked, explained, fault_at, key_text, shown
+from ecrl.translate import translated
+
+__all__ = ["Config", "config_from_dict", "diff", "load_config", "parse_overrides", "total_steps"]
 
 
 def _entry(kind: str, section: dict, key: str = "name") -> Entry:
@@ -37,7 +43,7 @@ def _entry(kind: str, section: dict, key: str = "name") -> Entry:
     raise ValidationError.from_exception_data(kind, [fault_at((key,), message)])
 
 
-def _resolved(kind: str, section: dict, key: str, settings: str) -> dict:
+def resolved(kind: str, section: dict, key: str, settings: str) -> dict:
     """The section with its `settings` checked by the Config model registered with the name at `key`."""
     config = _entry(kind, section, key).config
     try:
@@ -60,7 +66,7 @@ class EventConfig(ConfigModel):
     @model_validator(mode="before")
     @classmethod
     def _registered(cls, data: Any) -> Any:
-        return _resolved("event", data, "func", "params") if isinstance(data, dict) else data
+        return resolved("event", data, "func", "params") if isinstance(data, dict) else data
 
 
 class EventsConfig(ConfigModel):
@@ -70,13 +76,13 @@ class EventsConfig(ConfigModel):
     eval: dict[str, EventConfig] = Field(default_factory=dict, description="events of the evaluation environments")
 
     def __hash__(self) -> int:
-        return hash((*self.train.items(), "eval", *self.eval.items()))
+        return hash((*sorted(self.train.items()), "eval", *sorted(self.eval.items())))
 
 
 class TrainerConfig(ConfigModel):
     """How long, where and with how many environments."""
 
-    other_names: ClassVar = {"rollout_steps": "buffer_size"}
+    other_names: ClassVar = {"rollout_steps": "buffer_size", "update_horizon": "buffer_size"}
 
     exp_name: str = Field(
         "generic_exp", pattern=r"^[\w.+-]+$", description="letters, digits and _.+-; names the run folder"
@@ -120,6 +126,17 @@ class Choice(ConfigModel):
     cfg: SerializeAsAny[BaseModel] = Field(description="settings of the part")
 
 
+def _gymnasium(section: dict) -> dict:
+    """`"gymnasium:<id>"` as a name is short for the name "gymnasium" and `cfg.id`."""
+    name, settings = section.get("name"), section.get("cfg", {})
+    if not isinstance(name, str) or not name.startswith("gymnasium:") or not isinstance(settings, dict):
+        return section
+    if "id" in settings:
+        fault = fault_at(("cfg", "id"), f"given in the name {name!r} too; keep one")
+        raise ValidationError.from_exception_data("env", [fault])
+    return section | {"name": "gymnasium", "cfg": {"id": name.removeprefix("gymnasium:")} | settings}
+
+
 class EnvChoice(Choice):
     """The environment: its registered name (also called id) and settings."""
 
@@ -129,7 +146,7 @@ class EnvChoice(Choice):
     @classmethod
     def _registered(cls, data: Any) -> Any:
         data = {"name": data} if isinstance(data, str) else data
-        return _resolved("env", data, "name", "cfg") if isinstance(data, dict) else data
+        return resolved("env", _gymnasium(data), "name", "cfg") if isinstance(data, dict) else data
 
 
 class AlgorithmChoice(Choice):
@@ -138,7 +155,7 @@ class AlgorithmChoice(Choice):
     @model_validator(mode="before")
     @classmethod
     def _registered(cls, data: Any) -> Any:
-        return _resolved("algorithm", data, "name", "cfg") if isinstance(data, dict) else data
+        return resolved("algorithm", data, "name", "cfg") if isinstance(data, dict) else data
 
 
 class PolicyConfig(ConfigModel):
@@ -165,70 +182,77 @@ class Config(ConfigModel):
     policy: SerializeAsAny[PolicyConfig] = Field(description='the policy, such as {"name": "actor_critic", ...}')
     algorithm: AlgorithmChoice = Field(description='the algorithm, such as {"name": "ppo", "cfg": {...}}')
 
-    @model_validator(mode="before")
-    @classmethod
-    def _num_envs(cls, data: Any) -> Any:
-        """`env.cfg.num_envs` is another place for `trainer.num_envs`, which wins."""
-        env = data.get("env") if isinstance(data, dict) else None
-        cfg = env.get("cfg") if isinstance(env, dict) else None
-        if not isinstance(env, dict) or not isinstance(cfg, dict) or "num_envs" not in cfg:
-            return data
-        rest = {key: value for key, value in cfg.items() if key != "num_envs"}
-        trainer = data.get("trainer", {})
-        if isinstance(trainer, dict):
-            trainer = {"num_envs": cfg["num_envs"]} | trainer
-        return data | {"trainer": trainer, "env": env | {"cfg": rest}}
-
     def replace(self, **changes: Any) -> "Config":
         """A copy with dotted keys changed, checked again: `cfg.replace(**{"trainer.seed": 3})`."""
-        data = self.model_dump(mode="json")
-        for path, value in changes.items():
-            *parents, last = _OTHER_PATHS.get(path, path).split(".")
-            section = data
-            for key in parents:
-                section = section.setdefault(key, {})
-                if not isinstance(section, dict):
-                    raise ConfigError(f"replace: {path}: {key!r} is not a section")
-            if last == "name" and section.get(last) != value:
-                section.pop("cfg", None)  # settings of another part
-            section[last] = value
-        return config_from_dict(data, "replace")
+        return config_from_dict(self.model_dump(mode="json"), "replace", changes)
 
 
-_OTHER_PATHS = {
-    "env.cfg.num_envs": "trainer.num_envs",
-    "env.id": "env.name",
-    "trainer.rollout_steps": "trainer.buffer_size",
-}
+_SIZES = {name: TrainerConfig.model_fields[name].default for name in ("buffer_size", "num_envs")}
 
 
-def config_from_dict(data: Any, source: str = "config") -> Config:
-    """A checked Config, or a ConfigError with one line per fault."""
-    return checked(Config, data, source)
+def config_from_dict(
+    data: Any, source: str = "config", overrides: Mapping[str, Any] | None = None, folder: Path = Path()
+) -> Config:
+    """A checked Config, or a ConfigError with one line per fault.
 
+    Keys that have no meaning here (`ecrl.inert.INERT`) are taken out, each with a UserWarning that names it.
 
-def load_config(path: str | Path) -> Config:
-    """Read and check a JSON file.
-
-    Raises: ConfigError, one line per fault: missing file, bad JSON, duplicate or unknown key, wrong type, out of range.
+    Args:
+        data: the four sections.
+        source: where the data are from; starts each line of the error.
+        overrides: values by dotted key, such as `{"trainer.seed": 3}`; they win.
+        folder: where a relative `trainer.gym_config` is looked for after the working directory.
     """
-    path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-        data = json.loads(text, object_pairs_hook=ObjectPairs)
-    except FileNotFoundError:
-        others = [other.name for other in path.parent.glob("*.json")]
-        near = did_you_mean(path.name, others) if others else f"no .json files in {path.parent}"
-        raise ConfigError(f"{path}: no such file; {near}") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}:{error.lineno}:{error.colno}: not JSON: {error.msg}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}") from None
-    except (RecursionError, ValueError) as error:
-        raise ConfigError(f"{path}: not a config: {error}") from None
-    return config_from_dict(data, str(path))
+    if not isinstance(data, dict):
+        return checked(Config, data, source)
+    draft = translated(data, overrides or {}, folder, _SIZES)
+    made = checked(Config, draft.data, source, draft.faults, draft.where)
+    for path, reason in draft.inert:
+        name = draft.where(tuple(key_text(key) for key in path))
+        warnings.warn(f"{name} has no meaning here ({reason}); ignored", stacklevel=2)
+    return made
+
+
+def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Config:
+    """Read and check a JSON file, or a YAML file if its name ends in .yaml or .yml.
+
+    Keys and files of EmbodiChain's configs are understood: `trainer.gym_config` (a second file with the environment's
+    name and settings, which `env` wins over key by key), `trainer.learning_env` for `env`, `trainer.segment_length` and
+    `trainer.deterministic_actions` for the ones of the algorithm, `trainer.update_horizon` for `buffer_size`; for a run
+    of one process `trainer.total_timesteps` for `iterations`, `trainer.save_frequency_updates` for `save_freq`.
+
+    Args:
+        path: of the file.
+        overrides: values by dotted key, such as `{"trainer.seed": 3}`; they win. `parse_overrides` makes them from a
+            command line.
+
+    >>> load_config("configs/cartpole_ppo.json", {"trainer.seed": 3}).trainer.seed
+    3
+
+    Raises: ConfigError, one line per fault: missing file, bad syntax, a key given twice or unknown, a wrong type, a
+    number out of range. Keys without a meaning here are taken out, each with a UserWarning that names it.
+    """
+    return config_from_dict(read(Path(path)), str(path), overrides, Path(path).parent)
+
+
+def _leaves(data: Any, path: str = "") -> dict[str, str]:
+    """Values by dotted key, as JSON; lists are values."""
+    if not isinstance(data, dict):
+        return {path: json.dumps(data)}
+    deeper = (_leaves(value, f"{path}.{key}" if path else key) for key, value in data.items())
+    return {key: text for leaves in deeper for key, text in leaves.items()}
+
+
+def diff(a: Config, b: Config) -> list[str]:
+    """Where two configs differ, a line per key: `trainer.seed: 1 -> 3`; "absent" where one has no such key.
+
+    >>> cfg = load_config("configs/cartpole_ppo.json")
+    >>> diff(cfg, cfg.replace(**{"trainer.seed": 3, "env.name": "probe_delay"}))[:2]
+    ['trainer.seed: 0 -> 3', 'env.name: "cartpole" -> "probe_delay"']
+    """
+    old, new = (_leaves(cfg.model_dump(mode="json")) for cfg in (a, b))
+    keys = (key for key in old | new if old.get(key) != new.get(key))
+    return [f"{key}: {old.get(key, 'absent')} -> {new.get(key, 'absent')}" for key in keys]
 
 
 def total_steps(cfg: Config, world_size: int) -> int:

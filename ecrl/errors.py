@@ -1,5 +1,8 @@
 """Errors that a user can mend: one line per fault, no traceback on the command line, exit status 2."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class UserError(ValueError):
     """What was given, what was expected, what to do."""
@@ -11,3 +14,16 @@ class ConfigError(UserError):
 
 class CheckpointError(UserError):
     """A checkpoint that is missing, damaged or of another structure; the message names the file."""
+
+
+class MissingExtraError(UserError, ModuleNotFoundError):
+    """A package of an optional extra is not installed."""
+
+
+@contextmanager
+def extra(name: str) -> Iterator[None]:
+    """Around imports of the extra `name`: what is missing becomes one line that says how to get it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(f"{error}: install it with: pip install 'ecrl[{name}]'") from None

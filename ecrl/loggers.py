@@ -1,22 +1,24 @@
-"""Consumers of training records that show or store numbers. Each takes an iterator of records and passes every one on.
+"""Consumers of training records: decorators over the generator. Each takes an iterator of records and passes all on.
 
-Only consumers read tensors to the host; `with_host_logs` does it once per record for those stacked above it.
+Only consumers read tensors to the host; `with_host_logs` does it once per record for those stacked above it. Each is
+usable alone, `for record in with_jsonl(train_iter(state, cfg), "metrics.jsonl"): ...`, and closes what it opened when
+the records end, when its caller stops early, and when anything raises.
 """
 
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import torch
 
-from ecrl.registry import did_you_mean
 from ecrl.types import LogData
 
-_PREFIX = {"collect": "charts/", "train": "train/", "evaluate": ""}
+SPS = "charts/SPS"
+_GROUP = {"collect": "charts", "train": "train", "evaluate": "eval"}
 
 
 def scalars(record: LogData) -> dict[str, float]:
@@ -27,6 +29,32 @@ def scalars(record: LogData) -> dict[str, float]:
     return dict(zip(names, torch.stack([t.detach().double() for t in tensors]).tolist(), strict=True))
 
 
+def scalar_name(log_type: str, name: str) -> str:
+    """The name of a log in metrics.jsonl, TensorBoard and W&B; one that has its group in it stays as it is.
+
+    >>> scalar_name("collect", "episode_reward_avg_100"), scalar_name("train", "entropy")
+    ('charts/episode_reward_avg_100', 'train/entropy')
+    >>> scalar_name("collect", "rewards/reach"), scalar_name("evaluate", "eval/avg_reward")
+    ('rewards/reach', 'eval/avg_reward')
+    """
+    return name if "/" in name else f"{_GROUP[log_type]}/{name}"
+
+
+def with_scalars(records: Iterator[LogData], start: int = 0) -> Iterator[tuple[LogData, dict[str, float]]]:
+    """Each record beside its numbers by `scalar_name`; those of a train record include `charts/SPS`.
+
+    Args:
+        records: to pass on.
+        start: env steps before the first record, so that the steps per second of a resumed run are its own.
+    """
+    began = time.perf_counter()
+    for record in records:
+        numbers = {scalar_name(record["log_type"], name): value for name, value in scalars(record).items()}
+        if record["log_type"] == "train":
+            numbers[SPS] = (record["sample_step"] - start) / (time.perf_counter() - began)
+        yield record, numbers
+
+
 def with_host_logs(records: Iterator[LogData]) -> Iterator[LogData]:
     """Move the logs of each record to the host in one read, so that reading them again costs nothing."""
     for record in records:
@@ -34,39 +62,51 @@ def with_host_logs(records: Iterator[LogData]) -> Iterator[LogData]:
         yield LogData(log_type=record["log_type"], sample_step=record["sample_step"], logs=logs, state=record["state"])
 
 
-def with_jsonl(records: Iterator[LogData], path: str | Path) -> Iterator[LogData]:
-    """Append one JSON object per record: log_type, sample_step, seconds since the start, every log (null for NaN)."""
-    start = time.perf_counter()
-    with Path(path).open("a", encoding="utf-8") as file:
-        for record in records:
-            logs = {name: value if math.isfinite(value) else None for name, value in scalars(record).items()}
-            head = {"log_type": record["log_type"], "sample_step": record["sample_step"]}
-            seconds = {"seconds": round(time.perf_counter() - start, 3)}
-            file.write(json.dumps(head | seconds | logs) + "\n")
-            file.flush()
-            yield record
+def never_fatal(what: str) -> Callable[..., None]:
+    """A function that makes a call, `(fn, *args)`, of which an OSError (a full disk) does not end the run, but is said.
+
+    Said once, with `what` for where the calls write: logs are worth less than the run.
+
+    >>> with warnings.catch_warnings(record=True) as said:
+    ...     guarded = never_fatal("the log")
+    ...     for _ in range(2):
+    ...         guarded(open, "/no/such/file")
+    >>> print(said[0].message)
+    the log: [Errno 2] No such file or directory: '/no/such/file'; records may be missing there, the run goes on
+    """
+    told = False
+
+    def guarded(fn: Callable[..., Any], *args: Any) -> None:
+        nonlocal told
+        try:
+            fn(*args)
+        except OSError as error:
+            if not told:
+                told = True
+                warnings.warn(f"{what}: {error}; records may be missing there, the run goes on", stacklevel=2)
+
+    return guarded
 
 
-def with_tensorboard(records: Iterator[LogData], log_dir: str | Path, start: int = 0) -> Iterator[LogData]:
-    """Write every log against env steps: `charts/*` from collecting, `train/*` from learning, `eval/*`; `charts/SPS`.
+def with_jsonl(records: Iterator[LogData], path: str | Path, start: int = 0) -> Iterator[LogData]:
+    """Append one JSON object per record: log_type, sample_step, seconds since the start, every log (null for NaN).
 
     Args:
         records: to pass on.
-        log_dir: folder of the event files.
-        start: env steps before the first record, so that a resumed run's speed is its own.
+        path: of the file.
+        start: env steps before the first record.
     """
-    from torch.utils.tensorboard import SummaryWriter
-
-    began = time.perf_counter()
-    with SummaryWriter(str(log_dir)) as writer:
-        for record in records:
-            step = record["sample_step"]
-            for name, value in scalars(record).items():
-                if math.isfinite(value):
-                    writer.add_scalar(_PREFIX[record["log_type"]] + name, value, step)
-            if record["log_type"] == "train":
-                writer.add_scalar("charts/SPS", (step - start) / (time.perf_counter() - began), step)
+    began, file = time.perf_counter(), Path(path).open("a", encoding="utf-8", buffering=1)  # 1: each line at once
+    guarded = never_fatal(str(path))
+    try:
+        for record, numbers in with_scalars(records, start):
+            logs = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+            head = {"log_type": record["log_type"], "sample_step": record["sample_step"]}
+            seconds = {"seconds": round(time.perf_counter() - began, 3)}
+            guarded(file.write, json.dumps(head | seconds | logs) + "\n")
             yield record
+    finally:
+        guarded(file.close)
 
 
 def _shown(logs: dict[str, float]) -> str:
@@ -116,53 +156,3 @@ def with_progress(records: Iterator[LogData], start: int, end: int) -> Iterator[
                     f"{step:,}/{end:,}  {rate}  {_shown(logs)}", markup=False, highlight=False, soft_wrap=True
                 )
             yield record
-
-
-@contextmanager
-def _extra() -> Iterator[None]:
-    """Around an import of the extra `plot`: says how to get what is missing."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"{error}: install it with: pip install 'ecrl[plot]'") from None
-
-
-class History(Sequence):
-    """What a run logged: one row (a dict of numbers) per iteration, with `sample_step`."""
-
-    def __init__(self) -> None:
-        self._rows: list[dict[str, float]] = []
-
-    def add(self, record: LogData) -> None:
-        """Merge a record into the row of its step."""
-        if not self._rows or self._rows[-1]["sample_step"] != record["sample_step"]:
-            self._rows.append({"sample_step": record["sample_step"]})
-        self._rows[-1].update(scalars(record))
-
-    @overload
-    def __getitem__(self, index: int) -> dict[str, float]: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[dict[str, float]]: ...
-    def __getitem__(self, index: Any) -> Any:
-        return self._rows[index]
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def to_pandas(self) -> Any:
-        """A DataFrame indexed by `sample_step`; needs the extra `plot`."""
-        with _extra():
-            import pandas
-        return pandas.DataFrame(self._rows, columns=None if self._rows else ["sample_step"]).set_index("sample_step")
-
-    def plot(self, name: str = "episode_reward_avg_100") -> Any:
-        """The curve of one log against env steps, as matplotlib axes; needs the extra `plot`."""
-        rows = [row for row in self._rows if name in row]
-        if not rows:
-            raise KeyError(f"no log {name!r}; {did_you_mean(name, {key for row in self._rows for key in row})}")
-        with _extra():
-            import matplotlib.pyplot as plt
-        _, axes = plt.subplots()
-        axes.plot([row["sample_step"] for row in rows], [row[name] for row in rows])
-        axes.set(xlabel="environment steps", ylabel=name)
-        return axes

@@ -5,20 +5,22 @@ The loop owns control flow only. Logging, checkpoints, evaluation and progress c
 
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Literal, cast
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl import rng
-from ecrl.algorithms import Parts, make_algorithm
-from ecrl.algorithms.core import env_index
+from ecrl.algorithms import Algorithm, Parts, make_algorithm
+from ecrl.algorithms.core import start_keys, steps_taken
 from ecrl.compile import Form, choose_form
 from ecrl.config import Config, total_steps
 from ecrl.distributed import world_size
-from ecrl.envs import auto_reset, make_env
+from ecrl.envs import auto_reset, clip_action, make_env, with_events
 from ecrl.errors import ConfigError
-from ecrl.kernels import episode_init, masked_mean
+from ecrl.kernels import episode_init, masked_mean, restarted
 from ecrl.policies import make_policy
 from ecrl.types import LogData, Logs
 
@@ -44,11 +46,13 @@ def form_of(cfg: Config) -> Form:
     return choose_form(cfg.trainer.compile, device_of(cfg).type)
 
 
-def make_parts(cfg: Config) -> Parts:
-    """Environment (with auto-reset), policy, config and form of a run."""
-    env = auto_reset(make_env(cfg.env))
+def make_parts(cfg: Config, events: Literal["train", "eval"] = "train") -> Parts:
+    """Environment (with auto-reset and the events of training or evaluation), policy, config and form of a run."""
+    env = make_env(cfg.env)
     policy = make_policy(cfg.policy, env.observation_space, env.action_space)
-    return Parts(env, policy, cfg, form_of(cfg).jit)
+    env = auto_reset(clip_action(env) if cfg.policy.clip_actions else env)
+    jit = form_of(cfg).jit if policy.compiles else partial
+    return Parts(with_events(env, getattr(cfg.trainer.events, events)), policy, cfg, jit)
 
 
 def init_state(cfg: Config, key: Tensor | None = None) -> TensorDict:
@@ -57,21 +61,46 @@ def init_state(cfg: Config, key: Tensor | None = None) -> TensorDict:
     >>> from ecrl.config import load_config
     >>> state = init_state(load_config("configs/cartpole_ppo.json"))
     >>> sorted(state.keys())
-    ['env', 'episode', 'hyper', 'key', 'opt', 'params', 'sample_step', 'update_step']
+    ['env', 'episode', 'hyper', 'key', 'norm', 'opt', 'params', 'sample_step', 'update_step']
     """
-    parts, device, num_envs = make_parts(cfg), device_of(cfg), cfg.trainer.num_envs
+    parts, algorithm = make_parts(cfg), make_algorithm(cfg.algorithm)
     key = rng.key(cfg.trainer.seed) if key is None else key
-    key = key.to(device)
-    zero = torch.zeros((), dtype=torch.int64, device=device)
-    state = {
-        **make_algorithm(cfg.algorithm).init(parts, key),
-        "env": parts.env.reset(rng.stream(key, rng.START, env_index(num_envs, device), 0)),
-        "episode": episode_init(num_envs, WINDOW, device),
-        "key": key.clone(),
-        "sample_step": zero,
-        "update_step": zero.clone(),
-    }
-    return TensorDict(state, []).lock_()
+    start = start_keys(key.to(device_of(cfg)), cfg.trainer.num_envs, 0, algorithm.group_size)
+    state = _without_env(parts, algorithm, key.to(device_of(cfg)))  # before the envs open: this may refuse the config
+    return state.set("env", parts.env.reset(start)).lock_()
+
+
+def _without_env(parts: Parts, algorithm: Algorithm, key: Tensor) -> TensorDict:
+    """The first state but for its environments."""
+    made, policy, zero = algorithm.init(parts, key), parts.policy, torch.zeros_like(key)
+    norm = made.pop("norm", TensorDict({}, []))
+    if policy.norm_init is not None:
+        norm = norm.copy().set("obs", policy.norm_init(key.device))
+    episode = episode_init(parts.cfg.trainer.num_envs, WINDOW, key.device)
+    counters = {"sample_step": zero, "update_step": zero.clone()}
+    return TensorDict({**made, "norm": norm, "episode": episode, "key": key.clone(), **counters}, [])
+
+
+def expected_state(cfg: Config, given: TensorDict) -> TensorDict:
+    """A state as the config makes it, to compare `given` with; environments on the host are not opened for that."""
+    parts = make_parts(cfg)
+    if parts.env.is_pure:
+        return init_state(cfg)
+    key = rng.key(cfg.trainer.seed, device_of(cfg))
+    return _without_env(parts, make_algorithm(cfg.algorithm), key).set("env", given["env"]).lock_()
+
+
+def reopened(state: TensorDict, cfg: Config) -> TensorDict:
+    """The state with its host environments started afresh if they are only remembered (token 0), which is said."""
+    parts, env = make_parts(cfg), cast(TensorDict, state["env"])
+    if parts.env.is_pure or bool(env["token"].any()):
+        return state
+    warnings.warn("the environments' own state could not be restored: their episodes start afresh", stacklevel=3)
+    group = make_algorithm(cfg.algorithm).group_size
+    step = steps_taken(parts, state)
+    fresh = parts.env.reset(start_keys(state["key"], cfg.trainer.num_envs, step, group))
+    episode = restarted(cast(TensorDict, state["episode"]))
+    return state.copy().update({"env": fresh, "episode": episode})
 
 
 def check_state(state: TensorDict, cfg: Config) -> None:
@@ -81,7 +110,7 @@ def check_state(state: TensorDict, cfg: Config) -> None:
     """
     if state["key"].device != device_of(cfg):
         raise ConfigError(f"state: is on {state['key'].device}, the config says {device_of(cfg)}; use state.to(...)")
-    expected, given = (dict(td.flatten_keys("/").items()) for td in (init_state(cfg), state))
+    expected, given = (dict(td.flatten_keys("/").items()) for td in (expected_state(cfg, state), state))
     for name in sorted(expected.keys() | given.keys()):
         shapes = [list(td[name].shape) if name in td else "absent" for td in (given, expected)]
         if shapes[0] != shapes[1]:
@@ -92,6 +121,20 @@ def check_state(state: TensorDict, cfg: Config) -> None:
     if numbers:
         both = ", ".join(f"{n.removeprefix('hyper/')} {given[n]:.6g} (config {expected[n]:.6g})" for n in numbers)
         warnings.warn(f"the state's hyperparameters are used, not the config's: {both}", stacklevel=3)
+
+
+def check_config(cfg: Config, world_size: int) -> list[str]:
+    """What a config would run, in lines for people; raises ConfigError where its parts do not fit together."""
+    parts, form = make_parts(cfg), form_of(cfg)
+    state = _without_env(parts, make_algorithm(cfg.algorithm), rng.key(cfg.trainer.seed, device_of(cfg)))
+    weights = sum(leaf.numel() for leaf in state["params"].values(True, True))
+    return [
+        f"task     {cfg.env.name}, {cfg.policy.name}, {cfg.algorithm.name}, seed {cfg.trainer.seed}",
+        f"spaces   observations {parts.env.observation_space}, actions {parts.env.action_space}",
+        f"policy   {weights:,} parameters",
+        f"device   {device_of(cfg)}, {form.name} ({form.reason}), world size {world_size}",
+        f"budget   {total_steps(cfg, world_size):,} env steps, {cfg.trainer.iterations} iterations",
+    ]
 
 
 def steps_per_iteration(cfg: Config) -> int:
@@ -109,6 +152,25 @@ def _episode_logs(episode: TensorDict) -> Logs:
     }
 
 
+def _info_logs(batch: TensorDict) -> Logs:
+    """`rewards/<term>` and `metrics/<name>`: what the environment reports of each, mean over steps and envs."""
+    info = batch.get("info", None)
+    logs = {}
+    for group in ("rewards", "metrics"):
+        for name, value in {} if info is None else info.get(group, {}).items():
+            logs[f"{group}/{name}"] = value[:, :-1].to(torch.float32).mean()
+    return logs
+
+
+def _moved_norm(parts: Parts, norm: TensorDict, batch: TensorDict) -> TensorDict:
+    """Observation statistics with those of the batch, which the policy saw raw; frozen until here."""
+    if parts.policy.norm_update is None:
+        return norm
+    obs, mask = batch["obs"][:, :-1], batch.get("mask", None)
+    mask = torch.ones(obs.shape[:2], dtype=torch.bool, device=norm.device) if mask is None else mask[:, :-1]
+    return norm.copy().set("obs", parts.jit(parts.policy.norm_update)(norm["obs"].copy(), obs, mask))
+
+
 def make_iteration(cfg: Config) -> Iteration:
     """One iteration, `(state) -> (state, {"collect": logs, "train": logs})`: pure, to embed or vmap."""
     parts, algorithm = make_parts(cfg), make_algorithm(cfg.algorithm)
@@ -116,7 +178,8 @@ def make_iteration(cfg: Config) -> Iteration:
     def iteration(state: TensorDict) -> tuple[TensorDict, dict[str, Logs]]:
         state, batch = algorithm.collect(parts, state.copy())
         state, train_logs = algorithm.update(parts, state, batch)
-        logs = {"collect": _episode_logs(state["episode"]), "train": train_logs}
+        state = state.copy().set("norm", _moved_norm(parts, state["norm"], batch))
+        logs = {"collect": _episode_logs(state["episode"]) | _info_logs(batch), "train": train_logs}
         counters = {
             "sample_step": state["sample_step"] + steps_per_iteration(cfg),
             "update_step": state["update_step"] + 1,
@@ -137,6 +200,7 @@ def train_iter(state: TensorDict, cfg: Config) -> Iterator[LogData]:
     `state = state.clone(); state["hyper", "learning_rate"] = torch.tensor(1e-4)`.
     """
     check_state(state, cfg)
+    state = reopened(state, cfg)
     iteration, step, end = make_iteration(cfg), int(state["sample_step"]), total_steps(cfg, world_size())
     state = state.clone()
     while step < end:

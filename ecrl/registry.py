@@ -5,18 +5,24 @@ A `make` function is registered by decorating it; the annotation of its first pa
     @register_env("my_task")
     def my_task(cfg: MyTaskConfig) -> Env: ...
 
-Making is memoised by config, so equal configs give the same object and compile once.
+Making is memoised by config, so equal configs give the same object and compile once. A package whose parts should be
+known wherever it is installed names the module that registers them as an entry point of the group `ecrl.plugins`.
 """
 
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
+from importlib.metadata import entry_points
 from inspect import signature
 from typing import Any, NamedTuple, get_type_hints
+from warnings import warn
 
 BUILTIN = ("ecrl.envs", "ecrl.policies", "ecrl.algorithms")
-"""Packages that register the built-in parts; imported at the first look-up, never from below."""
+"""Packages that register the built-in parts; imported before anyone else registers or looks up, never from below."""
+
+PLUGINS = "ecrl.plugins"
+"""Group of entry points that register the parts of installed packages; imported after the built-in ones."""
 
 
 class Entry(NamedTuple):
@@ -27,6 +33,10 @@ class Entry(NamedTuple):
 
 
 _ENTRIES: dict[str, dict[str, Entry]] = {kind: {} for kind in ("env", "policy", "algorithm", "network", "event")}
+
+
+_SKIPPED: list[str] = []  # plugins that could not be imported, in words
+_BEGUN: list[str] = []  # the groups of plugins that were looked for: a plugin may itself register and look up
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
@@ -42,6 +52,8 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
 
 def _register(kind: str, name: str, *, override: bool = False) -> Callable[[Callable], Callable]:
     def decorate(make: Callable) -> Callable:
+        if not getattr(make, "__module__", "").startswith("ecrl."):
+            _import_parts()  # so that a built-in name is known to be taken, and can be overridden
         if name in _ENTRIES[kind] and not override:
             raise ValueError(f"{kind} {name!r} is already registered; pass override=True to replace it")
         first = next(iter(signature(make).parameters), None)
@@ -50,7 +62,8 @@ def _register(kind: str, name: str, *, override: bool = False) -> Callable[[Call
             raise TypeError(
                 f"{kind} {name!r}: annotate the first parameter of {make.__name__} with its frozen Config model"
             )
-        _ENTRIES[kind][name] = Entry(config, cache(make))
+        # A network is a module with fresh weights: handing out the same one twice would share them.
+        _ENTRIES[kind][name] = Entry(config, make if kind == "network" else cache(make))
         return make
 
     return decorate
@@ -87,6 +100,22 @@ def _import_builtin() -> None:
         import_module(module)
 
 
+def _import_parts() -> None:
+    """The built-in parts, and once those of installed packages; one that fails is said and left out."""
+    _import_builtin()
+    if _BEGUN:
+        return
+    _BEGUN.append(PLUGINS)
+    for point in entry_points(group=PLUGINS):
+        try:
+            point.load()
+        except Exception as error:  # whatever a stranger's module raises: everything else must go on
+            package = f"{point.dist.name} {point.dist.version}" if point.dist else "unknown package"
+            told = " ".join(f"{type(error).__name__}: {error}".split())
+            _SKIPPED.append(f"plugin {point.name!r} ({point.value}, of {package}) cannot be imported: {told}")
+            warn(f"{_SKIPPED[-1]}; mend or uninstall it", RuntimeWarning, stacklevel=2)
+
+
 def registered(kind: str) -> tuple[str, ...]:
     """The known names of a kind: "env", "policy", "algorithm", "network" or "event".
 
@@ -95,7 +124,7 @@ def registered(kind: str) -> tuple[str, ...]:
     """
     if kind not in _ENTRIES:
         raise ValueError(f"no registry {kind!r}; {did_you_mean(kind, _ENTRIES)}")
-    _import_builtin()
+    _import_parts()
     return tuple(sorted(_ENTRIES[kind]))
 
 
@@ -108,5 +137,5 @@ def lookup(kind: str, name: str) -> Entry:
     """
     known = registered(kind)
     if name not in known:
-        raise KeyError(f"unknown {kind} {name!r}; {did_you_mean(name, known)}")
+        raise KeyError("; ".join([f"unknown {kind} {name!r}", did_you_mean(name, known), *_SKIPPED]))
     return _ENTRIES[kind][name]

@@ -1,6 +1,8 @@
 """Strict pydantic models whose faults read well: all at once, one line each, in the words of who writes JSON."""
 
 import re
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from pydantic import (
@@ -62,12 +64,13 @@ def shown(value: Any) -> str:
     return type(value).__name__
 
 
-def _key(key: Any) -> str:
+def key_text(key: Any) -> str:
     """A key as part of a path; quoted where it would not read as one."""
     return key if isinstance(key, str) and re.fullmatch(r"[\w-]+", key) else repr(key)
 
 
 Loc = tuple[str | int, ...]  # of a key: names and list indices
+Fault = tuple[Loc, str]  # where, and what is wrong there
 
 
 def fault_at(path: Loc, message: str) -> InitErrorDetails:
@@ -75,7 +78,7 @@ def fault_at(path: Loc, message: str) -> InitErrorDetails:
     return InitErrorDetails(type=PydanticCustomError("fault", "{text}", {"text": message}), loc=path, input=None)
 
 
-def explained(model: type[BaseModel], error: ValidationError) -> list[tuple[Loc, str]]:
+def explained(model: type[BaseModel], error: ValidationError) -> list[Fault]:
     """What pydantic found in a section: where, and what was expected, what was given and what the key means."""
     found = []
     for fault in error.errors(include_url=False):
@@ -108,9 +111,9 @@ class ConfigModel(BaseModel):
             name = cls.other_names.get(key, key)
             if name not in cls.model_fields:
                 near = did_you_mean(key, [*cls.model_fields, *cls.other_names])
-                faults.append(fault_at((_key(key),), f"unknown key; {near}"))
-            elif name != key and name in data:
-                faults.append(fault_at((_key(key),), f"another name of {name!r}, which is given too; keep one"))
+                faults.append(fault_at((key_text(key),), f"unknown key; {near}"))
+            elif name in known or (name != key and name in data):
+                faults.append(fault_at((key_text(key),), f"another name of {name!r}, which is given too; keep one"))
             else:
                 known[name] = value
         try:
@@ -128,6 +131,11 @@ class ConfigModel(BaseModel):
         raise AttributeError(f"{name}: a config never changes; make a changed copy with cfg.replace(...)")
 
 
+def known_keys(model: type[BaseModel]) -> set[str]:
+    """The keys that a section may have, under all their names."""
+    return {*model.model_fields, *(model.other_names if issubclass(model, ConfigModel) else ())}
+
+
 def _single(value: float) -> float:
     """Numbers become float32 tensors: one that turns into 0 or infinity there is refused."""
     if value > 3.4e38 or 0.0 < value < 1.4e-45:
@@ -142,31 +150,35 @@ Count = Annotated[int, Field(ge=1, lt=2**31)]
 
 
 class ObjectPairs(dict):
-    """A JSON object that remembers the keys it was given twice."""
+    """An object of a file that remembers the keys it was given twice."""
 
-    def __init__(self, pairs: list[tuple[str, Any]]):
+    def __init__(self, pairs: Iterable[tuple[Any, Any]]):
+        pairs = list(pairs)
         super().__init__(pairs)
-        names = [name for name, _ in pairs]
-        self.repeated = sorted({name for name in names if names.count(name) > 1})
+        self.repeated = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
 
 
-def _repeated(data: Any) -> list[Loc]:
-    """Paths of the keys given twice; a loop, since JSON may be nested deeper than Python calls."""
-    found, rest = [], [((), data)]
+def repeated(data: Any) -> list[Fault]:
+    """The keys given twice; a loop, since a file may be nested deeper than Python calls."""
+    found, rest, seen = [], [((), data)], set()
     while rest:
         path, part = rest.pop()
-        if isinstance(part, ObjectPairs):
-            found += [(*path, _key(name)) for name in part.repeated]
-            rest += [((*path, _key(key)), child) for key, child in part.items()]
-        elif isinstance(part, list):
+        if not isinstance(part, dict | list) or id(part) in seen:  # YAML can name a part and use it again
+            continue
+        seen.add(id(part))
+        if isinstance(part, list):
             rest += [((*path, index), child) for index, child in enumerate(part)]
+            continue
+        rest += [((*path, key_text(key)), child) for key, child in part.items()]
+        if isinstance(part, ObjectPairs):
+            found += [((*path, key_text(name)), "given twice; keep one") for name in part.repeated]
     return found
 
 
-def _dotted(path: Loc) -> str:
+def dotted(path: Loc) -> str:
     """A path as it is written in messages.
 
-    >>> _dotted(("policy", "hidden_sizes", 0))
+    >>> dotted(("policy", "hidden_sizes", 0))
     'policy.hidden_sizes[0]'
     """
     return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).removeprefix(".")
@@ -175,13 +187,28 @@ def _dotted(path: Loc) -> str:
 Section = TypeVar("Section", bound=BaseModel)
 
 
-def checked(model: type[Section], data: Any, source: str) -> Section:
-    """`data` as `model`, or a ConfigError with one line per fault."""
-    lines = [f"{source}: {_dotted(path)}: given twice; keep one" for path in _repeated(data)]
+def checked(
+    model: type[Section],
+    data: Any,
+    source: str,
+    found: Iterable[Fault] = (),
+    where: Callable[[Loc], str] = dotted,
+) -> Section:
+    """`data` as `model`, or a ConfigError with one line per fault.
+
+    Args:
+        model: what to check against.
+        data: as read.
+        source: starts each line, such as the file's name.
+        found: faults found earlier, told with the others; there is no second one of the same place.
+        where: writes a path.
+    """
+    faults = list(found)
+    told = {where(path) for path, _ in faults}
     try:
         made = model.model_validate(data)
-        if not lines:
+        if not faults:
             return made
     except ValidationError as error:
-        lines += [": ".join(filter(None, (source, _dotted(path), text))) for path, text in explained(model, error)]
-    raise ConfigError("\n".join(lines))
+        faults += [fault for fault in explained(model, error) if where(fault[0]) not in told]
+    raise ConfigError("\n".join(": ".join(filter(None, (source, where(path), text))) for path, text in faults))

@@ -3,18 +3,23 @@
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from tensordict import TensorDict
 
-from ecrl.checkpoint import with_checkpoints
+from ecrl.checkpoint import with_best_checkpoint, with_checkpoints
 from ecrl.config import Config, load_config, total_steps
 from ecrl.distributed import start, world_size
 from ecrl.errors import ConfigError
 from ecrl.evaluation import with_evaluation
-from ecrl.loggers import History, with_host_logs, with_jsonl, with_progress, with_tensorboard
-from ecrl.loop import device_of, form_of, init_state, train_iter
+from ecrl.history import History
+from ecrl.loggers import with_host_logs, with_jsonl, with_progress
+from ecrl.loop import check_config, init_state, make_parts, train_iter
+from ecrl.registry import registered
+from ecrl.resuming import resume
+from ecrl.tracking import with_tensorboard, with_wandb
 from ecrl.types import LogData
 
 
@@ -27,14 +32,16 @@ def consumers(
     if run_dir is not None:
         (run_dir / "logs").mkdir(exist_ok=True)
         (run_dir / "config.json").write_text(json.dumps(cfg.model_dump(mode="json"), indent=2) + "\n", encoding="utf-8")
-        records = with_jsonl(records, run_dir / "metrics.jsonl")
-        records = with_tensorboard(records, run_dir / "logs", first)
+        records = with_jsonl(records, run_dir / "metrics.jsonl", first)
+        records = with_tensorboard(records, cfg, run_dir / "logs", first)
+        records = with_wandb(records, cfg, run_dir, first) if cfg.trainer.use_wandb else records
+        records = with_best_checkpoint(records, cfg, run_dir)
         records = with_checkpoints(records, cfg, run_dir)
     return with_progress(records, first, total_steps(cfg, world_size())) if progress else records
 
 
 def train(
-    state: TensorDict, cfg: Config, run_dir: str | Path | None = None, progress: bool = True
+    state: TensorDict, cfg: Config, run_dir: str | Path | None = None, progress: bool = True, profile: bool = False
 ) -> tuple[TensorDict, History]:
     """Train to the end of the budget.
 
@@ -43,6 +50,7 @@ def train(
         cfg: of the run.
         run_dir: a folder to write config, logs, metrics and checkpoints into; None writes nothing.
         progress: show a live line.
+        profile: time the phases and trace some iterations, into `profile/` of `run_dir`.
 
     Returns: the last state and the history of logs. Ctrl-C ends the run early and returns what there is.
     """
@@ -90,31 +98,51 @@ def _new_run_dir(cfg: Config) -> Path:
             number += 1
 
 
+def _announce(cfg: Config, folder: Path) -> None:
+    known = (f"{kind}s {', '.join(registered(kind))}" for kind in ("env", "algorithm"))
+    known = "; ".join((*known, f"policies {', '.join(registered('policy'))}"))
+    print("\n".join([f"run      {folder}", *check_config(cfg, world_size()), f"known    {known}"]))
+
+
 def train_from_config(
-    path: str | Path, distributed: bool | None = None, run_dir: str | Path | None = None
+    path: str | Path | None = None,
+    distributed: bool | None = None,
+    run_dir: str | Path | None = None,
+    *,
+    overrides: Mapping[str, Any] | None = None,
+    resume_from: str | Path | None = None,
+    force: bool = False,
+    profile: bool = False,
 ) -> tuple[TensorDict, History]:
-    """Train what a JSON file describes, into a run folder.
+    """Train what a config file describes into a run folder, or go on with a run.
 
     Args:
-        path: config file.
+        path: config file; with `resume_from`, a changed one or None.
         distributed: replaces `trainer.distributed` unless None.
         run_dir: the run folder; `outputs/<exp_name>_<time>` if None. A folder that holds a run is refused.
+        overrides: values by dotted key, such as `{"trainer.seed": 3}`.
+        resume_from: run folder to go on with, in place.
+        force: resume though the config differs.
+        profile: time the phases and trace some iterations, into `profile/` of the run folder.
 
     Returns: the last state and the history of logs.
     Raises: ConfigError, one line per fault; also for a folder that cannot be written or holds a run.
     """
-    cfg = load_config(path)
-    if distributed is not None:
-        cfg = cfg.replace(**{"trainer.distributed": distributed})
-    start(cfg.trainer.distributed)
-    try:
-        state, form = init_state(cfg), form_of(cfg)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
-    folder = _new_run_dir(cfg) if run_dir is None else Path(run_dir)
-    _claim(folder, new=True)
-    print(f"run      {folder}")
-    print(f"task     {cfg.env.name}, {cfg.policy.name}, {cfg.algorithm.name}, seed {cfg.trainer.seed}")
-    print(f"device   {device_of(cfg)}, {form.name} ({form.reason}), world size {world_size()}")
-    print(f"budget   {total_steps(cfg, world_size()):,} env steps, {cfg.trainer.iterations} iterations")
-    return train(state, cfg, folder)
+    changed = dict(overrides or {}) | ({} if distributed is None else {"trainer.distributed": distributed})
+    if resume_from is not None:
+        state, cfg = resume(resume_from, path, changed, force)
+        start(cfg.trainer.distributed)
+        folder = Path(resume_from)
+    else:
+        cfg = load_config(path or "", changed)
+        start(cfg.trainer.distributed)
+        try:
+            state = init_state(cfg)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
+        folder = _new_run_dir(cfg) if run_dir is None else Path(run_dir)
+        _claim(folder, new=True)
+    _announce(cfg, folder)
+    state, history = train(state, cfg, folder, profile=profile)
+    make_parts(cfg).env.close(state["env"])
+    return state, history

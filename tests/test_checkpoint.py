@@ -9,8 +9,8 @@ import torch
 from test_loop import last_state, same, small
 
 from ecrl import checkpoint
-from ecrl.checkpoint import latest, load, save, with_checkpoints
-from ecrl.errors import CheckpointError
+from ecrl.checkpoint import latest, load, read_manifest, save, with_best_checkpoint, with_checkpoints
+from ecrl.errors import CheckpointError, ConfigError
 from ecrl.loop import init_state, train_iter
 
 
@@ -182,3 +182,42 @@ def test_no_folder_is_left_aside_by_a_dead_process(saved):
     (path.parent / f".{path.name}.new.{os.getpid()}").mkdir()
     save(path, state, cfg)
     assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+def _evaluated(values, name="eval/avg_reward"):
+    """Records as evaluation gives them, one iteration each."""
+    cfg = small()
+    states = [r["state"] for r in train_iter(init_state(cfg), cfg) if r["log_type"] == "train"]
+    for state, value in zip(states, values, strict=False):
+        logs = {name: torch.tensor(value)}
+        yield {"log_type": "evaluate", "sample_step": int(state["sample_step"]), "logs": logs, "state": state}
+
+
+@pytest.mark.parametrize(("mode", "values", "step"), [("max", [1.0, 3.0, 2.0], 64), ("min", [3.0, 1.0, 2.0], 64)])
+def test_best_keeps_the_best_evaluation(tmp_path, mode, values, step):
+    cfg = small(**{"trainer.best_eval_mode": mode})
+    assert len(list(with_best_checkpoint(_evaluated(values), cfg, tmp_path))) == 3
+    best = tmp_path / "checkpoints" / "best"
+    assert int(load(best)[0]["sample_step"]) == step
+    assert read_manifest(best)["logs"] == {"eval/avg_reward": values[1]}
+    assert latest_is_absent(tmp_path), "best is not taken for the newest"
+
+
+def latest_is_absent(run) -> bool:
+    with pytest.raises(CheckpointError):
+        latest(run)
+    return True
+
+
+def test_best_goes_on_from_what_an_earlier_process_found(tmp_path):
+    cfg = small()
+    for values in ([5.0], [4.0, float("nan")], [6.0]):
+        list(with_best_checkpoint(_evaluated(values), cfg, tmp_path))
+        best = read_manifest(tmp_path / "checkpoints" / "best")["logs"]["eval/avg_reward"]
+        assert best == max(5.0, values[0])
+
+
+def test_a_best_metric_that_is_not_evaluated_is_named(tmp_path):
+    cfg = small(**{"trainer.best_eval_metric": "eval/succes_rate"})
+    with pytest.raises(ConfigError, match="'eval/succes_rate' is not evaluated; did you mean 'eval/success_rate'"):
+        list(with_best_checkpoint(_evaluated([1.0], "eval/success_rate"), cfg, tmp_path))

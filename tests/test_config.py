@@ -3,14 +3,14 @@ import json
 import re
 
 import pytest
-import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
-from ecrl.config import Config, TrainerConfig, config_from_dict, load_config, total_steps
+from ecrl.config import Config, TrainerConfig, config_from_dict, diff, load_config, total_steps
 from ecrl.errors import ConfigError
+from ecrl.registry import registered
 
-CUDA = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
 NET = {
     "type": "mlp",
     "network_cfg": {"hidden_sizes": [8, 8], "activation": "tanh", "orthogonal_init": [1.0, 1.0, 0.01]},
@@ -77,20 +77,16 @@ FAULTS = [  # key, value, the one line without its source
     ("trainer.exp_name", "", "trainer.exp_name: not allowed, got '';"),
     ("trainer.exp_name", 3, "trainer.exp_name: expected a string, got 3;"),
     ("trainer.compile", "yes", "trainer.compile: expected 'auto', 'on' or 'off', got 'yes';"),
-    ("trainer.device", "tpu", f"trainer.device: device 'tpu' is not available; available: {', '.join(['cpu', *CUDA])}"),
-    (
-        "trainer.device",
-        f"cuda:{len(CUDA)}",
-        f"trainer.device: device 'cuda:{len(CUDA)}' is not available;",
-    ),
+    ("trainer.device", "tpu", "trainer.device: not a device: 'tpu'; expected cpu, cuda, cuda:<index> or auto"),
+    ("trainer.device", "cuda:x", "trainer.device: not a device: 'cuda:x'; expected cpu, cuda, cuda:<index> or auto"),
     ("trainer", None, "trainer: expected an object, got null; how long, where, how many"),
     ("trainer", [], "trainer: expected an object, got a list;"),
     ("env", None, 'env: expected an object, got null; the environment, such as {"name": "cartpole"}'),
     ("env", GONE, 'env: missing; the environment, such as {"name": "cartpole"}'),
     ("env", "cartpol", "env.name: unknown env 'cartpol'; did you mean 'cartpole'?"),
     ("env.name", "cartpol", "env.name: unknown env 'cartpol'; did you mean 'cartpole'?"),
-    ("env.name", GONE, "env.name: missing; known: cartpole, "),
-    ("env.name", None, "env.name: expected a string, got null; known: cartpole, "),
+    ("env.name", GONE, f"env.name: missing; known: {', '.join(registered('env'))}"),
+    ("env.name", None, f"env.name: expected a string, got null; known: {', '.join(registered('env'))}"),
     ("env.id", "cartpole", "env.id: another name of 'name', which is given too; keep one"),
     ("env.cfg", None, "env.cfg: expected an object, got null"),
     ("env.cfg", [1], "env.cfg: expected an object, got a list"),
@@ -106,8 +102,8 @@ FAULTS = [  # key, value, the one line without its source
     ("policy.critic", None, "policy.critic: expected an object, got null; critic network,"),
     ("policy.action_dim", 0, "policy.action_dim: must be at least 1, got 0;"),
     ("policy.initial_log_std", 9.0, "policy.initial_log_std: must be at most 2.0, got 9.0;"),
-    ("policy.actor.type", "cnn", "policy.actor.type: expected 'mlp', got 'cnn';"),
-    (ACTOR, [], f'{ACTOR}: expected an object, got a list; its layers, such as {{"hidden_sizes": [64, 64]}}'),
+    ("policy.actor.type", "cnn", "policy.actor.type: unknown network 'cnn'; known: mlp"),
+    (ACTOR, [], f"{ACTOR}: expected an object, got a list"),
     (f"{ACTOR}.hidden_sizes", 64, f"{ACTOR}.hidden_sizes: expected a list, got 64; width of each hidden layer"),
     (
         f"{ACTOR}.hidden_sizes",
@@ -162,7 +158,7 @@ def test_top_level_must_be_an_object(top, shown):
 def test_odd_keys_stay_on_one_line():
     for key in ("a\nb", "\ud800", "", "a.b", 3, None):
         (fault,) = _faults({**VALID, "trainer": {key: 1}})
-        assert fault.startswith(f"trainer.{key!r}: unknown key; known: buffer_size, compile, device,")
+        assert fault.startswith(f"trainer.{key!r}: unknown key; known: best_eval_metric, best_eval_mode, buffer_size,")
 
 
 def _file(tmp_path, text, name="run.json"):
@@ -197,7 +193,7 @@ def test_missing_files(tmp_path):
             load_config(tmp_path / name)
         assert str(error.value) == f"{tmp_path / name}: no such file; {end}"
     for path, end in (
-        (tmp_path / "no" / "x.json", f"no such file; no .json files in {tmp_path / 'no'}"),
+        (tmp_path / "no" / "x.json", f"no such file; no .json or .yaml files in {tmp_path / 'no'}"),
         (tmp_path, ""),
     ):
         with pytest.raises(ConfigError, match=re.escape(f"{path}: {end or 'cannot be read: Is a directory'}")):
@@ -225,6 +221,11 @@ def test_rollout_steps_is_buffer_size():
         "trainer.rollout_steps: another name of 'buffer_size', which is given too; keep one"
     ]
     assert _faults(_with(("trainer", {"rollout_steps": 0})))[0].startswith("trainer.rollout_steps: must be at least 1")
+
+
+def test_two_other_names_of_one_key():
+    with pytest.raises(ValidationError, match="update_horizon\n  another name of 'buffer_size', which is given too"):
+        TrainerConfig.model_validate({"rollout_steps": 16, "update_horizon": 32})
 
 
 def test_num_envs_in_the_env_section():
@@ -284,6 +285,53 @@ def test_replace():
     assert (other.env.name, other.env.cfg.mass) == ("pendulum", 2.0)
 
 
+def test_replace_makes_room():
+    cfg = config_from_dict(_with(("algorithm.cfg", {"optimizer": {"name": "adam", "kwargs": {"eps": 1e-3}}})))
+    changed = cfg.replace(**{"algorithm.cfg.optimizer.name": "sgd", "algorithm.cfg.lr_scheduler.name": "linear"})
+    assert changed.algorithm.cfg.optimizer.name == "sgd"  # with settings of its own: it has no eps
+    assert changed.algorithm.cfg.lr_scheduler.name == "linear"  # null before
+    assert cfg.replace(**{"trainer.total_timesteps": 2048 * 4 * 7}).trainer.iterations == 7
+    assert cfg.replace(**{"trainer.update_horizon": 5}).trainer.buffer_size == 5
+
+
+def test_overrides_of_a_file(tmp_path):
+    path = _file(tmp_path, json.dumps(_with(("trainer", {"rollout_steps": 16, "seed": 5}), ("env.cfg.num_envs", 3))))
+    changed = load_config(path, {"trainer.buffer_size": 8, "trainer.num_envs": 2, "algorithm.cfg.gamma": 0.5})
+    assert changed == load_config(path).replace(
+        **{"trainer.buffer_size": 8, "trainer.num_envs": 2, "algorithm.cfg.gamma": 0.5}
+    )
+    assert (changed.trainer.buffer_size, changed.trainer.num_envs, changed.trainer.seed) == (8, 2, 5)
+    assert load_config(path, {"env.name": "pendulum"}).env == config_from_dict(_with(("env", "pendulum"))).env
+    with pytest.raises(ConfigError) as error:
+        load_config(path, {"trainer.sede": 3, "trainer.seed": "x", "env.cfg.gravity.x": 1})
+    assert sorted(line.removeprefix(f"{path}: ").split(";")[0] for line in str(error.value).split("\n")) == [
+        "env.cfg.gravity.x: 'gravity' is not a section",
+        "trainer.sede: unknown key",
+        "trainer.seed: expected an integer, got 'x'",
+    ]
+    with pytest.raises(ConfigError, match=r"trainer.rollout_steps: another name of 'trainer.buffer_size', which is"):
+        load_config(path, {"trainer.buffer_size": 8, "trainer.rollout_steps": 8})
+
+
+def test_diff():
+    cfg = config_from_dict(VALID)
+    assert diff(cfg, cfg) == diff(cfg, config_from_dict(copy.deepcopy(VALID))) == []
+    changed = cfg.replace(**{"trainer.seed": 3, "trainer.exp_name": "b", f"{ACTOR}.hidden_sizes": [4, 8]})
+    assert diff(cfg, changed) == [
+        'trainer.exp_name: "test" -> "b"',
+        "trainer.seed: 1 -> 3",
+        f"{ACTOR}.hidden_sizes: [8, 8] -> [4, 8]",
+    ]
+    assert diff(cfg, cfg.replace(**{"trainer.eval_seed": 2})) == ["trainer.eval_seed: null -> 2"]
+    event = {"func": "randomize_field", "mode": "reset", "params": {"field": "obs", "low": 0.0, "high": 1.0}}
+    at, grown = "trainer.events.train.start", cfg.replace(**{"trainer.events.train.start": event})
+    wanted = {"func": '"randomize_field"', "mode": '"reset"', "interval_step": "1", "params.operation": '"set"'}
+    wanted |= {"params.field": '"obs"', "params.low": "0.0", "params.high": "1.0"}
+    assert sorted(diff(cfg, grown)) == sorted(f"{at}.{key}: absent -> {value}" for key, value in wanted.items())
+    assert sorted(diff(grown, cfg)) == sorted(f"{at}.{key}: {value} -> absent" for key, value in wanted.items())
+    assert diff(cfg, cfg.replace(**{"env.name": "pendulum"}))[0] == 'env.name: "cartpole" -> "pendulum"'
+
+
 @pytest.mark.parametrize(
     ("path", "value", "line"),
     [
@@ -317,6 +365,11 @@ WORDS = [
     "actor",
     "rollout_steps",
     "type",
+    "learning_env",
+    "gym_config",
+    "segment_length",
+    "total_timesteps",
+    "events",
 ]
 SCALARS = (
     st.none()

@@ -1,15 +1,14 @@
 """Consumers: every record is passed on, numbers land where they belong, NaN is not written as a number."""
 
 import json
-import math
-import sys
 import time
 
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from test_loop import small
 
-from ecrl.loggers import History, scalars, with_host_logs, with_jsonl, with_progress, with_tensorboard
+from ecrl.loggers import scalars, with_host_logs, with_jsonl, with_progress, with_scalars
+from ecrl.tracking import with_tensorboard
 from ecrl.types import LogData
 
 
@@ -21,9 +20,13 @@ RECORDS = [
     record("collect", 10, episode_reward_avg_100=float("nan")),
     record("train", 10, policy_loss=0.5, entropy=2.0),
     record("evaluate", 10, **{"eval/avg_reward": 3.0}),
-    record("collect", 20, episode_reward_avg_100=7.0),
+    record("collect", 20, episode_reward_avg_100=7.0, **{"rewards/reach": 0.5, "metrics/distance": 0.125}),
     record("train", 20, policy_loss=0.25, entropy=1.0),
 ]
+NAMES = {
+    "charts/episode_reward_avg_100", "charts/SPS", "train/policy_loss", "train/entropy", "eval/avg_reward",
+    "rewards/reach", "metrics/distance",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -32,7 +35,7 @@ RECORDS = [
         with_host_logs,
         lambda r: with_progress(r, 0, 20),
         lambda r: with_jsonl(r, "metrics.jsonl"),
-        lambda r: with_tensorboard(r, "logs"),
+        lambda r: with_tensorboard(r, small(), "logs"),
     ],
 )
 def test_every_record_is_passed_on_in_order(consumer, tmp_path, monkeypatch):
@@ -56,35 +59,62 @@ def test_consumers_are_lazy_one_record_at_a_time(tmp_path):
     stacked.close()
 
 
+def test_names_are_those_of_upstream_and_say_where_a_number_is_from():
+    assert {name for _, numbers in with_scalars(iter(RECORDS)) for name in numbers} == NAMES
+
+
+def test_sps_counts_from_where_the_run_started():
+    def resumed():
+        yield record("train", 1_000_010)
+        time.sleep(0.05)
+        yield record("train", 1_000_020)
+
+    *_, (_, numbers) = with_scalars(resumed(), start=1_000_000)
+    assert 0 < numbers["charts/SPS"] <= 20 / 0.05
+
+
 def test_jsonl_has_a_line_per_record_and_null_for_nan(tmp_path):
     path = tmp_path / "metrics.jsonl"
     list(with_jsonl(iter(RECORDS[:2]), path))
     list(with_jsonl(iter(RECORDS[3:]), path))  # appends
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [row.pop("seconds") >= 0 for row in rows] == [True] * 4
-    assert rows[0] == {"log_type": "collect", "sample_step": 10, "episode_reward_avg_100": None}
-    assert rows[1] == {"log_type": "train", "sample_step": 10, "policy_loss": 0.5, "entropy": 2.0}
+    assert rows[0] == {"log_type": "collect", "sample_step": 10, "charts/episode_reward_avg_100": None}
+    assert rows[1].pop("charts/SPS") > 0
+    assert rows[1] == {"log_type": "train", "sample_step": 10, "train/policy_loss": 0.5, "train/entropy": 2.0}
+    assert {name for row in rows for name in row if "/" in name} == NAMES - {"eval/avg_reward"}
 
 
-def test_tensorboard_names_and_steps(tmp_path):
-    list(with_tensorboard(iter(RECORDS), tmp_path))
-    events = EventAccumulator(str(tmp_path)).Reload()
-    assert set(events.Tags()["scalars"]) == {
-        "charts/episode_reward_avg_100", "charts/SPS", "train/policy_loss", "train/entropy", "eval/avg_reward",
-    }  # fmt: skip
-    assert [(e.step, e.value) for e in events.Scalars("train/policy_loss")] == [(10, 0.5), (20, 0.25)]
-    assert [(e.step, e.value) for e in events.Scalars("charts/episode_reward_avg_100")] == [(20, 7.0)]
+@pytest.mark.parametrize("ending", ["end", "break", "raise"])
+def test_jsonl_is_complete_and_closed_however_the_records_end(ending, tmp_path, monkeypatch):
+    opened, path = [], tmp_path / "m.jsonl"
+    open_ = type(path).open
+    monkeypatch.setattr(type(path), "open", lambda *a, **k: opened.append(open_(*a, **k)) or opened[-1])
+
+    def source():
+        yield from RECORDS[:2]
+        if ending == "raise":
+            raise RuntimeError("from below")
+
+    stacked = with_jsonl(source(), path)
+    for _ in range(2):
+        next(stacked)
+    if ending == "break":
+        stacked.close()
+    else:
+        with pytest.raises(RuntimeError if ending == "raise" else StopIteration):
+            next(stacked)
+    assert [file.closed for file in opened] == [True]
+    assert len(path.read_text().splitlines()) == 2
 
 
-def test_sps_counts_from_where_the_run_started(tmp_path):
-    def resumed():
-        yield record("train", 1_000_010)
-        time.sleep(0.05)
-        yield record("train", 1_000_020)
-
-    list(with_tensorboard(resumed(), tmp_path, start=1_000_000))
-    events = EventAccumulator(str(tmp_path)).Reload()
-    assert events.Scalars("charts/SPS")[-1].value <= 20 / 0.05
+def test_a_full_disk_is_said_once_and_the_records_go_on():
+    with pytest.warns(UserWarning) as said:
+        out = list(with_jsonl(iter(RECORDS), "/dev/full"))
+    assert len(out) == len(RECORDS)
+    assert [str(w.message) for w in said] == [
+        "/dev/full: [Errno 28] No space left on device; records may be missing there, the run goes on"
+    ]
 
 
 def test_progress_outside_a_terminal_prints_a_line_per_tenth(capsys):
@@ -114,42 +144,3 @@ def test_scalars_is_one_read(monkeypatch):
     assert scalars(RECORDS[1]) == {"policy_loss": 0.5, "entropy": 2.0}
     assert len(reads) == 1
     assert scalars(record()) == {}
-
-
-def test_history_has_a_row_per_iteration():
-    history = History()
-    for item in RECORDS:
-        history.add(item)
-    assert len(history) == 2
-    assert history[-1] == {"sample_step": 20, "episode_reward_avg_100": 7.0, "policy_loss": 0.25, "entropy": 1.0}
-    assert history[0]["eval/avg_reward"] == 3.0
-    assert math.isnan(history[0]["episode_reward_avg_100"])
-    assert [row["sample_step"] for row in history] == [10, 20]
-
-
-def test_an_empty_history_is_an_empty_frame():
-    pytest.importorskip("pandas")
-    assert len(History().to_pandas()) == 0
-
-
-def test_history_to_pandas_and_plot(monkeypatch):
-    pytest.importorskip("pandas")
-    matplotlib = pytest.importorskip("matplotlib")
-    matplotlib.use("Agg")
-    history = History()
-    for item in RECORDS:
-        history.add(item)
-    frame = history.to_pandas()
-    assert frame.index.name == "sample_step"
-    assert frame.loc[20, "policy_loss"] == 0.25
-    axes = history.plot("policy_loss")
-    assert axes.get_ylabel() == "policy_loss"
-    assert axes.lines[0].get_ydata().tolist() == [0.5, 0.25]
-    with pytest.raises(KeyError, match="no log 'policy_los'; did you mean 'policy_loss'"):
-        history.plot("policy_los")
-
-
-def test_a_missing_extra_says_how_to_get_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'ecrl\[plot\]'"):
-        History().to_pandas()

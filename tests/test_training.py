@@ -199,7 +199,8 @@ def test_eval_on_gymnasium_from_the_shell(config_file, monkeypatch, capsys):
     ("change", "lines"),
     [
         ({"trainer": {"sede": 1, "num_envs": 0}}, ["trainer.sede: unknown key", "trainer.num_envs: "]),
-        ({"trainer": {"device": "cuda:99"}}, ["trainer.device: device 'cuda:99' is not available; available: cpu"]),
+        ({"trainer": {"device": "cuda:99"}}, ["trainer.device: cuda:99 is not available; available: cpu"]),
+        ({"trainer": {"device": "tpu"}}, ["trainer.device: not a device: 'tpu'; expected cpu, cuda"]),
         ({"policy": {"action_dim": 3}}, ["small.json: policy.action_dim: 3 does not match the environment's 2"]),
         ({"policy": {"critic": None}}, ["policy.critic: "]),
     ],
@@ -223,6 +224,12 @@ def test_faults_exit_2_with_one_line_each(config_file, change, lines, monkeypatc
         (("train", "--distributed", "--no-distributed", "x.json"), "not both"),
         (("eval", "nowhere"), "no checkpoint"),
         (("train", "--nonsense"), "nonsense"),
+        (("train", "--resume", "run", "--run-dir", "other"), "goes on in its own folder"),
+        (("train", "x.json", "--force"), "--force is for --resume"),
+        (("train", "--resume", "nowhere"), "no checkpoint"),
+        (("eval", "run", "--trainer.seed", "3"), "keys of the config can be set for: train, check"),
+        (("check",), "required"),
+        (("export", "nowhere"), "no checkpoint"),
         (("fly",), "fly"),
     ],
 )
@@ -236,6 +243,66 @@ def test_a_fault_has_no_traceback_in_a_real_shell():
     assert done.returncode == 2
     assert done.stderr.startswith("nowhere.json: no such file")
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_any_key_can_be_set_from_the_shell(config_file, monkeypatch, capsys):
+    keys = ("--trainer.seed", "7", "--algorithm.cfg.gamma=0.9", "--trainer.enable-eval", "true")
+    assert called(monkeypatch, "train", config_file, "--run-dir", "run", *keys) == 0
+    _, cfg = load(latest("run"))
+    assert (cfg.trainer.seed, cfg.algorithm.cfg.gamma, cfg.trainer.enable_eval) == (7, 0.9, True)
+    assert called(monkeypatch, "train", config_file, "--trainer.sede", "7") == 2
+    told = capsys.readouterr().err
+    assert "trainer.sede: unknown key; did you mean 'seed'?" in told and len(told.splitlines()) == 1
+
+
+def test_resume_from_the_shell(config_file, monkeypatch, capsys):
+    assert called(monkeypatch, "train", config_file, "--run-dir", "run", "--trainer.iterations", "2") == 0
+    assert called(monkeypatch, "train", "--resume", "run", "--trainer.iterations", "4") == 2
+    told = capsys.readouterr().err
+    assert "trainer.iterations: 2 -> 4" in told and "--force" in told
+    assert called(monkeypatch, "train", "--resume", "run", "--trainer.iterations", "4", "--force") == 0
+    state, _ = load(latest("run"))
+    assert same(state, last_state(small()))
+
+
+def test_the_start_says_what_runs_and_what_is_registered(config_file, monkeypatch, capsys):
+    assert called(monkeypatch, "train", config_file, "--run-dir", "run") == 0
+    told = capsys.readouterr().out
+    for part in (
+        "device   cpu, eager",
+        "world size 1",
+        "128 env steps, 4 iterations",
+        "cartpole, ",
+        "algorithms apg, grpo, ppo",
+        "policies actor_critic, actor_only",
+    ):
+        assert part in told, part
+
+
+def test_check_says_what_would_run_or_every_fault(config_file, monkeypatch, capsys):
+    assert called(monkeypatch, "check", config_file, "--trainer.num_envs", "8") == 0
+    told = capsys.readouterr().out
+    assert "256 env steps, 4 iterations" in told and told.endswith("small.json: ok\n")
+    assert called(monkeypatch, "check", config_file, "--trainer.num_envs", "0", "--trainer.sede", "1") == 2
+    assert len(capsys.readouterr().err.splitlines()) == 2
+    assert called(monkeypatch, "check", config_file, "--policy.action_dim", "5") == 2
+    assert "policy.action_dim: 5 does not match" in capsys.readouterr().err
+    assert list(config_file.parent.iterdir()) == [config_file], "nothing is written"
+
+
+def test_schema_prints_json_with_every_part(monkeypatch, capsys):
+    assert called(monkeypatch, "schema") == 0
+    text = capsys.readouterr().out
+    assert json.loads(text)["type"] == "object"
+    assert all(name in text for name in ("cartpole", "actor_only", "grpo", "group_size"))
+
+
+def test_a_warning_is_one_line_in_a_real_shell(config_file):
+    done = cli("check", config_file, "--trainer.headless", "true")
+    assert done.returncode == 0
+    assert (
+        done.stderr.startswith("warning: trainer.headless has no meaning here") and len(done.stderr.splitlines()) == 1
+    )
 
 
 def test_help_is_light():

@@ -8,7 +8,8 @@ from conftest import close
 from tensordict import TensorDict
 
 from ecrl import rng
-from ecrl.algorithms.ppo import init, mean_logs, shuffled
+from ecrl.algorithms.minibatch import mean_logs, shuffled
+from ecrl.algorithms.ppo import init
 from ecrl.config import Config, config_from_dict
 from ecrl.errors import ConfigError
 from ecrl.kernels import compute_gae, transitions
@@ -89,7 +90,7 @@ def test_one_full_batch_epoch_is_one_step_of_torch_adam_on_the_papers_loss():
     )
     parts, state = make_parts(cfg), init_state(cfg)
     from ecrl.algorithms import make_algorithm
-    from ecrl.policies.mlp import build_mlp
+    from ecrl.policies import build_mlp
 
     algorithm = make_algorithm(cfg.algorithm)
     state, rollout = algorithm.collect(parts, state)

@@ -58,6 +58,10 @@ def moments(seed: int) -> TensorDict:
     return kernels.moments_update(kernels.moments_init((A,)), floats(seed, 9, A), torch.ones(9, dtype=torch.bool))
 
 
+def episode(seed: int) -> TensorDict:
+    return kernels.episode_update(kernels.episode_init(N, 3), floats(seed, N, T), bools(seed + 1, N, T))
+
+
 def policy_and_env() -> tuple[Any, Any]:
     def act(params, carry, obs, noise):
         return carry, TensorDict({"action": obs * params["log_std"], "sample_log_prob": obs}, obs.shape)
@@ -69,7 +73,7 @@ def policy_and_env() -> tuple[Any, Any]:
         return TensorDict(fields, after.shape)
 
     policy = SimpleNamespace(act=act, draw=lambda keys: keys / 8, value=lambda p, c, obs: obs * p["log_std"])
-    return policy, SimpleNamespace(step=step, draw=lambda keys: keys / 4)
+    return policy, SimpleNamespace(step=step, draw=lambda keys: keys / 4, is_pure=True)
 
 
 POLICY, ENV = policy_and_env()
@@ -116,6 +120,7 @@ def normal_pair(seed: int) -> tuple[Tensor, ...]:
 NVEC = {"nvec": (2, 4)}
 # name -> seed -> (tensor arguments, keyword arguments): 0-d tensors for every hyperparameter that may change in mid-run
 CALLS: dict[str, Any] = {
+    "episode_discounts": lambda s: ((bools(s, N, T),), hyper(s, "gamma")),
     "discounted_returns": lambda s: (steps(s, *TARGETS), hyper(s, "gamma")),
     "n_step_returns": lambda s: (steps(s, *TARGETS), hyper(s, "gamma", n=3)),
     "td_lambda_returns": lambda s: (steps(s, *TARGETS), hyper(s, "gamma", "gae_lambda")),
@@ -152,6 +157,10 @@ CALLS: dict[str, Any] = {
         steps(s, "log_prob", "old_log_prob", "advantage", "entropy", "value", "value_target", "mask"),
         hyper(s, "clip_coef", "vf_coef", "ent_coef"),
     ),
+    "ppo_loss_clipped_value": lambda s: (
+        steps(s, "log_prob", "old_log_prob", "advantage", "entropy", "value", "old_value", "value_target", "mask"),
+        hyper(s, "clip_coef", "vf_coef", "ent_coef"),
+    ),
     "grpo_loss": lambda s: (
         steps(s, "log_prob", "old_log_prob", "ref_log_prob", "advantage", "entropy", "mask"),
         hyper(s, "clip_coef", "kl_coef", "ent_coef"),
@@ -182,6 +191,7 @@ CALLS: dict[str, Any] = {
     "moments_update": lambda s: ((moments(s), floats(s, N, A), bools(s, N)), {}),
     "moments_variance": lambda s: ((moments(s),), {}),
     "normalize": lambda s: ((floats(s, N, A), moments(s)), hyper(s, "eps", "clip")),
+    "scale": lambda s: ((floats(s, N, A), moments(s)), hyper(s, "eps", "clip")),
     "adam_init": lambda s: ((params(s),), {}),
     "adam": lambda s: opt_call(s, kernels.adam_init, "beta1", "beta2", "eps"),
     "adamw": lambda s: opt_call(s, kernels.adam_init, "beta1", "beta2", "eps", "weight_decay"),
@@ -197,7 +207,9 @@ CALLS: dict[str, Any] = {
     "exponential_schedule": lambda s: ((torch.tensor(s),), hyper(s, "gamma")),
     "act_and_step": lambda s: ((params(s), start(s), floats(s, N)), {}),
     "collect_rollout": lambda s: ((params(s), start(s), torch.arange(T * N).reshape(T, N) + s), {}),
-    "episode_update": lambda s: ((kernels.episode_init(N, 3), floats(s, N, T), bools(s, N, T)), {}),
+    "episode_update": lambda s: ((episode(s), *steps(s, "reward", "done", "mask")), {}),
+    "restarted": lambda s: ((episode(s),), {}),
+    "running_returns": lambda s: ((*steps(s, "reward", "done"), floats(s + 5, N)), hyper(s, "gamma")),
 }
 WRAPPED = {"act_and_step": act_and_step, "collect_rollout": collect_rollout}  # their functions are bound: not tensors
 NO_TENSORS = {"moments_init": "takes a shape", "episode_init": "takes numbers"}

@@ -18,6 +18,7 @@ from ecrl.kernels import (
     kl_k3,
     masked_mean,
     ppo_loss,
+    ppo_loss_clipped_value,
     standardize,
     value_loss,
 )
@@ -27,6 +28,7 @@ T, F = True, False
 seeds = st.integers(0, 2**31)
 # Every kernel: its tensors, the ones a gradient reaches, its hyperparameters.
 PPO = ("log_prob", "old_log_prob", "advantage", "entropy", "value", "value_target", "mask")
+PPO_CLIPPED = (*PPO[:5], "old_value", *PPO[5:])
 GRPO = ("log_prob", "old_log_prob", "ref_log_prob", "advantage", "entropy", "mask")
 KERNELS = {
     masked_mean: (("x", "mask"), ("x",), {}),
@@ -39,6 +41,11 @@ KERNELS = {
     kl_k3: (("log_prob", "ref_log_prob"), ("log_prob", "ref_log_prob"), {}),
     explained_variance: (("value", "value_target", "mask"), (), {}),
     ppo_loss: (PPO, ("log_prob", "entropy", "value"), {"clip_coef": 0.2, "vf_coef": 0.5, "ent_coef": 0.1}),
+    ppo_loss_clipped_value: (
+        PPO_CLIPPED,
+        ("log_prob", "entropy", "value"),
+        {"clip_coef": 0.2, "vf_coef": 0.5, "ent_coef": 0.1},
+    ),
     grpo_loss: (GRPO, ("log_prob", "entropy"), {"clip_coef": 0.2, "kl_coef": 0.6, "ent_coef": 0.1}),
 }
 MASKED = [kernel for kernel, (names, _, _) in KERNELS.items() if "mask" in names]
@@ -80,6 +87,7 @@ def with_junk(batch, fill):
 # Three counted entries and one that holds NaN. ratio = [1, 3/2, 1/2], clipped to [1, 5/4, 3/4], advantage [2, 1, -1]:
 # min of both products [2, 5/4, -3/4], mean 5/6. k3 of old against new: ratio - 1 - log(ratio), sum log(4/3).
 # value - target = [-1, 0, -2]: mean square 5/3. Targets 2, 2, 5: variance 2; residuals 1, 0, 2: variance 2/3.
+# Held within 1/4 of the old values [2, 2, 2]: [7/4, 2, 9/4], errors [1/16, 0, 121/16]; the larger [1, 0, 121/16].
 # ref / new = [1, 2, 1/2]: k3 = [0, 1 - log 2, log 2 - 1/2], mean 1/6.
 HAND = {
     "log_prob": torch.tensor([1.0, 1.5, 0.5, NAN]).log(),
@@ -88,6 +96,7 @@ HAND = {
     "advantage": torch.tensor([2.0, 1.0, -1.0, NAN]),
     "entropy": torch.tensor([1.0, 2.0, 3.0, NAN]),
     "value": torch.tensor([1.0, 2.0, 3.0, NAN]),
+    "old_value": torch.tensor([2.0, 2.0, 2.0, NAN]),
     "value_target": torch.tensor([2.0, 2.0, 5.0, NAN]),
     "mask": torch.tensor([T, T, T, F]),
 }
@@ -101,6 +110,12 @@ TABLE = [
         {"clip_coef": 0.25, "vf_coef": 0.5, "ent_coef": 0.1},
         -5 / 6 + 0.5 * 5 / 3 - 0.1 * 2,
         POLICY | {"value_loss": 5 / 3, "entropy": 2.0, "explained_variance": 2 / 3, "count": 3.0},
+    ),
+    (
+        ppo_loss_clipped_value,
+        {"clip_coef": 0.25, "vf_coef": 0.5, "ent_coef": 0.1},
+        -5 / 6 + 0.5 * 137 / 48 - 0.1 * 2,
+        POLICY | {"value_loss": 137 / 48, "entropy": 2.0, "explained_variance": 2 / 3, "count": 3.0},
     ),
     (
         grpo_loss,
@@ -193,13 +208,16 @@ def loop(kernel, batch, **hyper):
     def critic(r):
         return (r["value"] - r["value_target"]) ** 2
 
+    def held_critic(r):
+        return max(critic(r), (held(r) - r["value_target"]) ** 2)
+
     match kernel.__name__:
         case "masked_mean":
             return mean([r["x"] for r in rows])
         case "value_loss":
             return mean([critic(r) for r in rows])
         case "clipped_value_loss":
-            return mean([max(critic(r), (held(r) - r["value_target"]) ** 2) for r in rows])
+            return mean([held_critic(r) for r in rows])
         case "explained_variance":
             targets = [r["value_target"] for r in rows]
             errors = [r["value_target"] - r["value"] for r in rows]
@@ -207,9 +225,10 @@ def loop(kernel, batch, **hyper):
             return 1 - spread[0] / spread[1]
         case "clipped_surrogate":
             return -mean([surrogate(r) for r in rows])
-        case "ppo_loss":
+        case "ppo_loss" | "ppo_loss_clipped_value":
+            error = held_critic if "old_value" in names else critic
             bonus = hyper["ent_coef"] * mean([r["entropy"] for r in rows])
-            return -mean([surrogate(r) for r in rows]) + hyper["vf_coef"] * mean([critic(r) for r in rows]) - bonus
+            return -mean([surrogate(r) for r in rows]) + hyper["vf_coef"] * mean([error(r) for r in rows]) - bonus
         case "grpo_loss":
             bonus = hyper["ent_coef"] * mean([r["entropy"] for r in rows])
             return -mean([surrogate(r) for r in rows]) + hyper["kl_coef"] * mean([k3(r) for r in rows]) - bonus
@@ -285,7 +304,7 @@ def test_ppo_at_ratio_one_is_reinforce(seed):
     same = batch | {"old_log_prob": log_prob.detach().clone()}
     weight = batch["mask"] / batch["mask"].sum()
     reinforce = torch.autograd.grad(-(log_prob * batch["advantage"] * weight).sum(), log_prob)[0]
-    for kernel in (ppo_loss, clipped_surrogate):
+    for kernel in (ppo_loss, ppo_loss_clipped_value, clipped_surrogate):
         loss, logs = run(kernel, same)
         close(torch.autograd.grad(loss, log_prob)[0], reinforce, tol=1e-6)
         assert logs["approx_kl"] == logs["clip_frac"] == 0.0
@@ -294,9 +313,18 @@ def test_ppo_at_ratio_one_is_reinforce(seed):
 @given(seed=seeds)
 def test_the_order_of_entries_does_not_matter(seed):
     batch, order = random_batch(seed, 12), torch.randperm(12, generator=torch.Generator().manual_seed(seed))
-    for kernel in (clipped_surrogate, value_loss, clipped_value_loss, explained_variance, ppo_loss, grpo_loss):
+    for kernel in (clipped_surrogate, value_loss, clipped_value_loss, explained_variance, ppo_loss, ppo_loss_clipped_value, grpo_loss):
         shuffled, plain = run(kernel, {k: v[order] for k, v in batch.items()})[0], run(kernel, batch)[0]
         close(shuffled, plain, tol=1e-4)
+
+
+@given(seed=seeds)
+def test_a_value_that_stayed_near_is_not_held(seed):
+    """Within clip_coef of the old value both PPO losses are one; far from it the clipped one is never smaller."""
+    batch = random_batch(seed, 12)
+    near = batch | {"old_value": batch["value"] + 0.19 * torch.tanh(batch["old_value"])}
+    close(run(ppo_loss_clipped_value, near)[0], run(ppo_loss, near)[0])
+    assert run(ppo_loss_clipped_value, batch)[0] >= run(ppo_loss, batch)[0] - 1e-6
 
 
 @pytest.mark.parametrize("kernel", [clipped_surrogate, grpo_loss], ids=lambda k: k.__name__)

@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from ecrl import rng
-from ecrl.kernels import moments_init, moments_merge, moments_update, moments_variance, normalize
+from ecrl.kernels import moments_init, moments_merge, moments_update, moments_variance, normalize, scale
 
 T, F, NAN = True, False, float("nan")
 F64 = torch.float64
@@ -45,6 +47,14 @@ def test_normalize_by_hand(variant):
     close(out, [2.0, 3.0, -3.0, 0.0], 1e-6)
 
 
+def test_scale_by_hand(variant):
+    # variance 8 / 2 = 4, divisor sqrt(4 + 5) = 3, the mean of 1 stays in: 7 / 3; 100 / 3 and -13 / 3 are clipped; 1 / 3
+    out = variant(scale)(torch.tensor([7.0, 100.0, -13.0, 1.0]), moments_of(2.0, 1.0, 8.0), eps=5.0, clip=3.0)
+    close(out, [7 / 3, 3.0, -3.0, 1 / 3], 1e-6)
+    per_element = variant(scale)(torch.tensor([[6.0, 6.0]]), moments_of(4.0, [9.0, 9.0], [16.0, 36.0]), eps=0.0, clip=9)
+    close(per_element, [[3.0, 2.0]], 1e-6)
+
+
 def test_no_samples(variant):
     none, some = moments_init((2,)), moments_of(2.0, [1.0, 2.0], [3.0, 0.0])
     for a, b, expected in ((none, some, some), (some, none, some), (none, none, none)):
@@ -72,6 +82,33 @@ def test_oracle(variant):
     close(out["mean"], torch.tensor(mean), 1e-13)
     close(out["m2"], torch.tensor(m2), 1e-12)
     close(variant(moments_variance)(out), torch.tensor(m2 / count), 1e-13)
+
+
+def test_scale_oracle(variant):
+    x, moments = 3.0 * rng.normal(rng.key(3), (5, 4, 2), F64), moments_of(7.0, [3.0, -5.0], [21.0, 0.7])
+    expected = np.clip(x.numpy() / np.sqrt(np.array([3.0, 0.1]) + 1e-2), -4.0, 4.0)
+    assert (abs(expected) == 4.0).any()
+    close(variant(scale)(x, moments, eps=1e-2, clip=4.0), torch.tensor(expected), 1e-12)
+
+
+@pytest.mark.ref
+def test_scale_divides_as_gymnasium():
+    """The division of its `NormalizeReward`, at statistics that are held; it knows no `clip`."""
+    wrapper = pytest.importorskip("gymnasium").wrappers.vector.NormalizeReward
+    held = SimpleNamespace(_update_running_mean=False, return_rms=SimpleNamespace(mean=2.0, var=5.5), epsilon=1e-3)
+    x = rng.normal(rng.key(0), (50,), F64)
+    expected = torch.tensor(wrapper.normalize(held, x.numpy()))
+    close(scale(x, moments_of(8.0, 2.0, 44.0), eps=1e-3, clip=100.0), expected, 1e-12)
+
+
+@given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=9), st.floats(0.1, 10.0))
+def test_scale_is_odd_and_has_no_units(samples, unit):
+    x = torch.tensor(samples, dtype=F64)
+    moments, bigger = moments_of(5.0, 3.0, 20.0), moments_of(5.0, 3.0 * unit, 20.0 * unit**2)
+    out = scale(x, moments, eps=0.0, clip=10.0)
+    assert torch.equal(scale(-x, moments, eps=0.0, clip=10.0), -out)
+    close(scale(unit * x, bigger, eps=0.0, clip=10.0), out, 1e-10)
+    assert float(out.abs().max()) <= 10.0
 
 
 SAMPLES = st.lists(st.floats(-1e4, 1e4), min_size=2, max_size=40)
@@ -147,8 +184,10 @@ def test_hyperparameters_keep_the_dtype_of_x():
 def test_gradients():
     x, moments = rng.normal(rng.key(0), (4, 2), F64).requires_grad_(), moments_of(3.0, [0.5, -1.0], [3.0, 6.0])
     assert torch.autograd.gradcheck(lambda y: normalize(y, moments, eps=0.1, clip=50.0), x)
-    (clipped,) = torch.autograd.grad(normalize(x, moments, eps=0.1, clip=1e-9).sum(), x)
-    assert float(clipped.abs().max()) == 0.0
+    assert torch.autograd.gradcheck(lambda y: scale(y, moments, eps=0.1, clip=50.0), x)
+    for kernel in (normalize, scale):
+        (clipped,) = torch.autograd.grad(kernel(x, moments, eps=0.1, clip=1e-9).sum(), x)
+        assert float(clipped.abs().max()) == 0.0
     assert not any(v.requires_grad for v in moments_update(moments, x, everything(4)).values())
 
 
@@ -157,8 +196,9 @@ def test_new_values_do_not_retrace():
     assert_no_retrace(moments_update, (a, x, everything(3)), (b, x + 1.0, ~everything(3)))
     assert_no_retrace(moments_merge, (a, b.clone()), (b, a.clone()))
     eps, clip = torch.tensor(1.0), torch.tensor(2.0)
-    scale = lambda x, m, eps, clip: normalize(x, m, eps=eps, clip=clip)  # noqa: E731
-    assert_no_retrace(scale, (x, a, eps, clip), (x + 1.0, b, eps * 2.0, clip * 2.0))
+    for kernel in (normalize, scale):
+        call = lambda x, m, eps, clip: kernel(x, m, eps=eps, clip=clip)  # noqa: B023, E731
+        assert_no_retrace(call, (x, a, eps, clip), (x + 1.0, b, eps * 2.0, clip * 2.0))
 
 
 @pytest.mark.parametrize(
@@ -170,6 +210,7 @@ def test_new_values_do_not_retrace():
         (lambda: normalize(torch.zeros(4), moments_init((2,)), eps=0.0, clip=1.0), r"x has shape \[4\]"),
         (lambda: normalize(torch.zeros(4, 1), moments_init((2,)), eps=0.0, clip=1.0), r"x has shape \[4, 1\]"),
         (lambda: normalize(torch.zeros(3), moments_init((2, 3)), eps=0.0, clip=1.0), r"x has shape \[3\]"),
+        (lambda: scale(torch.zeros(4, 1), moments_init((2,)), eps=0.0, clip=1.0), r"x has shape \[4, 1\]"),
     ],
 )
 def test_wrong_shapes_are_named(call, message):

@@ -9,7 +9,7 @@ import torch
 from conftest import close
 from torch.nn import functional
 
-from ecrl.kernels import clipped_surrogate, clipped_value_loss, ppo_loss, standardize, value_loss
+from ecrl.kernels import clipped_surrogate, ppo_loss, ppo_loss_clipped_value, standardize, value_loss
 
 pytestmark = pytest.mark.ref
 CLIP, VF, ENT = 0.2, 0.5, 0.01
@@ -81,8 +81,9 @@ def test_cleanrl():
 
 def test_cleanrl_with_clipped_values():
     def ours(b):
-        clipped = clipped_value_loss(b["value"], b["old_value"], b["value_target"], YES, clip_coef=CLIP)
-        return our_ppo(b, vf_coef=0.0)[0] + VF / 2 * clipped
+        fields = (b["log_prob"], b["old_log_prob"], b["advantage"], b["entropy"])
+        values = (b["value"], b["old_value"], b["value_target"])
+        return ppo_loss_clipped_value(*fields, *values, YES, clip_coef=CLIP, vf_coef=VF / 2, ent_coef=ENT)[0]
 
     same(ours, lambda b: cleanrl(b, clip_vloss=True))
 

@@ -5,14 +5,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import assert_pure, close
+from conftest import assert_no_retrace, assert_pure, close
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from ecrl import rng
 from ecrl.envs import Env, auto_reset, state_of, time_limit
-from ecrl.kernels import act_and_step, collect_rollout, episode_init, episode_update
+from ecrl.kernels import act_and_step, collect_rollout, episode_init, episode_update, restarted, running_returns
 from ecrl.spaces import box
 
 EMPTY = TensorDict({}, [])
@@ -164,3 +164,138 @@ def test_streams_of_an_env_do_not_depend_on_how_many_there_are():
         start = env.reset(rng.stream(rng.key(5), rng.START, index, 0))
         actions.append(collect_rollout(noisy, env, PARAMS, EMPTY, start, world, choice)[2]["action"][:8])
     assert torch.equal(*actions)
+
+
+def test_episode_statistics_leave_out_what_is_masked(variant):
+    # The second step of env 0 belongs to no episode, its NaN to nobody: 1 and 4 make 5 in 2 steps. Env 1 counts all.
+    reward = torch.tensor([[1.0, torch.nan, 4.0], [8.0, 16.0, 32.0]])
+    done = torch.tensor([[False, False, True], [True, False, False]])
+    mask = torch.tensor([[True, False, True], [True, True, True]])
+    episode = variant(episode_update)(episode_init(2, 2), reward, done, mask)
+    close(episode["finished_return"], [8.0, 5.0])
+    close(episode["finished_length"], [1.0, 2.0])
+    close(episode["running_return"], [0.0, 48.0])
+    close(episode["running_length"], [0.0, 2.0])
+
+
+def test_restarted_by_hand(variant):
+    reward, done = torch.tensor([[1.0, 2.0], [8.0, 16.0]]), torch.tensor([[True, False], [False, False]])
+    before = episode_update(episode_init(2, 2), reward, done)
+    after = variant(restarted)(before)
+    assert after["running_return"].tolist() == after["running_length"].tolist() == [0.0, 0.0]
+    for name in ("finished", "finished_return", "finished_length"):
+        close(after[name], before[name])
+    assert before["running_return"].tolist() == [2.0, 24.0]
+
+
+F64 = torch.float64
+
+
+def test_running_returns_by_hand(variant):
+    # gamma 1/2. Row 0, on from 4: 1 + 2 = 3, 2 + 1.5 = 3.5 and the end, 4, 0 + 2 = 2.
+    # Row 1, from a start: -1 and the end, 6 and the end, 2 + 0 = 2, 8 + 1 = 9.
+    reward = torch.tensor([[1.0, 2.0, 4.0, 0.0], [-1.0, 6.0, 2.0, 8.0]])
+    done = torch.tensor([[False, True, False, False], [True, True, False, True]])
+    out = variant(running_returns)(reward, done, torch.tensor([4.0, 0.0]), gamma=0.5)
+    close(out, [[3.0, 3.5, 4.0, 2.0], [-1.0, 6.0, 2.0, 9.0]])
+
+
+def running_loop(reward, done, before, gamma):
+    out = np.empty_like(reward)
+    for n, sums in enumerate(before):
+        for t in range(reward.shape[1]):
+            sums = reward[n, t] + gamma * sums
+            out[n, t] = sums
+            sums = 0.0 if done[n, t] else sums
+    return out
+
+
+def test_running_returns_oracle(variant):
+    draw = np.random.default_rng(0)
+    reward, done, before = draw.normal(size=(4, 30)), draw.random((4, 30)) < 0.2, draw.normal(size=4)
+    given_ = (torch.tensor(reward).float(), torch.tensor(done), torch.tensor(before).float())
+    close(variant(running_returns)(*given_, gamma=0.97), torch.tensor(running_loop(reward, done, before, 0.97)))
+
+
+@given(st.integers(0, 2**31), st.integers(1, 9), st.integers(0, 9))
+def test_running_returns_in_two_parts_are_the_whole(seed, length, cut):
+    draw, cut = np.random.default_rng(seed), min(cut, length)
+    reward, before = torch.tensor(draw.normal(size=(2, 3, length))), torch.tensor(draw.normal(size=(2, 3)))
+    done = torch.tensor(draw.random((2, 3, length)) < 0.3)
+    whole, y = running_returns(reward, done, before, gamma=0.9), before
+    for part in (slice(0, cut), slice(cut, length)):
+        if part.start == part.stop:
+            continue
+        sums = running_returns(reward[..., part], done[..., part], y, gamma=0.9)
+        assert torch.equal(sums, whole[..., part])
+        y = sums[..., -1].masked_fill(done[..., part.stop - 1], 0.0)
+    close(running_returns(2.0 * reward, done, 2.0 * before, gamma=0.9), 2.0 * whole, tol=1e-12)
+
+
+def test_running_returns_gradients():
+    reward, before = rng.normal(rng.key(0), (2, 4), F64), rng.normal(rng.key(1), (2,), F64)
+    done = torch.tensor([[False, True, False, False], [False, False, False, True]])
+    leaves = (reward.requires_grad_(), before.requires_grad_())
+    assert torch.autograd.gradcheck(lambda r, b: running_returns(r, done, b, gamma=0.9), leaves)
+    (grad,) = torch.autograd.grad(running_returns(reward, done, before, gamma=0.5)[0, 3], reward)
+    assert grad.tolist() == [[0.0, 0.0, 0.5, 1.0], [0.0, 0.0, 0.0, 0.0]]  # nothing from before the end
+
+
+def test_running_returns_do_not_retrace_on_new_values():
+    def call(reward, done, before, gamma):
+        return running_returns(reward, done, before, gamma=gamma)
+
+    first = (torch.ones(2, 3), torch.zeros(2, 3, dtype=torch.bool), torch.zeros(2), torch.tensor(0.5))
+    assert_no_retrace(call, first, (first[0] * 2, ~first[1], first[2] + 1, first[3] / 2))
+
+
+@pytest.mark.parametrize(
+    ("reward", "done", "before", "message"),
+    [
+        ([2, 3], [2, 4], [2], r"done has shape \[2, 4\], expected \[2, 3\] as reward"),
+        ([2, 3], [2, 3], [3], r"before has shape \[3\], expected \[2\] as reward without time"),
+        ([2, 3], [2, 3], [], r"before has shape \[\], expected \[2\]"),
+        ([3], [3], [1], r"before has shape \[1\], expected \[\]"),
+    ],
+)
+def test_running_returns_name_wrong_shapes(reward, done, before, message):
+    with pytest.raises(ValueError, match=message):
+        running_returns(torch.zeros(reward), torch.zeros(done, dtype=torch.bool), torch.zeros(before), gamma=0.9)
+
+
+@pytest.mark.ref
+def test_running_returns_are_those_of_gymnasiums_normalize_reward():
+    """Its sums over episodes that run into a time limit; where one terminates it forgets all but the last reward."""
+    gym = pytest.importorskip("gymnasium")
+    same_step = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
+    vector = gym.make_vec("Pendulum-v1", 3, max_episode_steps=7, vector_kwargs=same_step)
+    vector.reset(seed=1)
+    theirs, rewards, dones, sums = gym.wrappers.vector.NormalizeReward(vector, gamma=0.9), [], [], []
+    theirs.accumulated_reward = theirs.accumulated_reward.astype(np.float64)
+    theirs.update_running_mean = False
+    theirs.return_rms.var, theirs.epsilon = 1.0, 1e-16  # its rewards are then the raw ones
+    for _ in range(20):
+        _, reward, _, truncated, _ = theirs.step(vector.action_space.sample() * 0)
+        rewards.append(reward)
+        dones.append(truncated)
+        sums.append(np.where(truncated, np.nan, theirs.accumulated_reward))  # it has started anew where one ended
+    reward, done = torch.tensor(np.array(rewards)).t(), torch.tensor(np.array(dones)).t()
+    assert done.sum() == 6
+    ours = running_returns(reward, done, torch.zeros(3, dtype=F64), gamma=0.9)
+    close(ours.masked_fill(done, torch.nan), torch.tensor(np.array(sums)).t(), tol=1e-12)
+    vector.close()
+
+
+@pytest.mark.ref
+def test_running_returns_are_those_of_stable_baselines3():
+    """Its `VecNormalize._update_reward`, with ends of both kinds."""
+    normalize = pytest.importorskip("stable_baselines3.common.vec_env.vec_normalize")
+    draw, seen = np.random.default_rng(3), []
+    reward, done = draw.normal(size=(3, 25)), draw.random((3, 25)) < 0.2
+    moments = SimpleNamespace(update=lambda x: seen.append(x.copy()))
+    theirs = SimpleNamespace(returns=np.zeros(3), gamma=0.9, ret_rms=moments)
+    for t in range(25):
+        normalize.VecNormalize._update_reward(theirs, reward[:, t])
+        theirs.returns[done[:, t]] = 0  # the last line of its step_wait
+    ours = running_returns(torch.tensor(reward), torch.tensor(done), torch.zeros(3, dtype=F64), gamma=0.9)
+    close(ours, torch.tensor(np.array(seen)).t(), tol=1e-12)

@@ -1,3 +1,5 @@
+"""Networks from a config, modules as pure functions, and which modules are refused."""
+
 import pytest
 import torch
 from conftest import assert_no_retrace, close
@@ -5,7 +7,9 @@ from pydantic import ValidationError
 from tensordict import TensorDict
 from torch import nn
 
-from ecrl.policies.mlp import MLPConfig, NetworkConfig, build_mlp, init_mlp, mlp, seeded
+from ecrl.errors import ConfigError
+from ecrl.policies import MLPConfig, NetworkConfig, build_mlp, make_network
+from ecrl.policies.networks import pure, seeded
 
 ACTIVATIONS = {"relu": nn.ReLU, "elu": nn.ELU, "tanh": nn.Tanh, "gelu": nn.GELU, "silu": nn.SiLU}
 SHAPES = [  # settings, and the layers they mean for 3 inputs and 2 outputs
@@ -30,9 +34,13 @@ SHAPES = [  # settings, and the layers they mean for 3 inputs and 2 outputs
 ]
 
 
+def _net(cfg, inputs=3, outputs=2, bf16=False):
+    return make_network(NetworkConfig(network_cfg=cfg.model_dump()), inputs, outputs, bf16)
+
+
 def _weights(cfg, seed=0, inputs=3, outputs=2):
     with seeded(torch.tensor(seed)):
-        return init_mlp(cfg, inputs, outputs)
+        return _net(cfg, inputs, outputs).init()
 
 
 def _linear(weights, part):
@@ -47,7 +55,7 @@ def test_output_is_that_of_the_layers_by_hand(variant, settings, layers):
     by_hand.load_state_dict(dict(weights.items()))  # same names, same shapes
     x = torch.linspace(-2.0, 2.0, 12).reshape(2, 2, 3)
     expected = by_hand(x).detach()
-    close(variant(mlp(cfg, 3, 2))(weights, x), expected)
+    close(variant(_net(cfg).forward)(weights, x), expected)
     assert expected.shape == (2, 2, 2)
 
 
@@ -56,7 +64,7 @@ def test_every_setting_changes_the_output():
     settings += [{"last_activation": name} for name in ACTIVATIONS]
     cfgs = [MLPConfig(hidden_sizes=[8], **more) for more in settings]
     x = torch.linspace(-2.0, 2.0, 6).reshape(2, 3)
-    outputs = [mlp(cfg, 3, 2)(_weights(cfg), x) for cfg in cfgs]
+    outputs = [_net(cfg).forward(_weights(cfg), x) for cfg in cfgs]
     assert min(float((a - b).abs().max()) for i, a in enumerate(outputs) for b in outputs[:i]) > 1e-4
 
 
@@ -111,13 +119,13 @@ def test_the_function_holds_no_weights_and_passes_gradients():
     cfg = MLPConfig(hidden_sizes=[4])
     weights = _weights(cfg).apply(lambda w: w.requires_grad_())
     x = torch.ones(5, 3, requires_grad=True)
-    mlp(cfg, 3, 2)(weights, x).sum().backward()
+    _net(cfg).forward(weights, x).sum().backward()
     assert all(w.grad is not None and w.grad.abs().sum() > 0 for w in [x, *weights.values()])
 
 
 def test_new_values_do_not_retrace():
     cfg = MLPConfig(hidden_sizes=[4], use_layernorm=True)
-    assert_no_retrace(mlp(cfg, 3, 2), (_weights(cfg, 1), torch.ones(5, 3)), (_weights(cfg, 2), torch.zeros(5, 3)))
+    assert_no_retrace(_net(cfg).forward, (_weights(cfg, 1), torch.ones(5, 3)), (_weights(cfg, 2), torch.zeros(5, 3)))
 
 
 @pytest.mark.parametrize(
@@ -148,4 +156,99 @@ def test_configs_are_hashable_and_equal_by_value():
 def test_wrong_width_is_an_error():
     cfg = MLPConfig(hidden_sizes=[4])
     with pytest.raises(RuntimeError, match="shape"):
-        mlp(cfg, 3, 2)(TensorDict(dict(_weights(cfg).items()), []), torch.ones(5, 7))
+        _net(cfg).forward(TensorDict(dict(_weights(cfg).items()), []), torch.ones(5, 7))
+
+
+class Buffered(nn.Module):
+    """A weight, a frozen weight, a buffer, and one weight used in two places."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+        self.second.weight = self.first.weight
+        self.frozen = nn.Parameter(torch.rand(3), requires_grad=False)
+        self.register_buffer("shift", torch.tensor([1.0, 2.0, 3.0]))
+
+    def forward(self, x):
+        return self.second(self.first(x)) * self.frozen + self.shift
+
+
+def test_buffers_frozen_and_tied_weights(variant):
+    net = pure(Buffered, "buffered", False)
+    with seeded(torch.tensor(4)):
+        weights = net.init()
+    assert list(weights.keys()) == ["first.weight"]
+    with seeded(torch.tensor(0)):  # constants are those of seed 0
+        frozen = Buffered().frozen
+    x, w = torch.linspace(-1.0, 1.0, 6).reshape(2, 3), weights["first.weight"]
+    close(variant(net.forward)(weights, x), x @ w.T @ w.T * frozen + torch.tensor([1.0, 2.0, 3.0]))
+    grads = torch.func.grad(lambda given: net.forward(given, x).sum())(weights)
+    assert list(grads.keys()) == ["first.weight"]
+    both = torch.autograd.grad((x @ (v := w.clone().requires_grad_()).T @ v.T * frozen).sum(), v)[0]
+    close(grads["first.weight"], both)
+
+
+def test_every_method_can_be_called_with_names():
+    class Twice(nn.Linear):
+        def twice(self, x, *, plus=0.0):
+            return 2.0 * self(x) + plus
+
+    net = pure(lambda: Twice(3, 2), "twice", False)
+    weights = TensorDict({"weight": torch.ones(2, 3), "bias": torch.zeros(2)}, [])
+    assert net.call(weights, "twice", torch.ones(1, 3), plus=1.0).tolist() == [[7.0, 7.0]]
+    assert net.call(weights, "forward", torch.ones(1, 3)).tolist() == [[3.0, 3.0]]
+
+
+REFUSED = [
+    (nn.BatchNorm1d(3), r"layer 0 \(BatchNorm1d\) is in training mode.*call \.eval\(\) on it, or use LayerNorm"),
+    (nn.BatchNorm1d(3, track_running_stats=False).eval(), r"layer 0 \(BatchNorm1d\) keeps no running statistics"),
+    (nn.InstanceNorm1d(3, track_running_stats=True), r"layer 0 \(InstanceNorm1d\) is in training mode"),
+    (nn.Dropout(0.1), r"layer 0 \(Dropout\) is in training mode"),
+    (nn.AlphaDropout(0.1), r"layer 0 \(AlphaDropout\) is in training mode"),
+    (nn.RReLU(), r"layer 0 \(RReLU\) is in training mode"),
+    (nn.GRU(3, 3, num_layers=2, dropout=0.1), r"layer 0 \(GRU\) is in training mode"),
+    (nn.TransformerEncoderLayer(3, 1), r"layer 0\.self_attn \(MultiheadAttention\) is in training mode"),
+]
+
+
+@pytest.mark.parametrize(("layer", "message"), REFUSED, ids=lambda x: type(x).__name__)
+def test_layers_that_depend_on_the_batch_or_on_chance_are_refused_by_name(layer, message):
+    with pytest.raises(ConfigError, match=f"^network 'mine': {message}"):
+        pure(lambda: nn.Sequential(layer, nn.Linear(3, 2)), "network 'mine'", False)
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.BatchNorm1d(3).eval(), nn.Dropout(0.5).eval(), nn.Dropout(0.0), nn.InstanceNorm1d(3), nn.LayerNorm(3)]
+)
+def test_the_same_layers_at_rest_are_not(layer):
+    net = pure(lambda: nn.Sequential(nn.Linear(3, 3), layer), "network 'mine'", False)
+    weights, x = net.init(), torch.linspace(-1.0, 1.0, 12).reshape(4, 3)
+    close(net.forward(weights, x)[:2], net.forward(weights, x[:2]).detach())
+
+
+def test_a_module_without_weights_is_refused():
+    with pytest.raises(ConfigError, match="network 'mine': Tanh has no parameters to train"):
+        pure(nn.Tanh, "network 'mine'", False)
+
+
+def test_bf16_rounds_the_layers_and_nothing_else(variant):
+    cfg = MLPConfig(hidden_sizes=[32, 32])
+    weights, x = _weights(cfg), torch.linspace(-2.0, 2.0, 30).reshape(10, 3)
+    exact = _net(cfg).forward(weights, x)
+    out = variant(_net(cfg, bf16=True).forward)(weights, x)
+    assert out.dtype == (torch.float64 if variant.name == "double" else torch.float32)
+    error = (out.float() - exact).abs().max()
+    assert 1e-5 < error < 0.02, "bfloat16 keeps 8 bits"
+
+
+def test_bf16_gradients_are_float32_and_close():
+    cfg = MLPConfig(hidden_sizes=[32])
+    weights, x = _weights(cfg), torch.linspace(-2.0, 2.0, 30).reshape(10, 3)
+    rough, exact = (
+        torch.func.grad(lambda w, net=_net(cfg, bf16=bf16): net.forward(w, x).square().mean())(weights)
+        for bf16 in (True, False)
+    )
+    for name, grad in rough.items():
+        assert grad.dtype == torch.float32
+        close(grad, exact[name], tol=0.05)
+    assert any(not torch.equal(grad, exact[name]) for name, grad in rough.items())

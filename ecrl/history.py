@@ -1,0 +1,50 @@
+"""What a run logged, kept in memory for a notebook: rows of numbers, a DataFrame, a plot."""
+
+from collections.abc import Sequence
+from typing import Any, overload
+
+from ecrl.errors import extra
+from ecrl.loggers import scalars
+from ecrl.registry import did_you_mean
+from ecrl.types import LogData
+
+
+class History(Sequence):
+    """What a run logged: one row (a dict of numbers) per iteration, with `sample_step`."""
+
+    def __init__(self) -> None:
+        self._rows: list[dict[str, float]] = []
+
+    def add(self, record: LogData) -> None:
+        """Merge a record into the row of its step."""
+        if not self._rows or self._rows[-1]["sample_step"] != record["sample_step"]:
+            self._rows.append({"sample_step": record["sample_step"]})
+        self._rows[-1].update(scalars(record))
+
+    @overload
+    def __getitem__(self, index: int) -> dict[str, float]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[dict[str, float]]: ...
+    def __getitem__(self, index: Any) -> Any:
+        return self._rows[index]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def to_pandas(self) -> Any:
+        """A DataFrame indexed by `sample_step`; needs the extra `plot`."""
+        with extra("plot"):
+            import pandas
+        return pandas.DataFrame(self._rows, columns=None if self._rows else ["sample_step"]).set_index("sample_step")
+
+    def plot(self, name: str = "episode_reward_avg_100") -> Any:
+        """The curve of one log against env steps, as matplotlib axes; needs the extra `plot`."""
+        rows = [row for row in self._rows if name in row]
+        if not rows:
+            raise KeyError(f"no log {name!r}; {did_you_mean(name, {key for row in self._rows for key in row})}")
+        with extra("plot"):
+            import matplotlib.pyplot as plt
+        _, axes = plt.subplots()
+        axes.plot([row["sample_step"] for row in rows], [row[name] for row in rows])
+        axes.set(xlabel="environment steps", ylabel=name)
+        return axes

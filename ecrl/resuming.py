@@ -1,0 +1,70 @@
+"""Going on with a run from its newest checkpoint, as if it had never stopped."""
+
+import json
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from ecrl.checkpoint import latest, load, read_manifest
+from ecrl.config import Config, config_from_dict, diff, load_config
+from ecrl.errors import ConfigError
+from ecrl.loop import device_of, expected_state, form_of
+
+
+def resume(
+    run_dir: str | Path,
+    config: str | Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    force: bool = False,
+) -> tuple[TensorDict, Config]:
+    """The newest checkpoint of a run and the config to go on with, for `train(state, cfg, run_dir)`.
+
+    Bit for bit what an uninterrupted run would have been, on the same device, torch version, number of threads and
+    form; where one of those differs, that is warned of. What was logged after the checkpoint is taken out of
+    `metrics.jsonl`.
+
+    Args:
+        run_dir: run folder.
+        config: file of a changed config; the run's own if None.
+        overrides: values by dotted key.
+        force: go on with a config that differs; its hyperparameters then replace those in the state.
+
+    Raises: ConfigError listing every key that differs, unless `force`; CheckpointError.
+    """
+    path = latest(run_dir)
+    state, own = load(path)
+    given = own.model_dump(mode="json") if config is None else None
+    cfg = config_from_dict(given, str(run_dir), overrides) if config is None else load_config(config, overrides)
+    changes = diff(own, cfg)
+    if changes and not force:
+        lines = "\n".join(f"  {line}" for line in changes)
+        raise ConfigError(f"{run_dir}: the config differs from the run's; go on with it by --force:\n{lines}")
+    if changes:
+        state = state.to(device_of(cfg)).copy().set("hyper", expected_state(cfg, state)["hyper"]).lock_()
+    _warn_of_other_bits(path, cfg)
+    _forget_after(Path(run_dir) / "metrics.jsonl", int(state["sample_step"]))
+    return state, cfg
+
+
+def _warn_of_other_bits(path: Path, cfg: Config) -> None:
+    manifest = read_manifest(path)
+    now = {"torch": str(torch.__version__), "threads": torch.get_num_threads(), "form": form_of(cfg).name}
+    other = [f"{name} {manifest[name]} then, {value} now" for name, value in now.items() if manifest[name] != value]
+    if other:
+        warnings.warn(f"{path}: the rest will not be bit for bit the same run: {'; '.join(other)}", stacklevel=3)
+
+
+def _forget_after(metrics: Path, step: int) -> None:
+    """Drop the rows of iterations that will be run again."""
+    if not metrics.exists():
+        return
+    rows = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = [row for row in rows if row.endswith("\n") and json.loads(row)["sample_step"] <= step]
+    if len(kept) < len(rows):
+        aside = metrics.with_name(".metrics.jsonl.new")
+        aside.write_text("".join(kept), encoding="utf-8")
+        aside.replace(metrics)

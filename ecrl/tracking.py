@@ -1,0 +1,145 @@
+"""Consumers that track a run: TensorBoard, and Weights & Biases, which is imported only when it is used.
+
+Both show the same scalars, named by `ecrl.loggers.scalar_name`, against env steps, and the config beside them.
+"""
+
+import json
+import math
+import uuid
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ecrl.config import Config
+from ecrl.errors import extra
+from ecrl.loggers import never_fatal, with_scalars
+from ecrl.types import LogData
+
+_COMPARED = ("charts/episode_reward_avg_100", "charts/episode_length_avg_100", "charts/SPS")
+_WAIT, _LAST_WAIT = 15.0, 60.0  # seconds for W&B to answer: at the start, and for the last upload
+
+
+def hyperparameters(cfg: Config) -> dict[str, bool | int | float | str]:
+    """The config by dotted key; what is no number, flag or text is written as JSON, and null left out.
+
+    >>> from ecrl.config import load_config
+    >>> flat = hyperparameters(load_config("configs/cartpole_ppo.json"))
+    >>> flat["algorithm.cfg.clip_coef"], flat["policy.actor.network_cfg.hidden_sizes"]
+    (0.2, '[64, 64]')
+    """
+
+    def leaves(data: Any, path: str) -> Iterator[tuple[str, Any]]:
+        for key, value in data.items():
+            if isinstance(value, dict) and value:
+                yield from leaves(value, f"{path}{key}.")
+            elif value is not None:
+                yield path + key, value if isinstance(value, bool | int | float | str) else json.dumps(value)
+
+    return dict(leaves(cfg.model_dump(mode="json"), ""))
+
+
+def _record_config(writer: Any, cfg: Config) -> None:
+    """The config as a table among the texts and in TensorBoard's HParams, of this very run.
+
+    `SummaryWriter.add_hparams` would open a run folder of its own, with none of the curves.
+    """
+    from torch.utils.tensorboard.summary import hparams
+
+    flat = hyperparameters(cfg)
+    table = "\n".join(f"|{key}|{value}|" for key, value in flat.items())
+    writer.add_text("hyperparameters", f"|key|value|\n|-|-|\n{table}")
+    for summary in hparams(flat, dict.fromkeys(_COMPARED, 0.0)):
+        writer.file_writer.add_summary(summary)
+
+
+def with_tensorboard(records: Iterator[LogData], cfg: Config, log_dir: str | Path, start: int = 0) -> Iterator[LogData]:
+    """Write every log against env steps, `charts/SPS`, and the config as a table and as TensorBoard's HParams.
+
+        for record in with_tensorboard(train_iter(state, cfg), cfg, "logs"): ...
+
+    Args:
+        records: to pass on.
+        cfg: of the run.
+        log_dir: folder of the event files.
+        start: env steps before the first record; what an earlier run wrote beyond them is hidden.
+    """
+    from torch.utils.tensorboard import SummaryWriter
+
+    def write(numbers: dict[str, float], step: int) -> None:
+        for name, value in numbers.items():
+            if math.isfinite(value):
+                writer.add_scalar(name, value, step)
+
+    writer, guarded = SummaryWriter(str(log_dir), purge_step=start + 1 if start else None), never_fatal(str(log_dir))
+    try:
+        guarded(_record_config, writer, cfg)
+        for record, numbers in with_scalars(records, start):
+            guarded(write, numbers, record["sample_step"])
+            yield record
+    finally:
+        guarded(writer.close)
+
+
+def _run_id(folder: Path) -> str:
+    """W&B's id of the run in this folder, so that it goes on there when it is resumed."""
+    path = folder / "wandb" / "run_id"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(uuid.uuid4().hex[:8], encoding="utf-8")
+    return path.read_text(encoding="utf-8")
+
+
+def _wandb_run(cfg: Config, folder: Path) -> Any:
+    """A run of W&B: as WANDB_MODE says, else online, else (no key, or no server that answers) offline and said."""
+    with extra("wandb"):
+        import wandb
+
+    def begin(mode: Any) -> Any:
+        # console off: wandb would capture the live progress line, every frame of it
+        settings = wandb.Settings(init_timeout=_WAIT, finish_timeout=_LAST_WAIT, console="off")
+        named = {"project": cfg.trainer.wandb_project_name, "name": cfg.trainer.exp_name, "id": _run_id(folder)}
+        resume = "allow" if mode == "online" else None
+        config = cfg.model_dump(mode="json")
+        return wandb.init(**named, dir=folder, config=config, mode=mode, resume=resume, settings=settings)
+
+    mode = wandb.setup().settings.mode
+    if mode != "online":
+        return begin(mode)
+    try:
+        if wandb.login(prompt=False):
+            return begin("online")
+        reason = "no API key is configured (wandb login)"
+    except wandb.Error as error:
+        reason = str(error).splitlines()[0]
+    upload = f"upload it later with: wandb sync {folder}/wandb/offline-run-*"
+    warnings.warn(f"W&B: {reason}; tracking offline, {upload}", stacklevel=3)
+    return begin("offline")
+
+
+def with_wandb(records: Iterator[LogData], cfg: Config, run_dir: str | Path, start: int = 0) -> Iterator[LogData]:
+    """Track a run with Weights & Biases: the logs that TensorBoard gets, against env steps, and the config.
+
+        for record in with_wandb(train_iter(state, cfg), cfg, "outputs/mine"): ...
+
+    Args:
+        records: to pass on.
+        cfg: of the run; `trainer.wandb_project_name` is the project and `trainer.exp_name` the name.
+        run_dir: the run folder; W&B's files go into `wandb/` of it.
+        start: env steps before the first record.
+
+    Raises: UserError without the extra `wandb`.
+    """
+    run, guarded, failed = _wandb_run(cfg, Path(run_dir)), never_fatal("W&B"), True
+    try:
+        run.define_metric("*", step_metric="sample_step")
+        for record, numbers in with_scalars(records, start):
+            finite = {name: value for name, value in numbers.items() if math.isfinite(value)}
+            guarded(run.log, finite | {"sample_step": record["sample_step"]})
+            yield record
+        failed = False
+    except GeneratorExit:  # the caller stopped early
+        failed = False
+        raise
+    finally:
+        guarded(run.finish, int(failed))

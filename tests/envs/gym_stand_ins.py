@@ -1,0 +1,142 @@
+"""Tiny Gymnasium environments, registered as a user would; a worker imports this file by name."""
+
+import os
+import time
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+OBSERVATIONS = {  # kind: space, and what it shows of a bit
+    "box": (spaces.Box(-1.0, 1.0, (2, 1), np.float64), lambda b: np.array([[b], [1 - b]], np.float64)),
+    "uint8": (spaces.Box(0, 255, (2, 2), np.uint8), lambda b: np.full((2, 2), 3 * b, np.uint8)),
+    "discrete": (spaces.Discrete(2, start=3), lambda b: 3 + b),
+    "multi_discrete": (spaces.MultiDiscrete([2, 3], start=[1, 0]), lambda b: np.array([1 + b, 2])),
+    "multi_binary": (spaces.MultiBinary((1, 2)), lambda b: np.array([[b, 1 - b]], np.int8)),
+    "dict": (
+        spaces.Dict({"z": spaces.Box(0, 1, (1,)), "in": spaces.Dict({"d": spaces.Discrete(2, start=-1)})}),
+        lambda b: {"z": np.array([0.5], np.float32), "in": {"d": b - 1}},
+    ),
+    "tuple": (
+        spaces.Tuple((spaces.Box(0, 1, (1,)), spaces.Discrete(2))),
+        lambda b: (np.array([1 - b], np.float32), b),
+    ),
+}
+ACTIONS = {  # kind: space, and which is right for a bit
+    "discrete": (spaces.Discrete(2, start=5), lambda b: 5 + b),
+    "choice": (spaces.Discrete(4), lambda b: 2 + b),
+    "box": (spaces.Box(-2.0, 2.0, (1, 2), np.float64), lambda b: np.array([[b - 0.5, 0.5 - b]])),
+    "multi_discrete": (spaces.MultiDiscrete([2, 3], start=[0, 4]), lambda b: np.array([b, 4 + 2 * b])),
+    "multi_binary": (spaces.MultiBinary((1, 2)), lambda b: np.array([[b, 1 - b]], np.int8)),
+}
+MASKS = {  # kind: what is allowed for a bit; always something wrong and what is right
+    "choice": lambda b: np.array([b, 1 - b, 1, 1], np.int8),
+    "multi_discrete": lambda b: (np.array([1, 1], np.int8), np.array([1 - b, 1, b], np.int8)),
+}
+
+
+class Tell(gymnasium.Env):
+    """The observation tells which action is right; one step, reward 1 for it or less the farther off."""
+
+    def __init__(self, sees="box", acts="discrete", masked=False):
+        self.observation_space, self._show = OBSERVATIONS[sees]
+        self.action_space, self._right = ACTIONS[acts]
+        self._mask = MASKS[acts] if masked else None
+
+    def _info(self):
+        return {} if self._mask is None else {"action_mask": self._mask(self._bit)}
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self._bit = int(self.np_random.integers(2))
+        return self._show(self._bit), self._info()
+
+    def step(self, action):
+        assert isinstance(action, type(self.action_space.sample())), type(action)
+        assert self.action_space.contains(action), action
+        if self._mask is not None:
+            mask, start = self._mask(self._bit), np.ravel(self.action_space.start)
+            masks = mask if isinstance(mask, tuple) else (mask,)
+            assert all(m[a - s] for m, a, s in zip(masks, np.ravel(action), start, strict=True)), "a forbidden action"
+        off = np.abs(np.asarray(action) - self._right(self._bit)).mean()
+        action = np.zeros_like(action) if isinstance(action, np.generic) else action
+        action *= 0  # what an environment does with its action is its own business
+        return self._show(self._bit), 1.0 - float(off), True, False, self._info() | {"is_success": off < 0.5}
+
+
+class Count(gymnasium.Env):
+    """Counts its steps from a start that its seed draws; ends at a multiple of 5, is cut at 3 steps.
+
+    `fault` says what goes wrong from the third step or from the second reset on, in environments of an odd seed.
+    """
+
+    observation_space, action_space = spaces.Box(-np.inf, np.inf, (2,)), spaces.Discrete(2)
+
+    def __init__(self, fault="", info=False, masks=False, shared=True):
+        self._fault, self._info, self._masks, self._steps, self._resets = fault, info, masks, 0, 0
+        self._buffer, self._shared = np.zeros(2, np.float32), shared  # whether in one memory, every observation
+        self.closed = False
+        if fault == "make":
+            raise RuntimeError("cannot be made")
+
+    def _obs(self):
+        self._buffer[:] = self._at, self._since
+        return self._buffer if self._shared else self._buffer.copy()
+
+    def _fails(self, fault):
+        return self._fault == fault and self._odd
+
+    def _may_fail(self, when):
+        if self._fails(f"raise in {when}"):
+            raise KeyError(f"{when}\nfailed")
+        if self._fails(f"die in {when}"):
+            os._exit(3)
+        if self._fails(f"hang in {when}"):
+            time.sleep(1000)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self._odd = seed % 2 == 1 if seed is not None else self._odd
+        self._resets += 1
+        if self._resets > 1:
+            self._may_fail("reset")
+        self._at, self._since = int(self.np_random.integers(100)), 0
+        return self._obs(), {"action_mask": np.array([1, 1], np.int8)} if self._masks else {}
+
+    def step(self, action):
+        self._steps += 1
+        if self._steps == 3:
+            self._may_fail("step")
+        self._at, self._since = self._at + 1, self._since + 1
+        info = {"success": self._at % 5 == 0} if self._info else {}
+        if self._masks and not (self._fails("no mask") and self._steps == 3):
+            dead = self._fails("dead mask") and self._steps == 3
+            info["action_mask"] = np.zeros(2, np.int8) if dead else np.ones(2, np.int8)
+        obs = self._obs()
+        if self._steps == 3 and self._odd:
+            obs = {"nan": obs * np.nan, "shape": obs[:1]}.get(self._fault, obs)
+        reward = np.inf if self._fails("reward") and self._steps == 3 else float(self._at)
+        return obs, reward, self._at % 5 == 0, self._since == 3, info
+
+    def close(self):
+        self.closed = True
+
+
+gymnasium.register("Tell-v0", Tell)
+gymnasium.register("Count-v0", Count)
+
+
+class Text(Count):
+    """Observes text."""
+
+    observation_space = spaces.Text(3)
+
+
+class DictAction(Count):
+    """Takes two actions at once."""
+
+    action_space = spaces.Dict({"a": spaces.Discrete(2)})
+
+
+gymnasium.register("Text-v0", Text)
+gymnasium.register("DictAction-v0", DictAction)

@@ -1,0 +1,365 @@
+"""Gymnasium by id: equal to a loop over its environments, every kind of space trains, faults name env and step."""
+
+import gym_stand_ins
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from conftest import assert_pure, close
+from gymnasium.wrappers import RecordEpisodeStatistics
+from test_loop import small
+
+from ecrl import rng
+from ecrl.config import EnvChoice, config_from_dict
+from ecrl.envs import auto_reset, clip_action, make_env
+from ecrl.envs.gymnasium import live
+from ecrl.errors import ConfigError, UserError
+from ecrl.loop import init_state, train_iter
+from ecrl.spaces import Box, Discrete, MultiDiscrete
+
+KEYS = rng.split(rng.key(1), 4)
+SEEDS = (rng.bits(KEYS) & 0x7FFFFFFF).tolist()  # odd for env 2 alone, where faults happen
+FAST = {
+    "trainer.num_envs": 64,
+    "trainer.buffer_size": 8,
+    "trainer.iterations": 8,
+    "algorithm.cfg.learning_rate": 0.05,
+    "algorithm.cfg.batch_size": 512,
+    "algorithm.cfg.ent_coef": 0.0,
+    "algorithm.cfg.n_epochs": 4,
+}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays_open():
+    yield
+    for one in list(live._LIVE.values()):
+        one.close()
+
+
+def count(**kwargs):
+    return make_env({"name": "gymnasium:Count-v0", "cfg": {"kwargs": kwargs}})
+
+
+def choice(*actions):
+    return torch.tensor(actions)
+
+
+# Names and settings
+
+
+def test_every_way_to_name_one_is_the_same_config():
+    cfg = {"id": "CartPole-v1", "max_episode_steps": 7}
+    long = EnvChoice.model_validate({"name": "gymnasium", "cfg": cfg})
+    short = {"name": "gymnasium:CartPole-v1", "cfg": {"max_episode_steps": 7}}
+    assert (
+        EnvChoice.model_validate(short) == EnvChoice.model_validate({"id": short["name"], "cfg": short["cfg"]}) == long
+    )
+    assert EnvChoice.model_validate(long.model_dump(mode="json")) == long
+    assert EnvChoice.model_validate("gymnasium:CartPole-v1").cfg.id == "CartPole-v1"
+    assert make_env(short) is make_env(long)
+    whole = small(**{"env": short, "trainer.seed": 5})
+    assert config_from_dict(whole.model_dump(mode="json")) == whole
+    assert whole.replace(**{"env.name": "gymnasium:Acrobot-v1"}).env.cfg.id == "Acrobot-v1"
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        ({"name": "gymnasium:A-v0", "cfg": {"id": "B-v0"}}, r"env.cfg.id: given in the name 'gymnasium:A-v0' too"),
+        ("gymnasium:", "env.cfg.id: "),
+        ({"name": "gymnasium"}, "env.cfg.id: missing"),
+        ({"name": "gymnasium:A-v0", "cfg": {"asinchronous": True}}, "did you mean 'asynchronous'"),
+        ({"name": "gymnasium:A-v0", "cfg": {"timeout": 0.0}}, "env.cfg.timeout: must be above 0"),
+    ],
+)
+def test_wrong_settings_are_refused_by_path(env, message):
+    with pytest.raises(ConfigError, match=message):
+        small(env=env)
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        ("gymnasium:NoSuchEnv-v0", "env: gymnasium:NoSuchEnv-v0: NameNotFound"),
+        ({"name": "gymnasium:CartPole-v1", "cfg": {"kwargs": {"mass": 1}}}, "unexpected keyword argument 'mass'"),
+        ({"name": "gymnasium:Count-v0", "cfg": {"kwargs": {"fault": "make"}}}, "RuntimeError: cannot be made"),
+        ("gymnasium:Text-v0", r"env: gymnasium:Text-v0: space Text\(.* known: Box, Discrete, MultiDiscrete"),
+        ("gymnasium:DictAction-v0", r"actions Dict\(.* expected Box, Discrete, MultiDiscrete or MultiBinary"),
+    ],
+)
+def test_what_cannot_be_made_is_told_in_one_line(env, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        make_env(env)
+    assert "\n" not in str(error.value)
+
+
+def test_kwargs_and_time_limit_reach_the_environment():
+    env = make_env({"name": "gymnasium:Pendulum-v1", "cfg": {"kwargs": {"g": 1.0}, "max_episode_steps": 2}})
+    state, bare = env.reset(KEYS[:1]), gymnasium.make("Pendulum-v1", g=1.0)
+    bare.reset(seed=SEEDS[0])
+    for expected in (False, True):
+        state = env.step(state, torch.ones(1, 1), None)
+        close(state["final_obs"][0], bare.step(np.ones(1, np.float32))[0])
+        assert bool(state["truncated"]) is expected
+    assert make_env("gymnasium:Pendulum-v1") is not env
+
+
+# What it computes
+
+
+@pytest.mark.parametrize("gym_id", ["CartPole-v1", "MountainCarContinuous-v0"])
+def test_it_is_a_loop_over_environments_seeded_one_by_one(gym_id):
+    limit = {} if gym_id == "CartPole-v1" else {"max_episode_steps": 40}
+    env = make_env({"name": f"gymnasium:{gym_id}", "cfg": limit})
+    bare = [gymnasium.make(gym_id, **limit) for _ in SEEDS]
+    state, ends = env.reset(KEYS), 0
+    expected = [one.reset(seed=seed)[0] for one, seed in zip(bare, SEEDS, strict=True)]
+    assert torch.equal(state["obs"], torch.tensor(np.array(expected)))
+    assert torch.equal(state["final_obs"], state["obs"]) and not state["reward"].any()
+    for t in range(90):
+        bits = rng.bits(rng.fold_in(KEYS, t)) % 2
+        action = bits if isinstance(env.action_space, Discrete) else bits.float().unsqueeze(-1) * 2 - 1
+        state = env.step(state, action, None)
+        for i, one in enumerate(bare):
+            obs, reward, terminated, truncated, _ = one.step(action[i].numpy())
+            close(state["final_obs"][i], obs)
+            assert (float(state["reward"][i]), bool(state["terminated"][i])) == (pytest.approx(reward), terminated)
+            assert bool(state["truncated"][i]) is truncated
+            ends += terminated or truncated
+            close(state["obs"][i], one.reset()[0] if terminated or truncated else obs)
+    assert ends >= 8
+    assert state["step"].tolist() == [90] * 4 and state["obs"].dtype == torch.float32
+
+
+def test_equal_keys_give_equal_episodes_and_others_do_not():
+    env, keys = make_env("gymnasium:CartPole-v1"), KEYS[[0, 0, 1]]
+    runs = []
+    for _ in range(2):
+        state = env.reset(keys)
+        runs.append([state["obs"]])
+        for t in range(60):
+            state = env.step(state, choice(*[t // 3 % 2] * 3), None)
+            runs[-1].append(state["obs"])
+    first, second = (torch.stack(run) for run in runs)
+    assert torch.equal(first, second)
+    assert torch.equal(first[:, 0], first[:, 1]) and not torch.equal(first[:, 0], first[:, 2])
+
+
+def test_a_reset_of_open_environments_keeps_them_and_is_a_fresh_start():
+    env = make_env("gymnasium:CartPole-v1")
+    state = env.step(env.reset(KEYS), choice(0, 1, 0, 1), None)
+    again = env.reset(KEYS, state)
+    assert torch.equal(again["obs"], env.reset(KEYS)["obs"]) and torch.equal(again["token"], state["token"])
+    with pytest.raises(UserError, match="1 steps behind"):
+        env.step(state, choice(0, 1, 0, 1), None)
+
+
+def test_the_final_observation_is_not_overwritten_by_the_reset():
+    # Count writes every observation into one memory; it is cut after 3 steps and ends at a multiple of 5.
+    env = count()
+    state, starts = env.reset(KEYS), [int(np.random.default_rng(seed).integers(100)) for seed in SEEDS]
+    for steps in range(1, 4):
+        before, state = state, env.step(state, choice(0, 0, 0, 0), None)
+        reached = before["obs"][:, 0] + 1
+        assert torch.equal(state["final_obs"][:, 0], reached) and torch.equal(state["reward"], reached)
+        assert torch.equal(state["terminated"], reached % 5 == 0)
+        done = state["terminated"] | state["truncated"]
+        assert torch.equal(state["obs"][~done], state["final_obs"][~done]) and not state["obs"][done, 1].any()
+        if steps == 1:
+            assert reached.tolist() == [s + 1 for s in starts]
+
+
+def test_states_are_inputs_only():
+    env = make_env({"name": "gymnasium:Tell-v0", "cfg": {"kwargs": {"acts": "box"}}})
+    state, action = env.reset(KEYS), torch.full((4, 1, 2), 0.3)
+    assert_pure(env.step, state.lock_(), action, None)
+    assert (action == 0.3).all()  # Tell multiplies its action by 0 in place, which no version counter sees
+
+
+# Spaces
+
+
+@pytest.mark.parametrize("sees", gym_stand_ins.OBSERVATIONS)
+def test_observations_of_every_kind(sees):
+    env = make_env({"name": "gymnasium:Tell-v0", "cfg": {"kwargs": {"sees": sees}}})
+    state = env.reset(KEYS)
+    bit = [int(np.random.default_rng(seed).integers(2)) for seed in SEEDS]
+    assert 0 < sum(bit) < 4
+    b = torch.tensor(bit)
+    expected = {
+        "box": lambda: torch.stack((b, 1 - b), -1).unsqueeze(-1).float(),
+        "uint8": lambda: (3.0 * b).reshape(4, 1, 1).expand(4, 2, 2),
+        "discrete": lambda: b,
+        "multi_discrete": lambda: torch.stack((b, torch.full_like(b, 2)), -1),
+        "multi_binary": lambda: torch.stack((b, 1 - b), -1),
+    }
+    if sees in expected:
+        assert torch.equal(state["obs"], expected[sees]()) and state["obs"].dtype == expected[sees]().dtype
+    elif sees == "dict":
+        assert torch.equal(state["obs", "in", "d"], b) and state["obs", "z"].shape == (4, 1)
+    else:
+        assert torch.equal(state["obs", "1"], b) and torch.equal(state["obs", "0"], 1.0 - b.unsqueeze(-1))
+
+
+def _learns(**kwargs):
+    """Mean reward in the first iteration and in the last, each of 512 episodes."""
+    cfg = small(**{"env": {"name": "gymnasium:Tell-v0", "cfg": {"kwargs": kwargs}}}, **FAST)
+    state = init_state(cfg)
+    logs = [float(r["logs"]["episode_reward_avg_100"]) for r in train_iter(state, cfg) if r["log_type"] == "collect"]
+    return logs[0], logs[-1]
+
+
+@pytest.mark.parametrize("sees", gym_stand_ins.OBSERVATIONS)
+def test_every_kind_of_observation_trains(sees):
+    first, last = _learns(sees=sees)
+    assert first < 0.75 and last > 0.95  # guessing pays 0.5, being right 1
+
+
+@pytest.mark.parametrize("acts", gym_stand_ins.ACTIONS)
+def test_every_kind_of_action_trains(acts):
+    first, last = _learns(acts=acts)
+    assert first < 0.7 and last > (0.65 if acts == "box" else 0.95)  # a Gaussian keeps some of its spread
+
+
+@pytest.mark.parametrize(("sees", "acts"), [("box", "choice"), ("dict", "choice"), ("tuple", "multi_discrete")])
+def test_action_masks_from_info_are_obeyed_and_train(sees, acts):
+    first, last = _learns(sees=sees, acts=acts, masked=True)  # Tell raises where a forbidden action comes
+    assert first < 0.85 and last > 0.95
+    env = make_env({"name": "gymnasium:Tell-v0", "cfg": {"kwargs": {"sees": sees, "acts": acts, "masked": True}}})
+    parts = dict(env.observation_space.items)
+    assert parts["action_mask"] == MultiDiscrete((2,) * (4 if acts == "choice" else 5))
+    assert set(parts) == {"box": {"observation"}, "dict": {"z", "in"}, "tuple": {"0", "1"}}[sees] | {"action_mask"}
+    assert env.reset(KEYS)["obs", "action_mask"].dtype == torch.bool
+
+
+def test_a_mask_of_several_actions_is_their_concatenation():
+    env = make_env({"name": "gymnasium:Tell-v0", "cfg": {"kwargs": {"acts": "multi_discrete", "masked": True}}})
+    state = env.reset(KEYS)
+    bit = state["obs", "observation"][:, 0, 0] > 0
+    for row, b in zip(state["obs", "action_mask"].tolist(), bit.tolist(), strict=True):
+        assert row == [True, True, not b, True, b]
+
+
+def test_actions_are_clipped_by_the_loop_alone():
+    env = make_env("gymnasium:Pendulum-v1")
+    assert isinstance(env.action_space, Box) and auto_reset(env) is env and not env.is_pure
+    wild, held = torch.full((4, 1), 50.0), torch.full((4, 1), 2.0)
+    obs = [one.step(one.reset(KEYS), a, None)["obs"] for one, a in ((clip_action(env), wild), (env, held))]
+    assert torch.equal(*obs)
+
+
+def test_success_is_told_where_the_environment_tells():
+    state = count(info=True).reset(KEYS)
+    assert state["info", "success"].isnan().all()
+    env = count(info=True)
+    state = env.step(env.reset(KEYS), choice(0, 0, 0, 0), None)
+    assert torch.equal(state["info", "success"], state["terminated"].float())
+
+
+# Statistics
+
+
+def test_episode_statistics_are_those_that_gymnasium_records():
+    """Training logs the mean of the last 100 episodes; RecordEpisodeStatistics tells them one by one."""
+    told = []
+
+    class Recorded(RecordEpisodeStatistics):
+        def step(self, action):
+            out = super().step(action)
+            if "episode" in out[4]:
+                told.append((out[4]["episode"]["r"], out[4]["episode"]["l"]))
+            return out
+
+    gymnasium.register("Recorded-v0", lambda: Recorded(gymnasium.make("CartPole-v1")))
+    cfg = small(**{"env": "gymnasium:Recorded-v0", "trainer.buffer_size": 40, "trainer.iterations": 3})
+    *_, record, _ = train_iter(init_state(cfg), cfg)
+    rewards, lengths = zip(*told, strict=True)
+    assert 10 < len(told) < 100
+    assert record["logs"]["episode_reward_avg_100"] == pytest.approx(np.mean(rewards))
+    assert record["logs"]["episode_length_avg_100"] == pytest.approx(np.mean(lengths))
+    del gymnasium.registry["Recorded-v0"]
+
+
+# States of the host
+
+
+def test_a_state_that_is_behind_is_refused_by_name():
+    env = make_env("gymnasium:CartPole-v1")
+    first = env.reset(KEYS)
+    second = env.step(first, choice(0, 1, 0, 1), None)
+    env.step(second, choice(0, 1, 0, 1), None)
+    with pytest.raises(UserError, match=r"gymnasium:CartPole-v1: this state is 2 steps behind its Gymnasium envs"):
+        env.step(first, choice(0, 1, 0, 1), None)
+
+
+def test_states_of_closed_other_or_loaded_environments_are_refused_by_name():
+    env, other = make_env("gymnasium:CartPole-v1"), make_env("gymnasium:Acrobot-v1")
+    state = env.reset(KEYS)
+    loaded = state.clone().set("token", torch.zeros_like(state["token"]))
+    for refusing, given in ((other, state), (env, loaded)):
+        with pytest.raises(UserError, match="envs not open in this process"):
+            refusing.step(given, choice(0, 1, 0, 1), None)
+    other.close(state)  # not its own: nothing happens
+    state = env.step(state, choice(0, 1, 0, 1), None)
+    env.close(state)
+    env.close(state)
+    with pytest.raises(UserError, match="envs not open in this process"):
+        env.step(state, choice(0, 1, 0, 1), None)
+
+
+def test_vmap_is_refused():
+    env = make_env("gymnasium:CartPole-v1")
+    with pytest.raises(UserError, match="cannot be vmapped"):
+        torch.vmap(env.reset)(torch.stack((KEYS, KEYS)))
+
+
+# Faults
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("raise in step", "raised KeyError: 'step.nfailed', in step 3"),
+        ("nan", "observed NaN or infinity.*, in step 3"),
+        ("shape", r"observed shape \[1\], its space is Box.*, in step 3"),
+        ("reward", "paid NaN or infinity, in step 3"),
+        ("no mask", "gave no action_mask in its info, .*in step 3"),
+        ("dead mask", "allows no action: its action_mask is all zero, in step 3"),
+    ],
+)
+def test_a_fault_names_env_and_step_and_closes_all(fault, message):
+    env = count(fault=fault, masks="mask" in fault)
+    state, action = env.reset(KEYS), choice(0, 0, 0, 0)
+    for _ in range(2):
+        state = env.step(state, action, None)
+    with pytest.raises(UserError, match=message) as error:
+        while True:
+            state = env.step(state, action, None)
+    assert str(error.value).startswith("env 2 (gymnasium:Count-v0) ") and "\n" not in str(error.value)
+    assert not live._LIVE
+
+
+def test_a_reset_that_fails_is_told_with_the_step_it_is_part_of():
+    env, state = count(fault="raise in reset"), None
+    with pytest.raises(
+        UserError, match=r"env 2 \(gymnasium:Count-v0\) raised KeyError: .*reset.*, in step [123]"
+    ) as error:
+        state = env.reset(KEYS)
+        for _ in range(4):
+            state = env.step(state, choice(0, 0, 0, 0), None)
+    assert isinstance(error.value.__cause__, KeyError)
+
+
+def test_an_integer_outside_its_space_is_refused():
+    class Wrong(gymnasium.Env):
+        observation_space, action_space = gymnasium.spaces.Discrete(3, start=1), gymnasium.spaces.Discrete(2)
+
+        def reset(self, *, seed=None, options=None):
+            return 4 if seed else 3, {}
+
+    gymnasium.register("Wrong-v0", Wrong)
+    with pytest.raises(
+        UserError, match=r"env 0 \(gymnasium:Wrong-v0\) observed an integer outside Discrete.*, in reset"
+    ):
+        make_env("gymnasium:Wrong-v0").reset(KEYS)

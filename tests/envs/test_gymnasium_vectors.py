@@ -1,0 +1,238 @@
+"""Vector envs of the user's own: one rollout from all three autoreset modes, and one error from whatever goes wrong."""
+
+import os
+import signal
+from types import SimpleNamespace
+
+import gym_stand_ins
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from conftest import close
+from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+from gymnasium.wrappers.vector import RecordEpisodeStatistics
+from tensordict import TensorDict
+from test_gymnasium import KEYS, SEEDS
+from test_gymnasium_workers import no_orphan  # noqa: F401  (a fixture for every test here)
+from test_loop import small
+
+from ecrl.envs import from_vector, make_env
+from ecrl.envs.gymnasium import live
+from ecrl.errors import ConfigError, UserError
+from ecrl.evaluation import evaluate
+from ecrl.kernels import collect_rollout, compute_gae
+from ecrl.loop import init_state, train_iter
+from ecrl.registry import register_env
+from ecrl.strict import ConfigModel
+
+MODES = [mode.value for mode in AutoresetMode]
+EMPTY = TensorDict({}, [])
+
+
+class Dicts(gymnasium.ObservationWrapper):
+    """Observations as a Dict with a Tuple in it."""
+
+    def __init__(self, env):
+        super().__init__(env)
+        space = env.observation_space
+        self.observation_space = gymnasium.spaces.Dict({"a": gymnasium.spaces.Tuple((space, space)), "b": space})
+
+    def observation(self, obs):
+        return {"a": (obs.copy(), 2 * obs), "b": -obs}
+
+
+def vectors(mode, kind=SyncVectorEnv, dicts=False, **kwargs):
+    def one():
+        env = gym_stand_ins.Count(shared=False, **kwargs)
+        return Dicts(env) if dicts else env
+
+    return lambda num_envs: kind([one] * num_envs, autoreset_mode=mode)
+
+
+def by_obs(params, carry, obs, noise):
+    x = obs["b"] if isinstance(obs, TensorDict) else obs
+    action = (x[..., 0].abs() % 2).long()
+    return carry, TensorDict({"action": action, "sample_log_prob": x[..., 0]}, x.shape[:1])
+
+
+def value(params, carry, obs):
+    return (obs["b"] if isinstance(obs, TensorDict) else obs)[..., 0].abs()
+
+
+def rollout(env, length):
+    policy = SimpleNamespace(act=by_obs, draw=lambda keys: keys, value=value)
+    keys, start = torch.zeros(length, 4, dtype=torch.int64), env.reset(KEYS)
+    return collect_rollout(policy, env, EMPTY, EMPTY, start, keys, keys)[2]
+
+
+def counted(x, mask, upto):
+    """The first `upto` steps that count, of each env."""
+    return torch.stack([row[keep][:upto] for row, keep in zip(x, mask, strict=True)])
+
+
+@pytest.mark.parametrize("dicts", [False, True])
+def test_all_three_modes_give_one_rollout(dicts):
+    same = rollout(from_vector(vectors("SameStep", dicts=dicts, info=True), timeout=60.0), 12)
+    assert same["truncated"].any() and same["terminated"].any() and "mask" not in same
+    assert same["final_value"][same["truncated"]].all()
+    disabled = rollout(from_vector(vectors("Disabled", dicts=dicts, info=True), timeout=60.0), 12)
+    for name, leaf in same.flatten_keys("/").items():
+        torch.testing.assert_close(disabled.flatten_keys("/")[name], leaf, rtol=0, atol=0, equal_nan=True)
+    apart = rollout(from_vector(vectors("NextStep", dicts=dicts, info=True), timeout=60.0), 24)
+    mask = apart["mask"][:, :-1]
+    assert mask.sum(1).min() >= 12 and not apart["done"][:, :-1][~mask].any()
+    assert torch.equal(mask[:, 1:], ~apart["done"][:, :-2])  # the row after an end, no other
+    for name, leaf in same[:, :-1].exclude("value").flatten_keys("/").items():
+        torch.testing.assert_close(
+            counted(apart.flatten_keys("/")[name][:, :-1], mask, 12), leaf, rtol=0, atol=0, equal_nan=True
+        )
+
+
+def test_masked_rows_do_not_leak_into_advantages():
+    same, apart = (
+        rollout(from_vector(vectors(mode), timeout=60.0), n) for mode, n in (("SameStep", 15), ("NextStep", 30))
+    )
+    spoilt = apart.clone()
+    hidden = ~apart["mask"][:, :-1]
+    spoilt["reward"][:, :-1][hidden] = 1e6  # nothing that happens in a masked row may be seen elsewhere
+    (expected, _), (got, _) = (compute_gae(r, 0.9, 0.8) for r in (same, spoilt))
+    for i in range(4):
+        last = int(same["done"][i, :-1].nonzero()[-1]) + 1  # the open end is cut at another step
+        close(got[i][~hidden[i]][:last], expected[i][:last])
+        assert last >= 10
+
+
+def test_it_is_the_same_environment_as_by_id():
+    from ecrl.envs import make_env
+
+    a, b = (
+        rollout(env, 10) for env in (make_env("gymnasium:Count-v0"), from_vector(vectors("SameStep"), timeout=60.0))
+    )
+    for name, leaf in a.flatten_keys("/").items():
+        torch.testing.assert_close(b.flatten_keys("/")[name], leaf, rtol=0, atol=0, equal_nan=True)
+
+
+class VectorConfig(ConfigModel):
+    """Which mode."""
+
+    mode: str
+
+
+TOLD = []
+
+
+class Recorded(RecordEpisodeStatistics):
+    def step(self, actions):
+        out = super().step(actions)
+        for i in np.flatnonzero(out[4].get("_episode", [])):
+            TOLD.append((out[4]["episode"]["r"][i], out[4]["episode"]["l"][i]))
+        return out
+
+
+@register_env("recorded_cartpoles")
+def recorded_cartpoles(cfg: VectorConfig):
+    def make(num_envs):
+        return Recorded(SyncVectorEnv([lambda: gymnasium.make("CartPole-v1")] * num_envs, autoreset_mode=cfg.mode))
+
+    return from_vector(make, timeout=60.0)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_training_logs_the_statistics_that_gymnasium_records(mode):
+    TOLD.clear()
+    env = {"name": "recorded_cartpoles", "cfg": {"mode": mode}}
+    cfg = small(**{"env": env, "trainer.buffer_size": 40, "trainer.iterations": 3})
+    state = init_state(cfg)
+    *_, record, _ = train_iter(state, cfg)
+    rewards, lengths = zip(*TOLD, strict=True)
+    assert 10 < len(TOLD) < 100
+    close(record["logs"]["episode_reward_avg_100"], np.mean(rewards))
+    close(record["logs"]["episode_length_avg_100"], np.mean(lengths))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_evaluation_counts_the_same_in_every_mode(mode):
+    cfg = small(**{"env": {"name": "recorded_cartpoles", "cfg": {"mode": mode}}, "trainer.num_eval_envs": 2})
+    by_id = cfg.replace(**{"env": "gymnasium:CartPole-v1"})
+    state = init_state(cfg)
+    assert evaluate(state, cfg, num_episodes=6) == evaluate(state, by_id, num_episodes=6)
+
+
+def test_one_seed_for_all_is_taken_where_a_vector_env_takes_no_more():
+    env = from_vector(CartPoleVectorEnv, timeout=60.0)
+    expected, _ = CartPoleVectorEnv(4).reset(seed=SEEDS[0])
+    close(env.reset(KEYS)["obs"], expected)
+    with pytest.raises(UserError, match=r"CartPoleVectorEnv takes one seed for all .* of a group cannot start alike"):
+        env.reset(KEYS[[0, 0, 1, 1]])
+
+
+def test_a_vector_env_that_says_no_mode_is_refused():
+    def modeless(num_envs):
+        made = CartPoleVectorEnv(num_envs)
+        made.metadata = {}
+        return made
+
+    with pytest.raises(ConfigError, match=r"modeless: does not say how it resets: set metadata\['autoreset_mode'\]"):
+        from_vector(modeless, timeout=60.0)
+    with pytest.raises(ConfigError, match="raised ZeroDivisionError"):
+        from_vector(lambda num_envs: 1 // 0, timeout=60.0)
+
+
+def test_an_end_without_its_observation_is_refused():
+    class Silent(SyncVectorEnv):
+        def step(self, actions):
+            out = super().step(actions)
+            out[4].pop("final_obs", None)
+            return out
+
+    env = from_vector(vectors("SameStep", kind=Silent), timeout=60.0)
+    with pytest.raises(UserError, match=r"env [01] \(.*\) ended an episode without info\['final_obs'\], in step 1"):
+        env.step(env.reset(KEYS), torch.zeros(4).long(), None)
+
+
+def test_final_observations_may_come_as_a_batch():
+    class Batched(SyncVectorEnv):
+        def step(self, actions):
+            out = super().step(actions)
+            if "final_obs" in out[4]:
+                rows = [np.zeros(2, np.float32) if row is None else row for row in out[4]["final_obs"]]
+                out[4]["final_obs"] = np.stack(rows)
+            return out
+
+    a, b = (rollout(from_vector(vectors("SameStep", kind=kind), timeout=60.0), 10) for kind in (SyncVectorEnv, Batched))
+    assert torch.equal(a["final_value"], b["final_value"]) and a["final_value"].any()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # in which Gymnasium tells what its workers raise
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("raise in step", r"env 2 \(.*\) raised KeyError: .*, in step 3"),
+        ("die in step", r"env 2 \(.*\) lost its worker, in step 3"),
+        ("hang in step", r"env 2 \(.*\) did not answer within 2 s \(timeout\), in step 3"),
+        ("hang in reset", r"env 2 \(.*\) did not answer within 2 s \(timeout\), in step 1"),
+    ],
+)
+def test_gymnasiums_own_workers_end_in_one_error(fault, message):
+    env = from_vector(vectors("SameStep", kind=AsyncVectorEnv, fault=fault), timeout=2.0)
+    with pytest.raises(UserError, match=message) as error:
+        state = env.reset(KEYS)
+        for _ in range(4):
+            state = env.step(state, torch.zeros(4).long(), None)
+    assert "\n" not in str(error.value) and not live._LIVE
+
+
+def test_one_of_gymnasiums_own_workers_killed_from_outside():
+    opened = []
+
+    def make(num_envs):
+        opened.append(AsyncVectorEnv([gym_stand_ins.Count] * num_envs, autoreset_mode="Disabled"))
+        return RecordEpisodeStatistics(opened[-1])
+
+    env = from_vector(make, timeout=60.0)
+    state = env.reset(KEYS)
+    os.kill(opened[-1].processes[1].pid, signal.SIGKILL)
+    with pytest.raises(UserError, match=r"env 1 \(.*\) lost its worker, in step 1"):
+        env.step(state, torch.zeros(4).long(), None)

@@ -1,0 +1,163 @@
+"""Environments in workers: equal to those in this process; whatever happens to one ends in one error, and no orphan."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import gym_stand_ins  # noqa: F401  (registers Count-v0 and Tell-v0)
+import pytest
+import torch
+from test_gymnasium import KEYS
+from test_loop import small
+
+from ecrl.envs import make_env
+from ecrl.envs.gymnasium import live
+from ecrl.errors import ConfigError, UserError
+from ecrl.loop import init_state, train_iter
+
+ZERO = torch.zeros(4, dtype=torch.int64)
+pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="children are counted in /proc")
+
+
+def children(parent: int | None = None) -> set[int]:
+    """Processes that this one started and that run."""
+    found = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            pid, rest = stat.read_text().split(" (", 1)
+        except OSError:
+            continue
+        state, its_parent = rest.rsplit(") ", 1)[1].split()[:2]
+        if int(its_parent) == (parent or os.getpid()) and state != "Z":
+            found.add(int(pid))
+    return found
+
+
+@pytest.fixture(autouse=True)
+def no_orphan():
+    before = children()
+    yield
+    for one in list(live._LIVE.values()):
+        one.close()
+    assert children() <= before
+
+
+def workers(gym_id="Count-v0", timeout=60.0, **kwargs):
+    return make_env(
+        {"name": f"gymnasium:{gym_id}", "cfg": {"asynchronous": True, "timeout": timeout, "kwargs": kwargs}}
+    )
+
+
+def test_workers_give_what_this_process_gives():
+    told, before = {"info": True, "masks": True}, children()
+    env, here = workers(**told), make_env({"name": "gymnasium:Count-v0", "cfg": {"kwargs": told}})
+    assert (env.observation_space, env.action_space) == (here.observation_space, here.action_space)
+    state, expected = env.reset(KEYS), here.reset(KEYS)
+    mine = children() - before
+    assert 1 <= len(mine) <= len(os.sched_getaffinity(0))
+    for _ in range(12):
+        state, expected = env.step(state, ZERO, None), here.step(expected, ZERO, None)
+        for name, leaf in expected.exclude("token").flatten_keys("/").items():
+            torch.testing.assert_close(state.flatten_keys("/")[name], leaf, rtol=0, atol=0, equal_nan=True)
+    env.close(state)
+    assert not children() & mine
+
+
+def test_training_in_workers_is_training_here():
+    params = []
+    for asynchronous in (True, False):
+        cfg = small(**{"env": {"name": "gymnasium:CartPole-v1", "cfg": {"asynchronous": asynchronous}}})
+        *_, record = train_iter(init_state(cfg), cfg)
+        params.append(record["state"]["params"])
+    assert (params[0] == params[1]).all()
+
+
+def fails(env, message, seconds):
+    start = time.monotonic()
+    with pytest.raises(UserError, match=message) as error:
+        state = env.reset(KEYS)
+        for _ in range(4):
+            state = env.step(state, ZERO, None)
+    assert time.monotonic() - start < seconds and "\n" not in str(error.value)
+    assert not live._LIVE
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("raise in step", r"env 2 \(gymnasium:Count-v0\) raised KeyError: 'step.nfailed', in step 3"),
+        ("raise in reset", r"env 2 \(gymnasium:Count-v0\) raised KeyError: 'reset.nfailed', in step 1"),
+        (
+            "die in step",
+            r"env 2 .* lost its worker \(process \d+ of envs \d to \d\), which ended with status 3, in",
+        ),
+        ("die in reset", r"env 2 .* lost its worker .* ended with status 3, in step 1"),
+        ("nan", r"env 2 .* observed NaN or infinity.* in step 3"),
+    ],
+)
+def test_a_worker_that_raises_or_dies_ends_in_one_error(fault, message):
+    fails(workers(fault=fault), message, seconds=30.0)
+
+
+@pytest.mark.parametrize(("when", "step"), [("step", 3), ("reset", 1)])
+def test_a_worker_that_hangs_ends_in_one_error_within_the_timeout(when, step):
+    env = workers(fault=f"hang in {when}", timeout=2.5)
+    fails(env, rf"env 2 \(gymnasium:Count-v0\) did not answer within 2.5 s .*in step {step}", seconds=20.0)
+
+
+def test_a_worker_killed_from_outside_ends_in_one_error():
+    env, before = workers(), children()
+    state = env.step(env.reset(KEYS), ZERO, None)
+    victim = max(children() - before)
+    os.kill(victim, signal.SIGKILL)
+    with pytest.raises(
+        UserError, match=rf"env \d .* lost its worker \(process {victim} .* killed by SIGKILL, in step 2"
+    ):
+        env.step(state, ZERO, None)
+    assert not children() - before
+
+
+def test_one_that_cannot_be_made_in_a_worker_is_told():
+    with pytest.raises(ConfigError, match="env: gymnasium:Count-v0: raised RuntimeError: cannot be made"):
+        workers(fault="make")
+    with pytest.raises(ConfigError, match="NameNotFound"):
+        workers(gym_id="NoSuchEnv-v0")
+
+
+PARENT = """
+import sys, torch
+sys.path[:0] = ["tests", "tests/envs"]
+import gym_stand_ins
+from ecrl.envs import make_env
+from test_gymnasium import KEYS
+env = make_env({"name": "gymnasium:Count-v0", "cfg": {"asynchronous": True, "kwargs": {"fault": "hang in step"}}})
+state = env.reset(KEYS)
+print("open", flush=True)
+if sys.argv[1] == "killed":
+    for _ in range(3):
+        state = env.step(state, torch.zeros(4, dtype=torch.int64), None)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["killed", "exit"])
+def test_workers_end_with_their_parent_however_it_ends(end):
+    """Also one that hangs: in the third step, which the parent waits for when it is killed."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", PARENT, end], stdin=pipe, stdout=pipe, text=True) as parent:
+        assert parent.stdin is not None and parent.stdout is not None
+        assert parent.stdout.readline() == "open\n"
+        time.sleep(1.0)
+        orphans = children(parent.pid)
+        assert orphans
+        if end == "killed":
+            parent.kill()
+    assert parent.returncode == (-signal.SIGKILL if end == "killed" else 0)
+    deadline = time.monotonic() + 10.0
+    while any(Path(f"/proc/{pid}").exists() for pid in orphans) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in orphans)

@@ -1,0 +1,35 @@
+import pytest
+import torch
+from conftest import close
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ecrl.kernels import episode_discounts
+
+T, F = True, False
+
+
+def test_by_hand(variant):
+    # gamma 1/2. Row 0 ends at steps 1 and 2, so 2 and 3 begin episodes; row 1 never ends; row 2 ends at once, and its
+    # last flag is beyond what counts here.
+    done = torch.tensor([[F, T, T, F], [F, F, F, F], [T, F, F, T]])
+    discounts = variant(episode_discounts)(done, gamma=torch.tensor(0.5))
+    close(discounts, [[1.0, 0.5, 1.0, 1.0], [1.0, 0.5, 0.25, 0.125], [1.0, 1.0, 0.5, 0.25]])
+
+
+@given(done=st.lists(st.booleans(), min_size=1, max_size=30), gamma=st.sampled_from([0.0, 0.3, 0.99, 1.0]))
+def test_equals_the_recursion(done, gamma):
+    expected = [1.0]
+    for ended in done[:-1]:
+        expected.append(1.0 if ended else gamma * expected[-1])
+    close(episode_discounts(torch.tensor(done), gamma=gamma), expected, tol=1e-6)
+
+
+def test_gradient_with_respect_to_gamma():
+    gamma, done = torch.tensor(0.9, dtype=torch.float64, requires_grad=True), torch.tensor([F, F, T, F, F])
+    assert torch.autograd.gradcheck(lambda g: episode_discounts(done, gamma=g), gamma)
+
+
+@pytest.mark.parametrize(("gamma", "dtype"), [(0.5, torch.float32), (torch.tensor(0.5).double(), torch.float64)])
+def test_the_dtype_is_gammas(gamma, dtype):
+    assert episode_discounts(torch.tensor([[F, T]]), gamma=gamma).dtype == dtype

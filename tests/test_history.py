@@ -1,0 +1,52 @@
+"""What a run logged, in memory: a row per iteration, as a DataFrame, as a plot."""
+
+import math
+import sys
+
+import pytest
+from test_loggers import RECORDS
+
+from ecrl.errors import UserError
+from ecrl.history import History
+
+
+def test_history_has_a_row_per_iteration():
+    history = History()
+    for item in RECORDS:
+        history.add(item)
+    assert len(history) == 2
+    terms = {"rewards/reach": 0.5, "metrics/distance": 0.125}
+    rest = {"episode_reward_avg_100": 7.0, "policy_loss": 0.25, "entropy": 1.0}
+    assert history[-1] == {"sample_step": 20} | terms | rest
+    assert history[0]["eval/avg_reward"] == 3.0
+    assert math.isnan(history[0]["episode_reward_avg_100"])
+    assert [row["sample_step"] for row in history] == [10, 20]
+
+
+def test_an_empty_history_is_an_empty_frame():
+    pytest.importorskip("pandas")
+    assert len(History().to_pandas()) == 0
+
+
+def test_history_to_pandas_and_plot(monkeypatch):
+    pytest.importorskip("pandas")
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    history = History()
+    for item in RECORDS:
+        history.add(item)
+    frame = history.to_pandas()
+    assert frame.index.name == "sample_step"
+    assert frame.loc[20, "policy_loss"] == 0.25
+    axes = history.plot("policy_loss")
+    assert axes.get_ylabel() == "policy_loss"
+    assert axes.lines[0].get_ydata().tolist() == [0.5, 0.25]
+    with pytest.raises(KeyError, match="no log 'policy_los'; did you mean 'policy_loss'"):
+        history.plot("policy_los")
+
+
+@pytest.mark.parametrize("kind", [UserError, ModuleNotFoundError])
+def test_a_missing_extra_says_how_to_get_it(kind, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(kind, match=r"pip install 'ecrl\[plot\]'"):
+        History().to_pandas()

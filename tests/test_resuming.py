@@ -1,0 +1,176 @@
+"""Resuming: bit for bit what an uninterrupted run is, in a new process; a config that differs is shown and refused."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from test_loop import NET, same, small
+
+from ecrl.checkpoint import latest, load, save
+from ecrl.config import Config, config_from_dict
+from ecrl.errors import CheckpointError, ConfigError
+from ecrl.loop import init_state, train_iter
+from ecrl.resuming import resume
+from ecrl.training import train
+
+TILT = {"func": "randomize_field", "mode": "reset", "params": {"field": "obs", "low": -0.1, "high": 0.1}}
+PUSH = {**TILT, "mode": "interval", "interval_step": 3, "params": {**TILT["params"], "operation": "add"}}
+STOP = """
+import sys
+from ecrl.config import load_config
+from ecrl.loop import init_state
+from ecrl.training import train
+class Enough(Exception): pass
+import ecrl.training, ecrl.loop
+cfg = load_config(sys.argv[1])
+inner = ecrl.training.train_iter
+def ten(state, cfg):
+    for record in inner(state, cfg):
+        yield record
+        if record["log_type"] == "train" and int(record["state"]["update_step"]) == 10:
+            raise KeyboardInterrupt
+ecrl.training.train_iter = ten
+train(init_state(cfg), cfg, sys.argv[2], progress=False)
+"""
+
+
+def whole(algorithm: str, form: str) -> Config:
+    """Normalisation, a schedule and events of every mode, on a pure environment."""
+    critic = {"critic": NET} if algorithm == "ppo" else {}
+    point_mass = algorithm == "apg"
+    policy = {"name": "actor_critic" if critic else "actor_only", "actor": NET, "normalize_obs": True, **critic}
+    cfg = {
+        "ppo": {"n_epochs": 2, "batch_size": 20, "normalize_reward": True, "target_kl": 0.05},
+        "grpo": {"n_epochs": 2, "batch_size": 20, "group_size": 2, "kl_coef": 0.1, "ref_update_freq": 3},
+        "apg": {"segment_length": 4},
+    }[algorithm]
+    field = {"field": "position", "low": -0.1, "high": 0.1} if point_mass else TILT["params"]
+    events = {
+        "world": {**TILT, "mode": "startup", "params": field},
+        "tilt": {**TILT, "params": field},
+        "push": {**PUSH, "params": {**field, "operation": "add"}},
+    }
+    return config_from_dict(
+        {
+            "trainer": {
+                "num_envs": 4,
+                "buffer_size": 8,
+                "iterations": 20,
+                "compile": form,
+                "save_freq": 100,
+                "events": {"train": events},
+            },
+            "env": {"name": "point_mass" if point_mass else "cartpole"},
+            "policy": {
+                "name": "actor_critic" if critic else "actor_only",
+                "actor": NET,
+                "normalize_obs": True,
+                **critic,
+            },
+            "algorithm": {"name": algorithm, "cfg": {**cfg, "lr_scheduler": {"name": "linear"}}},
+        }
+    )
+
+
+def interrupted(cfg: Config, folder) -> None:
+    """Ten of twenty iterations in a process of its own, ended as Ctrl-C ends it."""
+    path = folder.with_suffix(".json")
+    path.write_text(json.dumps(cfg.model_dump(mode="json")))
+    subprocess.run([sys.executable, "-c", STOP, str(path), str(folder)], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("form", ["off", pytest.param("on", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo", "apg"])
+def test_ten_and_ten_iterations_are_twenty(tmp_path, algorithm, form):
+    cfg = whole(algorithm, form)
+    interrupted(cfg, tmp_path / "run")
+    assert latest(tmp_path / "run").name == "step_320"
+    done = subprocess.run(
+        [sys.executable, "-m", "ecrl", "train", "--resume", str(tmp_path / "run")], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "warning" not in done.stderr
+    resumed, _ = load(latest(tmp_path / "run"))
+    *_, record = train_iter(init_state(cfg), cfg)
+    assert int(resumed["update_step"]) == 20
+    assert same(resumed, record["state"])
+
+
+def finished(tmp_path, **changes):
+    cfg = small(**{"trainer.iterations": 2, "trainer.save_freq": 32, **changes})
+    train(init_state(cfg), cfg, tmp_path / "run", progress=False)
+    return tmp_path / "run", cfg
+
+
+def test_a_config_that_differs_is_shown_and_refused_unless_forced(tmp_path):
+    run, cfg = finished(tmp_path)
+    changes = {"trainer.iterations": 4, "algorithm.cfg.clip_coef": 0.3}
+    with pytest.raises(ConfigError) as error:
+        resume(run, overrides=changes)
+    assert "trainer.iterations: 2 -> 4" in str(error.value) and "algorithm.cfg.clip_coef: 0.2 -> 0.3" in str(
+        error.value
+    )
+    state, forced = resume(run, overrides=changes, force=True)
+    assert forced == cfg.replace(**changes)
+    assert float(state["hyper", "clip_coef"]) == pytest.approx(0.3), "the number of the new config, not the state's"
+    state, history = train(state, forced, run, progress=False)
+    assert int(state["update_step"]) == 4 and [row["sample_step"] for row in history] == [96, 128]
+
+
+def test_a_config_file_may_be_given_too(tmp_path):
+    run, cfg = finished(tmp_path)
+    path = tmp_path / "same.json"
+    path.write_text(json.dumps(cfg.model_dump(mode="json")))
+    assert resume(run, path)[1] == cfg
+    path.write_text(json.dumps(cfg.replace(**{"trainer.seed": 5}).model_dump(mode="json")))
+    with pytest.raises(ConfigError, match=r"trainer\.seed: 1 -> 5"):
+        resume(run, path)
+
+
+def test_what_was_logged_after_the_checkpoint_is_logged_once(tmp_path):
+    run, cfg = finished(tmp_path, **{"trainer.iterations": 3})
+    (run / "checkpoints" / "step_96").rename(tmp_path / "gone")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"log_type": "collect", "sample_st')  # cut off by a kill
+    state, cfg = resume(run)
+    assert int(state["sample_step"]) == 64
+    train(state, cfg, run, progress=False)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["log_type"], row["sample_step"]) for row in rows] == [
+        (kind, step) for step in (32, 64, 96) for kind in ("collect", "train")
+    ]
+
+
+def test_other_threads_are_warned_of(tmp_path):
+    run, _ = finished(tmp_path)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        with pytest.warns(UserWarning, match=rf"threads {threads} then, {threads + 1} now"):
+            resume(run)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_folder_without_a_run_says_so(tmp_path):
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        resume(tmp_path)
+
+
+def test_a_finished_run_has_nothing_to_do(tmp_path):
+    run, _ = finished(tmp_path)
+    state, cfg = resume(run)
+    assert len(train(state, cfg, run, progress=False)[1]) == 0
+
+
+def test_a_saved_gymnasium_run_starts_its_episodes_afresh_and_says_so(tmp_path):
+    cfg = small(**{"env": "gymnasium:CartPole-v1", "trainer.iterations": 2})
+    state = init_state(cfg)
+    first = next(iter(train_iter(state, cfg)))["state"]
+    save(tmp_path / "saved", first, cfg)
+    loaded, _ = load(tmp_path / "saved")
+    with pytest.warns(UserWarning, match="episodes start afresh"):
+        *_, record = train_iter(loaded, cfg)
+    assert int(record["state"]["update_step"]) == 2

@@ -1,0 +1,151 @@
+"""Files and command lines as data: JSON and YAML alike, strict about keys given twice."""
+
+import json
+import re
+
+import pytest
+
+from ecrl.errors import ConfigError
+from ecrl.sources import parse_overrides, read
+from ecrl.strict import dotted, repeated
+
+
+def _file(tmp_path, text, name="run.yaml"):
+    path = tmp_path / name
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+SCALARS = [  # text, value: as JSON has it, whatever YAML 1.1 made of it
+    ("1e-8", 1e-8),
+    ("-2.5E+3", -2500.0),
+    ("1.", 1.0),
+    (".5", 0.5),
+    ("1_000", 1000),
+    ("-7", -7),
+    ("0", 0),
+    ("true", True),
+    ("False", False),
+    ("null", None),
+    ("~", None),
+    ("", None),
+    ("off", "off"),  # trainer.compile has the value "off"
+    ("yes", "yes"),
+    ("010", "010"),  # neither 8 nor 10 without being asked
+    ("1:30", "1:30"),
+    ("2026-01-02", "2026-01-02"),
+    ("cuda:0", "cuda:0"),
+    ("'3'", "3"),
+    ("[64, 64]", [64, 64]),
+    ("{a: 1e-3}", {"a": 1e-3}),
+]
+
+
+@pytest.mark.parametrize(("text", "value"), SCALARS)
+def test_yaml_values(tmp_path, text, value):
+    assert json.dumps(read(_file(tmp_path, f"x: {text}\n"))["x"]) == json.dumps(value)  # tells 1, 1.0 and true apart
+
+
+def test_yaml_infinities(tmp_path):
+    found = read(_file(tmp_path, "a: .inf\nb: -.INF\nc: .nan\n"))
+    assert found["a"] == -found["b"] == float("inf") and found["c"] != found["c"]
+
+
+@pytest.mark.parametrize("suffix", [".yaml", ".yml", ".YAML"])
+def test_yaml_is_json_by_another_name(tmp_path, suffix):
+    data = {"trainer": {"seed": 3, "exp_name": "a"}, "list": [1, {"b": None}], "eps": 1e-8}
+    assert read(_file(tmp_path, json.dumps(data, indent=1), f"run{suffix}")) == data
+    text = "trainer:\n  seed: 3\n  exp_name: a\nlist:\n- 1\n- b:\neps: 1e-8\n"
+    assert read(_file(tmp_path, text, f"run{suffix}")) == data
+
+
+def _twice(path):
+    return sorted(dotted(loc) for loc, _ in repeated(read(path)))
+
+
+def test_yaml_keys_given_twice(tmp_path):
+    text = "a: 1\nb:\n  c: 1\n  c: 2\nd:\n- {e: 1, e: 2}\na: 2\n"
+    assert _twice(_file(tmp_path, text)) == ["a", "b.c", "d[0].e"]
+    merged = "base: &base {x: 1, y: 2}\nother: {<<: *base, y: 3}\n"  # merging is there to be overridden
+    assert _twice(_file(tmp_path, merged)) == [] and read(_file(tmp_path, merged))["other"] == {"x": 1, "y": 3}
+    assert _twice(_file(tmp_path, "base: &base {x: 1}\nother: {<<: *base, y: 3, y: 4}\n")) == ["other.y"]
+
+
+def test_shared_parts_are_looked_at_once(tmp_path):
+    layers = "".join(f"l{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 9)}]\n" for i in range(1, 30))  # 9 ** 29 leaves
+    (found,) = _twice(_file(tmp_path, f"l0: &l0 {{a: 1, a: 2}}\n{layers}"))
+    assert found.endswith(".a")
+
+
+BAD = [  # YAML, the message after the path
+    (b"a: [1\nb: 2\n", ":2:2: not YAML: expected ',' or ']'"),
+    (b"a: 1\n b: 2\n", ":2:3: not YAML: mapping values are not allowed here"),
+    (b"a: !!python/object/apply:os.system [ls]\n", ":1:4: not YAML: could not determine a constructor for the tag"),
+    (b"? [a, b]\n: 1\n", ":1:1: not YAML: a key must be a name"),
+    (b"a: &a [*a]\n", ":1:4: not YAML: found unconstructable recursive node"),
+    (b"a: *b\n", ":1:4: not YAML: found undefined alias 'b'"),
+    (b"a: 1\n---\nb: 2\n", ":2:1: not YAML: but found another document"),
+    (b"a: \x07\n", ": not YAML: unacceptable character #x0007"),
+    (b"a: \xff\n", ": not UTF-8 text: invalid start byte at byte 3"),
+    (b"a: " + b"[" * 2000, ": not a config: "),
+    (b"a: " + b"9" * 5000, ": not a config: "),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), BAD, ids=range(len(BAD)))
+def test_bad_yaml(tmp_path, content, message):
+    path = _file(tmp_path, content)
+    with pytest.raises(ConfigError) as error:
+        read(path)
+    assert str(error.value).startswith(f"{path}{message}") and "\n" not in str(error.value)
+
+
+def test_missing_files_name_the_others(tmp_path):
+    _file(tmp_path, "", "one.yaml"), _file(tmp_path, "", "two.json")
+    with pytest.raises(ConfigError, match=r"on.yaml: no such file; did you mean 'one.yaml'\?"):
+        read(tmp_path / "on.yaml")
+    with pytest.raises(ConfigError, match=r"x: no such file; known: one.yaml, two.json"):
+        read(tmp_path / "x")
+
+
+def test_parse_overrides():
+    tokens = ["--trainer.seed", "3", "--algorithm.cfg.gamma=0.9", "--trainer.enable_eval", "true"]
+    tokens += ["--policy.actor.network_cfg.hidden_sizes", "[64,64]", "--trainer.exp-name", "a=b", "--env.id=x=y"]
+    tokens += ["--policy.initial-log-std", "-1e-1", "--trainer.eval_seed=null", "--trainer.device", "cuda:0", "--a.b="]
+    assert parse_overrides(tokens) == {
+        "trainer.seed": 3,
+        "algorithm.cfg.gamma": 0.9,
+        "trainer.enable_eval": True,
+        "policy.actor.network_cfg.hidden_sizes": [64, 64],
+        "trainer.exp_name": "a=b",
+        "env.id": "x=y",
+        "policy.initial_log_std": -0.1,
+        "trainer.eval_seed": None,
+        "trainer.device": "cuda:0",
+        "a.b": "",
+    }
+    assert parse_overrides([]) == {}
+    assert parse_overrides(["--a.b", '"3"', "--a.c", '{"d": 1}']) == {"a.b": "3", "a.c": {"d": 1}}
+    assert parse_overrides(["--a.b", "[" * 100_000, "--a.c", "9" * 5000]) == {"a.b": "[" * 100_000, "a.c": "9" * 5000}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (["--trainer.seed"], "--trainer.seed: has no value; write --trainer.seed VALUE or --trainer.seed=VALUE"),
+        (["--trainer.enable_eval", "--trainer.seed", "3"], "--trainer.enable_eval: has no value; write"),
+        (["--seed", "3"], "--seed: unknown option; a key of the config has its section, such as --trainer.seed 3"),
+        (["trainer.seed", "3"], "trainer.seed: not a key; keys start with --, such as --trainer.seed 3"),
+        (["-s", "3"], "-s: not a key; keys start with --"),
+        (["--trainer.seed", "3", "4"], "4: not a key; keys start with --"),
+        (["--trainer..seed", "3"], "--trainer..seed: unknown option;"),
+        (["--.seed=3"], "--.seed: unknown option;"),
+        (["--a.b-c=1", "--a.b_c=2"], "--a.b_c: given twice; keep one"),
+        (["--a.b", '{"c": 1, "c": 2}'], "--a.b: c: given twice; keep one"),
+        (["--a.b", '[{"c": 1, "c": 2}]'], "--a.b: [0].c: given twice; keep one"),
+    ],
+)
+def test_parse_overrides_refuses(tokens, message):
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}") as error:
+        parse_overrides(tokens)
+    assert "\n" not in str(error.value)

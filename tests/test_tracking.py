@@ -1,0 +1,251 @@
+"""TensorBoard and Weights & Biases: the same names, against env steps, the config beside them; neither ends a run."""
+
+import json
+import os
+import socket
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams import plugin_data_pb2
+from test_loggers import NAMES, RECORDS, record
+from test_loop import small
+
+from ecrl.errors import UserError
+from ecrl.tracking import hyperparameters, with_tensorboard, with_wandb
+
+
+def events_in(folder):
+    return EventAccumulator(str(folder)).Reload()
+
+
+def test_tensorboard_names_and_steps(tmp_path):
+    list(with_tensorboard(iter(RECORDS), small(), tmp_path))
+    events = events_in(tmp_path)
+    assert set(events.Tags()["scalars"]) == NAMES
+    assert [(e.step, e.value) for e in events.Scalars("train/policy_loss")] == [(10, 0.5), (20, 0.25)]
+    assert [(e.step, e.value) for e in events.Scalars("charts/episode_reward_avg_100")] == [(20, 7.0)]
+
+
+def test_tensorboard_has_the_config_as_a_table_and_as_hyperparameters_of_this_run(tmp_path):
+    cfg = small(**{"algorithm.cfg.clip_coef": 0.125})
+    list(with_tensorboard(iter(RECORDS), cfg, tmp_path))
+    assert [p.is_file() for p in tmp_path.iterdir()] == [True]  # no run folder of their own
+    events = events_in(tmp_path)
+    table = events.Tensors("hyperparameters/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert "|algorithm.cfg.clip_coef|0.125|" in table
+    content = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    params = plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info.hparams
+    assert params["algorithm.cfg.clip_coef"].number_value == 0.125
+    assert params["env.name"].string_value == "cartpole"
+    assert params["policy.actor.network_cfg.hidden_sizes"].string_value == "[8]"
+
+
+def test_hyperparameters_are_every_key_of_the_config_that_is_set():
+    flat = hyperparameters(small())
+    assert flat["trainer.num_envs"] == 4
+    assert flat["trainer.enable_eval"] is False
+    assert "trainer.eval_seed" not in flat  # null
+
+
+def test_a_resumed_tensorboard_hides_what_was_written_beyond_the_checkpoint(tmp_path):
+    list(with_tensorboard(iter([record("train", s, policy_loss=1.0) for s in (10, 20, 30)]), small(), tmp_path))
+    list(with_tensorboard(iter([record("train", s, policy_loss=2.0) for s in (30, 40)]), small(), tmp_path, start=20))
+    seen = [(e.step, e.value) for e in events_in(tmp_path).Scalars("train/policy_loss")]
+    assert seen == [(10, 1.0), (20, 1.0), (30, 2.0), (40, 2.0)]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_full_disk_under_tensorboard_is_said_once_and_the_records_go_on(tmp_path, monkeypatch):
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    written, write = [], RecordWriter.write
+
+    def full(self, data):
+        written.append(data)
+        if len(written) > 5:
+            raise OSError(28, "No space left on device")
+        write(self, data)
+
+    monkeypatch.setattr(RecordWriter, "write", full)
+    with pytest.warns(UserWarning, match="No space left on device; records may be missing there") as said:
+        assert len(list(with_tensorboard(iter(RECORDS * 20), small(), tmp_path))) == len(RECORDS) * 20
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize("ending", ["end", "break", "raise"])
+def test_tensorboard_is_closed_however_the_records_end(ending, tmp_path, monkeypatch):
+    from torch.utils.tensorboard import SummaryWriter
+
+    closed, close = [], SummaryWriter.close
+    monkeypatch.setattr(SummaryWriter, "close", lambda self: closed.append(1) or close(self))
+
+    def source():
+        yield RECORDS[1]
+        if ending == "raise":
+            raise RuntimeError("from below")
+
+    stacked = with_tensorboard(source(), small(), tmp_path)
+    next(stacked)
+    if ending == "break":
+        stacked.close()
+    else:
+        with pytest.raises(RuntimeError if ending == "raise" else StopIteration):
+            next(stacked)
+    assert closed == [1]
+    assert events_in(tmp_path).Scalars("train/entropy")[0].value == 2.0
+
+
+TRACK = """
+import json, os, sys, warnings
+from ecrl.loop import init_state, train_iter
+from ecrl.tracking import with_wandb
+from ecrl.training import train
+from test_loop import small
+
+cfg = small(**{"trainer.wandb_project_name": "a-project", "trainer.exp_name": "a-name"})
+
+def records(ending):
+    for i, record in enumerate(train_iter(init_state(cfg), cfg)):
+        if ending == "raise" and i == 4:
+            raise RuntimeError("stop")
+        yield record
+
+def run(folder, ending):
+    os.makedirs(folder)
+    for i, record in enumerate(with_wandb(records(ending), cfg, folder)):
+        if ending == "break" and i == 3:
+            break
+    return record["state"]
+
+plain, _ = train(init_state(cfg), cfg, "plain", progress=False)
+out = {"imported": "wandb" in sys.modules, "said": {}}
+for ending in sys.argv[1:]:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            state = run(ending, ending)
+        except RuntimeError as error:
+            assert str(error) == "stop"
+    out["said"][ending] = [str(w.message) for w in said if "W&B" in str(w.message)]
+    if ending == "end":
+        same = [(a == b).all().item() for a, b in zip(plain.values(True, True), state.values(True, True))]
+        out["same"] = len(same) > 20 and all(same)
+print("OUT" + json.dumps(out))
+"""
+
+
+def tracked(folder, *endings, **env):
+    """What a process with a home of its own tells that trains under W&B, each run in a folder named by its ending."""
+    keep = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(here), str(here.parent)])
+    env = keep | {"HOME": str(folder), "PYTHONPATH": path, "WANDB_SILENT": "true", "OMP_NUM_THREADS": "1"} | env
+    run = [sys.executable, "-c", TRACK, *endings]
+    done = subprocess.run(run, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.split("OUT")[1])
+
+
+def entries(data):
+    """Records of W&B's file: a header of 7 bytes, then LevelDB's log format in blocks of 32 KiB."""
+    position, parts = 7, []
+    while position + 7 <= len(data):
+        left = 32768 - position % 32768
+        if left < 7:
+            position += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, position)
+        parts.append(data[position + 7 : position + 7 + length])
+        position += 7 + length
+        if kind in (1, 4):  # whole, or the last of its parts
+            yield b"".join(parts)
+            parts = []
+
+
+def logged(folder):
+    """(project and name, config, rows, exit codes) of the one offline run in `folder`."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    (path,) = Path(folder).glob("wandb/offline-run-*/*.wandb")
+    config, rows, exits, name = {}, [], [], None
+    for data in entries(path.read_bytes()):
+        parsed = Record.FromString(data)
+        kind = parsed.WhichOneof("record_type")
+        if kind == "run":
+            config |= {item.key: json.loads(item.value_json) for item in parsed.run.config.update}
+            name = (parsed.run.project, parsed.run.display_name)
+        elif kind == "history":
+            pairs = ((item.key or "/".join(item.nested_key), item.value_json) for item in parsed.history.item)
+            rows.append({key: json.loads(value) for key, value in pairs})
+        elif kind == "exit":
+            exits.append(parsed.exit.exit_code)
+    return name, config, rows, exits
+
+
+@pytest.fixture(scope="module")
+def offline(tmp_path_factory):
+    pytest.importorskip("wandb")
+    folder = tmp_path_factory.mktemp("wandb")
+    return folder, tracked(folder, "end", "break", "raise")
+
+
+@pytest.mark.parametrize(("ending", "code", "count"), [("end", 0, 8), ("break", 0, 4), ("raise", 1, 4)])
+def test_wandb_offline_has_names_steps_config_and_how_the_run_ended(offline, ending, code, count):
+    folder, told = offline
+    assert len(told["said"][ending]) == 1
+    assert "no API key is configured (wandb login); tracking offline" in told["said"][ending][0]
+    name, config, rows, exits = logged(folder / ending)
+    assert name == ("a-project", "a-name")
+    assert config["algorithm"]["cfg"]["batch_size"] == 10
+    assert exits == [code]
+    assert [row["sample_step"] for row in rows] == [32, 32, 64, 64, 96, 96, 128, 128][:count]
+    names = {key for row in rows for key in row if not key.startswith("_")}
+    assert {"train/policy_loss", "train/entropy", "charts/SPS"} <= names
+    assert {name.split("/")[0] for name in names} <= {"train", "charts", "sample_step"}
+
+
+def test_wandb_is_not_imported_unless_used_and_leaves_training_as_it_is(offline):
+    assert offline[1]["imported"] is False
+    assert offline[1]["same"] is True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("server", ["refuses", "is silent"])
+def test_a_server_that_does_not_answer_leaves_the_run_as_it_is(server, tmp_path):
+    pytest.importorskip("wandb")
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        if server == "is silent":
+            listener.listen(50)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        told = tracked(tmp_path, "end", WANDB_BASE_URL=url, WANDB_API_KEY="a" * 40)
+    assert len(told["said"]["end"]) == 1
+    assert "tracking offline" in told["said"]["end"][0]
+    assert told["same"]
+    assert len(logged(tmp_path / "end")[2]) == 8
+
+
+def test_a_missing_wandb_says_how_to_get_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match=r"pip install 'ecrl\[wandb\]'"):
+        next(with_wandb(iter(RECORDS), small(), tmp_path))
+
+
+def test_a_tracker_that_fails_does_not_end_the_run(tmp_path, monkeypatch):
+    class Gone:
+        def define_metric(self, *args, **kwargs):
+            pass
+
+        def log(self, row):
+            raise ConnectionResetError("Connection lost")
+
+        finish = log
+
+    monkeypatch.setattr("ecrl.tracking._wandb_run", lambda cfg, folder: Gone())
+    with pytest.warns(UserWarning, match="W&B: Connection lost; records may be missing there") as said:
+        assert len(list(with_wandb(iter(RECORDS), small(), tmp_path))) == len(RECORDS)
+    assert len(said) == 1
