@@ -5,6 +5,7 @@ often or never, leaves training untouched.
 """
 
 import itertools
+import math
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from functools import partial
@@ -41,41 +42,49 @@ def eval_envs(num_episodes: int, at_most: int) -> int:
 def _eval_step(
     act: Callable, step: Callable, params: TensorDict, env_state: TensorDict, noise: Any
 ) -> tuple[TensorDict, Tensor]:
-    """One deterministic step; the second result has a row `[N]` each for reward, the end, success, and what counts."""
+    """One deterministic step; the second result has a row `[N]` each for reward, end, what counts, and each outcome."""
     _, out = act(params, TensorDict({}, []), env_state["obs"], None)
     env_state = step(env_state, out["action"], noise)
     done = env_state["terminated"] | env_state["truncated"]
-    success = env_state.get(("info", "success"), None)
-    success = torch.full_like(done, torch.nan, dtype=torch.float32) if success is None else success
     counts = env_state["mask"] if "mask" in env_state else torch.ones_like(done)
-    return env_state, torch.stack([x.to(torch.float32) for x in (env_state["reward"], done, success, counts)])
+    row = (env_state["reward"], done, counts, *_outcomes(env_state).values())
+    return env_state, torch.stack([x.to(torch.float32) for x in row])
 
 
-def _count(steps: Iterator[list[tuple]], num_envs: int, quota: int) -> list[tuple[float, int, float]]:
-    """(return, length, success) of the first `quota` episodes of every env; success is NaN where not reported."""
+def _outcomes(env_state: TensorDict) -> dict[str, Tensor]:
+    """What the environment says of how an episode went, `[N]` each, under the names of their logs; vectors are left."""
+    info = env_state.get("info", TensorDict({}, []))
+    found = {"eval/success_rate": info["success"]} if "success" in info else {}
+    metrics = info.get("metrics", TensorDict({}, [])).items()
+    return found | {f"eval/metrics/{name}": value for name, value in metrics if value.shape == env_state.batch_size}
+
+
+def _count(steps: Iterator[list[tuple]], num_envs: int, quota: int) -> list[tuple[float, ...]]:
+    """(return, length, *outcomes) of the first `quota` episodes of every env."""
     running, episodes = [(0.0, 0)] * num_envs, [[] for _ in range(num_envs)]
     for row in steps:
-        for i, (reward, done, success, counts) in enumerate(row):
+        for i, (reward, done, counts, *outcomes) in enumerate(row):
             running[i] = (running[i][0] + reward, running[i][1] + int(counts))
             if running[i][1] > _MAX_STEPS and len(episodes[i]) < quota:
                 told = f"env {i} ended {len(episodes[i])} of {quota} episodes, the last one not in {_MAX_STEPS} steps"
                 raise UserError(f"{told}: give it a time limit")
             if done:
-                episodes[i].append((*running[i], success))
+                episodes[i].append((*running[i], *outcomes))
                 running[i] = (0.0, 0)
         if all(len(done) >= quota for done in episodes):
             break
     return [episode for done in episodes for episode in done[:quota]]
 
 
-def _summary(episodes: list[tuple[float, int, float]]) -> dict[str, float]:
-    returns, lengths, success = (torch.tensor(x, dtype=torch.float64) for x in zip(*episodes, strict=True))
+def _summary(episodes: list[tuple[float, ...]], names: list[str]) -> dict[str, float]:
+    returns, lengths, *outcomes = (torch.tensor(x, dtype=torch.float64) for x in zip(*episodes, strict=True))
     logs = {
         "eval/avg_reward": returns.mean().item(),
         "eval/std_reward": returns.std(correction=0).item(),
         "eval/avg_length": lengths.mean().item(),
     }
-    return logs if success.isnan().any() else logs | {"eval/success_rate": success.mean().item()}
+    means = {name: values.mean().item() for name, values in zip(names, outcomes, strict=True)}
+    return logs | {name: mean for name, mean in means.items() if not math.isnan(mean)}
 
 
 def _eval_seed(cfg: Config) -> int:
@@ -85,15 +94,16 @@ def _eval_seed(cfg: Config) -> int:
 def evaluate(
     state: TensorDict, cfg: Config, num_episodes: int | None = None, env: str | None = None
 ) -> dict[str, float]:
-    """Mean return, its spread, mean length and, where the environment reports it, success rate over episodes.
+    """Mean return, its spread, mean length and what the environment reports of success and metrics, over episodes.
 
     Args:
-        state: of a run; only `params` is read.
+        state: of a run; only `params` and `norm` are read.
         cfg: of the run.
         num_episodes: `trainer.num_eval_episodes` if absent.
         env: None for the run's own environment, `"gymnasium:<id>"` for one of Gymnasium's.
 
-    Returns: `eval/avg_reward`, `eval/std_reward`, `eval/avg_length` and maybe `eval/success_rate`.
+    Returns: `eval/avg_reward`, `eval/std_reward`, `eval/avg_length`; where the environment reports them at the last
+        step of an episode, `eval/success_rate` and `eval/metrics/<name>`.
     Raises: ConfigError for an env that is not known or whose spaces differ; UserError if an episode never ends.
     """
     count = cfg.trainer.num_eval_episodes if num_episodes is None else num_episodes
@@ -103,8 +113,10 @@ def evaluate(
     if env is not None and not env.startswith(_GYMNASIUM):
         raise ConfigError(f'env: {env!r}, expected "gymnasium:<id>" such as "gymnasium:CartPole-v1"')
     parts = make_parts(cfg, events="eval")
-    with torch.no_grad(), closing(_steps(parts if env is None else _elsewhere(parts, env), state, num_envs)) as steps:
-        return _summary(_count(steps, num_envs, count // num_envs))
+    names: list[str] = []
+    rows = _steps(parts if env is None else _elsewhere(parts, env), state, num_envs, names)
+    with torch.no_grad(), closing(rows) as steps:
+        return _summary(_count(steps, num_envs, count // num_envs), names)
 
 
 def _elsewhere(parts: Parts, name: str) -> Parts:
@@ -118,12 +130,13 @@ def _elsewhere(parts: Parts, name: str) -> Parts:
     return parts._replace(env=auto_reset(clip_action(env) if parts.cfg.policy.clip_actions else env))
 
 
-def _steps(parts: Parts, state: TensorDict, num_envs: int) -> Generator[list[tuple], None, None]:
-    """Step after step, without end: (reward, done, success, counts) per environment."""
+def _steps(parts: Parts, state: TensorDict, num_envs: int, names: list[str]) -> Generator[list[tuple], None, None]:
+    """Step after step, without end: (reward, done, counts, *outcomes) per environment; fills in the outcomes' names."""
     env, act = parts.env, parts.policy.act
     key = rng.fold_in(rng.key(_eval_seed(parts.cfg), state["key"].device), rng.EVAL)
     index = torch.arange(num_envs, device=key.device)
     env_state = env.reset(rng.stream(key, rng.START, index, 0))
+    names += _outcomes(env_state)
     step = parts.jit(_eval_step, act, env.step) if env.is_pure else partial(_eval_step, parts.jit(act), env.step)
     params = acting_params(state["params"], state["norm"])  # unlocked: a lock is a guard of compiled code
     chunk = _CHUNK if env.is_pure else 1  # a step of the host costs more than looking

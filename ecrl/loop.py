@@ -5,6 +5,7 @@ The loop owns control flow only. Logging, checkpoints, evaluation and progress c
 
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Literal, cast
 
@@ -43,7 +44,25 @@ def device_of(cfg: Config) -> torch.device:
 
 def form_of(cfg: Config) -> Form:
     """Compiled or eager, and why."""
-    return choose_form(cfg.trainer.compile, device_of(cfg).type)
+    device = device_of(cfg).type
+    form = choose_form(cfg.trainer.compile, device)
+    if not cfg.trainer.tf32:
+        return form
+    if device != "cuda":
+        warnings.warn(f"trainer.tf32 is for cuda; on {device} matrices stay float32", stacklevel=2)
+        return form
+    return form._replace(reason=f"{form.reason}, TF32 matrices")
+
+
+@contextmanager
+def _matrices(tf32: bool) -> Iterator[None]:
+    """Torch's own switch for TF32, put back afterwards: it is the process's, not the run's."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if tf32 else before)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def make_parts(cfg: Config, events: Literal["train", "eval"] = "train") -> Parts:
@@ -174,10 +193,12 @@ def _moved_norm(parts: Parts, norm: TensorDict, batch: TensorDict) -> TensorDict
 def make_iteration(cfg: Config) -> Iteration:
     """One iteration, `(state) -> (state, {"collect": logs, "train": logs})`: pure, to embed or vmap."""
     parts, algorithm = make_parts(cfg), make_algorithm(cfg.algorithm)
+    tf32 = cfg.trainer.tf32 and device_of(cfg).type == "cuda"
 
     def iteration(state: TensorDict) -> tuple[TensorDict, dict[str, Logs]]:
-        state, batch = algorithm.collect(parts, state.copy())
-        state, train_logs = algorithm.update(parts, state, batch)
+        with _matrices(tf32):
+            state, batch = algorithm.collect(parts, state.copy())
+            state, train_logs = algorithm.update(parts, state, batch)
         state = state.copy().set("norm", _moved_norm(parts, state["norm"], batch))
         logs = {"collect": _episode_logs(state["episode"]) | _info_logs(batch), "train": train_logs}
         counters = {

@@ -1,0 +1,107 @@
+"""The migration page: every right-hand side exists, and its code runs."""
+
+import re
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from stand_ins import LadderConfig  # noqa: F401  (registers stand-in parts)
+from test_loop import small
+
+from ecrl.algorithms import APGConfig, GRPOConfig, PPOConfig
+from ecrl.config import Config
+from ecrl.loop import init_state
+from ecrl.policies import ActorCriticConfig, NetworkConfig
+from ecrl.training import train
+
+PAGE = (Path(__file__).parents[1] / "docs" / "migration.md").read_text(encoding="utf-8")
+SECTIONS = {part.splitlines()[0]: part for part in PAGE.split("\n## ")[1:]}
+
+
+def rows_of(part: str) -> list[list[str]]:
+    lines = [line for line in part.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[1:]]
+
+
+ROWS = {title: rows_of(part) for title, part in SECTIONS.items()}
+NAMES = sorted({n for rows in ROWS.values() for row in rows for n in re.findall(r"`(ecrl(?:\.\w+)+)`", row[1])})
+
+
+def spans(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+KEYS = sorted(
+    {
+        key
+        for title in ("EmbodiChain: config keys", "abcdRL: flags")
+        for row in ROWS[title]
+        for key in spans(row[1])
+        if not key.startswith("ecrl.")
+    }
+)
+LOGS = sorted({name for row in ROWS["Log names"] for name in spans(row[1])})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_name_on_the_right_is_there(name):
+    module, _, attribute = name.rpartition(".")
+    try:
+        found = getattr(import_module(module), attribute)
+    except ModuleNotFoundError:  # a field of a record, such as ecrl.Env.step
+        home, _, record = module.rpartition(".")
+        found = getattr(import_module(home), record).__dataclass_fields__[attribute]
+    assert found is not None
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_every_key_on_the_right_is_in_the_schema(key):
+    section, *rest = key.split(".")
+    models = [Config]
+    if key.startswith("algorithm.cfg."):
+        models, rest = [PPOConfig, GRPOConfig, APGConfig], rest[1:]
+    elif section == "policy" and rest[1:]:
+        models, rest = [NetworkConfig], rest[1:]
+    elif section == "policy":
+        models = [ActorCriticConfig]
+    elif section in Config.model_fields and rest:
+        models = [Config.model_fields[section].annotation]
+    else:
+        rest = [section]
+    assert not rest or any(rest[0] in model.model_fields for model in models), key
+
+
+def test_every_row_has_a_left_and_a_right():
+    assert all(len(rows) > 5 for title, rows in ROWS.items() if title != "The loop")
+    for rows in ROWS.values():
+        for row in rows:
+            assert len(row) == 3 and row[0] and spans(row[1]), row
+
+
+def test_every_log_name_on_the_right_is_logged(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    seen = set()
+    few = {"trainer.iterations": 1, "trainer.enable_eval": True, "trainer.eval_freq": 1, "trainer.num_eval_episodes": 1}
+    runs = {"ppo": {}, "grpo": {"algorithm": {"name": "grpo", "cfg": {"group_size": 2}}}}
+    for name, changes in runs.items():
+        cfg = small(**{"env": {"name": "point_mass"}, "trainer.buffer_size": 128, **changes, **few})
+        train(init_state(cfg), cfg, tmp_path / name, progress=False)
+        events = EventAccumulator(str(tmp_path / name / "logs"))
+        events.Reload()
+        seen |= set(events.Tags()["scalars"])
+    for log in LOGS:
+        pattern = re.compile(re.sub("<[a-z]+>", r"\\w+", log))
+        assert any(pattern.fullmatch(name) for name in seen), f"{log} is not among {sorted(seen)}"
+
+
+def test_its_code_runs(tmp_path, monkeypatch):
+    short = {"trainer.iterations": 1, "trainer.compile": "off", "trainer.num_envs": 4, "trainer.buffer_size": 8}
+    loads = (
+        f"ecrl.load_config({str(Path(__file__).parents[1] / 'configs' / 'cartpole_ppo.json')!r}).replace(**{short!r})"
+    )
+    monkeypatch.chdir(tmp_path)
+    scope = {}
+    for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
+        exec(block.replace('ecrl.load_config("configs/cartpole_ppo.json")', loads), scope)
+    assert (tmp_path / "run" / "checkpoints" / "step_256").is_dir() and (tmp_path / "run" / "logs").is_dir()
