@@ -6,6 +6,8 @@ from conftest import assert_pure
 from stand_ins import EndlessConfig  # noqa: F401  (registers ladder and endless)
 from test_loop import last_state, same, small
 
+from ecrl.envs import make_env
+from ecrl.envs.gymnasium import live
 from ecrl.errors import ConfigError, UserError
 from ecrl.evaluation import eval_envs, evaluate, with_evaluation
 from ecrl.loop import init_state, train_iter
@@ -78,12 +80,50 @@ def test_gymnasium_gives_nearly_the_same_as_our_twin(env, gym_id):
     assert theirs == evaluate(state, cfg, num_episodes=50, env=f"gymnasium:{gym_id}")
 
 
+def test_gymnasium_environments_are_closed_whatever_happens(monkeypatch):
+    cfg = small(**{"env": "gymnasium:CartPole-v1", "trainer.num_eval_envs": 2})
+    state = init_state(cfg)
+    training = set(live._LIVE)
+    first = evaluate(state, cfg, num_episodes=20)
+    assert evaluate(state, cfg, num_episodes=20, env="gymnasium:CartPole-v1") == first
+    assert first != evaluate(state, cfg.replace(**{"trainer.eval_seed": 7}), num_episodes=20)
+    assert first["eval/avg_length"] == first["eval/avg_reward"] > 5.0 and "eval/success_rate" not in first
+    monkeypatch.setattr("ecrl.evaluation._MAX_STEPS", 2)
+    with pytest.raises(UserError, match="give it a time limit"):
+        evaluate(state, cfg, num_episodes=20)
+    assert set(live._LIVE) == training
+    next(train_iter(state, cfg))  # whose own environments stand where they stood
+    make_env(cfg.env).close(state["env"])
+
+
+def test_gymnasium_actions_are_clipped_where_those_of_training_are():
+    # It pays -0.1 action^2 and holds its actions in +-1 itself, but not in the reward; the policy's mean action is -5.
+    cfg = small(**{"env": {"name": "gymnasium:MountainCarContinuous-v0", "cfg": {"max_episode_steps": 3}}})
+    state = init_state(cfg)
+    params = state["params"].clone().unlock_()
+    params["actor", "2.weight"].zero_()
+    params["actor", "2.bias"].fill_(-5.0)
+    state = state.copy().update({"params": params})
+    assert evaluate(state, cfg, num_episodes=1)["eval/avg_reward"] == pytest.approx(3 * -0.1)
+    free = cfg.replace(**{"policy.clip_actions": False})
+    assert evaluate(state, free, num_episodes=1)["eval/avg_reward"] == pytest.approx(3 * -0.1 * 25.0)
+    make_env(cfg.env).close(state["env"])
+
+
+def test_success_of_a_gymnasium_environment_is_told():
+    cfg = small(**{"env": "gymnasium:gym_stand_ins:Tell-v0", "trainer.num_eval_envs": 4})
+    state = init_state(cfg)
+    logs = evaluate(state, cfg, num_episodes=40)
+    assert logs["eval/success_rate"] == pytest.approx(logs["eval/avg_reward"]) and logs["eval/avg_length"] == 1.0
+    make_env(cfg.env).close(state["env"])
+
+
 @pytest.mark.parametrize(
     ("env", "count", "message"),
     [
         ("gymnasium:Acrobot-v1", 1, "gymnasium:Acrobot-v1 has observation_space"),
         ("gymnasium:NoSuchEnv-v0", 1, "NoSuchEnv"),
-        ("gymnasium:Blackjack-v1", 1, "gymnasium:Blackjack-v1: space Tuple"),
+        ("gymnasium:Blackjack-v1", 1, "gymnasium:Blackjack-v1 has observation_space"),
         (
             "gymnasium:no_module:Env-v0",
             1,

@@ -96,10 +96,9 @@ def test_every_log_name_on_the_right_is_logged(tmp_path):
 
 
 def test_its_code_runs(tmp_path, monkeypatch):
-    short = {"trainer.iterations": 1, "trainer.compile": "off", "trainer.num_envs": 4, "trainer.buffer_size": 8}
-    loads = (
-        f"ecrl.load_config({str(Path(__file__).parents[1] / 'configs' / 'cartpole_ppo.json')!r}).replace(**{short!r})"
-    )
+    short = {"trainer.iterations": 1, "trainer.compile": "off", "trainer.num_envs": 4, "trainer.buffer_size": 64}
+    path = str(Path(__file__).parents[1] / "configs" / "cartpole_ppo.json")
+    loads = f"ecrl.load_config({path!r}).replace(**{short!r})"
     monkeypatch.chdir(tmp_path)
     scope = {}
     for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):

@@ -78,20 +78,30 @@ def test_bounds_are_in_c_order():
 
 
 @pytest.mark.parametrize(
-    "space",
+    ("theirs", "ours"),
     [
-        gym.Text(3),
-        gym.Tuple((gym.Discrete(2),)),
-        gym.MultiBinary(3),
-        gym.Discrete(3, start=1),
-        gym.MultiDiscrete([[2, 2]]),
-        gym.MultiDiscrete([2, 2], start=[1, 0]),
-        gym.Dict({"a": gym.Text(3)}),
+        (gym.Discrete(3, start=-1), Discrete(3)),
+        (gym.MultiDiscrete([2, 5], start=[1, 0]), MultiDiscrete((2, 5))),
+        (gym.MultiDiscrete([[2, 3], [4, 5]]), MultiDiscrete((2, 3, 4, 5))),
+        (gym.MultiBinary(3), MultiDiscrete((2, 2, 2))),
+        (gym.MultiBinary((1, 2)), MultiDiscrete((2, 2))),
+        (gym.Box(0, 255, (2, 1), np.uint8), box(0.0, 255.0, 2, 1)),
+        (
+            gym.Tuple((gym.Discrete(2), gym.Dict({"b": gym.MultiBinary(1)}))),
+            dict_space({"0": Discrete(2), "1": dict_space({"b": MultiDiscrete((2,))})}),
+        ),
     ],
 )
+def test_kinds_that_only_gymnasium_has(theirs, ours):
+    assert from_gymnasium(theirs) == ours
+    if not isinstance(theirs, gym.MultiBinary | gym.Tuple):
+        assert flat_dim(ours) == gym.utils.flatdim(theirs)
+
+
+@pytest.mark.parametrize("space", [gym.Text(3), gym.Sequence(gym.Discrete(2)), gym.Dict({"a": gym.Text(3)})])
 def test_other_kinds_are_refused_by_name(space):
     kind = type(space["a"] if isinstance(space, gym.Dict) else space).__name__
-    with pytest.raises(TypeError, match=rf"{kind}\(.*known: Box, Discrete and MultiDiscrete from 0, Dict"):
+    with pytest.raises(TypeError, match=rf"{kind}\(.*known: Box, Discrete, MultiDiscrete, MultiBinary, Dict, Tuple"):
         from_gymnasium(space)
 
 

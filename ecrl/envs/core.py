@@ -82,16 +82,16 @@ def time_limit(env: Env, max_episode_steps: int) -> Env:
     return replace(env, reset=reset, step=step)
 
 
-_OF_THE_STEP = ("reward", "terminated", "truncated", "info")
+_OF_THE_STEP = ("reward", "terminated", "truncated", "info", "mask")
 
 
 @cache
 def auto_reset(env: Env) -> Env:
     """Start the next episode in the step that ended one; `final_obs` keeps the observation from before the reset.
 
-    `reward`, `terminated`, `truncated` and `info` stay those of the step; the next step of `env` sees both flags down.
-    Where an episode would start is drawn with the noise, from the start stream of the same key, so it does not depend
-    on how the last one went. An environment that is not pure resets itself and is returned as it is.
+    `reward`, `terminated`, `truncated`, `info` and `mask` stay those of the step; the next step of `env` sees both
+    flags down. Where an episode would start is drawn with the noise, from the start stream of the same key, so it does
+    not depend on how the last one went. An environment that is not pure resets itself and is returned as it is.
     """
     if not env.is_pure:
         return env

@@ -24,7 +24,7 @@ from ecrl.strict import ConfigModel
 
 Apply = Callable[[TensorDict, Tensor], TensorDict]
 
-_NOT_THEIRS = ("reward", "terminated", "truncated", "info", "final_obs", "elapsed")
+_NOT_THEIRS = ("reward", "terminated", "truncated", "info", "mask", "final_obs", "elapsed")
 """The outcome of the last step and the clock of the time limit, which events neither see nor change."""
 
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import assert_pure, close
-from gymnasium.wrappers import RecordEpisodeStatistics
-from test_loop import small
+from test_loop import NET, small
 
 from ecrl import rng
 from ecrl.config import EnvChoice, config_from_dict
@@ -257,28 +256,16 @@ def test_success_is_told_where_the_environment_tells():
     assert torch.equal(state["info", "success"], state["terminated"].float())
 
 
-# Statistics
-
-
-def test_episode_statistics_are_those_that_gymnasium_records():
-    """Training logs the mean of the last 100 episodes; RecordEpisodeStatistics tells them one by one."""
-    told = []
-
-    class Recorded(RecordEpisodeStatistics):
-        def step(self, action):
-            out = super().step(action)
-            if "episode" in out[4]:
-                told.append((out[4]["episode"]["r"], out[4]["episode"]["l"]))
-            return out
-
-    gymnasium.register("Recorded-v0", lambda: Recorded(gymnasium.make("CartPole-v1")))
-    cfg = small(**{"env": "gymnasium:Recorded-v0", "trainer.buffer_size": 40, "trainer.iterations": 3})
-    *_, record, _ = train_iter(init_state(cfg), cfg)
-    rewards, lengths = zip(*told, strict=True)
-    assert 10 < len(told) < 100
-    assert record["logs"]["episode_reward_avg_100"] == pytest.approx(np.mean(rewards))
-    assert record["logs"]["episode_length_avg_100"] == pytest.approx(np.mean(lengths))
-    del gymnasium.registry["Recorded-v0"]
+def test_groups_share_their_starts_and_restart_the_environments_they_have():
+    policy = {"name": "actor_only", "actor": NET}
+    cfg = {"group_size": 2, "batch_size": 16, "n_epochs": 1}
+    cfg = small(env="gymnasium:CartPole-v1", policy=policy, algorithm={"name": "grpo", "cfg": cfg})
+    *_, record = train_iter(init_state(cfg), cfg)
+    env = record["state"]["env"]
+    assert len(live._LIVE) == 1
+    assert env["step"].tolist() == [4 * (8 + 1)] * 4  # each of four rollouts resets first
+    again = make_env(cfg.env).reset(KEYS[[0, 0, 1, 1]], env)
+    assert torch.equal(again["obs"][0::2], again["obs"][1::2])
 
 
 # States of the host

@@ -9,9 +9,9 @@
 
 import math
 import multiprocessing
-import multiprocessing.connection
 import time
 from collections.abc import Callable
+from multiprocessing import connection
 from typing import Any
 
 import gymnasium
@@ -75,8 +75,8 @@ def _culprit(venv: VectorEnv) -> int | None:
     """Which environment of an AsyncVectorEnv raised, or lost its worker; others do not tell."""
     if not isinstance(venv, AsyncVectorEnv):
         return None
-    multiprocessing.connection.wait([process.sentinel for process in venv.processes], timeout=1.0)
-    ended = (pipe is None or not one.is_alive() for pipe, one in zip(venv.parent_pipes, venv.processes, strict=True))
+    lost = connection.wait([process.sentinel for process in venv.processes], timeout=1.0)
+    ended = (pipe is None or one.sentinel in lost for pipe, one in zip(venv.parent_pipes, venv.processes, strict=True))
     return next((i for i, over in enumerate(ended) if over), None)
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, cast
 
+import numpy as np
 from gymnasium.vector import VectorEnv
 from pydantic import Field, JsonValue
 from tensordict import TensorDict
@@ -69,6 +70,7 @@ def from_vector(make_vector: Callable[[int], VectorEnv], *, timeout: float) -> E
     Raises: ConfigError if it cannot be made or has a space of another kind; later UserError, naming the step and, where
         the vector env tells, the env.
 
+    >>> import torch
     >>> from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
     >>> env = from_vector(lambda num_envs: CartPoleVectorEnv(num_envs), timeout=60.0)
     >>> env.step(env.reset(torch.arange(2)), torch.tensor([0, 1]), None)["mask"]
@@ -147,7 +149,7 @@ def _spaces(vector: Vector) -> tuple[Space, Space]:
 
 def _state(outcome: Outcome, spaces: tuple[Space, Space], like: Tensor) -> TensorDict:
     """The outcome as a state, on the device of `like`."""
-    refuse(~outcome.reward.isfinite(), "paid NaN or infinity")
+    refuse(~np.isfinite(outcome.reward.numpy()), "paid NaN or infinity")
     n, obs, final, nvec = len(like), outcome.obs, outcome.final, _nvec(spaces[1])
     if isinstance(spaces[0], Dict) and MASK in dict(spaces[0].items) and nvec:
         if not isinstance(obs, TensorDict) or MASK not in obs:

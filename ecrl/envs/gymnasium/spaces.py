@@ -59,12 +59,12 @@ def observation(space: spaces.Space, batch: Any) -> Any:
     if np.shape(batch)[1:] != space.shape:
         raise BadValue(f"observed shape {list(np.shape(batch)[1:])}, its space is {space}", 0)
     if isinstance(space, spaces.Box):
-        x = torch.from_numpy(np.array(batch, np.float32))
-        refuse(~x.isfinite(), "observed NaN or infinity")
-        return x
+        x = np.array(batch, np.float32)
+        refuse(~np.isfinite(x), "observed NaN or infinity")
+        return torch.from_numpy(x)
     low, size = _range(space)
     whole = np.array(batch, np.int64) - low
-    refuse(torch.from_numpy((whole < 0) | (whole >= size)), f"observed an integer outside {space}")
+    refuse((whole < 0) | (whole >= size), f"observed an integer outside {space}")
     return torch.from_numpy(whole if isinstance(space, spaces.Discrete) else whole.reshape(len(whole), -1))
 
 
@@ -102,7 +102,7 @@ def allowed(masks: Any, nvec: tuple[int, ...]) -> Tensor:
 def check_allowed(mask: Tensor, nvec: tuple[int, ...]) -> None:
     """Raise BadValue naming an environment whose mask leaves no choice."""
     for part in mask.split(list(nvec), -1):
-        refuse(~part.any(-1), "allows no action: its action_mask is all zero")
+        refuse(~part.any(-1).numpy(), "allows no action: its action_mask is all zero")
 
 
 def _named(parts: dict[str, Any]) -> TensorDict:
@@ -118,7 +118,7 @@ def _range(space: Any) -> tuple[Any, Any]:
     return space.start, space.n if isinstance(space, spaces.Discrete) else space.nvec
 
 
-def refuse(wrong: Tensor, text: str) -> None:
+def refuse(wrong: np.ndarray, text: str) -> None:
     """Raise BadValue naming the first environment in which anything is `wrong`, bool `[N, ...]`."""
     if wrong.any():
-        raise BadValue(text, int(wrong.flatten(1).any(1).nonzero()[0]) if wrong.ndim > 1 else int(wrong.nonzero()[0]))
+        raise BadValue(text, int(wrong.reshape(len(wrong), -1).any(1).argmax()))
