@@ -1,8 +1,8 @@
 """The JSON config: strict, frozen, every fault at once with its JSON path and what to do.
 
-Four sections, `trainer`, `env`, `policy` and `algorithm`. Every source (JSON, YAML, command line, `Config.replace`) takes
-one path: duplicate-key check, dict, our own keys, pydantic. The Config models of named parts live beside the parts; the
-registry finds them.
+Four sections, `trainer`, `env`, `policy` and `algorithm`. Every source (JSON, YAML, command line, `Config.replace`)
+takes one path: duplicate-key check, dict, our own keys, pydantic. The Config models of named parts live beside the
+parts; the registry finds them.
 """
 
 import json

@@ -10,6 +10,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ def never_fatal(what: str) -> Callable[..., None]:
 
     Said once, with `what` for where the calls write: logs are worth less than the run.
 
-    >>> with warnings.catch_warnings(record=True) as said:
+    >>> with warnings.catch_warnings(record=True, action="always") as said:
     ...     guarded = never_fatal("the log")
     ...     for _ in range(2):
     ...         guarded(open, "/no/such/file")
@@ -96,17 +97,16 @@ def with_jsonl(records: Iterator[LogData], path: str | Path, start: int = 0) -> 
         path: of the file.
         start: env steps before the first record.
     """
-    began, file = time.perf_counter(), Path(path).open("a", encoding="utf-8", buffering=1)  # 1: each line at once
-    guarded = never_fatal(str(path))
-    try:
+    began, guarded = time.perf_counter(), never_fatal(str(path))
+    with ExitStack() as stack:
+        file = Path(path).open("a", encoding="utf-8", buffering=1)  # noqa: SIM115
+        stack.callback(guarded, file.close)  # which fails on a full disk, as writing does
         for record, numbers in with_scalars(records, start):
             logs = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
             head = {"log_type": record["log_type"], "sample_step": record["sample_step"]}
             seconds = {"seconds": round(time.perf_counter() - began, 3)}
             guarded(file.write, json.dumps(head | seconds | logs) + "\n")
             yield record
-    finally:
-        guarded(file.close)
 
 
 def _shown(logs: dict[str, float]) -> str:

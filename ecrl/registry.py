@@ -52,7 +52,7 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
 
 def _register(kind: str, name: str, *, override: bool = False) -> Callable[[Callable], Callable]:
     def decorate(make: Callable) -> Callable:
-        if not getattr(make, "__module__", "").startswith("ecrl."):
+        if not str(getattr(make, "__module__", None)).startswith("ecrl."):
             _import_parts()  # so that a built-in name is known to be taken, and can be overridden
         if name in _ENTRIES[kind] and not override:
             raise ValueError(f"{kind} {name!r} is already registered; pass override=True to replace it")

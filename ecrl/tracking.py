@@ -8,6 +8,7 @@ import math
 import uuid
 import warnings
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from ecrl.loggers import never_fatal, with_scalars
 from ecrl.types import LogData
 
 _COMPARED = ("charts/episode_reward_avg_100", "charts/episode_length_avg_100", "charts/SPS")
-_WAIT, _LAST_WAIT = 15.0, 60.0  # seconds for W&B to answer: at the start, and for the last upload
+_WAIT, _LAST_WAIT = 10.0, 60.0  # seconds W&B may take to answer at the start, and to take the last upload
 
 
 def hyperparameters(cfg: Config) -> dict[str, bool | int | float | str]:
@@ -71,14 +72,14 @@ def with_tensorboard(records: Iterator[LogData], cfg: Config, log_dir: str | Pat
             if math.isfinite(value):
                 writer.add_scalar(name, value, step)
 
-    writer, guarded = SummaryWriter(str(log_dir), purge_step=start + 1 if start else None), never_fatal(str(log_dir))
-    try:
+    guarded = never_fatal(str(log_dir))
+    with ExitStack() as stack:
+        writer = SummaryWriter(str(log_dir), purge_step=start + 1 if start else None)
+        stack.callback(guarded, writer.close)
         guarded(_record_config, writer, cfg)
         for record, numbers in with_scalars(records, start):
             guarded(write, numbers, record["sample_step"])
             yield record
-    finally:
-        guarded(writer.close)
 
 
 def _run_id(folder: Path) -> str:
@@ -96,12 +97,17 @@ def _wandb_run(cfg: Config, folder: Path) -> Any:
         import wandb
 
     def begin(mode: Any) -> Any:
-        # console off: wandb would capture the live progress line, every frame of it
-        settings = wandb.Settings(init_timeout=_WAIT, finish_timeout=_LAST_WAIT, console="off")
-        named = {"project": cfg.trainer.wandb_project_name, "name": cfg.trainer.exp_name, "id": _run_id(folder)}
-        resume = "allow" if mode == "online" else None
-        config = cfg.model_dump(mode="json")
-        return wandb.init(**named, dir=folder, config=config, mode=mode, resume=resume, settings=settings)
+        return wandb.init(
+            project=cfg.trainer.wandb_project_name,
+            name=cfg.trainer.exp_name,
+            id=_run_id(folder),
+            resume="allow" if mode == "online" else None,
+            dir=folder,
+            config=cfg.model_dump(mode="json"),
+            mode=mode,
+            # console: W&B would keep every frame of the live progress line
+            settings=wandb.Settings(init_timeout=_WAIT, finish_timeout=_LAST_WAIT, console="off"),
+        )
 
     mode = wandb.setup().settings.mode
     if mode != "online":

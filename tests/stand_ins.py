@@ -53,3 +53,32 @@ def endless(cfg: EndlessConfig) -> Env:
         return state_of(torch.zeros(*keys.shape, 1), keys.shape)
 
     return Env(reset, lambda state, action, noise: state.copy(), box(0.0, 1.0, 1), Discrete(2))
+
+
+class PausingConfig(ConfigModel):
+    """No settings."""
+
+
+@register_env("pausing")
+def pausing(cfg: PausingConfig) -> Env:
+    """Rounds of four steps: a pause that does not count and pays 1000, then an episode that pays 1, 1, 1.
+
+    The observation is the place in the round, 1000 at the pause. Like a Gymnasium vector that spends a step on resets.
+    """
+
+    def reset(keys):
+        yes = torch.ones(keys.shape, dtype=torch.bool)
+        return state_of(torch.full((*keys.shape, 1), 1000.0), keys.shape, mask=yes)
+
+    def step(state, action, noise):
+        place = state["obs"][..., 0]
+        pause = place == 1000.0
+        after = {
+            "obs": torch.where(pause, 1.0, place + 1.0).unsqueeze(-1),
+            "reward": torch.where(pause, 1000.0, 1.0),
+            "terminated": place == 3.0,
+            "mask": ~pause,
+        }
+        return state.copy().update(after)
+
+    return Env(reset, step, box(0.0, 1000.0, 1), Discrete(2))

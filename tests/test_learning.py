@@ -12,7 +12,11 @@ from ecrl.evaluation import evaluate
 from ecrl.loop import init_state, train_iter
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-CASES = [("cartpole_ppo", "CartPole-v1", range(10), 475.0), ("pendulum_ppo", "Pendulum-v1", range(5), -200.0)]
+CASES = [
+    ("cartpole_ppo", "CartPole-v1", range(10), 475.0),
+    ("cartpole_grpo", "CartPole-v1", range(5), 450.0),
+    ("pendulum_ppo", "Pendulum-v1", range(5), -200.0),
+]
 
 
 def test_cartpoles_budget_is_within_half_a_million_steps():
@@ -20,7 +24,7 @@ def test_cartpoles_budget_is_within_half_a_million_steps():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("config", "gym_id", "seeds", "threshold"), CASES, ids=["cartpole", "pendulum"])
+@pytest.mark.parametrize(("config", "gym_id", "seeds", "threshold"), CASES, ids=[case[0] for case in CASES])
 def test_every_seed_solves_gymnasiums_environment(config, gym_id, seeds, threshold):
     returns = {}
     for seed in seeds:

@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 
@@ -5,22 +6,41 @@ import pytest
 from pydantic import BaseModel, Field
 
 from ecrl import registry
-from ecrl.registry import did_you_mean, lookup, register_algorithm, register_env, register_policy, registered
+from ecrl.registry import (
+    did_you_mean,
+    lookup,
+    register_algorithm,
+    register_env,
+    register_event,
+    register_network,
+    register_policy,
+    registered,
+)
 from ecrl.strict import ConfigModel
 
-REGISTER = {"env": register_env, "policy": register_policy, "algorithm": register_algorithm}
+REGISTER = {
+    "env": register_env,
+    "policy": register_policy,
+    "algorithm": register_algorithm,
+    "network": register_network,
+    "event": register_event,
+}
 BUILTIN = {
     "env": {
         "cartpole",
+        "gymnasium",
         "pendulum",
+        "point_mass",
         "probe_action",
         "probe_constant",
         "probe_delay",
         "probe_match",
         "probe_observation",
     },
-    "policy": {"actor_critic"},
-    "algorithm": {"ppo"},
+    "policy": {"actor_critic", "actor_only"},
+    "algorithm": {"apg", "grpo", "ppo"},
+    "network": {"mlp"},
+    "event": set(),
 }
 
 
@@ -44,7 +64,9 @@ def test_register_and_look_up(kind):
     entry = lookup(kind, "mine")
     assert entry.config is Settings and "mine" in registered(kind)
     assert all("mine" not in registered(other) for other in REGISTER if other != kind)
-    assert entry.make(Settings()) is entry.make(Settings(size=1)) is not entry.make(Settings(size=2))
+    assert entry.make(Settings()) is not entry.make(Settings(size=2))
+    # A network is made anew each time, with fresh weights; everything else once per config.
+    assert (entry.make(Settings()) is entry.make(Settings(size=1))) == (kind != "network")
 
 
 @pytest.mark.parametrize("kind", REGISTER)
@@ -53,7 +75,7 @@ def test_a_taken_name_raises_unless_overridden(kind):
     first = lookup(kind, "mine").make(Settings())
     with pytest.raises(ValueError, match=f"{kind} 'mine' is already registered; pass override=True to replace it"):
         REGISTER[kind]("mine")(_make)
-    assert lookup(kind, "mine").make(Settings()) is first
+    assert kind == "network" or lookup(kind, "mine").make(Settings()) is first
     REGISTER[kind]("mine", override=True)(_make)
     assert lookup(kind, "mine").make(Settings()) is not first  # nothing is remembered of the one replaced
 
@@ -75,13 +97,15 @@ def test_builtin(kind):
         ("policy", "actorcritic", "did you mean 'actor_critic'?"),
         ("env", "CartPole", "did you mean 'cartpole'?"),
         ("algorithm", "PPO", "did you mean 'ppo'?"),
-        *((kind, "zzz", f"known: {', '.join(registered(kind))}") for kind in BUILTIN),
+        *((kind, "zzz", None) for kind in BUILTIN),
     ],
 )
 def test_an_unknown_name_names_the_known(kind, name, end):
     with pytest.raises(KeyError) as error:
         lookup(kind, name)
-    assert error.value.args[0] == f"unknown {kind} {name!r}; {end}"
+    assert (
+        error.value.args[0] == f"unknown {kind} {name!r}; {end or 'known: ' + (', '.join(registered(kind)) or 'none')}"
+    )
 
 
 @pytest.mark.parametrize("look", [registered, lambda kind: lookup(kind, "cartpole")])
@@ -129,3 +153,113 @@ def test_did_you_mean():
 def test_the_first_lookup_imports_the_builtin_parts():
     code = "from ecrl.registry import _ENTRIES, lookup; assert not _ENTRIES['env']; lookup('env', 'cartpole')"
     subprocess.run([sys.executable, "-W", "error::ImportWarning", "-c", code], check=True)
+
+
+def test_a_built_in_part_can_be_overridden_before_anything_was_looked_up():
+    code = """
+from ecrl.registry import lookup, register_env
+from ecrl.strict import ConfigModel
+
+class Mine(ConfigModel): ...
+
+try:
+    @register_env("cartpole")
+    def taken(cfg: Mine): ...
+except ValueError as error:
+    print(error)
+
+@register_env("cartpole", override=True)
+def cartpole(cfg: Mine):
+    return "mine"
+
+print(lookup("env", "cartpole").make(Mine()), lookup("env", "pendulum").config.__name__)
+"""
+    assert _python(code).stdout.splitlines() == [
+        "env 'cartpole' is already registered; pass override=True to replace it",
+        "mine PendulumConfig",
+    ]
+
+
+def _python(code, path=None, ok=True):
+    env = os.environ | ({"PYTHONPATH": str(path)} if path else {})
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    assert (done.returncode == 0) == ok, done.stderr
+    return done
+
+
+TINY = '''
+import torch
+from tensordict import TensorDict
+
+from ecrl import ConfigModel, Env, register_env, registered
+from ecrl.envs import state_of
+from ecrl.spaces import Discrete, box
+
+assert "cartpole" in registered("env"), "built-in parts come first"
+
+
+class TinyConfig(ConfigModel):
+    """No settings."""
+
+
+@register_env("tiny")
+def tiny(cfg: TinyConfig) -> Env:
+    """Action 1 pays."""
+
+    def step(state, action, noise):
+        return state.copy().set("reward", action.float())
+
+    return Env(lambda keys: state_of(torch.zeros(*keys.shape, 1), keys.shape), step, box(0.0, 1.0, 1), Discrete(2))
+'''
+TRAIN = """
+import ecrl
+from ecrl.config import config_from_dict
+net = {"network_cfg": {"hidden_sizes": [4]}}
+cfg = config_from_dict({
+    "trainer": {"num_envs": 2, "buffer_size": 4, "iterations": 2, "compile": "off"},
+    "env": "tiny", "policy": {"name": "actor_critic", "actor": net, "critic": net},
+    "algorithm": {"name": "ppo", "cfg": {"batch_size": 8}},
+})
+print(int(ecrl.train(ecrl.init_state(cfg), cfg, progress=False)[0]["update_step"]))
+"""
+
+
+def _install(folder, package, text, points):
+    """A package as pip leaves it: its code, and a dist-info that says what it offers."""
+    (folder / f"{package}.py").write_text(text)
+    info = folder / f"{package}-1.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.2\n")
+    (info / "entry_points.txt").write_text("[ecrl.plugins]\n" + "".join(f"{point}\n" for point in points))
+
+
+def test_the_parts_of_an_installed_package_are_known(tmp_path):
+    _install(tmp_path, "tiny_parts", TINY, ["tiny = tiny_parts"])
+    done = _python(TRAIN, tmp_path)
+    assert done.stdout.strip() == "2" and done.stderr == ""
+    alone = _python("from ecrl.registry import lookup; lookup('env', 'tiny')", ok=False)
+    assert "unknown env 'tiny'" in alone.stderr, "only where it is installed"
+
+
+BROKEN = "import ecrl_parts_that_nobody_has"
+
+
+def test_a_plugin_that_fails_is_said_once_and_breaks_nothing_else(tmp_path):
+    _install(tmp_path, "a_broken_one", BROKEN, ["broken = a_broken_one"])
+    _install(tmp_path, "tiny_parts", TINY, ["tiny = tiny_parts"])
+    done = _python(TRAIN, tmp_path)
+    assert done.stdout.strip() == "2"
+    told = "plugin 'broken' (a_broken_one, of a_broken_one 1.2) cannot be imported: "
+    told += "ModuleNotFoundError: No module named 'ecrl_parts_that_nobody_has'"
+    assert done.stderr.count(f"RuntimeWarning: {told}; mend or uninstall it") == 1
+    assert done.stderr.count("cannot be imported") == 1
+    unknown = _python("from ecrl.registry import lookup; lookup('env', 'zzz')", tmp_path, ok=False)
+    assert "unknown env 'zzz'; known: " in unknown.stderr
+    assert unknown.stderr.count("cannot be imported") == 2, "once as a warning, once beside the unknown name"
+
+
+def test_a_plugin_may_not_take_a_built_in_name_unasked(tmp_path):
+    _install(tmp_path, "tiny_parts", TINY.replace('"tiny"', '"cartpole"'), ["tiny = tiny_parts"])
+    done = _python("from ecrl.registry import lookup; print(lookup('env', 'cartpole').config.__name__)", tmp_path)
+    assert done.stdout.strip() == "CartPoleConfig"
+    assert "ValueError: env 'cartpole' is already registered; pass override=True" in done.stderr

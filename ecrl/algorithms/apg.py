@@ -35,8 +35,7 @@ class APGConfig(LearningConfig):
     gamma: Fraction = Field(default=0.99, description="discount per step; starts again with every episode")
     ent_coef: NonNegative = Field(default=0.0, description="weight of the entropy bonus")
     segment_length: Count | None = Field(
-        default=None,
-        description="steps that gradients run back at most; divides trainer.buffer_size, which is the default",
+        default=None, description="steps that gradients run back at most, divides trainer.buffer_size; all if absent"
     )
     deterministic_actions: bool = Field(default=False, description="act by the policy's mode instead of a sample")
     skip_nonfinite_updates: bool = Field(
@@ -96,8 +95,8 @@ def collect(parts: Parts, state: TensorDict) -> tuple[TensorDict, TensorDict]:
         for world, noise in _noise(parts, state):
             env = advance(params, env, world, noise)
             envs.append(env)
-        path = cast(TensorDict, torch.stack(envs))
-        after = TensorDict({"reward": path["reward"], "done": path["terminated"] | path["truncated"]}, path.shape)
+        path: Any = torch.stack(cast(Any, envs))
+        after: Any = TensorDict({"reward": path["reward"], "done": path["terminated"] | path["truncated"]}, path.shape)
         after.update(path.select("info", strict=False))
         after = torch.cat((after[1:], after[:1].apply(torch.zeros_like)))
         batch = after.update({"env": path, "obs": path["obs"]}).transpose(0, 1)
@@ -140,12 +139,15 @@ def _back(
 ) -> tuple[TensorDict, TensorDict, Tensor]:
     """One step of the sweep: gradients so far, the costate of the state that the step starts from, the entropy.
 
-    value[t] = weight[t] * (reward[t] + ent_coef * entropy[t]) + <costate[t + 1], state[t + 1](params, state[t])>
-    costate[t] = d value[t] / d state[t];    grads = sum_t(d value[t] / d params)
+        value[t] = weight[t] * (reward[t] + ent_coef * entropy[t]) + <costate[t + 1], state[t + 1](params, state[t])>
+        costate[t] = d value[t] / d state[t];    grads = sum_t(d value[t] / d params)
+
+    Only the floats of a state have a costate; `rest` is what `_paid` takes after `env`.
     """
     floats = env.select(*costate.keys(True, True))
     gradient = torch.func.grad(_paid, argnums=(0, 1), has_aux=True)
-    (of_params, before), entropy = gradient(params, floats, functions, env, *rest, costate)
+    fixed: Any = (functions, env, *rest, costate)
+    (of_params, before), entropy = gradient(params, floats, *fixed)
     return cast(TensorDict, grads.apply(torch.add, of_params)), before, entropy
 
 
@@ -155,7 +157,8 @@ def _sweep(parts: Parts, state: TensorDict, batch: TensorDict, weight: Tensor) -
     segment = cfg.segment_length or parts.cfg.trainer.buffer_size
     params, norm, ent_coef = cast(TensorDict, state["params"]), state["norm"], state["hyper", "ent_coef"]
     back = parts.jit(_back, Functions(parts.policy.act, parts.policy.evaluate, parts.env.step))
-    envs, weights, noises = batch["env"].unbind(1)[:-1], weight.unbind(1), _noise(parts, state)
+    envs: Any = batch["env"].unbind(1)[:-1]
+    weights, noises = weight.unbind(1), _noise(parts, state)
     keys = [key for key, x in envs[0].items(True, True) if x.is_floating_point()]
     grads, zero = params.apply(torch.zeros_like), envs[0].select(*keys).apply(torch.zeros_like)
     costate, entropies = zero, []
@@ -176,8 +179,9 @@ def _move(
     loss: Tensor,
 ) -> tuple[TensorDict, TensorDict, Tensor, Tensor]:
     """One optimiser step where loss and gradient are finite: params, opt, the gradient's norm, and whether so."""
+    numbers = cast(TensorDict, hyper["optimizer"])
     clipped, norm = clip_by_global_norm(grads, max_norm=hyper["max_grad_norm"])
-    moved = step(params, clipped, opt, learning_rate=rate, **dict(hyper["optimizer"].items()))
+    moved = step(params, clipped, opt, learning_rate=rate, **dict(numbers.items()))
     finite = loss.isfinite() & norm.isfinite()
     new, opt = (a.apply(lambda x, y: torch.where(finite, x, y), b) for a, b in zip(moved, (params, opt), strict=True))
     return new, opt, norm, finite
@@ -193,7 +197,10 @@ def _refuse(loss: Tensor, norm: Tensor, iteration: Tensor) -> None:
 def update(parts: Parts, state: TensorDict, batch: TensorDict) -> tuple[TensorDict, Logs]:
     """One gradient step on the mean over environments of their discounted rewards and entropies.
 
-    objective = mean_n(sum_t(disc[t] * reward[t]));    loss = -objective - ent_coef * mean_n(sum_t(disc[t] * entropy[t]))
+        loss = -mean_n(sum_t(disc[t] * (reward[t] + ent_coef * entropy[t])))
+        disc[0] = 1;    disc[t + 1] = 1 if done[t] else gamma * disc[t]
+
+    The logs `objective` and `entropy` are the two discounted sums, so `loss = -objective - ent_coef * entropy`.
     """
     cfg: Any = parts.cfg.algorithm.cfg
     hyper, skipped = cast(TensorDict, state["hyper"]), state["skipped_updates"]

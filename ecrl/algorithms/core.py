@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from tensordict import TensorDict
@@ -80,14 +80,15 @@ def scaled_rewards(parts: Parts, state: TensorDict, rollout: TensorDict) -> tupl
 
     reward / sqrt(variance(return) + eps), held within +-10;    return' = reward + gamma * return * not done
     """
-    norm, hyper = state["norm"], state["hyper"]
+    norm, gamma = cast(TensorDict, state["norm"]), state["hyper", "gamma"]
+    moments, before = cast(TensorDict, norm["reward", "moments"]), norm["reward", "running"]
     steps = transitions(rollout.exclude("value"))
     mask = steps["mask"] if "mask" in steps else torch.ones_like(steps["done"])
     paid = steps["reward"].masked_fill(~mask, 0.0)
-    returns = running_returns(paid, steps["done"], norm["reward", "running"], gamma=hyper["gamma"])
+    returns = running_returns(paid, steps["done"], before, gamma=gamma)
     last = returns[:, -1].masked_fill(steps["done"][:, -1], 0.0)
-    moved = {"moments": moments_update(norm["reward", "moments"], returns, mask), "running": last}
-    scaled = scale(rollout["reward"], norm["reward", "moments"], eps=_EPS, clip=_CLIP)
+    moved = {"moments": moments_update(moments, returns, mask), "running": last}
+    scaled = scale(rollout["reward"], moments, eps=_EPS, clip=_CLIP)
     return rollout.copy().set("reward", scaled), norm.copy().set("reward", TensorDict(moved, []))
 
 

@@ -86,17 +86,17 @@ def _reference(policy: Policy, params: TensorDict, norm: TensorDict, obs: Any, a
 
 def _rows(parts: Parts, state: TensorDict, rollout: TensorDict, cfg: GRPOConfig) -> TensorDict:
     """The rollout as `[N * T]` rows with advantages and the reference's log-probabilities."""
-    hyper = state["hyper"]
+    hyper = cast(TensorDict, state["hyper"])
     advantage, mask = grpo_advantages(rollout, gamma=hyper["gamma"], group_size=cfg.group_size, eps=hyper["eps"])
     rows = transitions(rollout).select("obs", "action", "sample_log_prob", "done")
     rows = rows.update({"advantage": advantage, "mask": mask}).reshape(-1)
     if "ref_params" not in state:
         return rows
-    norm = cast(TensorDict, state["norm"].select("obs", strict=False))
+    norm = cast(TensorDict, state["norm"]).select("obs", strict=False)
     reference = parts.jit(_reference, parts.policy)
     chunks = [
         reference(state["ref_params"], norm, part["obs"], part["action"], part["done"])
-        for part in rows.split(_REFERENCE_ROWS)
+        for part in cast(Any, rows).split(_REFERENCE_ROWS)
     ]
     return rows.set("ref_log_prob", torch.cat(chunks))
 
@@ -116,7 +116,8 @@ def update(parts: Parts, state: TensorDict, rollout: TensorDict) -> tuple[Tensor
     state, logs = learn(parts, state, _rows(parts, state, rollout, cfg), _loss, None)
     if "ref_params" in state and cfg.ref_update_freq is not None:
         due = (state["update_step"] + 1) % cfg.ref_update_freq == 0
-        refreshed = state["params"].apply(lambda new, old: torch.where(due, new, old), state["ref_params"])
+        params, ref = (cast(TensorDict, state[key]) for key in ("params", "ref_params"))
+        refreshed = params.apply(lambda new, old: torch.where(due, new, old), ref)
         state = state.copy().set("ref_params", refreshed)
     return state, logs
 

@@ -59,7 +59,7 @@ class Learner(NamedTuple):
 
 
 def shuffled(key: Tensor, sizes: list[int], n_epochs: int) -> tuple[Tensor, Tensor]:
-    """Row indices `[n_epochs * len(sizes), max(sizes)]` of minibatches of these sizes, each epoch in an order of its own.
+    """Row indices `[n_epochs * len(sizes), max(sizes)]` of minibatches of these sizes, every epoch in its own order.
 
     A smaller minibatch is filled up with its own first row; the second result, of the same shape, is False there.
     """
@@ -132,8 +132,8 @@ def _minibatch(
 ) -> tuple[TensorDict, TensorDict, Tensor, Tensor, Logs]:
     """One gradient step on the rows at `index`.
 
-    With `target_kl` in `hyper`, nothing moves once it was exceeded: neither by the step that shows it nor by later ones.
-    Only an adaptive rate still answers to the KL that stopped it.
+    With `target_kl` in `hyper`, nothing moves once it was exceeded: not by the step that shows it, nor by later ones.
+    Only an adaptive rate still answers to the KL that stopped the others.
     """
     batch, numbers = cast(TensorDict, rows[index]), cast(TensorDict, hyper["optimizer"])
     gradient = torch.func.grad_and_value(_loss, has_aux=True)

@@ -4,7 +4,7 @@ Numbers go into `hyper` as 0-d tensors; names choose functions.
 """
 
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self, cast
 
 import torch
 from pydantic import Field, field_serializer, model_validator
@@ -165,12 +165,12 @@ def learning_state(
     hyper: dict[str, Any] = {name: number for name, number in numbers.items() if number is not None}
     hyper |= {"learning_rate": optimizer.learning_rate, "max_grad_norm": cfg.max_grad_norm}
     hyper |= {"optimizer": optimizer_numbers(optimizer)}
-    adaptive = schedule is not None and schedule.name == "adaptive"
-    if adaptive:
-        hyper["adaptive"] = {name: getattr(schedule.kwargs, name) for name in _USED["adaptive"]}
+    adaptive = schedule.kwargs if schedule is not None and schedule.name == "adaptive" else None
+    if adaptive is not None:
+        hyper["adaptive"] = {name: getattr(adaptive, name) for name in _USED["adaptive"]}
     made = hyper_tensors(hyper, device)
     state = {"params": params, "opt": OPTIMIZERS[optimizer.name].init(params), "hyper": made}
-    return state | ({"learning_rate": made["learning_rate"].clone()} if adaptive else {})
+    return state | ({} if adaptive is None else {"learning_rate": made["learning_rate"].clone()})
 
 
 def adapted_rate(rate: Tensor, kl: Tensor, hyper: TensorDict) -> Tensor:
@@ -182,7 +182,7 @@ def adapted_rate(rate: Tensor, kl: Tensor, hyper: TensorDict) -> Tensor:
     """
     if "adaptive" not in hyper:
         return rate
-    h = hyper["adaptive"]
+    h = cast(TensorDict, hyper["adaptive"])
     lower, higher = kl > 2.0 * h["desired_kl"], kl < h["desired_kl"] / 2.0
     moved = torch.where(lower, rate / h["factor"], torch.where(higher, rate * h["factor"], rate))
     return torch.minimum(torch.maximum(moved, h["min_rate"]), h["max_rate"])
@@ -202,7 +202,7 @@ def scheduled(cfg: SchedulerConfig | None, state: TensorDict, iterations: int) -
             factor = optim.linear_schedule(update_step, start=k.start_factor, end=k.end_factor, horizon=horizon)
         case "cosine":
             fall = optim.cosine_schedule(update_step, end=0.0, horizon=k.T_max or iterations)
-            return (k.eta_min + (base - k.eta_min) * fall).to(base.dtype)
+            return ((base - k.eta_min) * fall + k.eta_min).to(base.dtype)
         case "step":
             factor = optim.step_schedule(update_step, every=k.step_size, gamma=k.gamma)
         case "exponential":

@@ -98,7 +98,9 @@ def auto_reset(env: Env) -> Env:
 
     def reset(keys: Tensor) -> TensorDict:
         start = env.reset(keys)
-        return start.set("final_obs", start["obs"].clone())
+        outcome = start.select(*_OF_THE_STEP, strict=False)
+        # in the order in which `step` gives the fields: compiled code guards on it, and would be made twice
+        return start.exclude(*_OF_THE_STEP).update(outcome).set("final_obs", start["obs"].clone())
 
     def draw(keys: Tensor) -> TensorDict:
         start = env.reset(rng.fold_in(keys, rng.START))

@@ -3,20 +3,22 @@
 What `ecrl.policies.module` says of them holds here; its methods are called on weights that come with each call.
 """
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from inspect import signature
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
+from torch.compiler import is_exporting
+from torch.distributions import Distribution
 
 from ecrl import rng
 from ecrl.errors import ConfigError
 from ecrl.policies.core import Policy, element_shape, example, one_batch
 from ecrl.policies.heads import make_head
-from ecrl.policies.networks import Pure, seeded
+from ecrl.policies.networks import Pure, floats_as, seeded
 from ecrl.spaces import Box, Space
 
 
@@ -48,20 +50,34 @@ def _written(told: str, out: Any, fields: dict[str, list[int]]) -> list[Tensor]:
     return [out[field] for field in fields]
 
 
+@contextmanager
+def _unchecked() -> Iterator[None]:
+    """torch.distributions without looks at the numbers of their arguments, which torch.export cannot write."""
+    before = Distribution._validate_args  # pyright: ignore
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)
+
+
 def acting_policy(net: Pure, told: str, observation_space: Space, action_space: Space) -> Policy:
     """The policy of a module with methods of its own; `told` names it in messages."""
     takes_noise = "noise" in signature(net.module.get_action).parameters  # pyright: ignore
-    shape = element_shape(action_space)
+    shape, head = element_shape(action_space), make_head(action_space, squash=False)
 
     def ask(params: TensorDict, method: str, given: Any, fields: dict, key: Tensor | None = None, **named: Any) -> Any:
-        key = rng.key(0, given["obs"].device) if key is None else key
-        with nullcontext() if takes_noise else seeded(key):
-            out = net.call(params["module"], method, given, **named)
-        return _written(f"{told}.{method}", given if out is None else out, fields)
+        weights = cast(TensorDict, params["module"])
+        one = cast(Tensor, next(iter(weights.values())))
+        key = rng.key(0, one.device) if key is None else key
+        with nullcontext() if takes_noise else seeded(key), _unchecked() if is_exporting() else nullcontext():
+            out = net.call(weights, method, given, **named)
+        written = _written(f"{told}.{method}", given if out is None else out, fields)
+        return [floats_as(one.dtype, field) for field in written]  # what was written under autocast need not have it
 
     def act(params: TensorDict, carry: TensorDict, obs: Any, noise: Tensor | None) -> tuple[TensorDict, TensorDict]:
         rows, batch = one_batch(obs, observation_space)
-        n, key, named = batch.numel(), None, {}
+        n, key, named = rows.shape[0], None, {}
         if takes_noise:
             named = {"noise": None if noise is None else noise.reshape(n, noise.shape[-1])}
         elif noise is not None:
@@ -69,24 +85,24 @@ def acting_policy(net: Pure, told: str, observation_space: Space, action_space: 
         fields = {"action": [n, *shape], "sample_log_prob": [n]}
         given = TensorDict({"obs": rows}, [n])
         action, log_prob = ask(params, "get_action", given, fields, key, deterministic=noise is None, **named)
-        out = {"action": action.reshape(*batch, *shape), "sample_log_prob": log_prob.reshape(batch)}
+        out = {"action": action.reshape((*batch, *shape)), "sample_log_prob": log_prob.reshape(batch)}
         return carry, TensorDict(out, batch)
 
     def evaluate(
         params: TensorDict, carry: TensorDict, obs: Any, action: Tensor, done: Tensor
     ) -> tuple[Tensor, Tensor]:
         rows, batch = one_batch(obs, observation_space)
-        n = batch.numel()
-        given = TensorDict({"obs": rows, "action": action.reshape(n, *shape)}, [n])
+        n = rows.shape[0]
+        given = TensorDict({"obs": rows, "action": action.reshape((n, *shape))}, [n])
         log_prob, entropy = ask(params, "evaluate_actions", given, {"log_prob": [n], "entropy": [n]})
         return log_prob.reshape(batch), entropy.reshape(batch)
 
     def value(params: TensorDict, carry: TensorDict, obs: Any) -> Tensor:
         rows, batch = one_batch(obs, observation_space)
-        n = batch.numel()
+        n = rows.shape[0]
         return ask(params, "get_value", TensorDict({"obs": rows}, [n]), {"value": [n]})[0].reshape(batch)
 
-    draw = make_head(action_space, squash=False).noise if takes_noise else lambda keys: keys
+    draw = head.noise if takes_noise else lambda keys: keys
     critic = value if hasattr(net.module, "get_value") else None
     policy = Policy(initial(net), draw, act, evaluate, critic, compiles=takes_noise)
     _check(policy, told, example(observation_space), isinstance(action_space, Box))

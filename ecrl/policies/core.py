@@ -75,11 +75,11 @@ def one_batch(obs: Any, space: Space) -> tuple[Any, torch.Size]:
     """
     if isinstance(space, Dict):
         parts = {name: one_batch(obs[name], part) for name, part in space.items}
-        batch = next(iter(parts.values()))[1]
-        return TensorDict({name: rows for name, (rows, _) in parts.items()}, [batch.numel()]), batch
+        first, batch = next(iter(parts.values()))
+        return TensorDict({name: rows for name, (rows, _) in parts.items()}, [first.shape[0]]), batch
     shape = element_shape(space)
     batch = obs.shape[: obs.ndim - len(shape)]
-    return obs.reshape(batch.numel(), *shape), batch
+    return obs if len(batch) == 1 else obs.reshape((batch.numel(), *shape)), batch
 
 
 def example(space: Space) -> Any:

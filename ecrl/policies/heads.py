@@ -37,7 +37,7 @@ def bounded(log_std: Tensor) -> Tensor:
 
 
 def _shaped(action: Tensor, space: Box) -> Tensor:
-    return action.reshape(*action.shape[:-1], *space.shape)
+    return action.reshape((*action.shape[:-1], *space.shape))
 
 
 def _flat(action: Tensor, space: Box) -> Tensor:

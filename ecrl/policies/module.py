@@ -86,11 +86,11 @@ def _forward_policy(
     def outputs(params: TensorDict, obs: Any) -> tuple[Tensor, Any, Tensor | None]:
         rows, batch = one_batch(obs, observation_space)
         out, value, *third = net.forward(params["module"], rows)
-        out = out.reshape(*batch, width)
+        out = out.reshape((*batch, width))
         if not isinstance(action_space, Box):
             return k.mask_logits(out, obs["action_mask"]) if masked else out, value, None
         log_std = third[0] if third else cast(TensorDict, params["module"])["log_std"]
-        return out, value, log_std.reshape(*batch, width) if log_std.ndim == 2 else log_std
+        return out, value, log_std.reshape((*batch, width)) if log_std.ndim == 2 else log_std
 
     def output(params: TensorDict, obs: Any) -> tuple[Tensor | None, Tensor]:
         out, _, log_std = outputs(params, obs)

@@ -5,6 +5,7 @@ A type is a registered `make(cfg, inputs, outputs) -> nn.Module`; `make_network`
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -82,12 +83,12 @@ class _Reached(nn.Module):
         return self.module(*args, **kwargs) if method == "forward" else getattr(self.module, method)(*args, **kwargs)
 
 
-def _as(dtype: torch.dtype, out: Any) -> Any:
+def floats_as(dtype: torch.dtype, out: Any) -> Any:
     """Floating-point tensors in a dtype, anything else as it is."""
     if isinstance(out, tuple):
-        return tuple(_as(dtype, part) for part in out)
+        return tuple(floats_as(dtype, part) for part in out)
     if isinstance(out, TensorDictBase):
-        return out.apply(lambda part: _as(dtype, part))
+        return out.apply(lambda part: floats_as(dtype, part))
     return out.to(dtype) if isinstance(out, Tensor) and out.is_floating_point() else out
 
 
@@ -126,10 +127,11 @@ def pure(make: Callable[[], nn.Module], name: str, bf16: bool) -> Pure:
     constants, first = _constants(module, trained), {}
     tied = {n: first.setdefault(id(w), n) for n, w in module.named_parameters(remove_duplicate=False)}
     tied = {name: shared for name, shared in tied.items() if name != shared}
-    reached = _Reached(module).to("meta")  # weights come with each call
+    module = deepcopy(module).to("meta")  # weights come with each call; `make` may hand out its own module
+    reached = _Reached(module)
 
     def init() -> TensorDict:
-        fresh = {name: weight.detach() for name, weight in make().named_parameters() if name in trained}
+        fresh = {name: weight.detach().clone() for name, weight in make().named_parameters() if name in trained}
         return TensorDict(fresh, []).to("cpu")
 
     def call(weights: TensorDict, method: str, *inputs: Any, **named: Any) -> Any:
@@ -141,7 +143,7 @@ def pure(make: Callable[[], nn.Module], name: str, bf16: bool) -> Pure:
             return functional_call(reached, given, (method, *inputs), named)
         with torch.autocast(one.device.type, torch.bfloat16):
             out = functional_call(reached, given, (method, *inputs), named)
-        return _as(one.dtype, out)
+        return floats_as(one.dtype, out)
 
     def forward(weights: TensorDict, *inputs: Any) -> Any:
         return call(weights, "forward", *inputs)

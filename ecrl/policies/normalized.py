@@ -12,6 +12,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from ecrl.errors import ConfigError
 from ecrl.kernels import moments_init, moments_update, normalize
 from ecrl.policies.core import Policy
 from ecrl.spaces import Box, Dict, Space
@@ -46,12 +47,16 @@ def normalized(policy: Policy, observation_space: Space) -> Policy:
     """`policy` on `clip((obs - mean) / sqrt(variance + 1e-8), -10, 10)`, with the moments in `params["norm"]`.
 
     Every Box part of a Dict has moments of its own; Discrete parts and `action_mask` pass as they are.
+
+    Raises: ConfigError for observations without any Box.
     """
     critic = policy.value
+    norm = _init(observation_space, torch.device("cpu"))
+    if norm is None or norm.is_empty():
+        raise ConfigError(f"policy.normalize_obs: no numbers to standardise in {observation_space}; leave it out")
 
     def norm_init(device: torch.device) -> TensorDict:
-        norm = _init(observation_space, device)
-        return TensorDict({}, []) if norm is None else norm
+        return norm.apply(lambda moment: moment.to(device, copy=True))  # `.to` would set a device, a compile guard
 
     def inner(params: TensorDict, obs: Any) -> tuple[TensorDict, Any]:
         return cast(TensorDict, params.exclude("norm")), _normalize(params["norm"], obs)

@@ -332,7 +332,7 @@ def test_an_env_outside_the_tensors_is_refused():
     cfg = run()
     parts = make_parts(cfg)
     host = parts._replace(env=Env(parts.env.reset, parts.env.step, box(0.0, 1.0), box(0.0, 1.0), is_pure=False))
-    with pytest.raises(ConfigError, match="^env: apg differentiates through the environment, which line does not"):
+    with pytest.raises(ConfigError, match=r"^env: apg differentiates through the environment, which line does not"):
         make_algorithm(cfg.algorithm).init(host, rng.key(0))
 
 

@@ -1,19 +1,29 @@
 """PPO's own logic: preparing rows, minibatches, one update by hand, and the probes it must solve."""
 
+import json
 from dataclasses import replace
+from typing import Any
 
+import gymnasium
+import numpy as np
 import pytest
+import stand_ins  # noqa: F401  (registers environments)
 import torch
 from conftest import close
+from gymnasium.wrappers.vector import NormalizeReward
 from tensordict import TensorDict
 
 from ecrl import rng
-from ecrl.algorithms.minibatch import mean_logs, shuffled
+from ecrl.algorithms import make_algorithm
+from ecrl.algorithms.minibatch import shuffled, sizes_of
+from ecrl.algorithms.optimizer import optimizer_of
 from ecrl.algorithms.ppo import init
+from ecrl.checkpoint import load, save
 from ecrl.config import Config, config_from_dict
 from ecrl.errors import ConfigError
-from ecrl.kernels import compute_gae, transitions
+from ecrl.kernels import compute_gae, moments_variance, transitions
 from ecrl.loop import init_state, make_iteration, make_parts, train_iter
+from ecrl.policies import acting_params, build_mlp
 from ecrl.policies.core import Policy
 
 NET = {"type": "mlp", "network_cfg": {"hidden_sizes": [16], "activation": "tanh"}}
@@ -62,61 +72,274 @@ def test_probes_reach_their_known_value(env, obs, value, action):
     assert action is None or action_at(policy, params, obs) == action
 
 
-def test_shuffled_visits_every_row_once_per_epoch_and_pads_the_last_batch():
-    index, real = shuffled(rng.key(0), rows=10, batch_size=4, n_epochs=3)
-    assert index.shape == real.shape == (9, 4)
-    for epoch in range(3):
-        rows, counted = index[3 * epoch : 3 * epoch + 3], real[3 * epoch : 3 * epoch + 3]
-        assert sorted(rows[counted].tolist()) == list(range(10))
-        assert counted.sum() == 10
-        assert not counted[-1, 2:].any()
-        assert set(rows[-1, 2:].tolist()) == {int(rows[-1, 0])}  # a row of its own batch: nothing else can be let in
-    assert index[:3].tolist() != index[3:6].tolist()
+def collected(cfg: Config) -> tuple[Any, TensorDict, TensorDict]:
+    """Parts, state and rollout before the first update."""
+    parts = make_parts(cfg)
+    return parts, *make_algorithm(cfg.algorithm).collect(parts, init_state(cfg))
 
 
-def test_mean_logs_weights_by_count():
-    # 3 rows with loss 1 and 1 row with loss 5: (3 * 1 + 1 * 5) / 4
-    steps = [
-        {"loss": torch.tensor(1.0), "count": torch.tensor(3.0)},
-        {"loss": torch.tensor(5.0), "count": torch.tensor(1.0)},
-    ]
-    assert mean_logs(steps) == {"loss": torch.tensor(2.0)}
+TORCHS = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "rmsprop": torch.optim.RMSprop}
 
 
-def test_one_full_batch_epoch_is_one_step_of_torch_adam_on_the_papers_loss():
-    """An independent PPO step: autograd through modules, torch.optim.Adam, clip_grad_norm_, the loss written out."""
-    cfg = run(
-        "cartpole", **{"algorithm.cfg.n_epochs": 1, "algorithm.cfg.batch_size": 256, "algorithm.cfg.ent_coef": 0.02}
-    )
-    parts, state = make_parts(cfg), init_state(cfg)
-    from ecrl.algorithms import make_algorithm
-    from ecrl.policies import build_mlp
+def standard(x: torch.Tensor) -> torch.Tensor:
+    return (x - x.mean()) / x.std()
 
-    algorithm = make_algorithm(cfg.algorithm)
-    state, rollout = algorithm.collect(parts, state)
-    after, logs = algorithm.update(parts, state, rollout)
 
-    actor, critic = (build_mlp(getattr(cfg.policy, n).network_cfg, 4, k) for n, k in (("actor", 2), ("critic", 1)))
-    actor.load_state_dict(dict(state["params"]["actor"].items()))
-    critic.load_state_dict(dict(state["params"]["critic"].items()))
+def independent(cfg: Config, state: TensorDict, rollout: TensorDict) -> tuple[dict, list[float]]:
+    """PPO once more: modules, autograd, torch.optim, the losses written out, only rows that count; weights, errors."""
+    c, width = cfg.algorithm.cfg, 4
+    nets = {n: build_mlp(getattr(cfg.policy, n).network_cfg, width, k) for n, k in (("actor", 2), ("critic", 1))}
+    for name, net in nets.items():
+        net.load_state_dict(dict(state["params"][name].items()))
+    groups = [list(net.parameters()) for net in nets.values()]
+    weights, kind, errors = [*groups[0], *groups[1]], optimizer_of(c), []
+    optimizer = TORCHS[kind.name](weights, lr=kind.learning_rate)
     steps = transitions(rollout).reshape(-1)
-    advantage, target = (x.reshape(-1) for x in compute_gae(rollout, 0.9, 0.95))
-    advantage = (advantage - advantage.mean()) / advantage.std()
-    dist = torch.distributions.Categorical(logits=actor(steps["obs"]))
-    ratio = torch.exp(dist.log_prob(steps["action"]) - steps["sample_log_prob"])
-    surrogate = torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
-    error = (critic(steps["obs"]).squeeze(-1) - target).square().mean()
-    loss = -surrogate + 0.5 * error - 0.02 * dist.entropy().mean()
-    optimizer = torch.optim.Adam([*actor.parameters(), *critic.parameters()], lr=0.01)
-    loss.backward()
-    norm = torch.nn.utils.clip_grad_norm_([*actor.parameters(), *critic.parameters()], 0.5)
-    optimizer.step()
+    counts = steps["mask"] if "mask" in steps else torch.ones(len(steps), dtype=torch.bool)
+    advantage, target = (x.reshape(-1) for x in compute_gae(rollout, c.gamma, c.gae_lambda))
+    if c.normalize_advantage == "rollout":
+        advantage = advantage.clone()
+        advantage[counts] = standard(advantage[counts])
+    key = rng.fold_in(rng.fold_in(state["key"], rng.UPDATE), state["update_step"])
+    for index, real in zip(*shuffled(key, sizes_of(c, len(steps)), c.n_epochs), strict=True):
+        rows = index[real & counts[index]]
+        batch, a, goal = steps[rows], advantage[rows], target[rows]
+        a = standard(a) if c.normalize_advantage == "minibatch" else a
+        dist = torch.distributions.Categorical(logits=nets["actor"](batch["obs"]))
+        ratio = torch.exp(dist.log_prob(batch["action"]) - batch["sample_log_prob"])
+        low, high = 1.0 - c.clip_coef, 1.0 + c.clip_coef
+        surrogate = torch.min(ratio * a, ratio.clamp(low, high) * a).mean()
+        value = nets["critic"](batch["obs"]).squeeze(-1)
+        error = (value - goal) ** 2
+        if c.clip_vloss:
+            held = batch["value"] + (value - batch["value"]).clamp(-c.clip_coef, c.clip_coef)
+            error = torch.max(error, (held - goal) ** 2)
+        optimizer.zero_grad()
+        (-surrogate + c.vf_coef * error.mean() - c.ent_coef * dist.entropy().mean()).backward()
+        if c.critic_max_grad_norm is None:
+            torch.nn.utils.clip_grad_norm_(weights, c.max_grad_norm)
+        else:
+            for group, norm in zip(groups, (c.max_grad_norm, c.critic_max_grad_norm), strict=True):
+                torch.nn.utils.clip_grad_norm_(group, norm)
+        optimizer.step()
+        errors.append(float(error.detach().mean()))
+    return {name: dict(net.state_dict()) for name, net in nets.items()}, errors
 
-    close(logs["value_loss"], error.detach(), tol=1e-4)
-    close(logs["grad_norm"], norm, tol=1e-4)
-    for name, module in (("actor", actor), ("critic", critic)):
-        for key, weight in module.state_dict().items():
-            close(after["params"][name][key], weight, tol=1e-5)  # float32 sums in another order, then Adam
+
+def like_the_independent_one(cfg: Config, state: TensorDict, rollout: TensorDict, parts: Any) -> TensorDict:
+    """The parameters after `update`, which are those of `independent`."""
+    after, logs = make_algorithm(cfg.algorithm).update(parts, state, rollout)
+    expected, errors = independent(cfg, state, rollout)
+    assert torch.isfinite(torch.stack(list(logs.values()))).all()
+    if cfg.algorithm.cfg.n_epochs == 1 and cfg.algorithm.cfg.batch_size == 256:
+        close(logs["value_loss"], errors[0], tol=1e-4)
+    for name, weights in expected.items():
+        for key, weight in weights.items():
+            close(after["params"][name][key], weight, tol=2e-5)  # float32 sums in another order, then Adam
+    return after["params"]
+
+
+PLAIN = {"n_epochs": 2, "batch_size": 100, "ent_coef": 0.02}
+CHANGES = {
+    "one full batch": {"n_epochs": 1, "batch_size": 256},
+    "ragged": {},
+    "by number": {"batch_size": None, "num_minibatches": 3},
+    "advantages per minibatch": {"normalize_advantage": "minibatch"},
+    "advantages as they are": {"normalize_advantage": "none"},
+    "clipped value loss": {"clip_vloss": True, "clip_coef": 0.01, "learning_rate": 0.05},
+    "clipped apart": {"critic_max_grad_norm": 0.05, "max_grad_norm": 0.02, **{"optimizer": {"name": "sgd"}}},
+    "adamw": {"optimizer": {"name": "adamw", "learning_rate": 0.01}},
+    "sgd": {"optimizer": {"name": "sgd", "learning_rate": 0.1}},
+    "rmsprop": {"optimizer": {"name": "rmsprop", "learning_rate": 0.001}},
+}
+
+
+def changed(change: dict) -> Config:
+    cfg = PLAIN | ({"learning_rate": None} if "optimizer" in change else {}) | change
+    return run("cartpole", **{f"algorithm.cfg.{key}": value for key, value in cfg.items()})
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_an_update_is_that_of_an_independent_ppo(change):
+    """Autograd through modules, torch.optim, clip_grad_norm_, losses written out: the same weights."""
+    cfg = changed(change)
+    parts, state, rollout = collected(cfg)
+    learnt = like_the_independent_one(cfg, state, rollout, parts)
+    if change and "optimizer" not in change:
+        other, _ = independent(changed({}), state, rollout)
+        assert not all(torch.allclose(learnt[n]["0.weight"], other[n]["0.weight"], atol=1e-4) for n in other)
+
+
+def test_rows_that_do_not_count_are_as_if_absent():
+    """A third of the rows is hidden and holds NaN; advantages are standardised over the others alone."""
+    for change in ({}, {"normalize_advantage": "minibatch"}, {"clip_vloss": True}):
+        cfg = changed(change)
+        parts, state, rollout = collected(cfg)
+        hidden = torch.rand(rollout.shape, generator=torch.Generator().manual_seed(0)) < 0.3
+        cut = hidden.roll(1, 1) | hidden | hidden.roll(-1, 1)  # traces end before and after, so that no NaN leaks
+        flags = {"mask": ~hidden, "done": cut, "terminated": cut, "truncated": cut & ~cut}
+        rollout = rollout.update({k: v.clone() for k, v in flags.items()})
+        clean = rollout.clone()
+        for name in ("reward", "value", "sample_log_prob"):
+            rollout[name][hidden] = torch.nan
+        results = [like_the_independent_one(cfg, state, r, parts) for r in (clean, rollout)]
+        assert (results[0] == results[1]).all()
+
+
+def iterations(cfg: Config, state: TensorDict | None = None) -> list[tuple[TensorDict, dict]]:
+    """States after and logs of every iteration."""
+    records = list(train_iter(init_state(cfg) if state is None else state, cfg))
+    pairs = zip(records[::2], records[1::2], strict=True)
+    return [(last["state"], first["logs"] | last["logs"]) for first, last in pairs]
+
+
+def test_steps_that_do_not_count_are_in_no_statistic():
+    """Every fourth step pays 1000 at an observation of 1000: neither moments nor episodes nor the critic see it."""
+    quiet = {"trainer.iterations": 12, "trainer.buffer_size": 8, "algorithm.cfg.normalize_reward": True}
+    cfg = run("pausing", **quiet, **{"policy.normalize_obs": True, "algorithm.cfg.learning_rate": 0.05})
+    *_, (state, logs) = iterations(cfg)
+    assert (logs["episode_reward_avg_100"], logs["episode_length_avg_100"]) == (3.0, 3.0)
+    seen = state["norm", "obs"]  # 1, 2, 3 over and over
+    close(moments_variance(seen), [2 / 3])
+    close(seen["mean"], [2.0])
+    assert seen["count"] == 12 * 16 * 6
+    paid = state["norm", "reward", "moments"]  # 1, 1 + 0.9 and 1 + 0.9 + 0.81
+    close(paid["mean"], (1.0 + 1.9 + 2.71) / 3)
+    assert paid["count"] == 12 * 16 * 6
+    value = value_at(make_parts(cfg).policy, acting_params(state["params"], state["norm"]), [2.0])
+    close(value, [1.9 / float(moments_variance(paid).sqrt())], tol=0.2)  # of the second of three steps
+
+
+class Replay(gymnasium.vector.VectorEnv):
+    """A vector environment that pays what a rollout `[N, T + 1]` paid and ends where it ended."""
+
+    metadata = {"autoreset_mode": gymnasium.vector.AutoresetMode.SAME_STEP}  # noqa: RUF012
+
+    def __init__(self, rollouts: list[TensorDict]):
+        self.num_envs = rollouts[0].shape[0]
+        self.rows = [row for r in rollouts for row in r[:, :-1].unbind(1)]
+
+    def step(self, actions):
+        row = self.rows.pop(0)
+        return None, *(row[k].numpy() for k in ("reward", "terminated", "truncated")), {}
+
+
+def gae_loop(reward, value, next_value, done, gamma, gae_lambda):
+    """Value targets where nothing terminates, by a plain loop."""
+    out = np.zeros_like(reward)
+    for n in range(reward.shape[0]):
+        running = 0.0
+        for t in reversed(range(reward.shape[1])):
+            delta = reward[n, t] + gamma * next_value[n, t] - value[n, t]
+            running = delta + gamma * gae_lambda * running * (not done[n, t])
+            out[n, t] = running + value[n, t]
+    return out
+
+
+def test_rewards_are_normalised_as_by_gymnasium_but_for_the_freezing():
+    """Two iterations with time limits inside: moments, scaled value targets, raw rewards in the logs."""
+    base = {"trainer.num_envs": 3, "trainer.buffer_size": 12, "env.cfg.max_episode_steps": 5, "trainer.iterations": 2}
+    one_step = {"algorithm.cfg.n_epochs": 1, "algorithm.cfg.batch_size": 36, "algorithm.cfg.gae_lambda": 0.8}
+    cfg = run("pendulum", **base, **one_step, **{"algorithm.cfg.normalize_reward": True})
+    parts, algorithm, state, rollouts = make_parts(cfg), make_algorithm(cfg.algorithm), init_state(cfg), []
+    variance = 1.0
+    for iteration in range(2):
+        state, rollout = algorithm.collect(parts, state)
+        before = rollout.clone()
+        state, logs = algorithm.update(parts, state, rollout)
+        assert (rollout == before).all(), "the rollout keeps raw rewards"
+        rollouts.append(rollout)
+
+        theirs = NormalizeReward(Replay(rollouts), gamma=0.9, epsilon=1e-8)
+        theirs.return_rms.count = 0.0  # it starts with a ten-thousandth of a sample
+        for _ in range(12 * (iteration + 1)):
+            theirs.step(None)
+        moments = state["norm", "reward", "moments"]
+        close(moments["mean"], theirs.return_rms.mean, tol=1e-5)  # its sums are float32
+        close(moments_variance(moments), theirs.return_rms.var, tol=1e-5)
+        close(state["norm", "reward", "running"], torch.tensor(theirs.accumulated_reward), tol=1e-5)
+        assert rollout["truncated"].sum() == 6  # after steps 5 and 10, then 15 and 20
+
+        # Targets are of these rewards over the spread known before them; V of a time limit is in their units already.
+        s = {k: v.double().numpy() for k, v in transitions(rollout).items() if k in ("reward", "value", "next_value")}
+        scaled = np.clip(s["reward"] / np.sqrt(variance + 1e-8), -10.0, 10.0)
+        target = gae_loop(scaled, s["value"], s["next_value"], rollout["done"].numpy(), 0.9, 0.8)
+        close(logs["value_loss"], np.mean((s["value"] - target) ** 2), tol=1e-5)
+        variance = float(theirs.return_rms.var)
+        state = state.copy().update({"update_step": state["update_step"] + 1, "sample_step": state["sample_step"] + 36})
+
+
+def test_normalised_rewards_are_not_what_is_logged():
+    plain, normalised = (
+        run("cartpole", **{"algorithm.cfg.normalize_reward": on, "trainer.iterations": 1}) for on in (False, True)
+    )
+    (a, logs), (b, scaled) = iterations(plain)[0], iterations(normalised)[0]
+    assert (a["episode"] == b["episode"]).all()
+    assert torch.equal(logs["episode_reward_avg_100"], scaled["episode_reward_avg_100"])
+
+
+def test_the_adaptive_rate_lives_in_the_state():
+    """It moves within the bounds, goes on where it was, and a state that comes back is not warned of."""
+    block = {"name": "adaptive", "kwargs": {"desired_kl": 0.002, "factor": 1.25, "min_rate": 1e-4}}
+    cfg = run("cartpole", **{"algorithm.cfg.lr_scheduler": block, "trainer.iterations": 4})
+    through = iterations(cfg)
+    rates = [float(state["learning_rate"]) for state, _ in through]
+    assert len({0.01, *rates}) > 3
+    assert all(1e-4 <= rate <= 0.01 for rate in rates)
+    assert rates == [float(logs["learning_rate"]) for _, logs in through]
+    again = iterations(cfg, through[1][0])  # warnings are errors here
+    assert [float(state["learning_rate"]) for state, _ in again] == rates[2:]
+    assert (again[-1][0] == through[-1][0]).all()
+    assert through[-1][0]["hyper", "learning_rate"] == init_state(cfg)["hyper", "learning_rate"]
+
+
+def test_a_target_kl_ends_the_passes_early():
+    cfg = run(
+        "cartpole", **{"trainer.iterations": 2, "algorithm.cfg.n_epochs": 20, "algorithm.cfg.learning_rate": 0.01}
+    )
+    long, short = (iterations(c) for c in (cfg, cfg.replace(**{"algorithm.cfg.target_kl": 0.005})))
+    for _, logs in short:
+        assert 0.1 < logs["skipped_frac"] < 1.0
+        assert logs["approx_kl"] < 0.005
+    assert "skipped_frac" not in long[0][1]
+    assert short[0][0]["opt", "step"] < 80 == long[0][0]["opt", "step"]
+    taken = round(80 * (1 - float(short[0][1]["skipped_frac"])))
+    assert short[0][0]["opt", "step"] == taken
+
+
+BLOCKS = [
+    {"lr_scheduler": {"name": "adaptive", "kwargs": {"desired_kl": 0.02, "factor": 2.0}}},
+    {"lr_scheduler": {"name": "cosine", "kwargs": {"eta_min": 1e-5, "T_max": 3}}},
+    {"lr_scheduler": {"name": "linear"}, "learning_rate": None, "optimizer": {"name": "adamw"}},
+    {"batch_size": None, "num_minibatches": 3, "target_kl": 0.02},
+    {"clip_vloss": True, "critic_max_grad_norm": 0.3, "normalize_advantage": "none", "normalize_reward": True},
+    {"learning_rate": None, "optimizer": {"name": "sgd", "learning_rate": 0.1, "kwargs": {"momentum": 0.5}}},
+]
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: ",".join(block))
+def test_configs_survive_their_file_and_their_states_the_disk(block, tmp_path):
+    cfg = run(
+        "cartpole", **{f"algorithm.cfg.{key}": value for key, value in block.items()}, **{"trainer.iterations": 2}
+    )
+    assert config_from_dict(json.loads(json.dumps(cfg.model_dump(mode="json")))) == cfg
+    through = [state for state, _ in iterations(cfg)]
+    save(tmp_path / "half", through[0], cfg)
+    state, loaded = load(tmp_path / "half")
+    assert loaded == cfg
+    assert (iterations(loaded, state)[-1][0] == through[-1]).all()
+
+
+@pytest.mark.slow
+def test_compiled_learning_with_everything_on_equals_eager():
+    """Adaptive rate, early stop, clipped values, apart norms and reward statistics inside the compiled minibatch."""
+    block = {"name": "adaptive", "kwargs": {"desired_kl": 0.004, "min_rate": 1e-4}}
+    on = {"clip_vloss": True, "critic_max_grad_norm": 0.3, "normalize_reward": True, "target_kl": 0.02}
+    changes = {f"algorithm.cfg.{k}": v for k, v in (on | {"lr_scheduler": block, "batch_size": 100}).items()}
+    eager = run("cartpole", **changes, **{"trainer.iterations": 2, "policy.normalize_obs": True})
+    first, second = (iterations(c)[-1][0] for c in (eager, eager.replace(**{"trainer.compile": "on"})))
+    for name, leaf in first.flatten_keys("/").items():
+        close(second.flatten_keys("/")[name], leaf, tol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -132,11 +355,20 @@ def test_one_full_batch_epoch_is_one_step_of_torch_adam_on_the_papers_loss():
         ("ent_coef", 0.1),
         ("vf_coef", 0.1),
         ("max_grad_norm", 0.01),
+        ("lr_scheduler", {"name": "adaptive", "kwargs": {"desired_kl": 1e-6}}),
+        ("num_minibatches", 2),
+        ("target_kl", 1e-6),
+        ("clip_vloss", True),
+        ("critic_max_grad_norm", 0.1),
+        ("normalize_advantage", "minibatch"),
+        ("normalize_advantage", "none"),
+        ("normalize_reward", True),
     ],
 )
 def test_every_key_changes_the_parameters(key, value):
-    base = run("cartpole", **{"trainer.iterations": 2})
-    assert not same_params(base, base.replace(**{f"algorithm.cfg.{key}": value}))
+    base = run("cartpole", **{"trainer.iterations": 2, "algorithm.cfg.clip_coef": 0.05})
+    other = {"algorithm.cfg.batch_size": None} if key == "num_minibatches" else {}
+    assert not same_params(base, base.replace(**{f"algorithm.cfg.{key}": value}, **other))
 
 
 OPTIMIZERS = [
@@ -196,10 +428,11 @@ def test_a_policy_without_a_critic_is_refused():
         init(parts._replace(policy=replace(parts.policy, value=None)), rng.key(0))
 
 
-def test_a_batch_above_the_rollout_is_clamped_and_said():
+def test_a_batch_above_the_rollout_is_clamped_and_said_once():
     big, whole = (run("cartpole", **{"algorithm.cfg.batch_size": n, "trainer.iterations": 2}) for n in (1000, 256))
-    with pytest.warns(UserWarning, match=r"algorithm.cfg.batch_size 1000 is above the rollout's 256; using 256"):
+    with pytest.warns(UserWarning, match=r"algorithm.cfg.batch_size 1000 is above the rollout's 256") as said:
         assert same_params(big, whole)
+    assert len(said) == 1
 
 
 @pytest.mark.parametrize(

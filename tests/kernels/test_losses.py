@@ -313,7 +313,15 @@ def test_ppo_at_ratio_one_is_reinforce(seed):
 @given(seed=seeds)
 def test_the_order_of_entries_does_not_matter(seed):
     batch, order = random_batch(seed, 12), torch.randperm(12, generator=torch.Generator().manual_seed(seed))
-    for kernel in (clipped_surrogate, value_loss, clipped_value_loss, explained_variance, ppo_loss, ppo_loss_clipped_value, grpo_loss):
+    for kernel in (
+        clipped_surrogate,
+        value_loss,
+        clipped_value_loss,
+        explained_variance,
+        ppo_loss,
+        ppo_loss_clipped_value,
+        grpo_loss,
+    ):
         shuffled, plain = run(kernel, {k: v[order] for k, v in batch.items()})[0], run(kernel, batch)[0]
         close(shuffled, plain, tol=1e-4)
 

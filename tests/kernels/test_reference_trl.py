@@ -15,7 +15,7 @@ from tensordict import TensorDict
 
 from ecrl.kernels import group_advantages, grpo_advantages, grpo_loss
 
-pytestmark = pytest.mark.ref
+pytestmark = [pytest.mark.ref, pytest.mark.slow]  # importing trl takes 13 s
 F64 = torch.float64
 EPS = 1e-4  # what TRL adds to its standard deviation
 
@@ -45,8 +45,13 @@ def trls_advantages(trainer, rewards, group_size):
     ones = [[1]] * n
     held = SimpleNamespace(
         accelerator=Accelerator(),
-        model=SimpleNamespace(training=True),
-        args=SimpleNamespace(per_device_train_batch_size=n, gradient_accumulation_steps=1, steps_per_generation=1),
+        model=SimpleNamespace(training=True, is_gradient_checkpointing=False),
+        args=SimpleNamespace(
+            per_device_train_batch_size=n,
+            gradient_accumulation_steps=1,
+            steps_per_generation=1,
+            gradient_checkpointing_kwargs=None,
+        ),
         environment_factories=None,
         environments=None,
         tools=None,

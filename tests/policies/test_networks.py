@@ -217,13 +217,20 @@ def test_layers_that_depend_on_the_batch_or_on_chance_are_refused_by_name(layer,
         pure(lambda: nn.Sequential(layer, nn.Linear(3, 2)), "network 'mine'", False)
 
 
-@pytest.mark.parametrize(
-    "layer", [nn.BatchNorm1d(3).eval(), nn.Dropout(0.5).eval(), nn.Dropout(0.0), nn.InstanceNorm1d(3), nn.LayerNorm(3)]
-)
+@pytest.mark.parametrize("layer", [nn.BatchNorm1d(3).eval(), nn.Dropout(0.5).eval(), nn.Dropout(0.0), nn.LayerNorm(3)])
 def test_the_same_layers_at_rest_are_not(layer):
     net = pure(lambda: nn.Sequential(nn.Linear(3, 3), layer), "network 'mine'", False)
     weights, x = net.init(), torch.linspace(-1.0, 1.0, 12).reshape(4, 3)
     close(net.forward(weights, x)[:2], net.forward(weights, x[:2]).detach())
+
+
+def test_a_module_that_is_handed_out_again_and_again_keeps_its_weights():
+    trained = nn.Linear(3, 2)
+    net = pure(lambda: trained, "trained", False)
+    weights = net.init()
+    assert torch.equal(weights["weight"], trained.weight)
+    weights["weight"].zero_()
+    assert trained.weight.abs().sum() > 0 and trained.weight.device.type == "cpu"
 
 
 def test_a_module_without_weights_is_refused():
@@ -238,7 +245,8 @@ def test_bf16_rounds_the_layers_and_nothing_else(variant):
     out = variant(_net(cfg, bf16=True).forward)(weights, x)
     assert out.dtype == (torch.float64 if variant.name == "double" else torch.float32)
     error = (out.float() - exact).abs().max()
-    assert 1e-5 < error < 0.02, "bfloat16 keeps 8 bits"
+    assert error < 0.02, "bfloat16 keeps 8 bits"
+    assert error > 1e-5 or variant.name == "double", "autocast leaves float64 alone"
 
 
 def test_bf16_gradients_are_float32_and_close():

@@ -1,0 +1,302 @@
+"""Learning from minibatches, on losses whose every step can be said in advance."""
+
+import warnings
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from conftest import assert_pure, close
+from tensordict import TensorDict
+
+from ecrl import rng
+from ecrl.algorithms.core import Parts
+from ecrl.algorithms.minibatch import MinibatchConfig, check_groups, learn, mean_logs, shuffled, sizes_of
+from ecrl.algorithms.optimizer import learning_state
+from ecrl.algorithms.ppo import PPOConfig
+from ecrl.config import config_from_dict
+from ecrl.errors import ConfigError
+
+CPU = torch.device("cpu")
+SGD = {"name": "sgd", "learning_rate": 0.1}
+NET = {"network_cfg": {"hidden_sizes": [4]}}
+
+
+def setup(rows: int = 8, mask: Any = None, params: Any = None, **cfg: Any) -> tuple[Parts, TensorDict, TensorDict]:
+    """Parts, state and rows `x = 1, 2, ..` for `learn`; unless said otherwise 8 steps of SGD at rate 0.1."""
+    cfg = {"n_epochs": 2, "batch_size": 2, "optimizer": SGD, "max_grad_norm": 100.0} | cfg
+    made = config_from_dict(
+        {
+            "trainer": {"iterations": 4, "compile": "off"},
+            "env": "cartpole",
+            "policy": {"name": "actor_critic", "actor": NET, "critic": NET},
+            "algorithm": {"name": "ppo", "cfg": cfg},
+        }
+    )
+    params = TensorDict({"w": torch.tensor(0.0)}, []) if params is None else params
+    algorithm: Any = made.algorithm.cfg
+    numbers = {name: getattr(algorithm, name) for name in ("target_kl", "critic_max_grad_norm")}
+    state = learning_state(algorithm, params, numbers, CPU)
+    state |= {"norm": TensorDict({}, []), "key": rng.key(5), "update_step": torch.tensor(0)}
+    mask = torch.ones(rows, dtype=torch.bool) if mask is None else torch.tensor(mask)
+    data = TensorDict({"x": torch.arange(1.0, rows + 1), "mask": mask}, [rows])
+    return Parts(None, None, made, partial), TensorDict(state, []), data  # pyright: ignore
+
+
+def walk(policy: None, kl_of: Any, params: TensorDict, batch: TensorDict, mask: torch.Tensor, hyper: TensorDict):
+    """Gradient -1: `w` grows by the learning rate at each step. The KL is what `kl_of` makes of `w`."""
+    counted = mask.sum().to(torch.float32)
+    return -params["w"] * (counted > 0), {"approx_kl": kl_of(params["w"].detach()), "count": counted}
+
+
+def itself(w: torch.Tensor) -> torch.Tensor:
+    return w.clone()
+
+
+def test_shuffled_visits_every_row_once_per_epoch_and_fills_up_small_batches():
+    index, real = shuffled(rng.key(0), [4, 4, 2], n_epochs=3)
+    assert index.shape == real.shape == (9, 4)
+    for epoch in range(3):
+        rows, counted = index[3 * epoch : 3 * epoch + 3], real[3 * epoch : 3 * epoch + 3]
+        assert sorted(rows[counted].tolist()) == list(range(10))
+        assert counted.sum(1).tolist() == [4, 4, 2]
+        assert not counted[-1, 2:].any()
+        assert set(rows[-1, 2:].tolist()) == {int(rows[-1, 0])}  # a row of its own batch: nothing else can be let in
+    assert index[:3].tolist() != index[3:6].tolist()
+
+
+@pytest.mark.parametrize(
+    ("cfg", "rows", "sizes"),
+    [
+        ({"batch_size": 4}, 12, [4, 4, 4]),
+        ({"batch_size": 4}, 10, [4, 4, 2]),
+        ({"batch_size": 10}, 10, [10]),
+        ({}, 130, [64, 64, 2]),
+        ({"num_minibatches": 3}, 12, [4, 4, 4]),
+        ({"num_minibatches": 3}, 10, [4, 3, 3]),
+        ({"num_minibatches": 6}, 10, [2, 2, 2, 2, 1, 1]),  # six, where ten rows in twos would be five
+        ({"num_minibatches": 1}, 10, [10]),
+    ],
+)
+def test_sizes(cfg, rows, sizes):
+    assert sizes_of(MinibatchConfig(**cfg), rows) == sizes
+
+
+@pytest.mark.parametrize("key", ["batch_size", "num_minibatches"])
+def test_more_than_the_rollout_holds_is_lowered_and_said_once(key):
+    cfg, expected = MinibatchConfig(**{key: 11}), {"batch_size": [7], "num_minibatches": [1] * 7}
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert sizes_of(cfg, 7) == sizes_of(cfg, 7) == expected[key]
+    assert [str(w.message) for w in said] == [f"algorithm.cfg.{key} 11 is above the rollout's 7 transitions; using 7"]
+
+
+def test_one_of_size_and_number():
+    with pytest.raises(ValueError, match="batch_size stands beside num_minibatches; keep one of them"):
+        MinibatchConfig(batch_size=4, num_minibatches=4)
+
+
+def test_mean_logs_weights_by_count():
+    # 3 rows with loss 1 and 1 row with loss 5: (3 * 1 + 1 * 5) / 4; what does not count may be anything
+    counts = {1.0: 3.0, 5.0: 1.0, float("inf"): 0.0, float("nan"): 0.0}
+    steps = [{"loss": torch.tensor(loss), "count": torch.tensor(count)} for loss, count in counts.items()]
+    assert mean_logs(steps) == {"loss": torch.tensor(2.0)}
+    assert mean_logs(steps[2:]) == {"loss": torch.tensor(0.0)}
+
+
+def test_learn_is_pure_and_takes_every_step():
+    parts, state, rows = setup()
+    after, logs = assert_pure(learn, parts, state, rows, walk, itself)
+    close(after["params", "w"], 0.8)  # 2 epochs of 4 steps of 0.1
+    close(logs["approx_kl"], 0.35)  # the mean of 0, 0.1, .., 0.7
+    close(logs["grad_norm"], 1.0)
+    assert set(logs) == {"approx_kl", "grad_norm", "learning_rate"}
+    assert "learning_rate" not in after
+
+
+# `w` is 0, 0.1, 0.2, .. before each of the 8 steps. The first one whose KL is above the target does not happen.
+@pytest.mark.parametrize(("target", "steps", "kl"), [(0.25, 3, 0.1), (0.05, 1, 0.0), (0.65, 7, 0.3), (9.0, 8, 0.35)])
+def test_beyond_the_target_kl_nothing_moves(target, steps, kl):
+    parts, state, rows = setup(target_kl=target)
+    after, logs = learn(parts, state, rows, walk, itself)
+    close(after["params", "w"], 0.1 * steps)
+    assert after["opt", "step"] == steps
+    close(logs["skipped_frac"], (8 - steps) / 8)
+    close(logs["approx_kl"], kl)
+    close(logs["grad_norm"], 1.0)
+
+
+def test_a_stop_is_latched():
+    """The KL falls again after the stop, as with a noisy minibatch, and nothing goes on."""
+    seen = []
+
+    def once(policy, variant, params, batch, mask, hyper):
+        seen.append(len(seen))
+        return -params["w"], {"approx_kl": torch.tensor(float(seen[-1] == 2)), "count": mask.sum().float()}
+
+    parts, state, rows = setup(target_kl=0.5)
+    after, logs = learn(parts, state, rows, once, None)
+    close(after["params", "w"], 0.2)
+    close(logs["skipped_frac"], 6 / 8)
+
+
+def test_the_stop_is_forgotten_with_the_next_rollout():
+    parts, state, rows = setup(target_kl=0.25)
+    zero = TensorDict({"w": torch.tensor(0.0)}, [])
+    for _ in range(2):
+        state, logs = learn(parts, state.copy().set("params", zero), rows, walk, itself)
+        close(state["params", "w"], 0.3)
+        close(logs["skipped_frac"], 5 / 8)
+
+
+@pytest.mark.parametrize("junk", [float("inf"), float("nan")])
+def test_what_a_skipped_step_holds_reaches_neither_parameters_nor_logs(junk):
+    def explode(policy, variant, params, batch, mask, hyper):
+        wild = params["w"].detach() > 0.15
+        kl = torch.where(wild, torch.inf, 0.0)
+        logs = {"approx_kl": kl, "other": torch.where(wild, junk, 7.0), "count": mask.sum().float()}
+        return -params["w"] * torch.where(wild, junk, 1.0), logs
+
+    parts, state, rows = setup(target_kl=0.5)
+    after, logs = learn(parts, state, rows, explode, None)
+    close(after["params", "w"], 0.2)
+    close(logs["other"], 7.0)
+    close(logs["approx_kl"], 0.0)
+    close(logs["grad_norm"], 1.0)
+
+
+def adaptive(**kwargs: Any) -> dict[str, Any]:
+    return {"lr_scheduler": {"name": "adaptive", "kwargs": {"min_rate": 0.01, "max_rate": 0.3} | kwargs}}
+
+
+def test_adaptive_rate_by_hand():
+    # desired 0.25: above 0.5 the rate is halved, below 0.125 doubled, before the step that measured it. From rate 0.1:
+    # w 0 -> rate 0.2; 0.2 -> as it is; 0.4 -> as it is; 0.6 -> 0.1; 0.7 -> 0.05; 0.75 -> 0.025; .775 -> .0125;
+    # .7875 -> 0.00625, held at 0.01
+    parts, state, rows = setup(**adaptive(desired_kl=0.25, factor=2.0))
+    after, logs = learn(parts, state, rows, walk, itself)
+    close(after["params", "w"], 0.7975)
+    close(after["learning_rate"], 0.01)
+    close(logs["learning_rate"], 0.01)
+    close(state["learning_rate"], 0.1)
+    assert after["hyper", "learning_rate"] == state["hyper", "learning_rate"]
+
+
+def test_adaptive_rate_goes_on_from_the_last_rollout_and_stays_in_its_bounds():
+    # never any KL: 0.1 * 1.5^2 = 0.225 in one pass of two steps; then held at 0.3
+    parts, state, rows = setup(rows=4, n_epochs=1, **adaptive(factor=1.5))
+    for expected in (0.225, 0.3, 0.3):
+        state, _ = learn(parts, state, rows, walk, torch.zeros_like)
+        close(state["learning_rate"], expected)
+
+
+def test_the_rate_rests_once_the_target_is_exceeded():
+    """The KL that stops is an answer to the steps before, so the rate heeds it; of later ones there is no news."""
+    parts, state, rows = setup(target_kl=0.25, **adaptive(desired_kl=0.1, factor=2.0))
+    after, logs = learn(parts, state, rows, walk, itself)
+    # w 0 -> rate 0.2; 0.2 is between 0.05 and 0.2 (float32: 0.2 is not above 2 * 0.1) -> w 0.4, above 0.25: stop, halve
+    close(after["params", "w"], 0.4)
+    close(after["learning_rate"], 0.1)
+    close(logs["skipped_frac"], 6 / 8)
+
+
+def test_a_minibatch_in_which_nothing_counts_is_no_evidence():
+    parts, state, rows = setup(rows=4, mask=[False] * 4, **adaptive(factor=1.5))
+    after, logs = learn(parts, state, rows, walk, itself)
+    assert after["params", "w"] == 0.0
+    close(after["learning_rate"], 0.1)
+    assert all(torch.isfinite(log) for log in logs.values())
+
+
+def test_masked_rows_and_filling_do_not_reach_the_loss():
+    """5 rows in batches of 2, of which the third is filled up, and one row is masked: each epoch sums 1 + 2 + 4 + 5."""
+
+    def summed(policy, variant, params, batch, mask, hyper):
+        total = batch["x"].masked_fill(~mask, 0.0).sum()
+        return -params["w"] * total, {"approx_kl": total * 0, "count": mask.sum().float()}
+
+    parts, state, rows = setup(rows=5, mask=[True, True, False, True, True])
+    rows["x"][2] = torch.nan
+    after, _ = learn(parts, state, rows, summed, None)
+    close(after["params", "w"], 0.1 * 2 * 12)
+
+
+def two_groups() -> TensorDict:
+    return TensorDict({"actor": {"a": torch.tensor(0.0)}, "critic": {"c": torch.tensor(0.0)}}, [])
+
+
+def pull(policy, variant, params, batch, mask, hyper):
+    """Gradients 3 and 4."""
+    value = -3.0 * params["actor", "a"] - 4.0 * params["critic", "c"]
+    return value, {"approx_kl": value.detach() * 0, "count": mask.sum().float()}
+
+
+def test_clipping_together_and_apart():
+    once = {"rows": 2, "n_epochs": 1, "params": two_groups(), "max_grad_norm": 1.0}
+    parts, state, rows = setup(**once)  # norm 5 held at 1: 3/5 and 4/5, at rate 0.1
+    after, logs = learn(parts, state, rows, pull, None)
+    close(after["params", "actor", "a"], 0.06)
+    close(after["params", "critic", "c"], 0.08)
+    close(logs["grad_norm"], 5.0)
+    assert "critic_grad_norm" not in logs
+
+    parts, state, rows = setup(**once, critic_max_grad_norm=2.0)  # 3 held at 1, and 4 at 2
+    after, logs = learn(parts, state, rows, pull, None)
+    close(after["params", "actor", "a"], 0.1)
+    close(after["params", "critic", "c"], 0.2)
+    close(logs["grad_norm"], 3.0)
+    close(logs["critic_grad_norm"], 4.0)
+
+
+def test_a_critics_norm_needs_a_critic():
+    cfg = PPOConfig(critic_max_grad_norm=1.0)
+    check_groups(two_groups(), cfg)
+    with pytest.raises(ConfigError, match="critic_max_grad_norm: the policy has no parameters 'critic', only actor"):
+        check_groups(two_groups().exclude("critic"), cfg)
+
+
+OPTIMIZERS = [
+    ("adam", {"betas": [0.8, 0.95], "eps": 1e-3}, lambda p: torch.optim.Adam(p, 0.1, betas=(0.8, 0.95), eps=1e-3)),
+    ("adamw", {"weight_decay": 0.3}, lambda p: torch.optim.AdamW(p, 0.1, weight_decay=0.3)),
+    ("sgd", {"momentum": 0.7}, lambda p: torch.optim.SGD(p, 0.1, momentum=0.7)),
+    ("rmsprop", {"alpha": 0.9, "eps": 1e-2}, lambda p: torch.optim.RMSprop(p, 0.1, alpha=0.9, eps=1e-2)),
+]
+SCHEDULES = [
+    (None, None),
+    ({"name": "linear"}, lambda o: torch.optim.lr_scheduler.LinearLR(o, 1.0, 0.0, 4)),  # 4 iterations
+    ({"name": "cosine", "kwargs": {"eta_min": 0.02}}, lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 4, 0.02)),
+    ({"name": "step", "kwargs": {"step_size": 2, "gamma": 0.1}}, lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.1)),
+    ({"name": "exponential", "kwargs": {"gamma": 0.5}}, lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5)),
+]
+
+
+def regression(policy, variant, params, batch, mask, hyper):
+    error = (batch["x"] / 5.0 * params["w"] - 3.0).masked_fill(~mask, 0.0).square().sum() / mask.sum()
+    return error, {"approx_kl": error.detach() * 0, "count": mask.sum().float()}
+
+
+@pytest.mark.ref
+@pytest.mark.parametrize(("name", "kwargs", "make"), OPTIMIZERS, ids=lambda x: x if isinstance(x, str) else "")
+@pytest.mark.parametrize(
+    ("schedule", "make_schedule"), SCHEDULES, ids=lambda x: x["name"] if isinstance(x, dict) else ""
+)
+def test_four_rollouts_as_torchs_optimisers_and_schedules(name, kwargs, make, schedule, make_schedule):
+    optimizer = {"name": name, "learning_rate": 0.1, "kwargs": kwargs}
+    parts, state, rows = setup(rows=5, optimizer=optimizer, lr_scheduler=schedule)
+    w = torch.nn.Parameter(torch.tensor(0.0))
+    theirs = make([w])
+    scheduler = make_schedule(theirs) if make_schedule else None
+    for iteration in range(4):
+        key = rng.fold_in(rng.fold_in(state["key"], rng.UPDATE), torch.tensor(iteration))
+        index, real = shuffled(key, [2, 2, 1], 2)
+        for i, r in zip(index, real, strict=True):
+            theirs.zero_grad()
+            (rows["x"][i][r] / 5.0 * w - 3.0).square().mean().backward()
+            theirs.step()
+        rate = theirs.param_groups[0]["lr"]
+        state, logs = learn(parts, state, rows, regression, None)
+        state["update_step"] = state["update_step"] + 1
+        close(logs["learning_rate"], rate)
+        close(state["params", "w"], w.detach(), tol=1e-4)  # 24 steps, bias corrections in float64 here
+        if scheduler:
+            scheduler.step()

@@ -1,0 +1,149 @@
+"""Learning rates: the numbers of a state, schedules by hand, the adaptive rate and what is refused."""
+
+import math
+
+import pytest
+import torch
+from conftest import close
+from hypothesis import given
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from ecrl.algorithms.optimizer import (
+    LearningConfig,
+    SchedulerConfig,
+    adapted_rate,
+    hyper_tensors,
+    learning_state,
+    optimizer_of,
+    scheduled,
+)
+
+CPU = torch.device("cpu")
+PARAMS = TensorDict({"w": torch.zeros(2)}, [])
+
+
+def learning(**cfg) -> LearningConfig:
+    return LearningConfig.model_validate(cfg)
+
+
+def made(cfg: LearningConfig, **numbers) -> dict:
+    return learning_state(cfg, PARAMS, numbers, CPU)
+
+
+def test_the_numbers_of_a_state():
+    cfg = learning(optimizer={"name": "adamw", "learning_rate": 0.25, "kwargs": {"betas": [0.5, 0.75]}})
+    state = made(cfg, gamma=0.5, target_kl=None)
+    assert set(state) == {"params", "opt", "hyper"}
+    assert set(state["hyper"].keys()) == {"gamma", "learning_rate", "max_grad_norm", "optimizer"}
+    expected = {"beta1": 0.5, "beta2": 0.75, "eps": 1e-8, "weight_decay": 0.01}
+    assert set(state["hyper"]["optimizer"].keys()) == set(expected)
+    for name, value in expected.items():
+        close(state["hyper"]["optimizer"][name], value)
+    assert all(x.ndim == 0 and x.dtype == torch.float32 for x in state["hyper"].values(True, True))
+    assert set(state["opt"].keys()) == {"mu", "nu", "step"}
+
+
+@pytest.mark.parametrize(
+    ("cfg", "name", "rate"),
+    [
+        ({}, "adam", 3e-4),
+        ({"learning_rate": 0.5}, "adam", 0.5),
+        ({"optimizer": {"name": "sgd", "learning_rate": 0.25}}, "sgd", 0.25),
+        ({"optimizer": {"name": "rmsprop"}}, "rmsprop", 3e-4),
+    ],
+)
+def test_the_optimiser_of_a_config(cfg, name, rate):
+    chosen = optimizer_of(learning(**cfg))
+    assert (chosen.name, chosen.learning_rate) == (name, rate)
+
+
+def test_an_adaptive_rate_is_part_of_the_state():
+    state = made(learning(learning_rate=0.005, lr_scheduler={"name": "adaptive"}))
+    close(state["learning_rate"], 0.005)
+    assert state["learning_rate"] is not state["hyper"]["learning_rate"]
+    assert set(state["hyper"]["adaptive"].keys()) == {"desired_kl", "factor", "min_rate", "max_rate"}
+
+
+def rates(cfg: dict | None, base: float, iterations: int, steps: int) -> list[float]:
+    schedule = None if cfg is None else SchedulerConfig.model_validate(cfg)
+    state = TensorDict({"hyper": {"learning_rate": torch.tensor(base)}, "update_step": torch.tensor(0)}, [])
+    out = [scheduled(schedule, state.set("update_step", torch.tensor(t)), iterations) for t in range(steps)]
+    assert all(rate.dtype == torch.float32 and rate.ndim == 0 for rate in out)
+    return [float(rate) for rate in out]
+
+
+@pytest.mark.parametrize(
+    ("cfg", "expected"),
+    [
+        (None, [0.8] * 6),
+        ({"name": "linear"}, [0.8, 0.6, 0.4, 0.2, 0.0, 0.0]),  # over the 4 iterations of the run
+        (
+            {"name": "linear", "kwargs": {"start_factor": 0.5, "end_factor": 1.0, "total_iters": 2}},
+            [0.4, 0.6, *[0.8] * 4],
+        ),
+        ({"name": "cosine"}, [0.8, 0.4 + 0.4 * math.sqrt(0.5), 0.4, 0.4 - 0.4 * math.sqrt(0.5), 0.0, 0.0]),
+        ({"name": "cosine", "kwargs": {"eta_min": 0.2, "T_max": 2}}, [0.8, 0.5, 0.2, 0.2, 0.2, 0.2]),
+        ({"name": "step", "kwargs": {"step_size": 3, "gamma": 0.5}}, [0.8, 0.8, 0.8, 0.4, 0.4, 0.4]),
+        ({"name": "exponential", "kwargs": {"gamma": 0.5}}, [0.8, 0.4, 0.2, 0.1, 0.05, 0.025]),
+    ],
+)
+def test_schedules_by_hand(cfg, expected):
+    close(torch.tensor(rates(cfg, 0.8, 4, 6)), expected, tol=1e-6)
+
+
+def test_a_rate_that_was_set_to_zero_stays_zero_under_every_schedule():
+    for name in ("linear", "cosine", "step", "exponential"):
+        assert rates({"name": name}, 0.0, 4, 5) == [0.0] * 5
+
+
+ADAPTIVE = {"desired_kl": 0.01, "factor": 2.0, "min_rate": 0.25, "max_rate": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("rate", "kl", "expected"),
+    [
+        (1.0, 0.021, 0.5),
+        (1.0, 0.019, 1.0),
+        (1.0, 0.006, 1.0),
+        (1.0, 0.004, 2.0),
+        (1.0, 0.0, 2.0),
+        (0.3, 9.0, 0.25),
+        (1.5, 0.0, 2.0),
+        (1.0, float("inf"), 0.5),
+    ],
+)
+def test_adapted_rate_by_hand(variant, rate, kl, expected):
+    hyper = hyper_tensors({"adaptive": ADAPTIVE}, CPU)
+    close(variant(adapted_rate)(torch.tensor(rate), torch.tensor(kl), hyper), expected)
+
+
+@given(st.floats(0.25, 2.0), st.floats(0.0, 1.0))
+def test_adapted_rate_is_bounded_and_falls_with_the_kl(rate, kl):
+    hyper = hyper_tensors({"adaptive": ADAPTIVE}, CPU)
+    out, more = (float(adapted_rate(torch.tensor(rate), torch.tensor(x), hyper)) for x in (kl, kl + 0.1))
+    assert 0.25 <= more <= out <= 2.0
+    assert float(adapted_rate(torch.tensor(rate), torch.tensor(kl), TensorDict({}, []))) == torch.tensor(rate)
+
+
+@pytest.mark.parametrize(
+    ("cfg", "message"),
+    [
+        (
+            {"learning_rate": 0.1, "lr_scheduler": {"name": "adaptive"}},
+            "learning_rate 0.1 is outside the min_rate 1e-05 to max_rate 0.01 of lr_scheduler",
+        ),
+        (
+            {"lr_scheduler": {"name": "adaptive", "kwargs": {"min_rate": 1e-3}}},
+            "learning_rate 0.0003 is outside the min_rate",
+        ),
+        ({"lr_scheduler": {"name": "adaptive", "kwargs": {"factor": 1.0}}}, "factor"),
+        ({"lr_scheduler": {"name": "adaptive", "kwargs": {"gamma": 0.5}}}, "adaptive does not use 'gamma'"),
+        ({"lr_scheduler": {"name": "linear", "kwargs": {"desired_kl": 0.5}}}, "linear does not use 'desired_kl'"),
+        ({"lr_scheduler": {"name": "plateau"}}, "name"),
+        ({"learning_rate": 0.1, "optimizer": {"name": "sgd"}}, "learning_rate stands beside optimizer.learning_rate"),
+    ],
+)
+def test_faults(cfg, message):
+    with pytest.raises(ValueError, match=message):
+        learning(**cfg)

@@ -1,0 +1,91 @@
+"""What the keys need to matter that no built-in part has; registered for the tests of every key alone."""
+
+import time
+
+import gymnasium
+import numpy as np
+import torch
+from pydantic import Field
+from tensordict import TensorDict
+from torch import nn
+
+from ecrl import registry, rng
+from ecrl.envs import Env, time_limit
+from ecrl.registry import register_env, register_event, register_network
+from ecrl.spaces import box, dict_space
+from ecrl.strict import ConfigModel
+
+KINDS = ("env", "network", "event")
+
+
+class TwoPartsConfig(ConfigModel):
+    """No settings."""
+
+
+class OneLayerConfig(ConfigModel):
+    """No settings."""
+
+
+class NudgeConfig(ConfigModel):
+    """How far."""
+
+    by: float = Field(0.3, description="added to the angle, rad")
+
+
+def two_parts(cfg: TwoPartsConfig) -> Env:
+    """Observes a place and another number; actions in +-1 are felt beyond it: reward `-(place + action)^2`."""
+
+    def state_of(keys, place, reward):
+        no = torch.zeros(keys.shape, dtype=torch.bool)
+        obs = TensorDict({"place": place, "other": torch.sin(3.0 * place)}, keys.shape)
+        fields = {"obs": obs, "reward": reward, "terminated": no, "truncated": no.clone()}
+        return TensorDict(fields, keys.shape)
+
+    def reset(keys):
+        return state_of(keys, rng.uniform(keys, (1,)), torch.zeros(keys.shape))
+
+    def step(state, action, noise):
+        place = state["obs", "place"] + 0.1 * action
+        after = state_of(state["reward"], place, -(state["obs", "place"] + action).square().sum(-1))
+        return state.copy().update(after)
+
+    space = dict_space({"place": box(-10.0, 10.0, 1), "other": box(-1.0, 1.0, 1)})
+    return time_limit(Env(reset, step, space, box(-1.0, 1.0, 1)), 5)
+
+
+def one_layer(cfg: OneLayerConfig, inputs: int, outputs: int) -> nn.Module:
+    """A linear layer."""
+    return nn.Linear(inputs, outputs)
+
+
+def nudge(cfg: NudgeConfig):
+    """Add to the angle of a pendulum."""
+    return lambda state, keys: state.copy().update({"angle": state["angle"] + cfg.by})
+
+
+def register() -> None:
+    """Register the parts, in copies of the registries."""
+    for kind in KINDS:
+        registry._ENTRIES[kind] = dict(registry._ENTRIES[kind])
+    register_env("two_parts")(two_parts)
+    register_network("one_layer")(one_layer)
+    register_event("nudge")(nudge)
+    gymnasium.register("Napping-v0", napping())
+
+
+def napping() -> type[gymnasium.Env]:
+    """Takes a second for its third step. A class made here travels to workers by value: they need no tests."""
+
+    class Napping(gymnasium.Env):
+        observation_space, action_space = gymnasium.spaces.Box(0, 9, (1,)), gymnasium.spaces.Discrete(2)
+
+        def reset(self, *, seed=None, options=None):
+            self.taken = 0
+            return np.zeros(1, np.float32), {}
+
+        def step(self, action):
+            self.taken += 1
+            time.sleep(self.taken == 3)
+            return np.full(1, self.taken, np.float32), 1.0, False, self.taken == 9, {}
+
+    return Napping

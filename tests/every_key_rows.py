@@ -1,0 +1,242 @@
+"""One row or more per key of the schema: a config in which the key matters, another value, and what it must change."""
+
+from typing import Any, NamedTuple
+
+from every_key_schema import path_of
+from every_key_seen import (
+    NET,
+    Changes,
+    See,
+    answer,
+    best,
+    device,
+    evaluations,
+    files,
+    folder_name,
+    form,
+    matrices,
+    one_of_two,
+    params,
+    processes,
+    refused,
+    tracked,
+)
+
+
+class Row(NamedTuple):
+    """`see(base)` must differ from `see` of the base with the key, at `path`, changed to `value`."""
+
+    key: str
+    value: Any
+    base: Changes
+    see: See = params
+    path: str = ""
+
+    @property
+    def changed(self) -> Changes:
+        """The base with this one key changed."""
+        return self.base | {self.path or path_of(self.key): self.value}
+
+
+def rows(part: str, base: Changes, **values: Any) -> list[Row]:
+    """Rows of a part that are seen in the parameters, all on one base."""
+    return [Row(f"{part}.{name}", value, base) for name, value in values.items()]
+
+
+def alg(**changes: Any) -> Changes:
+    """Keys of the algorithm."""
+    return {f"algorithm.cfg.{name}": value for name, value in changes.items()}
+
+
+ACTOR = {"name": "actor_only", "actor": NET}
+BOTH = {"name": "actor_critic", "actor": NET, "critic": NET}
+PPO: Changes = {}
+APG: Changes = {"env": {"name": "point_mass"}, "policy": ACTOR, "algorithm": {"name": "apg"}}
+FAST = alg(learning_rate=1e-2, n_epochs=4)  # far enough from the old policy that clipping is felt
+PENDULUM = {"env": {"name": "pendulum", "cfg": {"max_episode_steps": 5}}}
+GRPO = {**PENDULUM, "policy": ACTOR, "algorithm": {"name": "grpo", "cfg": {"n_epochs": 2, "batch_size": 32}}}
+EVAL = {**PENDULUM, "trainer.enable_eval": True, "trainer.eval_freq": 64}
+GYM = {"env": {"name": "gymnasium", "cfg": {"id": "CartPole-v1"}}}
+PUSH = {"func": "randomize_field", "mode": "interval", "params": {"field": "angle", "low": -0.1, "high": 0.1}}
+EVENT = {**PENDULUM, "trainer.events.train.push": PUSH}
+EVAL_EVENT = {**EVAL, "trainer.events.eval.push": PUSH}
+
+TRAINER = [
+    Row("trainer.exp_name", "another", {}, folder_name),
+    Row("trainer.device", "cuda:1", {}, device),
+    Row("trainer.compile", "on", {}, form),
+    Row("trainer.distributed", True, {}, one_of_two),
+    Row("trainer.tf32", True, {}, matrices),
+    *rows("trainer", {}, seed=2, num_envs=4, iterations=3, buffer_size=16),
+    Row("trainer.enable_eval", True, EVAL | {"trainer.enable_eval": False}, evaluations),
+    Row("trainer.eval_freq", 128, EVAL, evaluations),
+    Row("trainer.num_eval_envs", 1, EVAL | {"trainer.num_eval_episodes": 4}, evaluations),
+    Row("trainer.num_eval_episodes", 3, EVAL, evaluations),
+    Row("trainer.eval_seed", 3, EVAL, evaluations),
+    Row("trainer.best_eval_metric", "eval/std_reward", EVAL | {"trainer.iterations": 4}, best),
+    Row("trainer.best_eval_mode", "min", EVAL | {"trainer.iterations": 4}, best),
+    Row("trainer.save_freq", 64, {}, files),
+    Row("trainer.use_wandb", True, {}, tracked),
+    Row("trainer.wandb_project_name", "another", {"trainer.use_wandb": True}, tracked),
+]
+EVENTS = [
+    Row(f"trainer.events.{use}.*.{key}", value, base, see)
+    for use, base, see in (("train", EVENT, params), ("eval", EVAL_EVENT, evaluations))
+    for key, value in (("func", "nudge"), ("mode", "reset"), ("interval_step", 2))
+] + rows("event.randomize_field", EVENT, field="speed", low=-0.2, high=0.2, operation="add")
+
+POINT_MASS = {"env": {"name": "point_mass"}}
+SLOW = {"env": {"name": "gymnasium:Napping-v0", "cfg": {"asynchronous": True}}, "trainer.num_envs": 1}
+
+ENVS = [
+    Row("env.name", "point_mass", PENDULUM),
+    *rows("env.cartpole", {}, gravity=5.0, cart_mass=2.0, pole_mass=0.5, half_length=1.0, force=5.0, dt=0.05),
+    *rows("env.cartpole", {}, max_position=0.05, max_angle=0.02, start=0.2, max_episode_steps=3),
+    *rows("env.pendulum", PENDULUM, gravity=5.0, mass=2.0, length=2.0, dt=0.1, max_speed=0.5, max_torque=0.5),
+    *rows("env.pendulum", PENDULUM, max_episode_steps=3),
+    *rows("env.point_mass", POINT_MASS, max_episode_steps=3, workspace_half=2.0, mass=2.0, force_scale=1.0),
+    *rows("env.point_mass", POINT_MASS, linear_damping=1.0, dt=0.1, success_threshold=1.0),
+    *rows("env.point_mass", POINT_MASS, obstacle_radius_range=[0.2, 0.3], obstacle_min_goal_distance=0.5),
+    *rows("env.point_mass", {"env": {"name": "point_mass", "cfg": {"success_threshold": 1.0}}}, success_bonus=5.0),
+    *rows("env.gymnasium", GYM, id="Acrobot-v1", kwargs={"sutton_barto_reward": True}, max_episode_steps=3),
+    Row("env.gymnasium.asynchronous", True, GYM, processes),
+    Row("env.gymnasium.timeout", 0.3, SLOW | alg(batch_size=8), answer),
+]
+
+
+def policy(name: str, base: Changes) -> list[Row]:
+    """What both policies have, on an environment that feels actions beyond its space."""
+    part, box = f"policy.{name}", base | {"env": {"name": "two_parts"}}
+    return [
+        Row(f"{part}.action_dim", 3, base, refused(r"policy.action_dim: 3 does not match the environment's")),
+        *rows(part, box, normalize_obs=True, clip_actions=False, bf16=True, actor_obs=["place"]),
+        *rows(part, box, initial_log_std=-1.0, squash=True, **{"actor.type": "one_layer"}),
+    ]
+
+
+def network(place: str) -> list[Row]:
+    """The perceptron as one of the networks of a policy."""
+    keys = {"hidden_sizes": [4], "activation": "relu", "last_activation": "tanh", "use_layernorm": True}
+    keys["orthogonal_init"] = 0.5
+    found = [Row(f"network.mlp.{key}", value, {}, path=f"{place}.{key}") for key, value in keys.items()]
+    return [*found, Row("network.mlp.dropout_p", 0.1, {}, refused("dropout_p=0.1 is refused"), f"{place}.dropout_p")]
+
+
+POLICIES = [
+    Row(
+        "policy.actor_critic.name",
+        ACTOR,
+        GRPO | {"policy": BOTH},
+        path="policy",
+    ),
+    Row("policy.actor_only.name", BOTH, GRPO, path="policy"),
+    *policy("actor_critic", PPO),
+    *policy("actor_only", GRPO),
+    *rows("policy.actor_critic", {"env": {"name": "two_parts"}}, critic_obs=["place"], **{"critic.type": "one_layer"}),
+    *network("policy.actor.network_cfg"),
+    *network("policy.critic.network_cfg"),
+]
+
+ADAPTIVE = {
+    "desired_kl": (1e-9, {}),
+    "factor": (3.0, {}),
+    "min_rate": (9e-4, {"desired_kl": 1e-9}),
+    "max_rate": (1.1e-3, {}),
+}
+
+
+def learning(name: str, base: Changes) -> list[Row]:
+    """Optimisers and schedules, which every algorithm has."""
+    part = f"algorithm.{name}"
+
+    def using(optimizer: str, **kwargs: Any) -> Changes:
+        block = {"name": optimizer, "learning_rate": 1e-3, "kwargs": kwargs}
+        return base | alg(optimizer=block)
+
+    def under(scheduler: str, **kwargs: Any) -> Changes:
+        return base | alg(lr_scheduler={"name": scheduler, "kwargs": kwargs}, learning_rate=1e-3)
+
+    kwargs = f"{part}.lr_scheduler.kwargs"
+    return [
+        *rows(part, base, learning_rate=1e-2),
+        *rows(part, using("sgd"), max_grad_norm=1e-3),
+        *rows(f"{part}.optimizer", using("adam"), name="sgd", learning_rate=1e-2),
+        *rows(f"{part}.optimizer.kwargs", using("adam"), betas=[0.5, 0.9], eps=1.0),
+        *rows(f"{part}.optimizer.kwargs", using("adamw"), weight_decay=0.5),
+        *rows(f"{part}.optimizer.kwargs", using("sgd"), momentum=0.5),
+        *rows(f"{part}.optimizer.kwargs", using("rmsprop"), alpha=0.5, eps=1.0),
+        *rows(f"{part}.lr_scheduler", under("linear"), name="exponential"),
+        *rows(kwargs, under("linear"), start_factor=0.5, end_factor=0.5, total_iters=1),
+        *rows(kwargs, under("cosine"), eta_min=1e-4, T_max=1),
+        *rows(kwargs, under("step", gamma=0.5), step_size=2, gamma=0.1),
+        *rows(kwargs, under("exponential"), gamma=0.5),
+    ]
+
+
+def adaptive(name: str, base: Changes) -> list[Row]:
+    """The rate that answers to a KL, which algorithms with minibatch steps have."""
+
+    def block(**kwargs: float) -> Changes:
+        return {"name": "adaptive", "kwargs": kwargs}
+
+    return [
+        Row(
+            f"algorithm.{name}.lr_scheduler.kwargs.{key}",
+            value,
+            base | alg(learning_rate=1e-3, lr_scheduler=block(**kwargs)),
+        )
+        for key, (value, kwargs) in ADAPTIVE.items()
+    ]
+
+
+def not_adaptive(name: str, base: Changes) -> list[Row]:
+    """The same for an algorithm without such steps, which refuses it."""
+    see = refused(f"lr_scheduler adaptive needs the KL of a minibatch step, which {name} has not")
+    return [
+        Row(f"algorithm.{name}.lr_scheduler.kwargs.{key}", block, base, see, "algorithm.cfg.lr_scheduler")
+        for key, (value, _) in ADAPTIVE.items()
+        for block in [{"name": "adaptive", "kwargs": {key: value}}]
+    ]
+
+
+def minibatch(name: str, base: Changes) -> list[Row]:
+    """What PPO and GRPO share."""
+    part = f"algorithm.{name}"
+    return [
+        *rows(part, base, n_epochs=3, batch_size=16, gamma=0.5, ent_coef=0.5, target_kl=1e-9),
+        *rows(part, base | alg(batch_size=None), num_minibatches=4),
+        *rows(part, base | FAST, clip_coef=1e-3),
+    ]
+
+
+ALGORITHMS = [
+    Row(
+        "algorithm.name",
+        "ppo",
+        PENDULUM | {"algorithm": {"name": "grpo"}},
+    ),
+    *learning("ppo", PPO),
+    *learning("grpo", GRPO),
+    *learning("apg", APG),
+    *adaptive("ppo", PPO),
+    *adaptive("grpo", GRPO),
+    *not_adaptive("apg", APG | alg(learning_rate=1e-3)),
+    *minibatch("ppo", PPO),
+    *minibatch("grpo", GRPO),
+    *rows("algorithm.ppo", PPO, gae_lambda=0.5, vf_coef=5.0, normalize_advantage="none", normalize_reward=True),
+    *rows("algorithm.ppo", PPO, normalize_advantage="minibatch"),
+    *rows("algorithm.ppo", FAST | alg(clip_coef=1e-3), clip_vloss=True),
+    *rows("algorithm.ppo", alg(optimizer={"name": "sgd", "learning_rate": 1e-2}), critic_max_grad_norm=1e-3),
+    *rows("algorithm.grpo", GRPO, group_size=2, eps=1.0, kl_coef=1.0),
+    *rows("algorithm.grpo", GRPO | FAST | alg(kl_coef=0.5), ref_update_freq=1),
+    *rows("algorithm.grpo", GRPO, reset_every_rollout=False, truncate_at_first_done=False),
+    *rows("algorithm.apg", APG, gamma=0.5, ent_coef=0.5, segment_length=2, deterministic_actions=True),
+    Row(
+        "algorithm.apg.skip_nonfinite_updates",
+        False,
+        APG | alg(learning_rate=3e38),
+        refused(r"apg: iteration \d: .* not finite"),
+    ),
+]
+
+TABLE = [*TRAINER, *EVENTS, *ENVS, *POLICIES, *ALGORITHMS]

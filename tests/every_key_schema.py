@@ -1,0 +1,72 @@
+"""The keys of the schema, found from the models: dotted names in which a part's kind and name stand for its place.
+
+`trainer.seed`, `trainer.events.train.*.mode`, `env.cartpole.gravity`, `algorithm.ppo.lr_scheduler.kwargs.T_max`,
+`policy.actor_critic.critic.type`, `network.mlp.activation`, `event.randomize_field.low`.
+"""
+
+from collections.abc import Iterator
+from typing import Any, get_args, get_origin
+
+from pydantic import BaseModel
+
+from ecrl.config import Config, PolicyConfig
+from ecrl.registry import lookup, registered
+from ecrl.schema import KINDS
+
+_PARTS = (BaseModel, PolicyConfig)  # as a field's type: the settings of a registered part, which are walked by name
+
+
+def _models(annotation: Any, many: str = "") -> Iterator[tuple[type[BaseModel], str]]:
+    """The models in a type, each with what stands for its name where there are many of it."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation, many
+    for inner in get_args(annotation):
+        yield from _models(inner, ".*" if get_origin(annotation) is dict else many)
+
+
+def fields(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, type[BaseModel], str]]:
+    """(dotted key, the model it is a field of, the field) of everything below a section that is no section itself."""
+    for name, field in model.model_fields.items():
+        key, inner = f"{prefix}.{name}".removeprefix("."), list(_models(field.annotation))
+        if not inner:
+            yield key, model, name
+        for section, many in inner:
+            if section not in _PARTS:
+                yield from fields(section, key + many)
+
+
+def ours() -> dict[str, type[BaseModel]]:
+    """The Config models of the built-in parts by `kind.name`; a part with a second name is there once."""
+    found, seen = {}, set()
+    for kind in KINDS:
+        for name in sorted(registered(kind), key=str.lower):
+            entry = lookup(kind, name)
+            make = getattr(entry.make, "__wrapped__", entry.make)
+            if make.__module__.startswith("ecrl.") and make not in seen:
+                seen.add(make)
+                found[f"{kind}.{name}"] = entry.config
+    return found
+
+
+def walked() -> list[tuple[str, type[BaseModel], str]]:
+    """Every key of the schema: those of the sections, then those of the parts."""
+    parts = (field for part, config in ours().items() for field in fields(config, part))
+    return [*fields(Config, ""), *parts]
+
+
+def path_of(key: str) -> str:
+    """Where a key is set in a config that has its part.
+
+    >>> path_of("algorithm.ppo.gamma"), path_of("policy.actor_only.actor.type"), path_of("event.randomize_field.low")
+    ('algorithm.cfg.gamma', 'policy.actor.type', 'trainer.events.train.push.params.low')
+    """
+    kind, _, rest = key.partition(".")
+    below = rest.partition(".")[2]
+    places = {
+        "env": f"env.cfg.{below}",
+        "algorithm": f"algorithm.cfg.{below}",
+        "policy": f"policy.{below}",
+        "network": f"policy.actor.network_cfg.{below}",
+        "event": f"trainer.events.train.push.params.{below}",
+    }
+    return places[kind] if kind in places and below else key.replace("*", "push")

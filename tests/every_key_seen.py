@@ -1,0 +1,226 @@
+"""What can be seen of a config: each function trains, evaluates or starts what `changes` make of BASE.
+
+What they give can be compared with `==`; equal changes give equal results, from a cache where they were seen before.
+"""
+
+import hashlib
+import io
+import json
+import os
+import re
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import chdir, redirect_stdout
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from test_tracking import logged
+
+from ecrl import compile as ecrl_compile
+from ecrl.checkpoint import read_manifest
+from ecrl.config import Config, config_from_dict
+from ecrl.errors import ConfigError, UserError
+from ecrl.evaluation import with_evaluation
+from ecrl.loop import device_of, form_of, init_state, make_iteration, make_parts, train_iter
+from ecrl.training import train, train_from_config
+
+NET = {"type": "mlp", "network_cfg": {"hidden_sizes": [8], "activation": "tanh"}}
+BASE = {
+    "trainer": {"num_envs": 8, "buffer_size": 8, "iterations": 2, "compile": "off"},
+    "env": {"name": "cartpole"},
+    "policy": {"name": "actor_critic", "actor": NET, "critic": NET},
+    "algorithm": {"name": "ppo", "cfg": {"n_epochs": 2, "batch_size": 32}},
+}
+Changes = dict[str, Any]
+See = Callable[[Changes], Any]
+
+
+def made(changes: Changes) -> Config:
+    """The config of BASE with dotted keys changed."""
+    return config_from_dict(BASE, "every key", changes)
+
+
+def remembered(see: See) -> See:
+    """`see` that looks once at equal changes; the looking itself is `see.again`."""
+    known = cache(lambda text: see(json.loads(text)))
+
+    def look(changes: Changes) -> Any:
+        return known(json.dumps(changes, sort_keys=True))
+
+    look.again, look.__name__ = see, see.__name__
+    return look
+
+
+FEW_STEPS = patch("ecrl.evaluation._CHUNK", 5)  # between looks at whether all episodes are done: they are short here
+
+
+def _closed(cfg: Config, state: Any) -> None:
+    make_parts(cfg).env.close(state["env"])
+
+
+@remembered
+def params(changes: Changes) -> dict[str, Any]:
+    """The parameters after training, to the bit."""
+    cfg = made(changes)
+    *_, record = train_iter(init_state(cfg), cfg)
+    _closed(cfg, record["state"])
+    weights: Any = record["state"]["params"]
+    leaves = dict(weights.flatten_keys(".").items())
+    assert all(leaf.isfinite().all() for leaf in leaves.values())
+    return {name: (list(leaf.shape), leaf.numpy().tobytes()) for name, leaf in leaves.items()}
+
+
+@remembered
+def evaluations(changes: Changes) -> list[Any]:
+    """Step and logs of every evaluation during training."""
+    cfg = made(changes)
+    records = train_iter(init_state(cfg), cfg)
+    records = with_evaluation(records, cfg) if cfg.trainer.enable_eval else records
+    with FEW_STEPS:
+        found = [record for record in records if record["log_type"] == "evaluate"]
+    logs = [(record["sample_step"], {name: float(x) for name, x in record["logs"].items()}) for record in found]
+    assert all(value == value for _, log in logs for value in log.values())
+    return logs
+
+
+@remembered
+def files(changes: Changes) -> dict[str, Any]:
+    """What training leaves in its folder: the checkpoints' states and, by name, all else."""
+    cfg = made(changes)
+    with tempfile.TemporaryDirectory() as folder:
+        state, _ = train(init_state(cfg), cfg, folder, progress=False)
+        _closed(cfg, state)
+        paths = [path for path in Path(folder).rglob("*") if path.is_file()]
+        names = {str(path.relative_to(folder)) for path in paths}
+        states = {n: hashlib.sha256((Path(folder) / n).read_bytes()).hexdigest() for n in names if "state." in n}
+        return {re.sub(r"tfevents.*", "tfevents", name): states.get(name) for name in names}
+
+
+@remembered
+def best(changes: Changes) -> int:
+    """The step that `checkpoints/best` is of."""
+    cfg = made(changes)
+    with tempfile.TemporaryDirectory() as folder, FEW_STEPS:
+        train(init_state(cfg), cfg, folder, progress=False)
+        return read_manifest(Path(folder) / "checkpoints" / "best")["sample_step"]
+
+
+def _launched(changes: Changes) -> str:
+    """The run folder of `ecrl train`, without its time."""
+    with tempfile.TemporaryDirectory() as folder, chdir(folder), redirect_stdout(io.StringIO()):
+        Path("run.json").write_text(json.dumps(made(changes).model_dump(mode="json")))
+        train_from_config("run.json")
+        (run,) = Path("outputs").iterdir()
+        return re.sub(r"_\d{8}_\d{6}$", "", run.name)
+
+
+folder_name = remembered(_launched)
+
+
+@remembered
+def one_of_two(changes: Changes) -> str:
+    """What a process says that torchrun started as one of two."""
+    with patch.dict(os.environ, {"WORLD_SIZE": "2"}):
+        try:
+            return _launched(changes)
+        except ConfigError as error:
+            assert "2 processes were started" in str(error)
+            return "refused"
+
+
+@remembered
+def device(changes: Changes) -> str:
+    """Where a run goes on a machine with two GPUs."""
+    with patch("torch.cuda.is_available", lambda: True), patch("torch.cuda.device_count", lambda: 2):
+        return str(device_of(made(changes)))
+
+
+@remembered
+def form(changes: Changes) -> str:
+    """Compiled or eager, where a compiler works."""
+    choose = ecrl_compile.choose_form.__wrapped__
+    with patch.object(ecrl_compile, "compiler_fault", lambda: None), patch("ecrl.loop.choose_form", choose):
+        return form_of(made(changes)).name
+
+
+@remembered
+def matrices(changes: Changes) -> list[str]:
+    """What torch is told of the precision of matrices in an iteration on a GPU, and what the start says of it."""
+    cfg, told = made(changes), []
+    state = init_state(made({}))
+    with patch("ecrl.loop.device_of", lambda cfg: torch.device("cuda")):
+        iteration = make_iteration(cfg)
+        reason = form_of(cfg).reason
+    with patch("torch.set_float32_matmul_precision", told.append):
+        iteration(state)
+    return [reason, *told]
+
+
+def refused(match: str) -> See:
+    """Whether training is refused, in words that `match`: where refusing is what a key does."""
+
+    def refusal(changes: Changes) -> bool:
+        try:
+            cfg = made(changes)
+            for _ in train_iter(init_state(cfg), cfg):
+                pass
+        except UserError as error:
+            assert re.search(match, str(error)), error
+            return True
+        return False
+
+    return remembered(refusal)
+
+
+def _children() -> int:
+    """Processes that this one started and that were not waited for."""
+    return sum(len(path.read_text().split()) for path in Path("/proc/self/task").glob("*/children"))
+
+
+@remembered
+def processes(changes: Changes) -> bool:
+    """Whether the environments run in processes of their own."""
+    cfg, before = made(changes), _children()
+    state = init_state(cfg)
+    try:
+        return _children() > before
+    finally:
+        _closed(cfg, state)
+
+
+@remembered
+def answer(changes: Changes) -> str:
+    """How training ends in environments that take a second for a step: "in time" or "too late"."""
+    cfg, begun = made(changes), time.monotonic()
+    try:
+        state = init_state(cfg)
+        for record in train_iter(state, cfg):
+            state = record["state"]
+        _closed(cfg, state)
+    except UserError as error:
+        assert "did not answer within" in str(error)
+        return "too late"
+    assert time.monotonic() - begun > 1.0
+    return "in time"
+
+
+@remembered
+def tracked(changes: Changes) -> tuple | None:
+    """Project and name of what W&B recorded offline, and its number of rows; None where it recorded nothing."""
+    wandb = pytest.importorskip("wandb")
+    cfg = made(changes)
+    quiet = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, quiet | {"HOME": folder}):
+        try:
+            train(init_state(cfg), cfg, folder, progress=False)
+        finally:
+            wandb.teardown()
+        if not (Path(folder) / "wandb").exists():
+            return None
+        (project, name), _, rows, _ = logged(folder)  # pyright: ignore
+        return project, name, len(rows)

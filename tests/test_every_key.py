@@ -1,0 +1,159 @@
+"""Every key of the schema changes something other than the config, those named inert do not, and no evaluation does."""
+
+import json
+from collections import Counter
+
+import every_key_parts
+import gymnasium
+import pytest
+from every_key_rows import APG, TABLE, Row
+from every_key_schema import ours, path_of, walked
+from every_key_seen import BASE, made, params
+from test_loop import same, small
+from test_resuming import whole
+
+from ecrl import registry
+from ecrl.config import Config, config_from_dict
+from ecrl.inert import INERT, INERT_EVENTS
+from ecrl.loop import init_state, make_parts, train_iter
+from ecrl.registry import lookup, registered
+from ecrl.schema import KINDS, json_schema
+from ecrl.training import consumers
+
+ROWS = Counter(row.key for row in TABLE)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _parts():
+    registered("env")  # imports the built-in parts, which must not be undone
+    kept = {kind: registry._ENTRIES[kind] for kind in every_key_parts.KINDS}
+    every_key_parts.register()
+    yield
+    registry._ENTRIES.update(kept)
+    del gymnasium.registry["Napping-v0"]
+
+
+def test_every_key_has_a_row():
+    """A new key fails here until it has a row that shows what it does; so does a row whose key is gone."""
+    keys = {key for key, _, _ in walked()}
+    some = {"trainer.seed", "trainer.events.eval.*.mode", "policy.actor_critic.critic.type", "network.mlp.activation"}
+    assert len(keys) > 180 and some | {"algorithm.grpo.optimizer.kwargs.betas"} <= keys
+    assert sorted(keys - set(ROWS)) == [], "keys without a row in every_key_rows.py"
+    assert sorted(set(ROWS) - keys) == [], "rows of keys that are not there"
+
+
+def _name(row: Row) -> str:
+    return row.key if ROWS[row.key] == 1 else f"{row.key}-{TABLE.index(row)}"
+
+
+@pytest.mark.parametrize("row", TABLE, ids=_name)
+def test_changing_a_key_changes_something(row):
+    assert row.changed != row.base and set(row.changed) - set(row.base) <= {row.path or path_of(row.key)}
+    same_again = row.see(row.changed) == row.see(row.base)
+    assert not same_again, f"{row.key}: {row.value!r} changes nothing: {row.see.__name__}"
+
+
+BASES = {(row.see.__name__, str(row.base)): row for row in TABLE}
+
+
+@pytest.mark.parametrize("row", BASES.values(), ids=_name)
+def test_changing_nothing_changes_nothing(row):
+    """Else a difference would not show what a key does."""
+    same_again = row.see.again(row.base) == row.see(row.base)
+    assert same_again, f"{row.see.__name__} of one config differ"
+
+
+GYM_CONFIG = {"id": "pendulum", "env": {"gravity": 5.0}}
+OTHER_PLACES = {  # key: value, what it stands for, under which changes, and what is not given then
+    "trainer.rollout_steps": (16, {"trainer.buffer_size": 16}, {}, ""),
+    "trainer.update_horizon": (16, {"trainer.buffer_size": 16}, {}, ""),
+    "trainer.total_timesteps": (3 * 64, {"trainer.iterations": 3}, {}, ""),
+    "trainer.save_frequency_updates": (2, {"trainer.save_freq": 2 * 64}, {}, ""),
+    "trainer.segment_length": (4, {"algorithm.cfg.segment_length": 4}, APG, ""),
+    "trainer.deterministic_actions": (True, {"algorithm.cfg.deterministic_actions": True}, APG, ""),
+    "trainer.learning_env": ({"name": "pendulum"}, {"env": {"name": "pendulum"}}, {}, "env"),
+    "trainer.gym_config": ("gym.json", {"env": {"name": "pendulum", "cfg": {"gravity": 5.0}}}, {}, "env"),
+    "env.id": ("pendulum", {"env.name": "pendulum"}, {}, ""),
+    "env.cfg.num_envs": (4, {"trainer.num_envs": 4}, {}, ""),
+}
+
+
+@pytest.mark.parametrize("key", OTHER_PLACES)
+def test_another_place_of_a_key_is_that_key(key, tmp_path, monkeypatch):
+    value, meant, under, absent = OTHER_PLACES[key]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gym.json").write_text(json.dumps(GYM_CONFIG))
+    data = {section: settings for section, settings in BASE.items() if section != absent}
+    assert config_from_dict(data, "here", under | {key: value}) == made(under | meant) != made(under)
+
+
+def test_the_schema_has_no_other_keys():
+    """What editors offer is what was walked, and the other places above."""
+    strangers = {lookup(kind, name).config.__name__ for kind in KINDS for name in registered(kind)}
+    mine = {config.__name__: config for config in ours().values()}
+    mine |= {model.__name__: model for _, model, _ in walked()}
+    sections = {
+        name: section.get("properties", {})
+        for name, section in json_schema()["$defs"].items()
+        if name in mine or name not in strangers
+    }
+    without_keys = {"BaseModel", "JsonValue", "PolicyConfig", "EventsConfig"}  # the last one's are walked by use
+    assert set(sections) == set(mine) | without_keys
+    prefix = {"TrainerConfig": "trainer", "EnvChoice": "env"}
+    other = {
+        f"{prefix.get(name, 'env.cfg')}.{key}"
+        for name, keys in sections.items()
+        for key in keys
+        if name in mine and key not in mine[name].model_fields
+    }
+    assert other == set(OTHER_PLACES)
+
+
+INERT_CHANGES = {key: True for key in INERT} | {
+    f"trainer.events.{use}.{func}": {"func": func, "params": {"name": "cam"}}
+    for func in INERT_EVENTS
+    for use in ("train", "eval")
+}
+
+
+@pytest.mark.parametrize("key", INERT_CHANGES)
+def test_an_inert_key_is_said_once_and_changes_nothing(key):
+    with pytest.warns(UserWarning, match=f"^{key} has no meaning here") as said:
+        seen = params({key: INERT_CHANGES[key]})
+    assert len(said) == 1
+    assert (seen == params({})) is True
+
+
+def watched(cfg: Config, events: dict) -> Config:
+    """The config with an evaluation after every iteration."""
+    changes = {"enable_eval": True, "eval_freq": 1, "num_eval_envs": 2, "num_eval_episodes": 2, "events.eval": events}
+    return cfg.replace(**{f"trainer.{key}": value for key, value in changes.items()})
+
+
+def states(cfg: Config, folder, evaluations: int) -> list:
+    """The state after every iteration of a run with all its consumers, in which there are so many evaluations."""
+    folder.mkdir()
+    records = list(consumers(train_iter(init_state(cfg), cfg), cfg, folder, 0, False))
+    assert sum(r["log_type"] == "evaluate" for r in records) == evaluations
+    assert (folder / "checkpoints" / "best").exists() == (evaluations > 0)
+    make_parts(cfg).env.close(records[-1]["state"]["env"])
+    return [r["state"] for r in records if r["log_type"] == "train"]
+
+
+@pytest.mark.parametrize("form", ["off", pytest.param("on", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo", "apg"])
+def test_evaluating_every_iteration_leaves_training_alone(algorithm, form, tmp_path, monkeypatch):
+    monkeypatch.setattr("ecrl.evaluation._CHUNK", 10)
+    cfg = whole(algorithm, form).replace(**{"trainer.iterations": 4, "env.cfg.max_episode_steps": 10})
+    assert cfg.policy.normalize_obs and len(cfg.trainer.events.train) == 3
+    events = {name: cfg.trainer.events.train[name].model_dump() for name in ("tilt", "push")}
+    pairs = zip(states(cfg, tmp_path / "a", 0), states(watched(cfg, events), tmp_path / "b", 4), strict=True)
+    assert [same(a, b) for a, b in pairs] == [True] * 4
+
+
+def test_evaluating_every_iteration_leaves_training_on_gymnasium_alone(tmp_path):
+    on = {"policy.normalize_obs": True, "algorithm.cfg.normalize_reward": True}
+    cfg = small(**{"env": "gymnasium:CartPole-v1", **on})
+    pairs = list(zip(states(cfg, tmp_path / "a", 0), states(watched(cfg, {}), tmp_path / "b", 4), strict=True))
+    odd = [("env", "token"), ("env", "info")]  # which open environments these are, and a success that is not told: NaN
+    assert [same(a.exclude(*odd), b.exclude(*odd)) for a, b in pairs] == [True] * 4

@@ -1,0 +1,308 @@
+"""Exported policies act as the environment sees them act, in a process that has neither ecrl nor tensordict."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import close
+from tensordict import TensorDict
+from test_loop import NET, last_state, small
+from torch import Tensor
+
+from ecrl import rng
+from ecrl.config import PolicyConfig, config_from_dict
+from ecrl.envs import Env, state_of
+from ecrl.errors import UserError
+from ecrl.export import export
+from ecrl.loop import init_state, make_parts
+from ecrl.policies import ActorCriticConfig, acting_params, actor_critic, module_policy
+from ecrl.registry import register_env, register_policy
+from ecrl.spaces import Box, Discrete, MultiDiscrete, box, dict_space
+from ecrl.strict import ConfigModel
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+PENDULUM = {"env": {"name": "pendulum"}, "policy.normalize_obs": True}
+GRPO = {
+    "algorithm": {"name": "grpo", "cfg": {"group_size": 4, "batch_size": 10, "n_epochs": 1}},
+    "policy": {"name": "actor_only", "actor": NET},
+}
+RUNS = {
+    "cartpole, normalised": {"policy.normalize_obs": True},
+    "pendulum, squashed": PENDULUM | {"policy.squash": True},
+    "pendulum, clipped": PENDULUM,
+    "pendulum, free": PENDULUM | {"policy.clip_actions": False},
+    "grpo, actor only": GRPO,
+}
+ALONE = """
+import json, sys
+sys.modules["ecrl"] = sys.modules["tensordict"] = None  # as if not installed
+try:
+    import ecrl
+except ImportError:
+    pass
+else:
+    raise SystemExit("ecrl is there")
+import torch
+try:
+    import onnxruntime
+except ImportError:
+    onnxruntime = None
+apart = {}
+for folder in sys.argv[1:]:
+    given = torch.load(f"{folder}/given.pt")
+    obs, expected = given["obs"], given["action"]
+    got = {"pt2": torch.export.load(f"{folder}/policy.pt2").module()(obs=obs)}
+    one = torch.export.load(f"{folder}/policy.pt2").module()(obs=obs[:1])
+    assert one.shape == expected[:1].shape and (one - expected[:1]).abs().max() <= 1e-5
+    if onnxruntime:
+        session = onnxruntime.InferenceSession(f"{folder}/policy.onnx")
+        got["onnx"] = torch.as_tensor(session.run(["action"], {"obs": obs.numpy()})[0])
+    assert all(a.shape == expected.shape and a.dtype == expected.dtype for a in got.values())
+    apart[folder] = {name: (a - expected).abs().max().item() for name, a in got.items()}
+print("OUT" + json.dumps(apart))
+"""
+
+
+def seen_by_the_env(cfg, state, obs):
+    """The deterministic actions for `obs` at the door of the environment, from its own records."""
+    parts = make_parts(cfg)
+    params = acting_params(state["params"], state["norm"])
+    action = parts.policy.act(params, TensorDict({}, []), obs, None)[1]["action"]
+    space = parts.env.action_space
+    if isinstance(space, Box) and cfg.policy.clip_actions:
+        low, high = (torch.tensor(bound).reshape(space.shape) for bound in (space.low, space.high))
+        return torch.minimum(torch.maximum(action, low), high)
+    return action
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    pytest.importorskip("onnxscript")
+    runs = {}
+    for name, changes in RUNS.items():
+        cfg, folder = small(**changes), tmp_path_factory.mktemp("export")
+        state = last_state(cfg)
+        if "pendulum" in name:  # let actions leave their space of -2 to 2, which they do not so early
+            state = state.clone()
+            state["params", "actor", "2.weight"] = 8.0 * state["params", "actor", "2.weight"]
+        assert sorted(p.name for p in export(state, cfg, folder)) == ["policy.json", "policy.onnx", "policy.pt2"]
+        size = len(state["env", "obs"][0])
+        obs = rng.normal(rng.split(rng.key(0), 100), (size,)) * torch.tensor([2.0, 1.0, 0.2, 3.0])[:size]
+        torch.save({"obs": obs, "action": seen_by_the_env(cfg, state, obs)}, folder / "given.pt")
+        runs[name] = folder
+    return runs
+
+
+def test_without_ecrl_the_files_reproduce_a_hundred_actions(written, tmp_path):
+    pytest.importorskip("onnxruntime")
+    run = [sys.executable, "-I", "-c", ALONE, *map(str, written.values())]
+    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    apart = json.loads(done.stdout.split("OUT")[1])
+    assert len(apart) == len(RUNS)
+    for folder, by_file in apart.items():
+        assert by_file.keys() == {"pt2", "onnx"}, folder
+        assert max(by_file.values()) <= 1e-5, folder
+
+
+def test_the_actions_compared_are_of_every_kind(written):
+    """Guards the test above: clipped actions reach their bounds, free ones leave them, choices are not all one."""
+    action = {name: torch.load(folder / "given.pt")["action"] for name, folder in written.items()}
+    assert (action["pendulum, clipped"].abs() == 2.0).float().mean() > 0.1
+    assert (action["pendulum, clipped"].abs() < 2.0).float().mean() > 0.1
+    assert action["pendulum, free"].abs().max() > 2.0
+    assert action["pendulum, squashed"].abs().max() < 2.0
+    assert action["cartpole, normalised"].unique().tolist() == [0, 1]
+
+
+def test_the_normaliser_is_inside(written):
+    """The program of a normalised policy moves with its statistics, which two iterations have moved from 0 and 1."""
+    cfg = small(**RUNS["pendulum, free"])
+    state, obs = last_state(cfg), torch.tensor([[0.5, -0.5, 3.0]])
+    assert float(state["norm", "obs", "count"]) == 4 * 8 * 4
+    raw = acting_params(state["params"], TensorDict({"obs": init_state(cfg)["norm", "obs"]}, []))
+    parts = make_parts(cfg)
+    unmoved = parts.policy.act(raw, TensorDict({}, []), obs, None)[1]["action"]
+    assert (unmoved - seen_by_the_env(cfg, state, obs)).abs().max() > 1e-3
+
+
+def test_the_description_names_inputs_outputs_and_where_it_is_from(written):
+    about = json.loads((written["pendulum, squashed"] / "policy.json").read_text())
+    assert about["env"]["name"] == "pendulum"
+    assert (about["policy"], about["algorithm"], about["sample_step"]) == ("actor_critic", "ppo", 128)
+    assert [x["shape"] for x in about["inputs"] + about["outputs"]] == [["batch", 3], ["batch", 1]]
+    assert about["outputs"][0]["space"] == {"type": "Box", "low": [-2.0], "high": [2.0]}
+    cartpole = json.loads((written["grpo, actor only"] / "policy.json").read_text())
+    assert cartpole["outputs"][0] == {
+        "name": "action", "dtype": "int64", "shape": ["batch"], "space": {"type": "Discrete", "n": 2},
+    }  # fmt: skip
+    assert None in cartpole["inputs"][0]["space"]["high"]  # no Infinity, which is not JSON
+
+
+def test_only_what_acts_is_written(written):
+    """The critic is as large as the actor, and not in the file."""
+    program = torch.export.load(written["cartpole, normalised"] / "policy.pt2")
+    assert sum(t.numel() for t in program.constants.values()) == (4 * 8 + 8) + (8 * 2 + 2) + (4 + 4 + 1)
+
+
+class NoSettings(ConfigModel):
+    """None."""
+
+
+PARTS = {
+    "pose": box(-1.0, 1.0, 2, 2),
+    "inner": dict_space({"deep": box(-1.0, 1.0, 3)}),
+    "gear": Discrete(3),
+    "wheels": MultiDiscrete((2, 3)),
+}
+ACTIONS = {"discrete": Discrete(5), "multi": MultiDiscrete((2, 3)), "box": box(-0.1, 0.1, 2, 2)}
+
+
+def some_obs(keys: Tensor, masked: bool) -> TensorDict:
+    n = keys.shape
+    parts = {
+        "pose": rng.normal(keys, (2, 2)),
+        "inner": TensorDict({"deep": rng.normal(keys + 1, (3,))}, n),
+        "gear": keys.abs() % 3,
+        "wheels": torch.stack((keys.abs() % 2, keys.abs() % 3), -1),
+    }
+    mask = rng.uniform(keys + 2, (5,)) < 0.5
+    mask[..., [1, 4]] = True  # a choice is left in each part
+    return TensorDict(parts | ({"action_mask": mask} if masked else {}), n)
+
+
+@pytest.fixture(params=list(ACTIONS))
+def odd_run(request):
+    """An environment with named, nested, whole-number and masked observations, and a policy that has not learnt."""
+    masked, name = request.param != "box", f"odd_{request.param}"
+    parts = PARTS | ({"action_mask": MultiDiscrete((2,) * 5)} if masked else {})
+
+    @register_env(name, override=True)
+    def odd(cfg: NoSettings) -> Env:
+        def reset(keys: Tensor) -> TensorDict:
+            return state_of(torch.zeros(keys.shape), keys.shape).set("obs", some_obs(keys, masked))
+
+        return Env(reset, lambda s, a, noise: s, dict_space(parts), ACTIONS[request.param])
+
+    policy = {"name": "actor_critic", "actor": NET, "critic": NET, "normalize_obs": True}
+    cfg = config_from_dict(
+        {
+            "trainer": {"num_envs": 4, "buffer_size": 8, "compile": "off"},
+            "env": name,
+            "policy": policy,
+            "algorithm": {"name": "ppo"},
+        }
+    )
+    return cfg, init_state(cfg), masked
+
+
+def test_named_nested_whole_and_masked_observations(odd_run, tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    cfg, state, masked = odd_run
+    export(state, cfg, tmp_path)
+    obs = some_obs(rng.split(rng.key(1), 50), masked)
+    expected = seen_by_the_env(cfg, state, obs)
+    about = json.loads((tmp_path / "policy.json").read_text())
+    names = [x["name"] for x in about["inputs"]]
+    assert names == [*(["action_mask"] if masked else []), "gear", "inner_deep", "pose", "wheels"]
+    assert len(expected.unique()) > 1
+    flat = obs.flatten_keys("_")
+    close(torch.export.load(tmp_path / "policy.pt2").module()(**dict(flat.items())), expected)
+    session = onnxruntime.InferenceSession(tmp_path / "policy.onnx")
+    close(torch.as_tensor(session.run(None, {name: flat[name].numpy() for name in names})[0]), expected)
+    if expected.ndim == 1:  # one choice of five
+        assert obs["action_mask"].gather(1, expected.unsqueeze(1)).all()
+
+
+def test_bf16_is_written_in_float32(tmp_path):
+    cfg = small(**{"policy.bf16": True})
+    state = init_state(cfg)
+    export(state, cfg, tmp_path)
+    obs = rng.normal(rng.split(rng.key(0), 50), (4,))
+    expected = seen_by_the_env(cfg.replace(**{"policy.bf16": False}), state, obs)
+    assert torch.equal(torch.export.load(tmp_path / "policy.pt2").module()(obs=obs), expected)
+    program = torch.export.load(tmp_path / "policy.pt2")
+    assert "bfloat16" not in str(program.graph)
+
+
+def test_without_the_extra_the_torch_file_is_written_and_one_line_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    with pytest.raises(UserError, match=r"onnxscript.*pip install 'ecrl\[export\]'$"):
+        export(init_state(small()), small(), tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["policy.json", "policy.pt2"]
+
+
+class Net(torch.nn.Module):
+    """A module of a user's own on the parts of a Dict observation."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.body, self.head = torch.nn.Linear(8, 8), torch.nn.Linear(8, width + 1)
+        self.log_std = torch.nn.Parameter(torch.zeros(width))
+        self.register_buffer("scale", torch.tensor(0.5))
+
+    def forward(self, obs):
+        flat = torch.cat((obs["pose"].flatten(1), obs["inner"]["deep"], obs["gear"].unsqueeze(-1).float()), -1)
+        out = self.head(self.body(flat).tanh()) * self.scale
+        return out[:, :-1], out[:, -1]
+
+
+class Acts(Net):
+    """The same with upstream's interface."""
+
+    def get_action(self, tensordict, deterministic=False):
+        chosen = torch.distributions.Categorical(logits=self(tensordict["obs"])[0])
+        tensordict["action"] = chosen.mode if deterministic else chosen.sample()
+        tensordict["sample_log_prob"] = chosen.log_prob(tensordict["action"])
+        return tensordict
+
+    def evaluate_actions(self, tensordict):
+        chosen = torch.distributions.Categorical(logits=self(tensordict["obs"])[0])
+        log_prob, entropy = chosen.log_prob(tensordict["action"]), chosen.entropy()
+        return tensordict.empty().update({"log_prob": log_prob, "entropy": entropy})
+
+    def get_value(self, tensordict):
+        tensordict["value"] = self(tensordict["obs"])[1]
+        return tensordict
+
+
+@pytest.mark.parametrize("make", [Net, Acts])
+@pytest.mark.parametrize("odd_run", ["discrete"], indirect=True)
+def test_a_module_of_ones_own_is_exported_with_its_buffers(make, odd_run, tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime")
+
+    @register_policy("own_net", override=True)
+    def own_net(cfg: PolicyConfig, observation_space, action_space):
+        return module_policy(lambda: make(5), cfg, observation_space, action_space)
+
+    cfg = config_from_dict(odd_run[0].model_dump(mode="json") | {"policy": {"name": "own_net", "normalize_obs": True}})
+    state = init_state(cfg)
+    export(state, cfg, tmp_path)
+    obs = some_obs(rng.split(rng.key(1), 50), True)
+    expected, flat = seen_by_the_env(cfg, state, obs), obs.flatten_keys("_")
+    assert len(expected.unique()) > 1
+    close(torch.export.load(tmp_path / "policy.pt2").module()(**dict(flat.items())), expected)
+    session = onnxruntime.InferenceSession(tmp_path / "policy.onnx")
+    every = {name: part.numpy() for name, part in flat.items()}  # those the module does not look at too
+    close(torch.as_tensor(session.run(None, every)[0]), expected)
+
+
+def test_a_policy_that_cannot_be_traced_is_refused_in_one_line(tmp_path):
+    @register_policy("on_the_host", override=True)
+    def on_the_host(cfg: ActorCriticConfig, observation_space, action_space):
+        from dataclasses import replace
+
+        policy = actor_critic(cfg, observation_space, action_space)
+
+        def act(params, carry, obs, noise):
+            return policy.act(params, carry, obs * float(obs.sum()), noise)
+
+        return replace(policy, act=act)
+
+    cfg = small(**{"policy.name": "on_the_host"})
+    with pytest.raises(UserError, match=r"^policy\.pt2: policy 'on_the_host' cannot be written") as error:
+        export(init_state(cfg), cfg, tmp_path / "out")
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "out").exists()

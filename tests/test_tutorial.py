@@ -1,0 +1,116 @@
+"""The page on custom parts runs as printed, each example for two iterations."""
+
+import json
+import re
+
+import pytest
+import torch
+from test_public import ROOT
+
+from ecrl import registry
+from ecrl.registry import registered
+
+PAGE = (ROOT / "docs" / "custom_parts.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+(TASK,) = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
+ENV_AS_PRINTED_UPSTREAM = """
+"env": {
+    "id": "MyTaskRL",
+    "cfg": {
+        "num_envs": 4,
+        "actions": {
+            "delta_qpos": {
+                "func": "DeltaQposTerm",
+                "params": { "scale": 0.1 }
+            }
+        },
+        "extensions": {
+            "success_threshold": 0.05
+        }
+    }
+}
+"""
+
+
+@pytest.fixture
+def page(tmp_path, monkeypatch):
+    """Runs blocks of the page, one after another in one namespace, where the files it names are; all of it eager."""
+    monkeypatch.setattr(registry, "_ENTRIES", {kind: dict(known) for kind, known in registry._ENTRIES.items()})
+    data = json.loads((ROOT / "configs" / "cartpole_ppo.json").read_text())
+    task = json.loads(TASK)
+    for section in (data, task):
+        section["trainer"] |= {"compile": "off"}
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "cartpole_ppo.json").write_text(json.dumps(data))
+    (tmp_path / "my_task.json").write_text(json.dumps(task))
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+
+    def run(count):
+        for block in BLOCKS[:count]:
+            exec(block, names)  # text of this repository's own page
+        return names
+
+    return run
+
+
+def _moved(names):
+    """Two iterations were run, and they changed the parameters."""
+    first = names["ecrl"].init_state(names["cfg"])["params"].flatten_keys("/")
+    last = names["state"]["params"].flatten_keys("/")
+    assert int(names["state"]["update_step"]) == 2
+    return all(not torch.equal(last[name], first[name]) for name in last.keys() if "critic" not in name)  # noqa: SIM118
+
+
+def test_an_algorithm(page):
+    names = page(1)
+    assert names["cfg"].algorithm.name == "my_algo" and _moved(names)
+    assert names["history"][-1]["loss"] != 0.0
+    cfg = names["ecrl"].load_config(
+        "configs/cartpole_ppo.json", {"algorithm.name": "my_algo", "trainer.iterations": 40}
+    )
+    state, _ = names["ecrl"].train(names["ecrl"].init_state(cfg), cfg, progress=False)
+    assert names["ecrl"].evaluate(state, cfg, num_episodes=10)["eval/avg_reward"] > 60.0, (
+        "it learns; chance gives 9 to 25"
+    )
+
+
+def test_a_policy(page):
+    names = page(2)
+    assert names["cfg"].policy.name == "my_policy" and _moved(names)
+    module = names["MyPolicy"](4, 2, names["cfg"].policy)
+    module.load_state_dict(dict(names["state"]["params", "module"].items()))
+
+
+def test_an_environment(page):
+    names = page(len(BLOCKS))
+    assert names["cfg"].env.name == "MyTaskRL" and names["cfg"].policy.name == "my_network" and _moved(names)
+    assert int(names["state"]["sample_step"]) == 2 * 4 * 64, "num_envs stands in env.cfg"
+    logs = {name for row in names["history"] for name in row}
+    assert {"metrics/distance", "metrics/error", "rewards/near", "rewards/success"} <= logs
+    assert 0.0 <= names["ecrl"].evaluate(names["state"], names["cfg"])["eval/success_rate"] <= 1.0
+    printed = json.loads(f"{{{ENV_AS_PRINTED_UPSTREAM}}}")["env"]
+    assert printed == json.loads(TASK)["env"], "the page shows it unchanged"
+
+
+def test_settings_of_the_environment_do_what_they_say(page):
+    names = page(len(BLOCKS) - 1)
+    data = json.loads(TASK)["env"]["cfg"]
+    del data["num_envs"]
+    config, env_of = names["MyTaskConfig"], names["my_task"]
+    env, keys = env_of(config(**data)), torch.arange(5)
+    start = env.reset(keys)
+    turned = env.step(start, torch.ones(5, 2), keys)
+    torch.testing.assert_close(turned["qpos"], start["qpos"] + 0.1)
+    wide = env_of(config(**data | {"extensions": {"success_threshold": 5.0}})).step(start, torch.ones(5, 2), keys)
+    assert wide["info", "success"].all() and wide["terminated"].all()
+    assert torch.equal(wide["reward"], -wide["info", "metrics", "distance"] + 10.0)
+    with pytest.raises(ValueError, match="expected 'DeltaQposTerm'"):
+        config(**data | {"actions": {"delta_qpos": {"func": "QposTerm"}}})
+
+
+def test_running_the_page_again_is_fine_and_its_parts_are_those_it_names(page):
+    page(len(BLOCKS) - 1)
+    page(len(BLOCKS) - 1)
+    assert "my_algo" in registered("algorithm") and {"my_policy", "my_network"} <= {*registered("policy")}
+    assert "MyTaskRL" in registered("env")
