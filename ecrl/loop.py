@@ -6,8 +6,7 @@ The loop owns control flow only. Logging, checkpoints, evaluation and progress c
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import Literal, cast
+from typing import cast
 
 import torch
 from tensordict import TensorDict
@@ -16,42 +15,23 @@ from torch import Tensor
 from ecrl import rng
 from ecrl.algorithms import Algorithm, Parts, make_algorithm
 from ecrl.algorithms.core import start_keys, steps_taken
-from ecrl.compile import Form, choose_form
 from ecrl.config import Config, total_steps
 from ecrl.distributed import world_size
-from ecrl.envs import auto_reset, clip_action, make_env, with_events
 from ecrl.errors import ConfigError
 from ecrl.kernels import episode_init, masked_mean, restarted
-from ecrl.policies import make_policy
+from ecrl.parts import device_of, form_of, make_parts
 from ecrl.types import LogData, Logs
 
 WINDOW = 100
 """Episodes in the running averages of return and length."""
 
 Iteration = Callable[[TensorDict], tuple[TensorDict, dict[str, Logs]]]
+Watch = Callable[[Parts, Algorithm], tuple[Parts, Algorithm]]
 
 
-def device_of(cfg: Config) -> torch.device:
-    """The device of a run; "auto" is cuda where there is one. Raises ConfigError naming the devices there are."""
-    name, count = cfg.trainer.device, torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if name == "auto":
-        name = "cuda" if count else "cpu"
-    have = ["cpu", *(f"cuda:{i}" for i in range(count))]
-    if name not in have and not (name == "cuda" and count):
-        raise ConfigError(f"trainer.device: {name} is not available; available: {', '.join(have)} (or auto)")
-    return torch.device(name)
-
-
-def form_of(cfg: Config) -> Form:
-    """Compiled or eager, and why."""
-    device = device_of(cfg).type
-    form = choose_form(cfg.trainer.compile, device)
-    if not cfg.trainer.tf32:
-        return form
-    if device != "cuda":
-        warnings.warn(f"trainer.tf32 is for cuda; on {device} matrices stay float32", stacklevel=2)
-        return form
-    return form._replace(reason=f"{form.reason}, TF32 matrices")
+def unwatched(parts: Parts, algorithm: Algorithm) -> tuple[Parts, Algorithm]:
+    """The default `watch`: both as they are."""
+    return parts, algorithm
 
 
 @contextmanager
@@ -63,15 +43,6 @@ def _matrices(tf32: bool) -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-def make_parts(cfg: Config, events: Literal["train", "eval"] = "train") -> Parts:
-    """Environment (with auto-reset and the events of training or evaluation), policy, config and form of a run."""
-    env = make_env(cfg.env)
-    policy = make_policy(cfg.policy, env.observation_space, env.action_space)
-    env = auto_reset(clip_action(env) if cfg.policy.clip_actions else env)
-    jit = form_of(cfg).jit if policy.compiles else partial
-    return Parts(with_events(env, getattr(cfg.trainer.events, events)), policy, cfg, jit)
 
 
 def init_state(cfg: Config, key: Tensor | None = None) -> TensorDict:
@@ -118,8 +89,12 @@ def reopened(state: TensorDict, cfg: Config) -> TensorDict:
     group = make_algorithm(cfg.algorithm).group_size
     step = steps_taken(parts, state)
     fresh = parts.env.reset(start_keys(state["key"], cfg.trainer.num_envs, step, group))
-    episode = restarted(cast(TensorDict, state["episode"]))
-    return state.copy().update({"env": fresh, "episode": episode})
+    state = state.copy().update({"env": fresh, "episode": restarted(cast(TensorDict, state["episode"]))})
+    if "reward" in state["norm"]:  # the running returns are of the episodes that are lost
+        norm = cast(TensorDict, state["norm"]).clone()
+        norm["reward", "running"] = torch.zeros_like(norm["reward", "running"])
+        state.set("norm", norm)
+    return state
 
 
 def check_state(state: TensorDict, cfg: Config) -> None:
@@ -146,7 +121,7 @@ def check_config(cfg: Config, world_size: int) -> list[str]:
     """What a config would run, in lines for people; raises ConfigError where its parts do not fit together."""
     parts, form = make_parts(cfg), form_of(cfg)
     state = _without_env(parts, make_algorithm(cfg.algorithm), rng.key(cfg.trainer.seed, device_of(cfg)))
-    weights = sum(leaf.numel() for leaf in state["params"].values(True, True))
+    weights = sum(leaf.numel() for leaf in cast(TensorDict, state["params"]).values(True, True))  # pyright: ignore
     return [
         f"task     {cfg.env.name}, {cfg.policy.name}, {cfg.algorithm.name}, seed {cfg.trainer.seed}",
         f"spaces   observations {parts.env.observation_space}, actions {parts.env.action_space}",
@@ -171,36 +146,49 @@ def _episode_logs(episode: TensorDict) -> Logs:
     }
 
 
-def _info_logs(batch: TensorDict) -> Logs:
-    """`rewards/<term>` and `metrics/<name>`: what the environment reports of each, mean over steps and envs."""
+def _counted(batch: TensorDict, device: torch.device) -> Tensor:
+    """Which steps of a batch count, bool `[N, T]`."""
+    shape = (batch.batch_size[0], batch.batch_size[1] - 1)
+    return batch["mask"][:, :-1] if "mask" in batch else torch.ones(shape, dtype=torch.bool, device=device)
+
+
+def _info_logs(batch: TensorDict, device: torch.device) -> Logs:
+    """`rewards/<term>` and `metrics/<name>`: what the environment reports of each, mean over the steps that count."""
     info = batch.get("info", None)
     logs = {}
     for group in ("rewards", "metrics"):
         for name, value in {} if info is None else info.get(group, {}).items():
-            logs[f"{group}/{name}"] = value[:, :-1].to(torch.float32).mean()
+            if value.ndim == 2:  # vectors are for the environment's own use
+                logs[f"{group}/{name}"] = masked_mean(value[:, :-1].to(torch.float32), _counted(batch, device))
     return logs
 
 
-def _moved_norm(parts: Parts, norm: TensorDict, batch: TensorDict) -> TensorDict:
+def _moved_norm(parts: Parts, norm: TensorDict, batch: TensorDict, device: torch.device) -> TensorDict:
     """Observation statistics with those of the batch, which the policy saw raw; frozen until here."""
     if parts.policy.norm_update is None:
         return norm
-    obs, mask = batch["obs"][:, :-1], batch.get("mask", None)
-    mask = torch.ones(obs.shape[:2], dtype=torch.bool, device=norm.device) if mask is None else mask[:, :-1]
-    return norm.copy().set("obs", parts.jit(parts.policy.norm_update)(norm["obs"].copy(), obs, mask))
+    obs, mask = batch["obs"][:, :-1], _counted(batch, device)
+    return norm.copy().set("obs", parts.jit(parts.policy.norm_update)(cast(TensorDict, norm["obs"]).copy(), obs, mask))
 
 
-def make_iteration(cfg: Config) -> Iteration:
-    """One iteration, `(state) -> (state, {"collect": logs, "train": logs})`: pure, to embed or vmap."""
-    parts, algorithm = make_parts(cfg), make_algorithm(cfg.algorithm)
-    tf32 = cfg.trainer.tf32 and device_of(cfg).type == "cuda"
+def make_iteration(cfg: Config, watch: Watch = unwatched) -> Iteration:
+    """One iteration, `(state) -> (state, {"collect": logs, "train": logs})`: pure, to embed or vmap.
+
+    `watch` may put others in place of its functions, such as `ecrl.profiler`'s, which take the time.
+    """
+    parts, algorithm = watch(make_parts(cfg), make_algorithm(cfg.algorithm))
+    device = device_of(cfg)
+    tf32 = cfg.trainer.tf32 and device.type == "cuda"
 
     def iteration(state: TensorDict) -> tuple[TensorDict, dict[str, Logs]]:
         with _matrices(tf32):
             state, batch = algorithm.collect(parts, state.copy())
             state, train_logs = algorithm.update(parts, state, batch)
-        state = state.copy().set("norm", _moved_norm(parts, state["norm"], batch))
-        logs = {"collect": _episode_logs(state["episode"]) | _info_logs(batch), "train": train_logs}
+        state = state.copy().set("norm", _moved_norm(parts, state["norm"], batch, state["key"].device))
+        logs = {
+            "collect": _episode_logs(state["episode"]) | _info_logs(batch, state["key"].device),
+            "train": train_logs,
+        }
         counters = {
             "sample_step": state["sample_step"] + steps_per_iteration(cfg),
             "update_step": state["update_step"] + 1,
@@ -210,7 +198,7 @@ def make_iteration(cfg: Config) -> Iteration:
     return iteration
 
 
-def train_iter(state: TensorDict, cfg: Config) -> Iterator[LogData]:
+def train_iter(state: TensorDict, cfg: Config, watch: Watch = unwatched) -> Iterator[LogData]:
     """Run one iteration at a time; after each, yield what it collected and what it learned.
 
     The generator owns control flow only: it never prints, logs, evaluates or saves. Stop with `break`; continue later
@@ -222,7 +210,7 @@ def train_iter(state: TensorDict, cfg: Config) -> Iterator[LogData]:
     """
     check_state(state, cfg)
     state = reopened(state, cfg)
-    iteration, step, end = make_iteration(cfg), int(state["sample_step"]), total_steps(cfg, world_size())
+    iteration, step, end = make_iteration(cfg, watch), int(state["sample_step"]), total_steps(cfg, world_size())
     state = state.clone()
     while step < end:
         state, logs = iteration(state)

@@ -3,7 +3,8 @@
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from ecrl.evaluation import with_evaluation
 from ecrl.history import History
 from ecrl.loggers import with_host_logs, with_jsonl, with_progress
 from ecrl.loop import check_config, init_state, make_parts, train_iter
+from ecrl.profiler import Times, timed_records, watched, with_profile
 from ecrl.registry import registered
 from ecrl.resuming import resume
 from ecrl.tracking import with_tensorboard, with_wandb
@@ -24,10 +26,16 @@ from ecrl.types import LogData
 
 
 def consumers(
-    records: Iterator[LogData], cfg: Config, run_dir: Path | None, first: int, progress: bool
+    records: Iterator[LogData],
+    cfg: Config,
+    run_dir: Path | None,
+    first: int,
+    progress: bool,
+    timed: Callable[[str, Iterator[LogData]], Iterator[LogData]] = lambda phase, records: records,
 ) -> Iterator[LogData]:
-    """Everything a run's config asks for, stacked on its records."""
-    records = with_evaluation(records, cfg) if cfg.trainer.enable_eval else records
+    """Everything a run's config asks for, stacked on its records; `timed` may watch each of them."""
+    records = timed("loop", records)
+    records = timed("evaluation", with_evaluation(records, cfg)) if cfg.trainer.enable_eval else records
     records = with_host_logs(records)
     if run_dir is not None:
         (run_dir / "logs").mkdir(exist_ok=True)
@@ -35,9 +43,9 @@ def consumers(
         records = with_jsonl(records, run_dir / "metrics.jsonl", first)
         records = with_tensorboard(records, cfg, run_dir / "logs", first)
         records = with_wandb(records, cfg, run_dir, first) if cfg.trainer.use_wandb else records
-        records = with_best_checkpoint(records, cfg, run_dir)
-        records = with_checkpoints(records, cfg, run_dir)
-    return with_progress(records, first, total_steps(cfg, world_size())) if progress else records
+        records = timed("logging", records)
+        records = timed("checkpoints", with_checkpoints(with_best_checkpoint(records, cfg, run_dir), cfg, run_dir))
+    return timed("progress", with_progress(records, first, total_steps(cfg, world_size()))) if progress else records
 
 
 def train(
@@ -53,18 +61,30 @@ def train(
         profile: time the phases and trace some iterations, into `profile/` of `run_dir`.
 
     Returns: the last state and the history of logs. Ctrl-C ends the run early and returns what there is.
+    Raises: ConfigError for a folder that cannot be written or holds a run, and for `profile` without a folder.
     """
     folder, history, first = None if run_dir is None else Path(run_dir), History(), int(state["sample_step"])
     if folder is not None:
         _claim(folder, new=first == 0)
+    records = _profiled(state, cfg, folder, first, progress) if profile else None
+    records = records or consumers(train_iter(state, cfg), cfg, folder, first, progress)
     try:
-        for record in consumers(train_iter(state, cfg), cfg, folder, first, progress):
+        for record in records:
             history.add(record)
             state = record["state"]
     except KeyboardInterrupt:
         where = "returning what there is" if folder is None else f"its checkpoint is in {folder}"
         print(f"interrupted at {int(state['sample_step']):,} env steps; {where}")
     return state, history
+
+
+def _profiled(state: TensorDict, cfg: Config, folder: Path | None, first: int, progress: bool) -> Iterator[LogData]:
+    """The records of a run whose phases are timed; the outermost consumer writes what they took."""
+    if folder is None:
+        raise ConfigError("profile: its times and traces need a folder; give run_dir too")
+    times = Times()
+    records = train_iter(state, cfg, partial(watched, times))
+    return with_profile(consumers(records, cfg, folder, first, progress, partial(timed_records, times)), times, folder)
 
 
 def _make(folder: Path, exist_ok: bool) -> None:

@@ -67,12 +67,14 @@ TRAINER = [
     Row("trainer.compile", "on", {}, form),
     Row("trainer.distributed", True, {}, one_of_two),
     Row("trainer.tf32", True, {}, matrices),
+    Row("trainer.tf32", True, {}, form),
     *rows("trainer", {}, seed=2, num_envs=4, iterations=3, buffer_size=16),
     Row("trainer.enable_eval", True, EVAL | {"trainer.enable_eval": False}, evaluations),
     Row("trainer.eval_freq", 128, EVAL, evaluations),
     Row("trainer.num_eval_envs", 1, EVAL | {"trainer.num_eval_episodes": 4}, evaluations),
     Row("trainer.num_eval_episodes", 3, EVAL, evaluations),
     Row("trainer.eval_seed", 3, EVAL, evaluations),
+    Row("trainer.eval_seed", 3, EVAL | {"trainer.eval_seed": 4}, evaluations),
     Row("trainer.best_eval_metric", "eval/std_reward", EVAL | {"trainer.iterations": 4}, best),
     Row("trainer.best_eval_mode", "min", EVAL | {"trainer.iterations": 4}, best),
     Row("trainer.save_freq", 64, {}, files),
@@ -85,6 +87,7 @@ EVENTS = [
     for key, value in (("func", "nudge"), ("mode", "reset"), ("interval_step", 2))
 ] + rows("event.randomize_field", EVENT, field="speed", low=-0.2, high=0.2, operation="add")
 
+TWO_PARTS = {"env": {"name": "two_parts"}}
 POINT_MASS = {"env": {"name": "point_mass"}}
 SLOW = {"env": {"name": "gymnasium:Napping-v0", "cfg": {"asynchronous": True}}, "trainer.num_envs": 1}
 
@@ -99,6 +102,7 @@ ENVS = [
     *rows("env.point_mass", POINT_MASS, obstacle_radius_range=[0.2, 0.3], obstacle_min_goal_distance=0.5),
     *rows("env.point_mass", {"env": {"name": "point_mass", "cfg": {"success_threshold": 1.0}}}, success_bonus=5.0),
     *rows("env.gymnasium", GYM, id="Acrobot-v1", kwargs={"sutton_barto_reward": True}, max_episode_steps=3),
+    *rows("env.gymnasium", GYM | {"env.cfg.max_episode_steps": 5}, max_episode_steps=3),
     Row("env.gymnasium.asynchronous", True, GYM, processes),
     Row("env.gymnasium.timeout", 0.3, SLOW | alg(batch_size=8), answer),
 ]
@@ -106,10 +110,11 @@ ENVS = [
 
 def policy(name: str, base: Changes) -> list[Row]:
     """What both policies have, on an environment that feels actions beyond its space."""
-    part, box = f"policy.{name}", base | {"env": {"name": "two_parts"}}
+    part, box = f"policy.{name}", base | TWO_PARTS
     return [
         Row(f"{part}.action_dim", 3, base, refused(r"policy.action_dim: 3 does not match the environment's")),
         *rows(part, box, normalize_obs=True, clip_actions=False, bf16=True, actor_obs=["place"]),
+        *rows(part, box | {"policy.actor_obs": ["other"]}, actor_obs=["place"]),
         *rows(part, box, initial_log_std=-1.0, squash=True, **{"actor.type": "one_layer"}),
     ]
 
@@ -119,6 +124,8 @@ def network(place: str) -> list[Row]:
     keys = {"hidden_sizes": [4], "activation": "relu", "last_activation": "tanh", "use_layernorm": True}
     keys["orthogonal_init"] = 0.5
     found = [Row(f"network.mlp.{key}", value, {}, path=f"{place}.{key}") for key, value in keys.items()]
+    for key, value in (("last_activation", "relu"), ("orthogonal_init", [0.5, 2.0])):  # beside None, another one
+        found.append(Row(f"network.mlp.{key}", value, {f"{place}.{key}": keys[key]}, path=f"{place}.{key}"))
     return [*found, Row("network.mlp.dropout_p", 0.1, {}, refused("dropout_p=0.1 is refused"), f"{place}.dropout_p")]
 
 
@@ -132,11 +139,14 @@ POLICIES = [
     Row("policy.actor_only.name", BOTH, GRPO, path="policy"),
     *policy("actor_critic", PPO),
     *policy("actor_only", GRPO),
-    *rows("policy.actor_critic", {"env": {"name": "two_parts"}}, critic_obs=["place"], **{"critic.type": "one_layer"}),
+    *rows("policy.actor_critic", TWO_PARTS, critic_obs=["place"], **{"critic.type": "one_layer"}),
+    *rows("policy.actor_critic", TWO_PARTS | {"policy.critic_obs": ["other"]}, critic_obs=["place"]),
     *network("policy.actor.network_cfg"),
     *network("policy.critic.network_cfg"),
 ]
 
+SGD = {"name": "sgd", "learning_rate": 1e-2}
+SCHEDULE = "algorithm.cfg.lr_scheduler.kwargs"
 ADAPTIVE = {
     "desired_kl": (1e-9, {}),
     "factor": (3.0, {}),
@@ -159,6 +169,7 @@ def learning(name: str, base: Changes) -> list[Row]:
     kwargs = f"{part}.lr_scheduler.kwargs"
     return [
         *rows(part, base, learning_rate=1e-2),
+        *rows(part, base | alg(learning_rate=1e-3), learning_rate=1e-2),
         *rows(part, using("sgd"), max_grad_norm=1e-3),
         *rows(f"{part}.optimizer", using("adam"), name="sgd", learning_rate=1e-2),
         *rows(f"{part}.optimizer.kwargs", using("adam"), betas=[0.5, 0.9], eps=1.0),
@@ -168,6 +179,8 @@ def learning(name: str, base: Changes) -> list[Row]:
         *rows(f"{part}.lr_scheduler", under("linear"), name="exponential"),
         *rows(kwargs, under("linear"), start_factor=0.5, end_factor=0.5, total_iters=1),
         *rows(kwargs, under("cosine"), eta_min=1e-4, T_max=1),
+        *rows(kwargs, under("linear") | {f"{SCHEDULE}.total_iters": 1}, total_iters=3),
+        *rows(kwargs, under("cosine") | {f"{SCHEDULE}.T_max": 1}, T_max=3),
         *rows(kwargs, under("step", gamma=0.5), step_size=2, gamma=0.1),
         *rows(kwargs, under("exponential"), gamma=0.5),
     ]
@@ -205,6 +218,9 @@ def minibatch(name: str, base: Changes) -> list[Row]:
     return [
         *rows(part, base, n_epochs=3, batch_size=16, gamma=0.5, ent_coef=0.5, target_kl=1e-9),
         *rows(part, base | alg(batch_size=None), num_minibatches=4),
+        *rows(part, base | alg(batch_size=None, num_minibatches=2), num_minibatches=4),
+        *rows(part, base | alg(batch_size=8), batch_size=16),
+        *rows(part, base | FAST | alg(target_kl=1e-9), target_kl=1e-3),
         *rows(part, base | FAST, clip_coef=1e-3),
     ]
 
@@ -226,11 +242,14 @@ ALGORITHMS = [
     *rows("algorithm.ppo", PPO, gae_lambda=0.5, vf_coef=5.0, normalize_advantage="none", normalize_reward=True),
     *rows("algorithm.ppo", PPO, normalize_advantage="minibatch"),
     *rows("algorithm.ppo", FAST | alg(clip_coef=1e-3), clip_vloss=True),
-    *rows("algorithm.ppo", alg(optimizer={"name": "sgd", "learning_rate": 1e-2}), critic_max_grad_norm=1e-3),
+    *rows("algorithm.ppo", alg(optimizer=SGD), critic_max_grad_norm=1e-3),
+    *rows("algorithm.ppo", alg(optimizer=SGD, critic_max_grad_norm=0.1), critic_max_grad_norm=1e-3),
     *rows("algorithm.grpo", GRPO, group_size=2, eps=1.0, kl_coef=1.0),
     *rows("algorithm.grpo", GRPO | FAST | alg(kl_coef=0.5), ref_update_freq=1),
+    *rows("algorithm.grpo", GRPO | FAST | alg(ref_update_freq=1) | {"trainer.iterations": 3}, ref_update_freq=2),
     *rows("algorithm.grpo", GRPO, reset_every_rollout=False, truncate_at_first_done=False),
     *rows("algorithm.apg", APG, gamma=0.5, ent_coef=0.5, segment_length=2, deterministic_actions=True),
+    *rows("algorithm.apg", APG | alg(segment_length=4), segment_length=2),
     Row(
         "algorithm.apg.skip_nonfinite_updates",
         False,

@@ -10,23 +10,22 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import chdir, redirect_stdout
+from collections.abc import Callable, Iterator
+from contextlib import chdir, contextmanager, redirect_stdout
 from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
 from test_tracking import logged
 
-from ecrl import compile as ecrl_compile
 from ecrl.checkpoint import read_manifest
 from ecrl.config import Config, config_from_dict
 from ecrl.errors import ConfigError, UserError
 from ecrl.evaluation import with_evaluation
-from ecrl.loop import device_of, form_of, init_state, make_iteration, make_parts, train_iter
+from ecrl.loop import init_state, make_iteration, train_iter
+from ecrl.parts import device_of, form_of, make_parts
 from ecrl.training import train, train_from_config
 
 NET = {"type": "mlp", "network_cfg": {"hidden_sizes": [8], "activation": "tanh"}}
@@ -133,32 +132,36 @@ def one_of_two(changes: Changes) -> str:
             return "refused"
 
 
+@contextmanager
+def _two_gpus() -> Iterator[None]:
+    """Torch believes that there are two; nothing is put on them."""
+    with patch("torch.cuda.is_available", lambda: True), patch("torch.cuda.device_count", lambda: 2):
+        yield
+
+
 @remembered
 def device(changes: Changes) -> str:
     """Where a run goes on a machine with two GPUs."""
-    with patch("torch.cuda.is_available", lambda: True), patch("torch.cuda.device_count", lambda: 2):
+    with _two_gpus():
         return str(device_of(made(changes)))
 
 
 @remembered
-def form(changes: Changes) -> str:
-    """Compiled or eager, where a compiler works."""
-    choose = ecrl_compile.choose_form.__wrapped__
-    with patch.object(ecrl_compile, "compiler_fault", lambda: None), patch("ecrl.loop.choose_form", choose):
-        return form_of(made(changes)).name
+def form(changes: Changes) -> tuple[str, str]:
+    """Compiled or eager, and why, as the start says it of a run on a GPU, where no compiler is tried first."""
+    with _two_gpus():
+        return form_of(made({"trainer.device": "cuda", **changes}))[:2]
 
 
 @remembered
 def matrices(changes: Changes) -> list[str]:
-    """What torch is told of the precision of matrices in an iteration on a GPU, and what the start says of it."""
-    cfg, told = made(changes), []
-    state = init_state(made({}))
-    with patch("ecrl.loop.device_of", lambda cfg: torch.device("cuda")):
-        iteration = make_iteration(cfg)
-        reason = form_of(cfg).reason
+    """What torch is told of the precision of matrices in an iteration of a run on a GPU."""
+    state, told = init_state(made({})), []
+    with _two_gpus():
+        iteration = make_iteration(made({"trainer.device": "cuda", **changes}))
     with patch("torch.set_float32_matmul_precision", told.append):
         iteration(state)
-    return [reason, *told]
+    return told
 
 
 def refused(match: str) -> See:

@@ -67,8 +67,8 @@ def pausing(cfg: PausingConfig) -> Env:
     """
 
     def reset(keys):
-        yes = torch.ones(keys.shape, dtype=torch.bool)
-        return state_of(torch.full((*keys.shape, 1), 1000.0), keys.shape, mask=yes)
+        no = torch.zeros(keys.shape, dtype=torch.bool)  # of no step: it must not reach the one that ended an episode
+        return state_of(torch.full((*keys.shape, 1), 1000.0), keys.shape, mask=no)
 
     def step(state, action, noise):
         place = state["obs"][..., 0]

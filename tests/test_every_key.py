@@ -42,6 +42,14 @@ def test_every_key_has_a_row():
     assert sorted(set(ROWS) - keys) == [], "rows of keys that are not there"
 
 
+def test_keys_that_may_be_absent_have_a_row_between_two_values():
+    """Else a key whose value is ignored could pass for one that works, by being there."""
+    absent = {key for key, model, name in walked() if model.model_fields[name].default is None}
+    between = {row.key for row in TABLE if (row.path or path_of(row.key)) in row.base}
+    only_one = {f"policy.{name}.action_dim" for name in ("actor_critic", "actor_only")}  # all others are refused
+    assert absent - between == only_one
+
+
 def _name(row: Row) -> str:
     return row.key if ROWS[row.key] == 1 else f"{row.key}-{TABLE.index(row)}"
 

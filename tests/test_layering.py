@@ -15,6 +15,7 @@ LEVELS = [  # a module imports from its own level and earlier ones only
     {"policies", "envs"},
     {"algorithms"},
     {"compile"},
+    {"parts"},
     {"loop"},
     {"checkpoint", "evaluation", "resuming", "loggers", "history", "tracking", "export", "profiler"},
     {"training"},

@@ -63,12 +63,7 @@ def whole(algorithm: str, form: str) -> Config:
                 "events": {"train": events},
             },
             "env": {"name": "point_mass" if point_mass else "cartpole"},
-            "policy": {
-                "name": "actor_critic" if critic else "actor_only",
-                "actor": NET,
-                "normalize_obs": True,
-                **critic,
-            },
+            "policy": policy,
             "algorithm": {"name": algorithm, "cfg": {**cfg, "lr_scheduler": {"name": "linear"}}},
         }
     )

@@ -120,7 +120,7 @@ def test_ctrl_c_returns_what_there_is(tmp_path, monkeypatch, capsys):
     cfg = small()
     real, calls = ecrl.loop.make_iteration, []
 
-    def interrupted(cfg):
+    def interrupted(cfg, *_):
         iteration = real(cfg)
 
         def call(state):

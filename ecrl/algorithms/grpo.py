@@ -57,12 +57,17 @@ def check_groups(parts: Parts, cfg: GRPOConfig) -> None:
 
 
 def init(parts: Parts, key: Tensor) -> dict[str, Any]:
-    """Parameters, optimiser state, hyperparameters and, where `kl_coef` is not 0, the reference's parameters."""
+    """Parameters, optimiser state, hyperparameters and, where `kl_coef` is not 0, the reference's parameters.
+
+    The reference keeps the observation statistics of its time: it is a function that stays the same.
+    """
     cfg: Any = parts.cfg.algorithm.cfg
     check_groups(parts, cfg)
     params = parts.policy.init(rng.fold_in(key, rng.INIT))
     state = learning_state(cfg, params, {name: getattr(cfg, name) for name in _NUMBERS}, key.device)
-    return state | ({"ref_params": params.clone()} if cfg.kl_coef else {})
+    norm_init = parts.policy.norm_init
+    norm = TensorDict({} if norm_init is None else {"obs": norm_init(key.device)}, [])
+    return state | ({"ref_params": acting_params(params, norm).clone()} if cfg.kl_coef else {})
 
 
 def collect_groups(parts: Parts, state: TensorDict) -> tuple[TensorDict, TensorDict]:
@@ -79,9 +84,9 @@ def collect_groups(parts: Parts, state: TensorDict) -> tuple[TensorDict, TensorD
     return state, rollout
 
 
-def _reference(policy: Policy, params: TensorDict, norm: TensorDict, obs: Any, action: Tensor, done: Tensor) -> Tensor:
+def _reference(policy: Policy, params: TensorDict, obs: Any, action: Tensor, done: Tensor) -> Tensor:
     with torch.no_grad():
-        return policy.evaluate(acting_params(params, norm), TensorDict({}, []), obs, action, done)[0]
+        return policy.evaluate(params, TensorDict({}, []), obs, action, done)[0]
 
 
 def _rows(parts: Parts, state: TensorDict, rollout: TensorDict, cfg: GRPOConfig) -> TensorDict:
@@ -92,10 +97,9 @@ def _rows(parts: Parts, state: TensorDict, rollout: TensorDict, cfg: GRPOConfig)
     rows = rows.update({"advantage": advantage, "mask": mask}).reshape(-1)
     if "ref_params" not in state:
         return rows
-    norm = cast(TensorDict, state["norm"]).select("obs", strict=False)
     reference = parts.jit(_reference, parts.policy)
     chunks = [
-        reference(state["ref_params"], norm, part["obs"], part["action"], part["done"])
+        reference(state["ref_params"], part["obs"], part["action"], part["done"])
         for part in cast(Any, rows).split(_REFERENCE_ROWS)
     ]
     return rows.set("ref_log_prob", torch.cat(chunks))
@@ -116,8 +120,8 @@ def update(parts: Parts, state: TensorDict, rollout: TensorDict) -> tuple[Tensor
     state, logs = learn(parts, state, _rows(parts, state, rollout, cfg), _loss, None)
     if "ref_params" in state and cfg.ref_update_freq is not None:
         due = (state["update_step"] + 1) % cfg.ref_update_freq == 0
-        params, ref = (cast(TensorDict, state[key]) for key in ("params", "ref_params"))
-        refreshed = params.apply(lambda new, old: torch.where(due, new, old), ref)
+        params, norm, ref = (cast(TensorDict, state[key]) for key in ("params", "norm", "ref_params"))
+        refreshed = acting_params(params, norm).apply(lambda new, old: torch.where(due, new, old), ref)
         state = state.copy().set("ref_params", refreshed)
     return state, logs
 

@@ -248,7 +248,7 @@ def restarted(episode: TensorDict) -> TensorDict:
     Returns: new statistics.
     Gradient: none.
 
-    >>> restarted(episode_init(1).set("running_return", torch.ones(1)))["running_return"]
+    >>> restarted(episode_init(1, 2).set("running_return", torch.ones(1)))["running_return"]
     tensor([0.])
     """
     return episode.copy().update(

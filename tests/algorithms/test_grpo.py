@@ -272,6 +272,14 @@ def test_the_reference_is_refreshed_after_so_many_iterations():
     assert len({float(s["params", "actor", "2.bias"][0]) for s in states}) == 8  # every iteration moved
 
 
+def test_the_reference_keeps_the_observation_statistics_of_its_time():
+    normal = {"policy.normalize_obs": True, "algorithm.cfg.kl_coef": 0.1}
+    state = iterations(run(**normal))[-1][0]
+    assert float(state["ref_params", "norm", "count"]) == 0.0 < float(state["norm", "obs", "count"])
+    seen = [state for state, _ in iterations(run(**normal, **{"algorithm.cfg.ref_update_freq": 1}))]
+    assert same(seen[1]["ref_params", "norm"], seen[0]["norm", "obs"]), "those it acted with, not the moved ones"
+
+
 def test_a_fresh_reference_is_no_distance_away():
     cfg = run(ref_update_freq=1, n_epochs=1, batch_size=320)
     assert all(abs(float(logs["kl_ref"])) < 1e-7 for _, logs in iterations(cfg))

@@ -237,13 +237,13 @@ def gae_loop(reward, value, next_value, done, gamma, gae_lambda):
 
 
 def test_rewards_are_normalised_as_by_gymnasium_but_for_the_freezing():
-    """Two iterations with time limits inside: moments, scaled value targets, raw rewards in the logs."""
-    base = {"trainer.num_envs": 3, "trainer.buffer_size": 12, "env.cfg.max_episode_steps": 5, "trainer.iterations": 2}
-    one_step = {"algorithm.cfg.n_epochs": 1, "algorithm.cfg.batch_size": 36, "algorithm.cfg.gae_lambda": 0.8}
+    """Three iterations with time limits inside and at an end: moments, and value targets in scaled units."""
+    base = {"trainer.num_envs": 3, "trainer.buffer_size": 9, "env.cfg.max_episode_steps": 6, "trainer.iterations": 3}
+    one_step = {"algorithm.cfg.n_epochs": 1, "algorithm.cfg.batch_size": 27, "algorithm.cfg.gae_lambda": 0.8}
     cfg = run("pendulum", **base, **one_step, **{"algorithm.cfg.normalize_reward": True})
     parts, algorithm, state, rollouts = make_parts(cfg), make_algorithm(cfg.algorithm), init_state(cfg), []
     variance = 1.0
-    for iteration in range(2):
+    for iteration, ends in enumerate((3, 6, 3)):  # 3 envs: after step 6; 12 and 18; 24 of 27
         state, rollout = algorithm.collect(parts, state)
         before = rollout.clone()
         state, logs = algorithm.update(parts, state, rollout)
@@ -252,13 +252,13 @@ def test_rewards_are_normalised_as_by_gymnasium_but_for_the_freezing():
 
         theirs = NormalizeReward(Replay(rollouts), gamma=0.9, epsilon=1e-8)
         theirs.return_rms.count = 0.0  # it starts with a ten-thousandth of a sample
-        for _ in range(12 * (iteration + 1)):
+        for _ in range(9 * (iteration + 1)):
             theirs.step(None)
         moments = state["norm", "reward", "moments"]
         close(moments["mean"], theirs.return_rms.mean, tol=1e-5)  # its sums are float32
         close(moments_variance(moments), theirs.return_rms.var, tol=1e-5)
         close(state["norm", "reward", "running"], torch.tensor(theirs.accumulated_reward), tol=1e-5)
-        assert rollout["truncated"].sum() == 6  # after steps 5 and 10, then 15 and 20
+        assert rollout["truncated"].sum() == ends
 
         # Targets are of these rewards over the spread known before them; V of a time limit is in their units already.
         s = {k: v.double().numpy() for k, v in transitions(rollout).items() if k in ("reward", "value", "next_value")}
@@ -266,7 +266,7 @@ def test_rewards_are_normalised_as_by_gymnasium_but_for_the_freezing():
         target = gae_loop(scaled, s["value"], s["next_value"], rollout["done"].numpy(), 0.9, 0.8)
         close(logs["value_loss"], np.mean((s["value"] - target) ** 2), tol=1e-5)
         variance = float(theirs.return_rms.var)
-        state = state.copy().update({"update_step": state["update_step"] + 1, "sample_step": state["sample_step"] + 36})
+        state = state.copy().update({"update_step": state["update_step"] + 1, "sample_step": state["sample_step"] + 27})
 
 
 def test_normalised_rewards_are_not_what_is_logged():

@@ -1,0 +1,54 @@
+"""What a run is made of: device, compiled or eager form, environment and policy, from its config."""
+
+import warnings
+from functools import partial
+from typing import Literal
+
+import torch
+
+from ecrl.algorithms import Parts
+from ecrl.compile import Form, choose_form
+from ecrl.config import Config
+from ecrl.envs import Env, auto_reset, clip_action, make_env, with_events
+from ecrl.errors import ConfigError
+from ecrl.policies import Policy, make_policy
+
+
+def device_of(cfg: Config) -> torch.device:
+    """The device of a run; "auto" is cuda where there is one. Raises ConfigError naming the devices there are."""
+    name, count = cfg.trainer.device, torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "auto":
+        name = "cuda" if count else "cpu"
+    have = ["cpu", *(f"cuda:{i}" for i in range(count))]
+    if name not in have and not (name == "cuda" and count):
+        raise ConfigError(f"trainer.device: {name} is not available; available: {', '.join(have)} (or auto)")
+    return torch.device(name)
+
+
+def _env_and_policy(cfg: Config) -> tuple[Env, Policy]:
+    env = make_env(cfg.env)
+    return env, make_policy(cfg.policy, env.observation_space, env.action_space)
+
+
+def form_of(cfg: Config) -> Form:
+    """Compiled or eager, and why."""
+    device, mode = device_of(cfg).type, cfg.trainer.compile
+    if not _env_and_policy(cfg)[1].compiles:
+        reason = f"policy {cfg.policy.name} draws numbers of its own, which cannot be compiled"
+        if mode == "on":
+            raise ConfigError(f"trainer.compile: on, but {reason}; use auto")
+        return Form("eager", reason, partial)
+    form = choose_form(mode, device)
+    if not cfg.trainer.tf32:
+        return form
+    if device != "cuda":
+        warnings.warn(f"trainer.tf32 is for cuda; on {device} matrices stay float32", stacklevel=2)
+        return form
+    return form._replace(reason=f"{form.reason}, TF32 matrices")
+
+
+def make_parts(cfg: Config, events: Literal["train", "eval"] = "train") -> Parts:
+    """Environment (with auto-reset and the events of training or evaluation), policy, config and form of a run."""
+    env, policy = _env_and_policy(cfg)
+    env = auto_reset(clip_action(env) if cfg.policy.clip_actions else env)
+    return Parts(with_events(env, getattr(cfg.trainer.events, events)), policy, cfg, form_of(cfg).jit)
