@@ -177,16 +177,16 @@ def make_iteration(cfg: Config, watch: Watch = unwatched) -> Iteration:
     `watch` may put others in place of its functions, such as `ecrl.profiler`'s, which take the time.
     """
     parts, algorithm = watch(make_parts(cfg), make_algorithm(cfg.algorithm))
-    device = device_of(cfg)
+    device: torch.device = device_of(cfg)
     tf32 = cfg.trainer.tf32 and device.type == "cuda"
 
     def iteration(state: TensorDict) -> tuple[TensorDict, dict[str, Logs]]:
         with _matrices(tf32):
             state, batch = algorithm.collect(parts, state.copy())
             state, train_logs = algorithm.update(parts, state, batch)
-        state = state.copy().set("norm", _moved_norm(parts, state["norm"], batch, state["key"].device))
+        state = state.copy().set("norm", _moved_norm(parts, state["norm"], batch, device))
         logs = {
-            "collect": _episode_logs(state["episode"]) | _info_logs(batch, state["key"].device),
+            "collect": _episode_logs(state["episode"]) | _info_logs(batch, device),
             "train": train_logs,
         }
         counters = {
