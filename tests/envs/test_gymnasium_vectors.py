@@ -13,6 +13,7 @@ from conftest import close
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers import RecordEpisodeStatistics
+from pydantic import Field
 from tensordict import TensorDict
 from test_gymnasium import KEYS, SEEDS
 from test_gymnasium_workers import no_orphan  # noqa: F401  (a fixture for every test here)
@@ -122,7 +123,7 @@ def test_it_is_the_same_environment_as_by_id():
 class VectorConfig(ConfigModel):
     """Which mode."""
 
-    mode: str
+    mode: str = Field(description="when the vector env starts the next episode")
 
 
 TOLD = []

@@ -122,7 +122,7 @@ def test_drawing_follows_the_keys_and_leaves_the_generator_alone():
 
 
 def test_whoever_draws_runs_eager_and_the_others_compiled(monkeypatch):
-    monkeypatch.setattr("ecrl.loop.form_of", lambda cfg: Form("compiled", "as if", print))
+    monkeypatch.setattr("ecrl.parts.choose_form", lambda mode, device: Form("compiled", "as if", print))
     assert [make_parts(_config(name)).jit for name in NAMES] == [print, partial, print]
     assert [_policy(module).compiles for module in (Trunk, ActsOnNoise, Acts)] == [True, True, False]
 
