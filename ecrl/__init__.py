@@ -5,6 +5,7 @@ Names are resolved when first used, so that importing one kernel, or asking for 
 """
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from ecrl.envs import Env, make_env
     from ecrl.errors import ConfigError
     from ecrl.evaluation import evaluate
-    from ecrl.loop import init_state, make_iteration, train_iter
+    from ecrl.loop import close, init_state, make_iteration, train_iter
     from ecrl.policies import Policy, make_policy, module_policy
     from ecrl.registry import (
         register_algorithm,
@@ -34,7 +35,7 @@ _HOME = {
     "ecrl.envs": ("Env", "make_env"),
     "ecrl.errors": ("ConfigError",),
     "ecrl.evaluation": ("evaluate",),
-    "ecrl.loop": ("init_state", "make_iteration", "train_iter"),
+    "ecrl.loop": ("close", "init_state", "make_iteration", "train_iter"),
     "ecrl.policies": ("Policy", "make_policy", "module_policy"),
     "ecrl.registry": (
         "register_algorithm",
@@ -56,6 +57,7 @@ __all__ = [
     "Env",
     "Policy",
     "PolicyConfig",
+    "close",
     "evaluate",
     "init_state",
     "load",
@@ -79,9 +81,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module 'ecrl' has no attribute {name!r}")
-    return getattr(import_module(_MODULE_OF[name]), name)
+    if name in _MODULE_OF:
+        return getattr(import_module(_MODULE_OF[name]), name)
+    if name.isidentifier() and not name.startswith("_") and find_spec(f"ecrl.{name}"):
+        return import_module(f"ecrl.{name}")  # so that `ecrl.kernels.gae` needs no import of its own
+    raise AttributeError(f"module 'ecrl' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

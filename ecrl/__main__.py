@@ -81,12 +81,15 @@ def check(path: Annotated[str, tyro.conf.Positional], /, *, overrides: Overrides
     """
     from ecrl.config import load_config
     from ecrl.distributed import world_size
+    from ecrl.evaluation import check_evaluation
     from ecrl.loop import check_config
     from ecrl.sources import parse_overrides
 
     cfg = load_config(path, parse_overrides(overrides))
-    for line in check_config(cfg, world_size()):
-        print(line)
+    lines = check_config(cfg, world_size())
+    if cfg.trainer.enable_eval:
+        check_evaluation(cfg)
+    print("\n".join(lines))
     print(f"{path}: ok")
 
 

@@ -10,7 +10,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -20,17 +20,16 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl.config import Config, config_from_dict
-from ecrl.errors import CheckpointError, ConfigError
+from ecrl.errors import CheckpointError
 from ecrl.loop import expected_state, form_of, steps_per_iteration
-from ecrl.registry import did_you_mean
 from ecrl.types import LogData
 
 FORMAT = 1
 
 
 def _flat(state: TensorDict) -> dict[str, Tensor]:
-    leaves = state.flatten_keys("/").items()
-    return {name: leaf.detach().cpu().contiguous().clone() for name, leaf in leaves}
+    leaves = {name: cast(Tensor, state[path]) for name, path in _paths(state).items()}
+    return {name: leaf.detach().cpu().contiguous().clone() for name, leaf in leaves.items()}
 
 
 def _sha256(data: bytes) -> str:
@@ -80,15 +79,29 @@ def save(path: str | Path, state: TensorDict, cfg: Config, logs: dict[str, float
         raise CheckpointError(f"{path}: exists and is no checkpoint; choose another name")
     files = {"state.safetensors": tensors_to_bytes(_flat(state)), "config.json": _json(cfg.model_dump(mode="json"))}
     files["manifest.json"] = _json(_manifest(state, cfg, files, logs or {}))
+    try:
+        _write(path, files)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: cannot be written: {error.strerror}; make room or choose another place"
+        ) from None
+
+
+def _write(path: Path, files: dict[str, bytes]) -> None:
+    """All of `files` as the folder `path`, or an OSError and nothing."""
     aside, old = (path.with_name(f".{path.name}.{suffix}.{os.getpid()}") for suffix in ("new", "old"))
     shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    for name, data in files.items():
-        _write_synced(aside / name, data)
-    _sync_folder(aside)
-    if path.exists():
-        path.rename(old)
-    aside.rename(path)
+    try:
+        aside.mkdir(parents=True)
+        for name, data in files.items():
+            _write_synced(aside / name, data)
+        _sync_folder(aside)
+        if path.exists():
+            path.rename(old)
+        aside.rename(path)
+    except OSError:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
     _sync_folder(path.parent)
     shutil.rmtree(old, ignore_errors=True)
 
@@ -122,21 +135,26 @@ def _read_checked(path: Path) -> tuple[bytes, Any]:
     return files["state.safetensors"], json.loads(files["config.json"])
 
 
+def _paths(structure: TensorDict) -> dict[str, tuple[str, ...]]:
+    """Where each tensor of a file belongs; a name on the way may hold a "/" itself."""
+    keys: Any = structure.keys(include_nested=True, leaves_only=True)
+    return {"/".join(path): path for path in ((key,) if isinstance(key, str) else tuple(key) for key in keys)}
+
+
 def _into(structure: TensorDict, tensors: dict[str, Tensor], path: Path) -> TensorDict:
     """`tensors` as `structure` has them, on its device; refuses missing, extra or misshapen ones by name."""
-    expected = dict(structure.flatten_keys("/").items())
-    odd = sorted(expected.keys() ^ tensors.keys())
+    places = _paths(structure)
+    odd = sorted(places.keys() ^ tensors.keys())
     if odd:
         raise CheckpointError(f"{path}: state and config disagree on {', '.join(odd)}")
-    for name, leaf in expected.items():
-        given = tensors[name]
+    filled = structure.clone()
+    for name, place in places.items():
+        given, leaf = tensors[name], cast(Tensor, structure[place])
         if given.shape != leaf.shape or given.dtype != leaf.dtype:
             raise CheckpointError(
                 f"{path}: {name} is {given.dtype} {list(given.shape)}, expected {leaf.dtype} {list(leaf.shape)}"
             )
-    filled = structure.clone()
-    for name, leaf in expected.items():
-        filled[tuple(name.split("/"))] = tensors[name].to(leaf.device)
+        filled[place] = given.to(leaf.device)
     return filled.lock_()
 
 
@@ -158,12 +176,15 @@ def load(path: str | Path, device: str | None = None) -> tuple[TensorDict, Confi
 
 
 def _remembered(tensors: dict[str, Tensor]) -> TensorDict:
-    """The saved env state; where it lived outside the tensors, as in Gymnasium, its token 0 says that it is gone."""
+    """The env state of a file. Where it lived outside the tensors, as in Gymnasium, token 0 says that it is gone."""
     if "env/token" in tensors:
         tensors["env/token"] = torch.zeros_like(tensors["env/token"])
-    env = {name.removeprefix("env/"): leaf for name, leaf in tensors.items() if name.startswith("env/")}
-    batch = next((leaf.shape[:1] for leaf in env.values()), [])
-    return TensorDict({"env": TensorDict(env, batch).unflatten_keys("/")}, [])
+    env = {tuple(name.split("/")[1:]): leaf for name, leaf in tensors.items() if name.startswith("env/")}
+    batch, made = next((leaf.shape[:1] for leaf in env.values()), torch.Size()), TensorDict({}, [])
+    made["env"] = TensorDict({}, batch)
+    for path, leaf in env.items():
+        made["env", *path] = leaf
+    return made
 
 
 def latest(run: str | Path) -> Path:
@@ -200,9 +221,8 @@ def with_checkpoints(records: Iterator[LogData], cfg: Config, run_dir: str | Pat
 def with_best_checkpoint(records: Iterator[LogData], cfg: Config, run_dir: str | Path) -> Iterator[LogData]:
     """Save the state as `checkpoints/best` under `run_dir` when an evaluation's `trainer.best_eval_metric` is the best.
 
-    The best so far is read from an earlier one's manifest, so a resumed run goes on with it. NaN is never the best.
-
-    Raises: ConfigError at the first evaluation, if it does not log that metric.
+    The best so far is read from an earlier one's manifest, so a resumed run goes on with it. NaN is never the best, nor
+    is an evaluation in which no episode told the metric.
     """
     name, sign = cfg.trainer.best_eval_metric, 1.0 if cfg.trainer.best_eval_mode == "max" else -1.0
     path = Path(run_dir) / "checkpoints" / "best"
@@ -210,9 +230,8 @@ def with_best_checkpoint(records: Iterator[LogData], cfg: Config, run_dir: str |
     for record in records:
         if record["log_type"] == "evaluate":
             logs = {key: float(value) for key, value in record["logs"].items()}
-            if name not in logs:
-                raise ConfigError(f"trainer.best_eval_metric: {name!r} is not evaluated; {did_you_mean(name, logs)}")
-            if not math.isnan(logs[name]) and (best is None or sign * logs[name] > sign * best):
-                best = logs[name]
+            value = logs.get(name, math.nan)
+            if not math.isnan(value) and (best is None or sign * value > sign * best):
+                best = value
                 save(path, record["state"], cfg, logs)
         yield record

@@ -75,9 +75,6 @@ class EventsConfig(ConfigModel):
     train: dict[str, EventConfig] = Field(default_factory=dict, description="events of the training environments")
     eval: dict[str, EventConfig] = Field(default_factory=dict, description="events of the evaluation environments")
 
-    def __hash__(self) -> int:
-        return hash((*sorted(self.train.items()), "eval", *sorted(self.eval.items())))
-
 
 class TrainerConfig(ConfigModel):
     """How long, where and with how many environments."""

@@ -21,13 +21,16 @@ from ecrl.config import Config
 from ecrl.envs import auto_reset, clip_action, make_env
 from ecrl.errors import ConfigError, UserError
 from ecrl.loop import make_parts, steps_per_iteration
+from ecrl.parts import device_of
 from ecrl.policies import acting_params
+from ecrl.registry import did_you_mean
 from ecrl.spaces import Box
 from ecrl.types import LogData
 
 _CHUNK = 128  # steps between looks at whether all episodes are done: one host read each
 _MAX_STEPS = 1_000_000
 _GYMNASIUM = "gymnasium:"
+_ALWAYS = ("eval/avg_reward", "eval/std_reward", "eval/avg_length")
 
 
 def eval_envs(num_episodes: int, at_most: int) -> int:
@@ -83,7 +86,7 @@ def _summary(episodes: list[tuple[float, ...]], names: list[str]) -> dict[str, f
         "eval/std_reward": returns.std(correction=0).item(),
         "eval/avg_length": lengths.mean().item(),
     }
-    means = {name: values.mean().item() for name, values in zip(names, outcomes, strict=True)}
+    means = {name: values.nanmean().item() for name, values in zip(names, outcomes, strict=True)}  # of those told
     return logs | {name: mean for name, mean in means.items() if not math.isnan(mean)}
 
 
@@ -102,8 +105,8 @@ def evaluate(
         num_episodes: `trainer.num_eval_episodes` if absent.
         env: None for the run's own environment, `"gymnasium:<id>"` for one of Gymnasium's.
 
-    Returns: `eval/avg_reward`, `eval/std_reward`, `eval/avg_length`; where the environment reports them at the last
-        step of an episode, `eval/success_rate` and `eval/metrics/<name>`.
+    Returns: `eval/avg_reward`, `eval/std_reward`, `eval/avg_length`; over the episodes at whose last step the
+        environment reports them, `eval/success_rate` and `eval/metrics/<name>`.
     Raises: ConfigError for an env that is not known or whose spaces differ; UserError if an episode never ends.
     """
     count = cfg.trainer.num_eval_episodes if num_episodes is None else num_episodes
@@ -152,8 +155,20 @@ def _steps(parts: Parts, state: TensorDict, num_envs: int, names: list[str]) -> 
         env.close(env_state)
 
 
+def check_evaluation(cfg: Config) -> None:
+    """Refuse, before a run begins, events of evaluation that do not fit and a best metric that is never logged."""
+    parts, name = make_parts(cfg, events="eval"), cfg.trainer.best_eval_metric
+    known = [*_ALWAYS, "eval/success_rate"]
+    if parts.env.is_pure:
+        key = rng.key(_eval_seed(cfg), device_of(cfg))
+        known = [*_ALWAYS, *_outcomes(parts.env.reset(key.unsqueeze(0)))]
+    if name not in known:
+        raise ConfigError(f"trainer.best_eval_metric: {name!r} is not evaluated; {did_you_mean(name, known)}")
+
+
 def with_evaluation(records: Iterator[LogData], cfg: Config) -> Iterator[LogData]:
     """Evaluate when `trainer.eval_freq` env steps are crossed; the `evaluate` record follows the one it evaluates."""
+    check_evaluation(cfg)
     freq = cfg.trainer.eval_freq
     for record in records:
         yield record

@@ -76,16 +76,22 @@ def expected_state(cfg: Config, given: TensorDict) -> TensorDict:
     parts = make_parts(cfg)
     if parts.env.is_pure:
         return init_state(cfg)
+    if "token" not in given["env"]:
+        raise ConfigError(f"state: its environments are not those of {cfg.env.name}; use the config of its run")
     key = rng.key(cfg.trainer.seed, device_of(cfg))
     return _without_env(parts, make_algorithm(cfg.algorithm), key).set("env", given["env"]).lock_()
 
 
 def reopened(state: TensorDict, cfg: Config) -> TensorDict:
-    """The state with its host environments started afresh if they are only remembered (token 0), which is said."""
+    """The state with its host environments started afresh if they do not stand where it says, which is told.
+
+    They are gone in another process, and ahead where an iteration was cut short or the state is not the newest.
+    """
     parts, env = make_parts(cfg), cast(TensorDict, state["env"])
-    if parts.env.is_pure or bool(env["token"].any()):
+    if parts.env.is_current(env):
         return state
     warnings.warn("the environments' own state could not be restored: their episodes start afresh", stacklevel=3)
+    parts.env.close(env)
     group = make_algorithm(cfg.algorithm).group_size
     step = steps_taken(parts, state)
     fresh = parts.env.reset(start_keys(state["key"], cfg.trainer.num_envs, step, group))
@@ -95,6 +101,14 @@ def reopened(state: TensorDict, cfg: Config) -> TensorDict:
         norm["reward", "running"] = torch.zeros_like(norm["reward", "running"])
         state.set("norm", norm)
     return state
+
+
+def close(state: TensorDict, cfg: Config) -> None:
+    """Release what a state holds outside its tensors: Gymnasium's environments and their workers. Others hold nothing.
+
+    They are also released when the process ends.
+    """
+    make_parts(cfg).env.close(cast(TensorDict, state["env"]))
 
 
 def check_state(state: TensorDict, cfg: Config) -> None:
@@ -120,7 +134,10 @@ def check_state(state: TensorDict, cfg: Config) -> None:
 def check_config(cfg: Config, world_size: int) -> list[str]:
     """What a config would run, in lines for people; raises ConfigError where its parts do not fit together."""
     parts, form = make_parts(cfg), form_of(cfg)
-    state = _without_env(parts, make_algorithm(cfg.algorithm), rng.key(cfg.trainer.seed, device_of(cfg)))
+    key = rng.key(cfg.trainer.seed, device_of(cfg))
+    state = _without_env(parts, make_algorithm(cfg.algorithm), key)
+    if parts.env.is_pure:
+        parts.env.reset(key.unsqueeze(0))  # events are checked against its fields there
     weights = sum(leaf.numel() for leaf in cast(TensorDict, state["params"]).values(True, True))  # pyright: ignore
     return [
         f"task     {cfg.env.name}, {cfg.policy.name}, {cfg.algorithm.name}, seed {cfg.trainer.seed}",

@@ -10,6 +10,7 @@ from ecrl.algorithms import Parts
 from ecrl.compile import Form, choose_form
 from ecrl.config import Config
 from ecrl.envs import Env, auto_reset, clip_action, make_env, with_events
+from ecrl.envs.contract import check_env
 from ecrl.errors import ConfigError
 from ecrl.policies import Policy, make_policy
 
@@ -27,6 +28,7 @@ def device_of(cfg: Config) -> torch.device:
 
 def _env_and_policy(cfg: Config) -> tuple[Env, Policy]:
     env = make_env(cfg.env)
+    check_env(env, cfg.env.name)
     return env, make_policy(cfg.policy, env.observation_space, env.action_space)
 
 

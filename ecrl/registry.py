@@ -15,7 +15,7 @@ from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 from inspect import signature
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple, cast, get_type_hints
 from warnings import warn
 
 BUILTIN = ("ecrl.envs", "ecrl.policies", "ecrl.algorithms")
@@ -64,6 +64,9 @@ def _register(kind: str, name: str, *, override: bool = False) -> Callable[[Call
             )
         # A network is a module with fresh weights: handing out the same one twice would share them.
         _ENTRIES[kind][name] = Entry(config, make if kind == "network" else cache(make))
+        if kind == "network" and override:  # policies remember the networks that they were made of
+            for policy in _ENTRIES["policy"].values():
+                cast(Any, policy.make).cache_clear()
         return make
 
     return decorate

@@ -1,6 +1,7 @@
 """Going on with a run from its newest checkpoint, as if it had never stopped."""
 
 import json
+import math
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -35,6 +36,8 @@ def resume(
 
     Raises: ConfigError listing every key that differs, unless `force`; CheckpointError.
     """
+    if (Path(run_dir) / "manifest.json").exists():
+        raise ConfigError(f"{run_dir}: is a checkpoint; give the folder of its run, to go on in it")
     path = latest(run_dir)
     state, own = load(path)
     given = own.model_dump(mode="json") if config is None else None
@@ -44,10 +47,21 @@ def resume(
         lines = "\n".join(f"  {line}" for line in changes)
         raise ConfigError(f"{run_dir}: the config differs from the run's; go on with it by --force:\n{lines}")
     if changes:
-        state = state.to(device_of(cfg)).copy().set("hyper", expected_state(cfg, state)["hyper"]).lock_()
+        state = _changed(state.to(device_of(cfg)), own, cfg)
     _warn_of_other_bits(path, cfg)
     _forget_after(Path(run_dir) / "metrics.jsonl", int(state["sample_step"]))
     return state, cfg
+
+
+def _changed(state: TensorDict, own: Config, cfg: Config) -> TensorDict:
+    """The state with what the changed config sets in it: hyperparameters, the adaptive rate's start, the seed's key."""
+    before, after = (expected_state(config, state) for config in (own, cfg))
+    names = ["hyper"]
+    if "learning_rate" in state and not torch.equal(before["learning_rate"], after["learning_rate"]):
+        names.append("learning_rate")
+    if own.trainer.seed != cfg.trainer.seed:
+        names.append("key")
+    return state.copy().update({name: after[name] for name in names}).lock_()
 
 
 def _warn_of_other_bits(path: Path, cfg: Config) -> None:
@@ -58,12 +72,20 @@ def _warn_of_other_bits(path: Path, cfg: Config) -> None:
         warnings.warn(f"{path}: the rest will not be bit for bit the same run: {'; '.join(other)}", stacklevel=3)
 
 
+def _step_of(row: str) -> float:
+    """Of a line of `metrics.jsonl`; infinite for one that a kill cut off."""
+    try:
+        return json.loads(row)["sample_step"] if row.endswith("\n") else math.inf
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
 def _forget_after(metrics: Path, step: int) -> None:
     """Drop the rows of iterations that will be run again."""
     if not metrics.exists():
         return
     rows = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
-    kept = [row for row in rows if row.endswith("\n") and json.loads(row)["sample_step"] <= step]
+    kept = [row for row in rows if _step_of(row) <= step]
     if len(kept) < len(rows):
         aside = metrics.with_name(".metrics.jsonl.new")
         aside.write_text("".join(kept), encoding="utf-8")

@@ -56,6 +56,15 @@ def dict_space(parts: Mapping[str, Space]) -> Dict:
     return Dict(tuple(sorted(parts.items())))
 
 
+def element_shape(space: Space) -> tuple[int, ...]:
+    """Shape of one element, without batch axes.
+
+    >>> element_shape(MultiDiscrete((2, 3))), element_shape(Discrete(4))
+    ((2,), ())
+    """
+    return (len(space.nvec),) if isinstance(space, MultiDiscrete) else getattr(space, "shape", ())
+
+
 def flat_dim(space: Space) -> int:
     """Number of float features: elements of a Box, a one-hot per Discrete, all parts of a Dict but `action_mask`.
 

@@ -94,6 +94,20 @@ def explained(model: type[BaseModel], error: ValidationError) -> list[Fault]:
     return found
 
 
+def _hashable(value: Any) -> Any:
+    """What can be hashed of a value, and is equal for equal values: of lists and dicts their contents."""
+    match value:
+        case BaseModel():
+            return type(value), tuple(_hashable(value.__dict__.get(name)) for name in type(value).model_fields)
+        case dict():
+            return frozenset((key, _hashable(part)) for key, part in value.items())
+        case list() | tuple():
+            return tuple(_hashable(part) for part in value)
+        case set():
+            return frozenset(value)
+    return value
+
+
 class ConfigModel(BaseModel):
     """A section of the config: frozen, hashable, strict; refuses unknown keys with the nearest known one."""
 
@@ -126,6 +140,9 @@ class ConfigModel(BaseModel):
         if faults:
             raise ValidationError.from_exception_data(cls.__name__, faults)
         return made
+
+    def __hash__(self) -> int:
+        return hash(_hashable(self))
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"{name}: a config never changes; make a changed copy with cfg.replace(...)")

@@ -14,10 +14,10 @@ from ecrl.checkpoint import with_best_checkpoint, with_checkpoints
 from ecrl.config import Config, load_config, total_steps
 from ecrl.distributed import start, world_size
 from ecrl.errors import ConfigError
-from ecrl.evaluation import with_evaluation
+from ecrl.evaluation import check_evaluation, with_evaluation
 from ecrl.history import History
 from ecrl.loggers import with_host_logs, with_jsonl, with_progress
-from ecrl.loop import check_config, init_state, make_parts, train_iter
+from ecrl.loop import check_config, close, init_state, train_iter
 from ecrl.profiler import Times, timed_records, watched, with_profile
 from ecrl.registry import registered
 from ecrl.resuming import resume
@@ -64,6 +64,8 @@ def train(
     Raises: ConfigError for a folder that cannot be written or holds a run, and for `profile` without a folder.
     """
     folder, history, first = None if run_dir is None else Path(run_dir), History(), int(state["sample_step"])
+    if cfg.trainer.enable_eval:
+        check_evaluation(cfg)
     if folder is not None:
         _claim(folder, new=first == 0)
     records = _profiled(state, cfg, folder, first, progress) if profile else None
@@ -99,6 +101,8 @@ def _make(folder: Path, exist_ok: bool) -> None:
 def _claim(folder: Path, new: bool) -> None:
     """Make the run folder; a new run does not go where another one wrote."""
     _make(folder, exist_ok=True)
+    if (folder / "manifest.json").exists():
+        raise ConfigError(f"run_dir: {folder} is a checkpoint; choose the folder of its run, or a new one")
     taken = [name for name in ("config.json", "metrics.jsonl", "checkpoints") if (folder / name).exists()]
     if new and taken:
         raise ConfigError(f"run_dir: {folder} already holds a run ({taken[0]}); choose another folder or remove it")
@@ -158,11 +162,13 @@ def train_from_config(
         start(cfg.trainer.distributed)
         try:
             state = init_state(cfg)
+            if cfg.trainer.enable_eval:
+                check_evaluation(cfg)
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
         folder = _new_run_dir(cfg) if run_dir is None else Path(run_dir)
         _claim(folder, new=True)
     _announce(cfg, folder)
     state, history = train(state, cfg, folder, profile=profile)
-    make_parts(cfg).env.close(state["env"])
+    close(state, cfg)
     return state, history

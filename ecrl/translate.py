@@ -87,6 +87,7 @@ def _overridden(draft: Draft, overrides: Mapping[str, Any]) -> Draft:
         wanted[path] = given, value
     for path in sorted(wanted, key=lambda path: (path.count("."), path.rpartition(".")[2] not in SETTINGS)):
         (given, value), loc = wanted[path], loc_of(path)
+        value = _named({path: value})[path]
         written = {prefix: text for prefix, text in written.items() if prefix[: len(loc)] != loc} | {loc: given}
         try:
             data = put(_making_room(data, path, value), loc, value)

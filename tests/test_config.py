@@ -1,15 +1,17 @@
 import copy
 import json
 import re
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from ecrl.config import Config, TrainerConfig, config_from_dict, diff, load_config, total_steps
 from ecrl.errors import ConfigError
 from ecrl.registry import registered
+from ecrl.strict import ConfigModel
 
 NET = {
     "type": "mlp",
@@ -428,3 +430,33 @@ def test_mutations_give_a_config_or_config_errors(edits):
         except (KeyError, IndexError, TypeError):
             continue  # an earlier edit took the place away
     _only_config_error(data)
+
+
+class _Inner(BaseModel):  # a plain model of pydantic's, as a user may nest
+    rows: list[int] = [1]
+
+
+class _Listed(ConfigModel):
+    numbers: list[float] = Field([], description="numbers")
+    named: dict[str, Any] = Field({}, description="anything")
+    tags: set[str] = Field(set(), description="words")
+    inner: _Inner = Field(_Inner(), description="more")
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"named": {"a": 1, "b": [2]}}, {"named": {"b": [2.0], "a": True}}),
+        ({"numbers": [0.0]}, {"numbers": [-0.0]}),
+        ({"tags": {"x", "y"}}, {"tags": {"y", "x"}}),
+        ({"inner": _Inner(rows=[1])}, {}),
+    ],
+)
+def test_configs_of_lists_and_dicts_that_are_equal_hash_equal(one, other):
+    one, other = _Listed(**one), _Listed(**other)
+    assert one == other and hash(one) == hash(other) and len({one, other}) == 1
+
+
+def test_configs_of_lists_and_dicts_that_differ_are_two():
+    given = [{}, {"numbers": [1.0]}, {"named": {"a": 1}}, {"named": {"a": {"b": [1]}}}, {"inner": _Inner(rows=[2])}]
+    assert len({_Listed(**x) for x in given}) == len({hash(_Listed(**x)) for x in given}) == len(given)

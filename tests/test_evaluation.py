@@ -1,5 +1,7 @@
 """Evaluation: exact counts, equal shares, deterministic, apart from training, on our envs and on Gymnasium's."""
 
+import math
+
 import pytest
 import torch
 from conftest import assert_pure
@@ -9,8 +11,9 @@ from test_loop import last_state, same, small
 from ecrl.envs import make_env
 from ecrl.envs.gymnasium import live
 from ecrl.errors import ConfigError, UserError
-from ecrl.evaluation import eval_envs, evaluate, with_evaluation
+from ecrl.evaluation import _summary, eval_envs, evaluate, with_evaluation
 from ecrl.loop import init_state, train_iter
+from ecrl.training import train
 
 
 def test_eval_envs_share_episodes_equally():
@@ -138,3 +141,34 @@ def test_wrong_requests_are_refused_in_one_line(env, count, message):
     with pytest.raises(ConfigError, match=message) as error:
         evaluate(init_state(cfg), cfg, num_episodes=count, env=env)
     assert "\n" not in str(error.value)
+
+
+WRONG = {"func": "randomize_field", "mode": "reset", "params": {"field": "nope", "low": 0.0, "high": 1.0}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"trainer.events.eval": {"wrong": WRONG}}, "unknown field 'nope'"),
+        ({"trainer.events.eval": {"wrong": WRONG}, "env": "gymnasium:CartPole-v1"}, "not in tensors"),
+        (
+            {"trainer.best_eval_metric": "eval/success_rate"},
+            "'eval/success_rate' is not evaluated; known: eval/avg_length",
+        ),
+        ({"trainer.best_eval_metric": "avg_reward"}, "did you mean 'eval/avg_reward'"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused_before_a_run(changes, message, tmp_path):
+    cfg = small(**{"trainer.enable_eval": True, **changes})
+    state = init_state(small())
+    with pytest.raises(ConfigError, match=message):
+        train(state, cfg, tmp_path / "run", progress=False)
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(ConfigError, match=message):
+        next(with_evaluation(iter([]), cfg))
+
+
+def test_outcomes_are_means_over_the_episodes_that_tell_them():
+    nan = math.nan
+    logs = _summary([(1.0, 2, 1.0, nan), (3.0, 4, nan, nan), (5.0, 6, 0.0, nan)], ["eval/a", "eval/b"])
+    assert logs["eval/a"] == 0.5 and "eval/b" not in logs and logs["eval/avg_reward"] == 3.0

@@ -19,9 +19,9 @@ ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "configs").glob("*.json"))
 
 SURFACE = """
-Algorithm Config ConfigError ConfigModel Env Policy PolicyConfig evaluate init_state load load_config make_algorithm
-make_env make_iteration make_policy module_policy register_algorithm register_env register_event register_network
-register_policy registered save train train_from_config train_iter
+Algorithm Config ConfigError ConfigModel Env Policy PolicyConfig close evaluate init_state load load_config
+make_algorithm make_env make_iteration make_policy module_policy register_algorithm register_env register_event
+register_network register_policy registered save train train_from_config train_iter
 """
 KERNELS = """
 GAE VTrace Squashed act_and_step adam adam_init adamw categorical_entropy categorical_kl categorical_log_prob
@@ -91,3 +91,17 @@ def test_the_files_a_user_expects_are_there():
     assert "Apache License" in (ROOT / "LICENSE").read_text()
     readme = (ROOT / "README.md").read_text()
     assert readme.index("make train") < readme.index("make test") < 1500
+
+
+def test_dotted_names_need_no_import_of_their_own():
+    names = ["resuming.resume", "algorithms.apg", "envs.time_limit", "kernels.gae", "rng.key", "train", "inert.INERT"]
+    code = f"import ecrl\nfor found in ({', '.join(f'ecrl.{name}' for name in names)}): print(type(found).__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    kinds = ["function", "function", "_lru_cache_wrapper", "function", "function", "function", "dict"]
+    assert done.stdout.split() == kinds, done.stderr
+
+
+@pytest.mark.parametrize("name", ["kernel", "__main__", "kernels.gae", "_kernels", "__wrapped__"])
+def test_other_names_are_no_attributes(name):
+    with pytest.raises(AttributeError, match=f"^module 'ecrl' has no attribute {name!r}$"):
+        ecrl.__getattr__(name)

@@ -263,3 +263,32 @@ def test_a_plugin_may_not_take_a_built_in_name_unasked(tmp_path):
     done = _python("from ecrl.registry import lookup; print(lookup('env', 'cartpole').config.__name__)", tmp_path)
     assert done.stdout.strip() == "CartPoleConfig"
     assert "ValueError: env 'cartpole' is already registered; pass override=True" in done.stderr
+
+
+class NetConfig(ConfigModel):
+    """No settings."""
+
+
+def test_a_policy_forgets_a_network_that_was_replaced():
+    import torch
+
+    from ecrl import rng
+    from ecrl.policies import make_policy
+    from ecrl.spaces import Discrete, box
+
+    def outputs(width):
+        def net(cfg: NetConfig, inputs: int, outputs: int) -> torch.nn.Module:
+            return torch.nn.Sequential(torch.nn.Linear(inputs, width), torch.nn.Linear(width, outputs))
+
+        return net
+
+    def weights():
+        policy = make_policy({"name": "actor_only", "actor": {"type": "mine"}}, box(-1.0, 1.0, 3), Discrete(2))
+        return policy, sum(x.numel() for x in policy.init(rng.key(0)).values(True, True))
+
+    register_network("mine")(outputs(5))
+    first, count = weights()
+    assert count == 3 * 5 + 5 + 5 * 2 + 2 and weights()[0] is first
+    register_network("mine", override=True)(outputs(7))
+    second, count = weights()
+    assert count == 3 * 7 + 7 + 7 * 2 + 2 and second is not first

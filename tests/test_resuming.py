@@ -11,7 +11,7 @@ from test_loop import NET, same, small
 from ecrl.checkpoint import latest, load, save
 from ecrl.config import Config, config_from_dict
 from ecrl.errors import CheckpointError, ConfigError
-from ecrl.loop import init_state, train_iter
+from ecrl.loop import close, init_state, train_iter
 from ecrl.resuming import resume
 from ecrl.training import train
 
@@ -169,3 +169,49 @@ def test_a_saved_gymnasium_run_starts_its_episodes_afresh_and_says_so(tmp_path):
     with pytest.warns(UserWarning, match="episodes start afresh"):
         *_, record = train_iter(loaded, cfg)
     assert int(record["state"]["update_step"]) == 2
+
+
+def test_a_checkpoint_folder_is_not_a_run(tmp_path):
+    run, cfg = finished(tmp_path)
+    checkpoint = latest(run)
+    with pytest.raises(ConfigError, match="is a checkpoint; give the folder of its run"):
+        resume(checkpoint)
+    with pytest.raises(ConfigError, match="is a checkpoint; choose the folder of its run"):
+        train(init_state(cfg), cfg, checkpoint, progress=False)
+    load(checkpoint)  # undamaged
+
+
+def test_a_forced_seed_and_adaptive_rate_take_effect(tmp_path):
+    run, _ = finished(tmp_path, **{"algorithm.cfg.lr_scheduler": {"name": "adaptive"}})
+    kept, _ = resume(run, overrides={"trainer.iterations": 9}, force=True)
+    state, cfg = resume(run, overrides={"trainer.seed": 77, "algorithm.cfg.learning_rate": 0.009}, force=True)
+    assert torch.equal(state["key"], init_state(cfg)["key"]) and not torch.equal(state["key"], kept["key"])
+    assert float(state["learning_rate"]) == pytest.approx(0.009)
+    assert torch.equal(kept["learning_rate"], load(latest(run))[0]["learning_rate"])
+
+
+def test_unreadable_rows_are_forgotten(tmp_path):
+    run, _ = finished(tmp_path)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write("\0\0\0\n[]\n")
+    resume(run)
+    assert all(json.loads(line)["sample_step"] <= 64 for line in (run / "metrics.jsonl").read_text().splitlines())
+
+
+def test_training_on_from_any_gymnasium_state_starts_episodes_afresh():
+    cfg = small(**{"env": "gymnasium:CartPole-v1", "trainer.iterations": 3})
+    start = init_state(cfg)
+    first, _, second, *_ = [record["state"] for record in train_iter(start, cfg)]
+    for state in (start, first, second):  # behind the environments
+        with pytest.warns(UserWarning, match="episodes start afresh"):
+            *_, record = train_iter(state, cfg)
+        assert int(record["state"]["update_step"]) == 3
+    close(record["state"], cfg)
+    with pytest.warns(UserWarning, match="episodes start afresh"):  # they are closed
+        list(train_iter(first, cfg))
+
+
+def test_a_pure_state_is_not_one_of_gymnasium():
+    state = init_state(small())
+    with pytest.raises(ConfigError, match="its environments are not those of gymnasium"):
+        next(train_iter(state, small(**{"env": "gymnasium:CartPole-v1"})))

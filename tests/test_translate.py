@@ -275,3 +275,8 @@ def test_nothing_is_said_of_plain_configs():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         _config(env={"name": "scene", "cfg": {"robot": "hand"}})
+
+
+def test_settings_go_with_a_bare_name_of_an_environment():
+    cfg = load_config("configs/pendulum_ppo.json", {"env": "pendulum", "env.cfg.gravity": 5.0})
+    assert (cfg.env.name, cfg.env.cfg.gravity) == ("pendulum", 5.0)

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from tensordict import TensorDict
 from test_public import ROOT
 
 from ecrl import registry
@@ -114,3 +115,13 @@ def test_running_the_page_again_is_fine_and_its_parts_are_those_it_names(page):
     page(len(BLOCKS) - 1)
     assert "my_algo" in registered("algorithm") and {"my_policy", "my_network"} <= {*registered("policy")}
     assert "MyTaskRL" in registered("env")
+
+
+def test_an_event(page):
+    names = page(len(BLOCKS))
+    bumped, keys = names["bumped"].trainer.events.train["bump"], torch.arange(500)
+    start = TensorDict({"qpos": torch.zeros(500, 2)}, [500])
+    turned = names["bump"](bumped.params)(start, keys)["qpos"]
+    assert -0.3 <= turned.min() < -0.25 and 0.25 < turned.max() <= 0.3 and bumped.interval_step == 10
+    rewards = [rows[-1]["metrics/distance"] for rows in (names["history"], names["bumped_history"])]
+    assert rewards[0] != rewards[1], "the arm was bumped"

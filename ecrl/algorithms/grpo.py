@@ -64,7 +64,8 @@ def init(parts: Parts, key: Tensor) -> dict[str, Any]:
     cfg: Any = parts.cfg.algorithm.cfg
     check_groups(parts, cfg)
     params = parts.policy.init(rng.fold_in(key, rng.INIT))
-    state = learning_state(cfg, params, {name: getattr(cfg, name) for name in _NUMBERS}, key.device)
+    numbers = {name: getattr(cfg, name) for name in _NUMBERS} | {"kl_coef": cfg.kl_coef or None}
+    state = learning_state(cfg, params, numbers, key.device)
     norm_init = parts.policy.norm_init
     norm = TensorDict({} if norm_init is None else {"obs": norm_init(key.device)}, [])
     return state | ({"ref_params": acting_params(params, norm).clone()} if cfg.kl_coef else {})
@@ -110,7 +111,7 @@ def _loss(
 ) -> tuple[Tensor, Logs]:
     log_prob, entropy = policy.evaluate(params, TensorDict({}, []), batch["obs"], batch["action"], batch["done"])
     reference = batch["ref_log_prob"] if "ref_log_prob" in batch else log_prob.detach()
-    numbers = {name: hyper[name] for name in ("clip_coef", "kl_coef", "ent_coef")}
+    numbers = {"clip_coef": hyper["clip_coef"], "kl_coef": hyper.get("kl_coef", 0.0), "ent_coef": hyper["ent_coef"]}
     return grpo_loss(log_prob, batch["sample_log_prob"], reference, batch["advantage"], entropy, mask, **numbers)
 
 

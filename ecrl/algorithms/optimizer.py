@@ -160,17 +160,22 @@ def optimizer_numbers(cfg: OptimizerConfig) -> dict[str, float]:
 def learning_state(
     cfg: LearningConfig, params: TensorDict, numbers: dict[str, float | None], device: torch.device
 ) -> dict[str, Any]:
-    """`params`, `opt` and `hyper` with the numbers that are not None; for adaptive rates `learning_rate` too."""
+    """`params`, `opt` and `hyper` with the numbers that are not None.
+
+    An adaptive rate is not a hyperparameter: it moves, as `learning_rate` of the state.
+    """
     optimizer, schedule = optimizer_of(cfg), cfg.lr_scheduler
     hyper: dict[str, Any] = {name: number for name, number in numbers.items() if number is not None}
-    hyper |= {"learning_rate": optimizer.learning_rate, "max_grad_norm": cfg.max_grad_norm}
-    hyper |= {"optimizer": optimizer_numbers(optimizer)}
+    hyper |= {"max_grad_norm": cfg.max_grad_norm, "optimizer": optimizer_numbers(optimizer)}
     adaptive = schedule.kwargs if schedule is not None and schedule.name == "adaptive" else None
     if adaptive is not None:
         hyper["adaptive"] = {name: getattr(adaptive, name) for name in _USED["adaptive"]}
+    rate = hyper_tensors({"learning_rate": optimizer.learning_rate}, device)
     made = hyper_tensors(hyper, device)
-    state = {"params": params, "opt": OPTIMIZERS[optimizer.name].init(params), "hyper": made}
-    return state | ({} if adaptive is None else {"learning_rate": made["learning_rate"].clone()})
+    state = {"params": params, "opt": OPTIMIZERS[optimizer.name].init(params)}
+    if adaptive is not None:
+        return state | {"hyper": made, "learning_rate": rate["learning_rate"]}
+    return state | {"hyper": made.update(rate)}
 
 
 def adapted_rate(rate: Tensor, kl: Tensor, hyper: TensorDict) -> Tensor:
@@ -190,13 +195,13 @@ def adapted_rate(rate: Tensor, kl: Tensor, hyper: TensorDict) -> Tensor:
 
 def scheduled(cfg: SchedulerConfig | None, state: TensorDict, iterations: int) -> Tensor:
     """The learning rate at the start of an iteration, 0-d."""
+    if cfg is not None and cfg.name == "adaptive":
+        return state["learning_rate"]
     base, update_step = state["hyper", "learning_rate"], state["update_step"]
     if cfg is None:
         return base
     k = cfg.kwargs
     match cfg.name:
-        case "adaptive":
-            return state["learning_rate"]
         case "linear":
             horizon = k.total_iters or iterations
             factor = optim.linear_schedule(update_step, start=k.start_factor, end=k.end_factor, horizon=horizon)

@@ -31,6 +31,11 @@ def nothing_to_close(state: TensorDict) -> None:
     """The default `close`: tensors need none."""
 
 
+def always_current(state: TensorDict) -> bool:
+    """The default `is_current`: a state that is all there can always go on."""
+    return True
+
+
 @dataclass(frozen=True)
 class Env:
     """Functions of one kind of environment, for any number of them.
@@ -39,6 +44,7 @@ class Env:
     `[T, N]` keys, outside the loop, so it must not depend on the state. observe: state -> its observation, needed where
     events change what is observed. lockstep: every episode has the same length. is_pure: False where the state lives
     outside the tensors, as in Gymnasium; such an env resets itself, keeps `final_obs`, and is released by `close`.
+    is_current: state -> whether `step` can go on from it: False where its environments are gone or have gone on.
     """
 
     reset: Callable[[Tensor], TensorDict]
@@ -50,6 +56,7 @@ class Env:
     lockstep: bool = False
     is_pure: bool = True
     close: Callable[[TensorDict], None] = nothing_to_close
+    is_current: Callable[[TensorDict], bool] = always_current
 
 
 def state_of(obs: Tensor, batch: torch.Size, **fields: Tensor) -> TensorDict:

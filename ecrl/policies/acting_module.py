@@ -16,10 +16,10 @@ from torch.distributions import Distribution
 
 from ecrl import rng
 from ecrl.errors import ConfigError
-from ecrl.policies.core import Policy, element_shape, example, one_batch
+from ecrl.policies.core import Policy, example, one_batch
 from ecrl.policies.heads import make_head
 from ecrl.policies.networks import Pure, floats_as, seeded
-from ecrl.spaces import Box, Space
+from ecrl.spaces import Box, Space, element_shape
 
 
 def initial(net: Pure) -> Callable[[Tensor], TensorDict]:

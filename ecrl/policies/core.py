@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from ecrl.spaces import Box, Dict, Discrete, MultiDiscrete, Space, flat_dim
+from ecrl.spaces import Box, Dict, Discrete, MultiDiscrete, Space, element_shape, flat_dim
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,6 @@ def flatten(obs: Any, space: Space) -> Tensor:
             return torch.cat(
                 [flatten(part, Discrete(n)) for part, n in zip(obs.unbind(-1), space.nvec, strict=True)], -1
             )
-
-
-def element_shape(space: Space) -> tuple[int, ...]:
-    """Shape of one element, without batch axes."""
-    return (len(space.nvec),) if isinstance(space, MultiDiscrete) else getattr(space, "shape", ())
 
 
 def one_batch(obs: Any, space: Space) -> tuple[Any, torch.Size]:

@@ -256,6 +256,25 @@ def test_success_is_told_where_the_environment_tells():
     assert torch.equal(state["info", "success"], state["terminated"].float())
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_success_that_is_none_is_untold_and_what_is_no_number_is_refused_by_key(asynchronous):
+    def stepped(tells):
+        env = {"name": "gymnasium:Count-v0", "cfg": {"asynchronous": asynchronous, "kwargs": {"tells": tells}}}
+        env = make_env(env)
+        return env.step(env.reset(KEYS), choice(0, 0, 0, 0), None)["info", "success"]
+
+    assert stepped("none").isnan().all()
+    assert stepped("numpy").nan_to_num(-1.0).tolist() == [-1.0, -1.0, 1.0, -1.0]
+    for tells, given in (
+        ("text", "'yes'"),
+        ("array", r"array\(\[\[1., 1.\], \[1., 1.\]\]\)"),
+        ("object", "<class 'o.*'>"),
+    ):
+        what = rf"told info\['success'\] = {given}, expected a bool, a number or None, in step 1"
+        with pytest.raises(UserError, match=rf"^env 2 \(gymnasium:Count-v0\) {what}$"):
+            stepped(tells)
+
+
 def test_groups_share_their_starts_and_restart_the_environments_they_have():
     policy = {"name": "actor_only", "actor": NET}
     cfg = {"group_size": 2, "batch_size": 16, "n_epochs": 1}
@@ -293,6 +312,21 @@ def test_states_of_closed_other_or_loaded_environments_are_refused_by_name():
     env.close(state)
     with pytest.raises(UserError, match="envs not open in this process"):
         env.step(state, choice(0, 1, 0, 1), None)
+
+
+def test_only_the_newest_state_of_open_environments_of_the_same_env_is_current():
+    env, other = make_env("gymnasium:CartPole-v1"), make_env("gymnasium:Acrobot-v1")
+    first = env.reset(KEYS)
+    assert env.is_current(first) and env.is_current(first.clone()) and not other.is_current(first)
+    second = env.step(first, choice(0, 1, 0, 1), None)
+    assert env.is_current(second) and not env.is_current(first)
+    third = env.reset(KEYS, second)
+    assert env.is_current(third) and not env.is_current(second)
+    assert not env.is_current(third.clone().set("token", torch.zeros_like(third["token"])))
+    env.close(third)
+    assert not env.is_current(third)
+    pure = make_env("cartpole")
+    assert pure.is_current(pure.reset(KEYS)) and auto_reset(pure).is_current(first)
 
 
 def test_vmap_is_refused():
@@ -336,6 +370,34 @@ def test_a_reset_that_fails_is_told_with_the_step_it_is_part_of():
         for _ in range(4):
             state = env.step(state, choice(0, 0, 0, 0), None)
     assert isinstance(error.value.__cause__, KeyError)
+
+
+@pytest.mark.filterwarnings("ignore:.*Overriding environment:UserWarning")
+def test_an_id_registered_anew_with_other_spaces_is_refused_by_name():
+    def registered(size, actions):
+        class Sized(gymnasium.Env):
+            observation_space, action_space = gymnasium.spaces.Box(-1, 1, (size,)), gymnasium.spaces.Discrete(actions)
+
+            def reset(self, *, seed=None, options=None):
+                return np.zeros(size, np.float32), {}
+
+            def close(self):
+                closed.append(size)
+
+        gymnasium.register("Sized-v0", Sized)
+
+    closed = []
+    for size, actions in ((3, 2), (3, 2), (4, 2), (3, 5)):
+        registered(size, actions)
+        env = make_env("gymnasium:Sized-v0")
+        if (size, actions) == (3, 2):  # new code with the old spaces is fine
+            assert env.reset(KEYS)["obs"].shape == (4, 3)
+            continue
+        closed.clear()
+        now = rf"has spaces Box.*\({size},\).* and Discrete\({actions}\), but had Box.*\(3,\).* and Discrete\(2\) when"
+        with pytest.raises(ConfigError, match=f"^env: gymnasium:Sized-v0: {now} .*under another id$"):
+            env.reset(KEYS)
+        assert closed == [size] * 4
 
 
 def test_an_integer_outside_its_space_is_refused():

@@ -244,3 +244,52 @@ def test_one_of_gymnasiums_own_workers_killed_from_outside():
     os.kill(opened[-1].processes[1].pid, signal.SIGKILL)
     with pytest.raises(UserError, match=r"env 1 \(.*\) lost its worker, in step 1"):
         env.step(state, torch.zeros(4).long(), None)
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_closing_may_be_repeated_whatever_became_of_the_workers(killed):
+    opened = []
+
+    def make(num_envs):
+        opened.append(AsyncVectorEnv([gym_stand_ins.Count] * num_envs, autoreset_mode="SameStep"))
+        return opened[-1]
+
+    env = from_vector(make, timeout=60.0)
+    state = env.reset(KEYS)
+    processes = opened[-1].processes
+    if killed:
+        os.kill(processes[1].pid, signal.SIGKILL)
+        processes[1].join()
+    for _ in range(3):
+        env.close(state)
+        assert not any(process.is_alive() for process in processes)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("tells", "message"),
+    [
+        ("text", r"env 2 \(.*\) told info\['success'\] = 'yes', expected a bool, a number or None, in step 1"),
+        ("array", r"env 2 \(.*\) told info\['success'\] = array\(.*\), expected a bool, a number or None, in step 1"),
+    ],
+)
+def test_success_that_is_no_number_is_refused_by_key(mode, tells, message):
+    env = from_vector(vectors(mode, tells=tells), timeout=60.0)
+    with pytest.raises(UserError, match=message):
+        env.step(env.reset(KEYS), torch.zeros(4).long(), None)
+    env = from_vector(vectors(mode, tells="none"), timeout=60.0)
+    assert env.step(env.reset(KEYS), torch.zeros(4).long(), None)["info", "success"].isnan().all()
+
+
+def test_success_told_once_for_all_environments_is_refused_by_key():
+    class Scalar(SyncVectorEnv):
+        def step(self, actions):
+            out = super().step(actions)
+            out[4]["success"] = True
+            return out
+
+    env = from_vector(vectors("NextStep", kind=Scalar), timeout=60.0)
+    with pytest.raises(
+        UserError, match=r"told info\['success'\] = True, expected one of each of its 4 environments, in"
+    ):
+        env.step(env.reset(KEYS), torch.zeros(4).long(), None)

@@ -127,6 +127,43 @@ def test_one_that_cannot_be_made_in_a_worker_is_told():
         workers(gym_id="NoSuchEnv-v0")
 
 
+QUIET = """
+import os, signal, sys
+sys.path[:0] = ["tests", "tests/envs"]
+os.sched_getaffinity = lambda pid: {0, 1}
+from test_gymnasium_workers import KEYS, UserError, ZERO, children, workers
+env, before = workers(fault="slow in step"), children()
+state = env.step(env.step(env.reset(KEYS), ZERO, None), ZERO, None)
+first, second = sorted(children() - before)
+os.kill(first, signal.SIGKILL)
+try:
+    env.step(state, ZERO, None)
+except UserError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+def test_the_other_workers_end_quietly_when_one_is_killed():
+    # of the four, env 2 is slow: its worker answers when the pipe is closed already
+    done = subprocess.run([sys.executable, "-c", QUIET], capture_output=True, text=True, check=True)
+    assert "env 0 (gymnasium:Count-v0) lost its worker" in done.stdout
+    assert done.stderr == ""
+
+
+def test_closing_is_quiet_and_may_be_repeated_whatever_became_of_the_workers(capfd):
+    for kill in (False, True):
+        env, before = workers(), children()
+        state = env.step(env.reset(KEYS), ZERO, None)
+        mine = children() - before
+        if kill:
+            os.kill(max(mine), signal.SIGKILL)
+        for _ in range(3):
+            env.close(state)
+            assert mine and not children() & mine
+    assert capfd.readouterr() == ("", "")
+
+
 PARENT = """
 import sys, torch
 sys.path[:0] = ["tests", "tests/envs"]

@@ -10,9 +10,9 @@
 import math
 import multiprocessing
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from multiprocessing import connection
-from typing import Any
+from typing import Any, cast
 
 import gymnasium
 import numpy as np
@@ -20,8 +20,8 @@ import torch
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
 from ecrl.envs.gymnasium.spaces import observation
-from ecrl.envs.gymnasium.vectors import Fault, Outcome, Vector, replaced
-from ecrl.envs.gymnasium.worker import told
+from ecrl.envs.gymnasium.vectors import Fault, Outcome, Vector, check_success, replaced
+from ecrl.envs.gymnasium.worker import success, told
 
 
 def _entries(info: dict, key: str, n: int) -> list[Any]:
@@ -29,17 +29,23 @@ def _entries(info: dict, key: str, n: int) -> list[Any]:
     if key not in info:
         return [None] * n
     known = info.get(f"_{key}", np.ones(n, bool))
-    return [value if there else None for value, there in zip(info[key], known, strict=True)]
+    values = list(info[key]) if isinstance(info[key], Iterable) else []
+    if len(values) != n:
+        given = " ".join(repr(info[key]).split())[:80]
+        raise Fault(None, f"told info[{key!r}] = {given}, expected one of each of its {n} environments")
+    return [value if there else None for value, there in zip(values, known, strict=True)]
 
 
 def _success(info: dict, n: int) -> torch.Tensor:
     """Of the step, not of a reset in the same step: `final_info` overrides."""
-    success = torch.full((n,), math.nan)
+    told_success: list[float | str] = [math.nan] * n
     for source in (info, info.get("final_info", {})):
-        for key in ("is_success", "success"):
-            for i, value in enumerate(_entries(source, key, n)):
-                success[i] = success[i] if value is None else float(value)
-    return success
+        both = zip(_entries(source, "success", n), _entries(source, "is_success", n), strict=True)
+        for i, (first, second) in enumerate(both):
+            if first is not None or second is not None:
+                told_success[i] = success({"success": first, "is_success": second})
+    check_success(told_success)
+    return torch.tensor(told_success)
 
 
 def _final(obs: Any, ended: list[int], space: gymnasium.Space, info: dict) -> Any:
@@ -87,6 +93,14 @@ def _kill(venv: VectorEnv) -> None:
             process.kill()
             process.join()
         venv.closed = True
+
+
+def _close(venv: VectorEnv) -> None:
+    """Close it whatever has become of it: Gymnasium's own `close` raises where a worker is gone, and keeps the rest."""
+    try:
+        venv.close()
+    except Exception:
+        _kill(cast(VectorEnv, venv.unwrapped))
 
 
 def _seeded(venv: VectorEnv, seeds: list[int]) -> tuple[Any, dict]:
@@ -154,4 +168,4 @@ def driven(venv: VectorEnv, timeout: float) -> Vector:
             masks = [new[i] if over[i] else mask for i, mask in enumerate(masks)]
         return outcome(obs, final, reward, (terminated, truncated), _success(info, n), masks)
 
-    return Vector(space, venv.single_action_space, reset, step, venv.close)
+    return Vector(space, venv.single_action_space, reset, step, lambda: _close(venv))

@@ -12,7 +12,7 @@ from torch import Tensor
 from ecrl import rng
 from ecrl.envs.core import Env
 from ecrl.envs.gymnasium.autoreset import driven
-from ecrl.envs.gymnasium.live import Live, current, explained, numbers, opened
+from ecrl.envs.gymnasium.live import Live, behind, current, explained, numbers, opened
 from ecrl.envs.gymnasium.parallel import parallel
 from ecrl.envs.gymnasium.spaces import MASK, BadValue, action, allowed, check_allowed, refuse
 from ecrl.envs.gymnasium.vectors import Fault, Outcome, Vector, serial
@@ -31,9 +31,6 @@ class GymnasiumConfig(ConfigModel):
     max_episode_steps: Count | None = Field(None, description="time limit, steps; the registered one if absent")
     asynchronous: bool = Field(False, description="run the environments in worker processes, at most one per core")
     timeout: Positive = Field(60.0, description="seconds that workers may take for a step or reset of theirs")
-
-    def __hash__(self) -> int:
-        return hash(self.model_dump_json())
 
 
 @register_env("gymnasium")
@@ -89,14 +86,14 @@ def from_vector(make_vector: Callable[[int], VectorEnv], *, timeout: float) -> E
 
 def _env(make: Callable[[int], Vector], label: str) -> Env:
     """The environment of which `make(N)` opens N."""
-    owner, spaces = object(), _probed(make, label)
+    owner, (spaces, probed) = object(), _probed(make, label)
 
     def reset(keys: Tensor, state: TensorDict | None = None) -> TensorDict:
         """Opens new environments, or starts those of `state` anew."""
         seeds = numbers(rng.bits(keys) & 0x7FFFFFFF)
         live = None if state is None else opened(state, owner)
         try:
-            live = live or Live(make(len(seeds)), owner, label)
+            live = live or Live(_unchanged(make(len(seeds)), probed, label), owner, label)
         except Fault as error:
             raise UserError(f"{explained(label, error)}, when it was made") from error.__cause__
         return live.ask(lambda: _state(live.vector.reset(seeds), spaces, keys), "reset")
@@ -111,7 +108,11 @@ def _env(make: Callable[[int], Vector], label: str) -> Env:
         if live is not None:
             live.close()
 
-    return Env(reset, step, *spaces, is_pure=False, close=close)
+    def is_current(state: TensorDict) -> bool:
+        live = opened(state, owner)
+        return live is not None and behind(live, state) == 0
+
+    return Env(reset, step, *spaces, is_pure=False, close=close, is_current=is_current)
 
 
 def _nvec(space: Space) -> tuple[int, ...]:
@@ -124,12 +125,23 @@ def _nvec(space: Space) -> tuple[int, ...]:
     return ()
 
 
-def _probed(make: Callable[[int], Vector], label: str) -> tuple[Space, Space]:
-    """Observation and action space, of one environment that is opened for that alone."""
+def _unchanged(vector: Vector, probed: tuple[Any, Any], label: str) -> Vector:
+    """The vector; raises ConfigError if its spaces are not the `probed` ones: an id may be registered anew."""
+    found = vector.observation_space, vector.action_space
+    if found == probed:
+        return vector
+    vector.close()
+    now, was = (" ".join(f"{seen} and {acted}".split()) for seen, acted in (found, probed))
+    do = "start a new process, or register it under another id"
+    raise ConfigError(f"env: {label}: has spaces {now}, but had {was} when it was first made here; {do}")
+
+
+def _probed(make: Callable[[int], Vector], label: str) -> tuple[tuple[Space, Space], tuple[Any, Any]]:
+    """Spaces as a policy sees them, and Gymnasium's, of one environment that is opened for that alone."""
     try:
         vector = make(1)
         try:
-            return _spaces(vector)
+            return _spaces(vector), (vector.observation_space, vector.action_space)
         finally:
             vector.close()
     except (Fault, BadValue, TypeError) as error:

@@ -69,14 +69,18 @@ def opened(state: TensorDict, owner: object) -> Live | None:
     return live if live is not None and live.owner is owner else None
 
 
+def behind(live: Live, state: TensorDict) -> int:
+    """How many steps the environments have taken since they gave the state."""
+    return live.steps - numbers(state["step"])[0]
+
+
 def current(state: TensorDict, owner: object, label: str) -> Live:
     """The open environments of a state; raises UserError if there are none, or they do not stand where it does."""
     live = opened(state, owner)
     if live is None:
         why = "the state was loaded or is of another process, or they were closed"
         raise UserError(f"{label}: envs not open in this process ({why}); reset them")
-    behind = live.steps - numbers(state["step"])[0]
-    if behind:
-        why = f"this state is {behind} steps behind its Gymnasium envs, which cannot go back"
+    if steps := behind(live, state):
+        why = f"this state is {steps} steps behind its Gymnasium envs, which cannot go back"
         raise UserError(f"{label}: {why}; go on from the newest state, or reset them")
     return live

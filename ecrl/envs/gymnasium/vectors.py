@@ -61,9 +61,17 @@ def replaced(obs: Any, where: Sequence[int], space: gymnasium.Space, rows: Seque
     return out
 
 
+def check_success(told: Sequence[float | str]) -> None:
+    """Raise BadValue naming the first environment whose `worker.success` is words."""
+    for i, value in enumerate(told):
+        if isinstance(value, str):
+            raise BadValue(value, i)
+
+
 def _outcome(space: gymnasium.Space, rows: Sequence[tuple]) -> Outcome:
     obs, masks, reward, terminated, truncated, success, finals = zip(*rows, strict=True)
     tensor = observation(space, collate(space, obs))
+    check_success(success)
     ended = [i for i, final in enumerate(finals) if final is not None]
     final = replaced(tensor, ended, space, [finals[i] for i in ended])
     paid = torch.from_numpy(np.array(reward, np.float32).reshape(len(rows)))

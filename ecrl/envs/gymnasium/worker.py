@@ -3,6 +3,7 @@
 This file is also a script of its own: it imports nothing of ecrl, so that a worker starts fast and small.
 """
 
+import contextlib
 import math
 import os
 import sys
@@ -26,7 +27,7 @@ class Row(NamedTuple):
     reward: Any = 0.0
     terminated: bool = False
     truncated: bool = False
-    success: float = math.nan
+    success: float | str = math.nan
     final: Any = None
 
 
@@ -44,11 +45,28 @@ def reset(env: gymnasium.Env, seed: int) -> Row:
 def step(env: gymnasium.Env, action: Any) -> Row:
     """One step, and the start of the next episode in the step that ended one."""
     obs, reward, terminated, truncated, info = env.step(action)
-    success, final = float(info.get("success", info.get("is_success", math.nan))), None
+    told_success, final = success(info), None
     if terminated or truncated:
         final = deepcopy(obs)  # the environment may write the next observation into the same memory
         obs, info = env.reset()
-    return Row(obs, info.get("action_mask"), reward, terminated, truncated, success, final)
+    return Row(obs, info.get("action_mask"), reward, terminated, truncated, told_success, final)
+
+
+def success(info: dict[str, Any]) -> float | str:
+    """Of one step, NaN where it is not told; what is wrong, in words, where it is told by something else than a number.
+
+    >>> success({"success": None, "is_success": True}), success({"success": "yes"})
+    (1.0, "told info['success'] = 'yes', expected a bool, a number or None")
+    """
+    for key in ("success", "is_success"):
+        value = info.get(key)
+        if value is None:
+            continue
+        with contextlib.suppress(Exception):  # whatever an object's own conversion raises, it is no number
+            if not isinstance(value, str | bytes) and getattr(value, "shape", ()) == ():
+                return float(value)
+        return f"told info[{key!r}] = {' '.join(repr(value).split())[:80]}, expected a bool, a number or None"
+    return math.nan
 
 
 def told(error: BaseException) -> str:
@@ -74,20 +92,22 @@ def _answers(envs: list[gymnasium.Env], command: str, given: list) -> Iterator[A
             yield reset(envs[i], value) if command == "reset" else step(envs[i], value)
 
 
+def _reply(pipe: Connection, envs: list[gymnasium.Env], command: str, given: list) -> None:
+    try:
+        for answer in _answers(envs, command, given):
+            pipe.send((True, tuple(answer)))
+    except BaseException as error:  # whatever an environment raises is for the parent to tell
+        pipe.send((False, told(error)))
+
+
 def _serve(pipe: Connection) -> None:
     envs: list[gymnasium.Env] = []
-    while True:
-        try:
-            command, given = pipe.recv()
-        except (EOFError, ConnectionResetError):  # the parent has closed the pipe
-            break
-        try:
-            for answer in _answers(envs, command, given):
-                pipe.send((True, tuple(answer)))
-        except BaseException as error:  # whatever an environment raises is for the parent to tell
-            pipe.send((False, told(error)))
+    with contextlib.suppress(EOFError, OSError):  # the parent has closed the pipe, maybe before it had all answers
+        while True:
+            _reply(pipe, envs, *pipe.recv())
     for env in envs:
-        env.close()
+        with contextlib.suppress(Exception):  # nobody is left to tell, and the others must close
+            env.close()
 
 
 def _die_with_parent() -> None:
