@@ -290,7 +290,7 @@ def test_without_a_penalty_there_is_no_reference():
     state, logs = iterations(cfg)[-1]
     assert "ref_params" not in state
     assert logs["kl_ref"] == 0.0
-    with pytest.raises(ConfigError, match=r"state: ref_params/actor/0.bias is absent, the config makes it"):
+    with pytest.raises(ConfigError, match=r"state: hyper/kl_coef is absent, the config makes it"):
         next(train_iter(state, run()))
 
 

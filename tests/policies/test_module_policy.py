@@ -17,6 +17,7 @@ from ecrl.config import PolicyConfig
 from ecrl.errors import ConfigError
 from ecrl.export import export
 from ecrl.loop import init_state, make_iteration, make_parts
+from ecrl.parts import form_of
 from ecrl.policies import acting_params, make_policy, module_policy
 from ecrl.spaces import Discrete, MultiDiscrete, box, dict_space
 
@@ -50,7 +51,7 @@ def test_ppo_learns_the_probe_that_needs_actor_and_critic(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "acts"])
 def test_compiled_and_eager_runs_agree(name):
     first, second = (
         last_state(_config(name, **{"trainer.iterations": 2, "trainer.compile": mode}))["params"]
@@ -58,6 +59,13 @@ def test_compiled_and_eager_runs_agree(name):
     )
     for path, weight in first.items(True, True):
         close(weight, second[path], tol=1e-4)
+
+
+def test_whoever_draws_cannot_be_compiled_and_says_so():
+    with pytest.raises(ConfigError, match=r"trainer\.compile: on, but policy acts draws numbers of its own.*use auto"):
+        init_state(_config("acts", **{"trainer.compile": "on"}))
+    form = form_of(_config("acts", **{"trainer.compile": "auto"}))
+    assert form.name == "eager" and "draws numbers of its own" in form.reason
 
 
 @pytest.mark.parametrize("name", [*NAMES, "own_std", "trunk_squashed"])
