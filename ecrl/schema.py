@@ -85,8 +85,11 @@ def json_schema() -> dict[str, Any]:
     for model, kind in _CHOICES.items():
         _choose(sections[model], kind, configs[kind])
     _choose(schema["$defs"]["NetworkConfig"], "network", configs["network"])  # beside the policies, which are above
+    plain = {"$ref": refs[PolicyConfig]["$ref"] + "-plain"}  # of policies that have no keys of their own
+    schema["$defs"][plain["$ref"].rpartition("/")[2]] = dict(sections[PolicyConfig])
     policies = [
-        config["cfg"] | {"properties": {"name": {"const": name}}, "required": ["name"]}
+        (plain if parts["policy"][name] is PolicyConfig else config["cfg"])
+        | {"properties": {"name": {"const": name}}, "required": ["name"]}
         for name, config in configs["policy"].items()
     ]
     about = sections[PolicyConfig]["description"]

@@ -8,7 +8,7 @@ import pytest
 from pydantic import Field
 
 from ecrl import registry
-from ecrl.config import config_from_dict
+from ecrl.config import PolicyConfig, config_from_dict
 from ecrl.errors import ConfigError
 from ecrl.registry import register_env, registered
 from ecrl.schema import KINDS, json_schema
@@ -125,9 +125,10 @@ def test_every_key_has_a_description_and_every_part_its_settings():
     for kind in KINDS:
         for name in registered(kind):
             config = registry.lookup(kind, name).config
-            assert config.__name__ in schema["$defs"]
+            shown = "PolicyConfig-plain" if config is PolicyConfig else config.__name__
+            assert shown in schema["$defs"]
             for key, field in config.model_fields.items():
-                assert schema["$defs"][config.__name__]["properties"][key]["description"] == field.description
+                assert schema["$defs"][shown]["properties"][key]["description"] == field.description
     trainer = schema["$defs"]["TrainerConfig"]["properties"]
     assert (trainer["seed"]["default"], trainer["exp_name"]["default"]) == (1, "generic_exp")
 
@@ -147,3 +148,12 @@ def test_users_parts_are_filled_in(monkeypatch):
     for cfg in ({}, {"size": "x"}, {"sise": 3}):
         assert not check.is_valid(_with("env", {"name": "mine", "cfg": cfg}))
     check.validate(CARTPOLE)
+
+
+def test_a_policy_without_keys_of_its_own_is_no_endless_schema(monkeypatch):
+    monkeypatch.setitem(registry._ENTRIES["policy"], "plain", registry.Entry(PolicyConfig, print))
+    check = jsonschema.Draft202012Validator(json_schema())
+    data = {"env": "cartpole", "policy": {"name": "plain", "normalize_obs": True}, "algorithm": {"name": "grpo"}}
+    check.validate(data)
+    assert not check.is_valid(data | {"policy": {"name": "plain", "normalise": True}})
+    test_every_key_has_a_description_and_every_part_its_settings()
