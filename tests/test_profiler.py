@@ -117,7 +117,8 @@ def test_the_rows_of_a_phase_add_up_to_it():
 
 
 def test_the_files_of_a_run_add_up_to_its_time_and_the_trace_names_the_phases(tmp_path, capsys):
-    cfg, times = small(**{"trainer.iterations": 5}), Times()
+    # long enough rollouts that the phases, not what every run does once, are most of it
+    cfg, times = small(**{"trainer.iterations": 5, "trainer.buffer_size": 32, "algorithm.cfg.batch_size": 32}), Times()
     records = timed_records(times, "loop", train_iter(init_state(cfg), cfg, partial(watched, times)))
     records = timed_records(times, "logging", with_jsonl(records, tmp_path / "metrics.jsonl"))
     began = time.perf_counter()
@@ -129,9 +130,9 @@ def test_the_files_of_a_run_add_up_to_its_time_and_the_trace_names_the_phases(tm
     assert told["total_seconds"] == pytest.approx(seconds["loop"] + seconds["logging"])
     assert told["total_seconds"] < wall  # starting and writing the trace is the rest
     parts = seconds["loop/collect"] + seconds["loop/update"]
-    assert 0.3 * seconds["loop"] < parts < seconds["loop"]  # the rest is the clones and checks between, at this size
+    assert 0.5 * seconds["loop"] < parts < seconds["loop"]
     inner = sum(seconds[f"loop/collect/{name}"] for name in ("draw", "policy", "env", "critic"))
-    assert 0.3 * seconds["loop/collect"] < inner < seconds["loop/collect"]
+    assert 0.5 * seconds["loop/collect"] < inner < seconds["loop/collect"]
     assert min(row["seconds"] for row in told["phases"]) >= 0.0
     names = {
         event.get("name") for event in json.loads((tmp_path / "profile/trace_rank_0.json").read_text())["traceEvents"]

@@ -78,6 +78,7 @@ def _open(env_id: str, kwargs: dict[str, Any], spec: bytes | None) -> gymnasium.
     if spec is not None:  # what the parent has registered, the worker may not have
         import cloudpickle
 
+        # from the parent's own pipe, never from disk: a class made in a notebook has no other way here
         gymnasium.registry.setdefault(env_id.rpartition(":")[2], cloudpickle.loads(spec))
     return make(env_id, kwargs)
 
