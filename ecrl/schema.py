@@ -86,7 +86,8 @@ def json_schema() -> dict[str, Any]:
         _choose(sections[model], kind, configs[kind])
     _choose(schema["$defs"]["NetworkConfig"], "network", configs["network"])  # beside the policies, which are above
     plain = {"$ref": refs[PolicyConfig]["$ref"] + "-plain"}  # of policies that have no keys of their own
-    schema["$defs"][plain["$ref"].rpartition("/")[2]] = dict(sections[PolicyConfig])
+    if PolicyConfig in parts["policy"].values():
+        schema["$defs"][plain["$ref"].rpartition("/")[2]] = dict(sections[PolicyConfig])
     policies = [
         (plain if parts["policy"][name] is PolicyConfig else config["cfg"])
         | {"properties": {"name": {"const": name}}, "required": ["name"]}
