@@ -8,49 +8,156 @@ or learning rate compiles nothing.
 import os
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
-from tensordict import TensorDict
-from torch.utils import _pytree as pytree
+from torch import Tensor
+from torch._C._functorch import is_batchedtensor
+from torch._higher_order_ops.scan import scan_op
+from torch._inductor import config as inductor
+from torch._inductor.compile_fx import compile_fx
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from ecrl.errors import ConfigError
+from ecrl.kernels import scan
+from ecrl.kernels.scan import Scan, length_of
+from ecrl.thin import THIN
+from ecrl.trees import flatten, unflatten
+
+_OPTIONS = {"cpp_wrapper": True, "cpp.use_decompose_tanh": True}
+_SMALL = 4096  # elements
 
 
 class Form(NamedTuple):
-    """`name` is "compiled" or "eager", `reason` one line for people, `jit` what the algorithms call."""
+    """`name` is "compiled" or "eager", `reason` one line for people; `jit` and `scan` are what the algorithms call."""
 
     name: str
     reason: str
     jit: Callable[..., Callable[..., Any]]
+    scan: Scan
 
 
-@cache
-def _prepare() -> None:
-    """What makes compiling calm, once per process.
+def _traced(fn: Callable[..., Any], structure: Hashable, leaves: list[Tensor]) -> tuple[GraphModule, Hashable]:
+    """The graph of `fn` on tensors like these, as a function of the leaves, and the structure of what it gives."""
+    found: list[Hashable] = []
 
-    tensordict fills tables of types at first use, and compiled code guards on their sizes: fill them before. Dynamo
-    gives up after 8 shapes of one function, which a notebook that tries sizes reaches.
-    """
-    from torch._dynamo import config
+    def flat(*given: Tensor) -> list[Tensor]:
+        out, made = flatten(fn(*unflatten(structure, given)))
+        found[:] = [made]
+        return out
 
-    nested = TensorDict({"a": TensorDict({"b": torch.zeros(1)}, [])}, [])
-    pytree.tree_map(torch.clone, nested.update({"a": {"b": torch.ones(1)}}))
-    config.recompile_limit = max(64, config.recompile_limit)
+    with torch.no_grad():
+        graph = make_fx(flat, THIN, tracing_mode="fake", _allow_non_fake_inputs=True)(*leaves)
+    return graph, found[0]
+
+
+def _layout(leaf: Tensor) -> tuple[Any, ...]:
+    return leaf.shape, leaf.dtype, leaf.device
+
+
+def _dense(leaf: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """The leaf in the memory layout that was compiled for."""
+    if leaf.stride() == stride:
+        return leaf
+    return torch.empty_strided(leaf.shape, stride, dtype=leaf.dtype, device=leaf.device).copy_(leaf)
 
 
 @cache
 def _compiled(fn: Callable, *static: Any) -> Callable[..., Any]:
-    _prepare()
+    """`fn` with its static arguments, compiled as a whole for each structure and set of shapes it is called with."""
+    bound, made = partial(fn, *static), {}
 
-    def bound(*args: Any) -> Any:
-        return fn(*static, *args)
+    def call(*args: Any) -> Any:
+        leaves, structure = flatten(args)
+        if any(is_batchedtensor(leaf) or (leaf.requires_grad and torch.is_grad_enabled()) for leaf in leaves):
+            return bound(*args)
+        key = structure, *map(_layout, leaves)
+        if key not in made:
+            graph, out = _traced(bound, structure, leaves)
+            with torch.no_grad(), inductor.patch(_OPTIONS):
+                made[key] = compile_fx(graph, leaves), [leaf.stride() for leaf in leaves], out
+        run, strides, out = made[key]
+        with torch.no_grad():
+            return unflatten(out, run(*map(_dense, leaves, strides)))
 
-    # A code object of its own: dynamo counts recompiles per code object, and all bounds would share one.
-    bound.__code__ = bound.__code__.replace(co_name=fn.__name__)
-    return torch.compile(bound, fullgraph=True, dynamic=False)
+    return call
+
+
+class _Packing(NamedTuple):
+    """How small tensors lie in few: `(buffer, first element, shape)` of each; a large one has a buffer for itself."""
+
+    places: list[tuple[int, int, torch.Size]]
+    buffers: list[list[int]]
+
+    def pack(self, leaves: Sequence[Tensor], lead: int = 0) -> list[Tensor]:
+        """The buffers, with the first `lead` axes kept."""
+        flat = [leaf.reshape(*leaf.shape[:lead], -1) for leaf in leaves]
+        return [
+            torch.cat([flat[i] for i in inside], -1) if len(inside) > 1 else leaves[inside[0]]
+            for inside in self.buffers
+        ]
+
+    def unpack(self, buffers: Sequence[Tensor], lead: tuple[int, ...] = ()) -> list[Tensor]:
+        """The tensors, as views."""
+        return [
+            buffers[which]
+            if len(self.buffers[which]) == 1
+            else buffers[which].narrow(-1, first, shape.numel()).reshape((*lead, *shape))
+            for which, first, shape in self.places
+        ]
+
+
+def _packing(leaves: Sequence[Tensor], lead: int = 0) -> _Packing:
+    """Every variable of a loop costs more than a step of a small network, so small ones of one dtype share a buffer."""
+    places, buffers, groups = [], [], {}
+    for i, leaf in enumerate(leaves):
+        shape = leaf.shape[lead:]
+        which = groups.setdefault(leaf.dtype if shape.numel() <= _SMALL else i, len(groups))
+        if which == len(buffers):
+            buffers.append([])
+        places.append((which, sum(leaves[j].shape[lead:].numel() for j in buffers[which]), shape))
+        buffers[which].append(i)
+    return _Packing(places, buffers)
+
+
+def _scan(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *constants: Any) -> tuple[Any, Any]:
+    """`ecrl.kernels.scan` as one loop of the graph that is being traced; a plain one outside of any."""
+    if get_proxy_mode() is None:
+        return scan(body, carry, xs, *constants)
+    (first, c), (rows, x), (fixed, k) = map(flatten, (carry, xs, constants))
+    if not first:  # the operator wants something to carry
+        _, y = _scan(lambda none, x, *k: (none.clone(), body(carry, x, *k)[1]), rows[0].new_zeros(()), xs, *constants)
+        return carry, y
+    length, found = length_of(rows), []
+    packings = _packing(first), _packing(rows, 1), _packing(fixed)
+    packed = packings[0].pack(first), packings[1].pack(rows, 1), packings[2].pack(fixed)
+
+    def flat(*given: Tensor) -> list[Tensor]:
+        at, to = len(packed[0]), len(packed[0]) + len(packed[1])
+        now, row, rest = (p.unpack(g) for p, g in zip(packings, (given[:at], given[at:to], given[to:]), strict=True))
+        after, y = body(unflatten(c, now), unflatten(x, row, lambda size: size[1:]), *unflatten(k, rest))
+        (after, like), (y, kept) = flatten(after), flatten(y)
+        if like != c:
+            raise ValueError(f"the carry of a scan changed its structure from {c} to {like}")
+        found[:] = [kept, _packing(y)]
+        return _owned([*packings[0].pack(after), *found[1].pack(y)], given)
+
+    out = scan_op(flat, packed[0], packed[1], tuple(packed[2]))
+    structure, packing = found
+    after, ys = out[: len(packed[0])], packing.unpack(out[len(packed[0]) :], (length,))
+    return unflatten(c, packings[0].unpack(after)), unflatten(structure, ys, lambda size: (length, *size))
+
+
+def _owned(out: list[Tensor], given: tuple[Tensor, ...]) -> list[Tensor]:
+    """Copies of those tensors that share memory with an input or each other, which a loop in a graph may not give."""
+    seen, owned = {leaf.untyped_storage()._cdata for leaf in given}, []
+    for leaf in out:
+        owned.append(leaf.clone() if leaf.untyped_storage()._cdata in seen else leaf)
+        seen.add(leaf.untyped_storage()._cdata)
+    return owned
 
 
 @cache
@@ -74,12 +181,12 @@ def choose_form(mode: str, device: str) -> Form:
     possible and warns once where it is not.
     """
     if mode == "off":
-        return Form("eager", "trainer.compile is off", partial)
+        return Form("eager", "trainer.compile is off", partial, scan)
     fault = compiler_fault() if device == "cpu" else None
     if fault is None:
-        return Form("compiled", f"step and minibatch compiled by inductor for {device}", _compiled)
+        return Form("compiled", f"step and minibatch compiled by inductor for {device}", _compiled, _scan)
     advice = "install g++ (Debian: apt install g++), or set trainer.compile to off"
     if mode == "on":
         raise ConfigError(f"trainer.compile: on, but {fault}; {advice}")
     warnings.warn(f"running eager, slower per step: {fault}; {advice}", RuntimeWarning, stacklevel=2)
-    return Form("eager", fault, partial)
+    return Form("eager", fault, partial, scan)

@@ -4,7 +4,6 @@ Counting whichever episodes end first would favour short ones. Randomness comes 
 often or never, leaves training untouched.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
@@ -18,8 +17,10 @@ from torch import Tensor
 from ecrl import rng
 from ecrl.algorithms import Parts
 from ecrl.config import Config
-from ecrl.envs import auto_reset, clip_action, make_env
+from ecrl.envs import Env, auto_reset, clip_action, make_env
 from ecrl.errors import ConfigError, UserError
+from ecrl.kernels import scan
+from ecrl.kernels.scan import Scan
 from ecrl.loop import make_parts, steps_per_iteration
 from ecrl.parts import device_of
 from ecrl.policies import acting_params
@@ -43,7 +44,7 @@ def eval_envs(num_episodes: int, at_most: int) -> int:
 
 
 def _eval_step(
-    act: Callable, step: Callable, params: TensorDict, env_state: TensorDict, noise: Any
+    act: Callable, step: Callable, env_state: TensorDict, noise: Any, params: TensorDict
 ) -> tuple[TensorDict, Tensor]:
     """One deterministic step; the second result has a row `[N]` each for reward, end, what counts, and each outcome."""
     _, out = act(params, TensorDict({}, []), env_state["obs"], None)
@@ -52,6 +53,23 @@ def _eval_step(
     counts = env_state["mask"] if "mask" in env_state else torch.ones_like(done)
     row = (env_state["reward"], done, counts, *_outcomes(env_state).values())
     return env_state, torch.stack([x.to(torch.float32) for x in row])
+
+
+def _eval_steps(
+    act: Callable,
+    env: Env,
+    loop: Scan,
+    num_envs: int,
+    length: int,
+    params: TensorDict,
+    env_state: TensorDict,
+    key: Tensor,
+    first: Tensor,
+) -> tuple[TensorDict, Tensor]:
+    """`length` steps from step `first`, and their rows `[length, outcomes, N]`."""
+    index, times = torch.arange(num_envs, device=key.device), torch.arange(length, device=key.device).unsqueeze(1)
+    noise = env.draw(rng.stream(key, rng.ENV, index, first + times))
+    return loop(partial(_eval_step, act, env.step), env_state, noise, params)
 
 
 def _outcomes(env_state: TensorDict) -> dict[str, Tensor]:
@@ -140,16 +158,17 @@ def _steps(parts: Parts, state: TensorDict, num_envs: int, names: list[str]) -> 
     index = torch.arange(num_envs, device=key.device)
     env_state = env.reset(rng.stream(key, rng.START, index, 0))
     names += _outcomes(env_state)
-    step = parts.jit(_eval_step, act, env.step) if env.is_pure else partial(_eval_step, parts.jit(act), env.step)
-    params = acting_params(state["params"], state["norm"])  # unlocked: a lock is a guard of compiled code
-    chunk = _CHUNK if env.is_pure else 1  # a step of the host costs more than looking
+    sizes = (num_envs, _CHUNK if env.is_pure else 1)  # a step of the host costs more than looking
+    if env.is_pure:
+        steps = parts.jit(_eval_steps, act, env, parts.scan, *sizes)
+    else:
+        steps = partial(_eval_steps, parts.jit(act), env, scan, *sizes)
+    params, first = acting_params(state["params"], state["norm"]), torch.zeros_like(key)
     try:
-        for first in itertools.count(0, chunk):
-            times, rows = torch.arange(first, first + chunk, device=key.device).unsqueeze(1), []
-            for noise in env.draw(rng.stream(key, rng.ENV, index, times)).unbind(0):
-                env_state, row = step(params, env_state, noise)
-                rows.append(row)
-            for row in torch.stack(rows).tolist():
+        while True:
+            env_state, rows = steps(params, env_state, key, first)
+            first = first + len(rows)
+            for row in rows.tolist():
                 yield list(zip(*row, strict=True))
     finally:
         env.close(env_state)

@@ -163,29 +163,30 @@ def _episode_logs(episode: TensorDict) -> Logs:
     }
 
 
-def _counted(batch: TensorDict, device: torch.device) -> Tensor:
+def _counted(batch: TensorDict) -> Tensor:
     """Which steps of a batch count, bool `[N, T]`."""
-    shape = (batch.batch_size[0], batch.batch_size[1] - 1)
-    return batch["mask"][:, :-1] if "mask" in batch else torch.ones(shape, dtype=torch.bool, device=device)
+    return batch["mask"][:, :-1] if "mask" in batch else torch.ones_like(batch["done"][:, :-1])
 
 
-def _info_logs(batch: TensorDict, device: torch.device) -> Logs:
+def _info_logs(batch: TensorDict, counted: Tensor) -> Logs:
     """`rewards/<term>` and `metrics/<name>`: what the environment reports of each, mean over the steps that count."""
     info = batch.get("info", None)
     logs = {}
     for group in ("rewards", "metrics"):
         for name, value in {} if info is None else info.get(group, {}).items():
             if value.ndim == 2:  # vectors are for the environment's own use
-                logs[f"{group}/{name}"] = masked_mean(value[:, :-1].to(torch.float32), _counted(batch, device))
+                logs[f"{group}/{name}"] = masked_mean(value[:, :-1].to(torch.float32), counted)
     return logs
 
 
-def _moved_norm(parts: Parts, norm: TensorDict, batch: TensorDict, device: torch.device) -> TensorDict:
-    """Observation statistics with those of the batch, which the policy saw raw; frozen until here."""
-    if parts.policy.norm_update is None:
-        return norm
-    obs, mask = batch["obs"][:, :-1], _counted(batch, device)
-    return norm.copy().set("obs", parts.jit(parts.policy.norm_update)(cast(TensorDict, norm["obs"]).copy(), obs, mask))
+def _statistics(
+    norm_update: Callable[..., TensorDict] | None, norm: TensorDict, episode: TensorDict, batch: TensorDict
+) -> tuple[TensorDict, Logs]:
+    """Observation statistics with those of the batch, which the policy saw raw, frozen until here; and what to log."""
+    counted = _counted(batch)
+    if norm_update is not None:
+        norm = norm.copy().set("obs", norm_update(cast(TensorDict, norm["obs"]), batch["obs"][:, :-1], counted))
+    return norm, _episode_logs(episode) | _info_logs(batch, counted)
 
 
 def make_iteration(cfg: Config, watch: Watch = unwatched) -> Iteration:
@@ -194,23 +195,21 @@ def make_iteration(cfg: Config, watch: Watch = unwatched) -> Iteration:
     `watch` may put others in place of its functions, such as `ecrl.profiler`'s, which take the time.
     """
     parts, algorithm = watch(make_parts(cfg), make_algorithm(cfg.algorithm))
-    device: torch.device = device_of(cfg)
-    tf32 = cfg.trainer.tf32 and device.type == "cuda"
+    tf32 = cfg.trainer.tf32 and device_of(cfg).type == "cuda"
+    statistics = parts.jit(_statistics, parts.policy.norm_update)
 
     def iteration(state: TensorDict) -> tuple[TensorDict, dict[str, Logs]]:
         with _matrices(tf32):
             state, batch = algorithm.collect(parts, state.copy())
             state, train_logs = algorithm.update(parts, state, batch)
-        state = state.copy().set("norm", _moved_norm(parts, state["norm"], batch, device))
-        logs = {
-            "collect": _episode_logs(state["episode"]) | _info_logs(batch, device),
-            "train": train_logs,
-        }
-        counters = {
+        seen = batch.select("obs", "done", "info", "mask", strict=False)
+        norm, collect_logs = statistics(state["norm"], state["episode"], seen)
+        moved = {
+            "norm": norm,
             "sample_step": state["sample_step"] + steps_per_iteration(cfg),
             "update_step": state["update_step"] + 1,
         }
-        return state.copy().update(counters), logs
+        return state.copy().update(moved), {"collect": collect_logs, "train": train_logs}
 
     return iteration
 

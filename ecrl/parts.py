@@ -12,6 +12,7 @@ from ecrl.config import Config
 from ecrl.envs import Env, auto_reset, clip_action, make_env, with_events
 from ecrl.envs.contract import check_env
 from ecrl.errors import ConfigError
+from ecrl.kernels import scan
 from ecrl.policies import Policy, make_policy
 
 
@@ -39,7 +40,7 @@ def form_of(cfg: Config) -> Form:
         reason = f"policy {cfg.policy.name} draws numbers of its own, which cannot be compiled"
         if mode == "on":
             raise ConfigError(f"trainer.compile: on, but {reason}; use auto")
-        return Form("eager", reason, partial)
+        return Form("eager", reason, partial, scan)
     form = choose_form(mode, device)
     if not cfg.trainer.tf32:
         return form
@@ -53,4 +54,5 @@ def make_parts(cfg: Config, events: Literal["train", "eval"] = "train") -> Parts
     """Environment (with auto-reset and the events of training or evaluation), policy, config and form of a run."""
     env, policy = _env_and_policy(cfg)
     env = auto_reset(clip_action(env) if cfg.policy.clip_actions else env)
-    return Parts(with_events(env, getattr(cfg.trainer.events, events)), policy, cfg, form_of(cfg).jit)
+    form = form_of(cfg)
+    return Parts(with_events(env, getattr(cfg.trainer.events, events)), policy, cfg, form.jit, form.scan)

@@ -18,6 +18,7 @@ import torch
 
 from ecrl.algorithms import Algorithm, Parts
 from ecrl.distributed import rank, world_size
+from ecrl.kernels import scan
 from ecrl.types import LogData
 
 _WAIT, _WARM_UP, _TRACED = 1, 1, 2  # iterations: the first compiles, in the second the tracer starts
@@ -90,19 +91,27 @@ def timed_records(times: Times, name: str, records: Iterator[LogData]) -> Iterat
 def watched(times: Times, parts: Parts, algorithm: Algorithm) -> tuple[Parts, Algorithm]:
     """The same parts and algorithm, timed: collect, update, every function that they bind by `jit`; env and policy.
 
-    Functions keep their own names; of (act, step), policy and env are bound one by one and called from Python.
+    To collect, the functions of policy and env are bound one by one and called from a plain loop.
     """
-    act, step = parts.policy.act, parts.env.step
-    names = {act: "policy", parts.policy.norm_update: "normalizer"}
 
     def jit(fn: Callable[..., Any], *static: Any) -> Callable[..., Any]:
-        if static == (act, step):
-            return partial(fn, jit(act), timed(times, "env", parts.jit(step)))
-        return timed(times, names.get(fn, fn.__name__.strip("_")), parts.jit(fn, *static))
+        return timed(times, fn.__name__.strip("_"), parts.jit(fn, *static))
 
-    env = parts.env if parts.env.is_pure else replace(parts.env, step=timed(times, "env", step))
-    collect, update = timed(times, "collect", algorithm.collect), timed(times, "update", algorithm.update)
-    return parts._replace(env=env, jit=jit), replace(algorithm, collect=collect, update=update)
+    def bound(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+        return timed(times, name, parts.jit(fn))
+
+    policy, env = parts.policy, parts.env
+    value = None if policy.value is None else bound("critic", policy.value)
+    policy = replace(policy, act=bound("policy", policy.act), draw=bound("draw", policy.draw), value=value)
+    step = bound("env", env.step) if env.is_pure else timed(times, "env", env.step)
+    env = replace(env, step=step, draw=bound("draw", env.draw) if env.is_pure else env.draw)
+    apart = parts._replace(policy=policy, env=env, jit=partial, scan=scan)
+
+    def collect(_: Parts, state: Any) -> Any:
+        return algorithm.collect(apart, state)
+
+    update = timed(times, "update", algorithm.update)
+    return parts._replace(jit=jit), replace(algorithm, collect=timed(times, "collect", collect), update=update)
 
 
 def report(times: Times) -> list[dict[str, Any]]:

@@ -6,10 +6,12 @@ import sys
 
 import pytest
 import torch
+from tensordict import TensorDict
 
 from ecrl import compile as ecrl_compile
 from ecrl.compile import choose_form, compiler_fault
 from ecrl.errors import ConfigError
+from ecrl.trees import flatten
 
 
 @pytest.fixture
@@ -78,13 +80,64 @@ def test_a_working_compiler_is_used_and_functions_are_shared():
     assert torch.equal(form.jit(_scaled, 3)(torch.ones(2)), torch.full((2,), 3.0))
 
 
+def _drift(carry, x, rate):
+    after = carry.copy().update({"x": carry["x"] + rate * x["dx"]})
+    return after, {"seen": carry["x"], "half": x["dx"] / 2.0}
+
+
+def _walk(loop, start, steps, rate):
+    return loop(_drift, start, steps, rate)
+
+
+def _walked(form, length=5):
+    start = TensorDict({"x": torch.zeros(3, 2), "kept": torch.arange(3)}, [3])
+    steps = TensorDict({"dx": torch.arange(float(6 * length)).reshape(length, 3, 2)}, [length, 3])
+    return form.jit(_walk, form.scan)(start, steps, torch.tensor(0.5))
+
+
 @pytest.mark.slow
-def test_one_function_takes_more_shapes_than_dynamos_usual_limit():
-    scaled = choose_form("on", "cpu").jit(_scaled, 7)
-    for size in range(1, 13):
-        assert torch.equal(scaled(torch.ones(size)), torch.full((size,), 7.0))
+def test_a_loop_of_a_graph_is_the_plain_loop():
+    (end, ys), (plain_end, plain_ys) = (_walked(choose_form(mode, "cpu")) for mode in ("on", "off"))
+    assert (end == plain_end).all()
+    assert end.batch_size == plain_end.batch_size == torch.Size([3])
+    assert {name: y.tolist() for name, y in ys.items()} == {name: y.tolist() for name, y in plain_ys.items()}
 
 
-def test_bounds_do_not_share_a_recompile_count():
-    first, second = (ecrl_compile._compiled(_scaled, n) for n in (5, 6))
-    assert first._torchdynamo_orig_callable.__code__ is not second._torchdynamo_orig_callable.__code__
+@pytest.mark.slow
+def test_keys_set_in_another_order_and_other_strides_are_the_same_graph(monkeypatch):
+    form, made = choose_form("on", "cpu"), []
+    whole = ecrl_compile.compile_fx
+    monkeypatch.setattr(ecrl_compile, "compile_fx", lambda *a: made.append(1) or whole(*a))
+    both = form.jit(_first_and_sum, "test")
+    one = TensorDict({"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2)}, [2])
+    other = TensorDict({"b": torch.ones(2), "a": torch.arange(6.0).reshape(3, 2).t()}, [2])
+    assert both(one)["sum"].tolist() == [3.0, 12.0]
+    assert both(other)["sum"].tolist() == [6.0, 9.0]
+    assert made == [1]
+
+
+def _first_and_sum(name, td):
+    return {"sum": td["a"].sum(-1), "first": td["b"]}
+
+
+@pytest.mark.slow
+def test_what_is_vmapped_or_differentiated_runs_as_it_is():
+    form = choose_form("on", "cpu")
+    tripled = form.jit(_scaled, 3)
+    assert torch.equal(torch.vmap(tripled)(torch.ones(2, 4)), torch.full((2, 4), 3.0))
+    x = torch.ones(2, requires_grad=True)
+    tripled(x).sum().backward()
+    assert torch.equal(x.grad, torch.full((2,), 3.0))
+
+
+def test_a_carry_that_changes_its_structure_is_refused():
+    def more(carry, x):
+        return carry | {"new": x}, x
+
+    with pytest.raises(ValueError, match="the carry of a scan changed its structure"):
+        ecrl_compile._traced(lambda x: ecrl_compile._scan(more, {"a": x[0]}, x), *_flat(torch.ones(3)))
+
+
+def _flat(*args):
+    leaves, structure = flatten(args)
+    return structure, leaves

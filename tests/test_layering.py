@@ -9,12 +9,12 @@ import ecrl
 
 ROOT = Path(ecrl.__file__).parent
 LEVELS = [  # a module imports from its own level and earlier ones only
-    {"rng", "types", "spaces", "errors"},
+    {"rng", "types", "spaces", "errors", "trees"},
     {"kernels"},
     {"registry", "strict", "sources", "draft", "inert", "gym_config", "translate", "config", "schema", "distributed"},
     {"policies", "envs"},
     {"algorithms"},
-    {"compile"},
+    {"thin", "compile"},
     {"parts"},
     {"loop"},
     {"checkpoint", "evaluation", "resuming", "loggers", "history", "tracking", "export", "profiler"},
@@ -39,7 +39,7 @@ STRANGERS = {  # of one level, and yet they do not import each other
     ("policies", "envs"): "they meet in spaces alone, so that either can be used without the other",
     ("envs", "policies"): "as above",
 }
-KERNELS_MAY = {"torch", "tensordict", "numpy", "ecrl.rng", "ecrl.types", "ecrl.kernels"}
+KERNELS_MAY = {"torch", "tensordict", "numpy", "ecrl.rng", "ecrl.types", "ecrl.trees", "ecrl.kernels"}
 KERNELS_MAY |= {"math", "typing", "collections", "functools", "dataclasses", "itertools"}
 EXCEPTIONS = {  # file: what it may do that others may not
     "__init__.py": "the public surface names every part; it resolves them lazily",

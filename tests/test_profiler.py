@@ -20,10 +20,10 @@ RUNS = {
     "gymnasium": {"env": {"name": "gymnasium:CartPole-v1"}},
 }
 PHASES = {
-    "ppo": {"collect/draw", "collect/policy", "collect/env", "collect/critic", "update/minibatch", "normalizer"},
-    "grpo": {"collect/draw", "collect/policy", "collect/env", "update/reference", "update/minibatch"},
-    "apg": {"collect/draw", "collect/policy", "collect/env", "update/draw", "update/back", "update/move"},
-    "gymnasium": {"collect/draw", "collect/policy", "collect/env", "collect/critic", "update/minibatch"},
+    "ppo": {"collect/draw", "collect/policy", "collect/env", "collect/critic", "update/learn", "statistics"},
+    "grpo": {"collect/draw", "collect/policy", "collect/env", "update/learn", "statistics"},
+    "apg": {"collect/draw", "collect/policy", "collect/env", "update/learn", "statistics"},
+    "gymnasium": {"collect/draw", "collect/policy", "collect/env", "collect/critic", "update/learn", "statistics"},
 }
 
 
@@ -137,8 +137,8 @@ def test_the_files_of_a_run_add_up_to_its_time_and_the_trace_names_the_phases(tm
     names = {
         event.get("name") for event in json.loads((tmp_path / "profile/trace_rank_0.json").read_text())["traceEvents"]
     }
-    assert {"loop/collect/env", "loop/collect/policy", "loop/update/minibatch"} <= names
-    assert "minibatch" in capsys.readouterr().out
+    assert {"loop/collect/env", "loop/collect/policy", "loop/update/learn"} <= names
+    assert "learn" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("ending", ["break", "raise"])

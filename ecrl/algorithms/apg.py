@@ -7,6 +7,7 @@ Source: Freeman et al. 2021, arXiv:2106.13281 (APG); the sweep back is that of o
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -18,12 +19,15 @@ from ecrl import rng
 from ecrl.algorithms.core import Algorithm, Parts, step_keys
 from ecrl.algorithms.optimizer import OPTIMIZERS, LearningConfig, learning_state, optimizer_of, scheduled
 from ecrl.distributed import all_mean
+from ecrl.envs import Env
 from ecrl.errors import ConfigError, UserError
 from ecrl.kernels import clip_by_global_norm, episode_discounts, episode_update
-from ecrl.policies import acting_params
+from ecrl.kernels.scan import Scan
+from ecrl.policies import Policy, acting_params
 from ecrl.registry import register_algorithm
 from ecrl.spaces import Box
 from ecrl.strict import Count, Fraction, NonNegative
+from ecrl.trees import mapped
 from ecrl.types import Logs
 
 _NUMBERS = ("gamma", "ent_coef")
@@ -65,57 +69,70 @@ def init(parts: Parts, key: Tensor) -> dict[str, Any]:
     return state | {"skipped_updates": torch.zeros_like(key)}
 
 
-def _draw(env_draw: Callable, policy_draw: Callable, env_keys: Tensor, action_keys: Tensor) -> tuple[Any, Any]:
-    return env_draw(env_keys), policy_draw(action_keys)
+class Run(NamedTuple):
+    """What stays the same over the iterations of a run."""
+
+    policy: Policy
+    env: Env
+    num_envs: int
+    buffer_size: int
+    deterministic: bool
+    segment: int
+    step: Callable[..., tuple[TensorDict, TensorDict]]
+    scan: Scan
+
+
+def _run(parts: Parts) -> Run:
+    cfg, trainer = cast(Any, parts.cfg.algorithm.cfg), parts.cfg.trainer
+    segment = cfg.segment_length or trainer.buffer_size
+    step, sizes = OPTIMIZERS[optimizer_of(cfg).name].step, (trainer.num_envs, trainer.buffer_size)
+    return Run(parts.policy, parts.env, *sizes, cfg.deterministic_actions, segment, step, parts.scan)
+
+
+def _noise(run: Run, state: TensorDict) -> tuple[Any, Any]:
+    """Of the world and of the action in each of the next steps; the latter None for deterministic actions."""
+    env_keys, action_keys = step_keys(state["key"], state["sample_step"], run.num_envs, run.buffer_size)
+    return run.env.draw(env_keys), None if run.deterministic else run.policy.draw(action_keys)
+
+
+def _advance(run: Run, env: TensorDict, noise: tuple[Any, Any], params: TensorDict) -> tuple[TensorDict, TensorDict]:
+    """One step, as the body of a scan that keeps the states it leaves."""
+    world, action = noise
+    _, out = run.policy.act(params, TensorDict({}, []), env["obs"], action)
+    return run.env.step(env, out["action"], world), env
+
+
+def _collect(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
+    """What moves in the state, and the batch."""
+    params, start = acting_params(state["params"], state["norm"]), cast(TensorDict, state["env"])
+    env, left = run.scan(partial(_advance, run), start, _noise(run, state), params)
+    path: Any = torch.cat((left, env.unsqueeze(0)))
+    after: Any = TensorDict({"reward": path["reward"], "done": path["terminated"] | path["truncated"]}, path.shape)
+    after.update(path.select("info", strict=False))
+    after = torch.cat((after[1:], after[:1].apply(torch.zeros_like)))
+    batch = after.update({"env": path, "obs": path["obs"]}).transpose(0, 1)
+    episode = episode_update(state["episode"], batch["reward"][:, :-1], batch["done"][:, :-1])
+    return TensorDict({"env": env, "episode": episode}, []), batch
+
+
+_READ = ("key", "sample_step", "params", "norm", "env", "episode", "hyper", "opt")
 
 
 @torch.no_grad()
-def _noise(parts: Parts, state: TensorDict) -> list[tuple[Any, Any]]:
-    """Of the world and of the action in each of the next steps; the latter None for deterministic actions."""
-    cfg: Any = parts.cfg.algorithm.cfg
-    env_noise, action_noise = parts.jit(_draw, parts.env.draw, parts.policy.draw)(*step_keys(parts, state))
-    actions = [None] * len(env_noise) if cfg.deterministic_actions else action_noise.unbind(0)
-    return list(zip(env_noise.unbind(0), actions, strict=True))
-
-
-def _advance(act: Callable, step: Callable, params: TensorDict, env: TensorDict, world: Any, noise: Any) -> TensorDict:
-    _, out = act(params, TensorDict({}, []), env["obs"], noise)
-    return step(env, out["action"], world)
-
-
 def collect(parts: Parts, state: TensorDict) -> tuple[TensorDict, TensorDict]:
     """`buffer_size` steps of every environment: the state with env and episode moved on, and what was passed through.
 
     The batch `[N, T + 1]` has the states `env`, of which row t is the one that step t starts from, and of each step
     `obs`, `reward`, `done` and maybe `info`, with a last row of padding as in a rollout.
     """
-    with torch.no_grad():
-        params, env = acting_params(state["params"], state["norm"]), cast(TensorDict, state["env"])
-        advance, envs = parts.jit(_advance, parts.policy.act, parts.env.step), [env]
-        for world, noise in _noise(parts, state):
-            env = advance(params, env, world, noise)
-            envs.append(env)
-        path: Any = torch.stack(cast(Any, envs))
-        after: Any = TensorDict({"reward": path["reward"], "done": path["terminated"] | path["truncated"]}, path.shape)
-        after.update(path.select("info", strict=False))
-        after = torch.cat((after[1:], after[:1].apply(torch.zeros_like)))
-        batch = after.update({"env": path, "obs": path["obs"]}).transpose(0, 1)
-        episode = episode_update(state["episode"], batch["reward"][:, :-1], batch["done"][:, :-1])
-    return state.copy().update({"env": env, "episode": episode}), batch
-
-
-class Functions(NamedTuple):
-    """What the sweep differentiates."""
-
-    act: Callable[..., Any]
-    evaluate: Callable[..., Any]
-    step: Callable[..., TensorDict]
+    moved, batch = parts.jit(_collect, _run(parts))(state.select(*_READ))
+    return state.copy().update(moved), batch
 
 
 def _paid(
     params: TensorDict,
     floats: TensorDict,
-    functions: Functions,
+    run: Run,
     env: TensorDict,
     norm: TensorDict,
     world: Any,
@@ -126,65 +143,77 @@ def _paid(
 ) -> tuple[Tensor, Tensor]:
     """The step's part of the objective plus what the state it leads to is worth, 0-d; and the entropy `[N]`."""
     env, acting, empty = env.copy().update(floats), acting_params(params, norm), TensorDict({}, [])
-    _, out = functions.act(acting, empty, env["obs"], noise)
+    _, out = run.policy.act(acting, empty, env["obs"], noise)
     done = env["terminated"] | env["truncated"]
-    _, entropy = functions.evaluate(acting, empty, env["obs"], out["action"], done)
-    after = functions.step(env, out["action"], world)
+    _, entropy = run.policy.evaluate(acting, empty, env["obs"], out["action"], done)
+    after = run.env.step(env, out["action"], world)
     value = (weight * (after["reward"] + ent_coef * entropy)).sum()
     return value + sum((c * after[key]).sum() for key, c in costate.items(True, True)), entropy
 
 
 def _back(
-    functions: Functions, grads: TensorDict, costate: TensorDict, params: TensorDict, env: TensorDict, *rest: Any
-) -> tuple[TensorDict, TensorDict, Tensor]:
-    """One step of the sweep: gradients so far, the costate of the state that the step starts from, the entropy.
+    run: Run,
+    so_far: tuple[TensorDict, TensorDict],
+    at: tuple[TensorDict, tuple[Any, Any], Tensor, Tensor],
+    params: TensorDict,
+    norm: TensorDict,
+    ent_coef: Tensor,
+) -> tuple[tuple[TensorDict, TensorDict], Tensor]:
+    """One step of the sweep: gradients so far and the costate of the state that the step starts from; the entropy.
 
         value[t] = weight[t] * (reward[t] + ent_coef * entropy[t]) + <costate[t + 1], state[t + 1](params, state[t])>
         costate[t] = d value[t] / d state[t];    grads = sum_t(d value[t] / d params)
 
-    Only the floats of a state have a costate; `rest` is what `_paid` takes after `env`.
+    Only the floats of a state have a costate; it is 0 behind the last step of a segment.
     """
+    (grads, costate), (env, noise, weight, is_last) = so_far, at
+    costate = mapped(lambda c: torch.where(is_last, 0.0, c), costate)
     floats = env.select(*costate.keys(True, True))
     gradient = torch.func.grad(_paid, argnums=(0, 1), has_aux=True)
-    fixed: Any = (functions, env, *rest, costate)
-    (of_params, before), entropy = gradient(params, floats, *fixed)
-    return cast(TensorDict, grads.apply(torch.add, of_params)), before, entropy
+    (of_params, before), entropy = gradient(params, floats, run, env, norm, *noise, weight, ent_coef, costate)
+    return (mapped(torch.add, grads, of_params), before), entropy
 
 
-def _sweep(parts: Parts, state: TensorDict, batch: TensorDict, weight: Tensor) -> tuple[TensorDict, Tensor]:
+def _flipped(tree: Any) -> Any:
+    return mapped(lambda x: x.flip(0), tree)
+
+
+def _sweep(run: Run, state: TensorDict, batch: TensorDict, weight: Tensor) -> tuple[TensorDict, Tensor]:
     """Gradient of `sum(weight * (reward + ent_coef * entropy))`, cut between segments; and the entropy `[N, T]`."""
-    cfg: Any = parts.cfg.algorithm.cfg
-    segment = cfg.segment_length or parts.cfg.trainer.buffer_size
     params, norm, ent_coef = cast(TensorDict, state["params"]), state["norm"], state["hyper", "ent_coef"]
-    back = parts.jit(_back, Functions(parts.policy.act, parts.policy.evaluate, parts.env.step))
-    envs: Any = batch["env"].unbind(1)[:-1]
-    weights, noises = weight.unbind(1), _noise(parts, state)
-    keys = [key for key, x in envs[0].items(True, True) if x.is_floating_point()]
-    grads, zero = params.apply(torch.zeros_like), envs[0].select(*keys).apply(torch.zeros_like)
-    costate, entropies = zero, []
-    for t in reversed(range(len(envs))):
-        costate = zero if (t + 1) % segment == 0 else costate
-        grads, costate, entropy = back(grads, costate, params, envs[t], norm, *noises[t], weights[t], ent_coef)
-        entropies.append(entropy)
-    return grads, torch.stack(entropies[::-1], 1)
+    path: Any = batch["env"].transpose(0, 1)[:-1]
+    keys = [key for key, x in path.items(True, True) if x.is_floating_point()]
+    start = params.apply(torch.zeros_like), path[0].select(*keys).apply(torch.zeros_like)
+    is_last = torch.arange(1, len(path) + 1, device=weight.device) % run.segment == 0
+    steps = _flipped((path, _noise(run, state), weight.t(), is_last))
+    (grads, _), entropy = run.scan(partial(_back, run), start, steps, params, norm, ent_coef)
+    return grads, entropy.flip(0).t()
 
 
 def _move(
-    step: Callable[..., tuple[TensorDict, TensorDict]],
-    params: TensorDict,
-    grads: TensorDict,
-    opt: TensorDict,
-    hyper: TensorDict,
-    rate: Tensor,
-    loss: Tensor,
-) -> tuple[TensorDict, TensorDict, Tensor, Tensor]:
-    """One optimiser step where loss and gradient are finite: params, opt, the gradient's norm, and whether so."""
-    numbers = cast(TensorDict, hyper["optimizer"])
+    run: Run, state: TensorDict, grads: TensorDict, rate: Tensor, loss: Tensor
+) -> tuple[TensorDict, Logs, Tensor]:
+    """One optimiser step where loss and gradient are finite: params and opt, the gradient's norm, and whether so."""
+    params, opt, hyper = (cast(TensorDict, state[key]) for key in ("params", "opt", "hyper"))
     clipped, norm = clip_by_global_norm(grads, max_norm=hyper["max_grad_norm"])
-    moved = step(params, clipped, opt, learning_rate=rate, **dict(numbers.items()))
+    numbers = cast(TensorDict, hyper["optimizer"])
+    moved = run.step(params, clipped, opt, learning_rate=rate, **dict(numbers.items()))
     finite = loss.isfinite() & norm.isfinite()
-    new, opt = (a.apply(lambda x, y: torch.where(finite, x, y), b) for a, b in zip(moved, (params, opt), strict=True))
-    return new, opt, norm, finite
+    new, opt = mapped(lambda x, y: torch.where(finite, x, y), moved, (params, opt))
+    return TensorDict({"params": new, "opt": opt}, []), {"grad_norm": norm}, finite
+
+
+def _learn(run: Run, state: TensorDict, rate: Tensor, batch: TensorDict) -> tuple[TensorDict, Logs, Tensor]:
+    """What moves in the state, logs, and whether it did."""
+    hyper = cast(TensorDict, state["hyper"])
+    disc = episode_discounts(batch["done"][:, :-1], gamma=hyper["gamma"])
+    grads, entropy = _sweep(run, state, batch, -disc / len(disc))
+    objective, entropy = ((disc * x).sum(1).mean() for x in (batch["reward"][:, :-1], entropy))
+    count = torch.full_like(objective, disc.numel())
+    grads = all_mean(grads, weight=count)
+    loss = all_mean(-objective - hyper["ent_coef"] * entropy, weight=count)
+    moved, logs, finite = _move(run, state, grads, rate, loss)
+    return moved, {"loss": loss, "objective": objective, "entropy": entropy, "learning_rate": rate} | logs, finite
 
 
 def _refuse(loss: Tensor, norm: Tensor, iteration: Tensor) -> None:
@@ -202,24 +231,15 @@ def update(parts: Parts, state: TensorDict, batch: TensorDict) -> tuple[TensorDi
 
     The logs `objective` and `entropy` are the two discounted sums, so `loss = -objective - ent_coef * entropy`.
     """
-    cfg: Any = parts.cfg.algorithm.cfg
-    hyper, skipped = cast(TensorDict, state["hyper"]), state["skipped_updates"]
-    disc = episode_discounts(batch["done"][:, :-1], gamma=hyper["gamma"])
-    grads, entropy = _sweep(parts, state, batch, -disc / len(disc))
-    objective, entropy = ((disc * x).sum(1).mean() for x in (batch["reward"][:, :-1], entropy))
-    count = torch.full_like(objective, disc.numel())
-    grads = all_mean(grads, weight=count)
-    loss = all_mean(-objective - hyper["ent_coef"] * entropy, weight=count)
+    cfg, skipped = cast(Any, parts.cfg.algorithm.cfg), state["skipped_updates"]
     learnt = state.copy().set("update_step", state["update_step"] - skipped)  # the schedule waits too
     rate = scheduled(cfg.lr_scheduler, learnt, parts.cfg.trainer.iterations)
-    move = parts.jit(_move, OPTIMIZERS[optimizer_of(cfg).name].step)
-    params, opt, norm, finite = move(state["params"], grads, state["opt"], hyper, rate, loss)
+    moved, logs, finite = parts.jit(_learn, _run(parts))(state.select(*_READ), rate, batch)
     if not cfg.skip_nonfinite_updates:
-        _refuse(loss, norm, state["update_step"])
+        _refuse(logs["loss"], logs["grad_norm"], state["update_step"])
     skipped = skipped + (~finite).to(skipped.dtype)
-    logs = {"loss": loss, "objective": objective, "entropy": entropy, "grad_norm": norm, "learning_rate": rate}
-    state = state.copy().update({"params": params, "opt": opt, "skipped_updates": skipped})
-    return state, logs | {"skipped_updates": skipped.to(loss.dtype)}
+    state = state.copy().update(moved).set("skipped_updates", skipped)
+    return state, logs | {"skipped_updates": skipped.to(rate.dtype)}
 
 
 @register_algorithm("apg")

@@ -1,7 +1,8 @@
 """An algorithm is a frozen record of pure functions: what it keeps in the state, how it collects, how it learns."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -18,8 +19,10 @@ from ecrl.kernels import (
     moments_update,
     running_returns,
     scale,
+    scan,
     transitions,
 )
+from ecrl.kernels.scan import Scan
 from ecrl.policies import Policy, acting_params
 from ecrl.types import Logs
 
@@ -28,12 +31,16 @@ _EPS, _CLIP = 1e-8, 10.0
 
 
 class Parts(NamedTuple):
-    """What a run is made of. `jit(fn, *static)` binds static arguments to `fn` and may compile it."""
+    """What a run is made of.
+
+    `jit(fn, *static)` binds static arguments to `fn` and may compile it; `scan` is the loop over time inside of it.
+    """
 
     env: Env
     policy: Policy
     cfg: Config
     jit: Jit
+    scan: Scan
 
 
 def env_index(num_envs: int, device: torch.device | None) -> Tensor:
@@ -51,31 +58,52 @@ def steps_taken(parts: Parts, state: TensorDict) -> Tensor:
     return state["sample_step"] // (parts.cfg.trainer.num_envs * distributed.world_size())
 
 
-def step_keys(parts: Parts, state: TensorDict, group_size: int = 1) -> tuple[Tensor, Tensor]:
+def step_keys(
+    key: Tensor, sample_step: Tensor, num_envs: int, buffer_size: int, group_size: int = 1
+) -> tuple[Tensor, Tensor]:
     """Keys `[T, N]` of the world and of the actions in the next `buffer_size` steps.
 
     A key is a function of (key of the run, stream, global env index, steps the env has taken), of nothing else. The
     world of a group of `group_size` consecutive environments is one; their actions are their own.
     """
-    trainer, key = parts.cfg.trainer, state["key"]
-    index = env_index(trainer.num_envs, key.device)
-    steps = (steps_taken(parts, state) + torch.arange(trainer.buffer_size, device=key.device)).unsqueeze(1)
+    index = env_index(num_envs, key.device)
+    taken = sample_step // (num_envs * distributed.world_size())
+    steps = (taken + torch.arange(buffer_size, device=key.device)).unsqueeze(1)
     return rng.stream(key, rng.ENV, index // group_size, steps), rng.stream(key, rng.ACTION, index, steps)
+
+
+def _collect(
+    policy: Policy, env: Env, loop: Scan, num_envs: int, buffer_size: int, group_size: int, state: TensorDict
+) -> tuple[TensorDict, TensorDict]:
+    """What moves in the state, and the rollout."""
+    env_keys, action_keys = step_keys(state["key"], state["sample_step"], num_envs, buffer_size, group_size)
+    empty, params = TensorDict({}, []), acting_params(state["params"], state["norm"])
+    _, env_state, rollout = collect_rollout(policy, env, params, empty, state["env"], env_keys, action_keys, scan=loop)
+    mask = rollout["mask"][:, :-1] if "mask" in rollout else None
+    episode = episode_update(state["episode"], rollout["reward"][:, :-1], rollout["done"][:, :-1], mask)
+    return TensorDict({"env": env_state, "episode": episode}, []), rollout
+
+
+def _on_host(parts: Parts) -> Callable[..., Any]:
+    """`jit` for a world that runs on the host: the policy's functions are bound one by one, the loop is a plain one."""
+    policy, jit = parts.policy, parts.jit
+    value = None if policy.value is None else jit(policy.value)
+    policy = replace(policy, act=jit(policy.act), draw=jit(policy.draw), value=value)
+    return partial(partial, _collect, policy, parts.env, scan)
 
 
 def collect(parts: Parts, state: TensorDict, group_size: int = 1) -> tuple[TensorDict, TensorDict]:
     """`buffer_size` steps of every environment: the state with env and episode moved on, the rollout `[N, T + 1]`."""
-    env_keys, action_keys = step_keys(parts, state, group_size)
-    empty, params = TensorDict({}, []), acting_params(state["params"], state["norm"])
-    _, env, rollout = collect_rollout(
-        parts.policy, parts.env, params, empty, state["env"], env_keys, action_keys, jit=parts.jit
-    )
-    mask = rollout["mask"][:, :-1] if "mask" in rollout else None
-    episode = episode_update(state["episode"], rollout["reward"][:, :-1], rollout["done"][:, :-1], mask)
-    return state.copy().update({"env": env, "episode": episode}), rollout
+    sizes = parts.cfg.trainer.num_envs, parts.cfg.trainer.buffer_size, group_size
+    if parts.env.is_pure:
+        fn = parts.jit(_collect, parts.policy, parts.env, parts.scan, *sizes)
+    else:
+        fn = _on_host(parts)(*sizes)
+    moved, rollout = fn(state.select("key", "sample_step", "params", "norm", "env", "episode"))
+    return state.copy().update(moved), rollout
 
 
-def scaled_rewards(parts: Parts, state: TensorDict, rollout: TensorDict) -> tuple[TensorDict, TensorDict]:
+def scaled_rewards(state: TensorDict, rollout: TensorDict) -> tuple[TensorDict, TensorDict]:
     """The rollout with rewards divided by the spread of discounted returns so far, and the statistics moved on.
 
     reward / sqrt(variance(return) + eps), held within +-10;    return' = reward + gamma * return * not done

@@ -4,7 +4,8 @@ The members of a group share their start and the world's noise and differ only i
 Source: Shao et al. 2024, arXiv:2402.03300, on the steps of an environment in place of tokens.
 """
 
-from typing import Any, cast
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import torch
 from pydantic import Field
@@ -13,18 +14,18 @@ from torch import Tensor
 
 from ecrl import rng
 from ecrl.algorithms.core import Algorithm, Parts, collect, start_keys, steps_taken
-from ecrl.algorithms.minibatch import MinibatchConfig, learn
+from ecrl.algorithms.minibatch import Learner, MinibatchConfig, learn, learner_of, passes
 from ecrl.algorithms.optimizer import learning_state
-from ecrl.envs import restart
+from ecrl.envs import Env, restart
 from ecrl.errors import ConfigError
 from ecrl.kernels import first_episode_mask, grpo_advantages, grpo_loss, restarted, transitions
+from ecrl.kernels.scan import in_chunks
 from ecrl.policies import Policy, acting_params
 from ecrl.registry import register_algorithm
 from ecrl.strict import Count, Fraction, NonNegative, Positive
 from ecrl.types import Logs
 
 _NUMBERS = ("gamma", "clip_coef", "ent_coef", "kl_coef", "eps", "target_kl")
-_REFERENCE_ROWS = 16_384  # rows per pass of the reference policy: bounds its activations
 
 
 class GRPOConfig(MinibatchConfig):
@@ -41,6 +42,12 @@ class GRPOConfig(MinibatchConfig):
     eps: NonNegative = Field(default=1e-8, description="added to the spread of a group's returns, reward units")
     reset_every_rollout: bool = Field(default=True, description="start every environment anew for each rollout")
     truncate_at_first_done: bool = Field(default=True, description="learn only from the first episode of each rollout")
+
+
+class Variant(NamedTuple):
+    """The choices of a config that shape the update."""
+
+    group_size: int
 
 
 def check_groups(parts: Parts, cfg: GRPOConfig) -> None:
@@ -71,13 +78,18 @@ def init(parts: Parts, key: Tensor) -> dict[str, Any]:
     return state | ({"ref_params": acting_params(params, norm).clone()} if cfg.kl_coef else {})
 
 
+def _fresh(env: Env, num_envs: int, group_size: int, key: Tensor, taken: Tensor, world: TensorDict) -> TensorDict:
+    return restart(env, world, start_keys(key, num_envs, taken, group_size))
+
+
 def collect_groups(parts: Parts, state: TensorDict) -> tuple[TensorDict, TensorDict]:
     """A rollout in which the members of a group see the same world."""
     cfg: Any = parts.cfg.algorithm.cfg
     if cfg.reset_every_rollout:
-        keys = start_keys(state["key"], parts.cfg.trainer.num_envs, steps_taken(parts, state), cfg.group_size)
-        fresh = {"env": restart(parts.env, state["env"], keys), "episode": restarted(state["episode"])}
-        state = state.copy().update(fresh)
+        bind = parts.jit if parts.env.is_pure else partial
+        fresh = bind(_fresh, parts.env, parts.cfg.trainer.num_envs, cfg.group_size)
+        world = fresh(state["key"], steps_taken(parts, state), state["env"])
+        state = state.copy().update({"env": world, "episode": restarted(state["episode"])})
     state, rollout = collect(parts, state, cfg.group_size)
     if cfg.truncate_at_first_done:
         first = first_episode_mask(rollout["done"])
@@ -85,29 +97,26 @@ def collect_groups(parts: Parts, state: TensorDict) -> tuple[TensorDict, TensorD
     return state, rollout
 
 
-def _reference(policy: Policy, params: TensorDict, obs: Any, action: Tensor, done: Tensor) -> Tensor:
+def _reference(policy: Policy, _: None, rows: TensorDict, params: TensorDict) -> tuple[None, Tensor]:
     with torch.no_grad():
-        return policy.evaluate(params, TensorDict({}, []), obs, action, done)[0]
+        return None, policy.evaluate(params, TensorDict({}, []), rows["obs"], rows["action"], rows["done"])[0]
 
 
-def _rows(parts: Parts, state: TensorDict, rollout: TensorDict, cfg: GRPOConfig) -> TensorDict:
+def _rows(learner: Learner, state: TensorDict, rollout: TensorDict) -> TensorDict:
     """The rollout as `[N * T]` rows with advantages and the reference's log-probabilities."""
-    hyper = cast(TensorDict, state["hyper"])
-    advantage, mask = grpo_advantages(rollout, gamma=hyper["gamma"], group_size=cfg.group_size, eps=hyper["eps"])
+    hyper, group_size = cast(TensorDict, state["hyper"]), learner.variant.group_size
+    advantage, mask = grpo_advantages(rollout, gamma=hyper["gamma"], group_size=group_size, eps=hyper["eps"])
     rows = transitions(rollout).select("obs", "action", "sample_log_prob", "done")
     rows = rows.update({"advantage": advantage, "mask": mask}).reshape(-1)
     if "ref_params" not in state:
         return rows
-    reference = parts.jit(_reference, parts.policy)
-    chunks = [
-        reference(state["ref_params"], part["obs"], part["action"], part["done"])
-        for part in cast(Any, rows).split(_REFERENCE_ROWS)
-    ]
-    return rows.set("ref_log_prob", torch.cat(chunks))
+    judged = rows.select("obs", "action", "done")
+    _, chunks = learner.scan(partial(_reference, learner.policy), None, in_chunks(judged), state["ref_params"])
+    return rows.set("ref_log_prob", chunks.flatten(0, 1)[: len(rows)])
 
 
 def _loss(
-    policy: Policy, variant: None, params: TensorDict, batch: TensorDict, mask: Tensor, hyper: TensorDict
+    policy: Policy, variant: Variant, params: TensorDict, batch: TensorDict, mask: Tensor, hyper: TensorDict
 ) -> tuple[Tensor, Logs]:
     log_prob, entropy = policy.evaluate(params, TensorDict({}, []), batch["obs"], batch["action"], batch["done"])
     reference = batch["ref_log_prob"] if "ref_log_prob" in batch else log_prob.detach()
@@ -115,10 +124,14 @@ def _loss(
     return grpo_loss(log_prob, batch["sample_log_prob"], reference, batch["advantage"], entropy, mask, **numbers)
 
 
+def _learn(learner: Learner, state: TensorDict, rate: Tensor, rollout: TensorDict) -> tuple[TensorDict, Tensor, Logs]:
+    return passes(learner, state, rate, _rows(learner, state, rollout))
+
+
 def update(parts: Parts, state: TensorDict, rollout: TensorDict) -> tuple[TensorDict, Logs]:
     """`n_epochs` passes of minibatch steps over the rollout; then maybe a new reference."""
     cfg: Any = parts.cfg.algorithm.cfg
-    state, logs = learn(parts, state, _rows(parts, state, rollout, cfg), _loss, None)
+    state, logs = learn(parts, state, _learn, learner_of(parts, _loss, Variant(cfg.group_size)), rollout)
     if "ref_params" in state and cfg.ref_update_freq is not None:
         due = (state["update_step"] + 1) % cfg.ref_update_freq == 0
         params, norm, ref = (cast(TensorDict, state[key]) for key in ("params", "norm", "ref_params"))

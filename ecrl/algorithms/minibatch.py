@@ -4,8 +4,9 @@ A step is one function of tensors and can be compiled; which of its branches exi
 """
 
 import warnings
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from math import prod
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -18,9 +19,11 @@ from ecrl.algorithms.core import Parts
 from ecrl.algorithms.optimizer import OPTIMIZERS, LearningConfig, adapted_rate, optimizer_of, scheduled
 from ecrl.distributed import all_mean
 from ecrl.errors import ConfigError
-from ecrl.kernels import clip_by_global_norm
+from ecrl.kernels import clip_by_global_norm, scan
+from ecrl.kernels.scan import Scan, chunking
 from ecrl.policies import acting_params
 from ecrl.strict import Count, Positive
+from ecrl.trees import flatten, mapped, unflatten
 from ecrl.types import Logs
 
 _BATCH_SIZE = 64
@@ -48,27 +51,49 @@ class MinibatchConfig(LearningConfig):
 class Learner(NamedTuple):
     """What stays the same over the steps of a run.
 
-    `loss(policy, variant, params, batch, mask, hyper)` gives a 0-d loss and logs with approx_kl and count; `variant`
-    holds the algorithm's choices; `step` is the optimiser's.
+    `loss(policy, variant, params, batch, mask, hyper)` gives a 0-d loss and logs, all means over the rows where `mask`,
+    and `count` of them; `variant` holds the algorithm's choices. `prepare(variant, rows, index, real)` gives fields of
+    a whole minibatch that replace those of `rows`, as `loss` sees only a part of one at a time. `step` is the
+    optimiser's; `sizes` are the rows of each minibatch; `scan` is the loop over minibatches and over parts of one.
     """
 
     loss: Callable[..., tuple[Tensor, Logs]]
+    prepare: Callable[..., dict[str, Tensor]]
     policy: Any
     variant: Any
     step: Callable[..., tuple[TensorDict, TensorDict]]
+    sizes: tuple[int, ...]
+    n_epochs: int
+    scan: Scan
 
 
-def shuffled(key: Tensor, sizes: list[int], n_epochs: int) -> tuple[Tensor, Tensor]:
-    """Row indices `[n_epochs * len(sizes), max(sizes)]` of minibatches of these sizes, every epoch in its own order.
+def as_it_is(variant: Any, rows: TensorDict, index: Tensor, real: Tensor) -> dict[str, Tensor]:
+    """The default `prepare`: nothing is replaced."""
+    return {}
 
-    A smaller minibatch is filled up with its own first row; the second result, of the same shape, is False there.
+
+def learner_of(
+    parts: Parts, loss: Callable[..., tuple[Tensor, Logs]], variant: Any = None, prepare: Callable[..., Any] = as_it_is
+) -> Learner:
+    """The learner of a run: the same for the same choices, whatever the numbers."""
+    cfg, trainer = cast(Any, parts.cfg.algorithm.cfg), parts.cfg.trainer
+    sizes = tuple(sizes_of(cfg, trainer.num_envs * trainer.buffer_size))
+    step = OPTIMIZERS[optimizer_of(cfg).name].step
+    return Learner(loss, prepare, parts.policy, variant, step, sizes, cfg.n_epochs, parts.scan)
+
+
+def shuffled(key: Tensor, sizes: Sequence[int], n_epochs: int) -> tuple[Tensor, Tensor]:
+    """Row indices `[n_epochs * len(sizes), width]` of minibatches of these sizes, every epoch in its own order.
+
+    The width is at least `max(sizes)` and divides into parts (`ecrl.kernels.scan.chunking`). What is missing is filled
+    up with a minibatch's own first row; the second result, of the same shape, is False there.
     """
     order = rng.permutation(rng.split(key, n_epochs), sum(sizes))
     size = torch.tensor(sizes, device=key.device).unsqueeze(1)
-    slot = torch.arange(max(sizes), device=key.device)
+    slot = torch.arange(prod(chunking(max(sizes), key.device)), device=key.device)
     real = slot < size
     index = order[:, size.cumsum(0) - size + slot.where(real, 0)]
-    return index.reshape(-1, max(sizes)), real.expand(n_epochs, -1, -1).reshape(-1, max(sizes))
+    return index.flatten(0, 1), real.expand(n_epochs, -1, -1).flatten(0, 1)
 
 
 @cache  # said once
@@ -109,7 +134,24 @@ def _clipped(grads: TensorDict, hyper: TensorDict) -> tuple[TensorDict, Logs]:
 
 
 def _frozen(stopped: Tensor, old: TensorDict, new: TensorDict) -> TensorDict:
-    return new.apply(lambda n, o: torch.where(stopped, o, n), old)
+    return mapped(lambda o, n: torch.where(stopped, o, n), old, new)
+
+
+def _packed(params: TensorDict) -> TensorDict:
+    """The parameters of each network as one vector: few large tensors are moved faster than many small ones."""
+    leaves = {key: flatten(part)[0] for key, part in params.items()}
+    return TensorDict({key: torch.cat([leaf.reshape(-1) for leaf in part]) for key, part in leaves.items()}, [])
+
+
+def _unpacked(packed: TensorDict, like: TensorDict) -> TensorDict:
+    def restored(vector: Tensor, part: Any) -> Any:
+        leaves, structure = flatten(part)
+        pieces = vector.split([leaf.numel() for leaf in leaves])
+        return unflatten(
+            structure, [p.reshape(leaf.shape).to(leaf.dtype) for p, leaf in zip(pieces, leaves, strict=True)]
+        )
+
+    return TensorDict({key: restored(packed[key], part) for key, part in like.items()}, [])
 
 
 def _loss(
@@ -118,67 +160,113 @@ def _loss(
     return learner.loss(learner.policy, learner.variant, acting_params(params, norm), batch, mask, hyper)
 
 
-def _minibatch(
+def _part(
     learner: Learner,
-    params: TensorDict,
-    opt: TensorDict,
-    rate: Tensor,
-    stopped: Tensor,
+    like: TensorDict,
+    total: TensorDict,
+    chosen: tuple[Tensor, Tensor, dict[str, Tensor]],
+    packed: TensorDict,
     norm: TensorDict,
     rows: TensorDict,
-    index: Tensor,
-    real: Tensor,
     hyper: TensorDict,
-) -> tuple[TensorDict, TensorDict, Tensor, Tensor, Logs]:
-    """One gradient step on the rows at `index`.
+) -> tuple[TensorDict, Logs]:
+    """Gradients of part of a minibatch, times the rows that count, added to those so far; and its logs."""
+    index, real, replaced = chosen
+    batch = cast(TensorDict, rows[index]).update(replaced)
+    gradient = torch.func.grad_and_value(_loss, has_aux=True)
+    grads, (_, logs) = gradient(_unpacked(packed, like), learner, norm, batch, batch["mask"] & real, hyper)
+    return mapped(lambda t, g: t + g * logs["count"], total, _packed(grads)), logs
+
+
+def _gradients(
+    learner: Learner,
+    like: TensorDict,
+    packed: TensorDict,
+    chosen: tuple[Tensor, Tensor],
+    norm: TensorDict,
+    rows: TensorDict,
+    hyper: TensorDict,
+) -> tuple[TensorDict, Logs]:
+    """Of the mean over the rows of a minibatch that count, packed; and its logs."""
+    parts = *chosen, learner.prepare(learner.variant, rows, *chosen)
+    zero = mapped(torch.zeros_like, packed)
+    loop = learner.scan if len(chosen[0]) > 1 else scan  # a loop of one step is none
+    total, logs = loop(partial(_part, learner, like), zero, parts, packed, norm, rows, hyper)
+    count = logs["count"].sum()
+    return mapped(lambda t: t / count.clamp(min=1.0), total), mean_logs(logs) | {"count": count}
+
+
+def _minibatch(
+    learner: Learner,
+    like: TensorDict,
+    moving: tuple[TensorDict, TensorDict, Tensor, Tensor],
+    chosen: tuple[Tensor, Tensor],
+    norm: TensorDict,
+    rows: TensorDict,
+    hyper: TensorDict,
+) -> tuple[tuple[TensorDict, TensorDict, Tensor, Tensor], Logs]:
+    """One gradient step on the rows that are chosen: moves (params, opt, rate, stopped), params packed.
 
     With `target_kl` in `hyper`, nothing moves once it was exceeded: not by the step that shows it, nor by later ones.
     Only an adaptive rate still answers to the KL that stopped the others.
     """
-    batch, numbers = cast(TensorDict, rows[index]), cast(TensorDict, hyper["optimizer"])
-    gradient = torch.func.grad_and_value(_loss, has_aux=True)
-    grads, (_, logs) = gradient(params, learner, norm, batch, batch["mask"] & real, hyper)
-    grads = all_mean(cast(TensorDict, grads), weight=logs["count"])
+    params, opt, rate, stopped = moving
+    numbers = cast(TensorDict, hyper["optimizer"])
+    grads, logs = _gradients(learner, like, params, chosen, norm, rows, hyper)
+    grads = all_mean(grads, weight=logs["count"])
     kl = all_mean(logs["approx_kl"], weight=logs["count"])
     grads, norms = _clipped(grads, hyper)
     counted = all_mean(logs["count"], weight=torch.ones_like(kl))
     rate = torch.where(stopped | (counted == 0.0), rate, adapted_rate(rate, kl, hyper))  # no evidence, no change
     moved, moved_opt = learner.step(params, grads, opt, learning_rate=rate, **dict(numbers.items()))
-    if "target_kl" not in hyper:
-        return moved, moved_opt, rate, stopped, logs | norms
-    stopped = stopped | (kl > hyper["target_kl"])
-    logs["count"] = logs["count"].masked_fill(stopped, 0.0)
-    return _frozen(stopped, params, moved), _frozen(stopped, opt, moved_opt), rate, stopped, logs | norms
+    logs = logs | norms
+    if "target_kl" in hyper:
+        stopped = stopped | (kl > hyper["target_kl"])
+        logs |= {"count": logs["count"].masked_fill(stopped, 0.0), "skipped_frac": stopped.to(kl.dtype)}
+        moved, moved_opt = _frozen(stopped, params, moved), _frozen(stopped, opt, moved_opt)
+    return (moved, moved_opt, rate, stopped), logs
 
 
-def mean_logs(steps: list[Logs]) -> Logs:
-    """Logs of an iteration: the mean over gradient steps, each weighted by its `count`."""
-    names = [name for name in steps[0] if name != "count"]
-    weight = torch.stack([logs["count"] for logs in steps])
-    weight = weight / weight.sum().clamp(min=1.0)
-    columns = {name: torch.stack([logs[name] for logs in steps]) for name in names}
+def mean_logs(logs: Logs) -> Logs:
+    """Logs of several steps `[S]` as one: the means over steps, each weighted by its `count`."""
+    weight = logs["count"] / logs["count"].sum().clamp(min=1.0)
     # Filled: a step that does not count may hold infinity, and 0 * inf is nan.
-    return {name: (column.masked_fill(weight == 0.0, 0.0) * weight).sum() for name, column in columns.items()}
+    means = {n: (column.masked_fill(weight == 0.0, 0.0) * weight).sum() for n, column in logs.items()}
+    return {name: mean for name, mean in means.items() if name != "count"}
+
+
+_READ = ("params", "opt", "hyper", "norm", "key", "update_step", "ref_params")
+
+
+def passes(learner: Learner, state: TensorDict, rate: Tensor, rows: TensorDict) -> tuple[TensorDict, Tensor, Logs]:
+    """`n_epochs` passes of minibatch steps over `rows` `[M]`: params and opt that moved, the last rate, mean logs."""
+    hyper, params, norm = (cast(TensorDict, state[key]) for key in ("hyper", "params", "norm"))
+    key = rng.fold_in(rng.fold_in(state["key"], rng.UPDATE), state["update_step"])
+    before = cast(TensorDict, state["opt"])
+    slots = {name: slot for name, slot in before.items() if isinstance(slot, TensorDict)}
+    opt = before.copy().update({name: _packed(slot) for name, slot in slots.items()})
+    start = _packed(params), opt, rate, torch.zeros((), dtype=torch.bool, device=key.device)
+    parts = chunking(max(learner.sizes), key.device)
+    chosen = tuple(x.unflatten(1, parts) for x in shuffled(key, learner.sizes, learner.n_epochs))
+    fixed = norm.select("obs", strict=False)
+    step = partial(_minibatch, learner, params)  # of params only the shapes are used
+    (packed, opt, rate, _), logs = learner.scan(step, start, chosen, fixed, rows, hyper)
+    opt = opt.copy().update({name: _unpacked(opt[name], slot) for name, slot in slots.items()})
+    skipped = {"skipped_frac": logs.pop("skipped_frac").mean()} if "target_kl" in hyper else {}
+    moved = TensorDict({"params": _unpacked(packed, params), "opt": opt}, [])
+    return moved, rate, mean_logs(logs) | {"learning_rate": rate} | skipped
 
 
 def learn(
-    parts: Parts, state: TensorDict, rows: TensorDict, loss: Callable[..., tuple[Tensor, Logs]], variant: Any
+    parts: Parts,
+    state: TensorDict,
+    update: Callable[..., tuple[TensorDict, Tensor, Logs]],
+    learner: Learner,
+    *rest: Any,
 ) -> tuple[TensorDict, Logs]:
-    """`n_epochs` passes of minibatch steps over `rows` `[M]`: the state with params and opt moved on, and mean logs."""
+    """The state after `update(learner, state, rate, *rest)`, which ends in `passes`, and its logs; compiled as one."""
     cfg: Any = parts.cfg.algorithm.cfg
-    hyper, params, opt, norm = (cast(TensorDict, state[key]) for key in ("hyper", "params", "opt", "norm"))
-    key = rng.fold_in(rng.fold_in(state["key"], rng.UPDATE), state["update_step"])
-    index, real = shuffled(key, sizes_of(cfg, len(rows)), cfg.n_epochs)
     rate = scheduled(cfg.lr_scheduler, state, parts.cfg.trainer.iterations)
-    stopped, steps, stops = torch.zeros((), dtype=torch.bool, device=key.device), [], []
-    learner = Learner(loss, parts.policy, variant, OPTIMIZERS[optimizer_of(cfg).name].step)
-    minibatch, norm = parts.jit(_minibatch, learner), cast(TensorDict, norm.select("obs", strict=False))
-    for i, r in zip(index.unbind(), real.unbind(), strict=True):
-        params, opt, rate, stopped, logs = minibatch(params, opt, rate, stopped, norm, rows, i, r, hyper)
-        steps.append(logs)
-        stops.append(stopped)
-    state = state.copy().update({"params": params, "opt": opt})
-    logs = mean_logs(steps) | {"learning_rate": rate}
-    if "target_kl" in hyper:
-        logs["skipped_frac"] = torch.stack(stops).to(rate.dtype).mean()
-    return state.set("learning_rate", rate) if "learning_rate" in state else state, logs
+    moved, rate, logs = parts.jit(update, learner)(state.select(*_READ, strict=False), rate, *rest)
+    rates = {"learning_rate": rate} if "learning_rate" in state else {}
+    return state.copy().update(moved).update(rates), logs

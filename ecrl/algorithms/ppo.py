@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ecrl import rng
 from ecrl.algorithms.core import Algorithm, Parts, reward_norm_init, scaled_rewards
-from ecrl.algorithms.minibatch import MinibatchConfig, check_groups, learn
+from ecrl.algorithms.minibatch import Learner, MinibatchConfig, check_groups, learn, learner_of, passes
 from ecrl.algorithms.optimizer import learning_state
 from ecrl.errors import ConfigError
 from ecrl.kernels import compute_gae, ppo_loss, ppo_loss_clipped_value, standardize, transitions
@@ -46,7 +46,7 @@ class PPOConfig(MinibatchConfig):
 class Variant(NamedTuple):
     """The choices of a config that shape the loss."""
 
-    per_minibatch: bool
+    normalize_advantage: str
     clip_vloss: bool
 
 
@@ -62,40 +62,48 @@ def init(parts: Parts, key: Tensor) -> dict[str, Any]:
     return state | norm
 
 
-def _rows(rollout: TensorDict, hyper: TensorDict, normalize: str) -> TensorDict:
+def _rows(rollout: TensorDict, hyper: TensorDict, variant: Variant) -> TensorDict:
     """The rollout as `[N * T]` rows with advantages and value targets."""
     advantage, value_target = compute_gae(rollout, hyper["gamma"], hyper["gae_lambda"])
     steps = transitions(rollout)
     mask = steps["mask"] if "mask" in steps else torch.ones_like(steps["done"])
-    if normalize == "rollout":
+    if variant.normalize_advantage == "rollout":
         advantage = standardize(advantage, mask, eps=_ADVANTAGE_EPS)
     rows = steps.select("obs", "action", "sample_log_prob", "value", "done")
     return rows.update({"advantage": advantage, "value_target": value_target, "mask": mask}).reshape(-1)
 
 
+def _prepare(variant: Variant, rows: TensorDict, index: Tensor, real: Tensor) -> dict[str, Tensor]:
+    if variant.normalize_advantage != "minibatch":
+        return {}
+    return {"advantage": standardize(rows["advantage"][index], rows["mask"][index] & real, eps=_ADVANTAGE_EPS)}
+
+
 def _loss(
     policy: Policy, variant: Variant, params: TensorDict, batch: TensorDict, mask: Tensor, hyper: TensorDict
 ) -> tuple[Tensor, Logs]:
-    empty, advantage = TensorDict({}, []), batch["advantage"]
-    if variant.per_minibatch:
-        advantage = standardize(advantage, mask, eps=_ADVANTAGE_EPS)
+    empty = TensorDict({}, [])
     log_prob, entropy = policy.evaluate(params, empty, batch["obs"], batch["action"], batch["done"])
     value = policy.value(params, empty, batch["obs"])  # pyright: ignore
-    judged = (log_prob, batch["sample_log_prob"], advantage, entropy, value)
+    judged = (log_prob, batch["sample_log_prob"], batch["advantage"], entropy, value)
     numbers = {name: hyper[name] for name in ("clip_coef", "vf_coef", "ent_coef")}
     if variant.clip_vloss:
         return ppo_loss_clipped_value(*judged, batch["value"], batch["value_target"], mask, **numbers)
     return ppo_loss(*judged, batch["value_target"], mask, **numbers)
 
 
+def _learn(learner: Learner, state: TensorDict, rate: Tensor, rollout: TensorDict) -> tuple[TensorDict, Tensor, Logs]:
+    return passes(learner, state, rate, _rows(rollout, state["hyper"], learner.variant))
+
+
 def update(parts: Parts, state: TensorDict, rollout: TensorDict) -> tuple[TensorDict, Logs]:
     """`n_epochs` passes of minibatch steps over the rollout."""
     cfg: Any = parts.cfg.algorithm.cfg
     if cfg.normalize_reward:
-        rollout, norm = scaled_rewards(parts, state, rollout)
+        rollout, norm = parts.jit(scaled_rewards)(state.select("norm", "hyper"), rollout)
         state = state.copy().set("norm", norm)
-    rows = _rows(rollout, state["hyper"], cfg.normalize_advantage)
-    return learn(parts, state, rows, _loss, Variant(cfg.normalize_advantage == "minibatch", cfg.clip_vloss))
+    learner = learner_of(parts, _loss, Variant(cfg.normalize_advantage, cfg.clip_vloss), _prepare)
+    return learn(parts, state, _learn, learner, rollout)
 
 
 @register_algorithm("ppo")

@@ -77,6 +77,7 @@ from ecrl.kernels.rollout_returns import (
     compute_td_lambda_returns,
     compute_vtrace,
 )
+from ecrl.kernels.scan import scan
 from ecrl.types import transitions
 
 __all__ = [
@@ -143,6 +144,7 @@ __all__ = [
     "rmsprop_init",
     "running_returns",
     "scale",
+    "scan",
     "sgd",
     "sgd_init",
     "standardize",

@@ -5,12 +5,17 @@ that was reached, never from the next episode. `next_value` is not used where `t
 is detached. `_reverse_scan` is the only recursion over time.
 """
 
+from math import isqrt
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from ecrl.types import Scalar, same_shape
+
+_MANY_ROWS = 512
 
 
 class GAE(NamedTuple):
@@ -31,14 +36,46 @@ def _reverse_scan(x: Tensor, decay: Scalar, cut: Tensor, last: Tensor) -> Tensor
     """`y[t] = x[t] + decay[t] * y[t + 1] * not cut[t]`, `y[T] = last`, over the last axis; time-major inside.
 
     Runs in float64: rounding `decay` to float32 errs the same way at every step, which adds up over long rollouts.
+    Blocks of about sqrt(T) steps are summed side by side, as if nothing came after each; then what comes after is
+    carried from block to block. So a graph of it has about 2 sqrt(T) steps, not T.
     """
-    y, rows = last.double(), []
     decay = torch.as_tensor(decay, dtype=torch.float64, device=x.device).expand_as(x)
-    time_major = (a.movedim(-1, 0).contiguous().unbind(0) for a in (x.double(), decay, cut))
-    for x_t, decay_t, cut_t in reversed(list(zip(*time_major, strict=True))):
-        y = x_t + decay_t * y.masked_fill(cut_t, 0.0)  # filled first, or a NaN behind the cut reaches decay's gradient
-        rows.append(y.to(x.dtype))
-    return torch.stack(rows[::-1]).movedim(0, -1)
+    length = _block(x)
+    missing = -x.shape[-1] % length
+    reversed_blocks = (
+        F.pad(a.flip(-1).movedim(-1, 0), [0] * 2 * (x.ndim - 1) + [0, missing]).unflatten(0, (-1, length)).unbind(1)
+        for a in (x.double(), decay, cut)
+    )
+    sums, products, open_ = [], [], []
+    for x_s, decay_s, cut_s in zip(*reversed_blocks, strict=True):  # each `[blocks, *B]`
+        before = sums[-1].masked_fill(cut_s, 0.0) if sums else 0.0  # filled first: NaN behind a cut stays there
+        sums.append(_kept(x_s + decay_s * before))
+        products.append(_kept(decay_s * products[-1] if products else decay_s.clone()))
+        open_.append(_kept(~cut_s & open_[-1] if open_ else ~cut_s))
+    carries = [last.double()]
+    for at_end, product, is_open in zip(sums[-1], products[-1], open_[-1], strict=True):
+        carries.append(_kept(at_end + product * carries[-1].masked_fill(~is_open, 0.0)))
+    carry = torch.stack(carries[:-1]).unsqueeze(1)
+    sums, products, open_ = (torch.stack(a, 1) for a in (sums, products, open_))
+    y = (sums + products * carry.masked_fill(~open_, 0.0)).to(x.dtype)
+    return y.flatten(0, 1)[: x.shape[-1]].movedim(0, -1).flip(-1)
+
+
+def _kept(y: Tensor) -> Tensor:
+    """A step of a graph that is put in memory: inductor would compute it anew in each of the steps that follow."""
+    return y.as_strided(y.shape, y.stride()) if _in_graph() else y
+
+
+def _in_graph() -> bool:
+    """Whether a graph is being made that is compiled as a whole (`ecrl.compile`)."""
+    return not torch.compiler.is_compiling() and get_proxy_mode() is not None
+
+
+def _block(x: Tensor) -> int:
+    """Steps per block: few for a graph and for a few rows; in eager, many rows keep a core busy step by step."""
+    length, rows = x.shape[-1], x[..., 0].numel()
+    traced = torch.compiler.is_compiling() or _in_graph()
+    return length if rows >= _MANY_ROWS and not traced else isqrt(length)
 
 
 def _wide(scalar: Scalar) -> Scalar:

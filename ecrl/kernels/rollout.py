@@ -9,13 +9,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl.kernels.returns import _reverse_scan
+from ecrl.kernels.scan import Scan, in_chunks, scan
 from ecrl.types import Scalar, same_shape
 
-_VALUE_ROWS = 16_384  # observations per critic pass: bounds activations, large enough to fill a core
 _STEP_FIELDS = ("reward", "terminated", "truncated")
 _OPTIONAL = ("info", "mask")
 
@@ -63,20 +63,19 @@ def act_and_step(
     return carry, env_state, row.set("done", row["terminated"] | row["truncated"])
 
 
-def _draw(env_draw: Callable, policy_draw: Callable, env_keys: Tensor, action_keys: Tensor) -> tuple[Any, Any]:
-    return env_draw(env_keys), policy_draw(action_keys)
+def _transition(
+    policy: Any, env: Any, both: tuple[TensorDict, TensorDict], noise: tuple[Any, Any], params: TensorDict
+) -> tuple[tuple[TensorDict, TensorDict], TensorDict]:
+    """`act_and_step` as the body of a scan: the memory and the world move on, the row is kept with what was seen."""
+    memory, world = both
+    obs = world["obs"]
+    memory, world, row = act_and_step(policy.act, env.step, params, memory, world, *noise)
+    return (memory, world), row.set("obs", obs)
 
 
-def _critic(value: Callable, params: TensorDict, carry: TensorDict, obs: Any) -> Tensor:
-    return value(params, carry, obs)
-
-
-def _rows(noise: Any, length: int) -> list[Any]:
-    return list(noise.unbind(0)) if isinstance(noise, Tensor | TensorDictBase) else [noise] * length
-
-
-def _env_major(rows: list[Any]) -> Any:
-    return torch.stack(rows).transpose(0, 1)
+def _padded(field: Any, last: Any) -> Any:
+    """`[T, N, ...]` with one more row, as `[N, T + 1, ...]`."""
+    return torch.cat((field, last.unsqueeze(0))).transpose(0, 1)
 
 
 def collect_rollout(
@@ -88,19 +87,19 @@ def collect_rollout(
     env_keys: Tensor,
     action_keys: Tensor,
     *,
-    jit: Callable[..., Callable[..., Any]] = partial,
+    scan: Scan = scan,
 ) -> tuple[TensorDict, TensorDict, TensorDict]:
     """T steps of N environments as a `[N, T + 1]` rollout; noise is drawn before the loop, values are filled in after.
 
     Args:
         policy: record with `act`, `draw` and `value` (None for a policy without a critic).
-        env: record with `step` (wrapped by auto-reset), `draw`, and `is_pure`, False for one that runs on the host.
+        env: record with `step` (wrapped by auto-reset) and `draw`.
         params: the policy's parameters.
         carry: the policy's memory.
         env_state: batch `[N]`, with `obs`.
         env_keys: int64 `[T, N]`, one key per step and environment for the world.
         action_keys: int64 `[T, N]`, likewise for the actions.
-        jit: `jit(fn, *static)` binds the static arguments and may compile; plain `functools.partial` is eager.
+        scan: the loop over time; the default is a plain one.
 
     Returns: carry, env_state after T steps, and the rollout: obs, what the policy's `act` gives, reward, terminated,
         truncated, done, where the environment has them info and mask, and with a critic value and final_value. The
@@ -123,35 +122,28 @@ def collect_rollout(
         raise ValueError(
             f"env_keys {list(env_keys.shape)} and action_keys {list(action_keys.shape)} must both be [T, N], T >= 1"
         )
-    length = len(env_keys)
     with torch.no_grad():
-        env_noise, action_noise = jit(_draw, env.draw, policy.draw)(env_keys, action_keys)
-        fused = jit(act_and_step, policy.act, env.step) if env.is_pure else None
-        step = fused or partial(act_and_step, jit(policy.act), env.step)
-        obs, rows = [], []
-        for action_t, env_t in zip(_rows(action_noise, length), _rows(env_noise, length), strict=True):
-            obs.append(env_state["obs"])
-            carry, env_state, row = step(params, carry, env_state, action_t, env_t)
-            rows.append(row)
-        rollout = _env_major([*rows, rows[0].apply(torch.zeros_like)])
-        rollout.set("obs", _env_major([*obs, env_state["obs"]]))
+        noise = (policy.draw(action_keys), env.draw(env_keys))
+        body = partial(_transition, policy, env)
+        (carry, env_state), rows = scan(body, (carry, env_state), noise, params)
+        obs = _padded(rows.pop("obs"), env_state["obs"])
+        final_obs = rows.pop("final_obs")
+        rollout = _padded(rows, rows[0].apply(torch.zeros_like)).set("obs", obs)
         if policy.value is not None:
-            rollout.update(_values(jit(_critic, policy.value), params, carry, rollout))
-    return carry, env_state, rollout.exclude("final_obs")
+            value = _values(policy.value, params, carry, obs.transpose(0, 1), scan)
+            final = _values(policy.value, params, carry, final_obs, scan).masked_fill(~rows["truncated"], 0.0)
+            rollout.update({"value": value.t(), "final_value": _padded(final, torch.zeros_like(final[0]))})
+    return carry, env_state, rollout
 
 
-def _values(
-    critic: Callable[..., Tensor], params: TensorDict, carry: TensorDict, rollout: TensorDict
-) -> dict[str, Tensor]:
-    """`value` and `final_value` in chunked critic passes over whole time rows, the padding row included."""
-    time_major = rollout.transpose(0, 1)
-    chunk = max(1, _VALUE_ROWS // time_major.batch_size[1])
+def _values(value: Callable[..., Tensor], params: TensorDict, carry: TensorDict, obs: Any, scan: Scan) -> Tensor:
+    """V of observations `[L, N, ...]` in passes of `chunk_rows` of them."""
+    batch = obs.shape[:2]
 
-    def over_time(obs: Any) -> Tensor:
-        return torch.cat([critic(params, carry, part) for part in obs.split(chunk)]).transpose(0, 1)
+    def critic(_: None, part: Any, params: TensorDict, carry: TensorDict) -> tuple[None, Tensor]:
+        return None, value(params, carry, part)
 
-    final_value = over_time(time_major["final_obs"]).masked_fill(~rollout["truncated"], 0.0)
-    return {"value": over_time(time_major["obs"]), "final_value": final_value}
+    return scan(critic, None, in_chunks(obs.flatten(0, 1)), params, carry)[1].flatten()[: batch.numel()].reshape(batch)
 
 
 def episode_init(num_envs: int, window: int, device: torch.device | str | None = None) -> TensorDict:
@@ -200,6 +192,16 @@ def running_returns(reward: Tensor, done: Tensor, before: Tensor, *, gamma: Scal
     return _reverse_scan(reward.flip(-1), gamma, ended_before.flip(-1), before).flip(-1)
 
 
+def _since_end(x: Tensor, done: Tensor, before: Tensor) -> Tensor:
+    """Sums `[N, T]` of `x` since the last end, `before` included in those before the first."""
+    sums = torch.cat((before.unsqueeze(1), x), 1).double().cumsum(1)
+    times = torch.arange(1, done.shape[1] + 1, device=done.device)
+    ended = torch.where(done, times, 0)
+    last = torch.cat((torch.zeros_like(ended[:, :1]), ended[:, :-1]), 1).cummax(1).values
+    gone = sums.gather(1, last).masked_fill(last == 0, 0.0)
+    return (sums[:, 1:] - gone).to(x.dtype)
+
+
 def episode_update(episode: TensorDict, reward: Tensor, done: Tensor, mask: Tensor | None = None) -> TensorDict:
     """Statistics after T more steps.
 
@@ -220,8 +222,9 @@ def episode_update(episode: TensorDict, reward: Tensor, done: Tensor, mask: Tens
     one = torch.ones_like(reward)
     if mask is not None:
         reward, one = reward.masked_fill(~mask, 0.0), mask.to(reward.dtype)
-    ret = running_returns(reward, done, episode["running_return"], gamma=1.0)
-    length = running_returns(one, done, episode["running_length"], gamma=1.0)
+    ret, length = (
+        _since_end(x, done, episode[name]) for x, name in ((reward, "running_return"), (one, "running_length"))
+    )
     ended = torch.cat((episode["finished"], done.t().reshape(-1)))
     order = torch.where(ended, torch.arange(1, len(ended) + 1, device=done.device), 0)
     last = order.topk(len(episode["finished"])).indices.flip(0)

@@ -88,6 +88,10 @@ def gradient(cfg, state):
     return after["params"].apply(lambda new, old: new - old, state["params"]), logs
 
 
+def keys_of(cfg, state):
+    return step_keys(state["key"], state["sample_step"], cfg.trainer.num_envs, cfg.trainer.buffer_size)
+
+
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_two_steps_of_the_line_by_hand(deterministic):
     cfg = run(**LINEAR, **apg_cfg(**PLAIN, ent_coef=0.3, deterministic_actions=deterministic))
@@ -96,7 +100,7 @@ def test_two_steps_of_the_line_by_hand(deterministic):
     found, logs = gradient(cfg, state)
     w, b = (state["params"]["actor"][f"0.{name}"].squeeze().double() for name in ("weight", "bias"))
     std = torch.exp(torch.tensor(-1.0).double())
-    noise = parts.policy.draw(step_keys(parts, state)[1])[..., 0].double()
+    noise = parts.policy.draw(keys_of(cfg, state)[1])[..., 0].double()
     z0, z1 = noise * 0.0 if deterministic else noise
     x0, g = state["env"]["obs"][:, 0].double(), 0.9
     # a = w x + b + std z. By the chain rule with x1 = x0 + a0 and x2 = x1 + a1:
@@ -153,7 +157,7 @@ def test_finite_differences_on_the_point_mass(normalize_obs):
 def tape(cfg, state, segment):
     """The same gradient from one autograd graph over the whole horizon, with the state detached between segments."""
     parts = make_parts(cfg)
-    env_keys, action_keys = step_keys(parts, state)
+    env_keys, action_keys = keys_of(cfg, state)
     worlds, noises = parts.env.draw(env_keys), parts.policy.draw(action_keys)
     params = state["params"].apply(lambda p: p.clone().requires_grad_())
     acting, env, disc, total = acting_params(params, state["norm"]), state["env"], torch.ones(4), 0.0

@@ -11,11 +11,21 @@ from tensordict import TensorDict
 
 from ecrl import rng
 from ecrl.algorithms.core import Parts
-from ecrl.algorithms.minibatch import MinibatchConfig, check_groups, learn, mean_logs, shuffled, sizes_of
+from ecrl.algorithms.minibatch import (
+    MinibatchConfig,
+    check_groups,
+    learn,
+    learner_of,
+    mean_logs,
+    passes,
+    shuffled,
+    sizes_of,
+)
 from ecrl.algorithms.optimizer import learning_state
 from ecrl.algorithms.ppo import PPOConfig
 from ecrl.config import config_from_dict
 from ecrl.errors import ConfigError
+from ecrl.kernels import scan
 
 CPU = torch.device("cpu")
 SGD = {"name": "sgd", "learning_rate": 0.1}
@@ -40,7 +50,13 @@ def setup(rows: int = 8, mask: Any = None, params: Any = None, **cfg: Any) -> tu
     state |= {"norm": TensorDict({}, []), "key": rng.key(5), "update_step": torch.tensor(0)}
     mask = torch.ones(rows, dtype=torch.bool) if mask is None else torch.tensor(mask)
     data = TensorDict({"x": torch.arange(1.0, rows + 1), "mask": mask}, [rows])
-    return Parts(None, None, made, partial), TensorDict(state, []), data  # pyright: ignore
+    return Parts(None, None, made, partial, scan), TensorDict(state, []), data  # pyright: ignore
+
+
+def learned(parts: Parts, state: TensorDict, rows: TensorDict, loss: Any, variant: Any) -> tuple[TensorDict, Any]:
+    cfg: Any = parts.cfg.algorithm.cfg
+    learner = learner_of(parts, loss, variant)._replace(sizes=tuple(sizes_of(cfg, len(rows))))
+    return learn(parts, state, passes, learner, rows)
 
 
 def walk(policy: None, kl_of: Any, params: TensorDict, batch: TensorDict, mask: torch.Tensor, hyper: TensorDict):
@@ -99,14 +115,14 @@ def test_one_of_size_and_number():
 def test_mean_logs_weights_by_count():
     # 3 rows with loss 1 and 1 row with loss 5: (3 * 1 + 1 * 5) / 4; what does not count may be anything
     counts = {1.0: 3.0, 5.0: 1.0, float("inf"): 0.0, float("nan"): 0.0}
-    steps = [{"loss": torch.tensor(loss), "count": torch.tensor(count)} for loss, count in counts.items()]
+    steps = {"loss": torch.tensor(list(counts)), "count": torch.tensor(list(counts.values()))}
     assert mean_logs(steps) == {"loss": torch.tensor(2.0)}
-    assert mean_logs(steps[2:]) == {"loss": torch.tensor(0.0)}
+    assert mean_logs({name: column[2:] for name, column in steps.items()}) == {"loss": torch.tensor(0.0)}
 
 
 def test_learn_is_pure_and_takes_every_step():
     parts, state, rows = setup()
-    after, logs = assert_pure(learn, parts, state, rows, walk, itself)
+    after, logs = assert_pure(learned, parts, state, rows, walk, itself)
     close(after["params", "w"], 0.8)  # 2 epochs of 4 steps of 0.1
     close(logs["approx_kl"], 0.35)  # the mean of 0, 0.1, .., 0.7
     close(logs["grad_norm"], 1.0)
@@ -118,7 +134,7 @@ def test_learn_is_pure_and_takes_every_step():
 @pytest.mark.parametrize(("target", "steps", "kl"), [(0.25, 3, 0.1), (0.05, 1, 0.0), (0.65, 7, 0.3), (9.0, 8, 0.35)])
 def test_beyond_the_target_kl_nothing_moves(target, steps, kl):
     parts, state, rows = setup(target_kl=target)
-    after, logs = learn(parts, state, rows, walk, itself)
+    after, logs = learned(parts, state, rows, walk, itself)
     close(after["params", "w"], 0.1 * steps)
     assert after["opt", "step"] == steps
     close(logs["skipped_frac"], (8 - steps) / 8)
@@ -135,7 +151,7 @@ def test_a_stop_is_latched():
         return -params["w"], {"approx_kl": torch.tensor(float(seen[-1] == 2)), "count": mask.sum().float()}
 
     parts, state, rows = setup(target_kl=0.5)
-    after, logs = learn(parts, state, rows, once, None)
+    after, logs = learned(parts, state, rows, once, None)
     close(after["params", "w"], 0.2)
     close(logs["skipped_frac"], 6 / 8)
 
@@ -144,7 +160,7 @@ def test_the_stop_is_forgotten_with_the_next_rollout():
     parts, state, rows = setup(target_kl=0.25)
     zero = TensorDict({"w": torch.tensor(0.0)}, [])
     for _ in range(2):
-        state, logs = learn(parts, state.copy().set("params", zero), rows, walk, itself)
+        state, logs = learned(parts, state.copy().set("params", zero), rows, walk, itself)
         close(state["params", "w"], 0.3)
         close(logs["skipped_frac"], 5 / 8)
 
@@ -158,7 +174,7 @@ def test_what_a_skipped_step_holds_reaches_neither_parameters_nor_logs(junk):
         return -params["w"] * torch.where(wild, junk, 1.0), logs
 
     parts, state, rows = setup(target_kl=0.5)
-    after, logs = learn(parts, state, rows, explode, None)
+    after, logs = learned(parts, state, rows, explode, None)
     close(after["params", "w"], 0.2)
     close(logs["other"], 7.0)
     close(logs["approx_kl"], 0.0)
@@ -174,7 +190,7 @@ def test_adaptive_rate_by_hand():
     # w 0 -> rate 0.2; 0.2 -> as it is; 0.4 -> as it is; 0.6 -> 0.1; 0.7 -> 0.05; 0.75 -> 0.025; .775 -> .0125;
     # .7875 -> 0.00625, held at 0.01
     parts, state, rows = setup(**adaptive(desired_kl=0.25, factor=2.0))
-    after, logs = learn(parts, state, rows, walk, itself)
+    after, logs = learned(parts, state, rows, walk, itself)
     close(after["params", "w"], 0.7975)
     close(after["learning_rate"], 0.01)
     close(logs["learning_rate"], 0.01)
@@ -186,14 +202,14 @@ def test_adaptive_rate_goes_on_from_the_last_rollout_and_stays_in_its_bounds():
     # never any KL: 0.1 * 1.5^2 = 0.225 in one pass of two steps; then held at 0.3
     parts, state, rows = setup(rows=4, n_epochs=1, **adaptive(factor=1.5))
     for expected in (0.225, 0.3, 0.3):
-        state, _ = learn(parts, state, rows, walk, torch.zeros_like)
+        state, _ = learned(parts, state, rows, walk, torch.zeros_like)
         close(state["learning_rate"], expected)
 
 
 def test_the_rate_rests_once_the_target_is_exceeded():
     """The KL that stops is an answer to the steps before, so the rate heeds it; of later ones there is no news."""
     parts, state, rows = setup(target_kl=0.25, **adaptive(desired_kl=0.1, factor=2.0))
-    after, logs = learn(parts, state, rows, walk, itself)
+    after, logs = learned(parts, state, rows, walk, itself)
     # w 0 -> rate 0.2; 0.2 is between 0.05 and 0.2 (float32: 0.2 is not above 2 * 0.1) -> w 0.4, above 0.25: stop, halve
     close(after["params", "w"], 0.4)
     close(after["learning_rate"], 0.1)
@@ -202,7 +218,7 @@ def test_the_rate_rests_once_the_target_is_exceeded():
 
 def test_a_minibatch_in_which_nothing_counts_is_no_evidence():
     parts, state, rows = setup(rows=4, mask=[False] * 4, **adaptive(factor=1.5))
-    after, logs = learn(parts, state, rows, walk, itself)
+    after, logs = learned(parts, state, rows, walk, itself)
     assert after["params", "w"] == 0.0
     close(after["learning_rate"], 0.1)
     assert all(torch.isfinite(log) for log in logs.values())
@@ -217,7 +233,7 @@ def test_masked_rows_and_filling_do_not_reach_the_loss():
 
     parts, state, rows = setup(rows=5, mask=[True, True, False, True, True])
     rows["x"][2] = torch.nan
-    after, _ = learn(parts, state, rows, summed, None)
+    after, _ = learned(parts, state, rows, summed, None)
     close(after["params", "w"], 0.1 * 2 * 12)
 
 
@@ -234,14 +250,14 @@ def pull(policy, variant, params, batch, mask, hyper):
 def test_clipping_together_and_apart():
     once = {"rows": 2, "n_epochs": 1, "params": two_groups(), "max_grad_norm": 1.0}
     parts, state, rows = setup(**once)  # norm 5 held at 1: 3/5 and 4/5, at rate 0.1
-    after, logs = learn(parts, state, rows, pull, None)
+    after, logs = learned(parts, state, rows, pull, None)
     close(after["params", "actor", "a"], 0.06)
     close(after["params", "critic", "c"], 0.08)
     close(logs["grad_norm"], 5.0)
     assert "critic_grad_norm" not in logs
 
     parts, state, rows = setup(**once, critic_max_grad_norm=2.0)  # 3 held at 1, and 4 at 2
-    after, logs = learn(parts, state, rows, pull, None)
+    after, logs = learned(parts, state, rows, pull, None)
     close(after["params", "actor", "a"], 0.1)
     close(after["params", "critic", "c"], 0.2)
     close(logs["grad_norm"], 3.0)
@@ -294,7 +310,7 @@ def test_four_rollouts_as_torchs_optimisers_and_schedules(name, kwargs, make, sc
             (rows["x"][i][r] / 5.0 * w - 3.0).square().mean().backward()
             theirs.step()
         rate = theirs.param_groups[0]["lr"]
-        state, logs = learn(parts, state, rows, regression, None)
+        state, logs = learned(parts, state, rows, regression, None)
         state["update_step"] = state["update_step"] + 1
         close(logs["learning_rate"], rate)
         close(state["params", "w"], w.detach(), tol=1e-4)  # 24 steps, bias corrections in float64 here

@@ -227,7 +227,7 @@ def test_running_returns_in_two_parts_are_the_whole(seed, length, cut):
         if part.start == part.stop:
             continue
         sums = running_returns(reward[..., part], done[..., part], y, gamma=0.9)
-        assert torch.equal(sums, whole[..., part])
+        close(sums, whole[..., part], tol=1e-12)  # sums in float64, in blocks that begin elsewhere
         y = sums[..., -1].masked_fill(done[..., part.stop - 1], 0.0)
     close(running_returns(2.0 * reward, done, 2.0 * before, gamma=0.9), 2.0 * whole, tol=1e-12)
 

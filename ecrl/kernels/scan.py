@@ -1,0 +1,76 @@
+"""A loop over time as an argument: kernels that step through time take `scan` and run compiled or in plain Python."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ecrl.trees import flatten, mapped, unflatten
+
+_CPU_ROWS, _GPU_ROWS = 2048, 65_536
+Scan = Callable[..., tuple[Any, Any]]
+"""A function with the arguments and results of `scan`."""
+
+
+def scan(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *constants: Any) -> tuple[Any, Any]:
+    """Run `body` along the first axis of `xs`, in Python.
+
+        carry, y[t] = body(carry, x[t], *constants)
+
+    Args:
+        body: a pure function; what it needs comes as arguments.
+        carry: tensors, TensorDicts, and tuples, lists and dicts of them; `body` gives the same shapes.
+        xs: likewise, all with the same first axis of at least 1.
+        constants: passed to every step.
+
+    Returns: the last carry, and the `y` stacked along a new first axis.
+    Gradient: flows through everything that `body` lets through.
+    Raises: ValueError if `xs` holds no tensor, or if their first axes differ.
+
+    >>> scan(lambda total, x: (total + x, total), torch.tensor(0), torch.arange(1, 4))
+    (tensor(6), tensor([0, 1, 3]))
+    """
+    leaves, structure = flatten(xs)
+    length, ys = length_of(leaves), []
+    for x in zip(*(leaf.unbind(0) for leaf in leaves), strict=True):
+        carry, y = body(carry, unflatten(structure, x, lambda size: size[1:]), *constants)
+        ys.append(y)
+    return carry, mapped(lambda *parts: torch.stack(parts), *ys, batch=lambda size: (length, *size))
+
+
+def length_of(leaves: list[Tensor]) -> int:
+    """The first axis that all leaves share; ValueError if there is none."""
+    lengths = {len(leaf) if leaf.ndim else 0 for leaf in leaves}
+    if len(lengths) != 1 or 0 in lengths:
+        raise ValueError(f"xs has tensors of lengths {sorted(lengths)}, expected one length of at least 1")
+    return lengths.pop()
+
+
+def chunking(rows: int, device: torch.device) -> tuple[int, int]:
+    """Number and size of the parts in which rows are best worked on: `number * size >= rows`.
+
+    On a CPU a part of a perceptron's activations stays in a core's cache; on a GPU parts bound the memory.
+
+    >>> chunking(5000, torch.device("cpu"))
+    (3, 1667)
+    """
+    number = -(-rows // (_CPU_ROWS if device.type == "cpu" else _GPU_ROWS))
+    return number, -(-rows // number)
+
+
+def in_chunks(rows: Any) -> Any:
+    """Rows `[M, ...]` as `[K, C, ...]`, to be scanned over; the last chunk is filled up with copies of the last row.
+
+    >>> in_chunks(torch.zeros(5000, 3)).shape
+    torch.Size([3, 1667, 3])
+    """
+    leaves, _ = flatten(rows)
+    many = length_of(leaves)
+    number, size = chunking(many, leaves[0].device)
+
+    def cut(leaf: Tensor) -> Tensor:
+        missing = leaf[-1:].expand(number * size - many, *leaf.shape[1:])
+        return (torch.cat((leaf, missing)) if len(missing) else leaf).reshape(number, size, *leaf.shape[1:])
+
+    return mapped(cut, rows, batch=lambda batch: (number, size, *batch[1:]))

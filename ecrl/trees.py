@@ -1,0 +1,83 @@
+"""Tensors in TensorDicts, dicts, lists and tuples as a list of leaves and a hashable structure, in order of key.
+
+Unlike a pytree of torch's, a structure does not depend on the order in which keys were set, and a TensorDict's batch
+size moves with its tensors where an axis is added or taken.
+"""
+
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+from tensordict import TensorDict, TensorDictBase
+from torch import Size, Tensor
+
+_LEAF = "tensor"
+
+
+def _take(tree: Any, leaves: list[Tensor]) -> Hashable:
+    if isinstance(tree, Tensor):
+        leaves.append(tree)
+        return _LEAF
+    if isinstance(tree, TensorDictBase):
+        parts: list = sorted(tree.items())
+        return TensorDict, tree.batch_size, tuple([(key, _take(part, leaves)) for key, part in parts])
+    if isinstance(tree, dict):
+        return dict, None, tuple([(key, _take(tree[key], leaves)) for key in sorted(tree)])
+    if isinstance(tree, list | tuple):
+        return type(tree), None, tuple([_take(part, leaves) for part in tree])
+    return None, tree, ()  # not a tensor: the same wherever the structure is
+
+
+def flatten(tree: Any) -> tuple[list[Tensor], Hashable]:
+    """Leaves and structure; what is not a tensor, such as None or a number, is part of the structure.
+
+    >>> from torch import zeros
+    >>> flatten({"b": None, "a": (zeros(2), 3)})[1] == flatten({"a": (zeros(2), 3), "b": None})[1]
+    True
+    """
+    leaves: list[Tensor] = []
+    structure = _take(tree, leaves)
+    return leaves, structure
+
+
+def _same(size: Size) -> Size:
+    return size
+
+
+def _build(structure: Any, leaves: Iterator[Any], batch: Callable[[Size], Any]) -> Any:
+    if structure == _LEAF:
+        return next(leaves)
+    kind, value, parts = structure
+    if kind is None:
+        return value
+    if kind is TensorDict:
+        return TensorDict({key: _build(part, leaves, batch) for key, part in parts}, batch(value))
+    if kind is dict:
+        return {key: _build(part, leaves, batch) for key, part in parts}
+    made = [_build(part, leaves, batch) for part in parts]
+    return kind(*made) if hasattr(kind, "_fields") else kind(made)
+
+
+def unflatten(structure: Hashable, leaves: Any, batch: Callable[[Size], Any] = _same) -> Any:
+    """The tree again, with other leaves; `batch` gives the batch size of its TensorDicts from the one they had.
+
+    >>> leaves, structure = flatten({"a": TensorDict({"x": 1.0}, [])})
+    >>> unflatten(structure, [leaf.expand(3) for leaf in leaves], lambda size: (3, *size))["a"].batch_size
+    torch.Size([3])
+    """
+    return _build(structure, iter(leaves), batch)
+
+
+def mapped(fn: Callable[..., Tensor], tree: Any, *others: Any, batch: Callable[[Size], Any] = _same) -> Any:
+    """`fn` over matching tensors of trees of one structure.
+
+    Raises: ValueError if the structures differ.
+
+    >>> mapped(lambda x, y: x + y, {"a": TensorDict({"x": 1.0}, [])}, {"a": TensorDict({"x": 2.0}, [])})["a"]["x"]
+    tensor(3.)
+    """
+    leaves, structure = flatten(tree)
+    flat = [flatten(other) for other in others]
+    for _, other in flat:
+        if other != structure:
+            raise ValueError(f"structures differ: {structure} and {other}")
+    return unflatten(structure, map(fn, leaves, *(other for other, _ in flat)), batch)
