@@ -18,8 +18,8 @@ def _take(tree: Any, leaves: list[Tensor]) -> Hashable:
         leaves.append(tree)
         return _LEAF
     if isinstance(tree, TensorDictBase):
-        parts: list = sorted(tree.items())
-        return TensorDict, tree.batch_size, tuple([(key, _take(part, leaves)) for key, part in parts])
+        keys: list = sorted(tree.keys())
+        return TensorDict, tree.batch_size, tuple([(key, _take(tree.get(key), leaves)) for key in keys])
     if isinstance(tree, dict):
         return dict, None, tuple([(key, _take(tree[key], leaves)) for key in sorted(tree)])
     if isinstance(tree, list | tuple):

@@ -1,6 +1,7 @@
 """The choice of form, and what a machine without a working compiler does."""
 
 import functools
+import os
 import subprocess
 import sys
 
@@ -101,6 +102,35 @@ def test_a_loop_of_a_graph_is_the_plain_loop():
     assert (end == plain_end).all()
     assert end.batch_size == plain_end.batch_size == torch.Size([3])
     assert {name: y.tolist() for name, y in ys.items()} == {name: y.tolist() for name, y in plain_ys.items()}
+
+
+def _powers(loop, factor, start, xs):
+    return loop(lambda carry, x: (carry * factor + x, carry * 1.0), start, xs)
+
+
+CACHED = """
+import sys
+sys.path.insert(0, "tests")
+import torch
+from test_compile import _powers
+from torch._dynamo.utils import counters
+from ecrl.compile import choose_form
+form = choose_form("on", "cpu")
+for factor in map(float, sys.argv[1:]):
+    print(form.jit(_powers, form.scan, factor)(torch.ones(3), torch.zeros(4, 3))[0][0].item())
+print(counters["inductor"]["fxgraph_cache_hit"])
+"""
+
+
+@pytest.mark.slow
+def test_the_next_process_finds_a_loop_in_the_cache_but_never_another_loop(tmp_path):
+    def printed(*factors):
+        env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+        done = subprocess.run([sys.executable, "-c", CACHED, *factors], capture_output=True, text=True, env=env)
+        return [float(line) for line in done.stdout.split()] if done.returncode == 0 else done.stderr
+
+    assert printed("2") == [16.0, 0.0]
+    assert printed("2", "3") == [16.0, 81.0, 2.0]  # the compiler's trial and the loop; a loop that differs is made anew
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ global_norm group_advantages grpo_advantages grpo_loss kl_k1 kl_k2 kl_k3 linear_
 moments_init moments_merge moments_update moments_variance multi_discrete_entropy multi_discrete_kl
 multi_discrete_log_prob multi_discrete_mode multi_discrete_sample n_step_returns normal_entropy normal_kl
 normal_log_prob normal_mode normal_sample normalize ppo_loss ppo_loss_clipped_value restarted rmsprop rmsprop_init
-running_returns scale sgd sgd_init standardize
+running_returns scale scan sgd sgd_init standardize
 step_schedule tanh_normal_entropy tanh_normal_kl tanh_normal_latent tanh_normal_log_prob tanh_normal_mode
 tanh_normal_sample td_lambda_returns transitions value_loss vtrace
 """

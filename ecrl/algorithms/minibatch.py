@@ -251,9 +251,9 @@ def passes(learner: Learner, state: TensorDict, rate: Tensor, rows: TensorDict) 
     fixed = norm.select("obs", strict=False)
     step = partial(_minibatch, learner, params)  # of params only the shapes are used
     (packed, opt, rate, _), logs = learner.scan(step, start, chosen, fixed, rows, hyper)
-    opt = opt.copy().update({name: _unpacked(opt[name], slot) for name, slot in slots.items()})
+    opt = opt.copy().update({name: _unpacked(opt[name], slot).clone() for name, slot in slots.items()})
     skipped = {"skipped_frac": logs.pop("skipped_frac").mean()} if "target_kl" in hyper else {}
-    moved = TensorDict({"params": _unpacked(packed, params), "opt": opt}, [])
+    moved = TensorDict({"params": _unpacked(packed, params).clone(), "opt": opt}, [])
     return moved, rate, mean_logs(logs) | {"learning_rate": rate} | skipped
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ecrl.kernels.returns import _reverse_scan
 from ecrl.kernels.scan import Scan, in_chunks, scan
+from ecrl.trees import flatten, unflatten
 from ecrl.types import Scalar, same_shape
 
 _STEP_FIELDS = ("reward", "terminated", "truncated")
@@ -73,9 +74,12 @@ def _transition(
     return (memory, world), row.set("obs", obs)
 
 
-def _padded(field: Any, last: Any) -> Any:
-    """`[T, N, ...]` with one more row, as `[N, T + 1, ...]`."""
-    return torch.cat((field, last.unsqueeze(0))).transpose(0, 1)
+def _env_major(rows: Any, last: Any = None) -> Any:
+    """Fields `[T, N, ...]` with one more row, `last` or zeros, as `[N, T + 1, ...]`."""
+    leaves, structure = flatten(rows)
+    ends = [torch.zeros_like(leaf[0]) for leaf in leaves] if last is None else flatten(last)[0]
+    joined = [torch.cat((leaf, end.unsqueeze(0))).transpose(0, 1) for leaf, end in zip(leaves, ends, strict=True)]
+    return unflatten(structure, joined, lambda size: (size[1], size[0] + 1, *size[2:]))
 
 
 def collect_rollout(
@@ -126,13 +130,13 @@ def collect_rollout(
         noise = (policy.draw(action_keys), env.draw(env_keys))
         body = partial(_transition, policy, env)
         (carry, env_state), rows = scan(body, (carry, env_state), noise, params)
-        obs = _padded(rows.pop("obs"), env_state["obs"])
+        obs = _env_major(rows.pop("obs"), env_state["obs"])
         final_obs = rows.pop("final_obs")
-        rollout = _padded(rows, rows[0].apply(torch.zeros_like)).set("obs", obs)
+        rollout = _env_major(rows).set("obs", obs)
         if policy.value is not None:
             value = _values(policy.value, params, carry, obs.transpose(0, 1), scan)
             final = _values(policy.value, params, carry, final_obs, scan).masked_fill(~rows["truncated"], 0.0)
-            rollout.update({"value": value.t(), "final_value": _padded(final, torch.zeros_like(final[0]))})
+            rollout.update({"value": value.t(), "final_value": _env_major(final)})
     return carry, env_state, rollout
 
 

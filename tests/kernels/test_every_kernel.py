@@ -88,6 +88,10 @@ def collect_rollout(params: TensorDict, state: TensorDict, keys: Tensor) -> Any:
     return kernels.collect_rollout(POLICY, ENV, params, EMPTY, state, keys, keys)[1:]
 
 
+def scan(carry: Tensor, xs: Tensor, factor: Tensor) -> Any:
+    return kernels.scan(lambda c, x, k: (c * k + x, (c - x).sin()), carry, xs, factor)
+
+
 def start(seed: int) -> TensorDict:
     zero = torch.zeros(N)
     no = zero > 0
@@ -207,11 +211,16 @@ CALLS: dict[str, Any] = {
     "exponential_schedule": lambda s: ((torch.tensor(s),), hyper(s, "gamma")),
     "act_and_step": lambda s: ((params(s), start(s), floats(s, N)), {}),
     "collect_rollout": lambda s: ((params(s), start(s), torch.arange(T * N).reshape(T, N) + s), {}),
+    "scan": lambda s: ((floats(s, N), floats(s + 1, T, N), floats(s + 2, N)), {}),
     "episode_update": lambda s: ((episode(s), *steps(s, "reward", "done", "mask")), {}),
     "restarted": lambda s: ((episode(s),), {}),
     "running_returns": lambda s: ((*steps(s, "reward", "done"), floats(s + 5, N)), hyper(s, "gamma")),
 }
-WRAPPED = {"act_and_step": act_and_step, "collect_rollout": collect_rollout}  # their functions are bound: not tensors
+WRAPPED = {
+    "act_and_step": act_and_step,
+    "collect_rollout": collect_rollout,
+    "scan": scan,
+}  # their functions are bound: not tensors
 NO_TENSORS = {"moments_init": "takes a shape", "episode_init": "takes numbers"}
 
 

@@ -16,6 +16,7 @@ from ecrl.compile import Form
 from ecrl.config import PolicyConfig
 from ecrl.errors import ConfigError
 from ecrl.export import export
+from ecrl.kernels import scan
 from ecrl.loop import init_state, make_iteration, make_parts
 from ecrl.parts import form_of
 from ecrl.policies import acting_params, make_policy, module_policy
@@ -130,7 +131,7 @@ def test_drawing_follows_the_keys_and_leaves_the_generator_alone():
 
 
 def test_whoever_draws_runs_eager_and_the_others_compiled(monkeypatch):
-    monkeypatch.setattr("ecrl.parts.choose_form", lambda mode, device: Form("compiled", "as if", print))
+    monkeypatch.setattr("ecrl.parts.choose_form", lambda mode, device: Form("compiled", "as if", print, scan))
     assert [make_parts(_config(name)).jit for name in NAMES] == [print, partial, print]
     assert [_policy(module).compiles for module in (Trunk, ActsOnNoise, Acts)] == [True, True, False]
 
