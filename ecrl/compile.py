@@ -10,7 +10,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch._C._functorch import is_batchedtensor
 from torch._higher_order_ops.scan import scan_op
 from torch._inductor import config as inductor
 from torch._inductor.compile_fx import compile_fx
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from ecrl.errors import ConfigError
@@ -63,18 +63,21 @@ def _traced(fn: Callable[..., Any], structure: Hashable, leaves: list[Tensor]) -
 def _lifted(graph: GraphModule) -> GraphModule:
     """The graph with the constants of its loops' bodies as inputs of the loops, which may not have any of their own."""
     for loop in graph.graph.find_nodes(op="call_function", target=scan_op):
-        body = _lifted(getattr(graph, loop.args[0].target))
+        kind = cast(Node, loop.args[0]).target
+        body = _lifted(cast(GraphModule, getattr(graph, cast(str, kind))))
+        given: list[Any] = list(cast(tuple, loop.args[-1]))
         for node in body.graph.find_nodes(op="get_attr"):
             constant = getattr(body, node.target)
             if isinstance(constant, Tensor):
-                name = f"{loop.args[0].target}_constant_{len(loop.args[-1])}"
+                name = f"{kind}_constant_{len(given)}"
                 graph.register_buffer(name, constant.clone())  # no two inputs may share memory
                 with graph.graph.inserting_before(loop):
                     outside = graph.graph.get_attr(name)
                 with body.graph.inserting_after([n for n in body.graph.nodes if n.op == "placeholder"][-1]):
                     node.replace_all_uses_with(body.graph.placeholder(name))
                 body.graph.erase_node(node)
-                loop.args = (*loop.args[:-1], (*loop.args[-1], outside))
+                given.append(outside)
+        loop.args = (*loop.args[:-1], tuple(given))
         body.recompile()
     graph.recompile()
     return graph

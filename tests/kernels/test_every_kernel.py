@@ -216,7 +216,7 @@ CALLS: dict[str, Any] = {
     "restarted": lambda s: ((episode(s),), {}),
     "running_returns": lambda s: ((*steps(s, "reward", "done"), floats(s + 5, N)), hyper(s, "gamma")),
 }
-WRAPPED = {
+WRAPPED = {"act_and_step": act_and_step, "collect_rollout": collect_rollout, "scan": scan}  # functions are bound
     "act_and_step": act_and_step,
     "collect_rollout": collect_rollout,
     "scan": scan,
