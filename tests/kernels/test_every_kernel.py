@@ -216,11 +216,8 @@ CALLS: dict[str, Any] = {
     "restarted": lambda s: ((episode(s),), {}),
     "running_returns": lambda s: ((*steps(s, "reward", "done"), floats(s + 5, N)), hyper(s, "gamma")),
 }
-WRAPPED = {"act_and_step": act_and_step, "collect_rollout": collect_rollout, "scan": scan}  # functions are bound
-    "act_and_step": act_and_step,
-    "collect_rollout": collect_rollout,
-    "scan": scan,
-}  # their functions are bound: not tensors
+# Their functions are bound: no tensors.
+WRAPPED = {"act_and_step": act_and_step, "collect_rollout": collect_rollout, "scan": scan}
 NO_TENSORS = {"moments_init": "takes a shape", "episode_init": "takes numbers"}
 
 
