@@ -1,8 +1,11 @@
 """The form a run takes, compiled or eager, chosen from config, device and versions alone; the only file that compiles.
 
 A form has a function `jit(fn, *static)` that binds the static arguments of `fn` (functions and numbers that shape the
-graph) and makes it as fast as the form allows. Equal `fn` and `static` share one compiled function, so a new seed, name
-or learning rate compiles nothing.
+graph) and makes it as fast as the form allows, and a `scan`, which inside of such a function is one loop of its graph.
+Equal `fn` and `static` share one compiled function, so a new seed, name or learning rate compiles nothing.
+
+A graph is traced by running the function once on tensors without data: whatever it finds beside its arguments is part of
+the graph. Inductor makes C++ of it, and keeps that on disk for the next process.
 """
 
 import os
@@ -23,7 +26,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from ecrl.errors import ConfigError
 from ecrl.kernels import scan
-from ecrl.kernels.scan import Scan, length_of
+from ecrl.kernels.loops import Scan, length_of
 from ecrl.thin import THIN
 from ecrl.trees import flatten, unflatten
 
@@ -55,8 +58,9 @@ def _traced(fn: Callable[..., Any], structure: Hashable, leaves: list[Tensor]) -
         found[:] = [made]
         return out
 
+    rewrites = THIN if all(leaf.device.type == "cpu" for leaf in leaves) else None
     with torch.no_grad():
-        graph = make_fx(flat, THIN, tracing_mode="fake", _allow_non_fake_inputs=True)(*leaves)
+        graph = make_fx(flat, rewrites, tracing_mode="fake", _allow_non_fake_inputs=True)(*leaves)
     return _lifted(graph), found[0]
 
 

@@ -20,7 +20,7 @@ from ecrl.config import Config
 from ecrl.envs import Env, auto_reset, clip_action, make_env
 from ecrl.errors import ConfigError, UserError
 from ecrl.kernels import scan
-from ecrl.kernels.scan import Scan
+from ecrl.kernels.loops import Scan
 from ecrl.loop import make_parts, steps_per_iteration
 from ecrl.parts import device_of
 from ecrl.policies import acting_params

@@ -22,7 +22,7 @@ from ecrl.distributed import all_mean
 from ecrl.envs import Env
 from ecrl.errors import ConfigError, UserError
 from ecrl.kernels import clip_by_global_norm, episode_discounts, episode_update
-from ecrl.kernels.scan import Scan
+from ecrl.kernels.loops import Scan
 from ecrl.policies import Policy, acting_params
 from ecrl.registry import register_algorithm
 from ecrl.spaces import Box

@@ -22,7 +22,7 @@ from ecrl.kernels import (
     scan,
     transitions,
 )
-from ecrl.kernels.scan import Scan
+from ecrl.kernels.loops import Scan
 from ecrl.policies import Policy, acting_params
 from ecrl.types import Logs
 

@@ -19,7 +19,7 @@ from ecrl.algorithms.optimizer import learning_state
 from ecrl.envs import Env, restart
 from ecrl.errors import ConfigError
 from ecrl.kernels import first_episode_mask, grpo_advantages, grpo_loss, restarted, transitions
-from ecrl.kernels.scan import in_chunks
+from ecrl.kernels.loops import in_chunks
 from ecrl.policies import Policy, acting_params
 from ecrl.registry import register_algorithm
 from ecrl.strict import Count, Fraction, NonNegative, Positive

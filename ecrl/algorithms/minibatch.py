@@ -20,7 +20,7 @@ from ecrl.algorithms.optimizer import OPTIMIZERS, LearningConfig, adapted_rate, 
 from ecrl.distributed import all_mean
 from ecrl.errors import ConfigError
 from ecrl.kernels import clip_by_global_norm, scan
-from ecrl.kernels.scan import Scan, chunking
+from ecrl.kernels.loops import Scan, chunking
 from ecrl.policies import acting_params
 from ecrl.strict import Count, Positive
 from ecrl.trees import flatten, mapped, unflatten
@@ -85,7 +85,7 @@ def learner_of(
 def shuffled(key: Tensor, sizes: Sequence[int], n_epochs: int) -> tuple[Tensor, Tensor]:
     """Row indices `[n_epochs * len(sizes), width]` of minibatches of these sizes, every epoch in its own order.
 
-    The width is at least `max(sizes)` and divides into parts (`ecrl.kernels.scan.chunking`). What is missing is filled
+    The width is at least `max(sizes)` and divides into parts (`ecrl.kernels.loops.chunking`). What is missing is filled
     up with a minibatch's own first row; the second result, of the same shape, is False there.
     """
     order = rng.permutation(rng.split(key, n_epochs), sum(sizes))

@@ -18,6 +18,7 @@ from ecrl.kernels.categorical import (
 )
 from ecrl.kernels.discounts import episode_discounts
 from ecrl.kernels.groups import first_episode_mask, group_advantages, grpo_advantages
+from ecrl.kernels.loops import scan
 from ecrl.kernels.losses import (
     clipped_surrogate,
     clipped_value_loss,
@@ -77,7 +78,6 @@ from ecrl.kernels.rollout_returns import (
     compute_td_lambda_returns,
     compute_vtrace,
 )
-from ecrl.kernels.scan import scan
 from ecrl.types import transitions
 
 __all__ = [

@@ -12,8 +12,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from ecrl.kernels.loops import Scan, in_chunks, scan
 from ecrl.kernels.returns import _reverse_scan
-from ecrl.kernels.scan import Scan, in_chunks, scan
 from ecrl.trees import flatten, unflatten
 from ecrl.types import Scalar, same_shape
 

@@ -316,3 +316,31 @@ def test_four_rollouts_as_torchs_optimisers_and_schedules(name, kwargs, make, sc
         close(state["params", "w"], w.detach(), tol=1e-4)  # 24 steps, bias corrections in float64 here
         if scheduler:
             scheduler.step()
+
+
+def _fitted(policy, variant, params, batch, mask, hyper):
+    """The squared error of `w x`, whose gradient differs from row to row."""
+    count = mask.sum().to(torch.float32)
+    error = (params["w"] * batch["x"] - batch["y"]).square().masked_fill(~mask, 0.0)
+    return error.sum() / count.clamp(min=1.0), {"approx_kl": torch.zeros(()), "count": count}
+
+
+def _spread(variant, rows, index, real):
+    return {"y": rows["x"][index] / rows["x"][index].masked_fill(~real, 0.0).max()}
+
+
+@pytest.mark.parametrize("parts_of", [3, 7, 2048])
+def test_a_minibatch_in_parts_is_the_minibatch(parts_of, monkeypatch):
+    """Gradients of its mean and what is prepared of it as a whole, ragged, masked, whatever the size of the parts."""
+    monkeypatch.setattr("ecrl.kernels.loops._CPU_ROWS", parts_of)
+    parts, state, rows = setup(rows=20, mask=[i % 5 != 2 for i in range(20)], batch_size=8, n_epochs=1)
+    rows = rows.copy().set("y", torch.zeros(20)).set("x", rows["x"] / 20.0)
+    cfg: Any = parts.cfg.algorithm.cfg
+    learner = learner_of(parts, _fitted, None, _spread)._replace(sizes=tuple(sizes_of(cfg, 20)))
+    after, _ = learn(parts, state, passes, learner, rows)
+    w, (index, real) = 0.0, shuffled(rng.fold_in(rng.fold_in(rng.key(5), rng.UPDATE), 0), [8, 8, 4], 1)
+    for i, r in zip(index, real, strict=True):
+        x = rows["x"][i[r]].double()
+        y, counted = x / x.max(), rows["mask"][i[r]]
+        w -= 0.1 * float((2.0 * (w * x - y) * x)[counted].mean())
+    close(after["params", "w"], w, tol=1e-6)
