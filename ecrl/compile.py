@@ -1,7 +1,7 @@
 """The form a run takes, compiled or eager, chosen from config, device and versions alone; the only file that compiles.
 
 A form has a function `jit(fn, *static)` that binds the static arguments of `fn` (functions and numbers that shape the
-graph) and makes it as fast as the form allows, and a `scan`, which inside of such a function is one loop of its graph.
+graph) and makes it as fast as the form allows, and a `scan`, which inside such a function is one loop of its graph.
 Equal `fn` and `static` share one compiled function, so a new seed, name or learning rate compiles nothing.
 
 A graph is traced by running the function once on tensors without data: whatever it finds beside its arguments is part of
