@@ -4,7 +4,7 @@ A form has a function `jit(fn, *static)` that binds the static arguments of `fn`
 graph) and makes it as fast as the form allows, and a `scan`, which inside such a function is one loop of its graph.
 Equal `fn` and `static` share one compiled function, so a new seed, name or learning rate compiles nothing.
 
-A graph is traced by running the function once on tensors without data: whatever it finds beside its arguments is part of
+A graph is traced by running the function once on tensors without data: what it finds beside its arguments is part of
 the graph. Inductor makes C++ of it, and keeps that on disk for the next process.
 """
 
