@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_batchedtensor
+from torch._C._functorch import peek_interpreter_stack
 from torch._higher_order_ops.scan import scan_op
 from torch._inductor import config as inductor
 from torch._inductor.compile_fx import compile_fx
@@ -33,6 +33,7 @@ from ecrl.trees import flatten, unflatten
 _OPTIONS = {
     "cpp_wrapper": True,  # loops and calls in C++, not in Python
     "cpp.use_decompose_tanh": True,  # by exp: five times faster than the library's, error below 2e-7
+    "size_asserts": False,  # the key of a compiled function holds every shape
     "cpp.vec_isa_ok": True,  # the processor's word is taken for its instructions; to try each takes seconds
     # Graphs with loops go to the cache on disk too: its key covers their bodies, as a test shows.
     "unsafe_marked_cacheable_functions": {f"{scan_op.__module__}.{scan_op.__name__}": torch.__version__},
@@ -64,8 +65,38 @@ def _traced(fn: Callable[..., Any], structure: Hashable, leaves: list[Tensor]) -
     return _lifted(graph), found[0]
 
 
+def _once(graph: GraphModule) -> None:
+    """Calculate once what is calculated alike twice.
+
+    Not so tensors that are written to, nor what is read from them, nor what a loop takes or gives: that may not share
+    memory.
+    """
+    nodes = graph.graph.nodes
+    apart = [n for n in nodes if n.op == "output" or n.target is scan_op or _writes(n)]
+    apart = {_memory(n) for node in apart for n in (node, *node.all_input_nodes)} - {None}
+    first: dict[str, Node] = {}
+    for node in list(nodes):
+        memory = _memory(node)
+        if node.op != "call_function" or memory is None or apart & {memory, *map(_memory, node.all_input_nodes)}:
+            continue
+        same = first.setdefault(f"{node.target} {node.args} {node.kwargs}", node)
+        if same is not node:
+            node.replace_all_uses_with(same)
+            graph.graph.erase_node(node)
+
+
+def _writes(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _memory(node: Node) -> int | None:
+    value = node.meta.get("val")
+    return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
+
+
 def _lifted(graph: GraphModule) -> GraphModule:
     """The graph with the constants of its loops' bodies as inputs of the loops, which may not have any of their own."""
+    _once(graph)
     for loop in graph.graph.find_nodes(op="call_function", target=scan_op):
         kind = cast(Node, loop.args[0]).target
         body = _lifted(cast(GraphModule, getattr(graph, cast(str, kind))))
@@ -87,10 +118,6 @@ def _lifted(graph: GraphModule) -> GraphModule:
     return graph
 
 
-def _layout(leaf: Tensor) -> tuple[Any, ...]:
-    return leaf.shape, leaf.dtype, leaf.device
-
-
 def _dense(leaf: Tensor, stride: tuple[int, ...]) -> Tensor:
     """The leaf in the memory layout that was compiled for."""
     if leaf.stride() == stride:
@@ -105,9 +132,9 @@ def _compiled(fn: Callable, *static: Any) -> Callable[..., Any]:
 
     def call(*args: Any) -> Any:
         leaves, structure = flatten(args)
-        if any(is_batchedtensor(leaf) or (leaf.requires_grad and torch.is_grad_enabled()) for leaf in leaves):
+        if peek_interpreter_stack() or (torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)):
             return bound(*args)
-        key = structure, *map(_layout, leaves)
+        key = structure, *[(leaf.shape, leaf.dtype, leaf.device) for leaf in leaves]
         if key not in made:
             graph, out = _traced(bound, structure, leaves)
             with torch.no_grad(), inductor.patch(_OPTIONS):
@@ -157,10 +184,10 @@ def _packing(leaves: Sequence[Tensor], lead: int = 0) -> _Packing:
 
 
 def _scan(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *constants: Any) -> tuple[Any, Any]:
-    """`ecrl.kernels.scan` as one loop of the graph that is being traced; a plain one outside of any."""
-    if get_proxy_mode() is None:
-        return scan(body, carry, xs, *constants)
+    """`ecrl.kernels.scan` as one loop of the graph that is being traced; a plain one outside of any, or of one step."""
     (first, c), (rows, x), (fixed, k) = map(flatten, (carry, xs, constants))
+    if get_proxy_mode() is None or length_of(rows) == 1:
+        return scan(body, carry, xs, *constants)
     if not first:  # the operator wants something to carry
         _, y = _scan(lambda none, x, *k: (none.clone(), body(carry, x, *k)[1]), rows[0].new_zeros(()), xs, *constants)
         return carry, y

@@ -20,6 +20,7 @@ from ecrl.distributed import world_size
 from ecrl.errors import ConfigError
 from ecrl.kernels import episode_init, masked_mean, restarted
 from ecrl.parts import device_of, form_of, make_parts
+from ecrl.trees import mapped, replaced
 from ecrl.types import LogData, Logs
 
 WINDOW = 100
@@ -200,7 +201,7 @@ def make_iteration(cfg: Config, watch: Watch = unwatched) -> Iteration:
 
     def iteration(state: TensorDict) -> tuple[TensorDict, dict[str, Logs]]:
         with _matrices(tf32):
-            state, batch = algorithm.collect(parts, state.copy())
+            state, batch = algorithm.collect(parts, state)
             state, train_logs = algorithm.update(parts, state, batch)
         seen = batch.select("obs", "done", "info", "mask", strict=False)
         norm, collect_logs = statistics(state["norm"], state["episode"], seen)
@@ -209,7 +210,7 @@ def make_iteration(cfg: Config, watch: Watch = unwatched) -> Iteration:
             "sample_step": state["sample_step"] + steps_per_iteration(cfg),
             "update_step": state["update_step"] + 1,
         }
-        return state.copy().update(moved), {"collect": collect_logs, "train": train_logs}
+        return replaced(state, moved), {"collect": collect_logs, "train": train_logs}
 
     return iteration
 
@@ -231,6 +232,6 @@ def train_iter(state: TensorDict, cfg: Config, watch: Watch = unwatched) -> Iter
     while step < end:
         state, logs = iteration(state)
         step += steps_per_iteration(cfg)
-        given = state.clone().lock_()
+        given = mapped(torch.clone, state).lock_()
         yield LogData(log_type="collect", sample_step=step, logs=logs["collect"], state=given)
         yield LogData(log_type="train", sample_step=step, logs=logs["train"], state=given)

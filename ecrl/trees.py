@@ -18,8 +18,7 @@ def _take(tree: Any, leaves: list[Tensor]) -> Hashable:
         leaves.append(tree)
         return _LEAF
     if isinstance(tree, TensorDictBase):
-        keys: list = sorted(tree.keys())
-        return TensorDict, tree.batch_size, tuple([(key, _take(tree.get(key), leaves)) for key in keys])
+        return TensorDict, tree.batch_size, tuple([(key, _take(part, leaves)) for key, part in sorted(tree.items())])
     if isinstance(tree, dict):
         return dict, None, tuple([(key, _take(tree[key], leaves)) for key in sorted(tree)])
     if isinstance(tree, list | tuple):
@@ -50,7 +49,8 @@ def _build(structure: Any, leaves: Iterator[Any], batch: Callable[[Size], Any]) 
     if kind is None:
         return value
     if kind is TensorDict:
-        return TensorDict({key: _build(part, leaves, batch) for key, part in parts}, batch(value))
+        # Unchecked: what was taken apart fits together, and the checks cost more than a step of a small network.
+        return TensorDict._new_unsafe({key: _build(part, leaves, batch) for key, part in parts}, Size(batch(value)))
     if kind is dict:
         return {key: _build(part, leaves, batch) for key, part in parts}
     made = [_build(part, leaves, batch) for part in parts]
@@ -81,3 +81,12 @@ def mapped(fn: Callable[..., Tensor], tree: Any, *others: Any, batch: Callable[[
         if other != structure:
             raise ValueError(f"structures differ: {structure} and {other}")
     return unflatten(structure, map(fn, leaves, *(other for other, _ in flat)), batch)
+
+
+def replaced(tree: TensorDict, fields: Any) -> TensorDict:
+    """A TensorDict with some fields replaced or added; the others are shared.
+
+    >>> replaced(TensorDict({"a": 1.0, "b": 2.0}), {"b": TensorDict({"x": 3.0})})["b", "x"]
+    tensor(3.)
+    """
+    return TensorDict({**dict(tree.items()), **dict(fields.items())}, tree.batch_size)

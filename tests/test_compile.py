@@ -8,11 +8,19 @@ import sys
 import pytest
 import torch
 from tensordict import TensorDict
+from test_loop import small
 
 from ecrl import compile as ecrl_compile
+from ecrl import rng
+from ecrl.algorithms.core import collect
+from ecrl.algorithms.minibatch import _gradients, _packed, learner_of, shuffled
+from ecrl.algorithms.ppo import Variant, _loss, _rows
 from ecrl.compile import choose_form, compiler_fault
 from ecrl.errors import ConfigError
-from ecrl.trees import flatten
+from ecrl.kernels import global_norm
+from ecrl.loop import init_state
+from ecrl.parts import make_parts
+from ecrl.trees import flatten, mapped
 
 
 @pytest.fixture
@@ -171,3 +179,45 @@ def test_a_carry_that_changes_its_structure_is_refused():
 def _flat(*args):
     leaves, structure = flatten(args)
     return structure, leaves
+
+
+def _clipped_slope(x, y):
+    """Traced, it writes in place on two tensors that are made alike."""
+    return torch.func.grad(lambda x: torch.minimum(x.exp() * y, x.exp().clamp(0.8, 1.2) * y).sum())(x)
+
+
+def test_what_is_written_to_is_not_calculated_once_for_two():
+    x, y = torch.linspace(-1.0, 1.0, 40).repeat(14), torch.linspace(-1.0, 1.0, 14).repeat_interleave(40)
+    graph, _ = ecrl_compile._traced(_clipped_slope, *_flat(x, y))
+    assert torch.equal(graph(x, y)[0], _clipped_slope(x, y))
+
+
+def test_what_is_calculated_alike_is_calculated_once():
+    graph, _ = ecrl_compile._traced(lambda x: (x.sin() + 1.0) * (x.sin() + 1.0), *_flat(torch.ones(3)))
+    assert [str(n.target) for n in graph.graph.nodes if n.op == "call_function"].count("aten.sin.default") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "tol"), [(torch.float32, 1e-5), (torch.float64, 1e-9)])
+def test_gradients_of_a_minibatch_are_those_of_the_eager_form(dtype, tol):
+    """Of a policy that has moved since, so that some ratios are clipped; within `tol` of the gradient's norm."""
+    made = small(**{"trainer.buffer_size": 64, "algorithm.cfg.batch_size": 128})
+    parts, state = make_parts(made), init_state(made)
+    _, rollout = collect(parts, state)
+    learner = learner_of(parts, _loss, Variant("rollout", False))
+    keys = torch.arange(100)
+    params = state["params"].apply(lambda p: p + 0.3 * rng.normal(keys[p.numel() % 100], p.shape))
+    trees = mapped(
+        lambda x: x.to(dtype) if x.is_floating_point() else x,
+        (params, rollout, state["hyper"]),
+    )
+    rows = _rows(trees[1], trees[2], learner.variant)
+    chosen = tuple(x[0].unsqueeze(0) for x in shuffled(rng.key(0), learner.sizes, 1))
+    given = _packed(trees[0]), chosen, TensorDict({}, []), rows, trees[2]
+    (found, logs), (expected, eager_logs) = (
+        choose_form(mode, "cpu").jit(_gradients, learner)(trees[0], *given) for mode in ("on", "off")
+    )
+    assert 0.1 < float(eager_logs["clip_frac"]) < 0.9
+    norm = global_norm(expected)
+    assert float(global_norm(mapped(torch.sub, found, expected)) / norm) < tol
+    assert all(float((logs[name] - eager_logs[name]).abs()) < tol for name in logs)

@@ -24,6 +24,7 @@ from ecrl.kernels import (
 )
 from ecrl.kernels.loops import Scan
 from ecrl.policies import Policy, acting_params
+from ecrl.trees import replaced
 from ecrl.types import Logs
 
 Jit = Callable[..., Callable[..., Any]]
@@ -100,7 +101,7 @@ def collect(parts: Parts, state: TensorDict, group_size: int = 1) -> tuple[Tenso
     else:
         fn = _on_host(parts)(*sizes)
     moved, rollout = fn(state.select("key", "sample_step", "params", "norm", "env", "episode"))
-    return state.copy().update(moved), rollout
+    return replaced(state, moved), rollout
 
 
 def scaled_rewards(state: TensorDict, rollout: TensorDict) -> tuple[TensorDict, TensorDict]:

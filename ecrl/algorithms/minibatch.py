@@ -19,11 +19,11 @@ from ecrl.algorithms.core import Parts
 from ecrl.algorithms.optimizer import OPTIMIZERS, LearningConfig, adapted_rate, optimizer_of, scheduled
 from ecrl.distributed import all_mean
 from ecrl.errors import ConfigError
-from ecrl.kernels import clip_by_global_norm, scan
+from ecrl.kernels import clip_by_global_norm
 from ecrl.kernels.loops import Scan, chunking
 from ecrl.policies import acting_params
 from ecrl.strict import Count, Positive
-from ecrl.trees import flatten, mapped, unflatten
+from ecrl.trees import flatten, mapped, replaced, unflatten
 from ecrl.types import Logs
 
 _BATCH_SIZE = 64
@@ -80,6 +80,11 @@ def learner_of(
     sizes = tuple(sizes_of(cfg, trainer.num_envs * trainer.buffer_size))
     step = OPTIMIZERS[optimizer_of(cfg).name].step
     return Learner(loss, prepare, parts.policy, variant, step, sizes, cfg.n_epochs, parts.scan)
+
+
+def update_key(state: TensorDict) -> Tensor:
+    """The key of all that is random in the update of an iteration."""
+    return rng.stream(state["key"], rng.UPDATE, torch.zeros_like(state["key"]), state["update_step"])
 
 
 def shuffled(key: Tensor, sizes: Sequence[int], n_epochs: int) -> tuple[Tensor, Tensor]:
@@ -160,38 +165,40 @@ def _loss(
     return learner.loss(learner.policy, learner.variant, acting_params(params, norm), batch, mask, hyper)
 
 
-def _part(
+def _gradient(
     learner: Learner,
     like: TensorDict,
-    total: TensorDict,
     chosen: tuple[Tensor, Tensor, dict[str, Tensor]],
     packed: TensorDict,
     norm: TensorDict,
     rows: TensorDict,
     hyper: TensorDict,
 ) -> tuple[TensorDict, Logs]:
-    """Gradients of part of a minibatch, times the rows that count, added to those so far; and its logs."""
+    """Of the mean over the chosen rows that count, packed; and its logs."""
     index, real, replaced = chosen
     batch = cast(TensorDict, rows[index]).update(replaced)
     gradient = torch.func.grad_and_value(_loss, has_aux=True)
     grads, (_, logs) = gradient(_unpacked(packed, like), learner, norm, batch, batch["mask"] & real, hyper)
-    return mapped(lambda t, g: t + g * logs["count"], total, _packed(grads)), logs
+    return _packed(grads), logs
+
+
+def _part(
+    learner: Learner, like: TensorDict, total: TensorDict, chosen: tuple[Tensor, Tensor, dict[str, Tensor]], *rest: Any
+) -> tuple[TensorDict, Logs]:
+    """Gradients of part of a minibatch, times the rows that count, added to those so far; and its logs."""
+    grads, logs = _gradient(learner, like, chosen, *rest)
+    return mapped(lambda t, g: t + g * logs["count"], total, grads), logs
 
 
 def _gradients(
-    learner: Learner,
-    like: TensorDict,
-    packed: TensorDict,
-    chosen: tuple[Tensor, Tensor],
-    norm: TensorDict,
-    rows: TensorDict,
-    hyper: TensorDict,
+    learner: Learner, like: TensorDict, packed: TensorDict, chosen: tuple[Tensor, Tensor], *rest: Any
 ) -> tuple[TensorDict, Logs]:
-    """Of the mean over the rows of a minibatch that count, packed; and its logs."""
+    """Of the mean over the rows of a minibatch that count, packed, taken part by part; and its logs."""
+    _, _, rows, _ = given = packed, *rest
     parts = *chosen, learner.prepare(learner.variant, rows, *chosen)
-    zero = mapped(torch.zeros_like, packed)
-    loop = learner.scan if len(chosen[0]) > 1 else scan  # a loop of one step is none
-    total, logs = loop(partial(_part, learner, like), zero, parts, packed, norm, rows, hyper)
+    if len(chosen[0]) == 1:
+        return _gradient(learner, like, mapped(lambda x: x[0], parts), *given)
+    total, logs = learner.scan(partial(_part, learner, like), mapped(torch.zeros_like, packed), parts, *given)
     count = logs["count"].sum()
     return mapped(lambda t: t / count.clamp(min=1.0), total), mean_logs(logs) | {"count": count}
 
@@ -217,7 +224,8 @@ def _minibatch(
     kl = all_mean(logs["approx_kl"], weight=logs["count"])
     grads, norms = _clipped(grads, hyper)
     counted = all_mean(logs["count"], weight=torch.ones_like(kl))
-    rate = torch.where(stopped | (counted == 0.0), rate, adapted_rate(rate, kl, hyper))  # no evidence, no change
+    if "adaptive" in hyper:  # no evidence, no change
+        rate = torch.where(stopped | (counted == 0.0), rate, adapted_rate(rate, kl, hyper))
     moved, moved_opt = learner.step(params, grads, opt, learning_rate=rate, **dict(numbers.items()))
     logs = logs | norms
     if "target_kl" in hyper:
@@ -241,7 +249,7 @@ _READ = ("params", "opt", "hyper", "norm", "key", "update_step", "ref_params")
 def passes(learner: Learner, state: TensorDict, rate: Tensor, rows: TensorDict) -> tuple[TensorDict, Tensor, Logs]:
     """`n_epochs` passes of minibatch steps over `rows` `[M]`: params and opt that moved, the last rate, mean logs."""
     hyper, params, norm = (cast(TensorDict, state[key]) for key in ("hyper", "params", "norm"))
-    key = rng.fold_in(rng.fold_in(state["key"], rng.UPDATE), state["update_step"])
+    key = update_key(state)
     before = cast(TensorDict, state["opt"])
     slots = {name: slot for name, slot in before.items() if isinstance(slot, TensorDict)}
     opt = before.copy().update({name: _packed(slot) for name, slot in slots.items()})
@@ -269,4 +277,4 @@ def learn(
     rate = scheduled(cfg.lr_scheduler, state, parts.cfg.trainer.iterations)
     moved, rate, logs = parts.jit(update, learner)(state.select(*_READ, strict=False), rate, *rest)
     rates = {"learning_rate": rate} if "learning_rate" in state else {}
-    return state.copy().update(moved).update(rates), logs
+    return replaced(state, dict(moved.items()) | rates), logs

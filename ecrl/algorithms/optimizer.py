@@ -179,14 +179,12 @@ def learning_state(
 
 
 def adapted_rate(rate: Tensor, kl: Tensor, hyper: TensorDict) -> Tensor:
-    """The learning rate after a step of size `kl`; itself unless `hyper` has "adaptive".
+    """The learning rate after a step of size `kl`, by the numbers in `hyper["adaptive"]`.
 
         rate / factor where kl > 2 desired_kl, rate * factor where kl < desired_kl / 2; within [min_rate, max_rate]
 
     Source: Heess et al. 2017, arXiv:1707.02286, sec. 3, with the rate in place of the penalty.
     """
-    if "adaptive" not in hyper:
-        return rate
     h = cast(TensorDict, hyper["adaptive"])
     lower, higher = kl > 2.0 * h["desired_kl"], kl < h["desired_kl"] / 2.0
     moved = torch.where(lower, rate / h["factor"], torch.where(higher, rate * h["factor"], rate))

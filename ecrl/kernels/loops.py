@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from ecrl.trees import flatten, mapped, unflatten
 
@@ -74,3 +75,13 @@ def in_chunks(rows: Any) -> Any:
         return (torch.cat((leaf, missing)) if len(missing) else leaf).reshape(number, size, *leaf.shape[1:])
 
     return mapped(cut, rows, batch=lambda batch: (number, size, *batch[1:]))
+
+
+def kept(x: Tensor) -> Tensor:
+    """`x`, put in memory where a graph is made to be compiled as a whole: else it is worked out wherever it is read.
+
+    >>> kept(torch.ones(2))
+    tensor([1., 1.])
+    """
+    in_graph = not torch.compiler.is_compiling() and get_proxy_mode() is not None
+    return x.as_strided(x.shape, x.stride()) if in_graph else x

@@ -12,6 +12,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from ecrl.kernels.loops import kept
 from ecrl.types import Scalar
 
 
@@ -87,11 +88,11 @@ def adam(
     nu = _map(lambda v, g: beta2 * v + (1.0 - beta2) * g * g, opt["nu"], grads)
     step = opt["step"] + 1
     t = step.to(torch.float64)
-    rate: Tensor = learning_rate / (1.0 - torch.pow(beta1, t))
-    root = torch.sqrt(1.0 - torch.pow(beta2, t))
+    root = torch.sqrt(1.0 - torch.pow(beta2, t))  # the equation with both sides of the quotient times the root
+    rate, small = kept(learning_rate * root / (1.0 - torch.pow(beta1, t))), kept(eps * root)
 
     def move(p: Tensor, m: Tensor, v: Tensor) -> Tensor:
-        return p - rate.to(p.dtype) * m / (torch.sqrt(v) / root.to(p.dtype) + eps)
+        return p - rate.to(p.dtype) * m / (torch.sqrt(v) + small.to(p.dtype))
 
     return _map(move, params, mu, nu), TensorDict({"mu": mu, "nu": nu, "step": step}, [])
 
@@ -240,7 +241,7 @@ def clip_by_global_norm(grads: TensorDict, *, max_norm: Scalar) -> tuple[TensorD
     (tensor([0.6000, 0.8000]), tensor(5.))
     """
     norm = global_norm(grads)
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    factor = kept((max_norm / (norm + 1e-6)).clamp(max=1.0))
     return _map(lambda g: g * factor, grads), norm
 
 

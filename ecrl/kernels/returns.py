@@ -5,17 +5,17 @@ that was reached, never from the next episode. `next_value` is not used where `t
 is detached. `_reverse_scan` is the only recursion over time.
 """
 
-from math import isqrt
+from functools import reduce
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from ecrl.types import Scalar, same_shape
 
-_MANY_ROWS = 512
+_MANY_ROWS, _MANY_STEPS = 512, 128
+_FEW_STEPS, _STEPS = 16, 8
 
 
 class GAE(NamedTuple):
@@ -35,35 +35,93 @@ class VTrace(NamedTuple):
 def _reverse_scan(x: Tensor, decay: Scalar, cut: Tensor, last: Tensor) -> Tensor:
     """`y[t] = x[t] + decay[t] * y[t + 1] * not cut[t]`, `y[T] = last`, over the last axis; time-major inside.
 
-    Runs in float64: rounding `decay` to float32 errs the same way at every step, which adds up over long rollouts.
-    Blocks of about sqrt(T) steps are summed side by side, as if nothing came after each; then what comes after is
-    carried from block to block. So a graph of it has about 2 sqrt(T) steps, not T.
+    `decay` is best given in float64: rounded to float32 it errs the same way at every step, which adds up over long
+    rollouts. So float32 steps through one block only, and what comes after a block is carried to it in float64.
     """
-    decay = torch.as_tensor(decay, dtype=torch.float64, device=x.device).expand_as(x)
-    length = _block(x)
-    missing = -x.shape[-1] % length
-    reversed_blocks = (
-        F.pad(a.flip(-1).movedim(-1, 0), [0] * 2 * (x.ndim - 1) + [0, missing]).unflatten(0, (-1, length)).unbind(1)
-        for a in (x.double(), decay, cut)
-    )
-    sums, products, open_ = [], [], []
-    for x_s, decay_s, cut_s in zip(*reversed_blocks, strict=True):  # each `[blocks, *B]`
-        before = sums[-1].masked_fill(cut_s, 0.0) if sums else 0.0  # filled first: NaN behind a cut stays there
-        sums.append(_kept(x_s + decay_s * before))
-        products.append(_kept(decay_s * products[-1] if products else decay_s.clone()))
-        open_.append(_kept(~cut_s & open_[-1] if open_ else ~cut_s))
-    carries = [last.double()]
-    for at_end, product, is_open in zip(sums[-1], products[-1], open_[-1], strict=True):
-        carries.append(_kept(at_end + product * carries[-1].masked_fill(~is_open, 0.0)))
-    carry = torch.stack(carries[:-1]).unsqueeze(1)
-    sums, products, open_ = (torch.stack(a, 1) for a in (sums, products, open_))
-    y = (sums + products * carry.masked_fill(~open_, 0.0)).to(x.dtype)
-    return y.flatten(0, 1)[: x.shape[-1]].movedim(0, -1).flip(-1)
+    decay = _time_major(decay) if _varies(decay) else decay  # pyright: ignore
+    return _rows(_time_major(x), decay, _time_major(cut), last.to(x.dtype)).movedim(0, -1)
+
+
+def _rows(x: Tensor, decay: Scalar, cut: Tensor, last: Tensor) -> Tensor:
+    """`_reverse_scan` over the first axis.
+
+    Many steps are cut into short blocks. The blocks are summed side by side, as if nothing came after each; a scan of
+    these sums, again in blocks, gives what comes after each; from there every block is stepped through. So a graph has
+    some 16 steps for each factor of 8 in time, not T.
+    """
+    size = _block(x)
+    if len(x) <= size:
+        return torch.stack(_steps(x, _near(decay, x), cut, last))
+    rest = len(x) % size
+    if rest:
+        late = torch.stack(_steps(x[-rest:], _near(_part(decay, slice(-rest, None)), x), cut[-rest:], last))
+        return torch.cat((_rows(x[:-rest], _part(decay, slice(-rest)), cut[:-rest], late[0]), late))
+    x, cut = (a.unflatten(0, (-1, size)).movedim(1, 0) for a in (x, cut))  # [size, blocks, *B]
+    if _varies(decay):
+        decay = decay.unflatten(0, (-1, size)).movedim(1, 0)  # pyright: ignore
+        product = _kept(decay.double().prod(0))[1:]
+    else:
+        product = decay**size
+    near, closed = _near(decay, x), _kept(reduce(torch.logical_or, cut.unbind(0)))
+    ends = _kept(_steps(x, near, cut, torch.zeros_like(x[0]))[0].double())
+    after = _rows(ends[1:], product, closed[1:], last.double())
+    after = torch.cat((after, last.double().unsqueeze(0))).to(x.dtype)
+    return torch.stack(_steps(x, near, cut, after), 1).flatten(0, 1)
+
+
+def _steps(x: Tensor, decay: Scalar, cut: Tensor, last: Tensor) -> list[Tensor]:
+    """One by one, from the last to the first."""
+    y, ys, zero = last, [], x.new_zeros(())
+    decays = decay.unbind(0) if _varies(decay) else [decay] * len(x)  # pyright: ignore
+    for x_t, decay_t, cut_t in list(zip(x.unbind(0), decays, cut.unbind(0), strict=True))[::-1]:
+        y = torch.where(cut_t, zero, y)  # first: NaN behind a cut stays there
+        y = _kept(torch.addcmul(x_t, y, decay_t) if isinstance(decay_t, Tensor) else x_t.add(y, alpha=decay_t))
+        ys.append(y)
+    return ys[::-1]
+
+
+def _varies(decay: Scalar) -> bool:
+    return isinstance(decay, Tensor) and decay.ndim > 0
+
+
+def _near(decay: Scalar, x: Tensor) -> Scalar:
+    return decay.to(x.dtype) if isinstance(decay, Tensor) else decay
+
+
+def _part(decay: Scalar, steps: slice) -> Scalar:
+    return decay[steps] if _varies(decay) else decay  # pyright: ignore
+
+
+def _time_major(x: Tensor) -> Tensor:
+    """`[T, *B]`, contiguous."""
+    rows = x.movedim(-1, 0)
+    return rows if rows.is_contiguous() else _kept(rows.contiguous())
+
+
+def _read(mask: Tensor) -> Tensor:
+    """The mask, which a graph reads as bytes: inductor fetches bools one at a time, 15 times slower.
+
+    The views go through 16 bits because inductor takes one of 8 as a conversion of what it fetched.
+    """
+    dense = mask if mask.is_contiguous() else mask.movedim(-1, 0)
+    if not _in_graph() or not dense.is_contiguous() or mask.numel() % 2:
+        return mask
+    read = dense.reshape(-1).view(torch.int16).view(torch.uint8).view(dense.shape).float() != 0
+    return read if dense is mask else read.movedim(0, -1)
+
+
+def _unless(mask: Tensor, x: Tensor) -> Tensor:
+    """`x`, and 0 where `mask`: faster than to copy and to fill."""
+    return torch.where(mask, x.new_zeros(()), x)
 
 
 def _kept(y: Tensor) -> Tensor:
     """A step of a graph that is put in memory: inductor would compute it anew in each of the steps that follow."""
-    return y.as_strided(y.shape, y.stride()) if _in_graph() else y
+    if not _in_graph():
+        return y
+    if y.dtype == torch.bool:
+        return _kept(y.float()) != 0  # bools in memory are slow, see `_read`
+    return y.as_strided(y.shape, y.stride())
 
 
 def _in_graph() -> bool:
@@ -73,9 +131,10 @@ def _in_graph() -> bool:
 
 def _block(x: Tensor) -> int:
     """Steps per block: few for a graph and for a few rows; in eager, many rows keep a core busy step by step."""
-    length, rows = x.shape[-1], x[..., 0].numel()
+    if len(x) <= _FEW_STEPS:
+        return _FEW_STEPS
     traced = torch.compiler.is_compiling() or _in_graph()
-    return length if rows >= _MANY_ROWS and not traced else isqrt(length)
+    return _MANY_STEPS if x[0].numel() >= _MANY_ROWS and not traced else _STEPS
 
 
 def _wide(scalar: Scalar) -> Scalar:
@@ -106,8 +165,11 @@ def discounted_returns(
     [2.5, 3.0]
     """
     same_shape(reward=reward, next_value=next_value, terminated=terminated, done=done)
-    reached = next_value.masked_fill(terminated, 0.0)
-    return _reverse_scan(reward + gamma * reached.masked_fill(~done, 0.0), gamma, done, reached[..., -1])
+    terminated, done = _read(terminated), _read(done)
+    reached = _unless(terminated, next_value)
+    return _reverse_scan(
+        reward + gamma * torch.where(done, reached, reached.new_zeros(())), gamma, done, reached[..., -1]
+    )
 
 
 def n_step_returns(
@@ -138,7 +200,7 @@ def n_step_returns(
     same_shape(reward=reward, next_value=next_value, terminated=terminated, done=done)
     if n < 1:
         raise ValueError(f"n_step_returns needs n >= 1, got n={n}")
-    one_step = reward + gamma * next_value.masked_fill(terminated, 0.0)
+    one_step = reward + gamma * _unless(terminated, next_value)
     returns = one_step
     for _ in range(min(n, reward.shape[-1]) - 1):
         longer = torch.where(done[..., :-1], one_step[..., :-1], reward[..., :-1] + gamma * returns[..., 1:])
@@ -172,7 +234,8 @@ def td_lambda_returns(
     [2.25, 3.0]
     """
     same_shape(reward=reward, next_value=next_value, terminated=terminated, done=done)
-    reached = next_value.masked_fill(terminated, 0.0)
+    terminated, done = _read(terminated), _read(done)
+    reached = _unless(terminated, next_value)
     mixed = reward + gamma * torch.where(done, reached, (1.0 - gae_lambda) * reached)
     return _reverse_scan(mixed, _wide(gamma) * gae_lambda, done, reached[..., -1])
 
@@ -212,7 +275,9 @@ def gae(
     [-0.5, 0.0]
     """
     same_shape(reward=reward, value=value, next_value=next_value, terminated=terminated, done=done)
-    delta = reward + gamma * next_value.masked_fill(terminated, 0.0) - value
+    terminated, done = _read(terminated), _read(done)
+    reached = _unless(terminated, next_value)
+    delta = reward - value + gamma * reached
     advantage = _reverse_scan(delta, _wide(gamma) * gae_lambda, done, torch.zeros_like(delta[..., 0]))
     return GAE(advantage, advantage + value)
 
@@ -274,9 +339,10 @@ def vtrace(
         terminated=terminated,
         done=done,
     )
+    terminated, done = _read(terminated), _read(done)
     ratio = torch.exp(log_prob - old_log_prob)
     rho, c = ratio.clamp(max=clip_rho), gae_lambda * ratio.clamp(max=clip_c)
-    reached = next_value.masked_fill(terminated, 0.0)
+    reached = _unless(terminated, next_value)
     delta = rho * (reward + gamma * reached - value)
     value_target = value + _reverse_scan(delta, gamma * c.double(), done, torch.zeros_like(delta[..., 0]))
     target_next = torch.cat((value_target[..., 1:], reached[..., -1:]), -1)

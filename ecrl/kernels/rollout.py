@@ -130,24 +130,33 @@ def collect_rollout(
         noise = (policy.draw(action_keys), env.draw(env_keys))
         body = partial(_transition, policy, env)
         (carry, env_state), rows = scan(body, (carry, env_state), noise, params)
-        obs = _env_major(rows.pop("obs"), env_state["obs"])
-        final_obs = rows.pop("final_obs")
-        rollout = _env_major(rows).set("obs", obs)
+        obs, final_obs = rows.pop("obs"), rows.pop("final_obs")
+        rollout = _env_major(rows).set("obs", _env_major(obs, env_state["obs"]))
         if policy.value is not None:
-            value = _values(policy.value, params, carry, obs.transpose(0, 1), scan)
-            final = _values(policy.value, params, carry, final_obs, scan).masked_fill(~rows["truncated"], 0.0)
-            rollout.update({"value": value.t(), "final_value": _env_major(final)})
+            value = partial(_values, policy.value, params, carry, scan)
+            value, final = value(obs, env_state["obs"].unsqueeze(0), final_obs)
+            rollout.update({"value": value.t(), "final_value": _env_major(final.masked_fill(~rows["truncated"], 0.0))})
     return carry, env_state, rollout
 
 
-def _values(value: Callable[..., Tensor], params: TensorDict, carry: TensorDict, obs: Any, scan: Scan) -> Tensor:
-    """V of observations `[L, N, ...]` in passes of `chunk_rows` of them."""
-    batch = obs.shape[:2]
+def _values(
+    value: Callable[..., Tensor], params: TensorDict, carry: TensorDict, scan: Scan, obs: Any, last: Any, final_obs: Any
+) -> tuple[Tensor, Tensor]:
+    """V `[T + 1, N]` of the observations `[T, N, ...]` and the `[1, N, ...]` after them, V `[T, N]` of the final ones.
+
+    All in one pass, in chunks.
+    """
+    steps, num_envs = obs.shape[:2]
+    many = (2 * steps + 1) * num_envs
+    parts, (structure, *_) = zip(*map(flatten, (obs, last, final_obs)), strict=True)
+    joined = [torch.cat(part).flatten(0, 1) for part in zip(*parts, strict=True)]
+    rows = unflatten(structure, joined, lambda size: (many, *size[2:]))
 
     def critic(_: None, part: Any, params: TensorDict, carry: TensorDict) -> tuple[None, Tensor]:
         return None, value(params, carry, part)
 
-    return scan(critic, None, in_chunks(obs.flatten(0, 1)), params, carry)[1].flatten()[: batch.numel()].reshape(batch)
+    values = scan(critic, None, in_chunks(rows), params, carry)[1].flatten()[:many].reshape(-1, num_envs)
+    return values[: steps + 1], values[steps + 1 :]
 
 
 def episode_init(num_envs: int, window: int, device: torch.device | str | None = None) -> TensorDict:

@@ -9,10 +9,9 @@ import torch
 from conftest import assert_pure, close
 from tensordict import TensorDict
 
-from ecrl import rng
 from ecrl.algorithms import make_algorithm
 from ecrl.algorithms.grpo import collect_groups
-from ecrl.algorithms.minibatch import shuffled, sizes_of
+from ecrl.algorithms.minibatch import shuffled, sizes_of, update_key
 from ecrl.checkpoint import load, save
 from ecrl.config import Config, config_from_dict
 from ecrl.errors import ConfigError
@@ -195,8 +194,7 @@ def independent(cfg: Config, state: TensorDict, rollout: TensorDict) -> tuple[di
     fields = (steps[k].double().numpy() for k in ("reward", "done", "mask"))
     advantage = torch.tensor(advantages(*fields, c.gamma, c.group_size, c.eps), dtype=torch.float32).reshape(-1)
     steps, optimizer, kls = steps.reshape(-1), torch.optim.Adam(net.parameters(), c.learning_rate), []
-    key = rng.fold_in(rng.fold_in(state["key"], rng.UPDATE), state["update_step"])
-    for index, real in zip(*shuffled(key, sizes_of(c, len(steps)), c.n_epochs), strict=True):
+    for index, real in zip(*shuffled(update_key(state), sizes_of(c, len(steps)), c.n_epochs), strict=True):
         rows = index[real & steps["mask"][index]]
         batch, a = steps[rows], advantage[rows]
         dist, fixed = (torch.distributions.Categorical(logits=f(batch["obs"])) for f in (net, ref))

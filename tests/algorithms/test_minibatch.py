@@ -20,6 +20,7 @@ from ecrl.algorithms.minibatch import (
     passes,
     shuffled,
     sizes_of,
+    update_key,
 )
 from ecrl.algorithms.optimizer import learning_state
 from ecrl.algorithms.ppo import PPOConfig
@@ -302,9 +303,8 @@ def test_four_rollouts_as_torchs_optimisers_and_schedules(name, kwargs, make, sc
     w = torch.nn.Parameter(torch.tensor(0.0))
     theirs = make([w])
     scheduler = make_schedule(theirs) if make_schedule else None
-    for iteration in range(4):
-        key = rng.fold_in(rng.fold_in(state["key"], rng.UPDATE), torch.tensor(iteration))
-        index, real = shuffled(key, [2, 2, 1], 2)
+    for _ in range(4):
+        index, real = shuffled(update_key(state), [2, 2, 1], 2)
         for i, r in zip(index, real, strict=True):
             theirs.zero_grad()
             (rows["x"][i][r] / 5.0 * w - 3.0).square().mean().backward()
@@ -338,7 +338,7 @@ def test_a_minibatch_in_parts_is_the_minibatch(parts_of, monkeypatch):
     cfg: Any = parts.cfg.algorithm.cfg
     learner = learner_of(parts, _fitted, None, _spread)._replace(sizes=tuple(sizes_of(cfg, 20)))
     after, _ = learn(parts, state, passes, learner, rows)
-    w, (index, real) = 0.0, shuffled(rng.fold_in(rng.fold_in(rng.key(5), rng.UPDATE), 0), [8, 8, 4], 1)
+    w, (index, real) = 0.0, shuffled(update_key(state), [8, 8, 4], 1)
     for i, r in zip(index, real, strict=True):
         x = rows["x"][i[r]].double()
         y, counted = x / x.max(), rows["mask"][i[r]]
