@@ -118,6 +118,28 @@ def export(run: Annotated[str, tyro.conf.Positional], /, out: str | None = None)
         print(file)
 
 
+def bench(quick: bool = False, only: tuple[str, ...] = (), out: str | None = None) -> None:
+    """Measure ecrl side by side with other libraries; from a checkout of the source, with the extra `bench`.
+
+    Args:
+        quick: fewer and shorter rounds; everything in about five minutes on two cores.
+        only: subjects, such as end_to_end; all if none is given.
+        out: folder for the JSON files and plots; benchmarks/results if absent.
+    """
+    from pathlib import Path
+
+    root = Path(__file__).resolve().parents[1]
+    if not (root / "benchmarks" / "__main__.py").exists():
+        raise UserError(
+            f"ecrl bench: no benchmarks beside {Path(__file__).parent}; run it from a checkout of the source"
+        )
+    sys.path.insert(0, str(root))
+    from benchmarks.__main__ import run
+
+    if not run(quick, only, Path(out) if out else root / "benchmarks" / "results"):
+        sys.exit(1)
+
+
 def evaluate(
     run: Annotated[str, tyro.conf.Positional],
     /,
@@ -185,7 +207,7 @@ def main() -> None:
         if keys and (not args or args[0] not in commands):
             raise UserError(f"{keys[0]}: keys of the config can be set for: {', '.join(commands)}")
         tyro.extras.subcommand_cli_from_dict(
-            {**commands, "eval": evaluate, "export": export, "schema": schema},
+            {**commands, "eval": evaluate, "bench": bench, "export": export, "schema": schema},
             prog="ecrl",
             description="Train and evaluate policies.",
             args=args,

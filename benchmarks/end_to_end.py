@@ -1,0 +1,146 @@
+"""Environment steps per second of PPO on CartPole, collecting and learning: ecrl against what users would pick.
+
+Against rejax on one core and on two, in five rounds; on one core also against SB3, TorchRL and a CleanRL-style loop,
+which are so much slower that few rounds tell enough.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu import ENV, has_gpu, not_measured
+from benchmarks.pairs import Contestant, Result, Worker, await_ready, ratios, started, summary, take_turns
+
+SIZES = (4, 64, 512, 2048)
+GPU_SIZES = (4096, 65536)
+SLOW = ("SB3", "TorchRL", "CleanRL-style")
+MAKE = {
+    "ecrl": "benchmarks.ours:make",
+    "rejax": "benchmarks.peers.rejax_ppo:make",
+    "SB3": "benchmarks.peers.sb3_ppo:make",
+    "TorchRL": "benchmarks.peers.torchrl_ppo:make",
+    "CleanRL-style": "benchmarks.peers.cleanrl_ppo:make",
+}
+MUST_AND_AIM = {  # least and wanted ratio, by (peer, cores) and number of environments
+    ("rejax", 1): dict(zip(SIZES, ((0.6, 1.0), (1.0, 1.3), (1.1, 1.6), (1.1, 2.0)), strict=True)),
+    ("rejax", 2): dict(zip(SIZES, ((0.6, 1.0), (1.0, 1.5), (1.3, 1.8), (1.4, 2.2)), strict=True)),
+    **{(peer, 1): dict(zip(SIZES, ((8.0, None), (5.0, None), (5.0, None), (5.0, None)), strict=True)) for peer in SLOW},
+}
+
+
+def rows(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
+    """One row for each pair, number of cores and number of environments."""
+    return [
+        *on_cores(cores[:1], ("rejax", *SLOW), SIZES, quick),
+        *(on_cores(cores[:2], ("rejax",), SIZES, quick) if len(cores) > 1 else _untold(2, SIZES, "one core here")),
+        *on_gpu(cores, quick),
+    ]
+
+
+def on_gpu(cores: Sequence[int], quick: bool) -> list[dict[str, Any]]:
+    """Ecrl and rejax on a GPU, where there is one."""
+    if not has_gpu():
+        return [not_measured(peer="rejax", cores="GPU", num_envs=n) for n in GPU_SIZES]
+    return on_cores(cores, ("rejax",), GPU_SIZES, quick, "cuda")
+
+
+def _untold(cores: int, sizes: Sequence[int], why: str) -> list[dict[str, Any]]:
+    return [{"peer": "rejax", "cores": cores, "num_envs": n, "status": f"not measured: {why}"} for n in sizes]
+
+
+def contestant(name: str, num_envs: int, device: str = "cpu") -> Contestant:
+    """A library at a size."""
+    args = {"num_envs": num_envs} | ({"trainer__device": device} if name == "ecrl" and device != "cpu" else {})
+    return Contestant(name, MAKE[name], args, ENV[device])
+
+
+def on_cores(
+    cores: Sequence[int], peers: Sequence[str], sizes: Sequence[int], quick: bool, device: str = "cpu"
+) -> list[dict[str, Any]]:
+    """The rows of so many cores; all sizes get ready at the same time, so that compiling keeps the machine busy."""
+    out, names = [], ("ecrl", *peers)
+    with started([contestant(name, n, device) for name in names for n in sizes], cores) as workers:
+        ready = [await_ready(worker) for worker in workers]
+        for i, n in enumerate(sizes):
+            lanes = {
+                name: (worker, result)
+                for name, worker, result in zip(names, workers[i :: len(sizes)], ready[i :: len(sizes)], strict=True)
+            }
+            where = "GPU" if device == "cuda" else len(cores)
+            for ours, peer in pairings(lanes, cores, quick):
+                out.append(row(ours, peer, where, n))
+    return out
+
+
+def pairings(
+    lanes: dict[str, tuple[Worker, Result]], cores: Sequence[int], quick: bool
+) -> Iterator[tuple[Result, Result]]:
+    """Our result and a peer's from the same rounds, for each peer: five with rejax, few with the slow ones."""
+    for peers, rounds in ((["rejax"], 5), ([name for name in SLOW if name in lanes], 1 if quick else 3)):
+        workers, ready = zip(*(lanes[name] for name in ("ecrl", *peers)), strict=True)
+        if peers:
+            ours, *theirs = take_turns(workers, ready, cores, rounds, 0.4 if quick else 2.0)
+            yield from ((ours, peer) for peer in theirs)
+
+
+def row(ours: Result, peer: Result, cores: int | str, num_envs: int) -> dict[str, Any]:
+    """What one pair showed."""
+    about = {"peer": peer.name, "cores": cores, "num_envs": num_envs}
+    errors = [result.error for result in (ours, peer) if result.error is not None]
+    if errors:
+        return about | {"error": "; ".join(errors)}
+    return (
+        about
+        | verdict(ratios(ours, peer), peer.name, cores, num_envs)
+        | {
+            "ecrl_steps_s": summary(ours.rates)["median"],
+            "peer_steps_s": summary(peer.rates)["median"],
+            "ecrl_setup_s": ours.setup_s,
+            "peer_setup_s": peer.setup_s,
+            "ecrl_rates": ours.rates,
+            "peer_rates": peer.rates,
+        }
+    )
+
+
+def verdict(by_round: Sequence[float], peer: str, cores: int | str, num_envs: int) -> dict[str, Any]:
+    """Median and spread of the ratios, and whether it is what must be; `cores` is a number or "GPU".
+
+    >>> verdict([0.5, 0.7, 0.9], "rejax", 1, 4)
+    {'ratio': 0.7, 'ratio_min': 0.5, 'ratio_max': 0.9, 'must': 0.6, 'aim': 1.0, 'met': True}
+    """
+    seen = summary(by_round)
+    must, aim = (2.0, None) if cores == "GPU" else MUST_AND_AIM[peer, int(cores)].get(num_envs, (None, None))
+    met = None if must is None else (seen["median"] or -math.inf) >= must
+    return {"ratio": seen["median"], "ratio_min": seen["min"], "ratio_max": seen["max"]} | {
+        "must": must,
+        "aim": aim,
+        "met": met,
+    }
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Ratio by number of environments: a line for each peer, with the spread; what must be is dotted."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    seen = [r for r in rows if "ratio" in r]
+    for number, (peer, cores) in enumerate(dict.fromkeys((r["peer"], r["cores"]) for r in seen)):
+        mine = [r for r in seen if (r["peer"], r["cores"]) == (peer, cores)]
+        sizes, color = [r["num_envs"] for r in mine], f"C{number}"
+        axes.plot(sizes, [r["ratio"] for r in mine], "o-", color=color, label=f"{peer}, {_cores(cores)}")
+        axes.fill_between(sizes, [r["ratio_min"] for r in mine], [r["ratio_max"] for r in mine], color=color, alpha=0.2)
+        axes.plot(sizes, [r["must"] for r in mine], ":", color=color)
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.set(xscale="log", yscale="log", xlabel="environments", ylabel="env steps/s, ecrl / peer (dotted: must)")
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _cores(cores: int | str) -> str:
+    return "GPU" if cores == "GPU" else f"{cores} core{'s' if cores != 1 else ''}"

@@ -1,0 +1,119 @@
+"""Steps of Adam on two perceptrons, whose weights move from call to call."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.forms.common import Cost, Inputs, Make, awaited, compiled, tensors
+from benchmarks.turns import Call
+
+RATE, BETA1, BETA2, EPS = 1e-3, 0.9, 0.999, 1e-8
+
+
+def inputs(width: int) -> Inputs:
+    """Weights and gradients of actor and critic, each with two hidden layers of `width`, for four observations."""
+    draw = np.random.default_rng(0)
+    sizes = [(width, 4), (width,), (width, width), (width,)]
+    shapes = {
+        f"{net}{i}": size
+        for net, outs in (("a", 2), ("c", 1))
+        for i, size in enumerate([*sizes, (outs, width), (outs,)])
+    }
+    return {
+        f"{kind}_{name}": draw.standard_normal(shape, dtype=np.float32)
+        for kind in ("p", "g")
+        for name, shape in shapes.items()
+    }
+
+
+def cost(width: int) -> Cost:
+    """Read a weight, its gradient and two moments, write three of them; a dozen operations."""
+    size = sum(array.size for name, array in inputs(width).items() if name.startswith("p_"))
+    return Cost(size * 4 * 7, size * 12)
+
+
+def _both(given: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    params, grads = ({name[2:]: x for name, x in given.items() if name.startswith(kind)} for kind in ("p_", "g_"))
+    return params, grads
+
+
+def _ours(params: Any, grads: Any, opt: Any) -> Any:
+    from ecrl.kernels import adam
+
+    return adam(params, grads, opt, learning_rate=RATE, beta1=BETA1, beta2=BETA2, eps=EPS)
+
+
+def _moving(fn: Any, given: Inputs, device: str) -> Call:
+    from tensordict import TensorDict
+
+    from ecrl.kernels import adam_init
+
+    params, grads = (TensorDict(part, []) for part in _both(tensors(given, device)))
+    now = [params, adam_init(params)]
+
+    def call() -> list[Tensor]:
+        now[:] = fn(now[0], grads, now[1])
+        return [now[0][name] for name in sorted(now[0].keys())]
+
+    return call
+
+
+def ecrl_compiled(given: Inputs, device: str) -> Call:
+    """Ours, compiled."""
+    return _moving(compiled(_ours, device), given, device)
+
+
+def ecrl_eager(given: Inputs, device: str) -> Call:
+    """Ours, eager."""
+    return _moving(awaited(_ours, device), given, device)
+
+
+def _torch(given: Inputs, device: str, **how: bool) -> Call:
+    params, grads = _both(tensors(given, device))
+    for name, param in params.items():
+        param.requires_grad_().grad = grads[name]
+    step = torch.optim.Adam(list(params.values()), lr=RATE, betas=(BETA1, BETA2), eps=EPS, **how).step
+
+    def call() -> list[Tensor]:
+        step()
+        return [params[name].detach() for name in sorted(params)]
+
+    return awaited(call, device)
+
+
+def torch_foreach(given: Inputs, device: str) -> Call:
+    """torch.optim.Adam by lists of tensors."""
+    return _torch(given, device, foreach=True)
+
+
+def torch_fused(given: Inputs, device: str) -> Call:
+    """torch.optim.Adam as one kernel."""
+    return _torch(given, device, fused=True)
+
+
+def optax_jitted(given: Inputs, device: str) -> Call:
+    """optax, jitted."""
+    import jax
+    import optax
+
+    params, grads = jax.device_put(_both(given))
+    adam = optax.adam(RATE, BETA1, BETA2, EPS)
+
+    @jax.jit
+    def fn(params: Any, grads: Any, opt: Any) -> Any:
+        moves, opt = adam.update(grads, opt, params)
+        return optax.apply_updates(params, moves), opt
+
+    now = [params, adam.init(params)]
+
+    def call() -> list[Any]:
+        now[:] = jax.block_until_ready(fn(now[0], grads, now[1]))
+        return [now[0][name] for name in sorted(now[0])]
+
+    return call
+
+
+OURS: dict[str, Make] = {"ecrl compiled": ecrl_compiled, "ecrl eager": ecrl_eager}
+PEERS: dict[str, Make] = {"torch foreach": torch_foreach, "torch fused": torch_fused, "optax jitted": optax_jitted}

@@ -1,0 +1,167 @@
+"""Kernels against those of other libraries, on one core or one GPU: time, ratio, and share of what the machine allows.
+
+All forms of a kernel take turns in one process, since a call is far shorter than a process is to start; thread counts
+and XLA's flags are those of `pairs`. Every row is one of ours against one of theirs, `ratio` above 1 is faster.
+"""
+
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.alone import alone
+from benchmarks.gpu import ENV, has_gpu, not_measured
+from benchmarks.pairs import Failure
+
+MAX_COMPILE_S = 10.0
+MUSTS = {  # the least ratio: rlax's time by at most 2.5 and 1.6 of it, SB3's by 1.5
+    ("gae", "4096x128", "ecrl compiled", "rlax jitted"): 1 / 2.5,
+    ("gae", "64x1024", "ecrl compiled", "rlax jitted"): 1 / 1.6,
+    ("gae", "4096x128", "ecrl eager", "sb3 numpy"): 1 / 1.5,
+    ("gae", "64x1024", "ecrl eager", "sb3 numpy"): 1 / 1.5,
+}
+SLOW = ("torchrl", "torchrl vec")  # peers that the quick form leaves out
+
+
+class Case(NamedTuple):
+    """A kernel at one size: its file in `forms`, the names of its tables there, and what `inputs` and `cost` take."""
+
+    kernel: str
+    size: str
+    form: str
+    args: tuple[int, ...]
+    quick: bool
+    ours: str = "OURS"
+    peers: str = "PEERS"
+
+
+CASES = [
+    Case("gae", "4096x128", "gae", (4096, 128), True),
+    Case("gae", "64x1024", "gae", (64, 1024), True),
+    Case("ppo_loss", "2048 rows", "loss", (2048,), True),
+    Case("ppo_loss", "65536 rows", "loss", (65_536,), False),
+    Case("adam", "two MLP-64", "adam", (64,), True),
+    Case("adam", "two MLP-512", "adam", (512,), False),
+    Case("rng uniform", "2^20", "draws", (2**20,), False, "UNIFORM"),
+    Case("rng normal", "2^20", "draws", (2**20,), True, "NORMAL"),
+]
+
+
+def forms(case: Case) -> tuple[Any, Any, Any]:
+    """The module of a case, and its tables of ours and theirs."""
+    from importlib import import_module
+
+    module = import_module(f"benchmarks.forms.{case.form}")
+    table = getattr(module, case.ours)
+    return module, *(table if isinstance(table, tuple) else (table, getattr(module, case.peers)))
+
+
+def prepared(make: Any, given: Any, device: str) -> tuple[Any, float, str | None]:
+    """A form's call, the seconds until it was done once (compiling among them), and why there is none."""
+    start = time.perf_counter()
+    try:
+        call = make(given, device)
+        call()
+    except Exception as error:  # one form that fails is a row, not the end of the others
+        lines = [line for line in f"{type(error).__name__}: {error}".splitlines() if line.strip()]
+        return None, float("nan"), lines[0]
+    return call, time.perf_counter() - start, None
+
+
+def measure(number: int, quick: bool, device: str) -> list[dict[str, Any]]:
+    """The rows of one case."""
+    from benchmarks.turns import take_turns
+
+    case = CASES[number]
+    module, ours, peers = forms(case)
+    peers = {name: make for name, make in peers.items() if not (quick and name in SLOW)}
+    given = module.inputs(*case.args)
+    made = {name: prepared(make, given, device) for name, make in (ours | peers).items()}
+    calls = {name: call for name, (call, _, error) in made.items() if error is None}
+    taken = take_turns(calls, rounds=5, seconds=0.05 if quick else 0.5)
+    roof = reached(case, module.cost(*case.args), taken, device)
+    return [row(case, (a, b), made, taken) | roof.get(a, {}) | {"device": device} for a in ours for b in peers]
+
+
+def reached(case: Case, cost: Any, taken: dict[str, list[float]], device: str) -> dict[str, dict[str, Any]]:
+    """Of each form the bandwidth and operations per second reached, beside what copy and product reach here."""
+    from benchmarks.roofline import copy_rate, matmul_rate, share_of_roof
+
+    copy, product = copy_rate(cost.bytes, device), matmul_rate(device)
+    out = {}
+    for name, seconds in taken.items():
+        time_ = statistics.median(seconds)
+        share = share_of_roof(cost.bytes, cost.operations, time_, copy, product)
+        roof = {"copy_gb_s": copy / 1e9, "matmul_gflop_s": product / 1e9, "gflop_s": cost.operations / time_ / 1e9}
+        out[name] = {"gb_s": cost.bytes / time_ / 1e9, "roof_share": share, "roof": roof}
+        if case.form == "draws":
+            out[name]["bits_per_s"] = 32 * case.args[0] / time_
+    return out
+
+
+def row(case: Case, names: tuple[str, str], made: dict[str, Any], taken: dict[str, list[float]]) -> dict[str, Any]:
+    """One of ours against one of theirs."""
+    from benchmarks.turns import ratio
+
+    ours, peer = names
+    about: dict[str, Any] = {"kernel": case.kernel, "size": case.size, "ours": ours, "peer": peer}
+    errors = [f"{name}: {made[name][2]}" for name in names if made[name][2] is not None]
+    if errors:
+        return about | {"error": "; ".join(errors)}
+    about |= {"ours_us": statistics.median(taken[ours]) * 1e6, "peer_us": statistics.median(taken[peer]) * 1e6}
+    about |= ratio(taken[ours], taken[peer])
+    compiled = ours == "ecrl compiled"
+    about |= {"compile_s": made[ours][1] if compiled else None, "must": MUSTS.get((case.kernel, case.size, *names))}
+    if about["must"] is not None:
+        about["met"] = about["ratio"] >= about["must"] and not (compiled and about["compile_s"] > MAX_COMPILE_S)
+    return about
+
+
+def measure_all(quick: bool, device: str) -> list[dict[str, Any]]:
+    """The rows of all cases, in this process; the compiler works once before, what it takes to load is not counted."""
+    import torch
+
+    from benchmarks.forms.common import compiled
+
+    compiled(torch.neg, device)(torch.zeros(8, device=device))
+    numbers = [i for i, case in enumerate(CASES) if case.quick or not quick]
+    return [row for i in numbers for row in measure(i, quick, device)]
+
+
+def rows(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
+    """Rows on the first core, then the same on a GPU, or that they are not measured; compiled with an empty cache."""
+    out = []
+    for device in ("cpu", "cuda"):
+        if device == "cuda" and not has_gpu():
+            out += [not_measured(kernel=c.kernel, size=c.size, device=device) for c in CASES if c.quick or not quick]
+            continue
+        with tempfile.TemporaryDirectory() as cache:
+            env = {"TORCHINDUCTOR_CACHE_DIR": cache, **ENV[device]}
+            try:
+                out += alone("benchmarks.kernels:measure_all", {"quick": quick, "device": device}, cores[:1], env)
+            except Failure as failure:
+                out.append({"kernel": "all", "device": device, "error": str(failure)})
+    return out
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """The ratio of every pair with its spread, and a line where both are equal."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    seen = [r for r in rows if "ratio" in r]
+    figure, axes = plt.subplots(figsize=(9, 1 + 0.28 * len(seen)), layout="constrained")
+    labels = [f"{r['kernel']} {r['size']} ({r['device']}): {r['ours']} / {r['peer']}" for r in seen]
+    for label, r in zip(labels, seen, strict=True):
+        spread = [[r["ratio"] - r["ratio_min"]], [r["ratio_max"] - r["ratio"]]]
+        color = "tab:blue" if r["ours"] == "ecrl compiled" else "tab:gray"
+        axes.errorbar([r["ratio"]], [label], xerr=spread, marker="o", capsize=3, color=color)
+    axes.axvline(1.0, color="black", linewidth=0.8)
+    axes.set(xscale="log", xlabel="speed, ecrl / peer")
+    axes.invert_yaxis()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

@@ -1,0 +1,46 @@
+"""ecrl as a contestant: PPO on CartPole, whole iterations of `train_iter`, as users run it."""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from benchmarks.pairs import ROOT
+from benchmarks.peers import SOLVED, STEPS, as_work
+from ecrl import Config, init_state, load_config, train_iter
+from ecrl.parts import form_of
+
+CONFIG = ROOT / "configs" / "cartpole_ppo.json"
+
+
+def averages(cfg: Config) -> Iterator[float]:
+    """The running average return of the last 100 episodes after each iteration."""
+    for record in train_iter(init_state(cfg), cfg):
+        if record["log_type"] == "collect":
+            yield float(record["logs"]["episode_reward_avg_100"])
+
+
+def iterations(num_envs: int, **keys: Any) -> Iterator[float]:
+    """Train for ever with T=128 and 4 epochs of 4 minibatches; gives what `averages` does.
+
+    `keys` are further ones of the config, with "__" for a dot.
+    """
+    sizes = {"trainer.num_envs": num_envs, "trainer.buffer_size": STEPS, "trainer.iterations": 10**6}
+    more = {name.replace("__", "."): value for name, value in keys.items()}
+    yield from averages(
+        load_config(CONFIG).replace(**sizes, **{"algorithm.cfg.batch_size": num_envs * STEPS // 4, **more})
+    )
+
+
+def make(num_envs: int, **keys: Any) -> Callable[[], int]:
+    """One iteration of PPO is a unit, its environment steps the count."""
+    return as_work(iterations(num_envs, **keys), num_envs * STEPS)
+
+
+def solve(seed: int, started: float, compile: str) -> dict[str, Any]:
+    """Train the whole budget of the config; gives when it was solved and done, in seconds after `started`."""
+    cfg = load_config(CONFIG).replace(**{"trainer.seed": seed, "trainer.compile": compile})
+    solved, steps = None, 0
+    for number, average in enumerate(averages(cfg)):
+        if solved is None and average >= SOLVED:
+            solved, steps = time.time() - started, (number + 1) * cfg.trainer.num_envs * STEPS
+    return {"solved_s": solved, "steps": steps, "budget_s": time.time() - started, "form": form_of(cfg).name}

@@ -1,0 +1,41 @@
+"""rejax's PPO over gymnax's CartPole, as one jitted loop over its `train_iteration`."""
+
+from collections.abc import Callable
+
+import jax
+import rejax
+
+from benchmarks.peers import STEPS
+
+
+def ppo(num_envs: int, **changes: object) -> rejax.PPO:
+    """The algorithm with the settings that all peers share; `changes` are further arguments of `create`."""
+    settings = {
+        "num_steps": STEPS,
+        "num_epochs": 4,
+        "num_minibatches": 4,
+        "learning_rate": 1e-3,
+        "agent_kwargs": {"activation": "tanh", "hidden_layer_sizes": (64, 64)},
+        "max_grad_norm": 0.5,  # of each element: rejax has no clipping by the global norm
+        "gamma": 0.99,
+        "gae_lambda": 0.95,
+        "ent_coef": 0.01,
+        "vf_coef": 0.5,
+        "total_timesteps": 10**9,
+        "eval_freq": 10**9,
+    }
+    return rejax.PPO.create(env="CartPole-v1", num_envs=num_envs, **{**settings, **changes})
+
+
+def make(num_envs: int, seed: int = 0) -> Callable[[], int]:
+    """A unit is as many iterations as take some tenths of a second, in one compiled call."""
+    algorithm, times = ppo(num_envs), max(1, 200 // num_envs)
+    iterate = jax.jit(lambda state: jax.lax.fori_loop(0, times, lambda _, s: algorithm.train_iteration(s), state))
+    state = jax.block_until_ready(iterate(jax.jit(algorithm.init_state)(jax.random.PRNGKey(seed))))
+
+    def work() -> int:
+        nonlocal state
+        state = jax.block_until_ready(iterate(state))
+        return times * num_envs * STEPS
+
+    return work

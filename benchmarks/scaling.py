@@ -1,0 +1,146 @@
+"""Environment steps per second by number of environments, by length of a rollout and by width of both networks.
+
+The quick form has ours alone and only sizes that `end_to_end` has compiled before; the full one has rejax beside it.
+On a GPU the number of environments goes on to 65,536, and the share of time inside CUDA graphs stands beside.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.alone import alone
+from benchmarks.gpu import ENV, has_gpu, not_measured
+from benchmarks.pairs import Contestant, Failure, Result, race, ratios, summary
+from benchmarks.peers import STEPS, as_work
+
+
+class Size(NamedTuple):
+    """What varies over the rows."""
+
+    num_envs: int
+    steps: int = STEPS
+    width: int = 64
+
+
+BASE = Size(64)
+BY = {
+    "num_envs": [Size(n) for n in (4, 16, 64, 256, 1024, 4096)],
+    "steps": [BASE._replace(steps=t) for t in (32, 128, 512, 1024)],
+    "width": [BASE._replace(width=w) for w in (64, 128, 256, 512)],
+}
+QUICK = {"num_envs": [Size(64), Size(512)]}
+GPU = {"num_envs": [Size(n) for n in (512, 2048, 8192, 32_768, 65_536)]}
+
+
+def config(size: Size, device: str) -> Any:
+    """The config of `ours` with other sizes, on a device."""
+    from benchmarks.ours import CONFIG
+    from ecrl import load_config
+
+    keys: dict[str, Any] = {
+        "trainer.num_envs": size.num_envs,
+        "trainer.buffer_size": size.steps,
+        "trainer.iterations": 10**6,
+        "trainer.device": device,
+        "algorithm.cfg.batch_size": size.num_envs * size.steps // 4,
+    }
+    widths = {f"policy.{net}.network_cfg.hidden_sizes": [size.width] * 2 for net in ("actor", "critic")}
+    return load_config(CONFIG).replace(**keys, **widths)
+
+
+def ours(num_envs: int, steps: int, width: int, device: str = "cpu") -> Callable[[], int]:
+    """An iteration of ours."""
+    from benchmarks.ours import averages
+
+    return as_work(averages(config(Size(num_envs, steps, width), device)), num_envs * steps)
+
+
+def rejax(num_envs: int, steps: int, width: int) -> Callable[[], int]:
+    """As many jitted iterations of rejax as take some tenths of a second, on its default device."""
+    import jax
+
+    from benchmarks.peers.rejax_ppo import ppo
+
+    kwargs = {"activation": "tanh", "hidden_layer_sizes": (width, width)}
+    algorithm, times = ppo(num_envs, num_steps=steps, agent_kwargs=kwargs), max(1, 25_600 // (num_envs * steps))
+    iterate = jax.jit(lambda state: jax.lax.fori_loop(0, times, lambda _, s: algorithm.train_iteration(s), state))
+
+    def iterations() -> Iterator[None]:
+        state = algorithm.init_state(jax.random.PRNGKey(0))
+        while True:
+            state = jax.block_until_ready(iterate(state))
+            yield
+
+    return as_work(iterations(), times * num_envs * steps)
+
+
+def point(by: str, size: Size, quick: bool, device: str, cores: Sequence[int]) -> dict[str, Any]:
+    """One size: ours, and rejax beside it unless quick."""
+    args, env = size._asdict(), ENV[device]
+    contestants = [Contestant("ecrl", "benchmarks.scaling:ours", {**args, "device": device}, env)]
+    if not quick:
+        contestants.append(Contestant("rejax", "benchmarks.scaling:rejax", args, env))
+    results = race(contestants, cores, rounds=3 if quick else 5, seconds=0.5 if quick else 1.0)
+    return {"by": by, "device": device, **args} | told(results)
+
+
+def told(results: Sequence[Result]) -> dict[str, Any]:
+    """Steps per second of each, and the ratio of the rounds if there are two.
+
+    >>> told([Result("ecrl", [4.0], 1.0, {}, 0.0), Result("rejax", [2.0], 1.0, {}, 0.0)])["ratio"]
+    2.0
+    """
+    errors = [r.error for r in results if r.error is not None]
+    out: dict[str, Any] = {f"{r.name}_steps_per_s": summary(r.rates)["median"] for r in results}
+    out |= {f"{r.name}_setup_s": r.setup_s for r in results if r.error is None}
+    if errors:
+        return out | {"error": "; ".join(errors)}
+    if len(results) == 2:
+        by_round = summary(ratios(*results))
+        out |= {"ratio": by_round["median"], "ratio_min": by_round["min"], "ratio_max": by_round["max"]}
+    return out
+
+
+def on_gpu(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
+    """The rows of a GPU, with the shares of time in which it works, and works on graphs."""
+    if not has_gpu():
+        return [not_measured(by=by, device="cuda", **size._asdict()) for by, sizes in GPU.items() for size in sizes]
+    out = []
+    for by, sizes in GPU.items():
+        for size in sizes:
+            row = point(by, size, quick, "cuda", cores)
+            args = {"make": "benchmarks.scaling:ours", "args": {**size._asdict(), "device": "cuda"}}
+            try:
+                row |= alone("benchmarks.gpu:profiled_share", args, cores, ENV["cuda"])
+            except Failure as failure:
+                row["error"] = str(failure)
+            out.append(row)
+    return out
+
+
+def rows(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
+    """A row per size, on the first core; then those of a GPU, or that they are not measured."""
+    sizes = QUICK if quick else BY
+    out = [point(by, size, quick, "cpu", cores[:1]) for by, some in sizes.items() for size in some]
+    return out + on_gpu(quick, cores)
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Steps per second by what varies, one picture each, ours and rejax."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    seen = [r for r in rows if r.get("ecrl_steps_per_s")]
+    kinds = sorted({(r["by"], r["device"]) for r in seen})
+    figure, all_axes = plt.subplots(1, max(1, len(kinds)), figsize=(4 * max(1, len(kinds)), 3.5), squeeze=False)
+    for axes, (by, device) in zip(all_axes[0], kinds, strict=False):
+        for name in ("ecrl", "rejax"):
+            line = [r for r in seen if (r["by"], r["device"]) == (by, device) and r.get(f"{name}_steps_per_s")]
+            axes.plot([r[by] for r in line], [r[f"{name}_steps_per_s"] for r in line], marker="o", label=name)
+        axes.set(xscale="log", yscale="log", xlabel=f"{by} ({device})", ylabel="env steps per second")
+        axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

@@ -1,0 +1,293 @@
+"""What is raced does equal work: every form of a kernel gives the same numbers; the subjects' rows at tiny sizes."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("rlax", reason="the benchmarks' peers are not installed")
+
+from benchmarks import gpu, kernels, memory, phases, scaling
+from benchmarks.alone import alone
+from benchmarks.forms import adam, draws, gae, loss
+from benchmarks.ours import CONFIG
+from benchmarks.pairs import Failure, available
+from benchmarks.roofline import copy_rate, matmul_rate
+from benchmarks.turns import ratio, take_turns
+from ecrl import load_config
+
+EAGER = ["ecrl eager"]
+COMPILED = [pytest.param("ecrl compiled", marks=pytest.mark.slow)]
+
+
+def results(module, name, *args, calls=1):
+    """What a form gives after so many calls, as arrays of float64."""
+    call = {**module.OURS, **module.PEERS}[name](module.inputs(*args), "cpu")
+    for _ in range(calls):
+        out = call()
+    return [np.asarray(x, dtype=np.float64) for x in out]
+
+
+def assert_equal_work(module, name, other, *args, calls=1, tol=1e-4):
+    for ours, theirs in zip(
+        results(module, name, *args, calls=calls), results(module, other, *args, calls=calls), strict=True
+    ):
+        assert ours.shape == theirs.shape
+        np.testing.assert_allclose(ours, theirs, rtol=tol, atol=tol)
+
+
+@pytest.mark.ref
+@pytest.mark.parametrize("ours", [*EAGER, *COMPILED])
+@pytest.mark.parametrize("peer", gae.PEERS)
+def test_gae_is_the_same_in_every_library(ours, peer):
+    pytest.importorskip({"rlax jitted": "rlax", "sb3 numpy": "stable_baselines3"}.get(peer, "torchrl"))
+    assert_equal_work(gae, ours, peer, 6, 40)
+
+
+def test_gae_of_the_benchmark_is_the_equation():
+    given = gae.inputs(3, 50)
+    reward, value, done = (given[name].astype(np.float64) for name in ("reward", "value", "done"))
+    assert 0 < done.mean() < 0.2
+    trace, advantage = np.zeros(3), np.zeros((50, 3))
+    for t in reversed(range(50)):
+        delta = reward[t] + 0.99 * value[t + 1] * (1 - done[t]) - value[t]
+        advantage[t] = trace = delta + 0.99 * 0.95 * (1 - done[t]) * trace
+    got = results(gae, "ecrl eager", 3, 50)
+    np.testing.assert_allclose(got[0], advantage, atol=1e-4)
+    np.testing.assert_allclose(got[1], advantage + value[:-1], atol=1e-4)
+
+
+@pytest.mark.ref
+@pytest.mark.parametrize("ours", [*EAGER, *COMPILED])
+@pytest.mark.parametrize("peer", loss.PEERS)
+def test_loss_gradients_and_logs_are_the_same_in_every_library(ours, peer):
+    assert_equal_work(loss, ours, peer, 500, tol=1e-5)
+    assert 0.1 < results(loss, ours, 500)[5] < 0.9  # of the ratios that are clipped: both branches count
+
+
+@pytest.mark.ref
+@pytest.mark.parametrize("ours", [*EAGER, *COMPILED])
+@pytest.mark.parametrize("peer", adam.PEERS)
+def test_adam_moves_the_weights_to_the_same_place_in_every_library(ours, peer):
+    pytest.importorskip("optax" if peer == "optax jitted" else "torch")
+    assert_equal_work(adam, ours, peer, 8, calls=3, tol=1e-5)
+    before = [x for name, x in sorted(adam.inputs(8).items()) if name.startswith("p_")]
+    after = results(adam, ours, 8, calls=3)
+    assert all(1e-3 < np.abs(a - b).max() < 4e-3 for a, b in zip(after, before, strict=True))  # three steps of 1e-3
+
+
+@pytest.mark.ref
+@pytest.mark.parametrize("kind", ["UNIFORM", "NORMAL"])
+def test_draws_have_the_same_shape_and_moments_in_every_library_and_are_new_in_every_call(kind):
+    ours, peers = getattr(draws, kind)
+    mean, deviation = (0.5, 12**-0.5) if kind == "UNIFORM" else (0.0, 1.0)
+    for name, make in ({"ecrl eager": ours["ecrl eager"]} | peers).items():
+        call = make(draws.inputs(40_000), "cpu")
+        first, second = (np.asarray(call()[0]) for _ in range(2))
+        assert first.shape == (40_000,) and first.dtype == np.float32, name
+        assert abs(first.mean() - mean) < 0.02 and abs(first.std() - deviation) < 0.02, name
+        assert not np.array_equal(first, second), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["UNIFORM", "NORMAL"])
+def test_compiled_draws_are_the_eager_ones(kind):
+    ours, _ = getattr(draws, kind)
+    eager, compiled = (ours[name](draws.inputs(1000), "cpu") for name in ("ecrl eager", "ecrl compiled"))
+    for _ in range(2):
+        torch.testing.assert_close(eager()[0], compiled()[0], rtol=0, atol=1e-5)
+
+
+def test_costs_count_every_array_once():
+    assert gae.cost(2, 3).bytes == 6 * 17
+    assert loss.cost(10).bytes == 360
+    weights = sum(x.size for name, x in adam.inputs(8).items() if name.startswith("p_"))
+    assert weights == 2 * (4 * 8 + 8 + 8 * 8 + 8) + (2 + 1) * (8 + 1)
+    assert adam.cost(8).bytes == 28 * weights
+    assert draws.cost(10).bytes == 40
+
+
+def test_every_case_has_its_forms_and_every_must_a_case():
+    for case in kernels.CASES:
+        module, ours, peers = kernels.forms(case)
+        assert {"ecrl compiled", "ecrl eager"} == set(ours) and peers
+        module.cost(*case.args)
+    pairs = {(c.kernel, c.size, a, b) for c in kernels.CASES for _, o, p in [kernels.forms(c)] for a in o for b in p}
+    assert set(kernels.MUSTS) <= pairs
+    assert all(c.quick for c in kernels.CASES if any(c.size == must[1] for must in kernels.MUSTS))
+
+
+def fake_case(monkeypatch, **forms):
+    """Case 0 over forms of our own."""
+    module = type("Fake", (), {"inputs": lambda *_: {}, "cost": lambda *_: gae.cost(4, 8)})
+    ours = {name: make for name, make in forms.items() if name.startswith("ecrl")}
+    peers = {name: make for name, make in forms.items() if not name.startswith("ecrl")}
+    monkeypatch.setattr(kernels, "forms", lambda case: (module, ours, peers))
+
+
+def busy(size):
+    data = torch.ones(size)
+    return lambda given, device: lambda: data.cos().sum()
+
+
+def test_a_kernel_row_tells_the_ratio_the_must_and_the_roof(monkeypatch):
+    fake_case(monkeypatch, **{"ecrl eager": busy(1000), "sb3 numpy": busy(400_000)})
+    (row,) = kernels.measure(0, quick=True, device="cpu")
+    assert (row["kernel"], row["size"], row["ours"], row["peer"]) == ("gae", "4096x128", "ecrl eager", "sb3 numpy")
+    assert row["ratio_min"] <= row["ratio"] <= row["ratio_max"]
+    assert row["ratio"] > 3 and row["met"] is True and row["must"] == pytest.approx(2 / 3)
+    assert row["ours_us"] < row["peer_us"] and row["compile_s"] is None
+    assert row["gb_s"] == pytest.approx(32 * 17 / row["ours_us"] / 1e3)
+    roof = row["roof"]
+    bound = max(row["gb_s"] / roof["copy_gb_s"], roof["gflop_s"] / roof["matmul_gflop_s"])
+    assert row["roof_share"] == pytest.approx(bound) and bound > 0
+    json.dumps(row)
+
+
+def test_a_must_that_is_missed_is_told(monkeypatch):
+    fake_case(monkeypatch, **{"ecrl eager": busy(400_000), "sb3 numpy": busy(1000)})
+    (row,) = kernels.measure(0, quick=True, device="cpu")
+    assert row["ratio"] < 0.5 and row["met"] is False
+
+
+def test_a_compiled_form_that_compiles_too_long_misses_its_must(monkeypatch):
+    taken = {"ecrl compiled": [1.0], "rlax jitted": [1.0]}
+    for seconds, met in ((9.0, True), (11.0, False)):
+        made = {"ecrl compiled": (None, seconds, None), "rlax jitted": (None, 1.0, None)}
+        row = kernels.row(kernels.CASES[0], ("ecrl compiled", "rlax jitted"), made, taken)
+        assert (row["met"], row["compile_s"]) == (met, seconds)
+
+
+def test_a_form_that_fails_is_a_row_of_its_own(monkeypatch):
+    def broken(given, device):
+        raise ImportError("no such library\nsecond line")
+
+    fake_case(monkeypatch, **{"ecrl eager": busy(10), "broken": broken, "sb3 numpy": busy(10)})
+    rows = {row["peer"]: row for row in kernels.measure(0, quick=True, device="cpu")}
+    assert rows["broken"]["error"] == "broken: ImportError: no such library"
+    assert "ratio" in rows["sb3 numpy"]
+
+
+def test_turns_and_ratios_are_of_the_same_rounds():
+    order = []
+    taken = take_turns({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, rounds=2, seconds=0.0)
+    assert order == ["a"] * 3 + ["b"] * 3 + ["a", "b", "a", "b"]
+    assert {name: len(seconds) for name, seconds in taken.items()} == {"a": 2, "b": 2}
+    assert ratio([1.0, 1.0, 2.0], [2.0, 4.0, 2.0]) == {"ratio": 2.0, "ratio_min": 1.0, "ratio_max": 4.0}
+
+
+def test_the_roof_is_what_this_machine_does():
+    assert 1e8 < copy_rate(1 << 20, "cpu", 0.01) < 1e13
+    assert 1e8 < matmul_rate("cpu", 0.01) < 1e14
+
+
+def test_alone_pins_before_imports_and_tells_what_went_wrong():
+    core = available()[-1]
+    assert alone("benchmarks.pairs:available", {}, [core]) == [core]
+    assert alone("os:getenv", {"key": "OMP_NUM_THREADS"}, [core]) == "1"
+    assert alone("os:getenv", {"key": "MINE"}, [core], {"MINE": "yes"}) == "yes"
+    with pytest.raises(Failure, match="no_such"):
+        alone("benchmarks.no_such:thing", {}, [core])
+
+
+def test_memory_slopes_leave_out_what_failed():
+    given = [{"num_envs": 2, "peak_mb": 4.0}, {"num_envs": 3, "error": "died"}, {"num_envs": 4, "peak_mb": 5.0}]
+    rows = memory.with_slopes(given)
+    assert [row["bytes_per_step"] for row in rows] == [None, None, 2**20 / 256]
+
+
+def test_memory_counts_what_the_second_unit_takes(monkeypatch):
+    """The first takes more, and is not counted; pages that are written count, whoever holds them."""
+
+    def make(num_envs):
+        np.ones(60 * 2**17)  # 60 MB, gone again
+        return lambda: np.ones(num_envs * 2**17).sum()
+
+    monkeypatch.setattr(memory, "import_module", lambda name: type("module", (), {"make": staticmethod(make)}))
+    small, large = (memory.peak("any:make", {"num_envs": size})["peak_mb"] for size in (20, 50))
+    assert 25 < large - small < 35
+    assert large < 60
+
+
+def test_phases_are_leaves_and_what_they_leave():
+    seconds = {("collect",): [0.3, 0.3], ("collect", "env"): [0.1, 0.2], ("collect", "policy"): [0.2], ("stat",): [0.1]}
+    rows = phases.shares(seconds, 2.0)
+    assert {row["phase"]: row["ms"] for row in rows} == pytest.approx(
+        {"collect/env": 300.0, "collect/policy": 200.0, "stat": 100.0, "other": 1400.0}
+    )
+    assert sum(row["share"] for row in rows) == pytest.approx(1.0)
+
+
+@pytest.mark.slow
+def test_phases_of_a_small_run():
+    rows = phases.profile(4, "cpu", 0.1)
+    for form in ("as run", "taken apart"):
+        part = {row["phase"]: row for row in rows if row["form"] == form}
+        assert sum(row["share"] for row in part.values()) == pytest.approx(1.0)
+        assert all(row["share"] >= 0.0 for row in part.values())
+    assert {"collect/policy", "collect/env", "collect/critic", "update/learn"} <= {row["phase"] for row in rows}
+
+
+def test_scaling_tells_both_and_the_ratio():
+    result = scaling.Result
+    both = scaling.told([result("ecrl", [4.0, 6.0, 5.0], 1.0, {}, 0.0), result("rejax", [2.0, 6.0, 1.0], 2.0, {}, 0.0)])
+    assert (both["ecrl_steps_per_s"], both["rejax_steps_per_s"]) == (5.0, 2.0)
+    assert (both["ratio_min"], both["ratio"], both["ratio_max"]) == (1.0, 2.0, 5.0)
+    failed = scaling.told([result("ecrl", [4.0], 1.0, {}, 0.0), result("rejax", [], 2.0, {}, 0.0, "rejax: died")])
+    assert failed["error"] == "rejax: died" and "ratio" not in failed
+
+
+def test_scaling_changes_the_sizes_of_the_config_and_nothing_else():
+    cfg = scaling.config(scaling.Size(8, 16, 32), "cpu")
+    assert (cfg.trainer.num_envs, cfg.trainer.buffer_size, cfg.algorithm.cfg.batch_size) == (8, 16, 32)
+    assert [cfg.policy.actor.network_cfg.hidden_sizes, cfg.policy.critic.network_cfg.hidden_sizes] == [(32, 32)] * 2
+    base = load_config(CONFIG)
+    assert scaling.config(scaling.Size(32), "cpu") == base.replace(
+        **{"trainer.iterations": 10**6, "algorithm.cfg.batch_size": 1024}
+    )
+
+
+@pytest.mark.slow
+def test_scaling_at_a_tiny_size_has_rejax_beside():
+    pytest.importorskip("rejax")
+    row = scaling.point("width", scaling.Size(4, 8, 16), False, "cpu", available()[:1])
+    assert row["ecrl_steps_per_s"] > 0 and row["rejax_steps_per_s"] > 0
+    assert (row["num_envs"], row["steps"], row["width"]) == (4, 8, 16)
+
+
+def test_without_a_gpu_its_rows_say_so(monkeypatch):
+    monkeypatch.setattr(kernels, "alone", lambda *_: [])
+    monkeypatch.setattr(memory, "alone", lambda *_: {"peak_mb": 1.0})
+    monkeypatch.setattr(phases, "alone", lambda *_: [])
+    monkeypatch.setattr(scaling, "point", lambda *_: {"device": "cpu"})
+    for module in (kernels, memory, phases, scaling):
+        monkeypatch.setattr(module, "has_gpu", lambda: False)
+        for quick in (True, False):
+            gpu_rows = [row for row in module.rows(quick, [0]) if row.get("device") == "cuda"]
+            assert gpu_rows and all(row["status"] == "not measured" for row in gpu_rows), module.__name__
+
+
+def test_shares_of_a_gpu_trace_count_what_overlaps_once():
+    def event(start, length, graph, kind="kernel"):
+        return {"ph": "X", "cat": kind, "ts": start, "dur": length, "args": {"graph id": graph}}
+
+    trace = [event(0, 4, 7), event(2, 4, 7), event(5, 3, 0, "gpu_memcpy"), event(50, 9, 1, "cpu_op")]
+    assert gpu.kernel_share(trace, 16.0) == {"busy_share": 0.5, "graph_share": 0.375}
+
+
+@pytest.mark.parametrize("module", [kernels, memory, phases, scaling], ids=lambda m: m.__name__)
+def test_plots_of_rows_with_gaps(module, tmp_path):
+    pytest.importorskip("matplotlib")
+    full = {
+        kernels: {"kernel": "gae", "size": "1x1", "ours": "ecrl eager", "peer": "sb3", "ratio": 2.0, "ratio_min": 1.0}
+        | {"ratio_max": 3.0},
+        memory: {"contestant": "ecrl", "num_envs": 4, "peak_mb": 3.0},
+        phases: {"num_envs": 4, "form": "as run", "phase": "collect", "share": 0.5, "ms": 1.0},
+        scaling: {"by": "width", "num_envs": 4, "steps": 8, "width": 16, "ecrl_steps_per_s": 5.0},
+    }[module] | {"device": "cpu"}
+    gap = gpu.not_measured(
+        **{key: full[key] for key in ("by", "contestant", "num_envs", "kernel", "size") if key in full}
+    )
+    module.plot([full, {**gap, "device": "cuda"}, {**gap, "device": "cpu", "error": "died"}], tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes()[:4] == b"\x89PNG"

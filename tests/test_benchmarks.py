@@ -1,0 +1,316 @@
+"""The frame of the benchmarks: fair turns, clear failures, right arithmetic, complete results."""
+
+import doctest
+import json
+import subprocess
+import sys
+
+import jsonschema
+import pytest
+
+import benchmarks.__main__ as command
+from benchmarks import end_to_end, pairs, report, solved
+from benchmarks.pairs import ROOT, Contestant, Failure, Result, available, race, ratios, summary
+from ecrl import __main__ as cli
+from ecrl.errors import UserError
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="pins processes to cores")
+
+
+def stand_in(function, name=None, env=None, **args):
+    return Contestant(name or function, f"tests.bench_stand_ins:{function}", args, env or {})
+
+
+def result(name, *rates, error=None):
+    return Result(name, list(rates), 1.0, {"python": "3"}, 10.0, error)
+
+
+def test_a_race_finds_the_ratio_of_two_speeds():
+    fast, slow = race(
+        [stand_in("sleeper", "fast", seconds=0.01), stand_in("sleeper", "slow", seconds=0.03)], seconds=0.1
+    )
+    assert (fast.name, slow.name, fast.error, slow.error) == ("fast", "slow", None, None)
+    assert len(fast.rates) == len(slow.rates) == 5
+    assert summary(ratios(fast, slow))["median"] == pytest.approx(3.0, rel=0.1)
+    assert 10 / 0.03 * 0.5 < summary(slow.rates)["median"] < 10 / 0.03  # things per second, not units
+    assert fast.peak_rss_mb > 1 and fast.setup_s < 5
+
+
+def counted_turns(monkeypatch, contestants, **how):
+    """The race's results and how often each did its work, turn by turn."""
+    asked = []
+
+    def turn(worker, times, real=pairs.turn):
+        asked.append((worker.name, times))
+        return real(worker, times)
+
+    monkeypatch.setattr(pairs, "turn", turn)
+    return race(contestants, **how), asked
+
+
+def test_turns_alternate_and_last_about_as_long_as_asked(monkeypatch):
+    both = [stand_in("sleeper", "a", seconds=0.01), stand_in("sleeper", "b", seconds=0.05)]
+    _, asked = counted_turns(monkeypatch, both, rounds=3, seconds=0.2)
+    assert [name for name, _ in asked] == ["a", "a", "b", "b", *"abab"]  # each calibrates once
+    assert asked[0][1] == asked[2][1] == 1
+    assert 14 <= asked[1][1] <= 20 and 3 <= asked[3][1] <= 4
+    assert [times for _, times in asked[4:]] == [asked[1][1], asked[3][1]] * 2
+
+
+def test_a_unit_longer_than_a_turn_is_not_done_twice_to_calibrate(monkeypatch):
+    (one,), asked = counted_turns(monkeypatch, [stand_in("sleeper", seconds=0.05)], rounds=2, seconds=0.05)
+    assert asked == [("sleeper", 1)] * 2
+    assert len(one.rates) == 2
+
+
+def test_what_dies_is_told_in_one_line_and_the_others_go_on():
+    racers = [stand_in("sleeper", seconds=0.01), stand_in("refuses"), stand_in("dies", after=2)]
+    good, refuses, dies = race(racers, rounds=3, seconds=0.02)
+    assert good.error is None and len(good.rates) == 3
+    assert refuses.error == "refuses: died with status 1; last line: RuntimeError: no such game"
+    assert dies.error == "dies: died with status 7; last line: out of luck"
+    assert len(dies.rates) == 1 + 1  # the rounds before
+
+
+def test_a_silent_worker_is_given_up():
+    said = r"hangs: no answer for 0.2 s; last line: \(nothing on stderr\)"
+    with pairs.started([stand_in("hangs")], available()[:1]) as (worker,), pytest.raises(Failure, match=said):
+        pairs.answer(worker, 0.2)
+    assert worker.process.poll() is not None  # and it is gone
+
+
+def test_all_threads_of_both_work_on_the_cores_of_the_race():
+    core = available()[-1]
+    for one in race([stand_in("places", "a"), stand_in("places", "b")], [core], rounds=1, seconds=0):
+        assert one.error is None
+    workers = [stand_in("places", "a"), stand_in("places", "b")]
+    with pairs.started(workers, [core]) as started:
+        found = [pairs.await_ready(worker) for worker in started]
+        pairs.take_turns(started, found, [core], 1, 0)
+        assert [pairs.turn(worker, 1)["count"] for worker in started] == [1 + 100 * core] * 2
+
+
+def test_threads_are_as_many_as_cores():
+    names = ["OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"]
+    with pairs.started([stand_in("environment", names=names)], available()[:1]) as (worker,):
+        pairs.await_ready(worker)
+        assert pairs.turn(worker, 1)["count"] == 3
+    assert "intra_op_parallelism_threads=1" in pairs.threads_env([0])["XLA_FLAGS"]
+    assert pairs.threads_env([0, 1]) == {
+        "OMP_NUM_THREADS": "2",
+        "MKL_NUM_THREADS": "2",
+        "OPENBLAS_NUM_THREADS": "2",
+        "XLA_FLAGS": "",
+        "JAX_PLATFORMS": "cpu",
+    }
+
+
+def test_ratios_are_of_rounds_not_of_medians():
+    ours, peer = result("ecrl", 1.0, 20.0, 6.0), result("peer", 1.0, 10.0, 1.0)
+    assert ratios(ours, peer) == [1.0, 2.0, 6.0]
+    assert summary(ratios(ours, peer)) == {"median": 2.0, "min": 1.0, "max": 6.0}
+
+
+@pytest.mark.parametrize(
+    ("peer", "cores", "musts", "aims"),
+    [
+        ("rejax", 1, [0.6, 1.0, 1.1, 1.1], [1.0, 1.3, 1.6, 2.0]),
+        ("rejax", 2, [0.6, 1.0, 1.3, 1.4], [1.0, 1.5, 1.8, 2.2]),
+        ("SB3", 1, [8.0, 5.0, 5.0, 5.0], [None] * 4),
+        ("TorchRL", 1, [8.0, 5.0, 5.0, 5.0], [None] * 4),
+        ("CleanRL-style", 1, [8.0, 5.0, 5.0, 5.0], [None] * 4),
+    ],
+)
+def test_what_must_be_reached_end_to_end(peer, cores, musts, aims):
+    for n, must, aim in zip((4, 64, 512, 2048), musts, aims, strict=True):
+        just = end_to_end.row(result("ecrl", must), result(peer, 1.0), cores, n)
+        below = end_to_end.row(result("ecrl", 0.99 * must), result(peer, 1.0), cores, n)
+        assert (just["must"], just["aim"], just["met"], below["met"]) == (must, aim, True, False)
+
+
+def test_a_failed_pair_is_a_row_with_its_error():
+    row = end_to_end.row(result("ecrl", 1.0), result("SB3", error="SB3: died"), 1, 4)
+    assert row == {"peer": "SB3", "cores": 1, "num_envs": 4, "error": "SB3: died"}
+
+
+def runs(*seconds):
+    return [{"solved_s": s, "budget_s": 2 * s, "steps": 4096, "form": "x"} if s else {"solved_s": s} for s in seconds]
+
+
+def test_seconds_to_solved_are_compared_seed_by_seed():
+    row = solved.row("solved", "ecrl cold", runs(10.0, 20.0, 40.0), "rejax cold", runs(10.0, 10.0, 10.0), 0.5)
+    assert (row["ratio"], row["ratio_min"], row["ratio_max"], row["met"]) == (0.5, 0.25, 1.0, True)
+    assert (row["ours_s"], row["peer_s"], row["seeds"]) == (20.0, 10.0, 3)
+
+
+def test_a_seed_that_is_never_solved_is_told():
+    row = solved.row("solved", "ecrl cold", runs(10.0, None), "rejax cold", runs(10.0, 10.0), 0.5)
+    assert row["error"] == "ecrl cold: not solved in its budget, seed 1"
+
+
+def test_every_run_of_solved_stands_in_one_lane_and_cold_comes_before_warm():
+    names = [name for lane in solved.RUNS.values() for name in lane]
+    assert solved.turns() == ["ecrl cold", "rejax cold", "ecrl warm", "rejax warm", "ecrl off"]
+    assert sorted(names) == sorted(solved.turns())
+    assert {name for _, *pair, _ in solved.ROWS for name in pair} == set(names)
+
+
+def test_rejax_solves_the_same_task_as_the_config():
+    config = json.loads((ROOT / "configs/cartpole_ppo.json").read_text())
+    trainer, numbers = config["trainer"], config["algorithm"]["cfg"]
+    assert {
+        "num_envs": trainer["num_envs"],
+        "iterations": trainer["iterations"],
+        "batch_size": numbers["batch_size"],
+        "n_epochs": numbers["n_epochs"],
+    } == solved.REJAX_NUMBERS
+    assert (trainer["buffer_size"], numbers["learning_rate"], numbers["lr_scheduler"]) == (
+        128,
+        1e-3,
+        {"name": "linear"},
+    )
+
+
+SCHEMA = {
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["subject", "date", "seconds", "command", "given", "machine", "versions", "rows"],
+    "properties": {
+        "subject": {"type": "string"},
+        "date": {"type": "string", "pattern": r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00$"},
+        "seconds": {"type": "number"},
+        "command": {"type": "string", "pattern": "^python -m benchmarks"},
+        "given": {"type": "string"},
+        "machine": {
+            "type": "object",
+            "required": ["cpu", "cores", "ram_gb", "os"],
+            "properties": {"cores": {"type": "array", "items": {"type": "integer"}, "minItems": 1}},
+        },
+        "versions": {"type": "object", "required": ["python", "torch", "numpy", "ecrl"]},
+        "rows": {"type": "array", "minItems": 1, "items": {"type": "object"}},
+    },
+}
+
+
+class Subject:
+    """A subject with one row."""
+
+    def __init__(self, **row):
+        self.row = row
+
+    def rows(self, quick, cores):
+        return [{"quick": quick, "cores": len(cores), **self.row}]
+
+    def plot(self, rows, path):
+        path.write_bytes(b"png")
+
+
+def with_subjects(monkeypatch, **subjects):
+    monkeypatch.setattr(command, "SUBJECTS", dict.fromkeys(subjects, "a test"))
+    monkeypatch.setattr(command, "import_module", lambda name: subjects[name.removeprefix("benchmarks.")])
+    monkeypatch.setattr(command, "NEEDED", ())
+
+
+def test_results_hold_all_that_is_needed_to_repeat_them(monkeypatch, tmp_path, capsys):
+    with_subjects(monkeypatch, one=Subject(ratio=1.5, ratios=[1.5], met=False), two=Subject(ratio=None))
+    assert command.run(quick=True, only=("one",), out=tmp_path / "deep" / "er")
+    found = json.loads((tmp_path / "deep/er/one.json").read_text())
+    jsonschema.validate(found, SCHEMA)
+    assert found["rows"] == [{"quick": True, "cores": len(available()), "ratio": 1.5, "ratios": [1.5], "met": False}]
+    assert found["command"] == "python -m benchmarks --quick --only one"
+    assert (tmp_path / "deep/er/one.png").exists() and not (tmp_path / "deep/er/two.json").exists()
+    table = capsys.readouterr().out
+    assert "NO" in table and "1.5" in table and "[1.5]" not in table
+
+
+def test_a_failure_is_in_the_table_and_the_rest_runs(monkeypatch, tmp_path, capsys):
+    with_subjects(monkeypatch, one=Subject(error="SB3: died"), two=Subject(ratio=1.0))
+    assert not command.run(out=tmp_path)
+    assert "SB3: died" in capsys.readouterr().out
+    assert (tmp_path / "two.json").exists()
+
+
+def test_the_columns_are_what_fits_in_a_table():
+    rows = [{"a": 1, "rates": [1.0]}, {"a": 2, "error": "x", "b": 3}]
+    assert report.columns(rows) == ["a", "b", "error"]
+
+
+@pytest.mark.parametrize("module", [pairs, report, end_to_end, solved])
+def test_the_examples_in_docstrings_hold(module):
+    found = doctest.testmod(module)
+    assert found.attempted > 0 and found.failed == 0
+
+
+@pytest.mark.parametrize("name", command.SUBJECTS)
+def test_every_subject_is_a_file_and_tells_what_it_shows(name):
+    source = (ROOT / "benchmarks" / f"{name}.py").read_text()
+    assert "\ndef rows(quick: bool, cores: Sequence[int])" in source and "\ndef plot(rows: " in source
+
+
+def test_wrong_calls_are_one_line(monkeypatch):
+    with pytest.raises(UserError, match=r"^--only speed: no such subject; there are: end_to_end, "):
+        command.run(only=("speed",))
+    monkeypatch.setattr(command, "NEEDED", ("rejax_is_not_here", "json"))
+    with pytest.raises(
+        UserError, match=r"^benchmarks need rejax_is_not_here: install with: pip install -e '.\[bench\]'$"
+    ):
+        command.run()
+
+
+def exit_status(monkeypatch, *args):
+    monkeypatch.setattr(sys, "argv", ["ecrl", *args])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    try:
+        cli.main()
+    except SystemExit as stop:
+        return stop.code
+    return 0
+
+
+def test_ecrl_bench_runs_them(monkeypatch, tmp_path):
+    with_subjects(monkeypatch, one=Subject(ratio=1.0), two=Subject(error="died"))
+    assert exit_status(monkeypatch, "bench", "--quick", "--only", "one", "--out", str(tmp_path)) == 0
+    assert json.loads((tmp_path / "one.json").read_text())["rows"][0]["quick"] is True
+    assert exit_status(monkeypatch, "bench", "--only", "two", "--out", str(tmp_path)) == 1
+
+
+def test_ecrl_bench_without_the_source_tree_is_one_line(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(cli, "__file__", str(tmp_path / "ecrl" / "__main__.py"))
+    assert exit_status(monkeypatch, "bench") == 2
+    told = capsys.readouterr().err
+    assert told == f"ecrl bench: no benchmarks beside {tmp_path / 'ecrl'}; run it from a checkout of the source\n"
+
+
+def test_ecrl_bench_names_its_faults_from_any_folder(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "ecrl", "bench", "--only", "speed"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert "no such subject" in done.stderr or "pip install -e '.[bench]'" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.ref
+def test_a_real_pair_end_to_end(tmp_path):
+    pytest.importorskip("rejax")
+    (row,) = end_to_end.on_cores(available()[:1], ("rejax",), (4,), quick=True)
+    assert "error" not in row, row
+    assert 0.05 < row["ratio"] < 50
+    assert len(row["ecrl_rates"]) == len(row["peer_rates"]) == 5
+    end_to_end.plot([row], tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 1000
+
+
+@pytest.mark.slow
+@pytest.mark.ref
+@pytest.mark.parametrize(
+    ("module", "peer"), [("stable_baselines3", "sb3"), ("torchrl", "torchrl"), ("torch", "cleanrl")]
+)
+def test_slow_peers_learn(module, peer):
+    """From the 20 steps of a random policy; in a process, for their warnings are theirs."""
+    pytest.importorskip(module)
+    code = f"from benchmarks.peers.{peer}_ppo import iterations\nfor i, r in zip(range(12), iterations(32)): print(r)"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    numbers = [float(line) for line in done.stdout.splitlines() if "[" not in line]
+    assert len(numbers) == 12 and numbers[0] < 40 and max(numbers[-3:]) > 80
