@@ -13,7 +13,7 @@ from test_loop import small
 from ecrl import compile as ecrl_compile
 from ecrl import rng
 from ecrl.algorithms.core import collect
-from ecrl.algorithms.minibatch import _gradients, _packed, learner_of, shuffled
+from ecrl.algorithms.minibatch import _gradients, _packed, learner_of, pass_keys, shuffled
 from ecrl.algorithms.ppo import Variant, _loss, _rows
 from ecrl.compile import choose_form, compiler_fault
 from ecrl.errors import ConfigError
@@ -212,7 +212,7 @@ def test_gradients_of_a_minibatch_are_those_of_the_eager_form(dtype, tol):
         (params, rollout, state["hyper"]),
     )
     rows = _rows(trees[1], trees[2], learner.variant)
-    chosen = tuple(x[0].unsqueeze(0) for x in shuffled(rng.key(0), learner.sizes, 1))
+    chosen = tuple(x[0].unsqueeze(0) for x in shuffled(pass_keys(state, 1), learner.sizes))
     given = _packed(trees[0]), chosen, TensorDict({}, []), rows, trees[2]
     (found, logs), (expected, eager_logs) = (
         choose_form(mode, "cpu").jit(_gradients, learner)(trees[0], *given) for mode in ("on", "off")

@@ -82,23 +82,24 @@ def learner_of(
     return Learner(loss, prepare, parts.policy, variant, step, sizes, cfg.n_epochs, parts.scan)
 
 
-def update_key(state: TensorDict) -> Tensor:
-    """The key of all that is random in the update of an iteration."""
-    return rng.stream(state["key"], rng.UPDATE, torch.zeros_like(state["key"]), state["update_step"])
+def pass_keys(state: TensorDict, n_epochs: int) -> Tensor:
+    """A key for each pass over the rollout, `[n_epochs]`."""
+    index = torch.arange(n_epochs, device=state["key"].device)
+    return rng.stream(state["key"], rng.UPDATE, index, state["update_step"])
 
 
-def shuffled(key: Tensor, sizes: Sequence[int], n_epochs: int) -> tuple[Tensor, Tensor]:
-    """Row indices `[n_epochs * len(sizes), width]` of minibatches of these sizes, every epoch in its own order.
+def shuffled(keys: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Row indices `[len(keys) * len(sizes), width]` of minibatches of these sizes, every pass in the order of its key.
 
     The width is at least `max(sizes)` and divides into parts (`ecrl.kernels.loops.chunking`). What is missing is filled
     up with a minibatch's own first row; the second result, of the same shape, is False there.
     """
-    order = rng.permutation(rng.split(key, n_epochs), sum(sizes))
-    size = torch.tensor(sizes, device=key.device).unsqueeze(1)
-    slot = torch.arange(prod(chunking(max(sizes), key.device)), device=key.device)
+    order = rng.permutation(keys, sum(sizes))
+    size = torch.tensor(sizes, device=keys.device).unsqueeze(1)
+    slot = torch.arange(prod(chunking(max(sizes), keys.device)), device=keys.device)
     real = slot < size
     index = order[:, size.cumsum(0) - size + slot.where(real, 0)]
-    return index.flatten(0, 1), real.expand(n_epochs, -1, -1).flatten(0, 1)
+    return index.flatten(0, 1), real.expand(len(keys), -1, -1).flatten(0, 1)
 
 
 @cache  # said once
@@ -249,13 +250,12 @@ _READ = ("params", "opt", "hyper", "norm", "key", "update_step", "ref_params")
 def passes(learner: Learner, state: TensorDict, rate: Tensor, rows: TensorDict) -> tuple[TensorDict, Tensor, Logs]:
     """`n_epochs` passes of minibatch steps over `rows` `[M]`: params and opt that moved, the last rate, mean logs."""
     hyper, params, norm = (cast(TensorDict, state[key]) for key in ("hyper", "params", "norm"))
-    key = update_key(state)
     before = cast(TensorDict, state["opt"])
     slots = {name: slot for name, slot in before.items() if isinstance(slot, TensorDict)}
     opt = before.copy().update({name: _packed(slot) for name, slot in slots.items()})
-    start = _packed(params), opt, rate, torch.zeros((), dtype=torch.bool, device=key.device)
-    parts = chunking(max(learner.sizes), key.device)
-    chosen = tuple(x.unflatten(1, parts) for x in shuffled(key, learner.sizes, learner.n_epochs))
+    start = _packed(params), opt, rate, torch.zeros((), dtype=torch.bool, device=rate.device)
+    parts = chunking(max(learner.sizes), rate.device)
+    chosen = tuple(x.unflatten(1, parts) for x in shuffled(pass_keys(state, learner.n_epochs), learner.sizes))
     fixed = norm.select("obs", strict=False)
     step = partial(_minibatch, learner, params)  # of params only the shapes are used
     (packed, opt, rate, _), logs = learner.scan(step, start, chosen, fixed, rows, hyper)

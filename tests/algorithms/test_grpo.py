@@ -11,7 +11,7 @@ from tensordict import TensorDict
 
 from ecrl.algorithms import make_algorithm
 from ecrl.algorithms.grpo import collect_groups
-from ecrl.algorithms.minibatch import shuffled, sizes_of, update_key
+from ecrl.algorithms.minibatch import pass_keys, shuffled, sizes_of
 from ecrl.checkpoint import load, save
 from ecrl.config import Config, config_from_dict
 from ecrl.errors import ConfigError
@@ -194,7 +194,7 @@ def independent(cfg: Config, state: TensorDict, rollout: TensorDict) -> tuple[di
     fields = (steps[k].double().numpy() for k in ("reward", "done", "mask"))
     advantage = torch.tensor(advantages(*fields, c.gamma, c.group_size, c.eps), dtype=torch.float32).reshape(-1)
     steps, optimizer, kls = steps.reshape(-1), torch.optim.Adam(net.parameters(), c.learning_rate), []
-    for index, real in zip(*shuffled(update_key(state), sizes_of(c, len(steps)), c.n_epochs), strict=True):
+    for index, real in zip(*shuffled(pass_keys(state, c.n_epochs), sizes_of(c, len(steps))), strict=True):
         rows = index[real & steps["mask"][index]]
         batch, a = steps[rows], advantage[rows]
         dist, fixed = (torch.distributions.Categorical(logits=f(batch["obs"])) for f in (net, ref))

@@ -17,10 +17,10 @@ from ecrl.algorithms.minibatch import (
     learn,
     learner_of,
     mean_logs,
+    pass_keys,
     passes,
     shuffled,
     sizes_of,
-    update_key,
 )
 from ecrl.algorithms.optimizer import learning_state
 from ecrl.algorithms.ppo import PPOConfig
@@ -71,7 +71,7 @@ def itself(w: torch.Tensor) -> torch.Tensor:
 
 
 def test_shuffled_visits_every_row_once_per_epoch_and_fills_up_small_batches():
-    index, real = shuffled(rng.key(0), [4, 4, 2], n_epochs=3)
+    index, real = shuffled(rng.split(rng.key(0), 3), [4, 4, 2])
     assert index.shape == real.shape == (9, 4)
     for epoch in range(3):
         rows, counted = index[3 * epoch : 3 * epoch + 3], real[3 * epoch : 3 * epoch + 3]
@@ -304,7 +304,7 @@ def test_four_rollouts_as_torchs_optimisers_and_schedules(name, kwargs, make, sc
     theirs = make([w])
     scheduler = make_schedule(theirs) if make_schedule else None
     for _ in range(4):
-        index, real = shuffled(update_key(state), [2, 2, 1], 2)
+        index, real = shuffled(pass_keys(state, 2), [2, 2, 1])
         for i, r in zip(index, real, strict=True):
             theirs.zero_grad()
             (rows["x"][i][r] / 5.0 * w - 3.0).square().mean().backward()
@@ -338,7 +338,7 @@ def test_a_minibatch_in_parts_is_the_minibatch(parts_of, monkeypatch):
     cfg: Any = parts.cfg.algorithm.cfg
     learner = learner_of(parts, _fitted, None, _spread)._replace(sizes=tuple(sizes_of(cfg, 20)))
     after, _ = learn(parts, state, passes, learner, rows)
-    w, (index, real) = 0.0, shuffled(update_key(state), [8, 8, 4], 1)
+    w, (index, real) = 0.0, shuffled(pass_keys(state, 1), [8, 8, 4])
     for i, r in zip(index, real, strict=True):
         x = rows["x"][i[r]].double()
         y, counted = x / x.max(), rows["mask"][i[r]]

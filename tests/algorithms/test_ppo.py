@@ -15,7 +15,7 @@ from tensordict import TensorDict
 
 from ecrl import rng
 from ecrl.algorithms import make_algorithm
-from ecrl.algorithms.minibatch import shuffled, sizes_of, update_key
+from ecrl.algorithms.minibatch import pass_keys, shuffled, sizes_of
 from ecrl.algorithms.optimizer import optimizer_of
 from ecrl.algorithms.ppo import init
 from ecrl.checkpoint import load, save
@@ -100,7 +100,7 @@ def independent(cfg: Config, state: TensorDict, rollout: TensorDict) -> tuple[di
     if c.normalize_advantage == "rollout":
         advantage = advantage.clone()
         advantage[counts] = standard(advantage[counts])
-    for index, real in zip(*shuffled(update_key(state), sizes_of(c, len(steps)), c.n_epochs), strict=True):
+    for index, real in zip(*shuffled(pass_keys(state, c.n_epochs), sizes_of(c, len(steps))), strict=True):
         rows = index[real & counts[index]]
         batch, a, goal = steps[rows], advantage[rows], target[rows]
         a = standard(a) if c.normalize_advantage == "minibatch" else a
