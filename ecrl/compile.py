@@ -27,7 +27,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from ecrl.errors import ConfigError
 from ecrl.kernels import scan
 from ecrl.kernels.loops import Scan, length_of
-from ecrl.thin import THIN
+from ecrl.products import PRODUCTS
 from ecrl.trees import flatten, unflatten
 
 _OPTIONS = {
@@ -59,7 +59,7 @@ def _traced(fn: Callable[..., Any], structure: Hashable, leaves: list[Tensor]) -
         found[:] = [made]
         return out
 
-    rewrites = THIN if all(leaf.device.type == "cpu" for leaf in leaves) else None
+    rewrites = PRODUCTS if all(leaf.device.type == "cpu" for leaf in leaves) else None
     with torch.no_grad():
         graph = make_fx(flat, rewrites, tracing_mode="fake", _allow_non_fake_inputs=True)(*leaves)
     return _lifted(graph), found[0]

@@ -77,11 +77,19 @@ def in_chunks(rows: Any) -> Any:
     return mapped(cut, rows, batch=lambda batch: (number, size, *batch[1:]))
 
 
+def in_graph() -> bool:
+    """Whether a graph is being made that is compiled as a whole (`ecrl.compile`).
+
+    >>> in_graph()
+    False
+    """
+    return not torch.compiler.is_compiling() and get_proxy_mode() is not None
+
+
 def kept(x: Tensor) -> Tensor:
-    """`x`, put in memory where a graph is made to be compiled as a whole: else it is worked out wherever it is read.
+    """`x`, put in memory where a graph is made: a compiler would work it out anew wherever it is read.
 
     >>> kept(torch.ones(2))
     tensor([1., 1.])
     """
-    in_graph = not torch.compiler.is_compiling() and get_proxy_mode() is not None
-    return x.as_strided(x.shape, x.stride()) if in_graph else x
+    return x.as_strided(x.shape, x.stride()) if in_graph() else x

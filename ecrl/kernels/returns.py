@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from ecrl.kernels.loops import in_graph, kept
 from ecrl.types import Scalar, same_shape
 
 _MANY_ROWS, _MANY_STEPS = 512, 128
@@ -59,11 +59,11 @@ def _rows(x: Tensor, decay: Scalar, cut: Tensor, last: Tensor) -> Tensor:
     x, cut = (a.unflatten(0, (-1, size)).movedim(1, 0) for a in (x, cut))  # [size, blocks, *B]
     if _varies(decay):
         decay = decay.unflatten(0, (-1, size)).movedim(1, 0)  # pyright: ignore
-        product = _kept(decay.double().prod(0))[1:]
+        product = kept(decay.double().prod(0))[1:]
     else:
         product = decay**size
-    near, closed = _near(decay, x), _kept(reduce(torch.logical_or, cut.unbind(0)))
-    ends = _kept(_steps(x, near, cut, torch.zeros_like(x[0]))[0].double())
+    near, closed = _near(decay, x), kept(reduce(torch.logical_or, cut.unbind(0)).float()) != 0
+    ends = kept(_steps(x, near, cut, torch.zeros_like(x[0]))[0].double())
     after = _rows(ends[1:], product, closed[1:], last.double())
     after = torch.cat((after, last.double().unsqueeze(0))).to(x.dtype)
     return torch.stack(_steps(x, near, cut, after), 1).flatten(0, 1)
@@ -75,7 +75,7 @@ def _steps(x: Tensor, decay: Scalar, cut: Tensor, last: Tensor) -> list[Tensor]:
     decays = decay.unbind(0) if _varies(decay) else [decay] * len(x)  # pyright: ignore
     for x_t, decay_t, cut_t in list(zip(x.unbind(0), decays, cut.unbind(0), strict=True))[::-1]:
         y = torch.where(cut_t, zero, y)  # first: NaN behind a cut stays there
-        y = _kept(torch.addcmul(x_t, y, decay_t) if isinstance(decay_t, Tensor) else x_t.add(y, alpha=decay_t))
+        y = kept(torch.addcmul(x_t, y, decay_t) if isinstance(decay_t, Tensor) else x_t.add(y, alpha=decay_t))
         ys.append(y)
     return ys[::-1]
 
@@ -95,7 +95,7 @@ def _part(decay: Scalar, steps: slice) -> Scalar:
 def _time_major(x: Tensor) -> Tensor:
     """`[T, *B]`, contiguous."""
     rows = x.movedim(-1, 0)
-    return rows if rows.is_contiguous() else _kept(rows.contiguous())
+    return rows if rows.is_contiguous() else kept(rows.contiguous())
 
 
 def _read(mask: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ def _read(mask: Tensor) -> Tensor:
     The views go through 16 bits because inductor takes one of 8 as a conversion of what it fetched.
     """
     dense = mask if mask.is_contiguous() else mask.movedim(-1, 0)
-    if not _in_graph() or not dense.is_contiguous() or mask.numel() % 2:
+    if not in_graph() or not dense.is_contiguous() or mask.numel() % 2:
         return mask
     read = dense.reshape(-1).view(torch.int16).view(torch.uint8).view(dense.shape).float() != 0
     return read if dense is mask else read.movedim(0, -1)
@@ -115,25 +115,11 @@ def _unless(mask: Tensor, x: Tensor) -> Tensor:
     return torch.where(mask, x.new_zeros(()), x)
 
 
-def _kept(y: Tensor) -> Tensor:
-    """A step of a graph that is put in memory: inductor would compute it anew in each of the steps that follow."""
-    if not _in_graph():
-        return y
-    if y.dtype == torch.bool:
-        return _kept(y.float()) != 0  # bools in memory are slow, see `_read`
-    return y.as_strided(y.shape, y.stride())
-
-
-def _in_graph() -> bool:
-    """Whether a graph is being made that is compiled as a whole (`ecrl.compile`)."""
-    return not torch.compiler.is_compiling() and get_proxy_mode() is not None
-
-
 def _block(x: Tensor) -> int:
     """Steps per block: few for a graph and for a few rows; in eager, many rows keep a core busy step by step."""
     if len(x) <= _FEW_STEPS:
         return _FEW_STEPS
-    traced = torch.compiler.is_compiling() or _in_graph()
+    traced = torch.compiler.is_compiling() or in_graph()
     return _MANY_STEPS if x[0].numel() >= _MANY_ROWS and not traced else _STEPS
 
 
@@ -167,9 +153,8 @@ def discounted_returns(
     same_shape(reward=reward, next_value=next_value, terminated=terminated, done=done)
     terminated, done = _read(terminated), _read(done)
     reached = _unless(terminated, next_value)
-    return _reverse_scan(
-        reward + gamma * torch.where(done, reached, reached.new_zeros(())), gamma, done, reached[..., -1]
-    )
+    ending = reward + gamma * torch.where(done, reached, reached.new_zeros(()))
+    return _reverse_scan(ending, _wide(gamma), done, reached[..., -1])
 
 
 def n_step_returns(

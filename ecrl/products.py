@@ -1,15 +1,20 @@
-"""Matrix products with a thin side as sums, which a compiler fuses with what is around them.
+"""Matrix products as a CPU does them best; rewrites for graphs while they are traced, equal to rounding.
 
 Libraries for matrix products are made for large ones: the first and the last layer of a perceptron and their gradients
-run at a tenth of their speed there. Rewrites for CPU graphs while they are traced; the sums are the same to rounding.
+run at a tenth of their speed there. So products with a thin side become sums, which a compiler fuses with what is
+around them, and only large ones go to a library: oneDNN, twice as fast as MKL where the processor is AMD's.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._inductor.ir import TensorBox
+from torch._inductor.lowering import register_lowering
+from torch._inductor.mkldnn_ir import LinearUnary
 
+_LARGE = 2**20  # products; below, the call costs more than it saves
 _THIN = 8
 _MIN_OUTER = 16  # a sum over fewer rows has nothing to gain from a vector per column
 
@@ -27,8 +32,24 @@ def _rows(a: Tensor, b: Tensor) -> Tensor:
     return torch.stack([(a[m].unsqueeze(1) * b).sum(0) for m in range(a.shape[0])])
 
 
+@torch.library.custom_op("ecrl::linear", mutates_args=())
+def _linear(x: Tensor, weight: Tensor) -> Tensor:
+    """`x @ weight.T`, in a graph by oneDNN, which on AMD's processors is twice as fast as MKL."""
+    return x @ weight.t()
+
+
+@_linear.register_fake
+def _(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+@register_lowering(torch.ops.ecrl.linear.default, type_promotion_kind=None)
+def _lowered(x: Any, weight: Any) -> Any:
+    return TensorBox.create(cast(Any, LinearUnary).create(x, weight, None, "none", [], ""))
+
+
 def mm(a: Tensor, b: Tensor) -> Tensor:
-    """`a @ b`, or NotImplemented where no side is thin or memory runs the wrong way for it."""
+    """`a @ b`, or NotImplemented where it is neither thin nor large or memory runs the wrong way for it."""
     (m, k), n = a.shape, b.shape[1]
     if min(m, k, n) == 0:
         return NotImplemented
@@ -40,6 +61,8 @@ def mm(a: Tensor, b: Tensor) -> Tensor:
         return _rows(b.t(), a.t()).t()
     if n <= _THIN and k > _THIN and a.stride(1) == 1 and b.stride(0) == 1:
         return (a.unsqueeze(1) * b.t()).sum(-1)
+    if m * k * n >= _LARGE and a.dtype == torch.float32 and torch.backends.mkldnn.is_available():
+        return torch.ops.ecrl.linear(a, b.t())
     return NotImplemented
 
 
@@ -52,5 +75,5 @@ def addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float =
     return torch.mm(a, b) - (-bias) if product is NotImplemented else product + bias
 
 
-THIN: dict[Any, Callable[..., Tensor]] = {torch.ops.aten.mm.default: mm, torch.ops.aten.addmm.default: addmm}
+PRODUCTS: dict[Any, Callable[..., Tensor]] = {torch.ops.aten.mm.default: mm, torch.ops.aten.addmm.default: addmm}
 """Decompositions for `torch.fx.experimental.proxy_tensor.make_fx`."""
