@@ -15,6 +15,7 @@ from torch import Tensor
 from ecrl import rng
 from ecrl.algorithms import Algorithm, Parts, make_algorithm
 from ecrl.algorithms.core import start_keys, steps_taken
+from ecrl.compile import COMPILED
 from ecrl.config import Config, total_steps
 from ecrl.distributed import world_size
 from ecrl.errors import ConfigError
@@ -228,10 +229,13 @@ def train_iter(state: TensorDict, cfg: Config, watch: Watch = unwatched) -> Iter
     check_state(state, cfg)
     state = reopened(state, cfg)
     iteration, step, end = make_iteration(cfg, watch), int(state["sample_step"]), total_steps(cfg, world_size())
-    state = state.clone()
+    state, settled = state.clone(), step + 2 * steps_per_iteration(cfg)
     while step < end:
+        known = len(COMPILED)
         state, logs = iteration(state)
         step += steps_per_iteration(cfg)
+        if len(COMPILED) > known and step > settled:
+            warnings.warn(f"compiled again at step {step}: {'; '.join(COMPILED[known:])}", RuntimeWarning, stacklevel=2)
         given = mapped(torch.clone, state).lock_()
         yield LogData(log_type="collect", sample_step=step, logs=logs["collect"], state=given)
         yield LogData(log_type="train", sample_step=step, logs=logs["train"], state=given)

@@ -38,6 +38,21 @@ def flatten(tree: Any) -> tuple[list[Tensor], Hashable]:
     return leaves, structure
 
 
+def names(structure: Any, name: str = "") -> list[str]:
+    """A name for each leaf, its keys and places joined by dots.
+
+    >>> names(flatten(({"a": TensorDict({"x": 1.0}, [])}, None))[1])
+    ['0.a.x']
+    """
+    if structure == _LEAF:
+        return [name.removeprefix(".")]
+    kind, _, parts = structure
+    if kind is None:
+        return []
+    keyed = parts if kind in (TensorDict, dict) else enumerate(parts)
+    return [leaf for key, part in keyed for leaf in names(part, f"{name}.{key}")]
+
+
 def _same(size: Size) -> Size:
     return size
 

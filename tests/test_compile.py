@@ -4,6 +4,7 @@ import functools
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,8 +19,9 @@ from ecrl.algorithms.ppo import Variant, _loss, _rows
 from ecrl.compile import choose_form, compiler_fault
 from ecrl.errors import ConfigError
 from ecrl.kernels import global_norm
-from ecrl.loop import init_state
+from ecrl.loop import init_state, train_iter
 from ecrl.parts import make_parts
+from ecrl.tracing import graph_scan, traced
 from ecrl.trees import flatten, mapped
 
 
@@ -173,7 +175,7 @@ def test_a_carry_that_changes_its_structure_is_refused():
         return carry | {"new": x}, x
 
     with pytest.raises(ValueError, match="the carry of a scan changed its structure"):
-        ecrl_compile._traced(lambda x: ecrl_compile._scan(more, {"a": x[0]}, x), *_flat(torch.ones(3)))
+        traced(lambda x: graph_scan(more, {"a": x[0]}, x), *_flat(torch.ones(3)))
 
 
 def _flat(*args):
@@ -188,12 +190,12 @@ def _clipped_slope(x, y):
 
 def test_what_is_written_to_is_not_calculated_once_for_two():
     x, y = torch.linspace(-1.0, 1.0, 40).repeat(14), torch.linspace(-1.0, 1.0, 14).repeat_interleave(40)
-    graph, _ = ecrl_compile._traced(_clipped_slope, *_flat(x, y))
+    graph, _ = traced(_clipped_slope, *_flat(x, y))
     assert torch.equal(graph(x, y)[0], _clipped_slope(x, y))
 
 
 def test_what_is_calculated_alike_is_calculated_once():
-    graph, _ = ecrl_compile._traced(lambda x: (x.sin() + 1.0) * (x.sin() + 1.0), *_flat(torch.ones(3)))
+    graph, _ = traced(lambda x: (x.sin() + 1.0) * (x.sin() + 1.0), *_flat(torch.ones(3)))
     assert [str(n.target) for n in graph.graph.nodes if n.op == "call_function"].count("aten.sin.default") == 1
 
 
@@ -221,3 +223,24 @@ def test_gradients_of_a_minibatch_are_those_of_the_eager_form(dtype, tol):
     norm = global_norm(expected)
     assert float(global_norm(mapped(torch.sub, found, expected)) / norm) < tol
     assert all(float((logs[name] - eager_logs[name]).abs()) < tol for name in logs)
+
+
+@pytest.mark.slow
+def test_a_graph_made_again_in_mid_run_is_told_with_what_differs():
+    """Here because a number of the algorithm changes its type in the third iteration."""
+    made = small(**{"trainer.compile": "on"})
+
+    def unstable(parts, algorithm):
+        def collect(parts, state):
+            if int(state["update_step"]) == 2:
+                state = state.copy()
+                state["hyper", "clip_coef"] = state["hyper", "clip_coef"].double()
+            return algorithm.collect(parts, state)
+
+        return parts, replace(algorithm, collect=collect)
+
+    records = train_iter(init_state(made), made, unstable)
+    assert [next(records)["sample_step"] for _ in range(4)] == [32, 32, 64, 64]
+    told = r"compiled again at step 96: _learn: 0.hyper.clip_coef was float32 \[\] on cpu, is float64 \[\] on cpu"
+    with pytest.warns(RuntimeWarning, match=told):
+        next(records)

@@ -14,7 +14,7 @@ LEVELS = [  # a module imports from its own level and earlier ones only
     {"registry", "strict", "sources", "draft", "inert", "gym_config", "translate", "config", "schema", "distributed"},
     {"policies", "envs"},
     {"algorithms"},
-    {"products", "compile"},
+    {"products", "tracing", "compile"},
     {"parts"},
     {"loop"},
     {"checkpoint", "evaluation", "resuming", "loggers", "history", "tracking", "export", "profiler"},

@@ -4,8 +4,9 @@ import pytest
 import torch
 from conftest import close
 
-from ecrl.compile import _traced, choose_form
+from ecrl.compile import choose_form
 from ecrl.products import addmm, mm
+from ecrl.tracing import traced
 from ecrl.trees import flatten
 
 SHAPES = [(5, 4, 64), (40, 2, 16), (40, 64, 1), (40, 64, 8), (2, 50, 64), (1, 50, 9), (64, 50, 4), (9, 16, 1)]
@@ -51,7 +52,7 @@ LARGE = [(2048, 64, 64, (False, True)), (2048, 64, 64, (False, False)), (64, 204
 @pytest.mark.parametrize(("m", "k", "n", "turned"), LARGE, ids=["forward", "of the input", "of the weights"])
 def test_large_ones_go_to_another_library_and_are_the_product(m, k, n, turned):
     a, b = (x.float() for x in (_matrix(m, k, turned[0]), _matrix(k, n, turned[1])))
-    graph, _ = _traced(torch.mm, *flatten((a, b))[::-1])
+    graph, _ = traced(torch.mm, *flatten((a, b))[::-1])
     assert [node.target for node in graph.graph.nodes].count(torch.ops.ecrl.linear.default) == 1
     exact = a.double() @ b.double()
     for product in (mm(a, b), choose_form("on", "cpu").jit(torch.mm)(a, b)):

@@ -7,6 +7,7 @@ from conftest import assert_no_retrace, assert_pure, close
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from ecrl.compile import choose_form
 from ecrl.kernels import discounted_returns, gae, n_step_returns, td_lambda_returns, vtrace
 
 NAN = float("nan")
@@ -286,3 +287,38 @@ def test_bad_shapes_are_named(kernel):
 def test_n_step_needs_a_reward():
     with pytest.raises(ValueError, match="n=0"):
         assert_pure(run, n_step_returns, random_steps(8, 3), n=0)
+
+
+@each_kernel
+@pytest.mark.parametrize("length", [16, 17, 100, 129, 300])
+def test_long_rollouts_are_those_of_a_plain_loop_in_blocks_of_any_size(kernel, length):
+    """Blocks end elsewhere for each length; cutting where an episode ends changes nothing but rounding."""
+    steps = random_steps(length, 3, length, p_end=0.05)
+    steps["done"][:, length // 2] = True
+    whole = run(kernel, steps)
+    parts = [run(kernel, {k: v[:, part] for k, v in steps.items()}) for part in _halves(length // 2 + 1)]
+    close(whole, torch.cat(parts, -1), tol=1e-5)
+    close(whole, run(kernel, {k: v.double() if v.is_floating_point() else v for k, v in steps.items()}), tol=1e-5)
+
+
+def _halves(at):
+    return slice(at), slice(at, None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("time_major", [True, False], ids=["time-major", "env-major"])
+@pytest.mark.parametrize("shape", [(64, 100), (7, 33), (600, 130)], ids=str)
+def test_gae_in_a_graph_is_the_eager_one(shape, time_major):
+    """However its memory runs, and for masks of an odd number of bytes, which cannot be read two at a time."""
+    steps = random_steps(3, *shape)
+    if time_major:
+        steps = {name: field.t().contiguous().t() for name, field in steps.items()}
+    hyper = {"gamma": torch.tensor(0.99), "gae_lambda": torch.tensor(0.95)}
+    compiled = choose_form("on", "cpu").jit(_gae)(*(steps[name] for name in ARGS[gae]), hyper)
+    for found, expected in zip(compiled, _gae(*(steps[name] for name in ARGS[gae]), hyper), strict=True):
+        close(found, expected, tol=1e-5)
+
+
+def _gae(*fields_and_hyper):
+    *fields, hyper = fields_and_hyper
+    return gae(*fields, **hyper)
