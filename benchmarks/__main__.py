@@ -39,7 +39,7 @@ def run(quick: bool = False, only: tuple[str, ...] = (), out: Path = ROOT / "ben
     """Measure ecrl side by side with other libraries, on this machine.
 
     Args:
-        quick: fewer and shorter rounds; everything in about five minutes on two cores.
+        quick: fewer and shorter rounds.
         only: subjects; all if none is given.
         out: folder for the JSON files and plots.
 

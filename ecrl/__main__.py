@@ -122,7 +122,7 @@ def bench(quick: bool = False, only: tuple[str, ...] = (), out: str | None = Non
     """Measure ecrl side by side with other libraries; from a checkout of the source, with the extra `bench`.
 
     Args:
-        quick: fewer and shorter rounds; everything in about five minutes on two cores.
+        quick: fewer and shorter rounds.
         only: subjects, such as end_to_end; all if none is given.
         out: folder for the JSON files and plots; benchmarks/results if absent.
     """

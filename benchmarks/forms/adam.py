@@ -96,7 +96,7 @@ def torch_fused(given: Inputs, device: str) -> Call:
 def optax_jitted(given: Inputs, device: str) -> Call:
     """optax, jitted."""
     import jax
-    import optax
+    import optax  # pyright: ignore[reportMissingImports]
 
     params, grads = jax.device_put(_both(given))
     adam = optax.adam(RATE, BETA1, BETA2, EPS)
