@@ -18,7 +18,7 @@ from benchmarks.turns import ratio, take_turns
 from ecrl import load_config
 
 EAGER = ["ecrl eager"]
-COMPILED = [pytest.param("ecrl compiled", marks=pytest.mark.slow)]
+COMPILED = [pytest.param("ecrl compiled", marks=pytest.mark.long)]
 
 
 def results(module, name, *args, calls=1):
@@ -90,7 +90,7 @@ def test_draws_have_the_same_shape_and_moments_in_every_library_and_are_new_in_e
         assert not np.array_equal(first, second), name
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["UNIFORM", "NORMAL"])
 def test_compiled_draws_are_the_eager_ones(kind):
     ours, _ = getattr(draws, kind)
@@ -219,7 +219,7 @@ def test_phases_are_leaves_and_what_they_leave():
     assert sum(row["share"] for row in rows) == pytest.approx(1.0)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_phases_of_a_small_run():
     rows = phases.profile(4, "cpu", 0.1)
     for form in ("as run", "taken apart"):
@@ -248,7 +248,7 @@ def test_scaling_changes_the_sizes_of_the_config_and_nothing_else():
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_scaling_at_a_tiny_size_has_rejax_beside():
     pytest.importorskip("rejax")
     row = scaling.point("width", scaling.Size(4, 8, 16), False, "cpu", available()[:1])

@@ -289,7 +289,7 @@ def test_ecrl_bench_names_its_faults_from_any_folder(tmp_path):
     assert "no such subject" in done.stderr or "pip install -e '.[bench]'" in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.ref
 def test_a_real_pair_end_to_end(tmp_path):
     pytest.importorskip("rejax")
@@ -301,7 +301,7 @@ def test_a_real_pair_end_to_end(tmp_path):
     assert (tmp_path / "plot.png").stat().st_size > 1000
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.ref
 @pytest.mark.parametrize(
     ("module", "peer"), [("stable_baselines3", "sb3"), ("torchrl", "torchrl"), ("torch", "cleanrl")]
