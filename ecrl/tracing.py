@@ -5,7 +5,6 @@ the graph.
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -17,10 +16,9 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from ecrl.kernels import scan
 from ecrl.kernels.loops import length_of
 from ecrl.products import PRODUCTS
-from ecrl.trees import flatten, mapped, unflatten
+from ecrl.trees import flatten, unflatten
 
 _SMALL = 4096  # elements
-_AT_ONCE = 4  # steps in a turn of a loop of small ones, whose turns cost as much as the steps
 
 
 def traced(fn: Callable[..., Any], structure: Hashable, leaves: list[Tensor]) -> tuple[GraphModule, Hashable]:
@@ -130,23 +128,14 @@ def _packing(leaves: Sequence[Tensor], lead: int = 0) -> _Packing:
 
 def graph_scan(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *constants: Any) -> tuple[Any, Any]:
     """`ecrl.kernels.scan` as one loop of the graph that is being traced; a plain one outside of any, or of one step."""
-    (first, _), (rows, _) = flatten(carry), flatten(xs)
-    length = length_of(rows)
-    if get_proxy_mode() is None or length == 1:
+    (first, c), (rows, x), (fixed, k) = map(flatten, (carry, xs, constants))
+    if get_proxy_mode() is None or length_of(rows) == 1:
         return scan(body, carry, xs, *constants)
     if not first:  # the operator wants something to carry
-        _, y = _loop(lambda none, x, *k: (none.clone(), body(carry, x, *k)[1]), rows[0].new_zeros(()), xs, *constants)
+        _, y = graph_scan(
+            lambda none, x, *k: (none.clone(), body(carry, x, *k)[1]), rows[0].new_zeros(()), xs, *constants
+        )
         return carry, y
-    small = sum(leaf.numel() for leaf in first) + sum(leaf.numel() for leaf in rows) // length <= _SMALL
-    if not small or length % _AT_ONCE or length == _AT_ONCE:
-        return _loop(body, carry, xs, *constants)
-    several = mapped(lambda x: x.unflatten(0, (-1, _AT_ONCE)), xs, batch=lambda n: (n[0] // _AT_ONCE, _AT_ONCE, *n[1:]))
-    carry, ys = _loop(partial(scan, body), carry, several, *constants)
-    return carry, mapped(lambda y: y.flatten(0, 1), ys, batch=lambda n: (length, *n[2:]))
-
-
-def _loop(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *constants: Any) -> tuple[Any, Any]:
-    (first, c), (rows, x), (fixed, k) = map(flatten, (carry, xs, constants))
     length, found = length_of(rows), []
     packings = _packing(first), _packing(rows, 1), _packing(fixed)
     packed = packings[0].pack(first), packings[1].pack(rows, 1), packings[2].pack(fixed)
