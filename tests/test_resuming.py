@@ -76,8 +76,11 @@ def interrupted(cfg: Config, folder) -> None:
     subprocess.run([sys.executable, "-c", STOP, str(path), str(folder)], check=True, capture_output=True)
 
 
-@pytest.mark.parametrize("form", ["off", pytest.param("on", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("algorithm", ["ppo", "grpo", "apg"])
+COMPILED = [pytest.param("ppo", "on", marks=pytest.mark.slow)]
+COMPILED += [pytest.param(name, "on", marks=pytest.mark.long) for name in ("grpo", "apg")]  # minutes of compiling each
+
+
+@pytest.mark.parametrize(("algorithm", "form"), [("ppo", "off"), ("grpo", "off"), ("apg", "off"), *COMPILED])
 def test_ten_and_ten_iterations_are_twenty(tmp_path, algorithm, form):
     cfg = whole(algorithm, form)
     interrupted(cfg, tmp_path / "run")
