@@ -2,7 +2,8 @@
 
 Libraries for matrix products are made for large ones: the first and the last layer of a perceptron and their gradients
 run at a tenth of their speed there. So products with a thin side become sums, which a compiler fuses with what is
-around them, and only large ones go to a library: oneDNN, twice as fast as MKL where the processor is AMD's.
+around them, and only large ones go to a library: oneDNN, which makes its code for the processor at hand, where MKL has
+only a generic path for AMD's.
 """
 
 from collections.abc import Callable
@@ -34,7 +35,7 @@ def _rows(a: Tensor, b: Tensor) -> Tensor:
 
 @torch.library.custom_op("ecrl::linear", mutates_args=())
 def _linear(x: Tensor, weight: Tensor) -> Tensor:
-    """`x @ weight.T`, in a graph by oneDNN, which on AMD's processors is twice as fast as MKL."""
+    """`x @ weight.T`, in a compiled graph by oneDNN."""
     return x @ weight.t()
 
 

@@ -182,8 +182,8 @@ def categorical(key: Tensor, logits: Tensor) -> Tensor:
 def permutation(key: Tensor, n: int) -> Tensor:
     """A random order of 0 to n - 1: int64 `[*B, n]`, the stable order of n draws of 62 bits.
 
-    The rows are sorted as one, their number in place of the last bits of a draw: sorting whole numbers in one row takes
-    a sixth of the time.
+    The rows are sorted as one, their number in place of the last bits of a draw: whole numbers in one row are
+    sorted by radix, which is several times faster.
 
     >>> sorted(permutation(key(0), 5).tolist())
     [0, 1, 2, 3, 4]

@@ -176,8 +176,8 @@ def _gradient(
     hyper: TensorDict,
 ) -> tuple[TensorDict, Logs]:
     """Of the mean over the chosen rows that count, packed; and its logs."""
-    index, real, replaced = chosen
-    batch = cast(TensorDict, rows[index]).update(replaced)
+    index, real, prepared = chosen
+    batch = cast(TensorDict, rows[index]).update(prepared)
     gradient = torch.func.grad_and_value(_loss, has_aux=True)
     grads, (_, logs) = gradient(_unpacked(packed, like), learner, norm, batch, batch["mask"] & real, hyper)
     return _packed(grads), logs
