@@ -129,7 +129,8 @@ def _packing(leaves: Sequence[Tensor], lead: int = 0) -> _Packing:
 def graph_scan(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *constants: Any) -> tuple[Any, Any]:
     """`ecrl.kernels.scan` as one loop of the graph that is being traced; a plain one outside of any, or of one step."""
     (first, c), (rows, x), (fixed, k) = map(flatten, (carry, xs, constants))
-    if get_proxy_mode() is None or length_of(rows) == 1:
+    mode = get_proxy_mode()
+    if mode is None or length_of(rows) == 1:
         return scan(body, carry, xs, *constants)
     if not first:  # the operator wants something to carry
         _, y = graph_scan(
@@ -151,9 +152,20 @@ def graph_scan(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *const
         return _owned([*packings[0].pack(after), *found[1].pack(y)], given)
 
     out = scan_op(flat, packed[0], packed[1], tuple(packed[2]))
+    _share_constants(mode.tracer.root)
     structure, packing = found
     after, ys = out[: len(packed[0])], packing.unpack(out[len(packed[0]) :], (length,))
     return unflatten(c, packings[0].unpack(after)), unflatten(structure, ys, lambda size: (length, *size))
+
+
+def _share_constants(root: torch.nn.Module) -> None:
+    """Tensors that a loop's body found beside its arguments, for what comes after the loop to find too.
+
+    The tracer looks for a constant in the bodies of earlier loops, and then cannot get at it there.
+    """
+    for name, constant in list(root.named_buffers()):
+        if "." in name:
+            root.register_buffer(name.replace(".", "_"), constant)
 
 
 def _owned(out: list[Tensor], given: tuple[Tensor, ...]) -> list[Tensor]:

@@ -13,12 +13,16 @@ from torch import Size, Tensor
 _LEAF = "tensor"
 
 
+def _ordered(tree: TensorDictBase) -> list[tuple[Any, Any]]:
+    return sorted(tree.items(), key=lambda pair: pair[0])  # torch.compile cannot sort by whole pairs
+
+
 def _take(tree: Any, leaves: list[Tensor]) -> Hashable:
     if isinstance(tree, Tensor):
         leaves.append(tree)
         return _LEAF
     if isinstance(tree, TensorDictBase):
-        return TensorDict, tree.batch_size, tuple([(key, _take(part, leaves)) for key, part in sorted(tree.items())])
+        return TensorDict, tree.batch_size, tuple([(key, _take(part, leaves)) for key, part in _ordered(tree)])
     if isinstance(tree, dict):
         return dict, None, tuple([(key, _take(tree[key], leaves)) for key in sorted(tree)])
     if isinstance(tree, list | tuple):

@@ -220,7 +220,7 @@ def minibatch(name: str, base: Changes) -> list[Row]:
         *rows(part, base | alg(batch_size=None), num_minibatches=4),
         *rows(part, base | alg(batch_size=None, num_minibatches=2), num_minibatches=4),
         *rows(part, base | alg(batch_size=8), batch_size=16),
-        *rows(part, base | FAST | alg(target_kl=1e-9), target_kl=1e-3),
+        *rows(part, base | FAST | alg(target_kl=1e-9), target_kl=1e3),
         *rows(part, base | FAST, clip_coef=1e-3),
     ]
 
