@@ -181,14 +181,14 @@ def _info_logs(batch: TensorDict, counted: Tensor) -> Logs:
     return logs
 
 
-def _statistics(
-    norm_update: Callable[..., TensorDict] | None, norm: TensorDict, episode: TensorDict, batch: TensorDict
-) -> tuple[TensorDict, Logs]:
-    """Observation statistics with those of the batch, which the policy saw raw, frozen until here; and what to log."""
-    counted = _counted(batch)
-    if norm_update is not None:
-        norm = norm.copy().set("obs", norm_update(cast(TensorDict, norm["obs"]), batch["obs"][:, :-1], counted))
-    return norm, _episode_logs(episode) | _info_logs(batch, counted)
+def _seen(norm_update: Callable[..., TensorDict], norm: TensorDict, batch: TensorDict) -> TensorDict:
+    """Observation statistics with those of the batch, which the policy saw raw, frozen until here."""
+    moved = norm_update(cast(TensorDict, norm["obs"]), batch["obs"][:, :-1], _counted(batch))
+    return norm.copy().set("obs", moved)
+
+
+def _collect_logs(episode: TensorDict, batch: TensorDict) -> Logs:
+    return _episode_logs(episode) | _info_logs(batch, _counted(batch))
 
 
 def make_iteration(cfg: Config, watch: Watch = unwatched) -> Iteration:
@@ -198,20 +198,20 @@ def make_iteration(cfg: Config, watch: Watch = unwatched) -> Iteration:
     """
     parts, algorithm = watch(make_parts(cfg), make_algorithm(cfg.algorithm))
     tf32 = cfg.trainer.tf32 and device_of(cfg).type == "cuda"
-    statistics = parts.jit(_statistics, parts.policy.norm_update)
+    norm_update = parts.policy.norm_update
+    seen = parts.jit(_seen, norm_update) if norm_update else None
 
     def iteration(state: TensorDict) -> tuple[TensorDict, dict[str, Logs]]:
         with _matrices(tf32):
             state, batch = algorithm.collect(parts, state)
             state, train_logs = algorithm.update(parts, state, batch)
-        seen = batch.select("obs", "done", "info", "mask", strict=False)
-        norm, collect_logs = statistics(state["norm"], state["episode"], seen)
+        norm, episode = cast(TensorDict, state["norm"]), cast(TensorDict, state["episode"])
         moved = {
-            "norm": norm,
+            "norm": seen(norm, batch.select("obs", "done", "mask", strict=False)) if seen else norm,
             "sample_step": state["sample_step"] + steps_per_iteration(cfg),
             "update_step": state["update_step"] + 1,
         }
-        return replaced(state, moved), {"collect": collect_logs, "train": train_logs}
+        return replaced(state, moved), {"collect": _collect_logs(episode, batch), "train": train_logs}
 
     return iteration
 

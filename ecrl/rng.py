@@ -1,10 +1,9 @@
 """Stateless random numbers: a key is one int64, every draw is a pure function of it.
 
-Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") in int64 arithmetic, one 32-bit word
-per element. A key of shape `[*B]` is a batch of independent keys; draws append their own shape: `uniform(keys, (3,))`
-is `[*B, 3]`. Use each key once: derive the next ones with `split` or `fold_in`. The first words of a longer draw are
-those of a shorter one. Integers, uniforms and permutations are the same bits eager, compiled, vmapped and on every
-device; normals agree within 1e-6.
+Made of the words of Philox4x32-10 (`ecrl.philox`), one 32-bit word per element. A key of shape `[*B]` is a batch of
+independent keys; draws append their own shape: `uniform(keys, (3,))` is `[*B, 3]`. Use each key once: derive the next
+ones with `split` or `fold_in`. The first words of a longer draw are those of a shorter one. Integers, uniforms and
+permutations are the same bits eager, compiled, vmapped and on every device; normals agree within 1e-6.
 """
 
 from collections.abc import Sequence
@@ -13,38 +12,17 @@ from math import pi, prod
 import torch
 from torch import Tensor
 
+from ecrl.philox import MASK, philox
+
 START, ENV, ACTION, UPDATE, INIT, EVAL, EVENT = range(7)
 """Streams of a run: episode starts, world noise, sampled actions, minibatches, initial weights, evaluation, events."""
 
-_MASK = 0xFFFFFFFF
 _DRAW, _SPLIT, _FOLD, _STREAM = range(4)  # fourth counter word, so that draws, splits, folds and streams never meet
-
-
-def _multiply(word: Tensor, factor: int) -> tuple[Tensor, Tensor]:
-    """High and low word of a 32 by 32 bit product with an odd factor, inside int64: compiled C++ may not overflow."""
-    product = (word - 2**31) * factor  # too small by factor * 2**31, which is 2**31 modulo 2**32
-    return ((product >> 31) + factor) >> 1, (product + 2**31) & _MASK
-
-
-def philox4x32(key: Tensor, counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Ten rounds of Philox4x32 on a 64-bit key and four 32-bit counter words; all int64, words in [0, 2**32).
-
-    >>> zero = torch.tensor(0)
-    >>> [f"{int(word):08x}" for word in philox4x32(zero, (zero, zero, zero, zero))]
-    ['6627e8d5', 'e169c58d', 'bc57ac4c', '9b00dbd8']
-    """
-    c0, c1, c2, c3 = counter
-    k0, k1 = key & _MASK, (key >> 32) & _MASK
-    for _ in range(10):
-        (high0, low0), (high1, low1) = _multiply(c0, 0xD2511F53), _multiply(c2, 0xCD9E8D57)
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-        k0, k1 = (k0 + 0x9E3779B9) & _MASK, (k1 + 0xBB67AE85) & _MASK
-    return c0, c1, c2, c3
 
 
 def _counter(n: int, device: torch.device) -> Tensor:
     """0 to n - 1. On a bare arange inductor computes in 32-bit indices (pytorch issue 175966); an `&` stops that."""
-    return torch.arange(n, device=device) & _MASK
+    return torch.arange(n, device=device) & MASK
 
 
 def key(seed: int, device: torch.device | str | None = None) -> Tensor:
@@ -63,9 +41,7 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
     (torch.Size([2]), True)
     """
     data = torch.as_tensor(data, dtype=torch.int64, device=key.device)
-    zero = torch.zeros_like(data)
-    low, high, _, _ = philox4x32(key, (data & _MASK, (data >> 32) & _MASK, zero, zero + _FOLD))
-    return low | (high << 32)
+    return philox(key, data, torch.full_like(data, _FOLD << 32))[0]
 
 
 def split(key: Tensor, num: int = 2) -> Tensor:
@@ -75,9 +51,7 @@ def split(key: Tensor, num: int = 2) -> Tensor:
     torch.Size([3])
     """
     index = _counter(num, key.device).reshape(-1, *[1] * key.ndim)
-    zero = torch.zeros_like(index)
-    low, high, _, _ = philox4x32(key, (index, zero, zero, zero + _SPLIT))
-    return low | (high << 32)
+    return philox(key, index, torch.full_like(index, _SPLIT << 32))[0]
 
 
 def stream(key: Tensor, name: int, index: Tensor, step: Tensor | int) -> Tensor:
@@ -90,10 +64,14 @@ def stream(key: Tensor, name: int, index: Tensor, step: Tensor | int) -> Tensor:
     True
     """
     counted = torch.as_tensor(step, dtype=torch.int64, device=key.device)
-    index, counted = torch.broadcast_tensors(index, counted)
-    name_word = torch.zeros_like(index) + (_STREAM + name)
-    low, high, _, _ = philox4x32(key, (counted & _MASK, (counted >> 32) & _MASK, index & _MASK, name_word))
-    return low | (high << 32)
+    return philox(key, counted, (index & MASK) | ((_STREAM + name) << 32))[0]
+
+
+def _pairs(key: Tensor, n: int) -> Tensor:
+    """Words 2i and 2i + 1 of a draw as one int64: `[*B, n]`."""
+    block = _counter((n + 1) // 2, key.device)
+    halves = philox(key.unsqueeze(-1), block, torch.full_like(block, _DRAW << 32))
+    return torch.stack(halves, -1).flatten(-2)[..., :n]
 
 
 def bits(key: Tensor, shape: Sequence[int] = ()) -> Tensor:
@@ -103,9 +81,8 @@ def bits(key: Tensor, shape: Sequence[int] = ()) -> Tensor:
     True
     """
     n = prod(shape)
-    block = _counter((n + 3) // 4, key.device)
-    zero = torch.zeros_like(block)
-    words = torch.stack(philox4x32(key.unsqueeze(-1), (block, zero, zero, zero + _DRAW)), -1)
+    pairs = _pairs(key, (n + 1) // 2)
+    words = torch.stack((pairs & MASK, (pairs >> 32) & MASK), -1)
     return words.flatten(-2)[..., :n].reshape((*key.shape, *shape))
 
 

@@ -13,6 +13,7 @@ from torch._higher_order_ops.scan import scan_op
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
+import ecrl.philox_cpp  # noqa: F401  # how inductor writes Philox
 from ecrl.kernels import scan
 from ecrl.kernels.loops import length_of
 from ecrl.products import PRODUCTS

@@ -1,7 +1,10 @@
 """Every kernel test runs its kernel under several variants, and each call is checked for purity."""
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
+
+os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "1")  # pays, with the many graphs of the tests
 
 import pytest
 import torch

@@ -75,7 +75,7 @@ print(form.name, [str(w.message) for w in caught if w.category is RuntimeWarning
 def test_a_compiler_that_fails_is_told_from_one_that_works():
     done = subprocess.run([sys.executable, "-c", BROKEN], capture_output=True, text=True)
     assert done.stdout.startswith("eager ["), done.stdout + done.stderr[-2000:]
-    assert "compiling a first function failed" in done.stdout
+    assert "-fsyntax-only" in done.stdout and "ended with status 1" in done.stdout
 
 
 def _scaled(factor, x):
@@ -140,7 +140,7 @@ def test_the_next_process_finds_a_loop_in_the_cache_but_never_another_loop(tmp_p
         return [float(line) for line in done.stdout.split()] if done.returncode == 0 else done.stderr
 
     assert printed("2") == [16.0, 0.0]
-    assert printed("2", "3") == [16.0, 81.0, 2.0]  # the compiler's trial and the loop; a loop that differs is made anew
+    assert printed("2", "3") == [16.0, 81.0, 1.0]  # a loop that differs is made anew
 
 
 @pytest.mark.slow

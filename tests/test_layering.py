@@ -9,12 +9,12 @@ import ecrl
 
 ROOT = Path(ecrl.__file__).parent
 LEVELS = [  # a module imports from its own level and earlier ones only
-    {"rng", "types", "spaces", "errors", "trees"},
+    {"graphs", "philox", "rng", "types", "spaces", "errors", "trees"},
     {"kernels"},
     {"registry", "strict", "sources", "draft", "inert", "gym_config", "translate", "config", "schema", "distributed"},
     {"policies", "envs"},
     {"algorithms"},
-    {"products", "tracing", "compile"},
+    {"products", "philox_cpp", "tracing", "compile"},
     {"parts"},
     {"loop"},
     {"checkpoint", "evaluation", "resuming", "loggers", "history", "tracking", "export", "profiler"},
@@ -39,12 +39,12 @@ STRANGERS = {  # of one level, and yet they do not import each other
     ("policies", "envs"): "they meet in spaces alone, so that either can be used without the other",
     ("envs", "policies"): "as above",
 }
-KERNELS_MAY = {"torch", "tensordict", "numpy", "ecrl.rng", "ecrl.types", "ecrl.trees", "ecrl.kernels"}
+KERNELS_MAY = {"torch", "tensordict", "numpy", "ecrl.graphs", "ecrl.rng", "ecrl.types", "ecrl.trees", "ecrl.kernels"}
 KERNELS_MAY |= {"math", "typing", "collections", "functools", "dataclasses", "itertools"}
 EXCEPTIONS = {  # file: what it may do that others may not
     "__init__.py": "the public surface names every part; it resolves them lazily",
     "registry.py": "imports the packages of built-in parts by name at the first look-up",
-    "compile.py": "the one place that calls torch.compile",
+    "compile.py": "the one place that compiles",
     "policies/networks.py": "module initialisation draws from torch's global generator, seeded from a key and put back",
 }
 VAGUE = {"utils", "util", "helpers", "base", "common", "misc"}
@@ -91,10 +91,11 @@ def wrong_imports(file, source):
     return [name for name, to in targets if LEVEL.get(to, 99) > LEVEL[part] or (part, to) in STRANGERS]
 
 
+COMPILERS = ("torch.cuda.graph", "torch._inductor.compile_fx")
+
+
 def compiles(file, source):
-    return sorted(
-        name for name in _used(file, source) if name == "torch.compile" or name.startswith("torch.cuda.graph")
-    )
+    return sorted(name for name in _used(file, source) if name == "torch.compile" or name.startswith(COMPILERS))
 
 
 def draws(file, source):

@@ -7,6 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ecrl import rng
+from ecrl.compile import choose_form
+from ecrl.philox import philox4x32
+from ecrl.tracing import traced
+from ecrl.trees import flatten
 
 F32, F64 = torch.float32, torch.float64
 M = 0xFFFFFFFF
@@ -92,7 +96,7 @@ def gumbels(key, n, uniform, half_step):
     ],
 )
 def test_published_vectors(variant, key, counter, expected):
-    out = variant(rng.philox4x32)(torch.tensor(key), tuple(map(torch.tensor, counter)))
+    out = variant(philox4x32)(torch.tensor(key), tuple(map(torch.tensor, counter)))
     assert [f"{int(word):08x}" for word in out] == expected.split()
     assert [f"{word:08x}" for word in philox(key, counter)] == expected.split()  # the oracle too
 
@@ -126,6 +130,29 @@ def test_many_keys_bit_for_bit(variant, fn):
     # compiled C++ may not overflow int64: products that did were wrong for a third of the keys, and only with many keys
     keys, size = rng.split(rng.key(0), 300), (9,) if fn is rng.bits else 9
     assert torch.equal(variant(fn)(keys, size), fn(keys, size))
+
+
+def _everything(keys, many):
+    exact = [fn(keys, *args, **kwargs) for fn, args, kwargs, _ in EXACT.values()]
+    return (
+        *exact,
+        rng.split(keys, 3),
+        rng.stream(keys, rng.ENV, keys, keys),
+        rng.bits(many, (9,)),
+        rng.normal(many, (5,)),
+    )
+
+
+@pytest.mark.slow
+def test_a_compiled_run_draws_the_same_bits():
+    """There Philox is one operation, in C++ of its own."""
+    keys, many = torch.tensor(KEYS), rng.split(rng.key(0), 300)
+    out, expected = choose_form("on", "cpu").jit(_everything)(keys, many), _everything(keys, many)
+    graph, _ = traced(_everything, *reversed(flatten((keys, many))))
+    assert sum(node.target is torch.ops.ecrl.philox.default for node in graph.graph.nodes) > len(EXACT)
+    assert all(map(torch.equal, out[:-1], expected[:-1]))
+    close(out[-1], expected[-1], 1e-6)
+    assert [x.tolist() for x in out[: len(EXACT)]] == [[oracle(key) for key in KEYS] for *_, oracle in EXACT.values()]
 
 
 # float32: the angle 2 pi u is rounded by up to 2.4e-7, times a radius of up to 5.8; a Gumbel of up to 16.6 by 2 ulp.

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from ecrl.trees import flatten, mapped, unflatten
 
@@ -75,21 +74,3 @@ def in_chunks(rows: Any) -> Any:
         return (torch.cat((leaf, missing)) if len(missing) else leaf).reshape(number, size, *leaf.shape[1:])
 
     return mapped(cut, rows, batch=lambda batch: (number, size, *batch[1:]))
-
-
-def in_graph() -> bool:
-    """Whether a graph is being made that is compiled as a whole (`ecrl.compile`).
-
-    >>> in_graph()
-    False
-    """
-    return not torch.compiler.is_compiling() and get_proxy_mode() is not None
-
-
-def kept(x: Tensor) -> Tensor:
-    """`x`, put in memory where a graph is made: a compiler would work it out anew wherever it is read.
-
-    >>> kept(torch.ones(2))
-    tensor([1., 1.])
-    """
-    return x.as_strided(x.shape, x.stride()) if in_graph() else x

@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from ecrl.kernels.loops import kept
+from ecrl.graphs import kept
 from ecrl.types import Scalar
 
 

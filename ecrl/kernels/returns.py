@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ecrl.kernels.loops import in_graph, kept
+from ecrl.graphs import in_graph, kept
 from ecrl.types import Scalar, same_shape
 
 _MANY_ROWS, _MANY_STEPS = 512, 128

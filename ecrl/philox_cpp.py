@@ -1,0 +1,49 @@
+"""Philox in the C++ that inductor writes: unsigned words and their products, a line a round, where int64 takes twenty.
+
+Inductor has no operation of its own for it that takes a key per element, so one is added to it here.
+"""
+
+from typing import Any
+
+import torch
+from torch._inductor.codegen.cpp import CppOverrides, CppVecOverrides
+from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
+from torch._inductor.lowering import broadcast_tensors, make_pointwise, register_lowering
+from torch._inductor.ops_handler import DefaultHandler
+from torch._inductor.virtualized import ops
+
+import ecrl.philox  # noqa: F401  # registers the operation
+
+_CPP = """[](uint64_t key, uint64_t low, uint64_t high) -> int64_t {
+    uint32_t c0 = low, c1 = low >> 32, c2 = high, c3 = high >> 32, k0 = key, k1 = key >> 32;
+    for (int round = 0; round < 10; round++) {
+        uint64_t a = uint64_t(c0) * 0xD2511F53u, b = uint64_t(c2) * 0xCD9E8D57u;
+        c0 = uint32_t(b >> 32) ^ c1 ^ k0, c1 = uint32_t(b);
+        c2 = uint32_t(a >> 32) ^ c3 ^ k1, c3 = uint32_t(a);
+        k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+    }
+    return %s;
+}""".replace("\n", " ")
+
+
+def _add(name: str, half: str) -> None:
+    def one(key: str, low: str, high: str) -> str:
+        return f"({_CPP % half})({key}, {low}, {high})"
+
+    one.__name__ = name
+    many = CppVecOverrides._scalarize(one)
+    many.__name__ = name
+    setattr(CppOverrides, name, staticmethod(one))
+    setattr(CppVecOverrides, name, staticmethod(many))
+    setattr(DtypePropagationOpsHandler, name, staticmethod(lambda *words: torch.int64))
+    setattr(DefaultHandler, name, lambda self, *words: self._default(name, words, {}))
+
+
+_NAMES = "philox_first", "philox_last"
+_add(_NAMES[0], "c0 | uint64_t(c1) << 32")
+_add(_NAMES[1], "c2 | uint64_t(c3) << 32")
+
+
+@register_lowering(torch.ops.ecrl.philox.default, type_promotion_kind=None)
+def _lowered(key: Any, low: Any, high: Any, last: bool) -> Any:
+    return make_pointwise(lambda *words: getattr(ops, _NAMES[last])(*words))(*broadcast_tensors(key, low, high))
