@@ -1,47 +1,31 @@
-"""The form a run takes, compiled or eager, chosen from config, device and versions alone; the only file that compiles.
+"""The form a run takes, compiled or eager, chosen from config, device and versions alone.
 
 A form has a function `jit(fn, *static)` that binds the static arguments of `fn` (functions and numbers that shape the
 graph) and makes it as fast as the form allows, and a `scan`, which inside such a function is one loop of its graph.
 Equal `fn` and `static` share one compiled function, so a new seed, name or learning rate compiles nothing.
 
-Inductor makes C++ of a graph (`ecrl.tracing`), and keeps that on disk for the next process.
+Inductor makes C++ of a graph (`ecrl.inductor`), and keeps that on disk for the next process; it is imported when used.
 """
 
+import gc
 import os
 import shutil
 import subprocess
 import sysconfig
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
-from torch._higher_order_ops.scan import scan_op
-from torch._inductor import config as inductor
-from torch._inductor.compile_fx import compile_fx
 
 from ecrl.errors import ConfigError
 from ecrl.kernels import scan
 from ecrl.kernels.loops import Scan
-from ecrl.tracing import graph_scan, traced
 from ecrl.trees import flatten, names, unflatten
-
-_OPTIONS = {
-    "cpp_wrapper": True,  # loops and calls in C++, not in Python
-    "cpp.use_decompose_tanh": True,  # by exp: five times faster than the library's, error below 2e-7
-    "cpp_wrapper_build_separate": True,  # calls and loops at -O1, kernels at -O3: half of the compiler's time
-    "aot_inductor.enable_frame_pointer": False,  # these two are for profilers
-    "aot_inductor.enable_line_tables": False,
-    # Compiling the headers apart pays from the sixth graph on, a run has two. The variable is inductor's own.
-    "cpp_cache_precompile_headers": os.environ.get("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS") == "1",
-    "size_asserts": False,  # the key of a compiled function holds every shape
-    "cpp.vec_isa_ok": True,  # the processor's word is taken for its instructions; to try each takes seconds
-    # Graphs with loops go to the cache on disk too: its key covers their bodies, as a test shows.
-    "unsafe_marked_cacheable_functions": {f"{scan_op.__module__}.{scan_op.__name__}": torch.__version__},
-}
 
 
 class Form(NamedTuple):
@@ -58,6 +42,18 @@ def _dense(leaf: Tensor, stride: tuple[int, ...]) -> Tensor:
     if leaf.stride() == stride:
         return leaf
     return torch.empty_strided(leaf.shape, stride, dtype=leaf.dtype, device=leaf.device).copy_(leaf)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without Python's collector of garbage, which would go through modules and graphs for a third of the time."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 COMPILED: list[str] = []
@@ -90,9 +86,11 @@ def _compiled(fn: Callable, *static: Any) -> Callable[..., Any]:
         key = structure, *[(leaf.shape, leaf.dtype, leaf.device) for leaf in leaves]
         if key not in made:
             COMPILED.append(f"{fn.__name__}: {_difference([*made][-1], key) if made else 'first call'}")
-            graph, out = traced(bound, structure, leaves)
-            with torch.no_grad(), inductor.patch(_OPTIONS):
-                made[key] = compile_fx(graph, leaves), [leaf.stride() for leaf in leaves], out
+            with _uncollected():
+                from ecrl.inductor import compiled
+
+                run, out = compiled(bound, structure, leaves)
+            made[key] = run, [leaf.stride() for leaf in leaves], out
         run, strides, out = made[key]
         with torch.no_grad():
             return unflatten(out, run(*map(_dense, leaves, strides)))
@@ -125,6 +123,9 @@ def choose_form(mode: str, device: str) -> Form:
         return Form("eager", "trainer.compile is off", partial, scan)
     fault = compiler_fault() if device == "cpu" else None
     if fault is None:
+        with _uncollected():
+            from ecrl.tracing import graph_scan
+
         return Form("compiled", f"rollout and update compiled by inductor for {device}", _compiled, graph_scan)
     advice = (
         "install g++ and the headers of Python (Debian: apt install g++ python3-dev), or set trainer.compile to off"

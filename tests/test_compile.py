@@ -11,8 +11,7 @@ import torch
 from tensordict import TensorDict
 from test_loop import small
 
-from ecrl import compile as ecrl_compile
-from ecrl import rng
+from ecrl import inductor, rng
 from ecrl.algorithms.core import collect
 from ecrl.algorithms.minibatch import _gradients, _packed, learner_of, pass_keys, shuffled
 from ecrl.algorithms.ppo import Variant, _loss, _rows
@@ -146,8 +145,8 @@ def test_the_next_process_finds_a_loop_in_the_cache_but_never_another_loop(tmp_p
 @pytest.mark.slow
 def test_keys_set_in_another_order_and_other_strides_are_the_same_graph(monkeypatch):
     form, made = choose_form("on", "cpu"), []
-    whole = ecrl_compile.compile_fx
-    monkeypatch.setattr(ecrl_compile, "compile_fx", lambda *a: made.append(1) or whole(*a))
+    whole = inductor.compile_fx
+    monkeypatch.setattr(inductor, "compile_fx", lambda *a: made.append(1) or whole(*a))
     both = form.jit(_first_and_sum, "test")
     one = TensorDict({"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2)}, [2])
     other = TensorDict({"b": torch.ones(2), "a": torch.arange(6.0).reshape(3, 2).t()}, [2])

@@ -1,0 +1,36 @@
+"""A function compiled for the CPU: traced into one graph, of which inductor makes C++ that it keeps on disk."""
+
+import os
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._higher_order_ops.scan import scan_op
+from torch._inductor import config
+from torch._inductor.compile_fx import compile_fx
+
+from ecrl.tracing import traced
+
+_OPTIONS: dict[str, Any] = {
+    "cpp_wrapper": True,  # loops and calls in C++, not in Python
+    "cpp.use_decompose_tanh": True,  # by exp: five times faster than the library's, error below 2e-7
+    "cpp_wrapper_build_separate": True,  # calls and loops at -O1, kernels at -O3: half of the compiler's time
+    "aot_inductor.enable_frame_pointer": False,  # these two are for profilers
+    "aot_inductor.enable_line_tables": False,
+    # Compiling the headers apart pays from the sixth graph on, a run has two. The variable is inductor's own.
+    "cpp_cache_precompile_headers": os.environ.get("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS") == "1",
+    "size_asserts": False,  # the key of a compiled function holds every shape
+    "cpp.vec_isa_ok": True,  # the processor's word is taken for its instructions; to try each takes seconds
+    # Graphs with loops go to the cache on disk too: its key covers their bodies, as a test shows.
+    "unsafe_marked_cacheable_functions": {f"{scan_op.__module__}.{scan_op.__name__}": torch.__version__},
+}
+
+
+def compiled(
+    fn: Callable[..., Any], structure: Hashable, leaves: list[Tensor]
+) -> tuple[Callable[..., list[Tensor]], Hashable]:
+    """`fn` for tensors like these in this memory layout, of the leaves; the structure of what it gives."""
+    graph, out = traced(fn, structure, leaves)
+    with torch.no_grad(), config.patch(_OPTIONS):
+        return compile_fx(graph, leaves), out  # pyright: ignore
