@@ -8,6 +8,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from ecrl.garbage import uncollected
+
 if TYPE_CHECKING:
     from ecrl.algorithms import Algorithm, make_algorithm
     from ecrl.checkpoint import load, save
@@ -82,7 +84,9 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _MODULE_OF:
-        return getattr(import_module(_MODULE_OF[name]), name)
+        with uncollected():
+            module = import_module(_MODULE_OF[name])
+        return getattr(module, name)
     if name.isidentifier() and not name.startswith("_") and find_spec(f"ecrl.{name}"):
         return import_module(f"ecrl.{name}")  # so that `ecrl.kernels.gae` needs no import of its own
     raise AttributeError(f"module 'ecrl' has no attribute {name!r}")

@@ -1,6 +1,5 @@
 """The command line: `ecrl train CONFIG`, `ecrl eval RUN`, ... Torch is imported only by the command that needs it."""
 
-import gc
 import json
 import re
 import signal
@@ -13,6 +12,7 @@ from typing import Annotated
 import tyro
 
 from ecrl.errors import UserError
+from ecrl.garbage import uncollected
 
 Overrides = Annotated[tuple[str, ...], tyro.conf.Suppress]
 
@@ -49,12 +49,10 @@ def train(
         raise UserError("--resume goes on in its own folder; leave --run-dir out")
     if force and resume is None:
         raise UserError("--force is for --resume; leave it out")
-    gc.disable()  # else a fourth of the imports' time goes into looking for garbage that is not there
-    from ecrl.sources import parse_overrides
-    from ecrl.training import train_from_config
+    with uncollected():
+        from ecrl.sources import parse_overrides
+        from ecrl.training import train_from_config
 
-    gc.freeze()
-    gc.enable()
     stopped = _stoppable()
     train_from_config(
         path,

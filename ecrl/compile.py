@@ -7,14 +7,12 @@ Equal `fn` and `static` share one compiled function, so a new seed, name or lear
 Inductor makes C++ of a graph (`ecrl.inductor`), and keeps that on disk for the next process; it is imported when used.
 """
 
-import gc
 import os
 import shutil
 import subprocess
 import sysconfig
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -23,6 +21,7 @@ from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 
 from ecrl.errors import ConfigError
+from ecrl.garbage import uncollected
 from ecrl.kernels import scan
 from ecrl.kernels.loops import Scan
 from ecrl.trees import flatten, names, unflatten
@@ -42,18 +41,6 @@ def _dense(leaf: Tensor, stride: tuple[int, ...]) -> Tensor:
     if leaf.stride() == stride:
         return leaf
     return torch.empty_strided(leaf.shape, stride, dtype=leaf.dtype, device=leaf.device).copy_(leaf)
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Without Python's collector of garbage, which would go through modules and graphs for a third of the time."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 COMPILED: list[str] = []
@@ -86,7 +73,7 @@ def _compiled(fn: Callable, *static: Any) -> Callable[..., Any]:
         key = structure, *[(leaf.shape, leaf.dtype, leaf.device) for leaf in leaves]
         if key not in made:
             COMPILED.append(f"{fn.__name__}: {_difference([*made][-1], key) if made else 'first call'}")
-            with _uncollected():
+            with uncollected():
                 from ecrl.inductor import compiled
 
                 run, out = compiled(bound, structure, leaves)
@@ -123,7 +110,7 @@ def choose_form(mode: str, device: str) -> Form:
         return Form("eager", "trainer.compile is off", partial, scan)
     fault = compiler_fault() if device == "cpu" else None
     if fault is None:
-        with _uncollected():
+        with uncollected():
             from ecrl.tracing import graph_scan
 
         return Form("compiled", f"rollout and update compiled by inductor for {device}", _compiled, graph_scan)

@@ -9,7 +9,7 @@ import ecrl
 
 ROOT = Path(ecrl.__file__).parent
 LEVELS = [  # a module imports from its own level and earlier ones only
-    {"graphs", "philox", "rng", "types", "spaces", "errors", "trees"},
+    {"garbage", "graphs", "philox", "rng", "types", "spaces", "errors", "trees"},
     {"kernels"},
     {"registry", "strict", "sources", "draft", "inert", "gym_config", "translate", "config", "schema", "distributed"},
     {"policies", "envs"},
