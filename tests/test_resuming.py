@@ -76,8 +76,7 @@ def interrupted(cfg: Config, folder) -> None:
     subprocess.run([sys.executable, "-c", STOP, str(path), str(folder)], check=True, capture_output=True)
 
 
-COMPILED = [pytest.param("ppo", "on", marks=pytest.mark.slow)]
-COMPILED += [pytest.param(name, "on", marks=pytest.mark.long) for name in ("grpo", "apg")]  # minutes of compiling each
+COMPILED = [pytest.param(name, "on", marks=pytest.mark.slow) for name in ("ppo", "grpo", "apg")]
 
 
 @pytest.mark.parametrize(("algorithm", "form"), [("ppo", "off"), ("grpo", "off"), ("apg", "off"), *COMPILED])
