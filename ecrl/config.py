@@ -87,7 +87,8 @@ class TrainerConfig(ConfigModel):
     seed: int = Field(1, ge=0, lt=2**62, description="all randomness of the run derives from it")
     device: str = Field("cpu", description='"cpu", "cuda", "cuda:<index>" or "auto" (cuda where there is one)')
     compile: Literal["auto", "on", "off"] = Field(
-        "auto", description="compile rollout and update; auto: where a C++ compiler works"
+        "auto",
+        description="compile rollout and update; auto: where the whole budget ends sooner so, and a C++ compiler works",
     )
     num_envs: Count = Field(64, description="environments per rank")
     iterations: Count = Field(250, description="rounds of collecting and learning")

@@ -2,6 +2,8 @@
 
 import os
 from collections.abc import Callable, Hashable
+from hashlib import sha256
+from inspect import getsource
 from typing import Any
 
 import torch
@@ -10,7 +12,12 @@ from torch._higher_order_ops.scan import scan_op
 from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx
 
+from ecrl import cpp_loops, philox_cpp
+from ecrl.cpp_loops import lean_loops
 from ecrl.tracing import traced
+
+_SCAN = f"{scan_op.__module__}.{scan_op.__name__}"
+_WRITTEN_BY = sha256("".join(map(getsource, (cpp_loops, philox_cpp))).encode()).hexdigest()
 
 _OPTIONS: dict[str, Any] = {
     "cpp_wrapper": True,  # loops and calls in C++, not in Python
@@ -23,7 +30,9 @@ _OPTIONS: dict[str, Any] = {
     "size_asserts": False,  # the key of a compiled function holds every shape
     "cpp.vec_isa_ok": True,  # the processor's word is taken for its instructions; to try each takes seconds
     # Graphs with loops go to the cache on disk too: its key covers their bodies, as a test shows.
-    "unsafe_marked_cacheable_functions": {f"{scan_op.__module__}.{scan_op.__name__}": torch.__version__},
+    "unsafe_marked_cacheable_functions": {
+        f"{scan_op.__module__}.{scan_op.__name__}": f"{torch.__version__} {_WRITTEN_BY}"
+    },
 }
 
 
@@ -32,5 +41,5 @@ def compiled(
 ) -> tuple[Callable[..., list[Tensor]], Hashable]:
     """`fn` for tensors like these in this memory layout, of the leaves; the structure of what it gives."""
     graph, out = traced(fn, structure, leaves)
-    with torch.no_grad(), config.patch(_OPTIONS):
+    with torch.no_grad(), config.patch(_OPTIONS), lean_loops():
         return compile_fx(graph, leaves), out  # pyright: ignore

@@ -14,7 +14,7 @@ LEVELS = [  # a module imports from its own level and earlier ones only
     {"registry", "strict", "sources", "draft", "inert", "gym_config", "translate", "config", "schema", "distributed"},
     {"policies", "envs"},
     {"algorithms"},
-    {"products", "philox_cpp", "tracing", "inductor", "compile"},
+    {"products", "philox_cpp", "cpp_loops", "tracing", "inductor", "compile"},
     {"parts"},
     {"loop"},
     {"checkpoint", "evaluation", "resuming", "loggers", "history", "tracking", "export", "profiler"},

@@ -245,4 +245,4 @@ def update(parts: Parts, state: TensorDict, batch: TensorDict) -> tuple[TensorDi
 @register_algorithm("apg")
 def apg(cfg: APGConfig) -> Algorithm:
     """APG, for environments whose step is differentiable."""
-    return Algorithm(init, update, collect)
+    return Algorithm(init, update, collect, gradient_steps=lambda cfg: cfg.trainer.buffer_size)

@@ -134,9 +134,11 @@ class Algorithm:
     init: (parts, key) -> {name: TensorDict or Tensor}, its part of the state, with `params`, `opt`, `hyper`, and maybe
     `norm`. collect: (parts, state) -> (state, batch). update: (parts, state, batch) -> (state, logs). The loop reads
     `obs`, `info` and `mask` of the batch where it has them. group_size: consecutive environments that start alike.
+    gradient_steps: Config -> how many an iteration takes, by which `trainer.compile: auto` judges a budget.
     """
 
     init: Callable[[Parts, Tensor], dict[str, Any]]
     update: Callable[[Parts, TensorDict, TensorDict], tuple[TensorDict, Logs]]
     collect: Callable[[Parts, TensorDict], tuple[TensorDict, TensorDict]] = collect
     group_size: int = 1
+    gradient_steps: Callable[[Config], int] | None = None

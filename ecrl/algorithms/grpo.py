@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ecrl import rng
 from ecrl.algorithms.core import Algorithm, Parts, collect, start_keys, steps_taken
-from ecrl.algorithms.minibatch import Learner, MinibatchConfig, learn, learner_of, passes
+from ecrl.algorithms.minibatch import Learner, MinibatchConfig, gradient_steps, learn, learner_of, passes
 from ecrl.algorithms.optimizer import learning_state
 from ecrl.envs import Env, restart
 from ecrl.errors import ConfigError
@@ -143,4 +143,4 @@ def update(parts: Parts, state: TensorDict, rollout: TensorDict) -> tuple[Tensor
 @register_algorithm("grpo")
 def grpo(cfg: GRPOConfig) -> Algorithm:
     """GRPO; the policy needs no critic."""
-    return Algorithm(init, update, collect_groups, cfg.group_size)
+    return Algorithm(init, update, collect_groups, cfg.group_size, gradient_steps)

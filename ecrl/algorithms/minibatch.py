@@ -17,6 +17,7 @@ from torch import Tensor
 from ecrl import rng
 from ecrl.algorithms.core import Parts
 from ecrl.algorithms.optimizer import OPTIMIZERS, LearningConfig, adapted_rate, optimizer_of, scheduled
+from ecrl.config import Config
 from ecrl.distributed import all_mean
 from ecrl.errors import ConfigError
 from ecrl.kernels import clip_by_global_norm
@@ -120,6 +121,12 @@ def sizes_of(cfg: MinibatchConfig, rows: int) -> list[int]:
         return [min(size, rows - first) for first in range(0, rows, size)]
     number = _held("num_minibatches", cfg.num_minibatches, rows)
     return [rows // number + (i < rows % number) for i in range(number)]
+
+
+def gradient_steps(cfg: Config) -> int:
+    """Minibatch steps of an iteration."""
+    rows = cfg.trainer.num_envs * cfg.trainer.buffer_size
+    return cfg.algorithm.cfg.n_epochs * len(sizes_of(cfg.algorithm.cfg, rows))
 
 
 def check_groups(params: TensorDict, cfg: Any) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ecrl import rng
 from ecrl.algorithms.core import Algorithm, Parts, reward_norm_init, scaled_rewards
-from ecrl.algorithms.minibatch import Learner, MinibatchConfig, check_groups, learn, learner_of, passes
+from ecrl.algorithms.minibatch import Learner, MinibatchConfig, check_groups, gradient_steps, learn, learner_of, passes
 from ecrl.algorithms.optimizer import learning_state
 from ecrl.errors import ConfigError
 from ecrl.kernels import compute_gae, ppo_loss, ppo_loss_clipped_value, standardize, transitions
@@ -109,4 +109,4 @@ def update(parts: Parts, state: TensorDict, rollout: TensorDict) -> tuple[Tensor
 @register_algorithm("ppo")
 def ppo(cfg: PPOConfig) -> Algorithm:
     """PPO; the policy needs a critic."""
-    return Algorithm(init, update)
+    return Algorithm(init, update, gradient_steps=gradient_steps)
