@@ -135,9 +135,9 @@ def lean_loops() -> Iterator[None]:
     """Inductor writes its loops so while this lasts."""
     write = GraphLowering._compile_to_module_lines
 
-    def rewriting(self: GraphLowering, lines: Any) -> Any:
-        lines.value = rewritten(lines.value)
-        return write(self, lines)
+    def rewriting(self: GraphLowering, wrapper_code: Any) -> Any:
+        wrapper_code.value = rewritten(wrapper_code.value)
+        return write(self, wrapper_code)
 
     GraphLowering._compile_to_module_lines = rewriting
     try:

@@ -125,8 +125,8 @@ def sizes_of(cfg: MinibatchConfig, rows: int) -> list[int]:
 
 def gradient_steps(cfg: Config) -> int:
     """Minibatch steps of an iteration."""
-    rows = cfg.trainer.num_envs * cfg.trainer.buffer_size
-    return cfg.algorithm.cfg.n_epochs * len(sizes_of(cfg.algorithm.cfg, rows))
+    of = cast(MinibatchConfig, cfg.algorithm.cfg)
+    return of.n_epochs * len(sizes_of(of, cfg.trainer.num_envs * cfg.trainer.buffer_size))
 
 
 def check_groups(params: TensorDict, cfg: Any) -> None:
