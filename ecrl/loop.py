@@ -181,7 +181,7 @@ def _info_logs(batch: TensorDict, counted: Tensor) -> Logs:
     return logs
 
 
-def _seen(norm_update: Callable[..., TensorDict], norm: TensorDict, batch: TensorDict) -> TensorDict:
+def _statistics(norm_update: Callable[..., TensorDict], norm: TensorDict, batch: TensorDict) -> TensorDict:
     """Observation statistics with those of the batch, which the policy saw raw, frozen until here."""
     moved = norm_update(cast(TensorDict, norm["obs"]), batch["obs"][:, :-1], _counted(batch))
     return norm.copy().set("obs", moved)
@@ -199,7 +199,7 @@ def make_iteration(cfg: Config, watch: Watch = unwatched) -> Iteration:
     parts, algorithm = watch(make_parts(cfg), make_algorithm(cfg.algorithm))
     tf32 = cfg.trainer.tf32 and device_of(cfg).type == "cuda"
     norm_update = parts.policy.norm_update
-    seen = parts.jit(_seen, norm_update) if norm_update else None
+    statistics = parts.jit(_statistics, norm_update) if norm_update else None
 
     def iteration(state: TensorDict) -> tuple[TensorDict, dict[str, Logs]]:
         with _matrices(tf32):
@@ -207,7 +207,7 @@ def make_iteration(cfg: Config, watch: Watch = unwatched) -> Iteration:
             state, train_logs = algorithm.update(parts, state, batch)
         norm, episode = cast(TensorDict, state["norm"]), cast(TensorDict, state["episode"])
         moved = {
-            "norm": seen(norm, batch.select("obs", "done", "mask", strict=False)) if seen else norm,
+            "norm": statistics(norm, batch.select("obs", "done", "mask", strict=False)) if statistics else norm,
             "sample_step": state["sample_step"] + steps_per_iteration(cfg),
             "update_step": state["update_step"] + 1,
         }

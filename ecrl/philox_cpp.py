@@ -6,11 +6,11 @@ Inductor has no operation of its own for it that takes a key per element, so one
 from typing import Any
 
 import torch
+from torch._inductor import virtualized
 from torch._inductor.codegen.cpp import CppOverrides, CppVecOverrides
 from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
 from torch._inductor.lowering import broadcast_tensors, make_pointwise, register_lowering
 from torch._inductor.ops_handler import DefaultHandler
-from torch._inductor.virtualized import ops
 
 import ecrl.philox  # noqa: F401  # registers the operation
 
@@ -46,4 +46,6 @@ _add(_NAMES[1], "c2 | uint64_t(c3) << 32")
 
 @register_lowering(torch.ops.ecrl.philox.default, type_promotion_kind=None)
 def _lowered(key: Any, low: Any, high: Any, last: bool) -> Any:
-    return make_pointwise(lambda *words: getattr(ops, _NAMES[last])(*words))(*broadcast_tensors(key, low, high))
+    return make_pointwise(lambda *words: getattr(virtualized.ops, _NAMES[last])(*words))(
+        *broadcast_tensors(key, low, high)
+    )

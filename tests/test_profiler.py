@@ -20,10 +20,10 @@ RUNS = {
     "gymnasium": {"env": {"name": "gymnasium:CartPole-v1"}},
 }
 PHASES = {
-    "ppo": {"collect/draw", "collect/policy", "collect/env", "collect/critic", "update/learn", "statistics"},
-    "grpo": {"collect/draw", "collect/policy", "collect/env", "update/learn", "statistics"},
-    "apg": {"collect/draw", "collect/policy", "collect/env", "update/learn", "statistics"},
-    "gymnasium": {"collect/draw", "collect/policy", "collect/env", "collect/critic", "update/learn", "statistics"},
+    "ppo": {"collect/draw", "collect/policy", "collect/env", "collect/critic", "update/learn"},
+    "grpo": {"collect/draw", "collect/policy", "collect/env", "update/learn"},
+    "apg": {"collect/draw", "collect/policy", "collect/env", "update/learn"},
+    "gymnasium": {"collect/draw", "collect/policy", "collect/env", "collect/critic", "update/learn"},
 }
 
 

@@ -66,7 +66,8 @@ def squashed_head(space: Box) -> Head:
 
     def scaled(unit: Tensor) -> Tensor:
         low, high = unit.new_tensor(space.low), unit.new_tensor(space.high)
-        return _shaped((high + low) / 2.0 + (high - low) / 2.0 * unit, space)
+        action = (high + low) / 2.0 + (high - low) / 2.0 * unit
+        return _shaped(action.clamp(low, high), space)  # rounding may leave the space
 
     def log_prob(log_std: Tensor, mean: Tensor, action: Tensor) -> Tensor:
         low, high = action.new_tensor(space.low), action.new_tensor(space.high)
