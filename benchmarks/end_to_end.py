@@ -1,7 +1,7 @@
 """Environment steps per second of PPO on CartPole, collecting and learning: ecrl against what users would pick.
 
 Against rejax on one core and on two, in five rounds; on one core also against SB3, TorchRL and a CleanRL-style loop,
-which are so much slower that few rounds tell enough.
+which are so much slower that few rounds tell enough. The quick form has these, and the second core, at fewer sizes.
 """
 
 import math
@@ -13,6 +13,7 @@ from benchmarks.gpu import ENV, has_gpu, not_measured
 from benchmarks.pairs import Contestant, Result, Worker, await_ready, ratios, started, summary, take_turns
 
 SIZES = (4, 64, 512, 2048)
+QUICK_SLOW, QUICK_BOTH = (64,), (64, 2048)
 GPU_SIZES = (4096, 65536)
 SLOW = ("SB3", "TorchRL", "CleanRL-style")
 MAKE = {
@@ -31,9 +32,10 @@ MUST_AND_AIM = {  # least and wanted ratio, by (peer, cores) and number of envir
 
 def rows(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
     """One row for each pair, number of cores and number of environments."""
+    both = QUICK_BOTH if quick else SIZES
     return [
         *on_cores(cores[:1], ("rejax", *SLOW), SIZES, quick),
-        *(on_cores(cores[:2], ("rejax",), SIZES, quick) if len(cores) > 1 else _untold(2, SIZES, "one core here")),
+        *(on_cores(cores[:2], ("rejax",), both, quick) if len(cores) > 1 else _untold(2, both, "one core here")),
         *on_gpu(cores, quick),
     ]
 
@@ -55,21 +57,26 @@ def contestant(name: str, num_envs: int, device: str = "cpu") -> Contestant:
     return Contestant(name, MAKE[name], args, ENV[device])
 
 
+def field(peers: Sequence[str], sizes: Sequence[int], quick: bool) -> list[tuple[str, int]]:
+    """Who takes part at which size.
+
+    >>> field(("rejax", "SB3"), (4, 64), True)
+    [('ecrl', 4), ('ecrl', 64), ('rejax', 4), ('rejax', 64), ('SB3', 64)]
+    """
+    return [(name, n) for name in ("ecrl", *peers) for n in sizes if not (quick and name in SLOW) or n in QUICK_SLOW]
+
+
 def on_cores(
     cores: Sequence[int], peers: Sequence[str], sizes: Sequence[int], quick: bool, device: str = "cpu"
 ) -> list[dict[str, Any]]:
     """The rows of so many cores; all sizes get ready at the same time, so that compiling keeps the machine busy."""
-    out, names = [], ("ecrl", *peers)
-    with started([contestant(name, n, device) for name in names for n in sizes], cores) as workers:
-        ready = [await_ready(worker) for worker in workers]
-        for i, n in enumerate(sizes):
-            lanes = {
-                name: (worker, result)
-                for name, worker, result in zip(names, workers[i :: len(sizes)], ready[i :: len(sizes)], strict=True)
-            }
-            where = "GPU" if device == "cuda" else len(cores)
-            for ours, peer in pairings(lanes, cores, quick):
-                out.append(row(ours, peer, where, n))
+    out, where = [], "GPU" if device == "cuda" else len(cores)
+    all_of = field(peers, sizes, quick)
+    with started([contestant(name, n, device) for name, n in all_of], cores) as workers:
+        ready = [(worker, await_ready(worker)) for worker in workers]
+        for size in sizes:
+            lanes = {name: lane for (name, n), lane in zip(all_of, ready, strict=True) if n == size}
+            out += [row(ours, peer, where, size) for ours, peer in pairings(lanes, cores, quick)]
     return out
 
 

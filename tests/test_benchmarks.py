@@ -241,6 +241,22 @@ def test_the_examples_in_docstrings_hold(module):
     assert found.attempted > 0 and found.failed == 0
 
 
+def test_quick_runs_the_subjects_of_the_readme(monkeypatch, tmp_path):
+    names = list(command.SUBJECTS)
+    with_subjects(monkeypatch, **{name: Subject(ratio=1.0) for name in names})
+    assert command.run(quick=True, out=tmp_path / "quick") and command.run(out=tmp_path / "full")
+    assert {path.stem for path in (tmp_path / "quick").glob("*.json")} == set(command.QUICK)
+    assert {path.stem for path in (tmp_path / "full").glob("*.json")} == set(names)
+
+
+def test_the_quick_form_leaves_the_eager_run_out(monkeypatch):
+    monkeypatch.setattr(solved, "run", lambda name, seed, caches, core: {**runs(1.0)[0], "form": name})
+    for cores in ([0], [0, 1]):
+        told = solved.rows(True, cores)
+        assert told and all("ecrl off" not in (row["ours"], row["peer"]) for row in told)
+    assert len(solved.rows(False, [0])) == len(solved.ROWS)
+
+
 @pytest.mark.parametrize("name", command.SUBJECTS)
 def test_every_subject_is_a_file_and_tells_what_it_shows(name):
     source = (ROOT / "benchmarks" / f"{name}.py").read_text()
