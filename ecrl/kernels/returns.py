@@ -6,10 +6,11 @@ is detached. `_reverse_scan` is the only recursion over time.
 """
 
 from functools import reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
 
 from ecrl.graphs import in_graph, kept
 from ecrl.types import Scalar, same_shape
@@ -36,14 +37,15 @@ def _reverse_scan(x: Tensor, decay: Scalar, cut: Tensor, last: Tensor) -> Tensor
     """`y[t] = x[t] + decay[t] * y[t + 1] * not cut[t]`, `y[T] = last`, over the last axis; time-major inside.
 
     `decay` is best given in float64: rounded to float32 it errs the same way at every step, which adds up over long
-    rollouts. So float32 steps through one block only, and what comes after a block is carried to it in float64.
+    rollouts. So float32 steps through one block only, and what comes after a block is carried to it in float64. `x`
+    has to be the caller's own: it may be written over.
     """
     decay = _time_major(decay) if _varies(decay) else decay  # pyright: ignore
     return _rows(_time_major(x), decay, _time_major(cut), last.to(x.dtype)).movedim(0, -1)
 
 
 def _rows(x: Tensor, decay: Scalar, cut: Tensor, last: Tensor) -> Tensor:
-    """`_reverse_scan` over the first axis.
+    """`_reverse_scan` over the first axis, maybe in the memory of `x`.
 
     Many steps are cut into short blocks. The blocks are summed side by side, as if nothing came after each; a scan of
     these sums, again in blocks, gives what comes after each; from there every block is stepped through. So a graph has
@@ -51,7 +53,9 @@ def _rows(x: Tensor, decay: Scalar, cut: Tensor, last: Tensor) -> Tensor:
     """
     size = _block(x)
     if len(x) <= size:
-        return torch.stack(_steps(x, _near(decay, x), cut, last))
+        over = _unseen(x, decay, last)
+        steps = _steps(x, _near(decay, x), cut, last, over)
+        return x if over else torch.stack(steps)
     rest = len(x) % size
     if rest:
         late = torch.stack(_steps(x[-rest:], _near(_part(decay, slice(-rest, None)), x), cut[-rest:], last))
@@ -69,15 +73,24 @@ def _rows(x: Tensor, decay: Scalar, cut: Tensor, last: Tensor) -> Tensor:
     return torch.stack(_steps(x, near, cut, after), 1).flatten(0, 1)
 
 
-def _steps(x: Tensor, decay: Scalar, cut: Tensor, last: Tensor) -> list[Tensor]:
-    """One by one, from the last to the first."""
+def _steps(x: Tensor, decay: Scalar, cut: Tensor, last: Tensor, over: bool = False) -> list[Tensor]:
+    """One by one, from the last to the first; `over` writes them over `x`."""
     y, ys, zero = last, [], x.new_zeros(())
     decays = decay.unbind(0) if _varies(decay) else [decay] * len(x)  # pyright: ignore
     for x_t, decay_t, cut_t in list(zip(x.unbind(0), decays, cut.unbind(0), strict=True))[::-1]:
         y = torch.where(cut_t, zero, y)  # first: NaN behind a cut stays there
-        y = kept(torch.addcmul(x_t, y, decay_t) if isinstance(decay_t, Tensor) else x_t.add(y, alpha=decay_t))
+        if over:
+            y = x_t.addcmul_(y, decay_t) if isinstance(decay_t, Tensor) else x_t.add_(y, alpha=decay_t)
+        else:
+            y = kept(torch.addcmul(x_t, y, decay_t) if isinstance(decay_t, Tensor) else x_t.add(y, alpha=decay_t))
         ys.append(y)
     return ys[::-1]
+
+
+def _unseen(*own: Any) -> bool:
+    """Whether tensors made here may be written over: nothing records what becomes of them. Fresh memory costs more."""
+    recorded = torch.compiler.is_compiling() or in_graph() or peek_interpreter_stack()
+    return not recorded and not any(isinstance(x, Tensor) and x.requires_grad for x in own)
 
 
 def _varies(decay: Scalar) -> bool:
@@ -262,7 +275,8 @@ def gae(
     same_shape(reward=reward, value=value, next_value=next_value, terminated=terminated, done=done)
     terminated, done = _read(terminated), _read(done)
     reached = _unless(terminated, next_value)
-    delta = reward - value + gamma * reached
+    paid = reward - value
+    delta = paid.add_(reached.mul_(gamma)) if _unseen(paid, reached, gamma) else paid + gamma * reached
     advantage = _reverse_scan(delta, _wide(gamma) * gae_lambda, done, torch.zeros_like(delta[..., 0]))
     return GAE(advantage, advantage + value)
 
