@@ -88,14 +88,13 @@ def _compiled(fn: Callable, *static: Any) -> Callable[..., Any]:
 @cache
 def compiler_fault() -> str | None:
     """Why there is no compiling for the CPU here, or None if nothing is known against it."""
-    names, headers = (os.environ.get("CXX", "g++"), "g++", "clang++"), sysconfig.get_path("include")
-    compiler = next((found for name in names if (found := shutil.which(name))), None)
-    if compiler is None:
-        return f"no C++ compiler found ({names[0]})"
+    compiler, headers = os.environ.get("CXX", "g++"), sysconfig.get_path("include")
+    if shutil.which(compiler) is None:  # inductor takes $CXX for a program, without arguments
+        return f"no C++ compiler found ({compiler})"
     if not os.path.exists(os.path.join(headers, "Python.h")):
         return f"no Python.h found in {headers}"
-    tried = [compiler, "-std=c++20", "-fopenmp", "-fsyntax-only", "-xc++", os.devnull]
-    status = subprocess.run(tried, capture_output=True).returncode
+    tried = [compiler, "-std=c++20", "-fopenmp", "-fsyntax-only", "-xc++", "-"]
+    status = subprocess.run(tried, input=b"#include <cmath>\n#include <omp.h>\n", capture_output=True).returncode
     return f"{' '.join(tried)} ended with status {status}" if status else None
 
 

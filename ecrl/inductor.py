@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Hashable
 from hashlib import sha256
 from inspect import getsource
+from threading import RLock
 from typing import Any
 
 import torch
@@ -35,11 +36,14 @@ _OPTIONS: dict[str, Any] = {
     },
 }
 
+_ONE_AT_A_TIME = RLock()  # inductor's settings are the process's
+
 
 def compiled(
     fn: Callable[..., Any], structure: Hashable, leaves: list[Tensor]
 ) -> tuple[Callable[..., list[Tensor]], Hashable]:
     """`fn` for tensors like these in this memory layout, of the leaves; the structure of what it gives."""
-    graph, out = traced(fn, structure, leaves)
-    with torch.no_grad(), config.patch(_OPTIONS), lean_loops():
-        return compile_fx(graph, leaves), out  # pyright: ignore
+    with _ONE_AT_A_TIME:
+        graph, out = traced(fn, structure, leaves)
+        with torch.no_grad(), config.patch(_OPTIONS), lean_loops():
+            return compile_fx(graph, leaves), out  # pyright: ignore

@@ -57,7 +57,7 @@ def form_of(cfg: Config) -> Form:
     form = choose_form(mode, device)
     if mode == "auto" and form.name == "compiled" and (saved := _saved_s(cfg)) < _COMPILING_S:
         reason = f"compiling would save about {saved:.0f} s of the whole budget and take {_COMPILING_S:.0f} s itself"
-        return Form("eager", reason, partial, scan)
+        form = Form("eager", reason, partial, scan)
     if not cfg.trainer.tf32:
         return form
     if device != "cuda":

@@ -64,6 +64,7 @@ def stream(key: Tensor, name: int, index: Tensor, step: Tensor | int) -> Tensor:
     True
     """
     counted = torch.as_tensor(step, dtype=torch.int64, device=key.device)
+    index = index.to(torch.int64)
     return philox(key, counted, (index & MASK) | ((_STREAM + name) << 32))[0]
 
 

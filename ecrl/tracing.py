@@ -150,9 +150,11 @@ def graph_scan(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *const
         if like != c:
             raise ValueError(f"the carry of a scan changed its structure from {c} to {like}")
         found[:] = [kept, _packing(y)]
-        return _owned([*packings[0].pack(after), *found[1].pack(y)], given)
+        ys = found[1].pack(y) or [given[0].new_zeros(())]  # the operator wants something to stack
+        return _owned([*packings[0].pack(after), *ys], given)
 
-    out = scan_op(flat, packed[0], packed[1], tuple(packed[2]))
+    own = _owned([*packed[0], *packed[2]], ())
+    out = scan_op(flat, own[: len(packed[0])], packed[1], tuple(own[len(packed[0]) :]))
     _share_constants(mode.tracer.root)
     structure, packing = found
     after, ys = out[: len(packed[0])], packing.unpack(out[len(packed[0]) :], (length,))
@@ -164,9 +166,10 @@ def _share_constants(root: torch.nn.Module) -> None:
 
     The tracer looks for a constant in the bodies of earlier loops, and then cannot get at it there.
     """
-    for name, constant in list(root.named_buffers()):
+    for name, constant in [*root.named_buffers(), *root.named_parameters()]:
         if "." in name:
-            root.register_buffer(name.replace(".", "_"), constant)
+            keep = root.register_parameter if isinstance(constant, torch.nn.Parameter) else root.register_buffer
+            keep(name.replace(".", "_"), constant)
 
 
 def _owned(out: list[Tensor], given: tuple[Tensor, ...]) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,7 +18,7 @@ from ecrl.algorithms.minibatch import _gradients, _packed, learner_of, pass_keys
 from ecrl.algorithms.ppo import Variant, _loss, _rows
 from ecrl.compile import choose_form, compiler_fault
 from ecrl.errors import ConfigError
-from ecrl.kernels import global_norm
+from ecrl.kernels import global_norm, scan
 from ecrl.loop import init_state, train_iter
 from ecrl.parts import make_parts
 from ecrl.tracing import graph_scan, traced
@@ -46,6 +47,14 @@ def test_auto_without_a_compiler_is_eager_with_one_clear_warning(no_compiler):
         choose_form("auto", "cpu")
     assert form.name == "eager"
     assert len(caught) == 1
+
+
+@pytest.mark.parametrize("name", ["no-such-compiler", "ccache g++"])
+def test_the_compiler_is_the_one_that_inductor_would_take(monkeypatch, no_compiler, name):
+    monkeypatch.undo()
+    monkeypatch.setenv("CXX", name)
+    with pytest.warns(RuntimeWarning, match=rf"running eager.*no C\+\+ compiler found \({re.escape(name)}\)"):
+        assert choose_form("auto", "cpu").name == "eager"
 
 
 def test_on_without_a_compiler_is_refused(no_compiler):
@@ -115,6 +124,32 @@ def test_a_loop_of_a_graph_is_the_plain_loop():
 
 def _powers(loop, factor, start, xs):
     return loop(lambda carry, x: (carry * factor + x, carry * 1.0), start, xs)
+
+
+class _Module(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.tensor(2.0))
+        self.register_buffer("scale", torch.tensor(3.0))
+
+
+def _odd_loops(loop, module, x, large):
+    def step(carry, row, k):
+        return carry * module.weight + row.sum() * module.scale + k[0, 0], ()
+
+    end, nothing = loop(step, x[0], x, large)
+    same, _ = loop(lambda carry, row, k: (carry + k, row), large, x, large)  # one tensor begins and stays
+    return end + module.weight + module.scale, nothing, same
+
+
+@pytest.mark.slow
+def test_loops_without_output_of_one_tensor_twice_and_with_parameters_of_a_module():
+    module, x, large = _Module(), torch.arange(12.0).reshape(3, 4), torch.arange(4900.0).reshape(70, 70)
+    form = choose_form("on", "cpu")
+    with torch.no_grad():
+        torch.testing.assert_close(
+            form.jit(_odd_loops, form.scan, module)(x, large), _odd_loops(scan, module, x, large)
+        )
 
 
 CACHED = """

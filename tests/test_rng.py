@@ -356,6 +356,11 @@ def test_fold_in_tells_large_and_negative_data_apart():
     assert keys.tolist() == [folded(0, int(d)) for d in data]
 
 
+def test_an_index_of_32_bits_gives_the_same_stream():
+    index = torch.arange(5)
+    assert torch.equal(rng.stream(rng.key(1), rng.ENV, index.int(), 7), rng.stream(rng.key(1), rng.ENV, index, 7))
+
+
 def test_streams_do_not_depend_on_the_number_of_envs():
     steps, key = torch.arange(50)[:, None], rng.key(7)
     few, many = (torch.stack([rng.stream(key, s, torch.arange(n), steps) for s in range(6)]) for n in (8, 16))
