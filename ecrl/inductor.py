@@ -31,9 +31,7 @@ _OPTIONS: dict[str, Any] = {
     "size_asserts": False,  # the key of a compiled function holds every shape
     "cpp.vec_isa_ok": True,  # the processor's word is taken for its instructions; to try each takes seconds
     # Graphs with loops go to the cache on disk too: its key covers their bodies, as a test shows.
-    "unsafe_marked_cacheable_functions": {
-        f"{scan_op.__module__}.{scan_op.__name__}": f"{torch.__version__} {_WRITTEN_BY}"
-    },
+    "unsafe_marked_cacheable_functions": {_SCAN: f"{torch.__version__} {_WRITTEN_BY}"},
 }
 
 _ONE_AT_A_TIME = RLock()  # inductor's settings are the process's

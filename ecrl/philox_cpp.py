@@ -46,6 +46,5 @@ _add(_NAMES[1], "c2 | uint64_t(c3) << 32")
 
 @register_lowering(torch.ops.ecrl.philox.default, type_promotion_kind=None)
 def _lowered(key: Any, low: Any, high: Any, last: bool) -> Any:
-    return make_pointwise(lambda *words: getattr(virtualized.ops, _NAMES[last])(*words))(
-        *broadcast_tensors(key, low, high)
-    )
+    written = make_pointwise(lambda *words: getattr(virtualized.ops, _NAMES[last])(*words))
+    return written(*broadcast_tensors(key, low, high))
