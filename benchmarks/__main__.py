@@ -40,7 +40,7 @@ def run(quick: bool = False, only: tuple[str, ...] = (), out: Path = ROOT / "ben
     """Measure ecrl side by side with other libraries, on this machine.
 
     Args:
-        quick: fewer and shorter rounds, and of the subjects the first three, in five minutes on two cores.
+        quick: fewer and shorter rounds, and of the subjects the first three only.
         only: subjects; all if none is given.
         out: folder for the JSON files and plots.
 

@@ -124,7 +124,7 @@ def bench(quick: bool = False, only: tuple[str, ...] = (), out: str | None = Non
     """Measure ecrl side by side with other libraries; from a checkout of the source, with the extra `bench`.
 
     Args:
-        quick: fewer and shorter rounds, and of the subjects the first three, in five minutes on two cores.
+        quick: fewer and shorter rounds, and of the subjects the first three only.
         only: subjects, such as end_to_end; all if none is given.
         out: folder for the JSON files and plots; benchmarks/results if absent.
     """

@@ -1,7 +1,7 @@
 """Loops in the C++ that inductor writes around kernels, rewritten: what stays inside is allocated once, not each turn.
 
 A turn of a loop over small tensors is mostly allocations, views, handles, and the question whether it was the last:
-with four environments these take more than half of a rollout. Text is changed only where it reads as expected; where
+with four environments these take more than a third of a rollout. Text is changed only where it reads as expected; where
 a version of inductor writes something else, the loop stays as it is.
 """
 

@@ -170,12 +170,13 @@ def _counted(batch: TensorDict) -> Tensor:
     return batch["mask"][:, :-1] if "mask" in batch else torch.ones_like(batch["done"][:, :-1])
 
 
-def _info_logs(batch: TensorDict, counted: Tensor) -> Logs:
+def _info_logs(batch: TensorDict) -> Logs:
     """`rewards/<term>` and `metrics/<name>`: what the environment reports of each, mean over the steps that count."""
-    info = batch.get("info", None)
-    logs = {}
+    if "info" not in batch:
+        return {}
+    info, counted, logs = cast(TensorDict, batch["info"]), _counted(batch), {}
     for group in ("rewards", "metrics"):
-        for name, value in {} if info is None else info.get(group, {}).items():
+        for name, value in info.get(group, {}).items():
             if value.ndim == 2:  # vectors are for the environment's own use
                 logs[f"{group}/{name}"] = masked_mean(value[:, :-1].to(torch.float32), counted)
     return logs
@@ -188,7 +189,7 @@ def _statistics(norm_update: Callable[..., TensorDict], norm: TensorDict, batch:
 
 
 def _collect_logs(episode: TensorDict, batch: TensorDict) -> Logs:
-    return _episode_logs(episode) | _info_logs(batch, _counted(batch))
+    return _episode_logs(episode) | _info_logs(batch)
 
 
 def make_iteration(cfg: Config, watch: Watch = unwatched) -> Iteration:

@@ -54,10 +54,11 @@ def form_of(cfg: Config) -> Form:
         if mode == "on":
             raise ConfigError(f"trainer.compile: on, but {reason}; use auto")
         return Form("eager", reason, partial, scan)
-    form = choose_form(mode, device)
-    if mode == "auto" and form.name == "compiled" and (saved := _saved_s(cfg)) < _COMPILING_S:
+    if mode == "auto" and (saved := _saved_s(cfg)) < _COMPILING_S:
         reason = f"compiling would save about {saved:.0f} s of the whole budget and take {_COMPILING_S:.0f} s itself"
         form = Form("eager", reason, partial, scan)
+    else:
+        form = choose_form(mode, device)
     if not cfg.trainer.tf32:
         return form
     if device != "cuda":

@@ -2,21 +2,17 @@
 
 `terminated` stops the value, `done` stops the trace: a time limit bootstraps from `next_value`, the value of the state
 that was reached, never from the next episode. `next_value` is not used where `terminated`; it may be NaN there. Nothing
-is detached. `_reverse_scan` is the only recursion over time.
+is detached. `ecrl.kernels.reverse` has the only recursion over time.
 """
 
-from functools import reduce
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack
 
-from ecrl.graphs import in_graph, kept
+from ecrl.graphs import in_graph
+from ecrl.kernels.reverse import reverse_scan, unseen, wide
 from ecrl.types import Scalar, same_shape
-
-_MANY_ROWS, _MANY_STEPS = 512, 128
-_FEW_STEPS, _STEPS = 16, 8
 
 
 class GAE(NamedTuple):
@@ -31,84 +27,6 @@ class VTrace(NamedTuple):
 
     advantage: Tensor
     value_target: Tensor
-
-
-def _reverse_scan(x: Tensor, decay: Scalar, cut: Tensor, last: Tensor) -> Tensor:
-    """`y[t] = x[t] + decay[t] * y[t + 1] * not cut[t]`, `y[T] = last`, over the last axis; time-major inside.
-
-    `decay` is best given in float64: rounded to float32 it errs the same way at every step, which adds up over long
-    rollouts. So float32 steps through one block only, and what comes after a block is carried to it in float64. `x`
-    has to be the caller's own: it may be written over.
-    """
-    decay = _time_major(decay) if _varies(decay) else decay  # pyright: ignore
-    return _rows(_time_major(x), decay, _time_major(cut), last.to(x.dtype)).movedim(0, -1)
-
-
-def _rows(x: Tensor, decay: Scalar, cut: Tensor, last: Tensor) -> Tensor:
-    """`_reverse_scan` over the first axis, maybe in the memory of `x`.
-
-    Many steps are cut into short blocks. The blocks are summed side by side, as if nothing came after each; a scan of
-    these sums, again in blocks, gives what comes after each; from there every block is stepped through. So a graph has
-    some 16 steps for each factor of 8 in time, not T.
-    """
-    size = _block(x)
-    if len(x) <= size:
-        over = _unseen(x, decay, last)
-        steps = _steps(x, _near(decay, x), cut, last, over)
-        return x if over else torch.stack(steps)
-    rest = len(x) % size
-    if rest:
-        late = torch.stack(_steps(x[-rest:], _near(_part(decay, slice(-rest, None)), x), cut[-rest:], last))
-        return torch.cat((_rows(x[:-rest], _part(decay, slice(-rest)), cut[:-rest], late[0]), late))
-    x, cut = (a.unflatten(0, (-1, size)).movedim(1, 0) for a in (x, cut))  # [size, blocks, *B]
-    if _varies(decay):
-        decay = decay.unflatten(0, (-1, size)).movedim(1, 0)  # pyright: ignore
-        product = kept(decay.double().prod(0))[1:]
-    else:
-        product = decay**size
-    near, closed = _near(decay, x), kept(reduce(torch.logical_or, cut.unbind(0)).float()) != 0
-    ends = kept(_steps(x, near, cut, torch.zeros_like(x[0]))[0].double())
-    after = _rows(ends[1:], product, closed[1:], last.double())
-    after = torch.cat((after, last.double().unsqueeze(0))).to(x.dtype)
-    return torch.stack(_steps(x, near, cut, after), 1).flatten(0, 1)
-
-
-def _steps(x: Tensor, decay: Scalar, cut: Tensor, last: Tensor, over: bool = False) -> list[Tensor]:
-    """One by one, from the last to the first; `over` writes them over `x`."""
-    y, ys, zero = last, [], x.new_zeros(())
-    decays = decay.unbind(0) if _varies(decay) else [decay] * len(x)  # pyright: ignore
-    for x_t, decay_t, cut_t in list(zip(x.unbind(0), decays, cut.unbind(0), strict=True))[::-1]:
-        y = torch.where(cut_t, zero, y)  # first: NaN behind a cut stays there
-        if over:
-            y = x_t.addcmul_(y, decay_t) if isinstance(decay_t, Tensor) else x_t.add_(y, alpha=decay_t)
-        else:
-            y = kept(torch.addcmul(x_t, y, decay_t) if isinstance(decay_t, Tensor) else x_t.add(y, alpha=decay_t))
-        ys.append(y)
-    return ys[::-1]
-
-
-def _unseen(*own: Any) -> bool:
-    """Whether tensors made here may be written over: nothing records what becomes of them. Fresh memory costs more."""
-    recorded = torch.compiler.is_compiling() or in_graph() or peek_interpreter_stack()
-    return not recorded and not any(isinstance(x, Tensor) and x.requires_grad for x in own)
-
-
-def _varies(decay: Scalar) -> bool:
-    return isinstance(decay, Tensor) and decay.ndim > 0
-
-
-def _near(decay: Scalar, x: Tensor) -> Scalar:
-    return decay.to(x.dtype) if isinstance(decay, Tensor) else decay
-
-
-def _part(decay: Scalar, steps: slice) -> Scalar:
-    return decay[steps] if _varies(decay) else decay  # pyright: ignore
-
-
-def _time_major(x: Tensor) -> Tensor:
-    """`[T, *B]`, contiguous."""
-    rows = x.movedim(-1, 0)
-    return rows if rows.is_contiguous() else kept(rows.contiguous())
 
 
 def _read(mask: Tensor) -> Tensor:
@@ -126,18 +44,6 @@ def _read(mask: Tensor) -> Tensor:
 def _unless(mask: Tensor, x: Tensor) -> Tensor:
     """`x`, and 0 where `mask`: faster than to copy and to fill."""
     return torch.where(mask, x.new_zeros(()), x)
-
-
-def _block(x: Tensor) -> int:
-    """Steps per block: few for a graph and for a few rows; in eager, many rows keep a core busy step by step."""
-    if len(x) <= _FEW_STEPS:
-        return _FEW_STEPS
-    traced = torch.compiler.is_compiling() or in_graph()
-    return _MANY_STEPS if x[0].numel() >= _MANY_ROWS and not traced else _STEPS
-
-
-def _wide(scalar: Scalar) -> Scalar:
-    return scalar.double() if isinstance(scalar, Tensor) else scalar
 
 
 def discounted_returns(
@@ -167,7 +73,7 @@ def discounted_returns(
     terminated, done = _read(terminated), _read(done)
     reached = _unless(terminated, next_value)
     ending = reward + gamma * torch.where(done, reached, reached.new_zeros(()))
-    return _reverse_scan(ending, _wide(gamma), done, reached[..., -1])
+    return reverse_scan(ending, wide(gamma), done, reached[..., -1])
 
 
 def n_step_returns(
@@ -235,7 +141,7 @@ def td_lambda_returns(
     terminated, done = _read(terminated), _read(done)
     reached = _unless(terminated, next_value)
     mixed = reward + gamma * torch.where(done, reached, (1.0 - gae_lambda) * reached)
-    return _reverse_scan(mixed, _wide(gamma) * gae_lambda, done, reached[..., -1])
+    return reverse_scan(mixed, wide(gamma) * gae_lambda, done, reached[..., -1])
 
 
 def gae(
@@ -276,8 +182,8 @@ def gae(
     terminated, done = _read(terminated), _read(done)
     reached = _unless(terminated, next_value)
     paid = reward - value
-    delta = paid.add_(reached.mul_(gamma)) if _unseen(paid, reached, gamma) else paid + gamma * reached
-    advantage = _reverse_scan(delta, _wide(gamma) * gae_lambda, done, torch.zeros_like(delta[..., 0]))
+    delta = paid.add_(reached.mul_(gamma)) if unseen(paid, reached, gamma) else paid + gamma * reached
+    advantage = reverse_scan(delta, wide(gamma) * gae_lambda, done, torch.zeros_like(delta[..., 0]))
     return GAE(advantage, advantage + value)
 
 
@@ -343,7 +249,7 @@ def vtrace(
     rho, c = ratio.clamp(max=clip_rho), gae_lambda * ratio.clamp(max=clip_c)
     reached = _unless(terminated, next_value)
     delta = rho * (reward + gamma * reached - value)
-    value_target = value + _reverse_scan(delta, gamma * c.double(), done, torch.zeros_like(delta[..., 0]))
+    value_target = value + reverse_scan(delta, gamma * c.double(), done, torch.zeros_like(delta[..., 0]))
     target_next = torch.cat((value_target[..., 1:], reached[..., -1:]), -1)
     advantage = rho * (reward + gamma * torch.where(done, reached, target_next) - value)
     return VTrace(advantage, value_target)

@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl.kernels.loops import Scan, in_chunks, scan
-from ecrl.kernels.returns import _reverse_scan, _wide
+from ecrl.kernels.reverse import reverse_scan, wide
 from ecrl.trees import flatten, unflatten
 from ecrl.types import Scalar, same_shape
 
@@ -202,7 +202,7 @@ def running_returns(reward: Tensor, done: Tensor, before: Tensor, *, gamma: Scal
         expected = f"expected {list(reward.shape[:-1])} as reward without time"
         raise ValueError(f"before has shape {list(before.shape)}, {expected}")
     ended_before = torch.cat((torch.zeros_like(done[..., :1]), done[..., :-1]), -1)
-    return _reverse_scan(reward.flip(-1), _wide(gamma), ended_before.flip(-1), before).flip(-1)
+    return reverse_scan(reward.flip(-1), wide(gamma), ended_before.flip(-1), before).flip(-1)
 
 
 def _since_end(x: Tensor, done: Tensor, before: Tensor) -> Tensor:
