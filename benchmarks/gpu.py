@@ -1,5 +1,9 @@
-"""What a GPU changes: the device, the environment of the processes, and rows that say so where there is none."""
+"""What a GPU changes: the device, the environment of the processes, and rows that say so where there is none.
 
+What a GPU did is read from a trace of it. All that one launch of a CUDA graph does has one correlation number there.
+"""
+
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -11,6 +15,11 @@ ENV: dict[str, dict[str, str]] = {
     "cuda": {"JAX_PLATFORMS": "cuda", "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_FLAGS": ""},
 }
 """Added to the environment of a process by device of torch; jax and torch share the memory of a GPU."""
+MUST_STEPS_S, MUST_GRAPH_SHARE, MUST_COPY_SHARE = 20e6, 0.95, 0.7
+"""Of an H200: end to end at the most environments, at any number of them, and of GAE beside a copy."""
+MANY_ENVS = 65_536
+
+Events = list[dict[str, Any]]
 
 
 def visible() -> bool:
@@ -35,22 +44,6 @@ def not_measured(**about: Any) -> dict[str, Any]:
     return {**about, "status": "not measured"}
 
 
-def kernel_share(events: list[dict[str, Any]], wall_us: float) -> dict[str, float]:
-    """Shares of the time in which a GPU worked at all, and in which it worked on a CUDA graph, from a trace's events.
-
-    >>> busy = [{"ph": "X", "cat": "kernel", "ts": t, "dur": 2.0, "args": {"graph id": g}} for t, g in ((0, 1), (1, 0))]
-    >>> kernel_share(busy, 10.0)
-    {'busy_share': 0.3, 'graph_share': 0.2}
-    """
-    spans = {True: [], False: []}
-    for event in events:
-        if event.get("ph") == "X" and event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
-            graph = bool(event.get("args", {}).get("graph id", 0))
-            spans[graph].append((event["ts"], event["ts"] + event["dur"]))
-    shares = {"busy_share": spans[True] + spans[False], "graph_share": spans[True]}
-    return {name: covered(parts) / wall_us for name, parts in shares.items()}
-
-
 def covered(spans: list[tuple[float, float]]) -> float:
     """The length of the union of spans.
 
@@ -64,27 +57,111 @@ def covered(spans: list[tuple[float, float]]) -> float:
     return total
 
 
-def profiled_share(make: str, args: dict[str, Any], times: int = 5) -> dict[str, float]:
-    """`kernel_share` of a contestant's work, from torch's profiler, after two units for capturing."""
+def work_spans(events: Events) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+    """When a GPU worked, in microseconds: every kernel and copy, and every CUDA graph from its first to its last."""
+    single, graphs = [], {}
+    for event in events:
+        if event.get("ph") != "X" or event.get("cat") not in ("kernel", "gpu_memcpy", "gpu_memset"):
+            continue
+        start, stop = span = event["ts"], event["ts"] + event["dur"]
+        single.append(span)
+        about = event.get("args", {})
+        if about.get("graph id", 0):
+            launch = about["graph id"], about.get("correlation")
+            before = graphs.get(launch, span)
+            graphs[launch] = min(before[0], start), max(before[1], stop)
+    return single, list(graphs.values())
+
+
+def kernel_share(events: Events, wall_us: float) -> dict[str, float]:
+    """Shares of the time in which a GPU worked at all, and in which it was inside a CUDA graph, from a trace's events.
+
+    >>> busy = [{"ph": "X", "cat": "kernel", "ts": t, "dur": 2.0, "args": {"graph id": g}} for t, g in ((0, 1), (5, 0))]
+    >>> kernel_share(busy, 10.0)
+    {'busy_share': 0.4, 'graph_share': 0.2}
+    """
+    single, graphs = work_spans(events)
+    return {"busy_share": covered(single) / wall_us, "graph_share": covered(graphs) / wall_us}
+
+
+def seconds_on_device(events: Events, times: int) -> float:
+    """What a call took on the GPU, of so many: its CUDA graphs, or where it has none its kernels and copies.
+
+    >>> seconds_on_device([{"ph": "X", "cat": "kernel", "ts": 0.0, "dur": 3e6}], 2)
+    1.5
+    """
+    single, graphs = work_spans(events)
+    return covered(graphs or single) / times / 1e6
+
+
+def traced(work: Callable[[], Any], times: int) -> tuple[Events, float]:
+    """The trace of so many calls, and the microseconds that they took."""
     import json
     import tempfile
     import time
-    from importlib import import_module
     from pathlib import Path
 
     import torch
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        start = time.perf_counter()
+        for _ in range(times):
+            work()
+        torch.cuda.synchronize()
+        wall = time.perf_counter() - start
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        return json.loads(path.read_text(encoding="utf-8"))["traceEvents"], wall * 1e6
+
+
+def profiled_share(make: str, args: dict[str, Any], times: int = 5) -> dict[str, float]:
+    """`kernel_share` of a contestant's work, after two units for capturing."""
+    from importlib import import_module
 
     module, function = make.split(":")
     work = getattr(import_module(module), function)(**args)
     work()
     work()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        start = time.perf_counter()
-        for _ in range(times):
-            work()
-        wall = time.perf_counter() - start
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profile.export_chrome_trace(str(path))
-        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    return kernel_share(events, wall * 1e6)
+    return kernel_share(*traced(work, times))
+
+
+def on_device(calls: Mapping[str, Callable[[], Any]], times: int = 20) -> dict[str, list[float]]:
+    """Seconds on the GPU of a call of each; those that do nothing there are left out."""
+    taken = {name: seconds_on_device(traced(call, times)[0], times) for name, call in calls.items()}
+    return {name: [seconds] for name, seconds in taken.items() if seconds}
+
+
+def copy_rate(size: int) -> float:
+    """Bytes per second, read and written together, of copies on the GPU that move `size` bytes; without launching."""
+    import torch
+
+    source = torch.ones(max(1, size // 8), device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / on_device({"copy": lambda: target.copy_(source)})["copy"][0]
+
+
+def run_verdict(row: dict[str, Any]) -> dict[str, Any]:
+    """What a run must reach, and whether it did; nothing where something failed.
+
+    >>> run_verdict({"num_envs": 512, "ecrl_steps_per_s": 4e6, "graph_share": 0.96})["met"]
+    True
+    >>> run_verdict({"num_envs": 65_536, "ecrl_steps_per_s": 4e6, "graph_share": 0.96})["met"]
+    False
+    """
+    if "error" in row:
+        return {}
+    steps = MUST_STEPS_S if row["num_envs"] >= MANY_ENVS else 0.0
+    met = row["ecrl_steps_per_s"] >= steps and row["graph_share"] >= MUST_GRAPH_SHARE
+    return {"must_steps_per_s": steps or None, "must_graph_share": MUST_GRAPH_SHARE, "met": met}
+
+
+def kernel_verdict(kernel: str, ours: str, roof_share: float | None) -> dict[str, Any]:
+    """On a GPU what must be is a share of a copy's bandwidth; for GAE alone.
+
+    >>> kernel_verdict("gae", "ecrl compiled", 0.8)
+    {'must': None, 'must_roof_share': 0.7, 'met': True}
+    """
+    if kernel != "gae" or ours != "ecrl compiled" or roof_share is None:
+        return {"must": None, "met": None}
+    return {"must": None, "must_roof_share": MUST_COPY_SHARE, "met": roof_share >= MUST_COPY_SHARE}

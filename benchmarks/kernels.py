@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.alone import alone
-from benchmarks.gpu import ENV, has_gpu, not_measured
+from benchmarks.gpu import ENV, has_gpu, kernel_verdict, not_measured, on_device
+from benchmarks.gpu import copy_rate as gpu_copy_rate
 from benchmarks.pairs import Failure
 
 MAX_COMPILE_S = 10.0
@@ -81,15 +82,20 @@ def measure(number: int, quick: bool, device: str) -> list[dict[str, Any]]:
     made = {name: prepared(make, given, device) for name, make in (ours | peers).items()}
     calls = {name: call for name, (call, _, error) in made.items() if error is None}
     taken = take_turns(calls, rounds=5, seconds=0.05 if quick else 0.5)
-    roof = reached(case, module.cost(*case.args), taken, device)
-    return [row(case, (a, b), made, taken) | roof.get(a, {}) | {"device": device} for a in ours for b in peers]
+    roof = reached(case, module.cost(*case.args), taken if device == "cpu" else on_device(calls), device)
+    told: list[dict[str, Any]] = [
+        row(case, (a, b), made, taken) | roof.get(a, {}) | {"device": device} for a in ours for b in peers
+    ]
+    if device == "cpu":
+        return told
+    return [r if "error" in r else r | kernel_verdict(r["kernel"], r["ours"], r.get("roof_share")) for r in told]
 
 
 def reached(case: Case, cost: Any, taken: dict[str, list[float]], device: str) -> dict[str, dict[str, Any]]:
     """Of each form the bandwidth and operations per second reached, beside what copy and product reach here."""
     from benchmarks.roofline import copy_rate, matmul_rate, share_of_roof
 
-    copy, product = copy_rate(cost.bytes, device), matmul_rate(device)
+    copy, product = copy_rate(cost.bytes, device) if device == "cpu" else gpu_copy_rate(cost.bytes), matmul_rate(device)
     out = {}
     for name, seconds in taken.items():
         time_ = statistics.median(seconds)

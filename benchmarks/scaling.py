@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.alone import alone
-from benchmarks.gpu import ENV, has_gpu, not_measured
+from benchmarks.gpu import ENV, has_gpu, not_measured, run_verdict
 from benchmarks.pairs import Contestant, Failure, Result, race, ratios, summary
 from benchmarks.peers import STEPS, as_work
 
@@ -112,6 +112,7 @@ def on_gpu(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
             args = {"make": "benchmarks.scaling:ours", "args": {**size._asdict(), "device": "cuda"}}
             try:
                 row |= alone("benchmarks.gpu:profiled_share", args, cores, ENV["cuda"])
+                row |= run_verdict(row)
             except Failure as failure:
                 row["error"] = str(failure)
             out.append(row)

@@ -11,17 +11,22 @@ import os
 import shutil
 import subprocess
 import sysconfig
+import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.guards import TensorGuards
 from torch._C._functorch import peek_interpreter_stack
+from torch.utils._triton import has_triton_package
 
+from ecrl.batching import outside, over_batch, vmapped
 from ecrl.errors import ConfigError
 from ecrl.garbage import uncollected
+from ecrl.graphs import in_graph
 from ecrl.kernels import scan
 from ecrl.kernels.loops import Scan
 from ecrl.trees import flatten, names, unflatten
@@ -36,6 +41,22 @@ class Form(NamedTuple):
     scan: Scan
 
 
+class _Made(NamedTuple):
+    """A compiled function, the tensors it is for, and the structures around those and around what it gives."""
+
+    run: Callable[..., list[Tensor]]
+    structure: Hashable
+    strides: list[tuple[int, ...]]
+    alike: TensorGuards  # like a comparison of every shape, stride, dtype and device, in a tenth of its time
+    out: Hashable
+
+
+def _alike(leaves: list[Tensor]) -> TensorGuards:
+    sizes: Any = [list(leaf.shape) for leaf in leaves]
+    strides: Any = [list(leaf.stride()) for leaf in leaves]
+    return TensorGuards(*leaves, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+
+
 def _dense(leaf: Tensor, stride: tuple[int, ...]) -> Tensor:
     """The leaf in the memory layout that was compiled for."""
     if leaf.stride() == stride:
@@ -45,6 +66,9 @@ def _dense(leaf: Tensor, stride: tuple[int, ...]) -> Tensor:
 
 COMPILED: list[str] = []
 """What was compiled in this process, and why: "first call", or what differs from the last call that was."""
+
+SECONDS: list[float] = []
+"""What each of these took; one fewer while the last is being made."""
 
 
 def _difference(before: tuple[Any, ...], now: tuple[Any, ...]) -> str:
@@ -61,28 +85,64 @@ def _told(layout: tuple[Any, ...]) -> str:
     return f"{str(dtype).removeprefix('torch.')} {list(shape)} on {device}"
 
 
+def _compiler_for(leaves: list[Tensor]) -> Callable[..., tuple[Callable[..., Any], Hashable]]:
+    if any(leaf.is_cuda for leaf in leaves):
+        from ecrl.capture import compiled
+    else:
+        from ecrl.inductor import compiled
+    return compiled
+
+
 @cache
 def _compiled(fn: Callable, *static: Any) -> Callable[..., Any]:
     """`fn` with its static arguments, compiled as a whole for each structure and set of shapes it is called with."""
-    bound, made = partial(fn, *static), {}
+    bound, made, last = partial(fn, *static), {}, []
+    name = fn.__name__ if fn is not over_batch else f"{static[0].__name__} of a batch"
+
+    def new(key: tuple[Any, ...], structure: Hashable, leaves: list[Tensor]) -> _Made:
+        COMPILED.append(f"{name}: {_difference([*made][-1], key) if made else 'first call'}")
+        began = time.perf_counter()
+        try:
+            with uncollected():
+                run, out = _compiler_for(leaves)(bound, structure, leaves)
+        finally:
+            SECONDS.append(time.perf_counter() - began)
+        return _Made(run, structure, [leaf.stride() for leaf in leaves], _alike(leaves), out)
 
     def call(*args: Any) -> Any:
+        if in_graph():  # of which it becomes a part
+            return bound(*args)
         leaves, structure = flatten(args)
-        if peek_interpreter_stack() or (torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)):
+        transformed = peek_interpreter_stack()
+        if last and not transformed and last[0].structure == structure and last[0].alike.check(*leaves):
+            with torch.no_grad():
+                return unflatten(last[0].out, last[0].run(*leaves))
+        recorded = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
+        if vmapped() and not recorded:
+            return _compiled_batch(fn, static, structure, leaves)
+        if transformed or recorded:
             return bound(*args)
         key = structure, *[(leaf.shape, leaf.dtype, leaf.device) for leaf in leaves]
         if key not in made:
-            COMPILED.append(f"{fn.__name__}: {_difference([*made][-1], key) if made else 'first call'}")
-            with uncollected():
-                from ecrl.inductor import compiled
-
-                run, out = compiled(bound, structure, leaves)
-            made[key] = run, [leaf.stride() for leaf in leaves], out
-        run, strides, out = made[key]
+            made[key] = new(key, structure, leaves)
+        last[:] = [made[key]]
         with torch.no_grad():
-            return unflatten(out, run(*map(_dense, leaves, strides)))
+            return unflatten(last[0].out, last[0].run(*map(_dense, leaves, last[0].strides)))
 
     return call
+
+
+def _compiled_batch(fn: Callable, static: tuple, structure: Hashable, leaves: list[Tensor]) -> Any:
+    """What `fn` gives under vmap: the whole batch is one call of one compiled function."""
+    found: list[Hashable] = []
+
+    def whole(batched: tuple[bool, ...], *leaves: Tensor) -> list[Tensor]:
+        out, made = flatten(_compiled(over_batch, fn, static, structure, batched)(*leaves))
+        found[:] = [made]
+        return out
+
+    out = outside(whole, leaves)
+    return unflatten(found[0], out)
 
 
 @cache
@@ -99,6 +159,17 @@ def compiler_fault() -> str | None:
 
 
 @cache
+def gpu_fault() -> str | None:
+    """Why there is no compiling for a GPU here, or None if nothing is known against it."""
+    if not has_triton_package():
+        return "Triton is not installed"
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):  # it builds what starts a kernel
+        return "no C compiler found (gcc, clang or $CC)"
+    headers = sysconfig.get_path("include")
+    return None if os.path.exists(os.path.join(headers, "Python.h")) else f"no Python.h found in {headers}"
+
+
+@cache
 def choose_form(mode: str, device: str) -> Form:
     """The form for `trainer.compile` on a device.
 
@@ -107,14 +178,17 @@ def choose_form(mode: str, device: str) -> Form:
     """
     if mode == "off":
         return Form("eager", "trainer.compile is off", partial, scan)
-    fault = compiler_fault() if device == "cpu" else None
+    fault = compiler_fault() if device == "cpu" else gpu_fault()
     if fault is None:
         with uncollected():
             from ecrl.tracing import graph_scan
 
-        return Form("compiled", f"rollout and update compiled by inductor for {device}", _compiled, graph_scan)
+        made = "" if device == "cpu" else " and captured in CUDA graphs"
+        return Form("compiled", f"rollout and update compiled by inductor for {device}{made}", _compiled, graph_scan)
+    needed = "g++" if device == "cpu" else "triton, gcc"
     advice = (
-        "install g++ and the headers of Python (Debian: apt install g++ python3-dev), or set trainer.compile to off"
+        f"install {needed} and the headers of Python (Debian: apt install g++ python3-dev), "
+        "or set trainer.compile to off"
     )
     if mode == "on":
         raise ConfigError(f"trainer.compile: on, but {fault}; {advice}")

@@ -29,7 +29,7 @@ _VIEW = re.compile(
     r"^( *)auto (\w+) = wrap_with_raii_handle_if_needed\((reinterpret_tensor_wrapper\((\w+), .*)\);  // alias\n", re.M
 )
 _MOVED = re.compile(r"^ *auto (\w+) = std::move\((\w+)\);  // reuse\n", re.M)
-_READ = re.compile(r"^ *(?:cpp_fused_\w+|AOTI_TORCH_ERROR_CODE_CHECK\(aoti_torch_cpu_(?:add)?mm_out)\(.*\n", re.M)
+_READ = re.compile(r"^ *(?:cpp_fused_\w+|AOTI_TORCH_ERROR_CODE_CHECK\(aoti_torch_cpu_(?:add|b)?mm_out)\(.*\n", re.M)
 _ITEM = re.compile(r"AOTI_TORCH_ERROR_CODE_CHECK\(aoti_torch_item_int64\((\w+), &(\w+)_raw\)\);")
 _BOUND = re.compile(r"if \(!\((u\d+) < (\d+)L\)\)")
 _QUESTION = re.compile(  # of one kernel, that compares a number

@@ -11,11 +11,13 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ecrl.compile import COMPILED, SECONDS
 from ecrl.types import LogData
 
 SPS = "charts/SPS"
@@ -122,8 +124,32 @@ def _shown(logs: dict[str, float]) -> str:
     return "  ".join(f"{label} {logs[name]:.4g}" for name, label in short.items() if name in logs)
 
 
+@dataclass
+class _Pace:
+    """Steps per second, without what compiling took; until the first are known, what is going on."""
+
+    step: int
+    seconds: float = 0.0
+    since: float = field(default_factory=time.perf_counter)
+    compiled: int = field(default_factory=lambda: len(SECONDS))
+    steps: int = 0
+
+    def move(self, step: int) -> None:
+        self.steps, self.step = self.steps + step - self.step, step
+        self.seconds = time.perf_counter() - self.since
+
+    def __str__(self) -> str:
+        if not self.steps:
+            return "compiling" if len(COMPILED) > len(SECONDS) else "starting"
+        took = sum(SECONDS[self.compiled :])
+        rate = f"{self.steps / max(self.seconds - took, 1e-9):,.0f} steps/s"
+        return f"{rate}, compiled in {took:.0f} s" if took >= 0.5 else rate
+
+
 def with_progress(records: Iterator[LogData], start: int, end: int) -> Iterator[LogData]:
-    """A live line with steps/s, time left, return and losses, in a terminal and in Jupyter; elsewhere a line per tenth.
+    """A live line with steps/s, time, return and losses, in a terminal and in Jupyter; elsewhere a line per tenth.
+
+    Compiling is shown while it goes on, and what it took afterwards, which steps/s leave out.
 
     Args:
         records: to pass on.
@@ -131,28 +157,37 @@ def with_progress(records: Iterator[LogData], start: int, end: int) -> Iterator[
         end: env steps of the whole run.
     """
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        SpinnerColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
-    console, logs, began, tenth = Console(), {}, time.perf_counter(), 10 * start // end
+    console, logs, pace, tenth = Console(), {}, _Pace(start), 10 * start // end
     live = console.is_terminal or console.is_jupyter
     columns = (
         SpinnerColumn(),
         MofNCompleteColumn(),
         BarColumn(20),
         TextColumn("{task.fields[rate]}"),
+        TimeElapsedColumn(),
         TimeRemainingColumn(),
         TextColumn("{task.fields[logs]}"),
     )
     with Progress(*columns, console=console, disable=not live) as progress:
-        task = progress.add_task("train", total=end, completed=start, rate="compiling", logs="")
+        task = progress.add_task("train", total=end, completed=start, rate=pace, logs="")
         for record in records:
             step = record["sample_step"]
             logs |= scalars(record)
-            rate = f"{(step - start) / (time.perf_counter() - began):,.0f} steps/s"
-            progress.update(task, completed=step, rate=rate, logs=_shown(logs))
+            pace.move(step)
+            progress.update(task, completed=step, logs=_shown(logs))
             if not live and record["log_type"] == "train" and 10 * step // end > tenth:
                 tenth = 10 * step // end
                 console.print(
-                    f"{step:,}/{end:,}  {rate}  {_shown(logs)}", markup=False, highlight=False, soft_wrap=True
+                    f"{step:,}/{end:,}  {pace}  {_shown(logs)}", markup=False, highlight=False, soft_wrap=True
                 )
             yield record

@@ -4,9 +4,10 @@ The loop owns control flow only. Logging, checkpoints, evaluation and progress c
 """
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
 import torch
 from tensordict import TensorDict
@@ -20,8 +21,8 @@ from ecrl.config import Config, total_steps
 from ecrl.distributed import world_size
 from ecrl.errors import ConfigError
 from ecrl.kernels import episode_init, masked_mean, restarted
-from ecrl.parts import device_of, form_of, make_parts
-from ecrl.trees import mapped, replaced
+from ecrl.parts import device_of, form_of, make_parts, shaping
+from ecrl.trees import flatten, mapped, names, replaced, unflatten
 from ecrl.types import LogData, Logs
 
 WINDOW = 100
@@ -192,29 +193,53 @@ def _collect_logs(episode: TensorDict, batch: TensorDict) -> Logs:
     return _episode_logs(episode) | _info_logs(batch)
 
 
+def _iteration(algorithm: Algorithm, parts: Parts, size: int, state: TensorDict) -> tuple[TensorDict, dict[str, Logs]]:
+    """Collect, update, and what the loop itself keeps; `size` env steps."""
+    state, batch = algorithm.collect(parts, state)
+    state, train_logs = algorithm.update(parts, state, batch)
+    norm, episode = cast(TensorDict, state["norm"]), cast(TensorDict, state["episode"])
+    if parts.policy.norm_update is not None:
+        seen = batch.select("obs", "done", "mask", strict=False)
+        norm = parts.jit(_statistics, parts.policy.norm_update)(norm, seen)
+    counters = {"sample_step": state["sample_step"] + size, "update_step": state["update_step"] + 1}
+    state = replaced(state, {"norm": norm, **counters})
+    return state, {"collect": _collect_logs(episode, batch), "train": train_logs}
+
+
+def _iteration_of_leaves(
+    algorithm: Algorithm, parts: Parts, size: int, structure: Hashable, leaves: list[Tensor]
+) -> tuple[list[Tensor], TensorDict, dict[str, Logs]]:
+    """`_iteration` on the tensors of a state, and its state once more, in memory of its own."""
+    state, logs = _iteration(algorithm, parts, size, unflatten(structure, leaves))
+    after, made = flatten(state)
+    if made != structure:
+        fields = ", ".join(sorted({*names(made)} ^ {*names(structure)})) or "the batch size of one"
+        raise ValueError(f"an iteration may change no fields of the state but their values; it changed {fields}")
+    return after, mapped(torch.clone, state), logs
+
+
+def _bound(fn: Callable[..., Any], cfg: Config, watch: Watch, *static: Any) -> Callable[..., Any]:
+    """`_iteration` or `_iteration_of_leaves` for a config, one graph where the algorithm can be one."""
+    parts, algorithm = watch(make_parts(cfg), make_algorithm(cfg.algorithm))
+    size, tf32 = steps_per_iteration(cfg), cfg.trainer.tf32 and device_of(cfg).type == "cuda"
+    if algorithm.as_one and parts.env.is_pure and world_size() == 1:
+        run = parts.jit(fn, algorithm, parts._replace(cfg=shaping(cfg)), size, *static)
+    else:
+        run = partial(fn, algorithm, parts, size, *static)
+
+    def call(state: Any) -> Any:
+        with _matrices(tf32):
+            return run(state)
+
+    return call
+
+
 def make_iteration(cfg: Config, watch: Watch = unwatched) -> Iteration:
     """One iteration, `(state) -> (state, {"collect": logs, "train": logs})`: pure, to embed or vmap.
 
     `watch` may put others in place of its functions, such as `ecrl.profiler`'s, which take the time.
     """
-    parts, algorithm = watch(make_parts(cfg), make_algorithm(cfg.algorithm))
-    tf32 = cfg.trainer.tf32 and device_of(cfg).type == "cuda"
-    norm_update = parts.policy.norm_update
-    statistics = parts.jit(_statistics, norm_update) if norm_update else None
-
-    def iteration(state: TensorDict) -> tuple[TensorDict, dict[str, Logs]]:
-        with _matrices(tf32):
-            state, batch = algorithm.collect(parts, state)
-            state, train_logs = algorithm.update(parts, state, batch)
-        norm, episode = cast(TensorDict, state["norm"]), cast(TensorDict, state["episode"])
-        moved = {
-            "norm": statistics(norm, batch.select("obs", "done", "mask", strict=False)) if statistics else norm,
-            "sample_step": state["sample_step"] + steps_per_iteration(cfg),
-            "update_step": state["update_step"] + 1,
-        }
-        return replaced(state, moved), {"collect": _collect_logs(episode, batch), "train": train_logs}
-
-    return iteration
+    return _bound(_iteration, cfg, watch)
 
 
 def train_iter(state: TensorDict, cfg: Config, watch: Watch = unwatched) -> Iterator[LogData]:
@@ -229,14 +254,16 @@ def train_iter(state: TensorDict, cfg: Config, watch: Watch = unwatched) -> Iter
     """
     check_state(state, cfg)
     state = reopened(state, cfg)
-    iteration, step, end = make_iteration(cfg, watch), int(state["sample_step"]), total_steps(cfg, world_size())
-    state, settled = state.clone(), step + 2 * steps_per_iteration(cfg)
+    step, end = int(state["sample_step"]), total_steps(cfg, world_size())
+    settled = step + 2 * steps_per_iteration(cfg)
+    leaves, structure = flatten(state.clone())  # a list of tensors is taken apart and put together fastest
+    iteration = _bound(_iteration_of_leaves, cfg, watch, structure)
     while step < end:
         known = len(COMPILED)
-        state, logs = iteration(state)
+        leaves, state, logs = iteration(leaves)
         step += steps_per_iteration(cfg)
         if len(COMPILED) > known and step > settled:
             warnings.warn(f"compiled again at step {step}: {'; '.join(COMPILED[known:])}", RuntimeWarning, stacklevel=2)
-        given = mapped(torch.clone, state).lock_()
-        yield LogData(log_type="collect", sample_step=step, logs=logs["collect"], state=given)
-        yield LogData(log_type="train", sample_step=step, logs=logs["train"], state=given)
+        state.lock_()
+        yield LogData(log_type="collect", sample_step=step, logs=logs["collect"], state=state)
+        yield LogData(log_type="train", sample_step=step, logs=logs["train"], state=state)

@@ -3,7 +3,7 @@
 import warnings
 from functools import partial
 from math import inf
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -65,6 +65,50 @@ def form_of(cfg: Config) -> Form:
         warnings.warn(f"trainer.tf32 is for cuda; on {device} matrices stay float32", stacklevel=2)
         return form
     return form._replace(reason=f"{form.reason}, TF32 matrices")
+
+
+class _NotHere:
+    """Stands in a config for what an iteration compiled as one graph may not read; asking or counting with it fails."""
+
+    def __repr__(self) -> str:
+        return "<a number of state['hyper'], or nothing that shapes a graph>"
+
+    def __bool__(self) -> bool:
+        raise TypeError(f"{self} has no truth here: an algorithm of one graph reads no numbers of its config")
+
+
+_NOT_HERE = _NotHere()
+_SHAPING = ("num_envs", "buffer_size", "iterations")
+_NUMBERS = ("learning_rate", "betas")  # in the state, whether given or not
+
+
+def _without_floats(cfg: Any, *blocks: str) -> Any:
+    """A model with its floats out of reach, and those of some of the models in it."""
+    fields = {name: getattr(cfg, name) for name in type(cfg).model_fields}
+    floats = {name: _NOT_HERE for name, value in fields.items() if isinstance(value, float) or name in _NUMBERS}
+    inner = {name: _without_floats(fields[name], "kwargs") for name in blocks if fields.get(name) is not None}
+    return cfg.model_copy(update=floats | inner)
+
+
+def shaping(cfg: Config) -> Config:
+    """The config as far as it shapes the graph of an iteration, equal for all that share one.
+
+    Seed, name and files are out of reach, and the floats of the algorithm and its optimiser, which are read from
+    `state["hyper"]`: using one fails.
+
+    >>> from ecrl import load_config
+    >>> cfg = load_config("configs/cartpole_ppo.json")
+    >>> shaping(cfg) == shaping(cfg.replace(**{"trainer.seed": 7, "algorithm.cfg.gamma": 0.5}))
+    True
+    """
+    trainer = {name: _NOT_HERE for name in type(cfg.trainer).model_fields if name not in _SHAPING}
+    update = {
+        "trainer": cfg.trainer.model_copy(update=trainer),
+        "env": _NOT_HERE,
+        "policy": _NOT_HERE,
+        "algorithm": cfg.algorithm.model_copy(update={"cfg": _without_floats(cfg.algorithm.cfg, "optimizer")}),
+    }
+    return cfg.model_copy(update=update)
 
 
 def make_parts(cfg: Config, events: Literal["train", "eval"] = "train") -> Parts:

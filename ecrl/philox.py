@@ -5,9 +5,11 @@ int64. In a graph that is compiled as a whole a pair of words is one operation, 
 write in its own way (`ecrl.philox_cpp`).
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack
+from torch._C._functorch import TransformType, get_interpreter_stack
 
 from ecrl.graphs import in_graph
 
@@ -46,9 +48,27 @@ def _(key: Tensor, low: Tensor, high: Tensor, last: bool) -> Tensor:
     return key.new_empty(torch.broadcast_shapes(key.shape, low.shape, high.shape))
 
 
+@_half.register_vmap
+def _(info: Any, in_dims: tuple[int | None, ...], *given: Any) -> tuple[Tensor, int]:
+    *words, last = given
+    rank = max(word.ndim - (dim is not None) for word, dim in zip(words, in_dims[:3], strict=True))
+
+    def aligned(word: Tensor, dim: int | None) -> Tensor:
+        if dim is None:
+            return word
+        word = word.movedim(dim, 0)
+        return word.reshape(len(word), *[1] * (rank + 1 - word.ndim), *word.shape[1:])
+
+    return _half(*map(aligned, words, in_dims[:3]), last), 0
+
+
 def _halves(key: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
     a, b, c, d = philox4x32(key, (low & MASK, (low >> 32) & MASK, high & MASK, (high >> 32) & MASK))
     return a | (b << 32), c | (d << 32)
+
+
+def _only_vmapped() -> bool:
+    return all(transform.key() == TransformType.Vmap for transform in get_interpreter_stack() or ())
 
 
 def philox(key: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
@@ -58,6 +78,6 @@ def philox(key: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
     >>> [f"{int(half) % 2**64:016x}" for half in philox(zero, zero, zero)]
     ['e169c58d6627e8d5', '9b00dbd8bc57ac4c']
     """
-    if in_graph() and key.device.type == "cpu" and not peek_interpreter_stack():
+    if in_graph() and key.device.type == "cpu" and _only_vmapped():
         return torch.ops.ecrl.philox(key, low, high, False), torch.ops.ecrl.philox(key, low, high, True)
     return _halves(key, low, high)

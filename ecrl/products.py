@@ -15,9 +15,12 @@ from torch._inductor.ir import TensorBox
 from torch._inductor.lowering import register_lowering
 from torch._inductor.mkldnn_ir import LinearUnary
 
+import ecrl.batched_products  # noqa: F401  # how inductor writes products of a batch
+
 _LARGE = 2**20  # products; below, the call costs more than it saves
 _THIN = 8
 _MIN_OUTER = 16  # a sum over fewer rows has nothing to gain from a vector per column
+_MANY = 32  # rows that are worth turning the other matrix round for
 
 
 def _unrolled(a: Tensor, b: Tensor) -> Tensor:
@@ -76,5 +79,21 @@ def addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float =
     return torch.mm(a, b) - (-bias) if product is NotImplemented else product + bias
 
 
-PRODUCTS: dict[Any, Callable[..., Tensor]] = {torch.ops.aten.mm.default: mm, torch.ops.aten.addmm.default: addmm}
+def bmm(a: Tensor, b: Tensor) -> Tensor:
+    """`a @ b` for a batch of each, or NotImplemented where the library is as good."""
+    m, n = a.shape[1], b.shape[2]
+    if a.dtype != torch.float32 or min(*a.shape, n) == 0:
+        return NotImplemented
+    if n <= _THIN and m > _THIN and a.stride(1) == 1:
+        return torch.ops.ecrl.bmm(b.mT, a.mT).mT
+    if b.stride(2) == 1 or m >= _MANY:
+        return torch.ops.ecrl.bmm(a, b)
+    return NotImplemented
+
+
+PRODUCTS: dict[Any, Callable[..., Tensor]] = {
+    torch.ops.aten.mm.default: mm,
+    torch.ops.aten.addmm.default: addmm,
+    torch.ops.aten.bmm.default: bmm,
+}
 """Decompositions for `torch.fx.experimental.proxy_tensor.make_fx`."""

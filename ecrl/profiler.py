@@ -111,7 +111,8 @@ def watched(times: Times, parts: Parts, algorithm: Algorithm) -> tuple[Parts, Al
         return algorithm.collect(apart, state)
 
     update = timed(times, "update", algorithm.update)
-    return parts._replace(jit=jit), replace(algorithm, collect=timed(times, "collect", collect), update=update)
+    collect = timed(times, "collect", collect)
+    return parts._replace(jit=jit), replace(algorithm, collect=collect, update=update, as_one=False)
 
 
 def report(times: Times) -> list[dict[str, Any]]:

@@ -4,16 +4,23 @@ A graph is traced by running the function once on tensors without data: what it 
 the graph.
 """
 
+import traceback
 from collections.abc import Callable, Hashable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext, tracing
 from torch._higher_order_ops.scan import scan_op
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import ecrl.philox_cpp  # noqa: F401  # how inductor writes Philox
+from ecrl.batching import outside, over_batch, vmapped
+from ecrl.errors import ConfigError
 from ecrl.kernels import scan
 from ecrl.kernels.loops import length_of
 from ecrl.products import PRODUCTS
@@ -32,9 +39,30 @@ def traced(fn: Callable[..., Any], structure: Hashable, leaves: list[Tensor]) ->
         return out
 
     rewrites = PRODUCTS if all(leaf.device.type == "cpu" for leaf in leaves) else None
-    with torch.no_grad():
-        graph = make_fx(flat, rewrites, tracing_mode="fake", _allow_non_fake_inputs=True)(*leaves)
+    shapes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+    without_data = FakeTensorMode(shape_env=shapes, static_shapes=True, allow_non_fake_inputs=True)
+    with torch.no_grad(), tracing(TracingContext(without_data)):
+        try:
+            graph = make_fx(flat, rewrites, tracing_mode="fake", _allow_non_fake_inputs=True)(*leaves)
+        except RuntimeError as error:
+            if not isinstance(error, _READS) and not str(error).startswith(".numpy()"):
+                raise
+            raise ConfigError(
+                f"trainer.compile: {_place(error)} reads values of a tensor ({str(error).split(' is ')[0]}), which no "
+                "compiled graph can; say it in tensors, such as torch.where, or set trainer.compile to off"
+            ) from error
+    shapes.settings = ShapeEnv().settings  # inductor's loops have a counter that is such a value
     return _lifted(graph), found[0]
+
+
+_READS = DataDependentOutputException, DynamicOutputShapeException
+
+
+def _place(error: RuntimeError) -> str:
+    """The last line of code outside of torch that an error came through."""
+    frames = traceback.extract_tb(error.__traceback__)
+    last = [f for f in frames if Path(torch.__file__).parent not in Path(f.filename).parents][-1]
+    return f"{last.filename}:{last.lineno}, in {last.name},"
 
 
 def _once(graph: GraphModule) -> None:
@@ -66,13 +94,28 @@ def _memory(node: Node) -> int | None:
     return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
 
 
+def _behind(node: Node) -> Node:
+    """What a view shows that changes nothing; inductor's loops free such a view after their first turn."""
+    while node.op == "call_function" and not _writes(node) and len(node.all_input_nodes) == 1:
+        (shown,) = node.all_input_nodes
+        if _memory(shown) is None or _layout(shown) != _layout(node):
+            break
+        node = shown
+    return node
+
+
+def _layout(node: Node) -> tuple[Any, ...]:
+    value = node.meta["val"]
+    return _memory(node), value.dtype, value.shape, value.stride(), value.storage_offset()
+
+
 def _lifted(graph: GraphModule) -> GraphModule:
     """The graph with the constants of its loops' bodies as inputs of the loops, which may not have any of their own."""
     _once(graph)
     for loop in graph.graph.find_nodes(op="call_function", target=scan_op):
         kind = cast(Node, loop.args[0]).target
         body = _lifted(cast(GraphModule, getattr(graph, cast(str, kind))))
-        given: list[Any] = list(cast(tuple, loop.args[-1]))
+        given: list[Any] = [*map(_behind, cast(tuple, loop.args[-1]))]
         for node in body.graph.find_nodes(op="get_attr"):
             constant = getattr(body, node.target)
             if isinstance(constant, Tensor):
@@ -84,7 +127,7 @@ def _lifted(graph: GraphModule) -> GraphModule:
                     node.replace_all_uses_with(body.graph.placeholder(name))
                 body.graph.erase_node(node)
                 given.append(outside)
-        loop.args = (*loop.args[:-1], tuple(given))
+        loop.args = (loop.args[0], *[[*map(_behind, cast(list, part))] for part in loop.args[1:-1]], tuple(given))
         body.recompile()
     graph.recompile()
     return graph
@@ -139,26 +182,67 @@ def graph_scan(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *const
         )
         return carry, y
     length, found = length_of(rows), []
+    turn = _turn(body, (c, x, k), found)
+    if vmapped():
+        after, ys = _batched_scan(turn, first, rows, fixed)
+        return unflatten(c, after), unflatten(found[0], ys, lambda size: (length, *size))
     packings = _packing(first), _packing(rows, 1), _packing(fixed)
     packed = packings[0].pack(first), packings[1].pack(rows, 1), packings[2].pack(fixed)
+    kept: list[_Packing] = []
 
     def flat(*given: Tensor) -> list[Tensor]:
         at, to = len(packed[0]), len(packed[0]) + len(packed[1])
-        now, row, rest = (p.unpack(g) for p, g in zip(packings, (given[:at], given[at:to], given[to:]), strict=True))
-        after, y = body(unflatten(c, now), unflatten(x, row, lambda size: size[1:]), *unflatten(k, rest))
-        (after, like), (y, kept) = flatten(after), flatten(y)
-        if like != c:
-            raise ValueError(f"the carry of a scan changed its structure from {c} to {like}")
-        found[:] = [kept, _packing(y)]
-        ys = found[1].pack(y) or [given[0].new_zeros(())]  # the operator wants something to stack
+        after, y = turn(*(p.unpack(g) for p, g in zip(packings, (given[:at], given[at:to], given[to:]), strict=True)))
+        kept[:] = [_packing(y)]
+        ys = kept[0].pack(y) or [given[0].new_zeros(())]  # the operator wants something to stack
         return _owned([*packings[0].pack(after), *ys], given)
 
     own = _owned([*packed[0], *packed[2]], ())
     out = scan_op(flat, own[: len(packed[0])], packed[1], tuple(own[len(packed[0]) :]))
     _share_constants(mode.tracer.root)
-    structure, packing = found
-    after, ys = out[: len(packed[0])], packing.unpack(out[len(packed[0]) :], (length,))
-    return unflatten(c, packings[0].unpack(after)), unflatten(structure, ys, lambda size: (length, *size))
+    after, ys = packings[0].unpack(out[: len(packed[0])]), kept[0].unpack(out[len(packed[0]) :], (length,))
+    return unflatten(c, after), unflatten(found[0], ys, lambda size: (length, *size))
+
+
+def _turn(body: Callable[..., tuple[Any, Any]], structures: Sequence[Hashable], found: list[Hashable]) -> Callable:
+    """`body` on lists of tensors; `found` is told the structure of what it gives beside the carry."""
+    c, x, k = structures
+
+    def turn(now: Sequence[Tensor], row: Sequence[Tensor], rest: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        after, y = body(unflatten(c, now), unflatten(x, row, lambda size: size[1:]), *unflatten(k, rest))
+        (after, like), (y, kept) = flatten(after), flatten(y)
+        if like != c:
+            raise ValueError(f"the carry of a scan changed its structure from {c} to {like}")
+        found[:] = [kept]
+        return after, y
+
+    return turn
+
+
+def _batched_scan(turn: Callable, *given: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """The last carry and what is kept, of a loop under vmap: one loop, each turn of the whole batch."""
+    at, to = len(given[0]), len(given[0]) + len(given[1])
+
+    def one(*leaves: Tensor) -> list[Tensor]:
+        after, y = turn(leaves[:at], leaves[at:to], leaves[to:])
+        return [*after, *y]
+
+    def whole(batched: tuple[bool, ...], *leaves: Tensor) -> list[Tensor]:
+        which, carried = list(zip(leaves, batched, strict=True)), any(batched)
+        size = [len(leaf) for leaf, has in which if has][:1]
+        carry = [(leaf if has else leaf.expand((*size, *leaf.shape))).contiguous() for leaf, has in which[:at]]
+        xs = [leaf.movedim(0, 1) if has else leaf for leaf, has in which[at:to]]
+        _, structure = flatten(leaves)
+
+        def step(carry: list[Tensor], xs: list[Tensor], *fixed: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+            out = over_batch(one, (), structure, (*[carried] * at, *batched[at:]), *carry, *xs, *fixed)
+            return [leaf.contiguous() for leaf in out[:at]], out[at:]
+
+        after, ys = graph_scan(step, carry, xs, *leaves[to:])
+        return [*after, *([y.movedim(0, 1) for y in ys] if carried else ys)]
+
+    out = outside(whole, [leaf for leaves in given for leaf in leaves])
+    return list(out[:at]), list(out[at:])
 
 
 def _share_constants(root: torch.nn.Module) -> None:

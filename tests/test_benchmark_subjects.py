@@ -268,12 +268,50 @@ def test_without_a_gpu_its_rows_say_so(monkeypatch):
             assert gpu_rows and all(row["status"] == "not measured" for row in gpu_rows), module.__name__
 
 
-def test_shares_of_a_gpu_trace_count_what_overlaps_once():
-    def event(start, length, graph, kind="kernel"):
-        return {"ph": "X", "cat": kind, "ts": start, "dur": length, "args": {"graph id": graph}}
+def on_gpu(start, length, graph=0, kind="kernel", launch=1):
+    about = {"graph id": graph, "correlation": launch}
+    return {"ph": "X", "cat": kind, "ts": start, "dur": length, "args": about}
 
-    trace = [event(0, 4, 7), event(2, 4, 7), event(5, 3, 0, "gpu_memcpy"), event(50, 9, 1, "cpu_op")]
+
+def test_shares_of_a_gpu_trace_count_what_overlaps_once():
+    trace = [on_gpu(0, 4, 7), on_gpu(2, 4, 7), on_gpu(5, 3, 0, "gpu_memcpy"), on_gpu(50, 9, 1, "cpu_op")]
     assert gpu.kernel_share(trace, 16.0) == {"busy_share": 0.5, "graph_share": 0.375}
+
+
+def test_inside_a_graph_counts_what_lies_between_its_kernels_but_not_between_two_launches():
+    trace = [on_gpu(0, 1, 7), on_gpu(3, 1, 7), on_gpu(6, 1, 7, launch=2), on_gpu(8, 1, 7, launch=2)]
+    assert gpu.kernel_share(trace, 10.0) == {"busy_share": 0.4, "graph_share": 0.7}
+    copied_in_and_out = [on_gpu(4.5, 1, kind="gpu_memcpy"), on_gpu(9, 1)]
+    assert gpu.seconds_on_device([*trace, *copied_in_and_out], 2) == 3.5e-6  # the graphs alone
+    assert gpu.seconds_on_device(copied_in_and_out, 2) == 1e-6
+
+
+def test_rows_of_a_gpu_say_whether_they_are_what_must_be(monkeypatch):
+    def point(by, size, quick, device, cores):
+        return {"by": by, "device": device, **size._asdict(), "ecrl_steps_per_s": 300.0 * size.num_envs}
+
+    monkeypatch.setattr(scaling, "has_gpu", lambda: True)
+    monkeypatch.setattr(scaling, "point", point)
+    monkeypatch.setattr(scaling, "alone", lambda *_: {"busy_share": 0.9, "graph_share": 0.97})
+    rows = scaling.on_gpu(False, [0])
+    assert [row["num_envs"] for row in rows] == [512, 2048, 8192, 32_768, 65_536]
+    assert [row["met"] for row in rows] == [True, True, True, True, False]  # 19.7 M env steps per second at the end
+    monkeypatch.setattr(scaling, "alone", lambda *_: {"busy_share": 0.9, "graph_share": 0.94})
+    assert not any(row["met"] for row in scaling.on_gpu(False, [0]))
+
+
+def test_kernels_of_a_gpu_are_judged_by_a_copys_bandwidth():
+    assert gpu.kernel_verdict("gae", "ecrl compiled", 0.71)["met"] is True
+    assert gpu.kernel_verdict("gae", "ecrl compiled", 0.69)["met"] is False
+    assert gpu.kernel_verdict("adam", "ecrl compiled", 0.1) == {"must": None, "met": None}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_the_trace_tells_a_copy_from_a_graph():
+    assert 1e9 < gpu.copy_rate(2**24) < 2e13
+    rows = kernels.measure(0, True, "cuda")
+    assert all(0 < row["roof_share"] < 1.5 for row in rows if row["ours"] == "ecrl compiled")
+    assert all(row["must_roof_share"] == 0.7 for row in rows if row["ours"] == "ecrl compiled")
 
 
 @pytest.mark.parametrize("module", [kernels, memory, phases, scaling], ids=lambda m: m.__name__)

@@ -204,6 +204,25 @@ def test_what_is_vmapped_or_differentiated_runs_as_it_is():
     assert torch.equal(x.grad, torch.full((2,), 3.0))
 
 
+READING = [
+    (lambda x: x if x.sum() > 0.0 else -x, "aten._local_scalar_dense.default"),
+    (lambda x: x * float(x[0]), "aten._local_scalar_dense.default"),
+    (lambda x: x[x > 0.0].sum(), "aten.nonzero.default"),
+    (lambda x: x + torch.from_numpy(x.numpy()), ".numpy()"),
+]
+
+
+@pytest.mark.parametrize(("fn", "operation"), READING)
+def test_what_reads_the_values_of_a_tensor_is_refused_with_its_line(fn, operation):
+    leaves, structure = flatten((torch.ones(3),))
+    line = fn.__code__.co_firstlineno
+    told = (
+        rf"trainer.compile: .*test_compile.py:{line}, in <lambda>, reads values of a tensor \({re.escape(operation)}\)"
+    )
+    with pytest.raises(ConfigError, match=told):
+        traced(fn, structure, leaves)
+
+
 def test_a_carry_that_changes_its_structure_is_refused():
     def more(carry, x):
         return carry | {"new": x}, x
@@ -271,7 +290,7 @@ def test_a_graph_made_again_in_mid_run_is_told_with_what_differs():
                 state["hyper", "clip_coef"] = state["hyper", "clip_coef"].double()
             return algorithm.collect(parts, state)
 
-        return parts, replace(algorithm, collect=collect)
+        return parts, replace(algorithm, collect=collect, as_one=False)
 
     records = train_iter(init_state(made), made, unstable)
     assert [next(records)["sample_step"] for _ in range(4)] == [32, 32, 64, 64]

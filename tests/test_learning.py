@@ -63,3 +63,22 @@ def test_gymnasiums_own_environments_are_learnt_within_budget(config, budget, th
     assert total_steps(load_config(CONFIGS / f"{config}.json"), 1) <= budget
     returns = [learnt(config, seed, 100)["eval/avg_reward"] for seed in range(3)]
     assert sum(returns) / len(returns) >= threshold, returns
+
+
+def curve(seed: int, form: str) -> list[float]:
+    """Mean return of the last 100 episodes after each of 30 iterations."""
+    keys = {"trainer.seed": seed, "trainer.compile": form, "trainer.iterations": 30}
+    cfg = load_config(CONFIGS / "cartpole_ppo.json").replace(**keys)
+    records = train_iter(init_state(cfg), cfg)
+    return [float(r["logs"]["episode_reward_avg_100"]) for r in records if r["log_type"] == "collect"]
+
+
+@pytest.mark.slow
+def test_compiled_curves_lie_among_eager_ones():
+    """The same seeds differ by rounding alone, which moves a curve by no more than another seed would."""
+    eager, compiled = ([curve(seed, form) for seed in range(5)] for form in ("off", "on"))
+    assert [c[0] for c in compiled] == [e[0] for e in eager], "before the first update nothing differs"
+    assert max(map(max, eager)) > 400.0 and max(e[0] for e in eager) < 40.0, "the band is one of learning"
+    for number, (es, cs) in enumerate(zip(zip(*eager, strict=True), zip(*compiled, strict=True), strict=True)):
+        spread, mean = max(es) - min(es), sum(cs) / len(cs)  # five seeds tell the band to about half its width
+        assert min(es) - spread / 2 <= mean <= max(es) + spread / 2, (number, es, cs)

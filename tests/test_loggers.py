@@ -7,7 +7,7 @@ import pytest
 import torch
 from test_loop import small
 
-from ecrl.loggers import scalars, with_host_logs, with_jsonl, with_progress, with_scalars
+from ecrl.loggers import _Pace, scalars, with_host_logs, with_jsonl, with_progress, with_scalars
 from ecrl.tracking import with_tensorboard
 from ecrl.types import LogData
 
@@ -135,6 +135,22 @@ def test_progress_in_a_terminal_shows_rate_and_losses(capsys, monkeypatch):
     assert "20/20" in out
     assert "steps/s" in out
     assert "return 7" in out
+
+
+def test_progress_tells_when_it_compiles_and_leaves_that_out_of_the_rate(capsys, monkeypatch):
+    monkeypatch.setattr("ecrl.loggers.COMPILED", told := ["before"])
+    monkeypatch.setattr("ecrl.loggers.SECONDS", took := [7.0])
+    now = iter([100.0, 131.0, 132.0])  # 30 s of compiling, then 100 steps a second
+    monkeypatch.setattr("ecrl.loggers.time.perf_counter", lambda: next(now))
+    pace = _Pace(0)
+    assert str(pace) == "starting"
+    told.append("iteration: first call")
+    assert str(pace) == "compiling"
+    took.append(30.0)
+    pace.move(100)
+    assert str(pace) == "100 steps/s, compiled in 30 s"
+    pace.move(200)
+    assert str(pace) == "100 steps/s, compiled in 30 s"
 
 
 def test_scalars_is_one_read(monkeypatch):

@@ -2,11 +2,15 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 from conftest import assert_pure, close
 
+import ecrl.loop
+from ecrl.algorithms.ppo import update as ppo_update
+from ecrl.compile import COMPILED
 from ecrl.config import Config, config_from_dict
 from ecrl.errors import ConfigError
 from ecrl.loop import init_state, make_iteration, train_iter
@@ -166,9 +170,48 @@ def test_compiled_equals_eager_and_a_second_seed_compiles_nothing():
     for name, leaf in first.flatten_keys("/").items():
         close(second.flatten_keys("/")[name], leaf, tol=1e-4)
     assert same(last_state(compiled), second)
-    other = compiled.replace(**{"trainer.seed": 9, "algorithm.cfg.learning_rate": 0.5, "trainer.exp_name": "other"})
-    with torch.compiler.set_stance("fail_on_recompile"):
-        last_state(other)
+    other = {"trainer.seed": 9, "trainer.exp_name": "other", "algorithm.cfg.learning_rate": 0.5}
+    other |= {"algorithm.cfg.gamma": 0.5, "trainer.eval_freq": 7}
+    known = len(COMPILED)
+    moved = last_state(compiled.replace(**other))
+    assert len(COMPILED) == known
+    eager_moved = last_state(eager.replace(**other))
+    for name, leaf in eager_moved["params"].flatten_keys("/").items():
+        close(moved["params"].flatten_keys("/")[name], leaf, tol=1e-3)
+
+
+@pytest.mark.slow
+def test_a_compiled_run_owns_its_tensors():
+    cfg = small(**{"trainer.compile": "on"})
+    plain, spoilt = last_state(cfg), None
+    for record in train_iter(init_state(cfg), cfg):
+        spoilt = record["state"].clone()
+        if record["log_type"] == "train":
+            for leaf in record["state"].values(True, True):
+                leaf.zero_()
+    assert same(plain, spoilt)
+
+
+def _reads_a_number(parts, state, batch):
+    return ppo_update(parts, state.copy().set("key", state["key"] * parts.cfg.algorithm.cfg.gamma), batch)
+
+
+def _asks_a_number(parts, state, batch):
+    return ppo_update(parts, state if parts.cfg.algorithm.cfg.ent_coef else state.clone(), batch)
+
+
+def test_an_iteration_of_one_graph_reads_no_number_of_the_config_and_keeps_its_fields(monkeypatch):
+    make = ecrl.loop.make_algorithm
+    for update, told in (
+        (_reads_a_number, "unsupported operand.*_NotHere"),
+        (_asks_a_number, "reads no numbers of its config"),
+        (lambda parts, state, batch: (state.copy().set("new", state["key"]), {}), "it changed .*new"),
+    ):
+        monkeypatch.setattr(
+            "ecrl.loop.make_algorithm", lambda block, update=update: replace(make(block), update=update)
+        )
+        with pytest.raises((TypeError, ValueError), match=told):
+            next(train_iter(init_state(small()), small()))
 
 
 THREADS = """

@@ -135,6 +135,8 @@ class Algorithm:
     `norm`. collect: (parts, state) -> (state, batch). update: (parts, state, batch) -> (state, logs). The loop reads
     `obs`, `info` and `mask` of the batch where it has them. group_size: consecutive environments that start alike.
     gradient_steps: Config -> how many an iteration takes, by which `trainer.compile: auto` judges a budget.
+    as_one: collect and update work on tensors alone, so a whole iteration may be compiled as one graph. They then read
+    no float of the config (`ecrl.parts.shaping`), but the numbers in `state["hyper"]`.
     """
 
     init: Callable[[Parts, Tensor], dict[str, Any]]
@@ -142,3 +144,4 @@ class Algorithm:
     collect: Callable[[Parts, TensorDict], tuple[TensorDict, TensorDict]] = collect
     group_size: int = 1
     gradient_steps: Callable[[Config], int] | None = None
+    as_one: bool = False

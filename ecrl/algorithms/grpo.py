@@ -143,4 +143,4 @@ def update(parts: Parts, state: TensorDict, rollout: TensorDict) -> tuple[Tensor
 @register_algorithm("grpo")
 def grpo(cfg: GRPOConfig) -> Algorithm:
     """GRPO; the policy needs no critic."""
-    return Algorithm(init, update, collect_groups, cfg.group_size, gradient_steps)
+    return Algorithm(init, update, collect_groups, cfg.group_size, gradient_steps, as_one=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ecrl import rng
 from ecrl.algorithms.core import Parts
-from ecrl.algorithms.optimizer import OPTIMIZERS, LearningConfig, adapted_rate, optimizer_of, scheduled
+from ecrl.algorithms.optimizer import OPTIMIZERS, LearningConfig, adapted_rate, optimizer_name, scheduled
 from ecrl.config import Config
 from ecrl.distributed import all_mean
 from ecrl.errors import ConfigError
@@ -79,7 +79,7 @@ def learner_of(
     """The learner of a run: the same for the same choices, whatever the numbers."""
     cfg, trainer = cast(Any, parts.cfg.algorithm.cfg), parts.cfg.trainer
     sizes = tuple(sizes_of(cfg, trainer.num_envs * trainer.buffer_size))
-    step = OPTIMIZERS[optimizer_of(cfg).name].step
+    step = OPTIMIZERS[optimizer_name(cfg)].step
     return Learner(loss, prepare, parts.policy, variant, step, sizes, cfg.n_epochs, parts.scan)
 
 

@@ -149,6 +149,11 @@ def optimizer_of(cfg: LearningConfig) -> OptimizerConfig:
     return OptimizerConfig(learning_rate=cfg.learning_rate)
 
 
+def optimizer_name(cfg: LearningConfig) -> str:
+    """That of the optimiser a config chooses."""
+    return (cfg.optimizer or OptimizerConfig()).name
+
+
 def optimizer_numbers(cfg: OptimizerConfig) -> dict[str, float]:
     """What the named optimiser takes beside the learning rate, for `hyper`."""
     numbers: dict[str, Any] = {name: getattr(cfg.kwargs, name) for name in _USED[cfg.name]}

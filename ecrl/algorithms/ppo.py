@@ -109,4 +109,4 @@ def update(parts: Parts, state: TensorDict, rollout: TensorDict) -> tuple[Tensor
 @register_algorithm("ppo")
 def ppo(cfg: PPOConfig) -> Algorithm:
     """PPO; the policy needs a critic."""
-    return Algorithm(init, update, gradient_steps=gradient_steps)
+    return Algorithm(init, update, gradient_steps=gradient_steps, as_one=True)

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 
 from ecrl.graphs import in_graph, kept
+from ecrl.kernels.reverse_cuda import is_for_gpu, on_gpu
 from ecrl.types import Scalar
 
 _MANY_ROWS, _MANY_STEPS = 512, 128
@@ -26,7 +27,8 @@ def reverse_scan(x: Tensor, decay: Scalar, cut: Tensor, last: Tensor) -> Tensor:
     [3.0, 4.0]
     """
     decay = _time_major(decay) if _varies(decay) else decay  # pyright: ignore
-    return _rows(_time_major(x), decay, _time_major(cut), last.to(x.dtype)).movedim(0, -1)
+    scanned = on_gpu if is_for_gpu(x, decay, last) else _rows
+    return scanned(_time_major(x), decay, _time_major(cut), last.to(x.dtype)).movedim(0, -1)
 
 
 def _rows(x: Tensor, decay: Scalar, cut: Tensor, last: Tensor) -> Tensor:

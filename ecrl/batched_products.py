@@ -1,0 +1,119 @@
+"""Products of many small matrices in the C++ that inductor writes: tiles of the product stay in vector registers.
+
+A library for matrix products takes several times as long for these: it is made for large ones, and MKL has only a
+generic path for AMD's processors.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch._inductor import ir, lowering
+from torch._inductor.codegen.cpp_template_kernel import CppTemplateKernel
+from torch._inductor.select_algorithm import PartialRender
+from torch._inductor.utils import Placeholder, parallel_num_threads
+
+_NAME = str(Placeholder.KERNEL_NAME)
+_CPP = """
+#include <torch/csrc/inductor/cpp_prefix.h>
+template <int ROWS, int LANES, bool PART>
+static inline void {name}_tile(const float* a, const float* b, float* y, int64_t part) {{
+    using Lane = at::vec::Vectorized<float>;
+    constexpr int WIDTH = Lane::size();
+    Lane sums[ROWS][LANES], row[LANES];
+    #pragma GCC unroll 12
+    for (int r = 0; r < ROWS; r++)
+        #pragma GCC unroll 12
+        for (int c = 0; c < LANES; c++) sums[r][c] = Lane(0.0f);
+    for (int64_t k = 0; k < {K}; k++) {{
+        #pragma GCC unroll 12
+        for (int c = 0; c < LANES; c++) {{
+            const float* at = b + k * {b_k} + c * WIDTH;
+            row[c] = PART && c + 1 == LANES ? Lane::loadu(at, part) : Lane::loadu(at);
+        }}
+        #pragma GCC unroll 12
+        for (int r = 0; r < ROWS; r++) {{
+            Lane x(a[r * {a_m} + k * {a_k}]);
+            #pragma GCC unroll 12
+            for (int c = 0; c < LANES; c++) sums[r][c] = at::vec::fmadd(x, row[c], sums[r][c]);
+        }}
+    }}
+    #pragma GCC unroll 12
+    for (int r = 0; r < ROWS; r++)
+        #pragma GCC unroll 12
+        for (int c = 0; c < LANES; c++) {{
+            if (PART && c + 1 == LANES) sums[r][c].store(y + r * {N} + c * WIDTH, part);
+            else sums[r][c].store(y + r * {N} + c * WIDTH);
+        }}
+}}
+template <int ROWS>
+static inline void {name}_rows(const float* a, const float* b, float* y) {{
+    constexpr int WIDTH = at::vec::Vectorized<float>::size(), LANES = WIDTH == 8 ? 2 : 4;  // what registers hold
+    constexpr int WHOLE = {N} / (WIDTH * LANES) * (WIDTH * LANES), REST = {N} - WHOLE;
+    for (int64_t n = 0; n < WHOLE; n += WIDTH * LANES) {name}_tile<ROWS, LANES, false>(a, b + n, y + n, 0);
+    if constexpr (REST > 0)
+        {name}_tile<ROWS, (REST + WIDTH - 1) / WIDTH, REST % WIDTH != 0>(a, b + WHOLE, y + WHOLE, REST % WIDTH);
+}}
+extern "C" {kernel}
+{{
+    {parallel}
+    for (int64_t i = 0; i < {batch}; i++) {{
+        const float *a = {a} + {a_0} + i * {a_i}, *b = {b} + {b_0} + i * {b_i};
+        float* y = product + i * {M} * {N};
+        constexpr int ROWS = {N} > at::vec::Vectorized<float>::size() ? 6 : 12, REST = {M} % ROWS;
+        for (int64_t m = 0; m + ROWS <= {M}; m += ROWS) {name}_rows<ROWS>(a + m * {a_m}, b, y + m * {N});
+        if constexpr (REST > 0) {name}_rows<REST>(a + ({M} - REST) * {a_m}, b, y + ({M} - REST) * {N});
+    }}
+}}
+"""
+
+
+@torch.library.custom_op("ecrl::bmm", mutates_args=())
+def _bmm(a: Tensor, b: Tensor) -> Tensor:
+    return torch.bmm(a, b)
+
+
+@_bmm.register_fake
+def _(a: Tensor, b: Tensor) -> Tensor:
+    return a.new_empty(a.shape[0], a.shape[1], b.shape[2])
+
+
+def _written(kernel: CppTemplateKernel, a: Any, b: Any, product: Any) -> str:
+    """The C++ of one product, for the layouts of its factors."""
+    (batch, m, k), n, threads = a.get_size(), b.get_size()[2], parallel_num_threads()
+    names = {a.get_name(): "a_in"}
+    names.setdefault(b.get_name(), "b_in")  # both may lie in one buffer
+    (a_i, a_m, a_k), (b_i, b_k, _) = a.get_stride(), b.get_stride()
+    text = _CPP.format(
+        name=_NAME,
+        kernel=kernel.def_kernel({names[x.get_name()]: x for x in (a, b)}, {"product": product}),
+        parallel=f"#pragma omp parallel for num_threads({threads})" if threads > 1 else "",
+        **{"batch": batch, "M": m, "K": k, "N": n},
+        **{"a": names[a.get_name()], "a_0": a.get_layout().offset, "a_i": a_i, "a_m": a_m, "a_k": a_k},
+        **{"b": names[b.get_name()], "b_0": b.get_layout().offset, "b_i": b_i, "b_k": b_k},
+    )
+    return PartialRender(text, kernel.render_hooks).finalize_all()
+
+
+def _kernel(product: Any, **options: Any) -> tuple[CppTemplateKernel, Callable[[], str]]:
+    """Inductor's record of a kernel, and what gives its C++."""
+    kernel = CppTemplateKernel(_NAME, parallel_num_threads())
+    return kernel, partial(_written, kernel, *product.inputs, product)
+
+
+def _realized(x: Any) -> Any:
+    """In memory, at a place that is known: what a loop takes in a turn is copied, its place moves."""
+    x = ir.ExternKernel.realize_input(x)
+    _, layout = ir.as_storage_and_layout(x, freeze=True)
+    return x if isinstance(layout.offset, int) or layout.offset.is_number else ir.ExternKernel.copy_input(x)
+
+
+@lowering.register_lowering(torch.ops.ecrl.bmm.default, type_promotion_kind=None)
+def _lowered(a: Any, b: Any) -> Any:
+    a, b = _realized(a), _realized(b)
+    if b.get_stride()[2] != 1:
+        b = _realized(ir.ExternKernel.require_contiguous(b))
+    layout = ir.FixedLayout(a.get_device(), a.get_dtype(), [*a.get_size()[:2], b.get_size()[2]])
+    return ir.TensorBox.create(ir.CppTemplateBuffer(layout, [a, b], _kernel, cast(Any, None), None))

@@ -1,0 +1,75 @@
+"""Functions under `torch.func.vmap` that have to see the whole batch: compiled ones, and the loops of a graph.
+
+Vmap takes a function apart into operations and applies each to the batch. These functions are operations themselves:
+they are called once, outside of vmap, with tensors that have the batch in front.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._functorch import TransformType, peek_interpreter_stack
+
+from ecrl.trees import flatten, unflatten
+
+Rule = Callable[..., Sequence[Tensor]]
+
+
+def vmapped() -> bool:
+    """Whether `torch.func.vmap` is the innermost transform at work here.
+
+    >>> vmapped(), bool(torch.func.vmap(lambda x: x + vmapped())(torch.zeros(1)))
+    (False, True)
+    """
+    innermost = peek_interpreter_stack()
+    return innermost is not None and innermost.key() == TransformType.Vmap
+
+
+class _Outside(torch.autograd.Function):
+    @staticmethod
+    def forward(rule: Rule, *leaves: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore
+        return tuple(rule((False,) * len(leaves), *leaves))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, rule: Rule, *leaves: Tensor) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        front = [leaf if dim is None else leaf.movedim(dim, 0) for dim, leaf in zip(in_dims[1:], leaves, strict=True)]
+        out = tuple(rule(tuple(dim is not None for dim in in_dims[1:]), *front))
+        return out, (0,) * len(out)
+
+
+def outside(rule: Rule, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """`rule(batched, *leaves)` one vmap further out: `batched` tells which leaves have the batch as their first axis.
+
+    All tensors that it gives must have the batch as their first axis.
+
+    >>> def both(batched, x, y):
+    ...     print(batched, list(x.shape), list(y.shape))
+    ...     return [x + y.unsqueeze(1)]
+    >>> torch.func.vmap(lambda x, y: outside(both, (x, y))[0], (1, 0))(torch.ones(3, 2), torch.ones(2)).shape
+    (True, True) [2, 3] [2]
+    torch.Size([2, 3])
+    """
+    return _Outside.apply(rule, *leaves)  # pyright: ignore
+
+
+def over_batch(fn: Callable, static: tuple, structure: Hashable, batched: tuple[bool, ...], *leaves: Tensor) -> Any:
+    """`fn(*static, *args)`, args of this structure, over the first axis of those leaves that are `batched`.
+
+    Every tensor of the result has the batch in front; its TensorDicts do not say so.
+    """
+    if not any(batched):
+        return fn(*static, *unflatten(structure, leaves))
+    found: list[Hashable] = []
+
+    def one(*leaves: Tensor) -> tuple[Tensor, ...]:
+        out, made = flatten(fn(*static, *unflatten(structure, leaves)))
+        found[:] = [made]
+        return tuple(out)
+
+    out = torch.func.vmap(one, tuple(0 if has else None for has in batched))(*leaves)
+    return unflatten(found[0], out)

@@ -1,0 +1,85 @@
+"""A function compiled for CUDA: traced into one graph, made of pieces by inductor, captured in one CUDA graph.
+
+A captured graph reads and writes memory that never moves. What it is called with is copied there, what it gives is
+copied from there, so nothing that was given out ever changes; copies of a state are little beside a rollout's work.
+Graphs share one pool for what they need in between, as only one of them works at a time.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._inductor import config
+from torch._inductor.compile_fx import compile_fx
+from torch.fx import GraphModule
+
+from ecrl.inductor import ONE_AT_A_TIME
+from ecrl.segments import Compile, Run, segmented
+from ecrl.tracing import traced
+
+Capture = Callable[[Run, list[Tensor]], tuple[Callable[[], None], Sequence[Tensor]]]
+"""Runs a function on tensors once: what does the same again in the same memory, and what it gives, in that memory."""
+
+
+@cache
+def _pool(device: torch.device) -> Any:
+    return torch.cuda.graph_pool_handle()
+
+
+def cuda_graph(run: Run, given: list[Tensor]) -> tuple[Callable[[], None], Sequence[Tensor]]:
+    """`run(*given)` as one CUDA graph. It is run before, which compiles: a capture allows no synchronising."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run(*given)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    pool = _pool(given[0].device)
+    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+        out = run(*given)
+    return graph.replay, out
+
+
+def by_inductor(graph: GraphModule, given: list[Tensor]) -> Run:
+    """A stretch as kernels that inductor writes."""
+    with config.patch({"triton.cudagraphs": False}):  # of a piece: the whole is captured
+        return compile_fx(graph, given)  # pyright: ignore
+
+
+def _copy(to: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
+    """Those of one dtype at once, as a GPU has one kernel for many of them."""
+    for kind in {leaf.dtype for leaf in to}:
+        pairs = [(place, leaf) for place, leaf in zip(to, leaves, strict=True) if place.dtype == kind]
+        torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))  # pyright: ignore
+
+
+def compiled(
+    fn: Callable[..., Any],
+    structure: Hashable,
+    leaves: list[Tensor],
+    capture: Capture = cuda_graph,
+    compile: Compile = by_inductor,
+) -> tuple[Run, Hashable]:
+    """`fn` for tensors like these, of the leaves; the structure of what it gives.
+
+    A number that lies on the host, such as a learning rate set by hand, is taken to where the others are.
+    """
+    first = next((leaf for leaf in leaves if leaf.is_cuda), leaves[0])
+    with ONE_AT_A_TIME, torch.no_grad(), torch.cuda.device_of(first):
+        place = [torch.empty_like(leaf, device=first.device).copy_(leaf) for leaf in leaves]
+        graph, made = traced(fn, structure, place)
+        captured = cache(lambda matmul_precision: capture(segmented(graph, compile), place))  # it is in the graph
+        captured(torch.get_float32_matmul_precision())
+
+    def run(*leaves: Tensor) -> list[Tensor]:
+        with ONE_AT_A_TIME, torch.no_grad(), torch.cuda.device_of(place[0]):
+            _copy(place, leaves)
+            replay, out = captured(torch.get_float32_matmul_precision())
+            replay()
+            fresh = [torch.empty_like(leaf) for leaf in out]
+            _copy(fresh, out)
+            return fresh
+
+    return run, made

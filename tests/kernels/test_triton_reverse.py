@@ -1,0 +1,150 @@
+"""The recursion over time as Triton's kernels: in its interpreter, which needs no GPU, and compiled for one.
+
+Both need Triton, which comes with torch for CUDA; in processes of their own, as Triton reads how to run at import.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from ecrl.kernels import reverse_cuda
+from ecrl.kernels.reverse import reverse_scan
+from ecrl.tracing import traced
+from ecrl.trees import flatten
+
+triton = pytest.mark.skipif(not reverse_cuda.has_triton_package(), reason="needs Triton")
+
+INTERPRETED = """
+import torch
+from ecrl import rng
+from ecrl.kernels.reverse import reverse_scan
+from ecrl.kernels.reverse_cuda import on_gpu
+
+def check(time, rows, varies, cuts, dtype=torch.float32, tol=2e-6):
+    keys = rng.split(rng.key(time * 100 + rows), 4)
+    x, last = rng.normal(keys[0], (time, rows)).to(dtype), rng.normal(keys[1], (rows,)).to(dtype)
+    cut = rng.uniform(keys[2], (time, rows)) < cuts
+    decay = 0.8 + 0.2 * rng.uniform(keys[3], (time, rows), torch.float64) if varies else 0.99 * 0.95
+    found = on_gpu(x, decay, cut, last)
+    expected = reverse_scan(x.double().t(), decay.t() if varies else decay, cut.t(), last.double()).t()
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), expected, rtol=tol, atol=tol)
+
+%s
+"""
+CASES = """
+check(1, 1, False, 0.0)
+check(5, 3, True, 0.3)
+check(16, 33, False, 0.1)
+check(16, 33, True, 1.0)
+check(50, 40, True, 0.05)
+check(130, 3, False, 0.0, torch.float64, 1e-14)
+
+x = torch.tensor([1.0, 2.0, 4.0, 8.0]).unsqueeze(1)
+cut = torch.tensor([False, True, False, False]).unsqueeze(1)
+assert on_gpu(x, 0.5, cut, torch.tensor([16.0])).flatten().tolist() == [2.0, 2.0, 12.0, 16.0]
+found = on_gpu(x, 0.5, cut, torch.tensor([torch.nan])).flatten()
+assert found[:2].tolist() == [2.0, 2.0] and found[2:].isnan().all()  # what is behind a cut stays there
+lost = torch.full((4, 1), torch.nan, dtype=torch.float64)
+assert on_gpu(x, lost, torch.ones(4, 1, dtype=torch.bool), torch.tensor([torch.nan])).tolist() == x.tolist()
+"""
+LONG = "check(2048, 2, False, 0.0, tol=1e-6)\ncheck(2048, 2, True, 0.001, tol=1e-6)"
+
+FOR_A_GPU = """
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from ecrl.kernels import reverse_triton as kernels
+TYPES = {"x": "*fp32", "y_out": "*fp32", "last": "*fp32", "cut": "*u8", "time": "i32", "rows": "i32", "tiles": "i32"}
+for kernel in (kernels._compose_chunks, kernels._step_through):
+    for sizes in ({"VARIES": False}, {"VARIES": True}, {"VARIES": True, "time": 1, "rows": 1, "tiles": 1}):
+        sizes |= {"STEPS": kernels._STEPS, "ROWS": kernels._ROWS}  # a size of 1 is compiled in
+        types = {name: TYPES.get(name, "*fp64") for name in kernel.arg_names} | dict.fromkeys(sizes, "constexpr")
+        made = compile(ASTSource(kernel, types, sizes), GPUTarget("cuda", 90, 32), {"num_warps": 1})
+        text = made.asm["ptx"]
+        assert ".f64" in text and ".local" not in text, "float64 in registers"
+        assert not any(word in text for word in ("shfl", "bar.sync")), "a thread has a row to itself"
+"""
+
+
+def run(code, **env):
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, env=os.environ | env
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@triton
+def test_interpreted_it_is_the_plain_recursion():
+    run(INTERPRETED % CASES, TRITON_INTERPRET="1")
+
+
+@triton
+@pytest.mark.slow
+def test_interpreted_over_a_long_time_it_keeps_float64s_quality():
+    run(INTERPRETED % LONG, TRITON_INTERPRET="1")
+
+
+@triton
+@pytest.mark.slow
+def test_it_compiles_for_a_gpu_that_is_not_here(tmp_path):
+    run(FOR_A_GPU, TRITON_CACHE_DIR=str(tmp_path))
+
+
+@triton
+@pytest.mark.parametrize(
+    ("time", "rows", "expected"),
+    [
+        (1, 1, (1, 1)),
+        (128, 4096, (8, 1)),
+        (1024, 64, (32, 2)),
+        (2048, 1, (32, 4)),
+        (128, 65_536, (1, 8)),
+        (2000, 40, (32, 4)),
+    ],
+)
+def test_few_rows_are_cut_into_more_chunks_and_none_is_empty(time, rows, expected):
+    from ecrl.kernels.reverse_triton import _STEPS, chunks_of
+
+    chunks, tiles = chunks_of(time, rows)
+    assert (chunks, tiles) == expected
+    assert (chunks - 1) * tiles * _STEPS < time <= chunks * tiles * _STEPS
+
+
+def test_in_a_graph_it_is_one_operation_of_the_same_shape(monkeypatch):
+    """The graph that a GPU would get: here the plain recursion stands in for the kernel."""
+    monkeypatch.setattr("ecrl.kernels.reverse.is_for_gpu", lambda *own: True)
+    x, cut, last = torch.ones(2, 3, 20), torch.zeros(2, 3, 20, dtype=torch.bool), torch.ones(2, 3)
+    for decay in (0.5, torch.tensor(0.5, dtype=torch.float64), torch.full((2, 3, 20), 0.5, dtype=torch.float64)):
+        leaves, structure = flatten((x, decay, cut, last))
+        graph, _ = traced(reverse_scan, structure, leaves)
+        ops = [node for node in graph.graph.nodes if node.target is torch.ops.ecrl.reverse_scan.default]
+        assert len(ops) == 1
+        assert [list(node.meta["val"].shape) for node in ops[0].args] == [
+            [20, 6],
+            [20, 6] if isinstance(decay, torch.Tensor) and decay.ndim else [],
+            [20, 6],
+            [6],
+        ]
+        (out,) = graph.graph.output_node().args[0]
+        assert out.meta["val"].shape == x.shape
+
+
+def test_only_plain_tensors_of_a_gpu_are_for_the_kernel(monkeypatch):
+    class OnGpu:
+        is_cuda = True
+
+    monkeypatch.setattr(reverse_cuda, "has_triton_package", lambda: True)
+    own = torch.ones(2)
+    assert reverse_cuda.is_for_gpu(OnGpu(), own)
+    assert not reverse_cuda.is_for_gpu(own)
+    assert not reverse_cuda.is_for_gpu(OnGpu(), own.requires_grad_())
+    with torch.no_grad():
+        assert reverse_cuda.is_for_gpu(OnGpu(), own)
+    seen = []
+    torch.vmap(lambda x: seen.append(reverse_cuda.is_for_gpu(OnGpu(), x)) or x)(torch.ones(2))
+    assert seen == [False]
+    monkeypatch.setattr(reverse_cuda, "has_triton_package", lambda: False)
+    assert not reverse_cuda.is_for_gpu(OnGpu(), torch.ones(2))

@@ -1,0 +1,260 @@
+"""Compiled functions and loops under `torch.func.vmap`: one call for the batch, each member as if it were alone."""
+
+import pytest
+import torch
+from conftest import close
+from tensordict import TensorDict
+from test_loop import small
+
+from ecrl import rng
+from ecrl.batching import outside
+from ecrl.compile import COMPILED, choose_form
+from ecrl.kernels import scan
+from ecrl.loop import init_state, make_iteration
+from ecrl.products import bmm
+from ecrl.tracing import graph_scan, scan_op, traced
+from ecrl.trees import flatten
+
+vmap = torch.func.vmap
+
+
+def _traced(fn, *args):
+    leaves, structure = flatten(args)
+    return traced(fn, structure, leaves)[0]
+
+
+def _calls(graph, target):
+    return [node for node in graph.graph.nodes if node.target is target]
+
+
+def _totals(loop, start, xs, rate):
+    """Two loops, one inside the other; only some of what they carry and give depends on everything."""
+
+    def step(carry, x, rate):
+        inner, _ = loop(lambda c, row, k: (c + k * row, ()), x["a"].sum(), x["a"], rate)
+        after = {"sum": carry["sum"] + inner, "steps": carry["steps"] + 1}
+        return after, TensorDict({"seen": carry["sum"], "b": x["b"] * 2.0}, [])
+
+    return loop(step, {"sum": start, "steps": torch.zeros((), dtype=torch.int64)}, xs, rate)
+
+
+def _given():
+    start, rate = torch.tensor([1.0, 2.0]), torch.tensor([0.5, -0.5])
+    xs = TensorDict({"a": torch.arange(24.0).reshape(2, 4, 3).sin(), "b": torch.arange(8.0).reshape(2, 4)}, [2, 4])
+    return start, xs, rate
+
+
+@pytest.mark.parametrize("batched", [(0, 0, 0), (None, 0, None), (None, None, 0), (0, None, None)])
+def test_a_loop_under_vmap_is_one_loop(batched):
+    given = [x if dim == 0 else x[0] for x, dim in zip(_given(), batched, strict=True)]
+    many = vmap(lambda *args: flatten(_totals(graph_scan, *args))[0], batched)
+    graph = _traced(many, *given)
+    assert len(_calls(graph, scan_op)) == 1
+    found = graph(*flatten(given)[0])
+    for i in range(2):
+        alone, _ = flatten(_totals(scan, *[x[i] if dim == 0 else x for x, dim in zip(given, batched, strict=True)]))
+        torch.testing.assert_close([leaf[i] for leaf in found], alone)
+
+
+def test_a_loop_under_two_vmaps():
+    start, xs, rate = _given()
+    many = vmap(
+        vmap(lambda *args: flatten(_totals(graph_scan, *args))[0][0], (0, None, None)), (None, 0, 0), out_dims=1
+    )
+    (found,) = _traced(many, start, xs, rate)(*flatten((start, xs, rate))[0])
+    expected = [[_totals(scan, s, x, r)[0]["steps"] for x, r in zip(xs, rate, strict=True)] for s in start]
+    assert found.tolist() == [[int(n) for n in row] for row in expected]
+
+
+def test_a_carry_that_changes_its_structure_under_vmap_is_refused():
+    with pytest.raises(ValueError, match="the carry of a scan changed its structure"):
+        _traced(vmap(lambda x: graph_scan(lambda c, x: (c | {"new": x}, x), {"a": x[0]}, x)[1]), torch.ones(2, 3))
+
+
+def test_no_loop_is_given_a_view_that_changes_nothing():
+    """Inductor would free it after the first turn."""
+
+    def fn(x, k):
+        return graph_scan(lambda c, x, k: (c + x * k.sum(), c), x[0].permute(0), x, k.permute(0, 1))
+
+    (loop,) = _calls(_traced(fn, torch.ones(3, 2), torch.ones(70, 70)), scan_op)
+    assert [node.op for node in loop.args[-1]] == ["placeholder"]
+
+
+def test_outside_is_called_once_with_the_batch_in_front():
+    seen = []
+
+    def rule(batched, x, y):
+        seen.append((batched, list(x.shape), list(y.shape)))
+        return [x * y]
+
+    x = torch.arange(6.0).reshape(3, 2)
+    assert torch.equal(vmap(lambda x, y: outside(rule, (x, y))[0], (1, None))(x, torch.tensor(2.0)), 2.0 * x.t())
+    assert torch.equal(vmap(lambda x: x + outside(rule, (x[0], torch.tensor(2.0)))[0])(x), x + 2.0 * x[:, :1])
+    assert seen == [((True, False), [2, 3], []), ((True, False), [3], [])]
+
+
+def _draws(key):
+    one, two = rng.split(key)
+    named = rng.stream(two, rng.ENV, torch.arange(3), torch.arange(2).unsqueeze(1))
+    return {
+        "bits": rng.bits(named, (3,)),
+        "uniform": rng.uniform(rng.fold_in(one, key), (5,)),
+        "permutation": rng.permutation(rng.split(one, 3), 7),
+        "choice": rng.categorical(named, torch.zeros(2, 3, 4)),
+    }
+
+
+def test_philox_under_vmap_stays_one_operation_for_the_batch():
+    graph = _traced(vmap(lambda key: rng.bits(key, (4,))), torch.arange(5))
+    assert len(_calls(graph, torch.ops.ecrl.philox.default)) == 2  # the halves of its words
+    assert torch.equal(graph(torch.arange(5))[0], rng.bits(torch.arange(5), (4,)))
+
+
+def test_draws_in_a_vmapped_graph_are_those_of_each_key():
+    keys = torch.tensor([3, -1, 2**40])
+    found = _traced(vmap(_draws), keys)(keys)
+    for i, key in enumerate(keys):
+        assert all(torch.equal(a[i], b) for a, b in zip(found, flatten(_draws(key))[0], strict=True))
+
+
+SHAPES = [(128, 64, 64), (33, 4, 64), (33, 64, 2), (64, 50, 4), (2, 50, 64), (7, 13, 37), (4, 64, 16), (1, 1, 1)]
+TURNED = [(False, False), (True, False), (False, True), (True, True)]
+
+
+def _matrices(rows, columns, turned):
+    values = torch.linspace(-1.0, 1.0, 3 * rows * columns).mul(7.0).sin()
+    return values.reshape(3, columns, rows).mT if turned else values.reshape(3, rows, columns)
+
+
+def _pairs():
+    for m, k, n in SHAPES:
+        for turned in TURNED:
+            yield _matrices(m, k, turned[0]), _matrices(k, n, turned[1])
+
+
+def test_products_of_a_batch_are_the_products():
+    chosen = [bmm(a, b) for a, b in _pairs()]
+    assert sum(product is not NotImplemented for product in chosen) > len(chosen) / 2
+    for product, (a, b) in zip(chosen, _pairs(), strict=True):
+        close(a @ b if product is NotImplemented else product, a.double() @ b.double(), tol=1e-5)
+    assert bmm(torch.ones(2, 40, 3, dtype=torch.float64), torch.ones(2, 3, 40, dtype=torch.float64)) is NotImplemented
+    assert bmm(torch.ones(2, 0, 3), torch.ones(2, 3, 40)) is NotImplemented
+
+
+def _all_products(pairs, square, whole):
+    products = [torch.ops.ecrl.bmm(a, b) for a, b in pairs]
+    return [*products, torch.ops.ecrl.bmm(square, square.mT), torch.ops.ecrl.bmm(whole[1:, 2:, 1:5], whole[1:, 3:7])]
+
+
+@pytest.mark.slow
+def test_what_inductor_writes_for_them_is_right_for_every_shape_and_layout():
+    """Also for both factors in the same memory, and for parts of a larger tensor."""
+    given = [*_pairs()], _matrices(20, 20, False), _matrices(9, 40, False)
+    for found, product in zip(choose_form("on", "cpu").jit(_all_products)(*given), _all_products(*given), strict=True):
+        close(found, product, tol=1e-5)
+
+
+def _scaled_sum(factor, x, y):
+    return {"sum": factor * x + y, "same": y}
+
+
+@pytest.mark.slow
+def test_a_vmapped_function_is_compiled_once_for_a_batch_of_one_size():
+    fn, known = choose_form("on", "cpu").jit(_scaled_sum, 3.0), len(COMPILED)
+    x, y = torch.arange(6.0).reshape(3, 2), torch.tensor([1.0, 2.0])
+    for scale in (1.0, 2.0):
+        found = vmap(fn, (0, None))(scale * x, y)
+        assert torch.equal(found["sum"], 3.0 * scale * x + y)
+        assert torch.equal(found["same"], y.expand(3, 2))
+    assert torch.equal(vmap(fn, (1, None))(x.t(), y)["sum"], 3.0 * x + y)
+    assert COMPILED[known:] == ["_scaled_sum of a batch: first call"]
+    assert torch.equal(vmap(vmap(fn))(x, x)["sum"], 4.0 * x)
+    vmap(fn, (0, None))(torch.ones(4, 2), y)
+    told = "_scaled_sum of a batch: 0 was float32 [3, 2] on cpu, is float32 [4, 2] on cpu"
+    assert COMPILED[-1] == told
+
+
+@pytest.mark.slow
+def test_gradients_go_through_a_compiled_function_under_vmap():
+    fn = choose_form("on", "cpu").jit(_scaled_sum, 5.0)
+    x, y = torch.arange(6.0).reshape(3, 2), torch.tensor([1.0, 2.0])
+
+    def total(x):
+        return vmap(fn, (0, None))(x, y)["sum"].square().sum()
+
+    expected = 10.0 * (5.0 * x + y)
+    assert torch.equal(torch.func.grad(total)(x), expected)
+    assert torch.equal(vmap(torch.func.grad(lambda x: fn(x, y)["sum"].square().sum()))(x), expected)
+    weight = x.clone().requires_grad_()
+    total(weight).backward()
+    assert torch.equal(weight.grad, expected)
+
+
+def _grid(cfg, seeds):
+    """States of different seeds, each with other numbers of the algorithm."""
+    states = [init_state(cfg, key=rng.key(seed)).clone() for seed in seeds]
+    for i, state in enumerate(states):
+        for name, value in {"learning_rate": 0.003 * i, "ent_coef": 0.1 * i, "clip_coef": 0.05 + 0.1 * i}.items():
+            state["hyper", name] = torch.tensor(value)
+    return states
+
+
+def _close_states(many, states):
+    for i, state in enumerate(states):
+        for name, leaf in state.flatten_keys("/").items():
+            torch.testing.assert_close(many.flatten_keys("/")[name][i], leaf, rtol=1e-5, atol=1e-5, msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+def test_a_batch_of_runs_equals_each_run_alone_with_its_own_numbers(algorithm):
+    """Seeds, learning rates, entropy and clip coefficients; nothing is compiled for other ones."""
+    changes = (
+        {}
+        if algorithm == "ppo"
+        else {"algorithm": {"name": "grpo", "cfg": {"n_epochs": 2, "batch_size": 16, "group_size": 2}}}
+    )
+    cfg = small(**changes, **{"trainer.compile": "on"})
+    iteration, known = make_iteration(cfg), None
+    for seeds in ((1, 2, 3), (4, 5, 6)):
+        states = _grid(cfg, seeds)
+        many = torch.stack(states)
+        for _ in range(2):
+            many, logs = vmap(iteration)(many)
+            if known is None:
+                known = len(COMPILED)
+            _close_states(many, states := [iteration(state)[0] for state in states])
+        assert logs["train"]["entropy"].shape == logs["collect"]["episode_reward_avg_100"].shape == (3,)
+        assert [torch.equal(*pair) for pair in zip(many["key"], torch.tensor(seeds), strict=True)] == [True] * 3
+        moved = many["params"].flatten_keys("/")
+        for i, seed in enumerate(seeds):
+            before = init_state(cfg, key=rng.key(seed))["params"].flatten_keys("/")
+            still = [torch.equal(moved[name][i], leaf) for name, leaf in before.items()]
+            assert all(still) if i == 0 else algorithm == "grpo" or not any(still)  # the first at a rate of 0
+    assert not [told for told in COMPILED[known:] if "of a batch" in told]
+
+
+@pytest.mark.slow
+def test_64_seeds_learn_in_one_call_as_they_do_alone():
+    net = {"type": "mlp", "network_cfg": {"hidden_sizes": [32], "activation": "tanh"}}
+    cfg = small(
+        **{"trainer.compile": "on", "trainer.buffer_size": 64, "trainer.iterations": 20, "algorithm.cfg.n_epochs": 4},
+        **{"policy.actor": net, "policy.critic": net, "algorithm.cfg.learning_rate": 0.003},
+        **{"algorithm.cfg.batch_size": 64},
+    )
+    many = torch.stack([init_state(cfg, key=key).clone() for key in torch.arange(64)])
+    iteration = make_iteration(cfg)
+    alone, known = {i: many[i].clone() for i in (0, 63)}, 0
+    for i in range(20):
+        many, logs = vmap(iteration)(many)
+        known = known or len(COMPILED)
+        if i < 3:
+            alone = {seed: iteration(state)[0] for seed, state in alone.items()}
+            for seed, state in alone.items():
+                for name, leaf in state["params"].flatten_keys("/").items():
+                    close(many["params"].flatten_keys("/")[name][seed], leaf, tol=1e-4)
+    assert [told for told in COMPILED[known:] if "of a batch" in told] == []
+    length = logs["collect"]["episode_length_avg_100"]
+    assert length.shape == (64,)
+    assert float(length.median()) > 45.0  # a random policy lasts 22 steps

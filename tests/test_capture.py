@@ -1,0 +1,333 @@
+"""Captured functions: equal to eager, pure, captured once. To capture takes a GPU; a stand-in has its memory rules.
+
+The stand-in runs a function once in memory that stays, and each replay runs it again there, writing over what it gave.
+"""
+
+import warnings
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import close
+from tensordict import TensorDict
+from test_loop import small
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ecrl
+from ecrl import compile, rng
+from ecrl.capture import by_inductor, compiled
+from ecrl.errors import ConfigError
+from ecrl.kernels import gae
+from ecrl.loop import init_state, make_iteration, train_iter
+from ecrl.trees import flatten, mapped
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+GROUPS = {
+    "env": {"name": "pendulum"},  # whose rewards differ from the first step on
+    "algorithm": {"name": "grpo", "cfg": {"n_epochs": 2, "batch_size": 10, "group_size": 2}},
+}
+
+
+def as_it_is(graph, given):
+    return graph
+
+
+class Replayer:
+    """Stands in for CUDA graphs; counts what it captured."""
+
+    def __init__(self):
+        self.captured = 0
+
+    def __call__(self, run, given):
+        self.captured += 1
+        self.without_data(run, given)
+        kept = [leaf.clone() for leaf in run(*given)]
+
+        def replay():
+            for leaf, new in zip(kept, run(*given), strict=True):
+                leaf.copy_(new)
+
+        return replay, kept
+
+    @staticmethod
+    def without_data(run, given):
+        """A capture only notes what is to be done; a result that has to be read on the host fails."""
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            run(*map(mode.from_tensor, given))
+
+
+@pytest.fixture(scope="module", params=["as it is", pytest.param("inductor", marks=pytest.mark.slow)])
+def replayer(request):
+    """Every compiled function is cut into pieces and captured by the stand-in."""
+    made = Replayer()
+    make = partial(compiled, capture=made, compile=as_it_is)
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "inductor":  # its code is for tensors with data
+            make = partial(compiled, capture=made, compile=by_inductor)
+            patch.setattr(Replayer, "without_data", staticmethod(lambda run, given: None))
+        patch.setattr(compile, "_compiler_for", lambda leaves: make)
+        compile._compiled.cache_clear()
+        yield made
+    compile._compiled.cache_clear()
+
+
+def config(algorithm, **changes):
+    made = small(**changes)
+    if algorithm == "ppo":
+        return made
+    raw = made.model_dump(mode="json", exclude_unset=True) | GROUPS
+    return ecrl.config.config_from_dict(raw)
+
+
+def assert_close(a, b):
+    (a, like), (b, expected) = flatten(a), flatten(b)
+    assert like == expected
+    for found, wanted in zip(a, b, strict=True):
+        close(found, wanted)
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+def test_iterations_agree_with_eager_for_any_seed_and_rate_after_one_capture(replayer, algorithm):
+    eager = config(algorithm)
+    cfg = eager.replace(**{"trainer.compile": "on"})
+    iteration, plain = make_iteration(cfg), make_iteration(eager)
+    captured, before = [], replayer.captured
+    for seed, rate in ((1, 3e-3), (2, 1e-2)):
+        state = init_state(eager.replace(**{"trainer.seed": seed})).clone()
+        state["hyper", "learning_rate"] = torch.tensor(rate)
+        expected = state
+        for _ in range(2):
+            (state, logs), (expected, expected_logs) = iteration(state), plain(expected)
+            assert_close((state, logs), (expected, expected_logs))
+            assert logs["train"]["grad_norm"] > 1e-3
+        captured.append(replayer.captured)
+    assert before < captured[0] == captured[1]
+
+
+SHIPPED = ["cartpole_ppo", "cartpole_grpo", "pendulum_ppo", "point_mass_ppo", "point_mass_apg"]
+ON_HOST = "mountain_car_continuous_ppo"  # Gymnasium's: the functions around the host's steps are captured one by one
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replayer", ["as it is"], indirect=True)
+@pytest.mark.parametrize("name", [*SHIPPED, ON_HOST])
+def test_shipped_configs_agree_with_eager(replayer, name):
+    sizes = {"trainer.num_envs": 8, "trainer.buffer_size": 6, "trainer.compile": "off"}
+    batch = {} if name.endswith("apg") else {"algorithm.cfg.batch_size": 20}  # the third one of a pass is padded
+    eager = ecrl.load_config(CONFIGS / f"{name}.json").replace(**sizes, **batch)
+    iteration, plain = make_iteration(eager.replace(**{"trainer.compile": "on"})), make_iteration(eager)
+    state, expected = init_state(eager), init_state(eager)
+    captured = []
+    for _ in range(2):
+        (state, logs), (expected, expected_logs) = iteration(state), plain(expected)
+        assert_close((_without_token(state), logs), (_without_token(expected), expected_logs))
+        captured.append(replayer.captured)
+    assert captured[0] == captured[1]
+    for one in (state, expected):
+        ecrl.close(one, eager)
+
+
+def _without_token(state):
+    return state.copy().set("env", state["env"].exclude("token"))
+
+
+def test_what_was_given_out_and_taken_in_never_changes(replayer):
+    cfg = small(**{"trainer.compile": "on"})
+    iteration, state = make_iteration(cfg), init_state(cfg)
+    before, given = mapped(torch.clone, state), []
+    for _ in range(3):
+        state, logs = iteration(state)
+        given.append(((state, logs), mapped(torch.clone, (state, logs))))
+    for now, then in given:
+        assert_close(now, then)
+    assert_close(init_state(cfg), before)
+
+
+def test_what_was_given_out_may_be_written_to(replayer):
+    cfg = small(**{"trainer.compile": "on"})
+    iteration, state = make_iteration(cfg), init_state(cfg).clone()
+    first, _ = iteration(state)
+    kept = mapped(torch.clone, first)
+    for leaf in flatten((first, state))[0]:
+        leaf.zero_()
+    again, _ = iteration(init_state(cfg))
+    assert_close(again, kept)
+
+
+def test_evaluation_in_between_captures_nothing_anew(replayer):
+    cfg = small(**{"trainer.compile": "on", "trainer.iterations": 3})
+    counts = [replayer.captured]
+    for record in train_iter(init_state(cfg), cfg):
+        if record["log_type"] == "train":
+            ecrl.evaluate(record["state"], cfg, num_episodes=2)
+            counts.append(replayer.captured)
+    assert counts[0] + 2 <= counts[1] == counts[-1]
+
+
+def _product(x):
+    return x @ x
+
+
+def test_another_precision_of_products_is_captured_apart(replayer):
+    jit = compile.choose_form("on", "cpu").jit
+    before, captured = torch.get_float32_matmul_precision(), replayer.captured
+    try:
+        for precision in ("highest", "high", "highest", "high"):
+            torch.set_float32_matmul_precision(precision)
+            close(jit(_product)(torch.eye(3)), torch.eye(3))
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert replayer.captured == captured + 2
+
+
+def test_a_gpu_without_triton_or_a_compiler_is_told(monkeypatch):
+    monkeypatch.setattr(compile, "has_triton_package", lambda: False)
+    try:
+        compile.gpu_fault.cache_clear()
+        with pytest.raises(ConfigError, match="on, but Triton is not installed; install triton, gcc"):
+            compile.choose_form.__wrapped__("on", "cuda")
+        monkeypatch.setattr(compile, "has_triton_package", lambda: True)
+        monkeypatch.setenv("PATH", "/nonexistent")
+        monkeypatch.delenv("CC", raising=False)
+        compile.gpu_fault.cache_clear()
+        with pytest.warns(RuntimeWarning, match="running eager.*no C compiler found"):
+            assert compile.choose_form.__wrapped__("auto", "cuda").name == "eager"
+        monkeypatch.setenv("CC", "cc")
+        compile.gpu_fault.cache_clear()
+        form = compile.choose_form.__wrapped__("auto", "cuda")
+        assert (form.name, form.reason) == (
+            "compiled",
+            "rollout and update compiled by inductor for cuda and captured in CUDA graphs",
+        )
+    finally:
+        compile.gpu_fault.cache_clear()
+
+
+WAITS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::is_nonzero"}
+WAITS |= {"aten::_unique2", "aten::unique_dim", "aten::repeat_interleave.Tensor"}
+READS = {"cpu", "numpy", "tolist", "item", "__bool__", "__int__", "__float__", "__index__", "__array__"}
+SENDS = {torch.tensor, torch.as_tensor, torch.from_numpy}
+
+
+class Waits(TorchDispatchMode):
+    """Notes the operations for which a host would wait for its device: the size or the course depends on data."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        masks = func is torch.ops.aten.index.Tensor and any(i is not None and i.dtype == torch.bool for i in args[1])
+        if func.name() in WAITS or masks:
+            self.seen.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+class Reads(TorchFunctionMode):
+    """Notes what is fetched to the host or sent from it."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if getattr(func, "__name__", "") in READS or func in SENDS:
+            self.seen.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+def test_no_iteration_has_to_wait_for_a_device(algorithm):
+    cfg = config(algorithm)
+    records = train_iter(init_state(cfg), cfg)
+    next(records), next(records)
+    with Waits() as waits, Reads() as reads:
+        next(records), next(records)
+    assert waits.seen == []
+    assert not READS & set(reads.seen)
+
+
+def test_the_checks_of_waiting_find_it():
+    x = torch.arange(3.0)
+    with Waits() as waits, Reads() as reads:
+        x[x > 1.0], float(x[0]), x.cpu(), x.nonzero(), torch.tensor([1.0])
+    assert {"aten::_local_scalar_dense", "aten::nonzero", "aten::index.Tensor"} <= set(waits.seen)
+    assert {"__float__", "cpu", "tensor"} <= set(reads.seen)
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+def test_an_iteration_makes_its_tensors_where_its_state_is(algorithm):
+    """With another default device, a tensor made without saying where does not fit the others."""
+    cfg = config(algorithm)
+    state, iteration = init_state(cfg), make_iteration(cfg)
+    expected, _ = iteration(state)
+    with torch.device("meta"):
+        found, logs = iteration(state)
+    assert_close(found, expected)
+    assert {leaf.device.type for leaf in flatten(logs)[0]} == {"cpu"}
+
+
+@cuda
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+def test_on_a_gpu_captured_iterations_agree_with_eager(algorithm):
+    eager = config(algorithm, **{"trainer.device": "cuda"})
+    iteration, plain = make_iteration(eager.replace(**{"trainer.compile": "on"})), make_iteration(eager)
+    known = len(compile.COMPILED)
+    for seed in (1, 2):
+        state = expected = init_state(eager.replace(**{"trainer.seed": seed}))
+        given = []
+        for _ in range(3):
+            (state, _), (expected, _) = iteration(state), plain(expected)
+            given.append((state, mapped(torch.clone, state)))
+            assert_close(state, expected)
+        for now, then in given:
+            assert_close(now, then)
+        if seed == 1:
+            known = len(compile.COMPILED)
+    assert len(compile.COMPILED) == known
+
+
+@cuda
+def test_on_a_gpu_an_iteration_synchronises_at_most_once():
+    cfg = small(**{"trainer.device": "cuda", "trainer.compile": "on"})
+    records = train_iter(init_state(cfg), cfg)
+    for _ in range(4):
+        next(records)
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            next(records), next(records)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    waits = [str(w.message) for w in caught if "synchronizing" in str(w.message)]
+    assert len(waits) <= 1, waits
+
+
+@cuda
+def test_on_a_gpu_a_number_set_on_the_host_is_taken_along():
+    cfg = small(**{"trainer.device": "cuda", "trainer.compile": "on"})
+    state = init_state(cfg).clone()
+    there, _ = make_iteration(cfg)(state)
+    state["hyper"] = TensorDict({**state["hyper"], "learning_rate": state["hyper", "learning_rate"].cpu()}, [])
+    here, _ = make_iteration(cfg)(state)
+    assert_close(here, there)
+
+
+@cuda
+@pytest.mark.parametrize(("rows", "time"), [(1, 2048), (64, 1024), (4096, 128), (65_536, 16), (33, 5)])
+def test_on_a_gpu_gae_is_that_of_the_cpu(rows, time):
+    keys = rng.split(rng.key(0), 3)
+    reward, value = (rng.normal(key, (rows, time)) for key in keys[:2])
+    done = rng.uniform(keys[2], (rows, time)) < 0.02
+    given = reward, value, value.roll(-1, 1), done, done
+    for dtype, tol in ((torch.float32, 1e-5), (torch.float64, 1e-12)):
+        args = [x.to(dtype) if x.is_floating_point() else x for x in given]
+        expected = gae(*[x.double() if x.is_floating_point() else x for x in given], gamma=0.99, gae_lambda=0.95)
+        found = gae(*[x.cuda() for x in args], gamma=0.99, gae_lambda=0.95)
+        for a, b in zip(found, expected, strict=True):
+            close(a.cpu(), b, tol)
