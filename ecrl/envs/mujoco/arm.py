@@ -1,0 +1,107 @@
+"""Built-in robots of primitive shapes: an arm with the proportions of a UR10 that holds a pusher, and a cart-pole.
+
+The arm follows the Denavit-Hartenberg table of Universal Robots: frame i + 1 lies at `(a_i, 0, d_i)`, turned by
+`alpha_i` about x, in frame i after its joint about z. At home it faces -x and its tool points down.
+"""
+
+from collections.abc import Callable
+from math import cos, pi, sin
+from typing import Any, NamedTuple
+
+from ecrl.envs.mujoco.models import mujoco
+
+_A = (0.0, -0.612, -0.5723, 0.0, 0.0)  # m
+_D = (0.1273, 0.0, 0.0, 0.163941, 0.1157, 0.0922)  # m, the last to the flange
+_ALPHA = (pi / 2, 0.0, 0.0, pi / 2, -pi / 2)  # rad
+_MASS = (7.778, 12.93, 3.87, 1.96, 1.96, 0.202)  # kg
+_ARMATURE = (1.0, 1.0, 0.5, 0.1, 0.1, 0.1)  # kg m^2
+_LIMIT = (2 * pi, 2 * pi, pi, 2 * pi, 2 * pi, 2 * pi)  # rad
+_SHAPES = (  # of the links, in their own frames: two ends of a capsule and its radius, m
+    ((0.0, 0.0, 0.09), (0.0, 0.0, 0.15), 0.075),
+    ((0.0, 0.0, 0.13), (-0.612, 0.0, 0.13), 0.06),  # beside its joint, so that it passes the shoulder
+    ((0.0, 0.0, 0.03), (-0.5723, 0.0, 0.03), 0.05),
+    ((0.0, 0.0, 0.05), (0.0, 0.0, 0.163941), 0.045),
+    ((0.0, 0.0, 0.0), (0.0, 0.0, 0.1157), 0.045),
+    ((0.0, 0.0, 0.03), (0.0, 0.0, 0.0622), 0.04),
+)
+_GREY, _BLUE, _DARK = (0.75, 0.76, 0.78, 1.0), (0.35, 0.55, 0.75, 1.0), (0.2, 0.2, 0.22, 1.0)
+_TOUCH = {"contype": 2, "conaffinity": 1, "condim": 4}  # a robot does not touch itself
+Matrix = tuple[tuple[float, ...], ...]
+
+
+class Builtin(NamedTuple):
+    """A robot: what adds it to a body of a MjSpec, its joints in order, and what holds where the config says nothing.
+
+    `build(base, tcp)` gets the poses of end effectors by part; `flange` is where a part's tool is fixed, in the
+    frame of its last link. `stiffness`, `damping` and `max_effort` are of the drives, as in a config.
+    """
+
+    build: Callable[[Any, dict[str, Matrix]], None]
+    joints: tuple[str, ...]
+    parts: dict[str, tuple[str, ...]]
+    flange: dict[str, tuple[float, float, float]]
+    tcp: dict[str, Matrix]
+    home: tuple[float, ...]
+    stiffness: tuple[float, ...]
+    damping: tuple[float, ...]
+    max_effort: tuple[float, ...]
+
+
+def _geom(body: Any, kind: str, **given: Any) -> None:
+    body.add_geom(type=getattr(mujoco().mjtGeom, f"mjGEOM_{kind}"), **_TOUCH, **given)
+
+
+def _capsule(body: Any, start: tuple, end: tuple, radius: float, mass: float, rgba: tuple) -> None:
+    _geom(body, "CAPSULE", fromto=[*start, *end], size=[radius, 0.0, 0.0], mass=mass, rgba=rgba)
+
+
+def _arm(base: Any, tcp: dict[str, Matrix]) -> None:
+    body, places = base, [(0.0, 0.0, 0.0), *zip(_A, _D, _ALPHA, strict=False)]
+    for i, (name, (a, d, alpha)) in enumerate(zip(ROBOTS["URRobot"].joints, places, strict=True)):
+        quaternion = [cos(alpha / 2), sin(alpha / 2), 0.0, 0.0]
+        body = body.add_body(name=name.replace("joint", "link"), pos=[a, 0.0, d], quat=quaternion, gravcomp=1.0)
+        body.add_joint(name=name, axis=[0.0, 0.0, 1.0], range=[-_LIMIT[i], _LIMIT[i]], armature=_ARMATURE[i])
+        _capsule(body, *_SHAPES[i], _MASS[i], _GREY if i in (1, 2, 5) else _BLUE)
+    x, y, z = (row[3] for row in tcp["arm"][:3])
+    _geom(body, "BOX", size=[0.035, 0.035, 0.015], pos=[0.0, 0.0, _D[5] + 0.015], mass=0.3, rgba=_DARK)
+    _capsule(body, (0.0, 0.0, _D[5] + 0.02), (x, y, _D[5] + z - 0.02), 0.02, 0.5, _DARK)
+
+
+def _cart_pole(base: Any, tcp: dict[str, Matrix]) -> None:
+    kinds = mujoco().mjtJoint
+    _geom(base, "BOX", size=[0.015, 4.0, 0.015], mass=1.0, rgba=_DARK)
+    cart = base.add_body(name="cart")
+    cart.add_joint(name="slider_to_cart", type=kinds.mjJNT_SLIDE, axis=[0.0, 1.0, 0.0], range=[-4.0, 4.0])
+    _geom(cart, "BOX", size=[0.1, 0.125, 0.1], mass=1.0, rgba=_BLUE)
+    pole = cart.add_body(name="pole")
+    pole.add_joint(name="cart_to_pole", axis=[1.0, 0.0, 0.0])
+    _geom(pole, "BOX", size=[0.02, 0.03, 0.5], pos=[0.0, 0.0, 0.47], mass=1.0, rgba=_GREY)
+
+
+_ARM_JOINTS = ("shoulder_pan", "shoulder_lift", "elbow", "wrist_1", "wrist_2", "wrist_3")
+_CART_JOINTS = ("slider_to_cart", "cart_to_pole")
+ROBOTS = {
+    "URRobot": Builtin(
+        _arm,
+        joints=tuple(f"{name}_joint" for name in _ARM_JOINTS),
+        parts={"arm": tuple(f"{name}_joint" for name in _ARM_JOINTS)},
+        flange={"arm": (0.0, 0.0, _D[5])},
+        tcp={"arm": ((1.0, 0.0, 0.0, 0.0), (0.0, 1.0, 0.0, 0.0), (0.0, 0.0, 1.0, 0.16), (0.0, 0.0, 0.0, 1.0))},
+        home=(0.0, -1.57, 1.57, -1.57, -1.57, 0.0),
+        stiffness=(20_000.0, 20_000.0, 8_000.0, 1_000.0, 1_000.0, 1_000.0),
+        damping=(1_000.0, 1_000.0, 300.0, 30.0, 30.0, 30.0),
+        max_effort=(330.0, 330.0, 150.0, 56.0, 56.0, 56.0),
+    ),
+    "CartPole": Builtin(
+        _cart_pole,
+        joints=_CART_JOINTS,
+        parts={"arm": _CART_JOINTS[:1], "hand": _CART_JOINTS[1:]},
+        flange={},
+        tcp={},
+        home=(0.0, 0.0),
+        stiffness=(10.0, 0.01),
+        damping=(1.0, 0.001),
+        max_effort=(100.0, 0.1),
+    ),
+}
+"""By `robot.robot_type`. Drives and home of the cart-pole are those of EmbodiChain's CartPoleRL."""

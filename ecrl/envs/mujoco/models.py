@@ -1,0 +1,99 @@
+"""Models of MuJoCo that this process has loaded, and where the parts and objects of a model lie in its arrays."""
+
+from copy import copy
+from hashlib import sha256
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ecrl.errors import ConfigError, extra
+
+STATE = ("TIME", "QPOS", "QVEL", "ACT", "HISTORY", "WARMSTART", "MOCAP_POS", "MOCAP_QUAT", "PLUGIN", "PLASTIC")
+"""Parts of a state, in MuJoCo's names and order; most have no numbers in most models."""
+
+CONTROL = ("CTRL", "QFRC_APPLIED")
+"""What acts on a simulation during a step: controls of the actuators, and forces along the degrees of freedom."""
+
+Varied = tuple[tuple[str, str], ...]
+"""Fields of the model that differ between simulations, each with the name of its object: `("body_mass", "cube")`."""
+
+_PREFIXES = ("body", "geom", "jnt", "dof", "actuator", "site", "tendon")
+
+
+class Loaded(NamedTuple):
+    """A model in the table of this process."""
+
+    model: Any
+    threads: int
+    varied: Varied
+    widths: tuple[int, int, int]  # numbers of a simulation in its state, control and parameters
+
+
+_LOADED: dict[int, Loaded] = {}
+
+
+def mujoco() -> Any:
+    """The package mujoco, imported when first needed; MissingExtraError says how to install it."""
+    with extra("mujoco"):
+        import mujoco.batch
+    return mujoco
+
+
+def load(model: Any, threads: int = 0, varied: Varied = ()) -> int:
+    """The handle of a model, a number made of its content, so that equal ones share it, in other processes too.
+
+    Args:
+        model: an `mujoco.MjModel`; a copy is kept.
+        threads: 0 for as many as torch uses.
+        varied: what may differ between simulations.
+    """
+    buffer = np.zeros(mujoco().mj_sizeModel(model), np.uint8)
+    mujoco().mj_saveModel(model, None, buffer)
+    content = sha256(buffer.tobytes() + repr((threads, varied)).encode()).digest()
+    handle = int.from_bytes(content[:7])
+    if handle not in _LOADED:
+        parameters = sum(len(rows_of(model, field, name)) for field, name in varied)
+        widths = size_of(model, *STATE), size_of(model, *CONTROL), parameters
+        _LOADED[handle] = Loaded(copy(model), threads, varied, widths)
+    return handle
+
+
+def loaded(handle: int) -> Loaded:
+    """The model of a handle; ConfigError where this process never loaded it."""
+    if handle not in _LOADED:
+        raise ConfigError(f"mujoco model {handle} is not loaded in this process; make its environment first")
+    return _LOADED[handle]
+
+
+def size_of(model: Any, *parts: str) -> int:
+    """Numbers in these parts of a state."""
+    states = mujoco().mjtState
+    return sum(mujoco().mj_stateSize(model, getattr(states, f"mjSTATE_{part}").value) for part in parts)
+
+
+def rows_of(model: Any, field: str, name: str) -> range:
+    """Where the numbers of an object lie in a field of the model, counted in the flattened field.
+
+    Raises: ConfigError naming a field or an object that the model does not have.
+    """
+    prefix, values = field.partition("_")[0], getattr(model, field, None)
+    if prefix not in _PREFIXES or not isinstance(values, np.ndarray):
+        raise ConfigError(f"{field!r} is no field of a MuJoCo model that can vary; such as body_mass, geom_friction")
+    kind = {"dof": "jnt"}.get(prefix, prefix)
+    index = id_of(model, kind, name)
+    first, many = index, 1
+    if prefix == "dof":
+        first, many = int(model.jnt_dofadr[index]), (6, 3, 1, 1)[int(model.jnt_type[index])]
+    width = int(np.prod(values.shape[1:]))
+    return range(first * width, (first + many) * width)
+
+
+def id_of(model: Any, kind: str, name: str) -> int:
+    """Index of a named object of a kind such as "body"; ConfigError with the names there are."""
+    named = {"jnt": "joint"}.get(kind, kind)
+    index = mujoco().mj_name2id(model, getattr(mujoco().mjtObj, f"mjOBJ_{named.upper()}"), name)
+    if index < 0:
+        count = model.nu if kind == "actuator" else getattr(model, f"n{kind}")
+        known = [getattr(model, named)(i).name for i in range(count)]
+        raise ConfigError(f"{named} {name!r} is not in the scene; it has: {', '.join(filter(None, known)) or 'none'}")
+    return index

@@ -1,0 +1,153 @@
+"""The robot of a scene: built in or from an MJCF file, with drives, force sensors and end effectors by the config."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from ecrl.envs.mujoco.arm import ROBOTS, Builtin, Matrix
+from ecrl.envs.mujoco.models import mujoco
+from ecrl.envs.mujoco.scene_config import DriveConfig, PerJoint, RobotConfig
+from ecrl.errors import ConfigError
+from ecrl.registry import did_you_mean
+
+Drive = Literal["position", "velocity", "force"]
+"""What the control of a joint is: a target position, m or rad; a target velocity, m/s or rad/s; a force, N or N m."""
+
+
+class Robot(NamedTuple):
+    """Names in the model: joints in the order of the config's lists, joints by part, sites of the end effectors."""
+
+    joints: tuple[str, ...]
+    parts: dict[str, tuple[str, ...]]
+    tcp: dict[str, str]
+
+    def within(self, prefix: str) -> "Robot":
+        """The same in a scene where all names of the robot begin so."""
+        parts = {part: tuple(prefix + name for name in names) for part, names in self.parts.items()}
+        tcp = {part: prefix + site for part, site in self.tcp.items()}
+        return Robot(tuple(prefix + name for name in self.joints), parts, tcp)
+
+
+def spec_of(given: str, told: str, root: str = "") -> Any:
+    """A MjSpec of an MJCF file, or of its text; `root` is a second folder to look in."""
+    spec, paths = mujoco().MjSpec, [Path(given), *([Path(root) / given] if root else [])]
+    try:
+        if given.lstrip().startswith("<"):
+            return spec.from_string(given)
+        if path := next((p for p in paths if p.is_file()), None):
+            return spec.from_file(str(path))
+    except ValueError as error:
+        raise ConfigError(f"{told}: {' '.join(str(error).split())}") from None
+    raise ConfigError(f"{told}: no such file {given!r}{f', nor below MENAGERIE_ROOT, {root}' if root else ''}")
+
+
+def moving(spec: Any) -> tuple[str, ...]:
+    """The hinges and slides of a MjSpec, in its order."""
+    kinds = (mujoco().mjtJoint.mjJNT_HINGE, mujoco().mjtJoint.mjJNT_SLIDE)
+    return tuple(joint.name for joint in spec.joints if joint.type in kinds)
+
+
+def add_force_sensors(spec: Any, joints: tuple[str, ...]) -> None:
+    """Sensors of what the drives exert on joints, by the names `<joint>_force`."""
+    kind, joint = mujoco().mjtSensor.mjSENS_JOINTACTFRC, mujoco().mjtObj.mjOBJ_JOINT
+    for name in joints:
+        spec.add_sensor(name=f"{name}_force", type=kind, objtype=joint, objname=name)
+
+
+def _per_joint(given: PerJoint | None, own: tuple[float, ...], joints: tuple[str, ...], told: str) -> tuple[float, ...]:
+    """A number for each joint."""
+    if isinstance(given, dict):
+        for name in given:
+            if name not in joints:
+                raise ConfigError(f"{told}: unknown joint {name!r}; {did_you_mean(name, joints)}")
+        return tuple(given.get(name, number) for name, number in zip(joints, own, strict=True))
+    if isinstance(given, tuple) and len(given) < len(joints):
+        raise ConfigError(f"{told}: {len(given)} numbers for {len(joints)} joints: {', '.join(joints)}")
+    return own if given is None else given[: len(joints)] if isinstance(given, tuple) else (given,) * len(joints)
+
+
+def _add_drives(spec: Any, cfg: DriveConfig, built: Builtin, drives: Mapping[str, Drive]) -> None:
+    told, joints = "robot.drive_pros", built.joints
+    numbers = [
+        _per_joint(getattr(cfg, name), getattr(built, name), joints, f"{told}.{name}")
+        for name in ("stiffness", "damping", "max_effort")
+    ]
+    for name, stiffness, damping, effort in zip(joints, *numbers, strict=True):
+        actuator = spec.add_actuator(name=name, trntype=mujoco().mjtTrn.mjTRN_JOINT, target=name)
+        actuator.forcelimited, actuator.forcerange = True, [-effort, effort]
+        match drives.get(name, "position"):
+            case "position":
+                actuator.set_to_position(kp=stiffness, kv=damping)
+            case "velocity":
+                actuator.set_to_velocity(kv=damping)
+            case "force":
+                actuator.set_to_motor()
+
+
+def _add_tcp(spec: Any, part: str, joint: str, flange: tuple[float, float, float], tcp: Matrix) -> str:
+    """A site at the end effector of a part, on the body of its last joint."""
+    quaternion, rotation = np.zeros(4), np.array([row[:3] for row in tcp[:3]])
+    if not np.allclose(rotation @ rotation.T, np.eye(3), atol=1e-3) or np.linalg.det(rotation) < 0.0:
+        raise ConfigError(f"robot.solver_cfg.{part}.tcp: its first three columns are no rotation")
+    mujoco().mju_mat2Quat(quaternion, rotation.flatten())
+    place = [a + row[3] for a, row in zip(flange, tcp[:3], strict=True)]
+    site = spec.joint(joint).parent.add_site(name=f"{part}_tcp", pos=place, quat=quaternion, size=[0.01, 0.01, 0.01])
+    return site.name
+
+
+def _foreign(cfg: RobotConfig, drives: Mapping[str, Drive]) -> tuple[Any, Builtin]:
+    """A robot from an MJCF file; without drives in the config its own actuators stay."""
+    spec, own = spec_of(cfg.mjcf or "", "robot.mjcf", os.environ.get("MENAGERIE_ROOT", "")), cfg.drive_pros
+    given = [value for value in (own.stiffness, own.damping, own.max_effort) if value is not None]
+    if 0 < len(given) < 3 or (drives and not given):
+        raise ConfigError("robot.drive_pros: give stiffness, damping and max_effort for the robot of robot.mjcf")
+    if not given and not spec.actuators:
+        raise ConfigError("robot.mjcf: the file has no actuators; give robot.drive_pros")
+    for actuator in list(spec.actuators) if given else ():
+        spec.delete(actuator)
+    joints = moving(spec)
+    none = (0.0,) * len(joints)
+    return spec, Builtin(lambda body, tcp: None, joints, {"arm": joints}, {}, {}, (), none, none, none)
+
+
+def _builtin(cfg: RobotConfig) -> tuple[Any, Builtin]:
+    if cfg.robot_type not in ROBOTS:
+        raise ConfigError(f"robot.robot_type: unknown {cfg.robot_type!r}; {did_you_mean(cfg.robot_type, ROBOTS)}")
+    spec = mujoco().MjSpec()
+    spec.compiler.degree = False
+    return spec, ROBOTS[cfg.robot_type]
+
+
+def _parts(cfg: RobotConfig, built: Builtin) -> dict[str, tuple[str, ...]]:
+    parts = dict(cfg.control_parts) or built.parts
+    for part, name in ((part, name) for part, names in parts.items() for name in names):
+        if name not in built.joints:
+            raise ConfigError(f"robot.control_parts.{part}: unknown {name!r}; {did_you_mean(name, built.joints)}")
+    for part in cfg.solver_cfg:
+        if part not in parts:
+            raise ConfigError(f"robot.solver_cfg: unknown part {part!r}; {did_you_mean(part, parts)}")
+    return parts
+
+
+def robot_spec(cfg: RobotConfig, drives: Mapping[str, Drive]) -> tuple[Any, Robot, tuple[float, ...]]:
+    """A MjSpec of the robot, its names, and its joint positions at the start, empty where the file says them."""
+    spec, built = _foreign(cfg, drives) if cfg.mjcf is not None else _builtin(cfg)
+    parts = _parts(cfg, built)
+    for name in drives:
+        if name not in built.joints:
+            raise ConfigError(f"actions: the robot has no joint {name!r}; {did_you_mean(name, built.joints)}")
+    poses = {part: own for part, own in built.tcp.items() if part in parts}
+    poses |= {part: solver.tcp for part, solver in cfg.solver_cfg.items()}
+    built.build(spec.worldbody, poses)
+    if not spec.actuators:
+        _add_drives(spec, cfg.drive_pros, built, drives)
+    add_force_sensors(spec, built.joints)
+    flanges = {part: built.flange.get(part, (0.0, 0.0, 0.0)) for part in poses}
+    tcp = {part: _add_tcp(spec, part, parts[part][-1], flanges[part], pose) for part, pose in poses.items()}
+    home = built.home if cfg.init_qpos is None else cfg.init_qpos
+    if 0 < len(home) < len(built.joints) or (cfg.init_qpos is not None and not home):
+        raise ConfigError(f"robot.init_qpos: {len(home)} numbers for {len(built.joints)} joints")
+    return spec, Robot(built.joints, parts, tcp), home[: len(built.joints)]

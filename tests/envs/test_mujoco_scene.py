@@ -1,0 +1,280 @@
+"""Scenes from JSON: what every key does, the arm at home, EmbodiChain's keys, MJCF files, faults by name."""
+
+import copy
+
+import pytest
+
+pytest.importorskip("mujoco.batch")
+
+import mujoco
+import numpy as np
+
+from ecrl.envs.mujoco.scene import build
+from ecrl.envs.mujoco.scene_config import SceneConfig, inert_keys
+from ecrl.envs.mujoco.simulation import simulation
+from ecrl.errors import ConfigError
+from ecrl.strict import checked
+
+CUBE = {"uid": "cube", "shape": {"shape_type": "Cube", "size": [0.1, 0.2, 0.3]}, "init_pos": [-0.6, -0.4, 0.15]}
+TCP = [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0.2], [0, 0, 0, 1]]
+TCP = [[float(x) for x in row] for row in TCP]
+ARM = """<mujoco><compiler angle="degree"/><worldbody><body name="link"><joint name="hip" axis="0 1 0" range="-90 45"/>
+<geom type="capsule" size=".05" fromto="0 0 0 .5 0 0"/>
+<body name="hand" pos=".5 0 0"><joint name="out" type="slide" axis="1 0 0"/>
+<geom size=".05"/></body></body></worldbody>%s</mujoco>"""
+MOTOR = '<actuator><motor name="push" joint="hip"/></actuator>'
+DRIVES = {"stiffness": 100.0, "damping": [10.0, 20.0], "max_effort": {"hip": 5.0, "out": 6.0}}
+SCENE = """<mujoco><option timestep="0.003" iterations="7" integrator="Euler"/><worldbody>
+<body name="cart"><joint name="slide" type="slide" axis="1 0 0"/><geom size=".1"/></body></worldbody>
+<actuator><position name="drive" joint="slide" kp="3"/></actuator>
+<keyframe><key name="there" qpos="0.5" ctrl="0.7"/></keyframe></mujoco>"""
+
+
+def scene(**keys):
+    return checked(SceneConfig, keys, "scene")
+
+
+def made(**keys):
+    return build(scene(**keys))
+
+
+def test_the_arm_stands_at_home_clear_of_the_cube_and_stays_there():
+    s = made(robot={"uid": "ur"}, rigid_object=[CUBE])
+    m, data = s.model, s.data
+    assert (m.nq, m.nv, m.nu, m.nsensordata) == (13, 12, 6, 6)
+    assert [name.removeprefix("ur/") for name in s.robot.joints] == [
+        f"{part}_joint" for part in ("shoulder_pan", "shoulder_lift", "elbow", "wrist_1", "wrist_2", "wrist_3")
+    ]
+    mujoco.mj_forward(m, data)
+    tcp = data.site(s.robot.tcp["arm"])
+    # at -90, 90, -90, -90 degrees: x = a3 - d5, y = -d4, z = d1 - a2 - d6 - 0.16, the tool down
+    assert np.allclose(tcp.xpos, [-0.5723 - 0.1157, -0.163941, 0.1273 + 0.612 - 0.0922 - 0.16], atol=2e-3)
+    assert np.allclose(tcp.xmat.reshape(3, 3)[:, 2], [0, 0, -1], atol=2e-3)
+    assert tcp.xpos[2] > 0.4
+    assert {tuple(sorted((m.geom(c.geom1).name, m.geom(c.geom2).name))) for c in data.contact} == {("cube", "floor")}
+    for _ in range(300):
+        mujoco.mj_step(m, data)
+    assert np.allclose(data.qpos[:6], [0.0, -1.57, 1.57, -1.57, -1.57, 0.0], atol=1e-6)
+    assert np.allclose(data.body("cube").xpos, [-0.6, -0.4, 0.15], atol=1e-3)
+
+
+def test_the_arm_follows_its_targets_within_its_limits():
+    s = made(robot={})
+    m, data = s.model, s.data
+    goal = np.array([0.5, -1.2, 1.2, -1.8, -1.0, 1.0])
+    data.ctrl[:] = goal
+    for _ in range(150):
+        mujoco.mj_step(m, data)
+        assert (np.abs(data.actuator_force) <= [330.0, 330.0, 150.0, 56.0, 56.0, 56.0]).all()
+    assert np.allclose(data.qpos, goal, atol=2e-3)
+    data.ctrl[:] = 100.0
+    for _ in range(600):
+        mujoco.mj_step(m, data)
+    assert (data.qpos < [6.4, 6.4, 3.3, 6.4, 6.4, 6.4]).all()
+
+
+def test_embodichains_drives_hold_the_arm_too():
+    drive = {"stiffness": 1e5, "damping": 1e3, "max_effort": 500.0}
+    s = made(robot={"drive_pros": drive, "init_qpos": [0.1, -1.57, 1.57, -1.57, -1.57, 0.0, 0.04, 0.04]})
+    for _ in range(200):
+        mujoco.mj_step(s.model, s.data)
+    assert np.allclose(s.data.qpos, [0.1, -1.57, 1.57, -1.57, -1.57, 0.0], atol=1e-6)
+
+
+ROBOT = {"uid": "r", "robot_type": "CartPole"}
+CHANGES = [  # every key: a scene, and the same with one thing changed
+    ({}, {"mjcf": SCENE}),
+    ({"mjcf": SCENE}, {"mjcf": SCENE, "keyframe": "there"}),
+    ({}, {"robot": ROBOT}),
+    ({"robot": ROBOT}, {"robot": ROBOT | {"uid": "s"}}),
+    ({"robot": ROBOT}, {"robot": ROBOT | {"robot_type": "URRobot"}}),
+    ({"robot": ROBOT}, {"robot": ROBOT | {"mjcf": ARM % MOTOR}}),
+    ({"robot": ROBOT}, {"robot": ROBOT | {"init_pos": [0.0, 0.0, 1.0]}}),
+    ({"robot": ROBOT}, {"robot": ROBOT | {"init_rot": [0.0, 0.0, 90.0]}}),
+    ({"robot": ROBOT}, {"robot": ROBOT | {"init_qpos": [0.1, 0.0]}}),
+    ({"robot": ROBOT}, {"robot": ROBOT | {"solver_cfg": {"arm": {"tcp": TCP}}}}),
+    *(
+        ({"robot": ROBOT}, {"robot": ROBOT | {"drive_pros": {key: 3.0}}})
+        for key in ("stiffness", "damping", "max_effort")
+    ),
+    ({}, {"rigid_object": [CUBE]}),
+    ({}, {"background": [CUBE]}),
+    ({}, {"light": {"direction": [1.0, 0.0, -1.0]}}),
+    ({}, {"light": {"color": [1.0, 0.0, 1.0]}}),
+    ({}, {"light": {"ambient": [1.0, 0.0, 1.0]}}),
+    ({}, {"physics": {"dt": 0.002}}),
+    ({}, {"physics": {"iterations": 3}}),
+    ({}, {"physics": {"threads": 3}}),
+    *(
+        ({"rigid_object": [CUBE]}, {"rigid_object": [CUBE | change]})
+        for change in (
+            {"uid": "box"},
+            {"init_pos": [0.0, 0.0, 0.2]},
+            {"init_rot": [0.0, 0.0, 45.0]},
+            {"body_type": "kinematic"},
+            {"body_type": "static"},
+            {"color": [0.0, 0.0, 1.0, 1.0]},
+            {"shape": {"shape_type": "Cube", "size": [0.1, 0.1, 0.1]}},
+            {"shape": {"shape_type": "Sphere", "radius": 0.1}},
+            {"shape": {"shape_type": "Cylinder", "radius": 0.1, "height": 0.3}},
+            {"attrs": {"mass": 2.0}},
+            {"attrs": {"static_friction": 0.7}},
+            {"attrs": {"linear_damping": 0.2}},
+            {"attrs": {"angular_damping": 0.2}},
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("pair", CHANGES, ids=str)
+def test_every_key_changes_the_simulation(pair):
+    a, b = (simulation(scene(**keys)) for keys in pair)
+    assert a.handle != b.handle or not np.array_equal(a.row, b.row)
+    assert simulation(scene(**copy.deepcopy(pair[1]))) is b
+
+
+def test_steps_per_control_set_the_length_of_a_step():
+    assert simulation(scene()).dt == pytest.approx(0.04)
+    assert simulation(scene(sim_steps_per_control=10, physics={"dt": 0.002})).dt == pytest.approx(0.02)
+
+
+def test_objects_are_what_they_say():
+    objects = [
+        CUBE | {"attrs": {"mass": 3.0, "static_friction": 0.8, "linear_damping": 2.0, "angular_damping": 0.5}},
+        {"uid": "ball", "shape": {"shape_type": "Sphere", "radius": 0.05}, "init_pos": [1.0, 0.0, 0.05]},
+        {"uid": "can", "shape": {"shape_type": "Cylinder", "radius": 0.05, "height": 0.3}, "body_type": "static"},
+        CUBE | {"uid": "hand", "body_type": "kinematic", "init_rot": [0.0, 0.0, 90.0]},
+    ]
+    m = made(rigid_object=objects[:2], background=objects[2:]).model
+    assert m.geom("cube").size.tolist() == [0.05, 0.1, 0.15] and m.geom("can").size[:2].tolist() == [0.05, 0.15]
+    assert m.body("cube").mass[0] == 3.0 and m.geom("cube").friction[0] == 0.8
+    inertia = 3.0 / 12.0 * np.array([0.2**2 + 0.3**2, 0.1**2 + 0.3**2, 0.1**2 + 0.2**2])  # of a box
+    assert np.allclose(m.body("cube").inertia, inertia)
+    assert np.allclose(m.dof_damping[:6], [6.0, 6.0, 6.0, *(0.5 * inertia)])
+    assert m.nmocap == 1 and m.body("hand").mocapid[0] == 0 and m.body("can").dofnum[0] == 0
+    assert np.allclose(m.body("hand").quat, [np.sqrt(0.5), 0.0, 0.0, np.sqrt(0.5)])
+
+
+def test_angles_turn_about_the_axes_of_the_world_x_first():
+    m = made(rigid_object=[CUBE | {"init_rot": [90.0, 0.0, 90.0]}]).model
+    out = np.zeros(3)
+    mujoco.mju_rotVecQuat(out, np.array([0.0, 1.0, 0.0]), m.body("cube").quat)
+    assert np.allclose(out, [0.0, 0.0, 1.0])  # y to z by x, where z stays
+
+
+def test_friction_is_the_objects_and_holds_until_mu_m_g():
+    attrs = {"mass": 2.0, "static_friction": 0.6, "linear_damping": 0.0}
+    flat = {"shape": {"shape_type": "Cube", "size": [0.3, 0.3, 0.1]}, "init_pos": [0.0, 0.0, 0.05]}
+    s = made(rigid_object=[CUBE | flat | {"attrs": attrs}])
+    moved = []
+    for share in (0.8, 1.2):
+        data = copy.copy(s.data)
+        data.qfrc_applied[0] = share * 0.6 * 2.0 * 9.81
+        for _ in range(100):
+            mujoco.mj_step(s.model, data)
+        moved.append(data.qpos[0])
+    assert moved[0] < 0.02 and moved[1] == pytest.approx(0.5 * 0.2 * 0.6 * 9.81, rel=0.1)  # s = a t^2 / 2
+
+
+def test_a_scene_from_a_file_keeps_its_own_physics(tmp_path):
+    (tmp_path / "scene.xml").write_text(SCENE)
+    for given in (SCENE, str(tmp_path / "scene.xml")):
+        s = made(mjcf=given, rigid_object=[CUBE])
+        option = s.model.opt
+        assert (option.timestep, option.iterations, option.integrator) == (0.003, 7, 0)
+        assert s.robot.joints == ("slide",) and s.model.nsensordata == 1 and s.model.body("cube").id == 2
+    assert made(mjcf=SCENE, physics={"dt": 0.001, "iterations": 9}).model.opt.iterations == 9
+    s = made(mjcf=SCENE, keyframe="there")
+    assert s.data.qpos[0] == 0.5 and s.data.ctrl[0] == 0.7
+
+
+def test_a_robot_from_a_file_keeps_its_actuators_or_gets_drives(tmp_path, monkeypatch):
+    (tmp_path / "arm.xml").write_text(ARM % MOTOR)
+    monkeypatch.setenv("MENAGERIE_ROOT", str(tmp_path))
+    s = made(robot={"uid": "r", "mjcf": "arm.xml", "solver_cfg": {"arm": {"tcp": TCP}}})
+    assert s.robot == (("r/hip", "r/out"), {"arm": ("r/hip", "r/out")}, {"arm": "r/arm_tcp"})
+    assert s.model.actuator(0).name == "r/push" and s.model.actuator_biastype[0] == 0
+    assert np.allclose(s.model.joint("r/hip").range, np.radians([-90, 45]))
+    assert s.model.site("r/arm_tcp").pos.tolist() == [0.0, 0.0, 0.2]
+    s = made(robot={"uid": "r", "mjcf": ARM % MOTOR, "drive_pros": DRIVES, "init_qpos": [0.1, 0.2]})
+    assert [s.model.actuator(i).name for i in range(s.model.nu)] == ["r/hip", "r/out"]
+    assert s.model.actuator_biasprm[:, 1:3].tolist() == [[-100.0, -10.0], [-100.0, -20.0]]
+    assert s.model.actuator_forcerange[:, 1].tolist() == [5.0, 6.0]
+    assert s.data.qpos.tolist() == [0.1, 0.2] == s.data.ctrl.tolist()
+
+
+def test_drives_take_positions_velocities_or_forces():
+    kinds = {"slider_to_cart": "velocity", "cart_to_pole": "force"}
+    s = build(scene(robot=ROBOT | {"init_pos": [0.0, 0.0, 1.0], "drive_pros": {"damping": 50.0}}), kinds)
+    m = s.model
+    assert m.actuator_gainprm[:, 0].tolist() == [50.0, 1.0] and m.actuator_biasprm[:, 2].tolist() == [-50.0, 0.0]
+    m.opt.gravity[:] = 0.0
+    s.data.ctrl[:] = [0.5, 0.05]
+    for _ in range(50):
+        mujoco.mj_step(m, s.data)
+    assert s.data.joint("r/slider_to_cart").qvel[0] == pytest.approx(0.5, abs=0.02)
+    assert s.data.actuator_force[1] == pytest.approx(0.05)
+    with pytest.raises(ConfigError, match="actions: the robot has no joint 'slider'; did you mean 'slider_to_cart'"):
+        build(scene(robot=ROBOT), {"slider": "force"})
+
+
+GYM = {
+    "robot": {
+        "robot_type": "URRobot",
+        "uid": "Manipulator",
+        "urdf_cfg": {"components": []},
+        "drive_pros": {"drive_type": "force", "stiffness": 1e5, "max_velocity": 2.0},
+        "solver_cfg": {"arm": {"tcp": TCP, "class_type": "x"}},
+    },
+    "rigid_object": [CUBE | {"attrs": {"mass": 2.0, "dynamic_friction": 0.8, "restitution": 0.1}}],
+    "rigid_object_group": [],
+}
+
+
+def test_keys_of_other_simulators_are_listed_with_a_reason():
+    found = inert_keys(SceneConfig, GYM)
+    assert [path for path, _ in found] == [
+        ("rigid_object_group",),
+        ("robot", "urdf_cfg"),
+        ("robot", "drive_pros", "drive_type"),
+        ("robot", "drive_pros", "max_velocity"),
+        ("robot", "solver_cfg", "arm", "class_type"),
+        ("rigid_object", 0, "attrs", "dynamic_friction"),
+        ("rigid_object", 0, "attrs", "restitution"),
+    ]
+    assert all(len(why) > 10 for _, why in found)
+    left = copy.deepcopy(GYM)
+    for path, _ in found:
+        part = left
+        for key in path[:-1]:
+            part = part[key]
+        del part[path[-1]]
+    assert build(checked(SceneConfig, left, "gym")).robot.tcp == {"arm": "Manipulator/arm_tcp"}
+    assert inert_keys(SceneConfig, {"robot": None, "rigid_object": 3, "light": []}) == []
+
+
+FAULTS = [
+    ({"mjcf": "nowhere.xml"}, "mjcf: no such file 'nowhere.xml'"),
+    ({"mjcf": "<mujoco><bodi/></mujoco>"}, "mjcf: .*bodi"),
+    ({"mjcf": SCENE, "keyframe": "ther"}, "keyframe: unknown 'ther'; did you mean 'there'"),
+    ({"robot": {"robot_type": "URobot"}}, "robot.robot_type: unknown 'URobot'; did you mean 'URRobot'"),
+    ({"robot": {"init_qpos": [0.0, 1.0]}}, "robot.init_qpos: 2 numbers for 6 joints"),
+    ({"robot": {"init_qpos": []}}, "robot.init_qpos: 0 numbers for 6 joints"),
+    ({"robot": {"drive_pros": {"damping": [1.0]}}}, "robot.drive_pros.damping: 1 numbers for 6 joints: shoulder_pan"),
+    ({"robot": {"drive_pros": {"damping": {"elbo": 1.0}}}}, "robot.drive_pros.damping: unknown joint 'elbo'"),
+    ({"robot": {"control_parts": {"arm": ["x"]}}}, "robot.control_parts.arm: unknown 'x'"),
+    ({"robot": {"solver_cfg": {"hand": {"tcp": TCP}}}}, "robot.solver_cfg: unknown part 'hand'"),
+    ({"robot": {"solver_cfg": {"arm": {"tcp": [TCP[0]] * 4}}}}, "robot.solver_cfg.arm.tcp: its first three columns"),
+    ({"robot": {"mjcf": ARM % ""}}, "robot.mjcf: the file has no actuators; give robot.drive_pros"),
+    ({"robot": {"mjcf": ARM % MOTOR, "drive_pros": {"damping": 1.0}}}, "robot.drive_pros: give stiffness, damping and"),
+    ({"rigid_object": [CUBE, CUBE]}, "scene: .*repeated name 'cube'"),
+    ({"rigid_object": [CUBE | {"shape": {"shape_type": "Cube", "radius": 1.0}}]}, "a Cube has size, given: radius"),
+    ({"rigid_object": [CUBE | {"attrs": {"masss": 1.0}}]}, r"rigid_object\[0\].attrs.masss: unknown key; did you mean"),
+]
+
+
+@pytest.mark.parametrize("keys, told", FAULTS, ids=[told for _, told in FAULTS])
+def test_a_fault_is_told_by_its_key(keys, told):
+    with pytest.raises(ConfigError, match=told) as raised:
+        made(**keys)
+    assert "\n" not in str(raised.value)
