@@ -2,8 +2,8 @@
 
 Libraries for matrix products are made for large ones: the first and the last layer of a perceptron and their gradients
 run at a tenth of their speed there. So products with a thin side become sums, which a compiler fuses with what is
-around them, and only large ones go to a library: oneDNN, which makes its code for the processor at hand, where MKL has
-only a generic path for AMD's.
+around them, others tiles (`ecrl.tiles`), and only large ones go to a library: oneDNN, which makes its code for the
+processor at hand, where MKL has only a generic path for AMD's.
 """
 
 from collections.abc import Callable
@@ -15,9 +15,9 @@ from torch._inductor.ir import TensorBox
 from torch._inductor.lowering import register_lowering
 from torch._inductor.mkldnn_ir import LinearUnary
 
-import ecrl.batched_products  # noqa: F401  # how inductor writes products of a batch
+import ecrl.tiles  # noqa: F401  # how inductor writes them
 
-_LARGE = 2**20  # products; below, the call costs more than it saves
+_LARGE = 2**18  # elements of the second matrix; from there on it does not stay in a cache, which libraries care for
 _THIN = 8
 _MIN_OUTER = 16  # a sum over fewer rows has nothing to gain from a vector per column
 _MANY = 32  # rows that are worth turning the other matrix round for
@@ -53,7 +53,7 @@ def _lowered(x: Any, weight: Any) -> Any:
 
 
 def mm(a: Tensor, b: Tensor) -> Tensor:
-    """`a @ b`, or NotImplemented where it is neither thin nor large or memory runs the wrong way for it."""
+    """`a @ b`, or NotImplemented for what is left to MKL."""
     (m, k), n = a.shape, b.shape[1]
     if min(m, k, n) == 0:
         return NotImplemented
@@ -65,7 +65,9 @@ def mm(a: Tensor, b: Tensor) -> Tensor:
         return _rows(b.t(), a.t()).t()
     if n <= _THIN and k > _THIN and a.stride(1) == 1 and b.stride(0) == 1:
         return (a.unsqueeze(1) * b.t()).sum(-1)
-    if m * k * n >= _LARGE and a.dtype == torch.float32 and torch.backends.mkldnn.is_available():
+    if a.dtype == torch.float32 and k * n <= _LARGE:
+        return torch.ops.ecrl.bmm(a.unsqueeze(0), b.unsqueeze(0)).squeeze(0)
+    if a.dtype == torch.float32 and torch.backends.mkldnn.is_available():
         return torch.ops.ecrl.linear(a, b.t())
     return NotImplemented
 

@@ -16,7 +16,7 @@ LEVELS = [  # a module imports from its own level and earlier ones only
     {"algorithms"},
     {
         "products",
-        "batched_products",
+        "tiles",
         "batching",
         "philox_cpp",
         "cpp_loops",

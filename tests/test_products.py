@@ -4,9 +4,9 @@ import pytest
 import torch
 from conftest import close
 
-from ecrl.compile import choose_form
+from ecrl.inductor import compiled
 from ecrl.products import addmm, mm
-from ecrl.tracing import traced
+from ecrl.tracing import graph_scan, traced
 from ecrl.trees import flatten
 
 SHAPES = [(5, 4, 64), (40, 2, 16), (40, 64, 1), (40, 64, 8), (2, 50, 64), (1, 50, 9), (64, 50, 4), (9, 16, 1)]
@@ -40,24 +40,48 @@ def test_each_side_is_rewritten_where_memory_runs_its_way():
 
 
 @pytest.mark.parametrize("shape", [(64, 64, 64), (0, 4, 64), (4, 4, 4)])
-def test_others_are_left_to_the_library(shape):
+def test_doubles_and_nothing_are_left_to_the_library(shape):
     m, k, n = shape
-    assert mm(torch.ones(m, k), torch.ones(k, n)) is NotImplemented
+    assert mm(torch.ones(m, k).double(), torch.ones(k, n).double()) is NotImplemented
 
 
-LARGE = [(2048, 64, 64, (False, True)), (2048, 64, 64, (False, False)), (64, 2048, 64, (True, False))]
+MATRICES = [  # rows, sum, columns, which are turned, and who multiplies them
+    (128, 64, 64, (False, True), "bmm"),
+    (64, 2048, 64, (True, False), "bmm"),
+    (9, 64, 64, (False, False), "bmm"),
+    (13, 300, 17, (False, True), "bmm"),
+    (100, 9, 31, (True, True), "bmm"),
+    (8, 1024, 1024, (False, True), "linear"),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("m", "k", "n", "turned"), LARGE, ids=["forward", "of the input", "of the weights"])
-def test_large_ones_go_to_another_library_and_are_the_product(m, k, n, turned):
+@pytest.mark.parametrize(("m", "k", "n", "turned", "by"), MATRICES)
+def test_matrices_of_any_size_are_multiplied_in_single_precision_alike_by_any_threads(m, k, n, turned, by):
     a, b = (x.float() for x in (_matrix(m, k, turned[0]), _matrix(k, n, turned[1])))
-    graph, _ = traced(torch.mm, *flatten((a, b))[::-1])
-    assert [node.target for node in graph.graph.nodes].count(torch.ops.ecrl.linear.default) == 1
-    exact = a.double() @ b.double()
-    for product in (mm(a, b), choose_form("on", "cpu").jit(torch.mm)(a, b)):
-        assert float((product - exact).abs().max()) < 1e-6 * k
-    assert mm(a.double(), b.double()) is NotImplemented
+    leaves, structure = flatten((a, b))
+    graph, _ = traced(torch.mm, structure, leaves)
+    targets = [node.target for node in graph.graph.nodes]
+    assert targets.count(getattr(torch.ops.ecrl, by).default) == 1
+    exact, threads, products = a.double() @ b.double(), torch.get_num_threads(), [mm(a, b)]
+    for number in (1, 2, 3):
+        torch.set_num_threads(number)
+        products += compiled(torch.mm, structure, leaves)[0](a, b)
+    torch.set_num_threads(threads)
+    assert all(float((product - exact).abs().max()) < 1e-6 * k for product in products)
+    assert by == "linear" or all(torch.equal(product, products[1]) for product in products[2:])
+
+
+def _turns(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return graph_scan(lambda total, x, b: (total + x @ b, x @ b), torch.zeros(20, 16), a, b)[1]
+
+
+@pytest.mark.slow
+def test_what_a_loop_takes_in_a_turn_is_multiplied_where_it_lies():
+    a, b = torch.linspace(-1.0, 1.0, 5 * 20 * 16).reshape(5, 20, 16), torch.linspace(0.0, 1.0, 256).reshape(16, 16)
+    leaves, structure = flatten((a, b))
+    (product,) = compiled(_turns, structure, leaves)[0](a, b)
+    close(product, a @ b, tol=1e-5)
 
 
 def test_a_scaled_sum_is_left_to_the_library():

@@ -1,7 +1,7 @@
-"""Products of many small matrices in the C++ that inductor writes: tiles of the product stay in vector registers.
+"""Products of small matrices in the C++ that inductor writes: tiles of the product stay in vector registers.
 
-A library for matrix products takes several times as long for these: it is made for large ones, and MKL has only a
-generic path for AMD's processors.
+A library for matrix products takes up to three times as long for these: it is made for large ones, and MKL has only a
+generic path for AMD's processors. Every row is summed in the same order for any number of threads.
 """
 
 from collections.abc import Callable
@@ -15,6 +15,7 @@ from torch._inductor.codegen.cpp_template_kernel import CppTemplateKernel
 from torch._inductor.select_algorithm import PartialRender
 from torch._inductor.utils import Placeholder, parallel_num_threads
 
+_WORTH_THREADS = 2**18  # multiplications
 _NAME = str(Placeholder.KERNEL_NAME)
 _CPP = """
 #include <torch/csrc/inductor/cpp_prefix.h>
@@ -58,13 +59,16 @@ static inline void {name}_rows(const float* a, const float* b, float* y) {{
 }}
 extern "C" {kernel}
 {{
+    constexpr int ROWS = {N} > at::vec::Vectorized<float>::size() ? 6 : 12, TILES = {M} / ROWS, REST = {M} % ROWS;
     {parallel}
-    for (int64_t i = 0; i < {batch}; i++) {{
+    for (int64_t part = 0; part < {batch} * {parts}; part++) {{
+        const int64_t i = part / {parts}, first = part % {parts} * TILES / {parts};
+        const int64_t last = (part % {parts} + 1) * TILES / {parts};
         const float *a = {a} + {a_0} + i * {a_i}, *b = {b} + {b_0} + i * {b_i};
         float* y = product + i * {M} * {N};
-        constexpr int ROWS = {N} > at::vec::Vectorized<float>::size() ? 6 : 12, REST = {M} % ROWS;
-        for (int64_t m = 0; m + ROWS <= {M}; m += ROWS) {name}_rows<ROWS>(a + m * {a_m}, b, y + m * {N});
-        if constexpr (REST > 0) {name}_rows<REST>(a + ({M} - REST) * {a_m}, b, y + ({M} - REST) * {N});
+        for (int64_t t = first; t < last; t++) {name}_rows<ROWS>(a + t * ROWS * {a_m}, b, y + t * ROWS * {N});
+        if constexpr (REST > 0)
+            if (last == TILES) {name}_rows<REST>(a + ({M} - REST) * {a_m}, b, y + ({M} - REST) * {N});
     }}
 }}
 """
@@ -82,7 +86,9 @@ def _(a: Tensor, b: Tensor) -> Tensor:
 
 def _written(kernel: CppTemplateKernel, a: Any, b: Any, product: Any) -> str:
     """The C++ of one product, for the layouts of its factors."""
-    (batch, m, k), n, threads = a.get_size(), b.get_size()[2], parallel_num_threads()
+    (batch, m, k), n = a.get_size(), b.get_size()[2]
+    threads = parallel_num_threads() if batch * m * k * n >= _WORTH_THREADS else 1
+    parts = 1 if batch >= threads else min(threads, max(m // 12, 1))
     names = {a.get_name(): "a_in"}
     names.setdefault(b.get_name(), "b_in")  # both may lie in one buffer
     (a_i, a_m, a_k), (b_i, b_k, _) = a.get_stride(), b.get_stride()
@@ -90,7 +96,7 @@ def _written(kernel: CppTemplateKernel, a: Any, b: Any, product: Any) -> str:
         name=_NAME,
         kernel=kernel.def_kernel({names[x.get_name()]: x for x in (a, b)}, {"product": product}),
         parallel=f"#pragma omp parallel for num_threads({threads})" if threads > 1 else "",
-        **{"batch": batch, "M": m, "K": k, "N": n},
+        **{"batch": batch, "parts": parts, "M": m, "K": k, "N": n},
         **{"a": names[a.get_name()], "a_0": a.get_layout().offset, "a_i": a_i, "a_m": a_m, "a_k": a_k},
         **{"b": names[b.get_name()], "b_0": b.get_layout().offset, "b_i": b_i, "b_k": b_k},
     )
