@@ -14,13 +14,14 @@ import sysconfig
 import time
 import warnings
 from collections.abc import Callable, Hashable
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._C._dynamo.guards import TensorGuards
 from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import forward_ad
 from torch.utils._triton import has_triton_package
 
 from ecrl.batching import outside, over_batch, vmapped
@@ -55,6 +56,12 @@ def _alike(leaves: list[Tensor]) -> TensorGuards:
     sizes: Any = [list(leaf.shape) for leaf in leaves]
     strides: Any = [list(leaf.stride()) for leaf in leaves]
     return TensorGuards(*leaves, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+
+
+def _apart(leaf: Tensor) -> Tensor:
+    """The leaf where every element has memory of its own."""
+    shared = any(stride == 0 and size > 1 for stride, size in zip(leaf.stride(), leaf.shape, strict=True))
+    return leaf.contiguous() if shared else leaf
 
 
 def _dense(leaf: Tensor, stride: tuple[int, ...]) -> Tensor:
@@ -93,7 +100,13 @@ def _compiler_for(leaves: list[Tensor]) -> Callable[..., tuple[Callable[..., Any
     return compiled
 
 
-@cache
+def _recorded(leaves: list[Tensor]) -> bool:
+    """Whether something works out derivatives along with the values, which a compiled function has none of."""
+    backward = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
+    return backward or forward_ad._current_level >= 0
+
+
+@lru_cache(None, typed=True)
 def _compiled(fn: Callable, *static: Any) -> Callable[..., Any]:
     """`fn` with its static arguments, compiled as a whole for each structure and set of shapes it is called with."""
     bound, made, last = partial(fn, *static), {}, []
@@ -102,6 +115,7 @@ def _compiled(fn: Callable, *static: Any) -> Callable[..., Any]:
     def new(key: tuple[Any, ...], structure: Hashable, leaves: list[Tensor]) -> _Made:
         COMPILED.append(f"{name}: {_difference([*made][-1], key) if made else 'first call'}")
         began = time.perf_counter()
+        leaves = [_apart(leaf) for leaf in leaves]
         try:
             with uncollected():
                 run, out = _compiler_for(leaves)(bound, structure, leaves)
@@ -113,11 +127,12 @@ def _compiled(fn: Callable, *static: Any) -> Callable[..., Any]:
         if in_graph():  # of which it becomes a part
             return bound(*args)
         leaves, structure = flatten(args)
-        transformed = peek_interpreter_stack()
-        if last and not transformed and last[0].structure == structure and last[0].alike.check(*leaves):
+        known, transformed = last[0] if last else None, peek_interpreter_stack() or forward_ad._current_level >= 0
+        if known and not transformed and known.structure == structure and known.alike.check(*leaves):
             with torch.no_grad():
-                return unflatten(last[0].out, last[0].run(*leaves))
-        recorded = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
+                return unflatten(known.out, known.run(*leaves))
+        leaves = [leaf.resolve_neg().resolve_conj() for leaf in leaves]
+        recorded = _recorded(leaves)
         if vmapped() and not recorded:
             return _compiled_batch(fn, static, structure, leaves)
         if transformed or recorded:
@@ -125,9 +140,9 @@ def _compiled(fn: Callable, *static: Any) -> Callable[..., Any]:
         key = structure, *[(leaf.shape, leaf.dtype, leaf.device) for leaf in leaves]
         if key not in made:
             made[key] = new(key, structure, leaves)
-        last[:] = [made[key]]
+        last[:] = [known := made[key]]
         with torch.no_grad():
-            return unflatten(last[0].out, last[0].run(*map(_dense, leaves, last[0].strides)))
+            return unflatten(known.out, known.run(*map(_dense, leaves, known.strides)))
 
     return call
 

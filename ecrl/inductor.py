@@ -1,22 +1,23 @@
 """A function compiled for the CPU: traced into one graph, of which inductor makes C++ that it keeps on disk."""
 
 import os
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from hashlib import sha256
 from inspect import getsource
 from threading import RLock
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch._higher_order_ops.scan import scan_op
 from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx
+from torch.fx import GraphModule
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from ecrl import cpp_loops, philox_cpp, tiles
 from ecrl.cpp_loops import lean_loops
-from ecrl.tracing import traced
+from ecrl.tracing import memory_of, traced
 
 _SCAN = f"{scan_op.__module__}.{scan_op.__name__}"
 _WRITTEN_BY = sha256("".join(map(getsource, (tiles, cpp_loops, philox_cpp))).encode()).hexdigest()
@@ -39,6 +40,34 @@ _OPTIONS: dict[str, Any] = {
 ONE_AT_A_TIME = RLock()  # inductor's settings are the process's
 
 
+def _shared(tensors: Sequence[Tensor], memory: Sequence[int | None]) -> list[int]:
+    """Which of the tensors lie in the memory of an earlier one that should have other `memory`."""
+    owner: dict[int, int | None] = {}
+    places = [tensor.untyped_storage().data_ptr() for tensor in tensors]
+    return [i for i, place in enumerate(places) if owner.setdefault(place, memory[i]) != memory[i] and place]
+
+
+def _apart(graph: GraphModule, run: Callable[..., Sequence[Tensor]]) -> Callable[..., list[Tensor]]:
+    """`run`, whose results share no memory that they do not share in the graph.
+
+    Of two copies of one tensor that a graph gives, inductor may leave out both.
+    """
+    out = cast(Any, graph.graph.output_node().args[0])
+    memory = [memory_of(node) for node in (*graph.graph.find_nodes(op="placeholder"), *out)]
+    again: list[int] | None = None
+
+    def call(*leaves: Tensor) -> list[Tensor]:
+        nonlocal again
+        out = [*run(*leaves)]
+        if again is None:  # known from then on: it is in the code
+            again = [i - len(leaves) for i in _shared((*leaves, *out), memory) if i >= len(leaves)]
+        for number in again:
+            out[number] = out[number].clone()
+        return out
+
+    return call
+
+
 def compiled(
     fn: Callable[..., Any], structure: Hashable, leaves: list[Tensor]
 ) -> tuple[Callable[..., list[Tensor]], Hashable]:
@@ -46,4 +75,4 @@ def compiled(
     with ONE_AT_A_TIME, _use_lazy_graph_module(True):  # a graph's Python is written once, not with every change
         graph, out = traced(fn, structure, leaves)
         with torch.no_grad(), config.patch(_OPTIONS), lean_loops():
-            return compile_fx(graph, leaves), out  # pyright: ignore
+            return _apart(graph, compile_fx(graph, leaves)), out  # pyright: ignore

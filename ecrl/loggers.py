@@ -130,7 +130,7 @@ class _Pace:
 
     step: int
     seconds: float = 0.0
-    since: float = field(default_factory=time.perf_counter)
+    since: float = field(default_factory=lambda: time.perf_counter())
     compiled: int = field(default_factory=lambda: len(SECONDS))
     steps: int = 0
 

@@ -265,5 +265,6 @@ def train_iter(state: TensorDict, cfg: Config, watch: Watch = unwatched) -> Iter
         if len(COMPILED) > known and step > settled:
             warnings.warn(f"compiled again at step {step}: {'; '.join(COMPILED[known:])}", RuntimeWarning, stacklevel=2)
         state.lock_()
+        logs = mapped(torch.clone, logs)  # the learning rate may be the state's own
         yield LogData(log_type="collect", sample_step=step, logs=logs["collect"], state=state)
         yield LogData(log_type="train", sample_step=step, logs=logs["train"], state=state)

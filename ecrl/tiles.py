@@ -25,7 +25,7 @@ static inline void {name}_tile(const float* a, const float* b, float* y, int64_t
     constexpr int WIDTH = Lane::size();
     Lane sums[ROWS][LANES], row[LANES];
     #pragma GCC unroll 12
-    for (int r = 0; r < ROWS; r++)
+    for (int64_t r = 0; r < ROWS; r++)
         #pragma GCC unroll 12
         for (int c = 0; c < LANES; c++) sums[r][c] = Lane(0.0f);
     for (int64_t k = 0; k < {K}; k++) {{
@@ -35,14 +35,14 @@ static inline void {name}_tile(const float* a, const float* b, float* y, int64_t
             row[c] = PART && c + 1 == LANES ? Lane::loadu(at, part) : Lane::loadu(at);
         }}
         #pragma GCC unroll 12
-        for (int r = 0; r < ROWS; r++) {{
+        for (int64_t r = 0; r < ROWS; r++) {{
             Lane x(a[r * {a_m} + k * {a_k}]);
             #pragma GCC unroll 12
             for (int c = 0; c < LANES; c++) sums[r][c] = at::vec::fmadd(x, row[c], sums[r][c]);
         }}
     }}
     #pragma GCC unroll 12
-    for (int r = 0; r < ROWS; r++)
+    for (int64_t r = 0; r < ROWS; r++)
         #pragma GCC unroll 12
         for (int c = 0; c < LANES; c++) {{
             if (PART && c + 1 == LANES) sums[r][c].store(y + r * {N} + c * WIDTH, part);
@@ -59,7 +59,8 @@ static inline void {name}_rows(const float* a, const float* b, float* y) {{
 }}
 extern "C" {kernel}
 {{
-    constexpr int ROWS = {N} > at::vec::Vectorized<float>::size() ? 6 : 12, TILES = {M} / ROWS, REST = {M} % ROWS;
+    constexpr int64_t ROWS = {N} > at::vec::Vectorized<float>::size() ? 6 : 12, TILES = {M} / ROWS, REST = {M} % ROWS;
+    constexpr int64_t rest = {M} - REST;
     {parallel}
     for (int64_t part = 0; part < {batch} * {parts}; part++) {{
         const int64_t i = part / {parts}, first = part % {parts} * TILES / {parts};
@@ -68,7 +69,7 @@ extern "C" {kernel}
         float* y = product + i * {M} * {N};
         for (int64_t t = first; t < last; t++) {name}_rows<ROWS>(a + t * ROWS * {a_m}, b, y + t * ROWS * {N});
         if constexpr (REST > 0)
-            if (last == TILES) {name}_rows<REST>(a + ({M} - REST) * {a_m}, b, y + ({M} - REST) * {N});
+            if (last == TILES) {name}_rows<REST>(a + rest * {a_m}, b, y + rest * {N});
     }}
 }}
 """
@@ -113,7 +114,10 @@ def _realized(x: Any) -> Any:
     """In memory, at a place that is known: what a loop takes in a turn is copied, its place moves."""
     x = ir.ExternKernel.realize_input(x)
     _, layout = ir.as_storage_and_layout(x, freeze=True)
-    return x if isinstance(layout.offset, int) or layout.offset.is_number else ir.ExternKernel.copy_input(x)
+    if not (isinstance(layout.offset, int) or layout.offset.is_number):
+        x = ir.ExternKernel.copy_input(x)
+        ir.as_storage_and_layout(x, freeze=True)
+    return x
 
 
 @lowering.register_lowering(torch.ops.ecrl.bmm.default, type_promotion_kind=None)

@@ -4,6 +4,7 @@ A graph is traced by running the function once on tensors without data: what it 
 the graph.
 """
 
+import re
 import traceback
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch._functorch import config as functorch_config
 from torch._guards import TracingContext, tracing
 from torch._higher_order_ops.scan import scan_op
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
@@ -40,16 +42,18 @@ def traced(fn: Callable[..., Any], structure: Hashable, leaves: list[Tensor]) ->
 
     rewrites = PRODUCTS if all(leaf.device.type == "cpu" for leaf in leaves) else None
     shapes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
-    without_data = FakeTensorMode(shape_env=shapes, static_shapes=True, allow_non_fake_inputs=True)
+    with functorch_config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
+        without_data = FakeTensorMode(shape_env=shapes, static_shapes=True, allow_non_fake_inputs=True)
     with torch.no_grad(), tracing(TracingContext(without_data)):
         try:
             graph = make_fx(flat, rewrites, tracing_mode="fake", _allow_non_fake_inputs=True)(*leaves)
         except RuntimeError as error:
-            if not isinstance(error, _READS) and not str(error).startswith(".numpy()"):
+            if not isinstance(error, _READS) and not str(error).startswith((".numpy()", "Cannot access data pointer")):
                 raise
             raise ConfigError(
-                f"trainer.compile: {_place(error)} reads values of a tensor ({str(error).split(' is ')[0]}), which no "
-                "compiled graph can; say it in tensors, such as torch.where, or set trainer.compile to off"
+                f"trainer.compile: {_place(error)} reads values of a tensor ({re.split(' is | of ', str(error))[0]}), "
+                "which no compiled graph can; say it in tensors, such as torch.where, work out constants beforehand, "
+                "or set trainer.compile to off"
             ) from error
     shapes.settings = ShapeEnv().settings  # inductor's loops have a counter that is such a value
     return _lifted(graph), found[0]
@@ -73,11 +77,11 @@ def _once(graph: GraphModule) -> None:
     """
     nodes = graph.graph.nodes
     apart = [n for n in nodes if n.op == "output" or n.target is scan_op or _writes(n)]
-    apart = {_memory(n) for node in apart for n in (node, *node.all_input_nodes)} - {None}
+    apart = {memory_of(n) for node in apart for n in (node, *node.all_input_nodes)} - {None}
     first: dict[str, Node] = {}
     for node in list(nodes):
-        memory = _memory(node)
-        if node.op != "call_function" or memory is None or apart & {memory, *map(_memory, node.all_input_nodes)}:
+        memory = memory_of(node)
+        if node.op != "call_function" or memory is None or apart & {memory, *map(memory_of, node.all_input_nodes)}:
             continue
         same = first.setdefault(f"{node.target} {node.args} {node.kwargs}", node)
         if same is not node:
@@ -89,7 +93,8 @@ def _writes(node: Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
-def _memory(node: Node) -> int | None:
+def memory_of(node: Node) -> int | None:
+    """What two nodes have in common if their tensors lie in one piece of memory."""
     value = node.meta.get("val")
     return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
 
@@ -98,7 +103,7 @@ def _behind(node: Node) -> Node:
     """What a view shows that changes nothing; inductor's loops free such a view after their first turn."""
     while node.op == "call_function" and not _writes(node) and len(node.all_input_nodes) == 1:
         (shown,) = node.all_input_nodes
-        if _memory(shown) is None or _layout(shown) != _layout(node):
+        if memory_of(shown) is None or _layout(shown) != _layout(node):
             break
         node = shown
     return node
@@ -106,7 +111,7 @@ def _behind(node: Node) -> Node:
 
 def _layout(node: Node) -> tuple[Any, ...]:
     value = node.meta["val"]
-    return _memory(node), value.dtype, value.shape, value.stride(), value.storage_offset()
+    return memory_of(node), value.dtype, value.shape, value.stride(), value.storage_offset()
 
 
 def _lifted(graph: GraphModule) -> GraphModule:

@@ -27,7 +27,7 @@ def _take(tree: Any, leaves: list[Tensor]) -> Hashable:
         return dict, None, tuple([(key, _take(tree[key], leaves)) for key in sorted(tree)])
     if isinstance(tree, list | tuple):
         return type(tree), None, tuple([_take(part, leaves) for part in tree])
-    return None, tree, ()  # not a tensor: the same wherever the structure is
+    return None, (type(tree), tree), ()  # not a tensor: the same wherever the structure is; 2 is not 2.0
 
 
 def flatten(tree: Any) -> tuple[list[Tensor], Hashable]:
@@ -66,7 +66,7 @@ def _build(structure: Any, leaves: Iterator[Any], batch: Callable[[Size], Any]) 
         return next(leaves)
     kind, value, parts = structure
     if kind is None:
-        return value
+        return value[1]
     if kind is TensorDict:
         # Unchecked: what was taken apart fits together, and the checks cost more than a step of a small network.
         return TensorDict._new_unsafe({key: _build(part, leaves, batch) for key, part in parts}, Size(batch(value)))

@@ -148,8 +148,8 @@ def device(changes: Changes) -> str:
 
 @remembered
 def form(changes: Changes) -> tuple[str, str]:
-    """Compiled or eager, and why, as the start says it of a run on a GPU, where no compiler is tried first."""
-    with _two_gpus():
+    """Compiled or eager, and why, as the start says it of a run on a GPU that has what compiling needs."""
+    with _two_gpus(), patch("ecrl.compile.gpu_fault", lambda: None):
         return form_of(made({"trainer.device": "cuda", **changes}))[:2]
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 from test_loop import small
+from torch.autograd import forward_ad
 
 from ecrl import inductor, rng
 from ecrl.algorithms.core import collect
@@ -204,11 +205,13 @@ def test_what_is_vmapped_or_differentiated_runs_as_it_is():
     assert torch.equal(x.grad, torch.full((2,), 3.0))
 
 
+TABLE = torch.tensor([1.0, 2.0, 3.0])
 READING = [
     (lambda x: x if x.sum() > 0.0 else -x, "aten._local_scalar_dense.default"),
     (lambda x: x * float(x[0]), "aten._local_scalar_dense.default"),
     (lambda x: x[x > 0.0].sum(), "aten.nonzero.default"),
     (lambda x: x + torch.from_numpy(x.numpy()), ".numpy()"),
+    (lambda x: x * float(TABLE.numpy().sum()), "Cannot access data pointer"),
 ]
 
 
@@ -221,6 +224,26 @@ def test_what_reads_the_values_of_a_tensor_is_refused_with_its_line(fn, operatio
     )
     with pytest.raises(ConfigError, match=told):
         traced(fn, structure, leaves)
+
+
+def _divided(by, x):
+    return x / by if isinstance(by, float) else x // by
+
+
+@pytest.mark.slow
+def test_a_compiled_function_is_right_for_whatever_it_is_called_with():
+    jit = choose_form("on", "cpu").jit
+    whole, x = torch.arange(3), torch.arange(3.0)
+    assert jit(_divided, 2)(whole).tolist() == [0, 0, 1]
+    assert jit(_divided, 2.0)(whole).tolist() == [0.0, 0.5, 1.0]
+    assert jit(_divided)(2, whole).tolist() == [0, 0, 1]
+    assert jit(_divided)(2.0, whole).tolist() == [0.0, 0.5, 1.0]
+    half = jit(_divided, 4.0)
+    assert half(torch.ones(()).expand(3)).tolist() == [0.25] * 3  # first one number for all
+    assert half(x).tolist() == [0.0, 0.25, 0.5]
+    assert half(torch._neg_view(x)).tolist() == [0.0, -0.25, -0.5]
+    with forward_ad.dual_level():
+        assert forward_ad.unpack_dual(half(forward_ad.make_dual(x, torch.ones(3)))).tangent.tolist() == [0.25] * 3
 
 
 def test_a_carry_that_changes_its_structure_is_refused():

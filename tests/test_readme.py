@@ -28,6 +28,7 @@ def test_from_python(small_configs, capsys):
     after, logs = names["iteration"](names["state"])
     assert int(after["update_step"]) == 3
     assert set(logs) == {"collect", "train"}
+    assert names["states"].batch_size == (8,) == names["logs"]["train"]["policy_loss"].shape
 
 
 def test_one_kernel_in_your_own_trainer():

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -118,20 +119,20 @@ def test_enable_eval_adds_evaluations_to_the_history():
 
 def test_ctrl_c_returns_what_there_is(tmp_path, monkeypatch, capsys):
     cfg = small()
-    real, calls = ecrl.loop.make_iteration, []
+    make, calls = ecrl.loop.make_algorithm, []
 
-    def interrupted(cfg, *_):
-        iteration = real(cfg)
+    def interrupted(block):
+        algorithm = make(block)
 
-        def call(state):
+        def collect(parts, state):
             calls.append(1)
             if len(calls) == 3:
                 raise KeyboardInterrupt
-            return iteration(state)
+            return algorithm.collect(parts, state)
 
-        return call
+        return replace(algorithm, collect=collect)
 
-    monkeypatch.setattr("ecrl.loop.make_iteration", interrupted)
+    monkeypatch.setattr("ecrl.loop.make_algorithm", interrupted)
     state, history = train(ecrl.init_state(cfg), cfg, tmp_path / "run")
     assert int(state["sample_step"]) == 64
     assert len(history) == 2
