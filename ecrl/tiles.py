@@ -126,4 +126,6 @@ def _lowered(a: Any, b: Any) -> Any:
     if b.get_stride()[2] != 1:
         b = _realized(ir.ExternKernel.require_contiguous(b))
     layout = ir.FixedLayout(a.get_device(), a.get_dtype(), [*a.get_size()[:2], b.get_size()[2]])
-    return ir.TensorBox.create(ir.CppTemplateBuffer(layout, [a, b], _kernel, cast(Any, None), None))
+    product = ir.CppTemplateBuffer(layout, [a, b], _kernel, cast(Any, None), None)
+    cast(Any, product).allow_epilogue_fusion = False  # its C++ has no place for one; before torch 2.13 an option says so
+    return ir.TensorBox.create(product)
