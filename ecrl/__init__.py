@@ -20,11 +20,14 @@ if TYPE_CHECKING:
     from ecrl.loop import close, init_state, make_iteration, train_iter
     from ecrl.policies import Policy, make_policy, module_policy
     from ecrl.registry import (
+        register_action,
         register_algorithm,
         register_env,
         register_event,
         register_network,
+        register_observation,
         register_policy,
+        register_reward,
         registered,
     )
     from ecrl.strict import ConfigModel
@@ -40,11 +43,14 @@ _HOME = {
     "ecrl.loop": ("close", "init_state", "make_iteration", "train_iter"),
     "ecrl.policies": ("Policy", "make_policy", "module_policy"),
     "ecrl.registry": (
+        "register_action",
         "register_algorithm",
         "register_env",
         "register_event",
         "register_network",
+        "register_observation",
         "register_policy",
+        "register_reward",
         "registered",
     ),
     "ecrl.strict": ("ConfigModel",),
@@ -69,11 +75,14 @@ __all__ = [
     "make_iteration",
     "make_policy",
     "module_policy",
+    "register_action",
     "register_algorithm",
     "register_env",
     "register_event",
     "register_network",
+    "register_observation",
     "register_policy",
+    "register_reward",
     "registered",
     "save",
     "train",

@@ -85,12 +85,14 @@ def check(path: Annotated[str, tyro.conf.Positional], /, *, overrides: Overrides
     from ecrl.distributed import world_size
     from ecrl.evaluation import check_evaluation
     from ecrl.loop import check_config
+    from ecrl.recording import check_cameras
     from ecrl.sources import parse_overrides
 
     cfg = load_config(path, parse_overrides(overrides))
     lines = check_config(cfg, world_size())
     if cfg.trainer.enable_eval:
         check_evaluation(cfg)
+    check_cameras(cfg)
     print("\n".join(lines))
     print(f"{path}: ok")
 
@@ -149,7 +151,7 @@ def evaluate(
     num_episodes: int = 100,
     device: str | None = None,
 ) -> None:
-    """Evaluate the newest checkpoint of a run with deterministic actions.
+    """Evaluate the newest checkpoint of a run with deterministic actions; its cameras film that into the run's videos/.
 
     Args:
         run: run folder or checkpoint folder.
@@ -157,15 +159,45 @@ def evaluate(
         num_episodes: episodes, shared equally by the environments.
         device: replaces the config's device.
     """
+    from pathlib import Path
+
     from ecrl.checkpoint import latest, load
     from ecrl.evaluation import evaluate as run_episodes
 
     path = latest(run)
     state, cfg = load(path, device)
-    logs = run_episodes(state, cfg, num_episodes, env)
+    logs = run_episodes(state, cfg, num_episodes, env, None if env else Path(run) / "videos")
     print(f"{path} on {env or cfg.env.name}, {num_episodes} episodes")
     for name, value in logs.items():
         print(f"{name:<18} {value:.2f}")
+
+
+def record(
+    run: Annotated[str, tyro.conf.Positional],
+    /,
+    output: str | None = None,
+    num_envs: int = 4,
+    num_episodes: int = 1,
+    device: str | None = None,
+) -> None:
+    """Make a video of the newest policy of a run, with deterministic actions and in real time, from its first camera.
+
+    Args:
+        run: run folder or checkpoint folder.
+        output: the mp4; <run>/videos/record_<env steps>.mp4 if absent.
+        num_envs: environments, side by side and below each other.
+        num_episodes: of each environment.
+        device: replaces the config's device.
+    """
+    from pathlib import Path
+
+    from ecrl.checkpoint import latest, load
+    from ecrl.films import record as film
+
+    state, cfg = load(latest(run), device)
+    path = Path(output) if output else Path(run) / "videos" / f"record_{int(state['sample_step'])}.mp4"
+    frames = film(state, cfg, path, num_envs, num_episodes)
+    print(f"{path}: {frames} frames of {num_envs} environments")
 
 
 def _stoppable() -> list[int]:
@@ -209,7 +241,7 @@ def main() -> None:
         if keys and (not args or args[0] not in commands):
             raise UserError(f"{keys[0]}: keys of the config can be set for: {', '.join(commands)}")
         tyro.extras.subcommand_cli_from_dict(
-            {**commands, "eval": evaluate, "bench": bench, "export": export, "schema": schema},
+            {**commands, "eval": evaluate, "record": record, "bench": bench, "export": export, "schema": schema},
             prog="ecrl",
             description="Train and evaluate policies.",
             args=args,

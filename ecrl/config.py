@@ -56,6 +56,8 @@ def resolved(kind: str, section: dict, key: str, settings: str) -> dict:
 class EventConfig(ConfigModel):
     """Something that happens to the environments: a registered event and when."""
 
+    part_kind: ClassVar = "event"
+
     func: str = Field(description="registered name of the event")
     mode: Literal["startup", "reset", "interval"] = Field(
         "interval", description="once per environment, at every start of an episode, or every interval_step steps"
@@ -139,6 +141,7 @@ class EnvChoice(Choice):
     """The environment: its registered name (also called id) and settings."""
 
     other_names: ClassVar = {"id": "name"}
+    part_kind: ClassVar = "env"
 
     @model_validator(mode="before")
     @classmethod
@@ -149,6 +152,8 @@ class EnvChoice(Choice):
 
 class AlgorithmChoice(Choice):
     """The algorithm: its registered name and hyperparameters."""
+
+    part_kind: ClassVar = "algorithm"
 
     @model_validator(mode="before")
     @classmethod
@@ -206,7 +211,7 @@ def config_from_dict(
     draft = translated(data, overrides or {}, folder, _SIZES)
     made = checked(Config, draft.data, source, draft.faults, draft.where)
     for path, reason in draft.inert:
-        name = draft.where(tuple(key_text(key) for key in path))
+        name = draft.where(tuple(key if isinstance(key, int) else key_text(key) for key in path))
         warnings.warn(f"{name} has no meaning here ({reason}); ignored", stacklevel=2)
     return made
 

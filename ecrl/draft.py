@@ -44,11 +44,13 @@ def put(data: dict, path: Loc, value: Any) -> dict:
     return data | {key: put(section, tuple(rest), value)}
 
 
-def without(data: dict, path: Loc) -> dict:
-    """A copy without a key that is there."""
+def without(data: Any, path: Loc) -> Any:
+    """A copy without a key that is there; on the way to it are sections and lists."""
     key, *rest = path
-    if rest:
+    if rest and isinstance(data, dict):
         return data | {key: without(data[key], tuple(rest))}
+    if rest:
+        return [without(part, tuple(rest)) if i == key else part for i, part in enumerate(data)]
     return {name: value for name, value in data.items() if name != key}
 
 

@@ -8,7 +8,8 @@ import math
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 from tensordict import TensorDict
@@ -24,6 +25,7 @@ from ecrl.kernels.loops import Scan
 from ecrl.loop import make_parts, steps_per_iteration
 from ecrl.parts import device_of
 from ecrl.policies import acting_params
+from ecrl.recording import filming, view, with_film
 from ecrl.registry import did_you_mean
 from ecrl.spaces import Box
 from ecrl.types import LogData
@@ -44,15 +46,16 @@ def eval_envs(num_episodes: int, at_most: int) -> int:
 
 
 def _eval_step(
-    act: Callable, step: Callable, env_state: TensorDict, noise: Any, params: TensorDict
-) -> tuple[TensorDict, Tensor]:
-    """One deterministic step; the second result has a row `[N]` each for reward, end, what counts, and each outcome."""
+    act: Callable, step: Callable, filmed: int, env_state: TensorDict, noise: Any, params: TensorDict
+) -> tuple[TensorDict, tuple[Tensor, Any]]:
+    """One deterministic step; rows `[N]` of reward, end, what counts and each outcome; what is filmed before it."""
+    seen = view(env_state, filmed) if filmed else ()
     _, out = act(params, TensorDict({}, []), env_state["obs"], None)
     env_state = step(env_state, out["action"], noise)
     done = env_state["terminated"] | env_state["truncated"]
     counts = env_state["mask"] if "mask" in env_state else torch.ones_like(done)
     row = (env_state["reward"], done, counts, *_outcomes(env_state).values())
-    return env_state, torch.stack([x.to(torch.float32) for x in row])
+    return env_state, (torch.stack([x.to(torch.float32) for x in row]), seen)
 
 
 def _eval_steps(
@@ -61,15 +64,16 @@ def _eval_steps(
     loop: Scan,
     num_envs: int,
     length: int,
+    filmed: int,
     params: TensorDict,
     env_state: TensorDict,
     key: Tensor,
     first: Tensor,
-) -> tuple[TensorDict, Tensor]:
-    """`length` steps from step `first`, and their rows `[length, outcomes, N]`."""
+) -> tuple[TensorDict, tuple[Tensor, Any]]:
+    """`length` steps from step `first`; their rows `[length, outcomes, N]`, and what is filmed `[length, filmed]`."""
     index, times = torch.arange(num_envs, device=key.device), torch.arange(length, device=key.device).unsqueeze(1)
     noise = env.draw(rng.stream(key, rng.ENV, index, first + times))
-    return loop(partial(_eval_step, act, env.step), env_state, noise, params)
+    return loop(partial(_eval_step, act, env.step, filmed), env_state, noise, params)
 
 
 def _outcomes(env_state: TensorDict) -> dict[str, Tensor]:
@@ -113,7 +117,11 @@ def _eval_seed(cfg: Config) -> int:
 
 
 def evaluate(
-    state: TensorDict, cfg: Config, num_episodes: int | None = None, env: str | None = None
+    state: TensorDict,
+    cfg: Config,
+    num_episodes: int | None = None,
+    env: str | None = None,
+    videos: str | Path | None = None,
 ) -> dict[str, float]:
     """Mean return, its spread, mean length and what the environment reports of success and metrics, over episodes.
 
@@ -122,11 +130,21 @@ def evaluate(
         cfg: of the run.
         num_episodes: `trainer.num_eval_episodes` if absent.
         env: None for the run's own environment, `"gymnasium:<id>"` for one of Gymnasium's.
+        videos: a folder for those of the cameras under `trainer.events.eval`; None makes none. They change no number.
 
     Returns: `eval/avg_reward`, `eval/std_reward`, `eval/avg_length`; over the episodes at whose last step the
         environment reports them, `eval/success_rate` and `eval/metrics/<name>`.
     Raises: ConfigError for an env that is not known or whose spaces differ; UserError if an episode never ends.
     """
+    if env is not None and videos is not None:
+        raise ConfigError(f"videos: {videos}: cameras see the run's own environment, not {env}; leave either out")
+    with filming(cfg, None if videos is None else Path(videos)) as opened:
+        return _evaluated(state, cfg, num_episodes, env, opened)
+
+
+def _evaluated(
+    state: TensorDict, cfg: Config, num_episodes: int | None, env: str | None, opened: Callable[[TensorDict, int], Any]
+) -> dict[str, float]:
     count = cfg.trainer.num_eval_episodes if num_episodes is None else num_episodes
     if count < 1:
         raise ConfigError(f"num_episodes: {count}, expected at least 1")
@@ -135,9 +153,10 @@ def evaluate(
         raise ConfigError(f'env: {env!r}, expected "gymnasium:<id>" such as "gymnasium:CartPole-v1"')
     parts = make_parts(cfg, events="eval")
     names: list[str] = []
-    rows = _steps(parts if env is None else _elsewhere(parts, env), state, num_envs, names)
-    with torch.no_grad(), closing(rows) as steps:
-        return _summary(_count(steps, num_envs, count // num_envs), names)
+    with torch.no_grad(), opened(state, num_envs) as film:
+        rows = eval_steps(parts if env is None else _elsewhere(parts, env), state, num_envs, names, film.num_envs)
+        with closing(rows) as steps:
+            return _summary(_count(with_film(steps, film), num_envs, count // num_envs), names)
 
 
 def _elsewhere(parts: Parts, name: str) -> Parts:
@@ -151,14 +170,24 @@ def _elsewhere(parts: Parts, name: str) -> Parts:
     return parts._replace(env=auto_reset(clip_action(env) if parts.cfg.policy.clip_actions else env))
 
 
-def _steps(parts: Parts, state: TensorDict, num_envs: int, names: list[str]) -> Generator[list[tuple], None, None]:
-    """Step after step, without end: (reward, done, counts, *outcomes) per environment; fills in the outcomes' names."""
+def eval_steps(
+    parts: Parts, state: TensorDict, num_envs: int, names: list[str], filmed: int = 0
+) -> Generator[tuple[list[tuple], TensorDict | None], None, None]:
+    """Step after step, without end: (reward, done, counts, *outcomes) per environment, and what was seen before it.
+
+    Args:
+        parts: with the environment of evaluations.
+        state: of a run; only `params`, `norm` and the device of `key` are read.
+        num_envs: environments.
+        names: of the outcomes, which are filled in.
+        filmed: how many environments, the first ones, `ecrl.recording.view` is of; None is seen if 0.
+    """
     env, act = parts.env, parts.policy.act
     key = rng.fold_in(rng.key(_eval_seed(parts.cfg), state["key"].device), rng.EVAL)
     index = torch.arange(num_envs, device=key.device)
     env_state = env.reset(rng.stream(key, rng.START, index, 0))
     names += _outcomes(env_state)
-    sizes = (num_envs, _CHUNK if env.is_pure else 1)  # a step of the host costs more than looking
+    sizes = (num_envs, _CHUNK if env.is_pure else 1, filmed)  # a step of the host costs more than looking
     if env.is_pure:
         steps = parts.jit(_eval_steps, act, env, parts.scan, *sizes)
     else:
@@ -166,10 +195,11 @@ def _steps(parts: Parts, state: TensorDict, num_envs: int, names: list[str]) -> 
     params, first = acting_params(state["params"], state["norm"]), torch.zeros_like(key)
     try:
         while True:
-            env_state, rows = steps(params, env_state, key, first)
+            env_state, (rows, seen) = steps(params, env_state, key, first)
             first = first + len(rows)
-            for row in rows.tolist():
-                yield list(zip(*row, strict=True))
+            seen = cast(TensorDict, seen).cpu() if filmed else None
+            for i, row in enumerate(rows.tolist()):
+                yield list(zip(*row, strict=True)), None if seen is None else cast(TensorDict, seen[i])
     finally:
         env.close(env_state)
 
@@ -185,13 +215,22 @@ def check_evaluation(cfg: Config) -> None:
         raise ConfigError(f"trainer.best_eval_metric: {name!r} is not evaluated; {did_you_mean(name, known)}")
 
 
-def with_evaluation(records: Iterator[LogData], cfg: Config) -> Iterator[LogData]:
-    """Evaluate when `trainer.eval_freq` env steps are crossed; the `evaluate` record follows the one it evaluates."""
+def with_evaluation(records: Iterator[LogData], cfg: Config, videos: str | Path | None = None) -> Iterator[LogData]:
+    """Evaluate when `trainer.eval_freq` env steps are crossed; the `evaluate` record follows the one it evaluates.
+
+    Args:
+        records: to pass on.
+        cfg: of the run.
+        videos: a folder for those of the cameras under `trainer.events.eval`; None makes none. They are drawn while
+            training goes on; an evaluation waits for the video of the one before.
+    """
     check_evaluation(cfg)
     freq = cfg.trainer.eval_freq
-    for record in records:
-        yield record
-        step = record["sample_step"]
-        if record["log_type"] == "train" and step // freq > (step - steps_per_iteration(cfg)) // freq:
-            logs = {name: torch.tensor(value) for name, value in evaluate(record["state"], cfg).items()}
-            yield LogData(log_type="evaluate", sample_step=step, logs=logs, state=record["state"])
+    with filming(cfg, None if videos is None else Path(videos)) as opened:
+        for record in records:
+            yield record
+            step = record["sample_step"]
+            if record["log_type"] == "train" and step // freq > (step - steps_per_iteration(cfg)) // freq:
+                numbers = _evaluated(record["state"], cfg, None, None, opened)
+                logs = {name: torch.tensor(value) for name, value in numbers.items()}
+                yield LogData(log_type="evaluate", sample_step=step, logs=logs, state=record["state"])

@@ -1,13 +1,14 @@
 """Keys of EmbodiChain's config files that have no meaning here: each is said once by name and taken out.
 
 They describe its simulator (window, renderer, scene) or its data sets. A key of `env.cfg` counts only for environments
-whose Config does not know it, an event only while no event of its name is registered.
+whose Config does not know it, an event only for those without a scene, and while no user registered one of its name.
 """
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, get_args
 
 from ecrl.registry import Entry, lookup, registered
-from ecrl.strict import Fault, known_keys
+from ecrl.strict import ConfigModel, Fault, Loc, known_keys
 
 _WINDOW, _RENDERER, _GPU = "no simulator window", "no choice of renderer", "trainer.device chooses the GPU"
 _SCENE, _ENGINE = "this environment has a scene of its own", "this environment has physics of its own"
@@ -41,11 +42,8 @@ INERT = {
 }
 """Key: why it has no meaning."""
 
-INERT_EVENTS = {
-    "record_camera_data": "no cameras",
-    "record_camera_data_async": "no cameras",
-}
-"""`func` of events under trainer.events: why it has no meaning."""
+INERT_EVENTS = dict.fromkeys(("record_camera_data", "record_camera_data_async"), "this environment has no scene to see")
+"""`func` of events under trainer.events: why it has no meaning for environments without a scene."""
 
 
 def part_entry(kind: str, section: Any) -> Entry | None:
@@ -57,13 +55,51 @@ def part_entry(kind: str, section: Any) -> Entry | None:
         return None
 
 
-def _inert_events(events: Any) -> list[Fault]:
+def _ours(func: str) -> bool:
+    """Whether nobody registered an event of their own by this name."""
+    return func not in registered("event") or lookup("event", func).config.__module__.startswith("ecrl.")
+
+
+def _inert_events(events: Any, entry: Entry | None) -> list[Fault]:
+    if entry and "rigid_object" in known_keys(entry.config):  # it has a scene
+        return []
     found = []
     for use, named in events.items() if isinstance(events, dict) else ():
         for name, event in named.items() if isinstance(named, dict) else ():
             func = event.get("func") if isinstance(event, dict) else None
-            if isinstance(func, str) and func in INERT_EVENTS and func not in registered("event"):
+            if isinstance(func, str) and func in INERT_EVENTS and _ours(func):
                 found.append((("trainer", "events", use, name), f"{func}: {INERT_EVENTS[func]}"))
+    return found
+
+
+def sections_in(annotation: Any) -> Iterator[type[ConfigModel]]:
+    """The kinds of sections that a field's annotation tells of."""
+    if isinstance(annotation, type) and issubclass(annotation, ConfigModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from sections_in(part)
+
+
+def inert_in(model: type, data: Any, path: Loc = ()) -> list[Fault]:
+    """Where a section, or one of those in it, has keys that its model knows to have no meaning.
+
+    >>> class Shape(ConfigModel):
+    ...     inert = {"texture": "shapes have a color"}
+    >>> inert_in(Shape, {"texture": "wood"})
+    [(('texture',), 'shapes have a color')]
+    """
+    if isinstance(data, list | tuple):
+        return [fault for i, part in enumerate(data) for fault in inert_in(model, part, (*path, i))]
+    if not isinstance(data, dict) or not issubclass(model, ConfigModel):
+        return []
+    found = [((*path, key), model.inert[key]) for key in data if key in model.inert]
+    for name, field in model.model_fields.items():
+        for section in sections_in(field.annotation):
+            parts = data.get(name)
+            if "dict" in str(field.annotation) and isinstance(parts, dict):  # sections by name
+                found += [f for key, part in parts.items() for f in inert_in(section, part, (*path, name, key))]
+            else:
+                found += inert_in(section, parts, (*path, name))
     return found
 
 
@@ -74,12 +110,14 @@ def inert_keys(data: dict[str, Any]) -> list[Fault]:
     [(('trainer', 'enable_rt'), 'no ray tracing'), (('env', 'cfg', 'robot'), 'this environment has a scene of its own')]
     """
     trainer, env = data.get("trainer"), data.get("env")
-    found: list[Fault] = []
+    entry, found = part_entry("env", env), []
     if isinstance(trainer, dict):
         found += [(("trainer", key), INERT[f"trainer.{key}"]) for key in trainer if f"trainer.{key}" in INERT]
-        found += _inert_events(trainer.get("events"))
-    entry, cfg = part_entry("env", env), env.get("cfg") if isinstance(env, dict) else None
+        found += _inert_events(trainer.get("events"), entry)
+    cfg = env.get("cfg") if isinstance(env, dict) else None
     if entry and isinstance(cfg, dict):
-        unknown = [key for key in cfg if key not in known_keys(entry.config)]
+        of_part = inert_in(entry.config, cfg, ("env", "cfg"))
+        unknown = [key for key in cfg if key not in known_keys(entry.config) | {path[2] for path, _ in of_part}]
+        found += of_part
         found += [(("env", "cfg", key), INERT[f"env.cfg.{key}"]) for key in unknown if f"env.cfg.{key}" in INERT]
     return found

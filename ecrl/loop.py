@@ -158,10 +158,8 @@ def steps_per_iteration(cfg: Config) -> int:
 
 def _episode_logs(episode: TensorDict) -> Logs:
     """Means over the last finished episodes, NaN before the first."""
-    finished = episode["finished"]
-    none = torch.full((), torch.nan, device=finished.device)
     return {
-        f"episode_{name}_avg_{WINDOW}": torch.where(finished.sum() > 0, masked_mean(episode[field], finished), none)
+        f"episode_{name}_avg_{WINDOW}": _mean_or_nan(episode[field], episode["finished"])
         for name, field in (("reward", "finished_return"), ("length", "finished_length"))
     }
 
@@ -171,11 +169,24 @@ def _counted(batch: TensorDict) -> Tensor:
     return batch["mask"][:, :-1] if "mask" in batch else torch.ones_like(batch["done"][:, :-1])
 
 
+def _mean_or_nan(x: Tensor, mask: Tensor) -> Tensor:
+    """The mean over `mask`; NaN over none."""
+    return torch.where(mask.any(), masked_mean(x, mask), torch.full((), torch.nan, device=x.device))
+
+
 def _info_logs(batch: TensorDict) -> Logs:
-    """`rewards/<term>` and `metrics/<name>`: what the environment reports of each, mean over the steps that count."""
+    """What the environment reports.
+
+    `rewards/<term>` and `metrics/<name>`, mean over the steps that count; `success_rate` and `fail_rate`, of the
+    episodes that ended, NaN if none did.
+    """
     if "info" not in batch:
         return {}
     info, counted, logs = cast(TensorDict, batch["info"]), _counted(batch), {}
+    ended = counted & batch["done"][:, :-1]
+    for name in ("success", "fail"):
+        if name in info:
+            logs[f"{name}_rate"] = _mean_or_nan(info[name][:, :-1].to(torch.float32), ended)
     for group in ("rewards", "metrics"):
         for name, value in info.get(group, {}).items():
             if value.ndim == 2:  # vectors are for the environment's own use

@@ -12,6 +12,7 @@ from ecrl.compile import Form, choose_form
 from ecrl.config import Config
 from ecrl.envs import Env, auto_reset, clip_action, make_env, with_events
 from ecrl.envs.contract import check_env
+from ecrl.envs.mujoco.camera_terms import RecordCameraConfig
 from ecrl.errors import ConfigError
 from ecrl.kernels import scan
 from ecrl.policies import Policy, make_policy
@@ -112,8 +113,13 @@ def shaping(cfg: Config) -> Config:
 
 
 def make_parts(cfg: Config, events: Literal["train", "eval"] = "train") -> Parts:
-    """Environment (with auto-reset and the events of training or evaluation), policy, config and form of a run."""
+    """Environment (with auto-reset and the events of training or evaluation), policy, config and form of a run.
+
+    Cameras are no events of the environment: `ecrl.recording` watches it from outside.
+    """
     env, policy = _env_and_policy(cfg)
     env = auto_reset(clip_action(env) if cfg.policy.clip_actions else env)
     form = form_of(cfg)
-    return Parts(with_events(env, getattr(cfg.trainer.events, events)), policy, cfg, form.jit, form.scan)
+    named = getattr(cfg.trainer.events, events).items()
+    happening = {name: event for name, event in named if not isinstance(event.params, RecordCameraConfig)}
+    return Parts(with_events(env, happening), policy, cfg, form.jit, form.scan)

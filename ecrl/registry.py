@@ -1,4 +1,4 @@
-"""Names to parts: `name -> (Config, make)` for environments, policies, algorithms, networks and events.
+"""Names to parts: `name -> (Config, make)` for environments, policies, algorithms, networks, events and terms of tasks.
 
 A `make` function is registered by decorating it; the annotation of its first parameter is its Config:
 
@@ -32,7 +32,8 @@ class Entry(NamedTuple):
     make: Callable[..., Any]
 
 
-_ENTRIES: dict[str, dict[str, Entry]] = {kind: {} for kind in ("env", "policy", "algorithm", "network", "event")}
+_KINDS = ("env", "policy", "algorithm", "network", "event", "action", "observation", "reward")
+_ENTRIES: dict[str, dict[str, Entry]] = {kind: {} for kind in _KINDS}
 
 
 _SKIPPED: list[str] = []  # plugins that could not be imported, in words
@@ -93,8 +94,26 @@ def register_network(name: str, *, override: bool = False) -> Callable[[Callable
 
 
 def register_event(name: str, *, override: bool = False) -> Callable[[Callable], Callable]:
-    """Decorator: register `make(cfg) -> (env state, keys) -> env state` under `name`, for `trainer.events`."""
+    """Decorator: register `make(cfg) -> (env state, keys) -> env state` under `name`, for `trainer.events`.
+
+    A `make(cfg, sim)` is given the simulation of a MuJoCo task, and is for the `events` of one too.
+    """
     return _register("event", name, override=override)
+
+
+def register_action(name: str, *, override: bool = False) -> Callable[[Callable], Callable]:
+    """Decorator: register `make(cfg, sim) -> ActionTerm` under `name`, for a MuJoCo task's `actions`."""
+    return _register("action", name, override=override)
+
+
+def register_observation(name: str, *, override: bool = False) -> Callable[[Callable], Callable]:
+    """Decorator: register `make(cfg, sim) -> (state, value) -> value` under `name`, for a task's `observations`."""
+    return _register("observation", name, override=override)
+
+
+def register_reward(name: str, *, override: bool = False) -> Callable[[Callable], Callable]:
+    """Decorator: register `make(cfg, sim) -> (before, after) -> reward` under `name`, for a task's `rewards`."""
+    return _register("reward", name, override=override)
 
 
 @cache
@@ -120,7 +139,7 @@ def _import_parts() -> None:
 
 
 def registered(kind: str) -> tuple[str, ...]:
-    """The known names of a kind: "env", "policy", "algorithm", "network" or "event".
+    """The known names of a kind: env, policy, algorithm, network, event, action, observation or reward.
 
     >>> "cartpole" in registered("env")
     True

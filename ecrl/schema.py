@@ -5,13 +5,13 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from ecrl.config import AlgorithmChoice, Config, EnvChoice, EventConfig, PolicyConfig, TrainerConfig
+from ecrl.config import Config, EnvChoice, PolicyConfig, TrainerConfig
+from ecrl.inert import sections_in
 from ecrl.registry import lookup, registered
 from ecrl.strict import ConfigModel
 from ecrl.translate import COUNTS, MOVES
 
-KINDS = ("env", "policy", "algorithm", "network", "event")
-_CHOICES: dict[type[BaseModel], str] = {EnvChoice: "env", AlgorithmChoice: "algorithm", EventConfig: "event"}
+KINDS = ("env", "policy", "algorithm", "network", "event", "action", "observation", "reward")
 _ANY = "#/$defs/BaseModel"  # how pydantic writes settings that the registry finds
 _GYMNASIUM = {"type": "string", "pattern": "^gymnasium:."}
 
@@ -20,6 +20,18 @@ def _add_other_names(model: type[BaseModel], section: dict[str, Any]) -> None:
     """Add the further names of keys."""
     for other, name in model.other_names.items() if issubclass(model, ConfigModel) else ():  # users' may be others
         section["properties"][other] = section["properties"][name] | {"description": f"another name of {name}"}
+
+
+def _choices(models: list[type[BaseModel]]) -> dict[type[BaseModel], str]:
+    """Sections in these, or in those in them, that name a registered part; and of which kind."""
+    found: dict[type[BaseModel], str] = {}
+    rest = list(models)
+    while rest:
+        model = rest.pop(0)
+        if isinstance(kind := getattr(model, "part_kind", None), str):
+            found[model] = kind
+        rest += [one for field in model.model_fields.values() for one in sections_in(field.annotation)]
+    return found
 
 
 def _branch(names: dict[str, Any], keys: list[str], settings: str, config: dict[str, Any], default: bool) -> dict:
@@ -33,7 +45,7 @@ def _choose(section: dict[str, Any], kind: str, configs: dict[str, dict[str, Any
     """Turn a named part's section into one branch per registered name."""
     properties = section["properties"]
     settings = next(key for key, value in properties.items() if value.get("$ref") == _ANY)
-    keys = [key for key in properties if key in ("name", "id", "func", "type")]
+    keys = ["func"] if "func" in properties else [key for key in properties if key in ("name", "id", "type")]
     default = properties[keys[0]].get("default")
     properties[settings] = {"type": "object", "description": properties[settings]["description"]}
     section.pop("required")
@@ -72,7 +84,9 @@ def json_schema() -> dict[str, Any]:
     1
     """
     parts = {kind: {name: lookup(kind, name).config for name in registered(kind)} for kind in KINDS}
-    models = [Config, TrainerConfig, PolicyConfig, *_CHOICES, *(m for named in parts.values() for m in named.values())]
+    models = [Config, TrainerConfig, PolicyConfig, *(m for named in parts.values() for m in named.values())]
+    choices = _choices(models)
+    models += choices
     refs, schema = models_json_schema([(model, "validation") for model in dict.fromkeys(models)])
     refs = {model: ref for (model, _), ref in refs.items()}
     sections = {model: schema["$defs"][ref["$ref"].rpartition("/")[2]] for model, ref in refs.items()}
@@ -82,7 +96,7 @@ def json_schema() -> dict[str, Any]:
     for model in parts["env"].values():
         sections[model].setdefault("properties", {})["num_envs"] = num_envs
     configs = {k: {n: sections[m] | {"cfg": refs[m]} for n, m in named.items()} for k, named in parts.items()}
-    for model, kind in _CHOICES.items():
+    for model, kind in choices.items():
         _choose(sections[model], kind, configs[kind])
     _choose(schema["$defs"]["NetworkConfig"], "network", configs["network"])  # beside the policies, which are above
     plain = {"$ref": refs[PolicyConfig]["$ref"] + "-plain"}  # of policies that have no keys of their own

@@ -114,6 +114,8 @@ class ConfigModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
     other_names: ClassVar[dict[str, str]] = {}
     """Further names of keys, each with the key it means."""
+    inert: ClassVar[dict[str, str]] = {}
+    """Keys of other systems' configs that have no meaning here, and why each has none."""
 
     @model_validator(mode="wrap")
     @classmethod

@@ -24,7 +24,7 @@ import ecrl.philox_cpp  # noqa: F401  # how inductor writes Philox
 from ecrl.batching import outside, over_batch, vmapped
 from ecrl.errors import ConfigError
 from ecrl.kernels import scan
-from ecrl.kernels.loops import length_of
+from ecrl.kernels.loops import length_of, loops_of_graphs
 from ecrl.products import PRODUCTS
 from ecrl.trees import flatten, unflatten
 
@@ -129,7 +129,9 @@ def _lifted(graph: GraphModule) -> GraphModule:
                 with graph.graph.inserting_before(loop):
                     outside = graph.graph.get_attr(name)
                 with body.graph.inserting_after([n for n in body.graph.nodes if n.op == "placeholder"][-1]):
-                    node.replace_all_uses_with(body.graph.placeholder(name))
+                    inside = body.graph.placeholder(name)
+                inside.target = inside.name  # not that of a constant of a loop inside of it, which it would take over
+                node.replace_all_uses_with(inside)
                 body.graph.erase_node(node)
                 given.append(outside)
         loop.args = (loop.args[0], *[[*map(_behind, cast(list, part))] for part in loop.args[1:-1]], tuple(given))
@@ -175,6 +177,7 @@ def _packing(leaves: Sequence[Tensor], lead: int = 0) -> _Packing:
     return _Packing(places, buffers)
 
 
+@loops_of_graphs
 def graph_scan(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *constants: Any) -> tuple[Any, Any]:
     """`ecrl.kernels.scan` as one loop of the graph that is being traced; a plain one outside of any, or of one step."""
     (first, c), (rows, x), (fixed, k) = map(flatten, (carry, xs, constants))

@@ -15,10 +15,12 @@ from ecrl.config import Config, load_config, total_steps
 from ecrl.distributed import start, world_size
 from ecrl.errors import ConfigError
 from ecrl.evaluation import check_evaluation, with_evaluation
+from ecrl.films import with_training_videos
 from ecrl.history import History
 from ecrl.loggers import with_host_logs, with_jsonl, with_progress
 from ecrl.loop import check_config, close, init_state, train_iter
 from ecrl.profiler import Times, timed_records, watched, with_profile
+from ecrl.recording import cameras, check_cameras
 from ecrl.registry import registered
 from ecrl.resuming import resume
 from ecrl.tracking import with_tensorboard, with_wandb
@@ -27,15 +29,23 @@ from ecrl.types import LogData
 
 def consumers(
     records: Iterator[LogData],
+    state: TensorDict,
     cfg: Config,
     run_dir: Path | None,
     first: int,
     progress: bool,
     timed: Callable[[str, Iterator[LogData]], Iterator[LogData]] = lambda phase, records: records,
 ) -> Iterator[LogData]:
-    """Everything a run's config asks for, stacked on its records; `timed` may watch each of them."""
+    """Everything a run's config asks for, stacked on its records, the first of which follows `state`.
+
+    `timed` may watch each of them.
+    """
     records = timed("loop", records)
-    records = timed("evaluation", with_evaluation(records, cfg)) if cfg.trainer.enable_eval else records
+    videos = None if run_dir is None else run_dir / "videos"
+    if cfg.trainer.enable_eval:
+        records = timed("evaluation", with_evaluation(records, cfg, videos))
+    if videos is not None and cameras(cfg, "train"):
+        records = timed("videos", with_training_videos(records, cfg, videos, state))
     records = with_host_logs(records)
     if run_dir is not None:
         (run_dir / "logs").mkdir(exist_ok=True)
@@ -67,9 +77,10 @@ def train(
     if cfg.trainer.enable_eval:
         check_evaluation(cfg)
     if folder is not None:
+        check_cameras(cfg)
         _claim(folder, new=first == 0)
     records = _profiled(state, cfg, folder, first, progress) if profile else None
-    records = records or consumers(train_iter(state, cfg), cfg, folder, first, progress)
+    records = records or consumers(train_iter(state, cfg), state, cfg, folder, first, progress)
     try:
         for record in records:
             history.add(record)
@@ -86,7 +97,8 @@ def _profiled(state: TensorDict, cfg: Config, folder: Path | None, first: int, p
         raise ConfigError("profile: its times and traces need a folder; give run_dir too")
     times = Times()
     records = train_iter(state, cfg, partial(watched, times))
-    return with_profile(consumers(records, cfg, folder, first, progress, partial(timed_records, times)), times, folder)
+    timed = partial(timed_records, times)
+    return with_profile(consumers(records, state, cfg, folder, first, progress, timed), times, folder)
 
 
 def _make(folder: Path, exist_ok: bool) -> None:
@@ -164,6 +176,7 @@ def train_from_config(
             state = init_state(cfg)
             if cfg.trainer.enable_eval:
                 check_evaluation(cfg)
+            check_cameras(cfg)
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
         folder = _new_run_dir(cfg) if run_dir is None else Path(run_dir)

@@ -66,11 +66,11 @@ def test_inert_events(func, use, monkeypatch):
 
     monkeypatch.setitem(registry._ENTRIES, "event", dict(registry._ENTRIES["event"]))
 
-    @register_event(func)
+    @register_event(func, override=True)
     def film(cfg: FilmConfig) -> object:
         raise AssertionError("a config is checked without making its parts")
 
-    cfg, said = _said(_with(f"trainer.events.{use}.film", event))  # an event of that name has a meaning
+    cfg, said = _said(_with(f"trainer.events.{use}.film", event))  # a user's event of that name has a meaning
     assert said == [] and getattr(cfg.trainer.events, use)["film"].params == FilmConfig(name="cam", eye=[0.0, 0.0, 2.0])
 
 

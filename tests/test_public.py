@@ -20,8 +20,9 @@ CONFIGS = sorted((ROOT / "configs").glob("*.json"))
 
 SURFACE = """
 Algorithm Config ConfigError ConfigModel Env Policy PolicyConfig close evaluate init_state load load_config
-make_algorithm make_env make_iteration make_policy module_policy register_algorithm register_env register_event
-register_network register_policy registered save train train_from_config train_iter
+make_algorithm make_env make_iteration make_policy module_policy register_action register_algorithm register_env
+register_event register_network register_observation register_policy register_reward registered save train
+train_from_config train_iter
 """
 KERNELS = """
 GAE VTrace Squashed act_and_step adam adam_init adamw categorical_entropy categorical_kl categorical_log_prob

@@ -5,6 +5,14 @@ from ecrl.envs.cartpole import CartPoleConfig, cartpole
 from ecrl.envs.core import Env, auto_reset, clip_action, state_of, time_limit
 from ecrl.envs.events import RandomizeFieldConfig, randomize_field, restart, with_events
 from ecrl.envs.gymnasium import GymnasiumConfig, from_vector, gymnasium_env
+from ecrl.envs.mujoco.tasks import (
+    CartPoleRLConfig,
+    PushCubeConfig,
+    ReachConfig,
+    cart_pole,
+    push_cube,
+    reach,
+)
 from ecrl.envs.pendulum import PendulumConfig, pendulum
 from ecrl.envs.point_mass import PointMassConfig, point_mass
 from ecrl.envs.probes import ProbeConfig, probe_action, probe_constant, probe_delay, probe_match, probe_observation
@@ -13,13 +21,17 @@ from ecrl.strict import checked
 
 __all__ = [
     "CartPoleConfig",
+    "CartPoleRLConfig",
     "Env",
     "GymnasiumConfig",
     "PendulumConfig",
     "PointMassConfig",
     "ProbeConfig",
+    "PushCubeConfig",
     "RandomizeFieldConfig",
+    "ReachConfig",
     "auto_reset",
+    "cart_pole",
     "cartpole",
     "clip_action",
     "from_vector",
@@ -32,7 +44,9 @@ __all__ = [
     "probe_delay",
     "probe_match",
     "probe_observation",
+    "push_cube",
     "randomize_field",
+    "reach",
     "restart",
     "state_of",
     "time_limit",

@@ -31,6 +31,11 @@ def nothing_to_close(state: TensorDict) -> None:
     """The default `close`: tensors need none."""
 
 
+def nothing_lasts(start: TensorDict, ended: TensorDict) -> TensorDict:
+    """The default `carry_over`: an episode knows nothing of the one before."""
+    return start
+
+
 def always_current(state: TensorDict) -> bool:
     """The default `is_current`: a state that is all there can always go on."""
     return True
@@ -45,6 +50,8 @@ class Env:
     events change what is observed. lockstep: every episode has the same length. is_pure: False where the state lives
     outside the tensors, as in Gymnasium; such an env resets itself, keeps `final_obs`, and is released by `close`.
     is_current: state -> whether `step` can go on from it: False where its environments are gone or have gone on.
+    carry_over: (start, ended) -> the start of an episode with what lasts from the one before it, such as a mass that
+    was drawn once for all. scene: what events of scenes are made with, a MuJoCo task's simulation.
     """
 
     reset: Callable[[Tensor], TensorDict]
@@ -57,6 +64,8 @@ class Env:
     is_pure: bool = True
     close: Callable[[TensorDict], None] = nothing_to_close
     is_current: Callable[[TensorDict], bool] = always_current
+    carry_over: Callable[[TensorDict, TensorDict], TensorDict] = nothing_lasts
+    scene: Any = None
 
 
 def state_of(obs: Tensor, batch: torch.Size, **fields: Tensor) -> TensorDict:
@@ -118,7 +127,7 @@ def auto_reset(env: Env) -> Env:
         after = env.step(state.exclude("final_obs").update(flags), action, noise["step"])
         done = after["terminated"] | after["truncated"]
         kept = after.select(*_OF_THE_STEP, strict=False)
-        start, going_on = noise["start"].exclude(*_OF_THE_STEP), after.exclude(*_OF_THE_STEP)
+        start, going_on = env.carry_over(noise["start"], after).exclude(*_OF_THE_STEP), after.exclude(*_OF_THE_STEP)
         return start.where(done, going_on).update(kept).set("final_obs", after["obs"])
 
     return replace(env, reset=reset, step=step, draw=draw)

@@ -8,6 +8,7 @@ which environments, is decided here by `where`, so events run inside compiled an
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
+from inspect import signature
 from typing import Annotated, Any, Literal, NamedTuple, cast
 
 import torch
@@ -57,13 +58,23 @@ def _happen(env: Env, event: _Event, state: TensorDict, keys: Tensor, who: Tenso
     return after.set("obs", env.observe(after)).where(who, state)
 
 
-def _check(env: Env, event: _Event, state: TensorDict, keys: Tensor) -> None:
-    """Refuse an event that does not fit the state: let it happen, and compare the fields."""
-    told = f"trainer.events: {event.name} ({event.func})"
-    before = _own(env, state)
+def made(event: EventConfig, scene: Any, told: str) -> Apply:
+    """What a registered event does, made with the scene of a MuJoCo task if it takes one; `told` says which."""
+    make = lookup("event", event.func).make
+    needs_scene = len(signature(make).parameters) > 1
+    if needs_scene and scene is None:
+        raise ConfigError(f"{told}: happens to the scene of a MuJoCo task, and this environment has none")
+    try:
+        return make(event.params, scene) if needs_scene else make(event.params)
+    except ConfigError as error:
+        raise ConfigError(f"{told}: {error}") from None
+
+
+def check_event(told: str, apply: Apply, before: TensorDict, keys: Tensor) -> None:
+    """Refuse an event that does not fit the state: let it happen, and compare the fields. `told` says which."""
     names = ", ".join(sorted(_fields(before)))
     try:
-        after = event.apply(_own(env, state), keys)
+        after = apply(before.clone(), keys)
     except ConfigError as error:
         raise ConfigError(f"{told}: {error}") from None
     if not isinstance(after, TensorDictBase):
@@ -110,18 +121,20 @@ def with_events(env: Env, events: Mapping[str, EventConfig]) -> Env:
         if not env.is_pure:
             told = f"trainer.events: {name} ({event.func}): the state of this environment is not in tensors, where"
             raise ConfigError(f"{told} events happen; remove the event or use a tensor environment")
-    made = (
-        _Event(name, e.func, e.mode, e.interval_step, position, lookup("event", e.func).make(e.params))
+    all_made = (
+        _Event(
+            name, e.func, e.mode, e.interval_step, position, made(e, env.scene, f"trainer.events: {name} ({e.func})")
+        )
         for position, (name, e) in enumerate(sorted(events.items()))
     )
-    return _with_events(env, tuple(made)) if events else env
+    return _with_events(env, tuple(all_made)) if events else env
 
 
 def restart(env: Env, state: TensorDict, keys: Tensor) -> TensorDict:
     """Start an episode everywhere at once, as `env.reset(keys)`; the startup events and counters of `state` go on."""
-    if not env.is_pure:
-        return cast(Any, env.reset)(keys, state)  # those that are open start anew
-    return cast(Any, env.reset)(keys, state["events"]) if "events" in state else env.reset(keys)
+    if not env.is_pure or "events" in state:
+        return cast(Any, env.reset)(keys, state)  # environments that are open start anew
+    return env.carry_over(env.reset(keys), state)
 
 
 @cache
@@ -133,15 +146,16 @@ def _with_events(env: Env, events: tuple[_Event, ...]) -> Env:
             state = _happen(env, event, state, life_key if event.mode == "startup" else keys, who)
         return state
 
-    def reset(keys: Tensor, life: TensorDict | None = None) -> TensorDict:
+    def reset(keys: Tensor, ended: TensorDict | None = None) -> TensorDict:
         state, key = env.reset(keys), rng.fold_in(keys, rng.EVENT)
+        state = state if ended is None else env.carry_over(state, ended)
         if "final_obs" not in state:
             raise ValueError("with_events needs an environment that starts its episodes: with_events(auto_reset(env))")
         for event in events:
-            _check(env, event, state, key)
+            check_event(f"trainer.events: {event.name} ({event.func})", event.apply, _own(env, state), key)
         everyone = torch.ones(keys.shape, dtype=torch.bool, device=keys.device)
         born = TensorDict({"count": torch.zeros_like(keys), "key": key}, keys.shape)
-        life = born if life is None else life.copy()
+        life = born if ended is None else cast(TensorDict, ended["events"]).copy()
         return start(state, life["key"], key, everyone).copy().set("events", life)
 
     def draw(keys: Tensor) -> TensorDict:

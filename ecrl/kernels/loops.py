@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ecrl.graphs import in_graph
 from ecrl.trees import flatten, mapped, unflatten
 
 _CPU_ROWS, _GPU_ROWS = 2048, 65_536
@@ -37,6 +38,26 @@ def scan(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *constants: 
         carry, y = body(carry, unflatten(structure, x, lambda size: size[1:]), *constants)
         ys.append(y)
     return carry, mapped(lambda *parts: torch.stack(parts), *ys, batch=lambda size: (length, *size))
+
+
+_IN_GRAPHS: list[Scan] = []  # of `ecrl.tracing`, where that is in use
+
+
+def loops_of_graphs(made: Scan) -> Scan:
+    """Decorator: the scan that `loop` is where a graph is being made."""
+    _IN_GRAPHS[:] = [made]
+    return made
+
+
+def loop(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *constants: Any) -> tuple[Any, Any]:
+    """`scan`, and a loop of the graph where one is being made: for the turns of a solver, which nobody passes a scan.
+
+    Unrolled they would be compiled one by one. Tensors that `body` finds beside its arguments may only be constants.
+
+    >>> loop(lambda x, _: (0.5 * (x + 2.0 / x), None), torch.tensor(1.0), torch.zeros(4))[0]  # Heron's root of 2
+    tensor(1.4142)
+    """
+    return (_IN_GRAPHS[0] if _IN_GRAPHS and in_graph() else scan)(body, carry, xs, *constants)
 
 
 def length_of(leaves: list[Tensor]) -> int:

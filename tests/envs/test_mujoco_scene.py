@@ -10,9 +10,10 @@ import mujoco
 import numpy as np
 
 from ecrl.envs.mujoco.scene import build
-from ecrl.envs.mujoco.scene_config import SceneConfig, inert_keys
+from ecrl.envs.mujoco.scene_config import SceneConfig
 from ecrl.envs.mujoco.simulation import simulation
 from ecrl.errors import ConfigError
+from ecrl.inert import inert_in
 from ecrl.strict import checked
 
 CUBE = {"uid": "cube", "shape": {"shape_type": "Cube", "size": [0.1, 0.2, 0.3]}, "init_pos": [-0.6, -0.4, 0.15]}
@@ -232,7 +233,7 @@ GYM = {
 
 
 def test_keys_of_other_simulators_are_listed_with_a_reason():
-    found = inert_keys(SceneConfig, GYM)
+    found = inert_in(SceneConfig, GYM)
     assert [path for path, _ in found] == [
         ("rigid_object_group",),
         ("robot", "urdf_cfg"),
@@ -250,7 +251,7 @@ def test_keys_of_other_simulators_are_listed_with_a_reason():
             part = part[key]
         del part[path[-1]]
     assert build(checked(SceneConfig, left, "gym")).robot.tcp == {"arm": "Manipulator/arm_tcp"}
-    assert inert_keys(SceneConfig, {"robot": None, "rigid_object": 3, "light": []}) == []
+    assert inert_in(SceneConfig, {"robot": None, "rigid_object": 3, "light": []}) == []
 
 
 FAULTS = [
@@ -278,3 +279,16 @@ def test_a_fault_is_told_by_its_key(keys, told):
     with pytest.raises(ConfigError, match=told) as raised:
         made(**keys)
     assert "\n" not in str(raised.value)
+
+
+def test_frequency_of_control_stands_for_steps_per_control():
+    from ecrl.envs.mujoco.simulation import simulation
+
+    assert simulation(checked(SceneConfig, {}, "x")).substeps == 4
+    assert simulation(checked(SceneConfig, {"target_control_frequency": 50.0}, "x")).substeps == 2
+    dt = {"physics": {"dt": 0.002}}
+    assert simulation(checked(SceneConfig, {"target_control_frequency": 50.0} | dt, "x")).substeps == 10
+    with pytest.raises(ConfigError, match=r"target_control_frequency: 30.0 Hz is 3.33333 physics steps of 0.01 s"):
+        simulation(checked(SceneConfig, {"target_control_frequency": 30.0}, "x"))
+    with pytest.raises(ConfigError, match="say the same; keep one"):
+        checked(SceneConfig, {"target_control_frequency": 50.0, "sim_steps_per_control": 2}, "x")

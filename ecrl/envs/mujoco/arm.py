@@ -62,7 +62,8 @@ def _arm(base: Any, tcp: dict[str, Matrix]) -> None:
         body = body.add_body(name=name.replace("joint", "link"), pos=[a, 0.0, d], quat=quaternion, gravcomp=1.0)
         body.add_joint(name=name, axis=[0.0, 0.0, 1.0], range=[-_LIMIT[i], _LIMIT[i]], armature=_ARMATURE[i])
         _capsule(body, *_SHAPES[i], _MASS[i], _GREY if i in (1, 2, 5) else _BLUE)
-    x, y, z = (row[3] for row in tcp["arm"][:3])
+    tool = tcp.get("arm", ROBOTS["URRobot"].tcp["arm"])  # of an arm whose parts are called otherwise, its own
+    x, y, z = (row[3] for row in tool[:3])
     _geom(body, "BOX", size=[0.035, 0.035, 0.015], pos=[0.0, 0.0, _D[5] + 0.015], mass=0.3, rgba=_DARK)
     _capsule(body, (0.0, 0.0, _D[5] + 0.02), (x, y, _D[5] + z - 0.02), 0.02, 0.5, _DARK)
 

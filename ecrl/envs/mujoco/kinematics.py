@@ -181,22 +181,32 @@ def follow(chain: Chain, positions: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
     return now if np.array_equal(chain.end, np.eye(4)) else now @ end, after
 
 
-def jacobian(chain: Chain, positions: Tensor, dofs: list[int]) -> Tensor:
-    """How the end of a chain moves and turns with hinges and slides, `[*B, 6, len(dofs)]`: m/rad or m/m, and rad/rad.
+def motion(chain: Chain, positions: Tensor, dofs: list[int]) -> tuple[Tensor, Tensor]:
+    """The pose at the end of a chain, `[*B, 4, 4]`, and how it moves and turns with hinges and slides.
 
-    The first three rows are `axis x (end - anchor)` for a hinge and `axis` for a slide, the last three `axis` and 0;
-    all are 0 for a degree of freedom that the end does not move with.
+    The latter is `[*B, 6, len(dofs)]`, m/rad or m/m, and rad/rad. Its first three rows are `axis x (end - anchor)` for
+    a hinge and `axis` for a slide, the last three `axis` and 0; all are 0 for a degree of freedom that the end does not
+    move with.
     """
     end, after = follow(chain, positions)
-    by_dof = {step.dof: step for step in chain.steps if isinstance(step, Joint)}
-    none, found = end.new_zeros(torch.Size((*end.shape[:-2], 3))), []
-    for dof in dofs:
-        if dof not in by_dof:
-            found.append(torch.cat((none, none), -1))
-            continue
-        joint, frame = by_dof[dof], after[dof]
-        axis = frame[..., :3, :3] @ end.new_tensor(joint.axis)
-        anchor = frame[..., :3, :3] @ end.new_tensor(joint.anchor) + frame[..., :3, 3]
-        moved = torch.linalg.cross(axis, end[..., :3, 3] - anchor) if joint.hinge else axis
-        found.append(torch.cat((moved, axis if joint.hinge else none), -1))
-    return torch.stack(found, -1)
+    joints = [step for step in chain.steps if isinstance(step, Joint) and step.dof in dofs]
+    if not joints:
+        return end, end.new_zeros(torch.Size((*end.shape[:-2], 6, len(dofs))))
+    frames = torch.stack([after[joint.dof] for joint in joints], -3)[..., :3, :]
+    axis = (frames[..., :3] * end.new_tensor(np.stack([joint.axis for joint in joints]))[:, None]).sum(-1)
+    anchor = (frames[..., :3] * end.new_tensor(np.stack([joint.anchor for joint in joints]))[:, None]).sum(-1)
+    moved = torch.linalg.cross(axis, end[..., None, :3, 3] - anchor - frames[..., 3])
+    columns = torch.cat((moved, axis), -1)
+    if not all(joint.hinge for joint in joints):
+        hinges = torch.tensor([joint.hinge for joint in joints], device=end.device)[:, None]
+        columns = torch.where(hinges, columns, torch.cat((axis, torch.zeros_like(axis)), -1))
+    if [joint.dof for joint in joints] == dofs:
+        return end, columns.mT
+    found = dict(zip([joint.dof for joint in joints], columns.unbind(-2), strict=True))
+    none = torch.zeros_like(columns[..., 0, :])
+    return end, torch.stack([found.get(dof, none) for dof in dofs], -1)
+
+
+def jacobian(chain: Chain, positions: Tensor, dofs: list[int]) -> Tensor:
+    """How the end of a chain moves and turns with hinges and slides, `[*B, 6, len(dofs)]`; see `motion`."""
+    return motion(chain, positions, dofs)[1]

@@ -71,6 +71,16 @@ def size_of(model: Any, *parts: str) -> int:
     return sum(mujoco().mj_stateSize(model, getattr(states, f"mjSTATE_{part}").value) for part in parts)
 
 
+def _dofs_of(model: Any, name: str) -> tuple[int, int]:
+    """The first degree of freedom and how many there are, of a joint, or of a body: free joints are often unnamed."""
+    kinds = mujoco().mjtObj.mjOBJ_JOINT, mujoco().mjtObj.mjOBJ_BODY
+    joint, body = (mujoco().mj_name2id(model, kind, name) for kind in kinds)
+    if joint < 0 <= body:
+        return int(model.body_dofadr[body]), int(model.body_dofnum[body])
+    joint = id_of(model, "jnt", name)
+    return int(model.jnt_dofadr[joint]), (6, 3, 1, 1)[int(model.jnt_type[joint])]
+
+
 def rows_of(model: Any, field: str, name: str) -> range:
     """Where the numbers of an object lie in a field of the model, counted in the flattened field.
 
@@ -79,11 +89,10 @@ def rows_of(model: Any, field: str, name: str) -> range:
     prefix, values = field.partition("_")[0], getattr(model, field, None)
     if prefix not in _PREFIXES or not isinstance(values, np.ndarray):
         raise ConfigError(f"{field!r} is no field of a MuJoCo model that can vary; such as body_mass, geom_friction")
-    kind = {"dof": "jnt"}.get(prefix, prefix)
-    index = id_of(model, kind, name)
-    first, many = index, 1
     if prefix == "dof":
-        first, many = int(model.jnt_dofadr[index]), (6, 3, 1, 1)[int(model.jnt_type[index])]
+        first, many = _dofs_of(model, name)
+    else:
+        first, many = id_of(model, prefix, name), 1
     width = int(np.prod(values.shape[1:]))
     return range(first * width, (first + many) * width)
 

@@ -59,7 +59,7 @@ def _add_light(spec: Any, cfg: LightConfig) -> None:
     far = mujoco().mjtLightType.mjLIGHT_DIRECTIONAL
     given = {"dir": list(cfg.direction), "diffuse": list(cfg.color), "castshadow": False}
     spec.worldbody.add_light(pos=[0.0, 0.0, 4.0], type=far, **given)
-    spec.visual.headlight.ambient = list(cfg.ambient)
+    spec.visual.headlight.ambient, spec.visual.headlight.diffuse = list(cfg.ambient), [0.0, 0.0, 0.0]
 
 
 def _empty() -> Any:

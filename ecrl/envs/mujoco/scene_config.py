@@ -3,12 +3,11 @@
 The keys are EmbodiChain's. Those of its simulator that MuJoCo has nothing for stand in `inert` of their section.
 """
 
-from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from ecrl.strict import ConfigModel, Count, Fault, Loc, NonNegative, Positive
+from ecrl.strict import ConfigModel, Count, NonNegative, Positive
 
 Real = Annotated[float, Field(ge=-1e6, le=1e6)]
 Triple = Annotated[tuple[Real, Real, Real], Field(strict=False)]
@@ -21,13 +20,7 @@ _OWN_SOLVER = "inverse kinematics is of the action term EefPoseTerm, on the robo
 _ONE_FRICTION = "MuJoCo has one sliding friction, static_friction"
 
 
-class SceneModel(ConfigModel):
-    """A section of a scene; `inert` has its keys without a meaning here, and why each has none."""
-
-    inert: ClassVar[dict[str, str]] = {}
-
-
-class ShapeConfig(SceneModel):
+class ShapeConfig(ConfigModel):
     """A primitive shape."""
 
     inert: ClassVar = {"visual_material": "objects have a color"}
@@ -48,7 +41,7 @@ class ShapeConfig(SceneModel):
         return self
 
 
-class AttrsConfig(SceneModel):
+class AttrsConfig(ConfigModel):
     """How a rigid object moves and touches."""
 
     inert: ClassVar = {
@@ -69,7 +62,7 @@ class AttrsConfig(SceneModel):
     angular_damping: NonNegative = Field(0.7, description="share of the angular velocity lost, 1/s")
 
 
-class RigidObjectConfig(SceneModel):
+class RigidObjectConfig(ConfigModel):
     """An object of one shape."""
 
     inert: ClassVar = {
@@ -89,7 +82,7 @@ class RigidObjectConfig(SceneModel):
     color: Color = Field((0.85, 0.35, 0.2, 1.0), description="red, green, blue, opacity, 0 to 1")
 
 
-class DriveConfig(SceneModel):
+class DriveConfig(ConfigModel):
     """Actuators of the robot's joints: a spring and a damper towards the target, of limited force.
 
     force = clamp(stiffness (target - position) - damping velocity, +-max_effort)
@@ -107,7 +100,7 @@ class DriveConfig(SceneModel):
     max_effort: PerJoint | None = Field(None, description="N or N m; the robot's own if absent")
 
 
-class SolverConfig(SceneModel):
+class SolverConfig(ConfigModel):
     """What is held at the end of a part of the robot."""
 
     inert: ClassVar = dict.fromkeys(
@@ -119,7 +112,7 @@ class SolverConfig(SceneModel):
     )
 
 
-class RobotConfig(SceneModel):
+class RobotConfig(ConfigModel):
     """The robot: a built-in one by its type, or any MJCF file."""
 
     inert: ClassVar = {
@@ -145,7 +138,7 @@ class RobotConfig(SceneModel):
     solver_cfg: dict[str, SolverConfig] = Field({}, description="end effectors by name of part")
 
 
-class LightConfig(SceneModel):
+class LightConfig(ConfigModel):
     """The light of the images, from far away."""
 
     inert: ClassVar = dict.fromkeys(("direct", "indirect"), "images have one light; see light.direction, color")
@@ -155,7 +148,7 @@ class LightConfig(SceneModel):
     ambient: Triple = Field((0.3, 0.3, 0.3), description="light from everywhere: red, green, blue, 0 to 1")
 
 
-class PhysicsConfig(SceneModel):
+class PhysicsConfig(ConfigModel):
     """How MuJoCo steps."""
 
     dt: Positive | None = Field(None, description="time step, s; 0.01, or that of the scene's file, if absent")
@@ -163,12 +156,14 @@ class PhysicsConfig(SceneModel):
     threads: Annotated[int, Field(ge=0, le=4096)] = Field(0, description="threads; 0: as many as torch uses")
 
 
-class SceneConfig(SceneModel):
+class SceneConfig(ConfigModel):
     """A scene. Tasks have these keys beside their own."""
 
     inert: ClassVar = {
         "rigid_object_group": "list the objects in rigid_object",
         "articulation": "other articulated things come in with mjcf, a scene's file",
+        "physics_config": "see physics",
+        "sensor": "cameras are of events and observations",
     }
 
     mjcf: str | None = Field(None, description="path of an MJCF file as the scene, or its text; a floor if absent")
@@ -178,33 +173,15 @@ class SceneConfig(SceneModel):
     background: Annotated[tuple[RigidObjectConfig, ...], Field(strict=False)] = Field((), description="more objects")
     light: LightConfig | None = Field(None, description="light of the images; that of the scene's file if absent")
     physics: PhysicsConfig = Field(PhysicsConfig.model_construct(), description="step and threads")
-    sim_steps_per_control: Count = Field(4, description="physics steps per step of the environment")
+    sim_steps_per_control: Count | None = Field(
+        None, description="physics steps per step of the environment; 4 if no frequency is given either"
+    )
+    target_control_frequency: Positive | None = Field(
+        None, description="steps of the environment per second, Hz, in place of sim_steps_per_control"
+    )
 
-
-def _sections(annotation: Any) -> Iterator[type[SceneModel]]:
-    """The kinds of sections in a field's annotation."""
-    if isinstance(annotation, type) and issubclass(annotation, SceneModel):
-        yield annotation
-    for part in get_args(annotation):
-        yield from _sections(part)
-
-
-def inert_keys(model: type[SceneModel], data: Any, path: Loc = ()) -> list[Fault]:
-    """Where a section has keys without a meaning, and why each has none.
-
-    >>> inert_keys(SceneConfig, {"rigid_object": [{"uid": "cube", "attrs": {"restitution": 0.1}}]})[0][0]
-    ('rigid_object', 0, 'attrs', 'restitution')
-    """
-    if isinstance(data, list | tuple):
-        return [fault for i, part in enumerate(data) for fault in inert_keys(model, part, (*path, i))]
-    if not isinstance(data, dict):
-        return []
-    found = [((*path, key), model.inert[key]) for key in data if key in model.inert]
-    for name, field in model.model_fields.items():
-        for section in _sections(field.annotation):
-            parts = data.get(name)
-            if "dict" in str(field.annotation) and isinstance(parts, dict):  # sections by name
-                found += [f for key, part in parts.items() for f in inert_keys(section, part, (*path, name, key))]
-            else:
-                found += inert_keys(section, parts, (*path, name))
-    return found
+    @model_validator(mode="after")
+    def _one_frequency(self) -> "SceneConfig":
+        if self.target_control_frequency is not None and self.sim_steps_per_control is not None:
+            raise ValueError("sim_steps_per_control and target_control_frequency say the same; keep one")
+        return self

@@ -20,7 +20,9 @@ from ecrl.envs.mujoco.models import STATE, Varied, load, mujoco, rows_of, size_o
 from ecrl.envs.mujoco.robot import Drive, Robot
 from ecrl.envs.mujoco.scene import build
 from ecrl.envs.mujoco.scene_config import SceneConfig
+from ecrl.errors import ConfigError
 
+_SUBSTEPS = 4  # of 0.01 s: 25 steps of the environment per second
 _HUGE = 1e10  # what MuJoCo itself calls a bad number
 
 
@@ -56,6 +58,17 @@ def _state_bits() -> int:
     return sum(getattr(mujoco().mjtState, f"mjSTATE_{name}").value for name in STATE)
 
 
+def _substeps(cfg: SceneConfig, dt: float) -> int:
+    """Physics steps of `dt` seconds per step of the environment."""
+    if cfg.target_control_frequency is None:
+        return cfg.sim_steps_per_control or _SUBSTEPS
+    exact = 1.0 / (cfg.target_control_frequency * dt)
+    if round(exact) < 1 or abs(exact - round(exact)) > 1e-6 * exact:
+        told = f"{cfg.target_control_frequency} Hz is {exact:.6g} physics steps of {dt} s, which is no whole number"
+        raise ConfigError(f"target_control_frequency: {told}; change it or physics.dt")
+    return round(exact)
+
+
 @cache
 def simulation(cfg: SceneConfig, drives: tuple[tuple[str, Drive], ...] = (), varied: Varied = ()) -> Simulation:
     """The simulation of a scene; its files are read once in a process.
@@ -80,7 +93,7 @@ def simulation(cfg: SceneConfig, drives: tuple[tuple[str, Drive], ...] = (), var
     parameters = np.concatenate([np.zeros(0), *numbers])
     handle = load(model, cfg.physics.threads, varied)
     sensors = probe.sensordata.astype(np.float32)
-    sizes = cfg.sim_steps_per_control, model.nu, model.nv
+    sizes = _substeps(cfg, model.opt.timestep), model.nu, model.nv
     return Simulation(model, scene.robot, handle, *sizes, data, varied, row, sensors, parameters)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ecrl.envs.mujoco import kinematics
 from ecrl.envs.mujoco.models import STATE, id_of, mujoco, rows_of, size_of
+from ecrl.envs.mujoco.robot import Drive
 from ecrl.envs.mujoco.simulation import Simulation
 from ecrl.errors import ConfigError
 
@@ -29,10 +30,9 @@ def _read(sim: Simulation, world: TensorDict, part: str) -> Tensor:
     return world["physics"][..., _columns(sim, part)].float()
 
 
-def _write(sim: Simulation, world: TensorDict, columns: Sequence[int], values: Tensor) -> TensorDict:
-    """The world with some columns of `physics` replaced, without an index that a compiler cannot see through."""
-    row, place = world["physics"], {column: i for i, column in enumerate(columns)}
-    values = values.double().expand(*world.batch_size, len(columns))
+def _replaced(row: Tensor, columns: Sequence[int], values: Tensor) -> Tensor:
+    """Some of the last axis replaced, without an index that a compiler cannot see through."""
+    place = {column: i for i, column in enumerate(columns)}
     pieces, at = [], 0
     while at < row.shape[-1]:
         end, inside = at + 1, at in place
@@ -40,7 +40,13 @@ def _write(sim: Simulation, world: TensorDict, columns: Sequence[int], values: T
             end += 1
         pieces.append(values[..., place[at] : place[at] + end - at] if inside else row[..., at:end])
         at = end
-    return world.copy().set("physics", torch.cat(pieces, -1))
+    return torch.cat(pieces, -1)
+
+
+def _write(sim: Simulation, world: TensorDict, columns: Sequence[int], values: Tensor) -> TensorDict:
+    """The world with some columns of `physics` replaced."""
+    values = values.double().expand(*world.batch_size, len(columns))
+    return world.copy().set("physics", _replaced(world["physics"], columns, values))
 
 
 def time(sim: Simulation, world: TensorDict) -> Tensor:
@@ -82,6 +88,27 @@ def joint_velocities(sim: Simulation, world: TensorDict, joints: Sequence[str]) 
 def joint_forces(sim: Simulation, world: TensorDict, joints: Sequence[str]) -> Tensor:
     """What the drives of robot joints exerted in the last substep, `[*B, len(joints)]`, N m or N."""
     return torch.cat([sensor(sim, world, f"{name}_force") for name in joints], -1)
+
+
+@cache
+def actuators_of(sim: Simulation, joints: tuple[str, ...]) -> list[int]:
+    """The actuators that drive hinges and slides, one each. ConfigError for a joint that has none."""
+    model, kind = sim.model, int(mujoco().mjtTrn.mjTRN_JOINT)
+    driven = {int(model.actuator_trnid[i, 0]): i for i in range(model.nu) if model.actuator_trntype[i] == kind}
+    ids = {name: id_of(model, "jnt", name) for name in joints}
+    for name, i in ids.items():
+        if i not in driven:
+            raise ConfigError(f"joint {name!r} has no actuator")
+    return [driven[i] for i in ids.values()]
+
+
+def drive_of(sim: Simulation, joint: str) -> Drive | None:
+    """What the control of a joint's actuator is; None for one that is none of these."""
+    model, (i,) = sim.model, actuators_of(sim, (joint,))
+    if model.actuator_biastype[i] == int(mujoco().mjtBias.mjBIAS_NONE):
+        return "force"
+    _, position, velocity = model.actuator_biasprm[i, :3]
+    return "position" if position < 0.0 else "velocity" if velocity < 0.0 else None
 
 
 def joint_limits(sim: Simulation, joints: Sequence[str]) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -143,6 +170,17 @@ def site_jacobian(sim: Simulation, world: TensorDict, name: str, joints: Sequenc
     return kinematics.jacobian(_to_site(sim, name), _positions(sim, world), _joints(sim, tuple(joints))[1])
 
 
+def site_motion(
+    sim: Simulation, world: TensorDict, name: str, joints: Sequence[str], values: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Where a site would be, `[*B, 4, 4]`, and how it would move, `[*B, 6, len(joints)]`, with joints put elsewhere.
+
+    `values` are their positions, `[*B, len(joints)]`, rad or m; all others are where they are in the world.
+    """
+    at, dofs = _joints(sim, tuple(joints))
+    return kinematics.motion(_to_site(sim, name), _replaced(_positions(sim, world), at, values), dofs)
+
+
 def _free(sim: Simulation, name: str) -> int | None:
     """The free joint of a body, if it has one."""
     body = id_of(sim.model, "body", name)
@@ -185,6 +223,14 @@ def body_velocity(sim: Simulation, world: TensorDict, name: str) -> tuple[Tensor
     first, velocity = _dofs(sim, name), qvel(sim, world)
     turning = body_pose(sim, world, name)[..., :3, :3] @ velocity[..., first + 3 : first + 6, None]
     return velocity[..., first : first + 3], turning.squeeze(-1)
+
+
+def with_body_velocity(sim: Simulation, world: TensorDict, name: str, linear: Tensor, angular: Tensor) -> TensorDict:
+    """Worlds with a dynamic object moving otherwise: velocities in the world, each `[*B, 3]`, m/s and rad/s."""
+    first = _columns(sim, "QVEL").start + _dofs(sim, name)
+    turning = body_pose(sim, world, name)[..., :3, :3].mT @ angular.unsqueeze(-1)
+    turning = turning.squeeze(-1)
+    return _write(sim, world, range(first, first + 6), torch.cat((linear.expand_as(turning), turning), -1))
 
 
 def push(sim: Simulation, name: str, force: Tensor) -> Tensor:

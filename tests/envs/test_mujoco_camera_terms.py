@@ -1,0 +1,153 @@
+"""Images as observations, and events that move cameras and change lights."""
+
+import pytest
+import torch
+from conftest import assert_pure, close
+from film_stand_ins import SMALL, TASK, filmed_run, gl
+from tensordict import TensorDict
+
+from ecrl import rng
+from ecrl.compile import choose_form
+from ecrl.envs import make_env
+from ecrl.envs.mujoco import camera
+from ecrl.envs.mujoco.camera import CameraConfig, drawing
+from ecrl.envs.mujoco.camera_terms import (
+    RandomizeCameraConfig,
+    RandomizeLightConfig,
+    camera_image,
+    randomize_camera,
+    randomize_light,
+)
+from ecrl.errors import ConfigError
+from ecrl.loop import init_state, make_iteration
+from ecrl.strict import checked
+
+TINY = SMALL | {"resolution": [12, 8], "intrinsics": [12, 12, 6, 4]}
+CONFIG = CameraConfig.model_validate(TINY)
+
+
+def _env(**events):
+    return make_env({"name": "film_task", "cfg": TASK["cfg"] | {"events": TASK["cfg"]["events"] | events}})
+
+
+def _states(env, n=4):
+    return env.reset(rng.split(rng.key(0), n))
+
+
+@gl
+def test_an_image_is_what_the_camera_draws():
+    env = _env()
+    state = _states(env)
+    seen = assert_pure(camera_image(CONFIG, env.scene), state, None)
+    assert seen.shape == (4, 8, 12, 3) and seen.dtype == torch.float32
+    with drawing(env.scene, CONFIG) as draw:
+        for i in range(4):
+            expected = draw(state["world", "physics"][i], {"goal": state["targets", "goal"][i]}).copy()
+            close(seen[i] * 255.0, torch.from_numpy(expected))
+    left = state["targets", "goal"][:, 0] < -0.6
+    assert 0 < left.sum() < 4
+    first, *others = seen[left]
+    assert all(torch.equal(first, x) for x in others) and not torch.equal(first, seen[~left][0])  # the goal is seen
+
+
+@gl
+def test_any_batch_and_vmap_give_the_same_pixels():
+    env = _env()
+    state, term = _states(env), camera_image(CONFIG, env.scene)
+    expected = term(state, None)
+    assert torch.equal(term(state.reshape(2, 2), None), expected.unflatten(0, (2, 2)))
+    assert torch.equal(term(state[1], None), expected[1])
+    physics, goal = state["world", "physics"], state["targets", "goal"]
+
+    def one(row, place):
+        fields = {"world": TensorDict({"physics": row}, []), "targets": TensorDict({"goal": place}, [])}
+        return term(TensorDict(fields, []), None)
+
+    assert torch.equal(torch.vmap(one)(physics, goal), expected)
+    fixed = torch.vmap(one, in_dims=(0, None))(physics, goal[0])
+    assert torch.equal(fixed[0], expected[0])
+
+
+@gl
+@pytest.mark.slow
+def test_compiled_as_eager():
+    env = _env()
+    state, term = _states(env), camera_image(CONFIG, env.scene)
+
+    def mean(state, scale):
+        return (term(state, None) * scale).mean((1, 2, 3))
+
+    scale = torch.tensor(2.0)
+    close(choose_form("on", "cpu").jit(mean)(state, scale), mean(state, scale))
+
+
+@gl
+def test_a_policy_that_sees():
+    seen = {"func": "camera_image", "name": "camera", "params": TINY}
+    cfg = filmed_run(**{"env.cfg.observations": {"image": seen}, "trainer.enable_eval": False})
+    state = init_state(cfg)
+    assert state["env", "obs"].shape == (4, 8 * 12 * 3 + 18)
+    after, _ = make_iteration(cfg)(state)
+    assert after["env", "obs"].isfinite().all() and not torch.equal(after["env", "obs"], state["env", "obs"])
+    assert state["env", "obs"][:, : 8 * 12 * 3].min() >= 0.0 and state["env", "obs"][:, : 8 * 12 * 3].max() <= 1.0
+
+
+def test_draws_lie_between_the_bounds():
+    box = ((-0.1, 0.0, 0.5), (0.1, 0.0, 1.0))
+    both = RandomizeCameraConfig(eye_range=box, target_range=((0.0, 0.0, 0.0), (1.0, 2.0, 3.0)))
+    assert both.stores == {camera.EYE: (0.0, 0.0, 0.0), camera.TARGET: (0.0, 0.0, 0.0)}
+    keys = rng.split(rng.key(1), 500)
+    state = TensorDict({"targets": {name: torch.zeros(500, 3) for name in both.stores}}, [500])
+    after = assert_pure(randomize_camera(both, None), state, keys)["targets"]
+    low, high = after[camera.EYE].min(0).values, after[camera.EYE].max(0).values
+    close(low, [-0.1, 0.0, 0.5], 0.02)
+    close(high, [0.1, 0.0, 1.0], 0.02)
+    close(after[camera.TARGET].mean(0), [0.5, 1.0, 1.5], 0.15)
+    one = randomize_camera(both, None)(state[3], keys[3])
+    assert torch.equal(one["targets", camera.EYE], after[camera.EYE][3])
+    u = rng.uniform(rng.fold_in(keys, 1), (3,))
+    close(after[camera.TARGET], u * torch.tensor([1.0, 2.0, 3.0]))
+
+
+def test_a_light_is_what_is_drawn():
+    light = RandomizeLightConfig(direction_range=((1.0, 2.0, 3.0),) * 2, color_range=((0.1, 0.2, 0.3),) * 2)
+    assert light.stores == {camera.DIRECTION: (0.3, 0.4, -1.0), camera.COLOR: (0.7, 0.7, 0.7)}
+    state = TensorDict({"targets": {name: torch.zeros(2, 3) for name in light.stores}}, [2])
+    after = randomize_light(light, None)(state, rng.split(rng.key(0), 2))["targets"]
+    close(after[camera.DIRECTION], torch.tensor([[1.0, 2.0, 3.0]] * 2))
+    close(after[camera.COLOR], torch.tensor([[0.1, 0.2, 0.3]] * 2))
+    assert RandomizeLightConfig(color_range=((0.0, 0.0, 0.0),) * 2).stores == {camera.COLOR: (0.7, 0.7, 0.7)}
+
+
+@gl
+@pytest.mark.parametrize(
+    ("func", "params"),
+    [
+        ("randomize_camera", {"eye_range": [[-0.3, -0.3, -0.3], [0.3, 0.3, 0.3]]}),
+        ("randomize_camera", {"target_range": [[-0.3, -0.3, -0.3], [0.3, 0.3, 0.3]]}),
+        ("randomize_light", {"direction_range": [[-1, -1, -1], [1, 1, -0.5]]}),
+        ("randomize_light", {"color_range": [[0, 0, 0], [0.5, 0.5, 0.5]]}),
+    ],
+)
+def test_events_of_a_task_change_what_is_seen_and_nothing_else(func, params):
+    plain, changed = _env(), _env(z={"func": func, "mode": "reset", "params": params})
+    before, after = _states(plain), _states(changed)
+    assert torch.equal(before["world", "physics"], after["world", "physics"])
+    a, b = (camera_image(CONFIG, env.scene)(state, None) for env, state in ((plain, before), (changed, after)))
+    assert all(not torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    assert not torch.equal(b[0], b[1])
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "told"),
+    [
+        (RandomizeCameraConfig, {}, "give eye_range, target_range or both"),
+        (RandomizeLightConfig, {}, "give direction_range, color_range or both"),
+        (RandomizeCameraConfig, {"eye_range": [[0, 1, 0], [0, 0, 0]]}, "lowest 1.0 is above highest 0.0"),
+        (RandomizeLightConfig, {"color_range": [[0, 0, 0], [0, 0, 2]]}, "color_range"),
+        (RandomizeLightConfig, {"direction_range": [[0, 0, 0], [0, 0, 0]]}, "holds no direction but 0"),
+    ],
+)
+def test_settings_that_say_nothing_are_refused(model, settings, told):
+    with pytest.raises(ConfigError, match=told):
+        checked(model, settings, "params")

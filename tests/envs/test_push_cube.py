@@ -1,0 +1,166 @@
+"""PushCube, Reach and CartPole on MuJoCo: their numbers, starts, success and failure."""
+
+from math import exp, pi
+
+import pytest
+import torch
+from conftest import close
+
+import ecrl
+from ecrl import rng
+from ecrl.envs import auto_reset, make_env
+from ecrl.envs.contract import check_env
+from ecrl.envs.mujoco import world
+
+
+def _keys(n, seed=0):
+    return rng.split(rng.key(seed), n)
+
+
+def _put(env, state, cube=None, goal=None):
+    """States with the cube and the goal at places of the plane."""
+    state = state.copy()
+    if cube is not None:
+        place = torch.tensor([*cube, 0.05]).expand(*state.batch_size, 3)
+        state["world"] = world.with_body_pose(env.scene, state["world"], "cube", place)
+    if goal is not None:
+        targets = state["targets"].copy()
+        state["targets"] = targets.set("goal_pose", torch.tensor([*goal, 0.05]).expand(*state.batch_size, 3).clone())
+    return state
+
+
+@pytest.mark.parametrize("name", ["PushCubeRL", "ReachRL", "CartPoleRL"])
+def test_registered_tasks_are_environments(name):
+    check_env(make_env(name), name)
+
+
+def test_numbers_of_push_cube():
+    env = make_env("PushCubeRL")
+    assert env.observation_space.shape == (16 + 3 + 16 + 6 + 6 + 6,) and env.action_space.shape == (6,)
+    state = env.reset(_keys(4000))
+    cube = world.body_pose(env.scene, state["world"], "cube")[..., :3, 3]
+    goal = state["targets", "goal_pose"]
+    for i, (low, high) in enumerate(((-0.8, -0.4), (-0.6, -0.2))):
+        assert low <= cube[:, i].min() < low + 0.02 and high - 0.02 < cube[:, i].max() <= high
+    assert (goal[:, :2].abs() <= 0.3).all() and goal[:, :2].abs().max() > 0.29
+    close(cube[:, 2], torch.full((4000,), 0.05))
+    close(goal[:, 2], torch.full((4000,), 0.05))
+    model = env.scene.model
+    close(torch.tensor(model.body("cube").mass), [2.0])
+    assert model.opt.timestep * env.scene.substeps == pytest.approx(0.04)  # 25 Hz
+
+
+def test_no_episode_starts_near_its_goal():
+    near = {
+        "randomize_goal": {
+            "func": "randomize_target_pose",
+            "mode": "reset",
+            "params": {"position_range": [[-0.8, -0.6, 0.05], [-0.4, -0.2, 0.05]]},
+        }
+    }  # where the cube is
+    cube = {
+        "randomize_cube": {
+            "func": "randomize_rigid_object_pose",
+            "mode": "reset",
+            "params": {"entity_cfg": {"uid": "cube"}, "position_range": [[-0.2, -0.2, 0.0], [0.2, 0.2, 0.0]]},
+        }
+    }
+    env = make_env({"name": "PushCubeRL", "cfg": {"events": near | cube}})
+    assert env.reset(_keys(20_000))["info", "metrics", "distance_to_goal"].min() >= 0.15
+    wide = make_env({"name": "PushCubeRL", "cfg": {"events": near | cube, "extensions": {"start_distance": 0.05}}})
+    distances = wide.reset(_keys(20_000))["info", "metrics", "distance_to_goal"]
+    assert 0.05 <= distances.min() < 0.06
+
+
+def test_success_ends_an_episode_and_pays():
+    env = make_env("PushCubeRL")
+    state = _put(env, env.reset(_keys(2)), cube=(-0.6, -0.4))
+    hold, noise = torch.zeros(2, 6), env.draw(_keys(2))
+    for distance, inside in ((0.101, False), (0.099, True)):
+        after = env.step(_put(env, state, goal=(-0.6 + distance, -0.4)), hold, noise)
+        assert after["info", "success"].tolist() == after["terminated"].tolist() == [inside] * 2
+        assert not after["truncated"].any() and not after["info", "fail"].any()
+        close(after["info", "metrics", "distance_to_goal"], torch.full((2,), distance), 1e-4)
+        near = 0.8 * exp(-(distance**2) / (2 * 0.12**2))
+        rewards = after["info", "rewards"]
+        close(rewards["goal_distance_reward_weighted"], torch.full((2,), near), 1e-3)
+        expected = rewards["reaching_reward_weighted"] + near + 10.0 * inside
+        close(after["reward"], expected, 1e-3)
+
+
+def test_threshold_and_names_of_the_extensions_count():
+    strict = make_env({"name": "PushCubeRL", "cfg": {"extensions": {"success_threshold": 0.02}}})
+    state = _put(strict, strict.reset(_keys(1)), cube=(-0.6, -0.4), goal=(-0.55, -0.4))
+    assert not strict.step(state, torch.zeros(1, 6), strict.draw(_keys(1)))["terminated"].any()
+    with pytest.raises(ecrl.ConfigError, match="body 'dice' is not in the scene"):
+        make_env({"name": "PushCubeRL", "cfg": {"extensions": {"object_uid": "dice"}}}).reset(_keys(1))
+    with pytest.raises(ecrl.ConfigError, match="no target 'home'"):
+        make_env({"name": "PushCubeRL", "cfg": {"extensions": {"target_pose_key": "home"}}}).reset(_keys(1))
+
+
+def test_a_cube_that_falls_is_a_failure_and_time_is_not():
+    env = make_env({"name": "PushCubeRL", "cfg": {"mjcf": "<mujoco><option timestep='0.01'/></mujoco>"}})  # no floor
+    after = env.reset(_keys(1))
+    for step in range(1, 6):  # 0.05 m - g t^2 / 2 is below -0.1 m after 0.175 s
+        after = env.step(after, torch.zeros(1, 6), env.draw(_keys(1)))
+        fallen = [after["terminated"].all(), after["info", "fail"].all()]
+        assert fallen == [step == 5] * 2 and not after["truncated"].any()
+    env = auto_reset(make_env("PushCubeRL"))
+    state = env.reset(_keys(1))
+    late = state.copy().set("elapsed", torch.full((1,), 99))
+    after = env.step(late, torch.zeros(1, 6), env.draw(_keys(1)))
+    assert after["truncated"].all() and not after["terminated"].any() and not after["info", "fail"].any()
+
+
+def test_the_arm_pushes_the_cube():
+    """Led behind the cube, down, and along the floor, the tool takes the cube with it."""
+    actions = {"pose": {"func": "EefPoseTerm", "params": {"pose_dim": 7}}}
+    env = make_env({"name": "PushCubeRL", "cfg": {"actions": actions}})
+    state = _put(env, env.reset(_keys(1)), cube=(-0.6, -0.4), goal=(0.9, 0.9))
+    way = [(-0.6, -0.6, 0.3)] * 15 + [(-0.6, -0.6, 0.06)] * 15 + [(-0.6, -0.6 + 0.02 * i, 0.06) for i in range(20)]
+    down = (0.0, 1.0, 0.0, 0.0)  # the quaternion of a tool that points down
+    for place in way:
+        state = env.step(state, torch.tensor([[*place, *down]]), env.draw(_keys(1)))
+    x, y, z = world.body_pose(env.scene, state["world"], "cube")[0, :3, 3].tolist()
+    assert y > -0.2 and abs(x + 0.6) < 0.1 and abs(z - 0.05) < 0.01
+
+
+def test_reach_pays_the_distance_and_ends_there():
+    env = make_env("ReachRL")
+    state = env.reset(_keys(3))
+    tcp = env.scene.robot.tcp["arm"]
+    after = env.step(state, torch.zeros(3, 6), env.draw(_keys(3)))
+    place = world.site_pose(env.scene, after["world"], tcp)[..., :3, 3]
+    distance = torch.linalg.vector_norm(place - state["targets", "target_pose"], dim=-1)
+    close(after["info", "metrics", "distance_to_target"], distance)
+    close(after["reward"], -distance + 10.0 * (distance < 0.05))
+    there = state.copy().set("targets", state["targets"].copy().set("target_pose", place))
+    assert env.step(there, torch.zeros(3, 6), env.draw(_keys(3)))["info", "success"].all()
+
+
+def test_cart_pole_pays_the_angle_fails_when_it_lies_and_succeeds_at_the_end():
+    env = make_env("CartPoleRL")
+    state = env.reset(_keys(2))
+    joints = env.scene.robot.joints
+    close(world.joint_positions(env.scene, state["world"], joints), torch.tensor([[-0.2, 0.07]] * 2))
+
+    def at(angle, velocity=0.0, elapsed=0):
+        moved = world.with_joint_positions(env.scene, state["world"], joints[1:], torch.full((2, 1), angle))
+        moved = world.with_joint_velocities(env.scene, moved, joints[1:], torch.full((2, 1), velocity))
+        given = state.copy().update({"world": moved, "elapsed": torch.full((2,), elapsed)})
+        return env.step(given, torch.zeros(2, 2), env.draw(_keys(2)))
+
+    after = at(0.5)
+    angle = world.joint_positions(env.scene, after["world"], joints[1:])[..., 0].abs()
+    velocity = world.joint_velocities(env.scene, after["world"], joints[1:])[..., 0].abs()
+    close(after["reward"], 1.0 - angle / pi - 0.005 * velocity)
+    assert not after["terminated"].any()
+    assert at(1.65)["info", "fail"].all() and at(1.65)["terminated"].all() and not at(1.65)["truncated"].any()
+    assert at(0.0, elapsed=499)["info", "success"].all() and not at(0.0, elapsed=498)["info", "success"].any()
+    assert not at(0.1, elapsed=499)["info", "success"].any() and not at(0.0, 0.2, 499)["info", "success"].any()
+    loose = {"angle_threshold": 1.0, "velocity_threshold": 10.0}
+    for key, given in (("angle_threshold", (0.1, 0.0)), ("velocity_threshold", (0.0, 0.2))):
+        env = make_env({"name": "CartPoleRL", "cfg": {"extensions": {key: loose[key]}}})
+        if key == "angle_threshold":
+            env = make_env({"name": "CartPoleRL", "cfg": {"extensions": loose}})
+        assert at(*given, elapsed=499)["info", "success"].all()

@@ -1,0 +1,320 @@
+"""Videos: the right frames of the right steps, made apart from the run, which they neither change nor stall."""
+
+import re
+import subprocess
+import sys
+import warnings
+from threading import Event
+
+import numpy as np
+import pytest
+import torch
+from film_stand_ins import CUBE, TASK, film, filmed_run, gl
+from tensordict import TensorDict
+from test_loop import same, small
+
+from ecrl import __main__ as cli
+from ecrl import recording
+from ecrl.checkpoint import save
+from ecrl.config import config_from_dict
+from ecrl.errors import ConfigError, UserError
+from ecrl.evaluation import evaluate, with_evaluation
+from ecrl.films import collected, record
+from ecrl.loop import init_state, make_iteration, train_iter
+from ecrl.recording import background, cameras, check_cameras, view, write_video
+from ecrl.training import train
+
+ffmpeg = pytest.importorskip("imageio_ffmpeg", reason="videos need the extra 'video'")
+
+
+def frames(path):
+    """Of an mp4, uint8 `[T, h, w, 3]`, and how many there are in a second."""
+    command = [ffmpeg.get_ffmpeg_exe(), "-i", str(path), "-f", "rawvideo", "-pix_fmt", "rgb24", "-"]
+    read = subprocess.run(command, capture_output=True, check=True)
+    width, height, fps = re.search(rb"h264.* (\d+)x(\d+)[ ,].* ([\d.]+) fps", read.stderr).groups()
+    return np.frombuffer(read.stdout, np.uint8).reshape(-1, int(height), int(width), 3), float(fps)
+
+
+def grey(*values, size=(32, 48)):
+    return [np.full((*size, 3), value, np.uint8) for value in values]
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """Pictures without OpenGL: tile i is as grey as environment i's time in its episode, 20 per step of 0.04 s."""
+
+    def pictures(sim, camera, views):
+        for seen in views:
+            times = seen["physics"][:, 0]
+            yield np.concatenate([grey(int((20 * time / 0.04).round()), size=(16, 16))[0] for time in times], 1)
+
+    monkeypatch.setattr(recording, "pictures", pictures)
+    monkeypatch.setattr("ecrl.films.pictures", pictures)
+    monkeypatch.setattr(recording, "backend", lambda: "none")
+
+
+def steps_in(path, tiles):
+    """What `drawn` tells of each tile and frame: steps since its episode began, `[T, tiles]`."""
+    film, _ = frames(path)
+    return np.stack([film[:, 8, 16 * i + 8].mean(-1) / 20 for i in range(tiles)], -1).round().astype(int)
+
+
+@pytest.mark.parametrize("size", [(32, 48), (31, 48), (32, 47), (17, 21)])
+def test_a_video_has_every_image_in_order(tmp_path, size):
+    path = tmp_path / "deep" / "film.mp4"
+    assert write_video(path, iter(grey(0, 50, 100, 200, size=size)), 20) == 4
+    film, fps = frames(path)
+    assert film.shape == (4, size[0] + size[0] % 2, size[1] + size[1] % 2, 3) and fps == 20
+    np.testing.assert_allclose(film[:, : size[0], : size[1]].mean((1, 2, 3)), [0, 50, 100, 200], atol=4)
+    assert [p.name for p in path.parent.iterdir()] == ["film.mp4"]
+
+
+def test_a_video_is_there_when_it_is_complete(tmp_path):
+    def broken():
+        yield from grey(1, 2)
+        assert not (tmp_path / "film.mp4").exists()
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        write_video(tmp_path / "film.mp4", broken(), 20)
+    assert write_video(tmp_path / "film.mp4", iter([]), 20) == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_ffmpeg_says_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(recording, "_ENCODER", ["-c:v", "no_such_codec"])
+    with pytest.raises(OSError, match=r"\.film\.part\.mp4: .*no_such_codec"):
+        write_video(tmp_path / "film.mp4", iter(grey(*range(200), size=(480, 640))), 20)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_jobs_run_one_after_the_other_and_are_waited_for():
+    gate, done = Event(), []
+    with background() as start:
+        start(lambda: (gate.wait(10), done.append(1)))
+        assert not done
+        gate.set()
+        start(done.append, 2)
+        assert done[0] == 1
+    assert done == [1, 2]
+
+
+def test_errors_in_the_background_come_out():
+    with pytest.raises(UserError, match="no light"), background() as start:
+        start(_raise, UserError("no light"))
+    with background() as start:
+        start(_raise, UserError("no light"))
+        with pytest.raises(UserError, match="no light"):
+            start(print)
+    told = "videos: disk full; records may be missing there, the run goes on"
+    with pytest.warns(UserWarning, match=told), background() as start:
+        start(_raise, OSError("disk full"))
+
+
+def _raise(error):
+    raise error
+
+
+@pytest.mark.parametrize(("func", "tiles"), [("record_camera_data", 4), ("record_camera_data_async", 4)])
+def test_a_video_of_each_evaluation(tmp_path, drawn, func, tiles):
+    cfg = filmed_run(evaluation={"cam": film(func, name="main", save_path="./outputs/eval")})
+    train(init_state(cfg), cfg, tmp_path, progress=False)
+    names = {str(p.relative_to(tmp_path / "videos")) for p in (tmp_path / "videos").rglob("*.*")}
+    assert names == {"outputs/eval/main_eval_32.mp4", "outputs/eval/main_eval_64.mp4"}
+    seen = steps_in(tmp_path / "videos" / "outputs/eval/main_eval_32.mp4", tiles)
+    ends = [int(np.argmax(seen[1:, i] == 0)) + 1 if (seen[1:, i] == 0).any() else len(seen) for i in range(tiles)]
+    assert sorted(set(ends)) == [6, 9] and len(seen) == 9  # as long as the longest of the first episodes
+    for i, end in enumerate(ends):
+        assert seen[:, i].tolist() == [*range(end), *range(9 - end)]  # before each step; then the next episode
+    assert frames(tmp_path / "videos" / "outputs/eval/main_eval_32.mp4")[1] == 20
+
+
+def test_fewer_frames_and_environments_of_several_cameras(tmp_path, drawn):
+    few = {name: film(name=name, max_env_num=many) for name, many in (("b", 1), ("c", 3))}
+    few["a"] = film(name="a", interval_step=4)
+    cfg = filmed_run(evaluation=few, **{"trainer.num_eval_envs": 2})
+    evaluate(init_state(cfg), cfg, videos=tmp_path)
+    assert steps_in(tmp_path / "a_eval_0.mp4", 2)[:, 0].tolist() in ([0, 4, 2], [0, 4, 8])
+    one = steps_in(tmp_path / "b_eval_0.mp4", 1)
+    assert one[:, 0].tolist() == list(range(len(one))) and len(one) in (6, 9)
+    assert frames(tmp_path / "b_eval_0.mp4")[0].shape[2] == 16
+    assert frames(tmp_path / "c_eval_0.mp4")[0].shape[2] == 32  # there are only two
+    assert len(cameras(cfg, "eval")) == 3 and not cameras(cfg, "train")
+
+
+@pytest.mark.parametrize("form", ["off", pytest.param("on", marks=pytest.mark.slow)])
+def test_cameras_change_nothing(tmp_path, drawn, form):
+    plain = filmed_run(**{"trainer.compile": form})
+    watched = filmed_run({"t": film(name="t")}, {"e": film(name="e")}, **{"trainer.compile": form})
+    (state, history), (other, filmed) = (
+        train(init_state(cfg), cfg, tmp_path / name, progress=False) for name, cfg in (("a", plain), ("b", watched))
+    )
+    assert same(state, other) and len(list((tmp_path / "b").rglob("*.mp4"))) == 4
+    assert not (tmp_path / "a" / "videos").exists()
+
+    def numbers(rows):
+        kept = [{k: v for k, v in row.items() if "SPS" not in k and "seconds" not in k} for row in rows]
+        return repr(kept)  # NaN equals NaN
+
+    assert numbers(history) == numbers(filmed) and "eval/avg_reward" in numbers(filmed)
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+def test_what_training_collects_is_filmed(algorithm):
+    nets = {"name": "actor_critic", "actor": TINY, "critic": TINY} if algorithm == "ppo" else ACTOR
+    part = {} if algorithm == "ppo" else {"group_size": 2, "reset_every_rollout": True}
+    more = {"policy": nets, "algorithm": {"name": algorithm, "cfg": part | {"n_epochs": 1, "batch_size": 16}}}
+    short, long = (_run(more, buffer_size=size) for size in (8, 9))
+    state = init_state(short)
+    for _ in range(2):  # the second iteration starts in mid-episode
+        after, _ = make_iteration(short)(state)
+        views = list(collected(state, long, 3))
+        assert len(views) == 9 and views[0].batch_size == (3,)
+        # with one step more, the last view is where the iteration ended; groups start anew in every iteration
+        for row, world in ((0, state), (8, after)) if algorithm == "ppo" else ((8, after),):
+            expected = view(world["env"], 3)
+            torch.testing.assert_close(views[row]["physics"], expected["physics"], rtol=1e-4, atol=1e-5)
+            assert torch.equal(views[row]["targets", "goal"], expected["targets", "goal"])
+        state = after
+
+
+TINY = {"type": "mlp", "network_cfg": {"hidden_sizes": [8], "activation": "tanh"}}
+ACTOR = {"name": "actor_only", "actor": TINY}
+
+
+def _run(parts, **trainer):
+    trainer = {"num_envs": 4, "iterations": 2, "compile": "off"} | trainer
+    return config_from_dict({"trainer": trainer, "env": TASK, **parts})
+
+
+def test_videos_of_training(tmp_path, drawn):
+    cfg = filmed_run({"t": film(name="t", interval_step=3, max_env_num=2)}, **{"trainer.enable_eval": False})
+    train(init_state(cfg), cfg, tmp_path, progress=False)
+    assert {p.name for p in (tmp_path / "videos").iterdir()} == {"t_train_32.mp4", "t_train_64.mp4"}
+    first, second = (steps_in(tmp_path / "videos" / f"t_train_{step}.mp4", 2) for step in (32, 64))
+    assert first[0].tolist() == [0, 0] and first[1].tolist() == [3, 3] and len(first) == len(second) == 3
+    assert second[0].tolist() in ([2, 2], [2, 8], [8, 2], [8, 8])  # 8 steps later: episodes are 6 or 9 long
+
+
+def test_a_run_without_a_folder_makes_no_videos(drawn, monkeypatch):
+    monkeypatch.setattr(recording, "write_video", lambda *_: pytest.fail("a video"))
+    cfg = filmed_run({"t": film(name="t")}, {"e": film(name="e")})
+    train(init_state(cfg), cfg, progress=False)
+
+
+def test_training_does_not_wait_for_a_video_but_the_next_evaluation_does(tmp_path, drawn, monkeypatch):
+    gate, fast = Event(), recording.pictures
+
+    def slow(sim, camera, views):
+        for seen in views:
+            assert gate.wait(30)
+            yield from fast(sim, camera, [seen])
+
+    monkeypatch.setattr(recording, "pictures", slow)
+    cfg = filmed_run(evaluation={"e": film(name="e")})
+    records = with_evaluation(train_iter(init_state(cfg), cfg), cfg, tmp_path)
+    kinds = [next(records)["log_type"] for _ in range(5)]
+    assert kinds == ["collect", "train", "evaluate", "collect", "train"] and not list(tmp_path.rglob("e_*.mp4"))
+    gate.set()
+    assert [r["log_type"] for r in records] == ["evaluate"]
+    assert [len(frames(tmp_path / f"e_eval_{step}.mp4")[0]) for step in (32, 64)] == [9, 9]
+
+
+def test_a_full_queue_loses_nothing_and_a_dead_camera_stops_the_run(tmp_path, drawn, monkeypatch):
+    monkeypatch.setattr(recording, "_WAITING", 1)
+    cfg = filmed_run(evaluation={"e": film(name="e")})
+    evaluate(init_state(cfg), cfg, videos=tmp_path)
+    assert len(frames(tmp_path / "e_eval_0.mp4")[0]) == 9
+
+    def blind(sim, camera, views):
+        yield from grey(0)
+        raise UserError("the screen is gone")
+
+    monkeypatch.setattr(recording, "pictures", blind)
+    with pytest.raises(UserError, match="the screen is gone"):
+        evaluate(init_state(cfg), cfg, videos=tmp_path / "other")
+    assert list((tmp_path / "other").iterdir()) == []
+
+
+def test_an_evaluation_that_fails_leaves_no_thread_waiting(tmp_path, drawn, monkeypatch):
+    monkeypatch.setattr("ecrl.evaluation._MAX_STEPS", 3)
+    cfg = filmed_run(evaluation={"e": film(name="e")})
+    with pytest.raises(UserError, match="give it a time limit"):
+        evaluate(init_state(cfg), cfg, videos=tmp_path)
+
+
+CARTPOLE = {"name": "cartpole"}
+
+
+@pytest.mark.parametrize(
+    ("events", "told"),
+    [
+        (
+            {"cam": film() | {"mode": "reset"}},
+            r"eval.cam \(record_camera_data\): mode is 'reset', cameras record at mode",
+        ),
+        ({"a": film(name="x"), "b": film("record_camera_data_async", name="x")}, r"eval.b .* those of a; name it diff"),
+    ],
+)
+def test_cameras_that_cannot_record_are_refused(events, told, drawn):
+    with pytest.raises(ConfigError, match=told):
+        check_cameras(filmed_run(evaluation=events))
+    check_cameras(filmed_run({"cam": film(name="x")}, {"cam": film(name="x")}))  # their files differ
+
+
+@pytest.mark.parametrize("path", ["/tmp/videos", "../videos", "a/../../b"])
+def test_videos_stay_in_the_run_folder(path):
+    with pytest.raises(ConfigError, match=rf"params.save_path: '{path}' leads out of the run folder"):
+        filmed_run(evaluation={"cam": film(save_path=path)})
+
+
+def test_cameras_are_no_events_of_an_environment(drawn):
+    with pytest.raises(ConfigError, match=r"put the event under trainer\.events\.train or trainer\.events\.eval"):
+        events = TASK["cfg"]["events"] | {"cam": {"func": "record_camera_data"}}
+        init_state(filmed_run(**{"env.cfg.events": events}))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        cfg = filmed_run(evaluation={"cam": film()}, **{"env": CARTPOLE})
+    assert (
+        "trainer.events.eval.cam has no meaning here (record_camera_data: this environment has no scene to see)"
+        in str(said[0].message)
+    )
+    assert cfg.trainer.events.eval == {} and CUBE["uid"] == "cube"
+    with pytest.raises(ConfigError, match="cartpole has no scene to be seen; ecrl record is for MuJoCo tasks"):
+        record(init_state(small()), small(), "film.mp4")
+
+
+@pytest.mark.parametrize(("many", "episodes"), [(1, 1), (3, 2)])
+def test_record(tmp_path, drawn, many, episodes):
+    cfg = filmed_run()
+    count = record(init_state(cfg), cfg, tmp_path / "film.mp4", many, episodes)
+    seen = steps_in(tmp_path / "film.mp4", many)
+    ends = [[*np.flatnonzero(np.diff(seen[:, i]) < 0) + 1, len(seen)] for i in range(many)]
+    assert len(seen) == count == max(end[episodes - 1] for end in ends)
+    assert min(len(end) for end in ends) >= episodes and frames(tmp_path / "film.mp4")[1] == 25
+    with pytest.raises(ConfigError, match="num_envs: 0, expected at least 1"):
+        record(init_state(cfg), cfg, tmp_path / "film.mp4", 0)
+
+
+@gl
+def test_the_command_line(tmp_path, monkeypatch, capsys):
+    cfg = filmed_run(evaluation={"cam": film(name="main")})
+    save(tmp_path / "checkpoints" / "step_0", init_state(cfg), cfg)
+    for command in (["record", "--num-envs", "3"], ["eval", "--num-episodes", "2"], ["record", "--output", "x.mp4"]):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["ecrl", command[0], str(tmp_path), *command[1:]])
+        cli.main()
+    film_, fps = frames(tmp_path / "videos" / "record_0.mp4")
+    assert film_.shape[1:] == (96, 128, 3) and fps == 25 and len(film_) in (6, 9)
+    assert f"record_0.mp4: {len(film_)} frames of 3 environments" in capsys.readouterr().out
+    assert film_[-1, 50:, 70:].max() < 5  # of three environments, the last of four tiles is empty
+    assert (np.abs(np.diff(film_[:, :48, :64].astype(int), axis=0)).sum((1, 2, 3)) > 200).all()  # it moves
+    assert frames(tmp_path / "x.mp4")[0].shape[1:] == (96, 128, 3)
+    assert frames(tmp_path / "videos" / "main_eval_0.mp4")[0].shape[1:] == (48, 128, 3)
+
+
+def test_what_is_seen_is_small():
+    cfg = filmed_run()
+    seen = view(init_state(cfg)["env"], 2)
+    assert isinstance(seen, TensorDict) and sorted(seen.keys()) == ["physics", "targets"]
+    assert sum(x.numel() * x.element_size() for x in seen.values(True, True)) < 2000
