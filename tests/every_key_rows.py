@@ -1,12 +1,12 @@
 """One row or more per key of the schema: a config in which the key matters, another value, and what it must change."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
-from every_key_schema import path_of
+from every_key_mujoco import MUJOCO
+from every_key_row import Row
 from every_key_seen import (
     NET,
     Changes,
-    See,
     answer,
     best,
     device,
@@ -21,21 +21,6 @@ from every_key_seen import (
     refused,
     tracked,
 )
-
-
-class Row(NamedTuple):
-    """`see(base)` must differ from `see` of the base with the key, at `path`, changed to `value`."""
-
-    key: str
-    value: Any
-    base: Changes
-    see: See = params
-    path: str = ""
-
-    @property
-    def changed(self) -> Changes:
-        """The base with this one key changed."""
-        return self.base | {self.path or path_of(self.key): self.value}
 
 
 def rows(part: str, base: Changes, **values: Any) -> list[Row]:
@@ -258,4 +243,4 @@ ALGORITHMS = [
     ),
 ]
 
-TABLE = [*TRAINER, *EVENTS, *ENVS, *POLICIES, *ALGORITHMS]
+TABLE = [*TRAINER, *EVENTS, *ENVS, *POLICIES, *ALGORITHMS, *MUJOCO]

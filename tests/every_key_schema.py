@@ -2,6 +2,10 @@
 
 `trainer.seed`, `trainer.events.train.*.mode`, `env.cartpole.gravity`, `algorithm.ppo.lr_scheduler.kwargs.T_max`,
 `policy.actor_critic.critic.type`, `network.mlp.activation`, `event.randomize_field.low`.
+
+MuJoCo tasks share most of their keys, and so do their terms. A key of theirs is called after the section that had it
+first, whatever its default in those that inherit it: `SceneConfig.mjcf`, `AttrsConfig.mass`, `JointsConfig.part_name`.
+One that leads to further sections counts too, such as `ObjectsConfig.target_entity_cfg`.
 """
 
 from collections.abc import Iterator
@@ -24,15 +28,24 @@ def _models(annotation: Any, many: str = "") -> Iterator[tuple[type[BaseModel], 
         yield from _models(inner, ".*" if get_origin(annotation) is dict else many)
 
 
+def _of_tasks(model: type) -> bool:
+    return model.__module__.startswith("ecrl.envs.mujoco.")
+
+
+def _first(model: type[BaseModel], name: str) -> str:
+    """The first section of tasks that had this key, of those that a model of theirs inherits from."""
+    return next(m.__name__ for m in reversed(model.__mro__) if _of_tasks(m) and name in getattr(m, "model_fields", ()))
+
+
 def fields(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, type[BaseModel], str]]:
     """(dotted key, the model it is a field of, the field) of everything below a section that is no section itself."""
     for name, field in model.model_fields.items():
-        key, inner = f"{prefix}.{name}".removeprefix("."), list(_models(field.annotation))
-        if not inner:
+        place, inner = _first(model, name) if _of_tasks(model) else prefix, list(_models(field.annotation))
+        key, sections = f"{place}.{name}".removeprefix("."), [found for found in inner if found[0] not in _PARTS]
+        if not inner or (sections and _of_tasks(model)):
             yield key, model, name
-        for section, many in inner:
-            if section not in _PARTS:
-                yield from fields(section, key + many)
+        for section, many in sections:
+            yield from fields(section, key + many)
 
 
 def ours() -> dict[str, type[BaseModel]]:
@@ -49,7 +62,7 @@ def ours() -> dict[str, type[BaseModel]]:
 
 
 def walked() -> list[tuple[str, type[BaseModel], str]]:
-    """Every key of the schema: those of the sections, then those of the parts."""
+    """Every key of the schema: those of the sections, then those of the parts; a key of tasks as often as it is met."""
     parts = (field for part, config in ours().items() for field in fields(config, part))
     return [*fields(Config, ""), *parts]
 

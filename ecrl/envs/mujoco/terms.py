@@ -112,7 +112,7 @@ def ranges_of(sim: Simulation, joints: tuple[str, ...]) -> tuple[tuple[float, ..
 
 def target(state: TensorDict, key: str) -> Tensor:
     """A target of the task that an event stores, a position `[*B, 3]`, m."""
-    known = [str(name) for name in cast(TensorDict, state["targets"]).keys()] if "targets" in state else []
+    known = [str(name) for name, _ in cast(TensorDict, state["targets"]).items()] if "targets" in state else []
     if key not in known:
         told = f"no target {key!r}; an event such as randomize_target_pose stores one by its store_key"
         raise ConfigError(f"params.target_pose_key: {told}; {did_you_mean(key, known)}")

@@ -79,7 +79,9 @@ class PushCubeConfig(TaskConfig):
         RobotConfig.model_construct(uid="Manipulator"), description="the arm, its base at the origin"
     )
     rigid_object: tuple[RigidObjectConfig, ...] = Field(
-        default_factory=lambda: (RigidObjectConfig.model_validate(_OBJECT),), strict=False, description="a cube of 0.1 m and 2 kg"
+        default_factory=lambda: (RigidObjectConfig.model_validate(_OBJECT),),
+        strict=False,
+        description="a cube of 0.1 m and 2 kg",
     )
     max_episode_steps: int = Field(100, ge=1, lt=2**31, description="time limit, steps")
     actions: dict[str, ActionConfig] = Field(

@@ -1,0 +1,21 @@
+"""What shows that a key of the schema does something."""
+
+from typing import Any, NamedTuple
+
+from every_key_schema import path_of
+from every_key_seen import Changes, See, params
+
+
+class Row(NamedTuple):
+    """`see(base)` must differ from `see` of the base with the key, at `path`, changed to `value`."""
+
+    key: str
+    value: Any
+    base: Changes
+    see: See = params
+    path: str = ""
+
+    @property
+    def changed(self) -> Changes:
+        """The base with this one key changed."""
+        return self.base | {self.path or path_of(self.key): self.value}
