@@ -160,9 +160,15 @@ def _compiled_batch(fn: Callable, static: tuple, structure: Hashable, leaves: li
     return unflatten(found[0], out)
 
 
+_LOOPS_FAIL = torch.__version__ < "2.13"
+"""Of torch 2.11 inductor's C++ for a loop does not come about."""
+
+
 @cache
 def compiler_fault() -> str | None:
     """Why there is no compiling for the CPU here, or None if nothing is known against it."""
+    if _LOOPS_FAIL:
+        return f"torch {torch.__version__} cannot compile loops for the CPU"
     compiler, headers = os.environ.get("CXX", "g++"), sysconfig.get_path("include")
     if shutil.which(compiler) is None:  # inductor takes $CXX for a program, without arguments
         return f"no C++ compiler found ({compiler})"
@@ -200,11 +206,10 @@ def choose_form(mode: str, device: str) -> Form:
 
         made = "" if device == "cpu" else " and captured in CUDA graphs"
         return Form("compiled", f"rollout and update compiled by inductor for {device}{made}", _compiled, graph_scan)
-    needed = "g++" if device == "cpu" else "triton, gcc"
-    advice = (
-        f"install {needed} and the headers of Python (Debian: apt install g++ python3-dev), "
-        "or set trainer.compile to off"
-    )
+    tools = "g++" if device == "cpu" else "triton, gcc"
+    needed = f"{tools} and the headers of Python (Debian: apt install g++ python3-dev)"
+    needed = "torch 2.13 or newer" if device == "cpu" and _LOOPS_FAIL else needed
+    advice = f"install {needed}, or set trainer.compile to off"
     if mode == "on":
         raise ConfigError(f"trainer.compile: on, but {fault}; {advice}")
     warnings.warn(f"running eager, slower per step: {fault}; {advice}", RuntimeWarning, stacklevel=2)

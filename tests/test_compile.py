@@ -58,6 +58,15 @@ def test_the_compiler_is_the_one_that_inductor_would_take(monkeypatch, no_compil
         assert choose_form("auto", "cpu").name == "eager"
 
 
+def test_a_torch_that_cannot_compile_loops_is_said(monkeypatch, no_compiler):
+    monkeypatch.undo()
+    monkeypatch.setattr("ecrl.compile._LOOPS_FAIL", True)
+    with pytest.raises(ConfigError, match=r"on, but torch .* cannot compile loops for the CPU; install torch 2.13"):
+        choose_form("on", "cpu")
+    with pytest.warns(RuntimeWarning, match=r"running eager.*install torch 2.13 or newer, or set"):
+        assert choose_form("auto", "cpu").name == "eager"
+
+
 def test_on_without_a_compiler_is_refused(no_compiler):
     with pytest.raises(ConfigError, match=r"trainer.compile: on, but no C\+\+ compiler found.*install g\+\+"):
         choose_form("on", "cpu")

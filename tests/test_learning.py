@@ -58,6 +58,12 @@ def test_every_seed_reaches_the_goal(config):
 
 
 @pytest.mark.long
+def test_every_seed_pushes_the_cube_to_its_goal():
+    rates = [learnt("push_cube_ppo", seed, 500)["eval/success_rate"] for seed in range(5)]
+    assert min(rates) >= 0.95, rates
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(("config", "budget", "threshold"), GYMNASIUM, ids=[case[0] for case in GYMNASIUM])
 def test_gymnasiums_own_environments_are_learnt_within_budget(config, budget, threshold):
     assert total_steps(load_config(CONFIGS / f"{config}.json"), 1) <= budget

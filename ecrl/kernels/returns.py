@@ -29,13 +29,17 @@ class VTrace(NamedTuple):
     value_target: Tensor
 
 
+_VIEWS_BOOLS = torch.__version__ >= "2.13"
+"""Whether inductor is known to view bools as other types; that of torch 2.11 refuses to."""
+
+
 def _read(mask: Tensor) -> Tensor:
     """The mask, which a graph reads as bytes: inductor fetches bools one at a time, 15 times slower.
 
     The views go through 16 bits because inductor takes one of 8 as a conversion of what it fetched.
     """
     dense = mask if mask.is_contiguous() else mask.movedim(-1, 0)
-    if not in_graph() or not dense.is_contiguous() or mask.numel() % 2:
+    if not _VIEWS_BOOLS or not in_graph() or not dense.is_contiguous() or mask.numel() % 2:
         return mask
     read = dense.reshape(-1).view(torch.int16).view(torch.uint8).view(dense.shape).float() != 0
     return read if dense is mask else read.movedim(0, -1)
