@@ -34,6 +34,8 @@ def device_of(cfg: Config) -> torch.device:
 
 def _env_and_policy(cfg: Config) -> tuple[Env, Policy]:
     env = make_env(cfg.env)
+    if env.scene is not None and (device := device_of(cfg)).type == "cuda":
+        raise ConfigError(f"trainer.device: {device}, but {cfg.env.name} steps in MuJoCo on the CPU; set it to cpu")
     check_env(env, cfg.env.name)
     return env, make_policy(cfg.policy, env.observation_space, env.action_space)
 

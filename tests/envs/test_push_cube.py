@@ -1,16 +1,20 @@
 """PushCube, Reach and CartPole on MuJoCo: their numbers, starts, success and failure."""
 
 from math import exp, pi
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import close
 
 import ecrl
+import ecrl.parts
 from ecrl import rng
 from ecrl.envs import auto_reset, make_env
 from ecrl.envs.contract import check_env
 from ecrl.envs.mujoco import world
+
+CONFIG = Path(__file__).parents[2] / "configs" / "push_cube_ppo.json"
 
 
 def _keys(n, seed=0):
@@ -164,3 +168,19 @@ def test_cart_pole_pays_the_angle_fails_when_it_lies_and_succeeds_at_the_end():
         if key == "angle_threshold":
             env = make_env({"name": "CartPoleRL", "cfg": {"extensions": loose}})
         assert at(*given, elapsed=499)["info", "success"].all()
+
+
+def test_a_gpu_is_refused_in_one_line(monkeypatch):
+    cfg = ecrl.load_config(CONFIG)
+    monkeypatch.setattr("ecrl.parts.device_of", lambda cfg: torch.device("cuda:0"))
+    with pytest.raises(ecrl.ConfigError, match=r"^trainer.device: cuda:0, but PushCubeRL steps in MuJoCo on the CPU"):
+        ecrl.parts.make_parts(cfg)
+
+
+def test_faults_of_the_scene_and_modes_of_actions_are_said_with_their_place():
+    with pytest.raises(ecrl.ConfigError, match=r"^env.cfg: robot.init_qpos: 2 numbers for 6 joints"):
+        make_env({"name": "PushCubeRL", "cfg": {"robot": {"init_qpos": [0.0, 0.0]}}})
+    term = {"func": "DeltaQposTerm", "mode": "pre", "params": {"scale": 0.1}}
+    with pytest.warns(UserWarning, match=r"^env.cfg.actions.a.mode has no meaning here"):
+        cfg = ecrl.load_config(CONFIG, {"env.cfg.actions": {"a": term}})
+    assert cfg.env.cfg.actions["a"].params.scale == 0.1

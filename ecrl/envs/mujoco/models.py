@@ -65,6 +65,29 @@ def loaded(handle: int) -> Loaded:
     return _LOADED[handle]
 
 
+def control_per_target(model: Any, i: int) -> float:
+    """The control of actuator `i` per target position, target velocity or force that its joint is to have.
+
+        torque = gear (gain control + bias1 gear q + bias2 gear dq/dt)
+
+    so that it is -bias1 gear / gain for positions, -bias2 gear / gain for velocities and 1 / (gear gain) for forces.
+    """
+    gear, gain = float(model.actuator_gear[i, 0]), float(model.actuator_gainprm[i, 0])
+    if model.actuator_biastype[i] == int(mujoco().mjtBias.mjBIAS_NONE):
+        return 1.0 / (gear * gain)
+    _, position, velocity = (float(x) for x in model.actuator_biasprm[i, :3])
+    return -(position if position < 0.0 else velocity) * gear / gain
+
+
+def follows(model: Any, i: int) -> bool:
+    """Whether actuator `i` acts by its control, at once or filtered: an integrator or a muscle does not."""
+    kinds, gains = mujoco().mjtDyn, mujoco().mjtGain
+    direct = int(kinds.mjDYN_NONE), int(kinds.mjDYN_FILTER), int(kinds.mjDYN_FILTEREXACT)
+    if model.actuator_gaintype[i] != int(gains.mjGAIN_FIXED) or model.actuator_dyntype[i] not in direct:
+        return False
+    return bool(model.actuator_gainprm[i, 0] * model.actuator_gear[i, 0])
+
+
 def size_of(model: Any, *parts: str) -> int:
     """Numbers in these parts of a state."""
     states = mujoco().mjtState

@@ -109,6 +109,12 @@ def _foreign(cfg: RobotConfig, drives: Mapping[str, Drive]) -> tuple[Any, Builti
     for actuator in list(spec.actuators) if given else ():
         spec.delete(actuator)
     joints = moving(spec)
+    if "" in joints:
+        raise ConfigError("robot.mjcf: a hinge or slide of the file has no name; give each one")
+    for name in ("stiffness", "damping", "max_effort"):
+        numbers = getattr(own, name)
+        if isinstance(numbers, dict) and (rest := [joint for joint in joints if joint not in numbers]):
+            raise ConfigError(f"robot.drive_pros.{name}: no number for {', '.join(rest)}; give one for each joint")
     none = (0.0,) * len(joints)
     return spec, Builtin(lambda body, tcp: None, joints, {"arm": joints}, {}, {}, (), none, none, none)
 
@@ -132,6 +138,12 @@ def _parts(cfg: RobotConfig, built: Builtin) -> dict[str, tuple[str, ...]]:
     return parts
 
 
+def _flange(built: Builtin, part: str, last: str) -> tuple[float, float, float]:
+    """Where the tool of a part is fixed, in the frame of its last joint's body; the part may be called otherwise."""
+    named = built.flange.get(part, (0.0, 0.0, 0.0))
+    return next((place for own, place in built.flange.items() if built.parts[own][-1] == last), named)
+
+
 def robot_spec(cfg: RobotConfig, drives: Mapping[str, Drive]) -> tuple[Any, Robot, tuple[float, ...]]:
     """A MjSpec of the robot, its names, and its joint positions at the start, empty where the file says them."""
     spec, built = _foreign(cfg, drives) if cfg.mjcf is not None else _builtin(cfg)
@@ -145,8 +157,8 @@ def robot_spec(cfg: RobotConfig, drives: Mapping[str, Drive]) -> tuple[Any, Robo
     if not spec.actuators:
         _add_drives(spec, cfg.drive_pros, built, drives)
     add_force_sensors(spec, built.joints)
-    flanges = {part: built.flange.get(part, (0.0, 0.0, 0.0)) for part in poses}
-    tcp = {part: _add_tcp(spec, part, parts[part][-1], flanges[part], pose) for part, pose in poses.items()}
+    last = {part: parts[part][-1] for part in poses}
+    tcp = {part: _add_tcp(spec, part, last[part], _flange(built, part, last[part]), poses[part]) for part in poses}
     home = built.home if cfg.init_qpos is None else cfg.init_qpos
     if 0 < len(home) < len(built.joints) or (cfg.init_qpos is not None and not home):
         raise ConfigError(f"robot.init_qpos: {len(home)} numbers for {len(built.joints)} joints")

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ecrl.envs.mujoco.models import mujoco
+from ecrl.envs.mujoco.models import control_per_target, follows, mujoco
 from ecrl.envs.mujoco.robot import Drive, Robot, add_force_sensors, robot_spec, spec_of
 from ecrl.envs.mujoco.scene_config import LightConfig, RigidObjectConfig, SceneConfig
 from ecrl.errors import ConfigError
@@ -143,6 +143,8 @@ def _hold(model: Any, data: Any) -> None:
     """Targets of position drives where their joints are."""
     for i in range(model.nu):
         drives = model.actuator_trntype[i] == int(mujoco().mjtTrn.mjTRN_JOINT) and model.actuator_biasprm[i, 1] < 0.0
-        if drives:
+        if drives and follows(model, i):
             joint = int(model.actuator_trnid[i, 0])
-            data.ctrl[i] = data.qpos[model.jnt_qposadr[joint]]
+            data.ctrl[i] = control_per_target(model, i) * data.qpos[model.jnt_qposadr[joint]]
+            if model.actuator_actadr[i] >= 0:  # a filter begins where it is to stay
+                data.act[model.actuator_actadr[i]] = data.ctrl[i]

@@ -30,6 +30,7 @@ from ecrl.envs.mujoco.simulation import Simulation, advance, simulation, start
 from ecrl.envs.mujoco.task_config import TaskConfig
 from ecrl.envs.mujoco.terms import ActionTerm, Observe, Reward, part_of
 from ecrl.errors import ConfigError
+from ecrl.kernels.loops import loop
 from ecrl.registry import lookup
 from ecrl.spaces import Box, box
 
@@ -126,10 +127,13 @@ def _varied(cfg: TaskConfig) -> Varied:
 
 def _scene(cfg: TaskConfig) -> tuple[Simulation, tuple[ActionTerm, ...]]:
     """The simulation, with the drives that the actions ask for, and the actions."""
+    with _told("env.cfg"):
+        _simulation(cfg)
     varied = _varied(cfg)
     sim = _controlled(cfg, _simulation(cfg, varied=varied))
     actions = _acting(cfg, sim)
-    drives = tuple((joint, term.drive) for term in actions for joint in term.joints if term.drive != "position")
+    asked = ((joint, term.drive) for term in actions for joint in term.joints if term.drive != "position")
+    drives = tuple((joint, drive) for joint, drive in asked if world.drive_of(sim, joint) != drive)
     if drives:
         prefix = f"{cfg.robot.uid}/" if cfg.robot else ""
         sim = _controlled(cfg, _simulation(cfg, tuple((j.removeprefix(prefix), d) for j, d in drives), varied))
@@ -182,6 +186,19 @@ def _happen(events: list[_Event], state: TensorDict, keys: Tensor) -> TensorDict
     return state
 
 
+def _accepted(task: _Task, accept: Check, state: TensorDict, keys: Tensor) -> Tensor:
+    """The keys of the first starts that a task takes, of `_TRIES`; where it takes none, of the last."""
+
+    def again(now: tuple[Tensor, Tensor], number: Tensor, state: TensorDict, keys: Tensor) -> tuple[Any, None]:
+        chosen, taken = now
+        chosen = torch.where(taken, chosen, rng.fold_in(keys, number))
+        return (chosen, taken | accept(task.sim, _happen(task.of("reset"), state, chosen))), None
+
+    none = torch.zeros_like(keys, dtype=torch.bool)
+    (chosen, _), _ = loop(again, (keys, none), torch.arange(_TRIES, device=keys.device), state, keys)
+    return chosen
+
+
 def _started(task: _Task, state: TensorDict, keys: Tensor) -> TensorDict:
     """A start of an episode: events of mode startup, with the key of a life, then those of mode reset.
 
@@ -190,11 +207,7 @@ def _started(task: _Task, state: TensorDict, keys: Tensor) -> TensorDict:
     if startup := task.of("startup"):
         state = _happen(startup, state, state["life", "key"])
     keys = rng.fold_in(keys, rng.START)
-    tries = [rng.fold_in(keys, again) for again in range(_TRIES if task.acceptable else 1)]
-    chosen = tries[-1]
-    for other in reversed(tries[:-1]):
-        taken = cast(Check, task.acceptable)(task.sim, _happen(task.of("reset"), state, other))
-        chosen = torch.where(taken, other, chosen)
+    chosen = _accepted(task, task.acceptable, state, keys) if task.acceptable else rng.fold_in(keys, 0)
     return _happen(task.of("reset"), state, chosen)
 
 
@@ -232,6 +245,8 @@ def _control(task: _Task, state: TensorDict, action: Tensor) -> Tensor:
         if term.drive == "position":
             low, high = world.joint_limits(task.sim, term.joints)
             wanted = wanted.clamp(wanted.new_tensor(low), wanted.new_tensor(high))
+        factors = world.controls_per_target(task.sim, term.joints)
+        wanted = wanted if set(factors) == {1.0} else wanted * wanted.new_tensor(factors)
         for at, column in zip(world.actuators_of(task.sim, term.joints), wanted.unbind(-1), strict=True):
             columns[at] = column
         first += len(term.low)
@@ -243,6 +258,25 @@ def _reward_names(task: _Task) -> list[str]:
     return own + [name + suffix for name, *_ in task.rewards for suffix in ("", "_weighted")]
 
 
+def _check_names(where: str, names: list[str]) -> None:
+    """Refuse names that logs, or checkpoints, whose keys are joined by /, could not tell apart."""
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"{where}: the logs would have {name!r} twice, of another term or the task; rename it")
+        if inside := next((other for other in names if other.startswith(f"{name}/")), None):
+            raise ConfigError(f"{where}: {inside!r} reads as a part of {name!r}; rename one")
+
+
+def _check_one_each(name: str, given: Any, like: Tensor) -> None:
+    """Refuse what is not one number, or one flag, for each environment."""
+    said, expected = (
+        f"{x.dtype} {list(x.shape)}".removeprefix("torch.") if isinstance(x, Tensor) else type(x).__name__
+        for x in (given, like)
+    )
+    if said != expected:
+        raise ConfigError(f"{name} gives {said}, expected {expected}, one for each environment")
+
+
 def _rewards(task: _Task, before: TensorDict, after: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
     """The reward of a step, and each term with and without its weight."""
     total, told = torch.zeros_like(before["force"][..., 0]), {}
@@ -252,6 +286,7 @@ def _rewards(task: _Task, before: TensorDict, after: TensorDict) -> tuple[Tensor
         for name, _, weight, where, term in (found for found in task.rewards if found[1] == mode):
             with _told(where):
                 raw = term(before, after)
+                _check_one_each("it", raw, total)
             told |= {name: raw, f"{name}_weighted": weight * raw}
             total = weight * raw if mode == "replace" else total + weight * raw
     return total, {name: told[name] for name in _reward_names(task)}
@@ -265,7 +300,8 @@ def _step(task: _Task, state: TensorDict, action: Tensor, noise: Tensor) -> Tens
             state = happened.where(count % event.interval_step == 0, state)
         state = state.copy().set("life", cast(TensorDict, state["life"]).copy().set("count", count))
     moved, lost = advance(task.sim, cast(TensorDict, state["world"]), _control(task, state, action), state["force"])
-    taken = torch.where(lost.unsqueeze(-1), state["action"], action)  # one that is not finite would spoil rewards
+    unusable = lost | ~action.isfinite().all(-1)  # an infinite one is held at limits, and would spoil rewards too
+    taken = torch.where(unusable.unsqueeze(-1), state["action"], action)
     fields = {"world": moved, "action": taken, "force": torch.zeros_like(state["force"])}
     after = state.copy().update(fields | {"elapsed": state["elapsed"] + 1})
     success, fail, metrics = task.compute_task_state(task.sim, after)
@@ -339,6 +375,13 @@ def task_env(
         keys = rng.split(rng.key(0), 2)
         before = _begin(task, keys).select(*_THEIRS, strict=False)
         check_event(f"env.cfg.events.{name} ({event.func})", happening.apply, before, keys)
+    _check_names("env.cfg.rewards", _reward_names(task))
+    with torch.no_grad(), _told("env.cfg (compute_task_state)"):
+        begun = _begin(task, rng.split(rng.key(0), 2))
+        success, fail, metrics = compute_task_state(sim, begun)
+        for flag, given in (("success", success), ("fail", fail)):
+            _check_one_each(flag, given, begun["elapsed"] > 0)
+        _check_names("metrics", list(metrics))
     with torch.no_grad():
         size = observe(task, _begin(task, rng.split(rng.key(0), 1))).shape[-1]
     low, high = (tuple(x for term in actions for x in getattr(term, side)) for side in ("low", "high"))

@@ -24,6 +24,8 @@ class ActionConfig(_Term):
     """A part of the action."""
 
     part_kind = "action"
+    inert: ClassVar = {"mode": "terms of the action act before the step, which is mode pre"}
+
     func: str = Field(description='registered name of the term, such as "DeltaQposTerm"')
     params: SerializeAsAny[BaseModel] = Field(description="settings of the term")
 

@@ -60,6 +60,8 @@ class JointsConfig(ConfigModel):
     def _one_way(self) -> "JointsConfig":
         if self.part_name is not None and self.joint_ids is not None:
             raise ValueError("part_name and joint_ids both say which joints; keep one")
+        if self.joint_ids is not None and len(set(self.joint_ids)) < len(self.joint_ids):
+            raise ValueError(f"joint_ids: {list(self.joint_ids)} names a joint twice; name each once")
         return self
 
 

@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl.envs.mujoco import kinematics
-from ecrl.envs.mujoco.models import STATE, id_of, mujoco, rows_of, size_of
+from ecrl.envs.mujoco.models import STATE, control_per_target, follows, id_of, mujoco, rows_of, size_of
 from ecrl.envs.mujoco.robot import Drive
 from ecrl.envs.mujoco.simulation import Simulation
 from ecrl.errors import ConfigError
@@ -92,23 +92,35 @@ def joint_forces(sim: Simulation, world: TensorDict, joints: Sequence[str]) -> T
 
 @cache
 def actuators_of(sim: Simulation, joints: tuple[str, ...]) -> list[int]:
-    """The actuators that drive hinges and slides, one each. ConfigError for a joint that has none."""
+    """The actuators that drive hinges and slides, one each. ConfigError for a joint that has none or several."""
     model, kind = sim.model, int(mujoco().mjtTrn.mjTRN_JOINT)
-    driven = {int(model.actuator_trnid[i, 0]): i for i in range(model.nu) if model.actuator_trntype[i] == kind}
-    ids = {name: id_of(model, "jnt", name) for name in joints}
-    for name, i in ids.items():
-        if i not in driven:
-            raise ConfigError(f"joint {name!r} has no actuator")
-    return [driven[i] for i in ids.values()]
+    on_joints = [i for i in range(model.nu) if model.actuator_trntype[i] == kind]
+    found = []
+    for name in joints:
+        joint = id_of(model, "jnt", name)
+        driving = [i for i in on_joints if model.actuator_trnid[i, 0] == joint]
+        if len(driving) != 1:
+            told = f"has {len(driving)} actuators, one would do" if driving else "has no actuator"
+            raise ConfigError(f"joint {name!r} {told}; choose others by joint_ids or part_name, or change its file")
+        found += driving
+    return found
 
 
 def drive_of(sim: Simulation, joint: str) -> Drive | None:
     """What the control of a joint's actuator is; None for one that is none of these."""
     model, (i,) = sim.model, actuators_of(sim, (joint,))
+    if not follows(model, i):
+        return None
     if model.actuator_biastype[i] == int(mujoco().mjtBias.mjBIAS_NONE):
         return "force"
     _, position, velocity = model.actuator_biasprm[i, :3]
     return "position" if position < 0.0 else "velocity" if velocity < 0.0 else None
+
+
+@cache
+def controls_per_target(sim: Simulation, joints: tuple[str, ...]) -> tuple[float, ...]:
+    """What the controls of joints' actuators are per target or force: 1 but for gears and gains of a file."""
+    return tuple(control_per_target(sim.model, i) for i in actuators_of(sim, joints))
 
 
 def joint_limits(sim: Simulation, joints: Sequence[str]) -> tuple[tuple[float, ...], tuple[float, ...]]:

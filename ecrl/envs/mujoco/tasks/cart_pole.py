@@ -14,6 +14,7 @@ from ecrl.envs.mujoco.scene_config import Real, RobotConfig, Triple
 from ecrl.envs.mujoco.simulation import Simulation
 from ecrl.envs.mujoco.task import task_env
 from ecrl.envs.mujoco.task_config import ActionConfig, ObservationConfig, RewardConfig, TaskConfig, parsed
+from ecrl.envs.mujoco.terms import part_of
 from ecrl.registry import register_env
 from ecrl.strict import ConfigModel, Positive
 
@@ -68,7 +69,7 @@ def cart_pole(cfg: CartPoleRLConfig) -> Env:
     """
 
     def pole(sim: Simulation, state: TensorDict) -> tuple[Tensor, Tensor]:
-        joint = sim.robot.parts["hand"]
+        joint = part_of(sim, "hand")
         read = world.joint_positions, world.joint_velocities
         angle, velocity = (of(sim, state["world"], joint)[..., 0].abs() for of in read)
         return angle, velocity

@@ -1,0 +1,194 @@
+"""Robots and scenes from MJCF files: whatever their actuators are, terms mean m, rad, s and N; and what is refused."""
+
+import pytest
+import torch
+from conftest import close
+
+pytest.importorskip("mujoco.batch")
+
+from task_stand_ins import keys_of, known_terms, nothing_yet
+
+from ecrl import registry
+from ecrl.envs.mujoco import world
+from ecrl.envs.mujoco.task import task_env
+from ecrl.envs.mujoco.task_config import TaskConfig
+from ecrl.errors import ConfigError
+from ecrl.spaces import Box
+from ecrl.strict import checked
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _terms():
+    with known_terms():
+        yield
+
+
+FILE = """<mujoco><compiler angle="radian"/><option integrator="implicitfast"/><worldbody>
+<body name="cube" pos="0 5 1"/><body name="one" gravcomp="1">
+<joint name="j1" axis="0 1 0" range="-1 1" armature="1"/><geom size=".1"/><body name="two" pos="0 0 .3" gravcomp="1">
+<joint name="j2" axis="0 1 0" range="-1 1" armature="1"/><geom size=".1"/></body></body></worldbody>
+<actuator>{}</actuator></mujoco>"""
+FIRST = {"joint_ids": [0]}
+SPRUNG = "<position joint='j2' kp='100' kv='20'/>"
+
+
+def scene(actuators, func="QposTerm", params=FIRST, **changes):
+    """A task of the file, or of a robot from it if `changes` give one."""
+    mjcf = {} if "robot" in changes else {"mjcf": FILE.format(actuators)}
+    actions = {"a": {"func": func, "params": params}}
+    cfg = checked(TaskConfig, {"actions": actions, "physics": {"dt": 0.01}} | mjcf | changes, "env.cfg")
+    return task_env(cfg, lambda sim, state: (*nothing_of(state), {}))
+
+
+def nothing_of(state):
+    no = torch.zeros_like(state["elapsed"], dtype=torch.bool)
+    return no, no.clone()
+
+
+def after(env, action, steps=1):
+    state = env.reset(keys_of(1))
+    for t in range(steps):
+        state = env.step(state, torch.tensor([[action]]), keys_of(1, 1 + t))
+    return state["world"]
+
+
+POSITION = [
+    "<position joint='j1' kp='100' kv='20'/>",
+    "<position joint='j1' kp='100' kv='20' gear='5'/>",
+    "<general joint='j1' gainprm='50' biastype='affine' biasprm='0 -100 -20'/>",
+    "<position joint='j1' kp='100' kv='20' gear='-2' timeconst='0.05'/>",
+]
+
+
+@pytest.mark.parametrize("actuator", POSITION)
+def test_a_target_position_is_one_whatever_gear_and_gains(actuator):
+    env = scene(actuator)
+    close(world.joint_positions(env.scene, after(env, 0.5, 200), ("j1",)), torch.tensor([[0.5]]), 1e-3)
+
+
+@pytest.mark.parametrize("actuator", POSITION)
+def test_an_arm_is_held_where_it_starts_whatever_gear_and_gains(actuator):
+    robot = {"mjcf": FILE.format(actuator + SPRUNG), "init_qpos": [0.4, 0.0], "init_pos": [0.0, 0.0, 1.0]}
+    env = scene("", robot=robot, params={"joint_ids": [1]})
+    close(world.joint_positions(env.scene, after(env, 0.0, 20), ("robot/j1",)), torch.tensor([[0.4]]), 1e-3)
+
+
+def test_a_force_and_a_velocity_are_what_is_asked_for_whatever_the_gear():
+    force = scene("<motor joint='j1' gear='50'/>", "QfTerm", FIRST | {"scale": 3.0})
+    close(world.joint_forces(force.scene, after(force, 0.5), ("j1",)), torch.tensor([[1.5]]), 1e-6)
+    velocity = scene("<velocity joint='j1' kv='50' gear='4'/>", "QvelTerm", FIRST)
+    close(world.joint_velocities(velocity.scene, after(velocity, 0.25, 20), ("j1",)), torch.tensor([[0.25]]), 1e-3)
+
+
+@pytest.mark.parametrize(("kind", "func"), [("motor", "QfTerm"), ("velocity", "QvelTerm")])
+def test_a_robot_keeps_the_actuators_of_its_file_where_they_are_what_a_term_asks_for(kind, func):
+    file = FILE.format(f"<{kind} joint='j1'/><{kind} joint='j2'/>")
+    assert scene("", func, robot={"mjcf": file}).action_space == Box((-1.0,), (1.0,), (1,))
+
+
+TWICE = "<position name='p' joint='j1' kp='9'/><position name='q' joint='j1' kp='9'/>"
+DRIVES = {"stiffness": 10.0, "damping": 1.0}
+BARE = FILE.format("")
+NAMELESS = {"mjcf": BARE.replace('name="j2"', ""), "drive_pros": DRIVES | {"max_effort": 1.0}}
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"actuators": TWICE}, "joint 'j1' has 2 actuators"),
+        ({"actuators": "<intvelocity joint='j1' kp='9' actrange='-1 1'/>"}, "has an actuator of another kind"),
+        ({"actuators": SPRUNG, "params": {"joint_ids": [0, 0]}}, r"\[0, 0\] names a joint twice"),
+        (
+            {"actuators": "", "robot": {"mjcf": BARE, "drive_pros": DRIVES | {"max_effort": {"j1": 5.0}}}},
+            "robot.drive_pros.max_effort: no number for j2",
+        ),
+        ({"actuators": "", "robot": NAMELESS}, "robot.mjcf: a hinge or slide of the file has no name"),
+    ],
+)
+def test_files_that_do_not_fit_are_refused(given, told):
+    with pytest.raises(ConfigError, match=told):
+        scene(**given)
+
+
+def place(robot, part):
+    """Where the end effector of a part is at the start."""
+    env = scene("", params=FIRST, robot={"uid": "ur"} | robot)
+    state = env.reset(keys_of(1))
+    return world.site_pose(env.scene, state["world"], env.scene.robot.tcp[part])[0, :3, 3]
+
+
+def test_the_end_effector_is_that_of_the_tool_whatever_a_part_is_called():
+    names = [f"{name}_joint" for name in ("shoulder_pan", "shoulder_lift", "elbow", "wrist_1", "wrist_2", "wrist_3")]
+    tcp = [[1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0], [0.0, 0.0, 1.0, 0.16], [0.0, 0.0, 0.0, 1.0]]
+    renamed = {"control_parts": {"left": names}, "solver_cfg": {"left": {"tcp": tcp}}}
+    close(place(renamed, "left"), place({}, "arm"), 1e-6)
+
+
+EFFORT = {"func": "rig_effort"}
+
+
+@pytest.mark.parametrize(
+    ("rewards", "hooks", "told"),
+    [
+        ({"task": EFFORT}, {"get_reward": lambda sim, a, b: b["elapsed"].float()}, "env.cfg.rewards: .*'task' twice"),
+        ({"a": EFFORT, "a_weighted": EFFORT}, {}, "env.cfg.rewards: .*'a_weighted' twice"),
+        ({"a": EFFORT, "a/b": EFFORT}, {}, "env.cfg.rewards: 'a/b' reads as a part of 'a'"),
+    ],
+)
+def test_rewards_that_logs_could_not_tell_apart_are_refused(rewards, hooks, told):
+    cfg = checked(
+        TaskConfig,
+        {"mjcf": FILE.format(SPRUNG), "rewards": rewards, "actions": {"a": {"func": "QposTerm", "params": {}}}},
+        "env.cfg",
+    )
+    with pytest.raises(ConfigError, match=told):
+        task_env(cfg, nothing_yet, **hooks)
+
+
+def test_what_a_task_reads_that_is_not_there_is_said_when_it_is_made():
+    def lost(sim, state):
+        return (*nothing_of(state), {"x": world.body_pose(sim, state["world"], "cub")[..., 0, 3]})
+
+    cfg = checked(TaskConfig, {"mjcf": FILE.format(SPRUNG), "actions": {"a": {"func": "QposTerm"}}}, "env.cfg")
+    with pytest.raises(ConfigError, match=r"env.cfg \(compute_task_state\): body 'cub' is not in the scene"):
+        task_env(cfg, lost)
+
+
+def paying(given):
+    """A reward of a user's that gives `given` of (before, after)."""
+    return lambda cfg, sim: given
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (lambda before, after: after["action"], r"float32 \[2, 2\]"),
+        (lambda before, after: 1.0, "float"),
+        (lambda before, after: after["success"], r"bool \[2\]"),
+    ],
+)
+def test_a_reward_that_is_not_one_number_each_is_refused_by_its_place(monkeypatch, given, told):
+    entry = registry.lookup("reward", "rig_effort")
+    monkeypatch.setitem(registry._ENTRIES["reward"], "rig_effort", entry._replace(make=paying(given)))
+    cfg = {"mjcf": FILE.format(POSITION[0] + SPRUNG), "rewards": {"a": EFFORT}, "actions": {"a": {"func": "QposTerm"}}}
+    env = task_env(checked(TaskConfig, cfg, "env.cfg"), nothing_yet)
+    expected = rf"env.cfg.rewards.a \(rig_effort\): it gives {told}, expected float32 \[2\]"
+    with pytest.raises(ConfigError, match=expected):
+        env.step(env.reset(keys_of(2)), torch.zeros(2, 2), keys_of(2, 1))
+
+
+def test_success_is_a_flag_for_each_environment():
+    def counted(sim, state):
+        return state["elapsed"].float(), *nothing_of(state)[1:], {}
+
+    cfg = checked(TaskConfig, {"mjcf": FILE.format(SPRUNG), "actions": {"a": {"func": "QposTerm"}}}, "env.cfg")
+    with pytest.raises(ConfigError, match=r"\(compute_task_state\): success gives float32 \[2\], expected bool \[2\]"):
+        task_env(cfg, counted)
+
+
+def test_an_infinite_action_spoils_no_reward():
+    cfg = {"mjcf": FILE.format(SPRUNG), "rewards": {"a": EFFORT}, "actions": {"a": {"func": "QposTerm"}}}
+    env = task_env(checked(TaskConfig, cfg, "env.cfg"), nothing_yet)
+    state = env.step(env.reset(keys_of(1)), torch.tensor([[torch.inf]]), keys_of(1, 1))
+    assert state["reward"].tolist() == [0.0]
+    assert state["action"].tolist() == [[0.0]]
