@@ -330,3 +330,23 @@ def test_a_graph_made_again_in_mid_run_is_told_with_what_differs():
     told = r"compiled again at step 96: _learn: 0.hyper.clip_coef was float32 \[\] on cpu, is float64 \[\] on cpu"
     with pytest.warns(RuntimeWarning, match=told):
         next(records)
+
+
+ONES = [torch.tensor([float(i), 2.0 * i]) for i in (1, 2, 3, 4)]
+
+
+def _inside(x, _):
+    return 0.5 * x + ONES[0] * ONES[2], x * ONES[3]
+
+
+def _outside(x, row):
+    y, kept = graph_scan(_inside, x - ONES[1], torch.zeros(3))
+    return y * ONES[2] + row * ONES[0], kept.sum(0) * ONES[1] + ONES[3]
+
+
+def test_constants_of_a_loop_in_a_loop_keep_their_places():
+    given = torch.tensor([0.3, -0.2]), torch.arange(8.0).reshape(4, 2)
+    leaves, structure = flatten(given)
+    graph, _ = traced(functools.partial(graph_scan, _outside), structure, leaves)
+    for found, expected in zip(graph(*leaves), graph_scan(_outside, *given), strict=True):
+        assert torch.equal(found, expected)
