@@ -222,7 +222,7 @@ SETTINGS = {
 def test_every_setting_changes_the_entry_or_is_refused_where_it_is_wrong(sim, name):
     base, changes, refused = SETTINGS[name]
     assert lookup("observation", name).config.model_fields.keys() == changes.keys() | refused
-    state, value = shaken(sim, (3,)), torch.rand(3, 6) if name.startswith("norm") else None
+    state, value = shaken(sim, (3,)), torch.linspace(0.1, 0.9, 18).reshape(3, 6) if name.startswith("norm") else None
     before = observed(name, sim, state, value, **base)
     for key, change in changes.items():
         after = observed(name, sim, state, value, **(base | {key: change}))

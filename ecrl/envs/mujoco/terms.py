@@ -1,7 +1,7 @@
 """What terms of a task are, and what their settings share.
 
 Terms are registered functions `make(cfg, sim)` of a Config model and a `Simulation`; what they make is a pure function
-of the task's state (`ecrl.envs.mujoco.task`).
+of the task's state (`ecrl.envs.mujoco.episode`).
 """
 
 from collections.abc import Callable
