@@ -18,10 +18,11 @@ SUBJECTS = {  # name: what it shows; the file of that name has `rows(quick, core
     "kernels": "kernels against rlax, TorchRL, SB3 and others: time, ratio, share of what the machine allows",
     "memory": "peak memory per environment step",
     "scaling": "env steps per second by number of environments, length of a rollout and width of the networks",
+    "physics": "PPO on PushCube against the bare physics in it",
     "phases": "where the time of an iteration goes",
 }
 QUICK = ("end_to_end", "solved", "kernels")
-NEEDED = ("rlax", "rejax", "gymnax", "torchrl", "stable_baselines3", "matplotlib")
+NEEDED = ("rlax", "rejax", "gymnax", "torchrl", "stable_baselines3", "mujoco", "matplotlib")
 
 
 def check(only: tuple[str, ...]) -> None:

@@ -15,7 +15,7 @@ from importlib.metadata import version
 from typing import TextIO
 
 PACKAGES = {  # module: distribution
-    **{name: name for name in ("torch", "tensordict", "torchrl", "numpy", "gymnasium")},
+    **{name: name for name in ("torch", "tensordict", "torchrl", "numpy", "gymnasium", "mujoco")},
     **{name: name for name in ("jax", "jaxlib", "flax", "optax", "rejax", "gymnax", "rlax")},
     "stable_baselines3": "stable-baselines3",
 }

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from every_key_mujoco_seen import bounds, filmed, model, pictured, stepped, told
+from every_key_mujoco_seen import backed, bounds, filmed, model, pictured, stepped, told
 from every_key_row import Row
 from every_key_seen import Changes, See
 
@@ -103,6 +103,7 @@ SCENE = [
     *at("SceneConfig", "", RESTING, background=[thing("block", (-0.6, -0.33, 0.05))]),
     *between("PhysicsConfig", "physics", REACH, dt=(0.01, 0.005), iterations=(20, 1)),
     *at("PhysicsConfig", "physics", REACH, model, threads=1),
+    *at("PhysicsConfig", "physics", REACH, backed, backend="warp"),
     *between("LightConfig", "light", RESTING, model, direction=([0.0, 0.0, -1.0], [1.0, 0.0, -1.0])),
     *between("LightConfig", "light", RESTING, model, color=([0.1, 0.1, 0.1], [0.2, 0.2, 0.2])),
     *between("LightConfig", "light", RESTING, model, ambient=([0.1, 0.1, 0.1], [0.2, 0.2, 0.2])),
@@ -112,7 +113,7 @@ SCENE = [
     *at("RobotConfig", "robot", REACH, init_pos=[0.0, 0.0, 0.1], init_rot=[0.0, 0.0, 10.0]),
     *between("RobotConfig", "robot", REACH, init_qpos=(FALLEN, [0.1, *FALLEN[1:]])),
     *at("RobotConfig", "robot", REACH, drive_pros={"max_effort": 1.0}, solver_cfg={"arm": {"tcp": TCP}}),
-    *at("RobotConfig", "robot", REACH, control_parts={"arm": JOINTS}),
+    *at("RobotConfig", "robot", REACH, told("no end effector of 'arm'"), control_parts={"leg": JOINTS}),
     *between("DriveConfig", "robot.drive_pros", REACH, stiffness=(1e3, 2e3), damping=(10.0, 20.0)),
     *between("DriveConfig", "robot.drive_pros", REACH, max_effort=(1.0, 2.0)),
     *at("SolverConfig", "robot.solver_cfg.arm", REACH | {f"{CFG}.robot.solver_cfg": {"arm": {"tcp": TCP}}}, tcp=LONGER),
@@ -170,7 +171,8 @@ TASKS = [
     ),
     *at("TaskEventConfig", "events.push", REACH, mode="reset", interval_step=2),
     *at("PushCubeConfig", "", PUSH_CUBE, extensions={"success_threshold": 5.0}),
-    *at("PushCubeExtensions", "extensions", PUSH_CUBE, success_threshold=5.0, start_distance=0.8),
+    *at("PushCubeExtensions", "extensions", PUSH_CUBE, success_threshold=5.0, hold_time=0.1),
+    *at("PushCubeExtensions", "extensions", PUSH_CUBE, start_distance=0.7),
     *at("PushCubeExtensions", "extensions", PUSH_CUBE, told("'box' is not in the scene"), object_uid="box"),
     *at("PushCubeExtensions", "extensions", PUSH_CUBE, told("no target 'there'"), target_pose_key="there"),
     *at("ReachConfig", "", RESTING, extensions={"success_threshold": 5.0}),

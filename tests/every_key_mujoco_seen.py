@@ -13,6 +13,7 @@ from tensordict import TensorDict
 from ecrl import rng
 from ecrl.envs import make_env
 from ecrl.envs.mujoco.camera import backend
+from ecrl.envs.mujoco.models import loaded
 from ecrl.errors import ConfigError, UserError
 from ecrl.recording import filming
 
@@ -56,6 +57,13 @@ def bounds(changes: Changes) -> tuple[list, list]:
 def model(changes: Changes) -> int:
     """What is loaded to be stepped and drawn: a number made of all of MuJoCo's model and of the threads."""
     return make_env(made(changes).env).scene.handle
+
+
+@remembered
+def backed(changes: Changes) -> str:
+    """What steps it."""
+    pytest.importorskip("mujoco_warp", reason="needs the extra warp")
+    return loaded(make_env(made(changes).env).scene.handle).backend
 
 
 @remembered

@@ -8,11 +8,11 @@ import torch
 
 pytest.importorskip("rlax", reason="the benchmarks' peers are not installed")
 
-from benchmarks import gpu, kernels, memory, phases, scaling
+from benchmarks import gpu, kernels, memory, phases, physics, scaling
 from benchmarks.alone import alone
 from benchmarks.forms import adam, draws, gae, loss
 from benchmarks.ours import CONFIG
-from benchmarks.pairs import Failure, available
+from benchmarks.pairs import Failure, Result, available
 from benchmarks.roofline import copy_rate, matmul_rate
 from benchmarks.turns import ratio, take_turns
 from ecrl import load_config
@@ -314,13 +314,53 @@ def test_on_a_gpu_the_trace_tells_a_copy_from_a_graph():
     assert all(row["must_roof_share"] == 0.7 for row in rows if row["ours"] == "ecrl compiled")
 
 
-@pytest.mark.parametrize("module", [kernels, memory, phases, scaling], ids=lambda m: m.__name__)
+def small_push_cube(monkeypatch):
+    sizes = {"trainer.num_envs": 3, "trainer.buffer_size": 8, "algorithm.cfg.batch_size": 24, "trainer.compile": "off"}
+    small = physics.config(**sizes)
+    monkeypatch.setattr(physics, "config", lambda **keys: small.replace(**keys))
+
+
+def test_bare_physics_takes_the_steps_of_a_rollout(monkeypatch):
+    pytest.importorskip("mujoco.batch")
+    small = physics.config().replace(
+        **{"trainer.num_envs": 3, "trainer.buffer_size": 8, "algorithm.cfg.batch_size": 24}
+    )
+    monkeypatch.setattr(physics, "config", lambda **keys: small.replace(**keys))
+    again, states, substeps = physics.replay(2)
+    passed = again()[:, substeps - 1 :: substeps]  # time, positions, velocities first, as in ours
+    width = 1 + 13 + 12
+    assert states.shape[:2] == (8, 3) and passed.shape[:2] == (3, 8)
+    assert (passed[:, :-1, :width].swapaxes(0, 1) == states[1:, :, :width]).all()
+    assert physics.bare(1)() == 24
+
+
+@pytest.mark.slow
+def test_environment_and_iterations_of_push_cube_work(monkeypatch):
+    pytest.importorskip("mujoco.batch")
+    small = physics.config().replace(
+        **{"trainer.num_envs": 3, "trainer.buffer_size": 8, "algorithm.cfg.batch_size": 24}
+    )
+    small = small.replace(**{"trainer.compile": "off"})
+    monkeypatch.setattr(physics, "config", lambda **keys: small.replace(**keys))
+    assert physics.environment()() == physics.iteration()() == 24
+
+
+def test_a_row_of_push_cube_is_judged_by_bare_physics():
+    bare = Result("mujoco.rollout", [10.0, 30.0, 20.0], 1.0, {}, 0.0)
+    row = physics.told(Result("iteration", [5.0, 10.0, 10.0], 1.0, {}, 0.0), bare, 2)
+    assert (row["times_bare"], row["times_min"], row["times_max"], row["met"]) == (2.0, 2.0, 3.0, True)
+    assert not physics.told(Result("environment", [5.0, 10.0, 10.0], 1.0, {}, 0.0), bare, 2)["met"]
+    assert "error" in physics.told(Result("environment", [], 1.0, {}, 0.0, "died"), bare, 2)
+
+
+@pytest.mark.parametrize("module", [kernels, memory, phases, physics, scaling], ids=lambda m: m.__name__)
 def test_plots_of_rows_with_gaps(module, tmp_path):
     pytest.importorskip("matplotlib")
     full = {
         kernels: {"kernel": "gae", "size": "1x1", "ours": "ecrl eager", "peer": "sb3", "ratio": 2.0, "ratio_min": 1.0}
         | {"ratio_max": 3.0},
         memory: {"contestant": "ecrl", "num_envs": 4, "peak_mb": 3.0},
+        physics: {"what": "iteration", "times_bare": 1.5},
         phases: {"num_envs": 4, "form": "as run", "phase": "collect", "share": 0.5, "ms": 1.0},
         scaling: {"by": "width", "num_envs": 4, "steps": 8, "width": 16, "ecrl_steps_per_s": 5.0},
     }[module] | {"device": "cpu"}

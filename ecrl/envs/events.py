@@ -32,8 +32,7 @@ _NOT_THEIRS = ("reward", "terminated", "truncated", "info", "mask", "final_obs",
 class _Event(NamedTuple):
     """An event of an environment; `position` is its place among the others, which makes its keys its own."""
 
-    name: str
-    func: str
+    told: str
     mode: str
     interval_step: int
     position: int
@@ -89,10 +88,10 @@ def check_event(told: str, apply: Apply, before: TensorDict, keys: Tensor) -> No
             raise ConfigError(f"{told}; an event returns the fields it was given: {names}")
 
 
-def with_events(env: Env, events: Mapping[str, EventConfig]) -> Env:
+def with_events(env: Env, events: Mapping[str, EventConfig], where: str = "trainer.events") -> Env:
     """Let events happen to an environment that is wrapped by `auto_reset`; without events it is `env` itself.
 
-    Those that happen at one moment do so in the order of their names.
+    Those that happen at one moment do so in the order of their names. Errors name them by their place, `where`.
 
     startup: once in the life of an environment, at its first reset; where the next episode starts from a fresh state,
         the event is applied to it again with the same key, so that its effect lasts.
@@ -117,16 +116,13 @@ def with_events(env: Env, events: Mapping[str, EventConfig]) -> Env:
     tensor([[0.0000, 0.0000, 0.1000, 0.0000],
             [0.0000, 0.0000, 0.1000, 0.0000]])
     """
-    for name, event in events.items():
+    all_made = []
+    for position, (name, event) in enumerate(sorted(events.items())):
+        told = f"{where}.{name} ({event.func})"
         if not env.is_pure:
-            told = f"trainer.events: {name} ({event.func}): the state of this environment is not in tensors, where"
-            raise ConfigError(f"{told} events happen; remove the event or use a tensor environment")
-    all_made = (
-        _Event(
-            name, e.func, e.mode, e.interval_step, position, made(e, env.scene, f"trainer.events: {name} ({e.func})")
-        )
-        for position, (name, e) in enumerate(sorted(events.items()))
-    )
+            why = "the state of this environment is not in tensors, where events happen"
+            raise ConfigError(f"{told}: {why}; remove the event or use a tensor environment")
+        all_made.append(_Event(told, event.mode, event.interval_step, position, made(event, env.scene, told)))
     return _with_events(env, tuple(all_made)) if events else env
 
 
@@ -152,7 +148,7 @@ def _with_events(env: Env, events: tuple[_Event, ...]) -> Env:
         if "final_obs" not in state:
             raise ValueError("with_events needs an environment that starts its episodes: with_events(auto_reset(env))")
         for event in events:
-            check_event(f"trainer.events: {event.name} ({event.func})", event.apply, _own(env, state), key)
+            check_event(event.told, event.apply, _own(env, state), key)
         everyone = torch.ones(keys.shape, dtype=torch.bool, device=keys.device)
         born = TensorDict({"count": torch.zeros_like(keys), "key": key}, keys.shape)
         life = born if ended is None else cast(TensorDict, ended["events"]).copy()

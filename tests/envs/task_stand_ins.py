@@ -87,6 +87,23 @@ def effort(cfg: NothingConfig, sim):
     return lambda before, after: after["action"].abs().sum(-1)
 
 
+class SpotConfig(ConfigModel):
+    size: int = Field(2, description="how many numbers")
+
+    @property
+    def stores(self):
+        return {"spot": (0,) * self.size}
+
+
+def spot(cfg: SpotConfig, sim):
+    """Stores numbers that need not be a position."""
+
+    def apply(state, keys):
+        return state.copy().set("targets", state["targets"].copy().set("spot", rng.uniform(keys, (cfg.size,))))
+
+    return apply
+
+
 class RigConfig(TaskConfig):
     """The scene of these tests."""
 
@@ -102,6 +119,7 @@ TERMS = (
     ("observation", "rig_height", height),
     ("observation", "rig_twice", twice),
     ("observation", "rig_target", target_seen),
+    ("event", "rig_spot", spot),
     ("reward", "rig_fall", fall),
     ("reward", "rig_effort", effort),
 )

@@ -396,7 +396,7 @@ def test_events_that_do_not_fit_the_state_are_refused(_put_back, name, mode):
     def bad(cfg: NothingConfig):
         return lambda state, keys: change(state)
 
-    with pytest.raises(ConfigError, match=rf"^trainer.events: mine \(bad\): {message}") as error:
+    with pytest.raises(ConfigError, match=rf"^trainer.events.mine \(bad\): {message}") as error:
         with_events(SLIDE, {"mine": custom("bad", mode)}).reset(torch.arange(N))
     assert "\n" not in str(error.value) and "body.mass, drag, hits, obs" in str(error.value)
 
@@ -416,7 +416,17 @@ def test_randomize_field_refuses_what_it_cannot_draw(params, message):
     made = {"dr": custom("randomize_field", **({"low": 0.0, "high": 1.0} | params))}
     with pytest.raises(ConfigError) as error:
         with_events(SLIDE, made).reset(torch.arange(N))
-    assert str(error.value) == f"trainer.events: dr (randomize_field): {message}"
+    assert str(error.value) == f"trainer.events.dr (randomize_field): {message}"
+
+
+@pytest.mark.parametrize("use", ["train", "eval"])
+def test_an_event_of_a_run_is_named_by_its_place(use):
+    wrong = {"func": "randomize_field", "mode": "reset", "params": {"field": "drug", "low": 0.0, "high": 1.0}}
+    env = make_parts(small(**{f"trainer.events.{use}": {"dr": wrong}}), use).env
+    with pytest.raises(
+        ConfigError, match=rf"^trainer.events.{use}.dr \(randomize_field\): params.field: unknown field"
+    ):
+        env.reset(torch.arange(N))
 
 
 def test_a_computed_observation_is_no_field_of_its_own():
@@ -449,7 +459,7 @@ def test_bad_bounds_are_refused_by_the_config(params, message):
 def test_events_need_tensors():
     host = Env(_slide_reset, _slide_step, *SPACES, is_pure=False)
     assert with_events(host, {}) is host
-    with pytest.raises(ConfigError, match=r"trainer.events: gust \(randomize_field\): the state of this env"):
+    with pytest.raises(ConfigError, match=r"^trainer.events.gust \(randomize_field\): the state of this env"):
         with_events(host, {"gust": event()})
 
 

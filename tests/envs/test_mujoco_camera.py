@@ -1,6 +1,7 @@
 """Cameras: what is seen where, by hand from the pinhole's equation; marks, lights, OpenGL that is missing."""
 
 import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from film_stand_ins import gl
 
 from ecrl.envs.mujoco import camera
 from ecrl.envs.mujoco.camera import CameraConfig, drawing, grid
+from ecrl.envs.mujoco.models import mujoco
 from ecrl.envs.mujoco.scene_config import SceneConfig
 from ecrl.envs.mujoco.simulation import simulation, start
 from ecrl.errors import ConfigError, UserError
@@ -150,6 +152,27 @@ def test_the_first_opengl_that_works_is_taken(monkeypatch, set_to, works, tried)
     if tried[-1] in works:
         assert choose() == tried[-1]
     else:
-        with pytest.raises(UserError, match=rf"neither EGL .* \(tried {' and '.join(tried)}\); install one, such as"):
+        named = " and ".join(tried) + (", as MUJOCO_GL says" if set_to else "")
+        with pytest.raises(UserError, match=rf"neither EGL .* \(tried {named}\); install one, such as"):
             choose()
     assert seen == tried
+
+
+@pytest.mark.parametrize(
+    "error", ["AttributeError: 'NoneType' object has no attribute 'glGetError'", "RuntimeError: no"]
+)
+def test_an_opengl_that_spoils_mujocos_import_is_named(monkeypatch, tmp_path, error):
+    kind, said = error.split(": ")
+    (tmp_path / "mujoco").mkdir()
+    (tmp_path / "mujoco" / "__init__.py").write_text(f'raise {kind}("{said}")')
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.split(".")[0] == "mujoco"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setenv("MUJOCO_GL", "osmesa")
+    with pytest.raises(UserError) as raised:
+        mujoco()
+    told = "unset it, or install what it names, with apt-get: libosmesa6 for osmesa, libegl1 for egl"
+    assert str(raised.value) == f"MUJOCO_GL=osmesa does not work here ({said}); {told}"
+    monkeypatch.delenv("MUJOCO_GL")
+    with pytest.raises((AttributeError, RuntimeError), match=said):  # not its doing
+        mujoco()

@@ -746,7 +746,7 @@ def test_masses_and_frictions_belong_to_the_events_of_the_task(func):
     its = outside({"it": happening(func, "startup", **EVENTS[func])})
     with pytest.raises(ConfigError) as error:
         with_events(auto_reset(task()), its)
-    assert str(error.value).startswith(f"trainer.events: it ({func}): ") and "\n" not in str(error.value)
+    assert str(error.value).startswith(f"trainer.events.it ({func}): ") and "\n" not in str(error.value)
     assert "is the same in all environments; put the event under env.cfg.events" in str(error.value)
     known = with_events(auto_reset(task(events={"own": happening(func, **EVENTS[func])})), its)
     assert len(known.reset(keys_of())["world", "parameters"][:, 0].unique()) == 4  # there it may vary
@@ -755,7 +755,7 @@ def test_masses_and_frictions_belong_to_the_events_of_the_task(func):
 def test_a_target_that_the_task_does_not_have_is_refused():
     its = outside({"it": happening("randomize_target_pose", **SPOT, store_key="gaol_pose")})
     env = auto_reset(task(events={"goal": happening("randomize_target_pose", **SPOT)}))
-    told = "trainer.events: it (randomize_target_pose): params.store_key: no target 'gaol_pose' in the task"
+    told = "trainer.events.it (randomize_target_pose): params.store_key: no target 'gaol_pose' in the task"
     with pytest.raises(ConfigError) as error:
         with_events(env, its).reset(keys_of())
     assert str(error.value) == f"{told}; did you mean 'goal_pose'?; an event under env.cfg.events makes one"
@@ -768,7 +768,7 @@ def test_an_environment_without_a_scene_is_told_so(func):
     with pytest.raises(ConfigError) as error:
         with_events(auto_reset(make_env("cartpole")), outside({"it": happening(func, **EVENTS[func])}))
     told = "happens to the scene of a MuJoCo task, and this environment has none"
-    assert str(error.value) == f"trainer.events: it ({func}): {told}"
+    assert str(error.value) == f"trainer.events.it ({func}): {told}"
 
 
 def test_the_built_in_arm_is_put_by_name_and_by_part():

@@ -6,13 +6,19 @@ from conftest import close
 
 pytest.importorskip("mujoco.batch")
 
+import mujoco
+import numpy as np
 from task_stand_ins import keys_of, known_terms, nothing_yet
 
 from ecrl import registry
 from ecrl.envs.mujoco import world
+from ecrl.envs.mujoco.scene_config import SceneConfig
+from ecrl.envs.mujoco.simulation import simulation, start
 from ecrl.envs.mujoco.task import task_env
 from ecrl.envs.mujoco.task_config import TaskConfig
+from ecrl.envs.mujoco.terms import tcp_of
 from ecrl.errors import ConfigError
+from ecrl.registry import lookup
 from ecrl.spaces import Box
 from ecrl.strict import checked
 
@@ -110,18 +116,69 @@ def test_files_that_do_not_fit_are_refused(given, told):
         scene(**given)
 
 
+JOINTS = [f"{name}_joint" for name in ("shoulder_pan", "shoulder_lift", "elbow", "wrist_1", "wrist_2", "wrist_3")]
+
+
+def tcp(height):
+    return {"tcp": [[1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0], [0.0, 0.0, 1.0, height], [0.0, 0.0, 0.0, 1.0]]}
+
+
+def arm(robot):
+    """The simulation of the built-in arm."""
+    return simulation(checked(SceneConfig, {"robot": {"uid": "ur"} | robot}, "scene"))
+
+
 def place(robot, part):
     """Where the end effector of a part is at the start."""
-    env = scene("", params=FIRST, robot={"uid": "ur"} | robot)
-    state = env.reset(keys_of(1))
-    return world.site_pose(env.scene, state["world"], env.scene.robot.tcp[part])[0, :3, 3]
+    sim = arm(robot)
+    return world.site_pose(sim, start(sim, ()), sim.robot.tcp[part])[:3, 3]
 
 
 def test_the_end_effector_is_that_of_the_tool_whatever_a_part_is_called():
-    names = [f"{name}_joint" for name in ("shoulder_pan", "shoulder_lift", "elbow", "wrist_1", "wrist_2", "wrist_3")]
-    tcp = [[1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0], [0.0, 0.0, 1.0, 0.16], [0.0, 0.0, 0.0, 1.0]]
-    renamed = {"control_parts": {"left": names}, "solver_cfg": {"left": {"tcp": tcp}}}
+    renamed = {"control_parts": {"left": JOINTS}, "solver_cfg": {"left": tcp(0.16)}}
     close(place(renamed, "left"), place({}, "arm"), 1e-6)
+
+
+def test_the_tool_stays_at_the_end_of_the_arm_whichever_joints_its_part_has():
+    # at home: x = a3 - d5, y = -d4, z = d1 - a2 - d6 - 0.16
+    end = torch.tensor([-0.5723 - 0.1157, -0.163941, 0.1273 + 0.612 - 0.0922 - 0.16])
+    for joints in (JOINTS, JOINTS[:3], JOINTS[1:2], JOINTS[::-1]):
+        close(place({"control_parts": {"arm": joints}}, "arm"), end, 2e-3)
+    elbow = torch.tensor([0.0, 0.0, 0.1273 + 0.612])  # above the shoulder by a2
+    upper = {"control_parts": {"upper": JOINTS[:3]}, "solver_cfg": {"upper": tcp(0.0)}}
+    close(place(upper, "upper"), elbow, 2e-3)
+
+
+@pytest.mark.parametrize("part", ["arm", "left"])
+def test_the_tool_that_touches_is_as_long_as_its_end_effector_says(part):
+    model = arm({"control_parts": {part: JOINTS}, "solver_cfg": {part: tcp(0.3)}}).model
+    on_tool = model.geom_bodyid == model.body("ur/wrist_3_link").id
+    assert model.geom_size[on_tool, 1].max() == pytest.approx((0.3 - 0.02 - 0.02) / 2)  # half a capsule's length
+
+
+def test_inverse_kinematics_of_fewer_joints_bring_the_tool_where_they_can():
+    sim = arm({"control_parts": {"arm": JOINTS[:3]}})
+    begin = {"world": start(sim, (1,))}
+    home = world.joint_positions(sim, begin["world"], sim.robot.joints)
+    wanted = home + torch.tensor([0.2, -0.1, 0.15, 0.0, 0.0, 0.0])
+    data = mujoco.MjData(sim.model)  # MuJoCo itself says where the tool is then, and how it is turned
+    data.qpos[:] = wanted[0].numpy()
+    mujoco.mj_kinematics(sim.model, data)
+    hand, turn = data.body("ur/wrist_3_link"), np.zeros(4)
+    mujoco.mju_mat2Quat(turn, hand.xmat)
+    there = hand.xpos + (0.0922 + 0.16) * hand.xmat.reshape(3, 3)[:, 2]  # past the flange along its z
+    term = lookup("action", "EefPoseTerm")
+    reach = term.make(checked(term.config, {}, "params"), sim)
+    action = torch.tensor(np.concatenate((there, turn))).float().unsqueeze(0)
+    assert reach.joints == tuple(f"ur/{name}" for name in JOINTS[:3])
+    close(reach.control(begin, action), wanted[:, :3], 2e-3)
+    beside = action + torch.tensor([[0.0, 0.0, 0.0, 0.3, 0.0, 0.0, 0.0]])  # turned as three joints cannot
+    close(reach.control(begin, beside), home[:, :3], 1e-6)
+
+
+def test_an_end_effector_that_is_not_there_is_told_where_it_is_given():
+    with pytest.raises(ConfigError, match=r"no end effector of 'left'; known: none; robot.solver_cfg"):
+        tcp_of(arm({"control_parts": {"left": JOINTS}}), "left")
 
 
 EFFORT = {"func": "rig_effort"}
@@ -171,10 +228,9 @@ def test_a_reward_that_is_not_one_number_each_is_refused_by_its_place(monkeypatc
     entry = registry.lookup("reward", "rig_effort")
     monkeypatch.setitem(registry._ENTRIES["reward"], "rig_effort", entry._replace(make=paying(given)))
     cfg = {"mjcf": FILE.format(POSITION[0] + SPRUNG), "rewards": {"a": EFFORT}, "actions": {"a": {"func": "QposTerm"}}}
-    env = task_env(checked(TaskConfig, cfg, "env.cfg"), nothing_yet)
-    expected = rf"env.cfg.rewards.a \(rig_effort\): it gives {told}, expected float32 \[2\]"
+    expected = rf"^env.cfg.rewards.a \(rig_effort\): it gives {told}, expected float32 \[2\]"
     with pytest.raises(ConfigError, match=expected):
-        env.step(env.reset(keys_of(2)), torch.zeros(2, 2), keys_of(2, 1))
+        task_env(checked(TaskConfig, cfg, "env.cfg"), nothing_yet)
 
 
 def test_success_is_a_flag_for_each_environment():
@@ -184,6 +240,21 @@ def test_success_is_a_flag_for_each_environment():
     cfg = checked(TaskConfig, {"mjcf": FILE.format(SPRUNG), "actions": {"a": {"func": "QposTerm"}}}, "env.cfg")
     with pytest.raises(ConfigError, match=r"\(compute_task_state\): success gives float32 \[2\], expected bool \[2\]"):
         task_env(cfg, counted)
+
+
+@pytest.mark.parametrize(
+    ("hooks", "told"),
+    [
+        ({"check_truncated": lambda sim, state: state["action"] > 1.0}, r"\(check_truncated\): it gives bool \[2, 2\]"),
+        ({"check_truncated": lambda sim, state: False}, r"\(check_truncated\): it gives bool, expected bool \[2\]"),
+        ({"get_reward": lambda sim, before, after: after["action"]}, r"\(get_reward\): it gives float32 \[2, 2\]"),
+        ({"get_reward": lambda sim, before, after: after["fail"]}, r"\(get_reward\): it gives bool \[2\], expected fl"),
+    ],
+)
+def test_a_task_says_one_thing_of_each_environment(hooks, told):
+    cfg = {"mjcf": FILE.format(POSITION[0] + SPRUNG), "actions": {"a": {"func": "QposTerm"}}}
+    with pytest.raises(ConfigError, match=rf"^env.cfg {told}"):
+        task_env(checked(TaskConfig, cfg, "env.cfg"), nothing_yet, **hooks)
 
 
 def test_an_infinite_action_spoils_no_reward():

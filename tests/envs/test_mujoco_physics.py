@@ -283,3 +283,36 @@ print(models.load(model(), 1), "ecrl.inductor" in sys.modules)
 def test_a_handle_is_the_same_in_another_process():
     done = subprocess.run([sys.executable, "-c", HANDLE], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [str(models.load(model(), 1)), "False"]
+
+
+CROWDED = """
+import warnings
+import torch
+from ecrl.envs.mujoco import models, physics
+xml = "<mujoco><worldbody><body><freejoint/><geom size='1'/></body></worldbody></mujoco>"
+m = models.mujoco().MjModel.from_xml_string(xml)
+torch.set_num_threads({torch_threads})
+row = torch.zeros(2, models.size_of(m, *models.STATE), dtype=torch.float64)
+with warnings.catch_warnings(record=True) as told:
+    for _ in range(2):
+        physics.step(row, row[:, :m.nv], row[:, :0], handle=models.load(m, {threads}), substeps=1)
+print(*(w.message for w in told))
+"""
+
+
+@pytest.mark.parametrize(
+    ("torch_threads", "threads", "given", "warned"),
+    [
+        (2, 0, {}, True),
+        (2, 1, {}, False),
+        (1, 2, {}, False),
+        (2, 2, {"GOMP_SPINCOUNT": "4000"}, False),
+        (2, 2, {"OMP_WAIT_POLICY": "passive"}, False),
+    ],
+)
+def test_threads_that_would_take_mujocos_cores_are_told_of_once(torch_threads, threads, given, warned):
+    code = CROWDED.format(torch_threads=torch_threads, threads=threads)
+    around = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=around | given)
+    assert ("import ecrl before torch, or set GOMP_SPINCOUNT=4000" in done.stdout) == warned
+    assert done.stdout.count("GOMP_SPINCOUNT") == int(warned)

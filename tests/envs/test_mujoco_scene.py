@@ -187,6 +187,13 @@ def test_a_scene_from_a_file_keeps_its_own_physics(tmp_path):
     assert made(mjcf=SCENE, physics={"dt": 0.001, "iterations": 9}).model.opt.iterations == 9
     s = made(mjcf=SCENE, keyframe="there")
     assert s.data.qpos[0] == 0.5 and s.data.ctrl[0] == 0.7
+    bent = (
+        ARM.replace('axis="1 0 0"/>', 'axis="1 0 0" ref="0.2"/>')
+        % '<actuator><position joint="out" kp="9"/></actuator>'
+    )
+    for robot, qpos in (({}, [0.0, -1.57, 1.57, -1.57, -1.57, 0.0]), ({"mjcf": bent}, [0.0, 0.2])):
+        s = made(mjcf=SCENE, keyframe="there", robot=robot)  # the robot is held, the rest is the keyframe's
+        assert s.data.qpos.tolist() == [0.5, *qpos] and s.data.ctrl.tolist() == [0.7, *qpos[-s.model.nu + 1 :]]
 
 
 def test_a_robot_from_a_file_keeps_its_actuators_or_gets_drives(tmp_path, monkeypatch):
@@ -202,6 +209,37 @@ def test_a_robot_from_a_file_keeps_its_actuators_or_gets_drives(tmp_path, monkey
     assert s.model.actuator_biasprm[:, 1:3].tolist() == [[-100.0, -10.0], [-100.0, -20.0]]
     assert s.model.actuator_forcerange[:, 1].tolist() == [5.0, 6.0]
     assert s.data.qpos.tolist() == [0.1, 0.2] == s.data.ctrl.tolist()
+
+
+def test_a_robot_may_start_at_the_very_limit_that_its_file_says():
+    assert made(robot={"mjcf": ARM % MOTOR, "init_qpos": [0.785398163, 9.0]}).data.qpos[0] == 0.785398163
+    assert made(robot={"init_qpos": [0.0, -6.2831855, 3.1415927, 0.0, 0.0, 0.0]}).data.qpos[2] == 3.1415927
+
+
+def test_a_file_may_have_the_sensor_of_a_drive_itself():
+    file = ARM % (MOTOR + HOLDER % "jointactuatorfrc")
+    m = made(robot={"uid": "r", "mjcf": file}).model
+    assert [m.sensor(i).name for i in range(m.nsensor)] == ["r/hip_force", "r/out_force"]
+    m = made(mjcf=file).model
+    assert [m.sensor(i).name for i in range(m.nsensor)] == ["hip_force"]
+
+
+def test_there_is_one_light_that_of_the_config_where_it_says_one():
+    lit = ARM.replace("<worldbody>", '<worldbody><light name="one"/><light name="two"/>') % MOTOR
+    for given, colors in (
+        ({"mjcf": lit}, [[0.7] * 3] * 2),  # MuJoCo's own
+        ({"mjcf": lit, "light": {"color": [1.0, 0.0, 0.5]}}, [[1.0, 0.0, 0.5]]),
+        ({"robot": {"mjcf": lit}}, [[0.7] * 3]),
+        ({"robot": {"mjcf": lit}, "light": {"color": [1.0, 0.0, 0.5]}}, [[1.0, 0.0, 0.5]]),
+    ):
+        assert np.allclose(made(**given).model.light_diffuse, colors)
+
+
+def test_joints_of_a_scenes_file_are_the_driven_hinges_and_slides():
+    loose = '<body name="ball" pos="0 2 0"><joint name="round" type="ball"/><geom size=".1"/></body>'
+    motors = '<motor joint="round"/><motor joint="out"/><motor joint="hip"/>'
+    file = ARM.replace("</worldbody>", f"{loose}</worldbody>") % f"<actuator>{motors}</actuator>"
+    assert made(mjcf=file).robot.joints == ("out", "hip")  # in the order of their drives
 
 
 def test_drives_take_positions_velocities_or_forces():
@@ -254,6 +292,10 @@ def test_keys_of_other_simulators_are_listed_with_a_reason():
     assert inert_in(SceneConfig, {"robot": None, "rigid_object": 3, "light": []}) == []
 
 
+HOLDER = '<sensor><%s name="hip_force" joint="hip"/></sensor>'
+LOOSE = ARM.replace('<joint name="hip" axis="0 1 0" range="-90 45"/>', "<freejoint/>")
+SITED = ARM.replace('<geom size=".05"/>', '<geom size=".05"/><site name="arm_tcp"/>')
+SKEWED = [*TCP[:3], [0.0, 0.0, 0.1, 1.0]]
 FAULTS = [
     ({"mjcf": "nowhere.xml"}, "mjcf: no such file 'nowhere.xml'"),
     ({"mjcf": "<mujoco><bodi/></mujoco>"}, "mjcf: .*bodi"),
@@ -266,8 +308,42 @@ FAULTS = [
     ({"robot": {"control_parts": {"arm": ["x"]}}}, "robot.control_parts.arm: unknown 'x'"),
     ({"robot": {"solver_cfg": {"hand": {"tcp": TCP}}}}, "robot.solver_cfg: unknown part 'hand'"),
     ({"robot": {"solver_cfg": {"arm": {"tcp": [TCP[0]] * 4}}}}, "robot.solver_cfg.arm.tcp: its first three columns"),
+    (
+        {"robot": {"init_qpos": [0.0, 0.0, 3.2, 0.0, 0.0, 0.0]}},
+        "robot.init_qpos: 3.2 of joint 'robot/elbow_joint' is bey",
+    ),
+    (
+        {"robot": {"mjcf": ARM % MOTOR, "init_qpos": [-1.6, 0.0]}},
+        "robot.init_qpos: -1.6 of joint 'robot/hip' is beyond its limits, -1.5708 to 0.785398; start within them",
+    ),
+    (
+        {"robot": {"control_parts": {"arm": ["elbow_joint", "wrist_1_joint", "elbow_joint"]}}},
+        "robot.control_parts.arm: names joint 'elbow_joint' twice; name it once",
+    ),
+    (
+        {"robot": {"solver_cfg": {"arm": {"tcp": SKEWED}}}},
+        r"robot.solver_cfg.arm.tcp: its last row is \[0.0, 0.0, 0.1,",
+    ),
+    ({"robot": {"drive_pros": {"max_effort": {"elbow_joint": 0.0}}}}, "max_effort: 0.0 of joint 'elbow_joint', expec"),
+    ({"robot": {"mjcf": LOOSE % MOTOR}}, "robot.mjcf: a body of the file has a free joint, but a robot stands where"),
+    (
+        {"robot": {"mjcf": ARM % (MOTOR + HOLDER % "jointpos")}},
+        "robot.mjcf: sensor 'hip_force' is not what the drive of joint 'hip' exerts, .*; rename it",
+    ),
+    (
+        {"mjcf": ARM % (MOTOR + (HOLDER % "jointactuatorfrc").replace("/>", ' cutoff="1"/>'))},
+        "^mjcf: sensor 'hip_force' is not what the drive of joint 'hip' exerts, a jointactuatorfrc without cutoff;",
+    ),
+    (
+        {"robot": {"mjcf": SITED % MOTOR, "solver_cfg": {"arm": {"tcp": TCP}}}},
+        "robot.mjcf: a site of the file is called 'arm_tcp', as the end effector is to be; rename it",
+    ),
     ({"robot": {"mjcf": ARM % ""}}, "robot.mjcf: the file has no actuators; give robot.drive_pros"),
     ({"robot": {"mjcf": ARM % MOTOR, "drive_pros": {"damping": 1.0}}}, "robot.drive_pros: give stiffness, damping and"),
+    ({"rigid_object": [CUBE | {"color": [255.0, 0.0, 0.0, 1.0]}]}, r"rigid_object\[0\].color\[0\]: .* 255"),
+    ({"light": {"color": [0.0, 0.0, 9.0]}}, r"light.color\[2\]: .* 9"),
+    ({"light": {"ambient": [-1.0, 0.0, 0.0]}}, r"light.ambient\[0\]: .* -1"),
+    ({"light": {"direction": [0.0, 0.0, 0.0]}}, "light: direction is 0; say which way it shines"),
     ({"rigid_object": [CUBE, CUBE]}, "scene: .*repeated name 'cube'"),
     ({"rigid_object": [CUBE | {"shape": {"shape_type": "Cube", "radius": 1.0}}]}, "a Cube has size, given: radius"),
     ({"rigid_object": [CUBE | {"attrs": {"masss": 1.0}}]}, r"rigid_object\[0\].attrs.masss: unknown key; did you mean"),

@@ -123,6 +123,12 @@ def test_actions_that_do_not_fit_are_refused():
             {"actions": {"a": pan | {"params": {"drov": 1}}}},
             "actions.a.params.drov: unknown key; did you mean 'drive'",
         ),
+        (
+            ARM
+            | {"robot": {"uid": "ur", "control_parts": PARTS}, "control_parts": ["upper"]}
+            | {"actions": {"a": {"func": "rig_drive", "params": {"part_name": "lower"}}}},
+            r"^env.cfg.actions.a \(rig_drive\): drives joint 'ur/elbow_joint', which env.cfg.control_parts, upper, l",
+        ),
         ({"control_parts": ["leg"]}, r"env.cfg.control_parts: .*unknown part 'leg'; known: arm"),
         ({"control_parts": []}, r"control_parts: expected at least 1 entries"),
     ):
@@ -172,6 +178,25 @@ def test_observations_that_do_not_fit_are_refused():
     ):
         with pytest.raises(ConfigError, match=told):
             task(observations=terms)
+
+
+SEEN = {"observations": {"a": {"func": "target_position", "name": "z", "params": {"target_pose_key": "spot"}}}}
+PAID = {"source_entity_cfg": {"uid": "cube"}, "target_pose_key": "spot"}
+PAID = {"rewards": {"a": {"func": "distance_to_target", "params": PAID}}}
+
+
+@pytest.mark.parametrize("changes", [SEEN, PAID], ids=["observation", "reward"])
+def test_a_target_that_is_no_position_is_refused_when_the_task_is_made(changes):
+    (kind,), (func,) = changes, (term["a"]["func"] for term in changes.values())
+    place = rf"^env.cfg.{kind}.a \({func}\): params.target_pose_key"
+    with pytest.raises(
+        ConfigError, match=rf"{place}: target 'spot' has 2 numbers, expected 3, x y z of a position, m;"
+    ):
+        task(**changes, events={"e": {"func": "rig_spot", "mode": "reset"}})
+    with pytest.raises(ConfigError, match=rf"{place}: no target 'spot'; an event such as"):
+        task(**changes)
+    env = task(**changes, events={"e": {"func": "rig_spot", "mode": "reset", "params": {"size": 3}}})
+    assert env.reset(keys_of(2))["targets", "spot"].dtype == torch.float32  # whole numbers before that, or not
 
 
 # rewards

@@ -13,6 +13,7 @@ from ecrl import rng
 from ecrl.envs import auto_reset, make_env
 from ecrl.envs.contract import check_env
 from ecrl.envs.mujoco import world
+from ecrl.envs.mujoco.simulation import advance
 
 CONFIG = Path(__file__).parents[2] / "configs" / "push_cube_ppo.json"
 
@@ -74,6 +75,39 @@ def test_no_episode_starts_near_its_goal():
     wide = make_env({"name": "PushCubeRL", "cfg": {"events": near | cube, "extensions": {"start_distance": 0.05}}})
     distances = wide.reset(_keys(20_000))["info", "metrics", "distance_to_goal"]
     assert 0.05 <= distances.min() < 0.06
+
+
+def test_a_config_whose_starts_are_too_near_is_refused():
+    events = {"goal": {"func": "randomize_target_pose", "mode": "reset"}}
+    for half, refused in ((0.07, True), (0.4, False)):
+        low, high = ([x + half * sign for x in (-0.6, -0.4)] + [0.05] for sign in (-1, 1))
+        events["goal"]["params"] = {"position_range": [low, high]}
+        if refused:
+            with pytest.raises(ecrl.ConfigError, match=r"^env.cfg.events: of 256 episodes 256 found no start"):
+                make_env({"name": "PushCubeRL", "cfg": {"events": events}})
+        else:
+            make_env({"name": "PushCubeRL", "cfg": {"events": events}})
+
+
+def test_a_success_is_looked_at_again_later():
+    """A cube at rest stays inside, one that slides leaves; the arm is where it was; no other number changes."""
+    plain, env = (make_env({"name": "PushCubeRL", "cfg": {"extensions": {"hold_time": t}}}) for t in (0.0, 1.0))
+    state = _put(env, env.reset(_keys(3)), cube=(-0.6, -0.4), goal=(-0.6, -0.4))
+    speed = torch.tensor([[0.0, 0.0, 0.0], [2.5, 0.0, 0.0], [0.0, 0.0, 0.0]])
+    moving = world.with_body_velocity(env.scene, state["world"], "cube", speed, torch.zeros(3, 3))
+    far = torch.tensor([[-0.6, -0.4, 0.05], [-0.6, -0.4, 0.05], [0.0, 0.0, 0.05]])
+    state = state.copy().set("world", moving)
+    state["targets"] = state["targets"].copy().set("goal_pose", far)
+    after, usual = (e.step(state, torch.zeros(3, 6), e.draw(_keys(3))) for e in (env, plain))
+    assert after["info", "success"].tolist() == [True, True, False]
+    told = after["info", "metrics", "still_inside"]
+    assert told[:2].tolist() == [1.0, 0.0] and told[2].isnan()
+    assert (after["obs"] == usual["obs"]).all() and (after["reward"] == usual["reward"]).all()
+    held = after["world"]
+    for _ in range(25):
+        held = advance(env.scene, held, world.holding(env.scene, after["world"]))[0]
+    pose = [world.site_pose(env.scene, w, env.scene.robot.tcp["arm"])[:, :3, 3] for w in (after["world"], held)]
+    close(pose[1], pose[0], 0.02)
 
 
 def test_success_ends_an_episode_and_pays():

@@ -100,8 +100,14 @@ def _env(make: Callable[[int], Vector], label: str) -> Env:
 
     def step(state: TensorDict, chosen: Tensor, noise: Any) -> TensorDict:
         live = current(state, owner, label)
-        taken = action(live.vector.action_space, chosen)
-        return live.ask(lambda: _state(live.vector.step(taken), spaces, state["reward"]), f"step {live.steps + 1}")
+
+        def answer() -> TensorDict:
+            if chosen.is_floating_point():
+                refuse(~np.isfinite(chosen.detach().cpu().numpy()), "was given an action of NaN or infinity", "action")
+            taken = action(live.vector.action_space, chosen)
+            return _state(live.vector.step(taken), spaces, state["reward"])
+
+        return live.ask(answer, f"step {live.steps + 1}", state)
 
     def close(state: TensorDict) -> None:
         live = opened(state, owner)
@@ -161,7 +167,7 @@ def _spaces(vector: Vector) -> tuple[Space, Space]:
 
 def _state(outcome: Outcome, spaces: tuple[Space, Space], like: Tensor) -> TensorDict:
     """The outcome as a state, on the device of `like`."""
-    refuse(~np.isfinite(outcome.reward.numpy()), "paid NaN or infinity")
+    refuse(~np.isfinite(outcome.reward.numpy()), "paid NaN or infinity", "reward")
     n, obs, final, nvec = len(like), outcome.obs, outcome.final, _nvec(spaces[1])
     if isinstance(spaces[0], Dict) and MASK in dict(spaces[0].items) and nvec:
         if not isinstance(obs, TensorDict) or MASK not in obs:
@@ -179,8 +185,15 @@ def _state(outcome: Outcome, spaces: tuple[Space, Space], like: Tensor) -> Tenso
     }
     if outcome.counts is not None:
         fields["mask"] = outcome.counts
-    state = TensorDict(fields, [n])
-    return state if like.device.type == "cpu" else state.to(like.device)  # a `to` takes as long as ten CartPole steps
+    return _onto(like, TensorDict(fields, [n]))
+
+
+def _onto(like: Tensor, state: TensorDict) -> TensorDict:
+    """The state on the device of `like`; onto a GPU from pinned memory, so that the host does not wait for copies."""
+    device = like.device
+    if device.type == "cpu":
+        return state  # a `to` takes as long as ten CartPole steps
+    return state.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else state.to(device)
 
 
 def _parts(obs: Any, n: int) -> TensorDict:

@@ -18,11 +18,14 @@ MASK = "action_mask"
 
 
 class BadValue(ValueError):
-    """A value that is not of its space; `env` is the index of the first environment that gave one, where known."""
+    """A value that is not of its space; `env` is the index of the first environment that gave one, where known.
 
-    def __init__(self, text: str, env: int | None = None):
+    `field` is what it was, if it is NaN or infinity: obs, action or reward.
+    """
+
+    def __init__(self, text: str, env: int | None = None, field: str = ""):
         super().__init__(text)
-        self.env = env
+        self.env, self.field = env, field
 
 
 def collate(space: spaces.Space, rows: Sequence[Any]) -> Any:
@@ -60,7 +63,7 @@ def observation(space: spaces.Space, batch: Any) -> Any:
         raise BadValue(f"observed shape {list(np.shape(batch)[1:])}, its space is {space}", 0)
     if isinstance(space, spaces.Box):
         x = np.array(batch, np.float32)
-        refuse(~np.isfinite(x), "observed NaN or infinity")
+        refuse(~np.isfinite(x), "observed NaN or infinity", "obs")
         return torch.from_numpy(x)
     low, size = _range(space)
     whole = np.array(batch, np.int64) - low
@@ -118,7 +121,7 @@ def _range(space: Any) -> tuple[Any, Any]:
     return space.start, space.n if isinstance(space, spaces.Discrete) else space.nvec
 
 
-def refuse(wrong: np.ndarray, text: str) -> None:
+def refuse(wrong: np.ndarray, text: str, field: str = "") -> None:
     """Raise BadValue naming the first environment in which anything is `wrong`, bool `[N, ...]`."""
     if wrong.any():
-        raise BadValue(text, int(wrong.reshape(len(wrong), -1).any(1).argmax()))
+        raise BadValue(text, int(wrong.reshape(len(wrong), -1).any(1).argmax()), field)

@@ -55,9 +55,8 @@ def replaced(obs: Any, where: Sequence[int], space: gymnasium.Space, rows: Seque
         try:
             out[list(where)] = observation(space, collate(space, rows))
         except BadValue as error:
-            raise Fault(
-                None if error.env is None else where[error.env], f"{error}, at the end of its episode"
-            ) from None
+            env = None if error.env is None else where[error.env]
+            raise BadValue(f"{error}, at the end of its episode", env, error.field) from None
     return out
 
 

@@ -74,7 +74,8 @@ def backend() -> str:
         tried = [sys.executable, "-c", _WORKS.format(name)]
         if not subprocess.run(tried, env=environment | {"MUJOCO_GL": name}, capture_output=True).returncode:
             return name
-    told = f"cameras: neither EGL nor OSMesa works here (tried {' and '.join(names)})"
+    tried = " and ".join(names) + (", as MUJOCO_GL says" if len(names) == 1 else "")
+    told = f"cameras: neither EGL nor OSMesa works here (tried {tried})"
     raise UserError(f"{told}; install one, such as: apt-get install libegl1 libgl1-mesa-dri, or take the camera out")
 
 

@@ -29,7 +29,8 @@ from ecrl.envs.mujoco.terms import ActionTerm, Observe, Reward
 from ecrl.errors import ConfigError
 from ecrl.kernels.loops import loop
 
-_TRIES = 16  # starts that are drawn where some are refused
+_TRIES = 12  # starts that are drawn where some are refused
+_TRIED = 256  # episodes whose starts are looked at when a task is made
 THEIRS = ("world", "targets", "action", "force")  # what events see and change
 
 ComputeTaskState = Callable[[Simulation, TensorDict], tuple[Tensor, Tensor, dict[str, Tensor]]]
@@ -130,6 +131,17 @@ def _started(task: Task, state: TensorDict, keys: Tensor) -> TensorDict:
     return _happen(task.of("reset"), state, chosen)
 
 
+def check_starts(task: Task) -> None:
+    """Refuse a config of which the task refuses starts time and again, so that episodes would begin from one."""
+    if not task.acceptable:
+        return
+    keys = rng.split(rng.key(0), _TRIED)
+    refused = int((~task.acceptable(task.sim, _started(task, begin(task, keys), keys))).sum())
+    if refused:
+        told = f"of {_TRIED} episodes {refused} found no start that the task takes, in {_TRIES} draws each"
+        raise ConfigError(f"{told}; let events of mode reset spread them further, or ask less of them in extensions")
+
+
 def reset(task: Task, keys: Tensor) -> TensorDict:
     """States at the start of an episode, `[*B]`."""
     state = _started(task, begin(task, keys), keys)
@@ -189,7 +201,7 @@ def check_one_each(name: str, given: Any, like: Tensor) -> None:
         raise ConfigError(f"{name} gives {said}, expected {expected}, one for each environment")
 
 
-def _rewards(task: Task, before: TensorDict, after: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
+def rewarded(task: Task, before: TensorDict, after: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
     """The reward of a step, and each term with and without its weight."""
     total, told = torch.zeros_like(before["force"][..., 0]), {}
     if task.get_reward:
@@ -220,7 +232,7 @@ def step(task: Task, state: TensorDict, action: Tensor, noise: Tensor) -> Tensor
     success, fail, metrics = task.compute_task_state(task.sim, after)
     success, fail = success & ~lost, fail | lost
     ended = {"success": success, "fail": fail}
-    reward, rewards = _rewards(task, state, after.copy().update(ended))
+    reward, rewards = rewarded(task, state, after.copy().update(ended))
     truncated = task.check_truncated(task.sim, after) | (after["elapsed"] >= task.cfg.max_episode_steps)
     outcome = {"reward": reward, "terminated": success | fail, "truncated": truncated}
     return after.update({"obs": observe(task, after)} | outcome | {"info": _info(success, fail, metrics, rewards)})

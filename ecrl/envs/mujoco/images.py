@@ -106,12 +106,12 @@ def image(handle: int, state: TensorDict) -> Tensor:
 
     Returns: `[*B, h, w, 3]` float32 in 0 to 1, the upper row first.
     Gradient: none.
-    Raises: ValueError for a state that is not on the CPU; UserError without OpenGL.
+    Raises: ConfigError for a state that is not on the CPU; UserError without OpenGL.
     """
     sim, camera = _camera(handle)
     physics, (width, height) = cast(Tensor, state["world", "physics"]), camera.resolution
     if not physics.is_cpu:
-        raise ValueError(f"camera_image: the state is on {physics.device}, images are drawn on cpu")
+        raise ConfigError(f"the state is on {physics.device}, images are drawn on the CPU; set trainer.device to cpu")
     batch = physics.shape[:-1]
     rows, vectors = physics.reshape(-1, size_of(sim.model, *STATE)), _vectors(state, batch)
     seen = torch.ops.ecrl.mujoco_image(rows, vectors.reshape(len(rows), -1, 3), handle)

@@ -1,12 +1,13 @@
 """Models of MuJoCo that this process has loaded, and where the parts and objects of a model lie in its arrays."""
 
+import os
 from copy import copy
 from hashlib import sha256
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from ecrl.errors import ConfigError, extra
+from ecrl.errors import ConfigError, UserError, extra
 
 STATE = ("TIME", "QPOS", "QVEL", "ACT", "HISTORY", "WARMSTART", "MOCAP_POS", "MOCAP_QUAT", "PLUGIN", "PLASTIC")
 """Parts of a state, in MuJoCo's names and order; most have no numbers in most models."""
@@ -16,6 +17,9 @@ CONTROL = ("CTRL", "QFRC_APPLIED")
 
 Varied = tuple[tuple[str, str], ...]
 """Fields of the model that differ between simulations, each with the name of its object: `("body_mass", "cube")`."""
+
+Backend = Literal["mujoco", "warp"]
+"""What steps a model: MuJoCo itself, on the CPU, or MuJoCo Warp, for GPUs."""
 
 _PREFIXES = ("body", "geom", "jnt", "dof", "actuator", "site", "tendon")
 
@@ -27,34 +31,46 @@ class Loaded(NamedTuple):
     threads: int
     varied: Varied
     widths: tuple[int, int, int]  # numbers of a simulation in its state, control and parameters
+    backend: Backend
 
 
 _LOADED: dict[int, Loaded] = {}
 
 
 def mujoco() -> Any:
-    """The package mujoco, imported when first needed; MissingExtraError says how to install it."""
-    with extra("mujoco"):
-        import mujoco.batch
+    """The package mujoco, imported when first needed; MissingExtraError says how to install it.
+
+    Its import opens the OpenGL that $MUJOCO_GL names, with or without cameras: UserError where that fails.
+    """
+    try:
+        with extra("mujoco"):
+            import mujoco.batch
+    except (AttributeError, RuntimeError) as error:
+        if not (named := os.environ.get("MUJOCO_GL")):
+            raise
+        told = f"MUJOCO_GL={named} does not work here ({error})"
+        packages = "libosmesa6 for osmesa, libegl1 for egl"
+        raise UserError(f"{told}; unset it, or install what it names, with apt-get: {packages}") from None
     return mujoco
 
 
-def load(model: Any, threads: int = 0, varied: Varied = ()) -> int:
+def load(model: Any, threads: int = 0, varied: Varied = (), backend: Backend = "mujoco") -> int:
     """The handle of a model, a number made of its content, so that equal ones share it, in other processes too.
 
     Args:
         model: an `mujoco.MjModel`; a copy is kept.
         threads: 0 for as many as torch uses.
         varied: what may differ between simulations.
+        backend: what steps it.
     """
     buffer = np.zeros(mujoco().mj_sizeModel(model), np.uint8)
     mujoco().mj_saveModel(model, None, buffer)
-    content = sha256(buffer.tobytes() + repr((threads, varied)).encode()).digest()
+    content = sha256(buffer.tobytes() + repr((threads, varied, backend)).encode()).digest()
     handle = int.from_bytes(content[:7])
     if handle not in _LOADED:
         parameters = sum(len(rows_of(model, field, name)) for field, name in varied)
         widths = size_of(model, *STATE), size_of(model, *CONTROL), parameters
-        _LOADED[handle] = Loaded(copy(model), threads, varied, widths)
+        _LOADED[handle] = Loaded(copy(model), threads, varied, widths, backend)
     return handle
 
 

@@ -3,8 +3,12 @@
 A state is a row of float64: what `mj_getState` gives for `models.STATE`, all that a simulation carries from one step
 to the next. Rows are stepped side by side by `mujoco.batch`, on threads of its own and without Python's lock; the same
 row, control and parameters give the same bits for any number of threads and in any batch. Equal models are one.
+Models that are loaded for Warp are stepped by `ecrl.envs.mujoco.warp_physics`, where their rows are.
 """
 
+import os
+import sys
+import warnings
 from collections.abc import Sequence
 from functools import lru_cache
 from threading import Lock
@@ -14,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ecrl.envs.mujoco import warp_physics
 from ecrl.envs.mujoco.models import CONTROL, STATE, loaded, mujoco, rows_of, size_of
 
 
@@ -47,10 +52,20 @@ def _slices(model: Any, names: Sequence[str]) -> list[tuple[slice, slice]]:
     return found
 
 
+def _say_if_crowded(threads: int) -> None:
+    """OpenMP's threads spin for milliseconds when they have nothing to do, unless told otherwise before torch loads."""
+    told = any(name in os.environ for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"))
+    if min(threads, torch.get_num_threads()) > 1 and sys.platform == "linux" and not told:
+        cost = "torch's threads wait for work on the cores that MuJoCo's need, which can halve the speed"
+        warnings.warn(f"{cost}: import ecrl before torch, or set GOMP_SPINCOUNT=4000", stacklevel=1)
+
+
 @lru_cache(16)
 def _pool(handle: int, many: int) -> _Pool:
-    model, threads, varied, _ = loaded(handle)
-    batch = mujoco().batch.Batch(model, many, threads or torch.get_num_threads())
+    model, threads, varied, *_ = loaded(handle)
+    threads = threads or torch.get_num_threads()
+    _say_if_crowded(threads)
+    batch = mujoco().batch.Batch(model, many, threads)
     batch.warning[:] = 1  # one that was given before is not written to a file again
     fields, at = [], 0
     for field, name in varied:
@@ -82,6 +97,8 @@ torch.library.define(
 
 @torch.library.impl(_NAME, "CPU")
 def _step(state: Tensor, control: Tensor, parameters: Tensor, handle: int, substeps: int) -> tuple[Tensor, Tensor]:
+    if loaded(handle).backend == "warp":
+        return warp_physics.step(state, control, parameters, handle, substeps)
     out = torch.empty_like(state, memory_format=torch.contiguous_format)
     sensors = state.new_empty(len(state), loaded(handle).model.nsensordata)
     if not len(state):
@@ -101,6 +118,9 @@ def _step(state: Tensor, control: Tensor, parameters: Tensor, handle: int, subst
             after[:, ours] = pool.batch.state[:, theirs]
         sensors.numpy()[:] = pool.sensors
     return out, sensors
+
+
+torch.library.impl(_NAME, "CUDA", warp_physics.step)
 
 
 @torch.library.register_fake(_NAME)
@@ -137,7 +157,7 @@ def step(state: Tensor, control: Tensor, parameters: Tensor, *, handle: int, sub
     Gradient: none.
     Raises: ValueError for tensors of another shape, dtype or device, or where a gradient would be lost here;
         `mujoco.batch.SimulationError` where MuJoCo cannot go on, with the index of the simulation. Numbers that are not
-        finite pass through.
+        finite pass through. A model that is stepped by Warp takes tensors of a GPU too.
     Source: Todorov, Erez and Tassa 2012, "MuJoCo: a physics engine for model-based control".
 
     >>> from ecrl.envs.mujoco.models import load
@@ -150,10 +170,12 @@ def step(state: Tensor, control: Tensor, parameters: Tensor, *, handle: int, sub
     (tensor([0.0040, 0.0040, 0.0040], dtype=torch.float64), tensor([0.0020, 0.0020, 0.0020], dtype=torch.float64))
     """
     batch, names = state.shape[:-1], ("state", "control", "parameters")
+    warp = loaded(handle).backend == "warp"
+    where = state.device if warp and state.device.type in ("cpu", "cuda") else torch.device("cpu")
     for name, width, given in zip(names, loaded(handle).widths, (state, control, parameters), strict=True):
-        if given.shape != (*batch, width) or given.dtype != torch.float64 or given.device.type != "cpu":
+        if given.shape != (*batch, width) or given.dtype != torch.float64 or given.device != where:
             told = f"{name} is {given.dtype} {list(given.shape)} on {given.device}".replace("torch.", "")
-            raise ValueError(f"mujoco step: {told}, expected float64 {[*batch, width]} on cpu")
+            raise ValueError(f"mujoco step: {told}, expected float64 {[*batch, width]} on {where}")
     if torch.is_grad_enabled() and (state.requires_grad or control.requires_grad or parameters.requires_grad):
         raise ValueError("mujoco step: it has no gradient; detach what it is given, or use an algorithm without one")
     rows = (x.reshape(batch.numel(), x.shape[-1]) for x in (state, control, parameters))

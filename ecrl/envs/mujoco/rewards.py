@@ -89,7 +89,7 @@ def _closeness(offset: Tensor, exponential: bool, sigma: float) -> Tensor:
 
 
 def _position(sim: Simulation, state: TensorDict, body: str) -> Tensor:
-    return world.body_pose(sim, state["world"], body)[..., :3, 3]
+    return world.body_position(sim, state["world"], body)
 
 
 def _to_target(cfg: TargetConfig, sim: Simulation, state: TensorDict) -> Tensor:

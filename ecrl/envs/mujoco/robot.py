@@ -50,11 +50,16 @@ def moving(spec: Any) -> tuple[str, ...]:
     return tuple(joint.name for joint in spec.joints if joint.type in kinds)
 
 
-def add_force_sensors(spec: Any, joints: tuple[str, ...]) -> None:
-    """Sensors of what the drives exert on joints, by the names `<joint>_force`."""
+def add_force_sensors(spec: Any, joints: tuple[str, ...], told: str) -> None:
+    """Sensors of what the drives exert on joints, by the names `<joint>_force`; a file may have them already."""
     kind, joint = mujoco().mjtSensor.mjSENS_JOINTACTFRC, mujoco().mjtObj.mjOBJ_JOINT
     for name in joints:
-        spec.add_sensor(name=f"{name}_force", type=kind, objtype=joint, objname=name)
+        own = spec.sensor(f"{name}_force")
+        if own is None:
+            spec.add_sensor(name=f"{name}_force", type=kind, objtype=joint, objname=name)
+        elif (own.type, own.objname, own.cutoff) != (kind, name, 0.0):
+            expected = f"what the drive of joint {name!r} exerts, a jointactuatorfrc without cutoff"
+            raise ConfigError(f"{told}: sensor {own.name!r} is not {expected}; rename it")
 
 
 def _per_joint(given: PerJoint | None, own: tuple[float, ...], joints: tuple[str, ...], told: str) -> tuple[float, ...]:
@@ -76,6 +81,8 @@ def _add_drives(spec: Any, cfg: DriveConfig, built: Builtin, drives: Mapping[str
         for name in ("stiffness", "damping", "max_effort")
     ]
     for name, stiffness, damping, effort in zip(joints, *numbers, strict=True):
+        if effort <= 0.0:
+            raise ConfigError(f"{told}.max_effort: {effort} of joint {name!r}, expected more than 0")
         actuator = spec.add_actuator(name=name, trntype=mujoco().mjtTrn.mjTRN_JOINT, target=name)
         actuator.forcelimited, actuator.forcerange = True, [-effort, effort]
         match drives.get(name, "position"):
@@ -88,14 +95,18 @@ def _add_drives(spec: Any, cfg: DriveConfig, built: Builtin, drives: Mapping[str
 
 
 def _add_tcp(spec: Any, part: str, joint: str, flange: tuple[float, float, float], tcp: Matrix) -> str:
-    """A site at the end effector of a part, on the body of its last joint."""
+    """A site at the end effector of a part, on the body of a joint."""
     quaternion, rotation = np.zeros(4), np.array([row[:3] for row in tcp[:3]])
     if not np.allclose(rotation @ rotation.T, np.eye(3), atol=1e-3) or np.linalg.det(rotation) < 0.0:
         raise ConfigError(f"robot.solver_cfg.{part}.tcp: its first three columns are no rotation")
+    if tcp[3] != (0.0, 0.0, 0.0, 1.0):
+        raise ConfigError(f"robot.solver_cfg.{part}.tcp: its last row is {list(tcp[3])}, expected [0, 0, 0, 1]")
     mujoco().mju_mat2Quat(quaternion, rotation.flatten())
-    place = [a + row[3] for a, row in zip(flange, tcp[:3], strict=True)]
-    site = spec.joint(joint).parent.add_site(name=f"{part}_tcp", pos=place, quat=quaternion, size=[0.01, 0.01, 0.01])
-    return site.name
+    place, name = [a + row[3] for a, row in zip(flange, tcp[:3], strict=True)], f"{part}_tcp"
+    if spec.site(name) is not None:
+        raise ConfigError(f"robot.mjcf: a site of the file is called {name!r}, as the end effector is to be; rename it")
+    spec.joint(joint).parent.add_site(name=name, pos=place, quat=quaternion, size=[0.01, 0.01, 0.01])
+    return name
 
 
 def _foreign(cfg: RobotConfig, drives: Mapping[str, Drive]) -> tuple[Any, Builtin]:
@@ -106,11 +117,14 @@ def _foreign(cfg: RobotConfig, drives: Mapping[str, Drive]) -> tuple[Any, Builti
         raise ConfigError("robot.drive_pros: give stiffness, damping and max_effort for the robot of robot.mjcf")
     if not given and not spec.actuators:
         raise ConfigError("robot.mjcf: the file has no actuators; give robot.drive_pros")
-    for actuator in list(spec.actuators) if given else ():
-        spec.delete(actuator)
+    for part in (*spec.lights, *(spec.actuators if given else ())):  # light is the scene's
+        spec.delete(part)
     joints = moving(spec)
     if "" in joints:
         raise ConfigError("robot.mjcf: a hinge or slide of the file has no name; give each one")
+    if any(joint.type == mujoco().mjtJoint.mjJNT_FREE for joint in spec.joints):
+        told = "a body of the file has a free joint, but a robot stands where robot.init_pos says"
+        raise ConfigError(f"robot.mjcf: {told}; take the joint out, or give the file as the scene, mjcf")
     for name in ("stiffness", "damping", "max_effort"):
         numbers = getattr(own, name)
         if isinstance(numbers, dict) and (rest := [joint for joint in joints if joint not in numbers]):
@@ -129,19 +143,34 @@ def _builtin(cfg: RobotConfig) -> tuple[Any, Builtin]:
 
 def _parts(cfg: RobotConfig, built: Builtin) -> dict[str, tuple[str, ...]]:
     parts = dict(cfg.control_parts) or built.parts
-    for part, name in ((part, name) for part, names in parts.items() for name in names):
-        if name not in built.joints:
-            raise ConfigError(f"robot.control_parts.{part}: unknown {name!r}; {did_you_mean(name, built.joints)}")
+    for part, names in parts.items():
+        for i, name in enumerate(names):
+            if name not in built.joints:
+                raise ConfigError(f"robot.control_parts.{part}: unknown {name!r}; {did_you_mean(name, built.joints)}")
+            if name in names[:i]:
+                raise ConfigError(f"robot.control_parts.{part}: names joint {name!r} twice; name it once")
     for part in cfg.solver_cfg:
         if part not in parts:
             raise ConfigError(f"robot.solver_cfg: unknown part {part!r}; {did_you_mean(part, parts)}")
     return parts
 
 
-def _flange(built: Builtin, part: str, last: str) -> tuple[float, float, float]:
-    """Where the tool of a part is fixed, in the frame of its last joint's body; the part may be called otherwise."""
-    named = built.flange.get(part, (0.0, 0.0, 0.0))
-    return next((place for own, place in built.flange.items() if built.parts[own][-1] == last), named)
+def _mount(built: Builtin, part: str, joints: tuple[str, ...]) -> tuple[str, tuple[float, float, float]]:
+    """The joint on whose body the end effector of a part is, and where its flange is in the frame of that body.
+
+    The built-in tool stays at the end of the arm, whichever of its joints a config leaves to its part; a part of
+    another name ends at its last joint.
+    """
+    joint = built.parts[part][-1] if part in built.flange else joints[-1]
+    places = (place for own, place in built.flange.items() if built.parts[own][-1] == joint)
+    return joint, next(places, (0.0, 0.0, 0.0))
+
+
+def _tools(built: Builtin, poses: dict[str, Matrix], mounts: Mapping[str, tuple[str, Any]]) -> dict[str, Matrix]:
+    """Poses of the built-in tools by built-in part: of a part that ends where the tool is, called so or otherwise."""
+    ends = {built.parts[own][-1]: own for own in built.flange}
+    named = {ends[joint]: poses[part] for part, (joint, _) in mounts.items() if joint in ends}
+    return named | {own: poses[own] for own in built.flange if own in poses}
 
 
 def robot_spec(cfg: RobotConfig, drives: Mapping[str, Drive]) -> tuple[Any, Robot, tuple[float, ...]]:
@@ -153,12 +182,12 @@ def robot_spec(cfg: RobotConfig, drives: Mapping[str, Drive]) -> tuple[Any, Robo
             raise ConfigError(f"actions: the robot has no joint {name!r}; {did_you_mean(name, built.joints)}")
     poses = {part: own for part, own in built.tcp.items() if part in parts}
     poses |= {part: solver.tcp for part, solver in cfg.solver_cfg.items()}
-    built.build(spec.worldbody, poses)
+    mounts = {part: _mount(built, part, parts[part]) for part in poses}
+    built.build(spec.worldbody, _tools(built, poses, mounts))
     if not spec.actuators:
         _add_drives(spec, cfg.drive_pros, built, drives)
-    add_force_sensors(spec, built.joints)
-    last = {part: parts[part][-1] for part in poses}
-    tcp = {part: _add_tcp(spec, part, last[part], _flange(built, part, last[part]), poses[part]) for part in poses}
+    add_force_sensors(spec, built.joints, "robot.mjcf")
+    tcp = {part: _add_tcp(spec, part, *mounts[part], poses[part]) for part in poses}
     home = built.home if cfg.init_qpos is None else cfg.init_qpos
     if 0 < len(home) < len(built.joints) or (cfg.init_qpos is not None and not home):
         raise ConfigError(f"robot.init_qpos: {len(home)} numbers for {len(built.joints)} joints")

@@ -1,18 +1,19 @@
 """A scene as MuJoCo's model, built from its config: robot, objects, a floor or a whole MJCF file."""
 
 from collections.abc import Mapping
-from math import radians
+from math import inf, radians
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ecrl.envs.mujoco.models import control_per_target, follows, mujoco
-from ecrl.envs.mujoco.robot import Drive, Robot, add_force_sensors, robot_spec, spec_of
+from ecrl.envs.mujoco.robot import Drive, Robot, add_force_sensors, moving, robot_spec, spec_of
 from ecrl.envs.mujoco.scene_config import LightConfig, RigidObjectConfig, SceneConfig
 from ecrl.errors import ConfigError
 from ecrl.registry import did_you_mean
 
 _TOUCH = {"contype": 1, "conaffinity": 3, "condim": 4}  # everything, robots too
+_SLACK = 1e-6  # rad or m, of limits that a config repeats from a file
 
 
 class Scene(NamedTuple):
@@ -55,7 +56,10 @@ def _damp(model: Any, cfg: RigidObjectConfig) -> None:
     model.dof_damping[first + 3 : first + 6] = attrs.angular_damping * body.inertia
 
 
-def _add_light(spec: Any, cfg: LightConfig) -> None:
+def _set_light(spec: Any, cfg: LightConfig) -> None:
+    """One light, instead of those of a scene's file."""
+    for light in list(spec.lights):
+        spec.delete(light)
     far = mujoco().mjtLightType.mjLIGHT_DIRECTIONAL
     given = {"dir": list(cfg.direction), "diffuse": list(cfg.color), "castshadow": False}
     spec.worldbody.add_light(pos=[0.0, 0.0, 4.0], type=far, **given)
@@ -83,8 +87,9 @@ def _add_robot(spec: Any, cfg: SceneConfig, drives: Mapping[str, Drive]) -> tupl
     """The robot of the config, or what the actuators of the scene's file move."""
     if cfg.robot is None:
         on_joint = mujoco().mjtTrn.mjTRN_JOINT
-        joints = tuple(dict.fromkeys(a.target for a in spec.actuators if a.trntype == on_joint))
-        add_force_sensors(spec, joints)
+        known, on = moving(spec), (a.target for a in spec.actuators if a.trntype == on_joint)
+        joints = tuple(dict.fromkeys(name for name in on if name in known))
+        add_force_sensors(spec, joints, "mjcf")
         return Robot(joints, {"arm": joints} if joints else {}, {}), ()
     made, robot, home = robot_spec(cfg.robot, drives)
     base = spec.worldbody.add_body(name=cfg.robot.uid, pos=list(cfg.robot.init_pos))
@@ -107,7 +112,7 @@ def build(cfg: SceneConfig, drives: Mapping[str, Drive] | None = None) -> Scene:
     spec = spec_of(cfg.mjcf, "mjcf") if cfg.mjcf is not None else _empty()
     _set_options(spec, cfg)
     if cfg.light or cfg.mjcf is None:
-        _add_light(spec, cfg.light or LightConfig.model_construct())
+        _set_light(spec, cfg.light or LightConfig.model_construct())
     objects = [*cfg.rigid_object, *cfg.background]
     try:
         robot, home = _add_robot(spec, cfg, drives or {})
@@ -133,15 +138,25 @@ def _start(model: Any, cfg: SceneConfig, robot: Robot, home: tuple[float, ...]) 
             raise ConfigError(f"keyframe: unknown {cfg.keyframe!r}; {did_you_mean(cfg.keyframe, names)}")
         mujoco().mj_resetDataKeyframe(model, data, names.index(cfg.keyframe))
     for name, position in zip(robot.joints, home, strict=False):
+        low, high = model.joint(name).range if model.joint(name).limited else (-inf, inf)
+        if not low - _SLACK <= position <= high + _SLACK:
+            told = f"{position} of joint {name!r} is beyond its limits, {low:.6g} to {high:.6g}"
+            raise ConfigError(f"robot.init_qpos: {told}; start within them")
         data.joint(name).qpos[0] = position
-    if home or cfg.keyframe is None:
-        _hold(model, data)
+    own = cfg.robot is not None
+    _hold(model, data, [i for i in range(model.nu) if cfg.keyframe is None or (own and _drives(model, i, robot))])
     return data
 
 
-def _hold(model: Any, data: Any) -> None:
+def _drives(model: Any, i: int, robot: Robot) -> bool:
+    """Whether actuator `i` is the robot's; a keyframe says what the controls of the others are."""
+    on_joint = model.actuator_trntype[i] == int(mujoco().mjtTrn.mjTRN_JOINT)
+    return on_joint and model.joint(int(model.actuator_trnid[i, 0])).name in robot.joints
+
+
+def _hold(model: Any, data: Any, actuators: list[int]) -> None:
     """Targets of position drives where their joints are."""
-    for i in range(model.nu):
+    for i in actuators:
         drives = model.actuator_trntype[i] == int(mujoco().mjtTrn.mjTRN_JOINT) and model.actuator_biasprm[i, 1] < 0.0
         if drives and follows(model, i):
             joint = int(model.actuator_trnid[i, 0])

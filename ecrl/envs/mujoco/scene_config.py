@@ -7,11 +7,12 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from ecrl.strict import ConfigModel, Count, NonNegative, Positive
+from ecrl.strict import ConfigModel, Count, Fraction, NonNegative, Positive
 
 Real = Annotated[float, Field(ge=-1e6, le=1e6)]
 Triple = Annotated[tuple[Real, Real, Real], Field(strict=False)]
-Color = Annotated[tuple[Real, Real, Real, Real], Field(strict=False)]
+Shade = Annotated[tuple[Fraction, Fraction, Fraction], Field(strict=False)]
+Color = Annotated[tuple[Fraction, Fraction, Fraction, Fraction], Field(strict=False)]
 _Row = Annotated[tuple[Real, Real, Real, Real], Field(strict=False)]
 PerJoint = NonNegative | Annotated[tuple[NonNegative, ...], Field(strict=False, min_length=1)] | dict[str, NonNegative]
 """One number for every joint, a list with one each, or numbers by name of joint."""
@@ -144,8 +145,14 @@ class LightConfig(ConfigModel):
     inert: ClassVar = dict.fromkeys(("direct", "indirect"), "images have one light; see light.direction, color")
 
     direction: Triple = Field((0.3, 0.4, -1.0), description="which way it shines")
-    color: Triple = Field((0.7, 0.7, 0.7), description="red, green, blue, 0 to 1")
-    ambient: Triple = Field((0.3, 0.3, 0.3), description="light from everywhere: red, green, blue, 0 to 1")
+    color: Shade = Field((0.7, 0.7, 0.7), description="red, green, blue, 0 to 1")
+    ambient: Shade = Field((0.3, 0.3, 0.3), description="light from everywhere: red, green, blue, 0 to 1")
+
+    @model_validator(mode="after")
+    def _shines_somewhere(self) -> "LightConfig":
+        if not any(self.direction):
+            raise ValueError("direction is 0; say which way it shines")
+        return self
 
 
 class PhysicsConfig(ConfigModel):
@@ -154,6 +161,15 @@ class PhysicsConfig(ConfigModel):
     dt: Positive | None = Field(None, description="time step, s; 0.01, or that of the scene's file, if absent")
     iterations: Count | None = Field(None, description="Newton iterations at most; 20, or the file's, if absent")
     threads: Annotated[int, Field(ge=0, le=4096)] = Field(0, description="threads; 0: as many as torch uses")
+    backend: Literal["mujoco", "warp"] = Field(
+        "mujoco", description="mujoco: on the CPU, float64; warp: MuJoCo Warp, on trainer.device, float32"
+    )
+
+    @model_validator(mode="after")
+    def _threads_of_mujoco(self) -> "PhysicsConfig":
+        if self.threads and self.backend == "warp":
+            raise ValueError("threads are of backend mujoco; leave them out, or change backend")
+        return self
 
 
 class SceneConfig(ConfigModel):

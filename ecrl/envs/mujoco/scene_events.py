@@ -121,8 +121,7 @@ def randomize_rigid_object_pose(cfg: RandomizeRigidObjectPoseConfig, sim: Simula
                 quaternion = _times(quaternion.new_tensor(own).expand_as(quaternion), quaternion)
         moved = world.with_body_pose(sim, state["world"], uid, position, quaternion)
         if moves:
-            still = torch.zeros((*keys.shape, 3), device=keys.device)
-            moved = world.with_body_velocity(sim, moved, uid, still, still)
+            moved = world.at_rest(sim, moved, uid)
         return state.copy().set("world", moved)
 
     return apply

@@ -15,8 +15,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from ecrl.envs.mujoco import physics
-from ecrl.envs.mujoco.models import STATE, Varied, load, mujoco, rows_of, size_of
+from ecrl.envs.mujoco import physics, warp_model
+from ecrl.envs.mujoco.models import STATE, Backend, Varied, load, loaded, mujoco, rows_of, size_of
 from ecrl.envs.mujoco.robot import Drive, Robot
 from ecrl.envs.mujoco.scene import build
 from ecrl.envs.mujoco.scene_config import SceneConfig
@@ -53,6 +53,11 @@ class Simulation:
         """Seconds per step of the environment."""
         return self.substeps * self.model.opt.timestep
 
+    @property
+    def backend(self) -> Backend:
+        """What steps it: "mujoco", on the CPU alone, or "warp"."""
+        return loaded(self.handle).backend
+
 
 def _state_bits() -> int:
     return sum(getattr(mujoco().mjtState, f"mjSTATE_{name}").value for name in STATE)
@@ -79,10 +84,12 @@ def simulation(cfg: SceneConfig, drives: tuple[tuple[str, Drive], ...] = (), var
         varied: fields of the model that differ between environments, each with the name of its object, such as
             `(("body_mass", "cube"), ("body_inertia", "cube"), ("geom_friction", "cube"))`.
 
-    Raises: ConfigError, as `ecrl.envs.mujoco.scene.build`.
+    Raises: ConfigError, as `ecrl.envs.mujoco.scene.build`, and for what the backend cannot do.
     """
     scene = build(cfg, dict(drives))
     model, data = scene.model, scene.data
+    if cfg.physics.backend == "warp":
+        warp_model.check(model, varied)
     row = np.empty(size_of(model, *STATE))
     mujoco().mj_getState(model, data, row, _state_bits())
     probe = mujoco().MjData(model)
@@ -91,7 +98,7 @@ def simulation(cfg: SceneConfig, drives: tuple[tuple[str, Drive], ...] = (), var
     mujoco().mj_forward(model, probe)
     numbers = [getattr(model, field).ravel()[rows_of(model, field, name)] for field, name in varied]
     parameters = np.concatenate([np.zeros(0), *numbers])
-    handle = load(model, cfg.physics.threads, varied)
+    handle = load(model, cfg.physics.threads, varied, cfg.physics.backend)
     sensors = probe.sensordata.astype(np.float32)
     sizes = _substeps(cfg, model.opt.timestep), model.nu, model.nv
     return Simulation(model, scene.robot, handle, *sizes, data, varied, row, sensors, parameters)

@@ -23,10 +23,12 @@ from ecrl.envs.mujoco.episode import (
     begin,
     carry_over,
     check_one_each,
+    check_starts,
     observe,
     placed,
     reset,
     reward_names,
+    rewarded,
     step,
 )
 from ecrl.envs.mujoco.models import Varied, rows_of
@@ -64,6 +66,9 @@ def _acting(cfg: TaskConfig, sim: Simulation) -> tuple[ActionTerm, ...]:
         for joint in term.joints:
             if joint in driven:
                 raise ConfigError(f"{told}: drives joint {joint!r}, as {driven[joint]!r} does; a joint has one drive")
+            if cfg.control_parts is not None and joint not in sim.robot.joints:
+                parts = ", ".join(cfg.control_parts)
+                raise ConfigError(f"{told}: drives joint {joint!r}, which env.cfg.control_parts, {parts}, leaves out")
             driven[joint] = name
         terms.append(term)
     if not terms:
@@ -126,6 +131,23 @@ def _check_names(where: str, names: list[str]) -> None:
             raise ConfigError(f"{where}: {inside!r} reads as a part of {name!r}; rename one")
 
 
+def _check_functions(task: Task, state: TensorDict) -> None:
+    """Ask the functions of a task and its rewards about a state, and refuse what is not one answer for each."""
+    sim, flags = task.sim, state["elapsed"] > 0
+    with placed("env.cfg (compute_task_state)"):
+        success, fail, metrics = task.compute_task_state(sim, state)
+        for flag, given in (("success", success), ("fail", fail)):
+            check_one_each(flag, given, flags)
+        _check_names("metrics", list(metrics))
+    with placed("env.cfg (check_truncated)"):
+        check_one_each("it", task.check_truncated(sim, state), flags)
+    after = state.copy().update({"success": success, "fail": fail})
+    if task.get_reward:
+        with placed("env.cfg (get_reward)"):
+            check_one_each("it", task.get_reward(sim, state, after), flags.float())
+    rewarded(task, state, after)
+
+
 def never(sim: Simulation, state: TensorDict) -> Tensor:
     """The default `check_truncated`: only the time limit truncates."""
     return torch.zeros_like(state["elapsed"], dtype=torch.bool)
@@ -145,7 +167,8 @@ def task_env(
         compute_task_state: (sim, state) -> success, fail, metrics; success and fail are terminations.
         check_truncated: (sim, state) -> bool `[*B]`: an episode that is broken off, beside the time limit.
         get_reward: (sim, before, after) -> `[*B]`, a reward beside the terms; it is `rewards/task` in the logs.
-        acceptable: (sim, state) -> bool `[*B]`: which starts are taken; of up to 16 that are drawn the first.
+        acceptable: (sim, state) -> bool `[*B]`: which starts are taken; of up to 12 that are drawn the first. A config
+            of which 256 episodes do not all find one is refused.
 
     `info` has `success`, `fail`, `metrics` and `rewards`: each term as `<name>`, and times its weight as
     `<name>_weighted`.
@@ -161,7 +184,7 @@ def task_env(
     )
     rewards = tuple((n, t.mode, t.weight, told, made) for n, told, t, made in _make("reward", sim, cfg.rewards))
     stored = (getattr(event.params, "stores", {}) for _, event in sorted(cfg.events.items()))
-    targets = tuple(sorted({name: row for rows in stored for name, row in rows.items()}.items()))
+    targets = tuple(sorted({name: tuple(map(float, row)) for rows in stored for name, row in rows.items()}.items()))
     home = torch.from_numpy(sim.home.ctrl).float()
     hooks = compute_task_state, check_truncated, get_reward, acceptable
     task = Task(cfg, sim, home, actions, observations, rewards, _events(cfg, sim), targets, *hooks)
@@ -170,12 +193,10 @@ def task_env(
         before = begin(task, keys).select(*THEIRS, strict=False)
         check_event(f"env.cfg.events.{name} ({event.func})", happening.apply, before, keys)
     _check_names("env.cfg.rewards", reward_names(task))
-    with torch.no_grad(), placed("env.cfg (compute_task_state)"):
-        begun = begin(task, rng.split(rng.key(0), 2))
-        success, fail, metrics = compute_task_state(sim, begun)
-        for flag, given in (("success", success), ("fail", fail)):
-            check_one_each(flag, given, begun["elapsed"] > 0)
-        _check_names("metrics", list(metrics))
+    with torch.no_grad():
+        _check_functions(task, begin(task, rng.split(rng.key(0), 2)))
+    with torch.no_grad(), placed("env.cfg.events"):
+        check_starts(task)
     with torch.no_grad():
         size = observe(task, begin(task, rng.split(rng.key(0), 1))).shape[-1]
     low, high = (tuple(x for term in actions for x in getattr(term, side)) for side in ("low", "high"))

@@ -75,7 +75,8 @@ def part_of(sim: Simulation, name: str) -> tuple[str, ...]:
 def tcp_of(sim: Simulation, part: str) -> str:
     """The site of a part's end effector."""
     if part not in sim.robot.tcp:
-        raise ConfigError(f"params.part_name: no end effector of {part!r}; {did_you_mean(part, sim.robot.tcp)}")
+        told = f"no end effector of {part!r}; {did_you_mean(part, sim.robot.tcp)}"
+        raise ConfigError(f"params.part_name: {told}; robot.solver_cfg gives a part one")
     return sim.robot.tcp[part]
 
 
@@ -118,4 +119,8 @@ def target(state: TensorDict, key: str) -> Tensor:
     if key not in known:
         told = f"no target {key!r}; an event such as randomize_target_pose stores one by its store_key"
         raise ConfigError(f"params.target_pose_key: {told}; {did_you_mean(key, known)}")
-    return state["targets", key]
+    place = state["targets", key]
+    if (many := place.shape[-1]) != 3:
+        told = f"target {key!r} has {many} numbers, expected 3, x y z of a position, m"
+        raise ConfigError(f"params.target_pose_key: {told}; name another, or let its event store a position")
+    return place

@@ -123,6 +123,17 @@ def controls_per_target(sim: Simulation, joints: tuple[str, ...]) -> tuple[float
     return tuple(control_per_target(sim.model, i) for i in actuators_of(sim, joints))
 
 
+def holding(sim: Simulation, world: TensorDict) -> Tensor:
+    """Controls that hold the robot where it is, `[*B, nu]`; those that are no target positions are as at the start."""
+    home = torch.from_numpy(sim.home.ctrl).to(world["physics"])
+    columns = list(home.float().expand(*world.batch_size, -1).unbind(-1))
+    held = tuple(joint for joint in sim.robot.joints if drive_of(sim, joint) == "position")
+    targets = joint_positions(sim, world, held).unbind(-1)
+    for at, factor, target in zip(actuators_of(sim, held), controls_per_target(sim, held), targets, strict=True):
+        columns[at] = factor * target
+    return torch.stack(columns, -1)
+
+
 def joint_limits(sim: Simulation, joints: Sequence[str]) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Lowest and highest positions, rad or m; infinite without a limit."""
     _joints(sim, tuple(joints))
@@ -170,6 +181,15 @@ def _to_site(sim: Simulation, name: str) -> kinematics.Chain:
 def body_pose(sim: Simulation, world: TensorDict, name: str) -> Tensor:
     """Where a body is, such as an object by its uid, `[*B, 4, 4]`; exact at any time, the start included."""
     return kinematics.follow(_to_body(sim, name), _positions(sim, world))[0]
+
+
+def body_position(sim: Simulation, world: TensorDict, name: str) -> Tensor:
+    """The position in `body_pose`, `[*B, 3]` m; of a free body it is read, not worked out."""
+    joint = _free(sim, name)
+    if joint is None:
+        return body_pose(sim, world, name)[..., :3, 3]
+    first = int(sim.model.jnt_qposadr[joint])
+    return qpos(sim, world)[..., first : first + 3]
 
 
 def site_pose(sim: Simulation, world: TensorDict, name: str) -> Tensor:
@@ -243,6 +263,12 @@ def with_body_velocity(sim: Simulation, world: TensorDict, name: str, linear: Te
     turning = body_pose(sim, world, name)[..., :3, :3].mT @ angular.unsqueeze(-1)
     turning = turning.squeeze(-1)
     return _write(sim, world, range(first, first + 6), torch.cat((linear.expand_as(turning), turning), -1))
+
+
+def at_rest(sim: Simulation, world: TensorDict, name: str) -> TensorDict:
+    """Worlds in which a dynamic object does not move."""
+    first = _columns(sim, "QVEL").start + _dofs(sim, name)
+    return _write(sim, world, range(first, first + 6), world["physics"].new_zeros(torch.Size((6,))))
 
 
 def push(sim: Simulation, name: str, force: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """An arm pushes a cube to a goal on the floor: EmbodiChain's PushCubeRL, with its numbers."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from ecrl.envs.core import Env
 from ecrl.envs.mujoco import world
 from ecrl.envs.mujoco.scene_config import RigidObjectConfig, RobotConfig
-from ecrl.envs.mujoco.simulation import Simulation
+from ecrl.envs.mujoco.simulation import Simulation, advance
 from ecrl.envs.mujoco.task import task_env
 from ecrl.envs.mujoco.task_config import (
     ActionConfig,
@@ -68,6 +69,11 @@ class PushCubeExtensions(ConfigModel):
 
     success_threshold: Positive = Field(0.1, description="in the plane, from cube to goal: success below this, m")
     start_distance: NonNegative = Field(0.15, description="an episode starts at least this far, m")
+    hold_time: NonNegative = Field(
+        0.0,
+        description="s; above 0 the metric still_inside says of a success whether the cube is inside so much later, "
+        "the arm held; this takes as much more physics in every step",
+    )
     object_uid: str = Field("cube", description="the object that is pushed")
     target_pose_key: str = Field("goal_pose", description="where it is pushed to, as an event stores it")
 
@@ -99,26 +105,36 @@ class PushCubeConfig(TaskConfig):
     extensions: PushCubeExtensions = Field(PushCubeExtensions.model_construct(), description="what the task is")
 
 
+def _held(sim: Simulation, state: TensorDict, seconds: float) -> TensorDict:
+    """The state so much later, with the arm held where it is."""
+    steps = max(1, round(seconds / sim.model.opt.timestep))
+    world_then, _ = advance(replace(sim, substeps=steps), state["world"], world.holding(sim, state["world"]))
+    return state.copy().set("world", world_then)
+
+
 @register_env("PushCubeRL")
 def push_cube(cfg: PushCubeConfig) -> Env:
     """Push a cube to a goal.
 
         d = |cube_xy - goal_xy|, m;    success, which ends the episode: d < success_threshold
 
-    An episode starts with d >= start_distance: at the first such of 16 starts that are drawn. A cube below -0.1 m is a
-    failure. The metric
-    `distance_to_goal` is d.
+    An episode starts with d >= start_distance: at the first such of 12 starts that are drawn. A cube below -0.1 m is a
+    failure. The metric `distance_to_goal` is d; `still_inside`, with `hold_time`, is NaN where there is no success.
     """
     uid, key = cfg.extensions.object_uid, cfg.extensions.target_pose_key
 
     def distance(sim: Simulation, state: TensorDict) -> Tensor:
-        place = world.body_pose(sim, state["world"], uid)[..., :2, 3]
+        place = world.body_position(sim, state["world"], uid)[..., :2]
         return torch.linalg.vector_norm(place - target(state, key)[..., :2], dim=-1)
 
     def compute_task_state(sim: Simulation, state: TensorDict) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         d = distance(sim, state)
-        fallen = world.body_pose(sim, state["world"], uid)[..., 2, 3] < -0.1
-        return d < cfg.extensions.success_threshold, fallen, {"distance_to_goal": d}
+        fallen, metrics = world.body_position(sim, state["world"], uid)[..., 2] < -0.1, {"distance_to_goal": d}
+        success = d < cfg.extensions.success_threshold
+        if cfg.extensions.hold_time:
+            inside = distance(sim, _held(sim, state, cfg.extensions.hold_time)) < cfg.extensions.success_threshold
+            metrics["still_inside"] = torch.where(success, inside.float(), torch.nan)
+        return success, fallen, metrics
 
     def acceptable(sim: Simulation, state: TensorDict) -> Tensor:
         return distance(sim, state) >= cfg.extensions.start_distance

@@ -1,0 +1,180 @@
+"""PPO on PushCube against the bare physics in it: `mujoco.rollout` of the very steps that a rollout takes.
+
+Three contestants on the same cores, as many threads as those: MuJoCo alone, given the states and controls that ecrl's
+first rollout passed through, in one call; ecrl's environment alone, with task, resets and observations, on the actions
+of that rollout; and whole iterations of `configs/push_cube_ppo.json`, collecting and learning.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.pairs import ROOT, Contestant, Result, race, ratios, summary
+from benchmarks.peers import as_work
+
+CONFIG = ROOT / "configs" / "push_cube_ppo.json"
+MOST = {"environment": (1.25, None), "iteration": (2.2, 1.6)}
+"""Times of bare physics: most, and wanted."""
+
+
+def config(**keys: Any) -> Any:
+    """The config, for ever."""
+    from ecrl import load_config
+
+    return load_config(CONFIG).replace(**{"trainer.iterations": 10**6, **keys})
+
+
+def first_rollout() -> tuple[Any, Any]:
+    """The state that a run starts from, and its first rollout, eager."""
+    from ecrl import init_state, make_algorithm
+    from ecrl.parts import make_parts
+
+    cfg = config(**{"trainer.compile": "off"})
+    state = init_state(cfg)
+    return state, make_algorithm(cfg.algorithm).collect(make_parts(cfg), state)[1]
+
+
+def recorded() -> tuple[Any, Any, Any, int]:
+    """MuJoCo's model, states `[T, N, nstate]` and controls `[T, N, nu]` of the first rollout, substeps of each."""
+    from unittest.mock import patch
+
+    import torch
+
+    from ecrl.envs.mujoco import physics
+    from ecrl.envs.mujoco.models import loaded
+
+    cfg, calls, handles, step = config(), [], [], physics.step
+
+    def noted(state: Any, control: Any, parameters: Any, *, handle: int, substeps: int) -> Any:
+        if len(state) == cfg.trainer.num_envs:
+            calls.append((state.clone(), control.clone()))
+            handles.append((handle, substeps))
+        return step(state, control, parameters, handle=handle, substeps=substeps)
+
+    with patch.object(physics, "step", noted):
+        first_rollout()
+    states, controls = (torch.stack(x[-cfg.trainer.buffer_size :]).numpy() for x in zip(*calls, strict=True))
+    model = loaded(handles[-1][0]).model
+    return model, states, controls[..., : model.nu], handles[-1][1]
+
+
+def replay(threads: int) -> tuple[Callable[[], Any], Any, int]:
+    """A function that takes all environments' steps again in one call, the states it should pass, and substeps.
+
+    It gives MuJoCo's full physics after every substep, `[N, T * substeps, ...]`; episodes do not end in it.
+    """
+    import numpy as np
+    from mujoco import rollout
+
+    from ecrl.envs.mujoco.models import STATE
+    from ecrl.envs.mujoco.models import mujoco as load_mujoco
+
+    model, states, controls, substeps = recorded()
+    mujoco = load_mujoco()
+    datas, full = [mujoco.MjData(model) for _ in range(threads)], int(mujoco.mjtState.mjSTATE_FULLPHYSICS)
+    ours = sum(int(getattr(mujoco.mjtState, f"mjSTATE_{name}")) for name in STATE)
+    begun = np.empty((states.shape[1], mujoco.mj_stateSize(model, full)))
+    for row, state in zip(begun, states[0], strict=True):
+        mujoco.mj_setState(model, datas[0], state, ours)
+        mujoco.mj_getState(model, datas[0], row, full)
+    held = np.repeat(controls.swapaxes(0, 1), substeps, axis=1)
+    pool = rollout.Rollout(nthread=threads)
+    kind = int(mujoco.mjtState.mjSTATE_CTRL)
+
+    return lambda: pool.rollout(model, datas, begun, held, control_spec=kind)[0], states, substeps
+
+
+def bare(threads: int) -> Callable[[], int]:
+    """The physics of a rollout."""
+    again, states, _ = replay(threads)
+
+    def rollouts() -> Iterator[None]:
+        while True:
+            again()
+            yield
+
+    return as_work(rollouts(), states.shape[0] * states.shape[1])
+
+
+def environment() -> Callable[[], int]:
+    """The same rollout with its actions ready, compiled as in training."""
+    from ecrl.algorithms.core import step_keys
+    from ecrl.parts import make_parts
+
+    cfg = config()
+    parts, size, length = make_parts(cfg), cfg.trainer.num_envs, cfg.trainer.buffer_size
+    state, rollout = first_rollout()
+    keys = step_keys(state["key"], state["sample_step"], size, length)[0]
+    actions = rollout["action"][:, :-1].transpose(0, 1).contiguous()
+    rolled = parts.jit(_roll, parts.env, parts.scan)
+
+    def rollouts() -> Iterator[None]:
+        while True:
+            rolled(state["env"], actions, keys)
+            yield
+
+    return as_work(rollouts(), size * length)
+
+
+def _roll(env: Any, loop: Any, state: Any, actions: Any, keys: Any) -> Any:
+    """The state after as many steps as there are rows of actions."""
+    return loop(lambda now, row: (env.step(now, *row), row[0][..., 0]), state, (actions, env.draw(keys)))[0]
+
+
+def iteration() -> Callable[[], int]:
+    """A whole iteration of PPO."""
+    from ecrl import init_state, make_iteration
+
+    cfg = config()
+
+    def iterations() -> Iterator[None]:
+        state, iterate = init_state(cfg), make_iteration(cfg)
+        while True:
+            state, _ = iterate(state)
+            yield
+
+    return as_work(iterations(), cfg.trainer.num_envs * cfg.trainer.buffer_size)
+
+
+def rows(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
+    """A row for the environment and one for the iteration, on two cores where there are two."""
+    cores = cores[:2]
+    field = [
+        Contestant("mujoco.rollout", "benchmarks.physics:bare", {"threads": len(cores)}),
+        Contestant("environment", "benchmarks.physics:environment"),
+        Contestant("iteration", "benchmarks.physics:iteration"),
+    ]
+    peer, *ours = race(field, cores, rounds=3 if quick else 11, seconds=0.5 if quick else 1.0)
+    return [told(own, peer, len(cores)) for own in ours]
+
+
+def told(ours: Result, peer: Result, cores: int) -> dict[str, Any]:
+    """How many times as long as bare physics.
+
+    >>> told(Result("iteration", [1.0], 1.0, {}, 0.0), Result("bare", [2.0], 1.0, {}, 0.0), 2)["times_bare"]
+    2.0
+    """
+    out: dict[str, Any] = {"what": ours.name, "cores": cores}
+    out |= {f"{who}_steps_per_s": summary(r.rates)["median"] for who, r in (("ecrl", ours), ("mujoco", peer))}
+    if errors := [r.error for r in (ours, peer) if r.error is not None]:
+        return out | {"error": "; ".join(errors)}
+    by_round, (most, aim) = summary(ratios(peer, ours)), MOST[ours.name]
+    out |= {"times_bare": by_round["median"], "times_min": by_round["min"], "times_max": by_round["max"]}
+    return out | {"most": most, "aim": aim, "met": bool(out["times_bare"] <= most)}
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Bars of both, and what bare physics takes."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    seen = [row for row in rows if "times_bare" in row]
+    figure, axes = plt.subplots(figsize=(5, 3))
+    axes.bar([row["what"] for row in seen], [row["times_bare"] for row in seen])
+    axes.axhline(1.0, color="black", linewidth=1)
+    axes.set(ylabel="times mujoco.rollout", title="PushCube, 64 environments")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
