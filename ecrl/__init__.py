@@ -4,6 +4,8 @@ What changes is a tensor in a TensorDict; what does not is a frozen config; what
 Names are resolved when first used, so that importing one kernel, or asking for help, stays light.
 """
 
+import os
+import sys
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -32,6 +34,10 @@ if TYPE_CHECKING:
     )
     from ecrl.strict import ConfigModel
     from ecrl.training import train, train_from_config
+
+if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
+    # OpenMP's threads wait for work by spinning, for milliseconds if not told otherwise, on cores that MuJoCo's need
+    os.environ.setdefault("GOMP_SPINCOUNT", "4000")
 
 _HOME = {
     "ecrl.algorithms": ("Algorithm", "make_algorithm"),

@@ -7,12 +7,16 @@ import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from ecrl.errors import UserError
 from ecrl.garbage import uncollected
+from ecrl.stopping import asked, listen
+
+if TYPE_CHECKING:
+    from ecrl.config import Config
 
 Overrides = Annotated[tuple[str, ...], tyro.conf.Suppress]
 
@@ -42,6 +46,7 @@ def train(
         run_dir: run folder; outputs/<exp_name>_<time> if absent.
         profile: time the phases and trace some iterations, into the run folder's profile/.
     """
+    listen()
     path = _one_config(path, config, needed=resume is None)
     if distributed and no_distributed:
         raise UserError("give --distributed or --no-distributed, not both")
@@ -53,7 +58,6 @@ def train(
         from ecrl.sources import parse_overrides
         from ecrl.training import train_from_config
 
-    stopped = _stoppable()
     train_from_config(
         path,
         distributed or (False if no_distributed else None),
@@ -63,8 +67,8 @@ def train(
         force=force,
         profile=profile,
     )
-    if stopped:
-        sys.exit(128 + stopped[0])
+    if asked():
+        sys.exit(_stopped())
 
 
 def _one_config(path: str | None, config: str | None, needed: bool = True) -> str | None:
@@ -150,8 +154,12 @@ def evaluate(
     env: str | None = None,
     num_episodes: int = 100,
     device: str | None = None,
+    *,
+    overrides: Overrides = (),
 ) -> None:
     """Evaluate the newest checkpoint of a run with deterministic actions; its cameras film that into the run's videos/.
+
+    Keys of env and trainer can be set, as in --env.cfg.max_episode_steps 200.
 
     Args:
         run: run folder or checkpoint folder.
@@ -166,10 +174,29 @@ def evaluate(
 
     path = latest(run)
     state, cfg = load(path, device)
+    cfg = _elsewise(cfg, run, overrides)
     logs = run_episodes(state, cfg, num_episodes, env, None if env else Path(run) / "videos")
     print(f"{path} on {env or cfg.env.name}, {num_episodes} episodes")
     for name, value in logs.items():
         print(f"{name:<18} {value:.2f}")
+
+
+def _elsewise(cfg: "Config", run: str, overrides: tuple[str, ...]) -> "Config":
+    """The config of a run with other keys of env and trainer, of the same spaces."""
+    from ecrl.config import config_from_dict
+    from ecrl.evaluation import check_spaces
+    from ecrl.parts import make_parts
+    from ecrl.sources import parse_overrides
+
+    changes = parse_overrides(overrides)
+    for key in changes:
+        if not key.startswith(("env.", "trainer.")):
+            raise UserError(f"--{key}: an evaluation can set keys of env and trainer, the others made the policy")
+    if not changes:
+        return cfg
+    other = config_from_dict(cfg.model_dump(mode="json"), run, changes)
+    check_spaces(make_parts(cfg, "eval").env, make_parts(other, "eval").env, "with these keys")
+    return other
 
 
 def record(
@@ -200,17 +227,21 @@ def record(
     print(f"{path}: {frames} frames of {num_envs} environments")
 
 
-def _stoppable() -> list[int]:
-    """Let SIGINT and SIGTERM end a run as Ctrl-C ends it in Python, saved; gives the list of signals that came."""
-    stopped: list[int] = []
+def replay(crash: Annotated[str, tyro.conf.Positional], /) -> None:
+    """Repeat the iteration that was not finite: in the form of its run first, then eagerly step by step to find where.
 
-    def stop(number: int, frame: object) -> None:
-        stopped.append(number)
-        raise KeyboardInterrupt
+    Args:
+        crash: crash folder of a run, RUN/crash.
+    """
+    from ecrl.replay import replay as repeated
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, stop)
-    return stopped
+    for line in repeated(crash):
+        print(line)
+
+
+def _stopped() -> int:
+    """The exit status of a command that a signal ended, as shells have it."""
+    return 128 + (asked() or signal.SIGINT)
 
 
 def _split(args: list[str]) -> tuple[list[str], tuple[str, ...]]:
@@ -235,13 +266,13 @@ def main() -> None:
     """Run the command; a fault the user can mend is one line each on stderr and exit status 2."""
     warnings.formatwarning = _one_line
     args, keys = _split(sys.argv[1:])
-    commands: dict[str, Callable] = {"train": train, "check": check}
+    commands: dict[str, Callable] = {"train": train, "check": check, "eval": evaluate}
     commands = {name: partial(command, overrides=keys) for name, command in commands.items()}
     try:
         if keys and (not args or args[0] not in commands):
             raise UserError(f"{keys[0]}: keys of the config can be set for: {', '.join(commands)}")
         tyro.extras.subcommand_cli_from_dict(
-            {**commands, "eval": evaluate, "record": record, "bench": bench, "export": export, "schema": schema},
+            {**commands, "record": record, "replay": replay, "bench": bench, "export": export, "schema": schema},
             prog="ecrl",
             description="Train and evaluate policies.",
             args=args,
@@ -252,7 +283,7 @@ def main() -> None:
         sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        sys.exit(130)
+        sys.exit(_stopped())
 
 
 if __name__ == "__main__":

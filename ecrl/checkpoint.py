@@ -1,16 +1,14 @@
-"""Checkpoints: a folder of `state.safetensors`, `config.json` and `manifest.json` with checksums.
+"""Checkpoints: a folder of `state.safetensors`, `config.json`, further files and `manifest.json` with checksums.
 
 A folder is written aside, synced to disk and renamed, so a reader sees all of it or nothing. Nothing is ever unpickled.
 """
 
 import hashlib
 import json
-import math
-import os
-import shutil
-from collections.abc import Iterator
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from safetensors import SafetensorError
@@ -20,16 +18,46 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl.config import Config, config_from_dict
+from ecrl.durable import whole, write_folder
 from ecrl.errors import CheckpointError
-from ecrl.loop import expected_state, form_of, steps_per_iteration
-from ecrl.types import LogData
+from ecrl.loop import expected_state, form_of
 
 FORMAT = 1
 
 
-def _flat(state: TensorDict) -> dict[str, Tensor]:
-    leaves = {name: cast(Tensor, state[path]) for name, path in _paths(state).items()}
-    return {name: leaf.detach().cpu().contiguous().clone() for name, leaf in leaves.items()}
+_OWN = ("state.safetensors", "config.json", "manifest.json")
+
+
+class Snapshot(NamedTuple):
+    """What a checkpoint is made of, in host memory of its own, apart from the state that goes on."""
+
+    tensors: dict[str, Tensor]
+    cfg: Config
+    made: dict[str, Any]  # of the manifest: by what
+    logs: dict[str, float]
+    files: dict[str, bytes]
+
+
+def snapshot(
+    state: TensorDict, cfg: Config, logs: dict[str, float] | None = None, files: Mapping[str, bytes] | None = None
+) -> Snapshot:
+    """Copy a state to host memory, to be written by `write` at any time, in any thread.
+
+    Args:
+        state: of a run; what follows may change it.
+        cfg: of the run.
+        logs: numbers to keep in the manifest, such as those of the evaluation that chose this state.
+        files: further files of the checkpoint by name, under its checksums.
+
+    Raises: ValueError for a name that is a path, hidden, or of the checkpoint's own files.
+    """
+    for name in files or {}:
+        if name in _OWN or name.startswith(".") or "/" in name:
+            raise ValueError(f"files: {name!r} cannot be a further file of a checkpoint; choose another name")
+    tensors = {name: cast(Tensor, state[path]) for name, path in _paths(state).items()}
+    tensors = {name: leaf.detach().to("cpu", copy=True).contiguous() for name, leaf in tensors.items()}
+    made = {"torch": str(torch.__version__), "threads": torch.get_num_threads(), "form": form_of(cfg).name}
+    return Snapshot(tensors, cfg, made, dict(logs or {}), dict(files or {}))
 
 
 def _sha256(data: bytes) -> str:
@@ -40,99 +68,99 @@ def _json(data: Any) -> bytes:
     return (json.dumps(data, indent=2, sort_keys=True) + "\n").encode()
 
 
-def _manifest(state: TensorDict, cfg: Config, files: dict[str, bytes], logs: dict[str, float]) -> dict[str, Any]:
+def _manifest(saved: Snapshot, files: dict[str, bytes]) -> dict[str, Any]:
     manifest: dict[str, Any] = {
-        "logs": logs,
+        **saved.made,
+        "logs": saved.logs,
         "format": FORMAT,
-        "sample_step": int(state["sample_step"]),
-        "update_step": int(state["update_step"]),
-        "torch": str(torch.__version__),
-        "threads": torch.get_num_threads(),
-        "form": form_of(cfg).name,
+        "sample_step": int(saved.tensors["sample_step"]),
+        "update_step": int(saved.tensors["update_step"]),
         "sha256": {name: _sha256(data) for name, data in files.items()},
     }
     return manifest | {"manifest_sha256": _sha256(_json(manifest))}
 
 
-def _write_synced(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+def save(
+    path: str | Path,
+    state: TensorDict,
+    cfg: Config,
+    logs: dict[str, float] | None = None,
+    files: Mapping[str, bytes] | None = None,
+) -> None:
+    """Write `state` and `cfg` as the folder `path`, in place of an older one once the new one is safe on disk.
 
+    Args:
+        path: of the folder.
+        state: of a run.
+        cfg: of the run.
+        logs: numbers to keep in the manifest, such as those of the evaluation that chose this state.
+        files: further files of the checkpoint by name, under its checksums.
 
-def _sync_folder(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def save(path: str | Path, state: TensorDict, cfg: Config, logs: dict[str, float] | None = None) -> None:
-    """Write `state` and `cfg` as the folder `path`, in place of an older one once the new one is complete.
-
-    `logs` are numbers to keep in the manifest, such as those of the evaluation that chose this state.
+    Raises: CheckpointError if it cannot be written, or if something that is no checkpoint is there.
     """
+    write(path, snapshot(state, cfg, logs, files))
+
+
+def write(path: str | Path, saved: Snapshot) -> None:
+    """Write a snapshot as the folder `path`, as `save` does."""
     path = Path(path)
-    if path.exists() and not (path.is_dir() and ((path / "manifest.json").exists() or not any(path.iterdir()))):
+    if path.exists() and not (path.is_dir() and _may_be_replaced(path)):
         raise CheckpointError(f"{path}: exists and is no checkpoint; choose another name")
-    files = {"state.safetensors": tensors_to_bytes(_flat(state)), "config.json": _json(cfg.model_dump(mode="json"))}
-    files["manifest.json"] = _json(_manifest(state, cfg, files, logs or {}))
+    files = {
+        "state.safetensors": tensors_to_bytes(saved.tensors),
+        "config.json": _json(saved.cfg.model_dump(mode="json")),
+        **saved.files,
+    }
+    files["manifest.json"] = _json(_manifest(saved, files))
     try:
-        _write(path, files)
+        write_folder(path, files)
     except OSError as error:
         raise CheckpointError(
             f"{path}: cannot be written: {error.strerror}; make room or choose another place"
         ) from None
 
 
-def _write(path: Path, files: dict[str, bytes]) -> None:
-    """All of `files` as the folder `path`, or an OSError and nothing."""
-    aside, old = (path.with_name(f".{path.name}.{suffix}.{os.getpid()}") for suffix in ("new", "old"))
-    shutil.rmtree(aside, ignore_errors=True)
-    try:
-        aside.mkdir(parents=True)
-        for name, data in files.items():
-            _write_synced(aside / name, data)
-        _sync_folder(aside)
-        if path.exists():
-            path.rename(old)
-        aside.rename(path)
-    except OSError:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
-    _sync_folder(path.parent)
-    shutil.rmtree(old, ignore_errors=True)
+def _may_be_replaced(path: Path) -> bool:
+    """A checkpoint, though it may be damaged, or nothing."""
+    return any((path / name).exists() for name in ("manifest.json", "state.safetensors")) or not any(path.iterdir())
 
 
 def read_manifest(path: str | Path) -> dict[str, Any]:
     """The manifest of a checkpoint folder, after its own checksum has been compared."""
-    path = Path(path)
+    path = whole(Path(path))
     if not (path / "manifest.json").is_file():
         raise CheckpointError(f"{path}: not a checkpoint: it has no manifest.json")
+    data = _read(path / "manifest.json")
     try:
-        manifest = dict(json.loads((path / "manifest.json").read_bytes()))
+        manifest = dict(json.loads(data))
+        written = _json(manifest)
         own, _ = manifest.pop("manifest_sha256"), dict(manifest["sha256"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}/manifest.json: damaged ({error})") from None
-    if own != _sha256(_json(manifest)):
+    if own != _sha256(_json(manifest)) or written != data:
         raise CheckpointError(f"{path}/manifest.json: damaged: its checksum differs")
     if manifest["format"] != FORMAT:
         raise CheckpointError(f"{path}: format {manifest['format']}, this version reads format {FORMAT}")
     return manifest
 
 
-def _read_checked(path: Path) -> tuple[bytes, Any]:
-    """The bytes of the state and the parsed config, after every checksum has been compared."""
-    files = {}
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def read_files(path: str | Path) -> dict[str, bytes]:
+    """Every file of a checkpoint folder by name, after every checksum has been compared."""
+    path, files = whole(Path(path)), {}
     for name, checksum in read_manifest(path)["sha256"].items():
         if not (path / name).is_file():
             raise CheckpointError(f"{path}/{name}: missing")
-        files[name] = (path / name).read_bytes()
+        files[name] = _read(path / name)
         if _sha256(files[name]) != checksum:
             raise CheckpointError(f"{path}/{name}: damaged: its checksum differs from the manifest's")
-    return files["state.safetensors"], json.loads(files["config.json"])
+    return files
 
 
 def _paths(structure: TensorDict) -> dict[str, tuple[str, ...]]:
@@ -163,13 +191,14 @@ def load(path: str | Path, device: str | None = None) -> tuple[TensorDict, Confi
 
     Raises: CheckpointError naming the file that is missing or damaged, or the field that does not fit; ConfigError.
     """
-    path = Path(path)
-    data, raw = _read_checked(path)
+    path = whole(Path(path))
+    files = read_files(path)
+    raw = json.loads(files["config.json"])
     if device is not None:
         raw["trainer"]["device"] = device
     cfg = config_from_dict(raw, f"{path}/config.json")
     try:
-        tensors = tensors_from_bytes(data)
+        tensors = tensors_from_bytes(files["state.safetensors"])
     except SafetensorError as error:
         raise CheckpointError(f"{path}/state.safetensors: damaged ({error})") from None
     return _into(expected_state(cfg, _remembered(tensors)), tensors, path), cfg
@@ -187,51 +216,30 @@ def _remembered(tensors: dict[str, Tensor]) -> TensorDict:
     return made
 
 
+def steps_in(run: str | Path) -> list[Path]:
+    """The checkpoints `step_<N>` of a run folder, oldest first; whether they are damaged is not looked at."""
+    found = [p for p in (Path(run) / "checkpoints").glob("step_*") if p.name.removeprefix("step_").isdecimal()]
+    return sorted(found, key=lambda p: int(p.name.removeprefix("step_")))
+
+
 def latest(run: str | Path) -> Path:
-    """The newest checkpoint of a run folder by env steps, or the folder itself if it is a checkpoint."""
+    """The newest undamaged checkpoint of a run folder by env steps, or the folder itself if it is a checkpoint.
+
+    Newer ones that are damaged are skipped, each with a UserWarning that names the file. Every checksum is compared.
+    """
     run = Path(run)
     if (run / "manifest.json").is_file():
         return run
-    found = [p for p in (run / "checkpoints").glob("step_*") if p.name.removeprefix("step_").isdecimal()]
+    found, faults = steps_in(run), []
     if not found:
         raise CheckpointError(f"{run}: no checkpoint: expected {run}/checkpoints/step_<N>, or a checkpoint folder")
-    return max(found, key=lambda p: int(p.name.removeprefix("step_")))
-
-
-def with_checkpoints(records: Iterator[LogData], cfg: Config, run_dir: str | Path) -> Iterator[LogData]:
-    """Save the state under `run_dir` when `trainer.save_freq` env steps are crossed, and however the run ends."""
-    last, saved, freq = None, None, cfg.trainer.save_freq
-
-    def write(record: LogData) -> int:
-        save(Path(run_dir) / "checkpoints" / f"step_{record['sample_step']}", record["state"], cfg)
-        return record["sample_step"]
-
-    try:
-        for record in records:
-            if record["log_type"] == "train":
-                last, step = record, record["sample_step"]
-                if step // freq > (step - steps_per_iteration(cfg)) // freq:
-                    saved = write(record)
-            yield record
-    finally:
-        if last is not None and saved != last["sample_step"]:
-            write(last)
-
-
-def with_best_checkpoint(records: Iterator[LogData], cfg: Config, run_dir: str | Path) -> Iterator[LogData]:
-    """Save the state as `checkpoints/best` under `run_dir` when an evaluation's `trainer.best_eval_metric` is the best.
-
-    The best so far is read from an earlier one's manifest, so a resumed run goes on with it. NaN is never the best, nor
-    is an evaluation in which no episode told the metric.
-    """
-    name, sign = cfg.trainer.best_eval_metric, 1.0 if cfg.trainer.best_eval_mode == "max" else -1.0
-    path = Path(run_dir) / "checkpoints" / "best"
-    best = read_manifest(path)["logs"].get(name) if path.exists() else None
-    for record in records:
-        if record["log_type"] == "evaluate":
-            logs = {key: float(value) for key, value in record["logs"].items()}
-            value = logs.get(name, math.nan)
-            if not math.isnan(value) and (best is None or sign * value > sign * best):
-                best = value
-                save(path, record["state"], cfg, logs)
-        yield record
+    for path in reversed(found):
+        try:
+            read_files(path)
+        except CheckpointError as error:
+            faults.append(str(error))
+            continue
+        for fault in faults:
+            warnings.warn(f"{fault}; skipped, {path.name} before it is used", stacklevel=2)
+        return path
+    raise CheckpointError("\n".join(faults) + f"\n{run}: no checkpoint is undamaged; there is none to go on from")

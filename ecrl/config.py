@@ -106,6 +106,14 @@ class TrainerConfig(ConfigModel):
     best_eval_metric: str = Field("eval/avg_reward", description="log of the evaluation that chooses checkpoints/best")
     best_eval_mode: Literal["max", "min"] = Field("max", description="whether more or less of it is better")
     save_freq: Count = Field(50_000, description="environment steps between checkpoints; fires when crossed")
+    finite_guard: Literal["stop", "skip", "off"] = Field(
+        "stop",
+        description="where observation, reward, action, loss, gradient or parameters are not finite: stop before "
+        "anything is changed by it, saying where; skip: leave that update out and count it; off: do not look",
+    )
+    keep_checkpoints: Count | None = Field(
+        None, description="newest checkpoints to keep, older ones are removed; all if absent; checkpoints/best is apart"
+    )
     use_wandb: bool = Field(False, description="track with Weights & Biases too; offline without a network")
     wandb_project_name: str = Field("embodichain-generic", min_length=1, description="project of Weights & Biases")
     tf32: bool = Field(False, description="let CUDA multiply float32 matrices in TF32: faster, 10 bits of mantissa")

@@ -1,38 +1,185 @@
-"""What ranks share. One process for now: rank 0 of 1, and every mean over ranks is the identity."""
+"""Ranks: processes that train together, each with environments of its own and the same weights, started by torchrun.
+
+Numbers pass between ranks by `all_sum` and `all_mean` alone, in compiled code one operator, `ecrl::all_sum`. Without
+`start` there is one rank, and a sum over ranks is what it is given.
+"""
 
 import os
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any, NamedTuple, TypeVar
 
-from tensordict import TensorDict
+import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from ecrl.errors import ConfigError
+from ecrl.errors import ConfigError, UserError
+from ecrl.trees import flatten, unflatten
 
-T = TypeVar("T", Tensor, TensorDict)
+T = TypeVar("T")
+_PATIENCE = timedelta(days=7)
+"""How long a rank waits for the others, as while rank 0 evaluates; torchrun ends them all where one dies."""
+
+
+class _Ranks(NamedTuple):
+    """`store` holds strings by name, and outlives the processes where torchrun restarts them."""
+
+    rank: int
+    size: int
+    store: Any
+
+
+_ranks = _Ranks(0, 1, None)  # set once, by `start`
 
 
 def rank() -> int:
-    """Index of this process."""
-    return 0
+    """Index of this process, 0 where it is alone."""
+    return _ranks.rank
 
 
 def world_size() -> int:
     """Number of processes that train together."""
-    return 1
+    return _ranks.size
+
+
+torch.library.define("ecrl::all_sum", "(Tensor x) -> Tensor")
+
+
+@torch.library.impl("ecrl::all_sum", ("CPU", "CUDA"))
+def _all_sum(x: Tensor) -> Tensor:
+    out = x.clone(memory_format=torch.contiguous_format)
+    try:
+        dist.all_reduce(out)
+    except RuntimeError as error:
+        told = " ".join(str(error).split("]", 1)[-1].split(". ")[0].split())
+        raise UserError(f"rank {rank()}: another rank ended ({told}); what it said last tells why") from None
+    return out
+
+
+@torch.library.register_fake("ecrl::all_sum")
+def _(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _of_batch(info: Any, in_dims: tuple, x: Tensor) -> tuple[Tensor, Any]:
+    return torch.ops.ecrl.all_sum(x), in_dims[0]
+
+
+torch.library.register_vmap("ecrl::all_sum", _of_batch)
+
+
+def all_sum(x: Tensor) -> Tensor:
+    """The sum of `x` over ranks, the same bits on every one of them; `x` itself where there is one.
+
+    >>> all_sum(torch.ones(2))
+    tensor([1., 1.])
+    """
+    return x if world_size() == 1 else torch.ops.ecrl.all_sum(x)
 
 
 def all_mean(x: T, *, weight: Tensor) -> T:
-    """Mean of `x` (every leaf of a TensorDict) over ranks, weighted by each one's count; on one process `x` itself.
+    """The mean over ranks of every float tensor in `x`, weighted by each rank's count; `x` itself where there is one.
 
-    sum_ranks(weight * x) / sum_ranks(weight)
+        sum_ranks(weight * x) / sum_ranks(weight)        0 where all weights are
+
+    What has weight 0 may be NaN or infinite. All tensors travel together, in one message.
+
+    >>> all_mean(torch.ones(2), weight=torch.tensor(3.0))
+    tensor([1., 1.])
     """
-    return x
+    if world_size() == 1:
+        return x
+    leaves, structure = flatten(x)
+    sizes = [leaf.numel() for leaf in leaves]
+    flat = torch.cat([weight.reshape(1).to(leaves[0].dtype), *(leaf.reshape(-1) for leaf in leaves)])
+    flat = torch.where(weight == 0.0, 0.0, flat * torch.cat([weight.new_ones(1), weight.expand(sum(sizes))]))
+    total, *sums = all_sum(flat).split([1, *sizes])
+    means = [(part / torch.where(total == 0.0, 1.0, total)) for part in sums]
+    pairs = zip(means, leaves, strict=True)
+    return unflatten(structure, [mean.reshape(leaf.shape).to(leaf.dtype) for mean, leaf in pairs])
 
 
-def start(distributed: bool) -> None:
-    """Join the other processes if the run is distributed; refuses more than one, which is not built yet."""
-    launched = os.environ.get("WORLD_SIZE", "1")
-    if distributed and launched != "1":
-        raise ConfigError(
-            f"trainer.distributed: {launched} processes were started, only 1 is supported; use one process"
-        )
+def agreed(flag: bool) -> bool:
+    """Whether any rank says so; a message of its own, between iterations."""
+    return flag if world_size() == 1 else bool(all_sum(torch.tensor([int(flag)])) > 0)
+
+
+def _count(name: str, environ: Mapping[str, str]) -> int:
+    text = environ.get(name, "")
+    if not text.isdecimal():
+        told = f"{name} is {text!r}" if text else f"{name} is not set"
+        raise ConfigError(f"trainer.distributed: {told}; start with torchrun --nproc-per-node K -m ecrl train ...")
+    return int(text)
+
+
+def local_device(name: str, environ: Mapping[str, str] = os.environ) -> str:
+    """The device of this rank, where the config says `cuda` or `auto`: the GPU of its number on this machine.
+
+    Raises: ConfigError naming the devices there are if it has none of that number.
+    """
+    if world_size() == 1 or name not in ("cuda", "auto") or not torch.cuda.is_available():
+        return name
+    local, have = _count("LOCAL_RANK", environ), [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    if local >= len(have):
+        told = f"LOCAL_RANK is {local}, but this machine has {', '.join(have)}"
+        raise ConfigError(f"trainer.device: {name}: {told}; start at most {len(have)} processes here")
+    return have[local]
+
+
+def start(distributed: bool, environ: Mapping[str, str] = os.environ) -> None:
+    """Join the other processes that torchrun started, if the run is distributed; call it once, before anything else.
+
+    Every restart of the processes meets under names of its own: what the dead ones left in the store is not theirs.
+
+    Raises: ConfigError naming a variable that torchrun would have set.
+    """
+    global _ranks
+    if not distributed or environ.get("WORLD_SIZE", "1") == "1" or world_size() > 1:
+        return
+    size, here, port = (_count(name, environ) for name in ("WORLD_SIZE", "RANK", "MASTER_PORT"))
+    if here >= size:
+        raise ConfigError(f"trainer.distributed: RANK is {here}, expected below WORLD_SIZE, {size}")
+    held = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by torchrun itself
+    host = environ.get("MASTER_ADDR", "localhost")
+    store = TCPStore(host, port, size, is_master=here == 0 and not held, timeout=timedelta(minutes=5))
+    named = PrefixStore(f"ecrl_restart_{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=named, rank=here, world_size=size, timeout=_PATIENCE)
+    _ranks = _Ranks(here, size, store)
+
+
+def stop() -> None:
+    """Leave the other processes."""
+    global _ranks
+    if world_size() > 1:
+        dist.destroy_process_group()
+        _ranks = _Ranks(0, 1, None)
+
+
+def restarts(environ: Mapping[str, str] = os.environ) -> int:
+    """How often torchrun has started the processes anew."""
+    return int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")) if world_size() > 1 else 0
+
+
+def first_says(name: str, make: Callable[[], str]) -> str:
+    """What rank 0 made under this name, on every rank; `make` is called there alone, and not again after a restart."""
+    if world_size() == 1:
+        return make()
+    store = PrefixStore("ecrl", _ranks.store)
+    if rank() == 0 and not store.check([name]):
+        store.set(name, make())
+    return store.get(name).decode()
+
+
+def gathered(own: bytes) -> list[bytes]:
+    """What every rank gives, on rank 0 in their order; nothing on the others."""
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size())]
+    dist.all_gather(sizes, torch.tensor([len(own)]))
+    if rank() > 0:
+        dist.send(torch.frombuffer(bytearray(own), dtype=torch.uint8), 0)
+        return []
+    found = [torch.zeros(int(size), dtype=torch.uint8) for size in sizes[1:]]
+    for sender, buffer in enumerate(found, 1):
+        dist.recv(buffer, sender)
+    return [own, *(buffer.numpy().tobytes() for buffer in found)]

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 class UserError(ValueError):
@@ -14,6 +15,14 @@ class ConfigError(UserError):
 
 class CheckpointError(UserError):
     """A checkpoint that is missing, damaged or of another structure; the message names the file."""
+
+
+class NotFiniteError(UserError):
+    """NaN or infinity in an iteration: `report` says what was found where, `state` is the one before the iteration."""
+
+    def __init__(self, message: str, report: dict[str, Any], state: Any = None):
+        super().__init__(message)
+        self.report, self.state = report, state
 
 
 class MissingExtraError(UserError, ModuleNotFoundError):

@@ -134,6 +134,7 @@ def evaluate(
 
     Returns: `eval/avg_reward`, `eval/std_reward`, `eval/avg_length`; over the episodes at whose last step the
         environment reports them, `eval/success_rate` and `eval/metrics/<name>`.
+        A reward that is not finite makes the mean so: the finite guard is of training, an evaluation changes nothing.
     Raises: ConfigError for an env that is not known or whose spaces differ; UserError if an episode never ends.
     """
     if env is not None and videos is not None:
@@ -162,12 +163,17 @@ def _evaluated(
 def _elsewhere(parts: Parts, name: str) -> Parts:
     """The parts with another environment, whose spaces must be those that the policy was trained on."""
     env = make_env(name)
+    check_spaces(parts.env, env, name)
+    return parts._replace(env=auto_reset(clip_action(env) if parts.cfg.policy.clip_actions else env))
+
+
+def check_spaces(trained: Env, env: Env, name: str) -> None:
+    """Refuse an environment, `name` to people, whose spaces are not those that a policy was trained on."""
     for field in ("observation_space", "action_space"):
-        mine, other = getattr(parts.env, field), getattr(env, field)
+        mine, other = getattr(trained, field), getattr(env, field)
         same = mine.shape == other.shape if isinstance(mine, Box) and isinstance(other, Box) else mine == other
         if not same:
             raise ConfigError(f"env: {name} has {field} {other}, the policy was trained on {mine}")
-    return parts._replace(env=auto_reset(clip_action(env) if parts.cfg.policy.clip_actions else env))
 
 
 def eval_steps(
@@ -233,4 +239,4 @@ def with_evaluation(records: Iterator[LogData], cfg: Config, videos: str | Path 
             if record["log_type"] == "train" and step // freq > (step - steps_per_iteration(cfg)) // freq:
                 numbers = _evaluated(record["state"], cfg, None, None, opened)
                 logs = {name: torch.tensor(value) for name, value in numbers.items()}
-                yield LogData(log_type="evaluate", sample_step=step, logs=logs, state=record["state"])
+                yield {**record, "log_type": "evaluate", "logs": logs}

@@ -2,22 +2,25 @@
 
 Only consumers read tensors to the host; `with_host_logs` does it once per record for those stacked above it. Each is
 usable alone, `for record in with_jsonl(train_iter(state, cfg), "metrics.jsonl"): ...`, and closes what it opened when
-the records end, when its caller stops early, and when anything raises.
+the records end, when its caller stops early, and when anything raises. None of them ends a
+run: a full disk is said, and tried again.
 """
 
 import json
 import math
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ecrl.compile import COMPILED, SECONDS
+from ecrl.durable import append
 from ecrl.types import LogData
 
 SPS = "charts/SPS"
@@ -62,33 +65,67 @@ def with_host_logs(records: Iterator[LogData]) -> Iterator[LogData]:
     """Move the logs of each record to the host in one read, so that reading them again costs nothing."""
     for record in records:
         logs = {name: torch.tensor(value, dtype=torch.float64) for name, value in scalars(record).items()}
-        yield LogData(log_type=record["log_type"], sample_step=record["sample_step"], logs=logs, state=record["state"])
+        yield {**record, "logs": logs}
 
 
-def never_fatal(what: str) -> Callable[..., None]:
-    """A function that makes a call, `(fn, *args)`, of which an OSError (a full disk) does not end the run, but is said.
+_KEPT = 1000
+"""Rows that wait for a disk that is full or away; older ones are given up."""
 
-    Said once, with `what` for where the calls write: logs are worth less than the run.
+
+def never_fatal(what: str, *kinds: type[Exception]) -> Callable[..., bool]:
+    """A function that makes a call, `(fn, *args)`, whose OSError (a full disk) does not end the run; did it work.
+
+    Said once when calls begin to fail, with `what` for where they write, and once when they work again: logs are worth
+    less than the run.
+
+    Args:
+        what: where the calls write.
+        kinds: further errors that do not end the run.
 
     >>> with warnings.catch_warnings(record=True, action="always") as said:
     ...     guarded = never_fatal("the log")
-    ...     for _ in range(2):
-    ...         guarded(open, "/no/such/file")
-    >>> print(said[0].message)
-    the log: [Errno 2] No such file or directory: '/no/such/file'; records may be missing there, the run goes on
+    ...     worked = [guarded(Path(name).stat) for name in ("/no/such/file", "/no/such/file", "/dev/null")]
+    >>> worked
+    [False, False, True]
+    >>> for warning in said:
+    ...     print(warning.message)
+    the log: [Errno 2] No such file or directory: '/no/such/file'; the run goes on and tries again
+    the log: works again, after 2 failures
     """
-    told = False
+    failures, outages = 0, 0
 
-    def guarded(fn: Callable[..., Any], *args: Any) -> None:
-        nonlocal told
+    def guarded(fn: Callable[..., Any], *args: Any) -> bool:
+        nonlocal failures, outages
         try:
             fn(*args)
-        except OSError as error:
-            if not told:
-                told = True
-                warnings.warn(f"{what}: {error}; records may be missing there, the run goes on", stacklevel=2)
+        except (OSError, *kinds) as error:
+            failures += 1
+            if failures == 1:
+                outages += 1
+                nth = f" (outage {outages})" if outages > 1 else ""  # else Python would not say it again
+                warnings.warn(f"{what}: {error}; the run goes on and tries again{nth}", stacklevel=2)
+            return False
+        if failures:
+            warnings.warn(f"{what}: works again, after {failures} failure{'s' * (failures > 1)}", stacklevel=2)
+            failures = 0
+        return True
 
     return guarded
+
+
+def appending(path: Path) -> Callable[[bytes], None]:
+    """A function that adds to the end of a file, whole pieces only.
+
+    What a full disk refuses waits for the next call, as far as the newest 1,000 pieces; the run goes on.
+    """
+    guarded, waiting = never_fatal(str(path)), deque(maxlen=_KEPT)
+
+    def add(data: bytes) -> None:
+        waiting.append(data)
+        if guarded(append, path, b"".join(waiting)):
+            waiting.clear()
+
+    return add
 
 
 def with_jsonl(records: Iterator[LogData], path: str | Path, start: int = 0) -> Iterator[LogData]:
@@ -99,16 +136,13 @@ def with_jsonl(records: Iterator[LogData], path: str | Path, start: int = 0) -> 
         path: of the file.
         start: env steps before the first record.
     """
-    began, guarded = time.perf_counter(), never_fatal(str(path))
-    with ExitStack() as stack:
-        file = Path(path).open("a", encoding="utf-8", buffering=1)  # noqa: SIM115
-        stack.callback(guarded, file.close)  # which fails on a full disk, as writing does
-        for record, numbers in with_scalars(records, start):
-            logs = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
-            head = {"log_type": record["log_type"], "sample_step": record["sample_step"]}
-            seconds = {"seconds": round(time.perf_counter() - began, 3)}
-            guarded(file.write, json.dumps(head | seconds | logs) + "\n")
-            yield record
+    began, add = time.perf_counter(), appending(Path(path))
+    for record, numbers in with_scalars(records, start):
+        logs = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+        head = {"log_type": record["log_type"], "sample_step": record["sample_step"]}
+        seconds = {"seconds": round(time.perf_counter() - began, 3)}
+        add((json.dumps(head | seconds | logs) + "\n").encode())
+        yield record
 
 
 def _shown(logs: dict[str, float]) -> str:
@@ -168,7 +202,7 @@ def with_progress(records: Iterator[LogData], start: int, end: int) -> Iterator[
     )
 
     console, logs, pace, tenth = Console(), {}, _Pace(start), 10 * start // end
-    live = console.is_terminal or console.is_jupyter
+    live, guarded = console.is_terminal or console.is_jupyter, never_fatal("progress")
     columns = (
         SpinnerColumn(),
         MofNCompleteColumn(),
@@ -187,7 +221,6 @@ def with_progress(records: Iterator[LogData], start: int, end: int) -> Iterator[
             progress.update(task, completed=step, logs=_shown(logs))
             if not live and record["log_type"] == "train" and 10 * step // end > tenth:
                 tenth = 10 * step // end
-                console.print(
-                    f"{step:,}/{end:,}  {pace}  {_shown(logs)}", markup=False, highlight=False, soft_wrap=True
-                )
+                line = f"{step:,}/{end:,}  {pace}  {_shown(logs)}"
+                guarded(partial(console.print, line, markup=False, highlight=False, soft_wrap=True))
             yield record

@@ -19,14 +19,14 @@ from ecrl.algorithms.core import start_keys, steps_taken
 from ecrl.compile import COMPILED
 from ecrl.config import Config, total_steps
 from ecrl.distributed import world_size
-from ecrl.errors import ConfigError
-from ecrl.kernels import episode_init, masked_mean, restarted
+from ecrl.errors import ConfigError, NotFiniteError
+from ecrl.finite import KEYS, WHAT, flags, left_out
+from ecrl.kernels import episode_init, restarted
+from ecrl.logs import WINDOW, collect_logs, counted_steps, over_ranks
 from ecrl.parts import device_of, form_of, make_parts, shaping
+from ecrl.refusing import completed, refusal
 from ecrl.trees import flatten, mapped, names, replaced, unflatten
 from ecrl.types import LogData, Logs
-
-WINDOW = 100
-"""Episodes in the running averages of return and length."""
 
 Iteration = Callable[[TensorDict], tuple[TensorDict, dict[str, Logs]]]
 Watch = Callable[[Parts, Algorithm], tuple[Parts, Algorithm]]
@@ -156,77 +156,46 @@ def steps_per_iteration(cfg: Config) -> int:
     return cfg.trainer.buffer_size * cfg.trainer.num_envs * world_size()
 
 
-def _episode_logs(episode: TensorDict) -> Logs:
-    """Means over the last finished episodes, NaN before the first."""
-    return {
-        f"episode_{name}_avg_{WINDOW}": _mean_or_nan(episode[field], episode["finished"])
-        for name, field in (("reward", "finished_return"), ("length", "finished_length"))
-    }
-
-
-def _counted(batch: TensorDict) -> Tensor:
-    """Which steps of a batch count, bool `[N, T]`."""
-    return batch["mask"][:, :-1] if "mask" in batch else torch.ones_like(batch["done"][:, :-1])
-
-
-def _mean_or_nan(x: Tensor, mask: Tensor) -> Tensor:
-    """The mean over `mask`; NaN over none."""
-    return torch.where(mask.any(), masked_mean(x, mask), torch.full((), torch.nan, device=x.device))
-
-
-def _info_logs(batch: TensorDict) -> Logs:
-    """What the environment reports.
-
-    `rewards/<term>` and `metrics/<name>`, mean over the steps that count; `success_rate` and `fail_rate`, of the
-    episodes that ended, NaN if none did.
-    """
-    if "info" not in batch:
-        return {}
-    info, counted, logs = cast(TensorDict, batch["info"]), _counted(batch), {}
-    ended = counted & batch["done"][:, :-1]
-    for name in ("success", "fail"):
-        if name in info:
-            logs[f"{name}_rate"] = _mean_or_nan(info[name][:, :-1].to(torch.float32), ended)
-    for group in ("rewards", "metrics"):
-        for name, value in info.get(group, {}).items():
-            if value.ndim == 2:  # vectors are for the environment's own use
-                logs[f"{group}/{name}"] = masked_mean(value[:, :-1].to(torch.float32), counted)
-    return logs
-
-
 def _statistics(norm_update: Callable[..., TensorDict], norm: TensorDict, batch: TensorDict) -> TensorDict:
     """Observation statistics with those of the batch, which the policy saw raw, frozen until here."""
-    moved = norm_update(cast(TensorDict, norm["obs"]), batch["obs"][:, :-1], _counted(batch))
+    moved = norm_update(cast(TensorDict, norm["obs"]), batch["obs"][:, :-1], counted_steps(batch))
     return norm.copy().set("obs", moved)
 
 
-def _collect_logs(episode: TensorDict, batch: TensorDict) -> Logs:
-    return _episode_logs(episode) | _info_logs(batch)
-
-
-def _iteration(algorithm: Algorithm, parts: Parts, size: int, state: TensorDict) -> tuple[TensorDict, dict[str, Logs]]:
-    """Collect, update, and what the loop itself keeps; `size` env steps."""
-    state, batch = algorithm.collect(parts, state)
-    state, train_logs = algorithm.update(parts, state, batch)
+def _iteration(
+    algorithm: Algorithm, parts: Parts, size: int, guard: str, start: TensorDict
+) -> tuple[TensorDict, dict[str, Logs], Tensor | None]:
+    """Collect, update, and what the loop itself keeps; `size` env steps. The flags of the guard unless it is off."""
+    collected, batch = algorithm.collect(parts, start)
+    state, train_logs = algorithm.update(parts, collected, batch)
     norm, episode = cast(TensorDict, state["norm"]), cast(TensorDict, state["episode"])
     if parts.policy.norm_update is not None:
         seen = batch.select("obs", "done", "mask", strict=False)
         norm = parts.jit(_statistics, parts.policy.norm_update)(norm, seen)
-    counters = {"sample_step": state["sample_step"] + size, "update_step": state["update_step"] + 1}
-    state = replaced(state, {"norm": norm, **counters})
-    return state, {"collect": _collect_logs(episode, batch), "train": train_logs}
+    state = replaced(state, {"norm": norm, "update_step": state["update_step"] + 1})
+    odd = None
+    if guard != "off":
+        seen = batch.select(*KEYS, "mask", strict=False)
+        odd = flags(seen, train_logs, cast(TensorDict, state["params"]))
+        if guard == "stop" and not parts.env.is_pure and odd[1].any():  # its steps cannot be taken again
+            raise refusal(algorithm, parts, start, odd, (collected, batch))
+    if guard == "skip" and odd is not None:
+        state = left_out(odd[1], start, collected, state)
+        train_logs = train_logs | {"skipped_updates": odd[1].any().to(torch.float32)}
+    state = replaced(state, {"sample_step": state["sample_step"] + size})
+    return state, {"collect": over_ranks(collect_logs(episode, batch)), "train": over_ranks(train_logs)}, odd
 
 
 def _iteration_of_leaves(
-    algorithm: Algorithm, parts: Parts, size: int, structure: Hashable, leaves: list[Tensor]
-) -> tuple[list[Tensor], TensorDict, dict[str, Logs]]:
+    algorithm: Algorithm, parts: Parts, size: int, guard: str, structure: Hashable, leaves: list[Tensor]
+) -> tuple[list[Tensor], TensorDict, dict[str, Logs], Tensor | None]:
     """`_iteration` on the tensors of a state, and its state once more, in memory of its own."""
-    state, logs = _iteration(algorithm, parts, size, unflatten(structure, leaves))
+    state, logs, odd = _iteration(algorithm, parts, size, guard, unflatten(structure, leaves))
     after, made = flatten(state)
     if made != structure:
         fields = ", ".join(sorted({*names(made)} ^ {*names(structure)})) or "the batch size of one"
         raise ValueError(f"an iteration may change no fields of the state but their values; it changed {fields}")
-    return after, mapped(torch.clone, state), logs
+    return after, mapped(torch.clone, state), logs, odd
 
 
 def _bound(fn: Callable[..., Any], cfg: Config, watch: Watch, *static: Any) -> Callable[..., Any]:
@@ -248,9 +217,33 @@ def _bound(fn: Callable[..., Any], cfg: Config, watch: Watch, *static: Any) -> C
 def make_iteration(cfg: Config, watch: Watch = unwatched) -> Iteration:
     """One iteration, `(state) -> (state, {"collect": logs, "train": logs})`: pure, to embed or vmap.
 
-    `watch` may put others in place of its functions, such as `ecrl.profiler`'s, which take the time.
+    `watch` may put others in place of its functions, such as `ecrl.profiler`'s, which take the time. With
+    `trainer.finite_guard` "skip" updates that are not finite are left out; it never stops: NaN is in what it gives.
     """
-    return _bound(_iteration, cfg, watch)
+    run = _bound(_iteration, cfg, watch, "skip" if cfg.trainer.finite_guard == "skip" else "off")
+
+    def iteration(state: TensorDict) -> tuple[TensorDict, dict[str, Logs]]:
+        state, logs, _ = run(state)
+        return state, logs
+
+    return iteration
+
+
+def _judge(odd: Tensor, cfg: Config, before: TensorDict, told: bool) -> bool:
+    """Raise where the guard stops; where it skips, say the first time that an update is left out. Whether it was said.
+
+    Raises: NotFiniteError.
+    """
+    if not odd[1].any():
+        return told
+    if cfg.trainer.finite_guard == "stop":
+        raise refusal(make_algorithm(cfg.algorithm), make_parts(cfg), before, odd)
+    if not told:
+        met = ", ".join(what for what, is_odd in zip(WHAT, odd[1].tolist(), strict=True) if is_odd)
+        after = f"after {int(before['sample_step'])} env steps"
+        text = f"{after}: NaN or infinity in {met}: the update is left out; counted as skipped_updates, said once"
+        warnings.warn(text, stacklevel=3)
+    return True
 
 
 def train_iter(state: TensorDict, cfg: Config, watch: Watch = unwatched) -> Iterator[LogData]:
@@ -260,6 +253,9 @@ def train_iter(state: TensorDict, cfg: Config, watch: Watch = unwatched) -> Iter
     with `train_iter(log_data["state"], cfg)`. Both give bit for bit what an uninterrupted run gives. Both records of an
     iteration carry the step and the state after it; the state is a locked copy of the caller's own.
 
+    Where something is not finite, `trainer.finite_guard` says what happens: by default NotFiniteError, before that
+    iteration is yielded, with the state before it.
+
     Numbers of the algorithm are read from `state["hyper"]`. To change one in mid-run:
     `state = state.clone(); state["hyper", "learning_rate"] = torch.tensor(1e-4)`.
     """
@@ -268,10 +264,16 @@ def train_iter(state: TensorDict, cfg: Config, watch: Watch = unwatched) -> Iter
     step, end = int(state["sample_step"]), total_steps(cfg, world_size())
     settled = step + 2 * steps_per_iteration(cfg)
     leaves, structure = flatten(state.clone())  # a list of tensors is taken apart and put together fastest
-    iteration = _bound(_iteration_of_leaves, cfg, watch, structure)
+    iteration = _bound(_iteration_of_leaves, cfg, watch, cfg.trainer.finite_guard, structure)
+    told = False
     while step < end:
-        known = len(COMPILED)
-        leaves, state, logs = iteration(leaves)
+        known, before = len(COMPILED), state
+        try:
+            leaves, state, logs, odd = iteration(leaves)
+        except NotFiniteError as error:  # of environments on the host
+            raise completed(error, before) from error.__cause__
+        if odd is not None:
+            told = _judge(odd, cfg, before, told)
         step += steps_per_iteration(cfg)
         if len(COMPILED) > known and step > settled:
             warnings.warn(f"compiled again at step {step}: {'; '.join(COMPILED[known:])}", RuntimeWarning, stacklevel=2)

@@ -10,6 +10,7 @@ import torch
 from ecrl.algorithms import Parts, make_algorithm
 from ecrl.compile import Form, choose_form
 from ecrl.config import Config
+from ecrl.distributed import local_device
 from ecrl.envs import Env, auto_reset, clip_action, make_env, with_events
 from ecrl.envs.contract import check_env
 from ecrl.envs.mujoco.camera_terms import RecordCameraConfig
@@ -23,7 +24,7 @@ _COMPILING_S, _VECTOR_STEP_S, _GRADIENT_STEP_S = 30.0, 0.35e-3, 4.5e-3
 
 def device_of(cfg: Config) -> torch.device:
     """The device of a run; "auto" is cuda where there is one. Raises ConfigError naming the devices there are."""
-    name, count = cfg.trainer.device, torch.cuda.device_count() if torch.cuda.is_available() else 0
+    name, count = local_device(cfg.trainer.device), torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "auto":
         name = "cuda" if count else "cpu"
     have = ["cpu", *(f"cuda:{i}" for i in range(count))]
@@ -34,8 +35,10 @@ def device_of(cfg: Config) -> torch.device:
 
 def _env_and_policy(cfg: Config) -> tuple[Env, Policy]:
     env = make_env(cfg.env)
-    if env.scene is not None and (device := device_of(cfg)).type == "cuda":
-        raise ConfigError(f"trainer.device: {device}, but {cfg.env.name} steps in MuJoCo on the CPU; set it to cpu")
+    on_host = env.scene is not None and env.scene.backend == "mujoco"
+    if on_host and (device := device_of(cfg)).type == "cuda":
+        told = f"trainer.device: {device}, but {cfg.env.name} steps in MuJoCo on the CPU"
+        raise ConfigError(f'{told}; set it to cpu, or env.cfg.physics.backend to "warp"')
     check_env(env, cfg.env.name)
     return env, make_policy(cfg.policy, env.observation_space, env.action_space)
 
@@ -124,4 +127,5 @@ def make_parts(cfg: Config, events: Literal["train", "eval"] = "train") -> Parts
     form = form_of(cfg)
     named = getattr(cfg.trainer.events, events).items()
     happening = {name: event for name, event in named if not isinstance(event.params, RecordCameraConfig)}
-    return Parts(with_events(env, happening), policy, cfg, form.jit, form.scan)
+    env = with_events(env, happening, f"trainer.events.{events}")
+    return Parts(env, policy, cfg, form.jit, form.scan)

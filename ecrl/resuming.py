@@ -10,10 +10,13 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from ecrl.checkpoint import latest, load, read_manifest
+from ecrl.checkpoint import latest, load, read_manifest, steps_in
 from ecrl.config import Config, config_from_dict, diff, load_config
+from ecrl.distributed import rank
+from ecrl.durable import replace_file
 from ecrl.errors import ConfigError
-from ecrl.loop import device_of, expected_state, form_of
+from ecrl.loop import device_of, expected_state, form_of, init_state
+from ecrl.ranks import with_own
 
 
 def resume(
@@ -26,7 +29,8 @@ def resume(
 
     Bit for bit what an uninterrupted run would have been, on the same device, torch version, number of threads and
     form; where one of those differs, that is warned of. What was logged after the checkpoint is taken out of
-    `metrics.jsonl`.
+    `metrics.jsonl`. A damaged checkpoint is warned of, and the one before it used; a run that was stopped before its
+    first one begins again.
 
     Args:
         run_dir: run folder.
@@ -38,19 +42,24 @@ def resume(
     """
     if (Path(run_dir) / "manifest.json").exists():
         raise ConfigError(f"{run_dir}: is a checkpoint; give the folder of its run, to go on in it")
-    path = latest(run_dir)
-    state, own = load(path)
+    path = latest(run_dir) if steps_in(run_dir) or not (Path(run_dir) / "config.json").exists() else None
+    state, own = (None, load_config(Path(run_dir) / "config.json")) if path is None else load(path)
     given = own.model_dump(mode="json") if config is None else None
     cfg = config_from_dict(given, str(run_dir), overrides) if config is None else load_config(config, overrides)
     changes = diff(own, cfg)
     if changes and not force:
         lines = "\n".join(f"  {line}" for line in changes)
         raise ConfigError(f"{run_dir}: the config differs from the run's; go on with it by --force:\n{lines}")
+    if path is None or state is None:
+        if rank() == 0:
+            forget_after(Path(run_dir), 0)
+        return init_state(cfg), cfg
     if changes:
         state = _changed(state.to(device_of(cfg)), own, cfg)
-    _warn_of_other_bits(path, cfg)
-    _forget_after(Path(run_dir) / "metrics.jsonl", int(state["sample_step"]))
-    return state, cfg
+    if rank() == 0:
+        _warn_of_other_bits(path, cfg)
+        forget_after(Path(run_dir), int(state["sample_step"]))
+    return with_own(state, path), cfg
 
 
 def _changed(state: TensorDict, own: Config, cfg: Config) -> TensorDict:
@@ -72,21 +81,24 @@ def _warn_of_other_bits(path: Path, cfg: Config) -> None:
         warnings.warn(f"{path}: the rest will not be bit for bit the same run: {'; '.join(other)}", stacklevel=3)
 
 
-def _step_of(row: str) -> float:
+def _step_of(row: bytes) -> float:
     """Of a line of `metrics.jsonl`; infinite for one that a kill cut off."""
     try:
-        return json.loads(row)["sample_step"] if row.endswith("\n") else math.inf
+        return json.loads(row)["sample_step"] if row.endswith(b"\n") else math.inf
     except (ValueError, KeyError, TypeError):
         return math.inf
 
 
-def _forget_after(metrics: Path, step: int) -> None:
-    """Drop the rows of iterations that will be run again."""
+def forget_after(run_dir: Path, step: int) -> None:
+    """Drop the rows of iterations that will be run again from `metrics.jsonl`."""
+    metrics = run_dir / "metrics.jsonl"
     if not metrics.exists():
         return
-    rows = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
+    rows = metrics.read_bytes().splitlines(keepends=True)
     kept = [row for row in rows if _step_of(row) <= step]
-    if len(kept) < len(rows):
-        aside = metrics.with_name(".metrics.jsonl.new")
-        aside.write_text("".join(kept), encoding="utf-8")
-        aside.replace(metrics)
+    if len(kept) == len(rows):
+        return
+    try:
+        replace_file(metrics, b"".join(kept))
+    except OSError as error:
+        raise ConfigError(f"{metrics}: cannot be written: {error.strerror}; make room first") from None

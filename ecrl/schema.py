@@ -9,7 +9,7 @@ from ecrl.config import Config, EnvChoice, PolicyConfig, TrainerConfig
 from ecrl.inert import sections_in
 from ecrl.registry import lookup, registered
 from ecrl.strict import ConfigModel
-from ecrl.translate import COUNTS, MOVES
+from ecrl.translate import COUNTS, GUARD, MOVES, SKIP
 
 KINDS = ("env", "policy", "algorithm", "network", "event", "action", "observation", "reward")
 _ANY = "#/$defs/BaseModel"  # how pydantic writes settings that the registry finds
@@ -114,5 +114,7 @@ def json_schema() -> dict[str, Any]:
     _add_translated_keys(sections[TrainerConfig], env)
     whole = schema["$defs"].pop(refs[Config]["$ref"].rpartition("/")[2])
     whole["properties"]["env"] = env | {"description": whole["properties"]["env"]["description"]}
+    skip = {"type": "boolean", "description": f"true: {GUARD} is skip, false: stop"}
+    sections[parts["algorithm"]["apg"]]["properties"][SKIP.rpartition(".")[2]] = skip
     _env_may_stand_elsewhere(whole)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **whole, "$defs": schema["$defs"]}

@@ -3,22 +3,27 @@
 Both show the same scalars, named by `ecrl.loggers.scalar_name`, against env steps, and the config beside them.
 """
 
+import io
 import json
 import math
+import os
+import socket
+import time
 import uuid
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from ecrl.config import Config
 from ecrl.errors import extra
-from ecrl.loggers import never_fatal, with_scalars
+from ecrl.loggers import appending, never_fatal, with_scalars
 from ecrl.types import LogData
 
 _COMPARED = ("charts/episode_reward_avg_100", "charts/episode_length_avg_100", "charts/SPS")
 _WAIT, _LAST_WAIT = 10.0, 60.0  # seconds W&B may take to answer at the start, and to take the last upload
+_RETRY = 60.0  # seconds between two attempts to start it again
 
 
 def hyperparameters(cfg: Config) -> dict[str, bool | int | float | str]:
@@ -40,18 +45,32 @@ def hyperparameters(cfg: Config) -> dict[str, bool | int | float | str]:
     return dict(leaves(cfg.model_dump(mode="json"), ""))
 
 
-def _record_config(writer: Any, cfg: Config) -> None:
+def _described(cfg: Config) -> list[Any]:
     """The config as a table among the texts and in TensorBoard's HParams, of this very run.
 
     `SummaryWriter.add_hparams` would open a run folder of its own, with none of the curves.
     """
-    from torch.utils.tensorboard.summary import hparams
+    from torch.utils.tensorboard.summary import hparams, text
 
     flat = hyperparameters(cfg)
     table = "\n".join(f"|{key}|{value}|" for key, value in flat.items())
-    writer.add_text("hyperparameters", f"|key|value|\n|-|-|\n{table}")
-    for summary in hparams(flat, dict.fromkeys(_COMPARED, 0.0)):
-        writer.file_writer.add_summary(summary)
+    return [text("hyperparameters", f"|key|value|\n|-|-|\n{table}"), *hparams(flat, dict.fromkeys(_COMPARED, 0.0))]
+
+
+def _event(**content: Any) -> bytes:
+    """One record of an event file, with the lengths and checksums that TensorBoard's own writer puts around it."""
+    from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    record = io.BytesIO()
+    RecordWriter(record).write(Event(wall_time=time.time(), **content).SerializeToString())
+    return record.getvalue()
+
+
+def _event_file(log_dir: Path) -> Path:
+    """A new name, by which TensorBoard knows the file and sorts it after the older ones."""
+    number = len(list(log_dir.glob("events.out.tfevents.*")))
+    return log_dir / f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{number}"
 
 
 def with_tensorboard(records: Iterator[LogData], cfg: Config, log_dir: str | Path, start: int = 0) -> Iterator[LogData]:
@@ -59,27 +78,27 @@ def with_tensorboard(records: Iterator[LogData], cfg: Config, log_dir: str | Pat
 
         for record in with_tensorboard(train_iter(state, cfg), cfg, "logs"): ...
 
+    Each record is whole in the file when it is passed on: there is no thread that could die, and a kill loses none.
+
     Args:
         records: to pass on.
         cfg: of the run.
         log_dir: folder of the event files.
         start: env steps before the first record; what an earlier run wrote beyond them is hidden.
     """
-    from torch.utils.tensorboard import SummaryWriter
+    from tensorboard.compat.proto.event_pb2 import SessionLog  # pyright: ignore
+    from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore
 
-    def write(numbers: dict[str, float], step: int) -> None:
-        for name, value in numbers.items():
-            if math.isfinite(value):
-                writer.add_scalar(name, value, step)
-
-    guarded = never_fatal(str(log_dir))
-    with ExitStack() as stack:
-        writer = SummaryWriter(str(log_dir), purge_step=start + 1 if start else None)
-        stack.callback(guarded, writer.close)
-        guarded(_record_config, writer, cfg)
-        for record, numbers in with_scalars(records, start):
-            guarded(write, numbers, record["sample_step"])
-            yield record
+    folder = Path(log_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    add = appending(_event_file(folder))
+    head = [_event(file_version="brain.Event:2")]
+    head += [_event(step=start + 1, session_log=SessionLog(status=SessionLog.START))]
+    add(b"".join([*head, *(_event(summary=summary) for summary in _described(cfg))]))
+    for record, numbers in with_scalars(records, start):
+        values = [Summary.Value(tag=n, simple_value=value) for n, value in numbers.items() if math.isfinite(value)]
+        add(_event(step=record["sample_step"], summary=Summary(value=values)))
+        yield record
 
 
 def _run_id(folder: Path) -> str:
@@ -123,6 +142,23 @@ def _wandb_run(cfg: Config, folder: Path) -> Any:
     return begin("offline")
 
 
+def _errors() -> type[Exception]:
+    import wandb
+
+    return wandb.Error
+
+
+def _begun_again(cfg: Config, folder: Path) -> Any:
+    """A run of W&B in a new process in place of one that died."""
+    import wandb
+
+    with suppress(OSError):
+        wandb.teardown()
+    run = _wandb_run(cfg, folder)
+    run.define_metric("*", step_metric="sample_step")
+    return run
+
+
 def with_wandb(records: Iterator[LogData], cfg: Config, run_dir: str | Path, start: int = 0) -> Iterator[LogData]:
     """Track a run with Weights & Biases: the logs that TensorBoard gets, against env steps, and the config.
 
@@ -136,16 +172,32 @@ def with_wandb(records: Iterator[LogData], cfg: Config, run_dir: str | Path, sta
 
     Raises: UserError without the extra `wandb`.
     """
-    run, guarded, failed = _wandb_run(cfg, Path(run_dir)), never_fatal("W&B"), True
+    run, failed = _wandb_run(cfg, Path(run_dir)), True
+    guarded, tried = never_fatal("W&B", _errors()), 0.0
+
+    def send(row: dict[str, float]) -> None:
+        nonlocal run, tried
+        if run is None:
+            if time.monotonic() < tried + _RETRY:
+                raise ConnectionError("its process is gone")
+            tried = time.monotonic()
+            run = _begun_again(cfg, Path(run_dir))
+        try:
+            run.log(row)
+        except ConnectionError:  # of the process that W&B starts, which does not come back by itself
+            run, tried = None, time.monotonic()
+            raise
+
     try:
         run.define_metric("*", step_metric="sample_step")
         for record, numbers in with_scalars(records, start):
             finite = {name: value for name, value in numbers.items() if math.isfinite(value)}
-            guarded(run.log, finite | {"sample_step": record["sample_step"]})
+            guarded(send, finite | {"sample_step": record["sample_step"]})
             yield record
         failed = False
     except GeneratorExit:  # the caller stopped early
         failed = False
         raise
     finally:
-        guarded(run.finish, int(failed))
+        if run is not None:
+            guarded(run.finish, int(failed))

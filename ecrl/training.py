@@ -3,16 +3,17 @@
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tensordict import TensorDict
 
-from ecrl.checkpoint import with_best_checkpoint, with_checkpoints
 from ecrl.config import Config, load_config, total_steps
-from ecrl.distributed import start, world_size
+from ecrl.distributed import first_says, rank, restarts, start, stop, world_size
+from ecrl.durable import replace_file
 from ecrl.errors import ConfigError
 from ecrl.evaluation import check_evaluation, with_evaluation
 from ecrl.films import with_training_videos
@@ -20,9 +21,13 @@ from ecrl.history import History
 from ecrl.loggers import with_host_logs, with_jsonl, with_progress
 from ecrl.loop import check_config, close, init_state, train_iter
 from ecrl.profiler import Times, timed_records, watched, with_profile
+from ecrl.ranks import with_others
 from ecrl.recording import cameras, check_cameras
 from ecrl.registry import registered
-from ecrl.resuming import resume
+from ecrl.replay import with_crash
+from ecrl.resuming import forget_after, resume
+from ecrl.saving import with_best_checkpoint, with_checkpoints
+from ecrl.stopping import asked, in_loop
 from ecrl.tracking import with_tensorboard, with_wandb
 from ecrl.types import LogData
 
@@ -41,6 +46,10 @@ def consumers(
     `timed` may watch each of them.
     """
     records = timed("loop", records)
+    records = records if run_dir is None or rank() > 0 else with_crash(records, cfg, run_dir)
+    if rank() > 0:  # which takes no part but in the training, and in what is saved
+        return with_others(records, cfg)
+    records = with_others(records, cfg) if world_size() > 1 else records
     videos = None if run_dir is None else run_dir / "videos"
     if cfg.trainer.enable_eval:
         records = timed("evaluation", with_evaluation(records, cfg, videos))
@@ -48,14 +57,21 @@ def consumers(
         records = timed("videos", with_training_videos(records, cfg, videos, state))
     records = with_host_logs(records)
     if run_dir is not None:
-        (run_dir / "logs").mkdir(exist_ok=True)
-        (run_dir / "config.json").write_text(json.dumps(cfg.model_dump(mode="json"), indent=2) + "\n", encoding="utf-8")
+        _write_config(cfg, run_dir)
         records = with_jsonl(records, run_dir / "metrics.jsonl", first)
         records = with_tensorboard(records, cfg, run_dir / "logs", first)
         records = with_wandb(records, cfg, run_dir, first) if cfg.trainer.use_wandb else records
         records = timed("logging", records)
         records = timed("checkpoints", with_checkpoints(with_best_checkpoint(records, cfg, run_dir), cfg, run_dir))
     return timed("progress", with_progress(records, first, total_steps(cfg, world_size()))) if progress else records
+
+
+def _write_config(cfg: Config, folder: Path) -> None:
+    try:
+        replace_file(folder / "config.json", (json.dumps(cfg.model_dump(mode="json"), indent=2) + "\n").encode())
+    except OSError as error:
+        told = f"run_dir: {folder}: cannot be written: {error.strerror}"
+        raise ConfigError(f"{told}; make room or choose another folder") from None
 
 
 def train(
@@ -71,22 +87,35 @@ def train(
         profile: time the phases and trace some iterations, into `profile/` of `run_dir`.
 
     Returns: the last state and the history of logs. Ctrl-C ends the run early and returns what there is.
-    Raises: ConfigError for a folder that cannot be written or holds a run, and for `profile` without a folder.
+    Raises: ConfigError for a folder that cannot be written or holds a run, and for `profile` without a folder;
+    CheckpointError if the last state could not be saved.
     """
-    folder, history, first = None if run_dir is None else Path(run_dir), History(), int(state["sample_step"])
+    new = int(state["sample_step"]) == 0 and not restarts()
+    return _train(state, cfg, None if run_dir is None else Path(run_dir), progress, profile, new)
+
+
+def _train(
+    state: TensorDict, cfg: Config, folder: Path | None, progress: bool, profile: bool, new: bool
+) -> tuple[TensorDict, History]:
+    """`train`, in a folder that may hold this very run unless it is `new`."""
+    history, first = History(), int(state["sample_step"])
     if cfg.trainer.enable_eval:
         check_evaluation(cfg)
-    if folder is not None:
+    if folder is not None and rank() == 0:
         check_cameras(cfg)
-        _claim(folder, new=first == 0)
+        _claim(folder, new)
     records = _profiled(state, cfg, folder, first, progress) if profile else None
     records = records or consumers(train_iter(state, cfg), state, cfg, folder, first, progress)
     try:
-        for record in records:
-            history.add(record)
-            state = record["state"]
+        with in_loop(), closing(cast(Generator, records)):
+            for record in records:
+                history.add(record)
+                state = record["state"]
+                if record["log_type"] != "collect" and asked() and world_size() == 1:
+                    raise KeyboardInterrupt
     except KeyboardInterrupt:
-        where = "returning what there is" if folder is None else f"its checkpoint is in {folder}"
+        where = "its checkpoint is in" if len(history) or first else "begin again by --resume"
+        where = "returning what there is" if folder is None else f"{where} {folder}"
         print(f"interrupted at {int(state['sample_step']):,} env steps; {where}")
     return state, history
 
@@ -140,6 +169,18 @@ def _announce(cfg: Config, folder: Path) -> None:
     print("\n".join([f"run      {folder}", *check_config(cfg, world_size()), f"known    {known}"]))
 
 
+def _first_state(cfg: Config, path: str) -> TensorDict:
+    """The state before the first step, after all that can be wrong with a config was looked at."""
+    try:
+        state = init_state(cfg)
+        if cfg.trainer.enable_eval:
+            check_evaluation(cfg)
+        check_cameras(cfg)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    return state
+
+
 def train_from_config(
     path: str | Path | None = None,
     distributed: bool | None = None,
@@ -166,22 +207,23 @@ def train_from_config(
     """
     changed = dict(overrides or {}) | ({} if distributed is None else {"trainer.distributed": distributed})
     if resume_from is not None:
+        own = Path(resume_from) / "config.json"
+        start(distributed or (own.exists() and load_config(path or own, changed).trainer.distributed))
         state, cfg = resume(resume_from, path, changed, force)
-        start(cfg.trainer.distributed)
         folder = Path(resume_from)
     else:
         cfg = load_config(path or "", changed)
         start(cfg.trainer.distributed)
-        try:
-            state = init_state(cfg)
-            if cfg.trainer.enable_eval:
-                check_evaluation(cfg)
-            check_cameras(cfg)
-        except ConfigError as error:
-            raise ConfigError(f"{path}: {error}") from None
-        folder = _new_run_dir(cfg) if run_dir is None else Path(run_dir)
-        _claim(folder, new=True)
-    _announce(cfg, folder)
-    state, history = train(state, cfg, folder, profile=profile)
+        state = _first_state(cfg, str(path))
+        folder = Path(first_says("run_dir", lambda: str(_new_run_dir(cfg) if run_dir is None else run_dir)))
+        if restarts() and any(folder.glob("checkpoints/step_*")):
+            state, cfg = resume(folder, path, changed)
+        elif rank() == 0:
+            _claim(folder, new=not restarts())
+            forget_after(folder, 0)
+    if rank() == 0:
+        _announce(cfg, folder)
+    state, history = _train(state, cfg, folder, True, profile, new=False)
     close(state, cfg)
+    stop()
     return state, history

@@ -28,6 +28,9 @@ MOVES = {
 COUNTS = {"trainer.total_timesteps": "trainer.iterations", "trainer.save_frequency_updates": "trainer.save_freq"}
 """Keys of another unit than the one they stand for, which translate exactly for a run of one process."""
 
+SKIP, GUARD = "algorithm.cfg.skip_nonfinite_updates", "trainer.finite_guard"
+"""EmbodiChain's key of apg, and the one it stands for: true is "skip", false "stop"."""
+
 SETTINGS = {"name": ("cfg", "kwargs"), "func": ("params",), "type": ("network_cfg",)}
 """What goes with the name of a part: its settings, which another part does not have."""
 
@@ -68,7 +71,11 @@ def _making_room(data: dict, path: str, value: Any) -> dict:
     """Without what a new value makes void: nulls on its way, the same thing in another unit, an old part's settings."""
     loc = loc_of(path)
     gone = [loc[:length] for length in range(1, len(loc)) if at(data, loc[:length]) is None]
-    gone += [loc_of(one if path == other else other) for one, other in COUNTS.items() if path in (one, other)]
+    gone += [
+        loc_of(one if path == other else other)
+        for one, other in (*COUNTS.items(), (SKIP, GUARD))
+        if path in (one, other)
+    ]
     if loc[-1] in SETTINGS and at(data, loc) != value:
         gone += [(*loc[:-1], name) for name in SETTINGS[loc[-1]]]
     for other in gone:
@@ -133,6 +140,23 @@ def _counted(draft: Draft, defaults: Mapping[str, Any]) -> Draft:
     return Draft(draft.data | {"trainer": trainer}, written, faults, draft.inert)
 
 
+def _guarded(draft: Draft) -> Draft:
+    """Of apg whether updates that are not finite are left out, as the trainer's key of every algorithm."""
+    skip, guard = loc_of(SKIP), loc_of(GUARD)
+    value = at(draft.data, skip)
+    if value is GONE or at(draft.data, ("algorithm", "name")) != "apg":
+        return draft
+    data, written, faults = without(draft.data, skip), dict(draft.written), list(draft.faults)
+    if at(data, guard) is not GONE:
+        faults.append((skip, f"says {GUARD!r} in another way, which is given too; keep one"))
+    elif not isinstance(value, bool):
+        faults.append((skip, f"expected true or false; {GUARD!r} has more choices"))
+    else:
+        with suppress(KeyError):
+            data, written[guard] = put(data, guard, "skip" if value else "stop"), SKIP
+    return Draft(data, written, faults, draft.inert)
+
+
 def _used(draft: Draft) -> Draft:
     """Refuse keys of the trainer that belong to an algorithm which does not have them."""
     entry, data, faults = part_entry("algorithm", draft.data.get("algorithm")), draft.data, list(draft.faults)
@@ -165,4 +189,4 @@ def translated(data: dict[str, Any], overrides: Mapping[str, Any], folder: Path,
     draft = _moved(Draft(data, {}, repeated(data), []))
     draft = _moved(_overridden(draft, overrides))
     draft = _moved(with_gym_config(draft, folder))
-    return _without_inert(_used(_counted(draft, defaults)))
+    return _without_inert(_used(_guarded(_counted(draft, defaults))))

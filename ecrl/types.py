@@ -4,7 +4,7 @@ A rollout has batch shape `[num_envs, time + 1]`. Row `t` is one transition; the
 `value` is padding, which writers zero and readers never look at.
 """
 
-from typing import Literal, TypedDict, cast
+from typing import Literal, NotRequired, TypedDict, cast
 
 import torch
 from tensordict import TensorDict
@@ -37,19 +37,23 @@ STATE_FIELDS = {
     "hyper": "every numeric hyperparameter as a 0-d tensor",
     "key": "int64, the key that all randomness of the run derives from",
     "sample_step": "int64, environment steps taken, over all ranks",
-    "update_step": "int64, iterations done",
+    "update_step": "int64, updates done: iterations but for those that `trainer.finite_guard` left out",
 }
 _BOOL_FIELDS = ("terminated", "truncated", "done", "mask")
 _PER_STEP_FIELDS = ("value", "reward", "terminated", "truncated", "done", "final_value")
 
 
 class LogData(TypedDict):
-    """What the training loop yields: the kind of record, env steps so far, 0-d log tensors, and the state after."""
+    """What the training loop yields: the kind of record, env steps so far, 0-d log tensors, and the state after.
+
+    Where several ranks train, a state that may be saved comes with `files` of the other ranks, by name.
+    """
 
     log_type: Literal["collect", "train", "evaluate"]
     sample_step: int
     logs: Logs
     state: TensorDict
+    files: NotRequired[dict[str, bytes]]
 
 
 def same_shape(**tensors: Tensor) -> None:

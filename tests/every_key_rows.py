@@ -63,6 +63,9 @@ TRAINER = [
     Row("trainer.best_eval_metric", "eval/std_reward", EVAL | {"trainer.iterations": 4}, best),
     Row("trainer.best_eval_mode", "min", EVAL | {"trainer.iterations": 4}, best),
     Row("trainer.save_freq", 64, {}, files),
+    Row("trainer.keep_checkpoints", 1, {"trainer.save_freq": 64}, files),
+    Row("trainer.keep_checkpoints", 1, {"trainer.save_freq": 64, "trainer.keep_checkpoints": 2}, files),
+    Row("trainer.finite_guard", "off", APG | alg(learning_rate=3e38), refused("NaN or infinity in")),
     Row("trainer.use_wandb", True, {}, tracked),
     Row("trainer.wandb_project_name", "another", {"trainer.use_wandb": True}, tracked),
 ]
@@ -235,12 +238,6 @@ ALGORITHMS = [
     *rows("algorithm.grpo", GRPO, reset_every_rollout=False, truncate_at_first_done=False),
     *rows("algorithm.apg", APG, gamma=0.5, ent_coef=0.5, segment_length=2, deterministic_actions=True),
     *rows("algorithm.apg", APG | alg(segment_length=4), segment_length=2),
-    Row(
-        "algorithm.apg.skip_nonfinite_updates",
-        False,
-        APG | alg(learning_rate=3e38),
-        refused(r"apg: iteration \d: .* not finite"),
-    ),
 ]
 
 TABLE = [*TRAINER, *EVENTS, *ENVS, *POLICIES, *ALGORITHMS, *MUJOCO]

@@ -240,15 +240,19 @@ class Reads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize(
+    ("guard", "waited", "read"), [("off", [], set()), ("stop", ["aten::_local_scalar_dense"], {"__bool__"})]
+)
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
-def test_no_iteration_has_to_wait_for_a_device(algorithm):
-    cfg = config(algorithm)
+def test_an_iteration_waits_for_a_device_once_at_most(algorithm, guard, waited, read):
+    """For the flags of the finite guard."""
+    cfg = config(algorithm).replace(**{"trainer.finite_guard": guard})
     records = train_iter(init_state(cfg), cfg)
     next(records), next(records)
     with Waits() as waits, Reads() as reads:
         next(records), next(records)
-    assert waits.seen == []
-    assert not READS & set(reads.seen)
+    assert waits.seen == waited
+    assert READS & set(reads.seen) == read
 
 
 def test_the_checks_of_waiting_find_it():

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+from threading import Thread
 
 import pytest
 import torch
@@ -10,8 +11,8 @@ from safetensors.torch import load as tensors_from_bytes
 from tensordict import TensorDict
 from test_loop import last_state, same, small
 
-from ecrl import checkpoint
-from ecrl.checkpoint import latest, load, read_manifest, save, with_best_checkpoint, with_checkpoints
+from ecrl import checkpoint, durable
+from ecrl.checkpoint import latest, load, read_files, read_manifest, save, snapshot, write
 from ecrl.errors import CheckpointError
 from ecrl.loop import init_state, train_iter
 
@@ -102,7 +103,7 @@ def test_a_state_of_another_structure_is_refused_by_name(tmp_path):
 def test_saving_again_replaces_and_a_crash_in_between_keeps_the_old(saved, monkeypatch):
     path, state, cfg = saved
     first = init_state(cfg)
-    monkeypatch.setattr(checkpoint, "_write_synced", lambda path, data: (_ for _ in ()).throw(OSError(28, "disk full")))
+    monkeypatch.setattr(durable, "_write_synced", lambda path, data: (_ for _ in ()).throw(OSError(28, "disk full")))
     with pytest.raises(CheckpointError, match=r"cannot be written: disk full; make room"):
         save(path, first, cfg)
     assert [p.name for p in path.parent.iterdir()] == [path.name]
@@ -137,12 +138,21 @@ def test_nothing_is_unpickled(saved, monkeypatch):
     assert same(load(saved[0])[0], saved[1])
 
 
-def test_latest_finds_the_newest_and_says_what_it_expected(saved, tmp_path):
-    run = tmp_path / "run"
-    for step in (96, 128, 1000):
-        (run / "checkpoints" / f"step_{step}").mkdir(parents=True)
+@pytest.fixture
+def run(tmp_path):
+    """A run folder with checkpoints at 9, 32 and 128, each of its own state."""
+    cfg = small()
+    state = last_state(cfg)
+    for step in (9, 32, 128):
+        changed = state.copy().update({"sample_step": torch.tensor(step)})
+        save(tmp_path / "run" / "checkpoints" / f"step_{step}", changed, cfg)
+    return tmp_path / "run"
+
+
+def test_latest_finds_the_newest_and_says_what_it_expected(run, saved, tmp_path):
     (run / "checkpoints" / ".step_2000.new.1").mkdir()
-    assert latest(run).name == "step_1000"
+    (run / "checkpoints" / "step_more").mkdir()
+    assert latest(run).name == "step_128"
     assert latest(saved[0]) == saved[0]
     with pytest.raises(CheckpointError, match="no checkpoint: expected"):
         latest(tmp_path / "nowhere")
@@ -150,34 +160,68 @@ def test_latest_finds_the_newest_and_says_what_it_expected(saved, tmp_path):
         load(tmp_path / "nowhere")
 
 
-def steps_of(run_dir):
-    return sorted(int(p.name.removeprefix("step_")) for p in (run_dir / "checkpoints").iterdir())
+@pytest.mark.parametrize("name", ["state.safetensors", "config.json", "manifest.json"])
+def test_a_damaged_one_is_named_and_the_one_before_is_used(run, name):
+    for step, before in ((128, 32), (32, 9)):
+        with (run / "checkpoints" / f"step_{step}" / name).open("r+b") as file:
+            file.truncate(file.seek(0, 2) - 1)
+        with pytest.warns(UserWarning) as said:
+            assert latest(run).name == f"step_{before}"
+        told = [str(warning.message) for warning in said]
+        assert len(told) == {32: 1, 9: 2}[before]
+        assert f"step_{step}/{name}: damaged" in told[-1] and f"; skipped, step_{before} before it is used" in told[-1]
+    (run / "checkpoints" / "step_9" / name).unlink()
+    with pytest.raises(CheckpointError, match="no checkpoint is undamaged") as error:
+        latest(run)
+    assert len(str(error.value).splitlines()) == 4
 
 
-def test_save_freq_fires_on_crossing_and_a_final_one_is_always_written(tmp_path):
-    # 32 steps per iteration, 128 in all; 70 is crossed at 96, and 128 is the end
-    for freq, expected in ((70, [96, 128]), (32, [32, 64, 96, 128]), (10**6, [128])):
-        cfg = small(**{"trainer.save_freq": freq})
-        list(with_checkpoints(train_iter(init_state(cfg), cfg), cfg, tmp_path / str(freq)))
-        assert steps_of(tmp_path / str(freq)) == expected
+def test_a_manifest_in_other_words_is_damaged(saved):
+    path = saved[0] / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text())))  # of the same meaning and checksum
+    with pytest.raises(CheckpointError, match=r"manifest.json: damaged"):
+        load(saved[0])
 
 
-def test_stopping_early_or_failing_saves_what_there_is(tmp_path):
+def test_further_files_are_under_the_checksums(saved, tmp_path):
+    _, state, cfg = saved
+    files = {"rank_1.safetensors": b"\0\1", "note.txt": b""}
+    save(tmp_path / "more", state, cfg, files=files)
+    assert {n: x for n, x in read_files(tmp_path / "more").items() if n in files} == files
+    assert same(load(tmp_path / "more")[0], state)
+    (tmp_path / "more" / "rank_1.safetensors").write_bytes(b"\0\3")
+    with pytest.raises(CheckpointError, match=r"rank_1.safetensors: damaged"):
+        load(tmp_path / "more")
+    for name in ("state.safetensors", "../up", ".hidden"):
+        with pytest.raises(ValueError, match="choose another name"):
+            save(tmp_path / "other", state, cfg, files={name: b""})
+
+
+def test_a_snapshot_is_apart_from_what_follows_and_knows_who_made_it(tmp_path):
     cfg = small()
-    for record in with_checkpoints(train_iter(init_state(cfg), cfg), cfg, tmp_path / "stopped"):
-        if record["sample_step"] == 64 and record["log_type"] == "train":
-            break
-    assert steps_of(tmp_path / "stopped") == [64]
+    state = init_state(cfg).clone()
+    before, copy = state.clone(), snapshot(state, cfg)
+    state.apply_(lambda leaf: leaf.zero_())
+    thread = Thread(target=write, args=(tmp_path / "later", copy))  # whose number of threads is another
+    thread.start()
+    thread.join()
+    assert same(load(tmp_path / "later")[0], before)
+    assert read_manifest(tmp_path / "later")["threads"] == torch.get_num_threads()
 
-    def failing():
-        for i, record in enumerate(train_iter(init_state(cfg), cfg)):
-            if i == 4:
-                raise KeyboardInterrupt
-            yield record
 
-    with pytest.raises(KeyboardInterrupt):
-        list(with_checkpoints(failing(), cfg, tmp_path / "failed"))
-    assert steps_of(tmp_path / "failed") == [64]
+def test_one_whose_replacement_was_killed_between_two_renames_is_found(saved):
+    path, state, cfg = saved
+    path.rename(path.with_name(f".{path.name}.old"))
+    assert same(load(path)[0], state)
+    save(path, state, cfg)
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+def test_a_damaged_one_may_be_replaced(saved):
+    path, state, cfg = saved
+    (path / "manifest.json").unlink()
+    save(path, state, cfg)
+    assert same(load(path)[0], state)
 
 
 def test_no_folder_is_left_aside_by_a_dead_process(saved):
@@ -185,45 +229,6 @@ def test_no_folder_is_left_aside_by_a_dead_process(saved):
     (path.parent / f".{path.name}.new.{os.getpid()}").mkdir()
     save(path, state, cfg)
     assert [p.name for p in path.parent.iterdir()] == [path.name]
-
-
-def _evaluated(values, name="eval/avg_reward"):
-    """Records as evaluation gives them, one iteration each."""
-    cfg = small()
-    states = [r["state"] for r in train_iter(init_state(cfg), cfg) if r["log_type"] == "train"]
-    for state, value in zip(states, values, strict=False):
-        logs = {name: torch.tensor(value)}
-        yield {"log_type": "evaluate", "sample_step": int(state["sample_step"]), "logs": logs, "state": state}
-
-
-@pytest.mark.parametrize(("mode", "values", "step"), [("max", [1.0, 3.0, 2.0], 64), ("min", [3.0, 1.0, 2.0], 64)])
-def test_best_keeps_the_best_evaluation(tmp_path, mode, values, step):
-    cfg = small(**{"trainer.best_eval_mode": mode})
-    assert len(list(with_best_checkpoint(_evaluated(values), cfg, tmp_path))) == 3
-    best = tmp_path / "checkpoints" / "best"
-    assert int(load(best)[0]["sample_step"]) == step
-    assert read_manifest(best)["logs"] == {"eval/avg_reward": values[1]}
-    assert latest_is_absent(tmp_path), "best is not taken for the newest"
-
-
-def latest_is_absent(run) -> bool:
-    with pytest.raises(CheckpointError):
-        latest(run)
-    return True
-
-
-def test_best_goes_on_from_what_an_earlier_process_found(tmp_path):
-    cfg = small()
-    for values in ([5.0], [4.0, float("nan")], [6.0]):
-        list(with_best_checkpoint(_evaluated(values), cfg, tmp_path))
-        best = read_manifest(tmp_path / "checkpoints" / "best")["logs"]["eval/avg_reward"]
-        assert best == max(5.0, values[0])
-
-
-def test_an_evaluation_that_does_not_tell_the_metric_is_not_the_best(tmp_path):
-    cfg = small(**{"trainer.best_eval_metric": "eval/success_rate"})
-    assert len(list(with_best_checkpoint(_evaluated([1.0]), cfg, tmp_path))) == 1
-    assert not (tmp_path / "checkpoints").exists()
 
 
 def test_a_slash_in_a_name_comes_back(tmp_path):

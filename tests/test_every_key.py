@@ -79,6 +79,7 @@ OTHER_PLACES = {  # key: value, what it stands for, under which changes, and wha
     "trainer.save_frequency_updates": (2, {"trainer.save_freq": 2 * 64}, {}, ""),
     "trainer.segment_length": (4, {"algorithm.cfg.segment_length": 4}, APG, ""),
     "trainer.deterministic_actions": (True, {"algorithm.cfg.deterministic_actions": True}, APG, ""),
+    "algorithm.cfg.skip_nonfinite_updates": (True, {"trainer.finite_guard": "skip"}, APG, ""),
     "trainer.learning_env": ({"name": "pendulum"}, {"env": {"name": "pendulum"}}, {}, "env"),
     "trainer.gym_config": ("gym.json", {"env": {"name": "pendulum", "cfg": {"gravity": 5.0}}}, {}, "env"),
     "env.id": ("pendulum", {"env.name": "pendulum"}, {}, ""),
@@ -108,7 +109,7 @@ def test_the_schema_has_no_other_keys():
     }
     without_keys = {"BaseModel", "JsonValue", "PolicyConfig", "EventsConfig"}  # the last one's are walked by use
     assert set(sections) == set(mine) | without_keys
-    prefix = {"TrainerConfig": "trainer", "EnvChoice": "env"}
+    prefix = {"TrainerConfig": "trainer", "EnvChoice": "env", "APGConfig": "algorithm.cfg"}
     other = {
         f"{prefix.get(name, 'env.cfg')}.{key}"
         for name, keys in sections.items()

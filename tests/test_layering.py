@@ -9,7 +9,7 @@ import ecrl
 
 ROOT = Path(ecrl.__file__).parent
 LEVELS = [  # a module imports from its own level and earlier ones only
-    {"garbage", "graphs", "philox", "rng", "types", "spaces", "errors", "trees"},
+    {"garbage", "graphs", "philox", "rng", "types", "spaces", "errors", "trees", "durable", "stopping"},
     {"kernels"},
     {"registry", "strict", "sources", "draft", "inert", "gym_config", "translate", "config", "schema", "distributed"},
     {"policies", "envs"},
@@ -26,10 +26,11 @@ LEVELS = [  # a module imports from its own level and earlier ones only
         "capture",
         "compile",
     },
-    {"parts"},
-    {"loop"},
+    {"parts", "finite", "locating", "refusing"},
+    {"logs", "loop"},
     {
         "checkpoint",
+        "saving",
         "evaluation",
         "resuming",
         "loggers",
@@ -37,7 +38,9 @@ LEVELS = [  # a module imports from its own level and earlier ones only
         "tracking",
         "export",
         "profiler",
+        "ranks",
         "recording",
+        "replay",
         "films",
     },
     {"training"},

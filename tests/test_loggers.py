@@ -1,6 +1,8 @@
 """Consumers: every record is passed on, numbers land where they belong, NaN is not written as a number."""
 
 import json
+import resource
+import signal
 import time
 
 import pytest
@@ -104,7 +106,7 @@ def test_jsonl_is_complete_and_closed_however_the_records_end(ending, tmp_path, 
     else:
         with pytest.raises(RuntimeError if ending == "raise" else StopIteration):
             next(stacked)
-    assert [file.closed for file in opened] == [True]
+    assert [file.closed for file in opened] == [True, True]
     assert len(path.read_text().splitlines()) == 2
 
 
@@ -113,8 +115,48 @@ def test_a_full_disk_is_said_once_and_the_records_go_on():
         out = list(with_jsonl(iter(RECORDS), "/dev/full"))
     assert len(out) == len(RECORDS)
     assert [str(w.message) for w in said] == [
-        "/dev/full: [Errno 28] No space left on device; records may be missing there, the run goes on"
+        "/dev/full: [Errno 28] No space left on device; the run goes on and tries again"
     ]
+
+
+def test_rows_wait_for_a_disk_that_comes_back_which_is_said(tmp_path):
+    path = tmp_path / "away" / "metrics.jsonl"
+
+    def source():
+        for i, item in enumerate(RECORDS):
+            if i == 2:
+                path.parent.mkdir()
+            yield item
+            if i == 3:
+                path.parent.rename(tmp_path / "again")
+
+    with pytest.warns(UserWarning) as said:
+        list(with_jsonl(source(), path))
+    told = [str(w.message) for w in said]
+    assert [f"{path}: works again, after 2 failures" in t for t in told] == [False, True, False]
+    assert [t.endswith("; the run goes on and tries again") for t in told] == [True, False, False]
+    assert told[2].endswith("tries again (outage 2)"), "else Python would not say it a second time"
+    rows = [json.loads(line) for line in (tmp_path / "again" / "metrics.jsonl").read_text().splitlines()]
+    assert [(r["log_type"], r["sample_step"]) for r in rows] == [(r["log_type"], r["sample_step"]) for r in RECORDS[:4]]
+
+
+def test_no_part_of_a_row_is_left_by_a_full_disk(tmp_path):
+    path, limit = tmp_path / "m.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        with pytest.warns(UserWarning) as said:
+            for i, _ in enumerate(with_jsonl(iter(RECORDS), path)):
+                if i == 0:
+                    size = path.stat().st_size
+                    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, limit[1]))  # of the next row
+                if i == 3:
+                    assert path.stat().st_size == size
+                    resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, before)
+    assert ["No space left" in str(w.message) or "works again" in str(w.message) for w in said] == [True, True]
+    assert len([json.loads(line) for line in path.read_text().splitlines()]) == len(RECORDS)
 
 
 def test_progress_outside_a_terminal_prints_a_line_per_tenth(capsys):

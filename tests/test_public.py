@@ -1,6 +1,7 @@
 """The public surface: names, docstring sections, lightness, and configs that run."""
 
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -77,6 +78,22 @@ def test_importing_ecrl_and_its_config_is_light():
     code += "import ecrl.kernels; print('gymnasium' in sys.modules, 'pydantic' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False", "False"]
+
+
+@pytest.mark.parametrize(
+    ("first", "given", "spin"),
+    [
+        ("", {}, "4000"),
+        ("", {"GOMP_SPINCOUNT": "7"}, "7"),
+        ("", {"OMP_WAIT_POLICY": "active"}, "None"),
+        ("import torch", {}, "None"),
+    ],
+)
+def test_threads_of_openmp_wait_briefly_unless_the_user_said_otherwise(first, given, spin):
+    code = f"{first}\nimport os, ecrl; print(os.environ.get('GOMP_SPINCOUNT'))"
+    around = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=around | given)
+    assert done.stdout.strip() == spin
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)

@@ -106,7 +106,7 @@ def test_errors_in_the_background_come_out():
         start(_raise, UserError("no light"))
         with pytest.raises(UserError, match="no light"):
             start(print)
-    told = "videos: disk full; records may be missing there, the run goes on"
+    told = "videos: disk full; the run goes on and tries again"
     with pytest.warns(UserWarning, match=told), background() as start:
         start(_raise, OSError("disk full"))
 

@@ -13,7 +13,7 @@ from ecrl.config import Config, config_from_dict
 from ecrl.errors import CheckpointError, ConfigError
 from ecrl.loop import close, init_state, train_iter
 from ecrl.resuming import resume
-from ecrl.training import train
+from ecrl.training import train, train_from_config
 
 TILT = {"func": "randomize_field", "mode": "reset", "params": {"field": "obs", "low": -0.1, "high": 0.1}}
 PUSH = {**TILT, "mode": "interval", "interval_step": 3, "params": {**TILT["params"], "operation": "add"}}
@@ -21,7 +21,7 @@ STOP = """
 import sys
 from ecrl.config import load_config
 from ecrl.loop import init_state
-from ecrl.training import train
+from ecrl.training import train, train_from_config
 class Enough(Exception): pass
 import ecrl.training, ecrl.loop
 cfg = load_config(sys.argv[1])
@@ -217,3 +217,28 @@ def test_a_pure_state_is_not_one_of_gymnasium():
     state = init_state(small())
     with pytest.raises(ConfigError, match="its environments are not those of gymnasium"):
         next(train_iter(state, small(**{"env": "gymnasium:CartPole-v1"})))
+
+
+def test_a_damaged_checkpoint_is_skipped_and_what_was_logged_after_is_dropped(tmp_path):
+    run, cfg = finished(tmp_path, **{"trainer.iterations": 3})
+    expected = load(latest(run))[0]
+    (run / "checkpoints" / "step_96" / "manifest.json").write_bytes(b"{}")
+    with pytest.warns(UserWarning, match=r"step_96/manifest.json: damaged .*; skipped, step_64 before it is used"):
+        state, cfg = resume(run)
+    assert int(state["sample_step"]) == 64
+    state, _ = train(state, cfg, run, progress=False)
+    assert same(state, expected) and same(load(latest(run))[0], expected), "the damaged one is replaced"
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 6
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(tmp_path, monkeypatch):
+    run, cfg = finished(tmp_path)
+    expected = load(latest(run))[0]
+    for path in (run / "checkpoints").iterdir():
+        path.rename(tmp_path / path.name)
+    monkeypatch.setattr("ecrl.training._announce", lambda cfg, folder: None)
+    state, _ = train_from_config(resume_from=run)
+    assert same(state, expected) and same(load(latest(run))[0], expected)
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 4
+    with pytest.raises(ConfigError, match="already holds a run"):
+        train(init_state(cfg), cfg, run, progress=False)

@@ -6,6 +6,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 from test_loggers import NAMES, RECORDS, record
 from test_loop import small
 
+from ecrl import loggers
 from ecrl.errors import UserError
 from ecrl.tracking import hyperparameters, with_tensorboard, with_wandb
 
@@ -58,49 +60,36 @@ def test_a_resumed_tensorboard_hides_what_was_written_beyond_the_checkpoint(tmp_
     assert seen == [(10, 1.0), (20, 1.0), (30, 2.0), (40, 2.0)]
 
 
-def test_a_full_disk_under_tensorboard_is_said_once_and_the_records_go_on(tmp_path, monkeypatch):
-    monkeypatch.setattr("threading.excepthook", lambda args: None)  # its thread's own traceback, whenever it comes
-    from tensorboard.summary.writer.record_writer import RecordWriter
+def test_a_full_disk_under_tensorboard_is_said_once_and_nothing_is_lost(tmp_path, monkeypatch):
+    written, append = [], loggers.append
 
-    written, write = [], RecordWriter.write
-
-    def full(self, data):
-        written.append(data)
-        if len(written) > 5:
+    def full(path, data):
+        written.append(len(data))
+        if len(written) in (2, 3, 4):
             raise OSError(28, "No space left on device")
-        write(self, data)
+        append(path, data)
 
-    monkeypatch.setattr(RecordWriter, "write", full)
-    with pytest.warns(UserWarning, match="No space left on device; records may be missing there") as said:
-        assert len(list(with_tensorboard(iter(RECORDS * 20), small(), tmp_path))) == len(RECORDS) * 20
-    assert len(said) == 1
+    monkeypatch.setattr(loggers, "append", full)
+    with pytest.warns(UserWarning) as said:
+        assert len(list(with_tensorboard(iter(RECORDS), small(), tmp_path))) == len(RECORDS)
+    told = [str(w.message).split("; ")[0].split(": ")[-1] for w in said]
+    assert told == ["[Errno 28] No space left on device", "works again, after 3 failures"]
+    events = events_in(tmp_path)
+    assert [(e.step, e.value) for e in events.Scalars("train/policy_loss")] == [(10, 0.5), (20, 0.25)]
 
 
-@pytest.mark.parametrize("ending", ["end", "break", "raise"])
-def test_tensorboard_is_closed_however_the_records_end(ending, tmp_path, monkeypatch):
-    from torch.utils.tensorboard import SummaryWriter
-
-    closed, close = [], SummaryWriter.close
-    monkeypatch.setattr(SummaryWriter, "close", lambda self: closed.append(1) or close(self))
-
-    def source():
-        yield RECORDS[1]
-        if ending == "raise":
-            raise RuntimeError("from below")
-
-    stacked = with_tensorboard(source(), small(), tmp_path)
-    next(stacked)
-    if ending == "break":
-        stacked.close()
-    else:
-        with pytest.raises(RuntimeError if ending == "raise" else StopIteration):
-            next(stacked)
-    assert closed == [1]
+def test_tensorboard_has_each_record_when_it_is_passed_on(tmp_path):
+    threads = threading.active_count()
+    records = with_tensorboard(iter(RECORDS), small(), tmp_path)
+    for _ in range(2):
+        next(records)
     assert events_in(tmp_path).Scalars("train/entropy")[0].value == 2.0
+    assert threading.active_count() == threads
 
 
 TRACK = """
-import json, os, sys, warnings
+import json, os, pathlib, sys, time, warnings
+import ecrl.tracking
 from ecrl.loop import init_state, train_iter
 from ecrl.tracking import with_wandb
 from ecrl.training import train
@@ -114,11 +103,22 @@ def records(ending):
             raise RuntimeError("stop")
         yield record
 
+def kill_core():
+    for children in pathlib.Path("/proc/self/task").glob("*/children"):
+        for pid in children.read_text().split():
+            if "wandb-core" in pathlib.Path("/proc", pid, "cmdline").read_text():
+                os.kill(int(pid), 9)
+                time.sleep(0.5)
+
 def run(folder, ending):
     os.makedirs(folder)
+    if ending == "killed":
+        ecrl.tracking._RETRY = 0.0
     for i, record in enumerate(with_wandb(records(ending), cfg, folder)):
         if ending == "break" and i == 3:
             break
+        if ending == "killed" and i == 3:
+            kill_core()
     return record["state"]
 
 plain, _ = train(init_state(cfg), cfg, "plain", progress=False)
@@ -235,17 +235,42 @@ def test_a_missing_wandb_says_how_to_get_it(tmp_path, monkeypatch):
         next(with_wandb(iter(RECORDS), small(), tmp_path))
 
 
-def test_a_tracker_that_fails_does_not_end_the_run(tmp_path, monkeypatch):
-    class Gone:
-        def define_metric(self, *args, **kwargs):
-            pass
+class Tracker:
+    """A run of W&B whose process dies after some rows."""
 
-        def log(self, row):
+    def __init__(self, lives):
+        self.lives, self.rows = lives, []
+
+    def define_metric(self, *args, **kwargs):
+        pass
+
+    def log(self, row):
+        if len(self.rows) == self.lives:
             raise ConnectionResetError("Connection lost")
+        self.rows.append(row["sample_step"])
 
-        finish = log
+    def finish(self, code):
+        self.rows.append(f"exit {code}")
 
-    monkeypatch.setattr("ecrl.tracking._wandb_run", lambda cfg, folder: Gone())
-    with pytest.warns(UserWarning, match="W&B: Connection lost; records may be missing there") as said:
+
+@pytest.mark.parametrize(("retry", "more"), [(60.0, []), (0.0, [10, 20, 20, "exit 0"])])
+def test_a_tracker_that_dies_is_begun_again_later_and_never_ends_the_run(tmp_path, monkeypatch, retry, more):
+    trackers = [Tracker(1), Tracker(9)]
+    made = iter(trackers)
+    monkeypatch.setattr("ecrl.tracking._wandb_run", lambda cfg, folder: next(made))
+    monkeypatch.setattr("ecrl.tracking._RETRY", retry)
+    with pytest.warns(UserWarning) as said:
         assert len(list(with_wandb(iter(RECORDS), small(), tmp_path))) == len(RECORDS)
-    assert len(said) == 1
+    told = [str(w.message) for w in said]
+    assert told[0] == "W&B: Connection lost; the run goes on and tries again"
+    assert told[1:] == (["W&B: works again, after 1 failure"] if more else [])
+    assert [t.rows for t in trackers] == [[10], more]
+
+
+@pytest.mark.slow
+def test_wandb_goes_on_in_a_new_process_when_its_own_is_killed(tmp_path):
+    pytest.importorskip("wandb")
+    told = tracked(tmp_path, "killed")
+    lost, again = [line for line in told["said"]["killed"] if "no API key" not in line]
+    assert "Connection" in lost and lost.endswith("; the run goes on and tries again")
+    assert again == "W&B: works again, after 1 failure"

@@ -157,13 +157,13 @@ def test_a_signal_ends_a_run_saved_and_with_its_exit_status(config_file, number)
     assert int(load(latest(config_file.parent / "run"))[0]["sample_step"]) >= 64
 
 
-def test_distributed_means_one_process_for_now(config_file, monkeypatch):
+def test_a_distributed_run_needs_what_torchrun_sets(config_file, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match=r"trainer.distributed: 2 processes were started, only 1 is supported"):
+    with pytest.raises(ConfigError, match=r"trainer.distributed: RANK is not set; start with torchrun"):
         train_from_config(config_file, distributed=True)
     train_from_config(config_file, distributed=False)
     config_file.write_text(json.dumps(small(**{"trainer.distributed": True}).model_dump(mode="json")))
-    with pytest.raises(ConfigError, match="2 processes"):
+    with pytest.raises(ConfigError, match="RANK is not set"):
         train_from_config(config_file)
 
 
@@ -182,7 +182,7 @@ def test_the_shell_trains_and_evaluates(config_file):
     assert "eval/avg_reward" in done.stdout
 
 
-@pytest.mark.parametrize(("flag", "told"), [("--distributed", "2 processes were started"), ("--no-distributed", "")])
+@pytest.mark.parametrize(("flag", "told"), [("--distributed", "RANK is not set"), ("--no-distributed", "")])
 def test_the_shell_decides_over_the_config(config_file, flag, told, monkeypatch, capsys):
     config_file.write_text(json.dumps(small(**{"trainer.distributed": not told}).model_dump(mode="json")))
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -194,6 +194,23 @@ def test_eval_on_gymnasium_from_the_shell(config_file, monkeypatch, capsys):
     assert called(monkeypatch, "train", config_file, "--run-dir", "run") == 0
     assert called(monkeypatch, "eval", "run", "--env", "gymnasium:CartPole-v1", "--num-episodes", "2") == 0
     assert "on gymnasium:CartPole-v1, 2 episodes" in capsys.readouterr().out
+
+
+def test_eval_under_other_keys_of_the_environment(config_file, monkeypatch, capsys):
+    def told(*keys):
+        status = 0 if keys[0].startswith("--env") else 2
+        assert called(monkeypatch, "eval", "run", "--num-episodes", "4", *keys) == status
+        return capsys.readouterr()
+
+    assert called(monkeypatch, "train", config_file, "--run-dir", "run") == 0
+    capsys.readouterr()
+    short = told("--env.cfg.max_episode_steps", "5").out
+    assert "eval/avg_length    5.00" in short
+    assert "avg_length    5.00" not in told("--env.cfg.max_episode_steps=400").out
+    assert told("--policy.name", "mine").err.startswith("--policy.name: an evaluation can set keys of env and trainer")
+    assert "trainer.num_eval_envs: " in told("--trainer.num_eval_envs", "0").err
+    assert called(monkeypatch, "eval", "run", "--env.name", "pendulum") == 2
+    assert "with these keys has observation_space" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -228,7 +245,7 @@ def test_faults_exit_2_with_one_line_each(config_file, change, lines, monkeypatc
         (("train", "--resume", "run", "--run-dir", "other"), "goes on in its own folder"),
         (("train", "x.json", "--force"), "--force is for --resume"),
         (("train", "--resume", "nowhere"), "no checkpoint"),
-        (("eval", "run", "--trainer.seed", "3"), "keys of the config can be set for: train, check"),
+        (("export", "run", "--trainer.seed", "3"), "keys of the config can be set for: train, check, eval"),
         (("check",), "required"),
         (("export", "nowhere"), "no checkpoint"),
         (("fly",), "fly"),

@@ -20,7 +20,7 @@ from ecrl.algorithms.core import Algorithm, Parts, step_keys
 from ecrl.algorithms.optimizer import OPTIMIZERS, LearningConfig, learning_state, optimizer_of, scheduled
 from ecrl.distributed import all_mean
 from ecrl.envs import Env
-from ecrl.errors import ConfigError, UserError
+from ecrl.errors import ConfigError
 from ecrl.kernels import clip_by_global_norm, episode_discounts, episode_update
 from ecrl.kernels.loops import Scan
 from ecrl.policies import Policy, acting_params
@@ -42,9 +42,6 @@ class APGConfig(LearningConfig):
         default=None, description="steps that gradients run back at most, divides trainer.buffer_size; all if absent"
     )
     deterministic_actions: bool = Field(default=False, description="act by the policy's mode instead of a sample")
-    skip_nonfinite_updates: bool = Field(
-        default=True, description="leave out and count updates whose loss or gradient is not finite, else stop there"
-    )
 
     @model_validator(mode="after")
     def _no_kl(self) -> "APGConfig":
@@ -54,7 +51,7 @@ class APGConfig(LearningConfig):
 
 
 def init(parts: Parts, key: Tensor) -> dict[str, Any]:
-    """Parameters, optimiser state, hyperparameters, and how many updates were left out, 0-d int64."""
+    """Parameters, optimiser state and hyperparameters."""
     cfg: Any = parts.cfg.algorithm.cfg
     env, horizon = parts.cfg.env.name, parts.cfg.trainer.buffer_size
     if not parts.env.is_pure:
@@ -65,8 +62,7 @@ def init(parts: Parts, key: Tensor) -> dict[str, Any]:
         given = f"algorithm.cfg.segment_length: {cfg.segment_length}"
         raise ConfigError(f"{given} does not divide trainer.buffer_size {horizon}; use a divisor")
     params = parts.policy.init(rng.fold_in(key, rng.INIT))
-    state = learning_state(cfg, params, {name: getattr(cfg, name) for name in _NUMBERS}, key.device)
-    return state | {"skipped_updates": torch.zeros_like(key)}
+    return learning_state(cfg, params, {name: getattr(cfg, name) for name in _NUMBERS}, key.device)
 
 
 class Run(NamedTuple):
@@ -95,22 +91,25 @@ def _noise(run: Run, state: TensorDict) -> tuple[Any, Any]:
     return run.env.draw(env_keys), None if run.deterministic else run.policy.draw(action_keys)
 
 
-def _advance(run: Run, env: TensorDict, noise: tuple[Any, Any], params: TensorDict) -> tuple[TensorDict, TensorDict]:
-    """One step, as the body of a scan that keeps the states it leaves."""
+def _advance(
+    run: Run, env: TensorDict, noise: tuple[Any, Any], params: TensorDict
+) -> tuple[TensorDict, tuple[TensorDict, Tensor]]:
+    """One step, as the body of a scan that keeps the states it leaves and the actions."""
     world, action = noise
     _, out = run.policy.act(params, TensorDict({}, []), env["obs"], action)
-    return run.env.step(env, out["action"], world), env
+    return run.env.step(env, out["action"], world), (env, out["action"].clone())
 
 
 def _collect(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
     """What moves in the state, and the batch."""
     params, start = acting_params(state["params"], state["norm"]), cast(TensorDict, state["env"])
-    env, left = run.scan(partial(_advance, run), start, _noise(run, state), params)
+    env, (left, action) = run.scan(partial(_advance, run), start, _noise(run, state), params)
     path: Any = torch.cat((left, env.unsqueeze(0)))
     after: Any = TensorDict({"reward": path["reward"], "done": path["terminated"] | path["truncated"]}, path.shape)
     after.update(path.select("info", strict=False))
     after = torch.cat((after[1:], after[:1].apply(torch.zeros_like)))
-    batch = after.update({"env": path, "obs": path["obs"]}).transpose(0, 1)
+    action = torch.cat((action, torch.zeros_like(action[:1])))
+    batch = after.update({"env": path, "obs": path["obs"], "action": action}).transpose(0, 1)
     episode = episode_update(state["episode"], batch["reward"][:, :-1], batch["done"][:, :-1])
     return TensorDict({"env": env, "episode": episode}, []), batch
 
@@ -123,7 +122,7 @@ def collect(parts: Parts, state: TensorDict) -> tuple[TensorDict, TensorDict]:
     """`buffer_size` steps of every environment: the state with env and episode moved on, and what was passed through.
 
     The batch `[N, T + 1]` has the states `env`, of which row t is the one that step t starts from, and of each step
-    `obs`, `reward`, `done` and maybe `info`, with a last row of padding as in a rollout.
+    `obs`, `action`, `reward`, `done` and maybe `info`, with a last row of padding as in a rollout.
     """
     moved, batch = parts.jit(_collect, _run(parts))(state.select(*_READ))
     return state.copy().update(moved), batch
@@ -190,37 +189,25 @@ def _sweep(run: Run, state: TensorDict, batch: TensorDict, weight: Tensor) -> tu
     return grads, entropy.flip(0).t()
 
 
-def _move(
-    run: Run, state: TensorDict, grads: TensorDict, rate: Tensor, loss: Tensor
-) -> tuple[TensorDict, Logs, Tensor]:
-    """One optimiser step where loss and gradient are finite: params and opt, the gradient's norm, and whether so."""
+def _move(run: Run, state: TensorDict, grads: TensorDict, rate: Tensor) -> tuple[TensorDict, Logs]:
+    """One optimiser step: params and opt, and the gradient's norm."""
     params, opt, hyper = (cast(TensorDict, state[key]) for key in ("params", "opt", "hyper"))
     clipped, norm = clip_by_global_norm(grads, max_norm=hyper["max_grad_norm"])
     numbers = cast(TensorDict, hyper["optimizer"])
-    moved = run.step(params, clipped, opt, learning_rate=rate, **dict(numbers.items()))
-    finite = loss.isfinite() & norm.isfinite()
-    new, opt = mapped(lambda x, y: torch.where(finite, x, y), moved, (params, opt))
-    return TensorDict({"params": new, "opt": opt}, []), {"grad_norm": norm}, finite
+    params, opt = run.step(params, clipped, opt, learning_rate=rate, **dict(numbers.items()))
+    return TensorDict({"params": params, "opt": opt}, []), {"grad_norm": norm}
 
 
-def _learn(run: Run, state: TensorDict, rate: Tensor, batch: TensorDict) -> tuple[TensorDict, Logs, Tensor]:
-    """What moves in the state, logs, and whether it did."""
+def _learn(run: Run, state: TensorDict, rate: Tensor, batch: TensorDict) -> tuple[TensorDict, Logs]:
+    """What moves in the state, and logs."""
     hyper = cast(TensorDict, state["hyper"])
     disc = episode_discounts(batch["done"][:, :-1], gamma=hyper["gamma"])
     grads, entropy = _sweep(run, state, batch, -disc / len(disc))
     objective, entropy = ((disc * x).sum(1).mean() for x in (batch["reward"][:, :-1], entropy))
     count = torch.full_like(objective, disc.numel())
-    grads = all_mean(grads, weight=count)
-    loss = all_mean(-objective - hyper["ent_coef"] * entropy, weight=count)
-    moved, logs, finite = _move(run, state, grads, rate, loss)
-    return moved, {"loss": loss, "objective": objective, "entropy": entropy, "learning_rate": rate} | logs, finite
-
-
-def _refuse(loss: Tensor, norm: Tensor, iteration: Tensor) -> None:
-    wrong = " and ".join(name for name, x in (("loss", loss), ("gradient", norm)) if not bool(x.isfinite()))
-    if wrong:
-        advice = "lower the learning rate, shorten segment_length, or set skip_nonfinite_updates"
-        raise UserError(f"apg: iteration {int(iteration)}: {wrong} not finite; {advice}")
+    grads, loss = all_mean((grads, -objective - hyper["ent_coef"] * entropy), weight=count)
+    moved, logs = _move(run, state, grads, rate)
+    return moved, {"loss": loss, "objective": objective, "entropy": entropy, "learning_rate": rate} | logs
 
 
 def update(parts: Parts, state: TensorDict, batch: TensorDict) -> tuple[TensorDict, Logs]:
@@ -231,15 +218,10 @@ def update(parts: Parts, state: TensorDict, batch: TensorDict) -> tuple[TensorDi
 
     The logs `objective` and `entropy` are the two discounted sums, so `loss = -objective - ent_coef * entropy`.
     """
-    cfg, skipped = cast(Any, parts.cfg.algorithm.cfg), state["skipped_updates"]
-    learnt = state.copy().set("update_step", state["update_step"] - skipped)  # the schedule waits too
-    rate = scheduled(cfg.lr_scheduler, learnt, parts.cfg.trainer.iterations)
-    moved, logs, finite = parts.jit(_learn, _run(parts))(state.select(*_READ), rate, batch)
-    if not cfg.skip_nonfinite_updates:
-        _refuse(logs["loss"], logs["grad_norm"], state["update_step"])
-    skipped = skipped + (~finite).to(skipped.dtype)
-    state = state.copy().update(moved).set("skipped_updates", skipped)
-    return state, logs | {"skipped_updates": skipped.to(rate.dtype)}
+    cfg: Any = parts.cfg.algorithm.cfg
+    rate = scheduled(cfg.lr_scheduler, state, parts.cfg.trainer.iterations)
+    moved, logs = parts.jit(_learn, _run(parts))(state.select(*_READ), rate, batch)
+    return state.copy().update(moved), logs
 
 
 @register_algorithm("apg")

@@ -116,7 +116,7 @@ def scaled_rewards(state: TensorDict, rollout: TensorDict) -> tuple[TensorDict, 
     paid = steps["reward"].masked_fill(~mask, 0.0)
     returns = running_returns(paid, steps["done"], before, gamma=gamma)
     last = returns[:, -1].masked_fill(steps["done"][:, -1], 0.0)
-    moved = {"moments": moments_update(moments, returns, mask), "running": last}
+    moved = {"moments": moments_update(moments, returns, mask, total=distributed.all_sum), "running": last}
     scaled = scale(rollout["reward"], moments, eps=_EPS, clip=_CLIP)
     return rollout.copy().set("reward", scaled), norm.copy().set("reward", TensorDict(moved, []))
 

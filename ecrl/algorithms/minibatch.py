@@ -186,8 +186,8 @@ def _gradient(
     index, real, prepared = chosen
     batch = cast(TensorDict, rows[index]).update(prepared)
     gradient = torch.func.grad_and_value(_loss, has_aux=True)
-    grads, (_, logs) = gradient(_unpacked(packed, like), learner, norm, batch, batch["mask"] & real, hyper)
-    return _packed(grads), logs
+    grads, (loss, logs) = gradient(_unpacked(packed, like), learner, norm, batch, batch["mask"] & real, hyper)
+    return _packed(grads), logs | {"loss": loss}
 
 
 def _part(
@@ -228,10 +228,8 @@ def _minibatch(
     params, opt, rate, stopped = moving
     numbers = cast(TensorDict, hyper["optimizer"])
     grads, logs = _gradients(learner, like, params, chosen, norm, rows, hyper)
-    grads = all_mean(grads, weight=logs["count"])
-    kl = all_mean(logs["approx_kl"], weight=logs["count"])
+    grads, kl, counted = all_mean((grads, logs["approx_kl"], logs["count"]), weight=logs["count"])
     grads, norms = _clipped(grads, hyper)
-    counted = all_mean(logs["count"], weight=torch.ones_like(kl))
     if "adaptive" in hyper:  # no evidence, no change
         rate = torch.where(stopped | (counted == 0.0), rate, adapted_rate(rate, kl, hyper))
     moved, moved_opt = learner.step(params, grads, opt, learning_rate=rate, **dict(numbers.items()))

@@ -14,6 +14,7 @@ from ecrl import rng
 from ecrl.algorithms.core import Algorithm, Parts, reward_norm_init, scaled_rewards
 from ecrl.algorithms.minibatch import Learner, MinibatchConfig, check_groups, gradient_steps, learn, learner_of, passes
 from ecrl.algorithms.optimizer import learning_state
+from ecrl.distributed import all_sum
 from ecrl.errors import ConfigError
 from ecrl.kernels import compute_gae, ppo_loss, ppo_loss_clipped_value, standardize, transitions
 from ecrl.policies import Policy
@@ -68,7 +69,7 @@ def _rows(rollout: TensorDict, hyper: TensorDict, variant: Variant) -> TensorDic
     steps = transitions(rollout)
     mask = steps["mask"] if "mask" in steps else torch.ones_like(steps["done"])
     if variant.normalize_advantage == "rollout":
-        advantage = standardize(advantage, mask, eps=_ADVANTAGE_EPS)
+        advantage = standardize(advantage, mask, eps=_ADVANTAGE_EPS, total=all_sum)
     rows = steps.select("obs", "action", "sample_log_prob", "value", "done")
     return rows.update({"advantage": advantage, "value_target": value_target, "mask": mask}).reshape(-1)
 
@@ -76,7 +77,8 @@ def _rows(rollout: TensorDict, hyper: TensorDict, variant: Variant) -> TensorDic
 def _prepare(variant: Variant, rows: TensorDict, index: Tensor, real: Tensor) -> dict[str, Tensor]:
     if variant.normalize_advantage != "minibatch":
         return {}
-    return {"advantage": standardize(rows["advantage"][index], rows["mask"][index] & real, eps=_ADVANTAGE_EPS)}
+    chosen = rows["advantage"][index], rows["mask"][index] & real
+    return {"advantage": standardize(*chosen, eps=_ADVANTAGE_EPS, total=all_sum)}
 
 
 def _loss(

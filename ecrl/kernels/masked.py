@@ -1,5 +1,7 @@
 """Statistics over the entries that count. Where `mask` is False an entry may hold anything, NaN included."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -26,7 +28,12 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
     return x.masked_fill(~mask, 0.0).sum() / mask.sum().clamp(min=1)
 
 
-def standardize(x: Tensor, mask: Tensor, *, eps: Scalar) -> Tensor:
+def alone(x: Tensor) -> Tensor:
+    """The sum over all processes where there is one: `x` itself."""
+    return x
+
+
+def standardize(x: Tensor, mask: Tensor, *, eps: Scalar, total: Callable[[Tensor], Tensor] = alone) -> Tensor:
     """Shift and scale to mean 0 and standard deviation 1 over the entries where `mask`; 0 elsewhere.
 
         (x - mean) / max(std, eps)        std over count - 1, at least 1
@@ -35,6 +42,8 @@ def standardize(x: Tensor, mask: Tensor, *, eps: Scalar) -> Tensor:
         x: `[*B]` float.
         mask: `[*B]` bool.
         eps: smallest divisor, in the units of `x`.
+        total: the sum of a tensor over all processes that hold a part of the batch, such as
+            `ecrl.distributed.all_sum`; mean and standard deviation are then those of all parts together.
 
     Returns: `[*B]`.
     Gradient: flows through `x`.
@@ -43,8 +52,11 @@ def standardize(x: Tensor, mask: Tensor, *, eps: Scalar) -> Tensor:
     >>> standardize(torch.tensor([0.0, 2.0, 9.0]), torch.tensor([True, True, False]), eps=1e-8).tolist()
     [-0.7071067690849304, 0.7071067690849304, 0.0]
     """
-    centred = (x - masked_mean(x, mask)).masked_fill(~mask, 0.0)
-    variance = centred.square().sum() / (mask.sum() - 1).clamp(min=1)
+    same_shape(x=x, mask=mask)
+    count = total(mask.sum())
+    mean = total(x.masked_fill(~mask, 0.0).sum()) / count.clamp(min=1)
+    centred = (x - mean).masked_fill(~mask, 0.0)
+    variance = total(centred.square().sum()) / (count - 1).clamp(min=1)
     return centred / torch.sqrt(variance.clamp(min=eps**2))
 
 

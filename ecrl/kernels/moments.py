@@ -3,10 +3,13 @@
 Moments are a TensorDict: `count` (0-d), `mean` and `m2` (the sum of squared deviations), both of the sample's shape.
 """
 
+from collections.abc import Callable
+
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from ecrl.kernels.masked import alone
 from ecrl.types import Scalar
 
 
@@ -57,13 +60,17 @@ def moments_merge(moments: TensorDict, other: TensorDict) -> TensorDict:
     return TensorDict({"count": count, "mean": moments["mean"] + shift * share, "m2": m2}, [])
 
 
-def moments_update(moments: TensorDict, x: Tensor, mask: Tensor) -> TensorDict:
+def moments_update(
+    moments: TensorDict, x: Tensor, mask: Tensor, *, total: Callable[[Tensor], Tensor] = alone
+) -> TensorDict:
     """Moments after a batch.
 
     Args:
         moments: so far.
         x: `[*B, *shape]` float; anything where not `mask`.
         mask: `[*B]` bool, True = counts.
+        total: the sum of a tensor over all processes that hold a part of the batch, such as
+            `ecrl.distributed.all_sum`; every one of them then has the same moments.
 
     Returns: new moments; the inputs are not written.
     Gradient: none; `x` is detached.
@@ -79,9 +86,9 @@ def moments_update(moments: TensorDict, x: Tensor, mask: Tensor) -> TensorDict:
         raise ValueError(f"x has shape {list(x.shape)}, expected {[*mask.shape, *shape]}: mask, then one sample")
     counted = mask.reshape(-1, *[1] * len(shape))
     kept = x.detach().to(torch.float64).reshape(-1, *shape).masked_fill(~counted, 0.0)
-    count = mask.sum().to(torch.float64)
-    mean = kept.sum(0) / count.clamp(min=1.0)
-    m2 = (kept - mean).masked_fill(~counted, 0.0).square().sum(0)
+    count = total(mask.sum().to(torch.float64))
+    mean = total(kept.sum(0)) / count.clamp(min=1.0)
+    m2 = total((kept - mean).masked_fill(~counted, 0.0).square().sum(0))
     return moments_merge(moments, TensorDict({"count": count, "mean": mean, "m2": m2}, []))
 
 

@@ -12,6 +12,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from ecrl.distributed import all_sum
 from ecrl.errors import ConfigError
 from ecrl.kernels import moments_init, moments_update, normalize
 from ecrl.policies.core import Policy
@@ -32,7 +33,7 @@ def _init(space: Space, device: torch.device) -> TensorDict | None:
 
 def _update(norm: TensorDict, obs: Any, mask: Tensor) -> TensorDict:
     if isinstance(obs, Tensor):
-        return moments_update(norm, obs, mask)
+        return moments_update(norm, obs, mask, total=all_sum)
     return TensorDict({name: _update(cast(TensorDict, part), obs[name], mask) for name, part in norm.items()}, [])
 
 

@@ -127,7 +127,7 @@ def test_learn_is_pure_and_takes_every_step():
     close(after["params", "w"], 0.8)  # 2 epochs of 4 steps of 0.1
     close(logs["approx_kl"], 0.35)  # the mean of 0, 0.1, .., 0.7
     close(logs["grad_norm"], 1.0)
-    assert set(logs) == {"approx_kl", "grad_norm", "learning_rate"}
+    assert set(logs) == {"loss", "approx_kl", "grad_norm", "learning_rate"}
     assert "learning_rate" not in after
 
 

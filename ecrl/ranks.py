@@ -1,0 +1,82 @@
+"""What a checkpoint of several ranks holds beside the state of rank 0: where the environments of the others are.
+
+Weights, statistics and counters are the same on all ranks; only what belongs to environments differs. The others send
+theirs to rank 0 before a state is saved, which writes `rank_<i>.safetensors` beside it.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
+
+import torch
+from safetensors.torch import load as tensors_from_bytes
+from safetensors.torch import save as bytes_of_tensors
+from tensordict import TensorDict
+from torch import Tensor
+
+from ecrl.config import Config, total_steps
+from ecrl.distributed import agreed, gathered, rank, world_size
+from ecrl.errors import CheckpointError
+from ecrl.loop import steps_per_iteration
+from ecrl.stopping import asked
+from ecrl.types import LogData
+
+_RUNNING = "norm/reward/running"
+
+
+def _own(state: TensorDict) -> dict[str, Tensor]:
+    """What of a state belongs to the environments of this rank, by name."""
+    flat = cast(TensorDict, state.flatten_keys("/"))
+    return {name: x for name, x in flat.items() if name.startswith(("env/", "episode/")) or name == _RUNNING}
+
+
+def _crossed(step: int, size: int, every: int) -> bool:
+    return step // every > (step - size) // every
+
+
+def is_due(step: int, cfg: Config) -> bool:
+    """Whether a state after so many steps may be saved; the same answer on every rank."""
+    size, trainer = steps_per_iteration(cfg), cfg.trainer
+    due = _crossed(step, size, trainer.save_freq) or step >= total_steps(cfg, world_size())
+    return due or (trainer.enable_eval and _crossed(step, size, trainer.eval_freq))
+
+
+def is_whole(record: LogData) -> bool:
+    """Whether a record has all that a checkpoint needs to be resumed from."""
+    return world_size() == 1 or "files" in record
+
+
+def with_others(records: Iterator[LogData], cfg: Config) -> Iterator[LogData]:
+    """Records whose states may be saved carry the files of the other ranks; on those, records pass as they are.
+
+    Where any rank was asked to stop, the records end on all of them after the same iteration.
+    """
+    for record in records:
+        stopping = record["log_type"] == "train" and agreed(asked() is not None)
+        if record["log_type"] == "train" and (stopping or is_due(record["sample_step"], cfg)):
+            own = {name: x.detach().cpu().contiguous() for name, x in _own(record["state"]).items()}
+            parts = gathered(bytes_of_tensors(own))
+            record["files"] = {f"rank_{i}.safetensors": part for i, part in enumerate(parts) if i > 0}
+        yield record
+        if stopping:
+            return
+
+
+def with_own(state: TensorDict, path: Path) -> TensorDict:
+    """The state of a checkpoint with the environments of this rank.
+
+    Raises: CheckpointError if other ranks than these saved it.
+    """
+    saved = 1 + len(list(path.glob("rank_*.safetensors")))
+    if saved != world_size():
+        told = f"{path}: was saved by {saved} ranks, this run has {world_size()}"
+        raise CheckpointError(f"{told}; go on with as many, or start a new run")
+    if rank() == 0:
+        return state
+    own, state = tensors_from_bytes((path / f"rank_{rank()}.safetensors").read_bytes()), state.clone()
+    expected = _own(state)
+    if {n: x.shape for n, x in own.items()} != {n: x.shape for n, x in expected.items()}:
+        raise CheckpointError(f"{path}/rank_{rank()}.safetensors: does not fit the config; use that of its run")
+    for name, leaf in own.items():
+        state[tuple(name.split("/"))] = leaf.to(torch.device(expected[name].device))
+    return state.lock_()

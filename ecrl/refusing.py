@@ -1,0 +1,91 @@
+"""The error of an iteration that met NaN or infinity: one line, a report, and the state before it."""
+
+from functools import partial
+from typing import Any, cast
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from ecrl.algorithms import Algorithm, Parts
+from ecrl.distributed import rank
+from ecrl.errors import NotFiniteError
+from ecrl.finite import KEYS, WHAT
+from ecrl.kernels import scan
+from ecrl.locating import Found, in_batch, in_update
+
+_ADVICE = {
+    "observation": "mend the environment",
+    "reward": "mend the environment",
+    "action": "the policy gave it: lower the learning rate",
+}
+_LEARNING = "lower the learning rate or max_grad_norm"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_shown, value))}]"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+_PLACES = {
+    "env": "env {}",
+    "step": "step {} of the rollout",
+    "env_step": "step {} of that env",
+    "epoch": "epoch {}",
+    "minibatch": "minibatch {}",
+}
+
+
+def explained(report: dict[str, Any]) -> str:
+    """One line: what, where, what it was before, what to do."""
+    begin = f"iteration {report['update_step']} (after {report['sample_step']} env steps)"
+    met = f"{begin}: NaN or infinity in {', '.join(report['met'])}"
+    found, guard = report["found"], 'or set trainer.finite_guard to "skip" to leave such updates out'
+    if found is None:
+        return f"{met}; taken again eagerly, it shows nowhere on this rank; {_LEARNING}, {guard}"
+    where = ", ".join(_PLACES[name].format(number) for name, number in found["place"].items())
+    last = "there is none before it" if found["before"] is None else f"last finite value {_shown(found['before'])}"
+    advice = _ADVICE.get(found["what"], _LEARNING)
+    first = f"first {found['key']} = {_shown(found['value'])}{f' in {where}' if where else ''}"
+    return f"{met}; {first}, {last}; {advice}, {guard}"
+
+
+def completed(error: NotFiniteError, state: TensorDict) -> NotFiniteError:
+    """The error of an iteration from `state`, of one that the environments or the iteration itself raised."""
+    if error.state is not None:
+        return error
+    given = error.report
+    place = {"env": given["env"] + rank() * len(cast(TensorDict, state["env"])), "env_step": given["env_step"]}
+    found = Found(KEYS[given["field"]], given["field"], place, None, given["before"])
+    report = {**_steps(state), "met": [found.what], "found": found._asdict()}
+    last = "there is none before it" if found.before is None else f"last finite value {_shown(found.before)}"
+    return NotFiniteError(f"{error}; {last}; {_ADVICE[found.what]}", report, state)
+
+
+def _steps(state: TensorDict) -> dict[str, int]:
+    return {name: int(state[name]) for name in ("update_step", "sample_step")}
+
+
+def refusal(
+    algorithm: Algorithm,
+    parts: Parts,
+    state: TensorDict,
+    odd: Tensor,
+    collected: tuple[TensorDict, TensorDict] | None = None,
+) -> NotFiniteError:
+    """The error of an iteration from `state` whose flags `[2, 6]` are `odd`.
+
+    `collected` is what it collected, the state and the batch; collected again where that is None. Where several ranks
+    train, all call this: the update is the work of all.
+    """
+    eager = parts._replace(jit=partial, scan=scan)
+    with torch.no_grad():
+        after, batch = collected or algorithm.collect(eager, state)
+        found = in_batch(parts, state, batch)
+        if not odd[1, :3].any():
+            learnt = in_update(algorithm, eager, after, batch)
+            found = found or learnt
+    met = [what for what, is_odd in zip(WHAT, odd[1].tolist(), strict=True) if is_odd]
+    report = {**_steps(state), "met": met, "found": None if found is None else found._asdict()}
+    return NotFiniteError(explained(report), report, state)

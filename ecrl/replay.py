@@ -1,0 +1,101 @@
+"""Crash folders: the state before an iteration that was not finite, and that iteration repeated from it."""
+
+import json
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ecrl.checkpoint import load, save
+from ecrl.config import Config
+from ecrl.distributed import world_size
+from ecrl.errors import CheckpointError, NotFiniteError, UserError
+from ecrl.loop import form_of, train_iter
+from ecrl.parts import make_parts
+from ecrl.refusing import explained
+from ecrl.types import LogData
+
+REPORT = "report.json"
+
+
+def _about(cfg: Config) -> dict[str, Any]:
+    """What equal bits depend on."""
+    return {
+        "form": form_of(cfg).name,
+        "torch": str(torch.__version__),
+        "threads": torch.get_num_threads(),
+        "machine": platform.machine(),
+        "ranks": world_size(),
+    }
+
+
+def with_crash(records: Iterator[LogData], cfg: Config, run_dir: str | Path) -> Iterator[LogData]:
+    """Where the finite guard stops a run, write `crash/` under `run_dir`: a checkpoint from before, and a report.
+
+    Raises: NotFiniteError as it came, with how to repeat the iteration.
+    """
+    folder = Path(run_dir) / "crash"
+    try:
+        yield from records
+    except NotFiniteError as error:
+        again = f"ecrl replay {folder}"
+        try:
+            save(folder, error.state, cfg)
+            whole = {"message": str(error), **error.report, **_about(cfg), "command": again}
+            (folder / REPORT).write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
+        except (CheckpointError, OSError) as fault:
+            raise NotFiniteError(f"{error}; no crash folder: {fault}", error.report, error.state) from None
+        raise NotFiniteError(f"{error}; repeat it with: {again}", error.report, error.state) from None
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    path = folder / REPORT
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise UserError(f"{folder}: no {REPORT}: expected the crash folder of a run, such as RUN/crash") from None
+    except ValueError as error:
+        raise UserError(f"{path}: damaged ({error})") from None
+
+
+def _found_again(report: dict[str, Any], now: NotFiniteError | None) -> Iterator[str]:
+    form, met = report["form"], ", ".join(report["met"])
+    if now is None:
+        yield f"{form}: everything is finite this time; then it was not: {met}"
+        return
+    again = ", ".join(now.report["met"])
+    yield f"{form}: NaN or infinity in {again} again" + ("" if again == met else f"; then it was in {met}")
+    if now.report["found"] is None:
+        yield f"eager, step by step: it does not show; only the {form} form has it"
+    else:
+        yield f"eager, step by step: {explained(now.report)}"
+
+
+def replay(folder: str | Path) -> Iterator[str]:
+    """Repeat the iteration that a crash folder is of, in lines for people: in its own form, then eagerly step by step.
+
+    Raises: UserError for a folder that is none; CheckpointError where it is damaged.
+    """
+    folder = Path(folder)
+    report = _read(folder)
+    yield f"reported: {report['message']}"
+    state, cfg = load(folder)
+    odd = [f"{name} {report[name]} then, {now} now" for name, now in _about(cfg).items() if report[name] != now]
+    if odd:
+        yield f"the bits may differ: {'; '.join(odd)}"
+    if not make_parts(cfg).env.is_pure:
+        yield f"environments of {cfg.env.name} live outside of the state: their steps cannot be repeated"
+    elif report["ranks"] != world_size():
+        yield f"it was an iteration of {report['ranks']} ranks, which one process cannot repeat"
+    else:
+        yield from _found_again(report, _once(state, cfg))
+
+
+def _once(state: Any, cfg: Config) -> NotFiniteError | None:
+    try:
+        next(train_iter(state, cfg))
+    except NotFiniteError as error:
+        return error
+    return None

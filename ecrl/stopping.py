@@ -1,0 +1,68 @@
+"""Signals that end a run in order: SIGINT and SIGTERM let it finish its iteration, save, and close what it opened.
+
+The first signal asks. An iteration, or an evaluation, that takes longer than `GRACE` after it is given up, which loses
+nothing: the state before it is saved, and repeats it bit for bit when the run is resumed. The second signal gives it up
+at once, and the third ends the process where it stands.
+"""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+GRACE = 3.0
+"""Seconds that an iteration may still take after it was asked to be the last."""
+
+_asked: list[int] = []
+_in_loop: list[bool] = []
+_shielded: list[bool] = []
+
+
+def asked() -> int | None:
+    """The number of the signal that asked the run to end, the first one; None if none did."""
+    return _asked[0] if _asked else None
+
+
+def _stop(number: int, frame: object) -> None:
+    _asked.append(number)
+    if _in_loop and len(_asked) == 1:
+        signal.setitimer(signal.ITIMER_REAL, GRACE)
+        return
+    if len(_asked) > 1:
+        for again in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(again, signal.SIG_DFL)
+    raise KeyboardInterrupt
+
+
+def _late(number: int, frame: object) -> None:
+    if _in_loop and not _shielded:
+        raise KeyboardInterrupt
+
+
+def listen() -> None:
+    """From now on SIGINT and SIGTERM end a run in order; outside of one they are a KeyboardInterrupt."""
+    _asked.clear()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _stop)
+    signal.signal(signal.SIGALRM, _late)
+
+
+@contextmanager
+def in_loop() -> Iterator[None]:
+    """Around a loop that looks at `asked` after every iteration."""
+    _in_loop.append(True)
+    try:
+        yield
+    finally:
+        _in_loop.pop()
+        if _asked:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+
+
+@contextmanager
+def shielded() -> Iterator[None]:
+    """Around the last save, which is not given up, however long it takes, but by a second signal."""
+    _shielded.append(True)
+    try:
+        yield
+    finally:
+        _shielded.pop()

@@ -1,0 +1,96 @@
+"""One of two ranks is killed at a random moment, again and again: `python tests/reliability/ranks_killed.py RUNS`.
+
+torchrun starts the ranks anew, they go on from the last checkpoint, and the run ends with the very weights of one that
+nobody disturbed.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from ranks import ROOT, free_port
+
+import ecrl
+
+ITERATIONS = 40
+
+
+def config(folder: Path) -> Path:
+    """A run of some seconds with a checkpoint in every other iteration."""
+    sizes = {"trainer.num_envs": 4, "trainer.buffer_size": 64, "trainer.iterations": ITERATIONS}
+    sizes |= {"trainer.save_freq": 1024, "trainer.compile": "off", "trainer.distributed": True}
+    sizes |= {"algorithm.cfg.batch_size": 64, "trainer.enable_eval": False}
+    cfg = ecrl.load_config(ROOT / "configs" / "cartpole_ppo.json", sizes)
+    path = folder / "small.json"
+    path.write_text(json.dumps(cfg.model_dump(mode="json")))
+    return path
+
+
+def begun(path: Path, run_dir: Path) -> subprocess.Popen[str]:
+    """Torchrun with two ranks."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "3"]
+    command += ["--master-port", str(free_port()), "-m", "ecrl", "train", str(path), "--run-dir", str(run_dir)]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def workers(torchrun: subprocess.Popen[str]) -> list[int]:
+    """Its ranks that are alive."""
+    tasks = Path(f"/proc/{torchrun.pid}/task").glob("*/children")
+    return sorted(int(pid) for task in tasks for pid in task.read_text().split())
+
+
+def seconds(path: Path, run_dir: Path) -> tuple[float, float]:
+    """When the first logs came, and the end, of a run that nobody disturbs."""
+    start, torchrun, first = time.monotonic(), begun(path, run_dir), 0.0
+    while torchrun.poll() is None:
+        first = first or (time.monotonic() - start if (run_dir / "metrics.jsonl").exists() else 0.0)
+        time.sleep(0.05)
+    if torchrun.returncode:
+        raise AssertionError(torchrun.communicate()[0][-3000:])
+    return first, time.monotonic() - start
+
+
+def killed(path: Path, run_dir: Path, after: float, victim: int) -> bool:
+    """Kill a rank so many seconds after the start; whether torchrun had to start the ranks anew."""
+    torchrun = begun(path, run_dir)
+    time.sleep(after)
+    alive = workers(torchrun)
+    if len(alive) > victim:
+        os.kill(alive[victim], signal.SIGKILL)
+    said = torchrun.communicate(timeout=600)[0]
+    if torchrun.returncode:
+        raise AssertionError(said[-3000:])
+    return "exitcode: -9" in said
+
+
+def end(run_dir: Path) -> bytes:
+    """The weights and all else that rank 0 ends with."""
+    last = max((run_dir / "checkpoints").glob("step_*"), key=lambda p: int(p.name.removeprefix("step_")))
+    assert last.name == f"step_{ITERATIONS * 64 * 4 * 2}", last
+    return (last / "state.safetensors").read_bytes() + (last / "rank_1.safetensors").read_bytes()
+
+
+def main(runs: int) -> tuple[int, int]:
+    """How many of the runs finished with the bits of an undisturbed one, and in how many a rank was really killed."""
+    good, hit = 0, 0
+    with tempfile.TemporaryDirectory() as folder:
+        path = config(Path(folder))
+        first, last = seconds(path, Path(folder) / "whole")
+        expected, draw = end(Path(folder) / "whole"), random.Random(0)
+        for i in range(runs):
+            after, victim = draw.uniform(0.5 * first, last), draw.randrange(2)
+            hit += killed(path, Path(folder) / f"run_{i}", after, victim)
+            good += end(Path(folder) / f"run_{i}") == expected
+            print(f"run {i}: rank {victim} killed after {after:.1f} s; {good} of {i + 1} good, {hit} hit", flush=True)
+    return good, hit
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]))[0] != int(sys.argv[1]))

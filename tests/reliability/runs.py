@@ -1,0 +1,140 @@
+"""Runs of a tiny CartPole through the command line, in processes forked from one that has imported everything.
+
+So a run begins in milliseconds. What forks them imports torch but computes nothing with it.
+"""
+
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+import ecrl.training  # noqa: F401  (for the runs that are forked)
+from ecrl.__main__ import main
+from ecrl.checkpoint import read_files, steps_in
+
+NET = {"type": "mlp", "network_cfg": {"hidden_sizes": [8], "activation": "tanh"}}
+TINY = {
+    "trainer": {"num_envs": 4, "buffer_size": 8, "iterations": 30, "compile": "off", "save_freq": 64},
+    "env": {"name": "cartpole"},
+    "policy": {"name": "actor_critic", "actor": NET, "critic": NET, "normalize_obs": True},
+    "algorithm": {"name": "ppo", "cfg": {"n_epochs": 1, "batch_size": 16, "lr_scheduler": {"name": "linear"}}},
+}
+TINY["trainer"]["keep_checkpoints"] = 3
+
+
+class Run(NamedTuple):
+    """A process, and the file of what it prints."""
+
+    pid: int
+    out: Path
+
+    def ended(self) -> int | None:
+        """Its exit status, negative if a signal ended it; None while it runs."""
+        pid, status = os.waitpid(self.pid, os.WNOHANG)
+        return None if pid == 0 else os.waitstatus_to_exitcode(status)
+
+    def end(self, seconds: float = 120.0) -> int:
+        """Wait for it."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            status = self.ended()
+            if status is not None:
+                return status
+            time.sleep(0.002)
+        os.kill(self.pid, 9)
+        raise AssertionError(f"{self.pid} did not end within {seconds} s: {self.out.read_text()}")
+
+
+def forked(out: Path, job: Callable[[], Any], **environ: str) -> Run:
+    """`job()` in a process of its own, whose exit status is that of the shell."""
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid:
+        return Run(pid, out)
+    handle = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    os.environ |= environ
+    status = 1
+    try:
+        job()
+        status = 0
+    except SystemExit as stop:
+        status = stop.code if isinstance(stop.code, int) else 1
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def ecrl_train(folder: Path, *args: str, **environ: str) -> Run:
+    """`ecrl train` with these arguments, in `folder`."""
+
+    def job() -> None:
+        os.chdir(folder)
+        sys.argv = ["ecrl", "train", *args]
+        main()
+
+    return forked(folder / "out.txt", job, **environ)
+
+
+def begun(folder: Path, config: dict[str, Any] = TINY) -> Run:
+    """A new run in `folder`/run."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "run.json").write_text(json.dumps(config))
+    return ecrl_train(folder, "run.json", "--run-dir", "run")
+
+
+def gone_on(folder: Path) -> int:
+    """The exit status of resuming the run, or of beginning it where nothing was written yet."""
+    if not (folder / "run" / "config.json").exists():
+        return ecrl_train(folder, "run.json", "--run-dir", "run").end()
+    return ecrl_train(folder, "--resume", "run").end()
+
+
+def steps_logged(run: Path) -> int:
+    """Env steps of the last whole row of `metrics.jsonl`, 0 if there is none."""
+    try:
+        rows = (run / "metrics.jsonl").read_bytes().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return 0
+    return json.loads(rows[-1])["sample_step"] if rows else 0
+
+
+def ending(run: Path) -> tuple[bytes, list[dict[str, Any]]]:
+    """The bits of the last state, after its checksums were compared, and every row but for its times."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = [{key: x for key, x in row.items() if key not in ("seconds", "charts/SPS")} for row in rows]
+    last = steps_in(run)[-1]
+    return read_files(last)["state.safetensors"], [{"last": last.name}, *rows]
+
+
+def reference(folder: Path, config: dict[str, Any] = TINY) -> tuple[tuple[bytes, list], float]:
+    """How the run ends that nothing interrupts, and what it takes in seconds."""
+    before = time.monotonic()
+    run = begun(folder, config)
+    assert run.end() == 0, run.out.read_text()
+    return ending(folder / "run"), time.monotonic() - before
+
+
+def kept(name: str, figures: str) -> None:
+    """Put figures under their heading into RESULTS.md, with the command, the date and the machine."""
+    path, head = Path(__file__).with_name("RESULTS.md"), f"## {name}\n"
+    text = path.read_text() if path.exists() else "# Reliability: what was measured\n"
+    before, _, after = text.partition(head)
+    rest = after[after.index("\n## ") + 1 :] if "\n## " in after else ""
+    command = " ".join(["python", str(Path(sys.argv[0]).resolve().relative_to(path.parents[2])), *sys.argv[1:]])
+    machine = f"{os.cpu_count()} cores of {platform.machine()}, torch {torch.__version__}"
+    made = f"`{command}`, {time.strftime('%Y-%m-%d')}, {machine}"
+    parts = [before.rstrip() + "\n", f"{head}\n{made}\n\n{figures.rstrip()}\n", rest]
+    path.write_text("\n".join(part for part in parts if part))

@@ -1,0 +1,83 @@
+"""SIGTERM and SIGINT at random moments: saved, exit status 143 or 130, in time, and resumed bit for bit.
+
+`python tests/reliability/signals.py --signals 20 --keep`.
+"""
+
+import argparse
+import os
+import random
+import shutil
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+from runs import begun, ending, gone_on, kept, reference, steps_logged
+
+from ecrl.checkpoint import latest
+
+
+def stopped(folder: Path, number: int, wait: float) -> float | None:
+    """Seconds from the signal to the end of a run, `wait` seconds after its folder is made; None if it had ended."""
+    run = begun(folder)
+    while not (folder / "run" / "config.json").exists():
+        assert run.ended() is None, run.out.read_text()
+        time.sleep(0.001)
+    time.sleep(wait)
+    before = time.monotonic()
+    if run.ended() is not None:
+        return None
+    os.kill(run.pid, number)
+    status, took = run.end(), time.monotonic() - before
+    if status == 0:  # it was over already
+        return None
+    assert status == 128 + number, f"exit status {status}: {run.out.read_text()}"
+    told = run.out.read_text()
+    assert "interrupted at " in told and "Traceback" not in told, told
+    return took
+
+
+def signals(count: int, seed: int, folder: Path, numbers: tuple[int, ...]) -> list[float]:
+    """Seconds that each took; raises AssertionError for one that was not saved, or goes on otherwise."""
+    draw, (expected, seconds) = random.Random(seed), reference(folder / "whole")
+    times: list[float] = []
+    while len(times) < count:
+        at = folder / f"{len(times)}_{draw.random()}"
+        took = stopped(at, numbers[len(times) % len(numbers)], draw.uniform(0.0, 0.9 * seconds))
+        if took is None:
+            continue
+        logged = steps_logged(at / "run")
+        if logged:
+            assert latest(at / "run").name == f"step_{logged}", "the last iteration is not saved"
+        assert gone_on(at) == 0, (at / "out.txt").read_text()
+        assert ending(at / "run") == expected, f"other bits: {at}"
+        times.append(took)
+        shutil.rmtree(at)
+    return times
+
+
+def main() -> None:
+    """Stop, resume, compare, tell."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--signals", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", action="store_true", help="write the figures to RESULTS.md")
+    given, told = parser.parse_args(), []
+    for name in ("SIGTERM", "SIGINT"):
+        folder = Path(tempfile.mkdtemp(prefix="signals_"))
+        number = signal.Signals[name]
+        times = signals(given.signals, given.seed, folder, (number,))
+        shutil.rmtree(folder)
+        count = len(times)
+        told.append(
+            f"{name} {count} times at random moments: {count} of {count} saved, exit status {128 + number}, resumed "
+            f"bit for bit; longest {max(times):.2f} s, median {sorted(times)[count // 2]:.2f} s."
+        )
+    print("\n".join(told))
+    assert all("longest" in line for line in told)
+    if given.keep:
+        kept("Signals", "\n".join(told))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+"""Several ranks are one: the same noise, the same update, the same weights everywhere."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import ROOT, both, distance, ended, launched
+
+import ecrl
+from ecrl import distributed
+from ecrl.errors import ConfigError
+from ecrl.kernels import masked_mean, moments_init, moments_update, standardize
+
+SHORT = ["double", "single", "moments", "usual", "groups", "gradients"]
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory):
+    return both(SHORT, "off", tmp_path_factory.mktemp("ranks"))
+
+
+def test_noise_is_that_of_the_global_environment(ends):
+    one, first, second = ends["double"]
+    for name in ("noise/0", "noise/1"):
+        assert torch.equal(torch.cat((first[name], second[name]), 1), one[name])
+        assert one[name].std() > 0.5
+
+
+def test_two_ranks_learn_what_one_does(ends):
+    assert distance(*ends["double"][:2], "params") < 1e-9
+    assert distance(*ends["single"][:2], "params") < 1e-6
+    one, first, _ = ends["moments"]
+    assert distance(one, first, "params") < 1e-5
+    for name in one:
+        if name.startswith(("norm/obs", "norm/reward/moments")):
+            torch.testing.assert_close(first[name], one[name], rtol=1e-6, atol=1e-6)
+    assert one["norm/obs/count"] == first["norm/obs/count"] == 3 * 2 * 4 * 32
+    for ending in (one, first):
+        assert ending["sample_step"] == 3 * 2 * 4 * 32 and ending["update_step"] == 3
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_all_ranks_hold_the_same_weights(ends, name):
+    _, first, second = ends[name]
+    assert distance(first, second, "params") == 0.0 and torch.equal(first["sample_step"], second["sample_step"])
+    logs = {key for key in first if key.startswith("log/")}
+    assert logs and all(torch.equal(first[key], second[key]) or first[key].isnan() for key in logs)
+    obs = [key for key in first if key.startswith("norm/obs")]
+    assert all(torch.equal(first[key], second[key]) for key in obs)
+    assert not torch.equal(first["noise/1"], second["noise/1"])
+
+
+@pytest.mark.slow
+def test_compiled_ranks_agree_too(tmp_path):
+    found = both(["double", "usual", "gradients"], "on", tmp_path)
+    assert distance(*found["double"][:2], "params") < 1e-9
+    assert all(distance(first, second, "params") == 0.0 for _, first, second in found.values())
+
+
+SUMS = """
+import torch
+from ecrl import distributed as d
+d.start(True)
+r = d.rank()
+mean = d.all_mean((torch.tensor([1.0, 2.0]) * (r + 1), torch.tensor(float("nan") if r else 4.0)),
+                  weight=torch.tensor(0.0 if r else 3.0))
+print(mean[0].tolist(), float(mean[1]), d.all_sum(torch.tensor([r + 1])).tolist())
+print(float(d.all_mean(torch.tensor(2.0 + r), weight=torch.tensor(1.0 + 2 * r))))
+print(float(d.all_mean(torch.tensor(5.0), weight=torch.tensor(0.0))), d.agreed(r == 1), d.agreed(False))
+x = torch.arange(6.0).reshape(3, 2) + 10 * r
+print(torch.func.vmap(d.all_sum)(x).tolist())
+print([part.decode() for part in d.gathered(b"ab" * (r + 1))], d.first_says("name", lambda: f"of {r}"))
+d.stop()
+print(d.world_size())
+"""
+
+
+def test_sums_and_means_over_ranks():
+    first, second = (text.splitlines() for text in ended(launched(2, ["-c", SUMS])))
+    assert first[0] == second[0] == "[1.0, 2.0] 4.0 [3]"
+    assert first[1] == second[1] == "2.75"
+    assert first[2] == second[2] == "0.0 True False"
+    assert first[3] == second[3] == "[[10.0, 12.0], [14.0, 16.0], [18.0, 20.0]]"
+    assert (first[4], second[4]) == ("['ab', 'abab'] of 0", "[] of 0")
+    assert first[5] == second[5] == "1"
+
+
+def test_a_rank_that_ends_is_told_of_by_the_others_in_one_line():
+    code = """
+import os, torch
+from ecrl import distributed as d
+from ecrl.errors import UserError
+d.start(True)
+try:
+    d.all_sum(torch.ones(1))
+    if d.rank():
+        os._exit(3)
+    d.all_sum(torch.ones(1))
+except UserError as error:
+    print(error)
+"""
+    first, second = launched(2, ["-c", code])
+    text, other = (process.communicate(timeout=300)[0] for process in (first, second))
+    assert text.startswith("rank 0: another rank ended (") and text.count("\n") == 1  # gloo's words differ
+    assert text.endswith("; what it said last tells why\n")
+    assert (other, second.returncode) == ("", 3)
+
+
+def test_one_rank_is_given_back_what_it_gives():
+    x = torch.ones(2)
+    assert distributed.all_sum(x) is x and distributed.all_mean(x, weight=torch.tensor(2.0)) is x
+    assert distributed.first_says("name", lambda: "made") == "made" and distributed.restarts({}) == 0
+
+
+def test_the_hooks_of_kernels_take_parts_of_a_batch_for_the_whole():
+    x, mask = torch.randn(8, dtype=torch.float64), torch.arange(8) != 3
+    whole, moments = standardize(x, mask, eps=1e-8), moments_update(moments_init(()), x, mask)
+    calls = []
+
+    def total(number):  # the other half's numbers, in the order of the calls
+        calls.append(number)
+        return number + others.pop(0) if others else number
+
+    rest, kept = x[4:], mask[4:]
+    mean = masked_mean(x, mask)
+    others = [kept.sum(), rest.sum(), (rest - mean).square().sum()]
+    torch.testing.assert_close(standardize(x[:4], mask[:4], eps=1e-8, total=total), whole[:4], rtol=1e-12, atol=1e-12)
+    others = [kept.sum().double(), rest.sum(), (rest - mean).square().sum()]
+    half = moments_update(moments_init(()), x[:4], mask[:4], total=total)
+    for name in ("count", "mean", "m2"):
+        torch.testing.assert_close(half[name], moments[name], rtol=1e-12, atol=1e-12)
+    assert len(calls) == 6
+
+
+@pytest.mark.parametrize(
+    ("environ", "told"),
+    [
+        ({"WORLD_SIZE": "2"}, "RANK is not set; start with torchrun"),
+        ({"WORLD_SIZE": "2", "RANK": "x", "MASTER_PORT": "1"}, "RANK is 'x'"),
+        ({"WORLD_SIZE": "2", "RANK": "2", "MASTER_PORT": "1"}, "RANK is 2, expected below WORLD_SIZE, 2"),
+        ({"WORLD_SIZE": "2", "RANK": "0"}, "MASTER_PORT is not set"),
+    ],
+)
+def test_what_torchrun_did_not_set_is_said(environ, told):
+    with pytest.raises(ConfigError, match=f"^trainer.distributed: {told}"):
+        distributed.start(True, environ)
+    assert distributed.world_size() == 1
+
+
+def test_a_gpu_that_is_not_there_is_refused_with_those_that_are(monkeypatch):
+    monkeypatch.setattr(distributed, "_ranks", distributed._Ranks(3, 4, None))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert distributed.local_device("cuda", {"LOCAL_RANK": "1"}) == "cuda:1"
+    assert distributed.local_device("cpu", {"LOCAL_RANK": "9"}) == "cpu"
+    with pytest.raises(ConfigError, match=r"LOCAL_RANK is 3, but this machine has cuda:0, cuda:1; start at most 2"):
+        distributed.local_device("auto", {"LOCAL_RANK": "3"})
+
+
+def run_config(folder: Path, **keys) -> Path:
+    """A small run of two iterations per checkpoint."""
+    sizes = {"trainer.num_envs": 4, "trainer.buffer_size": 16, "trainer.iterations": 6, "trainer.save_freq": 256}
+    sizes |= {"algorithm.cfg.batch_size": 32, "trainer.compile": "off", "trainer.distributed": True}
+    sizes |= {"trainer.eval_freq": 256, "trainer.num_eval_episodes": 2, "trainer.enable_eval": True}
+    cfg = ecrl.load_config(ROOT / "configs" / "cartpole_ppo.json", sizes | keys)
+    path = folder / "small.json"
+    path.write_text(json.dumps(cfg.model_dump(mode="json")))
+    return path
+
+
+def test_rank_0_alone_writes_and_a_run_resumes_bit_for_bit(tmp_path):
+    path = run_config(tmp_path)
+    train = ["-m", "ecrl", "train", str(path), "--run-dir"]
+    said = ended(launched(2, [*train, str(tmp_path / "whole")]))
+    assert "world size 2" in said[0] and said[1] == ""
+    found = sorted(p.name for p in (tmp_path / "whole" / "checkpoints").glob("step_*"))
+    assert "step_256" in found and "step_768" in found
+    rows = [json.loads(row) for row in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
+    steps = [row["sample_step"] for row in rows if row["log_type"] == "train"]
+    assert steps == [128 * (i + 1) for i in range(6)]
+    shutil.copytree(tmp_path / "whole", tmp_path / "half")
+    for later in ("step_512", "step_768"):
+        shutil.rmtree(tmp_path / "half" / "checkpoints" / later)
+    resume = ["-m", "ecrl", "train", "--resume", str(tmp_path / "half")]
+    ended(launched(2, resume))
+    for name in ("state.safetensors", "rank_1.safetensors"):
+        ends = [(tmp_path / run / "checkpoints" / "step_768" / name).read_bytes() for run in ("whole", "half")]
+        assert ends[0] == ends[1], name
+    one = launched(1, resume)
+    text = one[0].communicate(timeout=300)[0]
+    assert one[0].returncode == 2 and "was saved by 2 ranks, this run has 1" in text
+
+
+def test_the_page_on_several_processes_is_true():
+    import re
+
+    page = (ROOT / "docs" / "distributed.md").read_text()
+    names: dict = {}
+    exec(re.search(r"```python\n(.*?)```", page, re.DOTALL).group(1), names)  # text of this repository's own page
+    assert names["distributed"].world_size() == 1
+    said = launched(2, ["-m", "ecrl", *re.search(r"-m ecrl (check|train) (\S+)", page).groups(), "--help"])
+    assert all("--distributed" in process.communicate()[0] for process in said)

@@ -1,0 +1,55 @@
+"""The scripts beside this file: small ones in the ordinary suite, the full sizes under the marker `long`."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+def told(script: str, *args: object) -> str:
+    """What a script prints that ends well."""
+    done = subprocess.run([sys.executable, HERE / script, *map(str, args)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(100, marks=pytest.mark.long)])
+def test_killed_runs_go_on_bit_for_bit(count):
+    assert f"{count} of {count} resumed bit for bit" in told("kills.py", "--kills", count)
+
+
+@pytest.mark.parametrize("count", [1, pytest.param(20, marks=pytest.mark.long)])
+def test_a_signal_saves_and_the_run_goes_on_bit_for_bit(count):
+    lines = told("signals.py", "--signals", count).splitlines()
+    for line, status in zip(lines, (143, 130), strict=True):
+        assert f"{count} of {count} saved, exit status {status}, resumed" in line
+        assert float(line.split("longest ")[1].split(" s")[0]) < 10.0
+
+
+@pytest.mark.parametrize(("flips", "cuts"), [(20, 8), pytest.param(1000, 100, marks=pytest.mark.long)])
+def test_damage_is_caught_and_the_checkpoint_before_is_used(flips, cuts):
+    lines = told("flips.py", "--flips", flips, "--cuts", cuts).splitlines()
+    assert [line.split(" (")[0] for line in lines] == [f"flips: {flips} caught", f"truncations: {cuts} caught"]
+    assert all("manifest.json" in line and line.endswith(", 0 not.") for line in lines)
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        ("worker_dies",),
+        pytest.param(("disk_full_for_a_while", "disk_full_to_the_end", "disk_of_a_few_pages"), marks=pytest.mark.slow),
+        pytest.param(("worker_raises", "worker_killed", "worker_hangs"), marks=pytest.mark.slow),
+        pytest.param(("video",), marks=pytest.mark.slow),
+        pytest.param(("tracker_killed",), marks=pytest.mark.slow),
+    ],
+    ids=lambda faults: faults[0],
+)
+def test_each_fault_is_named_and_leaves_earlier_checkpoints(faults):
+    if "video" in faults:
+        pytest.importorskip("imageio_ffmpeg", reason="videos need the extra 'video'")
+    if "tracker_killed" in faults:
+        pytest.importorskip("wandb")
+    assert told("faults.py", "--only", *faults).count("\n- ") == len(faults) - 1

@@ -1,0 +1,304 @@
+"""The finite guard: what it finds, where, what is left of a run, and that a finite run never feels it."""
+
+import json
+import sys
+from contextlib import nullcontext
+from typing import Literal
+
+import gym_stand_ins
+import pytest
+import torch
+from pydantic import Field
+from test_loop import NET, same, small
+from test_loop import last_state as end_of
+
+from ecrl import __main__, rng
+from ecrl.algorithms import make_algorithm
+from ecrl.checkpoint import load
+from ecrl.config import Config
+from ecrl.envs.core import Env, state_of
+from ecrl.errors import NotFiniteError, UserError
+from ecrl.finite import flags
+from ecrl.loop import init_state, make_iteration, train_iter
+from ecrl.parts import make_parts
+from ecrl.registry import register_env
+from ecrl.replay import replay
+from ecrl.spaces import box
+from ecrl.strict import ConfigModel
+from ecrl.training import train
+
+assert gym_stand_ins  # registers them
+FORMS = ["off", pytest.param("on", marks=pytest.mark.slow)]
+ALGORITHMS = {
+    "ppo": {"n_epochs": 2, "batch_size": 10},
+    "grpo": {"n_epochs": 2, "batch_size": 10, "reset_every_rollout": False, "truncate_at_first_done": False},
+    "apg": {},
+}
+
+
+class FaultyConfig(ConfigModel):
+    """What goes wrong in the sixth step of env 2."""
+
+    fault: Literal["none", "observation", "reward"] = Field("none", description="what is not finite then")
+
+
+@register_env("faulty")
+def faulty(cfg: FaultyConfig) -> Env:
+    """x' = 0.9 x + a; reward = -x'^2; observed is x. Episodes do not end; env 2 fails in its step 5, counted from 0."""
+
+    def reset(keys):
+        index = torch.arange(keys.shape[-1]).expand(keys.shape).clone()
+        x = rng.uniform(keys, (1,))
+        return state_of(x, keys.shape, x=x.clone(), age=torch.zeros_like(keys), index=index)
+
+    def step(state, action, noise):
+        x = 0.9 * state["x"] + action
+        reward, now = -x.square()[..., 0], (state["age"] == 5) & (state["index"] == 2)
+        reward = torch.where(now, torch.nan, reward) if cfg.fault == "reward" else reward
+        obs = torch.where(now.unsqueeze(-1), torch.inf, x) if cfg.fault == "observation" else x.clone()
+        return state.copy().update({"x": x, "obs": obs, "reward": reward, "age": state["age"] + 1})
+
+    return Env(reset, step, box(-9.0, 9.0, 1), box(-9.0, 9.0, 1), lockstep=True)
+
+
+def run(algorithm: str, fault: str = "none", form: str = "off", **changes) -> Config:
+    policy = {"name": "actor_critic", "actor": NET, "critic": NET} if algorithm == "ppo" else {"name": "actor_only"}
+    base = {
+        "env": {"name": "faulty", "cfg": {"fault": fault}},
+        "policy": policy | {"actor": NET},
+        "algorithm": {"name": algorithm, "cfg": ALGORITHMS[algorithm]},
+        "trainer.buffer_size": 4,
+        "trainer.compile": form,
+    }
+    return small(**base).replace(**changes)
+
+
+def train_states(cfg: Config, state=None) -> list:
+    records = train_iter(init_state(cfg) if state is None else state, cfg)
+    return [record["state"] for record in records if record["log_type"] == "train"]
+
+
+def met(cfg: Config, state=None) -> tuple[NotFiniteError, list]:
+    """The error, and the states before it."""
+    states = []
+    with pytest.raises(NotFiniteError) as error:
+        for record in train_iter(init_state(cfg) if state is None else state, cfg):
+            states.append(record["state"])
+    return error.value, states
+
+
+def spoilt(cfg: Config, *path: str, value: float = torch.nan):
+    """The state after an iteration, with the first number of a field set."""
+    state = train_states(cfg.replace(**{"trainer.iterations": 1, "trainer.finite_guard": "off"}))[0].clone()
+    leaf = state[path].clone()
+    leaf.reshape(-1)[0] = value
+    state[path] = leaf
+    return state
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_what_the_environment_gives_is_found_in_its_iteration(algorithm, form):
+    cfg = run(algorithm, "reward", form)
+    error, states = met(cfg)
+    found = error.report["found"]
+    assert (found["what"], found["key"], found["place"]) == ("reward", "reward", {"env": 2, "step": 1, "env_step": 5})
+    assert error.report["met"][0] == "reward" and error.report["sample_step"] == 16 and len(states) == 2
+    _, batch = make_algorithm(cfg.algorithm).collect(make_parts(cfg), states[-1])
+    assert found["before"] == pytest.approx(float(batch["reward"][2, 0]), rel=1e-5)
+    where = "first reward = nan in env 2, step 1 of the rollout, step 5 of that env"
+    assert f"{where}, last finite value {found['before']:.6g}; mend the environment" in str(error)
+    error, states = met(run(algorithm, "observation", form))
+    found = error.report["found"]
+    assert (found["key"], found["place"]) == ("obs", {"env": 2, "step": 2, "env_step": 6})
+    assert found["value"] == [torch.inf] and found["before"] == pytest.approx(batch["obs"][2, 1].tolist(), rel=1e-5)
+    assert error.report["met"][0] == "observation" and same(error.state, states[-1])
+
+
+def test_the_last_value_before_the_first_step_of_a_rollout_is_of_the_state():
+    cfg = run("ppo", "reward", **{"trainer.buffer_size": 5})
+    error, states = met(cfg)
+    assert error.report["found"]["place"] == {"env": 2, "step": 0, "env_step": 5}
+    assert error.report["found"]["before"] == float(states[-1]["env", "reward"][2])
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_what_the_policy_gives_is_found(algorithm, form):
+    cfg = run(algorithm, form=form)
+    error, states = met(cfg, spoilt(cfg, "params", "actor", "2.bias"))
+    assert {"action", "parameters"} <= set(error.report["met"])
+    assert error.report["found"]["key"] == "action" and states == []
+    assert error.report["found"]["place"] == {"env": 0, "step": 0, "env_step": 4}
+    assert "action = [nan] in env 0, step 0 of the rollout" in str(error)
+    assert error.state["params", "actor", "2.bias"].isnan().any() and int(error.state["sample_step"]) == 16
+
+
+LOSS = ["loss", "gradient", "parameters"]
+CASES = {
+    "ppo-loss": ("ppo", ("hyper", "ent_coef"), torch.nan, LOSS, "loss"),
+    "ppo-gradient": ("ppo", ("hyper", "ent_coef"), 3e37, ["gradient"], "grad_norm"),
+    "ppo-parameters": ("ppo", ("hyper", "learning_rate"), torch.inf, ["parameters"], "params.actor"),
+    "grpo-loss": ("grpo", ("hyper", "ent_coef"), torch.nan, LOSS, "loss"),
+    "grpo-gradient": ("grpo", ("hyper", "ent_coef"), 3e37, ["gradient"], "grad_norm"),
+    "grpo-reference": ("grpo", ("ref_params", "actor", "2.bias"), torch.nan, LOSS, "kl_ref"),
+    "apg-loss": ("apg", ("hyper", "ent_coef"), torch.nan, LOSS, "gradient.log_std"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:the state's hyperparameters are used")
+@pytest.mark.parametrize("case", CASES)
+def test_what_learning_gives_is_found(case):
+    algorithm, path, value, what, key = CASES[case]
+    steps = {} if algorithm == "apg" else {"algorithm.cfg.n_epochs": 1, "algorithm.cfg.batch_size": 16}
+    cfg = run(algorithm, **steps)
+    error, _ = met(cfg, spoilt(cfg, *path, value=value))
+    found = error.report["found"]
+    assert error.report["met"] == what and found["key"] == key
+    assert found["place"] == ({"step": 3} if algorithm == "apg" else {"epoch": 0, "minibatch": 0})
+    assert f"first {key} = " in str(error) and "lower the learning rate" in str(error)
+
+
+def test_a_loss_is_found_by_epoch_and_minibatch_with_the_value_before():
+    cfg = run("ppo", **{"algorithm.cfg.learning_rate": 1e30, "algorithm.cfg.n_epochs": 3})
+    error, _ = met(cfg)
+    found = error.report["found"]
+    assert found["place"]["epoch"] == 0 and found["place"]["minibatch"] == 1 and found["what"] == "loss"
+    assert torch.isfinite(torch.tensor(found["before"])) and "in epoch 0, minibatch 1, last finite value" in str(error)
+
+
+def test_masked_steps_and_what_is_not_used_do_not_count():
+    """GRPO learns from the first episode of a rollout only; what comes behind it may be anything."""
+    cfg = run("grpo", "observation", **{"trainer.buffer_size": 8, "trainer.iterations": 1})
+    error, _ = met(cfg)
+    assert error.report["found"]["place"] == {"env": 2, "step": 6, "env_step": 6}
+    parts, state = make_parts(cfg), init_state(cfg)
+    state, batch = make_algorithm(cfg.algorithm).collect(parts, state)
+    batch["mask"] = torch.arange(9).expand(4, 9) < 6
+    logs = {"loss": torch.tensor(0.0)}
+    assert not flags(batch, logs, state["params"]).any()
+    batch["mask"] = torch.arange(9).expand(4, 9) < 7
+    assert flags(batch, logs, state["params"])[0].tolist() == [True] + 5 * [False]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_finite_run_is_the_same_to_the_bit_whatever_the_guard(algorithm, form):
+    ends = [end_of(run(algorithm, form=form, **{"trainer.finite_guard": guard})) for guard in ("stop", "skip", "off")]
+    assert same(ends[0], ends[2]) and same(ends[1], ends[2])
+
+
+def test_off_looks_at_nothing():
+    cfg = run("ppo", "reward", **{"trainer.finite_guard": "off"})
+    assert not all(x.isfinite().all() for x in train_states(cfg)[-1]["params"].values(True, True))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("fault", ["reward", "observation"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_skip_leaves_the_update_out_and_goes_on_as_without_it(algorithm, fault, form):
+    more = {"policy.normalize_obs": True} | ({"algorithm.cfg.normalize_reward": True} if algorithm == "ppo" else {})
+    cfg = run(algorithm, fault, form, **more, **{"trainer.finite_guard": "skip", "trainer.iterations": 5})
+    with pytest.warns(UserWarning, match="^after 16 env steps: NaN or infinity in .*said once$") as said:
+        records = list(train_iter(init_state(cfg), cfg))
+    states = [r["state"] for r in records if r["log_type"] == "train"]
+    counted = [float(r["logs"]["skipped_updates"]) for r in records if r["log_type"] == "train"]
+    assert len(said) == 1 and counted == [0.0, 1.0, 0.0, 0.0, 0.0]
+    assert [int(s["update_step"]) for s in states] == [1, 1, 2, 3, 4]
+    kept = ("params", "opt", "norm", "hyper", "update_step")
+    assert same(states[0].select(*kept), states[1].select(*kept))
+    fields = [x for x in states[-1].values(True, True) if x.is_floating_point()]
+    assert all(x.isfinite().all() for x in fields) and not same(states[1]["params"], states[2]["params"])
+    off = cfg.replace(**{"trainer.finite_guard": "off"})
+    world = train_states(off, states[0])[0]  # the same iteration, learnt from
+    assert same(world["env"], states[1]["env"])
+    without = states[1].copy().update({"env": world["env"]})
+    assert same(train_states(off, without)[0], states[2])
+
+
+def test_an_iteration_of_its_own_leaves_updates_out_and_never_stops():
+    cfg = run("ppo", "reward", **{"trainer.finite_guard": "skip"})
+    iteration, state = make_iteration(cfg), init_state(cfg)
+    first, _ = iteration(state)
+    second, logs = iteration(first)
+    assert float(logs["train"]["skipped_updates"]) == 1.0 and same(first["params"], second["params"])
+    _, logs = torch.vmap(iteration)(torch.stack([first.clone(), first.clone()]))
+    assert logs["train"]["skipped_updates"].tolist() == [1.0, 1.0]
+    stops = make_iteration(cfg.replace(**{"trainer.finite_guard": "stop"}))
+    assert stops(first)[1]["train"]["value_loss"].isnan()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("fault", ["reward", "gradient"])
+def test_the_crash_folder_repeats_the_iteration(fault, form, tmp_path, monkeypatch, capsys):
+    cfg, folder = run("ppo", fault if fault == "reward" else "none", form), tmp_path / "run"
+    state = init_state(cfg)
+    if fault == "gradient":
+        state = train_states(cfg.replace(**{"trainer.iterations": 1}))[0].clone()
+        state["hyper", "ent_coef"] = torch.tensor(3e37)
+    else:
+        before = train_states(cfg.replace(**{"trainer.iterations": 1}))[0]
+    said = pytest.warns(UserWarning) if fault == "gradient" else nullcontext()
+    with said, pytest.raises(NotFiniteError, match=rf"; repeat it with: ecrl replay {folder}/crash$") as error:
+        train(state, cfg, folder, progress=False)
+    report = json.loads((folder / "crash" / "report.json").read_text())
+    assert report["met"] == error.value.report["met"] and report["form"] == ("eager" if form == "off" else "compiled")
+    if fault == "reward":
+        assert same(load(folder / "crash")[0], before) and same(load(folder / "checkpoints" / "step_16")[0], before)
+    monkeypatch.setattr(sys, "argv", ["ecrl", "replay", str(folder / "crash")])
+    with pytest.warns(UserWarning) if fault == "gradient" else nullcontext():
+        __main__.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2] == f"{report['form']}: NaN or infinity in {', '.join(report['met'])} again"
+    assert lines[-1] == f"eager, step by step: {error.value.args[0].partition('; repeat it')[0]}"
+
+
+def test_a_folder_that_is_no_crash_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"no report.json: expected the crash folder of a run, such as RUN/crash"):
+        list(replay(tmp_path))
+
+
+COUNT = r"env \d \(gymnasium:Count-v0\)"
+GYM = {  # fault of Count: field, what it is, and what is said
+    "nan": (
+        "obs",
+        "observation",
+        rf"{COUNT} observed NaN or infinity, .*in step 3; last finite value",
+    ),
+    "reward": ("reward", "reward", rf"{COUNT} paid NaN or infinity, in step 3; last finite value"),
+}
+
+
+@pytest.mark.parametrize("guard", ["stop", "skip"])
+@pytest.mark.parametrize("fault", GYM)
+def test_gymnasium_stops_at_the_step_itself_and_says_what_cannot_be_repeated(fault, guard, tmp_path):
+    field, kind, told = GYM[fault]
+    env = {"name": "gymnasium", "cfg": {"id": "Count-v0", "kwargs": {"fault": fault, "shared": False}}}
+    cfg = run("ppo", **{"env": env, "trainer.finite_guard": guard, "trainer.buffer_size": 2})
+    cfg = cfg.replace(**{"algorithm.cfg.batch_size": 8})
+    with pytest.raises(NotFiniteError, match=told) as error:
+        train(init_state(cfg), cfg, tmp_path / "run", progress=False)
+    found = error.value.report["found"]
+    assert (found["key"], error.value.report["met"], found["place"]["env_step"]) == (field, [kind], 2)
+    state = load(tmp_path / "run" / "checkpoints" / "step_8")[0]
+    assert found["before"] == state["env", field][found["place"]["env"]].flatten().tolist()
+    *_, last = replay(tmp_path / "run" / "crash")
+    assert last == "environments of gymnasium live outside of the state: their steps cannot be repeated"
+
+
+@pytest.mark.parametrize("what", ["action", "log_prob", "loss"])
+def test_on_gymnasium_what_policy_and_learning_give_is_found_in_the_batch_itself(what):
+    name = "Pendulum-v1" if what == "action" else "Count-v0"
+    cfg = run("ppo", **{"env": f"gymnasium:{name}"})
+    state = init_state(cfg).clone()
+    path = ("hyper", "ent_coef") if what == "loss" else ("params", "actor", "2.bias")
+    state[path] = torch.full_like(state[path], torch.nan)
+    with pytest.warns(UserWarning) if what == "loss" else nullcontext():
+        error, _ = met(cfg, state)
+    found = error.report["found"]
+    expected = {
+        "action": ("action", {"env": 0, "env_step": 0}),
+        "log_prob": ("sample_log_prob", {"env": 0, "step": 0, "env_step": 0}),
+        "loss": ("loss", {"epoch": 0, "minibatch": 0}),
+    }
+    assert (found["key"], found["place"]) == expected[what] and int(error.state["sample_step"]) == 0

@@ -1,0 +1,260 @@
+"""Saving during a run: when, what is kept, off the training path, and what a failure does."""
+
+import threading
+import time
+
+import pytest
+import torch
+from test_loop import same, small
+
+from ecrl import saving
+from ecrl.checkpoint import latest, load, read_manifest
+from ecrl.errors import CheckpointError, UserError
+from ecrl.loop import init_state, train_iter
+from ecrl.saving import with_best_checkpoint, with_checkpoints
+
+
+def steps_of(run_dir):
+    return sorted(int(p.name.removeprefix("step_")) for p in (run_dir / "checkpoints").iterdir())
+
+
+def test_save_freq_fires_on_crossing_and_a_final_one_is_always_written(tmp_path):
+    # 32 steps per iteration, 128 in all; 70 is crossed at 96, and 128 is the end
+    for freq, expected in ((70, [96, 128]), (32, [32, 64, 96, 128]), (10**6, [128])):
+        cfg = small(**{"trainer.save_freq": freq})
+        list(with_checkpoints(train_iter(init_state(cfg), cfg), cfg, tmp_path / str(freq)))
+        assert steps_of(tmp_path / str(freq)) == expected
+
+
+def test_stopping_early_or_failing_saves_what_there_is(tmp_path):
+    cfg = small()
+    for record in with_checkpoints(train_iter(init_state(cfg), cfg), cfg, tmp_path / "stopped"):
+        if record["sample_step"] == 64 and record["log_type"] == "train":
+            break
+    assert steps_of(tmp_path / "stopped") == [64]
+
+    def failing():
+        for i, record in enumerate(train_iter(init_state(cfg), cfg)):
+            if i == 4:
+                raise KeyboardInterrupt
+            yield record
+
+    with pytest.raises(KeyboardInterrupt):
+        list(with_checkpoints(failing(), cfg, tmp_path / "failed"))
+    assert steps_of(tmp_path / "failed") == [64]
+
+
+def _evaluated(values, name="eval/avg_reward"):
+    """Records as evaluation gives them, one iteration each."""
+    cfg = small()
+    states = [r["state"] for r in train_iter(init_state(cfg), cfg) if r["log_type"] == "train"]
+    for state, value in zip(states, values, strict=False):
+        logs = {name: torch.tensor(value)}
+        yield {"log_type": "evaluate", "sample_step": int(state["sample_step"]), "logs": logs, "state": state}
+
+
+@pytest.mark.parametrize(("mode", "values", "step"), [("max", [1.0, 3.0, 2.0], 64), ("min", [3.0, 1.0, 2.0], 64)])
+def test_best_keeps_the_best_evaluation(tmp_path, mode, values, step):
+    cfg = small(**{"trainer.best_eval_mode": mode})
+    assert len(list(with_best_checkpoint(_evaluated(values), cfg, tmp_path))) == 3
+    best = tmp_path / "checkpoints" / "best"
+    assert int(load(best)[0]["sample_step"]) == step
+    assert read_manifest(best)["logs"] == {"eval/avg_reward": values[1]}
+    assert latest_is_absent(tmp_path), "best is not taken for the newest"
+
+
+def latest_is_absent(run) -> bool:
+    with pytest.raises(CheckpointError):
+        latest(run)
+    return True
+
+
+def test_best_goes_on_from_what_an_earlier_process_found(tmp_path):
+    cfg = small()
+    for values in ([5.0], [4.0, float("nan")], [6.0]):
+        list(with_best_checkpoint(_evaluated(values), cfg, tmp_path))
+        best = read_manifest(tmp_path / "checkpoints" / "best")["logs"]["eval/avg_reward"]
+        assert best == max(5.0, values[0])
+
+
+def test_an_evaluation_that_does_not_tell_the_metric_is_not_the_best(tmp_path):
+    cfg = small(**{"trainer.best_eval_metric": "eval/success_rate"})
+    assert len(list(with_best_checkpoint(_evaluated([1.0]), cfg, tmp_path))) == 1
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def trained(cfg, run_dir):
+    return with_checkpoints(train_iter(init_state(cfg), cfg), cfg, run_dir)
+
+
+@pytest.mark.parametrize(("keep", "expected"), [(1, [128]), (3, [64, 96, 128]), (9, [32, 64, 96, 128])])
+def test_the_newest_are_kept(tmp_path, keep, expected):
+    cfg = small(**{"trainer.save_freq": 32, "trainer.keep_checkpoints": keep})
+    list(trained(cfg, tmp_path))
+    assert steps_of(tmp_path) == expected
+
+
+def test_older_ones_are_removed_only_after_the_new_one_is_safe(tmp_path, monkeypatch):
+    cfg = small(**{"trainer.save_freq": 32, "trainer.keep_checkpoints": 1})
+    write, seen = saving.write, []
+
+    def written(path, saved):
+        seen.append(steps_of(tmp_path) if seen else [])
+        if len(seen) == 3:
+            raise CheckpointError(f"{path}: full")
+        write(path, saved)
+
+    monkeypatch.setattr(saving, "write", written)
+    with pytest.warns(UserWarning) as said:
+        list(trained(cfg, tmp_path))
+    assert "step_96: full; the run goes on and tries again" in str(said[0].message)
+    assert seen == [[], [32], [64], [64]]
+    assert steps_of(tmp_path) == [128]
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """Writes wait for `gate.set()`; `gate.begun` are their paths."""
+    gate, write = threading.Event(), saving.write
+    gate.begun = []
+
+    def slow(path, saved):
+        gate.begun.append(path.name)
+        assert gate.wait(20.0)
+        write(path, saved)
+
+    monkeypatch.setattr(saving, "write", slow)
+    yield gate
+    gate.set()
+
+
+def test_training_does_not_wait_for_a_write_but_for_the_one_before(tmp_path, gate):
+    cfg = small(**{"trainer.save_freq": 64, "trainer.iterations": 6})
+    records = trained(cfg, tmp_path)
+    while True:
+        record = next(records)
+        if record["sample_step"] == 96 and record["log_type"] == "train":
+            break
+    assert gate.begun == ["step_64"] and not (tmp_path / "checkpoints").exists()  # went on to 96 meanwhile
+    before = time.monotonic()
+    threading.Timer(0.3, gate.set).start()
+    rest = [record["sample_step"] for record in records]  # 128 waits for 64
+    assert rest == [128, 128, 160, 160, 192, 192] and time.monotonic() - before > 0.25
+    assert gate.begun == ["step_64", "step_128", "step_192"]
+
+
+def test_what_is_written_later_is_the_state_of_its_step(tmp_path, gate):
+    cfg = small(**{"trainer.save_freq": 96})
+    states = {}
+    for record in trained(cfg, tmp_path):
+        states[record["sample_step"]] = record["state"].clone()
+        if record["sample_step"] == 128:
+            gate.set()
+    assert steps_of(tmp_path) == [96, 128]
+    assert all(same(load(tmp_path / "checkpoints" / f"step_{s}")[0], states[s]) for s in (96, 128))
+
+
+def failing(monkeypatch, *which):
+    """The writes of these numbers, from 1, find a full disk."""
+    write, count = saving.write, []
+
+    def full(path, saved):
+        count.append(path.name)
+        if len(count) in which:
+            raise CheckpointError(f"{path}: cannot be written: disk full")
+        write(path, saved)
+
+    monkeypatch.setattr(saving, "write", full)
+
+
+def test_a_failure_is_said_once_and_tried_again_at_the_next_save(tmp_path, monkeypatch):
+    cfg = small(**{"trainer.save_freq": 32})
+    failing(monkeypatch, 2, 3)
+    with pytest.warns(UserWarning) as said:
+        list(trained(cfg, tmp_path))
+    told = [str(w.message) for w in said]
+    assert "step_64: cannot be written: disk full; the run goes on" in told[0]
+    assert told[1:] == ["checkpoints: works again, after 2 failures"]
+    assert steps_of(tmp_path) == [32, 128]
+
+
+def closing(monkeypatch, *which):
+    """Records whose checkpoints find a full disk at these writes, and a list that tells when they are closed."""
+    failing(monkeypatch, *which)
+    closed = []
+
+    def source(cfg):
+        try:
+            yield from train_iter(init_state(cfg), cfg)
+        finally:
+            closed.append(True)
+
+    return source(small()), closed
+
+
+def test_the_last_failure_is_the_runs_when_all_is_closed(tmp_path, monkeypatch):
+    source, closed = closing(monkeypatch, 1)
+    seen = []
+    with pytest.raises(CheckpointError, match="step_128: cannot be written: disk full"):
+        for record in with_checkpoints(source, small(), tmp_path):
+            seen.append(record)
+    assert closed and len(seen) == 8
+
+
+def test_stopping_early_is_an_error_too_if_it_cannot_be_saved(tmp_path, monkeypatch):
+    source, closed = closing(monkeypatch, 1)
+    records = with_checkpoints(source, small(), tmp_path)
+    for _ in range(2):
+        next(records)
+    with pytest.raises(CheckpointError, match="step_32: cannot be written"):
+        records.close()
+    assert closed
+
+
+def test_an_error_of_the_run_is_not_hidden_by_one_of_the_disk(tmp_path, monkeypatch):
+    cfg = small()
+    failing(monkeypatch, 1)
+
+    def source():
+        for i, record in enumerate(train_iter(init_state(cfg), cfg)):
+            if i == 4:
+                raise UserError("the environment broke")
+            yield record
+
+    with pytest.raises(UserError, match="the environment broke"), pytest.warns(UserWarning, match="step_64: cannot"):
+        list(with_checkpoints(source(), cfg, tmp_path))
+
+
+def test_a_best_that_could_not_be_written_is_tried_again_though_it_stays_the_best(tmp_path, monkeypatch):
+    failing(monkeypatch, 1)
+    with pytest.warns(UserWarning) as said:
+        for _ in with_best_checkpoint(_evaluated([3.0, 1.0, 2.0]), small(), tmp_path):
+            time.sleep(0.1)
+    told = [str(warning.message) for warning in said]
+    assert len(told) == 2 and "best: cannot be written" in told[0] and "works again, after 1 failure" in told[1]
+    assert read_manifest(tmp_path / "checkpoints" / "best")["logs"] == {"eval/avg_reward": 3.0}
+    assert int(load(tmp_path / "checkpoints" / "best")[0]["sample_step"]) == 32
+
+
+def test_a_damaged_best_is_told_and_sought_anew(tmp_path):
+    list(with_best_checkpoint(_evaluated([5.0]), small(), tmp_path))
+    state = tmp_path / "checkpoints" / "best" / "state.safetensors"
+    state.write_bytes(state.read_bytes()[:-1])
+    with pytest.warns(UserWarning, match=r"best/state.safetensors: damaged.*; the best is sought anew"):
+        list(with_best_checkpoint(_evaluated([4.0]), small(), tmp_path))
+    assert read_manifest(tmp_path / "checkpoints" / "best")["logs"] == {"eval/avg_reward": 4.0}
+
+
+def test_files_of_other_ranks_are_saved_too(tmp_path):
+    cfg = small()
+    files = {"rank_1.safetensors": b"more"}
+    list(with_checkpoints(({**r, "files": files} for r in train_iter(init_state(cfg), cfg)), cfg, tmp_path))
+    assert (latest(tmp_path) / "rank_1.safetensors").read_bytes() == b"more"
+
+
+def test_what_a_killed_writer_left_is_removed(tmp_path):
+    folder = tmp_path / "checkpoints"
+    for name in (".step_32.new.77", ".step_16.gone"):
+        (folder / name).mkdir(parents=True)
+    list(trained(small(), tmp_path))
+    assert [p.name for p in folder.iterdir()] == ["step_128"]

@@ -1,0 +1,86 @@
+"""Signals: the first lets an iteration end, for a while; the second does not; the save at the end is not given up."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from ecrl import stopping
+from ecrl.stopping import asked, in_loop, listen, shielded
+
+NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
+
+
+@pytest.fixture(autouse=True)
+def listening(monkeypatch):
+    before = [signal.getsignal(number) for number in NUMBERS]
+    monkeypatch.setattr(stopping, "GRACE", 0.2)
+    listen()
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0.0)
+    stopping._asked.clear()
+    for number, handler in zip(NUMBERS, before, strict=True):
+        signal.signal(number, handler)
+
+
+def send(number=signal.SIGTERM):
+    os.kill(os.getpid(), number)
+    time.sleep(0.01)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_only_asks(number):
+    assert asked() is None
+    with in_loop():
+        send(number)
+        assert asked() == number
+    time.sleep(0.3)  # nothing comes afterwards
+
+
+def test_an_iteration_that_takes_too_long_is_given_up():
+    before = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), in_loop():
+        send()
+        time.sleep(5.0)
+    assert 0.15 < time.monotonic() - before < 2.0
+
+
+def test_a_save_is_not_given_up_but_by_a_second_signal():
+    with in_loop(), shielded():
+        send()
+        time.sleep(0.4)
+    listen()
+    with pytest.raises(KeyboardInterrupt), in_loop(), shielded():
+        send()
+        send(signal.SIGINT)
+        time.sleep(5.0)
+    assert asked() == signal.SIGTERM
+
+
+def test_outside_of_a_loop_it_is_an_interrupt_at_once():
+    with pytest.raises(KeyboardInterrupt):
+        send()
+    assert asked() == signal.SIGTERM
+
+
+THIRD = """
+import os, signal, time
+from ecrl.stopping import in_loop, listen
+listen()
+with in_loop():
+    for number in (2, 15, 15):
+        try:
+            os.kill(os.getpid(), number)
+            time.sleep(0.1)
+        except KeyboardInterrupt:
+            print("interrupted", flush=True)
+print("not reached")
+"""
+
+
+def test_the_third_ends_the_process():
+    done = subprocess.run([sys.executable, "-c", THIRD], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (-signal.SIGTERM, "interrupted\n")
