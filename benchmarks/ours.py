@@ -1,12 +1,17 @@
-"""ecrl as a contestant: PPO on CartPole, whole iterations of `train_iter`, as users run it."""
+"""ecrl as a contestant: whole iterations of `train_iter`, as users run it."""
 
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from tensordict import TensorDict
+
+from benchmarks.learning import Report, Row, followed
 from benchmarks.pairs import ROOT
 from benchmarks.peers import SOLVED, STEPS, as_work
-from ecrl import Config, init_state, load_config, train_iter
+from benchmarks.tasks import task_of
+from ecrl import Config, evaluate, init_state, load_config, train_iter
+from ecrl.config import total_steps
 from ecrl.parts import form_of
 
 CONFIG = ROOT / "configs" / "cartpole_ppo.json"
@@ -44,3 +49,23 @@ def solve(seed: int, started: float, compile: str) -> dict[str, Any]:
         if solved is None and average >= SOLVED:
             solved, steps = time.time() - started, (number + 1) * cfg.trainer.num_envs * STEPS
     return {"solved_s": solved, "steps": steps, "budget_s": time.time() - started, "form": form_of(cfg).name}
+
+
+def learn(config: str, seed: int, started: float | None = None) -> Row:
+    """What a config learns in its whole budget."""
+    task = task_of(config)
+    cfg = load_config(config).replace(**{"trainer.seed": seed, "trainer.num_eval_envs": 50})
+    names = {"eval/avg_reward": "return", "eval/success_rate": "success", "eval/avg_length": "length"}
+
+    def train(report: Report) -> None:
+        for record in train_iter(init_state(cfg), cfg):
+            state = record["state"]
+
+            def scores(episodes: int, state: TensorDict = state) -> Row:
+                logs = evaluate(state, cfg, episodes, task.env)
+                return {short: logs[name] for name, short in names.items() if name in logs}
+
+            if record["log_type"] == "train":
+                report(record["sample_step"], scores)
+
+    return followed(train, task, total_steps(cfg, 1), started)

@@ -1,6 +1,5 @@
 """The command line: `ecrl train CONFIG`, `ecrl eval RUN`, ... Torch is imported only by the command that needs it."""
 
-import json
 import re
 import signal
 import sys
@@ -11,14 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from ecrl.errors import UserError
+from ecrl.commands import Overrides, bench, check, check_env, plot, schema
+from ecrl.errors import UserError, enough_memory
 from ecrl.garbage import uncollected
 from ecrl.stopping import asked, listen
 
 if TYPE_CHECKING:
     from ecrl.config import Config
-
-Overrides = Annotated[tuple[str, ...], tyro.conf.Suppress]
 
 
 def train(
@@ -56,17 +54,10 @@ def train(
         raise UserError("--force is for --resume; leave it out")
     with uncollected():
         from ecrl.sources import parse_overrides
-        from ecrl.training import train_from_config
+        from ecrl.training import run_config
 
-    train_from_config(
-        path,
-        distributed or (False if no_distributed else None),
-        run_dir,
-        overrides=parse_overrides(overrides),
-        resume_from=resume,
-        force=force,
-        profile=profile,
-    )
+    joins = distributed or (False if no_distributed else None)
+    run_config(path, joins, run_dir, parse_overrides(overrides), resume, force, profile)
     if asked():
         sys.exit(_stopped())
 
@@ -77,35 +68,6 @@ def _one_config(path: str | None, config: str | None, needed: bool = True) -> st
     if needed and path is None and config is None:
         raise UserError("ecrl train needs one config file, such as: ecrl train configs/cartpole_ppo.json")
     return path or config
-
-
-def check(path: Annotated[str, tyro.conf.Positional], /, *, overrides: Overrides = ()) -> None:
-    """Check a config file without running it: every fault at once, one line each; else what it would run.
-
-    Args:
-        path: config file.
-    """
-    from ecrl.config import load_config
-    from ecrl.distributed import world_size
-    from ecrl.evaluation import check_evaluation
-    from ecrl.loop import check_config
-    from ecrl.recording import check_cameras
-    from ecrl.sources import parse_overrides
-
-    cfg = load_config(path, parse_overrides(overrides))
-    lines = check_config(cfg, world_size())
-    if cfg.trainer.enable_eval:
-        check_evaluation(cfg)
-    check_cameras(cfg)
-    print("\n".join(lines))
-    print(f"{path}: ok")
-
-
-def schema() -> None:
-    """Print the JSON schema of config files, with every registered part."""
-    from ecrl.schema import json_schema
-
-    print(json.dumps(json_schema(), indent=2))
 
 
 def export(run: Annotated[str, tyro.conf.Positional], /, out: str | None = None) -> None:
@@ -124,28 +86,6 @@ def export(run: Annotated[str, tyro.conf.Positional], /, out: str | None = None)
     state, cfg = load(path, "cpu")
     for file in write(state, cfg, Path(out) if out else Path(run) / "export"):
         print(file)
-
-
-def bench(quick: bool = False, only: tuple[str, ...] = (), out: str | None = None) -> None:
-    """Measure ecrl side by side with other libraries; from a checkout of the source, with the extra `bench`.
-
-    Args:
-        quick: fewer and shorter rounds, and of the subjects the first three only.
-        only: subjects, such as end_to_end; all if none is given.
-        out: folder for the JSON files and plots; benchmarks/results if absent.
-    """
-    from pathlib import Path
-
-    root = Path(__file__).resolve().parents[1]
-    if not (root / "benchmarks" / "__main__.py").exists():
-        raise UserError(
-            f"ecrl bench: no benchmarks beside {Path(__file__).parent}; run it from a checkout of the source"
-        )
-    sys.path.insert(0, str(root))
-    from benchmarks.__main__ import run
-
-    if not run(quick, only, Path(out) if out else root / "benchmarks" / "results"):
-        sys.exit(1)
 
 
 def evaluate(
@@ -227,16 +167,20 @@ def record(
     print(f"{path}: {frames} frames of {num_envs} environments")
 
 
-def replay(crash: Annotated[str, tyro.conf.Positional], /) -> None:
+def replay(crash: Annotated[str, tyro.conf.Positional], /, distributed: bool = False) -> None:
     """Repeat the iteration that was not finite: in the form of its run first, then eagerly step by step to find where.
 
     Args:
         crash: crash folder of a run, RUN/crash.
+        distributed: join the processes that torchrun started, as many as had trained.
     """
+    from ecrl.distributed import rank, start, stop, world_size
     from ecrl.replay import replay as repeated
 
+    start(distributed)
     for line in repeated(crash):
-        print(line)
+        print(f"rank {rank()}: {line}" if world_size() > 1 else line, flush=True)
+    stop()
 
 
 def _stopped() -> int:
@@ -258,26 +202,46 @@ def _split(args: list[str]) -> tuple[list[str], tuple[str, ...]]:
     return own, tuple(keys)
 
 
+def _importing(args: list[str]) -> list[str]:
+    """Arguments without `--import MODULE`, anywhere and any number of times; the modules register parts of a user's."""
+    rest = []
+    while args:
+        arg, *args = args
+        name, equals, module = arg.partition("=")
+        if name != "--import":
+            rest.append(arg)
+            continue
+        module, args = (module, args) if equals else ("".join(args[:1]), args[1:])
+        from ecrl.registry import import_own
+
+        sys.path[:0] = [] if "" in sys.path else [""]  # the working directory, as for `python -m`
+        import_own(module)
+    return rest
+
+
 def _one_line(message: Warning | str, *place: object) -> str:
     return f"warning: {message}\n"
+
+
+_WITH_KEYS: dict[str, Callable] = {"train": train, "check": check, "check-env": check_env, "eval": evaluate}
+_OTHERS = {"record": record, "replay": replay, "plot": plot, "bench": bench, "export": export, "schema": schema}
 
 
 def main() -> None:
     """Run the command; a fault the user can mend is one line each on stderr and exit status 2."""
     warnings.formatwarning = _one_line
-    args, keys = _split(sys.argv[1:])
-    commands: dict[str, Callable] = {"train": train, "check": check, "eval": evaluate}
-    commands = {name: partial(command, overrides=keys) for name, command in commands.items()}
     try:
-        if keys and (not args or args[0] not in commands):
-            raise UserError(f"{keys[0]}: keys of the config can be set for: {', '.join(commands)}")
-        tyro.extras.subcommand_cli_from_dict(
-            {**commands, "record": record, "replay": replay, "bench": bench, "export": export, "schema": schema},
-            prog="ecrl",
-            description="Train and evaluate policies.",
-            args=args,
-            config=(tyro.conf.FlagCreatePairsOff,),
-        )
+        args, keys = _split(_importing(sys.argv[1:]))
+        if keys and (not args or args[0] not in _WITH_KEYS):
+            raise UserError(f"{keys[0]}: keys of the config can be set for: {', '.join(_WITH_KEYS)}")
+        with enough_memory("ecrl", "lower trainer.num_envs or trainer.buffer_size, or make the networks smaller"):
+            tyro.extras.subcommand_cli_from_dict(
+                {name: partial(command, overrides=keys) for name, command in _WITH_KEYS.items()} | _OTHERS,
+                prog="ecrl",
+                description="Train and evaluate policies. --import MODULE, with any command, imports parts of your own.",
+                args=args,
+                config=(tyro.conf.FlagCreatePairsOff,),
+            )
     except UserError as error:
         print(error, file=sys.stderr)
         sys.exit(2)

@@ -1,7 +1,8 @@
-"""Contestants for the tests of `benchmarks`: no libraries, known speeds."""
+"""Contestants and learners for the tests of `benchmarks`: no libraries, known speeds and scores."""
 
 import os
 import time
+from pathlib import Path
 
 
 def sleeper(seconds, count=10):
@@ -53,3 +54,28 @@ def places(threads=3):
 def environment(names):
     """Counts those variables that are set to 1."""
     return lambda: sum(os.environ.get(name) == "1" for name in names)
+
+
+def learns(config, seed, started, train_s=1.0):
+    """Learns seed + 490 in two evaluations; leaves a mark for every time it is called beside the config."""
+    with Path(config).with_suffix(".calls").open("a") as file:
+        file.write(f"{seed}\n")
+    rows = [{"steps": s, "seconds": s / 20, "episodes": 20, "return": r} for s, r in ((10, 470), (20, 490 + seed))]
+    return {"curve": rows, "train_s": train_s, "wall_s": time.time() - started, "cpu_s": 0.5}
+
+
+def learns_long(config, seed, started):
+    return learns(config, seed, started, 600.0)
+
+
+def learns_but_seed_1(config, seed, started):
+    if seed == 1:
+        raise RuntimeError("out of luck")
+    return learns(config, seed, started)
+
+
+def learns_but_seed_1_hangs(config, seed, started):
+    if seed == 1:
+        Path(config).with_suffix(".hangs").write_text(str(os.getpid()))
+        time.sleep(600)
+    return learns(config, seed, started)

@@ -12,6 +12,7 @@ import benchmarks.__main__ as command
 from benchmarks import end_to_end, pairs, report, solved
 from benchmarks.pairs import ROOT, Contestant, Failure, Result, available, race, ratios, summary
 from ecrl import __main__ as cli
+from ecrl import commands
 from ecrl.errors import UserError
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="pins processes to cores")
@@ -291,7 +292,7 @@ def test_ecrl_bench_runs_them(monkeypatch, tmp_path):
 
 
 def test_ecrl_bench_without_the_source_tree_is_one_line(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(cli, "__file__", str(tmp_path / "ecrl" / "__main__.py"))
+    monkeypatch.setattr(commands, "__file__", str(tmp_path / "ecrl" / "commands.py"))
     assert exit_status(monkeypatch, "bench") == 2
     told = capsys.readouterr().err
     assert told == f"ecrl bench: no benchmarks beside {tmp_path / 'ecrl'}; run it from a checkout of the source\n"

@@ -9,7 +9,7 @@ import ecrl
 
 ROOT = Path(ecrl.__file__).parent
 LEVELS = [  # a module imports from its own level and earlier ones only
-    {"garbage", "graphs", "philox", "rng", "types", "spaces", "errors", "trees", "durable", "stopping"},
+    {"garbage", "graphs", "philox", "rng", "types", "spaces", "errors", "trees", "durable", "stopping", "memory"},
     {"kernels"},
     {"registry", "strict", "sources", "draft", "inert", "gym_config", "translate", "config", "schema", "distributed"},
     {"policies", "envs"},
@@ -26,7 +26,7 @@ LEVELS = [  # a module imports from its own level and earlier ones only
         "capture",
         "compile",
     },
-    {"parts", "finite", "locating", "refusing"},
+    {"parts", "finite", "locating", "refusing", "playing", "faults", "checking"},
     {"logs", "loop"},
     {
         "checkpoint",
@@ -35,6 +35,9 @@ LEVELS = [  # a module imports from its own level and earlier ones only
         "resuming",
         "loggers",
         "history",
+        "bootstrap",
+        "curves",
+        "plotting",
         "tracking",
         "export",
         "profiler",
@@ -43,7 +46,7 @@ LEVELS = [  # a module imports from its own level and earlier ones only
         "replay",
         "films",
     },
-    {"training"},
+    {"training", "commands"},
     {"__main__"},
 ]
 LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}

@@ -1,0 +1,146 @@
+"""The leaderboard and its pictures, made from the files of results alone (`records`).
+
+A line without files says *not measured*, one with none but stale files *stale*: its numbers are of other settings.
+"""
+
+from collections.abc import Sequence
+from itertools import groupby
+from math import inf
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from benchmarks.learning import reached
+from benchmarks.records import LIBRARIES, Entry, Row, Standing, path_of, standing, wanted
+from benchmarks.report import cell
+from benchmarks.tasks import EPISODES, POINTS
+from ecrl.bootstrap import bootstrap_interval, interquartile_mean
+from ecrl.curves import Curve, curve, read
+from ecrl.plotting import LEAST, figure
+from ecrl.plotting import write as write_picture
+
+_RESAMPLES = 10_000
+(_WAY, _END), (_WAY_SUCCESS, _END_SUCCESS) = EPISODES["return"], EPISODES["success"]
+HEAD = f"""# Results
+
+What every shipped config learns, beside Stable-Baselines3's PPO with its zoo's settings (`benchmarks/peers/zoo.py`) on
+the same budget. Made by `ecrl bench results` from the files in `runs/`: one for each seed, with its raw curve, settings
+and their hash, commit, command, machine and times; `ecrl plot` reads them too.
+
+Scores are of {_END} episodes with deterministic actions after the whole budget ({_END_SUCCESS} for a success rate).
+The interval is the 95 % bootstrap interval of the interquartile mean over seeds. A seed has reached the threshold at
+the first of {POINTS} evaluations ({_WAY} episodes, {_WAY_SUCCESS} for a success rate) that is not below it; env steps
+and minutes are the median over all seeds, if half of them came there. Minutes are of training on one core, from the
+start of the process, imports and compiling with an empty cache included, evaluations left out.
+
+"""
+COLUMNS = (
+    "config", "library", "env steps", "seeds", "score", "mean", "interquartile mean", "95 % interval", "threshold",
+    "reached by", "env steps to it", "minutes to it",
+)  # fmt: skip
+
+
+def summary(entry: Entry, fresh: dict[int, Row]) -> Row:
+    """Statistics over the seeds of an entry.
+
+    Returns: `mean`, `iqm`, `low` and `high` of its interval (None below three seeds) of the last scores; `reached`, how
+        many seeds came to the threshold; `steps` and `minutes`, the median of all seeds until then, infinite if fewer
+        than half did.
+    """
+    score, threshold = entry.task.score, entry.task.threshold
+    curves = [record["curve"] for record in fresh.values()]
+    last = np.array([rows[-1][score] for rows in curves])
+    low, high = (None, None)
+    if len(last) >= LEAST:
+        low, high = map(float, bootstrap_interval(last, np.random.default_rng(0), _RESAMPLES))
+    found: Row = {"mean": float(last.mean()), "iqm": float(interquartile_mean(last)), "low": low, "high": high}
+    if threshold is None:
+        return found
+    points = [reached(rows, score, threshold) for rows in curves]
+    steps, minutes = (median(inf if point is None else point[i] for point in points) for i in (0, 1))
+    return found | {"reached": len(points) - points.count(None), "steps": steps, "minutes": minutes}
+
+
+def cells(entry: Entry, known: Standing) -> list[str]:
+    """A line of the table."""
+    task, fresh = entry.task, known.fresh
+    head = [f"`{task.config}`", LIBRARIES[entry.library].name]
+    if not fresh:
+        return [*head, "*stale*" if known.stale else "*not measured*", *[""] * (len(COLUMNS) - 3)]
+    found, of = summary(entry, fresh), max(len(fresh), wanted(fresh))
+    interval = "" if found["low"] is None else f"{cell(found['low'])} to {cell(found['high'])}"
+    line = [
+        *head,
+        f"{max(record['curve'][-1]['steps'] for record in fresh.values()):,}",
+        str(len(fresh)) if len(fresh) == of else f"{len(fresh)} of {of}",
+        task.score,
+        cell(found["mean"]),
+        cell(found["iqm"]),
+        interval,
+        cell(task.threshold),
+    ]
+    if task.threshold is None:
+        return [*line, "", "", ""]
+    to_it = [f"{found['steps']:,.0f}", f"{found['minutes']:.1f}"] if found["steps"] < inf else ["", ""]
+    return [*line, f"{found['reached']} of {len(fresh)}", *to_it]
+
+
+def table(lines: Sequence[Sequence[str]]) -> str:
+    """A markdown table.
+
+    >>> print(table([["a", "b"]]).splitlines()[-1])
+    | a | b |
+    """
+    rows = [COLUMNS, ["---"] * len(COLUMNS), *lines]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def measured_on(records: Sequence[Row]) -> str:
+    """The machines, versions and commits that the records are of.
+
+    >>> record = {"machine": {"cpu": "a CPU"}, "versions": {"torch": "2.13.0"}, "commit": "0123456789"}
+    >>> measured_on([record, record])
+    'Measured on: a CPU, torch 2.13.0, commit 01234567.'
+    """
+    seen = {
+        f"{record['machine']['cpu']}, torch {record['versions']['torch']}, commit {_short(record['commit'])}"
+        for record in records
+    }
+    return f"Measured on: {'; '.join(sorted(seen))}."
+
+
+def _short(commit: str | None) -> str:
+    """Of a commit; "+" where files differed from it."""
+    return "unknown" if commit is None else commit[:8] + "+" * commit.endswith("+")
+
+
+def text(found: Sequence[tuple[Entry, Standing]]) -> str:
+    """The page."""
+    records = [record for _, known in found for record in known.fresh.values()]
+    pictured = dict.fromkeys(entry.task.config for entry, known in found if known.fresh)
+    pictures = "".join(f"\n![{config}]({config}.png)\n" for config in pictured)
+    foot = f"\n{measured_on(records)}\n" if records else ""
+    return HEAD + table([cells(entry, known) for entry, known in found]) + foot + pictures
+
+
+def _curves(entry: Entry, known: Standing, out: Path) -> list[Curve]:
+    """The raw curves of an entry."""
+    return [curve(source, entry.task.score) for seed in known.fresh for source in read(path_of(entry, seed, out))]
+
+
+def publish(found: Sequence[Entry], out: Path) -> list[Path]:
+    """Write the page and a picture of each config, all libraries in one; one of a config without files is removed."""
+    known = [(entry, standing(entry, out)) for entry in found]
+    out.mkdir(parents=True, exist_ok=True)
+    page, written = out / "README.md", []
+    for task, both in groupby(known, key=lambda item: item[0].task):
+        groups = [_curves(entry, state, out) for entry, state in both if state.fresh]
+        if groups:
+            made = figure(groups, f"{task.score}, {task.config}", task.threshold)
+            written += write_picture(made, out / task.config)
+        else:
+            for suffix in (".png", ".svg"):
+                (out / f"{task.config}{suffix}").unlink(missing_ok=True)
+    page.write_text(text(known), encoding="utf-8")
+    return [page, *written]

@@ -1,0 +1,91 @@
+"""Stable-Baselines3's PPO with its zoo's settings, on the budget of one of the shipped configs."""
+
+from typing import Any, cast
+
+import torch
+from stable_baselines3 import PPO
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.evaluation import evaluate_policy
+from stable_baselines3.common.utils import LinearSchedule
+from stable_baselines3.common.vec_env import VecEnv, VecNormalize
+
+from benchmarks.learning import Report, Row, followed
+from benchmarks.peers.zoo import ZOO, Settings
+from benchmarks.tasks import task_of
+from ecrl.config import load_config, total_steps
+
+_EVAL_ENVS = 10
+
+
+def arguments(ppo: dict[str, Any]) -> dict[str, Any]:
+    """The zoo's words as what PPO takes.
+
+    >>> made = arguments({"learning_rate": "lin_0.001", "gamma": 0.9, "policy_kwargs": {"activation_fn": "ReLU"}})
+    >>> made["learning_rate"](0.25), made["gamma"], made["policy_kwargs"]["activation_fn"].__name__
+    (0.00025, 0.9, 'ReLU')
+    """
+    made: dict[str, Any] = {
+        name: _linear(value) if str(value).startswith("lin_") else value for name, value in ppo.items()
+    }
+    policy: dict[str, Any] = dict(made.pop("policy_kwargs", {}))
+    if "activation_fn" in policy:
+        policy["activation_fn"] = getattr(torch.nn, policy["activation_fn"])
+    return made | {"policy_kwargs": policy}
+
+
+def _linear(text: str) -> LinearSchedule:
+    return LinearSchedule(float(text.removeprefix("lin_")), 0.0, 1.0)
+
+
+def make_env(settings: Settings, seed: int) -> VecEnv:
+    """The environments of training."""
+    envs = make_vec_env(settings.env, settings.n_envs, seed)
+    return VecNormalize(envs, gamma=settings.ppo["gamma"]) if settings.normalize else envs
+
+
+def evaluated(model: PPO, settings: Settings, seed: int, episodes: int) -> Row:
+    """The mean return of episodes with deterministic actions, under the statistics of training, which stand still."""
+    envs: VecEnv = make_vec_env(settings.env, _EVAL_ENVS, seed)
+    if isinstance(model.env, VecNormalize):
+        envs = VecNormalize(envs, training=False, norm_reward=False)
+        envs.obs_rms = model.env.obs_rms
+    mean, _ = cast(tuple[float, float], evaluate_policy(model, envs, episodes, deterministic=True))
+    envs.close()
+    return {"return": float(mean)}
+
+
+class Reporting(BaseCallback):
+    """Reports before every rollout, which is after the update of the one before."""
+
+    def __init__(self, report: Report, settings: Settings, seed: int):
+        super().__init__()
+        self.report, self.settings, self.seed_of_run = report, settings, seed
+
+    def _on_rollout_start(self) -> None:
+        self.now()
+
+    def _on_step(self) -> bool:
+        return True
+
+    def now(self) -> None:
+        """Report."""
+
+        def scores(episodes: int) -> Row:
+            return evaluated(cast(PPO, self.model), self.settings, self.seed_of_run + 10_000, episodes)
+
+        self.report(self.num_timesteps, scores)
+
+
+def learn(config: str, seed: int, started: float | None = None) -> Row:
+    """What PPO learns of a config's task within its budget, which ends with the rollout that reaches it."""
+    task = task_of(config)
+    settings, budget = ZOO[task.config], total_steps(load_config(config), 1)
+
+    def train(report: Report) -> None:
+        model = PPO("MlpPolicy", make_env(settings, seed), seed=seed, device="cpu", **arguments(settings.ppo))
+        reporting = Reporting(report, settings, seed)
+        model.learn(budget, callback=reporting)
+        reporting.now()
+
+    return followed(train, task, budget, started)

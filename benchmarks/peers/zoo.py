@@ -1,0 +1,72 @@
+"""Settings of PPO in RL Baselines3 Zoo, as it tuned them, by the config whose task they are for.
+
+Source: `hyperparams/ppo.yml` of github.com/DLR-RM/rl-baselines3-zoo at commit 208b6fd. Its `n_timesteps` are left out:
+here a run has the budget of the config. `normalize` is VecNormalize of observations and rewards, with the gamma of PPO;
+"lin_" a number that falls to 0 over the budget. LunarLander's settings are those of -v2 and HalfCheetah's of -v4, which
+is what the zoo has.
+"""
+
+from typing import Any, NamedTuple
+
+
+class Settings(NamedTuple):
+    """`ppo` are arguments of Stable-Baselines3's PPO; what is not among them has its defaults."""
+
+    env: str
+    n_envs: int
+    normalize: bool
+    ppo: dict[str, Any]
+
+
+ZOO = {
+    "cartpole_ppo": Settings(
+        "CartPole-v1",
+        8,
+        False,
+        {"n_steps": 32, "batch_size": 256, "n_epochs": 20, "gamma": 0.98, "gae_lambda": 0.8}
+        | {"ent_coef": 0.0, "learning_rate": "lin_0.001", "clip_range": "lin_0.2"},
+    ),
+    "acrobot_ppo": Settings(
+        "Acrobot-v1",
+        16,
+        True,
+        {"n_steps": 256, "n_epochs": 4, "gamma": 0.99, "gae_lambda": 0.94, "ent_coef": 0.0},
+    ),
+    "mountain_car_continuous_ppo": Settings(
+        "MountainCarContinuous-v0",
+        1,
+        True,
+        {"n_steps": 8, "batch_size": 256, "n_epochs": 10, "gamma": 0.9999, "gae_lambda": 0.9}
+        | {"ent_coef": 0.00429, "learning_rate": 7.77e-05, "clip_range": 0.1, "max_grad_norm": 5, "vf_coef": 0.19}
+        | {"use_sde": True, "policy_kwargs": {"log_std_init": -3.29, "ortho_init": False}},
+    ),
+    "pendulum_ppo": Settings(
+        "Pendulum-v1",
+        4,
+        False,
+        {"n_steps": 1024, "n_epochs": 10, "gamma": 0.9, "gae_lambda": 0.95, "ent_coef": 0.0}
+        | {"learning_rate": 1e-3, "clip_range": 0.2, "use_sde": True, "sde_sample_freq": 4},
+    ),
+    "lunar_lander_ppo": Settings(
+        "LunarLander-v3",
+        16,
+        False,
+        {"n_steps": 1024, "batch_size": 64, "n_epochs": 4, "gamma": 0.999, "gae_lambda": 0.98, "ent_coef": 0.01},
+    ),
+    "half_cheetah_ppo": Settings(
+        "HalfCheetah-v5",
+        1,
+        True,
+        {"n_steps": 512, "batch_size": 64, "n_epochs": 20, "gamma": 0.98, "gae_lambda": 0.92}
+        | {"ent_coef": 0.000401762, "learning_rate": 2.0633e-05, "clip_range": 0.1}
+        | {"max_grad_norm": 0.8, "vf_coef": 0.58096}
+        | {
+            "policy_kwargs": {
+                "log_std_init": -2,
+                "ortho_init": False,
+                "activation_fn": "ReLU",
+                "net_arch": {"pi": [256, 256], "vf": [256, 256]},
+            }
+        },
+    ),
+}

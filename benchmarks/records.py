@@ -1,0 +1,127 @@
+"""Files of results: what one seed of one config learnt, `runs/<config>/<library>/<seed>.json`, measured once and kept.
+
+A file holds all that is needed to judge and repeat it. It is fresh while the hash of its settings is that of today's,
+else stale. Settings are the config without seed and names, by what it sets itself: what it leaves to a default may
+change with the commit, which stands in the file too.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from benchmarks.peers.zoo import ZOO
+from benchmarks.tasks import EPISODES, POINTS, TASKS, Task
+from ecrl.config import load_config, total_steps
+from ecrl.curves import canonical, without_names
+from ecrl.durable import replace_file
+from ecrl.errors import UserError
+
+SEEDS, FEW, SHORT_S = 10, 3, 600.0
+"""Seeds of a config, and of one of which a seed takes longer than so many seconds."""
+
+Row = dict[str, Any]
+
+
+class Library(NamedTuple):
+    """`learn` is "module:function", called with config and seed; `settings` are for the hash."""
+
+    name: str
+    learn: str
+    settings: Callable[[Path], Any]
+    tasks: Iterable[str]
+
+
+def _own_settings(config: Path) -> Row:
+    return without_names(load_config(config).model_dump(mode="json", exclude_defaults=True))
+
+
+def _zoo_settings(config: Path) -> Row:
+    return {"zoo": ZOO[config.stem]._asdict(), "steps": total_steps(load_config(config), 1)}
+
+
+LIBRARIES = {
+    "ecrl": Library("ecrl", "benchmarks.ours:learn", _own_settings, TASKS),
+    "sb3": Library("Stable-Baselines3", "benchmarks.peers.sb3_zoo:learn", _zoo_settings, ZOO),
+}
+
+
+class Entry(NamedTuple):
+    """A config as a library learns it: a line of the leaderboard."""
+
+    task: Task
+    library: str
+    config: Path
+    settings: Row
+    hash: str
+
+    @property
+    def name(self) -> str:
+        """For people.
+
+        >>> Entry(TASKS["cartpole_ppo"], "sb3", Path(), {}, "").name
+        'cartpole_ppo, Stable-Baselines3'
+        """
+        return f"{self.task.config}, {LIBRARIES[self.library].name}"
+
+
+class Standing(NamedTuple):
+    """What is known of an entry: fresh records by seed, and how many files are stale."""
+
+    fresh: dict[int, Row]
+    stale: int
+
+
+def entries(configs: Path) -> list[Entry]:
+    """Every task with every library that has settings for it, each beside its peers."""
+    found = []
+    for task in TASKS.values():
+        for key, library in LIBRARIES.items():
+            if task.config in library.tasks:
+                config = configs / f"{task.config}.json"
+                scored = {"env": task.env, "episodes": EPISODES[task.score], "points": POINTS}
+                settings = {"library": key, "scores": scored, "settings": library.settings(config)}
+                digest = hashlib.sha256(canonical(settings).encode()).hexdigest()
+                found.append(Entry(task, key, config, settings, digest))
+    return found
+
+
+def path_of(entry: Entry, seed: int, out: Path) -> Path:
+    """The file of a seed."""
+    return out / "runs" / entry.task.config / entry.library / f"{seed}.json"
+
+
+def standing(entry: Entry, out: Path) -> Standing:
+    """What the files say."""
+    fresh, stale = {}, 0
+    for path in sorted(path_of(entry, 0, out).parent.glob("*.json"), key=lambda path: int(path.stem)):
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise UserError(f"{path}: not JSON: {error}; remove it, and it is measured again") from None
+        if record["hash"] == entry.hash:
+            fresh[int(path.stem)] = record
+        else:
+            stale += 1
+    return Standing(fresh, stale)
+
+
+def wanted(fresh: dict[int, Row]) -> int:
+    """How many seeds there must be, by how long those took that there are; three before that is known.
+
+    >>> wanted({0: {"train_s": 10.0}}), [wanted(dict.fromkeys(range(3), {"train_s": s})) for s in (599.0, 600.0)]
+    (3, [10, 3])
+    """
+    short = len(fresh) >= FEW and median(record["train_s"] for record in fresh.values()) < SHORT_S
+    return SEEDS if short else FEW
+
+
+def write(entry: Entry, seed: int, out: Path, found: Row, about: Row) -> Path:
+    """Write what a seed learnt, whole or not at all."""
+    path = path_of(entry, seed, out)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    head = {"name": entry.name, "seed": seed, "hash": entry.hash, "settings": entry.settings}
+    replace_file(path, (json.dumps(head | about | found, indent=1, allow_nan=False) + "\n").encode())
+    return path

@@ -1,0 +1,52 @@
+"""What each shipped config must learn: its score, the threshold at which it counts as learnt, and where that is proved.
+
+This is the one table of thresholds; the tests of learning, the README's figures and `ecrl bench results` follow it.
+"""
+
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from benchmarks.pairs import ROOT
+
+CONFIGS = ROOT / "configs"
+POINTS = 40
+"""Evaluations of a run, evenly over its budget."""
+EPISODES = {"return": (20, 100), "success": (100, 500)}
+"""Episodes of an evaluation, with deterministic actions: on the way, and after the whole budget."""
+
+
+class Task(NamedTuple):
+    """`env` is where a policy is evaluated: Gymnasium's own environment, or the one it was trained on if None."""
+
+    config: str
+    score: Literal["return", "success"]
+    threshold: float | None
+    env: str | None = None
+
+
+TASKS = {
+    task.config: task
+    for task in (
+        Task("cartpole_ppo", "return", 475.0, "gymnasium:CartPole-v1"),
+        Task("cartpole_grpo", "return", 450.0, "gymnasium:CartPole-v1"),
+        Task("pendulum_ppo", "return", -200.0, "gymnasium:Pendulum-v1"),
+        Task("point_mass_ppo", "success", 0.95),
+        Task("point_mass_apg", "success", 0.95),
+        Task("acrobot_ppo", "return", -100.0),
+        Task("mountain_car_continuous_ppo", "return", 90.0),
+        Task("lunar_lander_ppo", "return", 200.0),
+        Task("half_cheetah_ppo", "return", 1500.0),
+        Task("push_cube_ppo", "success", 0.95),
+        Task("push_cube_grpo", "success", None),
+        Task("push_cube_upstream", "success", None),
+    )
+}
+
+
+def task_of(config: str | Path) -> Task:
+    """The task of a config file.
+
+    >>> task_of("configs/push_cube_ppo.json").threshold
+    0.95
+    """
+    return TASKS[Path(config).stem]

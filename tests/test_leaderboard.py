@@ -1,0 +1,112 @@
+"""The leaderboard: statistics over seeds by hand, lines and page from files alone, the tables it stands on."""
+
+from math import inf
+
+import numpy as np
+import pytest
+
+from benchmarks import leaderboard
+from benchmarks.leaderboard import cells, summary, text
+from benchmarks.pairs import ROOT
+from benchmarks.peers.zoo import ZOO
+from benchmarks.records import Entry, Standing, entries, standing
+from benchmarks.tasks import CONFIGS, EPISODES, TASKS
+from ecrl import bootstrap
+from ecrl.config import load_config
+
+pytest.importorskip("matplotlib")
+
+
+def record(scores, minutes=(1.0, 2.0), score="return", **more):
+    """Two evaluations, after 1000 and 2000 env steps."""
+    rows = [
+        {"steps": 1000 * i, "seconds": 60.0 * at, "episodes": 20, score: value}
+        for i, (at, value) in enumerate(zip(minutes, scores, strict=True), 1)
+    ]
+    about = {"machine": {"cpu": "a CPU"}, "versions": {"torch": "2.13.0"}, "commit": "0123456789+"}
+    return {"curve": rows, "train_s": 60.0, **about, **more}
+
+
+def entry(config="cartpole_ppo", library="ecrl"):
+    return Entry(TASKS[config], library, CONFIGS / f"{config}.json", {}, "hash")
+
+
+FIVE = {
+    0: record((475.0, 500.0)),
+    1: record((480.0, 450.0)),
+    2: record((100.0, 490.0), (1.0, 3.0)),
+    3: record((100.0, 480.0), (1.0, 4.0)),
+    4: record((100.0, 200.0)),
+}
+
+
+def test_a_summary_by_hand():
+    found = summary(entry(), FIVE)
+    assert found["mean"] == 424.0  # (500 + 450 + 490 + 480 + 200) / 5
+    assert found["iqm"] == pytest.approx((450 + 480 + 490) / 3)
+    assert found["reached"] == 4  # seed 1 came there and fell back
+    assert found["steps"] == 2000 and found["minutes"] == 3.0  # medians of 1000 1000 2000 2000 inf and 1 1 3 4 inf
+    last = np.array([500.0, 450.0, 490.0, 480.0, 200.0])
+    assert (found["low"], found["high"]) == bootstrap.bootstrap_interval(last, np.random.default_rng(0), 10_000)
+    assert 280 < found["low"] < 380 and 490 <= found["high"] <= 500
+
+
+def test_a_threshold_that_most_seeds_miss_has_no_median_and_too_few_seeds_no_interval():
+    found = summary(entry(), {0: record((1.0, 2.0)), 1: record((1.0, 480.0))})
+    assert (found["reached"], found["steps"], found["minutes"], found["low"]) == (1, inf, inf, None)
+    found = summary(entry("push_cube_grpo"), {0: record((0.5, 0.9), score="success")})
+    assert found == {"mean": 0.9, "iqm": 0.9, "low": None, "high": None}
+
+
+def test_a_line_of_the_table():
+    head = ["`cartpole_ppo`", "ecrl", "2,000"]
+    low, high = (f"{summary(entry(), FIVE)[end]:.3g}" for end in ("low", "high"))
+    assert cells(entry(), Standing(FIVE, 0)) == [
+        *head, "5 of 10", "return", "424", "473", f"{low} to {high}", "475", "4 of 5", "2,000", "3.0",
+    ]  # fmt: skip
+    one = {0: record((1.0, 2.0))}
+    assert cells(entry(), Standing(one, 2)) == [*head, "1 of 3", "return", "2", "2", "", "475", "0 of 1", "", ""]
+    found = cells(entry("push_cube_grpo"), Standing({0: record((0.5, 0.92), score="success")}, 0))
+    assert found == ["`push_cube_grpo`", "ecrl", "2,000", "1 of 3", "success", "0.92", "0.92", *[""] * 5]
+
+
+def test_what_is_missing_or_stale_has_no_numbers():
+    line = ["`cartpole_ppo`", "Stable-Baselines3"]
+    assert cells(entry(library="sb3"), Standing({}, 0)) == [*line, "*not measured*", *[""] * 9]
+    assert cells(entry(library="sb3"), Standing({}, 3)) == [*line, "*stale*", *[""] * 9]
+
+
+def test_the_page_is_its_table_machines_and_pictures():
+    page = text([(entry(), Standing(FIVE, 0)), (entry(library="sb3"), Standing({}, 0))])
+    assert page.startswith("# Results\n")
+    table = [line for line in page.splitlines() if line.startswith("|")]
+    assert table[0].split(" | ")[:3] == ["| config", "library", "env steps"] and set(table[1]) == set("|- ")
+    assert all(line.count("|") == len(leaderboard.COLUMNS) + 1 for line in table) and len(table) == 4
+    assert page.endswith("Measured on: a CPU, torch 2.13.0, commit 01234567+.\n\n![cartpole_ppo](cartpole_ppo.png)\n")
+    assert "Measured on" not in text([(entry(), Standing({}, 1))])
+
+
+def test_the_table_names_every_shipped_config_and_the_zoo_its_environment():
+    assert set(TASKS) == {path.stem for path in CONFIGS.glob("*.json")}, "add new configs to benchmarks/tasks.py"
+    assert [e.task.config for e in entries(CONFIGS) if e.library == "sb3"] == [c for c in TASKS if c in ZOO]
+    for config, settings in ZOO.items():
+        cfg = load_config(CONFIGS / f"{config}.json")
+        own = getattr(cfg.env.cfg, "id", None)
+        assert f"gymnasium:{settings.env}" == (TASKS[config].env or f"gymnasium:{own}")
+
+
+def test_the_leaderboard_of_the_checkout_is_that_of_its_files(tmp_path):
+    """After a change of configs or files: `ecrl bench results --minutes 0`."""
+    out = ROOT / "benchmarks" / "results"
+    page = text([(one, standing(one, out)) for one in entries(CONFIGS)])
+    assert (out / "README.md").read_text() == page
+
+
+def test_the_hash_is_of_what_is_learnt_and_how_it_is_scored(monkeypatch):
+    before = {e.name: e.hash for e in entries(CONFIGS)}
+    assert len(set(before.values())) == len(before)
+    monkeypatch.setitem(EPISODES, "return", (20, 200))
+    after = {e.name: e.hash for e in entries(CONFIGS)}
+    assert {n for n in before if before[n] != after[n]} == {
+        e.name for e in entries(CONFIGS) if e.task.score == "return"
+    }

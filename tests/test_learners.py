@@ -1,0 +1,115 @@
+"""What measures how well something learns: the clock and the evaluations, ecrl's learner and Stable-Baselines3's."""
+
+import json
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+
+import pytest
+
+from benchmarks import learning
+from benchmarks.pairs import ROOT
+from benchmarks.peers.zoo import ZOO
+from benchmarks.tasks import CONFIGS, EPISODES, POINTS, TASKS
+from ecrl.config import load_config, total_steps
+
+
+def test_the_clock_stands_still_during_evaluations_of_which_there_are_as_many_as_told():
+    asked = []
+
+    def evaluate(episodes):
+        asked.append(episodes)
+        time.sleep(0.01)
+        return {"return": float(len(asked))}
+
+    def learn(report):
+        for steps in range(10, 1001, 10):  # 100 updates
+            report(steps, evaluate)
+
+    began = time.time()
+    found = learning.followed(learn, TASKS["cartpole_ppo"], 1000, None)
+    assert asked == [20] * (POINTS - 1) + [100]
+    assert [row["steps"] for row in found["curve"]][:3] == [30, 50, 80]  # 25, 50 and 75 were crossed
+    assert found["curve"][-1] | {"seconds": 0} == {"steps": 1000, "seconds": 0, "episodes": 100, "return": 40.0}
+    assert found["train_s"] < 0.2 < 0.4 <= found["wall_s"] <= time.time() - began + 0.01
+
+
+def test_rare_updates_are_one_evaluation_each():
+    found = learning.followed(
+        lambda report: [report(steps, lambda n: {"return": 0.0}) for steps in (400, 800, 1200)],
+        TASKS["cartpole_ppo"], 1000, None,
+    )  # fmt: skip
+    assert [(row["steps"], row["episodes"]) for row in found["curve"]] == [(400, 20), (800, 20), (1200, 100)]
+
+
+@pytest.fixture
+def tiny(tmp_path, monkeypatch):
+    """CartPole's config with 4 iterations of 2 environments, and few episodes."""
+    data = json.loads((CONFIGS / "cartpole_ppo.json").read_text())
+    data["trainer"] |= {"num_envs": 2, "iterations": 4, "compile": "off"}
+    data["algorithm"]["cfg"]["batch_size"] = 64
+    path = tmp_path / "cartpole_ppo.json"
+    path.write_text(json.dumps(data))
+    monkeypatch.setitem(EPISODES, "return", (2, 4))
+    return path
+
+
+def test_ours_learns_a_config_to_its_end(tiny):
+    from benchmarks.ours import learn
+
+    found, again = learn(str(tiny), 3), learn(str(tiny), 3)
+    assert [(row["steps"], row["episodes"]) for row in found["curve"]] == [(256, 2), (512, 2), (768, 2), (1024, 4)]
+    assert all(8 <= row["return"] == row["length"] <= 500 for row in found["curve"])
+    assert [row["return"] for row in found["curve"]] == [row["return"] for row in again["curve"]]
+    assert 0 < found["train_s"] < found["wall_s"] and found["cpu_s"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.ref
+def test_stable_baselines_learns_the_same_budget(tiny):
+    pytest.importorskip("stable_baselines3")
+    code = (
+        "from benchmarks.tasks import EPISODES; EPISODES['return'] = (2, 4); from benchmarks.peers.sb3_zoo import learn"
+    )
+    found = learnt_apart(f"{code}; print(json.dumps(learn({str(tiny)!r}, 3)))")
+    steps = [row["steps"] for row in found["curve"]]
+    assert steps == [256, 512, 768, 1024] and total_steps(load_config(tiny), 1) == 1024
+    assert [row["episodes"] for row in found["curve"]] == [2, 2, 2, 4]
+    assert all(8 <= row["return"] <= 500 for row in found["curve"])
+
+
+def learnt_apart(code):
+    """What a process prints; its warnings are its own."""
+    command = [sys.executable, "-W", "ignore", "-c", f"import json\n{code}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.ref
+def test_stable_baselines_takes_the_zoos_settings():
+    """Statistics of training are used and stand still in evaluations; rewards there are the task's own."""
+    pytest.importorskip("stable_baselines3")
+    configs = [config for config in ZOO if config != "lunar_lander_ppo" or find_spec("Box2D")]
+    code = f"""
+from benchmarks.peers import sb3_zoo as z
+found = {{}}
+for config in {configs}:
+    s = z.ZOO[config]
+    envs = z.make_env(s, 0)
+    model = z.PPO("MlpPolicy", envs, seed=0, device="cpu", **z.arguments(s.ppo))
+    envs.reset()
+    envs.step([envs.action_space.sample() for _ in range(s.n_envs)])
+    mean = lambda: envs.obs_rms.mean.tolist() if s.normalize else None
+    before, score = mean(), z.evaluated(model, s, 1, 2)["return"]
+    rates = [model.lr_schedule(1.0), model.lr_schedule(0.5), model.clip_range(1.0), model.clip_range(0.5)]
+    found[config] = [before == mean(), score, rates, model.n_steps, model.n_envs, model.use_sde]
+print(json.dumps(found))
+"""
+    for config, (still, score, rates, n_steps, n_envs, use_sde) in learnt_apart(code).items():
+        ppo, share = ZOO[config].ppo, 0.5 if config == "cartpole_ppo" else 1.0  # left after half of the budget
+        assert still and (n_steps, n_envs) == (ppo["n_steps"], ZOO[config].n_envs), config
+        assert use_sde == ppo.get("use_sde", False), config
+        assert -4000 < score < 600 and (config != "acrobot_ppo" or score < -50), "not scaled"
+        assert [rates[1], rates[3]] == pytest.approx([share * rates[0], share * rates[2]]), config

@@ -1,0 +1,221 @@
+"""`ecrl plot`: runs and peers from disk, seeds as bands, faults in one line each, pictures of both kinds."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+from test_loggers import RECORDS
+from test_training import called
+
+from ecrl.curves import choose, curve, read
+from ecrl.errors import UserError
+from ecrl.loggers import with_jsonl
+from ecrl.plotting import band, figure, first_at, grouped, legend, plot, told
+
+pytest.importorskip("matplotlib")
+
+
+def run(folder, seed=0, name="ppo", values=(1.0, 2.0, 3.0), metric="eval/avg_reward", seconds=60.0, **settings):
+    """A run folder with a value of the metric every 10 steps and so many seconds."""
+    folder.mkdir()
+    config = {"trainer": {"seed": seed, "exp_name": name}, "algorithm": settings}
+    (folder / "config.json").write_text(json.dumps(config))
+    rows = [
+        {"log_type": "evaluate", "sample_step": 10 * i, "seconds": seconds * i, metric: value}
+        for i, value in enumerate(values, 1)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def curves(*paths, metric="eval/avg_reward"):
+    return [curve(source, metric) for path in paths for source in read(path)]
+
+
+def test_a_real_runs_rows_are_a_curve(tmp_path):
+    list(with_jsonl(iter(RECORDS), tmp_path / "metrics.jsonl"))
+    (found,) = curves(tmp_path, metric="charts/episode_reward_avg_100")
+    assert (found.steps.tolist(), found.values.tolist()) == ([20.0], [7.0]), (
+        "null, before any episode ended, is left out"
+    )
+    assert 0 <= found.minutes[0] < 1
+    assert found.label == tmp_path.name, "without a config"
+
+
+def test_minutes_go_on_where_a_resumed_run_counts_anew(tmp_path):
+    folder = run(tmp_path / "a", values=(1.0, 2.0))
+    more = run(tmp_path / "b", values=(3.0, 4.0), seconds=30.0)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write((more / "metrics.jsonl").read_text())
+    assert curves(folder)[0].minutes.tolist() == [1.0, 2.0, 2.5, 3.0]
+
+
+def test_a_line_that_is_not_whole_yet_is_left_out_and_a_damaged_one_is_told(tmp_path):
+    folder = run(tmp_path / "a")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"log_type": "tra')
+    assert len(curves(folder)[0].values) == 3
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write("\n")
+    with pytest.raises(UserError, match=r"metrics.jsonl:4: not JSON: .*; remove that line"):
+        curves(folder)
+
+
+def test_runs_that_differ_in_seed_and_name_alone_are_one_group(tmp_path):
+    runs = [run(tmp_path / f"r{seed}", seed, gamma=0.9) for seed in range(3)]
+    runs += [run(tmp_path / "other", 0, gamma=0.8), run(tmp_path / "named", 3, "ppo_again", gamma=0.9)]
+    assert [len(group) for group in grouped(curves(*runs))] == [4, 1]
+
+
+def test_groups_of_one_name_are_told_apart_by_their_folders(tmp_path):
+    runs = [run(tmp_path / f"r{gamma}_{seed}", seed, gamma=gamma) for gamma in (0.9, 0.8) for seed in range(2)]
+    _, groups = plot(runs, tmp_path / "p.png")
+    assert [legend(group) for group in groups] == ["ppo, r0.9_0 (2 seeds)", "ppo, r0.8_0 (2 seeds)"]
+
+
+def test_one_seed_given_twice_is_said(tmp_path):
+    runs = [run(tmp_path / "a"), run(tmp_path / "b")]
+    with pytest.warns(UserWarning, match="/a and .*/b are one config and seed, counted twice"):
+        plot(runs, tmp_path / "p.png")
+
+
+def test_a_band_is_of_what_all_seeds_reached_and_reads_between_points():
+    x = np.array([0.0, 1.0, 2.0, 3.0])
+    found = band([(x, 2 * x), (x[:3], 4 * x[:3]), (np.array([0.5, 2.5]), np.array([3.0, 15.0]))])
+    assert found.at.tolist() == [0.5, 1.0, 2.0]
+    assert found.middle.tolist() == [2.0, 4.0, 8.0]  # (2 + 4 + 6) / 3 times x: three seeds have no outer quarters
+    assert found.low.tolist() == [1.0, 2.0, 4.0] and found.high.tolist() == [3.0, 6.0, 12.0]  # 1 in 27 above 2.5 %
+
+
+def test_many_points_become_an_even_grid():
+    x = np.linspace(0.0, 1.0, 1001) ** 2
+    found = band([(x, x)] * 3)
+    assert len(found.at) == 200 and np.ptp(np.diff(found.at)) < 1e-12
+    np.testing.assert_allclose(found.middle, found.at, atol=1e-6)
+
+
+def test_seeds_that_share_no_stretch_have_an_empty_band():
+    assert len(band([(np.array([1.0]), np.array([1.0])), (np.array([2.0]), np.array([1.0]))]).middle) == 0
+
+
+def test_a_picture_has_two_panels_lines_for_two_seeds_and_a_band_for_three(tmp_path):
+    two = [run(tmp_path / f"two{s}", s, "two", gamma=0.8) for s in range(2)]
+    three = [run(tmp_path / f"three{s}", s, "three", (1.0 + s, 2.0 + s, 3.0 + s)) for s in range(3)]
+    made = figure(grouped(curves(*two, *three)), "eval/avg_reward", threshold=2.5)
+    steps, minutes = made.axes
+    assert (steps.get_xlabel(), minutes.get_xlabel()) == ("environment steps", "minutes, compiling included")
+    assert steps.get_ylabel() == "eval/avg_reward"
+    for axes, at in ((steps, [10.0, 20.0, 30.0]), (minutes, [1.0, 2.0, 3.0])):
+        *lines, middle, goal = axes.lines
+        assert [line.get_xdata().tolist() for line in (*lines, middle)] == [at] * 3
+        assert middle.get_ydata().tolist() == [2.0, 3.0, 4.0]
+        assert list(goal.get_ydata()) == [2.5, 2.5]
+        (shade,) = axes.collections
+        assert shade.get_datalim(axes.transData).y0 == 1.0 and shade.get_datalim(axes.transData).y1 == 5.0
+    (texts,) = [[text.get_text() for text in box.get_texts()] for box in made.legends]
+    assert texts == ["two (2 seeds)", "three (3 seeds: interquartile mean, 95 % bootstrap interval)"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("sb3.json", '[{"steps": 10, "seconds": 30, "return": 4.5}, {"steps": 20, "seconds": 60, "return": 5}]'),
+        ("p.json", '{"name": "sb3", "seed": 1, "curve": [{"steps": 10, "seconds": 30, "return": 4.5}, '
+         '{"steps": 20, "seconds": 60, "return": 5, "success": null}]}'),
+        ("sb3.csv", "steps,seconds,return\n10,30,4.5\n20,60,5\n"),
+        ("sb3.csv", "steps,seconds,return,seed,note\n5,9,nan,1,\n10,30,4.5,1,\n20,60,5,1,\n"),
+    ],
+)  # fmt: skip
+def test_a_peers_file_is_a_curve(name, text, tmp_path):
+    (tmp_path / name).write_text(text)
+    for metric in ("eval/avg_reward", "charts/episode_reward_avg_100", "return"):
+        (found,) = curves(tmp_path / name, metric=metric)
+        assert (found.label, found.steps.tolist(), found.values.tolist()) == ("sb3", [10.0, 20.0], [4.5, 5.0])
+        assert found.minutes.tolist() == [0.5, 1.0]
+
+
+def test_seeds_of_a_peer_are_one_group(tmp_path):
+    (tmp_path / "sb3.csv").write_text("steps,seconds,success,seed\n" + "".join(f"1,1,0.5,{s}\n" for s in range(4)))
+    ((*group,),) = grouped(curves(tmp_path / "sb3.csv", metric="eval/success_rate"))
+    assert len(group) == 4
+
+
+def test_the_metric_is_the_first_usual_one_that_all_have(tmp_path):
+    both = run(tmp_path / "a")
+    with (both / "metrics.jsonl").open("a") as file:
+        file.write('{"sample_step": 40, "seconds": 400, "eval/success_rate": 0.5, "train/entropy": 1.0}\n')
+    plain = run(tmp_path / "b", metric="charts/episode_reward_avg_100")
+    peer = tmp_path / "c.csv"
+    peer.write_text("steps,seconds,return\n1,1,1\n")
+    sources = {path: read(path)[0] for path in (both, plain, peer)}
+    assert choose([sources[both]]) == "eval/success_rate"
+    assert choose([sources[both], sources[peer]]) == "eval/avg_reward"
+    assert choose([sources[plain], sources[peer]]) == "charts/episode_reward_avg_100"
+    with pytest.raises(UserError, match=r"^none of eval/success_rate, .* is in all of them; choose one with --metric$"):
+        choose([sources[plain], sources[both]])
+
+
+def test_where_a_curve_stays_above_a_threshold(tmp_path):
+    up, down = (curves(run(tmp_path / n, name=n, values=v))[0] for n, v in (("up", (1, 3, 4)), ("down", (3, 4, 1))))
+    assert (first_at(up, 3.0), first_at(up, 0.0), first_at(down, 3.0)) == ((20.0, 2.0), (10.0, 1.0), None)
+    assert told([[up], [down]], 3.0) == [
+        "up: 4 after 30 env steps, 3.0 minutes; stays above 3 from 20 env steps, 2.0 minutes on",
+        "down: 1 after 30 env steps, 3.0 minutes; does not stay above 3",
+    ]
+    assert told([[up]], None) == ["up: 4 after 30 env steps, 3.0 minutes"]
+
+
+def test_the_command_writes_both_pictures_and_says_where_the_curves_ended(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for seed in range(3):
+        run(tmp_path / f"r{seed}", seed)
+    (tmp_path / "sb3.csv").write_text("steps,seconds,return\n10,30,1\n30,60,2\n")
+    assert called(monkeypatch, "plot", "r0", "r1", "r2", "sb3.csv", "--threshold", "-2") == 0
+    assert capsys.readouterr().out.splitlines() == [
+        *(
+            f"r{s}: 3 after 30 env steps, 3.0 minutes; stays above -2 from 10 env steps, 1.0 minutes on"
+            for s in range(3)
+        ),
+        "sb3.csv: 2 after 30 env steps, 1.0 minutes; stays above -2 from 10 env steps, 0.5 minutes on",
+        "curves.png",
+        "curves.svg",
+    ]
+    assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    first = (tmp_path / "curves.svg").read_text()
+    assert called(monkeypatch, "plot", "r0", "r1", "r2", "sb3.csv", "--threshold", "-2", "--out", "deep/b.svg") == 0
+    assert (tmp_path / "deep" / "b.svg").read_text() == first, "the same curves give the same file"
+    assert sorted(path.name for path in (tmp_path / "deep").iterdir()) == ["b.svg"]
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ((), "ecrl plot needs run folders, such as: ecrl plot outputs/cartpole_ppo_*"),
+        (("none",), "none: does not exist; expected a run folder or a peer's .json or .csv"),
+        (("empty",), "empty: holds no metrics.jsonl; expected a run folder, such as outputs/<exp_name>_<time>"),
+        (("a.txt",), "a.txt: expected a run folder or a peer's .json or .csv"),
+        (("r", "--metric", "eval/avg_rewrad"), "r: no metric 'eval/avg_rewrad'; did you mean 'eval/avg_reward'?"),
+        (("r", "--metric", "x"), "r: no metric 'x'; known: eval/avg_reward"),
+        (("odd.json",), 'odd.json: expected a list of rows, or an object with one as "curve"'),
+        (("half.csv",), "half.csv:2: no seconds; expected steps, seconds and return or success"),
+        (("text.csv",), "text.csv:3: could not convert string to float: 'many'; expected numbers"),
+        (("r", "--out", "a.gif"), "--out a.gif: expected a name that ends in .png or .svg, or in neither for both"),
+    ],
+)  # fmt: skip
+def test_faults_are_one_line(args, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    run(tmp_path / "r")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "a.txt").touch()
+    (tmp_path / "odd.json").write_text('{"rows": []}')
+    (tmp_path / "half.csv").write_text("steps,return\n1,2\n")
+    (tmp_path / "text.csv").write_text("steps,seconds,return\n1,2,3\n2,3,many\n")
+    assert called(monkeypatch, "plot", *args) == 2
+    assert capsys.readouterr().err == said + "\n"
+
+
+def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(UserError, match=r"pip install 'ecrl\[plot\]'"):
+        plot([run(tmp_path / "a")], tmp_path / "p.png")

@@ -1,0 +1,243 @@
+"""`ecrl bench results`: one file per seed that is measured once, faults and interrupts that lose nothing."""
+
+import doctest
+import json
+import os
+import signal
+import sys
+import time
+
+import jsonschema
+import pytest
+from test_training import called
+
+from benchmarks import alone, leaderboard, learning, records, results, tasks
+from benchmarks.pairs import ROOT, available
+from benchmarks.peers.zoo import ZOO
+from benchmarks.records import LIBRARIES, entries, standing
+from benchmarks.tasks import CONFIGS, TASKS
+from ecrl.errors import UserError
+from ecrl.registry import did_you_mean
+
+pytest.importorskip("matplotlib")
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="pins processes to cores")
+
+
+@pytest.fixture
+def small(tmp_path, monkeypatch):
+    """Only CartPole, learnt by `learner`; gives a function that runs it and one that tells who was called."""
+    configs = tmp_path / "configs"
+    configs.mkdir()
+    (configs / "cartpole_ppo.json").write_text((CONFIGS / "cartpole_ppo.json").read_text())
+    own = LIBRARIES["ecrl"]
+    monkeypatch.setitem(LIBRARIES, "sb3", LIBRARIES["sb3"]._replace(tasks=()))
+    monkeypatch.setattr(results, "_PAUSE_S", 0.02)
+
+    def run(learner="learns", seeds=None, minutes=None):
+        learn = f"tests.bench_stand_ins:{learner}"
+        monkeypatch.setitem(LIBRARIES, "ecrl", own._replace(learn=learn, tasks=("cartpole_ppo",)))
+        return results.run((), seeds, minutes, tmp_path / "out", configs)
+
+    def calls():
+        path = configs / "cartpole_ppo.calls"
+        return sorted(map(int, path.read_text().split())) if path.exists() else []
+
+    return run, calls
+
+
+def line_of(tmp_path):
+    (line,) = [line for line in (tmp_path / "out/README.md").read_text().splitlines() if "`cartpole_ppo`" in line]
+    return line.split(" | ")[2:4]
+
+
+SCHEMA = {
+    "type": "object",
+    "additionalProperties": False,
+    "properties": {
+        "name": {"const": "cartpole_ppo, ecrl"},
+        "seed": {"const": 2},
+        "hash": {"type": "string", "pattern": "^[0-9a-f]{64}$"},
+        "settings": {"type": "object", "required": ["library", "scores", "settings"]},
+        "date": {"type": "string", "pattern": r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00$"},
+        "command": {"type": "string", "pattern": "^python -m benchmarks.alone tests.bench_stand_ins:learns "},
+        "commit": {"type": ["string", "null"]},
+        "machine": {"type": "object", "required": ["cpu", "cores", "ram_gb", "os"]},
+        "versions": {"type": "object", "required": ["python", "torch", "numpy"]},
+        "curve": {"type": "array", "minItems": 2, "items": {"required": ["steps", "seconds", "episodes", "return"]}},
+        **{name: {"type": "number"} for name in ("train_s", "wall_s", "cpu_s")},
+    },
+}
+SCHEMA["required"] = list(SCHEMA["properties"])
+
+
+def test_a_seed_is_a_file_with_all_that_is_needed_to_repeat_it(small, tmp_path, capsys):
+    run, _ = small
+    assert run(seeds=3)
+    assert sorted(p.name for p in (tmp_path / "out/runs/cartpole_ppo/ecrl").iterdir()) == ["0.json", "1.json", "2.json"]
+    found = json.loads((tmp_path / "out/runs/cartpole_ppo/ecrl/2.json").read_text())
+    jsonschema.validate(found, SCHEMA)
+    assert found["settings"]["settings"]["trainer"] == {"num_envs": 32, "iterations": 120, "buffer_size": 128}
+    assert found["settings"]["scores"] == {"env": "gymnasium:CartPole-v1", "episodes": [20, 100], "points": 40}
+    assert found["machine"]["cores"][0] in available() and 0 < found["wall_s"] < 60
+    told = capsys.readouterr().out.splitlines()
+    assert "cartpole_ppo, ecrl, seed 2: return 492 in 1 s" in told
+    assert told[-3:] == [str(tmp_path / "out" / name) for name in ("README.md", "cartpole_ppo.png", "cartpole_ppo.svg")]
+
+
+def test_what_is_finished_is_not_measured_again(small, tmp_path):
+    run, calls = small
+    assert run(seeds=2) and calls() == [0, 1]
+    assert run(seeds=3) and calls() == [0, 1, 2]
+    assert run(seeds=3) and calls() == [0, 1, 2]
+    assert line_of(tmp_path) == ["20", "3 of 10"]
+
+
+@pytest.mark.parametrize(("learner", "seeds"), [("learns", 10), ("learns_long", 3)])
+def test_ten_seeds_where_one_takes_under_ten_minutes_else_three(small, learner, seeds):
+    run, calls = small
+    assert run(learner) and calls() == list(range(seeds))
+
+
+def test_files_of_another_config_are_stale_and_measured_again(small, tmp_path):
+    run, calls = small
+    run(seeds=1)
+    path = tmp_path / "configs/cartpole_ppo.json"
+    data = json.loads(path.read_text())
+    data["trainer"] |= {"exp_name": "renamed", "seed": 7}
+    path.write_text(json.dumps(data))
+    assert run(minutes=0) and line_of(tmp_path) == ["20", "1 of 3"]  # neither makes it another config
+    data["algorithm"]["cfg"]["gamma"] = 0.98
+    path.write_text(json.dumps(data))
+    assert run(minutes=0) and line_of(tmp_path) == ["*stale*", ""] and calls() == [0]
+    assert not (tmp_path / "out/cartpole_ppo.png").exists()
+    assert run(seeds=1) and line_of(tmp_path) == ["20", "1 of 3"] and calls() == [0, 0]
+
+
+def test_no_minutes_measure_nothing(small, tmp_path):
+    run, calls = small
+    assert run(minutes=0) and calls() == []
+    assert line_of(tmp_path) == ["*not measured*", ""]
+
+
+def test_a_seed_that_fails_is_told_and_the_others_are_kept(small, tmp_path, capsys):
+    run, calls = small
+    assert not run("learns_but_seed_1", seeds=3)
+    assert calls() == [0, 2]
+    died = "cartpole_ppo, ecrl, seed 1: tests.bench_stand_ins:learns_but_seed_1: died with status 1"
+    assert f"{died}; last line: RuntimeError: out of luck" in capsys.readouterr().out
+    assert line_of(tmp_path) == ["20", "2 of 3"]
+
+
+def test_an_interrupt_keeps_what_is_finished_and_ends_the_rest(small, tmp_path, monkeypatch):
+    run, calls = small
+    monkeypatch.setattr(results, "available", lambda: available()[:1])
+    before = signal.getsignal(signal.SIGTERM)
+    hangs, sleep = tmp_path / "configs/cartpole_ppo.hangs", time.sleep
+
+    def interrupt(seconds):
+        sleep(seconds)
+        if hangs.exists() and hangs.read_text():
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(results.time, "sleep", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run("learns_but_seed_1_hangs", seeds=2)
+    assert calls() == [0] and line_of(tmp_path) == ["20", "1 of 3"]
+    assert not os.path.exists(f"/proc/{hangs.read_text()}")
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_damaged_file_is_named(small, tmp_path):
+    run, _ = small
+    run(seeds=1)
+    path = tmp_path / "out/runs/cartpole_ppo/ecrl/0.json"
+    path.write_text("{")
+    with pytest.raises(UserError, match=r"ecrl/0.json: not JSON: .*; remove it, and it is measured again"):
+        run(seeds=1)
+
+
+def test_every_entrys_first_seed_comes_before_anyones_second(tmp_path):
+    found = entries(CONFIGS)[:3]
+    jobs = results.missing(found, 2, tmp_path)
+    assert [job.seed for job in jobs] == [0, 0, 0, 1, 1, 1] and [job.entry for job in jobs] == [*found, *found]
+
+
+def test_a_peers_hash_is_of_its_settings_and_our_budget(small, tmp_path):
+    path = tmp_path / "configs" / "cartpole_ppo.json"
+    zoo, before = records.LIBRARIES["sb3"].settings, json.loads(path.read_text())
+    assert zoo(path) == {"zoo": ZOO["cartpole_ppo"]._asdict(), "steps": 491_520}
+    before["trainer"]["iterations"] = 60
+    path.write_text(json.dumps(before))
+    assert zoo(path)["steps"] == 245_760
+
+
+@pytest.mark.slow
+def test_a_real_config_end_to_end(tmp_path, monkeypatch):
+    """Two seeds of CartPole in processes of their own, eager, then nothing more to do."""
+    data = json.loads((CONFIGS / "cartpole_ppo.json").read_text())
+    data["trainer"] |= {"num_envs": 4, "iterations": 2, "compile": "off"}
+    data["algorithm"]["cfg"]["batch_size"] = 128
+    (tmp_path / "cartpole_ppo.json").write_text(json.dumps(data))
+    for key in LIBRARIES:
+        tasks_of = ("cartpole_ppo",) if key == "ecrl" else ()
+        monkeypatch.setitem(LIBRARIES, key, LIBRARIES[key]._replace(tasks=tasks_of))
+    assert results.run((), 2, None, tmp_path / "out", tmp_path)
+    (known,) = [standing(one, tmp_path / "out") for one in entries(tmp_path)]
+    assert sorted(known.fresh) == [0, 1] and known.stale == 0
+    assert [row["steps"] for row in known.fresh[0]["curve"]] == [512, 1024]
+    assert known.fresh[0]["curve"] != known.fresh[1]["curve"]
+    assert known.fresh[0]["command"].startswith("python -m benchmarks.alone benchmarks.ours:learn ")
+
+
+def test_the_command(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    asked = []
+    monkeypatch.setattr(results, "run", lambda *given: asked.append(given) or given[1] != 1)
+    out = str(tmp_path)
+    only = ("--only", "cartpole_ppo", "pendulum_ppo")
+    assert called(monkeypatch, "bench", "results", *only, "--seeds", "2", "--minutes", "0.5", "--out", out) == 0
+    assert called(monkeypatch, "bench", "results", "--seeds", "1") == 1
+    assert asked == [
+        (("cartpole_ppo", "pendulum_ppo"), 2, 0.5, tmp_path),
+        ((), 1, None, ROOT / "benchmarks" / "results"),
+    ]
+    capsys.readouterr()
+    for args, said in (
+        (("results", "--quick"), "--quick is for speed; leave it out"),
+        (("--seeds", "1"), "--seeds and --minutes are for: ecrl bench results; leave them out"),
+    ):
+        assert called(monkeypatch, "bench", *args) == 2
+        assert capsys.readouterr().err == said + "\n"
+
+
+def test_wrong_calls_are_one_line(monkeypatch):
+    with pytest.raises(UserError, match=r"^--only cartpole: no such config; did you mean 'cartpole_"):
+        results.check(("cartpole",), None, None)
+    assert did_you_mean("x", TASKS).startswith("known: ")
+    with pytest.raises(UserError, match=r"^--seeds -1: expected 0 or more$"):
+        results.check((), -1, None)
+    monkeypatch.setattr(results, "NEEDED", ("no_such_package", "json"))
+    with pytest.raises(UserError, match=r"^results need no_such_package: install with: pip install -e '.\[bench\]'$"):
+        results.check((), None, None)
+
+
+@pytest.mark.parametrize("module", [tasks, learning, records, leaderboard])
+def test_the_examples_in_docstrings_hold(module):
+    found = doctest.testmod(module)
+    assert found.attempted > 0 and found.failed == 0
+
+
+def test_results_are_curves_for_ecrl_plot(small, tmp_path, monkeypatch, capsys):
+    run, _ = small
+    run(seeds=3)
+    monkeypatch.chdir(tmp_path)
+    paths = sorted((tmp_path / "out/runs/cartpole_ppo/ecrl").iterdir())
+    assert called(monkeypatch, "plot", *paths, "--out", "p.svg") == 0
+    assert "0.json: 490 after 20 env steps" in capsys.readouterr().out
+    assert "cartpole_ppo, ecrl (3 seeds" in (tmp_path / "p.svg").read_text()
+
+
+def test_a_stopped_function_is_gone():
+    running = alone.begin("time:sleep", {}, available()[:1])
+    alone.stop(running)
+    assert running.process.poll() is not None and running.out.closed
