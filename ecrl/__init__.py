@@ -14,6 +14,7 @@ from ecrl.garbage import uncollected
 
 if TYPE_CHECKING:
     from ecrl.algorithms import Algorithm, make_algorithm
+    from ecrl.checking import check_env
     from ecrl.checkpoint import load, save
     from ecrl.config import Config, PolicyConfig, load_config
     from ecrl.envs import Env, make_env
@@ -41,6 +42,7 @@ if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
 
 _HOME = {
     "ecrl.algorithms": ("Algorithm", "make_algorithm"),
+    "ecrl.checking": ("check_env",),
     "ecrl.checkpoint": ("load", "save"),
     "ecrl.config": ("Config", "PolicyConfig", "load_config"),
     "ecrl.envs": ("Env", "make_env"),
@@ -71,6 +73,7 @@ __all__ = [
     "Env",
     "Policy",
     "PolicyConfig",
+    "check_env",
     "close",
     "evaluate",
     "init_state",

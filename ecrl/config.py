@@ -22,9 +22,10 @@ from pydantic import (
     model_validator,
 )
 
+from ecrl.errors import ConfigError
 from ecrl.registry import Entry, lookup, registered
 from ecrl.sources import parse_overrides, read
-from ecrl.strict import ConfigModel, Count, checked, explained, fault_at, key_text, shown
+from ecrl.strict import ConfigModel, Count, checked, dotted, explained, fault_at, key_text, shown
 from ecrl.translate import translated
 
 __all__ = ["Config", "config_from_dict", "diff", "load_config", "parse_overrides", "total_steps"]
@@ -84,7 +85,10 @@ class TrainerConfig(ConfigModel):
     other_names: ClassVar = {"rollout_steps": "buffer_size", "update_horizon": "buffer_size"}
 
     exp_name: str = Field(
-        "generic_exp", pattern=r"^[\w.+-]+$", description="letters, digits and _.+-; names the run folder"
+        "generic_exp",
+        pattern=r"^[\w.+-]+$",
+        max_length=100,
+        description="letters, digits and _.+-; names the run folder",
     )
     seed: int = Field(1, ge=0, lt=2**62, description="all randomness of the run derives from it")
     device: str = Field("cpu", description='"cpu", "cuda", "cuda:<index>" or "auto" (cuda where there is one)')
@@ -115,7 +119,12 @@ class TrainerConfig(ConfigModel):
         None, description="newest checkpoints to keep, older ones are removed; all if absent; checkpoints/best is apart"
     )
     use_wandb: bool = Field(False, description="track with Weights & Biases too; offline without a network")
-    wandb_project_name: str = Field("embodichain-generic", min_length=1, description="project of Weights & Biases")
+    wandb_project_name: str = Field(
+        "embodichain-generic",
+        pattern=r"^[^/\\#?%:]+$",
+        max_length=128,
+        description=r"project of Weights & Biases, without /\#?%:",
+    )
     tf32: bool = Field(False, description="let CUDA multiply float32 matrices in TF32: faster, 10 bits of mantissa")
     events: EventsConfig = Field(EventsConfig(), description="what happens to the environments")
 
@@ -222,6 +231,21 @@ def config_from_dict(
         name = draft.where(tuple(key if isinstance(key, int) else key_text(key) for key in path))
         warnings.warn(f"{name} has no meaning here ({reason}); ignored", stacklevel=2)
     return made
+
+
+def env_choice(name: str, overrides: Mapping[str, Any]) -> EnvChoice:
+    """An environment by name, with values by dotted key such as `{"env.cfg.gravity": 5.0}`.
+
+    Raises: ConfigError, one line per fault.
+
+    >>> env_choice("gymnasium:CartPole-v1", {}).cfg.id
+    'CartPole-v1'
+    """
+    for key in overrides:
+        if not key.startswith("env."):
+            raise ConfigError(f"{key}: only keys of env, such as env.cfg.max_episode_steps, belong to an environment")
+    draft = translated({"env": {"name": name}}, overrides, Path(), {})
+    return checked(EnvChoice, draft.data["env"], "", draft.faults, lambda path: dotted(("env", *path)))
 
 
 def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Config:

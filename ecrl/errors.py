@@ -1,5 +1,6 @@
 """Errors that a user can mend: one line per fault, no traceback on the command line, exit status 2."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,15 +19,39 @@ class CheckpointError(UserError):
 
 
 class NotFiniteError(UserError):
-    """NaN or infinity in an iteration: `report` says what was found where, `state` is the one before the iteration."""
+    """NaN or infinity in an iteration: `report` says what was found where, `state` is the one before the iteration.
 
-    def __init__(self, message: str, report: dict[str, Any], state: Any = None):
+    `files` are what a checkpoint of it has from other ranks.
+    """
+
+    def __init__(self, message: str, report: dict[str, Any], state: Any = None, files: dict[str, bytes] | None = None):
         super().__init__(message)
-        self.report, self.state = report, state
+        self.report, self.state, self.files = report, state, files or {}
 
 
 class MissingExtraError(UserError, ModuleNotFoundError):
     """A package of an optional extra is not installed."""
+
+
+_NO_MEMORY = "allocate memory|out of memory|not enough memory|Storage size calculation overflowed|numel: integer"
+
+
+@contextmanager
+def enough_memory(told: str, advice: str) -> Iterator[None]:
+    """Around what may ask for more memory than there is: one line in place of what the allocator raises.
+
+    >>> with enough_memory("policy.actor", "make it smaller"):
+    ...     raise MemoryError
+    Traceback (most recent call last):
+    ecrl.errors.UserError: policy.actor: not enough memory; make it smaller
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and not re.search(_NO_MEMORY, str(error)):
+            raise
+        tried = re.search(r"ried to allocate ([\d.]+ \w+)", str(error))
+        raise UserError(f"{told}: not enough memory{f' for {tried[1]}' if tried else ''}; {advice}") from None
 
 
 @contextmanager

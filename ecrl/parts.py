@@ -12,10 +12,11 @@ from ecrl.compile import Form, choose_form
 from ecrl.config import Config
 from ecrl.distributed import local_device
 from ecrl.envs import Env, auto_reset, clip_action, make_env, with_events
-from ecrl.envs.contract import check_env
+from ecrl.envs.contract import check_fields
 from ecrl.envs.mujoco.camera_terms import RecordCameraConfig
 from ecrl.errors import ConfigError
 from ecrl.kernels import scan
+from ecrl.memory import check_room, element_bytes
 from ecrl.policies import Policy, make_policy
 
 _COMPILING_S, _VECTOR_STEP_S, _GRADIENT_STEP_S = 30.0, 0.35e-3, 4.5e-3
@@ -39,8 +40,20 @@ def _env_and_policy(cfg: Config) -> tuple[Env, Policy]:
     if on_host and (device := device_of(cfg)).type == "cuda":
         told = f"trainer.device: {device}, but {cfg.env.name} steps in MuJoCo on the CPU"
         raise ConfigError(f'{told}; set it to cpu, or env.cfg.physics.backend to "warp"')
-    check_env(env, cfg.env.name)
+    check_fields(env, cfg.env.name)
+    _check_rollout(cfg, env)
     return env, make_policy(cfg.policy, env.observation_space, env.action_space)
+
+
+def _check_rollout(cfg: Config, env: Env) -> None:
+    """Refuse a rollout, or observations of evaluation, that do not fit in memory."""
+    seen, device, trainer = element_bytes(env.observation_space), device_of(cfg), cfg.trainer
+    row = seen + element_bytes(env.action_space) + 19  # log-probability, reward and two values; three flags
+    steps = trainer.num_envs * (trainer.buffer_size + 1)
+    check_room(steps * row, device, f"trainer: num_envs * (buffer_size + 1) = {steps:,} steps")
+    if trainer.enable_eval:
+        envs = min(trainer.num_eval_envs, trainer.num_eval_episodes)
+        check_room(envs * seen, device, f"trainer.num_eval_envs: {envs:,} environments")
 
 
 def _saved_s(cfg: Config) -> float:

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from ecrl.config import Config, total_steps
 from ecrl.distributed import agreed, gathered, rank, world_size
-from ecrl.errors import CheckpointError
+from ecrl.errors import CheckpointError, NotFiniteError
 from ecrl.loop import steps_per_iteration
+from ecrl.parts import make_parts
 from ecrl.stopping import asked
 from ecrl.types import LogData
 
@@ -28,6 +29,13 @@ def _own(state: TensorDict) -> dict[str, Tensor]:
     """What of a state belongs to the environments of this rank, by name."""
     flat = cast(TensorDict, state.flatten_keys("/"))
     return {name: x for name, x in flat.items() if name.startswith(("env/", "episode/")) or name == _RUNNING}
+
+
+def _of_others(state: TensorDict) -> dict[str, bytes]:
+    """On rank 0 the files of the other ranks; a message of all of them."""
+    own = {name: x.detach().cpu().contiguous() for name, x in _own(state).items()}
+    parts = gathered(bytes_of_tensors(own))
+    return {f"rank_{i}.safetensors": part for i, part in enumerate(parts) if i > 0}
 
 
 def _crossed(step: int, size: int, every: int) -> bool:
@@ -54,12 +62,23 @@ def with_others(records: Iterator[LogData], cfg: Config) -> Iterator[LogData]:
     for record in records:
         stopping = record["log_type"] == "train" and agreed(asked() is not None)
         if record["log_type"] == "train" and (stopping or is_due(record["sample_step"], cfg)):
-            own = {name: x.detach().cpu().contiguous() for name, x in _own(record["state"]).items()}
-            parts = gathered(bytes_of_tensors(own))
-            record["files"] = {f"rank_{i}.safetensors": part for i, part in enumerate(parts) if i > 0}
+            record["files"] = _of_others(record["state"])
         yield record
         if stopping:
             return
+
+
+def with_others_at_crash(records: Iterator[LogData], cfg: Config) -> Iterator[LogData]:
+    """Where the finite guard stops a run, its error carries the files of the other ranks.
+
+    Not so where environments live outside of the state: a single rank may have met it, and no step can be repeated.
+    """
+    try:
+        yield from records
+    except NotFiniteError as error:
+        if not make_parts(cfg).env.is_pure:
+            raise
+        raise NotFiniteError(str(error), error.report, error.state, _of_others(error.state)) from None
 
 
 def with_own(state: TensorDict, path: Path) -> TensorDict:

@@ -18,6 +18,8 @@ from inspect import signature
 from typing import Any, NamedTuple, cast, get_type_hints
 from warnings import warn
 
+from ecrl.errors import UserError
+
 BUILTIN = ("ecrl.envs", "ecrl.policies", "ecrl.algorithms")
 """Packages that register the built-in parts; imported before anyone else registers or looks up, never from below."""
 
@@ -136,6 +138,19 @@ def _import_parts() -> None:
             told = " ".join(f"{type(error).__name__}: {error}".split())
             _SKIPPED.append(f"plugin {point.name!r} ({point.value}, of {package}) cannot be imported: {told}")
             warn(f"{_SKIPPED[-1]}; mend or uninstall it", RuntimeWarning, stacklevel=2)
+
+
+def import_own(module: str) -> None:
+    """Import a module that registers parts of a user's, as the command line asks; a name in a config imports nothing.
+
+    Raises: UserError if there is no such module; what the module itself raises passes as it is.
+    """
+    try:
+        import_module(module)
+    except (ModuleNotFoundError, ValueError) as error:
+        if isinstance(error, ModuleNotFoundError) and error.name and not f"{module}.".startswith(f"{error.name}."):
+            raise
+        raise UserError(f"--import {module or '(nothing)'}: {error}; expected the name of a module to import") from None
 
 
 def registered(kind: str) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from ecrl.distributed import world_size
 from ecrl.errors import CheckpointError, NotFiniteError, UserError
 from ecrl.loop import form_of, train_iter
 from ecrl.parts import make_parts
+from ecrl.ranks import with_own
 from ecrl.refusing import explained
 from ecrl.types import LogData
 
@@ -31,6 +32,11 @@ def _about(cfg: Config) -> dict[str, Any]:
     }
 
 
+def _command(folder: Path, ranks: int) -> str:
+    many = f"torchrun --nproc-per-node {ranks} -m ecrl replay {folder} --distributed"
+    return f"ecrl replay {folder}" if ranks == 1 else many
+
+
 def with_crash(records: Iterator[LogData], cfg: Config, run_dir: str | Path) -> Iterator[LogData]:
     """Where the finite guard stops a run, write `crash/` under `run_dir`: a checkpoint from before, and a report.
 
@@ -40,9 +46,9 @@ def with_crash(records: Iterator[LogData], cfg: Config, run_dir: str | Path) -> 
     try:
         yield from records
     except NotFiniteError as error:
-        again = f"ecrl replay {folder}"
+        again = _command(folder, world_size())
         try:
-            save(folder, error.state, cfg)
+            save(folder, error.state, cfg, None, error.files)
             whole = {"message": str(error), **error.report, **_about(cfg), "command": again}
             (folder / REPORT).write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
         except (CheckpointError, OSError) as fault:
@@ -76,6 +82,8 @@ def _found_again(report: dict[str, Any], now: NotFiniteError | None) -> Iterator
 def replay(folder: str | Path) -> Iterator[str]:
     """Repeat the iteration that a crash folder is of, in lines for people: in its own form, then eagerly step by step.
 
+    Several ranks repeat what as many did, each with its own environments.
+
     Raises: UserError for a folder that is none; CheckpointError where it is damaged.
     """
     folder = Path(folder)
@@ -88,9 +96,10 @@ def replay(folder: str | Path) -> Iterator[str]:
     if not make_parts(cfg).env.is_pure:
         yield f"environments of {cfg.env.name} live outside of the state: their steps cannot be repeated"
     elif report["ranks"] != world_size():
-        yield f"it was an iteration of {report['ranks']} ranks, which one process cannot repeat"
+        told = f"it was an iteration of {report['ranks']} ranks, these are {world_size()}"
+        yield f"{told}; repeat it with: {_command(folder, report['ranks'])}"
     else:
-        yield from _found_again(report, _once(state, cfg))
+        yield from _found_again(report, _once(with_own(state, folder), cfg))
 
 
 def _once(state: Any, cfg: Config) -> NotFiniteError | None:

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "configs").glob("*.json"))
 
 SURFACE = """
-Algorithm Config ConfigError ConfigModel Env Policy PolicyConfig close evaluate init_state load load_config
+Algorithm Config ConfigError ConfigModel Env Policy PolicyConfig check_env close evaluate init_state load load_config
 make_algorithm make_env make_iteration make_policy module_policy register_action register_algorithm register_env
 register_event register_network register_observation register_policy register_reward registered save train
 train_from_config train_iter

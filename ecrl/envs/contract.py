@@ -72,7 +72,7 @@ def _check_same(before: dict[str, str], after: dict[str, str], told: str) -> Non
 
 
 @cache
-def check_env(env: Env, name: str) -> None:
+def check_fields(env: Env, name: str) -> None:
     """Refuse an environment whose states a run cannot use: one reset and one step of two, on the CPU, once per env.
 
     `reset` and `step` must give TensorDicts `[*B]` of the same fields, of equal shapes and dtypes, among them `obs` as
@@ -87,7 +87,7 @@ def check_env(env: Env, name: str) -> None:
     Raises: ConfigError naming the environment, the field, what was given and what was expected.
 
     >>> from ecrl.envs import make_env
-    >>> check_env(make_env("cartpole"), "cartpole")
+    >>> check_fields(make_env("cartpole"), "cartpole")
     """
     if not env.is_pure:
         return

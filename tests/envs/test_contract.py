@@ -12,7 +12,7 @@ from test_loop import small
 
 from ecrl import registry, rng
 from ecrl.envs import Env, make_env, state_of
-from ecrl.envs.contract import check_env
+from ecrl.envs.contract import check_fields
 from ecrl.errors import ConfigError
 from ecrl.loop import init_state
 from ecrl.registry import lookup, register_env, registered
@@ -125,9 +125,9 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_a_state_that_does_not_fit_is_refused_in_one_line(name):
     change, message = BAD[name]
-    check_env(GOOD, "my_task")
+    check_fields(GOOD, "my_task")
     with pytest.raises(ConfigError) as error:
-        check_env(replace(GOOD, **change), "my_task")
+        check_fields(replace(GOOD, **change), "my_task")
     assert str(error.value) == f"env my_task: {message}"
 
 
@@ -154,7 +154,7 @@ def test_what_the_code_of_an_environment_raises_passes_as_it_is(where):
         raise fault
 
     with pytest.raises(RuntimeError) as error:
-        check_env(replace(GOOD, **{where: broken}), "my_task")
+        check_fields(replace(GOOD, **{where: broken}), "my_task")
     assert error.value is fault
 
 
@@ -167,13 +167,13 @@ def test_it_looks_once_without_gradient_at_an_action_within_bounds():
 
     env = replace(GOOD, step=step, action_space=box(0.5, 2.0, 2))
     for _ in range(3):
-        check_env(env, "my_task")
+        check_fields(env, "my_task")
     ((action, grad, shape),) = seen
     assert action.tolist() == [[0.5, 0.5]] * 2 and action.dtype == torch.float32 and not grad and shape == (2,)
 
 
 def test_an_environment_that_is_not_pure_is_left_alone():
-    assert check_env(replace(GOOD, is_pure=False, reset=lambda keys: 1 / 0), "gym") is None
+    assert check_fields(replace(GOOD, is_pure=False, reset=lambda keys: 1 / 0), "gym") is None
 
 
 PASS = ["cartpole", "pendulum", "point_mass", "probe_action", "probe_constant", "probe_delay", "probe_match"]
@@ -182,12 +182,12 @@ PASS += ["probe_observation", "ladder", "endless", "pausing"]
 
 @pytest.mark.parametrize("name", PASS)
 def test_environments_of_this_repository_pass(name):
-    assert check_env(make_env(name), name) is None
+    assert check_fields(make_env(name), name) is None
 
 
 def test_nested_observations_and_masks_pass(_put_back):
     two = every_key_parts.two_parts(every_key_parts.TwoPartsConfig())
-    assert check_env(two, "two_parts") is None
+    assert check_fields(two, "two_parts") is None
     space = dict_space({"arm": box(-1.0, 1.0, 3), "gear": Discrete(3), "action_mask": MultiDiscrete((2, 2))})
 
     def reset(keys):
@@ -195,7 +195,7 @@ def test_nested_observations_and_masks_pass(_put_back):
         parts = {"arm": rng.uniform(keys, (3,)), "gear": torch.zeros_like(keys), "action_mask": mask}
         return state_of(torch.zeros(keys.shape), keys.shape).set("obs", TensorDict(parts, keys.shape))
 
-    assert check_env(Env(reset, lambda s, a, noise: s, space, Discrete(2)), "masked") is None
+    assert check_fields(Env(reset, lambda s, a, noise: s, space, Discrete(2)), "masked") is None
 
 
 class WeightsConfig(ConfigModel):

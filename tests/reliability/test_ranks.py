@@ -108,6 +108,56 @@ except UserError as error:
     assert (other, second.returncode) == ("", 3)
 
 
+SPOILT = """
+import sys
+from dataclasses import replace
+import torch
+import ecrl
+from ecrl import distributed as d
+from ecrl.__main__ import main
+from ecrl.envs import make_env, time_limit
+from ecrl.strict import ConfigModel
+
+class SpoiltConfig(ConfigModel):
+    pass
+
+@ecrl.register_env("spoilt")
+def spoilt(cfg: SpoiltConfig):
+    env = make_env("pendulum")
+    def step(state, action, noise):
+        after = env.step(state, action, noise)
+        odd = (after["elapsed"] == 7) & (d.rank() == 1)
+        return after.copy().update({"reward": torch.where(odd, torch.nan, after["reward"])})
+    return replace(env, step=step)
+
+sys.argv = ["ecrl", *sys.argv[1:]]
+main()
+"""
+
+
+def test_the_iteration_that_ends_all_ranks_is_repeated_by_as_many(tmp_path):
+    name, crash = "configs/pendulum_ppo.json", tmp_path / "run" / "crash"
+    keys = {"env.name": "spoilt", "trainer.num_envs": 2, "trainer.buffer_size": 5, "trainer.compile": "off"}
+    keys |= {"env.cfg": {}, "trainer.enable_eval": False}
+    (tmp_path / "x.json").write_text(json.dumps(ecrl.load_config(name).model_dump(mode="json")))
+    given = [text for key, value in keys.items() for text in (f"--{key}", json.dumps(value))]
+    train = ["-c", SPOILT, "train", str(tmp_path / "x.json"), "--distributed", "--run-dir", str(crash.parent), *given]
+    processes = launched(2, train)
+    told = [process.communicate(timeout=300)[0] for process in processes]
+    assert [process.returncode for process in processes] == [2, 2], told
+    again = f"torchrun --nproc-per-node 2 -m ecrl replay {crash} --distributed"
+    assert again in told[0] and json.loads((crash / "report.json").read_text())["command"] == again
+    assert "first reward = nan in env 2, step 1 of the rollout, step 6 of that env" in told[1]
+    first, second = ended(launched(2, ["-c", SPOILT, "replay", str(crash), "--distributed"]))
+    assert (
+        "rank 0: eager: NaN or infinity in reward, loss" in first
+        and "rank 1: eager, step by step: iteration 1" in second
+    )
+    assert "first reward = nan in env 2, step 1 of the rollout, step 6 of that env" in second
+    (alone,) = ended(launched(1, ["-c", SPOILT, "replay", str(crash)]))
+    assert alone.splitlines()[-1] == f"it was an iteration of 2 ranks, these are 1; repeat it with: {again}"
+
+
 def test_one_rank_is_given_back_what_it_gives():
     x = torch.ones(2)
     assert distributed.all_sum(x) is x and distributed.all_mean(x, weight=torch.tensor(2.0)) is x

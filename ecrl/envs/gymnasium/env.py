@@ -1,11 +1,12 @@
 """Any Gymnasium environment as an `Env` whose state lives outside the tensors."""
 
+import sys
 from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
 from gymnasium.vector import VectorEnv
-from pydantic import Field, JsonValue
+from pydantic import Field, JsonValue, field_validator
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -26,11 +27,23 @@ from ecrl.strict import ConfigModel, Count, Positive
 class GymnasiumConfig(ConfigModel):
     """Which environment, how it is made and where it runs; `"gymnasium:<id>"` is short for one with an id alone."""
 
-    id: str = Field(min_length=1, description='as for gymnasium.make, such as "LunarLander-v3" or "my_module:Mine-v0"')
+    id: str = Field(
+        min_length=1,
+        description='as for gymnasium.make, such as "LunarLander-v3"; "my_module:Mine-v0" if that module is imported',
+    )
     kwargs: dict[str, JsonValue] = Field(default_factory=dict, description="further arguments of gymnasium.make")
     max_episode_steps: Count | None = Field(None, description="time limit, steps; the registered one if absent")
     asynchronous: bool = Field(False, description="run the environments in worker processes, at most one per core")
     timeout: Positive = Field(60.0, description="seconds that workers may take for a step or reset of theirs")
+
+    @field_validator("id")
+    @classmethod
+    def _imports_nothing(cls, name: str) -> str:
+        module, colon, _ = name.rpartition(":")
+        if colon and module not in sys.modules:
+            why = f"is of module {module!r}, which a config does not import"
+            raise ValueError(f"{name!r} {why}; import it before, or on the command line with --import {module}")
+        return name
 
 
 @register_env("gymnasium")

@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import gymnasium
+from gymnasium.envs.registration import load_env_creator
 
 
 class Row(NamedTuple):
@@ -31,9 +32,23 @@ class Row(NamedTuple):
     final: Any = None
 
 
+def _no_log_file() -> None:
+    """MuJoCo would write its warnings to the working directory too; they are on stderr."""
+    if config := getattr(sys.modules.get("mujoco"), "MjLogConfig", None):
+        own = config.get()
+        own.logto_file = False
+        own.set()
+
+
 def make(env_id: str, kwargs: dict[str, Any]) -> gymnasium.Env:
     """`gymnasium.make`; what its checker looks for in the first steps, ecrl checks in all of them."""
-    return gymnasium.make(env_id, disable_env_checker=True, **kwargs)
+    known = gymnasium.registry.get(env_id)  # not one that "module:" stands before
+    if known and isinstance(known.entry_point, str):
+        load_env_creator(known.entry_point)  # which imports MuJoCo, where it needs that
+    _no_log_file()
+    env = gymnasium.make(env_id, disable_env_checker=True, **kwargs)
+    _no_log_file()
+    return env
 
 
 def reset(env: gymnasium.Env, seed: int) -> Row:

@@ -1,0 +1,264 @@
+"""What `check_env` says: nothing of sound environments, one line with place and advice for each fault of others."""
+
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import gym_stand_ins  # noqa: F401  (registers its environments)
+import pytest
+import stand_ins  # noqa: F401  (registers its environments)
+import torch
+from tensordict import TensorDict
+
+import ecrl
+from ecrl import rng
+from ecrl.__main__ import main
+from ecrl.checking import check_env
+from ecrl.envs import Env, auto_reset, make_env, state_of
+from ecrl.errors import ConfigError, UserError
+from ecrl.playing import play, random_actions
+from ecrl.spaces import Discrete, MultiDiscrete, box, dict_space
+
+
+def _reset(keys):
+    return state_of(rng.uniform(keys, (3,)), keys.shape, age=torch.zeros_like(keys))
+
+
+def _step(state, action, noise):
+    age = state["age"] + 1
+    after = {"age": age, "obs": rng.uniform(noise, (3,)), "reward": 1.0 * action, "terminated": age == 5}
+    return state.copy().update(after)
+
+
+GOOD = Env(_reset, _step, box(0.0, 1.0, 3), Discrete(2))
+
+
+def _stepping(change):
+    """A step with something changed in what it gives, `change(state before, state after)`."""
+    return {"step": lambda s, a, noise: (lambda after: after.update(change(s, after)))(_step(s, a, noise))}
+
+
+def _writes(state, action, noise):
+    state["age"] += 1
+    return _step(state, action, noise)
+
+
+def _sets(state, action, noise):
+    state["last"] = action
+    return _step(state, action, noise).exclude("last")
+
+
+def _counting():
+    calls = SimpleNamespace(number=0)
+
+    def step(state, action, noise):
+        calls.number += 1
+        return _step(state, action, noise).update({"reward": torch.full_like(state["reward"], float(calls.number))})
+
+    return step
+
+
+def _at(age, value):
+    """A value where an environment is of this age."""
+    return lambda state, after: (after["age"] == age, value)
+
+
+def _with(name, age, value):
+    def change(state, after):
+        x = after[name]
+        there = (after["age"] == age).reshape(*after.batch_size, *[1] * (x.ndim - after.ndim))
+        return {name: torch.where(there, value, x)}
+
+    return change
+
+
+def _asks(state, action, noise):
+    return _step(state, action, noise) if bool(state["obs"].sum() > -1) else state
+
+
+def _one_by_one(state, action, noise):
+    return torch.stack([_step(state[i], action[i], noise[i]) for i in range(len(state))])
+
+
+FAULTS = {
+    "contract": (
+        {"observation_space": box(0.0, 1.0, 4)},
+        "reset gives field 'obs' as float32 [2, 3], expected float32",
+    ),
+    "high": (
+        _stepping(_with("obs", 3, 7.5)),
+        "obs[0] is 7.5 in env 0 after step 3, not in 0 to 1; widen observation_space, or clip it",
+    ),
+    "last": (_stepping(_with("obs", 5, -1.0)), "final_obs[0] is -1 in env 0 after step 5, not in 0 to 1"),
+    "nan": (_stepping(_with("obs", 2, torch.nan)), "obs is nan in env 0 after step 2; a run would stop there"),
+    "infinite": (_stepping(_with("reward", 4, torch.inf)), "reward is inf in env 0 after step 4; a run would stop"),
+    "writes": ({"step": _writes}, "step writes on its input state.age; give new tensors"),
+    "sets": ({"step": _sets}, "step writes on its input state.last; give new tensors"),
+    "resets on keys": ({"reset": lambda keys: _reset(keys.add_(1))}, "reset writes on its input keys; give new"),
+    "draws on keys": ({"draw": lambda keys: keys.mul_(3)}, "draw writes on its input keys; give new"),
+    "global numbers": (
+        {"reset": lambda keys: _reset(keys).set("age", torch.randint(0, 3, keys.shape))},
+        "age is another in env",
+    ),
+    "hidden state": (
+        {"step": _counting()},
+        "reward is another in env 0 after step 1 when a play is repeated; draw from",
+    ),
+    "rows mixed": (
+        _stepping(lambda s, after: {"reward": after["obs"][..., 0].sum(-1, keepdim=True).expand(after.shape)}),
+        "step gives env 3 another reward (by up to",
+    ),
+    "starts mixed": (
+        {
+            "reset": lambda keys: _reset(keys).update(
+                {"obs": rng.uniform(keys[..., :1] * keys.shape[-1], (3,)).expand(*keys.shape, 3)}
+            )
+        },
+        "reset gives env 3 another",
+    ),
+    "noise mixed": (
+        {"draw": lambda keys: rng.fold_in(keys, len(keys))},
+        "draw gives env 3 another step (by up to",
+    ),
+    "over": (
+        {"reset": lambda keys: _reset(keys).set("truncated", torch.ones(keys.shape, dtype=torch.bool))},
+        "truncated is true in env 0 at the start: the episode is over before its first step",
+    ),
+    "lockstep": (
+        {"lockstep": True}
+        | {"reset": lambda keys: _reset(keys).set("age", torch.arange(keys.shape[-1]).expand(keys.shape) % 3)},
+        "episodes of envs 0 and 2 do not end together (step 3), though lockstep is set; leave it out",
+    ),
+    "host read": ({"step": _asks}, "in _asks, reads values of a tensor"),
+    "raises in graphs": (
+        {"step": lambda s, a, noise: _step(s, torch.tensor(a.tolist()), noise)},
+        "step cannot be compiled",
+    ),
+    "slow": ({"step": _one_by_one}, "times as long as one; step all rows in one operation"),
+}
+
+
+def test_a_sound_environment_has_no_findings():
+    found = check_env(GOOD, num_steps=12)
+    assert found.findings == []
+    assert found.notes[0] == "8 episodes ended in 12 steps of 4 envs"
+    assert "env steps/s with one env" in found.notes[1]
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_each_fault_is_one_line_with_its_place(name):
+    change, message = FAULTS[name]
+    found = check_env(replace(GOOD, **change), num_steps=12).findings
+    assert any(message in line for line in found), found
+    assert all(line and "\n" not in line for line in found)
+
+
+@pytest.mark.parametrize("name", ["cartpole", "pendulum", "point_mass", "probe_match", "probe_delay", "endless"])
+def test_environments_of_this_repository_are_sound(name):
+    assert check_env(name, num_steps=20).findings == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["PushCubeRL", "ReachRL", "CartPoleRL"])
+def test_tasks_of_mujoco_are_sound(name):
+    assert check_env(name, num_steps=60).findings == []
+
+
+def test_an_environment_that_knows_its_place_and_how_often_it_began_is_found_out():
+    assert any(line.startswith("reset gives env 3 another limit") for line in check_env("ladder").findings)
+
+
+def test_masks_and_parts_of_observations_are_honoured_and_checked():
+    space = dict_space({"arm": box(0.0, 1.0, 2), "gear": Discrete(3), "action_mask": MultiDiscrete((2, 2, 2))})
+
+    def parts(keys):
+        mask = torch.tensor([False, True, False]).expand(*keys.shape, 3)
+        arm = {"arm": rng.uniform(keys, (2,)), "gear": torch.zeros_like(keys), "action_mask": mask}
+        return TensorDict(arm, keys.shape)
+
+    def step(state, action, noise):
+        return state.copy().update({"obs": parts(noise), "reward": 1.0 * action})
+
+    env = Env(
+        lambda keys: state_of(torch.zeros(keys.shape), keys.shape).set("obs", parts(keys)), step, space, Discrete(3)
+    )
+    assert check_env(env, num_steps=8).findings == []
+    played = play(auto_reset(env), rng.split(rng.key(0), 4), 8)
+    assert (played.actions == 1).all()
+    wide = replace(env, step=lambda s, a, n: step(s, a, n).set(("obs", "gear"), torch.full_like(n, 3)))
+    assert check_env(wide, num_steps=8).findings[0].startswith("obs.gear is 3 in env 0 after step 1, not in 0 to 2")
+
+
+def test_random_actions_fill_their_space():
+    keys = rng.split(rng.key(0), 4000)
+    bounded = random_actions(box(-2.0, 3.0, 2), keys, None)
+    assert bounded.shape == (4000, 2) and -2.0 <= bounded.min() < -1.95 and 2.95 < bounded.max() <= 3.0
+    free = random_actions(box(-torch.inf, torch.inf, 1), keys, None)
+    assert abs(float(free.mean())) < 0.1 and abs(float(free.std()) - 1.0) < 0.1
+    several = random_actions(MultiDiscrete((2, 3)), keys, None)
+    assert [several[:, i].bincount().tolist() for i in (0, 1)] == [
+        pytest.approx([2000] * 2, rel=0.1),
+        pytest.approx([1333] * 3, rel=0.1),
+    ]
+
+
+def test_gymnasium_environments_go_through_its_own_checker_too(recwarn):
+    found = check_env("gymnasium:CartPole-v1", num_steps=40)
+    assert found.findings == []
+    assert (
+        "Gymnasium's checker: A Box observation space maximum value is infinity. This is probably too high."
+        in found.notes
+    )
+    assert not [w for w in recwarn if "Box observation" in str(w.message)]
+    broken = {"name": "gymnasium", "cfg": {"id": "Count-v0", "kwargs": {"fault": "nan"}}}
+    findings = check_env(broken).findings
+    assert len(findings) >= 1 and any("NaN" in line for line in findings), findings
+
+
+def test_what_it_is_asked_is_checked():
+    with pytest.raises(ConfigError, match="did you mean 'cartpole'"):
+        check_env("cartpol")
+    with pytest.raises(UserError, match="num_steps: 1, expected at least 2"):
+        check_env("cartpole", num_steps=1)
+    with pytest.raises(ZeroDivisionError):
+        check_env(replace(GOOD, reset=lambda keys: 1 / 0))
+    assert ecrl.check_env is check_env and make_env("cartpole")
+
+
+OWN = """
+import gymnasium
+from gymnasium.envs.classic_control import CartPoleEnv
+gymnasium.register("Own-v0", CartPoleEnv, max_episode_steps=5)
+"""
+
+
+def test_the_command_line(monkeypatch, capsys, tmp_path):
+    def told(*args):
+        monkeypatch.setattr(sys, "argv", ["ecrl", "check-env", *args])
+        status = 0
+        try:
+            main()
+        except SystemExit as ended:
+            status = ended.code
+        return status, *capsys.readouterr()
+
+    status, out, _ = told("cartpole", "--num-steps", "16", "--env.cfg.max_episode_steps", "5")
+    assert status == 0 and out.startswith("cartpole: 12 episodes ended in 16 steps") and out.endswith("cartpole: ok\n")
+    status, out, _ = told("configs/pendulum_ppo.json", "--num-steps", "4")
+    assert status == 0 and out.endswith("configs/pendulum_ppo.json: ok\n")
+    status, out, _ = told("ladder", "--num-steps", "4")
+    assert status == 1 and out.startswith("ladder: reset gives env 3 another limit") and "ok" not in out
+    status, _, err = told("cartpole", "--env.cfg.gravit", "3")
+    assert (status, err) == (2, "env.cfg.gravit: unknown key; did you mean 'gravity'?\n")
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "one_of_my_own.py").write_text(OWN)
+    own = ("gymnasium:one_of_my_own:Own-v0", "--num-steps", "8")
+    status, _, err = told(*own)
+    assert status == 2 and "is of module 'one_of_my_own', which a config does not import" in err
+    status, out, err = told(*own, "--import", "one_of_my_own")
+    assert status == 0 and "Own-v0: ok" in out, out + err
+    status, _, err = told(*own, "--import=two_of_my_own")
+    assert status == 2 and err.startswith("--import two_of_my_own: No module named 'two_of_my_own'; expected the name of")
+    status, _, err = told("cartpole", "--trainer.seed", "3")
+    assert status == 2 and err.startswith("trainer.seed: only keys of env")
