@@ -1,6 +1,7 @@
 """Films of a policy: `record` on its own, and what training collects, collected again for the camera."""
 
 from collections.abc import Generator, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
@@ -102,6 +103,9 @@ def collected(state: TensorDict, cfg: Config, many: int) -> Generator[TensorDict
     yield from (cast(TensorDict, seen[:, t]) for t in range(seen.shape[1]))
 
 
+_ASYNC = "record_camera_data_async"
+
+
 def _film(state: TensorDict, cfg: Config, camera: Camera, path: Path) -> None:
     many = min(camera.params.max_env_num, cfg.trainer.num_envs)
     views = islice(collected(state, cfg, many), 0, None, camera.event.interval_step)
@@ -111,10 +115,11 @@ def _film(state: TensorDict, cfg: Config, camera: Camera, path: Path) -> None:
 def with_training_videos(
     records: Iterator[LogData], cfg: Config, videos: str | Path, state: TensorDict
 ) -> Iterator[LogData]:
-    """Film what each iteration collects with the cameras under `trainer.events.train`, while training goes on.
+    """Film what iterations collect with the cameras under `trainer.events.train`, while training goes on.
 
-    A video is of the first environments of one iteration, every `interval_step`-th step. The iteration after the next
-    waits for it, so frequent frames can take longer than training itself.
+    A video is of the first environments of one iteration, every `interval_step`-th step. `record_camera_data` films
+    every iteration: the one after the next waits for it. `record_camera_data_async` makes none wait: an iteration that
+    comes while it still films an earlier one is left out.
 
     Args:
         records: to pass on.
@@ -124,10 +129,12 @@ def with_training_videos(
     """
     with ExitStack() as stack:
         found = [(camera, stack.enter_context(background())) for camera in cameras(cfg, "train")]
+        films: list[Future | None] = [None] * len(found)  # the last of each camera
         for record in records:
-            if record["log_type"] == "train":
-                for camera, start in found:
+            for i, (camera, start) in enumerate(found) if record["log_type"] == "train" else ():
+                last, waits = films[i], camera.event.func != _ASYNC
+                if waits or last is None or last.done():
                     path = video_path(Path(videos), camera, record["sample_step"])
-                    start(_film, state, cfg, camera, path)
-                state = record["state"]
+                    films[i] = start(_film, state, cfg, camera, path)
+            state = record["state"] if record["log_type"] == "train" else state
             yield record

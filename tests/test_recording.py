@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import time
 import warnings
 from threading import Event
 
@@ -14,7 +15,7 @@ from tensordict import TensorDict
 from test_loop import same, small
 
 from ecrl import __main__ as cli
-from ecrl import recording
+from ecrl import films, recording
 from ecrl.checkpoint import save
 from ecrl.config import config_from_dict
 from ecrl.errors import ConfigError, UserError
@@ -157,6 +158,33 @@ def test_cameras_change_nothing(tmp_path, drawn, form):
         return repr(kept)  # NaN equals NaN
 
     assert numbers(history) == numbers(filmed) and "eval/avg_reward" in numbers(filmed)
+
+
+@pytest.mark.parametrize("func", ["record_camera_data", "record_camera_data_async"])
+def test_training_waits_for_each_video_or_for_none(tmp_path, monkeypatch, func):
+    cfg, free, filmed = filmed_run({"cam": film(func, name="cam")}), Event(), []
+
+    def slow(state, cfg, camera, path):
+        assert free.wait(60.0)
+        filmed.append(path.name)
+
+    monkeypatch.setattr(films, "_film", slow)
+    kinds = [(kind, n) for n in range(6) for kind in ("collect", "train")]
+    records = iter([{"log_type": kind, "sample_step": n, "state": None} for kind, n in kinds])
+    videos = films.with_training_videos(records, cfg, tmp_path, None)
+    if func == "record_camera_data":
+        free.set()
+        assert len(list(videos)) == 12
+        assert filmed == [f"cam_train_{n}.mp4" for n in range(6)]
+        return
+    for _ in range(10):  # none waits, though the first is not done
+        next(videos)
+    free.set()
+    while not filmed:
+        time.sleep(0.1)
+    time.sleep(0.5)  # until its thread is free again
+    assert len(list(videos)) == 2
+    assert filmed == ["cam_train_0.mp4", "cam_train_5.mp4"]
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])

@@ -63,7 +63,7 @@ def _apart(cfg: RecordCameraConfig, sim: Simulation) -> Apply:
 def record_camera_data(cfg: RecordCameraConfig, sim: Simulation) -> Apply:
     """Make an mp4 of every evaluation, or of what every iteration collects, 20 frames per second.
 
-    It is written in the background, as `record_camera_data_async` is, and changes nothing of what it shows.
+    It is written in the background and changes nothing of what it shows; training waits where it goes ahead of it.
     `interval_step` of the event: steps from one frame to the next.
     """
     return _apart(cfg, sim)
@@ -71,7 +71,10 @@ def record_camera_data(cfg: RecordCameraConfig, sim: Simulation) -> Apply:
 
 @register_event("record_camera_data_async")
 def record_camera_data_async(cfg: RecordCameraAsyncConfig, sim: Simulation) -> Apply:
-    """The same as `record_camera_data`, of 4 environments at most if nothing is said."""
+    """The same as `record_camera_data`, of 4 environments at most if nothing is said; training does not wait for it.
+
+    An iteration that is collected while an earlier one is still drawn has no video.
+    """
     return _apart(cfg, sim)
 
 
