@@ -16,7 +16,7 @@ from ecrl import registry, rng
 from ecrl.checkpoint import load, save
 from ecrl.compile import choose_form
 from ecrl.envs import auto_reset, make_env
-from ecrl.envs.contract import check_env
+from ecrl.envs.contract import check_fields
 from ecrl.envs.mujoco.models import STATE, mujoco, size_of
 from ecrl.envs.mujoco.simulation import simulation
 from ecrl.kernels import scan
@@ -63,7 +63,7 @@ def rollout(env, number, length, loop=scan, seed=0):
 @pytest.mark.parametrize("name", ENVS)
 def test_it_keeps_the_contract_and_starts_anew_inside_a_rollout(name):
     env = make_env(name)
-    check_env(env, name)
+    check_fields(env, name)
     state, (obs, _, ended) = rollout(auto_reset(env), 8, 60)
     assert obs.isfinite().all() and ended.any()
     assert (state["elapsed"] < 60).all()

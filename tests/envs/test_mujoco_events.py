@@ -31,7 +31,7 @@ from test_loop import same, small
 from ecrl import registry, rng
 from ecrl.compile import choose_form
 from ecrl.envs import auto_reset, make_env, restart, with_events
-from ecrl.envs.contract import check_env
+from ecrl.envs.contract import check_fields
 from ecrl.envs.mujoco import world
 from ecrl.envs.mujoco.scene_config import SceneConfig
 from ecrl.envs.mujoco.simulation import advance, simulation, start
@@ -542,6 +542,48 @@ def test_a_start_that_is_refused_is_drawn_again():
     assert (restart(auto_reset(lasting), states[:, -1], keys_of(64, 3))["targets", "goal_pose"][:, 0] > 0.3).all()
 
 
+def test_a_start_is_chosen_again_only_where_startup_events_have_a_say():
+    """What an object weighs leaves starts alone; where a goal is for life does not."""
+    asked = []
+
+    def far(sim, state):
+        asked.append(len(state))
+        between = world.body_pose(sim, state["world"], "cube")[..., 0, 3] - state["targets", "goal_pose"][..., 0]
+        return between.abs() > 0.05
+
+    goal = {"position_range": [[-0.2, 0.0, 0.0], [0.2, 0.0, 0.0]]}
+    for mode, again in (("reset", False), ("startup", True)):
+        events = LASTING | ANEW | {"goal": happening("randomize_target_pose", mode, **goal)}
+        env = auto_reset(task(events=events, acceptable=far, max_episode_steps=2))
+        state, noise = env.reset(keys_of(64)), env.draw(rng.split(rng.key(7), 8 * 64).reshape(8, 64))
+        asked.clear()
+        seen = [state := env.step(state, torch.zeros(64, 1), noise[t]) for t in range(8)]
+        assert bool(asked) == again
+        assert all(far(env.scene, state).all() for state in seen)
+        assert torch.equal(mass_of(env, seen[-1]), mass_of(env, seen[0])) and len(mass_of(env, state).unique()) == 64
+        assert len(place(env.scene, seen[-1])[:, 0, 3].unique()) == 64
+        same_goal = torch.equal(seen[-1]["targets", "goal_pose"], seen[0]["targets", "goal_pose"])
+        assert same_goal == again
+
+
+@pytest.mark.parametrize(
+    ("which", "moved"), [({}, (2, 3)), ({"joint_ids": [0]}, (2,)), ({"part_name": "upper"}, (0, 1))]
+)
+def test_joints_are_counted_among_those_of_the_parts_that_are_controlled(which, moved):
+    parts = {
+        "upper": ["shoulder_pan_joint", "shoulder_lift_joint"],
+        "lower": ["elbow_joint", "wrist_1_joint"],
+    }
+    put = happening("randomize_robot_qpos", qpos_range=[0.1, 0.2], **which)
+    arm = FORCED | {"robot": {"uid": "ur", "control_parts": parts}, "control_parts": ["lower"]}
+    env = task(**arm, actions={"all": {"func": "rig_drive"}}, events={"put": put})
+    names = [f"ur/{name}" for part in parts.values() for name in part]
+    home = world.joint_positions(env.scene, start(env.scene, (4,)), names)
+    change = world.joint_positions(env.scene, env.reset(keys_of())["world"], names) - home
+    assert tuple(i for i in range(4) if (change[:, i] > 0.05).all()) == moved
+    assert (change[:, [i for i in range(4) if i not in moved]] == 0.0).all()
+
+
 def test_an_event_may_write_on_what_it_is_given_and_sees_no_outcome():
     @registry.register_event("careless")
     def careless(cfg: NothingConfig):
@@ -586,7 +628,7 @@ def test_the_same_events_happen_under_trainer_events():
 def test_training_with_every_mode_keeps_masses_and_draws_starts(where):
     events = LASTING | ANEW | NOW if where == "env" else ANEW | NOW
     cfg = config(**({"env": {"events": events}} if where == "env" else {"train": events}))
-    check_env(make_env(cfg.env), "rig_task")
+    check_fields(make_env(cfg.env), "rig_task")
     state = init_state(cfg)
     after, _ = assert_pure(make_iteration(cfg), state)
     sim = make_env(cfg.env).scene

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from ecrl import registry, rng
 from ecrl.envs import auto_reset, make_env
-from ecrl.envs.contract import check_env
+from ecrl.envs.contract import check_fields
 from ecrl.envs.mujoco import observations, rewards, world
 from ecrl.envs.mujoco.task import task_env
 from ecrl.envs.mujoco.task_config import TaskConfig
@@ -274,7 +274,7 @@ def test_the_terms_of_push_cube_as_upstream_writes_them():
     }
     env = task(terms, observations=seen, max_episode_steps=100)
     assert env.observation_space.shape == (16 + 3 + 16 + 6 + 6 + 6,)
-    check_env(env, "test_high")
+    check_fields(env, "test_high")
     begin = env.reset(rng.split(rng.key(0), 2))
     cube, goal, tool, qpos = (
         begin["obs"][:, :16],
@@ -307,6 +307,6 @@ def test_an_observation_in_the_wrong_mode_is_refused_where_it_stands(name, mode,
 
 def test_a_reward_without_its_target_is_refused_before_training():
     with pytest.raises(ConfigError) as error:
-        check_env(task(events={}), "test_high")
+        check_fields(task(events={}), "test_high")
     told = "env.cfg.rewards.near (distance_to_target): params.target_pose_key: no target 'goal_pose'; an event such as "
     assert str(error.value).startswith(told)

@@ -11,7 +11,7 @@ from test_loop import last_state, same, small
 
 from ecrl.checkpoint import load, save
 from ecrl.envs import auto_reset, make_env, restart
-from ecrl.envs.contract import check_env
+from ecrl.envs.contract import check_fields
 from ecrl.envs.mujoco import world
 from ecrl.envs.mujoco.task_config import TaskConfig
 from ecrl.errors import ConfigError
@@ -339,7 +339,7 @@ ALL = {
 
 def test_it_keeps_the_contract():
     for changes in ({}, ALL):
-        check_env(task(**changes), "rig")
+        check_fields(task(**changes), "rig")
 
 
 def test_any_batch_gives_the_same():

@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import MagicMock, create_autospec
 
 import pytest
@@ -23,7 +24,7 @@ from ecrl import rng
 from ecrl.compile import choose_form
 from ecrl.config import config_from_dict
 from ecrl.envs import auto_reset, make_env
-from ecrl.envs.contract import check_env
+from ecrl.envs.contract import check_fields
 from ecrl.envs.mujoco import models, physics, warp_model, warp_physics, world
 from ecrl.envs.mujoco.scene_config import PhysicsConfig, RigidObjectConfig, RobotConfig, SceneConfig, ShapeConfig
 from ecrl.envs.mujoco.simulation import advance, simulation, start
@@ -299,6 +300,23 @@ def test_more_contacts_than_there_is_room_for_are_seen(monkeypatch):
     for substeps in (0, 2):
         after, sensors = stepped(there, rows, control, substeps)
         assert after[1].isnan().all() and sensors[1].isnan().all()
+        assert not after[0].isnan().any() and not sensors[0].isnan().any()
+
+
+def test_more_contacts_than_there_is_room_for_together_are_those_of_all(monkeypatch):
+    """Nobody knows whose were dropped: the one in the air may have had some too."""
+    m = text_model(XML.replace('timestep="0.005"', 'timestep="0.0045"'))
+    rows, control = starts(m, 3)
+    rows[:, columns(m, "QPOS")] = torch.tensor(m.qpos0)
+    rows[:, 3] = torch.tensor([5.0, 0.09, 0.09])  # none, four and four
+    _, there = both(m)
+    for room, lost in ((3, False), (2, True)):
+        monkeypatch.setattr(warp_physics, "capacity", lambda m, room=room: (room, 60))
+        warp_physics._worlds.cache_clear()
+        for substeps in (0, 2):
+            after, _ = stepped(there, rows, control, substeps)
+            assert after.isnan().any(1).tolist() == [lost] * 3
+    warp_physics._worlds.cache_clear()
 
 
 def test_a_lost_simulation_ends_its_episode_and_keeps_its_state(monkeypatch):
@@ -366,7 +384,7 @@ def env_states(env, steps=3):
 
 def test_push_cube_is_an_environment_on_either_backend():
     own, other = (make_env(config(**{"env.cfg.physics": {"backend": b}}).env) for b in ("warp", "mujoco"))
-    check_env(own, "PushCubeRL")
+    check_fields(own, "PushCubeRL")
     mine, theirs = env_states(own), env_states(other)
     assert torch.equal(mine[0]["obs"], theirs[0]["obs"])  # starts take no step
     for a, b in zip(mine[1:], theirs[1:], strict=True):
@@ -432,7 +450,11 @@ def test_varied_mass_and_friction_of_a_task():
 def test_a_gpu_is_taken_with_warp_alone(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=10**12))
+    looked = []
+    monkeypatch.setattr(ecrl.parts, "check_fields", lambda env, name, device: looked.append(str(device)))
     ecrl.parts._env_and_policy(config(**{"trainer.device": "cuda:0"}))
+    assert looked == ["cuda:0"], "not on the CPU, for which Warp would compile too"
     with pytest.raises(ConfigError, match=r'set it to cpu, or env\.cfg\.physics\.backend to "warp"$'):
         ecrl.parts._env_and_policy(config(**{"trainer.device": "cuda:0", "env.cfg.physics": {}}))
     m = text_model()

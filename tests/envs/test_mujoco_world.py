@@ -13,6 +13,7 @@ import numpy as np
 from tensordict import TensorDict
 
 from ecrl.envs.mujoco import kinematics, world
+from ecrl.envs.mujoco.holding import holding
 from ecrl.envs.mujoco.scene_config import SceneConfig
 from ecrl.envs.mujoco.simulation import advance, sensed, simulation, start, to_data
 from ecrl.errors import ConfigError
@@ -321,3 +322,18 @@ def test_what_is_read_and_written_is_the_same_in_a_graph(sim):
     assert out == same and any("mujoco_step" in str(node.target) for node in graph.graph.nodes)
     for a, b in zip(graph(*leaves), expected, strict=True):
         close(a, b, 1e-6)
+
+
+def test_a_robot_is_held_where_it_is_by_the_drives_that_can():
+    """A geared drive is told gear q; a motor and a drive of velocities are told what they were at the start."""
+    ball = '<geom size=".1" contype="0" conaffinity="0"/>'
+    slides = "".join(f'<body name="{n}"><joint name="{n}" type="slide"/>{ball}</body>' for n in "abcd")
+    drives = '<position joint="a" kp="50" kv="9" gear="2"/><motor joint="b"/><velocity joint="d" kv="5"/>'
+    xml = f'<mujoco><option gravity="0 0 0"/><worldbody>{slides}</worldbody><actuator>{drives}</actuator></mujoco>'
+    sim = simulation(checked(SceneConfig, {"mjcf": xml}, "scene"))
+    now = world.with_joint_positions(sim, start(sim, (2,)), "abcd", torch.tensor([[0.3, 0.4, 0.5, 0.6]] * 2))
+    control = assert_pure(holding, sim, now)
+    close(control, [[0.6, 0.0, 0.0]] * 2)
+    after, lost = advance(sim, now, control)
+    assert not lost.any()
+    close(world.joint_positions(sim, after, "a"), [[0.3]] * 2, 1e-6)

@@ -5,14 +5,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import close
+from conftest import assert_pure, close
 
 import ecrl
 import ecrl.parts
 from ecrl import rng
 from ecrl.envs import auto_reset, make_env
-from ecrl.envs.contract import check_env
-from ecrl.envs.mujoco import world
+from ecrl.envs.contract import check_fields
+from ecrl.envs.mujoco import physics, world
+from ecrl.envs.mujoco.holding import holding
 from ecrl.envs.mujoco.simulation import advance
 
 CONFIG = Path(__file__).parents[2] / "configs" / "push_cube_ppo.json"
@@ -36,7 +37,7 @@ def _put(env, state, cube=None, goal=None):
 
 @pytest.mark.parametrize("name", ["PushCubeRL", "ReachRL", "CartPoleRL"])
 def test_registered_tasks_are_environments(name):
-    check_env(make_env(name), name)
+    check_fields(make_env(name), name)
 
 
 def test_numbers_of_push_cube():
@@ -77,6 +78,25 @@ def test_no_episode_starts_near_its_goal():
     assert 0.05 <= distances.min() < 0.06
 
 
+def test_not_even_one_episode_of_very_many_starts_near_its_goal():
+    """Of the starts that are drawn half are too near: of twelve for one episode all are, every few thousand times."""
+    low, high = [-0.75, -0.55, 0.05], [-0.45, -0.25, 0.05]
+    put = {"entity_cfg": {"uid": "cube"}, "position_range": [low, high], "relative_position": False}
+    events = {
+        "cube": {"func": "randomize_rigid_object_pose", "mode": "reset", "params": put},
+        "goal": {"func": "randomize_target_pose", "mode": "reset", "params": {"position_range": [low, high]}},
+    }
+    free, env = (
+        make_env({"name": "PushCubeRL", "cfg": {"events": events, "extensions": {"start_distance": d}}})
+        for d in (0.0, 0.15)
+    )
+    drawn, taken = (e.reset(_keys(40_000))["info", "metrics", "distance_to_goal"] for e in (free, env))
+    assert 0.45 < (drawn < 0.15).float().mean() < 0.52
+    assert taken.min() >= 0.15
+    tenths = torch.linspace(0.1, 0.9, 9)  # it is spread as what is drawn, but for what is too near
+    close(taken.quantile(tenths), drawn[drawn >= 0.15].quantile(tenths), 3e-3)
+
+
 def test_a_config_whose_starts_are_too_near_is_refused():
     events = {"goal": {"func": "randomize_target_pose", "mode": "reset"}}
     for half, refused in ((0.07, True), (0.4, False)):
@@ -105,9 +125,66 @@ def test_a_success_is_looked_at_again_later():
     assert (after["obs"] == usual["obs"]).all() and (after["reward"] == usual["reward"]).all()
     held = after["world"]
     for _ in range(25):
-        held = advance(env.scene, held, world.holding(env.scene, after["world"]))[0]
+        held = advance(env.scene, held, holding(env.scene, after["world"]))[0]
     pose = [world.site_pose(env.scene, w, env.scene.robot.tcp["arm"])[:, :3, 3] for w in (after["world"], held)]
     close(pose[1], pose[0], 0.02)
+
+
+def test_a_cube_stays_inside_as_far_as_it_slides():
+    """Friction and damping brake it: it slides v / k - mu g / k^2 ln(1 + k v / (mu g)) m, with k = 2 / s and mu = 1."""
+    env = make_env({"name": "PushCubeRL", "cfg": {"extensions": {"hold_time": 1.0}}})
+    speed = torch.tensor([0.6, 1.4, 1.75, 2.2])
+    slides = speed / 2.0 - 9.81 / 4.0 * torch.log1p(2.0 * speed / 9.81)
+    close(slides, torch.tensor([0.017, 0.084, 0.127, 0.191]), 1e-3)
+    state, none = _put(env, env.reset(_keys(4)), cube=(-0.6, -0.4), goal=(-0.6, -0.4)), torch.zeros(4)
+    along = torch.stack((speed, none, none), -1)
+    state["world"] = world.with_body_velocity(env.scene, state["world"], "cube", along, torch.zeros(4, 3))
+    after = assert_pure(env.step, state, torch.zeros(4, 6), env.draw(_keys(4)))
+    assert after["info", "success"].all() and after["terminated"].all()
+    assert after["info", "metrics", "still_inside"].tolist() == (slides < 0.1).float().tolist()
+
+
+def test_looking_again_costs_a_start_nothing(monkeypatch):
+    """Starts are drawn for every step; none of them is a success."""
+    env = auto_reset(make_env({"name": "PushCubeRL", "cfg": {"extensions": {"hold_time": 1.0}}}))
+    monkeypatch.setattr(physics, "step", lambda *args, **kwargs: pytest.fail("physics of a start"))
+    for state in (env.reset(_keys(2)), env.draw(_keys(6).reshape(3, 2))["start"]):
+        assert state["info", "metrics", "still_inside"].isnan().all()
+
+
+def test_where_mujoco_fails_meanwhile_the_cube_is_not_inside(monkeypatch):
+    env, real = make_env({"name": "PushCubeRL", "cfg": {"extensions": {"hold_time": 1.0}}}), physics.step
+
+    def failing(*rows, handle, substeps):
+        after, sensors = real(*rows, handle=handle, substeps=substeps)
+        after[0] = torch.nan if substeps == 100 else after[0]
+        return after, sensors
+
+    state = _put(env, env.reset(_keys(2)), cube=(-0.6, -0.4), goal=(-0.6, -0.4))
+    monkeypatch.setattr(physics, "step", failing)
+    after = env.step(state, torch.zeros(2, 6), env.draw(_keys(2)))
+    assert after["info", "metrics", "still_inside"].tolist() == [0.0, 1.0]
+
+
+def test_the_share_still_inside_is_of_successes_in_logs_and_evaluation(tmp_path):
+    """And training is the same with it, in one piece or resumed."""
+    easy = {"success_threshold": 0.5, "start_distance": 0.0}
+    sizes = {"num_envs": 4, "buffer_size": 8, "iterations": 2, "compile": "off", "num_eval_episodes": 4}
+    small = {f"trainer.{name}": value for name, value in sizes.items()} | {"algorithm.cfg.batch_size": 16}
+    plain, cfg = (
+        ecrl.load_config(CONFIG).replace(**small, **{"env.cfg.extensions": easy | {"hold_time": t}})
+        for t in (0.0, 0.05)
+    )
+    (state, usual), (ended, history) = (ecrl.train(ecrl.init_state(c), c) for c in (plain, cfg))
+    assert all(torch.equal(ended["params"].get(k), x) for k, x in state["params"].items(True, True))
+    assert 0.0 < history[-1]["metrics/still_inside"] <= 1.0 and "metrics/still_inside" not in usual[-1]
+    half, _ = ecrl.train(ecrl.init_state(cfg), cfg.replace(**{"trainer.iterations": 1}))
+    ecrl.save(tmp_path / "half", half, cfg)
+    again, _ = ecrl.train(ecrl.load(tmp_path / "half")[0], cfg)
+    assert all(torch.equal(again["params"].get(k), x) for k, x in state["params"].items(True, True))
+    before, logs = (ecrl.evaluate(state, c) for c in (plain, cfg))
+    assert {k: x for k, x in logs.items() if k != "eval/metrics/still_inside"} == before
+    assert logs["eval/success_rate"] > 0.0 and 0.0 <= logs["eval/metrics/still_inside"] <= 1.0
 
 
 def test_success_ends_an_episode_and_pays():

@@ -6,13 +6,13 @@ A state of a task has, beside what every environment's has:
     action      `[*B, A]` float32, of the last step, within its bounds; 0 at the start
     force       `[*B, nv]` float32, N or N m along the degrees of freedom, during the next step
     elapsed     `[*B]` int64, steps of the episode
-    life        count and key `[*B]` int64, which outlast episodes, and start, the key of this one; only where events
-                of mode startup or interval are
+    life        count and key `[*B]` int64, which outlast episodes, and start, the key that this one began with; only
+                where events of mode startup or interval are
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -51,7 +51,11 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """A task with its terms made."""
+    """A task with its terms made.
+
+    What `with_starts` finds: spare, a key whose start is taken, for an episode that finds none of its own; steady,
+    whether startup events have no say in which starts are taken.
+    """
 
     cfg: TaskConfig
     sim: Simulation
@@ -65,6 +69,8 @@ class Task:
     check_truncated: Check
     get_reward: Callable[[Simulation, TensorDict, TensorDict], Tensor] | None
     acceptable: Check | None
+    spare: int | None = None
+    steady: bool = False
 
     def of(self, *modes: str) -> list[Event]:
         """Events of these modes."""
@@ -106,40 +112,64 @@ def _happen(events: list[Event], state: TensorDict, keys: Tensor) -> TensorDict:
     return state
 
 
-def _accepted(task: Task, accept: Check, state: TensorDict, keys: Tensor) -> Tensor:
-    """The keys of the first starts that a task takes, of `_TRIES`; where it takes none, of the last."""
+def _born(task: Task, state: TensorDict) -> TensorDict:
+    """The state after events of mode startup, with the keys of its lives."""
+    startup = task.of("startup")
+    return _happen(startup, state, state["life", "key"]) if startup else state
 
-    def again(now: tuple[Tensor, Tensor], number: Tensor, state: TensorDict, keys: Tensor) -> tuple[Any, None]:
+
+def _chosen(task: Task, born: TensorDict, keys: Tensor) -> Tensor:
+    """Keys of the events of mode reset: those of the first starts that a task takes, of `_TRIES`, or the spare one."""
+    accept, keys = task.acceptable, rng.fold_in(keys, rng.START)
+    if not accept:
+        return rng.fold_in(keys, 0)
+
+    def again(now: tuple[Tensor, Tensor], number: Tensor, born: TensorDict, keys: Tensor) -> tuple[Any, None]:
         chosen, taken = now
         chosen = torch.where(taken, chosen, rng.fold_in(keys, number))
-        return (chosen, taken | accept(task.sim, _happen(task.of("reset"), state, chosen))), None
+        return (chosen, taken | accept(task.sim, _happen(task.of("reset"), born, chosen))), None
 
     none = torch.zeros_like(keys, dtype=torch.bool)
-    (chosen, _), _ = loop(again, (keys, none), torch.arange(_TRIES, device=keys.device), state, keys)
-    return chosen
+    (chosen, taken), _ = loop(again, (keys, none), torch.arange(_TRIES, device=keys.device), born, keys)
+    return chosen if task.spare is None else torch.where(taken, chosen, task.spare)
 
 
 def _started(task: Task, state: TensorDict, keys: Tensor) -> TensorDict:
-    """A start of an episode: events of mode startup, with the key of a life, then those of mode reset.
+    """A start of an episode: events of mode startup, then those of mode reset, with the keys that are chosen."""
+    born = _born(task, state)
+    chosen = _chosen(task, born, keys)
+    begun = _happen(task.of("reset"), born, chosen)
+    if task.steady:
+        begun = begun.copy().set("life", cast(TensorDict, begun["life"]).copy().set("start", chosen))
+    return begun
 
-    Where a task refuses a start, further ones are drawn; the last is taken as it is.
+
+def _steady(task: Task, keys: Tensor) -> bool:
+    """Whether starts are the same, but for parameters of the model, in one life as in another."""
+    one, begun = begin(task, keys), task.of("reset")
+    life = cast(TensorDict, one["life"]).copy()
+    other = one.copy().set("life", life.set("key", life["key"].flip(0)))
+    starts = [_happen(begun, _born(task, state), keys) for state in (one, other)]
+    taken = [cast(Check, task.acceptable)(task.sim, state) for state in starts]
+    seen = [state.select(*THEIRS, strict=False).exclude(("world", "parameters")) for state in starts]
+    return torch.equal(*taken) and bool((seen[0] == seen[1]).all())
+
+
+def with_starts(task: Task) -> Task:
+    """The task with what is to be known of its starts before it is played.
+
+    Raises: ConfigError where the task refuses starts time and again.
     """
-    if startup := task.of("startup"):
-        state = _happen(startup, state, state["life", "key"])
-    keys = rng.fold_in(keys, rng.START)
-    chosen = _accepted(task, task.acceptable, state, keys) if task.acceptable else rng.fold_in(keys, 0)
-    return _happen(task.of("reset"), state, chosen)
-
-
-def check_starts(task: Task) -> None:
-    """Refuse a config of which the task refuses starts time and again, so that episodes would begin from one."""
     if not task.acceptable:
-        return
+        return task
     keys = rng.split(rng.key(0), _TRIED)
-    refused = int((~task.acceptable(task.sim, _started(task, begin(task, keys), keys))).sum())
-    if refused:
+    born = _born(task, begin(task, keys))
+    chosen = _chosen(task, born, keys)
+    taken = task.acceptable(task.sim, _happen(task.of("reset"), born, chosen))
+    if refused := int((~taken).sum()):
         told = f"of {_TRIED} episodes {refused} found no start that the task takes, in {_TRIES} draws each"
         raise ConfigError(f"{told}; let events of mode reset spread them further, or ask less of them in extensions")
+    return replace(task, spare=int(chosen[0]), steady=bool(task.of("startup")) and _steady(task, keys))
 
 
 def reset(task: Task, keys: Tensor) -> TensorDict:
@@ -160,12 +190,19 @@ def _info(success: Tensor, fail: Tensor, metrics: dict[str, Tensor], rewards: di
 
 
 def carry_over(task: Task, begun: TensorDict, ended: TensorDict) -> TensorDict:
-    """The start of a further episode of a life: its startup events again, its count of steps."""
+    """The start of a further episode of a life: its startup events again, its count of steps.
+
+    The start was chosen in another life; where startup events have a say in which are taken, it is chosen once more.
+    """
     life = cast(TensorDict, begun["life"])
     life = life.copy().update(cast(TensorDict, ended["life"]).select("count", "key"))
     if not task.of("startup"):
         return begun.copy().set("life", life)
-    again = _started(task, begin(task, life["start"]).set("life", life), life["start"])
+    fresh = begin(task, life["start"]).set("life", life)
+    if task.steady:
+        again = _happen(task.of("reset"), _born(task, fresh), life["start"])
+    else:
+        again = _started(task, fresh, life["start"])
     return begun.copy().update(again).set("obs", observe(task, again))
 
 

@@ -51,6 +51,10 @@ def mujoco() -> Any:
         told = f"MUJOCO_GL={named} does not work here ({error})"
         packages = "libosmesa6 for osmesa, libegl1 for egl"
         raise UserError(f"{told}; unset it, or install what it names, with apt-get: {packages}") from None
+    log = getattr(mujoco, "MjLogConfig").get()  # noqa: B009  (its stubs do not have it)
+    if log.logto_file:  # to the working directory; warnings are on stderr too
+        log.logto_file = False
+        log.set()
     return mujoco
 
 

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -12,6 +11,7 @@ from ecrl.envs.mujoco.models import mujoco
 from ecrl.envs.mujoco.scene_config import DriveConfig, PerJoint, RobotConfig
 from ecrl.errors import ConfigError
 from ecrl.registry import did_you_mean
+from ecrl.strict import shown
 
 Drive = Literal["position", "velocity", "force"]
 """What the control of a joint is: a target position, m or rad; a target velocity, m/s or rad/s; a force, N or N m."""
@@ -33,15 +33,15 @@ class Robot(NamedTuple):
 
 def spec_of(given: str, told: str, root: str = "") -> Any:
     """A MjSpec of an MJCF file, or of its text; `root` is a second folder to look in."""
-    spec, paths = mujoco().MjSpec, [Path(given), *([Path(root) / given] if root else [])]
+    spec, paths = mujoco().MjSpec, [given, *([os.path.join(root, given)] if root else [])]
     try:
         if given.lstrip().startswith("<"):
             return spec.from_string(given)
-        if path := next((p for p in paths if p.is_file()), None):
-            return spec.from_file(str(path))
+        if path := next(filter(os.path.isfile, paths), None):
+            return spec.from_file(path)
     except ValueError as error:
         raise ConfigError(f"{told}: {' '.join(str(error).split())}") from None
-    raise ConfigError(f"{told}: no such file {given!r}{f', nor below MENAGERIE_ROOT, {root}' if root else ''}")
+    raise ConfigError(f"{told}: no such file {shown(given)}{f', nor below MENAGERIE_ROOT, {root}' if root else ''}")
 
 
 def moving(spec: Any) -> tuple[str, ...]:

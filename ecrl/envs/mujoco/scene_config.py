@@ -7,12 +7,14 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from ecrl.strict import ConfigModel, Count, Fraction, NonNegative, Positive
+from ecrl.strict import ConfigModel, Fraction, NonNegative, Positive
 
 Real = Annotated[float, Field(ge=-1e6, le=1e6)]
 Triple = Annotated[tuple[Real, Real, Real], Field(strict=False)]
 Shade = Annotated[tuple[Fraction, Fraction, Fraction], Field(strict=False)]
 Color = Annotated[tuple[Fraction, Fraction, Fraction, Fraction], Field(strict=False)]
+Steps = Annotated[int, Field(ge=1, le=10_000)]
+"""Of physics within a step of the environment, which nothing can interrupt."""
 _Row = Annotated[tuple[Real, Real, Real, Real], Field(strict=False)]
 PerJoint = NonNegative | Annotated[tuple[NonNegative, ...], Field(strict=False, min_length=1)] | dict[str, NonNegative]
 """One number for every joint, a list with one each, or numbers by name of joint."""
@@ -159,7 +161,7 @@ class PhysicsConfig(ConfigModel):
     """How MuJoCo steps."""
 
     dt: Positive | None = Field(None, description="time step, s; 0.01, or that of the scene's file, if absent")
-    iterations: Count | None = Field(None, description="Newton iterations at most; 20, or the file's, if absent")
+    iterations: Steps | None = Field(None, description="Newton iterations at most; 20, or the file's, if absent")
     threads: Annotated[int, Field(ge=0, le=4096)] = Field(0, description="threads; 0: as many as torch uses")
     backend: Literal["mujoco", "warp"] = Field(
         "mujoco", description="mujoco: on the CPU, float64; warp: MuJoCo Warp, on trainer.device, float32"
@@ -189,7 +191,7 @@ class SceneConfig(ConfigModel):
     background: Annotated[tuple[RigidObjectConfig, ...], Field(strict=False)] = Field((), description="more objects")
     light: LightConfig | None = Field(None, description="light of the images; that of the scene's file if absent")
     physics: PhysicsConfig = Field(PhysicsConfig.model_construct(), description="step and threads")
-    sim_steps_per_control: Count | None = Field(
+    sim_steps_per_control: Steps | None = Field(
         None, description="physics steps per step of the environment; 4 if no frequency is given either"
     )
     target_control_frequency: Positive | None = Field(

@@ -67,9 +67,9 @@ def _substeps(cfg: SceneConfig, dt: float) -> int:
     """Physics steps of `dt` seconds per step of the environment."""
     if cfg.target_control_frequency is None:
         return cfg.sim_steps_per_control or _SUBSTEPS
-    exact = 1.0 / (cfg.target_control_frequency * dt)
-    if round(exact) < 1 or abs(exact - round(exact)) > 1e-6 * exact:
-        told = f"{cfg.target_control_frequency} Hz is {exact:.6g} physics steps of {dt} s, which is no whole number"
+    exact = 1.0 / max(cfg.target_control_frequency * dt, 1e-300)
+    if not 0.5 < exact < 10_000.5 or abs(exact - round(exact)) > 1e-6 * exact:
+        told = f"{cfg.target_control_frequency} Hz is {exact:.6g} physics steps of {dt} s, no whole number up to 10,000"
         raise ConfigError(f"target_control_frequency: {told}; change it or physics.dt")
     return round(exact)
 

@@ -23,13 +23,13 @@ from ecrl.envs.mujoco.episode import (
     begin,
     carry_over,
     check_one_each,
-    check_starts,
     observe,
     placed,
     reset,
     reward_names,
     rewarded,
     step,
+    with_starts,
 )
 from ecrl.envs.mujoco.models import Varied, rows_of
 from ecrl.envs.mujoco.simulation import Simulation, simulation
@@ -167,8 +167,9 @@ def task_env(
         compute_task_state: (sim, state) -> success, fail, metrics; success and fail are terminations.
         check_truncated: (sim, state) -> bool `[*B]`: an episode that is broken off, beside the time limit.
         get_reward: (sim, before, after) -> `[*B]`, a reward beside the terms; it is `rewards/task` in the logs.
-        acceptable: (sim, state) -> bool `[*B]`: which starts are taken; of up to 12 that are drawn the first. A config
-            of which 256 episodes do not all find one is refused.
+        acceptable: (sim, state) -> bool `[*B]`: which starts are taken; of up to 12 that are drawn the first, and where
+            it takes none of them, one that was found beforehand. A config of which 256 episodes do not all find one is
+            refused.
 
     `info` has `success`, `fail`, `metrics` and `rewards`: each term as `<name>`, and times its weight as
     `<name>_weighted`.
@@ -196,7 +197,7 @@ def task_env(
     with torch.no_grad():
         _check_functions(task, begin(task, rng.split(rng.key(0), 2)))
     with torch.no_grad(), placed("env.cfg.events"):
-        check_starts(task)
+        task = with_starts(task)
     with torch.no_grad():
         size = observe(task, begin(task, rng.split(rng.key(0), 1))).shape[-1]
     low, high = (tuple(x for term in actions for x in getattr(term, side)) for side in ("low", "high"))

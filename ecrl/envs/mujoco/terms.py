@@ -53,7 +53,7 @@ class JointsConfig(ConfigModel):
     robot_uid: str | None = Field(None, description="name of the robot")
     part_name: str | None = Field(None, description="the joints of this part of the robot")
     joint_ids: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False, min_length=1)] | None = Field(
-        None, description="places in the list of joints, from 0"
+        None, description="places in the list of joints, from 0; in that of env.cfg.control_parts, where it is given"
     )
 
     @model_validator(mode="after")

@@ -156,7 +156,10 @@ def _run(worlds: _Worlds, device: torch.device, substeps: int) -> None:
 
 
 def _lost(worlds: _Worlds) -> Tensor:
-    """Which simulations had more contacts or constraints than there is room for, `[many]`."""
+    """Which simulations had more contacts or constraints than there is room for, `[many]`.
+
+    Contacts share theirs: where it does not do, nobody knows whose were dropped, and all are lost.
+    """
     lost = (worlds.overflow & worlds.losses) != 0  # in any substep
     for count, there in worlds.room:  # without a substep nobody looked
         lost = lost | (count > there)
@@ -166,8 +169,8 @@ def _lost(worlds: _Worlds) -> Tensor:
 def step(state: Tensor, control: Tensor, parameters: Tensor, handle: int, substeps: int) -> tuple[Tensor, Tensor]:
     """`substeps` of MuJoCo Warp from each row; arguments and results as of `ecrl.envs.mujoco.physics.step`.
 
-    Rows after it hold numbers of float32. A simulation with more contacts or constraints than there is room for
-    (`capacity`) comes back as NaN.
+    Rows after it hold numbers of float32. A simulation with more constraints than there is room for (`capacity`) comes
+    back as NaN, and so do all if they have too many contacts together.
 
     Args:
         state: `[N, nstate]` float64.

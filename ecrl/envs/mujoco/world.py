@@ -123,17 +123,6 @@ def controls_per_target(sim: Simulation, joints: tuple[str, ...]) -> tuple[float
     return tuple(control_per_target(sim.model, i) for i in actuators_of(sim, joints))
 
 
-def holding(sim: Simulation, world: TensorDict) -> Tensor:
-    """Controls that hold the robot where it is, `[*B, nu]`; those that are no target positions are as at the start."""
-    home = torch.from_numpy(sim.home.ctrl).to(world["physics"])
-    columns = list(home.float().expand(*world.batch_size, -1).unbind(-1))
-    held = tuple(joint for joint in sim.robot.joints if drive_of(sim, joint) == "position")
-    targets = joint_positions(sim, world, held).unbind(-1)
-    for at, factor, target in zip(actuators_of(sim, held), controls_per_target(sim, held), targets, strict=True):
-        columns[at] = factor * target
-    return torch.stack(columns, -1)
-
-
 def joint_limits(sim: Simulation, joints: Sequence[str]) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Lowest and highest positions, rad or m; infinite without a limit."""
     _joints(sim, tuple(joints))

@@ -1,8 +1,9 @@
 """An arm pushes a cube to a goal on the floor: EmbodiChain's PushCubeRL, with its numbers."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from pydantic import Field
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from ecrl.envs.core import Env
 from ecrl.envs.mujoco import world
+from ecrl.envs.mujoco.holding import holding
 from ecrl.envs.mujoco.scene_config import RigidObjectConfig, RobotConfig
 from ecrl.envs.mujoco.simulation import Simulation, advance
 from ecrl.envs.mujoco.task import task_env
@@ -105,11 +107,35 @@ class PushCubeConfig(TaskConfig):
     extensions: PushCubeExtensions = Field(PushCubeExtensions.model_construct(), description="what the task is")
 
 
-def _held(sim: Simulation, state: TensorDict, seconds: float) -> TensorDict:
-    """The state so much later, with the arm held where it is."""
-    steps = max(1, round(seconds / sim.model.opt.timestep))
-    world_then, _ = advance(replace(sim, substeps=steps), state["world"], world.holding(sim, state["world"]))
-    return state.copy().set("world", world_then)
+Distance = Callable[[Simulation, TensorDict], Tensor]
+"""(sim, state) -> `[*B]`, m, from cube to goal."""
+
+
+def _inside_later(sim: Simulation, state: TensorDict, distance: Distance, ext: PushCubeExtensions) -> Tensor:
+    """Whether the cube is inside after `hold_time` with the arm held where it is, `[*B]`; not so where MuJoCo fails."""
+    steps = max(1, round(ext.hold_time / sim.model.opt.timestep))
+    later, lost = advance(replace(sim, substeps=steps), state["world"], holding(sim, state["world"]))
+    return (distance(sim, state.copy().set("world", later)) < ext.success_threshold) & ~lost
+
+
+def _looking_again(env: Env, distance: Distance, ext: PushCubeExtensions) -> Env:
+    """The environment with the metric `still_inside`; of a start, which is no success, without any physics."""
+
+    def told(state: TensorDict, inside: Tensor) -> TensorDict:
+        info = cast(TensorDict, state["info"]).copy()
+        metric = torch.where(info["success"], inside.float(), torch.nan)
+        metrics = cast(TensorDict, info["metrics"]).copy().set("still_inside", metric)
+        return state.copy().set("info", info.set("metrics", metrics))
+
+    def reset(keys: Tensor) -> TensorDict:
+        state = env.reset(keys)
+        return told(state, torch.zeros_like(state["terminated"]))
+
+    def step(state: TensorDict, action: Tensor, noise: Any) -> TensorDict:
+        after = env.step(state, action, noise)
+        return told(after, _inside_later(env.scene, after, distance, ext))
+
+    return replace(env, reset=reset, step=step)
 
 
 @register_env("PushCubeRL")
@@ -118,10 +144,11 @@ def push_cube(cfg: PushCubeConfig) -> Env:
 
         d = |cube_xy - goal_xy|, m;    success, which ends the episode: d < success_threshold
 
-    An episode starts with d >= start_distance: at the first such of 12 starts that are drawn. A cube below -0.1 m is a
-    failure. The metric `distance_to_goal` is d; `still_inside`, with `hold_time`, is NaN where there is no success.
+    An episode starts with d >= start_distance: at the first such of 12 starts that are drawn, or else at one that was
+    found beforehand. A cube below -0.1 m is a failure. The metric `distance_to_goal` is d; `still_inside`, with
+    `hold_time`, is NaN where there is no success.
     """
-    uid, key = cfg.extensions.object_uid, cfg.extensions.target_pose_key
+    ext, uid, key = cfg.extensions, cfg.extensions.object_uid, cfg.extensions.target_pose_key
 
     def distance(sim: Simulation, state: TensorDict) -> Tensor:
         place = world.body_position(sim, state["world"], uid)[..., :2]
@@ -130,13 +157,10 @@ def push_cube(cfg: PushCubeConfig) -> Env:
     def compute_task_state(sim: Simulation, state: TensorDict) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         d = distance(sim, state)
         fallen, metrics = world.body_position(sim, state["world"], uid)[..., 2] < -0.1, {"distance_to_goal": d}
-        success = d < cfg.extensions.success_threshold
-        if cfg.extensions.hold_time:
-            inside = distance(sim, _held(sim, state, cfg.extensions.hold_time)) < cfg.extensions.success_threshold
-            metrics["still_inside"] = torch.where(success, inside.float(), torch.nan)
-        return success, fallen, metrics
+        return d < ext.success_threshold, fallen, metrics
 
     def acceptable(sim: Simulation, state: TensorDict) -> Tensor:
-        return distance(sim, state) >= cfg.extensions.start_distance
+        return distance(sim, state) >= ext.start_distance
 
-    return task_env(cfg, compute_task_state, acceptable=acceptable)
+    env = task_env(cfg, compute_task_state, acceptable=acceptable)
+    return _looking_again(env, distance, ext) if ext.hold_time else env
