@@ -226,6 +226,10 @@ def _one_line(message: Warning | str, *place: object) -> str:
 _WITH_KEYS: dict[str, Callable] = {"train": train, "check": check, "check-env": check_env, "eval": evaluate}
 _OTHERS = {"record": record, "replay": replay, "plot": plot, "bench": bench, "export": export, "schema": schema}
 
+_ABOUT = "Train and evaluate policies. --import MODULE, with any command, imports parts of your own."
+_LONG = 1000  # characters of a line: a fault may quote what is given
+_FLAGS = (tyro.conf.FlagCreatePairsOff,)
+
 
 def main() -> None:
     """Run the command; a fault the user can mend is one line each on stderr and exit status 2."""
@@ -234,16 +238,15 @@ def main() -> None:
         args, keys = _split(_importing(sys.argv[1:]))
         if keys and (not args or args[0] not in _WITH_KEYS):
             raise UserError(f"{keys[0]}: keys of the config can be set for: {', '.join(_WITH_KEYS)}")
+        commands = {name: partial(command, overrides=keys) for name, command in _WITH_KEYS.items()} | _OTHERS
         with enough_memory("ecrl", "lower trainer.num_envs or trainer.buffer_size, or make the networks smaller"):
-            tyro.extras.subcommand_cli_from_dict(
-                {name: partial(command, overrides=keys) for name, command in _WITH_KEYS.items()} | _OTHERS,
-                prog="ecrl",
-                description="Train and evaluate policies. --import MODULE, with any command, imports parts of your own.",
-                args=args,
-                config=(tyro.conf.FlagCreatePairsOff,),
-            )
+            tyro.extras.subcommand_cli_from_dict(commands, prog="ecrl", description=_ABOUT, args=args, config=_FLAGS)
     except UserError as error:
-        print(error, file=sys.stderr)
+        lines = (
+            line if len(line) <= _LONG else f"{line[: _LONG - 200]} ... {line[-200:]}"
+            for line in str(error).split("\n")
+        )
+        print("\n".join(lines), file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

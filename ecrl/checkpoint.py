@@ -165,8 +165,8 @@ def read_files(path: str | Path) -> dict[str, bytes]:
 
 def _paths(structure: TensorDict) -> dict[str, tuple[str, ...]]:
     """Where each tensor of a file belongs; a name on the way may hold a "/" itself."""
-    keys: Any = structure.keys(include_nested=True, leaves_only=True)
-    return {"/".join(path): path for path in ((key,) if isinstance(key, str) else tuple(key) for key in keys)}
+    pairs: Any = structure.items(True, True)  # a locked TensorDict keeps what `keys` gives: a cycle, which outlives it
+    return {"/".join(path): path for path in ((key,) if isinstance(key, str) else tuple(key) for key, _ in pairs)}
 
 
 def _into(structure: TensorDict, tensors: dict[str, Tensor], path: Path) -> TensorDict:

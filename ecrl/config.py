@@ -225,8 +225,11 @@ def config_from_dict(
     """
     if not isinstance(data, dict):
         return checked(Config, data, source)
-    draft = translated(data, overrides or {}, folder, _SIZES)
-    made = checked(Config, draft.data, source, draft.faults, draft.where)
+    try:
+        draft = translated(data, overrides or {}, folder, _SIZES)
+        made = checked(Config, draft.data, source, draft.faults, draft.where)
+    except RecursionError:
+        raise ConfigError(f"{source}: not a config: nested too deeply") from None
     for path, reason in draft.inert:
         name = draft.where(tuple(key if isinstance(key, int) else key_text(key) for key in path))
         warnings.warn(f"{name} has no meaning here ({reason}); ignored", stacklevel=2)

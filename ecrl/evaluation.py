@@ -42,7 +42,8 @@ def eval_envs(num_episodes: int, at_most: int) -> int:
     >>> eval_envs(100, 16), eval_envs(5, 4)
     (10, 1)
     """
-    return max(n for n in range(1, min(num_episodes, at_most) + 1) if num_episodes % n == 0)
+    small = [n for n in range(1, math.isqrt(num_episodes) + 1) if num_episodes % n == 0]
+    return max(n for n in (*small, *(num_episodes // n for n in small)) if n <= at_most)
 
 
 def _eval_step(

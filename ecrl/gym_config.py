@@ -42,9 +42,11 @@ def with_gym_config(draft: Draft, folder: Path) -> Draft:
     draft = draft._replace(data=without(draft.data, _KEY))
     if not isinstance(given, str):
         return _failed(draft, f"expected the path of a file, got {shown(given)}")
-    path = next((p for p in (given, str(folder / given)) if os.path.exists(p)), None)
+    path = next(filter(os.path.exists, (given, str(folder / given))), None)
     if path is None:
         return _failed(draft, f"no such file {shown(given)}, neither from the working directory nor from {folder}")
+    if not os.path.isfile(path):  # reading a device may never end
+        return _failed(draft, f"expected the path of a file, {shown(given)} is a folder or a device")
     try:
         gym = read(Path(path))
     except ConfigError as error:

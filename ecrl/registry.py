@@ -174,5 +174,6 @@ def lookup(kind: str, name: str) -> Entry:
     """
     known = registered(kind)
     if name not in known:
-        raise KeyError("; ".join([f"unknown {kind} {name!r}", did_you_mean(name, known), *_SKIPPED]))
+        short = repr(name if len(name) <= 60 else f"{name[:60]}...")
+        raise KeyError("; ".join([f"unknown {kind} {short}", did_you_mean(name, known), *_SKIPPED]))
     return _ENTRIES[kind][name]

@@ -13,6 +13,8 @@ from ecrl.registry import did_you_mean
 from ecrl.strict import ObjectPairs, dotted, repeated
 
 _YAML_SUFFIXES = (".yaml", ".yml")
+_BYTES, _VALUES = 2**24, 10**6
+"""Of a file, and in it; far more than anyone writes."""
 
 
 class _Yaml(yaml.SafeLoader):
@@ -48,7 +50,11 @@ def _object(loader: _Yaml, node: yaml.MappingNode) -> ObjectPairs:
 _Yaml.add_constructor("tag:yaml.org,2002:map", _object)
 
 
-def _yaml_error(path: Path, error: yaml.YAMLError) -> ConfigError:
+def _yaml_error(path: Path, error: yaml.YAMLError, text: str) -> ConfigError:
+    if isinstance(error, yaml.reader.ReaderError):
+        before = text[: error.position]
+        at = f"{path}:{before.count(chr(10)) + 1}:{len(before) - before.rfind(chr(10))}"
+        return ConfigError(f"{at}: not YAML: {error.reason}, got {text[error.position]!r}")
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or str(error)
     at = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
     return ConfigError(f"{at}: not YAML: {' '.join(problem.split())}")
@@ -60,27 +66,48 @@ def _no_such_file(path: Path) -> ConfigError:
     return ConfigError(f"{path}: no such file; {near}")
 
 
+def _size(data: Any, known: dict[int, int]) -> int:
+    """How many values there are, each as often as YAML's aliases repeat it."""
+    if not isinstance(data, dict | list):
+        return 1
+    if id(data) not in known:
+        known[id(data)] = 1 + sum(_size(part, known) for part in (data.values() if isinstance(data, dict) else data))
+    return known[id(data)]
+
+
 def read(path: Path) -> Any:
     """What a file holds: YAML where its name ends in .yaml or .yml, else JSON. Objects know their keys given twice.
 
     Raises: ConfigError, one line, with line and column where the syntax is wrong.
     """
+    text = ""
     try:
-        text = path.read_text(encoding="utf-8-sig")
-        if path.suffix.lower() in _YAML_SUFFIXES:
-            return yaml.load(text, _Yaml)
-        return json.loads(text, object_pairs_hook=ObjectPairs)
+        with path.open("rb") as file:  # which may be a device without an end
+            text = file.read(_BYTES + 1).decode("utf-8-sig")
+        if len(text) > _BYTES:
+            raise ConfigError(f"{path}: not a config: longer than {_BYTES:,} bytes")
+        if path.suffix.lower() not in _YAML_SUFFIXES:
+            return json.loads(text, object_pairs_hook=ObjectPairs)
+        data = yaml.load(text, _Yaml)
+        if _size(data, {}) > _VALUES:
+            raise ConfigError(f"{path}: not a config: its aliases stand for more than {_VALUES:,} values")
+        return data
     except FileNotFoundError:
         raise _no_such_file(path) from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except yaml.YAMLError as error:
-        raise _yaml_error(path, error) from None
+        raise _yaml_error(path, error, text) from None
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}:{error.lineno}:{error.colno}: not JSON: {error.msg}") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}") from None
-    except (RecursionError, ValueError) as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ConfigError(f"{path}:{line}: not UTF-8 text: {error.reason} at byte {error.start}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: not a config: nested too deeply") from None
+    except ConfigError:
+        raise
+    except ValueError as error:
         raise ConfigError(f"{path}: not a config: {error}") from None
 
 

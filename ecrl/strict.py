@@ -32,6 +32,7 @@ _SAYS = {  # pydantic's kinds of faults, in the words of someone who writes JSON
     "string_type": "expected a string",
     "string_unicode": "expected a string of valid Unicode",
     "string_pattern_mismatch": "not allowed",
+    "string_too_long": "expected at most {max_length} characters",
     "literal_error": "expected {expected}",
     "greater_than": "must be above {gt}",
     "greater_than_equal": "must be at least {ge}",
@@ -66,7 +67,9 @@ def shown(value: Any) -> str:
 
 def key_text(key: Any) -> str:
     """A key as part of a path; quoted where it would not read as one."""
-    return key if isinstance(key, str) and re.fullmatch(r"[\w-]+", key) else repr(key)
+    if isinstance(key, str):
+        return key if re.fullmatch(r"[\w-]{1,60}", key) else shown(key)
+    return repr(key)
 
 
 Loc = tuple[str | int, ...]  # of a key: names and list indices

@@ -21,7 +21,7 @@ from ecrl.history import History
 from ecrl.loggers import with_host_logs, with_jsonl, with_progress
 from ecrl.loop import check_config, close, init_state, train_iter
 from ecrl.profiler import Times, timed_records, watched, with_profile
-from ecrl.ranks import with_others
+from ecrl.ranks import with_others, with_others_at_crash
 from ecrl.recording import cameras, check_cameras
 from ecrl.registry import registered
 from ecrl.replay import with_crash
@@ -46,6 +46,7 @@ def consumers(
     `timed` may watch each of them.
     """
     records = timed("loop", records)
+    records = with_others_at_crash(records, cfg) if world_size() > 1 else records
     records = records if run_dir is None or rank() > 0 else with_crash(records, cfg, run_dir)
     if rank() > 0:  # which takes no part but in the training, and in what is saved
         return with_others(records, cfg)
@@ -90,15 +91,22 @@ def train(
     Raises: ConfigError for a folder that cannot be written or holds a run, and for `profile` without a folder;
     CheckpointError if the last state could not be saved.
     """
-    new = int(state["sample_step"]) == 0 and not restarts()
-    return _train(state, cfg, None if run_dir is None else Path(run_dir), progress, profile, new)
+    new, history = int(state["sample_step"]) == 0 and not restarts(), History()
+    folder = None if run_dir is None else Path(run_dir)
+    return _train(state, cfg, folder, progress, profile, new, history.add), history
 
 
 def _train(
-    state: TensorDict, cfg: Config, folder: Path | None, progress: bool, profile: bool, new: bool
-) -> tuple[TensorDict, History]:
-    """`train`, in a folder that may hold this very run unless it is `new`."""
-    history, first = History(), int(state["sample_step"])
+    state: TensorDict,
+    cfg: Config,
+    folder: Path | None,
+    progress: bool,
+    profile: bool,
+    new: bool,
+    seen: Callable[[LogData], Any],
+) -> TensorDict:
+    """The state that `train` gives, in a folder that may hold this very run unless it is `new`; `seen` gets records."""
+    first = int(state["sample_step"])
     if cfg.trainer.enable_eval:
         check_evaluation(cfg)
     if folder is not None and rank() == 0:
@@ -109,15 +117,15 @@ def _train(
     try:
         with in_loop(), closing(cast(Generator, records)):
             for record in records:
-                history.add(record)
+                seen(record)
                 state = record["state"]
                 if record["log_type"] != "collect" and asked() and world_size() == 1:
                     raise KeyboardInterrupt
     except KeyboardInterrupt:
-        where = "its checkpoint is in" if len(history) or first else "begin again by --resume"
+        where = "its checkpoint is in" if int(state["sample_step"]) else "begin again by --resume"
         where = "returning what there is" if folder is None else f"{where} {folder}"
         print(f"interrupted at {int(state['sample_step']):,} env steps; {where}")
-    return state, history
+    return state
 
 
 def _profiled(state: TensorDict, cfg: Config, folder: Path | None, first: int, progress: bool) -> Iterator[LogData]:
@@ -205,7 +213,23 @@ def train_from_config(
     Returns: the last state and the history of logs.
     Raises: ConfigError, one line per fault; also for a folder that cannot be written or holds a run.
     """
-    changed = dict(overrides or {}) | ({} if distributed is None else {"trainer.distributed": distributed})
+    history = History()
+    state = run_config(path, distributed, run_dir, overrides or {}, resume_from, force, profile, history.add)
+    return state, history
+
+
+def run_config(
+    path: str | Path | None,
+    distributed: bool | None,
+    run_dir: str | Path | None,
+    overrides: Mapping[str, Any],
+    resume_from: str | Path | None,
+    force: bool,
+    profile: bool,
+    seen: Callable[[LogData], Any] = lambda record: None,
+) -> TensorDict:
+    """`train_from_config` without a history, which grows with every iteration; `seen` gets each record."""
+    changed = dict(overrides) | ({} if distributed is None else {"trainer.distributed": distributed})
     if resume_from is not None:
         own = Path(resume_from) / "config.json"
         start(distributed or (own.exists() and load_config(path or own, changed).trainer.distributed))
@@ -223,7 +247,7 @@ def train_from_config(
             forget_after(folder, 0)
     if rank() == 0:
         _announce(cfg, folder)
-    state, history = _train(state, cfg, folder, True, profile, new=False)
+    state = _train(state, cfg, folder, True, profile, False, seen)
     close(state, cfg)
     stop()
-    return state, history
+    return state

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import weakref
 from threading import Thread
 
 import pytest
@@ -14,6 +15,7 @@ from test_loop import last_state, same, small
 from ecrl import checkpoint, durable
 from ecrl.checkpoint import latest, load, read_files, read_manifest, save, snapshot, write
 from ecrl.errors import CheckpointError
+from ecrl.garbage import uncollected
 from ecrl.loop import init_state, train_iter
 
 
@@ -239,3 +241,13 @@ def test_a_slash_in_a_name_comes_back(tmp_path):
     tensors = tensors_from_bytes((tmp_path / "saved" / "state.safetensors").read_bytes())
     structure = state.clone().apply(torch.zeros_like)
     assert torch.equal(checkpoint._into(structure, tensors, tmp_path)["norm", "obs", "cam/rgb"], torch.ones(2))
+
+
+def test_a_state_that_was_saved_is_not_kept():
+    cfg = small()
+    state = init_state(cfg)
+    alive = weakref.ref(state)
+    with uncollected():  # what only the collector of garbage frees would pile up between its rare full rounds
+        snapshot(state, cfg)
+        del state
+        assert alive() is None

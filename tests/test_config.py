@@ -172,7 +172,7 @@ def _file(tmp_path, text, name="run.json"):
 FILES = [  # content, the message after the path
     (b"", ":1:1: not JSON: Expecting value"),
     (b'{"trainer": {\n  "seed": 1,,\n}}', ":2:13: not JSON: "),
-    (b'{"trainer": "\xff"}', ": not UTF-8 text: invalid start byte at byte 13"),
+    (b'{"trainer": "\xff"}', ":1: not UTF-8 text: invalid start byte at byte 13"),
     (b"[" * 100_000, ": not a config: "),
     (b'{"trainer": {"seed": ' + b"9" * 5000 + b"}}", ": not a config: "),
     (b"[]", ": expected an object, got a list"),
@@ -460,3 +460,14 @@ def test_configs_of_lists_and_dicts_that_are_equal_hash_equal(one, other):
 def test_configs_of_lists_and_dicts_that_differ_are_two():
     given = [{}, {"numbers": [1.0]}, {"named": {"a": 1}}, {"named": {"a": {"b": [1]}}}, {"inner": _Inner(rows=[2])}]
     assert len({_Listed(**x) for x in given}) == len({hash(_Listed(**x)) for x in given}) == len(given)
+
+
+@pytest.mark.parametrize("depth", [100, 400, 900])
+@pytest.mark.parametrize("place", ["trainer", "policy.actor", "env.cfg.kwargs", "trainer.events.train"])
+def test_what_is_nested_deeply_is_refused(depth, place):
+    nested = 1
+    for _ in range(depth):
+        nested = [{"a": nested}]
+    with pytest.raises(ConfigError, match=r"^replace: ") as error:
+        config_from_dict(VALID, "replace", {place: nested})
+    assert all(line.startswith("replace: ") for line in str(error.value).split("\n"))

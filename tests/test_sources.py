@@ -1,7 +1,9 @@
 """Files and command lines as data: JSON and YAML alike, strict about keys given twice."""
 
 import json
+import os
 import re
+from pathlib import Path
 
 import pytest
 
@@ -72,11 +74,12 @@ def test_yaml_keys_given_twice(tmp_path):
 
 
 def test_shared_parts_are_looked_at_once(tmp_path):
-    layers = "".join(f"l{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 9)}]\n" for i in range(1, 30))  # 9 ** 29 leaves
+    layers = "".join(f"l{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 9)}]\n" for i in range(1, 6))
     (found,) = _twice(_file(tmp_path, f"l0: &l0 {{a: 1, a: 2}}\n{layers}"))
     assert found.endswith(".a")
 
 
+BOMB = "l0: &l0 {a: 1}\n" + "".join(f"l{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 9)}]\n" for i in range(1, 30))
 BAD = [  # YAML, the message after the path
     (b"a: [1\nb: 2\n", ":2:2: not YAML: expected ',' or ']'"),
     (b"a: 1\n b: 2\n", ":2:3: not YAML: mapping values are not allowed here"),
@@ -85,9 +88,10 @@ BAD = [  # YAML, the message after the path
     (b"a: &a [*a]\n", ":1:4: not YAML: found unconstructable recursive node"),
     (b"a: *b\n", ":1:4: not YAML: found undefined alias 'b'"),
     (b"a: 1\n---\nb: 2\n", ":2:1: not YAML: but found another document"),
-    (b"a: \x07\n", ": not YAML: unacceptable character #x0007"),
-    (b"a: \xff\n", ": not UTF-8 text: invalid start byte at byte 3"),
-    (b"a: " + b"[" * 2000, ": not a config: "),
+    (b"a: 1\nb: \x07\n", ":2:4: not YAML: special characters are not allowed, got '\\x07'"),
+    (b"a: 1\nb: \xff\n", ":2: not UTF-8 text: invalid start byte at byte 8"),
+    (b"a: " + b"[" * 2000, ": not a config: nested too deeply"),
+    (BOMB.encode(), ": not a config: its aliases stand for more than 1,000,000 values"),
     (b"a: " + b"9" * 5000, ": not a config: "),
 ]
 
@@ -98,6 +102,12 @@ def test_bad_yaml(tmp_path, content, message):
     with pytest.raises(ConfigError) as error:
         read(path)
     assert str(error.value).startswith(f"{path}{message}") and "\n" not in str(error.value)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/zero"), reason="needs a file without an end")
+def test_files_without_an_end_are_not_read_to_it():
+    with pytest.raises(ConfigError, match=r"^/dev/zero: not a config: longer than 16,777,216 bytes$"):
+        read(Path("/dev/zero"))
 
 
 def test_missing_files_name_the_others(tmp_path):

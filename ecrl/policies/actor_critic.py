@@ -29,7 +29,7 @@ def actor_critic(cfg: ActorCriticConfig, observation_space: Space, action_space:
     """Params: those of `actor_only`, and `critic` under its module's names."""
     actor = actor_only(cfg, observation_space, action_space)
     space = seen(observation_space, cfg.critic_obs, "critic_obs")
-    network = make_network(cfg.critic, flat_dim(space), 1, cfg.bf16)
+    network = make_network(cfg.critic, flat_dim(space), 1, cfg.bf16, "policy.critic")
 
     def init(key: Tensor) -> TensorDict:
         params = actor.init(key)

@@ -56,7 +56,7 @@ def actor_only(cfg: ActorOnlyConfig, observation_space: Space, action_space: Spa
     head, width = make_head(action_space, cfg.squash), head_width(action_space, cfg.action_dim)
     masked = is_masked(observation_space, action_space)
     space = seen(observation_space, cfg.actor_obs, "actor_obs")
-    network = make_network(cfg.actor, flat_dim(space), width, cfg.bf16)
+    network = make_network(cfg.actor, flat_dim(space), width, cfg.bf16, "policy.actor")
 
     def init(key: Tensor) -> TensorDict:
         with seeded(key):

@@ -1,13 +1,16 @@
 """The perceptron, `{"type": "mlp", "network_cfg": {"hidden_sizes": [64, 64], ...}}`."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Annotated, Any, Literal
 
+import torch
 from pydantic import Field, ValidationError, ValidationInfo, ValidatorFunctionWrapHandler, field_validator
 from torch import nn
 
+from ecrl.memory import check_room
 from ecrl.registry import register_network
-from ecrl.strict import ConfigModel, Count, Positive
+from ecrl.strict import ConfigModel, Positive
 
 Activation = Literal["relu", "elu", "tanh", "gelu", "silu"]
 _ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
@@ -19,10 +22,13 @@ _ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+Width = Annotated[int, Field(ge=1, le=65536)]
+
+
 class MLPConfig(ConfigModel):
     """Layers of a perceptron."""
 
-    hidden_sizes: Annotated[tuple[Count, ...], Field(strict=False)] = Field(description="width of each hidden layer")
+    hidden_sizes: Annotated[tuple[Width, ...], Field(strict=False)] = Field(description="width of each hidden layer")
     activation: Activation = Field("elu", description="after each hidden layer")
     last_activation: Activation | None = Field(None, description="after the output layer")
     use_layernorm: bool = Field(False, description="normalise each hidden layer before its activation")
@@ -65,6 +71,9 @@ def build_mlp(cfg: MLPConfig, inputs: int, outputs: int) -> nn.Sequential:
       (2): Linear(in_features=8, out_features=2, bias=True)
     )
     """
+    sizes = (inputs, *cfg.hidden_sizes, outputs)
+    weights = sum((before + 1) * after for before, after in pairwise(sizes))
+    check_room(8 * weights, torch.device("cpu"), f"hidden_sizes: {weights:,} weights and their gradients")
     layers: list[nn.Module] = []
     for size in cfg.hidden_sizes:
         layers.append(nn.Linear(inputs, size))

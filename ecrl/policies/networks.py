@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ecrl.config import resolved
-from ecrl.errors import ConfigError
+from ecrl.errors import ConfigError, enough_memory
 from ecrl.registry import lookup
 from ecrl.strict import ConfigModel
 
@@ -151,12 +151,22 @@ def pure(make: Callable[[], nn.Module], name: str, bf16: bool) -> Pure:
     return Pure(init, forward, call, module)
 
 
-def make_network(cfg: NetworkConfig, inputs: int, outputs: int, bf16: bool) -> Pure:
+def make_network(cfg: NetworkConfig, inputs: int, outputs: int, bf16: bool, key: str = "network") -> Pure:
     """The functions of a configured network: `forward` takes features `[*B, inputs]` to `[*B, outputs]`.
+
+    `key` is where it stands in the config, for messages.
 
     >>> net = make_network(NetworkConfig(network_cfg={"hidden_sizes": [8]}), 3, 2, False)
     >>> net.forward(net.init(), torch.zeros(5, 3)).shape
     torch.Size([5, 2])
     """
     make = lookup("network", cfg.type).make
-    return pure(lambda: make(cfg.network_cfg, inputs, outputs), f"network {cfg.type!r}", bf16)
+
+    def made() -> nn.Module:
+        try:
+            with enough_memory(key, "make it smaller"):
+                return make(cfg.network_cfg, inputs, outputs)
+        except ConfigError as error:
+            raise ConfigError(f"{key}.network_cfg.{error}") from None
+
+    return pure(made, f"{key} ({cfg.type})", bf16)

@@ -1,0 +1,264 @@
+"""Thousands of random mutations of each shipped config, through `ecrl check`; some that it accepts also begin to run.
+
+`python tests/reliability/mutations.py --count 10000 --keep [CONFIG...]`. None may end in a traceback, take 20 s, write
+outside of a run folder, start a program, or import or evaluate what a config says; each fault is one line that begins
+with the file and where it is there. Mutation `n` of a config is the same whenever it is drawn; what is wrong is shown
+with its number and kept as a file.
+"""
+
+import argparse
+import io
+import json
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.append(str(Path(__file__).parents[1]))
+from every_key_rows import TABLE
+from mutating import CANARY, Mutator
+from runs import kept
+from watching import Watch
+
+from ecrl.__main__ import main as ecrl
+from ecrl.compile import compiler_fault
+from ecrl.envs.mujoco.camera import backend
+from ecrl.recording import encoder
+from ecrl.registry import registered
+from ecrl.schema import KINDS, json_schema
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+SECONDS = 20.0
+CHUNK = 500  # mutations to a process: what it makes is remembered there
+ROOM = 8 << 30  # bytes that it may map: what asks for more is to be refused, not to drive the machine into the ground
+BOUNDED = {"trainer.iterations": 1, "trainer.compile": "off", "trainer.num_envs": 4, "trainer.buffer_size": 8}
+BOUNDED |= {"trainer.eval_freq": 10**9, "trainer.use_wandb": False, "algorithm.cfg.n_epochs": 1}
+_NAME = r"(?:[\w-]+|'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\")"
+_PLACE = rf"(?:{_NAME}(?:\.{_NAME}|\[\d+\])*(?: \([\w.:-]+\))?: |:\d+(?::\d+)?: )"
+LINE = re.compile(rf"mutated\.(?:json|yaml)(?:: {_PLACE}|:\d+(?::\d+)?: |: (?=not a config: |expected an object, ))\S")
+
+
+class Outcome(NamedTuple):
+    """What became of a mutation: `ok`, `refused` or, with what is wrong, `defect`."""
+
+    number: int
+    end: str
+    seconds: float
+    lines: list[str]
+    began: bool
+
+
+def properties(schema: Any) -> set[str]:
+    """Every key that a config may have somewhere."""
+    if isinstance(schema, list):
+        return set().union(*map(properties, schema))
+    if not isinstance(schema, dict):
+        return set()
+    own = schema.get("properties")
+    return (set(own) if isinstance(own, dict) else set()).union(*map(properties, schema.values()))
+
+
+def called(*args: str) -> tuple[int, str, str]:
+    """Exit status, output and errors of the command line."""
+    sys.argv, out, err = ["ecrl", *args], io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err), warnings.catch_warnings():
+        warnings.simplefilter("always")
+        try:
+            ecrl()
+            status = 0
+        except SystemExit as stop:
+            status = stop.code if isinstance(stop.code, int) else 1
+    return status, out.getvalue(), err.getvalue()
+
+
+def faults(status: int, err: str) -> tuple[list[str], list[str]]:
+    """The lines of what is refused, and what is wrong with them or with how it was told."""
+    lines = [line for line in err.split("\n") if line and not line.startswith("warning: ")]
+    odd = [f"not one line with its place: {line[:300]}" for line in lines if status == 2 and not LINE.match(line)]
+    odd += [f"{len(line)} characters: {line[:300]}" for line in lines if len(line) > 1500]
+    odd += [f"not printable: {line[:300]!r}" for line in lines if not line.isprintable()]
+    if status not in (0, 2) or bool(lines) != (status == 2):
+        odd.append(f"exit status {status}: {err[-300:]}")
+    return lines, odd
+
+
+def beginning(path: Path, out: str) -> bool:
+    """Whether an accepted config is small enough to begin in a moment: by its weights."""
+    weights = re.search(r"policy +([\d,]+) parameters", out)
+    return weights is not None and int(weights[1].replace(",", "")) < 10**6
+
+
+def tried(number: int, path: Path, watch: Watch, begin: bool) -> Outcome:
+    """Check one file; if that accepts it and it is to `begin`, train it for one bounded iteration too."""
+    before, began, lines, found = time.monotonic(), False, [], []
+    signal.alarm(round(3 * SECONDS))
+    try:
+        with watch.within(None) as done:
+            status, out, err = called("check", path.name)
+        found += done
+        lines, odd = faults(status, err)
+        seconds = time.monotonic() - before
+        if status == 0 and begin and beginning(path, out):
+            began, given = True, [f"--{key}={json.dumps(value)}" for key, value in BOUNDED.items()]
+            with watch.within(path.parent / "outputs") as done:
+                status, _, err = called("train", path.name, *given)
+            found += done
+            odd += faults(status, err)[1]
+            shutil.rmtree(path.parent / "outputs", ignore_errors=True)
+    except BaseException as error:
+        found.append(f"{type(error).__name__}: {str(error)[:300]}, {'begun' if began else 'checked'}: {_place(error)}")
+        odd, seconds = [], time.monotonic() - before
+    finally:
+        signal.alarm(0)
+    found += [*odd, *([f"{seconds:.1f} s"] if seconds >= SECONDS else [])]
+    found += [f"the canary {place} exists" for place in _canaries(path.parent) if place.exists()]
+    return Outcome(number, "defect" if found else "refused" if lines else "ok", seconds, found or lines, began)
+
+
+def _place(error: BaseException) -> str:
+    """Where it was raised, and where that was called from in ecrl."""
+    steps, trace = [], error.__traceback__
+    while trace:
+        steps.append(f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}")
+        trace = trace.tb_next
+    own = [step for step in steps if "/ecrl/" in step]
+    return " <- ".join(dict.fromkeys([*steps[-1:], *own[-1:]]))
+
+
+def _canaries(folder: Path) -> list[Path]:
+    return [folder / CANARY, folder / f"{CANARY}.imported", Path("/tmp", CANARY), folder / "canary"]
+
+
+def _timed_out(*_: object) -> None:
+    raise TimeoutError(f"longer than {3 * SECONDS:.0f} s")
+
+
+def chunk(name: str, numbers: range, seed: int, folder: Path, begin: int) -> None:
+    """In a process of its own: write an Outcome a line, and before each the number of what is tried."""
+    keys = sorted(properties(json_schema()))
+    names = sorted({part for kind in KINDS for part in registered(kind)})
+    configs = {path.stem: json.loads(path.read_text()) for path in sorted(CONFIGS.glob("*.json"))}
+    changes = [row.changed for row in TABLE]
+    os.chdir(folder)
+    sys.path.append(str(folder / "modules"))
+    resource.setrlimit(resource.RLIMIT_AS, (ROOM, ROOM))
+    signal.signal(signal.SIGALRM, _timed_out)
+    (folder / "mutated.json").write_text(json.dumps(configs[name]))
+    compiler_fault(), backend(), encoder()
+    called("check", "mutated.json")  # what is imported, probed and compiled once, is not looked at
+    called("train", "mutated.json", *[f"--{key}={json.dumps(value)}" for key, value in BOUNDED.items()])
+    shutil.rmtree(folder / "outputs", ignore_errors=True)
+    watch, accepted = Watch(CANARY, encoder()), 0
+    with (folder / "outcomes.jsonl").open("a") as told:
+        for number in numbers:
+            draw = random.Random(f"{seed} {name} {number}")
+            content, suffix = Mutator(draw, keys, names, [*configs.values()], changes).file(configs[name])
+            path = folder / f"mutated{suffix}"
+            path.write_bytes(content)
+            told.write(f"{number}\n")
+            told.flush()
+            outcome = tried(number, path, watch, begin > 0 and accepted % begin == 0)
+            accepted += outcome.end == "ok"
+            told.write(json.dumps(outcome) + "\n")
+            told.flush()
+            if outcome.end == "defect":
+                shutil.copy(path, folder / f"{name}_{number}{suffix}")
+
+
+def mutated(name: str, count: int, seed: int, folder: Path, begin: int) -> list[Outcome]:
+    """Outcomes of all mutations of a config; a process that dies or hangs is a defect of the one it had begun."""
+    folder = folder / name
+    (folder / "modules").mkdir(parents=True)
+    (folder / "modules" / f"{CANARY}.py").write_text(f"open({str(folder / (CANARY + '.imported'))!r}, 'w')\n")
+    outcomes: list[Outcome] = []
+    while len(outcomes) < count:
+        first = len(outcomes)
+        ended = _forked(name, range(first, min(first + CHUNK, count)), seed, folder, begin)
+        rows = [json.loads(line) for line in (folder / "outcomes.jsonl").read_text().splitlines()]
+        outcomes += [Outcome(*row) for row in rows if isinstance(row, list)]
+        if rows and isinstance(rows[-1], int):
+            outcomes.append(Outcome(rows[-1], "defect", 0.0, [f"the process {ended}"], False))
+        (folder / "outcomes.jsonl").unlink()
+    return outcomes
+
+
+def _forked(name: str, numbers: range, seed: int, folder: Path, begin: int) -> str:
+    """How the process of a chunk ended; one that makes no progress for too long is killed."""
+    told = folder / "outcomes.jsonl"
+    told.touch()
+    if not (pid := os.fork()):
+        handle = os.open(folder / "out.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0), os.dup2(handle, 1), os.dup2(handle, 2)
+        status = 1
+        try:
+            chunk(name, numbers, seed, folder, begin)
+            status = 0
+        finally:
+            os._exit(status)
+    while True:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return f"ended with {os.waitstatus_to_exitcode(status)}"
+        if time.time() > told.stat().st_mtime + 300.0:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            return "hung"
+        time.sleep(0.05)
+
+
+def kind(line: str) -> str:
+    """A line without what is particular: files, names, numbers."""
+    line = LINE.sub("", f"{line} ", count=1)
+    return re.sub(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|[\d.]+", "_", line).partition(";")[0][:60]
+
+
+def summed(name: str, outcomes: list[Outcome]) -> str:
+    """Figures of a config."""
+    ends, lines = Counter(one.end for one in outcomes), [line for one in outcomes for line in one.lines]
+    kinds, slowest = len({kind(line) for line in lines}), max(one.seconds for one in outcomes)
+    began = sum(one.began for one in outcomes)
+    return (
+        f"{name}: {len(outcomes)} mutations, {ends['refused']} refused in {len(lines)} lines of {kinds} kinds, "
+        f"{ends['ok']} accepted, {began} of these begun, {ends['defect']} defects, slowest {slowest:.1f} s"
+    )
+
+
+def main() -> None:
+    """Mutate, check, tell."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("configs", nargs="*", help="names of shipped configs; all if none is given")
+    parser.add_argument("--count", type=int, default=10_000, help="mutations of each")
+    parser.add_argument(
+        "--begin", type=int, default=10, help="begin to train every so many-th that is accepted; 0: none"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", action="store_true", help="write the figures to RESULTS.md")
+    given, folder = parser.parse_args(), Path(tempfile.mkdtemp(prefix="mutations_")).resolve()
+    told, defects = [], 0
+    for name in given.configs or sorted(path.stem for path in CONFIGS.glob("*.json")):
+        outcomes = mutated(name, given.count, given.seed, folder, given.begin)
+        told.append(summed(name, outcomes))
+        print(told[-1], flush=True)
+        wrong = {kind(one.lines[0]): one for one in outcomes if one.end == "defect"}
+        defects += len(wrong)
+        for one in wrong.values():
+            print(f"  {folder}/{name}/{name}_{one.number}: {'; '.join(one.lines)}"[:700], flush=True)
+    if defects:
+        raise SystemExit(1)
+    shutil.rmtree(folder)
+    if given.keep:
+        kept("Config mutations", "\n".join(f"- {line}" for line in told))
+
+
+if __name__ == "__main__":
+    main()

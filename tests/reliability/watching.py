@@ -1,0 +1,60 @@
+"""What a process does beside computing, by Python's audit hook: files it writes, programs it starts, code it makes."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+_PATHS = {"os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.symlink", "os.link", "os.truncate", "os.chmod"}
+_PATHS |= {"shutil.rmtree", "shutil.copyfile", "shutil.move"}
+_NEVER = {"os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "socket.connect", "socket.bind"}
+_NEVER |= {"pickle.find_class", "webbrowser.open", "urllib.Request"}
+_WORKER = "ecrl/envs/gymnasium/worker.py"  # which a config may ask for by name of its key
+
+
+def _outside(path: Any, folder: Path | None) -> bool:
+    if not isinstance(path, str | bytes | os.PathLike):
+        return False  # a descriptor, which was opened before
+    real = os.path.realpath(os.fsdecode(path))
+    return real != os.devnull and (folder is None or not f"{real}{os.sep}".startswith(f"{folder}{os.sep}"))
+
+
+class Watch:
+    """What was done, since `done` was emptied, that a config must not lead to; nothing while it is not looking."""
+
+    def __init__(self, canary: str, encoder: str):
+        self.canary, self.encoder, self.folder, self.looking, self.done = canary, encoder, None, False, []
+        sys.addaudithook(self._seen)
+
+    @contextmanager
+    def within(self, folder: Path | None) -> Iterator[list[str]]:
+        """Look at what is done; writing in `folder` is allowed, nowhere if None."""
+        self.folder, self.looking, self.done = folder and folder.resolve(), True, []
+        try:
+            yield self.done
+        finally:
+            self.looking = False
+
+    def _seen(self, event: str, args: tuple) -> None:
+        if self.looking and (told := self._wrong(event, args)):
+            self.done.append(f"{event}: {told}"[:500])
+
+    def _wrong(self, event: str, args: tuple) -> str | None:
+        if event == "open":
+            path, _, flags = args
+            wrong = bool(flags & _WRITES) and _outside(path, self.folder)
+        elif event in _PATHS:
+            wrong = any(_outside(path, self.folder) for path in args[:2])
+        elif event == "subprocess.Popen":
+            worker = args[0] == sys.executable and any(str(arg).endswith(_WORKER) for arg in args[1])
+            wrong = not worker and (args[0] != self.encoder or _outside(args[1][-1], self.folder))
+        elif event in ("import", "compile"):
+            wrong = self.canary in str(args[0])
+        elif event == "exec":
+            wrong = self.canary in repr(args[0].co_consts) + repr(args[0].co_names)
+        else:
+            wrong = event in _NEVER
+        return repr(args) if wrong else None
