@@ -37,11 +37,10 @@ def device_of(cfg: Config) -> torch.device:
 def _env_and_policy(cfg: Config) -> tuple[Env, Policy]:
     env = make_env(cfg.env)
     on_host = env.scene is not None and env.scene.backend == "mujoco"
-    device = device_of(cfg)
-    if on_host and device.type == "cuda":
+    if on_host and (device := device_of(cfg)).type == "cuda":
         told = f"trainer.device: {device}, but {cfg.env.name} steps in MuJoCo on the CPU"
         raise ConfigError(f'{told}; set it to cpu, or env.cfg.physics.backend to "warp"')
-    check_fields(env, cfg.env.name, device)
+    check_fields(env, cfg.env.name)
     _check_rollout(cfg, env)
     return env, make_policy(cfg.policy, env.observation_space, env.action_space)
 

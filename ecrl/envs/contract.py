@@ -15,7 +15,6 @@ from ecrl.spaces import Box, Dict, Space, element_shape
 _NEEDED = "a TensorDict with obs, reward, terminated and truncated"
 _SAME = "both must give the same fields"
 _FLAGS = ("terminated", "truncated")
-_CPU = torch.device("cpu")
 
 
 def _kind(dtype: torch.dtype, shape: Any) -> str:
@@ -73,8 +72,8 @@ def _check_same(before: dict[str, str], after: dict[str, str], told: str) -> Non
 
 
 @cache
-def check_fields(env: Env, name: str, device: torch.device = _CPU) -> None:
-    """Refuse an environment whose states a run cannot use: one reset and one step of two, once per env and device.
+def check_fields(env: Env, name: str) -> None:
+    """Refuse an environment whose states a run cannot use: one reset and one step of two, on the CPU, once per env.
 
     `reset` and `step` must give TensorDicts `[*B]` of the same fields, of equal shapes and dtypes, among them `obs` as
     the observation space says (float32 of a Box, int64 of choices), `reward` float32 and `terminated` and `truncated`
@@ -84,7 +83,6 @@ def check_fields(env: Env, name: str, device: torch.device = _CPU) -> None:
     Args:
         env: as registered, before any wrapper of a run.
         name: said in messages.
-        device: of the run.
 
     Raises: ConfigError naming the environment, the field, what was given and what was expected.
 
@@ -93,13 +91,13 @@ def check_fields(env: Env, name: str, device: torch.device = _CPU) -> None:
     """
     if not env.is_pure:
         return
-    told, keys = f"env {name}", rng.split(rng.key(0, device), 2)
-    rows = rng.split(rng.key(1, device), 6).reshape(3, 2)
+    told, keys = f"env {name}", rng.split(rng.key(0), 2)
+    rows = rng.split(rng.key(1), 6).reshape(3, 2)
     with torch.no_grad():
         start = env.reset(keys)
         before = _fields(start, keys.shape, f"{told}: reset")
         _check_needed(env, before, keys.shape, f"{told}: reset")
         many = f"{told}: reset of keys {list(rows.shape)}"
         _check_needed(env, _fields(env.reset(rows), rows.shape, many), rows.shape, many)
-        after: TensorDict = env.step(start, _zero(env.action_space, keys.shape).to(device), env.draw(keys))
+        after: TensorDict = env.step(start, _zero(env.action_space, keys.shape), env.draw(keys))
     _check_same(before, _fields(after, keys.shape, f"{told}: step"), told)
