@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import chdir, contextmanager, redirect_stdout
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -135,7 +136,8 @@ def one_of_two(changes: Changes) -> str:
 @contextmanager
 def _two_gpus() -> Iterator[None]:
     """Torch believes that there are two; nothing is put on them."""
-    with patch("torch.cuda.is_available", lambda: True), patch("torch.cuda.device_count", lambda: 2):
+    room = patch("torch.cuda.get_device_properties", lambda device: SimpleNamespace(total_memory=10**12))
+    with patch("torch.cuda.is_available", lambda: True), patch("torch.cuda.device_count", lambda: 2), room:
         yield
 
 

@@ -2,6 +2,7 @@
 
 import math
 
+import gym_stand_ins  # noqa: F401  (registers its environments)
 import pytest
 import torch
 from conftest import assert_pure
