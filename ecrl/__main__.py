@@ -219,6 +219,11 @@ def _importing(args: list[str]) -> list[str]:
     return rest
 
 
+def _short(line: str) -> str:
+    """Without the middle of what is too long to read: a fault may quote what was given."""
+    return line if len(line) <= 1000 else f"{line[:800]} ... {line[-200:]}"
+
+
 def _one_line(message: Warning | str, *place: object) -> str:
     return f"warning: {message}\n"
 
@@ -227,7 +232,6 @@ _WITH_KEYS: dict[str, Callable] = {"train": train, "check": check, "check-env": 
 _OTHERS = {"record": record, "replay": replay, "plot": plot, "bench": bench, "export": export, "schema": schema}
 
 _ABOUT = "Train and evaluate policies. --import MODULE, with any command, imports parts of your own."
-_LONG = 1000  # characters of a line: a fault may quote what is given
 _FLAGS = (tyro.conf.FlagCreatePairsOff,)
 
 
@@ -242,11 +246,7 @@ def main() -> None:
         with enough_memory("ecrl", "lower trainer.num_envs or trainer.buffer_size, or make the networks smaller"):
             tyro.extras.subcommand_cli_from_dict(commands, prog="ecrl", description=_ABOUT, args=args, config=_FLAGS)
     except UserError as error:
-        lines = (
-            line if len(line) <= _LONG else f"{line[: _LONG - 200]} ... {line[-200:]}"
-            for line in str(error).split("\n")
-        )
-        print("\n".join(lines), file=sys.stderr)
+        print("\n".join(map(_short, str(error).split("\n"))), file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -23,7 +23,7 @@ from ecrl.errors import ConfigError, UserError
 from ecrl.kernels import scan
 from ecrl.kernels.loops import Scan
 from ecrl.loop import make_parts, steps_per_iteration
-from ecrl.parts import device_of
+from ecrl.parts import check_envs, device_of
 from ecrl.policies import acting_params
 from ecrl.recording import filming, view, with_film
 from ecrl.registry import did_you_mean
@@ -214,6 +214,7 @@ def eval_steps(
 def check_evaluation(cfg: Config) -> None:
     """Refuse, before a run begins, events of evaluation that do not fit and a best metric that is never logged."""
     parts, name = make_parts(cfg, events="eval"), cfg.trainer.best_eval_metric
+    check_envs(cfg, parts.env, min(cfg.trainer.num_eval_envs, cfg.trainer.num_eval_episodes), "trainer.num_eval_envs")
     known = [*_ALWAYS, "eval/success_rate"]
     if parts.env.is_pure:
         key = rng.key(_eval_seed(cfg), device_of(cfg))

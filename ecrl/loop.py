@@ -23,7 +23,7 @@ from ecrl.errors import ConfigError, NotFiniteError
 from ecrl.finite import KEYS, WHAT, flags, left_out
 from ecrl.kernels import episode_init, restarted
 from ecrl.logs import WINDOW, collect_logs, counted_steps, over_ranks
-from ecrl.parts import device_of, form_of, make_parts, shaping
+from ecrl.parts import check_envs, check_rollout, device_of, form_of, make_parts, shaping
 from ecrl.refusing import completed, refusal
 from ecrl.trees import flatten, mapped, names, replaced, unflatten
 from ecrl.types import LogData, Logs
@@ -57,6 +57,7 @@ def init_state(cfg: Config, key: Tensor | None = None) -> TensorDict:
     ['env', 'episode', 'hyper', 'key', 'norm', 'opt', 'params', 'sample_step', 'update_step']
     """
     parts, algorithm = make_parts(cfg), make_algorithm(cfg.algorithm)
+    check_envs(cfg, parts.env, cfg.trainer.num_envs, "trainer.num_envs")
     key = rng.key(cfg.trainer.seed) if key is None else key
     start = start_keys(key.to(device_of(cfg)), cfg.trainer.num_envs, 0, algorithm.group_size)
     state = _without_env(parts, algorithm, key.to(device_of(cfg)))  # before the envs open: this may refuse the config
@@ -136,6 +137,7 @@ def check_state(state: TensorDict, cfg: Config) -> None:
 
 def check_config(cfg: Config, world_size: int) -> list[str]:
     """What a config would run, in lines for people; raises ConfigError where its parts do not fit together."""
+    check_rollout(cfg)
     parts, form = make_parts(cfg), form_of(cfg)
     key = rng.key(cfg.trainer.seed, device_of(cfg))
     state = _without_env(parts, make_algorithm(cfg.algorithm), key)

@@ -41,19 +41,21 @@ def _env_and_policy(cfg: Config) -> tuple[Env, Policy]:
         told = f"trainer.device: {device}, but {cfg.env.name} steps in MuJoCo on the CPU"
         raise ConfigError(f'{told}; set it to cpu, or env.cfg.physics.backend to "warp"')
     check_fields(env, cfg.env.name)
-    _check_rollout(cfg, env)
     return env, make_policy(cfg.policy, env.observation_space, env.action_space)
 
 
-def _check_rollout(cfg: Config, env: Env) -> None:
-    """Refuse a rollout, or observations of evaluation, that do not fit in memory."""
-    seen, device, trainer = element_bytes(env.observation_space), device_of(cfg), cfg.trainer
-    row = seen + element_bytes(env.action_space) + 19  # log-probability, reward and two values; three flags
-    steps = trainer.num_envs * (trainer.buffer_size + 1)
-    check_room(steps * row, device, f"trainer: num_envs * (buffer_size + 1) = {steps:,} steps")
-    if trainer.enable_eval:
-        envs = min(trainer.num_eval_envs, trainer.num_eval_episodes)
-        check_room(envs * seen, device, f"trainer.num_eval_envs: {envs:,} environments")
+def check_envs(cfg: Config, env: Env, num_envs: int, key: str) -> None:
+    """Refuse environments, as many as `key` says, whose observations alone do not fit in memory."""
+    check_room(num_envs * element_bytes(env.observation_space), device_of(cfg), f"{key}: {num_envs:,} environments")
+
+
+def check_rollout(cfg: Config) -> None:
+    """Refuse a rollout that does not fit in memory."""
+    env, _ = _env_and_policy(cfg)
+    row = element_bytes(env.observation_space) + element_bytes(env.action_space)
+    row += 19  # log-probability, reward and two values, and three flags
+    steps = cfg.trainer.num_envs * (cfg.trainer.buffer_size + 1)
+    check_room(steps * row, device_of(cfg), f"trainer.num_envs: times (buffer_size + 1) {steps:,} steps")
 
 
 def _saved_s(cfg: Config) -> float:

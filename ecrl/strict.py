@@ -9,7 +9,9 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
+    Discriminator,
     Field,
+    Tag,
     ValidationError,
     ValidatorFunctionWrapHandler,
     model_validator,
@@ -41,6 +43,10 @@ _SAYS = {  # pydantic's kinds of faults, in the words of someone who writes JSON
     "too_long": "expected at most {max_length} entries",
     "too_short": "expected at least {min_length} entries",
 }
+_KIND = "kind"  # of faults that `by_kind` finds
+
+NUMBER, LIST, OBJECT = Tag("<number>"), Tag("<list>"), Tag("<object>")
+"""Which of the types of a key is for what is written so; see `by_kind`."""
 
 
 def shown(value: Any) -> str:
@@ -65,6 +71,30 @@ def shown(value: Any) -> str:
     return type(value).__name__
 
 
+def _kind_of(value: Any) -> str | None:
+    match value:
+        case bool():
+            return None
+        case int() | float():
+            return NUMBER.tag
+        case list() | tuple():
+            return LIST.tag
+    return OBJECT.tag if isinstance(value, dict) else None
+
+
+def by_kind(expected: str) -> Discriminator:
+    """For a key of several types: what is written chooses one, of which alone faults are told.
+
+    >>> Numbers = Annotated[Annotated[float, NUMBER] | Annotated[list[float], LIST], by_kind("a number or a list")]
+    >>> class Bounds(ConfigModel):
+    ...     low: Numbers = Field(description="smallest draws")
+    >>> checked(Bounds, {"low": [1.0, "x"]}, "run.json")
+    Traceback (most recent call last):
+    ecrl.errors.ConfigError: run.json: low[1]: expected a number, got 'x'; smallest draws
+    """
+    return Discriminator(_kind_of, custom_error_type=_KIND, custom_error_message=f"expected {expected}")
+
+
 def key_text(key: Any) -> str:
     """A key as part of a path; quoted where it would not read as one."""
     if isinstance(key, str):
@@ -85,15 +115,17 @@ def explained(model: type[BaseModel], error: ValidationError) -> list[Fault]:
     """What pydantic found in a section: where, and what was expected, what was given and what the key means."""
     found = []
     for fault in error.errors(include_url=False):
-        key, *deeper = fault["loc"] or ("",)
+        place = tuple(part for part in fault["loc"] if part not in (NUMBER.tag, LIST.tag, OBJECT.tag))
+        key, *deeper = place or ("",)
         own = isinstance(key, str) and key in model.model_fields and all(isinstance(index, int) for index in deeper)
         about = model.model_fields[str(key)].description if own else None
         message = re.sub("^(Value error|Assertion failed), ", "", fault["msg"])
         if fault["type"] in _SAYS:
             message = _SAYS[fault["type"]].format_map(fault.get("ctx", {}))
+        if fault["type"] in (*_SAYS, _KIND):
             message += f", got {shown(fault['input'])}" if fault["type"] != "missing" else ""
             message += f"; {about}" if about else ""
-        found.append((fault["loc"], message))
+        found.append((place, message))
     return found
 
 
@@ -197,13 +229,18 @@ def repeated(data: Any) -> list[Fault]:
     return found
 
 
+_QUOTED = re.compile(r"'.*'|\".*\"")
+
+
 def dotted(path: Loc) -> str:
     """A path as it is written in messages.
 
-    >>> dotted(("policy", "hidden_sizes", 0))
-    'policy.hidden_sizes[0]'
+    >>> dotted(("policy", "hidden_sizes", 0)), dotted(("events", "of my own"))
+    ('policy.hidden_sizes[0]', "events.'of my own'")
     """
-    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).removeprefix(".")
+    words = (key if _QUOTED.fullmatch(str(key)) else key_text(key) for key in path)
+    parts = zip(path, words, strict=True)
+    return "".join(f"[{key}]" if isinstance(key, int) else f".{word}" for key, word in parts).removeprefix(".")
 
 
 Section = TypeVar("Section", bound=BaseModel)

@@ -20,6 +20,7 @@ from ecrl.films import with_training_videos
 from ecrl.history import History
 from ecrl.loggers import with_host_logs, with_jsonl, with_progress
 from ecrl.loop import check_config, close, init_state, train_iter
+from ecrl.parts import check_rollout
 from ecrl.profiler import Times, timed_records, watched, with_profile
 from ecrl.ranks import with_others, with_others_at_crash
 from ecrl.recording import cameras, check_cameras
@@ -107,6 +108,7 @@ def _train(
 ) -> TensorDict:
     """The state that `train` gives, in a folder that may hold this very run unless it is `new`; `seen` gets records."""
     first = int(state["sample_step"])
+    check_rollout(cfg)
     if cfg.trainer.enable_eval:
         check_evaluation(cfg)
     if folder is not None and rank() == 0:
@@ -180,6 +182,7 @@ def _announce(cfg: Config, folder: Path) -> None:
 def _first_state(cfg: Config, path: str) -> TensorDict:
     """The state before the first step, after all that can be wrong with a config was looked at."""
     try:
+        check_rollout(cfg)
         state = init_state(cfg)
         if cfg.trainer.enable_eval:
             check_evaluation(cfg)

@@ -52,6 +52,18 @@ def _faults(data):
     return [line.removeprefix("run.json: ") for line in lines]
 
 
+LOW, DRIVE = "trainer.events.train.a.params.low", "env.cfg.robot.drive_pros.damping"
+
+
+def _event(low):
+    params = {"field": "obs", "low": low, "high": 1.0}
+    return {"train": {"a": {"func": "randomize_field", "params": params}}}
+
+
+def _drive(damping):
+    return {"name": "PushCubeRL", "cfg": {"robot": {"drive_pros": {"damping": damping}}}}
+
+
 FAULTS = [  # key, value, the one line without its source
     ("trainer.sede", 3, "trainer.sede: unknown key; did you mean 'seed'?"),
     ("trainer.rollout_step", 3, "trainer.rollout_step: unknown key; did you mean 'rollout_steps'?"),
@@ -129,6 +141,16 @@ FAULTS = [  # key, value, the one line without its source
     ("algorithm.cfg.learning_rate", INF, "algorithm.cfg.learning_rate: expected a finite number, got inf;"),
     ("algorithm.cfg.gamma", 1.5, "algorithm.cfg.gamma: must be at most 1.0, got 1.5; discount"),
     ("algorithm.cfg.n_epochs", 10**5000, "algorithm.cfg.n_epochs: must be below 2147483648, got a huge integer;"),
+    ("trainer.exp_name", "x" * 101, "trainer.exp_name: expected at most 100 characters, got 'xxx"),
+    ("trainer.wandb_project_name", "a/b", "trainer.wandb_project_name: not allowed, got 'a/b'; project of"),
+    (f"{ACTOR}.hidden_sizes", [8, 65537], f"{ACTOR}.hidden_sizes[1]: must be at most 65536, got 65537; width of each"),
+    ("trainer.events", {"train": {"a\nb": 3}}, r"trainer.events.train.'a\nb': expected an object, got 3"),
+    ("trainer.events", _event("x"), f"{LOW}: expected a number or a list of numbers, got 'x'; smallest draw"),
+    ("trainer.events", _event([0.0, "x"]), f"{LOW}[1]: expected a number, got 'x'; smallest draw"),
+    ("trainer.events", _event([]), f"{LOW}: expected at least 1 entries, got a list; smallest draw"),
+    ("env", _drive(True), f"{DRIVE}: expected a number, a list of numbers, or an object with numbers by name of joint"),
+    ("env", _drive([1.0, None]), f"{DRIVE}[1]: expected a number, got null;"),
+    ("env", _drive({"a b": -1.0}), f"{DRIVE}.'a b': must be at least 0.0, got -1.0"),
 ]
 JARGON = re.compile(
     r"pydantic|tuple|dict|instance|constrained|validat|Value error|input should|\bNone\b|\bTrue\b|\[type="

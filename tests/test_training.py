@@ -245,7 +245,7 @@ def test_faults_exit_2_with_one_line_each(config_file, change, lines, monkeypatc
         (("train", "--resume", "run", "--run-dir", "other"), "goes on in its own folder"),
         (("train", "x.json", "--force"), "--force is for --resume"),
         (("train", "--resume", "nowhere"), "no checkpoint"),
-        (("export", "run", "--trainer.seed", "3"), "keys of the config can be set for: train, check, eval"),
+        (("export", "run", "--trainer.seed", "3"), "keys of the config can be set for: train, check, check-env, eval"),
         (("check",), "required"),
         (("export", "nowhere"), "no checkpoint"),
         (("fly",), "fly"),

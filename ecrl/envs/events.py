@@ -21,7 +21,7 @@ from ecrl.config import EventConfig
 from ecrl.envs.core import Env, last_obs
 from ecrl.errors import ConfigError
 from ecrl.registry import did_you_mean, lookup, register_event
-from ecrl.strict import ConfigModel
+from ecrl.strict import LIST, NUMBER, ConfigModel, by_kind
 
 Apply = Callable[[TensorDict, Tensor], TensorDict]
 
@@ -170,7 +170,8 @@ def _with_events(env: Env, events: tuple[_Event, ...]) -> Env:
 
 
 _Number = Annotated[float, Field(ge=-1e38, le=1e38)]
-_Numbers = _Number | Annotated[tuple[_Number, ...], Field(strict=False, min_length=1)]
+_List = Annotated[tuple[_Number, ...], Field(strict=False, min_length=1), LIST]
+_Numbers = Annotated[Annotated[_Number, NUMBER] | _List, by_kind("a number or a list of numbers")]
 
 
 class RandomizeFieldConfig(ConfigModel):

@@ -7,8 +7,8 @@ import copy
 import json
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -16,93 +16,24 @@ CANARY = "canary_of_mutations"
 """A module of this name is importable; importing it, or evaluating what names it, is what must not happen."""
 
 _CODE = f"__import__({CANARY!r})"
-NUMBERS = [
-    0,
-    1,
-    -1,
-    2,
-    7,
-    0.5,
-    -0.0,
-    5e-324,
-    1e-8,
-    3.5e38,
-    1e308,
-    -1e308,
-    10**6,
-    10**9,
-    2**31 - 1,
-    2**31,
-    2**63,
-    -(2**63),
-]
-NUMBERS += [10**400, float("nan"), float("inf"), float("-inf")]
+NUMBERS = [0, 1, -1, 2, 7, 0.5, -0.0, 5e-324, 1e-8, 3.5e38, 1e308, -1e308, 10**6, 10**9, 2**31 - 1, 2**31, 2**63]
+NUMBERS += [-(2**63), 10**400, float("nan"), float("inf"), float("-inf")]
 WORDS = ["", " ", "x", "auto", "on", "a\x00b", "a\nb", "a: b", "é\u202e😀", "\ud800", "null", "1", "x" * 100_000]
-PATHS = ["../../x", f"/tmp/{CANARY}", "/etc/passwd", "/dev/zero", "/dev/stdin", "/proc/self/mem", ".", "~", "a/../../b"]
-PATHS += [f"/nowhere/{CANARY}", f"file:///tmp/{CANARY}", f"http://127.0.0.1:9/{CANARY}", "cartpole_ppo.json"]
+PATHS = ["../../x", f"/tmp/{CANARY}", "/etc/passwd", "/dev/zero", "/dev/stdin", "/proc/self/mem", ".", "~"]
+PATHS += [f"/nowhere/{CANARY}", f"file:///tmp/{CANARY}", f"http://127.0.0.1:9/{CANARY}", "mutated.json", "a/../../b"]
 HOSTILE = [_CODE, f"eval({_CODE!r})", f"os.system('touch {CANARY}')", f"$(touch {CANARY})", f"`touch {CANARY}`"]
-HOSTILE += [
-    f"${{{CANARY}}}",
-    f"{{{{{CANARY}}}}}",
-    f"cpu; touch {CANARY}",
-    f"!!python/object/apply:os.system [touch {CANARY}]",
-]
-HOSTILE += [
-    CANARY,
-    f"{CANARY}:Env-v0",
-    f"gymnasium:{CANARY}:Env-v0",
-    f"{CANARY}.run",
-    f"<mujoco><include file='{CANARY}'/></mujoco>",
-]
+HOSTILE += [f"${{{CANARY}}}", f"{{{{{CANARY}}}}}", f"cpu; touch {CANARY}", CANARY, f"{CANARY}:Env-v0", f"{CANARY}.run"]
+HOSTILE += [f"gymnasium:{CANARY}:Env-v0", f"<mujoco><include file='{CANARY}'/></mujoco>"]
+HOSTILE += [f"!!python/object/apply:os.system [touch {CANARY}]"]
 MODULES = ["os", "os:system", "gymnasium:os:Env-v0", "subprocess.Popen", "torch.nn.Linear", "__class__", "__init__"]
-SHAPES: list[Any] = [
-    [],
-    {},
-    [[]],
-    [None],
-    {"": {}},
-    {"name": {}},
-    {"cfg": []},
-    [0] * 1000,
-    {CANARY: CANARY},
-    {"$ref": "#"},
-]
+SHAPES: list[Any] = [[], {}, [[]], [None], {"": {}}, {"name": {}}, {"cfg": []}, [0] * 1000, {CANARY: CANARY}]
 YAML = [
     f"!!python/object/apply:os.system ['touch {CANARY}']",
     f"!!python/name:{CANARY}.run",
     f"!!python/module:{CANARY}",
 ]
-YAML += [
-    "!!binary aGk=",
-    "!!set {a}",
-    "&a [*a]",
-    "*nobody",
-    "<<: 3",
-    "? [a]",
-    "!x y",
-    "0o17",
-    "2026-01-02",
-    "- - -",
-    "%TAG ! x",
-]
-BYTES = [
-    b"\xff",
-    b"\x00",
-    b"\xef\xbb\xbf",
-    b"{",
-    b"}",
-    b"[",
-    b'"',
-    b",",
-    b":",
-    b"\\",
-    b"\n",
-    b"NaN",
-    b"//",
-    b"#",
-    b"\t",
-    b"'",
-]
+YAML += ["!!binary aGk=", "!!set {a}", "&a [*a]", "*nobody", "<<: 3", "? [a]", "!x y", "0o17", "2026-01-02", "%TAG ! x"]
+BYTES = [b"\xff", b"\x00", b"\xef\xbb\xbf", b"NaN", b"//", b"\\", b"\n", *(bytes([x]) for x in b"{}[],:#\t'\"")]
 
 Spot = tuple[Any, Any]  # a list or dict, and one of its indices or keys
 
@@ -127,144 +58,123 @@ def put(data: dict, path: str, value: Any) -> Spot:
     return data, key
 
 
-class Mutator:
-    """Draws mutations.
+class Pool(NamedTuple):
+    """What mutations are made of."""
 
-    Args:
-        draw: what is random.
-        keys: those that a config may have somewhere.
-        names: of registered parts.
-        others: further configs, of which parts are taken.
-        changes: values by dotted key, such as change what a config does; a mutation often begins with one of these.
-    """
+    keys: list[str]  # that a config may have somewhere
+    names: list[str]  # of registered parts
+    others: list[Any]  # configs, of which parts are taken
+    changes: list[dict[str, Any]]  # values by dotted key, such as change what a config does
 
-    def __init__(
-        self,
-        draw: random.Random,
-        keys: list[str],
-        names: list[str],
-        others: list[Any],
-        changes: Sequence[Mapping[str, Any]],
-    ):
-        self.draw, self.keys, self.names, self.others, self.changes = draw, keys, names, others, changes
 
-    def junk(self) -> Any:
-        """A value that is hardly ever right."""
-        kinds = [NUMBERS, WORDS, PATHS, HOSTILE, MODULES, SHAPES, self.names, self.keys, [None, True, False]]
-        return copy.deepcopy(self.draw.choice(self.draw.choice(kinds)))
+def junk(draw: random.Random, pool: Pool) -> Any:
+    """A value that is hardly ever right."""
+    kinds = [NUMBERS, WORDS, PATHS, HOSTILE, MODULES, SHAPES, pool.names, pool.keys, [None, True, False]]
+    return copy.deepcopy(draw.choice(draw.choice(kinds)))
 
-    def like(self, value: Any) -> Any:
-        """A value of the same kind that may be right."""
-        match value:
-            case bool():
-                return not value
-            case int():
-                return self.draw.choice([value + 1, -value, value // 2, 10 * value, 0, float(value), 1000 * value])
-            case float():
-                return self.draw.choice([-value, 0.0, 2 * value, 1e3 * value, 1e-3 * value, round(value)])
-            case str():
-                return self.draw.choice([value.upper(), value[:-1], f"{value} ", self.draw.choice(self.names)])
-            case list():
-                return self.draw.choice([value[:-1], [*value, *value[:1]], value[::-1], [value]])
-        return self.junk()
 
-    def replace(self, data: Any, spot: Spot) -> None:
-        spot[0][spot[1]] = self.junk()
+def alike(draw: random.Random, pool: Pool, value: Any) -> Any:
+    """A value of the same kind that may be right."""
+    match value:
+        case bool():
+            return not value
+        case int():
+            return draw.choice([value + 1, -value, value // 2, 10 * value, 0, float(value), 1000 * value])
+        case float():
+            return draw.choice([-value, 0.0, 2 * value, 1e3 * value, 1e-3 * value, round(value)])
+        case str():
+            return draw.choice([value.upper(), value[:-1], f"{value} ", draw.choice(pool.names)])
+        case list():
+            return draw.choice([value[:-1], [*value, *value[:1]], value[::-1], [value]])
+    return junk(draw, pool)
 
-    def change(self, data: Any, spot: Spot) -> None:
-        spot[0][spot[1]] = self.like(spot[0][spot[1]])
 
-    def remove(self, data: Any, spot: Spot) -> None:
-        del spot[0][spot[1]]
+def misspelt(draw: random.Random, key: str) -> str:
+    """A letter left out, given twice, or another way to write the word."""
+    at = draw.randrange(len(key))
+    twice, without = key[:at] + key[at : at + 1] + key[at:], key[:at] + key[at + 1 :]
+    return draw.choice([twice, without, key.upper(), f"{key} ", key.replace("_", "-")])
 
-    def add(self, data: Any, spot: Spot) -> None:
-        part = spot[0][spot[1]] if self.draw.random() < 0.7 else data
-        if isinstance(part, dict):
-            part[self.draw.choice([*self.keys, *self.keys, *HOSTILE, *WORDS, *PATHS])] = self.junk()
-        elif isinstance(part, list):
-            part.insert(self.draw.randint(0, len(part)), self.junk())
 
-    def misspell(self, data: Any, spot: Spot) -> None:
-        part, key = spot
-        if isinstance(key, str) and key:
-            at = self.draw.randrange(len(key))
-            ways = [
-                key[:at] + key[at + 1 :],
-                key[:at] + key[at] + key[at:],
-                key.upper(),
-                f"{key} ",
-                key.replace("_", "-"),
-            ]
-            part[self.draw.choice(ways)] = part.pop(key)
+def _add(draw: random.Random, pool: Pool, part: Any) -> None:
+    if isinstance(part, dict):
+        part[draw.choice([*pool.keys, *pool.keys, *HOSTILE, *WORDS, *PATHS])] = junk(draw, pool)
+    elif isinstance(part, list):
+        part.insert(draw.randint(0, len(part)), junk(draw, pool))
 
-    def swap(self, data: Any, spot: Spot) -> None:
-        other = self.draw.choice(list(spots(data)))
-        here, there = copy.deepcopy((spot[0][spot[1]], other[0][other[1]]))
-        spot[0][spot[1]], other[0][other[1]] = there, here
 
-    def wrap(self, data: Any, spot: Spot) -> None:
-        value = spot[0][spot[1]]
-        spot[0][spot[1]] = self.draw.choice(
-            [[value], {"cfg": value}, {"name": value}, {str(spot[1]): value}, [value, value]]
-        )
+def mutate(draw: random.Random, pool: Pool, data: Any, part: Any, key: Any) -> None:
+    """One mutation of `data`, at `part[key]` in it."""
+    value = part[key]
+    match draw.choice(["junk"] * 4 + ["alike"] * 3 + ["add"] * 3 + ["graft"] * 2 + [*"rmswd"]):
+        case "junk":
+            part[key] = junk(draw, pool)
+        case "alike":
+            part[key] = alike(draw, pool, value)
+        case "add":
+            _add(draw, pool, value if draw.random() < 0.7 else data)
+        case "graft":
+            other, name = draw.choice(list(spots(draw.choice(pool.others))))
+            beside = isinstance(part, dict) and isinstance(name, str) and draw.random() < 0.5
+            part[name if beside else key] = copy.deepcopy(other[name])
+        case "r":
+            del part[key]
+        case "m" if isinstance(key, str) and key:
+            part[misspelt(draw, key)] = part.pop(key)
+        case "s":
+            other, name = draw.choice(list(spots(data)))
+            part[key], other[name] = copy.deepcopy(other[name]), copy.deepcopy(value)
+        case "w":
+            part[key] = draw.choice([[value], {"cfg": value}, {"name": value}, {str(key): value}, [value, value]])
+        case "d":
+            part[key] = f"@deep{draw.choice([5, 60, 300, 900, 5000])}{draw.choice('[{')}@"
 
-    def deepen(self, data: Any, spot: Spot) -> None:
-        spot[0][spot[1]] = f"@deep{self.draw.choice([5, 60, 300, 900, 5000])}{self.draw.choice('[{')}@"
 
-    def graft(self, data: Any, spot: Spot) -> None:
-        other = self.draw.choice(self.others)
-        part, key = self.draw.choice(list(spots(other)))
-        here = spot[0] if isinstance(spot[0], dict) and isinstance(key, str) and self.draw.random() < 0.5 else None
-        target, at = (here, key) if here is not None else spot
-        target[at] = copy.deepcopy(part[key])
+def mutated_tree(draw: random.Random, pool: Pool, data: Any) -> Any:
+    """The config with a few mutations of its values and structure; half the time after a change of what it does."""
+    data, changed = copy.deepcopy(data), []
+    if draw.random() < 0.5:
+        changed = [put(data, path, value) for path, value in draw.choice(pool.changes).items()]
+    for _ in range(draw.choice([1, 1, 1, 2, 3])):
+        near = [spot for part, key in changed if key in part for spot in ((part, key), *spots(part[key]))]
+        if found := near if near and draw.random() < 0.8 else list(spots(data)):
+            mutate(draw, pool, data, *draw.choice(found))
+    return data
 
-    def tree(self, data: Any) -> Any:
-        """The config with a few mutations of its values and structure."""
-        data, changed = copy.deepcopy(data), []
-        if self.changes and self.draw.random() < 0.5:
-            changed = [put(data, path, value) for path, value in self.draw.choice(self.changes).items()]
-        ways: list[Callable] = [self.replace] * 4 + [self.change] * 3 + [self.add] * 3
-        ways += [self.remove, self.misspell, self.swap, self.wrap, self.deepen, self.graft, self.graft]
-        for _ in range(self.draw.choice([1, 1, 1, 2, 3])):
-            near = [spot for part, key in changed if key in part for spot in ((part, key), *spots(part[key]))]
-            found = near if near and self.draw.random() < 0.8 else list(spots(data))
-            if found:
-                self.draw.choice(ways)(data, self.draw.choice(found))
-        return data
 
-    def text(self, data: bytes) -> bytes:
-        """The file with one mutation of its bytes."""
-        lines, at = data.split(b"\n"), self.draw.randrange(len(data) + 1)
-        line = self.draw.randrange(len(lines))
-        match self.draw.randrange(8):
-            case 0:
-                return data[:at]
-            case 1:
-                return data[:at] + data[at + self.draw.randint(1, 20) :]
-            case 2:
-                return data[:at] + self.draw.choice(BYTES) + data[at:]
-            case 3:
-                return b"\n".join([*lines[:line], lines[line], *lines[line:]])
-            case 4:
-                return b"\n".join(lines[:line] + lines[line + 1 :])
-            case 5:
-                return data.decode(errors="replace").encode(self.draw.choice(["utf-16", "utf-8-sig", "utf-32-be"]))
-            case 6:
-                token = self.draw.choice(YAML).encode()
-                return b"\n".join([*lines[:line], lines[line].rpartition(b":")[0] + b": " + token, *lines[line + 1 :]])
-        return data[:at] + bytes([self.draw.randrange(256)]) + data[at + 1 :]
+def mutated_bytes(draw: random.Random, data: bytes) -> bytes:
+    """A file with one mutation of its bytes or lines."""
+    lines, at = data.split(b"\n"), draw.randrange(len(data) + 1)
+    line = draw.randrange(len(lines))
+    before, this, after = lines[:line], lines[line], lines[line + 1 :]
+    match draw.randrange(8):
+        case 0:
+            return data[:at]
+        case 1:
+            return data[:at] + data[at + draw.randint(1, 20) :]
+        case 2:
+            return data[:at] + draw.choice(BYTES) + data[at:]
+        case 3:
+            return b"\n".join([*before, this, this, *after])
+        case 4:
+            return b"\n".join([*before, *after])
+        case 5:
+            return data.decode(errors="replace").encode(draw.choice(["utf-16", "utf-8-sig", "utf-32-be"]))
+        case 6:
+            return b"\n".join([*before, this.rpartition(b":")[0] + b": " + draw.choice(YAML).encode(), *after])
+    return data[:at] + bytes([draw.randrange(256)]) + data[at + 1 :]
 
-    def file(self, data: Any) -> tuple[bytes, str]:
-        """A mutated config as the bytes of a file, and the ending of its name."""
-        suffix = self.draw.choice([".json", ".json", ".yaml"])
-        only_text = self.draw.random() < 0.15
-        tree = data if only_text else self.tree(data)
-        if suffix == ".json":
-            text = json.dumps(tree, indent=1, ensure_ascii=self.draw.random() < 0.5)
-        else:
-            text = yaml.safe_dump(tree, allow_unicode=True, sort_keys=False)
-        content = _deep(text).encode(errors="surrogatepass")
-        return self.text(content) if only_text or self.draw.random() < 0.05 else content, suffix
+
+def mutated_file(draw: random.Random, pool: Pool, data: Any) -> tuple[bytes, str]:
+    """A mutated config as the bytes of a file, and the ending of its name."""
+    suffix, only_text = draw.choice([".json", ".json", ".yaml"]), draw.random() < 0.15
+    tree = data if only_text else mutated_tree(draw, pool, data)
+    if suffix == ".json":
+        text = json.dumps(tree, indent=1, ensure_ascii=draw.random() < 0.5)
+    else:
+        text = yaml.safe_dump(tree, allow_unicode=True, sort_keys=False)
+    content = _deep(text).encode(errors="surrogatepass")
+    return mutated_bytes(draw, content) if only_text or draw.random() < 0.05 else content, suffix
 
 
 def _deep(text: str) -> str:

@@ -26,13 +26,14 @@ from typing import Any, NamedTuple
 
 sys.path.append(str(Path(__file__).parents[1]))
 from every_key_rows import TABLE
-from mutating import CANARY, Mutator
+from mutating import CANARY, Pool, mutated_file
 from runs import kept
 from watching import Watch
 
 from ecrl.__main__ import main as ecrl
 from ecrl.compile import compiler_fault
 from ecrl.envs.mujoco.camera import backend
+from ecrl.envs.mujoco.models import mujoco
 from ecrl.recording import encoder
 from ecrl.registry import registered
 from ecrl.schema import KINDS, json_schema
@@ -145,16 +146,16 @@ def _timed_out(*_: object) -> None:
 
 def chunk(name: str, numbers: range, seed: int, folder: Path, begin: int) -> None:
     """In a process of its own: write an Outcome a line, and before each the number of what is tried."""
-    keys = sorted(properties(json_schema()))
-    names = sorted({part for kind in KINDS for part in registered(kind)})
     configs = {path.stem: json.loads(path.read_text()) for path in sorted(CONFIGS.glob("*.json"))}
+    names = {part for kind in KINDS for part in registered(kind)}
     changes = [row.changed for row in TABLE]
+    pool = Pool(sorted(properties(json_schema())), sorted(names), [*configs.values()], changes)
     os.chdir(folder)
     sys.path.append(str(folder / "modules"))
     resource.setrlimit(resource.RLIMIT_AS, (ROOM, ROOM))
     signal.signal(signal.SIGALRM, _timed_out)
     (folder / "mutated.json").write_text(json.dumps(configs[name]))
-    compiler_fault(), backend(), encoder()
+    compiler_fault(), backend(), encoder(), mujoco()
     called("check", "mutated.json")  # what is imported, probed and compiled once, is not looked at
     called("train", "mutated.json", *[f"--{key}={json.dumps(value)}" for key, value in BOUNDED.items()])
     shutil.rmtree(folder / "outputs", ignore_errors=True)
@@ -162,7 +163,7 @@ def chunk(name: str, numbers: range, seed: int, folder: Path, begin: int) -> Non
     with (folder / "outcomes.jsonl").open("a") as told:
         for number in numbers:
             draw = random.Random(f"{seed} {name} {number}")
-            content, suffix = Mutator(draw, keys, names, [*configs.values()], changes).file(configs[name])
+            content, suffix = mutated_file(draw, pool, configs[name])
             path = folder / f"mutated{suffix}"
             path.write_bytes(content)
             told.write(f"{number}\n")

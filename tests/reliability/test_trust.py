@@ -36,6 +36,27 @@ def test_damage_is_caught_and_the_checkpoint_before_is_used(flips, cuts):
     assert all("manifest.json" in line and line.endswith(", 0 not.") for line in lines)
 
 
+@pytest.mark.parametrize("count", [25, pytest.param(10_000, marks=pytest.mark.long)])
+def test_mutated_configs_are_refused_in_lines_or_accepted(count):
+    pytest.importorskip("mujoco")
+    pytest.importorskip("Box2D")
+    lines = told("mutations.py", "--count", count).splitlines()
+    assert len(lines) == len(list((HERE.parents[1] / "configs").glob("*.json")))
+    assert all(f"{count} mutations" in line and ", 0 defects" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    "size",
+    [
+        pytest.param(("--hours", 0.006, "--every", 0.5, "--memory", 5, "--speed", 50), marks=pytest.mark.slow),
+        pytest.param(("--hours", 2), marks=pytest.mark.long),
+    ],
+    ids=["short", "two hours"],
+)
+def test_memory_descriptors_and_speed_stay_as_they_are(size):
+    assert "NOT" not in told("soak.py", *size)
+
+
 @pytest.mark.parametrize(
     "faults",
     [

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from ecrl.strict import ConfigModel, Fraction, NonNegative, Positive
+from ecrl.strict import LIST, NUMBER, OBJECT, ConfigModel, Fraction, NonNegative, Positive, by_kind
 
 Real = Annotated[float, Field(ge=-1e6, le=1e6)]
 Triple = Annotated[tuple[Real, Real, Real], Field(strict=False)]
@@ -16,7 +16,11 @@ Color = Annotated[tuple[Fraction, Fraction, Fraction, Fraction], Field(strict=Fa
 Steps = Annotated[int, Field(ge=1, le=10_000)]
 """Of physics within a step of the environment, which nothing can interrupt."""
 _Row = Annotated[tuple[Real, Real, Real, Real], Field(strict=False)]
-PerJoint = NonNegative | Annotated[tuple[NonNegative, ...], Field(strict=False, min_length=1)] | dict[str, NonNegative]
+_List = Annotated[tuple[NonNegative, ...], Field(strict=False, min_length=1), LIST]
+PerJoint = Annotated[
+    Annotated[NonNegative, NUMBER] | _List | Annotated[dict[str, NonNegative], OBJECT],
+    by_kind("a number, a list of numbers, or an object with numbers by name of joint"),
+]
 """One number for every joint, a list with one each, or numbers by name of joint."""
 
 _OWN_SOLVER = "inverse kinematics is of the action term EefPoseTerm, on the robot's own joints"

@@ -22,7 +22,7 @@ from ecrl.envs.mujoco.simulation import Simulation, start
 from ecrl.envs.mujoco.terms import EntityConfig, JointsConfig, joints_of
 from ecrl.errors import ConfigError
 from ecrl.registry import did_you_mean, register_event
-from ecrl.strict import ConfigModel, NonNegative
+from ecrl.strict import LIST, NUMBER, ConfigModel, NonNegative, by_kind
 
 
 def _numbers(bound: Any) -> tuple[float, ...]:
@@ -40,7 +40,8 @@ def _ordered(bounds: Any) -> Any:
     return bounds
 
 
-_Row = Real | Annotated[tuple[Real, ...], Field(strict=False, min_length=1)]
+_List = Annotated[tuple[Real, ...], Field(strict=False, min_length=1), LIST]
+_Row = Annotated[Annotated[Real, NUMBER] | _List, by_kind("a number or a list of numbers")]
 _Span = Annotated[tuple[Real, Real], Field(strict=False), AfterValidator(_ordered)]
 _Box = Annotated[tuple[Triple, Triple], Field(strict=False), AfterValidator(_ordered)]
 _Rows = Annotated[tuple[_Row, _Row], Field(strict=False), AfterValidator(_ordered)]

@@ -1,0 +1,70 @@
+"""What does not fit in memory is refused in one line, before any of it is taken."""
+
+import pytest
+import torch
+
+import ecrl.memory
+from ecrl import load_config
+from ecrl.errors import ConfigError, UserError, enough_memory
+from ecrl.evaluation import check_evaluation
+from ecrl.loop import check_config, init_state
+from ecrl.training import train, train_from_config
+
+CONFIG = "configs/cartpole_ppo.json"
+
+
+@pytest.fixture
+def gigabyte(monkeypatch):
+    """A machine with one."""
+    monkeypatch.setattr(ecrl.memory, "room", lambda device: 10**9)
+
+
+def _cfg(**changes):
+    return load_config(CONFIG, {"trainer.compile": "off"} | {f"trainer.{key}": value for key, value in changes.items()})
+
+
+@pytest.mark.parametrize("look", [check_config, train, "run"])
+def test_rollouts(gigabyte, tmp_path, look):
+    # a step: 4 floats of observation, an action of 8 bytes, 4 floats and 3 flags, which are 43 bytes
+    fits, large = _cfg(num_envs=1000, buffer_size=23_000), _cfg(num_envs=1000, buffer_size=23_300)
+    check_config(fits, 1)
+    with pytest.raises(ConfigError, match=r"trainer.num_envs: times \(buffer_size \+ 1\) 23,301,000 steps take 1 GB"):
+        if look == "run":
+            changes = {"trainer.num_envs": 1000, "trainer.buffer_size": 23_300}
+            train_from_config(CONFIG, run_dir=tmp_path / "run", overrides=changes)
+        else:
+            look(large, 1) if look is check_config else look(init_state(large), large)
+    assert not (tmp_path / "run").exists()
+
+
+def test_environments(gigabyte):
+    with pytest.raises(ConfigError, match=r"^trainer.num_envs: 70,000,000 environments take 1 GB at least, cpu has 1;"):
+        init_state(_cfg(num_envs=70_000_000))
+    many = _cfg(enable_eval=True, num_eval_envs=10**9, num_eval_episodes=70_000_000)
+    with pytest.raises(ConfigError, match=r"^trainer.num_eval_envs: 70,000,000 environments take 1 GB at least"):
+        check_evaluation(many)
+
+
+def test_networks(gigabyte):
+    wide = {f"policy.{net}.network_cfg.hidden_sizes": [12_000, 12_000] for net in ("actor", "critic")}
+    wide |= {f"policy.{net}.network_cfg.orthogonal_init": None for net in ("actor", "critic")}
+    told = r"^policy.actor.network_cfg.hidden_sizes: 144,096,002 weights and their gradients take 1 GB at least"
+    with pytest.raises(ConfigError, match=told):
+        check_config(load_config(CONFIG, wide), 1)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), None, RuntimeError("Storage size calculation overflowed")])
+def test_what_the_allocator_raises_is_one_line(error):
+    with (
+        pytest.raises(UserError, match=r"^ecrl: not enough memory.*; use less$") as told,
+        enough_memory("ecrl", "use less"),
+    ):
+        if error:
+            raise error
+        torch.empty(2**60)
+    assert ("for 4611686018427387904 bytes" in str(told.value)) == (error is None)
+
+
+def test_other_errors_pass():
+    with pytest.raises(RuntimeError, match="of a kernel"), enough_memory("ecrl", "use less"):
+        raise RuntimeError("of a kernel")
