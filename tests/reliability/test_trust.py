@@ -48,7 +48,9 @@ def test_mutated_configs_are_refused_in_lines_or_accepted(count):
 @pytest.mark.parametrize(
     "size",
     [
-        pytest.param(("--hours", 0.006, "--every", 0.5, "--memory", 5, "--speed", 50), marks=pytest.mark.slow),
+        pytest.param(
+            ("--hours", 0.006, "--every", 0.2, "--period", 20_000, "--memory", 5, "--speed", 50), marks=pytest.mark.slow
+        ),
         pytest.param(("--hours", 2), marks=pytest.mark.long),
     ],
     ids=["short", "two hours"],
