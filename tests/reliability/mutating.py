@@ -34,6 +34,8 @@ YAML = [
 ]
 YAML += ["!!binary aGk=", "!!set {a}", "&a [*a]", "*nobody", "<<: 3", "? [a]", "!x y", "0o17", "2026-01-02", "%TAG ! x"]
 BYTES = [b"\xff", b"\x00", b"\xef\xbb\xbf", b"NaN", b"//", b"\\", b"\n", *(bytes([x]) for x in b"{}[],:#\t'\"")]
+KINDS = {"junk": 4, "alike": 3, "add": 3, "graft": 2, "remove": 1, "misspell": 1, "swap": 1, "wrap": 1, "deepen": 1}
+"""Kinds of mutations, and how often each is drawn."""
 
 Spot = tuple[Any, Any]  # a list or dict, and one of its indices or keys
 
@@ -106,7 +108,7 @@ def _add(draw: random.Random, pool: Pool, part: Any) -> None:
 def mutate(draw: random.Random, pool: Pool, data: Any, part: Any, key: Any) -> None:
     """One mutation of `data`, at `part[key]` in it."""
     value = part[key]
-    match draw.choice(["junk"] * 4 + ["alike"] * 3 + ["add"] * 3 + ["graft"] * 2 + [*"rmswd"]):
+    match draw.choices([*KINDS], [*KINDS.values()])[0]:
         case "junk":
             part[key] = junk(draw, pool)
         case "alike":
@@ -117,16 +119,16 @@ def mutate(draw: random.Random, pool: Pool, data: Any, part: Any, key: Any) -> N
             other, name = draw.choice(list(spots(draw.choice(pool.others))))
             beside = isinstance(part, dict) and isinstance(name, str) and draw.random() < 0.5
             part[name if beside else key] = copy.deepcopy(other[name])
-        case "r":
+        case "remove":
             del part[key]
-        case "m" if isinstance(key, str) and key:
+        case "misspell" if isinstance(key, str) and key:
             part[misspelt(draw, key)] = part.pop(key)
-        case "s":
+        case "swap":
             other, name = draw.choice(list(spots(data)))
             part[key], other[name] = copy.deepcopy(other[name]), copy.deepcopy(value)
-        case "w":
+        case "wrap":
             part[key] = draw.choice([[value], {"cfg": value}, {"name": value}, {str(key): value}, [value, value]])
-        case "d":
+        case "deepen":
             part[key] = f"@deep{draw.choice([5, 60, 300, 900, 5000])}{draw.choice('[{')}@"
 
 

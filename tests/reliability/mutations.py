@@ -187,7 +187,10 @@ def mutated(name: str, count: int, seed: int, folder: Path, begin: int) -> list[
         ended = _forked(name, range(first, min(first + CHUNK, count)), seed, folder, begin)
         rows = [json.loads(line) for line in (folder / "outcomes.jsonl").read_text().splitlines()]
         outcomes += [Outcome(*row) for row in rows if isinstance(row, list)]
-        if rows and isinstance(rows[-1], int):
+        assert rows, (
+            f"{name}: the process {ended} before its first mutation: {(folder / 'out.txt').read_text()[-2000:]}"
+        )
+        if isinstance(rows[-1], int):
             outcomes.append(Outcome(rows[-1], "defect", 0.0, [f"the process {ended}"], False))
         (folder / "outcomes.jsonl").unlink()
     return outcomes
@@ -237,7 +240,8 @@ def summed(name: str, outcomes: list[Outcome]) -> str:
 def main() -> None:
     """Mutate, check, tell."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("configs", nargs="*", help="names of shipped configs; all if none is given")
+    names = sorted(path.stem for path in CONFIGS.glob("*.json"))
+    parser.add_argument("configs", nargs="*", metavar="CONFIG", help=f"of {', '.join(names)}; all if none is given")
     parser.add_argument("--count", type=int, default=10_000, help="mutations of each")
     parser.add_argument(
         "--begin", type=int, default=10, help="begin to train every so many-th that is accepted; 0: none"
@@ -246,7 +250,9 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true", help="write the figures to RESULTS.md")
     given, folder = parser.parse_args(), Path(tempfile.mkdtemp(prefix="mutations_")).resolve()
     told, defects = [], 0
-    for name in given.configs or sorted(path.stem for path in CONFIGS.glob("*.json")):
+    if unknown := {*given.configs} - {*names}:
+        parser.error(f"no shipped config: {', '.join(sorted(unknown))}")
+    for name in given.configs or names:
         outcomes = mutated(name, given.count, given.seed, folder, given.begin)
         told.append(summed(name, outcomes))
         print(told[-1], flush=True)
