@@ -12,9 +12,11 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import torch
@@ -180,8 +182,32 @@ class _Pace:
         return f"{rate}, compiled in {took:.0f} s" if took >= 0.5 else rate
 
 
+@contextmanager
+def _in_cell(shown: Any) -> Iterator[None]:
+    """Show what rich can render below a Jupyter cell, and again in the same place four times a second.
+
+    Unlike the widget that rich itself would use, this output is part of a saved notebook.
+    """
+    from IPython.display import display
+
+    place, over = display(shown, display_id=True), Event()
+
+    def again() -> None:
+        while not over.wait(0.25):
+            place.update(shown)  # pyright: ignore
+
+    thread = Thread(target=again, name="ecrl-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        place.update(shown)  # pyright: ignore
+
+
 def with_progress(records: Iterator[LogData], start: int, end: int) -> Iterator[LogData]:
-    """A live line with steps/s, time, return and losses, in a terminal and in Jupyter; elsewhere a line per tenth.
+    """Live steps/s, time, return and losses, in a terminal and in Jupyter; elsewhere a line per tenth.
 
     Compiling is shown while it goes on, and what it took afterwards, which steps/s leave out.
 
@@ -191,6 +217,7 @@ def with_progress(records: Iterator[LogData], start: int, end: int) -> Iterator[
         end: env steps of the whole run.
     """
     from rich.console import Console
+    from rich.live import Live
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -200,25 +227,25 @@ def with_progress(records: Iterator[LogData], start: int, end: int) -> Iterator[
         TimeElapsedColumn,
         TimeRemainingColumn,
     )
+    from rich.table import Table
+    from rich.text import Text
 
     console, logs, pace, tenth = Console(), {}, _Pace(start), 10 * start // end
-    live, guarded = console.is_terminal or console.is_jupyter, never_fatal("progress")
-    columns = (
-        SpinnerColumn(),
-        MofNCompleteColumn(),
-        BarColumn(20),
-        TextColumn("{task.fields[rate]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[logs]}"),
-    )
-    with Progress(*columns, console=console, disable=not live) as progress:
-        task = progress.add_task("train", total=end, completed=start, rate=pace, logs="")
+    guarded, live = never_fatal("progress"), console.is_terminal or console.is_jupyter
+    columns = (SpinnerColumn(), MofNCompleteColumn(), BarColumn(12), TextColumn("{task.fields[rate]}"))
+    progress = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console)
+    task = progress.add_task("train", total=end, completed=start, rate=pace)
+    both, numbers = Table.grid(), Text()
+    both.add_row(progress)
+    both.add_row(numbers)
+    shown = _in_cell(both) if console.is_jupyter else Live(both, console=console) if live else nullcontext()
+    with shown:
         for record in records:
             step = record["sample_step"]
             logs |= scalars(record)
             pace.move(step)
-            progress.update(task, completed=step, logs=_shown(logs))
+            progress.update(task, completed=step)
+            numbers.plain = _shown(logs)
             if not live and record["log_type"] == "train" and 10 * step // end > tenth:
                 tenth = 10 * step // end
                 line = f"{step:,}/{end:,}  {pace}  {_shown(logs)}"
