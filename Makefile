@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test test-default test-long lint clean
+.PHONY: train test test-default test-long lint docs clean
 
 train: $(VENV)/installed
 	rm -rf outputs/make_train
@@ -11,7 +11,7 @@ train: $(VENV)/installed
 	$(BIN)/ecrl eval outputs/make_train --env gymnasium:CartPole-v1 --num-episodes 100
 
 test: $(VENV)/installed-dev
-	$(BIN)/python -m pytest -n 2 -m "not long"
+	$(BIN)/python -m pytest -n 2 -m "not long" --durations=60
 
 test-default: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -n 2 -m "not slow and not long"
@@ -23,6 +23,10 @@ lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+
+docs: $(VENV)/installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo 'build/docs/index.html; its search needs a server: $(BIN)/python -m http.server --directory build/docs'
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.12")'
@@ -36,5 +40,9 @@ $(VENV)/installed-dev: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	touch $(VENV)/installed $@
 
+$(VENV)/installed-docs: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --editable ".[docs]"
+	touch $(VENV)/installed $@
+
 clean:
-	rm -rf $(VENV) outputs
+	rm -rf $(VENV) outputs build

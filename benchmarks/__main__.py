@@ -18,6 +18,7 @@ SUBJECTS = {  # name: what it shows; the file of that name has `rows(quick, core
     "kernels": "kernels against rlax, TorchRL, SB3 and others: time, ratio, share of what the machine allows",
     "memory": "peak memory per environment step",
     "scaling": "env steps per second by number of environments, length of a rollout and width of the networks",
+    "seeds": "64 runs as one vmapped call against one after the other, and against rejax vmapped",
     "physics": "PPO on PushCube against the bare physics in it",
     "phases": "where the time of an iteration goes",
 }

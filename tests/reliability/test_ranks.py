@@ -135,6 +135,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_the_iteration_that_ends_all_ranks_is_repeated_by_as_many(tmp_path):
     name, crash = "configs/pendulum_ppo.json", tmp_path / "run" / "crash"
     keys = {"env.name": "spoilt", "trainer.num_envs": 2, "trainer.buffer_size": 5, "trainer.compile": "off"}
@@ -220,6 +221,7 @@ def run_config(folder: Path, **keys) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_rank_0_alone_writes_and_a_run_resumes_bit_for_bit(tmp_path):
     path = run_config(tmp_path)
     train = ["-m", "ecrl", "train", str(path), "--run-dir"]

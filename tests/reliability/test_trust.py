@@ -16,12 +16,12 @@ def told(script: str, *args: object) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(100, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.long)])
 def test_killed_runs_go_on_bit_for_bit(count):
     assert f"{count} of {count} resumed bit for bit" in told("kills.py", "--kills", count)
 
 
-@pytest.mark.parametrize("count", [1, pytest.param(20, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.long)])
 def test_a_signal_saves_and_the_run_goes_on_bit_for_bit(count):
     lines = told("signals.py", "--signals", count).splitlines()
     for line, status in zip(lines, (143, 130), strict=True):
@@ -29,14 +29,18 @@ def test_a_signal_saves_and_the_run_goes_on_bit_for_bit(count):
         assert float(line.split("longest ")[1].split(" s")[0]) < 10.0
 
 
-@pytest.mark.parametrize(("flips", "cuts"), [(20, 8), pytest.param(1000, 100, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("flips", "cuts"), [pytest.param(20, 8, marks=pytest.mark.slow), pytest.param(1000, 100, marks=pytest.mark.long)]
+)
 def test_damage_is_caught_and_the_checkpoint_before_is_used(flips, cuts):
     lines = told("flips.py", "--flips", flips, "--cuts", cuts).splitlines()
     assert [line.split(" (")[0] for line in lines] == [f"flips: {flips} caught", f"truncations: {cuts} caught"]
     assert all("manifest.json" in line and line.endswith(", 0 not.") for line in lines)
 
 
-@pytest.mark.parametrize("count", [25, pytest.param(10_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "count", [pytest.param(8, marks=pytest.mark.slow), pytest.param(10_000, marks=pytest.mark.long)]
+)
 def test_mutated_configs_are_refused_in_lines_or_accepted(count):
     pytest.importorskip("mujoco")
     pytest.importorskip("Box2D")
@@ -49,7 +53,7 @@ def test_mutated_configs_are_refused_in_lines_or_accepted(count):
     "size",
     [
         pytest.param(
-            ("--hours", 0.006, "--every", 0.2, "--period", 20_000, "--memory", 5, "--speed", 50), marks=pytest.mark.slow
+            ("--hours", 0.004, "--every", 0.2, "--period", 20_000, "--memory", 5, "--speed", 50), marks=pytest.mark.slow
         ),
         pytest.param(("--hours", 2), marks=pytest.mark.long),
     ],
@@ -62,7 +66,7 @@ def test_memory_descriptors_and_speed_stay_as_they_are(size):
 @pytest.mark.parametrize(
     "faults",
     [
-        ("worker_dies",),
+        pytest.param(("worker_dies",), marks=pytest.mark.slow),
         pytest.param(("disk_full_for_a_while", "disk_full_to_the_end", "disk_of_a_few_pages"), marks=pytest.mark.slow),
         pytest.param(("worker_raises", "worker_killed", "worker_hangs"), marks=pytest.mark.slow),
         pytest.param(("video",), marks=pytest.mark.slow),

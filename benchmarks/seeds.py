@@ -1,0 +1,128 @@
+"""64 seeds of PPO on CartPole: one vmapped call against the same compiled runs one after the other, and rejax vmapped.
+
+A unit of work is an iteration of all seeds; every contestant has as many threads as there are cores.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.pairs import Contestant, Result, race, ratios, summary
+from benchmarks.peers import STEPS, as_work
+
+SEEDS = 64
+NUM_ENVS = {"quick": (4,), "full": (4, 32)}
+CONTESTANTS = ("vmapped", "in_turn", "rejax")
+MOST = {4: (1.0, 0.5)}
+"""Time of the vmapped call by that of the runs in turn, for environments of each seed: most, and wanted."""
+
+
+def config(num_envs: int) -> Any:
+    """The config of `benchmarks.scaling` with so many environments for each seed."""
+    from benchmarks.scaling import Size, config
+
+    return config(Size(num_envs), "cpu")
+
+
+def begun(num_envs: int, seeds: int) -> list[Any]:
+    """The first state of each seed."""
+    from ecrl import init_state, rng
+
+    return [init_state(config(num_envs), rng.key(seed)) for seed in range(seeds)]
+
+
+def vmapped(num_envs: int, seeds: int = SEEDS) -> Callable[[], int]:
+    """All seeds as one call."""
+    import torch
+
+    from ecrl import make_iteration
+
+    def iterations() -> Iterator[None]:
+        states, iterate = torch.stack(begun(num_envs, seeds)), torch.func.vmap(make_iteration(config(num_envs)))
+        while True:
+            states, _ = iterate(states)
+            yield
+
+    return as_work(iterations(), seeds * num_envs * STEPS)
+
+
+def in_turn(num_envs: int, seeds: int = SEEDS) -> Callable[[], int]:
+    """One seed after the other."""
+    from ecrl import make_iteration
+
+    def iterations() -> Iterator[None]:
+        states, iterate = begun(num_envs, seeds), make_iteration(config(num_envs))
+        while True:
+            states = [iterate(state)[0] for state in states]
+            yield
+
+    return as_work(iterations(), seeds * num_envs * STEPS)
+
+
+def rejax(num_envs: int, seeds: int = SEEDS) -> Callable[[], int]:
+    """The way of rejax to many seeds: `jax.vmap`, jitted."""
+    import jax
+
+    from benchmarks.peers.rejax_ppo import ppo
+
+    algorithm = ppo(num_envs)
+    iterate = jax.jit(jax.vmap(algorithm.train_iteration))
+
+    def iterations() -> Iterator[None]:
+        states = jax.jit(jax.vmap(algorithm.init_state))(jax.random.split(jax.random.PRNGKey(0), seeds))
+        while True:
+            states = jax.block_until_ready(iterate(states))
+            yield
+
+    return as_work(iterations(), seeds * num_envs * STEPS)
+
+
+def rows(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
+    """A row for each number of cores and of environments."""
+    sizes, some = NUM_ENVS["quick" if quick else "full"], (cores[:2],) if quick else (cores[:1], cores[:2])
+    out = []
+    for own in dict.fromkeys(map(tuple, some)):
+        for num_envs in sizes:
+            field = [Contestant(name, f"benchmarks.seeds:{name}", {"num_envs": num_envs}) for name in CONTESTANTS]
+            results = race(field, own, rounds=3 if quick else 5, seconds=1.0)
+            out.append({"seeds": SEEDS, "num_envs": num_envs, "cores": len(own)} | told(num_envs, results))
+    return out
+
+
+def told(num_envs: int, results: Sequence[Result]) -> dict[str, Any]:
+    """Steps per second of each, and the time of the vmapped call by that of the others.
+
+    >>> some = [Result(name, [rate], 1.0, {}, 0.0) for name, rate in (("vmapped", 4.0), ("in_turn", 2.0))]
+    >>> told(4, some)["time_by_in_turn"], told(4, some)["met"]
+    (0.5, True)
+    """
+    ours, *others = results
+    out: dict[str, Any] = {f"{r.name}_steps_per_s": summary(r.rates)["median"] for r in results}
+    if errors := [f"{r.name}: {r.error}" for r in results if r.error is not None]:
+        return out | {"error": "; ".join(errors)}
+    for other in others:
+        by_round = summary(ratios(other, ours))
+        out |= {f"time_by_{other.name}{kind}": by_round[key] for kind, key in (("", "median"), ("_max", "max"))}
+    most, aim = MOST.get(num_envs, (None, None))
+    return out | {"most": most, "aim": aim, "met": None if most is None else bool(out["time_by_in_turn"] <= most)}
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Bars of steps per second."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    seen = [row for row in rows if "time_by_in_turn" in row]
+    figure, axes = plt.subplots(figsize=(6, 3))
+    for at, name in enumerate(CONTESTANTS):
+        axes.bar(
+            [i + 0.27 * at for i in range(len(seen))], [row[f"{name}_steps_per_s"] for row in seen], 0.25, label=name
+        )
+    axes.set_xticks([i + 0.27 for i in range(len(seen))], [f"{r['num_envs']} envs\n{r['cores']} cores" for r in seen])
+    axes.set(ylabel="env steps per second", title=f"{SEEDS} seeds of PPO on CartPole")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
