@@ -28,6 +28,7 @@ from ecrl.policies import acting_params
 from ecrl.recording import filming, view, with_film
 from ecrl.registry import did_you_mean
 from ecrl.spaces import Box
+from ecrl.stopping import interruptible
 from ecrl.types import LogData
 
 _CHUNK = 128  # steps between looks at whether all episodes are done: one host read each
@@ -239,6 +240,7 @@ def with_evaluation(records: Iterator[LogData], cfg: Config, videos: str | Path 
             yield record
             step = record["sample_step"]
             if record["log_type"] == "train" and step // freq > (step - steps_per_iteration(cfg)) // freq:
-                numbers = _evaluated(record["state"], cfg, None, None, opened)
+                with interruptible():
+                    numbers = _evaluated(record["state"], cfg, None, None, opened)
                 logs = {name: torch.tensor(value) for name, value in numbers.items()}
                 yield {**record, "log_type": "evaluate", "logs": logs}

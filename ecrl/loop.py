@@ -25,6 +25,7 @@ from ecrl.kernels import episode_init, restarted
 from ecrl.logs import WINDOW, collect_logs, counted_steps, over_ranks
 from ecrl.parts import check_envs, check_rollout, device_of, form_of, make_parts, shaping
 from ecrl.refusing import completed, refusal
+from ecrl.stopping import interruptible
 from ecrl.trees import flatten, mapped, names, replaced, unflatten
 from ecrl.types import LogData, Logs
 
@@ -270,12 +271,13 @@ def train_iter(state: TensorDict, cfg: Config, watch: Watch = unwatched) -> Iter
     told = False
     while step < end:
         known, before = len(COMPILED), state
-        try:
-            leaves, state, logs, odd = iteration(leaves)
-        except NotFiniteError as error:  # of environments on the host
-            raise completed(error, before) from error.__cause__
-        if odd is not None:
-            told = _judge(odd, cfg, before, told)
+        with interruptible():
+            try:
+                leaves, state, logs, odd = iteration(leaves)
+            except NotFiniteError as error:  # of environments on the host
+                raise completed(error, before) from error.__cause__
+            if odd is not None:
+                told = _judge(odd, cfg, before, told)
         step += steps_per_iteration(cfg)
         if len(COMPILED) > known and step > settled:
             warnings.warn(f"compiled again at step {step}: {'; '.join(COMPILED[known:])}", RuntimeWarning, stacklevel=2)

@@ -26,6 +26,7 @@ from ecrl.envs.mujoco.camera import CameraConfig, backend, drawing, grid
 from ecrl.envs.mujoco.camera_terms import RecordCameraConfig
 from ecrl.errors import ConfigError, extra
 from ecrl.loggers import never_fatal
+from ecrl.strict import term_text
 
 FPS = 20
 """Frames per second of the videos of events, as in EmbodiChain, whatever a step takes."""
@@ -58,7 +59,7 @@ def check_cameras(cfg: Config) -> None:
         for name, event in sorted(getattr(cfg.trainer.events, use).items()):
             if not isinstance(event.params, RecordCameraConfig):
                 continue
-            told = f"trainer.events.{use}.{name} ({event.func})"
+            told = term_text(f"trainer.events.{use}", name, event.func)
             if make_env(cfg.env).scene is None:
                 raise ConfigError(f"{told}: {cfg.env.name} has no scene to be seen; take the event out")
             if event.mode != "interval":

@@ -20,7 +20,6 @@ from ecrl.errors import CheckpointError
 from ecrl.loggers import never_fatal
 from ecrl.loop import steps_per_iteration
 from ecrl.ranks import is_whole
-from ecrl.stopping import shielded
 from ecrl.types import LogData
 
 
@@ -70,12 +69,11 @@ def _saving(keep: int | None = None) -> Iterator[Saver]:
             start()
 
     def end() -> None:
-        with shielded():
-            if not flight and last:
-                start()
-            if flight:
-                flight.pop().result()
-                guarded(last.clear)  # which says that it works again
+        if not flight and last:
+            start()
+        if flight:
+            flight.pop().result()
+            guarded(last.clear)  # which says that it works again
 
     with ThreadPoolExecutor(1, "ecrl-save") as thread:
         try:
@@ -123,9 +121,8 @@ def with_checkpoints(records: Iterator[LogData], cfg: Config, run_dir: str | Pat
                 yield record
         finally:
             try:
-                with shielded():
-                    if last is not None and saved != last["sample_step"] and is_whole(last):
-                        put(last)
+                if last is not None and saved != last["sample_step"] and is_whole(last):
+                    put(last)
             finally:
                 _closed(records)
 

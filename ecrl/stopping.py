@@ -1,8 +1,8 @@
 """Signals that end a run in order: SIGINT and SIGTERM let it finish its iteration, save, and close what it opened.
 
 The first signal asks. An iteration, or an evaluation, that takes longer than `GRACE` after it is given up, which loses
-nothing: the state before it is saved, and repeats it bit for bit when the run is resumed. The second signal gives it up
-at once, and the third ends the process where it stands.
+nothing: the state before it is saved, and repeats it bit for bit when the run is resumed. What is not in such a part,
+as a save, is let end. The second signal gives up anything at once, and the third ends the process where it stands.
 """
 
 import signal
@@ -10,11 +10,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 GRACE = 3.0
-"""Seconds that an iteration may still take after it was asked to be the last."""
+"""Seconds that an iteration may still take after it was asked to be the last; as many again, should that be ignored."""
 
 _asked: list[int] = []
 _in_loop: list[bool] = []
-_shielded: list[bool] = []
+_in_part: list[bool] = []
+
+
+class Stopped(KeyboardInterrupt):
+    """What a signal raises. Where a KeyboardInterrupt itself ends an import, Python may exit as if nobody caught it."""
 
 
 def asked() -> int | None:
@@ -25,17 +29,17 @@ def asked() -> int | None:
 def _stop(number: int, frame: object) -> None:
     _asked.append(number)
     if _in_loop and len(_asked) == 1:
-        signal.setitimer(signal.ITIMER_REAL, GRACE)
+        signal.setitimer(signal.ITIMER_REAL, GRACE, GRACE)
         return
     if len(_asked) > 1:
         for again in (signal.SIGINT, signal.SIGTERM):
             signal.signal(again, signal.SIG_DFL)
-    raise KeyboardInterrupt
+    raise Stopped
 
 
 def _late(number: int, frame: object) -> None:
-    if _in_loop and not _shielded:
-        raise KeyboardInterrupt
+    if _in_part:
+        raise Stopped
 
 
 def listen() -> None:
@@ -59,10 +63,10 @@ def in_loop() -> Iterator[None]:
 
 
 @contextmanager
-def shielded() -> Iterator[None]:
-    """Around the last save, which is not given up, however long it takes, but by a second signal."""
-    _shielded.append(True)
+def interruptible() -> Iterator[None]:
+    """Around a part of a loop that may be given up, because the loop can repeat it from what it has."""
+    _in_part.append(True)
     try:
         yield
     finally:
-        _shielded.pop()
+        _in_part.pop()

@@ -102,6 +102,15 @@ def key_text(key: Any) -> str:
     return repr(key)
 
 
+def term_text(section: str, name: str, func: str) -> str:
+    """Where a term or an event is in a config, as messages begin.
+
+    >>> term_text("env.cfg.events", "of my own", "push")
+    "env.cfg.events.'of my own' (push)"
+    """
+    return f"{section}.{key_text(name)} ({func})"
+
+
 Loc = tuple[str | int, ...]  # of a key: names and list indices
 Fault = tuple[Loc, str]  # where, and what is wrong there
 

@@ -5,11 +5,12 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 import pytest
 
 from ecrl import stopping
-from ecrl.stopping import asked, in_loop, listen, shielded
+from ecrl.stopping import asked, in_loop, interruptible, listen
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
 
@@ -42,18 +43,38 @@ def test_the_first_only_asks(number):
 
 def test_an_iteration_that_takes_too_long_is_given_up():
     before = time.monotonic()
-    with pytest.raises(KeyboardInterrupt), in_loop():
+    with pytest.raises(KeyboardInterrupt), in_loop(), interruptible():
         send()
         time.sleep(5.0)
     assert 0.15 < time.monotonic() - before < 2.0
 
 
+def test_one_that_ignores_this_is_given_up_a_little_later():
+    with pytest.raises(KeyboardInterrupt), in_loop(), interruptible():
+        send()
+        with suppress(BaseException):  # as callbacks from C do
+            time.sleep(5.0)
+        time.sleep(5.0)
+
+
+def test_what_cleans_up_after_it_is_let_end():
+    with pytest.raises(KeyboardInterrupt), in_loop():
+        try:
+            with interruptible():
+                send()
+                time.sleep(5.0)
+        finally:
+            before = time.monotonic()
+            time.sleep(0.5)
+            assert time.monotonic() - before > 0.45
+
+
 def test_a_save_is_not_given_up_but_by_a_second_signal():
-    with in_loop(), shielded():
+    with in_loop():
         send()
         time.sleep(0.4)
     listen()
-    with pytest.raises(KeyboardInterrupt), in_loop(), shielded():
+    with pytest.raises(KeyboardInterrupt), in_loop():
         send()
         send(signal.SIGINT)
         time.sleep(5.0)
@@ -84,3 +105,9 @@ print("not reached")
 def test_the_third_ends_the_process():
     done = subprocess.run([sys.executable, "-c", THIRD], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (-signal.SIGTERM, "interrupted\n")
+
+
+def test_what_is_raised_is_no_keyboard_interrupt_that_python_ends_for_by_itself():
+    with pytest.raises(KeyboardInterrupt) as told:
+        send()
+    assert told.type is not KeyboardInterrupt

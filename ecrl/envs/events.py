@@ -21,7 +21,7 @@ from ecrl.config import EventConfig
 from ecrl.envs.core import Env, last_obs
 from ecrl.errors import ConfigError
 from ecrl.registry import did_you_mean, lookup, register_event
-from ecrl.strict import LIST, NUMBER, ConfigModel, by_kind
+from ecrl.strict import LIST, NUMBER, ConfigModel, by_kind, term_text
 
 Apply = Callable[[TensorDict, Tensor], TensorDict]
 
@@ -118,7 +118,7 @@ def with_events(env: Env, events: Mapping[str, EventConfig], where: str = "train
     """
     all_made = []
     for position, (name, event) in enumerate(sorted(events.items())):
-        told = f"{where}.{name} ({event.func})"
+        told = term_text(where, name, event.func)
         if not env.is_pure:
             why = "the state of this environment is not in tensors, where events happen"
             raise ConfigError(f"{told}: {why}; remove the event or use a tensor environment")

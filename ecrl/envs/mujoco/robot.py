@@ -11,7 +11,7 @@ from ecrl.envs.mujoco.models import mujoco
 from ecrl.envs.mujoco.scene_config import DriveConfig, PerJoint, RobotConfig
 from ecrl.errors import ConfigError
 from ecrl.registry import did_you_mean
-from ecrl.strict import shown
+from ecrl.strict import key_text, shown
 
 Drive = Literal["position", "velocity", "force"]
 """What the control of a joint is: a target position, m or rad; a target velocity, m/s or rad/s; a force, N or N m."""
@@ -144,11 +144,12 @@ def _builtin(cfg: RobotConfig) -> tuple[Any, Builtin]:
 def _parts(cfg: RobotConfig, built: Builtin) -> dict[str, tuple[str, ...]]:
     parts = dict(cfg.control_parts) or built.parts
     for part, names in parts.items():
+        told = f"robot.control_parts.{key_text(part)}"
         for i, name in enumerate(names):
             if name not in built.joints:
-                raise ConfigError(f"robot.control_parts.{part}: unknown {name!r}; {did_you_mean(name, built.joints)}")
+                raise ConfigError(f"{told}: unknown {name!r}; {did_you_mean(name, built.joints)}")
             if name in names[:i]:
-                raise ConfigError(f"robot.control_parts.{part}: names joint {name!r} twice; name it once")
+                raise ConfigError(f"{told}: names joint {name!r} twice; name it once")
     for part in cfg.solver_cfg:
         if part not in parts:
             raise ConfigError(f"robot.solver_cfg: unknown part {part!r}; {did_you_mean(part, parts)}")

@@ -38,6 +38,7 @@ from ecrl.envs.mujoco.terms import ActionTerm, part_of
 from ecrl.errors import ConfigError
 from ecrl.registry import lookup
 from ecrl.spaces import Box, box
+from ecrl.strict import term_text
 
 _simulation = cast(Callable[..., Simulation], simulation)  # pyright holds configs to be unhashable
 
@@ -45,7 +46,7 @@ _simulation = cast(Callable[..., Simulation], simulation)  # pyright holds confi
 def _make(kind: str, sim: Simulation, terms: dict[str, Any]) -> Iterator[tuple[str, str, Any, Any]]:
     """Name, place in the config, settings and function of each term, by name."""
     for name, term in sorted(terms.items()):
-        told = f"env.cfg.{kind}s.{name} ({term.func})"
+        told = term_text(f"env.cfg.{kind}s", name, term.func)
         with placed(told):
             yield name, told, term, lookup(kind, term.func).make(term.params, sim)
 
@@ -81,7 +82,7 @@ def _varied(cfg: TaskConfig) -> Varied:
     found: dict[tuple[str, str], None] = {}
     for name, event in sorted(cfg.events.items()):
         for field, uid in getattr(event.params, "varied", ()):
-            with placed(f"env.cfg.events.{name} ({event.func})"):
+            with placed(term_text("env.cfg.events", name, event.func)):
                 rows_of(_simulation(cfg).model, field, uid)
             found[field, uid] = None
     return tuple(found)
@@ -107,7 +108,7 @@ def _scene(cfg: TaskConfig) -> tuple[Simulation, tuple[ActionTerm, ...]]:
 def _check_drives(cfg: TaskConfig, sim: Simulation, actions: tuple[ActionTerm, ...]) -> None:
     """Refuse an action whose joints are driven otherwise than it says, as actuators of a file may."""
     for (name, action), term in zip(sorted(cfg.actions.items()), actions, strict=True):
-        with placed(f"env.cfg.actions.{name} ({action.func})"):
+        with placed(term_text("env.cfg.actions", name, action.func)):
             for joint in term.joints:
                 if (found := world.drive_of(sim, joint)) != term.drive:
                     told = f"joint {joint!r} has an actuator of {found or 'another kind'}, not of {term.drive}"
@@ -117,7 +118,7 @@ def _check_drives(cfg: TaskConfig, sim: Simulation, actions: tuple[ActionTerm, .
 def _events(cfg: TaskConfig, sim: Simulation) -> tuple[Event, ...]:
     found = []
     for position, (name, event) in enumerate(sorted(cfg.events.items())):
-        apply = made(event, sim, f"env.cfg.events.{name} ({event.func})")
+        apply = made(event, sim, term_text("env.cfg.events", name, event.func))
         found.append(Event(event.mode, event.interval_step, position, apply))
     return tuple(found)
 
@@ -192,7 +193,7 @@ def task_env(
     for (name, event), happening in zip(sorted(cfg.events.items()), task.events, strict=True):
         keys = rng.split(rng.key(0), 2)
         before = begin(task, keys).select(*THEIRS, strict=False)
-        check_event(f"env.cfg.events.{name} ({event.func})", happening.apply, before, keys)
+        check_event(term_text("env.cfg.events", name, event.func), happening.apply, before, keys)
     _check_names("env.cfg.rewards", reward_names(task))
     with torch.no_grad():
         _check_functions(task, begin(task, rng.split(rng.key(0), 2)))
