@@ -195,6 +195,9 @@ def test_a_target_that_is_no_position_is_refused_when_the_task_is_made(changes):
         task(**changes, events={"e": {"func": "rig_spot", "mode": "reset"}})
     with pytest.raises(ConfigError, match=rf"{place}: no target 'spot'; an event such as"):
         task(**changes)
+    quoted = rf"^env.cfg.{kind}.'my a' \({func}\): params"
+    with pytest.raises(ConfigError, match=quoted):
+        task(**{kind: {"my a": changes[kind]["a"]}})
     env = task(**changes, events={"e": {"func": "rig_spot", "mode": "reset", "params": {"size": 3}}})
     assert env.reset(keys_of(2))["targets", "spot"].dtype == torch.float32  # whole numbers before that, or not
 
