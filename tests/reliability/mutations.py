@@ -47,7 +47,8 @@ BOUNDED = {"trainer.iterations": 1, "trainer.compile": "off", "trainer.num_envs"
 BOUNDED |= {"trainer.eval_freq": 10**9, "trainer.use_wandb": False, "algorithm.cfg.n_epochs": 1}
 _NAME = r"(?:[\w-]+|'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\")"
 _PLACE = rf"(?:{_NAME}(?:\.{_NAME}|\[\d+\])*(?: \([\w.:-]+\))?: |:\d+(?::\d+)?: )"
-LINE = re.compile(rf"mutated\.(?:json|yaml)(?:: {_PLACE}|:\d+(?::\d+)?: |: (?=not a config: |expected an object, ))\S")
+_WHOLE = "not a config: |expected an object, |import of warp halted"  # lines about no place in the file
+LINE = re.compile(rf"mutated\.(?:json|yaml)(?:: {_PLACE}|:\d+(?::\d+)?: |: (?={_WHOLE}))\S")
 
 
 class Outcome(NamedTuple):
