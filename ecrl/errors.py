@@ -18,6 +18,14 @@ class CheckpointError(UserError):
     """A checkpoint that is missing, damaged or of another structure; the message names the file."""
 
 
+class NotSavedError(CheckpointError):
+    """`ecrl.train` could not save its last state: `state` and `history` are what it would have returned."""
+
+    def __init__(self, message: str, state: Any, history: Any):
+        super().__init__(f"{message}; nothing is lost: state and history of this error are what train would return")
+        self.state, self.history = state, history
+
+
 class NotFiniteError(UserError):
     """NaN or infinity in an iteration: `report` says what was found where, `state` is the one before the iteration.
 

@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from ecrl.config import Config, load_config, total_steps
 from ecrl.distributed import first_says, rank, restarts, start, stop, world_size
 from ecrl.durable import replace_file
-from ecrl.errors import ConfigError
+from ecrl.errors import CheckpointError, ConfigError, NotSavedError
 from ecrl.evaluation import check_evaluation, with_evaluation
 from ecrl.films import with_training_videos
 from ecrl.history import History
@@ -90,11 +90,19 @@ def train(
 
     Returns: the last state and the history of logs. Ctrl-C ends the run early and returns what there is.
     Raises: ConfigError for a folder that cannot be written or holds a run, and for `profile` without a folder;
-    CheckpointError if the last state could not be saved.
+    `ecrl.errors.NotSavedError`, which holds what would be returned, if the last state could not be saved.
     """
-    new, history = int(state["sample_step"]) == 0 and not restarts(), History()
+    new, history, last = int(state["sample_step"]) == 0 and not restarts(), History(), [state]
     folder = None if run_dir is None else Path(run_dir)
-    return _train(state, cfg, folder, progress, profile, new, history.add), history
+
+    def seen(record: LogData) -> None:
+        history.add(record)
+        last[0] = record["state"]
+
+    try:
+        return _train(state, cfg, folder, progress, profile, new, seen), history
+    except CheckpointError as error:
+        raise NotSavedError(str(error), last[0], history) from None
 
 
 def _train(

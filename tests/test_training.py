@@ -16,7 +16,7 @@ from test_loop import last_state, same, small
 import ecrl
 from ecrl.__main__ import main
 from ecrl.checkpoint import latest, load
-from ecrl.errors import ConfigError
+from ecrl.errors import CheckpointError, ConfigError, NotSavedError
 from ecrl.training import _new_run_dir, train, train_from_config
 
 
@@ -48,6 +48,18 @@ def test_train_returns_the_last_state_and_a_row_per_iteration():
     state, history = train(ecrl.init_state(cfg), cfg, progress=False)
     assert same(state, last_state(cfg))
     assert [row["sample_step"] for row in history] == [32, 64, 96, 128]
+
+
+def test_a_last_state_that_cannot_be_saved_is_not_lost(tmp_path, monkeypatch):
+    def full(path, saved):
+        raise CheckpointError(f"{path}: cannot be written: disk full")
+
+    monkeypatch.setattr("ecrl.saving.write", full)
+    cfg = small()
+    with pytest.raises(NotSavedError, match="step_128: cannot be written: disk full; nothing is lost") as told:
+        train(ecrl.init_state(cfg), cfg, run_dir=tmp_path / "run", progress=False)
+    assert same(told.value.state, last_state(cfg))
+    assert [row["sample_step"] for row in told.value.history] == [32, 64, 96, 128]
 
 
 def test_train_without_a_folder_writes_nothing(tmp_path, monkeypatch):
