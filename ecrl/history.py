@@ -31,6 +31,11 @@ class History(Sequence):
     def __len__(self) -> int:
         return len(self._rows)
 
+    def __repr__(self) -> str:
+        if not self._rows:
+            return "History of no iterations"
+        return f"History of {len(self):,} iterations, the last {self._rows[-1]}"
+
     def to_pandas(self) -> Any:
         """A DataFrame indexed by `sample_step`; needs the extra `plot`."""
         with extra("plot"):
@@ -44,7 +49,8 @@ class History(Sequence):
             raise KeyError(f"no log {name!r}; {did_you_mean(name, {key for row in self._rows for key in row})}")
         with extra("plot"):
             import matplotlib.pyplot as plt
-        _, axes = plt.subplots()
+        _, axes = plt.subplots(figsize=(6.4, 3.2), layout="constrained")
         axes.plot([row["sample_step"] for row in rows], [row[name] for row in rows])
         axes.set(xlabel="environment steps", ylabel=name)
+        axes.grid(alpha=0.3)
         return axes

@@ -182,6 +182,10 @@ class _Pace:
         return f"{rate}, compiled in {took:.0f} s" if took >= 0.5 else rate
 
 
+_CELL = 90
+"""Characters in a line below a Jupyter cell that are seen beside the list of files."""
+
+
 @contextmanager
 def _in_cell(shown: Any) -> Iterator[None]:
     """Show what rich can render below a Jupyter cell, and again in the same place four times a second.
@@ -227,15 +231,15 @@ def with_progress(records: Iterator[LogData], start: int, end: int) -> Iterator[
         TimeElapsedColumn,
         TimeRemainingColumn,
     )
-    from rich.table import Table
+    from rich.table import Column, Table
     from rich.text import Text
 
     console, logs, pace, tenth = Console(), {}, _Pace(start), 10 * start // end
     guarded, live = never_fatal("progress"), console.is_terminal or console.is_jupyter
-    columns = (SpinnerColumn(), MofNCompleteColumn(), BarColumn(12), TextColumn("{task.fields[rate]}"))
+    columns = (SpinnerColumn(), MofNCompleteColumn(), BarColumn(20), TextColumn("{task.fields[rate]}"))
     progress = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console)
     task = progress.add_task("train", total=end, completed=start, rate=pace)
-    both, numbers = Table.grid(), Text()
+    both, numbers = Table.grid(Column(max_width=_CELL if console.is_jupyter else None)), Text()
     both.add_row(progress)
     both.add_row(numbers)
     shown = _in_cell(both) if console.is_jupyter else Live(both, console=console) if live else nullcontext()

@@ -88,7 +88,7 @@ def bits(key: Tensor, shape: Sequence[int] = ()) -> Tensor:
 
 
 def uniform(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32) -> Tensor:
-    """Uniform on [0, 1): `[*B, *shape]`, on the 2**-24 grid in float32 and the 2**-53 grid in float64.
+    """Uniform on [0, 1): `[*B, *shape]`, on the `2**-24` grid in float32 and the `2**-53` grid in float64.
 
     Raises: ValueError for any other dtype; half precision would round up to 1.
 

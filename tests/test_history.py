@@ -23,6 +23,14 @@ def test_history_has_a_row_per_iteration():
     assert [row["sample_step"] for row in history] == [10, 20]
 
 
+def test_a_history_tells_what_it_holds_in_one_line():
+    history = History()
+    assert repr(history) == "History of no iterations"
+    history.add(RECORDS[4])
+    told = "{'sample_step': 20, 'policy_loss': 0.25, 'entropy': 1.0}"
+    assert repr(history) == f"History of 1 iterations, the last {told}"
+
+
 def test_an_empty_history_is_an_empty_frame():
     pytest.importorskip("pandas")
     assert len(History().to_pandas()) == 0

@@ -3,6 +3,7 @@
 import json
 import resource
 import signal
+import threading
 import time
 
 import pytest
@@ -177,6 +178,46 @@ def test_progress_in_a_terminal_shows_rate_and_losses(capsys, monkeypatch):
     assert "20/20" in out
     assert "steps/s" in out
     assert "return 7" in out
+
+
+def test_progress_in_jupyter_is_one_output_in_one_place_which_the_saved_notebook_keeps(monkeypatch):
+    ipython = pytest.importorskip("IPython.display")
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    displayed, drawn = [], []
+
+    class Place:
+        def update(self, shown):
+            drawn.append(shown._repr_mimebundle_([], []))
+
+    def display(shown, display_id):
+        displayed.append(display_id)
+        return Place()
+
+    def slow():
+        yield RECORDS[0]
+        time.sleep(0.6)  # as while it compiles: the place is drawn again though there is no record
+        assert len(drawn) >= 1 and "starting" not in drawn[-1]["text/plain"]
+        yield from RECORDS[1:]
+
+    monkeypatch.setattr(ipython, "display", display)
+    list(with_progress(slow(), 0, 20))
+    assert displayed == [True]
+    first, second = drawn[-1]["text/plain"].rstrip().splitlines()
+    assert "20/20" in first and "steps/s" in first and second.startswith("return 7  eval 3  policy loss 0.25")
+    assert "20/20" in drawn[-1]["text/html"]
+    assert [thread for thread in threading.enumerate() if thread.name == "ecrl-progress"] == []
+    stopped = with_progress(iter(RECORDS), 0, 20)
+    next(stopped)
+    stopped.close()
+    assert [thread for thread in threading.enumerate() if thread.name == "ecrl-progress"] == []
+
+
+def test_progress_fits_a_narrow_terminal(capsys, monkeypatch):
+    for name, value in {"FORCE_COLOR": "1", "TTY_COMPATIBLE": "1", "COLUMNS": "80", "NO_COLOR": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("ecrl.loggers._Pace.__str__", lambda pace: "321,152 steps/s, compiled in 30 s")
+    list(with_progress(iter([record("train", 491_520, policy_loss=0.5)]), 0, 491_520))
+    assert any("491520/491520" in line and "30 s" in line for line in capsys.readouterr().out.splitlines())
 
 
 def test_progress_tells_when_it_compiles_and_leaves_that_out_of_the_rate(capsys, monkeypatch):

@@ -72,7 +72,7 @@ def test_every_key_on_the_right_is_in_the_schema(key):
 
 
 def test_every_row_has_a_left_and_a_right():
-    assert all(len(rows) > 5 for title, rows in ROWS.items() if title != "The loop")
+    assert all(len(rows) > 5 for title, rows in ROWS.items() if title not in ("The loop", "What is fixed"))
     for rows in ROWS.values():
         for row in rows:
             assert len(row) == 3 and row[0] and spans(row[1]), row
@@ -93,14 +93,3 @@ def test_every_log_name_on_the_right_is_logged(tmp_path):
     for log in LOGS:
         pattern = re.compile(re.sub("<[a-z]+>", r"\\w+", log))
         assert any(pattern.fullmatch(name) for name in seen), f"{log} is not among {sorted(seen)}"
-
-
-def test_its_code_runs(tmp_path, monkeypatch):
-    short = {"trainer.iterations": 1, "trainer.compile": "off", "trainer.num_envs": 4, "trainer.buffer_size": 64}
-    path = str(Path(__file__).parents[1] / "configs" / "cartpole_ppo.json")
-    loads = f"ecrl.load_config({path!r}).replace(**{short!r})"
-    monkeypatch.chdir(tmp_path)
-    scope = {}
-    for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
-        exec(block.replace('ecrl.load_config("configs/cartpole_ppo.json")', loads), scope)
-    assert (tmp_path / "run" / "checkpoints" / "step_256").is_dir() and (tmp_path / "run" / "logs").is_dir()

@@ -1,4 +1,4 @@
-"""The page on MuJoCo tasks: its tables name every term and nothing else, its task runs as printed."""
+"""The page on MuJoCo tasks: its tables name every term and nothing else, its wind blows."""
 
 import re
 
@@ -20,19 +20,6 @@ def test_the_tables_name_every_term(kind):
     ours = {name for name in registered(kind) if lookup(kind, name).make.__module__.startswith("ecrl.")}
     known = ours - {"randomize_field"}  # of any environment
     assert named - {"robot/qpos", "robot/qvel", "robot/qf"} == known
-
-
-def test_the_task_runs_as_printed(monkeypatch):
-    monkeypatch.setattr(registry, "_ENTRIES", {kind: dict(known) for kind, known in registry._ENTRIES.items()})
-    monkeypatch.chdir(ROOT)
-    names: dict = {}
-    exec(TASK.replace('"num_envs": 8', '"num_envs": 8, "compile": "off"'), names)  # our own page's
-    logs = names["history"][-1]
-    assert names["cfg"].env.name == "MyTaskRL" and names["cfg"].env.cfg.extensions.success_threshold == 0.05
-    assert torch.isfinite(torch.tensor(logs["value_loss"]))
-    assert (
-        logs["rewards/height_weighted"] == pytest.approx(0.5 * logs["rewards/height"]) and logs["rewards/height"] < 0.0
-    )
 
 
 def test_the_wind_pushes_the_cube_every_fifth_step(monkeypatch):

@@ -13,7 +13,7 @@ from ecrl.registry import registered
 
 PAGE = (ROOT / "docs" / "custom_parts.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-(TASK,) = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
+(TASK,) = re.findall(r'```json title="my_task.json"\n(.*?)```', PAGE, re.DOTALL)
 ENV_AS_PRINTED_UPSTREAM = """
 "env": {
     "id": "MyTaskRL",

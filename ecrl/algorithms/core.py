@@ -34,7 +34,12 @@ _EPS, _CLIP = 1e-8, 10.0
 class Parts(NamedTuple):
     """What a run is made of.
 
-    `jit(fn, *static)` binds static arguments to `fn` and may compile it; `scan` is the loop over time inside of it.
+    Attributes:
+        env: with auto-reset and events.
+        policy: for its spaces.
+        cfg: of the run.
+        jit: `jit(fn, *static)` binds static arguments to `fn` and may compile it.
+        scan: the loop over time inside of it.
     """
 
     env: Env
@@ -131,12 +136,16 @@ def reward_norm_init(num_envs: int, device: torch.device) -> TensorDict:
 class Algorithm:
     """Functions of one algorithm.
 
-    init: (parts, key) -> {name: TensorDict or Tensor}, its part of the state, with `params`, `opt`, `hyper`, and maybe
-    `norm`. collect: (parts, state) -> (state, batch). update: (parts, state, batch) -> (state, logs). The loop reads
-    `obs`, `info` and `mask` of the batch where it has them. group_size: consecutive environments that start alike.
-    gradient_steps: Config -> how many an iteration takes, by which `trainer.compile: auto` judges a budget.
-    as_one: collect and update work on tensors alone, so a whole iteration may be compiled as one graph. They then read
-    no float of the config (`ecrl.parts.shaping`), but the numbers in `state["hyper"]`.
+    Attributes:
+        init: (parts, key) -> {name: TensorDict or Tensor}, its part of the state, with `params`, `opt`, `hyper`, and
+            maybe `norm`.
+        update: (parts, state, batch) -> (state, logs).
+        collect: (parts, state) -> (state, batch). The loop reads `obs`, `info` and `mask` of the batch where it has
+            them.
+        group_size: consecutive environments that start alike.
+        gradient_steps: Config -> how many an iteration takes, by which `trainer.compile: auto` judges a budget.
+        as_one: collect and update work on tensors alone, so a whole iteration may be compiled as one graph. They then
+            read no float of the config (`ecrl.parts.shaping`), but the numbers in `state["hyper"]`.
     """
 
     init: Callable[[Parts, Tensor], dict[str, Any]]

@@ -45,13 +45,21 @@ def always_current(state: TensorDict) -> bool:
 class Env:
     """Functions of one kind of environment, for any number of them.
 
-    reset: int64 keys `[*B]` -> state. step: (state, action, noise) -> state. draw: keys -> noise of a step; called on
-    `[T, N]` keys, outside the loop, so it must not depend on the state. observe: state -> its observation, needed where
-    events change what is observed. lockstep: every episode has the same length. is_pure: False where the state lives
-    outside the tensors, as in Gymnasium; such an env resets itself, keeps `final_obs`, and is released by `close`.
-    is_current: state -> whether `step` can go on from it: False where its environments are gone or have gone on.
-    carry_over: (start, ended) -> the start of an episode with what lasts from the one before it, such as a mass that
-    was drawn once for all. scene: what events of scenes are made with, a MuJoCo task's simulation.
+    Attributes:
+        reset: int64 keys `[*B]` -> state.
+        step: (state, action, noise) -> state.
+        observation_space: of one environment.
+        action_space: of one environment.
+        draw: keys -> noise of a step; called on `[T, N]` keys, outside the loop, so it must not depend on the state.
+        observe: state -> its observation, needed where events change what is observed.
+        lockstep: every episode has the same length.
+        is_pure: False where the state lives outside the tensors, as in Gymnasium; such an env resets itself, keeps
+            `final_obs`, and is released by `close`.
+        close: state -> None; releases what it holds outside its tensors.
+        is_current: state -> whether `step` can go on from it: False where its environments are gone or have gone on.
+        carry_over: (start, ended) -> the start of an episode with what lasts from the one before it, such as a mass
+            that was drawn once for all.
+        scene: what events of scenes are made with, a MuJoCo task's simulation.
     """
 
     reset: Callable[[Tensor], TensorDict]

@@ -58,7 +58,9 @@ def normal_sample(mean: Tensor, log_std: Tensor, noise: Tensor) -> Tensor:
 
 
 def normal_mode(mean: Tensor) -> Tensor:
-    """The mean itself: `[*B, A]`. Gradient: flows through.
+    """The mean itself: `[*B, A]`.
+
+    Gradient: flows through.
 
     >>> normal_mode(torch.tensor([1.0]))
     tensor([1.])
@@ -163,7 +165,9 @@ def tanh_normal_sample(mean: Tensor, log_std: Tensor, noise: Tensor) -> Squashed
 
 
 def tanh_normal_mode(mean: Tensor) -> Tensor:
-    """The squashed mean, `tanh(mean)`: `[*B, A]` (the median; the deterministic action). Gradient: flows through.
+    """The squashed mean, `tanh(mean)`: `[*B, A]` (the median; the deterministic action).
+
+    Gradient: flows through.
 
     >>> tanh_normal_mode(torch.tensor([0.0]))
     tensor([0.])

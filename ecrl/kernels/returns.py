@@ -16,14 +16,14 @@ from ecrl.types import Scalar, same_shape
 
 
 class GAE(NamedTuple):
-    """What `gae` returns, each `[*B, T]`."""
+    """What `gae` returns: `advantage` and `value_target`, each `[*B, T]`."""
 
     advantage: Tensor
     value_target: Tensor
 
 
 class VTrace(NamedTuple):
-    """What `vtrace` returns, each `[*B, T]`."""
+    """What `vtrace` returns: `advantage` and `value_target`, each `[*B, T]`."""
 
     advantage: Tensor
     value_target: Tensor

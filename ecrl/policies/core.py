@@ -15,11 +15,18 @@ from ecrl.spaces import Box, Dict, Discrete, MultiDiscrete, Space, element_shape
 class Policy:
     """Functions of one policy.
 
-    init: 0-d key -> params. draw: keys `[*B]` -> noise `[*B, ...]` of an action. act: (params, carry, obs, noise) ->
-    (carry, out), `out` with `action` and `sample_log_prob`; noise None gives the deterministic action. evaluate:
-    (params, carry, obs, action, done) -> (log_prob, entropy), nats. value: (params, carry, obs) -> V `[*B]`, or None
-    without a critic. `carry` is the policy's memory, an empty TensorDict for feed-forward ones. norm_init and
-    norm_update make and move the statistics of `normalized`. compiles: False where a module draws its own numbers.
+    `carry` is the policy's memory, an empty TensorDict for feed-forward ones.
+
+    Attributes:
+        init: 0-d key -> params.
+        draw: keys `[*B]` -> noise `[*B, ...]` of an action.
+        act: (params, carry, obs, noise) -> (carry, out), `out` with `action` and `sample_log_prob`; noise None gives
+            the deterministic action.
+        evaluate: (params, carry, obs, action, done) -> (log_prob, entropy), nats.
+        value: (params, carry, obs) -> V `[*B]`; None without a critic.
+        norm_init: device -> the statistics of `normalized` before the first step.
+        norm_update: (statistics, obs, mask) -> those with a batch.
+        compiles: False where a module draws its own numbers.
     """
 
     init: Callable[[Tensor], TensorDict]

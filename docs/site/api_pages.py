@@ -1,0 +1,108 @@
+"""The reference of what is not a kernel: `ecrl` itself, and the modules that its how-to pages name."""
+
+PAGES: dict[str, tuple[str, dict[str, list[str]]]] = {
+    "ecrl": (
+        "A run from Python",
+        {
+            "Configs": ["ecrl.load_config", "ecrl.Config", "ecrl.ConfigModel", "ecrl.PolicyConfig", "ecrl.ConfigError"],
+            "Training": [
+                "ecrl.init_state",
+                "ecrl.train",
+                "ecrl.train_iter",
+                "ecrl.make_iteration",
+                "ecrl.train_from_config",
+                "ecrl.close",
+            ],
+            "Evaluating and checking": ["ecrl.evaluate", "ecrl.check_env", "ecrl.checking.EnvCheck"],
+            "Saving": ["ecrl.save", "ecrl.load"],
+            "History": ["ecrl.history.History"],
+        },
+    ),
+    "parts": (
+        "Parts",
+        {
+            "Records": ["ecrl.Env", "ecrl.Policy", "ecrl.Algorithm", "ecrl.algorithms.Parts"],
+            "Making": ["ecrl.make_env", "ecrl.make_policy", "ecrl.make_algorithm", "ecrl.module_policy"],
+            "Registering": [
+                "ecrl.registered",
+                "ecrl.register_env",
+                "ecrl.register_policy",
+                "ecrl.register_algorithm",
+                "ecrl.register_network",
+                "ecrl.register_event",
+                "ecrl.register_action",
+                "ecrl.register_observation",
+                "ecrl.register_reward",
+            ],
+            "Environments": [
+                "ecrl.envs.state_of",
+                "ecrl.envs.time_limit",
+                "ecrl.envs.auto_reset",
+                "ecrl.envs.clip_action",
+                "ecrl.envs.with_events",
+                "ecrl.envs.from_vector",
+            ],
+            "MuJoCo tasks": [
+                "ecrl.envs.mujoco.task.task_env",
+                "ecrl.envs.mujoco.terms.target",
+                "ecrl.envs.mujoco.terms.ActionTerm",
+            ],
+            "Policies": ["ecrl.policies.acting_params", "ecrl.policies.flatten", "ecrl.policies.normalized"],
+            "Spaces": [
+                "ecrl.spaces.Box",
+                "ecrl.spaces.Discrete",
+                "ecrl.spaces.MultiDiscrete",
+                "ecrl.spaces.Dict",
+                "ecrl.spaces.box",
+                "ecrl.spaces.dict_space",
+                "ecrl.spaces.flat_dim",
+            ],
+        },
+    ),
+    "consumers": (
+        "What reads a run",
+        {
+            "Records": ["ecrl.types.LogData"],
+            "Consumers": [
+                "ecrl.evaluation.with_evaluation",
+                "ecrl.saving.with_checkpoints",
+                "ecrl.saving.with_best_checkpoint",
+                "ecrl.tracking.with_tensorboard",
+                "ecrl.tracking.with_wandb",
+                "ecrl.loggers.with_jsonl",
+                "ecrl.loggers.with_progress",
+            ],
+            "Runs on disk": ["ecrl.resuming.resume", "ecrl.export.export", "ecrl.replay.replay", "ecrl.films.record"],
+            "Plots": ["ecrl.plotting.plot"],
+            "Several processes": [
+                "ecrl.distributed.start",
+                "ecrl.distributed.rank",
+                "ecrl.distributed.world_size",
+                "ecrl.distributed.all_sum",
+                "ecrl.distributed.all_mean",
+            ],
+        },
+    ),
+}
+MODULES = {"rng": ("Random numbers", "ecrl.rng"), "world": ("The world of a MuJoCo task", "ecrl.envs.mujoco.world")}
+"""Pages of whole modules."""
+
+
+def names() -> list[str]:
+    """Everything that has an entry here, but what modules hold."""
+    return [name for _, groups in PAGES.values() for group in groups.values() for name in group]
+
+
+def _entries(group: list[str]) -> str:
+    return "\n\n".join(f"::: {name}\n    options:\n      heading_level: 3" for name in group)
+
+
+def api_pages() -> dict[str, str]:
+    """Markdown by path."""
+    pages = {
+        page: f"# {title}\n\n" + "\n\n".join(f"## {heading}\n\n{_entries(group)}" for heading, group in groups.items())
+        for page, (title, groups) in PAGES.items()
+    }
+    bare = "    options:\n      show_root_heading: false\n      show_root_toc_entry: false"
+    pages |= {page: f"# {title}\n\n`{module}`\n\n::: {module}\n{bare}\n" for page, (title, module) in MODULES.items()}
+    return {f"reference/{page}.md": text for page, text in pages.items()}

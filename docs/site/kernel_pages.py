@@ -1,0 +1,86 @@
+"""The kernel reference: one page for each file of `ecrl.kernels`, and a table of them all, made from the docstrings."""
+
+import inspect
+from importlib import import_module
+
+from config_pages import plain
+
+from ecrl import kernels
+from ecrl.types import ROLLOUT_FIELDS, STATE_FIELDS
+
+TITLES = {
+    "ecrl.types": "The rollout",
+    "ecrl.kernels.returns": "Returns and advantages",
+    "ecrl.kernels.rollout_returns": "Returns of rollouts",
+    "ecrl.kernels.groups": "Group-relative advantages",
+    "ecrl.kernels.discounts": "Discounts over episodes",
+    "ecrl.kernels.losses": "Losses",
+    "ecrl.kernels.categorical": "Categorical distributions",
+    "ecrl.kernels.normal": "Normal distributions",
+    "ecrl.kernels.masked": "Masked statistics",
+    "ecrl.kernels.rollout": "Collecting experience",
+    "ecrl.kernels.loops": "Loops over time",
+    "ecrl.kernels.moments": "Running moments",
+    "ecrl.kernels.optim": "Optimisers and schedules",
+}
+"""Files in the order of the reference; a public kernel of another file is a KeyError in `names_by_file`."""
+
+
+def names_by_file() -> dict[str, list[str]]:
+    """The public names of `ecrl.kernels` by the module that defines them, in the order of the source."""
+    found: dict[str, list[str]] = {module: [] for module in TITLES}
+    for name in kernels.__all__:
+        found[getattr(kernels, name).__module__].append(name)
+    for module, names in found.items():
+        source = inspect.getsource(import_module(module))
+        names.sort(key=lambda name: min(source.find(f"{kind} {name}(") % len(source) for kind in ("def", "class")))
+    return found
+
+
+def file_of(module: str) -> str:
+    """The page of a module, such as `reference/kernels/returns.md`."""
+    return f"reference/kernels/{module.rpartition('.')[2]}.md"
+
+
+def _path(module: str) -> str:
+    return f"{module.replace('.', '/')}.py"
+
+
+def _page(module: str, names: list[str]) -> str:
+    members = "\n".join(f"        - {name}" for name in names)
+    options = (
+        f"    options:\n      show_root_heading: false\n      show_root_toc_entry: false\n      members:\n{members}"
+    )
+    return f"# {TITLES[module]}\n\n`{_path(module)}`\n\n::: {module}\n{options}\n"
+
+
+def _fields(title: str, table: dict[str, str]) -> str:
+    rows = [f"| `{name}` | {plain(about)} |" for name, about in table.items()]
+    return "\n".join(("", f"## {title}", "", "| field | |", "|---|---|", *rows, ""))
+
+
+def _row(name: str) -> str:
+    about = (inspect.getdoc(getattr(kernels, name)) or "").splitlines()[0]
+    return f"| [`{name}`][ecrl.kernels.{name}] | {about.replace('|', chr(92) + '|')} |"
+
+
+_OVERVIEW = """# Kernels
+
+Pure functions on tensors; each can be imported alone: `from ecrl.kernels import gae`. Shapes stand in brackets: `*B` is
+any number of leading dimensions, `N` environments, `T` steps; time comes last. `Scalar` is a float or a 0-d tensor.
+*Gradient* says through which arguments gradients flow, *Source* where the equation is from. The tests run every
+example.
+"""
+
+
+def kernel_pages() -> dict[str, str]:
+    """Markdown by path."""
+    by_file = names_by_file()
+    tables = [
+        "\n".join((f"## {TITLES[module]}\n", f"`{_path(module)}`\n", "| kernel | |", "|---|---|", *map(_row, names)))
+        for module, names in by_file.items()
+    ]
+    pages = {file_of(module): _page(module, names) for module, names in by_file.items()}
+    pages[file_of("ecrl.types")] += _fields("The fields of a rollout", ROLLOUT_FIELDS)
+    pages[file_of("ecrl.types")] += _fields("The fields of a state", STATE_FIELDS)
+    return {"reference/kernels/index.md": "\n\n".join((_OVERVIEW, *tables)), **pages}

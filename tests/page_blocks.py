@@ -1,0 +1,101 @@
+"""Code blocks of the README and of the pages in docs/, and what it takes to run them."""
+
+import contextlib
+import io
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from test_public import ROOT
+
+from ecrl.__main__ import main
+
+PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+_BLOCK = re.compile(r'^```(\w*)(?: title="([^"]+)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)
+
+
+class Block(NamedTuple):
+    """Of a page; one with a title is a file of that name."""
+
+    language: str
+    title: str
+    text: str
+
+
+def blocks(page: str) -> list[Block]:
+    """All blocks of a page, in order."""
+    return [Block(*found) for found in _BLOCK.findall((ROOT / page).read_text())]
+
+
+def commands(block: Block) -> list[str]:
+    """The lines of a block of shell commands, without comments."""
+    lines = (shlex.join(shlex.split(line, comments=True)).replace("'>'", ">") for line in block.text.splitlines())
+    return [line.replace(".venv/bin/", "") for line in lines if line]
+
+
+def small(data: dict[str, Any]) -> dict[str, Any]:
+    """A config with two iterations of a few steps, eager."""
+    trainer = data["trainer"] | {"iterations": 2, "compile": "off", "buffer_size": 16, "eval_freq": 100}
+    cfg = data["algorithm"].get("cfg", {}) | {"n_epochs": 1, "batch_size": 32}
+    return data | {"trainer": trainer | {"num_envs": 4}, "algorithm": data["algorithm"] | {"cfg": cfg}}
+
+
+def small_configs(folder: Path) -> None:
+    """The files of configs/ that PPO trains, made small; robots have episodes of five steps."""
+    (folder / "configs").mkdir()
+    for path in (ROOT / "configs").glob("*_ppo.json"):
+        data = small(json.loads(path.read_text()))
+        if path.stem.startswith("push_cube"):
+            data["env"]["cfg"]["max_episode_steps"] = 5
+        (folder / "configs" / path.name).write_text(json.dumps(data))
+
+
+def write(block: Block) -> None:
+    """Make the file that a titled block is; a config is made small."""
+    path = Path(block.title)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(small(json.loads(block.text))) if block.language == "json" else block.text)
+
+
+def _filled(word: str) -> list[str]:
+    """What a shell makes of a pattern, and the newest run in place of `<time>`."""
+    if "<time>" not in word and not re.fullmatch(r"outputs/\w+\*", word):
+        return [word]
+    found = sorted(Path().glob(word.replace("<time>", "*")), key=lambda path: path.stat().st_mtime)
+    assert found, f"{word}: no run of that name"
+    return [str(path) for path in (found[-1:] if "<time>" in word else found)]
+
+
+def ecrl(line: str) -> None:
+    """Run `ecrl ...` in this process; it must end well."""
+    words, _, target = line.partition(" > ")
+    sys.argv, before = [one for word in shlex.split(words) for one in _filled(word)], sys.argv
+    out = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(out) if target else contextlib.nullcontext(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # one line each on a command line
+            main()
+    except SystemExit as end:
+        assert not end.code, f"{line}: exit status {end.code}"
+    finally:
+        sys.argv = before
+    if target:
+        Path(target).write_text(out.getvalue())
+
+
+def pytest_run(line: str) -> None:
+    """Run tests that a page has; of the suite's own only look whether their files are there."""
+    named = [word for word in shlex.split(line) if word.startswith("tests")]
+    if all((ROOT / path).exists() for path in named):
+        return
+    shutil.copy(ROOT / "tests" / "conftest.py", "tests/conftest.py")
+    words = [sys.executable, *shlex.split(line)[1:], "-p", "no:cacheprovider"]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout

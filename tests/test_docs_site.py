@@ -1,0 +1,143 @@
+"""The site builds without a warning, has an entry for every public name, and needs nothing from elsewhere."""
+
+import logging
+import re
+import sys
+import zlib
+from html import unescape
+from itertools import chain
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+from page_blocks import PAGES
+from test_public import KERNELS, ROOT, SURFACE
+
+pytest.importorskip("mkdocs", reason="the site needs the extra 'docs'")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The folder of the site, built as strictly as `make docs` does, and what was warned of."""
+    from mkdocs.commands.build import build
+    from mkdocs.config import load_config
+    from mkdocs.utils import CountHandler
+
+    folder, counted = tmp_path_factory.mktemp("site"), CountHandler()
+    counted.setLevel(logging.WARNING)
+    logging.getLogger("mkdocs").addHandler(counted)
+    modules = set(sys.modules)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("NO_MKDOCS_2_WARNING", "1")
+            patch.chdir(ROOT)
+            cfg = load_config(str(ROOT / "mkdocs.yml"), site_dir=str(folder))
+            cfg.plugins.on_startup(command="build", dirty=False)
+            build(cfg)
+    finally:
+        logging.getLogger("mkdocs").removeHandler(counted)
+        for name in set(sys.modules) - modules:
+            if name.endswith("_pages") or name.endswith("_page"):
+                del sys.modules[name]
+    assert counted.get_counts() == [], "mkdocs build --strict says what is wrong"
+    return folder
+
+
+def names_of(site: Path) -> set[str]:
+    """What objects.inv, the index for other sites' references, has."""
+    data = (site / "objects.inv").read_bytes()
+    lines = zlib.decompress(data.split(b"\n", 4)[4]).decode().splitlines()
+    return {line.split()[0] for line in lines}
+
+
+def test_every_public_name_has_an_entry(site):
+    wanted = {f"ecrl.{name}" for name in SURFACE.split()} | {f"ecrl.kernels.{name}" for name in KERNELS.split()}
+    assert wanted - names_of(site) == set()
+
+
+def test_docstrings_read_as_they_are_meant(site):
+    page = (site / "reference" / "kernels" / "returns.html").read_text()
+    text = unescape(re.sub(r"<[^>]+>", "", page))
+    assert "advantage[t] = delta[t] + gamma * gae_lambda * advantage[t + 1] * not done[t]" in text
+    assert re.search(r"<dt>Gradient</dt>\s*<dd>\s*(<p>)?flows through <code>reward</code>", page)
+    assert ">>> gae(torch.tensor([0.0, 1.0])" in text
+    for path in (site / "reference").rglob("*.html"):
+        seen = re.sub(r"<(pre|code).*?</\1>", "", path.read_text(), flags=re.DOTALL)
+        assert not re.search(r"(Returns|Gradient|Raises|Source): |&gt;&gt;&gt; ", seen), f"{path.name}: left as it was"
+
+
+def test_the_fields_of_a_rollout_and_of_a_state_are_told(site):
+    from ecrl.types import ROLLOUT_FIELDS, STATE_FIELDS
+
+    page = unescape((site / "reference" / "kernels" / "types.html").read_text())
+    assert all(f"<code>{name}</code>" in page for name in (*ROLLOUT_FIELDS, *STATE_FIELDS))
+    assert "[N, T+1] bool, terminated | truncated" in page
+
+
+def test_no_name_in_angle_brackets_was_taken_for_html(site):
+    for path in site.rglob("*.html"):
+        odd = re.search(r"<(?!/|!)(?:env|exp_name|id|time|run|name|file|index|N)\b[^>]*>", path.read_text())
+        assert not odd, f"{path}: {odd}"
+
+
+def test_every_key_of_a_config_is_told(site):
+    from every_key_schema import walked
+
+    text = "".join(path.read_text() for path in (site / "reference" / "config").glob("*.html"))
+    told = set(re.findall(r"<code>([\w]+)</code>", text))
+    keys = {key.rpartition(".")[2] for key, _, _ in walked()} - {"*"}
+    assert len(keys) > 100 and keys - told == set()
+
+
+def test_every_command_is_told(site):
+    from ecrl.__main__ import _OTHERS, _WITH_KEYS
+
+    page = (site / "reference" / "commands.html").read_text()
+    assert all(f">ecrl {name}<" in page for name in (*_WITH_KEYS, *_OTHERS))
+    assert "<code>--num-episodes</code> (100)" in page
+
+
+def test_nothing_is_fetched_from_elsewhere(site):
+    """Links of text may lead out; scripts, styles, fonts and pictures are the site's own."""
+    for path in chain(site.rglob("*.html"), site.glob("site/*.css")):
+        found = re.findall(r"""(?:src=|<link[^>]*href=|url\(|@import )["']?(https?:)?//[^"')\s]+""", path.read_text())
+        assert found == [], path
+
+
+def test_every_link_within_the_site_leads_somewhere(site):
+    """Notebooks too, at whose links `mkdocs build --strict` does not look."""
+    texts = {path: path.read_text() for path in site.rglob("*.html")}
+    ids = {path: set(re.findall(r'\bid="([^"]+)"', text)) for path, text in texts.items()}
+    for path, text in texts.items():
+        found = {urlsplit(unescape(href)) for href in re.findall(r'href="([^"]*)"', text)}
+        for link in (one for one in found if not one.scheme and path.name != "404.html"):
+            target = (path.parent / unquote(link.path)).resolve() if link.path not in ("", ".") else path
+            target = target / "index.html" if target.is_dir() else target
+            assert target.exists(), f"{path.relative_to(site)}: {link.path}"
+            known = ids.get(target, {link.fragment}) | {"", "__tabbed", "__skip"}
+            assert unquote(link.fragment) in known, f"{path.relative_to(site)}: {link.path}#{link.fragment}"
+
+
+def anchors(page: str) -> set[str]:
+    """Of the headings of a Markdown file, as they are on a code host and in the site."""
+    heads = re.findall(r"^#+ (.*)", (ROOT / page).read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\s-]", "", head.lower()).strip().replace(" ", "-") for head in heads}
+
+
+def links(page: str) -> list[str]:
+    text = re.sub(r"^```.*?^```", "", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
+    return re.findall(r"\]\(([^)\s]+)\)", text)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_of_the_files_lead_somewhere(page):
+    """On a code host, where there is no site; `mkdocs build --strict` looks at those of the site."""
+    for link in links(page):
+        parts = urlsplit(link)
+        if parts.scheme:
+            assert parts.scheme == "https" and re.fullmatch(r"[\w-]+(\.[\w-]+)+", parts.netloc), link
+            continue
+        target = ((ROOT / page).parent / unquote(parts.path)).resolve() if parts.path else ROOT / page
+        assert target.exists() and target.is_relative_to(ROOT), f"{page}: {link}"
+        if parts.fragment:
+            assert parts.fragment in anchors(str(target.relative_to(ROOT))), f"{page}: {link}"

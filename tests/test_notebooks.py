@@ -1,0 +1,135 @@
+"""The notebooks: committed with what they show, and run by nbmake, with smaller numbers among the slow tests.
+
+What they show is made anew by
+`jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False notebooks/*.ipynb`.
+"""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from itertools import pairwise
+
+import pytest
+from test_public import ROOT
+
+from ecrl import kernels
+
+NOTEBOOKS = {path.stem: path for path in sorted((ROOT / "notebooks").glob("*.ipynb"))}
+NEEDED = {
+    "00_quickstart": ("matplotlib", "pandas", "imageio_ffmpeg"),
+    "01_kernels_by_hand": ("matplotlib",),
+    "02_add_an_algorithm": ("matplotlib",),
+    "03_embed_a_kernel": ("matplotlib", "stable_baselines3"),
+    "04_many_seeds": ("matplotlib", "pandas"),
+    "05_push_cube": ("matplotlib", "mujoco", "imageio_ffmpeg"),
+}
+SMALL = {  # in place of the numbers in the cell that is tagged `parameters`
+    "00_quickstart": "iterations = 2",
+    "02_add_an_algorithm": "iterations = 2",
+    "03_embed_a_kernel": "ppo_iterations, grpo_iterations, sb3_steps = 2, 2, 2_048",
+    "04_many_seeds": 'seeds, iterations, repeats, grid_iterations, compiling = 4, 1, 1, 1, "off"',
+    "05_push_cube": "iterations = 1",
+}
+CLAIMS = {  # what a notebook says that its run shows
+    "00_quickstart": 'assert min(here["eval/avg_reward"], gymnasium["eval/avg_reward"]) >= 475',
+    "02_add_an_algorithm": 'assert max(history.to_pandas()["episode_reward_avg_100"]) >= 400',
+    "03_embed_a_kernel": "assert max(returns) > 400 and rewards[-1] > 0.9 and ours.returns[-1] > 100",
+    "04_many_seeds": "assert (finals >= 475).sum() >= 60",
+    "05_push_cube": 'assert result["eval/success_rate"] >= 0.85',
+}
+VIDEOS = {"00_quickstart": 1, "05_push_cube": 1}
+PICTURES = {"00": 1, "01": 10, "02": 1, "03": 3, "04": 2, "05": 1}
+ELSEWHERE = {"GAE", "VTrace", "Squashed"} | {  # what kernels give, and what the other notebooks show at work
+    "act_and_step", "collect_rollout", "episode_init", "episode_update", "restarted",
+}  # fmt: skip
+_OF_A_MACHINE = re.compile(r"/(?:home|root|Users|usr|opt|tmp|work|venv)\b|0x[0-9a-f]{6}")
+
+
+def cells(notebook):
+    """Cells of code."""
+    return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+
+
+def outputs(notebook):
+    """What all cells gave, in their order."""
+    return [output for cell in cells(notebook) for output in cell["outputs"]]
+
+
+def shown(notebook, kind):
+    """Texts of one MIME type."""
+    return ["".join(o["data"][kind]) for o in outputs(notebook) if kind in o.get("data", {})]
+
+
+def check(name, notebook):
+    """Nothing failed or was warned of, every picture and video is there, and all cells ran in their order."""
+    assert [o for o in outputs(notebook) if o["output_type"] == "error" or o.get("name") == "stderr"] == []
+    assert [cell["execution_count"] for cell in cells(notebook)] == [*range(1, len(cells(notebook)) + 1)]
+    assert len(shown(notebook, "image/png")) == PICTURES[name[:2]]
+    assert sum("<video" in html for html in shown(notebook, "text/html")) == VIDEOS.get(name, 0)
+
+
+def executed(name, folder, small="", claims=""):
+    """A copy of the notebook in `folder` as nbmake leaves it, with other numbers or claims behind its last cell."""
+    for package in ("nbmake", *NEEDED[name]):
+        pytest.importorskip(package)
+    notebook = json.loads(NOTEBOOKS[name].read_text())
+    for i, cell in reversed([*enumerate(notebook["cells"])]):
+        if "parameters" in cell["metadata"].get("tags", ()):
+            notebook["cells"][i] = cell | {"source": small or cell["source"]}
+    if claims:
+        notebook["cells"].append(cells(notebook)[-1] | {"source": claims, "id": "claims", "outputs": []})
+    shutil.copytree(ROOT / "configs", folder / "configs")
+    path = folder / "notebooks" / f"{name}.ipynb"
+    path.parent.mkdir()
+    path.write_text(json.dumps(notebook))
+    command = [sys.executable, "-m", "pytest", "--nbmake", "--overwrite", "-q", "-p", "no:cacheprovider", str(path)]
+    run = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
+    return json.loads(path.read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_it_runs_with_smaller_numbers(name, tmp_path):
+    check(name, executed(name, tmp_path, SMALL.get(name, "")))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_it_runs_and_shows_what_it_says(name, tmp_path):
+    check(name, executed(name, tmp_path, claims=CLAIMS.get(name, "")))
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_what_is_committed_is_small_and_bare_or_of_a_whole_run_on_no_machine_in_particular(name):
+    text = NOTEBOOKS[name].read_text()
+    notebook = json.loads(text)
+    if outputs(notebook):
+        check(name, notebook)
+    assert len(text) < 500_000
+    told = [line for cell in notebook["cells"] for line in _words(cell)]
+    assert [line for line in told if _OF_A_MACHINE.search(line)] == []
+    assert [cell["metadata"] for cell in notebook["cells"] if "execution" in cell["metadata"]] == [], "no times of day"
+
+
+def _words(cell):
+    """What is read of a cell and its outputs, without pictures and videos."""
+    yield "".join(cell["source"])
+    for output in cell.get("outputs", ()):
+        yield "".join(output.get("text", ""))
+        yield from ("".join(data) for kind, data in output.get("data", {}).items() if kind.startswith("text/plain"))
+
+
+def test_every_notebook_is_run_and_leads_to_the_next():
+    assert NOTEBOOKS.keys() == NEEDED.keys()
+    for name, following in pairwise(NOTEBOOKS):
+        *_, last = json.loads(NOTEBOOKS[name].read_text())["cells"]
+        assert f"[{following}]({following}.ipynb)" in "".join(last["source"])
+
+
+def test_every_kernel_is_worked_out_by_hand():
+    code = "\n".join("".join(cell["source"]) for cell in cells(json.loads(NOTEBOOKS["01_kernels_by_hand"].read_text())))
+    used = set(re.findall(r"\bk\.(\w+)", code)) | set(re.findall(r'"(kl_k\d)"', code))
+    assert used == set(kernels.__all__) - ELSEWHERE

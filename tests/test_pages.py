@@ -1,0 +1,180 @@
+"""The code of the README, of CONTRIBUTING and of every page in docs/ runs as printed, on configs that are made small.
+
+Blocks of a page run in order, in one folder and one namespace: Python in this process, commands line by line, JSON as a
+config. What cannot run here is a list with reasons.
+"""
+
+import json
+import math
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import page_blocks
+import pytest
+import torch
+from film_stand_ins import _opengl
+from page_blocks import PAGES, Block, blocks, commands
+from tensordict import TensorDict
+from test_public import ROOT
+
+import ecrl
+from ecrl import registry
+from ecrl.config import config_from_dict
+
+SKIPPED = {
+    r"git clone ": "there is no network",
+    r"cd ecrl": "goes with the clone",
+    r"python -m pip install ": "there is no network",
+    r"pre-commit install": "writes into the checkout's .git",
+    r"torchrun ": "tests/reliability/test_ranks.py starts ranks, and takes this line from the page",
+    r"ecrl bench": "takes minutes to days; tests/test_benchmarks.py and tests/test_results.py run its parts",
+    r"ecrl replay ": "needs a run that failed; tests/test_finite.py replays one",
+    r"ecrl check-env <name>": "a template",
+}
+"""Commands that are not run, and why."""
+
+BARE = {"", "toml"}
+"""Languages of blocks that are for reading: what a command prints, a file of another project."""
+
+
+def _after_readme(names: dict[str, Any]) -> None:
+    assert len(names["history"]) == 2
+    assert names["cfg"].trainer.seed == 3
+    after, logs = names["iteration"](names["state"])
+    assert int(after["update_step"]) == 3 and set(logs) == {"collect", "train"}
+    assert names["states"].batch_size == (8,) == names["logs"]["train"]["policy_loss"].shape
+    torch.testing.assert_close(names["out"].advantage, names["advantages"])
+    torch.testing.assert_close(names["out"].value_target, names["returns"])
+
+
+def _after_migration(names: dict[str, Any]) -> None:
+    assert Path("run/checkpoints/step_128").is_dir() and Path("run/logs").is_dir()
+
+
+def _after_mujoco_tasks(names: dict[str, Any]) -> None:
+    logs = names["history"][-1]
+    assert names["cfg"].env.name == "MyTaskRL" and names["cfg"].env.cfg.extensions.success_threshold == 0.05
+    assert math.isfinite(logs["value_loss"])
+    assert logs["rewards/height"] < 0.0
+    assert logs["rewards/height_weighted"] == pytest.approx(0.5 * logs["rewards/height"])
+
+
+def _after_getting_started(names: dict[str, Any]) -> None:
+    assert json.loads(Path("outputs/platform/config.json").read_text())["env"]["name"] == "platform"
+    assert Path("outputs/platform/checkpoints/step_128").is_dir()
+    assert "eval/avg_reward" in ecrl.evaluate(names["state"], names["cfg"], num_episodes=2)
+
+
+AFTER = {
+    "README.md": _after_readme,
+    "docs/migration.md": _after_migration,
+    "docs/mujoco_tasks.md": _after_mujoco_tasks,
+    "docs/getting_started.md": _after_getting_started,
+}
+"""What the code of a page must have done, beside running."""
+
+BEFORE = {"README.md": ["ecrl train configs/push_cube_ppo.json"]}
+"""Commands that a page takes for granted."""
+
+
+def _tensors() -> dict[str, Any]:
+    """What the README's kernels are given."""
+    no, of = torch.zeros(2, 4, dtype=torch.bool), torch.Generator().manual_seed(1)
+    fields = {key: torch.randn(2, 4, generator=of) for key in ("reward", "value")}
+    fields |= {"terminated": no, "truncated": no, "done": no}
+    steps = {key: tensor[:, :-1] for key, tensor in fields.items()}
+    return steps | {"rollout": TensorDict(fields, [2, 4]), "next_value": fields["value"][:, 1:]}
+
+
+GIVEN = {"README.md": _tensors}
+"""Names that a page's code takes for granted."""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with small configs; parts and modules that a page makes are forgotten afterwards."""
+    registry.registered("env")
+    monkeypatch.setattr(registry, "_ENTRIES", {kind: dict(known) for kind, known in registry._ENTRIES.items()})
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+    page_blocks.small_configs(tmp_path)
+    known = set(sys.modules)
+    yield tmp_path
+    for name in [name for name in sys.modules if name not in known and name.startswith("my_")]:
+        del sys.modules[name]
+
+
+def _why_not(line: str) -> str | None:
+    return next((why for start, why in SKIPPED.items() if re.match(start, line.replace("'", ""))), None)
+
+
+def _command(line: str) -> None:
+    if _why_not(line) or (line.startswith("ecrl record ") and not _opengl()):
+        return
+    program, *words = line.split()
+    if program == "make":
+        assert all(re.search(rf"^{word}:", (ROOT / "Makefile").read_text(), re.MULTILINE) for word in words), line
+    elif program == "ecrl":
+        page_blocks.ecrl(line)
+    elif line.startswith("python -m pytest "):
+        page_blocks.pytest_run(line)
+    else:
+        raise AssertionError(f"{line}: nothing runs it; say how, or why not, in SKIPPED")
+
+
+def _merged(base: Any, part: Any) -> Any:
+    """`part` over `base`; an object that names another part stands alone."""
+    if not (isinstance(base, dict) and isinstance(part, dict)):
+        return part
+    return base | {key: _merged(base.get(key), value) for key, value in part.items()}
+
+
+def _config(text: str) -> None:
+    """Check a config, or a part of one where the rest does not matter."""
+    part = json.loads(text if text.startswith("{") else f"{{{text}}}")
+    part = {"trainer": part} if "events" in part else part
+    cameras = "record_camera" in text
+    base = json.loads((ROOT / "configs" / f"{'push_cube' if cameras else 'cartpole'}_ppo.json").read_text())
+    if "optimizer" in part.get("algorithm", {}).get("cfg", {}):
+        del base["algorithm"]["cfg"]["learning_rate"]
+    config_from_dict(_merged(base, part))
+
+
+def _run(block: Block, names: dict[str, Any]) -> None:
+    if block.title:
+        page_blocks.write(block)
+    elif block.language == "python":
+        exec(block.text, names)  # text of this repository's own pages
+    elif block.language == "json":
+        _config(block.text)
+    elif block.language == "bash":
+        for line in commands(block):
+            _command(line)
+    else:
+        assert block.language in BARE, f"{block.language}: nothing runs it; say how, or add it to BARE"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_code_of_a_page_runs(page, folder, capsys):
+    names = GIVEN.get(page, dict)()
+    for line in BEFORE.get(page, []):
+        _command(line)
+    for block in blocks(page):
+        _run(block, names)
+    AFTER.get(page, id)(names)
+
+
+def test_what_is_skipped_is_still_there():
+    lines = [line for page in PAGES for block in blocks(page) if block.language == "bash" for line in commands(block)]
+    found = [line.replace("'", "") for line in lines]
+    assert all(any(re.match(start, line) for line in found) for start in SKIPPED), "remove what is in no page any more"
+    languages = {block.language for page in PAGES for block in blocks(page)}
+    assert languages - {"python", "json", "bash"} == BARE
+
+
+def test_no_fence_is_overlooked():
+    for page in PAGES:
+        fences = re.findall(r"^ *```", (ROOT / page).read_text(), re.MULTILINE)
+        assert len(fences) == 2 * len(blocks(page)), f"{page}: a fence is indented, or none of ours"
