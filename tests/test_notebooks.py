@@ -1,4 +1,4 @@
-"""The notebooks: committed with what they show, and run by nbmake, with smaller numbers among the slow tests.
+"""The notebooks: committed with what they show, and run by nbmake among the long tests.
 
 What they show is made anew by
 `jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False notebooks/*.ipynb`.
@@ -90,7 +90,7 @@ def executed(name, folder, small="", claims=""):
     return json.loads(path.read_text())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_it_runs_with_smaller_numbers(name, tmp_path):
     check(name, executed(name, tmp_path, SMALL.get(name, "")))
