@@ -5,6 +5,7 @@ Whatever evaluates, imports or touches what a mutated config says meets the cana
 
 import copy
 import json
+import math
 import random
 import re
 from collections.abc import Iterator
@@ -81,9 +82,11 @@ def alike(draw: random.Random, pool: Pool, value: Any) -> Any:
         case bool():
             return not value
         case int():
-            return draw.choice([value + 1, -value, value // 2, 10 * value, 0, float(value), 1000 * value])
+            floating = float(value) if abs(value) < 1e300 else value
+            return draw.choice([value + 1, -value, value // 2, 10 * value, 0, floating, 1000 * value])
         case float():
-            return draw.choice([-value, 0.0, 2 * value, 1e3 * value, 1e-3 * value, round(value)])
+            whole = round(value) if math.isfinite(value) else value
+            return draw.choice([-value, 0.0, 2 * value, 1e3 * value, 1e-3 * value, whole])
         case str():
             return draw.choice([value.upper(), value[:-1], f"{value} ", draw.choice(pool.names)])
         case list():

@@ -19,6 +19,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 import warnings
 from collections import Counter
 from contextlib import redirect_stderr, redirect_stdout
@@ -210,6 +211,8 @@ def _forked(name: str, numbers: range, seed: int, folder: Path, begin: int) -> s
         try:
             chunk(name, numbers, seed, folder, begin)
             status = 0
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(status)
     while True:
