@@ -30,7 +30,7 @@ SMALL = {  # in place of the numbers in the cell that is tagged `parameters`
     "02_add_an_algorithm": "iterations = 2",
     "03_embed_a_kernel": "ppo_iterations, grpo_iterations, sb3_steps = 2, 2, 2_048",
     "04_many_seeds": 'seeds, iterations, repeats, grid_iterations, compiling = 4, 1, 1, 1, "off"',
-    "05_push_cube": "iterations = 1",
+    "05_push_cube": "iterations, episodes, filmed = 1, 2, 1",
 }
 CLAIMS = {  # what a notebook says that its run shows
     "00_quickstart": 'assert min(here["eval/avg_reward"], gymnasium["eval/avg_reward"]) >= 475',
@@ -90,7 +90,7 @@ def executed(name, folder, small="", claims=""):
     return json.loads(path.read_text())
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_it_runs_with_smaller_numbers(name, tmp_path):
     check(name, executed(name, tmp_path, SMALL.get(name, "")))
