@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: run the subjects; each gives a table on the terminal, a JSON file and a plot."""
+"""`python -m benchmarks`: run the subjects; each gives a table on the terminal, a JSON file, a PNG and an SVG."""
 
 import sys
 import time
@@ -11,8 +11,9 @@ import tyro
 from benchmarks.pairs import ROOT, available
 from benchmarks.report import report, show, write
 from ecrl.errors import MissingExtraError, UserError
+from ecrl.plotting import write as write_picture
 
-SUBJECTS = {  # name: what it shows; the file of that name has `rows(quick, cores)` and `plot(rows, path)`
+SUBJECTS = {  # name: what it shows; the file of that name has `rows(quick, cores)` and `figure(rows)`
     "end_to_end": "env steps per second of PPO on CartPole against rejax, SB3, TorchRL and a CleanRL-style loop",
     "solved": "seconds from process start to CartPole solved, with cold and warm caches",
     "kernels": "kernels against rlax, TorchRL, SB3 and others: time, ratio, share of what the machine allows",
@@ -44,7 +45,7 @@ def run(quick: bool = False, only: tuple[str, ...] = (), out: Path = ROOT / "ben
     Args:
         quick: fewer and shorter rounds, and of the subjects the first three only.
         only: subjects; all if none is given.
-        out: folder for the JSON files and plots.
+        out: folder for the JSON files and pictures.
 
     Returns: whether everything ran.
     """
@@ -57,7 +58,7 @@ def run(quick: bool = False, only: tuple[str, ...] = (), out: Path = ROOT / "ben
         found = report(name, rows, cores, quick, time.perf_counter() - start)
         show(found)
         print(write(found, out), flush=True)
-        subject.plot(rows, out / f"{name}.png")
+        write_picture(subject.figure(rows), out / name)
         good &= not any("error" in row for row in rows)
     return good
 

@@ -6,7 +6,6 @@ which are so much slower that few rounds tell enough. The quick form has these, 
 
 import math
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import ENV, has_gpu, not_measured
@@ -127,14 +126,12 @@ def verdict(by_round: Sequence[float], peer: str, cores: int | str, num_envs: in
     }
 
 
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
+def figure(rows: list[dict[str, Any]]) -> Any:
     """Ratio by number of environments: a line for each peer, with the spread; what must be is dotted."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    made = Figure(figsize=(8, 5), layout="constrained")
+    axes = made.subplots()
     seen = [r for r in rows if "ratio" in r]
     for number, (peer, cores) in enumerate(dict.fromkeys((r["peer"], r["cores"]) for r in seen)):
         mine = [r for r in seen if (r["peer"], r["cores"]) == (peer, cores)]
@@ -145,8 +142,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set(xscale="log", yscale="log", xlabel="environments", ylabel="env steps/s, ecrl / peer (dotted: must)")
     axes.legend()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    return made
 
 
 def _cores(cores: int | str) -> str:

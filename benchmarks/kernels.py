@@ -8,7 +8,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.alone import alone
@@ -152,15 +151,13 @@ def rows(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
     return out
 
 
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
+def figure(rows: list[dict[str, Any]]) -> Any:
     """The ratio of every pair with its spread, and a line where both are equal."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     seen = [r for r in rows if "ratio" in r]
-    figure, axes = plt.subplots(figsize=(9, 1 + 0.28 * len(seen)), layout="constrained")
+    made = Figure(figsize=(9, 1 + 0.28 * len(seen)), layout="constrained")
+    axes = made.subplots()
     labels = [f"{r['kernel']} {r['size']} ({r['device']}): {r['ours']} / {r['peer']}" for r in seen]
     for label, r in zip(labels, seen, strict=True):
         spread = [[r["ratio"] - r["ratio_min"]], [r["ratio_max"] - r["ratio"]]]
@@ -169,5 +166,4 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     axes.axvline(1.0, color="black", linewidth=0.8)
     axes.set(xscale="log", xlabel="speed, ecrl / peer")
     axes.invert_yaxis()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    return made

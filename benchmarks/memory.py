@@ -100,19 +100,16 @@ def rows(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
     return out + with_slopes([_measured("ecrl", "cuda", "peak_of_gpu", args, cores, warm=False) for args in each])
 
 
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
+def figure(rows: list[dict[str, Any]]) -> Any:
     """Peak over imports by env steps of an iteration, a line per contestant."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+    made = Figure(figsize=(6, 4), layout="constrained")
+    axes = made.subplots()
     for name, device in sorted({(r["contestant"], r["device"]) for r in rows if "peak_mb" in r}):
         seen = [r for r in rows if (r["contestant"], r["device"]) == (name, device) and "peak_mb" in r]
         label = f"{name} ({device})"
         axes.plot([r["num_envs"] * STEPS for r in seen], [r["peak_mb"] for r in seen], marker="o", label=label)
     axes.set(xscale="log", yscale="log", xlabel="env steps per iteration", ylabel="peak over imports, MB")
     axes.legend()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    return made

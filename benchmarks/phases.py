@@ -7,7 +7,6 @@ costs what, its times are longer than those of a run.
 
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from benchmarks.alone import alone
@@ -90,16 +89,14 @@ def rows(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
     return out
 
 
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
+def figure(rows: list[dict[str, Any]]) -> Any:
     """A bar for every size and form, cut by the shares of the phases."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     seen = [r for r in rows if "share" in r]
     bars = list(dict.fromkeys((r["num_envs"], r["device"], r["form"]) for r in seen))
-    figure, axes = plt.subplots(figsize=(8, 1 + 0.5 * len(bars)), layout="constrained")
+    made = Figure(figsize=(8, 1 + 0.5 * len(bars)), layout="constrained")
+    axes = made.subplots()
     left = dict.fromkeys(bars, 0.0)
     for phase in dict.fromkeys(r["phase"] for r in seen):
         part = {(r["num_envs"], r["device"], r["form"]): r["share"] for r in seen if r["phase"] == phase}
@@ -108,5 +105,4 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         left = {bar: left[bar] + width for bar, width in zip(bars, widths, strict=True)}
     axes.set(xlabel="share of an iteration", xlim=(0, 1))
     axes.legend(bbox_to_anchor=(1.0, 1.0), loc="upper left")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    return made

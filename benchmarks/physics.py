@@ -6,7 +6,6 @@ of that rollout; and whole iterations of `configs/push_cube_ppo.json`, collectin
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from benchmarks.pairs import ROOT, Contestant, Result, race, ratios, summary
@@ -163,18 +162,14 @@ def told(ours: Result, peer: Result, cores: int) -> dict[str, Any]:
     return out | {"most": most, "aim": aim, "met": bool(out["times_bare"] <= most)}
 
 
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
+def figure(rows: list[dict[str, Any]]) -> Any:
     """Bars of both, and what bare physics takes."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     seen = [row for row in rows if "times_bare" in row]
-    figure, axes = plt.subplots(figsize=(5, 3))
+    made = Figure(figsize=(5, 3), layout="constrained")
+    axes = made.subplots()
     axes.bar([row["what"] for row in seen], [row["times_bare"] for row in seen])
     axes.axhline(1.0, color="black", linewidth=1)
     axes.set(ylabel="times mujoco.rollout", title="PushCube, 64 environments")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    return made

@@ -5,7 +5,6 @@ On a GPU the number of environments goes on to 65,536, and the share of time ins
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.alone import alone
@@ -126,22 +125,19 @@ def rows(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
     return out + on_gpu(quick, cores)
 
 
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
+def figure(rows: list[dict[str, Any]]) -> Any:
     """Steps per second by what varies, one picture each, ours and rejax."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     seen = [r for r in rows if r.get("ecrl_steps_per_s")]
     kinds = sorted({(r["by"], r["device"]) for r in seen})
-    figure, all_axes = plt.subplots(1, max(1, len(kinds)), figsize=(4 * max(1, len(kinds)), 3.5), squeeze=False)
+    panels = max(1, len(kinds))
+    made = Figure(figsize=(4 * panels, 3.5), layout="constrained")
+    all_axes = made.subplots(1, panels, squeeze=False)
     for axes, (by, device) in zip(all_axes[0], kinds, strict=False):
         for name in ("ecrl", "rejax"):
             line = [r for r in seen if (r["by"], r["device"]) == (by, device) and r.get(f"{name}_steps_per_s")]
             axes.plot([r[by] for r in line], [r[f"{name}_steps_per_s"] for r in line], marker="o", label=name)
         axes.set(xscale="log", yscale="log", xlabel=f"{by} ({device})", ylabel="env steps per second")
         axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    return made

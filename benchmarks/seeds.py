@@ -4,7 +4,6 @@ A unit of work is an iteration of all seeds; every contestant has as many thread
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from benchmarks.pairs import Contestant, Result, race, ratios, summary
@@ -31,7 +30,7 @@ def begun(num_envs: int, seeds: int) -> list[Any]:
     return [init_state(config(num_envs), rng.key(seed)) for seed in range(seeds)]
 
 
-def vmapped(num_envs: int, seeds: int = SEEDS) -> Callable[[], int]:
+def vmapped(num_envs: int, seeds: int) -> Callable[[], int]:
     """All seeds as one call."""
     import torch
 
@@ -46,7 +45,7 @@ def vmapped(num_envs: int, seeds: int = SEEDS) -> Callable[[], int]:
     return as_work(iterations(), seeds * num_envs * STEPS)
 
 
-def in_turn(num_envs: int, seeds: int = SEEDS) -> Callable[[], int]:
+def in_turn(num_envs: int, seeds: int) -> Callable[[], int]:
     """One seed after the other."""
     from ecrl import make_iteration
 
@@ -59,7 +58,7 @@ def in_turn(num_envs: int, seeds: int = SEEDS) -> Callable[[], int]:
     return as_work(iterations(), seeds * num_envs * STEPS)
 
 
-def rejax(num_envs: int, seeds: int = SEEDS) -> Callable[[], int]:
+def rejax(num_envs: int, seeds: int) -> Callable[[], int]:
     """The way of rejax to many seeds: `jax.vmap`, jitted."""
     import jax
 
@@ -83,7 +82,8 @@ def rows(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
     out = []
     for own in dict.fromkeys(map(tuple, some)):
         for num_envs in sizes:
-            field = [Contestant(name, f"benchmarks.seeds:{name}", {"num_envs": num_envs}) for name in CONTESTANTS]
+            given = {"num_envs": num_envs, "seeds": SEEDS}
+            field = [Contestant(name, f"benchmarks.seeds:{name}", given) for name in CONTESTANTS]
             results = race(field, own, rounds=3 if quick else 5, seconds=1.0)
             out.append({"seeds": SEEDS, "num_envs": num_envs, "cores": len(own)} | told(num_envs, results))
     return out
@@ -107,15 +107,13 @@ def told(num_envs: int, results: Sequence[Result]) -> dict[str, Any]:
     return out | {"most": most, "aim": aim, "met": None if most is None else bool(out["time_by_in_turn"] <= most)}
 
 
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
+def figure(rows: list[dict[str, Any]]) -> Any:
     """Bars of steps per second."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     seen = [row for row in rows if "time_by_in_turn" in row]
-    figure, axes = plt.subplots(figsize=(6, 3))
+    made = Figure(figsize=(6, 3), layout="constrained")
+    axes = made.subplots()
     for at, name in enumerate(CONTESTANTS):
         axes.bar(
             [i + 0.27 * at for i in range(len(seen))], [row[f"{name}_steps_per_s"] for row in seen], 0.25, label=name
@@ -123,6 +121,4 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     axes.set_xticks([i + 0.27 for i in range(len(seen))], [f"{r['num_envs']} envs\n{r['cores']} cores" for r in seen])
     axes.set(ylabel="env steps per second", title=f"{SEEDS} seeds of PPO on CartPole")
     axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    return made

@@ -123,14 +123,12 @@ def row(
     }
 
 
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
+def figure(rows: list[dict[str, Any]]) -> Any:
     """Bars of seconds, ours and the peer's side by side."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
+    made = Figure(figsize=(8, 4), layout="constrained")
+    axes = made.subplots()
     seen = [r for r in rows if "ratio" in r]
     for side, color, shift in (("ours", "tab:blue", -0.2), ("peer", "tab:gray", 0.2)):
         places = [i + shift for i in range(len(seen))]
@@ -139,5 +137,4 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     axes.set(xlabel="seconds from process start")
     axes.invert_yaxis()
     axes.legend()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    return made

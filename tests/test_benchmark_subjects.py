@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("rlax", reason="the benchmarks' peers are not installed")
 
-from benchmarks import gpu, kernels, memory, phases, physics, scaling
+from benchmarks import end_to_end, gpu, kernels, memory, phases, physics, scaling, seeds, solved
 from benchmarks.alone import alone
 from benchmarks.forms import adam, draws, gae, loss
 from benchmarks.ours import CONFIG
@@ -16,6 +16,7 @@ from benchmarks.pairs import Failure, Result, available
 from benchmarks.roofline import copy_rate, matmul_rate
 from benchmarks.turns import ratio, take_turns
 from ecrl import load_config
+from ecrl.plotting import write
 
 EAGER = ["ecrl eager"]
 COMPILED = [pytest.param("ecrl compiled", marks=pytest.mark.long)]
@@ -353,19 +354,39 @@ def test_a_row_of_push_cube_is_judged_by_bare_physics():
     assert "error" in physics.told(Result("environment", [], 1.0, {}, 0.0, "died"), bare, 2)
 
 
-@pytest.mark.parametrize("module", [kernels, memory, phases, physics, scaling], ids=lambda m: m.__name__)
-def test_plots_of_rows_with_gaps(module, tmp_path):
+DRAWN = [end_to_end, kernels, memory, phases, physics, scaling, seeds, solved]
+
+
+@pytest.mark.parametrize("module", DRAWN, ids=lambda m: m.__name__)
+def test_figures_of_rows_with_gaps(module, tmp_path):
     pytest.importorskip("matplotlib")
     full = {
+        end_to_end: {"peer": "sb3", "num_envs": 4, "cores": 1, "ratio": 2.0, "ratio_min": 1.0, "ratio_max": 3.0}
+        | {"must": 1.0},
         kernels: {"kernel": "gae", "size": "1x1", "ours": "ecrl eager", "peer": "sb3", "ratio": 2.0, "ratio_min": 1.0}
         | {"ratio_max": 3.0},
         memory: {"contestant": "ecrl", "num_envs": 4, "peak_mb": 3.0},
         physics: {"what": "iteration", "times_bare": 1.5},
         phases: {"num_envs": 4, "form": "as run", "phase": "collect", "share": 0.5, "ms": 1.0},
         scaling: {"by": "width", "num_envs": 4, "steps": 8, "width": 16, "ecrl_steps_per_s": 5.0},
+        seeds: {"num_envs": 4, "cores": 1, "time_by_in_turn": 0.5}
+        | {f"{name}_steps_per_s": 5.0 for name in seeds.CONTESTANTS},
+        solved: {"what": "cold", "ours": "ecrl", "peer": "rejax", "ratio": 0.5, "ours_s": 1.0, "peer_s": 2.0},
     }[module] | {"device": "cpu"}
     gap = gpu.not_measured(
         **{key: full[key] for key in ("by", "contestant", "num_envs", "kernel", "size") if key in full}
     )
-    module.plot([full, {**gap, "device": "cuda"}, {**gap, "device": "cpu", "error": "died"}], tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").read_bytes()[:4] == b"\x89PNG"
+    made = module.figure([full, {**gap, "device": "cuda"}, {**gap, "device": "cpu", "error": "died"}])
+    assert all(axes.has_data() for axes in made.axes)
+    assert all(path.stat().st_size > 1000 for path in write(made, tmp_path / "drawn"))
+
+
+@pytest.mark.slow
+def test_many_seeds_race_as_one_call_and_in_turn(monkeypatch):
+    monkeypatch.setattr(seeds, "SEEDS", 2)
+    monkeypatch.setattr(seeds, "CONTESTANTS", ("vmapped", "in_turn"))
+    (row,) = seeds.rows(True, available()[:1])
+    assert "error" not in row, row
+    assert (row["seeds"], row["num_envs"], row["most"], row["aim"]) == (2, 4, 1.0, 0.5)
+    assert row["time_by_in_turn"] == pytest.approx(row["in_turn_steps_per_s"] / row["vmapped_steps_per_s"], rel=0.5)
+    assert row["met"] == (row["time_by_in_turn"] <= 1.0)

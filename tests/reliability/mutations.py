@@ -49,7 +49,8 @@ BOUNDED |= {"trainer.eval_freq": 10**9, "trainer.use_wandb": False, "algorithm.c
 _NAME = r"(?:[\w-]+|'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\")"
 _PLACE = rf"(?:{_NAME}(?:\.{_NAME}|\[\d+\])*(?: \([\w.:-]+\))?: |:\d+(?::\d+)?: )"
 _WHOLE = "not a config: |expected an object, |import of warp halted"  # lines about no place in the file
-LINE = re.compile(rf"mutated\.(?:json|yaml)(?:: {_PLACE}|:\d+(?::\d+)?: |: (?={_WHOLE}))\S")
+_GUARD = r"iteration 0 \(after 0 env steps\): (?=NaN or infinity in )"  # numbers that are right and lead to infinity
+LINE = re.compile(rf"(?:mutated\.(?:json|yaml)(?:: {_PLACE}|:\d+(?::\d+)?: |: (?={_WHOLE}))|{_GUARD})\S")
 
 
 class Outcome(NamedTuple):
