@@ -251,6 +251,9 @@ def main() -> None:
     except UserError as error:
         print("\n".join(map(_short, str(error).split("\n"))), file=sys.stderr)
         sys.exit(2)
+    except PermissionError as error:
+        print(f"{error.filename}: {error.strerror}; give this user access, or choose another place", file=sys.stderr)
+        sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(_stopped())

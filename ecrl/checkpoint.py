@@ -128,7 +128,7 @@ def _may_be_replaced(path: Path) -> bool:
 def read_manifest(path: str | Path) -> dict[str, Any]:
     """The manifest of a checkpoint folder, after its own checksum has been compared."""
     path = whole(Path(path))
-    if not (path / "manifest.json").is_file():
+    if not _is_file(path / "manifest.json"):
         raise CheckpointError(f"{path}: not a checkpoint: it has no manifest.json")
     data = _read(path / "manifest.json")
     try:
@@ -151,11 +151,18 @@ def _read(path: Path) -> bytes:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
 
 
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError as error:  # of a folder that may not be entered
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
+
+
 def read_files(path: str | Path) -> dict[str, bytes]:
     """Every file of a checkpoint folder by name, after every checksum has been compared."""
     path, files = whole(Path(path)), {}
     for name, checksum in read_manifest(path)["sha256"].items():
-        if not (path / name).is_file():
+        if not _is_file(path / name):
             raise CheckpointError(f"{path}/{name}: missing")
         files[name] = _read(path / name)
         if _sha256(files[name]) != checksum:
@@ -228,7 +235,7 @@ def latest(run: str | Path) -> Path:
     Newer ones that are damaged are skipped, each with a UserWarning that names the file. Every checksum is compared.
     """
     run = Path(run)
-    if (run / "manifest.json").is_file():
+    if _is_file(run / "manifest.json"):
         return run
     found, faults = steps_in(run), []
     if not found:

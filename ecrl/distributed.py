@@ -172,6 +172,20 @@ def first_says(name: str, make: Callable[[], str]) -> str:
     return store.get(name).decode()
 
 
+def say(name: str) -> None:
+    """Leave word for the processes that torchrun may start anew in place of these."""
+    if world_size() > 1 and not (store := PrefixStore("ecrl", _ranks.store)).check([name]):
+        store.set(name, str(restarts()))
+
+
+def said_before(name: str) -> bool:
+    """Whether processes that these were started in place of left this word, with `say`."""
+    if not restarts():
+        return False
+    store = PrefixStore("ecrl", _ranks.store)
+    return store.check([name]) and int(store.get(name)) < restarts()
+
+
 def gathered(own: bytes) -> list[bytes]:
     """What every rank gives, on rank 0 in their order; nothing on the others."""
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size())]

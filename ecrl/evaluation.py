@@ -224,7 +224,9 @@ def check_evaluation(cfg: Config) -> None:
         raise ConfigError(f"trainer.best_eval_metric: {name!r} is not evaluated; {did_you_mean(name, known)}")
 
 
-def with_evaluation(records: Iterator[LogData], cfg: Config, videos: str | Path | None = None) -> Iterator[LogData]:
+def with_evaluation(
+    records: Iterator[LogData], cfg: Config, videos: str | Path | None = None, first: LogData | None = None
+) -> Iterator[LogData]:
     """Evaluate when `trainer.eval_freq` env steps are crossed; the `evaluate` record follows the one it evaluates.
 
     Args:
@@ -232,15 +234,22 @@ def with_evaluation(records: Iterator[LogData], cfg: Config, videos: str | Path 
         cfg: of the run.
         videos: a folder for those of the cameras under `trainer.events.eval`; None makes none. They are drawn while
             training goes on; an evaluation waits for the video of the one before.
+        first: a record to evaluate before them, that of a run which was stopped (`ecrl.owed`).
     """
     check_evaluation(cfg)
     freq = cfg.trainer.eval_freq
     with filming(cfg, None if videos is None else Path(videos)) as opened:
+
+        def judged(record: LogData) -> LogData:
+            with interruptible():
+                numbers = _evaluated(record["state"], cfg, None, None, opened)
+            logs = {name: torch.tensor(value) for name, value in numbers.items()}
+            return {**record, "log_type": "evaluate", "logs": logs}
+
+        if first is not None:
+            yield judged(first)
         for record in records:
             yield record
             step = record["sample_step"]
             if record["log_type"] == "train" and step // freq > (step - steps_per_iteration(cfg)) // freq:
-                with interruptible():
-                    numbers = _evaluated(record["state"], cfg, None, None, opened)
-                logs = {name: torch.tensor(value) for name, value in numbers.items()}
-                yield {**record, "log_type": "evaluate", "logs": logs}
+                yield judged(record)

@@ -70,6 +70,7 @@ def in_batch(parts: Parts, state: TensorDict, batch: TensorDict) -> Found | None
     t, x = first[name], cast(Tensor, batch[tuple(name.split("."))])
     env = int(_wrong(batch)[name][:, t].int().argmax())
     before = x[env, t - 1] if t else cast(TensorDict, state["env"])["reward"][env] if name == "reward" else None
+    before = None if name == "final_value" else before  # there is one only where a time limit ended an episode
     place = {"env": env + rank() * len(x), "step": t, "env_step": int(steps_taken(parts, state)) + t}
     what = KEYS.get(name.partition(".")[0], "loss")
     return Found(what, name, place, _told(x[env, t]), None if before is None else _told(before))

@@ -261,8 +261,14 @@ def train_iter(state: TensorDict, cfg: Config, watch: Watch = unwatched) -> Iter
 
     Numbers of the algorithm are read from `state["hyper"]`. To change one in mid-run:
     `state = state.clone(); state["hyper", "learning_rate"] = torch.tensor(1e-4)`.
+
+    Raises: ConfigError at once, before the first iteration, for a state that another config made.
     """
     check_state(state, cfg)
+    return _iterations(state, cfg, watch)
+
+
+def _iterations(state: TensorDict, cfg: Config, watch: Watch) -> Iterator[LogData]:
     state = reopened(state, cfg)
     step, end = int(state["sample_step"]), total_steps(cfg, world_size())
     settled = step + 2 * steps_per_iteration(cfg)

@@ -19,6 +19,7 @@ _ADVICE = {
     "reward": "mend the environment",
     "action": "the policy gave it: lower the learning rate",
 }
+_FINAL = "it is the value of the observation at a time limit: mend the environment if that is not finite, else "
 _LEARNING = "lower the learning rate or max_grad_norm"
 
 
@@ -46,7 +47,7 @@ def explained(report: dict[str, Any]) -> str:
         return f"{met}; taken again eagerly, it shows nowhere on this rank; {_LEARNING}, {guard}"
     where = ", ".join(_PLACES[name].format(number) for name, number in found["place"].items())
     last = "there is none before it" if found["before"] is None else f"last finite value {_shown(found['before'])}"
-    advice = _ADVICE.get(found["what"], _LEARNING)
+    advice = (_FINAL if found["key"] == "final_value" else "") + _ADVICE.get(found["what"], _LEARNING)
     first = f"first {found['key']} = {_shown(found['value'])}{f' in {where}' if where else ''}"
     return f"{met}; {first}, {last}; {advice}, {guard}"
 

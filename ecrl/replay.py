@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ecrl.checkpoint import load, save
+from ecrl.checkpoint import load, read_files, save
 from ecrl.config import Config
 from ecrl.distributed import world_size
 from ecrl.errors import CheckpointError, NotFiniteError, UserError
@@ -47,23 +47,21 @@ def with_crash(records: Iterator[LogData], cfg: Config, run_dir: str | Path) -> 
         yield from records
     except NotFiniteError as error:
         again = _command(folder, world_size())
+        pure = make_parts(cfg).env.is_pure
         try:
-            save(folder, error.state, cfg, None, error.files)
             whole = {"message": str(error), **error.report, **_about(cfg), "command": again}
-            (folder / REPORT).write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
-        except (CheckpointError, OSError) as fault:
+            save(folder, error.state, cfg, None, {**error.files, REPORT: (json.dumps(whole, indent=2) + "\n").encode()})
+        except CheckpointError as fault:
             raise NotFiniteError(f"{error}; no crash folder: {fault}", error.report, error.state) from None
-        raise NotFiniteError(f"{error}; repeat it with: {again}", error.report, error.state) from None
+        told = f"repeat it with: {again}" if pure else f"the state before it is in {folder}"
+        raise NotFiniteError(f"{error}; {told}", error.report, error.state) from None
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    path = folder / REPORT
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        raise UserError(f"{folder}: no {REPORT}: expected the crash folder of a run, such as RUN/crash") from None
-    except ValueError as error:
-        raise UserError(f"{path}: damaged ({error})") from None
+    files = read_files(folder) if (folder / "manifest.json").is_file() else {}
+    if REPORT not in files:
+        raise UserError(f"{folder}: no {REPORT}: expected the crash folder of a run, such as RUN/crash")
+    return json.loads(files[REPORT])
 
 
 def _found_again(report: dict[str, Any], now: NotFiniteError | None) -> Iterator[str]:

@@ -42,6 +42,7 @@ _SAYS = {  # pydantic's kinds of faults, in the words of someone who writes JSON
     "less_than_equal": "must be at most {le}",
     "too_long": "expected at most {max_length} entries",
     "too_short": "expected at least {min_length} entries",
+    "recursion_depth_exceeded": "nested too deeply",
 }
 _KIND = "kind"  # of faults that `by_kind` finds
 
@@ -125,6 +126,7 @@ def explained(model: type[BaseModel], error: ValidationError) -> list[Fault]:
     found = []
     for fault in error.errors(include_url=False):
         place = tuple(part for part in fault["loc"] if part not in (NUMBER.tag, LIST.tag, OBJECT.tag))
+        place = place[:1] if fault["type"] == "recursion_depth_exceeded" else place  # the rest would fill a page
         key, *deeper = place or ("",)
         own = isinstance(key, str) and key in model.model_fields and all(isinstance(index, int) for index in deeper)
         about = model.model_fields[str(key)].description if own else None

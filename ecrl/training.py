@@ -12,7 +12,7 @@ from typing import Any, cast
 from tensordict import TensorDict
 
 from ecrl.config import Config, load_config, total_steps
-from ecrl.distributed import first_says, rank, restarts, start, stop, world_size
+from ecrl.distributed import first_says, rank, said_before, say, start, stop, world_size
 from ecrl.durable import replace_file
 from ecrl.errors import CheckpointError, ConfigError, NotSavedError
 from ecrl.evaluation import check_evaluation, with_evaluation
@@ -20,6 +20,7 @@ from ecrl.films import with_training_videos
 from ecrl.history import History
 from ecrl.loggers import with_host_logs, with_jsonl, with_progress
 from ecrl.loop import check_config, close, init_state, train_iter
+from ecrl.owed import owed
 from ecrl.parts import check_rollout
 from ecrl.profiler import Times, timed_records, watched, with_profile
 from ecrl.ranks import with_others, with_others_at_crash
@@ -54,7 +55,8 @@ def consumers(
     records = with_others(records, cfg) if world_size() > 1 else records
     videos = None if run_dir is None else run_dir / "videos"
     if cfg.trainer.enable_eval:
-        records = timed("evaluation", with_evaluation(records, cfg, videos))
+        left = None if run_dir is None else owed(state, cfg, run_dir)
+        records = timed("evaluation", with_evaluation(records, cfg, videos, left))
     if videos is not None and cameras(cfg, "train"):
         records = timed("videos", with_training_videos(records, cfg, videos, state))
     records = with_host_logs(records)
@@ -92,8 +94,8 @@ def train(
     Raises: ConfigError for a folder that cannot be written or holds a run, and for `profile` without a folder;
     `ecrl.errors.NotSavedError`, which holds what would be returned, if the last state could not be saved.
     """
-    new, history, last = int(state["sample_step"]) == 0 and not restarts(), History(), [state]
-    folder = None if run_dir is None else Path(run_dir)
+    folder, history, last = None if run_dir is None else Path(run_dir), History(), [state]
+    new = int(state["sample_step"]) == 0 and not said_before(_claimed(folder))
 
     def seen(record: LogData) -> None:
         history.add(record)
@@ -167,6 +169,12 @@ def _claim(folder: Path, new: bool) -> None:
         raise ConfigError(f"run_dir: {folder} already holds a run ({taken[0]}); choose another folder or remove it")
     if not os.access(folder, os.W_OK):
         raise ConfigError(f"run_dir: {folder}: not writable; choose another folder")
+    say(_claimed(folder))
+
+
+def _claimed(folder: Path | None) -> str:
+    """The word by which processes started anew know that the run in a folder is theirs, not one that was there."""
+    return f"claimed {folder}"
 
 
 def _new_run_dir(cfg: Config) -> Path:
@@ -251,10 +259,11 @@ def run_config(
         start(cfg.trainer.distributed)
         state = _first_state(cfg, str(path))
         folder = Path(first_says("run_dir", lambda: str(_new_run_dir(cfg) if run_dir is None else run_dir)))
-        if restarts() and any(folder.glob("checkpoints/step_*")):
+        begun = said_before(_claimed(folder))
+        if begun and any(folder.glob("checkpoints/step_*")):
             state, cfg = resume(folder, path, changed)
         elif rank() == 0:
-            _claim(folder, new=not restarts())
+            _claim(folder, new=not begun)
             forget_after(folder, 0)
     if rank() == 0:
         _announce(cfg, folder)

@@ -493,3 +493,12 @@ def test_what_is_nested_deeply_is_refused(depth, place):
     with pytest.raises(ConfigError, match=r"^replace: ") as error:
         config_from_dict(VALID, "replace", {place: nested})
     assert all(line.startswith("replace: ") for line in str(error.value).split("\n"))
+
+
+def test_what_is_nested_deeply_where_anything_may_stand_is_told_by_its_key():
+    nested = {}
+    for _ in range(400):
+        nested = {"a": nested}
+    gym = {"name": "gymnasium", "cfg": {"id": "CartPole-v1", "kwargs": nested}}
+    with pytest.raises(ConfigError, match=r"^replace: env.cfg.kwargs: nested too deeply, got an object; further arg"):
+        config_from_dict(VALID, "replace", {"env": gym})

@@ -17,7 +17,7 @@ from ecrl.algorithms import make_algorithm
 from ecrl.checkpoint import load
 from ecrl.config import Config
 from ecrl.envs.core import Env, state_of
-from ecrl.errors import NotFiniteError, UserError
+from ecrl.errors import CheckpointError, NotFiniteError, UserError
 from ecrl.finite import flags
 from ecrl.loop import init_state, make_iteration, train_iter
 from ecrl.parts import make_parts
@@ -39,7 +39,7 @@ ALGORITHMS = {
 class FaultyConfig(ConfigModel):
     """What goes wrong in the sixth step of env 2."""
 
-    fault: Literal["none", "observation", "reward"] = Field("none", description="what is not finite then")
+    fault: Literal["none", "observation", "reward", "end"] = Field("none", description="what is wrong then")
 
 
 @register_env("faulty")
@@ -55,8 +55,10 @@ def faulty(cfg: FaultyConfig) -> Env:
         x = 0.9 * state["x"] + action
         reward, now = -x.square()[..., 0], (state["age"] == 5) & (state["index"] == 2)
         reward = torch.where(now, torch.nan, reward) if cfg.fault == "reward" else reward
-        obs = torch.where(now.unsqueeze(-1), torch.inf, x) if cfg.fault == "observation" else x.clone()
-        return state.copy().update({"x": x, "obs": obs, "reward": reward, "age": state["age"] + 1})
+        spoilt = {"observation": torch.inf, "end": torch.nan}
+        obs = torch.where(now.unsqueeze(-1), spoilt.get(cfg.fault, x), x)
+        late = state["age"] == 5 if cfg.fault == "end" else torch.zeros_like(now)
+        return state.copy().update({"x": x, "obs": obs, "reward": reward, "truncated": late, "age": state["age"] + 1})
 
     return Env(reset, step, box(-9.0, 9.0, 1), box(-9.0, 9.0, 1), lockstep=True)
 
@@ -113,6 +115,22 @@ def test_what_the_environment_gives_is_found_in_its_iteration(algorithm, form):
     assert (found["key"], found["place"]) == ("obs", {"env": 2, "step": 2, "env_step": 6})
     assert found["value"] == [torch.inf] and found["before"] == pytest.approx(batch["obs"][2, 1].tolist(), rel=1e-5)
     assert error.report["met"][0] == "observation" and same(error.state, states[-1])
+
+
+def test_an_observation_at_a_time_limit_is_found_by_its_value():
+    error, _ = met(run("ppo", "end"))
+    found = error.report["found"]
+    assert (found["key"], found["place"], found["before"]) == (
+        "final_value",
+        {"env": 2, "step": 1, "env_step": 5},
+        None,
+    )
+    assert "final_value = nan in env 2, step 1 of the rollout, step 5 of that env, there is none before it; " in str(
+        error
+    )
+    assert "it is the value of the observation at a time limit: mend the environment if that is not finite" in str(
+        error
+    )
 
 
 def test_the_last_value_before_the_first_step_of_a_rollout_is_of_the_state():
@@ -254,8 +272,15 @@ def test_the_crash_folder_repeats_the_iteration(fault, form, tmp_path, monkeypat
 
 
 def test_a_folder_that_is_no_crash_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"no report.json: expected the crash folder of a run, such as RUN/crash"):
-        list(replay(tmp_path))
+    with pytest.raises(NotFiniteError):
+        train(init_state(cfg := run("ppo", "reward")), cfg, tmp_path / "run", progress=False)
+    report = tmp_path / "run" / "crash" / "report.json"
+    for folder in (tmp_path, report, tmp_path / "run" / "checkpoints" / "step_16"):
+        with pytest.raises(UserError, match=r"no report.json: expected the crash folder of a run, such as RUN/crash"):
+            list(replay(folder))
+    report.write_text("{}")
+    with pytest.raises(CheckpointError, match=r"report.json: damaged: its checksum differs"):
+        list(replay(report.parent))
 
 
 COUNT = r"env \d \(gymnasium:Count-v0\)"

@@ -33,6 +33,7 @@ LEVELS = [  # a module imports from its own level and earlier ones only
         "saving",
         "evaluation",
         "resuming",
+        "owed",
         "loggers",
         "history",
         "bootstrap",

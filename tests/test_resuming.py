@@ -1,6 +1,7 @@
 """Resuming: bit for bit what an uninterrupted run is, in a new process; a config that differs is shown and refused."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from test_loop import NET, same, small
 
+from ecrl import evaluation
 from ecrl.checkpoint import latest, load, save
 from ecrl.config import Config, config_from_dict
 from ecrl.errors import CheckpointError, ConfigError
@@ -242,3 +244,47 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(tmp_path
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 4
     with pytest.raises(ConfigError, match="already holds a run"):
         train(init_state(cfg), cfg, run, progress=False)
+
+
+EVALUATED = {"trainer.enable_eval": True, "trainer.eval_freq": 32, "trainer.num_eval_episodes": 2}
+
+
+def told(run):
+    """Rows of a run but for times, and what its best checkpoint is of."""
+    rows = [json.loads(row) for row in (run / "metrics.jsonl").read_text().splitlines()]
+    kept = [{name: x for name, x in row.items() if name not in ("seconds", "charts/SPS")} for row in rows]
+    best = json.loads((run / "checkpoints" / "best" / "manifest.json").read_text())
+    return kept, best["logs"], load(run / "checkpoints" / "best")[0]
+
+
+def test_an_evaluation_that_was_given_up_is_made_when_the_run_goes_on(tmp_path, monkeypatch):
+    cfg = small(**EVALUATED, **{"trainer.iterations": 3})
+    train(init_state(cfg), cfg, tmp_path / "whole", progress=False)
+    inner, calls = evaluation._evaluated, []
+
+    def second_is_given_up(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return inner(*args)
+
+    monkeypatch.setattr(evaluation, "_evaluated", second_is_given_up)
+    train(init_state(cfg), cfg, tmp_path / "run", progress=False)
+    state, again = resume(tmp_path / "run")
+    assert int(state["sample_step"]) == 64 and "evaluate" not in (tmp_path / "run" / "metrics.jsonl").read_text()[-400:]
+    _, history = train(state, again, tmp_path / "run", progress=False)
+    rows, best, kept = told(tmp_path / "whole")
+    assert [row["sample_step"] for row in rows if row["log_type"] == "evaluate"] == [32, 64, 96]
+    assert told(tmp_path / "run")[:2] == (rows, best) and same(told(tmp_path / "run")[2], kept)
+    assert len(calls) == 4 and len(history) == 2
+    train(load(latest(tmp_path / "run"))[0], again, tmp_path / "run", progress=False)
+    assert len(calls) == 4 and told(tmp_path / "run")[0] == rows, "nothing is owed at the end"
+
+
+def test_an_evaluation_whose_best_was_not_saved_is_made_again(tmp_path):
+    cfg = small(**EVALUATED).replace(**{"trainer.iterations": 2, "trainer.eval_freq": 64})
+    state, _ = train(init_state(cfg), cfg, tmp_path, progress=False)
+    before = told(tmp_path)
+    shutil.rmtree(tmp_path / "checkpoints" / "best")
+    train(state, cfg, tmp_path, progress=False)
+    assert told(tmp_path)[:2] == before[:2] and same(told(tmp_path)[2], before[2])

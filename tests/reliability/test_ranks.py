@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import ranks_killed
 import torch
 from ranks import ROOT, both, distance, ended, launched
 
@@ -157,6 +158,18 @@ def test_the_iteration_that_ends_all_ranks_is_repeated_by_as_many(tmp_path):
     assert "first reward = nan in env 2, step 1 of the rollout, step 6 of that env" in second
     (alone,) = ended(launched(1, ["-c", SPOILT, "replay", str(crash)]))
     assert alone.splitlines()[-1] == f"it was an iteration of 2 ranks, these are 1; repeat it with: {again}"
+
+
+@pytest.mark.slow
+def test_ranks_that_start_anew_leave_a_run_that_is_not_theirs(tmp_path):
+    path, old = ranks_killed.config(tmp_path), {"config.json": "{}", "metrics.jsonl": '{"sample_step": 1}\n'}
+    (tmp_path / "run").mkdir()
+    for name, text in old.items():
+        (tmp_path / "run" / name).write_text(text)
+    torchrun = ranks_killed.begun(path, tmp_path / "run")
+    said = torchrun.communicate(timeout=600)[0]
+    assert torchrun.returncode and said.count("already holds a run (config.json); choose another folder") == 4, said
+    assert {entry.name: entry.read_text() for entry in (tmp_path / "run").iterdir()} == old
 
 
 def test_one_rank_is_given_back_what_it_gives():

@@ -23,6 +23,7 @@ PerJoint = Annotated[
 ]
 """One number for every joint, a list with one each, or numbers by name of joint."""
 
+_NAME = r"^[^\x00]+$"  # MuJoCo ends a name there
 _OWN_SOLVER = "inverse kinematics is of the action term EefPoseTerm, on the robot's own joints"
 _ONE_FRICTION = "MuJoCo has one sliding friction, static_friction"
 
@@ -78,7 +79,7 @@ class RigidObjectConfig(ConfigModel):
         "body_scale": "shapes have sizes",
     }
 
-    uid: str = Field(min_length=1, description="its name")
+    uid: str = Field(min_length=1, pattern=_NAME, description="its name, without a NUL")
     shape: ShapeConfig = Field(description="its form")
     body_type: Literal["dynamic", "kinematic", "static"] = Field(
         "dynamic", description="dynamic: moved by forces; kinematic: moved by events alone; static: part of the world"
@@ -128,7 +129,7 @@ class RobotConfig(ConfigModel):
         "fpath": "see robot.mjcf",
     }
 
-    uid: str = Field("robot", min_length=1, description="its name")
+    uid: str = Field("robot", min_length=1, pattern=_NAME, description="its name, without a NUL")
     robot_type: str = Field("URRobot", description="a built-in robot: URRobot or CartPole; not used with mjcf")
     mjcf: str | None = Field(
         None, description="path of an MJCF file instead, looked for below $MENAGERIE_ROOT too; or its text"
