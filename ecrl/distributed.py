@@ -135,14 +135,22 @@ def start(distributed: bool, environ: Mapping[str, str] = os.environ) -> None:
     Raises: ConfigError naming a variable that torchrun would have set.
     """
     global _ranks
-    if not distributed or environ.get("WORLD_SIZE", "1") == "1" or world_size() > 1:
+    alone = environ.get("WORLD_SIZE", "1") == "1"
+    if not distributed or _ranks.store is not None or (alone and "TORCHELASTIC_RESTART_COUNT" not in environ):
         return
     size, here, port = (_count(name, environ) for name in ("WORLD_SIZE", "RANK", "MASTER_PORT"))
     if here >= size:
         raise ConfigError(f"trainer.distributed: RANK is {here}, expected below WORLD_SIZE, {size}")
     held = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by torchrun itself
     host = environ.get("MASTER_ADDR", "localhost")
-    store = TCPStore(host, port, size, is_master=here == 0 and not held, timeout=timedelta(minutes=5))
+    try:
+        store = TCPStore(host, port, size, is_master=here == 0 and not held, timeout=timedelta(minutes=5))
+    except (TypeError, RuntimeError) as error:
+        told = str(error).split("\n")[0]
+        raise ConfigError(f"trainer.distributed: MASTER_ADDR {host}, MASTER_PORT {port}: {told}") from None
+    if alone:
+        _ranks = _Ranks(0, 1, store)
+        return
     named = PrefixStore(f"ecrl_restart_{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, store=named, rank=here, world_size=size, timeout=_PATIENCE)
@@ -154,17 +162,17 @@ def stop() -> None:
     global _ranks
     if world_size() > 1:
         dist.destroy_process_group()
-        _ranks = _Ranks(0, 1, None)
+    _ranks = _Ranks(0, 1, None)
 
 
 def restarts(environ: Mapping[str, str] = os.environ) -> int:
     """How often torchrun has started the processes anew."""
-    return int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")) if world_size() > 1 else 0
+    return 0 if _ranks.store is None else int(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def first_says(name: str, make: Callable[[], str]) -> str:
     """What rank 0 made under this name, on every rank; `make` is called there alone, and not again after a restart."""
-    if world_size() == 1:
+    if _ranks.store is None:
         return make()
     store = PrefixStore("ecrl", _ranks.store)
     if rank() == 0 and not store.check([name]):
@@ -174,7 +182,7 @@ def first_says(name: str, make: Callable[[], str]) -> str:
 
 def say(name: str) -> None:
     """Leave word for the processes that torchrun may start anew in place of these."""
-    if world_size() > 1 and not (store := PrefixStore("ecrl", _ranks.store)).check([name]):
+    if _ranks.store is not None and not (store := PrefixStore("ecrl", _ranks.store)).check([name]):
         store.set(name, str(restarts()))
 
 

@@ -4,10 +4,11 @@ What is written is synced, and so is the folder that names it, so that it outliv
 """
 
 import errno
+import fcntl
 import os
 import shutil
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -105,6 +106,21 @@ def whole(path: Path, restore: bool = False) -> Path:
     else:
         old.rename(path)
     return path
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Be the only process that writes into a folder, or raise BlockingIOError; ends with the process, however it ends.
+
+    Twice in one process is once. Where the file system has no locks, nobody is kept out.
+    """
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                raise BlockingIOError(error.errno, error.strerror) from None
+        yield
 
 
 def remove_folder(path: Path) -> None:

@@ -15,7 +15,7 @@ from ecrl.config import Config, config_from_dict, diff, load_config
 from ecrl.distributed import rank
 from ecrl.durable import replace_file
 from ecrl.errors import ConfigError
-from ecrl.loop import device_of, expected_state, form_of, init_state
+from ecrl.loop import check_state, device_of, expected_state, form_of, init_state
 from ecrl.ranks import with_own
 
 
@@ -56,10 +56,12 @@ def resume(
         return init_state(cfg), cfg
     if changes:
         state = _changed(state.to(device_of(cfg)), own, cfg)
+    state = with_own(state, path)
+    check_state(state, cfg)
     if rank() == 0:
         _warn_of_other_bits(path, cfg)
         forget_after(Path(run_dir), int(state["sample_step"]))
-    return with_own(state, path), cfg
+    return state, cfg
 
 
 def _changed(state: TensorDict, own: Config, cfg: Config) -> TensorDict:

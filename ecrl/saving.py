@@ -22,6 +22,8 @@ from ecrl.loop import steps_per_iteration
 from ecrl.ranks import is_whole
 from ecrl.types import LogData
 
+_NOT_WHOLE = "the state after {} env steps is not saved: the other ranks did not give theirs"
+
 
 class Saver(NamedTuple):
     """`put(path, state, cfg, logs, files)` saves, `look()` tells of a write that failed, `again()` also repeats it."""
@@ -121,8 +123,11 @@ def with_checkpoints(records: Iterator[LogData], cfg: Config, run_dir: str | Pat
                 yield record
         finally:
             try:
-                if last is not None and saved != last["sample_step"] and is_whole(last):
-                    put(last)
+                if last is not None and saved != last["sample_step"]:
+                    if is_whole(last):
+                        put(last)
+                    else:
+                        warnings.warn(_NOT_WHOLE.format(last["sample_step"]), stacklevel=2)
             finally:
                 _closed(records)
 
@@ -142,8 +147,8 @@ def _best_so_far(path: Path, name: str) -> float | None:
 def with_best_checkpoint(records: Iterator[LogData], cfg: Config, run_dir: str | Path) -> Iterator[LogData]:
     """Save the state as `checkpoints/best` under `run_dir` when an evaluation's `trainer.best_eval_metric` is the best.
 
-    The best so far is read from an earlier one's manifest, so a resumed run goes on with it. NaN is never the best, nor
-    is an evaluation in which no episode told the metric.
+    The best so far is read from an earlier one's manifest, so a resumed run goes on with it. NaN and infinity are never
+    the best, nor is an evaluation in which no episode told the metric.
 
     Raises: CheckpointError at the end, when all is closed, if the best could not be written.
     """
@@ -158,7 +163,7 @@ def with_best_checkpoint(records: Iterator[LogData], cfg: Config, run_dir: str |
                     again()
                     logs = {key: float(value) for key, value in record["logs"].items()}
                     value = logs.get(name, math.nan)
-                    if not math.isnan(value) and (best is None or sign * value > sign * best):
+                    if math.isfinite(value) and (best is None or sign * value > sign * best):
                         best = value
                         save(path, record["state"], cfg, logs, record.get("files"))
                 yield record

@@ -13,14 +13,28 @@ from ecrl.registry import did_you_mean
 from ecrl.strict import ObjectPairs, dotted, repeated
 
 _YAML_SUFFIXES = (".yaml", ".yml")
-_BYTES, _VALUES = 2**24, 10**6
-"""Of a file, and in it; far more than anyone writes."""
+_BYTES, _VALUES, _MERGED = 2**24, 10**6, 10**5
+"""Of a file, in it, and merged within it by `<<`; far more than anyone writes."""
 
 
 class _Yaml(yaml.SafeLoader):
     """YAML whose plain words mean what they mean in JSON: `1e-8` is a number; `off`, `yes` and dates are strings."""
 
     yaml_implicit_resolvers = {}  # noqa: RUF012  (PyYAML's own name and type)
+    merged = 0
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Put what `<<` names into a mapping, unless a few lines of it stand for more than a file may hold."""
+        named = [value for key, value in node.value if key.tag.endswith(":merge")]
+        parts = [p for value in named for p in (value.value if isinstance(value, yaml.SequenceNode) else [value])]
+        for part in parts:
+            if isinstance(part, yaml.MappingNode):
+                self.flatten_mapping(part)
+        self.merged += sum(len(part.value) for part in parts)
+        if self.merged > _MERGED:
+            problem = f"'<<' stands for more than {_MERGED:,} values"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        super().flatten_mapping(node)
 
 
 for _kind, _pattern, _first in (

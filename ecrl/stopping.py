@@ -2,8 +2,8 @@
 
 The first signal asks. An iteration, or an evaluation, that takes longer than `GRACE` after it is given up, which loses
 nothing: the state before it is saved, and repeats it bit for bit when the run is resumed (`ecrl.owed`). What is not in
-such a part, as a save, is let end. The second signal gives up anything at once, and the third ends the process where it
-stands.
+such a part, as a save, is let end, and so is the iteration of several ranks, which could not be given up by all at
+once. The second signal gives up anything at once, and the third ends the process where it stands.
 """
 
 import signal
@@ -14,7 +14,7 @@ GRACE = 3.0
 """Seconds that an iteration may still take after it was asked to be the last; as many again, should that be ignored."""
 
 _asked: list[int] = []
-_in_loop: list[bool] = []
+_in_loop: list[bool] = []  # whether its process is alone
 _in_part: list[bool] = []
 
 
@@ -30,7 +30,8 @@ def asked() -> int | None:
 def _stop(number: int, frame: object) -> None:
     _asked.append(number)
     if _in_loop and len(_asked) == 1:
-        signal.setitimer(signal.ITIMER_REAL, GRACE, GRACE)
+        if _in_loop[-1]:
+            signal.setitimer(signal.ITIMER_REAL, GRACE, GRACE)
         return
     if len(_asked) > 1:
         for again in (signal.SIGINT, signal.SIGTERM):
@@ -52,9 +53,9 @@ def listen() -> None:
 
 
 @contextmanager
-def in_loop() -> Iterator[None]:
-    """Around a loop that looks at `asked` after every iteration."""
-    _in_loop.append(True)
+def in_loop(alone: bool = True) -> Iterator[None]:
+    """Around a loop that looks at `asked` after every iteration; only where it is `alone` may that be given up."""
+    _in_loop.append(alone)
     try:
         yield
     finally:

@@ -1,8 +1,6 @@
 """Loop and consumers composed from a config: `train` for notebooks, `train_from_config` for scripts and the shell."""
 
 import json
-import os
-import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
 from functools import partial
@@ -12,7 +10,7 @@ from typing import Any, cast
 from tensordict import TensorDict
 
 from ecrl.config import Config, load_config, total_steps
-from ecrl.distributed import first_says, rank, said_before, say, start, stop, world_size
+from ecrl.distributed import first_says, rank, start, stop, world_size
 from ecrl.durable import replace_file
 from ecrl.errors import CheckpointError, ConfigError, NotSavedError
 from ecrl.evaluation import check_evaluation, with_evaluation
@@ -28,6 +26,7 @@ from ecrl.recording import cameras, check_cameras
 from ecrl.registry import registered
 from ecrl.replay import with_crash
 from ecrl.resuming import forget_after, resume
+from ecrl.run_folder import claim, claimed_before, holding, new_run_dir
 from ecrl.saving import with_best_checkpoint, with_checkpoints
 from ecrl.stopping import asked, in_loop
 from ecrl.tracking import with_tensorboard, with_wandb
@@ -95,7 +94,7 @@ def train(
     `ecrl.errors.NotSavedError`, which holds what would be returned, if the last state could not be saved.
     """
     folder, history, last = None if run_dir is None else Path(run_dir), History(), [state]
-    new = int(state["sample_step"]) == 0 and not said_before(_claimed(folder))
+    new = int(state["sample_step"]) == 0 and not claimed_before(folder)
 
     def seen(record: LogData) -> None:
         history.add(record)
@@ -117,17 +116,29 @@ def _train(
     seen: Callable[[LogData], Any],
 ) -> TensorDict:
     """The state that `train` gives, in a folder that may hold this very run unless it is `new`; `seen` gets records."""
-    first = int(state["sample_step"])
     check_rollout(cfg)
     if cfg.trainer.enable_eval:
         check_evaluation(cfg)
     if folder is not None and rank() == 0:
         check_cameras(cfg)
-        _claim(folder, new)
+        claim(folder, new)
+    with holding(folder):
+        return _trained(state, cfg, folder, progress, profile, seen)
+
+
+def _trained(
+    state: TensorDict,
+    cfg: Config,
+    folder: Path | None,
+    progress: bool,
+    profile: bool,
+    seen: Callable[[LogData], Any],
+) -> TensorDict:
+    first = int(state["sample_step"])
     records = _profiled(state, cfg, folder, first, progress) if profile else None
     records = records or consumers(train_iter(state, cfg), state, cfg, folder, first, progress)
     try:
-        with in_loop(), closing(cast(Generator, records)):
+        with in_loop(alone=world_size() == 1), closing(cast(Generator, records)):
             for record in records:
                 seen(record)
                 state = record["state"]
@@ -148,45 +159,6 @@ def _profiled(state: TensorDict, cfg: Config, folder: Path | None, first: int, p
     records = train_iter(state, cfg, partial(watched, times))
     timed = partial(timed_records, times)
     return with_profile(consumers(records, state, cfg, folder, first, progress, timed), times, folder)
-
-
-def _make(folder: Path, exist_ok: bool) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=exist_ok)
-    except OSError as error:
-        if isinstance(error, FileExistsError) and not exist_ok:
-            raise
-        raise ConfigError(f"run_dir: {folder}: cannot be made: {error.strerror}; choose another folder") from None
-
-
-def _claim(folder: Path, new: bool) -> None:
-    """Make the run folder; a new run does not go where another one wrote."""
-    _make(folder, exist_ok=True)
-    if (folder / "manifest.json").exists():
-        raise ConfigError(f"run_dir: {folder} is a checkpoint; choose the folder of its run, or a new one")
-    taken = [name for name in ("config.json", "metrics.jsonl", "checkpoints") if (folder / name).exists()]
-    if new and taken:
-        raise ConfigError(f"run_dir: {folder} already holds a run ({taken[0]}); choose another folder or remove it")
-    if not os.access(folder, os.W_OK):
-        raise ConfigError(f"run_dir: {folder}: not writable; choose another folder")
-    say(_claimed(folder))
-
-
-def _claimed(folder: Path | None) -> str:
-    """The word by which processes started anew know that the run in a folder is theirs, not one that was there."""
-    return f"claimed {folder}"
-
-
-def _new_run_dir(cfg: Config) -> Path:
-    """A fresh `outputs/<exp_name>_<YYYYmmdd_HHMMSS>`, numbered if another run took that name."""
-    stem, number = f"outputs/{cfg.trainer.exp_name}_{time.strftime('%Y%m%d_%H%M%S')}", 1
-    while True:
-        folder = Path(stem if number == 1 else f"{stem}_{number}")
-        try:
-            _make(folder, exist_ok=False)
-            return folder
-        except FileExistsError:
-            number += 1
 
 
 def _announce(cfg: Config, folder: Path) -> None:
@@ -252,21 +224,28 @@ def run_config(
     if resume_from is not None:
         own = Path(resume_from) / "config.json"
         start(distributed or (own.exists() and load_config(path or own, changed).trainer.distributed))
-        state, cfg = resume(resume_from, path, changed, force)
-        folder = Path(resume_from)
-    else:
-        cfg = load_config(path or "", changed)
-        start(cfg.trainer.distributed)
-        state = _first_state(cfg, str(path))
-        folder = Path(first_says("run_dir", lambda: str(_new_run_dir(cfg) if run_dir is None else run_dir)))
-        begun = said_before(_claimed(folder))
+        with holding(Path(resume_from)):
+            return _run(*resume(resume_from, path, changed, force), Path(resume_from), profile, seen)
+    cfg = load_config(path or "", changed)
+    start(cfg.trainer.distributed)
+    state = _first_state(cfg, str(path))
+    folder = Path(first_says("run_dir", lambda: str(new_run_dir(cfg) if run_dir is None else run_dir)))
+    begun = claimed_before(folder)
+    if rank() == 0:
+        claim(folder, new=not begun)
+    with holding(folder):
         if begun and any(folder.glob("checkpoints/step_*")):
             state, cfg = resume(folder, path, changed)
         elif rank() == 0:
-            _claim(folder, new=not begun)
             forget_after(folder, 0)
+        return _run(state, cfg, folder, profile, seen)
+
+
+def _run(state: TensorDict, cfg: Config, folder: Path, profile: bool, seen: Callable[[LogData], Any]) -> TensorDict:
     if rank() == 0:
         _announce(cfg, folder)
+        if int(state["sample_step"]) >= total_steps(cfg, world_size()):
+            print("its budget is spent; more iterations are a config that differs: --trainer.iterations N --force")
     state = _train(state, cfg, folder, True, profile, False, seen)
     close(state, cfg)
     stop()

@@ -34,6 +34,7 @@ LEVELS = [  # a module imports from its own level and earlier ones only
         "evaluation",
         "resuming",
         "owed",
+        "run_folder",
         "loggers",
         "history",
         "bootstrap",

@@ -246,6 +246,16 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(tmp_path
         train(init_state(cfg), cfg, run, progress=False)
 
 
+def test_a_resume_that_is_refused_changes_nothing(tmp_path):
+    cfg = small(**{"trainer.save_freq": 32})
+    train(init_state(cfg), cfg, tmp_path, progress=False)
+    shutil.rmtree(tmp_path / "checkpoints" / "step_128")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(ConfigError, match=r"^state: env/\w+ is \[4\], the config makes it \[8\]"):
+        train_from_config(resume_from=tmp_path, force=True, overrides={"trainer.num_envs": 8})
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
 EVALUATED = {"trainer.enable_eval": True, "trainer.eval_freq": 32, "trainer.num_eval_episodes": 2}
 
 

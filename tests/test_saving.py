@@ -77,6 +77,11 @@ def test_best_goes_on_from_what_an_earlier_process_found(tmp_path):
         assert best == max(5.0, values[0])
 
 
+def test_infinity_is_not_the_best(tmp_path):
+    list(with_best_checkpoint(_evaluated([1.0, float("inf"), 5.0]), small(), tmp_path))
+    assert read_manifest(tmp_path / "checkpoints" / "best")["logs"]["eval/avg_reward"] == 5.0
+
+
 def test_an_evaluation_that_does_not_tell_the_metric_is_not_the_best(tmp_path):
     cfg = small(**{"trainer.best_eval_metric": "eval/success_rate"})
     assert len(list(with_best_checkpoint(_evaluated([1.0]), cfg, tmp_path))) == 1

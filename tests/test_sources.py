@@ -80,6 +80,7 @@ def test_shared_parts_are_looked_at_once(tmp_path):
 
 
 BOMB = "l0: &l0 {a: 1}\n" + "".join(f"l{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 9)}]\n" for i in range(1, 30))
+MERGES = "l0: &l0 {a: 1}\n" + "".join(f"l{i}: &l{i} {{<<: [{', '.join([f'*l{i - 1}'] * 10)}]}}\n" for i in range(1, 9))
 BAD = [  # YAML, the message after the path
     (b"a: [1\nb: 2\n", ":2:2: not YAML: expected ',' or ']'"),
     (b"a: 1\n b: 2\n", ":2:3: not YAML: mapping values are not allowed here"),
@@ -92,6 +93,9 @@ BAD = [  # YAML, the message after the path
     (b"a: 1\nb: \xff\n", ":2: not UTF-8 text: invalid start byte at byte 8"),
     (b"a: " + b"[" * 2000, ": not a config: nested too deeply"),
     (BOMB.encode(), ": not a config: its aliases stand for more than 1,000,000 values"),
+    (MERGES.encode(), ":6:5: not YAML: '<<' stands for more than 100,000 values"),
+    (b"a: &a {<<: *a}\n", ": not a config: nested too deeply"),
+    (b"a: {<<: 5}\n", ":1:9: not YAML: expected a mapping or list of mappings for merging, but found scalar"),
     (b"a: " + b"9" * 5000, ": not a config: "),
 ]
 

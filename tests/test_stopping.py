@@ -49,6 +49,13 @@ def test_an_iteration_that_takes_too_long_is_given_up():
     assert 0.15 < time.monotonic() - before < 2.0
 
 
+def test_an_iteration_of_several_ranks_is_let_end():
+    with in_loop(alone=False), interruptible():
+        send()
+        time.sleep(0.6)
+    assert asked() == signal.SIGTERM
+
+
 def test_one_that_ignores_this_is_given_up_a_little_later():
     with pytest.raises(KeyboardInterrupt), in_loop(), interruptible():
         send()

@@ -3,10 +3,12 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,10 +16,12 @@ from stand_ins import LadderConfig  # noqa: F401  (registers ladder)
 from test_loop import last_state, same, small
 
 import ecrl
+from ecrl import distributed
 from ecrl.__main__ import main
 from ecrl.checkpoint import latest, load
 from ecrl.errors import CheckpointError, ConfigError, NotSavedError
-from ecrl.training import _new_run_dir, train, train_from_config
+from ecrl.run_folder import new_run_dir
+from ecrl.training import train, train_from_config
 
 
 @pytest.fixture
@@ -73,7 +77,7 @@ def test_a_run_folder_has_everything(config_file, capsys):
     state, history = train_from_config(config_file)
     (run,) = (config_file.parent / "outputs").iterdir()
     assert run.name.startswith("generic_exp_20")
-    assert sorted(p.name for p in run.iterdir()) == ["checkpoints", "config.json", "logs", "metrics.jsonl"]
+    assert sorted(p.name for p in run.iterdir()) == [".lock", "checkpoints", "config.json", "logs", "metrics.jsonl"]
     assert ecrl.load_config(run / "config.json") == small()
     assert same(load(latest(run))[0], state)
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 2 * len(history)
@@ -92,7 +96,7 @@ def test_exp_name_names_the_folder(config_file):
 
 def test_two_runs_in_one_second_do_not_meet(config_file, monkeypatch):
     monkeypatch.setattr(time, "strftime", lambda form: "20260101_000000")
-    claimed = {_new_run_dir(small()).name for _ in range(3)}  # none has written anything yet
+    claimed = {new_run_dir(small()).name for _ in range(3)}  # none has written anything yet
     assert claimed == {f"generic_exp_20260101_000000{end}" for end in ("", "_2", "_3")}
 
 
@@ -177,6 +181,34 @@ def test_a_distributed_run_needs_what_torchrun_sets(config_file, monkeypatch):
     config_file.write_text(json.dumps(small(**{"trainer.distributed": True}).model_dump(mode="json")))
     with pytest.raises(ConfigError, match="RANK is not set"):
         train_from_config(config_file)
+
+
+@pytest.mark.parametrize("port", ["99999", "taken"])
+def test_a_store_that_cannot_be_reached_is_told_in_one_line(port):
+    taken = socket.create_server(("localhost", 0))
+    port = port if port.isdecimal() else str(taken.getsockname()[1])
+    environ = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    with (
+        taken,
+        pytest.raises(ConfigError, match=rf"^trainer.distributed: MASTER_ADDR localhost, MASTER_PORT {port}: ") as told,
+    ):
+        distributed.start(True, environ)
+    assert "\n" not in str(told.value) and distributed.world_size() == 1
+
+
+HOLD = "import sys, pathlib, ecrl.durable as d\nwith d.held(pathlib.Path('run')): print(flush=True), sys.stdin.read()"
+
+
+def test_two_processes_do_not_go_on_in_one_folder(config_file, monkeypatch, capsys):
+    assert called(monkeypatch, "train", config_file, "--run-dir", "run") == 0
+    rows = Path("run/metrics.jsonl").read_bytes()
+    other = subprocess.Popen([sys.executable, "-c", HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert other.stdout is not None and other.stdout.readline() and "budget is spent" not in capsys.readouterr().out
+    assert called(monkeypatch, "train", "--resume", "run") == 2
+    assert capsys.readouterr().err == "run_dir: run: another process trains in it; wait for its end\n"
+    other.communicate(b"")
+    assert called(monkeypatch, "train", "--resume", "run") == 0
+    assert "its budget is spent" in capsys.readouterr().out and Path("run/metrics.jsonl").read_bytes() == rows
 
 
 def test_device_auto_is_cuda_where_there_is_one():

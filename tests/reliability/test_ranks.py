@@ -172,6 +172,22 @@ def test_ranks_that_start_anew_leave_a_run_that_is_not_theirs(tmp_path):
     assert {entry.name: entry.read_text() for entry in (tmp_path / "run").iterdir()} == old
 
 
+LONE = """
+from ecrl import distributed as d
+d.start(True)
+print(d.world_size(), d.restarts(), d.first_says("name", lambda: "made"), d.said_before("word"))
+d.say("word")
+print(d.said_before("word"), d.first_says("name", lambda: "again"))
+d._ranks.store.set("ecrl/word", "0")
+print(d.said_before("word"))
+"""
+
+
+def test_one_rank_of_torchrun_knows_that_it_was_started_anew():
+    (text,) = ended(launched(1, ["-c", LONE], TORCHELASTIC_RESTART_COUNT="1"))
+    assert text.splitlines() == ["1 1 made False", "False made", "True"]
+
+
 def test_one_rank_is_given_back_what_it_gives():
     x = torch.ones(2)
     assert distributed.all_sum(x) is x and distributed.all_mean(x, weight=torch.tensor(2.0)) is x

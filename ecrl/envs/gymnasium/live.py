@@ -13,6 +13,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from ecrl.distributed import rank
 from ecrl.envs.gymnasium.spaces import BadValue
 from ecrl.envs.gymnasium.vectors import Fault, Vector
 from ecrl.errors import NotFiniteError, UserError
@@ -41,7 +42,7 @@ class Live:
             state = answer()
         except (Fault, BadValue) as error:
             self.close()
-            text = f"{explained(self.label, error)}, in {when}"
+            text = f"{explained(self.label, error, 0 if before is None else rank() * len(before))}, in {when}"
             if isinstance(error, BadValue) and error.field:
                 raise NotFiniteError(text, self._report(error, before)) from error.__cause__
             raise UserError(text) from error.__cause__
@@ -61,9 +62,9 @@ def _close_all() -> None:
         live.close()
 
 
-def explained(label: str, error: Fault | BadValue) -> str:
-    """What went wrong, with the environment first."""
-    return f"{label} {error}" if error.env is None else f"env {error.env} ({label}) {error}"
+def explained(label: str, error: Fault | BadValue, first: int = 0) -> str:
+    """What went wrong, with the environment first, counted from the `first` one of this rank."""
+    return f"{label} {error}" if error.env is None else f"env {error.env + first} ({label}) {error}"
 
 
 def numbers(x: Tensor) -> list[int]:
