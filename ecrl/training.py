@@ -90,8 +90,8 @@ def train(
         profile: time the phases and trace some iterations, into `profile/` of `run_dir`.
 
     Returns: the last state and the history of logs. Ctrl-C ends the run early and returns what there is.
-    Raises: ConfigError for a folder that cannot be written or holds a run, and for `profile` without a folder;
-    `ecrl.errors.NotSavedError`, which holds what would be returned, if the last state could not be saved.
+    Raises: ConfigError for a folder that cannot be written, holds a run or is another process's, and for `profile`
+    without one; `ecrl.errors.NotSavedError`, which holds what would be returned, if the last state could not be saved.
     """
     folder, history, last = None if run_dir is None else Path(run_dir), History(), [state]
     new = int(state["sample_step"]) == 0 and not claimed_before(folder)
