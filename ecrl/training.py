@@ -222,8 +222,7 @@ def run_config(
     """`train_from_config` without a history, which grows with every iteration; `seen` gets each record."""
     changed = dict(overrides) | ({} if distributed is None else {"trainer.distributed": distributed})
     if resume_from is not None:
-        own = Path(resume_from) / "config.json"
-        start(distributed or (own.exists() and load_config(path or own, changed).trainer.distributed))
+        start(distributed or _was_distributed(Path(resume_from), path, changed))
         with holding(Path(resume_from)):
             return _run(*resume(resume_from, path, changed, force), Path(resume_from), profile, seen)
     cfg = load_config(path or "", changed)
@@ -239,6 +238,16 @@ def run_config(
         elif rank() == 0:
             forget_after(folder, 0)
         return _run(state, cfg, folder, profile, seen)
+
+
+def _was_distributed(folder: Path, path: str | Path | None, changed: Mapping[str, Any]) -> bool:
+    """What the config says; where that of the run is lost, `resume` has the one of its checkpoint."""
+    try:
+        return load_config(path or folder / "config.json", changed).trainer.distributed
+    except ConfigError:
+        if path is not None:
+            raise
+        return False
 
 
 def _run(state: TensorDict, cfg: Config, folder: Path, profile: bool, seen: Callable[[LogData], Any]) -> TensorDict:

@@ -211,6 +211,23 @@ def test_two_processes_do_not_go_on_in_one_folder(config_file, monkeypatch, caps
     assert "its budget is spent" in capsys.readouterr().out and Path("run/metrics.jsonl").read_bytes() == rows
 
 
+def test_a_distributed_run_of_nobody_else_says_so(config_file, monkeypatch, capsys):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.warns(
+        UserWarning, match=r"^trainer.distributed: torchrun did not start this process; it trains alone$"
+    ):
+        train_from_config(config_file, distributed=True)
+
+
+def test_a_run_whose_config_is_lost_goes_on_with_that_of_its_checkpoint(config_file, monkeypatch, capsys):
+    assert called(monkeypatch, "train", config_file, "--run-dir", "run") == 0
+    whole = Path("run/config.json").read_bytes()
+    for damaged in (b"{", None):
+        Path("run/config.json").unlink() if damaged is None else Path("run/config.json").write_bytes(damaged)
+        assert called(monkeypatch, "train", "--resume", "run") == 0
+        assert Path("run/config.json").read_bytes() == whole
+
+
 def test_device_auto_is_cuda_where_there_is_one():
     state = ecrl.init_state(small(**{"trainer.device": "auto"}))
     assert state["key"].is_cuda == torch.cuda.is_available()
