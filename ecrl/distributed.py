@@ -5,7 +5,6 @@ Numbers pass between ranks by `all_sum` and `all_mean` alone, in compiled code o
 """
 
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
@@ -137,8 +136,6 @@ def start(distributed: bool, environ: Mapping[str, str] = os.environ) -> None:
     """
     global _ranks
     alone = environ.get("WORLD_SIZE", "1") == "1"
-    if distributed and "WORLD_SIZE" not in environ:
-        warnings.warn("trainer.distributed: torchrun did not start this process; it trains alone", stacklevel=2)
     if not distributed or _ranks.store is not None or (alone and "TORCHELASTIC_RESTART_COUNT" not in environ):
         return
     size, here, port = (_count(name, environ) for name in ("WORLD_SIZE", "RANK", "MASTER_PORT"))

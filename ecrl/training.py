@@ -1,6 +1,8 @@
 """Loop and consumers composed from a config: `train` for notebooks, `train_from_config` for scripts and the shell."""
 
 import json
+import os
+import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
 from functools import partial
@@ -251,6 +253,8 @@ def _was_distributed(folder: Path, path: str | Path | None, changed: Mapping[str
 
 
 def _run(state: TensorDict, cfg: Config, folder: Path, profile: bool, seen: Callable[[LogData], Any]) -> TensorDict:
+    if cfg.trainer.distributed and "WORLD_SIZE" not in os.environ:
+        warnings.warn("trainer.distributed: torchrun did not start this process; it trains alone", stacklevel=2)
     if rank() == 0:
         _announce(cfg, folder)
         if int(state["sample_step"]) >= total_steps(cfg, world_size()):
