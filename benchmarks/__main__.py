@@ -21,6 +21,7 @@ SUBJECTS = {  # name: what it shows; the file of that name has `rows(quick, core
     "scaling": "env steps per second by number of environments, length of a rollout and width of the networks",
     "seeds": "64 runs as one vmapped call against one after the other, and against rejax vmapped",
     "physics": "PPO on PushCube against the bare physics in it",
+    "guard": "what the finite guard costs an iteration",
     "phases": "where the time of an iteration goes",
 }
 QUICK = ("end_to_end", "solved", "kernels")

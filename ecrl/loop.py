@@ -19,12 +19,12 @@ from ecrl.algorithms.core import start_keys, steps_taken
 from ecrl.compile import COMPILED
 from ecrl.config import Config, total_steps
 from ecrl.distributed import world_size
-from ecrl.errors import ConfigError, NotFiniteError
+from ecrl.errors import ConfigError
 from ecrl.finite import KEYS, WHAT, flags, left_out
 from ecrl.kernels import episode_init, restarted
 from ecrl.logs import WINDOW, collect_logs, counted_steps, over_ranks
 from ecrl.parts import check_envs, check_rollout, device_of, form_of, make_parts, shaping
-from ecrl.refusing import completed, refusal
+from ecrl.refusing import careful, refusal
 from ecrl.stopping import interruptible
 from ecrl.trees import flatten, mapped, names, replaced, unflatten
 from ecrl.types import LogData, Logs
@@ -169,7 +169,8 @@ def _iteration(
     algorithm: Algorithm, parts: Parts, size: int, guard: str, start: TensorDict
 ) -> tuple[TensorDict, dict[str, Logs], Tensor | None]:
     """Collect, update, and what the loop itself keeps; `size` env steps. The flags of the guard unless it is off."""
-    collected, batch = algorithm.collect(parts, start)
+    stops_here = guard == "stop" and not parts.env.is_pure  # as its steps cannot be taken again
+    collected, batch = algorithm.collect(careful(parts, start) if stops_here else parts, start)
     state, train_logs = algorithm.update(parts, collected, batch)
     norm, episode = cast(TensorDict, state["norm"]), cast(TensorDict, state["episode"])
     if parts.policy.norm_update is not None:
@@ -180,7 +181,7 @@ def _iteration(
     if guard != "off":
         seen = batch.select(*KEYS, "mask", strict=False)
         odd = flags(seen, train_logs, cast(TensorDict, state["params"]))
-        if guard == "stop" and not parts.env.is_pure and odd[1].any():  # its steps cannot be taken again
+        if stops_here and odd[1].any():
             raise refusal(algorithm, parts, start, odd, (collected, batch))
     if guard == "skip" and odd is not None:
         state = left_out(odd[1], start, collected, state)
@@ -278,10 +279,7 @@ def _iterations(state: TensorDict, cfg: Config, watch: Watch) -> Iterator[LogDat
     while step < end:
         known, before = len(COMPILED), state
         with interruptible():
-            try:
-                leaves, state, logs, odd = iteration(leaves)
-            except NotFiniteError as error:  # of environments on the host
-                raise completed(error, before) from error.__cause__
+            leaves, state, logs, odd = iteration(leaves)
             if odd is not None:
                 told = _judge(odd, cfg, before, told)
         step += steps_per_iteration(cfg)

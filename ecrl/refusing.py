@@ -1,5 +1,6 @@
 """The error of an iteration that met NaN or infinity: one line, a report, and the state before it."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -8,11 +9,10 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl.algorithms import Algorithm, Parts
-from ecrl.distributed import rank
 from ecrl.errors import NotFiniteError
-from ecrl.finite import KEYS, WHAT
+from ecrl.finite import WHAT
 from ecrl.kernels import scan
-from ecrl.locating import Found, in_batch, in_update
+from ecrl.locating import in_batch, in_update
 
 _ADVICE = {
     "observation": "mend the environment",
@@ -44,7 +44,7 @@ def explained(report: dict[str, Any]) -> str:
     met = f"{begin}: NaN or infinity in {', '.join(report['met'])}"
     found, guard = report["found"], 'or set trainer.finite_guard to "skip" to leave such updates out'
     if found is None:
-        return f"{met}; taken again eagerly, it shows nowhere on this rank; {_LEARNING}, {guard}"
+        return f"{met}; looked at eagerly, it shows nowhere on this rank; {_LEARNING}, {guard}"
     where = ", ".join(_PLACES[name].format(number) for name, number in found["place"].items())
     last = "there is none before it" if found["before"] is None else f"last finite value {_shown(found['before'])}"
     advice = (_FINAL if found["key"] == "final_value" else "") + _ADVICE.get(found["what"], _LEARNING)
@@ -52,16 +52,31 @@ def explained(report: dict[str, Any]) -> str:
     return f"{met}; {first}, {last}; {advice}, {guard}"
 
 
-def completed(error: NotFiniteError, state: TensorDict) -> NotFiniteError:
-    """The error of an iteration from `state`, of one that the environments or the iteration itself raised."""
-    if error.state is not None:
-        return error
-    given = error.report
-    place = {"env": given["env"] + rank() * len(cast(TensorDict, state["env"])), "env_step": given["env_step"]}
-    found = Found(KEYS[given["field"]], given["field"], place, None, given["before"])
-    report = {**_steps(state), "met": [found.what], "found": found._asdict()}
-    last = "there is none before it" if found.before is None else f"last finite value {_shown(found.before)}"
-    return NotFiniteError(f"{error}; {last}; {_ADVICE[found.what]}", report, state)
+def careful(parts: Parts, state: TensorDict) -> Parts:
+    """The parts for collecting from `state`, with host environments that are given no action of NaN or infinity.
+
+    A robot may be behind them. Everything else is judged when all is collected.
+
+    Raises: NotFiniteError, when it steps.
+    """
+    asked: list[TensorDict] = []
+
+    def step(world: TensorDict, action: Tensor, noise: Any) -> TensorDict:
+        seen = {"obs": world["obs"], "action": action, "done": torch.zeros_like(world["terminated"])}
+        asked.append(TensorDict(seen, world.batch_size))
+        if action.is_floating_point() and not action.isfinite().all():
+            raise _unfit(parts, state, asked)
+        return parts.env.step(world, action, noise)
+
+    return parts._replace(env=replace(parts.env, step=step))
+
+
+def _unfit(parts: Parts, state: TensorDict, asked: list[TensorDict]) -> NotFiniteError:
+    """The error of an iteration from `state` that ends while it collects, by what the policy saw and did."""
+    batch = cast(TensorDict, torch.stack((*asked, asked[-1]), 1))
+    found = in_batch(parts, state, batch)
+    report = {**_steps(state), "met": [found.what] if found else [], "found": found and found._asdict()}
+    return NotFiniteError(explained(report), report, state)
 
 
 def _steps(state: TensorDict) -> dict[str, int]:

@@ -123,15 +123,42 @@ class Count(gymnasium.Env):
         obs = self._obs()
         if self._steps == 3 and self._odd:
             obs = {"nan": obs * np.nan, "shape": obs[:1]}.get(self._fault, obs)
-        reward = np.inf if self._fails("reward") and self._steps == 3 else float(self._at)
-        return obs, reward, self._at % 5 == 0, self._since == 3, info
+        return obs, float(self._at), self._at % 5 == 0, self._since == 3, info
 
     def close(self):
         self.closed = True
 
 
+class Drift(gymnasium.Env):
+    """Observes its steps, pays less for larger actions, is cut at 4 steps; those with odd seeds fail once at step 3.
+
+    `strict` is one that breaks if it is given NaN.
+    """
+
+    observation_space = spaces.Box(-np.inf, np.inf, (1,))
+    action_space = spaces.Box(-1.0, 1.0, (1,))
+
+    def __init__(self, fault="none", strict=False):
+        self._fault, self._strict, self._steps = fault, strict, 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self._odd = seed % 2 == 1 if seed is not None else self._odd
+        self._since = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        assert not self._strict or np.isfinite(action).all(), "it broke"
+        self._steps, self._since = self._steps + 1, self._since + 1
+        now = self._fault if self._odd and self._steps == 3 else ""
+        obs = np.full(1, np.nan if now == "obs" else self._since, np.float32)
+        reward = np.inf if now == "reward" else -float(np.nan_to_num(action[0]) ** 2)
+        return obs, reward, False, self._since == 4, {}
+
+
 gymnasium.register("Tell-v0", Tell)
 gymnasium.register("Count-v0", Count)
+gymnasium.register("Drift-v0", Drift)
 
 
 class Text(Count):

@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("rlax", reason="the benchmarks' peers are not installed")
 
-from benchmarks import end_to_end, gpu, kernels, memory, phases, physics, scaling, seeds, solved
+from benchmarks import end_to_end, gpu, guard, kernels, memory, phases, physics, scaling, seeds, solved
 from benchmarks.alone import alone
 from benchmarks.forms import adam, draws, gae, loss
 from benchmarks.ours import CONFIG
@@ -354,7 +354,24 @@ def test_a_row_of_push_cube_is_judged_by_bare_physics():
     assert "error" in physics.told(Result("environment", [], 1.0, {}, 0.0, "died"), bare, 2)
 
 
-DRAWN = [end_to_end, kernels, memory, phases, physics, scaling, seeds, solved]
+def test_the_cost_of_the_guard_is_the_median_of_rounds_with_its_interval():
+    row = guard.cost([1.0 + i / 100 for i in range(101)], [1.0] * 101)
+    assert (row["times"], row["quartile_1"], row["quartile_3"]) == pytest.approx((1.5, 1.25, 1.75))
+    assert row["low"] == pytest.approx(1.40) and row["high"] == pytest.approx(1.60)  # ranks 41 and 61
+    assert not row["met"] and guard.cost([1.0, 1.5, 1.01], [1.0] * 3)["met"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("env", ["CartPole", "gymnasium:CartPole-v1"])
+def test_iterations_under_each_guard_take_turns(env, monkeypatch):
+    monkeypatch.setattr(guard, "_TURN_S", 0.0)
+    taken = guard.turns(env, 4, 2)
+    assert {name: len(seconds) for name, seconds in taken.items()} == {"off": 2, "stop": 2, "skip": 2}
+    guards = {guard.config(env, 4, **{"trainer.finite_guard": name}).trainer.finite_guard for name in taken}
+    assert guards == {"off", "stop", "skip"} and guard.config(env, 4).env.name in ("cartpole", "gymnasium")
+
+
+DRAWN = [end_to_end, guard, kernels, memory, phases, physics, scaling, seeds, solved]
 
 
 @pytest.mark.parametrize("module", DRAWN, ids=lambda m: m.__name__)
@@ -363,6 +380,14 @@ def test_figures_of_rows_with_gaps(module, tmp_path):
     full = {
         end_to_end: {"peer": "sb3", "num_envs": 4, "cores": 1, "ratio": 2.0, "ratio_min": 1.0, "ratio_max": 3.0}
         | {"must": 1.0},
+        guard: {
+            "env": "CartPole",
+            "num_envs": 4,
+            "guard": "stop",
+            "times": 1.01,
+            "quartile_1": 1.0,
+            "quartile_3": 1.02,
+        },
         kernels: {"kernel": "gae", "size": "1x1", "ours": "ecrl eager", "peer": "sb3", "ratio": 2.0, "ratio_min": 1.0}
         | {"ratio_max": 3.0},
         memory: {"contestant": "ecrl", "num_envs": 4, "peak_mb": 3.0},

@@ -95,7 +95,6 @@ def fails(env, message, seconds):
             r"env 2 .* lost its worker \(process \d+ of envs \d to \d\), which ended with status 3, in",
         ),
         ("die in reset", r"env 2 .* lost its worker .* ended with status 3, in step 1"),
-        ("nan", r"env 2 .* observed NaN or infinity.* in step 3"),
     ],
 )
 def test_a_worker_that_raises_or_dies_ends_in_one_error(fault, message):

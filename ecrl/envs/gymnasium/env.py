@@ -4,7 +4,6 @@ import sys
 from collections.abc import Callable
 from typing import Any, cast
 
-import numpy as np
 from gymnasium.vector import VectorEnv
 from pydantic import Field, JsonValue, field_validator
 from tensordict import TensorDict
@@ -15,7 +14,7 @@ from ecrl.envs.core import Env
 from ecrl.envs.gymnasium.autoreset import driven
 from ecrl.envs.gymnasium.live import Live, behind, current, explained, numbers, opened
 from ecrl.envs.gymnasium.parallel import parallel
-from ecrl.envs.gymnasium.spaces import MASK, BadValue, action, allowed, check_allowed, refuse
+from ecrl.envs.gymnasium.spaces import MASK, BadValue, action, allowed, check_allowed
 from ecrl.envs.gymnasium.vectors import Fault, Outcome, Vector, serial
 from ecrl.envs.gymnasium.worker import told
 from ecrl.errors import ConfigError, UserError
@@ -56,7 +55,8 @@ def gymnasium_env(cfg: GymnasiumConfig) -> Env:
     `info.success`, NaN where it is not told. Equal keys give equal episodes, in this process and in workers.
 
     Raises: ConfigError for an environment that cannot be made, or has a space of another kind; later UserError, naming
-        env and step, where one raises, dies, hangs (workers only), or gives NaN or what its space does not hold.
+        env and step, where one raises, dies, hangs (workers only), or gives what its space does not hold. NaN and
+        infinity pass; `trainer.finite_guard` judges them in a run.
     """
     limit = {} if cfg.max_episode_steps is None else {"max_episode_steps": cfg.max_episode_steps}
     kwargs = cast(dict[str, Any], cfg.kwargs) | limit
@@ -115,8 +115,6 @@ def _env(make: Callable[[int], Vector], label: str) -> Env:
         live = current(state, owner, label)
 
         def answer() -> TensorDict:
-            if chosen.is_floating_point():
-                refuse(~np.isfinite(chosen.detach().cpu().numpy()), "was given an action of NaN or infinity", "action")
             taken = action(live.vector.action_space, chosen)
             return _state(live.vector.step(taken), spaces, state["reward"])
 
@@ -180,7 +178,6 @@ def _spaces(vector: Vector) -> tuple[Space, Space]:
 
 def _state(outcome: Outcome, spaces: tuple[Space, Space], like: Tensor) -> TensorDict:
     """The outcome as a state, on the device of `like`."""
-    refuse(~np.isfinite(outcome.reward.numpy()), "paid NaN or infinity", "reward")
     n, obs, final, nvec = len(like), outcome.obs, outcome.final, _nvec(spaces[1])
     if isinstance(spaces[0], Dict) and MASK in dict(spaces[0].items) and nvec:
         if not isinstance(obs, TensorDict) or MASK not in obs:

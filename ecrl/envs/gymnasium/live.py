@@ -7,7 +7,6 @@ import atexit
 import itertools
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -16,8 +15,7 @@ from torch import Tensor
 from ecrl.distributed import rank
 from ecrl.envs.gymnasium.spaces import BadValue
 from ecrl.envs.gymnasium.vectors import Fault, Vector
-from ecrl.errors import NotFiniteError, UserError
-from ecrl.trees import flatten
+from ecrl.errors import UserError
 
 _LIVE: dict[int, "Live"] = {}
 _TOKENS = itertools.count(time.time_ns())  # of this process alone, so that the state of another one is known as such
@@ -43,17 +41,9 @@ class Live:
         except (Fault, BadValue) as error:
             self.close()
             text = f"{explained(self.label, error, 0 if before is None else rank() * len(before))}, in {when}"
-            if isinstance(error, BadValue) and error.field:
-                raise NotFiniteError(text, self._report(error, before)) from error.__cause__
             raise UserError(text) from error.__cause__
         stamp = torch.tensor((self.token, self.steps)).expand(len(state), 2)
         return state.set("token", stamp[:, 0].clone()).set("step", stamp[:, 1].clone())
-
-    def _report(self, error: BadValue, before: TensorDict | None) -> dict[str, Any]:
-        """Which value is not finite, and what it was in the state before; of actions that does not tell."""
-        env, field = error.env or 0, before.get(error.field, None) if before is not None else None
-        last = [number for x in flatten(field)[0] for number in x[env].flatten().tolist()]
-        return {"field": error.field, "env": env, "env_step": max(self.steps - 1, 0), "before": last or None}
 
 
 @atexit.register

@@ -18,14 +18,11 @@ MASK = "action_mask"
 
 
 class BadValue(ValueError):
-    """A value that is not of its space; `env` is the index of the first environment that gave one, where known.
+    """A value that is not of its space; `env` is the index of the first environment that gave one, where known."""
 
-    `field` is what it was, if it is NaN or infinity: obs, action or reward.
-    """
-
-    def __init__(self, text: str, env: int | None = None, field: str = ""):
+    def __init__(self, text: str, env: int | None = None):
         super().__init__(text)
-        self.env, self.field = env, field
+        self.env = env
 
 
 def collate(space: spaces.Space, rows: Sequence[Any]) -> Any:
@@ -49,7 +46,7 @@ def collate(space: spaces.Space, rows: Sequence[Any]) -> Any:
 def observation(space: spaces.Space, batch: Any) -> Any:
     """A batch as a tensor of its own memory, `[N, *shape]` float32 or int64; Dict and Tuple as a TensorDict.
 
-    Raises: BadValue for another shape, a number that is not finite, or an integer outside its space.
+    NaN and infinity are as they are. Raises: BadValue for another shape, or an integer outside its space.
 
     >>> observation(spaces.Discrete(2, start=5), np.array([5, 6]))
     tensor([0, 1])
@@ -62,9 +59,7 @@ def observation(space: spaces.Space, batch: Any) -> Any:
     if np.shape(batch)[1:] != space.shape:
         raise BadValue(f"observed shape {list(np.shape(batch)[1:])}, its space is {space}", 0)
     if isinstance(space, spaces.Box):
-        x = np.array(batch, np.float32)
-        refuse(~np.isfinite(x), "observed NaN or infinity", "obs")
-        return torch.from_numpy(x)
+        return torch.from_numpy(np.array(batch, np.float32))
     low, size = _range(space)
     whole = np.array(batch, np.int64) - low
     refuse((whole < 0) | (whole >= size), f"observed an integer outside {space}")
@@ -74,13 +69,18 @@ def observation(space: spaces.Space, batch: Any) -> Any:
 def action(space: spaces.Space, x: Tensor) -> np.ndarray:
     """Actions `[N, ...]` as the environments want them, `[N, *shape]` in the dtype of `space`; the memory is its own.
 
+    Raises: BadValue for NaN or infinity where they want integers.
+
     >>> action(spaces.MultiBinary((1, 2)), torch.tensor([[0, 1]]))
     array([[[0, 1]]], dtype=int8)
     """
     shape: tuple[int, ...] = space.shape or ()
     array = x.detach().cpu().numpy().reshape(len(x), *shape)
     if isinstance(space, spaces.Box):
-        return np.array(np.rint(array) if np.issubdtype(space.dtype, np.integer) else array, space.dtype)
+        if np.issubdtype(space.dtype, np.integer):
+            refuse(~np.isfinite(array), "was given NaN or infinity as an action, where it takes integers")
+            array = np.rint(array)
+        return np.array(array, space.dtype)
     return np.asarray(array + _range(space)[0], space.dtype)
 
 
@@ -121,7 +121,7 @@ def _range(space: Any) -> tuple[Any, Any]:
     return space.start, space.n if isinstance(space, spaces.Discrete) else space.nvec
 
 
-def refuse(wrong: np.ndarray, text: str, field: str = "") -> None:
+def refuse(wrong: np.ndarray, text: str) -> None:
     """Raise BadValue naming the first environment in which anything is `wrong`, bool `[N, ...]`."""
     if wrong.any():
-        raise BadValue(text, int(wrong.reshape(len(wrong), -1).any(1).argmax()), field)
+        raise BadValue(text, int(wrong.reshape(len(wrong), -1).any(1).argmax()))

@@ -56,7 +56,7 @@ def replaced(obs: Any, where: Sequence[int], space: gymnasium.Space, rows: Seque
             out[list(where)] = observation(space, collate(space, rows))
         except BadValue as error:
             env = None if error.env is None else where[error.env]
-            raise BadValue(f"{error}, at the end of its episode", env, error.field) from None
+            raise BadValue(f"{error}, at the end of its episode", env) from None
     return out
 
 
