@@ -9,6 +9,7 @@ Making is memoised by config, so equal configs give the same object and compile 
 known wherever it is installed names the module that registers them as an entry point of the group `ecrl.plugins`.
 """
 
+import json
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from functools import cache
@@ -151,6 +152,17 @@ def import_own(module: str) -> None:
         if isinstance(error, ModuleNotFoundError) and error.name and not f"{module}.".startswith(f"{error.name}."):
             raise
         raise UserError(f"--import {module or '(nothing)'}: {error}; expected the name of a module to import") from None
+
+
+def own_modules(config: str) -> list[str]:
+    """The modules, not of ecrl, that registered a part named in the JSON of a config: another process imports them.
+
+    >>> own_modules('{"env": {"name": "cartpole"}}')
+    []
+    """
+    entries = [entry for part in _ENTRIES.values() for name, entry in part.items() if json.dumps(name) in config]
+    modules = {str(entry.make.__module__) for entry in entries}
+    return sorted(m for m in modules if m != "__main__" and m.partition(".")[0] != "ecrl")
 
 
 def registered(kind: str) -> tuple[str, ...]:

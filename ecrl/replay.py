@@ -16,6 +16,7 @@ from ecrl.loop import form_of, train_iter
 from ecrl.parts import make_parts
 from ecrl.ranks import with_own
 from ecrl.refusing import explained
+from ecrl.registry import own_modules
 from ecrl.types import LogData
 
 REPORT = "report.json"
@@ -32,9 +33,10 @@ def _about(cfg: Config) -> dict[str, Any]:
     }
 
 
-def _command(folder: Path, ranks: int) -> str:
+def _command(folder: Path, ranks: int, cfg: Config) -> str:
+    own = "".join(f" --import {module}" for module in own_modules(cfg.model_dump_json()))
     many = f"torchrun --nproc-per-node {ranks} -m ecrl replay {folder} --distributed"
-    return f"ecrl replay {folder}" if ranks == 1 else many
+    return (f"ecrl replay {folder}" if ranks == 1 else many) + own
 
 
 def with_crash(records: Iterator[LogData], cfg: Config, run_dir: str | Path) -> Iterator[LogData]:
@@ -46,7 +48,7 @@ def with_crash(records: Iterator[LogData], cfg: Config, run_dir: str | Path) -> 
     try:
         yield from records
     except NotFiniteError as error:
-        again = _command(folder, world_size())
+        again = _command(folder, world_size(), cfg)
         pure = make_parts(cfg).env.is_pure
         try:
             whole = {"message": str(error), **error.report, **_about(cfg), "command": again}
@@ -95,7 +97,7 @@ def replay(folder: str | Path) -> Iterator[str]:
         yield f"environments of {cfg.env.name} live outside of the state: their steps cannot be repeated"
     elif report["ranks"] != world_size():
         told = f"it was an iteration of {report['ranks']} ranks, these are {world_size()}"
-        yield f"{told}; repeat it with: {_command(folder, report['ranks'])}"
+        yield f"{told}; repeat it with: {_command(folder, report['ranks'], cfg)}"
     else:
         yield from _found_again(report, _once(with_own(state, folder), cfg))
 
