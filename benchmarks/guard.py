@@ -6,23 +6,25 @@ from math import sqrt
 from typing import Any
 
 from benchmarks.alone import alone
-from benchmarks.pairs import Failure
+from benchmarks.pairs import ROOT, Failure
 from benchmarks.turns import Call, take_turns
 
 MOST = 1.02
 """Times of an iteration without it."""
-SIZES, QUICK = {"CartPole": (64, 2048), "PushCube": (64,), "gymnasium:CartPole-v1": (8,)}, {"CartPole": (64,)}
+SIZES, QUICK = {"CartPole": (64, 2048), "PushCube": (64,), "HalfCheetah": (16,)}, {"CartPole": (64,)}
+SHIPPED = {"PushCube": "push_cube_ppo.json", "HalfCheetah": "half_cheetah_ppo.json"}
 _ROUNDS, _ROUNDS_QUICK, _TURN_S = 101, 5, 0.3
 
 
 def config(env: str, num_envs: int, **keys: Any) -> Any:
-    """PPO as `scaling` and `physics` run it, for ever."""
-    from benchmarks import physics, scaling
+    """PPO on CartPole as `scaling` runs it, else a shipped config with so many environments; for ever."""
+    from benchmarks import scaling
+    from ecrl import load_config
 
-    if env == "PushCube":
-        return physics.config(**{"trainer.num_envs": num_envs, **keys})
-    keys |= {"env": env} if env.startswith("gymnasium:") else {}
-    return scaling.config(scaling.Size(num_envs), "cpu").replace(**keys)
+    if env == "CartPole":
+        return scaling.config(scaling.Size(num_envs), "cpu").replace(**keys)
+    keys = {"trainer.iterations": 10**6, "trainer.num_envs": num_envs, **keys}
+    return load_config(ROOT / "configs" / SHIPPED[env]).replace(**keys)
 
 
 def iterations(cfg: Any) -> Call:

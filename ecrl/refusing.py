@@ -1,7 +1,11 @@
 """The error of an iteration that met NaN or infinity: one line, a report, and the state before it."""
 
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import count
+from math import isfinite
 from typing import Any, cast
 
 import torch
@@ -12,7 +16,7 @@ from ecrl.algorithms import Algorithm, Parts
 from ecrl.errors import NotFiniteError
 from ecrl.finite import WHAT
 from ecrl.kernels import scan
-from ecrl.locating import in_batch, in_update
+from ecrl.locating import Found, in_batch, in_update
 
 _ADVICE = {
     "observation": "mend the environment",
@@ -44,7 +48,8 @@ def explained(report: dict[str, Any]) -> str:
     met = f"{begin}: NaN or infinity in {', '.join(report['met'])}"
     found, guard = report["found"], 'or set trainer.finite_guard to "skip" to leave such updates out'
     if found is None:
-        return f"{met}; looked at eagerly, it shows nowhere on this rank; {_LEARNING}, {guard}"
+        advice = _ADVICE.get(report["met"][0], _LEARNING)
+        return f"{met}; looked at eagerly, it shows nowhere on this rank; {advice}, {guard}"
     where = ", ".join(_PLACES[name].format(number) for name, number in found["place"].items())
     last = "there is none before it" if found["before"] is None else f"last finite value {_shown(found['before'])}"
     advice = (_FINAL if found["key"] == "final_value" else "") + _ADVICE.get(found["what"], _LEARNING)
@@ -59,23 +64,27 @@ def careful(parts: Parts, state: TensorDict) -> Parts:
 
     Raises: NotFiniteError, when it steps.
     """
-    asked: list[TensorDict] = []
+    asked: deque[tuple[TensorDict, Tensor]] = deque(maxlen=2)
+    times = count(1)
 
     def step(world: TensorDict, action: Tensor, noise: Any) -> TensorDict:
-        seen = {"obs": world["obs"], "action": action, "done": torch.zeros_like(world["terminated"])}
-        asked.append(TensorDict(seen, world.batch_size))
-        if action.is_floating_point() and not action.isfinite().all():
-            raise _unfit(parts, state, asked)
+        asked.append((world, action))
+        taken = next(times)
+        if not isfinite(sum(action.flatten().tolist())):  # for few numbers faster than any call of torch
+            raise _unfit(parts, state, asked, taken - len(asked))
         return parts.env.step(world, action, noise)
 
     return parts._replace(env=replace(parts.env, step=step))
 
 
-def _unfit(parts: Parts, state: TensorDict, asked: list[TensorDict]) -> NotFiniteError:
-    """The error of an iteration from `state` that ends while it collects, by what the policy saw and did."""
-    batch = cast(TensorDict, torch.stack((*asked, asked[-1]), 1))
-    found = in_batch(parts, state, batch)
-    report = {**_steps(state), "met": [found.what] if found else [], "found": found and found._asdict()}
+def _unfit(parts: Parts, state: TensorDict, asked: Sequence[tuple[TensorDict, Tensor]], before: int) -> NotFiniteError:
+    """The error of an iteration that ends while it collects, by what was last seen and done, after `before` steps."""
+    seen = [(world["obs"], action) for world, action in (*asked, asked[-1])]  # the last row of a batch is apart
+    obs, action = (torch.stack(x, 1) for x in zip(*seen, strict=True))
+    done = torch.zeros(action.shape[:2], dtype=torch.bool, device=action.device)
+    found = cast(Found, in_batch(parts, state, TensorDict({"obs": obs, "action": action, "done": done}, done.shape)))
+    place = {name: n + before * (name != "env") for name, n in found.place.items()}
+    report = {**_steps(state), "met": [found.what], "found": found._replace(place=place)._asdict()}
     return NotFiniteError(explained(report), report, state)
 
 

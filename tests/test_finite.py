@@ -286,7 +286,7 @@ def test_a_folder_that_is_no_crash_is_refused(tmp_path):
 
 
 def drifting(fault: str, guard: str, **kwargs) -> Config:
-    """Environments 1 and 3 of 4 (by their seeds) fail at step 3, the first of the second iteration."""
+    """Environments with odd seeds fail at step 3, the first of the second iteration."""
     env = {"name": "gymnasium", "cfg": {"id": "Drift-v0", "kwargs": {"fault": fault, **kwargs}}}
     more = {"env": env, "trainer.buffer_size": 2, "trainer.finite_guard": guard, "trainer.iterations": 5}
     return run("ppo", **more).replace(**{"algorithm.cfg.batch_size": 8})
@@ -314,6 +314,15 @@ def test_gymnasium_stops_in_the_same_iteration_and_says_what_cannot_be_repeated(
     assert "; mend the environment, or set" in str(error.value)
     *_, last = replay(tmp_path / "run" / "crash")
     assert last == "environments of gymnasium live outside of the state: their steps cannot be repeated"
+
+
+def test_an_action_that_no_environment_is_given_is_found_in_the_middle_of_a_rollout():
+    cfg = drifting("obs", "stop", strict=True).replace(**{"trainer.buffer_size": 8})
+    error, states = met(cfg)
+    place = {"env": odd_seeds(cfg)[0], "step": 3, "env_step": 3}
+    found = error.report["found"]
+    assert (found["place"], found["value"][0] != found["value"][0], found["before"]) == (place, True, [2.0])
+    assert "nan] in env" in str(error) and "step 3 of the rollout, step 3 of that env" in str(error) and not states
 
 
 @pytest.mark.parametrize("fault", ["obs", "reward"])
