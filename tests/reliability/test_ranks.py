@@ -160,6 +160,47 @@ def test_the_iteration_that_ends_all_ranks_is_repeated_by_as_many(tmp_path):
     assert alone.splitlines()[-1] == f"it was an iteration of 2 ranks, these are 1; repeat it with: {again}"
 
 
+ON_THE_HOST = """
+import os, sys
+import gymnasium
+import numpy as np
+from ecrl.__main__ import main
+
+class Spoilt(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (1,))
+    action_space = gymnasium.spaces.Box(-1.0, 1.0, (1,))
+
+    def reset(self, *, seed=None, options=None):
+        self.steps = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        self.steps += 1
+        odd = self.steps == 7 and os.environ["RANK"] == "1"
+        return np.zeros(1, np.float32), np.nan if odd else 1.0, False, False, {}
+
+gymnasium.register("Spoilt-v0", Spoilt)
+sys.argv = ["ecrl", *sys.argv[1:]]
+main()
+"""
+
+
+@pytest.mark.slow
+def test_all_ranks_stop_where_an_environment_on_the_host_of_one_pays_nan(tmp_path):
+    crash, path = tmp_path / "run" / "crash", tmp_path / "x.json"
+    path.write_text(json.dumps(ecrl.load_config("configs/pendulum_ppo.json").model_dump(mode="json")))
+    keys = {"env.name": "gymnasium", "env.cfg": {"id": "Spoilt-v0"}, "trainer.num_envs": 2, "trainer.buffer_size": 5}
+    keys |= {"trainer.compile": "off", "trainer.enable_eval": False}
+    given = [text for key, value in keys.items() for text in (f"--{key}", json.dumps(value))]
+    train = ["-c", ON_THE_HOST, "train", str(path), "--distributed", "--run-dir", str(crash.parent), *given]
+    processes = launched(2, train)
+    told = [process.communicate(timeout=300)[0] for process in processes]
+    assert [process.returncode for process in processes] == [2, 2], told
+    assert "it shows nowhere on this rank; mend the environment" in told[0] and str(crash) in told[0]
+    assert "first reward = nan in env 2, step 1 of the rollout, step 6 of that env, last finite value 1" in told[1]
+    assert json.loads((crash / "report.json").read_text())["met"][0] == "reward"
+
+
 @pytest.mark.slow
 def test_ranks_that_start_anew_leave_a_run_that_is_not_theirs(tmp_path):
     path, old = ranks_killed.config(tmp_path), {"config.json": "{}", "metrics.jsonl": '{"sample_step": 1}\n'}
