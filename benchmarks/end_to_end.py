@@ -1,7 +1,7 @@
 """Environment steps per second of PPO on CartPole, collecting and learning: ecrl against what users would pick.
 
-Against rejax on one core and on two, in five rounds; on one core also against SB3, TorchRL and a CleanRL-style loop,
-which are so much slower that few rounds tell enough. The quick form has these, and the second core, at fewer sizes.
+Against rejax on one core and on two; on one core also against SB3, TorchRL and a CleanRL-style loop; five rounds each.
+The quick form has one round with those three, and them and the second core at fewer sizes.
 """
 
 import math
@@ -82,8 +82,8 @@ def on_cores(
 def pairings(
     lanes: dict[str, tuple[Worker, Result]], cores: Sequence[int], quick: bool
 ) -> Iterator[tuple[Result, Result]]:
-    """Our result and a peer's from the same rounds, for each peer: five with rejax, few with the slow ones."""
-    for peers, rounds in ((["rejax"], 5), ([name for name in SLOW if name in lanes], 1 if quick else 3)):
+    """Our result and a peer's from the same rounds, for each peer: five, but quickly one with the slow ones."""
+    for peers, rounds in ((["rejax"], 5), ([name for name in SLOW if name in lanes], 1 if quick else 5)):
         workers, ready = zip(*(lanes[name] for name in ("ecrl", *peers)), strict=True)
         if peers:
             ours, *theirs = take_turns(workers, ready, cores, rounds, 0.4 if quick else 2.0)
