@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from ecrl import cpp_loops, philox_cpp, tiles
+from ecrl.brief_codegen import brief_codegen
 from ecrl.cpp_loops import lean_loops
 from ecrl.tracing import memory_of, traced
 
@@ -25,9 +26,10 @@ _WRITTEN_BY = sha256("".join(map(getsource, (tiles, cpp_loops, philox_cpp))).enc
 _OPTIONS: dict[str, Any] = {
     "cpp_wrapper": True,  # loops and calls in C++, not in Python
     "cpp.use_decompose_tanh": True,  # by exp: five times faster than the library's, error below 2e-7
-    "cpp_wrapper_build_separate": True,  # calls and loops at -O1, kernels at -O3: half of the compiler's time
+    "cpp_wrapper_build_separate": True,  # calls and loops apart from kernels, for those -O3
     "aot_inductor.enable_frame_pointer": False,  # these two are for profilers
     "aot_inductor.enable_line_tables": False,
+    "aot_inductor.compile_wrapper_opt_level": "Og",  # for calls and loops: as fast as -O1, half the compiling
     # Compiling the headers apart pays from the sixth graph on, a run has two. The variable is inductor's own.
     "cpp_cache_precompile_headers": os.environ.get("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS") == "1",
     "epilogue_fusion": False,  # into kernels that are not inductor's own (`ecrl.tiles`)
@@ -74,5 +76,5 @@ def compiled(
     """`fn` for tensors like these in this memory layout, of the leaves; the structure of what it gives."""
     with ONE_AT_A_TIME, _use_lazy_graph_module(True):  # a graph's Python is written once, not with every change
         graph, out = traced(fn, structure, leaves)
-        with torch.no_grad(), config.patch(_OPTIONS), lean_loops():
+        with torch.no_grad(), config.patch(_OPTIONS), lean_loops(), brief_codegen():
             return _apart(graph, compile_fx(graph, leaves)), out  # pyright: ignore

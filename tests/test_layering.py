@@ -20,6 +20,7 @@ LEVELS = [  # a module imports from its own level and earlier ones only
         "batching",
         "philox_cpp",
         "cpp_loops",
+        "brief_codegen",
         "tracing",
         "inductor",
         "segments",
