@@ -12,15 +12,22 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
 from torch._functorch import config as functorch_config
 from torch._guards import TracingContext, tracing
 from torch._higher_order_ops.scan import scan_op
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import ecrl.philox_cpp  # noqa: F401  # how inductor writes Philox
+from ecrl import batching
 from ecrl.batching import outside, over_batch, vmapped
 from ecrl.errors import ConfigError
 from ecrl.kernels import scan
@@ -50,8 +57,9 @@ def traced(fn: Callable[..., Any], structure: Hashable, leaves: list[Tensor]) ->
         except RuntimeError as error:
             if not isinstance(error, _READS) and not str(error).startswith((".numpy()", "Cannot access data pointer")):
                 raise
+            place, operation = _place(traceback.extract_tb(error.__traceback__)), re.split(" is | of ", str(error))[0]
             raise ConfigError(
-                f"trainer.compile: {_place(error)} reads values of a tensor ({re.split(' is | of ', str(error))[0]}), "
+                f"trainer.compile: {place} reads values of a tensor ({operation}), "
                 "which no compiled graph can; say it in tensors, such as torch.where, work out constants beforehand, "
                 "or set trainer.compile to off"
             ) from error
@@ -62,10 +70,10 @@ def traced(fn: Callable[..., Any], structure: Hashable, leaves: list[Tensor]) ->
 _READS = DataDependentOutputException, DynamicOutputShapeException
 
 
-def _place(error: RuntimeError) -> str:
-    """The last line of code outside of torch that an error came through."""
-    frames = traceback.extract_tb(error.__traceback__)
-    last = [f for f in frames if Path(torch.__file__).parent not in Path(f.filename).parents][-1]
+def _place(frames: traceback.StackSummary) -> str:
+    """The last line of code that is neither torch's nor what brings loops into a graph."""
+    inside = {Path(torch.__file__).parent, Path(__file__), Path(batching.__file__)}
+    last = [f for f in frames if not inside & {Path(f.filename), *Path(f.filename).parents}][-1]
     return f"{last.filename}:{last.lineno}, in {last.name},"
 
 
@@ -184,6 +192,11 @@ def graph_scan(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *const
     mode = get_proxy_mode()
     if mode is None or length_of(rows) == 1:
         return scan(body, carry, xs, *constants)
+    if peek_interpreter_stack() and not vmapped():
+        raise ConfigError(
+            f"trainer.compile: {_place(traceback.extract_stack())} has gradients cross a loop of a compiled graph; use "
+            "ecrl.kernels.scan there, whose turns are compiled one by one, or set trainer.compile to off"
+        )
     if not first:  # the operator wants something to carry
         _, y = graph_scan(
             lambda none, x, *k: (none.clone(), body(carry, x, *k)[1]), rows[0].new_zeros(()), xs, *constants
@@ -207,6 +220,7 @@ def graph_scan(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *const
 
     own = _owned([*packed[0], *packed[2]], ())
     out = scan_op(flat, own[: len(packed[0])], packed[1], tuple(own[len(packed[0]) :]))
+    _refuse_outsiders(mode.tracer.root)
     _share_constants(mode.tracer.root)
     after, ys = packings[0].unpack(out[: len(packed[0])]), kept[0].unpack(out[len(packed[0]) :], (length,))
     return unflatten(c, after), unflatten(found[0], ys, lambda size: (length, *size))
@@ -251,6 +265,18 @@ def _batched_scan(turn: Callable, *given: list[Tensor]) -> tuple[list[Tensor], l
 
     out = outside(whole, [leaf for leaves in given for leaf in leaves])
     return list(out[:at]), list(out[at:])
+
+
+def _refuse_outsiders(root: torch.nn.Module) -> None:
+    """ConfigError if the body of the last loop uses a tensor of the graph around it, which it cannot get at."""
+    *_, body = root.children()
+    for value in body.buffers(recurse=False):
+        if isinstance(value, FakeTensor):
+            kind = str(value.dtype).removeprefix("torch.")
+            raise ConfigError(
+                f"trainer.compile: {_place(traceback.extract_stack())} scans with a body that uses a {kind} tensor "
+                f"{list(value.shape)} made outside of it; pass it to scan after xs: it comes to the body after x"
+            )
 
 
 def _share_constants(root: torch.nn.Module) -> None:

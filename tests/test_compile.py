@@ -1,11 +1,11 @@
 """The choice of form, and what a machine without a working compiler does."""
 
-import functools
 import os
 import re
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def no_compiler(monkeypatch):
 
 def test_off_is_eager():
     form = choose_form("off", "cpu")
-    assert (form.name, form.jit) == ("eager", functools.partial)
+    assert (form.name, form.jit) == ("eager", partial)
 
 
 def test_auto_without_a_compiler_is_eager_with_one_clear_warning(no_compiler):
@@ -235,6 +235,32 @@ def test_what_reads_the_values_of_a_tensor_is_refused_with_its_line(fn, operatio
         traced(fn, structure, leaves)
 
 
+def _closed_over(loop, start, xs, weight):
+    return loop(lambda carry, x: (carry @ weight + x, carry.sum()), start, xs)
+
+
+def _through_time(loop, start, xs, weight):
+    def last(weight):
+        return loop(lambda carry, x, weight: (carry @ weight + x, None), start, xs, weight)[0].sum()
+
+    return torch.func.grad(last)(weight)
+
+
+@pytest.mark.parametrize(
+    ("fn", "line", "told"),
+    [
+        (_closed_over, 1, r"in _closed_over, scans with .* uses a float32 tensor \[3, 3\] made outside of it; pass it"),
+        (_through_time, 2, "in last, has gradients cross a loop of a compiled graph; use ecrl.kernels.scan there"),
+    ],
+)
+def test_what_a_compiled_loop_cannot_do_is_told_with_its_line(fn, line, told):
+    leaves, structure = flatten((torch.ones(2, 3), torch.ones(4, 2, 3), torch.ones(3, 3)))
+    at = fn.__code__.co_firstlineno + line
+    with pytest.raises(ConfigError, match=f"trainer.compile: .*test_compile.py:{at}, {told}"):
+        traced(partial(fn, graph_scan), structure, leaves)
+    traced(partial(fn, scan), structure, leaves)  # turn by turn there is no loop
+
+
 def _divided(by, x):
     return x / by if isinstance(by, float) else x // by
 
@@ -347,6 +373,6 @@ def _outside(x, row):
 def test_constants_of_a_loop_in_a_loop_keep_their_places():
     given = torch.tensor([0.3, -0.2]), torch.arange(8.0).reshape(4, 2)
     leaves, structure = flatten(given)
-    graph, _ = traced(functools.partial(graph_scan, _outside), structure, leaves)
+    graph, _ = traced(partial(graph_scan, _outside), structure, leaves)
     for found, expected in zip(graph(*leaves), graph_scan(_outside, *given), strict=True):
         assert torch.equal(found, expected)
