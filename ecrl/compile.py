@@ -175,7 +175,7 @@ def compiler_fault() -> str | None:
     if not os.path.exists(os.path.join(headers, "Python.h")):
         return f"no Python.h found in {headers}"
     tried = [compiler, "-std=c++20", "-fopenmp", "-fsyntax-only", "-xc++", "-"]
-    status = subprocess.run(tried, input=b"#include <cmath>\n#include <omp.h>\n", capture_output=True).returncode
+    status = subprocess.run(tried, input=b"#include <cstddef>\n#include <omp.h>\n", capture_output=True).returncode
     return f"{' '.join(tried)} ended with status {status}" if status else None
 
 
