@@ -4,8 +4,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tensordict import TensorDict
-
 from benchmarks.learning import Report, Row, followed
 from benchmarks.pairs import ROOT
 from benchmarks.peers import SOLVED, STEPS, as_work
@@ -61,7 +59,7 @@ def learn(config: str, seed: int, started: float | None = None) -> Row:
         for record in train_iter(init_state(cfg), cfg):
             state = record["state"]
 
-            def scores(episodes: int, state: TensorDict = state) -> Row:
+            def scores(episodes: int, state: Any = state) -> Row:
                 logs = evaluate(state, cfg, episodes, task.env)
                 return {short: logs[name] for name, short in names.items() if name in logs}
 
