@@ -1,0 +1,49 @@
+"""What is made while the collector is held back is old afterwards, and what others froze stays frozen."""
+
+import gc
+
+import pytest
+
+from ecrl.garbage import uncollected
+
+
+def _is_old(made):
+    return any(found is made for found in gc.get_objects(generation=2))
+
+
+def test_no_collection_of_the_young_goes_through_what_was_made():
+    before = [[]]
+    with uncollected():
+        made = [[]]
+        assert not _is_old(made)
+    assert _is_old(made) and _is_old(before) and not _is_old([[]]) and not gc.get_freeze_count()
+    assert gc.isenabled()
+
+
+def test_what_became_garbage_is_found_later():
+    freed = []
+
+    class Noted:
+        def __del__(self):
+            freed.append(True)
+
+    with uncollected():
+        ring = [Noted()]
+        ring.append(ring)
+        del ring
+        assert not freed
+    gc.collect()
+    assert freed
+
+
+def test_a_collector_that_is_off_and_what_is_frozen_stay_so():
+    gc.disable()
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        with pytest.raises(ZeroDivisionError), uncollected():
+            raise ZeroDivisionError
+        assert gc.get_freeze_count() == frozen and not gc.isenabled()
+    finally:
+        gc.unfreeze()
+        gc.enable()
