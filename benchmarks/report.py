@@ -31,7 +31,7 @@ def machine(cores: Sequence[int]) -> Row:
 
 
 def versions() -> Row:
-    """Of Python, of all that is compared, and the commit of this checkout; "+" where files differ from it."""
+    """Of Python, of all that is compared, and the commit of this checkout; "+" where files differ, results apart."""
     found = {"python": platform.python_version()}
     for name in PACKAGES.values():
         try:
@@ -43,10 +43,10 @@ def versions() -> Row:
 
 def _commit() -> str | None:
     try:
-        said = [_git("rev-parse", "HEAD"), _git("status", "--porcelain", "--untracked-files=no")]
+        status = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results")
+        return _git("rev-parse", "HEAD").strip() + ("+" if status.strip() else "")
     except (OSError, subprocess.CalledProcessError):
         return None  # a copy without its history
-    return said[0].strip() + ("+" if said[1].strip() else "")
 
 
 def _git(*args: str) -> str:

@@ -224,6 +224,22 @@ def test_results_hold_all_that_is_needed_to_repeat_them(monkeypatch, tmp_path, c
     assert "NO" in table and "1.5" in table and "[1.5]" not in table
 
 
+def test_the_commit_is_marked_where_the_source_differs_from_it_not_the_results(monkeypatch, tmp_path):
+    source, result = tmp_path / "source.py", tmp_path / "benchmarks" / "results" / "row.json"
+    result.parent.mkdir(parents=True)
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    assert report.versions()["ecrl"] is None
+    for path in (source, result):
+        path.write_text("1")
+    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for args in (["init", "-q"], ["add", "."], [*who, "commit", "-qm", "first"]):
+        subprocess.run(["git", *args], cwd=tmp_path, check=True)
+    result.write_text("2")
+    clean = report.versions()["ecrl"]
+    source.write_text("2")
+    assert len(clean) == 40 and report.versions()["ecrl"] == f"{clean}+"
+
+
 def test_a_failure_is_in_the_table_and_the_rest_runs(monkeypatch, tmp_path, capsys):
     with_subjects(monkeypatch, one=Subject(error="SB3: died"), two=Subject(ratio=1.0))
     assert not command.run(out=tmp_path)
