@@ -14,7 +14,7 @@ import tyro
 
 from ecrl.commands import Overrides, bench, check, check_env, plot, schema
 from ecrl.errors import UserError, enough_memory
-from ecrl.garbage import uncollected
+from ecrl.garbage import importing
 from ecrl.stopping import asked, listen
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def train(
         raise UserError("--resume goes on in its own folder; leave --run-dir out")
     if force and resume is None:
         raise UserError("--force is for --resume; leave it out")
-    with uncollected():
+    with importing():
         from ecrl.sources import parse_overrides
         from ecrl.training import run_config
 

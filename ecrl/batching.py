@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._functorch import TransformType, peek_interpreter_stack
+from torch.autograd import forward_ad
 
 from ecrl.trees import flatten, unflatten
 
@@ -24,6 +25,20 @@ def vmapped() -> bool:
     """
     innermost = peek_interpreter_stack()
     return innermost is not None and innermost.key() == TransformType.Vmap
+
+
+def recorded(*leaves: Tensor) -> bool:
+    """Whether derivatives of what is worked out of the leaves are worked out along with it.
+
+    >>> recorded(torch.ones(1)), recorded(torch.ones(1, requires_grad=True))
+    (False, True)
+    >>> bool(torch.func.grad(lambda x: x * recorded(x))(torch.tensor(2.0)))
+    True
+    """
+    innermost = peek_interpreter_stack()
+    transformed = innermost is not None and innermost.key() in (TransformType.Grad, TransformType.Jvp)
+    backward = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
+    return transformed or backward or forward_ad._current_level >= 0
 
 
 class _Outside(torch.autograd.Function):

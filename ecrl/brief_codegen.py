@@ -11,13 +11,15 @@ _KNOWN = (VecAVX512._avx512_bf16_code, VecAVX512VNNI._avx512_vnni_code)
 """What every compiler takes that knows C++20, and inductor asks only where the processor has these instructions."""
 
 
-def is_sum(index: sympy.Expr) -> bool:
+def is_sum(index: sympy.Basic) -> bool:
     """Whether an index adds multiples of variables and nothing else: there is nothing in it to simplify.
 
     >>> x, y = sympy.symbols("x y", integer=True)
     >>> is_sum(4 * x + y + 3), is_sum(4 * x * y), is_sum(x % 4), is_sum(x + sympy.floor(y / 4))
     (True, False, False, False)
     """
+    if not isinstance(index, sympy.Expr):  # a comparison
+        return False
     terms = [term.as_coeff_Mul() for term in sympy.Add.make_args(index)]
     return all(number.is_Integer and (rest.is_Symbol or rest == 1) for number, rest in terms)
 

@@ -24,9 +24,9 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.utils._triton import has_triton_package
 
-from ecrl.batching import outside, over_batch, vmapped
+from ecrl.batching import outside, over_batch, recorded, vmapped
 from ecrl.errors import ConfigError
-from ecrl.garbage import uncollected
+from ecrl.garbage import importing, uncollected
 from ecrl.graphs import in_graph
 from ecrl.kernels import scan
 from ecrl.kernels.loops import Scan
@@ -100,12 +100,6 @@ def _compiler_for(leaves: list[Tensor]) -> Callable[..., tuple[Callable[..., Any
     return compiled
 
 
-def _recorded(leaves: list[Tensor]) -> bool:
-    """Whether something works out derivatives along with the values, which a compiled function has none of."""
-    backward = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
-    return backward or forward_ad._current_level >= 0
-
-
 @lru_cache(None, typed=True)
 def _compiled(fn: Callable, *static: Any) -> Callable[..., Any]:
     """`fn` with its static arguments, compiled as a whole for each structure and set of shapes it is called with."""
@@ -132,10 +126,10 @@ def _compiled(fn: Callable, *static: Any) -> Callable[..., Any]:
             with torch.no_grad():
                 return unflatten(known.out, known.run(*leaves))
         leaves = [leaf.resolve_neg().resolve_conj() for leaf in leaves]
-        recorded = _recorded(leaves)
-        if vmapped() and not recorded:
+        differentiated = recorded(*leaves)
+        if vmapped() and not differentiated:
             return _compiled_batch(fn, static, structure, leaves)
-        if transformed or recorded:
+        if transformed or differentiated:
             return bound(*args)
         key = structure, *[(leaf.shape, leaf.dtype, leaf.device) for leaf in leaves]
         if key not in made:
@@ -201,7 +195,7 @@ def choose_form(mode: str, device: str) -> Form:
         return Form("eager", "trainer.compile is off", partial, scan)
     fault = compiler_fault() if device == "cpu" else gpu_fault()
     if fault is None:
-        with uncollected():
+        with importing():
             from ecrl.tracing import graph_scan
 
         made = "" if device == "cpu" else " and captured in CUDA graphs"

@@ -7,9 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Importing and compiling make modules and graphs, which the collector would go through for a third of the time.
-
-    What was made is old at the end, so that the next collections, which are of what is young, leave it alone.
+    """Compiling makes graphs, which the collector would go through for a third of the time.
 
     >>> with uncollected():
     ...     gc.isenabled()
@@ -22,8 +20,15 @@ def uncollected() -> Iterator[None]:
     try:
         yield
     finally:
+        if was:
+            gc.enable()
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """`uncollected`, for modules: those stay, so that no later collection of what is young has to go through them."""
+    with uncollected():
+        yield
         if not gc.get_freeze_count():  # else it is someone's who wants it to stay frozen
             gc.freeze()
             gc.unfreeze()  # to the oldest generation
-        if was:
-            gc.enable()

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack
 from torch._functorch import config as functorch_config
 from torch._guards import TracingContext, tracing
 from torch._higher_order_ops.scan import scan_op
@@ -28,9 +27,9 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import ecrl.philox_cpp  # noqa: F401  # how inductor writes Philox
 from ecrl import batching
-from ecrl.batching import outside, over_batch, vmapped
+from ecrl.batching import outside, over_batch, recorded, vmapped
 from ecrl.errors import ConfigError
-from ecrl.kernels import scan
+from ecrl.kernels import loops, scan
 from ecrl.kernels.loops import length_of, loops_of_graphs
 from ecrl.products import PRODUCTS
 from ecrl.trees import flatten, unflatten
@@ -72,8 +71,9 @@ _READS = DataDependentOutputException, DynamicOutputShapeException
 
 def _place(frames: traceback.StackSummary) -> str:
     """The last line of code that is neither torch's nor what brings loops into a graph."""
-    inside = {Path(torch.__file__).parent, Path(__file__), Path(batching.__file__)}
-    last = [f for f in frames if not inside & {Path(f.filename), *Path(f.filename).parents}][-1]
+    inside = {Path(torch.__file__).parent, Path(__file__), Path(batching.__file__), Path(loops.__file__)}
+    outer = [f for f in frames if not inside & {Path(f.filename), *Path(f.filename).parents}]
+    last = (outer or frames)[-1]
     return f"{last.filename}:{last.lineno}, in {last.name},"
 
 
@@ -192,10 +192,11 @@ def graph_scan(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *const
     mode = get_proxy_mode()
     if mode is None or length_of(rows) == 1:
         return scan(body, carry, xs, *constants)
-    if peek_interpreter_stack() and not vmapped():
+    if recorded(*first, *rows, *fixed):
         raise ConfigError(
-            f"trainer.compile: {_place(traceback.extract_stack())} has gradients cross a loop of a compiled graph; use "
-            "ecrl.kernels.scan there, whose turns are compiled one by one, or set trainer.compile to off"
+            f"trainer.compile: {_place(traceback.extract_stack())} scans where gradients are recorded, which no loop "
+            "of a compiled graph can; use ecrl.kernels.scan there, whose turns are compiled one by one, or set "
+            "trainer.compile to off"
         )
     if not first:  # the operator wants something to carry
         _, y = graph_scan(
@@ -269,14 +270,21 @@ def _batched_scan(turn: Callable, *given: list[Tensor]) -> tuple[list[Tensor], l
 
 def _refuse_outsiders(root: torch.nn.Module) -> None:
     """ConfigError if the body of the last loop uses a tensor of the graph around it, which it cannot get at."""
-    *_, body = root.children()
-    for value in body.buffers(recurse=False):
-        if isinstance(value, FakeTensor):
+    body = cast(GraphModule, [*root.children()][-1])
+    for node in body.graph.find_nodes(op="get_attr"):
+        value = getattr(body, node.target)
+        if isinstance(value, FakeTensor) and _read(node):
             kind = str(value.dtype).removeprefix("torch.")
             raise ConfigError(
                 f"trainer.compile: {_place(traceback.extract_stack())} scans with a body that uses a {kind} tensor "
                 f"{list(value.shape)} made outside of it; pass it to scan after xs: it comes to the body after x"
             )
+
+
+def _read(node: Node) -> bool:
+    """Whether the values of a tensor matter to what the graph gives, and not only its shape, dtype and device."""
+    users = [user for user in node.users if not re.search(r"\.new_|_like\.", str(user.target))]
+    return any(user.op == "output" or _read(user) for user in users)
 
 
 def _share_constants(root: torch.nn.Module) -> None:

@@ -20,6 +20,7 @@ from ecrl.algorithms.ppo import Variant, _loss, _rows
 from ecrl.compile import choose_form, compiler_fault
 from ecrl.errors import ConfigError
 from ecrl.kernels import global_norm, scan
+from ecrl.kernels.loops import loop
 from ecrl.loop import init_state, train_iter
 from ecrl.parts import make_parts
 from ecrl.tracing import graph_scan, traced
@@ -246,11 +247,25 @@ def _through_time(loop, start, xs, weight):
     return torch.func.grad(last)(weight)
 
 
+def _closed_over_in_a_parameter(loop, start, xs, weight):
+    held = torch.nn.Parameter(weight, requires_grad=False)
+    return loop(lambda carry, x: (carry @ held + x, None), start, xs)
+
+
+def _backwards(loop, start, xs, weight):
+    with torch.enable_grad():
+        weight = weight.detach().requires_grad_()
+        last, _ = loop(lambda carry, x, weight: (carry @ weight + x, None), start, xs, weight)
+        return torch.autograd.grad(last.sum(), weight)
+
+
 @pytest.mark.parametrize(
     ("fn", "line", "told"),
     [
         (_closed_over, 1, r"in _closed_over, scans with .* uses a float32 tensor \[3, 3\] made outside of it; pass it"),
-        (_through_time, 2, "in last, has gradients cross a loop of a compiled graph; use ecrl.kernels.scan there"),
+        (_closed_over_in_a_parameter, 2, r".* uses a float32 tensor \[3, 3\] made outside of it; pass it"),
+        (_through_time, 2, "in last, scans where gradients are recorded, .* use ecrl.kernels.scan there"),
+        (_backwards, 3, "in _backwards, scans where gradients are recorded"),
     ],
 )
 def test_what_a_compiled_loop_cannot_do_is_told_with_its_line(fn, line, told):
@@ -259,6 +274,43 @@ def test_what_a_compiled_loop_cannot_do_is_told_with_its_line(fn, line, told):
     with pytest.raises(ConfigError, match=f"trainer.compile: .*test_compile.py:{at}, {told}"):
         traced(partial(fn, graph_scan), structure, leaves)
     traced(partial(fn, scan), structure, leaves)  # turn by turn there is no loop
+
+
+def test_the_line_of_a_loop_of_a_kernel_is_that_which_calls_it():
+    def solved(x, rate):
+        return loop(lambda x, _: (x * rate, None), x, torch.zeros(4))[0]
+
+    leaves, structure = flatten((torch.ones(2), torch.ones(2)))
+    with pytest.raises(ConfigError, match=rf"test_compile.py:{solved.__code__.co_firstlineno + 1}, in solved, scans"):
+        traced(solved, structure, leaves)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda carry, x, weight: carry + torch.zeros_like(weight)[0] + x,
+        lambda carry, x, weight: carry + weight.new_ones(3) + weight[0].new_zeros(()) + x,
+        lambda carry, x, weight: (weight.sum(), carry + x)[1],
+    ],
+)
+def test_a_loop_may_ask_for_the_shape_of_what_was_made_outside(body):
+    def run(loop, start, xs, weight):
+        return loop(lambda carry, x: (body(carry, x, weight), None), start, xs)[0]
+
+    form, given = choose_form("on", "cpu"), (torch.ones(2, 3), torch.ones(4, 2, 3), torch.ones(3, 3))
+    torch.testing.assert_close(form.jit(run, form.scan)(*given), run(scan, *given))
+
+
+@pytest.mark.slow
+def test_a_loop_can_be_functionalized():
+    def run(start, xs):
+        return torch.func.functionalize(lambda start, xs: graph_scan(lambda c, x: (c + x, None), start, xs)[0])(
+            start, xs
+        )
+
+    given = torch.ones(2, 3), torch.ones(4, 2, 3)
+    torch.testing.assert_close(choose_form("on", "cpu").jit(run)(*given), torch.full((2, 3), 5.0))
 
 
 def _divided(by, x):

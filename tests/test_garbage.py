@@ -1,19 +1,20 @@
-"""What is made while the collector is held back is old afterwards, and what others froze stays frozen."""
+"""What is made while the collector is held back for imports is old afterwards, and what others froze stays frozen."""
 
 import gc
 
 import pytest
 
-from ecrl.garbage import uncollected
+import ecrl
+from ecrl.garbage import importing, uncollected
 
 
 def _is_old(made):
     return any(found is made for found in gc.get_objects(generation=2))
 
 
-def test_no_collection_of_the_young_goes_through_what_was_made():
+def test_no_collection_of_the_young_goes_through_what_was_imported():
     before = [[]]
-    with uncollected():
+    with importing():
         made = [[]]
         assert not _is_old(made)
     assert _is_old(made) and _is_old(before) and not _is_old([[]]) and not gc.get_freeze_count()
@@ -27,7 +28,7 @@ def test_what_became_garbage_is_found_later():
         def __del__(self):
             freed.append(True)
 
-    with uncollected():
+    with importing():
         ring = [Noted()]
         ring.append(ring)
         del ring
@@ -41,9 +42,17 @@ def test_a_collector_that_is_off_and_what_is_frozen_stay_so():
     gc.freeze()
     try:
         frozen = gc.get_freeze_count()
+        with importing():
+            pass
         with pytest.raises(ZeroDivisionError), uncollected():
             raise ZeroDivisionError
         assert gc.get_freeze_count() == frozen and not gc.isenabled()
     finally:
         gc.unfreeze()
         gc.enable()
+
+
+def test_what_is_imported_already_leaves_the_young_young():
+    assert ecrl.save
+    young = [[]]
+    assert ecrl.save and not _is_old(young)
