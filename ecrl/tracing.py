@@ -283,8 +283,15 @@ def _refuse_outsiders(root: torch.nn.Module) -> None:
 
 def _read(node: Node) -> bool:
     """Whether the values of a tensor matter to what the graph gives, and not only its shape, dtype and device."""
-    users = [user for user in node.users if not re.search(r"\.new_|_like\.", str(user.target))]
-    return any(user.op == "output" or _read(user) for user in users)
+    behind, todo = {node}, [node]
+    while todo:
+        for user in todo.pop().users.keys() - behind:
+            if user.op == "output":
+                return True
+            if not re.search(r"\.new_|_like\.", str(user.target)):
+                behind.add(user)
+                todo.append(user)
+    return False
 
 
 def _share_constants(root: torch.nn.Module) -> None:
