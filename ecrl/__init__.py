@@ -6,7 +6,6 @@ Names are resolved when first used, so that importing one kernel, or asking for 
 
 import os
 import sys
-from contextlib import nullcontext
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -103,9 +102,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _MODULE_OF:
-        home = _MODULE_OF[name]
-        with nullcontext() if home in sys.modules else importing():
-            module = import_module(home)
+        with importing():
+            module = import_module(_MODULE_OF[name])
         return getattr(module, name)
     if name.isidentifier() and not name.startswith("_") and find_spec(f"ecrl.{name}"):
         return import_module(f"ecrl.{name}")  # so that `ecrl.kernels.gae` needs no import of its own

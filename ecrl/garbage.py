@@ -1,6 +1,7 @@
 """Python's collector of garbage, held back where much is made and nothing thrown away."""
 
 import gc
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -27,8 +28,9 @@ def uncollected() -> Iterator[None]:
 @contextmanager
 def importing() -> Iterator[None]:
     """`uncollected`, for modules: those stay, so that no later collection of what is young has to go through them."""
+    known = len(sys.modules)
     with uncollected():
         yield
-        if not gc.get_freeze_count():  # else it is someone's who wants it to stay frozen
+        if len(sys.modules) > known and not gc.get_freeze_count():  # what someone froze is to stay frozen
             gc.freeze()
             gc.unfreeze()  # to the oldest generation

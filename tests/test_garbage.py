@@ -1,6 +1,7 @@
 """What is made while the collector is held back for imports is old afterwards, and what others froze stays frozen."""
 
 import gc
+import sys
 
 import pytest
 
@@ -12,9 +13,16 @@ def _is_old(made):
     return any(found is made for found in gc.get_objects(generation=2))
 
 
-def test_no_collection_of_the_young_goes_through_what_was_imported():
+@pytest.fixture(autouse=True)
+def _forgotten(monkeypatch):
+    monkeypatch.delitem(sys.modules, "this", raising=False)
+
+
+def test_no_collection_of_the_young_goes_through_what_was_imported(capsys):
     before = [[]]
     with importing():
+        import this  # noqa: F401
+
         made = [[]]
         assert not _is_old(made)
     assert _is_old(made) and _is_old(before) and not _is_old([[]]) and not gc.get_freeze_count()
@@ -29,6 +37,8 @@ def test_what_became_garbage_is_found_later():
             freed.append(True)
 
     with importing():
+        import this  # noqa: F401
+
         ring = [Noted()]
         ring.append(ring)
         del ring
@@ -41,12 +51,11 @@ def test_a_collector_that_is_off_and_what_is_frozen_stay_so():
     gc.disable()
     gc.freeze()
     try:
-        frozen = gc.get_freeze_count()
         with importing():
-            pass
+            import this  # noqa: F401
         with pytest.raises(ZeroDivisionError), uncollected():
             raise ZeroDivisionError
-        assert gc.get_freeze_count() == frozen and not gc.isenabled()
+        assert gc.get_freeze_count() and not gc.isenabled()
     finally:
         gc.unfreeze()
         gc.enable()
