@@ -196,7 +196,7 @@ def choose_form(mode: str, device: str) -> Form:
     fault = compiler_fault() if device == "cpu" else gpu_fault()
     if fault is None:
         with importing():
-            from ecrl.tracing import graph_scan
+            from ecrl.graph_loops import graph_scan
 
         made = "" if device == "cpu" else " and captured in CUDA graphs"
         return Form("compiled", f"rollout and update compiled by inductor for {device}{made}", _compiled, graph_scan)

@@ -9,10 +9,11 @@ from test_loop import small
 from ecrl import rng
 from ecrl.batching import outside
 from ecrl.compile import COMPILED, choose_form
+from ecrl.graph_loops import graph_scan, scan_op
 from ecrl.kernels import scan
 from ecrl.loop import init_state, make_iteration
 from ecrl.products import bmm
-from ecrl.tracing import graph_scan, scan_op, traced
+from ecrl.tracing import traced
 from ecrl.trees import flatten
 
 vmap = torch.func.vmap

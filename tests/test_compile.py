@@ -19,11 +19,12 @@ from ecrl.algorithms.minibatch import _gradients, _packed, learner_of, pass_keys
 from ecrl.algorithms.ppo import Variant, _loss, _rows
 from ecrl.compile import choose_form, compiler_fault
 from ecrl.errors import ConfigError
+from ecrl.graph_loops import graph_scan
 from ecrl.kernels import global_norm, scan
 from ecrl.kernels.loops import loop
 from ecrl.loop import init_state, train_iter
 from ecrl.parts import make_parts
-from ecrl.tracing import graph_scan, traced
+from ecrl.tracing import traced
 from ecrl.trees import flatten, mapped
 
 

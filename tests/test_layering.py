@@ -21,6 +21,8 @@ LEVELS = [  # a module imports from its own level and earlier ones only
         "philox_cpp",
         "cpp_loops",
         "brief_codegen",
+        "packing",
+        "graph_loops",
         "tracing",
         "inductor",
         "segments",

@@ -8,9 +8,10 @@ from conftest import assert_pure
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ecrl.capture import by_inductor
+from ecrl.graph_loops import graph_scan
 from ecrl.kernels import scan
 from ecrl.segments import segmented
-from ecrl.tracing import graph_scan, traced
+from ecrl.tracing import traced
 from ecrl.trees import flatten, unflatten
 
 TABLE = torch.arange(4.0)

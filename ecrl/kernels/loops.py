@@ -40,7 +40,7 @@ def scan(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *constants: 
     return carry, mapped(lambda *parts: torch.stack(parts), *ys, batch=lambda size: (length, *size))
 
 
-_IN_GRAPHS: list[Scan] = []  # of `ecrl.tracing`, where that is in use
+_IN_GRAPHS: list[Scan] = []  # of `ecrl.graph_loops`, where that is in use
 
 
 def loops_of_graphs(made: Scan) -> Scan:
