@@ -17,6 +17,7 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from ecrl import cpp_loops, philox_cpp, tiles
 from ecrl.brief_codegen import brief_codegen
+from ecrl.cpp_builds import side_by_side
 from ecrl.cpp_loops import lean_loops
 from ecrl.tracing import memory_of, traced
 
@@ -76,5 +77,5 @@ def compiled(
     """`fn` for tensors like these in this memory layout, of the leaves; the structure of what it gives."""
     with ONE_AT_A_TIME, _use_lazy_graph_module(True):  # a graph's Python is written once, not with every change
         graph, out = traced(fn, structure, leaves)
-        with torch.no_grad(), config.patch(_OPTIONS), lean_loops(), brief_codegen():
+        with torch.no_grad(), config.patch(_OPTIONS), lean_loops(), brief_codegen(), side_by_side():
             return _apart(graph, compile_fx(graph, leaves)), out  # pyright: ignore

@@ -21,6 +21,7 @@ LEVELS = [  # a module imports from its own level and earlier ones only
         "philox_cpp",
         "cpp_loops",
         "brief_codegen",
+        "cpp_builds",
         "packing",
         "graph_loops",
         "tracing",

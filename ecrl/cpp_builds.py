@@ -1,0 +1,53 @@
+"""A graph's calls and kernels are two C++ files: compiled side by side, where inductor takes one after the other."""
+
+import os
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from signal import SIGTERM
+from subprocess import DEVNULL, Popen
+from typing import Any
+
+from torch._inductor import codecache
+from torch._inductor.cpp_builder import CppBuilder
+from torch.utils._filelock import FileLock
+
+
+def missing(builders: Sequence[CppBuilder]) -> list[CppBuilder]:
+    """Those whose file is not there yet."""
+    return [builder for builder in builders if not Path(builder.get_target_file_path()).exists()]
+
+
+def attempt(builders: Sequence[CppBuilder]) -> None:
+    """All at once, without a word. Of one that fails, or is ended by an exception here, no file is left."""
+    silent: dict[str, Any] = {"stdin": DEVNULL, "stdout": DEVNULL, "stderr": DEVNULL, "start_new_session": True}
+    compilers = [Popen(shlex.split(builder.get_command_line()), **silent) for builder in builders]
+    try:
+        for compiler in compilers:
+            compiler.wait()
+    finally:
+        for compiler, builder in zip(compilers, builders, strict=True):
+            if compiler.poll() is None:
+                os.killpg(compiler.pid, SIGTERM)  # and what it calls
+            if compiler.wait():
+                Path(builder.get_target_file_path()).unlink(missing_ok=True)
+
+
+def build(lock_path: str, builders: Sequence[CppBuilder]) -> None:
+    """What inductor does here one by one: objects are built, then linked. What failed is built again, and says why."""
+    with FileLock(lock_path, timeout=codecache.LOCK_TIMEOUT):
+        attempt(missing(builders)[:-1])
+        for builder in missing(builders):
+            builder.build()
+
+
+@contextmanager
+def side_by_side() -> Iterator[None]:
+    """While this lasts, inductor's files are built so."""
+    usual = codecache._worker_compile_cpp
+    codecache._worker_compile_cpp = build
+    try:
+        yield
+    finally:
+        codecache._worker_compile_cpp = usual

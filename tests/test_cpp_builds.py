@@ -1,0 +1,115 @@
+"""Of a graph's two C++ files none waits for the other, and none is left half written."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from torch._inductor import codecache, exc
+
+from ecrl import cpp_builds
+from ecrl.compile import choose_form
+from ecrl.cpp_builds import attempt, build, side_by_side
+
+MADE = "open(out, 'w').write('made')"
+HALF = "open(out, 'w').write('half')"
+
+
+class Builder:
+    """What inductor's builder is to us: a command that makes a file, run here or by whoever asks for it."""
+
+    def __init__(self, file, script=MADE, built=None):
+        self.file, self.built, self.script = file, [] if built is None else built, file.with_suffix(".py")
+        self.script.write_text(f"import os, sys, time\nout = sys.argv[1]\n{script}\n")
+
+    def get_target_file_path(self):
+        return str(self.file)
+
+    def get_command_line(self):
+        return f"{sys.executable} {self.script} {self.file}"
+
+    def build(self):
+        self.built.append(self.file.name)
+        if subprocess.run(self.get_command_line().split()).returncode:
+            raise exc.CppCompileError(["g++"], "what is wrong")
+
+
+def _builders(folder, **scripts):
+    built = []
+    named = [Builder(folder / name, scripts.get(name, MADE), built) for name in ("calls", "kernels", "linked")]
+    return built, named
+
+
+def test_kernels_are_compiled_while_calls_are(tmp_path):
+    meet = "open(out + '.begun', 'w').close()\nwhile not os.path.exists({!r}): time.sleep(0.01)\n" + MADE
+    scripts = {
+        "calls": meet.format(str(tmp_path / "kernels.begun")),
+        "kernels": meet.format(str(tmp_path / "calls.begun")),
+    }
+    built, builders = _builders(tmp_path, **scripts)
+    build(str(tmp_path / "lock"), builders)  # would never end one after the other
+    assert built == ["linked"]
+    assert (tmp_path / "kernels").read_text() == "made"
+
+
+@pytest.mark.parametrize("there", [["calls"], ["kernels"], ["calls", "kernels"], ["calls", "kernels", "linked"]])
+def test_what_is_there_is_not_built_again(tmp_path, there):
+    for name in there:
+        (tmp_path / name).write_text("before")
+    built, builders = _builders(tmp_path)
+    build(str(tmp_path / "lock"), builders)
+    assert built == ["linked"] * ("linked" not in there)
+    assert [(tmp_path / name).read_text() for name in there] == ["before"] * len(there)
+
+
+def test_a_single_file_is_built(tmp_path):
+    builder = Builder(tmp_path / "one")
+    build(str(tmp_path / "lock"), [builder])
+    assert builder.built == ["one"] and builder.file.exists()
+
+
+def test_one_that_fails_meanwhile_is_built_again_and_says_why(tmp_path):
+    built, builders = _builders(tmp_path, kernels=f"{HALF}; sys.exit(1)")
+    with pytest.raises(exc.CppCompileError, match="what is wrong"):
+        build(str(tmp_path / "lock"), builders)
+    assert built == ["kernels"]
+
+
+def test_nothing_half_written_is_left_by_what_is_ended(tmp_path, monkeypatch):
+    calls = "import subprocess; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
+    fails = Builder(tmp_path / "fails", f"{HALF}; sys.exit(1)")
+    lasts = Builder(tmp_path / "lasts", f"{HALF}; {calls}")
+
+    def interrupted(compiler):
+        while not (fails.file.exists() and lasts.file.exists()):
+            time.sleep(0.01)
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cpp_builds.Popen, "wait", interrupted)
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        attempt([lasts, fails])
+    assert time.monotonic() - start < 60
+    assert not fails.file.exists() and not lasts.file.exists()
+
+
+@pytest.mark.slow
+def test_inductor_builds_so_while_it_lasts(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    seen = []
+    monkeypatch.setattr(cpp_builds, "build", lambda lock, builders: seen.append(len(builders)) or build(lock, builders))
+    usual = codecache._worker_compile_cpp
+    x = torch.rand(7, 11)
+    found = choose_form("on", "cpu").jit(lambda x: (3.25 * x).sin().sum(0) - 0.125)(x)
+    torch.testing.assert_close(found, (3.25 * x).sin().sum(0) - 0.125)
+    assert seen[-1] == 3 and codecache._worker_compile_cpp is usual
+
+
+def test_what_was_usual_is_put_back_after_an_exception():
+    usual = codecache._worker_compile_cpp
+    with pytest.raises(ZeroDivisionError), side_by_side():
+        assert codecache._worker_compile_cpp is build
+        raise ZeroDivisionError
+    assert codecache._worker_compile_cpp is usual
