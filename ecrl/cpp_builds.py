@@ -22,14 +22,17 @@ def missing(builders: Sequence[CppBuilder]) -> list[CppBuilder]:
 def attempt(builders: Sequence[CppBuilder]) -> None:
     """All at once, without a word. Of one that fails, or is ended by an exception here, no file is left."""
     silent: dict[str, Any] = {"stdin": DEVNULL, "stdout": DEVNULL, "stderr": DEVNULL, "start_new_session": True}
-    compilers = [Popen(shlex.split(builder.get_command_line()), **silent) for builder in builders]
+    compilers: list[Popen[Any]] = []
     try:
+        for builder in builders:
+            compilers.append(Popen(shlex.split(builder.get_command_line()), **silent))
         for compiler in compilers:
             compiler.wait()
     finally:
-        for compiler, builder in zip(compilers, builders, strict=True):
+        for compiler in compilers:
             if compiler.poll() is None:
                 os.killpg(compiler.pid, SIGTERM)  # and what it calls
+        for compiler, builder in zip(compilers, builders, strict=False):  # not all were begun
             if compiler.wait():
                 Path(builder.get_target_file_path()).unlink(missing_ok=True)
 
@@ -37,7 +40,8 @@ def attempt(builders: Sequence[CppBuilder]) -> None:
 def build(lock_path: str, builders: Sequence[CppBuilder]) -> None:
     """What inductor does here one by one: objects are built, then linked. What failed is built again, and says why."""
     with FileLock(lock_path, timeout=codecache.LOCK_TIMEOUT):
-        attempt(missing(builders)[:-1])
+        for stage in (builders[:-1], builders[-1:]):
+            attempt(missing(stage))
         for builder in missing(builders):
             builder.build()
 

@@ -154,7 +154,7 @@ def _owned(out: list[Tensor], given: tuple[Tensor, ...]) -> list[Tensor]:
 def user_line(frames: traceback.StackSummary) -> str:
     """The last line of code that is neither torch's nor what brings loops into a graph."""
     inside = {Path(torch.__file__).parent, Path(loops.__file__), Path(batching.__file__)}
-    inside |= {Path(__file__), Path(__file__).with_name("tracing.py")}
+    inside |= {Path(__file__).with_name(name) for name in ("graph_loops.py", "packing.py", "tracing.py")}
     outer = [f for f in frames if not inside & {Path(f.filename), *Path(f.filename).parents}]
     last = (outer or frames)[-1]
     return f"{last.filename}:{last.lineno}, in {last.name},"

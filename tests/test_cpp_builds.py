@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -42,31 +43,39 @@ def _builders(folder, **scripts):
 
 
 def test_kernels_are_compiled_while_calls_are(tmp_path):
-    meet = "open(out + '.begun', 'w').close()\nwhile not os.path.exists({!r}): time.sleep(0.01)\n" + MADE
+    meet = f"""open(out + '.begun', 'w').close()
+for _ in range(6000):
+    if os.path.exists({{!r}}): {MADE}; break
+    time.sleep(0.01)"""
     scripts = {
         "calls": meet.format(str(tmp_path / "kernels.begun")),
         "kernels": meet.format(str(tmp_path / "calls.begun")),
     }
     built, builders = _builders(tmp_path, **scripts)
-    build(str(tmp_path / "lock"), builders)  # would never end one after the other
-    assert built == ["linked"]
-    assert (tmp_path / "kernels").read_text() == "made"
+    build(str(tmp_path / "lock"), builders)
+    assert built == [] and [b.file.read_text() for b in builders] == ["made"] * 3
+
+
+def test_what_is_linked_is_there_before(tmp_path):
+    link = "open(out, 'w').write(open(out[:-6] + 'calls').read() + open(out[:-6] + 'kernels').read())"
+    built, builders = _builders(tmp_path, kernels=f"time.sleep(0.3); {MADE}", linked=link)
+    build(str(tmp_path / "lock"), builders)
+    assert built == [] and (tmp_path / "linked").read_text() == "mademade"
 
 
 @pytest.mark.parametrize("there", [["calls"], ["kernels"], ["calls", "kernels"], ["calls", "kernels", "linked"]])
 def test_what_is_there_is_not_built_again(tmp_path, there):
     for name in there:
         (tmp_path / name).write_text("before")
-    built, builders = _builders(tmp_path)
+    _, builders = _builders(tmp_path)
     build(str(tmp_path / "lock"), builders)
-    assert built == ["linked"] * ("linked" not in there)
-    assert [(tmp_path / name).read_text() for name in there] == ["before"] * len(there)
+    assert [b.file.read_text() for b in builders] == ["before" if b.file.name in there else "made" for b in builders]
 
 
 def test_a_single_file_is_built(tmp_path):
     builder = Builder(tmp_path / "one")
     build(str(tmp_path / "lock"), [builder])
-    assert builder.built == ["one"] and builder.file.exists()
+    assert builder.file.read_text() == "made"
 
 
 def test_one_that_fails_meanwhile_is_built_again_and_says_why(tmp_path):
@@ -76,23 +85,59 @@ def test_one_that_fails_meanwhile_is_built_again_and_says_why(tmp_path):
     assert built == ["kernels"]
 
 
+def _await(*files):
+    for _ in range(6000):
+        if all(file.exists() and file.read_text() for file in files):
+            return
+        time.sleep(0.01)
+    raise TimeoutError(files)
+
+
+def _endless(file):
+    """A compiler whose own child writes half a file and never ends, and the file that the child's number is in."""
+    number = file.with_suffix(".pid")
+    child = (
+        f"import os, time; open({str(file)!r}, 'w').write('half'); open({str(number)!r}, 'w').write(str(os.getpid()))"
+    )
+    script = f"import subprocess; subprocess.run([sys.executable, '-c', {child + '; time.sleep(600)'!r}])"
+    return Builder(file, script), number
+
+
+def _is_alive(number):
+    state = Path(f"/proc/{number}/stat")
+    return state.exists() and state.read_text().split()[2] != "Z"
+
+
+def _ends(number):
+    for _ in range(1000):
+        if not _is_alive(number):
+            return True
+        time.sleep(0.01)
+    return False
+
+
 def test_nothing_half_written_is_left_by_what_is_ended(tmp_path, monkeypatch):
-    calls = "import subprocess; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
-    fails = Builder(tmp_path / "fails", f"{HALF}; sys.exit(1)")
-    lasts = Builder(tmp_path / "lasts", f"{HALF}; {calls}")
+    fails, (lasts, number) = Builder(tmp_path / "fails", f"{HALF}; sys.exit(1)"), _endless(tmp_path / "lasts")
 
     def interrupted(compiler):
-        while not (fails.file.exists() and lasts.file.exists()):
-            time.sleep(0.01)
+        _await(fails.file, number)
         monkeypatch.undo()
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cpp_builds.Popen, "wait", interrupted)
-    start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         attempt([lasts, fails])
-    assert time.monotonic() - start < 60
     assert not fails.file.exists() and not lasts.file.exists()
+    assert _ends(int(number.read_text()))
+
+
+def test_what_was_begun_is_ended_where_another_cannot_be(tmp_path):
+    lasts, number = _endless(tmp_path / "lasts")
+    absent = Builder(tmp_path / "absent")
+    absent.get_command_line = lambda: _await(number) or str(tmp_path / "no_such_compiler")
+    with pytest.raises(FileNotFoundError, match="no_such_compiler"):
+        attempt([lasts, absent])
+    assert not lasts.file.exists() and _ends(int(number.read_text()))
 
 
 @pytest.mark.slow
