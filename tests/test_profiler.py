@@ -116,6 +116,16 @@ def test_the_rows_of_a_phase_add_up_to_it():
     ]
 
 
+def usual_share(times, path, inner):
+    """What `inner` takes of a call of `path`: the median iteration, as Python may collect its garbage in any one."""
+
+    def by_iteration(path):
+        calls = torch.tensor(times.seconds[path][: len(times.seconds[path]) // 5 * 5])  # the call that ends is none
+        return calls.reshape(5, -1).sum(1)
+
+    return (sum(by_iteration((*path, name)) for name in inner) / by_iteration(path)).median()
+
+
 def test_the_files_of_a_run_add_up_to_its_time_and_the_trace_names_the_phases(tmp_path, capsys):
     # long enough rollouts that the phases, not what every run does once, are most of it
     cfg, times = small(**{"trainer.iterations": 5, "trainer.buffer_size": 32, "algorithm.cfg.batch_size": 32}), Times()
@@ -129,10 +139,11 @@ def test_the_files_of_a_run_add_up_to_its_time_and_the_trace_names_the_phases(tm
     seconds = {row["phase"]: row["seconds"] for row in told["phases"]}
     assert told["total_seconds"] == pytest.approx(seconds["loop"] + seconds["logging"])
     assert told["total_seconds"] < wall  # starting and writing the trace is the rest
-    parts = seconds["loop/collect"] + seconds["loop/update"]
-    assert 0.5 * seconds["loop"] < parts < seconds["loop"]
-    inner = sum(seconds[f"loop/collect/{name}"] for name in ("draw", "policy", "env", "critic"))
-    assert 0.5 * seconds["loop/collect"] < inner < seconds["loop/collect"]
+    assert seconds["loop/collect"] + seconds["loop/update"] < seconds["loop"]
+    collecting = ("draw", "policy", "env", "critic")
+    assert sum(seconds[f"loop/collect/{name}"] for name in collecting) < seconds["loop/collect"]
+    assert usual_share(times, ("loop",), ("collect", "update")) > 0.5
+    assert usual_share(times, ("loop", "collect"), collecting) > 0.5
     assert min(row["seconds"] for row in told["phases"]) >= 0.0
     names = {
         event.get("name") for event in json.loads((tmp_path / "profile/trace_rank_0.json").read_text())["traceEvents"]
