@@ -60,7 +60,7 @@ def result(running: Running) -> Any:
     for file in (running.out, running.errors):
         file.seek(0)
         texts.append(file.read())
-    if running.process.returncode:
+    if running.process.returncode or not texts[0].strip():
         last = next((line for line in reversed(texts[1].splitlines()) if line.strip()), "(nothing on stderr)")
         died = f"{running.function}: died with status {running.process.returncode}"
         raise Failure(f"{died}; last line: {last.strip()}")

@@ -29,10 +29,14 @@ the same budget. Made by `ecrl bench results` from the files in `runs/`: one for
 and their hash, commit, command, machine and times; `ecrl plot` reads them too.
 
 Scores are of {_END} episodes with deterministic actions after the whole budget ({_END_SUCCESS} for a success rate).
-The interval is the 95 % bootstrap interval of the interquartile mean over seeds. A seed has reached the threshold at
-the first of {POINTS} evaluations ({_WAY} episodes, {_WAY_SUCCESS} for a success rate) that is not below it; env steps
-and minutes are the median over all seeds, if half of them came there. Minutes are of training on one core, from the
-start of the process, imports and compiling with an empty cache included, evaluations left out.
+The interval is the 95 % bootstrap interval of the interquartile mean over seeds; of three seeds that is their range. A
+seed has reached the threshold at the first of {POINTS} evaluations ({_WAY} episodes, {_WAY_SUCCESS} for a success rate)
+that is not below it; env steps and minutes are the median over all seeds, if more than half of them came there. Minutes
+are of training on one core, from the start of the process, imports and compiling with an empty cache included,
+evaluations left out. Seeds of a line may be of different commits; each file names its own.
+
+The zoo made its settings for budgets of its own, four of the six shorter than here: a run may come to the threshold and
+fall below it again.
 
 """
 COLUMNS = (
@@ -45,8 +49,8 @@ def summary(entry: Entry, fresh: dict[int, Row]) -> Row:
     """Statistics over the seeds of an entry.
 
     Returns: `mean`, `iqm`, `low` and `high` of its interval (None below three seeds) of the last scores; `reached`, how
-        many seeds came to the threshold; `steps` and `minutes`, the median of all seeds until then, infinite if fewer
-        than half did.
+        many seeds came to the threshold; `steps` and `minutes`, the median of all seeds until then, infinite if no
+        more than half did.
     """
     score, threshold = entry.task.score, entry.task.threshold
     curves = [record["curve"] for record in fresh.values()]
@@ -69,11 +73,12 @@ def cells(entry: Entry, known: Standing) -> list[str]:
     if not fresh:
         return [*head, "*stale*" if known.stale else "*not measured*", *[""] * (len(COLUMNS) - 3)]
     found, of = summary(entry, fresh), max(len(fresh), wanted(fresh))
+    stale = f", {known.stale} stale" if known.stale else ""
     interval = "" if found["low"] is None else f"{cell(found['low'])} to {cell(found['high'])}"
     line = [
         *head,
         f"{max(record['curve'][-1]['steps'] for record in fresh.values()):,}",
-        str(len(fresh)) if len(fresh) == of else f"{len(fresh)} of {of}",
+        (str(len(fresh)) if len(fresh) == of else f"{len(fresh)} of {of}") + stale,
         task.score,
         cell(found["mean"]),
         cell(found["iqm"]),

@@ -1,8 +1,8 @@
 """Files of results: what one seed of one config learnt, `runs/<config>/<library>/<seed>.json`, measured once and kept.
 
 A file holds all that is needed to judge and repeat it. It is fresh while the hash of its settings is that of today's,
-else stale. Settings are the config without seed and names, by what it sets itself: what it leaves to a default may
-change with the commit, which stands in the file too.
+else stale. Settings are the config without seed and names, as far as it differs from the defaults: a new key with its
+default is not another config. What a default or the code was is told by the commit, which stands in the file too.
 """
 
 import hashlib
@@ -111,11 +111,10 @@ def standing(entry: Entry, out: Path) -> Standing:
 def wanted(fresh: dict[int, Row]) -> int:
     """How many seeds there must be, by how long those took that there are; three before that is known.
 
-    >>> wanted({0: {"train_s": 10.0}}), [wanted(dict.fromkeys(range(3), {"train_s": s})) for s in (599.0, 600.0)]
+    >>> wanted({}), [wanted(dict.fromkeys(range(3), {"train_s": s})) for s in (599.0, 600.0)]
     (3, [10, 3])
     """
-    short = len(fresh) >= FEW and median(record["train_s"] for record in fresh.values()) < SHORT_S
-    return SEEDS if short else FEW
+    return SEEDS if fresh and median(record["train_s"] for record in fresh.values()) < SHORT_S else FEW
 
 
 def write(entry: Entry, seed: int, out: Path, found: Row, about: Row) -> Path:

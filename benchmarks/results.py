@@ -8,6 +8,7 @@ pictures are made from these files alone (`leaderboard`).
 import shlex
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -25,11 +26,12 @@ from benchmarks.pairs import ROOT, Failure, available
 from benchmarks.records import LIBRARIES, Entry, Row, entries, standing, wanted, write
 from benchmarks.report import machine, versions
 from benchmarks.tasks import CONFIGS, TASKS
+from ecrl.durable import held
 from ecrl.errors import MissingExtraError, UserError
 from ecrl.registry import did_you_mean
 
 NEEDED = ("stable_baselines3", "matplotlib", "mujoco", "Box2D")
-_PAUSE_S = 0.2
+_PAUSE_S, _SHARE = 0.2, 0.9
 
 
 class Job(NamedTuple):
@@ -50,11 +52,13 @@ class Going(NamedTuple):
 
 def check(only: Sequence[str], seeds: int | None, minutes: float | None) -> None:
     """Refuse what cannot run here, in one line."""
+    if not sys.platform.startswith("linux"):
+        raise UserError(f"results are of processes on one core each, which {sys.platform} has no call for; use Linux")
     for name in only:
         if name not in TASKS:
             raise UserError(f"--only {name}: no such config; {did_you_mean(name, TASKS)}")
     for name, value in (("seeds", seeds), ("minutes", minutes)):
-        if value is not None and value < 0:
+        if value is not None and not value >= 0:
             raise UserError(f"--{name} {value:g}: expected 0 or more")
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
@@ -76,26 +80,40 @@ def run(only: Sequence[str], seeds: int | None, minutes: float | None, out: Path
     check(only, seeds, minutes)
     every = entries(configs)
     deadline = inf if minutes is None else time.monotonic() + 60.0 * minutes
+    with _alone_with(out):
+        try:
+            with _ended_by_signals():
+                return measure([one for one in every if not only or one.task.config in only], seeds, out, deadline)
+        finally:
+            for path in publish(every, out):
+                print(path)
+
+
+@contextmanager
+def _alone_with(out: Path) -> Iterator[None]:
+    """Two that measured the same seeds, on the same cores, would spoil each other's times."""
+    out.mkdir(parents=True, exist_ok=True)
     try:
-        with _ended_by_signals():
-            return measure([entry for entry in every if not only or entry.task.config in only], seeds, out, deadline)
-    finally:
-        for path in publish(every, out):
-            print(path)
+        with held(out):
+            yield
+    except BlockingIOError:
+        raise UserError(f"{out}: another ecrl bench results is measuring into it; wait for it, or give --out") from None
 
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """SIGTERM is as Ctrl-C, so that what is on its way is ended too."""
+    """SIGTERM and the end of the terminal are as Ctrl-C, so that what is on its way is ended too."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]  # as by nohup
+    before = {number: signal.signal(number, interrupt) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def missing(found: Sequence[Entry], seeds: int | None, out: Path) -> list[Job]:
@@ -159,14 +177,22 @@ def finish(going: Going, out: Path) -> bool:
     try:
         found = alone.result(going.running)
         write(job.entry, job.seed, out, found, going.about)
-        score, last = job.entry.task.score, found["curve"][-1]
-        print(f"{job.entry.name}, seed {job.seed}: {score} {last[score]:.4g} in {found['train_s']:.0f} s", flush=True)
-    except Failure as failure:
+        print(f"{job.entry.name}, seed {job.seed}: {told(job.entry, found)}", flush=True)
+    except (Failure, OSError, ValueError) as failure:  # such as a full disk, or a score that is NaN
         print(f"{job.entry.name}, seed {job.seed}: {failure}", flush=True)
         return False
     finally:
         end(going)
     return True
+
+
+def told(entry: Entry, found: Row) -> str:
+    """What a record says, in a line; of one whose minutes are not its own, that too."""
+    score, last = entry.task.score, found["curve"][-1]
+    line, share = f"{score} {last[score]:.4g} in {found['train_s']:.0f} s", found["cpu_s"] / found["wall_s"]
+    if share > _SHARE:
+        return line
+    return f"{line}; had its core for {share:.0%} of the time: remove its file, and it is measured again"
 
 
 def end(going: Going) -> None:

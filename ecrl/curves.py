@@ -7,7 +7,8 @@ A peer's file is CSV with these columns, or JSON: a list of such rows, or an obj
 import csv
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ DEFAULTS = ("eval/success_rate", "eval/avg_reward", "charts/episode_reward_avg_1
 """Metrics that are plotted if none is named: the first that all runs and peers have."""
 _NAMES = {"return": ("eval/avg_reward", "charts/episode_reward_avg_100"), "success": ("eval/success_rate",)}
 _OWN = {"trainer": ("seed", "eval_seed", "exp_name", "wandb_project_name")}  # what runs of one config may differ in
+_PEERS_ROWS = "expected steps, seconds and return or success"
 
 Row = dict[str, Any]
 
@@ -73,16 +75,23 @@ def read(path: Path) -> list[Source]:
     readers = {".json": _json_peer, ".csv": _csv_peer}
     if path.suffix not in readers:
         raise UserError(f"{path}: expected a run folder or a peer's .json or .csv")
-    return readers[path.suffix](path)
+    found = readers[path.suffix](path)
+    if not any(source.rows for source in found):
+        raise UserError(f"{path}: no rows; {_PEERS_ROWS}")
+    return found
 
 
 def _run(folder: Path) -> Source:
     if not (folder / "metrics.jsonl").exists():
         raise UserError(f"{folder}: holds no metrics.jsonl; expected a run folder, such as outputs/<exp_name>_<time>")
-    rows = list(_continued(_json_lines(folder / "metrics.jsonl")))
+    rows = list(_json_lines(folder / "metrics.jsonl"))
+    if not rows:
+        raise UserError(f"{folder}: nothing was logged yet; train for longer, or leave it out")
     if not (folder / "config.json").exists():
         return Source(folder, folder.name, str(folder), None, rows)
     config = _json(folder / "config.json")
+    if not isinstance(config, dict):
+        raise UserError(f"{folder / 'config.json'}: expected the config of a run")
     trainer = config.get("trainer", {})
     group = canonical(without_names(config))
     return Source(folder, trainer.get("exp_name", folder.name), group, trainer.get("seed"), rows)
@@ -97,27 +106,15 @@ def _json(path: Path) -> Any:
 
 def _json_lines(path: Path) -> Iterator[Row]:
     """The rows of a file to which a run may be adding; the end of one that a kill cut off is left out."""
-    lines = path.read_text(encoding="utf-8").split("\n")
+    lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines[:-1], 1):
         try:
-            yield json.loads(line)
+            row = json.loads(line)
         except ValueError as error:
             raise UserError(f"{path}:{number}: not JSON: {error}; remove that line") from None
-
-
-def _continued(rows: Iterable[Row]) -> Iterator[Row]:
-    """Rows with `steps`, and with seconds that go on where a resumed run began to count again.
-
-    >>> rows = [{"sample_step": i, "seconds": s} for i, s in ((1, 5.0), (2, 9.0), (3, 4.0), (4, 5.0))]
-    >>> [row["seconds"] for row in _continued(rows)]
-    [5.0, 9.0, 13.0, 14.0]
-    """
-    before = last = 0.0
-    for row in rows:
-        if row["seconds"] < last:
-            before += last
-        last = row["seconds"]
-        yield row | {"steps": row["sample_step"], "seconds": before + last}
+        if not isinstance(row, dict) or not all(_is_number(row.get(name)) for name in ("sample_step", "seconds")):
+            raise UserError(f"{path}:{number}: no sample_step or no seconds; remove that line")
+        yield row | {"steps": row["sample_step"]}
 
 
 def _json_peer(path: Path) -> list[Source]:
@@ -126,28 +123,40 @@ def _json_peer(path: Path) -> list[Source]:
     rows = data.get("curve")
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise UserError(f'{path}: expected a list of rows, or an object with one as "curve"')
-    name = str(data.get("name", path.stem))
+    name, settings = str(data.get("name", path.stem)), data.get("hash")  # which results of `ecrl bench` have
     numbers = [_peer_row(row, f"{path}: row {i}") for i, row in enumerate(rows, 1)]
-    return [Source(path, name, name, data.get("seed"), numbers)]
+    return [Source(path, name, canonical([name, settings]), data.get("seed"), numbers)]
 
 
 def _csv_peer(path: Path) -> list[Source]:
-    with path.open(encoding="utf-8", newline="") as file:
-        found = [(row, _peer_row(row, f"{path}:{number}")) for number, row in enumerate(csv.DictReader(file), 2)]
-    seeds = dict.fromkeys(row.get("seed") for row, _ in found)
-    parts = {seed: [made for row, made in found if row.get("seed") == seed] for seed in seeds}
-    return [Source(path, path.stem, path.stem, None if s is None else int(s), rows) for s, rows in parts.items()]
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:  # spreadsheets begin theirs with a mark
+            found = list(csv.DictReader(file))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"{path}: not CSV: {error}") from None
+    parts: dict[int | None, list[Row]] = {}
+    for number, row in enumerate(found, 2):
+        place = f"{path}:{number}"
+        parts.setdefault(_seed(row.get("seed"), place), []).append(_peer_row(row, place))
+    return [Source(path, path.stem, str(path.absolute()), seed, rows) for seed, rows in parts.items()]
+
+
+def _seed(text: str | None, place: str) -> int | None:
+    try:
+        return None if text in (None, "") else int(text)
+    except ValueError:
+        raise UserError(f"{place}: seed {text!r}; expected a whole number") from None
 
 
 def _peer_row(row: Row, place: str) -> Row:
     """A row with numbers, under the names that runs have for them too."""
-    for name in ("steps", "seconds"):
-        if row.get(name) in (None, ""):
-            raise UserError(f"{place}: no {name}; expected steps, seconds and return or success")
     try:
         numbers = {name: float(value) for name, value in row.items() if name and value not in (None, "")}
     except (TypeError, ValueError) as error:
         raise UserError(f"{place}: {error}; expected numbers") from None
+    for name in ("steps", "seconds"):
+        if not _is_number(numbers.get(name)):
+            raise UserError(f"{place}: no {name}; {_PEERS_ROWS}")
     return numbers | {known: numbers[name] for name, names in _NAMES.items() if name in numbers for known in names}
 
 
@@ -171,9 +180,16 @@ def choose(sources: Sequence[Source]) -> str:
 
 
 def curve(source: Source, metric: str) -> Curve:
-    """The rows that have a number of the metric; NaN and null, as before the first episode ended, are left out."""
-    rows = [row for row in source.rows if _is_number(row.get(metric))]
+    """The rows that have the metric, from its first number on: before, no episode had ended.
+
+    What is no number after that is NaN. Raises: UserError where there is none, or rows are not in order.
+    """
+    found = [row for row in source.rows if metric in row]
+    rows = list(dropwhile(lambda row: not _is_number(row[metric]), found))
     if not rows:
         raise UserError(f"{source.path}: no metric {metric!r}; {did_you_mean(metric, metrics(source))}")
     steps, seconds, values = (np.array([row[name] for row in rows], float) for name in ("steps", "seconds", metric))
+    for name, x in (("steps", steps), ("seconds", seconds)):
+        if (np.diff(x) < 0).any():
+            raise UserError(f"{source.path}: {name} fall after {x[np.diff(x).argmin()]:g}; expected rows in order")
     return Curve(source.path.name, source.label, source.group, steps, seconds / 60.0, values)

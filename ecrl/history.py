@@ -1,9 +1,10 @@
 """What a run logged, kept in memory for a notebook: rows of numbers, a DataFrame, a plot."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, overload
 
-from ecrl.errors import extra
+from ecrl.errors import UserError, extra
 from ecrl.loggers import scalars
 from ecrl.registry import did_you_mean
 from ecrl.types import LogData
@@ -43,10 +44,19 @@ class History(Sequence):
         return pandas.DataFrame(self._rows, columns=None if self._rows else ["sample_step"]).set_index("sample_step")
 
     def plot(self, name: str = "episode_reward_avg_100") -> Any:
-        """The curve of one log against env steps, as matplotlib axes; needs the extra `plot`."""
+        """The curve of one log against env steps, as matplotlib axes; needs the extra `plot`.
+
+        Raises: UserError if there is no such log, or no number of it yet.
+        """
+        if not self._rows:
+            raise UserError("this history is of no iterations: there is nothing to plot")
         rows = [row for row in self._rows if name in row]
         if not rows:
-            raise KeyError(f"no log {name!r}; {did_you_mean(name, {key for row in self._rows for key in row})}")
+            raise UserError(f"no log {name!r}; {did_you_mean(name, {key for row in self._rows for key in row})}")
+        if not any(math.isfinite(row[name]) for row in rows):
+            raise UserError(
+                f"{name!r} has no number in {len(rows)} iterations; returns have, once an episode has ended"
+            )
         with extra("plot"):
             import matplotlib.pyplot as plt
         _, axes = plt.subplots(figsize=(6.4, 3.2), layout="constrained")

@@ -130,15 +130,27 @@ def appending(path: Path) -> Callable[[bytes], None]:
     return add
 
 
+def _seconds(path: Path) -> float:
+    """Those of the last whole row, 0 if there is none."""
+    if not path.is_file():
+        return 0.0
+    try:
+        return float(json.loads(path.read_bytes().split(b"\n")[-2])["seconds"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return 0.0
+
+
 def with_jsonl(records: Iterator[LogData], path: str | Path, start: int = 0) -> Iterator[LogData]:
     """Append one JSON object per record: log_type, sample_step, seconds since the start, every log (null for NaN).
+
+    Seconds go on from those of the file's last row, as they do when a run is resumed.
 
     Args:
         records: to pass on.
         path: of the file.
         start: env steps before the first record.
     """
-    began, add = time.perf_counter(), appending(Path(path))
+    began, add = time.perf_counter() - _seconds(Path(path)), appending(Path(path))
     for record, numbers in with_scalars(records, start):
         logs = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
         head = {"log_type": record["log_type"], "sample_step": record["sample_step"]}

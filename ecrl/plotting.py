@@ -1,9 +1,10 @@
 """Learning curves over env steps and minutes: a line for each of few seeds, a band for three or more.
 
 Seeds of one config, or of one peer, share a colour. A band is the interquartile mean with its 95 % bootstrap interval,
-as far as all of its seeds have come. Needs the extra `plot`.
+as far as all of its seeds have come; of three seeds that is their range. Needs the extra `plot`.
 """
 
+import math
 import warnings
 from collections.abc import Iterable, Sequence
 from itertools import combinations
@@ -76,9 +77,10 @@ def legend(group: Sequence[Curve]) -> str:
 def draw(axes: Any, group: Sequence[Curve], by: str, color: str) -> None:
     """Draw a group on matplotlib's axes against `by`, "steps" or "minutes"."""
     lines = [(getattr(one, by), one.values) for one in group]
-    if len(lines) < LEAST:
+    if len(lines) < LEAST or not len(grid([x for x, _ in lines])):  # or seeds that share no stretch
         for number, (x, y) in enumerate(lines):
-            axes.plot(x, y, color=color, label=None if number else legend(group))
+            marker = "." if len(x) == 1 else None  # a line from a single point cannot be seen
+            axes.plot(x, y, color=color, marker=marker, label=None if number else legend(group))
         return
     drawn = band(lines)
     axes.plot(drawn.at, drawn.middle, color=color, label=legend(group))
@@ -113,7 +115,7 @@ def files(out: Path) -> list[Path]:
     """
     if out.suffix in _SUFFIXES:
         return [out]
-    if out.suffix:
+    if out.suffix or not out.name:
         raise UserError(f"--out {out}: expected a name that ends in .png or .svg, or in neither for both")
     return [out.with_suffix(suffix) for suffix in _SUFFIXES]
 
@@ -125,8 +127,11 @@ def write(made: Any, out: Path) -> list[Path]:
     written = files(out)
     with matplotlib.rc_context({"svg.hashsalt": "ecrl"}):
         for path in written:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            made.savefig(path, dpi=120, metadata={"Date": None} if path.suffix == ".svg" else {})
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                made.savefig(path, dpi=120, metadata={"Date": None} if path.suffix == ".svg" else {})
+            except OSError as error:
+                raise UserError(f"--out {path}: {error.strerror}; give another place") from None
     return written
 
 
@@ -137,16 +142,18 @@ def first_at(one: Curve, threshold: float) -> tuple[float, float] | None:
     >>> first_at(Curve("", "", "", 10 * x, x, np.array([0.5, 0.96, 0.9, 0.97])), 0.95)
     (40.0, 4.0)
     """
-    below = np.flatnonzero(one.values < threshold)
+    below = np.flatnonzero(~(one.values >= threshold))  # NaN too
     place = below[-1] + 1 if len(below) else 0
     return (float(one.steps[place]), float(one.minutes[place])) if place < len(one.values) else None
 
 
 def told(groups: Iterable[Sequence[Curve]], threshold: float | None) -> list[str]:
-    """A line for each curve: where it ended, and from where on it stayed above a threshold."""
+    """A line for each curve: where it ended, where it is no number, and from where on it stayed above a threshold."""
     lines = []
     for one in (one for group in groups for one in group):
         line = f"{one.name}: {one.values[-1]:.4g} after {one.steps[-1]:,.0f} env steps, {one.minutes[-1]:.1f} minutes"
+        if np.isnan(one.values).any():
+            line += f"; not a number at {one.steps[np.isnan(one.values)][0]:,.0f} env steps"
         if threshold is not None:
             found = first_at(one, threshold)
             line += f"; stays above {threshold:g} " if found else f"; does not stay above {threshold:g}"
@@ -157,15 +164,20 @@ def told(groups: Iterable[Sequence[Curve]], threshold: float | None) -> list[str
 
 def _warn_of_twins(sources: Sequence[Source]) -> None:
     for a, b in combinations(sources, 2):
-        if a.seed is not None and (a.group, a.seed) == (b.group, b.seed):
+        same_file = a.path == b.path and a.seed == b.seed
+        if same_file or (a.seed is not None and (a.group, a.seed) == (b.group, b.seed)):
             warnings.warn(f"{a.path} and {b.path} are one config and seed, counted twice", stacklevel=3)
 
 
 def _told_apart(sources: Sequence[Source]) -> list[Source]:
-    """With the path beside the label where groups share one."""
-    groups = {label: {s.group for s in sources if s.label == label} for label in {s.label for s in sources}}
-    first = {s.group: s.path.name for s in reversed(sources)}
-    return [s._replace(label=f"{s.label}, {first[s.group]}") if len(groups[s.label]) > 1 else s for s in sources]
+    """With the path beside the label where groups share one: its name, or all of it where they share that too."""
+    made = []
+    for source in sources:
+        first = {s.group: s.path for s in reversed(sources) if s.label == source.label}
+        path, names = first[source.group], [path.name for path in first.values()]
+        apart = str(path) if len(set(names)) < len(names) else path.name
+        made.append(source._replace(label=f"{source.label}, {apart}") if len(first) > 1 else source)
+    return made
 
 
 def plot(
@@ -183,6 +195,8 @@ def plot(
     Raises: UserError for what is no run, has no such metric, or without the extra `plot`.
     """
     files(out)
+    if threshold is not None and not math.isfinite(threshold):
+        raise UserError(f"--threshold {threshold:g}: expected a number")
     sources = _told_apart([source for path in paths for source in read(path)])
     _warn_of_twins(sources)
     metric = metric or choose(sources)

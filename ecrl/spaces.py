@@ -103,8 +103,8 @@ def from_gymnasium(space: Any) -> Space:
     """The hashable form of a `gymnasium.spaces` object; raises TypeError naming a kind that has none.
 
     Numbers of a Box become float32, integers count from 0, those of several axes are read in C order, MultiBinary is a
-    MultiDiscrete of twos, and the parts of a Tuple are named "0", "1" and so on. `ecrl.envs.gymnasium_spaces` converts
-    the values.
+    MultiDiscrete of twos, and the parts of a Tuple are named "0", "1" and so on. `ecrl.envs.gymnasium.spaces`
+    converts the values.
     """
     from gymnasium import spaces
 

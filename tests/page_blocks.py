@@ -63,19 +63,10 @@ def write(block: Block) -> None:
     path.write_text(json.dumps(small(json.loads(block.text))) if block.language == "json" else block.text)
 
 
-def _filled(word: str) -> list[str]:
-    """What a shell makes of a pattern, and the newest run in place of `<time>`."""
-    if "<time>" not in word and not re.fullmatch(r"outputs/\w+\*", word):
-        return [word]
-    found = sorted(Path().glob(word.replace("<time>", "*")), key=lambda path: path.stat().st_mtime)
-    assert found, f"{word}: no run of that name"
-    return [str(path) for path in (found[-1:] if "<time>" in word else found)]
-
-
 def ecrl(line: str) -> None:
     """Run `ecrl ...` in this process; it must end well."""
     words, _, target = line.partition(" > ")
-    sys.argv, before = [one for word in shlex.split(words) for one in _filled(word)], sys.argv
+    sys.argv, before = shlex.split(words), sys.argv
     out = io.StringIO()
     try:
         with contextlib.redirect_stdout(out) if target else contextlib.nullcontext(), warnings.catch_warnings():

@@ -49,8 +49,20 @@ def test_history_to_pandas_and_plot(monkeypatch):
     axes = history.plot("policy_loss")
     assert axes.get_ylabel() == "policy_loss"
     assert axes.lines[0].get_ydata().tolist() == [0.5, 0.25]
-    with pytest.raises(KeyError, match="no log 'policy_los'; did you mean 'policy_loss'"):
+    with pytest.raises(UserError, match="no log 'policy_los'; did you mean 'policy_loss'"):
         history.plot("policy_los")
+
+
+def test_what_has_no_number_yet_is_no_empty_picture():
+    history = History()
+    with pytest.raises(UserError, match="this history is of no iterations: there is nothing to plot"):
+        history.plot()
+    history.add(RECORDS[0])
+    assert math.isnan(history[0]["episode_reward_avg_100"])
+    with pytest.raises(
+        UserError, match="'episode_reward_avg_100' has no number in 1 iterations; returns have, once an"
+    ):
+        history.plot()
 
 
 @pytest.mark.parametrize("kind", [UserError, ModuleNotFoundError])

@@ -65,9 +65,21 @@ def test_a_line_of_the_table():
         *head, "5 of 10", "return", "424", "473", f"{low} to {high}", "475", "4 of 5", "2,000", "3.0",
     ]  # fmt: skip
     one = {0: record((1.0, 2.0))}
-    assert cells(entry(), Standing(one, 2)) == [*head, "1 of 3", "return", "2", "2", "", "475", "0 of 1", "", ""]
+    assert cells(entry(), Standing(one, 2)) == [
+        *head,
+        "1 of 10, 2 stale",
+        "return",
+        "2",
+        "2",
+        "",
+        "475",
+        "0 of 1",
+        "",
+        "",
+    ]
+    assert cells(entry(), Standing(one, 0))[3] == "1 of 10" and cells(entry(), Standing({}, 0))[2] == "*not measured*"
     found = cells(entry("push_cube_grpo"), Standing({0: record((0.5, 0.92), score="success")}, 0))
-    assert found == ["`push_cube_grpo`", "ecrl", "2,000", "1 of 3", "success", "0.92", "0.92", *[""] * 5]
+    assert found == ["`push_cube_grpo`", "ecrl", "2,000", "1 of 10", "success", "0.92", "0.92", *[""] * 5]
 
 
 def test_what_is_missing_or_stale_has_no_numbers():
@@ -98,8 +110,12 @@ def test_the_table_names_every_shipped_config_and_the_zoo_its_environment():
 def test_the_leaderboard_of_the_checkout_is_that_of_its_files(tmp_path):
     """After a change of configs or files: `ecrl bench results --minutes 0`."""
     out = ROOT / "benchmarks" / "results"
-    page = text([(one, standing(one, out)) for one in entries(CONFIGS)])
-    assert (out / "README.md").read_text() == page
+    known = [(one, standing(one, out)) for one in entries(CONFIGS)]
+    assert (out / "README.md").read_text() == text(known)
+    for one, state in known:
+        if state.fresh:
+            seeds = f" ({len(state.fresh)} seeds" if len(state.fresh) > 1 else " -->"  # text is in comments of an SVG
+            assert f"<!-- {one.name}{seeds}" in (out / f"{one.task.config}.svg").read_text(), one.name
 
 
 def test_the_hash_is_of_what_is_learnt_and_how_it_is_scored(monkeypatch):

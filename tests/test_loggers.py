@@ -88,6 +88,18 @@ def test_jsonl_has_a_line_per_record_and_null_for_nan(tmp_path):
     assert {name for row in rows for name in row if "/" in name} == NAMES - {"eval/avg_reward"}
 
 
+@pytest.mark.parametrize(
+    ("text", "before"),
+    [("", 0.0), ('{"seconds": 4.0}\n{"seconds": 100.0}\n', 100.0), ('{"seconds": 100.0}\n{"sec', 100.0), ("5\n", 0.0)],
+)
+def test_seconds_go_on_from_the_last_whole_row(text, before, tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(text)
+    list(with_jsonl(iter(RECORDS), path))
+    seconds = json.loads(path.read_text().splitlines()[-1])["seconds"]
+    assert before <= seconds < before + 60
+
+
 @pytest.mark.parametrize("ending", ["end", "break", "raise"])
 def test_jsonl_is_complete_and_closed_however_the_records_end(ending, tmp_path, monkeypatch):
     opened, path = [], tmp_path / "m.jsonl"

@@ -75,9 +75,6 @@ AFTER = {
 }
 """What the code of a page must have done, beside running."""
 
-BEFORE = {"README.md": ["ecrl train configs/push_cube_ppo.json"]}
-"""Commands that a page takes for granted."""
-
 
 def _tensors() -> dict[str, Any]:
     """What the README's kernels are given."""
@@ -159,8 +156,6 @@ def _run(block: Block, names: dict[str, Any]) -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_the_code_of_a_page_runs(page, folder, capsys):
     names = GIVEN.get(page, dict)()
-    for line in BEFORE.get(page, []):
-        _command(line)
     for block in blocks(page):
         _run(block, names)
     AFTER.get(page, id)(names)

@@ -43,12 +43,21 @@ def test_a_real_runs_rows_are_a_curve(tmp_path):
     assert found.label == tmp_path.name, "without a config"
 
 
-def test_minutes_go_on_where_a_resumed_run_counts_anew(tmp_path):
-    folder = run(tmp_path / "a", values=(1.0, 2.0))
-    more = run(tmp_path / "b", values=(3.0, 4.0), seconds=30.0)
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write((more / "metrics.jsonl").read_text())
-    assert curves(folder)[0].minutes.tolist() == [1.0, 2.0, 2.5, 3.0]
+def test_rows_that_are_not_in_order_are_refused(tmp_path):
+    (tmp_path / "p.csv").write_text("steps,seconds,return\n10,30,1\n30,60,2\n20,90,3\n")
+    with pytest.raises(UserError, match=r"p.csv: steps fall after 30; expected rows in order"):
+        curves(tmp_path / "p.csv")
+    with pytest.raises(UserError, match=r"a: seconds fall after -1; expected rows in order"):
+        curves(run(tmp_path / "a", seconds=-1.0))
+
+
+def test_what_is_no_number_any_more_is_told_and_not_above(tmp_path):
+    folder = run(tmp_path / "a", values=(None, 2.0, float("nan"), None))
+    (found,) = curves(folder)
+    assert found.steps.tolist() == [20.0, 30.0, 40.0], "what was before the first number is left out"
+    assert np.isnan(found.values).tolist() == [False, True, True]
+    (line,) = told([[found]], 1.0)
+    assert line == "a: nan after 40 env steps, 4.0 minutes; not a number at 30 env steps; does not stay above 1"
 
 
 def test_a_line_that_is_not_whole_yet_is_left_out_and_a_damaged_one_is_told(tmp_path):
@@ -74,10 +83,27 @@ def test_groups_of_one_name_are_told_apart_by_their_folders(tmp_path):
     assert [legend(group) for group in groups] == ["ppo, r0.9_0 (2 seeds)", "ppo, r0.8_0 (2 seeds)"]
 
 
+def test_files_of_one_name_and_results_of_other_settings_are_groups_of_their_own(tmp_path):
+    (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
+    paths = [tmp_path / "a" / "sb3.csv", tmp_path / "b" / "sb3.csv"]
+    for path in paths:
+        path.write_text("steps,seconds,return\n10,30,1\n30,60,2\n")
+    _, groups = plot(paths, tmp_path / "p.svg")
+    assert [legend(group) for group in groups] == [f"sb3, {path}" for path in paths]
+    results = [tmp_path / f"{seed}.json" for seed in range(2)]
+    for seed, path in enumerate(results):
+        rows = [{"steps": 10, "seconds": 30, "return": 1}]
+        path.write_text(json.dumps({"name": "ppo", "hash": str(seed), "seed": seed, "curve": rows}))
+    assert [len(group) for group in grouped(curves(*results))] == [1, 1]
+
+
 def test_one_seed_given_twice_is_said(tmp_path):
     runs = [run(tmp_path / "a"), run(tmp_path / "b")]
     with pytest.warns(UserWarning, match="/a and .*/b are one config and seed, counted twice"):
         plot(runs, tmp_path / "p.png")
+    (tmp_path / "sb3.csv").write_text("steps,seconds,return\n10,30,1\n")
+    with pytest.warns(UserWarning, match="sb3.csv and .*sb3.csv are one config and seed, counted twice"):
+        plot([tmp_path / "sb3.csv"] * 2, tmp_path / "p.png")
 
 
 def test_a_band_is_of_what_all_seeds_reached_and_reads_between_points():
@@ -97,6 +123,14 @@ def test_many_points_become_an_even_grid():
 
 def test_seeds_that_share_no_stretch_have_an_empty_band():
     assert len(band([(np.array([1.0]), np.array([1.0])), (np.array([2.0]), np.array([1.0]))]).middle) == 0
+
+
+def test_seeds_that_share_no_stretch_and_single_points_are_drawn_as_they_are(tmp_path):
+    apart = [run(tmp_path / f"r{seed}", seed, values=(1.0,), seconds=60.0 * (1 + seed)) for seed in range(3)]
+    steps, minutes = figure(grouped(curves(*apart)), "eval/avg_reward").axes
+    assert [line.get_xdata().tolist() for line in steps.lines] == [[10.0]], "the middle of a band"
+    assert [line.get_xdata().tolist() for line in minutes.lines] == [[1.0], [2.0], [3.0]]
+    assert {line.get_marker() for line in minutes.lines} == {"."}
 
 
 def test_a_picture_has_two_panels_lines_for_two_seeds_and_a_band_for_three(tmp_path):
@@ -199,6 +233,16 @@ def test_the_command_writes_both_pictures_and_says_where_the_curves_ended(tmp_pa
         (("r", "--metric", "x"), "r: no metric 'x'; known: eval/avg_reward"),
         (("odd.json",), 'odd.json: expected a list of rows, or an object with one as "curve"'),
         (("half.csv",), "half.csv:2: no seconds; expected steps, seconds and return or success"),
+        (("nan.csv",), "nan.csv:2: no steps; expected steps, seconds and return or success"),
+        (("seed.csv",), "seed.csv:2: seed '1.5'; expected a whole number"),
+        (("head.csv",), "head.csv: no rows; expected steps, seconds and return or success"),
+        (("latin.csv",), "latin.csv: not CSV: 'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"),
+        (("rows",), "rows/metrics.jsonl:2: no sample_step or no seconds; remove that line"),
+        (("new",), "new: nothing was logged yet; train for longer, or leave it out"),
+        (("listed",), "listed/config.json: expected the config of a run"),
+        (("r", "--threshold", "nan"), "--threshold nan: expected a number"),
+        (("r", "--out", "a.txt/x.png"), "--out a.txt/x.png: File exists; give another place"),
+        (("r", "--out", "."), "--out .: expected a name that ends in .png or .svg, or in neither for both"),
         (("text.csv",), "text.csv:3: could not convert string to float: 'many'; expected numbers"),
         (("r", "--out", "a.gif"), "--out a.gif: expected a name that ends in .png or .svg, or in neither for both"),
     ],
@@ -210,6 +254,15 @@ def test_faults_are_one_line(args, said, tmp_path, monkeypatch, capsys):
     (tmp_path / "a.txt").touch()
     (tmp_path / "odd.json").write_text('{"rows": []}')
     (tmp_path / "half.csv").write_text("steps,return\n1,2\n")
+    (tmp_path / "nan.csv").write_text("\ufeffsteps,seconds,return\nnan,1,2\n")
+    (tmp_path / "seed.csv").write_text("\ufeffsteps,seconds,return,seed\n1,1,2,1.5\n")
+    (tmp_path / "head.csv").write_text("steps,seconds,return\n")
+    (tmp_path / "latin.csv").write_bytes(b"\xff")
+    row = '{"sample_step": 1, "seconds": 1.0}\n'
+    for name, text in (("rows", row + "5\n"), ("new", ""), ("listed", row)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text(text)
+    (tmp_path / "listed" / "config.json").write_text("[]")
     (tmp_path / "text.csv").write_text("steps,seconds,return\n1,2,3\n2,3,many\n")
     assert called(monkeypatch, "plot", *args) == 2
     assert capsys.readouterr().err == said + "\n"

@@ -4,8 +4,10 @@ import doctest
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
+from contextlib import nullcontext
 
 import jsonschema
 import pytest
@@ -105,12 +107,12 @@ def test_files_of_another_config_are_stale_and_measured_again(small, tmp_path):
     data = json.loads(path.read_text())
     data["trainer"] |= {"exp_name": "renamed", "seed": 7}
     path.write_text(json.dumps(data))
-    assert run(minutes=0) and line_of(tmp_path) == ["20", "1 of 3"]  # neither makes it another config
+    assert run(minutes=0) and line_of(tmp_path) == ["20", "1 of 10"]  # neither makes it another config
     data["algorithm"]["cfg"]["gamma"] = 0.98
     path.write_text(json.dumps(data))
     assert run(minutes=0) and line_of(tmp_path) == ["*stale*", ""] and calls() == [0]
     assert not (tmp_path / "out/cartpole_ppo.png").exists()
-    assert run(seeds=1) and line_of(tmp_path) == ["20", "1 of 3"] and calls() == [0, 0]
+    assert run(seeds=1) and line_of(tmp_path) == ["20", "1 of 10"] and calls() == [0, 0]
 
 
 def test_no_minutes_measure_nothing(small, tmp_path):
@@ -125,7 +127,7 @@ def test_a_seed_that_fails_is_told_and_the_others_are_kept(small, tmp_path, caps
     assert calls() == [0, 2]
     died = "cartpole_ppo, ecrl, seed 1: tests.bench_stand_ins:learns_but_seed_1: died with status 1"
     assert f"{died}; last line: RuntimeError: out of luck" in capsys.readouterr().out
-    assert line_of(tmp_path) == ["20", "2 of 3"]
+    assert line_of(tmp_path) == ["20", "2 of 10"]
 
 
 def test_an_interrupt_keeps_what_is_finished_and_ends_the_rest(small, tmp_path, monkeypatch):
@@ -142,7 +144,7 @@ def test_an_interrupt_keeps_what_is_finished_and_ends_the_rest(small, tmp_path, 
     monkeypatch.setattr(results.time, "sleep", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run("learns_but_seed_1_hangs", seeds=2)
-    assert calls() == [0] and line_of(tmp_path) == ["20", "1 of 3"]
+    assert calls() == [0] and line_of(tmp_path) == ["20", "1 of 10"]
     assert not os.path.exists(f"/proc/{hangs.read_text()}")
     assert signal.getsignal(signal.SIGTERM) is before
 
@@ -216,6 +218,8 @@ def test_wrong_calls_are_one_line(monkeypatch):
     assert did_you_mean("x", TASKS).startswith("known: ")
     with pytest.raises(UserError, match=r"^--seeds -1: expected 0 or more$"):
         results.check((), -1, None)
+    with pytest.raises(UserError, match=r"^--minutes nan: expected 0 or more$"):
+        results.check((), None, float("nan"))
     monkeypatch.setattr(results, "NEEDED", ("no_such_package", "json"))
     with pytest.raises(UserError, match=r"^results need no_such_package: install with: pip install -e '.\[bench\]'$"):
         results.check((), None, None)
@@ -238,6 +242,57 @@ def test_results_are_curves_for_ecrl_plot(small, tmp_path, monkeypatch, capsys):
 
 
 def test_a_stopped_function_is_gone():
-    running = alone.begin("time:sleep", {}, available()[:1])
+    running, began = alone.begin("tests.bench_stand_ins:hangs", {}, available()[:1]), time.monotonic()
     alone.stop(running)
-    assert running.process.poll() is not None and running.out.closed
+    assert running.process.poll() == -signal.SIGKILL and running.out.closed
+    assert time.monotonic() - began < 60, "it hangs for 600 s"
+
+
+def test_two_that_measure_into_one_folder_are_not_let(small, tmp_path):
+    run, calls = small
+    (tmp_path / "out").mkdir()
+    code = f"""
+import pathlib, time, ecrl.durable
+with ecrl.durable.held(pathlib.Path({str(tmp_path / "out")!r})):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+    other = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    try:
+        assert other.stdout.readline()
+        with pytest.raises(
+            UserError, match="out: another ecrl bench results is measuring into it; wait for it, or give"
+        ):
+            run(seeds=1)
+    finally:
+        other.kill()
+        other.wait()
+        other.stdout.close()
+    assert calls() == []
+
+
+def test_the_end_of_the_terminal_is_an_interrupt_unless_it_is_ignored():
+    for handler in (signal.SIG_IGN, signal.SIG_DFL):
+        before = signal.signal(signal.SIGHUP, handler)
+        try:
+            ending = pytest.raises(KeyboardInterrupt) if handler is signal.SIG_DFL else nullcontext()
+            with ending, results._ended_by_signals():
+                os.kill(os.getpid(), signal.SIGHUP)
+            assert signal.getsignal(signal.SIGHUP) is handler
+        finally:
+            signal.signal(signal.SIGHUP, before)
+
+
+def test_a_score_that_is_nan_fails_alone(small, tmp_path, capsys):
+    run, calls = small
+    assert not run("learns_but_seed_1_diverges", seeds=3)
+    assert calls() == [0, 2] and line_of(tmp_path) == ["20", "2 of 10"]
+    assert "cartpole_ppo, ecrl, seed 1: Out of range float values are not JSON compliant" in capsys.readouterr().out
+
+
+def test_a_seed_that_did_not_have_its_core_is_said():
+    found = {"curve": [{"return": 5.0}], "train_s": 60.0, "wall_s": 100.0, "cpu_s": 95.0}
+    (entry,) = [one for one in entries(CONFIGS) if one.name == "cartpole_ppo, ecrl"]
+    assert results.told(entry, found) == "return 5 in 60 s"
+    said = "return 5 in 60 s; had its core for 62% of the time: remove its file, and it is measured again"
+    assert results.told(entry, found | {"cpu_s": 62.0}) == said
