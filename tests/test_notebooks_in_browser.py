@@ -17,6 +17,7 @@ from test_notebooks import NEEDED, NOTEBOOKS, PICTURES, VIDEOS, cells
 from test_public import ROOT
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+PATIENCE_S = 1200.0
 PROGRESS = {"00_quickstart", "02_add_an_algorithm", "05_push_cube"}  # those that call `ecrl.train`
 SETTINGS = {
     "notebook-extension/tracker": {"windowingMode": "none"},  # all cells are there, seen or not
@@ -89,10 +90,12 @@ def followed(page):
     """Texts that the places of progress showed until all cells had run, and the largest number of such places."""
     texts, most = [], 0
     prompts, place = page.locator(".jp-InputPrompt"), page.locator(".jp-OutputArea-output pre", has_text="steps/s")
+    until = time.monotonic() + PATIENCE_S
     while not all(re.fullmatch(r"\[\d+\]:", text) for text in prompts.all_inner_texts() if text.strip()):
         most = max(most, place.count())
         texts += [place.first.inner_text()] if place.count() else []
         page.wait_for_timeout(500)
+        assert time.monotonic() < until, f"cells have not run, or one failed: {prompts.all_inner_texts()}"
     return list(dict.fromkeys(texts)), most
 
 
