@@ -46,7 +46,7 @@ def test_an_iteration_that_takes_too_long_is_given_up():
     with pytest.raises(KeyboardInterrupt), in_loop(), interruptible():
         send()
         time.sleep(5.0)
-    assert 0.15 < time.monotonic() - before < 4.5, "the sleep was cut short"
+    assert 0.15 < time.monotonic() - before < 2.0
 
 
 def test_an_iteration_of_several_ranks_is_let_end():
