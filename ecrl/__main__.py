@@ -131,6 +131,8 @@ def _elsewise(cfg: "Config", run: str, overrides: tuple[str, ...]) -> "Config":
     from ecrl.sources import parse_overrides
 
     changes = parse_overrides(overrides)
+    if "trainer.device" in changes:
+        raise UserError("--trainer.device: the device of an evaluation is --device")
     for key in changes:
         if not key.startswith(("env.", "trainer.")):
             raise UserError(f"--{key}: an evaluation can set keys of env and trainer, the others made the policy")

@@ -21,6 +21,7 @@ from ecrl.config import Config, config_from_dict
 from ecrl.durable import whole, write_folder
 from ecrl.errors import CheckpointError
 from ecrl.loop import expected_state, form_of
+from ecrl.parts import device_of
 
 FORMAT = 1
 
@@ -56,8 +57,22 @@ def snapshot(
             raise ValueError(f"files: {name!r} cannot be a further file of a checkpoint; choose another name")
     tensors = {name: cast(Tensor, state[path]) for name, path in _paths(state).items()}
     tensors = {name: leaf.detach().to("cpu", copy=True).contiguous() for name, leaf in tensors.items()}
-    made = {"torch": str(torch.__version__), "threads": torch.get_num_threads(), "form": form_of(cfg).name}
-    return Snapshot(tensors, cfg, made, dict(logs or {}), dict(files or {}))
+    return Snapshot(tensors, cfg, conditions(cfg), dict(logs or {}), dict(files or {}))
+
+
+def conditions(cfg: Config) -> dict[str, Any]:
+    """What equal bits depend on besides state and config, here and now."""
+    form, device = form_of(cfg).name, device_of(cfg).type
+    return {"torch": str(torch.__version__), "threads": torch.get_num_threads(), "form": form, "device": device}
+
+
+def differing(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Conditions that are others than when something was made, each for people; what it does not tell is left out.
+
+    >>> differing({"torch": "2.12", "threads": 2}, {"torch": "2.13", "threads": 2, "device": "cpu"})
+    ['torch 2.12 then, 2.13 now']
+    """
+    return [f"{name} {then[name]} then, {value} now" for name, value in now.items() if then.get(name, value) != value]
 
 
 def _sha256(data: bytes) -> str:
@@ -209,6 +224,17 @@ def load(path: str | Path, device: str | None = None) -> tuple[TensorDict, Confi
     except SafetensorError as error:
         raise CheckpointError(f"{path}/state.safetensors: damaged ({error})") from None
     return _into(expected_state(cfg, _remembered(tensors)), tensors, path), cfg
+
+
+def same_weights(path: str | Path, state: TensorDict, cfg: Config) -> bool:
+    """Whether the policy of a checkpoint has the parameters of a state, bit for bit."""
+    saved = tensors_from_bytes(read_files(path)["state.safetensors"])
+    ours, theirs = (
+        {name: x for name, x in tensors.items() if name.startswith("params/")}
+        for tensors in (snapshot(state, cfg).tensors, saved)
+    )
+    alike = {n: (x.dtype, x.shape) for n, x in ours.items()} == {n: (x.dtype, x.shape) for n, x in theirs.items()}
+    return alike and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def _remembered(tensors: dict[str, Tensor]) -> TensorDict:

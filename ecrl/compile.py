@@ -49,6 +49,7 @@ class _Made(NamedTuple):
     structure: Hashable
     strides: list[tuple[int, ...]]
     alike: TensorGuards  # like a comparison of every shape, stride, dtype and device, in a tenth of its time
+    flags: list[int]  # which of the tensors are of bools
     out: Hashable
 
 
@@ -62,6 +63,18 @@ def _apart(leaf: Tensor) -> Tensor:
     """The leaf where every element has memory of its own."""
     shared = any(stride == 0 and size > 1 for stride, size in zip(leaf.stride(), leaf.shape, strict=True))
     return leaf.contiguous() if shared else leaf
+
+
+def _flags(leaves: list[Tensor]) -> list[int]:
+    return [i for i, leaf in enumerate(leaves) if leaf.dtype is torch.bool]
+
+
+def _evened(leaves: list[Tensor], flags: list[int]) -> list[Tensor]:
+    """The leaves, with those of bools that begin at an odd byte copied: graphs read two bools at a time."""
+    for i in flags:
+        if leaves[i].storage_offset() % 2:
+            leaves[i] = leaves[i].clone()
+    return leaves
 
 
 def _dense(leaf: Tensor, stride: tuple[int, ...]) -> Tensor:
@@ -115,7 +128,7 @@ def _compiled(fn: Callable, *static: Any) -> Callable[..., Any]:
                 run, out = _compiler_for(leaves)(bound, structure, leaves)
         finally:
             SECONDS.append(time.perf_counter() - began)
-        return _Made(run, structure, [leaf.stride() for leaf in leaves], _alike(leaves), out)
+        return _Made(run, structure, [leaf.stride() for leaf in leaves], _alike(leaves), _flags(leaves), out)
 
     def call(*args: Any) -> Any:
         if in_graph():  # of which it becomes a part
@@ -124,13 +137,14 @@ def _compiled(fn: Callable, *static: Any) -> Callable[..., Any]:
         known, transformed = last[0] if last else None, peek_interpreter_stack() or forward_ad._current_level >= 0
         if known and not transformed and known.structure == structure and known.alike.check(*leaves):
             with torch.no_grad():
-                return unflatten(known.out, known.run(*leaves))
+                return unflatten(known.out, known.run(*_evened(leaves, known.flags)))
         leaves = [leaf.resolve_neg().resolve_conj() for leaf in leaves]
         differentiated = recorded(*leaves)
         if vmapped() and not differentiated:
             return _compiled_batch(fn, static, structure, leaves)
         if transformed or differentiated:
             return bound(*args)
+        leaves = _evened(leaves, _flags(leaves))
         key = structure, *[(leaf.shape, leaf.dtype, leaf.device) for leaf in leaves]
         if key not in made:
             made[key] = new(key, structure, leaves)

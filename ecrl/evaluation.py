@@ -22,6 +22,7 @@ from ecrl.envs import Env, auto_reset, clip_action, make_env
 from ecrl.errors import ConfigError, UserError
 from ecrl.kernels import scan
 from ecrl.kernels.loops import Scan
+from ecrl.loggers import ending
 from ecrl.loop import make_parts, steps_per_iteration
 from ecrl.parts import check_envs, device_of
 from ecrl.policies import acting_params
@@ -82,7 +83,7 @@ def _outcomes(env_state: TensorDict) -> dict[str, Tensor]:
     """What the environment says of how an episode went, `[N]` each, under the names of their logs; vectors are left."""
     info = env_state.get("info", TensorDict({}, []))
     found = {"eval/success_rate": info["success"]} if "success" in info else {}
-    metrics = info.get("metrics", TensorDict({}, [])).items()
+    metrics = sorted(info.get("metrics", TensorDict({}, [])).items())  # which each step may have in its own order
     return found | {f"eval/metrics/{name}": value for name, value in metrics if value.shape == env_state.batch_size}
 
 
@@ -229,6 +230,8 @@ def with_evaluation(
 ) -> Iterator[LogData]:
     """Evaluate when `trainer.eval_freq` env steps are crossed; the `evaluate` record follows the one it evaluates.
 
+    Ranks that were asked to stop do not wait for it: it is made when the run goes on.
+
     Args:
         records: to pass on.
         cfg: of the run.
@@ -238,7 +241,7 @@ def with_evaluation(
     """
     check_evaluation(cfg)
     freq = cfg.trainer.eval_freq
-    with filming(cfg, None if videos is None else Path(videos)) as opened:
+    with filming(cfg, None if videos is None else Path(videos)) as opened, ending(records):
 
         def judged(record: LogData) -> LogData:
             with interruptible():
@@ -251,5 +254,6 @@ def with_evaluation(
         for record in records:
             yield record
             step = record["sample_step"]
-            if record["log_type"] == "train" and step // freq > (step - steps_per_iteration(cfg)) // freq:
+            crossed = step // freq > (step - steps_per_iteration(cfg)) // freq
+            if record["log_type"] == "train" and crossed and not record.get("stopping"):
                 yield judged(record)

@@ -20,6 +20,7 @@ from ecrl.envs.mujoco.camera import CameraConfig
 from ecrl.errors import ConfigError
 from ecrl.evaluation import eval_steps
 from ecrl.kernels import scan
+from ecrl.loggers import ending
 from ecrl.loop import make_parts
 from ecrl.recording import FPS, Camera, background, cameras, pictures, video_path, view, write_video
 from ecrl.types import LogData
@@ -127,7 +128,7 @@ def with_training_videos(
         videos: folder of the videos.
         state: before the first record.
     """
-    with ExitStack() as stack:
+    with ExitStack() as stack, ending(records):
         found = [(camera, stack.enter_context(background())) for camera in cameras(cfg, "train")]
         films: list[Future | None] = [None] * len(found)  # the last of each camera
         for record in records:

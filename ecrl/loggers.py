@@ -2,8 +2,8 @@
 
 Only consumers read tensors to the host; `with_host_logs` does it once per record for those stacked above it. Each is
 usable alone, `for record in with_jsonl(train_iter(state, cfg), "metrics.jsonl"): ...`, and closes what it opened when
-the records end, when its caller stops early, and when anything raises. None of them ends a
-run: a full disk is said, and tried again.
+the records end, when its caller stops early, and when anything raises; `ending` does so for those below it. None of
+them ends a run: a full disk is said, and tried again.
 """
 
 import json
@@ -11,7 +11,7 @@ import math
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,6 +27,31 @@ from ecrl.types import LogData
 
 SPS = "charts/SPS"
 _GROUP = {"collect": "charts", "train": "train", "evaluate": "eval"}
+
+
+@contextmanager
+def ending(records: Iterable[Any]) -> Iterator[None]:
+    """At its end, end the consumers below, whose caller may have stopped early; what they raise then is not lost.
+
+    Python only prints what a generator raises that ends because nobody holds it any more.
+
+    >>> def saving():
+    ...     try:
+    ...         yield {}
+    ...     finally:
+    ...         raise OSError("disk full")
+    >>> below = saving()
+    >>> with ending(below):
+    ...     first = next(below)
+    Traceback (most recent call last):
+    OSError: disk full
+    """
+    try:
+        yield
+    finally:
+        close = getattr(records, "close", None)
+        if close is not None:
+            close()
 
 
 def scalars(record: LogData) -> dict[str, float]:
@@ -56,18 +81,20 @@ def with_scalars(records: Iterator[LogData], start: int = 0) -> Iterator[tuple[L
         start: env steps before the first record, so that the steps per second of a resumed run are its own.
     """
     began = time.perf_counter()
-    for record in records:
-        numbers = {scalar_name(record["log_type"], name): value for name, value in scalars(record).items()}
-        if record["log_type"] == "train":
-            numbers[SPS] = (record["sample_step"] - start) / (time.perf_counter() - began)
-        yield record, numbers
+    with ending(records):
+        for record in records:
+            numbers = {scalar_name(record["log_type"], name): value for name, value in scalars(record).items()}
+            if record["log_type"] == "train":
+                numbers[SPS] = (record["sample_step"] - start) / (time.perf_counter() - began)
+            yield record, numbers
 
 
 def with_host_logs(records: Iterator[LogData]) -> Iterator[LogData]:
     """Move the logs of each record to the host in one read, so that reading them again costs nothing."""
-    for record in records:
-        logs = {name: torch.tensor(value, dtype=torch.float64) for name, value in scalars(record).items()}
-        yield {**record, "logs": logs}
+    with ending(records):
+        for record in records:
+            logs = {name: torch.tensor(value, dtype=torch.float64) for name, value in scalars(record).items()}
+            yield {**record, "logs": logs}
 
 
 _KEPT = 1000
@@ -151,12 +178,14 @@ def with_jsonl(records: Iterator[LogData], path: str | Path, start: int = 0) -> 
         start: env steps before the first record.
     """
     began, add = time.perf_counter() - _seconds(Path(path)), appending(Path(path))
-    for record, numbers in with_scalars(records, start):
-        logs = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
-        head = {"log_type": record["log_type"], "sample_step": record["sample_step"]}
-        seconds = {"seconds": round(time.perf_counter() - began, 3)}
-        add((json.dumps(head | seconds | logs) + "\n").encode())
-        yield record
+    numbered = with_scalars(records, start)
+    with ending(numbered):
+        for record, numbers in numbered:
+            logs = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+            head = {"log_type": record["log_type"], "sample_step": record["sample_step"]}
+            seconds = {"seconds": round(time.perf_counter() - began, 3)}
+            add((json.dumps(head | seconds | logs) + "\n").encode())
+            yield record
 
 
 def _shown(logs: dict[str, float]) -> str:
@@ -255,7 +284,7 @@ def with_progress(records: Iterator[LogData], start: int, end: int) -> Iterator[
     both.add_row(progress)
     both.add_row(numbers)
     shown = _in_cell(both) if console.is_jupyter else Live(both, console=console) if live else nullcontext()
-    with shown:
+    with shown, ending(records):
         for record in records:
             step = record["sample_step"]
             logs |= scalars(record)

@@ -121,9 +121,10 @@ def check_state(state: TensorDict, cfg: Config) -> None:
 
     The numbers of the algorithm are read from `state["hyper"]`, so that they can change during a run.
     """
-    if state["key"].device != device_of(cfg):
+    made = expected_state(cfg, state)
+    if state["key"].device != made["key"].device:  # which has a number where the config's may have none
         raise ConfigError(f"state: is on {state['key'].device}, the config says {device_of(cfg)}; use state.to(...)")
-    expected, given = (dict(td.flatten_keys("/").items()) for td in (expected_state(cfg, state), state))
+    expected, given = (dict(td.flatten_keys("/").items()) for td in (made, state))
     for name in sorted(expected.keys() | given.keys()):
         shapes = [list(td[name].shape) if name in td else "absent" for td in (given, expected)]
         if shapes[0] != shapes[1]:

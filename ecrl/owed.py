@@ -9,9 +9,9 @@ from tensordict import TensorDict
 
 from ecrl.checkpoint import read_manifest
 from ecrl.config import Config
-from ecrl.durable import replace_file
 from ecrl.errors import CheckpointError
 from ecrl.loop import steps_per_iteration
+from ecrl.run_folder import rewrite
 from ecrl.types import LogData
 
 
@@ -32,7 +32,7 @@ def owed(state: TensorDict, cfg: Config, run_dir: str | Path) -> LogData | None:
     if "evaluate" in rows:
         if _is_kept(_row(rows["evaluate"]), cfg, Path(run_dir)):
             return None
-        replace_file(metrics, b"".join(line for line in lines if line != rows["evaluate"]))
+        rewrite(metrics, [line for line in lines if line != rows["evaluate"]])
     others = {p.name: p.read_bytes() for p in (Path(run_dir) / "checkpoints" / f"step_{step}").glob("rank_*")}
     record = LogData(log_type="train", sample_step=step, logs={}, state=state)
     return {**record, "files": others} if others else record

@@ -61,16 +61,16 @@ def grouped(curves: Iterable[Curve]) -> list[list[Curve]]:
     return list(groups.values())
 
 
-def legend(group: Sequence[Curve]) -> str:
+def legend(group: Sequence[Curve], banded: bool) -> str:
     """What a group is called in the picture, with how many seeds it has and what is drawn of them.
 
     >>> one = Curve("", "ppo", "", np.array([]), np.array([]), np.array([]))
-    >>> legend([one]), legend([one] * 2), legend([one] * 5)
+    >>> legend([one], False), legend([one] * 2, False), legend([one] * 5, True)
     ('ppo', 'ppo (2 seeds)', 'ppo (5 seeds: interquartile mean, 95 % bootstrap interval)')
     """
     if len(group) < 2:
         return group[0].label
-    drawn = "" if len(group) < LEAST else ": interquartile mean, 95 % bootstrap interval"
+    drawn = ": interquartile mean, 95 % bootstrap interval" if banded else ""
     return f"{group[0].label} ({len(group)} seeds{drawn})"
 
 
@@ -80,10 +80,10 @@ def draw(axes: Any, group: Sequence[Curve], by: str, color: str) -> None:
     if len(lines) < LEAST or not len(grid([x for x, _ in lines])):  # or seeds that share no stretch
         for number, (x, y) in enumerate(lines):
             marker = "." if len(x) == 1 else None  # a line from a single point cannot be seen
-            axes.plot(x, y, color=color, marker=marker, label=None if number else legend(group))
+            axes.plot(x, y, color=color, marker=marker, label=None if number else legend(group, False))
         return
     drawn = band(lines)
-    axes.plot(drawn.at, drawn.middle, color=color, label=legend(group))
+    axes.plot(drawn.at, drawn.middle, color=color, label=legend(group, True))
     axes.fill_between(drawn.at, drawn.low, drawn.high, color=color, alpha=0.2, linewidth=0)
 
 

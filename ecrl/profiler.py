@@ -19,6 +19,7 @@ import torch
 from ecrl.algorithms import Algorithm, Parts
 from ecrl.distributed import rank, world_size
 from ecrl.kernels import scan
+from ecrl.loggers import ending, never_fatal
 from ecrl.types import LogData
 
 _WAIT, _WARM_UP, _TRACED = 1, 1, 2  # iterations: the first compiles, in the second the tracer starts
@@ -73,19 +74,20 @@ def timed(times: Times, name: str, fn: Callable[..., Any]) -> Callable[..., Any]
 
 def timed_records(times: Times, name: str, records: Iterator[LogData]) -> Iterator[LogData]:
     """`records`, timed as `name`, without what is timed by this function further down the stack."""
-    records = iter(records)
-    while True:
-        outer, times.inside, taken, times.below = times.inside, (name,), times.below, 0.0
-        began = _now()
-        try:
-            record = next(records, None)
-        finally:
-            spent = _now() - began
-            times.seconds.setdefault((name,), []).append(spent - times.below)
-            times.inside, times.below = outer, taken + spent
-        if record is None:
-            return
-        yield record
+    with ending(records):
+        each = iter(records)
+        while True:
+            outer, times.inside, taken, times.below = times.inside, (name,), times.below, 0.0
+            began = _now()
+            try:
+                record = next(each, None)
+            finally:
+                spent = _now() - began
+                times.seconds.setdefault((name,), []).append(spent - times.below)
+                times.inside, times.below = outer, taken + spent
+            if record is None:
+                return
+            yield record
 
 
 def watched(times: Times, parts: Parts, algorithm: Algorithm) -> tuple[Parts, Algorithm]:
@@ -169,11 +171,13 @@ def with_profile(records: Iterator[LogData], times: Times, run_dir: str | Path) 
     folder = Path(run_dir) / "profile"
     folder.mkdir(parents=True, exist_ok=True)
     plan = torch.profiler.schedule(wait=_WAIT, warmup=_WARM_UP, active=_TRACED, repeat=1)
-    trace = folder / f"trace_rank_{rank()}.json"
+    trace, guarded = folder / f"trace_rank_{rank()}.json", never_fatal("profile", RuntimeError)
+
+    def export(made: torch.profiler.profile) -> None:
+        guarded(made.export_chrome_trace, str(trace))
+
     try:
-        with torch.profiler.profile(
-            schedule=plan, on_trace_ready=lambda made: made.export_chrome_trace(str(trace))
-        ) as tracer:
+        with torch.profiler.profile(schedule=plan, on_trace_ready=export) as tracer, ending(records):
             for record in records:
                 yield record
                 if record["log_type"] == "train":
@@ -182,7 +186,7 @@ def with_profile(records: Iterator[LogData], times: Times, run_dir: str | Path) 
         total = sum(sum(calls) for path, calls in times.seconds.items() if len(path) == 1)
         rows = report(times)
         about = {"rank": rank(), "world_size": world_size(), "total_seconds": total, "phases": rows}
-        (folder / f"rank_{rank()}.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+        guarded((folder / f"rank_{rank()}.json").write_text, json.dumps(about, indent=2) + "\n", "utf-8")
         if rank() == 0:
             print(table(rows, total))
             short = "" if trace.exists() else f"; a run of {_WAIT + _WARM_UP} iterations or fewer has no trace"

@@ -17,6 +17,7 @@ from torch import Tensor
 from ecrl.config import Config, total_steps
 from ecrl.distributed import agreed, gathered, rank, world_size
 from ecrl.errors import CheckpointError, NotFiniteError
+from ecrl.loggers import ending
 from ecrl.loop import steps_per_iteration
 from ecrl.parts import make_parts
 from ecrl.stopping import asked
@@ -59,13 +60,14 @@ def with_others(records: Iterator[LogData], cfg: Config) -> Iterator[LogData]:
 
     Where any rank was asked to stop, the records end on all of them after the same iteration.
     """
-    for record in records:
-        stopping = record["log_type"] == "train" and agreed(asked() is not None)
-        if record["log_type"] == "train" and (stopping or is_due(record["sample_step"], cfg)):
-            record["files"] = _of_others(record["state"])
-        yield record
-        if stopping:
-            return
+    with ending(records):
+        for record in records:
+            stopping = record["log_type"] == "train" and agreed(asked() is not None)
+            if record["log_type"] == "train" and (stopping or is_due(record["sample_step"], cfg)):
+                record["files"] = _of_others(record["state"])
+            yield {**record, "stopping": True} if stopping else record
+            if stopping:
+                return
 
 
 def with_others_at_crash(records: Iterator[LogData], cfg: Config) -> Iterator[LogData]:

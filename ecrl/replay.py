@@ -6,13 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from ecrl.checkpoint import load, read_files, save
+from ecrl.checkpoint import conditions, differing, load, read_files, save
 from ecrl.config import Config
 from ecrl.distributed import world_size
 from ecrl.errors import CheckpointError, NotFiniteError, UserError
-from ecrl.loop import form_of, train_iter
+from ecrl.loop import train_iter
 from ecrl.parts import make_parts
 from ecrl.ranks import with_own
 from ecrl.refusing import explained
@@ -24,13 +22,7 @@ REPORT = "report.json"
 
 def _about(cfg: Config) -> dict[str, Any]:
     """What equal bits depend on."""
-    return {
-        "form": form_of(cfg).name,
-        "torch": str(torch.__version__),
-        "threads": torch.get_num_threads(),
-        "machine": platform.machine(),
-        "ranks": world_size(),
-    }
+    return {**conditions(cfg), "machine": platform.machine(), "ranks": world_size()}
 
 
 def _command(folder: Path, ranks: int, cfg: Config) -> str:
@@ -90,8 +82,7 @@ def replay(folder: str | Path) -> Iterator[str]:
     report = _read(folder)
     yield f"reported: {report['message']}"
     state, cfg = load(folder)
-    odd = [f"{name} {report[name]} then, {now} now" for name, now in _about(cfg).items() if report[name] != now]
-    if odd:
+    if odd := differing(report, _about(cfg)):
         yield f"the bits may differ: {'; '.join(odd)}"
     if not make_parts(cfg).env.is_pure:
         yield f"environments of {cfg.env.name} live outside of the state: their steps cannot be repeated"

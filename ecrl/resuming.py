@@ -4,19 +4,21 @@ import json
 import math
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 from tensordict import TensorDict
 
-from ecrl.checkpoint import latest, load, read_manifest, steps_in
+from ecrl.checkpoint import conditions, differing, latest, load, read_manifest, same_weights, steps_in
 from ecrl.config import Config, config_from_dict, diff, load_config
 from ecrl.distributed import rank
-from ecrl.durable import replace_file
-from ecrl.errors import ConfigError
-from ecrl.loop import check_state, device_of, expected_state, form_of, init_state
+from ecrl.durable import whole
+from ecrl.errors import CheckpointError, ConfigError
+from ecrl.loop import check_state, expected_state, init_state
+from ecrl.parts import device_of
 from ecrl.ranks import with_own
+from ecrl.run_folder import rewrite
 
 
 def resume(
@@ -43,17 +45,18 @@ def resume(
     if (Path(run_dir) / "manifest.json").exists():
         raise ConfigError(f"{run_dir}: is a checkpoint; give the folder of its run, to go on in it")
     path = latest(run_dir) if steps_in(run_dir) or not (Path(run_dir) / "config.json").exists() else None
-    state, own = (None, load_config(Path(run_dir) / "config.json")) if path is None else load(path)
+    own = load_config((Path(run_dir) if path is None else whole(path)) / "config.json")
     given = own.model_dump(mode="json") if config is None else None
     cfg = config_from_dict(given, str(run_dir), overrides) if config is None else load_config(config, overrides)
     changes = diff(own, cfg)
     if changes and not force:
         lines = "\n".join(f"  {line}" for line in changes)
         raise ConfigError(f"{run_dir}: the config differs from the run's; go on with it by --force:\n{lines}")
-    if path is None or state is None:
+    if path is None:
         if rank() == 0:
             forget_after(Path(run_dir), 0)
         return init_state(cfg), cfg
+    state, own = load(path, None if _is_here(own) else cfg.trainer.device)
     if changes:
         state = _changed(state.to(device_of(cfg)), own, cfg)
     state = with_own(state, path)
@@ -64,11 +67,35 @@ def resume(
     return state, cfg
 
 
+def _is_here(cfg: Config) -> bool:
+    """Whether the device of a config is one of this machine's."""
+    with suppress(ConfigError):
+        return device_of(cfg) is not None
+    return False
+
+
+def goes_on(run_dir: str | Path, state: TensorDict, cfg: Config) -> bool:
+    """Whether a state belongs to the run in a folder, which may have its weights; else an equal config says so.
+
+    The state before the first step belongs to a run that was stopped before it had logged or saved anything.
+    """
+    folder, step, metrics = Path(run_dir), int(state["sample_step"]), Path(run_dir) / "metrics.jsonl"
+    if step == 0 and (steps_in(folder) or (metrics.is_file() and metrics.stat().st_size)):
+        return False
+    for path in (folder / "checkpoints" / f"step_{step}", folder / "checkpoints" / "best"):
+        with suppress(CheckpointError):
+            if read_manifest(path)["sample_step"] == step:
+                return same_weights(path, state, cfg)
+    with suppress(ConfigError):
+        return not diff(load_config(folder / "config.json"), cfg)
+    return False
+
+
 def _changed(state: TensorDict, own: Config, cfg: Config) -> TensorDict:
     """The state with what the changed config sets in it: hyperparameters, the adaptive rate's start, the seed's key."""
     before, after = (expected_state(config, state) for config in (own, cfg))
     names = ["hyper"]
-    if "learning_rate" in state and not torch.equal(before["learning_rate"], after["learning_rate"]):
+    if "learning_rate" in state and float(before["learning_rate"]) != float(after["learning_rate"]):
         names.append("learning_rate")
     if own.trainer.seed != cfg.trainer.seed:
         names.append("key")
@@ -76,10 +103,7 @@ def _changed(state: TensorDict, own: Config, cfg: Config) -> TensorDict:
 
 
 def _warn_of_other_bits(path: Path, cfg: Config) -> None:
-    manifest = read_manifest(path)
-    now = {"torch": str(torch.__version__), "threads": torch.get_num_threads(), "form": form_of(cfg).name}
-    other = [f"{name} {manifest[name]} then, {value} now" for name, value in now.items() if manifest[name] != value]
-    if other:
+    if other := differing(read_manifest(path), conditions(cfg)):
         warnings.warn(f"{path}: the rest will not be bit for bit the same run: {'; '.join(other)}", stacklevel=3)
 
 
@@ -100,7 +124,4 @@ def forget_after(run_dir: Path, step: int) -> None:
     kept = [row for row in rows if _step_of(row) <= step]
     if len(kept) == len(rows):
         return
-    try:
-        replace_file(metrics, b"".join(kept))
-    except OSError as error:
-        raise ConfigError(f"{metrics}: cannot be written: {error.strerror}; make room first") from None
+    rewrite(metrics, kept)

@@ -2,13 +2,13 @@
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from ecrl.config import Config
 from ecrl.distributed import rank, said_before, say
-from ecrl.durable import held
+from ecrl.durable import held, replace_file
 from ecrl.errors import ConfigError
 
 
@@ -28,10 +28,19 @@ def claim(folder: Path, new: bool) -> None:
         raise ConfigError(f"run_dir: {folder} is a checkpoint; choose the folder of its run, or a new one")
     taken = [name for name in ("config.json", "metrics.jsonl", "checkpoints") if (folder / name).exists()]
     if new and taken:
-        raise ConfigError(f"run_dir: {folder} already holds a run ({taken[0]}); choose another folder or remove it")
+        told = f"run_dir: {folder} already holds a run ({taken[0]})"
+        raise ConfigError(f"{told}; choose another folder, or resume that run")
     if not os.access(folder, os.W_OK):
         raise ConfigError(f"run_dir: {folder}: not writable; choose another folder")
     say(_word(folder))
+
+
+def rewrite(metrics: Path, rows: Iterable[bytes]) -> None:
+    """Replace the rows of `metrics.jsonl`. Raises: ConfigError if it cannot be written."""
+    try:
+        replace_file(metrics, b"".join(rows))
+    except OSError as error:
+        raise ConfigError(f"{metrics}: cannot be written: {error.strerror}; make room first") from None
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from ecrl.checkpoint import Snapshot, read_files, read_manifest, snapshot, steps
 from ecrl.config import Config
 from ecrl.durable import remove_folder, sweep, whole
 from ecrl.errors import CheckpointError
-from ecrl.loggers import never_fatal
+from ecrl.loggers import ending, never_fatal
 from ecrl.loop import steps_per_iteration
 from ecrl.ranks import is_whole
 from ecrl.types import LogData
@@ -33,19 +33,19 @@ class Saver(NamedTuple):
     again: Callable[[], None]
 
 
-def _written(path: Path, saved: Snapshot, keep: int | None) -> None:
+def _written(path: Path, saved: Snapshot, keep: int | None, removing: Callable[..., bool]) -> None:
     """Write a checkpoint, and only then remove the oldest beyond the `keep` newest up to it."""
     write(path, saved)
     upto = int(saved.tensors["sample_step"])
     older = [p for p in steps_in(path.parents[1]) if int(p.name.removeprefix("step_")) <= upto]
     for old in older[:-keep] if keep else []:
-        remove_folder(old)
+        removing(remove_folder, old)
 
 
 @contextmanager
 def _saving(keep: int | None = None) -> Iterator[Saver]:
     """A Saver; its last write has ended when this ends, which raises CheckpointError if that failed."""
-    guarded = never_fatal("checkpoints", CheckpointError)
+    guarded, removing = never_fatal("checkpoints", CheckpointError), never_fatal("older checkpoints")
     last: list[tuple[Path, Snapshot]] = []  # what is not known to be safe
     flight: list[Future] = []
 
@@ -54,7 +54,7 @@ def _saving(keep: int | None = None) -> Iterator[Saver]:
             last.clear()
 
     def start() -> None:
-        flight.append(thread.submit(_written, *last[0], keep))
+        flight.append(thread.submit(_written, *last[0], keep, removing))
 
     def put(path: Path, *state: Any) -> None:
         landed()
@@ -89,13 +89,6 @@ def _saving(keep: int | None = None) -> Iterator[Saver]:
         end()
 
 
-def _closed(records: Iterator[LogData]) -> None:
-    """End the consumers below; their caller may have stopped early."""
-    close = getattr(records, "close", None)
-    if close is not None:
-        close()
-
-
 def with_checkpoints(records: Iterator[LogData], cfg: Config, run_dir: str | Path) -> Iterator[LogData]:
     """Save the state under `run_dir` when `trainer.save_freq` env steps are crossed, and however the run ends.
 
@@ -112,7 +105,7 @@ def with_checkpoints(records: Iterator[LogData], cfg: Config, run_dir: str | Pat
         save(folder / f"step_{step}", record["state"], cfg, None, record.get("files"))
         return step
 
-    with _saving(cfg.trainer.keep_checkpoints) as (save, look, _):
+    with _saving(cfg.trainer.keep_checkpoints) as (save, look, _), ending(records):
         try:
             for record in records:
                 look()
@@ -122,14 +115,11 @@ def with_checkpoints(records: Iterator[LogData], cfg: Config, run_dir: str | Pat
                         saved = put(record)
                 yield record
         finally:
-            try:
-                if last is not None and saved != last["sample_step"]:
-                    if is_whole(last):
-                        put(last)
-                    else:
-                        warnings.warn(_NOT_WHOLE.format(last["sample_step"]), stacklevel=2)
-            finally:
-                _closed(records)
+            if last is not None and saved != last["sample_step"]:
+                if is_whole(last):
+                    put(last)
+                else:
+                    warnings.warn(_NOT_WHOLE.format(last["sample_step"]), stacklevel=2)
 
 
 def _best_so_far(path: Path, name: str) -> float | None:
@@ -155,17 +145,14 @@ def with_best_checkpoint(records: Iterator[LogData], cfg: Config, run_dir: str |
     name, sign = cfg.trainer.best_eval_metric, 1.0 if cfg.trainer.best_eval_mode == "max" else -1.0
     path = Path(run_dir) / "checkpoints" / "best"
     best = _best_so_far(path, name)
-    with _saving() as (save, look, again):
-        try:
-            for record in records:
-                look()
-                if record["log_type"] == "evaluate":
-                    again()
-                    logs = {key: float(value) for key, value in record["logs"].items()}
-                    value = logs.get(name, math.nan)
-                    if math.isfinite(value) and (best is None or sign * value > sign * best):
-                        best = value
-                        save(path, record["state"], cfg, logs, record.get("files"))
-                yield record
-        finally:
-            _closed(records)
+    with _saving() as (save, look, again), ending(records):
+        for record in records:
+            look()
+            if record["log_type"] == "evaluate":
+                again()
+                logs = {key: float(value) for key, value in record["logs"].items()}
+                value = logs.get(name, math.nan)
+                if math.isfinite(value) and (best is None or sign * value > sign * best):
+                    best = value
+                    save(path, record["state"], cfg, logs, record.get("files"))
+            yield record

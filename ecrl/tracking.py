@@ -18,7 +18,7 @@ from typing import Any
 
 from ecrl.config import Config
 from ecrl.errors import extra
-from ecrl.loggers import appending, never_fatal, with_scalars
+from ecrl.loggers import appending, ending, never_fatal, with_scalars
 from ecrl.types import LogData
 
 _COMPARED = ("charts/episode_reward_avg_100", "charts/episode_length_avg_100", "charts/SPS")
@@ -95,10 +95,12 @@ def with_tensorboard(records: Iterator[LogData], cfg: Config, log_dir: str | Pat
     head = [_event(file_version="brain.Event:2")]
     head += [_event(step=start + 1, session_log=SessionLog(status=SessionLog.START))]
     add(b"".join([*head, *(_event(summary=summary) for summary in _described(cfg))]))
-    for record, numbers in with_scalars(records, start):
-        values = [Summary.Value(tag=n, simple_value=value) for n, value in numbers.items() if math.isfinite(value)]
-        add(_event(step=record["sample_step"], summary=Summary(value=values)))
-        yield record
+    numbered = with_scalars(records, start)
+    with ending(numbered):
+        for record, numbers in numbered:
+            values = [Summary.Value(tag=n, simple_value=value) for n, value in numbers.items() if math.isfinite(value)]
+            add(_event(step=record["sample_step"], summary=Summary(value=values)))
+            yield record
 
 
 def _run_id(folder: Path) -> str:
@@ -190,10 +192,12 @@ def with_wandb(records: Iterator[LogData], cfg: Config, run_dir: str | Path, sta
 
     try:
         run.define_metric("*", step_metric="sample_step")
-        for record, numbers in with_scalars(records, start):
-            finite = {name: value for name, value in numbers.items() if math.isfinite(value)}
-            guarded(send, finite | {"sample_step": record["sample_step"]})
-            yield record
+        numbered = with_scalars(records, start)
+        with ending(numbered):
+            for record, numbers in numbered:
+                finite = {name: value for name, value in numbers.items() if math.isfinite(value)}
+                guarded(send, finite | {"sample_step": record["sample_step"]})
+                yield record
         failed = False
     except GeneratorExit:  # the caller stopped early
         failed = False

@@ -27,7 +27,7 @@ from ecrl.ranks import with_others, with_others_at_crash
 from ecrl.recording import cameras, check_cameras
 from ecrl.registry import registered
 from ecrl.replay import with_crash
-from ecrl.resuming import forget_after, resume
+from ecrl.resuming import forget_after, goes_on, resume
 from ecrl.run_folder import claim, claimed_before, holding, new_run_dir
 from ecrl.saving import with_best_checkpoint, with_checkpoints
 from ecrl.stopping import asked, in_loop
@@ -87,16 +87,18 @@ def train(
     Args:
         state: from `init_state`, `load`, or a record of an earlier run.
         cfg: of the run.
-        run_dir: a folder to write config, logs, metrics and checkpoints into; None writes nothing.
+        run_dir: a folder to write config, logs, metrics and checkpoints into, new or of the run that `state` is of;
+            None writes nothing.
         progress: show a live line.
         profile: time the phases and trace some iterations, into `profile/` of `run_dir`.
 
     Returns: the last state and the history of logs. Ctrl-C ends the run early and returns what there is.
-    Raises: ConfigError for a folder that cannot be written, holds a run or is another process's, and for `profile`
-    without one; `ecrl.errors.NotSavedError`, which holds what would be returned, if the last state could not be saved.
+    Raises: ConfigError for a folder that cannot be written, holds another run or is another process's, and for
+    `profile` without one; `ecrl.errors.NotSavedError`, which holds what would be returned, if the last state could not
+    be saved.
     """
     folder, history, last = None if run_dir is None else Path(run_dir), History(), [state]
-    new = int(state["sample_step"]) == 0 and not claimed_before(folder)
+    new = folder is not None and not claimed_before(folder) and not goes_on(folder, state, cfg)
 
     def seen(record: LogData) -> None:
         history.add(record)

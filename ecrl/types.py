@@ -34,7 +34,7 @@ STATE_FIELDS = {
     "norm": "running moments, frozen during an iteration: obs of the policy, reward of the algorithm; may be empty",
     "env": "env states with the last observation",
     "episode": "running and last finished returns and lengths",
-    "hyper": "every numeric hyperparameter as a 0-d tensor",
+    "hyper": "every numeric hyperparameter that no shape depends on, as a 0-d tensor; not those of `lr_scheduler`",
     "key": "int64, the key that all randomness of the run derives from",
     "sample_step": "int64, environment steps taken, over all ranks",
     "update_step": "int64, updates done: iterations but for those that `trainer.finite_guard` left out",
@@ -46,7 +46,8 @@ _PER_STEP_FIELDS = ("value", "reward", "terminated", "truncated", "done", "final
 class LogData(TypedDict):
     """What the training loop yields: the kind of record, env steps so far, 0-d log tensors, and the state after.
 
-    Where several ranks train, a state that may be saved comes with `files` of the other ranks, by name.
+    Where several ranks train, a state that may be saved comes with `files` of the other ranks, by name, and the last
+    one before a stop that any of them was asked for is `stopping`.
     """
 
     log_type: Literal["collect", "train", "evaluate"]
@@ -54,6 +55,7 @@ class LogData(TypedDict):
     logs: Logs
     state: TensorDict
     files: NotRequired[dict[str, bytes]]
+    stopping: NotRequired[bool]
 
 
 def same_shape(**tensors: Tensor) -> None:

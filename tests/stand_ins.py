@@ -1,5 +1,6 @@
-"""Environments that only tests need, registered as a user would."""
+"""Environments that only tests need, registered as a user would, and a contestant of known size."""
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 
@@ -55,6 +56,28 @@ def endless(cfg: EndlessConfig) -> Env:
     return Env(reset, lambda state, action, noise: state.copy(), box(0.0, 1.0, 1), Discrete(2))
 
 
+class TellingConfig(ConfigModel):
+    """No settings."""
+
+
+@register_env("telling")
+def telling(cfg: TellingConfig) -> Env:
+    """Episodes of one step, whose metrics `slow` and `fast` are 1 and 2, each time in another order."""
+
+    def info(batch, names):
+        numbers = {"slow": torch.full(batch, 1.0), "fast": torch.full(batch, 2.0)}
+        return TensorDict({"metrics": TensorDict({name: numbers[name] for name in names}, batch)}, batch)
+
+    def reset(keys):
+        return state_of(torch.zeros(*keys.shape, 1), keys.shape).set("info", info(keys.shape, ("slow", "fast")))
+
+    def step(state, action, noise):
+        after = state.copy().set("terminated", torch.ones_like(state["terminated"]))
+        return after.set("info", info(state.batch_size, ("fast", "slow")))
+
+    return Env(reset, step, box(0.0, 1.0, 1), Discrete(2))
+
+
 class PausingConfig(ConfigModel):
     """No settings."""
 
@@ -82,3 +105,9 @@ def pausing(cfg: PausingConfig) -> Env:
         return state.copy().update(after)
 
     return Env(reset, step, box(0.0, 1000.0, 1), Discrete(2))
+
+
+def spending(num_envs):
+    """A contestant that takes 60 MB when it is made and a megabyte per environment in each unit, gone again."""
+    np.ones(60 * 2**17)
+    return lambda: np.ones(num_envs * 2**17).sum()

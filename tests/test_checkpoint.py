@@ -50,6 +50,7 @@ def test_the_manifest_says_what_made_it(saved):
     assert manifest["torch"] == str(torch.__version__)
     assert manifest["threads"] == torch.get_num_threads()
     assert manifest["form"] == "eager"
+    assert manifest["device"] == "cpu"
     assert set(manifest["sha256"]) == {"state.safetensors", "config.json"}
 
 

@@ -1,6 +1,7 @@
 """Evaluation: exact counts, equal shares, deterministic, apart from training, on our envs and on Gymnasium's."""
 
 import math
+from itertools import islice
 
 import gym_stand_ins  # noqa: F401  (registers its environments)
 import pytest
@@ -9,11 +10,13 @@ from conftest import assert_pure
 from stand_ins import EndlessConfig  # noqa: F401  (registers ladder and endless)
 from test_loop import last_state, same, small
 
+from ecrl import ranks
 from ecrl.envs import make_env
 from ecrl.envs.gymnasium import live
 from ecrl.errors import ConfigError, UserError
 from ecrl.evaluation import _summary, eval_envs, evaluate, with_evaluation
 from ecrl.loop import init_state, train_iter
+from ecrl.ranks import with_others
 from ecrl.training import train
 
 
@@ -29,6 +32,12 @@ def test_every_env_contributes_the_same_number_of_episodes():
     assert logs["eval/avg_length"] == logs["eval/avg_reward"] == 7.5
     assert logs["eval/success_rate"] == 0.5  # second episodes succeed
     assert evaluate(init_state(cfg), cfg, num_episodes=4)["eval/avg_length"] == 2.5
+
+
+def test_metrics_are_told_by_name_in_whatever_order_an_environment_has_them():
+    cfg = small(env={"name": "telling"})
+    logs = evaluate(init_state(cfg), cfg, num_episodes=4)
+    assert (logs["eval/metrics/slow"], logs["eval/metrics/fast"]) == (1.0, 2.0)
 
 
 def test_it_is_pure_deterministic_and_seeded():
@@ -98,6 +107,17 @@ def test_gymnasium_environments_are_closed_whatever_happens(monkeypatch):
     assert set(live._LIVE) == training
     next(train_iter(state, cfg))  # whose own environments stand where they stood
     make_env(cfg.env).close(state["env"])
+
+
+def test_ranks_that_stop_do_not_evaluate_before_that(monkeypatch):
+    cfg = small(**{"trainer.eval_freq": 32, "trainer.num_eval_episodes": 2})
+    kinds = []
+    for stopping in (False, True):
+        monkeypatch.setattr(ranks, "agreed", lambda mine, stopping=stopping: stopping)
+        monkeypatch.setattr(ranks, "_of_others", lambda state: {})
+        records = with_others(islice(train_iter(init_state(cfg), cfg), 4), cfg)
+        kinds.append([record["log_type"] for record in with_evaluation(records, cfg)])
+    assert kinds == [2 * ["collect", "train", "evaluate"], ["collect", "train"]]
 
 
 def test_gymnasium_actions_are_clipped_where_those_of_training_are():

@@ -10,7 +10,9 @@ import pytest
 import torch
 from test_loop import small
 
+from ecrl.evaluation import with_evaluation
 from ecrl.loggers import _Pace, scalars, with_host_logs, with_jsonl, with_progress, with_scalars
+from ecrl.profiler import Times, timed_records
 from ecrl.tracking import with_tensorboard
 from ecrl.types import LogData
 
@@ -32,15 +34,34 @@ NAMES = {
 }  # fmt: skip
 
 
+LOGGERS = [
+    with_host_logs,
+    lambda r: with_progress(r, 0, 20),
+    lambda r: with_jsonl(r, "metrics.jsonl"),
+    lambda r: with_tensorboard(r, small(), "logs"),
+]
+
+
 @pytest.mark.parametrize(
     "consumer",
-    [
-        with_host_logs,
-        lambda r: with_progress(r, 0, 20),
-        lambda r: with_jsonl(r, "metrics.jsonl"),
-        lambda r: with_tensorboard(r, small(), "logs"),
-    ],
+    [*LOGGERS, with_scalars, lambda r: timed_records(Times(), "all", r), lambda r: with_evaluation(r, small())],
 )
+def test_what_one_below_raises_when_the_caller_stops_early_is_not_lost(consumer, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def saving():
+        try:
+            yield from RECORDS
+        finally:
+            raise OSError("disk full")
+
+    stacked = consumer(saving())
+    next(stacked)
+    with pytest.raises(OSError, match="disk full"):
+        stacked.close()
+
+
+@pytest.mark.parametrize("consumer", LOGGERS)
 def test_every_record_is_passed_on_in_order(consumer, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     out = list(consumer(iter(RECORDS)))

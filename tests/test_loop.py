@@ -126,6 +126,15 @@ def test_a_state_of_another_config_is_refused_by_name():
             next(train_iter(state, other))
 
 
+def test_a_device_without_its_number_is_the_one_the_state_is_on(monkeypatch):
+    monkeypatch.setattr(ecrl.loop, "device_of", lambda cfg: torch.device("cpu:0"))  # as cuda:0 is to cuda
+    state = init_state(small())
+    assert state["key"].device != torch.device("cpu:0")
+    assert len(list(train_iter(state, small()))) == 8
+    with pytest.raises(ConfigError, match=r"state: is on meta, the config says cpu:0; use state.to\(...\)"):
+        next(train_iter(state.to("meta"), small()))
+
+
 def test_the_state_has_the_fields_of_the_table():
     assert set(init_state(small()).keys()) == set(STATE_FIELDS)
 

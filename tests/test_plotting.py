@@ -80,7 +80,7 @@ def test_runs_that_differ_in_seed_and_name_alone_are_one_group(tmp_path):
 def test_groups_of_one_name_are_told_apart_by_their_folders(tmp_path):
     runs = [run(tmp_path / f"r{gamma}_{seed}", seed, gamma=gamma) for gamma in (0.9, 0.8) for seed in range(2)]
     _, groups = plot(runs, tmp_path / "p.png")
-    assert [legend(group) for group in groups] == ["ppo, r0.9_0 (2 seeds)", "ppo, r0.8_0 (2 seeds)"]
+    assert [legend(group, False) for group in groups] == ["ppo, r0.9_0 (2 seeds)", "ppo, r0.8_0 (2 seeds)"]
 
 
 def test_files_of_one_name_and_results_of_other_settings_are_groups_of_their_own(tmp_path):
@@ -89,7 +89,7 @@ def test_files_of_one_name_and_results_of_other_settings_are_groups_of_their_own
     for path in paths:
         path.write_text("steps,seconds,return\n10,30,1\n30,60,2\n")
     _, groups = plot(paths, tmp_path / "p.svg")
-    assert [legend(group) for group in groups] == [f"sb3, {path}" for path in paths]
+    assert [legend(group, False) for group in groups] == [f"sb3, {path}" for path in paths]
     results = [tmp_path / f"{seed}.json" for seed in range(2)]
     for seed, path in enumerate(results):
         rows = [{"steps": 10, "seconds": 30, "return": 1}]
@@ -131,6 +131,7 @@ def test_seeds_that_share_no_stretch_and_single_points_are_drawn_as_they_are(tmp
     assert [line.get_xdata().tolist() for line in steps.lines] == [[10.0]], "the middle of a band"
     assert [line.get_xdata().tolist() for line in minutes.lines] == [[1.0], [2.0], [3.0]]
     assert {line.get_marker() for line in minutes.lines} == {"."}
+    assert minutes.get_legend_handles_labels()[1] == ["ppo (3 seeds)"], "there is no band to tell of"
 
 
 def test_a_picture_has_two_panels_lines_for_two_seeds_and_a_band_for_three(tmp_path):

@@ -10,7 +10,7 @@ import torch
 from test_loop import NET, same, small
 
 from ecrl import evaluation
-from ecrl.checkpoint import latest, load, save
+from ecrl.checkpoint import latest, load, save, snapshot, write
 from ecrl.config import Config, config_from_dict
 from ecrl.errors import CheckpointError, ConfigError
 from ecrl.loop import close, init_state, train_iter
@@ -151,6 +151,29 @@ def test_other_threads_are_warned_of(tmp_path):
             resume(run)
     finally:
         torch.set_num_threads(threads)
+
+
+def test_a_run_goes_on_where_its_device_is_not(tmp_path):
+    run, cfg = finished(tmp_path)
+    state, elsewhere = load(latest(run))[0], cfg.replace(**{"trainer.device": "cuda:77"})
+    made = snapshot(state, cfg)
+    write(latest(run), made._replace(cfg=elsewhere, made=made.made | {"device": "cuda"}))
+    with pytest.raises(ConfigError, match=r"trainer\.device: cuda:77 is not available; available: cpu"):
+        resume(run)
+    here = {"trainer.device": "cpu"}
+    with pytest.raises(ConfigError, match=r'trainer\.device: "cuda:77" -> "cpu"'):
+        resume(run, overrides=here)
+    with pytest.warns(UserWarning, match="will not be bit for bit the same run: device cuda then, cpu now"):
+        resumed, forced = resume(run, overrides={**here, "trainer.iterations": 3}, force=True)
+    assert same(resumed, state)
+    assert [row["sample_step"] for row in train(resumed, forced, run, progress=False)[1]] == [96]
+
+
+def test_a_manifest_of_before_the_device_was_told_is_read(tmp_path):
+    run, cfg = finished(tmp_path)
+    made = snapshot(load(latest(run))[0], cfg)
+    write(latest(run), made._replace(made={name: x for name, x in made.made.items() if name != "device"}))
+    assert same(resume(run)[0], load(latest(run))[0])
 
 
 def test_a_folder_without_a_run_says_so(tmp_path):
@@ -298,3 +321,16 @@ def test_an_evaluation_whose_best_was_not_saved_is_made_again(tmp_path):
     shutil.rmtree(tmp_path / "checkpoints" / "best")
     train(state, cfg, tmp_path, progress=False)
     assert told(tmp_path)[:2] == before[:2] and same(told(tmp_path)[2], before[2])
+
+
+def test_an_evaluation_that_is_owed_and_cannot_be_taken_out_is_one_line(tmp_path, monkeypatch):
+    cfg = small(**EVALUATED).replace(**{"trainer.iterations": 2, "trainer.eval_freq": 64})
+    state, _ = train(init_state(cfg), cfg, tmp_path, progress=False)
+    shutil.rmtree(tmp_path / "checkpoints" / "best")
+
+    def full(path, data):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("ecrl.run_folder.replace_file", full)
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl: cannot be written: No space left on device; make room"):
+        train(state, cfg, tmp_path, progress=False)

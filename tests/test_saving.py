@@ -183,6 +183,18 @@ def test_a_failure_is_said_once_and_tried_again_at_the_next_save(tmp_path, monke
     assert steps_of(tmp_path) == [32, 128]
 
 
+def test_an_old_checkpoint_that_cannot_be_removed_is_told_and_no_more(tmp_path, monkeypatch):
+    def busy(path):
+        raise OSError(f"{path.name} is busy")
+
+    monkeypatch.setattr(saving, "remove_folder", busy)
+    cfg = small(**{"trainer.save_freq": 32, "trainer.keep_checkpoints": 1})
+    with pytest.warns(UserWarning) as said:
+        assert len(list(trained(cfg, tmp_path))) == 8
+    assert [str(w.message) for w in said] == ["older checkpoints: step_32 is busy; the run goes on and tries again"]
+    assert steps_of(tmp_path) == [32, 64, 96, 128]
+
+
 def closing(monkeypatch, *which):
     """Records whose checkpoints find a full disk at these writes, and a list that tells when they are closed."""
     failing(monkeypatch, *which)

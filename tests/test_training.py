@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -20,6 +21,7 @@ from ecrl import distributed
 from ecrl.__main__ import main
 from ecrl.checkpoint import latest, load
 from ecrl.errors import CheckpointError, ConfigError, NotSavedError
+from ecrl.resuming import resume
 from ecrl.run_folder import new_run_dir
 from ecrl.training import train, train_from_config
 
@@ -64,6 +66,24 @@ def test_a_last_state_that_cannot_be_saved_is_not_lost(tmp_path, monkeypatch):
         train(ecrl.init_state(cfg), cfg, run_dir=tmp_path / "run", progress=False)
     assert same(told.value.state, last_state(cfg))
     assert [row["sample_step"] for row in told.value.history] == [32, 64, 96, 128]
+
+
+@pytest.mark.parametrize("shown", [{"progress": True}, {"progress": False, "profile": True}], ids=str)
+@pytest.mark.filterwarnings("ignore:profile. .* No space left on device; the run goes on")
+def test_nor_is_that_of_a_run_that_was_stopped(tmp_path, monkeypatch, shown):
+    def full(path, saved):
+        raise CheckpointError(f"{path}: cannot be written: disk full")
+
+    def write_text(path, *text):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("ecrl.saving.write", full)
+    monkeypatch.setattr("ecrl.profiler.Path.write_text", write_text)
+    monkeypatch.setattr("ecrl.training.asked", lambda: signal.SIGTERM)
+    cfg = small()
+    with pytest.raises(NotSavedError, match="step_32: cannot be written: disk full; nothing is lost") as told:
+        train(ecrl.init_state(cfg), cfg, tmp_path / "run", **shown)
+    assert int(told.value.state["sample_step"]) == 32
 
 
 def test_train_without_a_folder_writes_nothing(tmp_path, monkeypatch):
@@ -114,9 +134,54 @@ def test_a_folder_that_holds_a_run_is_refused(config_file, tmp_path, left):
 def test_a_run_goes_on_in_its_own_folder(tmp_path):
     cfg = small()
     half = [r["state"] for r in ecrl.train_iter(ecrl.init_state(cfg), cfg)][3]
-    train(half, cfg, tmp_path / "run", progress=False)
-    train(half, cfg, tmp_path / "run", progress=False)
-    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 8
+    for _ in range(2):  # from a state that was not saved there
+        train(half, cfg, tmp_path / "run", progress=False)
+    assert _steps_logged(tmp_path / "run") == 2 * [96, 96, 128, 128]
+    state, _ = load(latest(tmp_path / "run"))
+    more = cfg.replace(**{"trainer.iterations": 6})  # another config, but the weights are those of the checkpoint
+    train(state, more, tmp_path / "run", progress=False)
+    assert _steps_logged(tmp_path / "run") == 2 * [96, 96, 128, 128] + [160, 160, 192, 192]
+
+
+def test_a_run_goes_on_from_its_best_in_its_own_folder(tmp_path):
+    cfg = small(**{"trainer.enable_eval": True, "trainer.eval_freq": 32, "trainer.num_eval_episodes": 2})
+    train(ecrl.init_state(cfg), cfg, tmp_path, progress=False)
+    state, _ = load(tmp_path / "checkpoints" / "best")
+    step = int(state["sample_step"])
+    shutil.rmtree(tmp_path / "checkpoints" / "step_128")
+    more = cfg.replace(**{"trainer.iterations": step // 32 + 1})
+    _, history = train(state, more, tmp_path, progress=False)
+    assert [row["sample_step"] for row in history] == [step + 32]
+
+
+def test_a_run_that_was_stopped_before_it_logged_anything_begins_again_in_its_folder(tmp_path):
+    cfg = small()
+    train(ecrl.init_state(cfg), cfg, tmp_path / "run", progress=False)
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    state, again = resume(tmp_path / "run")
+    assert int(state["sample_step"]) == 0
+    train(state, again, tmp_path / "run", progress=False)
+    assert _steps_logged(tmp_path / "run") == [32, 32, 64, 64, 96, 96, 128, 128]
+
+
+def _steps_logged(run):
+    return [json.loads(row)["sample_step"] for row in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("same_steps", [True, False])
+@pytest.mark.parametrize("with_cfg_of", ["one", "other"])
+def test_a_run_does_not_go_on_in_the_folder_of_another(tmp_path, same_steps, with_cfg_of):
+    one, other = small(), small(**{"trainer.seed": 2, "trainer.iterations": 4 if same_steps else 3})
+    state, _ = train(ecrl.init_state(one), one, tmp_path / "one", progress=False)
+    train(ecrl.init_state(other), other, tmp_path / "other", progress=False)
+    more = one.replace(**{"trainer.iterations": 6})
+    before = (tmp_path / "other" / "metrics.jsonl").read_bytes()
+    if with_cfg_of == "one" or same_steps:  # else it may be a state of that run that was not saved
+        with pytest.raises(ConfigError, match="other already holds a run"):
+            train(state, more if with_cfg_of == "one" else other, tmp_path / "other", progress=False)
+    assert (tmp_path / "other" / "metrics.jsonl").read_bytes() == before
+    train(state, more, tmp_path / "new", progress=False)
+    assert _steps_logged(tmp_path / "new") == [160, 160, 192, 192]
 
 
 @pytest.mark.parametrize("place", ["small.json", "small.json/below"])
@@ -241,6 +306,14 @@ def test_the_shell_trains_and_evaluates(config_file):
     assert done.returncode == 0, done.stderr
     assert "step_128 on cartpole, 4 episodes" in done.stdout
     assert "eval/avg_reward" in done.stdout
+
+
+def test_the_device_of_an_evaluation_is_given_once(tmp_path, monkeypatch, capsys):
+    cfg = small()
+    train(ecrl.init_state(cfg), cfg, tmp_path / "run", progress=False)
+    assert called(monkeypatch, "eval", tmp_path / "run", "--num-episodes", 2, "--trainer.device", "cpu") == 2
+    assert capsys.readouterr().err == "--trainer.device: the device of an evaluation is --device\n"
+    assert called(monkeypatch, "eval", tmp_path / "run", "--num-episodes", 2, "--device", "cpu") == 0
 
 
 @pytest.mark.parametrize(("flag", "told"), [("--distributed", "RANK is not set"), ("--no-distributed", "")])

@@ -39,7 +39,9 @@ def _read(mask: Tensor) -> Tensor:
     The views go through 16 bits because inductor takes one of 8 as a conversion of what it fetched.
     """
     dense = mask if mask.is_contiguous() else mask.movedim(-1, 0)
-    if not _VIEWS_BOOLS or not in_graph() or not dense.is_contiguous() or mask.numel() % 2:
+    if not _VIEWS_BOOLS or not in_graph() or not dense.is_contiguous():
+        return mask
+    if mask.numel() % 2 or dense.storage_offset() % 2:
         return mask
     read = dense.reshape(-1).view(torch.int16).view(torch.uint8).view(dense.shape).float() != 0
     return read if dense is mask else read.movedim(0, -1)

@@ -215,6 +215,14 @@ def _since_end(x: Tensor, done: Tensor, before: Tensor) -> Tensor:
     return (sums[:, 1:] - gone).to(x.dtype)
 
 
+def _returns_since_end(reward: Tensor, done: Tensor, before: Tensor) -> Tensor:
+    """`_since_end` of rewards that may not be finite: NaN from there to the end of that episode, not beyond it."""
+    fine = [x.isfinite() for x in (reward, before)]
+    odd = _since_end(~fine[0], done, ~fine[1])
+    sums = _since_end(reward.where(fine[0], 0.0), done, before.where(fine[1], 0.0))
+    return sums.masked_fill(odd, torch.nan)
+
+
 def episode_update(episode: TensorDict, reward: Tensor, done: Tensor, mask: Tensor | None = None) -> TensorDict:
     """Statistics after T more steps.
 
@@ -225,7 +233,8 @@ def episode_update(episode: TensorDict, reward: Tensor, done: Tensor, mask: Tens
         mask: `[N, T]` bool, False for a step that belongs to no episode and is not counted; None counts all.
 
     Returns: new statistics. `finished_return` and `finished_length` keep the most recent episodes, oldest first; only
-        those where `finished` are real. Ties in time are kept in order of env index.
+        those where `finished` are real. Ties in time are kept in order of env index. A reward that is not finite makes
+        the return of its episode NaN.
     Gradient: none.
 
     >>> e = episode_update(episode_init(1, 2), torch.tensor([[1.0, 2.0, 4.0]]), torch.tensor([[False, True, False]]))
@@ -235,9 +244,8 @@ def episode_update(episode: TensorDict, reward: Tensor, done: Tensor, mask: Tens
     one = torch.ones_like(reward)
     if mask is not None:
         reward, one = reward.masked_fill(~mask, 0.0), mask.to(reward.dtype)
-    ret, length = (
-        _since_end(x, done, episode[name]) for x, name in ((reward, "running_return"), (one, "running_length"))
-    )
+    ret = _returns_since_end(reward, done, episode["running_return"])
+    length = _since_end(one, done, episode["running_length"])
     ended = torch.cat((episode["finished"], done.t().reshape(-1)))
     order = torch.where(ended, torch.arange(1, len(ended) + 1, device=done.device), 0)
     last = order.topk(len(episode["finished"])).indices.flip(0)

@@ -43,7 +43,7 @@ def seeded(key: Tensor) -> Iterator[None]:
         seed = int(key)
         torch.default_generator.manual_seed(seed)  # inside the fork: the caller's state comes back
         for device in cuda:
-            torch.cuda.default_generators[device.index or 0].manual_seed(seed)
+            torch.cuda.default_generators[device.index or 0].manual_seed(seed)  # inside the fork, too
         yield
 
 

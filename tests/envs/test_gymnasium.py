@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 import torch
 from conftest import assert_pure, close
+from gymnasium import spaces
 from test_loop import NET, small
 
 from ecrl import rng
 from ecrl.config import EnvChoice, config_from_dict
 from ecrl.envs import auto_reset, clip_action, make_env
 from ecrl.envs.gymnasium import live
-from ecrl.envs.gymnasium.spaces import BadValue, action
+from ecrl.envs.gymnasium.spaces import BadValue, action, collate
 from ecrl.errors import ConfigError, UserError
 from ecrl.loop import init_state, train_iter
 from ecrl.spaces import Box, Discrete, MultiDiscrete
@@ -358,6 +359,20 @@ def test_a_fault_names_env_and_step_and_closes_all(fault, message):
             state = env.step(state, action, None)
     assert str(error.value).startswith("env 2 (gymnasium:Count-v0) ") and "\n" not in str(error.value)
     assert not live._LIVE
+
+
+@pytest.mark.parametrize(
+    ("space", "rows", "told"),
+    [
+        (spaces.Dict({"a": spaces.Discrete(2), "b": spaces.Discrete(2)}), [{"a": 0, "b": 0}, {"a": 0}], "'b'"),
+        (spaces.Tuple((spaces.Discrete(2), spaces.Discrete(2))), [(0, 1), (0,)], "1"),
+        (spaces.Dict({"a": spaces.Discrete(2)}), [{"a": 0}, None], "'a'"),
+    ],
+)
+def test_an_observation_that_lacks_a_part_is_named(space, rows, told):
+    with pytest.raises(BadValue, match=f"observed nothing for {told} of its space") as error:
+        collate(space, rows)
+    assert error.value.env == 1
 
 
 def test_a_reset_that_fails_is_told_with_the_step_it_is_part_of():

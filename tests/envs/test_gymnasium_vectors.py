@@ -21,6 +21,7 @@ from test_loop import small
 
 from ecrl.envs import from_vector, make_env
 from ecrl.envs.gymnasium import live
+from ecrl.envs.gymnasium.autoreset import _final
 from ecrl.errors import ConfigError, UserError
 from ecrl.evaluation import evaluate
 from ecrl.kernels import collect_rollout, compute_gae
@@ -211,6 +212,15 @@ def test_final_observations_may_come_as_a_batch():
 
     a, b = (rollout(from_vector(vectors("SameStep", kind=kind), timeout=60.0), 10) for kind in (SyncVectorEnv, Batched))
     assert torch.equal(a["final_value"], b["final_value"]) and a["final_value"].any()
+
+
+def test_of_a_batch_of_final_observations_only_those_of_ends_are_read():
+    obs, space = torch.tensor([0, 1, 2]), gymnasium.spaces.Discrete(3, start=1)
+    batch = np.array([0, 3, 0])  # where none ended there is anything, here nothing of the space
+    assert _final(obs, [1], space, {"final_obs": batch}).tolist() == [0, 2, 2]
+    both = gymnasium.spaces.Dict({"a": space})
+    named = TensorDict({"a": obs}, [3])
+    assert _final(named, [1], both, {"final_obs": {"a": batch}})["a"].tolist() == [0, 2, 2]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # in which Gymnasium tells what its workers raise

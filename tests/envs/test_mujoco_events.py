@@ -141,8 +141,9 @@ def turned(rotation, init_rot=(0.0, 0.0, 0.0), **params):
 def test_rotations_by_hand():
     # columns are where x, y and z of the object point to
     close(turned([90.0, 0.0, 0.0]).T, [X, Z, [0.0, -1.0, 0.0]], 1e-6)
-    close(turned([90.0, 0.0, 90.0]).T, [Y, Z, X], 1e-6)  # y to z about x, then x to y about z
-    close(turned([0.0, 90.0, 90.0]).T, [[0.0, 0.0, -1.0], [-1.0, 0.0, 0.0], Y], 1e-6)
+    # its z points to -y then: about it x turns to where its y was, to z, and its y to -x
+    close(turned([90.0, 0.0, 90.0]).T, [Z, [-1.0, 0.0, 0.0], [0.0, -1.0, 0.0]], 1e-6)
+    close(turned([0.0, 90.0, 90.0]).T, [Y, Z, X], 1e-6)  # its z points to x: y turns from there to z
     close(turned([0.0, 0.0, 90.0], [90.0, 0.0, 0.0]).T, [Y, [-1.0, 0.0, 0.0], Z], 1e-6)  # whatever it was
     # about its own z, which points to -y: its x turns to where its y was, to z
     close(turned([0.0, 0.0, 90.0], [90.0, 0.0, 0.0], relative_rotation=True).T, [Z, [-1.0, 0.0, 0.0], [0.0, -1.0, 0.0]])
@@ -152,7 +153,7 @@ def test_a_rotation_reads_as_the_scenes_init_rot():
     sim = scene(rigid_object=[cube("cube", [0.0] * 3, init_rot=[30.0, 40.0, 50.0])])
     close(turned([30.0, 40.0, 50.0]), world.body_pose(sim, start(sim, ()), "cube")[:3, :3], 1e-6)
     own, matrix = torch.zeros(4).double().numpy(), torch.zeros(9).double().numpy()
-    mujoco.mju_euler2Quat(own, torch.deg2rad(torch.tensor([30.0, 40.0, 50.0]).double()).numpy(), "XYZ")
+    mujoco.mju_euler2Quat(own, torch.deg2rad(torch.tensor([30.0, 40.0, 50.0]).double()).numpy(), "xyz")
     mujoco.mju_quat2Mat(matrix, own)
     close(turned([30.0, 40.0, 50.0]), matrix.reshape(3, 3), 1e-6)
 

@@ -156,11 +156,17 @@ def test_objects_are_what_they_say():
     assert np.allclose(m.body("hand").quat, [np.sqrt(0.5), 0.0, 0.0, np.sqrt(0.5)])
 
 
-def test_angles_turn_about_the_axes_of_the_world_x_first():
+def test_angles_turn_about_x_and_then_what_is_turned_with_it():
     m = made(rigid_object=[CUBE | {"init_rot": [90.0, 0.0, 90.0]}]).model
     out = np.zeros(3)
     mujoco.mju_rotVecQuat(out, np.array([0.0, 1.0, 0.0]), m.body("cube").quat)
-    assert np.allclose(out, [0.0, 0.0, 1.0])  # y to z by x, where z stays
+    assert np.allclose(out, [-1.0, 0.0, 0.0])  # its z points to -y of the world, about which its y, at z, goes to -x
+
+
+def test_what_stands_in_the_background_stays_there():
+    assert made(background=[CUBE]).model.body("cube").dofnum[0] == 0
+    assert made(background=[CUBE | {"body_type": "dynamic"}]).model.body("cube").dofnum[0] == 6
+    assert made(rigid_object=[CUBE]).model.body("cube").dofnum[0] == 6
 
 
 def test_friction_is_the_objects_and_holds_until_mu_m_g():

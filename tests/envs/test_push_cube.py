@@ -130,6 +130,15 @@ def test_a_success_is_looked_at_again_later():
     close(pose[1], pose[0], 0.02)
 
 
+@pytest.mark.parametrize("func", ["QvelTerm", "QfTerm"])
+def test_a_success_of_a_robot_without_target_positions_is_looked_at_too(func):
+    cfg = {"extensions": {"hold_time": 0.2}, "actions": {"only": {"func": func}}}
+    env = make_env({"name": "PushCubeRL", "cfg": cfg})
+    state = _put(env, env.reset(_keys(2)), cube=(-0.6, -0.4), goal=(-0.6, -0.4))
+    after = env.step(state, torch.zeros(2, 6), env.draw(_keys(2)))
+    assert after["info", "success"].all() and after["info", "metrics", "still_inside"].isfinite().all()
+
+
 def test_a_cube_stays_inside_as_far_as_it_slides():
     """Friction and damping brake it: it slides v / k - mu g / k^2 ln(1 + k v / (mu g)) m, with k = 2 / s and mu = 1."""
     env = make_env({"name": "PushCubeRL", "cfg": {"extensions": {"hold_time": 1.0}}})
@@ -273,6 +282,8 @@ def test_cart_pole_pays_the_angle_fails_when_it_lies_and_succeeds_at_the_end():
     assert at(1.65)["info", "fail"].all() and at(1.65)["terminated"].all() and not at(1.65)["truncated"].any()
     assert at(0.0, elapsed=499)["info", "success"].all() and not at(0.0, elapsed=498)["info", "success"].any()
     assert not at(0.1, elapsed=499)["info", "success"].any() and not at(0.0, 0.2, 499)["info", "success"].any()
+    for end in (at(0.0, elapsed=499), at(0.1, elapsed=499)):  # the time limit, with and without success
+        assert end["truncated"].all() and not end["terminated"].any()
     loose = {"angle_threshold": 1.0, "velocity_threshold": 10.0}
     for key, given in (("angle_threshold", (0.1, 0.0)), ("velocity_threshold", (0.0, 0.2))):
         env = make_env({"name": "CartPoleRL", "cfg": {"extensions": {key: loose[key]}}})

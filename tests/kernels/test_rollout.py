@@ -178,6 +178,20 @@ def test_episode_statistics_leave_out_what_is_masked(variant):
     close(episode["running_length"], [0.0, 2.0])
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_reward_that_is_not_finite_stays_in_its_episode(variant, bad):
+    # Env 0: an episode that begins badly, then 2 + 4 = 6, and 8 goes on. Env 1: 1 + 2 = 3, and a bad one goes on.
+    reward = torch.tensor([[bad, 1.0, 2.0, 4.0, 8.0], [1.0, 2.0, bad, 8.0, 16.0]])
+    done = torch.tensor([[False, True, False, True, False], [False, True, False, False, False]])
+    episode = variant(episode_update)(episode_init(2, 3), reward, done)
+    close(episode["finished_return"], [torch.nan, 3.0, 6.0])
+    close(episode["finished_length"], [2.0, 2.0, 2.0])
+    close(episode["running_return"], [8.0, torch.nan])
+    after = variant(episode_update)(episode, torch.ones(2, 2), torch.tensor([[False, True], [True, False]]))
+    close(after["finished_return"], [6.0, torch.nan, 10.0])
+    close(after["running_return"], [0.0, 1.0])
+
+
 def test_restarted_by_hand(variant):
     reward, done = torch.tensor([[1.0, 2.0], [8.0, 16.0]]), torch.tensor([[True, False], [False, False]])
     before = episode_update(episode_init(2, 2), reward, done)

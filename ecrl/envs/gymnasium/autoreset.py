@@ -48,6 +48,13 @@ def _success(info: dict, n: int) -> torch.Tensor:
     return torch.tensor(told_success)
 
 
+def _rows(batch: Any, at: list[int]) -> Any:
+    """Some rows of a batch of observations."""
+    if isinstance(batch, dict):
+        return {name: _rows(part, at) for name, part in batch.items()}
+    return tuple(_rows(part, at) for part in batch) if isinstance(batch, tuple) else batch[at]
+
+
 def _final(obs: Any, ended: list[int], space: gymnasium.Space, info: dict) -> Any:
     """The observations with those from before the reset where an episode ended."""
     if not ended:
@@ -57,7 +64,7 @@ def _final(obs: Any, ended: list[int], space: gymnasium.Space, info: dict) -> An
     found = info["final_obs"]
     if isinstance(found, dict | tuple) or (isinstance(found, np.ndarray) and found.dtype != object):
         final = obs.clone()
-        final[ended] = observation(space, found)[ended]
+        final[ended] = observation(space, _rows(found, ended))
         return final
     return replaced(obs, ended, space, [found[i] for i in ended])
 

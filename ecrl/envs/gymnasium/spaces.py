@@ -25,6 +25,17 @@ class BadValue(ValueError):
         self.env = env
 
 
+def _part(rows: Sequence[Any], name: Any, space: spaces.Space) -> list[Any]:
+    """One part of the observation of every environment; raises BadValue naming the first that lacks it."""
+    found = []
+    for row in rows:
+        try:
+            found.append(row[name])
+        except (LookupError, TypeError):
+            raise BadValue(f"observed nothing for {name!r} of its space {space}", len(found)) from None
+    return found
+
+
 def collate(space: spaces.Space, rows: Sequence[Any]) -> Any:
     """One observation per environment as a batch; raises BadValue naming one of another shape.
 
@@ -33,9 +44,9 @@ def collate(space: spaces.Space, rows: Sequence[Any]) -> Any:
     """
     match space:
         case spaces.Dict():
-            return {name: collate(part, [row[name] for row in rows]) for name, part in space.items()}
+            return {name: collate(part, _part(rows, name, space)) for name, part in space.items()}
         case spaces.Tuple():
-            return tuple(collate(part, [row[i] for row in rows]) for i, part in enumerate(space))
+            return tuple(collate(part, _part(rows, i, space)) for i, part in enumerate(space))
     try:
         return np.array(rows)
     except ValueError:

@@ -121,10 +121,10 @@ def qpos_normalized(cfg: NormalizedConfig, sim: Simulation) -> ActionTerm:
 
 
 def _quaternion(angles: Tensor) -> Tensor:
-    """Rotations `[*B, 3]`, rad, about x, then y, then z of the world, as a quaternion `[*B, 4]`, w x y z."""
+    """Rotations `[*B, 3]`, rad, about x, then the y and z that turn with it, as a quaternion `[*B, 4]`, w x y z."""
     (cx, cy, cz), (sx, sy, sz) = torch.cos(0.5 * angles).unbind(-1), torch.sin(0.5 * angles).unbind(-1)
-    real, x = cx * cy * cz + sx * sy * sz, sx * cy * cz - cx * sy * sz
-    return torch.stack((real, x, cx * sy * cz + sx * cy * sz, cx * cy * sz - sx * sy * cz), -1)
+    real, x = cx * cy * cz - sx * sy * sz, sx * cy * cz + cx * sy * sz
+    return torch.stack((real, x, cx * sy * cz - sx * cy * sz, cx * cy * sz + sx * sy * cz), -1)
 
 
 @register_action("EefPoseTerm")
@@ -132,7 +132,7 @@ def eef_pose(cfg: EefPoseConfig, sim: Simulation) -> ActionTerm:
     """Target positions that bring the end effector of a part to a pose in the world, by inverse kinematics.
 
         x y z = scale * a[0:3], m                                 a in [-reach / scale, reach / scale]
-        pose_dim 6: turned by scale * a[3:6] about x, then y, then z of the world, rad     [-pi / scale, pi / scale]
+        pose_dim 6: turned by scale * a[3:6] about x, then its own y, its own z, rad       [-pi / scale, pi / scale]
         pose_dim 7: turned by the quaternion a[3:7], w x y z, of any length but 0          [-1, 1]
 
     The search (`inverse_kinematics`) begins where the joints are. Where it ends further from the pose than

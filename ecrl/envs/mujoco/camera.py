@@ -133,6 +133,12 @@ def _aim(camera: CameraConfig, eye: np.ndarray, target: np.ndarray, views: Any) 
         view.frustum_top, view.frustum_bottom = near * cy / fy, near * (cy - height) / fy
 
 
+def lit(sim: Simulation) -> dict[str, tuple[float, ...]]:
+    """What targets say of the light that a scene has, its first one; nothing if it has none."""
+    model = sim.model
+    return {DIRECTION: tuple(model.light_dir[0]), COLOR: tuple(model.light_diffuse[0])} if model.nlight else {}
+
+
 def _light(scene: Any, seen: Mapping[str, np.ndarray]) -> None:
     for light in (light for light in scene.lights[: scene.nlight] if not light.headlight):
         if DIRECTION in seen:

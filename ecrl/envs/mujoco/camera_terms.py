@@ -138,7 +138,7 @@ class RandomizeLightConfig(ConfigModel):
 
     @property
     def stores(self) -> dict[str, tuple[float, ...]]:
-        """Targets that are set, and what they are before: the light that a scene has if nothing is said."""
+        """Targets that are set, and what they are before, in a scene without a light of its own."""
         usual = LightConfig.model_construct()
         return {name: {DIRECTION: usual.direction, COLOR: usual.color}[name] for name in self.ranges}
 

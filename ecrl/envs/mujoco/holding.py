@@ -25,6 +25,8 @@ def holding(sim: Simulation, moving: TensorDict) -> Tensor:
     home = torch.from_numpy(sim.home.ctrl).to(moving["physics"])
     columns = list(home.float().expand(*moving.batch_size, -1).unbind(-1))
     held = _followers(sim)
+    if not held:
+        return home.float().expand(*moving.batch_size, -1).clone()
     targets = world.joint_positions(sim, moving, held).unbind(-1)
     driven = zip(world.actuators_of(sim, held), world.controls_per_target(sim, held), targets, strict=True)
     for at, factor, target in driven:

@@ -25,9 +25,9 @@ class Scene(NamedTuple):
 
 
 def _quaternion(degrees: tuple[float, float, float]) -> np.ndarray:
-    """Rotations about x, then y, then z of the world."""
+    """Rotations about x, then the y and then the z that are turned with it: Rx Ry Rz."""
     quaternion = np.zeros(4)
-    mujoco().mju_euler2Quat(quaternion, np.array([radians(x) for x in degrees]), "XYZ")
+    mujoco().mju_euler2Quat(quaternion, np.array([radians(x) for x in degrees]), "xyz")
     return quaternion
 
 

@@ -85,9 +85,17 @@ class RigidObjectConfig(ConfigModel):
         "dynamic", description="dynamic: moved by forces; kinematic: moved by events alone; static: part of the world"
     )
     init_pos: Triple = Field((0.0, 0.0, 0.0), description="where its centre starts, m")
-    init_rot: Triple = Field((0.0, 0.0, 0.0), description="how it starts turned: about x, then y, then z, degrees")
+    init_rot: Triple = Field((0.0, 0.0, 0.0), description="its first turn: about x, its own y, its own z, degrees")
     attrs: AttrsConfig = Field(AttrsConfig.model_construct(), description="mass, friction, damping")
     color: Color = Field((0.85, 0.35, 0.2, 1.0), description="red, green, blue, opacity, 0 to 1")
+
+
+class BackgroundConfig(RigidObjectConfig):
+    """An object that stays where it is."""
+
+    body_type: Literal["dynamic", "kinematic", "static"] = Field(
+        "static", description="static: part of the world; kinematic: moved by events alone; dynamic: moved by forces"
+    )
 
 
 class DriveConfig(ConfigModel):
@@ -135,7 +143,7 @@ class RobotConfig(ConfigModel):
         None, description="path of an MJCF file instead, looked for below $MENAGERIE_ROOT too; or its text"
     )
     init_pos: Triple = Field((0.0, 0.0, 0.0), description="where its base stands, m")
-    init_rot: Triple = Field((0.0, 0.0, 0.0), description="how its base is turned: about x, then y, then z, degrees")
+    init_rot: Triple = Field((0.0, 0.0, 0.0), description="its base's turn: about x, its own y, its own z, degrees")
     init_qpos: Annotated[tuple[Real, ...], Field(strict=False)] | None = Field(
         None, description="joint positions at the start, m or rad; further ones, of a gripper's fingers, are not used"
     )
@@ -193,7 +201,9 @@ class SceneConfig(ConfigModel):
     keyframe: str | None = Field(None, description="of that file: the state to start from")
     robot: RobotConfig | None = Field(None, description="the robot; none if absent")
     rigid_object: Annotated[tuple[RigidObjectConfig, ...], Field(strict=False)] = Field((), description="objects")
-    background: Annotated[tuple[RigidObjectConfig, ...], Field(strict=False)] = Field((), description="more objects")
+    background: Annotated[tuple[BackgroundConfig, ...], Field(strict=False)] = Field(
+        (), description="more objects, static if nothing else is said"
+    )
     light: LightConfig | None = Field(None, description="light of the images; that of the scene's file if absent")
     physics: PhysicsConfig = Field(PhysicsConfig.model_construct(), description="step and threads")
     sim_steps_per_control: Steps | None = Field(

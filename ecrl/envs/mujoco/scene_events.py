@@ -71,11 +71,11 @@ def _times(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _turn(degrees: Tensor) -> Tensor:
-    """The quaternion `[*B, 4]` of rotations about x, then y, then z of the world, `[*B, 3]` degrees."""
+    """The quaternion `[*B, 4]` of turns about x, then the y and z that turn with it, `[*B, 3]` degrees: Rx Ry Rz."""
     half = torch.deg2rad(degrees) / 2.0
     one, axes = half.cos().unsqueeze(-1), half.sin().unsqueeze(-1) * torch.eye(3, device=half.device)
     x, y, z = torch.cat((one, axes), -1).unbind(-2)
-    return _times(z, _times(y, x))
+    return _times(x, _times(y, z))
 
 
 class RandomizeRigidObjectPoseConfig(ConfigModel):
@@ -84,7 +84,7 @@ class RandomizeRigidObjectPoseConfig(ConfigModel):
     entity_cfg: EntityConfig = Field(description="the object, dynamic or kinematic")
     position_range: _Box | None = Field(None, description="[lowest, highest] x y z, m; it stays where it is if absent")
     rotation_range: _Box | None = Field(
-        None, description="[lowest, highest] turn about x, then y, then z, degrees; it is not turned if absent"
+        None, description="[lowest, highest] turn about x, its own y, its own z, degrees; not turned if absent"
     )
     relative_position: bool = Field(True, description="counted from where the scene has it, not from the origin")
     relative_rotation: bool = Field(False, description="counted from how the scene has it turned, about its own axes")
@@ -102,7 +102,7 @@ def randomize_rigid_object_pose(cfg: RandomizeRigidObjectPoseConfig, sim: Simula
 
         position' = draw, or home + draw        rotation' = turn(draw), or home turn(draw)
 
-    `home` is its pose in the scene, m; `turn(a) = Rz Ry Rx` of three angles, degrees. Velocities become 0.
+    `home` is its pose in the scene, m; `turn(a) = Rx Ry Rz` of three angles, degrees. Velocities become 0.
     """
     uid, begin = cfg.entity_cfg.uid, start(sim, ())
     _found("entity_cfg.uid", lambda: world.with_body_pose(sim, begin, uid))

@@ -14,6 +14,7 @@ from ecrl import rng
 from ecrl.envs.core import Env
 from ecrl.envs.events import check_event, made
 from ecrl.envs.mujoco import world
+from ecrl.envs.mujoco.camera import lit
 from ecrl.envs.mujoco.episode import (
     THEIRS,
     Check,
@@ -186,7 +187,9 @@ def task_env(
     )
     rewards = tuple((n, t.mode, t.weight, told, made) for n, told, t, made in _make("reward", sim, cfg.rewards))
     stored = (getattr(event.params, "stores", {}) for _, event in sorted(cfg.events.items()))
-    targets = tuple(sorted({name: tuple(map(float, row)) for rows in stored for name, row in rows.items()}.items()))
+    begun = {name: row for rows in stored for name, row in rows.items()}
+    begun |= {name: row for name, row in lit(sim).items() if name in begun}
+    targets = tuple((name, tuple(map(float, row))) for name, row in sorted(begun.items()))
     home = torch.from_numpy(sim.home.ctrl).float()
     hooks = compute_task_state, check_truncated, get_reward, acceptable
     task = Task(cfg, sim, home, actions, observations, rewards, _events(cfg, sim), targets, *hooks)

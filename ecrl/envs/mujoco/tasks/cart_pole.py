@@ -1,5 +1,6 @@
 """A cart and a pole with a drive each: EmbodiChain's CartPoleRL."""
 
+from dataclasses import replace
 from functools import partial
 from math import pi
 from typing import Any
@@ -65,7 +66,8 @@ def cart_pole(cfg: CartPoleRLConfig) -> Env:
         reward = 1 - |angle| / pi + the terms;    failure: |angle| > pi / 2
         success: at the time limit, |angle| < angle_threshold and |angular velocity| < velocity_threshold
 
-    The metric `pole_angle` is |angle|, rad. All episodes start alike, unless events say otherwise.
+    The metric `pole_angle` is |angle|, rad. All episodes start alike, unless events say otherwise. It is the time limit
+    that ends an episode, not the success: what would follow is worth as much as for a pole that is not at rest.
     """
 
     def pole(sim: Simulation, state: TensorDict) -> tuple[Tensor, Tensor]:
@@ -83,4 +85,10 @@ def cart_pole(cfg: CartPoleRLConfig) -> Env:
     def get_reward(sim: Simulation, before: TensorDict, after: TensorDict) -> Tensor:
         return 1.0 - pole(sim, after)[0] / pi
 
-    return task_env(cfg, compute_task_state, get_reward=get_reward)
+    env = task_env(cfg, compute_task_state, get_reward=get_reward)
+
+    def step(state: TensorDict, action: Tensor, noise: Tensor) -> TensorDict:
+        after = env.step(state, action, noise)
+        return after.copy().set("terminated", after["info", "fail"].clone())
+
+    return replace(env, step=step)
