@@ -33,6 +33,13 @@ def command(function: str, args: Mapping[str, Any], cores: Sequence[int]) -> lis
     return ["-m", "benchmarks.alone", function, json.dumps(dict(args)), ",".join(map(str, cores))]
 
 
+def caching_in(folder: str) -> dict[str, str]:
+    """What to add to the environment of processes that keep what they compile, with torch or JAX, in a folder."""
+    cache = {"TORCHINDUCTOR_CACHE_DIR": folder, "JAX_COMPILATION_CACHE_DIR": folder}
+    least = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
+    return cache | least
+
+
 def _file() -> IO[str]:
     return tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
 

@@ -33,7 +33,8 @@ The interval is the 95 % bootstrap interval of the interquartile mean over seeds
 seed has reached the threshold at the first of {POINTS} evaluations ({_WAY} episodes, {_WAY_SUCCESS} for a success rate)
 that is not below it; env steps and minutes are the median over all seeds, if more than half of them came there. Minutes
 are of training on one core, from the start of the process, imports and compiling with an empty cache included,
-evaluations left out. Seeds of a line may be of different commits; each file names its own.
+evaluations left out. Seeds of a line may be of different commits; each file names its own. A seed that failed has no
+score, and is one that did not come to the threshold.
 
 The zoo made its settings for budgets of its own, four of the six shorter than here: a run may come to the threshold and
 fall below it again.
@@ -45,8 +46,8 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def summary(entry: Entry, fresh: dict[int, Row]) -> Row:
-    """Statistics over the seeds of an entry.
+def summary(entry: Entry, fresh: dict[int, Row], failed: int = 0) -> Row:
+    """Statistics over the seeds of an entry; those that `failed` have no score, and did not come to the threshold.
 
     Returns: `mean`, `iqm`, `low` and `high` of its interval (None below three seeds) of the last scores; `reached`, how
         many seeds came to the threshold; `steps` and `minutes`, the median of all seeds until then, infinite if no
@@ -61,7 +62,7 @@ def summary(entry: Entry, fresh: dict[int, Row]) -> Row:
     found: Row = {"mean": float(last.mean()), "iqm": float(interquartile_mean(last)), "low": low, "high": high}
     if threshold is None:
         return found
-    points = [reached(rows, score, threshold) for rows in curves]
+    points = [*(reached(rows, score, threshold) for rows in curves), *[None] * failed]
     steps, minutes = (median(inf if point is None else point[i] for point in points) for i in (0, 1))
     return found | {"reached": len(points) - points.count(None), "steps": steps, "minutes": minutes}
 
@@ -71,14 +72,16 @@ def cells(entry: Entry, known: Standing) -> list[str]:
     task, fresh = entry.task, known.fresh
     head = [f"`{task.config}`", LIBRARIES[entry.library].name]
     if not fresh:
-        return [*head, "*stale*" if known.stale else "*not measured*", *[""] * (len(COLUMNS) - 3)]
-    found, of = summary(entry, fresh), max(len(fresh), wanted(fresh))
-    stale = f", {known.stale} stale" if known.stale else ""
+        none = "*failed*" if known.failed else "*stale*" if known.stale else "*not measured*"
+        return [*head, none, *[""] * (len(COLUMNS) - 3)]
+    found, of = summary(entry, fresh, len(known.failed)), max(len(fresh), wanted(fresh))
+    others = {"failed": len(known.failed), "stale": known.stale}
+    others = "".join(f", {count} {what}" for what, count in others.items() if count)
     interval = "" if found["low"] is None else f"{cell(found['low'])} to {cell(found['high'])}"
     line = [
         *head,
         f"{max(record['curve'][-1]['steps'] for record in fresh.values()):,}",
-        (str(len(fresh)) if len(fresh) == of else f"{len(fresh)} of {of}") + stale,
+        (str(len(fresh)) if len(fresh) == of else f"{len(fresh)} of {of}") + others,
         task.score,
         cell(found["mean"]),
         cell(found["iqm"]),
@@ -88,7 +91,7 @@ def cells(entry: Entry, known: Standing) -> list[str]:
     if task.threshold is None:
         return [*line, "", "", ""]
     to_it = [f"{found['steps']:,.0f}", f"{found['minutes']:.1f}"] if found["steps"] < inf else ["", ""]
-    return [*line, f"{found['reached']} of {len(fresh)}", *to_it]
+    return [*line, f"{found['reached']} of {len(fresh) + len(known.failed)}", *to_it]
 
 
 def table(lines: Sequence[Sequence[str]]) -> str:

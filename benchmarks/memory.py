@@ -5,6 +5,7 @@ What libraries keep whatever the size drops out of `bytes_per_step`, the rise of
 quick form has one size of each.
 """
 
+import tempfile
 import time
 from collections.abc import Sequence
 from importlib import import_module
@@ -12,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.alone import alone
+from benchmarks.alone import alone, caching_in
 from benchmarks.gpu import ENV, has_gpu, not_measured
 from benchmarks.pairs import Failure
 from benchmarks.peers import STEPS
@@ -20,6 +21,7 @@ from benchmarks.worker import peak_rss_mb
 
 MAKERS = {"ecrl": "benchmarks.ours:make", "rejax": "benchmarks.peers.rejax_ppo:make"}
 MAKERS["sb3"] = "benchmarks.peers.sb3_ppo:make"
+COMPILED = ("ecrl", "rejax")
 SIZES = {"ecrl": (64, 512, 2048, 8192), "rejax": (64, 512, 2048, 8192), "sb3": (64, 512, 2048)}
 QUICK = {"ecrl": (512,), "rejax": (512,), "sb3": (64,)}
 GPU_SIZES = (2048, 8192, 65_536)
@@ -66,9 +68,11 @@ def _measured(
     inner = args.get("args", args)
     about = {"contestant": name, "device": device, "num_envs": inner["num_envs"]}
     try:
-        if warm:
-            alone(f"benchmarks.memory:{function}", args, cores, ENV[device])
-        return about | alone(f"benchmarks.memory:{function}", args, cores, ENV[device])
+        with tempfile.TemporaryDirectory() as folder:
+            env = ENV[device] | (caching_in(folder) if warm else {})
+            if warm:
+                alone(f"benchmarks.memory:{function}", args, cores, env)
+            return about | alone(f"benchmarks.memory:{function}", args, cores, env)
     except Failure as failure:
         return about | {"error": str(failure)}
 
@@ -92,7 +96,7 @@ def rows(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
     for name, sizes in (QUICK if quick else SIZES).items():
         each = [{"make": MAKERS[name], "args": {"num_envs": size}} for size in sizes]
         out += with_slopes(
-            [_measured(name, "cpu", "peak", args, cores[:1], name == "ecrl" and not quick) for args in each]
+            [_measured(name, "cpu", "peak", args, cores[:1], name in COMPILED and not quick) for args in each]
         )
     if not has_gpu():
         return [*out, *(not_measured(contestant="ecrl", device="cuda", num_envs=size) for size in GPU_SIZES)]

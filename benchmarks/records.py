@@ -68,10 +68,11 @@ class Entry(NamedTuple):
 
 
 class Standing(NamedTuple):
-    """What is known of an entry: fresh records by seed, and how many files are stale."""
+    """What is known of an entry: fresh records by seed, how many files are stale, and the seeds that failed since."""
 
     fresh: dict[int, Row]
     stale: int
+    failed: tuple[int, ...] = ()
 
 
 def entries(configs: Path) -> list[Entry]:
@@ -105,7 +106,9 @@ def standing(entry: Entry, out: Path) -> Standing:
             fresh[int(path.stem)] = record
         else:
             stale += 1
-    return Standing(fresh, stale)
+    told = [json.loads(path.read_text(encoding="utf-8")) for path in path_of(entry, 0, out).parent.glob("*.failed")]
+    failed = {row["seed"] for row in told if row["hash"] == entry.hash}
+    return Standing(fresh, stale, tuple(sorted(failed - fresh.keys())))
 
 
 def wanted(fresh: dict[int, Row]) -> int:
@@ -120,7 +123,17 @@ def wanted(fresh: dict[int, Row]) -> int:
 def write(entry: Entry, seed: int, out: Path, found: Row, about: Row) -> Path:
     """Write what a seed learnt, whole or not at all."""
     path = path_of(entry, seed, out)
-    path.parent.mkdir(parents=True, exist_ok=True)
     head = {"name": entry.name, "seed": seed, "hash": entry.hash, "settings": entry.settings}
-    replace_file(path, (json.dumps(head | about | found, indent=1, allow_nan=False) + "\n").encode())
+    data = json.dumps(head | about | found, indent=1, allow_nan=False) + "\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, data.encode())
+    path.with_suffix(".failed").unlink(missing_ok=True)
     return path
+
+
+def write_failure(entry: Entry, seed: int, out: Path, why: str, about: Row) -> None:
+    """Write that a seed failed, which the table tells until it is measured: each call tries it again."""
+    path = path_of(entry, seed, out).with_suffix(".failed")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    told = {"name": entry.name, "seed": seed, "hash": entry.hash, "failure": why}
+    replace_file(path, (json.dumps(told | about, indent=1) + "\n").encode())

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from benchmarks import alone
 from benchmarks.leaderboard import publish
 from benchmarks.pairs import ROOT, Failure, available
-from benchmarks.records import LIBRARIES, Entry, Row, entries, standing, wanted, write
+from benchmarks.records import LIBRARIES, Entry, Row, entries, standing, wanted, write, write_failure
 from benchmarks.report import machine, versions
 from benchmarks.tasks import CONFIGS, TASKS
 from ecrl.durable import held
@@ -150,7 +150,10 @@ def measure(found: Sequence[Entry], seeds: int | None, out: Path, deadline: floa
                     todo = [job for job in jobs if (job.entry.name, job.seed) not in failed]
     finally:
         for going in on.values():
-            end(going)
+            if going.running.process.poll() is None:
+                end(going)
+            else:
+                finish(going, out)
 
 
 def begin(job: Job, core: int) -> Going:
@@ -180,6 +183,8 @@ def finish(going: Going, out: Path) -> bool:
         print(f"{job.entry.name}, seed {job.seed}: {told(job.entry, found)}", flush=True)
     except (Failure, OSError, ValueError) as failure:  # such as a full disk, or a score that is NaN
         print(f"{job.entry.name}, seed {job.seed}: {failure}", flush=True)
+        if not isinstance(failure, OSError):
+            write_failure(job.entry, job.seed, out, str(failure), going.about)
         return False
     finally:
         end(going)

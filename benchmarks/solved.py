@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.alone import alone
+from benchmarks.alone import alone, caching_in
 from benchmarks.pairs import Failure, summary
 
 OURS, REJAX = "benchmarks.ours:solve", "benchmarks.peers.rejax_solved:solve"
@@ -38,9 +38,7 @@ Found = dict[str, Any]
 def run(name: str, seed: int, caches: Path, core: int) -> Found:
     """One whole process, on one core."""
     library, cache = name.split()
-    folder = str(caches / f"{library}{seed}")
-    env = {"TORCHINDUCTOR_CACHE_DIR": folder, "JAX_COMPILATION_CACHE_DIR": folder}
-    env |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
+    env = caching_in(str(caches / f"{library}{seed}"))
     more = {"compile": "off" if cache == "off" else "auto"} if library == "ecrl" else REJAX_NUMBERS
     args = {"seed": seed, "started": time.time(), **more}
     try:

@@ -82,6 +82,14 @@ def test_a_line_of_the_table():
     assert found == ["`push_cube_grpo`", "ecrl", "2,000", "1 of 10", "success", "0.92", "0.92", *[""] * 5]
 
 
+def test_a_seed_that_failed_is_told_and_did_not_come_to_the_threshold():
+    three = {seed: FIVE[seed] for seed in (0, 2, 3)}  # there after 1000, 2000 and 2000 steps
+    line = cells(entry(), Standing(three, 2, (1, 4)))
+    assert line[3] == "3 of 10, 2 failed, 2 stale" and line[5] == "490"  # (500 + 490 + 480) / 3
+    assert line[9:] == ["3 of 5", "2,000", "4.0"]  # the medians of 1000 2000 2000 inf inf and 1 3 4 inf inf
+    assert cells(entry(), Standing({}, 2, (1,)))[2] == "*failed*"
+
+
 def test_what_is_missing_or_stale_has_no_numbers():
     line = ["`cartpole_ppo`", "Stable-Baselines3"]
     assert cells(entry(library="sb3"), Standing({}, 0)) == [*line, "*not measured*", *[""] * 9]

@@ -127,7 +127,7 @@ def test_a_seed_that_fails_is_told_and_the_others_are_kept(small, tmp_path, caps
     assert calls() == [0, 2]
     died = "cartpole_ppo, ecrl, seed 1: tests.bench_stand_ins:learns_but_seed_1: died with status 1"
     assert f"{died}; last line: RuntimeError: out of luck" in capsys.readouterr().out
-    assert line_of(tmp_path) == ["20", "2 of 10"]
+    assert line_of(tmp_path) == ["20", "2 of 10, 1 failed"]
 
 
 def test_an_interrupt_keeps_what_is_finished_and_ends_the_rest(small, tmp_path, monkeypatch):
@@ -286,8 +286,12 @@ def test_the_end_of_the_terminal_is_an_interrupt_unless_it_is_ignored():
 def test_a_score_that_is_nan_fails_alone(small, tmp_path, capsys):
     run, calls = small
     assert not run("learns_but_seed_1_diverges", seeds=3)
-    assert calls() == [0, 2] and line_of(tmp_path) == ["20", "2 of 10"]
+    assert calls() == [0, 2] and line_of(tmp_path) == ["20", "2 of 10, 1 failed"]
     assert "cartpole_ppo, ecrl, seed 1: Out of range float values are not JSON compliant" in capsys.readouterr().out
+    told = json.loads((tmp_path / "out/runs/cartpole_ppo/ecrl/1.failed").read_text())
+    assert told["seed"] == 1 and told["failure"].startswith("Out of range float values") and told["command"]
+    assert run(seeds=3) and line_of(tmp_path) == ["20", "3 of 10"], "it is tried again"
+    assert not (tmp_path / "out/runs/cartpole_ppo/ecrl/1.failed").exists()
 
 
 def test_a_seed_that_did_not_have_its_core_is_said():

@@ -13,10 +13,9 @@ SOLVED = 475.0
 """Mean return of the last 100 episodes, of the policy as it explores, at which CartPole-v1 counts as solved."""
 
 
-def as_work(iterations: Iterator[Any], count: int, warm: bool = True) -> Callable[[], int]:
-    """One iteration after another as units of work; to warm up, the first, with all compiling, is done here."""
-    if warm:
-        next(iterations)
+def as_work(iterations: Iterator[Any], count: int) -> Callable[[], int]:
+    """One iteration after another as units of work; the first, with all that is made and compiled, is done here."""
+    next(iterations)
 
     def work() -> int:
         next(iterations)

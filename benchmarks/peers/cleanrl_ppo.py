@@ -112,5 +112,5 @@ def update(
 
 
 def make(num_envs: int) -> Callable[[], int]:
-    """A unit is one rollout and its update; nothing is compiled, so that many environments need no warm-up."""
-    return as_work(iterations(num_envs), num_envs * STEPS, warm=num_envs < 512)
+    """A unit is one rollout and its update."""
+    return as_work(iterations(num_envs), num_envs * STEPS)
