@@ -37,7 +37,7 @@ CLAIMS = {  # what a notebook says that its run shows
     'assert (same["params"] == state["params"]).all()',
     "02_add_an_algorithm": 'last = ecrl.evaluate(state, cfg, num_episodes=100, env="gymnasium:CartPole-v1")\n'
     'assert last["eval/avg_reward"] >= 400',
-    "03_embed_a_kernel": "assert max(returns) > 400 and rewards[-1] > 0.9 and ours.returns[-1] > 100",
+    "03_embed_a_kernel": "assert max(returns) > 400 and scores[-1] > 0.9 and ours.returns[-1] > 100",
     "04_many_seeds": "assert (finals >= 475).sum() >= 60",
     "05_push_cube": 'assert result["eval/success_rate"] >= 0.85',
 }
