@@ -33,8 +33,9 @@ The interval is the 95 % bootstrap interval of the interquartile mean over seeds
 seed has reached the threshold at the first of {POINTS} evaluations ({_WAY} episodes, {_WAY_SUCCESS} for a success rate)
 that is not below it; env steps and minutes are the median over all seeds, if more than half of them came there. Minutes
 are of training on one core, from the start of the process, imports and compiling with an empty cache included,
-evaluations left out. Seeds of a line may be of different commits; each file names its own. A seed that failed has no
-score, and is one that did not come to the threshold.
+evaluations left out. Seeds of a line may be of different commits, and of virtual machines of which some took twice the
+time of others; each file has its own commit and seconds. A seed that failed has no score, and is one that did not come
+to the threshold.
 
 The zoo made its settings for budgets of its own, four of the six shorter than here: a run may come to the threshold and
 fall below it again.
@@ -108,14 +109,15 @@ def measured_on(records: Sequence[Row]) -> str:
     """The machines, versions and commits that the records are of.
 
     >>> record = {"machine": {"cpu": "a CPU"}, "versions": {"torch": "2.13.0"}, "commit": "0123456789"}
-    >>> measured_on([record, record])
-    'Measured on: a CPU, torch 2.13.0, commit 01234567.'
+    >>> measured_on([record, record | {"commit": "abcdef0123"}])
+    'Measured on: a CPU, torch 2.13.0, of commits 01234567, abcdef01.'
     """
-    seen = {
-        f"{record['machine']['cpu']}, torch {record['versions']['torch']}, commit {_short(record['commit'])}"
-        for record in records
-    }
-    return f"Measured on: {'; '.join(sorted(seen))}."
+    seen: dict[str, set[str]] = {}
+    for record in records:
+        where = f"{record['machine']['cpu']}, torch {record['versions']['torch']}"
+        seen.setdefault(where, set()).add(_short(record["commit"]))
+    each = (f"{where}, of commits {', '.join(sorted(commits))}" for where, commits in sorted(seen.items()))
+    return f"Measured on: {'; '.join(each)}."
 
 
 def _short(commit: str | None) -> str:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks import leaderboard
-from benchmarks.leaderboard import cells, summary, text
+from benchmarks.leaderboard import COLUMNS, cells, summary, text
 from benchmarks.pairs import ROOT
 from benchmarks.peers.zoo import ZOO
 from benchmarks.records import Entry, Standing, entries, standing
@@ -102,7 +102,8 @@ def test_the_page_is_its_table_machines_and_pictures():
     table = [line for line in page.splitlines() if line.startswith("|")]
     assert table[0].split(" | ")[:3] == ["| config", "library", "env steps"] and set(table[1]) == set("|- ")
     assert all(line.count("|") == len(leaderboard.COLUMNS) + 1 for line in table) and len(table) == 4
-    assert page.endswith("Measured on: a CPU, torch 2.13.0, commit 01234567+.\n\n![cartpole_ppo](cartpole_ppo.png)\n")
+    measured = "Measured on: a CPU, torch 2.13.0, of commits 01234567+."
+    assert page.endswith(f"{measured}\n\n![cartpole_ppo](cartpole_ppo.png)\n")
     assert "Measured on" not in text([(entry(), Standing({}, 1))])
 
 
@@ -124,6 +125,17 @@ def test_the_leaderboard_of_the_checkout_is_that_of_its_files(tmp_path):
         if state.fresh:
             seeds = f" ({len(state.fresh)} seeds" if len(state.fresh) > 1 else " -->"  # text is in comments of an SVG
             assert f"<!-- {one.name}{seeds}" in (out / f"{one.task.config}.svg").read_text(), one.name
+
+
+def test_the_readme_has_the_figures_of_the_leaderboard():
+    readme = (ROOT / "README.md").read_text()
+    known = [(one, standing(one, ROOT / "benchmarks" / "results")) for one in entries(CONFIGS)]
+    lines = {(one.task.config, one.library): dict(zip(COLUMNS, cells(one, it), strict=False)) for one, it in known}
+    for config in TASKS:
+        ours, theirs = lines[config, "ecrl"], lines.get((config, "sb3"), {}).get("interquartile mean", "")
+        names = ("config", "env steps", "seeds", "score", "interquartile mean", "95 % interval")
+        row = " | ".join([*(ours[name] for name in names), theirs, *(ours[name] for name in COLUMNS[8:])])
+        assert f"\n| {row} |\n" in readme, f"README.md has no line | {row} |"
 
 
 def test_the_hash_is_of_what_is_learnt_and_how_it_is_scored(monkeypatch):

@@ -1,6 +1,7 @@
 """The published configs learn their tasks on every seed; figures are of 100 episodes with deterministic actions.
 
-`python -m pytest tests/test_learning.py -m "slow or long" -s` prints the figures that the README gives.
+`python -m pytest tests/test_learning.py -m "slow or long" -s` prints them; the README has those of
+`ecrl bench results`.
 """
 
 import time

@@ -39,8 +39,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     contributing = {"contributing.md": (ROOT / "CONTRIBUTING.md").read_text().replace("](docs/", "](")}
     for path, text in (kernel_pages() | api_pages() | config_pages() | command_page() | contributing).items():
         files.append(File.generated(config, path, content=text))
-    for notebook in _notebooks():
-        files.append(File(f"notebooks/{notebook.name}", str(ROOT), config.site_dir, config.use_directory_urls))
+    results = ROOT / "benchmarks" / "results"
+    for path in (*_notebooks(), results / "README.md", *sorted(results.glob("*.png"))):
+        files.append(File(str(path.relative_to(ROOT)), str(ROOT), config.site_dir, config.use_directory_urls))
     return files
 
 
@@ -52,6 +53,8 @@ HERE = {
     "../ecrl/envs/mujoco": "reference/config/mujoco.md",
     "../ecrl/__main__.py": "reference/commands.md",
     "../notebooks/": "notebooks/",
+    "../benchmarks/results/README.md": "benchmarks/results/README.md",
+    "../benchmarks/results/push_cube_ppo.png": "benchmarks/results/push_cube_ppo.png",
 }
 """What links of pages to files beside docs/ lead to in the site; on their own they lead to the files."""
 _ELSEWHERE = re.compile(r"\]\((\.\./[^)#]*?)([\w.]+\.ipynb)?\)")
