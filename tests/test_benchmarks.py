@@ -258,6 +258,27 @@ def test_the_examples_in_docstrings_hold(module):
     assert found.attempted > 0 and found.failed == 0
 
 
+LINES = {"rejax": "rejax 0.1.3, jitted", "SB3": "SB3", "TorchRL": "TorchRL", "CleanRL-style": "CleanRL-style loop"}
+
+
+def ratios_of(row):
+    """A cell of the README's table of speed."""
+    digits = 2 if row["peer"] == "rejax" else 1
+    middle, least, most = (f"{row[key]:.{digits}f}" for key in ("ratio", "ratio_min", "ratio_max"))
+    return f"{middle} ({least} to {most})"
+
+
+def test_the_readme_has_the_ratios_of_end_to_end():
+    found = json.loads((ROOT / "benchmarks" / "results" / "end_to_end.json").read_text())["rows"]
+    readme, lines = (ROOT / "README.md").read_text(), {}
+    for row in (one for one in found if one["cores"] != "GPU"):  # in order of `num_envs`
+        lines.setdefault(f"{LINES[row['peer']]} | {row['cores']}", []).append(ratios_of(row))
+    assert len(lines) == 5
+    for head, shown in lines.items():
+        line = f"| {head} | {' | '.join(shown)} |"
+        assert f"\n{line}\n" in readme, f"README.md has no line {line}"
+
+
 def test_quick_runs_the_subjects_of_the_readme(monkeypatch, tmp_path):
     names = list(command.SUBJECTS)
     with_subjects(monkeypatch, **{name: Subject(ratio=1.0) for name in names})
