@@ -147,7 +147,7 @@ def publish(found: Sequence[Entry], out: Path) -> list[Path]:
     for task, both in groupby(known, key=lambda item: item[0].task):
         groups = [_curves(entry, state, out) for entry, state in both if state.fresh]
         if groups:
-            made = figure(groups, f"{task.score}, {task.config}", task.threshold)
+            made = figure(groups, task.score, task.threshold)
             written += write_picture(made, out / task.config)
         else:
             for suffix in (".png", ".svg"):

@@ -1,7 +1,8 @@
 """Learning curves over env steps and minutes: a line for each of few seeds, a band for three or more.
 
-Seeds of one config, or of one peer, share a colour. A band is the interquartile mean with its 95 % bootstrap interval,
-as far as all of its seeds have come; of three seeds that is their range. Needs the extra `plot`.
+Seeds of one config, or of one peer, share a colour. A band is the interquartile mean with its 95 % bootstrap interval
+after equally many env steps, as far as all of its seeds have come; of three seeds that is their range. Over minutes it
+stands where the median of its seeds had come so far. Needs the extra `plot`.
 """
 
 import math
@@ -21,6 +22,8 @@ LEAST = 3
 """Seeds from which on a band stands for the lines."""
 _SUFFIXES = (".png", ".svg")
 _RESAMPLES, _POINTS = 2000, 200
+_WIDE = 45  # letters of a name: two such stand beside each other
+_BAND = "three or more seeds: interquartile mean, 95 % bootstrap interval"
 _AXES = {"steps": "environment steps", "minutes": "minutes, compiling included"}
 
 
@@ -61,30 +64,30 @@ def grouped(curves: Iterable[Curve]) -> list[list[Curve]]:
     return list(groups.values())
 
 
-def legend(group: Sequence[Curve], banded: bool) -> str:
-    """What a group is called in the picture, with how many seeds it has and what is drawn of them.
+def legend(group: Sequence[Curve]) -> str:
+    """What a group is called in the picture, with how many seeds it has.
 
     >>> one = Curve("", "ppo", "", np.array([]), np.array([]), np.array([]))
-    >>> legend([one], False), legend([one] * 2, False), legend([one] * 5, True)
-    ('ppo', 'ppo (2 seeds)', 'ppo (5 seeds: interquartile mean, 95 % bootstrap interval)')
+    >>> legend([one]), legend([one] * 2)
+    ('ppo', 'ppo (2 seeds)')
     """
-    if len(group) < 2:
-        return group[0].label
-    drawn = ": interquartile mean, 95 % bootstrap interval" if banded else ""
-    return f"{group[0].label} ({len(group)} seeds{drawn})"
+    return group[0].label + (f" ({len(group)} seeds)" if len(group) > 1 else "")
 
 
 def draw(axes: Any, group: Sequence[Curve], by: str, color: str) -> None:
     """Draw a group on matplotlib's axes against `by`, "steps" or "minutes"."""
-    lines = [(getattr(one, by), one.values) for one in group]
-    if len(lines) < LEAST or not len(grid([x for x, _ in lines])):  # or seeds that share no stretch
-        for number, (x, y) in enumerate(lines):
-            marker = "." if len(x) == 1 else None  # a line from a single point cannot be seen
-            axes.plot(x, y, color=color, marker=marker, label=None if number else legend(group, False))
+    steps = [one.steps for one in group]
+    if len(group) < LEAST or not len(grid(steps)):  # or seeds that share no stretch
+        for number, one in enumerate(group):
+            marker = "." if len(one.steps) == 1 else None  # a line from a single point cannot be seen
+            label = None if number else legend(group)
+            axes.plot(getattr(one, by), one.values, color=color, marker=marker, label=label)
         return
-    drawn = band(lines)
-    axes.plot(drawn.at, drawn.middle, color=color, label=legend(group, True))
-    axes.fill_between(drawn.at, drawn.low, drawn.high, color=color, alpha=0.2, linewidth=0)
+    drawn = band([(one.steps, one.values) for one in group])
+    at = np.median([np.interp(drawn.at, one.steps, getattr(one, by)) for one in group], axis=0)
+    marker = "." if len(at) == 1 else None
+    axes.plot(at, drawn.middle, color=color, marker=marker, label=legend(group))
+    axes.fill_between(at, drawn.low, drawn.high, color=color, alpha=0.2, linewidth=0)
 
 
 def figure(groups: Sequence[Sequence[Curve]], metric: str, threshold: float | None = None) -> Any:
@@ -103,7 +106,10 @@ def figure(groups: Sequence[Sequence[Curve]], metric: str, threshold: float | No
         axes.grid(alpha=0.3)
     panels[0].set(ylabel=metric)
     panels[0].xaxis.set_major_formatter(EngFormatter(sep=""))  # 2M
-    made.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=min(2, len(groups)))
+    handles, labels = panels[0].get_legend_handles_labels()
+    columns = 1 if max(map(len, labels), default=0) > _WIDE else min(2, len(groups))
+    title = _BAND if panels[0].collections else None
+    made.legend(handles, labels, loc="outside lower center", ncols=columns, title=title)
     return made
 
 

@@ -8,7 +8,7 @@ import pytest
 from test_loggers import RECORDS
 from test_training import called
 
-from ecrl.curves import choose, curve, read
+from ecrl.curves import Curve, choose, curve, read
 from ecrl.errors import UserError
 from ecrl.loggers import with_jsonl
 from ecrl.plotting import band, figure, first_at, grouped, legend, plot, told
@@ -80,7 +80,7 @@ def test_runs_that_differ_in_seed_and_name_alone_are_one_group(tmp_path):
 def test_groups_of_one_name_are_told_apart_by_their_folders(tmp_path):
     runs = [run(tmp_path / f"r{gamma}_{seed}", seed, gamma=gamma) for gamma in (0.9, 0.8) for seed in range(2)]
     _, groups = plot(runs, tmp_path / "p.png")
-    assert [legend(group, False) for group in groups] == ["ppo, r0.9_0 (2 seeds)", "ppo, r0.8_0 (2 seeds)"]
+    assert [legend(group) for group in groups] == ["ppo, r0.9_0 (2 seeds)", "ppo, r0.8_0 (2 seeds)"]
 
 
 def test_files_of_one_name_and_results_of_other_settings_are_groups_of_their_own(tmp_path):
@@ -89,7 +89,7 @@ def test_files_of_one_name_and_results_of_other_settings_are_groups_of_their_own
     for path in paths:
         path.write_text("steps,seconds,return\n10,30,1\n30,60,2\n")
     _, groups = plot(paths, tmp_path / "p.svg")
-    assert [legend(group, False) for group in groups] == [f"sb3, {path}" for path in paths]
+    assert [legend(group) for group in groups] == [f"sb3, {path}" for path in paths]
     results = [tmp_path / f"{seed}.json" for seed in range(2)]
     for seed, path in enumerate(results):
         rows = [{"steps": 10, "seconds": 30, "return": 1}]
@@ -125,13 +125,37 @@ def test_seeds_that_share_no_stretch_have_an_empty_band():
     assert len(band([(np.array([1.0]), np.array([1.0])), (np.array([2.0]), np.array([1.0]))]).middle) == 0
 
 
-def test_seeds_that_share_no_stretch_and_single_points_are_drawn_as_they_are(tmp_path):
-    apart = [run(tmp_path / f"r{seed}", seed, values=(1.0,), seconds=60.0 * (1 + seed)) for seed in range(3)]
-    steps, minutes = figure(grouped(curves(*apart)), "eval/avg_reward").axes
-    assert [line.get_xdata().tolist() for line in steps.lines] == [[10.0]], "the middle of a band"
-    assert [line.get_xdata().tolist() for line in minutes.lines] == [[1.0], [2.0], [3.0]]
-    assert {line.get_marker() for line in minutes.lines} == {"."}
-    assert minutes.get_legend_handles_labels()[1] == ["ppo (3 seeds)"], "there is no band to tell of"
+def apart(*steps):
+    """Seeds with a single point each."""
+    points = [(np.array([at]), np.array([float(i)])) for i, at in enumerate(steps, 1)]
+    return [Curve(f"r{i}", "ppo", "ppo", at, i, i) for at, i in points]
+
+
+def test_seeds_that_share_no_stretch_and_single_points_are_drawn_as_they_are():
+    made = figure([apart(10.0, 20.0, 30.0)], "eval/avg_reward")
+    for axes, at in zip(made.axes, ([[10.0], [20.0], [30.0]], [[1.0], [2.0], [3.0]]), strict=True):
+        assert [line.get_xdata().tolist() for line in axes.lines] == at and not axes.collections
+        assert {line.get_marker() for line in axes.lines} == {"."}
+    (box,) = made.legends
+    assert [text.get_text() for text in box.get_texts()] == ["ppo (3 seeds)"]
+    assert box.get_title().get_text() == "", "there is no band to tell of"
+
+
+def test_a_band_over_minutes_stands_where_the_median_seed_was_after_as_many_steps():
+    steps, minutes = figure([apart(10.0, 10.0, 10.0, 10.0)], "eval/avg_reward").axes
+    assert [line.get_xdata().tolist() for line in steps.lines] == [[10.0]]
+    assert [line.get_xdata().tolist() for line in minutes.lines] == [[2.5]], "of 1, 2, 3 and 4"
+    assert minutes.lines[0].get_ydata().tolist() == [2.5] and minutes.lines[0].get_marker() == "."
+
+
+def test_names_too_wide_to_stand_beside_each_other_stand_below(tmp_path):
+    for name, columns in (("a" * 45, 2), ("a" * 46, 1)):
+        one = Curve("r", name, name, *(np.array([1.0, 2.0]) for _ in range(3)))
+        made = figure([[one], [one]], "eval/avg_reward")
+        (box,) = made.legends
+        made.savefig(tmp_path / "p.png", dpi=120)
+        shown = box.get_window_extent()
+        assert box._ncols == columns and shown.x0 >= 0 and shown.x1 <= made.bbox.width
 
 
 def test_a_picture_has_two_panels_lines_for_two_seeds_and_a_band_for_three(tmp_path):
@@ -148,8 +172,9 @@ def test_a_picture_has_two_panels_lines_for_two_seeds_and_a_band_for_three(tmp_p
         assert list(goal.get_ydata()) == [2.5, 2.5]
         (shade,) = axes.collections
         assert shade.get_datalim(axes.transData).y0 == 1.0 and shade.get_datalim(axes.transData).y1 == 5.0
-    (texts,) = [[text.get_text() for text in box.get_texts()] for box in made.legends]
-    assert texts == ["two (2 seeds)", "three (3 seeds: interquartile mean, 95 % bootstrap interval)"]
+    (box,) = made.legends
+    assert [text.get_text() for text in box.get_texts()] == ["two (2 seeds)", "three (3 seeds)"]
+    assert box.get_title().get_text() == "three or more seeds: interquartile mean, 95 % bootstrap interval"
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,8 @@ def _linked(found: re.Match) -> str:
 
 def on_page_markdown(markdown: str, page: Page, **kwargs: Any) -> str:
     """Link the names that have an entry in the reference; on the pages themselves they are plain code."""
+    if page.file.src_uri == "benchmarks/results/README.md":
+        page.meta["hide"] = ["navigation", "toc"]  # its table is as wide as the window
     if page.file.src_uri.startswith("notebooks/"):
         return markdown  # it is JSON still
     if page.file.src_uri.startswith("reference/"):
