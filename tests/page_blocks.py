@@ -34,9 +34,9 @@ def blocks(page: str) -> list[Block]:
 
 
 def commands(block: Block) -> list[str]:
-    """The lines of a block of shell commands, without comments."""
+    """The lines of a block of shell commands, without comments; what runs beside others runs in its turn."""
     lines = (shlex.join(shlex.split(line, comments=True)).replace("'>'", ">") for line in block.text.splitlines())
-    return [line.replace(".venv/bin/", "") for line in lines if line]
+    return [re.sub(r"^OMP_NUM_THREADS=1 | '&'$|\.venv/bin/", "", line) for line in lines if line]
 
 
 def small(data: dict[str, Any]) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def ecrl(line: str) -> None:
 
 def pytest_run(line: str) -> None:
     """Run tests that a page has; of the suite's own only look whether their files are there."""
-    named = [word for word in shlex.split(line) if word.startswith("tests")]
+    named = [word for word in shlex.split(line) if word.startswith(("tests", "notebooks"))]
     if all((ROOT / path).exists() for path in named):
         return
     shutil.copy(ROOT / "tests" / "conftest.py", "tests/conftest.py")
