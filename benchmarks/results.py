@@ -30,7 +30,7 @@ from ecrl.durable import held
 from ecrl.errors import MissingExtraError, UserError
 from ecrl.registry import did_you_mean
 
-NEEDED = ("stable_baselines3", "matplotlib", "mujoco", "Box2D")
+NEEDED = ("stable_baselines3", "matplotlib", "mujoco", "imageio", "Box2D")
 _PAUSE_S, _SHARE = 0.2, 0.9
 
 

@@ -24,6 +24,7 @@ def check(path: Annotated[str, tyro.conf.Positional], /, *, overrides: Overrides
     from ecrl.loop import check_config
     from ecrl.recording import check_cameras
     from ecrl.sources import parse_overrides
+    from ecrl.tracking import check_wandb
 
     cfg = load_config(path, parse_overrides(overrides))
     try:
@@ -31,6 +32,7 @@ def check(path: Annotated[str, tyro.conf.Positional], /, *, overrides: Overrides
         if cfg.trainer.enable_eval:
             check_evaluation(cfg)
         check_cameras(cfg)
+        check_wandb(cfg)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     print("\n".join(lines))

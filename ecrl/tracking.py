@@ -112,6 +112,13 @@ def _run_id(folder: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
+def check_wandb(cfg: Config) -> None:
+    """Refuse, before a run begins, `trainer.use_wandb` without the package; MissingExtraError says how to get it."""
+    if cfg.trainer.use_wandb:
+        with extra("wandb"):
+            import wandb  # noqa: F401
+
+
 def _wandb_run(cfg: Config, folder: Path) -> Any:
     """A run of W&B: as WANDB_MODE says, else online, else (no key, or no server that answers) offline and said."""
     with extra("wandb"):

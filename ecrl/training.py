@@ -31,7 +31,7 @@ from ecrl.resuming import forget_after, goes_on, resume
 from ecrl.run_folder import claim, claimed_before, holding, new_run_dir
 from ecrl.saving import with_best_checkpoint, with_checkpoints
 from ecrl.stopping import asked, in_loop
-from ecrl.tracking import with_tensorboard, with_wandb
+from ecrl.tracking import check_wandb, with_tensorboard, with_wandb
 from ecrl.types import LogData
 
 
@@ -125,6 +125,7 @@ def _train(
         check_evaluation(cfg)
     if folder is not None and rank() == 0:
         check_cameras(cfg)
+        check_wandb(cfg)
         claim(folder, new)
     with holding(folder):
         return _trained(state, cfg, folder, progress, profile, seen)
@@ -179,6 +180,7 @@ def _first_state(cfg: Config, path: str) -> TensorDict:
         if cfg.trainer.enable_eval:
             check_evaluation(cfg)
         check_cameras(cfg)
+        check_wandb(cfg)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     return state

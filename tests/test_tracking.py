@@ -17,7 +17,9 @@ from test_loop import small
 
 from ecrl import loggers
 from ecrl.errors import UserError
+from ecrl.loop import init_state
 from ecrl.tracking import hyperparameters, with_tensorboard, with_wandb
+from ecrl.training import train
 
 
 def events_in(folder):
@@ -233,6 +235,10 @@ def test_a_missing_wandb_says_how_to_get_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match=r"pip install 'ecrl\[wandb\]'"):
         next(with_wandb(iter(RECORDS), small(), tmp_path))
+    cfg = small(**{"trainer.use_wandb": True})
+    with pytest.raises(UserError, match=r"pip install 'ecrl\[wandb\]'"):
+        train(init_state(cfg), cfg, tmp_path / "run")
+    assert not (tmp_path / "run").exists(), "the folder is free for the run that follows"
 
 
 class Tracker:

@@ -1,5 +1,8 @@
 """Gymnasium by id: equal to a loop over its environments, every kind of space trains, faults name env and step."""
 
+import subprocess
+import sys
+
 import gym_stand_ins
 import gymnasium
 import numpy as np
@@ -93,6 +96,23 @@ def test_what_cannot_be_made_is_told_in_one_line(env, message):
     with pytest.raises(ConfigError, match=message) as error:
         make_env(env)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("package", "gym_id", "extra"),
+    [
+        ("Box2D", "LunarLander-v3", "box2d"),
+        ("mujoco", "HalfCheetah-v5", "mujoco"),
+        ("imageio", "HalfCheetah-v5", "mujoco"),
+    ],
+)
+def test_a_package_that_is_missing_is_told_with_the_extra_that_brings_it(package, gym_id, extra):
+    if package == "imageio":
+        pytest.importorskip("mujoco")  # which is missed first
+    code = f"import sys; sys.modules[{package!r}] = None; import ecrl; ecrl.make_env('gymnasium:{gym_id}')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    what = f"env: gymnasium:{gym_id}: ModuleNotFoundError: No module named {package!r}"
+    assert done.stderr.splitlines()[-1].endswith(f"{what}: install it with: pip install 'ecrl[{extra}]'")
 
 
 def test_kwargs_and_time_limit_reach_the_environment():

@@ -15,6 +15,10 @@ from typing import Any, NamedTuple
 
 import gymnasium
 from gymnasium.envs.registration import load_env_creator
+from gymnasium.error import DependencyNotInstalled
+
+_EXTRAS = {"mujoco": "mujoco", "imageio": "mujoco", "Box2D": "box2d"}
+"""Packages that Gymnasium's environments import, and the extra of ecrl that brings each."""
 
 
 class Row(NamedTuple):
@@ -40,13 +44,27 @@ def _no_log_file() -> None:
         own.set()
 
 
+@contextlib.contextmanager
+def _extra() -> Iterator[None]:
+    """Around what may import a package that an extra of ecrl brings: where it is missing, say which."""
+    try:
+        yield
+    except (ImportError, DependencyNotInstalled) as error:
+        missing = getattr(error if isinstance(error, ImportError) else error.__cause__, "name", None)
+        if missing not in _EXTRAS:
+            raise
+        advice = f"install it with: pip install 'ecrl[{_EXTRAS[missing]}]'"
+        raise ModuleNotFoundError(f"No module named {missing!r}: {advice}") from error
+
+
 def make(env_id: str, kwargs: dict[str, Any]) -> gymnasium.Env:
     """`gymnasium.make`; what its checker looks for in the first steps, ecrl checks in all of them."""
     known = gymnasium.registry.get(env_id)  # not one that "module:" stands before
-    if known and isinstance(known.entry_point, str):
-        load_env_creator(known.entry_point)  # which imports MuJoCo, where it needs that
-    _no_log_file()
-    env = gymnasium.make(env_id, disable_env_checker=True, **kwargs)
+    with _extra():
+        if known and isinstance(known.entry_point, str):
+            load_env_creator(known.entry_point)  # which imports MuJoCo, where it needs that
+        _no_log_file()
+        env = gymnasium.make(env_id, disable_env_checker=True, **kwargs)
     _no_log_file()
     return env
 
