@@ -1,6 +1,7 @@
 """The leaderboard and its pictures, made from the files of results alone (`records`).
 
-A line without files says *not measured*, one with none but stale files *stale*: its numbers are of other settings.
+A line without files says *not measured*, as does, with how many there are, one with none but stale files: their numbers
+are of other settings.
 """
 
 from collections.abc import Sequence
@@ -29,13 +30,14 @@ the same budget. Made by `ecrl bench results` from the files in `runs/`: one for
 and their hash, commit, command, machine and times; `ecrl plot` reads them too.
 
 Scores are of {_END} episodes with deterministic actions after the whole budget ({_END_SUCCESS} for a success rate).
-The interval is the 95 % bootstrap interval of the interquartile mean over seeds; of three seeds that is their range. A
-seed has reached the threshold at the first of {POINTS} evaluations ({_WAY} episodes, {_WAY_SUCCESS} for a success rate)
-that is not below it; env steps and minutes are the median over all seeds, if more than half of them came there. Minutes
-are of training on one core, from the start of the process, imports and compiling with an empty cache included,
-evaluations left out. Seeds of a line may be of different commits, and of virtual machines of which some took twice the
-time of others; each file has its own commit and seconds. A seed that failed has no score, and is one that did not come
-to the threshold.
+The interquartile mean leaves out the least and the greatest quarter of the seeds, in whole seeds: two of ten at either
+end, none of three, whose mean it is. The interval is its 95 % bootstrap interval over seeds; of three seeds that is
+their range. A seed has reached the threshold at the first of at most {POINTS} evaluations ({_WAY} episodes,
+{_WAY_SUCCESS} for a success rate) that is not below it; env steps and minutes are the median over all seeds, if more
+than half of them came there. Minutes are of training on one core, from the start of the process, imports and compiling
+with an empty cache included, evaluations left out. Seeds of a line may be of different commits, and of virtual machines
+of which some took three times the time of others, so minutes tell little of which library is faster; each file has its
+own commit and seconds. A seed that failed has no score, and is one that did not come to the threshold.
 
 The zoo made its settings for budgets of its own, four of the six shorter than here: a run may come to the threshold and
 fall below it again.
@@ -73,7 +75,8 @@ def cells(entry: Entry, known: Standing) -> list[str]:
     task, fresh = entry.task, known.fresh
     head = [f"`{task.config}`", LIBRARIES[entry.library].name]
     if not fresh:
-        none = "*failed*" if known.failed else "*stale*" if known.stale else "*not measured*"
+        stale = f", {known.stale} stale" if known.stale else ""
+        none = "*failed*" if known.failed else f"*not measured*{stale}"
         return [*head, none, *[""] * (len(COLUMNS) - 3)]
     found, of = summary(entry, fresh, len(known.failed)), max(len(fresh), wanted(fresh))
     others = {"failed": len(known.failed), "stale": known.stale}

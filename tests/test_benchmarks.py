@@ -4,6 +4,7 @@ import doctest
 import json
 import subprocess
 import sys
+from importlib import import_module
 
 import jsonschema
 import pytest
@@ -277,6 +278,17 @@ def test_the_readme_has_the_ratios_of_end_to_end():
     for head, shown in lines.items():
         line = f"| {head} | {' | '.join(shown)} |"
         assert f"\n{line}\n" in readme, f"README.md has no line {line}"
+
+
+@pytest.mark.parametrize("name", command.SUBJECTS)
+def test_a_picture_is_that_of_the_figures_beside_it(name, tmp_path):
+    """Byte for byte; of another matplotlib, pictures differ."""
+    own, kept = pytest.importorskip("matplotlib").__version__, ROOT / "benchmarks" / "results" / name
+    if f"Matplotlib v{own}," not in (drawn := kept.with_suffix(".svg").read_text()):
+        pytest.skip(f"drawn by another matplotlib than {own}")
+    rows = json.loads(kept.with_suffix(".json").read_text())["rows"]
+    command.write_picture(import_module(f"benchmarks.{name}").figure(rows), tmp_path / name)
+    assert (tmp_path / name).with_suffix(".svg").read_text() == drawn, "draw it anew"
 
 
 def test_quick_runs_the_subjects_of_the_readme(monkeypatch, tmp_path):

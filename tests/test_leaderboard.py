@@ -93,7 +93,7 @@ def test_a_seed_that_failed_is_told_and_did_not_come_to_the_threshold():
 def test_what_is_missing_or_stale_has_no_numbers():
     line = ["`cartpole_ppo`", "Stable-Baselines3"]
     assert cells(entry(library="sb3"), Standing({}, 0)) == [*line, "*not measured*", *[""] * 9]
-    assert cells(entry(library="sb3"), Standing({}, 3)) == [*line, "*stale*", *[""] * 9]
+    assert cells(entry(library="sb3"), Standing({}, 3)) == [*line, "*not measured*, 3 stale", *[""] * 9]
 
 
 def test_the_page_is_its_table_machines_and_pictures():

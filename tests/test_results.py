@@ -110,7 +110,7 @@ def test_files_of_another_config_are_stale_and_measured_again(small, tmp_path):
     assert run(minutes=0) and line_of(tmp_path) == ["20", "1 of 10"]  # neither makes it another config
     data["algorithm"]["cfg"]["gamma"] = 0.98
     path.write_text(json.dumps(data))
-    assert run(minutes=0) and line_of(tmp_path) == ["*stale*", ""] and calls() == [0]
+    assert run(minutes=0) and line_of(tmp_path) == ["*not measured*, 1 stale", ""] and calls() == [0]
     assert not (tmp_path / "out/cartpole_ppo.png").exists()
     assert run(seeds=1) and line_of(tmp_path) == ["20", "1 of 10"] and calls() == [0, 0]
 
