@@ -33,7 +33,8 @@ SKIPPED = {
     r"ecrl replay ": "needs a run that failed; tests/test_finite.py replays one",
     r"ecrl check-env <name>": "a template",
 }
-"""Commands that are not run, and why."""
+"""Commands that are not run, and why. Of `make` the target is looked up and of this suite's own tests the file, which
+would run this again; `ecrl record` needs OpenGL."""
 
 BARE = {"", "toml"}
 """Languages of blocks that are for reading: what a command prints, a file of another project."""
