@@ -97,6 +97,8 @@ def moments_variance(moments: TensorDict) -> Tensor:
 
         m2 / count
 
+    Gradient: flows through `m2`.
+
     >>> float(moments_variance(moments_init(())))
     1.0
     """

@@ -250,6 +250,7 @@ def linear_schedule(step: Tensor, *, start: Scalar, end: Scalar, horizon: int) -
 
         start + (end - start) * min(step / horizon, 1)
 
+    Gradient: flows through `start` and `end`, given as tensors; a count of steps has none.
     Source: `torch.optim.lr_scheduler.LinearLR`.
 
     >>> linear_schedule(torch.tensor(5), start=1.0, end=0.0, horizon=10)
@@ -264,6 +265,7 @@ def cosine_schedule(step: Tensor, *, end: Scalar, horizon: int) -> Tensor:
 
         end + (1 - end) * (1 + cos(pi * min(step / horizon, 1))) / 2
 
+    Gradient: flows through `end`, given as a tensor; a count of steps has none.
     Source: Loshchilov and Hutter 2017, arXiv:1608.03983, eq. 5.
 
     >>> cosine_schedule(torch.tensor(5), end=0.0, horizon=10)
@@ -278,6 +280,7 @@ def step_schedule(step: Tensor, *, every: int, gamma: Scalar) -> Tensor:
 
         gamma ^ floor(step / every)
 
+    Gradient: flows through `gamma`, given as a tensor; a count of steps has none.
     Source: `torch.optim.lr_scheduler.StepLR`.
 
     >>> step_schedule(torch.tensor(5), every=2, gamma=0.5)
@@ -291,6 +294,7 @@ def exponential_schedule(step: Tensor, *, gamma: Scalar) -> Tensor:
 
         gamma ^ step
 
+    Gradient: flows through `gamma`, given as a tensor; a count of steps has none.
     Source: `torch.optim.lr_scheduler.ExponentialLR`.
 
     >>> exponential_schedule(torch.tensor(2), gamma=0.5)
