@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ecrl.config import Config
-from ecrl.errors import extra
+from ecrl.errors import MissingExtraError, extra
 from ecrl.loggers import appending, ending, never_fatal, with_scalars
 from ecrl.types import LogData
 
@@ -114,9 +114,13 @@ def _run_id(folder: Path) -> str:
 
 def check_wandb(cfg: Config) -> None:
     """Refuse, before a run begins, `trainer.use_wandb` without the package; MissingExtraError says how to get it."""
-    if cfg.trainer.use_wandb:
+    if not cfg.trainer.use_wandb:
+        return
+    try:
         with extra("wandb"):
             import wandb  # noqa: F401
+    except MissingExtraError as error:
+        raise MissingExtraError(f"trainer.use_wandb: {error}") from None
 
 
 def _wandb_run(cfg: Config, folder: Path) -> Any:

@@ -236,7 +236,7 @@ def test_a_missing_wandb_says_how_to_get_it(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"pip install 'ecrl\[wandb\]'"):
         next(with_wandb(iter(RECORDS), small(), tmp_path))
     cfg = small(**{"trainer.use_wandb": True})
-    with pytest.raises(UserError, match=r"pip install 'ecrl\[wandb\]'"):
+    with pytest.raises(UserError, match=r"^trainer.use_wandb: .* pip install 'ecrl\[wandb\]'"):
         train(init_state(cfg), cfg, tmp_path / "run")
     assert not (tmp_path / "run").exists(), "the folder is free for the run that follows"
 
