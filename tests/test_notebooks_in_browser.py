@@ -94,7 +94,7 @@ def followed(page):
     while not all(re.fullmatch(r"\[\d+\]:", text) for text in prompts.all_inner_texts() if text.strip()):
         most = max(most, place.count())
         texts += [place.first.inner_text()] if place.count() else []
-        page.wait_for_timeout(500)
+        page.wait_for_timeout(100)  # a run with a warm compile cache takes two seconds
         assert time.monotonic() < until, f"cells have not run, or one failed: {prompts.all_inner_texts()}"
     return list(dict.fromkeys(texts)), most
 
