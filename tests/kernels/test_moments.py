@@ -185,6 +185,8 @@ def test_gradients():
     x, moments = rng.normal(rng.key(0), (4, 2), F64).requires_grad_(), moments_of(3.0, [0.5, -1.0], [3.0, 6.0])
     assert torch.autograd.gradcheck(lambda y: normalize(y, moments, eps=0.1, clip=50.0), x)
     assert torch.autograd.gradcheck(lambda y: scale(y, moments, eps=0.1, clip=50.0), x)
+    assert torch.autograd.gradcheck(lambda m2: moments_variance(moments.replace(m2=m2)), moments["m2"].requires_grad_())
+    moments = moments.detach()
     for kernel in (normalize, scale):
         (clipped,) = torch.autograd.grad(kernel(x, moments, eps=0.1, clip=1e-9).sum(), x)
         assert float(clipped.abs().max()) == 0.0
