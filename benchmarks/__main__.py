@@ -11,7 +11,7 @@ import tyro
 from benchmarks.pairs import ROOT, available
 from benchmarks.report import report, show, write
 from ecrl.errors import MissingExtraError, UserError
-from ecrl.plotting import write as write_picture
+from ecrl.report.plots import write as write_picture
 
 SUBJECTS = {  # name: what it shows; the file of that name has `rows(quick, cores)` and `figure(rows)`
     "end_to_end": "env steps per second of PPO on CartPole against rejax, SB3, TorchRL and a CleanRL-style loop",

@@ -16,10 +16,10 @@ from benchmarks.learning import reached
 from benchmarks.records import LIBRARIES, Entry, Row, Standing, path_of, standing, wanted
 from benchmarks.report import cell
 from benchmarks.tasks import EPISODES, POINTS
-from ecrl.bootstrap import bootstrap_interval, interquartile_mean
-from ecrl.curves import Curve, curve, read
-from ecrl.plotting import LEAST, figure
-from ecrl.plotting import write as write_picture
+from ecrl.report.curves import Curve, curve, read
+from ecrl.report.plots import LEAST, figure
+from ecrl.report.plots import write as write_picture
+from ecrl.report.statistics import bootstrap_interval, interquartile_mean
 
 _RESAMPLES = 10_000
 (_WAY, _END), (_WAY_SUCCESS, _END_SUCCESS) = EPISODES["return"], EPISODES["success"]

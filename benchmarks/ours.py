@@ -10,7 +10,7 @@ from benchmarks.peers import SOLVED, STEPS, as_work
 from benchmarks.tasks import task_of
 from ecrl import Config, evaluate, init_state, load_config, train_iter
 from ecrl.config import total_steps
-from ecrl.parts import form_of
+from ecrl.loop.build import form_of
 
 CONFIG = ROOT / "configs" / "cartpole_ppo.json"
 

@@ -1,7 +1,8 @@
 """Where an iteration's time goes: the profile that says what is left.
 
 Twice for every number of environments. "as run": each compiled call timed, nothing else changed. "taken apart":
-`ecrl.profiler`, which takes policy and environment out of the fused rollout; its shares say which part of collecting
+`ecrl.run.profiler`, which takes policy and environment out of the fused rollout; its shares say which part of
+collecting
 costs what, its times are longer than those of a run.
 """
 
@@ -20,7 +21,7 @@ _OTHER = "other"
 
 def as_run(times: Any, parts: Any, algorithm: Any) -> tuple[Any, Any]:
     """The same parts and algorithm with every function that they bind by `jit` timed; policy and env stay fused."""
-    from ecrl.profiler import timed
+    from ecrl.run.profiler import timed
 
     def jit(fn: Any, *static: Any) -> Any:
         return timed(times, fn.__name__.strip("_"), parts.jit(fn, *static))
@@ -30,7 +31,7 @@ def as_run(times: Any, parts: Any, algorithm: Any) -> tuple[Any, Any]:
 
 def profile(num_envs: int, device: str, seconds: float) -> list[dict[str, Any]]:
     """Rows of both forms, each over about `seconds` of iterations."""
-    from ecrl.profiler import watched
+    from ecrl.run.profiler import watched
 
     return [
         {"num_envs": num_envs, "device": device, "form": name, **row}
@@ -44,7 +45,7 @@ def watched_shares(num_envs: int, device: str, seconds: float, watch: Any) -> li
     from functools import partial
 
     from ecrl import init_state, make_iteration
-    from ecrl.profiler import Times
+    from ecrl.run.profiler import Times
 
     cfg = config(Size(num_envs), device)
     times, state = Times(), init_state(cfg)

@@ -26,7 +26,7 @@ def config(**keys: Any) -> Any:
 def first_rollout() -> tuple[Any, Any]:
     """The state that a run starts from, and its first rollout, eager."""
     from ecrl import init_state, make_algorithm
-    from ecrl.parts import make_parts
+    from ecrl.loop.build import make_parts
 
     cfg = config(**{"trainer.compile": "off"})
     state = init_state(cfg)
@@ -39,8 +39,8 @@ def recorded() -> tuple[Any, Any, Any, int]:
 
     import torch
 
-    from ecrl.envs.mujoco import physics
-    from ecrl.envs.mujoco.models import loaded
+    from ecrl.envs.mujoco.physics import step_op as physics
+    from ecrl.envs.mujoco.scene.models import loaded
 
     cfg, calls, handles, step = config(), [], [], physics.step
 
@@ -65,8 +65,8 @@ def replay(threads: int) -> tuple[Callable[[], Any], Any, int]:
     import numpy as np
     from mujoco import rollout
 
-    from ecrl.envs.mujoco.models import STATE
-    from ecrl.envs.mujoco.models import mujoco as load_mujoco
+    from ecrl.envs.mujoco.scene.models import STATE
+    from ecrl.envs.mujoco.scene.models import mujoco as load_mujoco
 
     model, states, controls, substeps = recorded()
     mujoco = load_mujoco()
@@ -98,7 +98,7 @@ def bare(threads: int) -> Callable[[], int]:
 def environment() -> Callable[[], int]:
     """The same rollout with its actions ready, compiled as in training."""
     from ecrl.algorithms.core import step_keys
-    from ecrl.parts import make_parts
+    from ecrl.loop.build import make_parts
 
     cfg = config()
     parts, size, length = make_parts(cfg), cfg.trainer.num_envs, cfg.trainer.buffer_size

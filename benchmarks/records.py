@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 from benchmarks.peers.zoo import ZOO
 from benchmarks.tasks import EPISODES, POINTS, TASKS, Task
 from ecrl.config import load_config, total_steps
-from ecrl.curves import canonical, without_names
-from ecrl.durable import replace_file
 from ecrl.errors import UserError
+from ecrl.report.curves import canonical, without_names
+from ecrl.run.atomic_files import replace_file
 
 SEEDS, FEW, SHORT_S = 10, 3, 600.0
 """Seeds of a config, and of one of which a seed takes longer than so many seconds."""

@@ -26,9 +26,9 @@ from benchmarks.pairs import ROOT, Failure, available
 from benchmarks.records import LIBRARIES, Entry, Row, entries, standing, wanted, write, write_failure
 from benchmarks.report import machine, versions
 from benchmarks.tasks import CONFIGS, TASKS
-from ecrl.durable import held
 from ecrl.errors import MissingExtraError, UserError
 from ecrl.registry import did_you_mean
+from ecrl.run.atomic_files import held
 
 NEEDED = ("stable_baselines3", "matplotlib", "mujoco", "imageio", "Box2D")
 _PAUSE_S, _SHARE = 0.2, 0.9

@@ -14,13 +14,12 @@ from ecrl.garbage import importing
 
 if TYPE_CHECKING:
     from ecrl.algorithms import Algorithm, make_algorithm
-    from ecrl.checking import check_env
-    from ecrl.checkpoint import load, save
     from ecrl.config import Config, PolicyConfig, load_config
+    from ecrl.config.model import ConfigModel
+    from ecrl.env_check.check import check_env
     from ecrl.envs import Env, make_env
     from ecrl.errors import ConfigError
-    from ecrl.evaluation import evaluate
-    from ecrl.loop import close, init_state, make_iteration, train_iter
+    from ecrl.loop.iteration import close, init_state, make_iteration, train_iter
     from ecrl.policies import Policy, make_policy, module_policy
     from ecrl.registry import (
         register_action,
@@ -33,8 +32,9 @@ if TYPE_CHECKING:
         register_reward,
         registered,
     )
-    from ecrl.strict import ConfigModel
-    from ecrl.training import train, train_from_config
+    from ecrl.run.checkpoint import load, save
+    from ecrl.run.evaluation import evaluate
+    from ecrl.run.train import train, train_from_config
 
 if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
     # OpenMP's threads wait for work by spinning, for milliseconds if not told otherwise, on cores that MuJoCo's need
@@ -42,13 +42,13 @@ if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
 
 _HOME = {
     "ecrl.algorithms": ("Algorithm", "make_algorithm"),
-    "ecrl.checking": ("check_env",),
-    "ecrl.checkpoint": ("load", "save"),
+    "ecrl.env_check.check": ("check_env",),
+    "ecrl.run.checkpoint": ("load", "save"),
     "ecrl.config": ("Config", "PolicyConfig", "load_config"),
     "ecrl.envs": ("Env", "make_env"),
     "ecrl.errors": ("ConfigError",),
-    "ecrl.evaluation": ("evaluate",),
-    "ecrl.loop": ("close", "init_state", "make_iteration", "train_iter"),
+    "ecrl.run.evaluation": ("evaluate",),
+    "ecrl.loop.iteration": ("close", "init_state", "make_iteration", "train_iter"),
     "ecrl.policies": ("Policy", "make_policy", "module_policy"),
     "ecrl.registry": (
         "register_action",
@@ -61,8 +61,8 @@ _HOME = {
         "register_reward",
         "registered",
     ),
-    "ecrl.strict": ("ConfigModel",),
-    "ecrl.training": ("train", "train_from_config"),
+    "ecrl.config.model": ("ConfigModel",),
+    "ecrl.run.train": ("train", "train_from_config"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 __all__ = [

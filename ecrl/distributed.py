@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from ecrl.errors import ConfigError, UserError
-from ecrl.trees import flatten, unflatten
+from ecrl.pytree import flatten, unflatten
 
 T = TypeVar("T")
 _PATIENCE = timedelta(days=7)

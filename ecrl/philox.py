@@ -2,7 +2,7 @@
 
 Plain tensors have no unsigned words and no high half of a product, so each round takes some twenty operations on
 int64. In a graph that is compiled as a whole a pair of words is one operation, `ecrl::philox`, which a compiler may
-write in its own way (`ecrl.philox_cpp`).
+write in its own way (`ecrl.compile.cpu_philox`).
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import TransformType, get_interpreter_stack
 
-from ecrl.graphs import in_graph
+from ecrl.tracing_state import in_graph
 
 MASK = 0xFFFFFFFF
 

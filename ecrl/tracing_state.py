@@ -6,7 +6,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 
 def in_graph() -> bool:
-    """Whether a graph is being made that is compiled as a whole (`ecrl.compile`).
+    """Whether a graph is being made that is compiled as a whole (`ecrl.compile.jit`).
 
     >>> in_graph()
     False

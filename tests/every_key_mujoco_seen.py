@@ -13,9 +13,9 @@ from tensordict import TensorDict
 from ecrl import rng
 from ecrl.envs import make_env
 from ecrl.envs.mujoco.camera import backend
-from ecrl.envs.mujoco.models import loaded
+from ecrl.envs.mujoco.scene.models import loaded
 from ecrl.errors import ConfigError, UserError
-from ecrl.recording import filming
+from ecrl.run.recording import filming
 
 
 def _steps(changes: Changes) -> list[dict[str, Any]]:
@@ -81,9 +81,9 @@ def filmed(changes: Changes) -> tuple[int, list[str]]:
     """How many environments the videos of an evaluation of eight show, and where they are."""
     cfg, paths, state = made(changes), [], TensorDict({"sample_step": 0})
     with (
-        patch("ecrl.recording.backend"),
-        patch("ecrl.recording.encoder"),
-        patch("ecrl.recording.write_video", lambda path, *_: paths.append(str(path))),
+        patch("ecrl.run.recording.backend"),
+        patch("ecrl.run.recording.encoder"),
+        patch("ecrl.run.recording.write_video", lambda path, *_: paths.append(str(path))),
         filming(cfg, Path("videos")) as opened,
         opened(state, 8) as film,
     ):

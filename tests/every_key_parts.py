@@ -10,10 +10,10 @@ from tensordict import TensorDict
 from torch import nn
 
 from ecrl import registry, rng
+from ecrl.config.model import ConfigModel
 from ecrl.envs import Env, time_limit
 from ecrl.registry import register_env, register_event, register_network
 from ecrl.spaces import box, dict_space
-from ecrl.strict import ConfigModel
 
 KINDS = ("env", "network", "event")
 

@@ -14,8 +14,8 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel
 
 from ecrl.config import Config, PolicyConfig
+from ecrl.config.json_schema import KINDS
 from ecrl.registry import lookup, registered
-from ecrl.schema import KINDS
 
 _PARTS = (BaseModel, PolicyConfig)  # as a field's type: the settings of a registered part, which are walked by name
 

@@ -21,13 +21,13 @@ from unittest.mock import patch
 import pytest
 from test_tracking import logged
 
-from ecrl.checkpoint import read_manifest
 from ecrl.config import Config, config_from_dict
 from ecrl.errors import ConfigError, UserError
-from ecrl.evaluation import with_evaluation
-from ecrl.loop import init_state, make_iteration, train_iter
-from ecrl.parts import device_of, form_of, make_parts
-from ecrl.training import train, train_from_config
+from ecrl.loop.build import device_of, form_of, make_parts
+from ecrl.loop.iteration import init_state, make_iteration, train_iter
+from ecrl.run.checkpoint import read_manifest
+from ecrl.run.evaluation import with_evaluation
+from ecrl.run.train import train, train_from_config
 
 NET = {"type": "mlp", "network_cfg": {"hidden_sizes": [8], "activation": "tanh"}}
 BASE = {
@@ -56,7 +56,9 @@ def remembered(see: See) -> See:
     return look
 
 
-FEW_STEPS = patch("ecrl.evaluation._CHUNK", 5)  # between looks at whether all episodes are done: they are short here
+FEW_STEPS = patch(
+    "ecrl.run.evaluation._CHUNK", 5
+)  # between looks at whether all episodes are done: they are short here
 
 
 def _closed(cfg: Config, state: Any) -> None:
@@ -151,7 +153,7 @@ def device(changes: Changes) -> str:
 @remembered
 def form(changes: Changes) -> tuple[str, str]:
     """Compiled or eager, and why, as the start says it of a run on a GPU that has what compiling needs."""
-    with _two_gpus(), patch("ecrl.compile.gpu_fault", lambda: None):
+    with _two_gpus(), patch("ecrl.compile.jit.gpu_fault", lambda: None):
         return form_of(made({"trainer.device": "cuda", **changes}))[:2]
 
 

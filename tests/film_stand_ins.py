@@ -6,15 +6,15 @@ from pydantic import Field
 
 from ecrl import rng
 from ecrl.config import config_from_dict
+from ecrl.config.model import ConfigModel
 from ecrl.envs.mujoco import world
 from ecrl.envs.mujoco.camera import backend
-from ecrl.envs.mujoco.scene_config import RobotConfig
-from ecrl.envs.mujoco.task import task_env
+from ecrl.envs.mujoco.make_task import task_env
+from ecrl.envs.mujoco.scene.config import RobotConfig
 from ecrl.envs.mujoco.task_config import TaskConfig
-from ecrl.envs.mujoco.terms import ActionTerm, JointsConfig, joints_of
+from ecrl.envs.mujoco.terms.term import ActionTerm, JointsConfig, joints_of
 from ecrl.errors import UserError
 from ecrl.registry import register_action, register_env, register_event
-from ecrl.strict import ConfigModel
 
 
 def _opengl():

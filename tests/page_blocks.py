@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from test_public import ROOT
 
-from ecrl.__main__ import main
+from ecrl.cli.main import main
 
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 _BLOCK = re.compile(r'^```(\w*)(?: title="([^"]+)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)

@@ -4,10 +4,10 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
+from ecrl.config.model import ConfigModel
 from ecrl.envs import Env, state_of
 from ecrl.registry import register_env
 from ecrl.spaces import Discrete, box
-from ecrl.strict import ConfigModel
 
 
 class LadderConfig(ConfigModel):

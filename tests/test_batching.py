@@ -7,14 +7,14 @@ from tensordict import TensorDict
 from test_loop import small
 
 from ecrl import rng
-from ecrl.batching import outside
-from ecrl.compile import COMPILED, choose_form
-from ecrl.graph_loops import graph_scan, scan_op
+from ecrl.compile.cpu_matmul import bmm
+from ecrl.compile.jit import COMPILED, choose_form
+from ecrl.compile.scan import graph_scan, scan_op
+from ecrl.compile.trace import traced
+from ecrl.compile.vmap import outside
 from ecrl.kernels import scan
-from ecrl.loop import init_state, make_iteration
-from ecrl.products import bmm
-from ecrl.tracing import traced
-from ecrl.trees import flatten
+from ecrl.loop.iteration import init_state, make_iteration
+from ecrl.pytree import flatten
 
 vmap = torch.func.vmap
 

@@ -16,7 +16,7 @@ from benchmarks.pairs import Failure, Result, available
 from benchmarks.roofline import copy_rate, matmul_rate
 from benchmarks.turns import ratio, take_turns
 from ecrl import load_config
-from ecrl.plotting import write
+from ecrl.report.plots import write
 
 EAGER = ["ecrl eager"]
 COMPILED = [pytest.param("ecrl compiled", marks=pytest.mark.long)]

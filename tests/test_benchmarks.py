@@ -12,8 +12,8 @@ import pytest
 import benchmarks.__main__ as command
 from benchmarks import end_to_end, pairs, report, solved
 from benchmarks.pairs import ROOT, Contestant, Failure, Result, available, race, ratios, summary
-from ecrl import __main__ as cli
-from ecrl import commands
+from ecrl.cli import commands
+from ecrl.cli import main as cli
 from ecrl.errors import UserError
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="pins processes to cores")

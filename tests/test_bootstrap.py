@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from ecrl.bootstrap import bootstrap_interval, interquartile_mean
+from ecrl.report.statistics import bootstrap_interval, interquartile_mean
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,10 @@ from torch._inductor import config, cpu_vec_isa, sizevars
 from torch._inductor.cpu_vec_isa import VecAMX, VecAVX512, VecAVX512VNNI, VecISA
 from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
-from ecrl import cpp_loops, inductor
-from ecrl.brief_codegen import brief_codegen
-from ecrl.compile import choose_form
+from ecrl.compile import cpu as inductor
+from ecrl.compile import cpu_loops as cpp_loops
+from ecrl.compile.cpu_codegen import brief_codegen
+from ecrl.compile.jit import choose_form
 
 X, Y, S = sympy.symbols("x y s", integer=True, nonnegative=True)
 SUMS = [sympy.Integer(0), sympy.Integer(7), X, 4 * X, X - Y, 129 * X + Y + 3, 64 * X + 2 * Y - 1]

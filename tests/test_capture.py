@@ -17,12 +17,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ecrl
-from ecrl import compile, rng
-from ecrl.capture import by_inductor, compiled
+from ecrl import rng
+from ecrl.compile import jit as compile
+from ecrl.compile.cuda_graph import by_inductor, compiled
 from ecrl.errors import ConfigError
 from ecrl.kernels import gae
-from ecrl.loop import init_state, make_iteration, train_iter
-from ecrl.trees import flatten, mapped
+from ecrl.loop.iteration import init_state, make_iteration, train_iter
+from ecrl.pytree import flatten, mapped
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -12,11 +12,12 @@ from safetensors.torch import load as tensors_from_bytes
 from tensordict import TensorDict
 from test_loop import last_state, same, small
 
-from ecrl import checkpoint, durable
-from ecrl.checkpoint import latest, load, read_files, read_manifest, save, snapshot, write
 from ecrl.errors import CheckpointError
 from ecrl.garbage import uncollected
-from ecrl.loop import init_state, train_iter
+from ecrl.loop.iteration import init_state, train_iter
+from ecrl.run import atomic_files as durable
+from ecrl.run import checkpoint
+from ecrl.run.checkpoint import latest, load, read_files, read_manifest, save, snapshot, write
 
 
 @pytest.fixture

@@ -13,19 +13,20 @@ from tensordict import TensorDict
 from test_loop import small
 from torch.autograd import forward_ad
 
-from ecrl import inductor, rng
+from ecrl import rng
 from ecrl.algorithms.core import collect
-from ecrl.algorithms.minibatch import _gradients, _packed, learner_of, pass_keys, shuffled
+from ecrl.algorithms.minibatch_sgd import _gradients, _packed, learner_of, pass_keys, shuffled
 from ecrl.algorithms.ppo import Variant, _loss, _rows
-from ecrl.compile import choose_form, compiler_fault
+from ecrl.compile import cpu as inductor
+from ecrl.compile.jit import choose_form, compiler_fault
+from ecrl.compile.scan import graph_scan
+from ecrl.compile.trace import traced
 from ecrl.errors import ConfigError
-from ecrl.graph_loops import graph_scan
 from ecrl.kernels import global_norm, scan
-from ecrl.kernels.loops import loop
-from ecrl.loop import init_state, train_iter
-from ecrl.parts import make_parts
-from ecrl.tracing import traced
-from ecrl.trees import flatten, mapped
+from ecrl.kernels.scan_loop import loop
+from ecrl.loop.build import make_parts
+from ecrl.loop.iteration import init_state, train_iter
+from ecrl.pytree import flatten, mapped
 
 
 @pytest.fixture
@@ -62,7 +63,7 @@ def test_the_compiler_is_the_one_that_inductor_would_take(monkeypatch, no_compil
 
 def test_a_torch_that_cannot_compile_loops_is_said(monkeypatch, no_compiler):
     monkeypatch.undo()
-    monkeypatch.setattr("ecrl.compile._LOOPS_FAIL", True)
+    monkeypatch.setattr("ecrl.compile.jit._LOOPS_FAIL", True)
     with pytest.raises(ConfigError, match=r"on, but torch .* cannot compile loops for the CPU; install torch 2.13"):
         choose_form("on", "cpu")
     with pytest.warns(RuntimeWarning, match=r"running eager.*install torch 2.13 or newer, or set"):
@@ -83,7 +84,7 @@ for name in ("g++", "clang++"):
     os.chmod(path, 0o755)
 path = folder + os.pathsep + os.environ["PATH"]
 os.environ.update(PATH=path, CXX=os.path.join(folder, "g++"), TORCHINDUCTOR_CACHE_DIR=folder)
-from ecrl.compile import choose_form
+from ecrl.compile.jit import choose_form
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     form = choose_form("auto", "cpu")
@@ -170,7 +171,7 @@ sys.path.insert(0, "tests")
 import torch
 from test_compile import _powers
 from torch._dynamo.utils import counters
-from ecrl.compile import choose_form
+from ecrl.compile.jit import choose_form
 form = choose_form("on", "cpu")
 for factor in map(float, sys.argv[1:]):
     print(form.jit(_powers, form.scan, factor)(torch.ones(3), torch.zeros(4, 3))[0][0].item())

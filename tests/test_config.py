@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, Field, ValidationError
 
 from ecrl.config import Config, TrainerConfig, config_from_dict, diff, load_config, total_steps
+from ecrl.config.model import ConfigModel
 from ecrl.errors import ConfigError
 from ecrl.registry import registered
-from ecrl.strict import ConfigModel
 
 NET = {
     "type": "mlp",

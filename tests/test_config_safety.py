@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from test_loop import small
 
-from ecrl.commands import check
+from ecrl.cli.commands import check
 from ecrl.config import load_config
 from ecrl.errors import ConfigError, UserError
-from ecrl.training import train_from_config
+from ecrl.run.train import train_from_config
 
 CONFIG = Path(__file__).parents[1] / "configs" / "cartpole_ppo.json"
 CODE = "__import__('canary')"

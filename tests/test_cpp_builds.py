@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch._inductor import codecache, exc
 
-from ecrl import cpp_builds
-from ecrl.compile import choose_form
-from ecrl.cpp_builds import attempt, build, side_by_side
+from ecrl.compile import cpu_builds as cpp_builds
+from ecrl.compile.cpu_builds import attempt, build, side_by_side
+from ecrl.compile.jit import choose_form
 
 MADE = "open(out, 'w').write('made')"
 HALF = "open(out, 'w').write('half')"

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch._inductor import config
 
-from ecrl import cpp_loops
-from ecrl.compile import choose_form
-from ecrl.cpp_loops import rewritten
+from ecrl.compile import cpu_loops as cpp_loops
+from ecrl.compile.cpu_loops import rewritten
+from ecrl.compile.jit import choose_form
 from ecrl.kernels import scan
 
 

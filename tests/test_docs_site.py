@@ -90,7 +90,7 @@ def test_every_key_of_a_config_is_told(site):
 
 
 def test_every_command_is_told(site):
-    from ecrl.__main__ import _OTHERS, _WITH_KEYS
+    from ecrl.cli.main import _OTHERS, _WITH_KEYS
 
     page = (site / "reference" / "commands.html").read_text()
     assert all(f">ecrl {name}<" in page for name in (*_WITH_KEYS, *_OTHERS))

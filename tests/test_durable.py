@@ -5,8 +5,8 @@ from contextlib import suppress
 
 import pytest
 
-from ecrl import durable
-from ecrl.durable import append, remove_folder, replace_file, sweep, whole, write_folder
+from ecrl.run import atomic_files as durable
+from ecrl.run.atomic_files import append, remove_folder, replace_file, sweep, whole, write_folder
 
 OLD, NEW = {"a": b"old", "b": b"1"}, {"a": b"new", "b": b"2", "c": b""}
 

@@ -10,14 +10,14 @@ from conftest import assert_pure
 from stand_ins import EndlessConfig  # noqa: F401  (registers ladder and endless)
 from test_loop import last_state, same, small
 
-from ecrl import ranks
 from ecrl.envs import make_env
-from ecrl.envs.gymnasium import live
+from ecrl.envs.gymnasium import handles as live
 from ecrl.errors import ConfigError, UserError
-from ecrl.evaluation import _summary, eval_envs, evaluate, with_evaluation
-from ecrl.loop import init_state, train_iter
-from ecrl.ranks import with_others
-from ecrl.training import train
+from ecrl.loop.iteration import init_state, train_iter
+from ecrl.run import rank_shards as ranks
+from ecrl.run.evaluation import _summary, eval_envs, evaluate, with_evaluation
+from ecrl.run.rank_shards import with_others
+from ecrl.run.train import train
 
 
 def test_eval_envs_share_episodes_equally():
@@ -60,7 +60,7 @@ def test_the_default_count_is_the_configs():
 
 
 def test_an_env_that_never_ends_is_named(monkeypatch):
-    monkeypatch.setattr("ecrl.evaluation._MAX_STEPS", 200)
+    monkeypatch.setattr("ecrl.run.evaluation._MAX_STEPS", 200)
     cfg = small(**{"env": {"name": "endless"}})
     with pytest.raises(UserError, match=r"env 0 ended 0 of 1 episodes, .* not in 200 steps: give it a time limit"):
         evaluate(init_state(cfg), cfg, num_episodes=1)
@@ -101,7 +101,7 @@ def test_gymnasium_environments_are_closed_whatever_happens(monkeypatch):
     assert evaluate(state, cfg, num_episodes=20, env="gymnasium:CartPole-v1") == first
     assert first != evaluate(state, cfg.replace(**{"trainer.eval_seed": 7}), num_episodes=20)
     assert first["eval/avg_length"] == first["eval/avg_reward"] > 5.0 and "eval/success_rate" not in first
-    monkeypatch.setattr("ecrl.evaluation._MAX_STEPS", 2)
+    monkeypatch.setattr("ecrl.run.evaluation._MAX_STEPS", 2)
     with pytest.raises(UserError, match="give it a time limit"):
         evaluate(state, cfg, num_episodes=20)
     assert set(live._LIVE) == training

@@ -14,11 +14,11 @@ from test_resuming import whole
 
 from ecrl import registry
 from ecrl.config import Config, config_from_dict
-from ecrl.inert import INERT, INERT_EVENTS
-from ecrl.loop import init_state, make_parts, train_iter
+from ecrl.config.inert import INERT, INERT_EVENTS
+from ecrl.config.json_schema import KINDS, json_schema
+from ecrl.loop.iteration import init_state, make_parts, train_iter
 from ecrl.registry import lookup, registered
-from ecrl.schema import KINDS, json_schema
-from ecrl.training import consumers
+from ecrl.run.train import consumers
 
 ROWS = Counter(row.key for row in TABLE)
 
@@ -153,7 +153,7 @@ def states(cfg: Config, folder, evaluations: int) -> list:
 @pytest.mark.parametrize("form", ["off", pytest.param("on", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo", "apg"])
 def test_evaluating_every_iteration_leaves_training_alone(algorithm, form, tmp_path, monkeypatch):
-    monkeypatch.setattr("ecrl.evaluation._CHUNK", 10)
+    monkeypatch.setattr("ecrl.run.evaluation._CHUNK", 10)
     cfg = whole(algorithm, form).replace(**{"trainer.iterations": 4, "env.cfg.max_episode_steps": 10})
     assert cfg.policy.normalize_obs and len(cfg.trainer.events.train) == 3
     events = {name: cfg.trainer.events.train[name].model_dump() for name in ("tilt", "push")}

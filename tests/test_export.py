@@ -13,14 +13,14 @@ from torch import Tensor
 
 from ecrl import rng
 from ecrl.config import PolicyConfig, config_from_dict
+from ecrl.config.model import ConfigModel
 from ecrl.envs import Env, state_of
 from ecrl.errors import UserError
-from ecrl.export import export
-from ecrl.loop import init_state, make_parts
+from ecrl.loop.iteration import init_state, make_parts
 from ecrl.policies import ActorCriticConfig, acting_params, actor_critic, module_policy
 from ecrl.registry import register_env, register_policy
+from ecrl.run.export import export
 from ecrl.spaces import Box, Discrete, MultiDiscrete, box, dict_space
-from ecrl.strict import ConfigModel
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 PENDULUM = {"env": {"name": "pendulum"}, "policy.normalize_obs": True}

@@ -12,21 +12,22 @@ from pydantic import Field
 from test_loop import NET, same, small
 from test_loop import last_state as end_of
 
-from ecrl import __main__, rng
+from ecrl import rng
 from ecrl.algorithms import make_algorithm
 from ecrl.algorithms.core import start_keys
-from ecrl.checkpoint import load
+from ecrl.cli import main as __main__
 from ecrl.config import Config
+from ecrl.config.model import ConfigModel
 from ecrl.envs.core import Env, state_of
 from ecrl.errors import CheckpointError, NotFiniteError, UserError
-from ecrl.finite import flags
-from ecrl.loop import init_state, make_iteration, train_iter
-from ecrl.parts import make_parts
+from ecrl.loop.build import make_parts
+from ecrl.loop.finite_guard import flags
+from ecrl.loop.iteration import init_state, make_iteration, train_iter
 from ecrl.registry import register_env
-from ecrl.replay import replay
+from ecrl.run.checkpoint import load
+from ecrl.run.crash import replay
+from ecrl.run.train import train
 from ecrl.spaces import box
-from ecrl.strict import ConfigModel
-from ecrl.training import train
 
 assert gym_stand_ins  # registers them
 FORMS = ["off", pytest.param("on", marks=pytest.mark.slow)]

@@ -7,7 +7,7 @@ import pytest
 from test_loggers import RECORDS
 
 from ecrl.errors import UserError
-from ecrl.history import History
+from ecrl.run.history import History
 
 
 def test_history_has_a_row_per_iteration():

@@ -8,10 +8,10 @@ from pydantic import Field
 
 from ecrl import registry
 from ecrl.config import TrainerConfig, config_from_dict
+from ecrl.config.inert import INERT, INERT_EVENTS, inert_keys
+from ecrl.config.model import ConfigModel
 from ecrl.errors import ConfigError
-from ecrl.inert import INERT, INERT_EVENTS, inert_keys
 from ecrl.registry import register_env, register_event, registered
-from ecrl.strict import ConfigModel
 
 NET = {"type": "mlp", "network_cfg": {"hidden_sizes": [8]}}
 BASE = {

@@ -11,8 +11,8 @@ from benchmarks.pairs import ROOT
 from benchmarks.peers.zoo import ZOO
 from benchmarks.records import Entry, Standing, entries, standing
 from benchmarks.tasks import CONFIGS, EPISODES, TASKS
-from ecrl import bootstrap
 from ecrl.config import load_config
+from ecrl.report import statistics as bootstrap
 
 pytest.importorskip("matplotlib")
 

@@ -11,8 +11,8 @@ import pytest
 
 from benchmarks.tasks import TASKS
 from ecrl.config import load_config, total_steps
-from ecrl.evaluation import evaluate
-from ecrl.loop import init_state, make_parts, train_iter
+from ecrl.loop.iteration import init_state, make_parts, train_iter
+from ecrl.run.evaluation import evaluate
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 TWINS = [  # trained on the environments here, proved on Gymnasium's own, which share no code with them

@@ -10,10 +10,10 @@ import pytest
 import torch
 from test_loop import small
 
-from ecrl.evaluation import with_evaluation
-from ecrl.loggers import _Pace, scalars, with_host_logs, with_jsonl, with_progress, with_scalars
-from ecrl.profiler import Times, timed_records
-from ecrl.tracking import with_tensorboard
+from ecrl.run.evaluation import with_evaluation
+from ecrl.run.loggers import _Pace, scalars, with_host_logs, with_jsonl, with_progress, with_scalars
+from ecrl.run.profiler import Times, timed_records
+from ecrl.run.trackers import with_tensorboard
 from ecrl.types import LogData
 
 
@@ -248,16 +248,16 @@ def test_progress_in_jupyter_is_one_output_in_one_place_which_the_saved_notebook
 def test_progress_fits_a_narrow_terminal(capsys, monkeypatch):
     for name, value in {"FORCE_COLOR": "1", "TTY_COMPATIBLE": "1", "COLUMNS": "80", "NO_COLOR": "1"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("ecrl.loggers._Pace.__str__", lambda pace: "321,152 steps/s, compiled in 30 s")
+    monkeypatch.setattr("ecrl.run.loggers._Pace.__str__", lambda pace: "321,152 steps/s, compiled in 30 s")
     list(with_progress(iter([record("train", 491_520, policy_loss=0.5)]), 0, 491_520))
     assert any("491520/491520" in line and "30 s" in line for line in capsys.readouterr().out.splitlines())
 
 
 def test_progress_tells_when_it_compiles_and_leaves_that_out_of_the_rate(capsys, monkeypatch):
-    monkeypatch.setattr("ecrl.loggers.COMPILED", told := ["before"])
-    monkeypatch.setattr("ecrl.loggers.SECONDS", took := [7.0])
+    monkeypatch.setattr("ecrl.run.loggers.COMPILED", told := ["before"])
+    monkeypatch.setattr("ecrl.run.loggers.SECONDS", took := [7.0])
     now = iter([100.0, 131.0, 132.0])  # 30 s of compiling, then 100 steps a second
-    monkeypatch.setattr("ecrl.loggers.time.perf_counter", lambda: next(now))
+    monkeypatch.setattr("ecrl.run.loggers.time.perf_counter", lambda: next(now))
     pace = _Pace(0)
     assert str(pace) == "starting"
     told.append("iteration: first call")

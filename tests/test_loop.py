@@ -8,12 +8,12 @@ import pytest
 import torch
 from conftest import assert_pure, close
 
-import ecrl.loop
+import ecrl.loop.iteration
 from ecrl.algorithms.ppo import update as ppo_update
-from ecrl.compile import COMPILED
+from ecrl.compile.jit import COMPILED
 from ecrl.config import Config, config_from_dict
 from ecrl.errors import ConfigError
-from ecrl.loop import init_state, make_iteration, train_iter
+from ecrl.loop.iteration import init_state, make_iteration, train_iter
 from ecrl.types import STATE_FIELDS
 
 NET = {"type": "mlp", "network_cfg": {"hidden_sizes": [8], "activation": "tanh"}}
@@ -127,7 +127,7 @@ def test_a_state_of_another_config_is_refused_by_name():
 
 
 def test_a_device_without_its_number_is_the_one_the_state_is_on(monkeypatch):
-    monkeypatch.setattr(ecrl.loop, "device_of", lambda cfg: torch.device("cpu:0"))  # as cuda:0 is to cuda
+    monkeypatch.setattr(ecrl.loop.iteration, "device_of", lambda cfg: torch.device("cpu:0"))  # as cuda:0 is to cuda
     state = init_state(small())
     assert state["key"].device != torch.device("cpu:0")
     assert len(list(train_iter(state, small()))) == 8
@@ -152,8 +152,8 @@ import sys, torch
 sys.path.insert(0, "tests")
 torch.set_num_threads(1)
 from test_loop import small
-from ecrl.loop import init_state, make_iteration
-from ecrl.evaluation import evaluate
+from ecrl.loop.iteration import init_state, make_iteration
+from ecrl.run.evaluation import evaluate
 cfg = small(**{"trainer.compile": "on"})
 state, iteration = init_state(cfg), make_iteration(cfg)
 state, _ = iteration(state)
@@ -212,14 +212,14 @@ def _asks_a_number(parts, state, batch):
 
 
 def test_an_iteration_of_one_graph_reads_no_number_of_the_config_and_keeps_its_fields(monkeypatch):
-    make = ecrl.loop.make_algorithm
+    make = ecrl.loop.iteration.make_algorithm
     for update, told in (
         (_reads_a_number, "unsupported operand.*_NotHere"),
         (_asks_a_number, "reads no numbers of its config"),
         (lambda parts, state, batch: (state.copy().set("new", state["key"]), {}), "it changed .*new"),
     ):
         monkeypatch.setattr(
-            "ecrl.loop.make_algorithm", lambda block, update=update: replace(make(block), update=update)
+            "ecrl.loop.iteration.make_algorithm", lambda block, update=update: replace(make(block), update=update)
         )
         with pytest.raises((TypeError, ValueError), match=told):
             next(train_iter(init_state(small()), small()))

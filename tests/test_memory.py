@@ -6,9 +6,9 @@ import torch
 import ecrl.memory
 from ecrl import load_config
 from ecrl.errors import ConfigError, UserError, enough_memory
-from ecrl.evaluation import check_evaluation
-from ecrl.loop import check_config, init_state
-from ecrl.training import train, train_from_config
+from ecrl.loop.iteration import check_config, init_state
+from ecrl.run.evaluation import check_evaluation
+from ecrl.run.train import train, train_from_config
 
 CONFIG = "configs/cartpole_ppo.json"
 

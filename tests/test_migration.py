@@ -10,9 +10,9 @@ from test_loop import small
 
 from ecrl.algorithms import APGConfig, GRPOConfig, PPOConfig
 from ecrl.config import Config
-from ecrl.loop import init_state
+from ecrl.loop.iteration import init_state
 from ecrl.policies import ActorCriticConfig, NetworkConfig
-from ecrl.training import train
+from ecrl.run.train import train
 
 PAGE = (Path(__file__).parents[1] / "docs" / "migration.md").read_text(encoding="utf-8")
 SECTIONS = {part.splitlines()[0]: part for part in PAGE.split("\n## ")[1:]}

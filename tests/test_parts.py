@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-import ecrl.parts
+import ecrl.loop.build
 from ecrl import load_config
-from ecrl.parts import form_of
+from ecrl.loop.build import form_of
 
 
 @pytest.mark.parametrize(
@@ -32,8 +32,8 @@ def test_auto_takes_what_ends_the_budget_sooner(name, times, form):
 
 def test_an_algorithm_that_does_not_tell_its_steps_is_compiled(monkeypatch):
     cfg = load_config("configs/cartpole_grpo.json")
-    make = ecrl.parts.make_algorithm
-    monkeypatch.setattr(ecrl.parts, "make_algorithm", lambda block: replace(make(block), gradient_steps=None))
+    make = ecrl.loop.build.make_algorithm
+    monkeypatch.setattr(ecrl.loop.build, "make_algorithm", lambda block: replace(make(block), gradient_steps=None))
     assert form_of(cfg).name == "compiled"
 
 

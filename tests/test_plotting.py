@@ -8,10 +8,10 @@ import pytest
 from test_loggers import RECORDS
 from test_training import called
 
-from ecrl.curves import Curve, choose, curve, read
 from ecrl.errors import UserError
-from ecrl.loggers import with_jsonl
-from ecrl.plotting import band, figure, first_at, grouped, legend, plot, told
+from ecrl.report.curves import Curve, choose, curve, read
+from ecrl.report.plots import band, figure, first_at, grouped, legend, plot, told
+from ecrl.run.loggers import with_jsonl
 
 pytest.importorskip("matplotlib")
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 from conftest import close
 
-from ecrl.graph_loops import graph_scan
-from ecrl.inductor import compiled
-from ecrl.products import addmm, mm
-from ecrl.tracing import traced
-from ecrl.trees import flatten
+from ecrl.compile.cpu import compiled
+from ecrl.compile.cpu_matmul import addmm, mm
+from ecrl.compile.scan import graph_scan
+from ecrl.compile.trace import traced
+from ecrl.pytree import flatten
 
 SHAPES = [(5, 4, 64), (40, 2, 16), (40, 64, 1), (40, 64, 8), (2, 50, 64), (1, 50, 9), (64, 50, 4), (9, 16, 1)]
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from test_loop import NET, last_state, same, small
 
-from ecrl.loggers import with_jsonl
-from ecrl.loop import init_state, train_iter
-from ecrl.profiler import Times, phase, report, table, timed_records, watched, with_profile
+from ecrl.loop.iteration import init_state, train_iter
+from ecrl.run.loggers import with_jsonl
+from ecrl.run.profiler import Times, phase, report, table, timed_records, watched, with_profile
 
 ACTOR = {"name": "actor_only", "actor": NET}
 RUNS = {

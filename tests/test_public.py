@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import ecrl
-import ecrl.training
+import ecrl.run.train
 from ecrl import kernels
 from ecrl.config import load_config
-from ecrl.loop import init_state, train_iter
+from ecrl.loop.iteration import init_state, train_iter
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "configs").glob("*.json"))

@@ -14,16 +14,16 @@ from film_stand_ins import CUBE, TASK, film, filmed_run, gl
 from tensordict import TensorDict
 from test_loop import same, small
 
-from ecrl import __main__ as cli
-from ecrl import films, recording
-from ecrl.checkpoint import save
+from ecrl.cli import main as cli
 from ecrl.config import config_from_dict
 from ecrl.errors import ConfigError, UserError
-from ecrl.evaluation import evaluate, with_evaluation
-from ecrl.films import collected, record
-from ecrl.loop import init_state, make_iteration, train_iter
-from ecrl.recording import background, cameras, check_cameras, view, write_video
-from ecrl.training import train
+from ecrl.loop.iteration import init_state, make_iteration, train_iter
+from ecrl.run import films, recording
+from ecrl.run.checkpoint import save
+from ecrl.run.evaluation import evaluate, with_evaluation
+from ecrl.run.films import collected, record
+from ecrl.run.recording import background, cameras, check_cameras, view, write_video
+from ecrl.run.train import train
 
 ffmpeg = pytest.importorskip("imageio_ffmpeg", reason="videos need the extra 'video'")
 
@@ -50,7 +50,7 @@ def drawn(monkeypatch):
             yield np.concatenate([grey(int((20 * time / 0.04).round()), size=(16, 16))[0] for time in times], 1)
 
     monkeypatch.setattr(recording, "pictures", pictures)
-    monkeypatch.setattr("ecrl.films.pictures", pictures)
+    monkeypatch.setattr("ecrl.run.films.pictures", pictures)
     monkeypatch.setattr(recording, "backend", lambda: "none")
 
 
@@ -267,7 +267,7 @@ def test_a_full_queue_loses_nothing_and_a_dead_camera_stops_the_run(tmp_path, dr
 
 
 def test_an_evaluation_that_fails_leaves_no_thread_waiting(tmp_path, drawn, monkeypatch):
-    monkeypatch.setattr("ecrl.evaluation._MAX_STEPS", 3)
+    monkeypatch.setattr("ecrl.run.evaluation._MAX_STEPS", 3)
     cfg = filmed_run(evaluation={"e": film(name="e")})
     with pytest.raises(UserError, match="give it a time limit"):
         evaluate(init_state(cfg), cfg, videos=tmp_path)

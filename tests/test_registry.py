@@ -6,6 +6,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from ecrl import registry
+from ecrl.config.model import ConfigModel
 from ecrl.registry import (
     did_you_mean,
     lookup,
@@ -16,7 +17,6 @@ from ecrl.registry import (
     register_policy,
     registered,
 )
-from ecrl.strict import ConfigModel
 
 REGISTER = {
     "env": register_env,
@@ -158,7 +158,7 @@ def test_the_first_lookup_imports_the_builtin_parts():
 def test_a_built_in_part_can_be_overridden_before_anything_was_looked_up():
     code = """
 from ecrl.registry import lookup, register_env
-from ecrl.strict import ConfigModel
+from ecrl.config.model import ConfigModel
 
 class Mine(ConfigModel): ...
 

@@ -9,31 +9,31 @@ import pytest
 import torch
 from test_loop import NET, same, small
 
-from ecrl import evaluation
-from ecrl.checkpoint import latest, load, save, snapshot, write
 from ecrl.config import Config, config_from_dict
 from ecrl.errors import CheckpointError, ConfigError
-from ecrl.loop import close, init_state, train_iter
-from ecrl.resuming import resume
-from ecrl.training import train, train_from_config
+from ecrl.loop.iteration import close, init_state, train_iter
+from ecrl.run import evaluation
+from ecrl.run.checkpoint import latest, load, save, snapshot, write
+from ecrl.run.resume import resume
+from ecrl.run.train import train, train_from_config
 
 TILT = {"func": "randomize_field", "mode": "reset", "params": {"field": "obs", "low": -0.1, "high": 0.1}}
 PUSH = {**TILT, "mode": "interval", "interval_step": 3, "params": {**TILT["params"], "operation": "add"}}
 STOP = """
 import sys
 from ecrl.config import load_config
-from ecrl.loop import init_state
-from ecrl.training import train, train_from_config
+from ecrl.loop.iteration import init_state
+from ecrl.run.train import train, train_from_config
 class Enough(Exception): pass
-import ecrl.training, ecrl.loop
+import ecrl.run.train, ecrl.loop.iteration
 cfg = load_config(sys.argv[1])
-inner = ecrl.training.train_iter
+inner = ecrl.run.train.train_iter
 def ten(state, cfg):
     for record in inner(state, cfg):
         yield record
         if record["log_type"] == "train" and int(record["state"]["update_step"]) == 10:
             raise KeyboardInterrupt
-ecrl.training.train_iter = ten
+ecrl.run.train.train_iter = ten
 train(init_state(cfg), cfg, sys.argv[2], progress=False)
 """
 
@@ -261,7 +261,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(tmp_path
     expected = load(latest(run))[0]
     for path in (run / "checkpoints").iterdir():
         path.rename(tmp_path / path.name)
-    monkeypatch.setattr("ecrl.training._announce", lambda cfg, folder: None)
+    monkeypatch.setattr("ecrl.run.train._announce", lambda cfg, folder: None)
     state, _ = train_from_config(resume_from=run)
     assert same(state, expected) and same(load(latest(run))[0], expected)
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 4
@@ -331,6 +331,6 @@ def test_an_evaluation_that_is_owed_and_cannot_be_taken_out_is_one_line(tmp_path
     def full(path, data):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("ecrl.run_folder.replace_file", full)
+    monkeypatch.setattr("ecrl.run.folder.replace_file", full)
     with pytest.raises(ConfigError, match=r"metrics\.jsonl: cannot be written: No space left on device; make room"):
         train(state, cfg, tmp_path, progress=False)

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ecrl import rng
-from ecrl.compile import choose_form
+from ecrl.compile.jit import choose_form
+from ecrl.compile.trace import traced
 from ecrl.philox import philox4x32
-from ecrl.tracing import traced
-from ecrl.trees import flatten
+from ecrl.pytree import flatten
 
 F32, F64 = torch.float32, torch.float64
 M = 0xFFFFFFFF

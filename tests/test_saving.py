@@ -7,11 +7,11 @@ import pytest
 import torch
 from test_loop import same, small
 
-from ecrl import saving
-from ecrl.checkpoint import latest, load, read_manifest
 from ecrl.errors import CheckpointError, UserError
-from ecrl.loop import init_state, train_iter
-from ecrl.saving import with_best_checkpoint, with_checkpoints
+from ecrl.loop.iteration import init_state, train_iter
+from ecrl.run import checkpointing as saving
+from ecrl.run.checkpoint import latest, load, read_manifest
+from ecrl.run.checkpointing import with_best_checkpoint, with_checkpoints
 
 
 def steps_of(run_dir):

@@ -9,10 +9,10 @@ from pydantic import Field
 
 from ecrl import registry
 from ecrl.config import PolicyConfig, config_from_dict
+from ecrl.config.json_schema import KINDS, json_schema
+from ecrl.config.model import ConfigModel
 from ecrl.errors import ConfigError
 from ecrl.registry import register_env, registered
-from ecrl.schema import KINDS, json_schema
-from ecrl.strict import ConfigModel
 
 jsonschema = pytest.importorskip("jsonschema")
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.json"))

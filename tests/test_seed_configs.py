@@ -10,11 +10,11 @@ from pydantic import Field
 
 from ecrl import registry
 from ecrl.config import config_from_dict, load_config
+from ecrl.config.model import ConfigModel, Positive
 from ecrl.envs.mujoco.task_config import TaskConfig
 from ecrl.errors import ConfigError
-from ecrl.loop import device_of, init_state, train_iter
+from ecrl.loop.iteration import device_of, init_state, train_iter
 from ecrl.registry import register_env, registered
-from ecrl.strict import ConfigModel, Positive
 
 TRAIN_CONFIG = """
 {

@@ -7,12 +7,12 @@ import torch
 from conftest import assert_pure
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ecrl.capture import by_inductor
-from ecrl.graph_loops import graph_scan
+from ecrl.compile.cuda_graph import by_inductor
+from ecrl.compile.partition import segmented
+from ecrl.compile.scan import graph_scan
+from ecrl.compile.trace import traced
 from ecrl.kernels import scan
-from ecrl.segments import segmented
-from ecrl.tracing import traced
-from ecrl.trees import flatten, unflatten
+from ecrl.pytree import flatten, unflatten
 
 TABLE = torch.arange(4.0)
 

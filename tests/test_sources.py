@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from ecrl.config.files import parse_overrides, read
+from ecrl.config.model import dotted, repeated
 from ecrl.errors import ConfigError
-from ecrl.sources import parse_overrides, read
-from ecrl.strict import dotted, repeated
 
 
 def _file(tmp_path, text, name="run.yaml"):

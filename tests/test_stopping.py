@@ -9,8 +9,8 @@ from contextlib import suppress
 
 import pytest
 
-from ecrl import stopping
-from ecrl.stopping import asked, in_loop, interruptible, listen
+from ecrl.loop import signals as stopping
+from ecrl.loop.signals import asked, in_loop, interruptible, listen
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
 
@@ -96,7 +96,7 @@ def test_outside_of_a_loop_it_is_an_interrupt_at_once():
 
 THIRD = """
 import os, signal, time
-from ecrl.stopping import in_loop, listen
+from ecrl.loop.signals import in_loop, listen
 listen()
 with in_loop():
     for number in (2, 15, 15):

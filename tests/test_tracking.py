@@ -15,11 +15,11 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 from test_loggers import NAMES, RECORDS, record
 from test_loop import small
 
-from ecrl import loggers
 from ecrl.errors import UserError
-from ecrl.loop import init_state
-from ecrl.tracking import hyperparameters, with_tensorboard, with_wandb
-from ecrl.training import train
+from ecrl.loop.iteration import init_state
+from ecrl.run import loggers
+from ecrl.run.trackers import hyperparameters, with_tensorboard, with_wandb
+from ecrl.run.train import train
 
 
 def events_in(folder):
@@ -91,10 +91,10 @@ def test_tensorboard_has_each_record_when_it_is_passed_on(tmp_path):
 
 TRACK = """
 import json, os, pathlib, sys, time, warnings
-import ecrl.tracking
-from ecrl.loop import init_state, train_iter
-from ecrl.tracking import with_wandb
-from ecrl.training import train
+import ecrl.run.trackers
+from ecrl.loop.iteration import init_state, train_iter
+from ecrl.run.trackers import with_wandb
+from ecrl.run.train import train
 from test_loop import small
 
 cfg = small(**{"trainer.wandb_project_name": "a-project", "trainer.exp_name": "a-name"})
@@ -115,7 +115,7 @@ def kill_core():
 def run(folder, ending):
     os.makedirs(folder)
     if ending == "killed":
-        ecrl.tracking._RETRY = 0.0
+        ecrl.run.trackers._RETRY = 0.0
     for i, record in enumerate(with_wandb(records(ending), cfg, folder)):
         if ending == "break" and i == 3:
             break
@@ -263,8 +263,8 @@ class Tracker:
 def test_a_tracker_that_dies_is_begun_again_later_and_never_ends_the_run(tmp_path, monkeypatch, retry, more):
     trackers = [Tracker(1), Tracker(9)]
     made = iter(trackers)
-    monkeypatch.setattr("ecrl.tracking._wandb_run", lambda cfg, folder: next(made))
-    monkeypatch.setattr("ecrl.tracking._RETRY", retry)
+    monkeypatch.setattr("ecrl.run.trackers._wandb_run", lambda cfg, folder: next(made))
+    monkeypatch.setattr("ecrl.run.trackers._RETRY", retry)
     with pytest.warns(UserWarning) as said:
         assert len(list(with_wandb(iter(RECORDS), small(), tmp_path))) == len(RECORDS)
     told = [str(w.message) for w in said]

@@ -18,12 +18,12 @@ from test_loop import last_state, same, small
 
 import ecrl
 from ecrl import distributed
-from ecrl.__main__ import main
-from ecrl.checkpoint import latest, load
+from ecrl.cli.main import main
 from ecrl.errors import CheckpointError, ConfigError, NotSavedError
-from ecrl.resuming import resume
-from ecrl.run_folder import new_run_dir
-from ecrl.training import train, train_from_config
+from ecrl.run.checkpoint import latest, load
+from ecrl.run.folder import new_run_dir
+from ecrl.run.resume import resume
+from ecrl.run.train import train, train_from_config
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_a_last_state_that_cannot_be_saved_is_not_lost(tmp_path, monkeypatch):
     def full(path, saved):
         raise CheckpointError(f"{path}: cannot be written: disk full")
 
-    monkeypatch.setattr("ecrl.saving.write", full)
+    monkeypatch.setattr("ecrl.run.checkpointing.write", full)
     cfg = small()
     with pytest.raises(NotSavedError, match="step_128: cannot be written: disk full; nothing is lost") as told:
         train(ecrl.init_state(cfg), cfg, run_dir=tmp_path / "run", progress=False)
@@ -77,9 +77,9 @@ def test_nor_is_that_of_a_run_that_was_stopped(tmp_path, monkeypatch, shown):
     def write_text(path, *text):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("ecrl.saving.write", full)
-    monkeypatch.setattr("ecrl.profiler.Path.write_text", write_text)
-    monkeypatch.setattr("ecrl.training.asked", lambda: signal.SIGTERM)
+    monkeypatch.setattr("ecrl.run.checkpointing.write", full)
+    monkeypatch.setattr("ecrl.run.profiler.Path.write_text", write_text)
+    monkeypatch.setattr("ecrl.run.train.asked", lambda: signal.SIGTERM)
     cfg = small()
     with pytest.raises(NotSavedError, match="step_32: cannot be written: disk full; nothing is lost") as told:
         train(ecrl.init_state(cfg), cfg, tmp_path / "run", **shown)
@@ -200,7 +200,7 @@ def test_enable_eval_adds_evaluations_to_the_history():
 
 def test_ctrl_c_returns_what_there_is(tmp_path, monkeypatch, capsys):
     cfg = small()
-    make, calls = ecrl.loop.make_algorithm, []
+    make, calls = ecrl.loop.iteration.make_algorithm, []
 
     def interrupted(block):
         algorithm = make(block)
@@ -213,7 +213,7 @@ def test_ctrl_c_returns_what_there_is(tmp_path, monkeypatch, capsys):
 
         return replace(algorithm, collect=collect)
 
-    monkeypatch.setattr("ecrl.loop.make_algorithm", interrupted)
+    monkeypatch.setattr("ecrl.loop.iteration.make_algorithm", interrupted)
     state, history = train(ecrl.init_state(cfg), cfg, tmp_path / "run")
     assert int(state["sample_step"]) == 64
     assert len(history) == 2
@@ -261,7 +261,11 @@ def test_a_store_that_cannot_be_reached_is_told_in_one_line(port):
     assert "\n" not in str(told.value) and distributed.world_size() == 1
 
 
-HOLD = "import sys, pathlib, ecrl.durable as d\nwith d.held(pathlib.Path('run')): print(flush=True), sys.stdin.read()"
+HOLD = """
+import sys, pathlib
+from ecrl.run.atomic_files import held
+with held(pathlib.Path('run')): print(flush=True), sys.stdin.read()
+"""
 
 
 def test_two_processes_do_not_go_on_in_one_folder(config_file, monkeypatch, capsys):
@@ -460,7 +464,7 @@ def test_a_warning_is_one_line_in_a_real_shell(config_file):
 def test_help_is_light():
     """No torch, no pydantic; processor time, since the machine may be busy with other tests."""
     code = (
-        "import sys; sys.argv = ['ecrl', '--help']; import ecrl.__main__ as m\ntry: m.main()\nexcept SystemExit: pass\n"
+        "import sys; sys.argv = ['ecrl', '--help']; import ecrl.cli.main as m\ntry: m.main()\nexcept SystemExit: pass\n"
     )
     code += "print('torch' in sys.modules, 'pydantic' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -9,9 +9,9 @@ from pydantic import Field
 
 from ecrl import registry
 from ecrl.config import config_from_dict, load_config
+from ecrl.config.model import ConfigModel
 from ecrl.errors import ConfigError
 from ecrl.registry import register_env, registered
-from ecrl.strict import ConfigModel
 
 NET = {"type": "mlp", "network_cfg": {"hidden_sizes": [8]}}
 BASE = {"policy": {"name": "actor_critic", "actor": NET, "critic": NET}, "algorithm": {"name": "ppo"}}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from ecrl.trees import flatten, mapped, unflatten
+from ecrl.pytree import flatten, mapped, unflatten
 
 
 class Pair(NamedTuple):

@@ -28,7 +28,7 @@ def tensors(inputs: Inputs, device: str) -> dict[str, torch.Tensor]:
 
 def compiled(fn: Callable[..., Any], device: str) -> Callable[..., Any]:
     """`fn` through the project's own compiler, done when it returns."""
-    from ecrl.compile import choose_form
+    from ecrl.compile.jit import choose_form
 
     return awaited(choose_form("on", device).jit(fn), device)
 

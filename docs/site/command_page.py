@@ -6,7 +6,7 @@ from html import escape
 
 from griffe import Docstring, DocstringSectionKind
 
-from ecrl import __main__ as command_line
+from ecrl.cli import main as command_line
 
 _INTRO = """# Commands
 

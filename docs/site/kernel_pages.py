@@ -11,15 +11,15 @@ from ecrl.types import ROLLOUT_FIELDS, STATE_FIELDS
 TITLES = {
     "ecrl.types": "The rollout",
     "ecrl.kernels.returns": "Returns and advantages",
-    "ecrl.kernels.rollout_returns": "Returns of rollouts",
+    "ecrl.kernels.rollout_estimators": "Returns of rollouts",
     "ecrl.kernels.groups": "Group-relative advantages",
     "ecrl.kernels.discounts": "Discounts over episodes",
     "ecrl.kernels.losses": "Losses",
     "ecrl.kernels.categorical": "Categorical distributions",
     "ecrl.kernels.normal": "Normal distributions",
-    "ecrl.kernels.masked": "Masked statistics",
+    "ecrl.kernels.masked_stats": "Masked statistics",
     "ecrl.kernels.rollout": "Collecting experience",
-    "ecrl.kernels.loops": "Loops over time",
+    "ecrl.kernels.scan_loop": "Loops over time",
     "ecrl.kernels.moments": "Running moments",
     "ecrl.kernels.optim": "Optimisers and schedules",
 }

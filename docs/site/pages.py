@@ -48,10 +48,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 HERE = {
     "../CONTRIBUTING.md": "contributing.md",
     "../ecrl/kernels": "reference/kernels/index.md",
-    "../ecrl/config.py": "reference/config/run.md",
+    "../ecrl/config/config.py": "reference/config/run.md",
     "../ecrl/envs": "reference/config/environments.md",
     "../ecrl/envs/mujoco": "reference/config/mujoco.md",
-    "../ecrl/__main__.py": "reference/commands.md",
+    "../ecrl/cli/main.py": "reference/commands.md",
     "../notebooks/": "notebooks/",
     "../benchmarks/results/README.md": "benchmarks/results/README.md",
     "../benchmarks/results/push_cube_ppo.png": "benchmarks/results/push_cube_ppo.png",

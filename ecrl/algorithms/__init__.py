@@ -5,8 +5,8 @@ from ecrl.algorithms.core import Algorithm, Parts, collect
 from ecrl.algorithms.grpo import GRPOConfig, grpo
 from ecrl.algorithms.ppo import PPOConfig, ppo
 from ecrl.config import AlgorithmChoice
+from ecrl.config.model import checked
 from ecrl.registry import lookup
-from ecrl.strict import checked
 
 __all__ = [
     "APGConfig",

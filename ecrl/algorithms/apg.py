@@ -17,17 +17,17 @@ from torch import Tensor
 
 from ecrl import rng
 from ecrl.algorithms.core import Algorithm, Parts, step_keys
-from ecrl.algorithms.optimizer import OPTIMIZERS, LearningConfig, learning_state, optimizer_of, scheduled
+from ecrl.algorithms.optimizer_config import OPTIMIZERS, LearningConfig, learning_state, optimizer_of, scheduled
+from ecrl.config.model import Count, Fraction, NonNegative
 from ecrl.distributed import all_mean
 from ecrl.envs import Env
 from ecrl.errors import ConfigError
 from ecrl.kernels import clip_by_global_norm, episode_discounts, episode_update
-from ecrl.kernels.loops import Scan
+from ecrl.kernels.scan_loop import Scan
 from ecrl.policies import Policy, acting_params
+from ecrl.pytree import mapped
 from ecrl.registry import register_algorithm
 from ecrl.spaces import Box
-from ecrl.strict import Count, Fraction, NonNegative
-from ecrl.trees import mapped
 from ecrl.types import Logs
 
 _NUMBERS = ("gamma", "ent_coef")

@@ -22,9 +22,9 @@ from ecrl.kernels import (
     scan,
     transitions,
 )
-from ecrl.kernels.loops import Scan
+from ecrl.kernels.scan_loop import Scan
 from ecrl.policies import Policy, acting_params
-from ecrl.trees import replaced
+from ecrl.pytree import replaced
 from ecrl.types import Logs
 
 Jit = Callable[..., Callable[..., Any]]
@@ -145,7 +145,7 @@ class Algorithm:
         group_size: consecutive environments that start alike.
         gradient_steps: Config -> how many an iteration takes, by which `trainer.compile: auto` judges a budget.
         as_one: collect and update work on tensors alone, so a whole iteration may be compiled as one graph. They then
-            read no float of the config (`ecrl.parts.shaping`), but the numbers in `state["hyper"]`.
+            read no float of the config (`ecrl.loop.build.shaping`), but the numbers in `state["hyper"]`.
     """
 
     init: Callable[[Parts, Tensor], dict[str, Any]]

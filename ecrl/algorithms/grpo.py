@@ -14,15 +14,15 @@ from torch import Tensor
 
 from ecrl import rng
 from ecrl.algorithms.core import Algorithm, Parts, collect, start_keys, steps_taken
-from ecrl.algorithms.minibatch import Learner, MinibatchConfig, gradient_steps, learn, learner_of, passes
-from ecrl.algorithms.optimizer import learning_state
+from ecrl.algorithms.minibatch_sgd import Learner, MinibatchConfig, gradient_steps, learn, learner_of, passes
+from ecrl.algorithms.optimizer_config import learning_state
+from ecrl.config.model import Count, Fraction, NonNegative, Positive
 from ecrl.envs import Env, restart
 from ecrl.errors import ConfigError
 from ecrl.kernels import first_episode_mask, grpo_advantages, grpo_loss, restarted, transitions
-from ecrl.kernels.loops import in_chunks
+from ecrl.kernels.scan_loop import in_chunks
 from ecrl.policies import Policy, acting_params
 from ecrl.registry import register_algorithm
-from ecrl.strict import Count, Fraction, NonNegative, Positive
 from ecrl.types import Logs
 
 _NUMBERS = ("gamma", "clip_coef", "ent_coef", "kl_coef", "eps", "target_kl")

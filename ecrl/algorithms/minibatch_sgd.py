@@ -16,15 +16,15 @@ from torch import Tensor
 
 from ecrl import rng
 from ecrl.algorithms.core import Parts
-from ecrl.algorithms.optimizer import OPTIMIZERS, LearningConfig, adapted_rate, optimizer_name, scheduled
+from ecrl.algorithms.optimizer_config import OPTIMIZERS, LearningConfig, adapted_rate, optimizer_name, scheduled
 from ecrl.config import Config
+from ecrl.config.model import Count, Positive
 from ecrl.distributed import all_mean
 from ecrl.errors import ConfigError
 from ecrl.kernels import clip_by_global_norm
-from ecrl.kernels.loops import Scan, chunking
+from ecrl.kernels.scan_loop import Scan, chunking
 from ecrl.policies import acting_params
-from ecrl.strict import Count, Positive
-from ecrl.trees import flatten, mapped, replaced, unflatten
+from ecrl.pytree import flatten, mapped, replaced, unflatten
 from ecrl.types import Logs
 
 _BATCH_SIZE = 64
@@ -92,8 +92,8 @@ def pass_keys(state: TensorDict, n_epochs: int) -> Tensor:
 def shuffled(keys: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Row indices `[len(keys) * len(sizes), width]` of minibatches of these sizes, every pass in the order of its key.
 
-    The width is at least `max(sizes)` and divides into parts (`ecrl.kernels.loops.chunking`). What is missing is filled
-    up with a minibatch's own first row; the second result, of the same shape, is False there.
+    The width is at least `max(sizes)` and divides into parts (`ecrl.kernels.scan_loop.chunking`). What is
+    missing is filled up with a minibatch's own first row; the second result, of the same shape, is False there.
     """
     order = rng.permutation(keys, sum(sizes))
     size = torch.tensor(sizes, device=keys.device).unsqueeze(1)

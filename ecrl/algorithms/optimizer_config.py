@@ -11,9 +11,9 @@ from pydantic import Field, field_serializer, model_validator
 from tensordict import TensorDict
 from torch import Tensor
 
+from ecrl.config.model import ConfigModel, Count, Fraction, NonNegative, Positive
 from ecrl.kernels import optim
 from ecrl.registry import did_you_mean
-from ecrl.strict import ConfigModel, Count, Fraction, NonNegative, Positive
 
 _USED = {
     "adam": ("betas", "eps"),

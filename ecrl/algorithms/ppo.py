@@ -12,14 +12,22 @@ from torch import Tensor
 
 from ecrl import rng
 from ecrl.algorithms.core import Algorithm, Parts, reward_norm_init, scaled_rewards
-from ecrl.algorithms.minibatch import Learner, MinibatchConfig, check_groups, gradient_steps, learn, learner_of, passes
-from ecrl.algorithms.optimizer import learning_state
+from ecrl.algorithms.minibatch_sgd import (
+    Learner,
+    MinibatchConfig,
+    check_groups,
+    gradient_steps,
+    learn,
+    learner_of,
+    passes,
+)
+from ecrl.algorithms.optimizer_config import learning_state
+from ecrl.config.model import Fraction, NonNegative, Positive
 from ecrl.distributed import all_sum
 from ecrl.errors import ConfigError
 from ecrl.kernels import compute_gae, ppo_loss, ppo_loss_clipped_value, standardize, transitions
 from ecrl.policies import Policy
 from ecrl.registry import register_algorithm
-from ecrl.strict import Fraction, NonNegative, Positive
 from ecrl.types import Logs
 
 _ADVANTAGE_EPS = 1e-8

@@ -19,12 +19,12 @@ def check(path: Annotated[str, tyro.conf.Positional], /, *, overrides: Overrides
         path: config file.
     """
     from ecrl.config import load_config
+    from ecrl.config.files import parse_overrides
     from ecrl.distributed import world_size
-    from ecrl.evaluation import check_evaluation
-    from ecrl.loop import check_config
-    from ecrl.recording import check_cameras
-    from ecrl.sources import parse_overrides
-    from ecrl.tracking import check_wandb
+    from ecrl.loop.iteration import check_config
+    from ecrl.run.evaluation import check_evaluation
+    from ecrl.run.recording import check_cameras
+    from ecrl.run.trackers import check_wandb
 
     cfg = load_config(path, parse_overrides(overrides))
     try:
@@ -49,9 +49,9 @@ def check_env(
         num_steps: of the play.
         seed: of starts, noise and actions.
     """
-    from ecrl.checking import check_env as played
     from ecrl.config import EnvChoice, env_choice, load_config
-    from ecrl.sources import parse_overrides
+    from ecrl.config.files import parse_overrides
+    from ecrl.env_check.check import check_env as played
 
     keys, in_file = parse_overrides(overrides), env.endswith((".json", ".yaml", ".yml"))
     choice: EnvChoice = load_config(env, keys).env if in_file else env_choice(env, keys)
@@ -65,7 +65,7 @@ def check_env(
 
 def schema() -> None:
     """Print the JSON schema of config files, with every registered part."""
-    from ecrl.schema import json_schema
+    from ecrl.config.json_schema import json_schema
 
     print(json.dumps(json_schema(), indent=2))
 
@@ -90,8 +90,8 @@ def plot(
     """
     if not runs:
         raise UserError("ecrl plot needs run folders, such as: ecrl plot outputs/cartpole_ppo_*")
-    from ecrl.plotting import plot as drawn
-    from ecrl.plotting import told
+    from ecrl.report.plots import plot as drawn
+    from ecrl.report.plots import told
 
     files, groups = drawn([Path(run) for run in runs], Path(out), metric, threshold)
     print("\n".join([*told(groups, threshold), *map(str, files)]))
@@ -116,11 +116,9 @@ def bench(
         minutes: of results: begin no run after so many; 0 only makes the tables and pictures again.
         out: folder for the results; benchmarks/results if absent.
     """
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
     if not (root / "benchmarks" / "__main__.py").exists():
-        raise UserError(
-            f"ecrl bench: no benchmarks beside {Path(__file__).parent}; run it from a checkout of the source"
-        )
+        raise UserError(f"ecrl bench: no benchmarks beside {root / 'ecrl'}; run it from a checkout of the source")
     if what == "speed" and (seeds is not None or minutes is not None):
         raise UserError("--seeds and --minutes are for: ecrl bench results; leave them out")
     if what == "results" and quick:

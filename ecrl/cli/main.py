@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from ecrl.commands import Overrides, bench, check, check_env, plot, schema
+from ecrl.cli.commands import Overrides, bench, check, check_env, plot, schema
 from ecrl.errors import UserError, enough_memory
 from ecrl.garbage import importing
-from ecrl.stopping import asked, listen
+from ecrl.loop.signals import asked, listen
 
 if TYPE_CHECKING:
     from ecrl.config import Config
@@ -55,8 +55,8 @@ def train(
     if force and resume is None:
         raise UserError("--force is for --resume; leave it out")
     with importing():
-        from ecrl.sources import parse_overrides
-        from ecrl.training import run_config
+        from ecrl.config.files import parse_overrides
+        from ecrl.run.train import run_config
 
     joins = distributed or (False if no_distributed else None)
     run_config(path, joins, run_dir, parse_overrides(overrides), resume, force, profile)
@@ -81,8 +81,8 @@ def export(run: Annotated[str, tyro.conf.Positional], /, out: str | None = None)
     """
     from pathlib import Path
 
-    from ecrl.checkpoint import latest, load
-    from ecrl.export import export as write
+    from ecrl.run.checkpoint import latest, load
+    from ecrl.run.export import export as write
 
     path = latest(run)
     state, cfg = load(path, "cpu")
@@ -111,8 +111,8 @@ def evaluate(
     """
     from pathlib import Path
 
-    from ecrl.checkpoint import latest, load
-    from ecrl.evaluation import evaluate as run_episodes
+    from ecrl.run.checkpoint import latest, load
+    from ecrl.run.evaluation import evaluate as run_episodes
 
     path = latest(run)
     state, cfg = load(path, device)
@@ -126,9 +126,9 @@ def evaluate(
 def _elsewise(cfg: "Config", run: str, overrides: tuple[str, ...]) -> "Config":
     """The config of a run with other keys of env and trainer, of the same spaces."""
     from ecrl.config import config_from_dict
-    from ecrl.evaluation import check_spaces
-    from ecrl.parts import make_parts
-    from ecrl.sources import parse_overrides
+    from ecrl.config.files import parse_overrides
+    from ecrl.loop.build import make_parts
+    from ecrl.run.evaluation import check_spaces
 
     changes = parse_overrides(overrides)
     if "trainer.device" in changes:
@@ -162,8 +162,8 @@ def record(
     """
     from pathlib import Path
 
-    from ecrl.checkpoint import latest, load
-    from ecrl.films import record as film
+    from ecrl.run.checkpoint import latest, load
+    from ecrl.run.films import record as film
 
     state, cfg = load(latest(run), device)
     path = Path(output) if output else Path(run) / "videos" / f"record_{int(state['sample_step'])}.mp4"
@@ -179,7 +179,7 @@ def replay(crash: Annotated[str, tyro.conf.Positional], /, distributed: bool = F
         distributed: join the processes that torchrun started, as many as had trained.
     """
     from ecrl.distributed import rank, start, stop, world_size
-    from ecrl.replay import replay as repeated
+    from ecrl.run.crash import replay as repeated
 
     start(distributed)
     for line in repeated(crash):
@@ -259,7 +259,3 @@ def main() -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(_stopped())
-
-
-if __name__ == "__main__":
-    main()

@@ -15,14 +15,14 @@ from torch._inductor.compile_fx import compile_fx
 from torch.fx import GraphModule
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
-from ecrl import cpp_loops, philox_cpp, tiles
-from ecrl.brief_codegen import brief_codegen
-from ecrl.cpp_builds import side_by_side
-from ecrl.cpp_loops import lean_loops
-from ecrl.tracing import memory_of, traced
+from ecrl.compile import cpu_loops, cpu_philox, cpu_tiles
+from ecrl.compile.cpu_builds import side_by_side
+from ecrl.compile.cpu_codegen import brief_codegen
+from ecrl.compile.cpu_loops import lean_loops
+from ecrl.compile.trace import memory_of, traced
 
 _SCAN = f"{scan_op.__module__}.{scan_op.__name__}"
-_WRITTEN_BY = sha256("".join(map(getsource, (tiles, cpp_loops, philox_cpp))).encode()).hexdigest()
+_WRITTEN_BY = sha256("".join(map(getsource, (cpu_tiles, cpu_loops, cpu_philox))).encode()).hexdigest()
 
 _OPTIONS: dict[str, Any] = {
     "cpp_wrapper": True,  # loops and calls in C++, not in Python
@@ -33,7 +33,7 @@ _OPTIONS: dict[str, Any] = {
     "aot_inductor.compile_wrapper_opt_level": "Og",  # for calls and loops: as fast as -O1, half the compiling
     # Compiling the headers apart pays from the sixth graph on, a run has two. The variable is inductor's own.
     "cpp_cache_precompile_headers": os.environ.get("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS") == "1",
-    "epilogue_fusion": False,  # into kernels that are not inductor's own (`ecrl.tiles`)
+    "epilogue_fusion": False,  # into kernels that are not inductor's own (`ecrl.compile.cpu_tiles`)
     "size_asserts": False,  # the key of a compiled function holds every shape
     "cpp.vec_isa_ok": True,  # the processor's word is taken for its instructions; to try each takes seconds
     # Graphs with loops go to the cache on disk too: its key covers their bodies, as a test shows.

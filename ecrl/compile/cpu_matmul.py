@@ -2,8 +2,8 @@
 
 Libraries for matrix products are made for large ones: the first and the last layer of a perceptron and their gradients
 run at a tenth of their speed there. So products with a thin side become sums, which a compiler fuses with what is
-around them, others tiles (`ecrl.tiles`), and only large ones go to a library: oneDNN, which makes its code for the
-processor at hand, where MKL has only a generic path for AMD's.
+around them, others tiles (`ecrl.compile.cpu_tiles`), and only large ones go to a library: oneDNN, which makes its code
+for the processor at hand, where MKL has only a generic path for AMD's.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from torch._inductor.ir import TensorBox
 from torch._inductor.lowering import register_lowering
 from torch._inductor.mkldnn_ir import LinearUnary
 
-import ecrl.tiles  # noqa: F401  # how inductor writes them
+import ecrl.compile.cpu_tiles  # noqa: F401  # how inductor writes them
 
 _LARGE = 2**18  # elements of the second matrix; from there on it does not stay in a cache, which libraries care for
 _THIN = 8

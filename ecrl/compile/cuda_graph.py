@@ -15,9 +15,9 @@ from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx
 from torch.fx import GraphModule
 
-from ecrl.inductor import ONE_AT_A_TIME
-from ecrl.segments import Compile, Run, segmented
-from ecrl.tracing import traced
+from ecrl.compile.cpu import ONE_AT_A_TIME
+from ecrl.compile.partition import Compile, Run, segmented
+from ecrl.compile.trace import traced
 
 Capture = Callable[[Run, list[Tensor]], tuple[Callable[[], None], Sequence[Tensor]]]
 """Runs a function on tensors once: what does the same again in the same memory, and what it gives, in that memory."""

@@ -4,7 +4,7 @@ A form has a function `jit(fn, *static)` that binds the static arguments of `fn`
 graph) and makes it as fast as the form allows, and a `scan`, which inside such a function is one loop of its graph.
 Equal `fn` and `static` share one compiled function, so a new seed, name or learning rate compiles nothing.
 
-Inductor makes C++ of a graph (`ecrl.inductor`), and keeps that on disk for the next process; it is imported when used.
+Inductor makes C++ of a graph (`ecrl.compile.cpu`), and keeps that on disk for the next process.
 """
 
 import os
@@ -24,13 +24,13 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.utils._triton import has_triton_package
 
-from ecrl.batching import outside, over_batch, recorded, vmapped
+from ecrl.compile.vmap import outside, over_batch, recorded, vmapped
 from ecrl.errors import ConfigError
 from ecrl.garbage import importing, uncollected
-from ecrl.graphs import in_graph
 from ecrl.kernels import scan
-from ecrl.kernels.loops import Scan
-from ecrl.trees import flatten, names, unflatten
+from ecrl.kernels.scan_loop import Scan
+from ecrl.pytree import flatten, names, unflatten
+from ecrl.tracing_state import in_graph
 
 
 class Form(NamedTuple):
@@ -107,9 +107,9 @@ def _told(layout: tuple[Any, ...]) -> str:
 
 def _compiler_for(leaves: list[Tensor]) -> Callable[..., tuple[Callable[..., Any], Hashable]]:
     if any(leaf.is_cuda for leaf in leaves):
-        from ecrl.capture import compiled
+        from ecrl.compile.cuda_graph import compiled
     else:
-        from ecrl.inductor import compiled
+        from ecrl.compile.cpu import compiled
     return compiled
 
 
@@ -210,7 +210,7 @@ def choose_form(mode: str, device: str) -> Form:
     fault = compiler_fault() if device == "cpu" else gpu_fault()
     if fault is None:
         with importing():
-            from ecrl.graph_loops import graph_scan
+            from ecrl.compile.scan import graph_scan
 
         made = "" if device == "cpu" else " and captured in CUDA graphs"
         return Form("compiled", f"rollout and update compiled by inductor for {device}{made}", _compiled, graph_scan)

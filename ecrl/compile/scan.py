@@ -13,13 +13,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from ecrl import batching
-from ecrl.batching import outside, over_batch, recorded, vmapped
+from ecrl.compile.packing import Packing, packing
+from ecrl.compile.vmap import outside, over_batch, recorded, vmapped
 from ecrl.errors import ConfigError
-from ecrl.kernels import loops, scan
-from ecrl.kernels.loops import length_of, loops_of_graphs
-from ecrl.packing import Packing, packing
-from ecrl.trees import flatten, unflatten
+from ecrl.kernels import scan, scan_loop
+from ecrl.kernels.scan_loop import length_of, loops_of_graphs
+from ecrl.pytree import flatten, unflatten
 
 
 @loops_of_graphs
@@ -153,8 +152,7 @@ def _owned(out: list[Tensor], given: tuple[Tensor, ...]) -> list[Tensor]:
 
 def user_line(frames: traceback.StackSummary) -> str:
     """The last line of code that is neither torch's nor what brings loops into a graph."""
-    inside = {Path(torch.__file__).parent, Path(loops.__file__), Path(batching.__file__)}
-    inside |= {Path(__file__).with_name(name) for name in ("graph_loops.py", "packing.py", "tracing.py")}
+    inside = {Path(torch.__file__).parent, Path(__file__).parent, Path(scan_loop.__file__)}
     outer = [f for f in frames if not inside & {Path(f.filename), *Path(f.filename).parents}]
     last = (outer or frames)[-1]
     return f"{last.filename}:{last.lineno}, in {last.name},"

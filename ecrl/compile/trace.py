@@ -23,11 +23,11 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-import ecrl.philox_cpp  # noqa: F401  # how inductor writes Philox
+import ecrl.compile.cpu_philox  # noqa: F401  # how inductor writes Philox
+from ecrl.compile.cpu_matmul import PRODUCTS
+from ecrl.compile.scan import user_line
 from ecrl.errors import ConfigError
-from ecrl.graph_loops import user_line
-from ecrl.products import PRODUCTS
-from ecrl.trees import flatten, unflatten
+from ecrl.pytree import flatten, unflatten
 
 
 def traced(fn: Callable[..., Any], structure: Hashable, leaves: list[Tensor]) -> tuple[GraphModule, Hashable]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._C._functorch import TransformType, peek_interpreter_stack
 from torch.autograd import forward_ad
 
-from ecrl.trees import flatten, unflatten
+from ecrl.pytree import flatten, unflatten
 
 Rule = Callable[..., Sequence[Tensor]]
 

@@ -9,10 +9,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ecrl.draft import GONE, Draft, at, loc_of, put, without
-from ecrl.gym_config import with_gym_config
-from ecrl.inert import inert_keys, part_entry
-from ecrl.strict import known_keys, repeated
+from ecrl.config.gym_config import with_gym_config
+from ecrl.config.inert import inert_keys, part_entry
+from ecrl.config.model import known_keys, repeated
+from ecrl.config.raw import GONE, Draft, at, loc_of, put, without
 
 MOVES = {
     "trainer.learning_env": "env",

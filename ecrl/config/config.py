@@ -22,11 +22,11 @@ from pydantic import (
     model_validator,
 )
 
+from ecrl.config.aliases import translated
+from ecrl.config.files import parse_overrides, read
+from ecrl.config.model import ConfigModel, Count, checked, dotted, explained, fault_at, key_text, shown
 from ecrl.errors import ConfigError
 from ecrl.registry import Entry, lookup, registered
-from ecrl.sources import parse_overrides, read
-from ecrl.strict import ConfigModel, Count, checked, dotted, explained, fault_at, key_text, shown
-from ecrl.translate import translated
 
 __all__ = ["Config", "config_from_dict", "diff", "load_config", "parse_overrides", "total_steps"]
 
@@ -215,7 +215,7 @@ def config_from_dict(
 ) -> Config:
     """A checked Config, or a ConfigError with one line per fault.
 
-    Keys that have no meaning here (`ecrl.inert.INERT`) are taken out, each with a UserWarning that names it.
+    Keys that have no meaning here (`ecrl.config.inert.INERT`) are taken out, each with a UserWarning that names it.
 
     Args:
         data: the four sections.

@@ -8,9 +8,9 @@ from typing import Any
 
 import yaml
 
+from ecrl.config.model import ObjectPairs, dotted, repeated
 from ecrl.errors import ConfigError
 from ecrl.registry import did_you_mean
-from ecrl.strict import ObjectPairs, dotted, repeated
 
 _YAML_SUFFIXES = (".yaml", ".yml")
 _BYTES, _VALUES, _MERGED = 2**24, 10**6, 10**5

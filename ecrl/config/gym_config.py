@@ -4,10 +4,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ecrl.draft import GONE, Draft, at, without
+from ecrl.config.files import read
+from ecrl.config.model import Fault, Loc, dotted, repeated, shown
+from ecrl.config.raw import GONE, Draft, at, without
 from ecrl.errors import ConfigError
-from ecrl.sources import read
-from ecrl.strict import Fault, Loc, dotted, repeated, shown
 
 _KEY: Loc = ("trainer", "gym_config")
 

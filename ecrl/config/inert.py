@@ -7,8 +7,8 @@ whose Config does not know it, an event only for those without a scene, and whil
 from collections.abc import Iterator
 from typing import Any, get_args
 
+from ecrl.config.model import ConfigModel, Fault, Loc, known_keys
 from ecrl.registry import Entry, lookup, registered
-from ecrl.strict import ConfigModel, Fault, Loc, known_keys
 
 _WINDOW, _RENDERER, _GPU = "no simulator window", "no choice of renderer", "trainer.device chooses the GPU"
 _SCENE, _ENGINE = "this environment has a scene of its own", "this environment has physics of its own"

@@ -6,10 +6,10 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from ecrl.config import Config, EnvChoice, PolicyConfig, TrainerConfig
-from ecrl.inert import sections_in
+from ecrl.config.aliases import COUNTS, GUARD, MOVES, SKIP
+from ecrl.config.inert import sections_in
+from ecrl.config.model import ConfigModel
 from ecrl.registry import lookup, registered
-from ecrl.strict import ConfigModel
-from ecrl.translate import COUNTS, GUARD, MOVES, SKIP
 
 KINDS = ("env", "policy", "algorithm", "network", "event", "action", "observation", "reward")
 _ANY = "#/$defs/BaseModel"  # how pydantic writes settings that the registry finds
@@ -58,7 +58,7 @@ def _choose(section: dict[str, Any], kind: str, configs: dict[str, dict[str, Any
 
 
 def _add_translated_keys(trainer: dict[str, Any], env: dict[str, Any]) -> None:
-    """Add the keys of the trainer that `ecrl.translate` understands."""
+    """Add the keys of the trainer that `ecrl.config.aliases` understands."""
     properties = trainer["properties"]
     for old, new in (MOVES | COUNTS).items():
         key = old.removeprefix("trainer.")
@@ -77,7 +77,7 @@ def _env_may_stand_elsewhere(whole: dict[str, Any]) -> None:
 
 
 def json_schema() -> dict[str, Any]:
-    """The schema, JSON Schema draft 2020-12; keys without a meaning here (`ecrl.inert`) are left out.
+    """The schema, JSON Schema draft 2020-12; keys without a meaning here (`ecrl.config.inert`) are left out.
 
     >>> schema = json_schema()
     >>> schema["$defs"]["TrainerConfig"]["properties"]["seed"]["default"]

@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from ecrl.strict import Fault, Loc, dotted
+from ecrl.config.model import Fault, Loc, dotted
 
 GONE = object()
 

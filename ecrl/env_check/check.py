@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from ecrl import rng
+from ecrl.compile.trace import traced
 from ecrl.config import EnvChoice
+from ecrl.config.model import checked
+from ecrl.env_check.findings import difference, ends, far, not_finite, outside, over_time, where, written
+from ecrl.env_check.random_play import Play, play, random_actions
 from ecrl.envs import Env, GymnasiumConfig, auto_reset, make_env
-from ecrl.envs.contract import check_fields
+from ecrl.envs.validate import check_fields
 from ecrl.errors import ConfigError, UserError
-from ecrl.faults import difference, ends, far, not_finite, outside, over_time, where, written
-from ecrl.playing import Play, play, random_actions
-from ecrl.strict import checked
-from ecrl.tracing import traced
-from ecrl.trees import flatten, mapped, unflatten
+from ecrl.pytree import flatten, mapped, unflatten
 
 _NUM_ENVS, _MANY, _SECONDS = 4, 256, 0.3
 _LIVE = ("token", "step")  # of environments outside of the tensors: which they are, not how they are

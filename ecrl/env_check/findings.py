@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ecrl.playing import Play, fields
+from ecrl.env_check.random_play import Play, fields
 from ecrl.spaces import Box, Dict, MultiDiscrete, Space
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from ecrl import rng
 from ecrl.envs import Env
 from ecrl.kernels import scan
+from ecrl.pytree import flatten, names
 from ecrl.spaces import Box, Discrete, MultiDiscrete, Space
-from ecrl.trees import flatten, names
 
 _MASK = "action_mask"
 

@@ -1,6 +1,7 @@
 """Environments as records of pure functions; importing this package registers the built-in ones."""
 
 from ecrl.config import EnvChoice
+from ecrl.config.model import checked
 from ecrl.envs.cartpole import CartPoleConfig, cartpole
 from ecrl.envs.core import Env, auto_reset, clip_action, state_of, time_limit
 from ecrl.envs.events import RandomizeFieldConfig, randomize_field, restart, with_events
@@ -17,7 +18,6 @@ from ecrl.envs.pendulum import PendulumConfig, pendulum
 from ecrl.envs.point_mass import PointMassConfig, point_mass
 from ecrl.envs.probes import ProbeConfig, probe_action, probe_constant, probe_delay, probe_match, probe_observation
 from ecrl.registry import lookup
-from ecrl.strict import checked
 
 __all__ = [
     "CartPoleConfig",

@@ -11,10 +11,10 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl import rng
+from ecrl.config.model import ConfigModel, Count, Positive
 from ecrl.envs.core import Env, state_of, time_limit
 from ecrl.registry import register_env
 from ecrl.spaces import Box, Discrete
-from ecrl.strict import ConfigModel, Count, Positive
 
 
 class CartPoleConfig(ConfigModel):

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from ecrl import rng
 from ecrl.config import EventConfig
+from ecrl.config.model import LIST, NUMBER, ConfigModel, by_kind, term_text
 from ecrl.envs.core import Env, last_obs
 from ecrl.errors import ConfigError
 from ecrl.registry import did_you_mean, lookup, register_event
-from ecrl.strict import LIST, NUMBER, ConfigModel, by_kind, term_text
 
 Apply = Callable[[TensorDict, Tensor], TensorDict]
 

@@ -12,10 +12,10 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl import rng
+from ecrl.config.model import ConfigModel, Count, NonNegative, Positive
 from ecrl.envs.core import Env, state_of, time_limit
 from ecrl.registry import register_env
 from ecrl.spaces import box
-from ecrl.strict import ConfigModel, Count, NonNegative, Positive
 
 _GOAL, _START, _OBSTACLE = 0.7, 0.6, 0.8  # half-widths of where they are drawn, in those of the workspace
 _TRIES = 8  # drawn places per obstacle, of which 92 % are far enough from the goal

@@ -18,10 +18,10 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl import rng
+from ecrl.config.model import ConfigModel
 from ecrl.envs.core import Env, state_of
 from ecrl.registry import register_env
 from ecrl.spaces import Discrete, box
-from ecrl.strict import ConfigModel
 
 
 class ProbeConfig(ConfigModel):

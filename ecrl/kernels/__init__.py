@@ -18,7 +18,6 @@ from ecrl.kernels.categorical import (
 )
 from ecrl.kernels.discounts import episode_discounts
 from ecrl.kernels.groups import first_episode_mask, group_advantages, grpo_advantages
-from ecrl.kernels.loops import scan
 from ecrl.kernels.losses import (
     clipped_surrogate,
     clipped_value_loss,
@@ -30,7 +29,7 @@ from ecrl.kernels.losses import (
     ppo_loss_clipped_value,
     value_loss,
 )
-from ecrl.kernels.masked import explained_variance, masked_mean, standardize
+from ecrl.kernels.masked_stats import explained_variance, masked_mean, standardize
 from ecrl.kernels.moments import moments_init, moments_merge, moments_update, moments_variance, normalize, scale
 from ecrl.kernels.normal import (
     Squashed,
@@ -71,13 +70,14 @@ from ecrl.kernels.returns import (
     vtrace,
 )
 from ecrl.kernels.rollout import act_and_step, collect_rollout, episode_init, episode_update, restarted, running_returns
-from ecrl.kernels.rollout_returns import (
+from ecrl.kernels.rollout_estimators import (
     compute_gae,
     compute_n_step_returns,
     compute_returns,
     compute_td_lambda_returns,
     compute_vtrace,
 )
+from ecrl.kernels.scan_loop import scan
 from ecrl.types import transitions
 
 __all__ = [

@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from ecrl.kernels.rollout_returns import compute_returns
+from ecrl.kernels.rollout_estimators import compute_returns
 from ecrl.types import Scalar, check_rollout, same_shape
 
 NOISE = 1e-6

@@ -7,7 +7,7 @@ the weight for averaging over ranks. Masked entries may hold anything, NaN inclu
 import torch
 from torch import Tensor
 
-from ecrl.kernels.masked import explained_variance, masked_mean
+from ecrl.kernels.masked_stats import explained_variance, masked_mean
 from ecrl.types import Logs, Scalar, same_shape
 
 

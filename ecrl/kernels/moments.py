@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from ecrl.kernels.masked import alone
+from ecrl.kernels.masked_stats import alone
 from ecrl.types import Scalar
 
 

@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from ecrl.graphs import kept
+from ecrl.tracing_state import kept
 from ecrl.types import Scalar
 
 

@@ -2,7 +2,7 @@
 
 `terminated` stops the value, `done` stops the trace: a time limit bootstraps from `next_value`, the value of the state
 that was reached, never from the next episode. `next_value` is not used where `terminated`; it may be NaN there. Nothing
-is detached. `ecrl.kernels.reverse` has the only recursion over time.
+is detached. `ecrl.kernels.reverse_scan` has the only recursion over time.
 """
 
 from typing import NamedTuple
@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ecrl.graphs import in_graph
-from ecrl.kernels.reverse import reverse_scan, unseen, wide
+from ecrl.kernels.reverse_scan import reverse_scan, unseen, wide
+from ecrl.tracing_state import in_graph
 from ecrl.types import Scalar, same_shape
 
 

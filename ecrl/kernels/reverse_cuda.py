@@ -1,4 +1,4 @@
-"""The recursion of `ecrl.kernels.reverse` as one operation, which a graph can hold: written in Triton, for a GPU."""
+"""The recursion of `ecrl.kernels.reverse_scan` as one operation of a graph, written in Triton for a GPU."""
 
 from typing import Any
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 
-from ecrl.graphs import in_graph, kept
 from ecrl.kernels.reverse_cuda import is_for_gpu, on_gpu
+from ecrl.tracing_state import in_graph, kept
 from ecrl.types import Scalar
 
 _MANY_ROWS, _MANY_STEPS = 512, 128

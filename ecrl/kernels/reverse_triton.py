@@ -1,4 +1,4 @@
-"""The recursion over time of `ecrl.kernels.reverse` on a GPU; imported where it is used, as it needs Triton.
+"""The recursion over time of `ecrl.kernels.reverse_scan` on a GPU; imported where it is used, as it needs Triton.
 
 A thread steps through time for one row, and fetches many steps before it takes the first. Few rows leave a GPU idle, so
 where there are few, time is cut into chunks. Steps `y = b + a * y_next` compose to one of the same kind: one kernel

@@ -12,9 +12,9 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from ecrl.kernels.loops import Scan, in_chunks, scan
-from ecrl.kernels.reverse import reverse_scan, wide
-from ecrl.trees import flatten, unflatten
+from ecrl.kernels.reverse_scan import reverse_scan, wide
+from ecrl.kernels.scan_loop import Scan, in_chunks, scan
+from ecrl.pytree import flatten, unflatten
 from ecrl.types import Scalar, same_shape
 
 _STEP_FIELDS = ("reward", "terminated", "truncated")

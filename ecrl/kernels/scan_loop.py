@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ecrl.graphs import in_graph
-from ecrl.trees import flatten, mapped, unflatten
+from ecrl.pytree import flatten, mapped, unflatten
+from ecrl.tracing_state import in_graph
 
 _CPU_ROWS, _GPU_ROWS = 2048, 65_536
 Scan = Callable[..., tuple[Any, Any]]
@@ -40,7 +40,7 @@ def scan(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *constants: 
     return carry, mapped(lambda *parts: torch.stack(parts), *ys, batch=lambda size: (length, *size))
 
 
-_IN_GRAPHS: list[Scan] = []  # of `ecrl.graph_loops`, where that is in use
+_IN_GRAPHS: list[Scan] = []  # of `ecrl.compile.scan`, where that is in use
 
 
 def loops_of_graphs(made: Scan) -> Scan:

@@ -8,12 +8,12 @@ from typing import Any, Literal
 import torch
 
 from ecrl.algorithms import Parts, make_algorithm
-from ecrl.compile import Form, choose_form
+from ecrl.compile.jit import Form, choose_form
 from ecrl.config import Config
 from ecrl.distributed import local_device
 from ecrl.envs import Env, auto_reset, clip_action, make_env, with_events
-from ecrl.envs.contract import check_fields
-from ecrl.envs.mujoco.camera_terms import RecordCameraConfig
+from ecrl.envs.mujoco.terms.cameras import RecordCameraConfig
+from ecrl.envs.validate import check_fields
 from ecrl.errors import ConfigError
 from ecrl.kernels import scan
 from ecrl.memory import check_room, element_bytes
@@ -135,7 +135,7 @@ def shaping(cfg: Config) -> Config:
 def make_parts(cfg: Config, events: Literal["train", "eval"] = "train") -> Parts:
     """Environment (with auto-reset and the events of training or evaluation), policy, config and form of a run.
 
-    Cameras are no events of the environment: `ecrl.recording` watches it from outside.
+    Cameras are no events of the environment: `ecrl.run.recording` watches it from outside.
     """
     env, policy = _env_and_policy(cfg)
     env = auto_reset(clip_action(env) if cfg.policy.clip_actions else env)

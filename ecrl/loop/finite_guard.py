@@ -1,6 +1,6 @@
 """The finite guard: whether an iteration met NaN or infinity, as part of the iteration itself.
 
-A handful of sums over what was collected and learnt; `ecrl.locating` says where it shows first.
+A handful of sums over what was collected and learnt; `ecrl.loop.nonfinite_search` says where it shows first.
 """
 
 from typing import cast
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ecrl.distributed import all_sum
 from ecrl.kernels import restarted
-from ecrl.trees import flatten, mapped, replaced
+from ecrl.pytree import flatten, mapped, replaced
 from ecrl.types import Logs
 
 WHAT = ("observation", "reward", "action", "loss", "gradient", "parameters")

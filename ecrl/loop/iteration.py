@@ -16,17 +16,17 @@ from torch import Tensor
 from ecrl import rng
 from ecrl.algorithms import Algorithm, Parts, make_algorithm
 from ecrl.algorithms.core import start_keys, steps_taken
-from ecrl.compile import COMPILED
+from ecrl.compile.jit import COMPILED
 from ecrl.config import Config, total_steps
 from ecrl.distributed import world_size
 from ecrl.errors import ConfigError
-from ecrl.finite import KEYS, WHAT, flags, left_out
 from ecrl.kernels import episode_init, restarted
-from ecrl.logs import WINDOW, collect_logs, counted_steps, over_ranks
-from ecrl.parts import check_envs, check_rollout, device_of, form_of, make_parts, shaping
-from ecrl.refusing import careful, refusal
-from ecrl.stopping import interruptible
-from ecrl.trees import flatten, mapped, names, replaced, unflatten
+from ecrl.loop.build import check_envs, check_rollout, device_of, form_of, make_parts, shaping
+from ecrl.loop.finite_guard import KEYS, WHAT, flags, left_out
+from ecrl.loop.metrics import WINDOW, collect_logs, counted_steps, over_ranks
+from ecrl.loop.nonfinite_report import careful, refusal
+from ecrl.loop.signals import interruptible
+from ecrl.pytree import flatten, mapped, names, replaced, unflatten
 from ecrl.types import LogData, Logs
 
 Iteration = Callable[[TensorDict], tuple[TensorDict, dict[str, Logs]]]
@@ -222,7 +222,7 @@ def _bound(fn: Callable[..., Any], cfg: Config, watch: Watch, *static: Any) -> C
 def make_iteration(cfg: Config, watch: Watch = unwatched) -> Iteration:
     """One iteration, `(state) -> (state, {"collect": logs, "train": logs})`: pure, to embed or vmap.
 
-    `watch` may put others in place of its functions, such as `ecrl.profiler`'s, which take the time. With
+    `watch` may put others in place of its functions, such as `ecrl.run.profiler`'s, which take the time. With
     `trainer.finite_guard` "skip" updates that are not finite are left out; it never stops: NaN is in what it gives.
     """
     run = _bound(_iteration, cfg, watch, "skip" if cfg.trainer.finite_guard == "skip" else "off")

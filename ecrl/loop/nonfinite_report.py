@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ecrl.algorithms import Algorithm, Parts
 from ecrl.errors import NotFiniteError
-from ecrl.finite import WHAT
 from ecrl.kernels import scan
-from ecrl.locating import Found, in_batch, in_update
+from ecrl.loop.finite_guard import WHAT
+from ecrl.loop.nonfinite_search import Found, in_batch, in_update
 
 _ADVICE = {
     "observation": "mend the environment",

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from ecrl.algorithms import Algorithm, Parts
 from ecrl.algorithms.core import steps_taken
-from ecrl.algorithms.minibatch import MinibatchConfig
+from ecrl.algorithms.minibatch_sgd import MinibatchConfig
 from ecrl.distributed import rank
-from ecrl.finite import KEYS
 from ecrl.kernels import scan
-from ecrl.trees import flatten, names
+from ecrl.loop.finite_guard import KEYS
+from ecrl.pytree import flatten, names
 from ecrl.types import Logs
 
 _FIELDS = ("obs", "action", "sample_log_prob", "value", "reward", "final_value")  # as a step comes by them
@@ -27,7 +27,7 @@ _SHOWN = 8
 
 
 class Found(NamedTuple):
-    """The first number that is not finite: `what` of `ecrl.finite.WHAT`, its name, its place, it, the one before."""
+    """The first number that is not finite: its kind (one of `WHAT`), name, place and value, and the value before it."""
 
     what: str
     key: str

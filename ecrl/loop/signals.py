@@ -1,8 +1,8 @@
 """Signals that end a run in order: SIGINT and SIGTERM let it finish its iteration, save, and close what it opened.
 
 The first signal asks. An iteration, or an evaluation, that takes longer than `GRACE` after it is given up, which loses
-nothing: the state before it is saved, and repeats it bit for bit when the run is resumed (`ecrl.owed`). What is not in
-such a part, as a save, is let end, and so is the iteration of several ranks, which could not be given up by all at
+nothing: the state before it is saved, and repeats it bit for bit when the run is resumed (`ecrl.run.owed`). What is not
+in such a part, as a save, is let end, and so is the iteration of several ranks, which could not be given up by all at
 once. The second signal gives up anything at once, and the third ends the process where it stands.
 """
 

@@ -1,16 +1,16 @@
 """Policies as records of pure functions; importing this package registers the built-in ones."""
 
 from ecrl.config import PolicyConfig
+from ecrl.config.model import checked
 from ecrl.policies.actor_critic import ActorCriticConfig, actor_critic
 from ecrl.policies.actor_only import ActorOnlyConfig, actor_only
 from ecrl.policies.core import Policy, acting_params, flatten
 from ecrl.policies.mlp import MLPConfig, build_mlp
 from ecrl.policies.module import module_policy
 from ecrl.policies.networks import NetworkConfig, make_network
-from ecrl.policies.normalized import normalized
+from ecrl.policies.observation_norm import normalized
 from ecrl.registry import lookup
 from ecrl.spaces import Space
-from ecrl.strict import checked
 
 __all__ = [
     "ActorCriticConfig",

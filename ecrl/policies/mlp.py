@@ -8,9 +8,9 @@ import torch
 from pydantic import Field, ValidationError, ValidationInfo, ValidatorFunctionWrapHandler, field_validator
 from torch import nn
 
+from ecrl.config.model import ConfigModel, Positive
 from ecrl.memory import check_room
 from ecrl.registry import register_network
-from ecrl.strict import ConfigModel, Positive
 
 Activation = Literal["relu", "elu", "tanh", "gelu", "silu"]
 _ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {

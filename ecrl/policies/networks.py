@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ecrl.config import resolved
+from ecrl.config.model import ConfigModel
 from ecrl.errors import ConfigError, enough_memory
 from ecrl.registry import lookup
-from ecrl.strict import ConfigModel
 
 
 class NetworkConfig(ConfigModel):

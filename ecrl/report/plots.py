@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ecrl.bootstrap import bootstrap_interval, interquartile_mean
-from ecrl.curves import Curve, Source, choose, curve, read
 from ecrl.errors import UserError, extra
+from ecrl.report.curves import Curve, Source, choose, curve, read
+from ecrl.report.statistics import bootstrap_interval, interquartile_mean
 
 LEAST = 3
 """Seeds from which on a band stands for the lines."""
@@ -192,9 +192,9 @@ def plot(
     """Plot runs and peers into a picture.
 
     Args:
-        paths: run folders, and files of peers (`ecrl.curves`).
+        paths: run folders, and files of peers (`ecrl.report.curves`).
         out: see `files`.
-        metric: as in metrics.jsonl; `ecrl.curves.choose` tells the default.
+        metric: as in metrics.jsonl; `ecrl.report.curves.choose` tells the default.
         threshold: a line to draw.
 
     Returns: the files and the groups of curves.

@@ -18,10 +18,10 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl.config import Config, config_from_dict
-from ecrl.durable import whole, write_folder
 from ecrl.errors import CheckpointError
-from ecrl.loop import expected_state, form_of
-from ecrl.parts import device_of
+from ecrl.loop.build import device_of
+from ecrl.loop.iteration import expected_state, form_of
+from ecrl.run.atomic_files import whole, write_folder
 
 FORMAT = 1
 

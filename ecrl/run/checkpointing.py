@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ecrl.checkpoint import Snapshot, read_files, read_manifest, snapshot, steps_in, write
 from ecrl.config import Config
-from ecrl.durable import remove_folder, sweep, whole
 from ecrl.errors import CheckpointError
-from ecrl.loggers import ending, never_fatal
-from ecrl.loop import steps_per_iteration
-from ecrl.ranks import is_whole
+from ecrl.loop.iteration import steps_per_iteration
+from ecrl.run.atomic_files import remove_folder, sweep, whole
+from ecrl.run.checkpoint import Snapshot, read_files, read_manifest, snapshot, steps_in, write
+from ecrl.run.loggers import ending, never_fatal
+from ecrl.run.rank_shards import is_whole
 from ecrl.types import LogData
 
 _NOT_WHOLE = "the state after {} env steps is not saved: the other ranks did not give theirs"

@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ecrl.checkpoint import conditions, differing, load, read_files, save
 from ecrl.config import Config
 from ecrl.distributed import world_size
 from ecrl.errors import CheckpointError, NotFiniteError, UserError
-from ecrl.loop import train_iter
-from ecrl.parts import make_parts
-from ecrl.ranks import with_own
-from ecrl.refusing import explained
+from ecrl.loop.build import make_parts
+from ecrl.loop.iteration import train_iter
+from ecrl.loop.nonfinite_report import explained
 from ecrl.registry import own_modules
+from ecrl.run.checkpoint import conditions, differing, load, read_files, save
+from ecrl.run.rank_shards import with_own
 from ecrl.types import LogData
 
 REPORT = "report.json"

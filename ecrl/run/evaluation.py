@@ -21,15 +21,15 @@ from ecrl.config import Config
 from ecrl.envs import Env, auto_reset, clip_action, make_env
 from ecrl.errors import ConfigError, UserError
 from ecrl.kernels import scan
-from ecrl.kernels.loops import Scan
-from ecrl.loggers import ending
-from ecrl.loop import make_parts, steps_per_iteration
-from ecrl.parts import check_envs, device_of
+from ecrl.kernels.scan_loop import Scan
+from ecrl.loop.build import check_envs, device_of
+from ecrl.loop.iteration import make_parts, steps_per_iteration
+from ecrl.loop.signals import interruptible
 from ecrl.policies import acting_params
-from ecrl.recording import filming, view, with_film
 from ecrl.registry import did_you_mean
+from ecrl.run.loggers import ending
+from ecrl.run.recording import filming, view, with_film
 from ecrl.spaces import Box
-from ecrl.stopping import interruptible
 from ecrl.types import LogData
 
 _CHUNK = 128  # steps between looks at whether all episodes are done: one host read each
@@ -189,7 +189,7 @@ def eval_steps(
         state: of a run; only `params`, `norm` and the device of `key` are read.
         num_envs: environments.
         names: of the outcomes, which are filled in.
-        filmed: how many environments, the first ones, `ecrl.recording.view` is of; None is seen if 0.
+        filmed: how many environments, the first ones, `ecrl.run.recording.view` is of; None is seen if 0.
     """
     env, act = parts.env, parts.policy.act
     key = rng.fold_in(rng.key(_eval_seed(parts.cfg), state["key"].device), rng.EVAL)
@@ -237,7 +237,7 @@ def with_evaluation(
         cfg: of the run.
         videos: a folder for those of the cameras under `trainer.events.eval`; None makes none. They are drawn while
             training goes on; an evaluation waits for the video of the one before.
-        first: a record to evaluate before them, that of a run which was stopped (`ecrl.owed`).
+        first: a record to evaluate before them, that of a run which was stopped (`ecrl.run.owed`).
     """
     check_evaluation(cfg)
     freq = cfg.trainer.eval_freq

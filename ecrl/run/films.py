@@ -18,11 +18,11 @@ from ecrl.distributed import world_size
 from ecrl.envs import Env, make_env
 from ecrl.envs.mujoco.camera import CameraConfig
 from ecrl.errors import ConfigError
-from ecrl.evaluation import eval_steps
 from ecrl.kernels import scan
-from ecrl.loggers import ending
-from ecrl.loop import make_parts
-from ecrl.recording import FPS, Camera, background, cameras, pictures, video_path, view, write_video
+from ecrl.loop.iteration import make_parts
+from ecrl.run.evaluation import eval_steps
+from ecrl.run.loggers import ending
+from ecrl.run.recording import FPS, Camera, background, cameras, pictures, video_path, view, write_video
 from ecrl.types import LogData
 
 

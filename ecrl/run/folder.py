@@ -8,8 +8,8 @@ from pathlib import Path
 
 from ecrl.config import Config
 from ecrl.distributed import rank, said_before, say
-from ecrl.durable import held, replace_file
 from ecrl.errors import ConfigError
+from ecrl.run.atomic_files import held, replace_file
 
 
 def _make(folder: Path, exist_ok: bool) -> None:

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from typing import Any, overload
 
 from ecrl.errors import UserError, extra
-from ecrl.loggers import scalars
 from ecrl.registry import did_you_mean
+from ecrl.run.loggers import scalars
 from ecrl.types import LogData
 
 

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from ecrl.compile import COMPILED, SECONDS
-from ecrl.durable import append
+from ecrl.compile.jit import COMPILED, SECONDS
+from ecrl.run.atomic_files import append
 from ecrl.types import LogData
 
 SPS = "charts/SPS"

@@ -7,11 +7,11 @@ from typing import Any
 
 from tensordict import TensorDict
 
-from ecrl.checkpoint import read_manifest
 from ecrl.config import Config
 from ecrl.errors import CheckpointError
-from ecrl.loop import steps_per_iteration
-from ecrl.run_folder import rewrite
+from ecrl.loop.iteration import steps_per_iteration
+from ecrl.run.checkpoint import read_manifest
+from ecrl.run.folder import rewrite
 from ecrl.types import LogData
 
 

@@ -19,7 +19,7 @@ import torch
 from ecrl.algorithms import Algorithm, Parts
 from ecrl.distributed import rank, world_size
 from ecrl.kernels import scan
-from ecrl.loggers import ending, never_fatal
+from ecrl.run.loggers import ending, never_fatal
 from ecrl.types import LogData
 
 _WAIT, _WARM_UP, _TRACED = 1, 1, 2  # iterations: the first compiles, in the second the tracer starts

@@ -17,10 +17,10 @@ from torch import Tensor
 from ecrl.config import Config, total_steps
 from ecrl.distributed import agreed, gathered, rank, world_size
 from ecrl.errors import CheckpointError, NotFiniteError
-from ecrl.loggers import ending
-from ecrl.loop import steps_per_iteration
-from ecrl.parts import make_parts
-from ecrl.stopping import asked
+from ecrl.loop.build import make_parts
+from ecrl.loop.iteration import steps_per_iteration
+from ecrl.loop.signals import asked
+from ecrl.run.loggers import ending
 from ecrl.types import LogData
 
 _RUNNING = "norm/reward/running"

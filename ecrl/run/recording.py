@@ -21,12 +21,12 @@ import torch
 from tensordict import TensorDict
 
 from ecrl.config import Config, EventConfig
+from ecrl.config.model import term_text
 from ecrl.envs import make_env
 from ecrl.envs.mujoco.camera import CameraConfig, backend, drawing, grid
-from ecrl.envs.mujoco.camera_terms import RecordCameraConfig
+from ecrl.envs.mujoco.terms.cameras import RecordCameraConfig
 from ecrl.errors import ConfigError, extra
-from ecrl.loggers import never_fatal
-from ecrl.strict import term_text
+from ecrl.run.loggers import never_fatal
 
 FPS = 20
 """Frames per second of the videos of events, as in EmbodiChain, whatever a step takes."""

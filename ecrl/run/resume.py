@@ -10,15 +10,15 @@ from typing import Any
 
 from tensordict import TensorDict
 
-from ecrl.checkpoint import conditions, differing, latest, load, read_manifest, same_weights, steps_in
 from ecrl.config import Config, config_from_dict, diff, load_config
 from ecrl.distributed import rank
-from ecrl.durable import whole
 from ecrl.errors import CheckpointError, ConfigError
-from ecrl.loop import check_state, expected_state, init_state
-from ecrl.parts import device_of
-from ecrl.ranks import with_own
-from ecrl.run_folder import rewrite
+from ecrl.loop.build import device_of
+from ecrl.loop.iteration import check_state, expected_state, init_state
+from ecrl.run.atomic_files import whole
+from ecrl.run.checkpoint import conditions, differing, latest, load, read_manifest, same_weights, steps_in
+from ecrl.run.folder import rewrite
+from ecrl.run.rank_shards import with_own
 
 
 def resume(

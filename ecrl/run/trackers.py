@@ -1,6 +1,6 @@
 """Consumers that track a run: TensorBoard, and Weights & Biases, which is imported only when it is used.
 
-Both show the same scalars, named by `ecrl.loggers.scalar_name`, against env steps, and the config beside them.
+Both show the same scalars, named by `ecrl.run.loggers.scalar_name`, against env steps, and the config beside them.
 """
 
 import io
@@ -18,7 +18,7 @@ from typing import Any
 
 from ecrl.config import Config
 from ecrl.errors import MissingExtraError, extra
-from ecrl.loggers import appending, ending, never_fatal, with_scalars
+from ecrl.run.loggers import appending, ending, never_fatal, with_scalars
 from ecrl.types import LogData
 
 _COMPARED = ("charts/episode_reward_avg_100", "charts/episode_length_avg_100", "charts/SPS")

@@ -13,25 +13,25 @@ from tensordict import TensorDict
 
 from ecrl.config import Config, load_config, total_steps
 from ecrl.distributed import first_says, rank, start, stop, world_size
-from ecrl.durable import replace_file
 from ecrl.errors import CheckpointError, ConfigError, NotSavedError
-from ecrl.evaluation import check_evaluation, with_evaluation
-from ecrl.films import with_training_videos
-from ecrl.history import History
-from ecrl.loggers import with_host_logs, with_jsonl, with_progress
-from ecrl.loop import check_config, close, init_state, train_iter
-from ecrl.owed import owed
-from ecrl.parts import check_rollout
-from ecrl.profiler import Times, timed_records, watched, with_profile
-from ecrl.ranks import with_others, with_others_at_crash
-from ecrl.recording import cameras, check_cameras
+from ecrl.loop.build import check_rollout
+from ecrl.loop.iteration import check_config, close, init_state, train_iter
+from ecrl.loop.signals import asked, in_loop
 from ecrl.registry import registered
-from ecrl.replay import with_crash
-from ecrl.resuming import forget_after, goes_on, resume
-from ecrl.run_folder import claim, claimed_before, holding, new_run_dir
-from ecrl.saving import with_best_checkpoint, with_checkpoints
-from ecrl.stopping import asked, in_loop
-from ecrl.tracking import check_wandb, with_tensorboard, with_wandb
+from ecrl.run.atomic_files import replace_file
+from ecrl.run.checkpointing import with_best_checkpoint, with_checkpoints
+from ecrl.run.crash import with_crash
+from ecrl.run.evaluation import check_evaluation, with_evaluation
+from ecrl.run.films import with_training_videos
+from ecrl.run.folder import claim, claimed_before, holding, new_run_dir
+from ecrl.run.history import History
+from ecrl.run.loggers import with_host_logs, with_jsonl, with_progress
+from ecrl.run.owed import owed
+from ecrl.run.profiler import Times, timed_records, watched, with_profile
+from ecrl.run.rank_shards import with_others, with_others_at_crash
+from ecrl.run.recording import cameras, check_cameras
+from ecrl.run.resume import forget_after, goes_on, resume
+from ecrl.run.trackers import check_wandb, with_tensorboard, with_wandb
 from ecrl.types import LogData
 
 

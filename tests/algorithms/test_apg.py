@@ -11,13 +11,13 @@ from ecrl import rng
 from ecrl.algorithms import APGConfig, core, make_algorithm
 from ecrl.algorithms.core import step_keys
 from ecrl.config import Config, config_from_dict
+from ecrl.config.model import ConfigModel, Count
 from ecrl.envs.core import Env, state_of, time_limit
 from ecrl.errors import ConfigError, NotFiniteError
-from ecrl.loop import init_state, make_iteration, make_parts, train_iter
+from ecrl.loop.iteration import init_state, make_iteration, make_parts, train_iter
 from ecrl.policies import acting_params
 from ecrl.registry import register_env
 from ecrl.spaces import box
-from ecrl.strict import ConfigModel, Count
 
 NET = {"type": "mlp", "network_cfg": {"hidden_sizes": [8], "activation": "tanh"}}
 PLAIN = {"optimizer": {"name": "sgd", "learning_rate": 1.0}, "max_grad_norm": 1e9}

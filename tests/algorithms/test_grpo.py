@@ -11,13 +11,13 @@ from tensordict import TensorDict
 
 from ecrl.algorithms import make_algorithm
 from ecrl.algorithms.grpo import collect_groups
-from ecrl.algorithms.minibatch import pass_keys, shuffled, sizes_of
-from ecrl.checkpoint import load, save
+from ecrl.algorithms.minibatch_sgd import pass_keys, shuffled, sizes_of
 from ecrl.config import Config, config_from_dict
 from ecrl.errors import ConfigError
 from ecrl.kernels import transitions
-from ecrl.loop import init_state, make_iteration, make_parts, train_iter
+from ecrl.loop.iteration import init_state, make_iteration, make_parts, train_iter
 from ecrl.policies import build_mlp
+from ecrl.run.checkpoint import load, save
 
 NET = {"type": "mlp", "network_cfg": {"hidden_sizes": [16], "activation": "tanh"}}
 ACTOR = {"name": "actor_only", "actor": NET}

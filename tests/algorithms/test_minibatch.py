@@ -11,7 +11,7 @@ from tensordict import TensorDict
 
 from ecrl import rng
 from ecrl.algorithms.core import Parts
-from ecrl.algorithms.minibatch import (
+from ecrl.algorithms.minibatch_sgd import (
     MinibatchConfig,
     check_groups,
     learn,
@@ -22,7 +22,7 @@ from ecrl.algorithms.minibatch import (
     shuffled,
     sizes_of,
 )
-from ecrl.algorithms.optimizer import learning_state
+from ecrl.algorithms.optimizer_config import learning_state
 from ecrl.algorithms.ppo import PPOConfig
 from ecrl.config import config_from_dict
 from ecrl.errors import ConfigError
@@ -332,7 +332,7 @@ def _spread(variant, rows, index, real):
 @pytest.mark.parametrize("parts_of", [3, 7, 2048])
 def test_a_minibatch_in_parts_is_the_minibatch(parts_of, monkeypatch):
     """Gradients of its mean and what is prepared of it as a whole, ragged, masked, whatever the size of the parts."""
-    monkeypatch.setattr("ecrl.kernels.loops._CPU_ROWS", parts_of)
+    monkeypatch.setattr("ecrl.kernels.scan_loop._CPU_ROWS", parts_of)
     parts, state, rows = setup(rows=20, mask=[i % 5 != 2 for i in range(20)], batch_size=8, n_epochs=1)
     rows = rows.copy().set("y", torch.zeros(20)).set("x", rows["x"] / 20.0)
     cfg: Any = parts.cfg.algorithm.cfg

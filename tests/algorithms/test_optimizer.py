@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from ecrl.algorithms.optimizer import (
+from ecrl.algorithms.optimizer_config import (
     LearningConfig,
     SchedulerConfig,
     adapted_rate,

@@ -15,16 +15,16 @@ from tensordict import TensorDict
 
 from ecrl import rng
 from ecrl.algorithms import make_algorithm
-from ecrl.algorithms.minibatch import pass_keys, shuffled, sizes_of
-from ecrl.algorithms.optimizer import optimizer_of
+from ecrl.algorithms.minibatch_sgd import pass_keys, shuffled, sizes_of
+from ecrl.algorithms.optimizer_config import optimizer_of
 from ecrl.algorithms.ppo import init
-from ecrl.checkpoint import load, save
 from ecrl.config import Config, config_from_dict
 from ecrl.errors import ConfigError
 from ecrl.kernels import compute_gae, moments_variance, transitions
-from ecrl.loop import init_state, make_iteration, make_parts, train_iter
+from ecrl.loop.iteration import init_state, make_iteration, make_parts, train_iter
 from ecrl.policies import acting_params, build_mlp
 from ecrl.policies.core import Policy
+from ecrl.run.checkpoint import load, save
 
 NET = {"type": "mlp", "network_cfg": {"hidden_sizes": [16], "activation": "tanh"}}
 ALGORITHM = {"learning_rate": 0.01, "n_epochs": 4, "batch_size": 64, "ent_coef": 0.0, "gamma": 0.9}

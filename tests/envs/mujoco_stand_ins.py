@@ -8,8 +8,8 @@ from pydantic import Field
 from ecrl import rng
 from ecrl.envs import Env, state_of, time_limit
 from ecrl.envs.mujoco import world
-from ecrl.envs.mujoco.scene_config import RobotConfig, SceneConfig
-from ecrl.envs.mujoco.simulation import advance, simulation, start
+from ecrl.envs.mujoco.physics.simulation import advance, simulation, start
+from ecrl.envs.mujoco.scene.config import RobotConfig, SceneConfig
 from ecrl.spaces import box
 
 POLE = """<mujoco><option timestep="0.02" integrator="implicitfast"/><worldbody><body name="cart">

@@ -5,11 +5,11 @@ from math import sqrt
 import torch
 from tensordict import TensorDict
 
+from ecrl.config.model import checked
 from ecrl.envs.mujoco import world
-from ecrl.envs.mujoco.scene_config import SceneConfig
-from ecrl.envs.mujoco.simulation import simulation, start
+from ecrl.envs.mujoco.physics.simulation import simulation, start
+from ecrl.envs.mujoco.scene.config import SceneConfig
 from ecrl.registry import lookup
-from ecrl.strict import checked
 
 CUBE = {"shape": {"shape_type": "Cube", "size": [0.1, 0.1, 0.1]}}
 SCENE = {

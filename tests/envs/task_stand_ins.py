@@ -7,11 +7,12 @@ from pydantic import Field
 
 from ecrl import registry, rng
 from ecrl.config import EventConfig
-from ecrl.envs.mujoco import scene_events, world
-from ecrl.envs.mujoco.task import task_env
+from ecrl.config.model import ConfigModel, checked
+from ecrl.envs.mujoco import world
+from ecrl.envs.mujoco.make_task import task_env
 from ecrl.envs.mujoco.task_config import TaskConfig
-from ecrl.envs.mujoco.terms import ActionTerm, JointsConfig, joints_of
-from ecrl.strict import ConfigModel, checked
+from ecrl.envs.mujoco.terms import events as scene_events
+from ecrl.envs.mujoco.terms.term import ActionTerm, JointsConfig, joints_of
 
 assert scene_events  # its events are registered
 

@@ -11,13 +11,13 @@ from tensordict import TensorDict
 from test_loop import small
 
 from ecrl import registry, rng
+from ecrl.config.model import ConfigModel
 from ecrl.envs import Env, make_env, state_of
-from ecrl.envs.contract import check_fields
+from ecrl.envs.validate import check_fields
 from ecrl.errors import ConfigError
-from ecrl.loop import init_state
+from ecrl.loop.iteration import init_state
 from ecrl.registry import lookup, register_env, registered
 from ecrl.spaces import Discrete, MultiDiscrete, box, dict_space
-from ecrl.strict import ConfigModel
 
 
 class NothingConfig(ConfigModel):

@@ -11,12 +11,12 @@ from test_loop import NET, last_state, same, small
 
 from ecrl import registry, rng
 from ecrl.config import EventConfig
+from ecrl.config.model import ConfigModel
 from ecrl.envs import Env, auto_reset, make_env, restart, state_of, time_limit, with_events
 from ecrl.errors import ConfigError
-from ecrl.loop import init_state, make_iteration, make_parts
+from ecrl.loop.iteration import init_state, make_iteration, make_parts
 from ecrl.registry import register_event, registered
 from ecrl.spaces import Discrete, box
-from ecrl.strict import ConfigModel
 
 T, F = True, False
 N = 4

@@ -15,10 +15,10 @@ from test_loop import NET, small
 from ecrl import rng
 from ecrl.config import EnvChoice, config_from_dict
 from ecrl.envs import auto_reset, clip_action, make_env
-from ecrl.envs.gymnasium import live
+from ecrl.envs.gymnasium import handles as live
 from ecrl.envs.gymnasium.spaces import BadValue, action, collate
 from ecrl.errors import ConfigError, UserError
-from ecrl.loop import init_state, train_iter
+from ecrl.loop.iteration import init_state, train_iter
 from ecrl.spaces import Box, Discrete, MultiDiscrete
 
 KEYS = rng.split(rng.key(1), 4)

@@ -19,15 +19,15 @@ from test_gymnasium import KEYS, SEEDS
 from test_gymnasium_workers import no_orphan  # noqa: F401  (a fixture for every test here)
 from test_loop import small
 
+from ecrl.config.model import ConfigModel
 from ecrl.envs import from_vector, make_env
-from ecrl.envs.gymnasium import live
-from ecrl.envs.gymnasium.autoreset import _final
+from ecrl.envs.gymnasium import handles as live
+from ecrl.envs.gymnasium.vector_adapter import _final
 from ecrl.errors import ConfigError, UserError
-from ecrl.evaluation import evaluate
 from ecrl.kernels import collect_rollout, compute_gae
-from ecrl.loop import init_state, train_iter
+from ecrl.loop.iteration import init_state, train_iter
 from ecrl.registry import register_env
-from ecrl.strict import ConfigModel
+from ecrl.run.evaluation import evaluate
 
 MODES = [mode.value for mode in AutoresetMode]
 EMPTY = TensorDict({}, [])

@@ -14,9 +14,9 @@ from test_gymnasium import KEYS
 from test_loop import small
 
 from ecrl.envs import make_env
-from ecrl.envs.gymnasium import live
+from ecrl.envs.gymnasium import handles as live
 from ecrl.errors import ConfigError, UserError
-from ecrl.loop import init_state, train_iter
+from ecrl.loop.iteration import init_state, train_iter
 
 ZERO = torch.zeros(4, dtype=torch.int64)
 pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="children are counted in /proc")

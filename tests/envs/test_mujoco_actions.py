@@ -13,20 +13,22 @@ from tensordict import TensorDict
 from torch._higher_order_ops.scan import scan_op
 
 from ecrl import rng
-from ecrl.compile import choose_form
-from ecrl.envs.mujoco import actions, scene, world
-from ecrl.envs.mujoco.inverse_kinematics import inverse_kinematics, missing, solve
-from ecrl.envs.mujoco.scene_config import SceneConfig
-from ecrl.envs.mujoco.simulation import simulation, start
-from ecrl.envs.mujoco.task import task_env
+from ecrl.compile.jit import choose_form
+from ecrl.compile.trace import traced
+from ecrl.config.model import checked
+from ecrl.envs.mujoco import world
+from ecrl.envs.mujoco.make_task import task_env
+from ecrl.envs.mujoco.physics.simulation import simulation, start
+from ecrl.envs.mujoco.robots.inverse_kinematics import inverse_kinematics, missing, solve
+from ecrl.envs.mujoco.scene import scene
+from ecrl.envs.mujoco.scene.config import SceneConfig
 from ecrl.envs.mujoco.task_config import TaskConfig
+from ecrl.envs.mujoco.terms import actions
 from ecrl.errors import ConfigError
 from ecrl.kernels import scan
+from ecrl.pytree import flatten
 from ecrl.registry import lookup
 from ecrl.spaces import Box
-from ecrl.strict import checked
-from ecrl.tracing import traced
-from ecrl.trees import flatten
 
 HOME = [0.0, -1.57, 1.57, -1.57, -1.57, 0.0]
 # All joints at right angles: the upper arm up, 0.1273 + 0.612, the forearm along -x, 0.5723, and on by 0.1157, beside

@@ -8,13 +8,13 @@ import pytest
 import torch
 from film_stand_ins import gl
 
+from ecrl.config.model import checked
 from ecrl.envs.mujoco import camera
 from ecrl.envs.mujoco.camera import CameraConfig, drawing, grid
-from ecrl.envs.mujoco.models import mujoco
-from ecrl.envs.mujoco.scene_config import SceneConfig
-from ecrl.envs.mujoco.simulation import simulation, start
+from ecrl.envs.mujoco.physics.simulation import simulation, start
+from ecrl.envs.mujoco.scene.config import SceneConfig
+from ecrl.envs.mujoco.scene.models import mujoco
 from ecrl.errors import ConfigError, UserError
-from ecrl.strict import checked
 
 
 def _sim(*places, color=(1.0, 0.0, 0.0, 1.0)):

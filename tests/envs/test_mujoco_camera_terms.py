@@ -7,21 +7,21 @@ from film_stand_ins import SMALL, TASK, filmed_run, gl
 from tensordict import TensorDict
 
 from ecrl import rng
-from ecrl.compile import choose_form
+from ecrl.compile.jit import choose_form
+from ecrl.config.model import checked
 from ecrl.envs import make_env
 from ecrl.envs.mujoco import camera
 from ecrl.envs.mujoco.camera import CameraConfig, drawing
-from ecrl.envs.mujoco.camera_terms import (
+from ecrl.envs.mujoco.scene.config import LightConfig
+from ecrl.envs.mujoco.terms.cameras import (
     RandomizeCameraConfig,
     RandomizeLightConfig,
     camera_image,
     randomize_camera,
     randomize_light,
 )
-from ecrl.envs.mujoco.scene_config import LightConfig
 from ecrl.errors import ConfigError
-from ecrl.loop import init_state, make_iteration
-from ecrl.strict import checked
+from ecrl.loop.iteration import init_state, make_iteration
 
 TINY = SMALL | {"resolution": [12, 8], "intrinsics": [12, 12, 6, 4]}
 CONFIG = CameraConfig.model_validate(TINY)

@@ -13,15 +13,15 @@ import numpy as np
 from test_loop import last_state, same, small
 
 from ecrl import registry, rng
-from ecrl.checkpoint import load, save
-from ecrl.compile import choose_form
+from ecrl.compile.jit import choose_form
 from ecrl.envs import auto_reset, make_env
-from ecrl.envs.contract import check_fields
-from ecrl.envs.mujoco.models import STATE, mujoco, size_of
-from ecrl.envs.mujoco.simulation import simulation
+from ecrl.envs.mujoco.physics.simulation import simulation
+from ecrl.envs.mujoco.scene.models import STATE, mujoco, size_of
+from ecrl.envs.validate import check_fields
 from ecrl.kernels import scan
-from ecrl.loop import init_state, make_iteration, train_iter
+from ecrl.loop.iteration import init_state, make_iteration, train_iter
 from ecrl.registry import lookup
+from ecrl.run.checkpoint import load, save
 
 ENVS = ("mujoco_reach", "mujoco_pole")
 

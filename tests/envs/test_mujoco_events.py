@@ -29,19 +29,19 @@ from tensordict import TensorDict
 from test_loop import same, small
 
 from ecrl import registry, rng
-from ecrl.compile import choose_form
+from ecrl.compile.jit import choose_form
+from ecrl.compile.trace import traced
+from ecrl.config.model import checked
 from ecrl.envs import auto_reset, make_env, restart, with_events
-from ecrl.envs.contract import check_fields
 from ecrl.envs.mujoco import world
-from ecrl.envs.mujoco.scene_config import SceneConfig
-from ecrl.envs.mujoco.simulation import advance, simulation, start
+from ecrl.envs.mujoco.physics.simulation import advance, simulation, start
+from ecrl.envs.mujoco.scene.config import SceneConfig
+from ecrl.envs.validate import check_fields
 from ecrl.errors import ConfigError
 from ecrl.kernels import scan
-from ecrl.loop import init_state, make_iteration
+from ecrl.loop.iteration import init_state, make_iteration
+from ecrl.pytree import flatten
 from ecrl.registry import lookup
-from ecrl.strict import checked
-from ecrl.tracing import traced
-from ecrl.trees import flatten
 
 
 @pytest.fixture(autouse=True, scope="module")

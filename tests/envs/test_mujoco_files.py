@@ -11,16 +11,16 @@ import numpy as np
 from task_stand_ins import keys_of, known_terms, nothing_yet
 
 from ecrl import registry
+from ecrl.config.model import checked
 from ecrl.envs.mujoco import world
-from ecrl.envs.mujoco.scene_config import SceneConfig
-from ecrl.envs.mujoco.simulation import simulation, start
-from ecrl.envs.mujoco.task import task_env
+from ecrl.envs.mujoco.make_task import task_env
+from ecrl.envs.mujoco.physics.simulation import simulation, start
+from ecrl.envs.mujoco.scene.config import SceneConfig
 from ecrl.envs.mujoco.task_config import TaskConfig
-from ecrl.envs.mujoco.terms import tcp_of
+from ecrl.envs.mujoco.terms.term import tcp_of
 from ecrl.errors import ConfigError
 from ecrl.registry import lookup
 from ecrl.spaces import Box
-from ecrl.strict import checked
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -11,15 +11,16 @@ pytest.importorskip("mujoco.batch")
 
 from mujoco_term_cases import CART, SCENE, SIDEWAYS, STRETCHED, aimed, given, made, placed, posed, scene, shaken, spun
 
-from ecrl.compile import choose_form
-from ecrl.envs.mujoco import observations, world
-from ecrl.envs.mujoco.scene_config import SceneConfig
-from ecrl.envs.mujoco.simulation import simulation
+from ecrl.compile.jit import choose_form
+from ecrl.compile.trace import traced
+from ecrl.config.model import checked
+from ecrl.envs.mujoco import world
+from ecrl.envs.mujoco.physics.simulation import simulation
+from ecrl.envs.mujoco.scene.config import SceneConfig
+from ecrl.envs.mujoco.terms import observations
 from ecrl.errors import ConfigError
+from ecrl.pytree import flatten
 from ecrl.registry import lookup
-from ecrl.strict import checked
-from ecrl.tracing import traced
-from ecrl.trees import flatten
 
 CUBE = {"entity_cfg": {"uid": "cube"}}
 

@@ -14,7 +14,8 @@ pytest.importorskip("mujoco.batch")
 import mujoco
 import numpy as np
 
-from ecrl.envs.mujoco import models, physics
+from ecrl.envs.mujoco.physics import step_op as physics
+from ecrl.envs.mujoco.scene import models
 from ecrl.errors import ConfigError, MissingExtraError
 
 XML = """<mujoco><option timestep="0.005"/>
@@ -275,7 +276,7 @@ import sys
 sys.path.insert(0, "tests"), sys.path.insert(0, "tests/envs")
 from test_mujoco_physics import model, models
 import torch
-print(models.load(model(), 1), "ecrl.inductor" in sys.modules)
+print(models.load(model(), 1), "ecrl.compile.cpu" in sys.modules)
 """
 
 

@@ -12,15 +12,16 @@ from mujoco_term_cases import SCENE
 from pydantic import Field
 
 from ecrl import registry, rng
+from ecrl.config.model import ConfigModel
 from ecrl.envs import auto_reset, make_env
-from ecrl.envs.contract import check_fields
-from ecrl.envs.mujoco import observations, rewards, world
-from ecrl.envs.mujoco.task import task_env
+from ecrl.envs.mujoco import world
+from ecrl.envs.mujoco.make_task import task_env
 from ecrl.envs.mujoco.task_config import TaskConfig
-from ecrl.envs.mujoco.terms import ActionTerm, JointsConfig, joints_of
+from ecrl.envs.mujoco.terms import observations, rewards
+from ecrl.envs.mujoco.terms.term import ActionTerm, JointsConfig, joints_of
+from ecrl.envs.validate import check_fields
 from ecrl.errors import ConfigError
 from ecrl.registry import register_action, register_env, register_event, register_reward, registered
-from ecrl.strict import ConfigModel
 
 CUBE = {"uid": "cube"}
 AIM = {"source_entity_cfg": CUBE, "target_pose_key": "goal_pose"}

@@ -22,12 +22,13 @@ from mujoco_term_cases import (
     shaken,
 )
 
-from ecrl.compile import choose_form
-from ecrl.envs.mujoco import rewards, world
+from ecrl.compile.jit import choose_form
+from ecrl.compile.trace import traced
+from ecrl.envs.mujoco import world
+from ecrl.envs.mujoco.terms import rewards
 from ecrl.errors import ConfigError
+from ecrl.pytree import flatten
 from ecrl.registry import lookup
-from ecrl.tracing import traced
-from ecrl.trees import flatten
 
 CUBE, OTHER, MARK = {"uid": "cube"}, {"uid": "other"}, {"uid": "mark"}
 PAIR = {"source_entity_cfg": CUBE, "target_entity_cfg": OTHER}

@@ -9,12 +9,12 @@ pytest.importorskip("mujoco.batch")
 import mujoco
 import numpy as np
 
-from ecrl.envs.mujoco.scene import build
-from ecrl.envs.mujoco.scene_config import SceneConfig
-from ecrl.envs.mujoco.simulation import simulation
+from ecrl.config.inert import inert_in
+from ecrl.config.model import checked
+from ecrl.envs.mujoco.physics.simulation import simulation
+from ecrl.envs.mujoco.scene.config import SceneConfig
+from ecrl.envs.mujoco.scene.scene import build
 from ecrl.errors import ConfigError
-from ecrl.inert import inert_in
-from ecrl.strict import checked
 
 CUBE = {"uid": "cube", "shape": {"shape_type": "Cube", "size": [0.1, 0.2, 0.3]}, "init_pos": [-0.6, -0.4, 0.15]}
 TCP = [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0.2], [0, 0, 0, 1]]
@@ -365,7 +365,7 @@ def test_a_fault_is_told_by_its_key(keys, told):
 
 
 def test_frequency_of_control_stands_for_steps_per_control():
-    from ecrl.envs.mujoco.simulation import simulation
+    from ecrl.envs.mujoco.physics.simulation import simulation
 
     assert simulation(checked(SceneConfig, {}, "x")).substeps == 4
     assert simulation(checked(SceneConfig, {"target_control_frequency": 50.0}, "x")).substeps == 2

@@ -9,14 +9,14 @@ pytest.importorskip("mujoco.batch")
 from task_stand_ins import ACTIONS, CUBE_MASS, DT, SCENE, happening, keys_of, known_terms, nothing_yet, rollout, task
 from test_loop import last_state, same, small
 
-from ecrl.checkpoint import load, save
+from ecrl.config.model import checked
 from ecrl.envs import auto_reset, make_env, restart
-from ecrl.envs.contract import check_fields
 from ecrl.envs.mujoco import world
 from ecrl.envs.mujoco.task_config import TaskConfig
+from ecrl.envs.validate import check_fields
 from ecrl.errors import ConfigError
-from ecrl.loop import init_state, make_iteration, train_iter
-from ecrl.strict import checked
+from ecrl.loop.iteration import init_state, make_iteration, train_iter
+from ecrl.run.checkpoint import load, save
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -21,13 +21,17 @@ from test_mujoco_physics import XML, none, starts
 
 import ecrl
 from ecrl import rng
-from ecrl.compile import choose_form
+from ecrl.compile.jit import choose_form
 from ecrl.config import config_from_dict
 from ecrl.envs import auto_reset, make_env
-from ecrl.envs.contract import check_fields
-from ecrl.envs.mujoco import models, physics, warp_model, warp_physics, world
-from ecrl.envs.mujoco.scene_config import PhysicsConfig, RigidObjectConfig, RobotConfig, SceneConfig, ShapeConfig
-from ecrl.envs.mujoco.simulation import advance, simulation, start
+from ecrl.envs.mujoco import world
+from ecrl.envs.mujoco.physics import step_op as physics
+from ecrl.envs.mujoco.physics import warp_model
+from ecrl.envs.mujoco.physics import warp_step as warp_physics
+from ecrl.envs.mujoco.physics.simulation import advance, simulation, start
+from ecrl.envs.mujoco.scene import models
+from ecrl.envs.mujoco.scene.config import PhysicsConfig, RigidObjectConfig, RobotConfig, SceneConfig, ShapeConfig
+from ecrl.envs.validate import check_fields
 from ecrl.errors import ConfigError, MissingExtraError
 from ecrl.kernels import scan
 
@@ -451,9 +455,9 @@ def test_a_gpu_is_taken_with_warp_alone(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=10**12))
-    ecrl.parts._env_and_policy(config(**{"trainer.device": "cuda:0"}))
+    ecrl.loop.build._env_and_policy(config(**{"trainer.device": "cuda:0"}))
     with pytest.raises(ConfigError, match=r'set it to cpu, or env\.cfg\.physics\.backend to "warp"$'):
-        ecrl.parts._env_and_policy(config(**{"trainer.device": "cuda:0", "env.cfg.physics": {}}))
+        ecrl.loop.build._env_and_policy(config(**{"trainer.device": "cuda:0", "env.cfg.physics": {}}))
     m = text_model()
     rows, control = starts(m, 2)
     for handle in both(m):

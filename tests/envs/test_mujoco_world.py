@@ -12,14 +12,15 @@ import mujoco
 import numpy as np
 from tensordict import TensorDict
 
-from ecrl.envs.mujoco import kinematics, world
+from ecrl.compile.trace import traced
+from ecrl.config.model import checked
+from ecrl.envs.mujoco import world
 from ecrl.envs.mujoco.holding import holding
-from ecrl.envs.mujoco.scene_config import SceneConfig
-from ecrl.envs.mujoco.simulation import advance, sensed, simulation, start, to_data
+from ecrl.envs.mujoco.physics.simulation import advance, sensed, simulation, start, to_data
+from ecrl.envs.mujoco.robots import kinematics
+from ecrl.envs.mujoco.scene.config import SceneConfig
 from ecrl.errors import ConfigError
-from ecrl.strict import checked
-from ecrl.tracing import traced
-from ecrl.trees import flatten
+from ecrl.pytree import flatten
 
 BALL = {"shape": {"shape_type": "Sphere", "radius": 0.05}}
 STILL = {"mass": 2.0, "linear_damping": 0.0, "angular_damping": 0.0}

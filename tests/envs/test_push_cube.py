@@ -8,13 +8,14 @@ import torch
 from conftest import assert_pure, close
 
 import ecrl
-import ecrl.parts
+import ecrl.loop.build
 from ecrl import rng
 from ecrl.envs import auto_reset, make_env
-from ecrl.envs.contract import check_fields
-from ecrl.envs.mujoco import physics, world
+from ecrl.envs.mujoco import world
 from ecrl.envs.mujoco.holding import holding
-from ecrl.envs.mujoco.simulation import advance
+from ecrl.envs.mujoco.physics import step_op as physics
+from ecrl.envs.mujoco.physics.simulation import advance
+from ecrl.envs.validate import check_fields
 
 CONFIG = Path(__file__).parents[2] / "configs" / "push_cube_ppo.json"
 
@@ -294,9 +295,9 @@ def test_cart_pole_pays_the_angle_fails_when_it_lies_and_succeeds_at_the_end():
 
 def test_a_gpu_is_refused_in_one_line(monkeypatch):
     cfg = ecrl.load_config(CONFIG)
-    monkeypatch.setattr("ecrl.parts.device_of", lambda cfg: torch.device("cuda:0"))
+    monkeypatch.setattr("ecrl.loop.build.device_of", lambda cfg: torch.device("cuda:0"))
     with pytest.raises(ecrl.ConfigError, match=r"^trainer.device: cuda:0, but PushCubeRL steps in MuJoCo on the CPU"):
-        ecrl.parts.make_parts(cfg)
+        ecrl.loop.build.make_parts(cfg)
 
 
 def test_faults_of_the_scene_and_modes_of_actions_are_said_with_their_place():

@@ -6,7 +6,7 @@ from conftest import assert_pure, close
 from tensordict import TensorDict
 
 from ecrl.kernels import scan
-from ecrl.kernels.loops import chunking, in_chunks
+from ecrl.kernels.scan_loop import chunking, in_chunks
 
 CPU = torch.device("cpu")
 

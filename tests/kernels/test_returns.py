@@ -7,7 +7,7 @@ from conftest import assert_no_retrace, assert_pure, close
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ecrl.compile import choose_form
+from ecrl.compile.jit import choose_form
 from ecrl.kernels import discounted_returns, gae, n_step_returns, td_lambda_returns, vtrace
 
 NAN = float("nan")

@@ -10,17 +10,17 @@ import sys
 import pytest
 import torch
 
+from ecrl.compile.trace import traced
 from ecrl.kernels import reverse_cuda
-from ecrl.kernels.reverse import reverse_scan
-from ecrl.tracing import traced
-from ecrl.trees import flatten
+from ecrl.kernels.reverse_scan import reverse_scan
+from ecrl.pytree import flatten
 
 triton = pytest.mark.skipif(not reverse_cuda.has_triton_package(), reason="needs Triton")
 
 INTERPRETED = """
 import torch
 from ecrl import rng
-from ecrl.kernels.reverse import reverse_scan
+from ecrl.kernels.reverse_scan import reverse_scan
 from ecrl.kernels.reverse_cuda import on_gpu
 
 def check(time, rows, varies, cuts, dtype=torch.float32, tol=2e-6):
@@ -115,7 +115,7 @@ def test_few_rows_are_cut_into_more_chunks_and_none_is_empty(time, rows, expecte
 
 def test_in_a_graph_it_is_one_operation_of_the_same_shape(monkeypatch):
     """The graph that a GPU would get: here the plain recursion stands in for the kernel."""
-    monkeypatch.setattr("ecrl.kernels.reverse.is_for_gpu", lambda *own: True)
+    monkeypatch.setattr("ecrl.kernels.reverse_scan.is_for_gpu", lambda *own: True)
     x, cut, last = torch.ones(2, 3, 20), torch.zeros(2, 3, 20, dtype=torch.bool), torch.ones(2, 3)
     for decay in (0.5, torch.tensor(0.5, dtype=torch.float64), torch.full((2, 3, 20), 0.5, dtype=torch.float64)):
         leaves, structure = flatten((x, decay, cut, last))

@@ -11,15 +11,16 @@ from tensordict import TensorDict
 from test_loop import last_state, same, small
 from torch import nn
 
-from ecrl import checkpoint, rng
-from ecrl.compile import Form
+from ecrl import rng
+from ecrl.compile.jit import Form
 from ecrl.config import PolicyConfig
 from ecrl.errors import ConfigError
-from ecrl.export import export
 from ecrl.kernels import scan
-from ecrl.loop import init_state, make_iteration, make_parts
-from ecrl.parts import form_of
+from ecrl.loop.build import form_of
+from ecrl.loop.iteration import init_state, make_iteration, make_parts
 from ecrl.policies import acting_params, make_policy, module_policy
+from ecrl.run import checkpoint
+from ecrl.run.export import export
 from ecrl.spaces import Discrete, MultiDiscrete, box, dict_space
 
 EMPTY = TensorDict({}, [])
@@ -131,7 +132,7 @@ def test_drawing_follows_the_keys_and_leaves_the_generator_alone():
 
 
 def test_whoever_draws_runs_eager_and_the_others_compiled(monkeypatch):
-    monkeypatch.setattr("ecrl.parts.choose_form", lambda mode, device: Form("compiled", "as if", print, scan))
+    monkeypatch.setattr("ecrl.loop.build.choose_form", lambda mode, device: Form("compiled", "as if", print, scan))
     assert [make_parts(_config(name)).jit for name in NAMES] == [print, partial, print]
     assert [_policy(module).compiles for module in (Trunk, ActsOnNoise, Acts)] == [True, True, False]
 

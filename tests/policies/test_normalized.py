@@ -9,9 +9,9 @@ from test_loop import small
 from ecrl import rng
 from ecrl.algorithms import make_algorithm
 from ecrl.errors import ConfigError
-from ecrl.evaluation import evaluate
-from ecrl.loop import init_state, make_iteration, make_parts
+from ecrl.loop.iteration import init_state, make_iteration, make_parts
 from ecrl.policies import acting_params, make_policy
+from ecrl.run.evaluation import evaluate
 from ecrl.spaces import Discrete, MultiDiscrete, box, dict_space
 
 EMPTY = TensorDict({}, [])

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from runs import TINY, Run, begun, ecrl_train, ending, forked, gone_on, kept, reference, steps_logged
 
-from ecrl.checkpoint import read_files, steps_in
+from ecrl.run.checkpoint import read_files, steps_in
 
 ROOT = Path(__file__).resolve().parents[2]
 SLOW = copy.deepcopy(TINY)
@@ -128,7 +128,7 @@ def disk_of_a_few_pages(folder: Path) -> str:
 
 def video(folder: Path) -> str:
     """No room for a video: said, nothing of it is left, and the next is made."""
-    from ecrl.recording import background, write_video
+    from ecrl.run.recording import background, write_video
 
     images = [np.random.default_rng(i).integers(0, 255, (64, 64, 3), np.uint8) for i in range(20)]
 

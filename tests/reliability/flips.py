@@ -14,9 +14,9 @@ from pathlib import Path
 from runs import TINY, kept
 
 from ecrl import init_state, load, save, train_iter
-from ecrl.checkpoint import latest
 from ecrl.config import config_from_dict
-from ecrl.resuming import resume
+from ecrl.run.checkpoint import latest
+from ecrl.run.resume import resume
 
 
 def checkpoints(run: Path) -> list[Path]:

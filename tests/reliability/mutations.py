@@ -32,13 +32,13 @@ from mutating import CANARY, Pool, mutated_file
 from runs import kept
 from watching import Watch
 
-from ecrl.__main__ import main as ecrl
-from ecrl.compile import compiler_fault
+from ecrl.cli.main import main as ecrl
+from ecrl.compile.jit import compiler_fault
+from ecrl.config.json_schema import KINDS, json_schema
 from ecrl.envs.mujoco.camera import backend
-from ecrl.envs.mujoco.models import mujoco
-from ecrl.recording import encoder
+from ecrl.envs.mujoco.scene.models import mujoco
 from ecrl.registry import registered
-from ecrl.schema import KINDS, json_schema
+from ecrl.run.recording import encoder
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SECONDS = 20.0

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-import ecrl.training  # noqa: F401  (for the runs that are forked)
-from ecrl.__main__ import main
-from ecrl.checkpoint import read_files, steps_in
+import ecrl.run.train  # noqa: F401  (for the runs that are forked)
+from ecrl.cli.main import main
+from ecrl.run.checkpoint import read_files, steps_in
 
 NET = {"type": "mlp", "network_cfg": {"hidden_sizes": [8], "activation": "tanh"}}
 TINY = {

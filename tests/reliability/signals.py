@@ -17,7 +17,7 @@ from pathlib import Path
 
 from runs import TINY, begun, ending, gone_on, kept, reference, steps_logged
 
-from ecrl.checkpoint import latest
+from ecrl.run.checkpoint import latest
 
 
 def stopped(folder: Path, number: int, wait: float) -> float | None:

@@ -115,9 +115,9 @@ from dataclasses import replace
 import torch
 import ecrl
 from ecrl import distributed as d
-from ecrl.__main__ import main
+from ecrl.cli.main import main
 from ecrl.envs import make_env, time_limit
-from ecrl.strict import ConfigModel
+from ecrl.config.model import ConfigModel
 
 class SpoiltConfig(ConfigModel):
     pass
@@ -164,7 +164,7 @@ ON_THE_HOST = """
 import os, sys
 import gymnasium
 import numpy as np
-from ecrl.__main__ import main
+from ecrl.cli.main import main
 
 class Spoilt(gymnasium.Env):
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (1,))

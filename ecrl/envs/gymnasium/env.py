@@ -10,17 +10,17 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl import rng
+from ecrl.config.model import ConfigModel, Count, Positive
 from ecrl.envs.core import Env
-from ecrl.envs.gymnasium.autoreset import driven
-from ecrl.envs.gymnasium.live import Live, behind, current, explained, numbers, opened
-from ecrl.envs.gymnasium.parallel import parallel
+from ecrl.envs.gymnasium.handles import Live, behind, current, explained, numbers, opened
+from ecrl.envs.gymnasium.process_vector import parallel
 from ecrl.envs.gymnasium.spaces import MASK, BadValue, action, allowed, check_allowed
-from ecrl.envs.gymnasium.vectors import Fault, Outcome, Vector, serial
+from ecrl.envs.gymnasium.vector_adapter import driven
+from ecrl.envs.gymnasium.vector_api import Fault, Outcome, Vector, serial
 from ecrl.envs.gymnasium.worker import told
 from ecrl.errors import ConfigError, UserError
 from ecrl.registry import register_env
 from ecrl.spaces import Dict, Discrete, MultiDiscrete, Space, dict_space, from_gymnasium
-from ecrl.strict import ConfigModel, Count, Positive
 
 
 class GymnasiumConfig(ConfigModel):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ecrl.distributed import rank
 from ecrl.envs.gymnasium.spaces import BadValue
-from ecrl.envs.gymnasium.vectors import Fault, Vector
+from ecrl.envs.gymnasium.vector_api import Fault, Vector
 from ecrl.errors import UserError
 
 _LIVE: dict[int, "Live"] = {}

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import gymnasium
 
 from ecrl.envs.gymnasium import worker
-from ecrl.envs.gymnasium.vectors import Fault, Vector, vector_of
+from ecrl.envs.gymnasium.vector_api import Fault, Vector, vector_of
 
 _START = 60.0  # seconds that a worker may take to start Python, beside its timeout
 _GRACE = 2.0  # seconds that workers may take to close their environments

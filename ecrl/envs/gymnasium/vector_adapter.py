@@ -20,7 +20,7 @@ import torch
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
 from ecrl.envs.gymnasium.spaces import observation
-from ecrl.envs.gymnasium.vectors import Fault, Outcome, Vector, check_success, replaced
+from ecrl.envs.gymnasium.vector_api import Fault, Outcome, Vector, check_success, replaced
 from ecrl.envs.gymnasium.worker import success, told
 
 

@@ -17,11 +17,11 @@ import numpy as np
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from ecrl.envs.mujoco.models import mujoco
-from ecrl.envs.mujoco.scene_config import Real, Triple
-from ecrl.envs.mujoco.simulation import Simulation, to_data
+from ecrl.config.model import ConfigModel, Positive
+from ecrl.envs.mujoco.physics.simulation import Simulation, to_data
+from ecrl.envs.mujoco.scene.config import Real, Triple
+from ecrl.envs.mujoco.scene.models import mujoco
 from ecrl.errors import UserError
-from ecrl.strict import ConfigModel, Positive
 
 EYE, TARGET, DIRECTION, COLOR = "camera_eye_offset", "camera_target_offset", "light_direction", "light_color"
 """Targets of a state that say how it is seen; every other one of three numbers is a place, and marked."""

@@ -7,8 +7,8 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl.envs.mujoco import world
-from ecrl.envs.mujoco.models import id_of, mujoco
-from ecrl.envs.mujoco.simulation import Simulation
+from ecrl.envs.mujoco.physics.simulation import Simulation
+from ecrl.envs.mujoco.scene.models import id_of, mujoco
 
 
 @cache

@@ -11,11 +11,15 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl import rng
+from ecrl.config.model import term_text
 from ecrl.envs.core import Env
 from ecrl.envs.events import check_event, made
 from ecrl.envs.mujoco import world
 from ecrl.envs.mujoco.camera import lit
-from ecrl.envs.mujoco.episode import (
+from ecrl.envs.mujoco.physics.simulation import Simulation, simulation
+from ecrl.envs.mujoco.scene.models import Varied, rows_of
+from ecrl.envs.mujoco.task_config import TaskConfig
+from ecrl.envs.mujoco.task_step import (
     THEIRS,
     Check,
     ComputeTaskState,
@@ -32,14 +36,10 @@ from ecrl.envs.mujoco.episode import (
     step,
     with_starts,
 )
-from ecrl.envs.mujoco.models import Varied, rows_of
-from ecrl.envs.mujoco.simulation import Simulation, simulation
-from ecrl.envs.mujoco.task_config import TaskConfig
-from ecrl.envs.mujoco.terms import ActionTerm, part_of
+from ecrl.envs.mujoco.terms.term import ActionTerm, part_of
 from ecrl.errors import ConfigError
 from ecrl.registry import lookup
 from ecrl.spaces import Box, box
-from ecrl.strict import term_text
 
 _simulation = cast(Callable[..., Simulation], simulation)  # pyright holds configs to be unhashable
 

@@ -15,8 +15,8 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl.envs.mujoco.camera import COLOR, DIRECTION, EYE, TARGET, CameraConfig, Draw, drawing
-from ecrl.envs.mujoco.models import STATE, size_of
-from ecrl.envs.mujoco.simulation import Simulation
+from ecrl.envs.mujoco.physics.simulation import Simulation
+from ecrl.envs.mujoco.scene.models import STATE, size_of
 from ecrl.errors import ConfigError
 
 _VECTORS = (EYE, TARGET, DIRECTION, COLOR)

@@ -5,8 +5,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, Field, SerializeAsAny, model_validator
 
 from ecrl.config import EventConfig, resolved
-from ecrl.envs.mujoco.scene_config import Real, SceneConfig
-from ecrl.strict import ConfigModel, Count
+from ecrl.config.model import ConfigModel, Count
+from ecrl.envs.mujoco.scene.config import Real, SceneConfig
 
 
 class _Term(ConfigModel):

@@ -23,11 +23,11 @@ from torch import Tensor
 from ecrl import rng
 from ecrl.envs.events import Apply
 from ecrl.envs.mujoco import world
-from ecrl.envs.mujoco.simulation import Simulation, advance, start
+from ecrl.envs.mujoco.physics.simulation import Simulation, advance, start
 from ecrl.envs.mujoco.task_config import TaskConfig
-from ecrl.envs.mujoco.terms import ActionTerm, Observe, Reward
+from ecrl.envs.mujoco.terms.term import ActionTerm, Observe, Reward
 from ecrl.errors import ConfigError
-from ecrl.kernels.loops import loop
+from ecrl.kernels.scan_loop import loop
 
 _TRIES = 12  # starts that are drawn where some are refused
 _TRIED = 256  # episodes whose starts are looked at when a task is made

@@ -12,10 +12,10 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from ecrl.envs.mujoco import kinematics
-from ecrl.envs.mujoco.models import STATE, control_per_target, follows, id_of, mujoco, rows_of, size_of
-from ecrl.envs.mujoco.robot import Drive
-from ecrl.envs.mujoco.simulation import Simulation
+from ecrl.envs.mujoco.physics.simulation import Simulation
+from ecrl.envs.mujoco.robots import kinematics
+from ecrl.envs.mujoco.robots.robot import Drive
+from ecrl.envs.mujoco.scene.models import STATE, control_per_target, follows, id_of, mujoco, rows_of, size_of
 from ecrl.errors import ConfigError
 
 

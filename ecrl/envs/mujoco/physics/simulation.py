@@ -1,6 +1,6 @@
 """Worlds and their steps: a world is a TensorDict with all that a simulation carries, `advance` a pure function of it.
 
-A world `[*B]` has `physics` (float64, the state of `ecrl.envs.mujoco.physics`), `sensors` (float32, of the last
+A world `[*B]` has `physics` (float64, the state of `ecrl.envs.mujoco.physics.step_op`), `sensors` (float32, of the last
 substep) where the scene has any, and `parameters` (float64) where models differ between environments. What is in it
 is read and written by `ecrl.envs.mujoco.world`.
 """
@@ -15,11 +15,11 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from ecrl.envs.mujoco import physics, warp_model
-from ecrl.envs.mujoco.models import STATE, Backend, Varied, load, loaded, mujoco, rows_of, size_of
-from ecrl.envs.mujoco.robot import Drive, Robot
-from ecrl.envs.mujoco.scene import build
-from ecrl.envs.mujoco.scene_config import SceneConfig
+from ecrl.envs.mujoco.physics import step_op, warp_model
+from ecrl.envs.mujoco.robots.robot import Drive, Robot
+from ecrl.envs.mujoco.scene.config import SceneConfig
+from ecrl.envs.mujoco.scene.models import STATE, Backend, Varied, load, loaded, mujoco, rows_of, size_of
+from ecrl.envs.mujoco.scene.scene import build
 from ecrl.errors import ConfigError
 
 _SUBSTEPS = 4  # of 0.01 s: 25 steps of the environment per second
@@ -30,7 +30,7 @@ _HUGE = 1e10  # what MuJoCo itself calls a bad number
 class Simulation:
     """A scene ready to be stepped; equal configs give the same object.
 
-    model: MuJoCo's. robot: names of its joints, parts and end effectors. handle: of the model, for `physics.step`.
+    model: MuJoCo's. robot: names of its joints, parts and end effectors. handle: of the model, for `step_op.step`.
     substeps: physics steps per step of the environment. nu, nv: actuators and degrees of freedom. home: MuJoCo's data
     at the start. varied: what of the model differs between environments. row, sensors, parameters: of a world at the
     start.
@@ -84,7 +84,7 @@ def simulation(cfg: SceneConfig, drives: tuple[tuple[str, Drive], ...] = (), var
         varied: fields of the model that differ between environments, each with the name of its object, such as
             `(("body_mass", "cube"), ("body_inertia", "cube"), ("geom_friction", "cube"))`.
 
-    Raises: ConfigError, as `ecrl.envs.mujoco.scene.build`, and for what the backend cannot do.
+    Raises: ConfigError, as `ecrl.envs.mujoco.scene.scene.build`, and for what the backend cannot do.
     """
     scene = build(cfg, dict(drives))
     model, data = scene.model, scene.data
@@ -113,7 +113,7 @@ def start(sim: Simulation, batch: Sequence[int], device: torch.device | str | No
 
 
 def _inputs(sim: Simulation, world: TensorDict, control: Tensor, force: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """State, control and parameters, as `physics.step` takes them."""
+    """State, control and parameters, as `step_op.step` takes them."""
     row, batch = world["physics"], world.batch_size
     force = row.new_zeros(torch.Size((*batch, sim.nv))) if force is None else force.double()
     parameters = world["parameters"] if sim.varied else row.new_zeros(torch.Size((*batch, 0)))
@@ -136,7 +136,7 @@ def advance(
     Gradient: none; ValueError where one would be lost.
     """
     given, inputs = world["physics"], _inputs(sim, world, control, force)
-    after, sensors = physics.step(*inputs, handle=sim.handle, substeps=sim.substeps)
+    after, sensors = step_op.step(*inputs, handle=sim.handle, substeps=sim.substeps)
     sound = (after.abs() < _HUGE).all(-1) & (inputs[1].abs() < _HUGE).all(-1)
     fields = {"physics": torch.where(sound.unsqueeze(-1), after, given)}
     if "sensors" in world:
@@ -146,7 +146,7 @@ def advance(
 
 def sensed(sim: Simulation, world: TensorDict, control: Tensor) -> TensorDict:
     """Worlds with the sensors of the very state they are in, under a control `[*B, nu]`: one `mj_forward`."""
-    _, sensors = physics.step(*_inputs(sim, world, control, None), handle=sim.handle, substeps=0)
+    _, sensors = step_op.step(*_inputs(sim, world, control, None), handle=sim.handle, substeps=0)
     return world.copy().set("sensors", sensors.float())
 
 

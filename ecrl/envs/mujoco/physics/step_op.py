@@ -3,7 +3,7 @@
 A state is a row of float64: what `mj_getState` gives for `models.STATE`, all that a simulation carries from one step
 to the next. Rows are stepped side by side by `mujoco.batch`, on threads of its own and without Python's lock; the same
 row, control and parameters give the same bits for any number of threads and in any batch. Equal models are one.
-Models that are loaded for Warp are stepped by `ecrl.envs.mujoco.warp_physics`, where their rows are.
+Models that are loaded for Warp are stepped by `ecrl.envs.mujoco.physics.warp_step`, where their rows are.
 """
 
 import os
@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ecrl.envs.mujoco import warp_physics
-from ecrl.envs.mujoco.models import CONTROL, STATE, loaded, mujoco, rows_of, size_of
+from ecrl.envs.mujoco.physics import warp_step
+from ecrl.envs.mujoco.scene.models import CONTROL, STATE, loaded, mujoco, rows_of, size_of
 
 
 class _Pool(NamedTuple):
@@ -98,7 +98,7 @@ torch.library.define(
 @torch.library.impl(_NAME, "CPU")
 def _step(state: Tensor, control: Tensor, parameters: Tensor, handle: int, substeps: int) -> tuple[Tensor, Tensor]:
     if loaded(handle).backend == "warp":
-        return warp_physics.step(state, control, parameters, handle, substeps)
+        return warp_step.step(state, control, parameters, handle, substeps)
     out = torch.empty_like(state, memory_format=torch.contiguous_format)
     sensors = state.new_empty(len(state), loaded(handle).model.nsensordata)
     if not len(state):
@@ -120,7 +120,7 @@ def _step(state: Tensor, control: Tensor, parameters: Tensor, handle: int, subst
     return out, sensors
 
 
-torch.library.impl(_NAME, "CUDA", warp_physics.step)
+torch.library.impl(_NAME, "CUDA", warp_step.step)
 
 
 @torch.library.register_fake(_NAME)
@@ -160,7 +160,7 @@ def step(state: Tensor, control: Tensor, parameters: Tensor, *, handle: int, sub
         finite pass through. A model that is stepped by Warp takes tensors of a GPU too.
     Source: Todorov, Erez and Tassa 2012, "MuJoCo: a physics engine for model-based control".
 
-    >>> from ecrl.envs.mujoco.models import load
+    >>> from ecrl.envs.mujoco.scene.models import load
     >>> m = mujoco().MjModel.from_xml_string("<mujoco><worldbody><body><freejoint/><geom size='1'/></body></worldbody>"
     ...     "<sensor><clock/></sensor></mujoco>")
     >>> start = torch.zeros(3, size_of(m, *STATE), dtype=torch.float64)

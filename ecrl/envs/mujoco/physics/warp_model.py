@@ -6,7 +6,7 @@ from copy import copy
 from threading import RLock
 from typing import Any
 
-from ecrl.envs.mujoco.models import Varied, mujoco, size_of
+from ecrl.envs.mujoco.scene.models import Varied, mujoco, size_of
 from ecrl.errors import ConfigError, extra
 
 _FIXED = ("body_subtreemass", "geom_aabb", "geom_rbound")

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ecrl.envs.mujoco.models import CONTROL, STATE, Varied, loaded, rows_of, size_of
-from ecrl.envs.mujoco.warp_model import GROUPS, ONE_AT_A_TIME, VARIES, capacity, made, packages
+from ecrl.envs.mujoco.physics.warp_model import GROUPS, ONE_AT_A_TIME, VARIES, capacity, made, packages
+from ecrl.envs.mujoco.scene.models import CONTROL, STATE, Varied, loaded, rows_of, size_of
 
 _PARTS = {
     "TIME": "time",
@@ -167,7 +167,7 @@ def _lost(worlds: _Worlds) -> Tensor:
 
 
 def step(state: Tensor, control: Tensor, parameters: Tensor, handle: int, substeps: int) -> tuple[Tensor, Tensor]:
-    """`substeps` of MuJoCo Warp from each row; arguments and results as of `ecrl.envs.mujoco.physics.step`.
+    """`substeps` of MuJoCo Warp from each row; arguments and results as of `ecrl.envs.mujoco.physics.step_op.step`.
 
     Rows after it hold numbers of float32. A simulation with more constraints than there is room for (`capacity`) comes
     back as NaN, and so do all if they have too many contacts together.

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from math import cos, pi, sin
 from typing import Any, NamedTuple
 
-from ecrl.envs.mujoco.models import mujoco
+from ecrl.envs.mujoco.scene.models import mujoco
 
 _A = (0.0, -0.612, -0.5723, 0.0, 0.0)  # m
 _D = (0.1273, 0.0, 0.0, 0.163941, 0.1157, 0.0922)  # m, the last to the flange

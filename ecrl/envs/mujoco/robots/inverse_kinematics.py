@@ -16,8 +16,8 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl.envs.mujoco import world
-from ecrl.envs.mujoco.simulation import Simulation
-from ecrl.kernels.loops import loop
+from ecrl.envs.mujoco.physics.simulation import Simulation
+from ecrl.kernels.scan_loop import loop
 
 _DAMPING, _LEAST = 0.05, 1e-4
 _LONGEST = 1.0  # step of a joint, rad or m

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ecrl.envs.mujoco.models import mujoco
+from ecrl.envs.mujoco.scene.models import mujoco
 
 
 class Joint(NamedTuple):

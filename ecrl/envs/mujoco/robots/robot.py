@@ -6,12 +6,12 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from ecrl.envs.mujoco.arm import ROBOTS, Builtin, Matrix
-from ecrl.envs.mujoco.models import mujoco
-from ecrl.envs.mujoco.scene_config import DriveConfig, PerJoint, RobotConfig
+from ecrl.config.model import key_text, shown
+from ecrl.envs.mujoco.robots.arm import ROBOTS, Builtin, Matrix
+from ecrl.envs.mujoco.scene.config import DriveConfig, PerJoint, RobotConfig
+from ecrl.envs.mujoco.scene.models import mujoco
 from ecrl.errors import ConfigError
 from ecrl.registry import did_you_mean
-from ecrl.strict import key_text, shown
 
 Drive = Literal["position", "velocity", "force"]
 """What the control of a joint is: a target position, m or rad; a target velocity, m/s or rad/s; a force, N or N m."""

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from ecrl.strict import LIST, NUMBER, OBJECT, ConfigModel, Fraction, NonNegative, Positive, by_kind
+from ecrl.config.model import LIST, NUMBER, OBJECT, ConfigModel, Fraction, NonNegative, Positive, by_kind
 
 Real = Annotated[float, Field(ge=-1e6, le=1e6)]
 Triple = Annotated[tuple[Real, Real, Real], Field(strict=False)]

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ecrl.envs.mujoco.models import control_per_target, follows, mujoco
-from ecrl.envs.mujoco.robot import Drive, Robot, add_force_sensors, moving, robot_spec, spec_of
-from ecrl.envs.mujoco.scene_config import LightConfig, RigidObjectConfig, SceneConfig
+from ecrl.envs.mujoco.robots.robot import Drive, Robot, add_force_sensors, moving, robot_spec, spec_of
+from ecrl.envs.mujoco.scene.config import LightConfig, RigidObjectConfig, SceneConfig
+from ecrl.envs.mujoco.scene.models import control_per_target, follows, mujoco
 from ecrl.errors import ConfigError
 from ecrl.registry import did_you_mean
 

@@ -9,15 +9,15 @@ from pydantic import Field
 from tensordict import TensorDict
 from torch import Tensor
 
+from ecrl.config.model import ConfigModel, Positive
 from ecrl.envs.core import Env
 from ecrl.envs.mujoco import world
-from ecrl.envs.mujoco.scene_config import Real, RobotConfig, Triple
-from ecrl.envs.mujoco.simulation import Simulation
-from ecrl.envs.mujoco.task import task_env
+from ecrl.envs.mujoco.make_task import task_env
+from ecrl.envs.mujoco.physics.simulation import Simulation
+from ecrl.envs.mujoco.scene.config import Real, RobotConfig, Triple
 from ecrl.envs.mujoco.task_config import ActionConfig, ObservationConfig, RewardConfig, TaskConfig, parsed
-from ecrl.envs.mujoco.terms import part_of
+from ecrl.envs.mujoco.terms.term import part_of
 from ecrl.registry import register_env
-from ecrl.strict import ConfigModel, Positive
 
 _ACTIONS: Any = {"delta_qpos": {"func": "DeltaQposTerm", "params": {"scale": 0.1}}}
 _OBSERVATIONS: Any = {"robot_qpos": {"func": "normalize_robot_joint_data", "mode": "modify", "name": "robot/qpos"}}

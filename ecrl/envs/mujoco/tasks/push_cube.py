@@ -10,12 +10,13 @@ from pydantic import Field
 from tensordict import TensorDict
 from torch import Tensor
 
+from ecrl.config.model import ConfigModel, NonNegative, Positive
 from ecrl.envs.core import Env
 from ecrl.envs.mujoco import world
 from ecrl.envs.mujoco.holding import holding
-from ecrl.envs.mujoco.scene_config import RigidObjectConfig, RobotConfig
-from ecrl.envs.mujoco.simulation import Simulation, advance
-from ecrl.envs.mujoco.task import task_env
+from ecrl.envs.mujoco.make_task import task_env
+from ecrl.envs.mujoco.physics.simulation import Simulation, advance
+from ecrl.envs.mujoco.scene.config import RigidObjectConfig, RobotConfig
 from ecrl.envs.mujoco.task_config import (
     ActionConfig,
     ObservationConfig,
@@ -24,9 +25,8 @@ from ecrl.envs.mujoco.task_config import (
     TaskEventConfig,
     parsed,
 )
-from ecrl.envs.mujoco.terms import target
+from ecrl.envs.mujoco.terms.term import target
 from ecrl.registry import register_env
-from ecrl.strict import ConfigModel, NonNegative, Positive
 
 _CUBE, _GOAL = {"uid": "cube"}, {"target_pose_key": "goal_pose"}
 _ACTIONS: Any = {"delta_qpos": {"func": "DeltaQposTerm", "params": {"scale": 0.1}}}

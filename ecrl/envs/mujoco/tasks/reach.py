@@ -8,11 +8,12 @@ from pydantic import Field
 from tensordict import TensorDict
 from torch import Tensor
 
+from ecrl.config.model import ConfigModel, Positive
 from ecrl.envs.core import Env
 from ecrl.envs.mujoco import world
-from ecrl.envs.mujoco.scene_config import RobotConfig
-from ecrl.envs.mujoco.simulation import Simulation
-from ecrl.envs.mujoco.task import task_env
+from ecrl.envs.mujoco.make_task import task_env
+from ecrl.envs.mujoco.physics.simulation import Simulation
+from ecrl.envs.mujoco.scene.config import RobotConfig
 from ecrl.envs.mujoco.task_config import (
     ActionConfig,
     ObservationConfig,
@@ -21,9 +22,8 @@ from ecrl.envs.mujoco.task_config import (
     TaskEventConfig,
     parsed,
 )
-from ecrl.envs.mujoco.terms import target, tcp_of
+from ecrl.envs.mujoco.terms.term import target, tcp_of
 from ecrl.registry import register_env
-from ecrl.strict import ConfigModel, Positive
 
 _TARGET = {"target_pose_key": "target_pose"}
 _ACTIONS: Any = {"delta_qpos": {"func": "DeltaQposTerm", "params": {"scale": 0.1}}}

@@ -11,14 +11,15 @@ from pydantic import Field, model_validator
 from tensordict import TensorDict
 from torch import Tensor
 
-from ecrl.envs.mujoco import kinematics, world
-from ecrl.envs.mujoco.inverse_kinematics import inverse_kinematics
-from ecrl.envs.mujoco.robot import Drive
-from ecrl.envs.mujoco.scene_config import Real
-from ecrl.envs.mujoco.simulation import Simulation
-from ecrl.envs.mujoco.terms import ActionTerm, JointsConfig, joints_of, ranges_of, tcp_of
+from ecrl.config.model import ConfigModel, Count, Positive
+from ecrl.envs.mujoco import world
+from ecrl.envs.mujoco.physics.simulation import Simulation
+from ecrl.envs.mujoco.robots import kinematics
+from ecrl.envs.mujoco.robots.inverse_kinematics import inverse_kinematics
+from ecrl.envs.mujoco.robots.robot import Drive
+from ecrl.envs.mujoco.scene.config import Real
+from ecrl.envs.mujoco.terms.term import ActionTerm, JointsConfig, joints_of, ranges_of, tcp_of
 from ecrl.registry import register_action
-from ecrl.strict import ConfigModel, Count, Positive
 
 Scale = Annotated[float, Field(ge=1e-6, le=1e6)]
 _TINY = 1e-6  # length of a quaternion that says nothing

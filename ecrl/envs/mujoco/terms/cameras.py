@@ -8,15 +8,15 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl import rng
+from ecrl.config.model import ConfigModel, Count, Fraction
 from ecrl.envs.events import Apply
 from ecrl.envs.mujoco.camera import COLOR, DIRECTION, EYE, TARGET, CameraConfig, backend
-from ecrl.envs.mujoco.images import camera_handle, image
-from ecrl.envs.mujoco.scene_config import LightConfig, Triple
-from ecrl.envs.mujoco.simulation import Simulation
-from ecrl.envs.mujoco.terms import Observe
+from ecrl.envs.mujoco.physics.simulation import Simulation
+from ecrl.envs.mujoco.render_op import camera_handle, image
+from ecrl.envs.mujoco.scene.config import LightConfig, Triple
+from ecrl.envs.mujoco.terms.term import Observe
 from ecrl.errors import ConfigError
 from ecrl.registry import register_event, register_observation
-from ecrl.strict import ConfigModel, Count, Fraction
 
 
 def _ordered(bounds: tuple[tuple[float, ...], tuple[float, ...]]) -> tuple[tuple[float, ...], tuple[float, ...]]:

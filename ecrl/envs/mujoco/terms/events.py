@@ -14,15 +14,15 @@ from pydantic import AfterValidator, Field, model_validator
 from torch import Tensor
 
 from ecrl import rng
+from ecrl.config.model import LIST, NUMBER, ConfigModel, NonNegative, by_kind
 from ecrl.envs.events import Apply
 from ecrl.envs.mujoco import world
-from ecrl.envs.mujoco.models import id_of, mujoco, rows_of
-from ecrl.envs.mujoco.scene_config import Real, Triple
-from ecrl.envs.mujoco.simulation import Simulation, start
-from ecrl.envs.mujoco.terms import EntityConfig, JointsConfig, joints_of
+from ecrl.envs.mujoco.physics.simulation import Simulation, start
+from ecrl.envs.mujoco.scene.config import Real, Triple
+from ecrl.envs.mujoco.scene.models import id_of, mujoco, rows_of
+from ecrl.envs.mujoco.terms.term import EntityConfig, JointsConfig, joints_of
 from ecrl.errors import ConfigError
 from ecrl.registry import did_you_mean, register_event
-from ecrl.strict import LIST, NUMBER, ConfigModel, NonNegative, by_kind
 
 
 def _numbers(bound: Any) -> tuple[float, ...]:

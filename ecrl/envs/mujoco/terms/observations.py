@@ -10,10 +10,11 @@ from pydantic import Field, model_validator
 from tensordict import TensorDict
 from torch import Tensor
 
+from ecrl.config.model import ConfigModel
 from ecrl.envs.mujoco import world
-from ecrl.envs.mujoco.scene_config import Real
-from ecrl.envs.mujoco.simulation import Simulation, start
-from ecrl.envs.mujoco.terms import (
+from ecrl.envs.mujoco.physics.simulation import Simulation, start
+from ecrl.envs.mujoco.scene.config import Real
+from ecrl.envs.mujoco.terms.term import (
     EntityConfig,
     JointsConfig,
     Observe,
@@ -25,7 +26,6 @@ from ecrl.envs.mujoco.terms import (
 )
 from ecrl.errors import ConfigError
 from ecrl.registry import register_observation
-from ecrl.strict import ConfigModel
 
 
 class NormalizeJointsConfig(JointsConfig):

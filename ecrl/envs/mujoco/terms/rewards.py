@@ -10,13 +10,13 @@ from pydantic import Field
 from tensordict import TensorDict
 from torch import Tensor
 
+from ecrl.config.model import ConfigModel, Fraction, NonNegative, Positive
 from ecrl.envs.mujoco import world
-from ecrl.envs.mujoco.scene_config import Real
-from ecrl.envs.mujoco.simulation import Simulation
-from ecrl.envs.mujoco.terms import EntityConfig, JointsConfig, Reward, joints_of, object_of, target, tcp_of
+from ecrl.envs.mujoco.physics.simulation import Simulation
+from ecrl.envs.mujoco.scene.config import Real
+from ecrl.envs.mujoco.terms.term import EntityConfig, JointsConfig, Reward, joints_of, object_of, target, tcp_of
 from ecrl.errors import ConfigError
 from ecrl.registry import register_reward
-from ecrl.strict import ConfigModel, Fraction, NonNegative, Positive
 
 
 class NothingConfig(ConfigModel):

@@ -1,7 +1,7 @@
 """What terms of a task are, and what their settings share.
 
 Terms are registered functions `make(cfg, sim)` of a Config model and a `Simulation`; what they make is a pure function
-of the task's state (`ecrl.envs.mujoco.episode`).
+of the task's state (`ecrl.envs.mujoco.task_step`).
 """
 
 from collections.abc import Callable
@@ -12,13 +12,13 @@ from pydantic import Field, model_validator
 from tensordict import TensorDict
 from torch import Tensor
 
+from ecrl.config.model import ConfigModel
 from ecrl.envs.mujoco import world
-from ecrl.envs.mujoco.models import mujoco
-from ecrl.envs.mujoco.robot import Drive
-from ecrl.envs.mujoco.simulation import Simulation
+from ecrl.envs.mujoco.physics.simulation import Simulation
+from ecrl.envs.mujoco.robots.robot import Drive
+from ecrl.envs.mujoco.scene.models import mujoco
 from ecrl.errors import ConfigError
 from ecrl.registry import did_you_mean
-from ecrl.strict import ConfigModel
 
 Observe = Callable[[TensorDict, Tensor | None], Tensor]
 """(state, value of the entry if it is modified) -> the entry of the observation, float32 `[*B, ...]`."""

@@ -1,0 +1,1 @@
+"""Compiling: everything that knows torch.compile, inductor, Triton or CUDA graphs."""

@@ -1,0 +1,31 @@
+"""The JSON config: its keys, files, checks, schema and the importer for EmbodiChain's files."""
+
+from ecrl.config.config import (
+    AlgorithmChoice,
+    Config,
+    EnvChoice,
+    EventConfig,
+    PolicyConfig,
+    TrainerConfig,
+    config_from_dict,
+    diff,
+    env_choice,
+    load_config,
+    resolved,
+    total_steps,
+)
+
+__all__ = [
+    "AlgorithmChoice",
+    "Config",
+    "EnvChoice",
+    "EventConfig",
+    "PolicyConfig",
+    "TrainerConfig",
+    "config_from_dict",
+    "diff",
+    "env_choice",
+    "load_config",
+    "resolved",
+    "total_steps",
+]

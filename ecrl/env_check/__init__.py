@@ -1,0 +1,1 @@
+"""The checks of `ecrl check-env`."""

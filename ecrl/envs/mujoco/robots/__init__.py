@@ -1,0 +1,1 @@
+"""Robots of MuJoCo tasks: the built-in arm, drives and kinematics."""

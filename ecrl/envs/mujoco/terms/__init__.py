@@ -1,0 +1,1 @@
+"""Action, observation, reward, event and camera terms of MuJoCo tasks."""

@@ -1,0 +1,1 @@
+"""A run on disk: training, its folder, checkpoints, resuming, logging, evaluation, video and export."""
