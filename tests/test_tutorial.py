@@ -85,7 +85,7 @@ def test_a_policy(page):
 
 def test_an_environment(page):
     names = page(len(BLOCKS))
-    assert names["found"].findings == []
+    assert names["report"].findings == []
     assert names["cfg"].env.name == "MyTaskRL" and names["cfg"].policy.name == "my_network" and _moved(names)
     assert int(names["state"]["sample_step"]) == 2 * 4 * 64, "num_envs stands in env.cfg"
     logs = {name for row in names["history"] for name in row}

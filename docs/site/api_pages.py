@@ -1,4 +1,4 @@
-"""The reference of what is not a kernel: `ecrl` itself, and the modules that its how-to pages name."""
+"""Make the reference pages for `ecrl` and the modules that the how-to pages name, except the kernels."""
 
 PAGES: dict[str, tuple[str, dict[str, list[str]]]] = {
     "ecrl": (
@@ -13,7 +13,7 @@ PAGES: dict[str, tuple[str, dict[str, list[str]]]] = {
                 "ecrl.train_from_config",
                 "ecrl.close",
             ],
-            "Evaluating and checking": ["ecrl.evaluate", "ecrl.check_env", "ecrl.env_check.check.EnvCheck"],
+            "Evaluation and checks": ["ecrl.evaluate", "ecrl.check_env", "ecrl.env_check.check.EnvCheck"],
             "Saving": ["ecrl.save", "ecrl.load"],
             "History": ["ecrl.run.history.History"],
         },
@@ -22,8 +22,8 @@ PAGES: dict[str, tuple[str, dict[str, list[str]]]] = {
         "Parts",
         {
             "Records": ["ecrl.Env", "ecrl.Policy", "ecrl.Algorithm", "ecrl.algorithms.Parts"],
-            "Making": ["ecrl.make_env", "ecrl.make_policy", "ecrl.make_algorithm", "ecrl.module_policy"],
-            "Registering": [
+            "Construction": ["ecrl.make_env", "ecrl.make_policy", "ecrl.make_algorithm", "ecrl.module_policy"],
+            "Registration": [
                 "ecrl.registered",
                 "ecrl.register_env",
                 "ecrl.register_policy",
@@ -60,7 +60,7 @@ PAGES: dict[str, tuple[str, dict[str, list[str]]]] = {
         },
     ),
     "consumers": (
-        "What reads a run",
+        "Consumers of a run",
         {
             "Records": ["ecrl.types.LogData"],
             "Consumers": [
@@ -90,11 +90,11 @@ PAGES: dict[str, tuple[str, dict[str, list[str]]]] = {
     ),
 }
 MODULES = {"rng": ("Random numbers", "ecrl.rng"), "world": ("The world of a MuJoCo task", "ecrl.envs.mujoco.world")}
-"""Pages of whole modules."""
+"""Pages that document a whole module: title and module by page name."""
 
 
 def names() -> list[str]:
-    """Everything that has an entry here, but what modules hold."""
+    """Return all names in PAGES. The members of MODULES are not included."""
     return [name for _, groups in PAGES.values() for group in groups.values() for name in group]
 
 
@@ -103,11 +103,13 @@ def _entries(group: list[str]) -> str:
 
 
 def api_pages() -> dict[str, str]:
-    """Markdown by path."""
+    """Return the Markdown of each page by its path."""
     pages = {
         page: f"# {title}\n\n" + "\n\n".join(f"## {heading}\n\n{_entries(group)}" for heading, group in groups.items())
         for page, (title, groups) in PAGES.items()
     }
-    bare = "    options:\n      show_root_heading: false\n      show_root_toc_entry: false"
-    pages |= {page: f"# {title}\n\n`{module}`\n\n::: {module}\n{bare}\n" for page, (title, module) in MODULES.items()}
+    no_heading = "    options:\n      show_root_heading: false\n      show_root_toc_entry: false"
+    pages |= {
+        page: f"# {title}\n\n`{module}`\n\n::: {module}\n{no_heading}\n" for page, (title, module) in MODULES.items()
+    }
     return {f"reference/{page}.md": text for page, text in pages.items()}

@@ -1,4 +1,4 @@
-"""The reference of the command line, made from its functions: what `ecrl COMMAND --help` says."""
+"""Make the reference page of the command line from the functions that `ecrl COMMAND --help` describes."""
 
 import inspect
 from collections.abc import Callable
@@ -10,33 +10,33 @@ from ecrl.cli import main as command_line
 
 _INTRO = """# Commands
 
-`python -m ecrl` is the same as `ecrl`; `ecrl COMMAND --help` says all this, too. [The command line](../command_line.md)
-shows the commands at work."""
+`python -m ecrl` is the same as `ecrl`. `ecrl COMMAND --help` prints the same descriptions.
+[The command line](../command_line.md) shows examples."""
 
 
-def _option(parameter: inspect.Parameter, about: str) -> str:
+def _option(parameter: inspect.Parameter, description: str) -> str:
     flag = f"--{parameter.name.replace('_', '-')}"
-    first = parameter.name.upper() if parameter.kind is parameter.POSITIONAL_ONLY else flag
-    told = () if parameter.default in (parameter.empty, None, False, ()) else f" ({parameter.default})"
-    return f"- `{first}`{told or ''}: {about}"
+    name = parameter.name.upper() if parameter.kind is parameter.POSITIONAL_ONLY else flag
+    default = "" if parameter.default in (parameter.empty, None, False, ()) else f" ({parameter.default})"
+    return f"- `{name}`{default}: {description}"
 
 
 def _command(name: str, function: Callable) -> str:
-    """A heading, what the command does, and its options."""
-    about, told = {}, ""
+    """Return the heading, description and options of a command."""
+    descriptions, text = {}, ""
     for section in Docstring(escape(inspect.getdoc(function) or "", quote=False)).parse("google", warnings=False):
         if section.kind is DocstringSectionKind.text:
-            told += section.value
+            text += section.value
         elif section.kind is DocstringSectionKind.parameters:
-            about = {one.name: " ".join(one.description.split()) for one in section.value}
+            descriptions = {item.name: " ".join(item.description.split()) for item in section.value}
     parameters = inspect.signature(function).parameters
-    keys = ["- `--SECTION.KEY VALUE`: sets a key of the config"] if "overrides" in parameters else []
-    options = [_option(parameters[key], text) for key, text in about.items()]
-    return "\n\n".join(filter(None, (f"## ecrl {name}", told, "\n".join(options + keys))))
+    keys = ["- `--SECTION.KEY VALUE`: set a key of the config"] if "overrides" in parameters else []
+    options = [_option(parameters[key], description) for key, description in descriptions.items()]
+    return "\n\n".join(filter(None, (f"## ecrl {name}", text, "\n".join(options + keys))))
 
 
 def command_page() -> dict[str, str]:
-    """Markdown by path."""
+    """Return the Markdown of the page by its path."""
     commands = command_line._WITH_KEYS | command_line._OTHERS
-    imports = "- `--import MODULE`, with any command: imports parts of your own; any number of times"
-    return {"reference/commands.md": "\n\n".join((_INTRO, imports, *(_command(*one) for one in commands.items())))}
+    imports = "- `--import MODULE`, with any command: import your own parts; you may repeat it"
+    return {"reference/commands.md": "\n\n".join((_INTRO, imports, *(_command(*item) for item in commands.items())))}

@@ -1,7 +1,7 @@
-"""Griffe extension: the sections and doctests of this project's docstrings, in Markdown that mkdocstrings renders.
+"""Griffe extension that rewrites this project's docstrings as Markdown for mkdocstrings.
 
-`Returns: text` and its like stand on the line of their text, and doctests stand without a heading: they become entries
-of a definition list and fenced blocks. Equations are indented, which is Markdown for code already.
+Sections such as `Returns: text` have their text on the same line. They become entries of a definition list. Doctests
+have no heading. They become fenced blocks. Equations are indented, so Markdown already shows them as code.
 """
 
 import re
@@ -14,20 +14,20 @@ _ENTRY = re.compile(rf"^{_TITLE}(.*(?:\n(?!{_TITLE}|>>> ).+)*)", re.MULTILINE)
 _DOCTEST = re.compile(r"^>>> .*(?:\n.+)*", re.MULTILINE)
 
 
-def _entry(found: re.Match) -> str:
-    text = " ".join(line.strip() for line in found[2].splitlines())
-    return f"\n{found[1]}\n:   {text}\n"
+def _entry(match: re.Match) -> str:
+    text = " ".join(line.strip() for line in match[2].splitlines())
+    return f"\n{match[1]}\n:   {text}\n"
 
 
 def as_markdown(docstring: str) -> str:
-    """The docstring with entries and fences."""
-    return _DOCTEST.sub(lambda found: f"```pycon\n{found[0]}\n```", _ENTRY.sub(_entry, docstring))
+    """Return the docstring with definition lists and fenced doctests."""
+    return _DOCTEST.sub(lambda match: f"```pycon\n{match[0]}\n```", _ENTRY.sub(_entry, docstring))
 
 
 class Docstrings(griffe.Extension):
-    """Rewrites every docstring before it is parsed."""
+    """Rewrite every docstring before it is parsed."""
 
     def on_instance(self, *, obj: griffe.Object, **kwargs: Any) -> None:
-        """Called with each object once it is read from the source."""
+        """Rewrite the docstring of an object after griffe has read it from the source."""
         if obj.docstring:
             obj.docstring.value = as_markdown(obj.docstring.value)

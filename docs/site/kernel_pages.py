@@ -1,4 +1,4 @@
-"""The kernel reference: one page for each file of `ecrl.kernels`, and a table of them all, made from the docstrings."""
+"""Make the kernel reference from docstrings: one page per file of `ecrl.kernels`, and a table of all kernels."""
 
 import inspect
 from importlib import import_module
@@ -23,22 +23,22 @@ TITLES = {
     "ecrl.kernels.moments": "Running moments",
     "ecrl.kernels.optim": "Optimisers and schedules",
 }
-"""Files in the order of the reference; a public kernel of another file is a KeyError in `names_by_file`."""
+"""Page titles by module, in the order of the reference. `names_by_file` raises KeyError for any other module."""
 
 
 def names_by_file() -> dict[str, list[str]]:
-    """The public names of `ecrl.kernels` by the module that defines them, in the order of the source."""
-    found: dict[str, list[str]] = {module: [] for module in TITLES}
+    """Return the public names of `ecrl.kernels` by the module that defines them, in the order of the source."""
+    by_module: dict[str, list[str]] = {module: [] for module in TITLES}
     for name in kernels.__all__:
-        found[getattr(kernels, name).__module__].append(name)
-    for module, names in found.items():
+        by_module[getattr(kernels, name).__module__].append(name)
+    for module, names in by_module.items():
         source = inspect.getsource(import_module(module))
         names.sort(key=lambda name: min(source.find(f"{kind} {name}(") % len(source) for kind in ("def", "class")))
-    return found
+    return by_module
 
 
 def file_of(module: str) -> str:
-    """The page of a module, such as `reference/kernels/returns.md`."""
+    """Return the path of a module's page, such as `reference/kernels/returns.md`."""
     return f"reference/kernels/{module.rpartition('.')[2]}.md"
 
 
@@ -55,26 +55,29 @@ def _page(module: str, names: list[str]) -> str:
 
 
 def _fields(title: str, table: dict[str, str]) -> str:
-    rows = [f"| `{name}` | {plain(about)} |" for name, about in table.items()]
+    rows = [f"| `{name}` | {plain(meaning)} |" for name, meaning in table.items()]
     return "\n".join(("", f"## {title}", "", "| field | |", "|---|---|", *rows, ""))
 
 
 def _row(name: str) -> str:
-    about = (inspect.getdoc(getattr(kernels, name)) or "").splitlines()[0]
-    return f"| [`{name}`][ecrl.kernels.{name}] | {about.replace('|', chr(92) + '|')} |"
+    summary = (inspect.getdoc(getattr(kernels, name)) or "").splitlines()[0]
+    return f"| [`{name}`][ecrl.kernels.{name}] | {summary.replace('|', chr(92) + '|')} |"
 
 
 _OVERVIEW = """# Kernels
 
-Pure functions on tensors; each can be imported alone: `from ecrl.kernels import gae`. Shapes stand in brackets: `*B` is
-any number of leading dimensions, `N` environments, `T` steps; time comes last. `Scalar` is a float or a 0-d tensor.
-*Gradient* says through which arguments gradients flow, *Source* where the equation is from. The tests run every
-example.
+Kernels are pure functions on tensors. You can import each one alone: `from ecrl.kernels import gae`.
+
+Shapes are in brackets. `*B` is any number of leading dimensions, `N` is the number of environments and `T` the number
+of steps. Time is the last axis. `Scalar` is a float or a 0-d tensor.
+
+*Gradient* lists the arguments through which gradients flow. *Source* gives the origin of the equation. The tests run
+every example.
 """
 
 
 def kernel_pages() -> dict[str, str]:
-    """Markdown by path."""
+    """Return the Markdown of each page by its path."""
     by_file = names_by_file()
     tables = [
         "\n".join((f"## {TITLES[module]}\n", f"`{_path(module)}`\n", "| kernel | |", "|---|---|", *map(_row, names)))

@@ -1,4 +1,4 @@
-"""MkDocs hooks: pages made from the code, files outside of docs/ that are pages too, and links to the reference."""
+"""MkDocs hooks that generate pages from the code, add files from outside docs/ and link names to the reference."""
 
 import re
 from html import unescape
@@ -28,14 +28,14 @@ def _notebooks() -> list[Path]:
 
 
 def on_config(config: MkDocsConfig) -> None:
-    """The notebooks come after the start."""
+    """Insert the notebooks after the start pages of the navigation."""
     if config.nav and _notebooks():
         config.nav.insert(1, {"Notebooks": [f"notebooks/{notebook.name}" for notebook in _notebooks()]})
 
 
-@event_priority(50)  # before mkdocs-jupyter, which looks for notebooks
+@event_priority(50)  # runs before mkdocs-jupyter, which searches the files for notebooks
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add what docs/ does not hold."""
+    """Add the generated pages and the files outside docs/."""
     contributing = {"contributing.md": (ROOT / "CONTRIBUTING.md").read_text().replace("](docs/", "](")}
     for path, text in (kernel_pages() | api_pages() | config_pages() | command_page() | contributing).items():
         files.append(File.generated(config, path, content=text))
@@ -45,7 +45,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-HERE = {
+SITE_PATHS = {
     "../CONTRIBUTING.md": "contributing.md",
     "../ecrl/kernels": "reference/kernels/index.md",
     "../ecrl/config/config.py": "reference/config/run.md",
@@ -56,44 +56,47 @@ HERE = {
     "../benchmarks/results/README.md": "benchmarks/results/README.md",
     "../benchmarks/results/push_cube_ppo.png": "benchmarks/results/push_cube_ppo.png",
 }
-"""What links of pages to files beside docs/ lead to in the site; on their own they lead to the files."""
-_ELSEWHERE = re.compile(r"\]\((\.\./[^)#]*?)([\w.]+\.ipynb)?\)")
+"""Site paths by the link target that a page in docs/ uses for a file outside docs/."""
+_OUTSIDE_LINK = re.compile(r"\]\((\.\./[^)#]*?)([\w.]+\.ipynb)?\)")
 
 
-def _linked(found: re.Match) -> str:
-    return f"[{found[0]}][{found[1]}]" if found[1] in NAMES else found[0]
+def _link_name(match: re.Match) -> str:
+    return f"[{match[0]}][{match[1]}]" if match[1] in NAMES else match[0]
 
 
 def on_page_markdown(markdown: str, page: Page, **kwargs: Any) -> str:
-    """Link the names that have an entry in the reference; on the pages themselves they are plain code."""
+    """Link names to their entry in the reference, and links to files outside docs/ to their page."""
     if page.file.src_uri == "benchmarks/results/README.md":
-        page.meta["hide"] = ["navigation", "toc"]  # its table is as wide as the window
+        page.meta["hide"] = ["navigation", "toc"]  # the table needs the full window width
     if page.file.src_uri.startswith("notebooks/"):
-        return markdown  # it is JSON still
+        return markdown  # still JSON
     if page.file.src_uri.startswith("reference/"):
-        return _FENCED_OR_NAME.sub(_linked, markdown)
-    moved = _ELSEWHERE.sub(lambda found: f"]({HERE[found[1]]}{found[2] or ''})", markdown)
-    return _FENCED_OR_NAME.sub(_linked, moved)
+        return _FENCED_OR_NAME.sub(_link_name, markdown)
+    relinked = _OUTSIDE_LINK.sub(lambda match: f"]({SITE_PATHS[match[1]]}{match[2] or ''})", markdown)
+    return _FENCED_OR_NAME.sub(_link_name, relinked)
 
 
-def _labelled(table: re.Match) -> str:
-    """A table whose cells know their column, for narrow screens, where they stand below each other."""
+def _label_cells(table: re.Match) -> str:
+    """Add the column name to each cell of a table. Narrow screens stack the cells and show the name."""
     names = [re.sub(r"<.*?>", "", name) for name in re.findall(r"<th[^>]*>(.*?)</th>", table[0], re.DOTALL)]
     columns = cycle(names if len(names) > 2 else ["", ""])
-    return re.sub(r"<td\b", lambda found: f'<td data-label="{next(columns)}"', table[0])
+    return re.sub(r"<td\b", lambda _: f'<td data-label="{next(columns)}"', table[0])
 
 
 def _contents(html: str) -> TableOfContents:
-    """The headings of a notebook; mkdocs-jupyter's own list leaves out the code in them, and links to what is left."""
-    found = re.findall(r'<h([1-6]) id="([^"]+)">(.*?)<a class="anchor-link"', html, re.DOTALL)
-    names = [(int(level), place, unescape(re.sub(r"<.*?>", "", text)).strip()) for level, place, text in found]
-    return get_toc(nest_toc_tokens([{"level": level, "id": place, "name": name} for level, place, name in names]))
+    """Return the table of contents of a notebook. The one by mkdocs-jupyter drops the code in headings."""
+    headings = re.findall(r'<h([1-6]) id="([^"]+)">(.*?)<a class="anchor-link"', html, re.DOTALL)
+    tokens = [
+        {"level": int(level), "id": anchor, "name": unescape(re.sub(r"<.*?>", "", text)).strip()}
+        for level, anchor, text in headings
+    ]
+    return get_toc(nest_toc_tokens(tokens))
 
 
 def on_page_content(html: str, page: Page, **kwargs: Any) -> str:
-    """Label the cells of the tables; links of notebooks to docs/ and to each other lead to the pages."""
+    """Label table cells, and point the links in notebooks to the site's pages."""
     if page.file.src_uri.startswith("notebooks/"):
         html = re.sub(r'href="\.\./docs/(\w+)\.md\b', r'href="../\1.html', html)
         html = re.sub(r'href="(\w+)\.ipynb\b', r'href="\1.html', html)
         page.toc = _contents(html)
-    return re.sub(r"<table>.*?</table>", _labelled, html, flags=re.DOTALL)
+    return re.sub(r"<table>.*?</table>", _label_cells, html, flags=re.DOTALL)
