@@ -5,12 +5,12 @@ import sys
 from contextlib import nullcontext
 from typing import Literal
 
-import gym_stand_ins
 import pytest
 import torch
 from pydantic import Field
-from test_loop import NET, same, small
-from test_loop import last_state as end_of
+from support import fake_gymnasium_envs
+from support.small_runs import NET, same, small
+from support.small_runs import last_state as end_of
 
 from ecrl import __main__, rng
 from ecrl.algorithms import make_algorithm
@@ -28,7 +28,7 @@ from ecrl.spaces import box
 from ecrl.strict import ConfigModel
 from ecrl.training import train
 
-assert gym_stand_ins  # registers them
+assert fake_gymnasium_envs  # registers them
 FORMS = ["off", pytest.param("on", marks=pytest.mark.slow)]
 ALGORITHMS = {
     "ppo": {"n_epochs": 2, "batch_size": 10},

@@ -7,10 +7,10 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-import stand_ins  # noqa: F401  (registers environments)
 import torch
 from conftest import close
 from gymnasium.wrappers.vector import NormalizeReward
+from support import fake_envs  # noqa: F401  (registers environments)
 from tensordict import TensorDict
 
 from ecrl import rng
