@@ -132,6 +132,7 @@ def test_an_update_is_that_of_an_independent_ppo(change):
     """The weights are those of NumPy in float64, with gradients by hand."""
     cfg = changed(change)
     parts, state, rollout = collected(cfg)
+    rollout["reward"].normal_(generator=torch.Generator().manual_seed(0))  # targets on both sides of the values
     learnt = like_the_independent_one(cfg, state, rollout, parts)
     if change and "optimizer" not in change:
         other, _ = independent(changed({}), state, rollout)
