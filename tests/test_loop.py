@@ -7,36 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import assert_pure, close
+from support.small_runs import last_state, same, small
 
 import ecrl.loop.iteration
 from ecrl.algorithms.ppo import update as ppo_update
 from ecrl.compile.jit import COMPILED
-from ecrl.config import Config, config_from_dict
 from ecrl.errors import ConfigError
 from ecrl.loop.iteration import init_state, make_iteration, train_iter
 from ecrl.types import STATE_FIELDS
-
-NET = {"type": "mlp", "network_cfg": {"hidden_sizes": [8], "activation": "tanh"}}
-
-
-def small(**changes) -> Config:
-    base = {
-        "trainer": {"num_envs": 4, "buffer_size": 8, "iterations": 4, "compile": "off"},
-        "env": {"name": "cartpole"},
-        "policy": {"name": "actor_critic", "actor": NET, "critic": NET},
-        "algorithm": {"name": "ppo", "cfg": {"n_epochs": 2, "batch_size": 10}},
-    }
-    return config_from_dict(base).replace(**changes)
-
-
-def last_state(cfg, state=None):
-    *_, record = train_iter(init_state(cfg) if state is None else state, cfg)
-    return record["state"]
-
-
-def same(a, b) -> bool:
-    a, b = (dict(x.flatten_keys("/").items()) for x in (a, b))
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
 def test_records_come_in_pairs_with_the_step_and_the_state_after():
@@ -151,7 +129,7 @@ CALM = """
 import sys, torch
 sys.path.insert(0, "tests")
 torch.set_num_threads(1)
-from test_loop import small
+from support.small_runs import small
 from ecrl.loop.iteration import init_state, make_iteration
 from ecrl.run.evaluation import evaluate
 cfg = small(**{"trainer.compile": "on"})
@@ -229,7 +207,7 @@ THREADS = """
 import sys, torch
 sys.path.insert(0, "tests")
 torch.set_num_threads(int(sys.argv[1]))
-from test_loop import last_state, small
+from support.small_runs import last_state, small
 state = last_state(small(**{"trainer.num_envs": 64}))
 from ecrl import rng
 keys = rng.split(rng.key(1), 100_000)
