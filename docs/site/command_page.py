@@ -38,5 +38,5 @@ def _command(name: str, function: Callable) -> str:
 def command_page() -> dict[str, str]:
     """Markdown by path."""
     commands = command_line._WITH_KEYS | command_line._OTHERS
-    imports = "- `--import MODULE`, with any command: imports parts of your own; any number of times"
+    imports = "- `--import MODULE`, with any command: imports your own parts; any number of times"
     return {"reference/commands.md": "\n\n".join((_INTRO, imports, *(_command(*one) for one in commands.items())))}
