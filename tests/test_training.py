@@ -365,8 +365,8 @@ def test_faults_exit_2_with_one_line_each(config_file, change, lines, monkeypatc
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("train",), "ecrl train needs one config file"),
-        (("train", "x.json", "--config", "x.json"), "give the config file once"),
+        (("train",), "ecrl train needs one config, such as"),
+        (("train", "x.json", "--config", "x.json"), "give the config once"),
         (("train", "--distributed", "--no-distributed", "x.json"), "not both"),
         (("eval", "nowhere"), "no checkpoint"),
         (("train", "--nonsense"), "nonsense"),

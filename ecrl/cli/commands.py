@@ -16,7 +16,7 @@ def check(path: Annotated[str, tyro.conf.Positional], /, *, overrides: Overrides
     """Check a config file without running it: every fault at once, one line each; else what it would run.
 
     Args:
-        path: config file.
+        path: name of a shipped config, such as cartpole_ppo, or a config file.
     """
     from ecrl.config import load_config
     from ecrl.config.files import parse_overrides
@@ -45,16 +45,17 @@ def check_env(
     """Play an environment at random and say, one line each, what a run could not rely on; its keys can be set.
 
     Args:
-        env: name, such as cartpole or gymnasium:CartPole-v1, or a config file, whose environment is meant.
+        env: name, such as cartpole or gymnasium:CartPole-v1, or a config (name or file) that has the environment.
         num_steps: of the play.
         seed: of starts, noise and actions.
     """
     from ecrl.config import EnvChoice, env_choice, load_config
     from ecrl.config.files import parse_overrides
+    from ecrl.config.presets import preset_names
     from ecrl.env_check.check import check_env as played
 
-    keys, in_file = parse_overrides(overrides), env.endswith((".json", ".yaml", ".yml"))
-    choice: EnvChoice = load_config(env, keys).env if in_file else env_choice(env, keys)
+    keys, in_config = parse_overrides(overrides), env in preset_names() or env.endswith((".json", ".yaml", ".yml"))
+    choice: EnvChoice = load_config(env, keys).env if in_config else env_choice(env, keys)
     found, notes = played(choice, num_steps=num_steps, seed=seed)
     for line in (*found, *notes):
         print(f"{env}: {line}")

@@ -25,6 +25,7 @@ from pydantic import (
 from ecrl.config.aliases import translated
 from ecrl.config.files import parse_overrides, read
 from ecrl.config.model import ConfigModel, Count, checked, dotted, explained, fault_at, key_text, shown
+from ecrl.config.presets import find_config
 from ecrl.errors import ConfigError
 from ecrl.registry import Entry, lookup, registered
 
@@ -251,26 +252,34 @@ def env_choice(name: str, overrides: Mapping[str, Any]) -> EnvChoice:
     return checked(EnvChoice, draft.data["env"], "", draft.faults, lambda path: dotted(("env", *path)))
 
 
-def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Config:
-    """Read and check a JSON file, or a YAML file if its name ends in .yaml or .yml.
+def load_config(source: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> Config:
+    """Read and check a config: a preset by name, a file or a dict.
 
-    Keys and files of EmbodiChain's configs are understood: `trainer.gym_config` (a second file with the environment's
-    name and settings, which `env` wins over key by key), `trainer.learning_env` for `env`, `trainer.segment_length` and
-    `trainer.deterministic_actions` for the ones of the algorithm, `trainer.update_horizon` for `buffer_size`; for a run
-    of one process `trainer.total_timesteps` for `iterations`, `trainer.save_frequency_updates` for `save_freq`.
+    A file is YAML if its name ends in .yaml or .yml, else JSON. These keys of EmbodiChain's configs are understood:
+
+    - `trainer.gym_config`: a second file with the environment's name and settings; `env` wins over it key by key;
+    - `trainer.learning_env`, for `env`;
+    - `trainer.segment_length` and `trainer.deterministic_actions`, for the algorithm's keys of these names;
+    - `trainer.update_horizon`, for `buffer_size`;
+    - `trainer.total_timesteps`, for `iterations`, and `trainer.save_frequency_updates`, for `save_freq`, in a run of
+      one process.
 
     Args:
-        path: of the file.
-        overrides: values by dotted key, such as `{"trainer.seed": 3}`; they win. `parse_overrides` makes them from a
+        source: name of a shipped config such as `"cartpole_ppo"`, path of a file, or a dict with the four sections.
+        overrides: values by dotted key, such as `{"trainer.seed": 3}`; they win. `parse_overrides` reads them from a
             command line.
 
-    >>> load_config("configs/cartpole_ppo.json", {"trainer.seed": 3}).trainer.seed
+    >>> load_config("cartpole_ppo", {"trainer.seed": 3}).trainer.seed
     3
 
-    Raises: ConfigError, one line per fault: missing file, bad syntax, a key given twice or unknown, a wrong type, a
-    number out of range. Keys without a meaning here are taken out, each with a UserWarning that names it.
+    Raises: ConfigError, one line per fault: unknown name, missing file, bad syntax, a key given twice or unknown, a
+    wrong type, a number out of range. Keys that have no meaning here are removed, each with a UserWarning that names
+    it.
     """
-    return config_from_dict(read(Path(path)), str(path), overrides, Path(path).parent)
+    if isinstance(source, Mapping):
+        return config_from_dict(dict(source), overrides=overrides)
+    path = find_config(source)
+    return config_from_dict(read(path), str(source), overrides, path.parent)
 
 
 def _leaves(data: Any, path: str = "") -> dict[str, str]:
@@ -284,7 +293,7 @@ def _leaves(data: Any, path: str = "") -> dict[str, str]:
 def diff(a: Config, b: Config) -> list[str]:
     """Where two configs differ, a line per key: `trainer.seed: 1 -> 3`; "absent" where one has no such key.
 
-    >>> cfg = load_config("configs/cartpole_ppo.json")
+    >>> cfg = load_config("cartpole_ppo")
     >>> diff(cfg, cfg.replace(**{"trainer.seed": 3, "env.name": "probe_delay"}))[:2]
     ['trainer.seed: 0 -> 3', 'env.name: "cartpole" -> "probe_delay"']
     """
