@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 
 train: $(VENV)/installed
 	rm -rf outputs/make_train
-	$(BIN)/ecrl train configs/cartpole_ppo.json --run-dir outputs/make_train
+	$(BIN)/ecrl train cartpole_ppo --run-dir outputs/make_train
 	$(BIN)/ecrl eval outputs/make_train --env gymnasium:CartPole-v1 --num-episodes 100
 
 test: $(VENV)/installed-dev

@@ -1,7 +1,9 @@
-"""Pure reinforcement-learning kernels in PyTorch, and one thin loop that composes them.
+"""Reinforcement learning from pure functions in PyTorch, and one thin loop that composes them.
 
-What changes is a tensor in a TensorDict; what does not is a frozen config; what happens is a module-level function.
-Names are resolved when first used, so that importing one kernel, or asking for help, stays light.
+Everything that changes during a run is a tensor in one TensorDict. Everything that stays fixed is in a frozen config.
+Everything that happens is a module-level function.
+
+`import ecrl` imports no other package. Python imports a public name when you first use it.
 """
 
 import os
@@ -37,34 +39,44 @@ if TYPE_CHECKING:
     from ecrl.run.train import train, train_from_config
 
 if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
-    # OpenMP's threads wait for work by spinning, for milliseconds if not told otherwise, on cores that MuJoCo's need
+    # By default, OpenMP's threads spin for milliseconds while they wait. MuJoCo's threads need those cores.
     os.environ.setdefault("GOMP_SPINCOUNT", "4000")
 
 _HOME = {
-    "ecrl.algorithms": ("Algorithm", "make_algorithm"),
-    "ecrl.env_check.check": ("check_env",),
-    "ecrl.run.checkpoint": ("load", "save"),
-    "ecrl.config": ("Config", "PolicyConfig", "load_config"),
-    "ecrl.envs": ("Env", "make_env"),
-    "ecrl.errors": ("ConfigError",),
-    "ecrl.run.evaluation": ("evaluate",),
-    "ecrl.loop.iteration": ("close", "init_state", "make_iteration", "train_iter"),
-    "ecrl.policies": ("Policy", "make_policy", "module_policy"),
-    "ecrl.registry": (
-        "register_action",
-        "register_algorithm",
-        "register_env",
-        "register_event",
-        "register_network",
-        "register_observation",
-        "register_policy",
-        "register_reward",
-        "registered",
-    ),
-    "ecrl.config.model": ("ConfigModel",),
-    "ecrl.run.train": ("train", "train_from_config"),
+    "Algorithm": "algorithms",
+    "Config": "config",
+    "ConfigError": "errors",
+    "ConfigModel": "config.model",
+    "Env": "envs",
+    "Policy": "policies",
+    "PolicyConfig": "config",
+    "check_env": "env_check.check",
+    "close": "loop.iteration",
+    "evaluate": "run.evaluation",
+    "init_state": "loop.iteration",
+    "load": "run.checkpoint",
+    "load_config": "config",
+    "make_algorithm": "algorithms",
+    "make_env": "envs",
+    "make_iteration": "loop.iteration",
+    "make_policy": "policies",
+    "module_policy": "policies",
+    "register_action": "registry",
+    "register_algorithm": "registry",
+    "register_env": "registry",
+    "register_event": "registry",
+    "register_network": "registry",
+    "register_observation": "registry",
+    "register_policy": "registry",
+    "register_reward": "registry",
+    "registered": "registry",
+    "save": "run.checkpoint",
+    "train": "run.train",
+    "train_from_config": "run.train",
+    "train_iter": "loop.iteration",
 }
-_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+"""The module of each public name, without the prefix `ecrl.`."""
+
 __all__ = [
     "Algorithm",
     "Config",
@@ -101,12 +113,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULE_OF:
+    """Import a public name, or a module such as `ecrl.kernels`, when it is first used."""
+    if name in _HOME:
         with importing():
-            module = import_module(_MODULE_OF[name])
+            module = import_module(f"ecrl.{_HOME[name]}")
         return getattr(module, name)
     if name.isidentifier() and not name.startswith("_") and find_spec(f"ecrl.{name}"):
-        return import_module(f"ecrl.{name}")  # so that `ecrl.kernels.gae` needs no import of its own
+        return import_module(f"ecrl.{name}")
     raise AttributeError(f"module 'ecrl' has no attribute {name!r}")
 
 

@@ -1,4 +1,4 @@
-"""`python -m ecrl`: the command line."""
+"""Run the command line with `python -m ecrl`."""
 
 from ecrl.cli.main import main
 

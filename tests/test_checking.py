@@ -248,6 +248,8 @@ def test_the_command_line(monkeypatch, capsys, tmp_path):
     assert status == 0 and out.startswith("cartpole: 12 episodes ended in 16 steps") and out.endswith("cartpole: ok\n")
     status, out, _ = told("configs/pendulum_ppo.json", "--num-steps", "4")
     assert status == 0 and out.endswith("configs/pendulum_ppo.json: ok\n")
+    status, out, _ = told("pendulum_ppo", "--num-steps", "4")
+    assert status == 0 and out.endswith("pendulum_ppo: ok\n")
     status, out, _ = told("ladder", "--num-steps", "4")
     assert status == 1 and out.startswith("ladder: reset gives env 3 another limit") and "ok" not in out
     status, _, err = told("cartpole", "--env.cfg.gravit", "3")

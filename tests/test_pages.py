@@ -21,7 +21,7 @@ from tensordict import TensorDict
 
 import ecrl
 from ecrl import registry
-from ecrl.config import config_from_dict
+from ecrl.config import config_from_dict, presets
 
 SKIPPED = {
     r"git clone ": "there is no network",
@@ -98,6 +98,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.chdir(tmp_path)
     doc_pages.small_configs(tmp_path)
+    monkeypatch.setattr(presets, "preset_folder", lambda: tmp_path / "configs")
     known = set(sys.modules)
     yield tmp_path
     for name in [name for name in sys.modules if name not in known and name.startswith("my_")]:

@@ -1,7 +1,6 @@
 """From a config file to a run folder, in process and from the shell."""
 
 import json
-import os
 import shutil
 import signal
 import socket
@@ -367,8 +366,8 @@ def test_faults_exit_2_with_one_line_each(config_file, change, lines, monkeypatc
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("train",), "ecrl train needs one config file"),
-        (("train", "x.json", "--config", "x.json"), "give the config file once"),
+        (("train",), "ecrl train needs one config, such as"),
+        (("train", "x.json", "--config", "x.json"), "give the config once"),
         (("train", "--distributed", "--no-distributed", "x.json"), "not both"),
         (("eval", "nowhere"), "no checkpoint"),
         (("train", "--nonsense"), "nonsense"),
@@ -453,19 +452,10 @@ def test_a_warning_is_one_line_in_a_real_shell(config_file):
     )
 
 
-def test_help_is_light():
-    """No torch, no pydantic; processor time, since the machine may be busy with other tests."""
-    code = (
-        "import sys; sys.argv = ['ecrl', '--help']; import ecrl.cli.main as m\ntry: m.main()\nexcept SystemExit: pass\n"
-    )
-    code += "print('torch' in sys.modules, 'pydantic' in sys.modules)"
+@pytest.mark.parametrize("command", ["", "train", "eval", "check-env", "bench"])
+def test_help_imports_neither_torch_nor_pydantic(command):
+    args = ["ecrl", *command.split(), "--help"]
+    code = f"import sys; sys.argv = {args}\nfrom ecrl.cli.main import main\ntry: main()\nexcept SystemExit: pass\n"
+    code += "print([name for name in ('torch', 'tensordict', 'numpy', 'pydantic', 'gymnasium') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.splitlines()[-1] == "False False"
-    assert min(help_seconds() for _ in range(3)) < 0.5
-
-
-def help_seconds() -> float:
-    before = os.times()
-    assert cli("--help").returncode == 0
-    after = os.times()
-    return after.children_user + after.children_system - before.children_user - before.children_system
+    assert "usage: ecrl" in done.stdout and done.stdout.splitlines()[-1] == "[]", done.stdout + done.stderr

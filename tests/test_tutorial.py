@@ -9,6 +9,7 @@ from support.paths import ROOT
 from tensordict import TensorDict
 
 from ecrl import registry
+from ecrl.config import presets
 from ecrl.registry import registered
 
 PAGE = (ROOT / "docs" / "custom_parts.md").read_text()
@@ -45,6 +46,7 @@ def page(tmp_path, monkeypatch):
     (tmp_path / "configs" / "cartpole_ppo.json").write_text(json.dumps(data))
     (tmp_path / "my_task.json").write_text(json.dumps(task))
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(presets, "preset_folder", lambda: tmp_path / "configs")
     names: dict = {}
 
     def run(count):
@@ -67,9 +69,7 @@ def test_an_algorithm(page):
     names = page(1)
     assert names["cfg"].algorithm.name == "my_algo" and _moved(names)
     assert names["history"][-1]["loss"] != 0.0
-    cfg = names["ecrl"].load_config(
-        "configs/cartpole_ppo.json", {"algorithm.name": "my_algo", "trainer.iterations": 40}
-    )
+    cfg = names["ecrl"].load_config("cartpole_ppo", {"algorithm.name": "my_algo", "trainer.iterations": 40})
     state, _ = names["ecrl"].train(names["ecrl"].init_state(cfg), cfg, progress=False)
     assert names["ecrl"].evaluate(state, cfg, num_episodes=10)["eval/avg_reward"] > 60.0, (
         "it learns; chance gives 9 to 25"

@@ -16,7 +16,7 @@ def check(path: Annotated[str, tyro.conf.Positional], /, *, overrides: Overrides
     """Check a config file without running it. Print all faults, one line each, or a summary of the run.
 
     Args:
-        path: config file.
+        path: name of a shipped config, such as cartpole_ppo, or a config file.
     """
     from ecrl.config import load_config
     from ecrl.config.files import parse_overrides
@@ -45,16 +45,17 @@ def check_env(
     """Play an environment with random actions and print its faults, one line each. Its config keys can be set.
 
     Args:
-        env: name, such as cartpole or gymnasium:CartPole-v1, or a config file that has the environment.
+        env: name, such as cartpole or gymnasium:CartPole-v1, or a config (name or file) that has the environment.
         num_steps: steps of the play.
         seed: seed of starts, noise and actions.
     """
     from ecrl.config import EnvChoice, env_choice, load_config
     from ecrl.config.files import parse_overrides
+    from ecrl.config.presets import preset_names
     from ecrl.env_check.check import check_env as run_check
 
-    keys, in_file = parse_overrides(overrides), env.endswith((".json", ".yaml", ".yml"))
-    choice: EnvChoice = load_config(env, keys).env if in_file else env_choice(env, keys)
+    keys, in_config = parse_overrides(overrides), env in preset_names() or env.endswith((".json", ".yaml", ".yml"))
+    choice: EnvChoice = load_config(env, keys).env if in_config else env_choice(env, keys)
     findings, notes = run_check(choice, num_steps=num_steps, seed=seed)
     for line in (*findings, *notes):
         print(f"{env}: {line}")
@@ -116,10 +117,10 @@ def bench(
         minutes: for results: start no run after this many minutes; 0 only remakes the tables and pictures.
         out: folder for the results; benchmarks/results if absent.
     """
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
     if not (root / "benchmarks" / "__main__.py").exists():
         raise UserError(
-            f"ecrl bench: no benchmarks folder next to {Path(__file__).parent}; run it from a checkout of the source"
+            f"ecrl bench: no benchmarks folder next to {root / 'ecrl'}; run it from a checkout of the source"
         )
     if what == "speed" and (seeds is not None or minutes is not None):
         raise UserError("--seeds and --minutes are for: ecrl bench results; leave them out")

@@ -34,11 +34,11 @@ def train(
     *,
     overrides: Overrides = (),
 ) -> None:
-    """Train with a JSON or YAML config file. Any of its keys can be set, as in --trainer.seed 3.
+    """Train a shipped config by name, or a JSON or YAML file. Any key can be set, as in --trainer.seed 3.
 
     Args:
-        path: config file.
-        config: config file, the same as the positional one.
+        path: name of a shipped config, such as cartpole_ppo, or a config file.
+        config: the same as the positional one.
         resume: run folder to continue from its newest checkpoint; needs no config file.
         force: resume even if the config differs from the run's.
         distributed: join the processes that torchrun started; the config decides if neither is given.
@@ -66,9 +66,9 @@ def train(
 
 def _config_path(path: str | None, config: str | None, needed: bool = True) -> str | None:
     if path is not None and config is not None:
-        raise UserError("give the config file once: as the first argument or with --config")
+        raise UserError("give the config once: as the first argument or with --config")
     if needed and path is None and config is None:
-        raise UserError("ecrl train needs one config file, such as: ecrl train configs/cartpole_ppo.json")
+        raise UserError("ecrl train needs one config, such as: ecrl train cartpole_ppo")
     return path or config
 
 

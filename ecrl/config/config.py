@@ -25,6 +25,7 @@ from pydantic import (
 from ecrl.config.aliases import translated
 from ecrl.config.files import parse_overrides, read
 from ecrl.config.model import ConfigModel, Count, checked, dotted, explain, fault_at, key_text, shown
+from ecrl.config.presets import find_config
 from ecrl.errors import ConfigError
 from ecrl.registry import Entry, lookup, registered
 
@@ -259,10 +260,10 @@ def env_choice(name: str, overrides: Mapping[str, Any]) -> EnvChoice:
     return checked(EnvChoice, draft.data["env"], "", draft.faults, lambda path: dotted(("env", *path)))
 
 
-def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Config:
-    """Read and check a JSON file, or a YAML file if its name ends in .yaml or .yml.
+def load_config(source: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> Config:
+    """Read and check a config: a preset by name, a file or a dict.
 
-    These keys of EmbodiChain's configs are understood:
+    A file is YAML if its name ends in .yaml or .yml, else JSON. These keys of EmbodiChain's configs are understood:
 
     - `trainer.gym_config`: a second file with the environment's name and settings; `env` wins over it key by key;
     - `trainer.learning_env`, for `env`;
@@ -272,17 +273,21 @@ def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
       one process.
 
     Args:
-        path: path of the file.
+        source: name of a shipped config such as `"cartpole_ppo"`, path of a file, or a dict with the four sections.
         overrides: values by dotted key, such as `{"trainer.seed": 3}`; they win. `parse_overrides` reads them from a
             command line.
 
-    >>> load_config("configs/cartpole_ppo.json", {"trainer.seed": 3}).trainer.seed
+    >>> load_config("cartpole_ppo", {"trainer.seed": 3}).trainer.seed
     3
 
-    Raises: ConfigError, one line per fault: missing file, bad syntax, a key given twice or unknown, a wrong type, a
-    number out of range. Keys that have no meaning here are removed, each with a UserWarning that names it.
+    Raises: ConfigError, one line per fault: unknown name, missing file, bad syntax, a key given twice or unknown, a
+    wrong type, a number out of range. Keys that have no meaning here are removed, each with a UserWarning that names
+    it.
     """
-    return config_from_dict(read(Path(path)), str(path), overrides, Path(path).parent)
+    if isinstance(source, Mapping):
+        return config_from_dict(dict(source), overrides=overrides)
+    path = find_config(source)
+    return config_from_dict(read(path), str(source), overrides, path.parent)
 
 
 def _leaves(data: Any, path: str = "") -> dict[str, str]:
@@ -296,7 +301,7 @@ def _leaves(data: Any, path: str = "") -> dict[str, str]:
 def diff(a: Config, b: Config) -> list[str]:
     """List the differences of two configs, a line per key: `trainer.seed: 1 -> 3`; a missing key is "absent".
 
-    >>> cfg = load_config("configs/cartpole_ppo.json")
+    >>> cfg = load_config("cartpole_ppo")
     >>> diff(cfg, cfg.replace(**{"trainer.seed": 3, "env.name": "probe_delay"}))[:2]
     ['trainer.seed: 0 -> 3', 'env.name: "cartpole" -> "probe_delay"']
     """

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from ecrl.config.model import ObjectPairs, dotted, repeated
+from ecrl.config.presets import preset_names
 from ecrl.errors import ConfigError
 from ecrl.registry import did_you_mean
 
@@ -81,7 +82,8 @@ def _yaml_error(path: Path, error: yaml.YAMLError, text: str) -> ConfigError:
 def _no_such_file(path: Path) -> ConfigError:
     others = [other.name for end in (".json", *_YAML_SUFFIXES) for other in path.parent.glob(f"*{end}")]
     near = did_you_mean(path.name, others) if others else f"no .json or .yaml files in {path.parent}"
-    return ConfigError(f"{path}: no such file; {near}")
+    hint = f"; or use the preset: {path.stem}" if path.stem in preset_names() else ""
+    return ConfigError(f"{path}: no such file; {near}{hint}")
 
 
 def _size(data: Any, counted: dict[int, int]) -> int:

@@ -1,0 +1,42 @@
+"""Configs that ecrl ships, found by name: `cartpole_ppo` is `configs/cartpole_ppo.json`."""
+
+import re
+from difflib import get_close_matches
+from pathlib import Path
+
+from ecrl.errors import ConfigError
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def preset_folder() -> Path:
+    """Return the folder of the presets: `ecrl/configs` in an installed wheel, `configs` in a checkout."""
+    installed = _PACKAGE / "configs"
+    return installed if installed.is_dir() else _PACKAGE.parent / "configs"
+
+
+def preset_names() -> tuple[str, ...]:
+    """Return the names of all presets, sorted.
+
+    >>> "cartpole_ppo" in preset_names()
+    True
+    """
+    return tuple(sorted(path.stem for path in preset_folder().glob("*.json")))
+
+
+def find_config(source: str | Path) -> Path:
+    """Return the file of a preset name or of a path. A file in the working directory wins over a preset.
+
+    >>> find_config("cartpole_ppo").name, str(find_config("outputs/first/config.json"))
+    ('cartpole_ppo.json', 'outputs/first/config.json')
+
+    Raises: ConfigError, one line, if a bare word names neither a preset nor a file.
+    """
+    path, names = Path(source), preset_names()
+    if isinstance(source, Path) or not re.fullmatch(r"[\w-]+", source) or path.is_file():
+        return path
+    if source in names:
+        return preset_folder() / f"{source}.json"
+    nearest = get_close_matches(source.lower(), names, n=1)
+    question = f"did you mean {nearest[0]!r}? " if nearest else ""
+    raise ConfigError(f"{source}: no preset or file has this name; {question}presets: {', '.join(names) or 'none'}")
