@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "1")  # pays, with the many graphs of the tests
@@ -139,3 +140,20 @@ def close(actual: Any, expected: Any, tol: float = 1e-5) -> None:
     expected = torch.as_tensor(expected)
     assert actual.shape == expected.shape, f"shape {list(actual.shape)}, expected {list(expected.shape)}"
     torch.testing.assert_close(actual.double(), expected.double(), rtol=tol, atol=tol, equal_nan=True)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the documentation site."""
+    from support.docs_site import build_site  # here: this file also works where there is no folder `support`
+
+    build_site(folder := tmp_path_factory.mktemp("site"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Headless Chromium."""
+    from support.browser import start_browser
+
+    yield from start_browser()

@@ -204,7 +204,11 @@ def test_memory_counts_what_the_second_unit_takes():
     In processes of their own, as when it is measured: a large one has freed memory at hand, whose pages do not count.
     """
     small, large = (
-        alone("benchmarks.memory:peak", {"make": "tests.stand_ins:spending", "args": {"num_envs": size}}, available())
+        alone(
+            "benchmarks.memory:peak",
+            {"make": "tests.support.fake_contestants:spending", "args": {"num_envs": size}},
+            available(),
+        )
         for size in (20, 50)
     )
     assert 25 < large["peak_mb"] - small["peak_mb"] < 35

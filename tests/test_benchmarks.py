@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="pi
 
 
 def stand_in(function, name=None, env=None, **args):
-    return Contestant(name or function, f"tests.bench_stand_ins:{function}", args, env or {})
+    return Contestant(name or function, f"tests.support.fake_contestants:{function}", args, env or {})
 
 
 def result(name, *rates, error=None):

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import close
+from support.small_runs import small
 from tensordict import TensorDict
-from test_loop import small
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode

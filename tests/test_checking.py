@@ -4,10 +4,12 @@ import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
-import gym_stand_ins  # noqa: F401  (registers its environments)
 import pytest
-import stand_ins  # noqa: F401  (registers its environments)
 import torch
+from support import (
+    fake_envs,  # noqa: F401  (registers its environments)
+    fake_gymnasium_envs,  # noqa: F401  (registers its environments)
+)
 from tensordict import TensorDict
 
 import ecrl

@@ -9,8 +9,8 @@ from threading import Thread
 import pytest
 import torch
 from safetensors.torch import load as tensors_from_bytes
+from support.small_runs import last_state, same, small
 from tensordict import TensorDict
-from test_loop import last_state, same, small
 
 from ecrl.errors import CheckpointError
 from ecrl.garbage import uncollected

@@ -9,8 +9,8 @@ from functools import partial
 
 import pytest
 import torch
+from support.small_runs import small
 from tensordict import TensorDict
-from test_loop import small
 from torch.autograd import forward_ad
 
 from ecrl import rng
@@ -135,10 +135,6 @@ def test_a_loop_of_a_graph_is_the_plain_loop():
     assert {name: y.tolist() for name, y in ys.items()} == {name: y.tolist() for name, y in plain_ys.items()}
 
 
-def _powers(loop, factor, start, xs):
-    return loop(lambda carry, x: (carry * factor + x, carry * 1.0), start, xs)
-
-
 class _Module(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -169,12 +165,12 @@ CACHED = """
 import sys
 sys.path.insert(0, "tests")
 import torch
-from test_compile import _powers
+from support.powers import powers
 from torch._dynamo.utils import counters
 from ecrl.compile.jit import choose_form
 form = choose_form("on", "cpu")
 for factor in map(float, sys.argv[1:]):
-    print(form.jit(_powers, form.scan, factor)(torch.ones(3), torch.zeros(4, 3))[0][0].item())
+    print(form.jit(powers, form.scan, factor)(torch.ones(3), torch.zeros(4, 3))[0][0].item())
 print(counters["inductor"]["fxgraph_cache_hit"])
 """
 

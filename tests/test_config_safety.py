@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_loop import small
+from support.small_runs import small
 
 from ecrl.cli.commands import check
 from ecrl.config import load_config

@@ -8,8 +8,6 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 
 import pytest
-from test_docs_site import site  # noqa: F401  (a fixture)
-from test_notebooks_in_browser import browser  # noqa: F401  (a fixture)
 
 WIDTHS = {"desk": 1280, "phone": 390}
 _BROKEN = "[...document.images].filter(i => !(i.complete && i.naturalWidth)).map(i => i.src)"
@@ -25,7 +23,7 @@ class Quiet(SimpleHTTPRequestHandler):
 
 
 @pytest.fixture(scope="module")
-def address(site):  # noqa: F811
+def address(site):
     """Where the site is served; its search cannot read a disk."""
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=site)) as server:
         Thread(target=server.serve_forever, daemon=True).start()
@@ -35,7 +33,7 @@ def address(site):  # noqa: F811
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", WIDTHS)
-def test_every_page_fits_and_all_it_needs_is_there(name, site, address, browser, tmp_path):  # noqa: F811
+def test_every_page_fits_and_all_it_needs_is_there(name, site, address, browser, tmp_path):
     width, failed = WIDTHS[name], []
     page = browser.new_page(viewport={"width": width, "height": 900})
     page.on("pageerror", lambda error: failed.append(str(error)))

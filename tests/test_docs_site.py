@@ -1,8 +1,6 @@
 """The site builds without a warning, has an entry for every public name, and needs nothing from elsewhere."""
 
-import logging
 import re
-import sys
 import zlib
 from html import unescape
 from itertools import chain
@@ -10,37 +8,12 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
-from page_blocks import PAGES
-from test_public import KERNELS, ROOT, SURFACE
+from support.doc_pages import PAGES
+from support.paths import ROOT
+
+import ecrl.kernels
 
 pytest.importorskip("mkdocs", reason="the site needs the extra 'docs'")
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory):
-    """The folder of the site, built as strictly as `make docs` does, and what was warned of."""
-    from mkdocs.commands.build import build
-    from mkdocs.config import load_config
-    from mkdocs.utils import CountHandler
-
-    folder, counted = tmp_path_factory.mktemp("site"), CountHandler()
-    counted.setLevel(logging.WARNING)
-    logging.getLogger("mkdocs").addHandler(counted)
-    modules = set(sys.modules)
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("NO_MKDOCS_2_WARNING", "1")
-            patch.chdir(ROOT)
-            cfg = load_config(str(ROOT / "mkdocs.yml"), site_dir=str(folder))
-            cfg.plugins.on_startup(command="build", dirty=False)
-            build(cfg)
-    finally:
-        logging.getLogger("mkdocs").removeHandler(counted)
-        for name in set(sys.modules) - modules:
-            if name.endswith("_pages") or name.endswith("_page"):
-                del sys.modules[name]
-    assert counted.get_counts() == [], "mkdocs build --strict says what is wrong"
-    return folder
 
 
 def names_of(site: Path) -> set[str]:
@@ -51,7 +24,7 @@ def names_of(site: Path) -> set[str]:
 
 
 def test_every_public_name_has_an_entry(site):
-    wanted = {f"ecrl.{name}" for name in SURFACE.split()} | {f"ecrl.kernels.{name}" for name in KERNELS.split()}
+    wanted = {f"ecrl.{name}" for name in ecrl.__all__} | {f"ecrl.kernels.{name}" for name in ecrl.kernels.__all__}
     assert wanted - names_of(site) == set()
 
 
@@ -81,7 +54,7 @@ def test_no_name_in_angle_brackets_was_taken_for_html(site):
 
 
 def test_every_key_of_a_config_is_told(site):
-    from every_key_schema import walked
+    from support.schema_keys import walked
 
     text = "".join(path.read_text() for path in (site / "reference" / "config").glob("*.html"))
     told = set(re.findall(r"<code>([\w]+)</code>", text))

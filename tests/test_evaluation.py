@@ -3,12 +3,12 @@
 import math
 from itertools import islice
 
-import gym_stand_ins  # noqa: F401  (registers its environments)
 import pytest
 import torch
 from conftest import assert_pure
-from stand_ins import EndlessConfig  # noqa: F401  (registers ladder and endless)
-from test_loop import last_state, same, small
+from support import fake_gymnasium_envs  # noqa: F401  (registers its environments)
+from support.fake_envs import EndlessConfig  # noqa: F401  (registers ladder and endless)
+from support.small_runs import last_state, same, small
 
 from ecrl.envs import make_env
 from ecrl.envs.gymnasium import handles as live
@@ -135,7 +135,7 @@ def test_gymnasium_actions_are_clipped_where_those_of_training_are():
 
 
 def test_success_of_a_gymnasium_environment_is_told():
-    cfg = small(**{"env": "gymnasium:gym_stand_ins:Tell-v0", "trainer.num_eval_envs": 4})
+    cfg = small(**{"env": "gymnasium:support.fake_gymnasium_envs:Tell-v0", "trainer.num_eval_envs": 4})
     state = init_state(cfg)
     logs = evaluate(state, cfg, num_episodes=40)
     assert logs["eval/success_rate"] == pytest.approx(logs["eval/avg_reward"]) and logs["eval/avg_length"] == 1.0

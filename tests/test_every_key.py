@@ -3,14 +3,13 @@
 import json
 from collections import Counter
 
-import every_key_parts
 import gymnasium
 import pytest
-from every_key_rows import APG, TABLE, Row
-from every_key_schema import ours, path_of, walked
-from every_key_seen import BASE, made, params
-from test_loop import same, small
-from test_resuming import whole
+from support import fake_parts
+from support.key_effects import BASE, made, params
+from support.key_rows import APG, TABLE, Row
+from support.schema_keys import ours, path_of, walked
+from support.small_runs import full_config, same, small
 
 from ecrl import registry
 from ecrl.config import Config, config_from_dict
@@ -26,8 +25,8 @@ ROWS = Counter(row.key for row in TABLE)
 @pytest.fixture(scope="module", autouse=True)
 def _parts():
     registered("env")  # imports the built-in parts, which must not be undone
-    kept = {kind: registry._ENTRIES[kind] for kind in every_key_parts.KINDS}
-    every_key_parts.register()
+    kept = {kind: registry._ENTRIES[kind] for kind in fake_parts.KINDS}
+    fake_parts.register()
     yield
     registry._ENTRIES.update(kept)
     del gymnasium.registry["Napping-v0"]
@@ -38,7 +37,7 @@ def test_every_key_has_a_row():
     keys = {key for key, _, _ in walked()}
     some = {"trainer.seed", "trainer.events.eval.*.mode", "policy.actor_critic.critic.type", "network.mlp.activation"}
     assert len(keys) > 180 and some | {"algorithm.grpo.optimizer.kwargs.betas"} <= keys
-    assert sorted(keys - set(ROWS)) == [], "keys without a row in every_key_rows.py"
+    assert sorted(keys - set(ROWS)) == [], "keys without a row in key_rows.py"
     assert sorted(set(ROWS) - keys) == [], "rows of keys that are not there"
 
 
@@ -154,7 +153,7 @@ def states(cfg: Config, folder, evaluations: int) -> list:
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo", "apg"])
 def test_evaluating_every_iteration_leaves_training_alone(algorithm, form, tmp_path, monkeypatch):
     monkeypatch.setattr("ecrl.run.evaluation._CHUNK", 10)
-    cfg = whole(algorithm, form).replace(**{"trainer.iterations": 4, "env.cfg.max_episode_steps": 10})
+    cfg = full_config(algorithm, form).replace(**{"trainer.iterations": 4, "env.cfg.max_episode_steps": 10})
     assert cfg.policy.normalize_obs and len(cfg.trainer.events.train) == 3
     events = {name: cfg.trainer.events.train[name].model_dump() for name in ("tilt", "push")}
     pairs = zip(states(cfg, tmp_path / "a", 0), states(watched(cfg, events), tmp_path / "b", 4), strict=True)

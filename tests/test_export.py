@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 from conftest import close
+from support.small_runs import NET, last_state, small
 from tensordict import TensorDict
-from test_loop import NET, last_state, small
 from torch import Tensor
 
 from ecrl import rng

@@ -5,12 +5,12 @@ import sys
 from contextlib import nullcontext
 from typing import Literal
 
-import gym_stand_ins
 import pytest
 import torch
 from pydantic import Field
-from test_loop import NET, same, small
-from test_loop import last_state as end_of
+from support import fake_gymnasium_envs
+from support.small_runs import NET, same, small
+from support.small_runs import last_state as end_of
 
 from ecrl import rng
 from ecrl.algorithms import make_algorithm
@@ -29,7 +29,7 @@ from ecrl.run.crash import replay
 from ecrl.run.train import train
 from ecrl.spaces import box
 
-assert gym_stand_ins  # registers them
+assert fake_gymnasium_envs  # registers them
 FORMS = ["off", pytest.param("on", marks=pytest.mark.slow)]
 ALGORITHMS = {
     "ppo": {"n_epochs": 2, "batch_size": 10},

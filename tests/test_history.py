@@ -4,7 +4,7 @@ import math
 import sys
 
 import pytest
-from test_loggers import RECORDS
+from support.log_records import RECORDS
 
 from ecrl.errors import UserError
 from ecrl.run.history import History

@@ -8,31 +8,13 @@ import time
 
 import pytest
 import torch
-from test_loop import small
+from support.log_records import NAMES, RECORDS, record
+from support.small_runs import small
 
 from ecrl.run.evaluation import with_evaluation
 from ecrl.run.loggers import _Pace, scalars, with_host_logs, with_jsonl, with_progress, with_scalars
 from ecrl.run.profiler import Times, timed_records
 from ecrl.run.trackers import with_tensorboard
-from ecrl.types import LogData
-
-
-def record(kind="train", step=10, **logs) -> LogData:
-    return LogData(log_type=kind, sample_step=step, logs={k: torch.tensor(v) for k, v in logs.items()}, state=None)
-
-
-RECORDS = [
-    record("collect", 10, episode_reward_avg_100=float("nan")),
-    record("train", 10, policy_loss=0.5, entropy=2.0),
-    record("evaluate", 10, **{"eval/avg_reward": 3.0}),
-    record("collect", 20, episode_reward_avg_100=7.0, **{"rewards/reach": 0.5, "metrics/distance": 0.125}),
-    record("train", 20, policy_loss=0.25, entropy=1.0),
-]
-NAMES = {
-    "charts/episode_reward_avg_100", "charts/SPS", "train/policy_loss", "train/entropy", "eval/avg_reward",
-    "rewards/reach", "metrics/distance",
-}  # fmt: skip
-
 
 LOGGERS = [
     with_host_logs,

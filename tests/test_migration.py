@@ -5,8 +5,8 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from stand_ins import LadderConfig  # noqa: F401  (registers stand-in parts)
-from test_loop import small
+from support.fake_envs import LadderConfig  # noqa: F401  (registers stand-in parts)
+from support.small_runs import small
 
 from ecrl.algorithms import APGConfig, GRPOConfig, PPOConfig
 from ecrl.config import Config

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from test_public import ROOT
+from support.paths import ROOT
 
 from ecrl import registry
 from ecrl.registry import lookup, registered

@@ -12,19 +12,11 @@ import sys
 from itertools import pairwise
 
 import pytest
-from test_public import ROOT
+from support.notebook_files import NEEDED, NOTEBOOKS, PICTURES, VIDEOS, cells
+from support.paths import ROOT
 
 from ecrl import kernels
 
-NOTEBOOKS = {path.stem: path for path in sorted((ROOT / "notebooks").glob("*.ipynb"))}
-NEEDED = {
-    "00_quickstart": ("matplotlib", "pandas", "imageio_ffmpeg"),
-    "01_kernels_by_hand": ("matplotlib",),
-    "02_add_an_algorithm": ("matplotlib",),
-    "03_embed_a_kernel": ("matplotlib", "stable_baselines3"),
-    "04_many_seeds": ("matplotlib", "pandas"),
-    "05_push_cube": ("matplotlib", "mujoco", "imageio_ffmpeg"),
-}
 SMALL = {  # in place of the numbers in the cell that is tagged `parameters`
     "00_quickstart": "iterations = 2",
     "02_add_an_algorithm": "iterations = 2",
@@ -41,17 +33,10 @@ CLAIMS = {  # what a notebook says that its run shows
     "04_many_seeds": "assert (finals >= 475).sum() >= 60",
     "05_push_cube": 'assert result["eval/success_rate"] >= 0.85',
 }
-VIDEOS = {"00_quickstart": 1, "05_push_cube": 1}
-PICTURES = {"00": 1, "01": 10, "02": 1, "03": 3, "04": 2, "05": 1}
 ELSEWHERE = {"GAE", "VTrace", "Squashed"} | {  # what kernels give, and what the other notebooks show at work
     "act_and_step", "collect_rollout", "episode_init", "episode_update", "restarted",
 }  # fmt: skip
 _OF_A_MACHINE = re.compile(r"/(?:home|root|Users|usr|opt|tmp|work|venv)\b|0x[0-9a-f]{6}")
-
-
-def cells(notebook):
-    """Cells of code."""
-    return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
 
 
 def outputs(notebook):

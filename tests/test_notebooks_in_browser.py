@@ -13,10 +13,9 @@ import sys
 import time
 
 import pytest
-from test_notebooks import NEEDED, NOTEBOOKS, PICTURES, VIDEOS, cells
-from test_public import ROOT
+from support.notebook_files import NEEDED, NOTEBOOKS, PICTURES, VIDEOS, cells
+from support.paths import ROOT
 
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 PATIENCE_S = 1200.0
 PROGRESS = {"00_quickstart", "02_add_an_algorithm", "05_push_cube"}  # those that call `ecrl.train`
 SETTINGS = {
@@ -53,19 +52,6 @@ def lab(tmp_path_factory):
     with (folder / "log").open("w") as log, subprocess.Popen(command, env=env, stdout=log, stderr=log) as server:
         yield f"http://127.0.0.1:{port}"
         server.terminate()
-
-
-@pytest.fixture(scope="module")
-def browser():
-    """Headless Chromium."""
-    playwright = pytest.importorskip("playwright.sync_api")
-    if CHROMIUM is None:
-        pytest.skip("no chromium")
-    with playwright.sync_playwright() as made:
-        given = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
-        browser = made.chromium.launch(executable_path=CHROMIUM, args=given)
-        yield browser
-        browser.close()
 
 
 def opened(browser, address, name):

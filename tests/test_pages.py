@@ -11,13 +11,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import page_blocks
 import pytest
 import torch
-from film_stand_ins import _opengl
-from page_blocks import PAGES, Block, blocks, commands
+from support import doc_pages
+from support.camera_task import opengl_works
+from support.doc_pages import PAGES, Block, blocks, commands
+from support.paths import ROOT
 from tensordict import TensorDict
-from test_public import ROOT
 
 import ecrl
 from ecrl import registry
@@ -97,7 +97,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(registry, "_ENTRIES", {kind: dict(known) for kind, known in registry._ENTRIES.items()})
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.chdir(tmp_path)
-    page_blocks.small_configs(tmp_path)
+    doc_pages.small_configs(tmp_path)
     known = set(sys.modules)
     yield tmp_path
     for name in [name for name in sys.modules if name not in known and name.startswith("my_")]:
@@ -109,15 +109,15 @@ def _why_not(line: str) -> str | None:
 
 
 def _command(line: str) -> None:
-    if _why_not(line) or (line.startswith("ecrl record ") and not _opengl()):
+    if _why_not(line) or (line.startswith("ecrl record ") and not opengl_works()):
         return
     program, *words = line.split()
     if program == "make":
         assert all(re.search(rf"^{word}:", (ROOT / "Makefile").read_text(), re.MULTILINE) for word in words), line
     elif program == "ecrl":
-        page_blocks.ecrl(line)
+        doc_pages.ecrl(line)
     elif line.startswith("python -m pytest "):
-        page_blocks.pytest_run(line)
+        doc_pages.pytest_run(line)
     else:
         raise AssertionError(f"{line}: nothing runs it; say how, or why not, in SKIPPED")
 
@@ -142,7 +142,7 @@ def _config(text: str) -> None:
 
 def _run(block: Block, names: dict[str, Any]) -> None:
     if block.title:
-        page_blocks.write(block)
+        doc_pages.write(block)
     elif block.language == "python":
         exec(block.text, names)  # text of this repository's own pages
     elif block.language == "json":

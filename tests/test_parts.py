@@ -6,28 +6,44 @@ import pytest
 
 import ecrl.loop.build
 from ecrl import load_config
+from ecrl.config import Config
 from ecrl.loop.build import form_of
 
 
-@pytest.mark.parametrize(
-    ("name", "times", "form"),
-    [
-        ("cartpole_grpo", 1, "eager"),
-        ("cartpole_grpo", 10, "compiled"),
-        ("cartpole_ppo", 1, "compiled"),
-        ("cartpole_ppo", 0.1, "eager"),
-        ("point_mass_apg", 1, "compiled"),
-        ("point_mass_apg", 0.1, "eager"),
-    ],
-)
-def test_auto_takes_what_ends_the_budget_sooner(name, times, form):
-    cfg = load_config(f"configs/{name}.json")
-    iterations = int(cfg.trainer.iterations * times)
-    taken = form_of(cfg.replace(**{"trainer.iterations": iterations}))
-    assert taken.name == form
-    assert ("of the whole budget" in taken.reason) == (form == "eager")
-    for mode, name in (("on", "compiled"), ("off", "eager")):
-        assert form_of(cfg.replace(**{"trainer.iterations": iterations, "trainer.compile": mode})).name == name
+def form_after(cfg: Config, iterations: int, mode: str = "auto") -> str:
+    return form_of(cfg.replace(**{"trainer.iterations": iterations, "trainer.compile": mode})).name
+
+
+def break_even(cfg: Config) -> int:
+    """The number of iterations from which `auto` compiles, by bisection."""
+    eager, compiled = 1, 10**6
+    assert (form_after(cfg, eager), form_after(cfg, compiled)) == ("eager", "compiled")
+    while compiled - eager > 1:
+        middle = (eager + compiled) // 2
+        eager, compiled = (middle, compiled) if form_after(cfg, middle) == "eager" else (eager, middle)
+    return compiled
+
+
+@pytest.mark.parametrize("name", ["cartpole_ppo", "cartpole_grpo", "point_mass_apg"])
+def test_auto_compiles_half_as_many_iterations_of_twice_the_work(name):
+    cfg = load_config(f"configs/{name}.json").replace(**{"trainer.num_envs": 4, "trainer.buffer_size": 8})
+    cfg = cfg if name == "point_mass_apg" else cfg.replace(**{"algorithm.cfg.batch_size": 16})
+    first = break_even(cfg)
+    assert break_even(cfg.replace(**{"trainer.buffer_size": 16})) == pytest.approx(first / 2, abs=1)
+    before = cfg.replace(**{"trainer.iterations": first - 1})
+    assert form_of(before).name == "eager" and "of the whole budget" in form_of(before).reason
+    for iterations in (1, 10**6):
+        assert form_after(cfg, iterations, "on") == "compiled"
+        assert form_after(cfg, iterations, "off") == "eager"
+
+
+def test_gradient_steps_add_to_the_work_evenly():
+    """The work of an iteration is a part of its own and a part per epoch; the break-even point is its reciprocal."""
+    cfg = load_config("configs/cartpole_ppo.json").replace(**{"trainer.num_envs": 4, "trainer.buffer_size": 8})
+    sized = [cfg.replace(**{"algorithm.cfg.batch_size": 16, "algorithm.cfg.n_epochs": n}) for n in (1, 2, 3)]
+    one, two, three = (1.0 / break_even(c) for c in sized)
+    assert two - one > 0.1 * one
+    assert three - two == pytest.approx(two - one, rel=0.02)
 
 
 def test_an_algorithm_that_does_not_tell_its_steps_is_compiled(monkeypatch):

@@ -5,8 +5,8 @@ import sys
 
 import numpy as np
 import pytest
-from test_loggers import RECORDS
-from test_training import called
+from support.command_line import called
+from support.log_records import RECORDS
 
 from ecrl.errors import UserError
 from ecrl.report.curves import Curve, choose, curve, read

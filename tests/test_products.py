@@ -1,5 +1,6 @@
 """Products that are rewritten are the products."""
 
+import numpy as np
 import pytest
 import torch
 from conftest import close
@@ -20,13 +21,23 @@ def _matrix(rows, columns, by_columns=False):
 
 @pytest.mark.parametrize("turned", [(False, False), (True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_whatever_is_rewritten_is_the_product(shape, turned):
+def test_what_is_rewritten_is_the_product(shape, turned):
+    """Every product of float32 is rewritten; the expectation is NumPy's, in float64."""
     m, k, n = shape
-    a, b = _matrix(m, k, turned[0]), _matrix(k, n, turned[1])
+    a, b = _matrix(m, k, turned[0]).float(), _matrix(k, n, turned[1]).float()
+    expected = a.double().numpy() @ b.double().numpy()
     product = mm(a, b)
-    if product is not NotImplemented:
-        close(product, a @ b, tol=1e-12)
-    close(addmm(torch.arange(n), a, b), a @ b + torch.arange(n), tol=1e-12)
+    assert product is not NotImplemented
+    close(product, expected, tol=1e-5)
+    close(addmm(torch.arange(n), a, b), expected + np.arange(n), tol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(40, 64, 8), (64, 50, 4)])
+def test_sums_of_a_product_that_is_left_to_the_library_are_right(shape):
+    m, k, n = shape
+    a, b = _matrix(m, k), _matrix(k, n)
+    assert mm(a, b) is NotImplemented
+    close(addmm(torch.arange(n), a, b), a.numpy() @ b.numpy() + np.arange(n), tol=1e-12)
 
 
 def test_each_side_is_rewritten_where_memory_runs_its_way():

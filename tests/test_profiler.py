@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from test_loop import NET, last_state, same, small
+from support.small_runs import NET, last_state, same, small
 
 from ecrl.loop.iteration import init_state, train_iter
 from ecrl.run.loggers import with_jsonl

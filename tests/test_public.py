@@ -5,10 +5,10 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from support.paths import ROOT
 
 import ecrl
 import ecrl.run.train
@@ -16,7 +16,6 @@ from ecrl import kernels
 from ecrl.config import load_config
 from ecrl.loop.iteration import init_state, train_iter
 
-ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "configs").glob("*.json"))
 
 SURFACE = """

@@ -10,9 +10,9 @@ from threading import Event
 import numpy as np
 import pytest
 import torch
-from film_stand_ins import CUBE, TASK, film, filmed_run, gl
+from support.camera_task import CUBE, TASK, film, filmed_run, gl
+from support.small_runs import same, small
 from tensordict import TensorDict
-from test_loop import same, small
 
 from ecrl.cli import main as cli
 from ecrl.config import config_from_dict

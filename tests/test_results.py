@@ -11,7 +11,7 @@ from contextlib import nullcontext
 
 import jsonschema
 import pytest
-from test_training import called
+from support.command_line import called
 
 from benchmarks import alone, leaderboard, learning, records, results, tasks
 from benchmarks.pairs import ROOT, available
@@ -36,7 +36,7 @@ def small(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "_PAUSE_S", 0.02)
 
     def run(learner="learns", seeds=None, minutes=None):
-        learn = f"tests.bench_stand_ins:{learner}"
+        learn = f"tests.support.fake_contestants:{learner}"
         monkeypatch.setitem(LIBRARIES, "ecrl", own._replace(learn=learn, tasks=("cartpole_ppo",)))
         return results.run((), seeds, minutes, tmp_path / "out", configs)
 
@@ -61,7 +61,7 @@ SCHEMA = {
         "hash": {"type": "string", "pattern": "^[0-9a-f]{64}$"},
         "settings": {"type": "object", "required": ["library", "scores", "settings"]},
         "date": {"type": "string", "pattern": r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00$"},
-        "command": {"type": "string", "pattern": "^python -m benchmarks.alone tests.bench_stand_ins:learns "},
+        "command": {"type": "string", "pattern": "^python -m benchmarks.alone tests.support.fake_contestants:learns "},
         "commit": {"type": ["string", "null"]},
         "machine": {"type": "object", "required": ["cpu", "cores", "ram_gb", "os"]},
         "versions": {"type": "object", "required": ["python", "torch", "numpy"]},
@@ -125,7 +125,7 @@ def test_a_seed_that_fails_is_told_and_the_others_are_kept(small, tmp_path, caps
     run, calls = small
     assert not run("learns_but_seed_1", seeds=3)
     assert calls() == [0, 2]
-    died = "cartpole_ppo, ecrl, seed 1: tests.bench_stand_ins:learns_but_seed_1: died with status 1"
+    died = "cartpole_ppo, ecrl, seed 1: tests.support.fake_contestants:learns_but_seed_1: died with status 1"
     assert f"{died}; last line: RuntimeError: out of luck" in capsys.readouterr().out
     assert line_of(tmp_path) == ["20", "2 of 10, 1 failed"]
 
@@ -242,7 +242,7 @@ def test_results_are_curves_for_ecrl_plot(small, tmp_path, monkeypatch, capsys):
 
 
 def test_a_stopped_function_is_gone():
-    running, began = alone.begin("tests.bench_stand_ins:hangs", {}, available()[:1]), time.monotonic()
+    running, began = alone.begin("tests.support.fake_contestants:hangs", {}, available()[:1]), time.monotonic()
     alone.stop(running)
     assert running.process.poll() == -signal.SIGKILL and running.out.closed
     assert time.monotonic() - began < 60, "it hangs for 600 s"

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 import torch
-from test_loop import NET, same, small
+from support.small_runs import full_config, same, small
 
-from ecrl.config import Config, config_from_dict
+from ecrl.config import Config
 from ecrl.errors import CheckpointError, ConfigError
 from ecrl.loop.iteration import close, init_state, train_iter
 from ecrl.run import evaluation
@@ -17,8 +17,6 @@ from ecrl.run.checkpoint import latest, load, save, snapshot, write
 from ecrl.run.resume import resume
 from ecrl.run.train import train, train_from_config
 
-TILT = {"func": "randomize_field", "mode": "reset", "params": {"field": "obs", "low": -0.1, "high": 0.1}}
-PUSH = {**TILT, "mode": "interval", "interval_step": 3, "params": {**TILT["params"], "operation": "add"}}
 STOP = """
 import sys
 from ecrl.config import load_config
@@ -38,39 +36,6 @@ train(init_state(cfg), cfg, sys.argv[2], progress=False)
 """
 
 
-def whole(algorithm: str, form: str) -> Config:
-    """Normalisation, a schedule and events of every mode, on a pure environment."""
-    critic = {"critic": NET} if algorithm == "ppo" else {}
-    point_mass = algorithm == "apg"
-    policy = {"name": "actor_critic" if critic else "actor_only", "actor": NET, "normalize_obs": True, **critic}
-    cfg = {
-        "ppo": {"n_epochs": 2, "batch_size": 20, "normalize_reward": True, "target_kl": 0.05},
-        "grpo": {"n_epochs": 2, "batch_size": 20, "group_size": 2, "kl_coef": 0.1, "ref_update_freq": 3},
-        "apg": {"segment_length": 4},
-    }[algorithm]
-    field = {"field": "position", "low": -0.1, "high": 0.1} if point_mass else TILT["params"]
-    events = {
-        "world": {**TILT, "mode": "startup", "params": field},
-        "tilt": {**TILT, "params": field},
-        "push": {**PUSH, "params": {**field, "operation": "add"}},
-    }
-    return config_from_dict(
-        {
-            "trainer": {
-                "num_envs": 4,
-                "buffer_size": 8,
-                "iterations": 20,
-                "compile": form,
-                "save_freq": 100,
-                "events": {"train": events},
-            },
-            "env": {"name": "point_mass" if point_mass else "cartpole"},
-            "policy": policy,
-            "algorithm": {"name": algorithm, "cfg": {**cfg, "lr_scheduler": {"name": "linear"}}},
-        }
-    )
-
-
 def interrupted(cfg: Config, folder) -> None:
     """Ten of twenty iterations in a process of its own, ended as Ctrl-C ends it."""
     path = folder.with_suffix(".json")
@@ -83,7 +48,7 @@ COMPILED = [pytest.param(name, "on", marks=pytest.mark.slow) for name in ("ppo",
 
 @pytest.mark.parametrize(("algorithm", "form"), [("ppo", "off"), ("grpo", "off"), ("apg", "off"), *COMPILED])
 def test_ten_and_ten_iterations_are_twenty(tmp_path, algorithm, form):
-    cfg = whole(algorithm, form)
+    cfg = full_config(algorithm, form)
     interrupted(cfg, tmp_path / "run")
     assert latest(tmp_path / "run").name == "step_320"
     done = subprocess.run(

@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from test_loop import same, small
+from support.small_runs import same, small
 
 from ecrl.errors import CheckpointError, UserError
 from ecrl.loop.iteration import init_state, train_iter

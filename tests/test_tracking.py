@@ -3,17 +3,17 @@
 import json
 import os
 import socket
-import struct
 import subprocess
 import sys
 import threading
 from pathlib import Path
 
 import pytest
+from support.log_records import NAMES, RECORDS, record
+from support.small_runs import small
+from support.wandb_files import logged
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import plugin_data_pb2
-from test_loggers import NAMES, RECORDS, record
-from test_loop import small
 
 from ecrl.errors import UserError
 from ecrl.loop.iteration import init_state
@@ -95,7 +95,7 @@ import ecrl.run.trackers
 from ecrl.loop.iteration import init_state, train_iter
 from ecrl.run.trackers import with_wandb
 from ecrl.run.train import train
-from test_loop import small
+from support.small_runs import small
 
 cfg = small(**{"trainer.wandb_project_name": "a-project", "trainer.exp_name": "a-name"})
 
@@ -150,42 +150,6 @@ def tracked(folder, *endings, **env):
     done = subprocess.run(run, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.split("OUT")[1])
-
-
-def entries(data):
-    """Records of W&B's file: a header of 7 bytes, then LevelDB's log format in blocks of 32 KiB."""
-    position, parts = 7, []
-    while position + 7 <= len(data):
-        left = 32768 - position % 32768
-        if left < 7:
-            position += left
-            continue
-        _, length, kind = struct.unpack_from("<IHB", data, position)
-        parts.append(data[position + 7 : position + 7 + length])
-        position += 7 + length
-        if kind in (1, 4):  # whole, or the last of its parts
-            yield b"".join(parts)
-            parts = []
-
-
-def logged(folder):
-    """(project and name, config, rows, exit codes) of the one offline run in `folder`."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    (path,) = Path(folder).glob("wandb/offline-run-*/*.wandb")
-    config, rows, exits, name = {}, [], [], None
-    for data in entries(path.read_bytes()):
-        parsed = Record.FromString(data)
-        kind = parsed.WhichOneof("record_type")
-        if kind == "run":
-            config |= {item.key: json.loads(item.value_json) for item in parsed.run.config.update}
-            name = (parsed.run.project, parsed.run.display_name)
-        elif kind == "history":
-            pairs = ((item.key or "/".join(item.nested_key), item.value_json) for item in parsed.history.item)
-            rows.append({key: json.loads(value) for key, value in pairs})
-        elif kind == "exit":
-            exits.append(parsed.exit.exit_code)
-    return name, config, rows, exits
 
 
 @pytest.fixture(scope="module")

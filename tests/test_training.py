@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from stand_ins import LadderConfig  # noqa: F401  (registers ladder)
-from test_loop import last_state, same, small
+from support.command_line import called
+from support.fake_envs import LadderConfig  # noqa: F401  (registers ladder)
+from support.small_runs import last_state, same, small
 
 import ecrl
 from ecrl import distributed
-from ecrl.cli.main import main
 from ecrl.errors import CheckpointError, ConfigError, NotSavedError
 from ecrl.run.checkpoint import latest, load
 from ecrl.run.folder import new_run_dir
@@ -37,16 +37,6 @@ def config_file(tmp_path, monkeypatch):
 def cli(*args, cwd=None):
     """The command line in a process of its own."""
     return subprocess.run([sys.executable, "-m", "ecrl", *map(str, args)], capture_output=True, text=True, cwd=cwd)
-
-
-def called(monkeypatch, *args) -> int:
-    """The exit status of the command line, run in this process; what it prints is for capsys."""
-    monkeypatch.setattr(sys, "argv", ["ecrl", *map(str, args)])
-    try:
-        main()
-    except SystemExit as stop:
-        return stop.code
-    return 0
 
 
 def test_train_returns_the_last_state_and_a_row_per_iteration():
@@ -261,11 +251,7 @@ def test_a_store_that_cannot_be_reached_is_told_in_one_line(port):
     assert "\n" not in str(told.value) and distributed.world_size() == 1
 
 
-HOLD = """
-import sys, pathlib
-from ecrl.run.atomic_files import held
-with held(pathlib.Path('run')): print(flush=True), sys.stdin.read()
-"""
+HOLD = "import sys, pathlib, ecrl.run.atomic_files as d\nwith d.held(pathlib.Path('run')): print(flush=True), sys.stdin.read()"
 
 
 def test_two_processes_do_not_go_on_in_one_folder(config_file, monkeypatch, capsys):

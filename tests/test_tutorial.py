@@ -5,8 +5,8 @@ import re
 
 import pytest
 import torch
+from support.paths import ROOT
 from tensordict import TensorDict
-from test_public import ROOT
 
 from ecrl import registry
 from ecrl.registry import registered

@@ -297,33 +297,6 @@ def test_a_group_that_tells_nothing_moves_nothing():
     assert same(iterations(cfg)[-1][0]["params"], init_state(cfg)["params"])
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("learning_rate", 0.02),
-        ("n_epochs", 3),
-        ("batch_size", 50),
-        ("gamma", 0.5),
-        ("clip_coef", 0.01),
-        ("ent_coef", 0.1),
-        ("kl_coef", 0.5),
-        ("kl_coef", 0.0),
-        ("ref_update_freq", 1),
-        ("group_size", 2),
-        ("eps", 1.0),
-        ("max_grad_norm", 0.01),
-        ("target_kl", 1e-6),
-        ("lr_scheduler", {"name": "step", "kwargs": {"gamma": 0.5}}),
-        ("optimizer", {"name": "sgd", "learning_rate": 0.01}),
-    ],
-)
-def test_every_key_changes_the_parameters(key, value):
-    base = run(**{"trainer.iterations": 3, "clip_coef": 0.05})
-    rate = {"algorithm.cfg.learning_rate": None} if key == "optimizer" else {}
-    other = base.replace(**{f"algorithm.cfg.{key}": value}, **rate)
-    assert not same(iterations(base)[-1][0]["params"], iterations(other)[-1][0]["params"])
-
-
 # As any algorithm
 
 

@@ -2,13 +2,15 @@
 
 from dataclasses import replace
 
-import every_key_parts
 import pytest
-import stand_ins  # noqa: F401  (registers its environments)
 import torch
 from pydantic import Field
+from support import (
+    fake_envs,  # noqa: F401  (registers its environments)
+    fake_parts,
+)
+from support.small_runs import small
 from tensordict import TensorDict
-from test_loop import small
 
 from ecrl import registry, rng
 from ecrl.config.model import ConfigModel
@@ -186,7 +188,7 @@ def test_environments_of_this_repository_pass(name):
 
 
 def test_nested_observations_and_masks_pass(_put_back):
-    two = every_key_parts.two_parts(every_key_parts.TwoPartsConfig())
+    two = fake_parts.two_parts(fake_parts.TwoPartsConfig())
     assert check_fields(two, "two_parts") is None
     space = dict_space({"arm": box(-1.0, 1.0, 3), "gear": Discrete(3), "action_mask": MultiDiscrete((2, 2))})
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from conftest import assert_no_retrace, assert_pure, close
 from pydantic import Field
+from support.small_runs import NET, last_state, same, small
 from tensordict import TensorDict
-from test_loop import NET, last_state, same, small
 
 from ecrl import registry, rng
 from ecrl.config import EventConfig

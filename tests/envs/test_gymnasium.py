@@ -3,14 +3,15 @@
 import subprocess
 import sys
 
-import gym_stand_ins
 import gymnasium
 import numpy as np
 import pytest
 import torch
 from conftest import assert_pure, close
 from gymnasium import spaces
-from test_loop import NET, small
+from support import fake_gymnasium_envs
+from support.gymnasium_workers import KEYS, SEEDS
+from support.small_runs import NET, small
 
 from ecrl import rng
 from ecrl.config import EnvChoice, config_from_dict
@@ -21,8 +22,6 @@ from ecrl.errors import ConfigError, UserError
 from ecrl.loop.iteration import init_state, train_iter
 from ecrl.spaces import Box, Discrete, MultiDiscrete
 
-KEYS = rng.split(rng.key(1), 4)
-SEEDS = (rng.bits(KEYS) & 0x7FFFFFFF).tolist()  # odd for env 2 alone, where faults happen
 FAST = {
     "trainer.num_envs": 64,
     "trainer.buffer_size": 8,
@@ -201,7 +200,7 @@ def test_states_are_inputs_only():
 # Spaces
 
 
-@pytest.mark.parametrize("sees", gym_stand_ins.OBSERVATIONS)
+@pytest.mark.parametrize("sees", fake_gymnasium_envs.OBSERVATIONS)
 def test_observations_of_every_kind(sees):
     env = make_env({"name": "gymnasium:Tell-v0", "cfg": {"kwargs": {"sees": sees}}})
     state = env.reset(KEYS)
@@ -231,13 +230,13 @@ def _learns(**kwargs):
     return logs[0], logs[-1]
 
 
-@pytest.mark.parametrize("sees", gym_stand_ins.OBSERVATIONS)
+@pytest.mark.parametrize("sees", fake_gymnasium_envs.OBSERVATIONS)
 def test_every_kind_of_observation_trains(sees):
     first, last = _learns(sees=sees)
     assert first < 0.75 and last > 0.95  # guessing pays 0.5, being right 1
 
 
-@pytest.mark.parametrize("acts", gym_stand_ins.ACTIONS)
+@pytest.mark.parametrize("acts", fake_gymnasium_envs.ACTIONS)
 def test_every_kind_of_action_trains(acts):
     first, last = _learns(acts=acts)
     assert first < 0.7 and last > (0.65 if acts == "box" else 0.95)  # a Gaussian keeps some of its spread

@@ -4,7 +4,6 @@ import os
 import signal
 from types import SimpleNamespace
 
-import gym_stand_ins
 import gymnasium
 import numpy as np
 import pytest
@@ -14,10 +13,14 @@ from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers import RecordEpisodeStatistics
 from pydantic import Field
+from support import fake_gymnasium_envs
+from support.gymnasium_workers import (
+    KEYS,
+    SEEDS,
+    no_orphan,  # noqa: F401  (a fixture for every test here)
+)
+from support.small_runs import small
 from tensordict import TensorDict
-from test_gymnasium import KEYS, SEEDS
-from test_gymnasium_workers import no_orphan  # noqa: F401  (a fixture for every test here)
-from test_loop import small
 
 from ecrl.config.model import ConfigModel
 from ecrl.envs import from_vector, make_env
@@ -47,7 +50,7 @@ class Dicts(gymnasium.ObservationWrapper):
 
 def vectors(mode, kind=SyncVectorEnv, dicts=False, **kwargs):
     def one():
-        env = gym_stand_ins.Count(shared=False, **kwargs)
+        env = fake_gymnasium_envs.Count(shared=False, **kwargs)
         return Dicts(env) if dicts else env
 
     return lambda num_envs: kind([one] * num_envs, autoreset_mode=mode)
@@ -246,7 +249,7 @@ def test_one_of_gymnasiums_own_workers_killed_from_outside():
     opened = []
 
     def make(num_envs):
-        opened.append(AsyncVectorEnv([gym_stand_ins.Count] * num_envs, autoreset_mode="Disabled"))
+        opened.append(AsyncVectorEnv([fake_gymnasium_envs.Count] * num_envs, autoreset_mode="Disabled"))
         return gymnasium.wrappers.vector.RecordEpisodeStatistics(opened[-1])
 
     env = from_vector(make, timeout=60.0)
@@ -261,7 +264,7 @@ def test_closing_may_be_repeated_whatever_became_of_the_workers(killed):
     opened = []
 
     def make(num_envs):
-        opened.append(AsyncVectorEnv([gym_stand_ins.Count] * num_envs, autoreset_mode="SameStep"))
+        opened.append(AsyncVectorEnv([fake_gymnasium_envs.Count] * num_envs, autoreset_mode="SameStep"))
         return opened[-1]
 
     env = from_vector(make, timeout=60.0)

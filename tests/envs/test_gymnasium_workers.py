@@ -7,48 +7,18 @@ import sys
 import time
 from pathlib import Path
 
-import gym_stand_ins  # noqa: F401  (registers Count-v0 and Tell-v0)
 import pytest
 import torch
-from test_gymnasium import KEYS
-from test_loop import small
+from support import fake_gymnasium_envs  # noqa: F401  (registers Count-v0 and Tell-v0)
+from support.gymnasium_workers import KEYS, ZERO, children, no_orphan, workers  # noqa: F401  (one is a fixture)
+from support.small_runs import small
 
 from ecrl.envs import make_env
 from ecrl.envs.gymnasium import handles as live
 from ecrl.errors import ConfigError, UserError
 from ecrl.loop.iteration import init_state, train_iter
 
-ZERO = torch.zeros(4, dtype=torch.int64)
 pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="children are counted in /proc")
-
-
-def children(parent: int | None = None) -> set[int]:
-    """Processes that this one started and that run."""
-    found = set()
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            pid, rest = stat.read_text().split(" (", 1)
-        except OSError:
-            continue
-        state, its_parent = rest.rsplit(") ", 1)[1].split()[:2]
-        if int(its_parent) == (parent or os.getpid()) and state != "Z":
-            found.add(int(pid))
-    return found
-
-
-@pytest.fixture(autouse=True)
-def no_orphan():
-    before = children()
-    yield
-    for one in list(live._LIVE.values()):
-        one.close()
-    assert children() <= before
-
-
-def workers(gym_id="Count-v0", timeout=60.0, **kwargs):
-    return make_env(
-        {"name": f"gymnasium:{gym_id}", "cfg": {"asynchronous": True, "timeout": timeout, "kwargs": kwargs}}
-    )
 
 
 def test_workers_give_what_this_process_gives():
@@ -128,9 +98,10 @@ def test_one_that_cannot_be_made_in_a_worker_is_told():
 
 QUIET = """
 import os, signal, sys
-sys.path[:0] = ["tests", "tests/envs"]
+sys.path.insert(0, "tests")
 os.sched_getaffinity = lambda pid: {0, 1}
-from test_gymnasium_workers import KEYS, UserError, ZERO, children, workers
+from support.gymnasium_workers import KEYS, ZERO, children, workers
+from ecrl.errors import UserError
 env, before = workers(fault="slow in step"), children()
 state = env.step(env.step(env.reset(KEYS), ZERO, None), ZERO, None)
 first, second = sorted(children() - before)
@@ -165,10 +136,10 @@ def test_closing_is_quiet_and_may_be_repeated_whatever_became_of_the_workers(cap
 
 PARENT = """
 import sys, torch
-sys.path[:0] = ["tests", "tests/envs"]
-import gym_stand_ins
+sys.path.insert(0, "tests")
+from support import fake_gymnasium_envs
 from ecrl.envs import make_env
-from test_gymnasium import KEYS
+from support.gymnasium_workers import KEYS
 env = make_env({"name": "gymnasium:Count-v0", "cfg": {"asynchronous": True, "kwargs": {"fault": "hang in step"}}})
 state = env.reset(KEYS)
 print("open", flush=True)

@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from film_stand_ins import gl
+from support.camera_task import gl
 
 from ecrl.config.model import checked
 from ecrl.envs.mujoco import camera

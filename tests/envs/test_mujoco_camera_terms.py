@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conftest import assert_pure, close
-from film_stand_ins import SMALL, TASK, filmed_run, gl
+from support.camera_task import SMALL, TASK, filmed_run, gl
 from tensordict import TensorDict
 
 from ecrl import rng

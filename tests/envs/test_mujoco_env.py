@@ -8,9 +8,9 @@ from conftest import close
 
 pytest.importorskip("mujoco.batch")
 
-import mujoco_stand_ins
 import numpy as np
-from test_loop import last_state, same, small
+from support import fake_mujoco_envs
+from support.small_runs import last_state, same, small
 
 from ecrl import registry, rng
 from ecrl.compile.jit import choose_form
@@ -29,7 +29,7 @@ ENVS = ("mujoco_reach", "mujoco_pole")
 @pytest.fixture(autouse=True, scope="module")
 def registered():
     """The environments by name, while these tests run: others look at all there are."""
-    for name, make in zip(ENVS, (mujoco_stand_ins.reach, mujoco_stand_ins.pole), strict=True):
+    for name, make in zip(ENVS, (fake_mujoco_envs.reach, fake_mujoco_envs.pole), strict=True):
         registry.register_env(name)(make)
     yield
     for name in ENVS:

@@ -9,7 +9,7 @@ from conftest import Variant, assert_pure, close
 pytest.importorskip("mujoco.batch")
 
 import mujoco
-from task_stand_ins import (
+from support.fake_mujoco_task import (
     ACTIONS,
     CUBE_MASS,
     DT,
@@ -25,8 +25,8 @@ from task_stand_ins import (
     rollout,
     task,
 )
+from support.small_runs import same, small
 from tensordict import TensorDict
-from test_loop import same, small
 
 from ecrl import registry, rng
 from ecrl.compile.jit import choose_form

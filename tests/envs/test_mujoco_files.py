@@ -8,7 +8,7 @@ pytest.importorskip("mujoco.batch")
 
 import mujoco
 import numpy as np
-from task_stand_ins import keys_of, known_terms, nothing_yet
+from support.fake_mujoco_task import keys_of, known_terms, nothing_yet
 
 from ecrl import registry
 from ecrl.config.model import checked

@@ -9,7 +9,20 @@ from conftest import assert_pure, close
 
 pytest.importorskip("mujoco.batch")
 
-from mujoco_term_cases import CART, SCENE, SIDEWAYS, STRETCHED, aimed, given, made, placed, posed, scene, shaken, spun
+from support.mujoco_term_cases import (
+    CART,
+    SCENE,
+    SIDEWAYS,
+    STRETCHED,
+    aimed,
+    given,
+    made,
+    placed,
+    posed,
+    scene,
+    shaken,
+    spun,
+)
 
 from ecrl.compile.jit import choose_form
 from ecrl.compile.trace import traced

@@ -8,8 +8,8 @@ from conftest import close
 
 pytest.importorskip("mujoco.batch")
 
-from mujoco_term_cases import SCENE
 from pydantic import Field
+from support.mujoco_term_cases import SCENE
 
 from ecrl import registry, rng
 from ecrl.config.model import ConfigModel

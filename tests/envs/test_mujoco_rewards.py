@@ -8,7 +8,7 @@ from conftest import assert_pure, close
 
 pytest.importorskip("mujoco.batch")
 
-from mujoco_term_cases import (
+from support.mujoco_term_cases import (
     CART,
     SCENE,
     SIDEWAYS,

@@ -6,8 +6,19 @@ from conftest import Variant, assert_pure, close
 
 pytest.importorskip("mujoco.batch")
 
-from task_stand_ins import ACTIONS, CUBE_MASS, DT, SCENE, happening, keys_of, known_terms, nothing_yet, rollout, task
-from test_loop import last_state, same, small
+from support.fake_mujoco_task import (
+    ACTIONS,
+    CUBE_MASS,
+    DT,
+    SCENE,
+    happening,
+    keys_of,
+    known_terms,
+    nothing_yet,
+    rollout,
+    task,
+)
+from support.small_runs import last_state, same, small
 
 from ecrl.config.model import checked
 from ecrl.envs import auto_reset, make_env, restart

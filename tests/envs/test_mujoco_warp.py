@@ -17,7 +17,7 @@ pytest.importorskip("mujoco.batch")
 import mujoco
 import numpy as np
 import warp
-from test_mujoco_physics import XML, none, starts
+from support.mujoco_model import XML, none, starts
 
 import ecrl
 from ecrl import rng

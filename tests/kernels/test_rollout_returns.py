@@ -288,7 +288,10 @@ def test_check_rollout_says_what_is_wrong(fields, batch, keys, message):
 
 def test_check_rollout_accepts_only_what_is_asked_for():
     check_rollout(random_rollout(0, 2, 3), "obs", "action", "sample_log_prob", "value", "reward", "done", "mask")
-    check_rollout(TensorDict({"done": torch.zeros(1, 2, 7)}, [1, 2]), *[])
+    wrong = TensorDict({"done": torch.zeros(1, 2, 7)}, [1, 2])
+    check_rollout(wrong)
+    with pytest.raises(ValueError, match=r"rollout\['done'\] has shape \[1, 2, 7\]"):
+        check_rollout(wrong, "done")
 
 
 def test_same_shape_names_every_culprit():

@@ -6,9 +6,9 @@ from functools import partial
 import pytest
 import torch
 from conftest import assert_pure, close
-from own_modules import Acts, ActsOnNoise, OwnStd, Trunk
+from support.custom_modules import Acts, ActsOnNoise, OwnStd, Trunk
+from support.small_runs import last_state, same, small
 from tensordict import TensorDict
-from test_loop import last_state, same, small
 from torch import nn
 
 from ecrl import rng

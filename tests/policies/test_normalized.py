@@ -3,8 +3,8 @@
 import pytest
 import torch
 from conftest import assert_pure, close
+from support.small_runs import small
 from tensordict import TensorDict
-from test_loop import small
 
 from ecrl import rng
 from ecrl.algorithms import make_algorithm

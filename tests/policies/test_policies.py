@@ -2,10 +2,10 @@
 
 from math import log, pi
 
-import own_modules  # noqa: F401  registers them
 import pytest
 import torch
 from conftest import assert_no_retrace, close
+from support import custom_modules  # noqa: F401  registers them
 from tensordict import TensorDict
 
 from ecrl import rng

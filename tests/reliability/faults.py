@@ -217,7 +217,7 @@ def main() -> None:
     given, told = parser.parse_args(), []
     sys.path[:0] = [str(ROOT / "tests")]
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests"), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    import gym_stand_ins  # noqa: F401  (registers Count-v0)
+    from support import fake_gymnasium_envs  # noqa: F401  (registers Count-v0)
 
     for name in given.only:
         folder = Path(tempfile.mkdtemp(prefix=f"{name}_"))

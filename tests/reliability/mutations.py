@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 sys.path.append(str(Path(__file__).parents[1]))
-from every_key_rows import TABLE
 from mutating import CANARY, Pool, mutated_file
 from runs import kept
+from support.key_rows import TABLE
 from watching import Watch
 
 from ecrl.cli.main import main as ecrl

@@ -17,14 +17,14 @@ from ecrl.errors import UserError
 from ecrl.registry import register_action, register_env, register_event
 
 
-def _opengl():
+def opengl_works():
     try:
         return bool(backend())
     except UserError:
         return False
 
 
-gl = pytest.mark.skipif(not _opengl(), reason="cameras need EGL or OSMesa, and neither works on this machine")
+gl = pytest.mark.skipif(not opengl_works(), reason="cameras need EGL or OSMesa, and neither works on this machine")
 NET = {"type": "mlp", "network_cfg": {"hidden_sizes": [8], "activation": "tanh"}}
 CUBE = {"uid": "cube", "shape": {"shape_type": "Cube", "size": [0.1, 0.1, 0.1]}, "init_pos": [-0.6, -0.4, 0.05]}
 UPSTREAM = {"eye": [-1.4, 1.4, 2.0], "target": [0, 0, 0], "up": [0, 0, 1]}

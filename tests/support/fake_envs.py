@@ -1,6 +1,5 @@
-"""Environments that only tests need, registered as a user would, and a contestant of known size."""
+"""Environments that only tests need, registered as a user would."""
 
-import numpy as np
 import torch
 from tensordict import TensorDict
 
@@ -105,9 +104,3 @@ def pausing(cfg: PausingConfig) -> Env:
         return state.copy().update(after)
 
     return Env(reset, step, box(0.0, 1000.0, 1), Discrete(2))
-
-
-def spending(num_envs):
-    """A contestant that takes 60 MB when it is made and a megabyte per environment in each unit, gone again."""
-    np.ones(60 * 2**17)
-    return lambda: np.ones(num_envs * 2**17).sum()

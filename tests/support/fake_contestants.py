@@ -1,8 +1,10 @@
-"""Contestants and learners for the tests of `benchmarks`: no libraries, known speeds and scores."""
+"""Contestants and learners for the tests of `benchmarks`: known speeds, sizes and scores."""
 
 import os
 import time
 from pathlib import Path
+
+import numpy as np
 
 
 def sleeper(seconds, count=10):
@@ -87,3 +89,9 @@ def learns_but_seed_1_hangs(config, seed, started):
         Path(config).with_suffix(".hangs").write_text(str(os.getpid()))
         time.sleep(600)
     return learns(config, seed, started)
+
+
+def spending(num_envs):
+    """A contestant that takes 60 MB when it is made and a megabyte per environment in each unit, gone again."""
+    np.ones(60 * 2**17)
+    return lambda: np.ones(num_envs * 2**17).sum()

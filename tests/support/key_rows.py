@@ -2,9 +2,7 @@
 
 from typing import Any
 
-from every_key_mujoco import MUJOCO
-from every_key_row import Row
-from every_key_seen import (
+from support.key_effects import (
     NET,
     Changes,
     answer,
@@ -21,6 +19,8 @@ from every_key_seen import (
     refused,
     tracked,
 )
+from support.key_row import Row
+from support.mujoco_key_rows import MUJOCO
 
 
 def rows(part: str, base: Changes, **values: Any) -> list[Row]:

@@ -19,7 +19,6 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from test_tracking import logged
 
 from ecrl.config import Config, config_from_dict
 from ecrl.errors import ConfigError, UserError
@@ -28,6 +27,7 @@ from ecrl.loop.iteration import init_state, make_iteration, train_iter
 from ecrl.run.checkpoint import read_manifest
 from ecrl.run.evaluation import with_evaluation
 from ecrl.run.train import train, train_from_config
+from support.wandb_files import logged
 
 NET = {"type": "mlp", "network_cfg": {"hidden_sizes": [8], "activation": "tanh"}}
 BASE = {

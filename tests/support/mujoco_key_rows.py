@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from every_key_mujoco_seen import backed, bounds, filmed, model, pictured, stepped, told
-from every_key_row import Row
-from every_key_seen import Changes, See
+from support.key_effects import Changes, See
+from support.key_row import Row
+from support.mujoco_key_effects import backed, bounds, filmed, model, pictured, stepped, told
 
 CFG = "env.cfg"
 

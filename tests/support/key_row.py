@@ -2,8 +2,8 @@
 
 from typing import Any, NamedTuple
 
-from every_key_schema import path_of
-from every_key_seen import Changes, See, params
+from support.key_effects import Changes, See, params
+from support.schema_keys import path_of
 
 
 class Row(NamedTuple):

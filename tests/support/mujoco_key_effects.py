@@ -1,4 +1,4 @@
-"""What can be seen of a config whose environment is a task of MuJoCo, without any training; see `every_key_seen`."""
+"""What can be seen of a config whose environment is a task of MuJoCo, without any training; see `key_effects`."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from every_key_seen import Changes, See, made, remembered
 from tensordict import TensorDict
 
 from ecrl import rng
@@ -16,6 +15,7 @@ from ecrl.envs.mujoco.camera import backend
 from ecrl.envs.mujoco.scene.models import loaded
 from ecrl.errors import ConfigError, UserError
 from ecrl.run.recording import filming
+from support.key_effects import Changes, See, made, remembered
 
 
 def _steps(changes: Changes) -> list[dict[str, Any]]:

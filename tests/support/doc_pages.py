@@ -12,9 +12,8 @@ import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from test_public import ROOT
-
 from ecrl.cli.main import main
+from support.paths import ROOT
 
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 _BLOCK = re.compile(r'^```(\w*)(?: title="([^"]+)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)

@@ -1,0 +1,46 @@
+"""Four Gymnasium environments in worker processes, and the processes that they leave."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from ecrl import rng
+from ecrl.envs import make_env
+from ecrl.envs.gymnasium import handles as live
+from support import fake_gymnasium_envs
+
+assert fake_gymnasium_envs  # registers Count-v0 and Tell-v0
+KEYS = rng.split(rng.key(1), 4)
+SEEDS = (rng.bits(KEYS) & 0x7FFFFFFF).tolist()  # odd for env 2 alone, where faults happen
+ZERO = torch.zeros(4, dtype=torch.int64)
+
+
+def children(parent: int | None = None) -> set[int]:
+    """Processes that this one started and that run."""
+    found = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            pid, rest = stat.read_text().split(" (", 1)
+        except OSError:
+            continue
+        state, its_parent = rest.rsplit(") ", 1)[1].split()[:2]
+        if int(its_parent) == (parent or os.getpid()) and state != "Z":
+            found.add(int(pid))
+    return found
+
+
+@pytest.fixture(autouse=True)
+def no_orphan():
+    before = children()
+    yield
+    for one in list(live._LIVE.values()):
+        one.close()
+    assert children() <= before
+
+
+def workers(gym_id="Count-v0", timeout=60.0, **kwargs):
+    return make_env(
+        {"name": f"gymnasium:{gym_id}", "cfg": {"asynchronous": True, "timeout": timeout, "kwargs": kwargs}}
+    )
