@@ -17,6 +17,7 @@ from ecrl.philox import MASK, philox
 START, ENV, ACTION, UPDATE, INIT, EVAL, EVENT = range(7)
 """Streams of a run: episode starts, world noise, sampled actions, minibatches, initial weights, evaluation, events."""
 
+_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 _DRAW, _SPLIT, _FOLD, _STREAM = range(4)  # fourth counter word, so that draws, splits, folds and streams never meet
 
 
@@ -131,12 +132,24 @@ def gumbel(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.fl
 def randint(key: Tensor, shape: Sequence[int] = (), *, low: int | Tensor, high: int | Tensor) -> Tensor:
     """Integers in [low, high): int64 `[*B, *shape]`, by multiply-shift; bias below (high - low) / 2**32.
 
-    Raises: ValueError if `high - low` is not in 1 to 2**31, where both are Python ints.
+    `low` and `high` are Python ints or integer tensors that broadcast to the draws. `high - low` is 1 to 2**31. Only
+    the values of Python ints are checked.
+
+    Raises: ValueError if a bound is no integer, a Python int is not an int64, or `high - low` of two Python ints is out
+        of range.
 
     >>> sorted(set(randint(key(0), (100,), low=-1, high=2).tolist()))
     [-1, 0, 1]
     """
-    if isinstance(low, int) and isinstance(high, int) and not 1 <= high - low <= 2**31:
+    for name, bound in (("low", low), ("high", high)):
+        if isinstance(bound, Tensor):
+            if bound.dtype not in _INTEGERS:
+                raise ValueError(f"randint needs an integer {name}, got a tensor of dtype {bound.dtype}")
+        elif isinstance(bound, bool) or not isinstance(bound, int | torch.SymInt):
+            raise ValueError(f"randint needs an integer {name}, got {name}={bound!r}")
+        elif not -(2**63) <= bound < 2**63:
+            raise ValueError(f"randint needs {name} within int64, got {name}={bound}")
+    if not isinstance(low, Tensor) and not isinstance(high, Tensor) and not 1 <= high - low <= 2**31:
         raise ValueError(f"randint needs 1 <= high - low <= 2**31, got low={low}, high={high}")
     return low + ((bits(key, shape) * (high - low)) >> 32)
 
@@ -144,7 +157,7 @@ def randint(key: Tensor, shape: Sequence[int] = (), *, low: int | Tensor, high: 
 def categorical(key: Tensor, logits: Tensor) -> Tensor:
     """One index per row, with probability softmax(logits): keys `[*B]` and logits `[*B, K]` give int64 `[*B]`.
 
-    Gumbel-max, in float32 for half-precision logits.
+    Gumbel-max on logits less their maximum, in float32 for half-precision logits.
 
     Raises: ValueError if `key` and the rows of `logits` differ in shape; one key for many rows would tie their draws.
 
@@ -154,7 +167,8 @@ def categorical(key: Tensor, logits: Tensor) -> Tensor:
     if key.shape != logits.shape[:-1]:
         raise ValueError(f"key has shape {list(key.shape)}, expected {list(logits.shape[:-1])}: one per row of logits")
     dtype = torch.promote_types(logits.dtype, torch.float32)
-    return (logits + gumbel(key, logits.shape[-1:], dtype)).argmax(-1)
+    logits = logits.to(dtype)
+    return (logits - logits.amax(-1, keepdim=True) + gumbel(key, logits.shape[-1:], dtype)).argmax(-1)
 
 
 def permutation(key: Tensor, n: int) -> Tensor:

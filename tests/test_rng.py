@@ -241,6 +241,40 @@ def test_randint_refuses(low, high):
         rng.randint(rng.key(0), low=low, high=high)
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "message"),
+    [
+        (0, 2**63, "high within int64, got high=9223372036854775808"),
+        (-(2**63) - 1, 0, "low within int64, got low=-9223372036854775809"),
+        (False, True, "an integer low, got low=False"),
+        (0, True, "an integer high, got high=True"),
+        (0, 2.0, "an integer high, got high=2.0"),
+        (0.5, 2, "an integer low, got low=0.5"),
+        (None, 2, "an integer low, got low=None"),
+        (0, torch.tensor(2.0), "an integer high, got a tensor of dtype torch.float32"),
+        (torch.tensor(False), 2, "an integer low, got a tensor of dtype torch.bool"),
+        (torch.tensor(0), 2**63, "high within int64"),
+    ],
+)
+def test_randint_refuses_what_is_no_int64(low, high, message):
+    with pytest.raises(ValueError, match=f"randint needs {message}"):
+        rng.randint(rng.key(0), low=low, high=high)
+
+
+@pytest.mark.parametrize(("low", "high"), [(-(2**63), 2 - 2**63), (2**63 - 3, 2**63 - 1)])
+def test_randint_reaches_the_ends_of_int64(low, high):
+    assert sorted(set(rng.randint(rng.key(0), (64,), low=low, high=high).tolist())) == [low, low + 1]
+
+
+@pytest.mark.parametrize("offset", [1e8, -1e8, 1e30, 3e38])
+def test_categorical_of_large_logits(offset):
+    """Float32 has no room for noise beside them: equal ones are equally likely, and a smaller one is never drawn."""
+    logits = torch.tensor([offset, offset, offset - abs(offset) / 16, offset])
+    index = rng.categorical(rng.split(rng.key(0), N), logits.expand(N, 4))
+    assert not (index == 2).any()
+    assert_frequencies(index.clamp(max=2), torch.full((3,), 1 / 3))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision(dtype):
     with pytest.raises(ValueError, match="dtype"):

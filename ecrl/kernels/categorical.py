@@ -1,13 +1,14 @@
 """Categorical and multi-discrete actions as functions of logits: sample, mode, log_prob, entropy, kl.
 
 Noise is an argument, standard Gumbel (see `ecrl.rng`). Logits are `[*B, K]`; `mask_logits` applies an action mask to
-them and everything else follows.
+them and everything else follows. Half precision is computed in float32 and returned in half precision.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ecrl.kernels.dtypes import common_dtype, widened
 from ecrl.types import same_shape
 
 
@@ -16,8 +17,7 @@ def mask_logits(logits: Tensor, action_mask: Tensor) -> Tensor:
 
         logits[k] if action_mask[k] else -max_float
 
-    A row without any allowed action becomes uniform over all of them, though a sample is then always the first: noise
-    is lost beside -max_float.
+    A row without any allowed action becomes uniform over all of them.
 
     Args:
         logits: `[*B, K]` float.
@@ -38,7 +38,9 @@ def mask_logits(logits: Tensor, action_mask: Tensor) -> Tensor:
 def categorical_sample(logits: Tensor, noise: Tensor) -> Tensor:
     """One index per row, distributed as softmax(logits) if `noise` is standard Gumbel.
 
-        argmax_k(logits[k] + noise[k])
+        argmax_k(logits[k] - max(logits) + noise[k])
+
+    The maximum is subtracted first: beside a large logit the noise would be lost to rounding.
 
     Args:
         logits: `[*B, K]` float.
@@ -53,7 +55,8 @@ def categorical_sample(logits: Tensor, noise: Tensor) -> Tensor:
     tensor(0)
     """
     same_shape(logits=logits, noise=noise)
-    return (logits + noise).argmax(-1)
+    logits, noise = widened(logits, noise)
+    return (logits - logits.amax(-1, keepdim=True) + noise).argmax(-1)
 
 
 def categorical_mode(logits: Tensor) -> Tensor:
@@ -93,7 +96,12 @@ def categorical_log_prob(logits: Tensor, action: Tensor) -> Tensor:
         raise ValueError(
             f"action has shape {list(action.shape)}, expected {list(logits.shape[:-1])} for logits {list(logits.shape)}"
         )
-    return F.log_softmax(logits, -1).gather(-1, action.unsqueeze(-1)).squeeze(-1)
+    return _log_prob(logits, action).to(common_dtype(logits))
+
+
+def _log_prob(logits: Tensor, action: Tensor) -> Tensor:
+    """`categorical_log_prob` in at least float32, and so the other private functions."""
+    return F.log_softmax(*widened(logits), -1).gather(-1, action.unsqueeze(-1)).squeeze(-1)
 
 
 def categorical_entropy(logits: Tensor) -> Tensor:
@@ -110,7 +118,11 @@ def categorical_entropy(logits: Tensor) -> Tensor:
     >>> categorical_entropy(torch.tensor([0.0, 0.0]))
     tensor(0.6931)
     """
-    log_p = F.log_softmax(logits, -1)
+    return _entropy(logits).to(common_dtype(logits))
+
+
+def _entropy(logits: Tensor) -> Tensor:
+    log_p = F.log_softmax(*widened(logits), -1)
     p = log_p.exp()
     return -(p * log_p.masked_fill(p == 0.0, 0.0)).sum(-1)
 
@@ -132,7 +144,11 @@ def categorical_kl(logits: Tensor, other_logits: Tensor) -> Tensor:
     tensor(0.)
     """
     same_shape(logits=logits, other_logits=other_logits)
-    log_p, log_q = F.log_softmax(logits, -1), F.log_softmax(other_logits, -1)
+    return _kl(logits, other_logits).to(common_dtype(logits, other_logits))
+
+
+def _kl(logits: Tensor, other_logits: Tensor) -> Tensor:
+    log_p, log_q = (F.log_softmax(x, -1) for x in widened(logits, other_logits))
     p = log_p.exp()
     return (p * (log_p - log_q).masked_fill(p == 0.0, 0.0)).sum(-1)
 
@@ -195,7 +211,7 @@ def multi_discrete_log_prob(logits: Tensor, action: Tensor, *, nvec: tuple[int, 
     if action.shape != (*logits.shape[:-1], len(nvec)):
         raise ValueError(f"action has shape {list(action.shape)}, expected {[*logits.shape[:-1], len(nvec)]}")
     parts = zip(_parts(nvec, logits=logits), action.unbind(-1), strict=True)
-    return torch.stack([categorical_log_prob(part, a) for (part,), a in parts]).sum(0)
+    return torch.stack([_log_prob(part, a) for (part,), a in parts]).sum(0).to(common_dtype(logits))
 
 
 def multi_discrete_entropy(logits: Tensor, *, nvec: tuple[int, ...]) -> Tensor:
@@ -207,7 +223,7 @@ def multi_discrete_entropy(logits: Tensor, *, nvec: tuple[int, ...]) -> Tensor:
     >>> multi_discrete_entropy(torch.zeros(3), nvec=(2, 1))
     tensor(0.6931)
     """
-    return torch.stack([categorical_entropy(*part) for part in _parts(nvec, logits=logits)]).sum(0)
+    return torch.stack([_entropy(*part) for part in _parts(nvec, logits=logits)]).sum(0).to(common_dtype(logits))
 
 
 def multi_discrete_kl(logits: Tensor, other_logits: Tensor, *, nvec: tuple[int, ...]) -> Tensor:
@@ -220,4 +236,4 @@ def multi_discrete_kl(logits: Tensor, other_logits: Tensor, *, nvec: tuple[int, 
     tensor(0.)
     """
     parts = _parts(nvec, logits=logits, other_logits=other_logits)
-    return torch.stack([categorical_kl(*part) for part in parts]).sum(0)
+    return torch.stack([_kl(*part) for part in parts]).sum(0).to(common_dtype(logits, other_logits))

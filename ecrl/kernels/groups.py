@@ -8,11 +8,9 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from ecrl.kernels.dtypes import common_dtype, rounding, scalars, widened
 from ecrl.kernels.rollout_estimators import compute_returns
 from ecrl.types import Scalar, check_rollout, same_shape
-
-NOISE = 1e-6
-"""A spread below this times the mean size of the scores is rounding, not signal."""
 
 
 def group_advantages(score: Tensor, mask: Tensor, *, group_size: int, eps: Scalar) -> Tensor:
@@ -27,17 +25,21 @@ def group_advantages(score: Tensor, mask: Tensor, *, group_size: int, eps: Scala
         eps: added to the standard deviation, reward units.
 
     Returns: `[N, *F]`; zero where masked, in groups with fewer than two counted rows, and where the spread is float
-        noise (std below 1e-6 times the mean size).
+        noise: std at most 8 eps times the mean size, 9.5e-7 in float32. Half precision is computed in float32 and
+        returned in the dtype of `score`. Its noise is the spacing of its numbers: 1e-3 in float16, 8e-3 in bfloat16.
     Gradient: flows through `score`.
-    Raises: ValueError if `N % group_size` or `group_size < 2`, or naming the arguments whose shapes differ.
+    Raises: ValueError if `N % group_size` or `group_size < 2`, or naming arguments of a
+        wrong shape.
     Source: Shao et al. 2024, arXiv:2402.03300, sec. 4.1.2; std is the population one (TRL uses correction=1).
 
     >>> group_advantages(torch.tensor([1.0, 3.0]), torch.tensor([True, True]), group_size=2, eps=0.0).tolist()
     [-1.0, 1.0]
     """
     same_shape(score=score, mask=mask)
+    (eps,) = scalars(eps=eps)
     if group_size < 2 or score.shape[0] % group_size:
         raise ValueError(f"group_size={group_size} must be at least 2 and divide the {score.shape[0]} rows of score")
+    dtype, (score,) = common_dtype(score), widened(score)
     grouped = (-1, group_size, *score.shape[1:])
     counted = mask.reshape(grouped)
     kept = score.reshape(grouped).masked_fill(~counted, 0.0)
@@ -46,9 +48,9 @@ def group_advantages(score: Tensor, mask: Tensor, *, group_size: int, eps: Scala
     centred = (kept - mean).masked_fill(~counted, 0.0)
     variance = centred.square().sum(1, keepdim=True) / count.clamp(min=1)
     size = kept.abs().sum(1, keepdim=True) / count.clamp(min=1)
-    flat = (count < 2) | (variance <= (NOISE * size).square())
+    flat = (count < 2) | (variance <= (rounding(dtype) * size).square())
     std = torch.sqrt(variance.masked_fill(flat, 1.0))  # filled before the root, whose gradient at 0 is infinite
-    return (centred / (std + eps)).masked_fill(flat | ~counted, 0.0).reshape(score.shape)
+    return (centred / (std + eps)).masked_fill(flat | ~counted, 0.0).reshape(score.shape).to(dtype)
 
 
 def first_episode_mask(done: Tensor) -> Tensor:
@@ -83,11 +85,12 @@ def grpo_advantages(rollout: TensorDict, *, gamma: Scalar, group_size: int, eps:
     >>> grpo_advantages(rollout, gamma=1.0, group_size=2, eps=0.0)[0].tolist()
     [[-1.0], [1.0]]
     """
-    without_value = rollout.exclude("value", "final_value")
-    returns = compute_returns(without_value, gamma)
+    check_rollout(rollout, "reward")
+    dtype, (reward,) = common_dtype(rollout["reward"]), widened(rollout["reward"])
+    returns = compute_returns(rollout.exclude("value", "final_value").set("reward", reward), gamma)
     if "mask" in rollout:
         check_rollout(rollout, "mask")
         mask = rollout["mask"][:, :-1]
     else:
         mask = torch.ones_like(returns, dtype=torch.bool)
-    return group_advantages(returns, mask, group_size=group_size, eps=eps), mask
+    return group_advantages(returns, mask, group_size=group_size, eps=eps).to(dtype), mask

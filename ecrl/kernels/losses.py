@@ -2,18 +2,21 @@
 
 Composite losses return `(0-d loss, {name: detached 0-d tensor})`; `count` among them is the number of counted elements,
 the weight for averaging over ranks. Masked entries may hold anything, NaN included.
+
+Exponents are bounded, so that losses and gradients stay finite: `bound` is half the logarithm of the dtype's largest
+number (`ecrl.kernels.dtypes.exponent_bound`), 44.36 in float32. A log-ratio above it counts as `bound`, and no gradient
+flows through it.
+
+Half-precision inputs are computed in float32. Losses have the dtype that their float inputs promote to, logs at least
+float32.
 """
 
 import torch
 from torch import Tensor
 
+from ecrl.kernels.dtypes import common_dtype, exponent_bound, scalars, widened
 from ecrl.kernels.masked_stats import explained_variance, masked_mean
 from ecrl.types import Logs, Scalar, same_shape
-
-
-def _log_ratio(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor) -> Tensor:
-    same_shape(log_prob=log_prob, old_log_prob=old_log_prob, mask=mask)
-    return (log_prob - old_log_prob.detach()).masked_fill(~mask, 0.0)
 
 
 def _per_token(advantage: Tensor, like: Tensor) -> Tensor:
@@ -30,7 +33,7 @@ def clipped_surrogate(
 ) -> tuple[Tensor, Logs]:
     """The clipped policy objective, negated.
 
-        ratio = exp(log_prob - old_log_prob)
+        ratio = exp(min(log_prob - old_log_prob, bound))        bound: 44.36 in float32, see the module
         loss  = -mean(min(ratio * advantage, clip(ratio, 1 - clip_coef, 1 + clip_coef) * advantage))
 
     Args:
@@ -42,7 +45,7 @@ def clipped_surrogate(
 
     Returns: 0-d loss; logs policy_loss, approx_kl (k3 of old against new), clip_frac.
     Gradient: through `log_prob` only.
-    Raises: ValueError naming the arguments whose shapes differ.
+    Raises: ValueError naming the arguments of a wrong shape; hyperparameters are 0-d.
     Source: Schulman et al. 2017, arXiv:1707.06347, eq. 7.
 
     >>> loss, logs = clipped_surrogate(torch.tensor([0.0]), torch.tensor([0.0]), torch.tensor([2.0]),
@@ -50,8 +53,21 @@ def clipped_surrogate(
     >>> float(loss), float(logs["clip_frac"])
     (-2.0, 0.0)
     """
-    log_ratio = _log_ratio(log_prob, old_log_prob, mask)
+    dtype = common_dtype(log_prob, old_log_prob, advantage)
+    loss, logs = _surrogate(log_prob, old_log_prob, advantage, mask, clip_coef)
+    return loss.to(dtype), logs
+
+
+def _surrogate(
+    log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, mask: Tensor, clip_coef: Scalar
+) -> tuple[Tensor, Logs]:
+    """`clipped_surrogate` with a loss of at least float32."""
+    same_shape(log_prob=log_prob, old_log_prob=old_log_prob, mask=mask)
+    (clip_coef,) = scalars(clip_coef=clip_coef)
+    bound = exponent_bound(common_dtype(log_prob, old_log_prob))
     advantage = _per_token(advantage, log_prob)
+    log_prob, old_log_prob, advantage = widened(log_prob, old_log_prob.detach(), advantage)
+    log_ratio = (log_prob - old_log_prob).masked_fill(~mask, 0.0).clamp(max=bound)
     ratio = torch.exp(log_ratio)
     clipped = torch.clamp(ratio, 1.0 - clip_coef, 1.0 + clip_coef)  # pyright: ignore
     loss = -masked_mean(torch.minimum(ratio * advantage, clipped * advantage), mask)
@@ -82,8 +98,9 @@ def value_loss(value: Tensor, value_target: Tensor, mask: Tensor) -> Tensor:
     tensor(4.)
     """
     same_shape(value=value, value_target=value_target, mask=mask)
+    dtype, (value, value_target) = common_dtype(value, value_target), widened(value, value_target.detach())
     # Filled before the square, whose gradient is the error itself: 0 * nan is nan.
-    return masked_mean((value - value_target.detach()).masked_fill(~mask, 0.0).square(), mask)
+    return masked_mean((value - value_target).masked_fill(~mask, 0.0).square(), mask).to(dtype)
 
 
 def clipped_value_loss(
@@ -103,7 +120,7 @@ def clipped_value_loss(
 
     Returns: 0-d.
     Gradient: through `value` only.
-    Raises: ValueError naming the arguments whose shapes differ.
+    Raises: ValueError naming the arguments of a wrong shape; hyperparameters are 0-d.
     Source: Engstrom et al. 2020, arXiv:2005.12729, sec. 3.
 
     >>> two, yes = torch.tensor([2.0]), torch.tensor([True])
@@ -111,10 +128,12 @@ def clipped_value_loss(
     tensor(2.2500)
     """
     same_shape(value=value, old_value=old_value, value_target=value_target, mask=mask)
-    old_value, value_target = old_value.detach(), value_target.detach()
+    (clip_coef,) = scalars(clip_coef=clip_coef)
+    dtype = common_dtype(value, old_value, value_target)
+    value, old_value, value_target = widened(value, old_value.detach(), value_target.detach())
     held = old_value + torch.clamp(value - old_value, -clip_coef, clip_coef)  # pyright: ignore
     plain_error, held_error = ((v - value_target).masked_fill(~mask, 0.0) for v in (value, held))
-    return masked_mean(torch.maximum(plain_error.square(), held_error.square()), mask)
+    return masked_mean(torch.maximum(plain_error.square(), held_error.square()), mask).to(dtype)
 
 
 def kl_k1(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
@@ -135,7 +154,7 @@ def kl_k1(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
     tensor([1.])
     """
     same_shape(log_prob=log_prob, ref_log_prob=ref_log_prob)
-    return log_prob - ref_log_prob
+    return log_prob - ref_log_prob  # one rounding, in any dtype
 
 
 def kl_k2(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
@@ -156,13 +175,14 @@ def kl_k2(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
     tensor([2.])
     """
     same_shape(log_prob=log_prob, ref_log_prob=ref_log_prob)
-    return (log_prob - ref_log_prob).square() / 2.0
+    dtype, (log_prob, ref_log_prob) = common_dtype(log_prob, ref_log_prob), widened(log_prob, ref_log_prob)
+    return ((log_prob - ref_log_prob).square() / 2.0).to(dtype)
 
 
 def kl_k3(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
     """Unbiased, low-variance estimate of KL(policy | ref), per sample of the policy; never negative.
 
-        exp(q) - 1 - q,    q = ref_log_prob - log_prob
+        exp(q) - 1 - q,    q = min(ref_log_prob - log_prob, bound)        bound: 44.36 in float32, see the module
 
     Args:
         log_prob: `[*B]` float, nats, under the policy the samples came from.
@@ -177,7 +197,14 @@ def kl_k3(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
     tensor([0.])
     """
     same_shape(log_prob=log_prob, ref_log_prob=ref_log_prob)
-    q = ref_log_prob - log_prob
+    return _k3(log_prob, ref_log_prob).to(common_dtype(log_prob, ref_log_prob))
+
+
+def _k3(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
+    """`kl_k3` in at least float32."""
+    bound = exponent_bound(common_dtype(log_prob, ref_log_prob))
+    log_prob, ref_log_prob = widened(log_prob, ref_log_prob)
+    q = (ref_log_prob - log_prob).clamp(max=bound)
     return torch.expm1(q) - q
 
 
@@ -212,7 +239,7 @@ def ppo_loss(
 
     Returns: 0-d loss; logs policy_loss, value_loss, entropy, approx_kl (k3), clip_frac, explained_variance, count.
     Gradient: through `log_prob`, `entropy` and `value` only.
-    Raises: ValueError naming the arguments whose shapes differ.
+    Raises: ValueError naming the arguments of a wrong shape; hyperparameters are 0-d.
     Source: Schulman et al. 2017, arXiv:1707.06347, eq. 9.
 
     >>> x, yes = torch.zeros(2), torch.tensor([True, True])
@@ -220,7 +247,7 @@ def ppo_loss(
     >>> float(loss), float(logs["value_loss"]), float(logs["count"])
     (1.0, 4.0, 2.0)
     """
-    critic = value_loss(value, value_target, mask)
+    critic = value_loss(*widened(value, value_target), mask)
     return _composed(
         log_prob, old_log_prob, advantage, entropy, value, value_target, mask, critic, clip_coef, vf_coef, ent_coef
     )
@@ -259,7 +286,7 @@ def ppo_loss_clipped_value(
 
     Returns: as `ppo_loss`.
     Gradient: through `log_prob`, `entropy` and `value` only.
-    Raises: ValueError naming the arguments whose shapes differ.
+    Raises: ValueError naming the arguments of a wrong shape; hyperparameters are 0-d.
     Source: Engstrom et al. 2020, arXiv:2005.12729, sec. 3.
 
     >>> x, yes = torch.zeros(2), torch.tensor([True, True])
@@ -267,7 +294,7 @@ def ppo_loss_clipped_value(
     >>> float(ppo_loss_clipped_value(x, x, x, x, x + 2, x, x + 2, yes, **numbers)[1]["value_loss"])
     2.25
     """
-    critic = clipped_value_loss(value, old_value, value_target, mask, clip_coef=clip_coef)
+    critic = clipped_value_loss(*widened(value, old_value, value_target), mask, clip_coef=clip_coef)
     return _composed(
         log_prob, old_log_prob, advantage, entropy, value, value_target, mask, critic, clip_coef, vf_coef, ent_coef
     )
@@ -287,16 +314,18 @@ def _composed(
     ent_coef: Scalar,
 ) -> tuple[Tensor, Logs]:
     """The surrogate, a critic's error that is given, and the entropy bonus."""
+    vf_coef, ent_coef = scalars(vf_coef=vf_coef, ent_coef=ent_coef)
     same_shape(log_prob=log_prob, entropy=entropy, value=value, value_target=value_target, mask=mask)
-    policy, logs = clipped_surrogate(log_prob, old_log_prob, advantage, mask, clip_coef=clip_coef)
-    bonus = masked_mean(entropy, mask)
+    policy, logs = _surrogate(log_prob, old_log_prob, advantage, mask, clip_coef)
+    bonus = masked_mean(*widened(entropy), mask)
     logs |= {
         "value_loss": critic.detach(),
         "entropy": bonus.detach(),
-        "explained_variance": explained_variance(value, value_target, mask),
+        "explained_variance": explained_variance(value, value_target, mask).to(critic.dtype),
         "count": mask.sum().to(policy.dtype),
     }
-    return policy + vf_coef * critic - ent_coef * bonus, logs
+    dtype = common_dtype(log_prob, old_log_prob, advantage, entropy, value, value_target)
+    return (policy + vf_coef * critic - ent_coef * bonus).to(dtype), logs
 
 
 def grpo_loss(
@@ -328,7 +357,7 @@ def grpo_loss(
 
     Returns: 0-d loss; logs policy_loss, entropy, approx_kl (k3), clip_frac, kl_ref, count.
     Gradient: through `log_prob` and `entropy` only.
-    Raises: ValueError naming the arguments whose shapes differ.
+    Raises: ValueError naming the arguments of a wrong shape; hyperparameters are 0-d.
     Source: Shao et al. 2024, arXiv:2402.03300, eq. 3 and 4.
 
     >>> x, yes = torch.zeros(2), torch.tensor([True, True])
@@ -336,10 +365,12 @@ def grpo_loss(
     >>> float(loss), float(logs["kl_ref"])
     (-1.0, 0.0)
     """
+    kl_coef, ent_coef = scalars(kl_coef=kl_coef, ent_coef=ent_coef)
     same_shape(log_prob=log_prob, ref_log_prob=ref_log_prob, entropy=entropy, mask=mask)
-    policy, logs = clipped_surrogate(log_prob, old_log_prob, advantage, mask, clip_coef=clip_coef)
+    policy, logs = _surrogate(log_prob, old_log_prob, advantage, mask, clip_coef)
     # Filled before the exponential: what a masked entry holds must not reach the gradient either.
-    penalty = masked_mean(kl_k3(log_prob.masked_fill(~mask, 0.0), ref_log_prob.detach().masked_fill(~mask, 0.0)), mask)
-    bonus = masked_mean(entropy, mask)
+    penalty = masked_mean(_k3(log_prob.masked_fill(~mask, 0.0), ref_log_prob.detach().masked_fill(~mask, 0.0)), mask)
+    bonus = masked_mean(*widened(entropy), mask)
     logs |= {"entropy": bonus.detach(), "kl_ref": penalty.detach(), "count": mask.sum().to(policy.dtype)}
-    return policy + kl_coef * penalty - ent_coef * bonus, logs
+    dtype = common_dtype(log_prob, old_log_prob, ref_log_prob, advantage, entropy)
+    return (policy + kl_coef * penalty - ent_coef * bonus).to(dtype), logs

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ecrl.kernels.dtypes import common_dtype, computed_in, rounding, scalars, widened
 from ecrl.types import Scalar, same_shape
 
 
@@ -17,7 +18,7 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
         x: `[*B]` float; anything where not `mask`.
         mask: `[*B]` bool.
 
-    Returns: 0-d, in the dtype of `x`.
+    Returns: 0-d, in the dtype of `x`; half precision is summed in float32.
     Gradient: flows through `x` where `mask`.
     Raises: ValueError naming the arguments whose shapes differ.
 
@@ -25,7 +26,9 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
     tensor(1.)
     """
     same_shape(x=x, mask=mask)
-    return x.masked_fill(~mask, 0.0).sum() / mask.sum().clamp(min=1)
+    total = x.to(computed_in(x.dtype)).masked_fill(~mask, 0.0).sum()
+    mean = total / mask.sum().clamp(min=1)
+    return mean.to(x.dtype) if x.is_floating_point() else mean
 
 
 def alone(x: Tensor) -> Tensor:
@@ -38,6 +41,9 @@ def standardize(x: Tensor, mask: Tensor, *, eps: Scalar, total: Callable[[Tensor
 
         (x - mean) / max(std, eps)        std over count - 1, at least 1
 
+    Entries that differ by rounding only give 0: the standard deviation counts as 0 if it is at most the spacing of
+    floats at the mean (|mean| times the dtype's eps), or at most an eighth of the rounding error of the mean.
+
     Args:
         x: `[*B]` float.
         mask: `[*B]` bool.
@@ -45,19 +51,26 @@ def standardize(x: Tensor, mask: Tensor, *, eps: Scalar, total: Callable[[Tensor
         total: the sum of a tensor over all processes that hold a part of the batch, such as
             `ecrl.distributed.all_sum`; mean and standard deviation are then those of all parts together.
 
-    Returns: `[*B]`.
+    Returns: `[*B]`, in the dtype of `x`; half precision is computed in float32.
     Gradient: flows through `x`.
-    Raises: ValueError naming the arguments whose shapes differ.
+    Raises: ValueError naming the arguments of a wrong shape; hyperparameters are 0-d.
 
     >>> standardize(torch.tensor([0.0, 2.0, 9.0]), torch.tensor([True, True, False]), eps=1e-8).tolist()
     [-0.7071067690849304, 0.7071067690849304, 0.0]
     """
     same_shape(x=x, mask=mask)
+    (eps,) = scalars(eps=eps)
+    dtype, (x,) = common_dtype(x), widened(x)
     count = total(mask.sum())
     mean = total(x.masked_fill(~mask, 0.0).sum()) / count.clamp(min=1)
     centred = (x - mean).masked_fill(~mask, 0.0)
-    variance = total(centred.square().sum()) / (count - 1).clamp(min=1)
-    return centred / torch.sqrt(variance.clamp(min=eps**2))
+    squares, rest = total(torch.stack((centred.square().sum(), centred.sum())))
+    variance = squares / (count - 1).clamp(min=1)
+    error = rest / count.clamp(min=1)  # of the rounded mean; many equal entries make a compiled sum err by 500 eps
+    spacing = torch.finfo(dtype).eps * mean
+    flat = variance - error.square() <= torch.maximum(spacing.square(), error.square() / 64.0)
+    std = torch.sqrt(variance.masked_fill(flat, 1.0).clamp(min=eps**2))  # filled first: the root's gradient at 0 is inf
+    return (centred / std.masked_fill(flat, torch.inf)).to(dtype)
 
 
 def explained_variance(value: Tensor, value_target: Tensor, mask: Tensor) -> Tensor:
@@ -70,7 +83,7 @@ def explained_variance(value: Tensor, value_target: Tensor, mask: Tensor) -> Ten
         value_target: `[*B]` float.
         mask: `[*B]` bool.
 
-    Returns: 0-d.
+    Returns: 0-d; half precision is computed in float32.
     Gradient: none, detached.
     Raises: ValueError naming the arguments whose shapes differ.
 
@@ -78,12 +91,13 @@ def explained_variance(value: Tensor, value_target: Tensor, mask: Tensor) -> Ten
     tensor(1.)
     """
     same_shape(value=value, value_target=value_target, mask=mask)
-    value, value_target = value.detach(), value_target.detach()
+    dtype, (value, value_target) = common_dtype(value, value_target), widened(value.detach(), value_target.detach())
 
     def variance(x: Tensor) -> Tensor:
         return masked_mean((x - masked_mean(x, mask)).square(), mask)
 
     total = variance(value_target)
-    rounding = 8.0 * torch.finfo(total.dtype).eps * masked_mean(value_target.abs(), mask)
-    flat = total <= rounding.square()
-    return (1.0 - variance(value_target - value) / total.masked_fill(flat, 1.0)).masked_fill(flat, 0.0)
+    noise = rounding(dtype) * masked_mean(value_target.abs(), mask)
+    flat = total <= noise.square()
+    explained = 1.0 - variance(value_target - value) / total.masked_fill(flat, 1.0)
+    return explained.masked_fill(flat, 0.0).to(dtype)

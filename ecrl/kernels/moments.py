@@ -9,6 +9,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from ecrl.kernels.dtypes import common_dtype, scalars, widened
 from ecrl.kernels.masked_stats import alone
 from ecrl.types import Scalar
 
@@ -112,23 +113,26 @@ def normalize(x: Tensor, moments: TensorDict, *, eps: Scalar, clip: Scalar) -> T
         clip((x - mean) / sqrt(variance + eps), -clip, clip)
 
     Args:
-        x: `[*B, *shape]` float.
+        x: `[*B, *shape]` float or integer.
         moments: of samples of `shape`.
         eps: added to the variance, squared units of `x`.
         clip: largest absolute value returned.
 
-    Returns: `[*B, *shape]` in the dtype of `x`.
+    Returns: `[*B, *shape]` in the dtype of `x`, for integers in torch's default float dtype. Half precision is
+        computed in float32.
     Gradient: flows through `x`.
-    Raises: ValueError if `x` does not end in one sample's shape.
+    Raises: ValueError if `x` does not end in one sample's shape, or if `eps` or `clip` is not 0-d.
 
     >>> normalize(torch.tensor([5.0]), moments_init(()), eps=0.0, clip=3.0)
     tensor([3.])
     """
+    eps, clip = scalars(eps=eps, clip=clip)
     shape = moments["mean"].shape
     if x.shape[x.ndim - len(shape) :] != shape:
         raise ValueError(f"x has shape {list(x.shape)}, expected it to end in one sample's shape {list(shape)}")
+    dtype, (x,) = common_dtype(x), widened(x)
     mean, scale = moments["mean"].to(x.dtype), torch.rsqrt(moments_variance(moments) + eps).to(x.dtype)
-    return ((x - mean) * scale).clamp(-clip, clip).to(x.dtype)  # pyright: ignore
+    return ((x - mean) * scale).clamp(-clip, clip).to(dtype)  # pyright: ignore
 
 
 def scale(x: Tensor, moments: TensorDict, *, eps: Scalar, clip: Scalar) -> Tensor:
@@ -137,14 +141,15 @@ def scale(x: Tensor, moments: TensorDict, *, eps: Scalar, clip: Scalar) -> Tenso
         clip(x / sqrt(variance + eps), -clip, clip)
 
     Args:
-        x: `[*B, *shape]` float.
+        x: `[*B, *shape]` float or integer.
         moments: of samples of `shape`.
         eps: added to the variance, squared units of `x`.
         clip: largest absolute value returned.
 
-    Returns: `[*B, *shape]` in the dtype of `x`.
+    Returns: `[*B, *shape]` in the dtype of `x`, for integers in torch's default float dtype. Half precision is
+        computed in float32.
     Gradient: flows through `x`.
-    Raises: ValueError if `x` does not end in one sample's shape.
+    Raises: ValueError if `x` does not end in one sample's shape, or if `eps` or `clip` is not 0-d.
     Source: Engstrom et al. 2020, arXiv:2005.12729, sec. 3 (reward scaling).
 
     >>> scale(torch.tensor([5.0, -0.5]), moments_init(()), eps=0.0, clip=3.0)

@@ -2,7 +2,8 @@
 
 Noise is an argument, standard normal (see `ecrl.rng`). Means are `[*B, A]`, the covariance is diagonal, and everything
 sums over the last axis. The squashed Gaussian keeps its `latent`, the sample before tanh: log-probabilities computed
-from it are exact and finite at saturation, where `1 - tanh(latent)^2` underflows.
+from it are exact and finite at saturation, where `1 - tanh(latent)^2` underflows. Half precision is computed in float32
+and returned in half precision.
 """
 
 from math import log, pi
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ecrl.kernels.dtypes import common_dtype, widened
 from ecrl.types import same_shape
 
 _QUADRATURE = tuple(map(tuple, np.polynomial.hermite_e.hermegauss(48)))
@@ -54,7 +56,8 @@ def normal_sample(mean: Tensor, log_std: Tensor, noise: Tensor) -> Tensor:
     """
     same_shape(mean=mean, noise=noise)
     _check(mean, log_std)
-    return mean + torch.exp(log_std) * noise
+    dtype, (mean, log_std, noise) = common_dtype(mean, log_std, noise), widened(mean, log_std, noise)
+    return (mean + torch.exp(log_std) * noise).to(dtype)
 
 
 def normal_mode(mean: Tensor) -> Tensor:
@@ -85,8 +88,14 @@ def normal_log_prob(mean: Tensor, log_std: Tensor, action: Tensor) -> Tensor:
     >>> normal_log_prob(torch.tensor([0.0]), torch.tensor([0.0]), torch.tensor([0.0]))
     tensor(-0.9189)
     """
+    return _log_prob(mean, log_std, action).to(common_dtype(mean, log_std, action))
+
+
+def _log_prob(mean: Tensor, log_std: Tensor, action: Tensor) -> Tensor:
+    """`normal_log_prob` in at least float32, and so the other private functions."""
     same_shape(mean=mean, action=action)
     _check(mean, log_std)
+    mean, log_std, action = widened(mean, log_std, action)
     z = (action - mean) * torch.exp(-log_std)
     return (-0.5 * z.square() - log_std - 0.5 * log(2.0 * pi)).sum(-1)
 
@@ -107,7 +116,12 @@ def normal_entropy(mean: Tensor, log_std: Tensor) -> Tensor:
     >>> normal_entropy(torch.zeros(3, 1), torch.tensor([0.0])).shape
     torch.Size([3])
     """
+    return _entropy(mean, log_std).to(common_dtype(mean, log_std))
+
+
+def _entropy(mean: Tensor, log_std: Tensor) -> Tensor:
     _check(mean, log_std)
+    mean, log_std = widened(mean, log_std)
     return (log_std + 0.5 * log(2.0 * pi) + 0.5).expand_as(mean).sum(-1)
 
 
@@ -132,9 +146,11 @@ def normal_kl(mean: Tensor, log_std: Tensor, other_mean: Tensor, other_log_std: 
     same_shape(mean=mean, other_mean=other_mean)
     _check(mean, log_std)
     _check(mean, other_log_std, "other_log_std")
+    dtype = common_dtype(mean, log_std, other_mean, other_log_std)
+    mean, log_std, other_mean, other_log_std = widened(mean, log_std, other_mean, other_log_std)
     shift = (mean - other_mean) * torch.exp(-other_log_std)
     spread = torch.exp(2.0 * (log_std - other_log_std))
-    return (other_log_std - log_std + 0.5 * (spread + shift.square() - 1.0)).sum(-1)
+    return (other_log_std - log_std + 0.5 * (spread + shift.square() - 1.0)).sum(-1).to(dtype)
 
 
 def _log_slope(latent: Tensor) -> Tensor:
@@ -160,8 +176,9 @@ def tanh_normal_sample(mean: Tensor, log_std: Tensor, noise: Tensor) -> Squashed
     >>> tanh_normal_sample(torch.tensor([0.0]), torch.tensor([0.0]), torch.tensor([0.0])).action
     tensor([0.])
     """
-    latent = normal_sample(mean, log_std, noise)
-    return Squashed(torch.tanh(latent), latent)
+    dtype = common_dtype(mean, log_std, noise)
+    latent = normal_sample(*widened(mean, log_std, noise))
+    return Squashed(torch.tanh(latent).to(dtype), latent.to(dtype))
 
 
 def tanh_normal_mode(mean: Tensor) -> Tensor:
@@ -213,7 +230,8 @@ def tanh_normal_log_prob(mean: Tensor, log_std: Tensor, latent: Tensor) -> Tenso
     tensor(-0.9189)
     """
     same_shape(mean=mean, latent=latent)
-    return normal_log_prob(mean, log_std, latent) - _log_slope(latent).sum(-1)
+    log_prob = _log_prob(mean, log_std, latent) - _log_slope(*widened(latent)).sum(-1)
+    return log_prob.to(common_dtype(mean, log_std, latent))
 
 
 def tanh_normal_entropy(mean: Tensor, log_std: Tensor) -> Tensor:
@@ -235,11 +253,12 @@ def tanh_normal_entropy(mean: Tensor, log_std: Tensor) -> Tensor:
     >>> round(float(tanh_normal_entropy(torch.tensor([0.0]), torch.tensor([-9.0]))), 3)
     -7.581
     """
-    nodes, weights = (torch.tensor(q, dtype=mean.dtype, device=mean.device) for q in _QUADRATURE)
     _check(mean, log_std)
+    dtype, (mean, log_std) = common_dtype(mean, log_std), widened(mean, log_std)
+    nodes, weights = (torch.tensor(q, dtype=mean.dtype, device=mean.device) for q in _QUADRATURE)
     std = torch.exp(log_std).expand_as(mean)
     slope = _log_slope(mean.unsqueeze(-1) + std.unsqueeze(-1) * nodes)
-    return normal_entropy(mean, log_std) + (slope * (weights / weights.sum())).sum(-1).sum(-1)
+    return (_entropy(mean, log_std) + (slope * (weights / weights.sum())).sum(-1).sum(-1)).to(dtype)
 
 
 def tanh_normal_kl(mean: Tensor, log_std: Tensor, other_mean: Tensor, other_log_std: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """Optimisers as functions `(params, grads, opt, *, learning_rate, ...) -> (params, opt)`, and factors for schedules.
 
 `params`, `grads` and the slots of `opt` are TensorDicts of one structure. Numbers agree with `torch.optim`. Bias
-corrections and schedules are computed in float64: `1 - 0.999 ** t` loses five digits in float32.
+corrections and schedules are computed in float64: `1 - 0.999 ** t` loses five digits in float32. A step on
+half-precision leaves is computed in float32, and parameters and slots keep their dtypes.
 """
 
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from ecrl.kernels.dtypes import common_dtype, computed_in, scalars
 from ecrl.tracing_state import kept
 from ecrl.types import Scalar
 
@@ -26,7 +28,10 @@ def _no_steps(params: TensorDict) -> Tensor:
 
 
 def _map(fn: Callable[..., Tensor], first: TensorDict, *others: TensorDict) -> TensorDict:
-    """`fn` over matching leaves, new and in the dtypes of `first`; a difference in keys or shapes is an error."""
+    """`fn` over matching leaves, new and in the dtypes of `first`; a difference in keys or shapes is an error.
+
+    Half-precision leaves are given to `fn` in float32 and stay in it, see `_as`.
+    """
     shapes = {key: leaf.shape for key, leaf in first.items(True, True)}
     for other in others:
         odd = sorted(map(str, set(shapes) ^ set(other.keys(True, True))))
@@ -39,7 +44,18 @@ def _map(fn: Callable[..., Tensor], first: TensorDict, *others: TensorDict) -> T
             raise ValueError(
                 f"params, grads and opt must have leaves of the same shapes; not so for {', '.join(wrong)}"
             )
-    return first.apply(lambda leaf, *rest: fn(leaf, *rest).to(leaf.dtype), *others)
+
+    def apply(leaf: Tensor, *rest: Tensor) -> Tensor:
+        return fn(*(x.to(computed_in(x.dtype)) for x in (leaf, *rest))).to(computed_in(leaf.dtype))
+
+    return first.apply(apply, *others)
+
+
+def _as(like: TensorDict, new: TensorDict) -> TensorDict:
+    """`new`, with the half-precision leaves of `like` in half precision again."""
+    if all(computed_in(leaf.dtype) == leaf.dtype for leaf in like.values(True, True)):
+        return new
+    return like.apply(lambda old, leaf: leaf.to(old.dtype), new)
 
 
 def adam_init(params: TensorDict) -> TensorDict:
@@ -77,13 +93,15 @@ def adam(
 
     Returns: new params and opt; the inputs are not written.
     Gradient: flows through every input; not finite where `nu` is 0.
-    Raises: ValueError naming leaves that only one side has, or that differ in shape.
+    Raises: ValueError naming leaves that only one side has, or that differ in shape, or a
+        hyperparameter that is not 0-d.
     Source: Kingma and Ba 2015, arXiv:1412.6980, algorithm 1.
 
     >>> p, g = TensorDict({"w": torch.tensor([1.0])}, []), TensorDict({"w": torch.tensor([5.0])}, [])
     >>> adam(p, g, adam_init(p), learning_rate=0.1, beta1=0.9, beta2=0.999, eps=1e-8)[0]["w"]
     tensor([0.9000])
     """
+    learning_rate, beta1, beta2, eps = scalars(learning_rate=learning_rate, beta1=beta1, beta2=beta2, eps=eps)
     mu = _map(lambda m, g: beta1 * m + (1.0 - beta1) * g, opt["mu"], grads)
     nu = _map(lambda v, g: beta2 * v + (1.0 - beta2) * g * g, opt["nu"], grads)
     step = opt["step"] + 1
@@ -94,7 +112,8 @@ def adam(
     def move(p: Tensor, m: Tensor, v: Tensor) -> Tensor:
         return p - rate.to(p.dtype) * m / (torch.sqrt(v) + small.to(p.dtype))
 
-    return _map(move, params, mu, nu), TensorDict({"mu": mu, "nu": nu, "step": step}, [])
+    moved = _as(params, _map(move, params, mu, nu))
+    return moved, TensorDict({"mu": _as(opt["mu"], mu), "nu": _as(opt["nu"], nu), "step": step}, [])
 
 
 def adamw(
@@ -124,15 +143,18 @@ def adamw(
 
     Returns: new params and opt; the inputs are not written.
     Gradient: flows through every input; not finite where `nu` is 0.
-    Raises: ValueError naming leaves that only one side has, or that differ in shape.
+    Raises: ValueError naming leaves that only one side has, or that differ in shape, or a
+        hyperparameter that is not 0-d.
     Source: Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2.
 
     >>> p, g = TensorDict({"w": torch.tensor([1.0])}, []), TensorDict({"w": torch.tensor([0.0])}, [])
     >>> adamw(p, g, adam_init(p), learning_rate=0.1, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.5)[0]["w"]
     tensor([0.9500])
     """
+    learning_rate, weight_decay = scalars(learning_rate=learning_rate, weight_decay=weight_decay)
     decayed = _map(lambda p: p * (1.0 - learning_rate * weight_decay), params)
-    return adam(decayed, grads, opt, learning_rate=learning_rate, beta1=beta1, beta2=beta2, eps=eps)
+    moved, opt = adam(decayed, grads, opt, learning_rate=learning_rate, beta1=beta1, beta2=beta2, eps=eps)
+    return _as(params, moved), opt
 
 
 def sgd_init(params: TensorDict) -> TensorDict:
@@ -160,16 +182,18 @@ def sgd(
 
     Returns: new params and opt; the inputs are not written.
     Gradient: flows through every input.
-    Raises: ValueError naming leaves that only one side has, or that differ in shape.
+    Raises: ValueError naming leaves that only one side has, or that differ in shape, or a
+        hyperparameter that is not 0-d.
     Source: Sutskever et al. 2013, "On the importance of initialization and momentum in deep learning", eq. 1 and 2.
 
     >>> p, g = TensorDict({"w": torch.tensor([1.0])}, []), TensorDict({"w": torch.tensor([5.0])}, [])
     >>> sgd(p, g, sgd_init(p), learning_rate=0.1, momentum=0.0)[0]["w"]
     tensor([0.5000])
     """
+    learning_rate, momentum = scalars(learning_rate=learning_rate, momentum=momentum)
     buffer = _map(lambda b, g: momentum * b + g, opt["momentum"], grads)
     moved = _map(lambda p, b: p - learning_rate * b, params, buffer)
-    return moved, TensorDict({"momentum": buffer, "step": opt["step"] + 1}, [])
+    return _as(params, moved), TensorDict({"momentum": _as(opt["momentum"], buffer), "step": opt["step"] + 1}, [])
 
 
 def rmsprop_init(params: TensorDict) -> TensorDict:
@@ -198,16 +222,18 @@ def rmsprop(
 
     Returns: new params and opt; the inputs are not written.
     Gradient: flows through every input; not finite where `nu` is 0.
-    Raises: ValueError naming leaves that only one side has, or that differ in shape.
+    Raises: ValueError naming leaves that only one side has, or that differ in shape, or a
+        hyperparameter that is not 0-d.
     Source: Tieleman and Hinton 2012, "Neural networks for machine learning", lecture 6e.
 
     >>> p, g = TensorDict({"w": torch.tensor([1.0])}, []), TensorDict({"w": torch.tensor([5.0])}, [])
     >>> rmsprop(p, g, rmsprop_init(p), learning_rate=0.1, alpha=0.99, eps=1e-8)[0]["w"]
     tensor([0.])
     """
+    learning_rate, alpha, eps = scalars(learning_rate=learning_rate, alpha=alpha, eps=eps)
     nu = _map(lambda v, g: alpha * v + (1.0 - alpha) * g * g, opt["nu"], grads)
     moved = _map(lambda p, g, v: p - learning_rate * g / (torch.sqrt(v) + eps), params, grads, nu)
-    return moved, TensorDict({"nu": nu, "step": opt["step"] + 1}, [])
+    return _as(params, moved), TensorDict({"nu": _as(opt["nu"], nu), "step": opt["step"] + 1}, [])
 
 
 def global_norm(grads: TensorDict) -> Tensor:
@@ -220,7 +246,13 @@ def global_norm(grads: TensorDict) -> Tensor:
     >>> global_norm(TensorDict({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])}, []))
     tensor(5.)
     """
-    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in grads.values(True, True)]))
+    return _norm(grads).to(common_dtype(*grads.values(True, True)))
+
+
+def _norm(grads: TensorDict) -> Tensor:
+    """`global_norm` in at least float32."""
+    leaves = [torch.linalg.vector_norm(g.to(computed_in(g.dtype))) for g in grads.values(True, True)]
+    return torch.linalg.vector_norm(torch.stack(leaves))
 
 
 def clip_by_global_norm(grads: TensorDict, *, max_norm: Scalar) -> tuple[TensorDict, Tensor]:
@@ -240,9 +272,10 @@ def clip_by_global_norm(grads: TensorDict, *, max_norm: Scalar) -> tuple[TensorD
     >>> clipped["a"], norm
     (tensor([0.6000, 0.8000]), tensor(5.))
     """
-    norm = global_norm(grads)
+    (max_norm,) = scalars(max_norm=max_norm)
+    norm = _norm(grads)
     factor = kept((max_norm / (norm + 1e-6)).clamp(max=1.0))
-    return _map(lambda g: g * factor, grads), norm
+    return _as(grads, _map(lambda g: g * factor, grads)), norm.to(common_dtype(*grads.values(True, True)))
 
 
 def linear_schedule(step: Tensor, *, start: Scalar, end: Scalar, horizon: int) -> Tensor:
@@ -256,6 +289,7 @@ def linear_schedule(step: Tensor, *, start: Scalar, end: Scalar, horizon: int) -
     >>> linear_schedule(torch.tensor(5), start=1.0, end=0.0, horizon=10)
     tensor(0.5000, dtype=torch.float64)
     """
+    start, end = scalars(start=start, end=end)
     progress = (step.to(torch.float64) / horizon).clamp(max=1.0)
     return start + (end - start) * progress
 
@@ -271,6 +305,7 @@ def cosine_schedule(step: Tensor, *, end: Scalar, horizon: int) -> Tensor:
     >>> cosine_schedule(torch.tensor(5), end=0.0, horizon=10)
     tensor(0.5000, dtype=torch.float64)
     """
+    (end,) = scalars(end=end)
     progress = (step.to(torch.float64) / horizon).clamp(max=1.0)
     return end + (1.0 - end) * 0.5 * (1.0 + torch.cos(pi * progress))
 
@@ -286,6 +321,7 @@ def step_schedule(step: Tensor, *, every: int, gamma: Scalar) -> Tensor:
     >>> step_schedule(torch.tensor(5), every=2, gamma=0.5)
     tensor(0.2500, dtype=torch.float64)
     """
+    (gamma,) = scalars(gamma=gamma)
     return gamma ** torch.div(step, every, rounding_mode="floor").to(torch.float64)
 
 
@@ -300,4 +336,5 @@ def exponential_schedule(step: Tensor, *, gamma: Scalar) -> Tensor:
     >>> exponential_schedule(torch.tensor(2), gamma=0.5)
     tensor(0.2500, dtype=torch.float64)
     """
+    (gamma,) = scalars(gamma=gamma)
     return gamma ** step.to(torch.float64)

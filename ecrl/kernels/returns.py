@@ -3,6 +3,9 @@
 `terminated` stops the value, `done` stops the trace: a time limit bootstraps from `next_value`, the value of the state
 that was reached, never from the next episode. `next_value` is not used where `terminated`; it may be NaN there. Nothing
 is detached. `ecrl.kernels.reverse_scan` has the only recursion over time.
+
+Results have the dtype of `reward`, or the dtype that the inputs promote to if `reward` is not float. Half precision is
+computed in float32.
 """
 
 from typing import NamedTuple
@@ -10,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ecrl.kernels.dtypes import common_dtype, exponent_bound, scalars, widened
 from ecrl.kernels.reverse_scan import reverse_scan, unseen, wide
 from ecrl.tracing_state import in_graph
 from ecrl.types import Scalar, same_shape
@@ -52,6 +56,11 @@ def _unless(mask: Tensor, x: Tensor) -> Tensor:
     return torch.where(mask, x.new_zeros(()), x)
 
 
+def _float_dtype(first: Tensor, *others: Tensor) -> torch.dtype:
+    """The dtype of results: that of `first` if it is float."""
+    return first.dtype if first.is_floating_point() else common_dtype(first, *others)
+
+
 def discounted_returns(
     reward: Tensor, next_value: Tensor, terminated: Tensor, done: Tensor, *, gamma: Scalar
 ) -> Tensor:
@@ -68,7 +77,7 @@ def discounted_returns(
 
     Returns: `[*B, T]` in the dtype of `reward`.
     Gradient: flows through `reward` and `next_value`.
-    Raises: ValueError naming the arguments whose shapes differ.
+    Raises: ValueError naming the arguments of a wrong shape; hyperparameters are 0-d.
     Source: Sutton and Barto 2018, eq. 3.8; time limits as in Pardo et al. 2018, arXiv:1712.00378.
 
     >>> f = torch.tensor([False, False])
@@ -76,10 +85,12 @@ def discounted_returns(
     [2.5, 3.0]
     """
     same_shape(reward=reward, next_value=next_value, terminated=terminated, done=done)
+    (gamma,) = scalars(gamma=gamma)
+    dtype, (reward, next_value) = _float_dtype(reward, next_value), widened(reward, next_value)
     terminated, done = _read(terminated), _read(done)
     reached = _unless(terminated, next_value)
     ending = reward + gamma * torch.where(done, reached, reached.new_zeros(()))
-    return reverse_scan(ending, wide(gamma), done, reached[..., -1])
+    return reverse_scan(ending, wide(gamma), done, reached[..., -1]).to(dtype)
 
 
 def n_step_returns(
@@ -100,7 +111,7 @@ def n_step_returns(
 
     Returns: `[*B, T]` in the dtype of `reward`.
     Gradient: flows through `reward` and `next_value`.
-    Raises: ValueError naming the arguments whose shapes differ, or if `n < 1`.
+    Raises: ValueError naming the arguments of a wrong shape, or if `n < 1`.
     Source: Sutton and Barto 2018, eq. 7.1.
 
     >>> f, ones = torch.tensor([False] * 3), torch.ones(3)
@@ -108,14 +119,16 @@ def n_step_returns(
     [3.5, 3.5, 5.0]
     """
     same_shape(reward=reward, next_value=next_value, terminated=terminated, done=done)
+    (gamma,) = scalars(gamma=gamma)
     if n < 1:
         raise ValueError(f"n_step_returns needs n >= 1, got n={n}")
+    dtype, (reward, next_value) = _float_dtype(reward, next_value), widened(reward, next_value)
     one_step = reward + gamma * _unless(terminated, next_value)
     returns = one_step
     for _ in range(min(n, reward.shape[-1]) - 1):
         longer = torch.where(done[..., :-1], one_step[..., :-1], reward[..., :-1] + gamma * returns[..., 1:])
         returns = torch.cat((longer, one_step[..., -1:]), -1)
-    return returns
+    return returns.to(dtype)
 
 
 def td_lambda_returns(
@@ -136,7 +149,7 @@ def td_lambda_returns(
 
     Returns: `[*B, T]` in the dtype of `reward`; equals `gae(...).value_target` where `next_value[t]` is `value[t + 1]`.
     Gradient: flows through `reward` and `next_value`.
-    Raises: ValueError naming the arguments whose shapes differ.
+    Raises: ValueError naming the arguments of a wrong shape; hyperparameters are 0-d.
     Source: Sutton and Barto 2018, eq. 12.2 and 12.3.
 
     >>> f = torch.tensor([False, False])
@@ -144,10 +157,12 @@ def td_lambda_returns(
     [2.25, 3.0]
     """
     same_shape(reward=reward, next_value=next_value, terminated=terminated, done=done)
+    gamma, gae_lambda = scalars(gamma=gamma, gae_lambda=gae_lambda)
+    dtype, (reward, next_value) = _float_dtype(reward, next_value), widened(reward, next_value)
     terminated, done = _read(terminated), _read(done)
     reached = _unless(terminated, next_value)
     mixed = reward + gamma * torch.where(done, reached, (1.0 - gae_lambda) * reached)
-    return reverse_scan(mixed, wide(gamma) * gae_lambda, done, reached[..., -1])
+    return reverse_scan(mixed, wide(gamma) * gae_lambda, done, reached[..., -1]).to(dtype)
 
 
 def gae(
@@ -176,7 +191,7 @@ def gae(
 
     Returns: `advantage` and `value_target = advantage + value`, each `[*B, T]` in the dtype of `reward`.
     Gradient: flows through `reward`, `value` and `next_value`; nothing is detached here.
-    Raises: ValueError naming the arguments whose shapes differ.
+    Raises: ValueError naming the arguments of a wrong shape; hyperparameters are 0-d.
     Source: Schulman et al. 2016, arXiv:1506.02438, eq. 16; time limits as in Pardo et al. 2018, arXiv:1712.00378.
 
     >>> t, f = True, False
@@ -185,12 +200,15 @@ def gae(
     [-0.5, 0.0]
     """
     same_shape(reward=reward, value=value, next_value=next_value, terminated=terminated, done=done)
+    gamma, gae_lambda = scalars(gamma=gamma, gae_lambda=gae_lambda)
+    dtype = _float_dtype(reward, value, next_value)
+    reward, value, next_value = widened(reward, value, next_value)
     terminated, done = _read(terminated), _read(done)
     reached = _unless(terminated, next_value)
     paid = reward - value
     delta = paid.add_(reached.mul_(gamma)) if unseen(paid, reached, gamma) else paid + gamma * reached
     advantage = reverse_scan(delta, wide(gamma) * gae_lambda, done, torch.zeros_like(delta[..., 0]))
-    return GAE(advantage, advantage + value)
+    return GAE(advantage.to(dtype), (advantage + value).to(dtype))
 
 
 def vtrace(
@@ -209,7 +227,7 @@ def vtrace(
 ) -> VTrace:
     """Off-policy corrected value targets and policy-gradient advantages.
 
-        ratio[t]        = exp(log_prob[t] - old_log_prob[t])
+        ratio[t]        = exp(min(log_prob[t] - old_log_prob[t], bound))
         rho[t]          = min(clip_rho, ratio[t])
         c[t]            = gae_lambda * min(clip_c, ratio[t])
         delta[t]        = rho[t] * (reward[t] + gamma * next_value[t] * not terminated[t] - value[t])
@@ -217,6 +235,9 @@ def vtrace(
         value_target[t] = value[t] + error[t]
         advantage[t]    = rho[t] * (reward[t] + gamma * target_next[t] - value[t])
         target_next[t]  = next_value[t] * not terminated[t] if done[t] or t = T - 1 else value_target[t + 1]
+
+    `bound` keeps gradients finite. It is half the logarithm of the dtype's largest number, 44.36 in float32. A
+    log-ratio above it counts as `bound`, and no gradient flows through it.
 
     Args:
         log_prob: `[*B, T]` float, nats, under the policy being learnt.
@@ -233,7 +254,7 @@ def vtrace(
 
     Returns: `advantage` and `value_target`, each `[*B, T]` in the dtype of `reward`.
     Gradient: flows through every float argument; nothing is detached here.
-    Raises: ValueError naming the arguments whose shapes differ.
+    Raises: ValueError naming the arguments of a wrong shape; hyperparameters are 0-d.
     Source: Espeholt et al. 2018, arXiv:1802.01561, eq. 1 and sec. 4.2.
 
     >>> f, zero = torch.tensor([False, False]), torch.zeros(2)
@@ -250,12 +271,18 @@ def vtrace(
         terminated=terminated,
         done=done,
     )
+    gamma, gae_lambda = scalars(gamma=gamma, gae_lambda=gae_lambda)
+    clip_rho, clip_c = scalars(clip_rho=clip_rho, clip_c=clip_c)
+    dtype = _float_dtype(reward, value, next_value, log_prob, old_log_prob)
+    bound = exponent_bound(common_dtype(log_prob, old_log_prob))
+    floats = widened(log_prob, old_log_prob, reward, value, next_value)
+    log_prob, old_log_prob, reward, value, next_value = floats
     terminated, done = _read(terminated), _read(done)
-    ratio = torch.exp(log_prob - old_log_prob)
+    ratio = torch.exp((log_prob - old_log_prob).clamp(max=bound))
     rho, c = ratio.clamp(max=clip_rho), gae_lambda * ratio.clamp(max=clip_c)
     reached = _unless(terminated, next_value)
     delta = rho * (reward + gamma * reached - value)
     value_target = value + reverse_scan(delta, gamma * c.double(), done, torch.zeros_like(delta[..., 0]))
     target_next = torch.cat((value_target[..., 1:], reached[..., -1:]), -1)
     advantage = rho * (reward + gamma * torch.where(done, reached, target_next) - value)
-    return VTrace(advantage, value_target)
+    return VTrace(advantage.to(dtype), value_target.to(dtype))

@@ -12,6 +12,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from ecrl.kernels.dtypes import common_dtype, scalars, widened
 from ecrl.kernels.reverse_scan import reverse_scan, wide
 from ecrl.kernels.scan_loop import Scan, in_chunks, scan
 from ecrl.pytree import flatten, unflatten
@@ -189,38 +190,35 @@ def running_returns(reward: Tensor, done: Tensor, before: Tensor, *, gamma: Scal
         before: `[*B]` float, the sum before the first step; 0 where an episode begins.
         gamma: discount per step.
 
-    Returns: `[*B, T]` in the dtype of `reward`.
+    Returns: `[*B, T]` in the dtype of `reward`; half precision is computed in float32.
     Gradient: flows through `reward` and `before`.
-    Raises: ValueError naming the arguments whose shapes differ.
+    Raises: ValueError naming the arguments of a wrong shape; hyperparameters are 0-d.
     Source: Engstrom et al. 2020, arXiv:2005.12729, sec. 3 (reward scaling).
 
     >>> running_returns(torch.ones(3), torch.tensor([False, True, False]), torch.tensor(4.0), gamma=0.5).tolist()
     [3.0, 2.5, 1.0]
     """
     same_shape(reward=reward, done=done)
+    (gamma,) = scalars(gamma=gamma)
     if before.shape != reward.shape[:-1]:
         expected = f"expected {list(reward.shape[:-1])} as reward without time"
         raise ValueError(f"before has shape {list(before.shape)}, {expected}")
+    dtype = reward.dtype if reward.is_floating_point() else common_dtype(reward, before)
+    reward, before = widened(reward, before)
     ended_before = torch.cat((torch.zeros_like(done[..., :1]), done[..., :-1]), -1)
-    return reverse_scan(reward.flip(-1), wide(gamma), ended_before.flip(-1), before).flip(-1)
+    return reverse_scan(reward.flip(-1), wide(gamma), ended_before.flip(-1), before).flip(-1).to(dtype)
 
 
-def _since_end(x: Tensor, done: Tensor, before: Tensor) -> Tensor:
-    """Sums `[N, T]` of `x` since the last end, `before` included in those before the first."""
-    sums = torch.cat((before.unsqueeze(1), x), 1).double().cumsum(1)
+def _steps_since_end(counted: Tensor, done: Tensor, before: Tensor) -> Tensor:
+    """Counted steps `[N, T]` since the last end in float64, `before` included in those before the first.
+
+    Differences of running counts: whole numbers have no rounding that could cross an end.
+    """
+    counts = torch.cat((before.unsqueeze(1), counted), 1).double().cumsum(1)
     times = torch.arange(1, done.shape[1] + 1, device=done.device)
     ended = torch.where(done, times, 0)
     last = torch.cat((torch.zeros_like(ended[:, :1]), ended[:, :-1]), 1).cummax(1).values
-    gone = sums.gather(1, last).masked_fill(last == 0, 0.0)
-    return (sums[:, 1:] - gone).to(x.dtype)
-
-
-def _returns_since_end(reward: Tensor, done: Tensor, before: Tensor) -> Tensor:
-    """`_since_end` of rewards that may not be finite: NaN from there to the end of that episode, not beyond it."""
-    fine = [x.isfinite() for x in (reward, before)]
-    odd = _since_end(~fine[0], done, ~fine[1])
-    sums = _since_end(reward.where(fine[0], 0.0), done, before.where(fine[1], 0.0))
-    return sums.masked_fill(odd, torch.nan)
+    return counts[:, 1:] - counts.gather(1, last).masked_fill(last == 0, 0.0)
 
 
 def episode_update(episode: TensorDict, reward: Tensor, done: Tensor, mask: Tensor | None = None) -> TensorDict:
@@ -234,7 +232,8 @@ def episode_update(episode: TensorDict, reward: Tensor, done: Tensor, mask: Tens
 
     Returns: new statistics. `finished_return` and `finished_length` keep the most recent episodes, oldest first; only
         those where `finished` are real. Ties in time are kept in order of env index. A reward that is not finite makes
-        the return of its episode NaN.
+        the return of its episode NaN. Sums are in float64 and start anew after each end; the results have the dtypes of
+        `episode`.
     Gradient: none.
 
     >>> e = episode_update(episode_init(1, 2), torch.tensor([[1.0, 2.0, 4.0]]), torch.tensor([[False, True, False]]))
@@ -244,8 +243,9 @@ def episode_update(episode: TensorDict, reward: Tensor, done: Tensor, mask: Tens
     one = torch.ones_like(reward)
     if mask is not None:
         reward, one = reward.masked_fill(~mask, 0.0), mask.to(reward.dtype)
-    ret = _returns_since_end(reward, done, episode["running_return"])
-    length = _since_end(one, done, episode["running_length"])
+    ret = running_returns(reward.double(), done, episode["running_return"], gamma=1.0)
+    ret = ret.masked_fill(~ret.isfinite(), torch.nan).to(episode["running_return"].dtype)
+    length = _steps_since_end(one, done, episode["running_length"]).to(episode["running_length"].dtype)
     ended = torch.cat((episode["finished"], done.t().reshape(-1)))
     order = torch.where(ended, torch.arange(1, len(ended) + 1, device=done.device), 0)
     last = order.topk(len(episode["finished"])).indices.flip(0)

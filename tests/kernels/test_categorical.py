@@ -152,6 +152,22 @@ def test_gradients():
     assert not categorical_sample(logits, other).requires_grad and not categorical_mode(logits).requires_grad
 
 
+@pytest.mark.parametrize("offset", [0.0, 1e8, -1e8, 1e30, -3e38])
+def test_large_logits_keep_the_noise(variant, offset):
+    """Beside 1e8 a float32 has steps of 8: the noise decides between equal logits, and differences stay differences."""
+    step = max(abs(offset) / 16, 64.0)
+    logits = torch.tensor([offset, offset, offset - step, offset]).expand(3, 4)
+    noise = torch.tensor([[0.1, 0.3, 9.0, 0.2], [0.3, 0.1, 0.2, 0.2], [-1.0, -2.0, 3.0, -0.5]])
+    assert variant(categorical_sample)(logits, noise).tolist() == [1, 0, 3]
+
+
+def test_a_row_without_allowed_actions_is_sampled_uniformly(variant):
+    sample = lambda logits, mask, noise: categorical_sample(mask_logits(logits, mask), noise)  # noqa: E731
+    noise = torch.tensor([[0.1, 0.3, 0.2], [0.1, 0.3, 0.4]])
+    none = torch.zeros(2, 3, dtype=torch.bool)
+    assert variant(sample)(torch.tensor([[9.0, 0.0, 1.0]]).expand(2, 3), none, noise).tolist() == [1, 2]
+
+
 # multi-discrete: everything is the sum, or the stack, of its parts
 
 

@@ -5,6 +5,7 @@ surface traces, vmaps, takes strided memory and float64, and recompiles for shap
 """
 
 import inspect
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -265,3 +266,25 @@ def test_double_in_double_out(name):
     out = pytree.tree_leaves(kernel(name)(*double[0], **double[1]))
     dtypes = {t.dtype for t in out if isinstance(t, Tensor) and t.is_floating_point()}
     assert dtypes == (set() if name in NO_FLOATS else {torch.float64})
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in CALLS if any(isinstance(v, Tensor) for v in CALLS[name](3)[1].values())]
+)
+def test_hyperparameters_of_a_wrong_shape_are_named(name):
+    args, kwargs = CALLS[name](3)
+    for wrong in [key for key, value in kwargs.items() if isinstance(value, Tensor)]:
+        for shape in ((1,), (N, T), (N, 1)):
+            with pytest.raises(
+                ValueError, match=rf"^{wrong} has shape {re.escape(str(list(shape)))}, expected a number"
+            ):
+                kernel(name)(*args, **kwargs | {wrong: kwargs[wrong].expand(shape)})
+
+
+@pytest.mark.parametrize(
+    "name", ["compute_returns", "compute_n_step_returns", "compute_td_lambda_returns", "compute_gae"]
+)
+def test_a_gamma_of_a_wrong_shape_is_named_on_rollouts(name):
+    (fields, gamma, *rest), _ = CALLS[name](3)
+    with pytest.raises(ValueError, match=r"^gamma has shape \[4, 1\], expected a number or a 0-d tensor"):
+        kernel(name)(fields, gamma.expand(N, 1), *rest)

@@ -151,6 +151,47 @@ def test_means_by_hand(variant):
     close(variant(standardize)(x, mask & (x > 4), eps=1e-8), [[0.0, 0.0], [0.0, 0.0]])  # one entry has no spread
 
 
+CONSTANTS = [1e-3, 0.1, -1e6, 1e17]
+
+
+@pytest.mark.parametrize("constant", CONSTANTS)
+def test_standardize_of_a_constant_is_zero(variant, constant):
+    for count, eps in ((3, 0.0), (4097, 1e-8)):
+        mask = torch.arange(count) % 7 != 3
+        x = torch.full((count,), constant).masked_fill(~mask, NAN)
+        close(variant(standardize)(x, mask, eps=eps), torch.zeros(count), tol=0.0)
+
+
+@pytest.mark.parametrize("constant", CONSTANTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_standardize_of_a_large_constant_batch_is_zero(constant, dtype):
+    """A million entries, with and without a mask, whole and as parts of several processes."""
+    x = torch.full((1000, 1000), constant, dtype=dtype).requires_grad_()
+    mask = torch.rand(x.shape, generator=torch.Generator().manual_seed(0)) < 0.7
+    for counted in (torch.ones_like(mask), mask, mask.t()):
+        out = standardize(x, counted, eps=1e-8, total=lambda part: part + part + part)
+        assert not out.any() and not standardize(x, counted, eps=1e-8).any()
+        assert not torch.autograd.grad(out.sum(), x)[0].any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("constant", CONSTANTS)
+def test_standardize_of_a_large_constant_batch_is_zero_when_compiled(constant):
+    """Inductor adds a million equal floats with an error of 500 eps."""
+    x, mask = torch.full((1000, 1000), constant), torch.rand(1000, 1000) < 2.0
+    assert not torch.compile(standardize, fullgraph=True)(x, mask, eps=1e-8).any()
+
+
+@pytest.mark.parametrize(
+    ("offset", "step"),
+    [(1.0, 1e-6), (-100.0, 1e-4), (1e6, 0.5), (1e17, 1e11), (1e-6, 1e-12), (0.0, 1e-12), (0.0, 1e10)],
+)
+def test_standardize_keeps_a_small_spread_on_a_large_offset(variant, offset, step):
+    x = torch.tensor([offset - step, offset, offset + step])
+    expected = (x.double() - x.double().mean()) / x.double().std()
+    close(variant(standardize)(x, torch.tensor([T, T, T]), eps=0.0), expected, tol=0.1)  # the mean is a float
+
+
 def test_kl_by_hand(variant):
     log_prob, ref = torch.tensor([0.0, 2.0, -1.0]), torch.tensor([0.0, 1.0, 1.0])
     close(variant(kl_k1)(log_prob, ref), [0.0, 1.0, -2.0])
@@ -180,6 +221,46 @@ def test_kl_by_hand(variant):
 )
 def test_explained_variance(variant, value, target, mask, expected):
     close(variant(explained_variance)(torch.tensor(value), torch.tensor(target), torch.tensor(mask)), expected)
+
+
+# Log-ratios beyond the bound, half the logarithm of the largest float. Advantages: positive, negative and none at all.
+# The clip holds the first at 1.2 * 2 and the third at 0; the second is exp(bound) * -1, with no gradient beyond it.
+FAR = {"log_prob": torch.tensor([500.0, 600.0, 1000.0, 0.0]), "old_log_prob": torch.zeros(4)}
+FAR |= {"advantage": torch.tensor([2.0, -1.0, 0.0, 1.0]), "mask": torch.tensor([T, T, T, T])}
+
+
+@pytest.mark.parametrize("kernel", [k for k in MASKED if "old_log_prob" in KERNELS[k][0]], ids=lambda k: k.__name__)
+def test_ratios_that_overflow_leave_loss_and_gradient_finite(variant, kernel):
+    zeros = {name: torch.zeros(4) for name in KERNELS[kernel][0]}
+    loss, logs = run(kernel, zeros | FAR, variant(kernel), clip_coef=0.2)
+    bound = log(torch.finfo(loss.dtype).max) / 2
+    policy_loss = (-2.4 + exp(bound) - 1.0) / 4
+    close(logs["policy_loss"] / policy_loss, 1.0)
+    close(logs["approx_kl"] / (3 * (exp(bound) - 1 - bound) / 4), 1.0)
+    assert torch.isfinite(loss) and all(value.isfinite() for value in logs.values())
+
+
+@pytest.mark.parametrize("kernel", [k for k in MASKED if "old_log_prob" in KERNELS[k][0]], ids=lambda k: k.__name__)
+def test_gradients_of_ratios_that_overflow(kernel):
+    zeros = {name: torch.zeros(4) for name in KERNELS[kernel][0]}
+    log_prob = FAR["log_prob"].clone().requires_grad_()
+    if kernel is grpo_loss:
+        zeros["ref_log_prob"] = log_prob.detach()  # no penalty
+    loss, _ = run(kernel, zeros | FAR | {"log_prob": log_prob}, clip_coef=0.2)
+    assert torch.autograd.grad(loss, log_prob)[0].tolist() == [0.0, 0.0, 0.0, -0.25]
+    only = FAR["mask"] & (FAR["advantage"] >= 0)  # without the negative one the loss is an ordinary number
+    close(run(kernel, zeros | FAR | {"log_prob": log_prob, "mask": only}, clip_coef=0.2)[0], -3.4 / 3)
+
+
+def test_a_bounded_k3_is_finite(variant):
+    q = torch.tensor([1.0, 40.0, 1000.0, INF])
+    found = variant(kl_k3)(torch.zeros(4), q)
+    bound = log(torch.finfo(found.dtype).max) / 2
+    expected = [exp(x) - 1 - x for x in (1.0, 40.0, bound, bound)]
+    close(found / torch.tensor(expected, dtype=torch.float64), torch.ones(4))
+    leaf = torch.zeros(4).requires_grad_()
+    grad = torch.autograd.grad(kl_k3(leaf, q).sum(), leaf)[0]
+    close(grad / torch.tensor([1 - exp(1.0), 1 - exp(40.0), 1.0, 1.0]), [1.0, 1.0, 0.0, 0.0])
 
 
 def mean(terms):

@@ -263,6 +263,18 @@ def test_gradients(kernel):
         assert grad.abs().sum() > 0, f"nothing reaches {name}: estimators never detach"
 
 
+def test_vtrace_has_finite_gradients_where_the_ratio_overflows(variant):
+    """The ratio is clipped there: the numbers are those of any ratio above the clip, and no gradient flows."""
+    steps = random_steps(9, 3, 6)
+    far = torch.zeros(3, 6, dtype=torch.bool)
+    far[:, 2:4] = True
+    above, beyond = (steps | {"log_prob": steps["log_prob"].masked_fill(far, x)} for x in (20.0, 500.0))
+    close(run(vtrace, beyond, variant(vtrace)), oracle(vtrace, above, **HYPER[vtrace]))
+    leaf = beyond["log_prob"].requires_grad_()
+    grad = torch.autograd.grad(run(vtrace, beyond).sum(), leaf)[0]
+    assert grad.isfinite().all() and not grad[far].any() and grad[~far].any()
+
+
 @each_kernel
 def test_no_retrace(kernel):
     names = [k for k in HYPER[kernel] if k != "n"]

@@ -192,6 +192,43 @@ def test_a_reward_that_is_not_finite_stays_in_its_episode(variant, bad):
     close(after["running_return"], [0.0, 1.0])
 
 
+@pytest.mark.parametrize("length", [4, 40, 300])
+def test_a_huge_reward_does_not_damage_the_next_episodes(variant, length):
+    """1e17 swallows what is added to it, in its own episode only; the next ones return 3/4 and 1/2."""
+    reward, done = torch.zeros(2, length), torch.zeros(2, length, dtype=torch.bool)
+    reward[0, :4], done[0, :4] = torch.tensor([1e17, 0.25, 0.5, 0.5]), torch.tensor([True, False, True, True])
+    episode = episode_init(2, 3).set("running_return", torch.tensor([1.0, -1e17]))
+    reward[1, 2:4], done[1, 2] = torch.tensor([1e17, 0.125]), True
+    episode = variant(episode_update)(episode, reward, done)
+    returns = episode["finished_return"].tolist()
+    assert returns == [0.75, 0.0, 0.5]
+    assert episode["running_return"].tolist() == [0.0, 0.125]
+    assert episode["finished_length"].tolist() == [2.0, 3.0, 1.0]
+
+
+def test_returns_of_whole_rewards_are_exact(variant):
+    """Sums up to 2**24 have no rounding, in blocks of any size."""
+    draw = np.random.default_rng(1)
+    reward, done = draw.integers(-1000, 1000, size=(3, 200)), draw.random((3, 200)) < 0.05
+    expected, sums = [], np.zeros(3)
+    for t in range(200):
+        sums += reward[:, t]
+        expected += [float(sums[n]) for n in range(3) if done[n, t]]
+        sums[done[:, t]] = 0.0
+    episode = variant(episode_update)(episode_init(3, len(expected)), torch.tensor(reward).float(), torch.tensor(done))
+    assert episode["finished"].all() and episode["finished_return"].tolist() == expected
+    assert episode["running_return"].tolist() == sums.tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int64], ids=str)
+def test_episode_statistics_keep_their_dtype(dtype):
+    reward, done = torch.ones(1, 601).to(dtype), torch.zeros(1, 601, dtype=torch.bool)
+    done[0, 599] = True
+    episode = episode_update(episode_init(1, 1), reward, done)
+    assert episode["finished_return"].item() == episode["finished_length"].item() == 600.0
+    assert {x.dtype for key, x in episode.items() if key != "finished"} == {torch.float32}
+
+
 def test_restarted_by_hand(variant):
     reward, done = torch.tensor([[1.0, 2.0], [8.0, 16.0]]), torch.tensor([[True, False], [False, False]])
     before = episode_update(episode_init(2, 2), reward, done)

@@ -1,0 +1,83 @@
+"""Dtypes of kernels: half precision is computed in float32 and returned in half precision.
+
+This module also has the limits that follow from a dtype, and the check of hyperparameters.
+"""
+
+from functools import reduce
+from math import log
+
+import torch
+from torch import Tensor
+
+from ecrl.types import Scalar
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def computed_in(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype to compute in: float32 for half precision, else `dtype`.
+
+    >>> computed_in(torch.bfloat16), computed_in(torch.float64)
+    (torch.float32, torch.float64)
+    """
+    return torch.float32 if dtype in _HALF else dtype
+
+
+def common_dtype(*tensors: Tensor) -> torch.dtype:
+    """Return the float dtype that `tensors` promote to; for integers torch's default.
+
+    >>> common_dtype(torch.ones(1), torch.ones(1, dtype=torch.bfloat16)), common_dtype(torch.tensor([1]))
+    (torch.float32, torch.float32)
+    """
+    dtype = reduce(torch.promote_types, [x.dtype for x in tensors])
+    return dtype if dtype.is_floating_point else torch.get_default_dtype()
+
+
+def widened(*tensors: Tensor) -> list[Tensor]:
+    """Return the tensors in the one dtype to compute in; as they are if they all have it.
+
+    >>> [x.dtype for x in widened(torch.ones(1, dtype=torch.float16), torch.ones(1, dtype=torch.float16))]
+    [torch.float32, torch.float32]
+    """
+    dtype = computed_in(common_dtype(*tensors))
+    return [x.to(dtype) for x in tensors]
+
+
+def rounding(dtype: torch.dtype) -> float:
+    """Return the share of a number's size that counts as rounding: spreads below it are no signal.
+
+    It is 8 eps of the dtype to compute in, and at least the eps of `dtype` itself.
+
+    >>> rounding(torch.float64) < rounding(torch.float32) < rounding(torch.bfloat16)
+    True
+    """
+    return max(torch.finfo(dtype).eps, 8.0 * torch.finfo(computed_in(dtype)).eps)
+
+
+def scalars(**named: Scalar) -> tuple[Scalar, ...]:
+    """Return the hyperparameters in the order given, half-precision ones in float32.
+
+    Raises: ValueError naming one that is neither a number nor a 0-d tensor.
+
+    >>> scalars(gamma=0.9, eps=torch.tensor(1.0))
+    (0.9, tensor(1.))
+    >>> scalars(gamma=torch.zeros(3))
+    Traceback (most recent call last):
+    ValueError: gamma has shape [3], expected a number or a 0-d tensor
+    """
+    for name, number in named.items():
+        if getattr(number, "ndim", 0):
+            raise ValueError(f"{name} has shape {list(number.shape)}, expected a number or a 0-d tensor")  # pyright: ignore
+    return tuple(x.float() if isinstance(x, Tensor) and x.dtype in _HALF else x for x in named.values())
+
+
+def exponent_bound(dtype: torch.dtype) -> float:
+    """Half the logarithm of the largest number of `dtype`.
+
+    The exponential of a bounded log-ratio leaves room: its product with an advantage, and a sum of many of them, stay
+    finite. It is 44.36 for float32 and bfloat16, 354.89 for float64, and 5.55 for float16.
+
+    >>> round(exponent_bound(torch.float32), 2)
+    44.36
+    """
+    return log(torch.finfo(dtype).max) / 2.0
