@@ -15,18 +15,17 @@ from torch._inductor.compile_fx import compile_fx
 from torch.fx import GraphModule
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
-from ecrl.compile import cpu_loops, cpu_philox, cpu_tiles
+from ecrl.compile import cpu_loops, cpu_philox, cpu_tanh, cpu_tiles
 from ecrl.compile.cpu_builds import side_by_side
 from ecrl.compile.cpu_codegen import brief_codegen
 from ecrl.compile.cpu_loops import lean_loops
-from ecrl.compile.trace import memory_of, traced
+from ecrl.compile.trace import captured, memory_of, traced
 
 _SCAN = f"{scan_op.__module__}.{scan_op.__name__}"
-_WRITTEN_BY = sha256("".join(map(getsource, (cpu_tiles, cpu_loops, cpu_philox))).encode()).hexdigest()
+_WRITTEN_BY = sha256("".join(map(getsource, (cpu_tiles, cpu_loops, cpu_philox, cpu_tanh))).encode()).hexdigest()
 
 _OPTIONS: dict[str, Any] = {
     "cpp_wrapper": True,  # loops and calls in C++, not in Python
-    "cpp.use_decompose_tanh": True,  # by exp: five times faster than the library's, error below 2e-7
     "cpp_wrapper_build_separate": True,  # calls and loops apart from kernels, for those -O3
     "aot_inductor.enable_frame_pointer": False,  # these two are for profilers
     "aot_inductor.enable_line_tables": False,
@@ -73,9 +72,13 @@ def _apart(graph: GraphModule, run: Callable[..., Sequence[Tensor]]) -> Callable
 
 def compiled(
     fn: Callable[..., Any], structure: Hashable, leaves: list[Tensor]
-) -> tuple[Callable[..., list[Tensor]], Hashable]:
-    """`fn` for tensors like these in this memory layout, of the leaves; the structure of what it gives."""
+) -> tuple[Callable[..., list[Tensor]], Hashable, list[Tensor]]:
+    """Compile `fn` for tensors like these in this memory layout.
+
+    Returns: the function of the leaves, the structure of its results, and the tensors it captured.
+    """
     with ONE_AT_A_TIME, _use_lazy_graph_module(True):  # a graph's Python is written once, not with every change
         graph, out = traced(fn, structure, leaves)
-        with torch.no_grad(), config.patch(_OPTIONS), lean_loops(), brief_codegen(), side_by_side():
-            return _apart(graph, compile_fx(graph, leaves)), out  # pyright: ignore
+        no_autocast = torch._C._DisableAutocast()  # its casts are in the graph
+        with torch.no_grad(), no_autocast, config.patch(_OPTIONS), lean_loops(), brief_codegen(), side_by_side():
+            return _apart(graph, compile_fx(graph, leaves)), out, captured(graph)  # pyright: ignore

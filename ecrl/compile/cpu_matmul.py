@@ -33,7 +33,7 @@ def _unrolled(a: Tensor, b: Tensor) -> Tensor:
 
 def _rows(a: Tensor, b: Tensor) -> Tensor:
     """`[M, K] @ [K, N]` as M sums over the rows of `b`."""
-    return torch.stack([(a[m].unsqueeze(1) * b).sum(0) for m in range(a.shape[0])])
+    return torch.stack([(a[m].unsqueeze(1) * b).sum(0, dtype=a.dtype) for m in range(a.shape[0])])
 
 
 @torch.library.custom_op("ecrl::linear", mutates_args=())
@@ -52,10 +52,17 @@ def _lowered(x: Any, weight: Any) -> Any:
     return TensorBox.create(cast(Any, LinearUnary).create(x, weight, None, "none", [], ""))
 
 
+def _check_dtypes(a: Tensor, b: Tensor) -> None:
+    """Raise RuntimeError if the dtypes differ, which torch finds only when it multiplies numbers."""
+    if a.dtype != b.dtype:
+        raise RuntimeError(f"cannot multiply matrices of {a.dtype} and {b.dtype}; convert one of them")
+
+
 def mm(a: Tensor, b: Tensor) -> Tensor:
-    """`a @ b`, or NotImplemented for what is left to MKL."""
+    """`a @ b`, or NotImplemented for what is left to MKL, which also raises the error of wrong shapes."""
     (m, k), n = a.shape, b.shape[1]
-    if min(m, k, n) == 0:
+    _check_dtypes(a, b)
+    if min(m, k, n) == 0 or k != b.shape[0]:
         return NotImplemented
     if k <= _THIN and b.stride(1) == 1 and n > _THIN:
         return _unrolled(a, b)
@@ -64,7 +71,7 @@ def mm(a: Tensor, b: Tensor) -> Tensor:
     if n <= _THIN and k >= _MIN_OUTER and m > _THIN and a.stride(0) == 1:
         return _rows(b.t(), a.t()).t()
     if n <= _THIN and k > _THIN and a.stride(1) == 1 and b.stride(0) == 1:
-        return (a.unsqueeze(1) * b.t()).sum(-1)
+        return (a.unsqueeze(1) * b.t()).sum(-1, dtype=a.dtype)
     if a.dtype == torch.float32 and k * n <= _LARGE:
         return torch.ops.ecrl.bmm(a.unsqueeze(0), b.unsqueeze(0)).squeeze(0)
     if a.dtype == torch.float32 and torch.backends.mkldnn.is_available():
@@ -84,7 +91,10 @@ def addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float =
 def bmm(a: Tensor, b: Tensor) -> Tensor:
     """`a @ b` for a batch of each, or NotImplemented where the library is as good."""
     m, n = a.shape[1], b.shape[2]
-    if a.dtype != torch.float32 or min(*a.shape, n) == 0:
+    _check_dtypes(a, b)
+    if a.dtype != torch.float32 or b.shape[:2] != (a.shape[0], a.shape[2]):
+        return NotImplemented
+    if min(*a.shape, n) == 0:
         return NotImplemented
     if n <= _THIN and m > _THIN and a.stride(1) == 1:
         return torch.ops.ecrl.bmm(b.mT, a.mT).mT

@@ -17,7 +17,7 @@ from torch.fx import GraphModule
 
 from ecrl.compile.cpu import ONE_AT_A_TIME
 from ecrl.compile.partition import Compile, Run, segmented
-from ecrl.compile.trace import traced
+from ecrl.compile.trace import captured, traced
 
 Capture = Callable[[Run, list[Tensor]], tuple[Callable[[], None], Sequence[Tensor]]]
 """Runs a function on tensors once: what does the same again in the same memory, and what it gives, in that memory."""
@@ -61,8 +61,10 @@ def compiled(
     leaves: list[Tensor],
     capture: Capture = cuda_graph,
     compile: Compile = by_inductor,
-) -> tuple[Run, Hashable]:
-    """`fn` for tensors like these, of the leaves; the structure of what it gives.
+) -> tuple[Run, Hashable, list[Tensor]]:
+    """Compile `fn` for tensors like these.
+
+    Returns: the function of the leaves, the structure of its results, and the tensors it captured.
 
     A number that lies on the host, such as a learning rate set by hand, is taken to where the others are.
     """
@@ -70,16 +72,17 @@ def compiled(
     with ONE_AT_A_TIME, torch.no_grad(), torch.cuda.device_of(first):
         place = [torch.empty_like(leaf, device=first.device).copy_(leaf) for leaf in leaves]
         graph, made = traced(fn, structure, place)
-        captured = cache(lambda matmul_precision: capture(segmented(graph, compile), place))  # it is in the graph
-        captured(torch.get_float32_matmul_precision())
+        replays = cache(lambda matmul_precision: capture(segmented(graph, compile), place))  # it is in the graph
+        with torch._C._DisableAutocast():  # its casts are in the graph
+            replays(torch.get_float32_matmul_precision())
 
     def run(*leaves: Tensor) -> list[Tensor]:
         with ONE_AT_A_TIME, torch.no_grad(), torch.cuda.device_of(place[0]):
             _copy(place, leaves)
-            replay, out = captured(torch.get_float32_matmul_precision())
+            replay, out = replays(torch.get_float32_matmul_precision())
             replay()
             fresh = [torch.empty_like(leaf) for leaf in out]
             _copy(fresh, out)
             return fresh
 
-    return run, made
+    return run, made, captured(graph)

@@ -4,6 +4,14 @@ A form has a function `jit(fn, *static)` that binds the static arguments of `fn`
 graph) and makes it as fast as the form allows, and a `scan`, which inside such a function is one loop of its graph.
 Equal `fn` and `static` share one compiled function, so a new seed, name or learning rate compiles nothing.
 
+A compiled function must be pure. Its values are its arguments, the default dtype and the state of autocast: each
+combination of their layouts and settings is compiled once.
+- A write in place on an argument, or on a tensor from outside of the function, raises ConfigError with its line.
+- Tensors captured from outside of the function are frozen at compile time. If one is written on in place, the function
+  is compiled again. Pass tensors that change as arguments: compiling takes seconds.
+- Nothing notices a new value of a captured Python number or name, nor writes that torch does not count, through
+  `x.data` or a NumPy array of the same memory. The compiled function keeps the old value.
+
 Inductor makes C++ of a graph (`ecrl.compile.cpu`), and keeps that on disk for the next process.
 """
 
@@ -46,6 +54,8 @@ class _Made(NamedTuple):
     """A compiled function, the tensors it is for, and the structures around those and around what it gives."""
 
     run: Callable[..., list[Tensor]]
+    setting: Hashable
+    captured: list[tuple[Tensor, int]]  # with their versions, that count the writes on them
     structure: Hashable
     strides: list[tuple[int, ...]]
     alike: TensorGuards  # like a comparison of every shape, stride, dtype and device, in a tenth of its time
@@ -63,6 +73,16 @@ def _apart(leaf: Tensor) -> Tensor:
     """The leaf where every element has memory of its own."""
     shared = any(stride == 0 and size > 1 for stride, size in zip(leaf.stride(), leaf.shape, strict=True))
     return leaf.contiguous() if shared else leaf
+
+
+def _unshared(leaves: list[Tensor]) -> list[Tensor]:
+    """The leaves, each in a storage of its own: a graph reads tensors that are one object as one input, for ever."""
+    seen: set[int] = set()
+    for i, leaf in enumerate(leaves):
+        if (storage := leaf.untyped_storage()._cdata) in seen:
+            leaves[i] = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device).copy_(leaf)
+        seen.add(storage)
+    return leaves
 
 
 def _flags(leaves: list[Tensor]) -> list[int]:
@@ -84,6 +104,23 @@ def _dense(leaf: Tensor, stride: tuple[int, ...]) -> Tensor:
     return torch.empty_strided(leaf.shape, stride, dtype=leaf.dtype, device=leaf.device).copy_(leaf)
 
 
+def _setting() -> Hashable:
+    """The settings of torch that change the operations of a graph: the default dtype, and autocast."""
+    if not torch._C._is_any_autocast_enabled():
+        return torch.get_default_dtype()
+    autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+    return torch.get_default_dtype(), *autocast
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # inference tensors do not count
+
+
+def _current(made: _Made) -> bool:
+    """Return True if nobody has written on the captured tensors since the compilation."""
+    return all(_version(tensor) == version for tensor, version in made.captured)
+
+
 COMPILED: list[str] = []
 """What was compiled in this process, and why: "first call", or what differs from the last call that was."""
 
@@ -92,11 +129,12 @@ SECONDS: list[float] = []
 
 
 def _difference(before: tuple[Any, ...], now: tuple[Any, ...]) -> str:
-    old, new = (dict(zip(names(structure), leaves, strict=True)) for structure, *leaves in (before, now))
+    old, new = (dict(zip(names(structure), leaves, strict=True)) for _, structure, *leaves in (before, now))
     told = [f"{name} is gone" for name in old.keys() - new.keys()] + [
         f"{name} is new" for name in new.keys() - old.keys()
     ]
     told += [f"{n} was {_told(old[n])}, is {_told(new[n])}" for n in old if n in new and old[n] != new[n]]
+    told += ["the default dtype or autocast differs"] if before[0] != now[0] else []
     return "; ".join(sorted(told)) or "another structure around the same tensors"
 
 
@@ -119,24 +157,28 @@ def _compiled(fn: Callable, *static: Any) -> Callable[..., Any]:
     bound, made, last = partial(fn, *static), {}, []
     name = fn.__name__ if fn is not over_batch else f"{static[0].__name__} of a batch"
 
-    def new(key: tuple[Any, ...], structure: Hashable, leaves: list[Tensor]) -> _Made:
-        COMPILED.append(f"{name}: {_difference([*made][-1], key) if made else 'first call'}")
+    def new(key: tuple[Any, ...], structure: Hashable, leaves: list[Tensor], why: str) -> _Made:
+        COMPILED.append(f"{name}: {why}")
         began = time.perf_counter()
-        leaves = [_apart(leaf) for leaf in leaves]
+        leaves = _unshared([_apart(leaf) for leaf in leaves])
         try:
             with uncollected():
-                run, out = _compiler_for(leaves)(bound, structure, leaves)
+                run, out, captured = _compiler_for(leaves)(bound, structure, leaves)
         finally:
             SECONDS.append(time.perf_counter() - began)
-        return _Made(run, structure, [leaf.stride() for leaf in leaves], _alike(leaves), _flags(leaves), out)
+        versions = [(tensor, _version(tensor)) for tensor in captured]
+        strides = [leaf.stride() for leaf in leaves]
+        return _Made(run, key[0], versions, structure, strides, _alike(leaves), _flags(leaves), out)
 
     def call(*args: Any) -> Any:
         if in_graph():  # of which it becomes a part
             return bound(*args)
         leaves, structure = flatten(args)
+        setting = _setting()
         known, transformed = last[0] if last else None, peek_interpreter_stack() or forward_ad._current_level >= 0
-        if known and not transformed and known.structure == structure and known.alike.check(*leaves):
-            with torch.no_grad():
+        fits = known and not transformed and known.structure == structure and known.setting == setting
+        if fits and known.alike.check(*leaves) and _current(known):
+            with torch.no_grad(), torch._C._DisableAutocast():
                 return unflatten(known.out, known.run(*_evened(leaves, known.flags)))
         leaves = [leaf.resolve_neg().resolve_conj() for leaf in leaves]
         differentiated = recorded(*leaves)
@@ -145,11 +187,13 @@ def _compiled(fn: Callable, *static: Any) -> Callable[..., Any]:
         if transformed or differentiated:
             return bound(*args)
         leaves = _evened(leaves, _flags(leaves))
-        key = structure, *[(leaf.shape, leaf.dtype, leaf.device) for leaf in leaves]
+        key = setting, structure, *[(leaf.shape, leaf.dtype, leaf.device) for leaf in leaves]
         if key not in made:
-            made[key] = new(key, structure, leaves)
+            made[key] = new(key, structure, leaves, _difference([*made][-1], key) if made else "first call")
+        elif not _current(made[key]):
+            made[key] = new(key, structure, leaves, "a captured tensor was written on")
         last[:] = [known := made[key]]
-        with torch.no_grad():
+        with torch.no_grad(), torch._C._DisableAutocast():
             return unflatten(known.out, known.run(*map(_dense, leaves, known.strides)))
 
     return call

@@ -3,7 +3,6 @@
 import re
 import traceback
 from collections.abc import Callable, Hashable, Sequence
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -14,9 +13,10 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from ecrl.compile.packing import Packing, packing
+from ecrl.compile.user_code import protected, user_line
 from ecrl.compile.vmap import outside, over_batch, recorded, vmapped
 from ecrl.errors import ConfigError
-from ecrl.kernels import scan, scan_loop
+from ecrl.kernels import scan
 from ecrl.kernels.scan_loop import length_of, loops_of_graphs
 from ecrl.pytree import flatten, unflatten
 
@@ -50,7 +50,10 @@ def graph_scan(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *const
 
     def flat(*given: Tensor) -> list[Tensor]:
         at, to = len(packed[0]), len(packed[0]) + len(packed[1])
-        after, y = turn(*(p.unpack(g) for p, g in zip(packings, (given[:at], given[at:to], given[to:]), strict=True)))
+        with protected(given):
+            after, y = turn(
+                *(p.unpack(g) for p, g in zip(packings, (given[:at], given[at:to], given[to:]), strict=True))
+            )
         kept[:] = [packing(y)]
         ys = kept[0].pack(y) or [given[0].new_zeros(())]  # the operator wants something to stack
         return _owned([*packings[0].pack(after), *ys], given)
@@ -148,11 +151,3 @@ def _owned(out: list[Tensor], given: tuple[Tensor, ...]) -> list[Tensor]:
         owned.append(leaf.clone() if leaf.untyped_storage()._cdata in seen else leaf)
         seen.add(leaf.untyped_storage()._cdata)
     return owned
-
-
-def user_line(frames: traceback.StackSummary) -> str:
-    """The last line of code that is neither torch's nor what brings loops into a graph."""
-    inside = {Path(torch.__file__).parent, Path(__file__).parent, Path(scan_loop.__file__)}
-    outer = [f for f in frames if not inside & {Path(f.filename), *Path(f.filename).parents}]
-    last = (outer or frames)[-1]
-    return f"{last.filename}:{last.lineno}, in {last.name},"

@@ -25,7 +25,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import ecrl.compile.cpu_philox  # noqa: F401  # how inductor writes Philox
 from ecrl.compile.cpu_matmul import PRODUCTS
-from ecrl.compile.scan import user_line
+from ecrl.compile.user_code import checking_writes, user_line
 from ecrl.errors import ConfigError
 from ecrl.pytree import flatten, unflatten
 
@@ -35,7 +35,8 @@ def traced(fn: Callable[..., Any], structure: Hashable, leaves: list[Tensor]) ->
     found: list[Hashable] = []
 
     def flat(*given: Tensor) -> list[Tensor]:
-        out, made = flatten(fn(*unflatten(structure, given)))
+        with checking_writes(without_data) as check, check.protected(given):
+            out, made = flatten(fn(*unflatten(structure, given)))
         found[:] = [made]
         return out
 
@@ -59,14 +60,19 @@ def traced(fn: Callable[..., Any], structure: Hashable, leaves: list[Tensor]) ->
     return _lifted(graph), found[0]
 
 
+def captured(graph: GraphModule) -> list[Tensor]:
+    """The tensors that a traced function found beside its arguments, or made of numbers."""
+    return [*graph.buffers(), *graph.parameters()]
+
+
 _READS = DataDependentOutputException, DynamicOutputShapeException
 
 
 def _once(graph: GraphModule) -> None:
     """Calculate once what is calculated alike twice.
 
-    Not so tensors that are written to, nor what is read from them, nor what a loop takes or gives: that may not share
-    memory.
+    Not so random numbers, nor tensors that are written to, nor what is read from them, nor what a loop takes or gives:
+    that may not share memory.
     """
     nodes = graph.graph.nodes
     apart = [n for n in nodes if n.op == "output" or n.target is scan_op or _writes(n)]
@@ -76,10 +82,17 @@ def _once(graph: GraphModule) -> None:
         memory = memory_of(node)
         if node.op != "call_function" or memory is None or apart & {memory, *map(memory_of, node.all_input_nodes)}:
             continue
+        if _random(node):
+            continue
         same = first.setdefault(f"{node.target} {node.args} {node.kwargs}", node)
         if same is not node:
             node.replace_all_uses_with(same)
             graph.graph.erase_node(node)
+
+
+def _random(node: Node) -> bool:
+    """Return True if the operation gives other values each time."""
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
 def _writes(node: Node) -> bool:

@@ -1,0 +1,84 @@
+"""Refuse impure functions while they are traced, with the line of the user's code."""
+
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import tensordict
+import torch
+from torch import Tensor
+from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from ecrl.errors import ConfigError
+from ecrl.kernels import scan_loop
+
+
+class _WriteCheck:
+    """The dispatch of tensors without data. It raises ConfigError on a write in place on protected memory."""
+
+    def __init__(self, mode: FakeTensorMode):
+        self._dispatch: Callable[..., Any] = mode.dispatch
+        self._protected: list[set[int]] = []
+
+    @contextmanager
+    def protected(self, leaves: Sequence[Tensor]) -> Iterator[None]:
+        """Refuse writes on these tensors and their views."""
+        self._protected.append({leaf.untyped_storage()._cdata for leaf in leaves})
+        try:
+            yield
+        finally:
+            self._protected.pop()
+
+    def __call__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if self._protected and func._schema.is_mutable:
+            for tensor in _written(func._schema, args, kwargs):
+                self._check(tensor, func)
+        return self._dispatch(func, types, args, kwargs)
+
+    def _check(self, tensor: Tensor, func: Any) -> None:
+        from_outside = not isinstance(tensor, FakeTensor)
+        if from_outside or any(tensor.untyped_storage()._cdata in known for known in self._protected):
+            owner = "found outside of the function" if from_outside else "that is an argument"
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise ConfigError(
+                f"trainer.compile: {user_line(traceback.extract_stack())} writes in place ({func}) on a {kind} tensor "
+                f"{list(tensor.shape)} {owner}; compiled functions are pure: give back a new tensor, such as x + 1 for "
+                "x.add_(1), or set trainer.compile to off"
+            )
+
+
+def _written(schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """The tensors among the arguments that an operation writes on."""
+    for number, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[number] if number < len(args) else kwargs.get(argument.name)
+            yield from (x for x in (value if isinstance(value, list | tuple) else [value]) if isinstance(x, Tensor))
+
+
+@contextmanager
+def checking_writes(mode: FakeTensorMode) -> Iterator[_WriteCheck]:
+    """Check the writes on tensors of this mode. Torch looks rules up by a mode's type, so it is no type of its own."""
+    check = mode.dispatch = _WriteCheck(mode)  # pyright: ignore
+    try:
+        yield check
+    finally:
+        del mode.dispatch
+
+
+def protected(leaves: Sequence[Tensor]) -> AbstractContextManager[None]:
+    """Refuse writes on the arguments of a loop's body while `ecrl.compile.trace` traces it."""
+    context = TracingContext.try_get()
+    check = getattr(context and context.fake_mode, "dispatch", None)
+    return check.protected(leaves) if isinstance(check, _WriteCheck) else nullcontext()
+
+
+def user_line(frames: traceback.StackSummary) -> str:
+    """The last line of code that is neither torch's nor what brings loops into a graph."""
+    inside = {Path(str(module.__file__)).parent for module in (torch, tensordict)}
+    inside |= {Path(scan_loop.__file__), Path(__file__).parent}
+    outer = [f for f in frames if not inside & {Path(f.filename), *Path(f.filename).parents}]
+    last = (outer or frames)[-1]
+    return f"{last.filename}:{last.lineno}, in {last.name},"

@@ -1,0 +1,339 @@
+"""Compiled functions give the numbers of eager ones, or refuse.
+
+Most tests run a traced graph operation by operation. Those marked slow build C++.
+"""
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from pydantic import BaseModel, ConfigDict
+from tensordict import TensorDict
+
+import ecrl
+from ecrl import rng
+from ecrl.compile.jit import COMPILED, _compiled, choose_form
+from ecrl.compile.scan import graph_scan
+from ecrl.compile.trace import captured, traced
+from ecrl.config import config_from_dict
+from ecrl.envs.core import Env, state_of, time_limit
+from ecrl.errors import ConfigError
+from ecrl.kernels import scan
+from ecrl.pytree import flatten
+from ecrl.spaces import box
+
+
+class Traced(NamedTuple):
+    """A form, and its graphs."""
+
+    jit: Any
+    made: list
+
+
+@pytest.fixture
+def form(monkeypatch):
+    """The compiled form, of graphs that run operation by operation: no C++ is built."""
+    made = []
+
+    def trace(*given):
+        graph, out = traced(*given)
+        made.append(graph)
+        return graph, out, captured(graph)
+
+    monkeypatch.setattr("ecrl.compile.jit._compiler_for", lambda leaves: trace)
+    _compiled.cache_clear()
+    yield Traced(choose_form("on", "cpu").jit, made)
+    _compiled.cache_clear()
+
+
+def graph_of(fn, *args):
+    leaves, structure = flatten(args)
+    return traced(fn, structure, leaves)[0]
+
+
+def sum_and_difference(x, y):
+    return x + 2.0 * y, x - y
+
+
+def test_one_tensor_given_twice_is_not_taken_for_one_input(form):
+    a, b = torch.tensor([10.0]), torch.tensor([-1.0])
+    jitted = form.jit(sum_and_difference)
+    assert [x.tolist() for x in jitted(a, a)] == [[30.0], [0.0]]
+    assert [x.tolist() for x in jitted(a, b)] == [[8.0], [11.0]]
+    assert [x.tolist() for x in jitted(b, a)] == [[19.0], [-11.0]]
+
+
+class NoSettings(BaseModel):
+    """Configuration of an environment without any."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def particle():
+    """A particle that moves on as it moved, whose reset gives its place under two names."""
+
+    def reset(keys):
+        q = rng.normal(keys, (2,))
+        return state_of(q, keys.shape, q=q, last=q)
+
+    def step(state, action, noise):
+        q = 2.0 * state["q"] - state["last"] + 0.01 * action
+        no = torch.zeros_like(state["terminated"])
+        reward = (q - state["q"]).square().sum(-1)
+        after = {"q": q, "last": state["q"], "obs": q, "reward": reward, "terminated": no, "truncated": no.clone()}
+        return state.copy().update(after)
+
+    return time_limit(
+        Env(reset, step, box(-9.0, 9.0, 2), box(-1.0, 1.0, 2)), 200
+    )  # more steps than are evaluated in one call
+
+
+def test_an_environment_that_resets_to_one_tensor_under_two_names(form):
+    @ecrl.register_env("particle_of_one_place", override=True)
+    def _(cfg: NoSettings) -> Env:
+        return particle()
+
+    network = {"network_cfg": {"hidden_sizes": [4]}}
+    returns = []
+    for mode in ("on", "off"):
+        cfg = config_from_dict(
+            {
+                "trainer": {"buffer_size": 4, "iterations": 2, "num_envs": 2, "compile": mode},
+                "env": {"name": "particle_of_one_place"},
+                "policy": {"name": "actor_critic", "actor": network, "critic": network},
+                "algorithm": {"name": "ppo", "cfg": {"n_epochs": 1, "batch_size": 8}},
+            }
+        )
+        returns.append(ecrl.evaluate(ecrl.init_state(cfg), cfg, num_episodes=3))
+    assert returns[0] == pytest.approx(returns[1], rel=1e-4)
+
+
+ZEROS = torch.zeros(1000)
+INTEGERS = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64]
+
+
+def test_random_numbers_drawn_twice_differ():
+    def differences(x):
+        return torch.randn_like(x) - torch.randn_like(x), torch.rand(1000) - torch.rand(1000)
+
+    for difference in graph_of(differences, ZEROS)(ZEROS):
+        assert int((difference != 0.0).sum()) > 900
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+@pytest.mark.parametrize(
+    ("m", "k", "n"), [(4, 50, 64), (64, 50, 4), (50, 4, 64)], ids=["few rows", "few columns", "few terms"]
+)
+def test_products_of_integers_keep_their_dtype(dtype, m, k, n):
+    a, b = torch.arange(m * k).reshape(m, k) % 7, torch.arange(k * n).reshape(n, k).t() % 5
+    expected = (a.double() @ b.double()).long().to(dtype)  # it wraps around
+    for first, second in ((a, b), (a, b.contiguous()), (a.t().contiguous().t(), b.contiguous())):
+        given = first.to(dtype), second.to(dtype)
+        (found,) = graph_of(torch.mm, *given)(*given)
+        assert found.dtype == dtype
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (torch.ones(4, 3), torch.ones(5, 64)),
+        (torch.ones(4, 3), torch.ones(3, 64, dtype=torch.float64)),
+        (torch.ones(2, 40, 30), torch.ones(2, 31, 40)),
+        (torch.ones(2, 40, 30), torch.ones(3, 30, 40)),
+    ],
+)
+def test_products_that_do_not_fit_are_refused(a, b):
+    product = torch.mm if a.ndim == 2 else torch.bmm
+    with pytest.raises(RuntimeError):
+        product(a, b)
+    with pytest.raises(RuntimeError):
+        graph_of(product, a, b)
+
+
+@pytest.mark.slow
+def test_tanh_is_right_for_every_magnitude():
+    size = torch.logspace(-37.9, 38, 4099, dtype=torch.float64)  # the normal numbers of float32
+    x = torch.cat((size, -size)).float()
+    tanh = choose_form("on", "cpu").jit(_tanh)
+    found, expected = tanh(x)[0].double(), x.double().tanh()
+    torch.testing.assert_close(found, expected, rtol=5e-7, atol=0.0)
+    assert float(found.abs().max()) == 1.0
+    odd = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-42, 1e-9] * 8)
+    found, ratio = tanh(odd)
+    torch.testing.assert_close(found, odd.double().tanh().float(), rtol=5e-7, atol=0.0, equal_nan=True)
+    assert found[3:5].signbit().tolist() == [False, True]
+    torch.testing.assert_close(ratio[6::7], torch.ones(8))
+
+
+def _tanh(x):
+    return torch.tanh(x), x / torch.tanh(x)
+
+
+def _add_to(x):
+    x.add_(1.0)
+    return x * 2.0
+
+
+def _assign(x):
+    x[0] = 1.0
+    return x * 2.0
+
+
+def _add_to_a_view(x):
+    x.view(-1)[1:].mul_(2.0)
+    return x * 2.0
+
+
+def _add_to_two(x):
+    torch._foreach_add_([x.clone(), x], 1.0)
+    return x
+
+
+def _update(x):
+    TensorDict({"x": x}).update_({"x": x + 1.0})
+    return x
+
+
+def _add_to_table(x):
+    TABLE.add_(1.0)
+    return x + TABLE
+
+
+def _carry(c, x):
+    c.add_(x)
+    return c, c * 2.0
+
+
+def _row(c, x):
+    x.mul_(2.0)
+    return c + x, x
+
+
+def _constant(c, x, k):
+    k.mul_(2.0)
+    return c + x * k, x
+
+
+TABLE = torch.zeros(3)
+WRITES = [_add_to, _assign, _add_to_a_view, _add_to_two, _update]
+
+
+@pytest.mark.parametrize("fn", [*WRITES, _add_to_table])
+def test_a_write_in_place_on_an_argument_is_refused_with_its_line(fn):
+    x, owner = torch.zeros(3), "found outside of the function" if fn is _add_to_table else "that is an argument"
+    at = rf"test_compiled_equals_eager.py:{fn.__code__.co_firstlineno + 1}, in {fn.__name__}, writes in place"
+    with pytest.raises(ConfigError, match=rf"trainer.compile: .*{at} .* float32 tensor \[\d?\] {owner}"):
+        graph_of(fn, x)
+    if fn not in (_add_to_two, _update):  # torch has no rule for these under vmap
+        with pytest.raises(ConfigError, match=at):
+            graph_of(torch.func.vmap(fn), torch.zeros(2, 3))
+    assert x.tolist() == TABLE.tolist() == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("body", [_carry, _row, _constant])
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_write_in_place_in_a_loop_is_refused_with_its_line(body, batched):
+    def run(x, xs, k):
+        return graph_scan(body, x + 0.0, xs + 0.0, *([k + 0.0] if body is _constant else []))
+
+    at = rf"test_compiled_equals_eager.py:{body.__code__.co_firstlineno + 1}, in {body.__name__}, writes in place"
+    given = torch.zeros(3), torch.ones(4, 3), torch.ones(3)
+    if batched:
+        run, given = torch.func.vmap(run), tuple(torch.stack((x, x)) for x in given)
+    with pytest.raises(ConfigError, match=at):
+        graph_of(run, *given)
+
+
+def test_a_function_may_write_on_what_it_made():
+    def run(x, xs):
+        y = x.clone().add_(1.0)
+        y[0] = 5.0
+
+        def body(c, x):
+            made = c + x
+            made[1] = 7.0
+            return made.mul_(2.0), made.clone()
+
+        return graph_scan(body, y, xs)[0]
+
+    x, xs = torch.zeros(3), torch.ones(2, 3)
+    assert graph_of(run, x, xs)(x, xs)[0].tolist() == [26.0, 14.0, 10.0]  # ((5 + 1) * 2 + 1) * 2, and so on
+    assert x.tolist() == [0.0, 0.0, 0.0]
+
+
+def _with_constants(x):
+    return x + torch.zeros(3), torch.full((2,), 0.1), torch.tensor([0.1] * 3)
+
+
+def test_the_default_dtype_is_part_of_the_key(form):
+    jitted, x = form.jit(_with_constants), torch.ones(3)
+    assert [y.dtype for y in jitted(x)] == [torch.float32] * 3
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert [y.dtype for y in jitted(x)] == [torch.float64] * 3
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert [y.dtype for y in jitted(x)] == [torch.float32] * 3
+    assert COMPILED[-1] == "_with_constants: the default dtype or autocast differs"
+    assert len(form.made) == 2
+
+
+def _products(loop, x, xs):
+    square = x @ x
+    total, rows = loop(lambda c, row, x: (c + (row @ x).float(), row @ x), torch.zeros(40, 40), xs, x)
+    return square, total, rows, x.exp()
+
+
+def autocast_agrees(jitted, given):
+    """Compare with the eager form before, in and after autocast."""
+    for enabled in (False, True, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            for found, expected in zip(jitted(*given), _products(scan, *given), strict=True):
+                assert found.dtype == expected.dtype
+                torch.testing.assert_close(found, expected, rtol=2e-2 if enabled else 1e-5, atol=1e-2)
+
+
+def test_autocast_is_part_of_the_key(form):
+    given = torch.rand(40, 40), torch.rand(3, 40, 40)
+    autocast_agrees(form.jit(_products, graph_scan), given)
+    assert len(form.made) == 2
+
+
+@pytest.mark.slow
+def test_autocast_is_the_same_in_cpp():
+    form, given = choose_form("on", "cpu"), (torch.rand(40, 40), torch.rand(3, 40, 40))
+    autocast_agrees(form.jit(_products, form.scan), given)
+
+
+LEVEL, WIDE = torch.tensor(1.0), torch.ones(20)
+
+
+def _levels(loop, x, xs):
+    inside, _ = loop(lambda c, row: (c + row * LEVEL * WIDE, None), x, xs)
+    return x * LEVEL, x * WIDE, inside
+
+
+def captured_agree(jitted):
+    """Compare with the eager form before and after a write on each captured tensor."""
+    x, xs = torch.full((20,), 2.0), torch.ones(3, 20)
+    try:
+        for level, width in ((1.0, 1.0), (5.0, 1.0), (5.0, 3.0)):
+            LEVEL.fill_(level), WIDE.fill_(width)
+            expected = [2.0 * level, 2.0 * width, 2.0 + 3.0 * level * width]
+            assert [float(y[7]) for y in jitted(x, xs)] == expected
+            assert [float(y[7]) for y in jitted(x, xs)] == expected
+    finally:
+        LEVEL.fill_(1.0), WIDE.fill_(1.0)
+
+
+def test_a_captured_tensor_that_is_written_on_is_compiled_again(form):
+    captured_agree(form.jit(_levels, graph_scan))
+    assert COMPILED[-2:] == ["_levels: a captured tensor was written on"] * 2
+    assert len(form.made) == 3
+
+
+@pytest.mark.slow
+def test_a_captured_tensor_has_its_last_value_in_cpp():
+    form = choose_form("on", "cpu")
+    captured_agree(form.jit(_levels, form.scan))
