@@ -4,8 +4,10 @@ Numbers pass between ranks by `all_sum` and `all_mean` alone, in compiled code o
 `start` there is one rank, and a sum over ranks is what it is given.
 """
 
+import atexit
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
@@ -43,17 +45,24 @@ def world_size() -> int:
     return _ranks.size
 
 
+@contextmanager
+def _one_line() -> Iterator[None]:
+    """Around a message to other ranks: its failure becomes one line, without the frames that hold the process group."""
+    try:
+        yield
+    except RuntimeError as error:
+        told = " ".join(str(error).split("]", 1)[-1].split(". ")[0].split())
+        raise UserError(f"rank {rank()}: another rank ended ({told}); what it said last tells why") from None
+
+
 torch.library.define("ecrl::all_sum", "(Tensor x) -> Tensor")
 
 
 @torch.library.impl("ecrl::all_sum", ("CPU", "CUDA"))
 def _all_sum(x: Tensor) -> Tensor:
     out = x.clone(memory_format=torch.contiguous_format)
-    try:
+    with _one_line():
         dist.all_reduce(out)
-    except RuntimeError as error:
-        told = " ".join(str(error).split("]", 1)[-1].split(". ")[0].split())
-        raise UserError(f"rank {rank()}: another rank ended ({told}); what it said last tells why") from None
     return out
 
 
@@ -155,6 +164,7 @@ def start(distributed: bool, environ: Mapping[str, str] = os.environ) -> None:
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, store=named, rank=here, world_size=size, timeout=_PATIENCE)
     _ranks = _Ranks(here, size, store)
+    atexit.register(_stop_at_exit)
 
 
 def stop() -> None:
@@ -163,6 +173,18 @@ def stop() -> None:
     if world_size() > 1:
         dist.destroy_process_group()
     _ranks = _Ranks(0, 1, None)
+
+
+def _stop_at_exit() -> None:
+    """Leave the other processes when this one ends without `stop`, as after an error.
+
+    A thread of gloo holds the tensors of the last message, and needs Python's lock to release them. If the interpreter
+    has begun to end by then, that thread ends by force, and the process with it: "terminate called without an active
+    exception". Destroying the group joins the thread first. NCCL would wait for the other ranks, so it is aborted.
+    """
+    if world_size() > 1 and dist.group.WORLD is not None:
+        dist.group.WORLD.abort()  # gloo has nothing to abort
+        stop()
 
 
 def restarts(environ: Mapping[str, str] = os.environ) -> int:
@@ -197,11 +219,12 @@ def said_before(name: str) -> bool:
 def gathered(own: bytes) -> list[bytes]:
     """What every rank gives, on rank 0 in their order; nothing on the others."""
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size())]
-    dist.all_gather(sizes, torch.tensor([len(own)]))
-    if rank() > 0:
-        dist.send(torch.frombuffer(bytearray(own), dtype=torch.uint8), 0)
-        return []
-    found = [torch.zeros(int(size), dtype=torch.uint8) for size in sizes[1:]]
-    for sender, buffer in enumerate(found, 1):
-        dist.recv(buffer, sender)
+    with _one_line():
+        dist.all_gather(sizes, torch.tensor([len(own)]))
+        if rank() > 0:
+            dist.send(torch.frombuffer(bytearray(own), dtype=torch.uint8), 0)
+            return []
+        found = [torch.zeros(int(size), dtype=torch.uint8) for size in sizes[1:]]
+        for sender, buffer in enumerate(found, 1):
+            dist.recv(buffer, sender)
     return [own, *(buffer.numpy().tobytes() for buffer in found)]

@@ -44,7 +44,7 @@ def _builders(folder, **scripts):
 
 def test_kernels_are_compiled_while_calls_are(tmp_path):
     meet = f"""open(out + '.begun', 'w').close()
-for _ in range(6000):
+for _ in range(60_000):
     if os.path.exists({{!r}}): {MADE}; break
     time.sleep(0.01)"""
     scripts = {
@@ -86,7 +86,7 @@ def test_one_that_fails_meanwhile_is_built_again_and_says_why(tmp_path):
 
 
 def _await(*files):
-    for _ in range(6000):
+    for _ in range(60_000):
         if all(file.exists() and file.read_text() for file in files):
             return
         time.sleep(0.01)
@@ -99,7 +99,7 @@ def _endless(file):
     child = (
         f"import os, time; open({str(file)!r}, 'w').write('half'); open({str(number)!r}, 'w').write(str(os.getpid()))"
     )
-    script = f"import subprocess; subprocess.run([sys.executable, '-c', {child + '; time.sleep(600)'!r}])"
+    script = f"import subprocess; subprocess.run([sys.executable, '-c', {child + '; time.sleep(3600)'!r}])"
     return Builder(file, script), number
 
 
@@ -109,7 +109,7 @@ def _is_alive(number):
 
 
 def _ends(number):
-    for _ in range(1000):
+    for _ in range(60_000):
         if not _is_alive(number):
             return True
         time.sleep(0.01)

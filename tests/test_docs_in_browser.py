@@ -36,6 +36,7 @@ def address(site):
 def test_every_page_fits_and_all_it_needs_is_there(name, site, address, browser, tmp_path):
     width, failed = WIDTHS[name], []
     page = browser.new_page(viewport={"width": width, "height": 900})
+    page.set_default_timeout(1_200_000)
     page.on("pageerror", lambda error: failed.append(str(error)))
     page.on("response", lambda answer: failed.append(answer.url) if answer.status >= 400 else None)
     for path in sorted(one.relative_to(site) for one in site.rglob("*.html") if one.name != "404.html"):

@@ -98,7 +98,7 @@ def written(tmp_path_factory):
 def test_without_ecrl_the_files_reproduce_a_hundred_actions(written, tmp_path):
     pytest.importorskip("onnxruntime")
     run = [sys.executable, "-I", "-c", ALONE, *map(str, written.values())]
-    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr
     apart = json.loads(done.stdout.split("OUT")[1])
     assert len(apart) == len(RUNS)

@@ -18,8 +18,8 @@ from support.paths import ROOT
 from ecrl import kernels
 
 SMALL = {  # in place of the numbers in the cell that is tagged `parameters`
-    "00_quickstart": "iterations = 2",
-    "02_add_an_algorithm": "iterations = 2",
+    "00_quickstart": "iterations, episodes = 2, 4",
+    "02_add_an_algorithm": "iterations, episodes = 2, 4",
     "03_embed_a_kernel": "ppo_iterations, grpo_iterations, sb3_steps = 2, 2, 2_048",
     "04_many_seeds": 'seeds, iterations, repeats, grid_iterations, compiling = 4, 1, 1, 1, "off"',
     "05_push_cube": "iterations, episodes, filmed = 1, 2, 1",
@@ -36,6 +36,7 @@ CLAIMS = {  # what a notebook says that its run shows
 ELSEWHERE = {"GAE", "VTrace", "Squashed"} | {  # what kernels give, and what the other notebooks show at work
     "act_and_step", "collect_rollout", "episode_init", "episode_update", "restarted",
 }  # fmt: skip
+CELL_S = 24 * 3600  # nbmake stops a cell after 300 s by default, which a loaded machine may need
 _OF_A_MACHINE = re.compile(r"/(?:home|root|Users|usr|opt|tmp|work|venv)\b|0x[0-9a-f]{6}")
 
 
@@ -71,7 +72,8 @@ def executed(name, folder, small="", claims=""):
     path = folder / "notebooks" / f"{name}.ipynb"
     path.parent.mkdir()
     path.write_text(json.dumps(notebook))
-    command = [sys.executable, "-m", "pytest", "--nbmake", "--overwrite", "-q", "-p", "no:cacheprovider", str(path)]
+    command = [sys.executable, "-m", "pytest", "--nbmake", f"--nbmake-timeout={CELL_S}", "--overwrite"]
+    command += ["-q", "-p", "no:cacheprovider", str(path)]
     run = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
     return json.loads(path.read_text())

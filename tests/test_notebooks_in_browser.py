@@ -16,7 +16,7 @@ import pytest
 from support.notebook_files import NEEDED, NOTEBOOKS, PICTURES, VIDEOS, cells
 from support.paths import ROOT
 
-PATIENCE_S = 1200.0
+PATIENCE_S = 7200.0
 PROGRESS = {"00_quickstart", "02_add_an_algorithm", "05_push_cube"}  # those that call `ecrl.train`
 SETTINGS = {
     "notebook-extension/tracker": {"windowingMode": "none"},  # all cells are there, seen or not
@@ -57,7 +57,8 @@ def lab(tmp_path_factory):
 def opened(browser, address, name):
     """The notebook's page, all cells of which were asked to run."""
     page = browser.new_page(viewport={"width": 1280, "height": 900})
-    for left in reversed(range(60)):
+    page.set_default_timeout(PATIENCE_S * 1000)
+    for left in reversed(range(600)):
         try:
             page.goto(f"{address}/lab/tree/notebooks/{name}.ipynb?reset")
             break
@@ -65,7 +66,7 @@ def opened(browser, address, name):
             if not left:
                 raise
             time.sleep(1.0)
-    page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=120_000)
+    page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=PATIENCE_S * 1000)
     page.wait_for_timeout(3000)
     for kind, label in (("MenuBar", "Run"), ("Menu", "Run All Cells")):
         page.locator(f".lm-{kind}-itemLabel", has_text=re.compile(f"^{label}$")).click()

@@ -3,8 +3,8 @@
 import re
 import subprocess
 import sys
-import time
 import warnings
+from contextlib import contextmanager
 from threading import Event
 
 import numpy as np
@@ -92,7 +92,7 @@ def test_what_ffmpeg_says_is_told(tmp_path, monkeypatch):
 def test_jobs_run_one_after_the_other_and_are_waited_for():
     gate, done = Event(), []
     with background() as start:
-        start(lambda: (gate.wait(10), done.append(1)))
+        start(lambda: (gate.wait(600), done.append(1)))
         assert not done
         gate.set()
         start(done.append, 2)
@@ -165,10 +165,23 @@ def test_training_waits_for_each_video_or_for_none(tmp_path, monkeypatch, func):
     cfg, free, filmed = filmed_run({"cam": film(func, name="cam")}), Event(), []
 
     def slow(state, cfg, camera, path):
-        assert free.wait(60.0)
+        assert free.wait(600.0)
         filmed.append(path.name)
 
+    jobs = []
+
+    @contextmanager
+    def recorded():
+        with background() as start:
+
+            def begin(*job):
+                jobs.append(start(*job))
+                return jobs[-1]
+
+            yield begin
+
     monkeypatch.setattr(films, "_film", slow)
+    monkeypatch.setattr(films, "background", recorded)
     kinds = [(kind, n) for n in range(6) for kind in ("collect", "train")]
     records = iter([{"log_type": kind, "sample_step": n, "state": None} for kind, n in kinds])
     videos = films.with_training_videos(records, cfg, tmp_path, None)
@@ -180,9 +193,7 @@ def test_training_waits_for_each_video_or_for_none(tmp_path, monkeypatch, func):
     for _ in range(10):  # none waits, though the first is not done
         next(videos)
     free.set()
-    while not filmed:
-        time.sleep(0.1)
-    time.sleep(0.5)  # until its thread is free again
+    jobs[0].result(600.0)
     assert len(list(videos)) == 2
     assert filmed == ["cam_train_0.mp4", "cam_train_5.mp4"]
 

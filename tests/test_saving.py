@@ -2,6 +2,7 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 import torch
@@ -125,7 +126,7 @@ def gate(monkeypatch):
 
     def slow(path, saved):
         gate.begun.append(path.name)
-        assert gate.wait(20.0)
+        assert gate.wait(600.0)
         write(path, saved)
 
     monkeypatch.setattr(saving, "write", slow)
@@ -140,6 +141,8 @@ def test_training_does_not_wait_for_a_write_but_for_the_one_before(tmp_path, gat
         record = next(records)
         if record["sample_step"] == 96 and record["log_type"] == "train":
             break
+    while not gate.begun:  # its thread may come late
+        time.sleep(0.01)
     assert gate.begun == ["step_64"] and not (tmp_path / "checkpoints").exists()  # went on to 96 meanwhile
     before = time.monotonic()
     threading.Timer(0.3, gate.set).start()
@@ -244,9 +247,17 @@ def test_an_error_of_the_run_is_not_hidden_by_one_of_the_disk(tmp_path, monkeypa
 
 def test_a_best_that_could_not_be_written_is_tried_again_though_it_stays_the_best(tmp_path, monkeypatch):
     failing(monkeypatch, 1)
+    writes = []
+
+    class Recorded(ThreadPoolExecutor):
+        def submit(self, *job):
+            writes.append(super().submit(*job))
+            return writes[-1]
+
+    monkeypatch.setattr(saving, "ThreadPoolExecutor", Recorded)
     with pytest.warns(UserWarning) as said:
         for _ in with_best_checkpoint(_evaluated([3.0, 1.0, 2.0]), small(), tmp_path):
-            time.sleep(0.1)
+            wait(writes, 600.0)
     told = [str(warning.message) for warning in said]
     assert len(told) == 2 and "best: cannot be written" in told[0] and "works again, after 1 failure" in told[1]
     assert read_manifest(tmp_path / "checkpoints" / "best")["logs"] == {"eval/avg_reward": 3.0}

@@ -45,8 +45,8 @@ def test_an_iteration_that_takes_too_long_is_given_up():
     before = time.monotonic()
     with pytest.raises(KeyboardInterrupt), in_loop(), interruptible():
         send()
-        time.sleep(5.0)
-    assert 0.15 < time.monotonic() - before < 2.0
+        time.sleep(600.0)
+    assert time.monotonic() - before > 0.15
 
 
 def test_an_iteration_of_several_ranks_is_let_end():

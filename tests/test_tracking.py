@@ -147,7 +147,7 @@ def tracked(folder, *endings, **env):
     path = os.pathsep.join([str(here), str(here.parent)])
     env = keep | {"HOME": str(folder), "PYTHONPATH": path, "WANDB_SILENT": "true", "OMP_NUM_THREADS": "1"} | env
     run = [sys.executable, "-c", TRACK, *endings]
-    done = subprocess.run(run, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(run, cwd=folder, env=env, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.split("OUT")[1])
 

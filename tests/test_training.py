@@ -221,7 +221,7 @@ def test_a_signal_ends_a_run_saved_and_with_its_exit_status(config_file, number)
         assert run.poll() is None
         time.sleep(0.05)
     run.send_signal(number)
-    out, _ = run.communicate(timeout=60)
+    out, _ = run.communicate(timeout=600)
     assert run.returncode == 128 + number
     assert "its checkpoint is in run" in out
     assert int(load(latest(config_file.parent / "run"))[0]["sample_step"]) >= 64

@@ -1,7 +1,5 @@
 """MuJoCo end to end: environments that train, resume in mid-episode, and are alike compiled, by threads, by batch."""
 
-import time
-
 import pytest
 import torch
 from conftest import close
@@ -16,7 +14,7 @@ from ecrl import registry, rng
 from ecrl.compile.jit import choose_form
 from ecrl.envs import auto_reset, make_env
 from ecrl.envs.mujoco.physics.simulation import simulation
-from ecrl.envs.mujoco.scene.models import STATE, mujoco, size_of
+from ecrl.envs.mujoco.scene.models import STATE, size_of
 from ecrl.envs.validate import check_fields
 from ecrl.kernels import scan
 from ecrl.loop.iteration import init_state, make_iteration, train_iter
@@ -163,36 +161,3 @@ def test_ppo_learns_to_reach_and_to_balance():
         lengths = [float(log["episode_length_avg_100"]) for log in logs]
         early, late = np.nanmean(lengths[:2]), lengths[-1]
         assert early > 22.0 and late < 8.0 if name == "mujoco_reach" else late > 1.5 * early, (name, early, late)
-
-
-@pytest.mark.long
-def test_a_step_of_the_environment_costs_little_more_than_its_physics():
-    """At most 1.25 times a bare rollout of the same physics steps on one thread; medians of interleaved runs."""
-    from mujoco import rollout as bare
-
-    cfg = {"rigid_object": [CUBE], "physics": {"threads": 1}, "max_episode_steps": 100}
-    env, form = auto_reset(make_env({"name": "mujoco_reach", "cfg": cfg})), choose_form("on", "cpu")
-    number, length = 512, 32
-    keys = rng.split(rng.key(0), number * (length + 1)).reshape(length + 1, number)
-    actions = rng.uniform(rng.key(9), (length, number, 6)) * 2.0 - 1.0
-    begin, run = env.reset(keys[0]), form.jit(steps, env, form.scan)
-    model = simulation(lookup("env", "mujoco_reach").config.model_validate(cfg)).model
-    data, full = mujoco().MjData(model), size_of(model, "TIME", "QPOS", "QVEL", "ACT")
-    threads = bare.Rollout(nthread=0)
-
-    def physics():
-        state = np.ascontiguousarray(begin["world", "physics"].numpy()[:, :full])
-        for action in actions.numpy():
-            control = np.repeat(state[:, None, 1:7] + 0.1 * action[:, None], 4, 1)
-            states, _ = threads.rollout(model, [data], state, control)
-            state = np.ascontiguousarray(states[:, -1])
-
-    def timed(fn):
-        begun = time.perf_counter()
-        fn()
-        return time.perf_counter() - begun
-
-    with torch.no_grad():
-        run(begin, keys[1:], actions)
-        ratios = [timed(lambda: run(begin, keys[1:], actions)) / timed(physics) for _ in range(9)]
-    assert sorted(ratios)[4] < 1.25, ratios

@@ -22,6 +22,8 @@ from ecrl.algorithms.core import step_keys
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVS, STEPS = 4, 32
+PATIENCE_S = 1200.0
+"""A rank that takes longer hangs."""
 
 
 class Scenario(NamedTuple):
@@ -103,7 +105,7 @@ def launched(size: int, arguments: list[str], **environ: str) -> list[subprocess
     ]
 
 
-def ended(ranks: list[subprocess.Popen[str]], patience: float = 1200.0) -> list[str]:
+def ended(ranks: list[subprocess.Popen[str]], patience: float = PATIENCE_S) -> list[str]:
     """What they printed, once all have ended well; where one does not, the others are ended, as torchrun does."""
     until = time.monotonic() + patience
     while any(p.poll() is None for p in ranks) and not any(p.poll() for p in ranks) and time.monotonic() < until:

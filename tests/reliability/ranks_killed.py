@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from ranks import ROOT, free_port
+from ranks import PATIENCE_S, ROOT, free_port
 
 import ecrl
 
@@ -64,7 +64,7 @@ def killed(path: Path, run_dir: Path, after: float, victim: int) -> bool:
     alive = workers(torchrun)
     if len(alive) > victim:
         os.kill(alive[victim], signal.SIGKILL)
-    said = torchrun.communicate(timeout=600)[0]
+    said = torchrun.communicate(timeout=PATIENCE_S)[0]
     if torchrun.returncode:
         raise AssertionError(said[-3000:])
     return "exitcode: -9" in said

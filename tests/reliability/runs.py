@@ -39,7 +39,7 @@ class Run(NamedTuple):
         pid, status = os.waitpid(self.pid, os.WNOHANG)
         return None if pid == 0 else os.waitstatus_to_exitcode(status)
 
-    def end(self, seconds: float = 120.0) -> int:
+    def end(self, seconds: float = 1200.0) -> int:
         """Wait for it."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:

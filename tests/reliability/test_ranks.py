@@ -1,19 +1,23 @@
 """Several ranks are one: the same noise, the same update, the same weights everywhere."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import ranks_killed
 import torch
-from ranks import ROOT, both, distance, ended, launched
+from ranks import PATIENCE_S, ROOT, both, distance, ended, launched
 
 import ecrl
 from ecrl import distributed
 from ecrl.errors import ConfigError
 from ecrl.kernels import masked_mean, moments_init, moments_update, standardize
 
+DESTROYED = "process group destroyed"
 SHORT = ["double", "single", "moments", "usual", "groups", "gradients"]
 
 
@@ -103,10 +107,40 @@ except UserError as error:
     print(error)
 """
     first, second = launched(2, ["-c", code])
-    text, other = (process.communicate(timeout=300)[0] for process in (first, second))
+    text, other = (process.communicate(timeout=PATIENCE_S)[0] for process in (first, second))
     assert text.startswith("rank 0: another rank ended (") and text.count("\n") == 1  # gloo's words differ
     assert text.endswith("; what it said last tells why\n")
     assert (other, second.returncode) == ("", 3)
+
+
+def endings(*ways):
+    """Rows of `endings.py`: way, rank, exit status, last line."""
+    command = [sys.executable, str(ROOT / "tests" / "reliability" / "endings.py"), *ways]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    run = subprocess.run(command, env=environ, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return [tuple(json.loads(line)) for line in run.stdout.splitlines()]
+
+
+STATUSES = {
+    "success": 0,
+    "UserError": 2,
+    "NotFiniteError": 2,
+    "KeyboardInterrupt": 130,
+    "SystemExit": 3,
+    "RuntimeError": 1,
+}
+
+
+def test_the_process_group_is_destroyed_before_the_interpreter_exits_in_every_way_out():
+    expected = [(way, rank, status, DESTROYED) for way, status in STATUSES.items() for rank in range(2)]
+    assert endings(*STATUSES) == expected
+
+
+def test_a_rank_leaves_the_process_group_without_waiting_for_one_that_died_or_is_stuck():
+    statuses = {"rank 1 dies in all_sum": 7, "rank 1 dies in gathered": 7, "rank 1 is stuck": -9}
+    rows = [[(way, 0, 2, DESTROYED), (way, 1, status, "")] for way, status in statuses.items()]
+    assert endings(*statuses) == [row for pair in rows for row in pair]
 
 
 SPOILT = """
@@ -145,7 +179,7 @@ def test_the_iteration_that_ends_all_ranks_is_repeated_by_as_many(tmp_path):
     given = [text for key, value in keys.items() for text in (f"--{key}", json.dumps(value))]
     train = ["-c", SPOILT, "train", str(tmp_path / "x.json"), "--distributed", "--run-dir", str(crash.parent), *given]
     processes = launched(2, train)
-    told = [process.communicate(timeout=300)[0] for process in processes]
+    told = [process.communicate(timeout=PATIENCE_S)[0] for process in processes]
     assert [process.returncode for process in processes] == [2, 2], told
     again = f"torchrun --nproc-per-node 2 -m ecrl replay {crash} --distributed"
     assert again in told[0] and json.loads((crash / "report.json").read_text())["command"] == again
@@ -194,7 +228,7 @@ def test_all_ranks_stop_where_an_environment_on_the_host_of_one_pays_nan(tmp_pat
     given = [text for key, value in keys.items() for text in (f"--{key}", json.dumps(value))]
     train = ["-c", ON_THE_HOST, "train", str(path), "--distributed", "--run-dir", str(crash.parent), *given]
     processes = launched(2, train)
-    told = [process.communicate(timeout=300)[0] for process in processes]
+    told = [process.communicate(timeout=PATIENCE_S)[0] for process in processes]
     assert [process.returncode for process in processes] == [2, 2], told
     assert "it shows nowhere on this rank; mend the environment" in told[0] and str(crash) in told[0]
     assert "first reward = nan in env 2, step 1 of the rollout, step 6 of that env, last finite value 1" in told[1]
@@ -208,7 +242,7 @@ def test_ranks_that_start_anew_leave_a_run_that_is_not_theirs(tmp_path):
     for name, text in old.items():
         (tmp_path / "run" / name).write_text(text)
     torchrun = ranks_killed.begun(path, tmp_path / "run")
-    said = torchrun.communicate(timeout=600)[0]
+    said = torchrun.communicate(timeout=PATIENCE_S)[0]
     assert torchrun.returncode and said.count("already holds a run (config.json); choose another folder") == 4, said
     assert {entry.name: entry.read_text() for entry in (tmp_path / "run").iterdir()} == old
 
@@ -311,7 +345,7 @@ def test_rank_0_alone_writes_and_a_run_resumes_bit_for_bit(tmp_path):
         ends = [(tmp_path / run / "checkpoints" / "step_768" / name).read_bytes() for run in ("whole", "half")]
         assert ends[0] == ends[1], name
     one = launched(1, resume)
-    text = one[0].communicate(timeout=300)[0]
+    text = one[0].communicate(timeout=PATIENCE_S)[0]
     assert one[0].returncode == 2 and "was saved by 2 ranks, this run has 1" in text
 
 
@@ -323,4 +357,4 @@ def test_the_page_on_several_processes_is_true():
     exec(re.search(r"```python\n(.*?)```", page, re.DOTALL).group(1), names)  # text of this repository's own page
     assert names["distributed"].world_size() == 1
     said = launched(2, ["-m", "ecrl", *re.search(r"-m ecrl (check|train) (\S+)", page).groups(), "--help"])
-    assert all("--distributed" in process.communicate()[0] for process in said)
+    assert all("--distributed" in process.communicate(timeout=PATIENCE_S)[0] for process in said)

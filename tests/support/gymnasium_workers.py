@@ -40,7 +40,7 @@ def no_orphan():
     assert children() <= before
 
 
-def workers(gym_id="Count-v0", timeout=60.0, **kwargs):
+def workers(gym_id="Count-v0", timeout=600.0, **kwargs):
     return make_env(
         {"name": f"gymnasium:{gym_id}", "cfg": {"asynchronous": True, "timeout": timeout, "kwargs": kwargs}}
     )
