@@ -1,6 +1,7 @@
-"""Speed, side by side: every subject is a pair of contestants that take turns on the same pinned cores.
+"""Speed benchmarks: in every subject, pairs of contestants take turns on the same pinned cores.
 
-Each contestant is a process of its own (`worker`), `pairs` lets them take turns, a subject is a file with `rows`, and
-`__main__` runs the subjects and writes a table, JSON and a plot of each. Ratios count, not times: what else the machine
-does meets both. How well things learn is `results`: one file per seed, measured once.
+Each contestant runs in its own process (`worker`), and `pairs` lets them take turns. A subject is a file with `rows`.
+`__main__` runs the subjects and writes a table, a JSON file and a plot of each. The results are ratios, because other
+load on the machine slows down both contestants. `results` measures how well configs learn: one file per seed, measured
+once.
 """

@@ -1,7 +1,7 @@
-"""A function in a process of its own on its own cores, with thread counts set before any library is imported.
+"""Run a function in a separate process, pinned to cores, with thread counts set before any library is imported.
 
-`python -m benchmarks.alone MODULE:FUNCTION JSON CORES` calls `FUNCTION(**json)` and prints its result as one JSON line;
-whatever libraries print goes to stderr.
+`python -m benchmarks.alone MODULE:FUNCTION JSON CORES` calls `FUNCTION(**json)` and prints its result as one JSON line.
+Output of libraries goes to stderr.
 """
 
 import json
@@ -20,7 +20,7 @@ from benchmarks.worker import answers
 
 
 class Running(NamedTuple):
-    """A function on its way."""
+    """A function that runs in a separate process."""
 
     function: str
     process: subprocess.Popen[str]
@@ -29,15 +29,15 @@ class Running(NamedTuple):
 
 
 def command(function: str, args: Mapping[str, Any], cores: Sequence[int]) -> list[str]:
-    """The command line, after the interpreter, that calls a function."""
+    """Return the arguments of the interpreter that call a function."""
     return ["-m", "benchmarks.alone", function, json.dumps(dict(args)), ",".join(map(str, cores))]
 
 
 def caching_in(folder: str) -> dict[str, str]:
-    """What to add to the environment of processes that keep what they compile, with torch or JAX, in a folder."""
+    """Return the environment variables that make torch and JAX cache compiled code in a folder."""
     cache = {"TORCHINDUCTOR_CACHE_DIR": folder, "JAX_COMPILATION_CACHE_DIR": folder}
-    least = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
-    return cache | least
+    minimums = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
+    return cache | minimums
 
 
 def _file() -> IO[str]:
@@ -47,7 +47,7 @@ def _file() -> IO[str]:
 def begin(
     function: str, args: Mapping[str, Any], cores: Sequence[int], env: Mapping[str, str] | None = None
 ) -> Running:
-    """Start "module:function", called with `args`, in a fresh process with `env` added to its environment."""
+    """Start "module:function" with `args` in a new process, with `env` added to its environment."""
     out, errors = (_file() for _ in range(2))
     process = subprocess.Popen(
         [sys.executable, *command(function, args, cores)],
@@ -56,26 +56,26 @@ def begin(
         text=True,
         stdout=out,
         stderr=errors,
-        start_new_session=True,  # ended together with the compilers it starts
+        start_new_session=True,  # killed together with the compilers it starts
     )
     return Running(function, process, out, errors)
 
 
 def result(running: Running) -> Any:
-    """What a function returned whose process has ended. Raises: Failure with its last line on stderr, if it died."""
+    """Return the result of a function whose process has ended. If it died, raise Failure with its last stderr line."""
     texts = []
     for file in (running.out, running.errors):
         file.seek(0)
         texts.append(file.read())
     if running.process.returncode or not texts[0].strip():
         last = next((line for line in reversed(texts[1].splitlines()) if line.strip()), "(nothing on stderr)")
-        died = f"{running.function}: died with status {running.process.returncode}"
-        raise Failure(f"{died}; last line: {last.strip()}")
+        problem = f"{running.function}: died with status {running.process.returncode}"
+        raise Failure(f"{problem}; last line: {last.strip()}")
     return json.loads(texts[0].splitlines()[-1])
 
 
 def stop(running: Running) -> None:
-    """End a function and the processes that it started."""
+    """Kill a function's process and the processes that it started."""
     with suppress(ProcessLookupError):
         os.killpg(running.process.pid, signal.SIGKILL)
     running.process.wait()
@@ -84,9 +84,9 @@ def stop(running: Running) -> None:
 
 
 def alone(function: str, args: Mapping[str, Any], cores: Sequence[int], env: Mapping[str, str] | None = None) -> Any:
-    """What "module:function" returns, called with `args` in a fresh process with `env` added to its environment.
+    """Call "module:function" with `args` in a new process, with `env` added to its environment; return its result.
 
-    Raises: Failure with the last line on stderr, if the process dies or takes longer than `PATIENCE`.
+    Raises: Failure, with the last line on stderr, if the process dies or takes longer than `PATIENCE`.
     """
     running = begin(function, args, cores, env)
     try:
@@ -99,7 +99,7 @@ def alone(function: str, args: Mapping[str, Any], cores: Sequence[int], env: Map
 
 
 def main() -> None:
-    """Pin, call, print."""
+    """Pin this process, call the function and print its result."""
     function, args, cores = sys.argv[1:]
     os.sched_setaffinity(0, [int(core) for core in cores.split(",")])  # before the imports: threads inherit it
     out = answers()

@@ -1,7 +1,7 @@
-"""Environment steps per second of PPO on CartPole, collecting and learning: ecrl against what users would pick.
+"""Environment steps per second of PPO on CartPole, collecting and learning: ecrl against other common libraries.
 
-Against rejax on one core and on two; on one core also against SB3, TorchRL and a CleanRL-style loop; five rounds each.
-The quick form has one round with those three, and them and the second core at fewer sizes.
+rejax is measured on one core and on two. SB3, TorchRL and a CleanRL-style loop are measured on one core. All have five
+rounds. A quick run has one round with the last three, and fewer sizes for them and for two cores.
 """
 
 import math
@@ -22,7 +22,7 @@ MAKE = {
     "TorchRL": "benchmarks.peers.torchrl_ppo:make",
     "CleanRL-style": "benchmarks.peers.cleanrl_ppo:make",
 }
-MUST_AND_AIM = {  # least and wanted ratio, by (peer, cores) and number of environments
+MUST_AND_AIM = {  # required and desired ratio, by (peer, cores) and number of environments
     ("rejax", 1): dict(zip(SIZES, ((0.6, 1.0), (1.0, 1.3), (1.1, 1.6), (1.1, 2.0)), strict=True)),
     ("rejax", 2): dict(zip(SIZES, ((0.6, 1.0), (1.0, 1.5), (1.3, 1.8), (1.4, 2.2)), strict=True)),
     **{(peer, 1): dict(zip(SIZES, ((8.0, None), (5.0, None), (5.0, None), (5.0, None)), strict=True)) for peer in SLOW},
@@ -30,36 +30,36 @@ MUST_AND_AIM = {  # least and wanted ratio, by (peer, cores) and number of envir
 
 
 def rows(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
-    """One row for each pair, number of cores and number of environments."""
+    """Return a row per pair, number of cores and number of environments."""
     both = QUICK_BOTH if quick else SIZES
     return [
         *on_cores(cores[:1], ("rejax", *SLOW), SIZES, quick),
-        *(on_cores(cores[:2], ("rejax",), both, quick) if len(cores) > 1 else _untold(2, both, "one core here")),
+        *(on_cores(cores[:2], ("rejax",), both, quick) if len(cores) > 1 else _unmeasured(2, both, "only one core")),
         *on_gpu(cores, quick),
     ]
 
 
 def on_gpu(cores: Sequence[int], quick: bool) -> list[dict[str, Any]]:
-    """Ecrl and rejax on a GPU, where there is one."""
+    """Return the rows of ecrl and rejax on a GPU, if there is one."""
     if not has_gpu():
         return [not_measured(peer="rejax", cores="GPU", num_envs=n) for n in GPU_SIZES]
     return on_cores(cores, ("rejax",), GPU_SIZES, quick, "cuda")
 
 
-def _untold(cores: int, sizes: Sequence[int], why: str) -> list[dict[str, Any]]:
-    return [{"peer": "rejax", "cores": cores, "num_envs": n, "status": f"not measured: {why}"} for n in sizes]
+def _unmeasured(cores: int, sizes: Sequence[int], reason: str) -> list[dict[str, Any]]:
+    return [{"peer": "rejax", "cores": cores, "num_envs": n, "status": f"not measured: {reason}"} for n in sizes]
 
 
 def contestant(name: str, num_envs: int, device: str = "cpu") -> Contestant:
-    """A library at a size."""
+    """Return a library at a size as a contestant."""
     args = {"num_envs": num_envs} | ({"trainer__device": device} if name == "ecrl" and device != "cpu" else {})
     return Contestant(name, MAKE[name], args, ENV[device])
 
 
-def field(peers: Sequence[str], sizes: Sequence[int], quick: bool) -> list[tuple[str, int]]:
-    """Who takes part at which size.
+def list_entrants(peers: Sequence[str], sizes: Sequence[int], quick: bool) -> list[tuple[str, int]]:
+    """List the libraries and sizes that take part.
 
-    >>> field(("rejax", "SB3"), (4, 64), True)
+    >>> list_entrants(("rejax", "SB3"), (4, 64), True)
     [('ecrl', 4), ('ecrl', 64), ('rejax', 4), ('rejax', 64), ('SB3', 64)]
     """
     return [(name, n) for name in ("ecrl", *peers) for n in sizes if not (quick and name in SLOW) or n in QUICK_SLOW]
@@ -68,21 +68,21 @@ def field(peers: Sequence[str], sizes: Sequence[int], quick: bool) -> list[tuple
 def on_cores(
     cores: Sequence[int], peers: Sequence[str], sizes: Sequence[int], quick: bool, device: str = "cpu"
 ) -> list[dict[str, Any]]:
-    """The rows of so many cores; all sizes get ready at the same time, so that compiling keeps the machine busy."""
-    out, where = [], "GPU" if device == "cuda" else len(cores)
-    all_of = field(peers, sizes, quick)
-    with started([contestant(name, n, device) for name, n in all_of], cores) as workers:
+    """Return the rows on these cores. All sizes set up at the same time, so that compiling uses the whole machine."""
+    out, cores_label = [], "GPU" if device == "cuda" else len(cores)
+    entrants = list_entrants(peers, sizes, quick)
+    with started([contestant(name, n, device) for name, n in entrants], cores) as workers:
         ready = [(worker, await_ready(worker)) for worker in workers]
         for size in sizes:
-            lanes = {name: lane for (name, n), lane in zip(all_of, ready, strict=True) if n == size}
-            out += [row(ours, peer, where, size) for ours, peer in pairings(lanes, cores, quick)]
+            lanes = {name: lane for (name, n), lane in zip(entrants, ready, strict=True) if n == size}
+            out += [row(ours, peer, cores_label, size) for ours, peer in pairings(lanes, cores, quick)]
     return out
 
 
 def pairings(
     lanes: dict[str, tuple[Worker, Result]], cores: Sequence[int], quick: bool
 ) -> Iterator[tuple[Result, Result]]:
-    """Our result and a peer's from the same rounds, for each peer: five, but quickly one with the slow ones."""
+    """Yield our result and each peer's from the same rounds: five rounds, or one with slow peers in a quick run."""
     for peers, rounds in ((["rejax"], 5), ([name for name in SLOW if name in lanes], 1 if quick else 5)):
         workers, ready = zip(*(lanes[name] for name in ("ecrl", *peers)), strict=True)
         if peers:
@@ -91,7 +91,7 @@ def pairings(
 
 
 def row(ours: Result, peer: Result, cores: int | str, num_envs: int) -> dict[str, Any]:
-    """What one pair showed."""
+    """Return the row of one pair."""
     about = {"peer": peer.name, "cores": cores, "num_envs": num_envs}
     errors = [result.error for result in (ours, peer) if result.error is not None]
     if errors:
@@ -111,15 +111,15 @@ def row(ours: Result, peer: Result, cores: int | str, num_envs: int) -> dict[str
 
 
 def verdict(by_round: Sequence[float], peer: str, cores: int | str, num_envs: int) -> dict[str, Any]:
-    """Median and spread of the ratios, and whether it is what must be; `cores` is a number or "GPU".
+    """Return the median and spread of the ratios, and whether they meet the target; `cores` is a number or "GPU".
 
     >>> verdict([0.5, 0.7, 0.9], "rejax", 1, 4)
     {'ratio': 0.7, 'ratio_min': 0.5, 'ratio_max': 0.9, 'must': 0.6, 'aim': 1.0, 'met': True}
     """
-    seen = summary(by_round)
+    ratio_summary = summary(by_round)
     must, aim = (2.0, None) if cores == "GPU" else MUST_AND_AIM[peer, int(cores)].get(num_envs, (None, None))
-    met = None if must is None else (seen["median"] or -math.inf) >= must
-    return {"ratio": seen["median"], "ratio_min": seen["min"], "ratio_max": seen["max"]} | {
+    met = None if must is None else (ratio_summary["median"] or -math.inf) >= must
+    return {"ratio": ratio_summary["median"], "ratio_min": ratio_summary["min"], "ratio_max": ratio_summary["max"]} | {
         "must": must,
         "aim": aim,
         "met": met,
@@ -127,22 +127,24 @@ def verdict(by_round: Sequence[float], peer: str, cores: int | str, num_envs: in
 
 
 def figure(rows: list[dict[str, Any]]) -> Any:
-    """Ratio by number of environments: a line for each peer, with the spread; what must be is dotted."""
+    """Plot the ratio by number of environments, a line per peer with its spread; the required ratio is dotted."""
     from matplotlib.figure import Figure
 
-    made = Figure(figsize=(8, 5), layout="constrained")
-    axes = made.subplots()
-    seen = [r for r in rows if "ratio" in r]
-    for number, (peer, cores) in enumerate(dict.fromkeys((r["peer"], r["cores"]) for r in seen)):
-        mine = [r for r in seen if (r["peer"], r["cores"]) == (peer, cores)]
-        sizes, color = [r["num_envs"] for r in mine], f"C{number}"
-        axes.plot(sizes, [r["ratio"] for r in mine], "o-", color=color, label=f"{peer}, {_cores(cores)}")
-        axes.fill_between(sizes, [r["ratio_min"] for r in mine], [r["ratio_max"] for r in mine], color=color, alpha=0.2)
-        axes.plot(sizes, [r["must"] for r in mine], ":", color=color)
+    picture = Figure(figsize=(8, 5), layout="constrained")
+    axes = picture.subplots()
+    ratio_summary = [r for r in rows if "ratio" in r]
+    for number, (peer, cores) in enumerate(dict.fromkeys((r["peer"], r["cores"]) for r in ratio_summary)):
+        points = [r for r in ratio_summary if (r["peer"], r["cores"]) == (peer, cores)]
+        sizes, color = [r["num_envs"] for r in points], f"C{number}"
+        axes.plot(sizes, [r["ratio"] for r in points], "o-", color=color, label=f"{peer}, {_cores(cores)}")
+        axes.fill_between(
+            sizes, [r["ratio_min"] for r in points], [r["ratio_max"] for r in points], color=color, alpha=0.2
+        )
+        axes.plot(sizes, [r["must"] for r in points], ":", color=color)
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set(xscale="log", yscale="log", xlabel="environments", ylabel="env steps/s, ecrl / peer (dotted: must)")
     axes.legend()
-    return made
+    return picture
 
 
 def _cores(cores: int | str) -> str:

@@ -1,6 +1,6 @@
-"""What a GPU changes: the device, the environment of the processes, and rows that say so where there is none.
+"""Benchmarks on a GPU: environment variables, traces, targets, and rows marked "not measured" without a GPU.
 
-What a GPU did is read from a trace of it. All that one launch of a CUDA graph does has one correlation number there.
+The work of a GPU is read from a trace. In it, all work of one launch of a CUDA graph has the same correlation number.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,16 +14,16 @@ ENV: dict[str, dict[str, str]] = {
     "cpu": {},
     "cuda": {"JAX_PLATFORMS": "cuda", "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_FLAGS": ""},
 }
-"""Added to the environment of a process by device of torch; jax and torch share the memory of a GPU."""
+"""Environment variables by torch device. JAX must not preallocate, because jax and torch share the GPU's memory."""
 MUST_STEPS_S, MUST_GRAPH_SHARE, MUST_COPY_SHARE = 20e6, 0.95, 0.7
-"""Of an H200: end to end at the most environments, at any number of them, and of GAE beside a copy."""
+"""Targets on an H200: env steps/s at `MANY_ENVS`, share of time in CUDA graphs, GAE's share of a copy's bandwidth."""
 MANY_ENVS = 65_536
 
 Events = list[dict[str, Any]]
 
 
 def visible() -> bool:
-    """Whether torch sees a GPU, in this process."""
+    """Return True if torch sees a GPU in this process."""
     import torch
 
     return torch.cuda.is_available()
@@ -31,12 +31,12 @@ def visible() -> bool:
 
 @cache
 def has_gpu() -> bool:
-    """Whether torch sees a GPU; asked in a process of its own, once."""
+    """Return True if torch sees a GPU; checked once, in a separate process."""
     return alone("benchmarks.gpu:visible", {}, available())
 
 
 def not_measured(**about: Any) -> dict[str, Any]:
-    """A row that was not measured, for want of a GPU.
+    """Return a row that was not measured, because it needs a GPU.
 
     >>> not_measured(num_envs=4)
     {'num_envs': 4, 'status': 'not measured'}
@@ -45,7 +45,7 @@ def not_measured(**about: Any) -> dict[str, Any]:
 
 
 def covered(spans: list[tuple[float, float]]) -> float:
-    """The length of the union of spans.
+    """Return the length of the union of spans.
 
     >>> covered([(0.0, 2.0), (1.0, 3.0), (5.0, 6.0)])
     4.0
@@ -58,7 +58,7 @@ def covered(spans: list[tuple[float, float]]) -> float:
 
 
 def work_spans(events: Events) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
-    """When a GPU worked, in microseconds: every kernel and copy, and every CUDA graph from its first to its last."""
+    """Return the spans of all kernels and copies, and of all CUDA graphs from first to last kernel, in microseconds."""
     single, graphs = [], {}
     for event in events:
         if event.get("ph") != "X" or event.get("cat") not in ("kernel", "gpu_memcpy", "gpu_memset"):
@@ -68,13 +68,13 @@ def work_spans(events: Events) -> tuple[list[tuple[float, float]], list[tuple[fl
         about = event.get("args", {})
         if about.get("graph id", 0):
             launch = about["graph id"], about.get("correlation")
-            before = graphs.get(launch, span)
-            graphs[launch] = min(before[0], start), max(before[1], stop)
+            span_so_far = graphs.get(launch, span)
+            graphs[launch] = min(span_so_far[0], start), max(span_so_far[1], stop)
     return single, list(graphs.values())
 
 
 def kernel_share(events: Events, wall_us: float) -> dict[str, float]:
-    """Shares of the time in which a GPU worked at all, and in which it was inside a CUDA graph, from a trace's events.
+    """Return the share of the time that a GPU was busy, and the share inside CUDA graphs, from a trace's events.
 
     >>> busy = [{"ph": "X", "cat": "kernel", "ts": t, "dur": 2.0, "args": {"graph id": g}} for t, g in ((0, 1), (5, 0))]
     >>> kernel_share(busy, 10.0)
@@ -85,7 +85,7 @@ def kernel_share(events: Events, wall_us: float) -> dict[str, float]:
 
 
 def seconds_on_device(events: Events, times: int) -> float:
-    """What a call took on the GPU, of so many: its CUDA graphs, or where it has none its kernels and copies.
+    """Return the GPU seconds per call over `times` calls: of CUDA graphs, or without any, of kernels and copies.
 
     >>> seconds_on_device([{"ph": "X", "cat": "kernel", "ts": 0.0, "dur": 3e6}], 2)
     1.5
@@ -95,7 +95,7 @@ def seconds_on_device(events: Events, times: int) -> float:
 
 
 def traced(work: Callable[[], Any], times: int) -> tuple[Events, float]:
-    """The trace of so many calls, and the microseconds that they took."""
+    """Trace `times` calls; return the trace's events and the microseconds that the calls took."""
     import json
     import tempfile
     import time
@@ -116,7 +116,7 @@ def traced(work: Callable[[], Any], times: int) -> tuple[Events, float]:
 
 
 def profiled_share(make: str, args: dict[str, Any], times: int = 5) -> dict[str, float]:
-    """`kernel_share` of a contestant's work, after two units for capturing."""
+    """Return the `kernel_share` of a contestant's work, after two units of work that capture the graphs."""
     from importlib import import_module
 
     module, function = make.split(":")
@@ -127,13 +127,13 @@ def profiled_share(make: str, args: dict[str, Any], times: int = 5) -> dict[str,
 
 
 def on_device(calls: Mapping[str, Callable[[], Any]], times: int = 20) -> dict[str, list[float]]:
-    """Seconds on the GPU of a call of each; those that do nothing there are left out."""
-    taken = {name: seconds_on_device(traced(call, times)[0], times) for name, call in calls.items()}
-    return {name: [seconds] for name, seconds in taken.items() if seconds}
+    """Return the GPU seconds per call of each function; functions that do not use the GPU are left out."""
+    device_seconds = {name: seconds_on_device(traced(call, times)[0], times) for name, call in calls.items()}
+    return {name: [seconds] for name, seconds in device_seconds.items() if seconds}
 
 
 def copy_rate(size: int) -> float:
-    """Bytes per second, read and written together, of copies on the GPU that move `size` bytes; without launching."""
+    """Return the bytes per second, read plus written, of GPU copies that move `size` bytes, without launch time."""
     import torch
 
     source = torch.ones(max(1, size // 8), device="cuda")
@@ -142,7 +142,7 @@ def copy_rate(size: int) -> float:
 
 
 def run_verdict(row: dict[str, Any]) -> dict[str, Any]:
-    """What a run must reach, and whether it did; nothing where something failed.
+    """Return the targets of a run and whether it met them; an empty dict if the run failed.
 
     >>> run_verdict({"num_envs": 512, "ecrl_steps_per_s": 4e6, "graph_share": 0.96})["met"]
     True
@@ -157,7 +157,7 @@ def run_verdict(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def kernel_verdict(kernel: str, ours: str, roof_share: float | None) -> dict[str, Any]:
-    """On a GPU what must be is a share of a copy's bandwidth; for GAE alone.
+    """Return the target of a kernel on a GPU: for compiled GAE a share of a copy's bandwidth, for others none.
 
     >>> kernel_verdict("gae", "ecrl compiled", 0.8)
     {'must': None, 'must_roof_share': 0.7, 'met': True}

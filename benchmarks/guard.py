@@ -1,4 +1,4 @@
-"""What the finite guard costs: whole iterations that stop or skip, in turns with iterations that do not look."""
+"""Cost of the finite guard: iterations with the guard "stop" or "skip" take turns with iterations without a guard."""
 
 import statistics
 from collections.abc import Sequence
@@ -10,14 +10,14 @@ from benchmarks.pairs import ROOT, Failure
 from benchmarks.turns import Call, take_turns
 
 MOST = 1.02
-"""Times of an iteration without it."""
+"""Target: the most time of an iteration, as a multiple of an iteration without the guard."""
 SIZES, QUICK = {"CartPole": (64, 2048), "PushCube": (64,), "HalfCheetah": (16,)}, {"CartPole": (64,)}
 SHIPPED = {"PushCube": "push_cube_ppo.json", "HalfCheetah": "half_cheetah_ppo.json"}
 _ROUNDS, _ROUNDS_QUICK, _TURN_S = 101, 5, 0.3
 
 
 def config(env: str, num_envs: int, **keys: Any) -> Any:
-    """PPO on CartPole as `scaling` runs it, else a shipped config with so many environments; for ever."""
+    """Return the config of an endless run: PPO on CartPole as in `scaling`, or a shipped config with `num_envs`."""
     from benchmarks import scaling
     from ecrl import load_config
 
@@ -28,27 +28,27 @@ def config(env: str, num_envs: int, **keys: Any) -> Any:
 
 
 def iterations(cfg: Any) -> Call:
-    """The next iteration of a run with every call."""
+    """Return a function that runs the next iteration of a run with every call."""
     from ecrl import init_state, train_iter
 
     records = train_iter(init_state(cfg), cfg)
 
-    def one() -> None:
-        next(records)  # what it collected
-        next(records)  # what it learned
+    def next_iteration() -> None:
+        next(records)  # the record of collecting
+        next(records)  # the record of learning
 
-    return one
+    return next_iteration
 
 
 def turns(env: str, num_envs: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of an iteration under each guard, one number per round."""
+    """Return the seconds of an iteration under each guard, one number per round."""
     runs = {guard: iterations(config(env, num_envs, **{"trainer.finite_guard": guard})) for guard in ("stop", "skip")}
     off = iterations(config(env, num_envs, **{"trainer.finite_guard": "off"}))
     return take_turns({"off": off, **runs}, rounds, _TURN_S)
 
 
 def cost(guarded: list[float], off: list[float]) -> dict[str, Any]:
-    """Times of an iteration without the guard: the median over rounds, its 95 % interval, and the quartiles.
+    """Return the cost as a multiple of an iteration without the guard: median, its 95 % interval, and quartiles.
 
     >>> row = cost([1.01] * 101, [1.0] * 101)
     >>> row["times"], row["low"], row["high"], row["met"]
@@ -56,7 +56,7 @@ def cost(guarded: list[float], off: list[float]) -> dict[str, Any]:
     """
     by_round = sorted(a / b for a, b in zip(guarded, off, strict=True))
     n = len(by_round)
-    half = 0.98 * sqrt(n)  # ranks within which the median is, by the binomial distribution
+    half = 0.98 * sqrt(n)  # half width of the median's rank interval, from the binomial distribution
     low, high = by_round[max(0, round(n / 2 - half) - 1)], by_round[min(n - 1, round(n / 2 + half))]
     quartiles = statistics.quantiles(by_round, n=4, method="inclusive")
     row = {"times": quartiles[1], "low": low, "high": high, "quartile_1": quartiles[0], "quartile_3": quartiles[2]}
@@ -64,33 +64,36 @@ def cost(guarded: list[float], off: list[float]) -> dict[str, Any]:
 
 
 def rows(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
-    """A row for every environment, number of them and guard, on the first core."""
+    """Return a row per environment, number of environments and guard, on the first core."""
     out: list[dict[str, Any]] = []
     for env, sizes in (QUICK if quick else SIZES).items():
         for num_envs in sizes:
             args = {"env": env, "num_envs": num_envs, "rounds": _ROUNDS_QUICK if quick else _ROUNDS}
             row: dict[str, Any] = {"env": env, "num_envs": num_envs}
             try:
-                taken = alone("benchmarks.guard:turns", args, cores[:1])
+                seconds = alone("benchmarks.guard:turns", args, cores[:1])
             except Failure as failure:
                 out.append(row | {"error": str(failure)})
                 continue
-            out += [row | {"guard": guard, **cost(taken[guard], taken["off"])} for guard in ("stop", "skip")]
+            out += [row | {"guard": guard, **cost(seconds[guard], seconds["off"])} for guard in ("stop", "skip")]
     return out
 
 
 def figure(rows: list[dict[str, Any]]) -> Any:
-    """The median cost of each, with the middle half of the rounds."""
+    """Plot the median cost of each row with the interquartile range of its rounds."""
     from matplotlib.figure import Figure
 
-    seen = [row for row in rows if "times" in row]
-    made = Figure(figsize=(6, 1 + 0.4 * len(seen)), layout="constrained")
-    axes = made.subplots()
-    times = [row["times"] for row in seen]
-    spread = [[row["times"] - row["quartile_1"] for row in seen], [row["quartile_3"] - row["times"] for row in seen]]
-    names = [f"{row['env']}, {row['num_envs']} envs, {row['guard']}" for row in seen]
+    measured = [row for row in rows if "times" in row]
+    picture = Figure(figsize=(6, 1 + 0.4 * len(measured)), layout="constrained")
+    axes = picture.subplots()
+    times = [row["times"] for row in measured]
+    spread = [
+        [row["times"] - row["quartile_1"] for row in measured],
+        [row["quartile_3"] - row["times"] for row in measured],
+    ]
+    names = [f"{row['env']}, {row['num_envs']} envs, {row['guard']}" for row in measured]
     axes.errorbar(times, names, xerr=spread, fmt="o")
     axes.axvline(1.0, color="black", linewidth=1)
     axes.axvline(MOST, color="black", linewidth=1, linestyle=":")
     axes.set(xlabel='times an iteration with the guard "off"; middle half of the rounds')
-    return made
+    return picture

@@ -1,7 +1,7 @@
-"""Kernels against those of other libraries, on one core or one GPU: time, ratio, and share of what the machine allows.
+"""Compare kernels with other libraries' kernels on one core or one GPU: time, ratio, and share of the machine's limit.
 
-All forms of a kernel take turns in one process, since a call is far shorter than a process is to start; thread counts
-and XLA's flags are those of `pairs`. Every row is one of ours against one of theirs, `ratio` above 1 is faster.
+All forms of a kernel take turns in one process, since a call is much shorter than a process start. Thread counts and
+XLA's flags are as in `pairs`. Every row compares one of our forms with one peer; above a `ratio` of 1, ours is faster.
 """
 
 import statistics
@@ -16,17 +16,17 @@ from benchmarks.gpu import copy_rate as gpu_copy_rate
 from benchmarks.pairs import Failure
 
 MAX_COMPILE_S = 10.0
-MUSTS = {  # the least ratio: rlax's time by at most 2.5 and 1.6 of it, SB3's by 1.5
+MUSTS = {  # the smallest ratio: at most 2.5 or 1.6 times rlax's time, and 1.5 times SB3's
     ("gae", "4096x128", "ecrl compiled", "rlax jitted"): 1 / 2.5,
     ("gae", "64x1024", "ecrl compiled", "rlax jitted"): 1 / 1.6,
     ("gae", "4096x128", "ecrl eager", "sb3 numpy"): 1 / 1.5,
     ("gae", "64x1024", "ecrl eager", "sb3 numpy"): 1 / 1.5,
 }
-SLOW = ("torchrl", "torchrl vec")  # peers that the quick form leaves out
+SLOW = ("torchrl", "torchrl vec")  # peers that a quick run leaves out
 
 
 class Case(NamedTuple):
-    """A kernel at one size: its file in `forms`, the names of its tables there, and what `inputs` and `cost` take."""
+    """A kernel at one size: its file in `forms`, the names of its tables there, and the arguments of its functions."""
 
     kernel: str
     size: str
@@ -50,7 +50,7 @@ CASES = [
 
 
 def forms(case: Case) -> tuple[Any, Any, Any]:
-    """The module of a case, and its tables of ours and theirs."""
+    """Return the module of a case, and its tables of our forms and of the peers."""
     from importlib import import_module
 
     module = import_module(f"benchmarks.forms.{case.form}")
@@ -58,46 +58,46 @@ def forms(case: Case) -> tuple[Any, Any, Any]:
     return module, *(table if isinstance(table, tuple) else (table, getattr(module, case.peers)))
 
 
-def prepared(make: Any, given: Any, device: str) -> tuple[Any, float, str | None]:
-    """A form's call, the seconds until it was done once (compiling among them), and why there is none."""
+def prepare(make: Any, inputs: Any, device: str) -> tuple[Any, float, str | None]:
+    """Build a form and call it once; return the call, the seconds (compiling included), and the error if it failed."""
     start = time.perf_counter()
     try:
-        call = make(given, device)
+        call = make(inputs, device)
         call()
-    except Exception as error:  # one form that fails is a row, not the end of the others
+    except Exception as error:  # a failing form becomes a row and does not stop the others
         lines = [line for line in f"{type(error).__name__}: {error}".splitlines() if line.strip()]
         return None, float("nan"), lines[0]
     return call, time.perf_counter() - start, None
 
 
 def measure(number: int, quick: bool, device: str) -> list[dict[str, Any]]:
-    """The rows of one case."""
+    """Return the rows of one case."""
     from benchmarks.turns import take_turns
 
     case = CASES[number]
     module, ours, peers = forms(case)
     peers = {name: make for name, make in peers.items() if not (quick and name in SLOW)}
-    given = module.inputs(*case.args)
-    made = {name: prepared(make, given, device) for name, make in (ours | peers).items()}
-    calls = {name: call for name, (call, _, error) in made.items() if error is None}
-    taken = take_turns(calls, rounds=5, seconds=0.05 if quick else 0.5)
-    roof = reached(case, module.cost(*case.args), taken if device == "cpu" else on_device(calls), device)
-    told: list[dict[str, Any]] = [
-        row(case, (a, b), made, taken) | roof.get(a, {}) | {"device": device} for a in ours for b in peers
+    inputs = module.inputs(*case.args)
+    prepared = {name: prepare(make, inputs, device) for name, make in (ours | peers).items()}
+    calls = {name: call for name, (call, _, error) in prepared.items() if error is None}
+    seconds = take_turns(calls, rounds=5, seconds=0.05 if quick else 0.5)
+    roof = roofline_shares(case, module.cost(*case.args), seconds if device == "cpu" else on_device(calls), device)
+    result_rows: list[dict[str, Any]] = [
+        row(case, (a, b), prepared, seconds) | roof.get(a, {}) | {"device": device} for a in ours for b in peers
     ]
     if device == "cpu":
-        return told
-    return [r if "error" in r else r | kernel_verdict(r["kernel"], r["ours"], r.get("roof_share")) for r in told]
+        return result_rows
+    return [r if "error" in r else r | kernel_verdict(r["kernel"], r["ours"], r.get("roof_share")) for r in result_rows]
 
 
-def reached(case: Case, cost: Any, taken: dict[str, list[float]], device: str) -> dict[str, dict[str, Any]]:
-    """Of each form the bandwidth and operations per second reached, beside what copy and product reach here."""
+def roofline_shares(case: Case, cost: Any, seconds: dict[str, list[float]], device: str) -> dict[str, dict[str, Any]]:
+    """Return each form's bandwidth and operations per second, and the rates of a copy and a matrix product."""
     from benchmarks.roofline import copy_rate, matmul_rate, share_of_roof
 
     copy, product = copy_rate(cost.bytes, device) if device == "cpu" else gpu_copy_rate(cost.bytes), matmul_rate(device)
     out = {}
-    for name, seconds in taken.items():
-        time_ = statistics.median(seconds)
+    for name, rounds in seconds.items():
+        time_ = statistics.median(rounds)
         share = share_of_roof(cost.bytes, cost.operations, time_, copy, product)
         roof = {"copy_gb_s": copy / 1e9, "matmul_gflop_s": product / 1e9, "gflop_s": cost.operations / time_ / 1e9}
         out[name] = {"gb_s": cost.bytes / time_ / 1e9, "roof_share": share, "roof": roof}
@@ -106,26 +106,34 @@ def reached(case: Case, cost: Any, taken: dict[str, list[float]], device: str) -
     return out
 
 
-def row(case: Case, names: tuple[str, str], made: dict[str, Any], taken: dict[str, list[float]]) -> dict[str, Any]:
-    """One of ours against one of theirs."""
+def row(
+    case: Case, names: tuple[str, str], prepared: dict[str, Any], seconds: dict[str, list[float]]
+) -> dict[str, Any]:
+    """Return the row of one of our forms against one peer."""
     from benchmarks.turns import ratio
 
     ours, peer = names
     about: dict[str, Any] = {"kernel": case.kernel, "size": case.size, "ours": ours, "peer": peer}
-    errors = [f"{name}: {made[name][2]}" for name in names if made[name][2] is not None]
+    errors = [f"{name}: {prepared[name][2]}" for name in names if prepared[name][2] is not None]
     if errors:
         return about | {"error": "; ".join(errors)}
-    about |= {"ours_us": statistics.median(taken[ours]) * 1e6, "peer_us": statistics.median(taken[peer]) * 1e6}
-    about |= ratio(taken[ours], taken[peer])
+    about |= {
+        "ours_us": statistics.median(seconds[ours]) * 1e6,
+        "peer_us": statistics.median(seconds[peer]) * 1e6,
+    }
+    about |= ratio(seconds[ours], seconds[peer])
     compiled = ours == "ecrl compiled"
-    about |= {"compile_s": made[ours][1] if compiled else None, "must": MUSTS.get((case.kernel, case.size, *names))}
+    about |= {
+        "compile_s": prepared[ours][1] if compiled else None,
+        "must": MUSTS.get((case.kernel, case.size, *names)),
+    }
     if about["must"] is not None:
         about["met"] = about["ratio"] >= about["must"] and not (compiled and about["compile_s"] > MAX_COMPILE_S)
     return about
 
 
 def measure_all(quick: bool, device: str) -> list[dict[str, Any]]:
-    """The rows of all cases, in this process; the compiler works once before, what it takes to load is not counted."""
+    """Return the rows of all cases, in this process. A first compilation loads the compiler before the measurements."""
     import torch
 
     from benchmarks.forms.common import compiled
@@ -136,7 +144,7 @@ def measure_all(quick: bool, device: str) -> list[dict[str, Any]]:
 
 
 def rows(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
-    """Rows on the first core, then the same on a GPU, or that they are not measured; compiled with an empty cache."""
+    """Return the rows on the first core, then on a GPU, if there is one; the compile cache starts empty."""
     out = []
     for device in ("cpu", "cuda"):
         if device == "cuda" and not has_gpu():
@@ -152,18 +160,18 @@ def rows(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def figure(rows: list[dict[str, Any]]) -> Any:
-    """The ratio of every pair with its spread, and a line where both are equal."""
+    """Plot the ratio of every pair with its spread, and a line at equal speed."""
     from matplotlib.figure import Figure
 
-    seen = [r for r in rows if "ratio" in r]
-    made = Figure(figsize=(9, 1 + 0.28 * len(seen)), layout="constrained")
-    axes = made.subplots()
-    labels = [f"{r['kernel']} {r['size']} ({r['device']}): {r['ours']} / {r['peer']}" for r in seen]
-    for label, r in zip(labels, seen, strict=True):
+    measured = [r for r in rows if "ratio" in r]
+    picture = Figure(figsize=(9, 1 + 0.28 * len(measured)), layout="constrained")
+    axes = picture.subplots()
+    labels = [f"{r['kernel']} {r['size']} ({r['device']}): {r['ours']} / {r['peer']}" for r in measured]
+    for label, r in zip(labels, measured, strict=True):
         spread = [[r["ratio"] - r["ratio_min"]], [r["ratio_max"] - r["ratio"]]]
         color = "tab:blue" if r["ours"] == "ecrl compiled" else "tab:gray"
         axes.errorbar([r["ratio"]], [label], xerr=spread, marker="o", capsize=3, color=color)
     axes.axvline(1.0, color="black", linewidth=0.8)
     axes.set(xscale="log", xlabel="speed, ecrl / peer")
     axes.invert_yaxis()
-    return made
+    return picture

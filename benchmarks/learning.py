@@ -1,6 +1,6 @@
-"""How well something learns: scores on the way, against env steps and against the seconds that training took.
+"""Record learning curves: scores against env steps and against seconds of training.
 
-The clock runs from the start of the process, imports and compiling included, and stands still during evaluations.
+The clock starts with the process, so it includes imports and compiling. It stops during evaluations.
 """
 
 import os
@@ -12,44 +12,44 @@ from benchmarks.tasks import EPISODES, POINTS, Task
 
 Row = dict[str, Any]
 Evaluate = Callable[[int], Row]
-"""From a number of episodes to "return", and "success" where there is such a thing."""
+"""Map a number of episodes to "return", and to "success" if the task has a success rate."""
 Report = Callable[[int, Evaluate], None]
-"""To be called after every update, with the env steps so far and a way to evaluate."""
+"""Function to call after every update, with the env steps so far and an `Evaluate` function."""
 
 
 def followed(learn: Callable[[Report], None], task: Task, budget: int, started: float | None) -> Row:
-    """What a run learns: `learn(report)` trains for `budget` env steps.
+    """Train with `learn(report)` for `budget` env steps and record the learning curve.
 
     Args:
-        learn: calls `report` after every update, the last one included.
-        task: tells how many episodes an evaluation has.
-        budget: env steps.
-        started: when the process did, of `time.time`; now if None.
+        learn: calls `report` after every update, including the last one.
+        task: the task; its score sets the number of episodes per evaluation.
+        budget: env steps of training.
+        started: start of the process, as from `time.time`; now if None.
 
-    Returns: `curve`, a row for each evaluation with steps, seconds, episodes and scores; `train_s`, its last seconds;
-        `wall_s` and `cpu_s`, evaluations included, and of the latter that of compilers.
+    Returns: `curve`, a row per evaluation with steps, seconds, episodes and scores; `train_s`, the last row's seconds;
+        `wall_s` and `cpu_s`, which include evaluations; `cpu_s` also includes compiler processes.
     """
-    started, paused, due = started or time.time(), 0.0, 1
+    started, paused, next_point = started or time.time(), 0.0, 1
     curve: list[Row] = []
-    on_the_way, at_the_end = EPISODES[task.score]
+    episodes_during, episodes_at_end = EPISODES[task.score]
 
     def report(steps: int, evaluate: Evaluate) -> None:
-        nonlocal paused, due
-        if steps < due * budget / POINTS:
+        nonlocal paused, next_point
+        if steps < next_point * budget / POINTS:
             return
-        now, episodes = time.time(), at_the_end if steps >= budget else on_the_way
-        due = int(steps * POINTS / budget) + 1
-        at = {"steps": steps, "seconds": round(now - started - paused, 3), "episodes": episodes}
-        curve.append(at | evaluate(episodes))
+        now, episodes = time.time(), episodes_at_end if steps >= budget else episodes_during
+        next_point = int(steps * POINTS / budget) + 1
+        position = {"steps": steps, "seconds": round(now - started - paused, 3), "episodes": episodes}
+        curve.append(position | evaluate(episodes))
         paused += time.time() - now
 
     learn(report)
-    spent = {"train_s": curve[-1]["seconds"], "wall_s": round(time.time() - started, 3)}
-    return {"curve": curve, **spent, "cpu_s": round(sum(os.times()[:4]), 3)}
+    times = {"train_s": curve[-1]["seconds"], "wall_s": round(time.time() - started, 3)}
+    return {"curve": curve, **times, "cpu_s": round(sum(os.times()[:4]), 3)}
 
 
 def reached(curve: list[Row], score: str, threshold: float) -> tuple[float, float] | None:
-    """Env steps and minutes of the first evaluation that came to the threshold.
+    """Return the env steps and minutes of the first evaluation at or above the threshold, or None.
 
     >>> curve = [{"steps": s, "seconds": 6.0 * s, "return": r} for s, r in ((10, 400.0), (20, 480.0), (30, 470.0))]
     >>> reached(curve, "return", 475.0), reached(curve, "return", 490.0)

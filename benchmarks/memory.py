@@ -1,8 +1,8 @@
-"""Peak memory per environment step: what one iteration holds at most, over what the process held after its imports.
+"""Peak memory per environment step: the peak of one iteration, minus the memory of the process after its imports.
 
-A process each. Its first iteration, which compiles, is not counted: the kernel's high-water mark is set back after it.
-What libraries keep whatever the size drops out of `bytes_per_step`, the rise of the peak from one size to the next; the
-quick form has one size of each.
+Each measurement is a separate process. Its first iteration, which compiles, does not count: the kernel's high-water
+mark is reset after it. `bytes_per_step` is the increase of the peak from one size to the next, so memory that does not
+depend on the size cancels out. A quick run has one size per library.
 """
 
 import tempfile
@@ -28,30 +28,30 @@ GPU_SIZES = (2048, 8192, 65_536)
 
 
 def resident_mb() -> float:
-    """The memory this process holds now, MB."""
+    """Return the present memory of this process, MB."""
     with open("/proc/self/status", encoding="ascii") as file:
         return next(int(line.split()[1]) for line in file if line.startswith("VmRSS")) / 1024
 
 
 def forget_peak() -> None:
-    """Set the high-water mark that `peak_rss_mb` reads back to what is held now."""
+    """Reset the high-water mark that `peak_rss_mb` reads to the present memory."""
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 def peak(make: str, args: dict[str, Any]) -> dict[str, float]:
-    """The peak of a contestant's second iteration and what its imports hold, MB."""
+    """Return the peak of a contestant's second iteration and the memory of its imports, MB."""
     module, function = make.split(":")
-    made = getattr(import_module(module), function)
-    before = resident_mb()
-    work = made(**args)
+    contestant_make = getattr(import_module(module), function)
+    imports_mb = resident_mb()
+    work = contestant_make(**args)
     forget_peak()
     start = time.perf_counter()
     work()
-    return {"imports_mb": before, "peak_mb": peak_rss_mb() - before, "seconds": time.perf_counter() - start}
+    return {"imports_mb": imports_mb, "peak_mb": peak_rss_mb() - imports_mb, "seconds": time.perf_counter() - start}
 
 
 def peak_of_gpu(args: dict[str, Any]) -> dict[str, float]:
-    """What torch's allocator holds of the GPU in the second iteration of ours, MB; the pool of CUDA graphs with it."""
+    """Return the GPU memory that torch reserves by our second iteration, MB, including the pool of CUDA graphs."""
     import torch
 
     from benchmarks.ours import make
@@ -64,21 +64,21 @@ def peak_of_gpu(args: dict[str, Any]) -> dict[str, float]:
 def _measured(
     name: str, device: str, function: str, args: dict[str, Any], cores: Sequence[int], warm: bool
 ) -> dict[str, Any]:
-    """A row; `warm` compiles in another process first, since a compiler leaves more behind than a cache."""
+    """Return a row. `warm` first compiles in another process, because a compiler leaves memory behind."""
     inner = args.get("args", args)
-    about = {"contestant": name, "device": device, "num_envs": inner["num_envs"]}
+    row = {"contestant": name, "device": device, "num_envs": inner["num_envs"]}
     try:
         with tempfile.TemporaryDirectory() as folder:
             env = ENV[device] | (caching_in(folder) if warm else {})
             if warm:
                 alone(f"benchmarks.memory:{function}", args, cores, env)
-            return about | alone(f"benchmarks.memory:{function}", args, cores, env)
+            return row | alone(f"benchmarks.memory:{function}", args, cores, env)
     except Failure as failure:
-        return about | {"error": str(failure)}
+        return row | {"error": str(failure)}
 
 
 def with_slopes(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of one contestant in order of size, with `bytes_per_step` from each one before; None for the first.
+    """Add `bytes_per_step` to the rows of one contestant in order of size: the slope from the row before, or None.
 
     >>> with_slopes([{"num_envs": 1, "peak_mb": 1.0}, {"num_envs": 9, "peak_mb": 2.0}])[1]["bytes_per_step"]
     1024.0
@@ -91,7 +91,7 @@ def with_slopes(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def rows(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
-    """A row per contestant and size, on the first core; then ours on a GPU, or that it is not measured."""
+    """Return a row per contestant and size on the first core; then ours on a GPU, if there is one."""
     out = []
     for name, sizes in (QUICK if quick else SIZES).items():
         each = [{"make": MAKERS[name], "args": {"num_envs": size}} for size in sizes]
@@ -105,15 +105,15 @@ def rows(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def figure(rows: list[dict[str, Any]]) -> Any:
-    """Peak over imports by env steps of an iteration, a line per contestant."""
+    """Plot the peak minus imports by env steps per iteration, a line per contestant."""
     from matplotlib.figure import Figure
 
-    made = Figure(figsize=(6, 4), layout="constrained")
-    axes = made.subplots()
+    contestant_make = Figure(figsize=(6, 4), layout="constrained")
+    axes = contestant_make.subplots()
     for name, device in sorted({(r["contestant"], r["device"]) for r in rows if "peak_mb" in r}):
-        seen = [r for r in rows if (r["contestant"], r["device"]) == (name, device) and "peak_mb" in r]
+        points = [r for r in rows if (r["contestant"], r["device"]) == (name, device) and "peak_mb" in r]
         label = f"{name} ({device})"
-        axes.plot([r["num_envs"] * STEPS for r in seen], [r["peak_mb"] for r in seen], marker="o", label=label)
-    axes.set(xscale="log", yscale="log", xlabel="env steps per iteration", ylabel="peak over imports, MB")
+        axes.plot([r["num_envs"] * STEPS for r in points], [r["peak_mb"] for r in points], marker="o", label=label)
+    axes.set(xscale="log", yscale="log", xlabel="env steps per iteration", ylabel="peak minus imports, MB")
     axes.legend()
-    return made
+    return contestant_make

@@ -1,4 +1,4 @@
-"""ecrl as a contestant: whole iterations of `train_iter`, as users run it."""
+"""ecrl as a contestant: whole iterations of `train_iter`, as users run them."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -16,31 +16,31 @@ CONFIG = ROOT / "configs" / "cartpole_ppo.json"
 
 
 def averages(cfg: Config) -> Iterator[float]:
-    """The running average return of the last 100 episodes after each iteration."""
+    """Yield the mean return of the last 100 episodes after each iteration."""
     for record in train_iter(init_state(cfg), cfg):
         if record["log_type"] == "collect":
             yield float(record["logs"]["episode_reward_avg_100"])
 
 
 def iterations(num_envs: int, **keys: Any) -> Iterator[float]:
-    """Train for ever with T=128 and 4 epochs of 4 minibatches; gives what `averages` does.
+    """Train without end, with T=128 and 4 epochs of 4 minibatches; yield the same values as `averages`.
 
-    `keys` are further ones of the config, with "__" for a dot.
+    `keys` are further config keys, with "__" for a dot.
     """
     sizes = {"trainer.num_envs": num_envs, "trainer.buffer_size": STEPS, "trainer.iterations": 10**6}
-    more = {name.replace("__", "."): value for name, value in keys.items()}
+    other_keys = {name.replace("__", "."): value for name, value in keys.items()}
     yield from averages(
-        load_config(CONFIG).replace(**sizes, **{"algorithm.cfg.batch_size": num_envs * STEPS // 4, **more})
+        load_config(CONFIG).replace(**sizes, **{"algorithm.cfg.batch_size": num_envs * STEPS // 4, **other_keys})
     )
 
 
 def make(num_envs: int, **keys: Any) -> Callable[[], int]:
-    """One iteration of PPO is a unit, its environment steps the count."""
+    """Return work units of one PPO iteration, counted in environment steps."""
     return as_work(iterations(num_envs, **keys), num_envs * STEPS)
 
 
 def solve(seed: int, started: float, compile: str) -> dict[str, Any]:
-    """Train the whole budget of the config; gives when it was solved and done, in seconds after `started`."""
+    """Train for the config's whole budget; return the seconds from `started` until it was solved, and until the end."""
     cfg = load_config(CONFIG).replace(**{"trainer.seed": seed, "trainer.compile": compile})
     solved, steps = None, 0
     for number, average in enumerate(averages(cfg)):
@@ -50,7 +50,7 @@ def solve(seed: int, started: float, compile: str) -> dict[str, Any]:
 
 
 def learn(config: str, seed: int, started: float | None = None) -> Row:
-    """What a config learns in its whole budget."""
+    """Train a config for its whole budget and return its learning curve."""
     task = task_of(config)
     cfg = load_config(config).replace(**{"trainer.seed": seed, "trainer.num_eval_envs": 50})
     names = {"eval/avg_reward": "return", "eval/success_rate": "success", "eval/avg_length": "length"}

@@ -1,8 +1,8 @@
-"""Contestants take turns, A B A B, on the same pinned cores; what counts is the ratio of each round.
+"""Let contestants take turns, A B A B, on the same pinned cores; the result is the ratio of each round.
 
-Every contestant is a process, because thread counts and XLA's flags are read at start. While they get ready (imports,
-compiling) they are spread over the machine, each on as many cores as it will have, so that its thread pools have the
-size they will need; then all move to the same cores and only one works at a time.
+Every contestant is a process, because thread counts and XLA's flags are read at its start. During setup (imports,
+compiling) the contestants are spread over the machine. Each has its final number of cores, so that its thread pools get
+the right size. Then all move to the same cores, and only one works at a time.
 """
 
 import json
@@ -23,11 +23,11 @@ ROOT = Path(__file__).resolve().parents[1]
 PATIENCE = 900.0
 """Seconds without an answer after which a worker counts as hung."""
 PAUSE = 0.03
-"""Seconds between turns, in which threads that still spin after the other's turn fall asleep."""
+"""Seconds between turns, so that spinning threads of the other contestant can go to sleep."""
 
 
 class Contestant(NamedTuple):
-    """`make` is "module:function", called with `args` in a process with `env` added to its environment."""
+    """A contestant: `make` is "module:function", called with `args` in a process with `env` in its environment."""
 
     name: str
     make: str
@@ -36,7 +36,7 @@ class Contestant(NamedTuple):
 
 
 class Result(NamedTuple):
-    """`rates` are things per second, one of each round; after an `error`, those of the rounds before it."""
+    """The result of a contestant: `rates` per second, one per round. After an `error`, only the earlier rounds."""
 
     name: str
     rates: list[float]
@@ -47,7 +47,7 @@ class Result(NamedTuple):
 
 
 class Failure(Exception):
-    """A worker that died or hung: its name and the last line it wrote to stderr."""
+    """A worker died or hung; the message has its name and its last line on stderr."""
 
 
 class Worker(NamedTuple):
@@ -59,12 +59,12 @@ class Worker(NamedTuple):
 
 
 def available() -> tuple[int, ...]:
-    """The cores this process may use, as `taskset` left them."""
+    """Return the cores that this process may use, as set by `taskset`."""
     return tuple(sorted(os.sched_getaffinity(0)))
 
 
 def threads_env(cores: Sequence[int]) -> dict[str, str]:
-    """Thread counts of all libraries for so many cores."""
+    """Return the environment variables that set the thread counts of all libraries to the number of cores."""
     count = str(len(cores))
     one = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
     flags = {"XLA_FLAGS": one if len(cores) == 1 else "", "JAX_PLATFORMS": "cpu"}
@@ -72,11 +72,11 @@ def threads_env(cores: Sequence[int]) -> dict[str, str]:
 
 
 def start(contestant: Contestant, cores: Sequence[int], first: Sequence[int]) -> Worker:
-    """A worker with threads for `cores` that gets ready on the cores `first`, equally many."""
+    """Start a worker with threads for `cores`; it sets up on the cores `first`, of the same number."""
     command = [sys.executable, "-m", "benchmarks.worker", contestant.make, json.dumps(dict(contestant.args))]
     env = {**os.environ, "PYTHONUNBUFFERED": "1", **threads_env(cores), **contestant.env}
     errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 (closed by stop)
-    with _pinned(first):  # a child inherits it, before it imports anything
+    with _pinned(first):  # the child inherits the pinning before it imports anything
         process = subprocess.Popen(
             command,
             cwd=ROOT,
@@ -85,7 +85,7 @@ def start(contestant: Contestant, cores: Sequence[int], first: Sequence[int]) ->
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
-            start_new_session=True,  # ended together with the compilers it starts
+            start_new_session=True,  # killed together with the compilers it starts
         )
     return Worker(contestant.name, process, errors)
 
@@ -108,7 +108,7 @@ def pin(pid: int, cores: Sequence[int]) -> None:
 
 
 def answer(worker: Worker, patience: float = PATIENCE) -> dict[str, Any]:
-    """The worker's next line. Raises Failure if it died or keeps silent."""
+    """Read a worker's next answer. Raise Failure if the worker died or does not answer."""
     assert worker.process.stdout is not None
     if not select.select([worker.process.stdout], [], [], patience)[0]:
         raise Failure(f"{worker.name}: no answer for {patience:g} s; last line: {_last_line(worker)}")
@@ -124,18 +124,18 @@ def _last_line(worker: Worker) -> str:
 
 
 def turn(worker: Worker, times: int) -> dict[str, Any]:
-    """Let a worker do its work so many times."""
+    """Let a worker do its work `times` times, and return its answer."""
     assert worker.process.stdin is not None
     try:
         worker.process.stdin.write(f"{times}\n")
         worker.process.stdin.flush()
     except BrokenPipeError:
-        pass  # `answer` says why
+        pass  # `answer` raises the reason
     return answer(worker)
 
 
 def stop(worker: Worker) -> None:
-    """End a worker and the processes that it started."""
+    """Kill a worker and the processes that it started."""
     with suppress(ProcessLookupError):
         os.killpg(worker.process.pid, signal.SIGKILL)
     worker.process.communicate()
@@ -144,7 +144,7 @@ def stop(worker: Worker) -> None:
 
 @contextmanager
 def started(contestants: Sequence[Contestant], cores: Sequence[int]) -> Iterator[list[Worker]]:
-    """Workers of all contestants, getting ready at the same time, spread over the machine."""
+    """Start the workers of all contestants at the same time, spread over the machine; stop them after the block."""
     places, n = available(), len(cores)
     workers: list[Worker] = []
     try:
@@ -157,7 +157,7 @@ def started(contestants: Sequence[Contestant], cores: Sequence[int]) -> Iterator
 
 
 def await_ready(worker: Worker) -> Result:
-    """A result without rates, once the worker is ready or has failed."""
+    """Wait until a worker is ready or has failed, and return its result without rates."""
     try:
         ready = answer(worker)
         return Result(worker.name, [], ready["setup_s"], ready["versions"], ready["peak_rss_mb"])
@@ -168,7 +168,7 @@ def await_ready(worker: Worker) -> Result:
 def take_turns(
     workers: Sequence[Worker], results: Sequence[Result], cores: Sequence[int], rounds: int, seconds: float
 ) -> list[Result]:
-    """Results with the rates of `rounds` turns of about `seconds` each, and at least one unit of work."""
+    """Let the workers take `rounds` turns of about `seconds`, at least one unit of work; return results with rates."""
     for worker, result in zip(workers, results, strict=True):
         if result.error is None:
             pin(worker.process.pid, cores)
@@ -179,30 +179,30 @@ def take_turns(
                 continue
             time.sleep(PAUSE)
             try:
-                said = turn(worker, max(1, times[i]))
-                if times[i] == 0:  # the first turn tells how often to work; long enough by itself, it counts
-                    times[i] = max(1, round(seconds / max(said["seconds"], 1e-9)))
-                    said = said if times[i] == 1 else turn(worker, times[i])
+                answer_data = turn(worker, max(1, times[i]))
+                if times[i] == 0:  # the first turn sets the number of units; it counts if one unit is long enough
+                    times[i] = max(1, round(seconds / max(answer_data["seconds"], 1e-9)))
+                    answer_data = answer_data if times[i] == 1 else turn(worker, times[i])
             except Failure as failure:
                 results[i] = results[i]._replace(error=str(failure))
                 continue
-            rates = [*results[i].rates, said["count"] / said["seconds"]]
-            results[i] = results[i]._replace(rates=rates, peak_rss_mb=said["peak_rss_mb"])
+            rates = [*results[i].rates, answer_data["count"] / answer_data["seconds"]]
+            results[i] = results[i]._replace(rates=rates, peak_rss_mb=answer_data["peak_rss_mb"])
     return results
 
 
 def race(
     contestants: Sequence[Contestant], cores: Sequence[int] | None = None, rounds: int = 5, seconds: float = 1.0
 ) -> list[Result]:
-    """Start all, wait until all are ready, then let them take turns.
+    """Start all contestants, wait until all are ready, then let them take turns.
 
     Args:
-        contestants: what to compare, ecrl first.
-        cores: where; the first available one if None.
-        rounds: turns of each.
-        seconds: length of a turn; at least one unit of work is done.
+        contestants: the contestants, ecrl first.
+        cores: cores to run on; the first available core if None.
+        rounds: number of turns of each contestant.
+        seconds: length of a turn; it has at least one unit of work.
 
-    Returns: one result each, in order; a contestant that failed has its `error` set, the others go on.
+    Returns: one result per contestant, in order. A contestant that failed has its `error` set; the others continue.
     """
     cores = available()[:1] if cores is None else cores
     with started(contestants, cores) as workers:
@@ -211,7 +211,7 @@ def race(
 
 
 def ratios(ours: Result, peer: Result) -> list[float]:
-    """Of each round, our rate by the peer's: above 1 is faster.
+    """Return our rate divided by the peer's for each round; above 1 we are faster.
 
     >>> ratios(Result("a", [2.0, 9.0], 0, {}, 0), Result("b", [1.0, 3.0], 0, {}, 0))
     [2.0, 3.0]
@@ -220,7 +220,7 @@ def ratios(ours: Result, peer: Result) -> list[float]:
 
 
 def summary(values: Sequence[float]) -> dict[str, float | None]:
-    """Median and spread; None where there is nothing.
+    """Return median, minimum and maximum; None if there are no values.
 
     >>> summary([3.0, 1.0, 2.0])
     {'median': 2.0, 'min': 1.0, 'max': 3.0}

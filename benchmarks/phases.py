@@ -1,8 +1,8 @@
-"""Where an iteration's time goes: the profile that says what is left.
+"""Profile the phases of an iteration, in two forms for every number of environments.
 
-Twice for every number of environments. "as run": each compiled call timed, nothing else changed. "taken apart":
-`ecrl.run.profiler`, which takes policy and environment out of the fused rollout; its shares say which part of
-collecting costs what, its times are longer than those of a run.
+The form "as run" times each compiled call and changes nothing else. The form "taken apart" uses
+`ecrl.run.profiler`, which separates policy and environment from the fused rollout. Its shares show the cost of each part of collecting, but its
+times are longer than in a normal run.
 """
 
 import time
@@ -19,7 +19,7 @@ _OTHER = "other"
 
 
 def as_run(times: Any, parts: Any, algorithm: Any) -> tuple[Any, Any]:
-    """The same parts and algorithm with every function that they bind by `jit` timed; policy and env stay fused."""
+    """Return the parts and the algorithm with timers on every function bound by `jit`; policy and env stay fused."""
     from ecrl.run.profiler import timed
 
     def jit(fn: Any, *static: Any) -> Any:
@@ -29,7 +29,7 @@ def as_run(times: Any, parts: Any, algorithm: Any) -> tuple[Any, Any]:
 
 
 def profile(num_envs: int, device: str, seconds: float) -> list[dict[str, Any]]:
-    """Rows of both forms, each over about `seconds` of iterations."""
+    """Return the rows of both forms, each measured over about `seconds` of iterations."""
     from ecrl.run.profiler import with_timers
 
     return [
@@ -40,7 +40,7 @@ def profile(num_envs: int, device: str, seconds: float) -> list[dict[str, Any]]:
 
 
 def watched_shares(num_envs: int, device: str, seconds: float, watch: Any) -> list[dict[str, Any]]:
-    """The `shares` of the median one of the iterations that come after two, which compile; of five at least."""
+    """Return the `shares` of the median iteration of five or more, after two iterations that compile."""
     from functools import partial
 
     from ecrl import init_state, make_iteration
@@ -51,18 +51,18 @@ def watched_shares(num_envs: int, device: str, seconds: float, watch: Any) -> li
     iteration = make_iteration(cfg, partial(watch, times))
     for _ in range(2):
         state, _ = iteration(state)
-    taken: list[tuple[float, dict]] = []
-    while len(taken) < 5 or sum(total for total, _ in taken) < seconds:
+    iterations: list[tuple[float, dict]] = []
+    while len(iterations) < 5 or sum(total for total, _ in iterations) < seconds:
         times.seconds.clear()
         start = time.perf_counter()
         state, _ = iteration(state)
-        taken.append((time.perf_counter() - start, dict(times.seconds)))
-    total, spent = sorted(taken, key=lambda one: one[0])[len(taken) // 2]
+        iterations.append((time.perf_counter() - start, dict(times.seconds)))
+    total, spent = sorted(iterations, key=lambda one: one[0])[len(iterations) // 2]
     return shares(spent, total)
 
 
 def shares(seconds: dict[tuple[str, ...], list[float]], total: float) -> list[dict[str, Any]]:
-    """Of every phase without phases in it, and of what they leave, the milliseconds of an iteration and their share.
+    """Return milliseconds and share of an iteration for every innermost phase, and for the rest.
 
     >>> shares({("update",): [0.3], ("update", "learn"): [0.2]}, 0.4)[0]
     {'phase': 'update/learn', 'ms': 200.0, 'share': 0.5}
@@ -74,7 +74,7 @@ def shares(seconds: dict[tuple[str, ...], list[float]], total: float) -> list[di
 
 
 def rows(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
-    """A row per number of environments, form and phase, on the first core; then a GPU, or that it is not measured."""
+    """Return a row per number of environments, form and phase, on the first core; then on a GPU, if there is one."""
     out = []
     for device, sizes in (("cpu", QUICK if quick else SIZES), ("cuda", GPU_SIZES)):
         for size in sizes:
@@ -90,19 +90,19 @@ def rows(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def figure(rows: list[dict[str, Any]]) -> Any:
-    """A bar for every size and form, cut by the shares of the phases."""
+    """Plot a bar for every size and form, divided by the shares of the phases."""
     from matplotlib.figure import Figure
 
-    seen = [r for r in rows if "share" in r]
-    bars = list(dict.fromkeys((r["num_envs"], r["device"], r["form"]) for r in seen))
-    made = Figure(figsize=(8, 1 + 0.5 * len(bars)), layout="constrained")
-    axes = made.subplots()
+    measured = [r for r in rows if "share" in r]
+    bars = list(dict.fromkeys((r["num_envs"], r["device"], r["form"]) for r in measured))
+    picture = Figure(figsize=(8, 1 + 0.5 * len(bars)), layout="constrained")
+    axes = picture.subplots()
     left = dict.fromkeys(bars, 0.0)
-    for phase in dict.fromkeys(r["phase"] for r in seen):
-        part = {(r["num_envs"], r["device"], r["form"]): r["share"] for r in seen if r["phase"] == phase}
+    for phase in dict.fromkeys(r["phase"] for r in measured):
+        part = {(r["num_envs"], r["device"], r["form"]): r["share"] for r in measured if r["phase"] == phase}
         widths = [part.get(bar, 0.0) for bar in bars]
         axes.barh([f"{n} envs ({d}), {f}" for n, d, f in bars], widths, left=[left[b] for b in bars], label=phase)
         left = {bar: left[bar] + width for bar, width in zip(bars, widths, strict=True)}
     axes.set(xlabel="share of an iteration", xlim=(0, 1))
     axes.legend(bbox_to_anchor=(1.0, 1.0), loc="upper left")
-    return made
+    return picture

@@ -1,8 +1,8 @@
-"""PPO on PushCube against the bare physics in it: `mujoco.rollout` of the very steps that a rollout takes.
+"""PPO on PushCube against its bare physics: `mujoco.rollout` of exactly the steps that a rollout takes.
 
-Three contestants on the same cores, as many threads as those: MuJoCo alone, given the states and controls that ecrl's
-first rollout passed through, in one call; ecrl's environment alone, with task, resets and observations, on the actions
-of that rollout; and whole iterations of `configs/push_cube_ppo.json`, collecting and learning.
+Three contestants use the same cores, with one thread per core. MuJoCo alone repeats the states and controls of ecrl's
+first rollout in one call. ecrl's environment alone repeats the actions of that rollout, with task, resets and
+observations. The third contestant runs whole iterations of `configs/push_cube_ppo.json`, collecting and learning.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,18 +13,18 @@ from benchmarks.peers import as_work
 
 CONFIG = ROOT / "configs" / "push_cube_ppo.json"
 MOST = {"environment": (1.25, None), "iteration": (2.2, 1.6)}
-"""Times of bare physics: most, and wanted."""
+"""Targets as multiples of the time of bare physics: required and desired."""
 
 
 def config(**keys: Any) -> Any:
-    """The config, for ever."""
+    """Return the config of an endless run."""
     from ecrl import load_config
 
     return load_config(CONFIG).replace(**{"trainer.iterations": 10**6, **keys})
 
 
 def first_rollout() -> tuple[Any, Any]:
-    """The state that a run starts from, and its first rollout, eager."""
+    """Return the initial state of a run, and its first rollout, eager."""
     from ecrl import init_state, make_algorithm
     from ecrl.loop.build import make_parts
 
@@ -34,7 +34,7 @@ def first_rollout() -> tuple[Any, Any]:
 
 
 def recorded() -> tuple[Any, Any, Any, int]:
-    """MuJoCo's model, states `[T, N, nstate]` and controls `[T, N, nu]` of the first rollout, substeps of each."""
+    """Return MuJoCo's model, states `[T, N, nstate]` and controls `[T, N, nu]` of the first rollout, and substeps."""
     from unittest.mock import patch
 
     import torch
@@ -44,13 +44,13 @@ def recorded() -> tuple[Any, Any, Any, int]:
 
     cfg, calls, handles, step = config(), [], [], physics.step
 
-    def noted(state: Any, control: Any, parameters: Any, *, handle: int, substeps: int) -> Any:
+    def recording_step(state: Any, control: Any, parameters: Any, *, handle: int, substeps: int) -> Any:
         if len(state) == cfg.trainer.num_envs:
             calls.append((state.clone(), control.clone()))
             handles.append((handle, substeps))
         return step(state, control, parameters, handle=handle, substeps=substeps)
 
-    with patch.object(physics, "step", noted):
+    with patch.object(physics, "step", recording_step):
         first_rollout()
     states, controls = (torch.stack(x[-cfg.trainer.buffer_size :]).numpy() for x in zip(*calls, strict=True))
     model = loaded(handles[-1][0]).model
@@ -58,9 +58,9 @@ def recorded() -> tuple[Any, Any, Any, int]:
 
 
 def replay(threads: int) -> tuple[Callable[[], Any], Any, int]:
-    """A function that takes all environments' steps again in one call, the states it should pass, and substeps.
+    """Return a function that repeats all environments' steps in one call, the expected states, and the substeps.
 
-    It gives MuJoCo's full physics after every substep, `[N, T * substeps, ...]`; episodes do not end in it.
+    It returns MuJoCo's full physics state after every substep, `[N, T * substeps, ...]`; episodes do not end in it.
     """
     import numpy as np
     from mujoco import rollout
@@ -72,31 +72,31 @@ def replay(threads: int) -> tuple[Callable[[], Any], Any, int]:
     mujoco = load_mujoco()
     datas, full = [mujoco.MjData(model) for _ in range(threads)], int(mujoco.mjtState.mjSTATE_FULLPHYSICS)
     ours = sum(int(getattr(mujoco.mjtState, f"mjSTATE_{name}")) for name in STATE)
-    begun = np.empty((states.shape[1], mujoco.mj_stateSize(model, full)))
-    for row, state in zip(begun, states[0], strict=True):
+    initial_states = np.empty((states.shape[1], mujoco.mj_stateSize(model, full)))
+    for row, state in zip(initial_states, states[0], strict=True):
         mujoco.mj_setState(model, datas[0], state, ours)
         mujoco.mj_getState(model, datas[0], row, full)
-    held = np.repeat(controls.swapaxes(0, 1), substeps, axis=1)
+    control_sequence = np.repeat(controls.swapaxes(0, 1), substeps, axis=1)
     pool = rollout.Rollout(nthread=threads)
     kind = int(mujoco.mjtState.mjSTATE_CTRL)
 
-    return lambda: pool.rollout(model, datas, begun, held, control_spec=kind)[0], states, substeps
+    return lambda: pool.rollout(model, datas, initial_states, control_sequence, control_spec=kind)[0], states, substeps
 
 
 def bare(threads: int) -> Callable[[], int]:
-    """The physics of a rollout."""
-    again, states, _ = replay(threads)
+    """Return work units of the bare physics of a rollout."""
+    run_rollout, states, _ = replay(threads)
 
     def rollouts() -> Iterator[None]:
         while True:
-            again()
+            run_rollout()
             yield
 
     return as_work(rollouts(), states.shape[0] * states.shape[1])
 
 
 def environment() -> Callable[[], int]:
-    """The same rollout with its actions ready, compiled as in training."""
+    """Return work units of the same rollout with given actions, compiled as in training."""
     from ecrl.algorithms.core import step_keys
     from ecrl.loop.build import make_parts
 
@@ -105,23 +105,23 @@ def environment() -> Callable[[], int]:
     state, rollout = first_rollout()
     keys = step_keys(state["key"], state["sample_step"], size, length)[0]
     actions = rollout["action"][:, :-1].transpose(0, 1).contiguous()
-    rolled = parts.jit(_roll, parts.env, parts.scan)
+    rollout_function = parts.jit(_roll, parts.env, parts.scan)
 
     def rollouts() -> Iterator[None]:
         while True:
-            rolled(state["env"], actions, keys)
+            rollout_function(state["env"], actions, keys)
             yield
 
     return as_work(rollouts(), size * length)
 
 
 def _roll(env: Any, loop: Any, state: Any, actions: Any, keys: Any) -> Any:
-    """The state after as many steps as there are rows of actions."""
+    """Return the state after one step per row of actions."""
     return loop(lambda now, row: (env.step(now, *row), row[0][..., 0]), state, (actions, env.draw(keys)))[0]
 
 
 def iteration() -> Callable[[], int]:
-    """A whole iteration of PPO."""
+    """Return work units of whole PPO iterations."""
     from ecrl import init_state, make_iteration
 
     cfg = config()
@@ -136,7 +136,7 @@ def iteration() -> Callable[[], int]:
 
 
 def rows(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
-    """A row for the environment and one for the iteration, on two cores where there are two."""
+    """Return a row for the environment and one for the iteration, on two cores if available."""
     cores = cores[:2]
     field = [
         Contestant("mujoco.rollout", "benchmarks.physics:bare", {"threads": len(cores)}),
@@ -144,13 +144,13 @@ def rows(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
         Contestant("iteration", "benchmarks.physics:iteration"),
     ]
     peer, *ours = race(field, cores, rounds=3 if quick else 11, seconds=0.5 if quick else 1.0)
-    return [told(own, peer, len(cores)) for own in ours]
+    return [result_row(contestant_result, peer, len(cores)) for contestant_result in ours]
 
 
-def told(ours: Result, peer: Result, cores: int) -> dict[str, Any]:
-    """How many times as long as bare physics.
+def result_row(ours: Result, peer: Result, cores: int) -> dict[str, Any]:
+    """Return a row with the time as a multiple of bare physics.
 
-    >>> told(Result("iteration", [1.0], 1.0, {}, 0.0), Result("bare", [2.0], 1.0, {}, 0.0), 2)["times_bare"]
+    >>> result_row(Result("iteration", [1.0], 1.0, {}, 0.0), Result("bare", [2.0], 1.0, {}, 0.0), 2)["times_bare"]
     2.0
     """
     out: dict[str, Any] = {"what": ours.name, "cores": cores}
@@ -163,13 +163,13 @@ def told(ours: Result, peer: Result, cores: int) -> dict[str, Any]:
 
 
 def figure(rows: list[dict[str, Any]]) -> Any:
-    """Bars of both, and what bare physics takes."""
+    """Plot bars of both rows, and a line at the time of bare physics."""
     from matplotlib.figure import Figure
 
-    seen = [row for row in rows if "times_bare" in row]
-    made = Figure(figsize=(5, 3), layout="constrained")
-    axes = made.subplots()
-    axes.bar([row["what"] for row in seen], [row["times_bare"] for row in seen])
+    measured = [row for row in rows if "times_bare" in row]
+    picture = Figure(figsize=(5, 3), layout="constrained")
+    axes = picture.subplots()
+    axes.bar([row["what"] for row in measured], [row["times_bare"] for row in measured])
     axes.axhline(1.0, color="black", linewidth=1)
     axes.set(ylabel="times mujoco.rollout", title="PushCube, 64 environments")
-    return made
+    return picture

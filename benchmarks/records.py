@@ -1,8 +1,8 @@
-"""Files of results: what one seed of one config learnt, `runs/<config>/<library>/<seed>.json`, measured once and kept.
+"""Result files: the learning curve of one seed of one config, `runs/<config>/<library>/<seed>.json`, measured once.
 
-A file holds all that is needed to judge and repeat it. It is fresh while the hash of its settings is that of today's,
-else stale. Settings are the config without seed and names, as far as it differs from the defaults: a new key with its
-default is not another config. What a default or the code was is told by the commit, which stands in the file too.
+A file has everything needed to judge and repeat it. It is fresh while the hash of its settings equals the present hash,
+else stale. The settings are the config's differences from the defaults, without seed and names, so a new key with its
+default does not change the hash. The commit in the file identifies the code and the defaults.
 """
 
 import hashlib
@@ -20,13 +20,13 @@ from ecrl.report.curves import canonical, without_names
 from ecrl.run.atomic_files import replace_file
 
 SEEDS, FEW, SHORT_S = 10, 3, 600.0
-"""Seeds of a config, and of one of which a seed takes longer than so many seconds."""
+"""Seeds per config, seeds per slow config, and the seconds per seed that make a config slow."""
 
 Row = dict[str, Any]
 
 
 class Library(NamedTuple):
-    """`learn` is "module:function", called with config and seed; `settings` are for the hash."""
+    """A library: `learn` is "module:function", called with config and seed; `settings` returns the values to hash."""
 
     name: str
     learn: str
@@ -49,7 +49,7 @@ LIBRARIES = {
 
 
 class Entry(NamedTuple):
-    """A config as a library learns it: a line of the leaderboard."""
+    """A config and a library: one line of the leaderboard."""
 
     task: Task
     library: str
@@ -59,7 +59,7 @@ class Entry(NamedTuple):
 
     @property
     def name(self) -> str:
-        """For people.
+        """Display name of the entry.
 
         >>> Entry(TASKS["cartpole_ppo"], "sb3", Path(), {}, "").name
         'cartpole_ppo, Stable-Baselines3'
@@ -68,7 +68,7 @@ class Entry(NamedTuple):
 
 
 class Standing(NamedTuple):
-    """What is known of an entry: fresh records by seed, how many files are stale, and the seeds that failed since."""
+    """The state of an entry: fresh records by seed, the number of stale files, and the seeds that failed."""
 
     fresh: dict[int, Row]
     stale: int
@@ -76,8 +76,8 @@ class Standing(NamedTuple):
 
 
 def entries(configs: Path) -> list[Entry]:
-    """Every task with every library that has settings for it, each beside its peers."""
-    found = []
+    """List every task with every library that has settings for it; the libraries of a task follow each other."""
+    results = []
     for task in TASKS.values():
         for key, library in LIBRARIES.items():
             if task.config in library.tasks:
@@ -85,46 +85,46 @@ def entries(configs: Path) -> list[Entry]:
                 scored = {"env": task.env, "episodes": EPISODES[task.score], "points": POINTS}
                 settings = {"library": key, "scores": scored, "settings": library.settings(config)}
                 digest = hashlib.sha256(canonical(settings).encode()).hexdigest()
-                found.append(Entry(task, key, config, settings, digest))
-    return found
+                results.append(Entry(task, key, config, settings, digest))
+    return results
 
 
 def path_of(entry: Entry, seed: int, out: Path) -> Path:
-    """The file of a seed."""
+    """Return the result file of a seed."""
     return out / "runs" / entry.task.config / entry.library / f"{seed}.json"
 
 
 def standing(entry: Entry, out: Path) -> Standing:
-    """What the files say."""
+    """Read the state of an entry from its files."""
     fresh, stale = {}, 0
     for path in sorted(path_of(entry, 0, out).parent.glob("*.json"), key=lambda path: int(path.stem)):
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise UserError(f"{path}: not JSON: {error}; remove it, and it is measured again") from None
+            raise UserError(f"{path}: not JSON: {error}; remove it to measure it again") from None
         if record["hash"] == entry.hash:
             fresh[int(path.stem)] = record
         else:
             stale += 1
-    told = [json.loads(path.read_text(encoding="utf-8")) for path in path_of(entry, 0, out).parent.glob("*.failed")]
-    failed = {row["seed"] for row in told if row["hash"] == entry.hash}
+    failures = [json.loads(path.read_text(encoding="utf-8")) for path in path_of(entry, 0, out).parent.glob("*.failed")]
+    failed = {row["seed"] for row in failures if row["hash"] == entry.hash}
     return Standing(fresh, stale, tuple(sorted(failed - fresh.keys())))
 
 
-def wanted(fresh: dict[int, Row]) -> int:
-    """How many seeds there must be, by how long those took that there are; three before that is known.
+def num_seeds(fresh: dict[int, Row]) -> int:
+    """Return the required number of seeds, from the training time of the present records; three without records.
 
-    >>> wanted({}), [wanted(dict.fromkeys(range(3), {"train_s": s})) for s in (599.0, 600.0)]
+    >>> num_seeds({}), [num_seeds(dict.fromkeys(range(3), {"train_s": s})) for s in (599.0, 600.0)]
     (3, [10, 3])
     """
     return SEEDS if fresh and median(record["train_s"] for record in fresh.values()) < SHORT_S else FEW
 
 
-def write(entry: Entry, seed: int, out: Path, found: Row, about: Row) -> Path:
-    """Write what a seed learnt, whole or not at all."""
+def write(entry: Entry, seed: int, out: Path, results: Row, about: Row) -> Path:
+    """Write the record of a seed atomically."""
     path = path_of(entry, seed, out)
     head = {"name": entry.name, "seed": seed, "hash": entry.hash, "settings": entry.settings}
-    data = json.dumps(head | about | found, indent=1, allow_nan=False) + "\n"
+    data = json.dumps(head | about | results, indent=1, allow_nan=False) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, data.encode())
     path.with_suffix(".failed").unlink(missing_ok=True)
@@ -132,8 +132,8 @@ def write(entry: Entry, seed: int, out: Path, found: Row, about: Row) -> Path:
 
 
 def write_failure(entry: Entry, seed: int, out: Path, why: str, about: Row) -> None:
-    """Write that a seed failed, which the table tells until it is measured: each call tries it again."""
+    """Record that a seed failed. The table shows the failure until a later call measures the seed."""
     path = path_of(entry, seed, out).with_suffix(".failed")
     path.parent.mkdir(parents=True, exist_ok=True)
-    told = {"name": entry.name, "seed": seed, "hash": entry.hash, "failure": why}
-    replace_file(path, (json.dumps(told | about, indent=1) + "\n").encode())
+    failures = {"name": entry.name, "seed": seed, "hash": entry.hash, "failure": why}
+    replace_file(path, (json.dumps(failures | about, indent=1) + "\n").encode())

@@ -1,4 +1,4 @@
-"""What a subject showed, with all that is needed to judge and repeat it: a table, a JSON file and a plot."""
+"""Report of a subject, with everything needed to judge and repeat it: a table and a JSON file."""
 
 import json
 import os
@@ -18,7 +18,7 @@ Row = dict[str, Any]
 
 
 def machine(cores: Sequence[int]) -> Row:
-    """Processor, the cores that were used, memory and system."""
+    """Describe the machine: processor, used cores, memory and system."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -31,14 +31,14 @@ def machine(cores: Sequence[int]) -> Row:
 
 
 def versions() -> Row:
-    """Of Python, of all that is compared, and the commit of this checkout; "+" where files differ, results apart."""
-    found = {"python": platform.python_version()}
+    """Return the versions of Python and the packages, and the commit, with "+" if files other than results differ."""
+    packages = {"python": platform.python_version()}
     for name in PACKAGES.values():
         try:
-            found[name] = version(name)
+            packages[name] = version(name)
         except PackageNotFoundError:
             continue
-    return {**found, "ecrl": _commit()}
+    return {**packages, "ecrl": _commit()}
 
 
 def _commit() -> str | None:
@@ -46,7 +46,7 @@ def _commit() -> str | None:
         status = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results")
         return _git("rev-parse", "HEAD").strip() + ("+" if status.strip() else "")
     except (OSError, subprocess.CalledProcessError):
-        return None  # a copy without its history
+        return None  # not a git checkout
 
 
 def _git(*args: str) -> str:
@@ -54,14 +54,14 @@ def _git(*args: str) -> str:
 
 
 def report(subject: str, rows: list[Row], cores: Sequence[int], quick: bool, seconds: float) -> Row:
-    """What `results/<subject>.json` holds."""
+    """Return the content of `results/<subject>.json`."""
     about = {"subject": subject, "date": datetime.now(UTC).isoformat(timespec="seconds"), "seconds": round(seconds, 1)}
     command = " ".join(["python -m benchmarks", *(["--quick"] if quick else []), "--only", subject])
-    given = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    given_command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
     return {
         **about,
         "command": command,
-        "given": given,
+        "given": given_command,
         "machine": machine(cores),
         "versions": versions(),
         "rows": rows,
@@ -77,14 +77,14 @@ def write(report: Row, out: Path) -> Path:
 
 
 def columns(rows: Sequence[Row]) -> list[str]:
-    """Names of what the rows hold, but for lists and tables, which are for the JSON file; failures come last."""
+    """Return the columns of the table: the keys of the rows, without lists and dicts; status and error come last."""
     names = dict.fromkeys(name for row in rows for name, value in row.items() if not isinstance(value, (list, dict)))
-    last = [name for name in ("status", "error") if name in names]
-    return [name for name in names if name not in last] + last
+    trailing = [name for name in ("status", "error") if name in names]
+    return [name for name in names if name not in trailing] + trailing
 
 
 def cell(value: Any) -> str:
-    """A value as the table shows it.
+    """Format a value for the table.
 
     >>> cell(None), cell(True), cell(1234567.8), cell(0.61234), cell("x")
     ('', 'yes', '1,234,568', '0.612', 'x')

@@ -1,8 +1,8 @@
-"""`ecrl bench results`: how well every shipped config learns, seed by seed, beside what other libraries make of it.
+"""`ecrl bench results`: how well every shipped config learns, seed by seed, and how well other libraries learn it.
 
-A seed is a process of its own on one core, with an empty compile cache, so that its figures depend on no other's; as
-many run at a time as there are cores. What is finished is a file (`records`) and is not measured again; the tables and
-pictures are made from these files alone (`leaderboard`).
+Each seed runs in a separate process on one core with an empty compile cache, so that seeds do not influence each other.
+All cores run seeds at the same time. A finished seed is a file (`records`) and is not measured again. The tables and
+pictures are made only from these files (`leaderboard`).
 """
 
 import shlex
@@ -23,7 +23,7 @@ from typing import NamedTuple
 from benchmarks import alone
 from benchmarks.leaderboard import publish
 from benchmarks.pairs import ROOT, Failure, available
-from benchmarks.records import LIBRARIES, Entry, Row, entries, standing, wanted, write, write_failure
+from benchmarks.records import LIBRARIES, Entry, Row, entries, num_seeds, standing, write, write_failure
 from benchmarks.report import machine, versions
 from benchmarks.tasks import CONFIGS, TASKS
 from ecrl.errors import MissingExtraError, UserError
@@ -41,8 +41,8 @@ class Job(NamedTuple):
     seed: int
 
 
-class Going(NamedTuple):
-    """A job on its way, with what its record will say of it and the folder of its compile cache."""
+class RunningJob(NamedTuple):
+    """A job that runs, with the metadata of its record and the folder of its compile cache."""
 
     job: Job
     running: alone.Running
@@ -51,9 +51,9 @@ class Going(NamedTuple):
 
 
 def check(only: Sequence[str], seeds: int | None, minutes: float | None) -> None:
-    """Refuse what cannot run here, in one line."""
+    """Raise UserError of one line if the results cannot be measured here."""
     if not sys.platform.startswith("linux"):
-        raise UserError(f"results are of processes on one core each, which {sys.platform} has no call for; use Linux")
+        raise UserError(f"results pin each process to one core, which {sys.platform} does not support; use Linux")
     for name in only:
         if name not in TASKS:
             raise UserError(f"--only {name}: no such config; {did_you_mean(name, TASKS)}")
@@ -66,142 +66,147 @@ def check(only: Sequence[str], seeds: int | None, minutes: float | None) -> None
 
 
 def run(only: Sequence[str], seeds: int | None, minutes: float | None, out: Path, configs: Path = CONFIGS) -> bool:
-    """Measure what is missing or stale, then make tables and pictures of all that is there.
+    """Measure missing and stale seeds, then make the tables and pictures from all files.
 
     Args:
-        only: configs; all if none is given.
-        seeds: of each; `records.wanted` if None.
-        minutes: begin no run after so many; None is without end.
+        only: configs to measure; all if empty.
+        seeds: seeds per config; `records.num_seeds` if None.
+        minutes: start no run after this many minutes; no limit if None.
         out: folder for the results.
         configs: folder of the config files.
 
-    Returns: whether all that was begun came to its end. An interrupt loses nothing that was finished.
+    Returns: True if no run failed. An interrupt keeps all finished seeds.
     """
     check(only, seeds, minutes)
-    every = entries(configs)
+    all_entries = entries(configs)
     deadline = inf if minutes is None else time.monotonic() + 60.0 * minutes
-    with _alone_with(out):
+    with _locked(out):
         try:
-            with _ended_by_signals():
-                return measure([one for one in every if not only or one.task.config in only], seeds, out, deadline)
+            with _signals_as_interrupt():
+                return measure(
+                    [entry for entry in all_entries if not only or entry.task.config in only], seeds, out, deadline
+                )
         finally:
-            for path in publish(every, out):
+            for path in publish(all_entries, out):
                 print(path)
 
 
 @contextmanager
-def _alone_with(out: Path) -> Iterator[None]:
-    """Two that measured the same seeds, on the same cores, would spoil each other's times."""
+def _locked(out: Path) -> Iterator[None]:
+    """Lock the results folder: two measurements on the same cores would disturb each other's times."""
     out.mkdir(parents=True, exist_ok=True)
     try:
         with held(out):
             yield
     except BlockingIOError:
-        raise UserError(f"{out}: another ecrl bench results is measuring into it; wait for it, or give --out") from None
+        raise UserError(
+            f"{out}: another ecrl bench results is writing to it; wait for it to end, or set --out"
+        ) from None
 
 
 @contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """SIGTERM and the end of the terminal are as Ctrl-C, so that what is on its way is ended too."""
+def _signals_as_interrupt() -> Iterator[None]:
+    """Treat SIGTERM and SIGHUP as Ctrl-C, so that running jobs are stopped too."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]  # as by nohup
-    before = {number: signal.signal(number, interrupt) for number in numbers}
+    # nohup ignores SIGHUP: keep it ignored
+    numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+    old_handlers = {number: signal.signal(number, interrupt) for number in numbers}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in old_handlers.items():
             signal.signal(number, handler)
 
 
-def missing(found: Sequence[Entry], seeds: int | None, out: Path) -> list[Job]:
-    """The seeds that have no fresh record: every entry's first, then every entry's second, and so on."""
-    known = [(entry, standing(entry, out).fresh) for entry in found]
+def missing(measured_entries: Sequence[Entry], seeds: int | None, out: Path) -> list[Job]:
+    """List the seeds without a fresh record: the first seed of every entry, then every second seed, and so on."""
+    fresh_by_entry = [(entry, standing(entry, out).fresh) for entry in measured_entries]
     jobs = [
         Job(entry, seed)
-        for entry, fresh in known
-        for seed in range(wanted(fresh) if seeds is None else seeds)
+        for entry, fresh in fresh_by_entry
+        for seed in range(num_seeds(fresh) if seeds is None else seeds)
         if seed not in fresh
     ]
     return sorted(jobs, key=lambda job: job.seed)
 
 
-def measure(found: Sequence[Entry], seeds: int | None, out: Path, deadline: float) -> bool:
-    """Run what is missing, one on each core, until nothing is or the deadline; False if a run failed."""
-    on: dict[int, Going] = {}
+def measure(measured_entries: Sequence[Entry], seeds: int | None, out: Path, deadline: float) -> bool:
+    """Run the missing seeds, one per core, until none is missing or the deadline passes; False if a run failed."""
+    by_core: dict[int, RunningJob] = {}
     failed: set[tuple[str, int]] = set()
-    todo = missing(found, seeds, out)
+    todo = missing(measured_entries, seeds, out)
     try:
         while True:
-            todo = [job for job in todo if job not in [going.job for going in on.values()]]
+            todo = [job for job in todo if job not in [running_job.job for running_job in by_core.values()]]
             for core in available():
-                if core not in on and todo and time.monotonic() < deadline:
-                    on[core] = begin(todo.pop(0), core)
-            if not on:
+                if core not in by_core and todo and time.monotonic() < deadline:
+                    by_core[core] = begin(todo.pop(0), core)
+            if not by_core:
                 return not failed
             time.sleep(_PAUSE_S)
-            for core, going in list(on.items()):
-                if going.running.process.poll() is not None:
-                    if not finish(on.pop(core), out):
-                        failed.add((going.job.entry.name, going.job.seed))
-                    jobs = missing(found, seeds, out)  # how many seeds there must be may be known only now
+            for core, running_job in list(by_core.items()):
+                if running_job.running.process.poll() is not None:
+                    if not finish(by_core.pop(core), out):
+                        failed.add((running_job.job.entry.name, running_job.job.seed))
+                    jobs = missing(measured_entries, seeds, out)  # the required number of seeds may have changed
                     todo = [job for job in jobs if (job.entry.name, job.seed) not in failed]
     finally:
-        for going in on.values():
-            if going.running.process.poll() is None:
-                end(going)
+        for running_job in by_core.values():
+            if running_job.running.process.poll() is None:
+                end(running_job)
             else:
-                finish(going, out)
+                finish(running_job, out)
 
 
-def begin(job: Job, core: int) -> Going:
+def begin(job: Job, core: int) -> RunningJob:
     """Start a job on a core."""
     cache, started = tempfile.mkdtemp(prefix="ecrl_results_"), datetime.now(UTC)
     function = LIBRARIES[job.entry.library].learn
     path = job.entry.config
     args: Row = {"config": str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path), "seed": job.seed}
-    known = versions()
+    current_versions = versions()
     about = {
         "date": started.isoformat(timespec="seconds"),
         "command": shlex.join(["python", *alone.command(function, args, [core])]),
-        "commit": known.pop("ecrl"),
+        "commit": current_versions.pop("ecrl"),
         "machine": machine([core]),
-        "versions": known,
+        "versions": current_versions,
     }
     args["started"] = time.time()
-    return Going(job, alone.begin(function, args, [core], {"TORCHINDUCTOR_CACHE_DIR": cache}), about, cache)
+    return RunningJob(job, alone.begin(function, args, [core], {"TORCHINDUCTOR_CACHE_DIR": cache}), about, cache)
 
 
-def finish(going: Going, out: Path) -> bool:
+def finish(running_job: RunningJob, out: Path) -> bool:
     """Write the record of a job whose process has ended; False if it failed."""
-    job = going.job
+    job = running_job.job
     try:
-        found = alone.result(going.running)
-        write(job.entry, job.seed, out, found, going.about)
-        print(f"{job.entry.name}, seed {job.seed}: {told(job.entry, found)}", flush=True)
-    except (Failure, OSError, ValueError) as failure:  # such as a full disk, or a score that is NaN
+        result = alone.result(running_job.running)
+        write(job.entry, job.seed, out, result, running_job.about)
+        print(f"{job.entry.name}, seed {job.seed}: {record_line(job.entry, result)}", flush=True)
+    except (Failure, OSError, ValueError) as failure:  # such as a full disk or a NaN score
         print(f"{job.entry.name}, seed {job.seed}: {failure}", flush=True)
         if not isinstance(failure, OSError):
-            write_failure(job.entry, job.seed, out, str(failure), going.about)
+            write_failure(job.entry, job.seed, out, str(failure), running_job.about)
         return False
     finally:
-        end(going)
+        end(running_job)
     return True
 
 
-def told(entry: Entry, found: Row) -> str:
-    """What a record says, in a line; of one whose minutes are not its own, that too."""
-    score, last = entry.task.score, found["curve"][-1]
-    line, share = f"{score} {last[score]:.4g} in {found['train_s']:.0f} s", found["cpu_s"] / found["wall_s"]
+def record_line(entry: Entry, result: Row) -> str:
+    """Summarise a record in a line, with a note if the process did not have its core to itself."""
+    score, last = entry.task.score, result["curve"][-1]
+    line, share = f"{score} {last[score]:.4g} in {result['train_s']:.0f} s", result["cpu_s"] / result["wall_s"]
     if share > _SHARE:
         return line
-    return f"{line}; had its core for {share:.0%} of the time: remove its file, and it is measured again"
+    return f"{line}; had its core for {share:.0%} of the time; remove its file to measure it again"
 
 
-def end(going: Going) -> None:
-    """End a job's processes and remove its cache."""
-    alone.stop(going.running)
+def end(running_job: RunningJob) -> None:
+    """Kill a job's processes and remove its cache."""
+    alone.stop(running_job.running)
     with suppress(OSError):
-        shutil.rmtree(going.cache)
+        shutil.rmtree(running_job.cache)

@@ -1,4 +1,4 @@
-"""What this machine allows: bytes per second of a copy and float32 operations per second of a matrix product."""
+"""Limits of this machine: bytes per second of a copy and float32 operations per second of a matrix product."""
 
 import statistics
 
@@ -9,38 +9,38 @@ from benchmarks.turns import take_turns
 _SIDE = {"cpu": 512, "cuda": 8192}
 
 
-def waited(device: str) -> None:
-    """Return when the device has done all it was asked for."""
+def synchronize(device: str) -> None:
+    """Wait until the device has finished its work."""
     if device == "cuda":
         torch.cuda.synchronize()
 
 
 def copy_rate(size: int, device: str, seconds: float = 0.05) -> float:
-    """Bytes per second, read and written together, of copies that move `size` bytes: a cache is faster than memory."""
+    """Return the bytes per second, read plus written, of copies that move `size` bytes; small sizes fit in a cache."""
     source = torch.ones(max(1, size // 8), device=device)  # half is read, half is written, 4 bytes an element
     target = torch.empty_like(source)
 
     def copy() -> None:
         target.copy_(source)
-        waited(device)
+        synchronize(device)
 
     return 2 * source.nbytes / statistics.median(take_turns({"copy": copy}, 3, seconds)["copy"])
 
 
 def matmul_rate(device: str, seconds: float = 0.05) -> float:
-    """Operations per second of a large square product, two per multiply-add."""
+    """Return the operations per second of a large square matrix product; a multiply-add counts as two."""
     side = _SIDE[device]
     a, out = torch.ones(side, side, device=device), torch.empty(side, side, device=device)
 
     def product() -> None:
         torch.mm(a, a, out=out)
-        waited(device)
+        synchronize(device)
 
     return 2 * side**3 / statistics.median(take_turns({"product": product}, 3, seconds)["product"])
 
 
 def share_of_roof(size: float, operations: float, seconds: float, copy: float, matmul: float) -> float:
-    """The least time that moving the bytes or doing the operations takes here, by the time that was taken.
+    """Return the shortest possible time for the bytes and operations on this machine, divided by the measured time.
 
     >>> share_of_roof(size=100.0, operations=10.0, seconds=2.0, copy=100.0, matmul=100.0)
     0.5

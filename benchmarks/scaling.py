@@ -1,7 +1,7 @@
 """Environment steps per second by number of environments, by length of a rollout and by width of both networks.
 
-The quick form has ours alone and only sizes that `end_to_end` has compiled before; the full one has rejax beside it.
-On a GPU the number of environments goes on to 65,536, and the share of time inside CUDA graphs stands beside.
+A full run also measures rejax. A quick run measures only ecrl, at sizes that `end_to_end` has compiled before. On a
+GPU, the number of environments goes up to 65,536, and the rows have the share of time inside CUDA graphs.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +14,7 @@ from benchmarks.peers import STEPS, as_work
 
 
 class Size(NamedTuple):
-    """What varies over the rows."""
+    """The sizes that vary between rows."""
 
     num_envs: int
     steps: int = STEPS
@@ -32,7 +32,7 @@ GPU = {"num_envs": [Size(n) for n in (512, 2048, 8192, 32_768, 65_536)]}
 
 
 def config(size: Size, device: str) -> Any:
-    """The config of `ours` with other sizes, on a device."""
+    """Return the config of `ours` with other sizes, on a device."""
     from benchmarks.ours import CONFIG
     from ecrl import load_config
 
@@ -48,14 +48,14 @@ def config(size: Size, device: str) -> Any:
 
 
 def ours(num_envs: int, steps: int, width: int, device: str = "cpu") -> Callable[[], int]:
-    """An iteration of ours."""
+    """Return work units of one iteration of ecrl."""
     from benchmarks.ours import averages
 
     return as_work(averages(config(Size(num_envs, steps, width), device)), num_envs * steps)
 
 
 def rejax(num_envs: int, steps: int, width: int) -> Callable[[], int]:
-    """As many jitted iterations of rejax as take some tenths of a second, on its default device."""
+    """Return work units of several jitted iterations of rejax, some tenths of a second, on its default device."""
     import jax
 
     from benchmarks.peers.rejax_ppo import ppo
@@ -74,19 +74,19 @@ def rejax(num_envs: int, steps: int, width: int) -> Callable[[], int]:
 
 
 def point(by: str, size: Size, quick: bool, device: str, cores: Sequence[int]) -> dict[str, Any]:
-    """One size: ours, and rejax beside it unless quick."""
+    """Measure one size with ecrl, and with rejax unless quick."""
     args, env = size._asdict(), ENV[device]
     contestants = [Contestant("ecrl", "benchmarks.scaling:ours", {**args, "device": device}, env)]
     if not quick:
         contestants.append(Contestant("rejax", "benchmarks.scaling:rejax", args, env))
     results = race(contestants, cores, rounds=3 if quick else 5, seconds=0.5 if quick else 1.0)
-    return {"by": by, "device": device, **args} | told(results)
+    return {"by": by, "device": device, **args} | result_row(results)
 
 
-def told(results: Sequence[Result]) -> dict[str, Any]:
-    """Steps per second of each, and the ratio of the rounds if there are two.
+def result_row(results: Sequence[Result]) -> dict[str, Any]:
+    """Return the steps per second of each result, and the ratio over the rounds if there are two results.
 
-    >>> told([Result("ecrl", [4.0], 1.0, {}, 0.0), Result("rejax", [2.0], 1.0, {}, 0.0)])["ratio"]
+    >>> result_row([Result("ecrl", [4.0], 1.0, {}, 0.0), Result("rejax", [2.0], 1.0, {}, 0.0)])["ratio"]
     2.0
     """
     errors = [r.error for r in results if r.error is not None]
@@ -101,7 +101,7 @@ def told(results: Sequence[Result]) -> dict[str, Any]:
 
 
 def on_gpu(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
-    """The rows of a GPU, with the shares of time in which it works, and works on graphs."""
+    """Return the rows of a GPU, with the share of time that it is busy, and the share inside CUDA graphs."""
     if not has_gpu():
         return [not_measured(by=by, device="cuda", **size._asdict()) for by, sizes in GPU.items() for size in sizes]
     out = []
@@ -119,25 +119,25 @@ def on_gpu(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def rows(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
-    """A row per size, on the first core; then those of a GPU, or that they are not measured."""
+    """Return a row per size on the first core; then the rows of a GPU, marked as not measured if there is none."""
     sizes = QUICK if quick else BY
     out = [point(by, size, quick, "cpu", cores[:1]) for by, some in sizes.items() for size in some]
     return out + on_gpu(quick, cores)
 
 
 def figure(rows: list[dict[str, Any]]) -> Any:
-    """Steps per second by what varies, one picture each, ours and rejax."""
+    """Plot steps per second of ecrl and rejax, a panel for each varying size."""
     from matplotlib.figure import Figure
 
-    seen = [r for r in rows if r.get("ecrl_steps_per_s")]
-    kinds = sorted({(r["by"], r["device"]) for r in seen})
+    measured = [r for r in rows if r.get("ecrl_steps_per_s")]
+    kinds = sorted({(r["by"], r["device"]) for r in measured})
     panels = max(1, len(kinds))
-    made = Figure(figsize=(4 * panels, 3.5), layout="constrained")
-    all_axes = made.subplots(1, panels, squeeze=False)
+    picture = Figure(figsize=(4 * panels, 3.5), layout="constrained")
+    all_axes = picture.subplots(1, panels, squeeze=False)
     for axes, (by, device) in zip(all_axes[0], kinds, strict=False):
         for name in ("ecrl", "rejax"):
-            line = [r for r in seen if (r["by"], r["device"]) == (by, device) and r.get(f"{name}_steps_per_s")]
+            line = [r for r in measured if (r["by"], r["device"]) == (by, device) and r.get(f"{name}_steps_per_s")]
             axes.plot([r[by] for r in line], [r[f"{name}_steps_per_s"] for r in line], marker="o", label=name)
         axes.set(xscale="log", yscale="log", xlabel=f"{by} ({device})", ylabel="env steps per second")
         axes.legend()
-    return made
+    return picture

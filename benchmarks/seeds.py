@@ -1,6 +1,6 @@
-"""64 seeds of PPO on CartPole: one vmapped call against the same compiled runs one after the other, and rejax vmapped.
+"""64 seeds of PPO on CartPole: one vmapped call against the same compiled runs in sequence, and against rejax vmapped.
 
-A unit of work is an iteration of all seeds; every contestant has as many threads as there are cores.
+A unit of work is an iteration of all seeds; every contestant has one thread per core.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,31 +13,34 @@ SEEDS = 64
 NUM_ENVS = {"quick": (4,), "full": (4, 32)}
 CONTESTANTS = ("vmapped", "in_turn", "rejax")
 MOST = {4: (1.0, 0.5)}
-"""Time of the vmapped call by that of the runs in turn, for environments of each seed: most, and wanted."""
+"""Targets for the vmapped call's time divided by the runs' time in sequence, by environments: required and desired."""
 
 
 def config(num_envs: int) -> Any:
-    """The config of `benchmarks.scaling` with so many environments for each seed."""
+    """Return the config of `benchmarks.scaling` with `num_envs` environments per seed."""
     from benchmarks.scaling import Size, config
 
     return config(Size(num_envs), "cpu")
 
 
-def begun(num_envs: int, seeds: int) -> list[Any]:
-    """The first state of each seed."""
+def initial_states(num_envs: int, seeds: int) -> list[Any]:
+    """Return the initial state of each seed."""
     from ecrl import init_state, rng
 
     return [init_state(config(num_envs), rng.key(seed)) for seed in range(seeds)]
 
 
 def vmapped(num_envs: int, seeds: int) -> Callable[[], int]:
-    """All seeds as one call."""
+    """Return work units that step all seeds in one call."""
     import torch
 
     from ecrl import make_iteration
 
     def iterations() -> Iterator[None]:
-        states, iterate = torch.stack(begun(num_envs, seeds)), torch.func.vmap(make_iteration(config(num_envs)))
+        states, iterate = (
+            torch.stack(initial_states(num_envs, seeds)),
+            torch.func.vmap(make_iteration(config(num_envs))),
+        )
         while True:
             states, _ = iterate(states)
             yield
@@ -46,11 +49,11 @@ def vmapped(num_envs: int, seeds: int) -> Callable[[], int]:
 
 
 def in_turn(num_envs: int, seeds: int) -> Callable[[], int]:
-    """One seed after the other."""
+    """Return work units that step the seeds in sequence."""
     from ecrl import make_iteration
 
     def iterations() -> Iterator[None]:
-        states, iterate = begun(num_envs, seeds), make_iteration(config(num_envs))
+        states, iterate = initial_states(num_envs, seeds), make_iteration(config(num_envs))
         while True:
             states = [iterate(state)[0] for state in states]
             yield
@@ -59,7 +62,7 @@ def in_turn(num_envs: int, seeds: int) -> Callable[[], int]:
 
 
 def rejax(num_envs: int, seeds: int) -> Callable[[], int]:
-    """The way of rejax to many seeds: `jax.vmap`, jitted."""
+    """Return work units of rejax's way to train many seeds: `jax.vmap`, jitted."""
     import jax
 
     from benchmarks.peers.rejax_ppo import ppo
@@ -77,23 +80,23 @@ def rejax(num_envs: int, seeds: int) -> Callable[[], int]:
 
 
 def rows(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
-    """A row for each number of cores and of environments."""
-    sizes, some = NUM_ENVS["quick" if quick else "full"], (cores[:2],) if quick else (cores[:1], cores[:2])
+    """Return a row per number of cores and of environments."""
+    sizes, core_sets = NUM_ENVS["quick" if quick else "full"], (cores[:2],) if quick else (cores[:1], cores[:2])
     out = []
-    for own in dict.fromkeys(map(tuple, some)):
+    for used_cores in dict.fromkeys(map(tuple, core_sets)):
         for num_envs in sizes:
-            given = {"num_envs": num_envs, "seeds": SEEDS}
-            field = [Contestant(name, f"benchmarks.seeds:{name}", given) for name in CONTESTANTS]
-            results = race(field, own, rounds=3 if quick else 5, seconds=1.0)
-            out.append({"seeds": SEEDS, "num_envs": num_envs, "cores": len(own)} | told(num_envs, results))
+            args = {"num_envs": num_envs, "seeds": SEEDS}
+            field = [Contestant(name, f"benchmarks.seeds:{name}", args) for name in CONTESTANTS]
+            results = race(field, used_cores, rounds=3 if quick else 5, seconds=1.0)
+            out.append({"seeds": SEEDS, "num_envs": num_envs, "cores": len(used_cores)} | result_row(num_envs, results))
     return out
 
 
-def told(num_envs: int, results: Sequence[Result]) -> dict[str, Any]:
-    """Steps per second of each, and the time of the vmapped call by that of the others.
+def result_row(num_envs: int, results: Sequence[Result]) -> dict[str, Any]:
+    """Return the steps per second of each, and the vmapped call's time divided by the time of each other contestant.
 
     >>> some = [Result(name, [rate], 1.0, {}, 0.0) for name, rate in (("vmapped", 4.0), ("in_turn", 2.0))]
-    >>> told(4, some)["time_by_in_turn"], told(4, some)["met"]
+    >>> result_row(4, some)["time_by_in_turn"], result_row(4, some)["met"]
     (0.5, True)
     """
     ours, *others = results
@@ -108,17 +111,22 @@ def told(num_envs: int, results: Sequence[Result]) -> dict[str, Any]:
 
 
 def figure(rows: list[dict[str, Any]]) -> Any:
-    """Bars of steps per second."""
+    """Plot bars of steps per second."""
     from matplotlib.figure import Figure
 
-    seen = [row for row in rows if "time_by_in_turn" in row]
-    made = Figure(figsize=(6, 3), layout="constrained")
-    axes = made.subplots()
+    measured = [row for row in rows if "time_by_in_turn" in row]
+    picture = Figure(figsize=(6, 3), layout="constrained")
+    axes = picture.subplots()
     for at, name in enumerate(CONTESTANTS):
         axes.bar(
-            [i + 0.27 * at for i in range(len(seen))], [row[f"{name}_steps_per_s"] for row in seen], 0.25, label=name
+            [i + 0.27 * at for i in range(len(measured))],
+            [row[f"{name}_steps_per_s"] for row in measured],
+            0.25,
+            label=name,
         )
-    axes.set_xticks([i + 0.27 for i in range(len(seen))], [f"{r['num_envs']} envs\n{r['cores']} cores" for r in seen])
+    axes.set_xticks(
+        [i + 0.27 for i in range(len(measured))], [f"{r['num_envs']} envs\n{r['cores']} cores" for r in measured]
+    )
     axes.set(ylabel="env steps per second", title=f"{SEEDS} seeds of PPO on CartPole")
     axes.legend()
-    return made
+    return picture

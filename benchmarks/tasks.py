@@ -1,6 +1,6 @@
-"""What each shipped config must learn: its score, the threshold at which it counts as learnt, and where that is proved.
+"""The target of each shipped config: its score, the threshold of a solved task, and the environment of the evaluation.
 
-This is the one table of thresholds; the tests of learning, the README's figures and `ecrl bench results` follow it.
+The learning tests, the README's figures and `ecrl bench results` all use this table of thresholds.
 """
 
 from pathlib import Path
@@ -10,13 +10,13 @@ from benchmarks.pairs import ROOT
 
 CONFIGS = ROOT / "configs"
 POINTS = 40
-"""Evaluations of a run, evenly over its budget."""
+"""Evaluations of a run, evenly spaced over its budget."""
 EPISODES = {"return": (20, 100), "success": (100, 500)}
-"""Episodes of an evaluation, with deterministic actions: on the way, and after the whole budget."""
+"""Episodes per evaluation, with deterministic actions: during training, and after the whole budget."""
 
 
 class Task(NamedTuple):
-    """`env` is where a policy is evaluated: Gymnasium's own environment, or the one it was trained on if None."""
+    """A config and its target. `env` is Gymnasium's environment for evaluation; the training environment if None."""
 
     config: str
     score: Literal["return", "success"]
@@ -44,7 +44,7 @@ TASKS = {
 
 
 def task_of(config: str | Path) -> Task:
-    """The task of a config file.
+    """Return the task of a config file.
 
     >>> task_of("configs/push_cube_ppo.json").threshold
     0.95

@@ -1,4 +1,4 @@
-"""Functions in one process take turns, A B A B: for kernels, whose calls are shorter than a process is to start."""
+"""Let functions in one process take turns, A B A B: for kernels, whose calls are much shorter than a process start."""
 
 import statistics
 import time
@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 Call = Callable[[], Any]
-"""A function without arguments that is done when it returns, also on a GPU."""
+"""A function without arguments whose work is finished when it returns, also on a GPU."""
 
 
 def seconds_per_call(call: Call, times: int) -> float:
-    """The mean over `times` calls."""
+    """Return the mean seconds per call over `times` calls."""
     start = time.perf_counter()
     for _ in range(times):
         call()
@@ -18,21 +18,23 @@ def seconds_per_call(call: Call, times: int) -> float:
 
 
 def take_turns(calls: Mapping[str, Call], rounds: int, seconds: float) -> dict[str, list[float]]:
-    """Seconds per call of each, one number per round; a turn takes about `seconds`, and at least one call.
+    """Return the seconds per call of each function, one number per round.
 
-    >>> {name: len(taken) for name, taken in take_turns({"a": list, "b": dict}, 3, 1e-5).items()}
+    A turn takes about `seconds`, and at least one call.
+
+    >>> {name: len(values) for name, values in take_turns({"a": list, "b": dict}, 3, 1e-5).items()}
     {'a': 3, 'b': 3}
     """
     times = {name: max(1, round(seconds / seconds_per_call(call, 3))) for name, call in calls.items()}
-    taken: dict[str, list[float]] = {name: [] for name in calls}
+    seconds_by_name: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
-            taken[name].append(seconds_per_call(call, times[name]))
-    return taken
+            seconds_by_name[name].append(seconds_per_call(call, times[name]))
+    return seconds_by_name
 
 
 def ratio(ours: list[float], peer: list[float]) -> dict[str, float]:
-    """How many times as fast as the peer we are, from seconds of the same rounds: median and spread.
+    """Return the ratio of the peer's seconds to ours over the same rounds, median and spread; above 1 we are faster.
 
     >>> ratio([1.0, 2.0, 1.0], [2.0, 2.0, 3.0])
     {'ratio': 2.0, 'ratio_min': 1.0, 'ratio_max': 3.0}

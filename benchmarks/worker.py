@@ -1,8 +1,8 @@
-"""One contestant in a process of its own: `python -m benchmarks.worker MODULE:FUNCTION JSON`.
+"""Run one contestant in a separate process: `python -m benchmarks.worker MODULE:FUNCTION JSON`.
 
-`FUNCTION(**json)` gives `work`, a function without arguments that does one unit of work to its end and returns how many
-things it did. The answers are one JSON line each on stdout: first what getting ready took, then for each line `N` on
-stdin how long `work` took N times. Whatever else is printed goes to stderr.
+`FUNCTION(**json)` returns `work`, a function without arguments that completes one unit of work and returns its count,
+such as env steps. The worker answers in JSON lines on stdout: first the setup time, then for each line `N` on stdin the
+time of N calls of `work`. All other output goes to stderr.
 """
 
 import json
@@ -22,20 +22,20 @@ PACKAGES = {  # module: distribution
 
 
 def peak_rss_mb() -> float:
-    """The most memory this process ever held, MB; unlike that of `getrusage` without what its parent held."""
+    """Return the peak memory of this process, MB. Unlike `getrusage`, it does not count the parent process."""
     with open("/proc/self/status", encoding="ascii") as file:
         return next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) / 1024
 
 
 def timed(work: Callable[[], int], times: int) -> dict[str, float]:
-    """Seconds that `work` takes so many times, and the things it did."""
+    """Call `work` `times` times; return the seconds, the total count and the peak memory."""
     start = time.perf_counter()
     count = sum(work() for _ in range(times))
     return {"seconds": time.perf_counter() - start, "count": count, "peak_rss_mb": peak_rss_mb()}
 
 
 def answers() -> TextIO:
-    """The real stdout; from here on file descriptor 1, and so whatever libraries print, is stderr."""
+    """Return the real stdout, and redirect file descriptor 1 to stderr, so that output of libraries goes there."""
     sys.stdout.flush()
     out = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     os.dup2(2, 1)
@@ -43,7 +43,7 @@ def answers() -> TextIO:
 
 
 def main() -> None:
-    """Get ready, then work as often as asked, until stdin ends."""
+    """Set up the contestant, then work as often as each line of stdin asks, until stdin ends."""
     start, out = time.perf_counter(), answers()
     module, function = sys.argv[1].split(":")
     work = getattr(import_module(module), function)(**json.loads(sys.argv[2]))

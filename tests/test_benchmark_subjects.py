@@ -236,10 +236,12 @@ def test_phases_of_a_small_run():
 
 def test_scaling_tells_both_and_the_ratio():
     result = scaling.Result
-    both = scaling.told([result("ecrl", [4.0, 6.0, 5.0], 1.0, {}, 0.0), result("rejax", [2.0, 6.0, 1.0], 2.0, {}, 0.0)])
+    both = scaling.result_row(
+        [result("ecrl", [4.0, 6.0, 5.0], 1.0, {}, 0.0), result("rejax", [2.0, 6.0, 1.0], 2.0, {}, 0.0)]
+    )
     assert (both["ecrl_steps_per_s"], both["rejax_steps_per_s"]) == (5.0, 2.0)
     assert (both["ratio_min"], both["ratio"], both["ratio_max"]) == (1.0, 2.0, 5.0)
-    failed = scaling.told([result("ecrl", [4.0], 1.0, {}, 0.0), result("rejax", [], 2.0, {}, 0.0, "rejax: died")])
+    failed = scaling.result_row([result("ecrl", [4.0], 1.0, {}, 0.0), result("rejax", [], 2.0, {}, 0.0, "rejax: died")])
     assert failed["error"] == "rejax: died" and "ratio" not in failed
 
 
@@ -352,10 +354,10 @@ def test_environment_and_iterations_of_push_cube_work(monkeypatch):
 
 def test_a_row_of_push_cube_is_judged_by_bare_physics():
     bare = Result("mujoco.rollout", [10.0, 30.0, 20.0], 1.0, {}, 0.0)
-    row = physics.told(Result("iteration", [5.0, 10.0, 10.0], 1.0, {}, 0.0), bare, 2)
+    row = physics.result_row(Result("iteration", [5.0, 10.0, 10.0], 1.0, {}, 0.0), bare, 2)
     assert (row["times_bare"], row["times_min"], row["times_max"], row["met"]) == (2.0, 2.0, 3.0, True)
-    assert not physics.told(Result("environment", [5.0, 10.0, 10.0], 1.0, {}, 0.0), bare, 2)["met"]
-    assert "error" in physics.told(Result("environment", [], 1.0, {}, 0.0, "died"), bare, 2)
+    assert not physics.result_row(Result("environment", [5.0, 10.0, 10.0], 1.0, {}, 0.0), bare, 2)["met"]
+    assert "error" in physics.result_row(Result("environment", [], 1.0, {}, 0.0, "died"), bare, 2)
 
 
 def test_the_cost_of_the_guard_is_the_median_of_rounds_with_its_interval():

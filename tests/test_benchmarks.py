@@ -314,7 +314,7 @@ def test_every_subject_is_a_file_and_tells_what_it_shows(name):
 
 
 def test_wrong_calls_are_one_line(monkeypatch):
-    with pytest.raises(UserError, match=r"^--only speed: no such subject; there are: end_to_end, "):
+    with pytest.raises(UserError, match=r"^--only speed: no such subject; known: end_to_end, "):
         command.run(only=("speed",))
     monkeypatch.setattr(command, "NEEDED", ("rejax_is_not_here", "json"))
     with pytest.raises(

@@ -154,7 +154,7 @@ def test_a_damaged_file_is_named(small, tmp_path):
     run(seeds=1)
     path = tmp_path / "out/runs/cartpole_ppo/ecrl/0.json"
     path.write_text("{")
-    with pytest.raises(UserError, match=r"ecrl/0.json: not JSON: .*; remove it, and it is measured again"):
+    with pytest.raises(UserError, match=r"ecrl/0.json: not JSON: .*; remove it to measure it again"):
         run(seeds=1)
 
 
@@ -260,7 +260,7 @@ with ecrl.run.atomic_files.held(pathlib.Path({str(tmp_path / "out")!r})):
     try:
         assert other.stdout.readline()
         with pytest.raises(
-            UserError, match="out: another ecrl bench results is measuring into it; wait for it, or give"
+            UserError, match="out: another ecrl bench results is writing to it; wait for it to end, or set"
         ):
             run(seeds=1)
     finally:
@@ -275,7 +275,7 @@ def test_the_end_of_the_terminal_is_an_interrupt_unless_it_is_ignored():
         before = signal.signal(signal.SIGHUP, handler)
         try:
             ending = pytest.raises(KeyboardInterrupt) if handler is signal.SIG_DFL else nullcontext()
-            with ending, results._ended_by_signals():
+            with ending, results._signals_as_interrupt():
                 os.kill(os.getpid(), signal.SIGHUP)
             assert signal.getsignal(signal.SIGHUP) is handler
         finally:
@@ -296,6 +296,6 @@ def test_a_score_that_is_nan_fails_alone(small, tmp_path, capsys):
 def test_a_seed_that_did_not_have_its_core_is_said():
     found = {"curve": [{"return": 5.0}], "train_s": 60.0, "wall_s": 100.0, "cpu_s": 95.0}
     (entry,) = [one for one in entries(CONFIGS) if one.name == "cartpole_ppo, ecrl"]
-    assert results.told(entry, found) == "return 5 in 60 s"
-    said = "return 5 in 60 s; had its core for 62% of the time: remove its file, and it is measured again"
-    assert results.told(entry, found | {"cpu_s": 62.0}) == said
+    assert results.record_line(entry, found) == "return 5 in 60 s"
+    said = "return 5 in 60 s; had its core for 62% of the time; remove its file to measure it again"
+    assert results.record_line(entry, found | {"cpu_s": 62.0}) == said

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from benchmarks.roofline import waited
+from benchmarks.roofline import synchronize
 from benchmarks.turns import Call
 
 Inputs = dict[str, np.ndarray]
@@ -40,7 +40,7 @@ def awaited(fn: Callable[..., Any], device: str) -> Callable[..., Any]:
 
     def call(*args: Any) -> Any:
         out = fn(*args)
-        waited(device)
+        synchronize(device)
         return out
 
     return call
