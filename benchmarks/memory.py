@@ -114,6 +114,6 @@ def figure(rows: list[dict[str, Any]]) -> Any:
         points = [r for r in rows if (r["contestant"], r["device"]) == (name, device) and "peak_mb" in r]
         label = f"{name} ({device})"
         axes.plot([r["num_envs"] * STEPS for r in points], [r["peak_mb"] for r in points], marker="o", label=label)
-    axes.set(xscale="log", yscale="log", xlabel="env steps per iteration", ylabel="peak minus imports, MB")
+    axes.set(xscale="log", yscale="log", xlabel="env steps per iteration", ylabel="peak over imports, MB")
     axes.legend()
     return contestant_make
