@@ -1,7 +1,8 @@
 """Profile the phases of an iteration, in two forms for every number of environments.
 
-The form "as run" times each compiled call and changes nothing else. The form "taken apart" uses
-`ecrl.run.profiler`, which separates policy and environment from the fused rollout. Its shares show the cost of each part of collecting, but its
+The form "as run" times each compiled call and changes nothing else. The form "taken apart" uses `ecrl.run.profiler`,
+which separates policy and environment from the fused rollout. Its shares show the cost of each part of collecting, but
+its
 times are longer than in a normal run.
 """
 
