@@ -17,7 +17,7 @@ from benchmarks.records import LIBRARIES, Entry, Row, Standing, path_of, standin
 from benchmarks.report import cell
 from benchmarks.tasks import EPISODES, POINTS
 from ecrl.report.curves import Curve, curve, read
-from ecrl.report.plots import LEAST, figure
+from ecrl.report.plots import MIN_BAND_SEEDS, figure
 from ecrl.report.plots import write as write_picture
 from ecrl.report.statistics import bootstrap_interval, interquartile_mean
 
@@ -60,7 +60,7 @@ def summary(entry: Entry, fresh: dict[int, Row], failed: int = 0) -> Row:
     curves = [record["curve"] for record in fresh.values()]
     last = np.array([rows[-1][score] for rows in curves])
     low, high = (None, None)
-    if len(last) >= LEAST:
+    if len(last) >= MIN_BAND_SEEDS:
         low, high = map(float, bootstrap_interval(last, np.random.default_rng(0), _RESAMPLES))
     found: Row = {"mean": float(last.mean()), "iqm": float(interquartile_mean(last)), "low": low, "high": high}
     if threshold is None:

@@ -2,8 +2,7 @@
 
 Twice for every number of environments. "as run": each compiled call timed, nothing else changed. "taken apart":
 `ecrl.run.profiler`, which takes policy and environment out of the fused rollout; its shares say which part of
-collecting
-costs what, its times are longer than those of a run.
+collecting costs what, its times are longer than those of a run.
 """
 
 import time
@@ -31,11 +30,11 @@ def as_run(times: Any, parts: Any, algorithm: Any) -> tuple[Any, Any]:
 
 def profile(num_envs: int, device: str, seconds: float) -> list[dict[str, Any]]:
     """Rows of both forms, each over about `seconds` of iterations."""
-    from ecrl.run.profiler import watched
+    from ecrl.run.profiler import with_timers
 
     return [
         {"num_envs": num_envs, "device": device, "form": name, **row}
-        for name, watch in (("as run", as_run), ("taken apart", watched))
+        for name, watch in (("as run", as_run), ("taken apart", with_timers))
         for row in watched_shares(num_envs, device, seconds, watch)
     ]
 

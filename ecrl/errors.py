@@ -1,4 +1,4 @@
-"""Errors that a user can mend: one line per fault, no traceback on the command line, exit status 2."""
+"""Errors that a user can fix. The command line prints them without a traceback, one line per fault, with status 2."""
 
 import re
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class UserError(ValueError):
-    """What was given, what was expected, what to do."""
+    """An error that the user can fix. Each line has the given value, the expected value and a remedy."""
 
 
 class ConfigError(UserError):
@@ -15,21 +15,24 @@ class ConfigError(UserError):
 
 
 class CheckpointError(UserError):
-    """A checkpoint that is missing, damaged or of another structure; the message names the file."""
+    """A checkpoint is missing, damaged or has another structure; the message names the file."""
 
 
 class NotSavedError(CheckpointError):
-    """`ecrl.train` could not save its last state: `state` and `history` are what it would have returned."""
+    """`ecrl.train` could not save its last state. `state` and `history` are the values it would have returned."""
 
     def __init__(self, message: str, state: Any, history: Any):
-        super().__init__(f"{message}; nothing is lost: state and history of this error are what train would return")
+        super().__init__(f"{message}; nothing is lost: this error has the state and history that train would return")
         self.state, self.history = state, history
 
 
 class NotFiniteError(UserError):
-    """NaN or infinity in an iteration: `report` says what was found where, `state` is the one before the iteration.
+    """An iteration produced NaN or infinity.
 
-    `files` are what a checkpoint of it has from other ranks.
+    Attributes:
+        report: the affected tensors and the places in them.
+        state: the state before the iteration.
+        files: the other ranks' files of a checkpoint of that state.
     """
 
     def __init__(self, message: str, report: dict[str, Any], state: Any = None, files: dict[str, bytes] | None = None):
@@ -45,8 +48,12 @@ _NO_MEMORY = "allocate memory|out of memory|not enough memory|Storage size calcu
 
 
 @contextmanager
-def enough_memory(told: str, advice: str) -> Iterator[None]:
-    """Around what may ask for more memory than there is: one line in place of what the allocator raises.
+def enough_memory(label: str, advice: str) -> Iterator[None]:
+    """Turn an allocation failure in the block into a UserError of one line.
+
+    Args:
+        label: start of the message.
+        advice: end of the message: how to need less memory.
 
     >>> with enough_memory("policy.actor", "make it smaller"):
     ...     raise MemoryError
@@ -58,13 +65,13 @@ def enough_memory(told: str, advice: str) -> Iterator[None]:
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError) and not re.search(_NO_MEMORY, str(error)):
             raise
-        tried = re.search(r"ried to allocate ([\d.]+ \w+)", str(error))
-        raise UserError(f"{told}: not enough memory{f' for {tried[1]}' if tried else ''}; {advice}") from None
+        request = re.search(r"ried to allocate ([\d.]+ \w+)", str(error))
+        raise UserError(f"{label}: not enough memory{f' for {request[1]}' if request else ''}; {advice}") from None
 
 
 @contextmanager
 def extra(name: str) -> Iterator[None]:
-    """Around imports of the extra `name`: what is missing becomes one line that says how to get it."""
+    """Turn a failing import in the block into one line with the command that installs the extra `name`."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -1,7 +1,7 @@
-"""Tensors in TensorDicts, dicts, lists and tuples as a list of leaves and a hashable structure, in order of key.
+"""Flatten nested TensorDicts, dicts, lists and tuples of tensors into a list of leaves and a hashable structure.
 
-Unlike a pytree of torch's, a structure does not depend on the order in which keys were set, and a TensorDict's batch
-size moves with its tensors where an axis is added or taken.
+Keys are sorted, so unlike torch's pytrees a structure does not depend on the insertion order of its keys. The batch
+size of a TensorDict can change with its tensors when an axis is added or removed.
 """
 
 from collections.abc import Callable, Hashable, Iterator
@@ -13,37 +13,37 @@ from torch import Size, Tensor
 _LEAF = "tensor"
 
 
-def _ordered(tree: TensorDictBase) -> list[tuple[Any, Any]]:
+def _sorted_items(tree: TensorDictBase) -> list[tuple[Any, Any]]:
     return sorted(tree.items(), key=lambda pair: pair[0])  # torch.compile cannot sort by whole pairs
 
 
-def _take(tree: Any, leaves: list[Tensor]) -> Hashable:
+def _flatten(tree: Any, leaves: list[Tensor]) -> Hashable:
     if isinstance(tree, Tensor):
         leaves.append(tree)
         return _LEAF
     if isinstance(tree, TensorDictBase):
-        return TensorDict, tree.batch_size, tuple([(key, _take(part, leaves)) for key, part in _ordered(tree)])
+        return TensorDict, tree.batch_size, tuple([(key, _flatten(part, leaves)) for key, part in _sorted_items(tree)])
     if isinstance(tree, dict):
-        return dict, None, tuple([(key, _take(tree[key], leaves)) for key in sorted(tree)])
+        return dict, None, tuple([(key, _flatten(tree[key], leaves)) for key in sorted(tree)])
     if isinstance(tree, list | tuple):
-        return type(tree), None, tuple([_take(part, leaves) for part in tree])
-    return None, (type(tree), tree), ()  # not a tensor: the same wherever the structure is; 2 is not 2.0
+        return type(tree), None, tuple([_flatten(part, leaves) for part in tree])
+    return None, (type(tree), tree), ()  # not a tensor: part of the structure; its type is stored because 2 == 2.0
 
 
 def flatten(tree: Any) -> tuple[list[Tensor], Hashable]:
-    """Leaves and structure; what is not a tensor, such as None or a number, is part of the structure.
+    """Return leaves and structure. A value that is not a tensor, such as None or a number, is part of the structure.
 
     >>> from torch import zeros
     >>> flatten({"b": None, "a": (zeros(2), 3)})[1] == flatten({"a": (zeros(2), 3), "b": None})[1]
     True
     """
     leaves: list[Tensor] = []
-    structure = _take(tree, leaves)
+    structure = _flatten(tree, leaves)
     return leaves, structure
 
 
 def names(structure: Any, name: str = "") -> list[str]:
-    """A name for each leaf, its keys and places joined by dots.
+    """Return a name for each leaf: its keys and indices joined by dots.
 
     >>> names(flatten(({"a": TensorDict({"x": 1.0}, [])}, None))[1])
     ['0.a.x']
@@ -53,11 +53,11 @@ def names(structure: Any, name: str = "") -> list[str]:
     kind, _, parts = structure
     if kind is None:
         return []
-    keyed = parts if kind in (TensorDict, dict) else enumerate(parts)
-    return [leaf for key, part in keyed for leaf in names(part, f"{name}.{key}")]
+    named_parts = parts if kind in (TensorDict, dict) else enumerate(parts)
+    return [leaf for key, part in named_parts for leaf in names(part, f"{name}.{key}")]
 
 
-def _same(size: Size) -> Size:
+def _keep_size(size: Size) -> Size:
     return size
 
 
@@ -68,16 +68,16 @@ def _build(structure: Any, leaves: Iterator[Any], batch: Callable[[Size], Any]) 
     if kind is None:
         return value[1]
     if kind is TensorDict:
-        # Unchecked: what was taken apart fits together, and the checks cost more than a step of a small network.
+        # Unchecked: the parts come from a valid tree, and the checks cost more than a step of a small network.
         return TensorDict._new_unsafe({key: _build(part, leaves, batch) for key, part in parts}, Size(batch(value)))
     if kind is dict:
         return {key: _build(part, leaves, batch) for key, part in parts}
-    made = [_build(part, leaves, batch) for part in parts]
-    return kind(*made) if hasattr(kind, "_fields") else kind(made)
+    built = [_build(part, leaves, batch) for part in parts]
+    return kind(*built) if hasattr(kind, "_fields") else kind(built)
 
 
-def unflatten(structure: Hashable, leaves: Any, batch: Callable[[Size], Any] = _same) -> Any:
-    """The tree again, with other leaves; `batch` gives the batch size of its TensorDicts from the one they had.
+def unflatten(structure: Hashable, leaves: Any, batch: Callable[[Size], Any] = _keep_size) -> Any:
+    """Rebuild a tree with other leaves; `batch` maps the old batch size of each TensorDict to the new one.
 
     >>> leaves, structure = flatten({"a": TensorDict({"x": 1.0}, [])})
     >>> unflatten(structure, [leaf.expand(3) for leaf in leaves], lambda size: (3, *size))["a"].batch_size
@@ -86,8 +86,8 @@ def unflatten(structure: Hashable, leaves: Any, batch: Callable[[Size], Any] = _
     return _build(structure, iter(leaves), batch)
 
 
-def mapped(fn: Callable[..., Tensor], tree: Any, *others: Any, batch: Callable[[Size], Any] = _same) -> Any:
-    """`fn` over matching tensors of trees of one structure.
+def mapped(fn: Callable[..., Tensor], tree: Any, *others: Any, batch: Callable[[Size], Any] = _keep_size) -> Any:
+    """Apply `fn` to the matching tensors of trees with the same structure.
 
     Raises: ValueError if the structures differ.
 
@@ -103,7 +103,7 @@ def mapped(fn: Callable[..., Tensor], tree: Any, *others: Any, batch: Callable[[
 
 
 def replaced(tree: TensorDict, fields: Any) -> TensorDict:
-    """A TensorDict with some fields replaced or added; the others are shared.
+    """Return a TensorDict with some fields replaced or added; it shares the other fields with `tree`.
 
     >>> replaced(TensorDict({"a": 1.0, "b": 2.0}), {"b": TensorDict({"x": 3.0})})["b", "x"]
     tensor(3.)

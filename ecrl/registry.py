@@ -1,12 +1,12 @@
-"""Names to parts: `name -> (Config, make)` for environments, policies, algorithms, networks, events and terms of tasks.
+"""Registry of parts by name: environments, policies, algorithms, networks, events and the terms of tasks.
 
-A `make` function is registered by decorating it; the annotation of its first parameter is its Config:
+Each name maps to `(Config, make)`. A decorator registers `make`; the annotation of its first parameter is its Config:
 
     @register_env("my_task")
     def my_task(cfg: MyTaskConfig) -> Env: ...
 
-Making is memoised by config, so equal configs give the same object and compile once. A package whose parts should be
-known wherever it is installed names the module that registers them as an entry point of the group `ecrl.plugins`.
+Calls of `make` are memoised by config, so equal configs give the same object and compile once. An installed package
+can register its parts automatically: it names the registering module as an entry point of the group `ecrl.plugins`.
 """
 
 import json
@@ -22,14 +22,14 @@ from warnings import warn
 from ecrl.errors import UserError
 
 BUILTIN = ("ecrl.envs", "ecrl.policies", "ecrl.algorithms")
-"""Packages that register the built-in parts; imported before anyone else registers or looks up, never from below."""
+"""Packages that register the built-in parts; imported before the first lookup or registration by another package."""
 
 PLUGINS = "ecrl.plugins"
-"""Group of entry points that register the parts of installed packages; imported after the built-in ones."""
+"""Entry-point group of installed packages that register parts; imported after the built-in packages."""
 
 
 class Entry(NamedTuple):
-    """A registered part: the class of its config, and the function that makes it from one."""
+    """A registered part: its config class, and the function that makes the part from a config."""
 
     config: type
     make: Callable[..., Any]
@@ -39,12 +39,14 @@ _KINDS = ("env", "policy", "algorithm", "network", "event", "action", "observati
 _ENTRIES: dict[str, dict[str, Entry]] = {kind: {} for kind in _KINDS}
 
 
-_SKIPPED: list[str] = []  # plugins that could not be imported, in words
-_BEGUN: list[str] = []  # the groups of plugins that were looked for: a plugin may itself register and look up
+_FAILED_PLUGINS: list[str] = []  # messages about plugins that failed to import
+_IMPORTED_GROUPS: list[
+    str
+] = []  # entry-point groups; filled before the import, because a plugin itself registers parts
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """The end of an error message: the nearest known name if there is one, else all of them.
+    """Return the end of an error message: the nearest known name if there is one, else all names.
 
     >>> did_you_mean("sede", ["seed", "device"]), did_you_mean("x", ["seed", "device"])
     ("did you mean 'seed'?", 'known: device, seed')
@@ -57,7 +59,7 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
 def _register(kind: str, name: str, *, override: bool = False) -> Callable[[Callable], Callable]:
     def decorate(make: Callable) -> Callable:
         if not str(getattr(make, "__module__", None)).startswith("ecrl."):
-            _import_parts()  # so that a built-in name is known to be taken, and can be overridden
+            _import_parts()  # so that a built-in name counts as taken and can be overridden
         if name in _ENTRIES[kind] and not override:
             raise ValueError(f"{kind} {name!r} is already registered; pass override=True to replace it")
         first = next(iter(signature(make).parameters), None)
@@ -66,9 +68,9 @@ def _register(kind: str, name: str, *, override: bool = False) -> Callable[[Call
             raise TypeError(
                 f"{kind} {name!r}: annotate the first parameter of {make.__name__} with its frozen Config model"
             )
-        # A network is a module with fresh weights: handing out the same one twice would share them.
+        # A network is a module with fresh weights: a memoised module would share its weights between users.
         _ENTRIES[kind][name] = Entry(config, make if kind == "network" else cache(make))
-        if kind == "network" and override:  # policies remember the networks that they were made of
+        if kind == "network" and override:  # memoised policies hold the old network
             for policy in _ENTRIES["policy"].values():
                 cast(Any, policy.make).cache_clear()
         return make
@@ -99,7 +101,7 @@ def register_network(name: str, *, override: bool = False) -> Callable[[Callable
 def register_event(name: str, *, override: bool = False) -> Callable[[Callable], Callable]:
     """Decorator: register `make(cfg) -> (env state, keys) -> env state` under `name`, for `trainer.events`.
 
-    A `make(cfg, sim)` is given the simulation of a MuJoCo task, and is for the `events` of one too.
+    A `make(cfg, sim)` receives the simulation of a MuJoCo task; it can also be used in the task's own `events`.
     """
     return _register("event", name, override=override)
 
@@ -126,25 +128,27 @@ def _import_builtin() -> None:
 
 
 def _import_parts() -> None:
-    """The built-in parts, and once those of installed packages; one that fails is said and left out."""
+    """Import the built-in parts and, once, the plugins of installed packages. Skip a failing plugin with a warning."""
     _import_builtin()
-    if _BEGUN:
+    if _IMPORTED_GROUPS:
         return
-    _BEGUN.append(PLUGINS)
+    _IMPORTED_GROUPS.append(PLUGINS)
     for point in entry_points(group=PLUGINS):
         try:
             point.load()
-        except Exception as error:  # whatever a stranger's module raises: everything else must go on
+        except Exception as error:  # a plugin may raise anything, and must not break the rest
             package = f"{point.dist.name} {point.dist.version}" if point.dist else "unknown package"
-            told = " ".join(f"{type(error).__name__}: {error}".split())
-            _SKIPPED.append(f"plugin {point.name!r} ({point.value}, of {package}) cannot be imported: {told}")
-            warn(f"{_SKIPPED[-1]}; mend or uninstall it", RuntimeWarning, stacklevel=2)
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            _FAILED_PLUGINS.append(
+                f"plugin {point.name!r} ({point.value}, from {package}) cannot be imported: {reason}"
+            )
+            warn(f"{_FAILED_PLUGINS[-1]}; fix or uninstall it", RuntimeWarning, stacklevel=2)
 
 
 def import_own(module: str) -> None:
-    """Import a module that registers parts of a user's, as the command line asks; a name in a config imports nothing.
+    """Import a user's module that registers parts, for `--import`. A name in a config never imports anything.
 
-    Raises: UserError if there is no such module; what the module itself raises passes as it is.
+    Raises: UserError if there is no such module. Errors inside the module are raised unchanged.
     """
     try:
         import_module(module)
@@ -155,7 +159,7 @@ def import_own(module: str) -> None:
 
 
 def own_modules(config: str) -> list[str]:
-    """The modules, not of ecrl, that registered a part named in the JSON of a config: another process imports them.
+    """List the modules outside of ecrl that registered a part named in a config's JSON, for another process to import.
 
     >>> own_modules('{"env": {"name": "cartpole"}}')
     []
@@ -166,7 +170,7 @@ def own_modules(config: str) -> list[str]:
 
 
 def registered(kind: str) -> tuple[str, ...]:
-    """The known names of a kind: env, policy, algorithm, network, event, action, observation or reward.
+    """List the known names of a kind: env, policy, algorithm, network, event, action, observation or reward.
 
     >>> "cartpole" in registered("env")
     True
@@ -178,7 +182,7 @@ def registered(kind: str) -> tuple[str, ...]:
 
 
 def lookup(kind: str, name: str) -> Entry:
-    """The entry of a name; an unknown one raises KeyError with the known names and the nearest.
+    """Return the entry of a name. For an unknown name, KeyError suggests the nearest known name or lists all.
 
     >>> lookup("env", "cartpol")
     Traceback (most recent call last):
@@ -187,5 +191,5 @@ def lookup(kind: str, name: str) -> Entry:
     known = registered(kind)
     if name not in known:
         short = repr(name if len(name) <= 60 else f"{name[:60]}...")
-        raise KeyError("; ".join([f"unknown {kind} {short}", did_you_mean(name, known), *_SKIPPED]))
+        raise KeyError("; ".join([f"unknown {kind} {short}", did_you_mean(name, known), *_FAILED_PLUGINS]))
     return _ENTRIES[kind][name]

@@ -1,6 +1,6 @@
-"""Hashable observation and action spaces, so that records of functions can be memoised by them.
+"""Hashable observation and action spaces, so that functions of a space can be memoised.
 
-They carry what the tensors inside need; `to_gymnasium` and `from_gymnasium` convert at the edge.
+`to_gymnasium` and `from_gymnasium` convert to and from Gymnasium's spaces.
 """
 
 from collections.abc import Mapping
@@ -43,7 +43,7 @@ Space = Box | Discrete | MultiDiscrete | Dict
 
 
 def box(low: float, high: float, *shape: int) -> Box:
-    """A Box with the same bounds everywhere.
+    """Return a Box with the same bounds for every element.
 
     >>> box(-2.0, 2.0, 1)
     Box(low=(-2.0,), high=(2.0,), shape=(1,))
@@ -52,12 +52,12 @@ def box(low: float, high: float, *shape: int) -> Box:
 
 
 def dict_space(parts: Mapping[str, Space]) -> Dict:
-    """A Dict space from a mapping, sorted by name."""
+    """Return a Dict space from a mapping, sorted by name."""
     return Dict(tuple(sorted(parts.items())))
 
 
 def element_shape(space: Space) -> tuple[int, ...]:
-    """Shape of one element, without batch axes.
+    """Return the shape of one element, without batch axes.
 
     >>> element_shape(MultiDiscrete((2, 3))), element_shape(Discrete(4))
     ((2,), ())
@@ -66,7 +66,7 @@ def element_shape(space: Space) -> tuple[int, ...]:
 
 
 def flat_dim(space: Space) -> int:
-    """Number of float features: elements of a Box, a one-hot per Discrete, all parts of a Dict but `action_mask`.
+    """Count the float features: a Box's elements, a one-hot per Discrete, all parts of a Dict except `action_mask`.
 
     >>> flat_dim(dict_space({"joints": box(-1.0, 1.0, 2, 3), "gear": Discrete(4), "action_mask": Discrete(2)}))
     10
@@ -83,7 +83,7 @@ def flat_dim(space: Space) -> int:
 
 
 def to_gymnasium(space: Space) -> Any:
-    """The same space as a `gymnasium.spaces` object."""
+    """Convert a space to a `gymnasium.spaces` object."""
     import gymnasium
     import numpy as np
 
@@ -100,11 +100,11 @@ def to_gymnasium(space: Space) -> Any:
 
 
 def from_gymnasium(space: Any) -> Space:
-    """The hashable form of a `gymnasium.spaces` object; raises TypeError naming a kind that has none.
+    """Convert a `gymnasium.spaces` object to a space. TypeError names a kind of space that is not supported.
 
-    Numbers of a Box become float32, integers count from 0, those of several axes are read in C order, MultiBinary is a
-    MultiDiscrete of twos, and the parts of a Tuple are named "0", "1" and so on. `ecrl.envs.gymnasium.spaces`
-    converts the values.
+    Box numbers become float32. Integers count from 0; arrays of integers are flattened in C order. MultiBinary becomes
+    a MultiDiscrete of twos. The parts of a Tuple are named "0", "1" and so on. `ecrl.envs.gymnasium.spaces` converts
+    the values.
     """
     from gymnasium import spaces
 
@@ -122,4 +122,4 @@ def from_gymnasium(space: Any) -> Space:
         case spaces.Tuple():
             return dict_space({str(i): from_gymnasium(part) for i, part in enumerate(space)})
     known = "Box, Discrete, MultiDiscrete, MultiBinary, Dict, Tuple"
-    raise TypeError(f"space {space} has no counterpart here; known: {known}")
+    raise TypeError(f"space {space} is not supported; known: {known}")

@@ -1,7 +1,7 @@
-"""Field tables of the TensorDicts that pass between the parts, with the checks and views on them.
+"""Fields of the TensorDicts that pass between the parts, with checks and views.
 
-A rollout has batch shape `[num_envs, time + 1]`. Row `t` is one transition; the last slot of every field but `obs` and
-`value` is padding, which writers zero and readers never look at.
+A rollout has batch shape `[num_envs, time + 1]`. Row `t` is one transition. The last slot of every field except `obs`
+and `value` is padding: writers set it to zero and readers ignore it.
 """
 
 from typing import Literal, NotRequired, TypedDict, cast
@@ -11,22 +11,22 @@ from tensordict import TensorDict
 from torch import Tensor
 
 Scalar = float | Tensor
-"""A hyperparameter: a Python number, or a 0-d tensor where it changes during a run without a recompile."""
+"""A hyperparameter: a Python number, or a 0-d tensor if it changes during a run without a recompile."""
 
 Logs = dict[str, Tensor]
 """Named 0-d tensors."""
 
 ROLLOUT_FIELDS = {
-    "obs": "[N, T+1, ...] what the policy saw; obs[:, -1] is the bootstrap observation; may be a TensorDict",
-    "action": "[N, T+1, ...] what it did",
+    "obs": "[N, T+1, ...] observations; obs[:, -1] is the bootstrap observation; may be a TensorDict",
+    "action": "[N, T+1, ...] actions of the policy",
     "sample_log_prob": "[N, T+1, ...] float, nats, under the acting policy",
     "value": "[N, T+1] float, V(obs[t]); value[:, -1] is valid",
     "reward": "[N, T+1] float, the env's own units",
     "terminated": "[N, T+1] bool, true end",
     "truncated": "[N, T+1] bool, time limit",
     "done": "[N, T+1] bool, terminated | truncated",
-    "final_value": "[N, T+1] float, V of the observation reached before auto-reset where truncated, else 0",
-    "mask": "[N, T+1, ...] bool, optional, True counts",
+    "final_value": "[N, T+1] float, V of the last observation before auto-reset if truncated, else 0",
+    "mask": "[N, T+1, ...] bool, optional, True for steps that count",
 }
 STATE_FIELDS = {
     "params": "policy parameters, nested under module names",
@@ -34,20 +34,20 @@ STATE_FIELDS = {
     "norm": "running moments, frozen during an iteration: obs of the policy, reward of the algorithm; may be empty",
     "env": "env states with the last observation",
     "episode": "running and last finished returns and lengths",
-    "hyper": "every numeric hyperparameter that no shape depends on, as a 0-d tensor; not those of `lr_scheduler`",
-    "key": "int64, the key that all randomness of the run derives from",
+    "hyper": "every numeric hyperparameter that no shape depends on, as a 0-d tensor, except those of `lr_scheduler`",
+    "key": "int64, the source of all randomness in the run",
     "sample_step": "int64, environment steps taken, over all ranks",
-    "update_step": "int64, updates done: iterations but for those that `trainer.finite_guard` left out",
+    "update_step": "int64, updates done: all iterations except those that `trainer.finite_guard` skipped",
 }
 _BOOL_FIELDS = ("terminated", "truncated", "done", "mask")
 _PER_STEP_FIELDS = ("value", "reward", "terminated", "truncated", "done", "final_value")
 
 
 class LogData(TypedDict):
-    """What the training loop yields: the kind of record, env steps so far, 0-d log tensors, and the state after.
+    """A record of the training loop: its kind, the env steps so far, 0-d log tensors, and the state after it.
 
-    Where several ranks train, a state that may be saved comes with `files` of the other ranks, by name, and the last
-    one before a stop that any of them was asked for is `stopping`.
+    If several ranks train, a state that may be saved comes with the other ranks' `files`, by name. `stopping` is True
+    in the last record before a stop that any rank was asked for.
     """
 
     log_type: Literal["collect", "train", "evaluate"]
@@ -59,7 +59,7 @@ class LogData(TypedDict):
 
 
 def same_shape(**tensors: Tensor) -> None:
-    """Raise ValueError naming every argument whose shape differs from the first one's.
+    """Raise ValueError that names every argument whose shape differs from the first argument's.
 
     >>> same_shape(reward=torch.zeros(2, 3), value=torch.zeros(2, 4))
     Traceback (most recent call last):
@@ -73,7 +73,7 @@ def same_shape(**tensors: Tensor) -> None:
 
 
 def check_rollout(rollout: TensorDict, *keys: str) -> None:
-    """Raise ValueError unless `rollout` is `[N, T + 1]` with T >= 1 and holds `keys` as the table says.
+    """Raise ValueError unless `rollout` is `[N, T + 1]` with T >= 1 and has `keys` as in `ROLLOUT_FIELDS`.
 
     >>> check_rollout(TensorDict({"reward": torch.zeros(2, 3)}, [2, 3]), "reward", "done")
     Traceback (most recent call last):
@@ -98,7 +98,7 @@ def check_rollout(rollout: TensorDict, *keys: str) -> None:
 
 
 def transitions(rollout: TensorDict) -> TensorDict:
-    """The first T steps of a `[N, T + 1]` rollout, with `next_value` added where the rollout has values.
+    """Return the first T steps of a `[N, T + 1]` rollout, with `next_value` added if the rollout has values.
 
         next_value[t] = final_value[t] if truncated[t] else value[t + 1]
 
@@ -121,8 +121,8 @@ def transitions(rollout: TensorDict) -> TensorDict:
     steps = cast(TensorDict, rollout[:, :-1])
     if "value" not in rollout:
         return steps
-    limited = "final_value" in rollout
-    check_rollout(rollout, "value", "truncated", *(["final_value"] if limited else []))
-    reached = steps["final_value"] if limited else torch.zeros_like(steps["value"])
-    next_value = torch.where(steps["truncated"], reached, rollout["value"][:, 1:])
+    has_final_value = "final_value" in rollout
+    check_rollout(rollout, "value", "truncated", *(["final_value"] if has_final_value else []))
+    final_value = steps["final_value"] if has_final_value else torch.zeros_like(steps["value"])
+    next_value = torch.where(steps["truncated"], final_value, rollout["value"][:, 1:])
     return steps.copy().set("next_value", next_value)

@@ -344,7 +344,9 @@ def test_ecrl_bench_without_the_source_tree_is_one_line(monkeypatch, tmp_path, c
     monkeypatch.setattr(commands, "__file__", str(tmp_path / "ecrl" / "commands.py"))
     assert exit_status(monkeypatch, "bench") == 2
     told = capsys.readouterr().err
-    assert told == f"ecrl bench: no benchmarks beside {tmp_path / 'ecrl'}; run it from a checkout of the source\n"
+    assert (
+        told == f"ecrl bench: no benchmarks folder next to {tmp_path / 'ecrl'}; run it from a checkout of the source\n"
+    )
 
 
 def test_ecrl_bench_names_its_faults_from_any_folder(tmp_path):

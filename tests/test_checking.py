@@ -89,22 +89,22 @@ FAULTS = {
     ),
     "high": (
         _stepping(_with("obs", 3, 7.5)),
-        "obs[0] is 7.5 in env 0 after step 3, not in 0 to 1; widen observation_space, or clip it",
+        "obs[0] is 7.5 in env 0 after step 3, outside of 0 to 1; widen observation_space or clip",
     ),
-    "last": (_stepping(_with("obs", 5, -1.0)), "final_obs[0] is -1 in env 0 after step 5, not in 0 to 1"),
+    "last": (_stepping(_with("obs", 5, -1.0)), "final_obs[0] is -1 in env 0 after step 5, outside of 0 to 1"),
     "nan": (_stepping(_with("obs", 2, torch.nan)), "obs is nan in env 0 after step 2; a run would stop there"),
     "infinite": (_stepping(_with("reward", 4, torch.inf)), "reward is inf in env 0 after step 4; a run would stop"),
-    "writes": ({"step": _writes}, "step writes on its input state.age; give new tensors"),
-    "sets": ({"step": _sets}, "step writes on its input state.last; give new tensors"),
-    "resets on keys": ({"reset": lambda keys: _reset(keys.add_(1))}, "reset writes on its input keys; give new"),
-    "draws on keys": ({"draw": lambda keys: keys.mul_(3)}, "draw writes on its input keys; give new"),
+    "writes": ({"step": _writes}, "step writes on its input state.age; return new tensors"),
+    "sets": ({"step": _sets}, "step writes on its input state.last; return new tensors"),
+    "resets on keys": ({"reset": lambda keys: _reset(keys.add_(1))}, "reset writes on its input keys; return new"),
+    "draws on keys": ({"draw": lambda keys: keys.mul_(3)}, "draw writes on its input keys; return new"),
     "global numbers": (
         {"reset": lambda keys: _reset(keys).set("age", torch.randint(0, 3, keys.shape))},
-        "age is another in env",
+        "age differs in env",
     ),
     "hidden state": (
         {"step": _counting()},
-        "reward is another in env 0 after step 1 when a play is repeated; draw from",
+        "reward differs in env 0 after step 1 when the play is repeated; draw only",
     ),
     "rows mixed": (
         _stepping(lambda s, after: {"reward": after["obs"][..., 0].sum(-1, keepdim=True).expand(after.shape)}),
@@ -188,7 +188,7 @@ def test_masks_and_parts_of_observations_are_honoured_and_checked():
     played = play(auto_reset(env), rng.split(rng.key(0), 4), 8)
     assert (played.actions == 1).all()
     wide = replace(env, step=lambda s, a, n: step(s, a, n).set(("obs", "gear"), torch.full_like(n, 3)))
-    assert check_env(wide, num_steps=8).findings[0].startswith("obs.gear is 3 in env 0 after step 1, not in 0 to 2")
+    assert check_env(wide, num_steps=8).findings[0].startswith("obs.gear is 3 in env 0 after step 1, outside of 0 to 2")
 
 
 def test_random_actions_fill_their_space():
@@ -265,4 +265,4 @@ def test_the_command_line(monkeypatch, capsys, tmp_path):
     status, _, err = told(*own, "--import=two_of_my_own")
     assert status == 2 and err.startswith("--import two_of_my_own: No module named")
     status, _, err = told("cartpole", "--trainer.seed", "3")
-    assert status == 2 and err.startswith("trainer.seed: only keys of env")
+    assert status == 2 and err.startswith("trainer.seed: expected a key of the environment")

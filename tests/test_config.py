@@ -72,7 +72,7 @@ FAULTS = [  # key, value, the one line without its source
     ("algorithm.cfg.lerning_rate", 1.0, "algorithm.cfg.lerning_rate: unknown key; did you mean 'learning_rate'?"),
     ("policy.actr", {}, "policy.actr: unknown key; did you mean 'actor'?"),
     (f"{ACTOR}.hidden", [], f"{ACTOR}.hidden: unknown key; did you mean 'hidden_sizes'?"),
-    ("trainer.seed", "x", "trainer.seed: expected an integer, got 'x'; all randomness of the run derives from it"),
+    ("trainer.seed", "x", "trainer.seed: expected an integer, got 'x'; seed of all randomness in the run"),
     ("trainer.seed", 1.5, "trainer.seed: expected an integer, got 1.5;"),
     ("trainer.seed", True, "trainer.seed: expected an integer, got true;"),
     ("trainer.seed", [1], "trainer.seed: expected an integer, got a list;"),
@@ -86,14 +86,18 @@ FAULTS = [  # key, value, the one line without its source
     (
         "trainer.exp_name",
         "a/b",
-        "trainer.exp_name: not allowed, got 'a/b'; letters, digits and _.+-; names",
+        "trainer.exp_name: not allowed, got 'a/b'; name of the run folder: letters",
     ),
     ("trainer.exp_name", "", "trainer.exp_name: not allowed, got '';"),
     ("trainer.exp_name", 3, "trainer.exp_name: expected a string, got 3;"),
     ("trainer.compile", "yes", "trainer.compile: expected 'auto', 'on' or 'off', got 'yes';"),
     ("trainer.device", "tpu", "trainer.device: not a device: 'tpu'; expected cpu, cuda, cuda:<index> or auto"),
     ("trainer.device", "cuda:x", "trainer.device: not a device: 'cuda:x'; expected cpu, cuda, cuda:<index> or auto"),
-    ("trainer", None, "trainer: expected an object, got null; how long, where, how many"),
+    (
+        "trainer",
+        None,
+        "trainer: expected an object, got null; length, device, number of environments, evaluation and checkpoints",
+    ),
     ("trainer", [], "trainer: expected an object, got a list;"),
     ("env", None, 'env: expected an object, got null; the environment, such as {"name": "cartpole"}'),
     ("env", GONE, 'env: missing; the environment, such as {"name": "cartpole"}'),
@@ -101,7 +105,7 @@ FAULTS = [  # key, value, the one line without its source
     ("env.name", "cartpol", "env.name: unknown env 'cartpol'; did you mean 'cartpole'?"),
     ("env.name", GONE, f"env.name: missing; known: {', '.join(registered('env')[:3])}"),
     ("env.name", None, f"env.name: expected a string, got null; known: {', '.join(registered('env')[:3])}"),
-    ("env.id", "cartpole", "env.id: another name of 'name', which is given too; keep one"),
+    ("env.id", "cartpole", "env.id: another name of 'name', which is also given; keep one"),
     ("env.cfg", None, "env.cfg: expected an object, got null"),
     ("env.cfg", [1], "env.cfg: expected an object, got a list"),
     ("env.cfg.gravity", NAN, "env.cfg.gravity: expected a finite number, got nan; m/s^2"),
@@ -133,7 +137,7 @@ FAULTS = [  # key, value, the one line without its source
         "rleu",
         f"{ACTOR}.activation: expected 'relu', 'elu', 'tanh', 'gelu' or 'silu', got",
     ),
-    (f"{ACTOR}.dropout_p", 0.1, f"{ACTOR}.dropout_p: dropout_p=0.1 is refused: dropout makes"),
+    (f"{ACTOR}.dropout_p", 0.1, f"{ACTOR}.dropout_p: dropout_p=0.1, expected 0: dropout makes"),
     ("algorithm", "ppo", "algorithm: expected an object, got 'ppo';"),
     ("algorithm", {}, "algorithm.name: missing; known: "),
     ("algorithm.name", "pp", "algorithm.name: unknown algorithm 'pp'; did you mean 'ppo'?"),
@@ -142,7 +146,11 @@ FAULTS = [  # key, value, the one line without its source
     ("algorithm.cfg.gamma", 1.5, "algorithm.cfg.gamma: must be at most 1.0, got 1.5; discount"),
     ("algorithm.cfg.n_epochs", 10**5000, "algorithm.cfg.n_epochs: must be below 2147483648, got a huge integer;"),
     ("trainer.exp_name", "x" * 101, "trainer.exp_name: expected at most 100 characters, got 'xxx"),
-    ("trainer.wandb_project_name", "a/b", "trainer.wandb_project_name: not allowed, got 'a/b'; project of"),
+    (
+        "trainer.wandb_project_name",
+        "a/b",
+        "trainer.wandb_project_name: not allowed, got 'a/b'; Weights & Biases project",
+    ),
     (f"{ACTOR}.hidden_sizes", [8, 65537], f"{ACTOR}.hidden_sizes[1]: must be at most 65536, got 65537; width of each"),
     ("trainer.events", {"train": {"a\nb": 3}}, r"trainer.events.train.'a\nb': expected an object, got 3"),
     ("trainer.events", _event("x"), f"{LOW}: expected a number or a list of numbers, got 'x'; smallest draw"),
@@ -242,13 +250,13 @@ def test_rollout_steps_is_buffer_size():
     assert config_from_dict(_with(("trainer", {"rollout_steps": 16}))).trainer.buffer_size == 16
     both = {"rollout_steps": 16, "buffer_size": 16}
     assert _faults(_with(("trainer", both))) == [
-        "trainer.rollout_steps: another name of 'buffer_size', which is given too; keep one"
+        "trainer.rollout_steps: another name of 'buffer_size', which is also given; keep one"
     ]
     assert _faults(_with(("trainer", {"rollout_steps": 0})))[0].startswith("trainer.rollout_steps: must be at least 1")
 
 
 def test_two_other_names_of_one_key():
-    with pytest.raises(ValidationError, match="update_horizon\n  another name of 'buffer_size', which is given too"):
+    with pytest.raises(ValidationError, match="update_horizon\n  another name of 'buffer_size', which is also given"):
         TrainerConfig.model_validate({"rollout_steps": 16, "update_horizon": 32})
 
 

@@ -55,13 +55,11 @@ def test_history_to_pandas_and_plot(monkeypatch):
 
 def test_what_has_no_number_yet_is_no_empty_picture():
     history = History()
-    with pytest.raises(UserError, match="this history is of no iterations: there is nothing to plot"):
+    with pytest.raises(UserError, match="the history has no iterations to plot; train first"):
         history.plot()
     history.add(RECORDS[0])
     assert math.isnan(history[0]["episode_reward_avg_100"])
-    with pytest.raises(
-        UserError, match="'episode_reward_avg_100' has no number in 1 iterations; returns have, once an"
-    ):
+    with pytest.raises(UserError, match="'episode_reward_avg_100' has no finite value in 1 iterations; train until an"):
         history.plot()
 
 

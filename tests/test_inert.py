@@ -99,7 +99,7 @@ def test_keys_an_environment_knows_have_a_meaning(monkeypatch):
     data = BASE | {"env": {"name": "with_robot", "cfg": {"robot": "leg", "sensor": []}}}
     cfg, said = _said(data)
     assert cfg.env.cfg == RobotConfig(robot="leg")
-    assert said == ["env.cfg.sensor has no meaning here (this environment has a scene of its own); ignored"]
+    assert said == ["env.cfg.sensor has no meaning here (this environment has its own scene); ignored"]
     assert inert_keys({"env": {"name": "unknown", "cfg": {"robot": 1}}}) == []
 
 

@@ -16,7 +16,7 @@ CONFIG = "configs/cartpole_ppo.json"
 @pytest.fixture
 def gigabyte(monkeypatch):
     """A machine with one."""
-    monkeypatch.setattr(ecrl.memory, "room", lambda device: 10**9)
+    monkeypatch.setattr(ecrl.memory, "total_memory", lambda device: 10**9)
 
 
 def _cfg(**changes):
@@ -28,7 +28,9 @@ def test_rollouts(gigabyte, tmp_path, look):
     # a step: 4 floats of observation, an action of 8 bytes, 4 floats and 3 flags, which are 43 bytes
     fits, large = _cfg(num_envs=1000, buffer_size=23_000), _cfg(num_envs=1000, buffer_size=23_300)
     check_config(fits, 1)
-    with pytest.raises(ConfigError, match=r"trainer.num_envs: times \(buffer_size \+ 1\) 23,301,000 steps take 1 GB"):
+    with pytest.raises(
+        ConfigError, match=r"trainer.num_envs: times \(buffer_size \+ 1\) 23,301,000 steps take at least 1 GB"
+    ):
         if look == "run":
             changes = {"trainer.num_envs": 1000, "trainer.buffer_size": 23_300}
             train_from_config(CONFIG, run_dir=tmp_path / "run", overrides=changes)
@@ -38,17 +40,17 @@ def test_rollouts(gigabyte, tmp_path, look):
 
 
 def test_environments(gigabyte):
-    with pytest.raises(ConfigError, match=r"^trainer.num_envs: 70,000,000 environments take 1 GB at least, cpu has 1;"):
+    with pytest.raises(ConfigError, match=r"^trainer.num_envs: 70,000,000 environments take at least 1 GB, cpu has 1;"):
         init_state(_cfg(num_envs=70_000_000))
     many = _cfg(enable_eval=True, num_eval_envs=10**9, num_eval_episodes=70_000_000)
-    with pytest.raises(ConfigError, match=r"^trainer.num_eval_envs: 70,000,000 environments take 1 GB at least"):
+    with pytest.raises(ConfigError, match=r"^trainer.num_eval_envs: 70,000,000 environments take at least 1 GB"):
         check_evaluation(many)
 
 
 def test_networks(gigabyte):
     wide = {f"policy.{net}.network_cfg.hidden_sizes": [12_000, 12_000] for net in ("actor", "critic")}
     wide |= {f"policy.{net}.network_cfg.orthogonal_init": None for net in ("actor", "critic")}
-    told = r"^policy.actor.network_cfg.hidden_sizes: 144,096,002 weights and their gradients take 1 GB at least"
+    told = r"^policy.actor.network_cfg.hidden_sizes: 144,096,002 weights and their gradients take at least 1 GB"
     with pytest.raises(ConfigError, match=told):
         check_config(load_config(CONFIG, wide), 1)
 

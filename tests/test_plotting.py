@@ -10,7 +10,7 @@ from support.log_records import RECORDS
 
 from ecrl.errors import UserError
 from ecrl.report.curves import Curve, choose, curve, read
-from ecrl.report.plots import band, figure, first_at, grouped, legend, plot, told
+from ecrl.report.plots import band, figure, first_at, grouped, legend, plot, summary
 from ecrl.run.loggers import with_jsonl
 
 pytest.importorskip("matplotlib")
@@ -45,9 +45,9 @@ def test_a_real_runs_rows_are_a_curve(tmp_path):
 
 def test_rows_that_are_not_in_order_are_refused(tmp_path):
     (tmp_path / "p.csv").write_text("steps,seconds,return\n10,30,1\n30,60,2\n20,90,3\n")
-    with pytest.raises(UserError, match=r"p.csv: steps fall after 30; expected rows in order"):
+    with pytest.raises(UserError, match=r"p.csv: steps decrease after 30; expected rows in order"):
         curves(tmp_path / "p.csv")
-    with pytest.raises(UserError, match=r"a: seconds fall after -1; expected rows in order"):
+    with pytest.raises(UserError, match=r"a: seconds decrease after -1; expected rows in order"):
         curves(run(tmp_path / "a", seconds=-1.0))
 
 
@@ -56,7 +56,7 @@ def test_what_is_no_number_any_more_is_told_and_not_above(tmp_path):
     (found,) = curves(folder)
     assert found.steps.tolist() == [20.0, 30.0, 40.0], "what was before the first number is left out"
     assert np.isnan(found.values).tolist() == [False, True, True]
-    (line,) = told([[found]], 1.0)
+    (line,) = summary([[found]], 1.0)
     assert line == "a: nan after 40 env steps, 4.0 minutes; not a number at 30 env steps; does not stay above 1"
 
 
@@ -99,17 +99,17 @@ def test_files_of_one_name_and_results_of_other_settings_are_groups_of_their_own
 
 def test_one_seed_given_twice_is_said(tmp_path):
     runs = [run(tmp_path / "a"), run(tmp_path / "b")]
-    with pytest.warns(UserWarning, match="/a and .*/b are one config and seed, counted twice"):
+    with pytest.warns(UserWarning, match="/a and .*/b have the same config and seed; both are counted"):
         plot(runs, tmp_path / "p.png")
     (tmp_path / "sb3.csv").write_text("steps,seconds,return\n10,30,1\n")
-    with pytest.warns(UserWarning, match="sb3.csv and .*sb3.csv are one config and seed, counted twice"):
+    with pytest.warns(UserWarning, match="sb3.csv and .*sb3.csv have the same config and seed; both are counted"):
         plot([tmp_path / "sb3.csv"] * 2, tmp_path / "p.png")
 
 
 def test_a_band_is_of_what_all_seeds_reached_and_reads_between_points():
     x = np.array([0.0, 1.0, 2.0, 3.0])
     found = band([(x, 2 * x), (x[:3], 4 * x[:3]), (np.array([0.5, 2.5]), np.array([3.0, 15.0]))])
-    assert found.at.tolist() == [0.5, 1.0, 2.0]
+    assert found.x.tolist() == [0.5, 1.0, 2.0]
     assert found.middle.tolist() == [2.0, 4.0, 8.0]  # (2 + 4 + 6) / 3 times x: three seeds have no outer quarters
     assert found.low.tolist() == [1.0, 2.0, 4.0] and found.high.tolist() == [3.0, 6.0, 12.0]  # 1 in 27 above 2.5 %
 
@@ -117,8 +117,8 @@ def test_a_band_is_of_what_all_seeds_reached_and_reads_between_points():
 def test_many_points_become_an_even_grid():
     x = np.linspace(0.0, 1.0, 1001) ** 2
     found = band([(x, x)] * 3)
-    assert len(found.at) == 200 and np.ptp(np.diff(found.at)) < 1e-12
-    np.testing.assert_allclose(found.middle, found.at, atol=1e-6)
+    assert len(found.x) == 200 and np.ptp(np.diff(found.x)) < 1e-12
+    np.testing.assert_allclose(found.middle, found.x, atol=1e-6)
 
 
 def test_seeds_that_share_no_stretch_have_an_empty_band():
@@ -163,7 +163,7 @@ def test_a_picture_has_two_panels_lines_for_two_seeds_and_a_band_for_three(tmp_p
     three = [run(tmp_path / f"three{s}", s, "three", (1.0 + s, 2.0 + s, 3.0 + s)) for s in range(3)]
     made = figure(grouped(curves(*two, *three)), "eval/avg_reward", threshold=2.5)
     steps, minutes = made.axes
-    assert (steps.get_xlabel(), minutes.get_xlabel()) == ("environment steps", "minutes, compiling included")
+    assert (steps.get_xlabel(), minutes.get_xlabel()) == ("environment steps", "minutes, including compilation")
     assert steps.get_ylabel() == "eval/avg_reward"
     for axes, at in ((steps, [10.0, 20.0, 30.0]), (minutes, [1.0, 2.0, 3.0])):
         *lines, middle, goal = axes.lines
@@ -212,18 +212,20 @@ def test_the_metric_is_the_first_usual_one_that_all_have(tmp_path):
     assert choose([sources[both]]) == "eval/success_rate"
     assert choose([sources[both], sources[peer]]) == "eval/avg_reward"
     assert choose([sources[plain], sources[peer]]) == "charts/episode_reward_avg_100"
-    with pytest.raises(UserError, match=r"^none of eval/success_rate, .* is in all of them; choose one with --metric$"):
+    with pytest.raises(
+        UserError, match=r"^none of eval/success_rate, .* is in all runs and peers; choose one with --metric$"
+    ):
         choose([sources[plain], sources[both]])
 
 
 def test_where_a_curve_stays_above_a_threshold(tmp_path):
     up, down = (curves(run(tmp_path / n, name=n, values=v))[0] for n, v in (("up", (1, 3, 4)), ("down", (3, 4, 1))))
     assert (first_at(up, 3.0), first_at(up, 0.0), first_at(down, 3.0)) == ((20.0, 2.0), (10.0, 1.0), None)
-    assert told([[up], [down]], 3.0) == [
+    assert summary([[up], [down]], 3.0) == [
         "up: 4 after 30 env steps, 3.0 minutes; stays above 3 from 20 env steps, 2.0 minutes on",
         "down: 1 after 30 env steps, 3.0 minutes; does not stay above 3",
     ]
-    assert told([[up]], None) == ["up: 4 after 30 env steps, 3.0 minutes"]
+    assert summary([[up]], None) == ["up: 4 after 30 env steps, 3.0 minutes"]
 
 
 def test_the_command_writes_both_pictures_and_says_where_the_curves_ended(tmp_path, monkeypatch, capsys):
@@ -252,9 +254,9 @@ def test_the_command_writes_both_pictures_and_says_where_the_curves_ended(tmp_pa
     ("args", "said"),
     [
         ((), "ecrl plot needs run folders, such as: ecrl plot outputs/cartpole_ppo_*"),
-        (("none",), "none: does not exist; expected a run folder or a peer's .json or .csv"),
-        (("empty",), "empty: holds no metrics.jsonl; expected a run folder, such as outputs/<exp_name>_<time>"),
-        (("a.txt",), "a.txt: expected a run folder or a peer's .json or .csv"),
+        (("none",), "none: does not exist; expected a run folder or a peer file (.json or .csv)"),
+        (("empty",), "empty: has no metrics.jsonl; expected a run folder, such as outputs/<exp_name>_<time>"),
+        (("a.txt",), "a.txt: expected a run folder or a peer file (.json or .csv)"),
         (("r", "--metric", "eval/avg_rewrad"), "r: no metric 'eval/avg_rewrad'; did you mean 'eval/avg_reward'?"),
         (("r", "--metric", "x"), "r: no metric 'x'; known: eval/avg_reward"),
         (("odd.json",), 'odd.json: expected a list of rows, or an object with one as "curve"'),
@@ -263,14 +265,14 @@ def test_the_command_writes_both_pictures_and_says_where_the_curves_ended(tmp_pa
         (("seed.csv",), "seed.csv:2: seed '1.5'; expected a whole number"),
         (("head.csv",), "head.csv: no rows; expected steps, seconds and return or success"),
         (("latin.csv",), "latin.csv: not CSV: 'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"),
-        (("rows",), "rows/metrics.jsonl:2: no sample_step or no seconds; remove that line"),
-        (("new",), "new: nothing was logged yet; train for longer, or leave it out"),
+        (("rows",), "rows/metrics.jsonl:2: expected numbers for sample_step and seconds; remove that line"),
+        (("new",), "new: nothing is logged yet; train for longer, or leave it out"),
         (("listed",), "listed/config.json: expected the config of a run"),
-        (("r", "--threshold", "nan"), "--threshold nan: expected a number"),
-        (("r", "--out", "a.txt/x.png"), "--out a.txt/x.png: File exists; give another place"),
-        (("r", "--out", "."), "--out .: expected a name that ends in .png or .svg, or in neither for both"),
+        (("r", "--threshold", "nan"), "--threshold nan: expected a finite number"),
+        (("r", "--out", "a.txt/x.png"), "--out a.txt/x.png: File exists; choose another path"),
+        (("r", "--out", "."), "--out .: expected the suffix .png or .svg, or no suffix for both"),
         (("text.csv",), "text.csv:3: could not convert string to float: 'many'; expected numbers"),
-        (("r", "--out", "a.gif"), "--out a.gif: expected a name that ends in .png or .svg, or in neither for both"),
+        (("r", "--out", "a.gif"), "--out a.gif: expected the suffix .png or .svg, or no suffix for both"),
     ],
 )  # fmt: skip
 def test_faults_are_one_line(args, said, tmp_path, monkeypatch, capsys):

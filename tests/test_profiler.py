@@ -10,7 +10,7 @@ from support.small_runs import NET, last_state, same, small
 
 from ecrl.loop.iteration import init_state, train_iter
 from ecrl.run.loggers import with_jsonl
-from ecrl.run.profiler import Times, phase, report, table, timed_records, watched, with_profile
+from ecrl.run.profiler import Times, phase, report, table, timed_records, with_profile, with_timers
 
 ACTOR = {"name": "actor_only", "actor": NET}
 RUNS = {
@@ -29,7 +29,7 @@ PHASES = {
 
 def profiled(cfg, folder):
     times = Times()
-    records = timed_records(times, "loop", train_iter(init_state(cfg), cfg, partial(watched, times)))
+    records = timed_records(times, "loop", train_iter(init_state(cfg), cfg, partial(with_timers, times)))
     *_, last = with_profile(records, times, folder)
     return times, last["state"]
 
@@ -129,7 +129,7 @@ def usual_share(times, path, inner):
 def test_the_files_of_a_run_add_up_to_its_time_and_the_trace_names_the_phases(tmp_path, capsys):
     # long enough rollouts that the phases, not what every run does once, are most of it
     cfg, times = small(**{"trainer.iterations": 5, "trainer.buffer_size": 32, "algorithm.cfg.batch_size": 32}), Times()
-    records = timed_records(times, "loop", train_iter(init_state(cfg), cfg, partial(watched, times)))
+    records = timed_records(times, "loop", train_iter(init_state(cfg), cfg, partial(with_timers, times)))
     records = timed_records(times, "logging", with_jsonl(records, tmp_path / "metrics.jsonl"))
     began = time.perf_counter()
     for _ in with_profile(records, times, tmp_path):
@@ -159,7 +159,7 @@ def test_a_run_that_is_stopped_or_fails_is_reported_too(ending, tmp_path, capsys
         raise RuntimeError("from below")
 
     cfg, times = small(), Times()
-    records = timed_records(times, "loop", train_iter(init_state(cfg), cfg, partial(watched, times)))
+    records = timed_records(times, "loop", train_iter(init_state(cfg), cfg, partial(with_timers, times)))
     made = with_profile(failing(records) if ending == "raise" else records, times, tmp_path)
     next(made)
     if ending == "break":

@@ -306,7 +306,7 @@ def test_cameras_are_no_events_of_an_environment(drawn):
         warnings.simplefilter("always")
         cfg = filmed_run(evaluation={"cam": film()}, **{"env": CARTPOLE})
     assert (
-        "trainer.events.eval.cam has no meaning here (record_camera_data: this environment has no scene to see)"
+        "trainer.events.eval.cam has no meaning here (record_camera_data: this environment has no scene to film)"
         in str(said[0].message)
     )
     assert cfg.trainer.events.eval == {} and CUBE["uid"] == "cube"

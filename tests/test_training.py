@@ -305,7 +305,7 @@ def test_the_device_of_an_evaluation_is_given_once(tmp_path, monkeypatch, capsys
     cfg = small()
     train(ecrl.init_state(cfg), cfg, tmp_path / "run", progress=False)
     assert called(monkeypatch, "eval", tmp_path / "run", "--num-episodes", 2, "--trainer.device", "cpu") == 2
-    assert capsys.readouterr().err == "--trainer.device: the device of an evaluation is --device\n"
+    assert capsys.readouterr().err == "--trainer.device: set the device of an evaluation with --device\n"
     assert called(monkeypatch, "eval", tmp_path / "run", "--num-episodes", 2, "--device", "cpu") == 0
 
 
@@ -334,7 +334,9 @@ def test_eval_under_other_keys_of_the_environment(config_file, monkeypatch, caps
     short = told("--env.cfg.max_episode_steps", "5").out
     assert "eval/avg_length    5.00" in short
     assert "avg_length    5.00" not in told("--env.cfg.max_episode_steps=400").out
-    assert told("--policy.name", "mine").err.startswith("--policy.name: an evaluation can set keys of env and trainer")
+    assert told("--policy.name", "mine").err.startswith(
+        "--policy.name: an evaluation can only set keys of env and trainer"
+    )
     assert "trainer.num_eval_envs: " in told("--trainer.num_eval_envs", "0").err
     assert called(monkeypatch, "eval", "run", "--env.name", "pendulum") == 2
     assert "with these keys has observation_space" in capsys.readouterr().err
@@ -369,10 +371,10 @@ def test_faults_exit_2_with_one_line_each(config_file, change, lines, monkeypatc
         (("train", "--distributed", "--no-distributed", "x.json"), "not both"),
         (("eval", "nowhere"), "no checkpoint"),
         (("train", "--nonsense"), "nonsense"),
-        (("train", "--resume", "run", "--run-dir", "other"), "goes on in its own folder"),
+        (("train", "--resume", "run", "--run-dir", "other"), "continues in the run's own folder"),
         (("train", "x.json", "--force"), "--force is for --resume"),
         (("train", "--resume", "nowhere"), "no checkpoint"),
-        (("export", "run", "--trainer.seed", "3"), "keys of the config can be set for: train, check, check-env, eval"),
+        (("export", "run", "--trainer.seed", "3"), "config keys can only be set for: train, check, check-env, eval"),
         (("check",), "required"),
         (("export", "nowhere"), "no checkpoint"),
         (("fly",), "fly"),

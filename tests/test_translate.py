@@ -57,7 +57,7 @@ def test_learning_env_is_env(env):
         there = _config({"learning_env": env | {"cfg": settings}})
         assert there == _config({"num_envs": 3}, env={"name": "scene", "cfg": {"max_episode_steps": 5}})
     assert _faults({"learning_env": env}, env="scene") == [
-        "trainer.learning_env: another name of 'env', which is given too; keep one"
+        "trainer.learning_env: another name of 'env', which is also given; keep one"
     ]
 
 
@@ -78,7 +78,7 @@ def test_one_number_of_steps():
     for key in ("update_horizon", "rollout_steps", "buffer_size"):
         assert _config({key: 7}, env="scene").trainer.buffer_size == 7
     assert _faults({"update_horizon": 7, "rollout_steps": 7}, env="scene") == [
-        "trainer.update_horizon: another name of 'buffer_size', which is given too; keep one"
+        "trainer.update_horizon: another name of 'buffer_size', which is also given; keep one"
     ]
 
 
@@ -91,7 +91,7 @@ def test_keys_of_the_algorithm_in_the_trainer():
     assert _config(trainer, APG, env="point_mass").trainer.buffer_size == 5  # EmbodiChain's default
     assert _config({}, APG, env="point_mass", algorithm=here).trainer.buffer_size == 2048  # ours
     assert _faults(trainer, APG, env="point_mass", algorithm=here) == [
-        f"trainer.{key}: another name of 'algorithm.cfg.{key}', which is given too; keep one" for key in trainer
+        f"trainer.{key}: another name of 'algorithm.cfg.{key}', which is also given; keep one" for key in trainer
     ]
     assert _faults(trainer, env="scene") == [
         f"trainer.{key}: algorithm 'ppo' has no {key}; take it out" for key in trainer
@@ -117,10 +117,10 @@ def test_defaults_count_too():
 @pytest.mark.parametrize(("key", "ours"), [("total_timesteps", "iterations"), ("save_frequency_updates", "save_freq")])
 def test_other_units_refuse(key, ours):
     assert _faults({key: 9, ours: 9}, env="scene") == [
-        f"trainer.{key}: says '{ours}' in another unit, which is given too; keep one"
+        f"trainer.{key}: sets '{ours}' in another unit, which is also given; keep one"
     ]
     assert _faults({key: 9, "distributed": True}, env="scene") == [
-        f"trainer.{key}: counts what one process does; a distributed run needs '{ours}'"
+        f"trainer.{key}: counts the work of one process; a distributed run needs '{ours}'"
     ]
     for value, text in (("x", "expected an integer, got 'x'"), (0, "must be at least 1, got 0"), (True, "expected")):
         (fault,) = _faults({key: value}, env="scene")
@@ -210,13 +210,13 @@ def test_gym_config_starts_from_the_working_directory(tmp_path, monkeypatch):
 
 def test_gym_config_for_another_env_is_left_aside(tmp_path):
     path = _gym_config(tmp_path, env="cartpole")
-    told = "trainer.gym_config has no meaning here ({} is for 'scene', and env for 'cartpole'); ignored"
+    told = "trainer.gym_config has no meaning here ({} is for 'scene', but env names 'cartpole'); ignored"
     for overrides in ({}, {"env.cfg.gravity": 9.0}):
         with pytest.warns(UserWarning) as said:
             cfg = load_config(path, overrides)
         assert [str(w.message) for w in said] == [told.format(tmp_path / "gym.json")]
         assert (cfg.env.name, cfg.env.cfg.max_episode_steps, cfg.trainer.num_envs) == ("cartpole", 500, 64)
-    with pytest.warns(UserWarning, match="is for 'scene', and env for 'cartpole'"):
+    with pytest.warns(UserWarning, match="is for 'scene', but env names 'cartpole'"):
         assert load_config(_gym_config(tmp_path), {"env.name": "cartpole"}).env == cfg.env.model_copy(
             update={"cfg": type(cfg.env.cfg)()}
         )
@@ -232,7 +232,7 @@ def test_gym_config_for_another_env_is_left_aside(tmp_path):
         (GYM | {"env": {"actoins": 1}}, "{}: env.actoins: unknown key; did you mean 'actions'?"),
         (GYM | {"env": {"actions": {"sise": 1}}}, "{}: env.actions.sise: unknown key; did you mean 'size'?"),
         (GYM | {"env": []}, "trainer.gym_config: {}: env: expected an object, got a list"),
-        (GYM | {"env": {"robot": "x"}}, "trainer.gym_config: {}: env.robot: given beside 'env' too; keep one"),
+        (GYM | {"env": {"robot": "x"}}, "trainer.gym_config: {}: env.robot: also given outside of 'env'; keep one"),
         ("[]", "trainer.gym_config: {}: expected an object, got a list"),
         ('{"id": "scene",}', "trainer.gym_config: {}:1:16: not JSON: "),
         ('{"id": "scene", "id": "scene"}', "trainer.gym_config: {}: id: given twice; keep one"),

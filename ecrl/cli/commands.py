@@ -1,4 +1,4 @@
-"""Commands that neither train nor load: `ecrl check`, `check-env`, `schema`, `plot`, `bench`; heavy imports inside."""
+"""Commands that need no trained run: `ecrl check`, `check-env`, `schema`, `plot`, `bench`. Heavy imports are local."""
 
 import json
 import sys
@@ -13,7 +13,7 @@ Overrides = Annotated[tuple[str, ...], tyro.conf.Suppress]
 
 
 def check(path: Annotated[str, tyro.conf.Positional], /, *, overrides: Overrides = ()) -> None:
-    """Check a config file without running it: every fault at once, one line each; else what it would run.
+    """Check a config file without running it. Print all faults, one line each, or a summary of the run.
 
     Args:
         path: name of a shipped config, such as cartpole_ppo, or a config file.
@@ -42,24 +42,24 @@ def check(path: Annotated[str, tyro.conf.Positional], /, *, overrides: Overrides
 def check_env(
     env: Annotated[str, tyro.conf.Positional], /, num_steps: int = 256, seed: int = 0, *, overrides: Overrides = ()
 ) -> None:
-    """Play an environment at random and say, one line each, what a run could not rely on; its keys can be set.
+    """Play an environment with random actions and print its faults, one line each. Its config keys can be set.
 
     Args:
         env: name, such as cartpole or gymnasium:CartPole-v1, or a config (name or file) that has the environment.
-        num_steps: of the play.
-        seed: of starts, noise and actions.
+        num_steps: steps of the play.
+        seed: seed of starts, noise and actions.
     """
     from ecrl.config import EnvChoice, env_choice, load_config
     from ecrl.config.files import parse_overrides
     from ecrl.config.presets import preset_names
-    from ecrl.env_check.check import check_env as played
+    from ecrl.env_check.check import check_env as run_check
 
     keys, in_config = parse_overrides(overrides), env in preset_names() or env.endswith((".json", ".yaml", ".yml"))
     choice: EnvChoice = load_config(env, keys).env if in_config else env_choice(env, keys)
-    found, notes = played(choice, num_steps=num_steps, seed=seed)
-    for line in (*found, *notes):
+    findings, notes = run_check(choice, num_steps=num_steps, seed=seed)
+    for line in (*findings, *notes):
         print(f"{env}: {line}")
-    if found:
+    if findings:
         sys.exit(1)
     print(f"{env}: ok")
 
@@ -80,22 +80,22 @@ def plot(
 ) -> None:
     """Plot learning curves over env steps and minutes, as PNG and SVG; three or more seeds of a config share a band.
 
-    A band is the interquartile mean with its 95 % bootstrap interval. What another library learnt stands in the same
-    picture from a .csv or .json with rows of steps, seconds and return or success.
+    A band is the interquartile mean with its 95 % bootstrap interval. Results of other libraries can be added from a
+    .csv or .json file with rows of steps, seconds and return or success.
 
     Args:
-        runs: run folders, and files of peers.
-        out: picture; a name without .png or .svg is given both.
-        metric: as in metrics.jsonl; eval/success_rate, eval/avg_reward or charts/episode_reward_avg_100 if absent.
-        threshold: draw a line there, and tell from where on each curve stays above it.
+        runs: run folders, and files of other libraries' results.
+        out: picture; a name without .png or .svg writes both.
+        metric: name in metrics.jsonl; eval/success_rate, eval/avg_reward or charts/episode_reward_avg_100 if absent.
+        threshold: draw a line at this value, and print from where on each curve stays above it.
     """
     if not runs:
         raise UserError("ecrl plot needs run folders, such as: ecrl plot outputs/cartpole_ppo_*")
-    from ecrl.report.plots import plot as drawn
-    from ecrl.report.plots import told
+    from ecrl.report.plots import plot as plot_runs
+    from ecrl.report.plots import summary
 
-    files, groups = drawn([Path(run) for run in runs], Path(out), metric, threshold)
-    print("\n".join([*told(groups, threshold), *map(str, files)]))
+    files, groups = plot_runs([Path(run) for run in runs], Path(out), metric, threshold)
+    print("\n".join([*summary(groups, threshold), *map(str, files)]))
 
 
 def bench(
@@ -107,19 +107,21 @@ def bench(
     minutes: float | None = None,
     out: str | None = None,
 ) -> None:
-    """Measure ecrl side by side with other libraries; from a checkout of the source, with the extra `bench`.
+    """Benchmark ecrl side by side with other libraries. It needs a checkout of the source and the extra `bench`.
 
     Args:
-        what: speed; or results, how well the shipped configs learn, each seed a file that is measured once.
-        quick: of speed: fewer and shorter rounds, and of the subjects the first three only.
-        only: subjects of speed, such as end_to_end, or configs of results, such as cartpole_ppo; all if none is given.
-        seeds: of results: so many of each config; ten where one takes under ten minutes, else three, if absent.
-        minutes: of results: begin no run after so many; 0 only makes the tables and pictures again.
+        what: speed, or results (how well the shipped configs learn; each seed is measured once, into its own file).
+        quick: for speed: fewer and shorter rounds, and only the first three subjects.
+        only: subjects of speed, such as end_to_end, or configs of results, such as cartpole_ppo; all if absent.
+        seeds: for results: seeds per config; if absent, ten if a run takes under ten minutes, else three.
+        minutes: for results: start no run after this many minutes; 0 only remakes the tables and pictures.
         out: folder for the results; benchmarks/results if absent.
     """
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[1]
     if not (root / "benchmarks" / "__main__.py").exists():
-        raise UserError(f"ecrl bench: no benchmarks beside {root / 'ecrl'}; run it from a checkout of the source")
+        raise UserError(
+            f"ecrl bench: no benchmarks folder next to {Path(__file__).parent}; run it from a checkout of the source"
+        )
     if what == "speed" and (seeds is not None or minutes is not None):
         raise UserError("--seeds and --minutes are for: ecrl bench results; leave them out")
     if what == "results" and quick:

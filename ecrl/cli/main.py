@@ -39,32 +39,32 @@ def train(
     Args:
         path: name of a shipped config, such as cartpole_ppo, or a config file.
         config: the same as the positional one.
-        resume: run folder to go on with from its newest checkpoint; needs no config file.
-        force: resume though the config differs from the run's.
+        resume: run folder to continue from its newest checkpoint; needs no config file.
+        force: resume even if the config differs from the run's.
         distributed: join the processes that torchrun started; the config decides if neither is given.
-        no_distributed: do not join them.
+        no_distributed: do not join the processes that torchrun started.
         run_dir: run folder; outputs/<exp_name>_<time> if absent.
-        profile: time the phases and trace some iterations, into the run folder's profile/.
+        profile: time the phases and trace two iterations; the results go to the run folder's profile/.
     """
     listen()
-    path = _one_config(path, config, needed=resume is None)
+    path = _config_path(path, config, needed=resume is None)
     if distributed and no_distributed:
         raise UserError("give --distributed or --no-distributed, not both")
     if resume is not None and run_dir is not None:
-        raise UserError("--resume goes on in its own folder; leave --run-dir out")
+        raise UserError("--resume continues in the run's own folder; leave --run-dir out")
     if force and resume is None:
         raise UserError("--force is for --resume; leave it out")
     with importing():
         from ecrl.config.files import parse_overrides
         from ecrl.run.train import run_config
 
-    joins = distributed or (False if no_distributed else None)
-    run_config(path, joins, run_dir, parse_overrides(overrides), resume, force, profile)
+    join_torchrun = distributed or (False if no_distributed else None)
+    run_config(path, join_torchrun, run_dir, parse_overrides(overrides), resume, force, profile)
     if asked():
         sys.exit(_stopped())
 
 
-def _one_config(path: str | None, config: str | None, needed: bool = True) -> str | None:
+def _config_path(path: str | None, config: str | None, needed: bool = True) -> str | None:
     if path is not None and config is not None:
         raise UserError("give the config once: as the first argument or with --config")
     if needed and path is None and config is None:
@@ -73,7 +73,7 @@ def _one_config(path: str | None, config: str | None, needed: bool = True) -> st
 
 
 def export(run: Annotated[str, tyro.conf.Positional], /, out: str | None = None) -> None:
-    """Write the newest policy of a run, normaliser included, as torch.export and ONNX, to run without ecrl.
+    """Export the newest policy of a run, with its normaliser, as torch.export and ONNX files that run without ecrl.
 
     Args:
         run: run folder or checkpoint folder.
@@ -99,14 +99,14 @@ def evaluate(
     *,
     overrides: Overrides = (),
 ) -> None:
-    """Evaluate the newest checkpoint of a run with deterministic actions; its cameras film that into the run's videos/.
+    """Evaluate the newest checkpoint of a run with deterministic actions. Cameras record videos into the run's videos/.
 
     Keys of env and trainer can be set, as in --env.cfg.max_episode_steps 200.
 
     Args:
         run: run folder or checkpoint folder.
-        env: "gymnasium:<id>" for one of Gymnasium's environments; the run's own if absent.
-        num_episodes: episodes, shared equally by the environments.
+        env: "gymnasium:<id>" for an environment of Gymnasium; the run's own environment if absent.
+        num_episodes: episodes, divided equally among the environments.
         device: replaces the config's device.
     """
     from pathlib import Path
@@ -116,15 +116,15 @@ def evaluate(
 
     path = latest(run)
     state, cfg = load(path, device)
-    cfg = _elsewise(cfg, run, overrides)
+    cfg = _changed_config(cfg, run, overrides)
     logs = run_episodes(state, cfg, num_episodes, env, None if env else Path(run) / "videos")
     print(f"{path} on {env or cfg.env.name}, {num_episodes} episodes")
     for name, value in logs.items():
         print(f"{name:<18} {value:.2f}")
 
 
-def _elsewise(cfg: "Config", run: str, overrides: tuple[str, ...]) -> "Config":
-    """The config of a run with other keys of env and trainer, of the same spaces."""
+def _changed_config(cfg: "Config", run: str, overrides: tuple[str, ...]) -> "Config":
+    """Return a run's config with changed keys of env and trainer; the spaces must stay the same."""
     from ecrl.config import config_from_dict
     from ecrl.config.files import parse_overrides
     from ecrl.loop.build import make_parts
@@ -132,10 +132,10 @@ def _elsewise(cfg: "Config", run: str, overrides: tuple[str, ...]) -> "Config":
 
     changes = parse_overrides(overrides)
     if "trainer.device" in changes:
-        raise UserError("--trainer.device: the device of an evaluation is --device")
+        raise UserError("--trainer.device: set the device of an evaluation with --device")
     for key in changes:
         if not key.startswith(("env.", "trainer.")):
-            raise UserError(f"--{key}: an evaluation can set keys of env and trainer, the others made the policy")
+            raise UserError(f"--{key}: an evaluation can only set keys of env and trainer; leave it out")
     if not changes:
         return cfg
     other = config_from_dict(cfg.model_dump(mode="json"), run, changes)
@@ -151,32 +151,32 @@ def record(
     num_episodes: int = 1,
     device: str | None = None,
 ) -> None:
-    """Make a video of the newest policy of a run, with deterministic actions and in real time, from its first camera.
+    """Make a real-time video of the newest policy of a run from its first camera, with deterministic actions.
 
     Args:
         run: run folder or checkpoint folder.
-        output: the mp4; <run>/videos/record_<env steps>.mp4 if absent.
-        num_envs: environments, side by side and below each other.
-        num_episodes: of each environment.
+        output: mp4 file; <run>/videos/record_<env steps>.mp4 if absent.
+        num_envs: number of environments, shown in a grid.
+        num_episodes: episodes of each environment.
         device: replaces the config's device.
     """
     from pathlib import Path
 
     from ecrl.run.checkpoint import latest, load
-    from ecrl.run.films import record as film
+    from ecrl.run.films import record as record_video
 
     state, cfg = load(latest(run), device)
     path = Path(output) if output else Path(run) / "videos" / f"record_{int(state['sample_step'])}.mp4"
-    frames = film(state, cfg, path, num_envs, num_episodes)
+    frames = record_video(state, cfg, path, num_envs, num_episodes)
     print(f"{path}: {frames} frames of {num_envs} environments")
 
 
 def replay(crash: Annotated[str, tyro.conf.Positional], /, distributed: bool = False) -> None:
-    """Repeat the iteration that was not finite: in the form of its run first, then eagerly step by step to find where.
+    """Repeat an iteration that gave NaN or infinity: first as in its run, then eagerly step by step to find the place.
 
     Args:
         crash: crash folder of a run, RUN/crash.
-        distributed: join the processes that torchrun started, as many as had trained.
+        distributed: join the processes that torchrun started; as many as in the run.
     """
     from ecrl.distributed import rank, start, stop, world_size
     from ecrl.run.crash import replay as repeated
@@ -188,65 +188,65 @@ def replay(crash: Annotated[str, tyro.conf.Positional], /, distributed: bool = F
 
 
 def _stopped() -> int:
-    """The exit status of a command that a signal ended, as shells have it."""
+    """Return the exit status of a command that a signal ended, in the convention of shells."""
     return 128 + (asked() or signal.SIGINT)
 
 
-def _split(args: list[str]) -> tuple[list[str], tuple[str, ...]]:
-    """Arguments of the command, and those that set a key of the config, which have a dot: `--trainer.seed 3`."""
-    own, keys, rest = [], [], list(args)
-    while rest:
-        arg = rest.pop(0)
+def _split_overrides(args: list[str]) -> tuple[list[str], tuple[str, ...]]:
+    """Split the command's own arguments from overrides of config keys, which have a dot: `--trainer.seed 3`."""
+    command_args, keys, remaining = [], [], list(args)
+    while remaining:
+        arg = remaining.pop(0)
         if not re.match(r"--[A-Za-z_-]+\.", arg):
-            own.append(arg)
+            command_args.append(arg)
             continue
         keys.append(arg)
-        if "=" not in arg and rest and not rest[0].startswith("--"):
-            keys.append(rest.pop(0))
-    return own, tuple(keys)
+        if "=" not in arg and remaining and not remaining[0].startswith("--"):
+            keys.append(remaining.pop(0))
+    return command_args, tuple(keys)
 
 
-def _importing(args: list[str]) -> list[str]:
-    """Arguments without `--import MODULE`, anywhere and any number of times; the modules register parts of a user's."""
-    rest = []
+def _import_user_modules(args: list[str]) -> list[str]:
+    """Import the user's modules named by `--import MODULE`, and return the other arguments."""
+    remaining = []
     while args:
         arg, *args = args
         name, equals, module = arg.partition("=")
         if name != "--import":
-            rest.append(arg)
+            remaining.append(arg)
             continue
         module, args = (module, args) if equals else ("".join(args[:1]), args[1:])
         from ecrl.registry import import_own
 
         sys.path[:0] = [] if "" in sys.path else [""]  # the working directory, as for `python -m`
         import_own(module)
-    return rest
+    return remaining
 
 
 def _short(line: str) -> str:
-    """Without the middle of what is too long to read: a fault may quote what was given."""
+    """Cut out the middle of a very long line: a message may quote a long value."""
     return line if len(line) <= 1000 else f"{line[:800]} ... {line[-200:]}"
 
 
-def _one_line(message: Warning | str, *place: object) -> str:
+def _format_warning(message: Warning | str, *place: object) -> str:
     return f"warning: {message}\n"
 
 
 _WITH_KEYS: dict[str, Callable] = {"train": train, "check": check, "check-env": check_env, "eval": evaluate}
 _OTHERS = {"record": record, "replay": replay, "plot": plot, "bench": bench, "export": export, "schema": schema}
 
-_ABOUT = "Train and evaluate policies. --import MODULE, with any command, imports parts of your own."
+_ABOUT = "Train and evaluate policies. --import MODULE, with any command, imports your own parts."
 _FLAGS = (tyro.conf.FlagCreatePairsOff,)
 
 
 def main() -> None:
-    """Run the command; a fault the user can mend is one line each on stderr and exit status 2."""
-    warnings.formatwarning = _one_line
+    """Run the command. Print an error that the user can fix to stderr, one line per fault, with exit status 2."""
+    warnings.formatwarning = _format_warning
     atexit.register(gc.freeze)  # a process that ends has no garbage to look for: that takes two seconds after compiling
     try:
-        args, keys = _split(_importing(sys.argv[1:]))
+        args, keys = _split_overrides(_import_user_modules(sys.argv[1:]))
         if keys and (not args or args[0] not in _WITH_KEYS):
-            raise UserError(f"{keys[0]}: keys of the config can be set for: {', '.join(_WITH_KEYS)}")
+            raise UserError(f"{keys[0]}: config keys can only be set for: {', '.join(_WITH_KEYS)}")
         commands = {name: partial(command, overrides=keys) for name, command in _WITH_KEYS.items()} | _OTHERS
         with enough_memory("ecrl", "lower trainer.num_envs or trainer.buffer_size, or make the networks smaller"):
             tyro.extras.subcommand_cli_from_dict(commands, prog="ecrl", description=_ABOUT, args=args, config=_FLAGS)

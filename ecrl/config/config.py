@@ -1,8 +1,8 @@
-"""The JSON config: strict, frozen, every fault at once with its JSON path and what to do.
+"""The JSON config: strict and frozen. An error lists all faults at once, each with its JSON path and a remedy.
 
-Four sections, `trainer`, `env`, `policy` and `algorithm`. Every source (JSON, YAML, command line, `Config.replace`)
-takes one path: duplicate-key check, dict, our own keys, pydantic. The Config models of named parts live beside the
-parts; the registry finds them.
+A config has four sections: `trainer`, `env`, `policy` and `algorithm`. Every source (JSON, YAML, command line,
+`Config.replace`) takes the same steps: check for duplicate keys, translate to ecrl's own keys, validate with pydantic.
+The Config model of a named part is defined next to the part and found through the registry.
 """
 
 import json
@@ -24,7 +24,7 @@ from pydantic import (
 
 from ecrl.config.aliases import translated
 from ecrl.config.files import parse_overrides, read
-from ecrl.config.model import ConfigModel, Count, checked, dotted, explained, fault_at, key_text, shown
+from ecrl.config.model import ConfigModel, Count, checked, dotted, explain, fault_at, key_text, shown
 from ecrl.config.presets import find_config
 from ecrl.errors import ConfigError
 from ecrl.registry import Entry, lookup, registered
@@ -32,39 +32,40 @@ from ecrl.registry import Entry, lookup, registered
 __all__ = ["Config", "config_from_dict", "diff", "load_config", "parse_overrides", "total_steps"]
 
 
-def _entry(kind: str, section: dict, key: str = "name") -> Entry:
-    """The registered part that a section names."""
+def _find_entry(kind: str, section: dict, key: str = "name") -> Entry:
+    """Return the registered part that a section names."""
     name = section.get(key)
     try:
         if isinstance(name, str):
             return lookup(kind, name)
-        given = f"expected a string, got {shown(name)}" if key in section else "missing"
-        message = f"{given}; known: {', '.join(registered(kind))}"
+        problem = f"expected a string, got {shown(name)}" if key in section else "missing"
+        message = f"{problem}; known: {', '.join(registered(kind))}"
     except KeyError as error:
         message = error.args[0]
     raise ValidationError.from_exception_data(kind, [fault_at((key,), message)])
 
 
 def resolved(kind: str, section: dict, key: str, settings: str) -> dict:
-    """The section with its `settings` checked by the Config model registered with the name at `key`."""
-    config = _entry(kind, section, key).config
+    """Return the section with its `settings` validated by the Config model of the part that `key` names."""
+    config = _find_entry(kind, section, key).config
     try:
         return section | {settings: config.model_validate(section.get(settings, {}))}
     except ValidationError as error:
-        faults = [fault_at((settings, *path), message) for path, message in explained(config, error)]
+        faults = [fault_at((settings, *path), message) for path, message in explain(config, error)]
         raise ValidationError.from_exception_data(kind, faults) from None
 
 
 class EventConfig(ConfigModel):
-    """Something that happens to the environments: a registered event and when."""
+    """A registered event that changes the environments, and when it happens."""
 
     part_kind: ClassVar = "event"
 
     func: str = Field(description="registered name of the event")
     mode: Literal["startup", "reset", "interval"] = Field(
-        "interval", description="once per environment, at every start of an episode, or every interval_step steps"
+        "interval",
+        description="startup: once per environment; reset: at every episode start; interval: every interval_step steps",
     )
-    interval_step: Count = Field(1, description="steps of an environment between two events of mode interval")
+    interval_step: Count = Field(1, description="environment steps between two events if mode is interval")
     params: SerializeAsAny[BaseModel] = Field(description="settings of the event")
 
     @model_validator(mode="before")
@@ -74,14 +75,14 @@ class EventConfig(ConfigModel):
 
 
 class EventsConfig(ConfigModel):
-    """Events by name, of training and of evaluation."""
+    """Events of training and of evaluation, by name."""
 
     train: dict[str, EventConfig] = Field(default_factory=dict, description="events of the training environments")
     eval: dict[str, EventConfig] = Field(default_factory=dict, description="events of the evaluation environments")
 
 
 class TrainerConfig(ConfigModel):
-    """How long, where and with how many environments."""
+    """Length of the run, device, number of environments, evaluation and checkpoints."""
 
     other_names: ClassVar = {"rollout_steps": "buffer_size", "update_horizon": "buffer_size"}
 
@@ -89,45 +90,49 @@ class TrainerConfig(ConfigModel):
         "generic_exp",
         pattern=r"^[\w.+-]+$",
         max_length=100,
-        description="letters, digits and _.+-; names the run folder",
+        description="name of the run folder: letters, digits and _.+-",
     )
-    seed: int = Field(1, ge=0, lt=2**62, description="all randomness of the run derives from it")
-    device: str = Field("cpu", description='"cpu", "cuda", "cuda:<index>" or "auto" (cuda where there is one)')
+    seed: int = Field(1, ge=0, lt=2**62, description="seed of all randomness in the run")
+    device: str = Field("cpu", description='"cpu", "cuda", "cuda:<index>" or "auto" (cuda if available)')
     compile: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="compile rollout and update; auto: where the whole budget ends sooner so, and a C++ compiler works",
+        description="compile rollout and update; auto: only if it shortens the whole run and a C++ compiler works",
     )
     num_envs: Count = Field(64, description="environments per rank")
-    iterations: Count = Field(250, description="rounds of collecting and learning")
+    iterations: Count = Field(250, description="training iterations; each collects a rollout and updates the policy")
     buffer_size: Count = Field(2048, description="steps per environment and iteration; also called rollout_steps")
     distributed: bool = Field(False, description="one process per device under torchrun")
     enable_eval: bool = Field(False, description="evaluate during training")
-    eval_freq: Count = Field(10_000, description="environment steps between evaluations; fires when crossed")
+    eval_freq: Count = Field(10_000, description="evaluate each time this many environment steps have passed")
     num_eval_envs: Count = Field(
-        4, description="environments of an evaluation, at most: the largest divisor of the number of episodes"
+        4,
+        description="most environments of an evaluation; it uses the largest number that divides num_eval_episodes",
     )
-    num_eval_episodes: Count = Field(5, description="episodes of an evaluation, over all its environments")
+    num_eval_episodes: Count = Field(5, description="episodes per evaluation, over all its environments")
     eval_seed: int | None = Field(None, ge=0, lt=2**62, description="seed of evaluations; seed + 10000 if absent")
-    best_eval_metric: str = Field("eval/avg_reward", description="log of the evaluation that chooses checkpoints/best")
-    best_eval_mode: Literal["max", "min"] = Field("max", description="whether more or less of it is better")
-    save_freq: Count = Field(50_000, description="environment steps between checkpoints; fires when crossed")
+    best_eval_metric: str = Field("eval/avg_reward", description="evaluation metric that selects checkpoints/best")
+    best_eval_mode: Literal["max", "min"] = Field(
+        "max", description="whether a larger or a smaller best_eval_metric is better"
+    )
+    save_freq: Count = Field(50_000, description="save a checkpoint each time this many environment steps have passed")
     finite_guard: Literal["stop", "skip", "off"] = Field(
         "stop",
-        description="where observation, reward, action, loss, gradient or parameters are not finite: stop before "
-        "anything is changed by it, saying where; skip: leave that update out and count it; off: do not look",
+        description="reaction to NaN or infinity in an observation, reward, action, loss, gradient or parameter; stop: "
+        "end the run with the state before it and report the place; skip: leave out the update and count it; off: no "
+        "check",
     )
     keep_checkpoints: Count | None = Field(
-        None, description="newest checkpoints to keep, older ones are removed; all if absent; checkpoints/best is apart"
+        None, description="number of newest checkpoints to keep, not counting checkpoints/best; all if absent"
     )
-    use_wandb: bool = Field(False, description="track with Weights & Biases too; offline without a network")
+    use_wandb: bool = Field(False, description="also track with Weights & Biases; offline without a network")
     wandb_project_name: str = Field(
         "embodichain-generic",
         pattern=r"^[^/\\#?%:]+$",
         max_length=128,
-        description=r"project of Weights & Biases, without /\#?%:",
+        description=r"Weights & Biases project; must not contain /\#?%:",
     )
-    tf32: bool = Field(False, description="let CUDA multiply float32 matrices in TF32: faster, 10 bits of mantissa")
-    events: EventsConfig = Field(EventsConfig(), description="what happens to the environments")
+    tf32: bool = Field(False, description="let CUDA multiply float32 matrices in TF32: faster, but 10 bits of mantissa")
+    events: EventsConfig = Field(EventsConfig(), description="events that change the environments")
 
     @field_validator("device")
     @classmethod
@@ -138,25 +143,25 @@ class TrainerConfig(ConfigModel):
 
 
 class Choice(ConfigModel):
-    """A named part, `{"name": ..., "cfg": {...}}`; `cfg` is checked by the Config model registered with the name."""
+    """A named part, `{"name": ..., "cfg": {...}}`; the part's own Config model validates `cfg`."""
 
     name: str = Field(description="registered name")
     cfg: SerializeAsAny[BaseModel] = Field(description="settings of the part")
 
 
 def _gymnasium(section: dict) -> dict:
-    """`"gymnasium:<id>"` as a name is short for the name "gymnasium" and `cfg.id`."""
+    """Expand the name `"gymnasium:<id>"` into the name "gymnasium" and `cfg.id`."""
     name, settings = section.get("name"), section.get("cfg", {})
     if not isinstance(name, str) or not name.startswith("gymnasium:") or not isinstance(settings, dict):
         return section
     if "id" in settings:
-        fault = fault_at(("cfg", "id"), f"given in the name {name!r} too; keep one")
+        fault = fault_at(("cfg", "id"), f"also given in the name {name!r}; keep one")
         raise ValidationError.from_exception_data("env", [fault])
     return section | {"name": "gymnasium", "cfg": {"id": name.removeprefix("gymnasium:")} | settings}
 
 
 class EnvChoice(Choice):
-    """The environment: its registered name (also called id) and settings."""
+    """The environment: its registered name (`id` is accepted too) and its settings."""
 
     other_names: ClassVar = {"id": "name"}
     part_kind: ClassVar = "env"
@@ -180,31 +185,34 @@ class AlgorithmChoice(Choice):
 
 
 class PolicyConfig(ConfigModel):
-    """What every policy's config has; a section is checked by the Config model registered with its name."""
+    """Settings of every policy. The Config model of the named policy validates the section."""
 
     name: str = Field(description='registered name, such as "actor_critic"')
-    action_dim: Count | None = Field(None, description="width of the policy head; must match the environment's")
-    normalize_obs: bool = Field(False, description="standardise observations by running moments kept in the state")
-    clip_actions: bool = Field(True, description="hold Box actions within their space before the environment sees them")
-    bf16: bool = Field(False, description="run the networks in bfloat16; weights and everything else stay float32")
+    action_dim: Count | None = Field(None, description="size of the policy head; must match the environment's actions")
+    normalize_obs: bool = Field(False, description="standardise observations by their running mean and variance")
+    clip_actions: bool = Field(True, description="clip Box actions to their space before the environment gets them")
+    bf16: bool = Field(False, description="run the networks in bfloat16; the weights stay float32")
 
     @model_validator(mode="wrap")
     @classmethod
     def _registered(cls, data: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-        config = _entry("policy", data).config if cls is PolicyConfig and isinstance(data, dict) else cls
+        config = _find_entry("policy", data).config if cls is PolicyConfig and isinstance(data, dict) else cls
         return handler(data) if config is cls else config.model_validate(data)
 
 
 class Config(ConfigModel):
-    """A whole run."""
+    """The config of a whole run."""
 
-    trainer: TrainerConfig = Field(TrainerConfig.model_construct(), description="how long, where, how many")
+    trainer: TrainerConfig = Field(
+        TrainerConfig.model_construct(),
+        description="length, device, number of environments, evaluation and checkpoints",
+    )
     env: EnvChoice = Field(description='the environment, such as {"name": "cartpole"}')
     policy: SerializeAsAny[PolicyConfig] = Field(description='the policy, such as {"name": "actor_critic", ...}')
     algorithm: AlgorithmChoice = Field(description='the algorithm, such as {"name": "ppo", "cfg": {...}}')
 
     def replace(self, **changes: Any) -> "Config":
-        """A copy with dotted keys changed, checked again: `cfg.replace(**{"trainer.seed": 3})`."""
+        """Return a checked copy with dotted keys changed: `cfg.replace(**{"trainer.seed": 3})`."""
         return config_from_dict(self.model_dump(mode="json"), "replace", changes)
 
 
@@ -214,31 +222,31 @@ _SIZES = {name: TrainerConfig.model_fields[name].default for name in ("buffer_si
 def config_from_dict(
     data: Any, source: str = "config", overrides: Mapping[str, Any] | None = None, folder: Path = Path()
 ) -> Config:
-    """A checked Config, or a ConfigError with one line per fault.
+    """Return a checked Config, or raise a ConfigError with one line per fault.
 
-    Keys that have no meaning here (`ecrl.config.inert.INERT`) are taken out, each with a UserWarning that names it.
+    Keys that have no meaning here (`ecrl.config.inert.INERT`) are removed, each with a UserWarning that names it.
 
     Args:
         data: the four sections.
-        source: where the data are from; starts each line of the error.
+        source: origin of the data, such as a file name; it starts each line of the error.
         overrides: values by dotted key, such as `{"trainer.seed": 3}`; they win.
-        folder: where a relative `trainer.gym_config` is looked for after the working directory.
+        folder: searched for a relative `trainer.gym_config` after the working directory.
     """
     if not isinstance(data, dict):
         return checked(Config, data, source)
     try:
         draft = translated(data, overrides or {}, folder, _SIZES)
-        made = checked(Config, draft.data, source, draft.faults, draft.where)
+        config = checked(Config, draft.data, source, draft.faults, draft.source_path)
     except RecursionError:
         raise ConfigError(f"{source}: not a config: nested too deeply") from None
     for path, reason in draft.inert:
-        name = draft.where(tuple(key if isinstance(key, int) else key_text(key) for key in path))
+        name = draft.source_path(tuple(key if isinstance(key, int) else key_text(key) for key in path))
         warnings.warn(f"{name} has no meaning here ({reason}); ignored", stacklevel=2)
-    return made
+    return config
 
 
 def env_choice(name: str, overrides: Mapping[str, Any]) -> EnvChoice:
-    """An environment by name, with values by dotted key such as `{"env.cfg.gravity": 5.0}`.
+    """Return an environment by name, with overrides by dotted key such as `{"env.cfg.gravity": 5.0}`.
 
     Raises: ConfigError, one line per fault.
 
@@ -247,7 +255,7 @@ def env_choice(name: str, overrides: Mapping[str, Any]) -> EnvChoice:
     """
     for key in overrides:
         if not key.startswith("env."):
-            raise ConfigError(f"{key}: only keys of env, such as env.cfg.max_episode_steps, belong to an environment")
+            raise ConfigError(f"{key}: expected a key of the environment, such as env.cfg.max_episode_steps")
     draft = translated({"env": {"name": name}}, overrides, Path(), {})
     return checked(EnvChoice, draft.data["env"], "", draft.faults, lambda path: dotted(("env", *path)))
 
@@ -283,15 +291,15 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Mapping[str, 
 
 
 def _leaves(data: Any, path: str = "") -> dict[str, str]:
-    """Values by dotted key, as JSON; lists are values."""
+    """Return the values by dotted key, as JSON. A list is one value."""
     if not isinstance(data, dict):
         return {path: json.dumps(data)}
-    deeper = (_leaves(value, f"{path}.{key}" if path else key) for key, value in data.items())
-    return {key: text for leaves in deeper for key, text in leaves.items()}
+    nested = (_leaves(value, f"{path}.{key}" if path else key) for key, value in data.items())
+    return {key: text for leaves in nested for key, text in leaves.items()}
 
 
 def diff(a: Config, b: Config) -> list[str]:
-    """Where two configs differ, a line per key: `trainer.seed: 1 -> 3`; "absent" where one has no such key.
+    """List the differences of two configs, a line per key: `trainer.seed: 1 -> 3`; a missing key is "absent".
 
     >>> cfg = load_config("cartpole_ppo")
     >>> diff(cfg, cfg.replace(**{"trainer.seed": 3, "env.name": "probe_delay"}))[:2]
@@ -303,5 +311,5 @@ def diff(a: Config, b: Config) -> list[str]:
 
 
 def total_steps(cfg: Config, world_size: int) -> int:
-    """Environment steps of the whole run, over all ranks."""
+    """Number of environment steps of the whole run, over all ranks."""
     return cfg.trainer.iterations * cfg.trainer.buffer_size * cfg.trainer.num_envs * world_size

@@ -1,4 +1,4 @@
-"""Strict pydantic models whose faults read well: all at once, one line each, in the words of who writes JSON."""
+"""Strict pydantic models with readable errors: all faults at once, one line each, in the terms of JSON."""
 
 import re
 from collections import Counter
@@ -21,7 +21,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from ecrl.errors import ConfigError
 from ecrl.registry import did_you_mean
 
-_SAYS = {  # pydantic's kinds of faults, in the words of someone who writes JSON
+_MESSAGES = {  # pydantic's error type -> the message, in the terms of JSON
     "missing": "missing",
     "model_type": "expected an object",
     "dict_type": "expected an object",
@@ -44,14 +44,14 @@ _SAYS = {  # pydantic's kinds of faults, in the words of someone who writes JSON
     "too_short": "expected at least {min_length} entries",
     "recursion_depth_exceeded": "nested too deeply",
 }
-_KIND = "kind"  # of faults that `by_kind` finds
+_KIND = "kind"  # error type of `by_kind`
 
 NUMBER, LIST, OBJECT = Tag("<number>"), Tag("<list>"), Tag("<object>")
-"""Which of the types of a key is for what is written so; see `by_kind`."""
+"""Tags for the types of a key that takes several kinds of JSON values; see `by_kind`."""
 
 
 def shown(value: Any) -> str:
-    """A value as its writer knows it, short, on one line.
+    """Show a value in a message as JSON's users know it: short and on one line.
 
     >>> [shown(x) for x in (None, True, 1.5, "a", [[1]], {})]
     ['null', 'true', '1.5', "'a'", 'a list', 'an object']
@@ -84,7 +84,7 @@ def _kind_of(value: Any) -> str | None:
 
 
 def by_kind(expected: str) -> Discriminator:
-    """For a key of several types: what is written chooses one, of which alone faults are told.
+    """Discriminate the types of a key by the kind of JSON value, so that errors concern that type only.
 
     >>> Numbers = Annotated[Annotated[float, NUMBER] | Annotated[list[float], LIST], by_kind("a number or a list")]
     >>> class Bounds(ConfigModel):
@@ -97,14 +97,14 @@ def by_kind(expected: str) -> Discriminator:
 
 
 def key_text(key: Any) -> str:
-    """A key as part of a path; quoted where it would not read as one."""
+    """Return a key as part of a path, quoted unless it is a plain word."""
     if isinstance(key, str):
         return key if re.fullmatch(r"[\w-]{1,60}", key) else shown(key)
     return repr(key)
 
 
 def term_text(section: str, name: str, func: str) -> str:
-    """Where a term or an event is in a config, as messages begin.
+    """Return the place of a term or an event in a config, as the start of a message.
 
     >>> term_text("env.cfg.events", "of my own", "push")
     "env.cfg.events.'of my own' (push)"
@@ -112,36 +112,36 @@ def term_text(section: str, name: str, func: str) -> str:
     return f"{section}.{key_text(name)} ({func})"
 
 
-Loc = tuple[str | int, ...]  # of a key: names and list indices
-Fault = tuple[Loc, str]  # where, and what is wrong there
+Loc = tuple[str | int, ...]  # path of a key: names and list indices
+Fault = tuple[Loc, str]  # the path, and the message
 
 
 def fault_at(path: Loc, message: str) -> InitErrorDetails:
-    """A fault of our own wording, for `ValidationError.from_exception_data`."""
+    """Return a fault with our own message, for `ValidationError.from_exception_data`."""
     return InitErrorDetails(type=PydanticCustomError("fault", "{text}", {"text": message}), loc=path, input=None)
 
 
-def explained(model: type[BaseModel], error: ValidationError) -> list[Fault]:
-    """What pydantic found in a section: where, and what was expected, what was given and what the key means."""
-    found = []
+def explain(model: type[BaseModel], error: ValidationError) -> list[Fault]:
+    """Turn pydantic's errors into faults: the path, the expected and given values, and the key's description."""
+    faults = []
     for fault in error.errors(include_url=False):
         place = tuple(part for part in fault["loc"] if part not in (NUMBER.tag, LIST.tag, OBJECT.tag))
-        place = place[:1] if fault["type"] == "recursion_depth_exceeded" else place  # the rest would fill a page
-        key, *deeper = place or ("",)
-        own = isinstance(key, str) and key in model.model_fields and all(isinstance(index, int) for index in deeper)
-        about = model.model_fields[str(key)].description if own else None
+        place = place[:1] if fault["type"] == "recursion_depth_exceeded" else place  # the whole path would fill a page
+        key, *indices = place or ("",)
+        is_own = isinstance(key, str) and key in model.model_fields and all(isinstance(index, int) for index in indices)
+        about = model.model_fields[str(key)].description if is_own else None
         message = re.sub("^(Value error|Assertion failed), ", "", fault["msg"])
-        if fault["type"] in _SAYS:
-            message = _SAYS[fault["type"]].format_map(fault.get("ctx", {}))
-        if fault["type"] in (*_SAYS, _KIND):
+        if fault["type"] in _MESSAGES:
+            message = _MESSAGES[fault["type"]].format_map(fault.get("ctx", {}))
+        if fault["type"] in (*_MESSAGES, _KIND):
             message += f", got {shown(fault['input'])}" if fault["type"] != "missing" else ""
             message += f"; {about}" if about else ""
-        found.append((place, message))
-    return found
+        faults.append((place, message))
+    return faults
 
 
 def _hashable(value: Any) -> Any:
-    """What can be hashed of a value, and is equal for equal values: of lists and dicts their contents."""
+    """Return a hashable form of a value; equal values give equal forms."""
     match value:
         case BaseModel():
             return type(value), tuple(_hashable(value.__dict__.get(name)) for name in type(value).model_fields)
@@ -155,13 +155,13 @@ def _hashable(value: Any) -> Any:
 
 
 class ConfigModel(BaseModel):
-    """A section of the config: frozen, hashable, strict; refuses unknown keys with the nearest known one."""
+    """A section of the config: frozen, hashable and strict. An unknown key is refused, naming the nearest known one."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
     other_names: ClassVar[dict[str, str]] = {}
-    """Further names of keys, each with the key it means."""
+    """Alternative name -> the key that it means."""
     inert: ClassVar[dict[str, str]] = {}
-    """Keys of other systems' configs that have no meaning here, and why each has none."""
+    """Key of another system's config that has no meaning here -> the reason."""
 
     @model_validator(mode="wrap")
     @classmethod
@@ -175,19 +175,19 @@ class ConfigModel(BaseModel):
                 near = did_you_mean(key, [*cls.model_fields, *cls.other_names])
                 faults.append(fault_at((key_text(key),), f"unknown key; {near}"))
             elif name in known or (name != key and name in data):
-                faults.append(fault_at((key_text(key),), f"another name of {name!r}, which is given too; keep one"))
+                faults.append(fault_at((key_text(key),), f"another name of {name!r}, which is also given; keep one"))
             else:
                 known[name] = value
         try:
-            made = handler(known)
+            section = handler(known)
         except ValidationError as error:
             written: dict[Any, Any] = {cls.other_names.get(key, key): key for key in data}
-            for path, message in explained(cls, error):
+            for path, message in explain(cls, error):
                 faults.append(fault_at((*(written.get(key, key) for key in path[:1]), *path[1:]), message))
             raise ValidationError.from_exception_data(cls.__name__, faults) from None
         if faults:
             raise ValidationError.from_exception_data(cls.__name__, faults)
-        return made
+        return section
 
     def __hash__(self) -> int:
         return hash(_hashable(self))
@@ -197,25 +197,25 @@ class ConfigModel(BaseModel):
 
 
 def known_keys(model: type[BaseModel]) -> set[str]:
-    """The keys that a section may have, under all their names."""
+    """Return the keys that a section may have, alternative names included."""
     return {*model.model_fields, *(model.other_names if issubclass(model, ConfigModel) else ())}
 
 
-def _single(value: float) -> float:
-    """Numbers become float32 tensors: one that turns into 0 or infinity there is refused."""
+def _check_float32(value: float) -> float:
+    """Refuse a number that becomes 0 or infinity in float32."""
     if value > 3.4e38 or 0.0 < value < 1.4e-45:
         raise ValueError(f"must be between 1.4e-45 and 3.4e38, got {value}")
     return value
 
 
-Positive = Annotated[float, Field(gt=0.0), AfterValidator(_single)]
-NonNegative = Annotated[float, Field(ge=0.0), AfterValidator(_single)]
+Positive = Annotated[float, Field(gt=0.0), AfterValidator(_check_float32)]
+NonNegative = Annotated[float, Field(ge=0.0), AfterValidator(_check_float32)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 
 
 class ObjectPairs(dict):
-    """An object of a file that remembers the keys it was given twice."""
+    """A JSON object that remembers which keys were given twice."""
 
     def __init__(self, pairs: Iterable[tuple[Any, Any]]):
         pairs = list(pairs)
@@ -224,11 +224,11 @@ class ObjectPairs(dict):
 
 
 def repeated(data: Any) -> list[Fault]:
-    """The keys given twice; a loop, since a file may be nested deeper than Python calls."""
-    found, rest, seen = [], [((), data)], set()
+    """List the keys given twice. It is a loop because a file may be nested deeper than Python can recurse."""
+    faults, rest, seen = [], [((), data)], set()
     while rest:
         path, part = rest.pop()
-        if not isinstance(part, dict | list) or id(part) in seen:  # YAML can name a part and use it again
+        if not isinstance(part, dict | list) or id(part) in seen:  # YAML aliases can repeat a part
             continue
         seen.add(id(part))
         if isinstance(part, list):
@@ -236,15 +236,15 @@ def repeated(data: Any) -> list[Fault]:
             continue
         rest += [((*path, key_text(key)), child) for key, child in part.items()]
         if isinstance(part, ObjectPairs):
-            found += [((*path, key_text(name)), "given twice; keep one") for name in part.repeated]
-    return found
+            faults += [((*path, key_text(name)), "given twice; keep one") for name in part.repeated]
+    return faults
 
 
 _QUOTED = re.compile(r"'.*'|\".*\"")
 
 
 def dotted(path: Loc) -> str:
-    """A path as it is written in messages.
+    """Write a path for a message.
 
     >>> dotted(("policy", "hidden_sizes", 0)), dotted(("events", "of my own"))
     ('policy.hidden_sizes[0]', "events.'of my own'")
@@ -261,24 +261,24 @@ def checked(
     model: type[Section],
     data: Any,
     source: str,
-    found: Iterable[Fault] = (),
-    where: Callable[[Loc], str] = dotted,
+    earlier_faults: Iterable[Fault] = (),
+    path_text: Callable[[Loc], str] = dotted,
 ) -> Section:
-    """`data` as `model`, or a ConfigError with one line per fault.
+    """Validate `data` as a `model`, or raise a ConfigError with one line per fault.
 
     Args:
-        model: what to check against.
-        data: as read.
-        source: starts each line, such as the file's name.
-        found: faults found earlier, told with the others; there is no second one of the same place.
-        where: writes a path.
+        model: the model to validate against.
+        data: the data as read.
+        source: start of each line, such as the file's name.
+        earlier_faults: faults from earlier steps, reported with the others; each path is reported once.
+        path_text: writes a path for a message.
     """
-    faults = list(found)
-    told = {where(path) for path, _ in faults}
+    faults = list(earlier_faults)
+    reported_paths = {path_text(path) for path, _ in faults}
     try:
-        made = model.model_validate(data)
+        section = model.model_validate(data)
         if not faults:
-            return made
+            return section
     except ValidationError as error:
-        faults += [fault for fault in explained(model, error) if where(fault[0]) not in told]
-    raise ConfigError("\n".join(": ".join(filter(None, (source, where(path), text))) for path, text in faults))
+        faults += [fault for fault in explain(model, error) if path_text(fault[0]) not in reported_paths]
+    raise ConfigError("\n".join(": ".join(filter(None, (source, path_text(path), text))) for path, text in faults))

@@ -1,40 +1,48 @@
-"""A config between reading and checking: plain data, where moved parts of it were written, what is wrong so far."""
+"""A config after reading and before checking: plain data, the origin of moved keys, and the faults found so far."""
 
 from typing import Any, NamedTuple
 
 from ecrl.config.model import Fault, Loc, dotted
 
-GONE = object()
+MISSING = object()
+"""Returned by `at` if a path has no value."""
 
 
 class Draft(NamedTuple):
-    """A config on its way: the data in our own keys, where moved parts were written, faults and inert keys so far."""
+    """A config on its way to the checks.
+
+    Attributes:
+        data: the config in ecrl's own keys.
+        origins: for each moved key, the name under which the user wrote it.
+        faults: found so far.
+        inert: keys without a meaning here that were removed so far, with the reason.
+    """
 
     data: dict[str, Any]
-    written: dict[Loc, str]
+    origins: dict[Loc, str]
     faults: list[Fault]
     inert: list[Fault]
 
-    def where(self, path: Loc) -> str:
-        """A path as its writer wrote it."""
+    def source_path(self, path: Loc) -> str:
+        """Return a path under the name that the user wrote."""
         for length in range(len(path), 0, -1):
-            if path[:length] in self.written:
+            if path[:length] in self.origins:
                 rest = dotted(path[length:])
-                return self.written[path[:length]] + ("" if rest[:1] in ("", "[") else ".") + rest
+                return self.origins[path[:length]] + ("" if rest[:1] in ("", "[") else ".") + rest
         return dotted(path)
 
 
 def at(data: Any, path: Loc) -> Any:
-    """What is at a path, or GONE."""
+    """Return the value at a path, or MISSING."""
     for key in path:
         if not isinstance(data, dict) or key not in data:
-            return GONE
+            return MISSING
         data = data[key]
     return data
 
 
 def put(data: dict, path: Loc, value: Any) -> dict:
-    """A copy with one key set; sections on the way are made if absent. KeyError names one that is no section."""
+    """Return a copy with one key set. Missing sections are created; KeyError names a key that is not a section."""
     key, *rest = path
     if not rest:
         return data | {key: value}
@@ -45,7 +53,7 @@ def put(data: dict, path: Loc, value: Any) -> dict:
 
 
 def without(data: Any, path: Loc) -> Any:
-    """A copy without a key that is there; on the way to it are sections and lists."""
+    """Return a copy without the key at `path`, which must exist. The path may lead through sections and lists."""
     key, *rest = path
     if rest and isinstance(data, dict):
         return data | {key: without(data[key], tuple(rest))}
@@ -54,6 +62,6 @@ def without(data: Any, path: Loc) -> Any:
     return {name: value for name, value in data.items() if name != key}
 
 
-def loc_of(path: str) -> Loc:
-    """A dotted key as a path."""
+def split_path(path: str) -> Loc:
+    """Return a dotted key as a path."""
     return tuple(path.split("."))

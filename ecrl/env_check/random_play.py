@@ -1,4 +1,4 @@
-"""Random play, for checking an environment: what it gave, and which of its inputs it wrote on."""
+"""Play an environment with random actions, and record its outputs and any writes on its inputs."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
@@ -17,7 +17,15 @@ _MASK = "action_mask"
 
 
 class Play(NamedTuple):
-    """The start `[N]`; states, actions and noise of all steps `[T, N]`; which function wrote on which input."""
+    """A random play.
+
+    Attributes:
+        start: the state after reset, `[N]`.
+        states: the state after each step, `[T, N]`.
+        actions: the action of each step, `[T, N]`.
+        noise: the noise of each step, `[T, N]`.
+        written: for `reset`, `draw` and `step`, the names of the inputs that the function wrote on.
+    """
 
     start: TensorDict
     states: TensorDict
@@ -27,7 +35,7 @@ class Play(NamedTuple):
 
 
 def random_actions(space: Space, keys: Tensor, obs: Any) -> Tensor:
-    """One action for each key, uniform over what the space and an action mask in `obs` allow; normal without bounds.
+    """Draw one action per key, uniform over the space and an action mask in `obs`; normal if there are no bounds.
 
     >>> random_actions(Discrete(3), rng.key(0).expand(2), TensorDict({"action_mask": torch.eye(3)[:2]}, [2]))
     tensor([0, 1])
@@ -46,31 +54,31 @@ def random_actions(space: Space, keys: Tensor, obs: Any) -> Tensor:
 
 
 def fields(tree: Any) -> dict[str, Tensor]:
-    """The tensors of a tree under dotted names."""
-    found, structure = flatten(tree)
-    return dict(zip(names(structure), found, strict=True))
+    """Return the tensors of a tree by dotted name."""
+    leaves, structure = flatten(tree)
+    return dict(zip(names(structure), leaves, strict=True))
 
 
-def _watched(written: list[str], fn: Callable[..., Any], **given: Any) -> Any:
-    """What `fn` gives; the names of its inputs that it wrote on, set or deleted join `written`."""
-    before = fields(given)
+def _record_writes(written: list[str], fn: Callable[..., Any], **inputs: Any) -> Any:
+    """Call `fn` and return its output; append the names of inputs that it changed, set or deleted to `written`."""
+    before = fields(inputs)
     versions = {name: x._version for name, x in before.items()}
-    out, after = fn(*given.values()), fields(given)
-    moved = [name for name, x in before.items() if after.get(name) is not x or x._version != versions[name]]
-    written += [name for name in (*moved, *(after.keys() - before.keys())) if name not in written]
+    out, after = fn(*inputs.values()), fields(inputs)
+    changed = [name for name, x in before.items() if after.get(name) is not x or x._version != versions[name]]
+    written += [name for name in (*changed, *(after.keys() - before.keys())) if name not in written]
     return out
 
 
 def play(env: Env, keys: Tensor, num_steps: int) -> Play:
-    """Take random actions in the environments of `keys` `[N]`; `env` starts its own episodes (`auto_reset`)."""
+    """Take random actions in the environments of `keys` `[N]`; `env` must reset itself (`auto_reset`)."""
     written: dict[str, list[str]] = {"reset": [], "draw": [], "step": []}
     index, times = torch.zeros_like(keys), torch.arange(num_steps, device=keys.device).unsqueeze(1)
-    start = _watched(written["reset"], env.reset, keys=keys.clone())
-    noise = _watched(written["draw"], env.draw, keys=rng.stream(keys, rng.ENV, index, times))
+    start = _record_writes(written["reset"], env.reset, keys=keys.clone())
+    noise = _record_writes(written["draw"], env.draw, keys=rng.stream(keys, rng.ENV, index, times))
 
     def step(state: TensorDict, row: tuple[Any, Tensor]) -> tuple[TensorDict, tuple[TensorDict, Tensor]]:
         action = random_actions(env.action_space, row[1], state["obs"])
-        state = _watched(written["step"], env.step, state=state, action=action, noise=row[0])
+        state = _record_writes(written["step"], env.step, state=state, action=action, noise=row[0])
         return state, (state, action)
 
     _, (states, actions) = scan(step, start, (noise, rng.stream(keys, rng.ACTION, index, times)))

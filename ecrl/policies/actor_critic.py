@@ -1,4 +1,4 @@
-"""The actor of `actor_only` and a critic network of its own."""
+"""The actor of `actor_only` and a separate critic network."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,7 +8,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl import rng
-from ecrl.policies.actor_only import ActorOnlyConfig, Names, actor_only, seen
+from ecrl.policies.actor_only import ActorOnlyConfig, Names, actor_only, visible_space
 from ecrl.policies.core import Policy, flatten
 from ecrl.policies.networks import NetworkConfig, make_network, seeded
 from ecrl.registry import register_policy
@@ -16,19 +16,19 @@ from ecrl.spaces import Space, flat_dim
 
 
 class ActorCriticConfig(ActorOnlyConfig):
-    """Networks of the policy; both must be given."""
+    """The actor and critic networks; both are required."""
 
     critic: NetworkConfig = Field(description='critic network, such as {"type": "mlp", "network_cfg": {...}}')
     critic_obs: Names | None = Field(
-        default=None, description="parts of a Dict observation the critic sees; all if absent"
+        default=None, description="parts of a Dict observation that the critic gets; all if absent"
     )
 
 
 @register_policy("actor_critic")
 def actor_critic(cfg: ActorCriticConfig, observation_space: Space, action_space: Space) -> Policy:
-    """Params: those of `actor_only`, and `critic` under its module's names."""
+    """Build the policy. Its params are the params of `actor_only`, and `critic` under the module's names."""
     actor = actor_only(cfg, observation_space, action_space)
-    space = seen(observation_space, cfg.critic_obs, "critic_obs")
+    space = visible_space(observation_space, cfg.critic_obs, "critic_obs")
     network = make_network(cfg.critic, flat_dim(space), 1, cfg.bf16, "policy.critic")
 
     def init(key: Tensor) -> TensorDict:

@@ -1,6 +1,6 @@
 """An actor network without a critic, for Box, Discrete and MultiDiscrete actions.
 
-Choices are masked by `obs["action_mask"]` where the observation space has one.
+If the observation space has an `action_mask`, it masks the logits of Discrete and MultiDiscrete actions.
 """
 
 from typing import Annotated, Any
@@ -22,23 +22,23 @@ Names = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
 
 
 class ActorOnlyConfig(PolicyConfig):
-    """The actor network and what it makes of its output."""
+    """The actor network and its action distribution."""
 
     actor: NetworkConfig = Field(description='actor network, such as {"type": "mlp", "network_cfg": {...}}')
     actor_obs: Names | None = Field(
-        default=None, description="parts of a Dict observation the actor sees; all if absent"
+        default=None, description="parts of a Dict observation that the actor gets; all if absent"
     )
     initial_log_std: float = Field(
         default=0.0,
         ge=LOG_STD_MIN,
         le=LOG_STD_MAX,
-        description="log standard deviation of Box actions at the start, -5 to 2",
+        description="initial log standard deviation of Box actions, -5 to 2",
     )
     squash: bool = Field(default=False, description="squash Box actions by tanh into their space")
 
 
-def seen(space: Space, names: tuple[str, ...] | None, key: str) -> Space:
-    """The part of an observation space that a network sees; `key` is the config key that chose it."""
+def visible_space(space: Space, names: tuple[str, ...] | None, key: str) -> Space:
+    """Return the part of an observation space that a network gets; `key` is the config key that selects it."""
     if names is None:
         return space
     if not isinstance(space, Dict):
@@ -52,10 +52,10 @@ def seen(space: Space, names: tuple[str, ...] | None, key: str) -> Space:
 
 @register_policy("actor_only")
 def actor_only(cfg: ActorOnlyConfig, observation_space: Space, action_space: Space) -> Policy:
-    """Params: `actor` under its module's names, and `log_std` `[A]` for Box actions."""
+    """Build the policy. Its params are `actor`, under the module's names, and `log_std` `[A]` for Box actions."""
     head, width = make_head(action_space, cfg.squash), head_width(action_space, cfg.action_dim)
-    masked = is_masked(observation_space, action_space)
-    space = seen(observation_space, cfg.actor_obs, "actor_obs")
+    has_mask = is_masked(observation_space, action_space)
+    space = visible_space(observation_space, cfg.actor_obs, "actor_obs")
     network = make_network(cfg.actor, flat_dim(space), width, cfg.bf16, "policy.actor")
 
     def init(key: Tensor) -> TensorDict:
@@ -65,6 +65,6 @@ def actor_only(cfg: ActorOnlyConfig, observation_space: Space, action_space: Spa
 
     def output(params: TensorDict, obs: Any) -> tuple[Tensor | None, Tensor]:
         out = network.forward(params["actor"], flatten(obs, space))
-        return params.get("log_std", None), k.mask_logits(out, obs["action_mask"]) if masked else out
+        return params.get("log_std", None), k.mask_logits(out, obs["action_mask"]) if has_mask else out
 
     return headed(head, init, output)

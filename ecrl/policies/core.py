@@ -13,20 +13,20 @@ from ecrl.spaces import Box, Dict, Discrete, MultiDiscrete, Space, element_shape
 
 @dataclass(frozen=True)
 class Policy:
-    """Functions of one policy.
+    """Pure functions that make up a policy.
 
-    `carry` is the policy's memory, an empty TensorDict for feed-forward ones.
+    `carry` is the policy's memory, an empty TensorDict for feed-forward policies.
 
     Attributes:
         init: 0-d key -> params.
         draw: keys `[*B]` -> noise `[*B, ...]` of an action.
-        act: (params, carry, obs, noise) -> (carry, out), `out` with `action` and `sample_log_prob`; noise None gives
-            the deterministic action.
+        act: (params, carry, obs, noise) -> (carry, out); `out` has `action` and `sample_log_prob`. With noise None,
+            the action is deterministic.
         evaluate: (params, carry, obs, action, done) -> (log_prob, entropy), nats.
         value: (params, carry, obs) -> V `[*B]`; None without a critic.
         norm_init: device -> the statistics of `normalized` before the first step.
-        norm_update: (statistics, obs, mask) -> those with a batch.
-        compiles: False where a module draws its own numbers.
+        norm_update: (statistics, obs, mask) -> the statistics updated with a batch.
+        compiles: False if a module draws its own random numbers.
     """
 
     init: Callable[[Tensor], TensorDict]
@@ -40,14 +40,15 @@ class Policy:
 
 
 def acting_params(params: TensorDict, norm: TensorDict) -> TensorDict:
-    """What a policy's functions take as `params`: its parameters and, as `norm`, its observation statistics if any."""
+    """Return the `params` of a policy's functions: its parameters and, under `norm`, its observation statistics."""
     return params.copy().set("norm", norm["obs"]) if "obs" in norm else params.copy()
 
 
 def flatten(obs: Any, space: Space) -> Tensor:
-    """An observation as float features `[*B, flat_dim(space)]`.
+    """Flatten an observation to float features `[*B, flat_dim(space)]`.
 
-    Elements of a Box, a one-hot per Discrete, a Dict's parts in order of name without `action_mask`.
+    A Box gives its elements and a Discrete a one-hot vector. A Dict gives its parts in order of name, without
+    `action_mask`.
 
     >>> from ecrl.spaces import box, dict_space
     >>> space = dict_space({"b": box(0.0, 1.0, 2), "a": box(0.0, 1.0)})
@@ -68,7 +69,7 @@ def flatten(obs: Any, space: Space) -> Tensor:
 
 
 def one_batch(obs: Any, space: Space) -> tuple[Any, torch.Size]:
-    """An observation `[*B, ...]` with one batch axis, as modules want it, and `B`.
+    """Reshape an observation `[*B, ...]` to one batch axis, as modules expect; return it with `B`.
 
     >>> from ecrl.spaces import box
     >>> rows, batch = one_batch(torch.zeros(5, 6, 3, 8, 8), box(0.0, 1.0, 3, 8, 8))
@@ -85,11 +86,11 @@ def one_batch(obs: Any, space: Space) -> tuple[Any, torch.Size]:
 
 
 def example(space: Space) -> Any:
-    """Two observations of a space, all zeros, with every choice allowed: to see what a module makes of them."""
+    """Return two all-zero observations of a space, with every choice allowed, to try a module with."""
     if isinstance(space, Dict):
         parts = {name: example(part) for name, part in space.items}
-        hidden = (
+        mask = (
             {"action_mask": torch.ones_like(parts["action_mask"], dtype=torch.bool)} if "action_mask" in parts else {}
         )
-        return TensorDict(parts | hidden, [2])
+        return TensorDict(parts | mask, [2])
     return torch.zeros(2, *element_shape(space), dtype=None if isinstance(space, Box) else torch.int64)

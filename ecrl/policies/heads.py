@@ -1,7 +1,7 @@
-"""What an action space makes of an actor's output: how to draw noise, act, and judge an action.
+"""Policy heads: the action distribution of each action space, as functions of the actor's output.
 
-Box: a diagonal Gaussian with a state-independent log-std, plain or squashed by tanh into the space. Discrete and
-MultiDiscrete: categoricals.
+A Box has a diagonal Gaussian with a state-independent log-std, plain or squashed by tanh into the space. Discrete and
+MultiDiscrete have categorical distributions.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0
 
 
 class Head(NamedTuple):
-    """Functions of (log_std, output, ...), where `output` `[*B, A]` is a mean or logits, and log_std None for those."""
+    """Functions of (log_std, output, ...). `output` `[*B, A]` is a mean, or logits; with logits, log_std is None."""
 
     noise: Callable[[Tensor], Tensor]
     sample: Callable[..., Tensor]
@@ -32,52 +32,53 @@ class Head(NamedTuple):
 
 
 def bounded(log_std: Tensor) -> Tensor:
-    """The value held in its bounds; the gradient passes, so that a parameter outside can come back."""
+    """Clamp the log-std to its bounds. The gradient passes unchanged, so a parameter outside can move back."""
     return log_std + (log_std.clamp(LOG_STD_MIN, LOG_STD_MAX) - log_std).detach()
 
 
-def _shaped(action: Tensor, space: Box) -> Tensor:
+def _to_space_shape(action: Tensor, space: Box) -> Tensor:
     return action.reshape((*action.shape[:-1], *space.shape))
 
 
-def _flat(action: Tensor, space: Box) -> Tensor:
+def _to_flat(action: Tensor, space: Box) -> Tensor:
     return action.reshape(*action.shape[: action.ndim - len(space.shape)], flat_dim(space))
 
 
 def normal_head(space: Box) -> Head:
-    """A diagonal Gaussian, not bounded by the space."""
+    """Return a diagonal Gaussian head that ignores the bounds of the space."""
     return Head(
         noise=lambda keys: rng.normal(keys, (flat_dim(space),)),
-        sample=lambda log_std, mean, noise: _shaped(k.normal_sample(mean, bounded(log_std), noise), space),
-        mode=lambda log_std, mean: _shaped(k.normal_mode(mean), space),
-        log_prob=lambda log_std, mean, action: k.normal_log_prob(mean, bounded(log_std), _flat(action, space)),
+        sample=lambda log_std, mean, noise: _to_space_shape(k.normal_sample(mean, bounded(log_std), noise), space),
+        mode=lambda log_std, mean: _to_space_shape(k.normal_mode(mean), space),
+        log_prob=lambda log_std, mean, action: k.normal_log_prob(mean, bounded(log_std), _to_flat(action, space)),
         entropy=lambda log_std, mean: k.normal_entropy(mean, bounded(log_std)),
     )
 
 
 def squashed_head(space: Box) -> Head:
-    """A Gaussian squashed into the space: `action = centre + half_width * tanh(latent)`.
+    """Return a Gaussian head squashed into the space: `action = centre + half_width * tanh(latent)`.
 
-    The log-probability is of `tanh(latent)`; the constant `sum(log(half_width))` is left out, as ratios and gradients
-    do not see it. It is computed from the action in both places, so acting and judging agree where tanh saturates.
+    The log-probability is that of `tanh(latent)`. It leaves out the constant `sum(log(half_width))`, which changes
+    neither ratios nor gradients. Acting and evaluating both compute it from the action, so they agree even where tanh
+    saturates.
     """
     if not all(isfinite(bound) for bound in (*space.low, *space.high)):
         raise ConfigError("policy.squash: the action space has no finite bounds to squash into; use clip_actions")
 
-    def scaled(unit: Tensor) -> Tensor:
+    def scale_to_space(unit: Tensor) -> Tensor:
         low, high = unit.new_tensor(space.low), unit.new_tensor(space.high)
         action = (high + low) / 2.0 + (high - low) / 2.0 * unit
-        return _shaped(action.clamp(low, high), space)  # rounding may leave the space
+        return _to_space_shape(action.clamp(low, high), space)  # rounding may step outside of the space
 
     def log_prob(log_std: Tensor, mean: Tensor, action: Tensor) -> Tensor:
         low, high = action.new_tensor(space.low), action.new_tensor(space.high)
-        unit = (_flat(action, space) - (high + low) / 2.0) / ((high - low) / 2.0)
+        unit = (_to_flat(action, space) - (high + low) / 2.0) / ((high - low) / 2.0)
         return k.tanh_normal_log_prob(mean, bounded(log_std), k.tanh_normal_latent(unit))
 
     return Head(
         noise=lambda keys: rng.normal(keys, (flat_dim(space),)),
-        sample=lambda log_std, mean, noise: scaled(k.tanh_normal_sample(mean, bounded(log_std), noise).action),
-        mode=lambda log_std, mean: scaled(k.tanh_normal_mode(mean)),
+        sample=lambda log_std, mean, noise: scale_to_space(k.tanh_normal_sample(mean, bounded(log_std), noise).action),
+        mode=lambda log_std, mean: scale_to_space(k.tanh_normal_mode(mean)),
         log_prob=log_prob,
         entropy=lambda log_std, mean: k.tanh_normal_entropy(mean, bounded(log_std)),
     )
@@ -105,29 +106,32 @@ def _multi_discrete_head(space: MultiDiscrete) -> Head:
 
 
 def make_head(space: Space, squash: bool) -> Head:
-    """The head of an action space. Raises ConfigError for a space that has none, or none to squash into."""
+    """Return the head of an action space.
+
+    Raises: ConfigError for an unsupported space, or if `squash` is set and the space cannot be squashed into.
+    """
     match space:
         case Box():
             return squashed_head(space) if squash else normal_head(space)
         case Discrete() | MultiDiscrete() if squash:
-            raise ConfigError(f"policy.squash: there is nothing to squash in actions of {space}; leave it out")
+            raise ConfigError(f"policy.squash: expected Box actions, got {space}; leave it out")
         case Discrete():
             return _categorical_head(space)
         case MultiDiscrete():
             return _multi_discrete_head(space)
-    raise ConfigError(f"policy: no actions for {space}; known: Box, Discrete, MultiDiscrete")
+    raise ConfigError(f"policy: actions of {space} are not supported; known: Box, Discrete, MultiDiscrete")
 
 
 def is_masked(observation_space: Space, action_space: Space) -> bool:
-    """Whether observations have an `action_mask`; ConfigError if they do beside Box actions."""
+    """Return True if observations have an `action_mask`. Raise ConfigError if the actions are a Box then."""
     masked = isinstance(observation_space, Dict) and "action_mask" in dict(observation_space.items)
     if masked and isinstance(action_space, Box):
-        raise ConfigError("policy: obs['action_mask'] hides choices of Discrete and MultiDiscrete actions, not of Box")
+        raise ConfigError("policy: obs['action_mask'] needs Discrete or MultiDiscrete actions, got Box")
     return masked
 
 
 def head_width(space: Space, action_dim: int | None) -> int:
-    """Outputs that the head of an action space needs; a configured `action_dim` must equal it."""
+    """Return the number of outputs that the head of an action space needs; a configured `action_dim` must equal it."""
     width = flat_dim(space)
     if action_dim not in (None, width):
         raise ConfigError(
@@ -138,7 +142,7 @@ def head_width(space: Space, action_dim: int | None) -> int:
 
 
 def initial_log_std(space: Space, value: float) -> dict[str, Tensor]:
-    """The parameter of a Box head; nothing for others."""
+    """Return the `log_std` parameter of a Box head; an empty dict for other heads."""
     return {"log_std": torch.full((flat_dim(space),), value)} if isinstance(space, Box) else {}
 
 
@@ -148,7 +152,7 @@ def headed(
     output: Callable[[TensorDict, Any], tuple[Tensor | None, Tensor]],
     value: Callable[[TensorDict, TensorDict, Any], Tensor] | None = None,
 ) -> Policy:
-    """The policy of a head on `output(params, obs) -> (log_std, mean or logits)`; log_std is None for choices."""
+    """Build the policy of a head and `output(params, obs) -> (log_std, mean or logits)`; log_std is None for logits."""
 
     def act(params: TensorDict, carry: TensorDict, obs: Any, noise: Tensor | None) -> tuple[TensorDict, TensorDict]:
         log_std, out = output(params, obs)

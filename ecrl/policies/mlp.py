@@ -1,4 +1,4 @@
-"""The perceptron, `{"type": "mlp", "network_cfg": {"hidden_sizes": [64, 64], ...}}`."""
+"""Multilayer perceptron: `{"type": "mlp", "network_cfg": {"hidden_sizes": [64, 64], ...}}`."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -26,11 +26,11 @@ Width = Annotated[int, Field(ge=1, le=65536)]
 
 
 class MLPConfig(ConfigModel):
-    """Layers of a perceptron."""
+    """Layers of a multilayer perceptron."""
 
     hidden_sizes: Annotated[tuple[Width, ...], Field(strict=False)] = Field(description="width of each hidden layer")
-    activation: Activation = Field("elu", description="after each hidden layer")
-    last_activation: Activation | None = Field(None, description="after the output layer")
+    activation: Activation = Field("elu", description="activation after each hidden layer")
+    last_activation: Activation | None = Field(None, description="activation after the output layer; none if absent")
     use_layernorm: bool = Field(False, description="normalise each hidden layer before its activation")
     dropout_p: float = Field(0.0, description="must be 0")
     orthogonal_init: Positive | Annotated[tuple[Positive, ...], Field(strict=False)] | None = Field(
@@ -42,7 +42,7 @@ class MLPConfig(ConfigModel):
     def _no_dropout(cls, p: float) -> float:
         if p != 0.0:
             raise ValueError(
-                f"dropout_p={p} is refused: dropout makes the probability ratio of the same action random, "
+                f"dropout_p={p}, expected 0: dropout makes the probability ratio of the same action random, "
                 "so clipping and KL measure noise; use 0"
             )
         return p
@@ -62,7 +62,7 @@ class MLPConfig(ConfigModel):
 
 @register_network("mlp")
 def build_mlp(cfg: MLPConfig, inputs: int, outputs: int) -> nn.Sequential:
-    """Linear layers, each hidden one followed by an optional LayerNorm and the activation; fresh weights.
+    """Build linear layers with new weights; an optional LayerNorm and the activation follow each hidden layer.
 
     >>> build_mlp(MLPConfig(hidden_sizes=[8], activation="tanh"), 3, 2)
     Sequential(

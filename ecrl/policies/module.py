@@ -1,7 +1,7 @@
-"""Any `nn.Module` as a policy: one whose `forward` gives what a distribution is made of, or one that acts for itself.
+"""Build a policy from any `nn.Module`: its `forward` returns distribution parameters, or its own methods act.
 
-A module sees observations as their space has them, `[B, *shape]` of a Box, int64 of choices, a TensorDict of a Dict,
-always with one batch axis. Its weights are `params["module"]`, under the names of its `state_dict`.
+A module gets observations with one batch axis: `[B, *shape]` for a Box, int64 for Discrete and MultiDiscrete, and a
+TensorDict for a Dict. Its weights are `params["module"]`, under the names of its `state_dict`.
 """
 
 from collections.abc import Callable
@@ -30,29 +30,37 @@ def module_policy(
     *,
     squash: bool = False,
 ) -> Policy:
-    """The policy of the modules that `make` builds, for a function registered with `register_policy`.
+    """Build a policy from the modules that `make` builds, inside a function registered with `register_policy`.
 
-    A module with `forward(obs)` alone returns `(output, value)` or `(output, value, log_std)`: `output` `[B, A]` is
-    the mean of Box actions, flattened, or the logits of choices, one after another; `value` `[B]`, or None without a
-    critic; `log_std` `[A]` or `[B, A]`, held within -5 and 2, is that of Box actions, and may instead be a parameter of
-    the module by this name. Choices are masked by `obs["action_mask"]` where there is one.
+    A module that defines only `forward(obs)` returns `(output, value)` or `(output, value, log_std)`:
 
-    A module with `get_action(tensordict, deterministic=False)` and `evaluate_actions(tensordict)`, and `get_value(
-    tensordict)` if it has a critic, acts for itself. They read "obs" (and "action") `[B, ...]`, and write into the
-    tensordict, or return in one, "action" and "sample_log_prob"; "log_prob" and "entropy"; "value", each `[B]`. What it
-    draws from torch's global generator is seeded from the key of the first environment, so that equal keys give equal
-    actions; this runs eager. If `get_action` takes `noise` too, it gets `[B, A]` standard normal numbers for Box
-    actions and Gumbel ones for choices (None if deterministic), must draw nothing else, and runs compiled.
+    - `output` `[B, A]`: the mean of Box actions, flattened, or the concatenated logits of discrete actions;
+    - `value` `[B]`, or None without a critic;
+    - `log_std` `[A]` or `[B, A]`, for Box actions, clamped to -5 and 2. A module parameter of this name may replace it.
+
+    If the observations have an `action_mask`, it masks the logits.
+
+    A module may instead define its own methods. Each takes a tensordict with "obs" `[B, ...]`, and writes its outputs
+    into the tensordict or returns them in one:
+
+    - `get_action(tensordict, deterministic=False)` writes "action" and "sample_log_prob" `[B]`;
+    - `evaluate_actions(tensordict)` also reads "action", and writes "log_prob" and "entropy", each `[B]`;
+    - `get_value(tensordict)` writes "value" `[B]`. It is defined only if there is a critic.
+
+    Such a module draws from torch's global generator, which is seeded from the key of the first environment, so that
+    equal keys give equal actions. This form is not compiled. If `get_action` also takes `noise`, it must draw nothing
+    else and is compiled. It then gets `[B, A]` standard normal numbers for Box actions, Gumbel numbers for discrete
+    actions, or None if deterministic.
 
     Args:
-        make: builds the module with fresh weights.
-        cfg: of the policy; `bf16` and `action_dim` are used here.
-        observation_space: what the module sees.
-        action_space: what it acts in.
-        squash: squash Box actions by tanh into their space; for modules with `forward` alone.
+        make: builds the module with new weights.
+        cfg: the policy's config; `bf16` and `action_dim` are used here.
+        observation_space: space of the module's observations.
+        action_space: space of its actions.
+        squash: squash Box actions by tanh into their space; only for modules that define only `forward`.
 
-    Raises: ConfigError naming the method and field that is missing or has another shape, or a layer in training mode
-        that makes outputs depend on the batch or on chance, such as BatchNorm.
+    Raises: ConfigError for a method's field that is missing or has another shape, and for a layer whose output depends
+        on the batch or on chance, such as BatchNorm in training mode.
 
     >>> from ecrl import rng, spaces
     >>> class Net(nn.Module):
@@ -69,19 +77,21 @@ def module_policy(
     """
     name = f"policy {cfg.name!r}"
     net, width = pure(make, name, cfg.bf16), head_width(action_space, cfg.action_dim)
-    told = f"{name}: {type(net.module).__name__}"
+    label = f"{name}: {type(net.module).__name__}"
     if not hasattr(net.module, "get_action"):
-        return _forward_policy(net, told, observation_space, action_space, width, squash)
+        return _forward_policy(net, label, observation_space, action_space, width, squash)
     if squash:
-        raise ConfigError(f"{told}.get_action makes its own actions; squash is for modules with forward alone")
-    return acting_policy(net, told, observation_space, action_space)
+        raise ConfigError(
+            f"{label}.get_action makes its own actions; leave squash out, it is for modules with only forward"
+        )
+    return acting_policy(net, label, observation_space, action_space)
 
 
 def _forward_policy(
-    net: Pure, told: str, observation_space: Space, action_space: Space, width: int, squash: bool
+    net: Pure, label: str, observation_space: Space, action_space: Space, width: int, squash: bool
 ) -> Policy:
     head, masked = make_head(action_space, squash), is_masked(observation_space, action_space)
-    critic = _check_forward(net, told, observation_space, action_space, width)
+    critic = _check_forward(net, label, observation_space, action_space, width)
 
     def outputs(params: TensorDict, obs: Any) -> tuple[Tensor, Any, Tensor | None]:
         rows, batch = one_batch(obs, observation_space)
@@ -103,24 +113,28 @@ def _forward_policy(
     return headed(head, initial(net), output, value if critic else None)
 
 
-def _check_forward(net: Pure, told: str, observation_space: Space, action_space: Space, width: int) -> bool:
-    """Call a module once, to say by name what it should have returned; whether it has a critic."""
-    weights, told_forward = cast(TensorDict, initial(net)(rng.key(0))["module"]), f"{told}.forward"
+def _check_forward(net: Pure, label: str, observation_space: Space, action_space: Space, width: int) -> bool:
+    """Call a module once and check its outputs. Return True if it has a critic."""
+    weights, forward_label = cast(TensorDict, initial(net)(rng.key(0))["module"]), f"{label}.forward"
     with torch.no_grad(), seeded(rng.key(0)):
         out = net.forward(weights, example(observation_space))
     if not isinstance(out, tuple) or len(out) not in (2, 3):
         given = f"{len(out)} values" if isinstance(out, tuple) else type(out).__name__
-        raise ConfigError(f"{told_forward} returns {given}, expected (output, value) or (output, value, log_std)")
-    has_shape(f"{told_forward}: output", out[0], [2, width])
+        raise ConfigError(f"{forward_label} returns {given}, expected (output, value) or (output, value, log_std)")
+    has_shape(f"{forward_label}: output", out[0], [2, width])
     if out[1] is not None:
-        has_shape(f"{told_forward}: value", out[1], [2])
+        has_shape(f"{forward_label}: value", out[1], [2])
     if len(out) == 3:
         if not isinstance(action_space, Box):
-            raise ConfigError(f"{told_forward}: log_std is for Box actions, not {action_space}; return (output, value)")
-        has_shape(f"{told_forward}: log_std", out[2], [width], [2, width])
+            raise ConfigError(
+                f"{forward_label}: log_std is for Box actions, not {action_space}; return (output, value)"
+            )
+        has_shape(f"{forward_label}: log_std", out[2], [width], [2, width])
     elif isinstance(action_space, Box):
         if "log_std" not in weights:
-            advice = f"give the module `self.log_std = nn.Parameter(torch.zeros({width}))`, or return it third"
-            raise ConfigError(f"{told}: no log_std for Box actions; {advice}")
-        has_shape(f"{told}.log_std", weights["log_std"], [width])
+            advice = (
+                f"give the module `self.log_std = nn.Parameter(torch.zeros({width}))`, or return it as third output"
+            )
+            raise ConfigError(f"{label}: no log_std for Box actions; {advice}")
+        has_shape(f"{label}.log_std", weights["log_std"], [width])
     return out[1] is not None

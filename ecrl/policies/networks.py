@@ -1,6 +1,6 @@
-"""Modules as pure functions, and networks from a config block, `{"type": "mlp", "network_cfg": {...}}`.
+"""Turn modules into pure functions, and build networks from a config block `{"type": "mlp", "network_cfg": {...}}`.
 
-A type is a registered `make(cfg, inputs, outputs) -> nn.Module`; `make_network` turns the module into functions.
+`type` names a registered `make(cfg, inputs, outputs) -> nn.Module`; `make_network` turns the module into functions.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,10 +21,12 @@ from ecrl.registry import lookup
 
 
 class NetworkConfig(ConfigModel):
-    """A network by type."""
+    """A network: its registered type and its settings."""
 
-    type: str = Field(default="mlp", description='registered kind of network, such as "mlp"')
-    network_cfg: SerializeAsAny[BaseModel] = Field(description='its layers, such as {"hidden_sizes": [64, 64]}')
+    type: str = Field(default="mlp", description='registered network type, such as "mlp"')
+    network_cfg: SerializeAsAny[BaseModel] = Field(
+        description='settings of the network, such as {"hidden_sizes": [64, 64]}'
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -34,21 +36,21 @@ class NetworkConfig(ConfigModel):
 
 @contextmanager
 def seeded(key: Tensor) -> Iterator[None]:
-    """Torch's global generators seeded from a 0-d key, and put back afterwards.
+    """Seed torch's global generators from a 0-d key inside the block, and restore them afterwards.
 
-    Module initialisation draws from them, and so do modules that sample for themselves.
+    Module initialisation draws from these generators, and so do modules that sample their own actions.
     """
     cuda = [key.device] if key.device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda):
         seed = int(key)
-        torch.default_generator.manual_seed(seed)  # inside the fork: the caller's state comes back
+        torch.default_generator.manual_seed(seed)  # inside the fork, which restores the caller's state
         for device in cuda:
-            torch.cuda.default_generators[device.index or 0].manual_seed(seed)  # inside the fork, too
+            torch.cuda.default_generators[device.index or 0].manual_seed(seed)  # also inside the fork
         yield
 
 
 def _varies(layer: nn.Module) -> bool:
-    """Whether a layer's output depends on more than its weights and one row of input, as it is set."""
+    """Return True if a layer's output depends on more than its weights and one row of input in its present mode."""
     norm = nn.modules.batchnorm
     if isinstance(layer, norm._BatchNorm):
         return layer.training or layer.running_mean is None
@@ -61,7 +63,7 @@ def _varies(layer: nn.Module) -> bool:
 
 
 def check_module(module: nn.Module, name: str) -> None:
-    """Refuse layers whose output depends on more than weights and input: they would make equal inputs differ."""
+    """Refuse layers whose output depends on more than weights and input: equal inputs would give unequal outputs."""
     for path, layer in module.named_modules():
         if _varies(layer):
             how = "is in training mode" if layer.training else "keeps no running statistics"
@@ -72,8 +74,8 @@ def check_module(module: nn.Module, name: str) -> None:
             )
 
 
-class _Reached(nn.Module):
-    """A module whose every method `functional_call` can reach, as it only calls `forward`."""
+class _MethodCaller(nn.Module):
+    """Wrapper whose `forward` calls any method of a module, because `functional_call` only calls `forward`."""
 
     def __init__(self, module: nn.Module):
         super().__init__()
@@ -84,7 +86,7 @@ class _Reached(nn.Module):
 
 
 def floats_as(dtype: torch.dtype, out: Any) -> Any:
-    """Floating-point tensors in a dtype, anything else as it is."""
+    """Cast floating-point tensors to a dtype and return everything else unchanged."""
     if isinstance(out, tuple):
         return tuple(floats_as(dtype, part) for part in out)
     if isinstance(out, TensorDictBase):
@@ -95,8 +97,11 @@ def floats_as(dtype: torch.dtype, out: Any) -> Any:
 class Pure(NamedTuple):
     """A module as functions.
 
-    `init()`, to be called inside `seeded`, gives weights under the names of `state_dict`; `forward(weights, *inputs)`
-    calls the module, `call(weights, method, *inputs, **named)` one of its methods. `module` is its structure alone.
+    Attributes:
+        init: `init()` returns new weights under the names of `state_dict`; call it inside `seeded`.
+        forward: `forward(weights, *inputs)` calls the module.
+        call: `call(weights, method, *inputs, **named)` calls one of its methods.
+        module: the structure of the module, without weights.
     """
 
     init: Callable[[], TensorDict]
@@ -111,12 +116,12 @@ def _constants(module: nn.Module, trained: set[str]) -> dict[str, Tensor]:
 
 
 def pure(make: Callable[[], nn.Module], name: str, bf16: bool) -> Pure:
-    """The functions of the modules that `make` builds.
+    """Return the modules that `make` builds as pure functions.
 
-    Weights are the parameters that require a gradient; frozen ones and buffers are constants, as `make` gives them
-    under seed 0. With `bf16` the module runs in bfloat16 under autocast, and what it gives is cast back.
+    Weights are the parameters that require a gradient. Frozen parameters and buffers are constants, with their values
+    from `make` under seed 0. With `bf16` the module runs in bfloat16 under autocast, and its outputs are cast back.
 
-    Raises: ConfigError naming a layer that makes outputs depend on the batch or on chance, or if there are no weights.
+    Raises: ConfigError for a layer whose output depends on the batch or on chance, and if there are no weights.
     """
     with seeded(torch.zeros((), dtype=torch.int64)):
         module = make()
@@ -128,22 +133,24 @@ def pure(make: Callable[[], nn.Module], name: str, bf16: bool) -> Pure:
     tied = {n: first.setdefault(id(w), n) for n, w in module.named_parameters(remove_duplicate=False)}
     tied = {name: shared for name, shared in tied.items() if name != shared}
     module = deepcopy(module).to("meta")  # weights come with each call; `make` may hand out its own module
-    reached = _Reached(module)
+    caller = _MethodCaller(module)
 
     def init() -> TensorDict:
         fresh = {name: weight.detach().clone() for name, weight in make().named_parameters() if name in trained}
         return TensorDict(fresh, []).to("cpu")
 
     def call(weights: TensorDict, method: str, *inputs: Any, **named: Any) -> Any:
-        one = cast(Tensor, next(iter(weights.values())))
-        given = dict(weights.items()) | {name: constant.to(one.device) for name, constant in constants.items()}
-        given |= {name: given[shared] for name, shared in tied.items()}
-        given = {f"module.{name}": tensor for name, tensor in given.items()}
+        sample_weight = cast(Tensor, next(iter(weights.values())))
+        tensors = dict(weights.items()) | {
+            name: constant.to(sample_weight.device) for name, constant in constants.items()
+        }
+        tensors |= {name: tensors[shared] for name, shared in tied.items()}
+        tensors = {f"module.{name}": tensor for name, tensor in tensors.items()}
         if not bf16:
-            return functional_call(reached, given, (method, *inputs), named)
-        with torch.autocast(one.device.type, torch.bfloat16):
-            out = functional_call(reached, given, (method, *inputs), named)
-        return floats_as(one.dtype, out)
+            return functional_call(caller, tensors, (method, *inputs), named)
+        with torch.autocast(sample_weight.device.type, torch.bfloat16):
+            out = functional_call(caller, tensors, (method, *inputs), named)
+        return floats_as(sample_weight.dtype, out)
 
     def forward(weights: TensorDict, *inputs: Any) -> Any:
         return call(weights, "forward", *inputs)
@@ -152,9 +159,9 @@ def pure(make: Callable[[], nn.Module], name: str, bf16: bool) -> Pure:
 
 
 def make_network(cfg: NetworkConfig, inputs: int, outputs: int, bf16: bool, key: str = "network") -> Pure:
-    """The functions of a configured network: `forward` takes features `[*B, inputs]` to `[*B, outputs]`.
+    """Build a configured network as pure functions; `forward` maps features `[*B, inputs]` to `[*B, outputs]`.
 
-    `key` is where it stands in the config, for messages.
+    `key` is the network's place in the config, for messages.
 
     >>> net = make_network(NetworkConfig(network_cfg={"hidden_sizes": [8]}), 3, 2, False)
     >>> net.forward(net.init(), torch.zeros(5, 3)).shape
@@ -162,11 +169,11 @@ def make_network(cfg: NetworkConfig, inputs: int, outputs: int, bf16: bool, key:
     """
     make = lookup("network", cfg.type).make
 
-    def made() -> nn.Module:
+    def make_checked() -> nn.Module:
         try:
             with enough_memory(key, "make it smaller"):
                 return make(cfg.network_cfg, inputs, outputs)
         except ConfigError as error:
             raise ConfigError(f"{key}.network_cfg.{error}") from None
 
-    return pure(made, f"{key} ({cfg.type})", bf16)
+    return pure(make_checked, f"{key} ({cfg.type})", bf16)

@@ -1,7 +1,6 @@
-"""A policy on standardised observations.
+"""Wrap a policy so that it gets standardised observations.
 
-The statistics are part of the state, move once per iteration, and are used wherever the policy acts: in training,
-evaluation and export alike.
+The statistics are part of the state and are updated once per iteration. Training, evaluation and export all use them.
 """
 
 from dataclasses import replace
@@ -22,7 +21,7 @@ _EPS, _CLIP = 1e-8, 10.0
 
 
 def _init(space: Space, device: torch.device) -> TensorDict | None:
-    """Moments of every Box part, nested as the space is; None where there is nothing to standardise."""
+    """Return moments for every Box part, nested like the space, or None if there is nothing to standardise."""
     if isinstance(space, Box):
         return moments_init(space.shape, device)
     if not isinstance(space, Dict):
@@ -45,16 +44,16 @@ def _normalize(norm: TensorDict, obs: Any) -> Any:
 
 @cache
 def normalized(policy: Policy, observation_space: Space) -> Policy:
-    """`policy` on `clip((obs - mean) / sqrt(variance + 1e-8), -10, 10)`, with the moments in `params["norm"]`.
+    """Return `policy` acting on `clip((obs - mean) / sqrt(variance + 1e-8), -10, 10)`; moments in `params["norm"]`.
 
-    Every Box part of a Dict has moments of its own; Discrete parts and `action_mask` pass as they are.
+    Every Box part of a Dict has its own moments. Discrete parts and `action_mask` stay unchanged.
 
     Raises: ConfigError for observations without any Box.
     """
     critic = policy.value
     norm = _init(observation_space, torch.device("cpu"))
     if norm is None or norm.is_empty():
-        raise ConfigError(f"policy.normalize_obs: no numbers to standardise in {observation_space}; leave it out")
+        raise ConfigError(f"policy.normalize_obs: {observation_space} has no Box to standardise; leave it out")
 
     def norm_init(device: torch.device) -> TensorDict:
         return norm.apply(lambda moment: moment.to(device, copy=True))  # `.to` would set a device, a compile guard
@@ -74,5 +73,5 @@ def normalized(policy: Policy, observation_space: Space) -> Policy:
         params, obs = inner(params, obs)
         return critic(params, carry, obs)  # pyright: ignore
 
-    made = replace(policy, act=act, evaluate=evaluate, norm_init=norm_init, norm_update=_update)
-    return made if critic is None else replace(made, value=value)
+    wrapped = replace(policy, act=act, evaluate=evaluate, norm_init=norm_init, norm_update=_update)
+    return wrapped if critic is None else replace(wrapped, value=value)

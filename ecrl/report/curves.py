@@ -1,7 +1,8 @@
-"""Learning curves from disk: run folders, and files of peers (other libraries) with rows of steps, seconds, return.
+"""Read learning curves from run folders and from peer files, which contain the results of other libraries.
 
-A peer's file is CSV with these columns, or JSON: a list of such rows, or an object with `curve` (that list), `name` and
-`seed`. A column `success` is a success rate; `seed` parts a CSV into curves.
+A peer file has rows of steps, seconds and return or success (a success rate). It is CSV with these columns, or JSON: a
+list of such rows, or an object with the list as `curve`, a `name` and a `seed`. In a CSV, a column `seed` separates the
+rows into curves.
 """
 
 import csv
@@ -18,26 +19,26 @@ from ecrl.errors import UserError
 from ecrl.registry import did_you_mean
 
 DEFAULTS = ("eval/success_rate", "eval/avg_reward", "charts/episode_reward_avg_100")
-"""Metrics that are plotted if none is named: the first that all runs and peers have."""
+"""Default metrics: the first one that all runs and peers have is plotted."""
 _NAMES = {"return": ("eval/avg_reward", "charts/episode_reward_avg_100"), "success": ("eval/success_rate",)}
-_OWN = {"trainer": ("seed", "eval_seed", "exp_name", "wandb_project_name")}  # what runs of one config may differ in
+_IGNORED = {"trainer": ("seed", "eval_seed", "exp_name", "wandb_project_name")}  # may differ between seeds
 _PEERS_ROWS = "expected steps, seconds and return or success"
 
 Row = dict[str, Any]
 
 
 class Source(NamedTuple):
-    """What one run or peer logged; those of equal `group` are seeds of the same thing."""
+    """The logged rows of one run or peer. Sources with an equal `group` are seeds of the same config or peer."""
 
     path: Path
     label: str
     group: str
     seed: int | None
-    rows: list[Row]  # each with steps, seconds and metrics by name
+    rows: list[Row]  # each row has steps, seconds and metrics by name
 
 
 class Curve(NamedTuple):
-    """One metric of a source, `[n]` each; `name` is that of its folder or file."""
+    """One metric of a source, as arrays `[n]`; `name` is the name of its folder or file."""
 
     name: str
     label: str
@@ -48,7 +49,7 @@ class Curve(NamedTuple):
 
 
 def canonical(data: Any) -> str:
-    """JSON that is equal for equal data.
+    """Return JSON text that is equal for equal data.
 
     >>> canonical({"b": 1, "a": [1.0, None]})
     '{"a":[1.0,null],"b":1}'
@@ -57,36 +58,36 @@ def canonical(data: Any) -> str:
 
 
 def without_names(config: Row) -> Row:
-    """A run's config but for seeds and names.
+    """Return a run's config without its seeds and names.
 
     >>> without_names({"trainer": {"seed": 3, "exp_name": "a", "num_envs": 4}, "env": {"name": "cartpole"}})
     {'trainer': {'num_envs': 4}, 'env': {'name': 'cartpole'}}
     """
-    own = {part: {k: v for k, v in config.get(part, {}).items() if k not in names} for part, names in _OWN.items()}
-    return config | own
+    kept = {part: {k: v for k, v in config.get(part, {}).items() if k not in names} for part, names in _IGNORED.items()}
+    return config | kept
 
 
 def read(path: Path) -> list[Source]:
-    """The run in a folder, or the curves of a peer's file; UserError for anything else."""
+    """Read the run in a folder, or the curves of a peer file; UserError for anything else."""
     if path.is_dir():
         return [_run(path)]
     if not path.exists():
-        raise UserError(f"{path}: does not exist; expected a run folder or a peer's .json or .csv")
+        raise UserError(f"{path}: does not exist; expected a run folder or a peer file (.json or .csv)")
     readers = {".json": _json_peer, ".csv": _csv_peer}
     if path.suffix not in readers:
-        raise UserError(f"{path}: expected a run folder or a peer's .json or .csv")
-    found = readers[path.suffix](path)
-    if not any(source.rows for source in found):
+        raise UserError(f"{path}: expected a run folder or a peer file (.json or .csv)")
+    sources = readers[path.suffix](path)
+    if not any(source.rows for source in sources):
         raise UserError(f"{path}: no rows; {_PEERS_ROWS}")
-    return found
+    return sources
 
 
 def _run(folder: Path) -> Source:
     if not (folder / "metrics.jsonl").exists():
-        raise UserError(f"{folder}: holds no metrics.jsonl; expected a run folder, such as outputs/<exp_name>_<time>")
+        raise UserError(f"{folder}: has no metrics.jsonl; expected a run folder, such as outputs/<exp_name>_<time>")
     rows = list(_json_lines(folder / "metrics.jsonl"))
     if not rows:
-        raise UserError(f"{folder}: nothing was logged yet; train for longer, or leave it out")
+        raise UserError(f"{folder}: nothing is logged yet; train for longer, or leave it out")
     if not (folder / "config.json").exists():
         return Source(folder, folder.name, str(folder), None, rows)
     config = _json(folder / "config.json")
@@ -105,7 +106,7 @@ def _json(path: Path) -> Any:
 
 
 def _json_lines(path: Path) -> Iterator[Row]:
-    """The rows of a file to which a run may be adding; the end of one that a kill cut off is left out."""
+    """Yield the complete rows of a metrics file. A last row without a newline is left out: a run may be writing it."""
     lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines[:-1], 1):
         try:
@@ -113,7 +114,7 @@ def _json_lines(path: Path) -> Iterator[Row]:
         except ValueError as error:
             raise UserError(f"{path}:{number}: not JSON: {error}; remove that line") from None
         if not isinstance(row, dict) or not all(_is_number(row.get(name)) for name in ("sample_step", "seconds")):
-            raise UserError(f"{path}:{number}: no sample_step or no seconds; remove that line")
+            raise UserError(f"{path}:{number}: expected numbers for sample_step and seconds; remove that line")
         yield row | {"steps": row["sample_step"]}
 
 
@@ -123,41 +124,41 @@ def _json_peer(path: Path) -> list[Source]:
     rows = data.get("curve")
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise UserError(f'{path}: expected a list of rows, or an object with one as "curve"')
-    name, settings = str(data.get("name", path.stem)), data.get("hash")  # which results of `ecrl bench` have
+    name, settings = str(data.get("name", path.stem)), data.get("hash")  # results of `ecrl bench` have a hash
     numbers = [_peer_row(row, f"{path}: row {i}") for i, row in enumerate(rows, 1)]
     return [Source(path, name, canonical([name, settings]), data.get("seed"), numbers)]
 
 
 def _csv_peer(path: Path) -> list[Source]:
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:  # spreadsheets begin theirs with a mark
-            found = list(csv.DictReader(file))
+        with path.open(encoding="utf-8-sig", newline="") as file:  # spreadsheets write a byte-order mark
+            sources = list(csv.DictReader(file))
     except (UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{path}: not CSV: {error}") from None
-    parts: dict[int | None, list[Row]] = {}
-    for number, row in enumerate(found, 2):
-        place = f"{path}:{number}"
-        parts.setdefault(_seed(row.get("seed"), place), []).append(_peer_row(row, place))
-    return [Source(path, path.stem, str(path.absolute()), seed, rows) for seed, rows in parts.items()]
+    rows_by_seed: dict[int | None, list[Row]] = {}
+    for number, row in enumerate(sources, 2):
+        location = f"{path}:{number}"
+        rows_by_seed.setdefault(_seed(row.get("seed"), location), []).append(_peer_row(row, location))
+    return [Source(path, path.stem, str(path.absolute()), seed, rows) for seed, rows in rows_by_seed.items()]
 
 
-def _seed(text: str | None, place: str) -> int | None:
+def _seed(text: str | None, location: str) -> int | None:
     try:
         return None if text in (None, "") else int(text)
     except ValueError:
-        raise UserError(f"{place}: seed {text!r}; expected a whole number") from None
+        raise UserError(f"{location}: seed {text!r}; expected a whole number") from None
 
 
-def _peer_row(row: Row, place: str) -> Row:
-    """A row with numbers, under the names that runs have for them too."""
+def _peer_row(row: Row, location: str) -> Row:
+    """Convert a row to numbers, and add the metric names that runs use for them."""
     try:
         numbers = {name: float(value) for name, value in row.items() if name and value not in (None, "")}
     except (TypeError, ValueError) as error:
-        raise UserError(f"{place}: {error}; expected numbers") from None
+        raise UserError(f"{location}: {error}; expected numbers") from None
     for name in ("steps", "seconds"):
         if not _is_number(numbers.get(name)):
-            raise UserError(f"{place}: no {name}; {_PEERS_ROWS}")
-    return numbers | {known: numbers[name] for name, names in _NAMES.items() if name in numbers for known in names}
+            raise UserError(f"{location}: no {name}; {_PEERS_ROWS}")
+    return numbers | {metric: numbers[name] for name, names in _NAMES.items() if name in numbers for metric in names}
 
 
 def _is_number(value: Any) -> bool:
@@ -165,31 +166,31 @@ def _is_number(value: Any) -> bool:
 
 
 def metrics(source: Source) -> set[str]:
-    """Names of what it has numbers of."""
+    """Return the names of the metrics that have finite values in a source."""
     names = {name for row in source.rows for name, value in row.items() if _is_number(value)}
     return names - {"steps", "seconds", "sample_step", "seed"}
 
 
 def choose(sources: Sequence[Source]) -> str:
-    """The first of `DEFAULTS` that all have; UserError if there is none."""
+    """Return the first of `DEFAULTS` that all sources have; UserError if there is none."""
     shared = set.intersection(*map(metrics, sources))
     for name in DEFAULTS:
         if name in shared:
             return name
-    raise UserError(f"none of {', '.join(DEFAULTS)} is in all of them; choose one with --metric")
+    raise UserError(f"none of {', '.join(DEFAULTS)} is in all runs and peers; choose one with --metric")
 
 
 def curve(source: Source, metric: str) -> Curve:
-    """The rows that have the metric, from its first number on: before, no episode had ended.
+    """Return the curve of a metric, from its first finite value on. A later value that is not finite is NaN.
 
-    What is no number after that is NaN. Raises: UserError where there is none, or rows are not in order.
+    Raises: UserError if the source has no value of the metric, or if its rows are not in order.
     """
-    found = [row for row in source.rows if metric in row]
-    rows = list(dropwhile(lambda row: not _is_number(row[metric]), found))
+    sources = [row for row in source.rows if metric in row]
+    rows = list(dropwhile(lambda row: not _is_number(row[metric]), sources))
     if not rows:
         raise UserError(f"{source.path}: no metric {metric!r}; {did_you_mean(metric, metrics(source))}")
     steps, seconds, values = (np.array([row[name] for row in rows], float) for name in ("steps", "seconds", metric))
     for name, x in (("steps", steps), ("seconds", seconds)):
         if (np.diff(x) < 0).any():
-            raise UserError(f"{source.path}: {name} fall after {x[np.diff(x).argmin()]:g}; expected rows in order")
+            raise UserError(f"{source.path}: {name} decrease after {x[np.diff(x).argmin()]:g}; expected rows in order")
     return Curve(source.path.name, source.label, source.group, steps, seconds / 60.0, values)

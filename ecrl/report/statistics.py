@@ -1,7 +1,7 @@
-"""What many seeds say together: the interquartile mean and its bootstrap interval.
+"""Statistics over many seeds: the interquartile mean and its bootstrap interval.
 
-A mean moves with one lucky or broken seed, a median throws most of the seeds away; the interquartile mean is of the
-middle half. Source: Agarwal et al. 2021, arXiv:2108.13264.
+One lucky or broken seed moves a mean, and a median discards most seeds. The interquartile mean averages the middle
+half. Source: Agarwal et al. 2021, arXiv:2108.13264.
 """
 
 import numpy as np
@@ -10,12 +10,12 @@ Values = np.ndarray
 
 
 def interquartile_mean(values: Values) -> Values:
-    """The mean over the first axis without the quarter that is least and the quarter that is greatest.
+    """Return the mean over the first axis, without the smallest quarter and the largest quarter.
 
         k = n // 4;  iqm = mean(sort(values)[k : n - k])
 
     Args:
-        values: `[n, ...]`, a value of each seed; with fewer than four it is the mean.
+        values: `[n, ...]`, one value per seed; with fewer than four seeds the result is the mean.
 
     Returns: `[...]`.
 
@@ -29,12 +29,12 @@ def interquartile_mean(values: Values) -> Values:
 def bootstrap_interval(
     values: Values, rng: np.random.Generator, resamples: int, level: float = 0.95
 ) -> tuple[Values, Values]:
-    """The percentile bootstrap interval of the interquartile mean: of seeds drawn again and again, with replacement.
+    """Return the percentile bootstrap interval of the interquartile mean, from seeds resampled with replacement.
 
     Args:
-        values: `[n, ...]`, a value of each seed; all places of the other axes share the draws.
-        rng: draws the seeds.
-        resamples: how often n seeds are drawn.
+        values: `[n, ...]`, one value per seed; all positions of the other axes share the draws.
+        rng: generator of the draws.
+        resamples: number of times that n seeds are drawn.
         level: share of the resamples within the interval.
 
     Returns: the lower and the upper end, `[...]` each.
@@ -44,7 +44,7 @@ def bootstrap_interval(
     (1.0, 4.0)
     """
     n = len(values)
-    drawn = values[rng.integers(n, size=(n, resamples))]
+    samples = values[rng.integers(n, size=(n, resamples))]
     tail = 50.0 * (1.0 - level)
-    low, high = np.percentile(interquartile_mean(drawn), [tail, 100.0 - tail], axis=0)
+    low, high = np.percentile(interquartile_mean(samples), [tail, 100.0 - tail], axis=0)
     return low, high

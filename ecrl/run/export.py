@@ -1,7 +1,8 @@
-"""A trained policy as files that run without ecrl: `policy.pt2` (torch.export), `policy.onnx`, and `policy.json`.
+"""Export a trained policy to files that run without ecrl: `policy.pt2` (torch.export), `policy.onnx`, `policy.json`.
 
-What is written maps raw observations to the action that the environment sees in evaluation: deterministic, with the
-normaliser's statistics inside, Box actions held in their space. The first dimension of every input is any batch size.
+The exported function maps raw observations to the action that the environment gets in evaluation. It is deterministic,
+includes the normaliser's statistics, and clips Box actions to their space. The first dimension of every input is the
+batch size, which can be any number.
 """
 
 import json
@@ -29,11 +30,11 @@ from ecrl.policies import acting_params, make_policy
 from ecrl.spaces import Box, Dict, Space
 
 _FORMAT, _OPSET = 1, 18
-_ROWS = 3  # of the example batch; torch.export takes 0 and 1 for constants
+_ROWS = 3  # of the example batch; torch.export would treat a size of 0 or 1 as a constant
 
 
 def _leaves(space: Space, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Space]:
-    """The spaces of an observation's parts by their place in it, `()` for one without parts."""
+    """Return the spaces of an observation's parts by their path; an observation without parts has the path `()`."""
     if not isinstance(space, Dict):
         return {path: space}
     inner = (_leaves(part, (*path, name)) for name, part in space.items)
@@ -41,7 +42,7 @@ def _leaves(space: Space, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], S
 
 
 def _name(path: tuple[str, ...]) -> str:
-    """What an input is called: a name that can be a keyword argument.
+    """Return the name of an input, which must be usable as a keyword argument.
 
     >>> _name(()), _name(("arm", "joints")), _name(("0",))
     ('obs', 'arm_joints', 'obs_0')
@@ -50,8 +51,8 @@ def _name(path: tuple[str, ...]) -> str:
     return name if name.isidentifier() and not iskeyword(name) else f"obs_{name}"
 
 
-class _Acting(nn.Module):
-    """`action(params, obs)` of tensors by name; parameters are constants, so that only those it needs are written."""
+class _ActingModule(nn.Module):
+    """`action(params, obs)` as a module with named inputs; parameters are constants, so unused ones are not saved."""
 
     def __init__(self, action: Callable[[TensorDict, Any], Tensor], params: TensorDict, paths: dict[str, tuple]):
         super().__init__()
@@ -59,17 +60,17 @@ class _Acting(nn.Module):
         def forward(**inputs: Tensor) -> Tensor:
             if paths == {"obs": ()}:
                 return action(params, inputs["obs"])
-            # no batch dimensions: the TensorDict would take the size of the example for the only one
+            # no batch dimensions: else the TensorDict would fix the batch size of the example
             return action(params, TensorDict({path: inputs[name] for name, path in paths.items()}, []))
 
-        # torch.export names inputs by the signature, and gives **inputs no dynamic shape
-        named = [Parameter(name, Parameter.KEYWORD_ONLY) for name in paths]
-        forward.__signature__ = Signature(named)  # pyright: ignore
+        # torch.export takes input names from the signature, and does not support dynamic shapes of **inputs
+        options = [Parameter(name, Parameter.KEYWORD_ONLY) for name in paths]
+        forward.__signature__ = Signature(options)  # pyright: ignore
         self.forward = forward
 
 
-def _acting(state: TensorDict, cfg: Config, env: Env, paths: dict[str, tuple]) -> _Acting:
-    """The policy in float32 on the CPU, its actions held in their space if `policy.clip_actions` says so."""
+def _acting_module(state: TensorDict, cfg: Config, env: Env, paths: dict[str, tuple]) -> _ActingModule:
+    """Return the policy in float32 on the CPU; it clips actions to their space if `policy.clip_actions` is set."""
     policy = make_policy(cfg.policy.model_copy(update={"bf16": False}), env.observation_space, env.action_space)
     space = env.action_space if cfg.policy.clip_actions else None
 
@@ -80,11 +81,11 @@ def _acting(state: TensorDict, cfg: Config, env: Env, paths: dict[str, tuple]) -
         low, high = (chosen.new_tensor(bound).reshape(space.shape) for bound in (space.low, space.high))
         return chosen.clamp(low, high)
 
-    return _Acting(action, acting_params(state["params"].detach(), state["norm"]).cpu(), paths)
+    return _ActingModule(action, acting_params(state["params"].detach(), state["norm"]).cpu(), paths)
 
 
-def _described(name: str, tensor: Tensor, space: Space) -> dict[str, Any]:
-    """An input or output for policy.json, which has no infinity: null is an infinite bound."""
+def _describe(name: str, tensor: Tensor, space: Space) -> dict[str, Any]:
+    """Describe an input or output for policy.json. JSON has no infinity, so null is an infinite bound."""
     kind: dict[str, Any] = {"type": type(space).__name__}
     for key, value in asdict(space).items():
         if key != "shape":
@@ -98,41 +99,41 @@ def _described(name: str, tensor: Tensor, space: Space) -> dict[str, Any]:
 
 
 @contextmanager
-def _told(cfg: Config, file: str) -> Iterator[None]:
-    """Around converting somebody's module, which can fail in any way: one line for people, the rest as its cause."""
+def _export_errors(cfg: Config, file: str) -> Iterator[None]:
+    """Turn any error while converting a user's module into a UserError of one line, with the error as its cause."""
     try:
         yield
     except Exception as error:
-        why = " ".join(str(error).split())[:300]
+        reason = " ".join(str(error).split())[:300]
         raise UserError(
             f"{file}: policy {cfg.policy.name!r} cannot be written as a graph of tensor operations "
-            f"for any batch size: {type(error).__name__}: {why}"
+            f"for any batch size: {type(error).__name__}: {reason}"
         ) from error
 
 
 @contextmanager
-def _calm() -> Iterator[None]:
-    """Without what torch.onnx says of packages and types of its own."""
-    before = logging.root.manager.disable
+def _silence_warnings() -> Iterator[None]:
+    """Silence the warnings and logs of torch.onnx about its own packages and types."""
+    previous_level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logging.disable(before)
+        logging.disable(previous_level)
 
 
 def _zeros(part: Tensor) -> Tensor:
-    """An example batch of an observation's part."""
+    """Return an all-zero example batch for a part of an observation."""
     return torch.zeros((_ROWS, *part.shape[1:]), dtype=part.dtype)
 
 
-def _program(module: _Acting, example: dict[str, Tensor]) -> ExportedProgram:
+def _program(module: _ActingModule, example: dict[str, Tensor]) -> ExportedProgram:
     shapes = {name: {0: Dim("batch")} for name in example}
     with torch.no_grad():
         program = torch.export.export(module, (), example, dynamic_shapes=shapes)
-    program.graph.eliminate_dead_code()  # what `act` computes beside the action
+    program.graph.eliminate_dead_code()  # the other outputs of `act`
     program.graph_module.recompile()
     return program
 
@@ -142,38 +143,40 @@ def _write_onnx(program: ExportedProgram, example: dict[str, Tensor], cfg: Confi
         import onnx  # noqa: F401
         import onnxscript  # noqa: F401
     shapes = {name: {0: "batch"} for name in example}
-    named: dict[str, Any] = {"input_names": list(example), "output_names": ["action"], "dynamic_shapes": shapes}
-    with _told(cfg, path.name), _calm():
-        made = torch.onnx.export(program, (), kwargs=example, dynamo=True, verbose=False, opset_version=_OPSET, **named)
-        cast(Any, made).save(path)
+    options: dict[str, Any] = {"input_names": list(example), "output_names": ["action"], "dynamic_shapes": shapes}
+    with _export_errors(cfg, path.name), _silence_warnings():
+        exported = torch.onnx.export(
+            program, (), kwargs=example, dynamo=True, verbose=False, opset_version=_OPSET, **options
+        )
+        cast(Any, exported).save(path)
 
 
 def export(state: TensorDict, cfg: Config, folder: str | Path) -> list[Path]:
-    """Write the deterministic policy of a run, normaliser included, to be run without ecrl.
+    """Write the deterministic policy of a run, with its normaliser, to files that run without ecrl.
 
-    Inputs are called "obs", or by the parts of Dict observations, "arm_joints" for joints in arm; the output "action".
-    `torch.export.load("policy.pt2").module()(obs=obs)` acts on a batch of observations `[N, ...]`, and so does an
-    onnxruntime session on `policy.onnx`. `policy.json` has names, dtypes, shapes and spaces. Integers count from 0, as
-    `ecrl.spaces.from_gymnasium` says.
+    The input is named "obs". For Dict observations, the inputs are named after the parts, such as "arm_joints" for
+    joints in arm. The output is named "action". `torch.export.load("policy.pt2").module()(obs=obs)` acts on a batch of
+    observations `[N, ...]`, and so does an onnxruntime session on `policy.onnx`. `policy.json` has the names, dtypes,
+    shapes and spaces. Integers count from 0, as in `ecrl.spaces.from_gymnasium`.
 
-    A policy with `bf16` is written in float32, which its weights are: its actions differ from those in bfloat16 by that
-    rounding.
+    A policy with `bf16` is exported in float32, the dtype of its weights. Its actions differ from the run's bfloat16
+    actions by rounding.
 
     Args:
-        state: of a run; `params`, `norm` and the last observation are read.
-        cfg: of the run.
-        folder: made if it is not there; files of these names are replaced.
+        state: state of a run; `params`, `norm` and the last observation are read.
+        cfg: the run's config.
+        folder: created if missing; existing files of these names are replaced.
 
     Returns: the files.
-    Raises: UserError for a policy that torch.export or torch.onnx cannot trace; and without the extra `export`, when
-        policy.pt2 and policy.json are written already.
+    Raises: UserError for a policy that torch.export or torch.onnx cannot trace. Without the extra `export` it is raised
+        after policy.pt2 and policy.json are written.
     """
     env, folder = make_env(cfg.env), Path(folder)
     spaces = _leaves(env.observation_space)
     paths = {_name(path): path for path in spaces}
     example = {name: _zeros(state["env", "obs", *path]) for name, path in paths.items()}
-    module = _acting(state, cfg, env, paths)
-    with _told(cfg, "policy.pt2"):
+    module = _acting_module(state, cfg, env, paths)
+    with _export_errors(cfg, "policy.pt2"):
         program, action = _program(module, example), module(**example)
     about = {
         "format": _FORMAT,
@@ -181,8 +184,8 @@ def export(state: TensorDict, cfg: Config, folder: str | Path) -> list[Path]:
         "policy": cfg.policy.name,
         "algorithm": cfg.algorithm.name,
         "sample_step": int(state["sample_step"]),
-        "inputs": [_described(name, example[name], spaces[path]) for name, path in paths.items()],
-        "outputs": [_described("action", action, env.action_space)],
+        "inputs": [_describe(name, example[name], spaces[path]) for name, path in paths.items()],
+        "outputs": [_describe("action", action, env.action_space)],
     }
     folder.mkdir(parents=True, exist_ok=True)
     torch.export.save(program, folder / "policy.pt2")

@@ -1,4 +1,4 @@
-"""What a run logged, kept in memory for a notebook: rows of numbers, a DataFrame, a plot."""
+"""The logs of a run in memory, for a notebook: rows of numbers, a DataFrame, a plot."""
 
 import math
 from collections.abc import Sequence
@@ -11,13 +11,13 @@ from ecrl.types import LogData
 
 
 class History(Sequence):
-    """What a run logged: one row (a dict of numbers) per iteration, with `sample_step`."""
+    """The logs of a run: one row (a dict of numbers) per iteration, with `sample_step`."""
 
     def __init__(self) -> None:
         self._rows: list[dict[str, float]] = []
 
     def add(self, record: LogData) -> None:
-        """Merge a record into the row of its step."""
+        """Merge a record into the row of its `sample_step`."""
         if not self._rows or self._rows[-1]["sample_step"] != record["sample_step"]:
             self._rows.append({"sample_step": record["sample_step"]})
         self._rows[-1].update(scalars(record))
@@ -38,25 +38,23 @@ class History(Sequence):
         return f"History of {len(self):,} iterations, the last {self._rows[-1]}"
 
     def to_pandas(self) -> Any:
-        """A DataFrame indexed by `sample_step`; needs the extra `plot`."""
+        """Return a DataFrame indexed by `sample_step`; needs the extra `plot`."""
         with extra("plot"):
             import pandas
         return pandas.DataFrame(self._rows, columns=None if self._rows else ["sample_step"]).set_index("sample_step")
 
     def plot(self, name: str = "episode_reward_avg_100") -> Any:
-        """The curve of one log against env steps, as matplotlib axes; needs the extra `plot`.
+        """Plot the curve of one log against env steps, and return the matplotlib axes; needs the extra `plot`.
 
-        Raises: UserError if there is no such log, or no number of it yet.
+        Raises: UserError if there is no such log, or if it has no finite value yet.
         """
         if not self._rows:
-            raise UserError("this history is of no iterations: there is nothing to plot")
+            raise UserError("the history has no iterations to plot; train first")
         rows = [row for row in self._rows if name in row]
         if not rows:
             raise UserError(f"no log {name!r}; {did_you_mean(name, {key for row in self._rows for key in row})}")
         if not any(math.isfinite(row[name]) for row in rows):
-            raise UserError(
-                f"{name!r} has no number in {len(rows)} iterations; returns have, once an episode has ended"
-            )
+            raise UserError(f"{name!r} has no finite value in {len(rows)} iterations; train until an episode has ended")
         with extra("plot"):
             import matplotlib.pyplot as plt
         _, axes = plt.subplots(figsize=(6.4, 3.2), layout="constrained")

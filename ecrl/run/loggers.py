@@ -1,9 +1,9 @@
-"""Consumers of training records: decorators over the generator. Each takes an iterator of records and passes all on.
+"""Consumers of training records: generators that take an iterator of records and pass every record on.
 
-Only consumers read tensors to the host; `with_host_logs` does it once per record for those stacked above it. Each is
-usable alone, `for record in with_jsonl(train_iter(state, cfg), "metrics.jsonl"): ...`, and closes what it opened when
-the records end, when its caller stops early, and when anything raises; `ending` does so for those below it. None of
-them ends a run: a full disk is said, and tried again.
+Only consumers copy tensors to the host; `with_host_logs` does it once per record for all consumers stacked above it.
+Each can be used alone: `for record in with_jsonl(train_iter(state, cfg), "metrics.jsonl"): ...`. It closes its files
+when the records end, when its caller stops early, and when anything raises; `ending` closes the consumers below it. A
+consumer never ends a run: if the disk is full, it warns and tries again.
 """
 
 import json
@@ -31,9 +31,9 @@ _GROUP = {"collect": "charts", "train": "train", "evaluate": "eval"}
 
 @contextmanager
 def ending(records: Iterable[Any]) -> Iterator[None]:
-    """At its end, end the consumers below, whose caller may have stopped early; what they raise then is not lost.
+    """Close the consumers below at the end of the block, so that their errors are raised even after an early stop.
 
-    Python only prints what a generator raises that ends because nobody holds it any more.
+    Python would only print the error of a generator that is closed by garbage collection.
 
     >>> def saving():
     ...     try:
@@ -55,7 +55,7 @@ def ending(records: Iterable[Any]) -> Iterator[None]:
 
 
 def scalars(record: LogData) -> dict[str, float]:
-    """The logs of a record as Python numbers, in one read."""
+    """Return the logs of a record as Python numbers, with one copy to the host."""
     names, tensors = list(record["logs"]), list(record["logs"].values())
     if not tensors:
         return {}
@@ -63,7 +63,7 @@ def scalars(record: LogData) -> dict[str, float]:
 
 
 def scalar_name(log_type: str, name: str) -> str:
-    """The name of a log in metrics.jsonl, TensorBoard and W&B; one that has its group in it stays as it is.
+    """Return the name of a log in metrics.jsonl, TensorBoard and W&B. A name that has a group stays unchanged.
 
     >>> scalar_name("collect", "episode_reward_avg_100"), scalar_name("train", "entropy")
     ('charts/episode_reward_avg_100', 'train/entropy')
@@ -74,49 +74,49 @@ def scalar_name(log_type: str, name: str) -> str:
 
 
 def with_scalars(records: Iterator[LogData], start: int = 0) -> Iterator[tuple[LogData, dict[str, float]]]:
-    """Each record beside its numbers by `scalar_name`; those of a train record include `charts/SPS`.
+    """Yield each record with its numbers by `scalar_name`. A train record also has `charts/SPS`.
 
     Args:
-        records: to pass on.
-        start: env steps before the first record, so that the steps per second of a resumed run are its own.
+        records: records to pass on.
+        start: env steps before the first record, so that a resumed run counts only its own steps per second.
     """
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     with ending(records):
         for record in records:
             numbers = {scalar_name(record["log_type"], name): value for name, value in scalars(record).items()}
             if record["log_type"] == "train":
-                numbers[SPS] = (record["sample_step"] - start) / (time.perf_counter() - began)
+                numbers[SPS] = (record["sample_step"] - start) / (time.perf_counter() - start_time)
             yield record, numbers
 
 
 def with_host_logs(records: Iterator[LogData]) -> Iterator[LogData]:
-    """Move the logs of each record to the host in one read, so that reading them again costs nothing."""
+    """Move the logs of each record to the host with one copy, so that reading them again costs nothing."""
     with ending(records):
         for record in records:
             logs = {name: torch.tensor(value, dtype=torch.float64) for name, value in scalars(record).items()}
             yield {**record, "logs": logs}
 
 
-_KEPT = 1000
-"""Rows that wait for a disk that is full or away; older ones are given up."""
+_MAX_WAITING = 1000
+"""Most rows that wait while a disk is full or unavailable; older rows are dropped."""
 
 
-def never_fatal(what: str, *kinds: type[Exception]) -> Callable[..., bool]:
-    """A function that makes a call, `(fn, *args)`, whose OSError (a full disk) does not end the run; did it work.
+def never_fatal(label: str, *kinds: type[Exception]) -> Callable[..., bool]:
+    """Return a function `guarded(fn, *args)` that calls `fn` and returns True, or False after an OSError.
 
-    Said once when calls begin to fail, with `what` for where they write, and once when they work again: logs are worth
-    less than the run.
+    An error such as a full disk does not end the run, because logs are worth less than the run. It warns once when the
+    calls begin to fail, and once when they work again.
 
     Args:
-        what: where the calls write.
+        label: target of the calls; it starts the warnings.
         kinds: further errors that do not end the run.
 
-    >>> with warnings.catch_warnings(record=True, action="always") as said:
+    >>> with warnings.catch_warnings(record=True, action="always") as caught:
     ...     guarded = never_fatal("the log")
     ...     worked = [guarded(Path(name).stat) for name in ("/no/such/file", "/no/such/file", "/dev/null")]
     >>> worked
     [False, False, True]
-    >>> for warning in said:
+    >>> for warning in caught:
     ...     print(warning.message)
     the log: [Errno 2] No such file or directory: '/no/such/file'; the run goes on and tries again
     the log: works again, after 2 failures
@@ -131,11 +131,11 @@ def never_fatal(what: str, *kinds: type[Exception]) -> Callable[..., bool]:
             failures += 1
             if failures == 1:
                 outages += 1
-                nth = f" (outage {outages})" if outages > 1 else ""  # else Python would not say it again
-                warnings.warn(f"{what}: {error}; the run goes on and tries again{nth}", stacklevel=2)
+                outage_note = f" (outage {outages})" if outages > 1 else ""  # Python shows equal warnings once
+                warnings.warn(f"{label}: {error}; the run goes on and tries again{outage_note}", stacklevel=2)
             return False
         if failures:
-            warnings.warn(f"{what}: works again, after {failures} failure{'s' * (failures > 1)}", stacklevel=2)
+            warnings.warn(f"{label}: works again, after {failures} failure{'s' * (failures > 1)}", stacklevel=2)
             failures = 0
         return True
 
@@ -143,11 +143,11 @@ def never_fatal(what: str, *kinds: type[Exception]) -> Callable[..., bool]:
 
 
 def appending(path: Path) -> Callable[[bytes], None]:
-    """A function that adds to the end of a file, whole pieces only.
+    """Return a function that appends data to a file, in whole pieces only.
 
-    What a full disk refuses waits for the next call, as far as the newest 1,000 pieces; the run goes on.
+    If a write fails, the data wait for the next call, up to the newest 1,000 pieces, and the run goes on.
     """
-    guarded, waiting = never_fatal(str(path)), deque(maxlen=_KEPT)
+    guarded, waiting = never_fatal(str(path)), deque(maxlen=_MAX_WAITING)
 
     def add(data: bytes) -> None:
         waiting.append(data)
@@ -157,8 +157,8 @@ def appending(path: Path) -> Callable[[bytes], None]:
     return add
 
 
-def _seconds(path: Path) -> float:
-    """Those of the last whole row, 0 if there is none."""
+def _last_seconds(path: Path) -> float:
+    """Return the seconds of the last complete row, or 0 if there is none."""
     if not path.is_file():
         return 0.0
     try:
@@ -170,25 +170,25 @@ def _seconds(path: Path) -> float:
 def with_jsonl(records: Iterator[LogData], path: str | Path, start: int = 0) -> Iterator[LogData]:
     """Append one JSON object per record: log_type, sample_step, seconds since the start, every log (null for NaN).
 
-    Seconds go on from those of the file's last row, as they do when a run is resumed.
+    If the file has rows, as in a resumed run, the seconds continue from the last row.
 
     Args:
-        records: to pass on.
-        path: of the file.
+        records: records to pass on.
+        path: path of the file.
         start: env steps before the first record.
     """
-    began, add = time.perf_counter() - _seconds(Path(path)), appending(Path(path))
+    start_time, add = time.perf_counter() - _last_seconds(Path(path)), appending(Path(path))
     numbered = with_scalars(records, start)
     with ending(numbered):
         for record, numbers in numbered:
             logs = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
             head = {"log_type": record["log_type"], "sample_step": record["sample_step"]}
-            seconds = {"seconds": round(time.perf_counter() - began, 3)}
+            seconds = {"seconds": round(time.perf_counter() - start_time, 3)}
             add((json.dumps(head | seconds | logs) + "\n").encode())
             yield record
 
 
-def _shown(logs: dict[str, float]) -> str:
+def _format_logs(logs: dict[str, float]) -> str:
     short = {
         "episode_reward_avg_100": "return",
         "episode_length_avg_100": "length",
@@ -203,7 +203,7 @@ def _shown(logs: dict[str, float]) -> str:
 
 @dataclass
 class _Pace:
-    """Steps per second, without what compiling took; until the first are known, what is going on."""
+    """Steps per second without the time of compiling; before the first step, the present activity."""
 
     step: int
     seconds: float = 0.0
@@ -218,46 +218,46 @@ class _Pace:
     def __str__(self) -> str:
         if not self.steps:
             return "compiling" if len(COMPILED) > len(SECONDS) else "starting"
-        took = sum(SECONDS[self.compiled :])
-        rate = f"{self.steps / max(self.seconds - took, 1e-9):,.0f} steps/s"
-        return f"{rate}, compiled in {took:.0f} s" if took >= 0.5 else rate
+        compile_seconds = sum(SECONDS[self.compiled :])
+        rate = f"{self.steps / max(self.seconds - compile_seconds, 1e-9):,.0f} steps/s"
+        return f"{rate}, compiled in {compile_seconds:.0f} s" if compile_seconds >= 0.5 else rate
 
 
 _CELL = 90
-"""Characters in a line below a Jupyter cell that are seen beside the list of files."""
+"""Characters per line that fit below a Jupyter cell next to the list of files."""
 
 
 @contextmanager
-def _in_cell(shown: Any) -> Iterator[None]:
-    """Show what rich can render below a Jupyter cell, and again in the same place four times a second.
+def _in_cell(layout: Any) -> Iterator[None]:
+    """Show a rich renderable below a Jupyter cell, and refresh it in place four times a second.
 
-    Unlike the widget that rich itself would use, this output is part of a saved notebook.
+    Unlike the widget that rich itself would use, this output is saved with the notebook.
     """
     from IPython.display import display
 
-    place, over = display(shown, display_id=True), Event()
+    handle, stopped = display(layout, display_id=True), Event()
 
-    def again() -> None:
-        while not over.wait(0.25):
-            place.update(shown)  # pyright: ignore
+    def refresh() -> None:
+        while not stopped.wait(0.25):
+            handle.update(layout)  # pyright: ignore
 
-    thread = Thread(target=again, name="ecrl-progress", daemon=True)
+    thread = Thread(target=refresh, name="ecrl-progress", daemon=True)
     thread.start()
     try:
         yield
     finally:
-        over.set()
+        stopped.set()
         thread.join()
-        place.update(shown)  # pyright: ignore
+        handle.update(layout)  # pyright: ignore
 
 
 def with_progress(records: Iterator[LogData], start: int, end: int) -> Iterator[LogData]:
-    """Live steps/s, time, return and losses, in a terminal and in Jupyter; elsewhere a line per tenth.
+    """Show live steps/s, time, return and losses in a terminal and in Jupyter; elsewhere print a line per tenth.
 
-    Compiling is shown while it goes on, and what it took afterwards, which steps/s leave out.
+    The line shows when the run is compiling, and afterwards the seconds it took. Steps/s do not count that time.
 
     Args:
-        records: to pass on.
+        records: records to pass on.
         start: env steps before the first record.
         end: env steps of the whole run.
     """
@@ -276,23 +276,23 @@ def with_progress(records: Iterator[LogData], start: int, end: int) -> Iterator[
     from rich.text import Text
 
     console, logs, pace, tenth = Console(), {}, _Pace(start), 10 * start // end
-    guarded, live = never_fatal("progress"), console.is_terminal or console.is_jupyter
+    guarded, is_live = never_fatal("progress"), console.is_terminal or console.is_jupyter
     columns = (SpinnerColumn(), MofNCompleteColumn(), BarColumn(20), TextColumn("{task.fields[rate]}"))
     progress = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console)
     task = progress.add_task("train", total=end, completed=start, rate=pace)
-    both, numbers = Table.grid(Column(max_width=_CELL if console.is_jupyter else None)), Text()
-    both.add_row(progress)
-    both.add_row(numbers)
-    shown = _in_cell(both) if console.is_jupyter else Live(both, console=console) if live else nullcontext()
+    layout, numbers = Table.grid(Column(max_width=_CELL if console.is_jupyter else None)), Text()
+    layout.add_row(progress)
+    layout.add_row(numbers)
+    shown = _in_cell(layout) if console.is_jupyter else Live(layout, console=console) if is_live else nullcontext()
     with shown, ending(records):
         for record in records:
             step = record["sample_step"]
             logs |= scalars(record)
             pace.move(step)
             progress.update(task, completed=step)
-            numbers.plain = _shown(logs)
-            if not live and record["log_type"] == "train" and 10 * step // end > tenth:
+            numbers.plain = _format_logs(logs)
+            if not is_live and record["log_type"] == "train" and 10 * step // end > tenth:
                 tenth = 10 * step // end
-                line = f"{step:,}/{end:,}  {pace}  {_shown(logs)}"
+                line = f"{step:,}/{end:,}  {pace}  {_format_logs(logs)}"
                 guarded(partial(console.print, line, markup=False, highlight=False, soft_wrap=True))
             yield record

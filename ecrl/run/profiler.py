@@ -1,8 +1,8 @@
-"""Where a run's time goes: env, policy, update and each phase by the clock, and a trace of a few iterations.
+"""Profile a run: the seconds of env, policy, update and all other phases, and a trace of a few iterations.
 
-A phase is a path such as loop/collect/env; its seconds include those of the phases in it. Policy and env, which
-compiled code fuses, are taken apart: a profiled run is slower there and equal to others only to rounding. In eager form
-its numbers are those of any other run, bit for bit.
+A phase is a path such as loop/collect/env; its seconds include its inner phases. Compiled code fuses policy and env,
+but a profiled run compiles them separately. It is therefore slower in these phases and equal to other runs only to
+rounding. In eager form its numbers are bit-identical to other runs.
 """
 
 import json
@@ -22,28 +22,28 @@ from ecrl.kernels import scan
 from ecrl.run.loggers import ending, never_fatal
 from ecrl.types import LogData
 
-_WAIT, _WARM_UP, _TRACED = 1, 1, 2  # iterations: the first compiles, in the second the tracer starts
+_WAIT, _WARM_UP, _TRACED = 1, 1, 2  # iterations: the first compiles; the second warms up the tracer
 _OTHER = "other"
 
 
 @dataclass
 class Times:
-    """The clock readings of a run: seconds of every call by phase, and where it is now."""
+    """Clock readings of a run: the seconds of every call by phase, and the current phase."""
 
     seconds: dict[tuple[str, ...], list[float]] = field(default_factory=dict)
     inside: tuple[str, ...] = ()
-    below: float = 0.0  # seconds within this record that consumers further down took
+    nested: float = 0.0  # seconds of this record that consumers further down the stack used
 
 
 def _now() -> float:
     if torch.cuda.is_initialized():
-        torch.cuda.synchronize()  # what was asked of the device counts where it was asked
+        torch.cuda.synchronize()  # device work counts in the phase that started it
     return time.perf_counter()
 
 
 @contextmanager
 def phase(times: Times, name: str) -> Iterator[None]:
-    """Time what runs within, as a phase of the one that it is in; it is in the trace too.
+    """Time the block as an inner phase of the current phase, and mark it in the trace.
 
     >>> times = Times()
     >>> with phase(times, "update"), phase(times, "minibatch"):
@@ -53,17 +53,17 @@ def phase(times: Times, name: str) -> Iterator[None]:
     """
     outer = times.inside
     times.inside = (*outer, name)
-    began = _now()
+    start_time = _now()
     try:
         with torch.profiler.record_function("/".join(times.inside)):
             yield
     finally:
-        times.seconds.setdefault(times.inside, []).append(_now() - began)
+        times.seconds.setdefault(times.inside, []).append(_now() - start_time)
         times.inside = outer
 
 
 def timed(times: Times, name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn`, each call of it a phase."""
+    """Wrap `fn` so that each call is timed as a phase."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with phase(times, name):
@@ -73,44 +73,44 @@ def timed(times: Times, name: str, fn: Callable[..., Any]) -> Callable[..., Any]
 
 
 def timed_records(times: Times, name: str, records: Iterator[LogData]) -> Iterator[LogData]:
-    """`records`, timed as `name`, without what is timed by this function further down the stack."""
+    """Time the records as phase `name`, without the time of other `timed_records` further down the stack."""
     with ending(records):
-        each = iter(records)
+        iterator = iter(records)
         while True:
-            outer, times.inside, taken, times.below = times.inside, (name,), times.below, 0.0
-            began = _now()
+            outer, times.inside, outer_sum, times.nested = times.inside, (name,), times.nested, 0.0
+            start_time = _now()
             try:
-                record = next(each, None)
+                record = next(iterator, None)
             finally:
-                spent = _now() - began
-                times.seconds.setdefault((name,), []).append(spent - times.below)
-                times.inside, times.below = outer, taken + spent
+                elapsed = _now() - start_time
+                times.seconds.setdefault((name,), []).append(elapsed - times.nested)
+                times.inside, times.nested = outer, outer_sum + elapsed
             if record is None:
                 return
             yield record
 
 
-def watched(times: Times, parts: Parts, algorithm: Algorithm) -> tuple[Parts, Algorithm]:
-    """The same parts and algorithm, timed: collect, update, every function that they bind by `jit`; env and policy.
+def with_timers(times: Times, parts: Parts, algorithm: Algorithm) -> tuple[Parts, Algorithm]:
+    """Return the parts and the algorithm with timers on collect, update, env, policy and every function bound by `jit`.
 
-    To collect, the functions of policy and env are bound one by one and called from a plain loop.
+    To collect, a plain loop calls the functions of policy and env, each bound by `jit` on its own.
     """
 
     def jit(fn: Callable[..., Any], *static: Any) -> Callable[..., Any]:
         return timed(times, fn.__name__.strip("_"), parts.jit(fn, *static))
 
-    def bound(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+    def jit_timed(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
         return timed(times, name, parts.jit(fn))
 
     policy, env = parts.policy, parts.env
-    value = None if policy.value is None else bound("critic", policy.value)
-    policy = replace(policy, act=bound("policy", policy.act), draw=bound("draw", policy.draw), value=value)
-    step = bound("env", env.step) if env.is_pure else timed(times, "env", env.step)
-    env = replace(env, step=step, draw=bound("draw", env.draw) if env.is_pure else env.draw)
-    apart = parts._replace(policy=policy, env=env, jit=partial, scan=scan)
+    value = None if policy.value is None else jit_timed("critic", policy.value)
+    policy = replace(policy, act=jit_timed("policy", policy.act), draw=jit_timed("draw", policy.draw), value=value)
+    step = jit_timed("env", env.step) if env.is_pure else timed(times, "env", env.step)
+    env = replace(env, step=step, draw=jit_timed("draw", env.draw) if env.is_pure else env.draw)
+    timed_parts = parts._replace(policy=policy, env=env, jit=partial, scan=scan)
 
     def collect(_: Parts, state: Any) -> Any:
-        return algorithm.collect(apart, state)
+        return algorithm.collect(timed_parts, state)
 
     update = timed(times, "update", algorithm.update)
     collect = timed(times, "collect", collect)
@@ -118,9 +118,10 @@ def watched(times: Times, parts: Parts, algorithm: Algorithm) -> tuple[Parts, Al
 
 
 def report(times: Times) -> list[dict[str, Any]]:
-    """A row per phase, each followed by the phases in it and by `other`, which is what those leave.
+    """Return a row per phase, followed by its inner phases and by `other`, the rest of its time.
 
-    `first_seconds` is the first call, which may compile; `later_ms` the mean of the calls after it, None without any.
+    `first_seconds` is the time of the first call, which may compile. `later_ms` is the mean of the later calls, or
+    None if there are none.
     """
 
     def rows(path: tuple[str, ...]) -> list[dict[str, Any]]:
@@ -139,33 +140,33 @@ def report(times: Times) -> list[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]], total: float) -> str:
-    """The rows of `report` for people."""
+    """Format the rows of `report` as a text table."""
 
-    def shown(value: float | None, form: str) -> str:
+    def format_cell(value: float | None, form: str) -> str:
         return "" if value is None else format(value, form)
 
     lines = [f"{'phase':<28}{'calls':>9}{'seconds':>11}{'share':>8}{'first s':>10}{'later ms':>11}"]
     for row in rows:
         *above, name = row["phase"].split("/")
-        cells = (shown(row["calls"], ">9,"), f"{row['seconds']:>11.3f}", f"{row['seconds'] / total:>8.1%}")
-        ends = f"{shown(row['first_seconds'], '.3f'):>10}{shown(row['later_ms'], '.3f'):>11}"
-        lines.append(f"{'  ' * len(above) + name:<28}{cells[0]:>9}{cells[1]}{cells[2]}{ends}")
+        cells = (format_cell(row["calls"], ">9,"), f"{row['seconds']:>11.3f}", f"{row['seconds'] / total:>8.1%}")
+        right_cells = f"{format_cell(row['first_seconds'], '.3f'):>10}{format_cell(row['later_ms'], '.3f'):>11}"
+        lines.append(f"{'  ' * len(above) + name:<28}{cells[0]:>9}{cells[1]}{cells[2]}{right_cells}")
     return "\n".join([*lines, f"{'total':<28}{'':>9}{total:>11.3f}"])
 
 
 def with_profile(records: Iterator[LogData], times: Times, run_dir: str | Path) -> Iterator[LogData]:
-    """Trace iterations 3 and 4 of a run, and at its end write and, on rank 0, print what `times` has.
+    """Trace iterations 3 and 4 of a run; at its end, write the times and, on rank 0, print them.
 
-    Into `profile/` of the run folder go `rank_<r>.json`, the rows of `report`, and `trace_rank_<r>.json` for
-    chrome://tracing or Perfetto, in which phases are named too.
+    The run folder's `profile/` gets `rank_<r>.json` (the rows of `report`) and `trace_rank_<r>.json` (a trace for
+    chrome://tracing or Perfetto, with the phases' names).
 
         times = Times()
-        records = timed_records(times, "loop", train_iter(state, cfg, partial(watched, times)))
+        records = timed_records(times, "loop", train_iter(state, cfg, partial(with_timers, times)))
         for record in with_profile(records, times, "outputs/mine"): ...
 
     Args:
-        records: to pass on; the outermost are best.
-        times: what the consumers below and the loop are timed by.
+        records: records to pass on, preferably from the outermost consumer.
+        times: the times that the loop and the consumers below record into.
         run_dir: the run folder.
     """
     folder = Path(run_dir) / "profile"
@@ -173,8 +174,8 @@ def with_profile(records: Iterator[LogData], times: Times, run_dir: str | Path) 
     plan = torch.profiler.schedule(wait=_WAIT, warmup=_WARM_UP, active=_TRACED, repeat=1)
     trace, guarded = folder / f"trace_rank_{rank()}.json", never_fatal("profile", RuntimeError)
 
-    def export(made: torch.profiler.profile) -> None:
-        guarded(made.export_chrome_trace, str(trace))
+    def export(profile: torch.profiler.profile) -> None:
+        guarded(profile.export_chrome_trace, str(trace))
 
     try:
         with torch.profiler.profile(schedule=plan, on_trace_ready=export) as tracer, ending(records):
@@ -189,5 +190,5 @@ def with_profile(records: Iterator[LogData], times: Times, run_dir: str | Path) 
         guarded((folder / f"rank_{rank()}.json").write_text, json.dumps(about, indent=2) + "\n", "utf-8")
         if rank() == 0:
             print(table(rows, total))
-            short = "" if trace.exists() else f"; a run of {_WAIT + _WARM_UP} iterations or fewer has no trace"
-            print(f"profile  {folder}{short}")
+            missing_trace = "" if trace.exists() else f"; a run of {_WAIT + _WARM_UP} iterations or fewer has no trace"
+            print(f"profile  {folder}{missing_trace}")

@@ -1,6 +1,6 @@
 """Consumers that track a run: TensorBoard, and Weights & Biases, which is imported only when it is used.
 
-Both show the same scalars, named by `ecrl.run.loggers.scalar_name`, against env steps, and the config beside them.
+Both show the config and the same scalars, named by `ecrl.run.loggers.scalar_name`, against env steps.
 """
 
 import io
@@ -21,13 +21,13 @@ from ecrl.errors import MissingExtraError, extra
 from ecrl.run.loggers import appending, ending, never_fatal, with_scalars
 from ecrl.types import LogData
 
-_COMPARED = ("charts/episode_reward_avg_100", "charts/episode_length_avg_100", "charts/SPS")
-_WAIT, _LAST_WAIT = 10.0, 60.0  # seconds W&B may take to answer at the start, and to take the last upload
-_RETRY = 60.0  # seconds between two attempts to start it again
+_METRICS = ("charts/episode_reward_avg_100", "charts/episode_length_avg_100", "charts/SPS")
+_WAIT, _LAST_WAIT = 10.0, 60.0  # seconds that W&B may take to answer at the start, and for the last upload
+_RETRY = 60.0  # seconds between two attempts to restart it
 
 
 def hyperparameters(cfg: Config) -> dict[str, bool | int | float | str]:
-    """The config by dotted key; what is no number, flag or text is written as JSON, and null left out.
+    """Return the config by dotted key. Lists and empty objects become JSON, and null is left out.
 
     >>> from ecrl.config import load_config
     >>> flat = hyperparameters(load_config("configs/cartpole_ppo.json"))
@@ -45,20 +45,23 @@ def hyperparameters(cfg: Config) -> dict[str, bool | int | float | str]:
     return dict(leaves(cfg.model_dump(mode="json"), ""))
 
 
-def _described(cfg: Config) -> list[Any]:
-    """The config as a table among the texts and in TensorBoard's HParams, of this very run.
+def _config_summaries(cfg: Config) -> list[Any]:
+    """Return the config as summaries of this run: a table among the texts, and TensorBoard's HParams.
 
-    `SummaryWriter.add_hparams` would open a run folder of its own, with none of the curves.
+    `SummaryWriter.add_hparams` would create a separate run folder without the curves.
     """
     from torch.utils.tensorboard.summary import hparams, text
 
     flat = hyperparameters(cfg)
     table = "\n".join(f"|{key}|{value}|" for key, value in flat.items())
-    return [text("hyperparameters", f"|key|value|\n|-|-|\n{table}"), *hparams(flat, dict.fromkeys(_COMPARED, 0.0))]
+    return [
+        text("hyperparameters", f"|key|value|\n|-|-|\n{table}"),
+        *hparams(flat, dict.fromkeys(_METRICS, 0.0)),
+    ]
 
 
 def _event(**content: Any) -> bytes:
-    """One record of an event file, with the lengths and checksums that TensorBoard's own writer puts around it."""
+    """Return one record of an event file, with lengths and checksums as from TensorBoard's own writer."""
     from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore
     from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -68,7 +71,7 @@ def _event(**content: Any) -> bytes:
 
 
 def _event_file(log_dir: Path) -> Path:
-    """A new name, by which TensorBoard knows the file and sorts it after the older ones."""
+    """Return a new event file name that TensorBoard recognises and sorts after the older files."""
     number = len(list(log_dir.glob("events.out.tfevents.*")))
     return log_dir / f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{number}"
 
@@ -78,13 +81,13 @@ def with_tensorboard(records: Iterator[LogData], cfg: Config, log_dir: str | Pat
 
         for record in with_tensorboard(train_iter(state, cfg), cfg, "logs"): ...
 
-    Each record is whole in the file when it is passed on: there is no thread that could die, and a kill loses none.
+    Each record is complete in the file before it is passed on. There is no writer thread, so a killed run loses none.
 
     Args:
-        records: to pass on.
-        cfg: of the run.
+        records: records to pass on.
+        cfg: the run's config.
         log_dir: folder of the event files.
-        start: env steps before the first record; what an earlier run wrote beyond them is hidden.
+        start: env steps before the first record; TensorBoard hides later steps that an earlier run wrote.
     """
     from tensorboard.compat.proto.event_pb2 import SessionLog  # pyright: ignore
     from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore
@@ -94,7 +97,7 @@ def with_tensorboard(records: Iterator[LogData], cfg: Config, log_dir: str | Pat
     add = appending(_event_file(folder))
     head = [_event(file_version="brain.Event:2")]
     head += [_event(step=start + 1, session_log=SessionLog(status=SessionLog.START))]
-    add(b"".join([*head, *(_event(summary=summary) for summary in _described(cfg))]))
+    add(b"".join([*head, *(_event(summary=summary) for summary in _config_summaries(cfg))]))
     numbered = with_scalars(records, start)
     with ending(numbered):
         for record, numbers in numbered:
@@ -104,7 +107,7 @@ def with_tensorboard(records: Iterator[LogData], cfg: Config, log_dir: str | Pat
 
 
 def _run_id(folder: Path) -> str:
-    """W&B's id of the run in this folder, so that it goes on there when it is resumed."""
+    """Return the W&B id of the run in this folder; a resumed run continues under the same id."""
     path = folder / "wandb" / "run_id"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -113,7 +116,7 @@ def _run_id(folder: Path) -> str:
 
 
 def check_wandb(cfg: Config) -> None:
-    """Refuse, before a run begins, `trainer.use_wandb` without the package; MissingExtraError says how to get it."""
+    """Raise MissingExtraError, before a run begins, if `trainer.use_wandb` is set and the package is missing."""
     if not cfg.trainer.use_wandb:
         return
     try:
@@ -124,11 +127,11 @@ def check_wandb(cfg: Config) -> None:
 
 
 def _wandb_run(cfg: Config, folder: Path) -> Any:
-    """A run of W&B: as WANDB_MODE says, else online, else (no key, or no server that answers) offline and said."""
+    """Start a W&B run in the mode of WANDB_MODE, online by default; without a key or a server, warn and go offline."""
     with extra("wandb"):
         import wandb
 
-    def begin(mode: Any) -> Any:
+    def init_run(mode: Any) -> Any:
         return wandb.init(
             project=cfg.trainer.wandb_project_name,
             name=cfg.trainer.exp_name,
@@ -143,26 +146,26 @@ def _wandb_run(cfg: Config, folder: Path) -> Any:
 
     mode = wandb.setup().settings.mode
     if mode != "online":
-        return begin(mode)
+        return init_run(mode)
     try:
         if wandb.login(prompt=False):
-            return begin("online")
-        reason = "no API key is configured (wandb login)"
+            return init_run("online")
+        problem = "no API key is configured (wandb login)"
     except wandb.Error as error:
-        reason = str(error).splitlines()[0]
+        problem = str(error).splitlines()[0]
     upload = f"upload it later with: wandb sync {folder}/wandb/offline-run-*"
-    warnings.warn(f"W&B: {reason}; tracking offline, {upload}", stacklevel=3)
-    return begin("offline")
+    warnings.warn(f"W&B: {problem}; tracking offline, {upload}", stacklevel=3)
+    return init_run("offline")
 
 
-def _errors() -> type[Exception]:
+def _wandb_error() -> type[Exception]:
     import wandb
 
     return wandb.Error
 
 
-def _begun_again(cfg: Config, folder: Path) -> Any:
-    """A run of W&B in a new process in place of one that died."""
+def _restart_wandb(cfg: Config, folder: Path) -> Any:
+    """Start a W&B run in a new process after the old process died."""
     import wandb
 
     with suppress(OSError):
@@ -173,32 +176,32 @@ def _begun_again(cfg: Config, folder: Path) -> Any:
 
 
 def with_wandb(records: Iterator[LogData], cfg: Config, run_dir: str | Path, start: int = 0) -> Iterator[LogData]:
-    """Track a run with Weights & Biases: the logs that TensorBoard gets, against env steps, and the config.
+    """Track a run with Weights & Biases: the same logs as in TensorBoard, against env steps, and the config.
 
         for record in with_wandb(train_iter(state, cfg), cfg, "outputs/mine"): ...
 
     Args:
-        records: to pass on.
-        cfg: of the run; `trainer.wandb_project_name` is the project and `trainer.exp_name` the name.
-        run_dir: the run folder; W&B's files go into `wandb/` of it.
+        records: records to pass on.
+        cfg: the run's config; `trainer.wandb_project_name` is the project and `trainer.exp_name` the name.
+        run_dir: the run folder; W&B's files go into its `wandb/`.
         start: env steps before the first record.
 
     Raises: UserError without the extra `wandb`.
     """
     run, failed = _wandb_run(cfg, Path(run_dir)), True
-    guarded, tried = never_fatal("W&B", _errors()), 0.0
+    guarded, last_attempt = never_fatal("W&B", _wandb_error()), 0.0
 
     def send(row: dict[str, float]) -> None:
-        nonlocal run, tried
+        nonlocal run, last_attempt
         if run is None:
-            if time.monotonic() < tried + _RETRY:
+            if time.monotonic() < last_attempt + _RETRY:
                 raise ConnectionError("its process is gone")
-            tried = time.monotonic()
-            run = _begun_again(cfg, Path(run_dir))
+            last_attempt = time.monotonic()
+            run = _restart_wandb(cfg, Path(run_dir))
         try:
             run.log(row)
-        except ConnectionError:  # of the process that W&B starts, which does not come back by itself
-            run, tried = None, time.monotonic()
+        except ConnectionError:  # W&B's own process died, and W&B does not restart it
+            run, last_attempt = None, time.monotonic()
             raise
 
     try:

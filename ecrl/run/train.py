@@ -27,7 +27,7 @@ from ecrl.run.folder import claim, claimed_before, holding, new_run_dir
 from ecrl.run.history import History
 from ecrl.run.loggers import with_host_logs, with_jsonl, with_progress
 from ecrl.run.owed import owed
-from ecrl.run.profiler import Times, timed_records, watched, with_profile
+from ecrl.run.profiler import Times, timed_records, with_profile, with_timers
 from ecrl.run.rank_shards import with_others, with_others_at_crash
 from ecrl.run.recording import cameras, check_cameras
 from ecrl.run.resume import forget_after, goes_on, resume
@@ -161,7 +161,7 @@ def _profiled(state: TensorDict, cfg: Config, folder: Path | None, first: int, p
     if folder is None:
         raise ConfigError("profile: its times and traces need a folder; give run_dir too")
     times = Times()
-    records = train_iter(state, cfg, partial(watched, times))
+    records = train_iter(state, cfg, partial(with_timers, times))
     timed = partial(timed_records, times)
     return with_profile(consumers(records, state, cfg, folder, first, progress, timed), times, folder)
 

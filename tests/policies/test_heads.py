@@ -112,8 +112,8 @@ def test_squashing_holds_what_the_plain_policy_does_not():
     [
         (box(-inf, inf, 2), "policy.squash: the action space has no finite bounds to squash into; use clip_actions"),
         (Box((-1.0, 0.0), (1.0, inf), (2,)), "policy.squash: the action space has no finite bounds"),
-        (Discrete(3), "policy.squash: there is nothing to squash in actions of Discrete"),
-        (MultiDiscrete((2, 2)), "policy.squash: there is nothing to squash in actions of MultiDiscrete"),
+        (Discrete(3), "policy.squash: expected Box actions, got Discrete"),
+        (MultiDiscrete((2, 2)), "policy.squash: expected Box actions, got MultiDiscrete"),
     ],
 )
 def test_what_cannot_be_squashed_is_refused(space, message):

@@ -256,12 +256,12 @@ FAULTS = [
     (
         _writing("get_action", lambda td: td.exclude("sample_log_prob")),
         CHOICE,
-        "policy 'mine': Changed.get_action: wrote no 'sample_log_prob', only action, obs, value",
+        "policy 'mine': Changed.get_action: did not write 'sample_log_prob', only action, obs, value",
     ),
     (
         _writing("evaluate_actions", lambda td: td["entropy"]),
         CHOICE,
-        "policy 'mine': Changed.evaluate_actions: wrote no 'log_prob' and no 'entropy', only Tensor",
+        "policy 'mine': Changed.evaluate_actions: did not write 'log_prob' and 'entropy', only Tensor",
     ),
     (
         _writing("evaluate_actions", lambda td: td.set("entropy", td["entropy"][:, None])),
@@ -294,12 +294,15 @@ def test_a_box_needs_a_log_std_and_an_acting_module_no_squashing():
             super().__init__(*spaces)
             del self.log_std
 
-    advice = r"give the module `self.log_std = nn.Parameter\(torch.zeros\(2\)\)`, or return it third"
+    advice = r"give the module `self.log_std = nn.Parameter\(torch.zeros\(2\)\)`, or return it as third output"
     with pytest.raises(ConfigError, match=f"policy 'mine': NoStd: no log_std for Box actions; {advice}"):
         _policy(NoStd, BOX)
-    with pytest.raises(ConfigError, match=r"Acts.get_action makes its own actions; squash is for modules with forward"):
+    with pytest.raises(
+        ConfigError,
+        match=r"Acts.get_action makes its own actions; leave squash out, it is for modules with only forward",
+    ):
         _policy(Acts, BOX, squash=True)
-    with pytest.raises(ConfigError, match=r"^policy\.squash: there is nothing to squash"):
+    with pytest.raises(ConfigError, match=r"^policy\.squash: expected Box actions"):
         _policy(Trunk, CHOICE, squash=True)
 
 

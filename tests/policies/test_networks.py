@@ -131,7 +131,10 @@ def test_new_values_do_not_retrace():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"dropout_p": 0.1}, "dropout_p=0.1 is refused: dropout makes the probability ratio of the same action random"),
+        (
+            {"dropout_p": 0.1},
+            "dropout_p=0.1, expected 0: dropout makes the probability ratio of the same action random",
+        ),
         ({"orthogonal_init": [1.0, 1.0, 1.0]}, "has 3 gains for 2 layers; give one number or 2"),
         ({"orthogonal_init": []}, "has 0 gains for 2 layers"),
         ({"orthogonal_init": 0.0}, "expected a number above 0, or a list of such numbers, one per layer"),

@@ -67,7 +67,7 @@ def test_statistics_start_empty_and_are_those_of_the_counted_rows():
 
 @pytest.mark.parametrize("space", [Discrete(3), MultiDiscrete((2, 3)), dict_space({"a": Discrete(2)})])
 def test_observations_without_numbers_are_refused(space):
-    with pytest.raises(ConfigError, match=r"policy\.normalize_obs: no numbers to standardise in .*; leave it out"):
+    with pytest.raises(ConfigError, match=r"policy\.normalize_obs: .* has no Box to standardise; leave it out"):
         _policy(space)
 
 
