@@ -341,7 +341,7 @@ def test_ecrl_bench_runs_them(monkeypatch, tmp_path):
 
 
 def test_ecrl_bench_without_the_source_tree_is_one_line(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(commands, "__file__", str(tmp_path / "ecrl" / "commands.py"))
+    monkeypatch.setattr(commands, "__file__", str(tmp_path / "ecrl" / "cli" / "commands.py"))
     assert exit_status(monkeypatch, "bench") == 2
     told = capsys.readouterr().err
     assert (

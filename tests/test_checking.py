@@ -85,7 +85,7 @@ def _one_by_one(state, action, noise):
 FAULTS = {
     "contract": (
         {"observation_space": box(0.0, 1.0, 4)},
-        "reset gives field 'obs' as float32 [2, 3], expected float32",
+        "reset returns field 'obs' as float32 [2, 3], expected float32",
     ),
     "high": (
         _stepping(_with("obs", 3, 7.5)),
@@ -259,7 +259,7 @@ def test_the_command_line(monkeypatch, capsys, tmp_path):
     (tmp_path / "one_of_my_own.py").write_text(OWN)
     own = ("gymnasium:one_of_my_own:Own-v0", "--num-steps", "8")
     status, _, err = told(*own)
-    assert status == 2 and "is of module 'one_of_my_own', which a config does not import" in err
+    assert status == 2 and "belongs to module 'one_of_my_own', which a config does not import" in err
     status, out, err = told(*own, "--import", "one_of_my_own")
     assert status == 0 and "Own-v0: ok" in out, out + err
     status, _, err = told(*own, "--import=two_of_my_own")

@@ -204,7 +204,7 @@ def test_an_iteration_of_one_graph_reads_no_number_of_the_config_and_keeps_its_f
 
 
 THREADS = """
-import sys, torch
+import hashlib, sys, torch
 sys.path.insert(0, "tests")
 torch.set_num_threads(int(sys.argv[1]))
 from support.small_runs import last_state, small
@@ -212,8 +212,7 @@ state = last_state(small(**{"trainer.num_envs": 64}))
 from ecrl import rng
 keys = rng.split(rng.key(1), 100_000)
 drawn = (rng.bits(keys, (4,)), rng.uniform(keys, (3,)), rng.permutation(rng.key(2), 50_000), state["env"]["elapsed"])
-sums = [t.double().sum() * 7 + (t.reshape(-1).double() * torch.arange(t.numel())).sum() for t in drawn]
-print(torch.stack(sums).tolist())
+print(torch.get_num_threads(), [hashlib.sha256(t.numpy().tobytes()).hexdigest() for t in drawn])
 print([float(p.double().sum()) for p in state["params"].values(True, True)])
 """
 
@@ -226,4 +225,5 @@ def test_threads_do_not_change_the_streams_and_a_process_repeats_its_bits():
 
     one, again, two = run("1"), run("1"), run("2")
     assert one == again
-    assert one[0] == two[0]
+    assert (one[0][0], two[0][0]) == ("1", "2")
+    assert one[0][1:] == two[0][1:]

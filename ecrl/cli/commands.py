@@ -117,10 +117,10 @@ def bench(
         minutes: for results: start no run after this many minutes; 0 only remakes the tables and pictures.
         out: folder for the results; benchmarks/results if absent.
     """
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
     if not (root / "benchmarks" / "__main__.py").exists():
         raise UserError(
-            f"ecrl bench: no benchmarks folder next to {Path(__file__).parent}; run it from a checkout of the source"
+            f"ecrl bench: no benchmarks folder next to {root / 'ecrl'}; run it from a checkout of the source"
         )
     if what == "speed" and (seeds is not None or minutes is not None):
         raise UserError("--seeds and --minutes are for: ecrl bench results; leave them out")

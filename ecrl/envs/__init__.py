@@ -55,7 +55,7 @@ __all__ = [
 
 
 def make_env(choice: EnvChoice | dict | str) -> Env:
-    """The environment of a config's `env` section, or of a name; equal settings give the same object.
+    """Return the environment of a config's `env` section, or of a name; equal settings return the same object.
 
     >>> make_env("cartpole") is make_env({"id": "cartpole", "cfg": {"gravity": 9.8}})
     True

@@ -1,7 +1,4 @@
-"""CartPole, step for step Gymnasium's `CartPole-v1`: balance a pole on a cart by pushing left (0) or right (1).
-
-Source: Barto, Sutton and Anderson 1983; dynamics without friction as corrected by Florian 2007, explicit Euler.
-"""
+"""CartPole, step for step Gymnasium's `CartPole-v1`: balance a pole on a cart by pushing left (0) or right (1)."""
 
 from math import inf, pi
 
@@ -20,44 +17,66 @@ from ecrl.spaces import Box, Discrete
 class CartPoleConfig(ConfigModel):
     """Physical constants, SI units."""
 
-    gravity: Positive = Field(9.8, description="m/s^2")
-    cart_mass: Positive = Field(1.0, description="kg")
-    pole_mass: Positive = Field(0.1, description="kg")
+    gravity: Positive = Field(9.8, description="gravitational acceleration, m/s^2")
+    cart_mass: Positive = Field(1.0, description="mass of the cart, kg")
+    pole_mass: Positive = Field(0.1, description="mass of the pole, kg")
     half_length: Positive = Field(0.5, description="half the pole's length, m")
-    force: Positive = Field(10.0, description="push, N")
+    force: Positive = Field(10.0, description="size of the push, N")
     dt: Positive = Field(0.02, description="time step, s")
-    max_position: Positive = Field(2.4, description="the episode ends beyond it, m")
-    max_angle: Positive = Field(12.0 * 2.0 * pi / 360.0, description="the episode ends beyond it, rad")
-    start: Positive = Field(0.05, description="each start coordinate is uniform in +- this")
+    max_position: Positive = Field(2.4, description="the episode ends if |x| exceeds this, m")
+    max_angle: Positive = Field(12.0 * 2.0 * pi / 360.0, description="the episode ends if |theta| exceeds this, rad")
+    start: Positive = Field(0.05, description="x, x_dot, theta and theta_dot start uniformly between -start and start")
     max_episode_steps: Count = Field(500, description="time limit, steps")
 
 
-def _accelerations(cfg: CartPoleConfig, obs: Tensor, force: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the cart, m/s^2, and of the pole, rad/s^2."""
-    _, _, angle, spin = obs.unbind(-1)
-    sin, cos = torch.sin(angle), torch.cos(angle)
-    mass, moment = cfg.cart_mass + cfg.pole_mass, cfg.pole_mass * cfg.half_length
-    push = (force + moment * spin.square() * sin) / mass
-    turn = (cfg.gravity * sin - cos * push) / (cfg.half_length * (4.0 / 3.0 - cfg.pole_mass * cos.square() / mass))
-    return push - moment * turn * cos / mass, turn
+def _accelerations(cfg: CartPoleConfig, theta: Tensor, theta_dot: Tensor, force: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `x_acc`, m/s^2, and `theta_acc`, rad/s^2; see `cartpole`."""
+    sin_theta, cos_theta = torch.sin(theta), torch.cos(theta)
+    total_mass, pole_mass_length = cfg.cart_mass + cfg.pole_mass, cfg.pole_mass * cfg.half_length
+    temp = (force + pole_mass_length * theta_dot.square() * sin_theta) / total_mass
+    theta_acc = (cfg.gravity * sin_theta - cos_theta * temp) / (
+        cfg.half_length * (4.0 / 3.0 - cfg.pole_mass * cos_theta.square() / total_mass)
+    )
+    x_acc = temp - pole_mass_length * theta_acc * cos_theta / total_mass
+    return x_acc, theta_acc
 
 
 @register_env("cartpole")
 def cartpole(cfg: CartPoleConfig) -> Env:
-    """Observation `[*B, 4]`: position m, velocity m/s, angle rad, angular velocity rad/s. Reward 1 per step."""
+    """Balance a pole that is hinged to a cart on a rail without friction.
+
+        M = cart_mass + pole_mass;    m = pole_mass;    l = half_length;    F = force if action is 1, else -force
+
+        temp      = (F + m l theta_dot^2 sin(theta)) / M
+        theta_acc = (gravity sin(theta) - cos(theta) temp) / (l (4/3 - m cos(theta)^2 / M))
+        x_acc     = temp - m l theta_acc cos(theta) / M
+
+        next_x     = x + dt x_dot;            next_x_dot     = x_dot + dt x_acc
+        next_theta = theta + dt theta_dot;    next_theta_dot = theta_dot + dt theta_acc
+
+    This is explicit Euler. The observation `[*B, 4]` is x, m, x_dot, m/s, theta, rad, and theta_dot, rad/s; theta is 0
+    for an upright pole. The action `[*B]` is 0 or 1. The reward is 1 per step. The episode ends if |next_x| exceeds
+    max_position or |next_theta| exceeds max_angle.
+
+    Source: Barto, Sutton and Anderson 1983, "Neuronlike adaptive elements that can solve difficult learning control
+        problems"; equations of motion without friction from Florian 2007, "Correct equations for the dynamics of the
+        cart-pole system".
+    """
 
     def reset(keys: Tensor) -> TensorDict:
         return state_of((2.0 * rng.uniform(keys, (4,)) - 1.0) * cfg.start, keys.shape)
 
     def step(state: TensorDict, action: Tensor, noise: object) -> TensorDict:
         obs = state["obs"]
-        push, turn = _accelerations(cfg, obs, torch.where(action == 1, cfg.force, -cfg.force).to(obs.dtype))
-        position, velocity, angle, spin = obs.unbind(-1)
-        moved = (position + cfg.dt * velocity, velocity + cfg.dt * push, angle + cfg.dt * spin, spin + cfg.dt * turn)
-        terminated = (moved[0].abs() > cfg.max_position) | (moved[2].abs() > cfg.max_angle)
+        x, x_dot, theta, theta_dot = obs.unbind(-1)
+        force = torch.where(action == 1, cfg.force, -cfg.force).to(obs.dtype)
+        x_acc, theta_acc = _accelerations(cfg, theta, theta_dot, force)
+        next_x, next_x_dot = x + cfg.dt * x_dot, x_dot + cfg.dt * x_acc
+        next_theta, next_theta_dot = theta + cfg.dt * theta_dot, theta_dot + cfg.dt * theta_acc
+        terminated = (next_x.abs() > cfg.max_position) | (next_theta.abs() > cfg.max_angle)
         after = {
-            "obs": torch.stack(moved, -1),
-            "reward": torch.ones_like(position),
+            "obs": torch.stack((next_x, next_x_dot, next_theta, next_theta_dot), -1),
+            "reward": torch.ones_like(x),
             "terminated": terminated,
             "truncated": torch.zeros_like(terminated),
         }

@@ -1,7 +1,8 @@
 """An environment is a frozen record of pure functions over a TensorDict state; wrappers are functions `Env -> Env`.
 
-`reset(keys)` and `step(state, action, noise)` give a state with batch shape `[*B]` that carries `obs`, `reward`,
-`terminated` and `truncated`, whatever the dynamics need, and optionally `info` (a TensorDict, such as `success`).
+`reset(keys)` and `step(state, action, noise)` return a state with batch shape `[*B]`. It has `obs`, `reward`,
+`terminated`, `truncated` and the fields of the dynamics. It may have `info`, a TensorDict with fields such as
+`success`.
 """
 
 from collections.abc import Callable
@@ -18,48 +19,49 @@ from ecrl.spaces import Box, Space
 
 
 def keys_as_noise(keys: Tensor) -> Tensor:
-    """The default `draw`: the noise of a step is its key."""
+    """Return the keys unchanged: by default, the noise of a step is its key."""
     return keys
 
 
 def last_obs(state: TensorDict) -> Any:
-    """The default `observe`: the observation is a field of the dynamics."""
+    """Return `state["obs"]`: by default, the dynamics compute the observation."""
     return state["obs"]
 
 
 def nothing_to_close(state: TensorDict) -> None:
-    """The default `close`: tensors need none."""
+    """Do nothing: by default, there are only tensors, which need no closing."""
 
 
 def nothing_lasts(start: TensorDict, ended: TensorDict) -> TensorDict:
-    """The default `carry_over`: an episode knows nothing of the one before."""
+    """Return the start unchanged: by default, an episode keeps nothing of the one before it."""
     return start
 
 
 def always_current(state: TensorDict) -> bool:
-    """The default `is_current`: a state that is all there can always go on."""
+    """Return True: by default, the state is complete, so `step` can always continue from it."""
     return True
 
 
 @dataclass(frozen=True)
 class Env:
-    """Functions of one kind of environment, for any number of them.
+    """Pure functions that define an environment, for any number of copies at once.
 
     Attributes:
         reset: int64 keys `[*B]` -> state.
         step: (state, action, noise) -> state.
-        observation_space: of one environment.
-        action_space: of one environment.
-        draw: keys -> noise of a step; called on `[T, N]` keys, outside the loop, so it must not depend on the state.
-        observe: state -> its observation, needed where events change what is observed.
-        lockstep: every episode has the same length.
-        is_pure: False where the state lives outside the tensors, as in Gymnasium; such an env resets itself, keeps
-            `final_obs`, and is released by `close`.
-        close: state -> None; releases what it holds outside its tensors.
-        is_current: state -> whether `step` can go on from it: False where its environments are gone or have gone on.
-        carry_over: (start, ended) -> the start of an episode with what lasts from the one before it, such as a mass
-            that was drawn once for all.
-        scene: what events of scenes are made with, a MuJoCo task's simulation.
+        observation_space: the observations of one environment.
+        action_space: the actions of one environment.
+        draw: keys -> noise of a step. It is called on `[T, N]` keys before the loop, so it cannot depend on the state.
+        observe: state -> observation. Events need it if they change fields that the observation is computed from.
+        lockstep: True if every episode has the same length.
+        is_pure: False if part of the state is outside the tensors, as with Gymnasium. Such an environment resets
+            itself, sets `final_obs`, and is released by `close`.
+        close: state -> None; releases resources outside the tensors, such as processes.
+        is_current: state -> bool. False if `step` cannot continue from the state, because its environments are closed
+            or have taken further steps.
+        carry_over: (start, ended) -> the start of the next episode, with the values that outlast an episode, such as a
+            mass drawn by a startup event.
+        scene: the simulation of a MuJoCo task, for events that change the scene.
     """
 
     reset: Callable[[Tensor], TensorDict]
@@ -77,10 +79,10 @@ class Env:
 
 
 def state_of(obs: Tensor, batch: torch.Size, **fields: Tensor) -> TensorDict:
-    """A state as it is before the first step: reward 0, not ended; `fields` are the dynamics' own."""
-    no = torch.zeros(batch, dtype=torch.bool, device=obs.device)
+    """Return a state before the first step: reward 0, flags False; `fields` are the fields of the dynamics."""
+    false = torch.zeros(batch, dtype=torch.bool, device=obs.device)
     reward = torch.zeros(batch, dtype=obs.dtype, device=obs.device)
-    return TensorDict(fields | {"obs": obs, "reward": reward, "terminated": no, "truncated": no.clone()}, batch)
+    return TensorDict(fields | {"obs": obs, "reward": reward, "terminated": false, "truncated": false.clone()}, batch)
 
 
 @cache
@@ -89,7 +91,7 @@ def time_limit(env: Env, max_episode_steps: int) -> Env:
 
         elapsed' = elapsed + 1;  truncated' = truncated or elapsed' >= max_episode_steps
 
-    The state gains `elapsed` (int64), the steps of the episode so far.
+    The state gains `elapsed` (int64), the number of steps since the episode started.
     """
     if max_episode_steps < 1:
         raise ValueError(f"time_limit needs max_episode_steps >= 1, got {max_episode_steps}")
@@ -106,25 +108,26 @@ def time_limit(env: Env, max_episode_steps: int) -> Env:
     return replace(env, reset=reset, step=step)
 
 
-_OF_THE_STEP = ("reward", "terminated", "truncated", "info", "mask")
+_OUTCOME = ("reward", "terminated", "truncated", "info", "mask")
 
 
 @cache
 def auto_reset(env: Env) -> Env:
-    """Start the next episode in the step that ended one; `final_obs` keeps the observation from before the reset.
+    """Start the next episode in the step that ended one; `final_obs` is the observation before the reset.
 
-    `reward`, `terminated`, `truncated`, `info` and `mask` stay those of the step; the next step of `env` sees both
-    flags down. Where an episode would start is drawn with the noise, from the start stream of the same key, so it does
-    not depend on how the last one went. An environment that is not pure resets itself and is returned as it is.
+    `reward`, `terminated`, `truncated`, `info` and `mask` still describe the step that ended. The next step of `env`
+    gets a state with both flags False. The start of the next episode is drawn with the noise, from the start stream of
+    the same key, so it does not depend on the last episode. An environment that is not pure resets itself, so it is
+    returned unchanged.
     """
     if not env.is_pure:
         return env
 
     def reset(keys: Tensor) -> TensorDict:
         start = env.reset(keys)
-        outcome = start.select(*_OF_THE_STEP, strict=False)
-        # in the order in which `step` gives the fields: compiled code guards on it, and would be made twice
-        return start.exclude(*_OF_THE_STEP).update(outcome).set("final_obs", start["obs"].clone())
+        outcome = start.select(*_OUTCOME, strict=False)
+        # same field order as in `step`: compiled code guards on the order, and another one would compile twice
+        return start.exclude(*_OUTCOME).update(outcome).set("final_obs", start["obs"].clone())
 
     def draw(keys: Tensor) -> TensorDict:
         start = env.reset(rng.fold_in(keys, rng.START))
@@ -134,18 +137,20 @@ def auto_reset(env: Env) -> Env:
         flags = {key: torch.zeros_like(state[key]) for key in ("terminated", "truncated")}
         after = env.step(state.exclude("final_obs").update(flags), action, noise["step"])
         done = after["terminated"] | after["truncated"]
-        kept = after.select(*_OF_THE_STEP, strict=False)
-        start, going_on = env.carry_over(noise["start"], after).exclude(*_OF_THE_STEP), after.exclude(*_OF_THE_STEP)
-        return start.where(done, going_on).update(kept).set("final_obs", after["obs"])
+        outcome = after.select(*_OUTCOME, strict=False)
+        start, running = env.carry_over(noise["start"], after).exclude(*_OUTCOME), after.exclude(*_OUTCOME)
+        return start.where(done, running).update(outcome).set("final_obs", after["obs"])
 
     return replace(env, reset=reset, step=step, draw=draw)
 
 
 @cache
 def clip_action(env: Env) -> Env:
-    """Hold Box actions within the bounds of their space before the environment sees them.
+    """Clip Box actions to the bounds of their space before the environment sees them.
 
-    `max(low, min(high, action))`. The rollout keeps the action as it was drawn, which is what its probability is of.
+        clipped = max(low, min(high, action))
+
+    The rollout stores the action before clipping, because the policy's log-probability belongs to that action.
     """
     space = env.action_space
     if not isinstance(space, Box):

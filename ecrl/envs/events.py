@@ -1,8 +1,8 @@
-"""Events: what happens to environments besides their own dynamics, such as randomised worlds, starts and disturbances.
+"""Events that change the state of environments besides their dynamics: randomised worlds, starts and disturbances.
 
-An event is registered as `make(cfg) -> apply`; `apply(state, keys)` gives the state after it happened to every
-environment of the batch, a pure function of the state and of one int64 key per environment. When it happens, and to
-which environments, is decided here by `where`, so events run inside compiled and vmapped rollouts.
+An event is registered as `make(cfg) -> apply`. `apply(state, keys)` returns the state after the event happened to every
+environment of the batch. It is a pure function of the state and of one int64 key per environment. This module decides
+when an event happens, and selects the environments with `where`. So events run inside compiled and vmapped rollouts.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,14 +25,18 @@ from ecrl.registry import did_you_mean, lookup, register_event
 
 Apply = Callable[[TensorDict, Tensor], TensorDict]
 
-_NOT_THEIRS = ("reward", "terminated", "truncated", "info", "mask", "final_obs", "elapsed")
-"""The outcome of the last step and the clock of the time limit, which events neither see nor change."""
+_HIDDEN = ("reward", "terminated", "truncated", "info", "mask", "final_obs", "elapsed")
+"""The outcome of the last step and the counter of the time limit. Events neither see nor change them."""
 
 
 class _Event(NamedTuple):
-    """An event of an environment; `position` is its place among the others, which makes its keys its own."""
+    """An event of an environment.
 
-    told: str
+    `label` names it in errors. `position` is its index among all events; it is folded into the keys, so each event
+    draws other numbers.
+    """
+
+    label: str
     mode: str
     interval_step: int
     position: int
@@ -40,73 +44,77 @@ class _Event(NamedTuple):
 
 
 def _fields(state: TensorDictBase) -> dict[str, Tensor]:
-    """The leaves of a state under dotted names."""
+    """Return the tensors of a state by dotted name."""
     return {".".join(k) if isinstance(k, tuple) else k: x for k, x in state.items(True, True)}
 
 
 def _own(env: Env, state: TensorDict) -> TensorDict:
-    """A copy of what the dynamics own, all that an event is given; `obs` is in it unless computed from the rest."""
+    """Return a copy of the fields that an event may change; `obs` is one unless `env.observe` computes it."""
     derived = () if env.observe is last_obs else ("obs",)
-    return state.exclude(*_NOT_THEIRS, *derived).clone()
+    return state.exclude(*_HIDDEN, *derived).clone()
 
 
-def _happen(env: Env, event: _Event, state: TensorDict, keys: Tensor, who: Tensor) -> TensorDict:
-    """The state after `event` at the environments `who`, observation included."""
+def _happen(env: Env, event: _Event, state: TensorDict, keys: Tensor, selected: Tensor) -> TensorDict:
+    """Apply an event to the selected environments, bool `[*B]`, and recompute their observations."""
     own_keys = rng.fold_in(keys, event.position)
     after = state.copy().update(event.apply(_own(env, state), own_keys))
-    return after.set("obs", env.observe(after)).where(who, state)
+    return after.set("obs", env.observe(after)).where(selected, state)
 
 
-def made(event: EventConfig, scene: Any, told: str) -> Apply:
-    """What a registered event does, made with the scene of a MuJoCo task if it takes one; `told` says which."""
+def make_event(event: EventConfig, scene: Any, label: str) -> Apply:
+    """Return the `apply` function of an event, made with `scene` if the event takes one; `label` names it in errors.
+
+    Raises: ConfigError if the event needs a scene and there is none, or if its settings do not fit the scene.
+    """
     make = lookup("event", event.func).make
     needs_scene = len(signature(make).parameters) > 1
     if needs_scene and scene is None:
-        raise ConfigError(f"{told}: happens to the scene of a MuJoCo task, and this environment has none")
+        raise ConfigError(f"{label}: changes the scene of a MuJoCo task, but this environment has none")
     try:
         return make(event.params, scene) if needs_scene else make(event.params)
     except ConfigError as error:
-        raise ConfigError(f"{told}: {error}") from None
+        raise ConfigError(f"{label}: {error}") from None
 
 
-def check_event(told: str, apply: Apply, before: TensorDict, keys: Tensor) -> None:
-    """Refuse an event that does not fit the state: let it happen, and compare the fields. `told` says which."""
+def check_event(label: str, apply: Apply, before: TensorDict, keys: Tensor) -> None:
+    """Raise ConfigError if an event adds, drops or reshapes a field of the state; `label` names it in errors."""
     names = ", ".join(sorted(_fields(before)))
     try:
         after = apply(before.clone(), keys)
     except ConfigError as error:
-        raise ConfigError(f"{told}: {error}") from None
+        raise ConfigError(f"{label}: {error}") from None
     if not isinstance(after, TensorDictBase):
-        raise ConfigError(f"{told}: gives {type(after).__name__}, expected the state, a TensorDict with {names}")
+        raise ConfigError(f"{label}: returns {type(after).__name__}, expected the state, a TensorDict with {names}")
     old, new = (
         {k: f"{x.dtype} {list(x.shape)}".removeprefix("torch.") for k, x in _fields(s).items()} for s in (before, after)
     )
     for name in sorted(old.keys() | new.keys()):
-        given, expected = new.get(name, "absent"), old.get(name, "absent")
-        if given != expected:
-            told = f"{told}: gives field {name!r} as {given}, expected {expected}"
-            raise ConfigError(f"{told}; an event returns the fields it was given: {names}")
+        actual, expected = new.get(name, "absent"), old.get(name, "absent")
+        if actual != expected:
+            fault = f"returns field {name!r} as {actual}, expected {expected}"
+            raise ConfigError(f"{label}: {fault}; an event returns the fields it got: {names}")
 
 
 def with_events(env: Env, events: Mapping[str, EventConfig], where: str = "trainer.events") -> Env:
-    """Let events happen to an environment that is wrapped by `auto_reset`; without events it is `env` itself.
+    """Apply events to an environment that `auto_reset` wraps; without events, return `env` itself.
 
-    Those that happen at one moment do so in the order of their names. Errors name them by their place, `where`.
+    Events that happen at the same moment are applied in the order of their names. Errors name an event by `where`, its
+    section of the config, and its name.
 
-    startup: once in the life of an environment, at its first reset; where the next episode starts from a fresh state,
-        the event is applied to it again with the same key, so that its effect lasts.
-    reset: at every start of an episode, the first included, after the startup events, with a new key each time.
-    interval: before the n-th step of an environment for n = interval_step, 2 interval_step, ..., counted over its
-        life; what the step makes of it is what the policy sees next.
+    startup: once, at `reset`. Later episodes start from a new state, so the event is applied to them again with the
+        same key, and its effect lasts.
+    reset: at every start of an episode, also the first one, after the startup events, with a new key each time.
+    interval: before the n-th step of an environment for n = interval_step, 2 interval_step, ..., counted since
+        `reset`. The policy sees the effect in the observation after that step.
 
-    The state gains `events`: `count`, the steps taken, and `key`, of the startup events, each int64 `[*B]`. The
-    observation of a start is recomputed by `env.observe`; reward, terminated, truncated, info, final_obs and elapsed
-    stay those of the step. Keys are folded from the environment's own, so equal keys, as in a GRPO group, give equal
-    events, and starts and world noise are the same with and without events. `reset` begins a new life, `restart` an
-    episode.
+    The state gains `events` with two int64 `[*B]` fields: `count`, the steps since `reset`, and `key`, the key of the
+    startup events. `env.observe` recomputes the observation of a start. The fields reward, terminated, truncated, info,
+    final_obs and elapsed keep their values. The keys of events are folded from the keys of the environments. So equal
+    keys, as in a GRPO group, get equal events, and starts and noise are the same with and without events. `reset` draws
+    the startup events again; `restart` starts an episode and keeps them.
 
-    Raises: ConfigError for an environment that is not pure; from `reset`, for an event that adds, drops or reshapes a
-        field, and ValueError where `auto_reset` is missing.
+    Raises: ConfigError for an environment that is not pure. The returned `reset` raises ConfigError for an event that
+        adds, drops or reshapes a field, and ValueError if `auto_reset` is missing.
 
     >>> from ecrl.envs import auto_reset, make_env
     >>> push = EventConfig.model_validate({"func": "randomize_field", "mode": "reset", "params":
@@ -116,20 +124,20 @@ def with_events(env: Env, events: Mapping[str, EventConfig], where: str = "train
     tensor([[0.0000, 0.0000, 0.1000, 0.0000],
             [0.0000, 0.0000, 0.1000, 0.0000]])
     """
-    all_made = []
+    ready = []
     for position, (name, event) in enumerate(sorted(events.items())):
-        told = term_text(where, name, event.func)
+        label = term_text(where, name, event.func)
         if not env.is_pure:
-            why = "the state of this environment is not in tensors, where events happen"
-            raise ConfigError(f"{told}: {why}; remove the event or use a tensor environment")
-        all_made.append(_Event(told, event.mode, event.interval_step, position, made(event, env.scene, told)))
-    return _with_events(env, tuple(all_made)) if events else env
+            reason = "events change tensors, but the state of this environment is not in tensors"
+            raise ConfigError(f"{label}: {reason}; remove the event or use a tensor environment")
+        ready.append(_Event(label, event.mode, event.interval_step, position, make_event(event, env.scene, label)))
+    return _with_events(env, tuple(ready)) if events else env
 
 
 def restart(env: Env, state: TensorDict, keys: Tensor) -> TensorDict:
-    """Start an episode everywhere at once, as `env.reset(keys)`; the startup events and counters of `state` go on."""
+    """Start an episode in every environment as `env.reset(keys)` does, but keep the startup events and counters."""
     if not env.is_pure or "events" in state:
-        return cast(Any, env.reset)(keys, state)  # environments that are open start anew
+        return cast(Any, env.reset)(keys, state)  # these resets take the old state too; open environments stay open
     return env.carry_over(env.reset(keys), state)
 
 
@@ -137,34 +145,34 @@ def restart(env: Env, state: TensorDict, keys: Tensor) -> TensorDict:
 def _with_events(env: Env, events: tuple[_Event, ...]) -> Env:
     startup, at_reset, interval = ([e for e in events if e.mode == mode] for mode in ("startup", "reset", "interval"))
 
-    def start(state: TensorDict, life_key: Tensor, keys: Tensor, who: Tensor) -> TensorDict:
+    def start(state: TensorDict, startup_key: Tensor, keys: Tensor, selected: Tensor) -> TensorDict:
         for event in (*startup, *at_reset):
-            state = _happen(env, event, state, life_key if event.mode == "startup" else keys, who)
+            state = _happen(env, event, state, startup_key if event.mode == "startup" else keys, selected)
         return state
 
     def reset(keys: Tensor, ended: TensorDict | None = None) -> TensorDict:
         state, key = env.reset(keys), rng.fold_in(keys, rng.EVENT)
         state = state if ended is None else env.carry_over(state, ended)
         if "final_obs" not in state:
-            raise ValueError("with_events needs an environment that starts its episodes: with_events(auto_reset(env))")
+            raise ValueError("with_events needs an environment that resets itself; use with_events(auto_reset(env))")
         for event in events:
-            check_event(event.told, event.apply, _own(env, state), key)
+            check_event(event.label, event.apply, _own(env, state), key)
         everyone = torch.ones(keys.shape, dtype=torch.bool, device=keys.device)
-        born = TensorDict({"count": torch.zeros_like(keys), "key": key}, keys.shape)
-        life = born if ended is None else cast(TensorDict, ended["events"]).copy()
-        return start(state, life["key"], key, everyone).copy().set("events", life)
+        first = TensorDict({"count": torch.zeros_like(keys), "key": key}, keys.shape)
+        record = first if ended is None else cast(TensorDict, ended["events"]).copy()
+        return start(state, record["key"], key, everyone).copy().set("events", record)
 
     def draw(keys: Tensor) -> TensorDict:
         return TensorDict({"env": env.draw(keys), "event": rng.fold_in(keys, rng.EVENT)}, keys.shape)
 
     def step(state: TensorDict, action: Tensor, noise: Any) -> TensorDict:
-        life, state = cast(TensorDict, state["events"]), state.exclude("events")
-        count = life["count"] + 1
+        record, state = cast(TensorDict, state["events"]), state.exclude("events")
+        count = record["count"] + 1
         for event in interval:
             state = _happen(env, event, state, noise["event"], count % event.interval_step == 0)
         after = env.step(state, action, noise["env"])
-        after = start(after, life["key"], noise["event"], after["terminated"] | after["truncated"])
-        return after.copy().set("events", life.copy().set("count", count))
+        after = start(after, record["key"], noise["event"], after["terminated"] | after["truncated"])
+        return after.copy().set("events", record.copy().set("count", count))
 
     return replace(env, reset=reset, step=step, draw=draw)
 
@@ -175,13 +183,13 @@ _Numbers = Annotated[Annotated[_Number, NUMBER] | _List, by_kind("a number or a 
 
 
 class RandomizeFieldConfig(ConfigModel):
-    """Which field of the env state, drawn how; equal bounds make it certain."""
+    """A field of the env state and the range of its draw; equal bounds make the draw certain."""
 
     field: str = Field(description='dotted name of a float field of the env state, such as "obs" or "angle"')
-    low: _Numbers = Field(description="smallest draw; one number, or one per element of the field")
-    high: _Numbers = Field(description="largest draw; one number, or one per element of the field")
+    low: _Numbers = Field(description="lowest draw; one number, or one per element of the field")
+    high: _Numbers = Field(description="highest draw; one number, or one per element of the field")
     operation: Literal["set", "add", "scale"] = Field(
-        "set", description="whether the draw replaces the field, is added to it or multiplies it"
+        "set", description="set: the draw replaces the field; add: it is added; scale: it multiplies the field"
     )
 
     @model_validator(mode="after")
@@ -204,7 +212,7 @@ _OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def _bound(name: str, value: float | tuple[float, ...], field: str, like: Tensor, shape: torch.Size) -> Tensor:
-    """`low` or `high` as a tensor that broadcasts over the elements, `shape`, of a field."""
+    """Return `low` or `high` as a tensor that broadcasts over a field of shape `shape`."""
     if not isinstance(value, tuple):
         return torch.tensor(value, dtype=like.dtype, device=like.device)
     if len(value) != shape.numel():
@@ -214,11 +222,11 @@ def _bound(name: str, value: float | tuple[float, ...], field: str, like: Tensor
 
 @register_event("randomize_field")
 def randomize_field(cfg: RandomizeFieldConfig) -> Apply:
-    """Draw a field of the env state anew, or disturb it, each element on its own.
+    """Replace, shift or scale a field of the env state by a random draw, independently for each element.
 
         draw = low + (high - low) u,  u uniform in [0, 1) on the 2**-24 grid;  x' = draw, x + draw or x draw
 
-    Raises: ConfigError naming a field that is unknown or not of floats, or bounds of another length.
+    Raises: ConfigError if the field is unknown or is not a float tensor, or if the bounds have another length.
     """
 
     def apply(state: TensorDict, keys: Tensor) -> TensorDict:
@@ -227,7 +235,7 @@ def randomize_field(cfg: RandomizeFieldConfig) -> Apply:
             raise ConfigError(f"params.field: unknown field {cfg.field!r}; {did_you_mean(cfg.field, known)}")
         x = known[cfg.field]
         if not x.is_floating_point():
-            raise ConfigError(f"params.field: {cfg.field!r} is {x.dtype}, expected a field of floats")
+            raise ConfigError(f"params.field: {cfg.field!r} is {x.dtype}, expected a float field")
         shape = x.shape[keys.ndim :]
         u = rng.uniform(keys, shape).to(torch.promote_types(x.dtype, torch.float32))
         low, high = (_bound(f"params.{n}", getattr(cfg, n), cfg.field, u, shape) for n in ("low", "high"))

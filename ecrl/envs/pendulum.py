@@ -1,4 +1,4 @@
-"""Pendulum, step for step Gymnasium's `Pendulum-v1`: swing up and hold with bounded torque."""
+"""Pendulum, step for step Gymnasium's `Pendulum-v1`: swing a rod up and hold it upright with a bounded torque."""
 
 from math import pi
 
@@ -17,51 +17,66 @@ from ecrl.spaces import Box, box
 class PendulumConfig(ConfigModel):
     """Physical constants, SI units."""
 
-    gravity: Positive = Field(10.0, description="m/s^2")
-    mass: Positive = Field(1.0, description="kg")
-    length: Positive = Field(1.0, description="m")
+    gravity: Positive = Field(10.0, description="gravitational acceleration, m/s^2")
+    mass: Positive = Field(1.0, description="mass of the rod, kg")
+    length: Positive = Field(1.0, description="length of the rod, m")
     dt: Positive = Field(0.05, description="time step, s")
-    max_speed: Positive = Field(8.0, description="the speed is clipped there, rad/s")
-    max_torque: Positive = Field(2.0, description="actions are clipped there, N m")
+    max_speed: Positive = Field(8.0, description="the angular velocity is clipped to +- this, rad/s")
+    max_torque: Positive = Field(2.0, description="the torque is clipped to +- this, N m")
     max_episode_steps: Count = Field(200, description="time limit, steps")
 
 
-def _observe(angle: Tensor, speed: Tensor) -> Tensor:
-    return torch.stack((torch.cos(angle), torch.sin(angle), speed), -1)
+def _observe(theta: Tensor, theta_dot: Tensor) -> Tensor:
+    return torch.stack((torch.cos(theta), torch.sin(theta), theta_dot), -1)
 
 
 @register_env("pendulum")
 def pendulum(cfg: PendulumConfig) -> Env:
-    """Observation `[*B, 3]`: cos and sin of the angle from upright, speed rad/s. Action `[*B, 1]`: torque, N m.
+    """Swing up a uniform rod that turns about one of its ends, and hold it upright.
 
-    reward = -(angle^2 + 0.1 speed^2 + 0.001 torque^2), angle in [-pi, pi)
+        u         = clip(action, -max_torque, max_torque)
+        theta_acc = 3 gravity / (2 length) sin(theta) + 3 / (mass length^2) u
+
+        next_theta_dot = clip(theta_dot + dt theta_acc, -max_speed, max_speed)
+        next_theta     = theta + dt next_theta_dot
+
+        reward = -(wrap(theta)^2 + 0.1 theta_dot^2 + 0.001 u^2);    wrap(theta) = theta modulo 2 pi, in [-pi, pi)
+
+    This is semi-implicit Euler. The observation `[*B, 3]` is cos(theta), sin(theta) and theta_dot, rad/s; theta, rad,
+    is 0 for an upright rod. The action `[*B, 1]` is the torque, N m. An episode starts with theta uniform in [-pi, pi)
+    and theta_dot uniform in [-1, 1), and ends at the time limit. The state has theta as `angle`, theta_dot as `speed`.
+
+    Source: Gymnasium's `Pendulum-v1`.
     """
 
     def reset(keys: Tensor) -> TensorDict:
-        angle, speed = (2.0 * rng.uniform(keys, (2,)) - 1.0).unbind(-1)
-        return state_of(_observe(pi * angle, speed), keys.shape, angle=pi * angle, speed=speed)
+        unit_theta, theta_dot = (2.0 * rng.uniform(keys, (2,)) - 1.0).unbind(-1)
+        theta = pi * unit_theta
+        return state_of(_observe(theta, theta_dot), keys.shape, angle=theta, speed=theta_dot)
 
     def step(state: TensorDict, action: Tensor, noise: object) -> TensorDict:
-        angle, speed, torque = state["angle"], state["speed"], action[..., 0].clamp(-cfg.max_torque, cfg.max_torque)
-        wrapped = torch.remainder(angle + pi, 2.0 * pi) - pi
-        pull = 1.5 * cfg.gravity / cfg.length * torch.sin(angle) + 3.0 / (cfg.mass * cfg.length**2) * torque
-        new_speed = (speed + cfg.dt * pull).clamp(-cfg.max_speed, cfg.max_speed)
-        new_angle = angle + cfg.dt * new_speed
-        no = torch.zeros_like(state["terminated"])
+        theta, theta_dot = state["angle"], state["speed"]
+        torque = action[..., 0].clamp(-cfg.max_torque, cfg.max_torque)
+        wrapped_theta = torch.remainder(theta + pi, 2.0 * pi) - pi
+        theta_acc = 1.5 * cfg.gravity / cfg.length * torch.sin(theta) + 3.0 / (cfg.mass * cfg.length**2) * torque
+        next_theta_dot = (theta_dot + cfg.dt * theta_acc).clamp(-cfg.max_speed, cfg.max_speed)
+        next_theta = theta + cfg.dt * next_theta_dot
+        terminated = torch.zeros_like(state["terminated"])
         after = {
-            "angle": new_angle,
-            "speed": new_speed,
-            "obs": _observe(new_angle, new_speed),
-            "reward": -(wrapped.square() + 0.1 * speed.square() + 0.001 * torque.square()),
-            "terminated": no,
-            "truncated": no.clone(),
+            "angle": next_theta,
+            "speed": next_theta_dot,
+            "obs": _observe(next_theta, next_theta_dot),
+            "reward": -(wrapped_theta.square() + 0.1 * theta_dot.square() + 0.001 * torque.square()),
+            "terminated": terminated,
+            "truncated": terminated.clone(),
         }
         return state.copy().update(after)
 
-    space = Box((-1.0, -1.0, -cfg.max_speed), (1.0, 1.0, cfg.max_speed), (3,))
-    torques = box(-cfg.max_torque, cfg.max_torque, 1)
+    observation_space = Box((-1.0, -1.0, -cfg.max_speed), (1.0, 1.0, cfg.max_speed), (3,))
+    action_space = box(-cfg.max_torque, cfg.max_torque, 1)
 
     def observe(state: TensorDict) -> Tensor:
         return _observe(state["angle"], state["speed"])
 
-    return time_limit(Env(reset, step, space, torques, observe=observe, lockstep=True), cfg.max_episode_steps)
+    env = Env(reset, step, observation_space, action_space, observe=observe, lockstep=True)
+    return time_limit(env, cfg.max_episode_steps)

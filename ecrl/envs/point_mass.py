@@ -1,7 +1,7 @@
-"""A damped point mass in the plane that goes to a goal around two round obstacles; differentiable throughout.
+"""A damped point mass that moves in the plane to a goal, around two round obstacles; every step is differentiable.
 
-Semi-implicit Euler. The task is EmbodiChain's `PointMassRL`, which name it is registered under too, except that
-gradients also flow through the last action.
+The integrator is semi-implicit Euler. The task is EmbodiChain's `PointMassRL`, and that name is registered too. Unlike
+there, gradients also flow through the last action.
 """
 
 from math import inf, sqrt
@@ -17,8 +17,8 @@ from ecrl.envs.core import Env, state_of, time_limit
 from ecrl.registry import register_env
 from ecrl.spaces import box
 
-_GOAL, _START, _OBSTACLE = 0.7, 0.6, 0.8  # half-widths of where they are drawn, in those of the workspace
-_TRIES = 8  # drawn places per obstacle, of which 92 % are far enough from the goal
+_GOAL, _START, _OBSTACLE = 0.7, 0.6, 0.8  # half-widths of the squares of random positions, in units of workspace_half
+_TRIES = 8  # candidate positions per obstacle; 92 % of the candidates are far enough from the goal
 _WEIGHTS = {"distance": 1.0, "near": 0.5, "penetration": -2.0, "speed": -0.01, "change": -0.001}
 _NEAR = 0.05  # m, width of the bonus around the goal
 
@@ -27,41 +27,45 @@ class PointMassConfig(ConfigModel):
     """Physical constants, SI units."""
 
     max_episode_steps: Count = Field(100, description="time limit, steps")
-    workspace_half: Positive = Field(1.0, description="each coordinate is held in +- this, m")
-    mass: Positive = Field(1.0, description="kg")
+    workspace_half: Positive = Field(1.0, description="each coordinate is clamped to +- this, m")
+    mass: Positive = Field(1.0, description="mass of the point, kg")
     force_scale: Positive = Field(5.0, description="force of an action of 1, N")
-    linear_damping: NonNegative = Field(5.0, description="share of the velocity lost, 1/s")
+    linear_damping: NonNegative = Field(5.0, description="fraction of the velocity lost per second, 1/s")
     dt: Positive = Field(1.0 / 60.0, description="time step, s")
-    success_threshold: Positive = Field(0.03, description="the episode ends this close to the goal, m")
-    success_bonus: NonNegative = Field(0.0, description="reward of that step, beside what every step pays")
+    success_threshold: Positive = Field(0.03, description="the episode ends closer to the goal than this, m")
+    success_bonus: NonNegative = Field(0.0, description="added to the reward of the step that reaches the goal")
     obstacle_radius_range: tuple[Positive, Positive] = Field(
-        (0.08, 0.15), strict=False, description="smallest and largest radius, m"
+        (0.08, 0.15), strict=False, description="smallest and largest radius of an obstacle, m"
     )
-    obstacle_min_goal_distance: NonNegative = Field(0.25, description="from an obstacle's centre to the goal, m")
+    obstacle_min_goal_distance: NonNegative = Field(
+        0.25, description="smallest distance from an obstacle's centre to the goal, m"
+    )
 
     @model_validator(mode="after")
     def _possible(self) -> "PointMassConfig":
         low, high = self.obstacle_radius_range
         if high < low:
-            raise ValueError(f"obstacle_radius_range [{low}, {high}] falls; give the smaller radius first")
+            raise ValueError(f"obstacle_radius_range is [{low}, {high}]; give the smaller radius first")
         corner = _OBSTACLE * sqrt(2.0) * self.workspace_half
         if self.obstacle_min_goal_distance >= corner:
             raise ValueError(
-                f"obstacle_min_goal_distance must be below {corner:.4g} here: there is no room farther off"
+                f"obstacle_min_goal_distance is {self.obstacle_min_goal_distance:g}, "
+                f"expected less than {corner:.4g} in this workspace"
             )
         return self
 
 
-def _obstacles(words: Tensor, goal: Tensor, half_width: float, apart: float) -> Tensor:
-    """Centres `[*B, 2, 2]`: of `_TRIES` uniform places each the first that is far enough from the goal `[*B, 2]`.
+def _obstacles(uniforms: Tensor, goal: Tensor, half_width: float, min_distance: float) -> Tensor:
+    """Return the centres of the obstacles, `[*B, 2, 2]`.
 
-    The last resort is the corner opposite to the goal, which always is.
+    Each centre is the first of `_TRIES` uniform candidates that is farther than `min_distance` from the goal `[*B, 2]`.
+    If there is none, it is the corner opposite to the goal, which is always far enough.
     """
     corner = torch.where(goal < 0.0, half_width, -half_width)[..., None, None, :].expand(*goal.shape[:-1], 2, 1, 2)
-    places = torch.cat(((2.0 * words - 1.0) * half_width, corner), -2)
-    far = torch.linalg.vector_norm(places - goal[..., None, None, :], dim=-1) > apart
+    candidates = torch.cat(((2.0 * uniforms - 1.0) * half_width, corner), -2)
+    far = torch.linalg.vector_norm(candidates - goal[..., None, None, :], dim=-1) > min_distance
     first = far & (far.cumsum(-1) == 1)
-    return torch.where(first.unsqueeze(-1), places, 0.0).sum(-2)
+    return torch.where(first.unsqueeze(-1), candidates, 0.0).sum(-2)
 
 
 def _observe(state: TensorDict) -> Tensor:
@@ -72,43 +76,48 @@ def _observe(state: TensorDict) -> Tensor:
 def _info(terms: dict[str, Tensor], success: Tensor, distance: Tensor, path: Tensor, collisions: Tensor) -> TensorDict:
     metrics = {"final_distance": distance, "path_length": path, "collision_count": collisions}
     info = TensorDict({"success": success, "metrics": metrics, "rewards": terms}, success.shape)
-    return info.clone()  # compiled code guards on whether two fields are one tensor
+    return info.clone()  # no two fields may share a tensor: compiled code guards on that
 
 
 @register_env("PointMassRL")
 @register_env("point_mass")
 def point_mass(cfg: PointMassConfig) -> Env:
-    """Observation `[*B, 14]`: position, velocity, goal, last action, two obstacles' centres, their radii; m and m/s.
+    """Push a point to a goal in the plane, around two obstacles.
 
-        a  = clamp(action, -1, 1)                                  Action [*B, 2]: force along each axis
+        a  = clamp(action, -1, 1)
         v' = v (1 - linear_damping dt) + a force_scale / mass dt;    x' = clamp(x + v' dt, +-workspace_half)
         d  = |x' - goal|;    penetration = sum_obstacles(max(0, radius - |x' - centre|)^2)
         reward = -d + 0.5 exp(-d^2 / (2 0.05^2)) - 2 penetration - 0.01 |v'|^2 - 0.001 |a - a_before|^2
-                 + success_bonus [d < success_threshold], which ends the episode
+                 + success_bonus [d < success_threshold]
 
-    `info` has `success`, `rewards` (the terms without their weights) and `metrics` (of the episode up to the step).
-    Gradient: through everything; where a norm is 0 it is 0.
+    The episode ends if d < success_threshold. The observation `[*B, 14]` is position, velocity, goal, last action, the
+    centres of the two obstacles and their radii, in m and m/s. The action `[*B, 2]` is the force along each axis, per
+    force_scale. `info` has `success`, `rewards` (each term without its weight) and `metrics` (of the episode up to this
+    step).
+
+    Gradient: flows through every operation; the gradient of a norm at 0 is 0.
+    Source: EmbodiChain's `PointMassRL`.
     """
     half, (low, high) = cfg.workspace_half, cfg.obstacle_radius_range
 
     def reset(keys: Tensor) -> TensorDict:
-        words = rng.uniform(keys, (6 + 4 * _TRIES,))
-        goal, start = ((2.0 * words[..., i : i + 2] - 1.0) * half * k for i, k in ((0, _GOAL), (2, _START)))
-        places = words[..., 6:].reshape(*keys.shape, 2, _TRIES, 2)
+        uniforms = rng.uniform(keys, (6 + 4 * _TRIES,))
+        goal, start = ((2.0 * uniforms[..., i : i + 2] - 1.0) * half * k for i, k in ((0, _GOAL), (2, _START)))
+        candidates = uniforms[..., 6:].reshape(*keys.shape, 2, _TRIES, 2)
         zero = torch.zeros_like(goal)
         fields = {
             "position": start,
             "velocity": zero,
             "goal": goal,
             "last_action": zero.clone(),
-            "obstacles": _obstacles(places, goal, _OBSTACLE * half, cfg.obstacle_min_goal_distance),
-            "radii": low + (high - low) * words[..., 4:6],
+            "obstacles": _obstacles(candidates, goal, _OBSTACLE * half, cfg.obstacle_min_goal_distance),
+            "radii": low + (high - low) * uniforms[..., 4:6],
             "path_length": zero[..., 0].clone(),
             "collision_count": zero[..., 1].clone(),
         }
         state = state_of(_observe(TensorDict(fields, keys.shape)), keys.shape, **fields)
-        nothing = {name: zero[..., 0].clone() for name in (*_WEIGHTS, "success")}
-        info = _info(nothing, state["terminated"].clone(), *(zero[..., 0].clone() for _ in range(3)))
+        zero_terms = {name: zero[..., 0].clone() for name in (*_WEIGHTS, "success")}
+        info = _info(zero_terms, state["terminated"].clone(), *(zero[..., 0].clone() for _ in range(3)))
         return state.set("info", info)
 
     def step(state: TensorDict, action: Tensor, noise: object) -> TensorDict:
@@ -117,8 +126,8 @@ def point_mass(cfg: PointMassConfig) -> Env:
         velocity = velocity + action * (cfg.force_scale / cfg.mass * cfg.dt)
         position = (state["position"] + velocity * cfg.dt).clamp(-half, half)
         distance = torch.linalg.vector_norm(position - state["goal"], dim=-1)
-        centre = torch.linalg.vector_norm(position.unsqueeze(-2) - state["obstacles"], dim=-1)
-        depth = (state["radii"] - centre).clamp(min=0.0)
+        centre_distance = torch.linalg.vector_norm(position.unsqueeze(-2) - state["obstacles"], dim=-1)
+        depth = (state["radii"] - centre_distance).clamp(min=0.0)
         terminated = distance < cfg.success_threshold
         terms = {
             "distance": -distance,
@@ -142,8 +151,8 @@ def point_mass(cfg: PointMassConfig) -> Env:
             "truncated": torch.zeros_like(terminated),
             "info": _info(terms, terminated, distance, path, collisions),
         }
-        moved = state.copy().update(after)
-        return moved.set("obs", _observe(moved))
+        next_state = state.copy().update(after)
+        return next_state.set("obs", _observe(next_state))
 
     core = Env(reset, step, box(-inf, inf, 14), box(-1.0, 1.0, 2), observe=_observe)
     return time_limit(core, cfg.max_episode_steps)

@@ -1,14 +1,15 @@
-"""Five environments whose value function is known, each able to fail for one reason only.
+"""Five environments with a known value function. Each tests one part of an algorithm.
 
-| name | observation | reward | ends | value | fails if |
-|---|---|---|---|---|---|
-| probe_constant | 0 | 1 | after 1 step | 1 | the critic or its target is wrong |
-| probe_observation | -1 or 1 | the observation | after 1 step | the observation | the critic is blind |
-| probe_delay | 0, then 1 | 0, then 1 | after 2 steps | gamma, then 1 | discounting or bootstrapping is wrong |
-| probe_action | 0 | 1 if action 1 else -1 | after 1 step | 1 when learnt | advantages or the policy loss are wrong |
-| probe_match | 0 or 1 | 1 if action equals it else -1 | after 1 step | 1 when learnt | rows are mixed up |
+    name               observation  reward                      steps  value          fails if
+    probe_constant     0            1                           1      1              the critic or its target is wrong
+    probe_observation  -1 or 1      the observation             1      observation    the critic ignores observations
+    probe_delay        0, then 1    0, then 1                   2      gamma, then 1  discounting is wrong
+    probe_action       0            1 for action 1, else -1     1      1 once learnt  the policy's gradient is wrong
+    probe_match        0 or 1       1 if action = obs, else -1  1      1 once learnt  rows of the batch are mixed up
 
-Source: the idea is Andy Jones 2021, "Debugging RL, without the agonizing pain".
+`probe_delay` also fails if bootstrapping is wrong, and `probe_action` if advantages are wrong.
+
+Source: Andy Jones 2021, "Debugging RL, without the agonizing pain".
 """
 
 from collections.abc import Callable
@@ -25,19 +26,22 @@ from ecrl.spaces import Discrete, box
 
 
 class ProbeConfig(ConfigModel):
-    """A probe has no settings."""
+    """Settings of a probe: none."""
 
 
 def _one_step(first_obs: Callable[[Tensor], Tensor], reward: Callable[[Tensor, Tensor], Tensor]) -> Env:
-    """Episodes of one step that start at `first_obs(keys)` `[*B]` and pay `reward(obs, action)`."""
+    """Return an environment with episodes of one step.
+
+    `first_obs(keys)` `[*B]` is the observation and `reward(obs, action)` `[*B]` the reward.
+    """
 
     def reset(keys: Tensor) -> TensorDict:
         return state_of(first_obs(keys).unsqueeze(-1), keys.shape)
 
     def step(state: TensorDict, action: Tensor, noise: object) -> TensorDict:
-        paid = reward(state["obs"][..., 0], action)
-        ended = torch.ones_like(state["terminated"])
-        return state.copy().update({"reward": paid, "terminated": ended, "truncated": ~ended})
+        step_reward = reward(state["obs"][..., 0], action)
+        terminated = torch.ones_like(state["terminated"])
+        return state.copy().update({"reward": step_reward, "terminated": terminated, "truncated": ~terminated})
 
     return Env(reset, step, box(-1.0, 1.0, 1), Discrete(2))
 
@@ -46,29 +50,29 @@ def _zero(keys: Tensor) -> Tensor:
     return torch.zeros(keys.shape, device=keys.device)
 
 
-def _coin(keys: Tensor) -> Tensor:
+def _zero_or_one(keys: Tensor) -> Tensor:
     return rng.randint(keys, low=0, high=2).to(torch.float32)
 
 
-def _sign(hit: Tensor) -> Tensor:
-    return 2.0 * hit.to(torch.float32) - 1.0
+def _plus_or_minus_one(correct: Tensor) -> Tensor:
+    return 2.0 * correct.to(torch.float32) - 1.0
 
 
 @register_env("probe_constant")
 def probe_constant(cfg: ProbeConfig) -> Env:
-    """Reward 1, one step: V = 1."""
+    """Return a one-step environment with reward 1: V = 1."""
     return _one_step(_zero, lambda obs, action: torch.ones_like(obs))
 
 
 @register_env("probe_observation")
 def probe_observation(cfg: ProbeConfig) -> Env:
-    """Reward is the observation, -1 or 1: V = obs."""
-    return _one_step(lambda keys: 2.0 * _coin(keys) - 1.0, lambda obs, action: obs.clone())
+    """Return a one-step environment whose reward is the observation, -1 or 1: V = obs."""
+    return _one_step(lambda keys: 2.0 * _zero_or_one(keys) - 1.0, lambda obs, action: obs.clone())
 
 
 @register_env("probe_delay")
 def probe_delay(cfg: ProbeConfig) -> Env:
-    """Observations 0, 1; reward 1 at the second and last step: V(0) = gamma, V(1) = 1."""
+    """Return a two-step environment with observations 0, 1 and rewards 0, 1: V(0) = gamma, V(1) = 1."""
 
     def reset(keys: Tensor) -> TensorDict:
         return state_of(_zero(keys).unsqueeze(-1), keys.shape)
@@ -83,11 +87,14 @@ def probe_delay(cfg: ProbeConfig) -> Env:
 
 @register_env("probe_action")
 def probe_action(cfg: ProbeConfig) -> Env:
-    """Action 1 pays 1, action 0 pays -1: the policy learns 1, then V = 1."""
-    return _one_step(_zero, lambda obs, action: _sign(action == 1))
+    """Return a one-step environment with reward 1 for action 1 and -1 for action 0: V = 1 for the best policy."""
+    return _one_step(_zero, lambda obs, action: _plus_or_minus_one(action == 1))
 
 
 @register_env("probe_match")
 def probe_match(cfg: ProbeConfig) -> Env:
-    """The action equal to the observation pays 1, the other -1: the policy learns it, then V = 1."""
-    return _one_step(_coin, lambda obs, action: _sign(action == obs.to(torch.int64)))
+    """Return a one-step environment with reward 1 if the action equals the observation, else -1.
+
+    V = 1 for the best policy.
+    """
+    return _one_step(_zero_or_one, lambda obs, action: _plus_or_minus_one(action == obs.to(torch.int64)))

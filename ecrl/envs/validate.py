@@ -1,4 +1,4 @@
-"""What a run asks of an environment, checked once before it starts, so that a fault is said by its field."""
+"""Checks of an environment before a run starts; an error names the field that is wrong."""
 
 from functools import cache
 from typing import Any
@@ -12,92 +12,97 @@ from ecrl.envs.core import Env
 from ecrl.errors import ConfigError
 from ecrl.spaces import Box, Dict, Space, element_shape
 
-_NEEDED = "a TensorDict with obs, reward, terminated and truncated"
-_SAME = "both must give the same fields"
+_STATE = "a TensorDict with obs, reward, terminated and truncated"
+_SAME_FIELDS = "both must return the same fields"
 _FLAGS = ("terminated", "truncated")
 
 
-def _kind(dtype: torch.dtype, shape: Any) -> str:
+def _type_text(dtype: torch.dtype, shape: Any) -> str:
     return f"{dtype} {list(shape)}".removeprefix("torch.")
 
 
-def _zero(space: Space, batch: torch.Size) -> Tensor:
-    """The action 0, or what is nearest to it in a Box."""
+def _zero_action(space: Space, batch: torch.Size) -> Tensor:
+    """Return the action 0, clamped to the bounds of a Box."""
     if not isinstance(space, Box):
         return torch.zeros(*batch, *element_shape(space), dtype=torch.int64)
     low, high = (torch.tensor(bound).reshape(space.shape) for bound in (space.low, space.high))
     return torch.zeros(*batch, *space.shape).clamp(low, high)
 
 
-def _fields(state: Any, batch: torch.Size, told: str) -> dict[str, str]:
-    """Dtype and shape of the leaves of a state under dotted names."""
+def _field_types(state: Any, batch: torch.Size, call: str) -> dict[str, str]:
+    """Return the dtype and shape of every tensor in a state by its dotted name; `call` names the call in errors."""
     if not isinstance(state, TensorDictBase):
-        raise ConfigError(f"{told} gives {type(state).__name__}, expected {_NEEDED}")
+        raise ConfigError(f"{call} returns {type(state).__name__}, expected {_STATE}")
     if state.batch_size != batch:
-        raise ConfigError(f"{told} gives batch size {list(state.batch_size)}, expected {list(batch)}, that of the keys")
+        sizes = f"{list(state.batch_size)}, expected the batch size of the keys, {list(batch)}"
+        raise ConfigError(f"{call} returns batch size {sizes}")
     leaves = state.items(True, True)
-    return {".".join(k) if isinstance(k, tuple) else k: _kind(x.dtype, x.shape) for k, x in leaves}
+    return {".".join(k) if isinstance(k, tuple) else k: _type_text(x.dtype, x.shape) for k, x in leaves}
 
 
-def _observed(space: Space, name: str, batch: torch.Size) -> dict[str, tuple[str, ...]]:
-    """What an observation of a space may be, by dotted name; masks of actions may be bool too."""
+def _obs_types(space: Space, name: str, batch: torch.Size) -> dict[str, tuple[str, ...]]:
+    """Return the allowed types of an observation by dotted name; an action mask may also be bool."""
     if isinstance(space, Dict):
-        parts = (_observed(part, f"{name}.{key}", batch) for key, part in space.items)
-        return {key: kinds for part in parts for key, kinds in part.items()}
+        parts = (_obs_types(part, f"{name}.{key}", batch) for key, part in space.items)
+        return {key: types for part in parts for key, types in part.items()}
     dtypes = (torch.float32,) if isinstance(space, Box) else (torch.int64,)
     dtypes = (torch.bool, *dtypes) if name.endswith(".action_mask") else dtypes
-    return {name: tuple(_kind(dtype, (*batch, *element_shape(space))) for dtype in dtypes)}
+    return {name: tuple(_type_text(dtype, (*batch, *element_shape(space))) for dtype in dtypes)}
 
 
-def _check_needed(env: Env, given: dict[str, str], batch: torch.Size, told: str) -> None:
-    needed = _observed(env.observation_space, "obs", batch)
-    needed |= {"reward": (_kind(torch.float32, batch),)} | {flag: (_kind(torch.bool, batch),) for flag in _FLAGS}
-    for name, kinds in needed.items():
-        nested = any(key.startswith(f"{name}.") for key in given)
-        kind = "a TensorDict" if nested else given.get(name, "absent")
-        if kind not in kinds:
-            why = ", as observation_space says" if name.startswith("obs") else ""
-            raise ConfigError(f"{told} gives field {name!r} as {kind}, expected {' or '.join(kinds)}{why}")
+def _check_required(env: Env, types: dict[str, str], batch: torch.Size, call: str) -> None:
+    """Raise ConfigError if a required field is absent or of another type."""
+    required = _obs_types(env.observation_space, "obs", batch)
+    required |= {"reward": (_type_text(torch.float32, batch),)}
+    required |= {flag: (_type_text(torch.bool, batch),) for flag in _FLAGS}
+    for name, allowed in required.items():
+        nested = any(key.startswith(f"{name}.") for key in types)
+        actual = "a TensorDict" if nested else types.get(name, "absent")
+        if actual not in allowed:
+            reason = " (see observation_space)" if name.startswith("obs") else ""
+            raise ConfigError(f"{call} returns field {name!r} as {actual}, expected {' or '.join(allowed)}{reason}")
 
 
-def _check_same(before: dict[str, str], after: dict[str, str], told: str) -> None:
+def _check_same(before: dict[str, str], after: dict[str, str], label: str) -> None:
+    """Raise ConfigError if `reset` and `step` return different fields."""
     for name in sorted(before.keys() | after.keys()):
         old, new = before.get(name), after.get(name)
         if old is None:
-            raise ConfigError(f"{told}: step gives field {name!r} as {new}, which reset does not give; {_SAME}")
+            raise ConfigError(f"{label}: step returns field {name!r} as {new}, but reset does not; {_SAME_FIELDS}")
         if new is None:
-            raise ConfigError(f"{told}: reset gives field {name!r} as {old}, which step does not give; {_SAME}")
+            raise ConfigError(f"{label}: reset returns field {name!r} as {old}, but step does not; {_SAME_FIELDS}")
         if old != new:
-            raise ConfigError(f"{told}: step gives field {name!r} as {new}, reset as {old}; {_SAME}")
+            raise ConfigError(f"{label}: step returns field {name!r} as {new}, but reset as {old}; {_SAME_FIELDS}")
 
 
 @cache
 def check_fields(env: Env, name: str) -> None:
-    """Refuse an environment whose states a run cannot use: one reset and one step of two, on the CPU, once per env.
+    """Raise ConfigError if a run cannot use the states of an environment.
 
-    `reset` and `step` must give TensorDicts `[*B]` of the same fields, of equal shapes and dtypes, among them `obs` as
-    the observation space says (float32 of a Box, int64 of choices), `reward` float32 and `terminated` and `truncated`
-    bool, all `[*B]`. `reset` is called with keys `[T, N]` too, as auto-reset does. An environment that is not pure is
-    left alone. What the environment's own code raises passes as it is.
+    The check resets and steps two environments on the CPU, once per `env`. `reset` and `step` must return TensorDicts
+    of batch size `[*B]` with the same fields, shapes and dtypes. The required fields are `obs`, `reward` (float32
+    `[*B]`), `terminated` and `truncated` (both bool `[*B]`). `obs` must fit the observation space: float32 for a Box,
+    int64 for choices. `reset` is also called with keys `[T, N]`, as auto-reset does. An environment that is not pure
+    is not checked. Errors of the environment's own code pass through unchanged.
 
     Args:
-        env: as registered, before any wrapper of a run.
-        name: said in messages.
+        env: the registered environment, before a run wraps it.
+        name: its name in messages.
 
-    Raises: ConfigError naming the environment, the field, what was given and what was expected.
+    Raises: ConfigError with the environment, the field, the value returned and the value expected.
 
     >>> from ecrl.envs import make_env
     >>> check_fields(make_env("cartpole"), "cartpole")
     """
     if not env.is_pure:
         return
-    told, keys = f"env {name}", rng.split(rng.key(0), 2)
-    rows = rng.split(rng.key(1), 6).reshape(3, 2)
+    label, keys = f"env {name}", rng.split(rng.key(0), 2)
+    key_rows = rng.split(rng.key(1), 6).reshape(3, 2)
     with torch.no_grad():
         start = env.reset(keys)
-        before = _fields(start, keys.shape, f"{told}: reset")
-        _check_needed(env, before, keys.shape, f"{told}: reset")
-        many = f"{told}: reset of keys {list(rows.shape)}"
-        _check_needed(env, _fields(env.reset(rows), rows.shape, many), rows.shape, many)
-        after: TensorDict = env.step(start, _zero(env.action_space, keys.shape), env.draw(keys))
-    _check_same(before, _fields(after, keys.shape, f"{told}: step"), told)
+        before = _field_types(start, keys.shape, f"{label}: reset")
+        _check_required(env, before, keys.shape, f"{label}: reset")
+        call = f"{label}: reset of keys {list(key_rows.shape)}"
+        _check_required(env, _field_types(env.reset(key_rows), key_rows.shape, call), key_rows.shape, call)
+        after: TensorDict = env.step(start, _zero_action(env.action_space, keys.shape), env.draw(keys))
+    _check_same(before, _field_types(after, keys.shape, f"{label}: step"), label)

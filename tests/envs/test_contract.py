@@ -51,75 +51,75 @@ def _info(state):
     return state.set("info", ended)
 
 
-SAME = "; both must give the same fields"
+SAME = "; both must return the same fields"
 BAD = {
     "step adds": (
         _stepping(_info),
-        f"step gives field 'info.success' as bool [2], which reset does not give{SAME}",
+        f"step returns field 'info.success' as bool [2], but reset does not{SAME}",
     ),
     "step drops": (
         _stepping(lambda s: s.exclude("place")),
-        f"reset gives field 'place' as float32 [2, 2], which step does not give{SAME}",
+        f"reset returns field 'place' as float32 [2, 2], but step does not{SAME}",
     ),
     "step retypes": (
         _stepping(lambda s: s.set("place", s["place"].double())),
-        f"step gives field 'place' as float64 [2, 2], reset as float32 [2, 2]{SAME}",
+        f"step returns field 'place' as float64 [2, 2], but reset as float32 [2, 2]{SAME}",
     ),
     "step reshapes": (
         _stepping(lambda s: s.set("reward", s["reward"].unsqueeze(-1))),
-        f"step gives field 'reward' as float32 [2, 1], reset as float32 [2]{SAME}",
+        f"step returns field 'reward' as float32 [2, 1], but reset as float32 [2]{SAME}",
     ),
     "step of gymnasium": (
         _stepping(lambda s: (s["obs"], s["reward"])),
-        "step gives tuple, expected a TensorDict with obs, reward, terminated and truncated",
+        "step returns tuple, expected a TensorDict with obs, reward, terminated and truncated",
     ),
     "reset of a tensor": (
         {"reset": lambda keys: torch.zeros(*keys.shape, 3)},
-        "reset gives Tensor, expected a TensorDict with obs, reward, terminated and truncated",
+        "reset returns Tensor, expected a TensorDict with obs, reward, terminated and truncated",
     ),
     "no batch": (
         _both(lambda s: TensorDict(dict(s.items()), [])),
-        "reset gives batch size [], expected [2], that of the keys",
+        "reset returns batch size [], expected the batch size of the keys, [2]",
     ),
     "wide obs": (
         {"observation_space": box(-1.0, 1.0, 4)},
-        "reset gives field 'obs' as float32 [2, 3], expected float32 [2, 4], as observation_space says",
+        "reset returns field 'obs' as float32 [2, 3], expected float32 [2, 4] (see observation_space)",
     ),
     "double obs": (
         _both(lambda s: s.set("obs", s["obs"].double())),
-        "reset gives field 'obs' as float64 [2, 3], expected float32 [2, 3], as observation_space says",
+        "reset returns field 'obs' as float64 [2, 3], expected float32 [2, 3] (see observation_space)",
     ),
     "float choice": (
         {"observation_space": MultiDiscrete((2, 2, 2))},
-        "reset gives field 'obs' as float32 [2, 3], expected int64 [2, 3], as observation_space says",
+        "reset returns field 'obs' as float32 [2, 3], expected int64 [2, 3] (see observation_space)",
     ),
     "missing part": (
         {"observation_space": dict_space({"arm": box(-1.0, 1.0, 3)})},
-        "reset gives field 'obs.arm' as absent, expected float32 [2, 3], as observation_space says",
+        "reset returns field 'obs.arm' as absent, expected float32 [2, 3] (see observation_space)",
     ),
     "nested obs": (
         _both(lambda s: s.set("obs", TensorDict({"arm": s["obs"]}, [2]))),
-        "reset gives field 'obs' as a TensorDict, expected float32 [2, 3], as observation_space says",
+        "reset returns field 'obs' as a TensorDict, expected float32 [2, 3] (see observation_space)",
     ),
     "no reward": (
         _both(lambda s: s.exclude("reward")),
-        "reset gives field 'reward' as absent, expected float32 [2]",
+        "reset returns field 'reward' as absent, expected float32 [2]",
     ),
     "double reward": (
         _both(lambda s: s.set("reward", s["reward"].double())),
-        "reset gives field 'reward' as float64 [2], expected float32 [2]",
+        "reset returns field 'reward' as float64 [2], expected float32 [2]",
     ),
     "number flag": (
         _both(lambda s: s.set("terminated", s["reward"])),
-        "reset gives field 'terminated' as float32 [2], expected bool [2]",
+        "reset returns field 'terminated' as float32 [2], expected bool [2]",
     ),
     "one flag for all": (
         _both(lambda s: s.set("truncated", torch.zeros(2, 1, dtype=torch.bool))),
-        "reset gives field 'truncated' as bool [2, 1], expected bool [2]",
+        "reset returns field 'truncated' as bool [2, 1], expected bool [2]",
     ),
     "one axis alone": (
         {"reset": lambda keys: _reset(keys.reshape(-1))},
-        "reset of keys [3, 2] gives batch size [6], expected [3, 2], that of the keys",
+        "reset of keys [3, 2] returns batch size [6], expected the batch size of the keys, [3, 2]",
     ),
 }
 
@@ -144,7 +144,7 @@ def test_a_run_refuses_it_before_its_first_step(_put_back):
     def my_task(cfg: NothingConfig) -> Env:
         return replace(GOOD, **_stepping(_info))
 
-    with pytest.raises(ConfigError, match=r"^env my_task: step gives field 'info.success' as bool \[2\], which reset"):
+    with pytest.raises(ConfigError, match=r"^env my_task: step returns field 'info.success' as bool \[2\], but reset"):
         init_state(small(env="my_task"))
 
 

@@ -372,18 +372,27 @@ def test_an_event_may_write_on_what_it_is_given(_put_back):
 
 
 BAD = {
-    "adds": (lambda s: s.set("extra", s["drag"]), r"gives field 'extra' as float32 \[4\], expected absent"),
-    "drops": (lambda s: s.exclude("drag"), r"gives field 'drag' as absent, expected float32 \[4\]"),
+    "adds": (lambda s: s.set("extra", s["drag"]), r"returns field 'extra' as float32 \[4\], expected absent"),
+    "drops": (lambda s: s.exclude("drag"), r"returns field 'drag' as absent, expected float32 \[4\]"),
     "drops_deep": (
         lambda s: s.exclude(("body", "mass")),
-        r"gives field 'body.mass' as absent, expected float32 \[4, 2\]",
+        r"returns field 'body.mass' as absent, expected float32 \[4, 2\]",
     ),
-    "reshapes": (lambda s: s.set("drag", s["obs"]), r"gives field 'drag' as float32 \[4, 1\], expected float32 \[4\]"),
-    "retypes": (lambda s: s.set("drag", s["drag"].double()), r"gives field 'drag' as float64 \[4\], expected float32"),
-    "pays": (lambda s: s.set("reward", s["drag"]), r"gives field 'reward' as float32 \[4\], expected absent"),
-    "ends": (lambda s: s.set("terminated", s["drag"] > 0), r"gives field 'terminated' as bool \[4\], expected absent"),
-    "ages": (lambda s: s.set("elapsed", s["hits"]), r"gives field 'elapsed' as int64 \[4\], expected absent"),
-    "forgets": (lambda s: None, "gives NoneType, expected the state, a TensorDict with body.mass, drag, hits, obs"),
+    "reshapes": (
+        lambda s: s.set("drag", s["obs"]),
+        r"returns field 'drag' as float32 \[4, 1\], expected float32 \[4\]",
+    ),
+    "retypes": (
+        lambda s: s.set("drag", s["drag"].double()),
+        r"returns field 'drag' as float64 \[4\], expected float32",
+    ),
+    "pays": (lambda s: s.set("reward", s["drag"]), r"returns field 'reward' as float32 \[4\], expected absent"),
+    "ends": (
+        lambda s: s.set("terminated", s["drag"] > 0),
+        r"returns field 'terminated' as bool \[4\], expected absent",
+    ),
+    "ages": (lambda s: s.set("elapsed", s["hits"]), r"returns field 'elapsed' as int64 \[4\], expected absent"),
+    "forgets": (lambda s: None, "returns NoneType, expected the state, a TensorDict with body.mass, drag, hits, obs"),
 }
 
 
@@ -407,7 +416,7 @@ def test_events_that_do_not_fit_the_state_are_refused(_put_back, name, mode):
         ({"field": "drug"}, "params.field: unknown field 'drug'; did you mean 'drag'?"),
         ({"field": "body"}, "params.field: unknown field 'body'; did you mean 'body.mass'?"),
         ({"field": "reward"}, "params.field: unknown field 'reward'; known: body.mass, drag, hits, obs"),
-        ({"field": "hits"}, "params.field: 'hits' is torch.int64, expected a field of floats"),
+        ({"field": "hits"}, "params.field: 'hits' is torch.int64, expected a float field"),
         ({"field": "obs", "low": [0.0, 0.0]}, "params.low has 2 numbers, field 'obs' has 1 elements"),
         ({"field": "body.mass", "high": [1.0] * 3}, "params.high has 3 numbers, field 'body.mass' has 2 elements"),
     ],
@@ -459,7 +468,7 @@ def test_bad_bounds_are_refused_by_the_config(params, message):
 def test_events_need_tensors():
     host = Env(_slide_reset, _slide_step, *SPACES, is_pure=False)
     assert with_events(host, {}) is host
-    with pytest.raises(ConfigError, match=r"^trainer.events.gust \(randomize_field\): the state of this env"):
+    with pytest.raises(ConfigError, match=r"^trainer.events.gust \(randomize_field\): events change tensors, but"):
         with_events(host, {"gust": event()})
 
 

@@ -291,7 +291,7 @@ def test_success_that_is_none_is_untold_and_what_is_no_number_is_refused_by_key(
         ("array", r"array\(\[\[1., 1.\], \[1., 1.\]\]\)"),
         ("object", "<class 'o.*'>"),
     ):
-        what = rf"told info\['success'\] = {given}, expected a bool, a number or None, in step 1"
+        what = rf"reported info\['success'\] = {given}, expected a bool, a number or None, in step 1"
         with pytest.raises(UserError, match=rf"^env 2 \(gymnasium:Count-v0\) {what}$"):
             stepped(tells)
 
@@ -363,8 +363,8 @@ def test_vmap_is_refused():
     ("fault", "message"),
     [
         ("raise in step", "raised KeyError: 'step.nfailed', in step 3"),
-        ("shape", r"observed shape \[1\], its space is Box.*, in step 3"),
-        ("no mask", "gave no action_mask in its info, .*in step 3"),
+        ("shape", r"returned an observation of shape \[1\], expected a value of Box.*, in step 3"),
+        ("no mask", "returned no action_mask in its info, .*in step 3"),
         ("dead mask", "allows no action: its action_mask is all zero, in step 3"),
     ],
 )
@@ -389,7 +389,7 @@ def test_a_fault_names_env_and_step_and_closes_all(fault, message):
     ],
 )
 def test_an_observation_that_lacks_a_part_is_named(space, rows, told):
-    with pytest.raises(BadValue, match=f"observed nothing for {told} of its space") as error:
+    with pytest.raises(BadValue, match=f"returned an observation without {told}, a part of its space") as error:
         collate(space, rows)
     assert error.value.env == 1
 
@@ -442,7 +442,8 @@ def test_an_integer_outside_its_space_is_refused():
 
     gymnasium.register("Wrong-v0", Wrong)
     with pytest.raises(
-        UserError, match=r"env 0 \(gymnasium:Wrong-v0\) observed an integer outside Discrete.*, in reset"
+        UserError,
+        match=r"env 0 \(gymnasium:Wrong-v0\) returned an observation with an integer outside Discrete.*, in reset",
     ):
         make_env("gymnasium:Wrong-v0").reset(KEYS)
 
@@ -464,6 +465,6 @@ def test_nan_passes_either_way_for_the_finite_guard_to_judge(asynchronous):
 
 def test_no_integer_is_nan():
     space = gymnasium.spaces.Box(0, 9, (1,), np.int64)
-    with pytest.raises(BadValue, match=r"^was given NaN or infinity as an action, where it takes integers$") as error:
+    with pytest.raises(BadValue, match=r"^got NaN or infinity as an action, expected integers$") as error:
         action(space, torch.tensor([[1.0], [torch.nan]]))
     assert error.value.env == 1 and action(space, torch.tensor([[1.4]])).tolist() == [[1]]

@@ -186,7 +186,7 @@ def test_a_vector_env_that_says_no_mode_is_refused():
         made.metadata = {}
         return made
 
-    with pytest.raises(ConfigError, match=r"modeless: does not say how it resets: set metadata\['autoreset_mode'\]"):
+    with pytest.raises(ConfigError, match=r"modeless: has no autoreset mode; set metadata\['autoreset_mode'\]"):
         from_vector(modeless, timeout=60.0)
     with pytest.raises(ConfigError, match="raised ZeroDivisionError"):
         from_vector(lambda num_envs: 1 // 0, timeout=60.0)
@@ -282,8 +282,11 @@ def test_closing_may_be_repeated_whatever_became_of_the_workers(killed):
 @pytest.mark.parametrize(
     ("tells", "message"),
     [
-        ("text", r"env 2 \(.*\) told info\['success'\] = 'yes', expected a bool, a number or None, in step 1"),
-        ("array", r"env 2 \(.*\) told info\['success'\] = array\(.*\), expected a bool, a number or None, in step 1"),
+        ("text", r"env 2 .* reported info\['success'\] = 'yes', expected a bool, a number or None, in step 1"),
+        (
+            "array",
+            r"env 2 .* reported info\['success'\] = array\(.*\), expected a bool, a number or None, in step 1",
+        ),
     ],
 )
 def test_success_that_is_no_number_is_refused_by_key(mode, tells, message):
@@ -303,6 +306,6 @@ def test_success_told_once_for_all_environments_is_refused_by_key():
 
     env = from_vector(vectors("NextStep", kind=Scalar), timeout=60.0)
     with pytest.raises(
-        UserError, match=r"told info\['success'\] = True, expected one of each of its 4 environments, in"
+        UserError, match=r"reported info\['success'\] = True, expected one value for each of its 4 environments, in"
     ):
         env.step(env.reset(KEYS), torch.zeros(4).long(), None)

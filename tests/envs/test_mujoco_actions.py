@@ -19,7 +19,7 @@ from ecrl.config.model import checked
 from ecrl.envs.mujoco import world
 from ecrl.envs.mujoco.make_task import task_env
 from ecrl.envs.mujoco.physics.simulation import simulation, start
-from ecrl.envs.mujoco.robots.inverse_kinematics import inverse_kinematics, missing, solve
+from ecrl.envs.mujoco.robots.inverse_kinematics import inverse_kinematics, pose_error, solve
 from ecrl.envs.mujoco.scene import scene
 from ecrl.envs.mujoco.scene.config import SceneConfig
 from ecrl.envs.mujoco.task_config import TaskConfig
@@ -258,12 +258,12 @@ def test_the_way_between_poses_is_the_vector_of_its_rotation(variant: Variant):
     spin = torch.linalg.cross((axes * angles[:, None])[:, None], torch.eye(3)[None]).mT  # spin @ v is axis x v
     turn[:, :3, :3] = torch.linalg.matrix_exp(spin)
     turn[:, :3, 3] = axes
-    close(variant(missing)(torch.eye(4).repeat(16, 1, 1), turn)[:, :3], axes, 1e-6)
-    found = missing(torch.eye(4).repeat(16, 1, 1), turn)[:, 3:]
+    close(variant(pose_error)(torch.eye(4).repeat(16, 1, 1), turn)[:, :3], axes, 1e-6)
+    found = pose_error(torch.eye(4).repeat(16, 1, 1), turn)[:, 3:]
     close(found.norm(dim=-1), angles, 1e-5)
     close((found * axes).sum(-1), angles, 1e-4)
-    close(missing(turn, turn), torch.zeros(16, 6), 1e-6)
-    close(missing(turn, torch.eye(4).repeat(16, 1, 1)), -torch.cat((axes, found), -1), 1e-6)
+    close(pose_error(turn, turn), torch.zeros(16, 6), 1e-6)
+    close(pose_error(turn, torch.eye(4).repeat(16, 1, 1)), -torch.cat((axes, found), -1), 1e-6)
 
 
 def test_angles_are_those_of_the_scene():
@@ -437,7 +437,7 @@ def test_a_pose_is_gone_to_in_a_task():
         ("EefPoseTerm", {"part_name": "hand"}, "params.part_name: unknown part 'hand'"),
         ("EefPoseTerm", {"pose_dim": 5}, "params: pose_dim: expected 6 or 7"),
         ("QfTerm", {"scale": 0.0}, "params: scale: must be at least 1e-06"),
-        ("QposNormalizedTerm", {"range": [1.0, 1.0]}, r"range: \[1.0, 1.0\], expected the lower first"),
+        ("QposNormalizedTerm", {"range": [1.0, 1.0]}, r"range: \[1.0, 1.0\], expected the lower number first"),
         ("QfTerm", {"scal": 1.0}, "params: scal: unknown key; did you mean 'scale'"),
         ("EefPoseTerm", {"joint_ids": [0]}, "params: joint_ids: unknown key"),
     ],
@@ -454,7 +454,7 @@ def test_robots_that_do_not_fit_are_told():
     with pytest.raises(ConfigError, match="joint 'robot/slack' has no actuator"):
         term("DeltaQposTerm", odd)
     assert len(term("DeltaQposTerm", odd, joint_ids=[0, 1]).low) == 2
-    with pytest.raises(ConfigError, match="joint 'robot/rail' has no limits that positions could be scaled by"):
+    with pytest.raises(ConfigError, match="joint 'robot/rail' has no limits, which this term needs for scaling"):
         term("QposTerm", odd, joint_ids=[0])
     assert term("QposTerm", odd, joint_ids=[1]).high == (pi,)
     with pytest.raises(ConfigError, match="drives joint 'robot/elbow_joint', as 'a' does"):

@@ -113,9 +113,9 @@ def test_a_grid_is_filled_row_by_row():
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"eye": [1, 2, 3], "target": [1, 2, 3]}, r"eye and target are one place, \[1.0, 2.0, 3.0\]; move one"),
-        ({"up": [0, 0, 1]}, r"up \[0.0, 0.0, 1.0\] is the way it looks; choose another direction"),
-        ({"up": [0, 0, 0]}, r"up \[0.0, 0.0, 0.0\] is the way it looks"),
+        ({"eye": [1, 2, 3], "target": [1, 2, 3]}, r"eye and target are the same point, \[1.0, 2.0, 3.0\]; move one"),
+        ({"up": [0, 0, 1]}, r"up \[0.0, 0.0, 1.0\] is parallel to the viewing direction; choose another"),
+        ({"up": [0, 0, 0]}, r"up \[0.0, 0.0, 0.0\] is parallel to the viewing direction"),
         ({"resolution": [0, 480]}, r"resolution"),
         ({"intrinsics": [600, 600]}, r"intrinsics"),
         ({"fov": 60}, r"unknown key"),
@@ -152,7 +152,7 @@ def test_the_first_opengl_that_works_is_taken(monkeypatch, set_to, works, tried)
     if tried[-1] in works:
         assert choose() == tried[-1]
     else:
-        named = " and ".join(tried) + (", as MUJOCO_GL says" if set_to else "")
+        named = " and ".join(tried) + (", set by MUJOCO_GL" if set_to else "")
         with pytest.raises(UserError, match=rf"neither EGL .* \(tried {named}\); install one, such as"):
             choose()
     assert seen == tried
@@ -171,7 +171,7 @@ def test_an_opengl_that_spoils_mujocos_import_is_named(monkeypatch, tmp_path, er
     monkeypatch.setenv("MUJOCO_GL", "osmesa")
     with pytest.raises(UserError) as raised:
         mujoco()
-    told = "unset it, or install what it names, with apt-get: libosmesa6 for osmesa, libegl1 for egl"
+    told = "unset it, or install its library with apt-get: libosmesa6 for osmesa, libegl1 for egl"
     assert str(raised.value) == f"MUJOCO_GL=osmesa does not work here ({said}); {told}"
     monkeypatch.delenv("MUJOCO_GL")
     with pytest.raises((AttributeError, RuntimeError), match=said):  # not its doing

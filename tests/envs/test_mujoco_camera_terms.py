@@ -161,7 +161,11 @@ def test_events_of_a_task_change_what_is_seen_and_nothing_else(func, params):
         (RandomizeLightConfig, {}, "give direction_range, color_range or both"),
         (RandomizeCameraConfig, {"eye_range": [[0, 1, 0], [0, 0, 0]]}, "lowest 1.0 is above highest 0.0"),
         (RandomizeLightConfig, {"color_range": [[0, 0, 0], [0, 0, 2]]}, "color_range"),
-        (RandomizeLightConfig, {"direction_range": [[0, 0, 0], [0, 0, 0]]}, "holds no direction but 0"),
+        (
+            RandomizeLightConfig,
+            {"direction_range": [[0, 0, 0], [0, 0, 0]]},
+            "contains only 0, which is not a direction",
+        ),
     ],
 )
 def test_settings_that_say_nothing_are_refused(model, settings, told):

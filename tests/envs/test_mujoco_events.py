@@ -708,8 +708,8 @@ def test_a_compiled_rollout_with_every_mode_equals_the_eager_one():
         ),
         ("randomize_target_pose", {"position_range": [[0.0] * 3] * 2, "store_key": "a b"}, "store_key: not allowed"),
         ("randomize_robot_qpos", {"qpos_range": [0.2, 0.1]}, "lowest 0.2 is above highest 0.1"),
-        ("randomize_robot_qpos", {"qpos_range": [[0.0, 0.0], [1.0] * 3]}, "2 lowest numbers, 3 highest"),
-        ("randomize_robot_qpos", {"qpos_range": [0, 1], "joint_ids": [0], "part_name": "arm"}, "both say which"),
+        ("randomize_robot_qpos", {"qpos_range": [[0.0, 0.0], [1.0] * 3]}, "2 lowest numbers, but 3 highest"),
+        ("randomize_robot_qpos", {"qpos_range": [0, 1], "joint_ids": [0], "part_name": "arm"}, "both select"),
         ("randomize_rigid_object_mass", {"mass_range": [3.0, 1.0]}, "lowest 3.0 is above highest 1.0"),
         ("randomize_rigid_object_friction", {"friction_range": [-0.1, 1.0]}, "must be at least 0"),
         ("push_rigid_object", {"force_range": [[1.0, 0.0, 0.0], [0.0, 0.0, 0.0]]}, "lowest 1.0 is above highest 0.0"),
@@ -733,7 +733,7 @@ def of(uid):
     ("func", "params", "message"),
     [
         (POSE, {**of("cub"), **SPOT}, r"entity_cfg.uid: body 'cub' is not in the scene; it has: .*cube"),
-        (POSE, {**of("wall"), **SPOT}, "entity_cfg.uid: body 'wall' cannot be put elsewhere"),
+        (POSE, {**of("wall"), **SPOT}, "entity_cfg.uid: body 'wall' cannot be moved"),
         (
             "randomize_target_pose",
             {**SPOT, "relative_position": True, "reference_entity_cfg": {"uid": "x"}},
@@ -801,7 +801,7 @@ def test_a_target_that_the_task_does_not_have_is_refused():
     told = "trainer.events.it (randomize_target_pose): params.store_key: no target 'gaol_pose' in the task"
     with pytest.raises(ConfigError) as error:
         with_events(env, its).reset(keys_of())
-    assert str(error.value) == f"{told}; did you mean 'goal_pose'?; an event under env.cfg.events makes one"
+    assert str(error.value) == f"{told}; did you mean 'goal_pose'?; an event under env.cfg.events adds one"
     with pytest.raises(ConfigError, match="known: none"):
         with_events(auto_reset(task()), its).reset(keys_of())
 
@@ -810,7 +810,7 @@ def test_a_target_that_the_task_does_not_have_is_refused():
 def test_an_environment_without_a_scene_is_told_so(func):
     with pytest.raises(ConfigError) as error:
         with_events(auto_reset(make_env("cartpole")), outside({"it": happening(func, **EVENTS[func])}))
-    told = "happens to the scene of a MuJoCo task, and this environment has none"
+    told = "changes the scene of a MuJoCo task, but this environment has none"
     assert str(error.value) == f"trainer.events.it ({func}): {told}"
 
 

@@ -101,7 +101,7 @@ NAMELESS = {"mjcf": BARE.replace('name="j2"', ""), "drive_pros": DRIVES | {"max_
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"actuators": TWICE}, "joint 'j1' has 2 actuators"),
+        ({"actuators": TWICE}, "joint 'j1' has 2 actuators, expected one"),
         ({"actuators": "<intvelocity joint='j1' kp='9' actrange='-1 1'/>"}, "has an actuator of another kind"),
         ({"actuators": SPRUNG, "params": {"joint_ids": [0, 0]}}, r"\[0, 0\] names a joint twice"),
         (
@@ -228,7 +228,7 @@ def test_a_reward_that_is_not_one_number_each_is_refused_by_its_place(monkeypatc
     entry = registry.lookup("reward", "rig_effort")
     monkeypatch.setitem(registry._ENTRIES["reward"], "rig_effort", entry._replace(make=paying(given)))
     cfg = {"mjcf": FILE.format(POSITION[0] + SPRUNG), "rewards": {"a": EFFORT}, "actions": {"a": {"func": "QposTerm"}}}
-    expected = rf"^env.cfg.rewards.a \(rig_effort\): it gives {told}, expected float32 \[2\]"
+    expected = rf"^env.cfg.rewards.a \(rig_effort\): the reward is {told}, expected float32 \[2\]"
     with pytest.raises(ConfigError, match=expected):
         task_env(checked(TaskConfig, cfg, "env.cfg"), nothing_yet)
 
@@ -238,17 +238,26 @@ def test_success_is_a_flag_for_each_environment():
         return state["elapsed"].float(), *nothing_of(state)[1:], {}
 
     cfg = checked(TaskConfig, {"mjcf": FILE.format(SPRUNG), "actions": {"a": {"func": "QposTerm"}}}, "env.cfg")
-    with pytest.raises(ConfigError, match=r"\(compute_task_state\): success gives float32 \[2\], expected bool \[2\]"):
+    with pytest.raises(ConfigError, match=r"\(compute_task_state\): success is float32 \[2\], expected bool \[2\]"):
         task_env(cfg, counted)
 
 
 @pytest.mark.parametrize(
     ("hooks", "told"),
     [
-        ({"check_truncated": lambda sim, state: state["action"] > 1.0}, r"\(check_truncated\): it gives bool \[2, 2\]"),
-        ({"check_truncated": lambda sim, state: False}, r"\(check_truncated\): it gives bool, expected bool \[2\]"),
-        ({"get_reward": lambda sim, before, after: after["action"]}, r"\(get_reward\): it gives float32 \[2, 2\]"),
-        ({"get_reward": lambda sim, before, after: after["fail"]}, r"\(get_reward\): it gives bool \[2\], expected fl"),
+        (
+            {"check_truncated": lambda sim, state: state["action"] > 1.0},
+            r"\(check_truncated\): the result is bool \[2, 2\]",
+        ),
+        (
+            {"check_truncated": lambda sim, state: False},
+            r"\(check_truncated\): the result is bool, expected bool \[2\]",
+        ),
+        ({"get_reward": lambda sim, before, after: after["action"]}, r"\(get_reward\): the reward is float32 \[2, 2\]"),
+        (
+            {"get_reward": lambda sim, before, after: after["fail"]},
+            r"\(get_reward\): the reward is bool \[2\], expected fl",
+        ),
     ],
 )
 def test_a_task_says_one_thing_of_each_environment(hooks, told):

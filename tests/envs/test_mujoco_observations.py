@@ -159,12 +159,10 @@ def test_a_term_that_adds_changes_nothing(sim, name):
 
 def test_a_term_that_changes_adds_nothing(sim):
     name, state = "normalize_robot_joint_data", given(sim, (2,))
-    with pytest.raises(ConfigError, match=r"^mode: this term changes an entry that is there; use mode modify$"):
+    with pytest.raises(ConfigError, match=r"^mode: this term changes an existing entry; use mode modify$"):
         observed(name, sim, state)
     for shape in ((2, 7), (2, 4, 4), (2, 6, 1)):
-        told = (
-            r"^name: this term is for an entry with one number for each joint: ur/shoulder_pan_joint, .*; this one has"
-        )
+        told = r"^name: expected an entry with one number for each joint: ur/shoulder_pan_joint, .*; this one has"
         with pytest.raises(ConfigError, match=told):
             observed(name, sim, state, torch.zeros(shape))
 
@@ -174,7 +172,7 @@ REFUSED = [
     ("normalize_robot_joint_data", {"joint_ids": [0, 7]}, "params.joint_ids: 7, but there are 6 joints: ur/shoulder_p"),
     ("normalize_robot_joint_data", {"robot_uid": "panda"}, "params.robot_uid: no robot 'panda'; its joints are ur/sho"),
     ("normalize_robot_joint_data", {"part_name": "hand"}, "params.part_name: unknown part 'hand'; known: arm"),
-    ("normalize_robot_joint_data", {"part_name": "arm", "joint_ids": [0]}, "part_name and joint_ids both say"),
+    ("normalize_robot_joint_data", {"part_name": "arm", "joint_ids": [0]}, "part_name and joint_ids both select"),
     ("normalize_robot_joint_data", {"range": [1.0, 1.0]}, "range: 1.0 is not below 1.0"),
     ("get_robot_eef_pose", {"part_name": "arms"}, "params.part_name: no end effector of 'arms'; did you mean 'arm'"),
     ("get_robot_eef_velocity", {"part_name": "leg"}, "params.part_name: no end effector of 'leg'; known: arm"),
@@ -200,7 +198,7 @@ def test_a_target_that_no_event_stores_is_refused(sim):
 
 def test_joints_need_a_robot():
     sim = scene({"rigid_object": SCENE["rigid_object"]})
-    with pytest.raises(ConfigError, match="this term is of a robot's joints, and the scene has none"):
+    with pytest.raises(ConfigError, match="this term needs joints of a robot, but the scene has no robot"):
         made("observation", "normalize_robot_joint_data", sim)
 
 
@@ -214,7 +212,7 @@ def test_the_velocity_of_a_tool_beyond_a_ball_joint_is_refused():
     robot = {"uid": "d", "mjcf": shoulder, "drive_pros": drives, "solver_cfg": {"arm": {"tcp": tcp}}}
     sim = simulation(checked(SceneConfig, {"robot": robot}, "scene"))
     made("observation", "get_robot_eef_pose", sim)
-    with pytest.raises(ConfigError, match="joint 'd/roll' is no hinge or slide"):
+    with pytest.raises(ConfigError, match="joint 'd/roll' is not a hinge or slide"):
         made("observation", "get_robot_eef_velocity", sim)
 
 

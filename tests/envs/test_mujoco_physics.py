@@ -164,8 +164,8 @@ def test_what_is_not_there_is_named():
     m = model()
     for field, name, told in (
         ("body_mass", "bix", "body 'bix' is not in the scene; it has: world, box, lid, arm, end"),
-        ("mass", "box", "'mass' is no field of a MuJoCo model that can vary"),
-        ("mesh_vert", "box", "'mesh_vert' is no field of a MuJoCo model that can vary"),
+        ("mass", "box", "'mass' is not a field of a MuJoCo model that can vary"),
+        ("mesh_vert", "box", "'mesh_vert' is not a field of a MuJoCo model that can vary"),
         ("dof_damping", "c", "joint 'c' is not in the scene; it has: a, b"),
         ("actuator_gear", "c", "actuator 'c' is not in the scene; it has: A"),
     ):
@@ -192,7 +192,7 @@ def test_a_gradient_is_never_lost_without_a_word():
         return physics.step(rows, given, none(rows), handle=handle, substeps=1)[0].sum()
 
     for run in (torch.func.grad(height), lambda x: height(x.clone().requires_grad_())):
-        with pytest.raises(ValueError, match="mujoco step: it has no gradient; detach what it is given"):
+        with pytest.raises(ValueError, match="mujoco step: MuJoCo's physics has no gradient; detach the inputs"):
             run(control)
     with torch.no_grad():
         height(control.clone().requires_grad_())

@@ -294,7 +294,7 @@ def test_the_terms_of_push_cube_as_upstream_writes_them():
 @pytest.mark.parametrize(
     ("name", "mode", "params", "told"),
     [
-        ("normalize_robot_joint_data", "add", {}, "mode: this term changes an entry that is there; use mode modify"),
+        ("normalize_robot_joint_data", "add", {}, "mode: this term changes an existing entry; use mode modify"),
         ("get_robot_eef_pose", "modify", {}, "mode: this term makes a new entry; use mode add"),
         ("get_rigid_object_pose", "modify", {"entity_cfg": CUBE}, "mode: this term makes a new entry; use mode add"),
     ],

@@ -331,28 +331,31 @@ FAULTS = [
         r"robot.solver_cfg.arm.tcp: its last row is \[0.0, 0.0, 0.1,",
     ),
     ({"robot": {"drive_pros": {"max_effort": {"elbow_joint": 0.0}}}}, "max_effort: 0.0 of joint 'elbow_joint', expec"),
-    ({"robot": {"mjcf": LOOSE % MOTOR}}, "robot.mjcf: a body of the file has a free joint, but a robot stands where"),
+    (
+        {"robot": {"mjcf": LOOSE % MOTOR}},
+        "robot.mjcf: a body of the file has a free joint, but the robot's base is fixed",
+    ),
     (
         {"robot": {"mjcf": ARM % (MOTOR + HOLDER % "jointpos")}},
-        "robot.mjcf: sensor 'hip_force' is not what the drive of joint 'hip' exerts, .*; rename it",
+        "robot.mjcf: sensor 'hip_force' is not a jointactuatorfrc of joint 'hip' without .*; rename it",
     ),
     (
         {"mjcf": ARM % (MOTOR + (HOLDER % "jointactuatorfrc").replace("/>", ' cutoff="1"/>'))},
-        "^mjcf: sensor 'hip_force' is not what the drive of joint 'hip' exerts, a jointactuatorfrc without cutoff;",
+        "^mjcf: sensor 'hip_force' is not a jointactuatorfrc of joint 'hip' without cutoff, the force of its drive;",
     ),
     (
         {"robot": {"mjcf": SITED % MOTOR, "solver_cfg": {"arm": {"tcp": TCP}}}},
-        "robot.mjcf: a site of the file is called 'arm_tcp', as the end effector is to be; rename it",
+        "robot.mjcf: the file has a site 'arm_tcp', the name of the end effector; rename it",
     ),
     ({"robot": {"mjcf": ARM % ""}}, "robot.mjcf: the file has no actuators; give robot.drive_pros"),
     ({"robot": {"mjcf": ARM % MOTOR, "drive_pros": {"damping": 1.0}}}, "robot.drive_pros: give stiffness, damping and"),
     ({"rigid_object": [CUBE | {"color": [255.0, 0.0, 0.0, 1.0]}]}, r"rigid_object\[0\].color\[0\]: .* 255"),
     ({"light": {"color": [0.0, 0.0, 9.0]}}, r"light.color\[2\]: .* 9"),
     ({"light": {"ambient": [-1.0, 0.0, 0.0]}}, r"light.ambient\[0\]: .* -1"),
-    ({"light": {"direction": [0.0, 0.0, 0.0]}}, "light: direction is 0; say which way it shines"),
+    ({"light": {"direction": [0.0, 0.0, 0.0]}}, "light: direction is 0; give the direction in which the light shines"),
     ({"rigid_object": [CUBE | {"uid": "a\0b"}]}, r"rigid_object\[0\].uid: not allowed, got 'a.x00b'; .*without a NUL"),
     ({"rigid_object": [CUBE, CUBE]}, "scene: .*repeated name 'cube'"),
-    ({"rigid_object": [CUBE | {"shape": {"shape_type": "Cube", "radius": 1.0}}]}, "a Cube has size, given: radius"),
+    ({"rigid_object": [CUBE | {"shape": {"shape_type": "Cube", "radius": 1.0}}]}, "a Cube needs size, got radius"),
     ({"rigid_object": [CUBE | {"attrs": {"masss": 1.0}}]}, r"rigid_object\[0\].attrs.masss: unknown key; did you mean"),
 ]
 
@@ -373,5 +376,5 @@ def test_frequency_of_control_stands_for_steps_per_control():
     assert simulation(checked(SceneConfig, {"target_control_frequency": 50.0} | dt, "x")).substeps == 10
     with pytest.raises(ConfigError, match=r"target_control_frequency: 30.0 Hz is 3.33333 physics steps of 0.01 s"):
         simulation(checked(SceneConfig, {"target_control_frequency": 30.0}, "x"))
-    with pytest.raises(ConfigError, match="say the same; keep one"):
+    with pytest.raises(ConfigError, match="set the same; keep one"):
         checked(SceneConfig, {"target_control_frequency": 50.0, "sim_steps_per_control": 2}, "x")

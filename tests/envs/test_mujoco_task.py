@@ -123,7 +123,7 @@ def test_control_parts_are_what_is_acted_on_and_observed(parts):
 def test_actions_that_do_not_fit_are_refused():
     pan = {"func": "rig_drive", "params": {"joint_ids": [0]}}
     for changes, told in (
-        ({"actions": {}}, r"env.cfg.actions: empty; such as"),
+        ({"actions": {}}, r"env.cfg.actions: empty; add a term such as"),
         ({"actions": {"a": pan, "b": pan}}, r"env.cfg.actions.b \(rig_drive\): drives joint 'rail', as 'a' does"),
         (
             {"actions": {"a": {"func": "rig_drive", "params": {"joint_ids": [7]}}}},
@@ -176,12 +176,12 @@ def test_observations_that_do_not_fit_are_refused():
     for terms, told in (
         (
             {"a": HEIGHT, "b": HEIGHT},
-            r"observations.b \(rig_height\): name: 'cube/height' is there already; use mode mod",
+            r"observations.b \(rig_height\): name: 'cube/height' exists already; use mode mod",
         ),
-        ({"a": HEIGHT | {"name": "robot/qpos"}}, "name: 'robot/qpos' is there already; use mode modify"),
+        ({"a": HEIGHT | {"name": "robot/qpos"}}, "name: 'robot/qpos' exists already; use mode modify"),
         (
             {"a": twice | {"name": "robot/qpo"}},
-            "name: 'robot/qpo' is not there; use mode add; there are: robot/qpos, r",
+            "name: 'robot/qpo' does not exist; use mode add; entries: robot/qpos, r",
         ),
         ({"a": HEIGHT | {"name": "a//b"}}, r"observations.a.name: not allowed, got 'a//b'"),
         ({"a": {"func": "rig_high", "name": "z"}}, "unknown observation 'rig_high'; did you mean 'rig_height'"),

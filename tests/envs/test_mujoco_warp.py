@@ -334,15 +334,19 @@ def test_a_lost_simulation_ends_its_episode_and_keeps_its_state(monkeypatch):
 def test_what_warp_cannot_do_is_one_line():
     for xml, varied, told in (
         ('<mujoco><option solver="PGS"/><worldbody><body><geom size="1"/></body></worldbody></mujoco>', (), "PGS"),
-        (XML, (("body_pos", "box"),), "body_pos that varies; use mujoco; what may vary: body_mass, body_inertia"),
+        (
+            XML,
+            (("body_pos", "box"),),
+            "body_pos that varies; use mujoco; fields that may vary: body_mass, body_inertia",
+        ),
     ):
-        with pytest.raises(ConfigError, match=f"^physics.backend: warp cannot do this scene: .*{told}") as error:
+        with pytest.raises(ConfigError, match=f"^physics.backend: warp does not support this scene: .*{told}") as error:
             warp_model.check(text_model(xml), varied)
         assert "\n" not in str(error.value)
-    with pytest.raises(ConfigError, match=r"^env\.cfg: physics\.backend: warp cannot do this scene"):
+    with pytest.raises(ConfigError, match=r"^env\.cfg: physics\.backend: warp does not support this scene"):
         scene = '<mujoco><option solver="PGS"/><worldbody><geom type="plane" size="1 1 1"/></worldbody></mujoco>'
         make_env({"name": "ReachRL", "cfg": {"mjcf": scene, "physics": {"backend": "warp"}}})
-    with pytest.raises(ValidationError, match="threads are of backend mujoco"):
+    with pytest.raises(ValidationError, match="threads belong to backend mujoco"):
         PhysicsConfig(backend="warp", threads=2)
 
 
@@ -559,7 +563,7 @@ def test_on_a_gpu_it_is_captured_and_replayed(varied):
         inputs[0].update_(kept)  # on from there
         plain, _ = advance(sim, plain, goal)
     more, goals = start(sim, (33,), "cuda"), goal[:1].expand(33, -1)
-    told = pytest.raises(RuntimeError, match="33 simulations are new in a capture")
+    told = pytest.raises(RuntimeError, match="33 simulations during a CUDA graph capture")
     with told, torch.cuda.graph(torch.cuda.CUDAGraph()):
         advance(sim, more, goals)
 

@@ -15,8 +15,8 @@ from tensordict import TensorDict
 from ecrl.compile.trace import traced
 from ecrl.config.model import checked
 from ecrl.envs.mujoco import world
-from ecrl.envs.mujoco.holding import holding
-from ecrl.envs.mujoco.physics.simulation import advance, sensed, simulation, start, to_data
+from ecrl.envs.mujoco.holding import hold_controls
+from ecrl.envs.mujoco.physics.simulation import advance, simulation, start, to_data, with_current_sensors
 from ecrl.envs.mujoco.robots import kinematics
 from ecrl.envs.mujoco.scene.config import SceneConfig
 from ecrl.errors import ConfigError
@@ -67,7 +67,7 @@ def test_poses_and_jacobians_are_mujocos_for_every_kind_of_joint():
     model = mujoco.MjModel.from_xml_string(ODD)
     data, rng = mujoco.MjData(model), np.random.default_rng(0)
     chains = [kinematics.chain(model, body) for body in range(model.nbody)]
-    tip = kinematics.fixed(model.site("tip").pos, model.site("tip").quat)
+    tip = kinematics.constant_pose(model.site("tip").pos, model.site("tip").quat)
     tip = kinematics.chain(model, int(model.site("tip").bodyid[0]), tip)
     for _ in range(5):
         data.qpos[:] = rng.normal(size=model.nq)
@@ -127,7 +127,7 @@ def test_sensors_are_of_the_last_substep_and_sensed_ones_of_the_state(sim):
     joints = sim.robot.joints
     begin = start(sim, (2,))
     close(world.joint_forces(sim, begin, joints), torch.zeros(2, 6))  # held where it is
-    first = world.joint_forces(sim, sensed(sim, begin, control), joints)
+    first = world.joint_forces(sim, with_current_sensors(sim, begin, control), joints)
     close(first, torch.tensor([[330.0, 330.0, 150.0, 56.0, 56.0, 56.0]] * 2))  # 0.1 rad away: all but the limit
     data = to_data(sim, begin["physics"][0])
     data.ctrl[:] = control[0].numpy()
@@ -158,7 +158,7 @@ def test_what_is_written_is_there_and_nowhere_else(sim):
         )
         assert (after["physics"] != state["physics"]).sum(-1).max() <= 7
     for name in ("rock", "ur/wrist_2_link", "world"):
-        with pytest.raises(ConfigError, match=f"body '{name}' cannot be put elsewhere"):
+        with pytest.raises(ConfigError, match=f"body '{name}' cannot be moved"):
             world.with_body_pose(sim, state, name, place)
 
 
@@ -282,7 +282,7 @@ def test_names_that_are_not_there_are_told(sim):
         (world.site_pose, "tcp", "site 'tcp' is not in the scene; it has: ur/arm_tcp"),
         (world.sensor, "touch", "sensor 'touch' is not in the scene; it has: ur/shoulder_pan_joint_force"),
         (world.joint_positions, ("elbow",), "joint 'elbow' is not in the scene; it has: ur/shoulder_pan_joint"),
-        (world.joint_velocities, ("ball",), "joint 'ball' is no hinge or slide; use the pose of its body"),
+        (world.joint_velocities, ("ball",), "joint 'ball' is not a hinge or slide; use the pose of its body"),
     ):
         with pytest.raises(ConfigError, match=told):
             read(sim, state, name)
@@ -333,7 +333,7 @@ def test_a_robot_is_held_where_it_is_by_the_drives_that_can():
     xml = f'<mujoco><option gravity="0 0 0"/><worldbody>{slides}</worldbody><actuator>{drives}</actuator></mujoco>'
     sim = simulation(checked(SceneConfig, {"mjcf": xml}, "scene"))
     now = world.with_joint_positions(sim, start(sim, (2,)), "abcd", torch.tensor([[0.3, 0.4, 0.5, 0.6]] * 2))
-    control = assert_pure(holding, sim, now)
+    control = assert_pure(hold_controls, sim, now)
     close(control, [[0.6, 0.0, 0.0]] * 2)
     after, lost = advance(sim, now, control)
     assert not lost.any()

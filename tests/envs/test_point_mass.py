@@ -262,10 +262,10 @@ def test_every_key_changes_the_world(key):
 @pytest.mark.parametrize(
     ("cfg", "message"),
     [
-        ({"obstacle_radius_range": [0.2, 0.1]}, r"obstacle_radius_range \[0.2, 0.1\] falls"),
+        ({"obstacle_radius_range": [0.2, 0.1]}, r"obstacle_radius_range is \[0.2, 0.1\]; give the smaller"),
         ({"obstacle_radius_range": [0.2]}, r"cfg.obstacle_radius_range\[1\]: missing"),
-        ({"obstacle_min_goal_distance": 1.2}, "obstacle_min_goal_distance must be below 1.131"),
-        ({"mass": 0.0}, "cfg.mass: must be above 0.0, got 0.0; kg"),
+        ({"obstacle_min_goal_distance": 1.2}, "obstacle_min_goal_distance is 1.2, expected less than 1.131"),
+        ({"mass": 0.0}, "cfg.mass: must be above 0.0, got 0.0; mass of the point, kg"),
     ],
 )
 def test_impossible_settings_are_refused(cfg, message):

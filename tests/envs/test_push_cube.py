@@ -12,7 +12,7 @@ import ecrl.loop.build
 from ecrl import rng
 from ecrl.envs import auto_reset, make_env
 from ecrl.envs.mujoco import world
-from ecrl.envs.mujoco.holding import holding
+from ecrl.envs.mujoco.holding import hold_controls
 from ecrl.envs.mujoco.physics import step_op as physics
 from ecrl.envs.mujoco.physics.simulation import advance
 from ecrl.envs.validate import check_fields
@@ -104,7 +104,9 @@ def test_a_config_whose_starts_are_too_near_is_refused():
         low, high = ([x + half * sign for x in (-0.6, -0.4)] + [0.05] for sign in (-1, 1))
         events["goal"]["params"] = {"position_range": [low, high]}
         if refused:
-            with pytest.raises(ecrl.ConfigError, match=r"^env.cfg.events: of 256 episodes 256 found no start"):
+            with pytest.raises(
+                ecrl.ConfigError, match=r"^env.cfg.events: 256 of 256 episodes found no acceptable start"
+            ):
                 make_env({"name": "PushCubeRL", "cfg": {"events": events}})
         else:
             make_env({"name": "PushCubeRL", "cfg": {"events": events}})
@@ -126,7 +128,7 @@ def test_a_success_is_looked_at_again_later():
     assert (after["obs"] == usual["obs"]).all() and (after["reward"] == usual["reward"]).all()
     held = after["world"]
     for _ in range(25):
-        held = advance(env.scene, held, holding(env.scene, after["world"]))[0]
+        held = advance(env.scene, held, hold_controls(env.scene, after["world"]))[0]
     pose = [world.site_pose(env.scene, w, env.scene.robot.tcp["arm"])[:, :3, 3] for w in (after["world"], held)]
     close(pose[1], pose[0], 0.02)
 

@@ -160,7 +160,7 @@ TASKS = [
     *between("TaskConfig", "", CART, control_parts=(["arm"], ["hand"])),
     *at("ActionConfig", "actions.a", REACH | {f"{CFG}.actions": {"a": term("DeltaQposTerm")}}, func="QposTerm"),
     *at("ObservationConfig", "observations.tool", REACH, func="get_robot_eef_velocity", name="a_tool"),
-    *at("ObservationConfig", "observations.joints", REACH, told("is there already; use mode modify"), mode="add"),
+    *at("ObservationConfig", "observations.joints", REACH, told("exists already; use mode modify"), mode="add"),
     *at("RewardConfig", "rewards.slow", CART, func="action_smoothness_penalty", mode="replace", weight=2.0),
     Row(
         "TaskEventConfig.func",

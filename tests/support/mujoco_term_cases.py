@@ -72,7 +72,7 @@ def aimed(state, goal):
 
 def spun(sim, state, body, velocity):
     """The state with a dynamic object moving: along x, y and z of the world and about those of its own."""
-    first = world._columns(sim, "QVEL").start + world._dofs(sim, body)
+    first = world._columns(sim, "QVEL").start + world._first_dof(sim, body)
     velocity = torch.as_tensor(velocity)
     return state.copy().set("world", world._write(sim, state["world"], list(range(first, first + 6)), velocity))
 

@@ -1,4 +1,4 @@
-"""Any Gymnasium environment as an `Env` whose state lives outside the tensors."""
+"""Gymnasium environments as an `Env`; their states are partly outside the tensors."""
 
 import sys
 from collections.abc import Callable
@@ -12,51 +12,52 @@ from torch import Tensor
 from ecrl import rng
 from ecrl.config.model import ConfigModel, Count, Positive
 from ecrl.envs.core import Env
-from ecrl.envs.gymnasium.handles import Live, behind, current, explained, numbers, opened
+from ecrl.envs.gymnasium.handles import Live, fault_text, find_live, require_live, steps_behind, to_list
 from ecrl.envs.gymnasium.process_vector import parallel
 from ecrl.envs.gymnasium.spaces import MASK, BadValue, action, allowed, check_allowed
-from ecrl.envs.gymnasium.vector_adapter import driven
+from ecrl.envs.gymnasium.vector_adapter import as_vector
 from ecrl.envs.gymnasium.vector_api import Fault, Outcome, Vector, serial
-from ecrl.envs.gymnasium.worker import told
+from ecrl.envs.gymnasium.worker import error_text
 from ecrl.errors import ConfigError, UserError
 from ecrl.registry import register_env
 from ecrl.spaces import Dict, Discrete, MultiDiscrete, Space, dict_space, from_gymnasium
 
 
 class GymnasiumConfig(ConfigModel):
-    """Which environment, how it is made and where it runs; `"gymnasium:<id>"` is short for one with an id alone."""
+    """Id and arguments of a Gymnasium environment, and where it runs; `"gymnasium:<id>"` is short for the id alone."""
 
     id: str = Field(
         min_length=1,
-        description='as for gymnasium.make, such as "LunarLander-v3"; "my_module:Mine-v0" if that module is imported',
+        description='id for gymnasium.make, such as "LunarLander-v3"; "my_module:Mine-v0" if that module is imported',
     )
     kwargs: dict[str, JsonValue] = Field(default_factory=dict, description="further arguments of gymnasium.make")
     max_episode_steps: Count | None = Field(None, description="time limit, steps; the registered one if absent")
     asynchronous: bool = Field(False, description="run the environments in worker processes, at most one per core")
-    timeout: Positive = Field(60.0, description="seconds that workers may take for a step or reset of theirs")
+    timeout: Positive = Field(60.0, description="seconds that a worker may take for one step or reset")
 
     @field_validator("id")
     @classmethod
     def _imports_nothing(cls, name: str) -> str:
         module, colon, _ = name.rpartition(":")
         if colon and module not in sys.modules:
-            why = f"is of module {module!r}, which a config does not import"
-            raise ValueError(f"{name!r} {why}; import it before, or on the command line with --import {module}")
+            reason = f"belongs to module {module!r}, which a config does not import"
+            raise ValueError(f"{name!r} {reason}; import it first, or on the command line with --import {module}")
         return name
 
 
 @register_env("gymnasium")
 def gymnasium_env(cfg: GymnasiumConfig) -> Env:
-    """Any environment that `gymnasium.make` knows; each is seeded once, by its key, and draws its later starts itself.
+    """Run an environment that `gymnasium.make` knows. Its key seeds it once, and it draws later starts from that seed.
 
-    Observations Box, Discrete, MultiDiscrete, MultiBinary, Dict and Tuple (whose parts are named "0", "1", ...), as
-    float32 and int64; actions Box, Discrete, MultiDiscrete and MultiBinary. `info["action_mask"]` becomes
-    `obs["action_mask"]`, beside the parts of a Dict or `obs["observation"]`. `info["success"]` or `"is_success"` is
-    `info.success`, NaN where it is not told. Equal keys give equal episodes, in this process and in workers.
+    Observation spaces may be Box, Discrete, MultiDiscrete, MultiBinary, Dict and Tuple, with parts named "0", "1", ...
+    Observations are float32 or int64. Action spaces may be Box, Discrete, MultiDiscrete and MultiBinary.
+    `info["action_mask"]` becomes `obs["action_mask"]`, beside the parts of a Dict or `obs["observation"]`.
+    `info["success"]` or `info["is_success"]` becomes `info.success`, NaN if the environment reports none. Equal keys
+    give equal episodes, in this process and in workers.
 
-    Raises: ConfigError for an environment that cannot be made, or has a space of another kind; later UserError, naming
-        env and step, where one raises, dies, hangs (workers only), or gives what its space does not hold. NaN and
-        infinity pass; `trainer.finite_guard` judges them in a run.
+    Raises: ConfigError if the environment cannot be made, or has an unsupported space. Later, UserError with env and
+        step, if an environment raises, dies, hangs (in workers only) or returns a value outside its space. NaN and
+        infinity pass; `trainer.finite_guard` handles them in a run.
     """
     limit = {} if cfg.max_episode_steps is None else {"max_episode_steps": cfg.max_episode_steps}
     kwargs = cast(dict[str, Any], cfg.kwargs) | limit
@@ -70,15 +71,15 @@ def gymnasium_env(cfg: GymnasiumConfig) -> Env:
 
 
 def from_vector(make_vector: Callable[[int], VectorEnv], *, timeout: float) -> Env:
-    """An `Env` of the N environments of a `gymnasium.vector.VectorEnv` that `make_vector(N)` makes; for `register_env`.
+    """Return an `Env` that drives the `gymnasium.vector.VectorEnv` made by `make_vector(N)`; use it in `register_env`.
 
-    Any of the three autoreset modes, told by `metadata["autoreset_mode"]`. NEXT_STEP spends a step on each reset; the
-    state has `mask` then, False where that happened. An AsyncVectorEnv that does not answer within `timeout` seconds
-    ends in an error; other vector envs are not watched. A vector env whose reset takes one integer, not a list, gets
-    the seed of its first environment.
+    The vector env declares its autoreset mode in `metadata["autoreset_mode"]`; all three modes work. NEXT_STEP spends a
+    step on each reset. The state then has `mask`, which is False for such a step. An AsyncVectorEnv that does not
+    answer within `timeout` seconds raises an error; other vector envs have no timeout. A vector env whose reset takes
+    one integer, not a list, gets the seed of its first environment.
 
-    Raises: ConfigError if it cannot be made or has a space of another kind; later UserError, naming the step and, where
-        the vector env tells, the env.
+    Raises: ConfigError if it cannot be made or has an unsupported space. Later, UserError with the step and, if the
+        vector env reports it, the env.
 
     >>> import torch
     >>> from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
@@ -89,51 +90,51 @@ def from_vector(make_vector: Callable[[int], VectorEnv], *, timeout: float) -> E
 
     def make(num_envs: int) -> Vector:
         try:
-            made = make_vector(num_envs)
+            venv = make_vector(num_envs)
         except Exception as error:
-            raise Fault(None, f"raised {told(error)}") from error
-        return driven(made, timeout)
+            raise Fault(None, f"raised {error_text(error)}") from error
+        return as_vector(venv, timeout)
 
     return _env(make, getattr(make_vector, "__qualname__", "the vector env"))
 
 
 def _env(make: Callable[[int], Vector], label: str) -> Env:
-    """The environment of which `make(N)` opens N."""
-    owner, (spaces, probed) = object(), _probed(make, label)
+    """Return an environment that opens N copies by `make(N)`; `label` names it in errors."""
+    owner, (spaces, gymnasium_spaces) = object(), _probe_spaces(make, label)
 
     def reset(keys: Tensor, state: TensorDict | None = None) -> TensorDict:
-        """Opens new environments, or starts those of `state` anew."""
-        seeds = numbers(rng.bits(keys) & 0x7FFFFFFF)
-        live = None if state is None else opened(state, owner)
+        """Open new environments, or reset the open environments of `state`."""
+        seeds = to_list(rng.bits(keys) & 0x7FFFFFFF)
+        live = None if state is None else find_live(state, owner)
         try:
-            live = live or Live(_unchanged(make(len(seeds)), probed, label), owner, label)
+            live = live or Live(_check_unchanged(make(len(seeds)), gymnasium_spaces, label), owner, label)
         except Fault as error:
-            raise UserError(f"{explained(label, error)}, when it was made") from error.__cause__
+            raise UserError(f"{fault_text(label, error)}, when it was made") from error.__cause__
         return live.ask(lambda: _state(live.vector.reset(seeds), spaces, keys), "reset")
 
-    def step(state: TensorDict, chosen: Tensor, noise: Any) -> TensorDict:
-        live = current(state, owner, label)
+    def step(state: TensorDict, actions: Tensor, noise: Any) -> TensorDict:
+        live = require_live(state, owner, label)
 
         def answer() -> TensorDict:
-            taken = action(live.vector.action_space, chosen)
-            return _state(live.vector.step(taken), spaces, state["reward"])
+            array = action(live.vector.action_space, actions)
+            return _state(live.vector.step(array), spaces, state["reward"])
 
         return live.ask(answer, f"step {live.steps + 1}", state)
 
     def close(state: TensorDict) -> None:
-        live = opened(state, owner)
+        live = find_live(state, owner)
         if live is not None:
             live.close()
 
     def is_current(state: TensorDict) -> bool:
-        live = opened(state, owner)
-        return live is not None and behind(live, state) == 0
+        live = find_live(state, owner)
+        return live is not None and steps_behind(live, state) == 0
 
     return Env(reset, step, *spaces, is_pure=False, close=close, is_current=is_current)
 
 
 def _nvec(space: Space) -> tuple[int, ...]:
-    """Choices per action that a mask may hide."""
+    """Return the number of choices of each action that a mask covers."""
     match space:
         case Discrete():
             return (space.n,)
@@ -142,19 +143,19 @@ def _nvec(space: Space) -> tuple[int, ...]:
     return ()
 
 
-def _unchanged(vector: Vector, probed: tuple[Any, Any], label: str) -> Vector:
-    """The vector; raises ConfigError if its spaces are not the `probed` ones: an id may be registered anew."""
-    found = vector.observation_space, vector.action_space
-    if found == probed:
+def _check_unchanged(vector: Vector, first_spaces: tuple[Any, Any], label: str) -> Vector:
+    """Return the vector; raise ConfigError if its spaces changed, because the id was registered again."""
+    spaces = vector.observation_space, vector.action_space
+    if spaces == first_spaces:
         return vector
     vector.close()
-    now, was = (" ".join(f"{seen} and {acted}".split()) for seen, acted in (found, probed))
-    do = "start a new process, or register it under another id"
-    raise ConfigError(f"env: {label}: has spaces {now}, but had {was} when it was first made here; {do}")
+    now, before = (" ".join(f"{obs} and {act}".split()) for obs, act in (spaces, first_spaces))
+    advice = "start a new process, or register it under another id"
+    raise ConfigError(f"env: {label}: has spaces {now}, but had {before} when it was first made here; {advice}")
 
 
-def _probed(make: Callable[[int], Vector], label: str) -> tuple[tuple[Space, Space], tuple[Any, Any]]:
-    """Spaces as a policy sees them, and Gymnasium's, of one environment that is opened for that alone."""
+def _probe_spaces(make: Callable[[int], Vector], label: str) -> tuple[tuple[Space, Space], tuple[Any, Any]]:
+    """Open one environment, close it, and return its spaces, as the policy sees them and as Gymnasium has them."""
     try:
         vector = make(1)
         try:
@@ -166,25 +167,25 @@ def _probed(make: Callable[[int], Vector], label: str) -> tuple[tuple[Space, Spa
 
 
 def _spaces(vector: Vector) -> tuple[Space, Space]:
-    """As a policy sees them: the action mask that the info of a first reset has belongs to the observation."""
-    seen, acted = from_gymnasium(vector.observation_space), from_gymnasium(vector.action_space)
-    if isinstance(acted, Dict):
+    """Return the spaces as the policy sees them: an action mask in the info of a reset is part of the observation."""
+    obs_space, action_space = from_gymnasium(vector.observation_space), from_gymnasium(vector.action_space)
+    if isinstance(action_space, Dict):
         raise TypeError(f"actions {vector.action_space}, expected Box, Discrete, MultiDiscrete or MultiBinary")
-    parts = dict(seen.items) if isinstance(seen, Dict) else {"observation": seen}
-    if MASK in parts or not _nvec(acted) or vector.reset([0]).masks[0] is None:
-        return seen, acted
-    return dict_space(parts | {MASK: MultiDiscrete((2,) * sum(_nvec(acted)))}), acted
+    parts = dict(obs_space.items) if isinstance(obs_space, Dict) else {"observation": obs_space}
+    if MASK in parts or not _nvec(action_space) or vector.reset([0]).masks[0] is None:
+        return obs_space, action_space
+    return dict_space(parts | {MASK: MultiDiscrete((2,) * sum(_nvec(action_space)))}), action_space
 
 
 def _state(outcome: Outcome, spaces: tuple[Space, Space], like: Tensor) -> TensorDict:
-    """The outcome as a state, on the device of `like`."""
+    """Return the outcome as a state on the device of `like`."""
     n, obs, final, nvec = len(like), outcome.obs, outcome.final, _nvec(spaces[1])
     if isinstance(spaces[0], Dict) and MASK in dict(spaces[0].items) and nvec:
         if not isinstance(obs, TensorDict) or MASK not in obs:
             mask = {MASK: allowed(outcome.masks, nvec)}
             obs, final = (_parts(x, n).update(mask) for x in (obs, final))
-        over = outcome.terminated | outcome.truncated  # a step spent on a reset follows: nothing is chosen there
-        check_allowed(obs[MASK] | over.unsqueeze(-1) if outcome.counts is not None else obs[MASK], nvec)
+        done = outcome.terminated | outcome.truncated  # with `counts`, the next step resets and ignores its action
+        check_allowed(obs[MASK] | done.unsqueeze(-1) if outcome.counts is not None else obs[MASK], nvec)
     fields = {
         "obs": obs,
         "final_obs": final,
@@ -195,14 +196,14 @@ def _state(outcome: Outcome, spaces: tuple[Space, Space], like: Tensor) -> Tenso
     }
     if outcome.counts is not None:
         fields["mask"] = outcome.counts
-    return _onto(like, TensorDict(fields, [n]))
+    return _to_device_of(like, TensorDict(fields, [n]))
 
 
-def _onto(like: Tensor, state: TensorDict) -> TensorDict:
-    """The state on the device of `like`; onto a GPU from pinned memory, so that the host does not wait for copies."""
+def _to_device_of(like: Tensor, state: TensorDict) -> TensorDict:
+    """Copy a state to the device of `like`; to a GPU from pinned memory, so the host does not wait for the copy."""
     device = like.device
     if device.type == "cpu":
-        return state  # a `to` takes as long as ten CartPole steps
+        return state  # a call of `to` takes as long as ten CartPole steps
     return state.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else state.to(device)
 
 

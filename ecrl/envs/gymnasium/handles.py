@@ -1,6 +1,7 @@
-"""Open environments, outside of any state; a state says by `token` which it is of, and by `step` where they stood.
+"""The table of open Gymnasium environments, which live outside any state.
 
-Token 0 is a state that was loaded: its environments are gone.
+A state refers to its environments by `token`, and has their step count in `step`. Token 0 marks a state that was loaded
+from a checkpoint: its environments are closed.
 """
 
 import atexit
@@ -18,30 +19,35 @@ from ecrl.envs.gymnasium.vector_api import Fault, Vector
 from ecrl.errors import UserError
 
 _LIVE: dict[int, "Live"] = {}
-_TOKENS = itertools.count(time.time_ns())  # of this process alone, so that the state of another one is known as such
+_TOKENS = itertools.count(time.time_ns())  # unique to this process, so a state of another process is recognised
 
 
 class Live:
-    """Open environments: whose they are, and how many steps they have taken since the first reset, later ones too."""
+    """Open environments, their owner, and the number of steps and resets since the first reset."""
 
     def __init__(self, vector: Vector, owner: object, label: str):
         self.vector, self.owner, self.label, self.steps, self.token = vector, owner, label, -1, next(_TOKENS)
         _LIVE[self.token] = self
 
     def close(self) -> None:
-        """Close them; a second time does nothing."""
+        """Close the environments; a second call does nothing."""
         if _LIVE.pop(self.token, None) is not None:
             self.vector.close()
 
     def ask(self, answer: Callable[[], TensorDict], when: str, before: TensorDict | None = None) -> TensorDict:
-        """The state after a step from `before`, or a reset; where one environment fails all are closed, out of step."""
-        self.steps += 1  # first, so that a state from before an interrupted step is known to be behind
+        """Return the state after a step from `before`, or after a reset.
+
+        If one environment fails, all are closed, because they are no longer in step.
+
+        Raises: UserError with the environment, the error and `when`, the name of the step.
+        """
+        self.steps += 1  # first, so a state from before an interrupted step is recognised as behind
         try:
             state = answer()
         except (Fault, BadValue) as error:
             self.close()
-            text = f"{explained(self.label, error, 0 if before is None else rank() * len(before))}, in {when}"
-            raise UserError(text) from error.__cause__
+            first = 0 if before is None else rank() * len(before)
+            raise UserError(f"{fault_text(self.label, error, first)}, in {when}") from error.__cause__
         stamp = torch.tensor((self.token, self.steps)).expand(len(state), 2)
         return state.set("token", stamp[:, 0].clone()).set("step", stamp[:, 1].clone())
 
@@ -52,37 +58,37 @@ def _close_all() -> None:
         live.close()
 
 
-def explained(label: str, error: Fault | BadValue, first: int = 0) -> str:
-    """What went wrong, with the environment first, counted from the `first` one of this rank."""
+def fault_text(label: str, error: Fault | BadValue, first: int = 0) -> str:
+    """Return an error message that begins with the environment; `first` is the index of this rank's first one."""
     return f"{label} {error}" if error.env is None else f"env {error.env + first} ({label}) {error}"
 
 
-def numbers(x: Tensor) -> list[int]:
-    """To the host; raises UserError under vmap, which has no way to it."""
+def to_list(x: Tensor) -> list[int]:
+    """Copy a tensor to the host; raise UserError under vmap, which cannot do that."""
     try:
         return x.tolist()
     except RuntimeError as error:
         raise UserError(f"Gymnasium environments run on the host and cannot be vmapped or compiled: {error}") from None
 
 
-def opened(state: TensorDict, owner: object) -> Live | None:
-    """The open environments of a state, wherever they stand; None if they are closed, gone, or not of `owner`."""
-    live = _LIVE.get(numbers(state["token"])[0])
+def find_live(state: TensorDict, owner: object) -> Live | None:
+    """Return the open environments of a state, at any step; None if they are closed or belong to another owner."""
+    live = _LIVE.get(to_list(state["token"])[0])
     return live if live is not None and live.owner is owner else None
 
 
-def behind(live: Live, state: TensorDict) -> int:
-    """How many steps the environments have taken since they gave the state."""
-    return live.steps - numbers(state["step"])[0]
+def steps_behind(live: Live, state: TensorDict) -> int:
+    """Return the number of steps that the environments have taken since they returned the state."""
+    return live.steps - to_list(state["step"])[0]
 
 
-def current(state: TensorDict, owner: object, label: str) -> Live:
-    """The open environments of a state; raises UserError if there are none, or they do not stand where it does."""
-    live = opened(state, owner)
+def require_live(state: TensorDict, owner: object, label: str) -> Live:
+    """Return the open environments of a state; raise UserError if there are none, or if they have taken more steps."""
+    live = find_live(state, owner)
     if live is None:
-        why = "the state was loaded or is of another process, or they were closed"
-        raise UserError(f"{label}: envs not open in this process ({why}); reset them")
-    if steps := behind(live, state):
-        why = f"this state is {steps} steps behind its Gymnasium envs, which cannot go back"
-        raise UserError(f"{label}: {why}; go on from the newest state, or reset them")
+        reason = "the state was loaded, or it belongs to another process, or they were closed"
+        raise UserError(f"{label}: envs not open in this process ({reason}); reset them")
+    if steps := steps_behind(live, state):
+        reason = f"this state is {steps} steps behind its Gymnasium envs, which cannot go back"
+        raise UserError(f"{label}: {reason}; continue from the newest state, or reset them")
     return live

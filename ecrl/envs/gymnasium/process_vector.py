@@ -1,6 +1,6 @@
-"""Environments in worker processes: each worker steps its share, one after the other, and answers one by one.
+"""Environments in worker processes: each worker steps its share, one after the other, and sends each result at once.
 
-A worker that raises, dies or hangs ends in a Fault that names the environment whose answer is missing.
+If a worker raises, dies or hangs, a Fault names the environment whose result is missing.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ import gymnasium
 from ecrl.envs.gymnasium import worker
 from ecrl.envs.gymnasium.vector_api import Fault, Vector, vector_of
 
-_START = 60.0  # seconds that a worker may take to start Python, beside its timeout
+_START = 60.0  # seconds that a worker may take to start Python, in addition to its timeout
 _GRACE = 2.0  # seconds that workers may take to close their environments
 
 
@@ -30,18 +30,18 @@ class _Worker(NamedTuple):
     envs: range
 
 
-def _started(envs: range) -> _Worker:
-    """A Python of its own, not a fork: this process runs threads, which a fork may leave locked."""
-    here, there = Pipe()
-    with there:
+def _start_worker(envs: range) -> _Worker:
+    """Start a new Python process, not a fork: a fork may copy locks that threads of this process hold."""
+    parent_end, child_end = Pipe()
+    with child_end:
         process = subprocess.Popen(
-            [sys.executable, "-P", worker.__file__, str(there.fileno()), *sys.path],
+            [sys.executable, "-P", worker.__file__, str(child_end.fileno()), *sys.path],
             stdin=subprocess.PIPE,
-            pass_fds=(there.fileno(),),
+            pass_fds=(child_end.fileno(),),
             env={"OMP_NUM_THREADS": "1"} | os.environ,
-            start_new_session=True,  # Ctrl-C is for this process alone, and what a worker started dies with it
+            start_new_session=True,  # Ctrl-C reaches this process only, and `_kill` ends a worker with its children
         )
-    return _Worker(process, here, envs)
+    return _Worker(process, parent_end, envs)
 
 
 def _kill(process: subprocess.Popen) -> None:
@@ -50,7 +50,7 @@ def _kill(process: subprocess.Popen) -> None:
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def _death(process: subprocess.Popen) -> str:
+def _exit_text(process: subprocess.Popen) -> str:
     try:
         code = process.wait(_GRACE)
     except subprocess.TimeoutExpired:
@@ -59,23 +59,23 @@ def _death(process: subprocess.Popen) -> str:
 
 
 def _receive(source: _Worker, env: int, deadline: float, timeout: float) -> Any:
-    """The answer of one environment, within the time that is left."""
+    """Return the result of one environment, received before the deadline."""
     if not source.pipe.poll(max(0.0, deadline - time.monotonic())):
         _kill(source.process)
         raise Fault(env, f"did not answer within {timeout:g} s (timeout); its worker was killed")
     try:
-        fine, answer = source.pipe.recv()
-    except Exception:  # the end of the file, or of a message
+        succeeded, answer = source.pipe.recv()
+    except Exception:  # the pipe ended, or it ended within a message
         first, last = source.envs[0], source.envs[-1]
         name = f"process {source.process.pid} of envs {first} to {last}"
-        raise Fault(env, f"lost its worker ({name}), which {_death(source.process)}") from None
-    if not fine:
+        raise Fault(env, f"lost its worker ({name}), which {_exit_text(source.process)}") from None
+    if not succeeded:
         raise Fault(env, f"raised {answer}")
     return answer
 
 
 def _end(workers: list[_Worker]) -> None:
-    """Close the pipes, which is the sign to end; kill what has not after the grace."""
+    """Close the pipes, which makes workers exit, and kill those that are still running after `_GRACE` seconds."""
     deadline = time.monotonic() + _GRACE
     for one in workers:
         one.pipe.close()
@@ -89,26 +89,26 @@ def _end(workers: list[_Worker]) -> None:
 
 
 def parallel(env_id: str, kwargs: dict[str, Any], num_envs: int, timeout: float) -> Vector:
-    """Environments in worker processes, at most one per core; what an environment does is as with `serial`."""
+    """Make environments in worker processes, at most one process per core; `serial` gives the same results."""
     import cloudpickle
 
     spec = gymnasium.registry.get(env_id.rpartition(":")[2])
-    given = (env_id, kwargs, None if spec is None else cloudpickle.dumps(spec))
+    open_args = (env_id, kwargs, None if spec is None else cloudpickle.dumps(spec))
     count = min(num_envs, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     edges = [num_envs * i // count for i in range(count + 1)]
     workers: list[_Worker] = []
 
-    def ask(command: str, given: Sequence[Any], extra: float = 0.0) -> list[Any]:
+    def ask(command: str, values: Sequence[Any], extra: float = 0.0) -> list[Any]:
         deadline = time.monotonic() + timeout + extra
         for one in workers:
-            with contextlib.suppress(OSError):  # a dead one is told of where its answer is missed
-                one.pipe.send((command, [given[i] for i in one.envs]))
+            with contextlib.suppress(OSError):  # `_receive` reports a dead worker
+                one.pipe.send((command, [values[i] for i in one.envs]))
         return [_receive(one, i, deadline, timeout + extra) for one in workers for i in one.envs]
 
     try:
         for first, last in pairwise(edges):
-            workers.append(_started(range(first, last)))
-        spaces = ask("open", [given] * num_envs, _START)[0]
+            workers.append(_start_worker(range(first, last)))
+        spaces = ask("open", [open_args] * num_envs, _START)[0]
     except BaseException:
         _end(workers)
         raise

@@ -1,10 +1,8 @@
-"""A `gymnasium.vector.VectorEnv` as a `Vector`, whichever of the three autoreset modes it has.
+"""A `gymnasium.vector.VectorEnv` as a `Vector`, for each of the three autoreset modes.
 
-| mode | an episode that ended | so here |
-|---|---|---|
-| SAME_STEP | is followed by the next in the same step; its end is in `info["final_obs"]` | it is taken from there |
-| NEXT_STEP | is followed by a step that ignores the action and resets | that row has `counts` False |
-| DISABLED | waits for `reset(options={"reset_mask": ...})` | it is reset in the same step |
+SAME_STEP: Gymnasium resets in the same step. `final` is taken from `info["final_obs"]`.
+NEXT_STEP: Gymnasium resets in the next step and ignores its action. `counts` is False for that step.
+DISABLED: Gymnasium waits for `reset(options={"reset_mask": ...})`, which is called in the same step.
 """
 
 import math
@@ -20,60 +18,60 @@ import torch
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
 from ecrl.envs.gymnasium.spaces import observation
-from ecrl.envs.gymnasium.vector_api import Fault, Outcome, Vector, check_success, replaced
-from ecrl.envs.gymnasium.worker import success, told
+from ecrl.envs.gymnasium.vector_api import Fault, Outcome, Vector, check_success, replace_rows
+from ecrl.envs.gymnasium.worker import error_text, success_of
 
 
 def _entries(info: dict, key: str, n: int) -> list[Any]:
-    """What each environment reports under a key, None where it does not."""
+    """Return the info that each environment reports under a key, None if it reports none."""
     if key not in info:
         return [None] * n
-    known = info.get(f"_{key}", np.ones(n, bool))
+    reported = info.get(f"_{key}", np.ones(n, bool))
     values = list(info[key]) if isinstance(info[key], Iterable) else []
     if len(values) != n:
-        given = " ".join(repr(info[key]).split())[:80]
-        raise Fault(None, f"told info[{key!r}] = {given}, expected one of each of its {n} environments")
-    return [value if there else None for value, there in zip(values, known, strict=True)]
+        actual = " ".join(repr(info[key]).split())[:80]
+        raise Fault(None, f"reported info[{key!r}] = {actual}, expected one value for each of its {n} environments")
+    return [value if valid else None for value, valid in zip(values, reported, strict=True)]
 
 
 def _success(info: dict, n: int) -> torch.Tensor:
-    """Of the step, not of a reset in the same step: `final_info` overrides."""
-    told_success: list[float | str] = [math.nan] * n
+    """Return the success of the step; `final_info` overrides the info of a reset in the same step."""
+    values: list[float | str] = [math.nan] * n
     for source in (info, info.get("final_info", {})):
         both = zip(_entries(source, "success", n), _entries(source, "is_success", n), strict=True)
         for i, (first, second) in enumerate(both):
             if first is not None or second is not None:
-                told_success[i] = success({"success": first, "is_success": second})
-    check_success(told_success)
-    return torch.tensor(told_success)
+                values[i] = success_of({"success": first, "is_success": second})
+    check_success(values)
+    return torch.tensor(values)
 
 
-def _rows(batch: Any, at: list[int]) -> Any:
-    """Some rows of a batch of observations."""
+def _rows(batch: Any, envs: list[int]) -> Any:
+    """Return the rows of some environments from a batch of observations."""
     if isinstance(batch, dict):
-        return {name: _rows(part, at) for name, part in batch.items()}
-    return tuple(_rows(part, at) for part in batch) if isinstance(batch, tuple) else batch[at]
+        return {name: _rows(part, envs) for name, part in batch.items()}
+    return tuple(_rows(part, envs) for part in batch) if isinstance(batch, tuple) else batch[envs]
 
 
 def _final(obs: Any, ended: list[int], space: gymnasium.Space, info: dict) -> Any:
-    """The observations with those from before the reset where an episode ended."""
+    """Return the observations, with the last one of the episode for each environment whose episode ended."""
     if not ended:
         return obs.clone()
     if "final_obs" not in info:
         raise Fault(ended[0], "ended an episode without info['final_obs']")
-    found = info["final_obs"]
-    if isinstance(found, dict | tuple) or (isinstance(found, np.ndarray) and found.dtype != object):
+    last = info["final_obs"]
+    if isinstance(last, dict | tuple) or (isinstance(last, np.ndarray) and last.dtype != object):
         final = obs.clone()
-        final[ended] = observation(space, _rows(found, ended))
+        final[ended] = observation(space, _rows(last, ended))
         return final
-    return replaced(obs, ended, space, [found[i] for i in ended])
+    return replace_rows(obs, ended, space, [last[i] for i in ended])
 
 
-def _bounded(venv: AsyncVectorEnv, wait: Callable[[], Any], timeout: float) -> Callable[..., Any]:
-    """`wait` once every environment has answered; Gymnasium's own waits for ever, and names nobody."""
+def _with_timeout(venv: AsyncVectorEnv, wait: Callable[[], Any], timeout: float) -> Callable[..., Any]:
+    """Return `wait` with a timeout that names the environment; Gymnasium's own waits for ever."""
 
-    def bounded(at_close: float | None = None) -> Any:
-        if at_close is not None:
+    def wait_or_fail(close_timeout: float | None = None) -> Any:
+        if close_timeout is not None:  # only `AsyncVectorEnv.close` passes one
             raise multiprocessing.TimeoutError
         deadline = time.monotonic() + timeout
         for i, pipe in enumerate(venv.parent_pipes):
@@ -81,20 +79,20 @@ def _bounded(venv: AsyncVectorEnv, wait: Callable[[], Any], timeout: float) -> C
                 raise Fault(i, f"did not answer within {timeout:g} s (timeout)")
         return wait()
 
-    return bounded
+    return wait_or_fail
 
 
-def _culprit(venv: VectorEnv) -> int | None:
-    """Which environment of an AsyncVectorEnv raised, or lost its worker; others do not tell."""
+def _failed_env(venv: VectorEnv) -> int | None:
+    """Return the index of the environment of an AsyncVectorEnv that raised or lost its worker; None for other kinds."""
     if not isinstance(venv, AsyncVectorEnv):
         return None
     lost = connection.wait([process.sentinel for process in venv.processes], timeout=1.0)
-    ended = (pipe is None or one.sentinel in lost for pipe, one in zip(venv.parent_pipes, venv.processes, strict=True))
-    return next((i for i, over in enumerate(ended) if over), None)
+    pairs = zip(venv.parent_pipes, venv.processes, strict=True)
+    return next((i for i, (pipe, process) in enumerate(pairs) if pipe is None or process.sentinel in lost), None)
 
 
 def _kill(venv: VectorEnv) -> None:
-    """End an AsyncVectorEnv of which an environment failed: its own `close` would wait for the answer."""
+    """Kill the workers of an AsyncVectorEnv after a failure: its own `close` would wait for their answers."""
     if isinstance(venv, AsyncVectorEnv):
         for process in venv.processes:
             process.kill()
@@ -103,76 +101,79 @@ def _kill(venv: VectorEnv) -> None:
 
 
 def _close(venv: VectorEnv) -> None:
-    """Close it whatever has become of it: Gymnasium's own `close` raises where a worker is gone, and keeps the rest."""
+    """Close a vector env in any condition: Gymnasium's `close` raises if a worker died, and leaves the others open."""
     try:
         venv.close()
     except Exception:
         _kill(cast(VectorEnv, venv.unwrapped))
 
 
-def _seeded(venv: VectorEnv, seeds: list[int]) -> tuple[Any, dict]:
-    """Reset with one seed per environment; with the first where a vector env takes one integer, as the base class."""
+def _reset_with_seeds(venv: VectorEnv, seeds: list[int]) -> tuple[Any, dict]:
+    """Reset with one seed per environment, or with the first seed if the vector env takes one integer only."""
     try:
-        return venv.reset(seed=seeds)  # pyright: ignore[reportArgumentType]  (that of most)
+        return venv.reset(seed=seeds)  # pyright: ignore[reportArgumentType]  (most vector envs take a list)
     except (gymnasium.error.Error, TypeError):
         if isinstance(venv.unwrapped, SyncVectorEnv | AsyncVectorEnv):
             raise
     if len(set(seeds)) < len(seeds):
-        raise Fault(None, "takes one seed for all its environments, so that those of a group cannot start alike")
+        raise Fault(None, "takes one seed for all its environments, so environments of a group cannot start alike")
     return venv.reset(seed=seeds[0])
 
 
-def _asked(base: VectorEnv, function: Callable, *args: Any, **kwargs: Any) -> Any:
-    """The answer of the vector env, or a Fault and its workers gone."""
+def _call(base: VectorEnv, function: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Call a function of a vector env; on an error, kill its workers and raise a Fault."""
     try:
         return function(*args, **kwargs)
     except Fault:
         _kill(base)
         raise
     except Exception as error:
-        env = _culprit(base)
+        env = _failed_env(base)
         lost = isinstance(error, EOFError | OSError) and env is not None
         _kill(base)
-        raise Fault(env, "lost its worker" if lost else f"raised {told(error)}") from error
+        raise Fault(env, "lost its worker" if lost else f"raised {error_text(error)}") from error
 
 
-def driven(venv: VectorEnv, timeout: float) -> Vector:
-    """The functions of an open vector env; `timeout` seconds are for an AsyncVectorEnv to answer."""
+def as_vector(venv: VectorEnv, timeout: float) -> Vector:
+    """Return an open vector env as a `Vector`; an AsyncVectorEnv must answer within `timeout` seconds.
+
+    Raises: Fault if the vector env does not declare its autoreset mode.
+    """
     base, n, space = venv.unwrapped, venv.num_envs, venv.single_observation_space
     try:
         mode = AutoresetMode(venv.metadata.get("autoreset_mode"))
     except ValueError:
         venv.close()
-        raise Fault(None, "does not say how it resets: set metadata['autoreset_mode'] to an AutoresetMode") from None
+        raise Fault(None, "has no autoreset mode; set metadata['autoreset_mode'] to an AutoresetMode") from None
     if isinstance(base, AsyncVectorEnv):
         for name in ("reset_wait", "step_wait"):
-            setattr(base, name, _bounded(base, getattr(base, name), timeout))
-    resetting = np.zeros(n, bool)
+            setattr(base, name, _with_timeout(base, getattr(base, name), timeout))
+    resetting = np.zeros(n, bool)  # NEXT_STEP: the environments that the next step resets
 
     def outcome(obs: Any, final: Any, reward: Any, flags: tuple, success: torch.Tensor, masks: list[Any]) -> Outcome:
         counts = torch.from_numpy(~resetting) if mode is AutoresetMode.NEXT_STEP else None
         terminated, truncated = (torch.from_numpy(np.array(flag, bool)) for flag in flags)
         resetting[:] = (terminated | truncated).numpy()
-        paid = torch.from_numpy(np.array(reward, np.float32).reshape(n))
-        return Outcome(obs, final, paid, terminated, truncated, success, masks, counts)
+        rewards = torch.from_numpy(np.array(reward, np.float32).reshape(n))
+        return Outcome(obs, final, rewards, terminated, truncated, success, masks, counts)
 
     def reset(seeds: list[int]) -> Outcome:
-        raw, info = _asked(base, _seeded, venv, seeds)
+        raw, info = _call(base, _reset_with_seeds, venv, seeds)
         resetting[:] = False
-        first, no = observation(space, raw), np.zeros(n, bool)
-        unknown = torch.full((n,), math.nan)
-        return outcome(first, first.clone(), np.zeros(n), (no, no), unknown, _entries(info, "action_mask", n))
+        first, flags = observation(space, raw), (np.zeros(n, bool), np.zeros(n, bool))
+        success = torch.full((n,), math.nan)
+        return outcome(first, first.clone(), np.zeros(n), flags, success, _entries(info, "action_mask", n))
 
     def step(actions: np.ndarray) -> Outcome:
-        raw, reward, terminated, truncated, info = _asked(base, venv.step, actions)
-        over = np.asarray(terminated, bool) | np.asarray(truncated, bool)
-        ended, obs, masks = over.nonzero()[0].tolist(), observation(space, raw), _entries(info, "action_mask", n)
+        raw, reward, terminated, truncated, info = _call(base, venv.step, actions)
+        done = np.asarray(terminated, bool) | np.asarray(truncated, bool)
+        ended, obs, masks = done.nonzero()[0].tolist(), observation(space, raw), _entries(info, "action_mask", n)
         final = _final(obs, ended, space, info) if mode is AutoresetMode.SAME_STEP else obs.clone()
         if mode is AutoresetMode.DISABLED and ended:
-            raw, fresh = _asked(base, venv.reset, options={"reset_mask": over})
+            raw, reset_info = _call(base, venv.reset, options={"reset_mask": done})
             obs[ended] = observation(space, raw)[ended]
-            new = _entries(fresh, "action_mask", n)
-            masks = [new[i] if over[i] else mask for i, mask in enumerate(masks)]
+            new = _entries(reset_info, "action_mask", n)
+            masks = [new[i] if done[i] else mask for i, mask in enumerate(masks)]
         return outcome(obs, final, reward, (terminated, truncated), _success(info, n), masks)
 
     return Vector(space, venv.single_action_space, reset, step, lambda: _close(venv))

@@ -1,7 +1,7 @@
-"""N Gymnasium environments side by side.
+"""A common interface for N Gymnasium environments, and its implementation in this process.
 
-A `Vector` ends each step with every environment inside an episode: where one ended, `obs` is the first of the next and
-`final` what was observed before the reset.
+A `Vector` ends each step with every environment inside an episode. If an episode ended, `obs` is the first observation
+of the next one and `final` is the observation before the reset.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from ecrl.envs.gymnasium.spaces import BadValue, collate, observation
 
 
 class Fault(Exception):
-    """What went wrong, and in which environment where that can be known."""
+    """An error of an environment; `env` is its index, or None if the index is not known."""
 
     def __init__(self, env: int | None, text: str):
         super().__init__(text)
@@ -26,7 +26,11 @@ class Fault(Exception):
 
 
 class Outcome(NamedTuple):
-    """What N environments answer. counts: False where a step only reset; None where that never happens."""
+    """The result of a step or reset of N environments.
+
+    `counts` is False for an environment whose step only reset it, and None if that never happens. `success` is NaN if
+    an environment reports none.
+    """
 
     obs: Any
     final: Any
@@ -39,7 +43,7 @@ class Outcome(NamedTuple):
 
 
 class Vector(NamedTuple):
-    """Functions of open environments; `reset(seeds)` and `step(actions)` raise Fault or BadValue."""
+    """Functions that drive open environments; `reset(seeds)` and `step(actions)` raise Fault or BadValue."""
 
     observation_space: gymnasium.Space
     action_space: gymnasium.Space
@@ -48,21 +52,21 @@ class Vector(NamedTuple):
     close: Callable[[], None]
 
 
-def replaced(obs: Any, where: Sequence[int], space: gymnasium.Space, rows: Sequence[Any]) -> Any:
-    """A copy of the observations with those of the environments `where` replaced by `rows`."""
+def replace_rows(obs: Any, envs: Sequence[int], space: gymnasium.Space, rows: Sequence[Any]) -> Any:
+    """Return a copy of the observations; `rows` replace the observations of the environments `envs`."""
     out = obs.clone()
-    if where:
+    if envs:
         try:
-            out[list(where)] = observation(space, collate(space, rows))
+            out[list(envs)] = observation(space, collate(space, rows))
         except BadValue as error:
-            env = None if error.env is None else where[error.env]
+            env = None if error.env is None else envs[error.env]
             raise BadValue(f"{error}, at the end of its episode", env) from None
     return out
 
 
-def check_success(told: Sequence[float | str]) -> None:
-    """Raise BadValue naming the first environment whose `worker.success` is words."""
-    for i, value in enumerate(told):
+def check_success(values: Sequence[float | str]) -> None:
+    """Raise BadValue for the first environment whose `worker.success_of` is an error message."""
+    for i, value in enumerate(values):
         if isinstance(value, str):
             raise BadValue(value, i)
 
@@ -72,37 +76,37 @@ def _outcome(space: gymnasium.Space, rows: Sequence[tuple]) -> Outcome:
     tensor = observation(space, collate(space, obs))
     check_success(success)
     ended = [i for i, final in enumerate(finals) if final is not None]
-    final = replaced(tensor, ended, space, [finals[i] for i in ended])
-    paid = torch.from_numpy(np.array(reward, np.float32).reshape(len(rows)))
-    ends, limits = (torch.from_numpy(np.array(flag, bool)) for flag in (terminated, truncated))
-    return Outcome(tensor, final, paid, ends, limits, torch.tensor(success), masks)
+    final = replace_rows(tensor, ended, space, [finals[i] for i in ended])
+    rewards = torch.from_numpy(np.array(reward, np.float32).reshape(len(rows)))
+    terminations, truncations = (torch.from_numpy(np.array(flag, bool)) for flag in (terminated, truncated))
+    return Outcome(tensor, final, rewards, terminations, truncations, torch.tensor(success), masks)
 
 
 def vector_of(spaces: tuple, ask: Callable[[str, Any], Sequence[tuple]], close: Callable[[], None]) -> Vector:
-    """The functions over `ask("reset", seeds)` and `ask("step", actions)`, which give a `worker.Row` per env."""
+    """Make a `Vector` of `ask("reset", seeds)` and `ask("step", actions)`, which return one `worker.Row` per env."""
 
     def answer(command: str) -> Callable[[Any], Outcome]:
-        return lambda given: _outcome(spaces[0], ask(command, given))
+        return lambda values: _outcome(spaces[0], ask(command, values))
 
     return Vector(spaces[0], spaces[1], answer("reset"), answer("step"), close)
 
 
 def serial(env_id: str, kwargs: dict[str, Any], num_envs: int) -> Vector:
-    """Environments in this process, one after the other."""
+    """Make environments that run in this process, one after the other."""
     envs: list[gymnasium.Env] = []
 
-    def ask(command: str, given: Sequence[Any]) -> list[tuple]:
+    def ask(command: str, values: Sequence[Any]) -> list[tuple]:
         rows, call = [], worker.reset if command == "reset" else worker.step
         try:
-            for env, value in zip(envs, given, strict=True):
+            for env, value in zip(envs, values, strict=True):
                 rows.append(call(env, value))
         except Exception as error:
-            raise Fault(len(rows), f"raised {worker.told(error)}") from error
+            raise Fault(len(rows), f"raised {worker.error_text(error)}") from error
         return rows
 
     def close() -> None:
         for env in envs:
-            with contextlib.suppress(Exception):  # one that cannot close must not keep the others open
+            with contextlib.suppress(Exception):  # an environment that cannot close must not keep the others open
                 env.close()
 
     try:
@@ -110,5 +114,5 @@ def serial(env_id: str, kwargs: dict[str, Any], num_envs: int) -> Vector:
             envs.append(worker.make(env_id, kwargs))
     except Exception as error:
         close()
-        raise Fault(len(envs), worker.told(error)) from error
+        raise Fault(len(envs), worker.error_text(error)) from error
     return vector_of((envs[0].observation_space, envs[0].action_space), ask, close)

@@ -1,6 +1,6 @@
-"""One step of one Gymnasium environment, and the process that runs some of them for `parallel`.
+"""One step of one Gymnasium environment, and the worker process that runs several of them for `parallel`.
 
-This file is also a script of its own: it imports nothing of ecrl, so that a worker starts fast and small.
+A worker runs this file as a script. It imports nothing of ecrl, so a worker starts fast and needs little memory.
 """
 
 import contextlib
@@ -18,13 +18,13 @@ from gymnasium.envs.registration import load_env_creator
 from gymnasium.error import DependencyNotInstalled
 
 _EXTRAS = {"mujoco": "mujoco", "imageio": "mujoco", "Box2D": "box2d"}
-"""Packages that Gymnasium's environments import, and the extra of ecrl that brings each."""
+"""Packages that Gymnasium's environments import, and the extra of ecrl that installs each."""
 
 
 class Row(NamedTuple):
-    """What one environment answers; `final` is the observation from before the reset, where the step ended an episode.
+    """The result of one environment; `final` is the observation before the reset if the step ended an episode.
 
-    It is sent as a plain tuple: in the worker this class is one of `__main__`.
+    A worker sends it as a plain tuple, because there this class belongs to `__main__` and cannot be unpickled here.
     """
 
     obs: Any
@@ -37,16 +37,16 @@ class Row(NamedTuple):
 
 
 def _no_log_file() -> None:
-    """MuJoCo would write its warnings to the working directory too; they are on stderr."""
+    """Stop MuJoCo from writing its warnings to a file in the working directory; they still go to stderr."""
     if config := getattr(sys.modules.get("mujoco"), "MjLogConfig", None):
-        own = config.get()
-        own.logto_file = False
-        own.set()
+        log = config.get()
+        log.logto_file = False
+        log.set()
 
 
 @contextlib.contextmanager
-def _extra() -> Iterator[None]:
-    """Around what may import a package that an extra of ecrl brings: where it is missing, say which."""
+def _explain_missing_package() -> Iterator[None]:
+    """Name the extra of ecrl to install if a package of it is missing."""
     try:
         yield
     except (ImportError, DependencyNotInstalled) as error:
@@ -58,11 +58,11 @@ def _extra() -> Iterator[None]:
 
 
 def make(env_id: str, kwargs: dict[str, Any]) -> gymnasium.Env:
-    """`gymnasium.make`; what its checker looks for in the first steps, ecrl checks in all of them."""
-    known = gymnasium.registry.get(env_id)  # not one that "module:" stands before
-    with _extra():
+    """Call `gymnasium.make` without its checker, which looks at the first steps only; ecrl checks every step."""
+    known = gymnasium.registry.get(env_id)  # None for an id that begins with "module:"
+    with _explain_missing_package():
         if known and isinstance(known.entry_point, str):
-            load_env_creator(known.entry_point)  # which imports MuJoCo, where it needs that
+            load_env_creator(known.entry_point)  # imports MuJoCo if the environment needs it
         _no_log_file()
         env = gymnasium.make(env_id, disable_env_checker=True, **kwargs)
     _no_log_file()
@@ -70,55 +70,55 @@ def make(env_id: str, kwargs: dict[str, Any]) -> gymnasium.Env:
 
 
 def reset(env: gymnasium.Env, seed: int) -> Row:
-    """Start an episode; all later episodes follow from the seed, too."""
+    """Start an episode; the seed also determines all later episodes."""
     obs, info = env.reset(seed=seed)
     return Row(obs, info.get("action_mask"))
 
 
 def step(env: gymnasium.Env, action: Any) -> Row:
-    """One step, and the start of the next episode in the step that ended one."""
+    """Take one step, and start the next episode in the step that ended one."""
     obs, reward, terminated, truncated, info = env.step(action)
-    told_success, final = success(info), None
+    success, final = success_of(info), None
     if terminated or truncated:
         final = deepcopy(obs)  # the environment may write the next observation into the same memory
         obs, info = env.reset()
-    return Row(obs, info.get("action_mask"), reward, terminated, truncated, told_success, final)
+    return Row(obs, info.get("action_mask"), reward, terminated, truncated, success, final)
 
 
-def success(info: dict[str, Any]) -> float | str:
-    """Of one step, NaN where it is not told; what is wrong, in words, where it is told by something else than a number.
+def success_of(info: dict[str, Any]) -> float | str:
+    """Return the success that the info of a step reports, NaN if there is none; an error message if it is not a number.
 
-    >>> success({"success": None, "is_success": True}), success({"success": "yes"})
-    (1.0, "told info['success'] = 'yes', expected a bool, a number or None")
+    >>> success_of({"success": None, "is_success": True}), success_of({"success": "yes"})
+    (1.0, "reported info['success'] = 'yes', expected a bool, a number or None")
     """
     for key in ("success", "is_success"):
         value = info.get(key)
         if value is None:
             continue
-        with contextlib.suppress(Exception):  # whatever an object's own conversion raises, it is no number
+        with contextlib.suppress(Exception):  # any error of an object's own conversion means that it is not a number
             if not isinstance(value, str | bytes) and getattr(value, "shape", ()) == ():
                 return float(value)
-        return f"told info[{key!r}] = {' '.join(repr(value).split())[:80]}, expected a bool, a number or None"
+        return f"reported info[{key!r}] = {' '.join(repr(value).split())[:80]}, expected a bool, a number or None"
     return math.nan
 
 
-def told(error: BaseException) -> str:
-    """An exception on one line."""
+def error_text(error: BaseException) -> str:
+    """Return an exception as one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
 
 
 def _open(env_id: str, kwargs: dict[str, Any], spec: bytes | None) -> gymnasium.Env:
-    if spec is not None:  # what the parent has registered, the worker may not have
+    if spec is not None:  # the parent may have registered environments that the worker has not
         import cloudpickle
 
-        # from the parent's own pipe, never from disk: a class made in a notebook has no other way here
+        # the bytes come from the parent's pipe, never from disk; a class of a notebook cannot be imported here
         gymnasium.registry.setdefault(env_id.rpartition(":")[2], cloudpickle.loads(spec))
     return make(env_id, kwargs)
 
 
-def _answers(envs: list[gymnasium.Env], command: str, given: list) -> Iterator[Any]:
-    """The answer of one environment after the other to a command."""
-    for i, value in enumerate(given):
+def _answers(envs: list[gymnasium.Env], command: str, values: list) -> Iterator[Any]:
+    """Run a command in one environment after the other, and yield each result."""
+    for i, value in enumerate(values):
         if command == "open":
             envs.append(_open(*value))
             yield envs[i].observation_space, envs[i].action_space
@@ -126,26 +126,26 @@ def _answers(envs: list[gymnasium.Env], command: str, given: list) -> Iterator[A
             yield reset(envs[i], value) if command == "reset" else step(envs[i], value)
 
 
-def _reply(pipe: Connection, envs: list[gymnasium.Env], command: str, given: list) -> None:
+def _reply(pipe: Connection, envs: list[gymnasium.Env], command: str, values: list) -> None:
     try:
-        for answer in _answers(envs, command, given):
+        for answer in _answers(envs, command, values):
             pipe.send((True, tuple(answer)))
-    except BaseException as error:  # whatever an environment raises is for the parent to tell
-        pipe.send((False, told(error)))
+    except BaseException as error:  # the parent reports any exception of an environment
+        pipe.send((False, error_text(error)))
 
 
 def _serve(pipe: Connection) -> None:
     envs: list[gymnasium.Env] = []
-    with contextlib.suppress(EOFError, OSError):  # the parent has closed the pipe, maybe before it had all answers
+    with contextlib.suppress(EOFError, OSError):  # the parent closed the pipe, maybe before it read all answers
         while True:
             _reply(pipe, envs, *pipe.recv())
     for env in envs:
-        with contextlib.suppress(Exception):  # nobody is left to tell, and the others must close
+        with contextlib.suppress(Exception):  # the parent cannot report this error any more, and the others must close
             env.close()
 
 
 def _die_with_parent() -> None:
-    """Nothing is ever written to stdin; it ends when the parent does, however that dies."""
+    """Exit when stdin ends: nothing is written to it, and it ends when the parent dies for any reason."""
     os.read(sys.stdin.fileno(), 1)
     os._exit(1)
 

@@ -1,1 +1,1 @@
-"""MuJoCo as a pure environment: physics as one operator, scenes from JSON, and worlds that tasks read and write."""
+"""MuJoCo environments as pure functions: a torch operator for the physics, scenes from JSON configs, and tasks."""

@@ -1,8 +1,8 @@
-"""Images of a scene from a camera, drawn without a screen from rows of `physics`: by EGL, else by OSMesa.
+"""Render images of a scene from rows of `physics`, without a screen, by EGL or OSMesa.
 
-A camera is a pinhole: what is `(x, y, z)` to the right of it, below and in front of it, m, is seen at the pixel
+The camera is a pinhole camera. A point x to its right, y below and z in front of it, m, appears at the pixel
 
-    (fx x / z + cx, fy y / z + cy)        from the left upper corner
+    (fx x / z + cx, fy y / z + cy)        from the upper left corner
 """
 
 import os
@@ -24,11 +24,11 @@ from ecrl.envs.mujoco.scene.models import mujoco
 from ecrl.errors import UserError
 
 EYE, TARGET, DIRECTION, COLOR = "camera_eye_offset", "camera_target_offset", "light_direction", "light_color"
-"""Targets of a state that say how it is seen; every other one of three numbers is a place, and marked."""
+"""Names of targets that set the camera and the light. Images mark every other target of three numbers by a disc."""
 
 _GOAL = np.array([0.1, 0.75, 0.3, 0.5], np.float32)
 _GOAL_SIZE = np.array([0.1, 0.002, 0.0])  # a disc: radius and half its thickness, m
-_WORKS = "import mujoco.{0} as gl; context = gl.GLContext(8, 8); context.make_current(); context.free()"
+_PROBE = "import mujoco.{0} as gl; context = gl.GLContext(8, 8); context.make_current(); context.free()"
 _Pixels = Annotated[int, Field(ge=1, le=4096)]
 
 Draw = Callable[[Tensor, Mapping[str, Tensor]], np.ndarray]
@@ -36,15 +36,15 @@ Draw = Callable[[Tensor, Mapping[str, Tensor]], np.ndarray]
 
 
 class CameraConfig(ConfigModel):
-    """Where a camera is and how it sees."""
+    """Pose, resolution and intrinsics of a camera."""
 
     resolution: Annotated[tuple[_Pixels, _Pixels], Field(strict=False)] = Field(
         (640, 480), description="width and height, pixels"
     )
-    eye: Triple = Field((0.0, 0.0, 2.0), description="where it is, m")
-    target: Triple = Field((0.0, 0.0, 0.0), description="what it looks at, m")
+    eye: Triple = Field((0.0, 0.0, 2.0), description="position of the camera, m")
+    target: Triple = Field((0.0, 0.0, 0.0), description="point that the camera looks at, m")
     up: Triple | None = Field(
-        None, description="which way is up in the image; z if absent, y for a camera that looks straight up or down"
+        None, description="up direction of the image; if absent, z, or y for a camera that looks straight up or down"
     )
     intrinsics: Annotated[tuple[Positive, Positive, Real, Real], Field(strict=False)] | None = Field(
         None, description="fx, fy, cx, cy, pixels; 600, 600 and the middle of the image if absent"
@@ -53,36 +53,36 @@ class CameraConfig(ConfigModel):
     @model_validator(mode="after")
     def _looks_somewhere(self) -> "CameraConfig":
         if self.eye == self.target:
-            raise ValueError(f"eye and target are one place, {list(self.eye)}; move one")
+            raise ValueError(f"eye and target are the same point, {list(self.eye)}; move one")
         if self.up is not None and not np.cross(np.subtract(self.target, self.eye), self.up).any():
-            raise ValueError(f"up {list(self.up)} is the way it looks; choose another direction")
+            raise ValueError(f"up {list(self.up)} is parallel to the viewing direction; choose another direction")
         return self
 
 
 @cache
 def backend() -> str:
-    """The OpenGL that works here, `egl` or `osmesa`; $MUJOCO_GL if it says one of these.
+    """Return the OpenGL backend that works here, `egl` or `osmesa`; if $MUJOCO_GL names one, only that is tried.
 
-    One that fails cannot be unloaded, so each is tried in a process of its own.
+    A backend that fails cannot be unloaded, so each is tried in its own process.
 
-    Raises: UserError where neither works.
+    Raises: UserError if neither works.
     """
-    wanted = os.environ.get("MUJOCO_GL", "").lower()
-    names = (wanted,) if wanted in ("egl", "osmesa") else ("egl", "osmesa")
+    requested = os.environ.get("MUJOCO_GL", "").lower()
+    names = (requested,) if requested in ("egl", "osmesa") else ("egl", "osmesa")
     for name in names:
         environment = {key: value for key, value in os.environ.items() if key != "PYOPENGL_PLATFORM"}
-        tried = [sys.executable, "-c", _WORKS.format(name)]
-        if not subprocess.run(tried, env=environment | {"MUJOCO_GL": name}, capture_output=True).returncode:
+        command = [sys.executable, "-c", _PROBE.format(name)]
+        if not subprocess.run(command, env=environment | {"MUJOCO_GL": name}, capture_output=True).returncode:
             return name
-    tried = " and ".join(names) + (", as MUJOCO_GL says" if len(names) == 1 else "")
-    told = f"cameras: neither EGL nor OSMesa works here (tried {tried})"
-    raise UserError(f"{told}; install one, such as: apt-get install libegl1 libgl1-mesa-dri, or take the camera out")
+    tried = " and ".join(names) + (", set by MUJOCO_GL" if len(names) == 1 else "")
+    fault = f"cameras: neither EGL nor OSMesa works here (tried {tried})"
+    raise UserError(f"{fault}; install one, such as: apt-get install libegl1 libgl1-mesa-dri, or remove the camera")
 
 
 def _context(width: int, height: int) -> Any:
     if sys.platform != "linux":
         return mujoco().GLContext(width, height)
-    os.environ["MUJOCO_GL"] = backend()  # MuJoCo's own loader reads it, whenever a context is made
+    os.environ["MUJOCO_GL"] = backend()  # MuJoCo reads it whenever it makes a context
     if backend() == "egl":
         from mujoco.egl import GLContext
     else:
@@ -92,8 +92,8 @@ def _context(width: int, height: int) -> Any:
 
 @contextmanager
 def _canvas(model: Any, width: int, height: int) -> Iterator[Callable[[Any], np.ndarray]]:
-    """A function that draws a scene of MuJoCo's; used and closed in the thread that opened it."""
-    window, where = _context(width, height), mujoco().MjrRect(0, 0, width, height)
+    """Yield a function that draws an `MjvScene`; use and close it in the thread that opened it."""
+    window, viewport = _context(width, height), mujoco().MjrRect(0, 0, width, height)
     try:
         window.make_current()
         context = mujoco().MjrContext(model, mujoco().mjtFontScale.mjFONTSCALE_100.value)
@@ -102,9 +102,9 @@ def _canvas(model: Any, width: int, height: int) -> Iterator[Callable[[Any], np.
 
         def draw(scene: Any) -> np.ndarray:
             image = np.empty((height, width, 3), np.uint8)
-            window.make_current()  # there may be others in this thread
-            mujoco().mjr_render(where, scene, context)
-            mujoco().mjr_readPixels(image, None, where, context)
+            window.make_current()  # this thread may have other contexts
+            mujoco().mjr_render(viewport, scene, context)
+            mujoco().mjr_readPixels(image, None, viewport, context)
             return image[::-1]
 
         try:
@@ -117,82 +117,83 @@ def _canvas(model: Any, width: int, height: int) -> Iterator[Callable[[Any], np.
 
 
 def _aim(camera: CameraConfig, eye: np.ndarray, target: np.ndarray, views: Any) -> None:
-    """Put both of the scene's eyes, for those who have two screens, where the camera is."""
-    far = float(np.linalg.norm(target - eye))
-    ahead = (target - eye) / far
+    """Set both cameras of an `MjvScene`, the left and the right eye, to the pose and intrinsics of the camera."""
+    distance = float(np.linalg.norm(target - eye))
+    forward = (target - eye) / distance
     up = np.array(camera.up if camera.up is not None else (0.0, 0.0, 1.0))
-    if camera.up is None and np.linalg.norm(np.cross(ahead, up)) < 1e-6:
+    if camera.up is None and np.linalg.norm(np.cross(forward, up)) < 1e-6:
         up = np.array([0.0, 1.0, 0.0])
-    up = up - ahead * (ahead @ up)
-    (width, height), given = camera.resolution, camera.intrinsics
-    fx, fy, cx, cy = given or (600.0, 600.0, width / 2, height / 2)
+    up = up - forward * (forward @ up)
+    width, height = camera.resolution
+    fx, fy, cx, cy = camera.intrinsics or (600.0, 600.0, width / 2, height / 2)
     for view in views:
-        near, view.frustum_far = view.frustum_near, max(view.frustum_far, 10.0 * far)
-        view.pos, view.forward, view.up = eye, ahead, up / np.linalg.norm(up)
+        near, view.frustum_far = view.frustum_near, max(view.frustum_far, 10.0 * distance)
+        view.pos, view.forward, view.up = eye, forward, up / np.linalg.norm(up)
         view.frustum_width, view.frustum_center = near * width / (2 * fx), near * (width / 2 - cx) / fx
         view.frustum_top, view.frustum_bottom = near * cy / fy, near * (cy - height) / fy
 
 
-def lit(sim: Simulation) -> dict[str, tuple[float, ...]]:
-    """What targets say of the light that a scene has, its first one; nothing if it has none."""
+def scene_light(sim: Simulation) -> dict[str, tuple[float, ...]]:
+    """Return direction and color of the scene's first light, by the names of their targets; empty without a light."""
     model = sim.model
     return {DIRECTION: tuple(model.light_dir[0]), COLOR: tuple(model.light_diffuse[0])} if model.nlight else {}
 
 
-def _light(scene: Any, seen: Mapping[str, np.ndarray]) -> None:
+def _set_light(scene: Any, targets: Mapping[str, np.ndarray]) -> None:
     for light in (light for light in scene.lights[: scene.nlight] if not light.headlight):
-        if DIRECTION in seen:
-            light.dir = seen[DIRECTION] / np.linalg.norm(seen[DIRECTION])
-        if COLOR in seen:
-            light.diffuse = seen[COLOR]
+        if DIRECTION in targets:
+            light.dir = targets[DIRECTION] / np.linalg.norm(targets[DIRECTION])
+        if COLOR in targets:
+            light.diffuse = targets[COLOR]
 
 
-def _mark(scene: Any, place: np.ndarray) -> None:
-    """A green disc, to be seen through."""
+def _add_mark(scene: Any, position: np.ndarray) -> None:
+    """Add a translucent green disc to an `MjvScene`."""
     if scene.ngeom < scene.maxgeom:
         kind = int(mujoco().mjtGeom.mjGEOM_CYLINDER)
-        mujoco().mjv_initGeom(scene.geoms[scene.ngeom], kind, _GOAL_SIZE, place, np.eye(3).ravel(), _GOAL)
+        mujoco().mjv_initGeom(scene.geoms[scene.ngeom], kind, _GOAL_SIZE, position, np.eye(3).ravel(), _GOAL)
         scene.ngeom += 1
 
 
 @contextmanager
 def drawing(sim: Simulation, camera: CameraConfig) -> Iterator[Draw]:
-    """A function that draws states of a simulation, to be used in the thread that opened it.
+    """Yield a function that draws states of a simulation; use it in the thread that opened it.
 
-    Places among the targets are marked by discs; those that `randomize_camera` and `randomize_light` store move the
+    Discs mark the targets that are positions. The targets that `randomize_camera` and `randomize_light` store move the
     camera and change the light.
 
-    Raises: UserError where there is no OpenGL that works.
+    Raises: UserError if no OpenGL works here.
     """
     gl, model = mujoco(), sim.model
     data, scene = gl.MjData(model), gl.MjvScene(model, 1000)
     option, free, everything = gl.MjvOption(), gl.MjvCamera(), gl.mjtCatBit.mjCAT_ALL.value
-    for flag in ("SHADOW", "REFLECTION"):  # each makes an image several times as expensive
+    for flag in ("SHADOW", "REFLECTION"):  # each of them makes an image several times slower
         scene.flags[int(getattr(gl.mjtRndFlag, f"mjRND_{flag}"))] = 0
-    none = np.zeros(3)
+    no_offset = np.zeros(3)
     with _canvas(model, *camera.resolution) as paint:
 
         def draw(row: Tensor, targets: Mapping[str, Tensor]) -> np.ndarray:
-            seen = {name: value.double().cpu().numpy() for name, value in targets.items()}
+            values = {name: value.double().cpu().numpy() for name, value in targets.items()}
             gl.mjv_updateScene(model, to_data(sim, row, data), option, None, free, everything, scene)
-            eye, target = np.add(camera.eye, seen.get(EYE, none)), np.add(camera.target, seen.get(TARGET, none))
+            eye = np.add(camera.eye, values.get(EYE, no_offset))
+            target = np.add(camera.target, values.get(TARGET, no_offset))
             _aim(camera, eye, target, scene.camera)
-            _light(scene, seen)
-            for name in seen.keys() - {EYE, TARGET, DIRECTION, COLOR}:
-                if len(seen[name]) == 3:
-                    _mark(scene, seen[name])
+            _set_light(scene, values)
+            for name in values.keys() - {EYE, TARGET, DIRECTION, COLOR}:
+                if len(values[name]) == 3:
+                    _add_mark(scene, values[name])
             return paint(scene)
 
         yield draw
 
 
 def grid(images: list[np.ndarray]) -> np.ndarray:
-    """Images of one size beside and below each other, nearly as many columns as rows; missing ones are black.
+    """Arrange images of one size in a nearly square grid; empty cells are black.
 
     >>> grid([np.ones((2, 4, 3), np.uint8)] * 3).shape
     (4, 8, 3)
     """
     columns = int(np.ceil(np.sqrt(len(images))))
-    missing = [np.zeros_like(images[0])] * (-len(images) % columns)
-    every = [*images, *missing]
-    return np.concatenate([np.concatenate(every[i : i + columns], 1) for i in range(0, len(every), columns)], 0)
+    empty = [np.zeros_like(images[0])] * (-len(images) % columns)
+    cells = [*images, *empty]
+    return np.concatenate([np.concatenate(cells[i : i + columns], 1) for i in range(0, len(cells), columns)], 0)

@@ -1,7 +1,7 @@
-"""Images as one operator, `ecrl::mujoco_image`: states in, pixels out, for observations inside compiled code.
+"""Images as a torch operator, `ecrl::mujoco_image`, for observations inside compiled code.
 
-Drawing happens on the host, one image after the other. A renderer is kept open per thread and camera until the process
-ends: opening one takes as long as dozens of small images.
+The host draws one image after the other. Each thread keeps one renderer per camera open until the process ends, because
+opening a renderer takes as long as drawing dozens of small images.
 """
 
 import atexit
@@ -23,19 +23,19 @@ _VECTORS = (EYE, TARGET, DIRECTION, COLOR)
 _CAMERAS: dict[int, tuple[Simulation, CameraConfig]] = {}
 
 
-class _Open(local):
+class _Renderers(local):
     def __init__(self) -> None:
         self.draws: dict[int, Draw] = {}
 
 
-_OPEN = _Open()
+_RENDERERS = _Renderers()
 
 _NAME = "ecrl::mujoco_image"
 torch.library.define(_NAME, "(Tensor physics, Tensor vectors, int camera) -> Tensor")
 
 
 def camera_handle(sim: Simulation, camera: CameraConfig) -> int:
-    """A number made of the model and the camera, the same in other processes."""
+    """Register a camera and return its handle, a hash of the model and the camera, the same in every process."""
     content = sha256(f"{sim.handle} {camera.model_dump_json()}".encode()).digest()
     handle = int.from_bytes(content[:7])
     _CAMERAS[handle] = sim, camera
@@ -49,7 +49,7 @@ def _camera(handle: int) -> tuple[Simulation, CameraConfig]:
 
 
 def _draw(handle: int) -> Draw:
-    draws = _OPEN.draws
+    draws = _RENDERERS.draws
     if handle not in draws:
         stack = ExitStack()
         draws[handle] = stack.enter_context(drawing(*_camera(handle)))
@@ -62,9 +62,9 @@ def _image(physics: Tensor, vectors: Tensor, camera: int) -> Tensor:
     width, height = _camera(camera)[1].resolution
     out = torch.empty(len(physics), height, width, 3)
     for i, (row, rows) in enumerate(zip(physics, vectors, strict=True)):
-        named = {name: x for name, x in zip(_VECTORS, rows, strict=False) if not bool(x.isnan().any())}
+        targets = {name: x for name, x in zip(_VECTORS, rows, strict=False) if not bool(x.isnan().any())}
         marks = {f"mark {j}": x for j, x in enumerate(rows[len(_VECTORS) :])}
-        out[i] = torch.from_numpy(_draw(camera)(row, named | marks).copy()).float() / 255.0
+        out[i] = torch.from_numpy(_draw(camera)(row, targets | marks).copy()).float() / 255.0
     return out
 
 
@@ -74,45 +74,45 @@ def _(physics: Tensor, vectors: Tensor, camera: int) -> Tensor:
     return physics.new_empty((len(physics), height, width, 3), dtype=torch.float32)
 
 
-def _folded(info: Any, in_dims: tuple, physics: Tensor, vectors: Tensor, camera: int) -> tuple[Tensor, int]:
-    moved = [
+def _vmap_image(info: Any, in_dims: tuple, physics: Tensor, vectors: Tensor, camera: int) -> tuple[Tensor, int]:
+    batched = [
         x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
         for x, dim in zip((physics, vectors), in_dims[:2], strict=True)
     ]
-    out = torch.ops.ecrl.mujoco_image(*(x.flatten(0, 1) for x in moved), camera)
-    return out.unflatten(0, moved[0].shape[:2]), 0
+    out = torch.ops.ecrl.mujoco_image(*(x.flatten(0, 1) for x in batched), camera)
+    return out.unflatten(0, batched[0].shape[:2]), 0
 
 
-torch.library.register_vmap(_NAME, _folded)
+torch.library.register_vmap(_NAME, _vmap_image)
 
 
 def _vectors(state: TensorDict, batch: torch.Size) -> Tensor:
-    """What targets say of camera and light, NaN where nothing, and then the places that are marked: `[*B, V, 3]`."""
+    """Return the targets that set camera and light, NaN if absent, and then the positions to mark: `[*B, V, 3]`."""
     targets: Any = state.get("targets", {})
-    unknown = torch.full((*batch, 3), torch.nan)
-    rows = [targets.get(name, unknown) for name in _VECTORS]
+    absent = torch.full((*batch, 3), torch.nan)
+    rows = [targets.get(name, absent) for name in _VECTORS]
     marks = [name for name in sorted(targets.keys()) if name not in _VECTORS and targets[name].shape[-1] == 3]
     return torch.stack([row.float() for row in (*rows, *(targets[name] for name in marks))], -2)
 
 
 def image(handle: int, state: TensorDict) -> Tensor:
-    """What a camera sees of each environment.
+    """Draw the image of a camera for each environment.
 
         pixel = red, green, blue / 255
 
     Args:
-        handle: of `camera_handle`.
-        state: `[*B]`, of a task.
+        handle: a handle that `camera_handle` returned.
+        state: `[*B]`, the state of a task.
 
-    Returns: `[*B, h, w, 3]` float32 in 0 to 1, the upper row first.
+    Returns: `[*B, h, w, 3]` float32 from 0 to 1, the upper row first.
     Gradient: none.
-    Raises: ConfigError for a state that is not on the CPU; UserError without OpenGL.
+    Raises: ConfigError if the state is not on the CPU; UserError if no OpenGL works here.
     """
     sim, camera = _camera(handle)
     physics, (width, height) = cast(Tensor, state["world", "physics"]), camera.resolution
     if not physics.is_cpu:
-        raise ConfigError(f"the state is on {physics.device}, images are drawn on the CPU; set trainer.device to cpu")
+        raise ConfigError(f"the state is on {physics.device}, but images need the CPU; set trainer.device to cpu")
     batch = physics.shape[:-1]
     rows, vectors = physics.reshape(-1, size_of(sim.model, *STATE)), _vectors(state, batch)
-    seen = torch.ops.ecrl.mujoco_image(rows, vectors.reshape(len(rows), -1, 3), handle)
-    return seen.reshape(*batch, height, width, 3)
+    images = torch.ops.ecrl.mujoco_image(rows, vectors.reshape(len(rows), -1, 3), handle)
+    return images.reshape(*batch, height, width, 3)

@@ -1,4 +1,4 @@
-"""A task as it stands in a config: a scene, and terms that say how it is acted on, observed, rewarded and disturbed."""
+"""Config models of a task: a scene, and terms for its actions, observations, rewards and events."""
 
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -21,60 +21,62 @@ class _Term(ConfigModel):
 
 
 class ActionConfig(_Term):
-    """A part of the action."""
+    """A term of the action."""
 
     part_kind = "action"
-    inert: ClassVar = {"mode": "terms of the action act before the step, which is mode pre"}
+    inert: ClassVar = {"mode": "every action term acts before the step, as mode pre does"}
 
     func: str = Field(description='registered name of the term, such as "DeltaQposTerm"')
     params: SerializeAsAny[BaseModel] = Field(description="settings of the term")
 
 
 class ObservationConfig(_Term):
-    """An entry of the observation."""
+    """A term that adds or changes an entry of the observation."""
 
     part_kind = "observation"
     func: str = Field(description='registered name of the term, such as "get_rigid_object_pose"')
-    mode: Literal["add", "modify"] = Field("add", description="a new entry, or a change of one that is there")
-    name: str = Field(pattern=r"^[\w-]+(/[\w-]+)*$", description='of the entry, with / between its parts: "robot/qpos"')
+    mode: Literal["add", "modify"] = Field("add", description="add: a new entry; modify: change an existing one")
+    name: str = Field(
+        pattern=r"^[\w-]+(/[\w-]+)*$", description='name of the entry, with / between its parts: "robot/qpos"'
+    )
     params: SerializeAsAny[BaseModel] = Field(description="settings of the term")
 
 
 class RewardConfig(_Term):
-    """A part of the reward."""
+    """A term of the reward."""
 
     part_kind = "reward"
     func: str = Field(description='registered name of the term, such as "distance_to_target"')
     mode: Literal["add", "replace"] = Field(
-        "add", description="added to the others, or instead of all that are added, the task's own reward too"
+        "add", description="add: to the other terms; replace: discard all added terms and the task's own reward"
     )
-    weight: Real = Field(1.0, description="what it is multiplied by")
+    weight: Real = Field(1.0, description="factor of the term")
     params: SerializeAsAny[BaseModel] = Field(description="settings of the term")
 
 
 class TaskEventConfig(EventConfig):
-    """Something that happens to the environments of a task, in training and in evaluation."""
+    """An event of a task, in training and in evaluation."""
 
-    interval_step: Count = Field(10, description="steps of an environment between two events of mode interval")
+    interval_step: Count = Field(10, description="mode interval: environment steps between two events")
 
 
 class TaskConfig(SceneConfig):
-    """A scene and its terms. Those of a kind take effect in the order of their names."""
+    """A scene and its terms. Terms of one kind are applied in the order of their names."""
 
     max_episode_steps: Count = Field(300, description="time limit, steps")
     control_parts: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None = Field(
-        None, description="parts of the robot that are acted on and observed; all of it if absent"
+        None, description="parts of the robot that actions drive and observations show; the whole robot if absent"
     )
-    actions: dict[str, ActionConfig] = Field(default_factory=dict, description="terms of the action by name")
+    actions: dict[str, ActionConfig] = Field(default_factory=dict, description="action terms by name")
     observations: dict[str, ObservationConfig] = Field(
-        default_factory=dict, description="entries beside robot/qpos, robot/qvel and robot/qf, or changes of these"
+        default_factory=dict, description="observation terms by name; robot/qpos, robot/qvel and robot/qf exist already"
     )
-    rewards: dict[str, RewardConfig] = Field(default_factory=dict, description="terms of the reward by name")
+    rewards: dict[str, RewardConfig] = Field(default_factory=dict, description="reward terms by name")
     events: dict[str, TaskEventConfig] = Field(
         default_factory=dict, description="events by name, in training and evaluation"
     )
 
 
-def parsed(kind: type[ConfigModel], terms: dict[str, Any]) -> dict[str, Any]:
-    """Terms by name, as a config file has them, checked: what a task's Config has by default."""
+def parse_terms(kind: type[ConfigModel], terms: dict[str, Any]) -> dict[str, Any]:
+    """Validate terms by name, written as in a config file; a task's Config uses it for its default terms."""
     return {name: kind.model_validate(term) for name, term in terms.items()}

@@ -1,8 +1,9 @@
-"""Worlds and their steps: a world is a TensorDict with all that a simulation carries, `advance` a pure function of it.
+"""Worlds and their steps: a world is a TensorDict with the state of a simulation, and `advance` steps it purely.
 
-A world `[*B]` has `physics` (float64, the state of `ecrl.envs.mujoco.physics.step_op`), `sensors` (float32, of the last
-substep) where the scene has any, and `parameters` (float64) where models differ between environments. What is in it
-is read and written by `ecrl.envs.mujoco.world`.
+A world `[*B]` has these fields; `ecrl.envs.mujoco.world` reads and writes them:
+    physics     float64, the state of `ecrl.envs.mujoco.physics.step_op`
+    sensors     float32, of the last substep; only if the scene has sensors
+    parameters  float64; only if models differ between environments
 """
 
 from collections.abc import Sequence
@@ -22,18 +23,26 @@ from ecrl.envs.mujoco.scene.models import STATE, Backend, Varied, load, loaded, 
 from ecrl.envs.mujoco.scene.scene import build
 from ecrl.errors import ConfigError
 
-_SUBSTEPS = 4  # of 0.01 s: 25 steps of the environment per second
-_HUGE = 1e10  # what MuJoCo itself calls a bad number
+_SUBSTEPS = 4  # with 0.01 s each, the environment takes 25 steps per second
+_HUGE = 1e10  # mjMAXVAL, above which MuJoCo treats a number as bad
 
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """A scene ready to be stepped; equal configs give the same object.
+    """A scene that is ready to be stepped; equal configs give the same object.
 
-    model: MuJoCo's. robot: names of its joints, parts and end effectors. handle: of the model, for `step_op.step`.
-    substeps: physics steps per step of the environment. nu, nv: actuators and degrees of freedom. home: MuJoCo's data
-    at the start. varied: what of the model differs between environments. row, sensors, parameters: of a world at the
-    start.
+    Attributes:
+        model: MuJoCo's model.
+        robot: names of the robot's joints, parts and end effectors.
+        handle: handle of the model, for `step_op.step`.
+        substeps: physics steps per step of the environment.
+        nu: number of actuators.
+        nv: number of degrees of freedom.
+        home: MuJoCo's data at the start.
+        varied: fields of the model that differ between environments.
+        row: `physics` of a world at the start.
+        sensors: `sensors` of a world at the start.
+        parameters: `parameters` of a world at the start.
     """
 
     model: Any
@@ -50,12 +59,12 @@ class Simulation:
 
     @property
     def dt(self) -> float:
-        """Seconds per step of the environment."""
+        """Time per step of the environment, s."""
         return self.substeps * self.model.opt.timestep
 
     @property
     def backend(self) -> Backend:
-        """What steps it: "mujoco", on the CPU alone, or "warp"."""
+        """Library that steps it: "mujoco", only on the CPU, or "warp"."""
         return loaded(self.handle).backend
 
 
@@ -64,27 +73,28 @@ def _state_bits() -> int:
 
 
 def _substeps(cfg: SceneConfig, dt: float) -> int:
-    """Physics steps of `dt` seconds per step of the environment."""
+    """Return the number of physics steps of `dt` seconds per step of the environment."""
     if cfg.target_control_frequency is None:
         return cfg.sim_steps_per_control or _SUBSTEPS
     exact = 1.0 / max(cfg.target_control_frequency * dt, 1e-300)
     if not 0.5 < exact < 10_000.5 or abs(exact - round(exact)) > 1e-6 * exact:
-        told = f"{cfg.target_control_frequency} Hz is {exact:.6g} physics steps of {dt} s, no whole number up to 10,000"
-        raise ConfigError(f"target_control_frequency: {told}; change it or physics.dt")
+        actual = f"{cfg.target_control_frequency} Hz is {exact:.6g} physics steps of {dt} s"
+        expected = "expected a whole number up to 10,000"
+        raise ConfigError(f"target_control_frequency: {actual}, {expected}; change it or physics.dt")
     return round(exact)
 
 
 @cache
 def simulation(cfg: SceneConfig, drives: tuple[tuple[str, Drive], ...] = (), varied: Varied = ()) -> Simulation:
-    """The simulation of a scene; its files are read once in a process.
+    """Return the simulation of a scene; a process reads the files of a scene once.
 
     Args:
         cfg: the scene.
-        drives: what the controls of joints are, where not target positions: `(("elbow_joint", "velocity"),)`.
+        drives: joints whose controls are not target positions, with their drives: `(("elbow_joint", "velocity"),)`.
         varied: fields of the model that differ between environments, each with the name of its object, such as
             `(("body_mass", "cube"), ("body_inertia", "cube"), ("geom_friction", "cube"))`.
 
-    Raises: ConfigError, as `ecrl.envs.mujoco.scene.scene.build`, and for what the backend cannot do.
+    Raises: ConfigError as `ecrl.envs.mujoco.scene.scene.build`, and if the backend does not support the scene.
     """
     scene = build(cfg, dict(drives))
     model, data = scene.model, scene.data
@@ -105,7 +115,7 @@ def simulation(cfg: SceneConfig, drives: tuple[tuple[str, Drive], ...] = (), var
 
 
 def start(sim: Simulation, batch: Sequence[int], device: torch.device | str | None = None) -> TensorDict:
-    """Worlds `[*batch]` at the start: the robot at home and held there, objects where the scene puts them."""
+    """Return worlds `[*batch]` at the start: the robot is held at home, and objects are at their initial poses."""
     fields = {"physics": sim.row, "sensors": sim.sensors, "parameters": sim.parameters}
     batch = torch.Size(batch)
     tensors = {name: torch.from_numpy(row).to(device) for name, row in fields.items() if row.size}
@@ -113,7 +123,7 @@ def start(sim: Simulation, batch: Sequence[int], device: torch.device | str | No
 
 
 def _inputs(sim: Simulation, world: TensorDict, control: Tensor, force: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """State, control and parameters, as `step_op.step` takes them."""
+    """Return state, control and parameters, the arguments of `step_op.step`."""
     row, batch = world["physics"], world.batch_size
     force = row.new_zeros(torch.Size((*batch, sim.nv))) if force is None else force.double()
     parameters = world["parameters"] if sim.varied else row.new_zeros(torch.Size((*batch, 0)))
@@ -123,35 +133,35 @@ def _inputs(sim: Simulation, world: TensorDict, control: Tensor, force: Tensor |
 def advance(
     sim: Simulation, world: TensorDict, control: Tensor, force: Tensor | None = None
 ) -> tuple[TensorDict, Tensor]:
-    """Worlds after one step of the environment, and which of them could not take it.
+    """Step worlds by one step of the environment, and report the worlds whose step failed.
 
     Args:
         sim: the simulation.
         world: `[*B]`.
-        control: `[*B, nu]` float, of the actuators, held during the step.
-        force: `[*B, nv]` float, along the degrees of freedom, N or N m; see `push`. None for none.
+        control: `[*B, nu]` float, controls of the actuators, held during the step.
+        force: `[*B, nv]` float, forces along the degrees of freedom, N or N m; see `push`. None for no force.
 
-    Returns: the worlds, and bool `[*B]`: where the control, or a number of the state after it, is not finite or above
-        1e10. Such a world is given back as it was; end its episode.
-    Gradient: none; ValueError where one would be lost.
+    Returns: the worlds, and `failed`, bool `[*B]`. A step fails if a control, a force or a number of the next state is
+        not finite or exceeds 1e10 in size. Such a world is returned unchanged; end its episode.
+    Gradient: none. Raises ValueError if a gradient would be lost.
     """
-    given, inputs = world["physics"], _inputs(sim, world, control, force)
+    before, inputs = world["physics"], _inputs(sim, world, control, force)
     after, sensors = step_op.step(*inputs, handle=sim.handle, substeps=sim.substeps)
-    sound = (after.abs() < _HUGE).all(-1) & (inputs[1].abs() < _HUGE).all(-1)
-    fields = {"physics": torch.where(sound.unsqueeze(-1), after, given)}
+    valid = (after.abs() < _HUGE).all(-1) & (inputs[1].abs() < _HUGE).all(-1)
+    fields = {"physics": torch.where(valid.unsqueeze(-1), after, before)}
     if "sensors" in world:
-        fields["sensors"] = torch.where(sound.unsqueeze(-1), sensors.float(), world["sensors"])
-    return world.copy().update(fields), ~sound
+        fields["sensors"] = torch.where(valid.unsqueeze(-1), sensors.float(), world["sensors"])
+    return world.copy().update(fields), ~valid
 
 
-def sensed(sim: Simulation, world: TensorDict, control: Tensor) -> TensorDict:
-    """Worlds with the sensors of the very state they are in, under a control `[*B, nu]`: one `mj_forward`."""
+def with_current_sensors(sim: Simulation, world: TensorDict, control: Tensor) -> TensorDict:
+    """Return worlds with the sensors of their current state under a control `[*B, nu]`, by one `mj_forward`."""
     _, sensors = step_op.step(*_inputs(sim, world, control, None), handle=sim.handle, substeps=0)
     return world.copy().set("sensors", sensors.float())
 
 
 def to_data(sim: Simulation, row: Tensor, data: Any = None) -> Any:
-    """One row `[nstate]` of `physics` as MuJoCo's data with everything worked out, to be rendered or looked into."""
+    """Return one row `[nstate]` of `physics` as MuJoCo's data after `mj_forward`, for rendering or inspection."""
     data = mujoco().MjData(sim.model) if data is None else data
     mujoco().mj_setState(sim.model, data, row.double().cpu().numpy(), _state_bits())
     mujoco().mj_forward(sim.model, data)

@@ -1,9 +1,9 @@
-"""MuJoCo's physics as one operator, `ecrl::mujoco_step`: states in, states out, any number of simulations at once.
+"""MuJoCo's physics as a torch operator, `ecrl::mujoco_step`, that steps any number of simulations at once.
 
-A state is a row of float64: what `mj_getState` gives for `models.STATE`, all that a simulation carries from one step
-to the next. Rows are stepped side by side by `mujoco.batch`, on threads of its own and without Python's lock; the same
-row, control and parameters give the same bits for any number of threads and in any batch. Equal models are one.
-Models that are loaded for Warp are stepped by `ecrl.envs.mujoco.physics.warp_step`, where their rows are.
+A state is a row of float64: the result of `mj_getState` for `models.STATE`. It has everything that a simulation needs
+for the next step. `mujoco.batch` steps the rows in parallel, on its own threads and without Python's lock. The same
+row, control and parameters give the same bits for any number of threads and in any batch. Models that are loaded for
+Warp are stepped by `ecrl.envs.mujoco.physics.warp_step`, on the device of their rows.
 """
 
 import os
@@ -23,63 +23,67 @@ from ecrl.envs.mujoco.scene.models import CONTROL, STATE, loaded, mujoco, rows_o
 
 
 class _Pool(NamedTuple):
-    """Simulations of one model that are stepped together; every call fills them with what it is given."""
+    """Simulations of one model that are stepped together; every call writes its states, controls and parameters."""
 
     batch: Any
-    parts: list[tuple[slice, slice]]  # of a state, in the rows of the batch and in ours
-    control: slice
+    parts: list[tuple[slice, slice]]  # columns of each part of a state, in MuJoCo's rows and in the rows of ecrl
+    control: slice  # columns of the control in MuJoCo's rows
     sensors: np.ndarray
-    fields: list[tuple[np.ndarray, slice]]  # varied, and where their numbers are in the parameters
+    fields: list[tuple[np.ndarray, slice]]  # varied fields of the models, and their columns in the parameters
     parameters: np.ndarray
     lock: Any
 
 
 def _slices(model: Any, names: Sequence[str]) -> list[tuple[slice, slice]]:
-    """Where parts of a state lie in the rows of a batch, which hold all parts in order of their bits, and in ours."""
+    """Return the columns of parts of a state, in MuJoCo's rows and in the rows of ecrl.
+
+    A row of `mujoco.batch` holds all parts of `mjSTATE_INTEGRATION` in the order of their bits. A row of ecrl holds the
+    named parts. Neighbouring parts share one slice.
+    """
     states, firsts, at = mujoco().mjtState, {}, 0
     for bit in sorted(int(state) for state in states.__members__.values() if int(state).bit_count() == 1):
         if bit & states.mjSTATE_INTEGRATION.value:
             firsts[bit] = at
             at += mujoco().mj_stateSize(model, bit)
-    found, at = [], 0
+    slices, at = [], 0
     for name in names:
         first, size = firsts[getattr(states, f"mjSTATE_{name}").value], size_of(model, name)
-        if found and found[-1][0].stop == first:
-            found[-1] = slice(found[-1][0].start, first + size), slice(found[-1][1].start, at + size)
+        if slices and slices[-1][0].stop == first:
+            slices[-1] = slice(slices[-1][0].start, first + size), slice(slices[-1][1].start, at + size)
         elif size:
-            found.append((slice(first, first + size), slice(at, at + size)))
+            slices.append((slice(first, first + size), slice(at, at + size)))
         at += size
-    return found
+    return slices
 
 
-def _say_if_crowded(threads: int) -> None:
-    """OpenMP's threads spin for milliseconds when they have nothing to do, unless told otherwise before torch loads."""
-    told = any(name in os.environ for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"))
-    if min(threads, torch.get_num_threads()) > 1 and sys.platform == "linux" and not told:
-        cost = "torch's threads wait for work on the cores that MuJoCo's need, which can halve the speed"
+def _warn_if_threads_compete(threads: int) -> None:
+    """Warn if idle OpenMP threads spin on the cores of MuJoCo's threads; a setting before torch loads prevents it."""
+    is_set = any(name in os.environ for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"))
+    if min(threads, torch.get_num_threads()) > 1 and sys.platform == "linux" and not is_set:
+        cost = "idle threads of torch compete with MuJoCo's threads for the cores, which can halve the speed"
         warnings.warn(f"{cost}: import ecrl before torch, or set GOMP_SPINCOUNT=4000", stacklevel=1)
 
 
 @lru_cache(16)
-def _pool(handle: int, many: int) -> _Pool:
+def _pool(handle: int, count: int) -> _Pool:
     model, threads, varied, *_ = loaded(handle)
     threads = threads or torch.get_num_threads()
-    _say_if_crowded(threads)
-    batch = mujoco().batch.Batch(model, many, threads)
-    batch.warning[:] = 1  # one that was given before is not written to a file again
+    _warn_if_threads_compete(threads)
+    batch = mujoco().batch.Batch(model, count, threads)
+    batch.warning[:] = 1  # MuJoCo writes a warning to a file only if its count was 0
     fields, at = [], 0
     for field, name in varied:
         rows = rows_of(model, field, name)
-        view = batch.expand(field).reshape(many, -1)[:, rows.start : rows.stop]
+        view = batch.expand(field).reshape(count, -1)[:, rows.start : rows.stop]
         fields.append((view, slice(at, at + len(rows))))
         at += len(rows)
-    control = next((theirs for theirs, _ in _slices(model, CONTROL)), slice(0))
-    unknown = np.full((many, at), np.nan)
-    return _Pool(batch, _slices(model, STATE), control, batch.bind("sensordata"), fields, unknown, Lock())
+    control = next((columns for columns, _ in _slices(model, CONTROL)), slice(0))
+    not_set = np.full((count, at), np.nan)  # so the first call sets all parameters
+    return _Pool(batch, _slices(model, STATE), control, batch.bind("sensordata"), fields, not_set, Lock())
 
 
-def _vary(pool: _Pool, parameters: np.ndarray) -> None:
-    """Give the simulations their parameters; constants that follow from them are worked out only where they changed."""
+def _set_parameters(pool: _Pool, parameters: np.ndarray) -> None:
+    """Write the parameters into the models, and recompute dependent constants of the models that changed."""
     changed = np.flatnonzero((parameters != pool.parameters).any(1))
     if len(changed):
         for view, part in pool.fields:
@@ -89,7 +93,7 @@ def _vary(pool: _Pool, parameters: np.ndarray) -> None:
 
 
 _NAME = "ecrl::mujoco_step"
-# not torch.library.custom_op, which takes as long again per call as everything here
+# not torch.library.custom_op: its overhead would double the time of a call
 torch.library.define(
     _NAME, "(Tensor state, Tensor control, Tensor parameters, int handle, int substeps) -> (Tensor, Tensor)"
 )
@@ -103,19 +107,19 @@ def _step(state: Tensor, control: Tensor, parameters: Tensor, handle: int, subst
     sensors = state.new_empty(len(state), loaded(handle).model.nsensordata)
     if not len(state):
         return out, sensors
-    pool, given, after = _pool(handle, len(state)), state.numpy(), out.numpy()
+    pool, before, after = _pool(handle, len(state)), state.numpy(), out.numpy()
     with pool.lock:
         if pool.fields:
-            _vary(pool, parameters.numpy())
-        for theirs, ours in pool.parts:
-            pool.batch.state[:, theirs] = given[:, ours]
+            _set_parameters(pool, parameters.numpy())
+        for mujoco_columns, columns in pool.parts:
+            pool.batch.state[:, mujoco_columns] = before[:, columns]
         pool.batch.state[:, pool.control] = control.numpy()
         if substeps:
             pool.batch.step(nstep=substeps)
         else:
             pool.batch.forward()
-        for theirs, ours in pool.parts:
-            after[:, ours] = pool.batch.state[:, theirs]
+        for mujoco_columns, columns in pool.parts:
+            after[:, columns] = pool.batch.state[:, mujoco_columns]
         sensors.numpy()[:] = pool.sensors
     return out, sensors
 
@@ -128,36 +132,36 @@ def _(state: Tensor, control: Tensor, parameters: Tensor, handle: int, substeps:
     return state.new_empty(state.shape), state.new_empty(len(state), loaded(handle).model.nsensordata)
 
 
-def _folded(info: Any, in_dims: tuple, *args: Any) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-    moved = [
+def _vmap_step(info: Any, in_dims: tuple, *args: Any) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+    batched = [
         x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
         for x, dim in zip(args[:3], in_dims[:3], strict=True)
     ]
-    out = torch.ops.ecrl.mujoco_step(*(x.flatten(0, 1) for x in moved), *args[3:])
-    return tuple(x.unflatten(0, moved[0].shape[:2]) for x in out), (0, 0)  # pyright: ignore
+    out = torch.ops.ecrl.mujoco_step(*(x.flatten(0, 1) for x in batched), *args[3:])
+    return tuple(x.unflatten(0, batched[0].shape[:2]) for x in out), (0, 0)  # pyright: ignore
 
 
-torch.library.register_vmap(_NAME, _folded)
+torch.library.register_vmap(_NAME, _vmap_step)
 
 
 def step(state: Tensor, control: Tensor, parameters: Tensor, *, handle: int, substeps: int) -> tuple[Tensor, Tensor]:
-    """`substeps` of MuJoCo from each state, under a control that does not change meanwhile.
+    """Step MuJoCo `substeps` times from each state, under a constant control.
 
         state, sensors = mj_step(state, control) ** substeps
 
     Args:
         state: `[*B, nstate]` float64, see `models.STATE`.
-        control: `[*B, nu + nv]` float64: of the actuators, in the unit of each, and generalised forces, N or N m.
-        parameters: `[*B, nparameters]` float64, the numbers of what is `varied`, in its order.
-        handle: of `models.load`.
-        substeps: of the model's time step; 0 for `mj_forward`, which gives the sensors of the state.
+        control: `[*B, nu + nv]` float64: actuator controls, each in its own unit, and generalised forces, N or N m.
+        parameters: `[*B, nparameters]` float64, the values of the fields in `varied`, in its order.
+        handle: a handle that `models.load` returned.
+        substeps: number of time steps; 0 calls `mj_forward`, which computes the sensors of the state.
 
-    Returns: the states after, and `sensors` `[*B, nsensordata]` float64, which after a step are those of its last
-        substep: they describe the state before that and the forces in it.
+    Returns: the next states, and `sensors` `[*B, nsensordata]` float64. After a step, the sensors are those of the last
+        substep: they describe the state before that substep and its forces.
     Gradient: none.
-    Raises: ValueError for tensors of another shape, dtype or device, or where a gradient would be lost here;
-        `mujoco.batch.SimulationError` where MuJoCo cannot go on, with the index of the simulation. Numbers that are not
-        finite pass through. A model that is stepped by Warp takes tensors of a GPU too.
+    Raises: ValueError if a tensor has another shape, dtype or device, or if a gradient would be lost.
+        `mujoco.batch.SimulationError` with the index of the simulation, if MuJoCo fails. Numbers that are not finite
+        pass through. Models loaded for Warp also take tensors on a GPU.
     Source: Todorov, Erez and Tassa 2012, "MuJoCo: a physics engine for model-based control".
 
     >>> from ecrl.envs.mujoco.scene.models import load
@@ -171,13 +175,14 @@ def step(state: Tensor, control: Tensor, parameters: Tensor, *, handle: int, sub
     """
     batch, names = state.shape[:-1], ("state", "control", "parameters")
     warp = loaded(handle).backend == "warp"
-    where = state.device if warp and state.device.type in ("cpu", "cuda") else torch.device("cpu")
-    for name, width, given in zip(names, loaded(handle).widths, (state, control, parameters), strict=True):
-        if given.shape != (*batch, width) or given.dtype != torch.float64 or given.device != where:
-            told = f"{name} is {given.dtype} {list(given.shape)} on {given.device}".replace("torch.", "")
-            raise ValueError(f"mujoco step: {told}, expected float64 {[*batch, width]} on {where}")
+    device = state.device if warp and state.device.type in ("cpu", "cuda") else torch.device("cpu")
+    for name, width, x in zip(names, loaded(handle).widths, (state, control, parameters), strict=True):
+        if x.shape != (*batch, width) or x.dtype != torch.float64 or x.device != device:
+            actual = f"{name} is {x.dtype} {list(x.shape)} on {x.device}".replace("torch.", "")
+            raise ValueError(f"mujoco step: {actual}, expected float64 {[*batch, width]} on {device}")
     if torch.is_grad_enabled() and (state.requires_grad or control.requires_grad or parameters.requires_grad):
-        raise ValueError("mujoco step: it has no gradient; detach what it is given, or use an algorithm without one")
+        reason = "MuJoCo's physics has no gradient"
+        raise ValueError(f"mujoco step: {reason}; detach the inputs, or use an algorithm that needs no gradient of it")
     rows = (x.reshape(batch.numel(), x.shape[-1]) for x in (state, control, parameters))
     out, sensors = torch.ops.ecrl.mujoco_step(*rows, handle, substeps)
     return out.reshape(state.shape), sensors.reshape(*batch, sensors.shape[-1])

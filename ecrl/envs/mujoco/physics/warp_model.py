@@ -1,4 +1,4 @@
-"""What of a scene MuJoCo Warp can do, how much room it needs there, and the packages themselves."""
+"""Checks of a scene for MuJoCo Warp, sizes of Warp's buffers, and the import of its packages."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +22,7 @@ _KIN0 = (
     "light_dir0",
 )
 GROUPS = {"FIXED": _FIXED, "KIN0": _KIN0, "INERT0": _INERT0}
-"""Constants of a model that follow from others, by Warp's names of what works them out."""
+"""Constants of a model that are computed from other fields, by the name of Warp's function group for them."""
 
 VARIES = {
     "body_mass": ("FIXED", "KIN0", "INERT0"),
@@ -43,21 +43,21 @@ VARIES = {
     "actuator_forcerange": (),
     "actuator_ctrlrange": (),
 }
-"""Fields that may differ between simulations, and which constants follow from each."""
+"""Fields that may differ between simulations, each with the groups of constants that depend on it."""
 
 _CONTACTS = 8
-"""Kept for every geom that moves and touches, on average over the simulations."""
+"""Contact slots for every geom that can move and collide, on average over the simulations."""
 
-ONE_AT_A_TIME = RLock()  # Warp's current device and stream are those of the process
+WARP_LOCK = RLock()  # Warp's current device and stream are global to the process
 
 
 @contextmanager
 def packages() -> Iterator[tuple[Any, Any]]:
-    """The packages warp and mujoco_warp for one thread, without Warp's greeting and its lines about kernels."""
+    """Lend the packages warp and mujoco_warp to one thread at a time, without Warp's messages about kernels."""
     with extra("warp"):
         import mujoco_warp
         import warp
-    with ONE_AT_A_TIME:
+    with WARP_LOCK:
         before = warp.config.log_level
         warp.config.log_level = max(before, warp.LOG_WARNING)
         try:
@@ -67,20 +67,20 @@ def packages() -> Iterator[tuple[Any, Any]]:
             warp.config.log_level = before
 
 
-def made(mjw: Any, model: Any, batch_sizes: dict[str, int]) -> Any:
-    """Warp's model of a model of MuJoCo, on Warp's current device, with as many of some fields.
+def make_warp_model(mjw: Any, model: Any, batch_sizes: dict[str, int]) -> Any:
+    """Convert a MuJoCo model to Warp's model, on Warp's current device; `batch_sizes` has the copies of some fields.
 
-    Warp starts nothing over by itself, and has no flag that says so.
+    The flag against automatic resets is cleared, because Warp does not know it. Warp never resets by itself.
     """
     model = copy(model)
     model.opt.disableflags = int(model.opt.disableflags) & ~int(mujoco().mjtDisableBit.mjDSBL_AUTORESET)
     out = mjw.put_model(model, batch_sizes)
-    out.opt.warn_overflow = 0  # said by rows that are not numbers
+    out.opt.warn_overflow = 0  # NaN in the rows reports an overflow
     return out
 
 
 def check(model: Any, varied: Varied) -> None:
-    """Refuse a scene, or what is to vary in it, that Warp cannot do; ConfigError says what."""
+    """Raise ConfigError with the features that Warp does not support, if the scene or `varied` needs any."""
     bits = mujoco().mjtEnableBit
     parts = {
         "flexible bodies": model.nflex,
@@ -88,26 +88,27 @@ def check(model: Any, varied: Varied) -> None:
         "plugins": model.nplugin,
         "sleeping": model.opt.enableflags & int(bits.mjENBL_SLEEP),
     }
-    told = [name for name, there in parts.items() if there]
-    told += [f"{field} that varies" for field, _ in varied if field not in VARIES]
-    if not told:
+    unsupported = [name for name, count in parts.items() if count]
+    unsupported += [f"{field} that varies" for field, _ in varied if field not in VARIES]
+    if not unsupported:
         with packages() as (warp, mjw), warp.ScopedDevice("cpu"):
             try:
-                made(mjw, model, {})
-            except (NotImplementedError, ValueError) as error:  # what it says of the scene is told below
-                told = [" ".join(str(error).split())]
-    if told:
-        known = f"; what may vary: {', '.join(VARIES)}" if varied else ""
-        raise ConfigError(f"physics.backend: warp cannot do this scene: {', '.join(told)}; use mujoco{known}")
+                make_warp_model(mjw, model, {})
+            except (NotImplementedError, ValueError) as error:  # Warp names the features
+                unsupported = [" ".join(str(error).split())]
+    if unsupported:
+        known = f"; fields that may vary: {', '.join(VARIES)}" if varied else ""
+        names = ", ".join(unsupported)
+        raise ConfigError(f"physics.backend: warp does not support this scene: {names}; use mujoco{known}")
 
 
 def capacity(model: Any) -> tuple[int, int]:
-    """How many contacts a simulation may have, on average over all of them, and how many rows of constraints."""
+    """Return Warp's buffer sizes: contacts per simulation, on average over all, and constraint rows per simulation."""
     moves = model.body_weldid[model.geom_bodyid] > 0
     touches = (model.geom_contype > 0) | (model.geom_conaffinity > 0)
     contacts = _CONTACTS * (int((moves & touches).sum()) + model.npair)
-    sides = max([1, *model.geom_condim, *model.pair_dim])
-    pyramid = model.opt.cone == int(mujoco().mjtCone.mjCONE_PYRAMIDAL)
-    rows = max(1, 2 * (sides - 1)) if pyramid else sides
-    others = 6 * model.neq + model.nv + 2 * model.njnt + 3 * model.ntendon
-    return contacts, int(rows * contacts + others)
+    contact_dim = max([1, *model.geom_condim, *model.pair_dim])
+    pyramidal = model.opt.cone == int(mujoco().mjtCone.mjCONE_PYRAMIDAL)
+    rows_per_contact = max(1, 2 * (contact_dim - 1)) if pyramidal else contact_dim
+    other_rows = 6 * model.neq + model.nv + 2 * model.njnt + 3 * model.ntendon
+    return contacts, int(rows_per_contact * contacts + other_rows)

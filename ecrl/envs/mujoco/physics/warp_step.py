@@ -1,8 +1,8 @@
 """MuJoCo Warp behind the operator `ecrl::mujoco_step`: the same rows in and out, on a GPU, or on the CPU in tests.
 
-Warp steps in float32. Its arrays are seen as tensors without a copy, and all that a step depends on is written to them
-from the rows, so that nothing of an earlier call is left. Nothing is read by the host. In a capture of torch the solver
-stops when it is done, by nodes of the graph; outside of one, on a GPU, it does all its iterations, most of them idle.
+Warp steps in float32. Tensors share the memory of its arrays. A call writes everything that a step depends on to them,
+so nothing of an earlier call remains. The host reads nothing back. In a CUDA graph captured by torch, conditional nodes
+stop the solver once it has converged. Outside a capture, on a GPU, the solver always runs all its iterations.
 """
 
 import math
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ecrl.envs.mujoco.physics.warp_model import GROUPS, ONE_AT_A_TIME, VARIES, capacity, made, packages
+from ecrl.envs.mujoco.physics.warp_model import GROUPS, VARIES, WARP_LOCK, capacity, make_warp_model, packages
 from ecrl.envs.mujoco.scene.models import CONTROL, STATE, Varied, loaded, rows_of, size_of
 
 _PARTS = {
@@ -29,98 +29,99 @@ _PARTS = {
     "CTRL": "ctrl",
     "QFRC_APPLIED": "qfrc_applied",
 }
-"""Where Warp has the parts of a state and of a control. Scenes with others are refused."""
+"""Names of Warp's arrays for the parts of a state and a control. `warp_model.check` refuses scenes with other parts."""
 
 _HARMLESS = ("ITERATIONS", "LS_ITERATIONS")
-"""What Warp reports that is no loss: a solver that stopped at its limit, as MuJoCo's own does."""
+"""Overflows that lose nothing: the solver reached its iteration limit, which happens in MuJoCo too."""
 
 
 class _Worlds(NamedTuple):
     """Simulations of one model on one device that are stepped together."""
 
-    model: Any  # of Warp, as data
-    data: Any
-    state: list[tuple[Tensor, slice]]  # views `[many, size]` of parts, and where they are in our rows
+    model: Any  # Warp's model
+    data: Any  # Warp's data
+    state: list[tuple[Tensor, slice]]  # views `[count, size]` of the parts, and their columns in a row
     control: list[tuple[Tensor, slice]]
     parameters: list[tuple[Tensor, slice]]
-    constants: int  # which follow from the parameters
+    constants: int  # bits of the groups of constants that depend on the parameters
     sensors: Tensor
     overflow: Tensor
-    losses: int  # bits of it that count
-    room: list[tuple[Tensor, int]]  # how much is in use, and how much there is
-    graphs: list[Any]  # what Warp holds for captures that use these
+    losses: int  # bits of `overflow` that mean lost contacts or constraints
+    room: list[tuple[Tensor, int]]  # used slots and size of each buffer
+    graphs: list[Any]  # Warp's objects for the captures that use these arrays
 
 
-def _view(warp: Any, array: Any, many: int) -> Tensor:
-    """An array of Warp as a tensor `[many, size]` in the same memory."""
+def _view(warp: Any, array: Any, count: int) -> Tensor:
+    """Return an array of Warp as a tensor `[count, size]` that shares its memory."""
     if not math.prod(array.shape):
-        return torch.empty(many, 0, device=warp.device_to_torch(array.device))
-    return warp.to_torch(array).view(many, -1)
+        return torch.empty(count, 0, device=warp.device_to_torch(array.device))
+    return warp.to_torch(array).view(count, -1)
 
 
 def _slices(model: Any, names: tuple[str, ...]) -> dict[str, slice]:
-    """Where the parts lie in our rows, of those that the model has."""
-    found, at = {}, 0
+    """Return the columns of each part in a row; parts that the model does not have are left out."""
+    slices, at = {}, 0
     for name in names:
         if size := size_of(model, name):
-            found[name] = slice(at, at + size)
+            slices[name] = slice(at, at + size)
             at += size
-    return found
+    return slices
 
 
-def _varying(warp: Any, ours: Any, model: Any, varied: Varied, many: int) -> list[tuple[Tensor, slice]]:
-    found, at = [], 0
+def _parameter_views(warp: Any, warp_model: Any, model: Any, varied: Varied, count: int) -> list[tuple[Tensor, slice]]:
+    """Return a view of each varied field in Warp's model, and its columns in the parameters."""
+    views, at = [], 0
     for field, name in varied:
         rows = rows_of(model, field, name)
-        view = _view(warp, getattr(ours, field), many)[:, rows.start : rows.stop]
-        found.append((view, slice(at, at + len(rows))))
+        view = _view(warp, getattr(warp_model, field), count)[:, rows.start : rows.stop]
+        views.append((view, slice(at, at + len(rows))))
         at += len(rows)
-    return found
+    return views
 
 
-@cache  # never given back: captured graphs go on reading and writing there
-def _worlds(handle: int, many: int, device: torch.device) -> _Worlds:
+@cache  # never freed: captured graphs keep reading and writing these arrays
+def _worlds(handle: int, count: int, device: torch.device) -> _Worlds:
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            f"mujoco step: {many} simulations are new in a capture of a CUDA graph; step them once before"
+            f"mujoco step: cannot allocate {count} simulations during a CUDA graph capture; step them once before it"
         )
     model, _, varied, _, _ = loaded(handle)
     groups = {group for field, _ in varied for group in VARIES[field]}
-    each = {field for field, _ in varied} | {constant for group in groups for constant in GROUPS[group]}
+    copied = {field for field, _ in varied} | {constant for group in groups for constant in GROUPS[group]}
     contacts, rows = capacity(model)
     with packages() as (warp, mjw), warp.ScopedDevice(warp.device_from_torch(device)):
-        ours = made(mjw, model, dict.fromkeys(each, many))
-        data = mjw.make_data(model, many, nconmax=contacts, njmax=rows)
+        warp_model = make_warp_model(mjw, model, dict.fromkeys(copied, count))
+        data = mjw.make_data(model, count, nconmax=contacts, njmax=rows)
         state, control = (
-            [(_view(warp, getattr(data, _PARTS[name]), many), part) for name, part in _slices(model, names).items()]
+            [(_view(warp, getattr(data, _PARTS[name]), count), part) for name, part in _slices(model, names).items()]
             for names in (STATE, CONTROL)
         )
-        parameters = _varying(warp, ours, model, varied, many)
+        parameters = _parameter_views(warp, warp_model, model, varied, count)
         constants = sum(int(getattr(mjw.SetConstGroup, group)) for group in groups)
-        sensors, overflow = _view(warp, data.sensordata, many), warp.to_torch(data.overflow)
-        counts = (data.nefc, data.njmax), (data.ncollision, data.naconmax), (data.nacon, data.naconmax)
-        room = [(warp.to_torch(count), there) for count, there in counts]
+        sensors, overflow = _view(warp, data.sensordata, count), warp.to_torch(data.overflow)
+        buffers = (data.nefc, data.njmax), (data.ncollision, data.naconmax), (data.nacon, data.naconmax)
+        room = [(warp.to_torch(used), size) for used, size in buffers]
         warp.synchronize_device()
         kinds = mjw.OverflowType
         losses = int(kinds.ALL) & ~sum(int(getattr(kinds, name)) for name in _HARMLESS)
-    return _Worlds(ours, data, state, control, parameters, constants, sensors, overflow, losses, room, [])
+    return _Worlds(warp_model, data, state, control, parameters, constants, sensors, overflow, losses, room, [])
 
 
 @cache
 def _stream(pointer: int, device: torch.device) -> Any:
-    """A stream of torch as Warp's; one object for each, as Warp knows captures by it."""
+    """Return Warp's object for a stream of torch; always the same one, because Warp identifies captures by it."""
     with packages() as (warp, _):
         return warp.Stream(warp.device_from_torch(device), cuda_stream=pointer)
 
 
 @contextmanager
 def _on_gpu(worlds: _Worlds, warp: Any, device: torch.device) -> Iterator[None]:
-    """Warp's work comes after torch's before it and before torch's after it, and is in torch's capture if there is one.
+    """Order Warp's work after torch's earlier work and before its later work; a capture of torch includes it.
 
-    Outside of captures it is done on a stream of Warp's own, as memory that Warp frees must not be in use on others.
+    Outside a capture, Warp uses its own stream, because memory that Warp frees must not be in use on other streams.
     """
     current, capturing = torch.cuda.current_stream(device), torch.cuda.is_current_stream_capturing()
-    # a loop of the host, or one of the graph; the former would wait for the GPU in every turn
+    # with it, the graph loops until the solver has converged; a loop on the host would wait for the GPU each time
     worlds.model.opt.graph_conditional = capturing and warp.is_conditional_graph_supported()
     if capturing:
         stream = _stream(current.cuda_stream, device)
@@ -131,22 +132,22 @@ def _on_gpu(worlds: _Worlds, warp: Any, device: torch.device) -> Iterator[None]:
             finally:
                 worlds.graphs.append(warp.capture_end(stream=stream))
         return
-    with warp.ScopedDevice(warp.device_from_torch(device)) as here:
-        own = warp.stream_to_torch(here.stream)
-        own.wait_stream(current)
+    with warp.ScopedDevice(warp.device_from_torch(device)) as warp_device:
+        warp_stream = warp.stream_to_torch(warp_device.stream)
+        warp_stream.wait_stream(current)
         yield
-        current.wait_stream(own)
+        current.wait_stream(warp_stream)
 
 
 def _run(worlds: _Worlds, device: torch.device, substeps: int) -> None:
-    """Warp's part of a call: from what its arrays hold to what they hold afterwards."""
+    """Step the simulations in Warp's arrays; 0 substeps compute the sensors only."""
     model, data = worlds.model, worlds.data
-    with packages() as (warp, mjw), ExitStack() as where:
+    with packages() as (warp, mjw), ExitStack() as contexts:
         if device.type == "cpu":
-            where.enter_context(warp.ScopedDevice("cpu"))
+            contexts.enter_context(warp.ScopedDevice("cpu"))
         else:
-            where.enter_context(torch.cuda.device(device))
-            where.enter_context(_on_gpu(worlds, warp, device))
+            contexts.enter_context(torch.cuda.device(device))
+            contexts.enter_context(_on_gpu(worlds, warp, device))
         if worlds.constants:
             mjw.set_const(model, data, worlds.constants, restore=False)
         for _ in range(substeps):
@@ -155,39 +156,40 @@ def _run(worlds: _Worlds, device: torch.device, substeps: int) -> None:
             mjw.forward(model, data)
 
 
-def _lost(worlds: _Worlds) -> Tensor:
-    """Which simulations had more contacts or constraints than there is room for, `[many]`.
+def _overflowed(worlds: _Worlds) -> Tensor:
+    """Return True for each simulation that needed more contacts or constraints than the buffers hold, `[count]`.
 
-    Contacts share theirs: where it does not do, nobody knows whose were dropped, and all are lost.
+    All simulations share the contact buffer. If it is full, Warp does not report whose contacts it dropped, so the
+    result is True for all.
     """
-    lost = (worlds.overflow & worlds.losses) != 0  # in any substep
-    for count, there in worlds.room:  # without a substep nobody looked
-        lost = lost | (count > there)
+    lost = (worlds.overflow & worlds.losses) != 0  # set by any substep
+    for used, size in worlds.room:  # `forward` alone does not set `overflow`
+        lost = lost | (used > size)
     return lost
 
 
 def step(state: Tensor, control: Tensor, parameters: Tensor, handle: int, substeps: int) -> tuple[Tensor, Tensor]:
-    """`substeps` of MuJoCo Warp from each row; arguments and results as of `ecrl.envs.mujoco.physics.step_op.step`.
+    """Step MuJoCo Warp `substeps` times from each row, with the results of `ecrl.envs.mujoco.physics.step_op.step`.
 
-    Rows after it hold numbers of float32. A simulation with more constraints than there is room for (`capacity`) comes
-    back as NaN, and so do all if they have too many contacts together.
+    The returned numbers have float32 precision. A simulation with more constraints than the buffer holds (`capacity`)
+    is returned as NaN. If all contacts together exceed their buffer, all simulations are returned as NaN.
 
     Args:
         state: `[N, nstate]` float64.
         control: `[N, nu + nv]` float64.
         parameters: `[N, nparameters]` float64.
-        handle: of a model that was loaded for Warp.
-        substeps: 0 for the sensors of the state.
+        handle: the handle of a model that was loaded for Warp.
+        substeps: number of time steps; 0 computes the sensors of the state.
 
     Gradient: none.
-    Raises: RuntimeError where so many simulations are new in a capture of a CUDA graph.
+    Raises: RuntimeError in a CUDA graph capture, if this number of simulations was never stepped before.
     """
-    many, sensors = len(state), state.new_empty(len(state), loaded(handle).model.nsensordata)
+    count, sensors = len(state), state.new_empty(len(state), loaded(handle).model.nsensordata)
     after = state.clone(memory_format=torch.contiguous_format)
-    if not many:
+    if not count:
         return after, sensors
-    with ONE_AT_A_TIME:
-        worlds = _worlds(handle, many, state.device)
+    with WARP_LOCK:
+        worlds = _worlds(handle, count, state.device)
         for rows, views in ((parameters, worlds.parameters), (state, worlds.state), (control, worlds.control)):
             for view, part in views:
                 view.copy_(rows[:, part])
@@ -196,5 +198,5 @@ def step(state: Tensor, control: Tensor, parameters: Tensor, handle: int, subste
         for view, part in worlds.state if substeps else ():
             after[:, part] = view
         sensors.copy_(worlds.sensors)
-        lost = _lost(worlds).unsqueeze(1)
+        lost = _overflowed(worlds).unsqueeze(1)
     return after.masked_fill_(lost, math.nan), sensors.masked_fill_(lost, math.nan)

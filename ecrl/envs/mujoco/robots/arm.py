@@ -1,7 +1,8 @@
 """Built-in robots of primitive shapes: an arm with the proportions of a UR10 that holds a pusher, and a cart-pole.
 
-The arm follows the Denavit-Hartenberg table of Universal Robots: frame i + 1 lies at `(a_i, 0, d_i)`, turned by
-`alpha_i` about x, in frame i after its joint about z. At home it faces -x and its tool points down.
+The arm follows the Denavit-Hartenberg table of Universal Robots. Joint i turns about z of its frame. In the turned
+frame i, frame i + 1 is at `(a_i, 0, d_i)`, rotated by `alpha_i` about x. At home the arm faces -x and its tool points
+down.
 """
 
 from collections.abc import Callable
@@ -11,29 +12,30 @@ from typing import Any, NamedTuple
 from ecrl.envs.mujoco.scene.models import mujoco
 
 _A = (0.0, -0.612, -0.5723, 0.0, 0.0)  # m
-_D = (0.1273, 0.0, 0.0, 0.163941, 0.1157, 0.0922)  # m, the last to the flange
+_D = (0.1273, 0.0, 0.0, 0.163941, 0.1157, 0.0922)  # m; the last one reaches the flange
 _ALPHA = (pi / 2, 0.0, 0.0, pi / 2, -pi / 2)  # rad
 _MASS = (7.778, 12.93, 3.87, 1.96, 1.96, 0.202)  # kg
 _ARMATURE = (1.0, 1.0, 0.5, 0.1, 0.1, 0.1)  # kg m^2
 _LIMIT = (2 * pi, 2 * pi, pi, 2 * pi, 2 * pi, 2 * pi)  # rad
-_SHAPES = (  # of the links, in their own frames: two ends of a capsule and its radius, m
+_SHAPES = (  # capsules of the links, in the link frames: start, end and radius, m
     ((0.0, 0.0, 0.09), (0.0, 0.0, 0.15), 0.075),
-    ((0.0, 0.0, 0.13), (-0.612, 0.0, 0.13), 0.06),  # beside its joint, so that it passes the shoulder
+    ((0.0, 0.0, 0.13), (-0.612, 0.0, 0.13), 0.06),  # offset from its joint, so it passes the shoulder
     ((0.0, 0.0, 0.03), (-0.5723, 0.0, 0.03), 0.05),
     ((0.0, 0.0, 0.05), (0.0, 0.0, 0.163941), 0.045),
     ((0.0, 0.0, 0.0), (0.0, 0.0, 0.1157), 0.045),
     ((0.0, 0.0, 0.03), (0.0, 0.0, 0.0622), 0.04),
 )
 _GREY, _BLUE, _DARK = (0.75, 0.76, 0.78, 1.0), (0.35, 0.55, 0.75, 1.0), (0.2, 0.2, 0.22, 1.0)
-_TOUCH = {"contype": 2, "conaffinity": 1, "condim": 4}  # a robot does not touch itself
+_TOUCH = {"contype": 2, "conaffinity": 1, "condim": 4}  # a robot does not collide with itself
 Matrix = tuple[tuple[float, ...], ...]
 
 
 class Builtin(NamedTuple):
-    """A robot: what adds it to a body of a MjSpec, its joints in order, and what holds where the config says nothing.
+    """A robot: the function that builds it, the names of its joints, and its defaults for the config.
 
-    `build(base, tcp)` gets the poses of end effectors by part; `flange` is where a part's tool is fixed, in the
-    frame of its last link. `stiffness`, `damping` and `max_effort` are of the drives, as in a config.
+    `build(base, tcp)` adds the robot to a body of a MjSpec; `tcp` has the poses of end effectors by part. `flange` is
+    the position of a part's tool in the frame of its last link, m. `stiffness`, `damping` and `max_effort` are the
+    defaults of the drives.
     """
 
     build: Callable[[Any, dict[str, Matrix]], None]
@@ -47,8 +49,8 @@ class Builtin(NamedTuple):
     max_effort: tuple[float, ...]
 
 
-def _geom(body: Any, kind: str, **given: Any) -> None:
-    body.add_geom(type=getattr(mujoco().mjtGeom, f"mjGEOM_{kind}"), **_TOUCH, **given)
+def _geom(body: Any, kind: str, **attributes: Any) -> None:
+    body.add_geom(type=getattr(mujoco().mjtGeom, f"mjGEOM_{kind}"), **_TOUCH, **attributes)
 
 
 def _capsule(body: Any, start: tuple, end: tuple, radius: float, mass: float, rgba: tuple) -> None:
@@ -56,13 +58,13 @@ def _capsule(body: Any, start: tuple, end: tuple, radius: float, mass: float, rg
 
 
 def _arm(base: Any, tcp: dict[str, Matrix]) -> None:
-    body, places = base, [(0.0, 0.0, 0.0), *zip(_A, _D, _ALPHA, strict=False)]
-    for i, (name, (a, d, alpha)) in enumerate(zip(ROBOTS["URRobot"].joints, places, strict=True)):
+    body, frames = base, [(0.0, 0.0, 0.0), *zip(_A, _D, _ALPHA, strict=False)]
+    for i, (name, (a, d, alpha)) in enumerate(zip(ROBOTS["URRobot"].joints, frames, strict=True)):
         quaternion = [cos(alpha / 2), sin(alpha / 2), 0.0, 0.0]
         body = body.add_body(name=name.replace("joint", "link"), pos=[a, 0.0, d], quat=quaternion, gravcomp=1.0)
         body.add_joint(name=name, axis=[0.0, 0.0, 1.0], range=[-_LIMIT[i], _LIMIT[i]], armature=_ARMATURE[i])
         _capsule(body, *_SHAPES[i], _MASS[i], _GREY if i in (1, 2, 5) else _BLUE)
-    tool = tcp.get("arm", ROBOTS["URRobot"].tcp["arm"])  # of an arm whose parts are called otherwise, its own
+    tool = tcp.get("arm", ROBOTS["URRobot"].tcp["arm"])  # the default pose if no part is called "arm"
     x, y, z = (row[3] for row in tool[:3])
     _geom(body, "BOX", size=[0.035, 0.035, 0.015], pos=[0.0, 0.0, _D[5] + 0.015], mass=0.3, rgba=_DARK)
     _capsule(body, (0.0, 0.0, _D[5] + 0.02), (x, y, _D[5] + z - 0.02), 0.02, 0.5, _DARK)
@@ -105,4 +107,4 @@ ROBOTS = {
         max_effort=(100.0, 0.1),
     ),
 }
-"""By `robot.robot_type`. Drives and home of the cart-pole are those of EmbodiChain's CartPoleRL."""
+"""Built-in robots by `robot.robot_type`. The cart-pole has the drives and home position of EmbodiChain's CartPoleRL."""

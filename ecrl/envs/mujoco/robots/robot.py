@@ -1,4 +1,4 @@
-"""The robot of a scene: built in or from an MJCF file, with drives, force sensors and end effectors by the config."""
+"""Build the robot of a scene, a built-in one or an MJCF file, with the config's drives, sensors and end effectors."""
 
 import os
 from collections.abc import Mapping
@@ -14,75 +14,85 @@ from ecrl.errors import ConfigError
 from ecrl.registry import did_you_mean
 
 Drive = Literal["position", "velocity", "force"]
-"""What the control of a joint is: a target position, m or rad; a target velocity, m/s or rad/s; a force, N or N m."""
+"""Meaning of a joint's control: target position (m or rad), target velocity (m/s or rad/s) or force (N or N m)."""
 
 
 class Robot(NamedTuple):
-    """Names in the model: joints in the order of the config's lists, joints by part, sites of the end effectors."""
+    """Names in the model: all joints in the order of config lists, joints by part, end effector sites by part."""
 
     joints: tuple[str, ...]
     parts: dict[str, tuple[str, ...]]
     tcp: dict[str, str]
 
-    def within(self, prefix: str) -> "Robot":
-        """The same in a scene where all names of the robot begin so."""
+    def with_prefix(self, prefix: str) -> "Robot":
+        """Return the robot with a prefix before all names, as in the model of a scene."""
         parts = {part: tuple(prefix + name for name in names) for part, names in self.parts.items()}
         tcp = {part: prefix + site for part, site in self.tcp.items()}
         return Robot(tuple(prefix + name for name in self.joints), parts, tcp)
 
 
-def spec_of(given: str, told: str, root: str = "") -> Any:
-    """A MjSpec of an MJCF file, or of its text; `root` is a second folder to look in."""
-    spec, paths = mujoco().MjSpec, [given, *([os.path.join(root, given)] if root else [])]
+def spec_of(source: str, key: str, root: str = "") -> Any:
+    """Return a MjSpec of an MJCF file, or of the text of one; `root` is a second folder to look in.
+
+    Raises: ConfigError that begins with `key`, if there is no such file or it is not MJCF.
+    """
+    spec, paths = mujoco().MjSpec, [source, *([os.path.join(root, source)] if root else [])]
     try:
-        if given.lstrip().startswith("<"):
-            return spec.from_string(given)
+        if source.lstrip().startswith("<"):
+            return spec.from_string(source)
         if path := next(filter(os.path.isfile, paths), None):
             return spec.from_file(path)
     except ValueError as error:
-        raise ConfigError(f"{told}: {' '.join(str(error).split())}") from None
-    raise ConfigError(f"{told}: no such file {shown(given)}{f', nor below MENAGERIE_ROOT, {root}' if root else ''}")
+        raise ConfigError(f"{key}: {' '.join(str(error).split())}") from None
+    raise ConfigError(f"{key}: no such file {shown(source)}{f', nor below MENAGERIE_ROOT, {root}' if root else ''}")
 
 
-def moving(spec: Any) -> tuple[str, ...]:
-    """The hinges and slides of a MjSpec, in its order."""
+def hinges_and_slides(spec: Any) -> tuple[str, ...]:
+    """Return the names of the hinge and slide joints of a MjSpec, in its order."""
     kinds = (mujoco().mjtJoint.mjJNT_HINGE, mujoco().mjtJoint.mjJNT_SLIDE)
     return tuple(joint.name for joint in spec.joints if joint.type in kinds)
 
 
-def add_force_sensors(spec: Any, joints: tuple[str, ...], told: str) -> None:
-    """Sensors of what the drives exert on joints, by the names `<joint>_force`; a file may have them already."""
+def add_force_sensors(spec: Any, joints: tuple[str, ...], key: str) -> None:
+    """Add a sensor `<joint>_force` of the force of each joint's drive, unless the file has it already.
+
+    Raises: ConfigError that begins with `key`, if the file has another sensor of that name.
+    """
     kind, joint = mujoco().mjtSensor.mjSENS_JOINTACTFRC, mujoco().mjtObj.mjOBJ_JOINT
     for name in joints:
-        own = spec.sensor(f"{name}_force")
-        if own is None:
+        sensor = spec.sensor(f"{name}_force")
+        if sensor is None:
             spec.add_sensor(name=f"{name}_force", type=kind, objtype=joint, objname=name)
-        elif (own.type, own.objname, own.cutoff) != (kind, name, 0.0):
-            expected = f"what the drive of joint {name!r} exerts, a jointactuatorfrc without cutoff"
-            raise ConfigError(f"{told}: sensor {own.name!r} is not {expected}; rename it")
+        elif (sensor.type, sensor.objname, sensor.cutoff) != (kind, name, 0.0):
+            expected = f"a jointactuatorfrc of joint {name!r} without cutoff, the force of its drive"
+            raise ConfigError(f"{key}: sensor {sensor.name!r} is not {expected}; rename it")
 
 
-def _per_joint(given: PerJoint | None, own: tuple[float, ...], joints: tuple[str, ...], told: str) -> tuple[float, ...]:
-    """A number for each joint."""
-    if isinstance(given, dict):
-        for name in given:
+def _per_joint(
+    values: PerJoint | None, defaults: tuple[float, ...], joints: tuple[str, ...], key: str
+) -> tuple[float, ...]:
+    """Return one number per joint, from a config value and the defaults of the robot."""
+    if isinstance(values, dict):
+        for name in values:
             if name not in joints:
-                raise ConfigError(f"{told}: unknown joint {name!r}; {did_you_mean(name, joints)}")
-        return tuple(given.get(name, number) for name, number in zip(joints, own, strict=True))
-    if isinstance(given, tuple) and len(given) < len(joints):
-        raise ConfigError(f"{told}: {len(given)} numbers for {len(joints)} joints: {', '.join(joints)}")
-    return own if given is None else given[: len(joints)] if isinstance(given, tuple) else (given,) * len(joints)
+                raise ConfigError(f"{key}: unknown joint {name!r}; {did_you_mean(name, joints)}")
+        return tuple(values.get(name, default) for name, default in zip(joints, defaults, strict=True))
+    if isinstance(values, tuple) and len(values) < len(joints):
+        raise ConfigError(f"{key}: {len(values)} numbers for {len(joints)} joints: {', '.join(joints)}")
+    if values is None:
+        return defaults
+    return values[: len(joints)] if isinstance(values, tuple) else (values,) * len(joints)
 
 
 def _add_drives(spec: Any, cfg: DriveConfig, built: Builtin, drives: Mapping[str, Drive]) -> None:
-    told, joints = "robot.drive_pros", built.joints
+    key, joints = "robot.drive_pros", built.joints
     numbers = [
-        _per_joint(getattr(cfg, name), getattr(built, name), joints, f"{told}.{name}")
+        _per_joint(getattr(cfg, name), getattr(built, name), joints, f"{key}.{name}")
         for name in ("stiffness", "damping", "max_effort")
     ]
     for name, stiffness, damping, effort in zip(joints, *numbers, strict=True):
         if effort <= 0.0:
-            raise ConfigError(f"{told}.max_effort: {effort} of joint {name!r}, expected more than 0")
+            raise ConfigError(f"{key}.max_effort: {effort} of joint {name!r}, expected more than 0")
         actuator = spec.add_actuator(name=name, trntype=mujoco().mjtTrn.mjTRN_JOINT, target=name)
         actuator.forcelimited, actuator.forcerange = True, [-effort, effort]
         match drives.get(name, "position"):
@@ -95,42 +105,44 @@ def _add_drives(spec: Any, cfg: DriveConfig, built: Builtin, drives: Mapping[str
 
 
 def _add_tcp(spec: Any, part: str, joint: str, flange: tuple[float, float, float], tcp: Matrix) -> str:
-    """A site at the end effector of a part, on the body of a joint."""
+    """Add a site at the end effector of a part, on the body of a joint; return its name."""
     quaternion, rotation = np.zeros(4), np.array([row[:3] for row in tcp[:3]])
     if not np.allclose(rotation @ rotation.T, np.eye(3), atol=1e-3) or np.linalg.det(rotation) < 0.0:
-        raise ConfigError(f"robot.solver_cfg.{part}.tcp: its first three columns are no rotation")
+        raise ConfigError(f"robot.solver_cfg.{part}.tcp: its first three columns are not a rotation")
     if tcp[3] != (0.0, 0.0, 0.0, 1.0):
         raise ConfigError(f"robot.solver_cfg.{part}.tcp: its last row is {list(tcp[3])}, expected [0, 0, 0, 1]")
     mujoco().mju_mat2Quat(quaternion, rotation.flatten())
-    place, name = [a + row[3] for a, row in zip(flange, tcp[:3], strict=True)], f"{part}_tcp"
+    position, name = [a + row[3] for a, row in zip(flange, tcp[:3], strict=True)], f"{part}_tcp"
     if spec.site(name) is not None:
-        raise ConfigError(f"robot.mjcf: a site of the file is called {name!r}, as the end effector is to be; rename it")
-    spec.joint(joint).parent.add_site(name=name, pos=place, quat=quaternion, size=[0.01, 0.01, 0.01])
+        raise ConfigError(f"robot.mjcf: the file has a site {name!r}, the name of the end effector; rename it")
+    spec.joint(joint).parent.add_site(name=name, pos=position, quat=quaternion, size=[0.01, 0.01, 0.01])
     return name
 
 
-def _foreign(cfg: RobotConfig, drives: Mapping[str, Drive]) -> tuple[Any, Builtin]:
-    """A robot from an MJCF file; without drives in the config its own actuators stay."""
-    spec, own = spec_of(cfg.mjcf or "", "robot.mjcf", os.environ.get("MENAGERIE_ROOT", "")), cfg.drive_pros
-    given = [value for value in (own.stiffness, own.damping, own.max_effort) if value is not None]
-    if 0 < len(given) < 3 or (drives and not given):
+def _from_file(cfg: RobotConfig, drives: Mapping[str, Drive]) -> tuple[Any, Builtin]:
+    """Return the MjSpec of a robot from an MJCF file; it keeps its actuators if the config has no drives."""
+    spec = spec_of(cfg.mjcf or "", "robot.mjcf", os.environ.get("MENAGERIE_ROOT", ""))
+    drive_cfg = cfg.drive_pros
+    settings = (drive_cfg.stiffness, drive_cfg.damping, drive_cfg.max_effort)
+    set_count = sum(value is not None for value in settings)
+    if 0 < set_count < 3 or (drives and not set_count):
         raise ConfigError("robot.drive_pros: give stiffness, damping and max_effort for the robot of robot.mjcf")
-    if not given and not spec.actuators:
+    if not set_count and not spec.actuators:
         raise ConfigError("robot.mjcf: the file has no actuators; give robot.drive_pros")
-    for part in (*spec.lights, *(spec.actuators if given else ())):  # light is the scene's
-        spec.delete(part)
-    joints = moving(spec)
+    for element in (*spec.lights, *(spec.actuators if set_count else ())):  # the scene has its own light
+        spec.delete(element)
+    joints = hinges_and_slides(spec)
     if "" in joints:
         raise ConfigError("robot.mjcf: a hinge or slide of the file has no name; give each one")
     if any(joint.type == mujoco().mjtJoint.mjJNT_FREE for joint in spec.joints):
-        told = "a body of the file has a free joint, but a robot stands where robot.init_pos says"
-        raise ConfigError(f"robot.mjcf: {told}; take the joint out, or give the file as the scene, mjcf")
+        fault = "a body of the file has a free joint, but the robot's base is fixed at robot.init_pos"
+        raise ConfigError(f"robot.mjcf: {fault}; remove the joint, or give the file as the scene, mjcf")
     for name in ("stiffness", "damping", "max_effort"):
-        numbers = getattr(own, name)
-        if isinstance(numbers, dict) and (rest := [joint for joint in joints if joint not in numbers]):
-            raise ConfigError(f"robot.drive_pros.{name}: no number for {', '.join(rest)}; give one for each joint")
-    none = (0.0,) * len(joints)
-    return spec, Builtin(lambda body, tcp: None, joints, {"arm": joints}, {}, {}, (), none, none, none)
+        numbers = getattr(drive_cfg, name)
+        if isinstance(numbers, dict) and (missing := [joint for joint in joints if joint not in numbers]):
+            raise ConfigError(f"robot.drive_pros.{name}: no number for {', '.join(missing)}; give one for each joint")
+    zeros = (0.0,) * len(joints)
+    return spec, Builtin(lambda body, tcp: None, joints, {"arm": joints}, {}, {}, (), zeros, zeros, zeros)
 
 
 def _builtin(cfg: RobotConfig) -> tuple[Any, Builtin]:
@@ -144,12 +156,12 @@ def _builtin(cfg: RobotConfig) -> tuple[Any, Builtin]:
 def _parts(cfg: RobotConfig, built: Builtin) -> dict[str, tuple[str, ...]]:
     parts = dict(cfg.control_parts) or built.parts
     for part, names in parts.items():
-        told = f"robot.control_parts.{key_text(part)}"
+        key = f"robot.control_parts.{key_text(part)}"
         for i, name in enumerate(names):
             if name not in built.joints:
-                raise ConfigError(f"{told}: unknown {name!r}; {did_you_mean(name, built.joints)}")
+                raise ConfigError(f"{key}: unknown {name!r}; {did_you_mean(name, built.joints)}")
             if name in names[:i]:
-                raise ConfigError(f"{told}: names joint {name!r} twice; name it once")
+                raise ConfigError(f"{key}: names joint {name!r} twice; name it once")
     for part in cfg.solver_cfg:
         if part not in parts:
             raise ConfigError(f"robot.solver_cfg: unknown part {part!r}; {did_you_mean(part, parts)}")
@@ -157,34 +169,37 @@ def _parts(cfg: RobotConfig, built: Builtin) -> dict[str, tuple[str, ...]]:
 
 
 def _mount(built: Builtin, part: str, joints: tuple[str, ...]) -> tuple[str, tuple[float, float, float]]:
-    """The joint on whose body the end effector of a part is, and where its flange is in the frame of that body.
+    """Return the joint whose body holds the end effector of a part, and the flange position in that body's frame.
 
-    The built-in tool stays at the end of the arm, whichever of its joints a config leaves to its part; a part of
-    another name ends at its last joint.
+    A part with the name of a built-in part always ends where the built-in part does, even if the config gives it fewer
+    joints. A part with another name ends at its last joint.
     """
     joint = built.parts[part][-1] if part in built.flange else joints[-1]
-    places = (place for own, place in built.flange.items() if built.parts[own][-1] == joint)
-    return joint, next(places, (0.0, 0.0, 0.0))
+    flanges = (position for name, position in built.flange.items() if built.parts[name][-1] == joint)
+    return joint, next(flanges, (0.0, 0.0, 0.0))
 
 
-def _tools(built: Builtin, poses: dict[str, Matrix], mounts: Mapping[str, tuple[str, Any]]) -> dict[str, Matrix]:
-    """Poses of the built-in tools by built-in part: of a part that ends where the tool is, called so or otherwise."""
-    ends = {built.parts[own][-1]: own for own in built.flange}
-    named = {ends[joint]: poses[part] for part, (joint, _) in mounts.items() if joint in ends}
-    return named | {own: poses[own] for own in built.flange if own in poses}
+def _tool_poses(built: Builtin, poses: dict[str, Matrix], mounts: Mapping[str, tuple[str, Any]]) -> dict[str, Matrix]:
+    """Return the poses of the built-in tools by built-in part.
+
+    The pose of a tool comes from the part that ends at the tool's joint; a part with the built-in name has priority.
+    """
+    ends = {built.parts[name][-1]: name for name in built.flange}
+    by_joint = {ends[joint]: poses[part] for part, (joint, _) in mounts.items() if joint in ends}
+    return by_joint | {name: poses[name] for name in built.flange if name in poses}
 
 
 def robot_spec(cfg: RobotConfig, drives: Mapping[str, Drive]) -> tuple[Any, Robot, tuple[float, ...]]:
-    """A MjSpec of the robot, its names, and its joint positions at the start, empty where the file says them."""
-    spec, built = _foreign(cfg, drives) if cfg.mjcf is not None else _builtin(cfg)
+    """Return a MjSpec of the robot, its names, and its joint positions at the start, empty if the file defines them."""
+    spec, built = _from_file(cfg, drives) if cfg.mjcf is not None else _builtin(cfg)
     parts = _parts(cfg, built)
     for name in drives:
         if name not in built.joints:
             raise ConfigError(f"actions: the robot has no joint {name!r}; {did_you_mean(name, built.joints)}")
-    poses = {part: own for part, own in built.tcp.items() if part in parts}
+    poses = {part: pose for part, pose in built.tcp.items() if part in parts}
     poses |= {part: solver.tcp for part, solver in cfg.solver_cfg.items()}
     mounts = {part: _mount(built, part, parts[part]) for part in poses}
-    built.build(spec.worldbody, _tools(built, poses, mounts))
+    built.build(spec.worldbody, _tool_poses(built, poses, mounts))
     if not spec.actuators:
         _add_drives(spec, cfg.drive_pros, built, drives)
     add_force_sensors(spec, built.joints, "robot.mjcf")

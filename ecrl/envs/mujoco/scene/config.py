@@ -1,6 +1,6 @@
-"""What a scene is made of, as it stands in a config: a robot, objects, a floor or any MJCF file, and the physics step.
+"""Config models of a scene: a robot, objects, a floor or an MJCF file, and the physics step.
 
-The keys are EmbodiChain's. Those of its simulator that MuJoCo has nothing for stand in `inert` of their section.
+The keys are EmbodiChain's. Keys of its simulator that MuJoCo cannot use are listed in `inert` of their section.
 """
 
 from typing import Annotated, ClassVar, Literal
@@ -14,43 +14,43 @@ Triple = Annotated[tuple[Real, Real, Real], Field(strict=False)]
 Shade = Annotated[tuple[Fraction, Fraction, Fraction], Field(strict=False)]
 Color = Annotated[tuple[Fraction, Fraction, Fraction, Fraction], Field(strict=False)]
 Steps = Annotated[int, Field(ge=1, le=10_000)]
-"""Of physics within a step of the environment, which nothing can interrupt."""
+"""Number of physics steps. It is limited because nothing can interrupt them within a step of the environment."""
 _Row = Annotated[tuple[Real, Real, Real, Real], Field(strict=False)]
 _List = Annotated[tuple[NonNegative, ...], Field(strict=False, min_length=1), LIST]
 PerJoint = Annotated[
     Annotated[NonNegative, NUMBER] | _List | Annotated[dict[str, NonNegative], OBJECT],
     by_kind("a number, a list of numbers, or an object with numbers by name of joint"),
 ]
-"""One number for every joint, a list with one each, or numbers by name of joint."""
+"""One number for all joints, a list with one number per joint, or numbers by joint name."""
 
-_NAME = r"^[^\x00]+$"  # MuJoCo ends a name there
-_OWN_SOLVER = "inverse kinematics is of the action term EefPoseTerm, on the robot's own joints"
+_NAME = r"^[^\x00]+$"  # MuJoCo ends a name at NUL
+_OWN_SOLVER = "the action term EefPoseTerm has its own inverse kinematics, on the robot's joints"
 _ONE_FRICTION = "MuJoCo has one sliding friction, static_friction"
 
 
 class ShapeConfig(ConfigModel):
     """A primitive shape."""
 
-    inert: ClassVar = {"visual_material": "objects have a color"}
+    inert: ClassVar = {"visual_material": "see color of the object"}
 
     shape_type: Literal["Cube", "Sphere", "Cylinder"] = Field(description="Cube (a box), Sphere or Cylinder")
     size: Annotated[tuple[Positive, Positive, Positive], Field(strict=False)] | None = Field(
-        None, description="edges of a Cube, m"
+        None, description="edge lengths of a Cube along x, y and z, m"
     )
-    radius: Positive | None = Field(None, description="of a Sphere or Cylinder, m")
-    height: Positive | None = Field(None, description="of a Cylinder, m")
+    radius: Positive | None = Field(None, description="radius of a Sphere or Cylinder, m")
+    height: Positive | None = Field(None, description="height of a Cylinder, m")
 
     @model_validator(mode="after")
     def _complete(self) -> "ShapeConfig":
         needed = {"Cube": ("size",), "Sphere": ("radius",), "Cylinder": ("radius", "height")}[self.shape_type]
         given = tuple(name for name in ("size", "radius", "height") if getattr(self, name) is not None)
         if set(given) != set(needed):
-            raise ValueError(f"a {self.shape_type} has {' and '.join(needed)}, given: {', '.join(given) or 'none'}")
+            raise ValueError(f"a {self.shape_type} needs {' and '.join(needed)}, got {', '.join(given) or 'none'}")
         return self
 
 
 class AttrsConfig(ConfigModel):
-    """How a rigid object moves and touches."""
+    """Mass, friction and damping of a rigid object."""
 
     inert: ClassVar = {
         "dynamic_friction": _ONE_FRICTION,
@@ -64,42 +64,44 @@ class AttrsConfig(ConfigModel):
         "enable_ccd": "MuJoCo has no continuous collision detection",
     }
 
-    mass: Positive = Field(1.0, description="kg")
-    static_friction: NonNegative = Field(0.5, description="sliding friction, at rest and in motion")
-    linear_damping: NonNegative = Field(0.7, description="share of the velocity lost, 1/s")
-    angular_damping: NonNegative = Field(0.7, description="share of the angular velocity lost, 1/s")
+    mass: Positive = Field(1.0, description="mass, kg")
+    static_friction: NonNegative = Field(0.5, description="coefficient of sliding friction, at rest and in motion")
+    linear_damping: NonNegative = Field(0.7, description="fraction of the velocity lost per second, 1/s")
+    angular_damping: NonNegative = Field(0.7, description="fraction of the angular velocity lost per second, 1/s")
 
 
 class RigidObjectConfig(ConfigModel):
-    """An object of one shape."""
+    """A rigid object that is one primitive shape."""
 
     inert: ClassVar = {
         "max_convex_hull_num": "shapes are primitives",
         "sdf_resolution": "shapes are primitives",
-        "body_scale": "shapes have sizes",
+        "body_scale": "see size, radius and height of the shape",
     }
 
     uid: str = Field(min_length=1, pattern=_NAME, description="its name, without a NUL")
-    shape: ShapeConfig = Field(description="its form")
+    shape: ShapeConfig = Field(description="its shape")
     body_type: Literal["dynamic", "kinematic", "static"] = Field(
-        "dynamic", description="dynamic: moved by forces; kinematic: moved by events alone; static: part of the world"
+        "dynamic", description="dynamic: moved by forces; kinematic: moved only by events; static: part of the world"
     )
-    init_pos: Triple = Field((0.0, 0.0, 0.0), description="where its centre starts, m")
-    init_rot: Triple = Field((0.0, 0.0, 0.0), description="its first turn: about x, its own y, its own z, degrees")
+    init_pos: Triple = Field((0.0, 0.0, 0.0), description="position of its centre at the start, m")
+    init_rot: Triple = Field(
+        (0.0, 0.0, 0.0), description="rotation at the start: about x, then its own y, then its own z, degrees"
+    )
     attrs: AttrsConfig = Field(AttrsConfig.model_construct(), description="mass, friction, damping")
     color: Color = Field((0.85, 0.35, 0.2, 1.0), description="red, green, blue, opacity, 0 to 1")
 
 
 class BackgroundConfig(RigidObjectConfig):
-    """An object that stays where it is."""
+    """A rigid object that is static by default."""
 
     body_type: Literal["dynamic", "kinematic", "static"] = Field(
-        "static", description="static: part of the world; kinematic: moved by events alone; dynamic: moved by forces"
+        "static", description="static: part of the world; kinematic: moved only by events; dynamic: moved by forces"
     )
 
 
 class DriveConfig(ConfigModel):
-    """Actuators of the robot's joints: a spring and a damper towards the target, of limited force.
+    """Actuators of the robot's joints: a spring and a damper that pull to the target with a limited force.
 
     force = clamp(stiffness (target - position) - damping velocity, +-max_effort)
     """
@@ -107,29 +109,33 @@ class DriveConfig(ConfigModel):
     inert: ClassVar = {
         "drive_type": "MuJoCo's drives are forces",
         "max_velocity": "MuJoCo does not cap velocities; limit the action",
-        "friction": "the robot says its own joint friction",
-        "armature": "the robot says its own armature",
+        "friction": "the robot defines its joint friction",
+        "armature": "the robot defines its armature",
     }
 
-    stiffness: PerJoint | None = Field(None, description="N/m or N m/rad; the robot's own if absent")
-    damping: PerJoint | None = Field(None, description="N s/m or N m s/rad; the robot's own if absent")
-    max_effort: PerJoint | None = Field(None, description="N or N m; the robot's own if absent")
+    stiffness: PerJoint | None = Field(
+        None, description="force per position error, N/m or N m/rad; the robot's own if absent"
+    )
+    damping: PerJoint | None = Field(
+        None, description="force per velocity, N s/m or N m s/rad; the robot's own if absent"
+    )
+    max_effort: PerJoint | None = Field(None, description="largest force, N or N m; the robot's own if absent")
 
 
 class SolverConfig(ConfigModel):
-    """What is held at the end of a part of the robot."""
+    """End effector of a part of the robot."""
 
     inert: ClassVar = dict.fromkeys(
         ("class_type", "urdf_path", "joint_names", "end_link_name", "root_link_name", "ik_nearest_weight"), _OWN_SOLVER
     )
 
     tcp: Annotated[tuple[_Row, _Row, _Row, _Row], Field(strict=False)] = Field(
-        description="pose of the end effector in the frame of the flange, a 4x4 matrix, m"
+        description="pose of the end effector in the frame of the flange, as a 4x4 matrix, m"
     )
 
 
 class RobotConfig(ConfigModel):
-    """The robot: a built-in one by its type, or any MJCF file."""
+    """The robot: a built-in one by its type, or an MJCF file."""
 
     inert: ClassVar = {
         "urdf_cfg": "robots are built in or MJCF files; see robot.robot_type and robot.mjcf",
@@ -140,81 +146,87 @@ class RobotConfig(ConfigModel):
     uid: str = Field("robot", min_length=1, pattern=_NAME, description="its name, without a NUL")
     robot_type: str = Field("URRobot", description="a built-in robot: URRobot or CartPole; not used with mjcf")
     mjcf: str | None = Field(
-        None, description="path of an MJCF file instead, looked for below $MENAGERIE_ROOT too; or its text"
+        None, description="path of the robot's MJCF file, also searched below $MENAGERIE_ROOT; or the text of the file"
     )
-    init_pos: Triple = Field((0.0, 0.0, 0.0), description="where its base stands, m")
-    init_rot: Triple = Field((0.0, 0.0, 0.0), description="its base's turn: about x, its own y, its own z, degrees")
+    init_pos: Triple = Field((0.0, 0.0, 0.0), description="position of its base, m")
+    init_rot: Triple = Field(
+        (0.0, 0.0, 0.0), description="rotation of its base: about x, then its own y, then its own z, degrees"
+    )
     init_qpos: Annotated[tuple[Real, ...], Field(strict=False)] | None = Field(
-        None, description="joint positions at the start, m or rad; further ones, of a gripper's fingers, are not used"
+        None, description="joint positions at the start, m or rad; extra numbers, as for a gripper, are not used"
     )
     drive_pros: DriveConfig = Field(DriveConfig.model_construct(), description="actuators")
     control_parts: dict[str, Annotated[tuple[str, ...], Field(strict=False, min_length=1)]] = Field(
-        {}, description="joints by name of part; the robot's own parts if absent"
+        {}, description="joint names by part; the robot's own parts if absent"
     )
-    solver_cfg: dict[str, SolverConfig] = Field({}, description="end effectors by name of part")
+    solver_cfg: dict[str, SolverConfig] = Field({}, description="end effectors by part")
 
 
 class LightConfig(ConfigModel):
-    """The light of the images, from far away."""
+    """The directional light of the images."""
 
     inert: ClassVar = dict.fromkeys(("direct", "indirect"), "images have one light; see light.direction, color")
 
-    direction: Triple = Field((0.3, 0.4, -1.0), description="which way it shines")
+    direction: Triple = Field((0.3, 0.4, -1.0), description="direction in which the light shines")
     color: Shade = Field((0.7, 0.7, 0.7), description="red, green, blue, 0 to 1")
-    ambient: Shade = Field((0.3, 0.3, 0.3), description="light from everywhere: red, green, blue, 0 to 1")
+    ambient: Shade = Field((0.3, 0.3, 0.3), description="light from all sides: red, green, blue, 0 to 1")
 
     @model_validator(mode="after")
     def _shines_somewhere(self) -> "LightConfig":
         if not any(self.direction):
-            raise ValueError("direction is 0; say which way it shines")
+            raise ValueError("direction is 0; give the direction in which the light shines")
         return self
 
 
 class PhysicsConfig(ConfigModel):
-    """How MuJoCo steps."""
+    """Time step, solver and backend of MuJoCo."""
 
-    dt: Positive | None = Field(None, description="time step, s; 0.01, or that of the scene's file, if absent")
-    iterations: Steps | None = Field(None, description="Newton iterations at most; 20, or the file's, if absent")
+    dt: Positive | None = Field(None, description="time step, s; if absent, the MJCF scene file's, or 0.01 without one")
+    iterations: Steps | None = Field(
+        None, description="most Newton iterations; if absent, the MJCF scene file's, or 20 without one"
+    )
     threads: Annotated[int, Field(ge=0, le=4096)] = Field(0, description="threads; 0: as many as torch uses")
     backend: Literal["mujoco", "warp"] = Field(
-        "mujoco", description="mujoco: on the CPU, float64; warp: MuJoCo Warp, on trainer.device, float32"
+        "mujoco", description="mujoco: CPU, float64; warp: MuJoCo Warp on trainer.device, float32"
     )
 
     @model_validator(mode="after")
     def _threads_of_mujoco(self) -> "PhysicsConfig":
         if self.threads and self.backend == "warp":
-            raise ValueError("threads are of backend mujoco; leave them out, or change backend")
+            raise ValueError("threads belong to backend mujoco; remove threads, or change backend")
         return self
 
 
 class SceneConfig(ConfigModel):
-    """A scene. Tasks have these keys beside their own."""
+    """A scene. The Config of a task inherits these keys."""
 
     inert: ClassVar = {
         "rigid_object_group": "list the objects in rigid_object",
-        "articulation": "other articulated things come in with mjcf, a scene's file",
+        "articulation": "put articulated objects into an MJCF scene file; see mjcf",
         "physics_config": "see physics",
-        "sensor": "cameras are of events and observations",
+        "sensor": "cameras belong to events and observations",
     }
 
-    mjcf: str | None = Field(None, description="path of an MJCF file as the scene, or its text; a floor if absent")
-    keyframe: str | None = Field(None, description="of that file: the state to start from")
-    robot: RobotConfig | None = Field(None, description="the robot; none if absent")
+    mjcf: str | None = Field(
+        None, description="path of an MJCF file with the scene, or the text of the file; only a floor if absent"
+    )
+    keyframe: str | None = Field(None, description="keyframe of the MJCF file to start from")
+    robot: RobotConfig | None = Field(None, description="the robot; no robot if absent")
     rigid_object: Annotated[tuple[RigidObjectConfig, ...], Field(strict=False)] = Field((), description="objects")
     background: Annotated[tuple[BackgroundConfig, ...], Field(strict=False)] = Field(
-        (), description="more objects, static if nothing else is said"
+        (), description="further objects, static by default"
     )
-    light: LightConfig | None = Field(None, description="light of the images; that of the scene's file if absent")
-    physics: PhysicsConfig = Field(PhysicsConfig.model_construct(), description="step and threads")
+    light: LightConfig | None = Field(None, description="light of the images; if absent, the light of the scene file")
+    physics: PhysicsConfig = Field(PhysicsConfig.model_construct(), description="time step, solver and backend")
     sim_steps_per_control: Steps | None = Field(
-        None, description="physics steps per step of the environment; 4 if no frequency is given either"
+        None, description="physics steps per environment step; 4 if target_control_frequency is absent too"
     )
     target_control_frequency: Positive | None = Field(
-        None, description="steps of the environment per second, Hz, in place of sim_steps_per_control"
+        None, description="environment steps per second, Hz; replaces sim_steps_per_control"
     )
 
     @model_validator(mode="after")
     def _one_frequency(self) -> "SceneConfig":
         if self.target_control_frequency is not None and self.sim_steps_per_control is not None:
-            raise ValueError("sim_steps_per_control and target_control_frequency say the same; keep one")
+            raise ValueError("sim_steps_per_control and target_control_frequency set the same; keep one")
         return self

@@ -1,4 +1,4 @@
-"""Models of MuJoCo that this process has loaded, and where the parts and objects of a model lie in its arrays."""
+"""The table of MuJoCo models that this process has loaded, and the layout of a model's arrays."""
 
 import os
 from copy import copy
@@ -10,16 +10,16 @@ import numpy as np
 from ecrl.errors import ConfigError, UserError, extra
 
 STATE = ("TIME", "QPOS", "QVEL", "ACT", "HISTORY", "WARMSTART", "MOCAP_POS", "MOCAP_QUAT", "PLUGIN", "PLASTIC")
-"""Parts of a state, in MuJoCo's names and order; most have no numbers in most models."""
+"""Parts of a state, with MuJoCo's names and in its order; many are empty in most models."""
 
 CONTROL = ("CTRL", "QFRC_APPLIED")
-"""What acts on a simulation during a step: controls of the actuators, and forces along the degrees of freedom."""
+"""Inputs of a step: controls of the actuators, and forces along the degrees of freedom."""
 
 Varied = tuple[tuple[str, str], ...]
 """Fields of the model that differ between simulations, each with the name of its object: `("body_mass", "cube")`."""
 
 Backend = Literal["mujoco", "warp"]
-"""What steps a model: MuJoCo itself, on the CPU, or MuJoCo Warp, for GPUs."""
+"""Library that steps a model: MuJoCo on the CPU, or MuJoCo Warp for GPUs."""
 
 _PREFIXES = ("body", "geom", "jnt", "dof", "actuator", "site", "tendon")
 
@@ -30,7 +30,7 @@ class Loaded(NamedTuple):
     model: Any
     threads: int
     varied: Varied
-    widths: tuple[int, int, int]  # numbers of a simulation in its state, control and parameters
+    widths: tuple[int, int, int]  # sizes of a simulation's state, control and parameters
     backend: Backend
 
 
@@ -38,34 +38,38 @@ _LOADED: dict[int, Loaded] = {}
 
 
 def mujoco() -> Any:
-    """The package mujoco, imported when first needed; MissingExtraError says how to install it.
+    """Return the package mujoco, imported when first needed.
 
-    Its import opens the OpenGL that $MUJOCO_GL names, with or without cameras: UserError where that fails.
+    Its import loads the OpenGL library that $MUJOCO_GL names, even without cameras.
+
+    Raises: MissingExtraError with the install command; UserError if that OpenGL library does not work.
     """
     try:
         with extra("mujoco"):
             import mujoco.batch
     except (AttributeError, RuntimeError) as error:
-        if not (named := os.environ.get("MUJOCO_GL")):
+        if not (library := os.environ.get("MUJOCO_GL")):
             raise
-        told = f"MUJOCO_GL={named} does not work here ({error})"
+        fault = f"MUJOCO_GL={library} does not work here ({error})"
         packages = "libosmesa6 for osmesa, libegl1 for egl"
-        raise UserError(f"{told}; unset it, or install what it names, with apt-get: {packages}") from None
-    log = getattr(mujoco, "MjLogConfig").get()  # noqa: B009  (its stubs do not have it)
-    if log.logto_file:  # to the working directory; warnings are on stderr too
+        raise UserError(f"{fault}; unset it, or install its library with apt-get: {packages}") from None
+    log = getattr(mujoco, "MjLogConfig").get()  # noqa: B009  (MuJoCo's stubs do not have it)
+    if log.logto_file:  # a file in the working directory; warnings go to stderr too
         log.logto_file = False
         log.set()
     return mujoco
 
 
 def load(model: Any, threads: int = 0, varied: Varied = (), backend: Backend = "mujoco") -> int:
-    """The handle of a model, a number made of its content, so that equal ones share it, in other processes too.
+    """Load a model and return its handle.
+
+    The handle is a hash of the arguments, so equal models have the same handle, in every process.
 
     Args:
-        model: an `mujoco.MjModel`; a copy is kept.
+        model: an `mujoco.MjModel`; the table keeps a copy.
         threads: 0 for as many as torch uses.
-        varied: what may differ between simulations.
-        backend: what steps it.
+        varied: fields that may differ between simulations.
+        backend: the library that steps the model.
     """
     buffer = np.zeros(mujoco().mj_sizeModel(model), np.uint8)
     mujoco().mj_saveModel(model, None, buffer)
@@ -79,18 +83,18 @@ def load(model: Any, threads: int = 0, varied: Varied = (), backend: Backend = "
 
 
 def loaded(handle: int) -> Loaded:
-    """The model of a handle; ConfigError where this process never loaded it."""
+    """Return the model of a handle; raise ConfigError if this process has not loaded it."""
     if handle not in _LOADED:
         raise ConfigError(f"mujoco model {handle} is not loaded in this process; make its environment first")
     return _LOADED[handle]
 
 
 def control_per_target(model: Any, i: int) -> float:
-    """The control of actuator `i` per target position, target velocity or force that its joint is to have.
+    """Return the factor from a target position, target velocity or force of a joint to the control of actuator `i`.
 
         torque = gear (gain control + bias1 gear q + bias2 gear dq/dt)
 
-    so that it is -bias1 gear / gain for positions, -bias2 gear / gain for velocities and 1 / (gear gain) for forces.
+    The factor is -bias1 gear / gain for positions, -bias2 gear / gain for velocities and 1 / (gear gain) for forces.
     """
     gear, gain = float(model.actuator_gear[i, 0]), float(model.actuator_gainprm[i, 0])
     if model.actuator_biastype[i] == int(mujoco().mjtBias.mjBIAS_NONE):
@@ -99,8 +103,11 @@ def control_per_target(model: Any, i: int) -> float:
     return -(position if position < 0.0 else velocity) * gear / gain
 
 
-def follows(model: Any, i: int) -> bool:
-    """Whether actuator `i` acts by its control, at once or filtered: an integrator or a muscle does not."""
+def is_linear_in_control(model: Any, i: int) -> bool:
+    """Return True if the force of actuator `i` is linear in its control, directly or filtered.
+
+    It is False for an integrator, a muscle or an actuator without gain.
+    """
     kinds, gains = mujoco().mjtDyn, mujoco().mjtGain
     direct = int(kinds.mjDYN_NONE), int(kinds.mjDYN_FILTER), int(kinds.mjDYN_FILTEREXACT)
     if model.actuator_gaintype[i] != int(gains.mjGAIN_FIXED) or model.actuator_dyntype[i] not in direct:
@@ -109,13 +116,13 @@ def follows(model: Any, i: int) -> bool:
 
 
 def size_of(model: Any, *parts: str) -> int:
-    """Numbers in these parts of a state."""
+    """Return the total size of these parts of a state."""
     states = mujoco().mjtState
     return sum(mujoco().mj_stateSize(model, getattr(states, f"mjSTATE_{part}").value) for part in parts)
 
 
 def _dofs_of(model: Any, name: str) -> tuple[int, int]:
-    """The first degree of freedom and how many there are, of a joint, or of a body: free joints are often unnamed."""
+    """Return the first degree of freedom and their number, of a joint, or of a body: free joints often have no name."""
     kinds = mujoco().mjtObj.mjOBJ_JOINT, mujoco().mjtObj.mjOBJ_BODY
     joint, body = (mujoco().mj_name2id(model, kind, name) for kind in kinds)
     if joint < 0 <= body:
@@ -125,27 +132,29 @@ def _dofs_of(model: Any, name: str) -> tuple[int, int]:
 
 
 def rows_of(model: Any, field: str, name: str) -> range:
-    """Where the numbers of an object lie in a field of the model, counted in the flattened field.
+    """Return the indices of an object's numbers in the flattened field of a model.
 
-    Raises: ConfigError naming a field or an object that the model does not have.
+    Raises: ConfigError if the model does not have the field or the object.
     """
     prefix, values = field.partition("_")[0], getattr(model, field, None)
     if prefix not in _PREFIXES or not isinstance(values, np.ndarray):
-        raise ConfigError(f"{field!r} is no field of a MuJoCo model that can vary; such as body_mass, geom_friction")
+        expected = "expected one such as body_mass or geom_friction"
+        raise ConfigError(f"{field!r} is not a field of a MuJoCo model that can vary; {expected}")
     if prefix == "dof":
-        first, many = _dofs_of(model, name)
+        first, count = _dofs_of(model, name)
     else:
-        first, many = id_of(model, prefix, name), 1
+        first, count = id_of(model, prefix, name), 1
     width = int(np.prod(values.shape[1:]))
-    return range(first * width, (first + many) * width)
+    return range(first * width, (first + count) * width)
 
 
 def id_of(model: Any, kind: str, name: str) -> int:
-    """Index of a named object of a kind such as "body"; ConfigError with the names there are."""
-    named = {"jnt": "joint"}.get(kind, kind)
-    index = mujoco().mj_name2id(model, getattr(mujoco().mjtObj, f"mjOBJ_{named.upper()}"), name)
+    """Return the index of an object of a kind such as "body"; raise ConfigError with all names if it is absent."""
+    kind_name = {"jnt": "joint"}.get(kind, kind)
+    index = mujoco().mj_name2id(model, getattr(mujoco().mjtObj, f"mjOBJ_{kind_name.upper()}"), name)
     if index < 0:
         count = model.nu if kind == "actuator" else getattr(model, f"n{kind}")
-        known = [getattr(model, named)(i).name for i in range(count)]
-        raise ConfigError(f"{named} {name!r} is not in the scene; it has: {', '.join(filter(None, known)) or 'none'}")
+        known = [getattr(model, kind_name)(i).name for i in range(count)]
+        names = ", ".join(filter(None, known)) or "none"
+        raise ConfigError(f"{kind_name} {name!r} is not in the scene; it has: {names}")
     return index

@@ -1,4 +1,4 @@
-"""A scene as MuJoCo's model, built from its config: robot, objects, a floor or a whole MJCF file."""
+"""Build the MuJoCo model of a scene from its config: robot, objects, and a floor or an MJCF file."""
 
 from collections.abc import Mapping
 from math import inf, radians
@@ -6,18 +6,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ecrl.envs.mujoco.robots.robot import Drive, Robot, add_force_sensors, moving, robot_spec, spec_of
+from ecrl.envs.mujoco.robots.robot import Drive, Robot, add_force_sensors, hinges_and_slides, robot_spec, spec_of
 from ecrl.envs.mujoco.scene.config import LightConfig, RigidObjectConfig, SceneConfig
-from ecrl.envs.mujoco.scene.models import control_per_target, follows, mujoco
+from ecrl.envs.mujoco.scene.models import control_per_target, is_linear_in_control, mujoco
 from ecrl.errors import ConfigError
 from ecrl.registry import did_you_mean
 
-_TOUCH = {"contype": 1, "conaffinity": 3, "condim": 4}  # everything, robots too
-_SLACK = 1e-6  # rad or m, of limits that a config repeats from a file
+_TOUCH = {"contype": 1, "conaffinity": 3, "condim": 4}  # collides with everything, also with robots
+_SLACK = 1e-6  # rad or m; tolerates rounding if a config repeats a limit of a file
 
 
 class Scene(NamedTuple):
-    """A model, MuJoCo's data at the start, and the robot."""
+    """A MuJoCo model, its data at the start of an episode, and the robot."""
 
     model: Any
     data: Any
@@ -25,7 +25,7 @@ class Scene(NamedTuple):
 
 
 def _quaternion(degrees: tuple[float, float, float]) -> np.ndarray:
-    """Rotations about x, then the y and then the z that are turned with it: Rx Ry Rz."""
+    """Return the quaternion of a rotation about x, then the rotated y, then the rotated z: Rx Ry Rz."""
     quaternion = np.zeros(4)
     mujoco().mju_euler2Quat(quaternion, np.array([radians(x) for x in degrees]), "xyz")
     return quaternion
@@ -43,13 +43,13 @@ def _add_object(spec: Any, cfg: RigidObjectConfig) -> None:
     if cfg.body_type == "dynamic":
         body.add_joint(name=cfg.uid, type=mujoco().mjtJoint.mjJNT_FREE)
     friction = [cfg.attrs.static_friction, 0.005, 0.0001]
-    # of two surfaces that touch, the friction of an object counts, not that of the floor or the robot
-    given = {"mass": cfg.attrs.mass, "friction": friction, "priority": 1, "rgba": cfg.color}
-    body.add_geom(name=cfg.uid, type=kind, size=size, **given, **_TOUCH)
+    # priority 1: if an object touches the floor or the robot, MuJoCo uses the friction of the object
+    attributes = {"mass": cfg.attrs.mass, "friction": friction, "priority": 1, "rgba": cfg.color}
+    body.add_geom(name=cfg.uid, type=kind, size=size, **attributes, **_TOUCH)
 
 
 def _damp(model: Any, cfg: RigidObjectConfig) -> None:
-    """Damping of a free body: forces that take a given share of each velocity per second."""
+    """Set the damping of a free body, so that it loses the given fraction of each velocity per second."""
     body, attrs = model.body(cfg.uid), cfg.attrs
     first = int(body.dofadr[0])
     model.dof_damping[first : first + 3] = attrs.linear_damping * body.mass
@@ -57,17 +57,17 @@ def _damp(model: Any, cfg: RigidObjectConfig) -> None:
 
 
 def _set_light(spec: Any, cfg: LightConfig) -> None:
-    """One light, instead of those of a scene's file."""
+    """Replace the lights of the scene by one directional light."""
     for light in list(spec.lights):
         spec.delete(light)
-    far = mujoco().mjtLightType.mjLIGHT_DIRECTIONAL
-    given = {"dir": list(cfg.direction), "diffuse": list(cfg.color), "castshadow": False}
-    spec.worldbody.add_light(pos=[0.0, 0.0, 4.0], type=far, **given)
+    directional = mujoco().mjtLightType.mjLIGHT_DIRECTIONAL
+    attributes = {"dir": list(cfg.direction), "diffuse": list(cfg.color), "castshadow": False}
+    spec.worldbody.add_light(pos=[0.0, 0.0, 4.0], type=directional, **attributes)
     spec.visual.headlight.ambient, spec.visual.headlight.diffuse = list(cfg.ambient), [0.0, 0.0, 0.0]
 
 
-def _empty() -> Any:
-    """A floor, and physics that suit stiff drives."""
+def _floor() -> Any:
+    """Return a MjSpec with a floor, and with physics options that suit stiff drives."""
     spec, plane = mujoco().MjSpec(), mujoco().mjtGeom.mjGEOM_PLANE
     spec.option.timestep, spec.option.iterations = 0.01, 20
     spec.option.integrator = mujoco().mjtIntegrator.mjINT_IMPLICITFAST
@@ -79,37 +79,40 @@ def _set_options(spec: Any, cfg: SceneConfig) -> None:
     option, reset = spec.option, mujoco().mjtDisableBit.mjDSBL_AUTORESET
     option.timestep = cfg.physics.dt or option.timestep
     option.iterations = cfg.physics.iterations or option.iterations
-    # a simulation that left its bounds shows as such, and does not start over by itself
+    # a diverged simulation must stay visible, so MuJoCo must not reset it
     option.disableflags = int(option.disableflags) | int(reset)
 
 
 def _add_robot(spec: Any, cfg: SceneConfig, drives: Mapping[str, Drive]) -> tuple[Robot, tuple[float, ...]]:
-    """The robot of the config, or what the actuators of the scene's file move."""
+    """Add the robot of the config, or make one of the joints that actuators of the scene file drive.
+
+    Returns: the robot, and its joint positions at the start, empty if the file defines them.
+    """
     if cfg.robot is None:
         on_joint = mujoco().mjtTrn.mjTRN_JOINT
-        known, on = moving(spec), (a.target for a in spec.actuators if a.trntype == on_joint)
-        joints = tuple(dict.fromkeys(name for name in on if name in known))
+        known, targets = hinges_and_slides(spec), (a.target for a in spec.actuators if a.trntype == on_joint)
+        joints = tuple(dict.fromkeys(name for name in targets if name in known))
         add_force_sensors(spec, joints, "mjcf")
         return Robot(joints, {"arm": joints} if joints else {}, {}), ()
-    made, robot, home = robot_spec(cfg.robot, drives)
+    child_spec, robot, home = robot_spec(cfg.robot, drives)
     base = spec.worldbody.add_body(name=cfg.robot.uid, pos=list(cfg.robot.init_pos))
     base.quat = _quaternion(cfg.robot.init_rot)
     prefix = f"{cfg.robot.uid}/"
-    spec.attach(made, frame=base.add_frame(), prefix=prefix)
-    return robot.within(prefix), home
+    spec.attach(child_spec, frame=base.add_frame(), prefix=prefix)
+    return robot.with_prefix(prefix), home
 
 
 def build(cfg: SceneConfig, drives: Mapping[str, Drive] | None = None) -> Scene:
-    """The model of a scene.
+    """Build the model of a scene.
 
     Args:
         cfg: the scene.
-        drives: what the controls of the robot's joints are, by name; positions if absent.
+        drives: the kind of drive of the robot's joints, by name; a joint that is absent has a position drive.
 
-    Raises: ConfigError naming the key: a file that is missing or no MJCF, an unknown robot, joint, part or keyframe, a
-        list of the wrong length, two things of one name.
+    Raises: ConfigError with the key, if a file is missing or is not MJCF, a robot, joint, part or keyframe is unknown,
+        a list has the wrong length, or two elements have the same name.
     """
-    spec = spec_of(cfg.mjcf, "mjcf") if cfg.mjcf is not None else _empty()
+    spec = spec_of(cfg.mjcf, "mjcf") if cfg.mjcf is not None else _floor()
     _set_options(spec, cfg)
     if cfg.light or cfg.mjcf is None:
         _set_light(spec, cfg.light or LightConfig.model_construct())
@@ -130,7 +133,7 @@ def build(cfg: SceneConfig, drives: Mapping[str, Drive] | None = None) -> Scene:
 
 
 def _start(model: Any, cfg: SceneConfig, robot: Robot, home: tuple[float, ...]) -> Any:
-    """The data at the start: the robot at home, and held there."""
+    """Return the data at the start: the robot is at its home position, and its drives hold it there."""
     data = mujoco().MjData(model)
     if cfg.keyframe is not None:
         names = [model.key(i).name for i in range(model.nkey)]
@@ -140,26 +143,28 @@ def _start(model: Any, cfg: SceneConfig, robot: Robot, home: tuple[float, ...]) 
     for name, position in zip(robot.joints, home, strict=False):
         low, high = model.joint(name).range if model.joint(name).limited else (-inf, inf)
         if not low - _SLACK <= position <= high + _SLACK:
-            told = f"{position} of joint {name!r} is beyond its limits, {low:.6g} to {high:.6g}"
-            raise ConfigError(f"robot.init_qpos: {told}; start within them")
+            fault = f"{position} of joint {name!r} is beyond its limits, {low:.6g} to {high:.6g}"
+            raise ConfigError(f"robot.init_qpos: {fault}; start within them")
         data.joint(name).qpos[0] = position
-    own = cfg.robot is not None
-    _hold(model, data, [i for i in range(model.nu) if cfg.keyframe is None or (own and _drives(model, i, robot))])
+    has_robot = cfg.robot is not None
+    # a keyframe sets the controls of all actuators that are not the robot's
+    held = [i for i in range(model.nu) if cfg.keyframe is None or (has_robot and _drives_robot(model, i, robot))]
+    _hold(model, data, held)
     return data
 
 
-def _drives(model: Any, i: int, robot: Robot) -> bool:
-    """Whether actuator `i` is the robot's; a keyframe says what the controls of the others are."""
+def _drives_robot(model: Any, i: int, robot: Robot) -> bool:
+    """Return True if actuator `i` drives a joint of the robot."""
     on_joint = model.actuator_trntype[i] == int(mujoco().mjtTrn.mjTRN_JOINT)
     return on_joint and model.joint(int(model.actuator_trnid[i, 0])).name in robot.joints
 
 
 def _hold(model: Any, data: Any, actuators: list[int]) -> None:
-    """Targets of position drives where their joints are."""
+    """Set the target of each position drive to the position of its joint."""
     for i in actuators:
-        drives = model.actuator_trntype[i] == int(mujoco().mjtTrn.mjTRN_JOINT) and model.actuator_biasprm[i, 1] < 0.0
-        if drives and follows(model, i):
+        on_joint = model.actuator_trntype[i] == int(mujoco().mjtTrn.mjTRN_JOINT)
+        if on_joint and model.actuator_biasprm[i, 1] < 0.0 and is_linear_in_control(model, i):
             joint = int(model.actuator_trnid[i, 0])
             data.ctrl[i] = control_per_target(model, i) * data.qpos[model.jnt_qposadr[joint]]
-            if model.actuator_actadr[i] >= 0:  # a filter begins where it is to stay
+            if model.actuator_actadr[i] >= 0:  # the filter's state starts at the control, so it does not change
                 data.act[model.actuator_actadr[i]] = data.ctrl[i]

@@ -1,4 +1,4 @@
-"""A cart and a pole with a drive each: EmbodiChain's CartPoleRL."""
+"""EmbodiChain's CartPoleRL: a cart and a pole, each with a drive."""
 
 from dataclasses import replace
 from functools import partial
@@ -15,7 +15,7 @@ from ecrl.envs.mujoco import world
 from ecrl.envs.mujoco.make_task import task_env
 from ecrl.envs.mujoco.physics.simulation import Simulation
 from ecrl.envs.mujoco.scene.config import Real, RobotConfig, Triple
-from ecrl.envs.mujoco.task_config import ActionConfig, ObservationConfig, RewardConfig, TaskConfig, parsed
+from ecrl.envs.mujoco.task_config import ActionConfig, ObservationConfig, RewardConfig, TaskConfig, parse_terms
 from ecrl.envs.mujoco.terms.term import part_of
 from ecrl.registry import register_env
 
@@ -27,53 +27,58 @@ _REWARDS: Any = {
 
 
 class CartRobotConfig(RobotConfig):
-    """The robot: the built-in cart-pole unless something else is said."""
+    """The robot: the built-in cart-pole by default."""
 
     uid: str = Field("Cart", min_length=1, description="its name")
     robot_type: str = Field("CartPole", description="a built-in robot; not used with mjcf")
-    init_pos: Triple = Field((0.0, 0.0, 0.5), description="where its base stands, m")
+    init_pos: Triple = Field((0.0, 0.0, 0.5), description="position of its base, m")
     init_qpos: tuple[Real, ...] | None = Field((-0.2, 0.07), strict=False, description="joint positions at the start")
 
 
 class CartPoleExtensions(ConfigModel):
-    """What the task is."""
+    """Conditions of success."""
 
-    angle_threshold: Positive = Field(0.02, description="of the pole at the end: success below this, rad")
-    velocity_threshold: Positive = Field(0.05, description="of the pole at the end: success below this, rad/s")
+    angle_threshold: Positive = Field(0.02, description="success needs a smaller pole angle at the time limit, rad")
+    velocity_threshold: Positive = Field(
+        0.05, description="success needs a smaller angular velocity of the pole at the time limit, rad/s"
+    )
 
 
 class CartPoleRLConfig(TaskConfig):
-    """Scene and terms of EmbodiChain's config; each may be changed."""
+    """Scene and terms of EmbodiChain's config; a config may change each of them."""
 
     robot: CartRobotConfig | None = Field(CartRobotConfig.model_construct(), description="the cart-pole")
     max_episode_steps: int = Field(500, ge=1, lt=2**31, description="time limit, steps")
     actions: dict[str, ActionConfig] = Field(
-        default_factory=partial(parsed, ActionConfig, _ACTIONS), description="joint positions, changed by 0.1 a"
+        default_factory=partial(parse_terms, ActionConfig, _ACTIONS),
+        description="action terms by name; by default 0.1 * action is added to joint positions",
     )
     observations: dict[str, ObservationConfig] = Field(
-        default_factory=partial(parsed, ObservationConfig, _OBSERVATIONS), description="joint positions in [0, 1]"
+        default_factory=partial(parse_terms, ObservationConfig, _OBSERVATIONS),
+        description="observation terms by name; by default joint positions in [0, 1]",
     )
     rewards: dict[str, RewardConfig] = Field(
-        default_factory=partial(parsed, RewardConfig, _REWARDS), description="beside the task's own: velocity"
+        default_factory=partial(parse_terms, RewardConfig, _REWARDS),
+        description="reward terms by name, added to the task's own reward; by default a velocity penalty",
     )
-    extensions: CartPoleExtensions = Field(CartPoleExtensions.model_construct(), description="what the task is")
+    extensions: CartPoleExtensions = Field(CartPoleExtensions.model_construct(), description="conditions of success")
 
 
 @register_env("CartPoleRL")
 def cart_pole(cfg: CartPoleRLConfig) -> Env:
-    """Hold a pole upright whose joint has a weak drive of its own.
+    """Hold a pole upright on a cart; its joint has a weak drive.
 
         reward = 1 - |angle| / pi + the terms;    failure: |angle| > pi / 2
         success: at the time limit, |angle| < angle_threshold and |angular velocity| < velocity_threshold
 
-    The metric `pole_angle` is |angle|, rad. All episodes start alike, unless events say otherwise. It is the time limit
-    that ends an episode, not the success: what would follow is worth as much as for a pole that is not at rest.
+    The metric `pole_angle` is |angle|, rad. All episodes have the same start, unless events change it. Success does not
+    terminate the episode; the time limit truncates it, so the value of the last state is bootstrapped.
     """
 
     def pole(sim: Simulation, state: TensorDict) -> tuple[Tensor, Tensor]:
         joint = part_of(sim, "hand")
-        read = world.joint_positions, world.joint_velocities
-        angle, velocity = (of(sim, state["world"], joint)[..., 0].abs() for of in read)
+        angle = world.joint_positions(sim, state["world"], joint)[..., 0].abs()
+        velocity = world.joint_velocities(sim, state["world"], joint)[..., 0].abs()
         return angle, velocity
 
     def compute_task_state(sim: Simulation, state: TensorDict) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

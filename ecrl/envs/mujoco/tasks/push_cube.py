@@ -1,4 +1,4 @@
-"""An arm pushes a cube to a goal on the floor: EmbodiChain's PushCubeRL, with its numbers."""
+"""EmbodiChain's PushCubeRL, with its numbers: an arm pushes a cube to a goal on the floor."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +13,7 @@ from torch import Tensor
 from ecrl.config.model import ConfigModel, NonNegative, Positive
 from ecrl.envs.core import Env
 from ecrl.envs.mujoco import world
-from ecrl.envs.mujoco.holding import holding
+from ecrl.envs.mujoco.holding import hold_controls
 from ecrl.envs.mujoco.make_task import task_env
 from ecrl.envs.mujoco.physics.simulation import Simulation, advance
 from ecrl.envs.mujoco.scene.config import RigidObjectConfig, RobotConfig
@@ -23,7 +23,7 @@ from ecrl.envs.mujoco.task_config import (
     RewardConfig,
     TaskConfig,
     TaskEventConfig,
-    parsed,
+    parse_terms,
 )
 from ecrl.envs.mujoco.terms.term import target
 from ecrl.registry import register_env
@@ -67,21 +67,21 @@ _OBJECT: Any = {
 
 
 class PushCubeExtensions(ConfigModel):
-    """What the task is."""
+    """Object, goal and conditions of success."""
 
-    success_threshold: Positive = Field(0.1, description="in the plane, from cube to goal: success below this, m")
-    start_distance: NonNegative = Field(0.15, description="an episode starts at least this far, m")
+    success_threshold: Positive = Field(0.1, description="success if the cube is closer to the goal in the plane, m")
+    start_distance: NonNegative = Field(0.15, description="smallest distance from cube to goal at the start, m")
     hold_time: NonNegative = Field(
         0.0,
-        description="s; above 0 the metric still_inside says of a success whether the cube is inside so much later, "
-        "the arm held; this takes as much more physics in every step",
+        description="time after a success, s, at which the metric still_inside checks the cube, with the arm held; "
+        "0: no check. The check simulates this time in every step",
     )
-    object_uid: str = Field("cube", description="the object that is pushed")
-    target_pose_key: str = Field("goal_pose", description="where it is pushed to, as an event stores it")
+    object_uid: str = Field("cube", description="uid of the object to push")
+    target_pose_key: str = Field("goal_pose", description="store_key of the event that sets the goal")
 
 
 class PushCubeConfig(TaskConfig):
-    """Scene and terms of EmbodiChain's config; each may be changed."""
+    """Scene and terms of EmbodiChain's config; a config may change each of them."""
 
     robot: RobotConfig | None = Field(
         RobotConfig.model_construct(uid="Manipulator"), description="the arm, its base at the origin"
@@ -93,35 +93,41 @@ class PushCubeConfig(TaskConfig):
     )
     max_episode_steps: int = Field(100, ge=1, lt=2**31, description="time limit, steps")
     actions: dict[str, ActionConfig] = Field(
-        default_factory=partial(parsed, ActionConfig, _ACTIONS), description="joint positions, changed by 0.1 a"
+        default_factory=partial(parse_terms, ActionConfig, _ACTIONS),
+        description="action terms by name; by default 0.1 * action is added to joint positions",
     )
     observations: dict[str, ObservationConfig] = Field(
-        default_factory=partial(parsed, ObservationConfig, _OBSERVATIONS), description="end effector, cube and goal"
+        default_factory=partial(parse_terms, ObservationConfig, _OBSERVATIONS),
+        description="observation terms by name; by default end effector, cube and goal",
     )
     rewards: dict[str, RewardConfig] = Field(
-        default_factory=partial(parsed, RewardConfig, _REWARDS), description="reaching, distance, smoothness, success"
+        default_factory=partial(parse_terms, RewardConfig, _REWARDS),
+        description="reward terms by name; by default reaching, distance, smoothness and success",
     )
     events: dict[str, TaskEventConfig] = Field(
-        default_factory=partial(parsed, TaskEventConfig, _EVENTS), description="where cube and goal are"
+        default_factory=partial(parse_terms, TaskEventConfig, _EVENTS),
+        description="events by name; by default positions of cube and goal",
     )
-    extensions: PushCubeExtensions = Field(PushCubeExtensions.model_construct(), description="what the task is")
+    extensions: PushCubeExtensions = Field(
+        PushCubeExtensions.model_construct(), description="object, goal and conditions of success"
+    )
 
 
 Distance = Callable[[Simulation, TensorDict], Tensor]
-"""(sim, state) -> `[*B]`, m, from cube to goal."""
+"""(sim, state) -> distance from cube to goal, `[*B]`, m."""
 
 
 def _inside_later(sim: Simulation, state: TensorDict, distance: Distance, ext: PushCubeExtensions) -> Tensor:
-    """Whether the cube is inside after `hold_time` with the arm held where it is, `[*B]`; not so where MuJoCo fails."""
+    """Return True if the cube is at the goal after `hold_time` with the arm held, `[*B]`; False if MuJoCo fails."""
     steps = max(1, round(ext.hold_time / sim.model.opt.timestep))
-    later, lost = advance(replace(sim, substeps=steps), state["world"], holding(sim, state["world"]))
-    return (distance(sim, state.copy().set("world", later)) < ext.success_threshold) & ~lost
+    later, failed = advance(replace(sim, substeps=steps), state["world"], hold_controls(sim, state["world"]))
+    return (distance(sim, state.copy().set("world", later)) < ext.success_threshold) & ~failed
 
 
-def _looking_again(env: Env, distance: Distance, ext: PushCubeExtensions) -> Env:
-    """The environment with the metric `still_inside`; of a start, which is no success, without any physics."""
+def _with_hold_check(env: Env, distance: Distance, ext: PushCubeExtensions) -> Env:
+    """Add the metric `still_inside`; a start is not a success, so `reset` needs no physics for it."""
 
-    def told(state: TensorDict, inside: Tensor) -> TensorDict:
+    def add_metric(state: TensorDict, inside: Tensor) -> TensorDict:
         info = cast(TensorDict, state["info"]).copy()
         metric = torch.where(info["success"], inside.float(), torch.nan)
         metrics = cast(TensorDict, info["metrics"]).copy().set("still_inside", metric)
@@ -129,11 +135,11 @@ def _looking_again(env: Env, distance: Distance, ext: PushCubeExtensions) -> Env
 
     def reset(keys: Tensor) -> TensorDict:
         state = env.reset(keys)
-        return told(state, torch.zeros_like(state["terminated"]))
+        return add_metric(state, torch.zeros_like(state["terminated"]))
 
     def step(state: TensorDict, action: Tensor, noise: Any) -> TensorDict:
         after = env.step(state, action, noise)
-        return told(after, _inside_later(env.scene, after, distance, ext))
+        return add_metric(after, _inside_later(env.scene, after, distance, ext))
 
     return replace(env, reset=reset, step=step)
 
@@ -142,17 +148,18 @@ def _looking_again(env: Env, distance: Distance, ext: PushCubeExtensions) -> Env
 def push_cube(cfg: PushCubeConfig) -> Env:
     """Push a cube to a goal.
 
-        d = |cube_xy - goal_xy|, m;    success, which ends the episode: d < success_threshold
+        d = |cube_xy - goal_xy|, m;    success: d < success_threshold;    failure: cube_z < -0.1 m
 
-    An episode starts with d >= start_distance: at the first such of 12 starts that are drawn, or else at one that was
-    found beforehand. A cube below -0.1 m is a failure. The metric `distance_to_goal` is d; `still_inside`, with
-    `hold_time`, is NaN where there is no success.
+    Success and failure end the episode. An episode starts with d >= start_distance, in the first such state of 12
+    random ones, or else in a state that was found when the task was made. The metric `distance_to_goal` is d. With
+    `hold_time`, the metric `still_inside` is 1 if the cube is still at the goal that long after a success, else 0. It
+    is NaN without a success.
     """
     ext, uid, key = cfg.extensions, cfg.extensions.object_uid, cfg.extensions.target_pose_key
 
     def distance(sim: Simulation, state: TensorDict) -> Tensor:
-        place = world.body_position(sim, state["world"], uid)[..., :2]
-        return torch.linalg.vector_norm(place - target(state, key)[..., :2], dim=-1)
+        position = world.body_position(sim, state["world"], uid)[..., :2]
+        return torch.linalg.vector_norm(position - target(state, key)[..., :2], dim=-1)
 
     def compute_task_state(sim: Simulation, state: TensorDict) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         d = distance(sim, state)
@@ -163,4 +170,4 @@ def push_cube(cfg: PushCubeConfig) -> Env:
         return distance(sim, state) >= ext.start_distance
 
     env = task_env(cfg, compute_task_state, acceptable=acceptable)
-    return _looking_again(env, distance, ext) if ext.hold_time else env
+    return _with_hold_check(env, distance, ext) if ext.hold_time else env

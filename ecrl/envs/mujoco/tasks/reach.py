@@ -1,4 +1,4 @@
-"""An arm brings its tool to a point in space."""
+"""ReachRL: an arm brings its tool to a point in space."""
 
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from ecrl.envs.mujoco.task_config import (
     RewardConfig,
     TaskConfig,
     TaskEventConfig,
-    parsed,
+    parse_terms,
 )
 from ecrl.envs.mujoco.terms.term import target, tcp_of
 from ecrl.registry import register_env
@@ -46,45 +46,51 @@ _EVENTS: Any = {
 
 
 class ReachExtensions(ConfigModel):
-    """What the task is."""
+    """Target and condition of success."""
 
-    success_threshold: Positive = Field(0.05, description="from end effector to target: success below this, m")
-    target_pose_key: str = Field("target_pose", description="where it is to go, as an event stores it")
-    part_name: str = Field("arm", description="the part of the robot whose end effector it is")
+    success_threshold: Positive = Field(0.05, description="success if the end effector is closer to the target, m")
+    target_pose_key: str = Field("target_pose", description="store_key of the event that sets the target")
+    part_name: str = Field("arm", description="part of the robot that has the end effector")
 
 
 class ReachConfig(TaskConfig):
-    """The built-in arm and a target in front of it."""
+    """Settings of ReachRL: by default the built-in arm and a target in front of it."""
 
     robot: RobotConfig | None = Field(RobotConfig.model_construct(), description="the arm")
     max_episode_steps: int = Field(50, ge=1, lt=2**31, description="time limit, steps")
     actions: dict[str, ActionConfig] = Field(
-        default_factory=partial(parsed, ActionConfig, _ACTIONS), description="joint positions, changed by 0.1 a"
+        default_factory=partial(parse_terms, ActionConfig, _ACTIONS),
+        description="action terms by name; by default 0.1 * action is added to joint positions",
     )
     observations: dict[str, ObservationConfig] = Field(
-        default_factory=partial(parsed, ObservationConfig, _OBSERVATIONS), description="end effector and target"
+        default_factory=partial(parse_terms, ObservationConfig, _OBSERVATIONS),
+        description="observation terms by name; by default end effector and target",
     )
     rewards: dict[str, RewardConfig] = Field(
-        default_factory=partial(parsed, RewardConfig, _REWARDS), description="beside the distance: smoothness, success"
+        default_factory=partial(parse_terms, RewardConfig, _REWARDS),
+        description="reward terms by name, added to the distance; by default smoothness and success",
     )
     events: dict[str, TaskEventConfig] = Field(
-        default_factory=partial(parsed, TaskEventConfig, _EVENTS), description="where the target is"
+        default_factory=partial(parse_terms, TaskEventConfig, _EVENTS),
+        description="events by name; by default the position of the target",
     )
-    extensions: ReachExtensions = Field(ReachExtensions.model_construct(), description="what the task is")
+    extensions: ReachExtensions = Field(
+        ReachExtensions.model_construct(), description="target and condition of success"
+    )
 
 
 @register_env("ReachRL")
 def reach(cfg: ReachConfig) -> Env:
     """Bring the end effector to a target.
 
-        d = |end effector - target|, m;    reward = -d + the terms;    success, which ends the episode: d < threshold
+        d = |end effector - target|, m;    reward = -d + the terms;    success: d < success_threshold
 
-    The metric `distance_to_target` is d.
+    Success ends the episode. The metric `distance_to_target` is d.
     """
 
     def distance(sim: Simulation, state: TensorDict) -> Tensor:
-        place = world.site_pose(sim, state["world"], tcp_of(sim, cfg.extensions.part_name))[..., :3, 3]
-        return torch.linalg.vector_norm(place - target(state, cfg.extensions.target_pose_key), dim=-1)
+        position = world.site_pose(sim, state["world"], tcp_of(sim, cfg.extensions.part_name))[..., :3, 3]
+        return torch.linalg.vector_norm(position - target(state, cfg.extensions.target_pose_key), dim=-1)
 
     def compute_task_state(sim: Simulation, state: TensorDict) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         d = distance(sim, state)

@@ -1,6 +1,6 @@
-"""Terms of the action: positions of joints, changes of them, poses of an end effector, velocities or forces.
+"""Action terms: joint positions, changes of joint positions, end effector poses, joint velocities or forces.
 
-The bounds of a term are its action's; what it asks of a joint beyond that joint's limits, the task clamps to them.
+A term bounds its action. The task clamps target positions to the limits of the joints.
 """
 
 from math import pi
@@ -22,17 +22,17 @@ from ecrl.envs.mujoco.terms.term import ActionTerm, JointsConfig, joints_of, ran
 from ecrl.registry import register_action
 
 Scale = Annotated[float, Field(ge=1e-6, le=1e6)]
-_TINY = 1e-6  # length of a quaternion that says nothing
+_MIN_LENGTH = 1e-6  # a shorter quaternion has no direction
 
 
 class ScaledConfig(JointsConfig):
-    """Which joints, and how far an action goes."""
+    """Joints, and the scale of the action."""
 
-    scale: Scale = Field(1.0, description="what the action is multiplied by: rad or m, rad/s or m/s, N m or N, per 1")
+    scale: Scale = Field(1.0, description="factor of the action: rad or m, rad/s or m/s, N m or N, per 1")
 
 
 class DenormalizedConfig(ScaledConfig):
-    """Which joints, and what their limits are called."""
+    """Joints, and the actions at their limits."""
 
     range: Annotated[tuple[Real, Real], Field(strict=False)] = Field(
         (-1.0, 1.0), description="scaled actions at a joint's lowest and highest position"
@@ -41,12 +41,12 @@ class DenormalizedConfig(ScaledConfig):
     @model_validator(mode="after")
     def _ordered(self) -> "DenormalizedConfig":
         if self.range[0] >= self.range[1]:
-            raise ValueError(f"range: {list(self.range)}, expected the lower first")
+            raise ValueError(f"range: {list(self.range)}, expected the lower number first")
         return self
 
 
 class NormalizedConfig(DenormalizedConfig):
-    """Which joints, and what their limits are called."""
+    """Joints, and the actions at their limits, 0 and 1 by default."""
 
     range: Annotated[tuple[Real, Real], Field(strict=False)] = Field(
         (0.0, 1.0), description="scaled actions at a joint's lowest and highest position"
@@ -54,20 +54,22 @@ class NormalizedConfig(DenormalizedConfig):
 
 
 class EefPoseConfig(ConfigModel):
-    """A part of the robot, and how a pose of its end effector is written and reached."""
+    """A part of the robot, the format of its end effector's pose, and the search for joint positions."""
 
     robot_uid: str | None = Field(None, description="name of the robot")
-    part_name: str = Field("arm", description="the part of the robot that reaches")
+    part_name: str = Field("arm", description="part of the robot that has the end effector")
     pose_dim: Literal[6, 7] = Field(7, description="6: position and Euler angles; 7: position and quaternion, w x y z")
-    scale: Scale = Field(1.0, description="what position and angles are multiplied by, m and rad per 1")
-    reach: Positive = Field(1.5, le=1e6, description="positions go this far from the origin along each axis, m")
+    scale: Scale = Field(1.0, description="factor of position and angles, m and rad per 1")
+    reach: Positive = Field(1.5, le=1e6, description="largest position along each axis, from the origin, m")
     iterations: Count = Field(15, le=1000, description="steps of the inverse kinematics")
-    position_tolerance: Positive = Field(1e-3, description="a pose further from what was asked is not gone to, m")
-    rotation_tolerance: Positive = Field(1e-2, description="a pose further turned is not gone to, rad")
+    position_tolerance: Positive = Field(1e-3, description="the robot stays still if the found pose is farther off, m")
+    rotation_tolerance: Positive = Field(
+        1e-2, description="the robot stays still if the found rotation differs by more, rad"
+    )
 
 
 def _joints(cfg: JointsConfig, sim: Simulation) -> tuple[str, ...]:
-    """The joints of a term, all of which have an actuator."""
+    """Return the joints of a term; raise ConfigError if one has no actuator."""
     joints = joints_of(cfg, sim)
     world.actuators_of(sim, joints)
     return joints
@@ -75,7 +77,7 @@ def _joints(cfg: JointsConfig, sim: Simulation) -> tuple[str, ...]:
 
 @register_action("DeltaQposTerm")
 def delta_qpos(cfg: ScaledConfig, sim: Simulation) -> ActionTerm:
-    """Target positions as changes of the present ones: `target = qpos + scale * a`, a in [-1, 1]; rad or m."""
+    """Set target positions relative to the current ones: `target = qpos + scale * a`, a in [-1, 1]; rad or m."""
     joints = _joints(cfg, sim)
 
     def control(state: TensorDict, action: Tensor) -> Tensor:
@@ -86,7 +88,7 @@ def delta_qpos(cfg: ScaledConfig, sim: Simulation) -> ActionTerm:
 
 @register_action("QposTerm")
 def qpos(cfg: ScaledConfig, sim: Simulation) -> ActionTerm:
-    """Target positions: `target = scale * a`, a in [lowest / scale, highest / scale]; rad or m."""
+    """Set target positions: `target = scale * a`, a in [lowest / scale, highest / scale]; rad or m."""
     joints = _joints(cfg, sim)
     low, high = (tuple(x / cfg.scale for x in limits) for limits in ranges_of(sim, joints))
     return ActionTerm(joints, "position", low, high, lambda state, action: cfg.scale * action)
@@ -94,11 +96,11 @@ def qpos(cfg: ScaledConfig, sim: Simulation) -> ActionTerm:
 
 @register_action("QposDenormalizedTerm")
 def qpos_denormalized(cfg: DenormalizedConfig, sim: Simulation) -> ActionTerm:
-    """Target positions as places between the joints' limits, rad or m.
+    """Set target positions relative to the limits of the joints, rad or m.
 
         target = lowest + (scale * a - range[0]) / (range[1] - range[0]) * (highest - lowest)
 
-    with a in [range[0] / scale, range[1] / scale]. A hinge without limits has -pi and pi.
+    The action a is in [range[0] / scale, range[1] / scale]. A hinge without limits counts as -pi to pi.
     """
     joints, (first, last) = _joints(cfg, sim), cfg.range
     limits = ranges_of(sim, joints)
@@ -113,16 +115,16 @@ def qpos_denormalized(cfg: DenormalizedConfig, sim: Simulation) -> ActionTerm:
 
 @register_action("QposNormalizedTerm")
 def qpos_normalized(cfg: NormalizedConfig, sim: Simulation) -> ActionTerm:
-    """`QposDenormalizedTerm` with a range of [0, 1]: the action is the normalised position, 0 lowest and 1 highest.
+    """Set target positions by normalised actions, 0 for the lowest and 1 for the highest position of a joint.
 
-    EmbodiChain's term of this name is the inverse of that map. It turns positions into numbers of the range, for what
-    is done after an action; a drive could make nothing of them.
+    This is `QposDenormalizedTerm` with a range of [0, 1]. EmbodiChain's term of this name is the inverse map, from
+    positions to the range, which a drive cannot use.
     """
     return qpos_denormalized(cfg, sim)
 
 
 def _quaternion(angles: Tensor) -> Tensor:
-    """Rotations `[*B, 3]`, rad, about x, then the y and z that turn with it, as a quaternion `[*B, 4]`, w x y z."""
+    """Return the quaternion `[*B, 4]`, w x y z, of rotations `[*B, 3]`, rad, about x, then the rotated y and z."""
     (cx, cy, cz), (sx, sy, sz) = torch.cos(0.5 * angles).unbind(-1), torch.sin(0.5 * angles).unbind(-1)
     real, x = cx * cy * cz - sx * sy * sz, sx * cy * cz + cx * sy * sz
     return torch.stack((real, x, cx * sy * cz - sx * cy * sz, cx * cy * sz + sx * sy * cz), -1)
@@ -130,30 +132,32 @@ def _quaternion(angles: Tensor) -> Tensor:
 
 @register_action("EefPoseTerm")
 def eef_pose(cfg: EefPoseConfig, sim: Simulation) -> ActionTerm:
-    """Target positions that bring the end effector of a part to a pose in the world, by inverse kinematics.
+    """Set target positions that bring the end effector of a part to a pose in the world, by inverse kinematics.
 
-        x y z = scale * a[0:3], m                                 a in [-reach / scale, reach / scale]
-        pose_dim 6: turned by scale * a[3:6] about x, then its own y, its own z, rad       [-pi / scale, pi / scale]
-        pose_dim 7: turned by the quaternion a[3:7], w x y z, of any length but 0          [-1, 1]
+        x y z = scale * a[0:3], m                                          a in [-reach / scale, reach / scale]
+        pose_dim 6: rotation by scale * a[3:6], rad, about x, own y, own z      [-pi / scale, pi / scale]
+        pose_dim 7: rotation by the quaternion a[3:7], w x y z, normalised      [-1, 1]
 
-    The search (`inverse_kinematics`) begins where the joints are. Where it ends further from the pose than
-    `position_tolerance` or `rotation_tolerance`, or a quaternion is shorter than 1e-6, the targets are the present
-    positions.
+    The search (`inverse_kinematics`) starts from the current joint positions. It fails if it ends farther from the pose
+    than `position_tolerance` or `rotation_tolerance`, or if the quaternion is shorter than 1e-6. Then the targets are
+    the current positions.
     """
     joints = _joints(JointsConfig(robot_uid=cfg.robot_uid, part_name=cfg.part_name, joint_ids=None), sim)
     site = tcp_of(sim, cfg.part_name)
 
     def control(state: TensorDict, action: Tensor) -> Tensor:
-        place, turn = cfg.scale * action[..., :3], action[..., 3:]
-        turn = _quaternion(cfg.scale * turn) if cfg.pose_dim == 6 else turn
-        none = torch.linalg.vector_norm(turn, dim=-1, keepdim=True) < _TINY
-        pose = kinematics.pose(place, torch.where(none, turn.new_tensor([1.0, 0.0, 0.0, 0.0]), turn))
-        found = inverse_kinematics(sim, state["world"], site, joints, pose, iterations=cfg.iterations)
-        failed = (found.distance > cfg.position_tolerance) | (found.angle > cfg.rotation_tolerance) | none[..., 0]
-        return torch.where(failed[..., None], world.joint_positions(sim, state["world"], joints), found.positions)
+        position, rotation = cfg.scale * action[..., :3], action[..., 3:]
+        quaternion = _quaternion(cfg.scale * rotation) if cfg.pose_dim == 6 else rotation
+        too_short = torch.linalg.vector_norm(quaternion, dim=-1, keepdim=True) < _MIN_LENGTH
+        identity = quaternion.new_tensor([1.0, 0.0, 0.0, 0.0])
+        pose = kinematics.pose(position, torch.where(too_short, identity, quaternion))
+        result = inverse_kinematics(sim, state["world"], site, joints, pose, iterations=cfg.iterations)
+        failed = (result.distance > cfg.position_tolerance) | (result.angle > cfg.rotation_tolerance)
+        failed = failed | too_short[..., 0]
+        return torch.where(failed[..., None], world.joint_positions(sim, state["world"], joints), result.positions)
 
-    turned = (pi / cfg.scale,) * 3 if cfg.pose_dim == 6 else (1.0,) * 4
-    high = (cfg.reach / cfg.scale,) * 3 + turned
+    high_rotation = (pi / cfg.scale,) * 3 if cfg.pose_dim == 6 else (1.0,) * 4
+    high = (cfg.reach / cfg.scale,) * 3 + high_rotation
     return ActionTerm(joints, "position", tuple(-x for x in high), high, control)
 
 
@@ -165,16 +169,17 @@ def _proportional(cfg: ScaledConfig, sim: Simulation, drive: Drive) -> ActionTer
 
 @register_action("QvelTerm")
 def qvel(cfg: ScaledConfig, sim: Simulation) -> ActionTerm:
-    """Target velocities: `target = scale * a`, a in [-1, 1], rad/s or m/s.
+    """Set target velocities: `target = scale * a`, a in [-1, 1], rad/s or m/s.
 
-    The drive exerts damping * (target - qvel), up to max_effort, and holds no position. While max_effort limits it,
-    MuJoCo takes it at its value before a time step, so it hunts around targets further than max_effort / damping from
-    the velocity where damping * time step is above the inertia that the joint moves; give such a drive less damping.
+    The force of the drive is damping * (target - qvel), limited to max_effort; it does not hold a position. While
+    max_effort limits the force, MuJoCo integrates it explicitly. The velocity then oscillates around targets that
+    differ from it by more than max_effort / damping, if damping * time step exceeds the inertia at the joint. Reduce
+    the damping of such a drive.
     """
     return _proportional(cfg, sim, "velocity")
 
 
 @register_action("QfTerm")
 def qf(cfg: ScaledConfig, sim: Simulation) -> ActionTerm:
-    """Forces: `force = scale * a`, a in [-1, 1], N m or N, up to max_effort."""
+    """Set forces: `force = scale * a`, a in [-1, 1], N m or N, limited to max_effort."""
     return _proportional(cfg, sim, "force")

@@ -1,4 +1,4 @@
-"""What a config says of cameras: events that record videos, and what is seen as an observation."""
+"""Camera terms of a config: events that record videos or vary camera and light, and image observations."""
 
 from pathlib import Path, PurePosixPath
 from typing import Annotated, cast
@@ -32,10 +32,10 @@ _Colors = Annotated[tuple[_Shade, _Shade], Field(strict=False), AfterValidator(_
 
 
 class RecordCameraConfig(CameraConfig):
-    """A camera that makes videos."""
+    """A camera that records videos."""
 
-    name: str = Field("camera", pattern=r"^[\w-]+$", description="of the videos")
-    max_env_num: Count = Field(16, description="environments that are seen, the first ones, side by side; at most")
+    name: str = Field("camera", pattern=r"^[\w-]+$", description="name of the videos")
+    max_env_num: Count = Field(16, description="largest number of environments in a video, the first ones, in a grid")
     save_path: Annotated[Path, Field(strict=False)] = Field(
         Path(), description="folder within videos/ of the run folder"
     )
@@ -44,48 +44,48 @@ class RecordCameraConfig(CameraConfig):
     @classmethod
     def _within(cls, path: Path) -> Path:
         if path.is_absolute() or ".." in PurePosixPath(path).parts:
-            raise ValueError(f"{str(path)!r} leads out of the run folder; give a path below its videos/")
+            raise ValueError(f"{str(path)!r} is outside the run folder; give a path below its videos/")
         return path
 
 
 class RecordCameraAsyncConfig(RecordCameraConfig):
-    """A camera that makes videos, of fewer environments if nothing is said."""
+    """A camera that records videos, of at most 4 environments by default."""
 
-    max_env_num: Count = Field(4, description="environments that are seen, the first ones, side by side; at most")
+    max_env_num: Count = Field(4, description="largest number of environments in a video, the first ones, in a grid")
 
 
-def _apart(cfg: RecordCameraConfig, sim: Simulation) -> Apply:
-    told = "cameras watch environments and are no part of them"
-    raise ConfigError(f"{told}; put the event under trainer.events.train or trainer.events.eval")
+def _refuse_in_task(cfg: RecordCameraConfig, sim: Simulation) -> Apply:
+    reason = "a camera that records videos cannot be an event of a task"
+    raise ConfigError(f"{reason}; put the event under trainer.events.train or trainer.events.eval")
 
 
 @register_event("record_camera_data")
 def record_camera_data(cfg: RecordCameraConfig, sim: Simulation) -> Apply:
-    """Make an mp4 of every evaluation, or of what every iteration collects, 20 frames per second.
+    """Record an mp4 of every evaluation, or of every iteration's rollout, with 20 frames per second.
 
-    It is written in the background and changes nothing of what it shows; training waits where it goes ahead of it.
-    `interval_step` of the event: steps from one frame to the next.
+    The video is written in the background and does not change the environments. Training waits for it if it is slower.
+    `interval_step` of the event is the number of steps from one frame to the next.
     """
-    return _apart(cfg, sim)
+    return _refuse_in_task(cfg, sim)
 
 
 @register_event("record_camera_data_async")
 def record_camera_data_async(cfg: RecordCameraAsyncConfig, sim: Simulation) -> Apply:
-    """The same as `record_camera_data`, of 4 environments at most if nothing is said; training does not wait for it.
+    """Record like `record_camera_data`, but of at most 4 environments by default, and without making training wait.
 
-    An iteration that is collected while an earlier one is still drawn has no video.
+    There is no video of an iteration whose rollout ends while an earlier video is still being drawn.
     """
-    return _apart(cfg, sim)
+    return _refuse_in_task(cfg, sim)
 
 
 @register_observation("camera_image")
 def camera_image(cfg: CameraConfig, sim: Simulation) -> Observe:
-    """What a camera sees, with targets marked; mode add.
+    """Observe the image of a camera, with targets marked; use mode add.
 
         pixel = red, green, blue / 255
 
-    `[*B, h, w, 3]` float32 in 0 to 1, the upper row first; flat in the observation. Drawn on the host, one environment
-    after the other: a small resolution is worth its time.
+    The image is `[*B, h, w, 3]` float32 from 0 to 1, the upper row first; it is flattened in the observation. The host
+    draws one environment after the other, so use a small resolution.
     """
     backend()
     handle = camera_handle(sim, cfg)
@@ -93,58 +93,58 @@ def camera_image(cfg: CameraConfig, sim: Simulation) -> Observe:
 
 
 class RandomizeCameraConfig(ConfigModel):
-    """Where cameras are moved."""
+    """Ranges of random camera offsets."""
 
-    eye_range: _Box | None = Field(None, description="[lowest, highest] x y z added to where cameras are, m")
-    target_range: _Box | None = Field(None, description="[lowest, highest] x y z added to what they look at, m")
+    eye_range: _Box | None = Field(None, description="[lowest, highest] x y z added to the eye of cameras, m")
+    target_range: _Box | None = Field(None, description="[lowest, highest] x y z added to the target of cameras, m")
 
     @model_validator(mode="after")
-    def _something(self) -> "RandomizeCameraConfig":
+    def _has_a_range(self) -> "RandomizeCameraConfig":
         if self.eye_range is None and self.target_range is None:
             raise ValueError("give eye_range, target_range or both")
         return self
 
     @property
     def ranges(self) -> dict[str, tuple[Triple, Triple]]:
-        """What is drawn, by the name of its target."""
-        found = {EYE: self.eye_range, TARGET: self.target_range}
-        return {name: box for name, box in found.items() if box is not None}
+        """Ranges of the draws, by the name of the target that stores them."""
+        ranges = {EYE: self.eye_range, TARGET: self.target_range}
+        return {name: box for name, box in ranges.items() if box is not None}
 
     @property
     def stores(self) -> dict[str, tuple[float, ...]]:
-        """Targets that are set, and what they are before: nothing is moved."""
+        """Targets that the event sets, with initial values that move nothing."""
         return dict.fromkeys(self.ranges, (0.0, 0.0, 0.0))
 
 
 class RandomizeLightConfig(ConfigModel):
-    """How the light of the images changes."""
+    """Ranges of random light of the images."""
 
-    direction_range: _Box | None = Field(None, description="[lowest, highest] x y z of which way it shines")
+    direction_range: _Box | None = Field(None, description="[lowest, highest] x y z of the light's direction")
     color_range: _Colors | None = Field(None, description="[lowest, highest] red, green, blue, 0 to 1")
 
     @model_validator(mode="after")
-    def _something(self) -> "RandomizeLightConfig":
+    def _has_a_range(self) -> "RandomizeLightConfig":
         if self.direction_range is None and self.color_range is None:
             raise ValueError("give direction_range, color_range or both")
         if self.direction_range is not None and not any(x for bound in self.direction_range for x in bound):
-            raise ValueError("direction_range holds no direction but 0")
+            raise ValueError("direction_range contains only 0, which is not a direction; widen it")
         return self
 
     @property
     def ranges(self) -> dict[str, tuple[Triple, Triple]]:
-        """What is drawn, by the name of its target."""
-        found = {DIRECTION: self.direction_range, COLOR: self.color_range}
-        return {name: box for name, box in found.items() if box is not None}
+        """Ranges of the draws, by the name of the target that stores them."""
+        ranges = {DIRECTION: self.direction_range, COLOR: self.color_range}
+        return {name: box for name, box in ranges.items() if box is not None}
 
     @property
     def stores(self) -> dict[str, tuple[float, ...]]:
-        """Targets that are set, and what they are before, in a scene without a light of its own."""
-        usual = LightConfig.model_construct()
-        return {name: {DIRECTION: usual.direction, COLOR: usual.color}[name] for name in self.ranges}
+        """Targets that the event sets, with their initial values in a scene without a light."""
+        default = LightConfig.model_construct()
+        return {name: {DIRECTION: default.direction, COLOR: default.color}[name] for name in self.ranges}
 
 
-def _stored(cfg: RandomizeCameraConfig | RandomizeLightConfig) -> Apply:
-    """Draw each of the ranges into its target."""
+def _draw_targets(cfg: RandomizeCameraConfig | RandomizeLightConfig) -> Apply:
+    """Return an event that draws each target from its range."""
 
     def apply(state: TensorDict, keys: Tensor) -> TensorDict:
         targets = cast(TensorDict, state["targets"]).copy()
@@ -158,17 +158,17 @@ def _stored(cfg: RandomizeCameraConfig | RandomizeLightConfig) -> Apply:
 
 @register_event("randomize_camera")
 def randomize_camera(cfg: RandomizeCameraConfig, sim: Simulation) -> Apply:
-    """Move all cameras, those of videos and of `camera_image`.
+    """Move all cameras, of videos and of `camera_image`, by random offsets.
 
     eye' = eye + draw,  target' = target + draw;    draw uniform between lowest and highest, m
     """
-    return _stored(cfg)
+    return _draw_targets(cfg)
 
 
 @register_event("randomize_light")
 def randomize_light(cfg: RandomizeLightConfig, sim: Simulation) -> Apply:
-    """Change direction and color of the light in images; the physics knows nothing of it.
+    """Draw direction and color of the light in images; the physics does not change.
 
     direction = draw, of any length;  color = draw;    draw uniform between lowest and highest
     """
-    return _stored(cfg)
+    return _draw_targets(cfg)

@@ -1,6 +1,6 @@
-"""Events of a scene: where objects, targets and the robot are, what objects weigh and how they slide, what pushes them.
+"""Events of a scene: random poses of objects, targets and the robot, random masses, frictions and pushes of objects.
 
-Each is drawn anew whenever it happens, uniformly between two bounds:
+Each event draws new numbers whenever it happens, uniformly between two bounds:
 
     draw = low + (high - low) u,  u uniform in [0, 1) on the 2**-24 grid
 """
@@ -32,9 +32,9 @@ def _numbers(bound: Any) -> tuple[float, ...]:
 def _ordered(bounds: Any) -> Any:
     low, high = (_numbers(bound) for bound in bounds)
     if len(low) != len(high) and 1 not in (len(low), len(high)):
-        raise ValueError(f"{len(low)} lowest numbers, {len(high)} highest; give as many")
-    many = max(len(low), len(high))
-    for a, b in zip(low * (many // len(low)), high * (many // len(high)), strict=True):
+        raise ValueError(f"{len(low)} lowest numbers, but {len(high)} highest; give the same number of both")
+    length = max(len(low), len(high))
+    for a, b in zip(low * (length // len(low)), high * (length // len(high)), strict=True):
         if a > b:
             raise ValueError(f"lowest {a} is above highest {b}")
     return bounds
@@ -48,49 +48,50 @@ _Rows = Annotated[tuple[_Row, _Row], Field(strict=False), AfterValidator(_ordere
 _Frictions = Annotated[tuple[NonNegative, NonNegative], Field(strict=False), AfterValidator(_ordered)]
 
 
-def _drawn(keys: Tensor, bounds: tuple[Any, Any], many: int) -> Tensor:
-    """Uniform between two bounds, each one number or `many`: `[*B, many]` float32."""
-    u = rng.uniform(keys, (many,))
+def _draw(keys: Tensor, bounds: tuple[Any, Any], count: int) -> Tensor:
+    """Draw uniform numbers `[*B, count]` float32 between two bounds, each one number or `count` numbers."""
+    u = rng.uniform(keys, (count,))
     low, high = (u.new_tensor(_numbers(bound)) for bound in bounds)
     return low + (high - low) * u
 
 
-def _found(told: str, look: Callable[[], Any]) -> Any:
-    """What `look` finds in the scene; a ConfigError of it begins with the parameter that named what is not there."""
+def _look_up(parameter: str, find: Callable[[], Any]) -> Any:
+    """Return `find()`, and put the name of the parameter before the message of its ConfigError."""
     try:
-        return look()
+        return find()
     except ConfigError as error:
-        raise ConfigError(f"params.{told}: {error}") from None
+        raise ConfigError(f"params.{parameter}: {error}") from None
 
 
-def _times(a: Tensor, b: Tensor) -> Tensor:
-    """Product of quaternions w x y z, the turn `b` and then the turn `a`: `[*B, 4]`."""
+def _multiply(a: Tensor, b: Tensor) -> Tensor:
+    """Return the product of quaternions w x y z, `[*B, 4]`: the rotation `b`, then the rotation `a`."""
     (aw, av), (bw, bv) = (q.split((1, 3), -1) for q in (a, b))
     real = aw * bw - (av * bv).sum(-1, keepdim=True)
     return torch.cat((real, aw * bv + bw * av + torch.linalg.cross(av, bv)), -1)
 
 
-def _turn(degrees: Tensor) -> Tensor:
-    """The quaternion `[*B, 4]` of turns about x, then the y and z that turn with it, `[*B, 3]` degrees: Rx Ry Rz."""
+def _quaternion(degrees: Tensor) -> Tensor:
+    """Return the quaternion `[*B, 4]` of rotations about x, then the rotated y and z, `[*B, 3]` degrees: Rx Ry Rz."""
     half = torch.deg2rad(degrees) / 2.0
-    one, axes = half.cos().unsqueeze(-1), half.sin().unsqueeze(-1) * torch.eye(3, device=half.device)
-    x, y, z = torch.cat((one, axes), -1).unbind(-2)
-    return _times(x, _times(y, z))
+    real, axes = half.cos().unsqueeze(-1), half.sin().unsqueeze(-1) * torch.eye(3, device=half.device)
+    x, y, z = torch.cat((real, axes), -1).unbind(-2)
+    return _multiply(x, _multiply(y, z))
 
 
 class RandomizeRigidObjectPoseConfig(ConfigModel):
-    """Where an object is put."""
+    """An object, and the ranges of its random pose."""
 
     entity_cfg: EntityConfig = Field(description="the object, dynamic or kinematic")
-    position_range: _Box | None = Field(None, description="[lowest, highest] x y z, m; it stays where it is if absent")
+    position_range: _Box | None = Field(None, description="[lowest, highest] x y z, m; position unchanged if absent")
     rotation_range: _Box | None = Field(
-        None, description="[lowest, highest] turn about x, its own y, its own z, degrees; not turned if absent"
+        None,
+        description="[lowest, highest] angles about x, its own y, its own z, degrees; rotation unchanged if absent",
     )
-    relative_position: bool = Field(True, description="counted from where the scene has it, not from the origin")
-    relative_rotation: bool = Field(False, description="counted from how the scene has it turned, about its own axes")
+    relative_position: bool = Field(True, description="positions are relative to the position in the scene config")
+    relative_rotation: bool = Field(False, description="rotations are relative to the rotation in the scene config")
 
     @model_validator(mode="after")
-    def _something(self) -> "RandomizeRigidObjectPoseConfig":
+    def _has_a_range(self) -> "RandomizeRigidObjectPoseConfig":
         if self.position_range is None and self.rotation_range is None:
             raise ValueError("give position_range, rotation_range or both")
         return self
@@ -98,43 +99,44 @@ class RandomizeRigidObjectPoseConfig(ConfigModel):
 
 @register_event("randomize_rigid_object_pose")
 def randomize_rigid_object_pose(cfg: RandomizeRigidObjectPoseConfig, sim: Simulation) -> Apply:
-    """Put an object somewhere, at rest.
+    """Move an object to a random pose, at rest.
 
-        position' = draw, or home + draw        rotation' = turn(draw), or home turn(draw)
+        position' = draw, or home + draw        rotation' = R(draw), or home R(draw)
 
-    `home` is its pose in the scene, m; `turn(a) = Rx Ry Rz` of three angles, degrees. Velocities become 0.
+    `home` is its pose in the scene config, m. `R(a) = Rx Ry Rz` is the rotation of three angles, degrees. Velocities
+    become 0.
     """
-    uid, begin = cfg.entity_cfg.uid, start(sim, ())
-    _found("entity_cfg.uid", lambda: world.with_body_pose(sim, begin, uid))
-    home, own = world.body_pose(sim, begin, uid), np.zeros(4)
-    mujoco().mju_mat2Quat(own, home[:3, :3].double().numpy().flatten())
-    place = home[:3, 3].tolist()
-    moves = int(sim.model.body_mocapid[id_of(sim.model, "body", uid)]) < 0
+    uid, initial = cfg.entity_cfg.uid, start(sim, ())
+    _look_up("entity_cfg.uid", lambda: world.with_body_pose(sim, initial, uid))
+    home, home_quaternion = world.body_pose(sim, initial, uid), np.zeros(4)
+    mujoco().mju_mat2Quat(home_quaternion, home[:3, :3].double().numpy().flatten())
+    home_position = home[:3, 3].tolist()
+    has_velocity = int(sim.model.body_mocapid[id_of(sim.model, "body", uid)]) < 0
 
     def apply(state: Any, keys: Tensor) -> Any:
         position, quaternion = None, None
         if cfg.position_range is not None:
-            position = _drawn(keys, cfg.position_range, 3)
-            position = position + position.new_tensor(place) if cfg.relative_position else position
+            position = _draw(keys, cfg.position_range, 3)
+            position = position + position.new_tensor(home_position) if cfg.relative_position else position
         if cfg.rotation_range is not None:
-            quaternion = _turn(_drawn(rng.fold_in(keys, 1), cfg.rotation_range, 3))
+            quaternion = _quaternion(_draw(rng.fold_in(keys, 1), cfg.rotation_range, 3))
             if cfg.relative_rotation:
-                quaternion = _times(quaternion.new_tensor(own).expand_as(quaternion), quaternion)
-        moved = world.with_body_pose(sim, state["world"], uid, position, quaternion)
-        if moves:
-            moved = world.at_rest(sim, moved, uid)
-        return state.copy().set("world", moved)
+                quaternion = _multiply(quaternion.new_tensor(home_quaternion).expand_as(quaternion), quaternion)
+        worlds = world.with_body_pose(sim, state["world"], uid, position, quaternion)
+        if has_velocity:
+            worlds = world.with_body_at_rest(sim, worlds, uid)
+        return state.copy().set("world", worlds)
 
     return apply
 
 
 class RandomizeTargetPoseConfig(ConfigModel):
-    """Where a target is, which is nothing but a position."""
+    """A target, which is a position, and the range of its random position."""
 
     position_range: _Box = Field(description="[lowest, highest] x y z, m")
-    relative_position: bool = Field(False, description="counted from where reference_entity_cfg is, not the origin")
-    reference_entity_cfg: EntityConfig | None = Field(None, description="an object, for relative_position")
-    store_key: str = Field("goal_pose", pattern=r"^[\w-]+$", description="name of the target, which terms are told")
+    relative_position: bool = Field(False, description="positions are relative to the object reference_entity_cfg")
+    reference_entity_cfg: EntityConfig | None = Field(None, description="reference object of relative_position")
+    store_key: str = Field("goal_pose", pattern=r"^[\w-]+$", description="name of the target; terms refer to it")
 
     @model_validator(mode="after")
     def _both(self) -> "RandomizeTargetPoseConfig":
@@ -144,48 +146,49 @@ class RandomizeTargetPoseConfig(ConfigModel):
 
     @property
     def stores(self) -> dict[str, tuple[float, ...]]:
-        """The target that it sets, and what it is before that."""
+        """The target that the event sets, with its initial value."""
         return {self.store_key: (0.0, 0.0, 0.0)}
 
 
 @register_event("randomize_target_pose")
 def randomize_target_pose(cfg: RandomizeTargetPoseConfig, sim: Simulation) -> Apply:
-    """Choose a target, `[*B, 3]`, m.
+    """Draw a target position, `[*B, 3]`, m.
 
-    target' = draw, or draw + the position of the reference object at that moment
+    target' = draw, or draw + the current position of the reference object
     """
     entity = cfg.reference_entity_cfg
     if entity is not None:
-        _found("reference_entity_cfg.uid", lambda: world.body_pose(sim, start(sim, ()), entity.uid))
+        _look_up("reference_entity_cfg.uid", lambda: world.body_pose(sim, start(sim, ()), entity.uid))
 
     def apply(state: Any, keys: Tensor) -> Any:
         known = state["targets"].keys() if "targets" in state else ()
         if cfg.store_key not in known:
-            told = f"params.store_key: no target {cfg.store_key!r} in the task; {did_you_mean(cfg.store_key, known)}"
-            raise ConfigError(f"{told}; an event under env.cfg.events makes one")
-        place = _drawn(keys, cfg.position_range, 3)
+            fault = f"params.store_key: no target {cfg.store_key!r} in the task; {did_you_mean(cfg.store_key, known)}"
+            raise ConfigError(f"{fault}; an event under env.cfg.events adds one")
+        position = _draw(keys, cfg.position_range, 3)
         if entity is not None:
-            place = place + world.body_pose(sim, state["world"], entity.uid)[..., :3, 3]
-        return state.copy().set("targets", state["targets"].copy().set(cfg.store_key, place))
+            position = position + world.body_pose(sim, state["world"], entity.uid)[..., :3, 3]
+        return state.copy().set("targets", state["targets"].copy().set(cfg.store_key, position))
 
     return apply
 
 
 class RandomizeRobotQposConfig(JointsConfig):
-    """Where the joints of the robot are."""
+    """Joints of the robot, and the range of their random positions."""
 
-    entity_cfg: EntityConfig | None = Field(None, description="the robot, another way to name it")
-    qpos_range: _Rows = Field(description="[lowest, highest], rad or m: one number for all joints, or a list of theirs")
-    relative_qpos: bool = Field(True, description="counted from where the joints are, not from 0")
+    entity_cfg: EntityConfig | None = Field(None, description="the robot; an alternative to robot_uid")
+    qpos_range: _Rows = Field(description="[lowest, highest], rad or m: one number for all joints, or one per joint")
+    relative_qpos: bool = Field(True, description="positions are relative to the current ones, not to 0")
 
 
 @register_event("randomize_robot_qpos")
 def randomize_robot_qpos(cfg: RandomizeRobotQposConfig, sim: Simulation) -> Apply:
-    """Put joints of the robot somewhere, at rest.
+    """Move joints of the robot to random positions, at rest.
 
         q' = clamp(q + draw, or draw, limits),  rad or m;  velocities become 0
 
-    The targets of their drives are those of the next action; joints that no action drives go back home.
+    The event does not change the targets of the drives. The next action sets the targets of the joints that it drives.
+    Other joints return home.
     """
     joints = joints_of(cfg, sim)
     if not joints:
@@ -194,100 +197,104 @@ def randomize_robot_qpos(cfg: RandomizeRobotQposConfig, sim: Simulation) -> Appl
         raise ConfigError(f"params.entity_cfg.uid: no robot {cfg.entity_cfg.uid!r}; its joints: {', '.join(joints)}")
     for bound in map(_numbers, cfg.qpos_range):
         if len(bound) not in (1, len(joints)):
-            told = f"{len(bound)} numbers for {len(joints)} joints: {', '.join(joints)}"
-            raise ConfigError(f"params.qpos_range: {told}; give one number or a list of theirs")
+            fault = f"{len(bound)} numbers for {len(joints)} joints: {', '.join(joints)}"
+            raise ConfigError(f"params.qpos_range: {fault}; give one number, or one per joint")
     low, high = world.joint_limits(sim, joints)
 
     def apply(state: Any, keys: Tensor) -> Any:
-        q = _drawn(keys, cfg.qpos_range, len(joints))
+        q = _draw(keys, cfg.qpos_range, len(joints))
         q = q + world.joint_positions(sim, state["world"], joints) if cfg.relative_qpos else q
         q = q.clamp(q.new_tensor(low), q.new_tensor(high))
-        moved = world.with_joint_positions(sim, state["world"], joints, q)
-        return state.copy().set("world", world.with_joint_velocities(sim, moved, joints, torch.zeros_like(q)))
+        worlds = world.with_joint_positions(sim, state["world"], joints, q)
+        return state.copy().set("world", world.with_joint_velocities(sim, worlds, joints, torch.zeros_like(q)))
 
     return apply
 
 
-def _own(sim: Simulation, field: str, uid: str) -> list[float]:
-    """Numbers of an object in the scene; ConfigError where they are the same in all environments."""
-    rows = _found("entity_cfg.uid", lambda: rows_of(sim.model, field, uid))
+def _scene_values(sim: Simulation, field: str, uid: str) -> list[float]:
+    """Return a field of an object in the scene; raise ConfigError if it cannot differ between environments."""
+    rows = _look_up("entity_cfg.uid", lambda: rows_of(sim.model, field, uid))
     if (field, uid) not in sim.varied:
         raise ConfigError(f"{field} of {uid!r} is the same in all environments; put the event under env.cfg.events")
     return getattr(sim.model, field).ravel()[rows].tolist()
 
 
 class RandomizeRigidObjectMassConfig(ConfigModel):
-    """What an object weighs."""
+    """An object, and the range of its random mass."""
 
     entity_cfg: EntityConfig = Field(description="the object, dynamic")
     mass_range: _Span = Field(description="[lowest, highest], kg")
-    relative: bool = Field(False, description="counted from the mass that it has in the scene, not from 0")
+    relative: bool = Field(False, description="masses are relative to the mass in the scene config, not to 0")
 
     @property
     def varied(self) -> tuple[tuple[str, str], ...]:
-        """What differs between environments."""
+        """Fields of the model that differ between environments."""
         return tuple((field, self.entity_cfg.uid) for field in ("body_mass", "body_inertia", "dof_damping"))
 
 
 @register_event("randomize_rigid_object_mass")
 def randomize_rigid_object_mass(cfg: RandomizeRigidObjectMassConfig, sim: Simulation) -> Apply:
-    """Give an object another mass, of the same shape and density everywhere in it.
+    """Draw the mass of an object; its shape is unchanged and its density stays uniform.
 
         m' = draw, or m + draw, kg;  inertia' = inertia m' / m;  damping' = damping m' / m
 
-    `m` is its mass in the scene. So the shares of its velocities that are lost per second stay what they are.
+    `m` is its mass in the scene config. The damping changes so that the object loses the same fraction of its
+    velocities per second.
     """
     uid = cfg.entity_cfg.uid
-    _found("entity_cfg.uid", lambda: world.push(sim, uid, torch.zeros(3)))
-    own = {field: _own(sim, field, uid) for field, _ in cfg.varied}
-    (mass,) = own["body_mass"]
+    _look_up("entity_cfg.uid", lambda: world.push(sim, uid, torch.zeros(3)))
+    scene_values = {field: _scene_values(sim, field, uid) for field, _ in cfg.varied}
+    (mass,) = scene_values["body_mass"]
     low, high = (bound + mass if cfg.relative else bound for bound in cfg.mass_range)
     if low <= 0.0:
-        raise ConfigError(f"params.mass_range: the lowest mass is {low} kg, expected one above 0")
+        raise ConfigError(f"params.mass_range: the lowest mass is {low} kg, expected more than 0")
 
     def apply(state: Any, keys: Tensor) -> Any:
-        drawn, moved = _drawn(keys, (low, high), 1), state["world"]
-        for field, numbers in own.items():
-            changed = drawn if field == "body_mass" else drawn / mass * drawn.new_tensor(numbers)
-            moved = world.with_parameter(sim, moved, field, uid, changed)
-        return state.copy().set("world", moved)
+        new_mass, worlds = _draw(keys, (low, high), 1), state["world"]
+        for field, values in scene_values.items():
+            new_values = new_mass if field == "body_mass" else new_mass / mass * new_mass.new_tensor(values)
+            worlds = world.with_parameter(sim, worlds, field, uid, new_values)
+        return state.copy().set("world", worlds)
 
     return apply
 
 
 class RandomizeRigidObjectFrictionConfig(ConfigModel):
-    """How an object slides."""
+    """An object, and the range of its random friction."""
 
     entity_cfg: EntityConfig = Field(description="the object")
-    friction_range: _Frictions = Field(description="[lowest, highest] sliding friction, force along per force across")
+    friction_range: _Frictions = Field(
+        description="[lowest, highest] coefficient of sliding friction, tangential force per normal force"
+    )
 
     @property
     def varied(self) -> tuple[tuple[str, str], ...]:
-        """What differs between environments."""
+        """Fields of the model that differ between environments."""
         return (("geom_friction", self.entity_cfg.uid),)
 
 
 @register_event("randomize_rigid_object_friction")
 def randomize_rigid_object_friction(cfg: RandomizeRigidObjectFrictionConfig, sim: Simulation) -> Apply:
-    """Give an object another sliding friction, at rest and in motion.
+    """Draw the coefficient of sliding friction of an object, at rest and in motion.
 
-        friction' = draw, force along per force across
+        friction' = draw, tangential force per normal force
 
-    It counts against the floor, the robot and what is fixed; of two objects that touch, the larger one counts.
+    It applies in contacts with the floor, the robot and fixed geoms of a file. If two objects touch, the larger
+    coefficient applies.
     """
     uid = cfg.entity_cfg.uid
-    _own(sim, "geom_friction", uid)
+    _scene_values(sim, "geom_friction", uid)
 
     def apply(state: Any, keys: Tensor) -> Any:
         rest = world.parameter(sim, state["world"], "geom_friction", uid)[..., 1:]
-        changed = torch.cat((_drawn(keys, cfg.friction_range, 1), rest), -1)
-        return state.copy().set("world", world.with_parameter(sim, state["world"], "geom_friction", uid, changed))
+        friction = torch.cat((_draw(keys, cfg.friction_range, 1), rest), -1)
+        return state.copy().set("world", world.with_parameter(sim, state["world"], "geom_friction", uid, friction))
 
     return apply
 
 
 class PushRigidObjectConfig(ConfigModel):
-    """What pushes an object."""
+    """An object, and the range of a random force on it."""
 
     entity_cfg: EntityConfig = Field(description="the object, dynamic")
     force_range: _Box = Field(description="[lowest, highest] force along x y z of the world, N")
@@ -295,14 +302,16 @@ class PushRigidObjectConfig(ConfigModel):
 
 @register_event("push_rigid_object")
 def push_rigid_object(cfg: PushRigidObjectConfig, sim: Simulation) -> Apply:
-    """Push an object at its centre during the next step, beside what pushes it already: force' = force + draw, N.
+    """Add a random force at the centre of an object during the next step.
+
+        force' = force + draw, N
 
     A step of `dt` seconds changes the velocity of a free object of mass m by draw dt / m, m/s.
     """
     uid = cfg.entity_cfg.uid
-    _found("entity_cfg.uid", lambda: world.push(sim, uid, torch.zeros(3)))
+    _look_up("entity_cfg.uid", lambda: world.push(sim, uid, torch.zeros(3)))
 
     def apply(state: Any, keys: Tensor) -> Any:
-        return state.copy().set("force", state["force"] + world.push(sim, uid, _drawn(keys, cfg.force_range, 3)))
+        return state.copy().set("force", state["force"] + world.push(sim, uid, _draw(keys, cfg.force_range, 3)))
 
     return apply

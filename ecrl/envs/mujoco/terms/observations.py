@@ -1,6 +1,6 @@
-"""Terms of the observation: poses and velocities of the robot and of objects, targets, and joints scaled by limits.
+"""Observation terms: poses and velocities of the robot and of objects, targets, and normalised joint positions.
 
-All are of the world's frame and float32. A pose is a homogeneous 4x4 matrix, rotation and position in m.
+All are float32 and in the world frame. A pose is a homogeneous 4x4 matrix of rotation and position, m.
 """
 
 from typing import Annotated
@@ -29,10 +29,10 @@ from ecrl.registry import register_observation
 
 
 class NormalizeJointsConfig(JointsConfig):
-    """Which joints of the entry are scaled, and to what."""
+    """Joints of the entry to normalise, and the range of the result."""
 
     range: Annotated[tuple[Real, Real], Field(strict=False)] = Field(
-        (0.0, 1.0), description="what the lower and the upper limit of a joint become"
+        (0.0, 1.0), description="values of the lower and the upper limit of a joint after scaling"
     )
 
     @model_validator(mode="after")
@@ -45,13 +45,13 @@ class NormalizeJointsConfig(JointsConfig):
 class EefConfig(ConfigModel):
     """An end effector."""
 
-    part_name: str = Field("arm", description="the part of the robot whose end effector it is")
+    part_name: str = Field("arm", description="part of the robot that has the end effector")
 
 
 class RobotEefPoseConfig(EefConfig):
     """The pose of an end effector."""
 
-    position_only: bool = Field(False, description="the position alone, x y z in m, instead of a 4x4 matrix")
+    position_only: bool = Field(False, description="return only the position, x y z in m, instead of a 4x4 matrix")
 
 
 class ObjectConfig(ConfigModel):
@@ -63,89 +63,89 @@ class ObjectConfig(ConfigModel):
 class ObjectPoseConfig(ObjectConfig):
     """The pose of an object."""
 
-    position_only: bool = Field(False, description="the position alone, x y z in m, instead of a 4x4 matrix")
+    position_only: bool = Field(False, description="return only the position, x y z in m, instead of a 4x4 matrix")
 
 
 class TargetPositionConfig(ConfigModel):
     """A target."""
 
-    target_pose_key: str = Field("goal_pose", min_length=1, description="the store_key of the event that sets it")
+    target_pose_key: str = Field("goal_pose", min_length=1, description="store_key of the event that sets the target")
 
 
-def _added(value: Tensor | None, entry: Tensor) -> Tensor:
-    """The new entry, refused where there was to be a changed one."""
+def _new_entry(value: Tensor | None, entry: Tensor) -> Tensor:
+    """Return a new entry; raise ConfigError in mode modify, which passes the `value` of an existing entry."""
     if value is not None:
         raise ConfigError("mode: this term makes a new entry; use mode add")
     return entry
 
 
-def _given(state: TensorDict, value: Tensor | None, joints: tuple[str, ...]) -> Tensor:
-    """The entry to be changed, refused where it has not one number for each joint."""
+def _joint_entry(state: TensorDict, value: Tensor | None, joints: tuple[str, ...]) -> Tensor:
+    """Return the entry to modify; raise ConfigError if it does not have one number per joint."""
     if value is None:
-        raise ConfigError("mode: this term changes an entry that is there; use mode modify")
+        raise ConfigError("mode: this term changes an existing entry; use mode modify")
     if value.shape[state.batch_dims :] != (len(joints),):
-        told = f"name: this term is for an entry with one number for each joint: {', '.join(joints)}"
-        raise ConfigError(f"{told}; this one has shape {list(value.shape[state.batch_dims :])}")
+        expected = f"expected an entry with one number for each joint: {', '.join(joints)}"
+        raise ConfigError(f"name: {expected}; this one has shape {list(value.shape[state.batch_dims :])}")
     return value
 
 
 @register_observation("normalize_robot_joint_data")
 def normalize_robot_joint_data(cfg: NormalizeJointsConfig, sim: Simulation) -> Observe:
-    """Joints scaled by their limits, in an entry with a number for each joint such as robot/qpos; mode modify.
+    """Scale an entry with one number per joint, such as robot/qpos, by the joint limits; use mode modify.
 
         value'[j] = a + (b - a) (value[j] - low[j]) / (high[j] - low[j]),  (a, b) = range
 
-    `[*B, J]`, 1 for rad or m. A hinge without limits has +-pi. Numbers of joints that are not chosen stay.
+    The result is `[*B, J]`, without unit. A hinge without limits counts as +-pi. Numbers of other joints are unchanged.
     """
     known, chosen = sim.robot.joints, joints_of(cfg, sim)
     if others := [name for name in chosen if name not in known]:
-        told = f"params.part_name: {', '.join(others)} are not among the observed joints, {', '.join(known)}"
-        raise ConfigError(f"{told}; see control_parts")
+        fault = f"params.part_name: {', '.join(others)} are not among the observed joints, {', '.join(known)}"
+        raise ConfigError(f"{fault}; see control_parts")
     limits = dict(zip(chosen, zip(*ranges_of(sim, chosen), strict=True), strict=True))
     (low, high), (first, last) = zip(*(limits.get(name, (0.0, 1.0)) for name in known), strict=True), cfg.range
     scaled = [name in limits for name in known]
 
     def observe(state: TensorDict, value: Tensor | None) -> Tensor:
-        given = _given(state, value, known)
-        share = (given - given.new_tensor(low)) / (given.new_tensor(high) - given.new_tensor(low))
-        return torch.where(torch.tensor(scaled, device=given.device), first + (last - first) * share, given)
+        q = _joint_entry(state, value, known)
+        fraction = (q - q.new_tensor(low)) / (q.new_tensor(high) - q.new_tensor(low))
+        return torch.where(torch.tensor(scaled, device=q.device), first + (last - first) * fraction, q)
 
     return observe
 
 
 @register_observation("get_robot_eef_pose")
 def get_robot_eef_pose(cfg: RobotEefPoseConfig, sim: Simulation) -> Observe:
-    """The pose of an end effector, `[*B, 4, 4]`, or its position `[*B, 3]`, m; mode add."""
+    """Observe the pose of an end effector, `[*B, 4, 4]`, or its position `[*B, 3]`, m; use mode add."""
     site, position_only = tcp_of(sim, cfg.part_name), cfg.position_only
 
     def observe(state: TensorDict, value: Tensor | None) -> Tensor:
         pose = world.site_pose(sim, state["world"], site)
-        return _added(value, pose[..., :3, 3] if position_only else pose)
+        return _new_entry(value, pose[..., :3, 3] if position_only else pose)
 
     return observe
 
 
 @register_observation("get_rigid_object_pose")
 def get_rigid_object_pose(cfg: ObjectPoseConfig, sim: Simulation) -> Observe:
-    """The pose of an object, `[*B, 4, 4]`, or its position `[*B, 3]`, m; mode add."""
+    """Observe the pose of an object, `[*B, 4, 4]`, or its position `[*B, 3]`, m; use mode add."""
     body, position_only = object_of(sim, cfg.entity_cfg, "entity_cfg"), cfg.position_only
 
     def observe(state: TensorDict, value: Tensor | None) -> Tensor:
         pose = world.body_pose(sim, state["world"], body)
-        return _added(value, pose[..., :3, 3] if position_only else pose)
+        return _new_entry(value, pose[..., :3, 3] if position_only else pose)
 
     return observe
 
 
 @register_observation("target_position")
 def target_position(cfg: TargetPositionConfig, sim: Simulation) -> Observe:
-    """A target that an event stores, `[*B, 3]`, m; mode add."""
-    return lambda state, value: _added(value, target(state, cfg.target_pose_key))
+    """Observe a target that an event stores, `[*B, 3]`, m; use mode add."""
+    return lambda state, value: _new_entry(value, target(state, cfg.target_pose_key))
 
 
 @register_observation("get_rigid_object_velocity")
 def get_rigid_object_velocity(cfg: ObjectConfig, sim: Simulation) -> Observe:
-    """The linear and the angular velocity of a dynamic object at its centre, `[*B, 6]`, m/s and rad/s; mode add."""
+    """Observe linear and angular velocity of a dynamic object's centre, `[*B, 6]`, m/s and rad/s; use mode add."""
     body = object_of(sim, cfg.entity_cfg, "entity_cfg")
     try:
         world.body_velocity(sim, start(sim, ()), body)
@@ -153,13 +153,13 @@ def get_rigid_object_velocity(cfg: ObjectConfig, sim: Simulation) -> Observe:
         raise ConfigError(f"params.entity_cfg.uid: {error}") from None
 
     def observe(state: TensorDict, value: Tensor | None) -> Tensor:
-        return _added(value, torch.cat(world.body_velocity(sim, state["world"], body), -1))
+        return _new_entry(value, torch.cat(world.body_velocity(sim, state["world"], body), -1))
 
     return observe
 
 
-def _leading_to(sim: Simulation, site: str) -> tuple[str, ...]:
-    """The joints between the world and a site, those that no action drives too."""
+def _joints_to(sim: Simulation, site: str) -> tuple[str, ...]:
+    """Return all joints between the world and a site, also those that no action drives."""
     model, names = sim.model, []
     body = int(model.site(site).bodyid[0])
     while body:
@@ -171,17 +171,17 @@ def _leading_to(sim: Simulation, site: str) -> tuple[str, ...]:
 
 @register_observation("get_robot_eef_velocity")
 def get_robot_eef_velocity(cfg: EefConfig, sim: Simulation) -> Observe:
-    """The linear and the angular velocity of an end effector, `[*B, 6]`, m/s and rad/s; mode add.
+    """Observe linear and angular velocity of an end effector, `[*B, 6]`, m/s and rad/s; use mode add.
 
     velocity = J(q) dq/dt
     """
     site = tcp_of(sim, cfg.part_name)
-    joints = _leading_to(sim, site)
-    world.joint_velocities(sim, start(sim, ()), joints)  # refuses a robot that moves otherwise, such as on a free base
+    joints = _joints_to(sim, site)
+    world.joint_velocities(sim, start(sim, ()), joints)  # raises for joints of another kind, such as a free base
 
     def observe(state: TensorDict, value: Tensor | None) -> Tensor:
-        slope = world.site_jacobian(sim, state["world"], site, joints)
-        speed = world.joint_velocities(sim, state["world"], joints)
-        return _added(value, (slope * speed.unsqueeze(-2)).sum(-1))
+        jacobian = world.site_jacobian(sim, state["world"], site, joints)
+        velocities = world.joint_velocities(sim, state["world"], joints)
+        return _new_entry(value, (jacobian * velocities.unsqueeze(-2)).sum(-1))
 
     return observe
