@@ -2,8 +2,7 @@
 
 The form "as run" times each compiled call and changes nothing else. The form "taken apart" uses `ecrl.run.profiler`,
 which separates policy and environment from the fused rollout. Its shares show the cost of each part of collecting, but
-its
-times are longer than in a normal run.
+its times are longer than in a normal run.
 """
 
 import time

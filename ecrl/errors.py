@@ -1,6 +1,5 @@
 """Errors that a user can fix. The command line prints them without a traceback, one line per fault, with status 2."""
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -42,31 +41,6 @@ class NotFiniteError(UserError):
 
 class MissingExtraError(UserError, ModuleNotFoundError):
     """A package of an optional extra is not installed."""
-
-
-_NO_MEMORY = "allocate memory|out of memory|not enough memory|Storage size calculation overflowed|numel: integer"
-
-
-@contextmanager
-def enough_memory(label: str, advice: str) -> Iterator[None]:
-    """Turn an allocation failure in the block into a UserError of one line.
-
-    Args:
-        label: start of the message.
-        advice: end of the message: how to need less memory.
-
-    >>> with enough_memory("policy.actor", "make it smaller"):
-    ...     raise MemoryError
-    Traceback (most recent call last):
-    ecrl.errors.UserError: policy.actor: not enough memory; make it smaller
-    """
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, MemoryError) and not re.search(_NO_MEMORY, str(error)):
-            raise
-        request = re.search(r"ried to allocate ([\d.]+ \w+)", str(error))
-        raise UserError(f"{label}: not enough memory{f' for {request[1]}' if request else ''}; {advice}") from None
 
 
 @contextmanager

@@ -1,21 +1,36 @@
-"""Refuse allocations that cannot fit, before they are made. Linux overcommits memory and kills the process later."""
+"""Refuse allocations that cannot fit, and report failed ones in one line.
+
+Linux overcommits memory and kills the process later, so large allocations are checked before they are made. The
+command line imports this module without torch.
+"""
 
 import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import prod
+from typing import TYPE_CHECKING
 
-import torch
-
-from ecrl.errors import ConfigError
+from ecrl.errors import ConfigError, UserError
 from ecrl.spaces import Box, Dict, Space, element_shape
 
+if TYPE_CHECKING:
+    import torch
 
-def total_memory(device: torch.device) -> int:
+_MESSAGES = "allocate memory|out of memory|not enough memory|Storage size calculation overflowed|numel: integer"
+"""Parts of the messages that allocators raise."""
+
+
+def total_memory(device: "torch.device") -> int:
     """Return the total memory of a device, in bytes."""
     if device.type == "cuda":
+        import torch
+
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def check_room(need: int, device: torch.device, label: str) -> None:
+def check_room(need: int, device: "torch.device", label: str) -> None:
     """Raise ConfigError if an allocation needs more bytes than the device has.
 
     Args:
@@ -23,6 +38,7 @@ def check_room(need: int, device: torch.device, label: str) -> None:
         device: the device that would hold it.
         label: start of the message: the config key and the objects, in the plural.
 
+    >>> import torch
     >>> check_room(10**18, torch.device("cpu"), "trainer.num_envs: 10**15 environments")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ecrl.errors.ConfigError: trainer.num_envs: 10**15 environments take at least 1,000,000,000 GB, cpu has ...
@@ -42,4 +58,26 @@ def element_bytes(space: Space) -> int:
     """
     if isinstance(space, Dict):
         return sum(element_bytes(part) for _, part in space.items)
-    return torch.Size(element_shape(space)).numel() * (4 if isinstance(space, Box) else 8)
+    return prod(element_shape(space)) * (4 if isinstance(space, Box) else 8)
+
+
+@contextmanager
+def enough_memory(label: str, advice: str) -> Iterator[None]:
+    """Turn an allocation failure in the block into a UserError of one line.
+
+    Args:
+        label: start of the message.
+        advice: end of the message: how to need less memory.
+
+    >>> with enough_memory("policy.actor", "make it smaller"):
+    ...     raise MemoryError
+    Traceback (most recent call last):
+    ecrl.errors.UserError: policy.actor: not enough memory; make it smaller
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and not re.search(_MESSAGES, str(error)):
+            raise
+        request = re.search(r"ried to allocate ([\d.]+ \w+)", str(error))
+        raise UserError(f"{label}: not enough memory{f' for {request[1]}' if request else ''}; {advice}") from None

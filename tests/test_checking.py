@@ -15,8 +15,7 @@ from tensordict import TensorDict
 import ecrl
 from ecrl import rng
 from ecrl.cli.main import main
-from ecrl.env_check.check import check_env
-from ecrl.env_check.random_play import play, random_actions
+from ecrl.env_check.check import check_env, play, random_actions
 from ecrl.envs import Env, auto_reset, make_env, state_of
 from ecrl.errors import ConfigError, UserError
 from ecrl.spaces import Discrete, MultiDiscrete, box, dict_space

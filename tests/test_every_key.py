@@ -13,7 +13,7 @@ from support.small_runs import full_config, same, small
 
 from ecrl import registry
 from ecrl.config import Config, config_from_dict
-from ecrl.config.inert import INERT, INERT_EVENTS
+from ecrl.config.embodichain import INERT, INERT_EVENTS
 from ecrl.config.json_schema import KINDS, json_schema
 from ecrl.loop.iteration import init_state, make_parts, train_iter
 from ecrl.registry import lookup, registered

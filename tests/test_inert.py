@@ -8,7 +8,7 @@ from pydantic import Field
 
 from ecrl import registry
 from ecrl.config import TrainerConfig, config_from_dict
-from ecrl.config.inert import INERT, INERT_EVENTS, inert_keys
+from ecrl.config.embodichain import INERT, INERT_EVENTS, inert_keys
 from ecrl.config.model import ConfigModel
 from ecrl.errors import ConfigError
 from ecrl.registry import register_env, register_event, registered

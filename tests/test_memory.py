@@ -5,8 +5,9 @@ import torch
 
 import ecrl.memory
 from ecrl import load_config
-from ecrl.errors import ConfigError, UserError, enough_memory
+from ecrl.errors import ConfigError, UserError
 from ecrl.loop.iteration import check_config, init_state
+from ecrl.memory import enough_memory
 from ecrl.run.evaluation import check_evaluation
 from ecrl.run.train import train, train_from_config
 

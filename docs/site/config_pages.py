@@ -12,8 +12,9 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined, to_jsonable_python
 
 from ecrl.config import Config
-from ecrl.config.inert import INERT, sections_in
+from ecrl.config.embodichain import INERT
 from ecrl.config.json_schema import KINDS
+from ecrl.config.model import sections_in
 from ecrl.registry import lookup, registered
 
 PAGES = {"run": "Keys of a run", "environments": "Keys of environments", "mujoco": "Keys of MuJoCo tasks"}

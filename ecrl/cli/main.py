@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from ecrl.cli.commands import Overrides, bench, check, check_env, plot, schema
-from ecrl.errors import UserError, enough_memory
+from ecrl.errors import UserError
 from ecrl.garbage import importing
 from ecrl.loop.signals import asked, listen
+from ecrl.memory import enough_memory
 
 if TYPE_CHECKING:
     from ecrl.config import Config

@@ -1,18 +1,15 @@
-"""Translate a config into ecrl's own keys: alternative names, EmbodiChain's spellings and overrides.
+"""Translate a config's alternative keys and overrides into ecrl's own keys, on the plain dict before the checks.
 
-`translated` works on the plain dict before the checks. It remembers the original name of each moved key for messages.
+A `Draft` remembers the original name of each moved key, so that messages use the name that the user wrote.
 """
 
 from collections.abc import Mapping
 from contextlib import suppress
 from math import prod
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from ecrl.config.gym_config import with_gym_config
-from ecrl.config.inert import inert_keys, part_entry
-from ecrl.config.model import known_keys, repeated
-from ecrl.config.raw import MISSING, Draft, at, put, split_path, without
+from ecrl.config.model import Fault, Loc, dotted, known_keys
+from ecrl.registry import Entry, lookup
 
 MOVES = {
     "trainer.learning_env": "env",
@@ -34,6 +31,68 @@ SKIP, GUARD = "algorithm.cfg.skip_nonfinite_updates", "trainer.finite_guard"
 SETTINGS = {"name": ("cfg", "kwargs"), "func": ("params",), "type": ("network_cfg",)}
 """Key that names a part -> the keys of its settings, which do not apply to another part."""
 
+MISSING = object()
+"""Returned by `at` if a path has no value."""
+
+
+class Draft(NamedTuple):
+    """A config on its way to the checks.
+
+    Attributes:
+        data: the config in ecrl's own keys.
+        origins: for each moved key, the name under which the user wrote it.
+        faults: found so far.
+        inert: keys without a meaning here that were removed so far, with the reason.
+    """
+
+    data: dict[str, Any]
+    origins: dict[Loc, str]
+    faults: list[Fault]
+    inert: list[Fault]
+
+    def source_path(self, path: Loc) -> str:
+        """Return a path under the name that the user wrote."""
+        for length in range(len(path), 0, -1):
+            if path[:length] in self.origins:
+                rest = dotted(path[length:])
+                return self.origins[path[:length]] + ("" if rest[:1] in ("", "[") else ".") + rest
+        return dotted(path)
+
+
+def at(data: Any, path: Loc) -> Any:
+    """Return the value at a path, or MISSING."""
+    for key in path:
+        if not isinstance(data, dict) or key not in data:
+            return MISSING
+        data = data[key]
+    return data
+
+
+def put(data: dict, path: Loc, value: Any) -> dict:
+    """Return a copy with one key set. Missing sections are created; KeyError names a key that is not a section."""
+    key, *rest = path
+    if not rest:
+        return data | {key: value}
+    section = data.get(key, {})
+    if not isinstance(section, dict):
+        raise KeyError(key)
+    return data | {key: put(section, tuple(rest), value)}
+
+
+def without(data: Any, path: Loc) -> Any:
+    """Return a copy without the key at `path`, which must exist. The path may lead through sections and lists."""
+    key, *rest = path
+    if rest and isinstance(data, dict):
+        return data | {key: without(data[key], tuple(rest))}
+    if rest:
+        return [without(part, tuple(rest)) if i == key else part for i, part in enumerate(data)]
+    return {name: value for name, value in data.items() if name != key}
+
+
+def split_path(path: str) -> Loc:
+    """Return a dotted key as a path."""
+    return tuple(path.split("."))
+
 
 def _expand_env_name(data: dict) -> dict:
     """Turn an environment given as a string into a section with that name."""
@@ -43,7 +102,7 @@ def _expand_env_name(data: dict) -> dict:
     return data
 
 
-def _apply_moves(draft: Draft) -> Draft:
+def apply_moves(draft: Draft) -> Draft:
     """Move every alternative key of `MOVES` to its own place."""
     data, origins, faults = _expand_env_name(draft.data), dict(draft.origins), list(draft.faults)
     for old, new in MOVES.items():
@@ -83,7 +142,7 @@ def _drop_invalidated(data: dict, path: str, value: Any) -> dict:
     return data
 
 
-def _apply_overrides(draft: Draft, overrides: Mapping[str, Any]) -> Draft:
+def apply_overrides(draft: Draft, overrides: Mapping[str, Any]) -> Draft:
     """Set the overrides, sections and names of parts first. A new name of a part drops the old part's settings."""
     data, origins, faults = draft.data, dict(draft.origins), list(draft.faults)
     values: dict[str, tuple[str, Any]] = {}
@@ -110,7 +169,7 @@ def _convert_count(count: Any, unit: str, sizes: list[Any]) -> Any:
     return -(-count // prod(sizes)) if unit == "iterations" else count * prod(sizes)
 
 
-def _convert_counts(draft: Draft, defaults: Mapping[str, Any]) -> Draft:
+def convert_counts(draft: Draft, defaults: Mapping[str, Any]) -> Draft:
     """Convert EmbodiChain's counts to ecrl's units, for a run of one process.
 
         iterations = ceil(total_timesteps / (buffer_size * num_envs))
@@ -141,7 +200,7 @@ def _convert_counts(draft: Draft, defaults: Mapping[str, Any]) -> Draft:
     return Draft(draft.data | {"trainer": trainer}, origins, faults, draft.inert)
 
 
-def _convert_skip_flag(draft: Draft) -> Draft:
+def convert_skip_flag(draft: Draft) -> Draft:
     """Translate apg's flag for skipping non-finite updates into `trainer.finite_guard`."""
     skip, guard = split_path(SKIP), split_path(GUARD)
     value = at(draft.data, skip)
@@ -158,7 +217,16 @@ def _convert_skip_flag(draft: Draft) -> Draft:
     return Draft(data, origins, faults, draft.inert)
 
 
-def _reject_unused_moves(draft: Draft) -> Draft:
+def part_entry(kind: str, section: Any) -> Entry | None:
+    """Return the registered part that a section names, or None. `gymnasium:<id>` is the part `gymnasium`."""
+    name = section.get("name") if isinstance(section, dict) else None
+    try:
+        return lookup(kind, name.partition(":")[0]) if isinstance(name, str) else None
+    except KeyError:
+        return None
+
+
+def reject_unused_moves(draft: Draft) -> Draft:
     """Refuse moved trainer keys that the chosen algorithm does not have."""
     entry, data, faults = part_entry("algorithm", draft.data.get("algorithm")), draft.data, list(draft.faults)
     for old, new in MOVES.items():
@@ -168,26 +236,3 @@ def _reject_unused_moves(draft: Draft) -> Draft:
             faults.append((loc, f"algorithm {data['algorithm']['name']!r} has no {key}; take it out"))
             data = without(data, loc)
     return Draft(data, draft.origins, faults, draft.inert)
-
-
-def _drop_inert_keys(draft: Draft) -> Draft:
-    """Remove the keys that have no meaning here, and list them in `inert`."""
-    inert, data = inert_keys(draft.data), draft.data
-    for path, _ in inert:
-        data = without(data, path)
-    return Draft(data, draft.origins, draft.faults, draft.inert + inert)
-
-
-def translated(data: dict[str, Any], overrides: Mapping[str, Any], folder: Path, defaults: Mapping[str, Any]) -> Draft:
-    """Translate a config into ecrl's own keys.
-
-    Args:
-        data: the config as read; it is not changed.
-        overrides: values by dotted key, which win.
-        folder: searched for a relative `trainer.gym_config` after the working directory.
-        defaults: the default values of `trainer.buffer_size` and `trainer.num_envs`.
-    """
-    draft = _apply_moves(Draft(data, {}, repeated(data), []))
-    draft = _apply_moves(_apply_overrides(draft, overrides))
-    draft = _apply_moves(with_gym_config(draft, folder))
-    return _drop_inert_keys(_reject_unused_moves(_convert_skip_flag(_convert_counts(draft, defaults))))

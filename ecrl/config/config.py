@@ -22,7 +22,7 @@ from pydantic import (
     model_validator,
 )
 
-from ecrl.config.aliases import translated
+from ecrl.config.embodichain import translated
 from ecrl.config.files import parse_overrides, read
 from ecrl.config.model import ConfigModel, Count, checked, dotted, explain, fault_at, key_text, shown
 from ecrl.config.presets import find_config
@@ -224,7 +224,7 @@ def config_from_dict(
 ) -> Config:
     """Return a checked Config, or raise a ConfigError with one line per fault.
 
-    Keys that have no meaning here (`ecrl.config.inert.INERT`) are removed, each with a UserWarning that names it.
+    Keys that have no meaning here (`ecrl.config.embodichain.INERT`) are removed, each with a UserWarning that names it.
 
     Args:
         data: the four sections.

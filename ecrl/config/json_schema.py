@@ -7,8 +7,7 @@ from pydantic.json_schema import models_json_schema
 
 from ecrl.config import Config, EnvChoice, PolicyConfig, TrainerConfig
 from ecrl.config.aliases import COUNTS, GUARD, MOVES, SKIP
-from ecrl.config.inert import sections_in
-from ecrl.config.model import ConfigModel
+from ecrl.config.model import ConfigModel, sections_in
 from ecrl.registry import lookup, registered
 
 KINDS = ("env", "policy", "algorithm", "network", "event", "action", "observation", "reward")

@@ -2,8 +2,8 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
-from typing import Annotated, Any, ClassVar, Self, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import Annotated, Any, ClassVar, Self, TypeVar, get_args
 
 from pydantic import (
     AfterValidator,
@@ -282,3 +282,11 @@ def checked(
     except ValidationError as error:
         faults += [fault for fault in explain(model, error) if path_text(fault[0]) not in reported_paths]
     raise ConfigError("\n".join(": ".join(filter(None, (source, path_text(path), text))) for path, text in faults))
+
+
+def sections_in(annotation: Any) -> Iterator[type[ConfigModel]]:
+    """Yield the config models in a field's annotation."""
+    if isinstance(annotation, type) and issubclass(annotation, ConfigModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from sections_in(part)

@@ -1,35 +1,31 @@
-"""Check that an environment fulfils its contract: `ecrl check-env ENV` and `ecrl.check_env`."""
+"""Check that an environment fulfils its contract: `ecrl check-env ENV` and `ecrl.check_env`.
+
+The file has three parts: play the environment with random actions, find faults in the play, and check the environment.
+"""
 
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast
 
 import torch
+from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl import rng
 from ecrl.compile.trace import traced
 from ecrl.config import EnvChoice
 from ecrl.config.model import checked
-from ecrl.env_check.findings import (
-    difference,
-    episode_faults,
-    first_mismatch,
-    input_writes,
-    not_finite,
-    out_of_space,
-    place_text,
-    state_history,
-)
-from ecrl.env_check.random_play import Play, play, random_actions
 from ecrl.envs import Env, GymnasiumConfig, auto_reset, make_env
 from ecrl.envs.validate import check_fields
 from ecrl.errors import ConfigError, UserError
-from ecrl.pytree import flatten, mapped, unflatten
+from ecrl.kernels import scan
+from ecrl.pytree import flatten, mapped, names, unflatten
+from ecrl.spaces import Box, Dict, Discrete, MultiDiscrete, Space
 
 _NUM_ENVS, _MANY, _SECONDS = 4, 256, 0.3
 _LIVE = ("token", "step")  # fields that identify an environment outside of the tensors; they differ between plays
+_MASK = "action_mask"
 
 
 class EnvCheck(NamedTuple):
@@ -44,6 +40,176 @@ class EnvCheck(NamedTuple):
     notes: list[str]
 
 
+class Play(NamedTuple):
+    """A random play.
+
+    Attributes:
+        start: the state after reset, `[N]`.
+        states: the state after each step, `[T, N]`.
+        actions: the action of each step, `[T, N]`.
+        noise: the noise of each step, `[T, N]`.
+        written: for `reset`, `draw` and `step`, the names of the inputs that the function wrote on.
+    """
+
+    start: TensorDict
+    states: TensorDict
+    actions: Tensor
+    noise: Any
+    written: dict[str, list[str]]
+
+
+def random_actions(space: Space, keys: Tensor, obs: Any) -> Tensor:
+    """Draw one action per key, uniform over the space and an action mask in `obs`; normal if there are no bounds.
+
+    >>> random_actions(Discrete(3), rng.key(0).expand(2), TensorDict({"action_mask": torch.eye(3)[:2]}, [2]))
+    tensor([0, 1])
+    """
+    if isinstance(space, Box):
+        low, high = (torch.tensor(bound, device=keys.device) for bound in (space.low, space.high))
+        within = low + (high - low) * rng.uniform(keys, low.shape)
+        action = torch.where(within.isfinite(), within, rng.normal(keys, low.shape).clamp(low, high))
+        return action.reshape(*keys.shape, *space.shape)
+    choices = (space.n,) if isinstance(space, Discrete) else cast(MultiDiscrete, space).nvec
+    score = rng.uniform(keys, (sum(choices),))
+    if isinstance(obs, TensorDict) and _MASK in obs:
+        score = score.masked_fill(obs[_MASK] == 0, -1.0)
+    chosen = [part.argmax(-1) for part in score.split(choices, -1)]
+    return chosen[0] if isinstance(space, Discrete) else torch.stack(chosen, -1)
+
+
+def _fields(tree: Any) -> dict[str, Tensor]:
+    """Return the tensors of a tree by dotted name."""
+    leaves, structure = flatten(tree)
+    return dict(zip(names(structure), leaves, strict=True))
+
+
+def _record_writes(written: list[str], fn: Callable[..., Any], **inputs: Any) -> Any:
+    """Call `fn` and return its output; append the names of inputs that it changed, set or deleted to `written`."""
+    before = _fields(inputs)
+    versions = {name: x._version for name, x in before.items()}
+    out, after = fn(*inputs.values()), _fields(inputs)
+    changed = [name for name, x in before.items() if after.get(name) is not x or x._version != versions[name]]
+    written += [name for name in (*changed, *(after.keys() - before.keys())) if name not in written]
+    return out
+
+
+def play(env: Env, keys: Tensor, num_steps: int) -> Play:
+    """Take random actions in the environments of `keys` `[N]`; `env` must reset itself (`auto_reset`)."""
+    written: dict[str, list[str]] = {"reset": [], "draw": [], "step": []}
+    index, times = torch.zeros_like(keys), torch.arange(num_steps, device=keys.device).unsqueeze(1)
+    start = _record_writes(written["reset"], env.reset, keys=keys.clone())
+    noise = _record_writes(written["draw"], env.draw, keys=rng.stream(keys, rng.ENV, index, times))
+
+    def step(state: TensorDict, row: tuple[Any, Tensor]) -> tuple[TensorDict, tuple[TensorDict, Tensor]]:
+        action = random_actions(env.action_space, row[1], state["obs"])
+        state = _record_writes(written["step"], env.step, state=state, action=action, noise=row[0])
+        return state, (state, action)
+
+    _, (states, actions) = scan(step, start, (noise, rng.stream(keys, rng.ACTION, index, times)))
+    return Play(start, states, actions, noise, written)
+
+
+def _state_history(trajectory: Play) -> dict[str, Tensor]:
+    """Return the fields of the start and of all states: `[T + 1, N, ...]`."""
+    states = _fields(trajectory.states)
+    return {name: torch.cat((x.unsqueeze(0), states[name])) for name, x in _fields(trajectory.start).items()}
+
+
+def _place_text(time: int, env: int) -> str:
+    """Describe a place in a play for a message."""
+    return f"in env {env} " + (f"after step {time}" if time else "at the start")
+
+
+def _first_index(bad: Tensor) -> list[int]:
+    """Return the index of the first True."""
+    return bad.nonzero()[0].tolist()
+
+
+def _any(bad: Tensor) -> Tensor:
+    """Reduce `[T, N, ...]` to `[T, N]`: True if any element is True."""
+    return bad.reshape(*bad.shape[:2], -1).any(-1)
+
+
+def _input_writes(trajectory: Play) -> Iterator[str]:
+    """Report the inputs that a function wrote on."""
+    for name, inputs in trajectory.written.items():
+        if inputs:
+            yield f"{name} writes on its input {', '.join(inputs)}; return new tensors, as in state.copy().update(...)"
+
+
+def _bounds(space: Space) -> tuple[Tensor, Tensor]:
+    """Return the smallest and the largest value of each element."""
+    if isinstance(space, Box):
+        return torch.tensor(space.low), torch.tensor(space.high)
+    choices = torch.tensor(space.nvec if isinstance(space, MultiDiscrete) else [getattr(space, "n", 0)])
+    return torch.zeros_like(choices), choices - 1
+
+
+def _out_of_space(space: Space, name: str, history: dict[str, Tensor]) -> Iterator[str]:
+    """Report the first observation outside of its space."""
+    if isinstance(space, Dict):
+        for key, part in space.items:
+            yield from _out_of_space(part, f"{name}.{key}", history)
+        return
+    low, high = _bounds(space)
+    x = history[name].reshape(*history[name].shape[:2], len(low))
+    bad = (x < low) | (x > high)  # False for NaN
+    if bad.any():
+        time, env, i = _first_index(bad)
+        value = f"{name}[{i}] is {x[time, env, i]:g}" if history[name].ndim > 2 else f"{name} is {x[time, env, i]:g}"
+        yield f"{value} {_place_text(time, env)}, outside of {low[i]:g} to {high[i]:g}; widen observation_space or clip"
+
+
+def _not_finite(history: dict[str, Tensor]) -> Iterator[str]:
+    """Report the first NaN or infinity in each observation and reward."""
+    for name, x in history.items():
+        if name.partition(".")[0] in ("obs", "final_obs", "reward") and not x.isfinite().all():
+            place = _first_index(~x.isfinite())
+            yield (
+                f"{name} is {x[tuple(place)]:g} {_place_text(place[0], place[1])}; a run would stop there "
+                "(trainer.finite_guard); fix the computation of it"
+            )
+
+
+def _episode_faults(history: dict[str, Tensor], lockstep: bool) -> Iterator[str]:
+    """Report faults of episode starts, episode ends and final observations."""
+    done = history["terminated"] | history["truncated"]
+    for flag in ("terminated", "truncated"):
+        if history[flag][0].any():
+            place = _place_text(0, _first_index(history[flag][0])[0])
+            yield f"{flag} is true {place}: the episode is over before its first step; return false from reset"
+    if lockstep and (done != done[:, :1]).any():
+        time, env = _first_index(done != done[:, :1])
+        yield f"episodes of envs 0 and {env} do not end together (step {time}), though lockstep is set; leave it out"
+    for name in (name for name in history if f"final_{name}" in history and name.startswith("obs")):
+        x, final = history[name], history[f"final_{name}"]
+        bad = _any((x != final) & ~(x.isnan() & final.isnan())) & ~done
+        if bad.any():
+            place = _place_text(*_first_index(bad))
+            yield f"final_{name} is not {name} {place}, but no episode ends there; set both to the new observation"
+
+
+def _difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> tuple[str, list[int]] | None:
+    """Return the first field and index at which two plays differ, compared bit for bit."""
+    mismatches: list[tuple[list[int], str]] = []
+    for name, x in one.items():
+        y = other[name]
+        same = (x == y) | (x != x) & (y != y)
+        if not same.all():
+            mismatches.append((_first_index(~same), name))
+    place, name = min(mismatches, default=([], ""))
+    return (name, place) if mismatches else None
+
+
+def _first_mismatch(one: Any, other: Any) -> str | None:
+    """Describe the first field that differs between two states beyond rounding, with its largest difference."""
+    for name, x in _fields(one).items():
+        y = _fields(other)[name]
+        if not torch.allclose(x.double(), y.double(), rtol=1e-4, atol=1e-5, equal_nan=True):
+            return f"{name} (by up to {(x.double() - y.double()).abs().max():.2g})"
+    return None
+
+
 def _part(tree: Any, *index: Any) -> Any:
     """Index a tree along its first axes."""
     return mapped(lambda x: x[index], tree, batch=lambda size: torch.empty(size)[index].shape)
@@ -52,12 +218,12 @@ def _part(tree: Any, *index: Any) -> Any:
 def _check_repeatable(env: Env, keys: Tensor, trajectory: Play) -> Iterator[str]:
     repeat = play(env, keys, len(trajectory.actions))
     env.close(_part(repeat.states, -1))
-    one, other = ({k: x for k, x in state_history(p).items() if k not in _LIVE} for p in (trajectory, repeat))
-    if mismatch := difference(one, other):
+    one, other = ({k: x for k, x in _state_history(p).items() if k not in _LIVE} for p in (trajectory, repeat))
+    if mismatch := _difference(one, other):
         name, (step, row, *_) = mismatch
         yield (
-            f"{name} differs {place_text(step, row)} when the play is repeated; draw only from the given key or noise, "
-            "with ecrl.rng, and keep everything that changes in the state"
+            f"{name} differs {_place_text(step, row)} when the play is repeated; draw only from the given key or "
+            "noise, with ecrl.rng, and keep everything that changes in the state"
         )
 
 
@@ -65,14 +231,14 @@ def _check_independent_rows(env: Env, keys: Tensor, trajectory: Play) -> Iterato
     """Report rows that depend on other rows: the last environment must give the same values on its own."""
     last, advice = slice(len(keys) - 1, None), "without the other envs; compute each row independently"
     who = f"env {len(keys) - 1} another"
-    if mismatch := first_mismatch(_part(trajectory.start, last), env.reset(keys[last])):
+    if mismatch := _first_mismatch(_part(trajectory.start, last), env.reset(keys[last])):
         yield f"reset gives {who} {mismatch} {advice}"
-    if mismatch := first_mismatch(_part(trajectory.noise, slice(1), last), play(env, keys[last], 1).noise):
+    if mismatch := _first_mismatch(_part(trajectory.noise, slice(1), last), play(env, keys[last], 1).noise):
         yield f"draw gives {who} {mismatch} {advice}"
     for t in range(min(8, len(trajectory.actions) - 1)):
         inputs = (trajectory.states, t), (trajectory.actions, t + 1), (trajectory.noise, t + 1)
         single = env.step(*(_part(tree, step, last) for tree, step in inputs))
-        if mismatch := first_mismatch(_part(trajectory.states, t + 1, last), single):
+        if mismatch := _first_mismatch(_part(trajectory.states, t + 1, last), single):
             yield f"step gives {who} {mismatch} {advice} (step {t + 1})"
             return
 
@@ -84,7 +250,7 @@ def _check_traceable(env: Env, trajectory: Play) -> Iterator[str]:
     leaves, structure = flatten(inputs)
     try:
         graph, out = traced(env.step, structure, leaves)
-        mismatch = first_mismatch(unflatten(out, graph(*leaves)), _part(trajectory.states, last))
+        mismatch = _first_mismatch(unflatten(out, graph(*leaves)), _part(trajectory.states, last))
     except ConfigError as error:
         yield f"step cannot be compiled: {str(error).removeprefix('trainer.compile: ')}"
     except Exception as error:  # the environment may raise anything on tensors without data
@@ -173,7 +339,7 @@ def check_env(env: Env | EnvChoice | dict | str, *, num_steps: int = 256, seed: 
     try:
         check_fields(checked_env, "")
         keys = rng.split(rng.key(seed), _NUM_ENVS)
-        findings += input_writes(play(checked_env, keys, 1)) if checked_env.is_pure else []
+        findings += _input_writes(play(checked_env, keys, 1)) if checked_env.is_pure else []
         play_findings, play_notes = _check_play(auto_reset(checked_env), keys, num_steps)
     except UserError as error:
         return EnvCheck([*findings, str(error).removeprefix("env : ")], notes)
@@ -185,10 +351,10 @@ def _check_play(env: Env, keys: Tensor, num_steps: int) -> tuple[list[str], list
     """Play the environment, and return the findings and notes of the play."""
     trajectory = play(env, keys, num_steps)
     env.close(_part(trajectory.states, -1))
-    history = state_history(trajectory)
-    findings = [*not_finite(history), *episode_faults(history, env.lockstep)]
+    history = _state_history(trajectory)
+    findings = [*_not_finite(history), *_episode_faults(history, env.lockstep)]
     for name in ("obs", "final_obs"):
-        findings += out_of_space(env.observation_space, name, history)
+        findings += _out_of_space(env.observation_space, name, history)
     findings += _check_repeatable(env, keys, trajectory)
     if env.is_pure:
         findings += [*_check_independent_rows(env, keys, trajectory), *_check_traceable(env, trajectory)]

@@ -16,7 +16,8 @@ from torch.func import functional_call
 
 from ecrl.config import resolved
 from ecrl.config.model import ConfigModel
-from ecrl.errors import ConfigError, enough_memory
+from ecrl.errors import ConfigError
+from ecrl.memory import enough_memory
 from ecrl.registry import lookup
 
 

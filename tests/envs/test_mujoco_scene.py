@@ -9,7 +9,7 @@ pytest.importorskip("mujoco.batch")
 import mujoco
 import numpy as np
 
-from ecrl.config.inert import inert_in
+from ecrl.config.embodichain import inert_in
 from ecrl.config.model import checked
 from ecrl.envs.mujoco.physics.simulation import simulation
 from ecrl.envs.mujoco.scene.config import SceneConfig

@@ -1,0 +1,231 @@
+"""Import EmbodiChain's config files: their spellings, their second file and the keys that have no meaning here.
+
+The second file, at `trainer.gym_config`, has the name and the settings of an environment. The keys without a meaning
+describe EmbodiChain's simulator (window, renderer, scene) or its data sets. Each is removed with a warning that names
+it. A key of `env.cfg` is inert only if the environment's Config does not have it. An event is inert only if the
+environment has no scene and no user has registered an event of that name.
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ecrl.config.aliases import (
+    MISSING,
+    Draft,
+    apply_moves,
+    apply_overrides,
+    at,
+    convert_counts,
+    convert_skip_flag,
+    part_entry,
+    reject_unused_moves,
+    without,
+)
+from ecrl.config.files import read
+from ecrl.config.model import ConfigModel, Fault, Loc, dotted, known_keys, repeated, sections_in, shown
+from ecrl.errors import ConfigError
+from ecrl.registry import Entry, lookup, registered
+
+_GYM_CONFIG: Loc = ("trainer", "gym_config")
+_WINDOW, _RENDERER, _GPU = "no simulator window", "no choice of renderer", "trainer.device chooses the GPU"
+_SCENE, _ENGINE = "this environment has its own scene", "this environment has its own physics"
+
+INERT = {
+    "trainer.headless": _WINDOW,
+    "trainer.renderer": _RENDERER,
+    "trainer.enable_rt": "no ray tracing",
+    "trainer.gpu_id": _GPU,
+    "env.cfg.headless": _WINDOW,
+    "env.cfg.visualization": _WINDOW,
+    "env.cfg.renderer": _RENDERER,
+    "env.cfg.render_cfg": _RENDERER,
+    "env.cfg.enable_rt": "no ray tracing",
+    "env.cfg.device": "trainer.device is also the device of the environments",
+    "env.cfg.gpu_id": _GPU,
+    "env.cfg.robot": _SCENE,
+    "env.cfg.control_parts": _SCENE,
+    "env.cfg.sensor": _SCENE,
+    "env.cfg.light": _SCENE,
+    "env.cfg.background": _SCENE,
+    "env.cfg.rigid_object": _SCENE,
+    "env.cfg.rigid_object_group": _SCENE,
+    "env.cfg.articulation": _SCENE,
+    "env.cfg.arena_space": _SCENE,
+    "env.cfg.physics_config": _ENGINE,
+    "env.cfg.sim_steps_per_control": _ENGINE,
+    "env.cfg.target_control_frequency": _ENGINE,
+    "env.cfg.max_episodes": "it limits the episodes of a data set; training counts iterations",
+    "env.cfg.dataset": "no data sets are recorded",
+}
+"""Key -> the reason why it has no meaning here."""
+
+INERT_EVENTS = dict.fromkeys(
+    ("record_camera_data", "record_camera_data_async"), "this environment has no scene to film"
+)
+"""`func` of an event under trainer.events -> the reason why it has no meaning without a scene."""
+
+
+def _is_own_event(func: str) -> bool:
+    """Return True unless a user registered an event under this name."""
+    return func not in registered("event") or lookup("event", func).config.__module__.startswith("ecrl.")
+
+
+def _inert_events(events: Any, entry: Entry | None) -> list[Fault]:
+    if entry and "rigid_object" in known_keys(entry.config):  # it has a scene
+        return []
+    faults = []
+    for use, named in events.items() if isinstance(events, dict) else ():
+        for name, event in named.items() if isinstance(named, dict) else ():
+            func = event.get("func") if isinstance(event, dict) else None
+            if isinstance(func, str) and func in INERT_EVENTS and _is_own_event(func):
+                faults.append((("trainer", "events", use, name), f"{func}: {INERT_EVENTS[func]}"))
+    return faults
+
+
+def inert_in(model: type, data: Any, path: Loc = ()) -> list[Fault]:
+    """List the keys of a section and its subsections that their models declare as inert.
+
+    >>> class Shape(ConfigModel):
+    ...     inert = {"texture": "shapes have a color"}
+    >>> inert_in(Shape, {"texture": "wood"})
+    [(('texture',), 'shapes have a color')]
+    """
+    if isinstance(data, list | tuple):
+        return [fault for i, part in enumerate(data) for fault in inert_in(model, part, (*path, i))]
+    if not isinstance(data, dict) or not issubclass(model, ConfigModel):
+        return []
+    faults = [((*path, key), model.inert[key]) for key in data if key in model.inert]
+    for name, field in model.model_fields.items():
+        for section in sections_in(field.annotation):
+            parts = data.get(name)
+            if "dict" in str(field.annotation) and isinstance(parts, dict):  # sections by name
+                faults += [f for key, part in parts.items() for f in inert_in(section, part, (*path, name, key))]
+            else:
+                faults += inert_in(section, parts, (*path, name))
+    return faults
+
+
+def inert_keys(data: dict[str, Any]) -> list[Fault]:
+    """List the keys of a config that have no meaning here, each with the reason.
+
+    >>> inert_keys({"trainer": {"seed": 1, "enable_rt": False}, "env": {"name": "cartpole", "cfg": {"robot": {}}}})
+    [(('trainer', 'enable_rt'), 'no ray tracing'), (('env', 'cfg', 'robot'), 'this environment has its own scene')]
+    """
+    trainer, env = data.get("trainer"), data.get("env")
+    entry, faults = part_entry("env", env), []
+    if isinstance(trainer, dict):
+        faults += [(("trainer", key), INERT[f"trainer.{key}"]) for key in trainer if f"trainer.{key}" in INERT]
+        faults += _inert_events(trainer.get("events"), entry)
+    cfg = env.get("cfg") if isinstance(env, dict) else None
+    if entry and isinstance(cfg, dict):
+        part_faults = inert_in(entry.config, cfg, ("env", "cfg"))
+        unknown = [key for key in cfg if key not in known_keys(entry.config) | {path[2] for path, _ in part_faults}]
+        faults += part_faults
+        faults += [(("env", "cfg", key), INERT[f"env.cfg.{key}"]) for key in unknown if f"env.cfg.{key}" in INERT]
+    return faults
+
+
+def _gym_faults(gym: Any) -> list[Fault]:
+    """List the structural faults of a `gym_config` file."""
+    if not isinstance(gym, dict):
+        return [((), f"expected an object, got {shown(gym)}")]
+    block = gym.get("env", {})
+    if not isinstance(block, dict):
+        return [(("env",), f"expected an object, got {shown(block)}")]
+    faults = repeated(gym)
+    faults += [(("env", key), f"also given outside of 'env'; keep one {key!r}") for key in block if key in gym]
+    return faults if isinstance(gym.get("id"), str) else [*faults, (("id",), "expected the name of an environment")]
+
+
+def _with_fault(draft: Draft, text: str) -> Draft:
+    """Add the fault of a file that cannot be used. Faults about `env` missing from the config then name the file."""
+    absent = ("env", "name") if isinstance(draft.data.get("env"), dict) else ("env",)
+    origins = draft.origins if at(draft.data, absent) is not MISSING else draft.origins | {absent: dotted(_GYM_CONFIG)}
+    return draft._replace(faults=[*draft.faults, (_GYM_CONFIG, text)], origins=origins)
+
+
+def with_gym_config(draft: Draft, folder: Path) -> Draft:
+    """Merge the file at `trainer.gym_config` into the config; the config's own `env` wins key by key.
+
+    The file's `id` becomes `env.name`. Its `env` section and its other top-level keys become `env.cfg`. If the config
+    names another environment, the file is ignored with a warning.
+    """
+    if (given := at(draft.data, _GYM_CONFIG)) is MISSING:
+        return draft
+    draft = draft._replace(data=without(draft.data, _GYM_CONFIG))
+    if not isinstance(given, str):
+        return _with_fault(draft, f"expected the path of a file, got {shown(given)}")
+    path = next(filter(os.path.exists, (given, str(folder / given))), None)
+    if path is None:
+        return _with_fault(draft, f"no such file {shown(given)}, neither in the working directory nor in {folder}")
+    if not os.path.isfile(path):  # reading a device may never end
+        return _with_fault(draft, f"expected the path of a file, {shown(given)} is a folder or a device")
+    try:
+        gym = read(Path(path))
+    except ConfigError as error:
+        return _with_fault(draft, str(error))
+    faults = [": ".join(filter(None, (path, dotted(loc), text))) for loc, text in _gym_faults(gym)]
+    for text in faults:
+        draft = _with_fault(draft, text)
+    inline = draft.data.get("env", {})
+    if faults or not isinstance(inline, dict) or not isinstance(inline.get("cfg", {}), dict):
+        return draft
+    if inline.get("name", gym["id"]) != gym["id"]:
+        reason = f"{path} is for {gym['id']!r}, but env names {shown(inline['name'])}"
+        return draft._replace(inert=[*draft.inert, (_GYM_CONFIG, reason)])
+    return _with_settings(draft, gym, inline, path)
+
+
+def _merge(file_value: Any, inline_value: Any, path: Loc, text: str, origins: dict[Loc, str]) -> Any:
+    """Merge two values key by key; the inline value wins. Keys taken from the file get `text` as their origin."""
+    if inline_value is MISSING:
+        origins[path] = text
+        return file_value
+    if not isinstance(file_value, dict) or not isinstance(inline_value, dict):
+        return inline_value
+    return {
+        key: _merge(
+            file_value.get(key, MISSING), inline_value.get(key, MISSING), (*path, key), f"{text}.{key}", origins
+        )
+        for key in file_value | inline_value
+    }
+
+
+def _with_settings(draft: Draft, gym: dict, inline: dict, path: str) -> Draft:
+    """Merge the settings of a `gym_config` file with the inline settings, which win."""
+    origins, cfg, block = dict(draft.origins), inline.get("cfg", {}), gym.get("env", {})
+    outer = {key: value for key, value in gym.items() if key not in ("id", "env")}
+    texts = {key: f"{path}: {key}" for key in outer} | {key: f"{path}: env.{key}" for key in block}
+    file = outer | block
+    merged = {
+        key: _merge(file.get(key, MISSING), cfg.get(key, MISSING), ("env", "cfg", key), texts.get(key, ""), origins)
+        for key in file | cfg
+    }
+    if "name" not in inline:
+        origins["env", "name"] = f"{path}: id"
+    return draft._replace(data=draft.data | {"env": inline | {"name": gym["id"], "cfg": merged}}, origins=origins)
+
+
+def _drop_inert_keys(draft: Draft) -> Draft:
+    """Remove the keys that have no meaning here, and list them in `inert`."""
+    inert, data = inert_keys(draft.data), draft.data
+    for path, _ in inert:
+        data = without(data, path)
+    return Draft(data, draft.origins, draft.faults, draft.inert + inert)
+
+
+def translated(data: dict[str, Any], overrides: Mapping[str, Any], folder: Path, defaults: Mapping[str, Any]) -> Draft:
+    """Translate a config into ecrl's own keys.
+
+    Args:
+        data: the config as read; it is not changed.
+        overrides: values by dotted key, which win.
+        folder: searched for a relative `trainer.gym_config` after the working directory.
+        defaults: the default values of `trainer.buffer_size` and `trainer.num_envs`.
+    """
+    draft = apply_moves(Draft(data, {}, repeated(data), []))
+    draft = apply_moves(apply_overrides(draft, overrides))
+    draft = apply_moves(with_gym_config(draft, folder))
+    return _drop_inert_keys(reject_unused_moves(convert_skip_flag(convert_counts(draft, defaults))))
