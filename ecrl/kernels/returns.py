@@ -4,6 +4,10 @@
 that was reached, never from the next episode. `next_value` is not used where `terminated`; it may be NaN there. Nothing
 is detached. `ecrl.kernels.reverse_scan` has the only recursion over time.
 
+A term of weight 0 is absent: it may be infinite or NaN. So `gae_lambda` 0 does not read later returns, `gae_lambda` 1
+does not read values inside an episode in `td_lambda_returns`, and `gamma` 0 reads rewards and `value` only. No gradient
+reaches a hyperparameter through an absent term.
+
 Results have the dtype of `reward`, or the dtype that the inputs promote to if `reward` is not float. Half precision is
 computed in float32.
 """
@@ -14,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ecrl.kernels.dtypes import common_dtype, exponent_bound, scalars, widened
-from ecrl.kernels.reverse_scan import reverse_scan, unseen, wide
+from ecrl.kernels.reverse_scan import reverse_scan, unseen, wide, with_zero
 from ecrl.tracing_state import in_graph
 from ecrl.types import Scalar, same_shape
 
@@ -88,7 +92,7 @@ def discounted_returns(
     (gamma,) = scalars(gamma=gamma)
     dtype, (reward, next_value) = _float_dtype(reward, next_value), widened(reward, next_value)
     terminated, done = _read(terminated), _read(done)
-    reached = _unless(terminated, next_value)
+    reached = _unless(with_zero(terminated, gamma), next_value)
     ending = reward + gamma * torch.where(done, reached, reached.new_zeros(()))
     return reverse_scan(ending, wide(gamma), done, reached[..., -1]).to(dtype)
 
@@ -123,10 +127,10 @@ def n_step_returns(
     if n < 1:
         raise ValueError(f"n_step_returns needs n >= 1, got n={n}")
     dtype, (reward, next_value) = _float_dtype(reward, next_value), widened(reward, next_value)
-    one_step = reward + gamma * _unless(terminated, next_value)
-    returns = one_step
+    one_step = reward + gamma * _unless(with_zero(terminated, gamma), next_value)
+    returns, cut = one_step, with_zero(done[..., :-1], gamma)
     for _ in range(min(n, reward.shape[-1]) - 1):
-        longer = torch.where(done[..., :-1], one_step[..., :-1], reward[..., :-1] + gamma * returns[..., 1:])
+        longer = torch.where(cut, one_step[..., :-1], reward[..., :-1] + gamma * returns[..., 1:])
         returns = torch.cat((longer, one_step[..., -1:]), -1)
     return returns.to(dtype)
 
@@ -160,8 +164,10 @@ def td_lambda_returns(
     gamma, gae_lambda = scalars(gamma=gamma, gae_lambda=gae_lambda)
     dtype, (reward, next_value) = _float_dtype(reward, next_value), widened(reward, next_value)
     terminated, done = _read(terminated), _read(done)
-    reached = _unless(terminated, next_value)
-    mixed = reward + gamma * torch.where(done, reached, (1.0 - gae_lambda) * reached)
+    reached = _unless(with_zero(terminated, gamma), next_value)
+    weight = 1.0 - gae_lambda
+    inside = weight * _unless(with_zero(done, weight), reached)
+    mixed = reward + gamma * torch.where(done, reached, inside)
     return reverse_scan(mixed, wide(gamma) * gae_lambda, done, reached[..., -1]).to(dtype)
 
 
@@ -204,7 +210,7 @@ def gae(
     dtype = _float_dtype(reward, value, next_value)
     reward, value, next_value = widened(reward, value, next_value)
     terminated, done = _read(terminated), _read(done)
-    reached = _unless(terminated, next_value)
+    reached = _unless(with_zero(terminated, gamma), next_value)
     paid = reward - value
     delta = paid.add_(reached.mul_(gamma)) if unseen(paid, reached, gamma) else paid + gamma * reached
     advantage = reverse_scan(delta, wide(gamma) * gae_lambda, done, torch.zeros_like(delta[..., 0]))
@@ -280,7 +286,7 @@ def vtrace(
     terminated, done = _read(terminated), _read(done)
     ratio = torch.exp((log_prob - old_log_prob).clamp(max=bound))
     rho, c = ratio.clamp(max=clip_rho), gae_lambda * ratio.clamp(max=clip_c)
-    reached = _unless(terminated, next_value)
+    reached = _unless(with_zero(terminated, gamma), next_value)
     delta = rho * (reward + gamma * reached - value)
     value_target = value + reverse_scan(delta, gamma * c.double(), done, torch.zeros_like(delta[..., 0]))
     target_next = torch.cat((value_target[..., 1:], reached[..., -1:]), -1)

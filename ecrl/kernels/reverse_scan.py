@@ -18,6 +18,8 @@ _FEW_STEPS, _STEPS = 16, 8
 def reverse_scan(x: Tensor, decay: Scalar, cut: Tensor, last: Tensor) -> Tensor:
     """`y[t] = x[t] + decay[t] * y[t + 1] * not cut[t]`, `y[T] = last`, over the last axis; time-major inside.
 
+    A `decay` of 0 cuts too: nothing passes it, not even infinity, and no gradient reaches it there.
+
     `decay` is best given in float64: rounded to float32 it errs the same way at every step, which adds up over long
     rollouts. So float32 steps through one block only, and what comes after a block is carried to it in float64. `x`
     has to be the caller's own: it may be written over.
@@ -26,6 +28,7 @@ def reverse_scan(x: Tensor, decay: Scalar, cut: Tensor, last: Tensor) -> Tensor:
     >>> reverse_scan(torch.tensor([1.0, 2.0]), 0.5, no, torch.tensor(4.0)).tolist()
     [3.0, 4.0]
     """
+    cut = with_zero(cut, decay)
     decay = _time_major(decay) if _varies(decay) else decay  # pyright: ignore
     scanned = on_gpu if is_for_gpu(x, decay, last) else _rows
     return scanned(_time_major(x), decay, _time_major(cut), last.to(x.dtype)).movedim(0, -1)
@@ -108,6 +111,17 @@ def _block(x: Tensor) -> int:
         return _FEW_STEPS
     traced = torch.compiler.is_compiling() or in_graph()
     return _MANY_STEPS if x[0].numel() >= _MANY_ROWS and not traced else _STEPS
+
+
+def with_zero(mask: Tensor, weight: Scalar) -> Tensor:
+    """`mask`, True also where `weight` is 0: `0 * inf` is NaN, so a term of weight 0 has to be left out.
+
+    >>> with_zero(torch.tensor([True, False]), 0.5), with_zero(torch.tensor([True, False]), 0.0)
+    (tensor([ True, False]), tensor([True, True]))
+    """
+    if isinstance(weight, Tensor):
+        return mask | (weight == 0.0)
+    return torch.ones_like(mask) if weight == 0.0 else mask
 
 
 def wide(scalar: Scalar) -> Scalar:

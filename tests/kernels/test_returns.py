@@ -275,6 +275,64 @@ def test_vtrace_has_finite_gradients_where_the_ratio_overflows(variant):
     assert grad.isfinite().all() and not grad[far].any() and grad[~far].any()
 
 
+# Infinite terms of weight 0. Step 1 ends by a time limit; rewards are 1, the values reached [2, 8, 6, 4].
+INFINITE = {
+    "reward": torch.ones(4),
+    "value": torch.zeros(4),
+    "next_value": torch.tensor([2.0, 8.0, 6.0, 4.0]),
+    "terminated": torch.tensor([False, False, False, False]),
+    "done": torch.tensor([False, True, False, False]),
+    "log_prob": torch.zeros(4),
+    "old_log_prob": torch.zeros(4),
+}
+INF = float("inf")
+ABSENT = [
+    # lambda 1: 1 + (1 + 8/2)/2 = 3.5, 5, 1 + (1 + 4/2)/2 = 2.5, 3; the values reached at steps 0 and 2 have weight 0
+    (td_lambda_returns, {"gae_lambda": 1.0}, {"next_value": [INF, 8.0, NAN, 4.0]}, [3.5, 5.0, 2.5, 3.0]),
+    # lambda 0: 1 + [2, 8, 6, 4]/2, and an infinite return only where its own reward or value is
+    (td_lambda_returns, {"gae_lambda": 0.0}, {"next_value": [2.0, 8.0, 6.0, INF]}, [2.0, 5.0, 4.0, INF]),
+    (td_lambda_returns, {"gae_lambda": 0.0}, {"reward": [1.0, -INF, 1.0, NAN]}, [2.0, -INF, 4.0, NAN]),
+    (gae, {"gae_lambda": 0.0}, {"reward": [1.0, INF, 1.0, NAN]}, [2.0, INF, 4.0, NAN]),
+    (gae, {"gae_lambda": 0.0}, {"next_value": [2.0, 8.0, 6.0, -INF]}, [2.0, 5.0, 4.0, -INF]),
+    (vtrace, {"gae_lambda": 0.0}, {"reward": [1.0, 1.0, 1.0, INF]}, [2.0, 5.0, 4.0, INF]),
+    # gamma 0: the rewards alone
+    *(
+        (
+            kernel,
+            {"gamma": 0.0},
+            {"next_value": [INF, NAN, -INF, INF], "reward": [1.0, 2.0, 3.0, INF]},
+            [1.0, 2.0, 3.0, INF],
+        )
+        for kernel in KERNELS
+    ),
+]
+
+
+@pytest.mark.parametrize("tensors", [False, True], ids=["numbers", "tensors"])
+@pytest.mark.parametrize(("kernel", "hyper", "fields", "expected"), ABSENT)
+def test_a_term_of_weight_zero_is_absent(variant, kernel, hyper, fields, expected, tensors):
+    steps = INFINITE | {name: torch.tensor(values) for name, values in fields.items()}
+    hyper = {"gamma": 0.5} | hyper
+    hyper = {name: torch.tensor(value) for name, value in hyper.items()} if tensors else hyper
+    out = run(kernel, steps, variant(kernel), **hyper)
+    close(out[1 if kernel is vtrace else 0], expected)
+
+
+@pytest.mark.parametrize("length", [40, 600])
+def test_a_term_of_weight_zero_is_absent_in_blocks(length):
+    steps = random_steps(11, 3, length)
+    finite = oracle(td_lambda_returns, steps, gamma=0.9, gae_lambda=1.0)
+    inside = ~steps["done"]
+    inside[:, -1] = False
+    steps["next_value"] = steps["next_value"].masked_fill(inside, INF)
+    close(run(td_lambda_returns, steps, gae_lambda=torch.tensor(1.0)), finite)
+    steps["reward"][:, ::7] = INF
+    for kernel in (td_lambda_returns, gae):
+        hyper = {"gamma": 0.9, "gae_lambda": 0.0}
+        one_step = oracle(n_step_returns, steps, gamma=0.9, n=1)[0]
+        close(run(kernel, steps, **hyper)[-1], torch.where(one_step.isnan(), NAN, one_step))
+
+
 @each_kernel
 def test_no_retrace(kernel):
     names = [k for k in HYPER[kernel] if k != "n"]
