@@ -19,14 +19,14 @@ SIZES, QUICK, GPU_SIZES = (4, 64, 512, 2048), (512,), (2048, 65_536)
 _OTHER = "other"
 
 
-def as_run(times: Any, parts: Any, algorithm: Any) -> tuple[Any, Any]:
-    """The same parts and algorithm with every function that they bind by `jit` timed; policy and env stay fused."""
+def as_run(times: Any, run: Any) -> Any:
+    """The same run with every function that it binds by `jit` timed; policy and env stay fused."""
     from ecrl.run.profiler import timed
 
     def jit(fn: Any, *static: Any) -> Any:
-        return timed(times, fn.__name__.strip("_"), parts.jit(fn, *static))
+        return timed(times, fn.__name__.strip("_"), run.jit(fn, *static))
 
-    return parts._replace(jit=jit), algorithm
+    return run._replace(jit=jit)
 
 
 def profile(num_envs: int, device: str, seconds: float) -> list[dict[str, Any]]:

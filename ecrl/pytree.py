@@ -57,6 +57,17 @@ def names(structure: Any, name: str = "") -> list[str]:
     return [leaf for key, part in keyed for leaf in names(part, f"{name}.{key}")]
 
 
+def paths(structure: Any, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """The keys that lead to each leaf of nested TensorDicts and dicts.
+
+    >>> paths(flatten(TensorDict({"a": {"x": 1.0}, "b": 2.0}))[1])
+    [('a', 'x'), ('b',)]
+    """
+    if structure == _LEAF:
+        return [path]
+    return [leaf for key, part in structure[2] for leaf in paths(part, (*path, key))]
+
+
 def _same(size: Size) -> Size:
     return size
 

@@ -34,7 +34,7 @@ STATE_FIELDS = {
     "norm": "running moments, frozen during an iteration: obs of the policy, reward of the algorithm; may be empty",
     "env": "env states with the last observation",
     "episode": "running and last finished returns and lengths",
-    "hyper": "every numeric hyperparameter that no shape depends on, as a 0-d tensor; not those of `lr_scheduler`",
+    "hyper": "every numeric hyperparameter that no shape depends on, as a 0-d tensor",
     "key": "int64, the key that all randomness of the run derives from",
     "sample_step": "int64, environment steps taken, over all ranks",
     "update_step": "int64, updates done: iterations but for those that `trainer.finite_guard` left out",

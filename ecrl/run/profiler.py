@@ -12,11 +12,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from ecrl.algorithms import Algorithm, Parts
+from ecrl.algorithms import Run
+from ecrl.algorithms.core import OnPolicy, learn
 from ecrl.distributed import rank, world_size
 from ecrl.kernels import scan
 from ecrl.run.loggers import ending, never_fatal
@@ -90,31 +91,36 @@ def timed_records(times: Times, name: str, records: Iterator[LogData]) -> Iterat
             yield record
 
 
-def watched(times: Times, parts: Parts, algorithm: Algorithm) -> tuple[Parts, Algorithm]:
-    """The same parts and algorithm, timed: collect, update, every function that they bind by `jit`; env and policy.
+def watched(times: Times, run: Run) -> Run:
+    """The same run, timed: collect, update, each function that they bind by `jit`, and the functions of env and policy.
 
-    To collect, the functions of policy and env are bound one by one and called from a plain loop.
+    To collect, the functions of policy and env are compiled one by one and called from a plain loop.
     """
 
     def jit(fn: Callable[..., Any], *static: Any) -> Callable[..., Any]:
-        return timed(times, fn.__name__.strip("_"), parts.jit(fn, *static))
+        return timed(times, fn.__name__.strip("_"), run.jit(fn, *static))
 
     def bound(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
-        return timed(times, name, parts.jit(fn))
+        return timed(times, name, run.jit(fn))
 
-    policy, env = parts.policy, parts.env
+    policy, env, iterate = run.policy, run.env, run.algorithm.iterate
     value = None if policy.value is None else bound("critic", policy.value)
     policy = replace(policy, act=bound("policy", policy.act), draw=bound("draw", policy.draw), value=value)
     step = bound("env", env.step) if env.is_pure else timed(times, "env", env.step)
     env = replace(env, step=step, draw=bound("draw", env.draw) if env.is_pure else env.draw)
-    apart = parts._replace(policy=policy, env=env, jit=partial, scan=scan)
+    taken_apart = run._replace(policy=policy, env=env, jit=partial, scan=scan)
 
-    def collect(_: Parts, state: Any) -> Any:
-        return algorithm.collect(apart, state)
+    def collect(run: Run, state: Any) -> Any:
+        return cast(OnPolicy, iterate).collect(taken_apart, state)
 
-    update = timed(times, "update", algorithm.update)
-    collect = timed(times, "collect", collect)
-    return parts._replace(jit=jit), replace(algorithm, collect=collect, update=update, as_one=False)
+    def update(_: Run, state: Any, steps: Any) -> Any:
+        return learn(cast(OnPolicy, iterate).update, run._replace(jit=jit), state, steps)
+
+    if isinstance(iterate, OnPolicy):
+        watched_iterate: Any = OnPolicy(timed(times, "collect", collect), timed(times, "update", update))
+    else:
+        watched_iterate = timed(times, "iterate", iterate)
+    return run._replace(jit=jit, algorithm=replace(run.algorithm, iterate=watched_iterate, as_one=False))
 
 
 def report(times: Times) -> list[dict[str, Any]]:

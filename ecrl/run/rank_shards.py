@@ -17,7 +17,7 @@ from torch import Tensor
 from ecrl.config import Config, total_steps
 from ecrl.distributed import agreed, gathered, rank, world_size
 from ecrl.errors import CheckpointError, NotFiniteError
-from ecrl.loop.build import make_parts
+from ecrl.loop.build import build
 from ecrl.loop.iteration import steps_per_iteration
 from ecrl.loop.signals import asked
 from ecrl.run.loggers import ending
@@ -78,7 +78,7 @@ def with_others_at_crash(records: Iterator[LogData], cfg: Config) -> Iterator[Lo
     try:
         yield from records
     except NotFiniteError as error:
-        if not make_parts(cfg).env.is_pure:
+        if not build(cfg).env.is_pure:
             raise
         raise NotFiniteError(str(error), error.report, error.state, _of_others(error.state)) from None
 
