@@ -5,7 +5,7 @@ size moves with its tensors where an axis is added or taken.
 """
 
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from tensordict import TensorDict, TensorDictBase
 from torch import Size, Tensor
@@ -28,6 +28,26 @@ def _take(tree: Any, leaves: list[Tensor]) -> Hashable:
     if isinstance(tree, list | tuple):
         return type(tree), None, tuple([_take(part, leaves) for part in tree])
     return None, (type(tree), tree), ()  # not a tensor: the same wherever the structure is; 2 is not 2.0
+
+
+class Borrowed(NamedTuple):
+    """Tensors that a function reads where they are. Compiled code never copies them, so they may be large."""
+
+    fields: Any
+
+
+def is_borrowed(structure: Any, inside: bool = False) -> list[bool]:
+    """True for each leaf that is inside a `Borrowed`, in the order of the leaves.
+
+    >>> from torch import zeros
+    >>> is_borrowed(flatten((zeros(1), Borrowed([zeros(1)])))[1])
+    [False, True]
+    """
+    if structure == _LEAF:
+        return [inside]
+    kind, _, parts = structure
+    keyed = [part for _, part in parts] if kind in (TensorDict, dict) else parts
+    return [leaf for part in keyed for leaf in is_borrowed(part, inside or kind is Borrowed)]
 
 
 def flatten(tree: Any) -> tuple[list[Tensor], Hashable]:

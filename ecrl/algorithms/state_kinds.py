@@ -66,6 +66,16 @@ def leaf_kinds(state: TensorDict, kinds: Kinds) -> dict[Path, Kind]:
     return {path: kind_of(path, kinds) for path in paths(flatten(state)[1])}
 
 
+def environment_fields(state: TensorDict, kinds: Kinds) -> list[str]:
+    """Names of the fields that are of kind environment as a whole.
+
+    >>> state = TensorDict({"env": {"x": 1.0}, "key": 2}, [])
+    >>> environment_fields(state, {"env": Kind.ENVIRONMENT, "key": Kind.COUNTER})
+    ['env']
+    """
+    return [str(name) for name, _ in cast(Any, state.items()) if kinds.get(name) is Kind.ENVIRONMENT]
+
+
 def split(state: TensorDict, kinds: Kinds) -> tuple[TensorDict, TensorDict]:
     """The leaves that an iteration computes anew, and the ones that it borrows (buffer and frozen).
 

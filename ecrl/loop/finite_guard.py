@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from ecrl.algorithms.state_kinds import Kinds, environment_fields
 from ecrl.distributed import all_sum
 from ecrl.kernels import restarted
 from ecrl.pytree import flatten, mapped, replaced
@@ -20,8 +21,6 @@ KINDS = ("observation", "reward", "action", "loss", "gradient", "parameters")
 
 FIELDS = {"obs": "observation", "action": "action", "sample_log_prob": "action", "reward": "reward"}
 """Fields of a batch, and the kind of each."""
-
-_ENVIRONMENT = ("env", "episode")
 
 
 def _has_nonfinite(tensors: list[Tensor], device: torch.device) -> Tensor:
@@ -61,19 +60,20 @@ def flags(batch: TensorDict, logs: Logs, params: TensorDict) -> Tensor:
     return torch.stack((here, all_sum(here.to(torch.int64)) > 0))
 
 
-def undo_update(nonfinite: Tensor, start: TensorDict, state: TensorDict) -> TensorDict:
+def undo_update(nonfinite: Tensor, start: TensorDict, state: TensorDict, kinds: Kinds) -> TensorDict:
     """The state after an iteration, without its update if any of the flags `nonfinite` `[6]` is set.
 
-    Parameters, optimiser, statistics and counters are then those before the iteration, so schedules wait. Environments
-    have moved on. If a reward is not finite, the iteration is left out of the returns of episodes too.
+    Fields of kind environment have moved on. All others are then those before the iteration, so schedules wait; so are
+    the running returns inside `norm`. If a reward is not finite, the iteration is left out of episode returns too.
 
     Args:
         nonfinite: flags of any rank.
         start: the state before the iteration.
         state: the state after it.
+        kinds: kinds of the state's fields.
     """
     skipped, no_reward = nonfinite.any(), nonfinite[KINDS.index("reward")]
-    collected = replaced(start, {name: state[name] for name in _ENVIRONMENT})
+    collected = replaced(start, {name: state[name] for name in environment_fields(start, kinds)})
     kept = mapped(lambda old, new: old if old is new else torch.where(skipped, old, new), collected, state)
     before = restarted(cast(TensorDict, start["episode"]))
     episode = mapped(lambda old, new: torch.where(no_reward, old, new), before, kept["episode"])

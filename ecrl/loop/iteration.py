@@ -16,17 +16,20 @@ from torch import Tensor
 from ecrl import rng
 from ecrl.algorithms import Run
 from ecrl.algorithms.core import start_keys, steps_taken
+from ecrl.algorithms.state_kinds import merge
 from ecrl.compile.jit import COMPILED
+from ecrl.compile.vmap import vmapped
 from ecrl.config import Config, total_steps
 from ecrl.distributed import world_size
 from ecrl.errors import ConfigError
 from ecrl.kernels import episode_init, restarted
+from ecrl.loop.buffers import borrowed_leaves, check_current, check_kinds, commit, committed, kinds_of, take_over
 from ecrl.loop.build import build, check_envs, check_rollout, device_of, form_of
 from ecrl.loop.finite_guard import FIELDS, KINDS, flags, undo_update
 from ecrl.loop.metrics import WINDOW, collect_logs, counted_steps, over_ranks
 from ecrl.loop.nonfinite_report import nonfinite_error, with_checked_actions
 from ecrl.loop.signals import interruptible
-from ecrl.pytree import flatten, mapped, names, replaced, unflatten
+from ecrl.pytree import Borrowed, flatten, mapped, names, replaced, unflatten
 from ecrl.types import LogData, Logs
 
 Iteration = Callable[[TensorDict], tuple[TensorDict, dict[str, Logs]]]
@@ -76,7 +79,9 @@ def _state_without_env(run: Run, key: Tensor) -> TensorDict:
         norm = norm.copy().set("obs", policy.norm_init(key.device))
     episode = episode_init(run.static.num_envs, WINDOW, key.device)
     counters = {"sample_step": zero, "update_step": zero.clone()}
-    return TensorDict({**fields, "norm": norm, "episode": episode, "key": key.clone(), **counters}, [])
+    state = TensorDict({**fields, "norm": norm, "episode": episode, "key": key.clone(), **counters}, [])
+    check_kinds(state, kinds_of(run))
+    return state
 
 
 def expected_state(run: Run, cfg: Config, state: TensorDict) -> TensorDict:
@@ -122,6 +127,7 @@ def check_state(run: Run, state: TensorDict, cfg: Config) -> None:
 
     The numbers of the algorithm are read from `state["hyper"]`, so that they can change during a run.
     """
+    check_current(state, kinds_of(run))
     made = expected_state(run, cfg, state)
     if state["key"].device != made["key"].device:  # the state's has a number, the config's may have none
         raise ConfigError(f"state: is on {state['key'].device}, the config says {device_of(cfg)}; use state.to(...)")
@@ -167,52 +173,53 @@ def _statistics(norm_update: Callable[..., TensorDict], norm: TensorDict, steps:
     return norm.copy().set("obs", obs)
 
 
-def _iteration(run: Run, guard: str, start: TensorDict) -> tuple[TensorDict, dict[str, Logs], Tensor | None]:
-    """One iteration: the state, logs, and the flags of the finite guard unless it is off."""
+def _iteration(
+    run: Run, guard: str, start: TensorDict, borrowed: Borrowed
+) -> tuple[TensorDict, TensorDict, dict[str, Logs], Tensor | None]:
+    """One iteration: the state, the rows to commit, logs, and the flags of the finite guard unless it is off."""
     stops_here = guard == "stop" and not run.env.is_pure  # a step on the host cannot be repeated for the report
-    state, writes, train_logs = run.algorithm.iterate(
-        with_checked_actions(run, start) if stops_here else run, start, TensorDict({}, [])
-    )
-    steps = cast(TensorDict, writes["steps"])
+    checked = with_checked_actions(run, start) if stops_here else run
+    state, writes, train_logs = run.algorithm.iterate(checked, start, borrowed.fields)
+    steps = cast(TensorDict, writes.get("steps", TensorDict({}, [])))
     norm, episode = cast(TensorDict, state["norm"]), cast(TensorDict, state["episode"])
-    if run.policy.norm_update is not None:
+    if run.policy.norm_update is not None and "obs" in steps:
         norm = run.jit(_statistics, run.policy.norm_update)(norm, steps.select("obs", "done", "mask", strict=False))
     state = replaced(state, {"norm": norm, "update_step": state["update_step"] + 1})
     nonfinite = None
     if guard != "off":
         nonfinite = flags(steps.select(*FIELDS, "mask", strict=False), train_logs, cast(TensorDict, state["params"]))
         if stops_here and nonfinite[1].any():
-            raise nonfinite_error(run, start, nonfinite, (state, steps))
+            raise nonfinite_error(run, merge(start, borrowed.fields), nonfinite, (state, steps))
     if guard == "skip" and nonfinite is not None:
-        state = undo_update(nonfinite[1], start, state)
+        state = undo_update(nonfinite[1], start, state, kinds_of(run))
         train_logs = train_logs | {"skipped_updates": nonfinite[1].any().to(torch.float32)}
     taken = run.static.buffer_size * run.static.num_envs * run.static.world_size
     state = replaced(state, {"sample_step": state["sample_step"] + taken})
     logs = {"collect": over_ranks(collect_logs(episode, steps)), "train": over_ranks(train_logs)}
-    return state, logs, nonfinite
+    return state, cast(TensorDict, writes.exclude("steps")), logs, nonfinite
 
 
 def _iteration_of_leaves(
-    run: Run, guard: str, structure: Hashable, leaves: list[Tensor]
-) -> tuple[list[Tensor], TensorDict, dict[str, Logs], Tensor | None]:
+    run: Run, guard: str, structure: Hashable, leaves: list[Tensor], borrowed: Borrowed
+) -> tuple[list[Tensor], TensorDict, TensorDict, dict[str, Logs], Tensor | None]:
     """`_iteration` on the tensors of a state. The state is given once more, in memory of its own."""
-    state, logs, nonfinite = _iteration(run, guard, unflatten(structure, leaves))
+    state, writes, logs, nonfinite = _iteration(run, guard, unflatten(structure, leaves), borrowed)
     after, found = flatten(state)
     if found != structure:
         fields = ", ".join(sorted({*names(found)} ^ {*names(structure)})) or "the batch size of one"
         raise ValueError(f"an iteration may change no fields of the state but their values; it changed {fields}")
-    return after, mapped(torch.clone, state), logs, nonfinite
+    return after, mapped(torch.clone, state), writes, logs, nonfinite
 
 
 def _bound(fn: Callable[..., Any], run: Run, cfg: Config, *static: Any) -> Callable[..., Any]:
-    """`fn(run, *static, state)`, as one compiled graph if the algorithm and the environment allow it."""
+    """`fn(run, *static, state, borrowed)`, as one compiled graph if the algorithm and the environment allow it."""
     tf32 = cfg.trainer.tf32 and device_of(cfg).type == "cuda"
     one_graph = run.algorithm.as_one and run.env.is_pure and run.static.world_size == 1
     bound = (run.jit if one_graph else partial)(fn, run, *static)
 
-    def call(state: Any) -> Any:
+    def call(*state: Any) -> Any:
         with _matmul_precision(tf32):
-            return bound(state)
+            return bound(*state)
 
     return call
 
@@ -222,32 +229,37 @@ def make_iteration(cfg: Config, watch: Watch = unwatched) -> Iteration:
 
     `watch` may replace functions of the run, as `ecrl.run.profiler` does to time them. With `trainer.finite_guard`
     "skip" it leaves out updates with NaN or infinity. It never stops: otherwise NaN and infinity are in its results.
+    A buffer of the state is copied, as the function is pure; `train_iter` writes on it in place.
     """
-    guard = "skip" if cfg.trainer.finite_guard == "skip" else "off"
-    iterate = _bound(_iteration, watch(build(cfg)), cfg, guard)
+    run, guard = build(cfg), "skip" if cfg.trainer.finite_guard == "skip" else "off"
+    iterate, kinds = _bound(_iteration, watch(run), cfg, guard), kinds_of(run)
 
     def iteration(state: TensorDict) -> tuple[TensorDict, dict[str, Logs]]:
-        state, logs, _ = iterate(state)
-        return state, logs
+        own, borrowed = borrowed_leaves(state, kinds)
+        if not vmapped():
+            check_current(state, kinds)
+        own, writes, logs, nonfinite = iterate(own, Borrowed(borrowed))
+        if borrowed.is_empty():
+            return own, logs
+        skipped = torch.zeros_like(own["key"], dtype=torch.bool) if nonfinite is None else nonfinite[1].any()
+        return merge(own, committed(borrowed, writes, skipped)), logs
 
     return iteration
 
 
-def _judge(run: Run, guard: str, nonfinite: Tensor, before: TensorDict, warned: bool) -> bool:
-    """Raise if the guard stops at these flags; if it skips, warn the first time. Return True after a warning.
-
-    Raises: NotFiniteError.
-    """
-    if not nonfinite[1].any():
-        return warned
+def _is_skipped(run: Run, guard: str, nonfinite: Tensor | None, before: TensorDict) -> bool:
+    """True if the finite guard left the update out; raise NotFiniteError if it stops."""
+    if nonfinite is None or not nonfinite[1].any():
+        return False
     if guard == "stop":
         raise nonfinite_error(run, before, nonfinite)
-    if not warned:
-        met = ", ".join(kind for kind, flag in zip(KINDS, nonfinite[1].tolist(), strict=True) if flag)
-        after = f"after {int(before['sample_step'])} env steps"
-        text = f"{after}: NaN or infinity in {met}: the update is left out; counted as skipped_updates, said once"
-        warnings.warn(text, stacklevel=3)
     return True
+
+
+def _warn_of_skip(nonfinite: Tensor, step: int) -> None:
+    met = ", ".join(kind for kind, flag in zip(KINDS, nonfinite[1].tolist(), strict=True) if flag)
+    text = f"NaN or infinity in {met}: the update is left out; counted as skipped_updates, said once"
+    warnings.warn(f"after {step} env steps: {text}", stacklevel=3)
 
 
 def train_iter(state: TensorDict, cfg: Config, watch: Watch = unwatched) -> Iterator[LogData]:
@@ -255,7 +267,9 @@ def train_iter(state: TensorDict, cfg: Config, watch: Watch = unwatched) -> Iter
 
     The generator owns control flow only: it never prints, logs, evaluates or saves. Stop with `break`; continue later
     with `train_iter(log_data["state"], cfg)`. Both give bit for bit the results of an uninterrupted run. Both records
-    of an iteration carry the step and the state after it. The state is a locked copy that belongs to the caller.
+    of an iteration carry the step and the state after it. The state is a locked copy that belongs to the caller. Only
+    its buffers, if the algorithm has any, are the generator's own: the next iteration writes on them in place. Using an
+    older state then raises; `state.clone()` keeps it. The generator copies the buffers of `state` once, at the start.
 
     If something is not finite, `trainer.finite_guard` decides. By default it raises NotFiniteError, with the state
     before that iteration.
@@ -275,15 +289,22 @@ def iterations(run: Run, state: TensorDict, cfg: Config) -> Iterator[LogData]:
     state, guard = reopened(run, state), cfg.trainer.finite_guard
     size, step, end = steps_per_iteration(cfg), int(state["sample_step"]), total_steps(cfg, run.static.world_size)
     settled = step + 2 * size
-    leaves, structure = flatten(state.clone())  # a list of tensors is the fastest form to pass to compiled code
+    own, borrowed = borrowed_leaves(state, kinds_of(run))
+    borrowed = take_over(borrowed, kinds_of(run))
+    leaves, structure = flatten(own.clone())  # a list of tensors is the fastest form to pass to compiled code
     iteration = _bound(_iteration_of_leaves, run, cfg, guard, structure)
     warned = False
     while step < end:
         known, before = len(COMPILED), state
         with interruptible():
-            leaves, state, logs, nonfinite = iteration(leaves)
-            if nonfinite is not None:
-                warned = _judge(run, guard, nonfinite, before, warned)
+            leaves, state, writes, logs, nonfinite = iteration(leaves, Borrowed(borrowed))
+            skipped = _is_skipped(run, guard, nonfinite, before)
+        if not skipped:
+            commit(borrowed, writes)
+        elif nonfinite is not None and not warned:
+            _warn_of_skip(nonfinite, step)
+            warned = True
+        state = merge(state, borrowed)
         step += size
         if len(COMPILED) > known and step > settled:
             warnings.warn(f"compiled again at step {step}: {'; '.join(COMPILED[known:])}", RuntimeWarning, stacklevel=2)

@@ -15,8 +15,10 @@ from torch import Tensor
 from ecrl.algorithms import Run
 from ecrl.algorithms.core import OnPolicy, steps_taken
 from ecrl.algorithms.optimizer import network_vectors
+from ecrl.algorithms.state_kinds import environment_fields
 from ecrl.distributed import rank
 from ecrl.kernels import scan
+from ecrl.loop.buffers import borrowed_leaves, kinds_of
 from ecrl.loop.finite_guard import FIELDS
 from ecrl.pytree import flatten, names, replaced
 
@@ -162,18 +164,21 @@ def search(
         collected: the state after the iteration and its steps; None to collect them again.
     """
     eager, found, iterate = run._replace(jit=partial, scan=scan), [], run.algorithm.iterate
+    kinds = kinds_of(run)
     searching = run._replace(jit=partial, scan=_searching_scan(run, found))
     if isinstance(iterate, OnPolicy):
         if collected is None:
             state, steps = iterate.collect(eager, start)
         else:
-            state, steps = replaced(start, {name: collected[0][name] for name in ("env", "episode")}), collected[1]
+            moved = {name: collected[0][name] for name in environment_fields(start, kinds)}
+            state, steps = replaced(start, moved), collected[1]
         first = in_batch(run, start, steps)
         if in_steps:
             return first
         state, logs = iterate.update(searching, state, steps)
     else:
-        state, writes, logs = iterate(searching, start, TensorDict({}, []))
+        own, borrowed = borrowed_leaves(start, kinds)
+        state, writes, logs = iterate(searching, own, borrowed)
         first = in_batch(run, start, cast(TensorDict, writes["steps"])) if "steps" in writes else None
     ends = {name: x for name, x in logs.items() if name.endswith(_TERMS)}
     ends |= {f"params.{name}": x for name, x in _named(state["params"]).items()}

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ecrl.config import Config, config_from_dict
 from ecrl.errors import CheckpointError
+from ecrl.loop.buffers import check_current, kinds_of
 from ecrl.loop.build import build, device_of, form_of
 from ecrl.loop.iteration import expected_state
 from ecrl.run.atomic_files import whole, write_folder
@@ -50,11 +51,13 @@ def snapshot(
         logs: numbers to keep in the manifest, such as those of the evaluation that chose this state.
         files: further files of the checkpoint by name, under its checksums.
 
-    Raises: ValueError for a name that is a path, hidden, or of the checkpoint's own files.
+    Raises: ValueError for a name that is a path, hidden, or of the checkpoint's own files; UserError for a state whose
+        buffer was written on since.
     """
     for name in files or {}:
         if name in _OWN or name.startswith(".") or "/" in name:
             raise ValueError(f"files: {name!r} cannot be a further file of a checkpoint; choose another name")
+    check_current(state, kinds_of(build(cfg)))
     tensors = {name: cast(Tensor, state[path]) for name, path in _paths(state).items()}
     tensors = {name: leaf.detach().to("cpu", copy=True).contiguous() for name, leaf in tensors.items()}
     return Snapshot(tensors, cfg, conditions(cfg), dict(logs or {}), dict(files or {}))

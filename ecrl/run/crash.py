@@ -90,7 +90,7 @@ def replay(folder: str | Path) -> Iterator[str]:
         told = f"it was an iteration of {report['ranks']} ranks, these are {world_size()}"
         yield f"{told}; repeat it with: {_command(folder, report['ranks'], cfg)}"
     else:
-        yield from _found_again(report, _once(with_own(state, folder), cfg))
+        yield from _found_again(report, _once(with_own(state, cfg, folder), cfg))
 
 
 def _once(state: Any, cfg: Config) -> NotFiniteError | None:

@@ -19,6 +19,7 @@ from ecrl.envs import Env, make_env
 from ecrl.envs.mujoco.camera import CameraConfig
 from ecrl.errors import ConfigError
 from ecrl.kernels import scan
+from ecrl.loop.buffers import borrowed_leaves, kinds_of
 from ecrl.loop.build import build
 from ecrl.run.evaluation import eval_steps
 from ecrl.run.loggers import ending
@@ -102,7 +103,7 @@ def collected(state: TensorDict, cfg: Config, many: int) -> Generator[TensorDict
     if isinstance(iterate, OnPolicy):
         _, steps = iterate.collect(run, first)
     else:
-        steps = cast(TensorDict, iterate(run, first, TensorDict({}, []))[1]["steps"])
+        steps = cast(TensorDict, iterate(run, *borrowed_leaves(first, kinds_of(run)))[1]["steps"])
     seen = cast(TensorDict, steps["info", "seen"][:, :-1]).cpu()
     yield from (cast(TensorDict, seen[:, t]) for t in range(seen.shape[1]))
 

@@ -59,7 +59,7 @@ def resume(
     state, own = load(path, None if _is_here(own) else cfg.trainer.device)
     if changes:
         state = _changed(state.to(device_of(cfg)), own, cfg)
-    state = with_own(state, path)
+    state = with_own(state, cfg, path)
     check_state(build(cfg), state, cfg)
     if rank() == 0:
         _warn_of_other_bits(path, cfg)

@@ -1,0 +1,1 @@
+"""Code that several tests share: small environments, configs, records, pages and processes."""
