@@ -18,14 +18,14 @@ SIZES, QUICK, GPU_SIZES = (4, 64, 512, 2048), (512,), (2048, 65_536)
 _OTHER = "other"
 
 
-def as_run(times: Any, parts: Any, algorithm: Any) -> tuple[Any, Any]:
-    """Return the parts and the algorithm with timers on every function bound by `jit`; policy and env stay fused."""
+def as_run(times: Any, run: Any) -> Any:
+    """Return the run with timers on every function bound by `jit`; policy and env stay fused."""
     from ecrl.run.profiler import timed
 
     def jit(fn: Any, *static: Any) -> Any:
-        return timed(times, fn.__name__.strip("_"), parts.jit(fn, *static))
+        return timed(times, fn.__name__.strip("_"), run.jit(fn, *static))
 
-    return parts._replace(jit=jit), algorithm
+    return run._replace(jit=jit)
 
 
 def profile(num_envs: int, device: str, seconds: float) -> list[dict[str, Any]]:

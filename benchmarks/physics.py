@@ -25,12 +25,13 @@ def config(**keys: Any) -> Any:
 
 def first_rollout() -> tuple[Any, Any]:
     """Return the initial state of a run, and its first rollout, eager."""
-    from ecrl import init_state, make_algorithm
-    from ecrl.loop.build import make_parts
+    from ecrl import init_state
+    from ecrl.loop.build import build
 
     cfg = config(**{"trainer.compile": "off"})
     state = init_state(cfg)
-    return state, make_algorithm(cfg.algorithm).collect(make_parts(cfg), state)[1]
+    run = build(cfg)
+    return state, run.algorithm.iterate.collect(run, state)[1]
 
 
 def recorded() -> tuple[Any, Any, Any, int]:
@@ -98,14 +99,14 @@ def bare(threads: int) -> Callable[[], int]:
 def environment() -> Callable[[], int]:
     """Return work units of the same rollout with given actions, compiled as in training."""
     from ecrl.algorithms.core import step_keys
-    from ecrl.loop.build import make_parts
+    from ecrl.loop.build import build
 
     cfg = config()
-    parts, size, length = make_parts(cfg), cfg.trainer.num_envs, cfg.trainer.buffer_size
+    run, size, length = build(cfg), cfg.trainer.num_envs, cfg.trainer.buffer_size
     state, rollout = first_rollout()
-    keys = step_keys(state["key"], state["sample_step"], size, length)[0]
+    keys = step_keys(run, state)[0]
     actions = rollout["action"][:, :-1].transpose(0, 1).contiguous()
-    rollout_function = parts.jit(_roll, parts.env, parts.scan)
+    rollout_function = run.jit(_roll, run.env, run.scan)
 
     def rollouts() -> Iterator[None]:
         while True:

@@ -5,7 +5,7 @@ size of a TensorDict can change with its tensors when an axis is added or remove
 """
 
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from tensordict import TensorDict, TensorDictBase
 from torch import Size, Tensor
@@ -28,6 +28,26 @@ def _flatten(tree: Any, leaves: list[Tensor]) -> Hashable:
     if isinstance(tree, list | tuple):
         return type(tree), None, tuple([_flatten(part, leaves) for part in tree])
     return None, (type(tree), tree), ()  # not a tensor: part of the structure; its type is stored because 2 == 2.0
+
+
+class Borrowed(NamedTuple):
+    """Tensors that a function reads where they are. Compiled code never copies them, so they may be large."""
+
+    fields: Any
+
+
+def is_borrowed(structure: Any, inside: bool = False) -> list[bool]:
+    """True for each leaf that is inside a `Borrowed`, in the order of the leaves.
+
+    >>> from torch import zeros
+    >>> is_borrowed(flatten((zeros(1), Borrowed([zeros(1)])))[1])
+    [False, True]
+    """
+    if structure == _LEAF:
+        return [inside]
+    kind, _, parts = structure
+    keyed = [part for _, part in parts] if kind in (TensorDict, dict) else parts
+    return [leaf for part in keyed for leaf in is_borrowed(part, inside or kind is Borrowed)]
 
 
 def flatten(tree: Any) -> tuple[list[Tensor], Hashable]:
@@ -55,6 +75,17 @@ def names(structure: Any, name: str = "") -> list[str]:
         return []
     named_parts = parts if kind in (TensorDict, dict) else enumerate(parts)
     return [leaf for key, part in named_parts for leaf in names(part, f"{name}.{key}")]
+
+
+def paths(structure: Any, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """Return the keys that lead to each leaf of nested TensorDicts and dicts.
+
+    >>> paths(flatten(TensorDict({"a": {"x": 1.0}, "b": 2.0}))[1])
+    [('a', 'x'), ('b',)]
+    """
+    if structure == _LEAF:
+        return [path]
+    return [leaf for key, part in structure[2] for leaf in paths(part, (*path, key))]
 
 
 def _keep_size(size: Size) -> Size:

@@ -34,7 +34,7 @@ STATE_FIELDS = {
     "norm": "running moments, frozen during an iteration: obs of the policy, reward of the algorithm; may be empty",
     "env": "env states with the last observation",
     "episode": "running and last finished returns and lengths",
-    "hyper": "every numeric hyperparameter that no shape depends on, as a 0-d tensor, except those of `lr_scheduler`",
+    "hyper": "every numeric hyperparameter that no shape depends on, as a 0-d tensor",
     "key": "int64, the source of all randomness in the run",
     "sample_step": "int64, environment steps taken, over all ranks",
     "update_step": "int64, updates done: all iterations except those that `trainer.finite_guard` skipped",

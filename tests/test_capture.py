@@ -20,10 +20,11 @@ import ecrl
 from ecrl import rng
 from ecrl.compile import jit as compile
 from ecrl.compile.cuda_graph import by_inductor, compiled
+from ecrl.compile.jit import choose_form
 from ecrl.errors import ConfigError
 from ecrl.kernels import gae
 from ecrl.loop.iteration import init_state, make_iteration, train_iter
-from ecrl.pytree import flatten, mapped
+from ecrl.pytree import Borrowed, flatten, mapped
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -107,6 +108,32 @@ def test_iterations_agree_with_eager_for_any_seed_and_rate_after_one_capture(rep
             assert logs["train"]["grad_norm"] > 1e-3
         captured.append(replayer.captured)
     assert before < captured[0] == captured[1]
+
+
+def _read(x, borrowed):
+    return x + borrowed.fields["ring"][:2]
+
+
+def test_a_borrowed_tensor_is_read_in_place_and_another_address_captures_again(replayer):
+    """The graph holds its address: nothing is copied, and what is written there is seen by the next replay."""
+    ring, given = torch.arange(8.0), []
+    fn, before = choose_form("on", "cpu").jit(_read), replayer.captured
+    call = replayer.__class__.__call__
+
+    def noting(self, run, tensors):
+        given.append([x.data_ptr() for x in tensors])
+        return call(self, run, tensors)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replayer.__class__, "__call__", noting)
+        borrowed = Borrowed(TensorDict({"ring": ring}, []))
+        assert fn(torch.ones(2), borrowed).tolist() == [1.0, 2.0]
+        ring.add_(10.0)
+        assert fn(torch.zeros(2), borrowed).tolist() == [10.0, 11.0]
+        assert replayer.captured == before + 1 and ring.data_ptr() in given[0]
+        other = Borrowed(TensorDict({"ring": torch.full((8,), 5.0)}, []))
+        assert fn(torch.ones(2), other).tolist() == [6.0, 6.0]
+        assert replayer.captured == before + 2 and other.fields["ring"].data_ptr() in given[1]
 
 
 SHIPPED = ["cartpole_ppo", "cartpole_grpo", "pendulum_ppo", "point_mass_ppo", "point_mass_apg"]

@@ -164,6 +164,28 @@ def test_latest_finds_the_newest_and_says_what_it_expected(run, saved, tmp_path)
         load(tmp_path / "nowhere")
 
 
+def test_an_older_checkpoint_is_loaded(tmp_path):
+    """It has no numbers of schedules, and one optimiser state for the groups of actor and critic."""
+    changes = {"algorithm.cfg.lr_scheduler": {"name": "step", "kwargs": {"gamma": 0.25}}}
+    cfg = small(**changes, **{"algorithm.cfg.critic_max_grad_norm": 0.5})
+    for record in train_iter(init_state(cfg), cfg):
+        state = record["state"]
+    flat = dict(state.flatten_keys("/").items())
+    older = {}
+    for name, leaf in flat.items():
+        parts = name.split("/")
+        if not name.startswith("hyper/schedule/"):
+            older["/".join((parts[0], *parts[2:])) if parts[0] == "opt" else name] = leaf
+    assert {"opt/mu/critic/0.bias", "opt/nu/actor/0.bias", "opt/step"} <= older.keys() and len(older) == len(flat) - 2
+    write(tmp_path / "old", snapshot(state, cfg)._replace(tensors=older))
+    loaded, again = load(tmp_path / "old")
+    assert same(loaded, state) and again == cfg
+    (gone,) = [name for name in older if name.startswith("params/actor") and name.endswith("0.bias")]
+    write(tmp_path / "less", snapshot(state, cfg)._replace(tensors={n: x for n, x in older.items() if n != gone}))
+    with pytest.raises(CheckpointError, match=f"state and config disagree on {gone}"):
+        load(tmp_path / "less")
+
+
 @pytest.mark.parametrize("name", ["state.safetensors", "config.json", "manifest.json"])
 def test_a_damaged_one_is_named_and_the_one_before_is_used(run, name):
     for step, before in ((128, 32), (32, 9)):

@@ -14,9 +14,10 @@ from tensordict import TensorDict
 from torch.autograd import forward_ad
 
 from ecrl import rng
-from ecrl.algorithms.core import collect
-from ecrl.algorithms.minibatch_sgd import _gradients, _packed, learner_of, pass_keys, shuffled
-from ecrl.algorithms.ppo import Variant, _loss, _rows
+from ecrl.algorithms.core import collect, learn, on_policy
+from ecrl.algorithms.minibatch_sgd import _gradients, _Objective, pass_keys, shuffled, sizes_of
+from ecrl.algorithms.optimizer import layout_of, pack
+from ecrl.algorithms.ppo import advantages, loss
 from ecrl.compile import cpu as inductor
 from ecrl.compile.jit import choose_form, compiler_fault
 from ecrl.compile.scan import graph_scan
@@ -24,7 +25,7 @@ from ecrl.compile.trace import traced
 from ecrl.errors import ConfigError
 from ecrl.kernels import global_norm, scan
 from ecrl.kernels.scan_loop import loop
-from ecrl.loop.build import make_parts
+from ecrl.loop.build import build
 from ecrl.loop.iteration import init_state, train_iter
 from ecrl.pytree import flatten, mapped
 
@@ -366,21 +367,23 @@ def test_what_is_calculated_alike_is_calculated_once():
 def test_gradients_of_a_minibatch_are_those_of_the_eager_form(dtype, tol):
     """Of a policy that has moved since, so that some ratios are clipped; within `tol` of the gradient's norm."""
     made = small(**{"trainer.buffer_size": 64, "algorithm.cfg.batch_size": 128})
-    parts, state = make_parts(made), init_state(made)
-    _, rollout = collect(parts, state)
-    learner = learner_of(parts, _loss, Variant("rollout", False))
+    run, state = build(made), init_state(made)
+    _, rollout = collect(run, state)
+    sgd = run.algorithm.choices.sgd
     keys = torch.arange(100)
     params = state["params"].apply(lambda p: p + 0.3 * rng.normal(keys[p.numel() % 100], p.shape))
     trees = mapped(
         lambda x: x.to(dtype) if x.is_floating_point() else x,
         (params, rollout, state["hyper"]),
     )
-    rows = _rows(trees[1], trees[2], learner.variant)
-    chosen = tuple(x[0].unsqueeze(0) for x in shuffled(pass_keys(state, 1), learner.sizes))
-    given = _packed(trees[0]), chosen, TensorDict({}, []), rows, trees[2]
-    (found, logs), (expected, eager_logs) = (
-        choose_form(mode, "cpu").jit(_gradients, learner)(trees[0], *given) for mode in ("on", "off")
+    rows, layout = advantages(run, trees[2], trees[1]), layout_of(trees[0], sgd.groups)
+    chosen = tuple(x[0].unsqueeze(0) for x in shuffled(pass_keys(state, 1), sizes_of(sgd, len(rows))))
+    given = pack(trees[0], layout), chosen, TensorDict({}, []), rows, trees[2]
+    objective = _Objective(run, loss, None, "approx_kl", "target_kl", layout)
+    (found, (_, logs)), (expected, (_, eager_logs)) = (
+        choose_form(mode, "cpu").jit(_gradients, objective)(*given) for mode in ("on", "off")
     )
+    found, expected = found["all"], expected["all"]
     assert 0.1 < float(eager_logs["clip_frac"]) < 0.9
     norm = global_norm(expected)
     assert float(global_norm(mapped(torch.sub, found, expected)) / norm) < tol
@@ -392,14 +395,19 @@ def test_a_graph_made_again_in_mid_run_is_told_with_what_differs():
     """Here because a number of the algorithm changes its type in the third iteration."""
     made = small(**{"trainer.compile": "on"})
 
-    def unstable(parts, algorithm):
-        def collect(parts, state):
+    def unstable(run):
+        iterate = run.algorithm.iterate
+
+        def collect(run, state):
             if int(state["update_step"]) == 2:
                 state = state.copy()
                 state["hyper", "clip_coef"] = state["hyper", "clip_coef"].double()
-            return algorithm.collect(parts, state)
+            return iterate.collect(run, state)
 
-        return parts, replace(algorithm, collect=collect, as_one=False)
+        def update(_, state, batch):
+            return learn(iterate.update, run, state, batch)
+
+        return run._replace(algorithm=replace(run.algorithm, iterate=on_policy(collect, update), as_one=False))
 
     records = train_iter(init_state(made), made, unstable)
     assert [next(records)["sample_step"] for _ in range(4)] == [32, 32, 64, 64]

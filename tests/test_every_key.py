@@ -15,7 +15,8 @@ from ecrl import registry
 from ecrl.config import Config, config_from_dict
 from ecrl.config.embodichain import INERT, INERT_EVENTS
 from ecrl.config.json_schema import KINDS, json_schema
-from ecrl.loop.iteration import init_state, make_parts, train_iter
+from ecrl.loop.build import build
+from ecrl.loop.iteration import init_state, train_iter
 from ecrl.registry import lookup, registered
 from ecrl.run.train import consumers
 
@@ -145,7 +146,7 @@ def states(cfg: Config, folder, evaluations: int) -> list:
     records = list(consumers(train_iter(init_state(cfg), cfg), init_state(cfg), cfg, folder, 0, False))
     assert sum(r["log_type"] == "evaluate" for r in records) == evaluations
     assert (folder / "checkpoints" / "best").exists() == (evaluations > 0)
-    make_parts(cfg).env.close(records[-1]["state"]["env"])
+    build(cfg).env.close(records[-1]["state"]["env"])
     return [r["state"] for r in records if r["log_type"] == "train"]
 
 

@@ -16,7 +16,8 @@ from ecrl.config import PolicyConfig, config_from_dict
 from ecrl.config.model import ConfigModel
 from ecrl.envs import Env, state_of
 from ecrl.errors import UserError
-from ecrl.loop.iteration import init_state, make_parts
+from ecrl.loop.build import build
+from ecrl.loop.iteration import init_state
 from ecrl.policies import ActorCriticConfig, acting_params, actor_critic, module_policy
 from ecrl.registry import register_env, register_policy
 from ecrl.run.export import export
@@ -67,7 +68,7 @@ print("OUT" + json.dumps(apart))
 
 def seen_by_the_env(cfg, state, obs):
     """The deterministic actions for `obs` at the door of the environment, from its own records."""
-    parts = make_parts(cfg)
+    parts = build(cfg)
     params = acting_params(state["params"], state["norm"])
     action = parts.policy.act(params, TensorDict({}, []), obs, None)[1]["action"]
     space = parts.env.action_space
@@ -123,7 +124,7 @@ def test_the_normaliser_is_inside(written):
     state, obs = last_state(cfg), torch.tensor([[0.5, -0.5, 3.0]])
     assert float(state["norm", "obs", "count"]) == 4 * 8 * 4
     raw = acting_params(state["params"], TensorDict({"obs": init_state(cfg)["norm", "obs"]}, []))
-    parts = make_parts(cfg)
+    parts = build(cfg)
     unmoved = parts.policy.act(raw, TensorDict({}, []), obs, None)[1]["action"]
     assert (unmoved - seen_by_the_env(cfg, state, obs)).abs().max() > 1e-3
 

@@ -13,14 +13,13 @@ from support.small_runs import NET, same, small
 from support.small_runs import last_state as end_of
 
 from ecrl import rng
-from ecrl.algorithms import make_algorithm
 from ecrl.algorithms.core import start_keys
 from ecrl.cli import main as __main__
 from ecrl.config import Config
 from ecrl.config.model import ConfigModel
 from ecrl.envs.core import Env, state_of
 from ecrl.errors import CheckpointError, NotFiniteError, UserError
-from ecrl.loop.build import make_parts
+from ecrl.loop.build import build
 from ecrl.loop.finite_guard import flags
 from ecrl.loop.iteration import init_state, make_iteration, train_iter
 from ecrl.registry import register_env
@@ -108,7 +107,8 @@ def test_what_the_environment_gives_is_found_in_its_iteration(algorithm, form):
     found = error.report["found"]
     assert (found["what"], found["key"], found["place"]) == ("reward", "reward", {"env": 2, "step": 1, "env_step": 5})
     assert error.report["met"][0] == "reward" and error.report["sample_step"] == 16 and len(states) == 2
-    _, batch = make_algorithm(cfg.algorithm).collect(make_parts(cfg), states[-1])
+    made = build(cfg)
+    _, batch = made.algorithm.iterate.collect(made, states[-1])
     assert found["before"] == pytest.approx(float(batch["reward"][2, 0]), rel=1e-5)
     where = "first reward = nan in env 2, step 1 of the rollout, step 5 of that env"
     assert f"{where}, last finite value {found['before']:.6g}; mend the environment" in str(error)
@@ -192,8 +192,8 @@ def test_masked_steps_and_what_is_not_used_do_not_count():
     cfg = run("grpo", "observation", **{"trainer.buffer_size": 8, "trainer.iterations": 1})
     error, _ = met(cfg)
     assert error.report["found"]["place"] == {"env": 2, "step": 6, "env_step": 6}
-    parts, state = make_parts(cfg), init_state(cfg)
-    state, batch = make_algorithm(cfg.algorithm).collect(parts, state)
+    parts, state = build(cfg), init_state(cfg)
+    state, batch = parts.algorithm.iterate.collect(parts, state)
     batch["mask"] = torch.arange(9).expand(4, 9) < 6
     logs = {"loss": torch.tensor(0.0)}
     assert not flags(batch, logs, state["params"]).any()

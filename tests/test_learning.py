@@ -11,7 +11,8 @@ import pytest
 
 from benchmarks.tasks import TASKS
 from ecrl.config import load_config, total_steps
-from ecrl.loop.iteration import init_state, make_parts, train_iter
+from ecrl.loop.build import build
+from ecrl.loop.iteration import init_state, train_iter
 from ecrl.run.evaluation import evaluate
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -42,7 +43,7 @@ def learnt(config: str, seed: int, episodes: int, env: str | None = None) -> dic
     *_, record = train_iter(init_state(cfg), cfg)
     took = time.perf_counter() - began
     logs = evaluate(record["state"], cfg, num_episodes=episodes, env=env)
-    make_parts(cfg).env.close(record["state"]["env"])
+    build(cfg).env.close(record["state"]["env"])
     shown = "  ".join(f"{name.removeprefix('eval/')} {value:.3f}" for name, value in logs.items())
     print(f"{config} seed {seed}: {shown}  after {record['sample_step']:,} steps, {took:.0f} s")
     return logs

@@ -10,9 +10,10 @@ from conftest import assert_pure, close
 from support.small_runs import last_state, same, small
 
 import ecrl.loop.iteration
-from ecrl.algorithms.ppo import update as ppo_update
+from ecrl.algorithms import collect, on_policy
 from ecrl.compile.jit import COMPILED
 from ecrl.errors import ConfigError
+from ecrl.loop.build import build
 from ecrl.loop.iteration import init_state, make_iteration, train_iter
 from ecrl.types import STATE_FIELDS
 
@@ -181,26 +182,38 @@ def test_a_compiled_run_owns_its_tensors():
     assert same(plain, spoilt)
 
 
-def _reads_a_number(parts, state, batch):
-    return ppo_update(parts, state.copy().set("key", state["key"] * parts.cfg.algorithm.cfg.gamma), batch)
+def test_an_iteration_keeps_the_fields_of_the_state(monkeypatch):
+    make = ecrl.loop.build.make_algorithm
+    adds = on_policy(collect, lambda run, state, batch: (state.copy().set("new", state["key"]), {}))
+    monkeypatch.setattr("ecrl.loop.build.make_algorithm", lambda block: replace(make(block), iterate=adds))
+    with pytest.raises(ValueError, match=r"it changed .*new"):
+        next(train_iter(init_state(small()), small()))
 
 
-def _asks_a_number(parts, state, batch):
-    return ppo_update(parts, state if parts.cfg.algorithm.cfg.ent_coef else state.clone(), batch)
+ALIKE = {"trainer.seed": 9, "trainer.exp_name": "other", "trainer.eval_freq": 7}
+ALIKE |= {f"algorithm.cfg.{name}": number for name, number in (("gamma", 0.5), ("clip_coef", 0.4), ("target_kl", 0.2))}
+ALIKE |= {"algorithm.cfg.learning_rate": 0.5, "algorithm.cfg.max_grad_norm": 9.0}
+SHAPING = {"trainer.num_envs": 5, "trainer.buffer_size": 9, "algorithm.cfg.n_epochs": 3, "algorithm.cfg.batch_size": 5}
+SHAPING |= {"algorithm.cfg.clip_vloss": True, "algorithm.cfg.normalize_advantage": "none", "policy.normalize_obs": True}
 
 
-def test_an_iteration_of_one_graph_reads_no_number_of_the_config_and_keeps_its_fields(monkeypatch):
-    make = ecrl.loop.iteration.make_algorithm
-    for update, told in (
-        (_reads_a_number, "unsupported operand.*_NotHere"),
-        (_asks_a_number, "reads no numbers of its config"),
-        (lambda parts, state, batch: (state.copy().set("new", state["key"]), {}), "it changed .*new"),
-    ):
-        monkeypatch.setattr(
-            "ecrl.loop.iteration.make_algorithm", lambda block, update=update: replace(make(block), update=update)
-        )
-        with pytest.raises((TypeError, ValueError), match=told):
-            next(train_iter(init_state(small()), small()))
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo", "apg"])
+def test_runs_are_compared_by_the_choices_that_shape_their_graphs(algorithm):
+    """Equal runs are one key of compiled functions."""
+    kinds = {"grpo": {"group_size": 2}, "apg": {}, "ppo": {"lr_scheduler": {"name": "step", "kwargs": {"gamma": 0.5}}}}
+    env = {"name": "point_mass"} if algorithm == "apg" else {"name": "cartpole"}
+    cfg = small(**{"env": env, "algorithm": {"name": algorithm, "cfg": kinds[algorithm]}})
+    fields = type(cfg.algorithm.cfg).model_fields
+    given = {
+        key: value for key, value in ALIKE.items() if not key.startswith("algorithm") or key.split(".")[-1] in fields
+    }
+    if algorithm == "ppo":
+        given["algorithm.cfg.lr_scheduler"] = {"name": "step", "kwargs": {"gamma": 0.9}}
+    runs = build(cfg), build(cfg.replace(**given))
+    assert runs[0] == runs[1] and hash(runs[0]) == hash(runs[1])
+    for key, value in SHAPING.items():
+        if not key.startswith("algorithm") or key.split(".")[-1] in fields:
+            assert build(cfg.replace(**{key: 6 if key == "trainer.num_envs" else value})) != runs[0], key
 
 
 THREADS = """

@@ -189,20 +189,20 @@ def test_enable_eval_adds_evaluations_to_the_history():
 
 def test_ctrl_c_returns_what_there_is(tmp_path, monkeypatch, capsys):
     cfg = small()
-    make, calls = ecrl.loop.iteration.make_algorithm, []
+    make, calls = ecrl.loop.build.make_algorithm, []
 
     def interrupted(block):
         algorithm = make(block)
 
-        def collect(parts, state):
+        def iterate(run, state, borrowed):
             calls.append(1)
             if len(calls) == 3:
                 raise KeyboardInterrupt
-            return algorithm.collect(parts, state)
+            return algorithm.iterate(run, state, borrowed)
 
-        return replace(algorithm, collect=collect)
+        return replace(algorithm, iterate=iterate)
 
-    monkeypatch.setattr("ecrl.loop.iteration.make_algorithm", interrupted)
+    monkeypatch.setattr("ecrl.loop.build.make_algorithm", interrupted)
     state, history = train(ecrl.init_state(cfg), cfg, tmp_path / "run")
     assert int(state["sample_step"]) == 64
     assert len(history) == 2

@@ -21,7 +21,7 @@ PAGES: dict[str, tuple[str, dict[str, list[str]]]] = {
     "parts": (
         "Parts",
         {
-            "Records": ["ecrl.Env", "ecrl.Policy", "ecrl.Algorithm", "ecrl.algorithms.Parts"],
+            "Records": ["ecrl.Env", "ecrl.Policy", "ecrl.Algorithm", "ecrl.algorithms.Run", "ecrl.algorithms.Static"],
             "Construction": ["ecrl.make_env", "ecrl.make_policy", "ecrl.make_algorithm", "ecrl.module_policy"],
             "Registration": [
                 "ecrl.registered",

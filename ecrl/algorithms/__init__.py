@@ -1,7 +1,7 @@
 """Algorithms as records of pure functions; importing this package registers the built-in ones."""
 
 from ecrl.algorithms.apg import APGConfig, apg
-from ecrl.algorithms.core import Algorithm, Parts, collect
+from ecrl.algorithms.core import Algorithm, Run, Static, collect, on_policy
 from ecrl.algorithms.grpo import GRPOConfig, grpo
 from ecrl.algorithms.ppo import PPOConfig, ppo
 from ecrl.config import AlgorithmChoice
@@ -13,11 +13,13 @@ __all__ = [
     "Algorithm",
     "GRPOConfig",
     "PPOConfig",
-    "Parts",
+    "Run",
+    "Static",
     "apg",
     "collect",
     "grpo",
     "make_algorithm",
+    "on_policy",
     "ppo",
 ]
 

@@ -1,7 +1,11 @@
-"""An algorithm is a frozen record of pure functions: what it keeps in the state, how it collects, how it learns."""
+"""A run and its algorithm as frozen records of pure functions, and how a rollout is collected.
+
+`ecrl.loop.build.build` makes a `Run` once, and it is passed along. It is compared by value, so it is the key of all
+compiled functions: two runs that differ in seed, name or learning rate share them.
+"""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -10,7 +14,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl import distributed, rng
-from ecrl.config import Config
+from ecrl.algorithms.state_kinds import Kind, Kinds
 from ecrl.envs import Env
 from ecrl.kernels import (
     collect_rollout,
@@ -24,29 +28,133 @@ from ecrl.kernels import (
 )
 from ecrl.kernels.scan_loop import Scan
 from ecrl.policies import Policy, acting_params
-from ecrl.pytree import replaced
+from ecrl.pytree import flatten, replaced
 from ecrl.types import Logs
 
 Jit = Callable[..., Callable[..., Any]]
 _EPS, _CLIP = 1e-8, 10.0
 
+LEARNER_KINDS: Kinds = {"params": Kind.LEARNED, "opt": Kind.LEARNED, "hyper": Kind.COUNTER}
+"""Kinds of the fields that the `init` of every algorithm gives."""
 
-class Parts(NamedTuple):
-    """What a run is made of.
+REWARD_NORM_KINDS: Kinds = {("norm", "reward", "running"): Kind.ENVIRONMENT}
+"""Kinds inside `norm["reward"]`; the moments are statistics, as everything else in `norm`."""
+
+
+class Static(NamedTuple):
+    """The numbers that shape the graph of an iteration.
 
     Attributes:
-        env: with auto-reset and events.
-        policy: for its spaces.
-        cfg: of the run.
+        num_envs: environments of this rank.
+        buffer_size: steps of each environment in an iteration.
+        iterations: iterations of the run, the length of its learning-rate schedules.
+        world_size: number of ranks.
+    """
+
+    num_envs: int
+    buffer_size: int
+    iterations: int
+    world_size: int
+
+
+class Run(NamedTuple):
+    """What does not change during a run.
+
+    Attributes:
+        env: environment with auto-reset and events.
+        policy: policy for the spaces of the environment.
+        algorithm: how the policy learns.
         jit: `jit(fn, *static)` binds static arguments to `fn` and may compile it.
-        scan: the loop over time inside of it.
+        scan: loop over time inside a function that `jit` gives.
+        static: numbers that shape the graph.
     """
 
     env: Env
     policy: Policy
-    cfg: Config
+    algorithm: "Algorithm"
     jit: Jit
     scan: Scan
+    static: Static
+
+
+Collect = Callable[[Run, TensorDict], tuple[TensorDict, TensorDict]]
+Update = Callable[[Run, TensorDict, TensorDict], tuple[TensorDict, Logs]]
+Iterate = Callable[[Run, TensorDict, TensorDict], tuple[TensorDict, TensorDict, Logs]]
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """Choices and functions of one algorithm.
+
+    Attributes:
+        choices: hashable tuple of the choices that shape the graph, without floats. Compared by value.
+        init: (run, key) -> {name: TensorDict or Tensor}, the fields that the algorithm keeps in the state: `params`,
+            `opt`, `hyper`, and maybe `norm` and others. It alone reads the floats of the config, into `hyper`. Bind the
+            config by `partial(init, cfg)`.
+        iterate: (run, state, borrowed) -> (state, writes, logs), one iteration; see `on_policy`. `borrowed` has the
+            leaves of kind buffer and frozen, to be read only. `writes` may have `steps`, the `[N, T + 1]` steps of
+            this iteration, from which the loop takes statistics and logs. Every other field of `writes` names a field
+            of `borrowed`: its new `rows`, and the `index` of each row in the buffer.
+        kinds: kinds of the algorithm's own fields (`ecrl.algorithms.state_kinds`).
+        group_size: number of consecutive environments that share their starts and their noise.
+        gradient_steps: static -> gradient steps of an iteration. `trainer.compile: auto` compares the time that they
+            take with the time of compiling; without it, auto compiles.
+        as_one: True if an iteration works on tensors alone, and may be compiled as one graph.
+    """
+
+    choices: Any
+    init: Callable[[Run, Tensor], dict[str, Any]] = field(compare=False)
+    iterate: Iterate
+    kinds: Kinds = field(default_factory=lambda: dict(LEARNER_KINDS), compare=False)
+    group_size: int = 1
+    gradient_steps: Callable[[Static], int] | None = field(default=None, compare=False)
+    as_one: bool = False
+
+
+@dataclass(frozen=True)
+class OnPolicy:
+    """An `iterate` that collects steps with the current policy, then learns from these steps alone; see `on_policy`."""
+
+    collect: Collect
+    update: Update
+
+    def __call__(self, run: Run, state: TensorDict, borrowed: TensorDict) -> tuple[TensorDict, TensorDict, Logs]:
+        """One iteration; it reads and writes no buffer."""
+        state, batch = self.collect(run, state)
+        state, logs = learn(self.update, run, state, batch)
+        return state, TensorDict({"steps": batch}, []), logs
+
+
+def on_policy(collect: Collect, update: Update) -> OnPolicy:
+    """Compose an `iterate` that writes to no buffer.
+
+        state, batch = collect(run, state);    state, logs = update(run, state, batch)
+
+    Args:
+        collect: (run, state) -> (state, batch), such as `collect` of this module. The loop reads `obs`, `action`,
+            `reward`, `done`, `info` and `mask` of the batch `[N, T + 1]` if it has them.
+        update: (run, state, batch) -> (state, logs).
+    """
+    return OnPolicy(collect, update)
+
+
+def learn(update: Update, run: Run, state: TensorDict, batch: TensorDict) -> tuple[TensorDict, Logs]:
+    """`update(run, state, batch)`, compiled as one function if the algorithm allows it."""
+    if not run.algorithm.as_one:
+        return update(run, state, batch)
+    changed, logs = run.jit(_learn, update, run)(state, batch)
+    return replaced(state, changed), logs
+
+
+def _learn(update: Update, run: Run, state: TensorDict, batch: TensorDict) -> tuple[TensorDict, Logs]:
+    """The fields of the state that `update` changed, and its logs. Other fields need no copy."""
+    after, logs = update(run, state, batch)
+
+    def is_old(key: str, value: Any) -> bool:
+        leaves, old = flatten(value)[0], flatten(state.get(key, None))[0]
+        return len(leaves) == len(old) and all(a is b for a, b in zip(leaves, old, strict=True))
+
+    return TensorDict({k: v for k, v in cast(Any, after.items()) if not is_old(k, v)}, []), logs
 
 
 def env_index(num_envs: int, device: torch.device | None) -> Tensor:
@@ -55,102 +163,81 @@ def env_index(num_envs: int, device: torch.device | None) -> Tensor:
 
 
 def start_keys(key: Tensor, num_envs: int, step: Tensor | int, group_size: int = 1) -> Tensor:
-    """Keys of where the environments start when they have taken `step` steps, `[N]`; those of a group are equal."""
+    """Keys of the episodes that begin after `step` steps of each environment, `[N]`; equal within a group."""
     return rng.stream(key, rng.START, env_index(num_envs, key.device) // group_size, step)
 
 
-def steps_taken(parts: Parts, state: TensorDict) -> Tensor:
+def steps_taken(run: Run, state: TensorDict) -> Tensor:
     """Steps that each environment has taken, 0-d int64."""
-    return state["sample_step"] // (parts.cfg.trainer.num_envs * distributed.world_size())
+    return state["sample_step"] // (run.static.num_envs * run.static.world_size)
 
 
-def step_keys(
-    key: Tensor, sample_step: Tensor, num_envs: int, buffer_size: int, group_size: int = 1
-) -> tuple[Tensor, Tensor]:
-    """Keys `[T, N]` of the world and of the actions in the next `buffer_size` steps.
+def step_keys(run: Run, state: TensorDict) -> tuple[Tensor, Tensor]:
+    """Keys `[T, N]` of the environments and of the actions in the next `buffer_size` steps.
 
-    A key is a function of (key of the run, stream, global env index, steps the env has taken), of nothing else. The
-    world of a group of `group_size` consecutive environments is one; their actions are their own.
+    A key is a function of the run's key, the stream, the global index of the environment and the steps it has taken.
+    The environments of a group share their keys; each has its own keys of actions.
     """
-    index = env_index(num_envs, key.device)
-    taken = sample_step // (num_envs * distributed.world_size())
-    steps = (taken + torch.arange(buffer_size, device=key.device)).unsqueeze(1)
-    return rng.stream(key, rng.ENV, index // group_size, steps), rng.stream(key, rng.ACTION, index, steps)
+    key, index = state["key"], env_index(run.static.num_envs, state["key"].device)
+    steps = (steps_taken(run, state) + torch.arange(run.static.buffer_size, device=key.device)).unsqueeze(1)
+    group = index // run.algorithm.group_size
+    return rng.stream(key, rng.ENV, group, steps), rng.stream(key, rng.ACTION, index, steps)
 
 
-def _collect(
-    policy: Policy, env: Env, loop: Scan, num_envs: int, buffer_size: int, group_size: int, state: TensorDict
-) -> tuple[TensorDict, TensorDict]:
-    """What moves in the state, and the rollout."""
-    env_keys, action_keys = step_keys(state["key"], state["sample_step"], num_envs, buffer_size, group_size)
-    empty, params = TensorDict({}, []), acting_params(state["params"], state["norm"])
-    _, env_state, rollout = collect_rollout(policy, env, params, empty, state["env"], env_keys, action_keys, scan=loop)
+def _collect(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
+    """The fields `env` and `episode` after the steps, and the rollout."""
+    env_keys, action_keys = step_keys(run, state)
+    no_carry, params = TensorDict({}, []), acting_params(state["params"], state["norm"])
+    _, env_state, rollout = collect_rollout(
+        run.policy, run.env, params, no_carry, state["env"], env_keys, action_keys, scan=run.scan
+    )
     mask = rollout["mask"][:, :-1] if "mask" in rollout else None
     episode = episode_update(state["episode"], rollout["reward"][:, :-1], rollout["done"][:, :-1], mask)
     return TensorDict({"env": env_state, "episode": episode}, []), rollout
 
 
-def _on_host(parts: Parts) -> Callable[..., Any]:
-    """`jit` for a world that runs on the host: the policy's functions are bound one by one, the loop is a plain one."""
-    policy, jit = parts.policy, parts.jit
+def _with_compiled_policy(run: Run) -> Run:
+    """The run with each function of its policy compiled by itself, for an environment that steps on the host."""
+    policy, jit = run.policy, run.jit
     value = None if policy.value is None else jit(policy.value)
     policy = replace(policy, act=jit(policy.act), draw=jit(policy.draw), value=value)
-    return partial(partial, _collect, policy, parts.env, scan)
+    return run._replace(policy=policy, scan=scan)
 
 
-def collect(parts: Parts, state: TensorDict, group_size: int = 1) -> tuple[TensorDict, TensorDict]:
-    """`buffer_size` steps of every environment: the state with env and episode moved on, the rollout `[N, T + 1]`."""
-    sizes = parts.cfg.trainer.num_envs, parts.cfg.trainer.buffer_size, group_size
-    if parts.env.is_pure:
-        fn = parts.jit(_collect, parts.policy, parts.env, parts.scan, *sizes)
-    else:
-        fn = _on_host(parts)(*sizes)
-    moved, rollout = fn(state.select("key", "sample_step", "params", "norm", "env", "episode"))
-    return replaced(state, moved), rollout
+def collect(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
+    """Take `buffer_size` steps in every environment.
+
+    Returns: the state with new `env` and `episode`, and the rollout `[N, T + 1]`.
+    """
+    steps = run.jit(_collect, run) if run.env.is_pure else partial(_collect, _with_compiled_policy(run))
+    changed, rollout = steps(state.select("key", "sample_step", "params", "norm", "env", "episode"))
+    return replaced(state, changed), rollout
 
 
 def scaled_rewards(state: TensorDict, rollout: TensorDict) -> tuple[TensorDict, TensorDict]:
-    """The rollout with rewards divided by the spread of discounted returns so far, and the statistics moved on.
+    """Divide rewards by the standard deviation of the discounted returns so far, and update its statistics.
 
     reward / sqrt(variance(return) + eps), held within +-10;    return' = reward + gamma * return * not done
+
+    Returns: the state with new `norm`, and the rollout with scaled rewards.
     """
     norm, gamma = cast(TensorDict, state["norm"]), state["hyper", "gamma"]
     moments, before = cast(TensorDict, norm["reward", "moments"]), norm["reward", "running"]
     steps = transitions(rollout.exclude("value"))
     mask = steps["mask"] if "mask" in steps else torch.ones_like(steps["done"])
-    paid = steps["reward"].masked_fill(~mask, 0.0)
-    returns = running_returns(paid, steps["done"], before, gamma=gamma)
+    reward = steps["reward"].masked_fill(~mask, 0.0)
+    returns = running_returns(reward, steps["done"], before, gamma=gamma)
     last = returns[:, -1].masked_fill(steps["done"][:, -1], 0.0)
-    moved = {"moments": moments_update(moments, returns, mask, total=distributed.all_sum), "running": last}
+    moments_after = moments_update(moments, returns, mask, total=distributed.all_sum)
     scaled = scale(rollout["reward"], moments, eps=_EPS, clip=_CLIP)
-    return rollout.copy().set("reward", scaled), norm.copy().set("reward", TensorDict(moved, []))
+    norm = replaced(norm, {"reward": TensorDict({"moments": moments_after, "running": last}, [])})
+    return replaced(state, {"norm": norm}), rollout.copy().set("reward", scaled)
 
 
 def reward_norm_init(num_envs: int, device: torch.device) -> TensorDict:
-    """What `scaled_rewards` keeps in `state["norm"]`: moments of discounted returns, and the running ones `[N]`."""
+    """The statistics of `scaled_rewards` before the first step, as the field `norm` of the state.
+
+    `moments` are of discounted returns, `running` are the returns of the current episodes `[N]`.
+    """
     running = torch.zeros(num_envs, device=device)
     return TensorDict({"reward": {"moments": moments_init((), device), "running": running}}, [])
-
-
-@dataclass(frozen=True)
-class Algorithm:
-    """Functions of one algorithm.
-
-    Attributes:
-        init: (parts, key) -> {name: TensorDict or Tensor}, its part of the state, with `params`, `opt`, `hyper`, and
-            maybe `norm`.
-        update: (parts, state, batch) -> (state, logs).
-        collect: (parts, state) -> (state, batch). The loop reads `obs`, `info` and `mask` of the batch where it has
-            them.
-        group_size: consecutive environments that start alike.
-        gradient_steps: Config -> how many an iteration takes, by which `trainer.compile: auto` judges a budget.
-        as_one: collect and update work on tensors alone, so a whole iteration may be compiled as one graph. They then
-            read no float of the config (`ecrl.loop.build.shaping`), but the numbers in `state["hyper"]`.
-    """
-
-    init: Callable[[Parts, Tensor], dict[str, Any]]
-    update: Callable[[Parts, TensorDict, TensorDict], tuple[TensorDict, Logs]]
-    collect: Callable[[Parts, TensorDict], tuple[TensorDict, TensorDict]] = collect
-    group_size: int = 1
-    gradient_steps: Callable[[Config], int] | None = None
-    as_one: bool = False

@@ -1,6 +1,6 @@
-"""What algorithms that learn from minibatches share: their config, the passes over the rows, one gradient step.
+"""Stochastic gradient descent on minibatches of rows, as algorithms share it: `minibatch_sgd` and its config.
 
-A step is one function of tensors and can be compiled; which of its branches exist depends on config alone.
+One gradient step is one function of tensors and can be compiled. Its branches depend on the config alone.
 """
 
 import warnings
@@ -15,32 +15,45 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl import rng
-from ecrl.algorithms.core import Parts
-from ecrl.algorithms.optimizer_config import OPTIMIZERS, LearningConfig, adapted_rate, optimizer_name, scheduled
-from ecrl.config import Config
-from ecrl.config.model import Count, Positive
+from ecrl.algorithms.core import Run, Static
+from ecrl.algorithms.optimizer import (
+    Group,
+    Layout,
+    Packed,
+    clip_gradients,
+    groups_of,
+    layout_of,
+    learning_rates,
+    number,
+    optimizer_step,
+    pack,
+    pack_opt,
+    rate_logs,
+    unpack,
+    unpack_opt,
+)
+from ecrl.algorithms.optimizer_config import LearningConfig
+from ecrl.algorithms.schedules import adapted_rate
+from ecrl.config.model import Count
 from ecrl.distributed import all_mean
-from ecrl.errors import ConfigError
-from ecrl.kernels import clip_by_global_norm
-from ecrl.kernels.scan_loop import Scan, chunking
+from ecrl.kernels.scan_loop import chunking
 from ecrl.policies import acting_params
-from ecrl.pytree import flatten, mapped, replaced, unflatten
+from ecrl.pytree import mapped, replaced
 from ecrl.types import Logs
 
 _BATCH_SIZE = 64
+Loss = Callable[[Run, TensorDict, TensorDict, Tensor, TensorDict], tuple[Tensor, Logs]]
+Whole = Callable[[Run, TensorDict, Tensor, Tensor], dict[str, Tensor]]
 
 
 class MinibatchConfig(LearningConfig):
-    """How often and in which pieces a rollout is learnt from."""
+    """Number and size of the minibatches of an iteration."""
 
     n_epochs: Count = Field(default=10, description="passes over each rollout")
     batch_size: Count | None = Field(
         default=None, description="transitions per gradient step, at most the rollout; 64 if num_minibatches is absent"
     )
     num_minibatches: Count | None = Field(default=None, description="gradient steps per pass, in place of batch_size")
-    target_kl: Positive | None = Field(
-        default=None, description="stop learning from a rollout once the policy has moved this far, nats"
-    )
 
     @model_validator(mode="after")
     def _one_size(self) -> "MinibatchConfig":
@@ -49,51 +62,42 @@ class MinibatchConfig(LearningConfig):
         return self
 
 
-class Learner(NamedTuple):
-    """What stays the same over the steps of a run.
+class SGD(NamedTuple):
+    """The choices of `minibatch_sgd`; the fields are keys of `MinibatchConfig`, and the groups of the optimiser."""
 
-    `loss(policy, variant, params, batch, mask, hyper)` gives a 0-d loss and logs, all means over the rows where `mask`,
-    and `count` of them; `variant` holds the algorithm's choices. `prepare(variant, rows, index, real)` gives fields of
-    a whole minibatch that replace those of `rows`, as `loss` sees only a part of one at a time. `step` is the
-    optimiser's; `sizes` are the rows of each minibatch; `scan` is the loop over minibatches and over parts of one.
-    """
-
-    loss: Callable[..., tuple[Tensor, Logs]]
-    prepare: Callable[..., dict[str, Tensor]]
-    policy: Any
-    variant: Any
-    step: Callable[..., tuple[TensorDict, TensorDict]]
-    sizes: tuple[int, ...]
     n_epochs: int
-    scan: Scan
+    batch_size: int | None
+    num_minibatches: int | None
+    groups: tuple[Group, ...]
 
 
-def as_it_is(variant: Any, rows: TensorDict, index: Tensor, real: Tensor) -> dict[str, Tensor]:
-    """The default `prepare`: nothing is replaced."""
-    return {}
+def sgd_choices(cfg: MinibatchConfig, groups: tuple[Group, ...] | None = None) -> SGD:
+    """The choices of a config; one optimiser group for all parameters if `groups` is None."""
+    return SGD(cfg.n_epochs, cfg.batch_size, cfg.num_minibatches, groups_of(cfg) if groups is None else groups)
 
 
-def learner_of(
-    parts: Parts, loss: Callable[..., tuple[Tensor, Logs]], variant: Any = None, prepare: Callable[..., Any] = as_it_is
-) -> Learner:
-    """The learner of a run: the same for the same choices, whatever the numbers."""
-    cfg, trainer = cast(Any, parts.cfg.algorithm.cfg), parts.cfg.trainer
-    sizes = tuple(sizes_of(cfg, trainer.num_envs * trainer.buffer_size))
-    step = OPTIMIZERS[optimizer_name(cfg)].step
-    return Learner(loss, prepare, parts.policy, variant, step, sizes, cfg.n_epochs, parts.scan)
+class _Objective(NamedTuple):
+    """The static arguments of a gradient step; see `minibatch_sgd`."""
+
+    run: Run
+    loss: Loss
+    whole: Whole | None
+    distance: str | None
+    limit: str | None
+    layout: Layout
 
 
 def pass_keys(state: TensorDict, n_epochs: int) -> Tensor:
-    """A key for each pass over the rollout, `[n_epochs]`."""
+    """A key for each pass over the rows, `[n_epochs]`."""
     index = torch.arange(n_epochs, device=state["key"].device)
     return rng.stream(state["key"], rng.UPDATE, index, state["update_step"])
 
 
 def shuffled(keys: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Row indices `[len(keys) * len(sizes), width]` of minibatches of these sizes, every pass in the order of its key.
+    """Row indices `[len(keys) * len(sizes), width]` of minibatches of these sizes, in a new order for each key.
 
-    The width is at least `max(sizes)` and divides into parts (`ecrl.kernels.scan_loop.chunking`). What is
-    missing is filled up with a minibatch's own first row; the second result, of the same shape, is False there.
+    The width is at least `max(sizes)` and divides into parts (`ecrl.kernels.scan_loop.chunking`). Missing rows repeat
+    the first row of the minibatch; the second result, of the same shape, is False there.
     """
     order = rng.permutation(keys, sum(sizes))
     size = torch.tensor(sizes, device=keys.device).unsqueeze(1)
@@ -103,183 +107,163 @@ def shuffled(keys: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
     return index.flatten(0, 1), real.expand(len(keys), -1, -1).flatten(0, 1)
 
 
-@cache  # said once
-def _held(key: str, given: int, rows: int) -> int:
-    if given > rows:
-        text = f"algorithm.cfg.{key} {given} is above the rollout's {rows} transitions; using {rows}"
+@cache  # warns once
+def _at_most(key: str, value: int, rows: int) -> int:
+    if value > rows:
+        text = f"algorithm.cfg.{key} {value} is above the rollout's {rows} transitions; using {rows}"
         warnings.warn(text, stacklevel=2)
-    return min(given, rows)
+    return min(value, rows)
 
 
-def sizes_of(cfg: MinibatchConfig, rows: int) -> list[int]:
+def sizes_of(cfg: MinibatchConfig | SGD, rows: int) -> list[int]:
     """Rows of each minibatch of a pass: the last one smaller by `batch_size`, all nearly equal by `num_minibatches`.
 
-    A size or number that the rollout does not hold is lowered to what it does, which is said once.
+    A size or number above the number of rows is lowered to it, with one warning.
     """
     if cfg.num_minibatches is None:
-        size = _held("batch_size", cfg.batch_size or _BATCH_SIZE, rows)
+        size = _at_most("batch_size", cfg.batch_size or _BATCH_SIZE, rows)
         return [min(size, rows - first) for first in range(0, rows, size)]
-    number = _held("num_minibatches", cfg.num_minibatches, rows)
-    return [rows // number + (i < rows % number) for i in range(number)]
+    count = _at_most("num_minibatches", cfg.num_minibatches, rows)
+    return [rows // count + (i < rows % count) for i in range(count)]
 
 
-def gradient_steps(cfg: Config) -> int:
-    """Minibatch steps of an iteration."""
-    of = cast(MinibatchConfig, cfg.algorithm.cfg)
-    return of.n_epochs * len(sizes_of(of, cfg.trainer.num_envs * cfg.trainer.buffer_size))
-
-
-def check_groups(params: TensorDict, cfg: Any) -> None:
-    """Refuse `critic_max_grad_norm` where there are no parameters of a critic of its own."""
-    if cfg.critic_max_grad_norm is not None and "critic" not in params:
-        have = ", ".join(sorted(map(str, params.keys())))
-        raise ConfigError(f"algorithm.cfg.critic_max_grad_norm: the policy has no parameters 'critic', only {have}")
-
-
-def _clipped(grads: TensorDict, hyper: TensorDict) -> tuple[TensorDict, Logs]:
-    """Gradients held within the norms that `hyper` gives, and the norms they had."""
-    if "critic_max_grad_norm" not in hyper:
-        grads, norm = clip_by_global_norm(grads, max_norm=hyper["max_grad_norm"])
-        return grads, {"grad_norm": norm}
-    actor, norm = clip_by_global_norm(grads.exclude("critic"), max_norm=hyper["max_grad_norm"])
-    critic, critic_norm = clip_by_global_norm(grads.select("critic"), max_norm=hyper["critic_max_grad_norm"])
-    return actor.copy().update(critic), {"grad_norm": norm, "critic_grad_norm": critic_norm}
-
-
-def _frozen(stopped: Tensor, old: TensorDict, new: TensorDict) -> TensorDict:
-    return mapped(lambda o, n: torch.where(stopped, o, n), old, new)
-
-
-def _packed(params: TensorDict) -> TensorDict:
-    """The parameters of each network as one vector: few large tensors are moved faster than many small ones."""
-    leaves = {key: flatten(part)[0] for key, part in params.items()}
-    return TensorDict({key: torch.cat([leaf.reshape(-1) for leaf in part]) for key, part in leaves.items()}, [])
-
-
-def _unpacked(packed: TensorDict, like: TensorDict) -> TensorDict:
-    def restored(vector: Tensor, part: Any) -> Any:
-        leaves, structure = flatten(part)
-        pieces = vector.split([leaf.numel() for leaf in leaves])
-        return unflatten(
-            structure, [p.reshape(leaf.shape).to(leaf.dtype) for p, leaf in zip(pieces, leaves, strict=True)]
-        )
-
-    return TensorDict({key: restored(packed[key], part) for key, part in like.items()}, [])
+def gradient_steps(cfg: MinibatchConfig, static: Static) -> int:
+    """Gradient steps of an iteration."""
+    return cfg.n_epochs * len(sizes_of(cfg, static.num_envs * static.buffer_size))
 
 
 def _loss(
-    params: TensorDict, learner: Learner, norm: TensorDict, batch: TensorDict, mask: Tensor, hyper: TensorDict
-) -> tuple[Tensor, Logs]:
-    return learner.loss(learner.policy, learner.variant, acting_params(params, norm), batch, mask, hyper)
+    params: TensorDict, of: _Objective, norm: TensorDict, batch: TensorDict, mask: Tensor, hyper: TensorDict
+) -> tuple[Tensor, tuple[Tensor, Logs]]:
+    """The loss; the number of elements it is a mean over, and its logs with the loss."""
+    loss, logs = of.loss(of.run, acting_params(params, norm), batch, mask, hyper)
+    count = logs.get("count", mask.sum().to(loss.dtype))
+    return loss, (count, {name: log for name, log in logs.items() if name != "count"})
 
 
-def _gradient(
-    learner: Learner,
-    like: TensorDict,
-    chosen: tuple[Tensor, Tensor, dict[str, Tensor]],
-    packed: TensorDict,
+def _chunk_gradients(
+    of: _Objective,
+    rows_of_chunk: tuple[Tensor, Tensor, dict[str, Tensor]],
+    packed: Packed,
     norm: TensorDict,
     rows: TensorDict,
     hyper: TensorDict,
-) -> tuple[TensorDict, Logs]:
-    """Of the mean over the chosen rows that count, packed; and its logs."""
-    index, real, prepared = chosen
-    batch = cast(TensorDict, rows[index]).update(prepared)
+) -> tuple[Packed, tuple[Tensor, Logs]]:
+    """Gradients of the mean over the chosen rows that count; their number and logs."""
+    index, real, replaced_fields = rows_of_chunk
+    batch = cast(TensorDict, rows[index]).update(replaced_fields)
+    mask = batch["mask"] & real if "mask" in batch else real
     gradient = torch.func.grad_and_value(_loss, has_aux=True)
-    grads, (loss, logs) = gradient(_unpacked(packed, like), learner, norm, batch, batch["mask"] & real, hyper)
-    return _packed(grads), logs | {"loss": loss}
+    grads, (loss, (count, logs)) = gradient(unpack(packed, of.layout), of, norm, batch, mask, hyper)
+    return pack(grads, of.layout), (count, logs | {"loss": loss})
 
 
-def _part(
-    learner: Learner, like: TensorDict, total: TensorDict, chosen: tuple[Tensor, Tensor, dict[str, Tensor]], *rest: Any
-) -> tuple[TensorDict, Logs]:
-    """Gradients of part of a minibatch, times the rows that count, added to those so far; and its logs."""
-    grads, logs = _gradient(learner, like, chosen, *rest)
-    return mapped(lambda t, g: t + g * logs["count"], total, grads), logs
+def _add_chunk(
+    of: _Objective, total: Packed, rows_of_chunk: tuple[Tensor, Tensor, dict[str, Tensor]], *rest: Any
+) -> tuple[Packed, tuple[Tensor, Logs]]:
+    """Add the gradients of a chunk times its count; a scan over the chunks of a minibatch."""
+    grads, (count, logs) = _chunk_gradients(of, rows_of_chunk, *rest)
+    return mapped(lambda t, g: t + g * count, total, grads), (count, logs)
 
 
 def _gradients(
-    learner: Learner, like: TensorDict, packed: TensorDict, chosen: tuple[Tensor, Tensor], *rest: Any
-) -> tuple[TensorDict, Logs]:
-    """Of the mean over the rows of a minibatch that count, packed, taken part by part; and its logs."""
-    _, _, rows, _ = given = packed, *rest
-    parts = *chosen, learner.prepare(learner.variant, rows, *chosen)
+    of: _Objective, packed: Packed, chosen: tuple[Tensor, Tensor], norm: TensorDict, rows: TensorDict, hyper: TensorDict
+) -> tuple[Packed, tuple[Tensor, Logs]]:
+    """Gradients of the mean over the rows of a minibatch that count, taken chunk by chunk; their number and logs."""
+    chunks = *chosen, {} if of.whole is None else of.whole(of.run, rows, *chosen)
+    rest = packed, norm, rows, hyper
     if len(chosen[0]) == 1:
-        return _gradient(learner, like, mapped(lambda x: x[0], parts), *given)
-    total, logs = learner.scan(partial(_part, learner, like), mapped(torch.zeros_like, packed), parts, *given)
-    count = logs["count"].sum()
-    return mapped(lambda t: t / count.clamp(min=1.0), total), mean_logs(logs) | {"count": count}
+        return _chunk_gradients(of, mapped(lambda x: x[0], chunks), *rest)
+    total, (counts, logs) = of.run.scan(partial(_add_chunk, of), mapped(torch.zeros_like, packed), chunks, *rest)
+    count = counts.sum()
+    return mapped(lambda t: t / count.clamp(min=1.0), total), (count, mean_logs(logs, counts))
 
 
-def _minibatch(
-    learner: Learner,
-    like: TensorDict,
-    moving: tuple[TensorDict, TensorDict, Tensor, Tensor],
+_Carry = tuple[Packed, Packed, dict[str, Tensor], Tensor]
+
+
+def _gradient_step(
+    of: _Objective,
+    carry: _Carry,
     chosen: tuple[Tensor, Tensor],
     norm: TensorDict,
     rows: TensorDict,
     hyper: TensorDict,
-) -> tuple[tuple[TensorDict, TensorDict, Tensor, Tensor], Logs]:
-    """One gradient step on the rows that are chosen: moves (params, opt, rate, stopped), params packed.
+) -> tuple[_Carry, tuple[Tensor, Tensor, Logs]]:
+    """One step of every optimiser on one minibatch: new (params, opt, rates, stopped); its count, `stopped` and logs.
 
-    With `target_kl` in `hyper`, nothing moves once it was exceeded: not by the step that shows it, nor by later ones.
-    Only an adaptive rate still answers to the KL that stopped the others.
+    From the step whose distance exceeds the limit on, parameters and optimisers stay as they are. The step that exceeds
+    it still adapts an adaptive rate.
     """
-    params, opt, rate, stopped = moving
-    numbers = cast(TensorDict, hyper["optimizer"])
-    grads, logs = _gradients(learner, like, params, chosen, norm, rows, hyper)
-    grads, kl, counted = all_mean((grads, logs["approx_kl"], logs["count"]), weight=logs["count"])
-    grads, norms = _clipped(grads, hyper)
-    if "adaptive" in hyper:  # no evidence, no change
-        rate = torch.where(stopped | (counted == 0.0), rate, adapted_rate(rate, kl, hyper))
-    moved, moved_opt = learner.step(params, grads, opt, learning_rate=rate, **dict(numbers.items()))
-    logs = logs | norms
-    if "target_kl" in hyper:
-        stopped = stopped | (kl > hyper["target_kl"])
-        logs |= {"count": logs["count"].masked_fill(stopped, 0.0), "skipped_frac": stopped.to(kl.dtype)}
-        moved, moved_opt = _frozen(stopped, params, moved), _frozen(stopped, opt, moved_opt)
-    return (moved, moved_opt, rate, stopped), logs
+    params, opts, rates, stopped = carry
+    grads, (count, logs) = _gradients(of, params, chosen, norm, rows, hyper)
+    distance = count if of.distance is None else logs[of.distance]
+    grads, distance, counted = all_mean((grads, distance, count), weight=count)
+    grads, norms = clip_gradients(grads, hyper, of.layout)
+    for group in (part.group for part in of.layout.groups):
+        if group.schedule is not None and group.schedule.name == "adaptive":
+            adapted = adapted_rate(rates[group.name], distance, number(hyper, group, "adaptive"))
+            no_news = stopped | (counted == 0.0)
+            rates = rates | {group.name: torch.where(no_news, rates[group.name], adapted)}
+    new_params, new_opts = optimizer_step(params, grads, opts, rates, hyper, of.layout)
+    if of.limit is not None and of.limit in hyper:
+        stopped = stopped | (distance > hyper[of.limit])
+        count = count.masked_fill(stopped, 0.0)
+        keep = partial(torch.where, stopped)
+        new_params, new_opts = mapped(keep, params, new_params), mapped(keep, opts, new_opts)
+    return (new_params, new_opts, rates, stopped), (count, stopped.to(count.dtype), logs | norms)
 
 
-def mean_logs(logs: Logs) -> Logs:
-    """Logs of several steps `[S]` as one: the means over steps, each weighted by its `count`."""
-    weight = logs["count"] / logs["count"].sum().clamp(min=1.0)
+def mean_logs(logs: Logs, counts: Tensor) -> Logs:
+    """Logs of several steps `[S]` as one: the means over steps, each weighted by its count."""
+    weight = counts / counts.sum().clamp(min=1.0)
     # Filled: a step that does not count may hold infinity, and 0 * inf is nan.
-    means = {n: (column.masked_fill(weight == 0.0, 0.0) * weight).sum() for n, column in logs.items()}
-    return {name: mean for name, mean in means.items() if name != "count"}
+    return {name: (column.masked_fill(weight == 0.0, 0.0) * weight).sum() for name, column in logs.items()}
 
 
-_READ = ("params", "opt", "hyper", "norm", "key", "update_step", "ref_params")
-
-
-def passes(learner: Learner, state: TensorDict, rate: Tensor, rows: TensorDict) -> tuple[TensorDict, Tensor, Logs]:
-    """`n_epochs` passes of minibatch steps over `rows` `[M]`: params and opt that moved, the last rate, mean logs."""
-    hyper, params, norm = (cast(TensorDict, state[key]) for key in ("hyper", "params", "norm"))
-    before = cast(TensorDict, state["opt"])
-    slots = {name: slot for name, slot in before.items() if isinstance(slot, TensorDict)}
-    opt = before.copy().update({name: _packed(slot) for name, slot in slots.items()})
-    start = _packed(params), opt, rate, torch.zeros((), dtype=torch.bool, device=rate.device)
-    parts = chunking(max(learner.sizes), rate.device)
-    chosen = tuple(x.unflatten(1, parts) for x in shuffled(pass_keys(state, learner.n_epochs), learner.sizes))
-    fixed = norm.select("obs", strict=False)
-    step = partial(_minibatch, learner, params)  # of params only the shapes are used
-    (packed, opt, rate, _), logs = learner.scan(step, start, chosen, fixed, rows, hyper)
-    opt = opt.copy().update({name: _unpacked(opt[name], slot).clone() for name, slot in slots.items()})
-    skipped = {"skipped_frac": logs.pop("skipped_frac").mean()} if "target_kl" in hyper else {}
-    moved = TensorDict({"params": _unpacked(packed, params).clone(), "opt": opt}, [])
-    return moved, rate, mean_logs(logs) | {"learning_rate": rate} | skipped
-
-
-def learn(
-    parts: Parts,
+def minibatch_sgd(
+    run: Run,
     state: TensorDict,
-    update: Callable[..., tuple[TensorDict, Tensor, Logs]],
-    learner: Learner,
-    *rest: Any,
+    rows: TensorDict,
+    loss: Loss,
+    sgd: SGD,
+    *,
+    whole: Whole | None = None,
+    distance: str | None = None,
+    limit: str | None = None,
 ) -> tuple[TensorDict, Logs]:
-    """The state after `update(learner, state, rate, *rest)`, which ends in `passes`, and its logs; compiled as one."""
-    cfg: Any = parts.cfg.algorithm.cfg
-    rate = scheduled(cfg.lr_scheduler, state, parts.cfg.trainer.iterations)
-    moved, rate, logs = parts.jit(update, learner)(state.select(*_READ, strict=False), rate, *rest)
-    rates = {"learning_rate": rate} if "learning_rate" in state else {}
-    return replaced(state, dict(moved.items()) | rates), logs
+    """Take `n_epochs` passes of gradient steps over rows, each pass in a new random order.
+
+    Args:
+        run: the run.
+        state: with `params`, `opt`, `hyper`, `norm`, `key` and `update_step`; `learning_rate` if it adapts.
+        rows: `[M]`, with a bool `mask` if some rows do not count.
+        loss: (run, params, batch, mask, hyper) -> 0-d loss and logs, all means over the elements that count. `params`
+            have the observation statistics. A log `count` replaces the number of rows that count.
+        sgd: number and size of the minibatches, and the optimiser groups.
+        whole: (run, rows, index, real) -> fields that replace those of the chosen rows. It sees a whole minibatch;
+            `loss` may see one in several chunks.
+        distance: name of the log that measures how far the policy moved from the one that collected the rows. Adaptive
+            rates need it.
+        limit: name of a number in `hyper`: once the distance exceeds it, the remaining steps are skipped.
+
+    Returns: the state with new `params`, `opt` and `learning_rate`; the logs of the loss, `loss`, the norms of the
+        gradients and the learning rates, and `skipped_frac` if there is a limit.
+    """
+    hyper, params, opt, norm = (cast(TensorDict, state[key]) for key in ("hyper", "params", "opt", "norm"))
+    sizes, layout = sizes_of(sgd, len(rows)), layout_of(params, sgd.groups)
+    of = _Objective(run, loss, whole, distance, limit, layout)
+    rates = learning_rates(state, sgd.groups, run.static.iterations)
+    never = torch.zeros((), dtype=torch.bool, device=state["key"].device)
+    start = pack(params, layout), pack_opt(opt, layout), rates, never
+    chunks = chunking(max(sizes), state["key"].device)
+    chosen = tuple(x.unflatten(1, chunks) for x in shuffled(pass_keys(state, sgd.n_epochs), sizes))
+    constants = norm.select("obs", strict=False), rows, hyper
+    (packed, opts, rates, _), (counts, skipped, logs) = run.scan(partial(_gradient_step, of), start, chosen, *constants)
+    fields: dict[str, Any] = {"params": unpack(packed, layout).clone(), "opt": unpack_opt(opts, opt, layout)}
+    logged = rate_logs(rates, sgd.groups, state)
+    fields |= {name: rate for name, rate in logged.items() if name in state.keys()}  # noqa: SIM118
+    logs = mean_logs(logs, counts) | logged
+    if limit is not None and limit in hyper:
+        logs |= {"skipped_frac": skipped.mean()}
+    return replaced(state, fields), logs

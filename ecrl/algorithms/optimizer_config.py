@@ -1,21 +1,13 @@
-"""Optimisers and learning-rate schedules by name, from the config blocks `optimizer` and `lr_scheduler`.
+"""Config blocks of optimisers and learning-rate schedules: `optimizer`, `lr_scheduler` and the keys beside them."""
 
-Numbers go into `hyper` as 0-d tensors; names choose functions.
-"""
+from typing import Annotated, Any, Literal, Self
 
-from collections.abc import Callable
-from typing import Annotated, Any, Literal, NamedTuple, Self, cast
-
-import torch
 from pydantic import Field, field_serializer, model_validator
-from tensordict import TensorDict
-from torch import Tensor
 
 from ecrl.config.model import ConfigModel, Count, Fraction, NonNegative, Positive
-from ecrl.kernels import optim
 from ecrl.registry import did_you_mean
 
-_USED = {
+USED = {
     "adam": ("betas", "eps"),
     "adamw": ("betas", "eps", "weight_decay"),
     "sgd": ("momentum",),
@@ -26,6 +18,7 @@ _USED = {
     "exponential": ("gamma",),
     "adaptive": ("desired_kl", "factor", "min_rate", "max_rate"),
 }
+"""The keyword arguments that each optimiser and each schedule uses."""
 
 
 _Below1 = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -67,7 +60,7 @@ class _Named(ConfigModel):
 
     @model_validator(mode="after")
     def _only_used(self) -> Self:
-        used = _USED[self.name]
+        used = USED[self.name]
         wrong = sorted(self.kwargs.model_fields_set - set(used))
         if wrong:
             raise ValueError(f"{self.name} does not use {wrong[0]!r}; {did_you_mean(wrong[0], used)}")
@@ -75,7 +68,7 @@ class _Named(ConfigModel):
 
     @field_serializer("kwargs")
     def _used(self, kwargs: ConfigModel) -> dict[str, Any]:
-        return kwargs.model_dump(mode="json", include=set(_USED[self.name]))
+        return kwargs.model_dump(mode="json", include=set(USED[self.name]))
 
 
 class OptimizerConfig(_Named):
@@ -95,21 +88,6 @@ class SchedulerConfig(_Named):
     kwargs: SchedulerKwargs = Field(
         default=SchedulerKwargs(), description="further numbers, as in torch.optim.lr_scheduler"
     )
-
-
-class Optimizer(NamedTuple):
-    """`init(params) -> opt` and `step(params, grads, opt, learning_rate=, **numbers) -> (params, opt)`."""
-
-    init: Callable[[TensorDict], TensorDict]
-    step: Callable[..., tuple[TensorDict, TensorDict]]
-
-
-OPTIMIZERS = {
-    "adam": Optimizer(optim.adam_init, optim.adam),
-    "adamw": Optimizer(optim.adam_init, optim.adamw),
-    "sgd": Optimizer(optim.sgd_init, optim.sgd),
-    "rmsprop": Optimizer(optim.rmsprop_init, optim.rmsprop),
-}
 
 
 class LearningConfig(ConfigModel):
@@ -147,83 +125,3 @@ def optimizer_of(cfg: LearningConfig) -> OptimizerConfig:
     if cfg.optimizer is not None or cfg.learning_rate is None:
         return cfg.optimizer or OptimizerConfig()
     return OptimizerConfig(learning_rate=cfg.learning_rate)
-
-
-def optimizer_name(cfg: LearningConfig) -> str:
-    """That of the optimiser a config chooses."""
-    return (cfg.optimizer or OptimizerConfig()).name
-
-
-def optimizer_numbers(cfg: OptimizerConfig) -> dict[str, float]:
-    """What the named optimiser takes beside the learning rate, for `hyper`."""
-    numbers: dict[str, Any] = {name: getattr(cfg.kwargs, name) for name in _USED[cfg.name]}
-    if "betas" in numbers:
-        numbers["beta1"], numbers["beta2"] = numbers.pop("betas")
-    return numbers
-
-
-def learning_state(
-    cfg: LearningConfig, params: TensorDict, numbers: dict[str, float | None], device: torch.device
-) -> dict[str, Any]:
-    """`params`, `opt` and `hyper` with the numbers that are not None.
-
-    An adaptive rate is not a hyperparameter: it moves, as `learning_rate` of the state.
-    """
-    optimizer, schedule = optimizer_of(cfg), cfg.lr_scheduler
-    hyper: dict[str, Any] = {name: number for name, number in numbers.items() if number is not None}
-    hyper |= {"max_grad_norm": cfg.max_grad_norm, "optimizer": optimizer_numbers(optimizer)}
-    adaptive = schedule.kwargs if schedule is not None and schedule.name == "adaptive" else None
-    if adaptive is not None:
-        hyper["adaptive"] = {name: getattr(adaptive, name) for name in _USED["adaptive"]}
-    rate = hyper_tensors({"learning_rate": optimizer.learning_rate}, device)
-    made = hyper_tensors(hyper, device)
-    state = {"params": params, "opt": OPTIMIZERS[optimizer.name].init(params)}
-    if adaptive is not None:
-        return state | {"hyper": made, "learning_rate": rate["learning_rate"]}
-    return state | {"hyper": made.update(rate)}
-
-
-def adapted_rate(rate: Tensor, kl: Tensor, hyper: TensorDict) -> Tensor:
-    """The learning rate after a step of size `kl`, by the numbers in `hyper["adaptive"]`.
-
-        rate / factor where kl > 2 desired_kl, rate * factor where kl < desired_kl / 2; within [min_rate, max_rate]
-
-    Source: Heess et al. 2017, arXiv:1707.02286, sec. 3, with the rate in place of the penalty.
-    """
-    h = cast(TensorDict, hyper["adaptive"])
-    lower, higher = kl > 2.0 * h["desired_kl"], kl < h["desired_kl"] / 2.0
-    moved = torch.where(lower, rate / h["factor"], torch.where(higher, rate * h["factor"], rate))
-    return torch.minimum(torch.maximum(moved, h["min_rate"]), h["max_rate"])
-
-
-def scheduled(cfg: SchedulerConfig | None, state: TensorDict, iterations: int) -> Tensor:
-    """The learning rate at the start of an iteration, 0-d."""
-    if cfg is not None and cfg.name == "adaptive":
-        return state["learning_rate"]
-    base, update_step = state["hyper", "learning_rate"], state["update_step"]
-    if cfg is None:
-        return base
-    k = cfg.kwargs
-    match cfg.name:
-        case "linear":
-            horizon = k.total_iters or iterations
-            factor = optim.linear_schedule(update_step, start=k.start_factor, end=k.end_factor, horizon=horizon)
-        case "cosine":
-            fall = optim.cosine_schedule(update_step, end=0.0, horizon=k.T_max or iterations)
-            return ((base - k.eta_min) * fall + k.eta_min).to(base.dtype)
-        case "step":
-            factor = optim.step_schedule(update_step, every=k.step_size, gamma=k.gamma)
-        case "exponential":
-            factor = optim.exponential_schedule(update_step, gamma=k.gamma)
-    return (base * factor).to(base.dtype)
-
-
-def hyper_tensors(numbers: dict[str, Any], device: torch.device) -> TensorDict:
-    """Numbers as 0-d float32 tensors, nested as given."""
-    made = {
-        name: hyper_tensors(value, device)
-        if isinstance(value, dict)
-        else torch.tensor(value, dtype=torch.float32, device=device)
-        for name, value in numbers.items()
-    }
-    return TensorDict(made, [])

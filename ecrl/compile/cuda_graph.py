@@ -6,7 +6,7 @@ Graphs share one pool for what they need in between, as only one of them works a
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.fx import GraphModule
 from ecrl.compile.cpu import ONE_AT_A_TIME
 from ecrl.compile.partition import Compile, Run, segmented
 from ecrl.compile.trace import captured, traced
+from ecrl.pytree import is_borrowed
 
 Capture = Callable[[Run, list[Tensor]], tuple[Callable[[], None], Sequence[Tensor]]]
 """Runs a function on tensors once: what does the same again in the same memory, and what it gives, in that memory."""
@@ -67,19 +68,26 @@ def compiled(
     Returns: the function of the leaves, the structure of its results, and the tensors it captured.
 
     A number that lies on the host, such as a learning rate set by hand, is taken to where the others are.
+    Borrowed leaves are not copied: a graph holds their address, and another address captures again.
     """
     first = next((leaf for leaf in leaves if leaf.is_cuda), leaves[0])
     with ONE_AT_A_TIME, torch.no_grad(), torch.cuda.device_of(first):
-        place = [torch.empty_like(leaf, device=first.device).copy_(leaf) for leaf in leaves]
+        lent = [i for i, borrowed in enumerate(is_borrowed(structure)) if borrowed]
+        own = [i for i in range(len(leaves)) if i not in lent]
+        place = [x if i in lent else torch.empty_like(x, device=first.device).copy_(x) for i, x in enumerate(leaves)]
         graph, made = traced(fn, structure, place)
-        replays = cache(lambda matmul_precision: capture(segmented(graph, compile), place))  # it is in the graph
+        pieces = cache(lambda matmul_precision: segmented(graph, compile))  # the precision is in the graph
+        replays = lru_cache(1 if lent else None)(lambda precision, *addresses: capture(pieces(precision), [*place]))
         with torch._C._DisableAutocast():  # its casts are in the graph
-            replays(torch.get_float32_matmul_precision())
+            replays(torch.get_float32_matmul_precision(), *(place[i].data_ptr() for i in lent))
 
     def run(*leaves: Tensor) -> list[Tensor]:
-        with ONE_AT_A_TIME, torch.no_grad(), torch.cuda.device_of(place[0]):
-            _copy(place, leaves)
-            replay, out = replays(torch.get_float32_matmul_precision())
+        with ONE_AT_A_TIME, torch.no_grad(), torch.cuda.device_of(place[own[0] if own else 0]):
+            _copy([place[i] for i in own], [leaves[i] for i in own])
+            for i in lent:
+                place[i] = leaves[i]
+            addresses = [leaves[i].data_ptr() for i in lent]
+            replay, out = replays(torch.get_float32_matmul_precision(), *addresses)
             replay()
             fresh = [torch.empty_like(leaf) for leaf in out]
             _copy(fresh, out)

@@ -1,6 +1,7 @@
-"""The finite guard: whether an iteration met NaN or infinity, as part of the iteration itself.
+"""The finite guard: detect NaN and infinity inside the iteration itself.
 
-A handful of sums over what was collected and learnt; `ecrl.loop.nonfinite_search` says where it shows first.
+It takes a few sums over the collected steps, the logs and the parameters. `ecrl.loop.nonfinite_search` finds the first
+number that is not finite.
 """
 
 from typing import cast
@@ -9,26 +10,27 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from ecrl.algorithms.state_kinds import Kinds, environment_fields
 from ecrl.distributed import all_sum
 from ecrl.kernels import restarted
 from ecrl.pytree import flatten, mapped, replaced
 from ecrl.types import Logs
 
-WHAT = ("observation", "reward", "action", "loss", "gradient", "parameters")
-"""What the guard looks at, in the order of its flags."""
+KINDS = ("observation", "reward", "action", "loss", "gradient", "parameters")
+"""The kinds of numbers that the guard looks at, in the order of its flags."""
 
-KEYS = {"obs": "observation", "action": "action", "sample_log_prob": "action", "reward": "reward"}
-"""Fields of a batch, and which of WHAT they are."""
+FIELDS = {"obs": "observation", "action": "action", "sample_log_prob": "action", "reward": "reward"}
+"""Fields of a batch, and the kind of each."""
 
 
-def _odd(tensors: list[Tensor], device: torch.device) -> Tensor:
-    """Whether any of them holds NaN or infinity, 0-d bool: 0 times those is NaN, and sums keep it."""
+def _has_nonfinite(tensors: list[Tensor], device: torch.device) -> Tensor:
+    """True if any tensor holds NaN or infinity, 0-d bool: 0 times those is NaN, and sums keep it."""
     sums = [(x.detach() * 0.0).sum().to(torch.float32) for x in tensors if x.is_floating_point()]
     return torch.stack(sums).sum().isnan() if sums else torch.zeros((), dtype=torch.bool, device=device)
 
 
 def _counted(batch: TensorDict, key: str) -> list[Tensor]:
-    """The steps of a field that count, without the padding behind them; all observations where nothing is masked."""
+    """The steps of a field that count, without the padding at the end; all observations if there is no mask."""
     leaves: list[Tensor] = flatten(batch[key])[0]
     if "mask" not in batch:
         return leaves if key == "obs" else [x[:, :-1] for x in leaves]
@@ -37,41 +39,42 @@ def _counted(batch: TensorDict, key: str) -> list[Tensor]:
 
 
 def flags(batch: TensorDict, logs: Logs, params: TensorDict) -> Tensor:
-    """Which of WHAT is not finite, bool `[2, 6]`: on this rank, and on any.
+    """True for each of KINDS that is not finite, bool `[2, 6]`: on this rank, and on any rank.
 
     Args:
-        batch: `[N, T + 1]`; `obs`, `action`, `sample_log_prob`, `reward` and `mask` are read where it has them.
-        logs: of the update; losses are called `loss` or `*_loss`, norms of gradients `*grad_norm`.
-        params: after it.
+        batch: `[N, T + 1]`; `obs`, `action`, `sample_log_prob`, `reward` and `mask` are read if it has them.
+        logs: logs of the update; losses are called `loss` or `*_loss`, norms of gradients `*grad_norm`.
+        params: parameters after the update.
 
     >>> batch, params = TensorDict({"reward": torch.tensor([[torch.inf, 0.0]])}, [1, 2]), TensorDict({"w": 1.0}, [])
     >>> flags(batch, {"loss": torch.tensor(0.0)}, params)[0].tolist()
     [False, True, False, False, False, False]
     """
     fields = [
-        [x for key, of in KEYS.items() if of == what and key in batch for x in _counted(batch, key)]
-        for what in WHAT[:3]
+        [x for key, of in FIELDS.items() if of == kind and key in batch for x in _counted(batch, key)]
+        for kind in KINDS[:3]
     ]
     losses = [x for name, x in logs.items() if name == "loss" or name.endswith("_loss")]
     norms, leaves = [x for name, x in logs.items() if name.endswith("grad_norm")], flatten(params)[0]
-    here = torch.stack([_odd(group, leaves[0].device) for group in (*fields, losses, norms, leaves)])
+    here = torch.stack([_has_nonfinite(group, leaves[0].device) for group in (*fields, losses, norms, leaves)])
     return torch.stack((here, all_sum(here.to(torch.int64)) > 0))
 
 
-def left_out(odd: Tensor, start: TensorDict, collected: TensorDict, learnt: TensorDict) -> TensorDict:
-    """The state after an iteration, without its update where any of the flags `odd` `[6]` is up.
+def undo_update(nonfinite: Tensor, start: TensorDict, state: TensorDict, kinds: Kinds) -> TensorDict:
+    """The state after an iteration, without its update if any of the flags `nonfinite` `[6]` is set.
 
-    Parameters, optimiser, statistics and `update_step` are then as they were, and schedules wait. Environments have
-    moved on. Where a reward is not finite, its iteration is left out of the returns of episodes too.
+    Fields of kind environment have moved on. All others are then those before the iteration, so schedules wait; so are
+    the running returns inside `norm`. If a reward is not finite, the iteration is left out of episode returns too.
 
     Args:
-        odd: as `flags` gives them for any rank.
+        nonfinite: flags of any rank.
         start: the state before the iteration.
-        collected: after collecting.
-        learnt: after learning.
+        state: the state after it.
+        kinds: kinds of the state's fields.
     """
-    skipped, unpaid = odd.any(), odd[WHAT.index("reward")]
-    kept = mapped(lambda old, new: old if old is new else torch.where(skipped, old, new), collected, learnt)
+    skipped, no_reward = nonfinite.any(), nonfinite[KINDS.index("reward")]
+    collected = replaced(start, {name: state[name] for name in environment_fields(start, kinds)})
+    kept = mapped(lambda old, new: old if old is new else torch.where(skipped, old, new), collected, state)
     before = restarted(cast(TensorDict, start["episode"]))
-    episode = mapped(lambda old, new: torch.where(unpaid, old, new), before, kept["episode"])
+    episode = mapped(lambda old, new: torch.where(no_reward, old, new), before, kept["episode"])
     return replaced(kept, {"episode": episode})

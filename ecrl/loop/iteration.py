@@ -1,6 +1,6 @@
 """The training loop: an iteration is one function `(state) -> (state, logs)`, and a generator runs it again and again.
 
-The loop owns control flow only. Logging, checkpoints, evaluation and progress consume what it yields.
+The loop owns control flow only. Logging, checkpoints, evaluation and progress consume the records that it yields.
 """
 
 import warnings
@@ -14,33 +14,36 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl import rng
-from ecrl.algorithms import Algorithm, Parts, make_algorithm
+from ecrl.algorithms import Run
 from ecrl.algorithms.core import start_keys, steps_taken
+from ecrl.algorithms.state_kinds import merge
 from ecrl.compile.jit import COMPILED
+from ecrl.compile.vmap import vmapped
 from ecrl.config import Config, total_steps
 from ecrl.distributed import world_size
 from ecrl.errors import ConfigError
 from ecrl.kernels import episode_init, restarted
-from ecrl.loop.build import check_envs, check_rollout, device_of, form_of, make_parts, shaping
-from ecrl.loop.finite_guard import KEYS, WHAT, flags, left_out
+from ecrl.loop.buffers import borrowed_leaves, check_current, check_kinds, commit, committed, kinds_of, take_over
+from ecrl.loop.build import build, check_envs, check_rollout, device_of, form_of
+from ecrl.loop.finite_guard import FIELDS, KINDS, flags, undo_update
 from ecrl.loop.metrics import WINDOW, collect_logs, counted_steps, over_ranks
-from ecrl.loop.nonfinite_report import careful, refusal
+from ecrl.loop.nonfinite_report import nonfinite_error, with_checked_actions
 from ecrl.loop.signals import interruptible
-from ecrl.pytree import flatten, mapped, names, replaced, unflatten
+from ecrl.pytree import Borrowed, flatten, mapped, names, replaced, unflatten
 from ecrl.types import LogData, Logs
 
 Iteration = Callable[[TensorDict], tuple[TensorDict, dict[str, Logs]]]
-Watch = Callable[[Parts, Algorithm], tuple[Parts, Algorithm]]
+Watch = Callable[[Run], Run]
 
 
-def unwatched(parts: Parts, algorithm: Algorithm) -> tuple[Parts, Algorithm]:
-    """The default `watch`: both as they are."""
-    return parts, algorithm
+def unwatched(run: Run) -> Run:
+    """Return the run as it is, the default of `watch`."""
+    return run
 
 
 @contextmanager
-def _matrices(tf32: bool) -> Iterator[None]:
-    """Torch's own switch for TF32, put back afterwards: it is the process's, not the run's."""
+def _matmul_precision(tf32: bool) -> Iterator[None]:
+    """Allow TF32 in matrix products inside this context. Torch's switch is global, so it is put back afterwards."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if tf32 else before)
     try:
@@ -57,51 +60,54 @@ def init_state(cfg: Config, key: Tensor | None = None) -> TensorDict:
     >>> sorted(state.keys())
     ['env', 'episode', 'hyper', 'key', 'norm', 'opt', 'params', 'sample_step', 'update_step']
     """
-    parts, algorithm = make_parts(cfg), make_algorithm(cfg.algorithm)
-    check_envs(cfg, parts.env, cfg.trainer.num_envs, "trainer.num_envs")
-    key = rng.key(cfg.trainer.seed) if key is None else key
-    start = start_keys(key.to(device_of(cfg)), cfg.trainer.num_envs, 0, algorithm.group_size)
-    state = _without_env(parts, algorithm, key.to(device_of(cfg)))  # before the envs open: this may refuse the config
-    return state.set("env", parts.env.reset(start)).lock_()
+    return first_state(build(cfg), cfg, key)
 
 
-def _without_env(parts: Parts, algorithm: Algorithm, key: Tensor) -> TensorDict:
-    """The first state but for its environments."""
-    made, policy, zero = algorithm.init(parts, key), parts.policy, torch.zeros_like(key)
-    norm = made.pop("norm", TensorDict({}, []))
+def first_state(run: Run, cfg: Config, key: Tensor | None = None) -> TensorDict:
+    """`init_state` for a run that is built."""
+    check_envs(cfg, run.env, cfg.trainer.num_envs, "trainer.num_envs")
+    key = (rng.key(cfg.trainer.seed) if key is None else key).to(device_of(cfg))
+    start = start_keys(key, cfg.trainer.num_envs, 0, run.algorithm.group_size)
+    state = _state_without_env(run, key)  # first, because `init` may refuse the config: then no environment was opened
+    return state.set("env", run.env.reset(start)).lock_()
+
+
+def _state_without_env(run: Run, key: Tensor) -> TensorDict:
+    fields, policy, zero = run.algorithm.init(run, key), run.policy, torch.zeros_like(key)
+    norm = fields.pop("norm", TensorDict({}, []))
     if policy.norm_init is not None:
         norm = norm.copy().set("obs", policy.norm_init(key.device))
-    episode = episode_init(parts.cfg.trainer.num_envs, WINDOW, key.device)
+    episode = episode_init(run.static.num_envs, WINDOW, key.device)
     counters = {"sample_step": zero, "update_step": zero.clone()}
-    return TensorDict({**made, "norm": norm, "episode": episode, "key": key.clone(), **counters}, [])
+    state = TensorDict({**fields, "norm": norm, "episode": episode, "key": key.clone(), **counters}, [])
+    check_kinds(state, kinds_of(run))
+    return state
 
 
-def expected_state(cfg: Config, given: TensorDict) -> TensorDict:
-    """A state as the config makes it, to compare `given` with; environments on the host are not opened for that."""
-    parts = make_parts(cfg)
-    if parts.env.is_pure:
-        return init_state(cfg)
-    if "token" not in given["env"]:
+def expected_state(run: Run, cfg: Config, state: TensorDict) -> TensorDict:
+    """A state as the config makes it, to compare `state` with. Environments on the host are not opened for it."""
+    if run.env.is_pure:
+        return first_state(run, cfg)
+    if "token" not in state["env"]:
         raise ConfigError(f"state: its environments are not those of {cfg.env.name}; use the config of its run")
     key = rng.key(cfg.trainer.seed, device_of(cfg))
-    return _without_env(parts, make_algorithm(cfg.algorithm), key).set("env", given["env"]).lock_()
+    return _state_without_env(run, key).set("env", state["env"]).lock_()
 
 
-def reopened(state: TensorDict, cfg: Config) -> TensorDict:
-    """The state with its host environments started afresh if they do not stand where it says, which is told.
+def reopened(run: Run, state: TensorDict) -> TensorDict:
+    """The state, with host environments reset if they are out of sync with it; then with a warning.
 
-    They are gone in another process, and ahead where an iteration was cut short or the state is not the newest.
+    They are gone in another process. They are ahead if an iteration was interrupted, or if the state is not the newest.
     """
-    parts, env = make_parts(cfg), cast(TensorDict, state["env"])
-    if parts.env.is_current(env):
+    env = cast(TensorDict, state["env"])
+    if run.env.is_current(env):
         return state
-    warnings.warn("the environments' own state could not be restored: their episodes start afresh", stacklevel=3)
-    parts.env.close(env)
-    group = make_algorithm(cfg.algorithm).group_size
-    step = steps_taken(parts, state)
-    fresh = parts.env.reset(start_keys(state["key"], cfg.trainer.num_envs, step, group))
-    state = state.copy().update({"env": fresh, "episode": restarted(cast(TensorDict, state["episode"]))})
-    if "reward" in state["norm"]:  # the running returns are of the episodes that are lost
+    warnings.warn("the environments' own state could not be restored: their episodes start afresh", stacklevel=4)
+    run.env.close(env)
+    keys = start_keys(state["key"], run.static.num_envs, steps_taken(run, state), run.algorithm.group_size)
+    fields = {"env": run.env.reset(keys), "episode": restarted(cast(TensorDict, state["episode"]))}
+    state = state.copy().update(fields)
+    if "reward" in state["norm"]:  # the running returns belong to the episodes that are lost
         norm = cast(TensorDict, state["norm"]).clone()
         norm["reward", "running"] = torch.zeros_like(norm["reward", "running"])
         state.set("norm", norm)
@@ -113,16 +119,17 @@ def close(state: TensorDict, cfg: Config) -> None:
 
     They are also released when the process ends.
     """
-    make_parts(cfg).env.close(cast(TensorDict, state["env"]))
+    build(cfg).env.close(cast(TensorDict, state["env"]))
 
 
-def check_state(state: TensorDict, cfg: Config) -> None:
-    """Refuse a state that another config made, naming the first field that differs; warn of hyperparameters that do.
+def check_state(run: Run, state: TensorDict, cfg: Config) -> None:
+    """Refuse a state of another config, naming the first field that differs; warn of hyperparameters that differ.
 
     The numbers of the algorithm are read from `state["hyper"]`, so that they can change during a run.
     """
-    made = expected_state(cfg, state)
-    if state["key"].device != made["key"].device:  # which has a number where the config's may have none
+    check_current(state, kinds_of(run))
+    made = expected_state(run, cfg, state)
+    if state["key"].device != made["key"].device:  # the state's has a number, the config's may have none
         raise ConfigError(f"state: is on {state['key'].device}, the config says {device_of(cfg)}; use state.to(...)")
     expected, given = (dict(td.flatten_keys("/").items()) for td in (made, state))
     for name in sorted(expected.keys() | given.keys()):
@@ -138,17 +145,17 @@ def check_state(state: TensorDict, cfg: Config) -> None:
 
 
 def check_config(cfg: Config, world_size: int) -> list[str]:
-    """What a config would run, in lines for people; raises ConfigError where its parts do not fit together."""
-    check_rollout(cfg)
-    parts, form = make_parts(cfg), form_of(cfg)
+    """Describe the run of a config on so many ranks in lines; raise ConfigError if its parts do not fit together."""
+    run, form = build(cfg), form_of(cfg)
+    check_rollout(cfg, run)
     key = rng.key(cfg.trainer.seed, device_of(cfg))
-    state = _without_env(parts, make_algorithm(cfg.algorithm), key)
-    if parts.env.is_pure:
-        parts.env.reset(key.unsqueeze(0))  # events are checked against its fields there
+    state = _state_without_env(run, key)
+    if run.env.is_pure:
+        run.env.reset(key.unsqueeze(0))  # checks the events against the fields of the environment
     weights = sum(leaf.numel() for leaf in cast(TensorDict, state["params"]).values(True, True))  # pyright: ignore
     return [
         f"task     {cfg.env.name}, {cfg.policy.name}, {cfg.algorithm.name}, seed {cfg.trainer.seed}",
-        f"spaces   observations {parts.env.observation_space}, actions {parts.env.action_space}",
+        f"spaces   observations {run.env.observation_space}, actions {run.env.action_space}",
         f"policy   {weights:,} parameters",
         f"device   {device_of(cfg)}, {form.name} ({form.reason}), world size {world_size}",
         f"budget   {total_steps(cfg, world_size):,} env steps, {cfg.trainer.iterations} iterations",
@@ -156,65 +163,63 @@ def check_config(cfg: Config, world_size: int) -> list[str]:
 
 
 def steps_per_iteration(cfg: Config) -> int:
-    """Environment steps that one iteration takes, over all ranks."""
+    """Environment steps of one iteration, over all ranks."""
     return cfg.trainer.buffer_size * cfg.trainer.num_envs * world_size()
 
 
-def _statistics(norm_update: Callable[..., TensorDict], norm: TensorDict, batch: TensorDict) -> TensorDict:
-    """Observation statistics with those of the batch, which the policy saw raw, frozen until here."""
-    moved = norm_update(cast(TensorDict, norm["obs"]), batch["obs"][:, :-1], counted_steps(batch))
-    return norm.copy().set("obs", moved)
+def _statistics(norm_update: Callable[..., TensorDict], norm: TensorDict, steps: TensorDict) -> TensorDict:
+    """Observation statistics after these steps; the policy acted with those from before."""
+    obs = norm_update(cast(TensorDict, norm["obs"]), steps["obs"][:, :-1], counted_steps(steps))
+    return norm.copy().set("obs", obs)
 
 
 def _iteration(
-    algorithm: Algorithm, parts: Parts, size: int, guard: str, start: TensorDict
-) -> tuple[TensorDict, dict[str, Logs], Tensor | None]:
-    """Collect, update, and what the loop itself keeps; `size` env steps. The flags of the guard unless it is off."""
-    stops_here = guard == "stop" and not parts.env.is_pure  # as its steps cannot be taken again
-    collected, batch = algorithm.collect(careful(parts, start) if stops_here else parts, start)
-    state, train_logs = algorithm.update(parts, collected, batch)
+    run: Run, guard: str, start: TensorDict, borrowed: Borrowed
+) -> tuple[TensorDict, TensorDict, dict[str, Logs], Tensor | None]:
+    """One iteration: the state, the rows to commit, logs, and the flags of the finite guard unless it is off."""
+    stops_here = guard == "stop" and not run.env.is_pure  # a step on the host cannot be repeated for the report
+    checked = with_checked_actions(run, start) if stops_here else run
+    state, writes, train_logs = run.algorithm.iterate(checked, start, borrowed.fields)
+    steps = cast(TensorDict, writes.get("steps", TensorDict({}, [])))
     norm, episode = cast(TensorDict, state["norm"]), cast(TensorDict, state["episode"])
-    if parts.policy.norm_update is not None:
-        seen = batch.select("obs", "done", "mask", strict=False)
-        norm = parts.jit(_statistics, parts.policy.norm_update)(norm, seen)
+    if run.policy.norm_update is not None and "obs" in steps:
+        norm = run.jit(_statistics, run.policy.norm_update)(norm, steps.select("obs", "done", "mask", strict=False))
     state = replaced(state, {"norm": norm, "update_step": state["update_step"] + 1})
-    odd = None
+    nonfinite = None
     if guard != "off":
-        seen = batch.select(*KEYS, "mask", strict=False)
-        odd = flags(seen, train_logs, cast(TensorDict, state["params"]))
-        if stops_here and odd[1].any():
-            raise refusal(algorithm, parts, start, odd, (collected, batch))
-    if guard == "skip" and odd is not None:
-        state = left_out(odd[1], start, collected, state)
-        train_logs = train_logs | {"skipped_updates": odd[1].any().to(torch.float32)}
-    state = replaced(state, {"sample_step": state["sample_step"] + size})
-    return state, {"collect": over_ranks(collect_logs(episode, batch)), "train": over_ranks(train_logs)}, odd
+        nonfinite = flags(steps.select(*FIELDS, "mask", strict=False), train_logs, cast(TensorDict, state["params"]))
+        if stops_here and nonfinite[1].any():
+            raise nonfinite_error(run, merge(start, borrowed.fields), nonfinite, (state, steps))
+    if guard == "skip" and nonfinite is not None:
+        state = undo_update(nonfinite[1], start, state, kinds_of(run))
+        train_logs = train_logs | {"skipped_updates": nonfinite[1].any().to(torch.float32)}
+    taken = run.static.buffer_size * run.static.num_envs * run.static.world_size
+    state = replaced(state, {"sample_step": state["sample_step"] + taken})
+    logs = {"collect": over_ranks(collect_logs(episode, steps)), "train": over_ranks(train_logs)}
+    return state, cast(TensorDict, writes.exclude("steps")), logs, nonfinite
 
 
 def _iteration_of_leaves(
-    algorithm: Algorithm, parts: Parts, size: int, guard: str, structure: Hashable, leaves: list[Tensor]
-) -> tuple[list[Tensor], TensorDict, dict[str, Logs], Tensor | None]:
-    """`_iteration` on the tensors of a state, and its state once more, in memory of its own."""
-    state, logs, odd = _iteration(algorithm, parts, size, guard, unflatten(structure, leaves))
-    after, made = flatten(state)
-    if made != structure:
-        fields = ", ".join(sorted({*names(made)} ^ {*names(structure)})) or "the batch size of one"
+    run: Run, guard: str, structure: Hashable, leaves: list[Tensor], borrowed: Borrowed
+) -> tuple[list[Tensor], TensorDict, TensorDict, dict[str, Logs], Tensor | None]:
+    """`_iteration` on the tensors of a state. The state is given once more, in memory of its own."""
+    state, writes, logs, nonfinite = _iteration(run, guard, unflatten(structure, leaves), borrowed)
+    after, found = flatten(state)
+    if found != structure:
+        fields = ", ".join(sorted({*names(found)} ^ {*names(structure)})) or "the batch size of one"
         raise ValueError(f"an iteration may change no fields of the state but their values; it changed {fields}")
-    return after, mapped(torch.clone, state), logs, odd
+    return after, mapped(torch.clone, state), writes, logs, nonfinite
 
 
-def _bound(fn: Callable[..., Any], cfg: Config, watch: Watch, *static: Any) -> Callable[..., Any]:
-    """`_iteration` or `_iteration_of_leaves` for a config, one graph where the algorithm can be one."""
-    parts, algorithm = watch(make_parts(cfg), make_algorithm(cfg.algorithm))
-    size, tf32 = steps_per_iteration(cfg), cfg.trainer.tf32 and device_of(cfg).type == "cuda"
-    if algorithm.as_one and parts.env.is_pure and world_size() == 1:
-        run = parts.jit(fn, algorithm, parts._replace(cfg=shaping(cfg)), size, *static)
-    else:
-        run = partial(fn, algorithm, parts, size, *static)
+def _bound(fn: Callable[..., Any], run: Run, cfg: Config, *static: Any) -> Callable[..., Any]:
+    """`fn(run, *static, state, borrowed)`, as one compiled graph if the algorithm and the environment allow it."""
+    tf32 = cfg.trainer.tf32 and device_of(cfg).type == "cuda"
+    one_graph = run.algorithm.as_one and run.env.is_pure and run.static.world_size == 1
+    bound = (run.jit if one_graph else partial)(fn, run, *static)
 
-    def call(state: Any) -> Any:
-        with _matrices(tf32):
-            return run(state)
+    def call(*state: Any) -> Any:
+        with _matmul_precision(tf32):
+            return bound(*state)
 
     return call
 
@@ -222,68 +227,85 @@ def _bound(fn: Callable[..., Any], cfg: Config, watch: Watch, *static: Any) -> C
 def make_iteration(cfg: Config, watch: Watch = unwatched) -> Iteration:
     """One iteration, `(state) -> (state, {"collect": logs, "train": logs})`: pure, to embed or vmap.
 
-    `watch` may put others in place of its functions, such as `ecrl.run.profiler`'s, which take the time. With
-    `trainer.finite_guard` "skip" updates that are not finite are left out; it never stops: NaN is in what it gives.
+    `watch` may replace functions of the run, as `ecrl.run.profiler` does to time them. With `trainer.finite_guard`
+    "skip" it leaves out updates with NaN or infinity. It never stops: otherwise NaN and infinity are in its results.
+    A buffer of the state is copied, as the function is pure; `train_iter` writes on it in place.
     """
-    run = _bound(_iteration, cfg, watch, "skip" if cfg.trainer.finite_guard == "skip" else "off")
+    run, guard = build(cfg), "skip" if cfg.trainer.finite_guard == "skip" else "off"
+    iterate, kinds = _bound(_iteration, watch(run), cfg, guard), kinds_of(run)
 
     def iteration(state: TensorDict) -> tuple[TensorDict, dict[str, Logs]]:
-        state, logs, _ = run(state)
-        return state, logs
+        own, borrowed = borrowed_leaves(state, kinds)
+        if not vmapped():
+            check_current(state, kinds)
+        own, writes, logs, nonfinite = iterate(own, Borrowed(borrowed))
+        if borrowed.is_empty():
+            return own, logs
+        skipped = torch.zeros_like(own["key"], dtype=torch.bool) if nonfinite is None else nonfinite[1].any()
+        return merge(own, committed(borrowed, writes, skipped)), logs
 
     return iteration
 
 
-def _judge(odd: Tensor, cfg: Config, before: TensorDict, told: bool) -> bool:
-    """Raise where the guard stops; where it skips, say the first time that an update is left out. Whether it was said.
-
-    Raises: NotFiniteError.
-    """
-    if not odd[1].any():
-        return told
-    if cfg.trainer.finite_guard == "stop":
-        raise refusal(make_algorithm(cfg.algorithm), make_parts(cfg), before, odd)
-    if not told:
-        met = ", ".join(what for what, is_odd in zip(WHAT, odd[1].tolist(), strict=True) if is_odd)
-        after = f"after {int(before['sample_step'])} env steps"
-        text = f"{after}: NaN or infinity in {met}: the update is left out; counted as skipped_updates, said once"
-        warnings.warn(text, stacklevel=3)
+def _is_skipped(run: Run, guard: str, nonfinite: Tensor | None, before: TensorDict) -> bool:
+    """True if the finite guard left the update out; raise NotFiniteError if it stops."""
+    if nonfinite is None or not nonfinite[1].any():
+        return False
+    if guard == "stop":
+        raise nonfinite_error(run, before, nonfinite)
     return True
 
 
+def _warn_of_skip(nonfinite: Tensor, step: int) -> None:
+    met = ", ".join(kind for kind, flag in zip(KINDS, nonfinite[1].tolist(), strict=True) if flag)
+    text = f"NaN or infinity in {met}: the update is left out; counted as skipped_updates, said once"
+    warnings.warn(f"after {step} env steps: {text}", stacklevel=3)
+
+
 def train_iter(state: TensorDict, cfg: Config, watch: Watch = unwatched) -> Iterator[LogData]:
-    """Run one iteration at a time; after each, yield what it collected and what it learned.
+    """Run one iteration at a time. After each, yield a record of the collection and one of the update.
 
     The generator owns control flow only: it never prints, logs, evaluates or saves. Stop with `break`; continue later
-    with `train_iter(log_data["state"], cfg)`. Both give bit for bit what an uninterrupted run gives. Both records of an
-    iteration carry the step and the state after it; the state is a locked copy of the caller's own.
+    with `train_iter(log_data["state"], cfg)`. Both give bit for bit the results of an uninterrupted run. Both records
+    of an iteration carry the step and the state after it. The state is a locked copy that belongs to the caller. Only
+    its buffers, if the algorithm has any, are the generator's own: the next iteration writes on them in place. Using an
+    older state then raises; `state.clone()` keeps it. The generator copies the buffers of `state` once, at the start.
 
-    Where something is not finite, `trainer.finite_guard` says what happens: by default NotFiniteError, before that
-    iteration is yielded, with the state before it.
+    If something is not finite, `trainer.finite_guard` decides. By default it raises NotFiniteError, with the state
+    before that iteration.
 
     Numbers of the algorithm are read from `state["hyper"]`. To change one in mid-run:
     `state = state.clone(); state["hyper", "learning_rate"] = torch.tensor(1e-4)`.
 
-    Raises: ConfigError at once, before the first iteration, for a state that another config made.
+    Raises: ConfigError at once, before the first iteration, for a state of another config.
     """
-    check_state(state, cfg)
-    return _iterations(state, cfg, watch)
+    run = build(cfg)
+    check_state(run, state, cfg)
+    return iterations(watch(run), state, cfg)
 
 
-def _iterations(state: TensorDict, cfg: Config, watch: Watch) -> Iterator[LogData]:
-    state = reopened(state, cfg)
-    step, end = int(state["sample_step"]), total_steps(cfg, world_size())
-    settled = step + 2 * steps_per_iteration(cfg)
-    leaves, structure = flatten(state.clone())  # a list of tensors is taken apart and put together fastest
-    iteration = _bound(_iteration_of_leaves, cfg, watch, cfg.trainer.finite_guard, structure)
-    told = False
+def iterations(run: Run, state: TensorDict, cfg: Config) -> Iterator[LogData]:
+    """`train_iter` for a run that is built and a state that is checked."""
+    state, guard = reopened(run, state), cfg.trainer.finite_guard
+    size, step, end = steps_per_iteration(cfg), int(state["sample_step"]), total_steps(cfg, run.static.world_size)
+    settled = step + 2 * size
+    own, borrowed = borrowed_leaves(state, kinds_of(run))
+    borrowed = take_over(borrowed, kinds_of(run))
+    leaves, structure = flatten(own.clone())  # a list of tensors is the fastest form to pass to compiled code
+    iteration = _bound(_iteration_of_leaves, run, cfg, guard, structure)
+    warned = False
     while step < end:
         known, before = len(COMPILED), state
         with interruptible():
-            leaves, state, logs, odd = iteration(leaves)
-            if odd is not None:
-                told = _judge(odd, cfg, before, told)
-        step += steps_per_iteration(cfg)
+            leaves, state, writes, logs, nonfinite = iteration(leaves, Borrowed(borrowed))
+            skipped = _is_skipped(run, guard, nonfinite, before)
+        if not skipped:
+            commit(borrowed, writes)
+        elif nonfinite is not None and not warned:
+            _warn_of_skip(nonfinite, step)
+            warned = True
+        state = merge(state, borrowed)
+        step += size
         if len(COMPILED) > known and step > settled:
             warnings.warn(f"compiled again at step {step}: {'; '.join(COMPILED[known:])}", RuntimeWarning, stacklevel=2)
         state.lock_()

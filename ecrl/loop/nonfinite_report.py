@@ -1,9 +1,8 @@
-"""The error of an iteration that met NaN or infinity: one line, a report, and the state before it."""
+"""The error of an iteration with NaN or infinity: one line, a report, and the state before it."""
 
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import count
 from math import isfinite
 from typing import Any, cast
@@ -12,11 +11,10 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from ecrl.algorithms import Algorithm, Parts
+from ecrl.algorithms import Run
 from ecrl.errors import NotFiniteError
-from ecrl.kernels import scan
-from ecrl.loop.finite_guard import WHAT
-from ecrl.loop.nonfinite_search import Found, in_batch, in_update
+from ecrl.loop.finite_guard import KINDS
+from ecrl.loop.nonfinite_search import Found, in_batch, search
 
 _ADVICE = {
     "observation": "mend the environment",
@@ -43,7 +41,7 @@ _PLACES = {
 
 
 def explained(report: dict[str, Any]) -> str:
-    """One line: what, where, what it was before, what to do."""
+    """Describe a report in one line: what is not finite, where, the value before, and advice."""
     begin = f"iteration {report['update_step']} (after {report['sample_step']} env steps)"
     met = f"{begin}: NaN or infinity in {', '.join(report['met'])}"
     found, guard = report["found"], 'or set trainer.finite_guard to "skip" to leave such updates out'
@@ -57,32 +55,34 @@ def explained(report: dict[str, Any]) -> str:
     return f"{met}; {first}, {last}; {advice}, {guard}"
 
 
-def careful(parts: Parts, state: TensorDict) -> Parts:
-    """The parts for collecting from `state`, with host environments that are given no action of NaN or infinity.
+def with_checked_actions(run: Run, state: TensorDict) -> Run:
+    """The run with a host environment that refuses an action with NaN or infinity, for steps that begin at `state`.
 
-    A robot may be behind them. Everything else is judged when all is collected.
+    A robot may execute the actions. Everything else is checked after collecting.
 
     Raises: NotFiniteError, when it steps.
     """
-    asked: deque[tuple[TensorDict, Tensor]] = deque(maxlen=2)
+    last: deque[tuple[TensorDict, Tensor]] = deque(maxlen=2)
     times = count(1)
 
-    def step(world: TensorDict, action: Tensor, noise: Any) -> TensorDict:
-        asked.append((world, action))
+    def step(env_state: TensorDict, action: Tensor, noise: Any) -> TensorDict:
+        last.append((env_state, action))
         taken = next(times)
         if not isfinite(sum(action.flatten().tolist())):  # for few numbers faster than any call of torch
-            raise _unfit(parts, state, asked, taken - len(asked))
-        return parts.env.step(world, action, noise)
+            raise _action_error(run, state, last, taken - len(last))
+        return run.env.step(env_state, action, noise)
 
-    return parts._replace(env=replace(parts.env, step=step))
+    return run._replace(env=replace(run.env, step=step))
 
 
-def _unfit(parts: Parts, state: TensorDict, asked: Sequence[tuple[TensorDict, Tensor]], before: int) -> NotFiniteError:
-    """The error of an iteration that ends while it collects, by what was last seen and done, after `before` steps."""
-    seen = [(world["obs"], action) for world, action in (*asked, asked[-1])]  # the last row of a batch is apart
-    obs, action = (torch.stack(x, 1) for x in zip(*seen, strict=True))
+def _action_error(
+    run: Run, state: TensorDict, last: Sequence[tuple[TensorDict, Tensor]], before: int
+) -> NotFiniteError:
+    """The error of an iteration that ends while it collects, from its last states and actions after `before` steps."""
+    rows = [(env_state["obs"], action) for env_state, action in (*last, last[-1])]  # a batch has one row of padding
+    obs, action = (torch.stack(x, 1) for x in zip(*rows, strict=True))
     done = torch.zeros(action.shape[:2], dtype=torch.bool, device=action.device)
-    found = cast(Found, in_batch(parts, state, TensorDict({"obs": obs, "action": action, "done": done}, done.shape)))
+    found = cast(Found, in_batch(run, state, TensorDict({"obs": obs, "action": action, "done": done}, done.shape)))
     place = {name: n + before * (name != "env") for name, n in found.place.items()}
     report = {**_steps(state), "met": [found.what], "found": found._replace(place=place)._asdict()}
     return NotFiniteError(explained(report), report, state)
@@ -92,25 +92,21 @@ def _steps(state: TensorDict) -> dict[str, int]:
     return {name: int(state[name]) for name in ("update_step", "sample_step")}
 
 
-def refusal(
-    algorithm: Algorithm,
-    parts: Parts,
-    state: TensorDict,
-    odd: Tensor,
-    collected: tuple[TensorDict, TensorDict] | None = None,
+def nonfinite_error(
+    run: Run, state: TensorDict, nonfinite: Tensor, collected: tuple[TensorDict, TensorDict] | None = None
 ) -> NotFiniteError:
-    """The error of an iteration from `state` whose flags `[2, 6]` are `odd`.
+    """The error of an iteration from `state` with the flags `nonfinite` `[2, 6]`; it repeats the iteration eagerly.
 
-    `collected` is what it collected, the state and the batch; collected again where that is None. Where several ranks
-    train, all call this: the update is the work of all.
+    All ranks call it, because the update is the work of all.
+
+    Args:
+        run: the run.
+        state: the state before the iteration.
+        nonfinite: flags of the finite guard.
+        collected: the state after the iteration and its steps. Without it the steps are collected again.
     """
-    eager = parts._replace(jit=partial, scan=scan)
     with torch.no_grad():
-        after, batch = collected or algorithm.collect(eager, state)
-        found = in_batch(parts, state, batch)
-        if not odd[1, :3].any():
-            learnt = in_update(algorithm, eager, after, batch)
-            found = found or learnt
-    met = [what for what, is_odd in zip(WHAT, odd[1].tolist(), strict=True) if is_odd]
+        found = search(run, state, bool(nonfinite[1, :3].any()), collected)
+    met = [kind for kind, flag in zip(KINDS, nonfinite[1].tolist(), strict=True) if flag]
     report = {**_steps(state), "met": met, "found": None if found is None else found._asdict()}
     return NotFiniteError(explained(report), report, state)

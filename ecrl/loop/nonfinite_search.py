@@ -1,7 +1,7 @@
-"""Where NaN or infinity shows first: an iteration taken again, eagerly and step by step.
+"""Find the first NaN or infinity of an iteration: repeat it eagerly, step by step.
 
-In what was collected it is a field, an environment and a step; in the update a minibatch, or a step of the sweep back,
-and the first number of it that is not finite.
+In the collected steps the search finds a field, an environment and a step. In the update it finds a minibatch, or a
+step of a backward sweep, and the first number in it that is not finite.
 """
 
 from collections.abc import Callable
@@ -12,22 +12,23 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from ecrl.algorithms import Algorithm, Parts
-from ecrl.algorithms.core import steps_taken
-from ecrl.algorithms.minibatch_sgd import MinibatchConfig
+from ecrl.algorithms import Run
+from ecrl.algorithms.core import OnPolicy, steps_taken
+from ecrl.algorithms.optimizer import network_vectors
+from ecrl.algorithms.state_kinds import environment_fields
 from ecrl.distributed import rank
 from ecrl.kernels import scan
-from ecrl.loop.finite_guard import KEYS
-from ecrl.pytree import flatten, names
-from ecrl.types import Logs
+from ecrl.loop.buffers import borrowed_leaves, kinds_of
+from ecrl.loop.finite_guard import FIELDS
+from ecrl.pytree import flatten, names, replaced
 
-_FIELDS = ("obs", "action", "sample_log_prob", "value", "reward", "final_value")  # as a step comes by them
-_TERMS = ("loss", "entropy", "kl_ref", "grad_norm")  # logs by their ends; others may well overflow
+_FIELDS = ("obs", "action", "sample_log_prob", "value", "reward", "final_value")  # in the order of a step
+_TERMS = ("loss", "entropy", "kl_ref", "grad_norm")  # endings of logs; other logs may overflow in a good run
 _SHOWN = 8
 
 
 class Found(NamedTuple):
-    """The first number that is not finite: its kind (one of `WHAT`), name, place and value, and the value before it."""
+    """The first number that is not finite: its kind (of `KINDS`), name, place and value, and the value before it."""
 
     what: str
     key: str
@@ -41,84 +42,95 @@ def _named(tree: Any) -> dict[str, Tensor]:
     return {name: x for name, x in zip(names(structure), leaves, strict=True) if x.is_floating_point()}
 
 
-def _told(x: Tensor) -> Any:
+def _as_numbers(x: Tensor) -> Any:
     """A number or the first ones of a vector."""
     return x.item() if x.ndim == 0 else x.flatten()[:_SHOWN].tolist()
 
 
-def _wrong(batch: TensorDict) -> dict[str, Tensor]:
-    """Where a field of a batch counts and is not finite, bool `[N, T + 1]`, by name; padding does not count."""
+def _nonfinite_steps(batch: TensorDict) -> dict[str, Tensor]:
+    """True for each step of a field that counts and is not finite, bool `[N, T + 1]`, by name."""
     steps = torch.ones_like(batch["done"])
     steps[:, -1] = False
     counts = steps if "mask" not in batch else steps & batch["mask"]
-    told = batch.select(*_FIELDS, strict=False)
-    ordered = {name: x for field in _FIELDS if field in told for name, x in _named({field: told[field]}).items()}
-    seen = ("obs", "value") if "mask" not in batch else ()  # which have a last row of their own
-    odd = {name: ~x.isfinite().flatten(2).all(-1) if x.ndim > 2 else ~x.isfinite() for name, x in ordered.items()}
-    return {name: x & (counts | (~steps if name.startswith(seen) else False)) for name, x in odd.items()}
+    fields = batch.select(*_FIELDS, strict=False)
+    ordered = {name: x for field in _FIELDS if field in fields for name, x in _named({field: fields[field]}).items()}
+    with_last = ("obs", "value") if "mask" not in batch else ()  # the last row of these is no padding
+    wrong = {name: ~x.isfinite().flatten(2).all(-1) if x.ndim > 2 else ~x.isfinite() for name, x in ordered.items()}
+    return {name: x & (counts | (~steps if name.startswith(with_last) else False)) for name, x in wrong.items()}
 
 
-def in_batch(parts: Parts, state: TensorDict, batch: TensorDict) -> Found | None:
+def in_batch(run: Run, state: TensorDict, batch: TensorDict) -> Found | None:
     """The first step of a batch in which a field that counts is not finite, its first field, its first environment.
 
     `state` is the one before the batch, to which the reward before the first one belongs.
     """
-    first = {name: int(x.any(0).int().argmax()) for name, x in _wrong(batch).items() if x.any()}
+    first = {name: int(x.any(0).int().argmax()) for name, x in _nonfinite_steps(batch).items() if x.any()}
     if not first:
         return None
     name = min(first, key=lambda name: first[name])
     t, x = first[name], cast(Tensor, batch[tuple(name.split("."))])
-    env = int(_wrong(batch)[name][:, t].int().argmax())
+    env = int(_nonfinite_steps(batch)[name][:, t].int().argmax())
     before = x[env, t - 1] if t else cast(TensorDict, state["env"])["reward"][env] if name == "reward" else None
     before = None if name == "final_value" else before  # there is one only where a time limit ended an episode
-    place = {"env": env + rank() * len(x), "step": t, "env_step": int(steps_taken(parts, state)) + t}
-    what = KEYS.get(name.partition(".")[0], "loss")
-    return Found(what, name, place, _told(x[env, t]), None if before is None else _told(before))
+    place = {"env": env + rank() * len(x), "step": t, "env_step": int(steps_taken(run, state)) + t}
+    what = FIELDS.get(name.partition(".")[0], "loss")
+    return Found(what, name, place, _as_numbers(x[env, t]), None if before is None else _as_numbers(before))
 
 
-def _place(parts: Parts, turn: int, turns: int) -> dict[str, int]:
-    """Epoch and minibatch of a gradient step, counted from 0."""
-    cfg = parts.cfg.algorithm.cfg
-    each = turns // cfg.n_epochs if isinstance(cfg, MinibatchConfig) else turns
-    return {"epoch": turn // each, "minibatch": turn % each}
+class _Turn(NamedTuple):
+    """One turn of a loop of the update: its number, the number of turns, its function, and its results."""
+
+    number: int
+    count: int
+    body: partial
+    carry: Any
+    output: Any
 
 
-def _minibatch(parts: Parts, turn: int, turns: int, carry: Any, logs: Logs) -> tuple[dict[str, int], dict[str, Tensor]]:
-    """Place and numbers of a gradient step on a minibatch: the terms of its loss if it counts, and what it moves to."""
-    counts = float(logs["count"]) > 0.0
-    told = {name: x for name, x in logs.items() if counts and name.endswith(_TERMS)}
-    return _place(parts, turn, turns), told | {f"params.{name}": x for name, x in _named(carry[0]).items()}
+def _gradient_step(run: Run, turn: _Turn) -> tuple[dict[str, int], dict[str, Tensor]]:
+    """Epoch, minibatch and numbers of a gradient step: the terms of its loss if it counts, and the new parameters."""
+    params, (count, _, logs) = turn.carry[0], turn.output
+    sgd, layout = getattr(run.algorithm.choices, "sgd", None), turn.body.args[0].layout
+    each = turn.count if sgd is None else turn.count // sgd.n_epochs
+    numbers = {name: x for name, x in logs.items() if float(count) > 0.0 and name.endswith(_TERMS)}
+    for group in layout.groups:
+        vectors = network_vectors(params[group.group.name], group)
+        numbers |= {f"params.{name}": x for name, x in vectors.items()}
+    return {"epoch": turn.number // each, "minibatch": turn.number % each}, numbers
 
 
-def _back(parts: Parts, turn: int, turns: int, carry: Any, _: Any) -> tuple[dict[str, int], dict[str, Tensor]]:
-    """Place and numbers of a step of the sweep back: its costate, whose rows are environments, and the gradients."""
-    grads, costate = carry
+def _step_back(run: Run, turn: _Turn) -> tuple[dict[str, int], dict[str, Tensor]]:
+    """Place and numbers of a step of the backward sweep: its costate, one row per environment, and the gradients."""
+    grads, costate = turn.carry
     numbers = {f"costate.{name}": x for name, x in _named(costate).items()}
     rows = [int(env) for x in numbers.values() for env in (~x.isfinite()).reshape(len(x), -1).any(1).nonzero()[:1]]
-    place = {"step": turns - 1 - turn} | ({"env": min(rows) + rank() * parts.cfg.trainer.num_envs} if rows else {})
-    return place, numbers | {f"gradient.{name}": x for name, x in _named(grads).items()}
+    env = {"env": min(rows) + rank() * run.static.num_envs} if rows else {}
+    return {"step": turn.count - 1 - turn.number} | env, numbers | {
+        f"gradient.{name}": x for name, x in _named(grads).items()
+    }
 
 
-_LOOPS = {"_minibatch": _minibatch, "_back": _back}
+_LOOPS = {"_gradient_step": _gradient_step, "_step_back": _step_back}
+"""How to read a turn of a loop, by the name of the function that the loop runs."""
 
 
-def _watching(parts: Parts, found: list[tuple[str, dict[str, int], Any, Any]]) -> Callable[..., Any]:
-    """A scan that puts the first number that is not finite into `found`: name, place, it, the one of the turn before.
+def _searching_scan(run: Run, found: list[tuple[str, dict[str, int], Any, Any]]) -> Callable[..., Any]:
+    """A scan that puts the first number that is not finite into `found`: name, place, value, and the value before it.
 
-    It goes on to the end: other ranks do.
+    It goes on to the end, as the other ranks do.
     """
 
-    def watched(body: Any, carry: Any, xs: Any, *constants: Any) -> Any:
-        look = _LOOPS.get(body.func.__name__) if isinstance(body, partial) else None
-        if look is None:
+    def searching(body: Any, carry: Any, xs: Any, *constants: Any) -> Any:
+        read = _LOOPS.get(body.func.__name__) if isinstance(body, partial) else None
+        if read is None:
             return scan(body, carry, xs, *constants)
         turns = len(flatten(xs)[0][0])
-        turn, last = iter(range(turns)), {}
+        numbers, last = iter(range(turns)), {}
 
         def step(carry: Any, x: Any, *constants: Any) -> tuple[Any, Any]:
             nonlocal last
             carry, y = body(carry, x, *constants)
-            place, now = look(parts, next(turn), turns, carry, y)
+            place, now = read(run, _Turn(next(numbers), turns, body, carry, y))
             for name, value in now.items() if not found else ():
                 if not value.isfinite().all():
                     at = int((~value.isfinite()).flatten().int().argmax())
@@ -130,22 +142,45 @@ def _watching(parts: Parts, found: list[tuple[str, dict[str, int], Any, Any]]) -
 
         return scan(step, carry, xs, *constants)
 
-    return watched
+    return searching
 
 
 def _kind(name: str) -> str:
-    """Of a number in the update, which of WHAT it is."""
+    """The kind of a number in the update, one of KINDS."""
     if name.startswith("params."):
         return "parameters"
     return "gradient" if name.startswith(("gradient.", "costate.")) or name.endswith("grad_norm") else "loss"
 
 
-def in_update(algorithm: Algorithm, parts: Parts, collected: TensorDict, batch: TensorDict) -> Found | None:
-    """The first step of an update in which a number is not finite, and which; else what it ends in."""
-    found: list[tuple[str, dict[str, int], Any, Any]] = []
-    watched = parts._replace(jit=partial, scan=_watching(parts, found))
-    learnt, logs = algorithm.update(watched, collected, batch)
-    terms = {name: x for name, x in logs.items() if name.endswith(_TERMS)}
-    ended = terms | {f"params.{name}": x for name, x in _named(learnt["params"]).items()}
-    found += [(name, {}, _told(x), None) for name, x in ended.items() if not x.isfinite().all()]
-    return Found(_kind(found[0][0]), *found[0]) if found else None
+def search(
+    run: Run, start: TensorDict, in_steps: bool, collected: tuple[TensorDict, TensorDict] | None
+) -> Found | None:
+    """Repeat an iteration eagerly and find the first number that is not finite; None if all are finite now.
+
+    Args:
+        run: the run.
+        start: the state before the iteration.
+        in_steps: True if the collected steps of any rank have such a number; then the update need not be searched.
+        collected: the state after the iteration and its steps; None to collect them again.
+    """
+    eager, found, iterate = run._replace(jit=partial, scan=scan), [], run.algorithm.iterate
+    kinds = kinds_of(run)
+    searching = run._replace(jit=partial, scan=_searching_scan(run, found))
+    if isinstance(iterate, OnPolicy):
+        if collected is None:
+            state, steps = iterate.collect(eager, start)
+        else:
+            moved = {name: collected[0][name] for name in environment_fields(start, kinds)}
+            state, steps = replaced(start, moved), collected[1]
+        first = in_batch(run, start, steps)
+        if in_steps:
+            return first
+        state, logs = iterate.update(searching, state, steps)
+    else:
+        own, borrowed = borrowed_leaves(start, kinds)
+        state, writes, logs = iterate(searching, own, borrowed)
+        first = in_batch(run, start, cast(TensorDict, writes["steps"])) if "steps" in writes else None
+    ends = {name: x for name, x in logs.items() if name.endswith(_TERMS)}
+    ends |= {f"params.{name}": x for name, x in _named(state["params"]).items()}
+    found += [(name, {}, _as_numbers(x), None) for name, x in ends.items() if not x.isfinite().all()]
+    return first or (Found(_kind(found[0][0]), *found[0]) if found else None)

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from ecrl.config import Config, config_from_dict
 from ecrl.errors import CheckpointError
-from ecrl.loop.build import device_of
-from ecrl.loop.iteration import expected_state, form_of
+from ecrl.loop.buffers import check_current, kinds_of
+from ecrl.loop.build import build, device_of, form_of
+from ecrl.loop.iteration import expected_state
 from ecrl.run.atomic_files import whole, write_folder
 
 FORMAT = 1
@@ -50,11 +51,13 @@ def snapshot(
         logs: numbers to keep in the manifest, such as those of the evaluation that chose this state.
         files: further files of the checkpoint by name, under its checksums.
 
-    Raises: ValueError for a name that is a path, hidden, or of the checkpoint's own files.
+    Raises: ValueError for a name that is a path, hidden, or of the checkpoint's own files; UserError for a state whose
+        buffer was written on since.
     """
     for name in files or {}:
         if name in _OWN or name.startswith(".") or "/" in name:
             raise ValueError(f"files: {name!r} cannot be a further file of a checkpoint; choose another name")
+    check_current(state, kinds_of(build(cfg)))
     tensors = {name: cast(Tensor, state[path]) for name, path in _paths(state).items()}
     tensors = {name: leaf.detach().to("cpu", copy=True).contiguous() for name, leaf in tensors.items()}
     return Snapshot(tensors, cfg, conditions(cfg), dict(logs or {}), dict(files or {}))
@@ -191,9 +194,29 @@ def _paths(structure: TensorDict) -> dict[str, tuple[str, ...]]:
     return {"/".join(path): path for path in ((key,) if isinstance(key, str) else tuple(key) for key, _ in pairs)}
 
 
+def _upgraded(tensors: dict[str, Tensor], expected: TensorDict) -> dict[str, Tensor]:
+    """The tensors of an older checkpoint under the names of this version.
+
+    Numbers of schedules were not in the state: they are filled in from the config of the checkpoint. The optimiser had
+    one state for all groups: `opt/mu/critic/w` is now `opt/critic/mu/critic/w`.
+    """
+    upgraded = dict(tensors)
+    for name, place in _paths(expected).items():
+        if name in tensors:
+            continue
+        ungrouped = "/".join((place[0], *place[2:]))
+        if place[0] == "hyper":
+            upgraded[name] = cast(Tensor, expected[place])
+        elif place[0] == "opt" and ungrouped in tensors:
+            upgraded[name] = tensors[ungrouped]
+            if ungrouped not in _paths(expected):
+                upgraded.pop(ungrouped, None)
+    return upgraded
+
+
 def _into(structure: TensorDict, tensors: dict[str, Tensor], path: Path) -> TensorDict:
     """`tensors` as `structure` has them, on its device; refuses missing, extra or misshapen ones by name."""
-    places = _paths(structure)
+    places, tensors = _paths(structure), _upgraded(tensors, structure)
     odd = sorted(places.keys() ^ tensors.keys())
     if odd:
         raise CheckpointError(f"{path}: state and config disagree on {', '.join(odd)}")
@@ -223,7 +246,7 @@ def load(path: str | Path, device: str | None = None) -> tuple[TensorDict, Confi
         tensors = tensors_from_bytes(files["state.safetensors"])
     except SafetensorError as error:
         raise CheckpointError(f"{path}/state.safetensors: damaged ({error})") from None
-    return _into(expected_state(cfg, _remembered(tensors)), tensors, path), cfg
+    return _into(expected_state(build(cfg), cfg, _remembered(tensors)), tensors, path), cfg
 
 
 def same_weights(path: str | Path, state: TensorDict, cfg: Config) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 from ecrl.config import Config
 from ecrl.distributed import world_size
 from ecrl.errors import CheckpointError, NotFiniteError, UserError
-from ecrl.loop.build import make_parts
+from ecrl.loop.build import build
 from ecrl.loop.iteration import train_iter
 from ecrl.loop.nonfinite_report import explained
 from ecrl.registry import own_modules
@@ -41,7 +41,7 @@ def with_crash(records: Iterator[LogData], cfg: Config, run_dir: str | Path) -> 
         yield from records
     except NotFiniteError as error:
         again = _command(folder, world_size(), cfg)
-        pure = make_parts(cfg).env.is_pure
+        pure = build(cfg).env.is_pure
         try:
             whole = {"message": str(error), **error.report, **_about(cfg), "command": again}
             save(folder, error.state, cfg, None, {**error.files, REPORT: (json.dumps(whole, indent=2) + "\n").encode()})
@@ -84,13 +84,13 @@ def replay(folder: str | Path) -> Iterator[str]:
     state, cfg = load(folder)
     if odd := differing(report, _about(cfg)):
         yield f"the bits may differ: {'; '.join(odd)}"
-    if not make_parts(cfg).env.is_pure:
+    if not build(cfg).env.is_pure:
         yield f"environments of {cfg.env.name} live outside of the state: their steps cannot be repeated"
     elif report["ranks"] != world_size():
         told = f"it was an iteration of {report['ranks']} ranks, these are {world_size()}"
         yield f"{told}; repeat it with: {_command(folder, report['ranks'], cfg)}"
     else:
-        yield from _found_again(report, _once(with_own(state, folder), cfg))
+        yield from _found_again(report, _once(with_own(state, cfg, folder), cfg))
 
 
 def _once(state: Any, cfg: Config) -> NotFiniteError | None:

@@ -16,14 +16,14 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl import rng
-from ecrl.algorithms import Parts
+from ecrl.algorithms import Run
 from ecrl.config import Config
-from ecrl.envs import Env, auto_reset, clip_action, make_env
+from ecrl.envs import Env, make_env
 from ecrl.errors import ConfigError, UserError
 from ecrl.kernels import scan
 from ecrl.kernels.scan_loop import Scan
-from ecrl.loop.build import check_envs, device_of
-from ecrl.loop.iteration import make_parts, steps_per_iteration
+from ecrl.loop.build import build, check_envs, device_of, with_training_wrappers
+from ecrl.loop.iteration import steps_per_iteration
 from ecrl.loop.signals import interruptible
 from ecrl.policies import acting_params
 from ecrl.registry import did_you_mean
@@ -143,11 +143,16 @@ def evaluate(
     if env is not None and videos is not None:
         raise ConfigError(f"videos: {videos}: cameras see the run's own environment, not {env}; leave either out")
     with filming(cfg, None if videos is None else Path(videos)) as opened:
-        return _evaluated(state, cfg, num_episodes, env, opened)
+        return _evaluated(build(cfg, "eval"), state, cfg, num_episodes, env, opened)
 
 
 def _evaluated(
-    state: TensorDict, cfg: Config, num_episodes: int | None, env: str | None, opened: Callable[[TensorDict, int], Any]
+    run: Run,
+    state: TensorDict,
+    cfg: Config,
+    num_episodes: int | None,
+    env: str | None,
+    opened: Callable[[TensorDict, int], Any],
 ) -> dict[str, float]:
     count = cfg.trainer.num_eval_episodes if num_episodes is None else num_episodes
     if count < 1:
@@ -155,19 +160,19 @@ def _evaluated(
     num_envs = eval_envs(count, cfg.trainer.num_eval_envs)
     if env is not None and not env.startswith(_GYMNASIUM):
         raise ConfigError(f'env: {env!r}, expected "gymnasium:<id>" such as "gymnasium:CartPole-v1"')
-    parts = make_parts(cfg, events="eval")
     names: list[str] = []
     with torch.no_grad(), opened(state, num_envs) as film:
-        rows = eval_steps(parts if env is None else _elsewhere(parts, env), state, num_envs, names, film.num_envs)
+        run = run if env is None else _with_env(run, cfg, env)
+        rows = eval_steps(run, state, cfg, num_envs, names, film.num_envs)
         with closing(rows) as steps:
             return _summary(_count(with_film(steps, film), num_envs, count // num_envs), names)
 
 
-def _elsewhere(parts: Parts, name: str) -> Parts:
-    """The parts with another environment, whose spaces must be those that the policy was trained on."""
+def _with_env(run: Run, cfg: Config, name: str) -> Run:
+    """The run with another environment, which must have the spaces that the policy was trained on."""
     env = make_env(name)
-    check_spaces(parts.env, env, name)
-    return parts._replace(env=auto_reset(clip_action(env) if parts.cfg.policy.clip_actions else env))
+    check_spaces(run.env, env, name)
+    return run._replace(env=with_training_wrappers(env, cfg, None))
 
 
 def check_spaces(trained: Env, env: Env, name: str) -> None:
@@ -180,27 +185,28 @@ def check_spaces(trained: Env, env: Env, name: str) -> None:
 
 
 def eval_steps(
-    parts: Parts, state: TensorDict, num_envs: int, names: list[str], filmed: int = 0
+    run: Run, state: TensorDict, cfg: Config, num_envs: int, names: list[str], filmed: int = 0
 ) -> Generator[tuple[list[tuple], TensorDict | None], None, None]:
     """Step after step, without end: (reward, done, counts, *outcomes) per environment, and what was seen before it.
 
     Args:
-        parts: with the environment of evaluations.
+        run: run with the environment of evaluations.
         state: of a run; only `params`, `norm` and the device of `key` are read.
+        cfg: of the run.
         num_envs: environments.
         names: of the outcomes, which are filled in.
         filmed: how many environments, the first ones, `ecrl.run.recording.view` is of; None is seen if 0.
     """
-    env, act = parts.env, parts.policy.act
-    key = rng.fold_in(rng.key(_eval_seed(parts.cfg), state["key"].device), rng.EVAL)
+    env, act = run.env, run.policy.act
+    key = rng.fold_in(rng.key(_eval_seed(cfg), state["key"].device), rng.EVAL)
     index = torch.arange(num_envs, device=key.device)
     env_state = env.reset(rng.stream(key, rng.START, index, 0))
     names += _outcomes(env_state)
     sizes = (num_envs, _CHUNK if env.is_pure else 1, filmed)  # a step of the host costs more than looking
     if env.is_pure:
-        steps = parts.jit(_eval_steps, act, env, parts.scan, *sizes)
+        steps = run.jit(_eval_steps, act, env, run.scan, *sizes)
     else:
-        steps = partial(_eval_steps, parts.jit(act), env, scan, *sizes)
+        steps = partial(_eval_steps, run.jit(act), env, scan, *sizes)
     params, first = acting_params(state["params"], state["norm"]), torch.zeros_like(key)
     try:
         while True:
@@ -213,14 +219,14 @@ def eval_steps(
         env.close(env_state)
 
 
-def check_evaluation(cfg: Config) -> None:
+def check_evaluation(cfg: Config, run: Run | None = None) -> None:
     """Refuse, before a run begins, events of evaluation that do not fit and a best metric that is never logged."""
-    parts, name = make_parts(cfg, events="eval"), cfg.trainer.best_eval_metric
-    check_envs(cfg, parts.env, min(cfg.trainer.num_eval_envs, cfg.trainer.num_eval_episodes), "trainer.num_eval_envs")
+    run, name = build(cfg, "eval") if run is None else run, cfg.trainer.best_eval_metric
+    check_envs(cfg, run.env, min(cfg.trainer.num_eval_envs, cfg.trainer.num_eval_episodes), "trainer.num_eval_envs")
     known = [*_ALWAYS, "eval/success_rate"]
-    if parts.env.is_pure:
+    if run.env.is_pure:
         key = rng.key(_eval_seed(cfg), device_of(cfg))
-        known = [*_ALWAYS, *_outcomes(parts.env.reset(key.unsqueeze(0)))]
+        known = [*_ALWAYS, *_outcomes(run.env.reset(key.unsqueeze(0)))]
     if name not in known:
         raise ConfigError(f"trainer.best_eval_metric: {name!r} is not evaluated; {did_you_mean(name, known)}")
 
@@ -239,13 +245,14 @@ def with_evaluation(
             training goes on; an evaluation waits for the video of the one before.
         first: a record to evaluate before them, that of a run which was stopped (`ecrl.run.owed`).
     """
-    check_evaluation(cfg)
+    run = build(cfg, "eval")
+    check_evaluation(cfg, run)
     freq = cfg.trainer.eval_freq
     with filming(cfg, None if videos is None else Path(videos)) as opened, ending(records):
 
         def judged(record: LogData) -> LogData:
             with interruptible():
-                numbers = _evaluated(record["state"], cfg, None, None, opened)
+                numbers = _evaluated(run, record["state"], cfg, None, None, opened)
             logs = {name: torch.tensor(value) for name, value in numbers.items()}
             return {**record, "log_type": "evaluate", "logs": logs}
 

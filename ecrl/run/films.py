@@ -12,14 +12,15 @@ from typing import Any, cast
 import torch
 from tensordict import TensorDict
 
-from ecrl.algorithms import make_algorithm
+from ecrl.algorithms.core import OnPolicy
 from ecrl.config import Config
 from ecrl.distributed import world_size
 from ecrl.envs import Env, make_env
 from ecrl.envs.mujoco.camera import CameraConfig
 from ecrl.errors import ConfigError
 from ecrl.kernels import scan
-from ecrl.loop.iteration import make_parts
+from ecrl.loop.buffers import borrowed_leaves, kinds_of
+from ecrl.loop.build import build
 from ecrl.run.evaluation import eval_steps
 from ecrl.run.loggers import ending
 from ecrl.run.recording import FPS, Camera, background, cameras, pictures, video_path, view, write_video
@@ -61,12 +62,12 @@ def record(state: TensorDict, cfg: Config, path: str | Path, num_envs: int = 4, 
     for name, count in (("num_envs", num_envs), ("num_episodes", num_episodes)):
         if count < 1:
             raise ConfigError(f"{name}: {count}, expected at least 1")
-    parts = make_parts(cfg, events="eval")
-    sim = parts.env.scene
+    run = build(cfg, "eval")
+    sim = run.env.scene
     if sim is None:
         raise ConfigError(f"{cfg.env.name} has no scene to be seen; ecrl record is for MuJoCo tasks")
     camera = next((c.params for use in ("eval", "train") for c in cameras(cfg, use)), None) or _whole(sim)
-    with torch.no_grad(), closing(eval_steps(parts, state, num_envs, [], num_envs)) as steps:
+    with torch.no_grad(), closing(eval_steps(run, state, cfg, num_envs, [], num_envs)) as steps:
         return write_video(Path(path), pictures(sim, camera, _until(steps, num_episodes)), 1.0 / sim.dt)
 
 
@@ -80,14 +81,13 @@ def _seeing(env: Env, many: int) -> Env:
     return replace(env, step=step)
 
 
-def _first(state: TensorDict, cfg: Config, many: int) -> tuple[TensorDict, Config]:
-    """A run of the first `many` environments alone, at the step where `state` is."""
-    trainer = cfg.trainer.model_copy(update={"num_envs": many})
+def _first(state: TensorDict, cfg: Config, many: int) -> TensorDict:
+    """The state of the first `many` environments alone, at the same step."""
     taken = state["sample_step"] // (cfg.trainer.num_envs * world_size())
     episode = cast(TensorDict, state["episode"]).copy()
     episode.update({name: episode[name][:many] for name in ("running_return", "running_length")})
     fields = {"env": state["env"][:many], "episode": episode, "sample_step": taken * many * world_size()}
-    return TensorDict({**dict(state.items()), **fields}, []), cfg.model_copy(update={"trainer": trainer})
+    return TensorDict({**dict(state.items()), **fields}, [])
 
 
 def collected(state: TensorDict, cfg: Config, many: int) -> Generator[TensorDict, None, None]:
@@ -96,11 +96,15 @@ def collected(state: TensorDict, cfg: Config, many: int) -> Generator[TensorDict
     Randomness is a function of (seed, stream, environment, step) alone, so their episodes are those of the run, as far
     as rounding allows, which differs with the number of environments.
     """
-    fewer, small = _first(state, cfg, many)
-    parts = make_parts(cfg)._replace(cfg=small, jit=partial, scan=scan)
-    parts = parts._replace(env=_seeing(parts.env, many))
-    _, batch = make_algorithm(cfg.algorithm).collect(parts, fewer)
-    seen = cast(TensorDict, batch["info", "seen"][:, :-1]).cpu()
+    run = build(cfg)
+    env, static = _seeing(run.env, many), run.static._replace(num_envs=many)
+    run, iterate = run._replace(env=env, static=static, jit=partial, scan=scan), run.algorithm.iterate
+    first = _first(state, cfg, many)
+    if isinstance(iterate, OnPolicy):
+        _, steps = iterate.collect(run, first)
+    else:
+        steps = cast(TensorDict, iterate(run, *borrowed_leaves(first, kinds_of(run)))[1]["steps"])
+    seen = cast(TensorDict, steps["info", "seen"][:, :-1]).cpu()
     yield from (cast(TensorDict, seen[:, t]) for t in range(seen.shape[1]))
 
 

@@ -12,11 +12,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from ecrl.algorithms import Algorithm, Parts
+from ecrl.algorithms import Run
+from ecrl.algorithms.core import OnPolicy, learn
 from ecrl.distributed import rank, world_size
 from ecrl.kernels import scan
 from ecrl.run.loggers import ending, never_fatal
@@ -90,31 +91,36 @@ def timed_records(times: Times, name: str, records: Iterator[LogData]) -> Iterat
             yield record
 
 
-def with_timers(times: Times, parts: Parts, algorithm: Algorithm) -> tuple[Parts, Algorithm]:
-    """Return the parts and the algorithm with timers on collect, update, env, policy and every function bound by `jit`.
+def with_timers(times: Times, run: Run) -> Run:
+    """Return the run with timers on collect, update, env, policy and every function bound by `jit`.
 
     To collect, a plain loop calls the functions of policy and env, each bound by `jit` on its own.
     """
 
     def jit(fn: Callable[..., Any], *static: Any) -> Callable[..., Any]:
-        return timed(times, fn.__name__.strip("_"), parts.jit(fn, *static))
+        return timed(times, fn.__name__.strip("_"), run.jit(fn, *static))
 
     def jit_timed(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
-        return timed(times, name, parts.jit(fn))
+        return timed(times, name, run.jit(fn))
 
-    policy, env = parts.policy, parts.env
+    policy, env, iterate = run.policy, run.env, run.algorithm.iterate
     value = None if policy.value is None else jit_timed("critic", policy.value)
     policy = replace(policy, act=jit_timed("policy", policy.act), draw=jit_timed("draw", policy.draw), value=value)
     step = jit_timed("env", env.step) if env.is_pure else timed(times, "env", env.step)
     env = replace(env, step=step, draw=jit_timed("draw", env.draw) if env.is_pure else env.draw)
-    timed_parts = parts._replace(policy=policy, env=env, jit=partial, scan=scan)
+    timed_run = run._replace(policy=policy, env=env, jit=partial, scan=scan)
 
-    def collect(_: Parts, state: Any) -> Any:
-        return algorithm.collect(timed_parts, state)
+    def collect(run: Run, state: Any) -> Any:
+        return cast(OnPolicy, iterate).collect(timed_run, state)
 
-    update = timed(times, "update", algorithm.update)
-    collect = timed(times, "collect", collect)
-    return parts._replace(jit=jit), replace(algorithm, collect=collect, update=update, as_one=False)
+    def update(_: Run, state: Any, steps: Any) -> Any:
+        return learn(cast(OnPolicy, iterate).update, run._replace(jit=jit), state, steps)
+
+    if isinstance(iterate, OnPolicy):
+        watched_iterate: Any = OnPolicy(timed(times, "collect", collect), timed(times, "update", update))
+    else:
+        watched_iterate = timed(times, "iterate", iterate)
+    return run._replace(jit=jit, algorithm=replace(run.algorithm, iterate=watched_iterate, as_one=False))
 
 
 def report(times: Times) -> list[dict[str, Any]]:

@@ -14,27 +14,27 @@ from safetensors.torch import save as bytes_of_tensors
 from tensordict import TensorDict
 from torch import Tensor
 
+from ecrl.algorithms.state_kinds import PER_RANK, Kinds, leaf_kinds
 from ecrl.config import Config, total_steps
 from ecrl.distributed import agreed, gathered, rank, world_size
 from ecrl.errors import CheckpointError, NotFiniteError
-from ecrl.loop.build import make_parts
+from ecrl.loop.buffers import kinds_of
+from ecrl.loop.build import build
 from ecrl.loop.iteration import steps_per_iteration
 from ecrl.loop.signals import asked
 from ecrl.run.loggers import ending
 from ecrl.types import LogData
 
-_RUNNING = "norm/reward/running"
+
+def _own(state: TensorDict, kinds: Kinds) -> dict[str, Tensor]:
+    """The leaves that each rank has of its own (kinds environment and buffer), by name."""
+    paths = [path for path, kind in leaf_kinds(state, kinds).items() if kind in PER_RANK]
+    return {"/".join(path): cast(Tensor, state[path]) for path in paths}
 
 
-def _own(state: TensorDict) -> dict[str, Tensor]:
-    """What of a state belongs to the environments of this rank, by name."""
-    flat = cast(TensorDict, state.flatten_keys("/"))
-    return {name: x for name, x in flat.items() if name.startswith(("env/", "episode/")) or name == _RUNNING}
-
-
-def _of_others(state: TensorDict) -> dict[str, bytes]:
+def _of_others(state: TensorDict, kinds: Kinds) -> dict[str, bytes]:
     """On rank 0 the files of the other ranks; a message of all of them."""
-    own = {name: x.detach().cpu().contiguous() for name, x in _own(state).items()}
+    own = {name: x.detach().cpu().contiguous() for name, x in _own(state, kinds).items()}
     parts = gathered(bytes_of_tensors(own))
     return {f"rank_{i}.safetensors": part for i, part in enumerate(parts) if i > 0}
 
@@ -60,11 +60,12 @@ def with_others(records: Iterator[LogData], cfg: Config) -> Iterator[LogData]:
 
     Where any rank was asked to stop, the records end on all of them after the same iteration.
     """
+    kinds = kinds_of(build(cfg))
     with ending(records):
         for record in records:
             stopping = record["log_type"] == "train" and agreed(asked() is not None)
             if record["log_type"] == "train" and (stopping or is_due(record["sample_step"], cfg)):
-                record["files"] = _of_others(record["state"])
+                record["files"] = _of_others(record["state"], kinds)
             yield {**record, "stopping": True} if stopping else record
             if stopping:
                 return
@@ -78,12 +79,14 @@ def with_others_at_crash(records: Iterator[LogData], cfg: Config) -> Iterator[Lo
     try:
         yield from records
     except NotFiniteError as error:
-        if not make_parts(cfg).env.is_pure:
+        run = build(cfg)
+        if not run.env.is_pure:
             raise
-        raise NotFiniteError(str(error), error.report, error.state, _of_others(error.state)) from None
+        files = _of_others(error.state, kinds_of(run))
+        raise NotFiniteError(str(error), error.report, error.state, files) from None
 
 
-def with_own(state: TensorDict, path: Path) -> TensorDict:
+def with_own(state: TensorDict, cfg: Config, path: Path) -> TensorDict:
     """The state of a checkpoint with the environments of this rank.
 
     Raises: CheckpointError if other ranks than these saved it.
@@ -95,7 +98,7 @@ def with_own(state: TensorDict, path: Path) -> TensorDict:
     if rank() == 0:
         return state
     own, state = tensors_from_bytes((path / f"rank_{rank()}.safetensors").read_bytes()), state.clone()
-    expected = _own(state)
+    expected = _own(state, kinds_of(build(cfg)))
     if {n: x.shape for n, x in own.items()} != {n: x.shape for n, x in expected.items()}:
         raise CheckpointError(f"{path}/rank_{rank()}.safetensors: does not fit the config; use that of its run")
     for name, leaf in own.items():

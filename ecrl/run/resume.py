@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from ecrl.config import Config, config_from_dict, diff, load_config
 from ecrl.distributed import rank
 from ecrl.errors import CheckpointError, ConfigError
-from ecrl.loop.build import device_of
+from ecrl.loop.build import build, device_of
 from ecrl.loop.iteration import check_state, expected_state, init_state
 from ecrl.run.atomic_files import whole
 from ecrl.run.checkpoint import conditions, differing, latest, load, read_manifest, same_weights, steps_in
@@ -59,8 +59,8 @@ def resume(
     state, own = load(path, None if _is_here(own) else cfg.trainer.device)
     if changes:
         state = _changed(state.to(device_of(cfg)), own, cfg)
-    state = with_own(state, path)
-    check_state(state, cfg)
+    state = with_own(state, cfg, path)
+    check_state(build(cfg), state, cfg)
     if rank() == 0:
         _warn_of_other_bits(path, cfg)
         forget_after(Path(run_dir), int(state["sample_step"]))
@@ -93,7 +93,7 @@ def goes_on(run_dir: str | Path, state: TensorDict, cfg: Config) -> bool:
 
 def _changed(state: TensorDict, own: Config, cfg: Config) -> TensorDict:
     """The state with what the changed config sets in it: hyperparameters, the adaptive rate's start, the seed's key."""
-    before, after = (expected_state(config, state) for config in (own, cfg))
+    before, after = (expected_state(build(config), config, state) for config in (own, cfg))
     names = ["hyper"]
     if "learning_rate" in state and float(before["learning_rate"]) != float(after["learning_rate"]):
         names.append("learning_rate")

@@ -14,8 +14,8 @@ from tensordict import TensorDict
 from ecrl.config import Config, load_config, total_steps
 from ecrl.distributed import first_says, rank, start, stop, world_size
 from ecrl.errors import CheckpointError, ConfigError, NotSavedError
-from ecrl.loop.build import check_rollout
-from ecrl.loop.iteration import check_config, close, init_state, train_iter
+from ecrl.loop.build import build, check_rollout
+from ecrl.loop.iteration import check_config, close, first_state, train_iter
 from ecrl.loop.signals import asked, in_loop
 from ecrl.registry import registered
 from ecrl.run.atomic_files import replace_file
@@ -120,7 +120,8 @@ def _train(
     seen: Callable[[LogData], Any],
 ) -> TensorDict:
     """The state that `train` gives, in a folder that may hold this very run unless it is `new`; `seen` gets records."""
-    check_rollout(cfg)
+    run = build(cfg)
+    check_rollout(cfg, run)
     if cfg.trainer.enable_eval:
         check_evaluation(cfg)
     if folder is not None and rank() == 0:
@@ -175,8 +176,9 @@ def _announce(cfg: Config, folder: Path) -> None:
 def _first_state(cfg: Config, path: str) -> TensorDict:
     """The state before the first step, after all that can be wrong with a config was looked at."""
     try:
-        check_rollout(cfg)
-        state = init_state(cfg)
+        run = build(cfg)
+        check_rollout(cfg, run)
+        state = first_state(run, cfg)
         if cfg.trainer.enable_eval:
             check_evaluation(cfg)
         check_cameras(cfg)

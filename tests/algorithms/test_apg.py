@@ -8,13 +8,14 @@ from conftest import assert_pure, close
 from pydantic import Field
 
 from ecrl import rng
-from ecrl.algorithms import core, make_algorithm
+from ecrl.algorithms import core
 from ecrl.algorithms.core import step_keys
 from ecrl.config import Config, config_from_dict
 from ecrl.config.model import ConfigModel, Count
 from ecrl.envs.core import Env, state_of, time_limit
 from ecrl.errors import ConfigError, NotFiniteError
-from ecrl.loop.iteration import init_state, make_iteration, make_parts, train_iter
+from ecrl.loop.build import build
+from ecrl.loop.iteration import init_state, make_iteration, train_iter
 from ecrl.policies import acting_params
 from ecrl.registry import register_env
 from ecrl.spaces import box
@@ -82,21 +83,21 @@ def same(a, b) -> bool:
 
 def gradient(cfg, state):
     """Of the objective with the entropy bonus, by one plain step; and the logs. In the dtype of the state."""
-    parts, algorithm = make_parts(cfg), make_algorithm(cfg.algorithm)
-    collected, batch = algorithm.collect(parts, state)
-    after, logs = algorithm.update(parts, collected, batch)
+    built = build(cfg)
+    collected, batch = built.algorithm.iterate.collect(built, state)
+    after, logs = built.algorithm.iterate.update(built, collected, batch)
     return after["params"].apply(lambda new, old: new - old, state["params"]), logs
 
 
 def keys_of(cfg, state):
-    return step_keys(state["key"], state["sample_step"], cfg.trainer.num_envs, cfg.trainer.buffer_size)
+    return step_keys(build(cfg), state)
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_two_steps_of_the_line_by_hand(deterministic):
     cfg = run(**LINEAR, **apg_cfg(**PLAIN, ent_coef=0.3, deterministic_actions=deterministic))
     cfg = cfg.replace(**{"trainer.buffer_size": 2})
-    state, parts = init_state(cfg), make_parts(cfg)
+    state, parts = init_state(cfg), build(cfg)
     found, logs = gradient(cfg, state)
     w, b = (state["params"]["actor"][f"0.{name}"].squeeze().double() for name in ("weight", "bias"))
     std = torch.exp(torch.tensor(-1.0).double())
@@ -156,7 +157,7 @@ def test_finite_differences_on_the_point_mass(normalize_obs):
 
 def tape(cfg, state, segment):
     """The same gradient from one autograd graph over the whole horizon, with the state detached between segments."""
-    parts = make_parts(cfg)
+    parts = build(cfg)
     env_keys, action_keys = keys_of(cfg, state)
     worlds, noises = parts.env.draw(env_keys), parts.policy.draw(action_keys)
     params = state["params"].apply(lambda p: p.clone().requires_grad_())
@@ -191,11 +192,11 @@ def test_a_segment_cuts_the_gradient_exactly_there(segment):
 
 def test_the_discount_starts_again_with_every_episode_and_not_with_a_segment():
     cfg = run(**LINEAR, **{"env.cfg.max_episode_steps": 3, "trainer.buffer_size": 6}, **apg_cfg(segment_length=2))
-    state, parts, algorithm = init_state(cfg), make_parts(cfg), make_algorithm(cfg.algorithm)
-    collected, batch = algorithm.collect(parts, state)
+    state, parts = init_state(cfg), build(cfg)
+    collected, batch = parts.algorithm.iterate.collect(parts, state)
     reward = batch["reward"][:, :-1]
     weights = torch.tensor([1.0, 0.9, 0.81, 1.0, 0.9, 0.81])
-    close(algorithm.update(parts, collected, batch)[1]["objective"], (reward * weights).sum(1).mean())
+    close(parts.algorithm.iterate.update(parts, collected, batch)[1]["objective"], (reward * weights).sum(1).mean())
     assert batch["done"][0].tolist() == [False, False, True, False, False, True, False]
 
 
@@ -209,8 +210,8 @@ def test_gradients_do_not_cross_a_reset():
 
 def test_it_collects_what_every_algorithm_collects():
     cfg = run(**POINT)
-    state, parts = init_state(cfg), make_parts(cfg)
-    after, batch = make_algorithm(cfg.algorithm).collect(parts, state)
+    state, parts = init_state(cfg), build(cfg)
+    after, batch = parts.algorithm.iterate.collect(parts, state)
     expected, rollout = core.collect(parts, state)
     for name in ("obs", "reward", "done"):
         assert torch.equal(batch[name], rollout[name]), name
@@ -323,7 +324,7 @@ def test_compiled_equals_eager_and_compiles_in_its_first_iteration():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"env": "cartpole"}, r"^env: apg needs Box actions, cartpole has Discrete\(n=2\); use another"),
+        ({"env": "cartpole"}, r"^env: apg needs Box actions, this environment has Discrete\(n=2\); use another"),
         (apg_cfg(segment_length=3), r"^algorithm.cfg.segment_length: 3 does not divide trainer.buffer_size 4; use a"),
     ],
 )
@@ -334,10 +335,10 @@ def test_what_it_cannot_learn_is_refused(changes, message):
 
 def test_an_env_outside_the_tensors_is_refused():
     cfg = run()
-    parts = make_parts(cfg)
+    parts = build(cfg)
     host = parts._replace(env=Env(parts.env.reset, parts.env.step, box(0.0, 1.0), box(0.0, 1.0), is_pure=False))
-    with pytest.raises(ConfigError, match=r"^env: apg differentiates through the environment, which line does not"):
-        make_algorithm(cfg.algorithm).init(host, rng.key(0))
+    with pytest.raises(ConfigError, match=r"^env: apg differentiates through the environment, which this environment"):
+        parts.algorithm.init(host, rng.key(0))
 
 
 def test_an_adaptive_rate_is_refused():

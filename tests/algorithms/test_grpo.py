@@ -9,13 +9,13 @@ import torch
 from conftest import assert_pure, close
 from tensordict import TensorDict
 
-from ecrl.algorithms import make_algorithm
 from ecrl.algorithms.grpo import collect_groups
 from ecrl.algorithms.minibatch_sgd import pass_keys, shuffled, sizes_of
 from ecrl.config import Config, config_from_dict
 from ecrl.errors import ConfigError
 from ecrl.kernels import transitions
-from ecrl.loop.iteration import init_state, make_iteration, make_parts, train_iter
+from ecrl.loop.build import build
+from ecrl.loop.iteration import init_state, make_iteration, train_iter
 from ecrl.policies import build_mlp
 from ecrl.run.checkpoint import load, save
 
@@ -38,7 +38,7 @@ def run(env: str = "cartpole", **changes: Any) -> Config:
 
 def collected(cfg: Config, rounds: int = 1, fixed: bool = False) -> tuple[TensorDict, list[TensorDict]]:
     """The state and rollouts of some rounds without learning; `fixed` gives every member the same action noise."""
-    parts, state, out = make_parts(cfg), init_state(cfg), []
+    parts, state, out = build(cfg), init_state(cfg), []
     if fixed:
         draw = parts.policy.draw
         parts = parts._replace(policy=replace(parts.policy, draw=lambda keys: draw(keys * 0 + keys[:, :1])))
@@ -144,10 +144,13 @@ def test_both_keys_may_be_false_in_lockstep_and_then_matter(key):
     [
         (
             {"reset_every_rollout": False},
-            "algorithm.cfg.reset_every_rollout: false, but episodes of cartpole end at different times, so the members "
-            "of a group would no longer share a start; use true",
+            "algorithm.cfg.reset_every_rollout: false, but episodes of this environment end at different times, so the "
+            "members of a group would no longer share a start; use true",
         ),
-        ({"truncate_at_first_done": False}, "algorithm.cfg.truncate_at_first_done: false, but episodes of cartpole"),
+        (
+            {"truncate_at_first_done": False},
+            "algorithm.cfg.truncate_at_first_done: false, but episodes of this environment",
+        ),
         ({"group_size": 3}, "algorithm.cfg.group_size: 3 does not divide trainer.num_envs 8"),
         ({"group_size": 16}, "algorithm.cfg.group_size: 16 does not divide trainer.num_envs 8"),
     ],
@@ -225,7 +228,8 @@ def independent(cfg: Config, state: TensorDict, rollout: TensorDict) -> tuple[di
 def test_an_update_is_that_of_an_independent_grpo(changes):
     """From a state whose reference is another policy; the same weights, and the same distance from the reference."""
     cfg = run(**changes)
-    parts, algorithm, state = make_parts(cfg), make_algorithm(cfg.algorithm), init_state(cfg)
+    parts, state = build(cfg), init_state(cfg)
+    algorithm: Any = parts.algorithm.iterate
     ref = state["ref_params"].apply(lambda x: x + 0.2 * torch.sin(7.0 * x))
     state, rollout = algorithm.collect(parts, state.copy().set("ref_params", ref))
     after, logs = algorithm.update(parts, state, rollout)
@@ -239,7 +243,8 @@ def test_an_update_is_that_of_an_independent_grpo(changes):
 
 def test_masked_steps_may_hold_anything():
     cfg = run()
-    parts, algorithm = make_parts(cfg), make_algorithm(cfg.algorithm)
+    parts = build(cfg)
+    algorithm: Any = parts.algorithm.iterate
     state, rollout = algorithm.collect(parts, init_state(cfg))
     hidden, ends = ~rollout["mask"], []
     for junk in (0.0, torch.nan, torch.inf):
@@ -307,7 +312,7 @@ def test_probes_are_solved(policy, env, obs, action):
     sizes = {"trainer.num_envs": 32, "trainer.buffer_size": 1, "trainer.iterations": 40}
     cfg = run(env, policy=policy, learning_rate=0.03, batch_size=32, **sizes)
     state, _ = iterations(cfg)[-1]
-    out = make_parts(cfg).policy.act(state["params"], TensorDict({}, []), torch.tensor(obs).unsqueeze(-1), None)[1]
+    out = build(cfg).policy.act(state["params"], TensorDict({}, []), torch.tensor(obs).unsqueeze(-1), None)[1]
     assert out["action"].tolist() == action
     if policy is BOTH:
         assert same(state["params", "critic"], init_state(cfg)["params", "critic"])

@@ -1,6 +1,7 @@
 """Learning from minibatches, on losses whose every step can be said in advance."""
 
 import warnings
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,31 +11,29 @@ from conftest import assert_pure, close
 from tensordict import TensorDict
 
 from ecrl import rng
-from ecrl.algorithms.core import Parts
+from ecrl.algorithms.core import Run
 from ecrl.algorithms.minibatch_sgd import (
     MinibatchConfig,
-    check_groups,
-    learn,
-    learner_of,
     mean_logs,
+    minibatch_sgd,
     pass_keys,
-    passes,
     shuffled,
     sizes_of,
 )
-from ecrl.algorithms.optimizer_config import learning_state
-from ecrl.algorithms.ppo import PPOConfig
+from ecrl.algorithms.optimizer import Group, learning_state
+from ecrl.algorithms.ppo import PPOConfig, check_critic
 from ecrl.config import config_from_dict
 from ecrl.errors import ConfigError
 from ecrl.kernels import scan
+from ecrl.loop.build import make_algorithm, static_of
 
 CPU = torch.device("cpu")
 SGD = {"name": "sgd", "learning_rate": 0.1}
 NET = {"network_cfg": {"hidden_sizes": [4]}}
 
 
-def setup(rows: int = 8, mask: Any = None, params: Any = None, **cfg: Any) -> tuple[Parts, TensorDict, TensorDict]:
-    """Parts, state and rows `x = 1, 2, ..` for `learn`; unless said otherwise 8 steps of SGD at rate 0.1."""
+def setup(rows: int = 8, mask: Any = None, params: Any = None, **cfg: Any) -> tuple[Run, TensorDict, TensorDict]:
+    """Run, state and rows `x = 1, 2, ..` for `learned`; unless said otherwise 8 steps of SGD at rate 0.1."""
     cfg = {"n_epochs": 2, "batch_size": 2, "optimizer": SGD, "max_grad_norm": 100.0} | cfg
     made = config_from_dict(
         {
@@ -47,20 +46,25 @@ def setup(rows: int = 8, mask: Any = None, params: Any = None, **cfg: Any) -> tu
     params = TensorDict({"w": torch.tensor(0.0)}, []) if params is None else params
     algorithm: Any = made.algorithm.cfg
     numbers = {name: getattr(algorithm, name) for name in ("target_kl", "critic_max_grad_norm")}
-    state = learning_state(algorithm, params, numbers, CPU)
+    record = make_algorithm(made.algorithm)
+    state = learning_state(algorithm, params, numbers, CPU, record.choices.sgd.groups)
     state |= {"norm": TensorDict({}, []), "key": rng.key(5), "update_step": torch.tensor(0)}
     mask = torch.ones(rows, dtype=torch.bool) if mask is None else torch.tensor(mask)
     data = TensorDict({"x": torch.arange(1.0, rows + 1), "mask": mask}, [rows])
-    return Parts(None, None, made, partial, scan), TensorDict(state, []), data  # pyright: ignore
+    return Run(None, None, record, partial, scan, static_of(made)), TensorDict(state, []), data  # pyright: ignore
 
 
-def learned(parts: Parts, state: TensorDict, rows: TensorDict, loss: Any, variant: Any) -> tuple[TensorDict, Any]:
-    cfg: Any = parts.cfg.algorithm.cfg
-    learner = learner_of(parts, loss, variant)._replace(sizes=tuple(sizes_of(cfg, len(rows))))
-    return learn(parts, state, passes, learner, rows)
+def learned(run: Run, state: TensorDict, rows: TensorDict, loss: Any, variant: Any, whole: Any = None) -> Any:
+    """`minibatch_sgd` with the KL as the distance; a loss of these tests takes `variant` in place of the policy."""
+
+    def of_run(run: Run, *rest: Any) -> Any:
+        return loss(variant, *rest)
+
+    sgd = run.algorithm.choices.sgd
+    return minibatch_sgd(run, state, rows, of_run, sgd, whole=whole, distance="approx_kl", limit="target_kl")
 
 
-def walk(policy: None, kl_of: Any, params: TensorDict, batch: TensorDict, mask: torch.Tensor, hyper: TensorDict):
+def walk(kl_of: Any, params: TensorDict, batch: TensorDict, mask: torch.Tensor, hyper: TensorDict):
     """Gradient -1: `w` grows by the learning rate at each step. The KL is what `kl_of` makes of `w`."""
     counted = mask.sum().to(torch.float32)
     return -params["w"] * (counted > 0), {"approx_kl": kl_of(params["w"].detach()), "count": counted}
@@ -116,9 +120,9 @@ def test_one_of_size_and_number():
 def test_mean_logs_weights_by_count():
     # 3 rows with loss 1 and 1 row with loss 5: (3 * 1 + 1 * 5) / 4; what does not count may be anything
     counts = {1.0: 3.0, 5.0: 1.0, float("inf"): 0.0, float("nan"): 0.0}
-    steps = {"loss": torch.tensor(list(counts)), "count": torch.tensor(list(counts.values()))}
-    assert mean_logs(steps) == {"loss": torch.tensor(2.0)}
-    assert mean_logs({name: column[2:] for name, column in steps.items()}) == {"loss": torch.tensor(0.0)}
+    loss, count = torch.tensor(list(counts)), torch.tensor(list(counts.values()))
+    assert mean_logs({"loss": loss}, count) == {"loss": torch.tensor(2.0)}
+    assert mean_logs({"loss": loss[2:]}, count[2:]) == {"loss": torch.tensor(0.0)}
 
 
 def test_learn_is_pure_and_takes_every_step():
@@ -147,7 +151,7 @@ def test_a_stop_is_latched():
     """The KL falls again after the stop, as with a noisy minibatch, and nothing goes on."""
     seen = []
 
-    def once(policy, variant, params, batch, mask, hyper):
+    def once(variant, params, batch, mask, hyper):
         seen.append(len(seen))
         return -params["w"], {"approx_kl": torch.tensor(float(seen[-1] == 2)), "count": mask.sum().float()}
 
@@ -168,7 +172,7 @@ def test_the_stop_is_forgotten_with_the_next_rollout():
 
 @pytest.mark.parametrize("junk", [float("inf"), float("nan")])
 def test_what_a_skipped_step_holds_reaches_neither_parameters_nor_logs(junk):
-    def explode(policy, variant, params, batch, mask, hyper):
+    def explode(variant, params, batch, mask, hyper):
         wild = params["w"].detach() > 0.15
         kl = torch.where(wild, torch.inf, 0.0)
         logs = {"approx_kl": kl, "other": torch.where(wild, junk, 7.0), "count": mask.sum().float()}
@@ -228,7 +232,7 @@ def test_a_minibatch_in_which_nothing_counts_is_no_evidence():
 def test_masked_rows_and_filling_do_not_reach_the_loss():
     """5 rows in batches of 2, of which the third is filled up, and one row is masked: each epoch sums 1 + 2 + 4 + 5."""
 
-    def summed(policy, variant, params, batch, mask, hyper):
+    def summed(variant, params, batch, mask, hyper):
         total = batch["x"].masked_fill(~mask, 0.0).sum()
         return -params["w"] * total, {"approx_kl": total * 0, "count": mask.sum().float()}
 
@@ -242,7 +246,7 @@ def two_groups() -> TensorDict:
     return TensorDict({"actor": {"a": torch.tensor(0.0)}, "critic": {"c": torch.tensor(0.0)}}, [])
 
 
-def pull(policy, variant, params, batch, mask, hyper):
+def pull(variant, params, batch, mask, hyper):
     """Gradients 3 and 4."""
     value = -3.0 * params["actor", "a"] - 4.0 * params["critic", "c"]
     return value, {"approx_kl": value.detach() * 0, "count": mask.sum().float()}
@@ -265,11 +269,40 @@ def test_clipping_together_and_apart():
     close(logs["critic_grad_norm"], 4.0)
 
 
+def test_two_groups_move_at_their_own_rates_with_their_own_optimisers():
+    """One group descends by SGD at rate 0.1 and norm 100, the other by Adam at rate 0.5: its first step is the rate."""
+    run, state, rows = setup(rows=2, n_epochs=1, params=two_groups())
+    groups = Group("actor", None, "sgd", None), Group("critic", (("critic",),), "adam", None, "critic_")
+    sgd = run.algorithm.choices.sgd._replace(groups=groups)
+    run = run._replace(algorithm=replace(run.algorithm, choices=run.algorithm.choices._replace(sgd=sgd)))
+    numbers = {"critic_learning_rate": 0.5, "critic_optimizer": {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8}}
+    fresh = learning_state(MinibatchConfig(optimizer=SGD, max_grad_norm=100.0), two_groups(), numbers, CPU, groups)
+    after, logs = learned(run, state.copy().update(fresh), rows, pull, None)
+    close(after["params", "actor", "a"], 0.3)  # 0.1 * 3
+    close(after["params", "critic", "c"], 0.5)
+    assert (after["opt", "actor", "step"], after["opt", "critic", "step"]) == (1, 1)
+    close(logs["critic_grad_norm"], 4.0)
+    close(logs["learning_rate"], 0.1)
+    close(logs["critic_learning_rate"], 0.5)
+
+
+def test_logs_need_no_names():
+    """Without a distance, and without a count, the loss reports nothing; rows that count are counted by the mask."""
+
+    def bare(run, params, batch, mask, hyper):
+        return -params["w"] * batch["x"].masked_fill(~mask, 0.0).sum() / mask.sum().clamp(min=1), {}
+
+    run, state, rows = setup(rows=4, mask=[True, True, True, False], batch_size=4, n_epochs=1)
+    after, logs = minibatch_sgd(run, state, rows, bare, run.algorithm.choices.sgd)
+    close(after["params", "w"], 0.1 * (1 + 2 + 3) / 3)
+    assert set(logs) == {"loss", "grad_norm", "learning_rate"}
+
+
 def test_a_critics_norm_needs_a_critic():
     cfg = PPOConfig(critic_max_grad_norm=1.0)
-    check_groups(two_groups(), cfg)
+    check_critic(two_groups(), cfg)
     with pytest.raises(ConfigError, match="critic_max_grad_norm: the policy has no parameters 'critic', only actor"):
-        check_groups(two_groups().exclude("critic"), cfg)
+        check_critic(two_groups().exclude("critic"), cfg)
 
 
 OPTIMIZERS = [
@@ -287,7 +320,7 @@ SCHEDULES = [
 ]
 
 
-def regression(policy, variant, params, batch, mask, hyper):
+def regression(variant, params, batch, mask, hyper):
     error = (batch["x"] / 5.0 * params["w"] - 3.0).masked_fill(~mask, 0.0).square().sum() / mask.sum()
     return error, {"approx_kl": error.detach() * 0, "count": mask.sum().float()}
 
@@ -318,14 +351,14 @@ def test_four_rollouts_as_torchs_optimisers_and_schedules(name, kwargs, make, sc
             scheduler.step()
 
 
-def _fitted(policy, variant, params, batch, mask, hyper):
+def _fitted(variant, params, batch, mask, hyper):
     """The squared error of `w x`, whose gradient differs from row to row."""
     count = mask.sum().to(torch.float32)
     error = (params["w"] * batch["x"] - batch["y"]).square().masked_fill(~mask, 0.0)
     return error.sum() / count.clamp(min=1.0), {"approx_kl": torch.zeros(()), "count": count}
 
 
-def _spread(variant, rows, index, real):
+def _spread(run, rows, index, real):
     return {"y": rows["x"][index] / rows["x"][index].masked_fill(~real, 0.0).max()}
 
 
@@ -335,9 +368,7 @@ def test_a_minibatch_in_parts_is_the_minibatch(parts_of, monkeypatch):
     monkeypatch.setattr("ecrl.kernels.scan_loop._CPU_ROWS", parts_of)
     parts, state, rows = setup(rows=20, mask=[i % 5 != 2 for i in range(20)], batch_size=8, n_epochs=1)
     rows = rows.copy().set("y", torch.zeros(20)).set("x", rows["x"] / 20.0)
-    cfg: Any = parts.cfg.algorithm.cfg
-    learner = learner_of(parts, _fitted, None, _spread)._replace(sizes=tuple(sizes_of(cfg, 20)))
-    after, _ = learn(parts, state, passes, learner, rows)
+    after, _ = learned(parts, state, rows, _fitted, None, _spread)
     w, (index, real) = 0.0, shuffled(pass_keys(state, 1), [8, 8, 4])
     for i, r in zip(index, real, strict=True):
         x = rows["x"][i[r]].double()

@@ -9,15 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from ecrl.algorithms.optimizer_config import (
-    LearningConfig,
-    SchedulerConfig,
-    adapted_rate,
+from ecrl.algorithms.optimizer import (
+    Group,
+    groups_of,
     hyper_tensors,
+    layout_of,
+    learning_rates,
     learning_state,
-    optimizer_of,
-    scheduled,
+    optimizer_init,
+    pack,
+    unpack,
 )
+from ecrl.algorithms.optimizer_config import LearningConfig, optimizer_of
+from ecrl.algorithms.schedules import Schedule, adapted_rate
+from ecrl.errors import ConfigError
 
 CPU = torch.device("cpu")
 PARAMS = TensorDict({"w": torch.zeros(2)}, [])
@@ -66,9 +71,10 @@ def test_an_adaptive_rate_is_part_of_the_state():
 
 
 def rates(cfg: dict | None, base: float, iterations: int, steps: int) -> list[float]:
-    schedule = None if cfg is None else SchedulerConfig.model_validate(cfg)
-    state = TensorDict({"hyper": {"learning_rate": torch.tensor(base)}, "update_step": torch.tensor(0)}, [])
-    out = [scheduled(schedule, state.set("update_step", torch.tensor(t)), iterations) for t in range(steps)]
+    full = learning(lr_scheduler=cfg)
+    groups, state = groups_of(full), TensorDict(made(full), [])
+    state["hyper", "learning_rate"] = torch.tensor(base)
+    out = [learning_rates(state.set("update_step", torch.tensor(t)), groups, iterations)["all"] for t in range(steps)]
     assert all(rate.dtype == torch.float32 and rate.ndim == 0 for rate in out)
     return [float(rate) for rate in out]
 
@@ -114,14 +120,14 @@ ADAPTIVE = {"desired_kl": 0.01, "factor": 2.0, "min_rate": 0.25, "max_rate": 2.0
     ],
 )
 def test_adapted_rate_by_hand(variant, rate, kl, expected):
-    hyper = hyper_tensors({"adaptive": ADAPTIVE}, CPU)
-    close(variant(adapted_rate)(torch.tensor(rate), torch.tensor(kl), hyper), expected)
+    numbers = hyper_tensors(ADAPTIVE, CPU)
+    close(variant(adapted_rate)(torch.tensor(rate), torch.tensor(kl), numbers), expected)
 
 
 @given(st.floats(0.25, 2.0), st.floats(0.0, 1.0))
 def test_adapted_rate_is_bounded_and_falls_with_the_kl(rate, kl):
-    hyper = hyper_tensors({"adaptive": ADAPTIVE}, CPU)
-    out, more = (float(adapted_rate(torch.tensor(rate), torch.tensor(x), hyper)) for x in (kl, kl + 0.1))
+    numbers = hyper_tensors(ADAPTIVE, CPU)
+    out, more = (float(adapted_rate(torch.tensor(rate), torch.tensor(x), numbers)) for x in (kl, kl + 0.1))
     assert 0.25 <= more <= out <= 2.0
 
 
@@ -146,3 +152,57 @@ def test_adapted_rate_is_bounded_and_falls_with_the_kl(rate, kl):
 def test_faults(cfg, message):
     with pytest.raises(ValueError, match=message):
         learning(**cfg)
+
+
+BOTH = {
+    "actor": {"a": torch.tensor([1.0, 2.0]), "steps": torch.tensor([3.0], dtype=torch.float64)},
+    "critic": {"c": torch.tensor([[4.0]])},
+}
+
+
+def group(name: str, *paths: str, **fields) -> Group:
+    return Group(name, tuple((path,) for path in paths) or None, fields.pop("optimizer", "sgd"), None, **fields)
+
+
+def test_packing_gives_one_vector_per_group_and_dtype_and_is_undone():
+    params = TensorDict(BOTH, [])
+    layout = layout_of(params, (group("rest"), group("value", "critic")))
+    packed = pack(params, layout)
+    found = {name: {dtype: x.tolist() for dtype, x in vectors.items()} for name, vectors in packed.items()}
+    assert found == {"rest": {"float32": [1.0, 2.0], "float64": [3.0]}, "value": {"float32": [4.0]}}
+    again = unpack(packed, layout)
+    assert all(torch.equal(again[key], leaf) for key, leaf in params.items(True, True))
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ((group("one", "actor"),), "the parameter critic/c is in no group; put it in exactly one"),
+        ((group("one", "actor", "critic"), group("two", "critic")), "critic/c is in the groups one and two"),
+        ((group("one"), group("two", "value")), "group two: the policy has no parameters 'value', only actor, critic"),
+    ],
+)
+def test_groups_are_disjoint_and_cover_the_parameters(groups, message):
+    with pytest.raises(ConfigError, match=message):
+        layout_of(TensorDict(BOTH, []), groups)
+
+
+def test_every_group_has_an_optimiser_state_and_a_counter_of_its_own():
+    opt = optimizer_init(TensorDict(BOTH, []), (group("rest", optimizer="adam"), group("value", "critic")))
+    assert {name: sorted(state.keys()) for name, state in opt.items()} == {
+        "rest": ["mu", "nu", "step"],
+        "value": ["momentum", "step"],
+    }
+    assert list(opt["value", "momentum"].keys()) == ["critic"]
+
+
+def test_every_group_may_have_a_rate_and_a_schedule_of_its_own():
+    half = Schedule("exponential", None, 1)
+    groups = group("rest"), Group("value", (("critic",),), "sgd", half, "value_")
+    hyper = {"learning_rate": torch.tensor(0.5), "value_learning_rate": torch.tensor(0.25)}
+    hyper["value_schedule"] = TensorDict({"gamma": torch.tensor(0.5, dtype=torch.float64)}, [])
+    state = TensorDict({"hyper": TensorDict(hyper, []), "update_step": torch.tensor(2)}, [])
+    assert {name: float(rate) for name, rate in learning_rates(state, groups, 4).items()} == {
+        "rest": 0.5,
+        "value": 0.0625,
+    }

@@ -14,13 +14,12 @@ from support import fake_envs, numpy_ppo  # noqa: F401  (the first registers env
 from tensordict import TensorDict
 
 from ecrl import rng
-from ecrl.algorithms import make_algorithm
 from ecrl.algorithms.minibatch_sgd import pass_keys
-from ecrl.algorithms.ppo import init
 from ecrl.config import Config, config_from_dict
 from ecrl.errors import ConfigError
 from ecrl.kernels import moments_variance, transitions
-from ecrl.loop.iteration import init_state, make_iteration, make_parts, train_iter
+from ecrl.loop.build import build
+from ecrl.loop.iteration import init_state, make_iteration, train_iter
 from ecrl.policies import acting_params
 from ecrl.policies.core import Policy
 from ecrl.run.checkpoint import load, save
@@ -42,7 +41,7 @@ def run(env: str, **changes) -> Config:
 def learnt(cfg: Config) -> tuple[Policy, TensorDict]:
     for record in train_iter(init_state(cfg), cfg):
         state = record["state"]
-    return make_parts(cfg).policy, state["params"]
+    return build(cfg).policy, state["params"]
 
 
 def value_at(policy: Policy, params: TensorDict, obs: list[float]) -> torch.Tensor:
@@ -76,9 +75,9 @@ STEP_FIELDS += ("terminated", "truncated", "done")
 
 
 def collected(cfg: Config) -> tuple[Any, TensorDict, TensorDict]:
-    """Parts, state and rollout before the first update."""
-    parts = make_parts(cfg)
-    return parts, *make_algorithm(cfg.algorithm).collect(parts, init_state(cfg))
+    """Run, state and rollout before the first update."""
+    built = build(cfg)
+    return built, *built.algorithm.iterate.collect(built, init_state(cfg))
 
 
 def independent(cfg: Config, state: TensorDict, rollout: TensorDict) -> tuple[dict, list[float]]:
@@ -96,7 +95,7 @@ def independent(cfg: Config, state: TensorDict, rollout: TensorDict) -> tuple[di
 
 def like_the_independent_one(cfg: Config, state: TensorDict, rollout: TensorDict, parts: Any) -> TensorDict:
     """The parameters after `update`, which are those of `independent`."""
-    after, logs = make_algorithm(cfg.algorithm).update(parts, state, rollout)
+    after, logs = parts.algorithm.iterate.update(parts, state, rollout)
     expected, errors = independent(cfg, state, rollout)
     assert torch.isfinite(torch.stack(list(logs.values()))).all()
     if cfg.algorithm.cfg.n_epochs == 1 and cfg.algorithm.cfg.batch_size == 256:
@@ -175,7 +174,7 @@ def test_steps_that_do_not_count_are_in_no_statistic():
     paid = state["norm", "reward", "moments"]  # 1, 1 + 0.9 and 1 + 0.9 + 0.81
     close(paid["mean"], (1.0 + 1.9 + 2.71) / 3)
     assert paid["count"] == 12 * 16 * 6
-    value = value_at(make_parts(cfg).policy, acting_params(state["params"], state["norm"]), [2.0])
+    value = value_at(build(cfg).policy, acting_params(state["params"], state["norm"]), [2.0])
     close(value, [1.9 / float(moments_variance(paid).sqrt())], tol=0.2)  # of the second of three steps
 
 
@@ -210,12 +209,13 @@ def test_rewards_are_normalised_as_by_gymnasium_but_for_the_freezing():
     base = {"trainer.num_envs": 3, "trainer.buffer_size": 9, "env.cfg.max_episode_steps": 6, "trainer.iterations": 3}
     one_step = {"algorithm.cfg.n_epochs": 1, "algorithm.cfg.batch_size": 27, "algorithm.cfg.gae_lambda": 0.8}
     cfg = run("pendulum", **base, **one_step, **{"algorithm.cfg.normalize_reward": True})
-    parts, algorithm, state, rollouts = make_parts(cfg), make_algorithm(cfg.algorithm), init_state(cfg), []
+    built, state, rollouts = build(cfg), init_state(cfg), []
+    algorithm = built.algorithm.iterate
     variance = 1.0
     for iteration, ends in enumerate((3, 6, 3)):  # 3 envs: after step 6; 12 and 18; 24 of 27
-        state, rollout = algorithm.collect(parts, state)
+        state, rollout = algorithm.collect(built, state)
         before = rollout.clone()
-        state, logs = algorithm.update(parts, state, rollout)
+        state, logs = algorithm.update(built, state, rollout)
         assert (rollout == before).all(), "the rollout keeps raw rewards"
         rollouts.append(rollout)
 
@@ -342,9 +342,9 @@ def same_params(first: Config, second: Config) -> bool:
 
 def test_a_policy_without_a_critic_is_refused():
     cfg = run("cartpole")
-    parts = make_parts(cfg)
-    with pytest.raises(ConfigError, match=r"policy.name: actor_critic has no critic, which ppo needs"):
-        init(parts._replace(policy=replace(parts.policy, value=None)), rng.key(0))
+    built = build(cfg)
+    with pytest.raises(ConfigError, match=r"policy.name: this policy has no critic, which ppo needs; use actor_critic"):
+        built.algorithm.init(built._replace(policy=replace(built.policy, value=None)), rng.key(0))
 
 
 def test_a_batch_above_the_rollout_is_clamped_and_said_once():

@@ -14,7 +14,8 @@ from ecrl.config import EventConfig
 from ecrl.config.model import ConfigModel
 from ecrl.envs import Env, auto_reset, make_env, restart, state_of, time_limit, with_events
 from ecrl.errors import ConfigError
-from ecrl.loop.iteration import init_state, make_iteration, make_parts
+from ecrl.loop.build import build
+from ecrl.loop.iteration import init_state, make_iteration
 from ecrl.registry import register_event, registered
 from ecrl.spaces import Discrete, box
 
@@ -431,7 +432,7 @@ def test_randomize_field_refuses_what_it_cannot_draw(params, message):
 @pytest.mark.parametrize("use", ["train", "eval"])
 def test_an_event_of_a_run_is_named_by_its_place(use):
     wrong = {"func": "randomize_field", "mode": "reset", "params": {"field": "drug", "low": 0.0, "high": 1.0}}
-    env = make_parts(small(**{f"trainer.events.{use}": {"dr": wrong}}), use).env
+    env = build(small(**{f"trainer.events.{use}": {"dr": wrong}}), use).env
     with pytest.raises(
         ConfigError, match=rf"^trainer.events.{use}.dr \(randomize_field\): params.field: unknown field"
     ):
@@ -558,7 +559,7 @@ def test_the_members_of_a_grpo_group_share_their_events_and_keep_their_worlds():
     )
     first = init_state(cfg)
     after, _ = make_iteration(cfg)(first)
-    again = restart(make_parts(cfg).env, after["env"], torch.arange(4))
+    again = restart(build(cfg).env, after["env"], torch.arange(4))
     for state in (first["env"], again):
         angle = state["angle"]
         assert angle[0] == angle[1] and angle[2] == angle[3] and angle[0] != angle[2]
@@ -595,9 +596,9 @@ def test_events_of_training_and_of_evaluation_are_apart():
     cfg = config("reset", low=[0.5] * 4, **{"trainer.events.eval": {"dr": {**MANY["b"]}}})
     keys = torch.arange(4)
     train, evaluation, none = (
-        make_parts(cfg).env,
-        make_parts(cfg, "eval").env,
-        make_parts(cfg.replace(**{"trainer.events": {}})).env,
+        build(cfg).env,
+        build(cfg, "eval").env,
+        build(cfg.replace(**{"trainer.events": {}})).env,
     )
     assert (train.reset(keys)["obs"] == 0.5).all() and not (evaluation.reset(keys)["obs"] == 0.5).any()
     assert not torch.equal(evaluation.reset(keys)["obs"], none.reset(keys)["obs"])

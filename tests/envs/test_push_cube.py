@@ -299,7 +299,7 @@ def test_a_gpu_is_refused_in_one_line(monkeypatch):
     cfg = ecrl.load_config(CONFIG)
     monkeypatch.setattr("ecrl.loop.build.device_of", lambda cfg: torch.device("cuda:0"))
     with pytest.raises(ecrl.ConfigError, match=r"^trainer.device: cuda:0, but PushCubeRL steps in MuJoCo on the CPU"):
-        ecrl.loop.build.make_parts(cfg)
+        ecrl.loop.build.build(cfg)
 
 
 def test_faults_of_the_scene_and_modes_of_actions_are_said_with_their_place():

@@ -16,8 +16,8 @@ from ecrl.compile.jit import Form
 from ecrl.config import PolicyConfig
 from ecrl.errors import ConfigError
 from ecrl.kernels import scan
-from ecrl.loop.build import form_of
-from ecrl.loop.iteration import init_state, make_iteration, make_parts
+from ecrl.loop.build import build, form_of
+from ecrl.loop.iteration import init_state, make_iteration
 from ecrl.policies import acting_params, make_policy, module_policy
 from ecrl.run import checkpoint
 from ecrl.run.export import export
@@ -47,7 +47,7 @@ def test_ppo_learns_the_probe_that_needs_actor_and_critic(name):
     changes = {f"algorithm.cfg.{key}": value for key, value in learning.items()}
     changes |= {"env.name": "probe_match", "trainer.num_envs": 16, "trainer.buffer_size": 8, "trainer.iterations": 25}
     cfg = _config(name, **changes)
-    policy, params, obs = make_parts(cfg).policy, last_state(cfg)["params"], torch.tensor([[0.0], [1.0]])
+    policy, params, obs = build(cfg).policy, last_state(cfg)["params"], torch.tensor([[0.0], [1.0]])
     assert policy.act(params, EMPTY, obs, None)[1]["action"].tolist() == [0, 1]
     close(policy.value(params, EMPTY, obs), torch.ones(2), tol=0.1)
 
@@ -94,7 +94,7 @@ def test_modules_can_be_exported(name):
         export(state, cfg, folder)
         written = torch.export.load(f"{folder}/policy.pt2").module()(obs=obs)
     params = acting_params(state["params"], state["norm"])
-    assert torch.equal(written, make_parts(cfg).policy.act(params, EMPTY, obs, None)[1]["action"])
+    assert torch.equal(written, build(cfg).policy.act(params, EMPTY, obs, None)[1]["action"])
 
 
 def test_weights_have_the_names_of_the_state_dict():
@@ -133,7 +133,7 @@ def test_drawing_follows_the_keys_and_leaves_the_generator_alone():
 
 def test_whoever_draws_runs_eager_and_the_others_compiled(monkeypatch):
     monkeypatch.setattr("ecrl.loop.build.choose_form", lambda mode, device: Form("compiled", "as if", print, scan))
-    assert [make_parts(_config(name)).jit for name in NAMES] == [print, partial, print]
+    assert [build(_config(name)).jit for name in NAMES] == [print, partial, print]
     assert [_policy(module).compiles for module in (Trunk, ActsOnNoise, Acts)] == [True, True, False]
 
 

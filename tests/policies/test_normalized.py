@@ -1,5 +1,7 @@
 """Standardised observations: the numbers, when the statistics move, and who uses them."""
 
+from typing import Any
+
 import pytest
 import torch
 from conftest import assert_pure, close
@@ -7,9 +9,9 @@ from support.small_runs import small
 from tensordict import TensorDict
 
 from ecrl import rng
-from ecrl.algorithms import make_algorithm
 from ecrl.errors import ConfigError
-from ecrl.loop.iteration import init_state, make_iteration, make_parts
+from ecrl.loop.build import build
+from ecrl.loop.iteration import init_state, make_iteration
 from ecrl.policies import acting_params, make_policy
 from ecrl.run.evaluation import evaluate
 from ecrl.spaces import Discrete, MultiDiscrete, box, dict_space
@@ -80,7 +82,8 @@ def test_actor_only_can_be_normalized():
 
 def test_frozen_during_an_iteration_and_moved_at_its_end():
     cfg = small(**{"policy.normalize_obs": True})
-    parts, algorithm = make_parts(cfg), make_algorithm(cfg.algorithm)
+    parts = build(cfg)
+    algorithm: Any = parts.algorithm.iterate
     iteration, first = make_iteration(cfg), init_state(cfg)
     second = iteration(first)[0]
     _, rollout = algorithm.collect(parts, first.copy())

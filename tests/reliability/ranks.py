@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 import ecrl
 from ecrl import distributed, rng
 from ecrl.algorithms.core import step_keys
+from ecrl.loop.build import build
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVS, STEPS = 4, 32
@@ -62,7 +63,7 @@ def end_of(scenario: Scenario, form: str) -> dict[str, torch.Tensor]:
     state = ecrl.init_state(cfg)
     if scenario.double:
         state = state.clone().apply(lambda x: x.double() if x.is_floating_point() else x)
-    keys = step_keys(state["key"], state["sample_step"], cfg.trainer.num_envs, STEPS)
+    keys = step_keys(build(cfg), state)
     iterate = ecrl.make_iteration(cfg)
     for _ in range(scenario.iterations):
         state, logs = iterate(state)

@@ -22,7 +22,7 @@ import pytest
 
 from ecrl.config import Config, config_from_dict
 from ecrl.errors import ConfigError, UserError
-from ecrl.loop.build import device_of, form_of, make_parts
+from ecrl.loop.build import build, device_of, form_of
 from ecrl.loop.iteration import init_state, make_iteration, train_iter
 from ecrl.run.checkpoint import read_manifest
 from ecrl.run.evaluation import with_evaluation
@@ -62,7 +62,7 @@ FEW_STEPS = patch(
 
 
 def _closed(cfg: Config, state: Any) -> None:
-    make_parts(cfg).env.close(state["env"])
+    build(cfg).env.close(state["env"])
 
 
 @remembered

@@ -1,0 +1,340 @@
+"""Optimisers over named groups of parameters.
+
+A group has its own optimiser, clipping norm, learning rate and schedule, and its own state with a step counter. Its
+parameters are packed into one vector per dtype, because few large tensors are faster to update than many small ones.
+Its numbers are in `state["hyper"]` under its prefix, such as `critic_max_grad_norm`. Groups share a number that has no
+prefix.
+"""
+
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, NamedTuple, cast
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from ecrl.algorithms.optimizer_config import USED, LearningConfig, OptimizerConfig, optimizer_of
+from ecrl.algorithms.schedules import Schedule, schedule_choice, schedule_numbers, scheduled_rate
+from ecrl.errors import ConfigError
+from ecrl.kernels import clip_by_global_norm, optim
+from ecrl.pytree import flatten, paths, unflatten
+from ecrl.types import Logs
+
+Path = tuple[str, ...]
+Packed = dict[str, TensorDict]
+"""Vectors by dtype for every group: `{group: {dtype: vector}}`."""
+
+
+class Optimizer(NamedTuple):
+    """`init(params) -> opt` and `step(params, grads, opt, learning_rate=, **numbers) -> (params, opt)`."""
+
+    init: Callable[[TensorDict], TensorDict]
+    step: Callable[..., tuple[TensorDict, TensorDict]]
+
+
+OPTIMIZERS = {
+    "adam": Optimizer(optim.adam_init, optim.adam),
+    "adamw": Optimizer(optim.adam_init, optim.adamw),
+    "sgd": Optimizer(optim.sgd_init, optim.sgd),
+    "rmsprop": Optimizer(optim.rmsprop_init, optim.rmsprop),
+}
+
+
+class Group(NamedTuple):
+    """Parameters that one optimiser moves.
+
+    Attributes:
+        name: key of its state in `state["opt"]`; a single group has all of `state["opt"]`.
+        paths: beginnings of the paths of its parameters; None for every parameter in no other group.
+        optimizer: adam, adamw, sgd or rmsprop.
+        schedule: of its learning rate; None for a constant one.
+        prefix: put before the names of its numbers in `hyper` and of its logs.
+    """
+
+    name: str
+    paths: tuple[Path, ...] | None
+    optimizer: str
+    schedule: Schedule | None
+    prefix: str = ""
+
+
+def groups_of(cfg: LearningConfig, paths: Mapping[str, tuple[Path, ...] | None] | None = None) -> tuple[Group, ...]:
+    """The groups of a config: one for all parameters, or one for each name in `paths`.
+
+    All groups have the optimiser and schedule of the config. The first one has no prefix, the others their name.
+
+    >>> [(group.name, group.prefix) for group in groups_of(LearningConfig(), {"actor": None, "critic": (("critic",),)})]
+    [('actor', ''), ('critic', 'critic_')]
+    """
+    optimizer, schedule = optimizer_of(cfg).name, schedule_choice(cfg.lr_scheduler)
+    named = {"all": None} if paths is None else dict(paths)
+    return tuple(
+        Group(name, inside, optimizer, schedule, f"{name}_" if i else "")
+        for i, (name, inside) in enumerate(named.items())
+    )
+
+
+def number(tree: TensorDict, group: Group, name: str) -> Any:
+    """A number of a group: its own, or the one that groups share."""
+    own = f"{group.prefix}{name}"
+    return tree[own] if own in tree.keys() else tree[name]  # noqa: SIM118
+
+
+class GroupLayout(NamedTuple):
+    """Where the parameters of a group are.
+
+    Attributes:
+        group: the group.
+        index: places of its parameters among the leaves of all parameters, in order of path.
+        shapes: shape of each parameter.
+        networks: first key of the path of each parameter.
+        vectors: dtype, and the parameters in its vector as places in `index`.
+    """
+
+    group: Group
+    index: tuple[int, ...]
+    shapes: tuple[torch.Size, ...]
+    networks: tuple[str, ...]
+    vectors: tuple[tuple[str, tuple[int, ...]], ...]
+
+
+class Layout(NamedTuple):
+    """The structure of all parameters, and the layout of each group."""
+
+    structure: Hashable
+    groups: tuple[GroupLayout, ...]
+
+
+def layout_of(params: TensorDict, groups: tuple[Group, ...]) -> Layout:
+    """The layout of parameters in groups.
+
+    Raises: ConfigError for a parameter in no group or in two, and for a path that no parameter has.
+    """
+    leaves, structure = flatten(params)
+    owners: list[list[str]] = [[] for _ in leaves]
+    for group in groups:
+        for path in group.paths or ():
+            found = [i for i, leaf in enumerate(paths(structure)) if leaf[: len(path)] == path]
+            if not found:
+                have = ", ".join(sorted(map(str, params.keys())))
+                raise ConfigError(
+                    f"optimiser group {group.name}: the policy has no parameters {'/'.join(path)!r}, only {have}"
+                )
+            for i in found:
+                owners[i].append(group.name)
+    rest = next((group.name for group in groups if group.paths is None), None)
+    for path, names in zip(paths(structure), owners, strict=True):
+        if not names and rest is not None:
+            names.append(rest)
+        if len(names) != 1:
+            told = f"is in the groups {' and '.join(names)}" if names else "is in no group"
+            raise ConfigError(f"optimiser groups: the parameter {'/'.join(path)} {told}; put it in exactly one")
+    return Layout(structure, tuple(_group_layout(group, leaves, structure, owners) for group in groups))
+
+
+def _group_layout(group: Group, leaves: list[Tensor], structure: Hashable, owners: list[list[str]]) -> GroupLayout:
+    index = tuple(i for i, names in enumerate(owners) if names == [group.name])
+    dtypes = [str(leaves[i].dtype).removeprefix("torch.") for i in index]
+    vectors = tuple((name, tuple(p for p, d in enumerate(dtypes) if d == name)) for name in dict.fromkeys(dtypes))
+    networks = tuple(paths(structure)[i][0] for i in index)
+    return GroupLayout(group, index, tuple(leaves[i].shape for i in index), networks, vectors)
+
+
+def _pack(leaves: list[Tensor], layout: GroupLayout) -> TensorDict:
+    vectors = {name: torch.cat([leaves[p].reshape(-1) for p in places]) for name, places in layout.vectors}
+    return TensorDict(vectors, [])
+
+
+def _unpack(vectors: TensorDict, layout: GroupLayout) -> list[Tensor]:
+    leaves: list[Any] = [None] * len(layout.index)
+    for name, places in layout.vectors:
+        pieces = vectors[name].split([layout.shapes[p].numel() for p in places])
+        for p, piece in zip(places, pieces, strict=True):
+            leaves[p] = piece.reshape(layout.shapes[p])
+    return leaves
+
+
+def pack(params: TensorDict, layout: Layout) -> Packed:
+    """Parameters, or their gradients, as one vector per group and dtype."""
+    leaves = flatten(params)[0]
+    return {group.group.name: _pack([leaves[i] for i in group.index], group) for group in layout.groups}
+
+
+def unpack(packed: Packed, layout: Layout) -> TensorDict:
+    """The inverse of `pack`. The tensors are views of the vectors."""
+    leaves: list[Any] = [None] * sum(len(group.index) for group in layout.groups)
+    for group in layout.groups:
+        for i, leaf in zip(group.index, _unpack(packed[group.group.name], group), strict=True):
+            leaves[i] = leaf
+    return unflatten(layout.structure, leaves)
+
+
+def network_vectors(vectors: TensorDict, layout: GroupLayout) -> dict[str, Tensor]:
+    """The vectors of a group cut into one per network and dtype, as views."""
+    pieces: dict[str, Tensor] = {}
+    several = len(layout.vectors) > 1
+    for name, places in layout.vectors:
+        sizes = {network: 0 for network in dict.fromkeys(layout.networks[p] for p in places)}
+        for p in places:
+            sizes[layout.networks[p]] += layout.shapes[p].numel()
+        cut = vectors[name].split(list(sizes.values()))
+        pieces |= {f"{n}.{name}" if several else n: piece for n, piece in zip(sizes, cut, strict=True)}
+    return pieces
+
+
+def _state_of(opt: TensorDict, layout: Layout, name: str) -> TensorDict:
+    return opt if len(layout.groups) == 1 else cast(TensorDict, opt[name])
+
+
+def pack_opt(opt: TensorDict, layout: Layout) -> Packed:
+    """The state of each group's optimiser with its slots packed like parameters."""
+    packed = {}
+    for group in layout.groups:
+        state = _state_of(opt, layout, group.group.name)
+        slots = {k: _pack(flatten(v)[0], group) if isinstance(v, TensorDict) else v for k, v in state.items()}
+        packed[group.group.name] = TensorDict(cast(Any, slots), [])
+    return packed
+
+
+def unpack_opt(packed: Packed, opt: TensorDict, layout: Layout) -> TensorDict:
+    """The inverse of `pack_opt`, with memory of its own; `opt` gives the structure."""
+    states = {}
+    for group in layout.groups:
+        old, new = _state_of(opt, layout, group.group.name), packed[group.group.name]
+        states[group.group.name] = TensorDict(
+            {
+                k: unflatten(flatten(v)[1], [leaf.clone() for leaf in _unpack(cast(TensorDict, new[k]), group)])
+                if isinstance(v, TensorDict)
+                else new[k]
+                for k, v in cast(Any, old.items())
+            },
+            [],
+        )
+    return states[layout.groups[0].group.name] if len(states) == 1 else TensorDict(states, [])
+
+
+def optimizer_init(params: TensorDict, groups: tuple[Group, ...]) -> TensorDict:
+    """The field `opt` of the state before the first step.
+
+    With one group it is the state of its optimiser, with several `{group: state}`.
+
+    >>> params = TensorDict({"actor": {"w": torch.zeros(2)}, "critic": {"w": torch.zeros(2)}}, [])
+    >>> list(optimizer_init(params, groups_of(LearningConfig(), {"actor": None, "critic": (("critic",),)})).keys())
+    ['actor', 'critic']
+    """
+    layout, (leaves, structure) = layout_of(params, groups), flatten(params)
+    if len(groups) == 1:
+        return OPTIMIZERS[groups[0].optimizer].init(params)
+    every, states = paths(structure), {}
+    for part in layout.groups:
+        own = TensorDict({}, [])
+        for i in part.index:
+            own[every[i]] = leaves[i]
+        states[part.group.name] = OPTIMIZERS[part.group.optimizer].init(own)
+    return TensorDict(states, [])
+
+
+def clip_gradients(grads: Packed, hyper: TensorDict, layout: Layout) -> tuple[Packed, Logs]:
+    """Scale the gradients of each group to its `max_grad_norm` at most; log the norms before that."""
+    clipped, norms = {}, {}
+    for part in layout.groups:
+        pieces = TensorDict(cast(Any, network_vectors(grads[part.group.name], part)), [])
+        pieces, norm = clip_by_global_norm(pieces, max_norm=number(hyper, part.group, "max_grad_norm"))
+        norms[f"{part.group.prefix}grad_norm"] = norm
+        several = len(part.vectors) > 1
+        clipped[part.group.name] = TensorDict(
+            {
+                name: torch.cat([x for key, x in pieces.items() if not several or key.endswith(f".{name}")])  # pyright: ignore
+                for name, _ in part.vectors
+            },
+            [],
+        )
+    return clipped, norms
+
+
+def optimizer_step(
+    params: Packed, grads: Packed, opts: Packed, rates: dict[str, Tensor], hyper: TensorDict, layout: Layout
+) -> tuple[Packed, Packed]:
+    """One step of every group's optimiser on packed parameters: the new parameters and optimiser states."""
+    new_params, new_opts = {}, {}
+    for name, group in ((part.group.name, part.group) for part in layout.groups):
+        numbers = dict(number(hyper, group, "optimizer").items())
+        step = OPTIMIZERS[group.optimizer].step
+        new_params[name], new_opts[name] = step(
+            params[name], grads[name], opts[name], learning_rate=rates[name], **numbers
+        )
+    return new_params, new_opts
+
+
+def learning_rates(state: TensorDict, groups: tuple[Group, ...], iterations: int) -> dict[str, Tensor]:
+    """The learning rate of each group at the start of an iteration, 0-d."""
+    hyper, rates = cast(TensorDict, state["hyper"]), {}
+    for group in groups:
+        if group.schedule is not None and group.schedule.name == "adaptive":
+            rates[group.name] = number(state, group, "learning_rate")
+        else:
+            rate = number(hyper, group, "learning_rate")
+            if group.schedule is not None:
+                numbers = number(hyper, group, "schedule")
+                rate = scheduled_rate(group.schedule, rate, numbers, state["update_step"], iterations)
+            rates[group.name] = rate
+    return rates
+
+
+def rate_logs(rates: dict[str, Tensor], groups: tuple[Group, ...], state: TensorDict) -> Logs:
+    """`learning_rate`, and `<prefix>learning_rate` of each group with a rate of its own."""
+    logs = {}
+    for group in groups:
+        own = f"{group.prefix}learning_rate"
+        has_own = own in state["hyper"].keys() or own in state.keys()  # noqa: SIM118
+        logs.setdefault(own if has_own else "learning_rate", rates[group.name])
+    return logs
+
+
+def optimizer_numbers(cfg: OptimizerConfig) -> dict[str, float]:
+    """The numbers of an optimiser beside its learning rate, for `hyper`."""
+    numbers: dict[str, Any] = {name: getattr(cfg.kwargs, name) for name in USED[cfg.name]}
+    if "betas" in numbers:
+        numbers["beta1"], numbers["beta2"] = numbers.pop("betas")
+    return numbers
+
+
+def learning_state(
+    cfg: LearningConfig,
+    params: TensorDict,
+    numbers: Mapping[str, float | None],
+    device: torch.device,
+    groups: tuple[Group, ...] | None = None,
+) -> dict[str, Any]:
+    """The fields `params`, `opt` and `hyper` of a state, the latter with the numbers that are not None.
+
+    An adaptive rate is no hyperparameter: it moves, as the field `learning_rate` of the state.
+    """
+    optimizer, schedule = optimizer_of(cfg), cfg.lr_scheduler
+    hyper: dict[str, Any] = {name: value for name, value in numbers.items() if value is not None}
+    hyper |= {"max_grad_norm": cfg.max_grad_norm, "optimizer": optimizer_numbers(optimizer)}
+    adaptive = schedule.kwargs if schedule is not None and schedule.name == "adaptive" else None
+    if adaptive is not None:
+        hyper["adaptive"] = {name: getattr(adaptive, name) for name in USED["adaptive"]}
+    tensors, floats = hyper_tensors(hyper, device), schedule_numbers(schedule, device)
+    if not floats.is_empty():
+        tensors["schedule"] = floats
+    rate = hyper_tensors({"learning_rate": optimizer.learning_rate}, device)
+    state: dict[str, Any] = {
+        "params": params,
+        "opt": optimizer_init(params, groups_of(cfg) if groups is None else groups),
+    }
+    if adaptive is not None:
+        return state | {"hyper": tensors, "learning_rate": rate["learning_rate"]}
+    return state | {"hyper": tensors.update(rate)}
+
+
+def hyper_tensors(numbers: Mapping[str, Any], device: torch.device) -> TensorDict:
+    """Numbers as 0-d float32 tensors, nested as given."""
+    tensors = {
+        name: hyper_tensors(value, device)
+        if isinstance(value, dict)
+        else torch.tensor(value, dtype=torch.float32, device=device)
+        for name, value in numbers.items()
+    }
+    return TensorDict(tensors, [])

@@ -1,0 +1,124 @@
+"""Kinds of the leaves of a run's state. The kind of a leaf alone decides how the loop, ranks and checkpoints treat it.
+
+| kind | examples | copied for records | across ranks | saved |
+|---|---|---|---|---|
+| learned | params, opt, ref_params | yes | equal: gradients are averaged | once |
+| statistics | running moments | yes | equal: sums are over all ranks | once |
+| environment | env, episode, running returns | yes | each rank has its own | per rank |
+| buffer | replay | no, it is borrowed | each rank has its own | per rank |
+| frozen | frozen_params | no, it is borrowed | equal | once |
+| counter | key, sample_step, update_step, hyper | yes | equal | once |
+
+A kind is declared for a field, or for a path inside a field. The longest declared path decides.
+"""
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any, cast
+
+from tensordict import TensorDict
+
+from ecrl.errors import ConfigError
+from ecrl.pytree import flatten, paths
+
+Path = tuple[str, ...]
+
+
+class Kind(StrEnum):
+    """The kinds in the table of this module."""
+
+    LEARNED = "learned"
+    STATISTICS = "statistics"
+    ENVIRONMENT = "environment"
+    BUFFER = "buffer"
+    FROZEN = "frozen"
+    COUNTER = "counter"
+
+
+Kinds = Mapping[str | Path, Kind]
+"""Declared kinds by the name of a field, or by a path inside it."""
+
+BORROWED = (Kind.BUFFER, Kind.FROZEN)
+PER_RANK = (Kind.ENVIRONMENT, Kind.BUFFER)
+
+
+def kind_of(path: Path, kinds: Kinds) -> Kind:
+    """The kind of a leaf.
+
+    Raises: ConfigError if neither the path nor a beginning of it is declared.
+
+    >>> kinds = {"norm": Kind.STATISTICS, ("norm", "reward", "running"): Kind.ENVIRONMENT}
+    >>> kind_of(("norm", "reward", "running"), kinds).value, kind_of(("norm", "obs", "mean"), kinds).value
+    ('environment', 'statistics')
+    """
+    for length in range(len(path), 0, -1):
+        kind = kinds.get(path[:length], kinds.get(path[0]) if length == 1 else None)
+        if kind is not None:
+            return kind
+    known = ", ".join(sorted({key if isinstance(key, str) else "/".join(key) for key in kinds}))
+    raise ConfigError(
+        f"state: the kind of {'/'.join(path)} is not declared (declared: {known}); add it to `kinds` of the algorithm"
+    )
+
+
+def leaf_kinds(state: TensorDict, kinds: Kinds) -> dict[Path, Kind]:
+    """The kind of every leaf by its path. Raises ConfigError for a leaf without one."""
+    return {path: kind_of(path, kinds) for path in paths(flatten(state)[1])}
+
+
+def environment_fields(state: TensorDict, kinds: Kinds) -> list[str]:
+    """Names of the fields that are of kind environment as a whole.
+
+    >>> state = TensorDict({"env": {"x": 1.0}, "key": 2}, [])
+    >>> environment_fields(state, {"env": Kind.ENVIRONMENT, "key": Kind.COUNTER})
+    ['env']
+    """
+    return [str(name) for name, _ in cast(Any, state.items()) if kinds.get(name) is Kind.ENVIRONMENT]
+
+
+def split(state: TensorDict, kinds: Kinds) -> tuple[TensorDict, TensorDict]:
+    """The leaves that an iteration computes anew, and the ones that it borrows (buffer and frozen).
+
+    >>> state = TensorDict({"params": {"w": 1.0}, "replay": {"obs": 2.0}}, [])
+    >>> own, borrowed = split(state, {"params": Kind.LEARNED, "replay": Kind.BUFFER})
+    >>> list(own.keys()), list(borrowed.keys())
+    (['params'], ['replay'])
+    """
+    chosen = [path for path, kind in leaf_kinds(state, kinds).items() if kind in BORROWED]
+    if not chosen:
+        return state, TensorDict({}, [])
+    return _without(state, set(chosen), ()), _only(state, set(chosen), ())
+
+
+def _only(tree: TensorDict, chosen: set[Path], at: Path) -> TensorDict:
+    fields: dict[str, Any] = {}
+    for key, value in cast(Any, tree.items()):
+        if isinstance(value, TensorDict):
+            inner = _only(value, chosen, (*at, key))
+            if not inner.is_empty():
+                fields[key] = inner
+        elif (*at, key) in chosen:
+            fields[key] = value
+    return TensorDict(fields, tree.batch_size)
+
+
+def _without(tree: TensorDict, chosen: set[Path], at: Path) -> TensorDict:
+    fields: dict[str, Any] = {}
+    for key, value in cast(Any, tree.items()):
+        if isinstance(value, TensorDict):
+            inner = _without(value, chosen, (*at, key))
+            if not inner.is_empty() or value.is_empty():
+                fields[key] = inner
+        elif (*at, key) not in chosen:
+            fields[key] = value
+    return TensorDict(fields, tree.batch_size)
+
+
+def merge(own: TensorDict, borrowed: TensorDict) -> TensorDict:
+    """Undo `split`: one state with the leaves of both; the tensors are shared."""
+    if borrowed.is_empty():
+        return own
+    fields: dict[str, Any] = dict(own.items())
+    for key, value in cast(Any, borrowed.items()):
+        fields[key] = merge(fields[key], value) if key in fields else value
+    return TensorDict(fields, own.batch_size)

@@ -1,0 +1,110 @@
+"""Kinds of a run's state, and buffers: the one part of the state that is written in place.
+
+An iteration borrows the leaves of kind buffer and frozen: it reads them and returns its new rows as `writes`. The loop
+commits the rows after the finite guard has judged the iteration, so a failed one leaves no trace.
+
+A buffer is a field of the state with preallocated rings `[capacity, ...]` and two counts of the rows written so far,
+0-d int64. `written` is of kind buffer: all states that borrow the rings share it. `cursor` is of kind counter: each
+state has its own. A state is out of date when its cursor differs from the buffer's count.
+"""
+
+from typing import Any, cast
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from ecrl.algorithms import Run
+from ecrl.algorithms.state_kinds import BORROWED, Kind, Kinds, kind_of, leaf_kinds, split
+from ecrl.errors import ConfigError, UserError
+
+LOOP_KINDS: Kinds = {
+    "env": Kind.ENVIRONMENT,
+    "episode": Kind.ENVIRONMENT,
+    "norm": Kind.STATISTICS,
+    "key": Kind.COUNTER,
+    "sample_step": Kind.COUNTER,
+    "update_step": Kind.COUNTER,
+}
+"""Kinds of the fields that the loop itself adds to the state."""
+
+_COUNTS = ("cursor", "written")
+
+
+def kinds_of(run: Run) -> Kinds:
+    """Kinds of the fields of a run's state."""
+    return {**LOOP_KINDS, **run.algorithm.kinds}
+
+
+def check_kinds(state: TensorDict, kinds: Kinds) -> None:
+    """Refuse a state with a leaf whose kind is not declared, and a buffer without its two counts.
+
+    Raises: ConfigError.
+    """
+    buffers = {path[0] for path, kind in leaf_kinds(state, kinds).items() if kind is Kind.BUFFER}
+    for name in sorted(buffers):
+        field, expected = state[name], dict(zip(_COUNTS, (Kind.COUNTER, Kind.BUFFER), strict=True))
+        for count, kind in expected.items():
+            if not isinstance(field, TensorDict) or count not in field or kind_of((name, count), kinds) is not kind:
+                raise ConfigError(f"state: the buffer {name} needs the count {name}/{count} of kind {kind.value}")
+
+
+def borrowed_leaves(state: TensorDict, kinds: Kinds) -> tuple[TensorDict, TensorDict]:
+    """The state's own leaves and the borrowed ones, as `split`; without a look at the leaves if no kind is borrowed."""
+    if not any(kind in BORROWED for kind in kinds.values()):
+        return state, TensorDict({}, [])
+    return split(state, kinds)
+
+
+def take_over(borrowed: TensorDict, kinds: Kinds) -> TensorDict:
+    """Borrowed leaves for a loop that will write on them: buffers are copied once, frozen leaves are shared."""
+
+    def taken(path: tuple[str, ...], value: Any) -> Any:
+        if isinstance(value, TensorDict):
+            inner = {key: taken((*path, key), part) for key, part in cast(Any, value.items())}
+            return TensorDict(inner, value.batch_size)
+        return value.clone() if kind_of(path, kinds) is Kind.BUFFER else value
+
+    return taken((), borrowed)
+
+
+def check_current(state: TensorDict, kinds: Kinds) -> None:
+    """Refuse a state whose buffer was written on since.
+
+    Raises: UserError.
+    """
+    for name in sorted({key if isinstance(key, str) else key[0] for key, kind in kinds.items() if kind is Kind.BUFFER}):
+        if name in state and int(state[name, "cursor"]) != int(state[name, "written"]):
+            raise UserError(
+                f"state: its {name} was overwritten by a later iteration; use a yielded state before the next "
+                "iteration, or keep state.clone()"
+            )
+
+
+def commit(borrowed: TensorDict, writes: TensorDict) -> None:
+    """Write an iteration's rows into the buffers, in place. It is the only function that writes on a state.
+
+    Args:
+        borrowed: the buffers.
+        writes: for each field that is written, `rows` `[B, ...]` and their `index` `[B]` in the rings.
+    """
+    for name, write in cast(Any, writes.items()):
+        for key, rows in write["rows"].items(True, True):
+            path = (name, key) if isinstance(key, str) else (name, *key)
+            borrowed[path].index_copy_(0, write["index"], rows)
+        borrowed[name, "written"].add_(len(write["index"]))
+
+
+def committed(borrowed: TensorDict, writes: TensorDict, skipped: Tensor) -> TensorDict:
+    """`commit` to a copy, unless `skipped` (0-d bool)."""
+    after = borrowed.copy()
+    for name, write in cast(Any, writes.items()):
+        field, index = cast(TensorDict, borrowed[name]).copy(), write["index"]
+        for key, rows in write["rows"].items(True, True):
+            old = borrowed[name][key]
+            shape = (1,) * (rows.ndim - skipped.ndim)
+            kept = torch.where(skipped.reshape(*skipped.shape, *shape), old[index], rows)
+            field[key] = old.index_copy(0, index, kept)
+        field["written"] = field["written"] + torch.where(skipped, 0, len(index))
+        after[name] = field
+    return after

@@ -1,0 +1,241 @@
+"""Kinds of the leaves of a state, and a replay buffer: borrowed, committed in place, valid until the next iteration."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import assert_pure, close
+from support.replay_agent import REPLAY_KINDS
+from tensordict import TensorDict
+from test_loop import NET, same
+
+import ecrl
+from ecrl.algorithms.state_kinds import Kind, leaf_kinds, merge, split
+from ecrl.config import Config, config_from_dict
+from ecrl.config.model import ConfigModel
+from ecrl.envs import Env, state_of
+from ecrl.errors import ConfigError, UserError
+from ecrl.loop.buffers import kinds_of
+from ecrl.loop.build import build
+from ecrl.loop.iteration import init_state, make_iteration, train_iter
+from ecrl.registry import register_env
+from ecrl.run.checkpoint import load, save
+from ecrl.run.rank_shards import _own
+from ecrl.spaces import Discrete, box
+
+N, T, CAPACITY = 3, 4, 20
+
+
+def replaying(**changes) -> Config:
+    algorithm = {"capacity": CAPACITY, "sampled": 32, "batch_size": 16, "n_epochs": 2, "learning_rate": 0.02}
+    base = {
+        "trainer": {"num_envs": N, "buffer_size": T, "iterations": 5, "compile": "off"},
+        "env": {"name": "cartpole"},
+        "policy": {"name": "actor_critic", "actor": NET, "critic": NET},
+        "algorithm": {"name": "replay_td", "cfg": algorithm},
+    }
+    return config_from_dict(base).replace(**changes)
+
+
+class FaultyConfig(ConfigModel):
+    """No settings."""
+
+
+@register_env("counting_with_a_fault")
+def counting_with_a_fault(cfg: FaultyConfig) -> Env:
+    """The observation counts the steps; the reward of step 5, in the second iteration, is NaN."""
+
+    def reset(keys):
+        return state_of(torch.zeros(*keys.shape, 1), keys.shape)
+
+    def step(state, action, noise):
+        obs = state["obs"] + 1.0
+        return state.copy().update({"obs": obs, "reward": torch.where(obs[..., 0] == 6.0, torch.nan, 1.0)})
+
+    return Env(reset, step, box(0.0, 1e6, 1), Discrete(2))
+
+
+def states(cfg: Config) -> list[TensorDict]:
+    """States after each iteration, in memory of their own."""
+    return [r["state"].clone() for r in train_iter(init_state(cfg), cfg) if r["log_type"] == "train"]
+
+
+def test_new_rows_are_in_the_ring_in_their_order():
+    """12 rows an iteration in a ring of 20: the third overwrites the oldest 16; row k is step k, told by its obs."""
+    cfg = replaying(**{"env": {"name": "counting_with_a_fault"}, "trainer.finite_guard": "off", "trainer.num_envs": 1})
+    cfg = cfg.replace(**{"trainer.buffer_size": 12, "trainer.iterations": 3})
+    for iteration, state in enumerate(states(cfg), 1):
+        seen = state["replay", "obs"][:, 0].tolist()
+        taken = 12 * iteration
+        newest = {k % CAPACITY: float(k) for k in range(max(0, taken - CAPACITY), taken)}
+        assert [newest.get(i, 0.0) for i in range(CAPACITY)] == seen
+        assert int(state["replay", "cursor"]) == int(state["replay", "written"]) == taken
+
+
+def test_the_critic_learns_its_value_from_the_buffer():
+    changes = {"trainer.num_envs": 8, "trainer.buffer_size": 8, "trainer.iterations": 40}
+    cfg = replaying(**changes, **{"env": {"name": "probe_delay"}, "algorithm.cfg.n_epochs": 8})
+    state = states(cfg)[-1]
+    value = build(cfg).policy.value(state["params"], TensorDict({}, []), torch.tensor([[0.0], [1.0]]))
+    close(value.detach(), [0.9, 1.0], tol=0.1)
+
+
+def test_an_iteration_commits_to_a_copy_and_the_loop_in_place_with_the_same_bits():
+    cfg = replaying()
+    state, iteration = init_state(cfg), make_iteration(cfg)
+    for by_loop in states(cfg):
+        state, _ = assert_pure(iteration, state)
+        assert same(state, by_loop)
+    start = init_state(cfg)
+    before = start.clone()
+    records = train_iter(start, cfg)
+    first, second = (next(r for r in records if r["log_type"] == "train")["state"] for _ in range(2))
+    assert same(start, before), "the caller's buffer is copied once"
+    assert first["replay", "obs"].data_ptr() == second["replay", "obs"].data_ptr()
+
+
+def test_a_yielded_state_is_valid_until_the_next_iteration(tmp_path):
+    cfg = replaying()
+    records = train_iter(init_state(cfg), cfg)
+    (_, first), kept = (next(records), next(records)), []
+    kept.append(first["state"].clone())
+    save(tmp_path / "now", first["state"], cfg)
+    next(records)
+    message = r"^state: its replay was overwritten by a later iteration; use a yielded state before the next"
+    for use in (
+        lambda state: next(train_iter(state, cfg)),
+        make_iteration(cfg),
+        lambda state: save(tmp_path / "late", state, cfg),
+    ):
+        with pytest.raises(UserError, match=message):
+            use(first["state"])
+    assert same(load(tmp_path / "now")[0], kept[0])
+    assert len(list(train_iter(kept[0], cfg))) == 8
+
+
+def test_a_run_goes_on_from_a_checkpoint_with_its_buffer(tmp_path):
+    cfg = replaying()
+    every = states(cfg)
+    save(tmp_path / "half", every[1], cfg)
+    state, again = load(tmp_path / "half")
+    *_, last = train_iter(state, again)
+    assert same(last["state"], every[-1])
+
+
+def test_rows_of_a_skipped_iteration_are_not_committed():
+    cfg = replaying(**{"env": {"name": "counting_with_a_fault"}, "trainer.finite_guard": "skip"})
+    with pytest.warns(UserWarning, match="NaN or infinity in reward"):
+        one, two, three, *_ = states(cfg)
+    assert same(one["replay"], two["replay"]) and same(one["params"], two["params"])
+    assert int(two["replay", "cursor"]) == N * T and int(three["replay", "cursor"]) == 2 * N * T
+    assert two["env", "obs"].unique().tolist() == [8.0]
+    pure, state = make_iteration(cfg), init_state(cfg)
+    for expected in (one, two, three):
+        state, _ = pure(state)
+        assert same(state["replay"], expected["replay"])
+
+
+def test_a_fault_that_stops_leaves_the_buffer_as_it_was():
+    cfg = replaying(**{"env": {"name": "counting_with_a_fault"}})
+    (last,) = [r["state"] for r in train_iter_until_it_stops(cfg) if r["log_type"] == "train"]
+    assert int(last["replay", "cursor"]) == int(last["replay", "written"]) == N * T
+    assert same(last["replay"], states(cfg.replace(**{"trainer.iterations": 1}))[0]["replay"])
+
+
+def train_iter_until_it_stops(cfg: Config):
+    with pytest.raises(ecrl.errors.NotFiniteError, match="NaN or infinity in reward") as error:
+        yield from train_iter(init_state(cfg), cfg)
+    assert error.value.report["found"]["place"] == {"env": 0, "step": 1, "env_step": 5}
+
+
+def test_every_leaf_has_a_kind():
+    run = build(replaying())
+    found = leaf_kinds(init_state(replaying()), kinds_of(run))
+    expected = {
+        ("params", "critic", "0.bias"): Kind.LEARNED,
+        ("opt", "step"): Kind.LEARNED,
+        ("hyper", "gamma"): Kind.COUNTER,
+        ("env", "obs"): Kind.ENVIRONMENT,
+        ("episode", "finished"): Kind.ENVIRONMENT,
+        ("replay", "obs"): Kind.BUFFER,
+        ("replay", "written"): Kind.BUFFER,
+        ("replay", "cursor"): Kind.COUNTER,
+        ("key",): Kind.COUNTER,
+    }
+    assert {path: found[path] for path in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("kinds", "message"),
+    [
+        ({"replay": None}, r"state: the kind of replay/.* is not declared \(declared: .*params.*\); add it to `kinds`"),
+        ({("replay", "cursor"): Kind.BUFFER}, "the buffer replay needs the count replay/cursor of kind counter"),
+    ],
+)
+def test_a_state_without_its_kinds_is_refused_in_one_line(monkeypatch, kinds, message):
+    make, declared = ecrl.loop.build.make_algorithm, {**REPLAY_KINDS, **kinds}
+    declared = {path: kind for path, kind in declared.items() if kind and ("replay" in kinds) <= ("replay" not in path)}
+    monkeypatch.setattr("ecrl.loop.build.make_algorithm", lambda block: replace(make(block), kinds=declared))
+    with pytest.raises(ConfigError, match=message):
+        init_state(replaying())
+
+
+def test_split_and_merge():
+    kinds = kinds_of(build(replaying()))
+    state = init_state(replaying())
+    own, borrowed = split(state, kinds)
+    assert list(borrowed.keys()) == ["replay"] and list(own["replay"].keys()) == ["cursor"]
+    assert "cursor" not in borrowed["replay"] and same(merge(own, borrowed), state)
+
+
+def test_a_rank_has_its_environments_buffers_and_running_returns_of_its_own():
+    changes = {"algorithm": {"name": "ppo", "cfg": {"normalize_reward": True}}, "policy.normalize_obs": True}
+    for cfg, also in ((replaying(**changes), {"norm/reward/running"}), (replaying(), {"replay/obs", "replay/written"})):
+        state = init_state(cfg)
+        names = set(_own(state, kinds_of(build(cfg))))
+        fields = {"/".join((name, str(key))) for name in ("env", "episode") for key in state[name].keys(True, True)}
+        assert fields | also <= names
+        assert {name.split("/")[0] for name in names - fields} == {sorted(also)[0].split("/")[0]}
+        assert not names & {"replay/cursor", "norm/reward/moments/count", "key", "sample_step"}
+
+
+MEASURED = """
+import json, sys, torch
+sys.path.insert(0, "tests")
+torch.set_num_threads(1)
+from torch.profiler import ProfilerActivity, profile
+from test_buffers import replaying
+from ecrl.loop.iteration import init_state, train_iter
+
+def allocated(fn):
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        out = fn()
+    sizes = [event.cpu_memory_usage for event in profiler.events() if event.name == "[memory]"]
+    sizes += [event.self_cpu_memory_usage for event in profiler.events() if event.name != "[memory]"]
+    return out, sum(size for size in sizes if size > 0)
+
+cfg = replaying(**{
+    "algorithm.cfg.capacity": 2**15, "algorithm.cfg.padding": 2**15, "trainer.compile": sys.argv[1],
+    "trainer.iterations": 6,
+})
+records = train_iter(init_state(cfg), cfg)
+for _ in range(4):  # compiles, and settles
+    state = next(records)["state"]
+size = sum(x.numel() * x.element_size() for x in state["replay"].values(True, True))
+taken = [allocated(lambda: next(records))[1] for _ in range(8)]
+(_, copied) = allocated(lambda: state["replay", "padding"].clone())
+print(json.dumps([size, max(taken), copied]))
+"""
+
+
+@pytest.mark.parametrize("form", ["off", pytest.param("on", marks=pytest.mark.slow)])
+def test_an_iteration_with_a_buffer_of_a_gibibyte_allocates_little(form):
+    done = subprocess.run([sys.executable, "-c", MEASURED, form], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    size, taken, copied = json.loads(done.stdout.splitlines()[-1])
+    assert size > 2**30
+    assert copied >= 2**30, "a copy of the buffer is seen by this measurement"
+    assert 0 < taken < 50 * 2**20
