@@ -9,8 +9,8 @@ import pytest
 import torch
 from conftest import assert_pure, close
 from support.replay_agent import REPLAY_KINDS
+from support.small_runs import NET, same
 from tensordict import TensorDict
-from test_loop import NET, same
 
 import ecrl
 from ecrl.algorithms.state_kinds import Kind, leaf_kinds, merge, split
