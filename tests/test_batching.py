@@ -1,5 +1,7 @@
 """Compiled functions and loops under `torch.func.vmap`: one call for the batch, each member as if it were alone."""
 
+from typing import Any
+
 import pytest
 import torch
 from conftest import close
@@ -8,7 +10,7 @@ from tensordict import TensorDict
 
 from ecrl import rng
 from ecrl.compile.cpu_matmul import bmm
-from ecrl.compile.jit import COMPILED, choose_form
+from ecrl.compile.jit import choose_form
 from ecrl.compile.scan import graph_scan, scan_op
 from ecrl.compile.trace import traced
 from ecrl.compile.vmap import outside
@@ -162,18 +164,19 @@ def _scaled_sum(factor, x, y):
 
 @pytest.mark.slow
 def test_a_vmapped_function_is_compiled_once_for_a_batch_of_one_size():
-    fn, known = choose_form("on", "cpu").jit(_scaled_sum, 3.0), len(COMPILED)
+    jit: Any = choose_form("on", "cpu").jit
+    fn = jit(_scaled_sum, 3.0)
     x, y = torch.arange(6.0).reshape(3, 2), torch.tensor([1.0, 2.0])
     for scale in (1.0, 2.0):
         found = vmap(fn, (0, None))(scale * x, y)
         assert torch.equal(found["sum"], 3.0 * scale * x + y)
         assert torch.equal(found["same"], y.expand(3, 2))
     assert torch.equal(vmap(fn, (1, None))(x.t(), y)["sum"], 3.0 * x + y)
-    assert COMPILED[known:] == ["_scaled_sum of a batch: first call"]
+    assert [one.text for one in jit.compilations] == ["_scaled_sum of a batch: first call"]
     assert torch.equal(vmap(vmap(fn))(x, x)["sum"], 4.0 * x)
     vmap(fn, (0, None))(torch.ones(4, 2), y)
     told = "_scaled_sum of a batch: 0 was float32 [3, 2] on cpu, is float32 [4, 2] on cpu"
-    assert COMPILED[-1] == told
+    assert jit.compilations[-1].text == told
 
 
 @pytest.mark.slow
@@ -217,14 +220,15 @@ def test_a_batch_of_runs_equals_each_run_alone_with_its_own_numbers(algorithm):
         else {"algorithm": {"name": "grpo", "cfg": {"n_epochs": 2, "batch_size": 16, "group_size": 2}}}
     )
     cfg = small(**changes, **{"trainer.compile": "on"})
-    iteration, known = make_iteration(cfg), None
+    runs, known = [], None
+    iteration = make_iteration(cfg, lambda run: runs.append(run) or run)
     for seeds in ((1, 2, 3), (4, 5, 6)):
         states = _grid(cfg, seeds)
         many = torch.stack(states)
         for _ in range(2):
             many, logs = vmap(iteration)(many)
             if known is None:
-                known = len(COMPILED)
+                known = len(runs[0].jit.compilations)
             _close_states(many, states := [iteration(state)[0] for state in states])
         assert logs["train"]["entropy"].shape == logs["collect"]["episode_reward_avg_100"].shape == (3,)
         assert [torch.equal(*pair) for pair in zip(many["key"], torch.tensor(seeds), strict=True)] == [True] * 3
@@ -233,7 +237,7 @@ def test_a_batch_of_runs_equals_each_run_alone_with_its_own_numbers(algorithm):
             before = init_state(cfg, key=rng.key(seed))["params"].flatten_keys("/")
             still = [torch.equal(moved[name][i], leaf) for name, leaf in before.items()]
             assert all(still) if i == 0 else algorithm == "grpo" or not any(still)  # the first at a rate of 0
-    assert not [told for told in COMPILED[known:] if "of a batch" in told]
+    assert not [one for one in runs[0].jit.compilations[known:] if "of a batch" in one.text]
 
 
 @pytest.mark.slow
@@ -245,17 +249,18 @@ def test_64_seeds_learn_in_one_call_as_they_do_alone():
         **{"algorithm.cfg.batch_size": 64},
     )
     many = torch.stack([init_state(cfg, key=key).clone() for key in torch.arange(64)])
-    iteration = make_iteration(cfg)
+    runs: list = []
+    iteration = make_iteration(cfg, lambda run: runs.append(run) or run)
     alone, known = {i: many[i].clone() for i in (0, 63)}, 0
     for i in range(20):
         many, logs = vmap(iteration)(many)
-        known = known or len(COMPILED)
+        known = known or len(runs[0].jit.compilations)
         if i < 3:
             alone = {seed: iteration(state)[0] for seed, state in alone.items()}
             for seed, state in alone.items():
                 for name, leaf in state["params"].flatten_keys("/").items():
                     close(many["params"].flatten_keys("/")[name][seed], leaf, tol=1e-4)
-    assert [told for told in COMPILED[known:] if "of a batch" in told] == []
+    assert [one for one in runs[0].jit.compilations[known:] if "of a batch" in one.text] == []
     length = logs["collect"]["episode_length_avg_100"]
     assert length.shape == (64,)
     assert float(length.median()) > 45.0  # a random policy lasts 22 steps

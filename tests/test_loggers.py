@@ -11,6 +11,7 @@ import torch
 from support.log_records import NAMES, RECORDS, record
 from support.small_runs import small
 
+from ecrl.compile.jit import Compilation
 from ecrl.run.evaluation import with_evaluation
 from ecrl.run.loggers import _Pace, scalars, with_host_logs, with_jsonl, with_progress, with_scalars
 from ecrl.run.profiler import Times, timed_records
@@ -238,15 +239,14 @@ def test_progress_fits_a_narrow_terminal(capsys, monkeypatch):
 
 
 def test_progress_tells_when_it_compiles_and_leaves_that_out_of_the_rate(capsys, monkeypatch):
-    monkeypatch.setattr("ecrl.run.loggers.COMPILED", told := ["before"])
-    monkeypatch.setattr("ecrl.run.loggers.SECONDS", took := [7.0])
+    made = [Compilation("before", 7.0)]
     now = iter([100.0, 131.0, 132.0])  # 30 s of compiling, then 100 steps a second
     monkeypatch.setattr("ecrl.run.loggers.time.perf_counter", lambda: next(now))
-    pace = _Pace(0)
+    pace = _Pace(0, made)
     assert str(pace) == "starting"
-    told.append("iteration: first call")
+    made.append(Compilation("iteration: first call", None))
     assert str(pace) == "compiling"
-    took.append(30.0)
+    made[1] = made[1]._replace(seconds=30.0)
     pace.move(100)
     assert str(pace) == "100 steps/s, compiled in 30 s"
     pace.move(200)

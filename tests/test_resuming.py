@@ -25,13 +25,13 @@ from ecrl.run.train import train, train_from_config
 class Enough(Exception): pass
 import ecrl.run.train, ecrl.loop.iteration
 cfg = load_config(sys.argv[1])
-inner = ecrl.run.train.train_iter
-def ten(state, cfg):
-    for record in inner(state, cfg):
+inner = ecrl.run.train.iterations
+def ten(run, state, cfg):
+    for record in inner(run, state, cfg):
         yield record
         if record["log_type"] == "train" and int(record["state"]["update_step"]) == 10:
             raise KeyboardInterrupt
-ecrl.run.train.train_iter = ten
+ecrl.run.train.iterations = ten
 train(init_state(cfg), cfg, sys.argv[2], progress=False)
 """
 

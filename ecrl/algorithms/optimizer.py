@@ -286,7 +286,7 @@ def rate_logs(rates: dict[str, Tensor], groups: tuple[Group, ...], state: Tensor
     logs = {}
     for group in groups:
         own = f"{group.prefix}learning_rate"
-        has_own = own in state["hyper"].keys() or own in state.keys()  # noqa: SIM118
+        has_own = own in cast(TensorDict, state["hyper"]).keys() or own in state.keys()  # noqa: SIM118
         logs.setdefault(own if has_own else "learning_rate", rates[group.name])
     return logs
 

@@ -22,6 +22,7 @@ import sysconfig
 import time
 import warnings
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -121,11 +122,33 @@ def _current(made: _Made) -> bool:
     return all(_version(tensor) == version for tensor, version in made.captured)
 
 
-COMPILED: list[str] = []
-"""What was compiled in this process, and why: "first call", or what differs from the last call that was."""
+class Compilation(NamedTuple):
+    """One compilation: the function and the reason (first call, or the difference from the last call); its duration.
 
-SECONDS: list[float] = []
-"""What each of these took; one fewer while the last is being made."""
+    `seconds` is None until it ends.
+    """
+
+    text: str
+    seconds: float | None
+
+
+@dataclass(frozen=True)
+class Jit:
+    """`jit(fn, *static)` binds the static arguments of `fn` and compiles it when it is first called.
+
+    All of them are equal and share compiled functions. Each has its own record of the compilations that its calls made.
+    """
+
+    compilations: list[Compilation] = field(default_factory=list, compare=False)
+
+    def __call__(self, fn: Callable, *static: Any) -> Callable[..., Any]:
+        """Bind the static arguments of `fn`; equal ones give the same compiled function."""
+        return partial(_compiled(fn, *static), self.compilations)
+
+
+def compilations_of(jit: Callable) -> list[Compilation]:
+    """The record of a `jit`; empty if it compiles nothing."""
+    return getattr(jit, "compilations", [])
 
 
 def _difference(before: tuple[Any, ...], now: tuple[Any, ...]) -> str:
@@ -157,20 +180,23 @@ def _compiled(fn: Callable, *static: Any) -> Callable[..., Any]:
     bound, made, last = partial(fn, *static), {}, []
     name = fn.__name__ if fn is not over_batch else f"{static[0].__name__} of a batch"
 
-    def new(key: tuple[Any, ...], structure: Hashable, leaves: list[Tensor], why: str) -> _Made:
-        COMPILED.append(f"{name}: {why}")
-        began = time.perf_counter()
+    def new(
+        record: list[Compilation], key: tuple[Any, ...], structure: Hashable, leaves: list[Tensor], why: str
+    ) -> _Made:
+        text = f"{name}: {why}"
+        place, began = len(record), time.perf_counter()
+        record.append(Compilation(text, None))
         leaves = _unshared([_apart(leaf) for leaf in leaves])
         try:
             with uncollected():
                 run, out, captured = _compiler_for(leaves)(bound, structure, leaves)
         finally:
-            SECONDS.append(time.perf_counter() - began)
+            record[place] = Compilation(text, time.perf_counter() - began)
         versions = [(tensor, _version(tensor)) for tensor in captured]
         strides = [leaf.stride() for leaf in leaves]
         return _Made(run, key[0], versions, structure, strides, _alike(leaves), _flags(leaves), out)
 
-    def call(*args: Any) -> Any:
+    def call(record: list[Compilation], *args: Any) -> Any:
         if in_graph():  # of which it becomes a part
             return bound(*args)
         leaves, structure = flatten(args)
@@ -183,15 +209,15 @@ def _compiled(fn: Callable, *static: Any) -> Callable[..., Any]:
         leaves = [leaf.resolve_neg().resolve_conj() for leaf in leaves]
         differentiated = recorded(*leaves)
         if vmapped() and not differentiated:
-            return _compiled_batch(fn, static, structure, leaves)
+            return _compiled_batch(record, fn, static, structure, leaves)
         if transformed or differentiated:
             return bound(*args)
         leaves = _evened(leaves, _flags(leaves))
         key = setting, structure, *[(leaf.shape, leaf.dtype, leaf.device) for leaf in leaves]
         if key not in made:
-            made[key] = new(key, structure, leaves, _difference([*made][-1], key) if made else "first call")
+            made[key] = new(record, key, structure, leaves, _difference([*made][-1], key) if made else "first call")
         elif not _current(made[key]):
-            made[key] = new(key, structure, leaves, "a captured tensor was written on")
+            made[key] = new(record, key, structure, leaves, "a captured tensor was written on")
         last[:] = [known := made[key]]
         with torch.no_grad(), torch._C._DisableAutocast():
             return unflatten(known.out, known.run(*map(_dense, leaves, known.strides)))
@@ -199,12 +225,14 @@ def _compiled(fn: Callable, *static: Any) -> Callable[..., Any]:
     return call
 
 
-def _compiled_batch(fn: Callable, static: tuple, structure: Hashable, leaves: list[Tensor]) -> Any:
+def _compiled_batch(
+    record: list[Compilation], fn: Callable, static: tuple, structure: Hashable, leaves: list[Tensor]
+) -> Any:
     """What `fn` gives under vmap: the whole batch is one call of one compiled function."""
     found: list[Hashable] = []
 
     def whole(batched: tuple[bool, ...], *leaves: Tensor) -> list[Tensor]:
-        out, made = flatten(_compiled(over_batch, fn, static, structure, batched)(*leaves))
+        out, made = flatten(_compiled(over_batch, fn, static, structure, batched)(record, *leaves))
         found[:] = [made]
         return out
 
@@ -242,13 +270,18 @@ def gpu_fault() -> str | None:
     return None if os.path.exists(os.path.join(headers, "Python.h")) else f"no Python.h found in {headers}"
 
 
-@cache
 def choose_form(mode: str, device: str) -> Form:
-    """The form for `trainer.compile` on a device.
+    """The form for `trainer.compile` on a device, with a new record of compilations.
 
     "off" is eager. "on" compiles, or raises ConfigError where that is not possible. "auto" compiles where it is
     possible and warns once where it is not.
     """
+    form = _chosen(mode, device)
+    return form if form.name == "eager" else form._replace(jit=Jit())
+
+
+@cache
+def _chosen(mode: str, device: str) -> Form:
     if mode == "off":
         return Form("eager", "trainer.compile is off", partial, scan)
     fault = compiler_fault() if device == "cpu" else gpu_fault()
@@ -257,12 +290,12 @@ def choose_form(mode: str, device: str) -> Form:
             from ecrl.compile.scan import graph_scan
 
         made = "" if device == "cpu" else " and captured in CUDA graphs"
-        return Form("compiled", f"rollout and update compiled by inductor for {device}{made}", _compiled, graph_scan)
+        return Form("compiled", f"rollout and update compiled by inductor for {device}{made}", Jit(), graph_scan)
     tools = "g++" if device == "cpu" else "triton, gcc"
     needed = f"{tools} and the headers of Python (Debian: apt install g++ python3-dev)"
     needed = "torch 2.13 or newer" if device == "cpu" and _LOOPS_FAIL else needed
     advice = f"install {needed}, or set trainer.compile to off"
     if mode == "on":
         raise ConfigError(f"trainer.compile: on, but {fault}; {advice}")
-    warnings.warn(f"running eager, slower per step: {fault}; {advice}", RuntimeWarning, stacklevel=2)
+    warnings.warn(f"running eager, slower per step: {fault}; {advice}", RuntimeWarning, stacklevel=3)
     return Form("eager", fault, partial, scan)

@@ -17,7 +17,7 @@ from ecrl import rng
 from ecrl.algorithms import Run
 from ecrl.algorithms.core import start_keys, steps_taken
 from ecrl.algorithms.state_kinds import merge
-from ecrl.compile.jit import COMPILED
+from ecrl.compile.jit import compilations_of
 from ecrl.compile.vmap import vmapped
 from ecrl.config import Config, total_steps
 from ecrl.distributed import world_size
@@ -167,6 +167,15 @@ def steps_per_iteration(cfg: Config) -> int:
     return cfg.trainer.buffer_size * cfg.trainer.num_envs * world_size()
 
 
+def crossed(step: int, size: int, freq: int) -> bool:
+    """True if an iteration of `size` env steps that ends at `step` reached or passed a multiple of `freq`.
+
+    >>> [crossed(step, 4, 10) for step in (4, 8, 12, 16, 20)]
+    [False, False, True, False, True]
+    """
+    return step // freq > (step - size) // freq
+
+
 def _statistics(norm_update: Callable[..., TensorDict], norm: TensorDict, steps: TensorDict) -> TensorDict:
     """Observation statistics after these steps; the policy acted with those from before."""
     obs = norm_update(cast(TensorDict, norm["obs"]), steps["obs"][:, :-1], counted_steps(steps))
@@ -293,9 +302,9 @@ def iterations(run: Run, state: TensorDict, cfg: Config) -> Iterator[LogData]:
     borrowed = take_over(borrowed, kinds_of(run))
     leaves, structure = flatten(own.clone())  # a list of tensors is the fastest form to pass to compiled code
     iteration = _bound(_iteration_of_leaves, run, cfg, guard, structure)
-    warned = False
+    compilations, warned = compilations_of(run.jit), False
     while step < end:
-        known, before = len(COMPILED), state
+        known, before = len(compilations), state
         with interruptible():
             leaves, state, writes, logs, nonfinite = iteration(leaves, Borrowed(borrowed))
             skipped = _is_skipped(run, guard, nonfinite, before)
@@ -306,8 +315,9 @@ def iterations(run: Run, state: TensorDict, cfg: Config) -> Iterator[LogData]:
             warned = True
         state = merge(state, borrowed)
         step += size
-        if len(COMPILED) > known and step > settled:
-            warnings.warn(f"compiled again at step {step}: {'; '.join(COMPILED[known:])}", RuntimeWarning, stacklevel=2)
+        if len(compilations) > known and step > settled:
+            again = "; ".join(one.text for one in compilations[known:])
+            warnings.warn(f"compiled again at step {step}: {again}", RuntimeWarning, stacklevel=2)
         state.lock_()
         logs = mapped(torch.clone, logs)  # the learning rate may be the state's own
         yield LogData(log_type="collect", sample_step=step, logs=logs["collect"], state=state)

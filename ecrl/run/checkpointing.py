@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from ecrl.config import Config
 from ecrl.errors import CheckpointError
-from ecrl.loop.iteration import steps_per_iteration
+from ecrl.loop.iteration import crossed, steps_per_iteration
 from ecrl.run.atomic_files import remove_folder, sweep, whole
 from ecrl.run.checkpoint import Snapshot, read_files, read_manifest, snapshot, steps_in, write
 from ecrl.run.loggers import ending, never_fatal
@@ -111,7 +111,7 @@ def with_checkpoints(records: Iterator[LogData], cfg: Config, run_dir: str | Pat
                 look()
                 if record["log_type"] == "train":
                     last, step = record, record["sample_step"]
-                    if step // freq > (step - steps_per_iteration(cfg)) // freq:
+                    if crossed(step, steps_per_iteration(cfg), freq):
                         saved = put(record)
                 yield record
         finally:

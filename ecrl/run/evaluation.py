@@ -23,7 +23,7 @@ from ecrl.errors import ConfigError, UserError
 from ecrl.kernels import scan
 from ecrl.kernels.scan_loop import Scan
 from ecrl.loop.build import build, check_envs, device_of, with_training_wrappers
-from ecrl.loop.iteration import steps_per_iteration
+from ecrl.loop.iteration import crossed, steps_per_iteration
 from ecrl.loop.signals import interruptible
 from ecrl.policies import acting_params
 from ecrl.registry import did_you_mean
@@ -232,7 +232,11 @@ def check_evaluation(cfg: Config, run: Run | None = None) -> None:
 
 
 def with_evaluation(
-    records: Iterator[LogData], cfg: Config, videos: str | Path | None = None, first: LogData | None = None
+    records: Iterator[LogData],
+    cfg: Config,
+    videos: str | Path | None = None,
+    first: LogData | None = None,
+    run: Run | None = None,
 ) -> Iterator[LogData]:
     """Evaluate when `trainer.eval_freq` env steps are crossed; the `evaluate` record follows the one it evaluates.
 
@@ -244,8 +248,9 @@ def with_evaluation(
         videos: a folder for those of the cameras under `trainer.events.eval`; None makes none. They are drawn while
             training goes on; an evaluation waits for the video of the one before.
         first: a record to evaluate before them, that of a run which was stopped (`ecrl.run.owed`).
+        run: the run with the events of evaluation, if it is built.
     """
-    run = build(cfg, "eval")
+    run = build(cfg, "eval") if run is None else run
     check_evaluation(cfg, run)
     freq = cfg.trainer.eval_freq
     with filming(cfg, None if videos is None else Path(videos)) as opened, ending(records):
@@ -260,7 +265,6 @@ def with_evaluation(
             yield judged(first)
         for record in records:
             yield record
-            step = record["sample_step"]
-            crossed = step // freq > (step - steps_per_iteration(cfg)) // freq
-            if record["log_type"] == "train" and crossed and not record.get("stopping"):
+            due = crossed(record["sample_step"], steps_per_iteration(cfg), freq)
+            if record["log_type"] == "train" and due and not record.get("stopping"):
                 yield judged(record)

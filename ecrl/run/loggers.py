@@ -11,7 +11,7 @@ import math
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ecrl.compile.jit import COMPILED, SECONDS
+from ecrl.compile.jit import Compilation
 from ecrl.run.atomic_files import append
 from ecrl.types import LogData
 
@@ -206,10 +206,14 @@ class _Pace:
     """Steps per second without the time of compiling; before the first step, the present activity."""
 
     step: int
+    compilations: Sequence[Compilation] = ()
     seconds: float = 0.0
     since: float = field(default_factory=lambda: time.perf_counter())
-    compiled: int = field(default_factory=lambda: len(SECONDS))
     steps: int = 0
+    earlier: int = 0
+
+    def __post_init__(self) -> None:
+        self.earlier = len(self.compilations)
 
     def move(self, step: int) -> None:
         self.steps, self.step = self.steps + step - self.step, step
@@ -217,8 +221,8 @@ class _Pace:
 
     def __str__(self) -> str:
         if not self.steps:
-            return "compiling" if len(COMPILED) > len(SECONDS) else "starting"
-        compile_seconds = sum(SECONDS[self.compiled :])
+            return "compiling" if any(c.seconds is None for c in self.compilations) else "starting"
+        compile_seconds = sum(c.seconds or 0.0 for c in self.compilations[self.earlier :])
         rate = f"{self.steps / max(self.seconds - compile_seconds, 1e-9):,.0f} steps/s"
         return f"{rate}, compiled in {compile_seconds:.0f} s" if compile_seconds >= 0.5 else rate
 
@@ -251,7 +255,9 @@ def _in_cell(layout: Any) -> Iterator[None]:
         handle.update(layout)  # pyright: ignore
 
 
-def with_progress(records: Iterator[LogData], start: int, end: int) -> Iterator[LogData]:
+def with_progress(
+    records: Iterator[LogData], start: int, end: int, compilations: Sequence[Compilation] = ()
+) -> Iterator[LogData]:
     """Show live steps/s, time, return and losses in a terminal and in Jupyter; elsewhere print a line per tenth.
 
     The line shows when the run is compiling, and afterwards the seconds it took. Steps/s do not count that time.
@@ -260,6 +266,7 @@ def with_progress(records: Iterator[LogData], start: int, end: int) -> Iterator[
         records: records to pass on.
         start: env steps before the first record.
         end: env steps of the whole run.
+        compilations: the record of the run's `jit`, which grows.
     """
     from rich.console import Console
     from rich.live import Live
@@ -275,7 +282,7 @@ def with_progress(records: Iterator[LogData], start: int, end: int) -> Iterator[
     from rich.table import Column, Table
     from rich.text import Text
 
-    console, logs, pace, tenth = Console(), {}, _Pace(start), 10 * start // end
+    console, logs, pace, tenth = Console(), {}, _Pace(start, compilations), 10 * start // end
     guarded, is_live = never_fatal("progress"), console.is_terminal or console.is_jupyter
     columns = (SpinnerColumn(), MofNCompleteColumn(), BarColumn(20), TextColumn("{task.fields[rate]}"))
     progress = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console)

@@ -9,7 +9,7 @@ from tensordict import TensorDict
 
 from ecrl.config import Config
 from ecrl.errors import CheckpointError
-from ecrl.loop.iteration import steps_per_iteration
+from ecrl.loop.iteration import crossed, steps_per_iteration
 from ecrl.run.checkpoint import read_manifest
 from ecrl.run.folder import rewrite
 from ecrl.types import LogData
@@ -23,7 +23,7 @@ def owed(state: TensorDict, cfg: Config, run_dir: str | Path) -> LogData | None:
     """
     step, size, freq = int(state["sample_step"]), steps_per_iteration(cfg), cfg.trainer.eval_freq
     metrics = Path(run_dir) / "metrics.jsonl"
-    if step // freq <= (step - size) // freq or not metrics.is_file():
+    if not crossed(step, size, freq) or not metrics.is_file():
         return None
     lines = metrics.read_bytes().splitlines(keepends=True)
     rows = {row["log_type"]: line for line in lines if (row := _row(line)).get("sample_step") == step}

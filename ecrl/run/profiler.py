@@ -18,6 +18,7 @@ import torch
 
 from ecrl.algorithms import Run
 from ecrl.algorithms.core import OnPolicy, learn
+from ecrl.compile.jit import compilations_of
 from ecrl.distributed import rank, world_size
 from ecrl.kernels import scan
 from ecrl.run.loggers import ending, never_fatal
@@ -99,6 +100,8 @@ def with_timers(times: Times, run: Run) -> Run:
 
     def jit(fn: Callable[..., Any], *static: Any) -> Callable[..., Any]:
         return timed(times, fn.__name__.strip("_"), run.jit(fn, *static))
+
+    cast(Any, jit).compilations = compilations_of(run.jit)
 
     def jit_timed(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
         return timed(times, name, run.jit(fn))

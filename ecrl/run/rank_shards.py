@@ -20,7 +20,7 @@ from ecrl.distributed import agreed, gathered, rank, world_size
 from ecrl.errors import CheckpointError, NotFiniteError
 from ecrl.loop.buffers import kinds_of
 from ecrl.loop.build import build
-from ecrl.loop.iteration import steps_per_iteration
+from ecrl.loop.iteration import crossed, steps_per_iteration
 from ecrl.loop.signals import asked
 from ecrl.run.loggers import ending
 from ecrl.types import LogData
@@ -39,15 +39,11 @@ def _of_others(state: TensorDict, kinds: Kinds) -> dict[str, bytes]:
     return {f"rank_{i}.safetensors": part for i, part in enumerate(parts) if i > 0}
 
 
-def _crossed(step: int, size: int, every: int) -> bool:
-    return step // every > (step - size) // every
-
-
 def is_due(step: int, cfg: Config) -> bool:
     """Whether a state after so many steps may be saved; the same answer on every rank."""
     size, trainer = steps_per_iteration(cfg), cfg.trainer
-    due = _crossed(step, size, trainer.save_freq) or step >= total_steps(cfg, world_size())
-    return due or (trainer.enable_eval and _crossed(step, size, trainer.eval_freq))
+    due = crossed(step, size, trainer.save_freq) or step >= total_steps(cfg, world_size())
+    return due or (trainer.enable_eval and crossed(step, size, trainer.eval_freq))
 
 
 def is_whole(record: LogData) -> bool:

@@ -3,19 +3,21 @@
 import json
 import os
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 from tensordict import TensorDict
 
+from ecrl.algorithms import Run
+from ecrl.compile.jit import Compilation, compilations_of
 from ecrl.config import Config, load_config, total_steps
 from ecrl.distributed import first_says, rank, start, stop, world_size
 from ecrl.errors import CheckpointError, ConfigError, NotSavedError
 from ecrl.loop.build import build, check_rollout
-from ecrl.loop.iteration import check_config, close, first_state, train_iter
+from ecrl.loop.iteration import check_config, check_state, close, first_state, iterations
 from ecrl.loop.signals import asked, in_loop
 from ecrl.registry import registered
 from ecrl.run.atomic_files import replace_file
@@ -34,6 +36,12 @@ from ecrl.run.resume import forget_after, goes_on, resume
 from ecrl.run.trackers import check_wandb, with_tensorboard, with_wandb
 from ecrl.types import LogData
 
+Timed = Callable[[str, Iterator[LogData]], Iterator[LogData]]
+
+
+def _untimed(phase: str, records: Iterator[LogData]) -> Iterator[LogData]:
+    return records
+
 
 def consumers(
     records: Iterator[LogData],
@@ -42,22 +50,33 @@ def consumers(
     run_dir: Path | None,
     first: int,
     progress: bool,
-    timed: Callable[[str, Iterator[LogData]], Iterator[LogData]] = lambda phase, records: records,
+    timed: Timed = _untimed,
+    evaluation: Run | None = None,
+    compilations: Sequence[Compilation] = (),
 ) -> Iterator[LogData]:
-    """Everything a run's config asks for, stacked on its records, the first of which follows `state`.
+    """Stack everything that a run's config asks for on its records.
 
-    `timed` may watch each of them.
+    Args:
+        records: the records of the loop.
+        state: the state before the first record.
+        cfg: of the run.
+        run_dir: the run folder; None writes nothing.
+        first: env steps before the first record.
+        progress: show a live line.
+        timed: (phase, records) -> records, as `ecrl.run.profiler.timed_records`.
+        evaluation: the run with the events of evaluation, if it is built.
+        compilations: the record of the run's `jit`.
     """
     records = timed("loop", records)
     records = with_others_at_crash(records, cfg) if world_size() > 1 else records
     records = records if run_dir is None or rank() > 0 else with_crash(records, cfg, run_dir)
-    if rank() > 0:  # which takes no part but in the training, and in what is saved
+    if rank() > 0:  # other ranks only train, and give their part of a checkpoint
         return with_others(records, cfg)
     records = with_others(records, cfg) if world_size() > 1 else records
     videos = None if run_dir is None else run_dir / "videos"
     if cfg.trainer.enable_eval:
         left = None if run_dir is None else owed(state, cfg, run_dir)
-        records = timed("evaluation", with_evaluation(records, cfg, videos, left))
+        records = timed("evaluation", with_evaluation(records, cfg, videos, left, evaluation))
     if videos is not None and cameras(cfg, "train"):
         records = timed("videos", with_training_videos(records, cfg, videos, state))
     records = with_host_logs(records)
@@ -68,15 +87,17 @@ def consumers(
         records = with_wandb(records, cfg, run_dir, first) if cfg.trainer.use_wandb else records
         records = timed("logging", records)
         records = timed("checkpoints", with_checkpoints(with_best_checkpoint(records, cfg, run_dir), cfg, run_dir))
-    return timed("progress", with_progress(records, first, total_steps(cfg, world_size()))) if progress else records
+    if not progress:
+        return records
+    return timed("progress", with_progress(records, first, total_steps(cfg, world_size()), compilations))
 
 
 def _write_config(cfg: Config, folder: Path) -> None:
     try:
         replace_file(folder / "config.json", (json.dumps(cfg.model_dump(mode="json"), indent=2) + "\n").encode())
     except OSError as error:
-        told = f"run_dir: {folder}: cannot be written: {error.strerror}"
-        raise ConfigError(f"{told}; make room or choose another folder") from None
+        text = f"run_dir: {folder}: cannot be written: {error.strerror}"
+        raise ConfigError(f"{text}; make room or choose another folder") from None
 
 
 def train(
@@ -100,71 +121,67 @@ def train(
     folder, history, last = None if run_dir is None else Path(run_dir), History(), [state]
     new = folder is not None and not claimed_before(folder) and not goes_on(folder, state, cfg)
 
-    def seen(record: LogData) -> None:
+    def keep(record: LogData) -> None:
         history.add(record)
         last[0] = record["state"]
 
     try:
-        return _train(state, cfg, folder, progress, profile, new, seen), history
+        return _train(build(cfg), state, cfg, folder, new, progress, profile, keep), history
     except CheckpointError as error:
         raise NotSavedError(str(error), last[0], history) from None
 
 
 def _train(
+    run: Run,
     state: TensorDict,
     cfg: Config,
     folder: Path | None,
+    new: bool,
     progress: bool,
     profile: bool,
-    new: bool,
-    seen: Callable[[LogData], Any],
+    keep: Callable[[LogData], Any],
 ) -> TensorDict:
-    """The state that `train` gives, in a folder that may hold this very run unless it is `new`; `seen` gets records."""
-    run = build(cfg)
+    """Check, claim the folder, run the loop with its consumers, and return the last state.
+
+    Args:
+        run: the run, built from `cfg`.
+        state: where it begins.
+        cfg: of the run.
+        folder: the run folder; None writes nothing.
+        new: True if the folder may not hold a run yet.
+        progress: show a live line.
+        profile: time the phases.
+        keep: gets each record.
+    """
+    if profile and folder is None:
+        raise ConfigError("profile: its times and traces need a folder; give run_dir too")
+    evaluation = build(cfg, "eval")._replace(jit=run.jit) if cfg.trainer.enable_eval else None
     check_rollout(cfg, run)
-    if cfg.trainer.enable_eval:
-        check_evaluation(cfg)
+    if evaluation is not None:
+        check_evaluation(cfg, evaluation)
     if folder is not None and rank() == 0:
         check_cameras(cfg)
         check_wandb(cfg)
         claim(folder, new)
     with holding(folder):
-        return _trained(state, cfg, folder, progress, profile, seen)
-
-
-def _trained(
-    state: TensorDict,
-    cfg: Config,
-    folder: Path | None,
-    progress: bool,
-    profile: bool,
-    seen: Callable[[LogData], Any],
-) -> TensorDict:
-    first = int(state["sample_step"])
-    records = _profiled(state, cfg, folder, first, progress) if profile else None
-    records = records or consumers(train_iter(state, cfg), state, cfg, folder, first, progress)
-    try:
-        with in_loop(alone=world_size() == 1), closing(cast(Generator, records)):
-            for record in records:
-                seen(record)
-                state = record["state"]
-                if record["log_type"] != "collect" and asked() and world_size() == 1:
-                    raise KeyboardInterrupt
-    except KeyboardInterrupt:
-        where = "its checkpoint is in" if int(state["sample_step"]) else "begin again by --resume"
-        where = "returning what there is" if folder is None else f"{where} {folder}"
-        print(f"interrupted at {int(state['sample_step']):,} env steps; {where}")
+        check_state(run, state, cfg)
+        times, first = Times(), int(state["sample_step"])
+        records = iterations(with_timers(times, run) if profile else run, state, cfg)
+        stack = partial(timed_records, times) if profile else _untimed
+        records = consumers(records, state, cfg, folder, first, progress, stack, evaluation, compilations_of(run.jit))
+        records = with_profile(records, times, cast(Path, folder)) if profile else records
+        try:
+            with in_loop(alone=world_size() == 1), closing(cast(Generator, records)):
+                for record in records:
+                    keep(record)
+                    state = record["state"]
+                    if record["log_type"] != "collect" and asked() and world_size() == 1:
+                        raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            where = "its checkpoint is in" if int(state["sample_step"]) else "begin again by --resume"
+            where = "returning what there is" if folder is None else f"{where} {folder}"
+            print(f"interrupted at {int(state['sample_step']):,} env steps; {where}")
     return state
-
-
-def _profiled(state: TensorDict, cfg: Config, folder: Path | None, first: int, progress: bool) -> Iterator[LogData]:
-    """The records of a run whose phases are timed; the outermost consumer writes what they took."""
-    if folder is None:
-        raise ConfigError("profile: its times and traces need a folder; give run_dir too")
-    times = Times()
-    records = train_iter(state, cfg, partial(with_timers, times))
-    timed = partial(timed_records, times)
-    return with_profile(consumers(records, state, cfg, folder, first, progress, timed), times, folder)
 
 
 def _announce(cfg: Config, folder: Path) -> None:
@@ -174,7 +191,7 @@ def _announce(cfg: Config, folder: Path) -> None:
 
 
 def _first_state(cfg: Config, path: str) -> TensorDict:
-    """The state before the first step, after all that can be wrong with a config was looked at."""
+    """The state before the first step, after every check of the config; errors name the file."""
     try:
         run = build(cfg)
         check_rollout(cfg, run)
@@ -225,47 +242,46 @@ def run_config(
     resume_from: str | Path | None,
     force: bool,
     profile: bool,
-    seen: Callable[[LogData], Any] = lambda record: None,
+    keep: Callable[[LogData], Any] = lambda record: None,
 ) -> TensorDict:
-    """`train_from_config` without a history, which grows with every iteration; `seen` gets each record."""
+    """`train_from_config` without a history, which grows with every iteration; `keep` gets each record."""
     changed = dict(overrides) | ({} if distributed is None else {"trainer.distributed": distributed})
-    if resume_from is not None:
-        start(distributed or _was_distributed(Path(resume_from), path, changed))
-        with holding(Path(resume_from)):
-            return _run(*resume(resume_from, path, changed, force), Path(resume_from), profile, seen)
-    cfg = load_config(path or "", changed)
-    start(cfg.trainer.distributed)
-    state = _first_state(cfg, str(path))
-    folder = Path(first_says("run_dir", lambda: str(new_run_dir(cfg) if run_dir is None else run_dir)))
-    begun = claimed_before(folder)
-    if rank() == 0:
-        claim(folder, new=not begun)
-    with holding(folder):
-        if begun and any(folder.glob("checkpoints/step_*")):
-            state, cfg = resume(folder, path, changed)
-        elif rank() == 0:
-            forget_after(folder, 0)
-        return _run(state, cfg, folder, profile, seen)
+    with ExitStack() as stack:
+        if resume_from is not None:
+            folder = Path(resume_from)
+            start(distributed or _was_distributed(folder, path, changed))
+            stack.enter_context(holding(folder))
+            state, cfg = resume(folder, path, changed, force)
+        else:
+            cfg = load_config(path or "", changed)
+            start(cfg.trainer.distributed)
+            state = _first_state(cfg, str(path))
+            folder = Path(first_says("run_dir", lambda: str(new_run_dir(cfg) if run_dir is None else run_dir)))
+            begun = claimed_before(folder)
+            if rank() == 0:
+                claim(folder, new=not begun)
+            stack.enter_context(holding(folder))
+            if begun and any(folder.glob("checkpoints/step_*")):
+                state, cfg = resume(folder, path, changed)
+            elif rank() == 0:
+                forget_after(folder, 0)
+        if cfg.trainer.distributed and "WORLD_SIZE" not in os.environ:
+            warnings.warn("trainer.distributed: torchrun did not start this process; it trains alone", stacklevel=2)
+        if rank() == 0:
+            _announce(cfg, folder)
+            if int(state["sample_step"]) >= total_steps(cfg, world_size()):
+                print("its budget is spent; more iterations are a config that differs: --trainer.iterations N --force")
+        state = _train(build(cfg), state, cfg, folder, False, True, profile, keep)
+        close(state, cfg)
+        stop()
+        return state
 
 
 def _was_distributed(folder: Path, path: str | Path | None, changed: Mapping[str, Any]) -> bool:
-    """What the config says; where that of the run is lost, `resume` has the one of its checkpoint."""
+    """`trainer.distributed` of the config. If the run's config is lost, `resume` has that of its checkpoint."""
     try:
         return load_config(path or folder / "config.json", changed).trainer.distributed
     except ConfigError:
         if path is not None:
             raise
         return False
-
-
-def _run(state: TensorDict, cfg: Config, folder: Path, profile: bool, seen: Callable[[LogData], Any]) -> TensorDict:
-    if cfg.trainer.distributed and "WORLD_SIZE" not in os.environ:
-        warnings.warn("trainer.distributed: torchrun did not start this process; it trains alone", stacklevel=2)
-    if rank() == 0:
-        _announce(cfg, folder)
-        if int(state["sample_step"]) >= total_steps(cfg, world_size()):
-            print("its budget is spent; more iterations are a config that differs: --trainer.iterations N --force")
-    state = _train(state, cfg, folder, True, profile, False, seen)
-    close(state, cfg)
-    stop()
-    return state

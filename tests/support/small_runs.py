@@ -4,7 +4,7 @@ import torch
 from tensordict import TensorDict
 
 from ecrl.config import Config, config_from_dict
-from ecrl.loop.iteration import init_state, train_iter
+from ecrl.loop.iteration import Watch, init_state, train_iter, unwatched
 
 NET = {"type": "mlp", "network_cfg": {"hidden_sizes": [8], "activation": "tanh"}}
 TILT = {"func": "randomize_field", "mode": "reset", "params": {"field": "obs", "low": -0.1, "high": 0.1}}
@@ -22,9 +22,9 @@ def small(**changes) -> Config:
     return config_from_dict(base).replace(**changes)
 
 
-def last_state(cfg: Config, state: TensorDict | None = None) -> TensorDict:
+def last_state(cfg: Config, state: TensorDict | None = None, watch: Watch = unwatched) -> TensorDict:
     """The state after training from `state` or from a new one."""
-    *_, record = train_iter(init_state(cfg) if state is None else state, cfg)
+    *_, record = train_iter(init_state(cfg) if state is None else state, cfg, watch)
     return record["state"]
 
 
