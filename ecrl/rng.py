@@ -1,33 +1,117 @@
-"""Stateless random numbers: a key is one int64, every draw is a pure function of it.
+"""Stateless random numbers: a key is one int64, and every draw is a pure function of its key.
 
-Made of the words of Philox4x32-10 (`ecrl.philox`), one 32-bit word per element. A key of shape `[*B]` is a batch of
-independent keys; draws append their own shape: `uniform(keys, (3,))` is `[*B, 3]`. Use each key once: derive the next
-ones with `split` or `fold_in`. The first words of a longer draw are those of a shorter one. Integers, uniforms and
-permutations are the same bits eager, compiled, vmapped and on every device; normals agree within 1e-6.
+A key of shape `[*B]` is a batch of independent keys. Draws append their own shape: `uniform(keys, (3,))` is `[*B, 3]`.
+Use each key once. Derive new keys with `split` or `fold_in`. A longer draw starts with the numbers of a shorter one.
+Integers, uniforms and permutations have the same bits in eager mode, compiled, under vmap and on every device. Normals
+agree within 1e-6.
+
+The words come from Philox4x32-10, a random function of a key and a counter (Salmon et al. 2011, "Parallel random
+numbers: as easy as 1, 2, 3"). Plain tensors have neither unsigned words nor the high half of a product. So each round
+takes some twenty operations on int64. In a graph that is compiled as a whole, a pair of words is one operation,
+`ecrl::philox`, and a compiler may replace it (`ecrl.compile.cpu_philox`).
 """
 
 from collections.abc import Sequence
 from math import pi, prod
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import TransformType, get_interpreter_stack
 
-from ecrl.philox import MASK, philox
+from ecrl.tracing_state import in_graph
 
 START, ENV, ACTION, UPDATE, INIT, EVAL, EVENT = range(7)
-"""Streams of a run: episode starts, world noise, sampled actions, minibatches, initial weights, evaluation, events."""
+"""Streams of a run: episode starts, environment noise, actions, minibatches, initial weights, evaluation, events."""
 
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
-_DRAW, _SPLIT, _FOLD, _STREAM = range(4)  # fourth counter word, so that draws, splits, folds and streams never meet
+_DRAW, _SPLIT, _FOLD, _STREAM = range(4)  # fourth counter word: draws, splits, folds and streams never share a counter
+_WORD = 0xFFFFFFFF
+
+
+def _multiply(word: Tensor, factor: int) -> tuple[Tensor, Tensor]:
+    """Return the high and the low word of a 32 by 32 bit product with an odd factor.
+
+    No step overflows int64, because an overflow is undefined in the compiled C++.
+    """
+    product = (word - 2**31) * factor  # too small by factor * 2**31, and that is 2**31 modulo 2**32
+    return ((product >> 31) + factor) >> 1, (product + 2**31) & _WORD
+
+
+def philox4x32(key: Tensor, counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Run ten rounds of Philox4x32 on a 64-bit key and four 32-bit counter words.
+
+    All tensors are int64. Words are in [0, 2**32).
+
+    >>> zero = torch.tensor(0)
+    >>> [f"{int(word):08x}" for word in philox4x32(zero, (zero, zero, zero, zero))]
+    ['6627e8d5', 'e169c58d', 'bc57ac4c', '9b00dbd8']
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key & _WORD, (key >> 32) & _WORD
+    for _ in range(10):
+        (high0, low0), (high1, low1) = _multiply(c0, 0xD2511F53), _multiply(c2, 0xCD9E8D57)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
+    return c0, c1, c2, c3
+
+
+@torch.library.custom_op("ecrl::philox", mutates_args=())
+def _philox_pair(key: Tensor, low: Tensor, high: Tensor, last: bool) -> Tensor:
+    return _philox_pairs(key, low, high)[last]
+
+
+@_philox_pair.register_fake
+def _(key: Tensor, low: Tensor, high: Tensor, last: bool) -> Tensor:
+    return key.new_empty(torch.broadcast_shapes(key.shape, low.shape, high.shape))
+
+
+@_philox_pair.register_vmap
+def _(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
+    *words, last = args
+    rank = max(word.ndim - (dim is not None) for word, dim in zip(words, in_dims[:3], strict=True))
+
+    def aligned(word: Tensor, dim: int | None) -> Tensor:
+        if dim is None:
+            return word
+        word = word.movedim(dim, 0)
+        return word.reshape(len(word), *[1] * (rank + 1 - word.ndim), *word.shape[1:])
+
+    return _philox_pair(*map(aligned, words, in_dims[:3]), last), 0
+
+
+def _philox_pairs(key: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the four words of `philox4x32` as two int64, the lower word of each first."""
+    a, b, c, d = philox4x32(key, (low & _WORD, (low >> 32) & _WORD, high & _WORD, (high >> 32) & _WORD))
+    return a | (b << 32), c | (d << 32)
+
+
+def _only_vmap_is_active() -> bool:
+    """Return True unless a transform other than `torch.vmap` is active: the operation has no derivative."""
+    return all(transform.key() == TransformType.Vmap for transform in get_interpreter_stack() or ())
+
+
+def _philox(key: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the four words of a key and a counter, two words in each int64, the lower word first.
+
+    The counter has a low and a high half of 64 bits. The arguments broadcast.
+
+    >>> zero = torch.tensor(0)
+    >>> [f"{int(pair) % 2**64:016x}" for pair in _philox(zero, zero, zero)]
+    ['e169c58d6627e8d5', '9b00dbd8bc57ac4c']
+    """
+    if in_graph() and key.device.type == "cpu" and _only_vmap_is_active():
+        return torch.ops.ecrl.philox(key, low, high, False), torch.ops.ecrl.philox(key, low, high, True)
+    return _philox_pairs(key, low, high)
 
 
 def _counter(n: int, device: torch.device) -> Tensor:
-    """0 to n - 1. On a bare arange inductor computes in 32-bit indices (pytorch issue 175966); an `&` stops that."""
-    return torch.arange(n, device=device) & MASK
+    """Return 0 to n - 1. The `&` stops inductor from using 32-bit indices (pytorch issue 175966)."""
+    return torch.arange(n, device=device) & _WORD
 
 
 def key(seed: int, device: torch.device | str | None = None) -> Tensor:
-    """The key of a seed, a 0-d int64 tensor.
+    """Return the key of a seed, a 0-d int64 tensor.
 
     >>> key(3)
     tensor(3)
@@ -36,62 +120,65 @@ def key(seed: int, device: torch.device | str | None = None) -> Tensor:
 
 
 def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
-    """A new key from a key and an integer, broadcasting: `[*B]`. Different data give independent keys.
+    """Return a new key from a key and an integer: `[*B]`. The arguments broadcast.
+
+    Different data give independent keys.
 
     >>> fold_in(key(0), torch.arange(2)).shape, bool(fold_in(key(0), 1) == fold_in(key(0), torch.arange(2))[1])
     (torch.Size([2]), True)
     """
     data = torch.as_tensor(data, dtype=torch.int64, device=key.device)
-    return philox(key, data, torch.full_like(data, _FOLD << 32))[0]
+    return _philox(key, data, torch.full_like(data, _FOLD << 32))[0]
 
 
 def split(key: Tensor, num: int = 2) -> Tensor:
-    """New keys from each key, `num` of them along a new first axis: `[num, *B]`.
+    """Return `num` new keys from each key, along a new first axis: `[num, *B]`.
 
     >>> split(key(0), 3).shape
     torch.Size([3])
     """
     index = _counter(num, key.device).reshape(-1, *[1] * key.ndim)
-    return philox(key, index, torch.full_like(index, _SPLIT << 32))[0]
+    return _philox(key, index, torch.full_like(index, _SPLIT << 32))[0]
 
 
 def stream(key: Tensor, name: int, index: Tensor, step: Tensor | int) -> Tensor:
-    """The key of one stream at one environment and step: a function of (seed, stream, global env index, step) alone.
+    """Return the key of a stream for an environment and a step.
 
-    `index`, below 2**32, and `step` broadcast, so `[N]` and `[T, 1]` give `[T, N]`.
+    It depends on the seed, the stream, the global index of the environment and the step only. `index` is below 2**32.
+    `index` and `step` broadcast, so `[N]` and `[T, 1]` give `[T, N]`.
 
     >>> few, many = (stream(key(1), ENV, torch.arange(n), 7) for n in (8, 16))
     >>> bool((few == many[:8]).all())
     True
     """
-    counted = torch.as_tensor(step, dtype=torch.int64, device=key.device)
+    step = torch.as_tensor(step, dtype=torch.int64, device=key.device)
     index = index.to(torch.int64)
-    return philox(key, counted, (index & MASK) | ((_STREAM + name) << 32))[0]
+    return _philox(key, step, (index & _WORD) | ((_STREAM + name) << 32))[0]
 
 
 def _pairs(key: Tensor, n: int) -> Tensor:
-    """Words 2i and 2i + 1 of a draw as one int64: `[*B, n]`."""
+    """Return words 2i and 2i + 1 of a draw as one int64: `[*B, n]`."""
     block = _counter((n + 1) // 2, key.device)
-    halves = philox(key.unsqueeze(-1), block, torch.full_like(block, _DRAW << 32))
-    return torch.stack(halves, -1).flatten(-2)[..., :n]
+    pairs = _philox(key.unsqueeze(-1), block, torch.full_like(block, _DRAW << 32))
+    return torch.stack(pairs, -1).flatten(-2)[..., :n]
 
 
 def bits(key: Tensor, shape: Sequence[int] = ()) -> Tensor:
-    """Independent 32-bit words as int64 in [0, 2**32): `[*B, *shape]`.
+    """Return independent 32-bit words as int64 in [0, 2**32): `[*B, *shape]`.
 
     >>> bits(key(0), (4,))[:1].tolist() == bits(key(0), (1,)).tolist()
     True
     """
     n = prod(shape)
     pairs = _pairs(key, (n + 1) // 2)
-    words = torch.stack((pairs & MASK, (pairs >> 32) & MASK), -1)
+    words = torch.stack((pairs & _WORD, (pairs >> 32) & _WORD), -1)
     return words.flatten(-2)[..., :n].reshape((*key.shape, *shape))
 
 
 def uniform(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32) -> Tensor:
-    """Uniform on [0, 1): `[*B, *shape]`, on the `2**-24` grid in float32 and the `2**-53` grid in float64.
+    """Draw uniform numbers on [0, 1): `[*B, *shape]`. The grid is `2**-24` in float32 and `2**-53` in float64.
 
-    Raises: ValueError for any other dtype; half precision would round up to 1.
+    Raises: ValueError for any other dtype. Half precision would round up to 1.
 
     >>> 0.0 <= float(uniform(key(0))) < 1.0
     True
@@ -105,9 +192,11 @@ def uniform(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.f
 
 
 def normal(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32) -> Tensor:
-    """Standard normal `[*B, *shape]`, two per pair of uniforms (Box and Muller 1958).
+    """Draw standard normal numbers `[*B, *shape]`, two per pair of uniforms.
 
         z[2i], z[2i+1] = sqrt(-2 log(1 - u[2i])) * (cos, sin)(2 pi u[2i+1])
+
+    Source: Box and Muller 1958, "A note on the generation of random normal deviates".
 
     >>> normal(key(0), (2, 3)).shape
     torch.Size([2, 3])
@@ -120,23 +209,25 @@ def normal(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.fl
 
 
 def gumbel(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32) -> Tensor:
-    """Standard Gumbel `[*B, *shape]`: `-log(-log(u))`, u in (0, 1); `argmax(logits + gumbel)` samples a categorical.
+    """Draw standard Gumbel numbers `[*B, *shape]`: `-log(-log(u))`, u in (0, 1).
+
+    `argmax(logits + gumbel)` samples a categorical distribution.
 
     >>> bool(gumbel(key(0), (1000,)).isfinite().all())
     True
     """
-    half_step = 2.0**-25 if dtype != torch.float64 else 2.0**-54  # keeps u off 0; u is below 1 by construction
+    half_step = 2.0**-25 if dtype != torch.float64 else 2.0**-54  # keeps u above 0; u is always below 1
     return -torch.log(-torch.log(uniform(key, shape, dtype).clamp(min=half_step)))
 
 
 def randint(key: Tensor, shape: Sequence[int] = (), *, low: int | Tensor, high: int | Tensor) -> Tensor:
-    """Integers in [low, high): int64 `[*B, *shape]`, by multiply-shift; bias below (high - low) / 2**32.
+    """Draw integers in [low, high): int64 `[*B, *shape]`.
 
     `low` and `high` are Python ints or integer tensors that broadcast to the draws. `high - low` is 1 to 2**31. Only
-    the values of Python ints are checked.
+    the values of Python ints are checked. The method is multiply-shift. Its bias is below (high - low) / 2**32.
 
-    Raises: ValueError if a bound is no integer, a Python int is not an int64, or `high - low` of two Python ints is out
-        of range.
+    Raises: ValueError if a bound is not an integer, if a Python int does not fit in int64, or if `high - low` of two
+        Python ints is out of range.
 
     >>> sorted(set(randint(key(0), (100,), low=-1, high=2).tolist()))
     [-1, 0, 1]
@@ -155,11 +246,12 @@ def randint(key: Tensor, shape: Sequence[int] = (), *, low: int | Tensor, high: 
 
 
 def categorical(key: Tensor, logits: Tensor) -> Tensor:
-    """One index per row, with probability softmax(logits): keys `[*B]` and logits `[*B, K]` give int64 `[*B]`.
+    """Draw one index per row with probability softmax(logits): keys `[*B]` and logits `[*B, K]` give int64 `[*B]`.
 
-    Gumbel-max on logits less their maximum, in float32 for half-precision logits.
+    It adds Gumbel noise to the logits less their maximum, and takes the largest sum. Half precision is computed in
+    float32.
 
-    Raises: ValueError if `key` and the rows of `logits` differ in shape; one key for many rows would tie their draws.
+    Raises: ValueError if `key` and the rows of `logits` differ in shape. Rows with one key would have equal noise.
 
     >>> int(categorical(key(0), torch.tensor([-100.0, 0.0])))
     1
@@ -172,17 +264,17 @@ def categorical(key: Tensor, logits: Tensor) -> Tensor:
 
 
 def permutation(key: Tensor, n: int) -> Tensor:
-    """A random order of 0 to n - 1: int64 `[*B, n]`, the stable order of n draws of 62 bits.
+    """Return a random order of 0 to n - 1: int64 `[*B, n]`, the stable order of n draws of 62 bits.
 
-    The rows are sorted as one, their number in place of the last bits of a draw: whole numbers in one row are
-    sorted by radix, which is several times faster.
+    All rows are sorted as one row, because torch has a radix sort for one row of integers. It is several times faster.
+    So the number of the row replaces the last bits of each draw.
 
     >>> sorted(permutation(key(0), 5).tolist())
     [0, 1, 2, 3, 4]
     """
     words, rows = bits(key, (n, 2)), key.numel()
     draws = ((words[..., 0] >> 1) << 31) | (words[..., 1] >> 1)
-    taken = (rows - 1).bit_length()
+    row_bits = (rows - 1).bit_length()
     row = _counter(rows, key.device).reshape(*key.shape, 1)
-    order = torch.argsort(((row << (62 - taken)) | (draws >> taken)).flatten(), dim=-1, stable=True)
+    order = torch.argsort(((row << (62 - row_bits)) | (draws >> row_bits)).flatten(), dim=-1, stable=True)
     return order.reshape(*key.shape, n) - row * n

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from ecrl import rng
 from ecrl.compile.jit import choose_form
 from ecrl.compile.trace import traced
-from ecrl.philox import philox4x32
 from ecrl.pytree import flatten
+from ecrl.rng import philox4x32
 
 F32, F64 = torch.float32, torch.float64
 M = 0xFFFFFFFF

@@ -13,7 +13,6 @@ TITLES = {
     "ecrl.kernels.returns": "Returns and advantages",
     "ecrl.kernels.rollout_estimators": "Returns of rollouts",
     "ecrl.kernels.groups": "Group-relative advantages",
-    "ecrl.kernels.discounts": "Discounts over episodes",
     "ecrl.kernels.losses": "Losses",
     "ecrl.kernels.categorical": "Categorical distributions",
     "ecrl.kernels.normal": "Normal distributions",

@@ -12,7 +12,7 @@ from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
 from torch._inductor.lowering import broadcast_tensors, make_pointwise, register_lowering
 from torch._inductor.ops_handler import DefaultHandler
 
-import ecrl.philox  # noqa: F401  # registers the operation
+import ecrl.rng  # noqa: F401  # registers the operation
 
 _CPP = """[](uint64_t key, uint64_t low, uint64_t high) -> int64_t {
     uint32_t c0 = low, c1 = low >> 32, c2 = high, c3 = high >> 32, k0 = key, k1 = key >> 32;

@@ -16,7 +16,6 @@ from ecrl.kernels.categorical import (
     multi_discrete_mode,
     multi_discrete_sample,
 )
-from ecrl.kernels.discounts import episode_discounts
 from ecrl.kernels.groups import first_episode_mask, group_advantages, grpo_advantages
 from ecrl.kernels.losses import (
     clipped_surrogate,
@@ -64,6 +63,7 @@ from ecrl.kernels.returns import (
     GAE,
     VTrace,
     discounted_returns,
+    episode_discounts,
     gae,
     n_step_returns,
     td_lambda_returns,

@@ -247,7 +247,8 @@ def ppo_loss(
     >>> float(loss), float(logs["value_loss"]), float(logs["count"])
     (1.0, 4.0, 2.0)
     """
-    critic = value_loss(*widened(value, value_target), mask)
+    wide_value, wide_target = widened(value, value_target)
+    critic = value_loss(wide_value, wide_target, mask)
     return _composed(
         log_prob, old_log_prob, advantage, entropy, value, value_target, mask, critic, clip_coef, vf_coef, ent_coef
     )
@@ -294,7 +295,8 @@ def ppo_loss_clipped_value(
     >>> float(ppo_loss_clipped_value(x, x, x, x, x + 2, x, x + 2, yes, **numbers)[1]["value_loss"])
     2.25
     """
-    critic = clipped_value_loss(*widened(value, old_value, value_target), mask, clip_coef=clip_coef)
+    wide_value, wide_old_value, wide_target = widened(value, old_value, value_target)
+    critic = clipped_value_loss(wide_value, wide_old_value, wide_target, mask, clip_coef=clip_coef)
     return _composed(
         log_prob, old_log_prob, advantage, entropy, value, value_target, mask, critic, clip_coef, vf_coef, ent_coef
     )
@@ -317,7 +319,7 @@ def _composed(
     vf_coef, ent_coef = scalars(vf_coef=vf_coef, ent_coef=ent_coef)
     same_shape(log_prob=log_prob, entropy=entropy, value=value, value_target=value_target, mask=mask)
     policy, logs = _surrogate(log_prob, old_log_prob, advantage, mask, clip_coef)
-    bonus = masked_mean(*widened(entropy), mask)
+    bonus = masked_mean(widened(entropy)[0], mask)
     logs |= {
         "value_loss": critic.detach(),
         "entropy": bonus.detach(),
@@ -370,7 +372,7 @@ def grpo_loss(
     policy, logs = _surrogate(log_prob, old_log_prob, advantage, mask, clip_coef)
     # Filled before the exponential: what a masked entry holds must not reach the gradient either.
     penalty = masked_mean(_k3(log_prob.masked_fill(~mask, 0.0), ref_log_prob.detach().masked_fill(~mask, 0.0)), mask)
-    bonus = masked_mean(*widened(entropy), mask)
+    bonus = masked_mean(widened(entropy)[0], mask)
     logs |= {"entropy": bonus.detach(), "kl_ref": penalty.detach(), "count": mask.sum().to(policy.dtype)}
     dtype = common_dtype(log_prob, old_log_prob, ref_log_prob, advantage, entropy)
     return (policy + kl_coef * penalty - ent_coef * bonus).to(dtype), logs

@@ -18,13 +18,17 @@ from ecrl.tracing_state import kept
 from ecrl.types import Scalar
 
 
+def _leaves(tree: TensorDict) -> list[Tensor]:
+    leaves: Any = tree.values(include_nested=True, leaves_only=True)
+    return list(leaves)
+
+
 def _zeros(params: TensorDict) -> TensorDict:
     return params.apply(torch.zeros_like)
 
 
 def _no_steps(params: TensorDict) -> Tensor:
-    first: Any = next(iter(params.values(True, True)))
-    return torch.zeros((), dtype=torch.int64, device=first.device)
+    return torch.zeros((), dtype=torch.int64, device=_leaves(params)[0].device)
 
 
 def _map(fn: Callable[..., Tensor], first: TensorDict, *others: TensorDict) -> TensorDict:
@@ -53,7 +57,7 @@ def _map(fn: Callable[..., Tensor], first: TensorDict, *others: TensorDict) -> T
 
 def _as(like: TensorDict, new: TensorDict) -> TensorDict:
     """`new`, with the half-precision leaves of `like` in half precision again."""
-    if all(computed_in(leaf.dtype) == leaf.dtype for leaf in like.values(True, True)):
+    if all(computed_in(leaf.dtype) == leaf.dtype for leaf in _leaves(like)):
         return new
     return like.apply(lambda old, leaf: leaf.to(old.dtype), new)
 
@@ -246,12 +250,12 @@ def global_norm(grads: TensorDict) -> Tensor:
     >>> global_norm(TensorDict({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])}, []))
     tensor(5.)
     """
-    return _norm(grads).to(common_dtype(*grads.values(True, True)))
+    return _norm(grads).to(common_dtype(*_leaves(grads)))
 
 
 def _norm(grads: TensorDict) -> Tensor:
     """`global_norm` in at least float32."""
-    leaves = [torch.linalg.vector_norm(g.to(computed_in(g.dtype))) for g in grads.values(True, True)]
+    leaves = [torch.linalg.vector_norm(g.to(computed_in(g.dtype))) for g in _leaves(grads)]
     return torch.linalg.vector_norm(torch.stack(leaves))
 
 
@@ -275,7 +279,7 @@ def clip_by_global_norm(grads: TensorDict, *, max_norm: Scalar) -> tuple[TensorD
     (max_norm,) = scalars(max_norm=max_norm)
     norm = _norm(grads)
     factor = kept((max_norm / (norm + 1e-6)).clamp(max=1.0))
-    return _as(grads, _map(lambda g: g * factor, grads)), norm.to(common_dtype(*grads.values(True, True)))
+    return _as(grads, _map(lambda g: g * factor, grads)), norm.to(common_dtype(*_leaves(grads)))
 
 
 def linear_schedule(step: Tensor, *, start: Scalar, end: Scalar, horizon: int) -> Tensor:
