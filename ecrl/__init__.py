@@ -12,8 +12,6 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from ecrl.garbage import importing
-
 if TYPE_CHECKING:
     from ecrl.algorithms import Algorithm, make_algorithm
     from ecrl.config import Config, PolicyConfig, load_config
@@ -115,9 +113,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Import a public name, or a module such as `ecrl.kernels`, when it is first used."""
     if name in _HOME:
-        with importing():
-            module = import_module(f"ecrl.{_HOME[name]}")
-        return getattr(module, name)
+        return getattr(import_module(f"ecrl.{_HOME[name]}"), name)
     if name.isidentifier() and not name.startswith("_") and find_spec(f"ecrl.{name}"):
         return import_module(f"ecrl.{name}")
     raise AttributeError(f"module 'ecrl' has no attribute {name!r}")

@@ -14,7 +14,6 @@ import tyro
 
 from ecrl.cli.commands import Overrides, bench, check, check_env, plot, schema
 from ecrl.errors import UserError
-from ecrl.garbage import importing
 from ecrl.loop.signals import asked, listen
 from ecrl.memory import enough_memory
 
@@ -55,9 +54,8 @@ def train(
         raise UserError("--resume continues in the run's own folder; leave --run-dir out")
     if force and resume is None:
         raise UserError("--force is for --resume; leave it out")
-    with importing():
-        from ecrl.config.files import parse_overrides
-        from ecrl.run.train import run_config
+    from ecrl.config.files import parse_overrides
+    from ecrl.run.train import run_config
 
     join_torchrun = distributed or (False if no_distributed else None)
     run_config(path, join_torchrun, run_dir, parse_overrides(overrides), resume, force, profile)

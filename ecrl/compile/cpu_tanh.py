@@ -39,9 +39,9 @@ _CPP = (
 )
 
 
-def tanh(x: Any) -> str:
-    """The C++ of tanh of a vector: of float32 the ratio, of other types the library's."""
-    return f"({_CPP})({x})" if x.dtype == torch.float32 else f"{x}.tanh()"
+def tanh(a: Any) -> str:
+    """Return the C++ of tanh of a vector: the ratio for float32, the library's function for other types."""
+    return f"({_CPP})({a})" if a.dtype == torch.float32 else f"{a}.tanh()"
 
 
 CppVecOverrides.tanh = staticmethod(tanh)

@@ -35,7 +35,6 @@ from torch.utils._triton import has_triton_package
 
 from ecrl.compile.vmap import outside, over_batch, recorded, vmapped
 from ecrl.errors import ConfigError
-from ecrl.garbage import importing, uncollected
 from ecrl.kernels import scan
 from ecrl.kernels.scan_loop import Scan
 from ecrl.pytree import flatten, names, unflatten
@@ -166,7 +165,7 @@ def _told(layout: tuple[Any, ...]) -> str:
     return f"{str(dtype).removeprefix('torch.')} {list(shape)} on {device}"
 
 
-def _compiler_for(leaves: list[Tensor]) -> Callable[..., tuple[Callable[..., Any], Hashable]]:
+def _compiler_for(leaves: list[Tensor]) -> Callable[..., tuple[Callable[..., Any], Hashable, list[Tensor]]]:
     if any(leaf.is_cuda for leaf in leaves):
         from ecrl.compile.cuda_graph import compiled
     else:
@@ -188,8 +187,7 @@ def _compiled(fn: Callable, *static: Any) -> Callable[..., Any]:
         record.append(Compilation(text, None))
         leaves = _unshared([_apart(leaf) for leaf in leaves])
         try:
-            with uncollected():
-                run, out, captured = _compiler_for(leaves)(bound, structure, leaves)
+            run, out, captured = _compiler_for(leaves)(bound, structure, leaves)
         finally:
             record[place] = Compilation(text, time.perf_counter() - began)
         versions = [(tensor, _version(tensor)) for tensor in captured]
@@ -202,8 +200,14 @@ def _compiled(fn: Callable, *static: Any) -> Callable[..., Any]:
         leaves, structure = flatten(args)
         setting = _setting()
         known, transformed = last[0] if last else None, peek_interpreter_stack() or forward_ad._current_level >= 0
-        fits = known and not transformed and known.structure == structure and known.setting == setting
-        if fits and known.alike.check(*leaves) and _current(known):
+        if (
+            known
+            and not transformed
+            and known.structure == structure
+            and known.setting == setting
+            and known.alike.check(*leaves)
+            and _current(known)
+        ):
             with torch.no_grad(), torch._C._DisableAutocast():
                 return unflatten(known.out, known.run(*_evened(leaves, known.flags)))
         leaves = [leaf.resolve_neg().resolve_conj() for leaf in leaves]
@@ -286,8 +290,7 @@ def _chosen(mode: str, device: str) -> Form:
         return Form("eager", "trainer.compile is off", partial, scan)
     fault = compiler_fault() if device == "cpu" else gpu_fault()
     if fault is None:
-        with importing():
-            from ecrl.compile.scan import graph_scan
+        from ecrl.compile.scan import graph_scan
 
         made = "" if device == "cpu" else " and captured in CUDA graphs"
         return Form("compiled", f"rollout and update compiled by inductor for {device}{made}", Jit(), graph_scan)
