@@ -3,7 +3,7 @@
 from ecrl.config import EnvChoice
 from ecrl.config.model import checked
 from ecrl.envs.cartpole import CartPoleConfig, cartpole
-from ecrl.envs.core import Env, auto_reset, clip_action, state_of, time_limit
+from ecrl.envs.core import NEVER, Env, auto_reset, clip_action, state_of, time_limit
 from ecrl.envs.events import RandomizeFieldConfig, randomize_field, restart, with_events
 from ecrl.envs.gymnasium import GymnasiumConfig, from_vector, gymnasium_env
 from ecrl.envs.mujoco.tasks import (
@@ -20,6 +20,7 @@ from ecrl.envs.probes import ProbeConfig, probe_action, probe_constant, probe_de
 from ecrl.registry import lookup
 
 __all__ = [
+    "NEVER",
     "CartPoleConfig",
     "CartPoleRLConfig",
     "Env",

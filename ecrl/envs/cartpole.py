@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ecrl import rng
 from ecrl.config.model import ConfigModel, Count, Positive
-from ecrl.envs.core import Env, state_of, time_limit
+from ecrl.envs.core import NEVER, Env, state_of, time_limit
 from ecrl.registry import register_env
 from ecrl.spaces import Box, Discrete
 
@@ -84,4 +84,4 @@ def cartpole(cfg: CartPoleConfig) -> Env:
 
     bounds = (2.0 * cfg.max_position, inf, 2.0 * cfg.max_angle, inf)
     space = Box(tuple(-b for b in bounds), bounds, (4,))
-    return time_limit(Env(reset, step, space, Discrete(2)), cfg.max_episode_steps)
+    return time_limit(Env(reset, step, space, Discrete(2), min_truncation_gap=NEVER), cfg.max_episode_steps)

@@ -5,6 +5,7 @@
 `success`.
 """
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -16,6 +17,9 @@ from torch import Tensor
 
 from ecrl import rng
 from ecrl.spaces import Box, Space
+
+NEVER = sys.maxsize
+"""`min_truncation_gap` of an environment that never truncates."""
 
 
 def keys_as_noise(keys: Tensor) -> Tensor:
@@ -62,6 +66,9 @@ class Env:
         carry_over: (start, ended) -> the start of the next episode, with the values that outlast an episode, such as a
             mass drawn by a startup event.
         scene: the simulation of a MuJoCo task, for events that change the scene.
+        min_truncation_gap: no episode is truncated before this step, so two truncations of one copy are at least this
+            many steps apart. 1 if unknown; `NEVER` if `step` never truncates. `time_limit` lowers it to its limit. It
+            must hold for every state that events may make; an event that can truncate earlier declares its own gap.
     """
 
     reset: Callable[[Tensor], TensorDict]
@@ -76,6 +83,11 @@ class Env:
     is_current: Callable[[TensorDict], bool] = always_current
     carry_over: Callable[[TensorDict, TensorDict], TensorDict] = nothing_lasts
     scene: Any = None
+    min_truncation_gap: int = 1
+
+    def __post_init__(self):
+        if self.min_truncation_gap < 1:
+            raise ValueError(f"min_truncation_gap is {self.min_truncation_gap}, expected at least 1 step")
 
 
 def state_of(obs: Tensor, batch: torch.Size, **fields: Tensor) -> TensorDict:
@@ -91,7 +103,12 @@ def time_limit(env: Env, max_episode_steps: int) -> Env:
 
         elapsed' = elapsed + 1;  truncated' = truncated or elapsed' >= max_episode_steps
 
-    The state gains `elapsed` (int64), the number of steps since the episode started.
+    The state gains `elapsed` (int64), the number of steps since the episode started. `min_truncation_gap` becomes at
+    most `max_episode_steps`.
+
+    >>> from ecrl.envs import make_env
+    >>> time_limit(make_env("cartpole"), 20).min_truncation_gap  # its own limit is 500
+    20
     """
     if max_episode_steps < 1:
         raise ValueError(f"time_limit needs max_episode_steps >= 1, got {max_episode_steps}")
@@ -105,7 +122,8 @@ def time_limit(env: Env, max_episode_steps: int) -> Env:
         truncated = after["truncated"] | (elapsed >= max_episode_steps)
         return after.copy().update({"elapsed": elapsed, "truncated": truncated})
 
-    return replace(env, reset=reset, step=step)
+    gap = min(env.min_truncation_gap, max_episode_steps)
+    return replace(env, reset=reset, step=step, min_truncation_gap=gap)
 
 
 _OUTCOME = ("reward", "terminated", "truncated", "info", "mask")

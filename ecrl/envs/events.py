@@ -95,6 +95,11 @@ def check_event(label: str, apply: Apply, before: TensorDict, keys: Tensor) -> N
             raise ConfigError(f"{label}: {fault}; an event returns the fields it got: {names}")
 
 
+def lowered_gap(gap: int, events: Mapping[str, EventConfig]) -> int:
+    """Return a `min_truncation_gap` lowered to the gaps that events declare; see `with_events`."""
+    return min((gap, *(getattr(event.params, "min_truncation_gap", gap) for event in events.values())))
+
+
 def with_events(env: Env, events: Mapping[str, EventConfig], where: str = "trainer.events") -> Env:
     """Apply events to an environment that `auto_reset` wraps; without events, return `env` itself.
 
@@ -112,6 +117,10 @@ def with_events(env: Env, events: Mapping[str, EventConfig], where: str = "train
     final_obs and elapsed keep their values. The keys of events are folded from the keys of the environments. So equal
     keys, as in a GRPO group, get equal events, and starts and noise are the same with and without events. `reset` draws
     the startup events again; `restart` starts an episode and keeps them.
+
+    An event that can truncate an episode earlier, because it shortens the environment's own limit, has a Config with a
+    property `min_truncation_gap`, the first step that it may truncate. The returned environment has the smallest gap.
+    The limit of `time_limit` cannot be shortened, because events do not see `elapsed`.
 
     Raises: ConfigError for an environment that is not pure. The returned `reset` raises ConfigError for an event that
         adds, drops or reshapes a field, and ValueError if `auto_reset` is missing.
@@ -131,7 +140,10 @@ def with_events(env: Env, events: Mapping[str, EventConfig], where: str = "train
             reason = "events change tensors, but the state of this environment is not in tensors"
             raise ConfigError(f"{label}: {reason}; remove the event or use a tensor environment")
         ready.append(_Event(label, event.mode, event.interval_step, position, make_event(event, env.scene, label)))
-    return _with_events(env, tuple(ready)) if events else env
+    if not events:
+        return env
+    gap = lowered_gap(env.min_truncation_gap, events)
+    return _with_events(replace(env, min_truncation_gap=gap), tuple(ready))
 
 
 def restart(env: Env, state: TensorDict, keys: Tensor) -> TensorDict:

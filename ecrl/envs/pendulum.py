@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ecrl import rng
 from ecrl.config.model import ConfigModel, Count, Positive
-from ecrl.envs.core import Env, state_of, time_limit
+from ecrl.envs.core import NEVER, Env, state_of, time_limit
 from ecrl.registry import register_env
 from ecrl.spaces import Box, box
 
@@ -78,5 +78,5 @@ def pendulum(cfg: PendulumConfig) -> Env:
     def observe(state: TensorDict) -> Tensor:
         return _observe(state["angle"], state["speed"])
 
-    env = Env(reset, step, observation_space, action_space, observe=observe, lockstep=True)
-    return time_limit(env, cfg.max_episode_steps)
+    core = Env(reset, step, observation_space, action_space, observe=observe, lockstep=True, min_truncation_gap=NEVER)
+    return time_limit(core, cfg.max_episode_steps)

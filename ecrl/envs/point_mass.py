@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ecrl import rng
 from ecrl.config.model import ConfigModel, Count, NonNegative, Positive
-from ecrl.envs.core import Env, state_of, time_limit
+from ecrl.envs.core import NEVER, Env, state_of, time_limit
 from ecrl.registry import register_env
 from ecrl.spaces import box
 
@@ -154,5 +154,5 @@ def point_mass(cfg: PointMassConfig) -> Env:
         next_state = state.copy().update(after)
         return next_state.set("obs", _observe(next_state))
 
-    core = Env(reset, step, box(-inf, inf, 14), box(-1.0, 1.0, 2), observe=_observe)
+    core = Env(reset, step, box(-inf, inf, 14), box(-1.0, 1.0, 2), observe=_observe, min_truncation_gap=NEVER)
     return time_limit(core, cfg.max_episode_steps)

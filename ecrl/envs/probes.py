@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ecrl import rng
 from ecrl.config.model import ConfigModel
-from ecrl.envs.core import Env, state_of
+from ecrl.envs.core import NEVER, Env, state_of
 from ecrl.registry import register_env
 from ecrl.spaces import Discrete, box
 
@@ -43,7 +43,7 @@ def _one_step(first_obs: Callable[[Tensor], Tensor], reward: Callable[[Tensor, T
         terminated = torch.ones_like(state["terminated"])
         return state.copy().update({"reward": step_reward, "terminated": terminated, "truncated": ~terminated})
 
-    return Env(reset, step, box(-1.0, 1.0, 1), Discrete(2))
+    return Env(reset, step, box(-1.0, 1.0, 1), Discrete(2), min_truncation_gap=NEVER)
 
 
 def _zero(keys: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ def probe_delay(cfg: ProbeConfig) -> Env:
         after = {"obs": torch.ones_like(state["obs"]), "reward": second.to(torch.float32), "terminated": second}
         return state.copy().update(after | {"truncated": torch.zeros_like(second)})
 
-    return Env(reset, step, box(0.0, 1.0, 1), Discrete(2))
+    return Env(reset, step, box(0.0, 1.0, 1), Discrete(2), min_truncation_gap=NEVER)
 
 
 @register_env("probe_action")

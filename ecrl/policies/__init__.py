@@ -2,8 +2,7 @@
 
 from ecrl.config import PolicyConfig
 from ecrl.config.model import checked
-from ecrl.policies.actor_critic import ActorCriticConfig, actor_critic
-from ecrl.policies.actor_only import ActorOnlyConfig, actor_only
+from ecrl.policies.actor_critic import ActorCriticConfig, ActorOnlyConfig, actor_critic, actor_only
 from ecrl.policies.core import Policy, acting_params, flatten
 from ecrl.policies.mlp import MLPConfig, build_mlp
 from ecrl.policies.module import module_policy

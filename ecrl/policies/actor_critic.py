@@ -1,25 +1,82 @@
-"""The actor of `actor_only` and a separate critic network."""
+"""The policies `actor_only` and `actor_critic`, for Box, Discrete and MultiDiscrete actions.
+
+If the observation space has an `action_mask`, it masks the logits of Discrete and MultiDiscrete actions.
+"""
 
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field
 from tensordict import TensorDict
 from torch import Tensor
 
+from ecrl import kernels as k
 from ecrl import rng
-from ecrl.policies.actor_only import ActorOnlyConfig, Names, actor_only, visible_space
+from ecrl.config import PolicyConfig
+from ecrl.errors import ConfigError
 from ecrl.policies.core import Policy, flatten
+from ecrl.policies.heads import LOG_STD_MAX, LOG_STD_MIN, head_width, headed, initial_log_std, is_masked, make_head
 from ecrl.policies.networks import NetworkConfig, make_network, seeded
-from ecrl.registry import register_policy
-from ecrl.spaces import Space, flat_dim
+from ecrl.registry import did_you_mean, register_policy
+from ecrl.spaces import Dict, Space, dict_space, flat_dim
+
+_Names = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
+
+
+class ActorOnlyConfig(PolicyConfig):
+    """The actor network and its action distribution."""
+
+    actor: NetworkConfig = Field(description='actor network, such as {"type": "mlp", "network_cfg": {...}}')
+    actor_obs: _Names | None = Field(
+        default=None, description="parts of a Dict observation that the actor gets; all if absent"
+    )
+    initial_log_std: float = Field(
+        default=0.0,
+        ge=LOG_STD_MIN,
+        le=LOG_STD_MAX,
+        description="initial log standard deviation of Box actions, -5 to 2",
+    )
+    squash: bool = Field(default=False, description="squash Box actions by tanh into their space")
+
+
+def _visible_space(space: Space, names: tuple[str, ...] | None, key: str) -> Space:
+    """Return the part of an observation space that a network gets; `key` is the config key that selects it."""
+    if names is None:
+        return space
+    if not isinstance(space, Dict):
+        raise ConfigError(f"policy.{key}: observations have no named parts ({type(space).__name__}); leave it out")
+    parts = {name: part for name, part in space.items if name != "action_mask"}
+    for name in names:
+        if name not in parts:
+            raise ConfigError(f"policy.{key}: no part {name!r} in the observations; {did_you_mean(name, parts)}")
+    return dict_space({name: parts[name] for name in names})
+
+
+@register_policy("actor_only")
+def actor_only(cfg: ActorOnlyConfig, observation_space: Space, action_space: Space) -> Policy:
+    """Build the policy. Its params are `actor`, under the module's names, and `log_std` `[A]` for Box actions."""
+    head, width = make_head(action_space, cfg.squash), head_width(action_space, cfg.action_dim)
+    has_mask = is_masked(observation_space, action_space)
+    space = _visible_space(observation_space, cfg.actor_obs, "actor_obs")
+    network = make_network(cfg.actor, flat_dim(space), width, cfg.bf16, "policy.actor")
+
+    def init(key: Tensor) -> TensorDict:
+        with seeded(key):
+            params = TensorDict({"actor": network.init()}, [])
+        return params.update(initial_log_std(action_space, cfg.initial_log_std)).to(key.device)
+
+    def output(params: TensorDict, obs: Any) -> tuple[Tensor | None, Tensor]:
+        out = network.forward(params["actor"], flatten(obs, space))
+        return params.get("log_std", None), k.mask_logits(out, obs["action_mask"]) if has_mask else out
+
+    return headed(head, init, output)
 
 
 class ActorCriticConfig(ActorOnlyConfig):
     """The actor and critic networks; both are required."""
 
     critic: NetworkConfig = Field(description='critic network, such as {"type": "mlp", "network_cfg": {...}}')
-    critic_obs: Names | None = Field(
+    critic_obs: _Names | None = Field(
         default=None, description="parts of a Dict observation that the critic gets; all if absent"
     )
 
@@ -28,7 +85,7 @@ class ActorCriticConfig(ActorOnlyConfig):
 def actor_critic(cfg: ActorCriticConfig, observation_space: Space, action_space: Space) -> Policy:
     """Build the policy. Its params are the params of `actor_only`, and `critic` under the module's names."""
     actor = actor_only(cfg, observation_space, action_space)
-    space = visible_space(observation_space, cfg.critic_obs, "critic_obs")
+    space = _visible_space(observation_space, cfg.critic_obs, "critic_obs")
     network = make_network(cfg.critic, flat_dim(space), 1, cfg.bf16, "policy.critic")
 
     def init(key: Tensor) -> TensorDict:

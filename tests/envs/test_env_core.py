@@ -1,10 +1,13 @@
+from dataclasses import replace
+from itertools import pairwise
+
 import pytest
 import torch
 from conftest import assert_no_retrace, assert_pure, close
 from tensordict import TensorDict
 
 from ecrl import rng
-from ecrl.envs import Env, auto_reset, make_env, state_of, time_limit
+from ecrl.envs import NEVER, Env, auto_reset, clip_action, make_env, state_of, time_limit
 from ecrl.envs.core import keys_as_noise
 from ecrl.spaces import Discrete, box, dict_space
 
@@ -202,3 +205,31 @@ def test_equal_settings_give_the_same_object():
     assert make_env("cartpole") is not make_env({"name": "cartpole", "cfg": {"gravity": 9.7}})
     assert auto_reset(make_env("pendulum")) is auto_reset(make_env("pendulum"))
     assert time_limit(COUNT, 3) is time_limit(COUNT, 3) and time_limit(COUNT, 3) is not time_limit(COUNT, 4)
+
+
+@pytest.mark.parametrize(("own", "limit", "expected"), [(NEVER, 7, 7), (5, 7, 5), (9, 7, 7), (1, 7, 1)])
+def test_the_shortest_truncation_gap_is_the_smaller_limit(own, limit, expected):
+    env = replace(COUNT, min_truncation_gap=own)
+    assert time_limit(env, limit).min_truncation_gap == expected
+    assert auto_reset(clip_action(time_limit(env, limit))).min_truncation_gap == expected
+
+
+def test_an_environment_that_declares_no_truncation_gap_may_truncate_at_any_step():
+    assert COUNT.min_truncation_gap == 1
+    with pytest.raises(ValueError, match="min_truncation_gap is 0, expected at least 1 step"):
+        replace(COUNT, min_truncation_gap=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("cartpole", 6), ("pendulum", 6), ("point_mass", 6), ("probe_delay", NEVER), ("probe_action", NEVER)],
+)
+def test_no_episode_is_truncated_before_the_declared_gap(name, expected):
+    cfg = {} if name.startswith("probe") else {"cfg": {"max_episode_steps": 6}}
+    env = auto_reset(make_env({"name": name} | cfg))
+    assert env.min_truncation_gap == expected
+    action = torch.zeros(8, 20, *getattr(env.action_space, "shape", ()))
+    truncated = _rollout(env, 8, 20, action.transpose(0, 1))["truncated"]
+    steps = [row.nonzero().flatten().tolist() for row in truncated]
+    gaps = [b - a for row in steps for a, b in pairwise([0, *row])]
+    assert all(gap >= expected for gap in gaps) and bool(gaps) == (expected == 6)

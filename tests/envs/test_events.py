@@ -603,3 +603,22 @@ def test_events_of_training_and_of_evaluation_are_apart():
     assert (train.reset(keys)["obs"] == 0.5).all() and not (evaluation.reset(keys)["obs"] == 0.5).any()
     assert not torch.equal(evaluation.reset(keys)["obs"], none.reset(keys)["obs"])
     assert "events" not in none.reset(keys)
+
+
+@pytest.mark.usefixtures("_put_back")
+def test_an_event_that_shortens_a_limit_lowers_the_truncation_gap():
+    class Shorter(ConfigModel):
+        steps: int = Field(2, description="first step that may be truncated")
+
+        @property
+        def min_truncation_gap(self):
+            return self.steps
+
+    @register_event("shorter")
+    def shorter(cfg: Shorter):
+        return lambda state, keys: state
+
+    limited = auto_reset(make_env({"name": "pendulum", "cfg": {"max_episode_steps": 10}}))
+    assert with_events(limited, {"it": event("angle")}).min_truncation_gap == 10
+    assert with_events(limited, {"it": event("angle"), "cut": custom("shorter")}).min_truncation_gap == 2
+    assert with_events(limited, {"cut": custom("shorter", steps=30)}).min_truncation_gap == 10

@@ -15,7 +15,7 @@ from support.small_runs import NET, small
 
 from ecrl import rng
 from ecrl.config import EnvChoice, config_from_dict
-from ecrl.envs import auto_reset, clip_action, make_env
+from ecrl.envs import NEVER, auto_reset, clip_action, make_env
 from ecrl.envs.gymnasium import handles as live
 from ecrl.envs.gymnasium.spaces import BadValue, action, collate
 from ecrl.errors import ConfigError, UserError
@@ -468,3 +468,12 @@ def test_no_integer_is_nan():
     with pytest.raises(BadValue, match=r"^got NaN or infinity as an action, expected integers$") as error:
         action(space, torch.tensor([[1.0], [torch.nan]]))
     assert error.value.env == 1 and action(space, torch.tensor([[1.4]])).tolist() == [[1]]
+
+
+def test_the_truncation_gap_is_the_limit_of_an_environment_of_gymnasium_itself():
+    # CartPole-v1 is registered with 500 steps, CliffWalking-v1 with no limit; the fake ones may truncate by themselves.
+    limit = {"max_episode_steps": 7}
+    assert make_env("gymnasium:CartPole-v1").min_truncation_gap == 500
+    assert make_env({"name": "gymnasium", "cfg": {"id": "CartPole-v1"} | limit}).min_truncation_gap == 7
+    assert make_env("gymnasium:CliffWalking-v1").min_truncation_gap == NEVER
+    assert make_env({"name": "gymnasium", "cfg": {"id": "Count-v0"} | limit}).min_truncation_gap == 1

@@ -272,3 +272,11 @@ def test_an_infinite_action_spoils_no_reward():
     state = env.step(env.reset(keys_of(1)), torch.tensor([[torch.inf]]), keys_of(1, 1))
     assert state["reward"].tolist() == [0.0]
     assert state["action"].tolist() == [[0.0]]
+
+
+def test_a_task_that_truncates_by_itself_has_no_truncation_gap():
+    cfg = {"mjcf": FILE.format(SPRUNG), "actions": {"a": {"func": "QposTerm"}}, "max_episode_steps": 30}
+    cfg = checked(TaskConfig, cfg, "env.cfg")
+    assert task_env(cfg, nothing_yet).min_truncation_gap == 30
+    own = task_env(cfg, nothing_yet, check_truncated=lambda sim, state: state["elapsed"] >= 4)
+    assert own.min_truncation_gap == 1

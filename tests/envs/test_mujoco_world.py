@@ -15,7 +15,6 @@ from tensordict import TensorDict
 from ecrl.compile.trace import traced
 from ecrl.config.model import checked
 from ecrl.envs.mujoco import world
-from ecrl.envs.mujoco.holding import hold_controls
 from ecrl.envs.mujoco.physics.simulation import advance, simulation, start, to_data, with_current_sensors
 from ecrl.envs.mujoco.robots import kinematics
 from ecrl.envs.mujoco.scene.config import SceneConfig
@@ -333,7 +332,7 @@ def test_a_robot_is_held_where_it_is_by_the_drives_that_can():
     xml = f'<mujoco><option gravity="0 0 0"/><worldbody>{slides}</worldbody><actuator>{drives}</actuator></mujoco>'
     sim = simulation(checked(SceneConfig, {"mjcf": xml}, "scene"))
     now = world.with_joint_positions(sim, start(sim, (2,)), "abcd", torch.tensor([[0.3, 0.4, 0.5, 0.6]] * 2))
-    control = assert_pure(hold_controls, sim, now)
+    control = assert_pure(world.hold_controls, sim, now)
     close(control, [[0.6, 0.0, 0.0]] * 2)
     after, lost = advance(sim, now, control)
     assert not lost.any()

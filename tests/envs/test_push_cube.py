@@ -12,7 +12,6 @@ import ecrl.loop.build
 from ecrl import rng
 from ecrl.envs import auto_reset, make_env
 from ecrl.envs.mujoco import world
-from ecrl.envs.mujoco.holding import hold_controls
 from ecrl.envs.mujoco.physics import step_op as physics
 from ecrl.envs.mujoco.physics.simulation import advance
 from ecrl.envs.validate import check_fields
@@ -128,7 +127,7 @@ def test_a_success_is_looked_at_again_later():
     assert (after["obs"] == usual["obs"]).all() and (after["reward"] == usual["reward"]).all()
     held = after["world"]
     for _ in range(25):
-        held = advance(env.scene, held, hold_controls(env.scene, after["world"]))[0]
+        held = advance(env.scene, held, world.hold_controls(env.scene, after["world"]))[0]
     pose = [world.site_pose(env.scene, w, env.scene.robot.tcp["arm"])[:, :3, 3] for w in (after["world"], held)]
     close(pose[1], pose[0], 0.02)
 

@@ -2,8 +2,10 @@
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
+from gymnasium import registry
 from gymnasium.vector import VectorEnv
 from pydantic import Field, JsonValue, field_validator
 from tensordict import TensorDict
@@ -11,7 +13,7 @@ from torch import Tensor
 
 from ecrl import rng
 from ecrl.config.model import ConfigModel, Count, Positive
-from ecrl.envs.core import Env
+from ecrl.envs.core import NEVER, Env
 from ecrl.envs.gymnasium.handles import Live, fault_text, find_live, require_live, steps_behind, to_list
 from ecrl.envs.gymnasium.process_vector import parallel
 from ecrl.envs.gymnasium.spaces import MASK, BadValue, action, allowed, check_allowed
@@ -53,7 +55,8 @@ def gymnasium_env(cfg: GymnasiumConfig) -> Env:
     Observations are float32 or int64. Action spaces may be Box, Discrete, MultiDiscrete and MultiBinary.
     `info["action_mask"]` becomes `obs["action_mask"]`, beside the parts of a Dict or `obs["observation"]`.
     `info["success"]` or `info["is_success"]` becomes `info.success`, NaN if the environment reports none. Equal keys
-    give equal episodes, in this process and in workers.
+    give equal episodes, in this process and in workers. `min_truncation_gap` is the time limit for the environments of
+    Gymnasium itself. It is 1 for all others, because their own code may truncate at any step.
 
     Raises: ConfigError if the environment cannot be made, or has an unsupported space. Later, UserError with env and
         step, if an environment raises, dies, hangs (in workers only) or returns a value outside its space. NaN and
@@ -67,7 +70,16 @@ def gymnasium_env(cfg: GymnasiumConfig) -> Env:
             return parallel(cfg.id, kwargs, num_envs, cfg.timeout)
         return serial(cfg.id, kwargs, num_envs)
 
-    return _env(make, f"gymnasium:{cfg.id}")
+    return replace(_env(make, f"gymnasium:{cfg.id}"), min_truncation_gap=_truncation_gap(cfg.id, kwargs))
+
+
+def _truncation_gap(env_id: str, kwargs: dict[str, Any]) -> int:
+    """Return the time limit of an environment of Gymnasium itself; 1 for one that may truncate by its own code."""
+    spec = registry.get(env_id.rpartition(":")[2])
+    if spec is None or not str(spec.entry_point).startswith("gymnasium.envs.") or spec.additional_wrappers:
+        return 1
+    limit = kwargs.get("max_episode_steps", spec.max_episode_steps)
+    return limit if limit and limit > 0 else NEVER
 
 
 def from_vector(make_vector: Callable[[int], VectorEnv], *, timeout: float) -> Env:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ecrl import rng
 from ecrl.config.model import term_text
 from ecrl.envs.core import Env
-from ecrl.envs.events import check_event, make_event
+from ecrl.envs.events import check_event, lowered_gap, make_event
 from ecrl.envs.mujoco import world
 from ecrl.envs.mujoco.camera import scene_light
 from ecrl.envs.mujoco.physics.simulation import Simulation, simulation
@@ -169,7 +169,8 @@ def task_env(
     Args:
         cfg: scene and terms.
         compute_task_state: (sim, state) -> success, fail, metrics. Success and fail terminate the episode.
-        check_truncated: (sim, state) -> bool `[*B]`, True to truncate an episode before the time limit.
+        check_truncated: (sim, state) -> bool `[*B]`, True to truncate an episode before the time limit. With it, the
+            task's `min_truncation_gap` is 1.
         get_reward: (sim, before, after) -> `[*B]`, a reward added to the reward terms; the logs have it as
             `rewards/task`.
         acceptable: (sim, state) -> bool `[*B]`, True if an episode may start in this state. An episode starts with the
@@ -219,5 +220,6 @@ def task_env(
         Box(low, high, (len(low),)),
         observe=partial(observe, task),
         scene=sim,
+        min_truncation_gap=lowered_gap(cfg.max_episode_steps if check_truncated is never else 1, cfg.events),
     )
     return replace(env, carry_over=partial(carry_over, task)) if task.events_of("startup", "interval") else env

@@ -131,6 +131,32 @@ def controls_per_target(sim: Simulation, joints: tuple[str, ...]) -> tuple[float
     return tuple(control_per_target(sim.model, i) for i in actuators_of(sim, joints))
 
 
+@cache
+def _position_joints(sim: Simulation) -> tuple[str, ...]:
+    """Return the robot's joints that have exactly one actuator, a position drive."""
+    kind, targets = int(mujoco().mjtTrn.mjTRN_JOINT), sim.model.actuator_trnid[:, 0]
+    driven = targets[sim.model.actuator_trntype == kind].tolist()
+    single = (joint for joint in sim.robot.joints if driven.count(id_of(sim.model, "jnt", joint)) == 1)
+    return tuple(joint for joint in single if drive_of(sim, joint) == "position")
+
+
+def hold_controls(sim: Simulation, world: TensorDict) -> Tensor:
+    """Return controls `[*B, nu]` that hold the robot's position drives at their current positions.
+
+    All other controls have their values of the start.
+    """
+    home = torch.from_numpy(sim.home.ctrl).to(world["physics"])
+    columns = list(home.float().expand(*world.batch_size, -1).unbind(-1))
+    joints = _position_joints(sim)
+    if not joints:
+        return home.float().expand(*world.batch_size, -1).clone()
+    targets = joint_positions(sim, world, joints).unbind(-1)
+    drives = zip(actuators_of(sim, joints), controls_per_target(sim, joints), targets, strict=True)
+    for actuator, factor, target in drives:
+        columns[actuator] = factor * target
+    return torch.stack(columns, -1)
+
+
 def joint_limits(sim: Simulation, joints: Sequence[str]) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return the lowest and the highest positions of joints, rad or m; they are infinite without a limit."""
     _joints(sim, tuple(joints))

@@ -13,7 +13,6 @@ from torch import Tensor
 from ecrl.config.model import ConfigModel, NonNegative, Positive
 from ecrl.envs.core import Env
 from ecrl.envs.mujoco import world
-from ecrl.envs.mujoco.holding import hold_controls
 from ecrl.envs.mujoco.make_task import task_env
 from ecrl.envs.mujoco.physics.simulation import Simulation, advance
 from ecrl.envs.mujoco.scene.config import RigidObjectConfig, RobotConfig
@@ -120,7 +119,7 @@ Distance = Callable[[Simulation, TensorDict], Tensor]
 def _inside_later(sim: Simulation, state: TensorDict, distance: Distance, ext: PushCubeExtensions) -> Tensor:
     """Return True if the cube is at the goal after `hold_time` with the arm held, `[*B]`; False if MuJoCo fails."""
     steps = max(1, round(ext.hold_time / sim.model.opt.timestep))
-    later, failed = advance(replace(sim, substeps=steps), state["world"], hold_controls(sim, state["world"]))
+    later, failed = advance(replace(sim, substeps=steps), state["world"], world.hold_controls(sim, state["world"]))
     return (distance(sim, state.copy().set("world", later)) < ext.success_threshold) & ~failed
 
 
