@@ -165,7 +165,7 @@ def record(
     from pathlib import Path
 
     from ecrl.run.checkpoint import latest, load
-    from ecrl.run.films import record as record_video
+    from ecrl.run.video import record as record_video
 
     state, cfg = load(latest(run), device)
     path = Path(output) if output else Path(run) / "videos" / f"record_{int(state['sample_step'])}.mp4"

@@ -15,7 +15,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl.config import Config, total_steps
-from ecrl.distributed import agreed, gathered, rank, world_size
+from ecrl.distributed import any_rank, gathered, rank, world_size
 from ecrl.errors import CheckpointError, NotFiniteError
 from ecrl.loop.build import make_parts
 from ecrl.loop.iteration import steps_per_iteration
@@ -62,7 +62,7 @@ def with_others(records: Iterator[LogData], cfg: Config) -> Iterator[LogData]:
     """
     with ending(records):
         for record in records:
-            stopping = record["log_type"] == "train" and agreed(asked() is not None)
+            stopping = record["log_type"] == "train" and any_rank(asked() is not None)
             if record["log_type"] == "train" and (stopping or is_due(record["sample_step"], cfg)):
                 record["files"] = _of_others(record["state"])
             yield {**record, "stopping": True} if stopping else record

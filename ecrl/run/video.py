@@ -22,7 +22,7 @@ from ecrl.kernels import scan
 from ecrl.loop.iteration import make_parts
 from ecrl.run.evaluation import eval_steps
 from ecrl.run.loggers import ending
-from ecrl.run.recording import FPS, Camera, background, cameras, pictures, video_path, view, write_video
+from ecrl.run.video_writer import FPS, Camera, background, cameras, pictures, video_path, view, write_video
 from ecrl.types import LogData
 
 
