@@ -28,7 +28,7 @@ from benchmarks.report import machine, versions
 from benchmarks.tasks import CONFIGS, TASKS
 from ecrl.errors import MissingExtraError, UserError
 from ecrl.registry import did_you_mean
-from ecrl.run.atomic_files import held
+from ecrl.run.atomic_files import lock_folder
 
 NEEDED = ("stable_baselines3", "matplotlib", "mujoco", "imageio", "Box2D")
 _PAUSE_S, _SHARE = 0.2, 0.9
@@ -96,7 +96,7 @@ def _locked(out: Path) -> Iterator[None]:
     """Lock the results folder: two measurements on the same cores would disturb each other's times."""
     out.mkdir(parents=True, exist_ok=True)
     try:
-        with held(out):
+        with lock_folder(out):
             yield
     except BlockingIOError:
         raise UserError(

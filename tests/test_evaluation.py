@@ -113,7 +113,7 @@ def test_ranks_that_stop_do_not_evaluate_before_that(monkeypatch):
     cfg = small(**{"trainer.eval_freq": 32, "trainer.num_eval_episodes": 2})
     kinds = []
     for stopping in (False, True):
-        monkeypatch.setattr(ranks, "agreed", lambda mine, stopping=stopping: stopping)
+        monkeypatch.setattr(ranks, "any_rank", lambda mine, stopping=stopping: stopping)
         monkeypatch.setattr(ranks, "_of_others", lambda state: {})
         records = with_others(islice(train_iter(init_state(cfg), cfg), 4), cfg)
         kinds.append([record["log_type"] for record in with_evaluation(records, cfg)])

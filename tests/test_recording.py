@@ -18,12 +18,12 @@ from ecrl.cli import main as cli
 from ecrl.config import config_from_dict
 from ecrl.errors import ConfigError, UserError
 from ecrl.loop.iteration import init_state, make_iteration, train_iter
-from ecrl.run import films, recording
+from ecrl.run import video, video_writer
 from ecrl.run.checkpoint import save
 from ecrl.run.evaluation import evaluate, with_evaluation
-from ecrl.run.films import collected, record
-from ecrl.run.recording import background, cameras, check_cameras, view, write_video
 from ecrl.run.train import train
+from ecrl.run.video import collected, record
+from ecrl.run.video_writer import background, cameras, check_cameras, view, write_video
 
 ffmpeg = pytest.importorskip("imageio_ffmpeg", reason="videos need the extra 'video'")
 
@@ -49,9 +49,9 @@ def drawn(monkeypatch):
             times = seen["physics"][:, 0]
             yield np.concatenate([grey(int((20 * time / 0.04).round()), size=(16, 16))[0] for time in times], 1)
 
-    monkeypatch.setattr(recording, "pictures", pictures)
-    monkeypatch.setattr("ecrl.run.films.pictures", pictures)
-    monkeypatch.setattr(recording, "backend", lambda: "none")
+    monkeypatch.setattr(video_writer, "pictures", pictures)
+    monkeypatch.setattr("ecrl.run.video.pictures", pictures)
+    monkeypatch.setattr(video_writer, "backend", lambda: "none")
 
 
 def steps_in(path, tiles):
@@ -83,7 +83,7 @@ def test_a_video_is_there_when_it_is_complete(tmp_path):
 
 
 def test_what_ffmpeg_says_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(recording, "_ENCODER", ["-c:v", "no_such_codec"])
+    monkeypatch.setattr(video_writer, "_ENCODER", ["-c:v", "no_such_codec"])
     with pytest.raises(OSError, match=r"\.film\.part\.mp4: .*no_such_codec"):
         write_video(tmp_path / "film.mp4", iter(grey(*range(200), size=(480, 640))), 20)
     assert list(tmp_path.iterdir()) == []
@@ -180,11 +180,11 @@ def test_training_waits_for_each_video_or_for_none(tmp_path, monkeypatch, func):
 
             yield begin
 
-    monkeypatch.setattr(films, "_film", slow)
-    monkeypatch.setattr(films, "background", recorded)
+    monkeypatch.setattr(video, "_film", slow)
+    monkeypatch.setattr(video, "background", recorded)
     kinds = [(kind, n) for n in range(6) for kind in ("collect", "train")]
     records = iter([{"log_type": kind, "sample_step": n, "state": None} for kind, n in kinds])
-    videos = films.with_training_videos(records, cfg, tmp_path, None)
+    videos = video.with_training_videos(records, cfg, tmp_path, None)
     if func == "record_camera_data":
         free.set()
         assert len(list(videos)) == 12
@@ -237,21 +237,21 @@ def test_videos_of_training(tmp_path, drawn):
 
 def test_a_run_without_a_folder_makes_no_videos(drawn, monkeypatch):
     begun = []
-    monkeypatch.setattr(recording, "write_video", lambda *given: begun.append(given))
+    monkeypatch.setattr(video_writer, "write_video", lambda *given: begun.append(given))
     cfg = filmed_run({"t": film(name="t")}, {"e": film(name="e")})
     train(init_state(cfg), cfg, progress=False)
     assert not begun
 
 
 def test_training_does_not_wait_for_a_video_but_the_next_evaluation_does(tmp_path, drawn, monkeypatch):
-    gate, fast = Event(), recording.pictures
+    gate, fast = Event(), video_writer.pictures
 
     def slow(sim, camera, views):
         for seen in views:
             assert gate.wait(30)
             yield from fast(sim, camera, [seen])
 
-    monkeypatch.setattr(recording, "pictures", slow)
+    monkeypatch.setattr(video_writer, "pictures", slow)
     cfg = filmed_run(evaluation={"e": film(name="e")})
     records = with_evaluation(train_iter(init_state(cfg), cfg), cfg, tmp_path)
     kinds = [next(records)["log_type"] for _ in range(5)]
@@ -262,7 +262,7 @@ def test_training_does_not_wait_for_a_video_but_the_next_evaluation_does(tmp_pat
 
 
 def test_a_full_queue_loses_nothing_and_a_dead_camera_stops_the_run(tmp_path, drawn, monkeypatch):
-    monkeypatch.setattr(recording, "_WAITING", 1)
+    monkeypatch.setattr(video_writer, "_WAITING", 1)
     cfg = filmed_run(evaluation={"e": film(name="e")})
     evaluate(init_state(cfg), cfg, videos=tmp_path)
     assert len(frames(tmp_path / "e_eval_0.mp4")[0]) == 9
@@ -271,7 +271,7 @@ def test_a_full_queue_loses_nothing_and_a_dead_camera_stops_the_run(tmp_path, dr
         yield from grey(0)
         raise UserError("the screen is gone")
 
-    monkeypatch.setattr(recording, "pictures", blind)
+    monkeypatch.setattr(video_writer, "pictures", blind)
     with pytest.raises(UserError, match="the screen is gone"):
         evaluate(init_state(cfg), cfg, videos=tmp_path / "other")
     assert list((tmp_path / "other").iterdir()) == []

@@ -252,7 +252,7 @@ def test_two_that_measure_into_one_folder_are_not_let(small, tmp_path):
     (tmp_path / "out").mkdir()
     code = f"""
 import pathlib, time, ecrl.run.atomic_files
-with ecrl.run.atomic_files.held(pathlib.Path({str(tmp_path / "out")!r})):
+with ecrl.run.atomic_files.lock_folder(pathlib.Path({str(tmp_path / "out")!r})):
     print("held", flush=True)
     time.sleep(3600)
 """

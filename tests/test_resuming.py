@@ -128,7 +128,7 @@ def test_a_run_goes_on_where_its_device_is_not(tmp_path):
     here = {"trainer.device": "cpu"}
     with pytest.raises(ConfigError, match=r'trainer\.device: "cuda:77" -> "cpu"'):
         resume(run, overrides=here)
-    with pytest.warns(UserWarning, match="will not be bit for bit the same run: device cuda then, cpu now"):
+    with pytest.warns(UserWarning, match="will not have the same bits: device cuda then, cpu now"):
         resumed, forced = resume(run, overrides={**here, "trainer.iterations": 3}, force=True)
     assert same(resumed, state)
     assert [row["sample_step"] for row in train(resumed, forced, run, progress=False)[1]] == [96]
@@ -166,7 +166,7 @@ def test_a_saved_gymnasium_run_starts_its_episodes_afresh_and_says_so(tmp_path):
 def test_a_checkpoint_folder_is_not_a_run(tmp_path):
     run, cfg = finished(tmp_path)
     checkpoint = latest(run)
-    with pytest.raises(ConfigError, match="is a checkpoint; give the folder of its run"):
+    with pytest.raises(ConfigError, match="is a checkpoint; to resume, give the folder of its run"):
         resume(checkpoint)
     with pytest.raises(ConfigError, match="is a checkpoint; choose the folder of its run"):
         train(init_state(cfg), cfg, checkpoint, progress=False)
@@ -276,7 +276,7 @@ def test_an_evaluation_that_was_given_up_is_made_when_the_run_goes_on(tmp_path, 
     assert told(tmp_path / "run")[:2] == (rows, best) and same(told(tmp_path / "run")[2], kept)
     assert len(calls) == 4 and len(history) == 2
     train(load(latest(tmp_path / "run"))[0], again, tmp_path / "run", progress=False)
-    assert len(calls) == 4 and told(tmp_path / "run")[0] == rows, "nothing is owed at the end"
+    assert len(calls) == 4 and told(tmp_path / "run")[0] == rows, "no evaluation is pending at the end"
 
 
 def test_an_evaluation_whose_best_was_not_saved_is_made_again(tmp_path):

@@ -2,6 +2,9 @@
 
 import copy
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -157,3 +160,15 @@ def test_a_policy_without_keys_of_its_own_is_no_endless_schema(monkeypatch):
     check.validate(data)
     assert not check.is_valid(data | {"policy": {"name": "plain", "normalise": True}})
     test_every_key_has_a_description_and_every_part_its_settings()
+
+
+@pytest.mark.parametrize("arguments", [["schema"], ["--help"]], ids=" ".join)
+def test_a_command_ends_quietly_if_the_reader_of_its_output_ends_first(arguments):
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        command = [sys.executable, "-m", "ecrl", *arguments]
+        result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    finally:
+        os.close(writer)
+    assert (result.returncode, result.stderr) == (128 + 13, "")  # 13 is SIGPIPE

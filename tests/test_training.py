@@ -175,7 +175,7 @@ def test_a_run_does_not_go_on_in_the_folder_of_another(tmp_path, same_steps, wit
 
 @pytest.mark.parametrize("place", ["small.json", "small.json/below"])
 def test_a_folder_that_cannot_be_made_is_said(config_file, place):
-    with pytest.raises(ConfigError, match=f"run_dir: {place}: cannot be made: "):
+    with pytest.raises(ConfigError, match=f"run_dir: {place}: cannot be created: "):
         train_from_config(config_file, run_dir=place)
 
 
@@ -252,8 +252,8 @@ def test_a_store_that_cannot_be_reached_is_told_in_one_line(port):
 
 HOLD = """
 import sys, pathlib
-from ecrl.run.atomic_files import held
-with held(pathlib.Path('run')): print(flush=True), sys.stdin.read()
+from ecrl.run.atomic_files import lock_folder
+with lock_folder(pathlib.Path('run')): print(flush=True), sys.stdin.read()
 """
 
 

@@ -76,7 +76,7 @@ PAGES: dict[str, tuple[str, dict[str, list[str]]]] = {
                 "ecrl.run.resume.resume",
                 "ecrl.run.export.export",
                 "ecrl.run.crash.replay",
-                "ecrl.run.films.record",
+                "ecrl.run.video.record",
             ],
             "Plots": ["ecrl.report.plots.plot"],
             "Several processes": [

@@ -23,8 +23,8 @@ def check(path: Annotated[str, tyro.conf.Positional], /, *, overrides: Overrides
     from ecrl.distributed import world_size
     from ecrl.loop.iteration import check_config
     from ecrl.run.evaluation import check_evaluation
-    from ecrl.run.recording import check_cameras
     from ecrl.run.trackers import check_wandb
+    from ecrl.run.video_writer import check_cameras
 
     cfg = load_config(path, parse_overrides(overrides))
     try:

@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import os
 import re
 import signal
 import sys
@@ -162,7 +163,7 @@ def record(
     from pathlib import Path
 
     from ecrl.run.checkpoint import latest, load
-    from ecrl.run.films import record as record_video
+    from ecrl.run.video import record as record_video
 
     state, cfg = load(latest(run), device)
     path = Path(output) if output else Path(run) / "videos" / f"record_{int(state['sample_step'])}.mp4"
@@ -239,6 +240,18 @@ _FLAGS = (tyro.conf.FlagCreatePairsOff,)
 
 
 def main() -> None:
+    """Run the command line. End quietly if the reader of the output ends first, as in `ecrl schema | head`."""
+    try:
+        try:
+            _run_command()
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes the rest when it exits
+        sys.exit(128 + signal.SIGPIPE)
+
+
+def _run_command() -> None:
     """Run the command. Print an error that the user can fix to stderr, one line per fault, with exit status 2."""
     warnings.formatwarning = _format_warning
     atexit.register(gc.freeze)  # a process that ends has no garbage to look for: that takes two seconds after compiling

@@ -1,9 +1,9 @@
-"""Signals that end a run in order: SIGINT and SIGTERM let it finish its iteration, save, and close what it opened.
+"""Orderly ends of a run by SIGINT or SIGTERM: finish the iteration, save the state, and close files.
 
-The first signal asks. An iteration, or an evaluation, that takes longer than `GRACE` after it is given up, which loses
-nothing: the state before it is saved, and repeats it bit for bit when the run is resumed (`ecrl.run.owed`). What is not
-in such a part, as a save, is let end, and so is the iteration of several ranks, which could not be given up by all at
-once. The second signal gives up anything at once, and the third ends the process where it stands.
+The first signal asks the run to end. If its iteration or evaluation takes longer than `GRACE`, it is abandoned. This
+loses nothing: the state before it is saved, and a resumed run repeats it with the same bits (`ecrl.run.resume`).
+Other work, such as saving, always finishes. So does an iteration of several ranks, because the ranks cannot abandon it
+together. The second signal abandons any work at once, and the third kills the process.
 """
 
 import signal
@@ -11,64 +11,64 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 GRACE = 3.0
-"""Seconds that an iteration may still take after it was asked to be the last; as many again, should that be ignored."""
+"""Seconds that an iteration may continue after the first signal. It is interrupted again after as many seconds."""
 
 _asked: list[int] = []
-_in_loop: list[bool] = []  # whether its process is alone
-_in_part: list[bool] = []
+_loops: list[bool] = []  # a value per running loop: True if its iterations can be abandoned
+_interruptible_parts: list[bool] = []
 
 
 class Stopped(KeyboardInterrupt):
-    """What a signal raises. Where a KeyboardInterrupt itself ends an import, Python may exit as if nobody caught it."""
+    """KeyboardInterrupt of a signal. If a plain one interrupts an import, Python may exit as if nobody caught it."""
 
 
 def asked() -> int | None:
-    """The number of the signal that asked the run to end, the first one; None if none did."""
+    """Return the number of the first signal that asked the run to end, or None."""
     return _asked[0] if _asked else None
 
 
 def _stop(number: int, frame: object) -> None:
     _asked.append(number)
-    if _in_loop and len(_asked) == 1:
-        if _in_loop[-1]:
+    if _loops and len(_asked) == 1:
+        if _loops[-1]:
             signal.setitimer(signal.ITIMER_REAL, GRACE, GRACE)
         return
     if len(_asked) > 1:
-        for again in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(again, signal.SIG_DFL)
+        for other in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(other, signal.SIG_DFL)
     raise Stopped
 
 
-def _late(number: int, frame: object) -> None:
-    if _in_part:
+def _grace_ended(number: int, frame: object) -> None:
+    if _interruptible_parts:
         raise Stopped
 
 
 def listen() -> None:
-    """From now on SIGINT and SIGTERM end a run in order; outside of one they are a KeyboardInterrupt."""
+    """From now on, let SIGINT and SIGTERM end a run in order. Outside of a run they raise KeyboardInterrupt."""
     _asked.clear()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop)
-    signal.signal(signal.SIGALRM, _late)
+    signal.signal(signal.SIGALRM, _grace_ended)
 
 
 @contextmanager
 def in_loop(alone: bool = True) -> Iterator[None]:
-    """Around a loop that looks at `asked` after every iteration; only where it is `alone` may that be given up."""
-    _in_loop.append(alone)
+    """Enclose a loop that checks `asked` after every iteration. Only an `alone` process may abandon an iteration."""
+    _loops.append(alone)
     try:
         yield
     finally:
-        _in_loop.pop()
+        _loops.pop()
         if _asked:
             signal.setitimer(signal.ITIMER_REAL, 0.0)
 
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Around a part of a loop that may be given up, because the loop can repeat it from what it has."""
-    _in_part.append(True)
+    """Enclose a part of a loop that may be abandoned, because the loop can repeat it from its state."""
+    _interruptible_parts.append(True)
     try:
         yield
     finally:
-        _in_part.pop()
+        _interruptible_parts.pop()

@@ -1,6 +1,6 @@
-"""Files on disk that are whole or absent: after a crash, a kill or a full disk there is the old one or the new one.
+"""Atomic writes of files and folders: after a crash, a kill or a full disk, the old or the new one is complete.
 
-What is written is synced, and so is the folder that names it, so that it outlives the machine's power too.
+Files and their folders are synced to disk, so they survive a power failure too.
 """
 
 import errno
@@ -28,9 +28,9 @@ def _sync_folder(path: Path) -> None:
 
 
 def append(path: Path, data: bytes) -> None:
-    """Add `data` to the end of a file: all of it, or with an OSError nothing.
+    """Append all of `data` to a file, or raise OSError and append nothing.
 
-    The file is opened for this call alone, so that a disk that was full or away is used again as soon as it is back.
+    Every call opens the file, so writes succeed again as soon as a full or missing disk is back.
     """
     with path.open("ab", buffering=0) as file:
         end = file.tell()
@@ -44,59 +44,59 @@ def append(path: Path, data: bytes) -> None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write a file in place of an older one, or raise OSError and leave that."""
-    aside = path.with_name(f".{path.name}.new")
+    """Replace a file atomically, or raise OSError and keep the old one."""
+    temporary = path.with_name(f".{path.name}.new")
     try:
-        _write_synced(aside, data)
-        aside.replace(path)
+        _write_synced(temporary, data)
+        temporary.replace(path)
     except BaseException:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     _sync_folder(path.parent)
 
 
 def write_folder(path: Path, files: Mapping[str, bytes]) -> None:
-    """Write `files` by name as the folder `path`, in place of an older one, or raise OSError and leave that.
+    """Replace the folder `path` by one with `files`, or raise OSError and keep the old one.
 
-    The older one is removed once the new one is safe. A kill between the two renames leaves it under another name,
-    where `whole` finds it.
+    The old folder is removed after the new one is on disk. If the process is killed between the two renames, the old
+    folder keeps another name, and `whole` returns that one.
     """
-    path, aside, old = whole(path, restore=True), _aside(path), _old(path)
-    known = path.parent.exists()
+    path, temporary, old = whole(path, restore=True), _temporary_path(path), _old_path(path)
+    parent_existed = path.parent.exists()
     path.parent.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(aside, ignore_errors=True)
+    shutil.rmtree(temporary, ignore_errors=True)
     try:
-        aside.mkdir()
+        temporary.mkdir()
         for name, data in files.items():
-            _write_synced(aside / name, data)
-        _sync_folder(aside)
+            _write_synced(temporary / name, data)
+        _sync_folder(temporary)
         if path.exists():
             path.rename(old)
-        aside.rename(path)
+        temporary.rename(path)
     except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         whole(path, restore=True)
         raise
     _sync_folder(path.parent)
-    if not known:
+    if not parent_existed:
         _sync_folder(path.parent.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _aside(path: Path) -> Path:
+def _temporary_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.new.{os.getpid()}")
 
 
-def _old(path: Path) -> Path:
+def _old_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.old")
 
 
 def whole(path: Path, restore: bool = False) -> Path:
-    """Where the folder `path` is to be read: elsewhere if its writer was killed between two renames.
+    """Return the path to read a folder from: its old name if its writer was killed between the two renames.
 
-    With `restore` it is put back, and what a writer left that was killed after them is removed.
+    With `restore`, rename the old folder back to `path`, or remove it if the new folder is complete.
     """
-    old = _old(path)
+    old = _old_path(path)
     if not old.exists():
         return path
     if not restore:
@@ -109,10 +109,10 @@ def whole(path: Path, restore: bool = False) -> Path:
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """Be the only process that writes into a folder, or raise BlockingIOError; ends with the process, however it ends.
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Lock a folder for this process, or raise BlockingIOError. The lock ends with the process, even if it is killed.
 
-    Twice in one process is once. Where the file system has no locks, nobody is kept out.
+    A process may lock a folder twice. On a file system without locks, other processes are not kept out.
     """
     with (folder / ".lock").open("w") as file:
         try:
@@ -124,13 +124,13 @@ def held(folder: Path) -> Iterator[None]:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder, so that a kill on the way leaves nothing of it under its name."""
-    gone = path.with_name(f".{path.name}.gone")
-    path.rename(gone)
-    shutil.rmtree(gone, ignore_errors=True)
+    """Remove a folder. If the process is killed meanwhile, no part of the folder remains under its name."""
+    removed = path.with_name(f".{path.name}.gone")
+    path.rename(removed)
+    shutil.rmtree(removed, ignore_errors=True)
 
 
 def sweep(folder: Path) -> None:
-    """Remove what writers left aside in `folder` that were killed; to be called by its only writer."""
-    for left in [*folder.glob(".*.new.*"), *folder.glob(".*.gone")]:
-        shutil.rmtree(left, ignore_errors=True)
+    """Remove temporary folders that killed writers left in `folder`. Only the single writer of `folder` may call it."""
+    for leftover in [*folder.glob(".*.new.*"), *folder.glob(".*.gone")]:
+        shutil.rmtree(leftover, ignore_errors=True)

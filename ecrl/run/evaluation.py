@@ -28,7 +28,7 @@ from ecrl.loop.signals import interruptible
 from ecrl.policies import acting_params
 from ecrl.registry import did_you_mean
 from ecrl.run.loggers import ending
-from ecrl.run.recording import filming, view, with_film
+from ecrl.run.video_writer import filming, view, with_film
 from ecrl.spaces import Box
 from ecrl.types import LogData
 
@@ -195,7 +195,7 @@ def eval_steps(
         cfg: of the run.
         num_envs: environments.
         names: of the outcomes, which are filled in.
-        filmed: how many environments, the first ones, `ecrl.run.recording.view` is of; None is seen if 0.
+        filmed: how many environments, the first ones, `ecrl.run.video_writer.view` is of; None is seen if 0.
     """
     env, act = run.env, run.policy.act
     key = rng.fold_in(rng.key(_eval_seed(cfg), state["key"].device), rng.EVAL)

@@ -1,4 +1,4 @@
-"""The folder of a run: made, claimed by one run, and held by one process while that goes on."""
+"""Run folders: create one, claim it for one run, and lock it for one process."""
 
 import os
 import time
@@ -7,32 +7,32 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from ecrl.config import Config
-from ecrl.distributed import rank, said_before, say
+from ecrl.distributed import has_flag, rank, set_flag
 from ecrl.errors import ConfigError
-from ecrl.run.atomic_files import held, replace_file
+from ecrl.run.atomic_files import lock_folder, replace_file
 
 
-def _make(folder: Path, exist_ok: bool) -> None:
+def _create(folder: Path, exist_ok: bool) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=exist_ok)
     except OSError as error:
         if isinstance(error, FileExistsError) and not exist_ok:
             raise
-        raise ConfigError(f"run_dir: {folder}: cannot be made: {error.strerror}; choose another folder") from None
+        raise ConfigError(f"run_dir: {folder}: cannot be created: {error.strerror}; choose another folder") from None
 
 
 def claim(folder: Path, new: bool) -> None:
-    """Make the run folder; a new run does not go where another one wrote."""
-    _make(folder, exist_ok=True)
+    """Create the run folder. Raise ConfigError if a new run would write into the folder of another run."""
+    _create(folder, exist_ok=True)
     if (folder / "manifest.json").exists():
         raise ConfigError(f"run_dir: {folder} is a checkpoint; choose the folder of its run, or a new one")
     taken = [name for name in ("config.json", "metrics.jsonl", "checkpoints") if (folder / name).exists()]
     if new and taken:
-        told = f"run_dir: {folder} already holds a run ({taken[0]})"
-        raise ConfigError(f"{told}; choose another folder, or resume that run")
+        problem = f"run_dir: {folder} already holds a run ({taken[0]})"
+        raise ConfigError(f"{problem}; choose another folder, or resume that run")
     if not os.access(folder, os.W_OK):
         raise ConfigError(f"run_dir: {folder}: not writable; choose another folder")
-    say(_word(folder))
+    set_flag(_flag(folder))
 
 
 def rewrite(metrics: Path, rows: Iterable[bytes]) -> None:
@@ -44,33 +44,33 @@ def rewrite(metrics: Path, rows: Iterable[bytes]) -> None:
 
 
 @contextmanager
-def holding(folder: Path | None) -> Iterator[None]:
-    """Keep other processes from going on with the run in a folder meanwhile; rank 0 alone writes there."""
+def lock_run_folder(folder: Path | None) -> Iterator[None]:
+    """Keep other processes out of a run folder. Only rank 0 takes the lock, because only rank 0 writes there."""
     with ExitStack() as stack:
         try:
             if folder is not None and rank() == 0 and folder.is_dir():
-                stack.enter_context(held(folder))
+                stack.enter_context(lock_folder(folder))
         except BlockingIOError:
             raise ConfigError(f"run_dir: {folder}: another process trains in it; wait for its end") from None
         yield
 
 
-def _word(folder: Path) -> str:
+def _flag(folder: Path) -> str:
     return f"claimed {folder}"
 
 
 def claimed_before(folder: Path | None) -> bool:
-    """Whether the run in a folder is that of processes which torchrun started these anew in place of."""
-    return folder is not None and said_before(_word(folder))
+    """Return True if an earlier attempt of this torchrun job claimed the folder."""
+    return folder is not None and has_flag(_flag(folder))
 
 
 def new_run_dir(cfg: Config) -> Path:
-    """A fresh `outputs/<exp_name>_<YYYYmmdd_HHMMSS>`, numbered if another run took that name."""
+    """Create `outputs/<exp_name>_<YYYYmmdd_HHMMSS>`, with a number if another run has that name."""
     stem, number = f"outputs/{cfg.trainer.exp_name}_{time.strftime('%Y%m%d_%H%M%S')}", 1
     while True:
         folder = Path(stem if number == 1 else f"{stem}_{number}")
         try:
-            _make(folder, exist_ok=False)
+            _create(folder, exist_ok=False)
             return folder
         except FileExistsError:
             number += 1

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ecrl.algorithms.state_kinds import PER_RANK, Kinds, leaf_kinds
 from ecrl.config import Config, total_steps
-from ecrl.distributed import agreed, gathered, rank, world_size
+from ecrl.distributed import any_rank, gathered, rank, world_size
 from ecrl.errors import CheckpointError, NotFiniteError
 from ecrl.loop.buffers import kinds_of
 from ecrl.loop.build import build
@@ -59,7 +59,7 @@ def with_others(records: Iterator[LogData], cfg: Config) -> Iterator[LogData]:
     kinds = kinds_of(build(cfg))
     with ending(records):
         for record in records:
-            stopping = record["log_type"] == "train" and agreed(asked() is not None)
+            stopping = record["log_type"] == "train" and any_rank(asked() is not None)
             if record["log_type"] == "train" and (stopping or is_due(record["sample_step"], cfg)):
                 record["files"] = _of_others(record["state"], kinds)
             yield {**record, "stopping": True} if stopping else record

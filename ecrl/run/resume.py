@@ -1,4 +1,4 @@
-"""Going on with a run from its newest checkpoint, as if it had never stopped."""
+"""Resume a run from its newest checkpoint, as if it had never stopped."""
 
 import json
 import math
@@ -14,11 +14,12 @@ from ecrl.config import Config, config_from_dict, diff, load_config
 from ecrl.distributed import rank
 from ecrl.errors import CheckpointError, ConfigError
 from ecrl.loop.build import build, device_of
-from ecrl.loop.iteration import check_state, expected_state, init_state
+from ecrl.loop.iteration import check_state, crossed, expected_state, init_state, steps_per_iteration
 from ecrl.run.atomic_files import whole
 from ecrl.run.checkpoint import conditions, differing, latest, load, read_manifest, same_weights, steps_in
 from ecrl.run.folder import rewrite
 from ecrl.run.rank_shards import with_own
+from ecrl.types import LogData
 
 
 def resume(
@@ -27,23 +28,23 @@ def resume(
     overrides: Mapping[str, Any] | None = None,
     force: bool = False,
 ) -> tuple[TensorDict, Config]:
-    """The newest checkpoint of a run and the config to go on with, for `train(state, cfg, run_dir)`.
+    """Return the newest state of a run and the config to continue with, for `train(state, cfg, run_dir)`.
 
-    Bit for bit what an uninterrupted run would have been, on the same device, torch version, number of threads and
-    form; where one of those differs, that is warned of. What was logged after the checkpoint is taken out of
-    `metrics.jsonl`. A damaged checkpoint is warned of, and the one before it used; a run that was stopped before its
-    first one begins again.
+    The resumed run has the same bits as an uninterrupted one on the same device, torch version, number of threads and
+    compiled form. If one of these differs, warn. Rows that were logged after the checkpoint are removed from
+    `metrics.jsonl`. If the newest checkpoint is damaged, warn and use the one before it. A run without a checkpoint
+    starts from the beginning.
 
     Args:
         run_dir: run folder.
-        config: file of a changed config; the run's own if None.
+        config: file of a changed config; None uses the run's own config.
         overrides: values by dotted key.
-        force: go on with a config that differs; its hyperparameters then replace those in the state.
+        force: continue even if the config differs; its hyperparameters then replace those in the state.
 
     Raises: ConfigError listing every key that differs, unless `force`; CheckpointError.
     """
     if (Path(run_dir) / "manifest.json").exists():
-        raise ConfigError(f"{run_dir}: is a checkpoint; give the folder of its run, to go on in it")
+        raise ConfigError(f"{run_dir}: is a checkpoint; to resume, give the folder of its run")
     path = latest(run_dir) if steps_in(run_dir) or not (Path(run_dir) / "config.json").exists() else None
     own = load_config((Path(run_dir) if path is None else whole(path)) / "config.json")
     given = own.model_dump(mode="json") if config is None else None
@@ -51,33 +52,34 @@ def resume(
     changes = diff(own, cfg)
     if changes and not force:
         lines = "\n".join(f"  {line}" for line in changes)
-        raise ConfigError(f"{run_dir}: the config differs from the run's; go on with it by --force:\n{lines}")
+        raise ConfigError(f"{run_dir}: the config differs from the run's; resume with it by --force:\n{lines}")
     if path is None:
         if rank() == 0:
-            forget_after(Path(run_dir), 0)
+            drop_rows_after(Path(run_dir), 0)
         return init_state(cfg), cfg
-    state, own = load(path, None if _is_here(own) else cfg.trainer.device)
+    state, own = load(path, None if _has_device(own) else cfg.trainer.device)
     if changes:
         state = _changed(state.to(device_of(cfg)), own, cfg)
     state = with_own(state, cfg, path)
     check_state(build(cfg), state, cfg)
     if rank() == 0:
-        _warn_of_other_bits(path, cfg)
-        forget_after(Path(run_dir), int(state["sample_step"]))
+        _warn_of_other_conditions(path, cfg)
+        drop_rows_after(Path(run_dir), int(state["sample_step"]))
     return state, cfg
 
 
-def _is_here(cfg: Config) -> bool:
-    """Whether the device of a config is one of this machine's."""
+def _has_device(cfg: Config) -> bool:
+    """Return True if this machine has the device of a config."""
     with suppress(ConfigError):
         return device_of(cfg) is not None
     return False
 
 
-def goes_on(run_dir: str | Path, state: TensorDict, cfg: Config) -> bool:
-    """Whether a state belongs to the run in a folder, which may have its weights; else an equal config says so.
+def continues_run(run_dir: str | Path, state: TensorDict, cfg: Config) -> bool:
+    """Return True if a state belongs to the run in a folder.
 
-    The state before the first step belongs to a run that was stopped before it had logged or saved anything.
+    If a checkpoint of the folder has the same env steps, compare the weights; otherwise compare the configs. A state
+    before the first step belongs only to a run that has not logged or saved anything.
     """
     folder, step, metrics = Path(run_dir), int(state["sample_step"]), Path(run_dir) / "metrics.jsonl"
     if step == 0 and (steps_in(folder) or (metrics.is_file() and metrics.stat().st_size)):
@@ -102,21 +104,21 @@ def _changed(state: TensorDict, own: Config, cfg: Config) -> TensorDict:
     return state.copy().update({name: after[name] for name in names}).lock_()
 
 
-def _warn_of_other_bits(path: Path, cfg: Config) -> None:
+def _warn_of_other_conditions(path: Path, cfg: Config) -> None:
     if other := differing(read_manifest(path), conditions(cfg)):
-        warnings.warn(f"{path}: the rest will not be bit for bit the same run: {'; '.join(other)}", stacklevel=3)
+        warnings.warn(f"{path}: the resumed run will not have the same bits: {'; '.join(other)}", stacklevel=3)
 
 
 def _step_of(row: bytes) -> float:
-    """Of a line of `metrics.jsonl`; infinite for one that a kill cut off."""
+    """Return the env steps of a line of `metrics.jsonl`, or infinity if a kill cut the line off."""
     try:
         return json.loads(row)["sample_step"] if row.endswith(b"\n") else math.inf
     except (ValueError, KeyError, TypeError):
         return math.inf
 
 
-def forget_after(run_dir: Path, step: int) -> None:
-    """Drop the rows of iterations that will be run again from `metrics.jsonl`."""
+def drop_rows_after(run_dir: Path, step: int) -> None:
+    """Remove rows after `step` env steps from `metrics.jsonl`, because these iterations will run again."""
     metrics = run_dir / "metrics.jsonl"
     if not metrics.exists():
         return
@@ -125,3 +127,48 @@ def forget_after(run_dir: Path, step: int) -> None:
     if len(kept) == len(rows):
         return
     rewrite(metrics, kept)
+
+
+def pending_evaluation(state: TensorDict, cfg: Config, run_dir: str | Path) -> LogData | None:
+    """Return the train record of `state` if its evaluation was due, but a stop kept it from being finished; else None.
+
+    An evaluation is finished if it is logged and, when it is the best, saved as the best checkpoint. A row that was
+    logged without such a checkpoint is removed from `metrics.jsonl`, because the evaluation logs it again. In a run of
+    several ranks, the record has the files of the other ranks, read from the checkpoint.
+
+    Args:
+        state: the state from which the run continues.
+        cfg: config of the run.
+        run_dir: run folder.
+    """
+    step, size, freq = int(state["sample_step"]), steps_per_iteration(cfg), cfg.trainer.eval_freq
+    metrics = Path(run_dir) / "metrics.jsonl"
+    if not crossed(step, size, freq) or not metrics.is_file():
+        return None
+    lines = metrics.read_bytes().splitlines(keepends=True)
+    rows = {row["log_type"]: line for line in lines if (row := _row(line)).get("sample_step") == step}
+    if "train" not in rows:
+        return None
+    if "evaluate" in rows:
+        if _best_is_saved(_row(rows["evaluate"]), cfg, Path(run_dir)):
+            return None
+        rewrite(metrics, [line for line in lines if line != rows["evaluate"]])
+    shards = {p.name: p.read_bytes() for p in (Path(run_dir) / "checkpoints" / f"step_{step}").glob("rank_*")}
+    record = LogData(log_type="train", sample_step=step, logs={}, state=state)
+    return {**record, "files": shards} if shards else record
+
+
+def _row(line: bytes) -> dict[str, Any]:
+    """Return a row of `metrics.jsonl`, or an empty dict if a kill cut the line off."""
+    with suppress(ValueError):
+        return json.loads(line)
+    return {}
+
+
+def _best_is_saved(row: dict[str, Any], cfg: Config, run_dir: Path) -> bool:
+    """Return True if the best checkpoint is at least as good as the evaluation in `row`."""
+    name, sign = cfg.trainer.best_eval_metric, 1.0 if cfg.trainer.best_eval_mode == "max" else -1.0
+    value, best = row.get(name), None
+    with suppress(CheckpointError):
+        best = read_manifest(run_dir / "checkpoints" / "best")["logs"].get(name)
+    return value is None or (best is not None and sign * best >= sign * value)

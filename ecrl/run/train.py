@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from ecrl.algorithms import Run
 from ecrl.compile.jit import Compilation, compilations_of
 from ecrl.config import Config, load_config, total_steps
-from ecrl.distributed import first_says, rank, start, stop, world_size
+from ecrl.distributed import rank, start, stop, value_of_rank_0, world_size
 from ecrl.errors import CheckpointError, ConfigError, NotSavedError
 from ecrl.loop.build import build, check_rollout
 from ecrl.loop.iteration import check_config, check_state, close, first_state, iterations
@@ -24,16 +24,15 @@ from ecrl.run.atomic_files import replace_file
 from ecrl.run.checkpointing import with_best_checkpoint, with_checkpoints
 from ecrl.run.crash import with_crash
 from ecrl.run.evaluation import check_evaluation, with_evaluation
-from ecrl.run.films import with_training_videos
-from ecrl.run.folder import claim, claimed_before, holding, new_run_dir
+from ecrl.run.folder import claim, claimed_before, lock_run_folder, new_run_dir
 from ecrl.run.history import History
 from ecrl.run.loggers import with_host_logs, with_jsonl, with_progress
-from ecrl.run.owed import owed
 from ecrl.run.profiler import Times, timed_records, with_profile, with_timers
 from ecrl.run.rank_shards import with_others, with_others_at_crash
-from ecrl.run.recording import cameras, check_cameras
-from ecrl.run.resume import forget_after, goes_on, resume
+from ecrl.run.resume import continues_run, drop_rows_after, pending_evaluation, resume
 from ecrl.run.trackers import check_wandb, with_tensorboard, with_wandb
+from ecrl.run.video import with_training_videos
+from ecrl.run.video_writer import cameras, check_cameras
 from ecrl.types import LogData
 
 Timed = Callable[[str, Iterator[LogData]], Iterator[LogData]]
@@ -75,7 +74,7 @@ def consumers(
     records = with_others(records, cfg) if world_size() > 1 else records
     videos = None if run_dir is None else run_dir / "videos"
     if cfg.trainer.enable_eval:
-        left = None if run_dir is None else owed(state, cfg, run_dir)
+        left = None if run_dir is None else pending_evaluation(state, cfg, run_dir)
         records = timed("evaluation", with_evaluation(records, cfg, videos, left, evaluation))
     if videos is not None and cameras(cfg, "train"):
         records = timed("videos", with_training_videos(records, cfg, videos, state))
@@ -119,7 +118,7 @@ def train(
     be saved.
     """
     folder, history, last = None if run_dir is None else Path(run_dir), History(), [state]
-    new = folder is not None and not claimed_before(folder) and not goes_on(folder, state, cfg)
+    new = folder is not None and not claimed_before(folder) and not continues_run(folder, state, cfg)
 
     def keep(record: LogData) -> None:
         history.add(record)
@@ -163,7 +162,7 @@ def _train(
         check_cameras(cfg)
         check_wandb(cfg)
         claim(folder, new)
-    with holding(folder):
+    with lock_run_folder(folder):
         check_state(run, state, cfg)
         times, first = Times(), int(state["sample_step"])
         records = iterations(with_timers(times, run) if profile else run, state, cfg)
@@ -250,21 +249,21 @@ def run_config(
         if resume_from is not None:
             folder = Path(resume_from)
             start(distributed or _was_distributed(folder, path, changed))
-            stack.enter_context(holding(folder))
+            stack.enter_context(lock_run_folder(folder))
             state, cfg = resume(folder, path, changed, force)
         else:
             cfg = load_config(path or "", changed)
             start(cfg.trainer.distributed)
             state = _first_state(cfg, str(path))
-            folder = Path(first_says("run_dir", lambda: str(new_run_dir(cfg) if run_dir is None else run_dir)))
+            folder = Path(value_of_rank_0("run_dir", lambda: str(new_run_dir(cfg) if run_dir is None else run_dir)))
             begun = claimed_before(folder)
             if rank() == 0:
                 claim(folder, new=not begun)
-            stack.enter_context(holding(folder))
+            stack.enter_context(lock_run_folder(folder))
             if begun and any(folder.glob("checkpoints/step_*")):
                 state, cfg = resume(folder, path, changed)
             elif rank() == 0:
-                forget_after(folder, 0)
+                drop_rows_after(folder, 0)
         if cfg.trainer.distributed and "WORLD_SIZE" not in os.environ:
             warnings.warn("trainer.distributed: torchrun did not start this process; it trains alone", stacklevel=2)
         if rank() == 0:

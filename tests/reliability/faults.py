@@ -128,7 +128,7 @@ def disk_of_a_few_pages(folder: Path) -> str:
 
 def video(folder: Path) -> str:
     """No room for a video: said, nothing of it is left, and the next is made."""
-    from ecrl.run.recording import background, write_video
+    from ecrl.run.video_writer import background, write_video
 
     images = [np.random.default_rng(i).integers(0, 255, (64, 64, 3), np.uint8) for i in range(20)]
 

@@ -38,7 +38,7 @@ from ecrl.config.json_schema import KINDS, json_schema
 from ecrl.envs.mujoco.camera import backend
 from ecrl.envs.mujoco.scene.models import mujoco
 from ecrl.registry import registered
-from ecrl.run.recording import encoder
+from ecrl.run.video_writer import encoder
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SECONDS = 20.0  # of processor time, since the machine may be busy with other work

@@ -73,10 +73,10 @@ mean = d.all_mean((torch.tensor([1.0, 2.0]) * (r + 1), torch.tensor(float("nan")
                   weight=torch.tensor(0.0 if r else 3.0))
 print(mean[0].tolist(), float(mean[1]), d.all_sum(torch.tensor([r + 1])).tolist())
 print(float(d.all_mean(torch.tensor(2.0 + r), weight=torch.tensor(1.0 + 2 * r))))
-print(float(d.all_mean(torch.tensor(5.0), weight=torch.tensor(0.0))), d.agreed(r == 1), d.agreed(False))
+print(float(d.all_mean(torch.tensor(5.0), weight=torch.tensor(0.0))), d.any_rank(r == 1), d.any_rank(False))
 x = torch.arange(6.0).reshape(3, 2) + 10 * r
 print(torch.func.vmap(d.all_sum)(x).tolist())
-print([part.decode() for part in d.gathered(b"ab" * (r + 1))], d.first_says("name", lambda: f"of {r}"))
+print([part.decode() for part in d.gathered(b"ab" * (r + 1))], d.value_of_rank_0("name", lambda: f"of {r}"))
 d.stop()
 print(d.world_size())
 """
@@ -109,7 +109,7 @@ except UserError as error:
     first, second = launched(2, ["-c", code])
     text, other = (process.communicate(timeout=PATIENCE_S)[0] for process in (first, second))
     assert text.startswith("rank 0: another rank ended (") and text.count("\n") == 1  # gloo's words differ
-    assert text.endswith("; what it said last tells why\n")
+    assert text.endswith("; read its last message for the reason\n")
     assert (other, second.returncode) == ("", 3)
 
 
@@ -250,11 +250,11 @@ def test_ranks_that_start_anew_leave_a_run_that_is_not_theirs(tmp_path):
 LONE = """
 from ecrl import distributed as d
 d.start(True)
-print(d.world_size(), d.restarts(), d.first_says("name", lambda: "made"), d.said_before("word"))
-d.say("word")
-print(d.said_before("word"), d.first_says("name", lambda: "again"))
+print(d.world_size(), d.restarts(), d.value_of_rank_0("name", lambda: "made"), d.has_flag("word"))
+d.set_flag("word")
+print(d.has_flag("word"), d.value_of_rank_0("name", lambda: "again"))
 d._ranks.store.set("ecrl/word", "0")
-print(d.said_before("word"))
+print(d.has_flag("word"))
 """
 
 
@@ -266,7 +266,7 @@ def test_one_rank_of_torchrun_knows_that_it_was_started_anew():
 def test_one_rank_is_given_back_what_it_gives():
     x = torch.ones(2)
     assert distributed.all_sum(x) is x and distributed.all_mean(x, weight=torch.tensor(2.0)) is x
-    assert distributed.first_says("name", lambda: "made") == "made" and distributed.restarts({}) == 0
+    assert distributed.value_of_rank_0("name", lambda: "made") == "made" and distributed.restarts({}) == 0
 
 
 def test_the_hooks_of_kernels_take_parts_of_a_batch_for_the_whole():

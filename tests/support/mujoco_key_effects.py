@@ -14,7 +14,7 @@ from ecrl.envs import make_env
 from ecrl.envs.mujoco.camera import backend
 from ecrl.envs.mujoco.scene.models import loaded
 from ecrl.errors import ConfigError, UserError
-from ecrl.run.recording import filming
+from ecrl.run.video_writer import filming
 from support.key_effects import Changes, See, made, remembered
 
 
@@ -81,9 +81,9 @@ def filmed(changes: Changes) -> tuple[int, list[str]]:
     """How many environments the videos of an evaluation of eight show, and where they are."""
     cfg, paths, state = made(changes), [], TensorDict({"sample_step": 0})
     with (
-        patch("ecrl.run.recording.backend"),
-        patch("ecrl.run.recording.encoder"),
-        patch("ecrl.run.recording.write_video", lambda path, *_: paths.append(str(path))),
+        patch("ecrl.run.video_writer.backend"),
+        patch("ecrl.run.video_writer.encoder"),
+        patch("ecrl.run.video_writer.write_video", lambda path, *_: paths.append(str(path))),
         filming(cfg, Path("videos")) as opened,
         opened(state, 8) as film,
     ):

@@ -23,7 +23,7 @@ from ecrl.loop.buffers import borrowed_leaves, kinds_of
 from ecrl.loop.build import build
 from ecrl.run.evaluation import eval_steps
 from ecrl.run.loggers import ending
-from ecrl.run.recording import FPS, Camera, background, cameras, pictures, video_path, view, write_video
+from ecrl.run.video_writer import FPS, Camera, background, cameras, pictures, video_path, view, write_video
 from ecrl.types import LogData
 
 
