@@ -17,7 +17,7 @@ from ecrl.compile.user_code import protected, user_line
 from ecrl.compile.vmap import outside, over_batch, recorded, vmapped
 from ecrl.errors import ConfigError
 from ecrl.kernels import scan
-from ecrl.kernels.scan_loop import length_of, loops_of_graphs
+from ecrl.kernels.scan_loop import check_carry, length_of, loops_of_graphs
 from ecrl.pytree import flatten, unflatten
 
 
@@ -44,6 +44,7 @@ def graph_scan(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *const
     if vmapped():
         after, ys = _batched_scan(turn, first, rows, fixed)
         return unflatten(c, after), unflatten(found[0], ys, lambda size: (length, *size))
+    first, rows, fixed = (list(map(_in_graph, part)) for part in (first, rows, fixed))
     packings = packing(first), packing(rows, 1), packing(fixed)
     packed = packings[0].pack(first), packings[1].pack(rows, 1), packings[2].pack(fixed)
     kept: list[Packing] = []
@@ -56,9 +57,9 @@ def graph_scan(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *const
             )
         kept[:] = [packing(y)]
         ys = kept[0].pack(y) or [given[0].new_zeros(())]  # the operator wants something to stack
-        return _owned([*packings[0].pack(after), *ys], given)
+        return _owned([*map(_contiguous, packings[0].pack(after)), *ys], given)
 
-    own = _owned([*packed[0], *packed[2]], ())
+    own = _owned([*map(_contiguous, packed[0]), *packed[2]], ())
     out = scan_op(flat, own[: len(packed[0])], packed[1], tuple(own[len(packed[0]) :]))
     _refuse_outsiders(mode.tracer.root)
     _share_constants(mode.tracer.root)
@@ -72,11 +73,10 @@ def _turn(body: Callable[..., tuple[Any, Any]], structures: Sequence[Hashable], 
 
     def turn(now: Sequence[Tensor], row: Sequence[Tensor], rest: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         after, y = body(unflatten(c, now), unflatten(x, row, lambda size: size[1:]), *unflatten(k, rest))
-        (after, like), (y, kept) = flatten(after), flatten(y)
-        if like != c:
-            raise ValueError(f"the carry of a scan changed its structure from {c} to {like}")
+        after, (y, kept) = flatten(after), flatten(y)
+        check_carry((list(now), c), after)
         found[:] = [kept]
-        return after, y
+        return after[0], y
 
     return turn
 
@@ -142,6 +142,17 @@ def _share_constants(root: torch.nn.Module) -> None:
         if "." in name:
             keep = root.register_parameter if isinstance(constant, torch.nn.Parameter) else root.register_buffer
             keep(name.replace(".", "_"), constant)
+
+
+def _in_graph(leaf: Tensor) -> Tensor:
+    """The leaf as a tensor of the graph; the operator takes no captured ones."""
+    return leaf if isinstance(leaf, FakeTensor) else leaf.clone()
+
+
+def _contiguous(leaf: Tensor) -> Tensor:
+    """The leaf in row-major order, which a loop keeps; `contiguous()` leaves strides of axes of length 1."""
+    strides = torch.empty(leaf.shape, device="meta").stride()
+    return leaf if leaf.stride() == strides else leaf.clone(memory_format=torch.contiguous_format)
 
 
 def _owned(out: list[Tensor], given: tuple[Tensor, ...]) -> list[Tensor]:

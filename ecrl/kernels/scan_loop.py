@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ecrl.pytree import flatten, mapped, unflatten
+from ecrl.pytree import flatten, mapped, names, unflatten
 from ecrl.tracing_state import in_graph
 
 _CPU_ROWS, _GPU_ROWS = 2048, 65_536
@@ -21,13 +21,14 @@ def scan(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *constants: 
 
     Args:
         body: a pure function; what it needs comes as arguments.
-        carry: tensors, TensorDicts, and tuples, lists and dicts of them; `body` gives the same shapes.
+        carry: tensors, TensorDicts, and tuples, lists and dicts of them; `body` gives the same shapes and dtypes.
         xs: likewise, all with the same first axis of at least 1.
         constants: passed to every step.
 
     Returns: the last carry, and the `y` stacked along a new first axis.
     Gradient: flows through everything that `body` lets through.
-    Raises: ValueError if `xs` holds no tensor, or if their first axes differ.
+    Raises: ValueError if `xs` holds no tensor, if their first axes differ, or if `body` changes the structure of the
+        carry or the shape or dtype of one of its tensors.
 
     >>> scan(lambda total, x: (total + x, total), torch.tensor(0), torch.arange(1, 4))
     (tensor(6), tensor([0, 1, 3]))
@@ -35,12 +36,36 @@ def scan(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *constants: 
     leaves, structure = flatten(xs)
     length, ys = length_of(leaves), []
     for x in zip(*(leaf.unbind(0) for leaf in leaves), strict=True):
-        carry, y = body(carry, unflatten(structure, x, lambda size: size[1:]), *constants)
+        after, y = body(carry, unflatten(structure, x, lambda size: size[1:]), *constants)
+        if not ys:
+            check_carry(flatten(carry), flatten(after))
+        carry = after
         ys.append(y)
     return carry, mapped(lambda *parts: torch.stack(parts), *ys, batch=lambda size: (length, *size))
 
 
-_IN_GRAPHS: list[Scan] = []  # of `ecrl.compile.scan`, where that is in use
+def check_carry(before: tuple[list[Tensor], Any], after: tuple[list[Tensor], Any]) -> None:
+    """Raise ValueError if the leaves or the structure of a carry are not those before a step.
+
+    >>> check_carry(flatten({"x": torch.zeros(4)}), flatten({"x": torch.zeros(4).long()}))
+    Traceback (most recent call last):
+    ...
+    ValueError: carry field 'x' was float32 [4], the body returned int64 [4]
+    """
+    if after[1] != before[1]:
+        raise ValueError(f"the carry of a scan changed its structure from {before[1]} to {after[1]}")
+    for number, (old, new) in enumerate(zip(before[0], after[0], strict=True)):
+        if old.shape != new.shape or old.dtype != new.dtype:
+            name = names(before[1])[number]
+            field = f"carry field {name!r}" if name else "the carry"
+            raise ValueError(f"{field} was {_described(old)}, the body returned {_described(new)}")
+
+
+def _described(x: Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
+
+
+_IN_GRAPHS: list[Scan] = []  # set by `ecrl.compile.scan`
 
 
 def loops_of_graphs(made: Scan) -> Scan:

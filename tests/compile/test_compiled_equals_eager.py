@@ -3,6 +3,7 @@
 Most tests run a traced graph operation by operation. Those marked slow build C++.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,14 +13,14 @@ from tensordict import TensorDict
 
 import ecrl
 from ecrl import rng
-from ecrl.compile.jit import COMPILED, _compiled, choose_form
+from ecrl.compile.jit import _compiled, choose_form
 from ecrl.compile.scan import graph_scan
 from ecrl.compile.trace import captured, traced
 from ecrl.config import config_from_dict
 from ecrl.envs.core import Env, state_of, time_limit
 from ecrl.errors import ConfigError
 from ecrl.kernels import scan
-from ecrl.pytree import flatten
+from ecrl.pytree import flatten, mapped
 from ecrl.spaces import box
 
 
@@ -275,7 +276,7 @@ def test_the_default_dtype_is_part_of_the_key(form):
     finally:
         torch.set_default_dtype(torch.float32)
     assert [y.dtype for y in jitted(x)] == [torch.float32] * 3
-    assert COMPILED[-1] == "_with_constants: the default dtype or autocast differs"
+    assert form.jit.compilations[-1].text == "_with_constants: the default dtype or autocast differs"
     assert len(form.made) == 2
 
 
@@ -329,7 +330,8 @@ def captured_agree(jitted):
 
 def test_a_captured_tensor_that_is_written_on_is_compiled_again(form):
     captured_agree(form.jit(_levels, graph_scan))
-    assert COMPILED[-2:] == ["_levels: a captured tensor was written on"] * 2
+    texts = [compilation.text for compilation in form.jit.compilations]
+    assert texts[-2:] == ["_levels: a captured tensor was written on"] * 2
     assert len(form.made) == 3
 
 
@@ -337,3 +339,74 @@ def test_a_captured_tensor_that_is_written_on_is_compiled_again(form):
 def test_a_captured_tensor_has_its_last_value_in_cpp():
     form = choose_form("on", "cpu")
     captured_agree(form.jit(_levels, form.scan))
+
+
+def _grows(c, x):
+    return {"x": c["x"] + x, "env": {"n": (c["env"]["n"] * 2).long()}}, None
+
+
+def _widens(c, x):
+    return c.unsqueeze(0), None
+
+
+def _more(c, x):
+    return {"x": c["x"] + x, "env": {}}, None
+
+
+CARRY = {"x": torch.zeros(4), "env": {"n": torch.full((4,), 0.75)}}
+
+
+@pytest.mark.parametrize(
+    ("body", "carry", "message"),
+    [
+        (_grows, CARRY, r"carry field 'env.n' was float32 \[4\], the body returned int64 \[4\]"),
+        (_widens, torch.zeros(4), r"the carry was float32 \[4\], the body returned float32 \[1, 4\]"),
+        (_more, CARRY, "the carry of a scan changed its structure"),
+    ],
+)
+def test_a_carry_that_changes_is_refused_in_both_forms(body, carry, message):
+    xs = torch.ones(6, 4)
+    with pytest.raises(ValueError, match=message):
+        scan(body, carry, xs)
+    with pytest.raises(ValueError, match=message):
+        graph_of(lambda xs: graph_scan(body, carry, xs), xs)
+    many = mapped(lambda x: x.expand(3, *x.shape), carry)
+    for loop in (scan, graph_scan):
+        with pytest.raises(ValueError, match=message):
+            graph_of(torch.func.vmap(lambda carry, xs, loop=loop: loop(body, carry, xs), (0, None)), many, xs)
+
+
+def test_a_loop_takes_captured_tensors_as_carry_rows_and_constants():
+    def run(x):
+        return graph_scan(lambda c, row, k: (c + row * k, None), WIDE, torch.ones(3, 20), WIDE)[0] * x
+
+    assert graph_of(run, torch.ones(20))(torch.ones(20))[0].tolist() == [4.0] * 20
+
+
+def _transposed(loop, x, y, xs):
+    """The first is transposed by each step, the second from the beginning, the third twice."""
+
+    def body(c, row):
+        x, y, z = c
+        return ((x + row).t(), y * 2.0 + row, (z.t() * row[0, 0]).t()), (x.sum(0), y.t(), z)
+
+    return loop(body, (x, y.t(), y), xs)
+
+
+def transposed_given(size):
+    x, xs = torch.arange(size * size).reshape(size, size).float(), torch.arange(1.0, 4.0).reshape(3, 1, 1)
+    return x, x.flip(0) / 7.0, xs.expand(3, size, size).contiguous()
+
+
+@pytest.mark.parametrize("size", [1, 3, 70])  # 70: each has a buffer of its own
+def test_a_transposed_carry_is_right(size):
+    given = transposed_given(size)
+    found, expected = graph_of(partial(_transposed, graph_scan), *given)(*given), _transposed(scan, *given)
+    torch.testing.assert_close(found, flatten(expected)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [3, 70])
+def test_a_transposed_carry_is_right_in_cpp(size):
+    form, given = choose_form("on", "cpu"), transposed_given(size)
+    torch.testing.assert_close(form.jit(_transposed, form.scan)(*given), _transposed(scan, *given))
