@@ -57,9 +57,10 @@ def graph_scan(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *const
             )
         kept[:] = [packing(y)]
         ys = kept[0].pack(y) or [given[0].new_zeros(())]  # the operator wants something to stack
-        return _owned([*map(_contiguous, packings[0].pack(after)), *ys], given)
+        after = [_laid_out(leaf, old.stride()) for leaf, old in zip(packings[0].pack(after), given, strict=False)]
+        return _owned([*after, *ys], given)
 
-    own = _owned([*map(_contiguous, packed[0]), *packed[2]], ())
+    own = _owned([*map(_dense, packed[0]), *packed[2]], ())
     out = scan_op(flat, own[: len(packed[0])], packed[1], tuple(own[len(packed[0]) :]))
     _refuse_outsiders(mode.tracer.root)
     _share_constants(mode.tracer.root)
@@ -149,10 +150,17 @@ def _in_graph(leaf: Tensor) -> Tensor:
     return leaf if isinstance(leaf, FakeTensor) else leaf.clone()
 
 
-def _contiguous(leaf: Tensor) -> Tensor:
-    """The leaf in row-major order, which a loop keeps; `contiguous()` leaves strides of axes of length 1."""
-    strides = torch.empty(leaf.shape, device="meta").stride()
-    return leaf if leaf.stride() == strides else leaf.clone(memory_format=torch.contiguous_format)
+def _dense(leaf: Tensor) -> Tensor:
+    """The leaf in a layout without gaps: its own, or row-major order."""
+    return leaf if leaf.stride() == torch.empty_like(leaf, device="meta").stride() else leaf.contiguous()
+
+
+def _laid_out(leaf: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """The leaf with the strides of a dense tensor."""
+    if leaf.stride() == strides:
+        return leaf
+    order = sorted(range(leaf.ndim), key=lambda axis: -strides[axis])
+    return leaf.permute(order).contiguous().as_strided(leaf.shape, strides)
 
 
 def _owned(out: list[Tensor], given: tuple[Tensor, ...]) -> list[Tensor]:

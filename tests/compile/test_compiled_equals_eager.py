@@ -405,6 +405,16 @@ def test_a_transposed_carry_is_right(size):
     torch.testing.assert_close(found, flatten(expected)[0])
 
 
+def test_a_carry_with_gaps_or_of_one_number_is_right():
+    def run(loop, x, one, xs):
+        start = (one.expand(70, 70), x[:, :70], x[:1, :70].t())
+        return loop(lambda c, row: (tuple((y * 2.0 + row).mT.clone().mT for y in c), None), start, xs)[0]
+
+    given = torch.rand(70, 80), torch.tensor(1.5), torch.rand(3, 1, 1)
+    found = graph_of(partial(run, graph_scan), *given)(*given)
+    torch.testing.assert_close(found, list(run(scan, *given)))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [3, 70])
 def test_a_transposed_carry_is_right_in_cpp(size):
