@@ -122,7 +122,7 @@ def test_a_run_goes_on_where_its_device_is_not(tmp_path):
     run, cfg = finished(tmp_path)
     state, elsewhere = load(latest(run))[0], cfg.replace(**{"trainer.device": "cuda:77"})
     made = snapshot(state, cfg)
-    write(latest(run), made._replace(cfg=elsewhere, made=made.made | {"device": "cuda"}))
+    write(latest(run), made._replace(cfg=elsewhere, conditions=made.conditions | {"device": "cuda"}))
     with pytest.raises(ConfigError, match=r"trainer\.device: cuda:77 is not available; available: cpu"):
         resume(run)
     here = {"trainer.device": "cpu"}
