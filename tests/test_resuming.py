@@ -137,7 +137,7 @@ def test_a_run_goes_on_where_its_device_is_not(tmp_path):
 def test_a_manifest_of_before_the_device_was_told_is_read(tmp_path):
     run, cfg = finished(tmp_path)
     made = snapshot(load(latest(run))[0], cfg)
-    write(latest(run), made._replace(made={name: x for name, x in made.made.items() if name != "device"}))
+    write(latest(run), made._replace(conditions={name: x for name, x in made.conditions.items() if name != "device"}))
     assert same(resume(run)[0], load(latest(run))[0])
 
 
