@@ -129,7 +129,7 @@ def local_device(name: str, environ: Mapping[str, str] = os.environ) -> str:
     """
     if world_size() == 1 or name not in ("cuda", "auto") or not torch.cuda.is_available():
         return name
-    local, gpus = _read_number("LOCAL_RANK", environ), [f"cuda:{i}" for i in range(torch.cuda.device_read_number())]
+    local, gpus = _read_number("LOCAL_RANK", environ), [f"cuda:{i}" for i in range(torch.cuda.device_count())]
     if local >= len(gpus):
         problem = f"LOCAL_RANK is {local}, but this machine has {', '.join(gpus)}"
         raise ConfigError(f"trainer.device: {name}: {problem}; start at most {len(gpus)} processes here")
