@@ -124,7 +124,7 @@ def test_a_folder_that_is_no_checkpoint_is_never_replaced(saved, tmp_path):
     mine.mkdir()
     (mine / "thesis.txt").write_text("x")
     for path in (mine, mine / "thesis.txt"):
-        with pytest.raises(CheckpointError, match="exists and is no checkpoint"):
+        with pytest.raises(CheckpointError, match="exists and is not a checkpoint"):
             save(path, state, cfg)
     assert (mine / "thesis.txt").read_text() == "x"
     (tmp_path / "empty").mkdir()
@@ -195,9 +195,9 @@ def test_a_damaged_one_is_named_and_the_one_before_is_used(run, name):
             assert latest(run).name == f"step_{before}"
         told = [str(warning.message) for warning in said]
         assert len(told) == {32: 1, 9: 2}[before]
-        assert f"step_{step}/{name}: damaged" in told[-1] and f"; skipped, step_{before} before it is used" in told[-1]
+        assert f"step_{step}/{name}: damaged" in told[-1] and f"; skipped, step_{before} is used instead" in told[-1]
     (run / "checkpoints" / "step_9" / name).unlink()
-    with pytest.raises(CheckpointError, match="no checkpoint is undamaged") as error:
+    with pytest.raises(CheckpointError, match="every checkpoint is damaged") as error:
         latest(run)
     assert len(str(error.value).splitlines()) == 4
 

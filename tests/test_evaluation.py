@@ -62,7 +62,10 @@ def test_the_default_count_is_the_configs():
 def test_an_env_that_never_ends_is_named(monkeypatch):
     monkeypatch.setattr("ecrl.run.evaluation._MAX_STEPS", 200)
     cfg = small(**{"env": {"name": "endless"}})
-    with pytest.raises(UserError, match=r"env 0 ended 0 of 1 episodes, .* not in 200 steps: give it a time limit"):
+    with pytest.raises(
+        UserError,
+        match=r"env 0 ended 0 of 1 episodes, the next did not end in 200 steps; give the environment a time limit",
+    ):
         evaluate(init_state(cfg), cfg, num_episodes=1)
 
 
@@ -102,7 +105,7 @@ def test_gymnasium_environments_are_closed_whatever_happens(monkeypatch):
     assert first != evaluate(state, cfg.replace(**{"trainer.eval_seed": 7}), num_episodes=20)
     assert first["eval/avg_length"] == first["eval/avg_reward"] > 5.0 and "eval/success_rate" not in first
     monkeypatch.setattr("ecrl.run.evaluation._MAX_STEPS", 2)
-    with pytest.raises(UserError, match="give it a time limit"):
+    with pytest.raises(UserError, match="give the environment a time limit"):
         evaluate(state, cfg, num_episodes=20)
     assert set(live._LIVE) == training
     next(train_iter(state, cfg))  # whose own environments stand where they stood
@@ -114,7 +117,7 @@ def test_ranks_that_stop_do_not_evaluate_before_that(monkeypatch):
     kinds = []
     for stopping in (False, True):
         monkeypatch.setattr(ranks, "any_rank", lambda mine, stopping=stopping: stopping)
-        monkeypatch.setattr(ranks, "_of_others", lambda state: {})
+        monkeypatch.setattr(ranks, "_of_others", lambda *_: {})
         records = with_others(islice(train_iter(init_state(cfg), cfg), 4), cfg)
         kinds.append([record["log_type"] for record in with_evaluation(records, cfg)])
     assert kinds == [2 * ["collect", "train", "evaluate"], ["collect", "train"]]

@@ -180,7 +180,7 @@ def test_training_waits_for_each_video_or_for_none(tmp_path, monkeypatch, func):
 
             yield begin
 
-    monkeypatch.setattr(video, "_film", slow)
+    monkeypatch.setattr(video, "_record_rollout", slow)
     monkeypatch.setattr(video, "background", recorded)
     kinds = [(kind, n) for n in range(6) for kind in ("collect", "train")]
     records = iter([{"log_type": kind, "sample_step": n, "state": None} for kind, n in kinds])
@@ -262,7 +262,7 @@ def test_training_does_not_wait_for_a_video_but_the_next_evaluation_does(tmp_pat
 
 
 def test_a_full_queue_loses_nothing_and_a_dead_camera_stops_the_run(tmp_path, drawn, monkeypatch):
-    monkeypatch.setattr(video_writer, "_WAITING", 1)
+    monkeypatch.setattr(video_writer, "_QUEUE_SIZE", 1)
     cfg = filmed_run(evaluation={"e": film(name="e")})
     evaluate(init_state(cfg), cfg, videos=tmp_path)
     assert len(frames(tmp_path / "e_eval_0.mp4")[0]) == 9
@@ -280,7 +280,7 @@ def test_a_full_queue_loses_nothing_and_a_dead_camera_stops_the_run(tmp_path, dr
 def test_an_evaluation_that_fails_leaves_no_thread_waiting(tmp_path, drawn, monkeypatch):
     monkeypatch.setattr("ecrl.run.evaluation._MAX_STEPS", 3)
     cfg = filmed_run(evaluation={"e": film(name="e")})
-    with pytest.raises(UserError, match="give it a time limit"):
+    with pytest.raises(UserError, match="give the environment a time limit"):
         evaluate(init_state(cfg), cfg, videos=tmp_path)
 
 
@@ -294,7 +294,7 @@ CARTPOLE = {"name": "cartpole"}
             {"cam": film() | {"mode": "reset"}},
             r"eval.cam \(record_camera_data\): mode is 'reset', cameras record at mode",
         ),
-        ({"a": film(name="x"), "b": film("record_camera_data_async", name="x")}, r"eval.b .* those of a; name it diff"),
+        ({"a": film(name="x"), "b": film("record_camera_data_async", name="x")}, r"eval.b .* the same as in a; choose"),
     ],
 )
 def test_cameras_that_cannot_record_are_refused(events, told, drawn):

@@ -122,7 +122,7 @@ def test_a_run_goes_on_where_its_device_is_not(tmp_path):
     run, cfg = finished(tmp_path)
     state, elsewhere = load(latest(run))[0], cfg.replace(**{"trainer.device": "cuda:77"})
     made = snapshot(state, cfg)
-    write(latest(run), made._replace(cfg=elsewhere, made=made.made | {"device": "cuda"}))
+    write(latest(run), made._replace(cfg=elsewhere, conditions=made.conditions | {"device": "cuda"}))
     with pytest.raises(ConfigError, match=r"trainer\.device: cuda:77 is not available; available: cpu"):
         resume(run)
     here = {"trainer.device": "cpu"}
@@ -137,7 +137,7 @@ def test_a_run_goes_on_where_its_device_is_not(tmp_path):
 def test_a_manifest_of_before_the_device_was_told_is_read(tmp_path):
     run, cfg = finished(tmp_path)
     made = snapshot(load(latest(run))[0], cfg)
-    write(latest(run), made._replace(made={name: x for name, x in made.made.items() if name != "device"}))
+    write(latest(run), made._replace(conditions={name: x for name, x in made.conditions.items() if name != "device"}))
     assert same(resume(run)[0], load(latest(run))[0])
 
 
@@ -213,7 +213,7 @@ def test_a_damaged_checkpoint_is_skipped_and_what_was_logged_after_is_dropped(tm
     run, cfg = finished(tmp_path, **{"trainer.iterations": 3})
     expected = load(latest(run))[0]
     (run / "checkpoints" / "step_96" / "manifest.json").write_bytes(b"{}")
-    with pytest.warns(UserWarning, match=r"step_96/manifest.json: damaged .*; skipped, step_64 before it is used"):
+    with pytest.warns(UserWarning, match=r"step_96/manifest.json: damaged .*; skipped, step_64 is used instead"):
         state, cfg = resume(run)
     assert int(state["sample_step"]) == 64
     state, _ = train(state, cfg, run, progress=False)

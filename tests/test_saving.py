@@ -268,7 +268,9 @@ def test_a_damaged_best_is_told_and_sought_anew(tmp_path):
     list(with_best_checkpoint(_evaluated([5.0]), small(), tmp_path))
     state = tmp_path / "checkpoints" / "best" / "state.safetensors"
     state.write_bytes(state.read_bytes()[:-1])
-    with pytest.warns(UserWarning, match=r"best/state.safetensors: damaged.*; the best is sought anew"):
+    with pytest.warns(
+        UserWarning, match=r"best/state.safetensors: damaged.*; the search for the best checkpoint starts again"
+    ):
         list(with_best_checkpoint(_evaluated([4.0]), small(), tmp_path))
     assert read_manifest(tmp_path / "checkpoints" / "best")["logs"] == {"eval/avg_reward": 4.0}
 

@@ -1,6 +1,7 @@
 """Checkpoints: a folder of `state.safetensors`, `config.json`, further files and `manifest.json` with checksums.
 
-A folder is written aside, synced to disk and renamed, so a reader sees all of it or nothing. Nothing is ever unpickled.
+A folder is written under a temporary name, synced to disk and renamed. A reader sees the complete folder or none.
+Pickle is not used.
 """
 
 import hashlib
@@ -31,11 +32,11 @@ _OWN = ("state.safetensors", "config.json", "manifest.json")
 
 
 class Snapshot(NamedTuple):
-    """What a checkpoint is made of, in host memory of its own, apart from the state that goes on."""
+    """Contents of a checkpoint, copied to host memory, so that training can continue while it is written."""
 
     tensors: dict[str, Tensor]
     cfg: Config
-    made: dict[str, Any]  # of the manifest: by what
+    conditions: dict[str, Any]  # of `conditions`, for the manifest
     logs: dict[str, float]
     files: dict[str, bytes]
 
@@ -43,13 +44,13 @@ class Snapshot(NamedTuple):
 def snapshot(
     state: TensorDict, cfg: Config, logs: dict[str, float] | None = None, files: Mapping[str, bytes] | None = None
 ) -> Snapshot:
-    """Copy a state to host memory, to be written by `write` at any time, in any thread.
+    """Copy a state to host memory. `write` can write the copy at any time, in any thread.
 
     Args:
-        state: of a run; what follows may change it.
-        cfg: of the run.
-        logs: numbers to keep in the manifest, such as those of the evaluation that chose this state.
-        files: further files of the checkpoint by name, under its checksums.
+        state: state of a run; it may change after this call.
+        cfg: config of the run.
+        logs: numbers for the manifest, such as the results of the evaluation that chose this state.
+        files: contents of extra files by name; the manifest has their checksums.
 
     Raises: ValueError for a name that is a path, hidden, or of the checkpoint's own files; UserError for a state whose
         buffer was written on since.
@@ -64,13 +65,13 @@ def snapshot(
 
 
 def conditions(cfg: Config) -> dict[str, Any]:
-    """What equal bits depend on besides state and config, here and now."""
+    """Return everything, besides state and config, that the bits of a run depend on."""
     form, device = form_of(cfg).name, device_of(cfg).type
     return {"torch": str(torch.__version__), "threads": torch.get_num_threads(), "form": form, "device": device}
 
 
 def differing(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Conditions that are others than when something was made, each for people; what it does not tell is left out.
+    """Return a text for each condition that differs from an earlier one. Conditions that `then` lacks are left out.
 
     >>> differing({"torch": "2.12", "threads": 2}, {"torch": "2.13", "threads": 2, "device": "cpu"})
     ['torch 2.12 then, 2.13 now']
@@ -88,7 +89,7 @@ def _json(data: Any) -> bytes:
 
 def _manifest(saved: Snapshot, files: dict[str, bytes]) -> dict[str, Any]:
     manifest: dict[str, Any] = {
-        **saved.made,
+        **saved.conditions,
         "logs": saved.logs,
         "format": FORMAT,
         "sample_step": int(saved.tensors["sample_step"]),
@@ -105,25 +106,25 @@ def save(
     logs: dict[str, float] | None = None,
     files: Mapping[str, bytes] | None = None,
 ) -> None:
-    """Write `state` and `cfg` as the folder `path`, in place of an older one once the new one is safe on disk.
+    """Write `state` and `cfg` as the folder `path`. An older checkpoint there is replaced once the new one is on disk.
 
     Args:
-        path: of the folder.
-        state: of a run.
-        cfg: of the run.
-        logs: numbers to keep in the manifest, such as those of the evaluation that chose this state.
-        files: further files of the checkpoint by name, under its checksums.
+        path: checkpoint folder.
+        state: state of a run.
+        cfg: config of the run.
+        logs: numbers for the manifest, such as the results of the evaluation that chose this state.
+        files: contents of extra files by name; the manifest has their checksums.
 
-    Raises: CheckpointError if it cannot be written, or if something that is no checkpoint is there.
+    Raises: CheckpointError if it cannot be written, or if `path` exists and is not a checkpoint.
     """
     write(path, snapshot(state, cfg, logs, files))
 
 
 def write(path: str | Path, saved: Snapshot) -> None:
-    """Write a snapshot as the folder `path`, as `save` does."""
+    """Write a snapshot as the folder `path`, in the same way as `save`."""
     path = Path(path)
     if path.exists() and not (path.is_dir() and _may_be_replaced(path)):
-        raise CheckpointError(f"{path}: exists and is no checkpoint; choose another name")
+        raise CheckpointError(f"{path}: exists and is not a checkpoint; choose another name")
     files = {
         "state.safetensors": tensors_to_bytes(saved.tensors),
         "config.json": _json(saved.cfg.model_dump(mode="json")),
@@ -139,23 +140,23 @@ def write(path: str | Path, saved: Snapshot) -> None:
 
 
 def _may_be_replaced(path: Path) -> bool:
-    """A checkpoint, though it may be damaged, or nothing."""
+    """Return True if a folder is empty or a checkpoint, which may be damaged."""
     return any((path / name).exists() for name in ("manifest.json", "state.safetensors")) or not any(path.iterdir())
 
 
 def read_manifest(path: str | Path) -> dict[str, Any]:
-    """The manifest of a checkpoint folder, after its own checksum has been compared."""
+    """Return the manifest of a checkpoint folder, after a comparison with its own checksum."""
     path = whole(Path(path))
     if not _is_file(path / "manifest.json"):
         raise CheckpointError(f"{path}: not a checkpoint: it has no manifest.json")
     data = _read(path / "manifest.json")
     try:
         manifest = dict(json.loads(data))
-        written = _json(manifest)
+        canonical = _json(manifest)
         own, _ = manifest.pop("manifest_sha256"), dict(manifest["sha256"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}/manifest.json: damaged ({error})") from None
-    if own != _sha256(_json(manifest)) or written != data:
+    if own != _sha256(_json(manifest)) or canonical != data:
         raise CheckpointError(f"{path}/manifest.json: damaged: its checksum differs")
     if manifest["format"] != FORMAT:
         raise CheckpointError(f"{path}: format {manifest['format']}, this version reads format {FORMAT}")
@@ -172,12 +173,12 @@ def _read(path: Path) -> bytes:
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
-    except OSError as error:  # of a folder that may not be entered
+    except OSError as error:  # this user may not open the folder
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
 
 
 def read_files(path: str | Path) -> dict[str, bytes]:
-    """Every file of a checkpoint folder by name, after every checksum has been compared."""
+    """Return the files of a checkpoint folder by name, after a comparison with their checksums."""
     path, files = whole(Path(path)), {}
     for name, checksum in read_manifest(path)["sha256"].items():
         if not _is_file(path / name):
@@ -189,8 +190,8 @@ def read_files(path: str | Path) -> dict[str, bytes]:
 
 
 def _paths(structure: TensorDict) -> dict[str, tuple[str, ...]]:
-    """Where each tensor of a file belongs; a name on the way may hold a "/" itself."""
-    pairs: Any = structure.items(True, True)  # a locked TensorDict keeps what `keys` gives: a cycle, which outlives it
+    """Return the path of each tensor in the state by its name in the file. A key of a path may itself contain "/"."""
+    pairs: Any = structure.items(True, True)  # a locked TensorDict caches the result of `keys` in a reference cycle
     return {"/".join(path): path for path in ((key,) if isinstance(key, str) else tuple(key) for key, _ in pairs)}
 
 
@@ -222,19 +223,19 @@ def _into(structure: TensorDict, tensors: dict[str, Tensor], path: Path) -> Tens
         raise CheckpointError(f"{path}: state and config disagree on {', '.join(odd)}")
     filled = structure.clone()
     for name, place in places.items():
-        given, leaf = tensors[name], cast(Tensor, structure[place])
-        if given.shape != leaf.shape or given.dtype != leaf.dtype:
+        saved, leaf = tensors[name], cast(Tensor, structure[place])
+        if saved.shape != leaf.shape or saved.dtype != leaf.dtype:
             raise CheckpointError(
-                f"{path}: {name} is {given.dtype} {list(given.shape)}, expected {leaf.dtype} {list(leaf.shape)}"
+                f"{path}: {name} is {saved.dtype} {list(saved.shape)}, expected {leaf.dtype} {list(leaf.shape)}"
             )
-        filled[place] = given.to(leaf.device)
+        filled[place] = saved.to(leaf.device)
     return filled.lock_()
 
 
 def load(path: str | Path, device: str | None = None) -> tuple[TensorDict, Config]:
-    """The state and config of a checkpoint folder; `device` replaces the config's.
+    """Return the state and config of a checkpoint folder. `device` replaces `trainer.device`.
 
-    Raises: CheckpointError naming the file that is missing or damaged, or the field that does not fit; ConfigError.
+    Raises: CheckpointError that names a missing or damaged file, or a tensor that does not fit; ConfigError.
     """
     path = whole(Path(path))
     files = read_files(path)
@@ -250,7 +251,7 @@ def load(path: str | Path, device: str | None = None) -> tuple[TensorDict, Confi
 
 
 def same_weights(path: str | Path, state: TensorDict, cfg: Config) -> bool:
-    """Whether the policy of a checkpoint has the parameters of a state, bit for bit."""
+    """Return True if the policy of a checkpoint has exactly the parameters of `state`."""
     saved = tensors_from_bytes(read_files(path)["state.safetensors"])
     ours, theirs = (
         {name: x for name, x in tensors.items() if name.startswith("params/")}
@@ -261,7 +262,7 @@ def same_weights(path: str | Path, state: TensorDict, cfg: Config) -> bool:
 
 
 def _remembered(tensors: dict[str, Tensor]) -> TensorDict:
-    """The env state of a file. Where it lived outside the tensors, as in Gymnasium, token 0 says that it is gone."""
+    """Return the environment state of a file. Token 0 marks states outside the tensors, as in Gymnasium, as lost."""
     if "env/token" in tensors:
         tensors["env/token"] = torch.zeros_like(tensors["env/token"])
     env = {tuple(name.split("/")[1:]): leaf for name, leaf in tensors.items() if name.startswith("env/")}
@@ -273,29 +274,29 @@ def _remembered(tensors: dict[str, Tensor]) -> TensorDict:
 
 
 def steps_in(run: str | Path) -> list[Path]:
-    """The checkpoints `step_<N>` of a run folder, oldest first; whether they are damaged is not looked at."""
-    found = [p for p in (Path(run) / "checkpoints").glob("step_*") if p.name.removeprefix("step_").isdecimal()]
-    return sorted(found, key=lambda p: int(p.name.removeprefix("step_")))
+    """Return the checkpoints `step_<N>` of a run folder, oldest first, without a check for damage."""
+    folders = [p for p in (Path(run) / "checkpoints").glob("step_*") if p.name.removeprefix("step_").isdecimal()]
+    return sorted(folders, key=lambda p: int(p.name.removeprefix("step_")))
 
 
 def latest(run: str | Path) -> Path:
-    """The newest undamaged checkpoint of a run folder by env steps, or the folder itself if it is a checkpoint.
+    """Return the newest undamaged checkpoint of a run folder by env steps, or the folder itself if it is a checkpoint.
 
-    Newer ones that are damaged are skipped, each with a UserWarning that names the file. Every checksum is compared.
+    Skip damaged checkpoints, each with a UserWarning that names the file. Every checksum is compared.
     """
     run = Path(run)
     if _is_file(run / "manifest.json"):
         return run
-    found, faults = steps_in(run), []
-    if not found:
+    folders, faults = steps_in(run), []
+    if not folders:
         raise CheckpointError(f"{run}: no checkpoint: expected {run}/checkpoints/step_<N>, or a checkpoint folder")
-    for path in reversed(found):
+    for path in reversed(folders):
         try:
             read_files(path)
         except CheckpointError as error:
             faults.append(str(error))
             continue
         for fault in faults:
-            warnings.warn(f"{fault}; skipped, {path.name} before it is used", stacklevel=2)
+            warnings.warn(f"{fault}; skipped, {path.name} is used instead", stacklevel=2)
         return path
-    raise CheckpointError("\n".join(faults) + f"\n{run}: no checkpoint is undamaged; there is none to go on from")
+    raise CheckpointError("\n".join(faults) + f"\n{run}: every checkpoint is damaged; start a new run")

@@ -1,8 +1,8 @@
-"""Consumers that save a run while it goes on: every so often, and the best so far.
+"""Consumers that save checkpoints during a run: at regular steps, and the best one.
 
-The state is copied to host memory, and written by a thread while training goes on. One write is under way at most: a
-further save waits for it, so memory holds one copy. A write that fails is said once and the run goes on; the next save
-tries again. The end of a run waits for the last write, whose failure is the run's.
+The state is copied to host memory, and a thread writes it while training continues. Only one write is in progress, and
+the next save waits for it, so memory holds one copy. If a write fails, warn once and continue; the next save tries
+again. The end of a run waits for the last write. If that one fails, the run fails.
 """
 
 import math
@@ -19,68 +19,72 @@ from ecrl.loop.iteration import crossed, steps_per_iteration
 from ecrl.run.atomic_files import remove_folder, sweep, whole
 from ecrl.run.checkpoint import Snapshot, read_files, read_manifest, snapshot, steps_in, write
 from ecrl.run.loggers import ending, never_fatal
-from ecrl.run.rank_shards import is_whole
+from ecrl.run.rank_shards import is_complete
 from ecrl.types import LogData
 
-_NOT_WHOLE = "the state after {} env steps is not saved: the other ranks did not give theirs"
+_INCOMPLETE = "the state after {} env steps is not saved: the other ranks did not send their environments"
 
 
 class Saver(NamedTuple):
-    """`put(path, state, cfg, logs, files)` saves, `look()` tells of a write that failed, `again()` also repeats it."""
+    """Three functions for a consumer that saves.
 
-    put: Callable[..., None]
-    look: Callable[[], None]
-    again: Callable[[], None]
+    `save(path, state, cfg, logs, files)` starts to write a checkpoint. `report()` warns if the last write has failed.
+    `retry()` does the same, and then repeats the failed write.
+    """
+
+    save: Callable[..., None]
+    report: Callable[[], None]
+    retry: Callable[[], None]
 
 
-def _written(path: Path, saved: Snapshot, keep: int | None, removing: Callable[..., bool]) -> None:
-    """Write a checkpoint, and only then remove the oldest beyond the `keep` newest up to it."""
+def _write_and_prune(path: Path, saved: Snapshot, keep: int | None, remove_guarded: Callable[..., bool]) -> None:
+    """Write a checkpoint. Then remove the oldest checkpoints up to its step, so that `keep` of these remain."""
     write(path, saved)
-    upto = int(saved.tensors["sample_step"])
-    older = [p for p in steps_in(path.parents[1]) if int(p.name.removeprefix("step_")) <= upto]
+    step = int(saved.tensors["sample_step"])
+    older = [p for p in steps_in(path.parents[1]) if int(p.name.removeprefix("step_")) <= step]
     for old in older[:-keep] if keep else []:
-        removing(remove_folder, old)
+        remove_guarded(remove_folder, old)
 
 
 @contextmanager
 def _saving(keep: int | None = None) -> Iterator[Saver]:
-    """A Saver; its last write has ended when this ends, which raises CheckpointError if that failed."""
-    guarded, removing = never_fatal("checkpoints", CheckpointError), never_fatal("older checkpoints")
-    last: list[tuple[Path, Snapshot]] = []  # what is not known to be safe
-    flight: list[Future] = []
+    """Yield a Saver. Wait for its last write at the end, and raise CheckpointError if that write failed."""
+    guarded, remove_guarded = never_fatal("checkpoints", CheckpointError), never_fatal("older checkpoints")
+    last: list[tuple[Path, Snapshot]] = []  # the last checkpoint, until its write has succeeded
+    in_progress: list[Future] = []
 
-    def landed() -> None:
-        if flight and guarded(flight.pop().result):
+    def wait() -> None:
+        if in_progress and guarded(in_progress.pop().result):
             last.clear()
 
     def start() -> None:
-        flight.append(thread.submit(_written, *last[0], keep, removing))
+        in_progress.append(thread.submit(_write_and_prune, *last[0], keep, remove_guarded))
 
-    def put(path: Path, *state: Any) -> None:
-        landed()
+    def save(path: Path, *state: Any) -> None:
+        wait()
         last[:] = [(path, snapshot(*state))]
         start()
 
-    def look() -> None:
-        if flight and flight[0].done():
-            landed()
+    def report() -> None:
+        if in_progress and in_progress[0].done():
+            wait()
 
-    def again() -> None:
-        look()
-        if last and not flight:
+    def retry() -> None:
+        report()
+        if last and not in_progress:
             start()
 
     def end() -> None:
-        if not flight and last:
+        if not in_progress and last:
             start()
-        if flight:
-            flight.pop().result()
-            guarded(last.clear)  # which says that it works again
+        if in_progress:
+            in_progress.pop().result()
+            guarded(last.clear)  # reports that saving works again
 
     with ThreadPoolExecutor(1, "ecrl-save") as thread:
         try:
-            yield Saver(put, look, again)
-        except Exception:  # of the run itself, which is to be told
+            yield Saver(save, report, retry)
+        except Exception:  # an error of the run matters more than one of saving
             guarded(end)
             raise
         except BaseException:
@@ -90,11 +94,11 @@ def _saving(keep: int | None = None) -> Iterator[Saver]:
 
 
 def with_checkpoints(records: Iterator[LogData], cfg: Config, run_dir: str | Path) -> Iterator[LogData]:
-    """Save the state under `run_dir` when `trainer.save_freq` env steps are crossed, and however the run ends.
+    """Save the state under `run_dir` every `trainer.save_freq` env steps, and at any end of the run.
 
-    Of these, the `trainer.keep_checkpoints` newest are kept.
+    Only the newest `trainer.keep_checkpoints` are kept.
 
-    Raises: CheckpointError at the end, when all is closed, if the last could not be written.
+    Raises: CheckpointError at the end, after all files are closed, if the last checkpoint could not be written.
     """
     last, saved, freq = None, None, cfg.trainer.save_freq
     folder = Path(run_dir) / "checkpoints"
@@ -105,10 +109,10 @@ def with_checkpoints(records: Iterator[LogData], cfg: Config, run_dir: str | Pat
         save(folder / f"step_{step}", record["state"], cfg, None, record.get("files"))
         return step
 
-    with _saving(cfg.trainer.keep_checkpoints) as (save, look, _), ending(records):
+    with _saving(cfg.trainer.keep_checkpoints) as (save, report, _), ending(records):
         try:
             for record in records:
-                look()
+                report()
                 if record["log_type"] == "train":
                     last, step = record, record["sample_step"]
                     if crossed(step, steps_per_iteration(cfg), freq):
@@ -116,40 +120,40 @@ def with_checkpoints(records: Iterator[LogData], cfg: Config, run_dir: str | Pat
                 yield record
         finally:
             if last is not None and saved != last["sample_step"]:
-                if is_whole(last):
+                if is_complete(last):
                     put(last)
                 else:
-                    warnings.warn(_NOT_WHOLE.format(last["sample_step"]), stacklevel=2)
+                    warnings.warn(_INCOMPLETE.format(last["sample_step"]), stacklevel=2)
 
 
-def _best_so_far(path: Path, name: str) -> float | None:
-    """What an earlier process found; None if there is nothing that can be read, which is told."""
+def _best_value(path: Path, name: str) -> float | None:
+    """Return the metric of the best checkpoint so far; None if there is none, or, with a warning, if it is damaged."""
     if not whole(path).exists():
         return None
     try:
         read_files(path)
         return read_manifest(path)["logs"].get(name)
     except CheckpointError as error:
-        warnings.warn(f"{error}; the best is sought anew", stacklevel=2)
+        warnings.warn(f"{error}; the search for the best checkpoint starts again", stacklevel=2)
         return None
 
 
 def with_best_checkpoint(records: Iterator[LogData], cfg: Config, run_dir: str | Path) -> Iterator[LogData]:
     """Save the state as `checkpoints/best` under `run_dir` when an evaluation's `trainer.best_eval_metric` is the best.
 
-    The best so far is read from an earlier one's manifest, so a resumed run goes on with it. NaN and infinity are never
-    the best, nor is an evaluation in which no episode told the metric.
+    The best value so far is read from the manifest of the existing checkpoint, so a resumed run continues with it. A
+    missing, NaN or infinite metric is never the best.
 
-    Raises: CheckpointError at the end, when all is closed, if the best could not be written.
+    Raises: CheckpointError at the end, after all files are closed, if the best checkpoint could not be written.
     """
     name, sign = cfg.trainer.best_eval_metric, 1.0 if cfg.trainer.best_eval_mode == "max" else -1.0
     path = Path(run_dir) / "checkpoints" / "best"
-    best = _best_so_far(path, name)
-    with _saving() as (save, look, again), ending(records):
+    best = _best_value(path, name)
+    with _saving() as (save, report, retry), ending(records):
         for record in records:
-            look()
+            report()
             if record["log_type"] == "evaluate":
-                again()
+                retry()
                 logs = {key: float(value) for key, value in record["logs"].items()}
                 value = logs.get(name, math.nan)
                 if math.isfinite(value) and (best is None or sign * value > sign * best):

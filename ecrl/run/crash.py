@@ -1,4 +1,4 @@
-"""Crash folders: the state before an iteration that was not finite, and that iteration repeated from it."""
+"""Crash folders: save the state before an iteration with NaN or infinity, and repeat that iteration."""
 
 import json
 import platform
@@ -21,20 +21,21 @@ REPORT = "report.json"
 
 
 def _about(cfg: Config) -> dict[str, Any]:
-    """What equal bits depend on."""
+    """Return everything, besides state and config, that the bits of an iteration depend on."""
     return {**conditions(cfg), "machine": platform.machine(), "ranks": world_size()}
 
 
 def _command(folder: Path, ranks: int, cfg: Config) -> str:
-    own = "".join(f" --import {module}" for module in own_modules(cfg.model_dump_json()))
+    """Return the shell command that repeats the iteration."""
+    imports = "".join(f" --import {module}" for module in own_modules(cfg.model_dump_json()))
     many = f"torchrun --nproc-per-node {ranks} -m ecrl replay {folder} --distributed"
-    return (f"ecrl replay {folder}" if ranks == 1 else many) + own
+    return (f"ecrl replay {folder}" if ranks == 1 else many) + imports
 
 
 def with_crash(records: Iterator[LogData], cfg: Config, run_dir: str | Path) -> Iterator[LogData]:
-    """Where the finite guard stops a run, write `crash/` under `run_dir`: a checkpoint from before, and a report.
+    """If the finite guard stops a run, write `crash/` under `run_dir`: a report, and a checkpoint from before.
 
-    Raises: NotFiniteError as it came, with how to repeat the iteration.
+    Raises: the NotFiniteError of the run, with the command that repeats the iteration.
     """
     folder = Path(run_dir) / "crash"
     try:
@@ -43,12 +44,14 @@ def with_crash(records: Iterator[LogData], cfg: Config, run_dir: str | Path) -> 
         again = _command(folder, world_size(), cfg)
         pure = build(cfg).env.is_pure
         try:
-            whole = {"message": str(error), **error.report, **_about(cfg), "command": again}
-            save(folder, error.state, cfg, None, {**error.files, REPORT: (json.dumps(whole, indent=2) + "\n").encode()})
+            report = {"message": str(error), **error.report, **_about(cfg), "command": again}
+            save(
+                folder, error.state, cfg, None, {**error.files, REPORT: (json.dumps(report, indent=2) + "\n").encode()}
+            )
         except CheckpointError as fault:
             raise NotFiniteError(f"{error}; no crash folder: {fault}", error.report, error.state) from None
-        told = f"repeat it with: {again}" if pure else f"the state before it is in {folder}"
-        raise NotFiniteError(f"{error}; {told}", error.report, error.state) from None
+        advice = f"repeat it with: {again}" if pure else f"the state before it is in {folder}"
+        raise NotFiniteError(f"{error}; {advice}", error.report, error.state) from None
 
 
 def _read(folder: Path) -> dict[str, Any]:
@@ -59,24 +62,24 @@ def _read(folder: Path) -> dict[str, Any]:
 
 
 def _found_again(report: dict[str, Any], now: NotFiniteError | None) -> Iterator[str]:
-    form, met = report["form"], ", ".join(report["met"])
+    form, earlier = report["form"], ", ".join(report["met"])
     if now is None:
-        yield f"{form}: everything is finite this time; then it was not: {met}"
+        yield f"{form}: everything is finite this time; the run had NaN or infinity in {earlier}"
         return
-    again = ", ".join(now.report["met"])
-    yield f"{form}: NaN or infinity in {again} again" + ("" if again == met else f"; then it was in {met}")
+    places = ", ".join(now.report["met"])
+    yield f"{form}: NaN or infinity in {places} again" + ("" if places == earlier else f"; the run had it in {earlier}")
     if now.report["found"] is None:
-        yield f"eager, step by step: it does not show; only the {form} form has it"
+        yield f"eager, step by step: everything is finite; only the {form} form has it"
     else:
         yield f"eager, step by step: {explained(now.report)}"
 
 
 def replay(folder: str | Path) -> Iterator[str]:
-    """Repeat the iteration that a crash folder is of, in lines for people: in its own form, then eagerly step by step.
+    """Repeat the iteration of a crash folder and yield lines of text: in its own form, then eagerly step by step.
 
-    Several ranks repeat what as many did, each with its own environments.
+    An iteration of several ranks needs as many ranks, each with its own environments.
 
-    Raises: UserError for a folder that is none; CheckpointError where it is damaged.
+    Raises: UserError if the folder is not a crash folder; CheckpointError if it is damaged.
     """
     folder = Path(folder)
     report = _read(folder)
@@ -87,8 +90,8 @@ def replay(folder: str | Path) -> Iterator[str]:
     if not build(cfg).env.is_pure:
         yield f"environments of {cfg.env.name} live outside of the state: their steps cannot be repeated"
     elif report["ranks"] != world_size():
-        told = f"it was an iteration of {report['ranks']} ranks, these are {world_size()}"
-        yield f"{told}; repeat it with: {_command(folder, report['ranks'], cfg)}"
+        problem = f"the iteration had {report['ranks']} ranks, this command has {world_size()}"
+        yield f"{problem}; repeat it with: {_command(folder, report['ranks'], cfg)}"
     else:
         yield from _found_again(report, _once(with_own(state, cfg, folder), cfg))
 

@@ -1,7 +1,7 @@
-"""Evaluation with deterministic actions: an exact number of episodes, the same from every environment.
+"""Evaluation with deterministic actions over an exact number of episodes, equally many from every environment.
 
-Counting whichever episodes end first would favour short ones. Randomness comes from a seed of its own: evaluating,
-often or never, leaves training untouched.
+If the first episodes to end were counted instead, short ones would be favoured. Evaluations have their own seed, so
+they do not change the training.
 """
 
 import math
@@ -32,14 +32,14 @@ from ecrl.run.video_writer import filming, view, with_film
 from ecrl.spaces import Box
 from ecrl.types import LogData
 
-_CHUNK = 128  # steps between looks at whether all episodes are done: one host read each
+_CHUNK = 128  # steps between two checks of whether all episodes are done; a check is one host read
 _MAX_STEPS = 1_000_000
 _GYMNASIUM = "gymnasium:"
 _ALWAYS = ("eval/avg_reward", "eval/std_reward", "eval/avg_length")
 
 
 def eval_envs(num_episodes: int, at_most: int) -> int:
-    """How many environments share `num_episodes` equally: the largest divisor not above `at_most`.
+    """Return the largest number of environments, up to `at_most`, that divides `num_episodes`.
 
     >>> eval_envs(100, 16), eval_envs(5, 4)
     (10, 1)
@@ -51,14 +51,14 @@ def eval_envs(num_episodes: int, at_most: int) -> int:
 def _eval_step(
     act: Callable, step: Callable, filmed: int, env_state: TensorDict, noise: Any, params: TensorDict
 ) -> tuple[TensorDict, tuple[Tensor, Any]]:
-    """One deterministic step; rows `[N]` of reward, end, what counts and each outcome; what is filmed before it."""
-    seen = view(env_state, filmed) if filmed else ()
+    """Take one step. Return the state, `[N]` rows of (reward, done, counts, *outcomes), and the view before it."""
+    before = view(env_state, filmed) if filmed else ()
     _, out = act(params, TensorDict({}, []), env_state["obs"], None)
     env_state = step(env_state, out["action"], noise)
     done = env_state["terminated"] | env_state["truncated"]
     counts = env_state["mask"] if "mask" in env_state else torch.ones_like(done)
     row = (env_state["reward"], done, counts, *_outcomes(env_state).values())
-    return env_state, (torch.stack([x.to(torch.float32) for x in row]), seen)
+    return env_state, (torch.stack([x.to(torch.float32) for x in row]), before)
 
 
 def _eval_steps(
@@ -73,29 +73,29 @@ def _eval_steps(
     key: Tensor,
     first: Tensor,
 ) -> tuple[TensorDict, tuple[Tensor, Any]]:
-    """`length` steps from step `first`; their rows `[length, outcomes, N]`, and what is filmed `[length, filmed]`."""
+    """Take `length` steps from step `first`. Return the state, `[length, rows, N]` and views `[length, filmed]`."""
     index, times = torch.arange(num_envs, device=key.device), torch.arange(length, device=key.device).unsqueeze(1)
     noise = env.draw(rng.stream(key, rng.ENV, index, first + times))
     return loop(partial(_eval_step, act, env.step, filmed), env_state, noise, params)
 
 
 def _outcomes(env_state: TensorDict) -> dict[str, Tensor]:
-    """What the environment says of how an episode went, `[N]` each, under the names of their logs; vectors are left."""
+    """Return the success and scalar metrics that an environment reports, `[N]` each, by log name."""
     info = env_state.get("info", TensorDict({}, []))
-    found = {"eval/success_rate": info["success"]} if "success" in info else {}
-    metrics = sorted(info.get("metrics", TensorDict({}, [])).items())  # which each step may have in its own order
-    return found | {f"eval/metrics/{name}": value for name, value in metrics if value.shape == env_state.batch_size}
+    success = {"eval/success_rate": info["success"]} if "success" in info else {}
+    metrics = sorted(info.get("metrics", TensorDict({}, [])).items())  # their order may differ between steps
+    return success | {f"eval/metrics/{name}": value for name, value in metrics if value.shape == env_state.batch_size}
 
 
 def _count(steps: Iterator[list[tuple]], num_envs: int, quota: int) -> list[tuple[float, ...]]:
-    """(return, length, *outcomes) of the first `quota` episodes of every env."""
+    """Return (return, length, *outcomes) of the first `quota` episodes of every environment."""
     running, episodes = [(0.0, 0)] * num_envs, [[] for _ in range(num_envs)]
     for row in steps:
         for i, (reward, done, counts, *outcomes) in enumerate(row):
             running[i] = (running[i][0] + reward, running[i][1] + int(counts))
             if running[i][1] > _MAX_STEPS and len(episodes[i]) < quota:
-                told = f"env {i} ended {len(episodes[i])} of {quota} episodes, the last one not in {_MAX_STEPS} steps"
-                raise UserError(f"{told}: give it a time limit")
+                problem = f"env {i} ended {len(episodes[i])} of {quota} episodes, the next did not end"
+                raise UserError(f"{problem} in {_MAX_STEPS} steps; give the environment a time limit")
             if done:
                 episodes[i].append((*running[i], *outcomes))
                 running[i] = (0.0, 0)
@@ -111,7 +111,9 @@ def _summary(episodes: list[tuple[float, ...]], names: list[str]) -> dict[str, f
         "eval/std_reward": returns.std(correction=0).item(),
         "eval/avg_length": lengths.mean().item(),
     }
-    means = {name: values.nanmean().item() for name, values in zip(names, outcomes, strict=True)}  # of those told
+    means = {
+        name: values.nanmean().item() for name, values in zip(names, outcomes, strict=True)
+    }  # episodes that report it
     return logs | {name: mean for name, mean in means.items() if not math.isnan(mean)}
 
 
@@ -126,22 +128,24 @@ def evaluate(
     env: str | None = None,
     videos: str | Path | None = None,
 ) -> dict[str, float]:
-    """Mean return, its spread, mean length and what the environment reports of success and metrics, over episodes.
+    """Evaluate the policy: mean and standard deviation of the return, mean length, success rate and mean metrics.
 
     Args:
-        state: of a run; only `params` and `norm` are read.
-        cfg: of the run.
-        num_episodes: `trainer.num_eval_episodes` if absent.
-        env: None for the run's own environment, `"gymnasium:<id>"` for one of Gymnasium's.
-        videos: a folder for those of the cameras under `trainer.events.eval`; None makes none. They change no number.
+        state: state of a run; only `params` and `norm` are read.
+        cfg: config of the run.
+        num_episodes: number of episodes; `trainer.num_eval_episodes` if None.
+        env: `"gymnasium:<id>"` for an environment of Gymnasium; the run's own environment if None.
+        videos: folder for videos of the cameras under `trainer.events.eval`; None records none. They change no result.
 
-    Returns: `eval/avg_reward`, `eval/std_reward`, `eval/avg_length`; over the episodes at whose last step the
-        environment reports them, `eval/success_rate` and `eval/metrics/<name>`.
-        A reward that is not finite makes the mean so: the finite guard is of training, an evaluation changes nothing.
-    Raises: ConfigError for an env that is not known or whose spaces differ; UserError if an episode never ends.
+    Returns: `eval/avg_reward`, `eval/std_reward`, `eval/avg_length`, `eval/success_rate` and `eval/metrics/<name>`. The
+        last two are means over the episodes whose last step reports them.
+        A reward that is NaN or infinite makes the mean NaN or infinite. The finite guard only checks training.
+    Raises: ConfigError if `env` is unknown or has other spaces; UserError if an episode does not end.
     """
     if env is not None and videos is not None:
-        raise ConfigError(f"videos: {videos}: cameras see the run's own environment, not {env}; leave either out")
+        raise ConfigError(
+            f"videos: {videos}: cameras record only the run's own environment, not {env}; leave out videos or env"
+        )
     with filming(cfg, None if videos is None else Path(videos)) as opened:
         return _evaluated(build(cfg, "eval"), state, cfg, num_episodes, env, opened)
 
@@ -176,26 +180,26 @@ def _with_env(run: Run, cfg: Config, name: str) -> Run:
 
 
 def check_spaces(trained: Env, env: Env, name: str) -> None:
-    """Refuse an environment, `name` to people, whose spaces are not those that a policy was trained on."""
+    """Raise ConfigError if an environment, called `name` in the message, has other spaces than the `trained` one."""
     for field in ("observation_space", "action_space"):
-        mine, other = getattr(trained, field), getattr(env, field)
-        same = mine.shape == other.shape if isinstance(mine, Box) and isinstance(other, Box) else mine == other
+        own, other = getattr(trained, field), getattr(env, field)
+        same = own.shape == other.shape if isinstance(own, Box) and isinstance(other, Box) else own == other
         if not same:
-            raise ConfigError(f"env: {name} has {field} {other}, the policy was trained on {mine}")
+            raise ConfigError(f"env: {name} has {field} {other}, the policy was trained on {own}")
 
 
 def eval_steps(
     run: Run, state: TensorDict, cfg: Config, num_envs: int, names: list[str], filmed: int = 0
 ) -> Generator[tuple[list[tuple], TensorDict | None], None, None]:
-    """Step after step, without end: (reward, done, counts, *outcomes) per environment, and what was seen before it.
+    """Yield steps without end: (reward, done, counts, *outcomes) of each environment, and the view before the step.
 
     Args:
         run: run with the environment of evaluations.
         state: of a run; only `params`, `norm` and the device of `key` are read.
         cfg: of the run.
         num_envs: environments.
-        names: of the outcomes, which are filled in.
-        filmed: how many environments, the first ones, `ecrl.run.video_writer.view` is of; None is seen if 0.
+        names: list to fill with the names of the outcomes.
+        filmed: number of environments, the first ones, in the view (`ecrl.run.video_writer.view`); 0 gives None.
     """
     env, act = run.env, run.policy.act
     key = rng.fold_in(rng.key(_eval_seed(cfg), state["key"].device), rng.EVAL)
@@ -238,15 +242,15 @@ def with_evaluation(
     first: LogData | None = None,
     run: Run | None = None,
 ) -> Iterator[LogData]:
-    """Evaluate when `trainer.eval_freq` env steps are crossed; the `evaluate` record follows the one it evaluates.
+    """Evaluate every `trainer.eval_freq` env steps. The `evaluate` record follows the record that it evaluates.
 
-    Ranks that were asked to stop do not wait for it: it is made when the run goes on.
+    If the ranks were asked to stop, the evaluation is left to the resumed run.
 
     Args:
-        records: to pass on.
-        cfg: of the run.
-        videos: a folder for those of the cameras under `trainer.events.eval`; None makes none. They are drawn while
-            training goes on; an evaluation waits for the video of the one before.
+        records: records to pass on.
+        cfg: config of the run.
+        videos: folder for videos of the cameras under `trainer.events.eval`; None records none. They are rendered
+            while training continues; an evaluation waits for the videos of the previous one.
         first: a record to evaluate before them, that of a run which was stopped (`ecrl.run.owed`).
         run: the run with the events of evaluation, if it is built.
     """

@@ -1,7 +1,7 @@
-"""What a checkpoint of several ranks holds beside the state of rank 0: where the environments of the others are.
+"""Rank shards: the files of a checkpoint with the environments of the ranks other than rank 0.
 
-Weights, statistics and counters are the same on all ranks; only what belongs to environments differs. The others send
-theirs to rank 0 before a state is saved, which writes `rank_<i>.safetensors` beside it.
+Weights, statistics and counters are equal on all ranks; only the environments differ. Before a state is saved, the
+other ranks send their environments to rank 0, which writes them as `rank_<i>.safetensors` into the checkpoint.
 """
 
 from collections.abc import Iterator
@@ -40,21 +40,21 @@ def _of_others(state: TensorDict, kinds: Kinds) -> dict[str, bytes]:
 
 
 def is_due(step: int, cfg: Config) -> bool:
-    """Whether a state after so many steps may be saved; the same answer on every rank."""
+    """Return True if a state after `step` env steps may be saved. Every rank returns the same."""
     size, trainer = steps_per_iteration(cfg), cfg.trainer
     due = crossed(step, size, trainer.save_freq) or step >= total_steps(cfg, world_size())
     return due or (trainer.enable_eval and crossed(step, size, trainer.eval_freq))
 
 
-def is_whole(record: LogData) -> bool:
-    """Whether a record has all that a checkpoint needs to be resumed from."""
+def is_complete(record: LogData) -> bool:
+    """Return True if a record has the files of all ranks, so that a run can resume from its checkpoint."""
     return world_size() == 1 or "files" in record
 
 
 def with_others(records: Iterator[LogData], cfg: Config) -> Iterator[LogData]:
-    """Records whose states may be saved carry the files of the other ranks; on those, records pass as they are.
+    """Add the other ranks' files to the records of rank 0 whose states may be saved (collective).
 
-    Where any rank was asked to stop, the records end on all of them after the same iteration.
+    If any rank was asked to stop, the records end on all ranks after the same iteration.
     """
     kinds = kinds_of(build(cfg))
     with ending(records):
@@ -68,9 +68,10 @@ def with_others(records: Iterator[LogData], cfg: Config) -> Iterator[LogData]:
 
 
 def with_others_at_crash(records: Iterator[LogData], cfg: Config) -> Iterator[LogData]:
-    """Where the finite guard stops a run, its error carries the files of the other ranks.
+    """If the finite guard stops a run, add the files of the other ranks to its error.
 
-    Not so where environments live outside of the state: a single rank may have met it, and no step can be repeated.
+    If environments are not in the state, leave the error unchanged: only one rank may have it, and the step cannot be
+    repeated.
     """
     try:
         yield from records
@@ -85,12 +86,12 @@ def with_others_at_crash(records: Iterator[LogData], cfg: Config) -> Iterator[Lo
 def with_own(state: TensorDict, cfg: Config, path: Path) -> TensorDict:
     """The state of a checkpoint with the environments of this rank.
 
-    Raises: CheckpointError if other ranks than these saved it.
+    Raises: CheckpointError if another number of ranks saved it.
     """
     saved = 1 + len(list(path.glob("rank_*.safetensors")))
     if saved != world_size():
-        told = f"{path}: was saved by {saved} ranks, this run has {world_size()}"
-        raise CheckpointError(f"{told}; go on with as many, or start a new run")
+        problem = f"{path}: was saved by {saved} ranks, this run has {world_size()}"
+        raise CheckpointError(f"{problem}; resume with as many ranks, or start a new run")
     if rank() == 0:
         return state
     own, state = tensors_from_bytes((path / f"rank_{rank()}.safetensors").read_bytes()), state.clone()

@@ -1,4 +1,4 @@
-"""Films of a policy: `record` on its own, and what training collects, collected again for the camera."""
+"""Videos of a policy: `record` for a trained one, and a consumer that records the rollouts of training."""
 
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future
@@ -28,14 +28,14 @@ from ecrl.types import LogData
 
 
 def _whole(sim: Any) -> CameraConfig:
-    """A camera that sees all of a scene, from the side that MuJoCo's own viewer looks from."""
-    middle, size = sim.model.stat.center, float(sim.model.stat.extent)
-    eye = middle + size * torch.tensor([-1.0, -1.0, 0.9]).double().numpy()
-    return CameraConfig.model_validate({"eye": eye.tolist(), "target": middle.tolist()})
+    """Return a camera that shows the whole scene, from the default direction of MuJoCo's viewer."""
+    center, size = sim.model.stat.center, float(sim.model.stat.extent)
+    eye = center + size * torch.tensor([-1.0, -1.0, 0.9]).double().numpy()
+    return CameraConfig.model_validate({"eye": eye.tolist(), "target": center.tolist()})
 
 
 def _until(steps: Iterable[tuple[list[tuple], TensorDict | None]], num_episodes: int) -> Iterator[TensorDict]:
-    """What is seen before each step until every environment ended `num_episodes`."""
+    """Yield the view before each step until every environment has ended `num_episodes` episodes."""
     ended: list[int] = []
     for row, seen in steps:
         yield cast(TensorDict, seen)
@@ -45,19 +45,20 @@ def _until(steps: Iterable[tuple[list[tuple], TensorDict | None]], num_episodes:
 
 
 def record(state: TensorDict, cfg: Config, path: str | Path, num_envs: int = 4, num_episodes: int = 1) -> int:
-    """A video of the policy with deterministic actions, as in evaluations, in real time.
+    """Record a real-time video of the policy with deterministic actions, as in evaluations.
 
-    The camera is the first of `trainer.events.eval`, then of `trainer.events.train`; without one, it sees everything.
+    The camera is the first of `trainer.events.eval`, else of `trainer.events.train`. Without one, the video shows the
+    whole scene.
 
     Args:
-        state: of a run.
-        cfg: of the run.
-        path: of the mp4.
-        num_envs: environments, side by side and below each other.
-        num_episodes: of each environment; one that is done before the others goes on.
+        state: state of a run.
+        cfg: config of the run.
+        path: mp4 file.
+        num_envs: number of environments, shown in a grid.
+        num_episodes: episodes of each environment; an environment that ends earlier continues.
 
     Returns: the number of frames, one per step.
-    Raises: ConfigError for an environment without a scene; UserError without OpenGL or the extra `video`.
+    Raises: ConfigError if the environment has no scene; UserError without OpenGL or the extra `video`.
     """
     for name, count in (("num_envs", num_envs), ("num_episodes", num_episodes)):
         if count < 1:
@@ -72,7 +73,7 @@ def record(state: TensorDict, cfg: Config, path: str | Path, num_envs: int = 4, 
 
 
 def _seeing(env: Env, many: int) -> Env:
-    """An environment that reports in `info` what is seen of it before each step."""
+    """Return an environment that also reports, in `info`, the view before each step."""
 
     def step(state: TensorDict, action: Any, noise: Any) -> TensorDict:
         after = env.step(state, action, noise)
@@ -91,10 +92,10 @@ def _first(state: TensorDict, cfg: Config, many: int) -> TensorDict:
 
 
 def collected(state: TensorDict, cfg: Config, many: int) -> Generator[TensorDict, None, None]:
-    """What is seen, step by step, of the first environments in the iteration that begins at `state`, collected again.
+    """Repeat the rollout of the iteration that begins at `state`, and yield the views of its first environments.
 
-    Randomness is a function of (seed, stream, environment, step) alone, so their episodes are those of the run, as far
-    as rounding allows, which differs with the number of environments.
+    Randomness depends only on (seed, stream, environment, step), so the episodes equal those of the run, except for
+    rounding, which depends on the number of environments.
     """
     run = build(cfg)
     env, static = _seeing(run.env, many), run.static._replace(num_envs=many)
@@ -111,35 +112,35 @@ def collected(state: TensorDict, cfg: Config, many: int) -> Generator[TensorDict
 _ASYNC = "record_camera_data_async"
 
 
-def _film(state: TensorDict, cfg: Config, camera: Camera, path: Path) -> None:
-    many = min(camera.params.max_env_num, cfg.trainer.num_envs)
-    views = islice(collected(state, cfg, many), 0, None, camera.event.interval_step)
+def _record_rollout(state: TensorDict, cfg: Config, camera: Camera, path: Path) -> None:
+    count = min(camera.params.max_env_num, cfg.trainer.num_envs)
+    views = islice(collected(state, cfg, count), 0, None, camera.event.interval_step)
     write_video(path, pictures(make_env(cfg.env).scene, camera.params, views), FPS)
 
 
 def with_training_videos(
     records: Iterator[LogData], cfg: Config, videos: str | Path, state: TensorDict
 ) -> Iterator[LogData]:
-    """Film what iterations collect with the cameras under `trainer.events.train`, while training goes on.
+    """Record rollouts with the cameras under `trainer.events.train`, in the background.
 
-    A video is of the first environments of one iteration, every `interval_step`-th step. `record_camera_data` films
-    every iteration: the one after the next waits for it. `record_camera_data_async` makes none wait: an iteration that
-    comes while it still films an earlier one is left out.
+    A video shows the first environments of one iteration, with a frame every `interval_step` steps.
+    `record_camera_data` records every iteration, and training waits for the previous video. With
+    `record_camera_data_async` training does not wait: iterations are skipped while an earlier one is being recorded.
 
     Args:
-        records: to pass on.
-        cfg: of the run.
+        records: records to pass on.
+        cfg: config of the run.
         videos: folder of the videos.
-        state: before the first record.
+        state: state before the first record.
     """
     with ExitStack() as stack, ending(records):
-        found = [(camera, stack.enter_context(background())) for camera in cameras(cfg, "train")]
-        films: list[Future | None] = [None] * len(found)  # the last of each camera
+        started = [(camera, stack.enter_context(background())) for camera in cameras(cfg, "train")]
+        jobs: list[Future | None] = [None] * len(started)  # the last job of each camera
         for record in records:
-            for i, (camera, start) in enumerate(found) if record["log_type"] == "train" else ():
-                last, waits = films[i], camera.event.func != _ASYNC
+            for i, (camera, start) in enumerate(started) if record["log_type"] == "train" else ():
+                last, waits = jobs[i], camera.event.func != _ASYNC
                 if waits or last is None or last.done():
                     path = video_path(Path(videos), camera, record["sample_step"])
-                    films[i] = start(_film, state, cfg, camera, path)
+                    jobs[i] = start(_record_rollout, state, cfg, camera, path)
             state = record["state"] if record["log_type"] == "train" else state
             yield record

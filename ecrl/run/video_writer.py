@@ -1,7 +1,7 @@
-"""Videos of MuJoCo tasks: drawn from states and written as mp4 in the background, apart from the run that is filmed.
+"""Videos of MuJoCo tasks: rendered from states and encoded as mp4 by background threads.
 
-The run gives away rows of `physics` and targets of its first environments, nothing else. A camera keeps at most
-`_WAITING` of these rows, and one video that is not finished; the run waits for it rather than losing a frame.
+The run only passes rows of `physics` and targets of its first environments. A camera queues at most `_QUEUE_SIZE` rows,
+and works on one video at a time. If its queue is full, the run waits, so no frame is lost.
 """
 
 import os
@@ -29,9 +29,9 @@ from ecrl.errors import ConfigError, extra
 from ecrl.run.loggers import never_fatal
 
 FPS = 20
-"""Frames per second of the videos of events, as in EmbodiChain, whatever a step takes."""
+"""Frames per second of videos of events, as in EmbodiChain. It does not depend on the duration of a step."""
 
-_WAITING = 4096
+_QUEUE_SIZE = 4096
 _ENCODER = ["-c:v", "libx264", "-preset", "veryfast", "-crf", "23", "-pix_fmt", "yuv420p"]
 _ENCODER += ["-threads", "1"]  # the run needs the other cores
 
@@ -39,7 +39,7 @@ Put = Callable[[TensorDict], None]
 
 
 class Camera(NamedTuple):
-    """A camera of the config: its event, and the videos' folder and name."""
+    """A camera of the config: its use (train or eval), its event, and the event's parameters."""
 
     use: str
     event: EventConfig
@@ -47,32 +47,32 @@ class Camera(NamedTuple):
 
 
 def cameras(cfg: Config, use: Literal["train", "eval"]) -> list[Camera]:
-    """The cameras among the events of training or evaluation, in the order of their names."""
+    """Return the cameras among the events of training or evaluation, sorted by name."""
     events = sorted(getattr(cfg.trainer.events, use).items())
     return [Camera(use, e, e.params) for _, e in events if isinstance(e.params, RecordCameraConfig)]
 
 
 def check_cameras(cfg: Config) -> None:
-    """Refuse, before a run begins, cameras that cannot record: no scene, one name twice, no OpenGL, no encoder."""
+    """Raise ConfigError for a camera without a scene or with a duplicate name; also check OpenGL and the encoder."""
     for use in ("train", "eval"):
         names: dict[Path, str] = {}
         for name, event in sorted(getattr(cfg.trainer.events, use).items()):
             if not isinstance(event.params, RecordCameraConfig):
                 continue
-            told = term_text(f"trainer.events.{use}", name, event.func)
+            place = term_text(f"trainer.events.{use}", name, event.func)
             if make_env(cfg.env).scene is None:
-                raise ConfigError(f"{told}: {cfg.env.name} has no scene to be seen; take the event out")
+                raise ConfigError(f"{place}: {cfg.env.name} has no scene to record; leave the event out")
             if event.mode != "interval":
-                raise ConfigError(f"{told}: mode is {event.mode!r}, cameras record at mode 'interval'")
+                raise ConfigError(f"{place}: mode is {event.mode!r}, cameras record at mode 'interval'")
             other = names.setdefault(event.params.save_path / event.params.name, name)
             if other != name:
-                raise ConfigError(f"{told}: params.name and save_path are those of {other}; name it differently")
+                raise ConfigError(f"{place}: params.name and save_path are the same as in {other}; choose another name")
             backend()
             encoder()
 
 
 def encoder() -> str:
-    """The ffmpeg that the package imageio-ffmpeg brings; MissingExtraError says how to install it."""
+    """Return the path of the ffmpeg in the package imageio-ffmpeg. Raise MissingExtraError if it is not installed."""
     with extra("video"):
         import imageio_ffmpeg
     return imageio_ffmpeg.get_ffmpeg_exe()
@@ -80,81 +80,83 @@ def encoder() -> str:
 
 @contextmanager
 def _encoding(path: Path, height: int, width: int, fps: float) -> Iterator[Callable[[np.ndarray], None]]:
-    """A function that adds an image to an mp4, by a process that Ctrl-C does not reach; OSError where it fails."""
-    given = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-r", f"{fps:.6g}", "-i", "-"]
-    command = [encoder(), "-y", "-v", "error", *given, "-an", *_ENCODER, str(path)]
+    """Yield a function that adds an image to an mp4. Ctrl-C does not reach the encoder. Raise OSError if it fails."""
+    raw_input = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-r", f"{fps:.6g}", "-i", "-"]
+    command = [encoder(), "-y", "-v", "error", *raw_input, "-an", *_ENCODER, str(path)]
     with Popen(command, stdin=PIPE, stderr=PIPE, start_new_session=True) as process:
         pipe = cast(IO[bytes], process.stdin)
-        with suppress(BrokenPipeError):  # ffmpeg itself says why it ended
+        with suppress(BrokenPipeError):  # ffmpeg prints why it ended
             yield lambda image: cast(None, pipe.write(image.tobytes()))
             pipe.flush()
-        _, told = process.communicate()
+        _, message = process.communicate()
     if process.returncode:
-        raise OSError(f"{path}: {told.decode(errors='replace').strip() or 'ffmpeg ended'}")
+        raise OSError(f"{path}: {message.decode(errors='replace').strip() or 'ffmpeg ended'}")
 
 
 def write_video(path: Path, images: Iterable[np.ndarray], fps: float) -> int:
-    """Write images as mp4 and count them; the file appears when it is complete, and not without any image.
+    """Write images as an mp4 and return their number. The file appears when it is complete. No image makes no file.
 
     Args:
-        path: of the file; its folder is made.
-        images: uint8 `[h, w, 3]`, of one size; an odd height or width gets a black row or column more.
+        path: mp4 file; its folder is created.
+        images: uint8 `[h, w, 3]`, of one size; an odd height or width is padded by a black row or column.
         fps: frames per second.
 
-    Raises: OSError where the disk is full; MissingExtraError without the extra `video`.
+    Raises: OSError if the disk is full; MissingExtraError without the extra `video`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside, count, add = path.with_name(f".{path.stem}.part.mp4"), 0, None
+    temporary, count, add = path.with_name(f".{path.stem}.part.mp4"), 0, None
     try:
         with ExitStack() as stack:
             for image in images:
                 image = np.pad(image, [(0, size % 2) for size in image.shape[:2]] + [(0, 0)])
                 height, width, _ = image.shape
-                add = add or stack.enter_context(_encoding(aside, height, width, fps))
+                add = add or stack.enter_context(_encoding(temporary, height, width, fps))
                 add(image)
                 count += 1
         if count:
-            aside.replace(path)
+            temporary.replace(path)
         return count
     finally:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def pictures(sim: Any, camera: CameraConfig, views: Iterable[TensorDict]) -> Iterator[np.ndarray]:
-    """Each view, `[k]` worlds from `view`, as one image of k tiles."""
+    """Render each view of k worlds as one image of k tiles."""
     with drawing(sim, camera) as draw:
-        for seen in views:
-            rows: list[Any] = [seen[i] for i in range(seen.batch_size[0])]
+        for worlds in views:
+            rows: list[Any] = [worlds[i] for i in range(worlds.batch_size[0])]
             yield grid([draw(row["physics"], row.get("targets", {})) for row in rows])
 
 
-def view(state: TensorDict, many: int) -> TensorDict:
-    """What videos need of the first `many` environments: `physics`, and `targets` where there are any."""
-    seen = {"physics": state["world", "physics"][:many]}
+def view(state: TensorDict, count: int) -> TensorDict:
+    """Return the parts of the first `count` environments that a camera needs: `physics` and, if present, `targets`."""
+    parts: dict[str, Any] = {"physics": state["world", "physics"][:count]}
     if "targets" in state:
-        seen["targets"] = TensorDict({name: x[:many] for name, x in cast(TensorDict, state["targets"]).items()}, [many])
-    return TensorDict(seen, [many])
+        targets = cast(TensorDict, state["targets"])
+        parts["targets"] = TensorDict({name: x[:count] for name, x in targets.items()}, [count])
+    return TensorDict(parts, [count])
 
 
 def video_path(folder: Path, camera: Camera, step: int) -> Path:
-    """Where a camera's video goes: `<folder>/<save_path>/<name>_<train or eval>_<env steps>.mp4`."""
+    """Return the file of a camera's video: `<folder>/<save_path>/<name>_<train or eval>_<env steps>.mp4`."""
     return folder / camera.params.save_path / f"{camera.params.name}_{camera.use}_{step}.mp4"
 
 
-def _behind_all_else() -> None:
-    """Where threads have a priority of their own, on Linux, this one and those it starts run when no other wants to."""
+def _lower_priority() -> None:
+    """Give this thread and its children the lowest priority, on Linux, where threads have their own priorities."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
 @contextmanager
 def background() -> Iterator[Callable[..., Future]]:
-    """A function that runs `job(*args)` in a thread of its own after the one before, for which it waits.
+    """Yield a function that waits for its previous job, and then starts `job(*args)` in a background thread.
 
-    An OSError, as of a full disk, is said and the run goes on; other errors are raised by the next call or at the end.
+    If a job raises OSError, such as for a full disk, warn once and continue. Other errors are raised by the next call
+    or at the end.
     """
     guarded, last = never_fatal("videos"), []
-    with ThreadPoolExecutor(1, "ecrl-video", _behind_all_else) as thread:
+    with ThreadPoolExecutor(1, "ecrl-video", _lower_priority) as thread:
 
         def start(job: Callable[..., Any], *args: Any) -> Future:
             while last:
@@ -168,14 +170,14 @@ def background() -> Iterator[Callable[..., Future]]:
 
 
 class Film(NamedTuple):
-    """Videos of one evaluation: of how many environments, and how often and where each camera's frames go."""
+    """Videos of one evaluation: the number of recorded environments, and the interval and receiver of each camera."""
 
     num_envs: int
-    takes: tuple[tuple[int, int, Put], ...]  # interval_step, environments, put
+    cameras: tuple[tuple[int, int, Put], ...]  # interval_step, environments, put
 
 
 def _put(queue: Queue, job: Future, item: TensorDict | None) -> None:
-    """Wait for a place in the queue, unless nobody empties it any more."""
+    """Put an item into the queue when it has room. If the job that reads it has ended, raise the error of the job."""
     while not job.done():
         try:
             return queue.put(item, timeout=0.2)
@@ -185,9 +187,9 @@ def _put(queue: Queue, job: Future, item: TensorDict | None) -> None:
 
 
 @contextmanager
-def _take(start: Callable[..., Future], path: Path, sim: Any, camera: CameraConfig) -> Iterator[Put]:
-    """A function that takes the frames of one video."""
-    queue: Queue = Queue(_WAITING)
+def _open_video(start: Callable[..., Future], path: Path, sim: Any, camera: CameraConfig) -> Iterator[Put]:
+    """Yield a function that adds a view to one video."""
+    queue: Queue = Queue(_QUEUE_SIZE)
     job = start(lambda: write_video(path, pictures(sim, camera, iter(queue.get, None)), FPS))
     try:
         yield partial(_put, queue, job)
@@ -197,43 +199,43 @@ def _take(start: Callable[..., Future], path: Path, sim: Any, camera: CameraConf
 
 @contextmanager
 def filming(cfg: Config, folder: Path | None) -> Iterator[Callable[[TensorDict, int], Any]]:
-    """A function that opens the videos of an evaluation, `(state of the run, environments) -> context of Film`.
+    """Yield a function that opens the videos of an evaluation: `(state of the run, environments) -> context of Film`.
 
     Args:
-        cfg: of the run; its cameras are those of `trainer.events.eval`.
-        folder: of the videos; None makes none.
+        cfg: config of the run, with the cameras under `trainer.events.eval`.
+        folder: folder of the videos; None records none.
     """
-    found = cameras(cfg, "eval") if folder is not None else []
-    if found:  # said before the evaluation, not by its end
+    eval_cameras = cameras(cfg, "eval") if folder is not None else []
+    if eval_cameras:  # fail before the evaluation, not at its end
         backend()
         encoder()
-    sim = make_env(cfg.env).scene if found else None
+    sim = make_env(cfg.env).scene if eval_cameras else None
     with ExitStack() as stack:
-        threads = [stack.enter_context(background()) for _ in found]
+        threads = [stack.enter_context(background()) for _ in eval_cameras]
 
         @contextmanager
         def opened(state: TensorDict, num_envs: int) -> Iterator[Film]:
-            with ExitStack() as takes:
-                made = []
-                for camera, start in zip(found, threads, strict=True):
-                    many = min(camera.params.max_env_num, num_envs)
+            with ExitStack() as videos:
+                receivers = []
+                for camera, start in zip(eval_cameras, threads, strict=True):
+                    count = min(camera.params.max_env_num, num_envs)
                     path = video_path(folder or Path(), camera, int(state["sample_step"]))
-                    put = takes.enter_context(_take(start, path, sim, camera.params))
-                    made.append((camera.event.interval_step, many, put))
-                yield Film(max([many for _, many, _ in made], default=0), tuple(made))
+                    put = videos.enter_context(_open_video(start, path, sim, camera.params))
+                    receivers.append((camera.event.interval_step, count, put))
+                yield Film(max([count for _, count, _ in receivers], default=0), tuple(receivers))
 
         yield opened
 
 
 def with_film(steps: Iterator[tuple[list[tuple], TensorDict | None]], film: Film) -> Generator[list[tuple], None, None]:
-    """The rows of an evaluation's steps; what is seen before each goes to the film until its episodes are over.
+    """Yield the rows of an evaluation's steps, and add the view before each step to the film.
 
-    Those are the first of each environment; one that ends before the others goes on in its next.
+    The film ends with the last of the first episodes. An environment that ends earlier continues with its next episode.
     """
     running = set(range(film.num_envs))
-    for count, (row, seen) in enumerate(steps):
-        for interval, many, put in film.takes if running else ():
-            if seen is not None and count % interval == 0 and running & set(range(many)):
-                put(seen[:many])
+    for step, (row, seen) in enumerate(steps):
+        for interval, count, put in film.cameras if running else ():
+            if seen is not None and step % interval == 0 and running & set(range(count)):
+                put(seen[:count])
         running -= {i for i in running if row[i][1]}
         yield row
