@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl.kernels.dtypes import common_dtype, computed_in, scalars
-from ecrl.tracing_state import kept
+from ecrl.tracing_state import materialize
 from ecrl.types import Scalar
 
 
@@ -111,7 +111,7 @@ def adam(
     step = opt["step"] + 1
     t = step.to(torch.float64)
     root = torch.sqrt(1.0 - torch.pow(beta2, t))  # the equation with both sides of the quotient times the root
-    rate, small = kept(learning_rate * root / (1.0 - torch.pow(beta1, t))), kept(eps * root)
+    rate, small = materialize(learning_rate * root / (1.0 - torch.pow(beta1, t))), materialize(eps * root)
 
     def move(p: Tensor, m: Tensor, v: Tensor) -> Tensor:
         return p - rate.to(p.dtype) * m / (torch.sqrt(v) + small.to(p.dtype))
@@ -278,7 +278,7 @@ def clip_by_global_norm(grads: TensorDict, *, max_norm: Scalar) -> tuple[TensorD
     """
     (max_norm,) = scalars(max_norm=max_norm)
     norm = _norm(grads)
-    factor = kept((max_norm / (norm + 1e-6)).clamp(max=1.0))
+    factor = materialize((max_norm / (norm + 1e-6)).clamp(max=1.0))
     return _as(grads, _map(lambda g: g * factor, grads)), norm.to(common_dtype(*_leaves(grads)))
 
 

@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl.kernels.dtypes import common_dtype, scalars, widened
-from ecrl.kernels.reverse_scan import reverse_scan, wide
+from ecrl.kernels.reverse_scan import as_float64, reverse_scan
 from ecrl.kernels.scan_loop import Scan, in_chunks, scan
 from ecrl.pytree import flatten, unflatten
 from ecrl.types import Scalar, same_shape
@@ -206,7 +206,7 @@ def running_returns(reward: Tensor, done: Tensor, before: Tensor, *, gamma: Scal
     dtype = reward.dtype if reward.is_floating_point() else common_dtype(reward, before)
     reward, before = widened(reward, before)
     ended_before = torch.cat((torch.zeros_like(done[..., :1]), done[..., :-1]), -1)
-    return reverse_scan(reward.flip(-1), wide(gamma), ended_before.flip(-1), before).flip(-1).to(dtype)
+    return reverse_scan(reward.flip(-1), as_float64(gamma), ended_before.flip(-1), before).flip(-1).to(dtype)
 
 
 def _steps_since_end(counted: Tensor, done: Tensor, before: Tensor) -> Tensor:
