@@ -25,7 +25,7 @@ ORDER = [  # a package imports from earlier lines only; the foundation modules a
 LEVEL = {package: level for level, packages in enumerate(ORDER, 1) for package in packages}
 MAX_ROOMS, MAX_LEVELS = 24, 12
 KERNELS_MAY = {"torch", "tensordict", "math", "typing", "collections", "functools", "dataclasses", "itertools"}
-KERNELS_MAY |= {"numpy", "triton"}
+KERNELS_MAY |= {"numpy"}
 KERNELS_MAY |= {"ecrl.kernels", "ecrl.types", "ecrl.errors", "ecrl.pytree", "ecrl.rng", "ecrl.tracing_state"}
 EXCEPTIONS = {  # (file, check): why it may do what others may not
     ("__init__.py", "imports"): "the public names come from every package; they are imported when first used",
@@ -33,7 +33,6 @@ EXCEPTIONS = {  # (file, check): why it may do what others may not
     ("compile/cuda_graph.py", "compiles"): "the one place that compiles and captures for CUDA",
     ("rng.py", "private"): "a graph under vmap needs the transforms in force; torch has no public name for them",
     ("kernels/reverse_scan.py", "private"): "in-place writes are refused under torch.func; only this name reports it",
-    ("kernels/reverse_cuda.py", "private"): "the GPU kernel is left out under torch.func and without Triton",
     ("policies/networks.py", "draws"): "torch initialises modules from its global generator; it is seeded and restored",
 }
 VAGUE = {"utils", "util", "helpers", "base", "common", "misc"}

@@ -15,6 +15,7 @@ from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx
 from torch.fx import GraphModule
 
+import ecrl.compile.reverse_cuda  # noqa: F401  # the recursion over time as one operation
 from ecrl.compile.cpu import ONE_AT_A_TIME
 from ecrl.compile.partition import Compile, Run, segmented
 from ecrl.compile.trace import captured, traced

@@ -13,7 +13,7 @@ from ecrl.types import same_shape
 
 
 def mask_logits(logits: Tensor, action_mask: Tensor) -> Tensor:
-    """Logits with forbidden actions at the dtype's lowest finite value, so that their probability is exactly 0.
+    """Set the logits of forbidden actions to the dtype's lowest finite value. Their probability is exactly 0.
 
         logits[k] if action_mask[k] else -max_float
 
@@ -36,11 +36,11 @@ def mask_logits(logits: Tensor, action_mask: Tensor) -> Tensor:
 
 
 def categorical_sample(logits: Tensor, noise: Tensor) -> Tensor:
-    """One index per row, distributed as softmax(logits) if `noise` is standard Gumbel.
+    """Sample one index per row. Its distribution is softmax(logits) if `noise` is standard Gumbel.
 
         argmax_k(logits[k] - max(logits) + noise[k])
 
-    The maximum is subtracted first: beside a large logit the noise would be lost to rounding.
+    The maximum is subtracted first. Otherwise the rounding of a large logit would remove the noise.
 
     Args:
         logits: `[*B, K]` float.
@@ -60,7 +60,7 @@ def categorical_sample(logits: Tensor, noise: Tensor) -> Tensor:
 
 
 def categorical_mode(logits: Tensor) -> Tensor:
-    """The most probable index; the first of equals.
+    """Return the most probable index, the first one of equals.
 
         argmax_k(logits[k])
 

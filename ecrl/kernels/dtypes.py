@@ -1,6 +1,6 @@
 """Dtypes of kernels: half precision is computed in float32 and returned in half precision.
 
-This module also has the limits that follow from a dtype, and the check of hyperparameters.
+This module also has limits that depend on a dtype, and the check of hyperparameters.
 """
 
 from functools import reduce
@@ -24,7 +24,7 @@ def computed_in(dtype: torch.dtype) -> torch.dtype:
 
 
 def common_dtype(*tensors: Tensor) -> torch.dtype:
-    """Return the float dtype that `tensors` promote to; for integers torch's default.
+    """Return the float dtype that `tensors` promote to. For integers it is torch's default.
 
     >>> common_dtype(torch.ones(1), torch.ones(1, dtype=torch.bfloat16)), common_dtype(torch.tensor([1]))
     (torch.float32, torch.float32)
@@ -34,7 +34,7 @@ def common_dtype(*tensors: Tensor) -> torch.dtype:
 
 
 def widened(*tensors: Tensor) -> list[Tensor]:
-    """Return the tensors in the one dtype to compute in; as they are if they all have it.
+    """Return the tensors in their common dtype for computing: at least float32.
 
     >>> [x.dtype for x in widened(torch.ones(1, dtype=torch.float16), torch.ones(1, dtype=torch.float16))]
     [torch.float32, torch.float32]
@@ -44,9 +44,9 @@ def widened(*tensors: Tensor) -> list[Tensor]:
 
 
 def rounding(dtype: torch.dtype) -> float:
-    """Return the share of a number's size that counts as rounding: spreads below it are no signal.
+    """Return the relative size below which a spread counts as rounding noise.
 
-    It is 8 eps of the dtype to compute in, and at least the eps of `dtype` itself.
+    It is 8 eps of the dtype that is computed in, and at least the eps of `dtype` itself.
 
     >>> rounding(torch.float64) < rounding(torch.float32) < rounding(torch.bfloat16)
     True
@@ -72,10 +72,10 @@ def scalars(**named: Scalar) -> tuple[Scalar, ...]:
 
 
 def exponent_bound(dtype: torch.dtype) -> float:
-    """Half the logarithm of the largest number of `dtype`.
+    """Return half the logarithm of the largest number of `dtype`.
 
-    The exponential of a bounded log-ratio leaves room: its product with an advantage, and a sum of many of them, stay
-    finite. It is 44.36 for float32 and bfloat16, 354.89 for float64, and 5.55 for float16.
+    It bounds a log-ratio. The exponential times an advantage, and a sum of many such products, then stay finite. The
+    bound is 44.36 for float32 and bfloat16, 354.89 for float64, and 5.55 for float16.
 
     >>> round(exponent_bound(torch.float32), 2)
     44.36

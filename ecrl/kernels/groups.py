@@ -1,7 +1,7 @@
-"""Group-relative advantages: each environment is judged against the others of its group, without a critic.
+"""Group-relative advantages: each environment is compared with the others of its group, without a critic.
 
 A group is `group_size` consecutive rows. Scores are standardised per trailing index, so step-wise returns are compared
-at equal time. A group that tells nothing (one member left, all equal, or a spread that is float noise) gives zeros.
+at equal time. The advantages of a group are 0 if it has one member left or if its spread is float noise.
 """
 
 import torch
@@ -16,17 +16,18 @@ from ecrl.types import Scalar, check_rollout, same_shape
 def group_advantages(score: Tensor, mask: Tensor, *, group_size: int, eps: Scalar) -> Tensor:
     """Standardise `score` within each group of `group_size` consecutive rows, per trailing index.
 
-        advantage = (score - mean_g(score)) / (std_g(score) + eps)        mean and std over rows where mask
+        advantage = (score - mean_g(score)) / (std_g(score) + eps)        mean and std over unmasked rows
 
     Args:
-        score: `[N, *F]` float, reward units; anything where not `mask`, NaN included.
+        score: `[N, *F]` float, reward units. Masked entries may hold anything, NaN included.
         mask: `[N, *F]` bool.
         group_size: members per group, at least 2; divides N.
         eps: added to the standard deviation, reward units.
 
-    Returns: `[N, *F]`; zero where masked, in groups with fewer than two counted rows, and where the spread is float
-        noise: std at most 8 eps times the mean size, 9.5e-7 in float32. Half precision is computed in float32 and
-        returned in the dtype of `score`. Its noise is the spacing of its numbers: 1e-3 in float16, 8e-3 in bfloat16.
+    Returns: `[N, *F]` in the dtype of `score`. Masked entries are 0. Groups with fewer than two counted rows are 0.
+        Groups with a spread of float noise are 0: their std is at most 8 eps times the mean size, 9.5e-7 in float32.
+        Half precision is computed in float32. Its noise is the spacing of its numbers: 1e-3 in float16, 8e-3 in
+        bfloat16.
     Gradient: flows through `score`.
     Raises: ValueError if `N % group_size` or `group_size < 2`, or naming arguments of a
         wrong shape.
@@ -42,19 +43,19 @@ def group_advantages(score: Tensor, mask: Tensor, *, group_size: int, eps: Scala
     dtype, (score,) = common_dtype(score), widened(score)
     grouped = (-1, group_size, *score.shape[1:])
     counted = mask.reshape(grouped)
-    kept = score.reshape(grouped).masked_fill(~counted, 0.0)
+    scores = score.reshape(grouped).masked_fill(~counted, 0.0)
     count = counted.sum(1, keepdim=True)
-    mean = kept.sum(1, keepdim=True) / count.clamp(min=1)
-    centred = (kept - mean).masked_fill(~counted, 0.0)
+    mean = scores.sum(1, keepdim=True) / count.clamp(min=1)
+    centred = (scores - mean).masked_fill(~counted, 0.0)
     variance = centred.square().sum(1, keepdim=True) / count.clamp(min=1)
-    size = kept.abs().sum(1, keepdim=True) / count.clamp(min=1)
+    size = scores.abs().sum(1, keepdim=True) / count.clamp(min=1)
     flat = (count < 2) | (variance <= (rounding(dtype) * size).square())
     std = torch.sqrt(variance.masked_fill(flat, 1.0))  # filled before the root, whose gradient at 0 is infinite
     return (centred / (std + eps)).masked_fill(flat | ~counted, 0.0).reshape(score.shape).to(dtype)
 
 
 def first_episode_mask(done: Tensor) -> Tensor:
-    """True up to and including the first `done` of each row: bool, the shape of `done`, `[*B, T]`.
+    """Return True for the steps of each row up to and including its first `done`: bool `[*B, T]`.
 
         mask[t] = not (done[0] or ... or done[t - 1])
 
@@ -71,10 +72,10 @@ def first_episode_mask(done: Tensor) -> Tensor:
 
 
 def grpo_advantages(rollout: TensorDict, *, gamma: Scalar, group_size: int, eps: Scalar) -> tuple[Tensor, Tensor]:
-    """`group_advantages` of the step-wise returns of a `[N, T + 1]` rollout: `(advantages, mask)`, each `[N, T]`.
+    """Return `group_advantages` of a `[N, T + 1]` rollout's step-wise returns: `(advantages, mask)`, each `[N, T]`.
 
-    Reads reward, terminated, truncated, done and, where present, mask (else every step counts); the padding slot is
-    never read. Returns start at 0 after the last step: there is no critic to bootstrap from, and `value` is not used.
+    It reads reward, terminated, truncated, done and, if present, mask. Without mask every step counts. The padding slot
+    is never read. `value` is never read either, so the return after the last step is 0.
 
     Raises: ValueError naming a missing or misshapen field, or as `group_advantages`.
     Source: Shao et al. 2024, arXiv:2402.03300, sec. 4.1.

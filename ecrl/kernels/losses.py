@@ -1,7 +1,8 @@
-"""Policy-gradient losses. Each takes a `mask` (True counts), divides by a count of at least 1 and detaches its targets.
+"""Policy-gradient losses. Each takes a `mask` (True counts), and detaches its targets.
 
-Composite losses return `(0-d loss, {name: detached 0-d tensor})`; `count` among them is the number of counted elements,
-the weight for averaging over ranks. Masked entries may hold anything, NaN included.
+Composite losses return `(0-d loss, {name: detached 0-d tensor})`. The log `count` is the number of counted elements. It
+is the weight for averages over ranks. Means divide by a count of at least 1. Masked entries may hold anything, NaN
+included.
 
 Exponents are bounded, so that losses and gradients stay finite: `bound` is half the logarithm of the dtype's largest
 number (`ecrl.kernels.dtypes.exponent_bound`), 44.36 in float32. A log-ratio above it counts as `bound`, and no gradient
@@ -20,7 +21,7 @@ from ecrl.types import Logs, Scalar, same_shape
 
 
 def _per_token(advantage: Tensor, like: Tensor) -> Tensor:
-    """`advantage` with trailing axes added and expanded to the shape of `like`, for log-probabilities per token."""
+    """Expand `advantage` along trailing token axes to the shape of `like`, and detach it."""
     if advantage.shape != like.shape[: advantage.ndim]:
         raise ValueError(
             f"advantage has shape {list(advantage.shape)}, expected {list(like.shape)} as log_prob, or its leading part"
@@ -31,7 +32,7 @@ def _per_token(advantage: Tensor, like: Tensor) -> Tensor:
 def clipped_surrogate(
     log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, mask: Tensor, *, clip_coef: Scalar
 ) -> tuple[Tensor, Logs]:
-    """The clipped policy objective, negated.
+    """Return the negated clipped policy objective.
 
         ratio = exp(min(log_prob - old_log_prob, bound))        bound: 44.36 in float32, see the module
         loss  = -mean(min(ratio * advantage, clip(ratio, 1 - clip_coef, 1 + clip_coef) * advantage))
@@ -61,7 +62,7 @@ def clipped_surrogate(
 def _surrogate(
     log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, mask: Tensor, clip_coef: Scalar
 ) -> tuple[Tensor, Logs]:
-    """`clipped_surrogate` with a loss of at least float32."""
+    """Return `clipped_surrogate` with a loss of at least float32."""
     same_shape(log_prob=log_prob, old_log_prob=old_log_prob, mask=mask)
     (clip_coef,) = scalars(clip_coef=clip_coef)
     bound = exponent_bound(common_dtype(log_prob, old_log_prob))
@@ -106,10 +107,10 @@ def value_loss(value: Tensor, value_target: Tensor, mask: Tensor) -> Tensor:
 def clipped_value_loss(
     value: Tensor, old_value: Tensor, value_target: Tensor, mask: Tensor, *, clip_coef: Scalar
 ) -> Tensor:
-    """Squared error of the critic, the larger of the plain one and that of a value held near the old one.
+    """Return the mean of the larger of two squared errors: of the value, and of a value clipped near the old value.
 
-        held = old_value + clip(value - old_value, -clip_coef, clip_coef)
-        mean(max((value - value_target)^2, (held - value_target)^2))
+        clipped = old_value + clip(value - old_value, -clip_coef, clip_coef)
+        mean(max((value - value_target)^2, (clipped - value_target)^2))
 
     Args:
         value: `[*B]` float.
@@ -131,9 +132,9 @@ def clipped_value_loss(
     (clip_coef,) = scalars(clip_coef=clip_coef)
     dtype = common_dtype(value, old_value, value_target)
     value, old_value, value_target = widened(value, old_value.detach(), value_target.detach())
-    held = old_value + torch.clamp(value - old_value, -clip_coef, clip_coef)  # pyright: ignore
-    plain_error, held_error = ((v - value_target).masked_fill(~mask, 0.0) for v in (value, held))
-    return masked_mean(torch.maximum(plain_error.square(), held_error.square()), mask).to(dtype)
+    clipped = old_value + torch.clamp(value - old_value, -clip_coef, clip_coef)  # pyright: ignore
+    plain_error, clipped_error = ((v - value_target).masked_fill(~mask, 0.0) for v in (value, clipped))
+    return masked_mean(torch.maximum(plain_error.square(), clipped_error.square()), mask).to(dtype)
 
 
 def kl_k1(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
@@ -201,7 +202,7 @@ def kl_k3(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
 
 
 def _k3(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
-    """`kl_k3` in at least float32."""
+    """Return `kl_k3` in at least float32."""
     bound = exponent_bound(common_dtype(log_prob, ref_log_prob))
     log_prob, ref_log_prob = widened(log_prob, ref_log_prob)
     q = (ref_log_prob - log_prob).clamp(max=bound)
@@ -268,7 +269,7 @@ def ppo_loss_clipped_value(
     vf_coef: Scalar,
     ent_coef: Scalar,
 ) -> tuple[Tensor, Logs]:
-    """`ppo_loss` with the critic held near what it said when the rollout was collected.
+    """Return `ppo_loss` with the value clipped near its output when the rollout was collected.
 
         loss = clipped_surrogate + vf_coef * clipped_value_loss - ent_coef * mean(entropy)
 
@@ -315,7 +316,7 @@ def _composed(
     vf_coef: Scalar,
     ent_coef: Scalar,
 ) -> tuple[Tensor, Logs]:
-    """The surrogate, a critic's error that is given, and the entropy bonus."""
+    """Return the sum of the surrogate, the given critic error and the entropy bonus."""
     vf_coef, ent_coef = scalars(vf_coef=vf_coef, ent_coef=ent_coef)
     same_shape(log_prob=log_prob, entropy=entropy, value=value, value_target=value_target, mask=mask)
     policy, logs = _surrogate(log_prob, old_log_prob, advantage, mask, clip_coef)
@@ -370,7 +371,7 @@ def grpo_loss(
     kl_coef, ent_coef = scalars(kl_coef=kl_coef, ent_coef=ent_coef)
     same_shape(log_prob=log_prob, ref_log_prob=ref_log_prob, entropy=entropy, mask=mask)
     policy, logs = _surrogate(log_prob, old_log_prob, advantage, mask, clip_coef)
-    # Filled before the exponential: what a masked entry holds must not reach the gradient either.
+    # Filled before the exponential, so that masked entries do not reach the gradient.
     penalty = masked_mean(_k3(log_prob.masked_fill(~mask, 0.0), ref_log_prob.detach().masked_fill(~mask, 0.0)), mask)
     bonus = masked_mean(widened(entropy)[0], mask)
     logs |= {"entropy": bonus.detach(), "kl_ref": penalty.detach(), "count": mask.sum().to(policy.dtype)}

@@ -1,4 +1,4 @@
-"""Statistics over the entries that count. Where `mask` is False an entry may hold anything, NaN included."""
+"""Statistics over unmasked entries. An entry whose `mask` is False may hold anything, NaN included."""
 
 from collections.abc import Callable
 
@@ -10,16 +10,16 @@ from ecrl.types import Scalar, same_shape
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """Mean over the entries where `mask`, 0 if there are none.
+    """Return the mean over the entries whose `mask` is True, or 0 if there is none.
 
         sum(x where mask) / max(1, count(mask))
 
     Args:
-        x: `[*B]` float; anything where not `mask`.
+        x: `[*B]` float. Masked entries may hold anything.
         mask: `[*B]` bool.
 
     Returns: 0-d, in the dtype of `x`; half precision is summed in float32.
-    Gradient: flows through `x` where `mask`.
+    Gradient: flows through the unmasked entries of `x`.
     Raises: ValueError naming the arguments whose shapes differ.
 
     >>> masked_mean(torch.tensor([1.0, float("nan")]), torch.tensor([True, False]))
@@ -31,25 +31,25 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
     return mean.to(x.dtype) if x.is_floating_point() else mean
 
 
-def alone(x: Tensor) -> Tensor:
-    """The sum over all processes where there is one: `x` itself."""
+def identity(x: Tensor) -> Tensor:
+    """Return `x`: the sum over all processes if there is only one."""
     return x
 
 
-def standardize(x: Tensor, mask: Tensor, *, eps: Scalar, total: Callable[[Tensor], Tensor] = alone) -> Tensor:
-    """Shift and scale to mean 0 and standard deviation 1 over the entries where `mask`; 0 elsewhere.
+def standardize(x: Tensor, mask: Tensor, *, eps: Scalar, total: Callable[[Tensor], Tensor] = identity) -> Tensor:
+    """Shift and scale to mean 0 and standard deviation 1 over the unmasked entries. Masked entries give 0.
 
         (x - mean) / max(std, eps)        std over count - 1, at least 1
 
-    Entries that differ by rounding only give 0: the standard deviation counts as 0 if it is at most the spacing of
-    floats at the mean (|mean| times the dtype's eps), or at most an eighth of the rounding error of the mean.
+    Entries that differ by rounding only give 0. The standard deviation counts as 0 if it is at most |mean| times the
+    dtype's eps, or at most an eighth of the rounding error of the mean.
 
     Args:
         x: `[*B]` float.
         mask: `[*B]` bool.
         eps: smallest divisor, in the units of `x`.
-        total: the sum of a tensor over all processes that hold a part of the batch, such as
-            `ecrl.distributed.all_sum`; mean and standard deviation are then those of all parts together.
+        total: a function that sums a tensor over all processes, such as `ecrl.distributed.all_sum`. It gives the mean
+            and the standard deviation of the whole batch if each process holds a part.
 
     Returns: `[*B]`, in the dtype of `x`; half precision is computed in float32.
     Gradient: flows through `x`.
@@ -66,17 +66,21 @@ def standardize(x: Tensor, mask: Tensor, *, eps: Scalar, total: Callable[[Tensor
     centred = (x - mean).masked_fill(~mask, 0.0)
     squares, rest = total(torch.stack((centred.square().sum(), centred.sum())))
     variance = squares / (count - 1).clamp(min=1)
-    error = rest / count.clamp(min=1)  # of the rounded mean; many equal entries make a compiled sum err by 500 eps
+    error = rest / count.clamp(
+        min=1
+    )  # rounding error of the mean: up to 500 eps in a compiled sum of many equal entries
     spacing = torch.finfo(dtype).eps * mean
     flat = variance - error.square() <= torch.maximum(spacing.square(), error.square() / 64.0)
-    std = torch.sqrt(variance.masked_fill(flat, 1.0).clamp(min=eps**2))  # filled first: the root's gradient at 0 is inf
+    std = torch.sqrt(
+        variance.masked_fill(flat, 1.0).clamp(min=eps**2)
+    )  # filled first: sqrt has an infinite gradient at 0
     return (centred / std.masked_fill(flat, torch.inf)).to(dtype)
 
 
 def explained_variance(value: Tensor, value_target: Tensor, mask: Tensor) -> Tensor:
-    """Share of the variance of the targets that the critic explains: 1 perfect, 0 no better than their mean.
+    """Return the share of the targets' variance that the critic explains. 1 is perfect, 0 is as good as their mean.
 
-        1 - var(value_target - value) / var(value_target)        0 where the targets vary by rounding only
+        1 - var(value_target - value) / var(value_target)        0 if the targets vary by rounding only
 
     Args:
         value: `[*B]` float.

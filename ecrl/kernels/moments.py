@@ -1,4 +1,4 @@
-"""Running mean and variance of a stream of batches, in float64 so that a billion samples stay exact enough.
+"""Running mean and variance of a stream of batches, in float64. It stays accurate over a billion samples.
 
 Moments are a TensorDict: `count` (0-d), `mean` and `m2` (the sum of squared deviations), both of the sample's shape.
 """
@@ -10,16 +10,16 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl.kernels.dtypes import common_dtype, scalars, widened
-from ecrl.kernels.masked_stats import alone
+from ecrl.kernels.masked_stats import identity
 from ecrl.types import Scalar
 
 
 def moments_init(shape: tuple[int, ...], device: torch.device | str | None = None) -> TensorDict:
-    """Moments of no samples.
+    """Return the moments of zero samples.
 
     Args:
         shape: shape of one sample.
-        device: where they live.
+        device: device of the moments.
 
     Returns: TensorDict of count, mean and m2, float64.
 
@@ -31,15 +31,15 @@ def moments_init(shape: tuple[int, ...], device: torch.device | str | None = Non
 
 
 def moments_merge(moments: TensorDict, other: TensorDict) -> TensorDict:
-    """Moments of two streams together.
+    """Return the moments of two streams together.
 
         count = count_a + count_b;  d = mean_b - mean_a
         mean  = mean_a + d * count_b / count
         m2    = m2_a + m2_b + d^2 * count_a * count_b / count
 
     Args:
-        moments: from `moments_init`, `moments_update` or here.
-        other: likewise, of the same sample shape.
+        moments: from `moments_init`, `moments_update` or `moments_merge`.
+        other: moments of the same sample shape.
 
     Returns: new moments; the inputs are not written.
     Gradient: not meant to carry any.
@@ -62,16 +62,16 @@ def moments_merge(moments: TensorDict, other: TensorDict) -> TensorDict:
 
 
 def moments_update(
-    moments: TensorDict, x: Tensor, mask: Tensor, *, total: Callable[[Tensor], Tensor] = alone
+    moments: TensorDict, x: Tensor, mask: Tensor, *, total: Callable[[Tensor], Tensor] = identity
 ) -> TensorDict:
-    """Moments after a batch.
+    """Return the moments after a batch.
 
     Args:
-        moments: so far.
-        x: `[*B, *shape]` float; anything where not `mask`.
+        moments: moments before the batch.
+        x: `[*B, *shape]` float. Masked entries may hold anything.
         mask: `[*B]` bool, True = counts.
-        total: the sum of a tensor over all processes that hold a part of the batch, such as
-            `ecrl.distributed.all_sum`; every one of them then has the same moments.
+        total: a function that sums a tensor over all processes, such as `ecrl.distributed.all_sum`. It gives every
+            process the moments of the whole batch if each holds a part.
 
     Returns: new moments; the inputs are not written.
     Gradient: none; `x` is detached.
@@ -86,15 +86,15 @@ def moments_update(
     if x.shape != (*mask.shape, *shape):
         raise ValueError(f"x has shape {list(x.shape)}, expected {[*mask.shape, *shape]}: mask, then one sample")
     counted = mask.reshape(-1, *[1] * len(shape))
-    kept = x.detach().to(torch.float64).reshape(-1, *shape).masked_fill(~counted, 0.0)
+    samples = x.detach().to(torch.float64).reshape(-1, *shape).masked_fill(~counted, 0.0)
     count = total(mask.sum().to(torch.float64))
-    mean = total(kept.sum(0)) / count.clamp(min=1.0)
-    m2 = total((kept - mean).masked_fill(~counted, 0.0).square().sum(0))
+    mean = total(samples.sum(0)) / count.clamp(min=1.0)
+    m2 = total((samples - mean).masked_fill(~counted, 0.0).square().sum(0))
     return moments_merge(moments, TensorDict({"count": count, "mean": mean, "m2": m2}, []))
 
 
 def moments_variance(moments: TensorDict) -> Tensor:
-    """Population variance so far, float64, of one sample's shape; 1 before the first sample.
+    """Return the population variance in float64 and in the shape of one sample. It is 1 before the first sample.
 
         m2 / count
 
@@ -136,7 +136,7 @@ def normalize(x: Tensor, moments: TensorDict, *, eps: Scalar, clip: Scalar) -> T
 
 
 def scale(x: Tensor, moments: TensorDict, *, eps: Scalar, clip: Scalar) -> Tensor:
-    """Divide by the running spread, without moving the mean, and bound the result: for rewards.
+    """Divide by the running standard deviation, keep the mean, and bound the result. It is meant for rewards.
 
         clip(x / sqrt(variance + eps), -clip, clip)
 

@@ -37,7 +37,7 @@ def _check(mean: Tensor, log_std: Tensor, name: str = "log_std") -> None:
 
 
 def normal_sample(mean: Tensor, log_std: Tensor, noise: Tensor) -> Tensor:
-    """A reparametrised sample.
+    """Return a reparametrised sample.
 
         mean + exp(log_std) * noise
 
@@ -92,7 +92,7 @@ def normal_log_prob(mean: Tensor, log_std: Tensor, action: Tensor) -> Tensor:
 
 
 def _log_prob(mean: Tensor, log_std: Tensor, action: Tensor) -> Tensor:
-    """`normal_log_prob` in at least float32, and so the other private functions."""
+    """Return `normal_log_prob` in at least float32."""
     same_shape(mean=mean, action=action)
     _check(mean, log_std)
     mean, log_std, action = widened(mean, log_std, action)
@@ -159,7 +159,7 @@ def _log_slope(latent: Tensor) -> Tensor:
 
 
 def tanh_normal_sample(mean: Tensor, log_std: Tensor, noise: Tensor) -> Squashed:
-    """A reparametrised sample of a tanh-squashed Gaussian.
+    """Return a reparametrised sample of a tanh-squashed Gaussian.
 
         latent = mean + exp(log_std) * noise;  action = tanh(latent)
 
@@ -193,7 +193,7 @@ def tanh_normal_mode(mean: Tensor) -> Tensor:
 
 
 def tanh_normal_latent(action: Tensor) -> Tensor:
-    """The latent of an action whose latent was not kept, `atanh` held inside the dtype's open interval.
+    """Return a latent of an action: `atanh` of the action clipped to the dtype's open interval.
 
         atanh(clip(action, -1 + eps, 1 - eps)),    eps the spacing of floats below 1
 
@@ -262,7 +262,7 @@ def tanh_normal_entropy(mean: Tensor, log_std: Tensor) -> Tensor:
 
 
 def tanh_normal_kl(mean: Tensor, log_std: Tensor, other_mean: Tensor, other_log_std: Tensor) -> Tensor:
-    """KL(first | other), nats: that of the Gaussians before tanh, since a bijection leaves it unchanged.
+    """Return KL(first | other), nats. It is the KL of the Gaussians before tanh, because a bijection keeps it.
 
     Args, returns, gradient and errors as `normal_kl`.
 

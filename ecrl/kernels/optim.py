@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl.kernels.dtypes import common_dtype, computed_in, scalars
-from ecrl.tracing_state import kept
+from ecrl.tracing_state import materialize
 from ecrl.types import Scalar
 
 
@@ -32,15 +32,17 @@ def _no_steps(params: TensorDict) -> Tensor:
 
 
 def _map(fn: Callable[..., Tensor], first: TensorDict, *others: TensorDict) -> TensorDict:
-    """`fn` over matching leaves, new and in the dtypes of `first`; a difference in keys or shapes is an error.
+    """Apply `fn` to matching leaves. Raise ValueError if keys or shapes differ.
 
-    Half-precision leaves are given to `fn` in float32 and stay in it, see `_as`.
+    Results have the dtypes of `first`, but float32 instead of half precision. `_as` restores half precision.
     """
     shapes = {key: leaf.shape for key, leaf in first.items(True, True)}
     for other in others:
-        odd = sorted(map(str, set(shapes) ^ set(other.keys(True, True))))
-        if odd:
-            raise ValueError(f"params, grads and opt must have the same leaves; only one side has {', '.join(odd)}")
+        unmatched = sorted(map(str, set(shapes) ^ set(other.keys(True, True))))
+        if unmatched:
+            raise ValueError(
+                f"params, grads and opt must have the same leaves; only one side has {', '.join(unmatched)}"
+            )
         wrong = [
             f"{k} {list(shapes[k])} and {list(x.shape)}" for k, x in other.items(True, True) if x.shape != shapes[k]
         ]
@@ -56,7 +58,7 @@ def _map(fn: Callable[..., Tensor], first: TensorDict, *others: TensorDict) -> T
 
 
 def _as(like: TensorDict, new: TensorDict) -> TensorDict:
-    """`new`, with the half-precision leaves of `like` in half precision again."""
+    """Return `new` in the dtypes of `like`."""
     if all(computed_in(leaf.dtype) == leaf.dtype for leaf in _leaves(like)):
         return new
     return like.apply(lambda old, leaf: leaf.to(old.dtype), new)
@@ -81,7 +83,7 @@ def adam(
     beta2: Scalar,
     eps: Scalar,
 ) -> tuple[TensorDict, TensorDict]:
-    """One step of Adam.
+    """Run one step of Adam.
 
         mu = beta1 mu + (1 - beta1) g;  nu = beta2 nu + (1 - beta2) g^2
         p  = p - learning_rate * (mu / (1 - beta1^t)) / (sqrt(nu / (1 - beta2^t)) + eps)
@@ -110,11 +112,11 @@ def adam(
     nu = _map(lambda v, g: beta2 * v + (1.0 - beta2) * g * g, opt["nu"], grads)
     step = opt["step"] + 1
     t = step.to(torch.float64)
-    root = torch.sqrt(1.0 - torch.pow(beta2, t))  # the equation with both sides of the quotient times the root
-    rate, small = kept(learning_rate * root / (1.0 - torch.pow(beta1, t))), kept(eps * root)
+    root = torch.sqrt(1.0 - torch.pow(beta2, t))  # numerator and denominator of the equation are multiplied by it
+    rate, scaled_eps = materialize(learning_rate * root / (1.0 - torch.pow(beta1, t))), materialize(eps * root)
 
     def move(p: Tensor, m: Tensor, v: Tensor) -> Tensor:
-        return p - rate.to(p.dtype) * m / (torch.sqrt(v) + small.to(p.dtype))
+        return p - rate.to(p.dtype) * m / (torch.sqrt(v) + scaled_eps.to(p.dtype))
 
     moved = _as(params, _map(move, params, mu, nu))
     return moved, TensorDict({"mu": _as(opt["mu"], mu), "nu": _as(opt["nu"], nu), "step": step}, [])
@@ -131,7 +133,7 @@ def adamw(
     eps: Scalar,
     weight_decay: Scalar,
 ) -> tuple[TensorDict, TensorDict]:
-    """One step of Adam on parameters decayed first, apart from the gradient.
+    """Run one step of Adam after a decay of the parameters that is independent of the gradient.
 
         p = p * (1 - learning_rate * weight_decay), then as `adam`
 
@@ -173,7 +175,7 @@ def sgd_init(params: TensorDict) -> TensorDict:
 def sgd(
     params: TensorDict, grads: TensorDict, opt: TensorDict, *, learning_rate: Scalar, momentum: Scalar
 ) -> tuple[TensorDict, TensorDict]:
-    """One step of gradient descent with heavy-ball momentum.
+    """Run one step of gradient descent with heavy-ball momentum.
 
         buffer = momentum * buffer + g;  p = p - learning_rate * buffer
 
@@ -182,7 +184,7 @@ def sgd(
         grads: the same structure.
         opt: from `sgd_init` or the last step.
         learning_rate: step size.
-        momentum: share of the last move that is kept; 0 for plain gradient descent.
+        momentum: decay of the buffer; 0 for plain gradient descent.
 
     Returns: new params and opt; the inputs are not written.
     Gradient: flows through every input.
@@ -212,7 +214,7 @@ def rmsprop_init(params: TensorDict) -> TensorDict:
 def rmsprop(
     params: TensorDict, grads: TensorDict, opt: TensorDict, *, learning_rate: Scalar, alpha: Scalar, eps: Scalar
 ) -> tuple[TensorDict, TensorDict]:
-    """One step of RMSProp.
+    """Run one step of RMSProp.
 
         nu = alpha nu + (1 - alpha) g^2;  p = p - learning_rate * g / (sqrt(nu) + eps)
 
@@ -241,11 +243,11 @@ def rmsprop(
 
 
 def global_norm(grads: TensorDict) -> Tensor:
-    """Euclidean norm over all leaves together, 0-d.
+    """Return the Euclidean norm over all leaves together, 0-d.
 
         sqrt(sum_leaves(sum(g^2)))
 
-    Gradient: flows through `grads`; 0 where all are 0.
+    Gradient: flows through `grads`; 0 if all are 0.
 
     >>> global_norm(TensorDict({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])}, []))
     tensor(5.)
@@ -254,7 +256,7 @@ def global_norm(grads: TensorDict) -> Tensor:
 
 
 def _norm(grads: TensorDict) -> Tensor:
-    """`global_norm` in at least float32."""
+    """Return `global_norm` in at least float32."""
     leaves = [torch.linalg.vector_norm(g.to(computed_in(g.dtype))) for g in _leaves(grads)]
     return torch.linalg.vector_norm(torch.stack(leaves))
 
@@ -278,12 +280,12 @@ def clip_by_global_norm(grads: TensorDict, *, max_norm: Scalar) -> tuple[TensorD
     """
     (max_norm,) = scalars(max_norm=max_norm)
     norm = _norm(grads)
-    factor = kept((max_norm / (norm + 1e-6)).clamp(max=1.0))
+    factor = materialize((max_norm / (norm + 1e-6)).clamp(max=1.0))
     return _as(grads, _map(lambda g: g * factor, grads)), norm.to(common_dtype(*_leaves(grads)))
 
 
 def linear_schedule(step: Tensor, *, start: Scalar, end: Scalar, horizon: int) -> Tensor:
-    """Factor that moves from `start` to `end` in `horizon` steps and stays: float64.
+    """Factor that moves from `start` to `end` in `horizon` steps and then stays there, float64.
 
         start + (end - start) * min(step / horizon, 1)
 
@@ -299,7 +301,7 @@ def linear_schedule(step: Tensor, *, start: Scalar, end: Scalar, horizon: int) -
 
 
 def cosine_schedule(step: Tensor, *, end: Scalar, horizon: int) -> Tensor:
-    """Factor that falls from 1 to `end` along half a cosine in `horizon` steps and stays: float64.
+    """Factor that falls from 1 to `end` along half a cosine in `horizon` steps and then stays there, float64.
 
         end + (1 - end) * (1 + cos(pi * min(step / horizon, 1))) / 2
 

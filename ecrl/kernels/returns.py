@@ -1,12 +1,12 @@
-"""Return and advantage estimators over time, on `[*B, T]` tensors, time last.
+"""Estimators of returns and advantages on `[*B, T]` tensors. Time is the last axis.
 
-`terminated` stops the value, `done` stops the trace: a time limit bootstraps from `next_value`, the value of the state
-that was reached, never from the next episode. `next_value` is not used where `terminated`; it may be NaN there. Nothing
-is detached. `ecrl.kernels.reverse_scan` has the only recursion over time.
+`terminated` stops the value and `done` stops the trace. A time limit bootstraps from `next_value`, the value of the
+state that was reached. It never bootstraps from the next episode. `next_value` is not read at `terminated` steps, so it
+may be NaN there. Nothing is detached. `ecrl.kernels.reverse_scan` has the only recursion over time.
 
-A term of weight 0 is absent: it may be infinite or NaN. So `gae_lambda` 0 does not read later returns, `gae_lambda` 1
-does not read values inside an episode in `td_lambda_returns`, and `gamma` 0 reads rewards and `value` only. No gradient
-reaches a hyperparameter through an absent term.
+A term of weight 0 is left out, so it may be infinite or NaN. With `gae_lambda` 0 later returns are not read. With
+`gae_lambda` 1 `td_lambda_returns` does not read values inside an episode. With `gamma` 0 only rewards and `value` are
+read. No gradient reaches a hyperparameter through a term that is left out.
 
 Results have the dtype of `reward`, or the dtype that the inputs promote to if `reward` is not float. Half precision is
 computed in float32.
@@ -18,57 +18,39 @@ import torch
 from torch import Tensor
 
 from ecrl.kernels.dtypes import common_dtype, exponent_bound, scalars, widened
-from ecrl.kernels.reverse_scan import reverse_scan, unseen, wide, with_zero
-from ecrl.tracing_state import in_graph
+from ecrl.kernels.reverse_scan import add_product, as_float64, or_zero, reverse_scan
+from ecrl.tracing_state import fast_mask
 from ecrl.types import Scalar, same_shape
 
 
 class GAE(NamedTuple):
-    """What `gae` returns: `advantage` and `value_target`, each `[*B, T]`."""
+    """Result of `gae`: `advantage` and `value_target`, each `[*B, T]`."""
 
     advantage: Tensor
     value_target: Tensor
 
 
 class VTrace(NamedTuple):
-    """What `vtrace` returns: `advantage` and `value_target`, each `[*B, T]`."""
+    """Result of `vtrace`: `advantage` and `value_target`, each `[*B, T]`."""
 
     advantage: Tensor
     value_target: Tensor
 
 
-_VIEWS_BOOLS = torch.__version__ >= "2.13"
-"""Whether inductor is known to view bools as other types; that of torch 2.11 refuses to."""
-
-
-def _read(mask: Tensor) -> Tensor:
-    """The mask, which a graph reads as bytes: inductor fetches bools one at a time, 15 times slower.
-
-    The views go through 16 bits because inductor takes one of 8 as a conversion of what it fetched.
-    """
-    dense = mask if mask.is_contiguous() else mask.movedim(-1, 0)
-    if not _VIEWS_BOOLS or not in_graph() or not dense.is_contiguous():
-        return mask
-    if mask.numel() % 2 or dense.storage_offset() % 2:
-        return mask
-    read = dense.reshape(-1).view(torch.int16).view(torch.uint8).view(dense.shape).float() != 0
-    return read if dense is mask else read.movedim(0, -1)
-
-
-def _unless(mask: Tensor, x: Tensor) -> Tensor:
-    """`x`, and 0 where `mask`: faster than to copy and to fill."""
+def _zero_if(mask: Tensor, x: Tensor) -> Tensor:
+    """Return a new tensor: 0 where `mask` is True, else `x`. It is faster than `masked_fill`."""
     return torch.where(mask, x.new_zeros(()), x)
 
 
 def _float_dtype(first: Tensor, *others: Tensor) -> torch.dtype:
-    """The dtype of results: that of `first` if it is float."""
+    """Return the dtype of results: the dtype of `first` if it is float, else the common float dtype."""
     return first.dtype if first.is_floating_point() else common_dtype(first, *others)
 
 
 def discounted_returns(
     reward: Tensor, next_value: Tensor, terminated: Tensor, done: Tensor, *, gamma: Scalar
 ) -> Tensor:
-    """Monte-Carlo returns that bootstrap where the trace ends without a true end.
+    """Return Monte-Carlo returns. A trace that ends without termination bootstraps from `next_value`.
 
         G[t] = reward[t] + gamma * (next_value[t] * not terminated[t] if done[t] or t = T - 1 else G[t + 1])
 
@@ -91,16 +73,16 @@ def discounted_returns(
     same_shape(reward=reward, next_value=next_value, terminated=terminated, done=done)
     (gamma,) = scalars(gamma=gamma)
     dtype, (reward, next_value) = _float_dtype(reward, next_value), widened(reward, next_value)
-    terminated, done = _read(terminated), _read(done)
-    reached = _unless(with_zero(terminated, gamma), next_value)
+    terminated, done = fast_mask(terminated), fast_mask(done)
+    reached = _zero_if(or_zero(terminated, gamma), next_value)
     ending = reward + gamma * torch.where(done, reached, reached.new_zeros(()))
-    return reverse_scan(ending, wide(gamma), done, reached[..., -1]).to(dtype)
+    return reverse_scan(ending, as_float64(gamma), done, reached[..., -1]).to(dtype)
 
 
 def n_step_returns(
     reward: Tensor, next_value: Tensor, terminated: Tensor, done: Tensor, *, gamma: Scalar, n: int
 ) -> Tensor:
-    """Returns over at most `n` rewards, then a bootstrap; cut at `done` and at the end of the array.
+    """Return sums of at most `n` rewards plus a bootstrap. `done` and the end of the array cut the sum.
 
         G1[t] = reward[t] + gamma * next_value[t] * not terminated[t]
         Gk[t] = G1[t] if done[t] or t = T - 1 else reward[t] + gamma * G(k-1)[t + 1]
@@ -127,8 +109,8 @@ def n_step_returns(
     if n < 1:
         raise ValueError(f"n_step_returns needs n >= 1, got n={n}")
     dtype, (reward, next_value) = _float_dtype(reward, next_value), widened(reward, next_value)
-    one_step = reward + gamma * _unless(with_zero(terminated, gamma), next_value)
-    returns, cut = one_step, with_zero(done[..., :-1], gamma)
+    one_step = reward + gamma * _zero_if(or_zero(terminated, gamma), next_value)
+    returns, cut = one_step, or_zero(done[..., :-1], gamma)
     for _ in range(min(n, reward.shape[-1]) - 1):
         longer = torch.where(cut, one_step[..., :-1], reward[..., :-1] + gamma * returns[..., 1:])
         returns = torch.cat((longer, one_step[..., -1:]), -1)
@@ -138,7 +120,7 @@ def n_step_returns(
 def td_lambda_returns(
     reward: Tensor, next_value: Tensor, terminated: Tensor, done: Tensor, *, gamma: Scalar, gae_lambda: Scalar
 ) -> Tensor:
-    """The lambda-weighted mean of all n-step returns.
+    """Return the lambda-weighted mean of all n-step returns.
 
         G[t] = reward[t] + gamma * ((1 - gae_lambda) * next_value[t] + gae_lambda * G[t + 1])
         G[t] = reward[t] + gamma * next_value[t] * not terminated[t]      where done[t] or t = T - 1
@@ -163,12 +145,12 @@ def td_lambda_returns(
     same_shape(reward=reward, next_value=next_value, terminated=terminated, done=done)
     gamma, gae_lambda = scalars(gamma=gamma, gae_lambda=gae_lambda)
     dtype, (reward, next_value) = _float_dtype(reward, next_value), widened(reward, next_value)
-    terminated, done = _read(terminated), _read(done)
-    reached = _unless(with_zero(terminated, gamma), next_value)
+    terminated, done = fast_mask(terminated), fast_mask(done)
+    reached = _zero_if(or_zero(terminated, gamma), next_value)
     weight = 1.0 - gae_lambda
-    inside = weight * _unless(with_zero(done, weight), reached)
+    inside = weight * _zero_if(or_zero(done, weight), reached)
     mixed = reward + gamma * torch.where(done, reached, inside)
-    return reverse_scan(mixed, wide(gamma) * gae_lambda, done, reached[..., -1]).to(dtype)
+    return reverse_scan(mixed, as_float64(gamma) * gae_lambda, done, reached[..., -1]).to(dtype)
 
 
 def gae(
@@ -181,7 +163,7 @@ def gae(
     gamma: Scalar,
     gae_lambda: Scalar,
 ) -> GAE:
-    """Generalised advantage estimate, one backward pass over the last axis.
+    """Return the generalised advantage estimate, in one backward pass over the last axis.
 
         delta[t]     = reward[t] + gamma * next_value[t] * not terminated[t] - value[t]
         advantage[t] = delta[t] + gamma * gae_lambda * advantage[t + 1] * not done[t]
@@ -209,11 +191,10 @@ def gae(
     gamma, gae_lambda = scalars(gamma=gamma, gae_lambda=gae_lambda)
     dtype = _float_dtype(reward, value, next_value)
     reward, value, next_value = widened(reward, value, next_value)
-    terminated, done = _read(terminated), _read(done)
-    reached = _unless(with_zero(terminated, gamma), next_value)
-    paid = reward - value
-    delta = paid.add_(reached.mul_(gamma)) if unseen(paid, reached, gamma) else paid + gamma * reached
-    advantage = reverse_scan(delta, wide(gamma) * gae_lambda, done, torch.zeros_like(delta[..., 0]))
+    terminated, done = fast_mask(terminated), fast_mask(done)
+    reached = _zero_if(or_zero(terminated, gamma), next_value)
+    delta = add_product(reward - value, gamma, reached)
+    advantage = reverse_scan(delta, as_float64(gamma) * gae_lambda, done, torch.zeros_like(delta[..., 0]))
     return GAE(advantage.to(dtype), (advantage + value).to(dtype))
 
 
@@ -231,7 +212,7 @@ def vtrace(
     clip_rho: Scalar,
     clip_c: Scalar,
 ) -> VTrace:
-    """Off-policy corrected value targets and policy-gradient advantages.
+    """Return off-policy corrected value targets and policy-gradient advantages.
 
         ratio[t]        = exp(min(log_prob[t] - old_log_prob[t], bound))
         rho[t]          = min(clip_rho, ratio[t])
@@ -242,8 +223,8 @@ def vtrace(
         advantage[t]    = rho[t] * (reward[t] + gamma * target_next[t] - value[t])
         target_next[t]  = next_value[t] * not terminated[t] if done[t] or t = T - 1 else value_target[t + 1]
 
-    `bound` keeps gradients finite. It is half the logarithm of the dtype's largest number, 44.36 in float32. A
-    log-ratio above it counts as `bound`, and no gradient flows through it.
+    `bound` keeps gradients finite. It is half the logarithm of the dtype's largest number, 44.36 in float32. A larger
+    log-ratio counts as `bound`, and no gradient flows through it.
 
     Args:
         log_prob: `[*B, T]` float, nats, under the policy being learnt.
@@ -283,10 +264,10 @@ def vtrace(
     bound = exponent_bound(common_dtype(log_prob, old_log_prob))
     floats = widened(log_prob, old_log_prob, reward, value, next_value)
     log_prob, old_log_prob, reward, value, next_value = floats
-    terminated, done = _read(terminated), _read(done)
+    terminated, done = fast_mask(terminated), fast_mask(done)
     ratio = torch.exp((log_prob - old_log_prob).clamp(max=bound))
     rho, c = ratio.clamp(max=clip_rho), gae_lambda * ratio.clamp(max=clip_c)
-    reached = _unless(with_zero(terminated, gamma), next_value)
+    reached = _zero_if(or_zero(terminated, gamma), next_value)
     delta = rho * (reward + gamma * reached - value)
     value_target = value + reverse_scan(delta, gamma * c.double(), done, torch.zeros_like(delta[..., 0]))
     target_next = torch.cat((value_target[..., 1:], reached[..., -1:]), -1)
@@ -313,6 +294,6 @@ def episode_discounts(done: Tensor, *, gamma: Scalar) -> Tensor:
     dtype = gamma.dtype if isinstance(gamma, Tensor) else torch.get_default_dtype()
     (gamma,) = scalars(gamma=gamma)
     steps = torch.arange(done.shape[-1], device=done.device).expand(done.shape)
-    begins = torch.where(done, steps + 1, 0)[..., :-1].cummax(-1).values
-    begins = torch.cat((torch.zeros_like(steps[..., :1]), begins), -1)
-    return torch.pow(gamma, steps - begins).to(dtype)
+    starts = torch.where(done, steps + 1, 0)[..., :-1].cummax(-1).values
+    starts = torch.cat((torch.zeros_like(steps[..., :1]), starts), -1)
+    return torch.pow(gamma, steps - starts).to(dtype)

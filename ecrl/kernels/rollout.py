@@ -1,7 +1,7 @@
 """Collecting experience: one step, a whole rollout, and the statistics of the episodes in it.
 
-The functions take records with fields `act`, `value` and `draw` (a policy) and `step` and `draw` (an environment); they
-know nothing else of either.
+A policy is a record with the fields `act`, `value` and `draw`. An environment is a record with `step` and `draw`. The
+functions use no other fields of them.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl.kernels.dtypes import common_dtype, scalars, widened
-from ecrl.kernels.reverse_scan import reverse_scan, wide
+from ecrl.kernels.reverse_scan import as_float64, reverse_scan
 from ecrl.kernels.scan_loop import Scan, in_chunks, scan
 from ecrl.pytree import flatten, unflatten
 from ecrl.types import Scalar, same_shape
@@ -31,23 +31,24 @@ def act_and_step(
     action_noise: Any,
     env_noise: Any,
 ) -> tuple[TensorDict, TensorDict, TensorDict]:
-    """One transition: the policy acts on the last observation, the world answers.
+    """Run one transition: the policy acts on the last observation, and the environment steps.
 
         carry, out = act(params, carry, env_state["obs"], action_noise)
         env_state  = step(env_state, out["action"], env_noise)
 
     Args:
-        act: a policy's, `(params, carry, obs, noise) -> (carry, out)`, `out` with `action` and whatever it declares.
-        step: an environment's, `(env_state, action, noise) -> env_state`, wrapped by auto-reset.
+        act: the policy's function `(params, carry, obs, noise) -> (carry, out)`, `out` has `action` and the
+            policy's other fields.
+        step: the environment's function `(env_state, action, noise) -> env_state`, wrapped by auto-reset.
         params: the policy's parameters.
-        carry: the policy's memory; empty for feed-forward ones.
+        carry: the policy's memory, empty for a feed-forward policy.
         env_state: batch `[N]`, with `obs`.
-        action_noise: what the policy's `draw` gives for this step; None for the deterministic action.
-        env_noise: what the environment's `draw` gives for this step.
+        action_noise: noise of the policy's `draw` for this step, or None for the deterministic action.
+        env_noise: noise of the environment's `draw` for this step.
 
     Returns: carry, env_state, and the rollout row `[N]`: `out`, reward, terminated, truncated, done, final_obs, and
-        where the environment has them info and mask.
-    Gradient: whatever `act` and `step` let through.
+        info and mask if the environment has them.
+    Gradient: flows as `act` and `step` define it.
 
     >>> act = lambda params, carry, obs, noise: (carry, TensorDict({"action": obs + noise}, obs.shape))
     >>> def step(s, action, noise):
@@ -68,7 +69,7 @@ def act_and_step(
 def _transition(
     policy: Any, env: Any, both: tuple[TensorDict, TensorDict], noise: tuple[Any, Any], params: TensorDict
 ) -> tuple[tuple[TensorDict, TensorDict], TensorDict]:
-    """`act_and_step` as the body of a scan: the memory and the world move on, the row is kept with what was seen."""
+    """Run `act_and_step` as the body of a scan, and add the observation to the row."""
     memory, world = both
     obs = world["obs"]
     memory, world, row = act_and_step(policy.act, env.step, params, memory, world, *noise)
@@ -76,7 +77,7 @@ def _transition(
 
 
 def _env_major(rows: Any, last: Any = None) -> Any:
-    """Fields `[T, N, ...]` with one more row, `last` or zeros, as `[N, T + 1, ...]`."""
+    """Append one row, `last` or zeros, to fields `[T, N, ...]`, and return them as `[N, T + 1, ...]`."""
     leaves, structure = flatten(rows)
     ends = [torch.zeros_like(leaf[0]) for leaf in leaves] if last is None else flatten(last)[0]
     joined = [torch.cat((leaf, end.unsqueeze(0))).transpose(0, 1) for leaf, end in zip(leaves, ends, strict=True)]
@@ -94,7 +95,9 @@ def collect_rollout(
     *,
     scan: Scan = scan,
 ) -> tuple[TensorDict, TensorDict, TensorDict]:
-    """T steps of N environments as a `[N, T + 1]` rollout; noise is drawn before the loop, values are filled in after.
+    """Run N environments for T steps and return a `[N, T + 1]` rollout.
+
+    Noise is drawn before the loop. Values are computed after it.
 
     Args:
         policy: record with `act`, `draw` and `value` (None for a policy without a critic).
@@ -102,16 +105,17 @@ def collect_rollout(
         params: the policy's parameters.
         carry: the policy's memory.
         env_state: batch `[N]`, with `obs`.
-        env_keys: int64 `[T, N]`, one key per step and environment for the world.
-        action_keys: int64 `[T, N]`, likewise for the actions.
-        scan: the loop over time; the default is a plain one.
+        env_keys: int64 `[T, N]`, one key per step and environment, for the environment's noise.
+        action_keys: int64 `[T, N]`, one key per step and environment, for the actions.
+        scan: the loop over time. The default is a Python loop.
 
-    Returns: carry, env_state after T steps, and the rollout: obs, what the policy's `act` gives, reward, terminated,
-        truncated, done, where the environment has them info and mask, and with a critic value and final_value. The
-        memory is time-major; the last slot of every field but obs and value is zero.
-    Gradient: none; it runs under `no_grad`.
+    Returns: carry and env_state after T steps, and the rollout. It has obs, the fields of the policy's `act`, reward,
+        terminated, truncated and done. It has info and mask if the environment has them, and value and final_value
+        if the policy has a critic. Its memory layout is time-major. The last slot of every field is zero, except
+        for obs and value.
+    Gradient: none, because it runs under `no_grad`.
     Raises: ValueError if the keys are not both `[T, N]` with T >= 1.
-    Source: the time limit's value as in Pardo et al. 2018, arXiv:1712.00378.
+    Source: for the value at a time limit, Pardo et al. 2018, arXiv:1712.00378.
 
     >>> from ecrl.envs import auto_reset, make_env
     >>> from ecrl.policies import make_policy
@@ -143,9 +147,10 @@ def collect_rollout(
 def _values(
     value: Callable[..., Tensor], params: TensorDict, carry: TensorDict, scan: Scan, obs: Any, last: Any, final_obs: Any
 ) -> tuple[Tensor, Tensor]:
-    """V `[T + 1, N]` of the observations `[T, N, ...]` and the `[1, N, ...]` after them, V `[T, N]` of the final ones.
+    """Return V `[T + 1, N]` of the observations `obs` and `last`, and V `[T, N]` of `final_obs`.
 
-    All in one pass, in chunks.
+    The shapes of `obs` and `final_obs` are `[T, N, ...]`, of `last` `[1, N, ...]`. All values come from one pass in
+    chunks.
     """
     steps, num_envs = obs.shape[:2]
     many = (2 * steps + 1) * num_envs
@@ -161,7 +166,9 @@ def _values(
 
 
 def episode_init(num_envs: int, window: int, device: torch.device | str | None = None) -> TensorDict:
-    """Statistics before the first step: running return and length per env, and the last `window` finished episodes.
+    """Return statistics before the first step.
+
+    They are the running return and length of each environment, and the last `window` finished episodes.
 
     >>> episode_init(2, 100)["finished_return"].shape
     torch.Size([100])
@@ -180,14 +187,14 @@ def episode_init(num_envs: int, window: int, device: torch.device | str | None =
 
 
 def running_returns(reward: Tensor, done: Tensor, before: Tensor, *, gamma: Scalar) -> Tensor:
-    """Discounted sums of the rewards so far in each episode, the older the less.
+    """Return the discounted sum of the rewards so far in each episode. Older rewards weigh less.
 
         y[t] = reward[t] + gamma * y[t - 1] * not done[t - 1],    y[-1] = before
 
     Args:
         reward: `[*B, T]` float, reward units.
         done: `[*B, T]` bool.
-        before: `[*B]` float, the sum before the first step; 0 where an episode begins.
+        before: `[*B]` float, the sum before the first step, 0 for a new episode.
         gamma: discount per step.
 
     Returns: `[*B, T]` in the dtype of `reward`; half precision is computed in float32.
@@ -206,13 +213,13 @@ def running_returns(reward: Tensor, done: Tensor, before: Tensor, *, gamma: Scal
     dtype = reward.dtype if reward.is_floating_point() else common_dtype(reward, before)
     reward, before = widened(reward, before)
     ended_before = torch.cat((torch.zeros_like(done[..., :1]), done[..., :-1]), -1)
-    return reverse_scan(reward.flip(-1), wide(gamma), ended_before.flip(-1), before).flip(-1).to(dtype)
+    return reverse_scan(reward.flip(-1), as_float64(gamma), ended_before.flip(-1), before).flip(-1).to(dtype)
 
 
 def _steps_since_end(counted: Tensor, done: Tensor, before: Tensor) -> Tensor:
-    """Counted steps `[N, T]` since the last end in float64, `before` included in those before the first.
+    """Return the counted steps `[N, T]` since the last end, in float64. The first episode starts from `before`.
 
-    Differences of running counts: whole numbers have no rounding that could cross an end.
+    They are differences of running counts. These are whole numbers, so no rounding passes from one episode to the next.
     """
     counts = torch.cat((before.unsqueeze(1), counted), 1).double().cumsum(1)
     times = torch.arange(1, done.shape[1] + 1, device=done.device)
@@ -222,18 +229,18 @@ def _steps_since_end(counted: Tensor, done: Tensor, before: Tensor) -> Tensor:
 
 
 def episode_update(episode: TensorDict, reward: Tensor, done: Tensor, mask: Tensor | None = None) -> TensorDict:
-    """Statistics after T more steps.
+    """Return the statistics after T more steps.
 
     Args:
-        episode: from `episode_init` or here.
+        episode: from `episode_init` or `episode_update`.
         reward: `[N, T]` float, reward units.
         done: `[N, T]` bool.
-        mask: `[N, T]` bool, False for a step that belongs to no episode and is not counted; None counts all.
+        mask: `[N, T]` bool, False for a step that is not counted. None counts all steps.
 
-    Returns: new statistics. `finished_return` and `finished_length` keep the most recent episodes, oldest first; only
-        those where `finished` are real. Ties in time are kept in order of env index. A reward that is not finite makes
-        the return of its episode NaN. Sums are in float64 and start anew after each end; the results have the dtypes of
-        `episode`.
+    Returns: new statistics. `finished_return` and `finished_length` keep the most recent episodes, oldest first.
+        `finished` is False for slots without an episode. Episodes that end at the same step are in the order of their
+        environments. A nonfinite reward makes the return of its episode NaN. Sums are in float64 and restart after
+        each end. The results have the dtypes of `episode`.
     Gradient: none.
 
     >>> e = episode_update(episode_init(1, 2), torch.tensor([[1.0, 2.0, 4.0]]), torch.tensor([[False, True, False]]))
@@ -264,7 +271,7 @@ def episode_update(episode: TensorDict, reward: Tensor, done: Tensor, mask: Tens
 
 
 def restarted(episode: TensorDict) -> TensorDict:
-    """Statistics where every running episode is given up and a new one begins; the finished ones are kept.
+    """Return statistics in which every running episode restarts. Finished episodes stay.
 
     Args:
         episode: from `episode_init` or `episode_update`.

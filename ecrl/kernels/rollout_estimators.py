@@ -1,4 +1,4 @@
-"""The estimators of `returns.py` on `[N, T + 1]` rollouts: these functions name the keys and do no arithmetic.
+"""The estimators of `returns.py` on `[N, T + 1]` rollouts. These functions read the keys and do no arithmetic.
 
 The padding slot is never read. Without `final_value` a time limit counts as an end.
 """
@@ -12,10 +12,10 @@ from ecrl.types import Scalar, check_rollout, transitions
 
 
 def compute_returns(rollout: TensorDict, gamma: Scalar) -> Tensor:
-    """`discounted_returns` over a `[N, T + 1]` rollout: `[N, T]`; the padding slot is never read.
+    """Return `discounted_returns` of a `[N, T + 1]` rollout: `[N, T]`. The padding slot is never read.
 
-    Reads reward, terminated, truncated and done, and value and final_value where the rollout has them; without `value`
-    nothing is bootstrapped.
+    It reads reward, terminated, truncated and done, and value and final_value if the rollout has them. Without `value`
+    returns do not bootstrap.
 
     Raises: ValueError naming a missing or misshapen field.
 
@@ -32,9 +32,9 @@ def compute_returns(rollout: TensorDict, gamma: Scalar) -> Tensor:
 
 
 def compute_n_step_returns(rollout: TensorDict, gamma: Scalar, n: int) -> Tensor:
-    """`n_step_returns` over a `[N, T + 1]` rollout: `[N, T]`; the padding slot is never read.
+    """Return `n_step_returns` of a `[N, T + 1]` rollout: `[N, T]`. The padding slot is never read.
 
-    Reads reward, value, terminated, truncated, done and final_value; without final_value a time limit counts as an end.
+    It reads reward, value, terminated, truncated, done and, if present, final_value.
 
     Raises: ValueError naming a missing or misshapen field, or if `n < 1`.
 
@@ -49,9 +49,9 @@ def compute_n_step_returns(rollout: TensorDict, gamma: Scalar, n: int) -> Tensor
 
 
 def compute_td_lambda_returns(rollout: TensorDict, gamma: Scalar, gae_lambda: Scalar) -> Tensor:
-    """`td_lambda_returns` over a `[N, T + 1]` rollout: `[N, T]`; the padding slot is never read.
+    """Return `td_lambda_returns` of a `[N, T + 1]` rollout: `[N, T]`. The padding slot is never read.
 
-    Reads reward, value, terminated, truncated, done and final_value; without final_value a time limit counts as an end.
+    It reads reward, value, terminated, truncated, done and, if present, final_value.
 
     Raises: ValueError naming a missing or misshapen field.
 
@@ -68,9 +68,9 @@ def compute_td_lambda_returns(rollout: TensorDict, gamma: Scalar, gae_lambda: Sc
 
 
 def compute_gae(rollout: TensorDict, gamma: Scalar, gae_lambda: Scalar) -> GAE:
-    """`gae` over a `[N, T + 1]` rollout: advantages and returns, each `[N, T]`; the padding slot is never read.
+    """Return `gae` of a `[N, T + 1]` rollout: advantages and value targets, each `[N, T]`.
 
-    Reads reward, value, terminated, truncated, done and final_value; without final_value a time limit counts as an end.
+    It reads reward, value, terminated, truncated, done and, if present, final_value. The padding slot is never read.
 
     Raises: ValueError naming a missing or misshapen field.
 
@@ -88,10 +88,10 @@ def compute_gae(rollout: TensorDict, gamma: Scalar, gae_lambda: Scalar) -> GAE:
 def compute_vtrace(
     rollout: TensorDict, log_prob: Tensor, *, gamma: Scalar, gae_lambda: Scalar, clip_rho: Scalar, clip_c: Scalar
 ) -> VTrace:
-    """`vtrace` over a `[N, T + 1]` rollout and the learnt policy's `log_prob` `[N, T]`: each `[N, T]`.
+    """Return `vtrace` of a `[N, T + 1]` rollout and the learnt policy's `log_prob` `[N, T]`: each `[N, T]`.
 
-    Reads sample_log_prob, reward, value, terminated, truncated, done and final_value; without final_value a time limit
-    counts as an end; the padding slot is never read.
+    It reads sample_log_prob, reward, value, terminated, truncated, done and, if present, final_value. The padding slot
+    is never read.
 
     Raises: ValueError naming a missing or misshapen field.
 

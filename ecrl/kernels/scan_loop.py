@@ -1,4 +1,4 @@
-"""A loop over time as an argument: kernels that step through time take `scan` and run compiled or in plain Python."""
+"""Loops over time. Kernels that step through time take `scan` as an argument: a Python loop or a compiled loop."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,13 +20,13 @@ def scan(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *constants: 
         carry, y[t] = body(carry, x[t], *constants)
 
     Args:
-        body: a pure function; what it needs comes as arguments.
-        carry: tensors, TensorDicts, and tuples, lists and dicts of them; `body` gives the same shapes and dtypes.
-        xs: likewise, all with the same first axis of at least 1.
+        body: a pure function. It reads its arguments only.
+        carry: tensors, TensorDicts, and tuples, lists and dicts of them. `body` returns the same shapes and dtypes.
+        xs: tensors in the same containers. All have the same first axis, of at least 1.
         constants: passed to every step.
 
-    Returns: the last carry, and the `y` stacked along a new first axis.
-    Gradient: flows through everything that `body` lets through.
+    Returns: the last carry, and all `y` stacked along a new first axis.
+    Gradient: flows as `body` defines it.
     Raises: ValueError if `xs` holds no tensor, if their first axes differ, or if `body` changes the structure of the
         carry or the shape or dtype of one of its tensors.
 
@@ -65,19 +65,19 @@ def _described(x: Tensor) -> str:
     return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
 
 
-_IN_GRAPHS: list[Scan] = []  # set by `ecrl.compile.scan`
+_IN_GRAPHS: list[Scan] = []  # at most one; `ecrl.compile.scan` adds it
 
 
 def loops_of_graphs(made: Scan) -> Scan:
-    """Decorator: the scan that `loop` is where a graph is being made."""
+    """Decorate a scan that `loop` calls while a graph is traced."""
     _IN_GRAPHS[:] = [made]
     return made
 
 
 def loop(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *constants: Any) -> tuple[Any, Any]:
-    """`scan`, and a loop of the graph where one is being made: for the turns of a solver, which nobody passes a scan.
+    """Run `scan`, and while a graph is traced a loop of the graph. Use it for the iterations of a solver.
 
-    Unrolled they would be compiled one by one. Tensors that `body` finds beside its arguments may only be constants.
+    A plain `scan` would be unrolled in the graph. Tensors that `body` captures must be constants.
 
     >>> loop(lambda x, _: (0.5 * (x + 2.0 / x), None), torch.tensor(1.0), torch.zeros(4))[0]  # Heron's root of 2
     tensor(1.4142)
@@ -86,7 +86,7 @@ def loop(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *constants: 
 
 
 def length_of(leaves: list[Tensor]) -> int:
-    """The first axis that all leaves share; ValueError if there is none."""
+    """Return the length of the first axis. Raise ValueError unless all leaves share it."""
     lengths = {len(leaf) if leaf.ndim else 0 for leaf in leaves}
     if len(lengths) != 1 or 0 in lengths:
         raise ValueError(f"xs has tensors of lengths {sorted(lengths)}, expected one length of at least 1")
@@ -94,9 +94,9 @@ def length_of(leaves: list[Tensor]) -> int:
 
 
 def chunking(rows: int, device: torch.device) -> tuple[int, int]:
-    """Number and size of the parts in which rows are best worked on: `number * size >= rows`.
+    """Return the number and the size of chunks for a network's pass over rows: `number * size >= rows`.
 
-    On a CPU a part of a perceptron's activations stays in a core's cache; on a GPU parts bound the memory.
+    On a CPU the activations of a chunk stay in the cache of a core. On a GPU chunks bound the memory.
 
     >>> chunking(5000, torch.device("cpu"))
     (3, 1667)
@@ -106,7 +106,7 @@ def chunking(rows: int, device: torch.device) -> tuple[int, int]:
 
 
 def in_chunks(rows: Any) -> Any:
-    """Rows `[M, ...]` as `[K, C, ...]`, to be scanned over; the last chunk is filled up with copies of the last row.
+    """Return rows `[M, ...]` as chunks `[K, C, ...]` for a scan. Copies of the last row fill the last chunk.
 
     >>> in_chunks(torch.zeros(5000, 3)).shape
     torch.Size([3, 1667, 3])

@@ -1,9 +1,9 @@
-"""The recursion over time of `ecrl.kernels.reverse_scan` on a GPU; imported where it is used, as it needs Triton.
+"""Triton kernels for the recursion of `ecrl.kernels.reverse_scan`. This module needs Triton, so it is imported late.
 
-A thread steps through time for one row, and fetches many steps before it takes the first. Few rows leave a GPU idle, so
-where there are few, time is cut into chunks. Steps `y = b + a * y_next` compose to one of the same kind: one kernel
-composes the steps of each chunk, a second one steps through the chunks after its own, and from there through its own.
-All of it in float64.
+A thread steps through time for one row. It loads many steps before it computes the first one. A few rows leave a GPU
+idle, so the time of a few rows is cut into chunks. Two steps `y = b + a * y_next` compose to one step of the same form.
+The first kernel composes the steps of each chunk. The second kernel steps through the composed later chunks, and then
+through the steps of its own chunk. Both compute in float64.
 """
 
 import torch
@@ -11,34 +11,34 @@ import triton  # pyright: ignore
 import triton.language as tl  # pyright: ignore
 from torch import Tensor
 
-_STEPS, _ROWS = 16, 32  # of a program, at a time: a warp
-_PROGRAMS, _CHUNKS = 2048, 32  # keep a large GPU busy; more chunks than that take longer to step through than to spare
+_STEPS, _ROWS = 16, 32  # that a program handles at a time; 32 rows are a warp
+_PROGRAMS, _CHUNKS = 2048, 32  # enough for a large GPU; with more chunks the second kernel becomes slower
 
 
 @triton.jit
-def _stepped(y, a, b):
-    """What a step makes of `y`. A cut has a = 0, and lets nothing through, not even NaN."""
+def _step(y, a, b):
+    """Return `b + a * y`. A cut has a = 0 and stops `y`, even if it is NaN."""
     return tl.where(a != 0.0, b + a * y, b)
 
 
 @triton.jit
-def _fetched(x, decay, cut, after, row, rows, VARIES: tl.constexpr, STEPS: tl.constexpr):
-    """`a` and `b` of the steps before time `after`, the last one first; those before the first change nothing."""
+def _load_steps(x, decay, cut, after, row, rows, VARIES: tl.constexpr, STEPS: tl.constexpr):
+    """Load `a` and `b` of the steps before time `after`, the last step first. Steps before time 0 are identities."""
     a, b = (), ()
     for i in tl.static_range(STEPS):
         t = after - 1 - i
         inside = row < tl.where(t >= 0, rows, 0)
         at = t.to(tl.int64) * rows + row
         factor = tl.load(decay + at, mask=inside, other=1.0) if VARIES else tl.load(decay)
-        closed = tl.load(cut + at, mask=inside, other=0) != 0
-        a = a + (tl.where(inside, tl.where(closed, 0.0, factor), 1.0),)  # noqa: RUF005 (Triton cannot unpack)
+        is_cut = tl.load(cut + at, mask=inside, other=0) != 0
+        a = a + (tl.where(inside, tl.where(is_cut, 0.0, factor), 1.0),)  # noqa: RUF005 (Triton cannot unpack)
         b = b + (tl.load(x + at, mask=inside, other=0.0),)  # noqa: RUF005
     return a, b
 
 
 @triton.jit
-def _chunks(a_in, b_in, first, end, row, rows, STEPS: tl.constexpr):
-    """`a` and `b` of chunks from `first` on; those from `end` on change nothing."""
+def _load_chunks(a_in, b_in, first, end, row, rows, STEPS: tl.constexpr):
+    """Load `a` and `b` of the chunks from `first` on. Chunks from `end` on are identities."""
     a, b = (), ()
     for i in tl.static_range(STEPS):
         chunk = first + i
@@ -52,13 +52,13 @@ def _chunks(a_in, b_in, first, end, row, rows, STEPS: tl.constexpr):
 def _compose_chunks(
     x, decay, cut, a_out, b_out, time, rows, tiles, VARIES: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Each chunk as one step, `[chunks, rows]`; the first chunk is the last one in time."""
+    """Compose the steps of each chunk to one step, `[chunks, rows]`. Chunk 0 is the last one in time."""
     chunk, row = tl.program_id(1), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     a_all, b_all = tl.full((ROWS,), 1.0, tl.float64), tl.full((ROWS,), 0.0, tl.float64)
     for tile in range(chunk * tiles, (chunk + 1) * tiles):
-        a, b = _fetched(x, decay, cut, time - tile * STEPS, row, rows, VARIES, STEPS)
+        a, b = _load_steps(x, decay, cut, time - tile * STEPS, row, rows, VARIES, STEPS)
         for i in tl.static_range(STEPS):
-            a_all, b_all = tl.where(a[i] != 0.0, a[i] * a_all, 0.0), _stepped(b_all, a[i], b[i])
+            a_all, b_all = tl.where(a[i] != 0.0, a[i] * a_all, 0.0), _step(b_all, a[i], b[i])
     tl.store(a_out + chunk * rows + row, a_all, mask=row < rows)
     tl.store(b_out + chunk * rows + row, b_all, mask=row < rows)
 
@@ -68,31 +68,31 @@ def _step_through(
     x, decay, cut, last, a_in, b_in, y_out, time, rows, tiles, VARIES: tl.constexpr, STEPS: tl.constexpr,
     ROWS: tl.constexpr
 ):  # fmt: skip
-    """What comes after a chunk, then its steps."""
+    """Step through the composed later chunks, then through the steps of this chunk."""
     chunk, row = tl.program_id(1), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     y = tl.load(last + row, mask=row < rows, other=0.0).to(tl.float64)
     for first in range(0, chunk, STEPS):
-        a, b = _chunks(a_in, b_in, first, chunk, row, rows, STEPS)
+        a, b = _load_chunks(a_in, b_in, first, chunk, row, rows, STEPS)
         for i in tl.static_range(STEPS):
-            y = _stepped(y, a[i], b[i])
+            y = _step(y, a[i], b[i])
     for tile in range(chunk * tiles, (chunk + 1) * tiles):
         after = time - tile * STEPS
-        a, b = _fetched(x, decay, cut, after, row, rows, VARIES, STEPS)
+        a, b = _load_steps(x, decay, cut, after, row, rows, VARIES, STEPS)
         for i in tl.static_range(STEPS):
-            y = _stepped(y, a[i], b[i])
+            y = _step(y, a[i], b[i])
             t = after - 1 - i
             tl.store(y_out + t.to(tl.int64) * rows + row, y, mask=row < tl.where(t >= 0, rows, 0))
 
 
 def chunks_of(time: int, rows: int) -> tuple[int, int]:
-    """Number of chunks, and tiles in each: as many as keep a GPU busy, none empty."""
-    tiles, beside = -(-time // _STEPS), -(-rows // _ROWS)
-    each = -(-tiles // max(1, min(tiles, _CHUNKS, _PROGRAMS // beside)))
-    return -(-tiles // each), each
+    """Return the number of chunks and the number of tiles in each. It is enough for a GPU, and no chunk is empty."""
+    tiles, programs_per_chunk = -(-time // _STEPS), -(-rows // _ROWS)
+    tiles_per_chunk = -(-tiles // max(1, min(tiles, _CHUNKS, _PROGRAMS // programs_per_chunk)))
+    return -(-tiles // tiles_per_chunk), tiles_per_chunk
 
 
 def reverse_scan(x: Tensor, decay: Tensor, cut: Tensor, last: Tensor) -> Tensor:
-    """`x` and `cut` `[T, R]`, `decay` of that shape or 0-d, `last` `[R]`; gives `[T, R]` in the dtype of `x`."""
+    """Run the recursion on `x` and `cut` `[T, R]`, `decay` `[T, R]` or 0-d, and `last` `[R]`. Return `[T, R]`."""
     x, cut, last = x.contiguous(), cut.contiguous().view(torch.uint8), last.contiguous()
     decay, y = decay.double().contiguous(), torch.empty_like(x)
     time, rows = x.shape

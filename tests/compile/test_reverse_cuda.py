@@ -10,8 +10,8 @@ import sys
 import pytest
 import torch
 
+from ecrl.compile import reverse_cuda
 from ecrl.compile.trace import traced
-from ecrl.kernels import reverse_cuda
 from ecrl.kernels.reverse_scan import reverse_scan
 from ecrl.pytree import flatten
 
@@ -21,14 +21,14 @@ INTERPRETED = """
 import torch
 from ecrl import rng
 from ecrl.kernels.reverse_scan import reverse_scan
-from ecrl.kernels.reverse_cuda import on_gpu
+from ecrl.compile.reverse_cuda import triton_scan
 
 def check(time, rows, varies, cuts, dtype=torch.float32, tol=2e-6):
     keys = rng.split(rng.key(time * 100 + rows), 4)
     x, last = rng.normal(keys[0], (time, rows)).to(dtype), rng.normal(keys[1], (rows,)).to(dtype)
     cut = rng.uniform(keys[2], (time, rows)) < cuts
     decay = 0.8 + 0.2 * rng.uniform(keys[3], (time, rows), torch.float64) if varies else 0.99 * 0.95
-    found = on_gpu(x, decay, cut, last)
+    found = triton_scan(x, decay, cut, last)
     expected = reverse_scan(x.double().t(), decay.t() if varies else decay, cut.t(), last.double()).t()
     assert found.dtype == dtype
     torch.testing.assert_close(found.double(), expected, rtol=tol, atol=tol)
@@ -45,18 +45,18 @@ check(130, 3, False, 0.0, torch.float64, 1e-14)
 
 x = torch.tensor([1.0, 2.0, 4.0, 8.0]).unsqueeze(1)
 cut = torch.tensor([False, True, False, False]).unsqueeze(1)
-assert on_gpu(x, 0.5, cut, torch.tensor([16.0])).flatten().tolist() == [2.0, 2.0, 12.0, 16.0]
-found = on_gpu(x, 0.5, cut, torch.tensor([torch.nan])).flatten()
+assert triton_scan(x, 0.5, cut, torch.tensor([16.0])).flatten().tolist() == [2.0, 2.0, 12.0, 16.0]
+found = triton_scan(x, 0.5, cut, torch.tensor([torch.nan])).flatten()
 assert found[:2].tolist() == [2.0, 2.0] and found[2:].isnan().all()  # what is behind a cut stays there
 lost = torch.full((4, 1), torch.nan, dtype=torch.float64)
-assert on_gpu(x, lost, torch.ones(4, 1, dtype=torch.bool), torch.tensor([torch.nan])).tolist() == x.tolist()
+assert triton_scan(x, lost, torch.ones(4, 1, dtype=torch.bool), torch.tensor([torch.nan])).tolist() == x.tolist()
 """
 LONG = "check(2048, 2, False, 0.0, tol=1e-6)\ncheck(2048, 2, True, 0.001, tol=1e-6)"
 
 FOR_A_GPU = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from ecrl.kernels import reverse_triton as kernels
+from ecrl.compile import reverse_triton as kernels
 TYPES = {"x": "*fp32", "y_out": "*fp32", "last": "*fp32", "cut": "*u8", "time": "i32", "rows": "i32", "tiles": "i32"}
 for kernel in (kernels._compose_chunks, kernels._step_through):
     for sizes in ({"VARIES": False}, {"VARIES": True}, {"VARIES": True, "time": 1, "rows": 1, "tiles": 1}):
@@ -106,7 +106,7 @@ def test_it_compiles_for_a_gpu_that_is_not_here(tmp_path):
     ],
 )
 def test_few_rows_are_cut_into_more_chunks_and_none_is_empty(time, rows, expected):
-    from ecrl.kernels.reverse_triton import _STEPS, chunks_of
+    from ecrl.compile.reverse_triton import _STEPS, chunks_of
 
     chunks, tiles = chunks_of(time, rows)
     assert (chunks, tiles) == expected
@@ -115,7 +115,7 @@ def test_few_rows_are_cut_into_more_chunks_and_none_is_empty(time, rows, expecte
 
 def test_in_a_graph_it_is_one_operation_of_the_same_shape(monkeypatch):
     """The graph that a GPU would get: here the plain recursion stands in for the kernel."""
-    monkeypatch.setattr("ecrl.kernels.reverse_scan.is_for_gpu", lambda *own: True)
+    monkeypatch.setattr("ecrl.compile.reverse_cuda.can_use_triton", lambda *own: True)
     x, cut, last = torch.ones(2, 3, 20), torch.zeros(2, 3, 20, dtype=torch.bool), torch.ones(2, 3)
     for decay in (0.5, torch.tensor(0.5, dtype=torch.float64), torch.full((2, 3, 20), 0.5, dtype=torch.float64)):
         leaves, structure = flatten((x, decay, cut, last))
@@ -138,13 +138,13 @@ def test_only_plain_tensors_of_a_gpu_are_for_the_kernel(monkeypatch):
 
     monkeypatch.setattr(reverse_cuda, "has_triton_package", lambda: True)
     own = torch.ones(2)
-    assert reverse_cuda.is_for_gpu(OnGpu(), own)
-    assert not reverse_cuda.is_for_gpu(own)
-    assert not reverse_cuda.is_for_gpu(OnGpu(), own.requires_grad_())
+    assert reverse_cuda.can_use_triton(OnGpu(), own)
+    assert not reverse_cuda.can_use_triton(own)
+    assert not reverse_cuda.can_use_triton(OnGpu(), own.requires_grad_())
     with torch.no_grad():
-        assert reverse_cuda.is_for_gpu(OnGpu(), own)
+        assert reverse_cuda.can_use_triton(OnGpu(), own)
     seen = []
-    torch.vmap(lambda x: seen.append(reverse_cuda.is_for_gpu(OnGpu(), x)) or x)(torch.ones(2))
+    torch.vmap(lambda x: seen.append(reverse_cuda.can_use_triton(OnGpu(), x)) or x)(torch.ones(2))
     assert seen == [False]
     monkeypatch.setattr(reverse_cuda, "has_triton_package", lambda: False)
-    assert not reverse_cuda.is_for_gpu(OnGpu(), torch.ones(2))
+    assert not reverse_cuda.can_use_triton(OnGpu(), torch.ones(2))
