@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import sympy
 import tensordict
 import torch
 from torch import Tensor
@@ -75,10 +76,22 @@ def protected(leaves: Sequence[Tensor]) -> AbstractContextManager[None]:
     return check.protected(leaves) if isinstance(check, _WriteCheck) else nullcontext()
 
 
+_INSIDE = {Path(str(module.__file__)).parent for module in (torch, tensordict, sympy)}
+_INSIDE |= {Path(scan_loop.__file__), Path(__file__).parent}
+
+
+_PYTHON = Path(traceback.__file__).parent
+
+
+def is_outside(frame: traceback.FrameSummary) -> bool:
+    """Return True if the line belongs to neither torch, the compiler nor Python's own library."""
+    path = Path(frame.filename)
+    in_python = _PYTHON in path.parents and not {"site-packages", "dist-packages"} & {*path.parts}
+    return not in_python and not _INSIDE & {path, *path.parents}
+
+
 def user_line(frames: traceback.StackSummary) -> str:
-    """The last line of code that is neither torch's nor what brings loops into a graph."""
-    inside = {Path(str(module.__file__)).parent for module in (torch, tensordict)}
-    inside |= {Path(scan_loop.__file__), Path(__file__).parent}
-    outer = [f for f in frames if not inside & {Path(f.filename), *Path(f.filename).parents}]
+    """Return the last line of code that belongs neither to torch nor to the compiler."""
+    outer = [f for f in frames if is_outside(f)]
     last = (outer or frames)[-1]
     return f"{last.filename}:{last.lineno}, in {last.name},"
