@@ -29,12 +29,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.guards import TensorGuards
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.utils._triton import has_triton_package
 
-from ecrl.compile.user_code import is_outside, user_line
+from ecrl.compile.user_line import is_outside, user_line
 from ecrl.compile.vmap import outside, over_batch, recorded, vmapped
 from ecrl.errors import ConfigError, UserError
 from ecrl.kernels import scan
@@ -60,12 +59,14 @@ class _Made(NamedTuple):
     captured: list[tuple[Tensor, int]]  # with their versions, that count the writes on them
     structure: Hashable
     strides: list[tuple[int, ...]]
-    alike: TensorGuards  # like a comparison of every shape, stride, dtype and device, in a tenth of its time
+    alike: Any  # like a comparison of every shape, stride, dtype and device, in a tenth of its time
     flags: list[int]  # which of the tensors are of bools
     out: Hashable
 
 
-def _alike(leaves: list[Tensor]) -> TensorGuards:
+def _alike(leaves: list[Tensor]) -> Any:
+    from torch._C._dynamo.guards import TensorGuards  # private: only compiled functions need it
+
     sizes: Any = [list(leaf.shape) for leaf in leaves]
     strides: Any = [list(leaf.stride()) for leaf in leaves]
     return TensorGuards(*leaves, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
@@ -184,12 +185,13 @@ def _eagerly(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         _RUNS_EAGER.reset(token)
 
 
-def _fault(error: Exception) -> str:
-    """Describe a failed compilation in one line."""
+def _fault(name: str, error: Exception) -> str:
+    """Describe in one line why the function `name` could not be compiled."""
     if isinstance(error, ConfigError):
         return str(error).removeprefix("trainer.compile: ").split("\n")[0]
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
-    line = user_line(traceback.extract_tb(error.__traceback__))
+    frames = traceback.extract_tb(error.__traceback__)
+    line = user_line(frames) if any(map(is_outside, frames)) else name
     return f"{line} cannot be compiled: {type(error).__name__}: {text[:300]}; set trainer.compile to off"
 
 
@@ -210,12 +212,13 @@ def _function(jit: Callable[..., Callable[..., Any]], fn: Callable, static: tupl
         began = time.perf_counter()
         leaves = _unshared([_apart(leaf) for leaf in leaves])
         try:
+            alike = _alike(leaves)
             run, out, captured = _compiler_for(leaves)(bound, structure, leaves)
         finally:
             SECONDS.append(time.perf_counter() - began)
         versions = [(tensor, _version(tensor)) for tensor in captured]
         strides = [leaf.stride() for leaf in leaves]
-        return _Made(run, key[0], versions, structure, strides, _alike(leaves), _flags(leaves), out)
+        return _Made(run, key[0], versions, structure, strides, alike, _flags(leaves), out)
 
     def call(*args: Any) -> Any:
         nonlocal is_eager
@@ -255,7 +258,7 @@ def _function(jit: Callable[..., Callable[..., Any]], fn: Callable, static: tupl
             except Exception as error:
                 if jit is _compiled and _is_users(error):
                     raise
-                fault = _fault(error)
+                fault = _fault(name, error)
                 if jit is _compiled:
                     raise ConfigError(f"trainer.compile: on, but {fault}") from error
             else:

@@ -3,18 +3,14 @@
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
-import sympy
-import tensordict
-import torch
 from torch import Tensor
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from ecrl.compile.user_line import user_line
 from ecrl.errors import ConfigError
-from ecrl.kernels import scan_loop
 
 
 class _WriteCheck:
@@ -74,24 +70,3 @@ def protected(leaves: Sequence[Tensor]) -> AbstractContextManager[None]:
     context = TracingContext.try_get()
     check = getattr(context and context.fake_mode, "dispatch", None)
     return check.protected(leaves) if isinstance(check, _WriteCheck) else nullcontext()
-
-
-_INSIDE = {Path(str(module.__file__)).parent for module in (torch, tensordict, sympy)}
-_INSIDE |= {Path(scan_loop.__file__), Path(__file__).parent}
-
-
-_PYTHON = Path(traceback.__file__).parent
-
-
-def is_outside(frame: traceback.FrameSummary) -> bool:
-    """Return True if the line belongs to neither torch, the compiler nor Python's own library."""
-    path = Path(frame.filename)
-    in_python = _PYTHON in path.parents and not {"site-packages", "dist-packages"} & {*path.parts}
-    return not in_python and not _INSIDE & {path, *path.parents}
-
-
-def user_line(frames: traceback.StackSummary) -> str:
-    """Return the last line of code that belongs neither to torch nor to the compiler."""
-    outer = [f for f in frames if is_outside(f)]
-    last = (outer or frames)[-1]
-    return f"{last.filename}:{last.lineno}, in {last.name},"
