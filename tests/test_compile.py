@@ -221,6 +221,7 @@ READING = [
     (lambda x: x[x > 0.0].sum(), "aten.nonzero.default"),
     (lambda x: x + torch.from_numpy(x.numpy()), ".numpy()"),
     (lambda x: x * float(TABLE.numpy().sum()), "Cannot access data pointer"),
+    (lambda x: x * float(f"{x.sum():.2f}"), "unsupported format string passed to FakeTensor.__format__"),
 ]
 
 

@@ -2,8 +2,7 @@
 
 import os
 from collections.abc import Callable, Hashable, Sequence
-from hashlib import sha256
-from inspect import getsource
+from contextlib import ExitStack
 from threading import RLock
 from typing import Any, cast
 
@@ -15,14 +14,14 @@ from torch._inductor.compile_fx import compile_fx
 from torch.fx import GraphModule
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
-from ecrl.compile import cpu_loops, cpu_philox, cpu_tanh, cpu_tiles
+import ecrl.compile.cpu_tanh  # noqa: F401  # how inductor writes tanh
+from ecrl.compile.cache import cache_folder, sources_hash
 from ecrl.compile.cpu_builds import side_by_side
 from ecrl.compile.cpu_codegen import brief_codegen
 from ecrl.compile.cpu_loops import lean_loops
 from ecrl.compile.trace import captured, memory_of, traced
 
 _SCAN = f"{scan_op.__module__}.{scan_op.__name__}"
-_WRITTEN_BY = sha256("".join(map(getsource, (cpu_tiles, cpu_loops, cpu_philox, cpu_tanh))).encode()).hexdigest()
 
 _OPTIONS: dict[str, Any] = {
     "cpp_wrapper": True,  # loops and calls in C++, not in Python
@@ -36,7 +35,7 @@ _OPTIONS: dict[str, Any] = {
     "size_asserts": False,  # the key of a compiled function holds every shape
     "cpp.vec_isa_ok": True,  # the processor's word is taken for its instructions; to try each takes seconds
     # Graphs with loops go to the cache on disk too: its key covers their bodies, as a test shows.
-    "unsafe_marked_cacheable_functions": {_SCAN: f"{torch.__version__} {_WRITTEN_BY}"},
+    "unsafe_marked_cacheable_functions": {_SCAN: f"{torch.__version__} {sources_hash()}"},
 }
 
 ONE_AT_A_TIME = RLock()  # inductor's settings are the process's
@@ -80,5 +79,9 @@ def compiled(
     with ONE_AT_A_TIME, _use_lazy_graph_module(True):  # a graph's Python is written once, not with every change
         graph, out = traced(fn, structure, leaves)
         no_autocast = torch._C._DisableAutocast()  # its casts are in the graph
-        with torch.no_grad(), no_autocast, config.patch(_OPTIONS), lean_loops(), brief_codegen(), side_by_side():
+        with ExitStack() as settings:
+            for one in (torch.no_grad(), no_autocast, config.patch(_OPTIONS), cache_folder()):
+                settings.enter_context(one)
+            for one in (lean_loops(), brief_codegen(), side_by_side()):
+                settings.enter_context(one)
             return _apart(graph, compile_fx(graph, leaves)), out, captured(graph)  # pyright: ignore

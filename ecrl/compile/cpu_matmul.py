@@ -15,7 +15,7 @@ from torch._inductor.ir import TensorBox
 from torch._inductor.lowering import register_lowering
 from torch._inductor.mkldnn_ir import LinearUnary
 
-import ecrl.compile.cpu_tiles  # noqa: F401  # how inductor writes them
+from ecrl.compile import cpu_tiles
 
 _LARGE = 2**18  # elements of the second matrix; from there on it does not stay in a cache, which libraries care for
 _THIN = 8
@@ -72,7 +72,7 @@ def mm(a: Tensor, b: Tensor) -> Tensor:
         return _rows(b.t(), a.t()).t()
     if n <= _THIN and k > _THIN and a.stride(1) == 1 and b.stride(0) == 1:
         return (a.unsqueeze(1) * b.t()).sum(-1, dtype=a.dtype)
-    if a.dtype == torch.float32 and k * n <= _LARGE:
+    if a.dtype == torch.float32 and k * n <= _LARGE and cpu_tiles.compile_here():
         return torch.ops.ecrl.bmm(a.unsqueeze(0), b.unsqueeze(0)).squeeze(0)
     if a.dtype == torch.float32 and torch.backends.mkldnn.is_available():
         return torch.ops.ecrl.linear(a, b.t())
@@ -94,7 +94,7 @@ def bmm(a: Tensor, b: Tensor) -> Tensor:
     _check_dtypes(a, b)
     if a.dtype != torch.float32 or b.shape[:2] != (a.shape[0], a.shape[2]):
         return NotImplemented
-    if min(*a.shape, n) == 0:
+    if min(*a.shape, n) == 0 or not cpu_tiles.compile_here():
         return NotImplemented
     if n <= _THIN and m > _THIN and a.stride(1) == 1:
         return torch.ops.ecrl.bmm(b.mT, a.mT).mT

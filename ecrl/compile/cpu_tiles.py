@@ -5,13 +5,14 @@ generic path for AMD's processors. Every row is summed in the same order for any
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch._inductor import ir, lowering
+from torch._inductor import config, ir, lowering
 from torch._inductor.codegen.cpp_template_kernel import CppTemplateKernel
+from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.select_algorithm import PartialRender
 from torch._inductor.utils import Placeholder, parallel_num_threads
 
@@ -83,6 +84,13 @@ def _bmm(a: Tensor, b: Tensor) -> Tensor:
 @_bmm.register_fake
 def _(a: Tensor, b: Tensor) -> Tensor:
     return a.new_empty(a.shape[0], a.shape[1], b.shape[2])
+
+
+@cache
+def compile_here() -> bool:
+    """Return True if inductor knows vector instructions of this CPU. Without them, the tiles do not compile."""
+    with config.patch({"cpp.vec_isa_ok": True}):  # to try each instruction set takes seconds
+        return bool(pick_vec_isa())
 
 
 def _written(kernel: CppTemplateKernel, a: Any, b: Any, product: Any) -> str:

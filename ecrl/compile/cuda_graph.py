@@ -16,6 +16,7 @@ from torch._inductor.compile_fx import compile_fx
 from torch.fx import GraphModule
 
 import ecrl.compile.reverse_cuda  # noqa: F401  # the recursion over time as one operation
+from ecrl.compile.cache import cache_folder
 from ecrl.compile.cpu import ONE_AT_A_TIME
 from ecrl.compile.partition import Compile, Run, segmented
 from ecrl.compile.trace import captured, traced
@@ -46,7 +47,7 @@ def cuda_graph(run: Run, given: list[Tensor]) -> tuple[Callable[[], None], Seque
 
 def by_inductor(graph: GraphModule, given: list[Tensor]) -> Run:
     """A stretch as kernels that inductor writes."""
-    with config.patch({"triton.cudagraphs": False}):  # of a piece: the whole is captured
+    with config.patch({"triton.cudagraphs": False}), cache_folder():  # of a piece: the whole is captured
         return compile_fx(graph, given)  # pyright: ignore
 
 

@@ -20,21 +20,23 @@ import shutil
 import subprocess
 import sysconfig
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Hashable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.guards import TensorGuards
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.utils._triton import has_triton_package
 
+from ecrl.compile.user_line import is_outside, user_line
 from ecrl.compile.vmap import outside, over_batch, recorded, vmapped
-from ecrl.errors import ConfigError
+from ecrl.errors import ConfigError, UserError
 from ecrl.kernels import scan
 from ecrl.kernels.scan_loop import Scan
 from ecrl.pytree import flatten, names, unflatten
@@ -58,12 +60,14 @@ class _Made(NamedTuple):
     captured: list[tuple[Tensor, int]]  # with their versions, that count the writes on them
     structure: Hashable
     strides: list[tuple[int, ...]]
-    alike: TensorGuards  # like a comparison of every shape, stride, dtype and device, in a tenth of its time
+    alike: Any  # like a comparison of every shape, stride, dtype and device, in a tenth of its time
     flags: list[int]  # which of the tensors are of bools
     out: Hashable
 
 
-def _alike(leaves: list[Tensor]) -> TensorGuards:
+def _alike(leaves: list[Tensor]) -> Any:
+    from torch._C._dynamo.guards import TensorGuards  # private: only compiled functions need it
+
     sizes: Any = [list(leaf.shape) for leaf in leaves]
     strides: Any = [list(leaf.stride()) for leaf in leaves]
     return TensorGuards(*leaves, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
@@ -135,14 +139,17 @@ class Compilation(NamedTuple):
 class Jit:
     """`jit(fn, *static)` binds the static arguments of `fn` and compiles it when it is first called.
 
-    All of them are equal and share compiled functions. Each has its own record of the compilations that its calls made.
+    A `strict` one raises ConfigError if compiling fails. The others warn and run the function eagerly. All strict ones
+    are equal and share compiled functions, and so do the others. Each has its own record of the compilations that its
+    calls made.
     """
 
+    strict: bool = False
     compilations: list[Compilation] = field(default_factory=list, compare=False)
 
     def __call__(self, fn: Callable, *static: Any) -> Callable[..., Any]:
         """Bind the static arguments of `fn`; equal ones give the same compiled function."""
-        return partial(_compiled(fn, *static), self.compilations)
+        return partial((_compiled if self.strict else _compiled_or_eager)(fn, *static), self.compilations)
 
 
 def compilations_of(jit: Callable) -> list[Compilation]:
@@ -175,8 +182,55 @@ def _compiler_for(leaves: list[Tensor]) -> Callable[..., tuple[Callable[..., Any
 
 @lru_cache(None, typed=True)
 def _compiled(fn: Callable, *static: Any) -> Callable[..., Any]:
-    """`fn` with its static arguments, compiled as a whole for each structure and set of shapes it is called with."""
+    """Bind the static arguments of `fn` and compile it. ConfigError if that fails."""
+    return _function(_compiled, fn, static)
+
+
+@lru_cache(None, typed=True)
+def _compiled_or_eager(fn: Callable, *static: Any) -> Callable[..., Any]:
+    """Bind the static arguments of `fn` and compile it. If that fails, warn and run it eagerly from then on."""
+    return _function(_compiled_or_eager, fn, static)
+
+
+@cache
+def _warn_eager(reason: str) -> None:
+    """Warn once that functions run eagerly for this reason."""
+    warnings.warn(f"running eager, slower per step: {reason}", RuntimeWarning, stacklevel=4)
+
+
+_RUNS_EAGER = ContextVar("_RUNS_EAGER", default=False)
+"""True inside a function that could not be compiled: the functions that it calls are not compiled either."""
+
+
+def _eagerly(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Call `fn` with the functions that it calls uncompiled."""
+    token = _RUNS_EAGER.set(True)
+    try:
+        return fn(*args)
+    finally:
+        _RUNS_EAGER.reset(token)
+
+
+def _fault(name: str, error: Exception) -> str:
+    """Describe in one line why the function `name` could not be compiled."""
+    if isinstance(error, ConfigError):
+        return str(error).removeprefix("trainer.compile: ").split("\n")[0]
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
+    frames = traceback.extract_tb(error.__traceback__)
+    line = user_line(frames) if any(map(is_outside, frames)) else name
+    return f"{line} cannot be compiled: {type(error).__name__}: {text[:300]}; set trainer.compile to off"
+
+
+def _is_users(error: Exception) -> bool:
+    """Return True if the user's own code raised the error: its last line is in neither torch nor the compiler."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return isinstance(error, UserError) or is_outside(last)
+
+
+def _function(jit: Callable[..., Callable[..., Any]], fn: Callable, static: tuple) -> Callable[..., Any]:
+    """Compile `fn` as a whole for each structure and set of shapes it is called with. `jit` is for its batches."""
     bound, made, last = partial(fn, *static), {}, []
+    is_eager = False
     name = fn.__name__ if fn is not over_batch else f"{static[0].__name__} of a batch"
 
     def new(
@@ -187,16 +241,20 @@ def _compiled(fn: Callable, *static: Any) -> Callable[..., Any]:
         record.append(Compilation(text, None))
         leaves = _unshared([_apart(leaf) for leaf in leaves])
         try:
+            alike = _alike(leaves)
             run, out, captured = _compiler_for(leaves)(bound, structure, leaves)
         finally:
             record[place] = Compilation(text, time.perf_counter() - began)
         versions = [(tensor, _version(tensor)) for tensor in captured]
         strides = [leaf.stride() for leaf in leaves]
-        return _Made(run, key[0], versions, structure, strides, _alike(leaves), _flags(leaves), out)
+        return _Made(run, key[0], versions, structure, strides, alike, _flags(leaves), out)
 
     def call(record: list[Compilation], *args: Any) -> Any:
-        if in_graph():  # of which it becomes a part
+        nonlocal is_eager
+        if in_graph():  # it becomes a part of that graph
             return bound(*args)
+        if is_eager or _RUNS_EAGER.get():
+            return _eagerly(bound, args)
         leaves, structure = flatten(args)
         setting = _setting()
         known, transformed = last[0] if last else None, peek_interpreter_stack() or forward_ad._current_level >= 0
@@ -213,15 +271,32 @@ def _compiled(fn: Callable, *static: Any) -> Callable[..., Any]:
         leaves = [leaf.resolve_neg().resolve_conj() for leaf in leaves]
         differentiated = recorded(*leaves)
         if vmapped() and not differentiated:
-            return _compiled_batch(record, fn, static, structure, leaves)
+            return _compiled_batch(jit, record, fn, static, structure, leaves)
         if transformed or differentiated:
             return bound(*args)
         leaves = _evened(leaves, _flags(leaves))
         key = setting, structure, *[(leaf.shape, leaf.dtype, leaf.device) for leaf in leaves]
+        why = None
         if key not in made:
-            made[key] = new(record, key, structure, leaves, _difference([*made][-1], key) if made else "first call")
+            why = _difference([*made][-1], key) if made else "first call"
         elif not _current(made[key]):
-            made[key] = new(record, key, structure, leaves, "a captured tensor was written on")
+            why = "a captured tensor was written on"
+        if why is not None:
+            try:
+                made[key] = new(record, key, structure, leaves, why)
+            except Exception as error:
+                if jit is _compiled and _is_users(error):
+                    raise
+                fault = _fault(name, error)
+                if jit is _compiled:
+                    raise ConfigError(f"trainer.compile: on, but {fault}") from error
+            else:
+                fault = None
+            if fault is not None:
+                is_eager = True
+                out = _eagerly(bound, args)  # before the warning: an error of the function is raised without one
+                _warn_eager(fault)
+                return out
         last[:] = [known := made[key]]
         with torch.no_grad(), torch._C._DisableAutocast():
             return unflatten(known.out, known.run(*map(_dense, leaves, known.strides)))
@@ -230,13 +305,13 @@ def _compiled(fn: Callable, *static: Any) -> Callable[..., Any]:
 
 
 def _compiled_batch(
-    record: list[Compilation], fn: Callable, static: tuple, structure: Hashable, leaves: list[Tensor]
+    jit: Callable, record: list[Compilation], fn: Callable, static: tuple, structure: Hashable, leaves: list[Tensor]
 ) -> Any:
     """What `fn` gives under vmap: the whole batch is one call of one compiled function."""
     found: list[Hashable] = []
 
     def whole(batched: tuple[bool, ...], *leaves: Tensor) -> list[Tensor]:
-        out, made = flatten(_compiled(over_batch, fn, static, structure, batched)(record, *leaves))
+        out, made = flatten(jit(over_batch, fn, static, structure, batched)(record, *leaves))
         found[:] = [made]
         return out
 
@@ -277,8 +352,8 @@ def gpu_fault() -> str | None:
 def choose_form(mode: str, device: str) -> Form:
     """The form for `trainer.compile` on a device, with a new record of compilations.
 
-    "off" is eager. "on" compiles, or raises ConfigError where that is not possible. "auto" compiles where it is
-    possible and warns once where it is not.
+    "off" is eager. "on" compiles, and raises ConfigError if that fails. "auto" compiles, and warns and runs eager if
+    that fails, now or later.
     """
     form = _chosen(mode, device)
     return form if form.name == "eager" else form._replace(jit=Jit())
@@ -290,10 +365,15 @@ def _chosen(mode: str, device: str) -> Form:
         return Form("eager", "trainer.compile is off", partial, scan)
     fault = compiler_fault() if device == "cpu" else gpu_fault()
     if fault is None:
-        from ecrl.compile.scan import graph_scan
-
-        made = "" if device == "cpu" else " and captured in CUDA graphs"
-        return Form("compiled", f"rollout and update compiled by inductor for {device}{made}", Jit(), graph_scan)
+        try:
+            from ecrl.compile.scan import graph_scan
+        except (ImportError, AttributeError) as error:  # a private part of torch is gone
+            fault = f"torch {torch.__version__} is not supported: {error}"
+        else:
+            made = "" if device == "cpu" else " and captured in CUDA graphs"
+            return Form(
+                "compiled", f"rollout and update compiled by inductor for {device}{made}", Jit(mode == "on"), graph_scan
+            )
     tools = "g++" if device == "cpu" else "triton, gcc"
     needed = f"{tools} and the headers of Python (Debian: apt install g++ python3-dev)"
     needed = "torch 2.13 or newer" if device == "cpu" and _LOOPS_FAIL else needed

@@ -47,8 +47,8 @@ def traced(fn: Callable[..., Any], structure: Hashable, leaves: list[Tensor]) ->
     with torch.no_grad(), tracing(TracingContext(without_data)):
         try:
             graph = make_fx(flat, rewrites, tracing_mode="fake", _allow_non_fake_inputs=True)(*leaves)
-        except RuntimeError as error:
-            if not isinstance(error, _READS) and not str(error).startswith((".numpy()", "Cannot access data pointer")):
+        except (RuntimeError, TypeError) as error:
+            if not isinstance(error, _READS) and not str(error).startswith(_READ_MESSAGES):
                 raise
             line, operation = user_line(traceback.extract_tb(error.__traceback__)), re.split(" is | of ", str(error))[0]
             raise ConfigError(
@@ -65,6 +65,7 @@ def captured(graph: GraphModule) -> list[Tensor]:
     return [*graph.buffers(), *graph.parameters()]
 
 
+_READ_MESSAGES = ".numpy()", "Cannot access data pointer", "unsupported format string passed to FakeTensor.__format__"
 _READS = DataDependentOutputException, DynamicOutputShapeException
 
 

@@ -3,17 +3,14 @@
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
-import tensordict
-import torch
 from torch import Tensor
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from ecrl.compile.user_line import user_line
 from ecrl.errors import ConfigError
-from ecrl.kernels import scan_loop
 
 
 class _WriteCheck:
@@ -73,12 +70,3 @@ def protected(leaves: Sequence[Tensor]) -> AbstractContextManager[None]:
     context = TracingContext.try_get()
     check = getattr(context and context.fake_mode, "dispatch", None)
     return check.protected(leaves) if isinstance(check, _WriteCheck) else nullcontext()
-
-
-def user_line(frames: traceback.StackSummary) -> str:
-    """The last line of code that is neither torch's nor what brings loops into a graph."""
-    inside = {Path(str(module.__file__)).parent for module in (torch, tensordict)}
-    inside |= {Path(scan_loop.__file__), Path(__file__).parent}
-    outer = [f for f in frames if not inside & {Path(f.filename), *Path(f.filename).parents}]
-    last = (outer or frames)[-1]
-    return f"{last.filename}:{last.lineno}, in {last.name},"

@@ -1,0 +1,70 @@
+"""The folder of compiled code on disk: one for each CPU, and a temporary one if the usual one cannot be written."""
+
+import atexit
+import os
+import platform
+import shutil
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+
+import torch
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+_IDENTITY = ("vendor_id", "cpu family", "model", "model name", "flags", "Features", "CPU implementer", "CPU part")
+
+
+def cpu_identity(cpuinfo: str = "/proc/cpuinfo") -> str:
+    """Return a hash of this CPU's model and instructions: g++ writes code for them alone (-march=native)."""
+    try:
+        first = Path(cpuinfo).read_text().split("\n\n")[0]
+    except OSError:
+        first = platform.processor()
+    lines = [line for line in first.splitlines() if line.split(":")[0].strip() in _IDENTITY] or [first]
+    text = "\n".join((platform.machine(), torch.backends.cpu.get_cpu_capability(), *lines))
+    return sha256(text.encode()).hexdigest()[:12]
+
+
+def sources_hash() -> str:
+    """Return a hash of all sources of this package: each of them may change the code that inductor writes."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+@cache
+def _folder(base: str) -> str:
+    """Return a folder for this CPU in `base`, or a temporary one, with a warning, if nothing can be written there."""
+    folder = os.path.join(base, f"cpu_{cpu_identity()}")
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        temporary = tempfile.mkdtemp(prefix="ecrl_compiled_")
+        atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+        warnings.warn(
+            f"compiled code cannot be kept in {folder} ({error.strerror}), so the next process compiles again; "
+            f"set {_VARIABLE} to a folder that can be written",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return temporary
+
+
+@contextmanager
+def cache_folder() -> Iterator[None]:
+    """Let inductor read and write compiled code of this CPU only. It reads the folder from the environment."""
+    before = os.environ.get(_VARIABLE)
+    os.environ[_VARIABLE] = _folder(os.path.abspath(before or default_cache_dir()))
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(_VARIABLE, None)
+        else:
+            os.environ[_VARIABLE] = before

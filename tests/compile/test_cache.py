@@ -1,0 +1,94 @@
+"""Compiled code on disk: one folder for each CPU, a key over all sources, and a temporary folder as a last resort."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ecrl.compile.cache as cache
+
+AVX512 = "processor : 0\nmodel name : A\nflags : avx2 avx512f\n\nprocessor : 1\nmodel name : A\nflags : avx2 avx512f\n"
+
+
+def _identity(tmp_path, text):
+    file = tmp_path / "cpuinfo"
+    file.write_text(text)
+    return cache.cpu_identity(str(file))
+
+
+def test_the_identity_of_a_cpu_depends_on_its_model_and_instructions_alone(tmp_path):
+    one = _identity(tmp_path, AVX512)
+    assert one == _identity(tmp_path, AVX512.replace("processor : 1", "cpu MHz : 1234\nprocessor : 1"))
+    assert one == _identity(tmp_path, "cpu MHz : 1234\n" + AVX512)
+    others = {_identity(tmp_path, AVX512.replace(" avx512f", "")), _identity(tmp_path, AVX512.replace("A", "B"))}
+    assert one not in others and len(others) == 2
+
+
+def test_the_identity_depends_on_the_instructions_that_torch_uses(tmp_path, monkeypatch):
+    one = _identity(tmp_path, AVX512)
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "DEFAULT")
+    assert one != _identity(tmp_path, AVX512)
+
+
+def test_a_cpu_without_cpuinfo_has_an_identity(tmp_path):
+    assert len(cache.cpu_identity(str(tmp_path / "none"))) == 12
+
+
+def test_every_source_of_the_compiler_is_in_the_key(tmp_path, monkeypatch):
+    package = Path(cache.__file__).parent
+    for file in package.glob("*.py"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    monkeypatch.setattr(cache, "__file__", str(tmp_path / "cache.py"))
+    seen = {cache.sources_hash()}
+    for file in sorted(tmp_path.glob("*.py")):
+        file.write_text(file.read_text() + "# changed\n")
+        seen.add(cache.sources_hash())
+    assert len(seen) == 1 + len([*package.glob("*.py")]) > 10
+
+
+def test_two_cpus_have_two_folders_and_the_variable_comes_back(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    found = []
+    for name in ("a", "b"):
+        monkeypatch.setattr(cache, "cpu_identity", lambda name=name: name)
+        cache._folder.cache_clear()
+        with cache.cache_folder():
+            found.append(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path)
+    cache._folder.cache_clear()
+    assert found == [str(tmp_path / "cpu_a"), str(tmp_path / "cpu_b")]
+
+
+def test_a_cache_that_cannot_be_written_is_replaced_with_a_warning(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    with (
+        pytest.warns(RuntimeWarning, match="cannot be kept in .*Not a directory.*set TORCHINDUCTOR_CACHE_DIR"),
+        cache.cache_folder(),
+    ):
+        folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    assert folder.is_dir() and tmp_path not in folder.parents
+
+
+PRODUCT = """
+import os, sys, torch
+from ecrl.compile.cache import cpu_identity
+if sys.argv[1] == "blocked":
+    open(os.path.join(os.environ["TORCHINDUCTOR_CACHE_DIR"], f"cpu_{cpu_identity()}"), "w").close()
+from ecrl.compile.jit import choose_form
+a, b = torch.arange(20.0 * 17).reshape(20, 17) / 100, torch.arange(17.0 * 19).reshape(17, 19) / 100
+found = choose_form("on", "cpu").jit(torch.matmul)(a, b)
+torch.testing.assert_close(found, a @ b)
+print("equal")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cache_is", ["free", "blocked"])
+def test_products_compile_without_vector_instructions_and_without_a_cache(tmp_path, cache_is):
+    env = os.environ | {"ATEN_CPU_CAPABILITY": "default", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", PRODUCT, cache_is], capture_output=True, text=True, env=env)
+    assert done.stdout == "equal\n", done.stderr[-3000:]
+    assert ("cannot be kept in" in done.stderr) == (cache_is == "blocked")

@@ -1,0 +1,120 @@
+"""A function that cannot be compiled: "auto" runs it eagerly with one warning, "on" raises one line."""
+
+import warnings
+
+import pytest
+import torch
+from support.small_runs import same, small
+
+from ecrl.compile import jit as jit_module
+from ecrl.compile.jit import _compiled, _compiled_or_eager, _warn_eager, choose_form
+from ecrl.errors import ConfigError
+from ecrl.loop.iteration import init_state, make_iteration
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    """Forget compiled functions and warnings before and after a test."""
+    caches = _compiled, _compiled_or_eager, _warn_eager
+    for one in caches:
+        one.cache_clear()
+    yield
+    for one in caches:
+        one.cache_clear()
+
+
+def breaks(error):
+    """A compiler that always raises `error`, from a line of torch."""
+    names = {"error": error}
+    exec(compile("def compiler_for(leaves): raise error", torch.__file__, "exec"), names)
+    return names["compiler_for"]
+
+
+def doubled(x):
+    return 2.0 * x
+
+
+FAULTS = [
+    ImportError("cannot import name 'TensorGuards'"),
+    AttributeError("module 'torch._inductor' has no attribute 'x'"),
+    RuntimeError("C++ compile error\n\nCommand: g++ a.cpp"),
+    OSError(30, "Read-only file system"),
+]
+
+
+@pytest.mark.parametrize("error", FAULTS, ids=lambda error: type(error).__name__)
+def test_auto_runs_eager_with_one_warning_after_any_failure(monkeypatch, error):
+    monkeypatch.setattr(jit_module, "_compiler_for", breaks(error))
+    jitted = choose_form("auto", "cpu").jit(doubled)
+    with pytest.warns(RuntimeWarning, match=rf"^running eager.*{type(error).__name__}.*set trainer.compile") as caught:
+        assert jitted(torch.ones(2)).tolist() == [2.0, 2.0]
+        assert jitted(torch.ones(3)).tolist() == [2.0, 2.0, 2.0]
+    assert len(caught) == 1 and "\n" not in str(caught[0].message)
+
+
+@pytest.mark.parametrize("error", FAULTS, ids=lambda error: type(error).__name__)
+def test_on_raises_one_line_after_any_failure(monkeypatch, error):
+    monkeypatch.setattr(jit_module, "_compiler_for", breaks(error))
+    told = rf"^trainer.compile: on, but .*{type(error).__name__}: .*set trainer.compile to off$"
+    with pytest.raises(ConfigError, match=told) as seen:
+        choose_form("on", "cpu").jit(doubled)(torch.ones(2))
+    assert "\n" not in str(seen.value)
+
+
+def total(x):
+    return x * float(f"{x.sum():.2f}")
+
+
+def test_auto_runs_eager_if_the_function_reads_values():
+    jitted = choose_form("auto", "cpu").jit(total)
+    with pytest.warns(RuntimeWarning, match=r"running eager.*test_failures.py:\d+, in total, reads values of a tensor"):
+        assert jitted(torch.ones(2)).tolist() == [2.0, 2.0]
+
+
+def broken(x):
+    raise KeyError("velocity")
+
+
+@pytest.mark.parametrize("mode", ["auto", "on"])
+def test_an_error_of_the_users_code_keeps_its_type(mode):
+    with warnings.catch_warnings(), pytest.raises(KeyError, match="velocity"):
+        warnings.simplefilter("error")
+        choose_form(mode, "cpu").jit(broken)(torch.ones(2))
+
+
+def outer(jit, x):
+    return jit(doubled)(x) + 1.0
+
+
+def test_functions_inside_a_function_that_failed_run_eager_too(monkeypatch):
+    calls = []
+
+    def compiler_for(leaves):
+        calls.append(1)
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(jit_module, "_compiler_for", compiler_for)
+    form = choose_form("auto", "cpu")
+    with pytest.warns(RuntimeWarning, match="running eager"):
+        assert form.jit(outer, form.jit)(torch.ones(2)).tolist() == [3.0, 3.0]
+    assert calls == [1]
+
+
+def test_a_vmapped_function_that_fails_runs_eager(monkeypatch):
+    monkeypatch.setattr(jit_module, "_compiler_for", breaks(RuntimeError("no")))
+    jitted = choose_form("auto", "cpu").jit(doubled)
+    with pytest.warns(RuntimeWarning, match="running eager"):
+        assert torch.vmap(jitted)(torch.ones(2, 3)).tolist() == [[2.0] * 3] * 2
+
+
+def test_a_run_whose_compilation_fails_equals_an_eager_run(monkeypatch):
+    monkeypatch.setattr(jit_module, "_compiler_for", breaks(ImportError("cannot import name 'scan_op'")))
+    monkeypatch.setattr("ecrl.loop.build._COMPILING_S", 0.0)
+    ends = []
+    for mode in ("auto", "off"):
+        cfg = small(**{"trainer.compile": mode})
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            ends.append(make_iteration(cfg)(init_state(cfg))[0])
+        assert sum("running eager" in str(w.message) for w in caught) == (mode == "auto")
+    assert same(*ends)
