@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ecrl import rng
 from ecrl.config.model import ConfigModel, Count, Positive
-from ecrl.envs.core import NEVER, Env, state_of, time_limit
+from ecrl.envs.core import NEVER, Env, constant_fields, state_of, time_limit
 from ecrl.registry import register_env
 from ecrl.spaces import Box, Discrete
 
@@ -29,13 +29,17 @@ class CartPoleConfig(ConfigModel):
     max_episode_steps: Count = Field(500, description="time limit, steps")
 
 
-def _accelerations(cfg: CartPoleConfig, theta: Tensor, theta_dot: Tensor, force: Tensor) -> tuple[Tensor, Tensor]:
+_CONSTANTS = ("gravity", "cart_mass", "pole_mass", "half_length", "force")
+
+
+def _accelerations(state: TensorDict, theta: Tensor, theta_dot: Tensor, force: Tensor) -> tuple[Tensor, Tensor]:
     """Return `x_acc`, m/s^2, and `theta_acc`, rad/s^2; see `cartpole`."""
+    gravity, cart_mass, pole_mass, half_length = (state[name] for name in _CONSTANTS[:4])
     sin_theta, cos_theta = torch.sin(theta), torch.cos(theta)
-    total_mass, pole_mass_length = cfg.cart_mass + cfg.pole_mass, cfg.pole_mass * cfg.half_length
+    total_mass, pole_mass_length = cart_mass + pole_mass, pole_mass * half_length
     temp = (force + pole_mass_length * theta_dot.square() * sin_theta) / total_mass
-    theta_acc = (cfg.gravity * sin_theta - cos_theta * temp) / (
-        cfg.half_length * (4.0 / 3.0 - cfg.pole_mass * cos_theta.square() / total_mass)
+    theta_acc = (gravity * sin_theta - cos_theta * temp) / (
+        half_length * (4.0 / 3.0 - pole_mass * cos_theta.square() / total_mass)
     )
     x_acc = temp - pole_mass_length * theta_acc * cos_theta / total_mass
     return x_acc, theta_acc
@@ -58,19 +62,23 @@ def cartpole(cfg: CartPoleConfig) -> Env:
     for an upright pole. The action `[*B]` is 0 or 1. The reward is 1 per step. The episode ends if |next_x| exceeds
     max_position or |next_theta| exceeds max_angle.
 
+    The state has gravity, cart_mass, pole_mass, half_length and force, each `[*B]`. Events such as `randomize_field`
+    can change them.
+
     Source: Barto, Sutton and Anderson 1983, "Neuronlike adaptive elements that can solve difficult learning control
         problems"; equations of motion without friction from Florian 2007, "Correct equations for the dynamics of the
         cart-pole system".
     """
 
     def reset(keys: Tensor) -> TensorDict:
-        return state_of((2.0 * rng.uniform(keys, (4,)) - 1.0) * cfg.start, keys.shape)
+        obs = (2.0 * rng.uniform(keys, (4,)) - 1.0) * cfg.start
+        return state_of(obs, keys.shape, **constant_fields(cfg, _CONSTANTS, obs[..., 0]))
 
     def step(state: TensorDict, action: Tensor, noise: object) -> TensorDict:
         obs = state["obs"]
         x, x_dot, theta, theta_dot = obs.unbind(-1)
-        force = torch.where(action == 1, cfg.force, -cfg.force).to(obs.dtype)
-        x_acc, theta_acc = _accelerations(cfg, theta, theta_dot, force)
+        force = torch.where(action == 1, state["force"], -state["force"])
+        x_acc, theta_acc = _accelerations(state, theta, theta_dot, force)
         next_x, next_x_dot = x + cfg.dt * x_dot, x_dot + cfg.dt * x_acc
         next_theta, next_theta_dot = theta + cfg.dt * theta_dot, theta_dot + cfg.dt * theta_acc
         terminated = (next_x.abs() > cfg.max_position) | (next_theta.abs() > cfg.max_angle)

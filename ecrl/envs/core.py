@@ -97,6 +97,17 @@ def state_of(obs: Tensor, batch: torch.Size, **fields: Tensor) -> TensorDict:
     return TensorDict(fields | {"obs": obs, "reward": reward, "terminated": false, "truncated": false.clone()}, batch)
 
 
+def constant_fields(cfg: Any, names: tuple[str, ...], like: Tensor) -> dict[str, Tensor]:
+    """Return settings of a config as fields of a state, one number per environment, so that events can change them.
+
+    Args:
+        cfg: the config that has the settings.
+        names: their names, also the names of the fields.
+        like: a float tensor `[*B]`; the fields get its shape, dtype and device.
+    """
+    return {name: torch.full_like(like, getattr(cfg, name)) for name in names}
+
+
 @cache
 def time_limit(env: Env, max_episode_steps: int) -> Env:
     """Truncate an episode at its `max_episode_steps`-th step.

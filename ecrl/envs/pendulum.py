@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ecrl import rng
 from ecrl.config.model import ConfigModel, Count, Positive
-from ecrl.envs.core import NEVER, Env, state_of, time_limit
+from ecrl.envs.core import NEVER, Env, constant_fields, state_of, time_limit
 from ecrl.registry import register_env
 from ecrl.spaces import Box, box
 
@@ -24,6 +24,9 @@ class PendulumConfig(ConfigModel):
     max_speed: Positive = Field(8.0, description="the angular velocity is clipped to +- this, rad/s")
     max_torque: Positive = Field(2.0, description="the torque is clipped to +- this, N m")
     max_episode_steps: Count = Field(200, description="time limit, steps")
+
+
+_CONSTANTS = ("gravity", "mass", "length")
 
 
 def _observe(theta: Tensor, theta_dot: Tensor) -> Tensor:
@@ -45,6 +48,7 @@ def pendulum(cfg: PendulumConfig) -> Env:
     This is semi-implicit Euler. The observation `[*B, 3]` is cos(theta), sin(theta) and theta_dot, rad/s; theta, rad,
     is 0 for an upright rod. The action `[*B, 1]` is the torque, N m. An episode starts with theta uniform in [-pi, pi)
     and theta_dot uniform in [-1, 1), and ends at the time limit. The state has theta as `angle`, theta_dot as `speed`.
+    It also has gravity, mass and length, each `[*B]`; events such as `randomize_field` can change them.
 
     Source: Gymnasium's `Pendulum-v1`.
     """
@@ -52,13 +56,15 @@ def pendulum(cfg: PendulumConfig) -> Env:
     def reset(keys: Tensor) -> TensorDict:
         unit_theta, theta_dot = (2.0 * rng.uniform(keys, (2,)) - 1.0).unbind(-1)
         theta = pi * unit_theta
-        return state_of(_observe(theta, theta_dot), keys.shape, angle=theta, speed=theta_dot)
+        constants = constant_fields(cfg, _CONSTANTS, theta)
+        return state_of(_observe(theta, theta_dot), keys.shape, angle=theta, speed=theta_dot, **constants)
 
     def step(state: TensorDict, action: Tensor, noise: object) -> TensorDict:
         theta, theta_dot = state["angle"], state["speed"]
+        gravity, mass, length = (state[name] for name in _CONSTANTS)
         torque = action[..., 0].clamp(-cfg.max_torque, cfg.max_torque)
         wrapped_theta = torch.remainder(theta + pi, 2.0 * pi) - pi
-        theta_acc = 1.5 * cfg.gravity / cfg.length * torch.sin(theta) + 3.0 / (cfg.mass * cfg.length**2) * torque
+        theta_acc = 1.5 * gravity / length * torch.sin(theta) + 3.0 / (mass * length.square()) * torque
         next_theta_dot = (theta_dot + cfg.dt * theta_acc).clamp(-cfg.max_speed, cfg.max_speed)
         next_theta = theta + cfg.dt * next_theta_dot
         terminated = torch.zeros_like(state["terminated"])

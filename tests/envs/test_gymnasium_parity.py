@@ -9,7 +9,8 @@ import torch
 from conftest import close
 
 from ecrl import rng
-from ecrl.envs import make_env, state_of
+from ecrl.config import EventConfig
+from ecrl.envs import auto_reset, make_env, state_of, with_events
 from ecrl.spaces import from_gymnasium, to_gymnasium
 
 pytestmark = pytest.mark.ref
@@ -21,14 +22,22 @@ def _tol(variant):
     return 1e-12 if variant.name == "double" else 1e-5
 
 
-def _cartpole_state(x, elapsed):
-    return state_of(x, x.shape[:1], elapsed=elapsed)
+CARTPOLE = {"gravity": 9.8, "cart_mass": 1.0, "pole_mass": 0.1, "half_length": 0.5, "force": 10.0}
+PENDULUM = {"gravity": 10.0, "mass": 1.0, "length": 1.0}
 
 
-def _pendulum_state(x, elapsed):
+def _columns(x, constants):
+    return {name: torch.full_like(x[:, 0], value) for name, value in constants.items()}
+
+
+def _cartpole_state(x, elapsed, **constants):
+    return state_of(x, x.shape[:1], elapsed=elapsed, **_columns(x, CARTPOLE | constants))
+
+
+def _pendulum_state(x, elapsed, **constants):
     angle, speed = x.unbind(-1)
     obs = torch.stack((angle.cos(), angle.sin(), speed), -1)
-    return state_of(obs, x.shape[:1], angle=angle, speed=speed, elapsed=elapsed)
+    return state_of(obs, x.shape[:1], angle=angle, speed=speed, elapsed=elapsed, **_columns(x, PENDULUM | constants))
 
 
 STATE = {"cartpole": _cartpole_state, "pendulum": _pendulum_state}
@@ -81,7 +90,8 @@ def test_random_states_and_actions(variant, name):
         actions = actions[: len(states)]
     elapsed = torch.arange(len(states)) % limit
     expected = _gym_steps(name, states, actions)
-    state, flags = STATE[name](states, elapsed), torch.ones(len(states)).bool()
+    exact = states.double() if variant.name == "double" else states  # 9.8 is another number in float32
+    state, flags = STATE[name](exact, elapsed), torch.ones(len(states)).bool()
     state.update({"terminated": flags, "truncated": flags.clone()})  # whatever a state's flags, a step sets its own
     after = variant(make_env(name).step)(state, actions, torch.arange(len(states)))
     _compare(after, expected, _tol(variant))
@@ -147,12 +157,83 @@ def test_starts_are_uniform(variant, name, high):
 def test_settings_reach_the_dynamics():
     # Upright and at rest: acceleration = 3 torque / (m l^2), so the speed after dt is dt * 3 * 0.5 / (2 * 9) = dt / 12.
     env = make_env({"name": "pendulum", "cfg": {"mass": 2.0, "length": 3.0, "dt": 0.12, "max_torque": 0.5}})
-    after = env.step(_pendulum_state(torch.zeros(1, 2), torch.zeros(1)), torch.tensor([[9.0]]), None)
+    start = env.reset(torch.arange(1)).update({"angle": torch.zeros(1), "speed": torch.zeros(1)})
+    after = env.step(start, torch.tensor([[9.0]]), None)
     close(after["speed"], [0.01])
     close(after["reward"], [-0.001 * 0.25])
     # A still pole on a still cart: push = F / M = 1 / 2, turn = -push / (l (4/3 - m / M)) = -0.5 / (5/3) = -0.3,
     # acceleration = push - m l turn / M = 0.5 + 0.3 = 0.8.
     cfg = {"cart_mass": 1.0, "pole_mass": 1.0, "half_length": 2.0, "force": 1.0, "dt": 0.1}
     env = make_env({"name": "cartpole", "cfg": cfg})
-    after = env.step(_cartpole_state(torch.zeros(1, 4), torch.zeros(1)), torch.tensor([1]), None)
+    after = env.step(env.reset(torch.arange(1)).set("obs", torch.zeros(1, 4)), torch.tensor([1]), None)
     close(after["obs"], [[0.0, 0.08, 0.0, -0.03]])
+
+
+def _cartpole_with(state, action, *, gravity=9.8, half_length=0.5, pole_mass=0.1):
+    """A step of Gymnasium's own CartPole with other constants."""
+    env = gymnasium.make("CartPole-v1").unwrapped
+    env.reset(seed=0)
+    env.gravity, env.length, env.masspole = gravity, half_length, pole_mass
+    env.total_mass, env.polemass_length = env.masscart + env.masspole, env.masspole * env.length
+    env.state = tuple(state)
+    env.step(action)
+    return np.array(env.state)
+
+
+def test_a_step_of_cartpole_vmapped_over_gravity_and_length():
+    states, actions = _random("cartpole", 6, seed=4)
+    gravity, half_length = torch.tensor([1.6, 3.7, 9.8, 24.8]).double(), torch.tensor([0.25, 0.5, 1.0, 2.0]).double()
+    start = _cartpole_state(states.double(), torch.zeros(6, dtype=torch.int64))
+
+    def next_obs(gravity, half_length):
+        ones = torch.ones(6, dtype=torch.float64)
+        state = start.copy().update({"gravity": gravity * ones, "half_length": half_length * ones})
+        return make_env("cartpole").step(state, actions, None)["obs"]
+
+    expected = [
+        [
+            _cartpole_with(x.double().numpy(), int(a), gravity=float(g), half_length=float(h))
+            for x, a in zip(states, actions, strict=True)
+        ]
+        for g, h in zip(gravity, half_length, strict=True)
+    ]
+    actual = torch.func.vmap(next_obs)(gravity, half_length)
+    close(actual, np.array(expected), 1e-12)
+    assert (actual[0] - actual[3]).abs().amax() > 1e-3
+
+
+def test_a_step_of_pendulum_vmapped_over_its_constants():
+    # Gymnasium's equation: acceleration 3 g / (2 l) sin(angle) + 3 / (m l^2) torque, over 0.05 s.
+    states, actions = _random("pendulum", 6, seed=4)
+    start = _pendulum_state(states.double(), torch.zeros(6, dtype=torch.int64))
+    constants = {"gravity": [1.6, 9.8], "mass": [0.5, 2.0], "length": [0.7, 1.5]}
+
+    def next_speed(gravity, mass, length):
+        ones = torch.ones(6, dtype=torch.float64)
+        state = start.copy().update({"gravity": gravity * ones, "mass": mass * ones, "length": length * ones})
+        return make_env("pendulum").step(state, actions.double(), None)["speed"]
+
+    angle, speed, torque = states.double().numpy().T[0], states.double().numpy().T[1], actions.double().numpy()[:, 0]
+    torque = np.clip(torque, -2.0, 2.0)
+    expected = [
+        np.clip(speed + 0.05 * (3 * g / (2 * r) * np.sin(angle) + 3 / (m * r**2) * torque), -8.0, 8.0)
+        for g, m, r in zip(*constants.values(), strict=True)
+    ]
+    actual = torch.func.vmap(next_speed)(*(torch.tensor(column, dtype=torch.float64) for column in constants.values()))
+    close(actual, np.array(expected), 1e-12)
+
+
+def test_randomize_field_draws_the_constants_of_cartpole():
+    params = {"field": "gravity", "low": 5.0, "high": 15.0}
+    event = EventConfig.model_validate({"func": "randomize_field", "mode": "startup", "params": params})
+    env = with_events(auto_reset(make_env({"name": "cartpole", "cfg": {"max_episode_steps": 2}})), {"world": event})
+    keys = rng.split(rng.key(7), 6)
+    state = env.reset(keys)
+    gravity = state["gravity"]
+    assert gravity.unique().numel() == 6 and gravity.min() >= 5.0 and gravity.max() < 15.0
+    tilted = torch.tensor([0.1, 0.2, 0.1, -0.3])
+    after = env.step(state.copy().set("obs", tilted.expand(6, 4).clone()), torch.ones(6).long(), env.draw(keys))
+    expected = [_cartpole_with(tilted.double().numpy(), 1, gravity=float(g)) for g in gravity]
+    close(after["obs"], np.array(expected), 1e-6)
+    ended = env.step(after, torch.ones(6).long(), env.draw(keys + 1))
+    assert ended["truncated"].all() and torch.equal(ended["gravity"], gravity)  # the next episode keeps its world
