@@ -114,7 +114,7 @@ def test_ranks_that_stop_do_not_evaluate_before_that(monkeypatch):
     kinds = []
     for stopping in (False, True):
         monkeypatch.setattr(ranks, "agreed", lambda mine, stopping=stopping: stopping)
-        monkeypatch.setattr(ranks, "_of_others", lambda state: {})
+        monkeypatch.setattr(ranks, "_of_others", lambda state, kinds: {})
         records = with_others(islice(train_iter(init_state(cfg), cfg), 4), cfg)
         kinds.append([record["log_type"] for record in with_evaluation(records, cfg)])
     assert kinds == [2 * ["collect", "train", "evaluate"], ["collect", "train"]]

@@ -1,9 +1,9 @@
-"""Signals that end a run in order: SIGINT and SIGTERM let it finish its iteration, save, and close what it opened.
+"""Signals that end a run in order: after SIGINT or SIGTERM it finishes its iteration, saves, and closes its files.
 
-The first signal asks. An iteration, or an evaluation, that takes longer than `GRACE` after it is given up, which loses
-nothing: the state before it is saved, and repeats it bit for bit when the run is resumed (`ecrl.run.owed`). What is not
-in such a part, as a save, is let end, and so is the iteration of several ranks, which could not be given up by all at
-once. The second signal gives up anything at once, and the third ends the process where it stands.
+The first signal asks the run to end. If an iteration or an evaluation takes longer than `GRACE` after it, it is
+abandoned. That loses nothing: the state before it is saved, and a resumed run repeats it bit for bit (`ecrl.run.owed`).
+Other parts, such as a save, always finish. So does an iteration of several ranks, because they could not all abandon it
+at once. The second signal abandons any part, and the third ends the process at once.
 """
 
 import signal
@@ -11,15 +11,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 GRACE = 3.0
-"""Seconds that an iteration may still take after it was asked to be the last; as many again, should that be ignored."""
+"""Seconds that the last iteration may still take; if it ignores the alarm, the alarm repeats after as many."""
 
 _asked: list[int] = []
-_in_loop: list[bool] = []  # whether its process is alone
+_in_loop: list[bool] = []  # True for a loop of a single rank
 _in_part: list[bool] = []
 
 
 class Stopped(KeyboardInterrupt):
-    """What a signal raises. Where a KeyboardInterrupt itself ends an import, Python may exit as if nobody caught it."""
+    """Raised by a signal. If a plain KeyboardInterrupt ends an import, Python may exit though it is caught."""
 
 
 def asked() -> int | None:
@@ -45,7 +45,7 @@ def _late(number: int, frame: object) -> None:
 
 
 def listen() -> None:
-    """From now on SIGINT and SIGTERM end a run in order; outside of one they are a KeyboardInterrupt."""
+    """Let SIGINT and SIGTERM end a run in order from now on. Outside of a run they raise a KeyboardInterrupt."""
     _asked.clear()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop)
@@ -54,7 +54,7 @@ def listen() -> None:
 
 @contextmanager
 def in_loop(alone: bool = True) -> Iterator[None]:
-    """Around a loop that looks at `asked` after every iteration; only where it is `alone` may that be given up."""
+    """Enclose a loop that checks `asked` after every iteration. Only a rank that is `alone` may abandon one."""
     _in_loop.append(alone)
     try:
         yield
@@ -66,7 +66,7 @@ def in_loop(alone: bool = True) -> Iterator[None]:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Around a part of a loop that may be given up, because the loop can repeat it from what it has."""
+    """Enclose a part of a loop that may be abandoned, because a resumed run can repeat it."""
     _in_part.append(True)
     try:
         yield
