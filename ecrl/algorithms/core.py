@@ -58,7 +58,7 @@ class Static(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What does not change during a run.
+    """The parts of a run that do not change.
 
     Attributes:
         env: environment with auto-reset and events.

@@ -20,7 +20,7 @@ from ecrl.algorithms.state_kinds import Kind
 from ecrl.config.model import Count, Fraction, NonNegative, Positive
 from ecrl.envs import restart
 from ecrl.errors import ConfigError
-from ecrl.kernels import first_episode_mask, grpo_advantages, grpo_loss, restarted, transitions
+from ecrl.kernels import first_episode_mask, grpo_advantages, grpo_loss, restarted
 from ecrl.kernels.scan_loop import in_chunks
 from ecrl.policies import acting_params
 from ecrl.pytree import replaced
@@ -91,7 +91,7 @@ def _restart(run: Run, key: Tensor, step: Tensor, env_state: TensorDict) -> Tens
 
 
 def collect_groups(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
-    """Collect a rollout in which the members of a group share their start and their noise."""
+    """Collect a rollout. The members of a group share their start and their noise."""
     choices = run.algorithm.choices
     if choices.reset_every_rollout:
         start = run.jit(_restart, run) if run.env.is_pure else partial(_restart, run)
@@ -113,13 +113,14 @@ def advantages(run: Run, state: TensorDict, rollout: TensorDict) -> TensorDict:
     """The steps of a rollout as `[N * T]` rows with advantages and the log-probabilities of the reference."""
     hyper, group_size = cast(TensorDict, state["hyper"]), run.algorithm.group_size
     advantage, mask = grpo_advantages(rollout, gamma=hyper["gamma"], group_size=group_size, eps=hyper["eps"])
-    rows = transitions(rollout).select("obs", "action", "sample_log_prob", "done")
+    steps = cast(TensorDict, rollout[:, :-1])  # the last row is padding
+    rows = steps.select("obs", "action", "sample_log_prob", "done")
     rows = rows.update({"advantage": advantage, "mask": mask}).reshape(-1)
     if not run.algorithm.choices.has_reference:
         return rows
-    steps = in_chunks(rows.select("obs", "action", "done"))
-    _, chunks = run.scan(partial(_reference_log_prob, run), None, steps, state["ref_params"])
-    return rows.set("ref_log_prob", chunks.flatten(0, 1)[: len(rows)])
+    chunks = in_chunks(rows.select("obs", "action", "done"))
+    _, log_prob = run.scan(partial(_reference_log_prob, run), None, chunks, state["ref_params"])
+    return rows.set("ref_log_prob", log_prob.flatten(0, 1)[: len(rows)])
 
 
 def loss(run: Run, params: TensorDict, batch: TensorDict, mask: Tensor, hyper: TensorDict) -> tuple[Tensor, Logs]:

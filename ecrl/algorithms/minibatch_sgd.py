@@ -254,9 +254,10 @@ def minibatch_sgd(
     sizes, layout = sizes_of(sgd, len(rows)), layout_of(params, sgd.groups)
     of = _Objective(run, loss, whole, distance, limit, layout)
     rates = learning_rates(state, sgd.groups, run.static.iterations)
-    never = torch.zeros((), dtype=torch.bool, device=state["key"].device)
+    key = cast(Tensor, state["key"])
+    never = torch.zeros((), dtype=torch.bool, device=key.device)
     start = pack(params, layout), pack_opt(opt, layout), rates, never
-    chunks = chunking(max(sizes), cast(Tensor, state["key"]).device)
+    chunks = chunking(max(sizes), key.device)
     chosen = tuple(x.unflatten(1, chunks) for x in shuffled(pass_keys(state, sgd.n_epochs), sizes))
     constants = norm.select("obs", strict=False), rows, hyper
     (packed, opts, rates, _), (counts, skipped, logs) = run.scan(partial(_gradient_step, of), start, chosen, *constants)

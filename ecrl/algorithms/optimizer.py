@@ -81,7 +81,7 @@ def number(tree: TensorDict, group: Group, name: str) -> Any:
 
 
 class GroupLayout(NamedTuple):
-    """Where the parameters of a group are.
+    """Places of the parameters of a group.
 
     Attributes:
         group: the group.
@@ -114,21 +114,21 @@ def layout_of(params: TensorDict, groups: tuple[Group, ...]) -> Layout:
     owners: list[list[str]] = [[] for _ in leaves]
     for group in groups:
         for path in group.paths or ():
-            found = [i for i, leaf in enumerate(paths(structure)) if leaf[: len(path)] == path]
-            if not found:
+            inside = [i for i, leaf in enumerate(paths(structure)) if leaf[: len(path)] == path]
+            if not inside:
                 have = ", ".join(sorted(map(str, params.keys())))
                 raise ConfigError(
                     f"optimiser group {group.name}: the policy has no parameters {'/'.join(path)!r}, only {have}"
                 )
-            for i in found:
+            for i in inside:
                 owners[i].append(group.name)
     rest = next((group.name for group in groups if group.paths is None), None)
     for path, names in zip(paths(structure), owners, strict=True):
         if not names and rest is not None:
             names.append(rest)
         if len(names) != 1:
-            told = f"is in the groups {' and '.join(names)}" if names else "is in no group"
-            raise ConfigError(f"optimiser groups: the parameter {'/'.join(path)} {told}; put it in exactly one")
+            fault = f"is in the groups {' and '.join(names)}" if names else "is in no group"
+            raise ConfigError(f"optimiser groups: the parameter {'/'.join(path)} {fault}; put it in exactly one")
     return Layout(structure, tuple(_group_layout(group, leaves, structure, owners) for group in groups))
 
 
@@ -286,7 +286,7 @@ def rate_logs(rates: dict[str, Tensor], groups: tuple[Group, ...], state: Tensor
     logs = {}
     for group in groups:
         own = f"{group.prefix}learning_rate"
-        has_own = own in cast(TensorDict, state["hyper"]).keys() or own in state.keys()  # noqa: SIM118
+        has_own = own in state or own in cast(TensorDict, state["hyper"])
         logs.setdefault(own if has_own else "learning_rate", rates[group.name])
     return logs
 

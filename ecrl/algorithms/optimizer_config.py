@@ -53,7 +53,7 @@ class SchedulerKwargs(ConfigModel):
 
 
 class _Named(ConfigModel):
-    """A choice by name with `kwargs` of which it uses some; only those may be given, and only those are written."""
+    """A choice by name with `kwargs`. Keyword arguments that the choice does not use are refused and not written."""
 
     name: str
     kwargs: Any
@@ -91,7 +91,7 @@ class SchedulerConfig(_Named):
 
 
 class LearningConfig(ConfigModel):
-    """How an algorithm moves its parameters; the numbers live in the state and may change during a run."""
+    """Optimiser, learning rate and clipping. Numbers live in the state and may change during a run."""
 
     learning_rate: Positive | None = Field(
         default=None, description="step size of Adam, 3e-4; or give an optimizer block"

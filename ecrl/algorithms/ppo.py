@@ -28,7 +28,7 @@ from ecrl.algorithms.state_kinds import Kind
 from ecrl.config.model import Fraction, NonNegative, Positive
 from ecrl.distributed import all_sum
 from ecrl.errors import ConfigError
-from ecrl.kernels import compute_gae, ppo_loss, ppo_loss_clipped_value, standardize, transitions
+from ecrl.kernels import compute_gae, ppo_loss, ppo_loss_clipped_value, standardize
 from ecrl.registry import register_algorithm
 from ecrl.types import Logs
 
@@ -87,7 +87,7 @@ def check_critic(params: TensorDict, cfg: PPOConfig) -> None:
 def advantages(run: Run, hyper: TensorDict, rollout: TensorDict) -> TensorDict:
     """The steps of a rollout as `[N * T]` rows with advantages and value targets."""
     advantage, value_target = compute_gae(rollout, hyper["gamma"], hyper["gae_lambda"])
-    steps = transitions(rollout)
+    steps = cast(TensorDict, rollout[:, :-1])  # the last row is padding
     mask = steps["mask"] if "mask" in steps else torch.ones_like(steps["done"])
     if run.algorithm.choices.normalize_advantage == "rollout":
         advantage = standardize(advantage, mask, eps=_ADVANTAGE_EPS, total=all_sum)

@@ -77,7 +77,7 @@ def environment_fields(state: TensorDict, kinds: Kinds) -> list[str]:
 
 
 def split(state: TensorDict, kinds: Kinds) -> tuple[TensorDict, TensorDict]:
-    """The leaves that an iteration computes anew, and the ones that it borrows (buffer and frozen).
+    """The leaves that an iteration replaces, and the leaves that it borrows (buffer and frozen).
 
     >>> state = TensorDict({"params": {"w": 1.0}, "replay": {"obs": 2.0}}, [])
     >>> own, borrowed = split(state, {"params": Kind.LEARNED, "replay": Kind.BUFFER})

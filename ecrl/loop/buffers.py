@@ -103,8 +103,8 @@ def committed(borrowed: TensorDict, writes: TensorDict, skipped: Tensor) -> Tens
         for key, rows in write["rows"].items(True, True):
             old = borrowed[name][key]
             shape = (1,) * (rows.ndim - skipped.ndim)
-            kept = torch.where(skipped.reshape(*skipped.shape, *shape), old[index], rows)
-            field[key] = old.index_copy(0, index, kept)
+            new_rows = torch.where(skipped.reshape(*skipped.shape, *shape), old[index], rows)
+            field[key] = old.index_copy(0, index, new_rows)
         field["written"] = field["written"] + torch.where(skipped, 0, len(index))
         after[name] = field
     return after

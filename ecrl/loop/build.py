@@ -98,7 +98,7 @@ def build(cfg: Config, events: Literal["train", "eval"] = "train") -> Run:
 
     Args:
         cfg: config of the run.
-        events: which of `trainer.events` happen. Cameras are no events of the environment: `ecrl.run.recording` reads
+        events: which of `trainer.events` happen. Cameras are no events of the environment: `ecrl.run.video_writer` reads
             its state.
 
     >>> from ecrl import load_config

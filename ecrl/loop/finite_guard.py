@@ -63,8 +63,8 @@ def flags(batch: TensorDict, logs: Logs, params: TensorDict) -> Tensor:
 def undo_update(nonfinite: Tensor, start: TensorDict, state: TensorDict, kinds: Kinds) -> TensorDict:
     """The state after an iteration, without its update if any of the flags `nonfinite` `[6]` is set.
 
-    Fields of kind environment have moved on. All others are then those before the iteration, so schedules wait; so are
-    the running returns inside `norm`. If a reward is not finite, the iteration is left out of episode returns too.
+    Fields of kind environment keep their new values. All other fields, with the running returns inside `norm`, keep
+    their old ones, so schedules wait. If a reward is not finite, the iteration is left out of episode returns too.
 
     Args:
         nonfinite: flags of any rank.
@@ -74,7 +74,7 @@ def undo_update(nonfinite: Tensor, start: TensorDict, state: TensorDict, kinds: 
     """
     skipped, no_reward = nonfinite.any(), nonfinite[KINDS.index("reward")]
     collected = replaced(start, {name: state[name] for name in environment_fields(start, kinds)})
-    kept = mapped(lambda old, new: old if old is new else torch.where(skipped, old, new), collected, state)
+    after = mapped(lambda old, new: old if old is new else torch.where(skipped, old, new), collected, state)
     before = restarted(cast(TensorDict, start["episode"]))
-    episode = mapped(lambda old, new: torch.where(no_reward, old, new), before, kept["episode"])
-    return replaced(kept, {"episode": episode})
+    episode = mapped(lambda old, new: torch.where(no_reward, old, new), before, after["episode"])
+    return replaced(after, {"episode": episode})

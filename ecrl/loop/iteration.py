@@ -128,19 +128,19 @@ def check_state(run: Run, state: TensorDict, cfg: Config) -> None:
     The numbers of the algorithm are read from `state["hyper"]`, so that they can change during a run.
     """
     check_current(state, kinds_of(run))
-    made = expected_state(run, cfg, state)
-    if state["key"].device != made["key"].device:  # the state's has a number, the config's may have none
+    new = expected_state(run, cfg, state)
+    if state["key"].device != new["key"].device:  # the state's has a number, the config's may have none
         raise ConfigError(f"state: is on {state['key'].device}, the config says {device_of(cfg)}; use state.to(...)")
-    expected, given = (dict(td.flatten_keys("/").items()) for td in (made, state))
-    for name in sorted(expected.keys() | given.keys()):
-        shapes = [list(td[name].shape) if name in td else "absent" for td in (given, expected)]
+    expected, actual = (dict(td.flatten_keys("/").items()) for td in (new, state))
+    for name in sorted(expected.keys() | actual.keys()):
+        shapes = [list(td[name].shape) if name in td else "absent" for td in (actual, expected)]
         if shapes[0] != shapes[1]:
             raise ConfigError(
                 f"state: {name} is {shapes[0]}, the config makes it {shapes[1]}; use the config of its run"
             )
-    numbers = [name for name in expected if name.startswith("hyper/") and not torch.equal(given[name], expected[name])]
+    numbers = [name for name in expected if name.startswith("hyper/") and not torch.equal(actual[name], expected[name])]
     if numbers:
-        both = ", ".join(f"{n.removeprefix('hyper/')} {given[n]:.6g} (config {expected[n]:.6g})" for n in numbers)
+        both = ", ".join(f"{n.removeprefix('hyper/')} {actual[n]:.6g} (config {expected[n]:.6g})" for n in numbers)
         warnings.warn(f"the state's hyperparameters are used, not the config's: {both}", stacklevel=3)
 
 
@@ -213,9 +213,9 @@ def _iteration_of_leaves(
 ) -> tuple[list[Tensor], TensorDict, TensorDict, dict[str, Logs], Tensor | None]:
     """`_iteration` on the tensors of a state. The state is given once more, in memory of its own."""
     state, writes, logs, nonfinite = _iteration(run, guard, unflatten(structure, leaves), borrowed)
-    after, found = flatten(state)
-    if found != structure:
-        fields = ", ".join(sorted({*names(found)} ^ {*names(structure)})) or "the batch size of one"
+    after, structure_after = flatten(state)
+    if structure_after != structure:
+        fields = ", ".join(sorted({*names(structure_after)} ^ {*names(structure)})) or "the batch size of one"
         raise ValueError(f"an iteration may change no fields of the state but their values; it changed {fields}")
     return after, mapped(torch.clone, state), writes, logs, nonfinite
 

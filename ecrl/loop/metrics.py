@@ -1,4 +1,4 @@
-"""What an iteration tells of what it collected, and of all ranks together."""
+"""Logs of the steps that an iteration collected, and means of logs over all ranks."""
 
 from typing import cast
 
@@ -23,7 +23,7 @@ def _episode_logs(episode: TensorDict) -> Logs:
 
 
 def counted_steps(batch: TensorDict) -> Tensor:
-    """Which steps of a batch count, bool `[N, T]`."""
+    """True for each step of a batch that counts, bool `[N, T]`."""
     return batch["mask"][:, :-1] if "mask" in batch else torch.ones_like(batch["done"][:, :-1])
 
 
@@ -33,10 +33,10 @@ def _mean_or_nan(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def _info_logs(batch: TensorDict) -> Logs:
-    """What the environment reports.
+    """Means of the numbers in the environment's `info`.
 
-    `rewards/<term>` and `metrics/<name>`, mean over the steps that count, of a metric over those where it is not NaN;
-    `success_rate` and `fail_rate`, of the episodes that ended. NaN where there is none.
+    `rewards/<term>` and `metrics/<name>` are means over the steps that count; a metric leaves out steps with NaN.
+    `success_rate` and `fail_rate` are means over the episodes that ended. A mean over nothing is NaN.
     """
     if "info" not in batch:
         return {}
@@ -47,23 +47,23 @@ def _info_logs(batch: TensorDict) -> Logs:
             logs[f"{name}_rate"] = _mean_or_nan(info[name][:, :-1].to(torch.float32), ended)
     for group in ("rewards", "metrics"):
         for name, value in info.get(group, {}).items():
-            if value.ndim == 2:  # vectors are for the environment's own use
+            if value.ndim == 2:  # the environment keeps vectors for itself
                 numbers = value[:, :-1].to(torch.float32)
-                told = counted & ~numbers.isnan() if group == "metrics" else counted
-                logs[f"{group}/{name}"] = _mean_or_nan(numbers, told)
+                included = counted & ~numbers.isnan() if group == "metrics" else counted
+                logs[f"{group}/{name}"] = _mean_or_nan(numbers, included)
     return logs
 
 
 def collect_logs(episode: TensorDict, batch: TensorDict) -> Logs:
-    """Of the last finished episodes, and of what the environment reports in this batch."""
+    """Logs of the last finished episodes, and of the `info` in this batch."""
     return _episode_logs(episode) | _info_logs(batch)
 
 
 def over_ranks(logs: Logs) -> Logs:
-    """The mean over the ranks that tell it, each of equal weight; NaN where none does."""
+    """The mean of each log over the ranks where it is not NaN, with equal weights; NaN if there is none."""
     if world_size() == 1:
         return logs
     values = torch.stack([log.to(torch.float64) for log in logs.values()])
-    told = ~values.isnan()
-    sums, counts = all_sum(torch.stack([values.where(told, 0.0), told.to(values.dtype)])).unbind()
+    reported = ~values.isnan()
+    sums, counts = all_sum(torch.stack([values.where(reported, 0.0), reported.to(values.dtype)])).unbind()
     return {name: mean.to(log.dtype) for (name, log), mean in zip(logs.items(), sums / counts, strict=True)}

@@ -54,13 +54,13 @@ def _nonfinite_steps(batch: TensorDict) -> dict[str, Tensor]:
     counts = steps if "mask" not in batch else steps & batch["mask"]
     fields = batch.select(*_FIELDS, strict=False)
     ordered = {name: x for field in _FIELDS if field in fields for name, x in _named({field: fields[field]}).items()}
-    with_last = ("obs", "value") if "mask" not in batch else ()  # the last row of these is no padding
+    with_last = ("obs", "value") if "mask" not in batch else ()  # these have a last row of their own
     wrong = {name: ~x.isfinite().flatten(2).all(-1) if x.ndim > 2 else ~x.isfinite() for name, x in ordered.items()}
     return {name: x & (counts | (~steps if name.startswith(with_last) else False)) for name, x in wrong.items()}
 
 
 def in_batch(run: Run, state: TensorDict, batch: TensorDict) -> Found | None:
-    """The first step of a batch in which a field that counts is not finite, its first field, its first environment.
+    """The first step of a batch with a number that counts and is not finite: its first field and environment.
 
     `state` is the one before the batch, to which the reward before the first one belongs.
     """
@@ -111,7 +111,7 @@ def _step_back(run: Run, turn: _Turn) -> tuple[dict[str, int], dict[str, Tensor]
 
 
 _LOOPS = {"_gradient_step": _gradient_step, "_step_back": _step_back}
-"""How to read a turn of a loop, by the name of the function that the loop runs."""
+"""Readers of the turns of a loop, by the name of the function that the loop runs."""
 
 
 def _searching_scan(run: Run, found: list[tuple[str, dict[str, int], Any, Any]]) -> Callable[..., Any]:

@@ -251,7 +251,7 @@ def with_evaluation(
         cfg: config of the run.
         videos: folder for videos of the cameras under `trainer.events.eval`; None records none. They are rendered
             while training continues; an evaluation waits for the videos of the previous one.
-        first: a record to evaluate before them, that of a run which was stopped (`ecrl.run.owed`).
+        first: a record to evaluate before them, that of a run which was stopped (`ecrl.run.resume.pending_evaluation`).
         run: the run with the events of evaluation, if it is built.
     """
     run = build(cfg, "eval") if run is None else run

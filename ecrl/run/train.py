@@ -277,7 +277,7 @@ def run_config(
 
 
 def _was_distributed(folder: Path, path: str | Path | None, changed: Mapping[str, Any]) -> bool:
-    """`trainer.distributed` of the config. If the run's config is lost, `resume` has that of its checkpoint."""
+    """`trainer.distributed` of the config. If the run's config is lost, `resume` reads the checkpoint's."""
     try:
         return load_config(path or folder / "config.json", changed).trainer.distributed
     except ConfigError:

@@ -192,7 +192,7 @@ def adaptive(name: str, base: Changes) -> list[Row]:
 
 def not_adaptive(name: str, base: Changes) -> list[Row]:
     """The same for an algorithm without such steps, which refuses it."""
-    see = refused(f"lr_scheduler adaptive needs the KL of a minibatch step, which {name} has not")
+    see = refused(f"lr_scheduler adaptive needs the KL of a minibatch step, which {name} does not have")
     return [
         Row(f"algorithm.{name}.lr_scheduler.kwargs.{key}", block, base, see, "algorithm.cfg.lr_scheduler")
         for key, (value, _) in ADAPTIVE.items()

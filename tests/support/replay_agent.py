@@ -5,7 +5,7 @@ makes the rows, and so the buffer, as large as a test wants.
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from pydantic import Field
@@ -86,7 +86,8 @@ def iterate(run: Run, state: TensorDict, borrowed: TensorDict) -> tuple[TensorDi
     keys = rng.stream(state["key"], rng.UPDATE, torch.arange(choices.sampled, device=cursor.device), -1 - cursor)
     filled = cursor.clamp(max=choices.capacity)
     drawn = (rng.uniform(keys) * filled).to(torch.int64).clamp(max=choices.capacity - 1)
-    sample = borrowed["replay"].select("obs", "next_obs", "reward", "terminated")
+    replay = cast(TensorDict, borrowed["replay"])
+    sample = replay.select("obs", "next_obs", "reward", "terminated")
     sample = TensorDict({name: ring[drawn] for name, ring in sample.items()}, [choices.sampled])
     sample = sample.update({"mask": (filled > 0).expand(choices.sampled)})
     state, logs = minibatch_sgd(run, state, sample, td_loss, choices.sgd)
