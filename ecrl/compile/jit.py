@@ -356,7 +356,7 @@ def choose_form(mode: str, device: str) -> Form:
     that fails, now or later.
     """
     form = _chosen(mode, device)
-    return form if form.name == "eager" else form._replace(jit=Jit())
+    return form if form.name == "eager" else form._replace(jit=Jit(mode == "on"))
 
 
 @cache

@@ -261,7 +261,7 @@ def test_the_key_of_embodichain_is_the_guard():
         run(**apg_cfg(skip_nonfinite_updates="no"))
     data = run().model_dump(mode="json")
     data["algorithm"]["cfg"]["skip_nonfinite_updates"] = True
-    with pytest.raises(ConfigError, match=r"skip_nonfinite_updates: says 'trainer.finite_guard' in another way"):
+    with pytest.raises(ConfigError, match=r"skip_nonfinite_updates: sets 'trainer.finite_guard', which is also given"):
         config_from_dict(data)
     assert config_from_dict(data, overrides={"trainer.finite_guard": "off"}).trainer.finite_guard == "off"
 

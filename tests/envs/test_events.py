@@ -441,7 +441,7 @@ def test_an_event_of_a_run_is_named_by_its_place(use):
 
 def test_a_computed_observation_is_no_field_of_its_own():
     env = with_events(auto_reset(make_env("pendulum")), {"blur": event("obs", 1.0)})
-    with pytest.raises(ConfigError, match="unknown field 'obs'; known: angle, speed"):
+    with pytest.raises(ConfigError, match="unknown field 'obs'; known: angle, gravity, length, mass, speed"):
         env.reset(torch.arange(N))
 
 

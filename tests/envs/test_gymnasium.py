@@ -69,7 +69,7 @@ def test_every_way_to_name_one_is_the_same_config():
 @pytest.mark.parametrize(
     ("env", "message"),
     [
-        ({"name": "gymnasium:A-v0", "cfg": {"id": "B-v0"}}, r"env.cfg.id: given in the name 'gymnasium:A-v0' too"),
+        ({"name": "gymnasium:A-v0", "cfg": {"id": "B-v0"}}, r"env.cfg.id: also given in the name 'gymnasium:A-v0'"),
         ("gymnasium:", "env.cfg.id: "),
         ({"name": "gymnasium"}, "env.cfg.id: missing"),
         ({"name": "gymnasium:A-v0", "cfg": {"asinchronous": True}}, "did you mean 'asynchronous'"),

@@ -256,15 +256,15 @@ def test_a_handle_is_the_same_in_another_process():
 CROWDED = """
 import warnings
 import torch
-from ecrl.envs.mujoco import models, physics
-from support.mujoco_model import STATE, XML, model, none, starts
+from ecrl.envs.mujoco.physics import step_op
+from ecrl.envs.mujoco.scene import models
 xml = "<mujoco><worldbody><body><freejoint/><geom size='1'/></body></worldbody></mujoco>"
 m = models.mujoco().MjModel.from_xml_string(xml)
 torch.set_num_threads({torch_threads})
 row = torch.zeros(2, models.size_of(m, *models.STATE), dtype=torch.float64)
 with warnings.catch_warnings(record=True) as told:
     for _ in range(2):
-        physics.step(row, row[:, :m.nv], row[:, :0], handle=models.load(m, {threads}), substeps=1)
+        step_op.step(row, row[:, :m.nv], row[:, :0], handle=models.load(m, {threads}), substeps=1)
 print(*(w.message for w in told))
 """
 
