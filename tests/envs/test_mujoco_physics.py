@@ -241,7 +241,7 @@ HANDLE = """
 import sys
 sys.path.insert(0, "tests")
 from support.mujoco_model import model
-from ecrl.envs.mujoco import models
+from ecrl.envs.mujoco.scene import models
 import torch
 print(models.load(model(), 1), "ecrl.compile.cpu" in sys.modules)
 """
