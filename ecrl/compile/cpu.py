@@ -1,4 +1,4 @@
-"""A function compiled for the CPU: traced into one graph, of which inductor makes C++ that it keeps on disk."""
+"""Compile a function for the CPU: trace it into one graph. Inductor turns the graph into C++ and caches it on disk."""
 
 import os
 from collections.abc import Callable, Hashable, Sequence
@@ -42,7 +42,7 @@ ONE_AT_A_TIME = RLock()  # inductor's settings are the process's
 
 
 def _shared(tensors: Sequence[Tensor], memory: Sequence[int | None]) -> list[int]:
-    """Which of the tensors lie in the memory of an earlier one that should have other `memory`."""
+    """Return the indices of tensors that share memory with an earlier tensor of another `memory`."""
     owner: dict[int, int | None] = {}
     places = [tensor.untyped_storage().data_ptr() for tensor in tensors]
     return [i for i, place in enumerate(places) if owner.setdefault(place, memory[i]) != memory[i] and place]

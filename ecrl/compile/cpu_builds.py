@@ -1,4 +1,4 @@
-"""A graph's calls and kernels are two C++ files: compiled side by side, where inductor takes one after the other."""
+"""Compile the two C++ files of a graph, calls and kernels, at the same time. Inductor compiles one after the other."""
 
 import os
 import shlex
@@ -15,12 +15,12 @@ from torch.utils._filelock import FileLock
 
 
 def missing(builders: Sequence[CppBuilder]) -> list[CppBuilder]:
-    """Those whose file is not there yet."""
+    """Return the builders whose target file does not exist yet."""
     return [builder for builder in builders if not Path(builder.get_target_file_path()).exists()]
 
 
 def attempt(builders: Sequence[CppBuilder]) -> None:
-    """All at once, without a word. Of one that fails, or is ended by an exception here, no file is left."""
+    """Run all builders at once, without output. A builder that fails or is interrupted leaves no file."""
     silent: dict[str, Any] = {"stdin": DEVNULL, "stdout": DEVNULL, "stderr": DEVNULL, "start_new_session": True}
     compilers: list[Popen[Any]] = []
     try:
@@ -38,7 +38,7 @@ def attempt(builders: Sequence[CppBuilder]) -> None:
 
 
 def build(lock_path: str, builders: Sequence[CppBuilder]) -> None:
-    """What inductor does here one by one: objects are built, then linked. What failed is built again, and says why."""
+    """Build the objects at once, then link them. Build a failed one again by inductor, which reports the error."""
     with FileLock(lock_path, timeout=codecache.LOCK_TIMEOUT):
         for stage in (builders[:-1], builders[-1:]):
             attempt(missing(stage))

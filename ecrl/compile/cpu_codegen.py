@@ -1,4 +1,4 @@
-"""Work of inductor's that changes nothing of what it writes, left out: it takes a tenth of a first compilation."""
+"""Skip work of inductor that does not change its output. It takes a tenth of a first compilation."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,11 +8,11 @@ from torch._inductor import sizevars
 from torch._inductor.cpu_vec_isa import VecAVX512, VecAVX512VNNI, VecISA
 
 _KNOWN = (VecAVX512._avx512_bf16_code, VecAVX512VNNI._avx512_vnni_code)
-"""What every compiler takes that knows C++20, and inductor asks only where the processor has these instructions."""
+"""Code that every C++20 compiler accepts. Inductor tests it only on processors with these instructions."""
 
 
 def is_sum(index: sympy.Basic) -> bool:
-    """Whether an index adds multiples of variables and nothing else: there is nothing in it to simplify.
+    """Return True if an index only adds multiples of variables. Then nothing in it can be simplified.
 
     >>> x, y = sympy.symbols("x y", integer=True)
     >>> is_sum(4 * x + y + 3), is_sum(4 * x * y), is_sum(x % 4), is_sum(x + sympy.floor(y / 4))

@@ -1,8 +1,8 @@
-"""Loops in the C++ that inductor writes around kernels, rewritten: what stays inside is allocated once, not each turn.
+"""Rewrite the loops in the C++ that inductor writes around kernels: allocate their own memory once, not in each turn.
 
-A turn of a loop over small tensors is mostly allocations, views, handles, and the question whether it was the last:
-with four environments these take more than a third of a rollout. Text is changed only where it reads as expected; where
-a version of inductor writes something else, the loop stays as it is.
+A turn of a loop over small tensors mostly allocates memory, makes views and handles, and checks if it was the last one.
+With four environments this takes more than a third of a rollout. The text changes only if it matches the expected
+patterns. If a version of inductor writes other text, the loop stays as it is.
 """
 
 import re
@@ -43,7 +43,7 @@ _QUESTION = re.compile(  # of one kernel, that compares a number
 
 
 def _lines(names: set[str], body: str) -> str:
-    """The lines in which one of the names stands, but for those that only free it."""
+    """Return the lines that contain one of the names, except lines that only free it."""
     word, freed = re.compile(rf"\b({'|'.join(names)})\b"), re.compile(rf" *({'|'.join(names)})\.reset\(\);\n")
     return "".join(x for x in body.splitlines(keepends=True) if word.search(x) and not freed.fullmatch(x))
 
@@ -59,7 +59,7 @@ def _names_of(name: str, body: str) -> set[str]:
 
 
 def _stays(name: str, body: str) -> bool:
-    """Whether nothing but kernels and matrix products sees this memory."""
+    """Return True if only kernels and matrix products use this memory."""
     seen = _lines(_names_of(name, body), body)
     return not _READ.sub("", _MOVED.sub("", _VIEW.sub("", seen)))
 
@@ -97,7 +97,7 @@ def _allocated_once(loop: str) -> str:
 
 
 def _given_by_reference(loop: str) -> str:
-    """What a turn only reads of what it is given, it reads in place."""
+    """Let a turn read an input in place if it only reads it."""
     for match in reversed([*_GIVEN.finditer(loop)]):
         pad, name, outer = match.groups()
         rest = loop[: match.start()] + loop[match.end() :]
@@ -108,7 +108,7 @@ def _given_by_reference(loop: str) -> str:
 
 
 def _counted(loop: str) -> str:
-    """Whether the counter is below the loop's length, asked without a kernel, and the counter read without torch."""
+    """Compare the counter with the length of the loop without a kernel, and read the counter without torch."""
     question, item, bound = (pattern.search(loop) for pattern in (_QUESTION, _ITEM, _BOUND))
     if not (question and item and bound and item[2] == bound[1]):
         return loop

@@ -1,9 +1,9 @@
-"""Matrix products as a CPU does them best; rewrites for graphs while they are traced, equal to rounding.
+"""Rewrite matrix products for a CPU while a graph is traced. The results are equal to rounding.
 
-Libraries for matrix products are made for large ones: the first and the last layer of a perceptron and their gradients
-run at a tenth of their speed there. So products with a thin side become sums, which a compiler fuses with what is
-around them, others tiles (`ecrl.compile.cpu_tiles`), and only large ones go to a library: oneDNN, which makes its code
-for the processor at hand, where MKL has only a generic path for AMD's.
+Libraries for matrix products are made for large matrices. The first and the last layer of a perceptron, and their
+gradients, run at a tenth of the possible speed there. So products with a thin side become sums, and the compiler fuses
+these with their neighbours. Other small products become tiles (`ecrl.compile.cpu_tiles`). Only large ones go to a
+library, oneDNN. It generates code for the processor at hand; MKL has only a generic path for AMD processors.
 """
 
 from collections.abc import Callable

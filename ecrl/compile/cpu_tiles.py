@@ -135,5 +135,5 @@ def _lowered(a: Any, b: Any) -> Any:
         b = _realized(ir.ExternKernel.require_contiguous(b))
     layout = ir.FixedLayout(a.get_device(), a.get_dtype(), [*a.get_size()[:2], b.get_size()[2]])
     product = ir.CppTemplateBuffer(layout, [a, b], _kernel, cast(Any, None), None)
-    cast(Any, product).allow_epilogue_fusion = False  # torch before 2.13 is told by an option
+    cast(Any, product).allow_epilogue_fusion = False  # torch before 2.13 reads an option instead
     return ir.TensorBox.create(product)

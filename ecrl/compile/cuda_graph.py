@@ -1,8 +1,8 @@
-"""A function compiled for CUDA: traced into one graph, made of pieces by inductor, captured in one CUDA graph.
+"""Compile a function for CUDA: trace it into one graph, compile its pieces by inductor, and capture one CUDA graph.
 
-A captured graph reads and writes memory that never moves. What it is called with is copied there, what it gives is
-copied from there, so nothing that was given out ever changes; copies of a state are little beside a rollout's work.
-Graphs share one pool for what they need in between, as only one of them works at a time.
+A captured graph reads and writes memory that never moves. Arguments are copied there, and results are copied from
+there, so a result never changes later. Copying a state costs little beside a rollout. Graphs share one memory pool for
+intermediate values, because only one of them runs at a time.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -52,7 +52,7 @@ def by_inductor(graph: GraphModule, given: list[Tensor]) -> Run:
 
 
 def _copy(to: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
-    """Those of one dtype at once, as a GPU has one kernel for many of them."""
+    """Copy all tensors of one dtype at once: a GPU has one kernel for many of them."""
     for kind in {leaf.dtype for leaf in to}:
         pairs = [(place, leaf) for place, leaf in zip(to, leaves, strict=True) if place.dtype == kind]
         torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))  # pyright: ignore

@@ -1,8 +1,8 @@
-"""The form a run takes, compiled or eager, chosen from config, device and versions alone.
+"""Choose the form of a run, compiled or eager, from config, device and versions alone.
 
-A form has a function `jit(fn, *static)` that binds the static arguments of `fn` (functions and numbers that shape the
-graph) and makes it as fast as the form allows, and a `scan`, which inside such a function is one loop of its graph.
-Equal `fn` and `static` share one compiled function, so a new seed, name or learning rate compiles nothing.
+A form has a function `jit(fn, *static)`. It binds the static arguments of `fn`, which are functions and numbers that
+shape the graph, and may compile the result. A form also has a `scan`. Inside a compiled function it is one loop of the
+graph. Equal `fn` and `static` share one compiled function, so a new seed, name or learning rate compiles nothing.
 
 A compiled function must be pure. Its values are its arguments, the default dtype and the state of autocast: each
 combination of their layouts and settings is compiled once.
@@ -94,7 +94,7 @@ def _flags(leaves: list[Tensor]) -> list[int]:
 
 
 def _evened(leaves: list[Tensor], flags: list[int]) -> list[Tensor]:
-    """The leaves, with those of bools that begin at an odd byte copied: graphs read two bools at a time."""
+    """Copy the bool leaves that begin at an odd byte, because graphs read two bools at a time. Return all leaves."""
     for i in flags:
         if leaves[i].storage_offset() % 2:
             leaves[i] = leaves[i].clone()
@@ -307,7 +307,7 @@ def _function(jit: Callable[..., Callable[..., Any]], fn: Callable, static: tupl
 def _compiled_batch(
     jit: Callable, record: list[Compilation], fn: Callable, static: tuple, structure: Hashable, leaves: list[Tensor]
 ) -> Any:
-    """What `fn` gives under vmap: the whole batch is one call of one compiled function."""
+    """Call `fn` under vmap: the whole batch is one call of one compiled function."""
     found: list[Hashable] = []
 
     def whole(batched: tuple[bool, ...], *leaves: Tensor) -> list[Tensor]:
@@ -320,12 +320,12 @@ def _compiled_batch(
 
 
 _LOOPS_FAIL = torch.__version__ < "2.13"
-"""Of torch 2.11 inductor's C++ for a loop does not come about."""
+"""Inductor fails to write the C++ of a loop before torch 2.13."""
 
 
 @cache
 def compiler_fault() -> str | None:
-    """Why there is no compiling for the CPU here, or None if nothing is known against it."""
+    """Return the reason why this machine cannot compile for the CPU, or None if no reason is known."""
     if _LOOPS_FAIL:
         return f"torch {torch.__version__} cannot compile loops for the CPU"
     compiler, headers = os.environ.get("CXX", "g++"), sysconfig.get_path("include")
@@ -340,7 +340,7 @@ def compiler_fault() -> str | None:
 
 @cache
 def gpu_fault() -> str | None:
-    """Why there is no compiling for a GPU here, or None if nothing is known against it."""
+    """Return the reason why this machine cannot compile for a GPU, or None if no reason is known."""
     if not has_triton_package():
         return "Triton is not installed"
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):  # it builds what starts a kernel

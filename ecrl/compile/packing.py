@@ -10,7 +10,7 @@ _SMALL = 4096  # elements
 
 
 class Packing(NamedTuple):
-    """How small tensors lie in few: `(buffer, first element, shape)` of each; a large one has a buffer for itself."""
+    """Places of small tensors in shared buffers: `(buffer, first element, shape)` of each. A large one has its own."""
 
     places: list[tuple[int, int, torch.Size]]
     buffers: list[list[int]]

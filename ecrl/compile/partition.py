@@ -1,8 +1,8 @@
-"""A graph as compiled pieces and plain loops over them, for a device that is given its work piece by piece.
+"""Cut a graph into compiled pieces and plain Python loops over them, for a GPU.
 
-A graph is cut at its loops over time. The operations between two loops are a stretch, compiled as a whole; the body of
-a loop is a graph of its own, cut in the same way, that writes each row where it belongs. What is left to do in Python
-depends on nothing that a tensor holds, so a call can be captured once and replayed.
+A graph is cut at its loops over time. The operations between two loops form a stretch, which is compiled as a whole.
+The body of a loop is a graph of its own. It is cut in the same way, and writes each row to its place. The remaining
+Python does not depend on values of tensors, so a call can be captured once and replayed.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ Compile = Callable[[GraphModule, list[Tensor]], Run]
 
 
 class Piece(NamedTuple):
-    """`run` takes the tensors of some nodes and gives those of others."""
+    """A compiled part of a graph: `run` maps the tensors of the nodes `takes` to the tensors of the nodes `gives`."""
 
     run: Run
     takes: list[Node]
@@ -60,7 +60,7 @@ def _constant(graph: GraphModule, node: Node, given: list[Node]) -> Any:
 
 
 def _pieces(graph: GraphModule, compile: Compile) -> list[Piece]:
-    """Stretches and loops in the order in which the graph has them."""
+    """Return the stretches and loops in the order of the graph."""
     pieces, stretch = [], []
     for node in [*graph.graph.nodes]:
         if node.op != "call_function":

@@ -69,7 +69,7 @@ def graph_scan(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *const
 
 
 def _turn(body: Callable[..., tuple[Any, Any]], structures: Sequence[Hashable], found: list[Hashable]) -> Callable:
-    """`body` on lists of tensors; `found` is told the structure of what it gives beside the carry."""
+    """Adapt `body` to lists of tensors. It stores the structure of its output beside the carry in `found`."""
     c, x, k = structures
 
     def turn(now: Sequence[Tensor], row: Sequence[Tensor], rest: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -122,7 +122,7 @@ def _refuse_outsiders(root: torch.nn.Module) -> None:
 
 
 def _read(node: Node) -> bool:
-    """Whether the values of a tensor matter to what the graph gives, and not only its shape, dtype and device."""
+    """Return True if an output depends on the values of a tensor, not only on its shape, dtype and device."""
     behind, todo = {node}, [node]
     while todo:
         for user in todo.pop().users.keys() - behind:

@@ -101,13 +101,13 @@ def _writes(node: Node) -> bool:
 
 
 def memory_of(node: Node) -> int | None:
-    """What two nodes have in common if their tensors lie in one piece of memory."""
+    """Return a number that is equal for two nodes if their tensors share memory."""
     value = node.meta.get("val")
     return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
 
 
 def _behind(node: Node) -> Node:
-    """What a view shows that changes nothing; inductor's loops free such a view after their first turn."""
+    """Return the node behind a view that changes nothing. Inductor's loops free such a view after their first turn."""
     while node.op == "call_function" and not _writes(node) and len(node.all_input_nodes) == 1:
         (shown,) = node.all_input_nodes
         if memory_of(shown) is None or _layout(shown) != _layout(node):
@@ -137,7 +137,7 @@ def _lifted(graph: GraphModule) -> GraphModule:
                     outside = graph.graph.get_attr(name)
                 with body.graph.inserting_after([n for n in body.graph.nodes if n.op == "placeholder"][-1]):
                     inside = body.graph.placeholder(name)
-                inside.target = inside.name  # not that of a constant of a loop inside of it, which it would take over
+                inside.target = inside.name  # a loop inside would otherwise overwrite it with its own constant
                 node.replace_all_uses_with(inside)
                 body.graph.erase_node(node)
                 given.append(outside)

@@ -57,7 +57,7 @@ def _written(schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterat
 
 @contextmanager
 def checking_writes(mode: FakeTensorMode) -> Iterator[_WriteCheck]:
-    """Check the writes on tensors of this mode. Torch looks rules up by a mode's type, so it is no type of its own."""
+    """Check the writes on tensors of this mode. Torch finds rules by the type of a mode, so the type stays."""
     check = mode.dispatch = _WriteCheck(mode)  # pyright: ignore
     try:
         yield check

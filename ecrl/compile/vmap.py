@@ -18,7 +18,7 @@ Rule = Callable[..., Sequence[Tensor]]
 
 
 def vmapped() -> bool:
-    """Whether `torch.func.vmap` is the innermost transform at work here.
+    """Return True if `torch.func.vmap` is the innermost active transform.
 
     >>> vmapped(), bool(torch.func.vmap(lambda x: x + vmapped())(torch.zeros(1)))
     (False, True)
@@ -28,7 +28,7 @@ def vmapped() -> bool:
 
 
 def recorded(*leaves: Tensor) -> bool:
-    """Whether derivatives of what is worked out of the leaves are worked out along with it.
+    """Return True if gradients of results of these leaves are recorded.
 
     >>> recorded(torch.ones(1)), recorded(torch.ones(1, requires_grad=True))
     (False, True)
@@ -58,7 +58,7 @@ class _Outside(torch.autograd.Function):
 
 
 def outside(rule: Rule, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """`rule(batched, *leaves)` one vmap further out: `batched` tells which leaves have the batch as their first axis.
+    """Call `rule(batched, *leaves)` outside of the innermost vmap. `batched` is True for leaves with the batch first.
 
     All tensors that it gives must have the batch as their first axis.
 

@@ -98,8 +98,8 @@ def build(cfg: Config, events: Literal["train", "eval"] = "train") -> Run:
 
     Args:
         cfg: config of the run.
-        events: which of `trainer.events` happen. Cameras are no events of the environment: `ecrl.run.video_writer` reads
-            its state.
+        events: which of `trainer.events` happen. Cameras are not events of the environment. They read its state in
+            `ecrl.run.video_writer`.
 
     >>> from ecrl import load_config
     >>> cfg = load_config("configs/cartpole_ppo.json")

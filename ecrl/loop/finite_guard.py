@@ -30,7 +30,7 @@ def _has_nonfinite(tensors: list[Tensor], device: torch.device) -> Tensor:
 
 
 def _counted(batch: TensorDict, key: str) -> list[Tensor]:
-    """The steps of a field that count, without the padding at the end; all observations if there is no mask."""
+    """Return the counted steps of a field, without the padding at the end. Without a mask, return all observations."""
     leaves: list[Tensor] = flatten(batch[key])[0]
     if "mask" not in batch:
         return leaves if key == "obs" else [x[:, :-1] for x in leaves]
