@@ -13,8 +13,11 @@ import ecrl.compile
 
 FIRST = {"jit.py", "vmap.py"}
 """Modules that eager runs import too, at their top: they do not work without the private names there."""
-NEEDED = ("torch.fx.experimental.proxy_tensor", "get_proxy_mode")
-"""Eager runs need this name too, in `ecrl.tracing_state`."""
+NEEDED = {
+    ("torch.fx.experimental.proxy_tensor", "get_proxy_mode"),
+    ("torch._C._functorch", "peek_interpreter_stack"),
+}
+"""Eager runs need these names too, in `ecrl.tracing_state` and `ecrl.kernels.reverse_scan`."""
 
 
 def private_names():
@@ -25,7 +28,7 @@ def private_names():
         for node in tree.body if file.name not in FIRST else [n for n in ast.walk(tree) if n not in tree.body]:
             if isinstance(node, ast.ImportFrom) and str(node.module).startswith(("torch._", "torch.fx.")):
                 found |= {(node.module, alias.name) for alias in node.names}
-    return sorted(found - {NEEDED})
+    return sorted(found - NEEDED)
 
 
 RUN = """
