@@ -9,13 +9,13 @@ from typing import Any, cast
 import pytest
 import torch
 from conftest import assert_pure, close
-from support.replay_agent import REPLAY_KINDS
-from support.small_runs import NET, same
+from support.replay_agent import CAPACITY, REPLAY_KINDS, N, T, replaying
+from support.small_runs import same
 from tensordict import TensorDict
 
 import ecrl
 from ecrl.algorithms.state_kinds import Kind, leaf_kinds, merge, split
-from ecrl.config import Config, config_from_dict
+from ecrl.config import Config
 from ecrl.config.model import ConfigModel
 from ecrl.envs import Env, state_of
 from ecrl.errors import ConfigError, UserError
@@ -26,19 +26,6 @@ from ecrl.registry import register_env
 from ecrl.run.checkpoint import load, save
 from ecrl.run.rank_shards import _own
 from ecrl.spaces import Discrete, box
-
-N, T, CAPACITY = 3, 4, 20
-
-
-def replaying(**changes) -> Config:
-    algorithm = {"capacity": CAPACITY, "sampled": 32, "batch_size": 16, "n_epochs": 2, "learning_rate": 0.02}
-    base = {
-        "trainer": {"num_envs": N, "buffer_size": T, "iterations": 5, "compile": "off"},
-        "env": {"name": "cartpole"},
-        "policy": {"name": "actor_critic", "actor": NET, "critic": NET},
-        "algorithm": {"name": "replay_td", "cfg": algorithm},
-    }
-    return config_from_dict(base).replace(**changes)
 
 
 class FaultyConfig(ConfigModel):
@@ -213,7 +200,7 @@ import json, sys, torch
 sys.path.insert(0, "tests")
 torch.set_num_threads(1)
 from torch.profiler import ProfilerActivity, profile
-from test_buffers import replaying
+from support.replay_agent import replaying
 from ecrl.loop.iteration import init_state, train_iter
 
 def allocated(fn):

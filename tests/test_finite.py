@@ -161,7 +161,13 @@ CASES = {
     "ppo-parameters": ("ppo", ("hyper", "learning_rate"), torch.inf, ["parameters"], "params.actor"),
     "grpo-loss": ("grpo", ("hyper", "ent_coef"), torch.nan, LOSS, "loss"),
     "grpo-gradient": ("grpo", ("hyper", "ent_coef"), 3e37, ["gradient"], "grad_norm"),
-    "grpo-reference": ("grpo", ("ref_params", "actor", "2.bias"), torch.nan, LOSS, "kl_ref"),
+    "grpo-reference": (
+        "grpo",
+        ("ref_params", "actor", "2.bias"),
+        torch.nan,
+        ["loss"],
+        "kl_ref",
+    ),  # no gradient beyond the bound of a log-ratio
     "apg-loss": ("apg", ("hyper", "ent_coef"), torch.nan, LOSS, "gradient.log_std"),
 }
 

@@ -98,7 +98,7 @@ def test_vmapped_seeds_equal_single_ones():
 
 def test_a_state_of_another_config_is_refused_by_name():
     state = init_state(small())
-    for key, name in (("trainer.num_envs", r"env/elapsed is \[4\], the config makes it \[5\]"), ("env", "env/angle")):
+    for key, name in (("trainer.num_envs", r"env/cart_mass is \[4\], the config makes it \[5\]"), ("env", "env/angle")):
         other = small(**{key: 5 if key == "trainer.num_envs" else {"name": "pendulum"}})
         with pytest.raises(ConfigError, match=f"state: {name}"):
             next(train_iter(state, other))

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import close
+from support.kernel_calls import CALLS, kernel
 from tensordict import TensorDict
-from test_every_kernel import CALLS, kernel
 from torch import Tensor
 from torch.utils import _pytree as pytree
 

@@ -17,11 +17,13 @@ from ecrl.algorithms.core import LEARNER_KINDS, Run
 from ecrl.algorithms.minibatch_sgd import SGD, MinibatchConfig, minibatch_sgd, sgd_choices
 from ecrl.algorithms.optimizer import learning_state
 from ecrl.algorithms.state_kinds import Kind
+from ecrl.config import Config, config_from_dict
 from ecrl.config.model import Count, Fraction
 from ecrl.pytree import replaced
 from ecrl.registry import register_algorithm
 from ecrl.spaces import element_shape
 from ecrl.types import transitions
+from support.small_runs import NET
 
 REPLAY_KINDS = {**LEARNER_KINDS, "replay": Kind.BUFFER, ("replay", "cursor"): Kind.COUNTER}
 
@@ -100,3 +102,18 @@ def replay_td(cfg: ReplayTDConfig) -> Algorithm:
     """TD(0) from a replay buffer."""
     choices = Choices(cfg.capacity, cfg.padding, cfg.sampled, sgd_choices(cfg))
     return Algorithm(choices, partial(init, cfg), iterate, REPLAY_KINDS, as_one=True)
+
+
+N, T, CAPACITY = 3, 4, 20
+
+
+def replaying(**changes) -> Config:
+    """A small run of the agent on CartPole, eager, with dotted keys changed."""
+    algorithm = {"capacity": CAPACITY, "sampled": 32, "batch_size": 16, "n_epochs": 2, "learning_rate": 0.02}
+    base = {
+        "trainer": {"num_envs": N, "buffer_size": T, "iterations": 5, "compile": "off"},
+        "env": {"name": "cartpole"},
+        "policy": {"name": "actor_critic", "actor": NET, "critic": NET},
+        "algorithm": {"name": "replay_td", "cfg": algorithm},
+    }
+    return config_from_dict(base).replace(**changes)

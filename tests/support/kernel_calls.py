@@ -1,0 +1,220 @@
+"""An example call of every public kernel."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from ecrl import kernels
+
+N, T, A, K = 4, 5, 3, 6
+
+
+def floats(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def bools(seed: int, *shape: int, share: float = 0.3) -> Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < share
+
+
+def steps(seed: int, *names: str) -> tuple[Tensor, ...]:
+    """`[N, T]` fields by name: floats, or bools for the flags."""
+    flags = ("terminated", "done", "mask")
+    return tuple(bools(seed + i, N, T) if name in flags else floats(seed + i, N, T) for i, name in enumerate(names))
+
+
+def rollout(seed: int) -> TensorDict:
+    fields: dict[str, Tensor] = {
+        name: floats(seed + i, N, T + 1) for i, name in enumerate(("reward", "value", "final_value", "sample_log_prob"))
+    }
+    fields |= {"terminated": bools(seed + 8, N, T + 1), "truncated": bools(seed + 9, N, T + 1)}
+    return TensorDict(fields | {"done": fields["terminated"] | fields["truncated"]}, [N, T + 1])
+
+
+def params(seed: int) -> TensorDict:
+    return TensorDict({"net": {"w": floats(seed, 3, 2), "b": floats(seed + 1, 3)}, "log_std": floats(seed + 2, 1)}, [])
+
+
+def scalar(seed: int, low: float = 0.1, high: float = 0.9) -> Tensor:
+    return low + (high - low) * floats(seed).sigmoid()
+
+
+def trained(seed: int, init: Any) -> TensorDict:
+    return init(params(seed)).apply(lambda t: t + 1 if t.dtype == torch.int64 else t + scalar(seed))
+
+
+def moments(seed: int) -> TensorDict:
+    return kernels.moments_update(kernels.moments_init((A,)), floats(seed, 9, A), torch.ones(9, dtype=torch.bool))
+
+
+def episode(seed: int) -> TensorDict:
+    return kernels.episode_update(kernels.episode_init(N, 3), floats(seed, N, T), bools(seed + 1, N, T))
+
+
+def policy_and_env() -> tuple[Any, Any]:
+    def act(params, carry, obs, noise):
+        return carry, TensorDict({"action": obs * params["log_std"], "sample_log_prob": obs}, obs.shape)
+
+    def step(state, action, noise):
+        after = state["obs"] + action + 0.1 * noise
+        no = torch.zeros_like(after, dtype=torch.bool)
+        fields = {"obs": after, "reward": -after, "terminated": after > 9, "truncated": no, "final_obs": after}
+        return TensorDict(fields, after.shape)
+
+    policy = SimpleNamespace(act=act, draw=lambda keys: keys / 8, value=lambda p, c, obs: obs * p["log_std"])
+    return policy, SimpleNamespace(step=step, draw=lambda keys: keys / 4, is_pure=True)
+
+
+POLICY, ENV = policy_and_env()
+EMPTY = TensorDict({}, [])
+
+
+def act_and_step(params: TensorDict, state: TensorDict, noise: Tensor) -> Any:
+    return kernels.act_and_step(POLICY.act, ENV.step, params, EMPTY, state, noise, noise)[1:]
+
+
+def collect_rollout(params: TensorDict, state: TensorDict, keys: Tensor) -> Any:
+    return kernels.collect_rollout(POLICY, ENV, params, EMPTY, state, keys, keys)[1:]
+
+
+def scan(carry: Tensor, xs: Tensor, factor: Tensor) -> Any:
+    return kernels.scan(lambda c, x, k: (c * k + x, (c - x).sin()), carry, xs, factor)
+
+
+def start(seed: int) -> TensorDict:
+    zero = torch.zeros(N)
+    no = zero > 0
+    fields = {
+        "obs": floats(seed, N),
+        "reward": zero,
+        "terminated": no,
+        "truncated": no.clone(),
+        "final_obs": zero.clone(),
+    }
+    return TensorDict(fields, [N])
+
+
+ESTIMATOR = ("reward", "value", "next_value", "terminated", "done")
+TARGETS = ("reward", "next_value", "terminated", "done")
+
+
+def hyper(seed: int, *names: str, **static: Any) -> dict[str, Any]:
+    return {name: scalar(seed + i) for i, name in enumerate(names)} | static
+
+
+def opt_call(seed: int, init: Any, *names: str) -> tuple[tuple, dict]:
+    return (params(seed), params(seed + 5), trained(seed + 9, init)), hyper(seed, "learning_rate", *names)
+
+
+def normal_pair(seed: int) -> tuple[Tensor, ...]:
+    return floats(seed, N, A), floats(seed + 1, A), floats(seed + 2, N, A), floats(seed + 3, A)
+
+
+NVEC = {"nvec": (2, 4)}
+# name -> seed -> (tensor arguments, keyword arguments): 0-d tensors for every hyperparameter that may change in mid-run
+CALLS: dict[str, Any] = {
+    "episode_discounts": lambda s: ((bools(s, N, T),), hyper(s, "gamma")),
+    "discounted_returns": lambda s: (steps(s, *TARGETS), hyper(s, "gamma")),
+    "n_step_returns": lambda s: (steps(s, *TARGETS), hyper(s, "gamma", n=3)),
+    "td_lambda_returns": lambda s: (steps(s, *TARGETS), hyper(s, "gamma", "gae_lambda")),
+    "gae": lambda s: (steps(s, *ESTIMATOR), hyper(s, "gamma", "gae_lambda")),
+    "vtrace": lambda s: (
+        steps(s, "log_prob", "old_log_prob", *ESTIMATOR),
+        hyper(s, "gamma", "gae_lambda", "clip_rho", "clip_c"),
+    ),
+    "compute_returns": lambda s: ((rollout(s), scalar(s)), {}),
+    "compute_n_step_returns": lambda s: ((rollout(s), scalar(s), 3), {}),
+    "compute_td_lambda_returns": lambda s: ((rollout(s), scalar(s), scalar(s + 1)), {}),
+    "compute_gae": lambda s: ((rollout(s), scalar(s), scalar(s + 1)), {}),
+    "compute_vtrace": lambda s: (
+        (rollout(s), floats(s, N, T)),
+        hyper(s, "gamma", "gae_lambda", "clip_rho", "clip_c"),
+    ),
+    "transitions": lambda s: ((rollout(s),), {}),
+    "group_advantages": lambda s: ((floats(s, N, T), bools(s, N, T, share=0.8)), hyper(s, "eps", group_size=2)),
+    "grpo_advantages": lambda s: ((rollout(s),), hyper(s, "gamma", "eps", group_size=2)),
+    "first_episode_mask": lambda s: ((bools(s, N, T),), {}),
+    "masked_mean": lambda s: (steps(s, "x", "mask"), {}),
+    "standardize": lambda s: (steps(s, "x", "mask"), hyper(s, "eps")),
+    "clipped_surrogate": lambda s: (
+        steps(s, "log_prob", "old_log_prob", "advantage", "mask"),
+        hyper(s, "clip_coef"),
+    ),
+    "value_loss": lambda s: (steps(s, "value", "value_target", "mask"), {}),
+    "clipped_value_loss": lambda s: (steps(s, "value", "old_value", "value_target", "mask"), hyper(s, "clip_coef")),
+    "kl_k1": lambda s: (steps(s, "log_prob", "ref_log_prob"), {}),
+    "kl_k2": lambda s: (steps(s, "log_prob", "ref_log_prob"), {}),
+    "kl_k3": lambda s: (steps(s, "log_prob", "ref_log_prob"), {}),
+    "explained_variance": lambda s: (steps(s, "value", "value_target", "mask"), {}),
+    "ppo_loss": lambda s: (
+        steps(s, "log_prob", "old_log_prob", "advantage", "entropy", "value", "value_target", "mask"),
+        hyper(s, "clip_coef", "vf_coef", "ent_coef"),
+    ),
+    "ppo_loss_clipped_value": lambda s: (
+        steps(s, "log_prob", "old_log_prob", "advantage", "entropy", "value", "old_value", "value_target", "mask"),
+        hyper(s, "clip_coef", "vf_coef", "ent_coef"),
+    ),
+    "grpo_loss": lambda s: (
+        steps(s, "log_prob", "old_log_prob", "ref_log_prob", "advantage", "entropy", "mask"),
+        hyper(s, "clip_coef", "kl_coef", "ent_coef"),
+    ),
+    "mask_logits": lambda s: ((floats(s, N, K), bools(s, N, K)), {}),
+    "categorical_sample": lambda s: ((floats(s, N, K), floats(s + 1, N, K)), {}),
+    "categorical_mode": lambda s: ((floats(s, N, K),), {}),
+    "categorical_log_prob": lambda s: ((floats(s, N, K), torch.arange(N)), {}),
+    "categorical_entropy": lambda s: ((floats(s, N, K),), {}),
+    "categorical_kl": lambda s: ((floats(s, N, K), floats(s + 1, N, K)), {}),
+    "multi_discrete_sample": lambda s: ((floats(s, N, K), floats(s + 1, N, K)), NVEC),
+    "multi_discrete_mode": lambda s: ((floats(s, N, K),), NVEC),
+    "multi_discrete_log_prob": lambda s: ((floats(s, N, K), torch.tensor([[0, 3]] * N)), NVEC),
+    "multi_discrete_entropy": lambda s: ((floats(s, N, K),), NVEC),
+    "multi_discrete_kl": lambda s: ((floats(s, N, K), floats(s + 1, N, K)), NVEC),
+    "normal_sample": lambda s: (normal_pair(s)[:3], {}),
+    "normal_mode": lambda s: ((floats(s, N, A),), {}),
+    "normal_log_prob": lambda s: (normal_pair(s)[:3], {}),
+    "normal_entropy": lambda s: (normal_pair(s)[:2], {}),
+    "normal_kl": lambda s: (normal_pair(s), {}),
+    "tanh_normal_sample": lambda s: (normal_pair(s)[:3], {}),
+    "tanh_normal_mode": lambda s: ((floats(s, N, A),), {}),
+    "tanh_normal_latent": lambda s: ((floats(s, N, A).tanh(),), {}),
+    "tanh_normal_log_prob": lambda s: (normal_pair(s)[:3], {}),
+    "tanh_normal_entropy": lambda s: (normal_pair(s)[:2], {}),
+    "tanh_normal_kl": lambda s: (normal_pair(s), {}),
+    "moments_merge": lambda s: ((moments(s), moments(s + 1)), {}),
+    "moments_update": lambda s: ((moments(s), floats(s, N, A), bools(s, N)), {}),
+    "moments_variance": lambda s: ((moments(s),), {}),
+    "normalize": lambda s: ((floats(s, N, A), moments(s)), hyper(s, "eps", "clip")),
+    "scale": lambda s: ((floats(s, N, A), moments(s)), hyper(s, "eps", "clip")),
+    "adam_init": lambda s: ((params(s),), {}),
+    "adam": lambda s: opt_call(s, kernels.adam_init, "beta1", "beta2", "eps"),
+    "adamw": lambda s: opt_call(s, kernels.adam_init, "beta1", "beta2", "eps", "weight_decay"),
+    "sgd_init": lambda s: ((params(s),), {}),
+    "sgd": lambda s: opt_call(s, kernels.sgd_init, "momentum"),
+    "rmsprop_init": lambda s: ((params(s),), {}),
+    "rmsprop": lambda s: opt_call(s, kernels.rmsprop_init, "alpha", "eps"),
+    "global_norm": lambda s: ((params(s),), {}),
+    "clip_by_global_norm": lambda s: ((params(s),), hyper(s, "max_norm")),
+    "linear_schedule": lambda s: ((torch.tensor(s),), hyper(s, "start", "end", horizon=20)),
+    "cosine_schedule": lambda s: ((torch.tensor(s),), hyper(s, "end", horizon=20)),
+    "step_schedule": lambda s: ((torch.tensor(s),), hyper(s, "gamma", every=2)),
+    "exponential_schedule": lambda s: ((torch.tensor(s),), hyper(s, "gamma")),
+    "act_and_step": lambda s: ((params(s), start(s), floats(s, N)), {}),
+    "collect_rollout": lambda s: ((params(s), start(s), torch.arange(T * N).reshape(T, N) + s), {}),
+    "scan": lambda s: ((floats(s, N), floats(s + 1, T, N), floats(s + 2, N)), {}),
+    "episode_update": lambda s: ((episode(s), *steps(s, "reward", "done", "mask")), {}),
+    "restarted": lambda s: ((episode(s),), {}),
+    "running_returns": lambda s: ((*steps(s, "reward", "done"), floats(s + 5, N)), hyper(s, "gamma")),
+}
+# Their functions are bound: no tensors.
+WRAPPED = {"act_and_step": act_and_step, "collect_rollout": collect_rollout, "scan": scan}
+NO_FLOATS = {  # flags and actions
+    "first_episode_mask", "categorical_sample", "categorical_mode", "multi_discrete_sample", "multi_discrete_mode",
+}  # fmt: skip
+NO_TENSORS = {"moments_init": "takes a shape", "episode_init": "takes numbers"}
+
+
+def kernel(name: str) -> Any:
+    return WRAPPED.get(name) or getattr(kernels, name)
