@@ -19,7 +19,7 @@ from ecrl.algorithms.minibatch_sgd import _gradients, _Objective, pass_keys, shu
 from ecrl.algorithms.optimizer import layout_of, pack
 from ecrl.algorithms.ppo import advantages, loss
 from ecrl.compile import cpu as inductor
-from ecrl.compile.jit import choose_form, compiler_fault
+from ecrl.compile.jit import _chosen, choose_form, compiler_fault
 from ecrl.compile.scan import graph_scan
 from ecrl.compile.trace import traced
 from ecrl.errors import ConfigError
@@ -35,10 +35,10 @@ def no_compiler(monkeypatch):
     monkeypatch.setenv("PATH", "/nonexistent")
     monkeypatch.delenv("CXX", raising=False)
     compiler_fault.cache_clear()
-    choose_form.cache_clear()
+    _chosen.cache_clear()
     yield
     compiler_fault.cache_clear()
-    choose_form.cache_clear()
+    _chosen.cache_clear()
 
 
 def test_off_is_eager():

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from tensordict import TensorDict
+from torch import Tensor
 
 from ecrl.algorithms.core import OnPolicy
 from ecrl.config import Config
@@ -72,22 +73,32 @@ def record(state: TensorDict, cfg: Config, path: str | Path, num_envs: int = 4, 
         return write_video(Path(path), pictures(sim, camera, _until(steps, num_episodes)), 1.0 / sim.dt)
 
 
+def _with_view(after: TensorDict, before: TensorDict, many: int) -> TensorDict:
+    """Add the view of the first `many` environments of `before` to the `info` of `after`."""
+    return after.copy().set("info", cast(TensorDict, after["info"]).copy().set("seen", view(before, many)))
+
+
 def _seeing(env: Env, many: int) -> Env:
     """Return an environment that also reports, in `info`, the view before each step."""
 
-    def step(state: TensorDict, action: Any, noise: Any) -> TensorDict:
-        after = env.step(state, action, noise)
-        return after.copy().set("info", cast(TensorDict, after["info"]).copy().set("seen", view(state, many)))
+    def reset(keys: Tensor) -> TensorDict:
+        start = env.reset(keys)
+        return _with_view(start, start, many)
 
-    return replace(env, step=step)
+    def step(state: TensorDict, action: Any, noise: Any) -> TensorDict:
+        return _with_view(env.step(state, action, noise), state, many)
+
+    return replace(env, reset=reset, step=step)
 
 
 def _first(state: TensorDict, cfg: Config, many: int) -> TensorDict:
-    """The state of the first `many` environments alone, at the same step."""
+    """The state of the first `many` environments alone, at the same step, with their view in `info`."""
     taken = state["sample_step"] // (cfg.trainer.num_envs * world_size())
     episode = cast(TensorDict, state["episode"]).copy()
     episode.update({name: episode[name][:many] for name in ("running_return", "running_length")})
-    fields = {"env": state["env"][:many], "episode": episode, "sample_step": taken * many * world_size()}
+    env = cast(TensorDict, state["env"][:many])
+    env = _with_view(env, env, many)
+    fields = {"env": env, "episode": episode, "sample_step": taken * many * world_size()}
     return TensorDict({**dict(state.items()), **fields}, [])
 
 
