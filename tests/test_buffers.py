@@ -28,12 +28,12 @@ from ecrl.run.rank_shards import _own
 from ecrl.spaces import Discrete, box
 
 
-class FaultyConfig(ConfigModel):
+class CountingConfig(ConfigModel):
     """No settings."""
 
 
 @register_env("counting_with_a_fault")
-def counting_with_a_fault(cfg: FaultyConfig) -> Env:
+def counting_with_a_fault(cfg: CountingConfig) -> Env:
     """The observation counts the steps; the reward of step 5, in the second iteration, is NaN."""
 
     def reset(keys):

@@ -217,16 +217,16 @@ def test_a_gpu_without_triton_or_a_compiler_is_told(monkeypatch):
     try:
         compile.gpu_fault.cache_clear()
         with pytest.raises(ConfigError, match="on, but Triton is not installed; install triton, gcc"):
-            compile.choose_form.__wrapped__("on", "cuda")
+            compile._chosen.__wrapped__("on", "cuda")
         monkeypatch.setattr(compile, "has_triton_package", lambda: True)
         monkeypatch.setenv("PATH", "/nonexistent")
         monkeypatch.delenv("CC", raising=False)
         compile.gpu_fault.cache_clear()
         with pytest.warns(RuntimeWarning, match="running eager.*no C compiler found"):
-            assert compile.choose_form.__wrapped__("auto", "cuda").name == "eager"
+            assert compile._chosen.__wrapped__("auto", "cuda").name == "eager"
         monkeypatch.setenv("CC", "cc")
         compile.gpu_fault.cache_clear()
-        form = compile.choose_form.__wrapped__("auto", "cuda")
+        form = compile._chosen.__wrapped__("auto", "cuda")
         assert (form.name, form.reason) == (
             "compiled",
             "rollout and update compiled by inductor for cuda and captured in CUDA graphs",
