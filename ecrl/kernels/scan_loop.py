@@ -34,11 +34,11 @@ def scan(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *constants: 
     (tensor(6), tensor([0, 1, 3]))
     """
     leaves, structure = flatten(xs)
-    length, ys = length_of(leaves), []
+    length, start, ys = length_of(leaves), flatten(carry), []
     for x in zip(*(leaf.unbind(0) for leaf in leaves), strict=True):
         after, y = body(carry, unflatten(structure, x, lambda size: size[1:]), *constants)
         if not ys:
-            check_carry(flatten(carry), flatten(after))
+            check_carry(start, flatten(after))
         carry = after
         ys.append(y)
     return carry, mapped(lambda *parts: torch.stack(parts), *ys, batch=lambda size: (length, *size))
