@@ -108,8 +108,8 @@ def _scaled(factor, x):
 def test_a_working_compiler_is_used_and_functions_are_shared():
     form = choose_form("on", "cpu")
     assert form.name == "compiled"
-    assert form.jit(_scaled, 3) is form.jit(_scaled, 3)
-    assert form.jit(_scaled, 3) is not form.jit(_scaled, 4)
+    assert form.jit(_scaled, 3).func is form.jit(_scaled, 3).func
+    assert form.jit(_scaled, 3).func is not form.jit(_scaled, 4).func
     assert torch.equal(form.jit(_scaled, 3)(torch.ones(2)), torch.full((2,), 3.0))
 
 

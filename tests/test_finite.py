@@ -22,6 +22,7 @@ from ecrl.errors import CheckpointError, NotFiniteError, UserError
 from ecrl.loop.build import build
 from ecrl.loop.finite_guard import flags
 from ecrl.loop.iteration import init_state, make_iteration, train_iter
+from ecrl.loop.nonfinite_report import with_checked_actions
 from ecrl.registry import register_env
 from ecrl.run.checkpoint import load
 from ecrl.run.crash import replay
@@ -360,3 +361,10 @@ def test_on_gymnasium_what_policy_and_learning_give_is_found_in_the_batch_itself
         "loss": ("loss", {"epoch": 0, "minibatch": 0}),
     }
     assert (found["key"], found["place"]) == expected[what] and int(error.state["sample_step"]) == 0
+
+
+def test_the_check_of_actions_leaves_compiled_functions_valid_for_the_next_iteration():
+    made = build(small(**{"env": "gymnasium:CartPole-v1"}))
+    checked = with_checked_actions(made)
+    assert checked == with_checked_actions(made) and hash(checked) == hash(with_checked_actions(made))
+    assert checked != made

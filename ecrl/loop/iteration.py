@@ -27,7 +27,7 @@ from ecrl.loop.buffers import borrowed_leaves, check_current, check_kinds, commi
 from ecrl.loop.build import build, check_envs, check_rollout, device_of, form_of
 from ecrl.loop.finite_guard import FIELDS, KINDS, flags, undo_update
 from ecrl.loop.metrics import WINDOW, collect_logs, counted_steps, over_ranks
-from ecrl.loop.nonfinite_report import nonfinite_error, with_checked_actions
+from ecrl.loop.nonfinite_report import NonfiniteAction, action_error, nonfinite_error, with_checked_actions
 from ecrl.loop.signals import interruptible
 from ecrl.pytree import Borrowed, flatten, mapped, names, replaced, unflatten
 from ecrl.types import LogData, Logs
@@ -187,8 +187,11 @@ def _iteration(
 ) -> tuple[TensorDict, TensorDict, dict[str, Logs], Tensor | None]:
     """One iteration: the state, the rows to commit, logs, and the flags of the finite guard unless it is off."""
     stops_here = guard == "stop" and not run.env.is_pure  # a step on the host cannot be repeated for the report
-    checked = with_checked_actions(run, start) if stops_here else run
-    state, writes, train_logs = run.algorithm.iterate(checked, start, borrowed.fields)
+    checked = with_checked_actions(run) if stops_here else run
+    try:
+        state, writes, train_logs = run.algorithm.iterate(checked, start, borrowed.fields)
+    except NonfiniteAction as refused:
+        raise action_error(run, start, refused) from None
     steps = cast(TensorDict, writes.get("steps", TensorDict({}, [])))
     norm, episode = cast(TensorDict, state["norm"]), cast(TensorDict, state["episode"])
     if run.policy.norm_update is not None and "obs" in steps:

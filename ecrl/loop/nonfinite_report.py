@@ -1,8 +1,8 @@
 """The error of an iteration with NaN or infinity: one line, a report, and the state before it."""
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import count
 from math import isfinite
 from typing import Any, cast
@@ -55,34 +55,51 @@ def explained(report: dict[str, Any]) -> str:
     return f"{met}; {first}, {last}; {advice}, {guard}"
 
 
-def with_checked_actions(run: Run, state: TensorDict) -> Run:
-    """The run with a host environment that refuses an action with NaN or infinity, for steps that begin at `state`.
+class NonfiniteAction(Exception):
+    """An action for a host environment has NaN or infinity, after `taken` finite ones of this iteration.
 
-    A robot may execute the actions. Everything else is checked after collecting.
-
-    Raises: NotFiniteError, when it steps.
+    `last` has the last states of the environment with their actions, two at most.
     """
-    last: deque[tuple[TensorDict, Tensor]] = deque(maxlen=2)
-    times = count(1)
 
-    def step(env_state: TensorDict, action: Tensor, noise: Any) -> TensorDict:
-        last.append((env_state, action))
-        taken = next(times)
+    def __init__(self, last: Sequence[tuple[TensorDict, Tensor]], taken: int) -> None:
+        super().__init__()
+        self.last, self.taken = tuple(last), taken
+
+
+@dataclass(frozen=True)
+class _CheckedStep:
+    """The `step` of a host environment that refuses an action with NaN or infinity. Equal if their steps are equal."""
+
+    step: Callable[[TensorDict, Tensor, Any], TensorDict]
+    last: deque[tuple[TensorDict, Tensor]] = field(default_factory=lambda: deque(maxlen=2), compare=False)
+    taken: Iterator[int] = field(default_factory=count, compare=False)
+
+    def __call__(self, env_state: TensorDict, action: Tensor, noise: Any) -> TensorDict:
+        self.last.append((env_state, action))
+        taken = next(self.taken)
         if not isfinite(sum(action.flatten().tolist())):  # for few numbers faster than any call of torch
-            raise _action_error(run, state, last, taken - len(last))
-        return run.env.step(env_state, action, noise)
-
-    return run._replace(env=replace(run.env, step=step))
+            raise NonfiniteAction(self.last, taken)
+        return self.step(env_state, action, noise)
 
 
-def _action_error(
-    run: Run, state: TensorDict, last: Sequence[tuple[TensorDict, Tensor]], before: int
-) -> NotFiniteError:
-    """The error of an iteration that ends while it collects, from its last states and actions after `before` steps."""
-    rows = [(env_state["obs"], action) for env_state, action in (*last, last[-1])]  # a batch has one row of padding
+def with_checked_actions(run: Run) -> Run:
+    """The run of one iteration with a host environment that refuses an action with NaN or infinity.
+
+    A robot may execute the actions. Everything else is checked after collecting. All such runs are equal, so functions
+    that are compiled for one serve the others.
+
+    Raises: NonfiniteAction, when it steps.
+    """
+    return run._replace(env=replace(run.env, step=_CheckedStep(run.env.step)))
+
+
+def action_error(run: Run, state: TensorDict, refused: NonfiniteAction) -> NotFiniteError:
+    """The error of an iteration that began at `state` and ended at an action with NaN or infinity."""
+    rows = [(env_state["obs"], action) for env_state, action in (*refused.last, refused.last[-1])]  # one of padding
     obs, action = (torch.stack(x, 1) for x in zip(*rows, strict=True))
     done = torch.zeros(action.shape[:2], dtype=torch.bool, device=action.device)
     found = cast(Found, in_batch(run, state, TensorDict({"obs": obs, "action": action, "done": done}, done.shape)))
+    before = refused.taken + 1 - len(refused.last)
     place = {name: n + before * (name != "env") for name, n in found.place.items()}
     report = {**_steps(state), "met": [found.what], "found": found._replace(place=place)._asdict()}
     return NotFiniteError(explained(report), report, state)
