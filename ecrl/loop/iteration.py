@@ -214,13 +214,14 @@ def _iteration(
 def _iteration_of_leaves(
     run: Run, guard: str, structure: Hashable, leaves: list[Tensor], borrowed: Borrowed
 ) -> tuple[list[Tensor], TensorDict, TensorDict, dict[str, Logs], Tensor | None]:
-    """`_iteration` on the tensors of a state. The state is given once more, in memory of its own."""
+    """`_iteration` on the tensors of a state. The state is given once more, in memory of its own, as are the logs."""
     state, writes, logs, nonfinite = _iteration(run, guard, unflatten(structure, leaves), borrowed)
     after, structure_after = flatten(state)
     if structure_after != structure:
         fields = ", ".join(sorted({*names(structure_after)} ^ {*names(structure)})) or "the batch size of one"
         raise ValueError(f"an iteration may change no fields of the state but their values; it changed {fields}")
-    return after, mapped(torch.clone, state), writes, logs, nonfinite
+    copies = mapped(torch.clone, (state, logs))  # the learning rate may be the state's own
+    return after, copies[0], writes, copies[1], nonfinite
 
 
 def _bound(fn: Callable[..., Any], run: Run, cfg: Config, *static: Any) -> Callable[..., Any]:
@@ -322,6 +323,5 @@ def iterations(run: Run, state: TensorDict, cfg: Config) -> Iterator[LogData]:
             again = "; ".join(one.text for one in compilations[known:])
             warnings.warn(f"compiled again at step {step}: {again}", RuntimeWarning, stacklevel=2)
         state.lock_()
-        logs = mapped(torch.clone, logs)  # the learning rate may be the state's own
         yield LogData(log_type="collect", sample_step=step, logs=logs["collect"], state=state)
         yield LogData(log_type="train", sample_step=step, logs=logs["train"], state=state)
