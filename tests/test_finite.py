@@ -243,6 +243,32 @@ def test_skip_leaves_the_update_out_and_goes_on_as_without_it(algorithm, fault, 
     assert same(train_states(off, without)[0], states[2])
 
 
+def test_skip_leaves_out_single_gradient_steps_and_warns_once(monkeypatch):
+    def once_per_epoch(run, params, batch, mask, hyper):
+        """The loss; NaN for the minibatch with the largest advantage, which is in one minibatch of each epoch."""
+        value, logs = right(run, params, batch, mask, hyper)
+        return value * torch.where((batch["advantage"] == largest[0]).any(), torch.nan, 1.0), logs
+
+    def advantages(run, hyper, rollout):
+        rows = made(run, hyper, rollout)
+        largest[:] = [rows["advantage"].max()]
+        return rows
+
+    ppo = sys.modules["ecrl.algorithms.ppo"]  # the package has the function of that name
+    right, made, largest = ppo.loss, ppo.advantages, []
+    monkeypatch.setattr(ppo, "loss", once_per_epoch)
+    monkeypatch.setattr(ppo, "advantages", advantages)
+    cfg = run("ppo", **{"trainer.finite_guard": "skip", "trainer.iterations": 3})
+    with pytest.warns(UserWarning, match="^after 0 env steps: .* 2 gradient steps are left out; .*said once$") as said:
+        records = [r for r in train_iter(init_state(cfg), cfg) if r["log_type"] == "train"]
+    assert len(said) == 1
+    for record in records:
+        logs = record["logs"]
+        assert (float(logs["skipped_steps"]), float(logs["skipped_updates"])) == (2.0, 0.0)
+        assert all(log.isfinite() for log in logs.values())
+    assert [int(r["state"]["update_step"]) for r in records] == [1, 2, 3]
+
+
 def test_an_iteration_of_its_own_leaves_updates_out_and_never_stops():
     cfg = run("ppo", "reward", **{"trainer.finite_guard": "skip"})
     iteration, state = make_iteration(cfg), init_state(cfg)

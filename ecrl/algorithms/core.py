@@ -49,12 +49,14 @@ class Static(NamedTuple):
         buffer_size: steps of each environment in an iteration.
         iterations: iterations of the run, the length of its learning-rate schedules.
         world_size: number of ranks.
+        skips_nonfinite: True if gradient steps with NaN or infinity are left out (`trainer.finite_guard: skip`).
     """
 
     num_envs: int
     buffer_size: int
     iterations: int
     world_size: int
+    skips_nonfinite: bool = False
 
 
 class Run(NamedTuple):

@@ -38,10 +38,11 @@ from ecrl.config.model import Count
 from ecrl.distributed import all_mean
 from ecrl.kernels.scan_loop import chunking
 from ecrl.policies import acting_params
-from ecrl.pytree import mapped, replaced
+from ecrl.pytree import flatten, mapped, replaced
 from ecrl.types import Logs
 
 _BATCH_SIZE = 64
+_SKIPPED = "skipped_steps"
 Loss = Callable[[Run, TensorDict, TensorDict, Tensor, TensorDict], tuple[Tensor, Logs]]
 Whole = Callable[[Run, TensorDict, Tensor, Tensor], dict[str, Tensor]]
 
@@ -193,7 +194,7 @@ def _gradient_step(
     """One step of every optimiser on one minibatch: new (params, opt, rates, stopped); its count, `stopped` and logs.
 
     From the step whose distance exceeds the limit on, parameters and optimisers stay as they are. The step that exceeds
-    it still adapts an adaptive rate.
+    it still adapts an adaptive rate. If the run leaves out steps with NaN or infinity, such a step changes nothing.
     """
     params, opts, rates, stopped = carry
     grads, (count, logs) = _gradients(of, params, chosen, norm, rows, hyper)
@@ -206,12 +207,23 @@ def _gradient_step(
             no_news = stopped | (counted == 0.0)
             rates = rates | {group.name: torch.where(no_news, rates[group.name], adapted)}
     new_params, new_opts = optimizer_step(params, grads, opts, rates, hyper, of.layout)
-    if of.limit is not None and of.limit in hyper:
+    is_limited, skips = of.limit is not None and of.limit in hyper, of.run.static.skips_nonfinite
+    if is_limited:
         stopped = stopped | (distance > hyper[of.limit])
-        count = count.masked_fill(stopped, 0.0)
-        keep = partial(torch.where, stopped)
+    left_out = stopped
+    if skips:
+        nonfinite = ~_is_finite((grads, new_params))
+        left_out, norms = left_out | nonfinite, norms | {_SKIPPED: nonfinite.to(count.dtype)}
+    if is_limited or skips:
+        count = count.masked_fill(left_out, 0.0)
+        keep = partial(torch.where, left_out)
         new_params, new_opts = mapped(keep, params, new_params), mapped(keep, opts, new_opts)
     return (new_params, new_opts, rates, stopped), (count, stopped.to(count.dtype), logs | norms)
+
+
+def _is_finite(tree: Any) -> Tensor:
+    """True if no tensor of a tree holds NaN or infinity, 0-d bool."""
+    return torch.stack([x.isfinite().all() for x in flatten(tree)[0]]).all()
 
 
 def mean_logs(logs: Logs, counts: Tensor) -> Logs:
@@ -248,7 +260,8 @@ def minibatch_sgd(
         limit: name of a number in `hyper`: once the distance exceeds it, the remaining steps are skipped.
 
     Returns: the state with new `params`, `opt` and `learning_rate`; the logs of the loss, `loss`, the norms of the
-        gradients and the learning rates, and `skipped_frac` if there is a limit.
+        gradients and the learning rates, and `skipped_frac` if there is a limit. With `trainer.finite_guard` "skip" a
+        step whose gradients or new parameters hold NaN or infinity changes nothing; `skipped_steps` counts these.
     """
     hyper, params, opt, norm = (cast(TensorDict, state[key]) for key in ("hyper", "params", "opt", "norm"))
     sizes, layout = sizes_of(sgd, len(rows)), layout_of(params, sgd.groups)
@@ -262,9 +275,14 @@ def minibatch_sgd(
     constants = norm.select("obs", strict=False), rows, hyper
     (packed, opts, rates, _), (counts, skipped, logs) = run.scan(partial(_gradient_step, of), start, chosen, *constants)
     fields: dict[str, Any] = {"params": unpack(packed, layout).clone(), "opt": unpack_opt(opts, opt, layout)}
+    left_out = logs.pop(_SKIPPED, None)
     logged = rate_logs(rates, sgd.groups, state)
     fields |= {name: rate for name, rate in logged.items() if name in state.keys()}  # noqa: SIM118
-    logs = mean_logs(logs, counts) | logged
+    logs = mean_logs(logs, counts)
+    if left_out is not None:
+        logs = {name: log.masked_fill(left_out.all(), torch.nan) for name, log in logs.items()}
+        logs |= {_SKIPPED: left_out.sum()}
+    logs |= logged
     if limit is not None and limit in hyper:
         logs |= {"skipped_frac": skipped.mean()}
     return replaced(state, fields), logs

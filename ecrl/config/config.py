@@ -118,8 +118,8 @@ class TrainerConfig(ConfigModel):
     finite_guard: Literal["stop", "skip", "off"] = Field(
         "stop",
         description="reaction to NaN or infinity in an observation, reward, action, loss, gradient or parameter; stop: "
-        "end the run with the state before it and report the place; skip: leave out the update and count it; off: no "
-        "check",
+        "end the run with the state before it and report the place; skip: leave out and count the gradient step or "
+        "the update; off: no check",
     )
     keep_checkpoints: Count | None = Field(
         None, description="number of newest checkpoints to keep, not counting checkpoints/best; all if absent"

@@ -125,4 +125,5 @@ def with_training_wrappers(env: Env, cfg: Config, events: Literal["train", "eval
 def static_of(cfg: Config) -> Static:
     """The numbers of a config that shape the graph of an iteration."""
     trainer = cfg.trainer
-    return Static(trainer.num_envs, trainer.buffer_size, trainer.iterations, world_size())
+    skips = trainer.finite_guard == "skip"
+    return Static(trainer.num_envs, trainer.buffer_size, trainer.iterations, world_size(), skips)

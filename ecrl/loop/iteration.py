@@ -269,10 +269,17 @@ def _is_skipped(run: Run, guard: str, nonfinite: Tensor | None, before: TensorDi
     return True
 
 
-def _warn_of_skip(nonfinite: Tensor, step: int) -> None:
-    met = ", ".join(kind for kind, flag in zip(KINDS, nonfinite[1].tolist(), strict=True) if flag)
-    text = f"NaN or infinity in {met}: the update is left out; counted as skipped_updates, said once"
+def _warn_of_skip(nonfinite: Tensor | None, logs: Logs, step: int) -> bool:
+    """Warn if the finite guard left out an update or gradient steps. Return True if it did."""
+    met = [] if nonfinite is None else [kind for kind, flag in zip(KINDS, nonfinite[1].tolist(), strict=True) if flag]
+    if met:
+        text = f"NaN or infinity in {', '.join(met)}: the update is left out; counted as skipped_updates, said once"
+    elif "skipped_steps" in logs and (steps := int(logs["skipped_steps"])):
+        text = f"NaN or infinity in gradients: {steps} gradient steps are left out; counted as skipped_steps, said once"
+    else:
+        return False
     warnings.warn(f"after {step} env steps: {text}", stacklevel=3)
+    return True
 
 
 def train_iter(state: TensorDict, cfg: Config, watch: Watch = unwatched) -> Iterator[LogData]:
@@ -314,9 +321,8 @@ def iterations(run: Run, state: TensorDict, cfg: Config) -> Iterator[LogData]:
             skipped = _is_skipped(run, guard, nonfinite, before)
         if not skipped:
             commit(borrowed, writes)
-        elif nonfinite is not None and not warned:
-            _warn_of_skip(nonfinite, step)
-            warned = True
+        if guard == "skip" and not warned:
+            warned = _warn_of_skip(nonfinite, logs["train"], step)
         state = merge(state, borrowed)
         step += size
         if len(compilations) > known and step > settled:

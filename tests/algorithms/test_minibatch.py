@@ -161,6 +161,34 @@ def test_a_stop_is_latched():
     close(logs["skipped_frac"], 6 / 8)
 
 
+def skipping(run: Run) -> Run:
+    return run._replace(static=run.static._replace(skips_nonfinite=True))
+
+
+def failing(bad: Any, params: TensorDict, batch: TensorDict, mask: torch.Tensor, hyper: TensorDict):
+    """`walk` with a gradient of NaN for the minibatches with a row of `bad`."""
+    loss, logs = walk(itself, params, batch, mask, hyper)
+    is_bad = torch.isin(batch["x"], bad).any()
+    return loss * torch.where(is_bad, torch.nan, 1.0), logs
+
+
+def test_a_gradient_step_with_nan_is_left_out_alone():
+    run, state, rows = setup()
+    after, logs = learned(skipping(run), state, rows, failing, torch.tensor(3.0))
+    close(after["params", "w"], 0.6)  # of 2 epochs of 4 steps of 0.1, each with one minibatch that has row 3
+    assert after["opt", "step"] == 6 and logs["skipped_steps"] == 2.0
+    assert all(log.isfinite() for log in logs.values())
+    after, logs = learned(run, state, rows, failing, torch.tensor(3.0))
+    assert after["params", "w"].isnan() and "skipped_steps" not in logs
+
+
+def test_logs_are_nan_if_every_gradient_step_is_left_out():
+    run, state, rows = setup()
+    after, logs = learned(skipping(run), state, rows, failing, rows["x"])
+    assert after["params", "w"] == 0.0 and after["opt", "step"] == 0
+    assert logs["skipped_steps"] == 8.0 and logs["loss"].isnan() and logs["learning_rate"].isfinite()
+
+
 def test_the_stop_is_forgotten_with_the_next_rollout():
     parts, state, rows = setup(target_kl=0.25)
     zero = TensorDict({"w": torch.tensor(0.0)}, [])
