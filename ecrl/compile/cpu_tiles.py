@@ -16,6 +16,8 @@ from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.select_algorithm import PartialRender
 from torch._inductor.utils import Placeholder, parallel_num_threads
 
+from ecrl.compile.cpu_codegen import brief_codegen
+
 _WORTH_THREADS = 2**18  # multiplications
 _NAME = str(Placeholder.KERNEL_NAME)
 _CPP = """
@@ -89,7 +91,7 @@ def _(a: Tensor, b: Tensor) -> Tensor:
 @cache
 def compile_here() -> bool:
     """Return True if inductor knows vector instructions of this CPU. Without them, the tiles do not compile."""
-    with config.patch({"cpp.vec_isa_ok": True}):  # to try each instruction set takes seconds
+    with config.patch({"cpp.vec_isa_ok": True}), brief_codegen():  # trying each instruction set takes seconds
         return bool(pick_vec_isa())
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ecrl.kernels.dtypes import common_dtype, scalars, widened
 from ecrl.kernels.reverse_scan import as_float64, reverse_scan
-from ecrl.kernels.scan_loop import Scan, in_chunks, scan
+from ecrl.kernels.scan_loop import Scan, in_chunks, loop, scan
 from ecrl.pytree import flatten, unflatten
 from ecrl.types import Scalar, same_shape
 
@@ -228,6 +228,13 @@ def _steps_since_end(counted: Tensor, done: Tensor, before: Tensor) -> Tensor:
     return counts[:, 1:] - counts.gather(1, last).masked_fill(last == 0, 0.0)
 
 
+def _add_reward(total: Tensor, step: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the sum of rewards for the next step, 0 after an end, and the sum with this step, float64 `[N]`."""
+    reward, done = step
+    total = total + reward
+    return total.masked_fill(done, 0.0), total
+
+
 def episode_update(episode: TensorDict, reward: Tensor, done: Tensor, mask: Tensor | None = None) -> TensorDict:
     """Return the statistics after T more steps.
 
@@ -250,8 +257,9 @@ def episode_update(episode: TensorDict, reward: Tensor, done: Tensor, mask: Tens
     one = torch.ones_like(reward)
     if mask is not None:
         reward, one = reward.masked_fill(~mask, 0.0), mask.to(reward.dtype)
-    ret = running_returns(reward.double(), done, episode["running_return"], gamma=1.0)
-    ret = ret.masked_fill(~ret.isfinite(), torch.nan).to(episode["running_return"].dtype)
+    before = episode["running_return"]
+    _, ret = loop(_add_reward, before.double(), (reward.t().double(), done.t()))
+    ret = ret.t().masked_fill(~ret.t().isfinite(), torch.nan).to(before.dtype)
     length = _steps_since_end(one, done, episode["running_length"]).to(episode["running_length"].dtype)
     ended = torch.cat((episode["finished"], done.t().reshape(-1)))
     order = torch.where(ended, torch.arange(1, len(ended) + 1, device=done.device), 0)
