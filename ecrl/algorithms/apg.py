@@ -18,6 +18,7 @@ from ecrl import rng
 from ecrl.algorithms.core import Algorithm, Run, Static, on_policy, step_keys
 from ecrl.algorithms.optimizer import OPTIMIZERS, Group, groups_of, learning_rates, learning_state
 from ecrl.algorithms.optimizer_config import LearningConfig
+from ecrl.algorithms.rows import evaluate
 from ecrl.config.model import Count, Fraction, NonNegative
 from ecrl.distributed import all_mean
 from ecrl.errors import ConfigError
@@ -67,6 +68,8 @@ def init(cfg: APGConfig, run: Run, key: Tensor) -> dict[str, Any]:
         )
     if not isinstance(run.env.action_space, Box):
         raise ConfigError(f"env: apg needs Box actions, this environment has {run.env.action_space}; use another")
+    if run.policy.unit == "sequence":
+        raise ConfigError("policy.name: apg differentiates one step at a time, this policy has memory; use another")
     if length is not None and horizon % length:
         text = f"algorithm.cfg.segment_length: {length} does not divide trainer.buffer_size {horizon}; use a divisor"
         raise ConfigError(text)
@@ -135,7 +138,7 @@ def _value(
     env, acting, no_carry = env.copy().update(floats), acting_params(params, norm), TensorDict({}, [])
     _, out = run.policy.act(acting, no_carry, env["obs"], action_noise)
     done = env["terminated"] | env["truncated"]
-    _, entropy = run.policy.evaluate(acting, no_carry, env["obs"], out["action"], done)
+    _, entropy = evaluate(run.policy, acting, out.copy().update({"obs": env["obs"], "done": done}))
     after = run.env.step(env, out["action"], env_noise)
     value = (weight * (after["reward"] + ent_coef * entropy)).sum()
     return value + sum((c * after[key]).sum() for key, c in costate.items(True, True)), entropy

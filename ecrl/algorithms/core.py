@@ -184,16 +184,24 @@ def step_keys(run: Run, state: TensorDict) -> tuple[Tensor, Tensor]:
     return rng.stream(key, rng.ENV, group, steps), rng.stream(key, rng.ACTION, index, steps)
 
 
+def initial_carry(run: Run, state: TensorDict) -> dict[str, TensorDict]:
+    """Return the field `carry` of a state before its first step; an empty dict if the policy has no memory."""
+    params = acting_params(cast(TensorDict, state["params"]), cast(TensorDict, state["norm"]))
+    carry = run.policy.init_carry(params, run.static.num_envs)
+    return {} if carry.is_empty() else {"carry": carry}
+
+
 def _collect(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
-    """The fields `env` and `episode` after the steps, and the rollout."""
+    """The fields `env`, `episode` and maybe `carry` after the steps, and the rollout."""
     env_keys, action_keys = step_keys(run, state)
-    no_carry, params = TensorDict({}, []), acting_params(state["params"], state["norm"])
-    _, env_state, rollout = collect_rollout(
-        run.policy, run.env, params, no_carry, state["env"], env_keys, action_keys, scan=run.scan
+    params, before = acting_params(state["params"], state["norm"]), state.get("carry", TensorDict({}, []))
+    carry, env_state, rollout = collect_rollout(
+        run.policy, run.env, params, cast(TensorDict, before), state["env"], env_keys, action_keys, scan=run.scan
     )
     mask = rollout["mask"][:, :-1] if "mask" in rollout else None
     episode = episode_update(state["episode"], rollout["reward"][:, :-1], rollout["done"][:, :-1], mask)
-    return TensorDict({"env": env_state, "episode": episode}, []), rollout
+    fields = {"env": env_state, "episode": episode} | ({"carry": carry} if "carry" in state else {})
+    return TensorDict(fields, []), rollout
 
 
 def _with_compiled_policy(run: Run) -> Run:
@@ -207,10 +215,11 @@ def _with_compiled_policy(run: Run) -> Run:
 def collect(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
     """Take `buffer_size` steps in every environment.
 
-    Returns: the state with new `env` and `episode`, and the rollout `[N, T + 1]`.
+    Returns: the state with new `env`, `episode` and `carry`, and the rollout `[N, T + 1]` (`collect_rollout`).
     """
     steps = run.jit(_collect, run) if run.env.is_pure else partial(_collect, _with_compiled_policy(run))
-    changed, rollout = steps(state.select("key", "sample_step", "params", "norm", "env", "episode"))
+    fields = ("key", "sample_step", "params", "norm", "env", "episode", "carry")
+    changed, rollout = steps(state.select(*fields, strict=False))
     return replaced(state, changed), rollout
 
 

@@ -33,6 +33,7 @@ from ecrl.algorithms.optimizer import (
     unpack_opt,
 )
 from ecrl.algorithms.optimizer_config import LearningConfig
+from ecrl.algorithms.rows import counted
 from ecrl.algorithms.schedules import adapted_rate
 from ecrl.config.model import Count
 from ecrl.distributed import all_mean
@@ -93,15 +94,21 @@ def pass_keys(state: TensorDict, n_epochs: int) -> Tensor:
     return rng.stream(state["key"], rng.UPDATE, index, state["update_step"])
 
 
-def shuffled(keys: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
+def _chunking(rows: int, length: int, device: torch.device) -> tuple[int, int]:
+    """Return the number and the size of chunks of rows that have `length` steps each; see `chunking`."""
+    number = min(rows, chunking(rows * length, device)[0])
+    return number, -(-rows // number)
+
+
+def shuffled(keys: Tensor, sizes: Sequence[int], length: int = 1) -> tuple[Tensor, Tensor]:
     """Row indices `[len(keys) * len(sizes), width]` of minibatches of these sizes, in a new order for each key.
 
     The width is at least `max(sizes)` and divides into parts (`ecrl.kernels.scan_loop.chunking`). Missing rows repeat
-    the first row of the minibatch; the second result, of the same shape, is False there.
+    the first row of the minibatch; the second result, of the same shape, is False there. Rows have `length` steps.
     """
     order = rng.permutation(keys, sum(sizes))
     size = torch.tensor(sizes, device=keys.device).unsqueeze(1)
-    slot = torch.arange(prod(chunking(max(sizes), keys.device)), device=keys.device)
+    slot = torch.arange(prod(_chunking(max(sizes), length, keys.device)), device=keys.device)
     real = slot < size
     index = order[:, size.cumsum(0) - size + slot.where(real, 0)]
     return index.flatten(0, 1), real.expand(len(keys), -1, -1).flatten(0, 1)
@@ -115,13 +122,17 @@ def _at_most(key: str, value: int, rows: int) -> int:
     return min(value, rows)
 
 
-def sizes_of(cfg: MinibatchConfig | SGD, rows: int) -> list[int]:
+def sizes_of(cfg: MinibatchConfig | SGD, rows: int, length: int = 1) -> list[int]:
     """Rows of each minibatch of a pass: the last one smaller by `batch_size`, all nearly equal by `num_minibatches`.
 
-    A size or number above the number of rows is lowered to it, with one warning.
+    A size or number above the number of rows is lowered to it, with one warning. Rows of `length` steps, as those of
+    recurrent policies, stay whole: a minibatch has as many as fit into `batch_size` steps, and at least one.
+
+    >>> sizes_of(SGD(1, 64, None, ()), 5, 32)
+    [2, 2, 1]
     """
     if cfg.num_minibatches is None:
-        size = _at_most("batch_size", cfg.batch_size or _BATCH_SIZE, rows)
+        size = max(1, _at_most("batch_size", cfg.batch_size or _BATCH_SIZE, rows * length) // length)
         return [min(size, rows - first) for first in range(0, rows, size)]
     count = _at_most("num_minibatches", cfg.num_minibatches, rows)
     return [rows // count + (i < rows % count) for i in range(count)]
@@ -152,7 +163,7 @@ def _chunk_gradients(
     """Gradients of the mean over the chosen rows that count; their number and logs."""
     index, real, replaced_fields = rows_of_chunk
     batch = cast(TensorDict, rows[index]).update(replaced_fields)
-    mask = batch["mask"] & real if "mask" in batch else real
+    mask = counted(batch["mask"], real) if "mask" in batch else real
     gradient = torch.func.grad_and_value(_loss, has_aux=True)
     grads, (loss, (count, logs)) = gradient(unpack(packed, of.layout), of, norm, batch, mask, hyper)
     return pack(grads, of.layout), (count, logs | {"loss": loss})
@@ -237,7 +248,8 @@ def minibatch_sgd(
     Args:
         run: the run.
         state: with `params`, `opt`, `hyper`, `norm`, `key` and `update_step`; `learning_rate` if it adapts.
-        rows: `[M]`, with a bool `mask` if some rows do not count.
+        rows: `[M]`, with a bool `mask` if some rows do not count. The rows of a policy of unit "sequence" have a
+            `mask` `[M, T]`, and are chosen whole.
         loss: (run, params, batch, mask, hyper) -> 0-d loss and logs, all means over the elements that count. `params`
             have the observation statistics. A log `count` replaces the number of rows that count.
         sgd: number and size of the minibatches, and the optimiser groups.
@@ -251,14 +263,15 @@ def minibatch_sgd(
         gradients and the learning rates, and `skipped_frac` if there is a limit.
     """
     hyper, params, opt, norm = (cast(TensorDict, state[key]) for key in ("hyper", "params", "opt", "norm"))
-    sizes, layout = sizes_of(sgd, len(rows)), layout_of(params, sgd.groups)
+    length = prod(rows["mask"].shape[1:]) if "mask" in rows else 1
+    sizes, layout = sizes_of(sgd, len(rows), length), layout_of(params, sgd.groups)
     of = _Objective(run, loss, whole, distance, limit, layout)
     rates = learning_rates(state, sgd.groups, run.static.iterations)
     key = cast(Tensor, state["key"])
     never = torch.zeros((), dtype=torch.bool, device=key.device)
     start = pack(params, layout), pack_opt(opt, layout), rates, never
-    chunks = chunking(max(sizes), key.device)
-    chosen = tuple(x.unflatten(1, chunks) for x in shuffled(pass_keys(state, sgd.n_epochs), sizes))
+    chunks = _chunking(max(sizes), length, key.device)
+    chosen = tuple(x.unflatten(1, chunks) for x in shuffled(pass_keys(state, sgd.n_epochs), sizes, length))
     constants = norm.select("obs", strict=False), rows, hyper
     (packed, opts, rates, _), (counts, skipped, logs) = run.scan(partial(_gradient_step, of), start, chosen, *constants)
     fields: dict[str, Any] = {"params": unpack(packed, layout).clone(), "opt": unpack_opt(opts, opt, layout)}

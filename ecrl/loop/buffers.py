@@ -21,6 +21,7 @@ from ecrl.errors import ConfigError, UserError
 LOOP_KINDS: Kinds = {
     "env": Kind.ENVIRONMENT,
     "episode": Kind.ENVIRONMENT,
+    "carry": Kind.ENVIRONMENT,
     "norm": Kind.STATISTICS,
     "key": Kind.COUNTER,
     "sample_step": Kind.COUNTER,

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tensordict import TensorDict
@@ -11,32 +11,58 @@ from torch import Tensor
 from ecrl.spaces import Box, Dict, Discrete, MultiDiscrete, Space, element_shape, flat_dim
 
 
+def no_carry(params: TensorDict, num_envs: int) -> TensorDict:
+    """Return an empty TensorDict: by default, a policy has no memory."""
+    return TensorDict({}, [])
+
+
 @dataclass(frozen=True)
 class Policy:
     """Pure functions that make up a policy.
 
-    `carry` is the policy's memory, an empty TensorDict for feed-forward policies.
+    `carry` is the policy's memory, an empty TensorDict for feed-forward policies. `steps` is a TensorDict with obs,
+    action, done and every other field that `act` returned.
+
+    Most policies have the unit "step": `evaluate` and `value` treat every row alone, and leading axes are free. A
+    policy with memory has the unit "sequence". Its `steps` are `[n, S]` with time as the second axis, and `carry` `[n]`
+    is the memory before the first step. `evaluate` and `value` run the recurrence and restart it after each step with
+    `done`, as the collector does. `value` takes two more arguments then:
+
+        value(params, carry, steps, final) -> (V [n, S], V_final [n, F])
+
+    `final` `[n, F]` has `obs`, the observations at time limits, and `carry`, the memory after `act` and before the
+    restart. It is None where only the first result is used; the second one is None then.
 
     Attributes:
         init: 0-d key -> params.
         draw: keys `[*B]` -> noise `[*B, ...]` of an action.
         act: (params, carry, obs, noise) -> (carry, out); `out` has `action` and `sample_log_prob`. With noise None,
             the action is deterministic.
-        evaluate: (params, carry, obs, action, done) -> (log_prob, entropy), nats.
-        value: (params, carry, obs) -> V `[*B]`; None without a critic.
+        evaluate: (params, carry, steps) -> (log_prob, entropy), nats.
+        value: (params, carry, obs) -> V `[*B]`, or as above; None without a critic.
         norm_init: device -> the statistics of `normalized` before the first step.
         norm_update: (statistics, obs, mask) -> the statistics updated with a batch.
         compiles: False if a module draws its own random numbers.
+        init_carry: (params, num_envs) -> carry, a TensorDict `[num_envs]`, at the start of an episode.
+        unit: what a row of a minibatch is, "step" or "sequence".
     """
 
     init: Callable[[Tensor], TensorDict]
     draw: Callable[[Tensor], Tensor]
     act: Callable[[TensorDict, TensorDict, Any, Tensor | None], tuple[TensorDict, TensorDict]]
-    evaluate: Callable[[TensorDict, TensorDict, Any, Tensor, Tensor], tuple[Tensor, Tensor]]
-    value: Callable[[TensorDict, TensorDict, Any], Tensor] | None
+    evaluate: Callable[[TensorDict, TensorDict, TensorDict], tuple[Tensor, Tensor]]
+    value: Callable[..., Any] | None
     norm_init: Callable[[torch.device], TensorDict] | None = None
     norm_update: Callable[[TensorDict, Any, Tensor], TensorDict] | None = None
     compiles: bool = True
+    init_carry: Callable[[TensorDict, int], TensorDict] = no_carry
+    unit: Literal["step", "sequence"] = "step"
+
+    def __post_init__(self):
+        if self.unit not in ("step", "sequence"):
+            raise ValueError(f"unit is {self.unit!r}, expected 'step' or 'sequence'")
+        if self.unit == "step" and self.init_carry is not no_carry:
+            raise ValueError("a policy with init_carry has memory; set its unit to 'sequence'")
 
 
 def acting_params(params: TensorDict, norm: TensorDict) -> TensorDict:
