@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ecrl import distributed, rng
 from ecrl.algorithms.state_kinds import Kind, Kinds
-from ecrl.envs import Env
+from ecrl.envs import NEVER, Env
 from ecrl.kernels import (
     collect_rollout,
     episode_update,
@@ -191,12 +191,30 @@ def initial_carry(run: Run, state: TensorDict) -> dict[str, TensorDict]:
     return {} if carry.is_empty() else {"carry": carry}
 
 
+def max_truncations(env: Env, steps: int) -> int:
+    """Return the largest number of truncations of one environment in so many steps.
+
+    >>> from ecrl.envs import make_env
+    >>> max_truncations(make_env("cartpole"), 1200)  # its time limit is 500 steps
+    3
+    """
+    return 0 if env.min_truncation_gap == NEVER else -(-steps // env.min_truncation_gap)
+
+
 def _collect(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
     """The fields `env`, `episode` and maybe `carry` after the steps, and the rollout."""
     env_keys, action_keys = step_keys(run, state)
     params, before = acting_params(state["params"], state["norm"]), state.get("carry", TensorDict({}, []))
     carry, env_state, rollout = collect_rollout(
-        run.policy, run.env, params, cast(TensorDict, before), state["env"], env_keys, action_keys, scan=run.scan
+        run.policy,
+        run.env,
+        params,
+        cast(TensorDict, before),
+        state["env"],
+        env_keys,
+        action_keys,
+        scan=run.scan,
+        max_truncations=max_truncations(run.env, run.static.buffer_size),
     )
     mask = rollout["mask"][:, :-1] if "mask" in rollout else None
     episode = episode_update(state["episode"], rollout["reward"][:, :-1], rollout["done"][:, :-1], mask)

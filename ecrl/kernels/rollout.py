@@ -114,6 +114,85 @@ def _transition(
     return (memory, world), row if initial.is_empty() else row.set("final_carry", acted)
 
 
+_Slots = tuple[Tensor, dict[str, Any]]
+"""The number of truncations so far `[N]`, and the states that they reached `[N, F, ...]`."""
+
+
+def _empty_slots(memory: TensorDict, obs: Any, size: int) -> _Slots:
+    """Return `size` slots for each environment."""
+
+    def zeros(x: Tensor) -> Tensor:
+        return x.new_zeros((len(x), size, *x.shape[1:]))
+
+    reached = mapped(zeros, {"obs": obs, "carry": memory}, batch=lambda batch: (*batch[:1], size, *batch[1:]))
+    first = flatten(obs)[0][0]
+    return torch.zeros(len(first), dtype=torch.int64, device=first.device), reached
+
+
+def _written(slots: _Slots, obs: Any, memory: TensorDict, truncated: Tensor) -> _Slots:
+    """Write the states `[N]` of truncated environments into their next slots."""
+    count, reached = slots
+    (old, structure), (new, _) = flatten(reached), flatten({"obs": obs, "carry": memory})
+    number = torch.arange(old[0].shape[1], device=count.device)
+    chosen = truncated.unsqueeze(1) & (count.unsqueeze(1) == number)
+    leaves = [torch.where(_as_leading(chosen, x), y.unsqueeze(1), x) for x, y in zip(old, new, strict=True)]
+    return count + truncated, unflatten(structure, leaves)
+
+
+def _sparse_transition(
+    policy: Any,
+    env: Any,
+    carry: tuple[tuple[TensorDict, TensorDict], _Slots | None],
+    noise: tuple[Any, Any],
+    params: TensorDict,
+    initial: TensorDict,
+) -> tuple[tuple[tuple[TensorDict, TensorDict], _Slots | None], TensorDict]:
+    """Run `_transition`, and keep the states that time limits cut in slots instead of the row."""
+    both, slots = carry
+    both, row = _transition(policy, env, both, noise, params, initial)
+    obs, memory = row.pop("final_obs"), cast(TensorDict, row.pop("final_carry", initial))
+    return (both, None if slots is None else _written(slots, obs, memory, row["truncated"])), row
+
+
+def _collected(
+    policy: Any,
+    env: Any,
+    params: TensorDict,
+    both: tuple[TensorDict, TensorDict],
+    noise: tuple[Any, Any],
+    initial: TensorDict,
+    scan: Scan,
+    size: int | None,
+) -> tuple[tuple[TensorDict, TensorDict], TensorDict, dict[str, Any] | None]:
+    """Run the loop. Return memory and environments, the rows `[T, N]`, and the final states.
+
+    The final states are `[T, N]` if `size` is None, one per step; else `[size, N]`, one per truncation; None if `size`
+    is 0.
+    """
+    if size is None:
+        both, rows = scan(partial(_transition, policy, env), both, noise, params, initial)
+        return both, rows, {"obs": rows.pop("final_obs"), "carry": rows.pop("final_carry", initial)}
+    slots = _empty_slots(both[0], both[1]["obs"], size) if size else None
+    (both, slots), rows = scan(partial(_sparse_transition, policy, env), (both, slots), noise, params, initial)
+    return both, rows, None if slots is None else _swapped(slots[1])
+
+
+def _swapped(tree: Any) -> Any:
+    """Swap the first two axes of every tensor."""
+    return mapped(lambda x: x.transpose(0, 1), tree, batch=lambda size: (*size[1::-1], *size[2:]))
+
+
+def _at_steps(value: Tensor | None, rows: TensorDict) -> Tensor:
+    """Return the values `[F, N]` of the final states at the steps `[T, N]` that reached them, else 0."""
+    if value is None:
+        return torch.zeros_like(rows["reward"])
+    truncated = rows["truncated"]
+    if len(value) < len(truncated):
+        number = truncated.to(torch.int64).cumsum(0) - 1
+        value = value.gather(0, number.clamp(0, len(value) - 1))
+    return value.masked_fill(~truncated, 0.0)
+
+
 def _env_major(rows: Any, last: Any = None) -> Any:
     """Append one row, `last` or zeros, to fields `[T, N, ...]`, and return them as `[N, T + 1, ...]`."""
     leaves, structure = flatten(rows)
@@ -132,6 +211,7 @@ def collect_rollout(
     action_keys: Tensor,
     *,
     scan: Scan = scan,
+    max_truncations: int | None = None,
 ) -> tuple[TensorDict, TensorDict, TensorDict]:
     """Run N environments for T steps and return a `[N, T + 1]` rollout.
 
@@ -148,6 +228,9 @@ def collect_rollout(
         env_keys: int64 `[T, N]`, one key per step and environment, for the environment's noise.
         action_keys: int64 `[T, N]`, one key per step and environment, for the actions.
         scan: the loop over time. The default is a Python loop.
+        max_truncations: the largest number of truncations of one environment in the T steps, or None if it is
+            unknown. A small number saves memory, because only so many final observations are kept, and passes of the
+            critic over them.
 
     Returns: carry and env_state after T steps, and the rollout. It has obs, the fields of the policy's `act`, reward,
         terminated, truncated and done. It has info and mask if the environment has them, and value and final_value
@@ -173,23 +256,19 @@ def collect_rollout(
             f"env_keys {list(env_keys.shape)} and action_keys {list(action_keys.shape)} must both be [T, N], T >= 1"
         )
     with torch.no_grad():
-        noise, start = (policy.draw(action_keys), env.draw(env_keys)), carry
+        noise, start, steps = (policy.draw(action_keys), env.draw(env_keys)), carry, len(env_keys)
         initial = carry if carry.is_empty() else policy.init_carry(params, env_keys.shape[1])
-        body = partial(_transition, policy, env)
-        (carry, env_state), rows = scan(body, (carry, env_state), noise, params, initial)
-        obs, final_obs = rows.pop("obs"), rows.pop("final_obs")
-        final = TensorDict({"obs": final_obs, "carry": rows.pop("final_carry", start)}, [])
-        rollout = _env_major(rows).set("obs", _env_major(obs, env_state["obs"]))
+        size = 0 if policy.value is None else max_truncations
+        size = None if size is None or size >= steps else size
+        both = carry, env_state
+        (carry, env_state), rows, final = _collected(policy, env, params, both, noise, initial, scan, size)
+        rollout = _env_major(rows.exclude("obs")).set("obs", _env_major(rows["obs"], env_state["obs"]))
         if not start.is_empty():
-            size = rollout.batch_size
-            rollout.set(
-                "carry", mapped(lambda x: x.unsqueeze(1).expand(*size, *x.shape[1:]), start, batch=lambda _: size)
-            )
+            rollout.set("carry", _in_every_slot(start, rollout.batch_size))
         if policy.value is not None:
             values = _sequence_values if getattr(policy, "unit", "step") == "sequence" else _step_values
             value, final_value = values(policy.value, params, start, scan, rollout, final)
-            final_value = _env_major(final_value.masked_fill(~rows["truncated"], 0.0))
-            rollout.update({"value": value, "final_value": final_value})
+            rollout.update({"value": value, "final_value": _env_major(_at_steps(final_value, rows))})
     return carry, env_state, rollout
 
 
@@ -200,21 +279,22 @@ def _in_every_slot(carry: TensorDict, size: torch.Size) -> TensorDict:
 
 def _step_values(
     value: Callable[..., Tensor], params: TensorDict, carry: TensorDict, scan: Scan, rollout: TensorDict, final: Any
-) -> tuple[Tensor, Tensor]:
-    """Return V `[N, T + 1]` of the observations, and V `[F, N]` of the final ones `[F, N, ...]`.
+) -> tuple[Tensor, Tensor | None]:
+    """Return V `[N, T + 1]` of the observations, and V `[F, N]` of the final ones `[F, N, ...]`; None without them.
 
     All values come from one pass in chunks.
     """
     num_envs, steps = rollout.batch_size
-    parts, (structure, *_) = zip(*map(flatten, (rollout["obs"], final["obs"])), strict=True)
-    joined = [torch.cat((obs.transpose(0, 1), end)).flatten(0, 1) for obs, end in zip(*parts, strict=True)]
+    trees = [_swapped(rollout["obs"]), *([] if final is None else [final["obs"]])]
+    parts, (structure, *_) = zip(*map(flatten, trees), strict=True)
+    joined = [torch.cat(part).flatten(0, 1) for part in zip(*parts, strict=True)]
     rows = unflatten(structure, joined, lambda size: (len(joined[0]), *size[2:]))
 
     def critic(_: None, part: Any, params: TensorDict, carry: TensorDict) -> tuple[None, Tensor]:
         return None, value(params, carry, part)
 
     values = scan(critic, None, in_chunks(rows), params, carry)[1].flatten()[: len(joined[0])].reshape(-1, num_envs)
-    return values[:steps].t(), values[steps:]
+    return values[:steps].t(), None if final is None else values[steps:]
 
 
 def sequences(steps: TensorDict) -> TensorDict:
@@ -235,8 +315,11 @@ def _sequence_values(
     final: Any,
 ) -> tuple[Tensor, Tensor]:
     """Return V `[N, T + 1]` along the sequences of a rollout, and V `[F, N]` of the final states `[F, N, ...]`."""
-    env_major = mapped(lambda x: x.transpose(0, 1), final, batch=lambda size: (*size[1::-1], *size[2:]))
-    values, final_values = value(params, carry, sequences(rollout), env_major)
+    if final is None:
+        return value(params, carry, sequences(rollout), None)
+    size = flatten(final["obs"])[0][0].shape[1::-1]
+    fields = {name: part for name, part in _swapped(final).items() if flatten(part)[0]}
+    values, final_values = value(params, carry, sequences(rollout), TensorDict(fields, size))
     return values, final_values.t()
 
 
