@@ -19,7 +19,8 @@ Logs = dict[str, Tensor]
 ROLLOUT_FIELDS = {
     "obs": "[N, T+1, ...] observations; obs[:, -1] is the bootstrap observation; may be a TensorDict",
     "action": "[N, T+1, ...] actions of the policy",
-    "sample_log_prob": "[N, T+1, ...] float, nats, under the acting policy",
+    "sample_log_prob": "[N, T+1, ...] float, nats, under the acting policy; may have axes of tokens",
+    "token_mask": "[N, T+1, ...] bool, optional, of the shape of sample_log_prob, True for tokens that count",
     "value": "[N, T+1] float, V(obs[t]); value[:, -1] is valid",
     "reward": "[N, T+1] float, the env's own units",
     "terminated": "[N, T+1] bool, true end",

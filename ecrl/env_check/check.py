@@ -192,18 +192,15 @@ def _episode_faults(history: dict[str, Tensor], lockstep: bool) -> Iterator[str]
 def _early_truncations(history: dict[str, Tensor], gap: int) -> Iterator[str]:
     """Report the first truncation before the step `gap` of its episode: its final value would be lost."""
     elapsed = torch.zeros_like(history["reward"][0], dtype=torch.int64)
-    for time in range(1, len(history["truncated"])):
-        elapsed = elapsed + 1
-        early = history["truncated"][time] & (elapsed < gap)
-        if early.any():
+    for step, (terminated, truncated) in enumerate(zip(history["terminated"], history["truncated"], strict=True)):
+        early = truncated & (elapsed < gap)
+        if step and early.any():
             (env,) = _first_index(early)
             declared = "never" if gap == NEVER else f"not before step {gap}"
-            yield (
-                f"truncated is true {_place_text(time, env)}, at step {elapsed[env]} of the episode; min_truncation_gap "
-                f"declares {declared}; lower it"
-            )
+            place = f"{_place_text(step, env)}, at step {elapsed[env]} of the episode"
+            yield f"truncated is true {place}; min_truncation_gap declares {declared}; lower it"
             return
-        elapsed = elapsed.masked_fill(history["truncated"][time] | history["terminated"][time], 0)
+        elapsed = elapsed.masked_fill(terminated | truncated, 0) + 1
 
 
 def _difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> tuple[str, list[int]] | None:

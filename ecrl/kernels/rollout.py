@@ -20,6 +20,7 @@ from ecrl.types import Scalar, same_shape
 
 _STEP_FIELDS = ("reward", "terminated", "truncated")
 _OPTIONAL = ("info", "mask")
+_OWN = {*_STEP_FIELDS, *_OPTIONAL, "done", "obs", "final_obs", "value", "final_value", "carry", "final_carry"}
 
 
 def act_and_step(
@@ -38,7 +39,7 @@ def act_and_step(
 
     Args:
         act: the policy's function `(params, carry, obs, noise) -> (carry, out)`, `out` has `action` and the
-            policy's other fields.
+            policy's other fields, such as tokens and their mask. They are stored as they are.
         step: the environment's function `(env_state, action, noise) -> env_state`, wrapped by auto-reset.
         params: the policy's parameters.
         carry: the policy's memory, empty for a feed-forward policy.
@@ -50,6 +51,7 @@ def act_and_step(
         final_obs, and info and mask if the environment has them. If the episode ended, the next step needs the carry
         of `restarted_carry`.
     Gradient: flows as `act` and `step` define it.
+    Raises: ValueError if `act` returns a field that the collector sets, such as reward.
 
     >>> act = lambda params, carry, obs, noise: (carry, TensorDict({"action": obs + noise}, obs.shape))
     >>> def step(s, action, noise):
@@ -61,6 +63,8 @@ def act_and_step(
     tensor([2.])
     """
     carry, out = act(params, carry, env_state["obs"], action_noise)
+    for name in _OWN.intersection(out.keys()):
+        raise ValueError(f"act returns the field {name!r}, which the collector sets itself; give it another name")
     env_state = step(env_state, out["action"], env_noise)
     fields = (*_STEP_FIELDS, "final_obs", *(key for key in _OPTIONAL if key in env_state))
     row = out.copy().update({key: env_state[key] for key in fields})

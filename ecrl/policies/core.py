@@ -21,7 +21,11 @@ class Policy:
     """Pure functions that make up a policy.
 
     `carry` is the policy's memory, an empty TensorDict for feed-forward policies. `steps` is a TensorDict with obs,
-    action, done and every other field that `act` returned.
+    action, done and every other field that `act` returned. Every number in these fields must be finite.
+
+    If an action has several tokens, `sample_log_prob`, and the results of `evaluate`, may have further axes for them.
+    Algorithms sum the tokens: the log-probability of an action is the sum over its tokens that count. Those are all
+    tokens, or the True ones of a field `token_mask` of the same shape.
 
     Most policies have the unit "step": `evaluate` and `value` treat every row alone, and leading axes are free. A
     policy with memory has the unit "sequence". Its `steps` are `[n, S]` with time as the second axis, and `carry` `[n]`
