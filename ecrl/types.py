@@ -36,6 +36,7 @@ STATE_FIELDS = {
     "norm": "running moments, frozen during an iteration: obs of the policy, reward of the algorithm; may be empty",
     "env": "env states with the last observation",
     "episode": "running and last finished returns and lengths",
+    "frozen_params": "parameters of the policy that do not learn; absent for policies without them",
     "carry": "memory of the policy, one row per environment; absent for feed-forward policies",
     "hyper": "every numeric hyperparameter that no shape depends on, as a 0-d tensor",
     "key": "int64, the source of all randomness in the run",

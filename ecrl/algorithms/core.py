@@ -27,7 +27,7 @@ from ecrl.kernels import (
     transitions,
 )
 from ecrl.kernels.scan_loop import Scan
-from ecrl.policies import Policy, acting_params
+from ecrl.policies import Policy, policy_params
 from ecrl.pytree import flatten, replaced
 from ecrl.types import Logs
 
@@ -119,10 +119,10 @@ class OnPolicy:
     update: Update
 
     def __call__(self, run: Run, state: TensorDict, borrowed: TensorDict) -> tuple[TensorDict, TensorDict, Logs]:
-        """One iteration; it reads and writes no buffer."""
-        state, batch = self.collect(run, state)
+        """One iteration; it reads and writes no buffer. `collect` and `update` find `frozen_params` in the state."""
+        state, batch = self.collect(run, replaced(state, borrowed.select("frozen_params", strict=False)))
         state, logs = learn(self.update, run, state, batch)
-        return state, TensorDict({"steps": batch}, []), logs
+        return cast(TensorDict, state.exclude("frozen_params")), TensorDict({"steps": batch}, []), logs
 
 
 def on_policy(collect: Collect, update: Update) -> OnPolicy:
@@ -186,8 +186,7 @@ def step_keys(run: Run, state: TensorDict) -> tuple[Tensor, Tensor]:
 
 def initial_carry(run: Run, state: TensorDict) -> dict[str, TensorDict]:
     """Return the field `carry` of a state before its first step; an empty dict if the policy has no memory."""
-    params = acting_params(cast(TensorDict, state["params"]), cast(TensorDict, state["norm"]))
-    carry = run.policy.init_carry(params, run.static.num_envs)
+    carry = run.policy.init_carry(policy_params(state), run.static.num_envs)
     return {} if carry.is_empty() else {"carry": carry}
 
 
@@ -204,7 +203,7 @@ def max_truncations(env: Env, steps: int) -> int:
 def _collect(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
     """The fields `env`, `episode` and maybe `carry` after the steps, and the rollout."""
     env_keys, action_keys = step_keys(run, state)
-    params, before = acting_params(state["params"], state["norm"]), state.get("carry", TensorDict({}, []))
+    params, before = policy_params(state), state.get("carry", TensorDict({}, []))
     carry, env_state, rollout = collect_rollout(
         run.policy,
         run.env,
@@ -236,7 +235,7 @@ def collect(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
     Returns: the state with new `env`, `episode` and `carry`, and the rollout `[N, T + 1]` (`collect_rollout`).
     """
     steps = run.jit(_collect, run) if run.env.is_pure else partial(_collect, _with_compiled_policy(run))
-    fields = ("key", "sample_step", "params", "norm", "env", "episode", "carry")
+    fields = ("key", "sample_step", "params", "norm", "env", "episode", "carry", "frozen_params")
     changed, rollout = steps(state.select(*fields, strict=False))
     return replaced(state, changed), rollout
 

@@ -131,7 +131,9 @@ def advantages(run: Run, state: TensorDict, rollout: TensorDict) -> TensorDict:
     if not run.algorithm.choices.has_reference:
         return rows
     chunks = in_chunks(rows.exclude("advantage", "mask", "sample_log_prob"))
-    _, log_prob = run.scan(partial(_reference_log_prob, run), None, chunks, state["ref_params"])
+    frozen = state.select("frozen_params", strict=False)
+    reference = acting_params(cast(TensorDict, state["ref_params"]), cast(TensorDict, frozen))
+    _, log_prob = run.scan(partial(_reference_log_prob, run), None, chunks, reference)
     return rows.set("ref_log_prob", log_prob.flatten(0, 1)[: len(rows)])
 
 

@@ -38,7 +38,7 @@ from ecrl.algorithms.schedules import adapted_rate
 from ecrl.config.model import Count
 from ecrl.distributed import all_mean
 from ecrl.kernels.scan_loop import chunking
-from ecrl.policies import acting_params
+from ecrl.policies import acting_params, fixed_params
 from ecrl.pytree import mapped, replaced
 from ecrl.types import Logs
 
@@ -144,10 +144,10 @@ def gradient_steps(cfg: MinibatchConfig, static: Static) -> int:
 
 
 def _loss(
-    params: TensorDict, of: _Objective, norm: TensorDict, batch: TensorDict, mask: Tensor, hyper: TensorDict
+    params: TensorDict, of: _Objective, fixed: TensorDict, batch: TensorDict, mask: Tensor, hyper: TensorDict
 ) -> tuple[Tensor, tuple[Tensor, Logs]]:
     """The loss; the number of elements it is a mean over, and its logs with the loss."""
-    loss, logs = of.loss(of.run, acting_params(params, norm), batch, mask, hyper)
+    loss, logs = of.loss(of.run, acting_params(params, fixed), batch, mask, hyper)
     count = logs.get("count", mask.sum().to(loss.dtype))
     return loss, (count, {name: log for name, log in logs.items() if name != "count"})
 
@@ -156,7 +156,7 @@ def _chunk_gradients(
     of: _Objective,
     rows_of_chunk: tuple[Tensor, Tensor, dict[str, Tensor]],
     packed: Packed,
-    norm: TensorDict,
+    fixed: TensorDict,
     rows: TensorDict,
     hyper: TensorDict,
 ) -> tuple[Packed, tuple[Tensor, Logs]]:
@@ -165,7 +165,7 @@ def _chunk_gradients(
     batch = cast(TensorDict, rows[index]).update(replaced_fields)
     mask = counted(batch["mask"], real) if "mask" in batch else real
     gradient = torch.func.grad_and_value(_loss, has_aux=True)
-    grads, (loss, (count, logs)) = gradient(unpack(packed, of.layout), of, norm, batch, mask, hyper)
+    grads, (loss, (count, logs)) = gradient(unpack(packed, of.layout), of, fixed, batch, mask, hyper)
     return pack(grads, of.layout), (count, logs | {"loss": loss})
 
 
@@ -178,11 +178,16 @@ def _add_chunk(
 
 
 def _gradients(
-    of: _Objective, packed: Packed, chosen: tuple[Tensor, Tensor], norm: TensorDict, rows: TensorDict, hyper: TensorDict
+    of: _Objective,
+    packed: Packed,
+    chosen: tuple[Tensor, Tensor],
+    fixed: TensorDict,
+    rows: TensorDict,
+    hyper: TensorDict,
 ) -> tuple[Packed, tuple[Tensor, Logs]]:
     """Gradients of the mean over the rows of a minibatch that count, taken chunk by chunk; their number and logs."""
     chunks = *chosen, {} if of.whole is None else of.whole(of.run, rows, *chosen)
-    rest = packed, norm, rows, hyper
+    rest = packed, fixed, rows, hyper
     if len(chosen[0]) == 1:
         return _chunk_gradients(of, mapped(lambda x: x[0], chunks), *rest)
     total, (counts, logs) = of.run.scan(partial(_add_chunk, of), mapped(torch.zeros_like, packed), chunks, *rest)
@@ -197,7 +202,7 @@ def _gradient_step(
     of: _Objective,
     carry: _Carry,
     chosen: tuple[Tensor, Tensor],
-    norm: TensorDict,
+    fixed: TensorDict,
     rows: TensorDict,
     hyper: TensorDict,
 ) -> tuple[_Carry, tuple[Tensor, Tensor, Logs]]:
@@ -207,7 +212,7 @@ def _gradient_step(
     it still adapts an adaptive rate.
     """
     params, opts, rates, stopped = carry
-    grads, (count, logs) = _gradients(of, params, chosen, norm, rows, hyper)
+    grads, (count, logs) = _gradients(of, params, chosen, fixed, rows, hyper)
     distance = count if of.distance is None else logs[of.distance]
     grads, distance, counted = all_mean((grads, distance, count), weight=count)
     grads, norms = clip_gradients(grads, hyper, of.layout)
@@ -247,11 +252,13 @@ def minibatch_sgd(
 
     Args:
         run: the run.
-        state: with `params`, `opt`, `hyper`, `norm`, `key` and `update_step`; `learning_rate` if it adapts.
+        state: with `params`, `opt`, `hyper`, `norm`, `key` and `update_step`; `learning_rate` if it adapts; maybe
+            `frozen_params`.
         rows: `[M]`, with a bool `mask` if some rows do not count. The rows of a policy of unit "sequence" have a
             `mask` `[M, T]`, and are chosen whole.
         loss: (run, params, batch, mask, hyper) -> 0-d loss and logs, all means over the elements that count. `params`
-            have the observation statistics. A log `count` replaces the number of rows that count.
+            have the observation statistics and the frozen parameters. A log `count` replaces the number of rows that
+            count.
         sgd: number and size of the minibatches, and the optimiser groups.
         whole: (run, rows, index, real) -> fields that replace those of the chosen rows. It sees a whole minibatch;
             `loss` may see one in several chunks.
@@ -262,7 +269,7 @@ def minibatch_sgd(
     Returns: the state with new `params`, `opt` and `learning_rate`; the logs of the loss, `loss`, the norms of the
         gradients and the learning rates, and `skipped_frac` if there is a limit.
     """
-    hyper, params, opt, norm = (cast(TensorDict, state[key]) for key in ("hyper", "params", "opt", "norm"))
+    hyper, params, opt = (cast(TensorDict, state[key]) for key in ("hyper", "params", "opt"))
     length = prod(rows["mask"].shape[1:]) if "mask" in rows else 1
     sizes, layout = sizes_of(sgd, len(rows), length), layout_of(params, sgd.groups)
     of = _Objective(run, loss, whole, distance, limit, layout)
@@ -272,7 +279,7 @@ def minibatch_sgd(
     start = pack(params, layout), pack_opt(opt, layout), rates, never
     chunks = _chunking(max(sizes), length, key.device)
     chosen = tuple(x.unflatten(1, chunks) for x in shuffled(pass_keys(state, sgd.n_epochs), sizes, length))
-    constants = norm.select("obs", strict=False), rows, hyper
+    constants = fixed_params(state), rows, hyper
     (packed, opts, rates, _), (counts, skipped, logs) = run.scan(partial(_gradient_step, of), start, chosen, *constants)
     fields: dict[str, Any] = {"params": unpack(packed, layout).clone(), "opt": unpack_opt(opts, opt, layout)}
     logged = rate_logs(rates, sgd.groups, state)

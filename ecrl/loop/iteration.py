@@ -29,6 +29,7 @@ from ecrl.loop.finite_guard import FIELDS, KINDS, flags, undo_update
 from ecrl.loop.metrics import WINDOW, collect_logs, counted_steps, over_ranks
 from ecrl.loop.nonfinite_report import NonfiniteAction, action_error, nonfinite_error, with_checked_actions
 from ecrl.loop.signals import interruptible
+from ecrl.policies import Policy
 from ecrl.pytree import Borrowed, flatten, mapped, names, replaced, unflatten
 from ecrl.types import LogData, Logs
 
@@ -80,9 +81,20 @@ def _state_without_env(run: Run, key: Tensor) -> TensorDict:
     episode = episode_init(run.static.num_envs, WINDOW, key.device)
     counters = {"sample_step": zero, "update_step": zero.clone()}
     state = TensorDict({**fields, "norm": norm, "episode": episode, "key": key.clone(), **counters}, [])
+    if policy.init_frozen is not None:
+        state.set("frozen_params", _frozen_params(policy, state))
     state.update(initial_carry(run, state))
     check_kinds(state, kinds_of(run))
     return state
+
+
+def _frozen_params(policy: Policy, state: TensorDict) -> TensorDict:
+    """The parameters that do not learn. Refuse names that the learnt ones have too."""
+    frozen = cast(Any, policy.init_frozen)(state["key"].device)
+    both = ", ".join(sorted({*frozen.keys()} & {*cast(TensorDict, state["params"]).keys(), "norm"}))
+    if both:
+        raise ConfigError(f"policy.name: init and init_frozen both return {both}; give them different names")
+    return frozen
 
 
 def expected_state(run: Run, cfg: Config, state: TensorDict) -> TensorDict:

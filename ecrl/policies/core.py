@@ -8,6 +8,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from ecrl.pytree import replaced
 from ecrl.spaces import Box, Dict, Discrete, MultiDiscrete, Space, element_shape, flat_dim
 
 
@@ -49,6 +50,8 @@ class Policy:
         compiles: False if a module draws its own random numbers.
         init_carry: (params, num_envs) -> carry, a TensorDict `[num_envs]`, at the start of an episode.
         unit: what a row of a minibatch is, "step" or "sequence".
+        init_frozen: device -> parameters that do not learn, such as a backbone, or None. The other functions get them
+            in `params`, beside those of `init`. No optimiser sees them, and no copy of them is made.
     """
 
     init: Callable[[Tensor], TensorDict]
@@ -61,6 +64,7 @@ class Policy:
     compiles: bool = True
     init_carry: Callable[[TensorDict, int], TensorDict] = no_carry
     unit: Literal["step", "sequence"] = "step"
+    init_frozen: Callable[[torch.device], TensorDict] | None = None
 
     def __post_init__(self):
         if self.unit not in ("step", "sequence"):
@@ -69,9 +73,35 @@ class Policy:
             raise ValueError("a policy with init_carry has memory; set its unit to 'sequence'")
 
 
-def acting_params(params: TensorDict, norm: TensorDict) -> TensorDict:
-    """Return the `params` of a policy's functions: its parameters and, under `norm`, its observation statistics."""
-    return params.copy().set("norm", norm["obs"]) if "obs" in norm else params.copy()
+def acting_params(params: TensorDict, fixed: TensorDict) -> TensorDict:
+    """Return the `params` of a policy's functions: those that learn and those that do not.
+
+    Args:
+        params: the parameters that learn.
+        fixed: may have `obs`, the observation statistics, which the result has under `norm`. It may have
+            `frozen_params`, whose fields the result has beside those of `params`. The field `norm` of a state is such a
+            TensorDict, and so is the result of `fixed_params`.
+    """
+    given = params.copy().set("norm", fixed["obs"]) if "obs" in fixed else params.copy()
+    return replaced(given, fixed["frozen_params"]) if "frozen_params" in fixed else given
+
+
+def fixed_params(state: TensorDict) -> TensorDict:
+    """Return what the policy of a state needs besides its `params`: observation statistics and frozen parameters."""
+    norm: Any = state["norm"]
+    fixed = norm.select("obs", strict=False)
+    return replaced(fixed, {"frozen_params": state["frozen_params"]}) if "frozen_params" in state else fixed
+
+
+def policy_params(state: TensorDict) -> TensorDict:
+    """Return the `params` of the policy's functions in a state of a run.
+
+    >>> state = TensorDict({"params": {"w": 1.0}, "norm": {}, "frozen_params": {"backbone": 2.0}}, [])
+    >>> sorted(policy_params(state).keys())
+    ['backbone', 'w']
+    """
+    params: Any = state["params"]
+    return acting_params(params, fixed_params(state))
 
 
 def flatten(obs: Any, space: Space) -> Tensor:

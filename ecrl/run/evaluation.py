@@ -26,7 +26,7 @@ from ecrl.kernels.scan_loop import Scan
 from ecrl.loop.build import build, check_envs, device_of, with_training_wrappers
 from ecrl.loop.iteration import crossed, steps_per_iteration
 from ecrl.loop.signals import interruptible
-from ecrl.policies import acting_params
+from ecrl.policies import policy_params
 from ecrl.registry import did_you_mean
 from ecrl.run.loggers import ending
 from ecrl.run.video_writer import filming, view, with_film
@@ -141,7 +141,7 @@ def evaluate(
     """Evaluate the policy: mean and standard deviation of the return, mean length, success rate and mean metrics.
 
     Args:
-        state: state of a run; only `params` and `norm` are read.
+        state: state of a run; only `params`, `norm` and `frozen_params` are read.
         cfg: config of the run.
         num_episodes: number of episodes; `trainer.num_eval_episodes` if None.
         env: `"gymnasium:<id>"` for an environment of Gymnasium; the run's own environment if None.
@@ -205,7 +205,7 @@ def eval_steps(
 
     Args:
         run: run with the environment of evaluations.
-        state: of a run; only `params`, `norm` and the device of `key` are read.
+        state: of a run; only `params`, `norm`, `frozen_params` and the device of `key` are read.
         cfg: of the run.
         num_envs: environments.
         names: list to fill with the names of the outcomes.
@@ -221,7 +221,7 @@ def eval_steps(
         steps = run.jit(_eval_steps, act, env, run.scan, *sizes)
     else:
         steps = partial(_eval_steps, run.jit(act), env, scan, *sizes)
-    params, first = acting_params(state["params"], state["norm"]), torch.zeros_like(key)
+    params, first = policy_params(state), torch.zeros_like(key)
     initial = run.policy.init_carry(params, num_envs)
     carry = initial.clone()
     try:
