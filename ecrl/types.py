@@ -19,7 +19,8 @@ Logs = dict[str, Tensor]
 ROLLOUT_FIELDS = {
     "obs": "[N, T+1, ...] observations; obs[:, -1] is the bootstrap observation; may be a TensorDict",
     "action": "[N, T+1, ...] actions of the policy",
-    "sample_log_prob": "[N, T+1, ...] float, nats, under the acting policy",
+    "sample_log_prob": "[N, T+1, ...] float, nats, under the acting policy; may have axes of tokens",
+    "token_mask": "[N, T+1, ...] bool, optional, of the shape of sample_log_prob, True for tokens that count",
     "value": "[N, T+1] float, V(obs[t]); value[:, -1] is valid",
     "reward": "[N, T+1] float, the env's own units",
     "terminated": "[N, T+1] bool, true end",
@@ -27,6 +28,7 @@ ROLLOUT_FIELDS = {
     "done": "[N, T+1] bool, terminated | truncated",
     "final_value": "[N, T+1] float, V of the last observation before auto-reset if truncated, else 0",
     "mask": "[N, T+1, ...] bool, optional, True for steps that count",
+    "carry": "[N, T+1, ...] the policy's memory before the first step, the same in every slot; absent without memory",
 }
 STATE_FIELDS = {
     "params": "policy parameters, nested under module names",
@@ -34,6 +36,8 @@ STATE_FIELDS = {
     "norm": "running moments, frozen during an iteration: obs of the policy, reward of the algorithm; may be empty",
     "env": "env states with the last observation",
     "episode": "running and last finished returns and lengths",
+    "frozen_params": "parameters of the policy that do not learn; absent for policies without them",
+    "carry": "memory of the policy, one row per environment; absent for feed-forward policies",
     "hyper": "every numeric hyperparameter that no shape depends on, as a 0-d tensor",
     "key": "int64, the source of all randomness in the run",
     "sample_step": "int64, environment steps taken, over all ranks",

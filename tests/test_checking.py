@@ -16,7 +16,7 @@ import ecrl
 from ecrl import rng
 from ecrl.cli.main import main
 from ecrl.env_check.check import check_env, play, random_actions
-from ecrl.envs import Env, auto_reset, make_env, state_of
+from ecrl.envs import NEVER, Env, auto_reset, make_env, state_of
 from ecrl.errors import ConfigError, UserError
 from ecrl.spaces import Discrete, MultiDiscrete, box, dict_space
 
@@ -265,3 +265,14 @@ def test_the_command_line(monkeypatch, capsys, tmp_path):
     assert status == 2 and err.startswith("--import two_of_my_own: No module named")
     status, _, err = told("cartpole", "--trainer.seed", "3")
     assert status == 2 and err.startswith("trainer.seed: expected a key of the environment")
+
+
+@pytest.mark.parametrize(("gap", "declared"), [(9, "not before step 9"), (NEVER, "never")])
+def test_a_truncation_before_the_declared_gap_is_found(gap, declared):
+    cut = _stepping(lambda _, after: {"terminated": after["age"] < 0, "truncated": after["age"] == 5})
+    found = check_env(replace(GOOD, **cut, min_truncation_gap=gap), num_steps=8).findings
+    assert found == [
+        "truncated is true in env 0 after step 5, at step 5 of the episode; min_truncation_gap declares "
+        f"{declared}; lower it"
+    ]
+    assert not check_env(replace(GOOD, **cut, min_truncation_gap=5), num_steps=8).findings

@@ -18,11 +18,12 @@ from ecrl import rng
 from ecrl.algorithms.core import Algorithm, Run, Static, on_policy, step_keys
 from ecrl.algorithms.optimizer import OPTIMIZERS, Group, groups_of, learning_rates, learning_state
 from ecrl.algorithms.optimizer_config import LearningConfig
+from ecrl.algorithms.rows import evaluate
 from ecrl.config.model import Count, Fraction, NonNegative
 from ecrl.distributed import all_mean
 from ecrl.errors import ConfigError
 from ecrl.kernels import clip_by_global_norm, episode_discounts, episode_update
-from ecrl.policies import acting_params
+from ecrl.policies import acting_params, fixed_params, policy_params
 from ecrl.pytree import mapped, replaced
 from ecrl.registry import register_algorithm
 from ecrl.spaces import Box
@@ -67,6 +68,8 @@ def init(cfg: APGConfig, run: Run, key: Tensor) -> dict[str, Any]:
         )
     if not isinstance(run.env.action_space, Box):
         raise ConfigError(f"env: apg needs Box actions, this environment has {run.env.action_space}; use another")
+    if run.policy.unit == "sequence":
+        raise ConfigError("policy.name: apg differentiates one step at a time, this policy has memory; use another")
     if length is not None and horizon % length:
         text = f"algorithm.cfg.segment_length: {length} does not divide trainer.buffer_size {horizon}; use a divisor"
         raise ConfigError(text)
@@ -92,7 +95,7 @@ def _step(
 
 def _collect(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
     """The fields `env` and `episode` after the steps, and the batch."""
-    params, start = acting_params(state["params"], state["norm"]), cast(TensorDict, state["env"])
+    params, start = policy_params(state), cast(TensorDict, state["env"])
     env, (before, action) = run.scan(partial(_step, run), start, _noise(run, state), params)
     path: Any = torch.cat((before, env.unsqueeze(0)))
     after: Any = TensorDict({"reward": path["reward"], "done": path["terminated"] | path["truncated"]}, path.shape)
@@ -104,7 +107,7 @@ def _collect(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
     return TensorDict({"env": env, "episode": episode}, []), batch
 
 
-_FIELDS = ("key", "sample_step", "update_step", "params", "norm", "env", "episode", "hyper", "opt")
+_FIELDS = ("key", "sample_step", "update_step", "params", "norm", "env", "episode", "hyper", "opt", "frozen_params")
 
 
 @torch.no_grad()
@@ -115,7 +118,7 @@ def collect(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
         from row t. It has `obs`, `action`, `reward`, `done` and maybe `info` of each step, with a last row of padding
         as in a rollout.
     """
-    changed, batch = run.jit(_collect, run)(state.select(*_FIELDS))
+    changed, batch = run.jit(_collect, run)(state.select(*_FIELDS, strict=False))
     return replaced(state, changed), batch
 
 
@@ -124,7 +127,7 @@ def _value(
     floats: TensorDict,
     run: Run,
     env: TensorDict,
-    norm: TensorDict,
+    fixed: TensorDict,
     env_noise: Any,
     action_noise: Any,
     weight: Tensor,
@@ -132,10 +135,10 @@ def _value(
     costate: TensorDict,
 ) -> tuple[Tensor, Tensor]:
     """The step's part of the objective plus the value of the state after it, 0-d; and the entropy `[N]`."""
-    env, acting, no_carry = env.copy().update(floats), acting_params(params, norm), TensorDict({}, [])
+    env, acting, no_carry = env.copy().update(floats), acting_params(params, fixed), TensorDict({}, [])
     _, out = run.policy.act(acting, no_carry, env["obs"], action_noise)
     done = env["terminated"] | env["truncated"]
-    _, entropy = run.policy.evaluate(acting, no_carry, env["obs"], out["action"], done)
+    _, entropy = evaluate(run.policy, acting, out.copy().update({"obs": env["obs"], "done": done}))
     after = run.env.step(env, out["action"], env_noise)
     value = (weight * (after["reward"] + ent_coef * entropy)).sum()
     return value + sum((c * after[key]).sum() for key, c in costate.items(True, True)), entropy
@@ -146,7 +149,7 @@ def _step_back(
     carry: tuple[TensorDict, TensorDict],
     at: tuple[TensorDict, tuple[Any, Any], Tensor, Tensor],
     params: TensorDict,
-    norm: TensorDict,
+    fixed: TensorDict,
     ent_coef: Tensor,
 ) -> tuple[tuple[TensorDict, TensorDict], Tensor]:
     """One step of the backward sweep: the sum of gradients and the costate of the state before the step; the entropy.
@@ -160,20 +163,20 @@ def _step_back(
     costate = mapped(lambda c: torch.where(is_last, 0.0, c), costate)
     floats = env.select(*costate.keys(True, True))
     gradient = torch.func.grad(_value, argnums=(0, 1), has_aux=True)
-    (by_params, costate), entropy = gradient(params, floats, run, env, norm, *noise, weight, ent_coef, costate)
+    (by_params, costate), entropy = gradient(params, floats, run, env, fixed, *noise, weight, ent_coef, costate)
     return (mapped(torch.add, grads, by_params), costate), entropy
 
 
 def gradient(run: Run, state: TensorDict, batch: TensorDict, weight: Tensor) -> tuple[TensorDict, Tensor]:
     """Gradient of `sum(weight * (reward + ent_coef * entropy))`, cut between segments; and the entropy `[N, T]`."""
-    params, norm, ent_coef = cast(TensorDict, state["params"]), state["norm"], state["hyper", "ent_coef"]
+    params, fixed, ent_coef = cast(TensorDict, state["params"]), fixed_params(state), state["hyper", "ent_coef"]
     path: Any = batch["env"].transpose(0, 1)[:-1]
     keys = [key for key, x in path.items(True, True) if x.is_floating_point()]
     start = params.apply(torch.zeros_like), path[0].select(*keys).apply(torch.zeros_like)
     segment = run.algorithm.choices.segment_length or len(path)
     is_last = torch.arange(1, len(path) + 1, device=weight.device) % segment == 0
     backwards = mapped(lambda x: x.flip(0), (path, _noise(run, state), weight.t(), is_last))
-    (grads, _), entropy = run.scan(partial(_step_back, run), start, backwards, params, norm, ent_coef)
+    (grads, _), entropy = run.scan(partial(_step_back, run), start, backwards, params, fixed, ent_coef)
     return grads, entropy.flip(0).t()
 
 
@@ -208,7 +211,7 @@ def update(run: Run, state: TensorDict, batch: TensorDict) -> tuple[TensorDict, 
 
     The logs `objective` and `entropy` are the two discounted sums, so `loss = -objective - ent_coef * entropy`.
     """
-    changed, logs = run.jit(_learn, run)(state.select(*_FIELDS), batch)
+    changed, logs = run.jit(_learn, run)(state.select(*_FIELDS, strict=False), batch)
     return replaced(state, changed), logs
 
 

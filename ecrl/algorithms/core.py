@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ecrl import distributed, rng
 from ecrl.algorithms.state_kinds import Kind, Kinds
-from ecrl.envs import Env
+from ecrl.envs import NEVER, Env
 from ecrl.kernels import (
     collect_rollout,
     episode_update,
@@ -27,7 +27,7 @@ from ecrl.kernels import (
     transitions,
 )
 from ecrl.kernels.scan_loop import Scan
-from ecrl.policies import Policy, acting_params
+from ecrl.policies import Policy, policy_params
 from ecrl.pytree import flatten, replaced
 from ecrl.types import Logs
 
@@ -121,10 +121,10 @@ class OnPolicy:
     update: Update
 
     def __call__(self, run: Run, state: TensorDict, borrowed: TensorDict) -> tuple[TensorDict, TensorDict, Logs]:
-        """One iteration; it reads and writes no buffer."""
-        state, batch = self.collect(run, state)
+        """One iteration; it reads and writes no buffer. `collect` and `update` find `frozen_params` in the state."""
+        state, batch = self.collect(run, replaced(state, borrowed.select("frozen_params", strict=False)))
         state, logs = learn(self.update, run, state, batch)
-        return state, TensorDict({"steps": batch}, []), logs
+        return cast(TensorDict, state.exclude("frozen_params")), TensorDict({"steps": batch}, []), logs
 
 
 def on_policy(collect: Collect, update: Update) -> OnPolicy:
@@ -186,16 +186,41 @@ def step_keys(run: Run, state: TensorDict) -> tuple[Tensor, Tensor]:
     return rng.stream(key, rng.ENV, group, steps), rng.stream(key, rng.ACTION, index, steps)
 
 
+def initial_carry(run: Run, state: TensorDict) -> dict[str, TensorDict]:
+    """Return the field `carry` of a state before its first step; an empty dict if the policy has no memory."""
+    carry = run.policy.init_carry(policy_params(state), run.static.num_envs)
+    return {} if carry.is_empty() else {"carry": carry}
+
+
+def max_truncations(env: Env, steps: int) -> int:
+    """Return the largest number of truncations of one environment in so many steps.
+
+    >>> from ecrl.envs import make_env
+    >>> max_truncations(make_env("cartpole"), 1200)  # its time limit is 500 steps
+    3
+    """
+    return 0 if env.min_truncation_gap == NEVER else -(-steps // env.min_truncation_gap)
+
+
 def _collect(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
-    """The fields `env` and `episode` after the steps, and the rollout."""
+    """The fields `env`, `episode` and maybe `carry` after the steps, and the rollout."""
     env_keys, action_keys = step_keys(run, state)
-    no_carry, params = TensorDict({}, []), acting_params(state["params"], state["norm"])
-    _, env_state, rollout = collect_rollout(
-        run.policy, run.env, params, no_carry, state["env"], env_keys, action_keys, scan=run.scan
+    params, before = policy_params(state), state.get("carry", TensorDict({}, []))
+    carry, env_state, rollout = collect_rollout(
+        run.policy,
+        run.env,
+        params,
+        cast(TensorDict, before),
+        state["env"],
+        env_keys,
+        action_keys,
+        scan=run.scan,
+        max_truncations=max_truncations(run.env, run.static.buffer_size),
     )
     mask = rollout["mask"][:, :-1] if "mask" in rollout else None
     episode = episode_update(state["episode"], rollout["reward"][:, :-1], rollout["done"][:, :-1], mask)
-    return TensorDict({"env": env_state, "episode": episode}, []), rollout
+    fields = {"env": env_state, "episode": episode} | ({"carry": carry} if "carry" in state else {})
+    return TensorDict(fields, []), rollout
 
 
 def _with_compiled_policy(run: Run) -> Run:
@@ -209,10 +234,11 @@ def _with_compiled_policy(run: Run) -> Run:
 def collect(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
     """Take `buffer_size` steps in every environment.
 
-    Returns: the state with new `env` and `episode`, and the rollout `[N, T + 1]`.
+    Returns: the state with new `env`, `episode` and `carry`, and the rollout `[N, T + 1]` (`collect_rollout`).
     """
     steps = run.jit(_collect, run) if run.env.is_pure else partial(_collect, _with_compiled_policy(run))
-    changed, rollout = steps(state.select("key", "sample_step", "params", "norm", "env", "episode"))
+    fields = ("key", "sample_step", "params", "norm", "env", "episode", "carry", "frozen_params")
+    changed, rollout = steps(state.select(*fields, strict=False))
     return replaced(state, changed), rollout
 
 

@@ -13,9 +13,19 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl import rng
-from ecrl.algorithms.core import LEARNER_KINDS, Algorithm, Run, collect, on_policy, start_keys, steps_taken
+from ecrl.algorithms.core import (
+    LEARNER_KINDS,
+    Algorithm,
+    Run,
+    collect,
+    initial_carry,
+    on_policy,
+    start_keys,
+    steps_taken,
+)
 from ecrl.algorithms.minibatch_sgd import SGD, MinibatchConfig, gradient_steps, minibatch_sgd, sgd_choices
 from ecrl.algorithms.optimizer import learning_state
+from ecrl.algorithms.rows import evaluate, joint, rows_of
 from ecrl.algorithms.state_kinds import Kind
 from ecrl.config.model import Count, Fraction, NonNegative, Positive
 from ecrl.envs import restart
@@ -96,7 +106,8 @@ def collect_groups(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]
     if choices.reset_every_rollout:
         start = run.jit(_restart, run) if run.env.is_pure else partial(_restart, run)
         env_state = start(state["key"], steps_taken(run, state), state["env"])
-        state = replaced(state, {"env": env_state, "episode": restarted(cast(TensorDict, state["episode"]))})
+        fields = {"env": env_state, "episode": restarted(cast(TensorDict, state["episode"]))}
+        state = replaced(state, fields | initial_carry(run, state))
     state, rollout = collect(run, state)
     if choices.truncate_at_first_done:
         first = first_episode_mask(rollout["done"])
@@ -106,29 +117,33 @@ def collect_groups(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]
 
 def _reference_log_prob(run: Run, _: None, rows: TensorDict, params: TensorDict) -> tuple[None, Tensor]:
     with torch.no_grad():
-        return None, run.policy.evaluate(params, TensorDict({}, []), rows["obs"], rows["action"], rows["done"])[0]
+        return None, evaluate(run.policy, params, rows)[0]
 
 
 def advantages(run: Run, state: TensorDict, rollout: TensorDict) -> TensorDict:
-    """The steps of a rollout as `[N * T]` rows with advantages and the log-probabilities of the reference."""
+    """The steps of a rollout as rows with advantages and the log-probabilities of the reference.
+
+    The reference has no memory of its own. It starts from that of the policy that acted.
+    """
     hyper, group_size = cast(TensorDict, state["hyper"]), run.algorithm.group_size
     advantage, mask = grpo_advantages(rollout, gamma=hyper["gamma"], group_size=group_size, eps=hyper["eps"])
-    steps = cast(TensorDict, rollout[:, :-1])  # the last row is padding
-    rows = steps.select("obs", "action", "sample_log_prob", "done")
-    rows = rows.update({"advantage": advantage, "mask": mask}).reshape(-1)
+    rows = rows_of(run.policy, rollout.exclude("value"), advantage=advantage, mask=mask)
     if not run.algorithm.choices.has_reference:
         return rows
-    chunks = in_chunks(rows.select("obs", "action", "done"))
-    _, log_prob = run.scan(partial(_reference_log_prob, run), None, chunks, state["ref_params"])
+    chunks = in_chunks(rows.exclude("advantage", "mask", "sample_log_prob"))
+    frozen = state.select("frozen_params", strict=False)
+    reference = acting_params(cast(TensorDict, state["ref_params"]), cast(TensorDict, frozen))
+    _, log_prob = run.scan(partial(_reference_log_prob, run), None, chunks, reference)
     return rows.set("ref_log_prob", log_prob.flatten(0, 1)[: len(rows)])
 
 
 def loss(run: Run, params: TensorDict, batch: TensorDict, mask: Tensor, hyper: TensorDict) -> tuple[Tensor, Logs]:
     """Clipped surrogate, distance from the reference and entropy bonus of a minibatch."""
-    log_prob, entropy = run.policy.evaluate(params, TensorDict({}, []), batch["obs"], batch["action"], batch["done"])
+    log_prob, entropy = evaluate(run.policy, params, batch)
+    old_log_prob = joint(batch["sample_log_prob"], batch)
     reference = batch["ref_log_prob"] if "ref_log_prob" in batch else log_prob.detach()
     numbers = {"clip_coef": hyper["clip_coef"], "kl_coef": hyper.get("kl_coef", 0.0), "ent_coef": hyper["ent_coef"]}
-    return grpo_loss(log_prob, batch["sample_log_prob"], reference, batch["advantage"], entropy, mask, **numbers)
+    return grpo_loss(log_prob, old_log_prob, reference, batch["advantage"], entropy, mask, **numbers)
 
 
 def refresh_reference(freq: int, state: TensorDict) -> TensorDict:

@@ -33,11 +33,12 @@ from ecrl.algorithms.optimizer import (
     unpack_opt,
 )
 from ecrl.algorithms.optimizer_config import LearningConfig
+from ecrl.algorithms.rows import counted
 from ecrl.algorithms.schedules import adapted_rate
 from ecrl.config.model import Count
 from ecrl.distributed import all_mean
 from ecrl.kernels.scan_loop import chunking
-from ecrl.policies import acting_params
+from ecrl.policies import acting_params, fixed_params
 from ecrl.pytree import flatten, mapped, replaced
 from ecrl.types import Logs
 
@@ -94,15 +95,21 @@ def pass_keys(state: TensorDict, n_epochs: int) -> Tensor:
     return rng.stream(state["key"], rng.UPDATE, index, state["update_step"])
 
 
-def shuffled(keys: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
+def _chunking(rows: int, length: int, device: torch.device) -> tuple[int, int]:
+    """Return the number and the size of chunks of rows that have `length` steps each; see `chunking`."""
+    number = min(rows, chunking(rows * length, device)[0])
+    return number, -(-rows // number)
+
+
+def shuffled(keys: Tensor, sizes: Sequence[int], length: int = 1) -> tuple[Tensor, Tensor]:
     """Row indices `[len(keys) * len(sizes), width]` of minibatches of these sizes, in a new order for each key.
 
     The width is at least `max(sizes)` and divides into parts (`ecrl.kernels.scan_loop.chunking`). Missing rows repeat
-    the first row of the minibatch; the second result, of the same shape, is False there.
+    the first row of the minibatch; the second result, of the same shape, is False there. Rows have `length` steps.
     """
     order = rng.permutation(keys, sum(sizes))
     size = torch.tensor(sizes, device=keys.device).unsqueeze(1)
-    slot = torch.arange(prod(chunking(max(sizes), keys.device)), device=keys.device)
+    slot = torch.arange(prod(_chunking(max(sizes), length, keys.device)), device=keys.device)
     real = slot < size
     index = order[:, size.cumsum(0) - size + slot.where(real, 0)]
     return index.flatten(0, 1), real.expand(len(keys), -1, -1).flatten(0, 1)
@@ -116,13 +123,17 @@ def _at_most(key: str, value: int, rows: int) -> int:
     return min(value, rows)
 
 
-def sizes_of(cfg: MinibatchConfig | SGD, rows: int) -> list[int]:
+def sizes_of(cfg: MinibatchConfig | SGD, rows: int, length: int = 1) -> list[int]:
     """Rows of each minibatch of a pass: the last one smaller by `batch_size`, all nearly equal by `num_minibatches`.
 
-    A size or number above the number of rows is lowered to it, with one warning.
+    A size or number above the number of rows is lowered to it, with one warning. Rows of `length` steps, as those of
+    recurrent policies, stay whole: a minibatch has as many as fit into `batch_size` steps, and at least one.
+
+    >>> sizes_of(SGD(1, 64, None, ()), 5, 32)
+    [2, 2, 1]
     """
     if cfg.num_minibatches is None:
-        size = _at_most("batch_size", cfg.batch_size or _BATCH_SIZE, rows)
+        size = max(1, _at_most("batch_size", cfg.batch_size or _BATCH_SIZE, rows * length) // length)
         return [min(size, rows - first) for first in range(0, rows, size)]
     count = _at_most("num_minibatches", cfg.num_minibatches, rows)
     return [rows // count + (i < rows % count) for i in range(count)]
@@ -134,10 +145,10 @@ def gradient_steps(cfg: MinibatchConfig, static: Static) -> int:
 
 
 def _loss(
-    params: TensorDict, of: _Objective, norm: TensorDict, batch: TensorDict, mask: Tensor, hyper: TensorDict
+    params: TensorDict, of: _Objective, fixed: TensorDict, batch: TensorDict, mask: Tensor, hyper: TensorDict
 ) -> tuple[Tensor, tuple[Tensor, Logs]]:
     """The loss; the number of elements it is a mean over, and its logs with the loss."""
-    loss, logs = of.loss(of.run, acting_params(params, norm), batch, mask, hyper)
+    loss, logs = of.loss(of.run, acting_params(params, fixed), batch, mask, hyper)
     count = logs.get("count", mask.sum().to(loss.dtype))
     return loss, (count, {name: log for name, log in logs.items() if name != "count"})
 
@@ -146,16 +157,16 @@ def _chunk_gradients(
     of: _Objective,
     rows_of_chunk: tuple[Tensor, Tensor, dict[str, Tensor]],
     packed: Packed,
-    norm: TensorDict,
+    fixed: TensorDict,
     rows: TensorDict,
     hyper: TensorDict,
 ) -> tuple[Packed, tuple[Tensor, Logs]]:
     """Gradients of the mean over the chosen rows that count; their number and logs."""
     index, real, replaced_fields = rows_of_chunk
     batch = cast(TensorDict, rows[index]).update(replaced_fields)
-    mask = batch["mask"] & real if "mask" in batch else real
+    mask = counted(batch["mask"], real) if "mask" in batch else real
     gradient = torch.func.grad_and_value(_loss, has_aux=True)
-    grads, (loss, (count, logs)) = gradient(unpack(packed, of.layout), of, norm, batch, mask, hyper)
+    grads, (loss, (count, logs)) = gradient(unpack(packed, of.layout), of, fixed, batch, mask, hyper)
     return pack(grads, of.layout), (count, logs | {"loss": loss})
 
 
@@ -168,11 +179,16 @@ def _add_chunk(
 
 
 def _gradients(
-    of: _Objective, packed: Packed, chosen: tuple[Tensor, Tensor], norm: TensorDict, rows: TensorDict, hyper: TensorDict
+    of: _Objective,
+    packed: Packed,
+    chosen: tuple[Tensor, Tensor],
+    fixed: TensorDict,
+    rows: TensorDict,
+    hyper: TensorDict,
 ) -> tuple[Packed, tuple[Tensor, Logs]]:
     """Gradients of the mean over the rows of a minibatch that count, taken chunk by chunk; their number and logs."""
     chunks = *chosen, {} if of.whole is None else of.whole(of.run, rows, *chosen)
-    rest = packed, norm, rows, hyper
+    rest = packed, fixed, rows, hyper
     if len(chosen[0]) == 1:
         return _chunk_gradients(of, mapped(lambda x: x[0], chunks), *rest)
     total, (counts, logs) = of.run.scan(partial(_add_chunk, of), mapped(torch.zeros_like, packed), chunks, *rest)
@@ -187,7 +203,7 @@ def _gradient_step(
     of: _Objective,
     carry: _Carry,
     chosen: tuple[Tensor, Tensor],
-    norm: TensorDict,
+    fixed: TensorDict,
     rows: TensorDict,
     hyper: TensorDict,
 ) -> tuple[_Carry, tuple[Tensor, Tensor, Logs]]:
@@ -197,7 +213,7 @@ def _gradient_step(
     it still adapts an adaptive rate. If the run leaves out steps with NaN or infinity, such a step changes nothing.
     """
     params, opts, rates, stopped = carry
-    grads, (count, logs) = _gradients(of, params, chosen, norm, rows, hyper)
+    grads, (count, logs) = _gradients(of, params, chosen, fixed, rows, hyper)
     distance = count if of.distance is None else logs[of.distance]
     grads, distance, counted = all_mean((grads, distance, count), weight=count)
     grads, norms = clip_gradients(grads, hyper, of.layout)
@@ -248,10 +264,13 @@ def minibatch_sgd(
 
     Args:
         run: the run.
-        state: with `params`, `opt`, `hyper`, `norm`, `key` and `update_step`; `learning_rate` if it adapts.
-        rows: `[M]`, with a bool `mask` if some rows do not count.
+        state: with `params`, `opt`, `hyper`, `norm`, `key` and `update_step`; `learning_rate` if it adapts; maybe
+            `frozen_params`.
+        rows: `[M]`, with a bool `mask` if some rows do not count. The rows of a policy of unit "sequence" have a
+            `mask` `[M, T]`, and are chosen whole.
         loss: (run, params, batch, mask, hyper) -> 0-d loss and logs, all means over the elements that count. `params`
-            have the observation statistics. A log `count` replaces the number of rows that count.
+            have the observation statistics and the frozen parameters. A log `count` replaces the number of rows that
+            count.
         sgd: number and size of the minibatches, and the optimiser groups.
         whole: (run, rows, index, real) -> fields that replace those of the chosen rows. It sees a whole minibatch;
             `loss` may see one in several chunks.
@@ -263,16 +282,17 @@ def minibatch_sgd(
         gradients and the learning rates, and `skipped_frac` if there is a limit. With `trainer.finite_guard` "skip" a
         step whose gradients or new parameters hold NaN or infinity changes nothing; `skipped_steps` counts these.
     """
-    hyper, params, opt, norm = (cast(TensorDict, state[key]) for key in ("hyper", "params", "opt", "norm"))
-    sizes, layout = sizes_of(sgd, len(rows)), layout_of(params, sgd.groups)
+    hyper, params, opt = (cast(TensorDict, state[key]) for key in ("hyper", "params", "opt"))
+    length = prod(rows["mask"].shape[1:]) if "mask" in rows else 1
+    sizes, layout = sizes_of(sgd, len(rows), length), layout_of(params, sgd.groups)
     of = _Objective(run, loss, whole, distance, limit, layout)
     rates = learning_rates(state, sgd.groups, run.static.iterations)
     key = cast(Tensor, state["key"])
     never = torch.zeros((), dtype=torch.bool, device=key.device)
     start = pack(params, layout), pack_opt(opt, layout), rates, never
-    chunks = chunking(max(sizes), key.device)
-    chosen = tuple(x.unflatten(1, chunks) for x in shuffled(pass_keys(state, sgd.n_epochs), sizes))
-    constants = norm.select("obs", strict=False), rows, hyper
+    chunks = _chunking(max(sizes), length, key.device)
+    chosen = tuple(x.unflatten(1, chunks) for x in shuffled(pass_keys(state, sgd.n_epochs), sizes, length))
+    constants = fixed_params(state), rows, hyper
     (packed, opts, rates, _), (counts, skipped, logs) = run.scan(partial(_gradient_step, of), start, chosen, *constants)
     fields: dict[str, Any] = {"params": unpack(packed, layout).clone(), "opt": unpack_opt(opts, opt, layout)}
     left_out = logs.pop(_SKIPPED, None)

@@ -24,6 +24,7 @@ from ecrl.algorithms.core import (
 )
 from ecrl.algorithms.minibatch_sgd import SGD, MinibatchConfig, gradient_steps, minibatch_sgd, sgd_choices
 from ecrl.algorithms.optimizer import groups_of, learning_state
+from ecrl.algorithms.rows import counted, evaluate, joint, rows_of, value
 from ecrl.algorithms.state_kinds import Kind
 from ecrl.config.model import Fraction, NonNegative, Positive
 from ecrl.distributed import all_sum
@@ -85,28 +86,25 @@ def check_critic(params: TensorDict, cfg: PPOConfig) -> None:
 
 
 def advantages(run: Run, hyper: TensorDict, rollout: TensorDict) -> TensorDict:
-    """The steps of a rollout as `[N * T]` rows with advantages and value targets."""
+    """The steps of a rollout as rows (`ecrl.algorithms.rows`) with advantages and value targets."""
     advantage, value_target = compute_gae(rollout, hyper["gamma"], hyper["gae_lambda"])
-    steps = cast(TensorDict, rollout[:, :-1])  # the last row is padding
-    mask = steps["mask"] if "mask" in steps else torch.ones_like(steps["done"])
+    mask = rollout["mask"][:, :-1] if "mask" in rollout else torch.ones_like(rollout["done"][:, :-1])
     if run.algorithm.choices.normalize_advantage == "rollout":
         advantage = standardize(advantage, mask, eps=_ADVANTAGE_EPS, total=all_sum)
-    rows = steps.select("obs", "action", "sample_log_prob", "value", "done")
-    return rows.update({"advantage": advantage, "value_target": value_target, "mask": mask}).reshape(-1)
+    return rows_of(run.policy, rollout, advantage=advantage, value_target=value_target, mask=mask)
 
 
 def standardized_minibatch(run: Run, rows: TensorDict, index: Tensor, real: Tensor) -> dict[str, Tensor]:
     """Advantages standardised over the rows of one minibatch, for `normalize_advantage: minibatch`."""
-    advantage, mask = rows["advantage"][index], rows["mask"][index] & real
+    advantage, mask = rows["advantage"][index], counted(rows["mask"][index], real)
     return {"advantage": standardize(advantage, mask, eps=_ADVANTAGE_EPS, total=all_sum)}
 
 
 def loss(run: Run, params: TensorDict, batch: TensorDict, mask: Tensor, hyper: TensorDict) -> tuple[Tensor, Logs]:
     """Clipped surrogate, value error and entropy bonus of a minibatch."""
-    no_carry = TensorDict({}, [])
-    log_prob, entropy = run.policy.evaluate(params, no_carry, batch["obs"], batch["action"], batch["done"])
-    value = run.policy.value(params, no_carry, batch["obs"])  # pyright: ignore
-    terms = log_prob, batch["sample_log_prob"], batch["advantage"], entropy, value
+    log_prob, entropy = evaluate(run.policy, params, batch)
+    old_log_prob = joint(batch["sample_log_prob"], batch)
+    terms = log_prob, old_log_prob, batch["advantage"], entropy, value(run.policy, params, batch)
     numbers = {name: hyper[name] for name in ("clip_coef", "vf_coef", "ent_coef")}
     if run.algorithm.choices.clip_vloss:
         return ppo_loss_clipped_value(*terms, batch["value"], batch["value_target"], mask, **numbers)

@@ -4,7 +4,7 @@
 |---|---|---|---|---|
 | learned | params, opt, ref_params | yes | equal: gradients are averaged | once |
 | statistics | running moments | yes | equal: sums are over all ranks | once |
-| environment | env, episode, running returns | yes | each rank has its own | per rank |
+| environment | env, episode, carry, running returns | yes | each rank has its own | per rank |
 | buffer | replay | no, it is borrowed | each rank has its own | per rank |
 | frozen | frozen_params | no, it is borrowed | equal | once |
 | counter | key, sample_step, update_step, hyper | yes | equal | once |

@@ -16,7 +16,7 @@ from ecrl import rng
 from ecrl.compile.trace import traced
 from ecrl.config import EnvChoice
 from ecrl.config.model import checked
-from ecrl.envs import Env, GymnasiumConfig, auto_reset, make_env
+from ecrl.envs import NEVER, Env, GymnasiumConfig, auto_reset, make_env
 from ecrl.envs.validate import check_fields
 from ecrl.errors import ConfigError, UserError
 from ecrl.kernels import scan
@@ -189,6 +189,20 @@ def _episode_faults(history: dict[str, Tensor], lockstep: bool) -> Iterator[str]
             yield f"final_{name} is not {name} {place}, but no episode ends there; set both to the new observation"
 
 
+def _early_truncations(history: dict[str, Tensor], gap: int) -> Iterator[str]:
+    """Report the first truncation before the step `gap` of its episode: its final value would be lost."""
+    elapsed = torch.zeros_like(history["reward"][0], dtype=torch.int64)
+    for step, (terminated, truncated) in enumerate(zip(history["terminated"], history["truncated"], strict=True)):
+        early = truncated & (elapsed < gap)
+        if step and early.any():
+            (env,) = _first_index(early)
+            declared = "never" if gap == NEVER else f"not before step {gap}"
+            place = f"{_place_text(step, env)}, at step {elapsed[env]} of the episode"
+            yield f"truncated is true {place}; min_truncation_gap declares {declared}; lower it"
+            return
+        elapsed = elapsed.masked_fill(terminated | truncated, 0) + 1
+
+
 def _difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> tuple[str, list[int]] | None:
     """Return the first field and index at which two plays differ, compared bit for bit."""
     mismatches: list[tuple[list[int], str]] = []
@@ -353,6 +367,7 @@ def _check_play(env: Env, keys: Tensor, num_steps: int) -> tuple[list[str], list
     env.close(_part(trajectory.states, -1))
     history = _state_history(trajectory)
     findings = [*_not_finite(history), *_episode_faults(history, env.lockstep)]
+    findings += _early_truncations(history, env.min_truncation_gap)
     for name in ("obs", "final_obs"):
         findings += _out_of_space(env.observation_space, name, history)
     findings += _check_repeatable(env, keys, trajectory)

@@ -1,12 +1,12 @@
 """Collecting experience: one step, a whole rollout, and the statistics of the episodes in it.
 
-A policy is a record with the fields `act`, `value` and `draw`. An environment is a record with `step` and `draw`. The
-functions use no other fields of them.
+A policy is a record with the fields `act`, `value` and `draw`. A policy with memory also has `unit` and `init_carry`
+(`ecrl.policies.Policy`). An environment is a record with `step` and `draw`. The functions use no other fields of them.
 """
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tensordict import TensorDict
@@ -15,11 +15,12 @@ from torch import Tensor
 from ecrl.kernels.dtypes import common_dtype, scalars, widened
 from ecrl.kernels.reverse_scan import as_float64, reverse_scan
 from ecrl.kernels.scan_loop import Scan, in_chunks, loop, scan
-from ecrl.pytree import flatten, unflatten
+from ecrl.pytree import flatten, mapped, unflatten
 from ecrl.types import Scalar, same_shape
 
 _STEP_FIELDS = ("reward", "terminated", "truncated")
 _OPTIONAL = ("info", "mask")
+_OWN = {*_STEP_FIELDS, *_OPTIONAL, "done", "obs", "final_obs", "value", "final_value", "carry", "final_carry"}
 
 
 def act_and_step(
@@ -38,7 +39,7 @@ def act_and_step(
 
     Args:
         act: the policy's function `(params, carry, obs, noise) -> (carry, out)`, `out` has `action` and the
-            policy's other fields.
+            policy's other fields, such as tokens and their mask. They are stored as they are.
         step: the environment's function `(env_state, action, noise) -> env_state`, wrapped by auto-reset.
         params: the policy's parameters.
         carry: the policy's memory, empty for a feed-forward policy.
@@ -46,9 +47,11 @@ def act_and_step(
         action_noise: noise of the policy's `draw` for this step, or None for the deterministic action.
         env_noise: noise of the environment's `draw` for this step.
 
-    Returns: carry, env_state, and the rollout row `[N]`: `out`, reward, terminated, truncated, done, final_obs, and
-        info and mask if the environment has them.
+    Returns: the carry after `act`, env_state, and the rollout row `[N]`: `out`, reward, terminated, truncated, done,
+        final_obs, and info and mask if the environment has them. If the episode ended, the next step needs the carry
+        of `restarted_carry`.
     Gradient: flows as `act` and `step` define it.
+    Raises: ValueError if `act` returns a field that the collector sets, such as reward.
 
     >>> act = lambda params, carry, obs, noise: (carry, TensorDict({"action": obs + noise}, obs.shape))
     >>> def step(s, action, noise):
@@ -60,20 +63,138 @@ def act_and_step(
     tensor([2.])
     """
     carry, out = act(params, carry, env_state["obs"], action_noise)
+    for name in _OWN.intersection(out.keys()):
+        raise ValueError(f"act returns the field {name!r}, which the collector sets itself; give it another name")
     env_state = step(env_state, out["action"], env_noise)
     fields = (*_STEP_FIELDS, "final_obs", *(key for key in _OPTIONAL if key in env_state))
     row = out.copy().update({key: env_state[key] for key in fields})
     return carry, env_state, row.set("done", row["terminated"] | row["truncated"])
 
 
+def restarted_carry(carry: TensorDict, initial: TensorDict, row: TensorDict) -> TensorDict:
+    """Return the memory before the next step: `initial` where an episode ended in this one, else `carry`.
+
+    A step that does not count is the reset of a host environment, so the memory restarts after it too.
+
+    Args:
+        carry: `[N]`, the memory after `act`.
+        initial: the memory at the start of an episode, with the same fields.
+        row: `[N]` with terminated and truncated, and maybe `mask`.
+    Gradient: flows through `carry` and `initial`.
+
+    >>> row = TensorDict({"terminated": torch.tensor([True, False]), "truncated": torch.zeros(2).bool()}, [2])
+    >>> old, new = (TensorDict({"h": torch.full((2,), float(x))}, [2]) for x in (1, 0))
+    >>> restarted_carry(old, new, row)["h"].tolist()
+    [0.0, 1.0]
+    """
+    if initial.is_empty():
+        return carry
+    ended = row["terminated"] | row["truncated"]
+    ended = ended | ~row["mask"] if "mask" in row else ended
+    return mapped(lambda old, new: torch.where(_as_leading(ended, new), old, new), initial, carry)
+
+
+def _as_leading(flags: Tensor, like: Tensor) -> Tensor:
+    """Append axes of size 1 to `flags`, up to the axes of `like`."""
+    return flags.reshape(*flags.shape, *[1] * (like.ndim - flags.ndim))
+
+
 def _transition(
-    policy: Any, env: Any, both: tuple[TensorDict, TensorDict], noise: tuple[Any, Any], params: TensorDict
+    policy: Any,
+    env: Any,
+    both: tuple[TensorDict, TensorDict],
+    noise: tuple[Any, Any],
+    params: TensorDict,
+    initial: TensorDict,
 ) -> tuple[tuple[TensorDict, TensorDict], TensorDict]:
-    """Run `act_and_step` as the body of a scan, and add the observation to the row."""
+    """Run `act_and_step` as the body of a scan. Add the observation to the row, and restart the memory.
+
+    The row has the memory before the restart as `final_carry`, if there is any.
+    """
     memory, world = both
     obs = world["obs"]
-    memory, world, row = act_and_step(policy.act, env.step, params, memory, world, *noise)
-    return (memory, world), row.set("obs", obs)
+    acted, world, row = act_and_step(policy.act, env.step, params, memory, world, *noise)
+    memory, row = restarted_carry(acted, initial, row), row.set("obs", obs)
+    return (memory, world), row if initial.is_empty() else row.set("final_carry", acted)
+
+
+_Slots = tuple[Tensor, dict[str, Any]]
+"""The number of truncations so far `[N]`, and the states that they reached `[N, F, ...]`."""
+
+
+def _empty_slots(memory: TensorDict, obs: Any, size: int) -> _Slots:
+    """Return `size` slots for each environment."""
+
+    def zeros(x: Tensor) -> Tensor:
+        return x.new_zeros((len(x), size, *x.shape[1:]))
+
+    reached = mapped(zeros, {"obs": obs, "carry": memory}, batch=lambda batch: (*batch[:1], size, *batch[1:]))
+    first = flatten(obs)[0][0]
+    return torch.zeros(len(first), dtype=torch.int64, device=first.device), reached
+
+
+def _written(slots: _Slots, obs: Any, memory: TensorDict, truncated: Tensor) -> _Slots:
+    """Write the states `[N]` of truncated environments into their next slots."""
+    count, reached = slots
+    (old, structure), (new, _) = flatten(reached), flatten({"obs": obs, "carry": memory})
+    number = torch.arange(old[0].shape[1], device=count.device)
+    chosen = truncated.unsqueeze(1) & (count.unsqueeze(1) == number)
+    leaves = [torch.where(_as_leading(chosen, x), y.unsqueeze(1), x) for x, y in zip(old, new, strict=True)]
+    return count + truncated, unflatten(structure, leaves)
+
+
+def _sparse_transition(
+    policy: Any,
+    env: Any,
+    carry: tuple[tuple[TensorDict, TensorDict], _Slots | None],
+    noise: tuple[Any, Any],
+    params: TensorDict,
+    initial: TensorDict,
+) -> tuple[tuple[tuple[TensorDict, TensorDict], _Slots | None], TensorDict]:
+    """Run `_transition`, and keep the states that time limits cut in slots instead of the row."""
+    both, slots = carry
+    both, row = _transition(policy, env, both, noise, params, initial)
+    obs, memory = row.pop("final_obs"), cast(TensorDict, row.pop("final_carry", initial))
+    return (both, None if slots is None else _written(slots, obs, memory, row["truncated"])), row
+
+
+def _collected(
+    policy: Any,
+    env: Any,
+    params: TensorDict,
+    both: tuple[TensorDict, TensorDict],
+    noise: tuple[Any, Any],
+    initial: TensorDict,
+    scan: Scan,
+    size: int | None,
+) -> tuple[tuple[TensorDict, TensorDict], TensorDict, dict[str, Any] | None]:
+    """Run the loop. Return memory and environments, the rows `[T, N]`, and the final states.
+
+    The final states are `[T, N]` if `size` is None, one per step; else `[size, N]`, one per truncation; None if `size`
+    is 0.
+    """
+    if size is None:
+        both, rows = scan(partial(_transition, policy, env), both, noise, params, initial)
+        return both, rows, {"obs": rows.pop("final_obs"), "carry": rows.pop("final_carry", initial)}
+    slots = _empty_slots(both[0], both[1]["obs"], size) if size else None
+    (both, slots), rows = scan(partial(_sparse_transition, policy, env), (both, slots), noise, params, initial)
+    return both, rows, None if slots is None else _swapped(slots[1])
+
+
+def _swapped(tree: Any) -> Any:
+    """Swap the first two axes of every tensor."""
+    return mapped(lambda x: x.transpose(0, 1), tree, batch=lambda size: (*size[1::-1], *size[2:]))
+
+
+def _at_steps(value: Tensor | None, rows: TensorDict) -> Tensor:
+    """Return the values `[F, N]` of the final states at the steps `[T, N]` that reached them, else 0."""
+    if value is None:
+        return torch.zeros_like(rows["reward"])
+    truncated = rows["truncated"]
+    if len(value) < len(truncated):
+        number = truncated.to(torch.int64).cumsum(0) - 1
+        value = value.gather(0, number.clamp(0, len(value) - 1))
+    return value.masked_fill(~truncated, 0.0)
 
 
 def _env_major(rows: Any, last: Any = None) -> Any:
@@ -94,25 +215,32 @@ def collect_rollout(
     action_keys: Tensor,
     *,
     scan: Scan = scan,
+    max_truncations: int | None = None,
 ) -> tuple[TensorDict, TensorDict, TensorDict]:
     """Run N environments for T steps and return a `[N, T + 1]` rollout.
 
-    Noise is drawn before the loop. Values are computed after it.
+    Noise is drawn before the loop. Values are computed after it. After the end of an episode the policy's memory
+    restarts.
 
     Args:
-        policy: record with `act`, `draw` and `value` (None for a policy without a critic).
+        policy: record with `act`, `draw` and `value` (None for a policy without a critic). If its `unit` is
+            "sequence", also with `init_carry`.
         env: record with `step` (wrapped by auto-reset) and `draw`.
         params: the policy's parameters.
-        carry: the policy's memory.
+        carry: the policy's memory before the first step, a TensorDict `[N]`; an empty one for a feed-forward policy.
         env_state: batch `[N]`, with `obs`.
         env_keys: int64 `[T, N]`, one key per step and environment, for the environment's noise.
         action_keys: int64 `[T, N]`, one key per step and environment, for the actions.
         scan: the loop over time. The default is a Python loop.
+        max_truncations: the largest number of truncations of one environment in the T steps, or None if it is
+            unknown. A small number saves memory, because only so many final observations are kept, and passes of the
+            critic over them.
 
     Returns: carry and env_state after T steps, and the rollout. It has obs, the fields of the policy's `act`, reward,
         terminated, truncated and done. It has info and mask if the environment has them, and value and final_value
         if the policy has a critic. Its memory layout is time-major. The last slot of every field is zero, except
-        for obs and value.
+        for obs and value. If the policy has memory, every slot of the field `carry` has the memory before the first
+        step; it is one tensor `[N, ...]`, expanded along time.
     Gradient: none, because it runs under `no_grad`.
     Raises: ValueError if the keys are not both `[T, N]` with T >= 1.
     Source: for the value at a time limit, Pardo et al. 2018, arXiv:1712.00378.
@@ -132,37 +260,71 @@ def collect_rollout(
             f"env_keys {list(env_keys.shape)} and action_keys {list(action_keys.shape)} must both be [T, N], T >= 1"
         )
     with torch.no_grad():
-        noise = (policy.draw(action_keys), env.draw(env_keys))
-        body = partial(_transition, policy, env)
-        (carry, env_state), rows = scan(body, (carry, env_state), noise, params)
-        obs, final_obs = rows.pop("obs"), rows.pop("final_obs")
-        rollout = _env_major(rows).set("obs", _env_major(obs, env_state["obs"]))
+        noise, start, steps = (policy.draw(action_keys), env.draw(env_keys)), carry, len(env_keys)
+        initial = carry if carry.is_empty() else policy.init_carry(params, env_keys.shape[1])
+        size = 0 if policy.value is None else max_truncations
+        size = None if size is None or size >= steps else size
+        both = carry, env_state
+        (carry, env_state), rows, final = _collected(policy, env, params, both, noise, initial, scan, size)
+        rollout = _env_major(rows.exclude("obs")).set("obs", _env_major(rows["obs"], env_state["obs"]))
+        if not start.is_empty():
+            rollout.set("carry", _in_every_slot(start, rollout.batch_size))
         if policy.value is not None:
-            value = partial(_values, policy.value, params, carry, scan)
-            value, final = value(obs, env_state["obs"].unsqueeze(0), final_obs)
-            rollout.update({"value": value.t(), "final_value": _env_major(final.masked_fill(~rows["truncated"], 0.0))})
+            values = _sequence_values if getattr(policy, "unit", "step") == "sequence" else _step_values
+            value, final_value = values(policy.value, params, start, scan, rollout, final)
+            rollout.update({"value": value, "final_value": _env_major(_at_steps(final_value, rows))})
     return carry, env_state, rollout
 
 
-def _values(
-    value: Callable[..., Tensor], params: TensorDict, carry: TensorDict, scan: Scan, obs: Any, last: Any, final_obs: Any
-) -> tuple[Tensor, Tensor]:
-    """Return V `[T + 1, N]` of the observations `obs` and `last`, and V `[T, N]` of `final_obs`.
+def _in_every_slot(carry: TensorDict, size: torch.Size) -> TensorDict:
+    """Expand `[N, ...]` along time to `size`, `[N, T + 1]`."""
+    return mapped(lambda x: x.unsqueeze(1).expand(*size, *x.shape[1:]), carry, batch=lambda _: size)
 
-    The shapes of `obs` and `final_obs` are `[T, N, ...]`, of `last` `[1, N, ...]`. All values come from one pass in
-    chunks.
+
+def _step_values(
+    value: Callable[..., Tensor], params: TensorDict, carry: TensorDict, scan: Scan, rollout: TensorDict, final: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Return V `[N, T + 1]` of the observations, and V `[F, N]` of the final ones `[F, N, ...]`; None without them.
+
+    All values come from one pass in chunks.
     """
-    steps, num_envs = obs.shape[:2]
-    many = (2 * steps + 1) * num_envs
-    parts, (structure, *_) = zip(*map(flatten, (obs, last, final_obs)), strict=True)
+    num_envs, steps = rollout.batch_size
+    trees = [_swapped(rollout["obs"]), *([] if final is None else [final["obs"]])]
+    parts, (structure, *_) = zip(*map(flatten, trees), strict=True)
     joined = [torch.cat(part).flatten(0, 1) for part in zip(*parts, strict=True)]
-    rows = unflatten(structure, joined, lambda size: (many, *size[2:]))
+    rows = unflatten(structure, joined, lambda size: (len(joined[0]), *size[2:]))
 
     def critic(_: None, part: Any, params: TensorDict, carry: TensorDict) -> tuple[None, Tensor]:
         return None, value(params, carry, part)
 
-    values = scan(critic, None, in_chunks(rows), params, carry)[1].flatten()[:many].reshape(-1, num_envs)
-    return values[: steps + 1], values[steps + 1 :]
+    values = scan(critic, None, in_chunks(rows), params, carry)[1].flatten()[: len(joined[0])].reshape(-1, num_envs)
+    return values[:steps].t(), None if final is None else values[steps:]
+
+
+def sequences(steps: TensorDict) -> TensorDict:
+    """Return steps `[N, S]` as policies of unit "sequence" get them: without `carry`, with every restart in `done`.
+
+    A step that does not count is the reset of a host environment; see `restarted_carry`.
+    """
+    steps = cast(TensorDict, steps.exclude("carry"))
+    return steps.set("done", steps["done"] | ~steps["mask"]) if "mask" in steps else steps
+
+
+def _sequence_values(
+    value: Callable[..., tuple[Tensor, Tensor]],
+    params: TensorDict,
+    carry: Any,
+    _: Scan,
+    rollout: TensorDict,
+    final: Any,
+) -> tuple[Tensor, Tensor]:
+    """Return V `[N, T + 1]` along the sequences of a rollout, and V `[F, N]` of the final states `[F, N, ...]`."""
+    if final is None:
+        return value(params, carry, sequences(rollout), None)
+    size = flatten(final["obs"])[0][0].shape[1::-1]
+    fields = {name: part for name, part in _swapped(final).items() if flatten(part)[0]}
+    values, final_values = value(params, carry, sequences(rollout), TensorDict(fields, size))
+    return values, final_values.t()
 
 
 def episode_init(num_envs: int, window: int, device: torch.device | str | None = None) -> TensorDict:

@@ -21,6 +21,7 @@ from ecrl.errors import ConfigError, UserError
 LOOP_KINDS: Kinds = {
     "env": Kind.ENVIRONMENT,
     "episode": Kind.ENVIRONMENT,
+    "carry": Kind.ENVIRONMENT,
     "norm": Kind.STATISTICS,
     "key": Kind.COUNTER,
     "sample_step": Kind.COUNTER,
@@ -33,7 +34,8 @@ _COUNTS = ("cursor", "written")
 
 def kinds_of(run: Run) -> Kinds:
     """Kinds of the fields of a run's state."""
-    return {**LOOP_KINDS, **run.algorithm.kinds}
+    frozen = {} if run.policy.init_frozen is None else {"frozen_params": Kind.FROZEN}
+    return {**LOOP_KINDS, **run.algorithm.kinds, **frozen}
 
 
 def check_kinds(state: TensorDict, kinds: Kinds) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ecrl import rng
 from ecrl.algorithms import Run
-from ecrl.algorithms.core import start_keys, steps_taken
+from ecrl.algorithms.core import initial_carry, start_keys, steps_taken
 from ecrl.algorithms.state_kinds import merge
 from ecrl.compile.jit import compilations_of
 from ecrl.compile.vmap import vmapped
@@ -29,6 +29,7 @@ from ecrl.loop.finite_guard import FIELDS, KINDS, flags, undo_update
 from ecrl.loop.metrics import WINDOW, collect_logs, counted_steps, over_ranks
 from ecrl.loop.nonfinite_report import NonfiniteAction, action_error, nonfinite_error, with_checked_actions
 from ecrl.loop.signals import interruptible
+from ecrl.policies import Policy
 from ecrl.pytree import Borrowed, flatten, mapped, names, replaced, unflatten
 from ecrl.types import LogData, Logs
 
@@ -80,8 +81,20 @@ def _state_without_env(run: Run, key: Tensor) -> TensorDict:
     episode = episode_init(run.static.num_envs, WINDOW, key.device)
     counters = {"sample_step": zero, "update_step": zero.clone()}
     state = TensorDict({**fields, "norm": norm, "episode": episode, "key": key.clone(), **counters}, [])
+    if policy.init_frozen is not None:
+        state.set("frozen_params", _frozen_params(policy, state))
+    state.update(initial_carry(run, state))
     check_kinds(state, kinds_of(run))
     return state
+
+
+def _frozen_params(policy: Policy, state: TensorDict) -> TensorDict:
+    """The parameters that do not learn. Refuse names that the learnt ones have too."""
+    frozen = cast(Any, policy.init_frozen)(state["key"].device)
+    both = ", ".join(sorted({*frozen.keys()} & {*cast(TensorDict, state["params"]).keys(), "norm"}))
+    if both:
+        raise ConfigError(f"policy.name: init and init_frozen both return {both}; give them different names")
+    return frozen
 
 
 def expected_state(run: Run, cfg: Config, state: TensorDict) -> TensorDict:
@@ -106,7 +119,7 @@ def reopened(run: Run, state: TensorDict) -> TensorDict:
     run.env.close(env)
     keys = start_keys(state["key"], run.static.num_envs, steps_taken(run, state), run.algorithm.group_size)
     fields = {"env": run.env.reset(keys), "episode": restarted(cast(TensorDict, state["episode"]))}
-    state = state.copy().update(fields)
+    state = state.copy().update(fields | initial_carry(run, state))
     if "reward" in state["norm"]:  # the running returns belong to the episodes that are lost
         norm = cast(TensorDict, state["norm"]).clone()
         norm["reward", "running"] = torch.zeros_like(norm["reward", "running"])

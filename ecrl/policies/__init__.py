@@ -3,7 +3,7 @@
 from ecrl.config import PolicyConfig
 from ecrl.config.model import checked
 from ecrl.policies.actor_critic import ActorCriticConfig, ActorOnlyConfig, actor_critic, actor_only
-from ecrl.policies.core import Policy, acting_params, flatten
+from ecrl.policies.core import Policy, acting_params, fixed_params, flatten, policy_params
 from ecrl.policies.mlp import MLPConfig, build_mlp
 from ecrl.policies.module import module_policy
 from ecrl.policies.networks import NetworkConfig, make_network
@@ -21,11 +21,13 @@ __all__ = [
     "actor_critic",
     "actor_only",
     "build_mlp",
+    "fixed_params",
     "flatten",
     "make_network",
     "make_policy",
     "module_policy",
     "normalized",
+    "policy_params",
 ]
 
 

@@ -2,46 +2,106 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from ecrl.pytree import replaced
 from ecrl.spaces import Box, Dict, Discrete, MultiDiscrete, Space, element_shape, flat_dim
+
+
+def no_carry(params: TensorDict, num_envs: int) -> TensorDict:
+    """Return an empty TensorDict: by default, a policy has no memory."""
+    return TensorDict({}, [])
 
 
 @dataclass(frozen=True)
 class Policy:
     """Pure functions that make up a policy.
 
-    `carry` is the policy's memory, an empty TensorDict for feed-forward policies.
+    `carry` is the policy's memory, an empty TensorDict for feed-forward policies. `steps` is a TensorDict with obs,
+    action, done and every other field that `act` returned. Every number in these fields must be finite.
+
+    If an action has several tokens, `sample_log_prob`, and the results of `evaluate`, may have further axes for them.
+    Algorithms sum the tokens: the log-probability of an action is the sum over its tokens that count. Those are all
+    tokens, or the True ones of a field `token_mask` of the same shape.
+
+    Most policies have the unit "step": `evaluate` and `value` treat every row alone, and leading axes are free. A
+    policy with memory has the unit "sequence". Its `steps` are `[n, S]` with time as the second axis, and `carry` `[n]`
+    is the memory before the first step. `evaluate` and `value` run the recurrence and restart it after each step with
+    `done`, as the collector does. `value` takes two more arguments then:
+
+        value(params, carry, steps, final) -> (V [n, S], V_final [n, F])
+
+    `final` `[n, F]` has `obs`, the observations at time limits, and `carry`, the memory after `act` and before the
+    restart. It is None where only the first result is used; the second one is None then.
 
     Attributes:
         init: 0-d key -> params.
         draw: keys `[*B]` -> noise `[*B, ...]` of an action.
         act: (params, carry, obs, noise) -> (carry, out); `out` has `action` and `sample_log_prob`. With noise None,
             the action is deterministic.
-        evaluate: (params, carry, obs, action, done) -> (log_prob, entropy), nats.
-        value: (params, carry, obs) -> V `[*B]`; None without a critic.
+        evaluate: (params, carry, steps) -> (log_prob, entropy), nats.
+        value: (params, carry, obs) -> V `[*B]`, or as above; None without a critic.
         norm_init: device -> the statistics of `normalized` before the first step.
         norm_update: (statistics, obs, mask) -> the statistics updated with a batch.
         compiles: False if a module draws its own random numbers.
+        init_carry: (params, num_envs) -> carry, a TensorDict `[num_envs]`, at the start of an episode.
+        unit: what a row of a minibatch is, "step" or "sequence".
+        init_frozen: device -> parameters that do not learn, such as a backbone, or None. The other functions get them
+            in `params`, beside those of `init`. No optimiser sees them, and no copy of them is made.
     """
 
     init: Callable[[Tensor], TensorDict]
     draw: Callable[[Tensor], Tensor]
     act: Callable[[TensorDict, TensorDict, Any, Tensor | None], tuple[TensorDict, TensorDict]]
-    evaluate: Callable[[TensorDict, TensorDict, Any, Tensor, Tensor], tuple[Tensor, Tensor]]
-    value: Callable[[TensorDict, TensorDict, Any], Tensor] | None
+    evaluate: Callable[[TensorDict, TensorDict, TensorDict], tuple[Tensor, Tensor]]
+    value: Callable[..., Any] | None
     norm_init: Callable[[torch.device], TensorDict] | None = None
     norm_update: Callable[[TensorDict, Any, Tensor], TensorDict] | None = None
     compiles: bool = True
+    init_carry: Callable[[TensorDict, int], TensorDict] = no_carry
+    unit: Literal["step", "sequence"] = "step"
+    init_frozen: Callable[[torch.device], TensorDict] | None = None
+
+    def __post_init__(self):
+        if self.unit not in ("step", "sequence"):
+            raise ValueError(f"unit is {self.unit!r}, expected 'step' or 'sequence'")
+        if self.unit == "step" and self.init_carry is not no_carry:
+            raise ValueError("a policy with init_carry has memory; set its unit to 'sequence'")
 
 
-def acting_params(params: TensorDict, norm: TensorDict) -> TensorDict:
-    """Return the `params` of a policy's functions: its parameters and, under `norm`, its observation statistics."""
-    return params.copy().set("norm", norm["obs"]) if "obs" in norm else params.copy()
+def acting_params(params: TensorDict, fixed: TensorDict) -> TensorDict:
+    """Return the `params` of a policy's functions: those that learn and those that do not.
+
+    Args:
+        params: the parameters that learn.
+        fixed: may have `obs`, the observation statistics, which the result has under `norm`. It may have
+            `frozen_params`, whose fields the result has beside those of `params`. The field `norm` of a state is such a
+            TensorDict, and so is the result of `fixed_params`.
+    """
+    given = params.copy().set("norm", fixed["obs"]) if "obs" in fixed else params.copy()
+    return replaced(given, fixed["frozen_params"]) if "frozen_params" in fixed else given
+
+
+def fixed_params(state: TensorDict) -> TensorDict:
+    """Return what the policy of a state needs besides its `params`: observation statistics and frozen parameters."""
+    norm: Any = state["norm"]
+    fixed = norm.select("obs", strict=False)
+    return replaced(fixed, {"frozen_params": state["frozen_params"]}) if "frozen_params" in state else fixed
+
+
+def policy_params(state: TensorDict) -> TensorDict:
+    """Return the `params` of the policy's functions in a state of a run.
+
+    >>> state = TensorDict({"params": {"w": 1.0}, "norm": {}, "frozen_params": {"backbone": 2.0}}, [])
+    >>> sorted(policy_params(state).keys())
+    ['backbone', 'w']
+    """
+    params: Any = state["params"]
+    return acting_params(params, fixed_params(state))
 
 
 def flatten(obs: Any, space: Space) -> Tensor:

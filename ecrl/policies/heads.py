@@ -160,10 +160,8 @@ def headed(
         log_prob = head.log_prob(log_std, out, action)
         return carry, TensorDict({"action": action, "sample_log_prob": log_prob}, out.shape[:-1])
 
-    def evaluate(
-        params: TensorDict, carry: TensorDict, obs: Any, action: Tensor, done: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        log_std, out = output(params, obs)
-        return head.log_prob(log_std, out, action), head.entropy(log_std, out)
+    def evaluate(params: TensorDict, carry: TensorDict, steps: TensorDict) -> tuple[Tensor, Tensor]:
+        log_std, out = output(params, steps["obs"])
+        return head.log_prob(log_std, out, steps["action"]), head.entropy(log_std, out)
 
     return Policy(init, head.noise, act, evaluate, value)

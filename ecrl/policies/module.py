@@ -214,12 +214,10 @@ def _acting_policy(net: Pure, label: str, observation_space: Space, action_space
         out = {"action": action.reshape((*batch, *shape)), "sample_log_prob": log_prob.reshape(batch)}
         return carry, TensorDict(out, batch)
 
-    def evaluate(
-        params: TensorDict, carry: TensorDict, obs: Any, action: Tensor, done: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        rows, batch = one_batch(obs, observation_space)
+    def evaluate(params: TensorDict, carry: TensorDict, steps: TensorDict) -> tuple[Tensor, Tensor]:
+        rows, batch = one_batch(steps["obs"], observation_space)
         n = rows.shape[0]
-        given = TensorDict({"obs": rows, "action": action.reshape((n, *shape))}, [n])
+        given = TensorDict({"obs": rows, "action": steps["action"].reshape((n, *shape))}, [n])
         log_prob, entropy = call_method(params, "evaluate_actions", given, {"log_prob": [n], "entropy": [n]})
         return log_prob.reshape(batch), entropy.reshape(batch)
 
@@ -245,6 +243,6 @@ def _check_methods(policy: Policy, label: str, obs: Any, is_box: bool) -> None:
             raise ConfigError(
                 f"{label}.get_action: action is {action.dtype}, expected {'float' if is_box else 'int64'}"
             )
-        policy.evaluate(params, empty, obs, action, torch.zeros(2, dtype=torch.bool))
+        policy.evaluate(params, empty, TensorDict({"obs": obs, "action": action}, [2]))
         if policy.value is not None:
             policy.value(params, empty, obs)

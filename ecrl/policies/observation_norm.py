@@ -42,6 +42,10 @@ def _normalize(norm: TensorDict, obs: Any) -> Any:
     return obs.copy().update({name: _normalize(cast(TensorDict, part), obs[name]) for name, part in norm.items()})
 
 
+def _without_norm(params: TensorDict) -> TensorDict:
+    return cast(TensorDict, params.exclude("norm"))
+
+
 @cache
 def normalized(policy: Policy, observation_space: Space) -> Policy:
     """Return `policy` acting on `clip((obs - mean) / sqrt(variance + 1e-8), -10, 10)`; moments in `params["norm"]`.
@@ -59,19 +63,31 @@ def normalized(policy: Policy, observation_space: Space) -> Policy:
         return norm.apply(lambda moment: moment.to(device, copy=True))  # `.to` would set a device, a compile guard
 
     def inner(params: TensorDict, obs: Any) -> tuple[TensorDict, Any]:
-        return cast(TensorDict, params.exclude("norm")), _normalize(params["norm"], obs)
+        return _without_norm(params), _normalize(params["norm"], obs)
 
     def act(params: TensorDict, carry: TensorDict, obs: Any, noise: Tensor | None) -> tuple[TensorDict, TensorDict]:
         params, obs = inner(params, obs)
         return policy.act(params, carry, obs, noise)
 
-    def evaluate(params: TensorDict, carry: TensorDict, obs: Any, action: Tensor, done: Tensor) -> tuple:
-        params, obs = inner(params, obs)
-        return policy.evaluate(params, carry, obs, action, done)
+    def with_obs(norm: TensorDict, steps: TensorDict) -> TensorDict:
+        return steps.copy().set("obs", _normalize(norm, steps["obs"]))
+
+    def evaluate(params: TensorDict, carry: TensorDict, steps: TensorDict) -> tuple:
+        return policy.evaluate(_without_norm(params), carry, with_obs(params["norm"], steps))
 
     def value(params: TensorDict, carry: TensorDict, obs: Any) -> Tensor:
         params, obs = inner(params, obs)
         return critic(params, carry, obs)  # pyright: ignore
 
+    def sequence_value(params: TensorDict, carry: TensorDict, steps: TensorDict, final: TensorDict | None) -> Any:
+        norm = params["norm"]
+        final = None if final is None else with_obs(norm, final)
+        return critic(_without_norm(params), carry, with_obs(norm, steps), final)  # pyright: ignore
+
+    def init_carry(params: TensorDict, num_envs: int) -> TensorDict:
+        return policy.init_carry(_without_norm(params), num_envs)
+
     wrapped = replace(policy, act=act, evaluate=evaluate, norm_init=norm_init, norm_update=_update)
-    return wrapped if critic is None else replace(wrapped, value=value)
+    if policy.unit == "sequence":
+        wrapped = replace(wrapped, init_carry=init_carry)
+    return wrapped if critic is None else replace(wrapped, value=value if policy.unit == "step" else sequence_value)

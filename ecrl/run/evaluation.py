@@ -21,11 +21,12 @@ from ecrl.config import Config
 from ecrl.envs import Env, make_env
 from ecrl.errors import ConfigError, UserError
 from ecrl.kernels import scan
+from ecrl.kernels.rollout import restarted_carry
 from ecrl.kernels.scan_loop import Scan
 from ecrl.loop.build import build, check_envs, device_of, with_training_wrappers
 from ecrl.loop.iteration import crossed, steps_per_iteration
 from ecrl.loop.signals import interruptible
-from ecrl.policies import acting_params
+from ecrl.policies import policy_params
 from ecrl.registry import did_you_mean
 from ecrl.run.loggers import ending
 from ecrl.run.video_writer import filming, view, with_film
@@ -49,16 +50,24 @@ def eval_envs(num_episodes: int, at_most: int) -> int:
 
 
 def _eval_step(
-    act: Callable, step: Callable, filmed: int, env_state: TensorDict, noise: Any, params: TensorDict
-) -> tuple[TensorDict, tuple[Tensor, Any]]:
-    """Take one step. Return the state, `[N]` rows of (reward, done, counts, *outcomes), and the view before it."""
+    act: Callable,
+    step: Callable,
+    filmed: int,
+    both: tuple[TensorDict, TensorDict],
+    noise: Any,
+    params: TensorDict,
+    initial: TensorDict,
+) -> tuple[tuple[TensorDict, TensorDict], tuple[Tensor, Any]]:
+    """Take one step. Return memory and state, `[N]` rows of (reward, done, counts, *outcomes), and the view before."""
+    carry, env_state = both
     before = view(env_state, filmed) if filmed else ()
-    _, out = act(params, TensorDict({}, []), env_state["obs"], None)
+    carry, out = act(params, carry, env_state["obs"], None)
     env_state = step(env_state, out["action"], noise)
+    carry = restarted_carry(carry, initial, env_state)
     done = env_state["terminated"] | env_state["truncated"]
     counts = env_state["mask"] if "mask" in env_state else torch.ones_like(done)
     row = (env_state["reward"], done, counts, *_outcomes(env_state).values())
-    return env_state, (torch.stack([x.to(torch.float32) for x in row]), before)
+    return (carry, env_state), (torch.stack([x.to(torch.float32) for x in row]), before)
 
 
 def _eval_steps(
@@ -69,14 +78,15 @@ def _eval_steps(
     length: int,
     filmed: int,
     params: TensorDict,
-    env_state: TensorDict,
+    initial: TensorDict,
+    both: tuple[TensorDict, TensorDict],
     key: Tensor,
     first: Tensor,
-) -> tuple[TensorDict, tuple[Tensor, Any]]:
-    """Take `length` steps from step `first`. Return the state, `[length, rows, N]` and views `[length, filmed]`."""
+) -> tuple[tuple[TensorDict, TensorDict], tuple[Tensor, Any]]:
+    """Take `length` steps from step `first`. Return memory and state, `[length, rows, N]`, views `[length, filmed]`."""
     index, times = torch.arange(num_envs, device=key.device), torch.arange(length, device=key.device).unsqueeze(1)
     noise = env.draw(rng.stream(key, rng.ENV, index, first + times))
-    return loop(partial(_eval_step, act, env.step, filmed), env_state, noise, params)
+    return loop(partial(_eval_step, act, env.step, filmed), both, noise, params, initial)
 
 
 def _outcomes(env_state: TensorDict) -> dict[str, Tensor]:
@@ -131,7 +141,7 @@ def evaluate(
     """Evaluate the policy: mean and standard deviation of the return, mean length, success rate and mean metrics.
 
     Args:
-        state: state of a run; only `params` and `norm` are read.
+        state: state of a run; only `params`, `norm` and `frozen_params` are read.
         cfg: config of the run.
         num_episodes: number of episodes; `trainer.num_eval_episodes` if None.
         env: `"gymnasium:<id>"` for an environment of Gymnasium; the run's own environment if None.
@@ -195,7 +205,7 @@ def eval_steps(
 
     Args:
         run: run with the environment of evaluations.
-        state: of a run; only `params`, `norm` and the device of `key` are read.
+        state: of a run; only `params`, `norm`, `frozen_params` and the device of `key` are read.
         cfg: of the run.
         num_envs: environments.
         names: list to fill with the names of the outcomes.
@@ -211,10 +221,12 @@ def eval_steps(
         steps = run.jit(_eval_steps, act, env, run.scan, *sizes)
     else:
         steps = partial(_eval_steps, run.jit(act), env, scan, *sizes)
-    params, first = acting_params(state["params"], state["norm"]), torch.zeros_like(key)
+    params, first = policy_params(state), torch.zeros_like(key)
+    initial = run.policy.init_carry(params, num_envs)
+    carry = initial.clone()
     try:
         while True:
-            env_state, (rows, seen) = steps(params, env_state, key, first)
+            (carry, env_state), (rows, seen) = steps(params, initial, (carry, env_state), key, first)
             first = first + len(rows)
             seen = cast(TensorDict, seen).cpu() if filmed else None
             for i, row in enumerate(rows.tolist()):

@@ -26,7 +26,7 @@ from torch.export import Dim, ExportedProgram
 from ecrl.config import Config
 from ecrl.envs import Env, make_env
 from ecrl.errors import UserError, extra
-from ecrl.policies import acting_params, make_policy
+from ecrl.policies import make_policy, policy_params
 from ecrl.spaces import Box, Dict, Space
 
 _FORMAT, _OPSET = 1, 18
@@ -81,7 +81,7 @@ def _acting_module(state: TensorDict, cfg: Config, env: Env, paths: dict[str, tu
         low, high = (chosen.new_tensor(bound).reshape(space.shape) for bound in (space.low, space.high))
         return chosen.clamp(low, high)
 
-    return _ActingModule(action, acting_params(state["params"].detach(), state["norm"]).cpu(), paths)
+    return _ActingModule(action, policy_params(state).detach().cpu(), paths)
 
 
 def _describe(name: str, tensor: Tensor, space: Space) -> dict[str, Any]:

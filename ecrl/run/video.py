@@ -99,6 +99,7 @@ def _first(state: TensorDict, cfg: Config, many: int) -> TensorDict:
     env = cast(TensorDict, state["env"][:many])
     env = _with_view(env, env, many)
     fields = {"env": env, "episode": episode, "sample_step": taken * many * world_size()}
+    fields |= {"carry": state["carry"][:many]} if "carry" in state else {}
     return TensorDict({**dict(state.items()), **fields}, [])
 
 

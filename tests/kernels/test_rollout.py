@@ -62,6 +62,33 @@ def test_rollout_by_hand():
     close(env_state["obs"][:, 0], [10.0, 10.0])
 
 
+@pytest.mark.parametrize(("limit", "length"), [(1, 3), (2, 7), (3, 7), (3, 3), (9, 4)])
+def test_a_bound_on_truncations_keeps_the_values_and_saves_passes(variant, limit, length):
+    env, keys, passes = counter(limit), torch.zeros(length, 2, dtype=torch.int64), []
+
+    def value(params, carry, obs):
+        passes.append(len(obs))
+        return 100.0 + obs[..., 0]
+
+    policy = SimpleNamespace(act=act, draw=POLICY.draw, value=value)
+
+    def run(start, keys, bound):
+        return collect_rollout(policy, env, PARAMS, EMPTY, start, keys, keys, max_truncations=bound)
+
+    start = env.reset(keys[0])
+    start = start.set("elapsed", torch.tensor([0, limit - 1]))  # of two environments, one is about to end
+    call = variant(run)
+    expected, rows = call(start, keys, None), passes[-1]
+    bound = -(-length // limit)
+    found = call(start, keys, bound)
+    assert rows == 2 * (2 * length + 1) and passes[-1] == 2 * (length + 1 + bound)
+    assert expected[2]["truncated"].sum(1).max() == bound, "the bound is reached"
+    for key, x in expected[2].items():
+        assert torch.equal(found[2][key], x), key
+    call(start, keys, 0)
+    assert passes[-1] == 2 * (length + 1)
+
+
 def test_true_ends_have_no_final_value():
     # 10 -> 11 -> 12 -> 13 terminates before the limit of 4
     _, _, rollout = collected(limit=4, length=3)

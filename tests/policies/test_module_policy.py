@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import assert_pure, close
 from support.custom_modules import Acts, ActsOnNoise, OwnStd, Trunk
-from support.small_runs import last_state, same, small
+from support.small_runs import last_state, same, small, steps_of
 from tensordict import TensorDict
 from torch import nn
 
@@ -110,7 +110,7 @@ def test_a_log_std_that_depends_on_the_observation():
     policy = _policy(OwnStd, BOX)
     params = policy.init(rng.key(3))
     obs = torch.tensor([[-1.0, 0.3, 0.9], [1.0, 0.8, -0.5]])
-    entropy = policy.evaluate(params, EMPTY, obs, torch.zeros(2, 2), torch.zeros(2))[1]
+    entropy = policy.evaluate(params, EMPTY, steps_of(obs, torch.zeros(2, 2)))[1]
     module = OwnStd(OBS, BOX)
     module.load_state_dict(dict(params["module"].items()), strict=False)
     expected = torch.distributions.Normal(torch.zeros(2, 2), module(obs)[2].exp()).entropy().sum(-1)
@@ -203,7 +203,7 @@ def test_bf16_differs_and_gives_float32(module):
         a, b = (getattr(policy, fn)(params, EMPTY, obs, *more) for policy in (rough, exact))
         a, b = (a[1]["action"], b[1]["action"]) if fn == "act" else (a, b)
         assert a.dtype == torch.float32 and 1e-5 < (a - b).abs().max() < 0.02
-    grads = torch.func.grad(lambda p: rough.evaluate(p, EMPTY, obs, torch.ones(8, 2), torch.zeros(8))[0].sum())(params)
+    grads = torch.func.grad(lambda p: rough.evaluate(p, EMPTY, steps_of(obs, torch.ones(8, 2)))[0].sum())(params)
     assert all(grad.dtype == torch.float32 for grad in grads.values(True, True))
 
 

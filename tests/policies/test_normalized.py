@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import assert_pure, close
-from support.small_runs import small
+from support.small_runs import small, steps_of
 from tensordict import TensorDict
 
 from ecrl import rng
@@ -51,7 +51,7 @@ def test_it_is_the_plain_policy_on_standardised_numbers(variant, kind):
     out, expected = variant(policy.act)(full, EMPTY, raw, noise)[1], plain.act(params, EMPTY, standard, noise)[1]
     assert torch.equal(out["action"], expected["action"])
     close(out["sample_log_prob"], expected["sample_log_prob"].detach())
-    judged = policy.evaluate(full, EMPTY, raw, out["action"], torch.zeros(3))
+    judged = policy.evaluate(full, EMPTY, steps_of(raw, out["action"]))
     close(judged[0], expected["sample_log_prob"].detach())
     close(policy.value(full, EMPTY, raw), plain.value(params, EMPTY, standard).detach())
 
@@ -99,7 +99,7 @@ def test_frozen_during_an_iteration_and_moved_at_its_end():
     # All of the second rollout was acted with the statistics after the first one, and kept raw.
     params = acting_params(second["params"], second["norm"])
     rows = later[:, :-1].reshape(-1)
-    log_prob, _ = parts.policy.evaluate(params, EMPTY, rows["obs"], rows["action"], rows["done"])
+    log_prob, _ = parts.policy.evaluate(params, EMPTY, rows)
     close(log_prob, rows["sample_log_prob"])
 
 

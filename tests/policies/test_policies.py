@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import assert_no_retrace, close
 from support import custom_modules  # noqa: F401  registers them
+from support.small_runs import steps_of
 from tensordict import TensorDict
 
 from ecrl import rng
@@ -83,8 +84,7 @@ def _assert_agree(call, name, kind):
     assert out["action"].shape == (n, *tail) and out["sample_log_prob"].shape == (n,)
     assert set(out.keys()) == {"action", "sample_log_prob"}
     assert out.batch_size == torch.Size([n]) and carry.is_empty()
-    done = torch.zeros(n, dtype=torch.bool)
-    log_prob, entropy = call(policy.evaluate)(params, EMPTY, _obs(n), _as_given(out["action"]), done)
+    log_prob, entropy = call(policy.evaluate)(params, EMPTY, steps_of(_obs(n), _as_given(out["action"])))
     close(log_prob, out["sample_log_prob"].detach(), tol=1e-4)
     assert entropy.shape == (n,) and out["action"].reshape(n, -1).unique(dim=0).shape[0] > 1
     if kind in CHOICES:
@@ -116,7 +116,7 @@ def test_deterministic_action_is_the_mode(name, kind):
         for seed in range(20):  # no sample is more probable
             _, sampled = policy.act(params, EMPTY, _obs(), _noise(policy, seed=seed))
             assert (sampled["sample_log_prob"] <= best + 1e-5).all()
-    close(policy.evaluate(params, EMPTY, _obs(), mode, torch.zeros(6))[0], best.detach(), tol=1e-4)
+    close(policy.evaluate(params, EMPTY, steps_of(_obs(), mode))[0], best.detach(), tol=1e-4)
     assert torch.equal(policy.act(params, EMPTY, _obs(), None)[1]["action"], mode)
 
 
@@ -138,7 +138,7 @@ def test_actions_follow_the_distribution(name, kind):
     flat = out["action"] if kind == "discrete" else out["action"] @ torch.tensor([3, 1])
     choice = torch.arange(4 if kind == "discrete" else 6)
     action = choice if kind == "discrete" else torch.stack((choice // 3, choice % 3), -1)
-    log_prob, _ = policy.evaluate(params, EMPTY, obs[: len(choice)], action, torch.zeros(len(choice)))
+    log_prob, _ = policy.evaluate(params, EMPTY, steps_of(obs[: len(choice)], action))
     close(log_prob.exp().sum(), 1.0)
     close(torch.bincount(flat, minlength=len(choice)) / 20_000, log_prob.exp().detach(), tol=0.02)
 
@@ -184,7 +184,7 @@ def test_batch_axes_are_free(name, kind):
     square = policy.act(params, EMPTY, _obs().reshape(3, 2, 3), noise.reshape(3, 2, *noise.shape[1:]))[1]
     assert square.batch_size == (3, 2) and torch.equal(square["action"].reshape(flat["action"].shape), flat["action"])
     close(square["sample_log_prob"].reshape(6), flat["sample_log_prob"].detach())
-    judged = policy.evaluate(params, EMPTY, _obs().reshape(3, 2, 3), square["action"], torch.zeros(3, 2))
+    judged = policy.evaluate(params, EMPTY, steps_of(_obs().reshape(3, 2, 3), square["action"]))
     close(judged[0].reshape(6), flat["sample_log_prob"].detach(), tol=1e-4)
     assert judged[1].shape == (3, 2)
     if policy.value is not None:
@@ -201,7 +201,7 @@ def test_gradients_reach_every_weight_and_are_those_of_autograd(name, kind):
     action = policy.act(params, EMPTY, _obs(), _noise(policy))[1]["action"].detach()
 
     def total(params):
-        log_prob, entropy = policy.evaluate(params, EMPTY, _obs(), action, torch.zeros(6))
+        log_prob, entropy = policy.evaluate(params, EMPTY, steps_of(_obs(), action))
         value = 0.0 if policy.value is None else policy.value(params, EMPTY, _obs()).sum()
         return log_prob.sum() + entropy.sum() + value
 
@@ -216,7 +216,7 @@ def test_gradients_reach_every_weight_and_are_those_of_autograd(name, kind):
 def test_actor_gradient_reaches_no_critic():
     policy = _policy(ACTIONS["box"])
     params = policy.init(rng.key(1)).apply(lambda w: w.requires_grad_())
-    log_prob, entropy = policy.evaluate(params, EMPTY, _obs(), torch.ones(6, 2), torch.zeros(6))
+    log_prob, entropy = policy.evaluate(params, EMPTY, steps_of(_obs(), torch.ones(6, 2)))
     (log_prob.sum() + entropy.sum()).backward()
     assert all(w.grad is not None for w in params["actor"].values()) and params["log_std"].grad is not None
     assert all(w.grad is None for w in params["critic"].values())
@@ -227,13 +227,13 @@ def test_log_std_is_bounded_and_comes_back(variant, outside, bound):
     policy, one = _policy(ACTIONS["box"]), torch.ones(2)
     params = policy.init(rng.key(1))
     params["log_std"] = torch.full((2,), outside)
-    _, entropy = variant(policy.evaluate)(params, EMPTY, _obs(), torch.zeros(6, 2), torch.zeros(6))
+    _, entropy = variant(policy.evaluate)(params, EMPTY, steps_of(_obs(), torch.zeros(6, 2)))
     close(entropy, torch.full((6,), 2 * bound + log(2.0 * pi) + 1.0))
     noise, mean = torch.ones(6, 2), policy.act(params, EMPTY, _obs(), None)[1]["action"]
     close(policy.act(params, EMPTY, _obs(), noise)[1]["action"] - mean, (bound * one).exp().expand(6, 2), tol=1e-4)
     # The entropy grows by one per unit of log std even out here, so a step against it leads back inside.
     params["log_std"].requires_grad_()
-    policy.evaluate(params, EMPTY, _obs(), torch.zeros(6, 2), torch.zeros(6))[1].mean().backward()
+    policy.evaluate(params, EMPTY, steps_of(_obs(), torch.zeros(6, 2)))[1].mean().backward()
     close(params["log_std"].grad, one)
 
 
@@ -259,7 +259,7 @@ def test_masked_actions_are_never_chosen(variant, name, kind):
     _, best = variant(policy.act)(params, EMPTY, obs, None)
     index = best["action"] if kind == "discrete" else best["action"] + torch.tensor([0, 2])
     assert mask.gather(1, index.reshape(300, -1)).all()
-    log_prob, entropy = variant(policy.evaluate)(params, EMPTY, obs, out["action"], torch.zeros(300))
+    log_prob, entropy = variant(policy.evaluate)(params, EMPTY, steps_of(obs, out["action"]))
     close(log_prob, out["sample_log_prob"].detach(), tol=1e-4)
     assert entropy.isfinite().all()
     if kind == "multi":  # the second and third row leave one choice per part
@@ -325,7 +325,8 @@ def test_new_values_do_not_retrace(name, kind):
     assert_no_retrace(policy.act, *calls)
     assert_no_retrace(policy.value, *[call[:3] for call in calls])
     actions = [policy.act(*call)[1]["action"] for call in calls]
-    assert_no_retrace(policy.evaluate, *[(*c[:3], a, torch.zeros(6)) for c, a in zip(calls, actions, strict=True)])
+    steps = [steps_of(call[2], action) for call, action in zip(calls, actions, strict=True)]
+    assert_no_retrace(policy.evaluate, *[(*c[:2], s) for c, s in zip(calls, steps, strict=True)])
 
 
 @pytest.mark.parametrize(("kind", "width"), [("box", 2), ("matrix", 6), ("scalar", 1), ("discrete", 4), ("multi", 5)])

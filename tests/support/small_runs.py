@@ -34,6 +34,11 @@ def same(a: TensorDict, b: TensorDict) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
+def steps_of(obs, action) -> TensorDict:
+    """Steps as the `evaluate` of a policy gets them."""
+    return TensorDict({"obs": obs, "action": action}, [])
+
+
 def full_config(algorithm: str, form: str) -> Config:
     """Normalisation, a schedule and events of every mode, on a pure environment."""
     critic = {"critic": NET} if algorithm == "ppo" else {}

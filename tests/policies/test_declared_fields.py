@@ -1,0 +1,76 @@
+"""Whatever a policy's `act` returns travels to `evaluate`; log-probabilities of tokens count as one action."""
+
+import pytest
+import torch
+from conftest import close
+from support.small_runs import last_state
+from support.token_agent import speaking
+from tensordict import TensorDict
+
+import ecrl
+from ecrl.algorithms.core import collect
+from ecrl.algorithms.ppo import advantages
+from ecrl.algorithms.rows import evaluate, joint
+from ecrl.kernels import act_and_step
+from ecrl.loop.build import build
+from ecrl.loop.iteration import init_state, make_iteration
+
+# GRPO compares the members of a group, which start alike: with episodes of one step only the first step counts.
+GRPO = {"group_size": 8, "n_epochs": 4, "batch_size": 32, "learning_rate": 0.1, "kl_coef": 0.001}
+ALGORITHMS = {"ppo": {}, "grpo": {"algorithm": {"name": "grpo", "cfg": GRPO}, "trainer.iterations": 60}}
+
+
+def test_tokens_are_stored_as_returned_and_summed_to_one_action():
+    cfg = speaking()
+    run, state = build(cfg), init_state(cfg)
+    _, rollout = collect(run, state)
+    assert rollout["tokens"].shape == rollout["sample_log_prob"].shape == rollout["token_mask"].shape == (32, 5, 2)
+    assert not rollout["token_mask"].all() and rollout["token_mask"][:, :-1].any()
+    rows = advantages(run, state["hyper"], rollout)
+    assert {"tokens", "token_mask", "sample_log_prob", "action", "obs"} <= set(rows.keys())
+    assert {"reward", "terminated", "truncated", "final_value"}.isdisjoint(rows.keys())
+    log_prob, entropy = evaluate(run.policy, state["params"], rows)
+    first, second = rows["sample_log_prob"].unbind(-1)
+    expected = first + torch.where(rows["token_mask"][:, 1], second, 0.0)
+    close(log_prob, expected.detach())
+    close(joint(rows["sample_log_prob"], rows), expected)
+    assert entropy.shape == log_prob.shape == (128,)
+
+
+def test_tokens_that_do_not_count_may_hold_anything():
+    rows = TensorDict({"done": torch.zeros(2).bool(), "token_mask": torch.tensor([[True, False]] * 2)}, [2])
+    x = torch.tensor([[-1.0, torch.nan], [-2.0, torch.inf]], requires_grad=True)
+    joint(x, rows).sum().backward()
+    close(joint(x, rows).detach(), [-1.0, -2.0])
+    close(x.grad, [[1.0, 0.0], [1.0, 0.0]])
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_an_agent_of_tokens_learns(name):
+    cfg = speaking(**ALGORITHMS[name])
+    assert ecrl.evaluate(last_state(cfg), cfg)["eval/avg_reward"] >= 0.95
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_the_first_minibatch_has_the_log_probabilities_of_acting(name):
+    cfg = speaking(**ALGORITHMS[name])
+    cfg = cfg.replace(**{"algorithm.cfg.n_epochs": 1, "algorithm.cfg.batch_size": 128})
+    assert abs(float(make_iteration(cfg)(init_state(cfg))[1]["train"]["approx_kl"])) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_compiled_tokens_equal_eager_ones(name):
+    cfg = speaking(**ALGORITHMS[name]).replace(**{"trainer.iterations": 2})
+    eager, compiled = (last_state(cfg.replace(**{"trainer.compile": form})) for form in ("off", "on"))
+    for path, weight in eager["params"].items():
+        close(compiled["params", path], weight, tol=1e-4)
+
+
+def test_a_field_of_the_environment_cannot_be_declared():
+    def act(params, carry, obs, noise):
+        return carry, TensorDict({"action": obs, "reward": obs}, obs.shape)
+
+    message = r"act returns the field 'reward', which the collector sets itself; give it another name"
+    with pytest.raises(ValueError, match=message):
+        act_and_step(act, None, None, None, {"obs": torch.zeros(2)}, None, None)  # pyright: ignore

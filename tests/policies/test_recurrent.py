@@ -1,0 +1,186 @@
+"""Policies with memory: a recurrent one learns what no other can, and its memory is the same wherever it is used."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import close
+from support.recurrent_agent import remembering
+from support.small_runs import NET, last_state, same, small
+from tensordict import TensorDict
+from torch.func import vmap
+
+import ecrl
+from ecrl import rng
+from ecrl.algorithms.core import collect
+from ecrl.algorithms.minibatch_sgd import sizes_of
+from ecrl.algorithms.rows import evaluate, rows_of, value
+from ecrl.algorithms.state_kinds import Kind, leaf_kinds
+from ecrl.errors import ConfigError
+from ecrl.loop.buffers import kinds_of
+from ecrl.loop.build import build
+from ecrl.loop.iteration import init_state, make_iteration, train_iter
+from ecrl.policies import acting_params
+from ecrl.policies.core import Policy, no_carry
+
+GRPO = {"name": "grpo", "cfg": {"group_size": 4, "n_epochs": 1, "batch_size": 64, "kl_coef": 0.1}}
+END = torch.tensor([[[0.0, 1.0]]])  # the last observation of every episode
+SHORT = {"trainer.num_envs": 8, "trainer.iterations": 3}
+
+
+def mean_return(cfg):
+    return ecrl.evaluate(last_state(cfg), cfg)["eval/avg_reward"]
+
+
+def test_a_recurrent_policy_remembers_the_cue():
+    assert mean_return(remembering()) >= 0.95
+
+
+def test_a_policy_without_memory_cannot():
+    feed_forward = {"name": "actor_critic", "actor": NET, "critic": NET}
+    assert 0.3 < mean_return(remembering(**{"policy": feed_forward, "trainer.iterations": 8})) < 0.7
+
+
+def unrolled(policy, params, memory, rollout, env):
+    """Log-probability, value and value at a time limit of each step of one environment, one step at a time."""
+    initial, rows = policy.init_carry(params, 1), []
+    for t in range(rollout.shape[1] - 1):
+        step = rollout[env : env + 1, t : t + 1]
+        one = TensorDict({name: step[name] for name in ("obs", "action", "done")}, [1, 1])
+        log_prob, _ = policy.evaluate(params, memory, one)
+        now, _ = policy.value(params, memory, one, None)
+        memory, _ = policy.act(params, memory, step["obs"][:, 0], None)
+        reached = one.copy().set("obs", END)
+        rows.append((log_prob.item(), now.item(), policy.value(params, memory, reached, None)[0].item()))
+        memory = initial if step["done"].item() else memory
+    return torch.tensor(rows).unbind(1)
+
+
+@pytest.mark.parametrize("end", ["terminated", "truncated"])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_values_and_log_probabilities_follow_the_memory_of_acting(end, normalize):
+    changes = {"env": {"name": "remember_cue", "cfg": {"end": end}}, "policy.normalize_obs": normalize}
+    cfg = remembering(**SHORT, **changes)
+    run, state = build(cfg), last_state(cfg)
+    assert state["carry", "h"].abs().sum() > 0
+    after, rollout = collect(run, state)
+    params = acting_params(state["params"], state["norm"])
+    assert torch.equal(rollout["carry", "h"], state["carry", "h"].unsqueeze(1).expand(8, 9, 8))
+    rows = rows_of(run.policy, rollout)
+    assert rows.shape == (8,) and rows["obs"].shape == (8, 8, 2)
+    close(evaluate(run.policy, params, rows)[0], rollout["sample_log_prob"][:, :-1])
+    close(value(run.policy, params, rows), rollout["value"][:, :-1])
+    for env in range(8):
+        memory = state["carry"][env : env + 1]
+        log_prob, values, finals = unrolled(run.policy, params, memory, rollout, env)
+        close(rollout["sample_log_prob"][env, :-1], log_prob)
+        close(rollout["value"][env, :-1], values)
+        expected = torch.where(rollout["truncated"][env, :-1], finals, 0.0)
+        close(rollout["final_value"][env, :-1], expected)
+    assert rollout["final_value"].any() == (end == "truncated")
+    ended, initial = rollout["done"][:, -2], run.policy.init_carry(params, 8)["h"]
+    assert torch.equal(after["carry", "h"][ended], initial[ended])
+
+
+def test_the_carry_is_of_kind_environment_and_absent_without_memory():
+    cfg = remembering(**SHORT)
+    kinds = leaf_kinds(init_state(cfg), kinds_of(build(cfg)))
+    assert kinds["carry", "h"] is Kind.ENVIRONMENT
+    assert "carry" not in init_state(small()) and "carry" not in collect(build(small()), init_state(small()))[1]
+
+
+def test_a_resumed_run_keeps_its_memory(tmp_path):
+    cfg = remembering(**SHORT)
+    first = last_state(cfg.replace(**{"trainer.iterations": 2}))
+    assert first["env", "elapsed"].any(), "episodes cross the boundary"
+    ecrl.save(tmp_path / "middle", first, cfg)
+    state, loaded = ecrl.load(tmp_path / "middle")
+    assert same(last_state(loaded, state), last_state(cfg))
+    forgotten = state.clone().update({"carry": init_state(cfg)["carry"]})
+    assert not same(last_state(loaded, forgotten), last_state(cfg)), "the memory matters"
+
+
+def test_the_first_minibatch_has_the_policy_that_acted():
+    for algorithm in ({}, {"algorithm": GRPO}):
+        cfg = remembering(**{**SHORT, **algorithm}).replace(**{"algorithm.cfg.n_epochs": 1})
+        logs = make_iteration(cfg)(make_iteration(cfg)(init_state(cfg))[0])[1]["train"]
+        assert abs(float(logs["approx_kl"])) < 1e-6, algorithm or "ppo"
+
+
+def test_minibatches_keep_sequences_whole():
+    choices = build(remembering()).algorithm.choices.sgd
+    assert sizes_of(choices, 16, 8) == [8, 8]
+    assert sizes_of(choices, 5, 100) == [1, 1, 1, 1, 1]
+    cfg = remembering(**{"algorithm.cfg.normalize_advantage": "minibatch", **SHORT})
+    assert last_state(cfg)["params", "W"].isfinite().all()
+
+
+def test_grpo_starts_every_rollout_with_a_new_memory():
+    cfg = remembering(**{"algorithm": GRPO, **SHORT})
+    state = last_state(cfg)
+    _, rollout = build(cfg).algorithm.iterate.collect(build(cfg), state)
+    initial = build(cfg).policy.init_carry(state["params"], 8)
+    assert torch.equal(rollout["carry", "h"][:, 0], initial["h"]) and not torch.equal(state["carry", "h"], initial["h"])
+
+
+def test_seeds_under_vmap_have_memories_of_their_own():
+    cfg = remembering(**SHORT)
+    iteration, keys = make_iteration(cfg), [rng.key(1), rng.key(2)]
+    alone = [iteration(iteration(init_state(cfg, key))[0])[0] for key in keys]
+    both = torch.stack([init_state(cfg, key) for key in keys])
+    both = vmap(iteration)(vmap(iteration)(both)[0])[0]
+    for i, state in enumerate(alone):
+        close(both["carry", "h"][i], state["carry", "h"].detach(), tol=1e-4)
+        close(both["params", "W"][i], state["params", "W"].detach(), tol=1e-4)
+
+
+def test_memory_restarts_in_host_environments():
+    cfg = remembering(**{"env": "gymnasium:CartPole-v1", "trainer.num_envs": 2, "trainer.buffer_size": 40})
+    run, state = build(cfg), init_state(cfg)
+    after, rollout = collect(run, state)
+    assert rollout["done"].any()
+    rows = rows_of(run.policy, rollout)
+    close(evaluate(run.policy, state["params"], rows)[0], rollout["sample_log_prob"][:, :-1], tol=1e-4)
+    assert not torch.equal(after["carry", "h"], state["carry", "h"])
+    ecrl.close(after, cfg)
+
+
+def test_memory_restarts_after_a_step_that_does_not_count():
+    cfg = remembering(**SHORT)
+    run, state = build(cfg), init_state(cfg)
+    state = state.clone()
+    state["env", "mask"] = torch.ones(8, dtype=torch.bool)
+
+    def step(world, action, noise):
+        after = run.env.step(world.exclude("mask"), action, noise)
+        return after.set("mask", after["elapsed"] != 1)
+
+    env = replace(run.env, step=step)
+    _, rollout = collect(run._replace(env=env), state)
+    rows = rows_of(run.policy, rollout)
+    assert torch.equal(rows["done"], (rollout["done"] | ~rollout["mask"])[:, :-1])
+    close(evaluate(run.policy, state["params"], rows)[0], rollout["sample_log_prob"][:, :-1])
+
+
+def test_apg_refuses_memory_in_one_line():
+    cfg = remembering(**{"algorithm": {"name": "apg"}, "env": "pendulum"})
+    with pytest.raises(ConfigError, match=r"^policy.name: apg differentiates one step at a time, this policy has mem"):
+        init_state(cfg)
+
+
+def test_a_policy_with_memory_says_so():
+    parts = dict.fromkeys(("init", "draw", "act", "evaluate", "value"), no_carry)
+    with pytest.raises(ValueError, match="a policy with init_carry has memory; set its unit to 'sequence'"):
+        Policy(**parts, init_carry=lambda params, num_envs: TensorDict({}, []))
+    with pytest.raises(ValueError, match="unit is 'episode', expected 'step' or 'sequence'"):
+        Policy(**parts, unit="episode")  # pyright: ignore
+
+
+@pytest.mark.slow
+def test_a_compiled_run_equals_an_eager_one_and_learns():
+    eager, compiled = (remembering(**{"trainer.compile": form}) for form in ("off", "on"))
+    states = [[record["state"] for record in train_iter(init_state(cfg), cfg)] for cfg in (eager, compiled)]
+    for one, other in zip(*(found[:4] for found in states), strict=True):
+        close(other["params", "W"], one["params", "W"], tol=1e-4)
+        close(other["carry", "h"], one["carry", "h"], tol=1e-4)
+    assert ecrl.evaluate(states[1][-1], eager)["eval/avg_reward"] >= 0.95
