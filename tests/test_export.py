@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 from conftest import close
+from support.recurrent_agent import remembering
 from support.small_runs import NET, last_state, small
 from tensordict import TensorDict
 from torch import Tensor
@@ -307,3 +308,26 @@ def test_a_policy_that_cannot_be_traced_is_refused_in_one_line(tmp_path):
         export(init_state(cfg), cfg, tmp_path / "out")
     assert "\n" not in str(error.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_recurrent_policy_takes_and_gives_its_memory(tmp_path):
+    cfg = remembering(**{"trainer.iterations": 2})
+    state = last_state(cfg)
+    with torch.no_grad():
+        export(state, cfg, tmp_path)
+        about = json.loads((tmp_path / "policy.json").read_text())
+        assert [entry["name"] for entry in about["inputs"]] == ["obs", "is_first", "carry_h"]
+        assert [entry["name"] for entry in about["outputs"]] == ["action", "next_carry_h"]
+        module, policy = torch.export.load(tmp_path / "policy.pt2").module(), build(cfg).policy
+        h, carry = torch.full((5, 8), 9.0), policy.init_carry(state["params"], 5)
+        for step in range(3):
+            obs = torch.randn(5, 2, generator=torch.Generator().manual_seed(step))
+            is_first = torch.tensor([step == 0] * 5)
+            action, h = module(obs=obs, is_first=is_first, carry_h=h)
+            carry, out = policy.act(state["params"], carry, obs, None)
+            assert torch.equal(action, out["action"])
+            close(h, carry["h"])
+        session = pytest.importorskip("onnxruntime").InferenceSession(str(tmp_path / "policy.onnx"))
+        given = {"obs": obs.numpy(), "is_first": ~is_first.numpy(), "carry_h": h.numpy()}
+        first = policy.act(state["params"], policy.init_carry(state["params"], 5), obs, None)[0]["h"]
+        close(torch.as_tensor(session.run(["next_carry_h"], given)[0]), first)

@@ -170,6 +170,14 @@ def test_compiled_equals_eager_and_a_second_seed_compiles_nothing():
 
 
 @pytest.mark.slow
+def test_several_time_limits_in_a_rollout_compile():
+    cfg = small(**{"env": {"name": "cartpole", "cfg": {"max_episode_steps": 3}}})
+    eager, compiled = (last_state(cfg.replace(**{"trainer.compile": form})) for form in ("off", "on"))
+    for name, weight in eager["params"].flatten_keys("/").items():
+        close(compiled["params"].flatten_keys("/")[name], weight, tol=1e-5)
+
+
+@pytest.mark.slow
 def test_a_compiled_run_owns_its_tensors():
     cfg = small(**{"trainer.compile": "on"})
     plain, spoilt = last_state(cfg), None

@@ -2,7 +2,7 @@
 
 The exported function maps raw observations to the action that the environment gets in evaluation. It is deterministic,
 includes the normaliser's statistics, and clips Box actions to their space. The first dimension of every input is the
-batch size, which can be any number.
+batch size, which can be any number. The memory of a recurrent policy is an input and an output.
 """
 
 import json
@@ -27,6 +27,8 @@ from ecrl.config import Config
 from ecrl.envs import Env, make_env
 from ecrl.errors import UserError, extra
 from ecrl.policies import make_policy, policy_params
+from ecrl.pytree import flatten
+from ecrl.pytree import paths as tree_paths
 from ecrl.spaces import Box, Dict, Space
 
 _FORMAT, _OPSET = 1, 18
@@ -52,50 +54,71 @@ def _name(path: tuple[str, ...]) -> str:
 
 
 class _ActingModule(nn.Module):
-    """`action(params, obs)` as a module with named inputs; parameters are constants, so unused ones are not saved."""
+    """`act(params, inputs)` as a module with named inputs; parameters are constants, so unused ones are not saved."""
 
-    def __init__(self, action: Callable[[TensorDict, Any], Tensor], params: TensorDict, paths: dict[str, tuple]):
+    def __init__(self, act: Callable[[TensorDict, dict[str, Tensor]], Any], params: TensorDict, names: list[str]):
         super().__init__()
 
-        def forward(**inputs: Tensor) -> Tensor:
-            if paths == {"obs": ()}:
-                return action(params, inputs["obs"])
-            # no batch dimensions: else the TensorDict would fix the batch size of the example
-            return action(params, TensorDict({path: inputs[name] for name, path in paths.items()}, []))
+        def forward(**inputs: Tensor) -> Any:
+            return act(params, inputs)
 
         # torch.export takes input names from the signature, and does not support dynamic shapes of **inputs
-        options = [Parameter(name, Parameter.KEYWORD_ONLY) for name in paths]
+        options = [Parameter(name, Parameter.KEYWORD_ONLY) for name in names]
         forward.__signature__ = Signature(options)  # pyright: ignore
         self.forward = forward
 
 
-def _acting_module(state: TensorDict, cfg: Config, env: Env, paths: dict[str, tuple]) -> _ActingModule:
-    """Return the policy in float32 on the CPU; it clips actions to their space if `policy.clip_actions` is set."""
+def _observation(inputs: dict[str, Tensor], paths: dict[str, tuple]) -> Any:
+    """Return the observation that the inputs of these names make up."""
+    if paths == {"obs": ()}:
+        return inputs["obs"]
+    # no batch dimensions: else the TensorDict would fix the batch size of the example
+    return TensorDict({path: inputs[name] for name, path in paths.items()}, [])
+
+
+def _acting_module(
+    state: TensorDict, cfg: Config, env: Env, paths: dict[str, tuple]
+) -> tuple[_ActingModule, dict[str, Tensor]]:
+    """Return the policy in float32 on the CPU, and examples of its memory by the name of the input.
+
+    The policy clips actions to their space if `policy.clip_actions` is set. One with memory returns the action and the
+    new memory.
+    """
     policy = make_policy(cfg.policy.model_copy(update={"bf16": False}), env.observation_space, env.action_space)
     space = env.action_space if cfg.policy.clip_actions else None
+    params = policy_params(state).detach().cpu()
+    first = policy.init_carry(params, 1).detach()
+    places = {_name(("carry", *path)): path for path in tree_paths(flatten(first)[1])}
 
-    def action(params: TensorDict, obs: Any) -> Tensor:
-        chosen = policy.act(params, TensorDict({}, []), obs, None)[1]["action"]
-        if not isinstance(space, Box):
-            return chosen
-        low, high = (chosen.new_tensor(bound).reshape(space.shape) for bound in (space.low, space.high))
-        return chosen.clamp(low, high)
+    def act(params: TensorDict, inputs: dict[str, Tensor]) -> Any:
+        memory = {path: _unless_first(inputs[name], first[path], inputs["is_first"]) for name, path in places.items()}
+        carry, out = policy.act(params, TensorDict(memory, []), _observation(inputs, paths), None)
+        action = out["action"]
+        if isinstance(space, Box):
+            low, high = (action.new_tensor(bound).reshape(space.shape) for bound in (space.low, space.high))
+            action = action.clamp(low, high)
+        return (action, *(carry[path] for path in places.values())) if places else action
 
-    return _ActingModule(action, policy_params(state).detach().cpu(), paths)
+    memory = {name: _zeros(first[path]) for name, path in places.items()}
+    is_first = {"is_first": torch.ones(_ROWS, dtype=torch.bool)} if places else {}
+    return _ActingModule(act, params, [*paths, *is_first, *memory]), is_first | memory
 
 
-def _describe(name: str, tensor: Tensor, space: Space) -> dict[str, Any]:
+def _unless_first(carry: Tensor, first: Tensor, is_first: Tensor) -> Tensor:
+    """Return the memory `first` `[1, ...]` where an episode begins, else `carry`."""
+    return torch.where(is_first.reshape(-1, *[1] * (carry.ndim - 1)), first, carry)
+
+
+def _describe(name: str, tensor: Tensor, space: Space | None = None) -> dict[str, Any]:
     """Describe an input or output for policy.json. JSON has no infinity, so null is an infinite bound."""
+    about = {"name": name, "dtype": str(tensor.dtype).split(".")[1], "shape": ["batch", *tensor.shape[1:]]}
+    if space is None:
+        return about
     kind: dict[str, Any] = {"type": type(space).__name__}
     for key, value in asdict(space).items():
         if key != "shape":
             kind[key] = [x if isfinite(x) else None for x in value] if isinstance(value, tuple) else value
-    return {
-        "name": name,
-        "dtype": str(tensor.dtype).split(".")[1],
-        "shape": ["batch", *tensor.shape[1:]],
-        "space": kind,
-    }
+    return about | {"space": kind}
 
 
 @contextmanager
@@ -138,12 +161,14 @@ def _program(module: _ActingModule, example: dict[str, Tensor]) -> ExportedProgr
     return program
 
 
-def _write_onnx(program: ExportedProgram, example: dict[str, Tensor], cfg: Config, path: Path) -> None:
+def _write_onnx(
+    program: ExportedProgram, example: dict[str, Tensor], outputs: list[str], cfg: Config, path: Path
+) -> None:
     with extra("export"):
         import onnx  # noqa: F401
         import onnxscript  # noqa: F401
     shapes = {name: {0: "batch"} for name in example}
-    options: dict[str, Any] = {"input_names": list(example), "output_names": ["action"], "dynamic_shapes": shapes}
+    options: dict[str, Any] = {"input_names": list(example), "output_names": outputs, "dynamic_shapes": shapes}
     with _export_errors(cfg, path.name), _silence_warnings():
         exported = torch.onnx.export(
             program, (), kwargs=example, dynamo=True, verbose=False, opset_version=_OPSET, **options
@@ -158,6 +183,10 @@ def export(state: TensorDict, cfg: Config, folder: str | Path) -> list[Path]:
     joints in arm. The output is named "action". `torch.export.load("policy.pt2").module()(obs=obs)` acts on a batch of
     observations `[N, ...]`, and so does an onnxruntime session on `policy.onnx`. `policy.json` has the names, dtypes,
     shapes and spaces. Integers count from 0, as in `ecrl.spaces.from_gymnasium`.
+
+    A recurrent policy also has an input and an output for each part of its memory, such as "carry_h" and
+    "next_carry_h". The output of one step is the input of the next. The input "is_first" `[N]` is True at the first
+    step of an episode, when the memory may hold anything.
 
     A policy with `bf16` is exported in float32, the dtype of its weights. Its actions differ from the run's bfloat16
     actions by rounding.
@@ -175,20 +204,28 @@ def export(state: TensorDict, cfg: Config, folder: str | Path) -> list[Path]:
     spaces = _leaves(env.observation_space)
     paths = {_name(path): path for path in spaces}
     example = {name: _zeros(state["env", "obs", *path]) for name, path in paths.items()}
-    module = _acting_module(state, cfg, env, paths)
+    module, memory = _acting_module(state, cfg, env, paths)
     with _export_errors(cfg, "policy.pt2"):
-        program, action = _program(module, example), module(**example)
+        program, out = _program(module, example | memory), module(**example, **memory)
+    action, *carry = out if memory else (out,)
+    outputs = dict(zip([f"next_{name}" for name in memory if name != "is_first"], carry, strict=True))
     about = {
         "format": _FORMAT,
         "env": cfg.env.model_dump(mode="json"),
         "policy": cfg.policy.name,
         "algorithm": cfg.algorithm.name,
         "sample_step": int(state["sample_step"]),
-        "inputs": [_describe(name, example[name], spaces[path]) for name, path in paths.items()],
-        "outputs": [_describe("action", action, env.action_space)],
+        "inputs": [
+            *(_describe(name, example[name], spaces[path]) for name, path in paths.items()),
+            *(_describe(name, x) for name, x in memory.items()),
+        ],
+        "outputs": [
+            _describe("action", action, env.action_space),
+            *(_describe(name, x) for name, x in outputs.items()),
+        ],
     }
     folder.mkdir(parents=True, exist_ok=True)
     torch.export.save(program, folder / "policy.pt2")
     (folder / "policy.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
-    _write_onnx(program, example, cfg, folder / "policy.onnx")
+    _write_onnx(program, example | memory, ["action", *outputs], cfg, folder / "policy.onnx")
     return [folder / name for name in ("policy.pt2", "policy.onnx", "policy.json")]

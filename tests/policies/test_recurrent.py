@@ -19,9 +19,11 @@ from ecrl.algorithms.state_kinds import Kind, leaf_kinds
 from ecrl.errors import ConfigError
 from ecrl.loop.buffers import kinds_of
 from ecrl.loop.build import build
-from ecrl.loop.iteration import init_state, make_iteration, train_iter
+from ecrl.loop.iteration import init_state, make_iteration, reopened, train_iter
 from ecrl.policies import acting_params
 from ecrl.policies.core import Policy, no_carry
+from ecrl.run.rank_shards import _own
+from ecrl.run.video import _first
 
 GRPO = {"name": "grpo", "cfg": {"group_size": 4, "n_epochs": 1, "batch_size": 64, "kl_coef": 0.1}}
 END = torch.tensor([[[0.0, 1.0]]])  # the last observation of every episode
@@ -87,6 +89,32 @@ def test_the_carry_is_of_kind_environment_and_absent_without_memory():
     kinds = leaf_kinds(init_state(cfg), kinds_of(build(cfg)))
     assert kinds["carry", "h"] is Kind.ENVIRONMENT
     assert "carry" not in init_state(small()) and "carry" not in collect(build(small()), init_state(small()))[1]
+
+
+def test_each_rank_saves_the_memory_of_its_environments():
+    cfg = remembering(**SHORT)
+    assert "carry/h" in _own(init_state(cfg), kinds_of(build(cfg)))
+
+
+def test_a_repeated_rollout_starts_from_the_memory_of_its_environments(monkeypatch):
+    monkeypatch.setattr("ecrl.run.video._with_view", lambda after, before, many: after)  # there is no scene
+    cfg = remembering(**SHORT)
+    run, state = build(cfg), last_state(cfg)
+    first = _first(state, cfg, 3)
+    few = run._replace(static=run.static._replace(num_envs=3))
+    close(collect(few, first)[1]["value"], collect(run, state)[1]["value"][:3])
+
+
+def test_environments_that_start_again_have_a_new_memory():
+    cfg = remembering(**{"env": "gymnasium:CartPole-v1", "trainer.num_envs": 2})
+    run = build(cfg)
+    state, _ = collect(run, init_state(cfg))
+    ecrl.close(state, cfg)
+    with pytest.warns(UserWarning, match="their episodes start afresh"):
+        again = reopened(run, state)
+    assert torch.equal(again["carry", "h"], run.policy.init_carry(state["params"], 2)["h"])
+    assert not torch.equal(again["carry", "h"], state["carry", "h"])
+    ecrl.close(again, cfg)
 
 
 def test_a_resumed_run_keeps_its_memory(tmp_path):
