@@ -115,11 +115,12 @@ def _current(made: _Made) -> bool:
 class Compilation(NamedTuple):
     """One compilation: the function and the reason (first call, or the difference from the last call); its duration.
 
-    `seconds` is None until it ends.
+    `seconds` is None until it ends. `fault` is the reason why the function runs eagerly instead, if it does.
     """
 
     text: str
     seconds: float | None
+    fault: str | None = None
 
 
 @dataclass(frozen=True)
@@ -217,7 +218,7 @@ def _is_users(error: Exception) -> bool:
 def _function(jit: Callable[..., Callable[..., Any]], fn: Callable, static: tuple) -> Callable[..., Any]:
     """Compile `fn` as a whole for each structure and set of shapes it is called with. `jit` is for its batches."""
     bound, made, last = partial(fn, *static), {}, []
-    is_eager = False
+    eager_because: str | None = None
     name = fn.__name__ if fn is not over_batch else f"{static[0].__name__} of a batch"
 
     def new(
@@ -237,10 +238,12 @@ def _function(jit: Callable[..., Callable[..., Any]], fn: Callable, static: tupl
         return _Made(run, key[0], versions, structure, strides, alike, _flags(leaves), out)
 
     def call(record: list[Compilation], *args: Any) -> Any:
-        nonlocal is_eager
+        nonlocal eager_because
         if in_graph():  # it becomes a part of that graph
             return bound(*args)
-        if is_eager or _RUNS_EAGER.get():
+        if eager_because is not None and not any(one.fault for one in record):
+            record.append(Compilation(f"{name}: runs eager", 0.0, eager_because))
+        if eager_because is not None or _RUNS_EAGER.get():
             return _eagerly(bound, args)
         leaves, structure = flatten(args)
         setting = settings()
@@ -280,7 +283,7 @@ def _function(jit: Callable[..., Callable[..., Any]], fn: Callable, static: tupl
             else:
                 fault = None
             if fault is not None:
-                is_eager = True
+                eager_because, record[-1] = fault, record[-1]._replace(fault=fault)
                 out = _eagerly(bound, args)  # before the warning: an error of the function is raised without one
                 _warn_eager(fault)
                 return out
