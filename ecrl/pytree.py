@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from tensordict import TensorDict, TensorDictBase
 from torch import Size, Tensor
 
-_LEAF = "tensor"
+_LEAF, _TENSORDICT = "tensor", "TensorDict"  # not the class: torch.compile of torch 2.11 cannot compare it
 
 
 def _sorted_items(tree: TensorDictBase) -> list[tuple[Any, Any]]:
@@ -22,7 +22,7 @@ def _flatten(tree: Any, leaves: list[Tensor]) -> Hashable:
         leaves.append(tree)
         return _LEAF
     if isinstance(tree, TensorDictBase):
-        return TensorDict, tree.batch_size, tuple([(key, _flatten(part, leaves)) for key, part in _sorted_items(tree)])
+        return _TENSORDICT, tree.batch_size, tuple([(key, _flatten(part, leaves)) for key, part in _sorted_items(tree)])
     if isinstance(tree, dict):
         return dict, None, tuple([(key, _flatten(tree[key], leaves)) for key in sorted(tree)])
     if isinstance(tree, list | tuple):
@@ -46,7 +46,7 @@ def is_borrowed(structure: Any, inside: bool = False) -> list[bool]:
     if structure == _LEAF:
         return [inside]
     kind, _, parts = structure
-    keyed = [part for _, part in parts] if kind in (TensorDict, dict) else parts
+    keyed = [part for _, part in parts] if kind in (_TENSORDICT, dict) else parts
     return [leaf for part in keyed for leaf in is_borrowed(part, inside or kind is Borrowed)]
 
 
@@ -73,7 +73,7 @@ def names(structure: Any, name: str = "") -> list[str]:
     kind, _, parts = structure
     if kind is None:
         return []
-    named_parts = parts if kind in (TensorDict, dict) else enumerate(parts)
+    named_parts = parts if kind in (_TENSORDICT, dict) else enumerate(parts)
     return [leaf for key, part in named_parts for leaf in names(part, f"{name}.{key}")]
 
 
@@ -98,7 +98,7 @@ def _build(structure: Any, leaves: Iterator[Any], batch: Callable[[Size], Any]) 
     kind, value, parts = structure
     if kind is None:
         return value[1]
-    if kind is TensorDict:
+    if kind == _TENSORDICT:
         # Unchecked: the parts come from a valid tree, and the checks cost more than a step of a small network.
         return TensorDict._new_unsafe({key: _build(part, leaves, batch) for key, part in parts}, Size(batch(value)))
     if kind is dict:

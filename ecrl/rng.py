@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import TransformType, get_interpreter_stack
 
-from ecrl.tracing_state import in_graph
+from ecrl.tracing_state import in_graph, transforms
 
 START, ENV, ACTION, UPDATE, INIT, EVAL, EVENT = range(7)
 """Streams of a run: episode starts, environment noise, actions, minibatches, initial weights, evaluation, events."""
@@ -88,7 +87,7 @@ def _philox_pairs(key: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tenso
 
 def _only_vmap_is_active() -> bool:
     """Return True unless a transform other than `torch.vmap` is active: the operation has no derivative."""
-    return all(transform.key() == TransformType.Vmap for transform in get_interpreter_stack() or ())
+    return all(kind == "Vmap" for kind in transforms())
 
 
 def _philox(key: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:

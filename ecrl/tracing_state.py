@@ -1,11 +1,45 @@
-"""Functions that write a computation in another way while `ecrl.compile.jit` traces a graph. Results are the same."""
+"""The state of torch around a call: a graph that is traced, transforms, forward-mode derivatives, writes in place.
+
+Torch has public names for a part of this only. The private names are looked up once, at import. If torch lacks one, the
+functions below take the slower form, with the same results. The table in `docs/design.md` lists the names.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.autograd import forward_ad
+
+try:
+    from torch._C._functorch import get_interpreter_stack
+except ImportError:
+    get_interpreter_stack = None
+
+_ACTIVE_TRANSFORMS: Callable[[], Any] | None = get_interpreter_stack
+_HAS_LEVEL, _COUNTS_WRITES = hasattr(forward_ad, "_current_level"), hasattr(Tensor, "_version")
 
 _INDUCTOR_VIEWS_BOOLS = torch.__version__ >= "2.13"
 """True if inductor is known to view bools as other dtypes. Inductor of torch 2.11 refuses."""
+
+_IN_GRAPH = ContextVar("_IN_GRAPH", default=False)
+
+
+@contextmanager
+def tracing_graph() -> Iterator[None]:
+    """Let `in_graph` return True. `ecrl.compile.trace` traces functions so.
+
+    >>> with tracing_graph():
+    ...     in_graph()
+    True
+    """
+    token = _IN_GRAPH.set(True)
+    try:
+        yield
+    finally:
+        _IN_GRAPH.reset(token)
 
 
 def in_graph() -> bool:
@@ -14,7 +48,54 @@ def in_graph() -> bool:
     >>> in_graph()
     False
     """
-    return not torch.compiler.is_compiling() and get_proxy_mode() is not None
+    return not torch.compiler.is_compiling() and _IN_GRAPH.get()
+
+
+def knows_transforms() -> bool:
+    """Return True if this torch reports the active transforms. Only then functions are compiled."""
+    return _ACTIVE_TRANSFORMS is not None
+
+
+def transforms() -> tuple[str, ...]:
+    """Return the kinds of the active `torch.func` transforms, the innermost last; `("unknown",)` if torch reports none.
+
+    >>> kinds = []
+    >>> _ = torch.func.vmap(torch.func.grad(lambda x: kinds.append(transforms()) or x))(torch.ones(2))
+    >>> transforms(), kinds
+    ((), [('Vmap', 'Grad')])
+    """
+    if _ACTIVE_TRANSFORMS is None:
+        return ("unknown",)
+    active = _ACTIVE_TRANSFORMS()
+    return tuple(one.key().name for one in active) if active else ()
+
+
+def in_forward_mode(leaves: Iterable[Tensor]) -> bool:
+    """Return True if forward-mode derivatives are calculated; `leaves` are the arguments of the function.
+
+    >>> in_forward_mode([torch.ones(1)])
+    False
+    """
+    if _HAS_LEVEL:
+        return forward_ad._current_level >= 0
+    return any(forward_ad.unpack_dual(leaf).tangent is not None for leaf in leaves)
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return a number that changes when the tensor is written on. Writes on inference tensors are not counted.
+
+    >>> x = torch.ones(2)
+    >>> before = version_of(x)
+    >>> version_of(x) == before, version_of(x.add_(1)) == before
+    (True, False)
+    """
+    if tensor.is_inference():
+        return 0
+    return (
+        tensor._version
+        if _COUNTS_WRITES
+        else hash(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    )
 
 
 def materialize(x: Tensor) -> Tensor:

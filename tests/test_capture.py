@@ -213,12 +213,12 @@ def test_another_precision_of_products_is_captured_apart(replayer):
 
 
 def test_a_gpu_without_triton_or_a_compiler_is_told(monkeypatch):
-    monkeypatch.setattr(compile, "has_triton_package", lambda: False)
+    monkeypatch.setattr(compile, "has_triton", lambda: False)
     try:
         compile.gpu_fault.cache_clear()
         with pytest.raises(ConfigError, match="on, but Triton is not installed; install triton, gcc"):
             compile._chosen.__wrapped__("on", "cuda")
-        monkeypatch.setattr(compile, "has_triton_package", lambda: True)
+        monkeypatch.setattr(compile, "has_triton", lambda: True)
         monkeypatch.setenv("PATH", "/nonexistent")
         monkeypatch.delenv("CC", raising=False)
         compile.gpu_fault.cache_clear()

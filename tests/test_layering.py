@@ -31,8 +31,7 @@ EXCEPTIONS = {  # (file, check): why it may do what others may not
     ("__init__.py", "imports"): "the public names come from every package; they are imported when first used",
     ("compile/cpu.py", "compiles"): "the one place that compiles for the CPU",
     ("compile/cuda_graph.py", "compiles"): "the one place that compiles and captures for CUDA",
-    ("rng.py", "private"): "a graph under vmap needs the transforms in force; torch has no public name for them",
-    ("kernels/reverse_scan.py", "private"): "in-place writes are refused under torch.func; only this name reports it",
+    ("tracing_state.py", "private"): "torch has no public name for the transforms in force; it has a fallback",
     ("policies/networks.py", "draws"): "torch initialises modules from its global generator; it is seeded and restored",
 }
 VAGUE = {"utils", "util", "helpers", "base", "common", "misc"}

@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 import ecrl.compile.cpu_tanh  # noqa: F401  # how inductor writes tanh
+from ecrl.compile.autocast import without_autocast
 from ecrl.compile.cache import cache_folder, sources_hash
 from ecrl.compile.cpu_builds import side_by_side
 from ecrl.compile.cpu_codegen import brief_codegen
@@ -78,9 +79,8 @@ def compiled(
     """
     with ONE_AT_A_TIME, _use_lazy_graph_module(True):  # a graph's Python is written once, not with every change
         graph, out = traced(fn, structure, leaves)
-        no_autocast = torch._C._DisableAutocast()  # its casts are in the graph
         with ExitStack() as settings:
-            for one in (torch.no_grad(), no_autocast, config.patch(_OPTIONS), cache_folder()):
+            for one in (torch.no_grad(), without_autocast(), config.patch(_OPTIONS), cache_folder()):
                 settings.enter_context(one)
             for one in (lean_loops(), brief_codegen(), side_by_side()):
                 settings.enter_context(one)

@@ -16,6 +16,7 @@ from torch._inductor.compile_fx import compile_fx
 from torch.fx import GraphModule
 
 import ecrl.compile.reverse_cuda  # noqa: F401  # the recursion over time as one operation
+from ecrl.compile.autocast import without_autocast
 from ecrl.compile.cache import cache_folder
 from ecrl.compile.cpu import ONE_AT_A_TIME
 from ecrl.compile.partition import Compile, Run, segmented
@@ -80,7 +81,7 @@ def compiled(
         graph, made = traced(fn, structure, place)
         pieces = cache(lambda matmul_precision: segmented(graph, compile))  # the precision is in the graph
         replays = lru_cache(1 if lent else None)(lambda precision, *addresses: capture(pieces(precision), [*place]))
-        with torch._C._DisableAutocast():  # its casts are in the graph
+        with without_autocast():
             replays(torch.get_float32_matmul_precision(), *(place[i].data_ptr() for i in lent))
 
     def run(*leaves: Tensor) -> list[Tensor]:

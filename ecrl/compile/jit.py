@@ -26,21 +26,20 @@ from collections.abc import Callable, Hashable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack
-from torch.autograd import forward_ad
-from torch.utils._triton import has_triton_package
 
+from ecrl.compile.autocast import settings, without_autocast
 from ecrl.compile.user_line import is_outside, user_line
 from ecrl.compile.vmap import outside, over_batch, recorded, vmapped
 from ecrl.errors import ConfigError, UserError
 from ecrl.kernels import scan
 from ecrl.kernels.scan_loop import Scan
 from ecrl.pytree import flatten, names, unflatten
-from ecrl.tracing_state import in_graph
+from ecrl.tracing_state import in_forward_mode, in_graph, knows_transforms, transforms, version_of
 
 
 class Form(NamedTuple):
@@ -83,9 +82,9 @@ def _unshared(leaves: list[Tensor]) -> list[Tensor]:
     """The leaves, each in a storage of its own: a graph reads tensors that are one object as one input, for ever."""
     seen: set[int] = set()
     for i, leaf in enumerate(leaves):
-        if (storage := leaf.untyped_storage()._cdata) in seen:
+        if (memory := leaf.untyped_storage().data_ptr()) in seen:
             leaves[i] = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device).copy_(leaf)
-        seen.add(storage)
+        seen.add(memory)
     return leaves
 
 
@@ -108,31 +107,20 @@ def _dense(leaf: Tensor, stride: tuple[int, ...]) -> Tensor:
     return torch.empty_strided(leaf.shape, stride, dtype=leaf.dtype, device=leaf.device).copy_(leaf)
 
 
-def _setting() -> Hashable:
-    """The settings of torch that change the operations of a graph: the default dtype, and autocast."""
-    if not torch._C._is_any_autocast_enabled():
-        return torch.get_default_dtype()
-    autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
-    return torch.get_default_dtype(), *autocast
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version  # inference tensors do not count
-
-
 def _current(made: _Made) -> bool:
     """Return True if nobody has written on the captured tensors since the compilation."""
-    return all(_version(tensor) == version for tensor, version in made.captured)
+    return all(version_of(tensor) == version for tensor, version in made.captured)
 
 
 class Compilation(NamedTuple):
     """One compilation: the function and the reason (first call, or the difference from the last call); its duration.
 
-    `seconds` is None until it ends.
+    `seconds` is None until it ends. `fault` is the reason why the function runs eagerly instead, if it does.
     """
 
     text: str
     seconds: float | None
+    fault: str | None = None
 
 
 @dataclass(frozen=True)
@@ -230,7 +218,7 @@ def _is_users(error: Exception) -> bool:
 def _function(jit: Callable[..., Callable[..., Any]], fn: Callable, static: tuple) -> Callable[..., Any]:
     """Compile `fn` as a whole for each structure and set of shapes it is called with. `jit` is for its batches."""
     bound, made, last = partial(fn, *static), {}, []
-    is_eager = False
+    eager_because: str | None = None
     name = fn.__name__ if fn is not over_batch else f"{static[0].__name__} of a batch"
 
     def new(
@@ -245,19 +233,21 @@ def _function(jit: Callable[..., Callable[..., Any]], fn: Callable, static: tupl
             run, out, captured = _compiler_for(leaves)(bound, structure, leaves)
         finally:
             record[place] = Compilation(text, time.perf_counter() - began)
-        versions = [(tensor, _version(tensor)) for tensor in captured]
+        versions = [(tensor, version_of(tensor)) for tensor in captured]
         strides = [leaf.stride() for leaf in leaves]
         return _Made(run, key[0], versions, structure, strides, alike, _flags(leaves), out)
 
     def call(record: list[Compilation], *args: Any) -> Any:
-        nonlocal is_eager
+        nonlocal eager_because
         if in_graph():  # it becomes a part of that graph
             return bound(*args)
-        if is_eager or _RUNS_EAGER.get():
+        if eager_because is not None and not any(one.fault for one in record):
+            record.append(Compilation(f"{name}: runs eager", 0.0, eager_because))
+        if eager_because is not None or _RUNS_EAGER.get():
             return _eagerly(bound, args)
         leaves, structure = flatten(args)
-        setting = _setting()
-        known, transformed = last[0] if last else None, peek_interpreter_stack() or forward_ad._current_level >= 0
+        setting = settings()
+        known, transformed = last[0] if last else None, transforms() or in_forward_mode(leaves)
         if (
             known
             and not transformed
@@ -266,7 +256,7 @@ def _function(jit: Callable[..., Callable[..., Any]], fn: Callable, static: tupl
             and known.alike.check(*leaves)
             and _current(known)
         ):
-            with torch.no_grad(), torch._C._DisableAutocast():
+            with torch.no_grad(), without_autocast():
                 return unflatten(known.out, known.run(*_evened(leaves, known.flags)))
         leaves = [leaf.resolve_neg().resolve_conj() for leaf in leaves]
         differentiated = recorded(*leaves)
@@ -293,12 +283,12 @@ def _function(jit: Callable[..., Callable[..., Any]], fn: Callable, static: tupl
             else:
                 fault = None
             if fault is not None:
-                is_eager = True
+                eager_because, record[-1] = fault, record[-1]._replace(fault=fault)
                 out = _eagerly(bound, args)  # before the warning: an error of the function is raised without one
                 _warn_eager(fault)
                 return out
         last[:] = [known := made[key]]
-        with torch.no_grad(), torch._C._DisableAutocast():
+        with torch.no_grad(), without_autocast():
             return unflatten(known.out, known.run(*map(_dense, leaves, known.strides)))
 
     return call
@@ -339,9 +329,15 @@ def compiler_fault() -> str | None:
 
 
 @cache
+def has_triton() -> bool:
+    """Return True if Triton is installed."""
+    return find_spec("triton") is not None
+
+
+@cache
 def gpu_fault() -> str | None:
     """Return the reason why this machine cannot compile for a GPU, or None if no reason is known."""
-    if not has_triton_package():
+    if not has_triton():
         return "Triton is not installed"
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):  # it builds what starts a kernel
         return "no C compiler found (gcc, clang or $CC)"
@@ -364,19 +360,22 @@ def _chosen(mode: str, device: str) -> Form:
     if mode == "off":
         return Form("eager", "trainer.compile is off", partial, scan)
     fault = compiler_fault() if device == "cpu" else gpu_fault()
+    tools = "g++" if device == "cpu" else "triton, gcc"
+    needed = f"{tools} and the headers of Python (Debian: apt install g++ python3-dev)"
+    needed = "torch 2.13 or newer" if device == "cpu" and _LOOPS_FAIL else needed
     if fault is None:
         try:
+            if not knows_transforms():
+                raise ImportError("it does not report the transforms of torch.func")
             from ecrl.compile.scan import graph_scan
         except (ImportError, AttributeError) as error:  # a private part of torch is gone
-            fault = f"torch {torch.__version__} is not supported: {error}"
+            fault = f"torch {torch.__version__} cannot compile: {error}"
+            needed = "a version of torch that ecrl supports"
         else:
             made = "" if device == "cpu" else " and captured in CUDA graphs"
             return Form(
                 "compiled", f"rollout and update compiled by inductor for {device}{made}", Jit(mode == "on"), graph_scan
             )
-    tools = "g++" if device == "cpu" else "triton, gcc"
-    needed = f"{tools} and the headers of Python (Debian: apt install g++ python3-dev)"
-    needed = "torch 2.13 or newer" if device == "cpu" and _LOOPS_FAIL else needed
     advice = f"install {needed}, or set trainer.compile to off"
     if mode == "on":
         raise ConfigError(f"trainer.compile: on, but {fault}; {advice}")

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack
-from torch.utils._triton import has_triton_package
 
+from ecrl.compile.jit import has_triton
 from ecrl.kernels.reverse_scan import scan_time_major, use_in_graphs
+from ecrl.tracing_state import transforms
 from ecrl.types import Scalar
 
 
@@ -32,7 +32,7 @@ def can_use_triton(x: Tensor, *others: Any) -> bool:
     >>> can_use_triton(torch.ones(2))
     False
     """
-    if not x.is_cuda or not has_triton_package() or torch.compiler.is_compiling() or peek_interpreter_stack():
+    if not x.is_cuda or not has_triton() or torch.compiler.is_compiling() or transforms():
         return False
     return not torch.is_grad_enabled() or not any(isinstance(t, Tensor) and t.requires_grad for t in (x, *others))
 

@@ -28,6 +28,7 @@ from ecrl.compile.cpu_matmul import PRODUCTS
 from ecrl.compile.user_code import checking_writes, user_line
 from ecrl.errors import ConfigError
 from ecrl.pytree import flatten, unflatten
+from ecrl.tracing_state import tracing_graph
 
 
 def traced(fn: Callable[..., Any], structure: Hashable, leaves: list[Tensor]) -> tuple[GraphModule, Hashable]:
@@ -44,7 +45,7 @@ def traced(fn: Callable[..., Any], structure: Hashable, leaves: list[Tensor]) ->
     shapes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
     with functorch_config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
         without_data = FakeTensorMode(shape_env=shapes, static_shapes=True, allow_non_fake_inputs=True)
-    with torch.no_grad(), tracing(TracingContext(without_data)):
+    with torch.no_grad(), tracing(TracingContext(without_data)), tracing_graph():
         try:
             graph = make_fx(flat, rewrites, tracing_mode="fake", _allow_non_fake_inputs=True)(*leaves)
         except (RuntimeError, TypeError) as error:

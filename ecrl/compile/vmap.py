@@ -9,22 +9,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import TransformType, peek_interpreter_stack
-from torch.autograd import forward_ad
 
 from ecrl.pytree import flatten, unflatten
+from ecrl.tracing_state import in_forward_mode, transforms
 
 Rule = Callable[..., Sequence[Tensor]]
 
 
 def vmapped() -> bool:
-    """Return True if `torch.func.vmap` is the innermost active transform.
+    """Return True if `torch.func.vmap` is the innermost active transform, or if torch does not report transforms.
 
     >>> vmapped(), bool(torch.func.vmap(lambda x: x + vmapped())(torch.zeros(1)))
     (False, True)
     """
-    innermost = peek_interpreter_stack()
-    return innermost is not None and innermost.key() == TransformType.Vmap
+    return transforms()[-1:] in (("Vmap",), ("unknown",))
 
 
 def recorded(*leaves: Tensor) -> bool:
@@ -35,10 +33,9 @@ def recorded(*leaves: Tensor) -> bool:
     >>> bool(torch.func.grad(lambda x: x * recorded(x))(torch.tensor(2.0)))
     True
     """
-    innermost = peek_interpreter_stack()
-    transformed = innermost is not None and innermost.key() in (TransformType.Grad, TransformType.Jvp)
+    transformed = transforms()[-1:] in (("Grad",), ("Jvp",))
     backward = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
-    return transformed or backward or forward_ad._current_level >= 0
+    return transformed or backward or in_forward_mode(leaves)
 
 
 class _Outside(torch.autograd.Function):

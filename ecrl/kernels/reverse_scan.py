@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack
 
-from ecrl.tracing_state import in_graph, materialize
+from ecrl.tracing_state import in_graph, materialize, transforms
 from ecrl.types import Scalar
 
 _MANY_ROWS, _MANY_STEPS = 512, 128
@@ -109,7 +108,7 @@ def can_write_inplace(*own: Any) -> bool:
     >>> can_write_inplace(torch.ones(2)), can_write_inplace(torch.ones(2, requires_grad=True))
     (True, False)
     """
-    recorded = torch.compiler.is_compiling() or in_graph() or peek_interpreter_stack()
+    recorded = torch.compiler.is_compiling() or in_graph() or transforms()
     return not recorded and not any(isinstance(x, Tensor) and x.requires_grad for x in own)
 
 

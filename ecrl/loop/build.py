@@ -1,14 +1,15 @@
 """Build a run from its config: device, compiled or eager form, environment, policy and algorithm."""
 
 import warnings
-from functools import partial
+from collections.abc import Sequence
+from functools import cache, partial
 from math import inf
 from typing import Literal
 
 import torch
 
 from ecrl.algorithms import Algorithm, Run, Static, make_algorithm
-from ecrl.compile.jit import Form, choose_form
+from ecrl.compile.jit import Compilation, Form, choose_form
 from ecrl.config import Config
 from ecrl.distributed import local_device, world_size
 from ecrl.envs import Env, auto_reset, clip_action, make_env, with_events
@@ -65,9 +66,30 @@ def _saved_s(algorithm: Algorithm, static: Static) -> float:
     return static.iterations * per_iteration
 
 
+@cache
+def _compilations(run: Run) -> list[Compilation]:
+    """Return the compilations of the iterations of runs that equal this one, in this process."""
+    return []
+
+
+def note_compilations(cfg: Config, made: Sequence[Compilation]) -> None:
+    """Remember what an iteration of a run compiled, so that `form_of` can report a fallback to eager."""
+    if made:
+        _compilations(build(cfg)).extend(made)
+
+
 def form_of(cfg: Config) -> Form:
-    """Compiled or eager, and the reason."""
-    return _form(cfg, _env_and_policy(cfg)[1], make_algorithm(cfg.algorithm), static_of(cfg))
+    """Return compiled or eager, and the reason.
+
+    After a fallback in this process the form is the one that trained: "eager", or "partly eager" if a part of the run
+    was compiled.
+    """
+    form = _form(cfg, _env_and_policy(cfg)[1], make_algorithm(cfg.algorithm), static_of(cfg))
+    made = _compilations(build(cfg)) if form.name == "compiled" else []
+    faults = [one.fault for one in made if one.fault is not None]
+    if not faults:
+        return form
+    return form._replace(name="eager" if len(faults) == len(made) else "partly eager", reason=faults[0])
 
 
 def _form(cfg: Config, policy: Policy, algorithm: Algorithm, static: Static) -> Form:

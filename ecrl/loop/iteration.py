@@ -24,7 +24,7 @@ from ecrl.distributed import world_size
 from ecrl.errors import ConfigError
 from ecrl.kernels import episode_init, restarted
 from ecrl.loop.buffers import borrowed_leaves, check_current, check_kinds, commit, committed, kinds_of, take_over
-from ecrl.loop.build import build, check_envs, check_rollout, device_of, form_of
+from ecrl.loop.build import build, check_envs, check_rollout, device_of, form_of, note_compilations
 from ecrl.loop.finite_guard import FIELDS, KINDS, flags, undo_update
 from ecrl.loop.metrics import WINDOW, collect_logs, counted_steps, over_ranks
 from ecrl.loop.nonfinite_report import NonfiniteAction, action_error, nonfinite_error, with_checked_actions
@@ -258,13 +258,15 @@ def make_iteration(cfg: Config, watch: Watch = unwatched) -> Iteration:
     A buffer of the state is copied, as the function is pure; `train_iter` writes on it in place.
     """
     run, guard = build(cfg), "skip" if cfg.trainer.finite_guard == "skip" else "off"
-    iterate, kinds = _bound(_iteration, watch(run), cfg, guard), kinds_of(run)
+    iterate, kinds, compilations = _bound(_iteration, watch(run), cfg, guard), kinds_of(run), compilations_of(run.jit)
 
     def iteration(state: TensorDict) -> tuple[TensorDict, dict[str, Logs]]:
         own, borrowed = borrowed_leaves(state, kinds)
         if not vmapped():
             check_current(state, kinds)
+        known = len(compilations)
         own, writes, logs, nonfinite = iterate(own, Borrowed(borrowed))
+        note_compilations(cfg, compilations[known:])
         if borrowed.is_empty():
             return own, logs
         skipped = torch.zeros_like(own["key"], dtype=torch.bool) if nonfinite is None else nonfinite[1].any()
@@ -331,6 +333,7 @@ def iterations(run: Run, state: TensorDict, cfg: Config) -> Iterator[LogData]:
         known, before = len(compilations), state
         with interruptible():
             leaves, state, writes, logs, nonfinite = iteration(leaves, Borrowed(borrowed))
+            note_compilations(cfg, compilations[known:])
             skipped = _is_skipped(run, guard, nonfinite, before)
         if not skipped:
             commit(borrowed, writes)

@@ -50,16 +50,20 @@ def seeded(key: Tensor) -> Iterator[None]:
         yield
 
 
+_BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
+_INSTANCE_NORMS = nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d
+_DROPOUTS = nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout
+
+
 def _varies(layer: nn.Module) -> bool:
     """Return True if a layer's output depends on more than its weights and one row of input in its present mode."""
-    norm = nn.modules.batchnorm
-    if isinstance(layer, norm._BatchNorm):
+    if isinstance(layer, _BATCH_NORMS):
         return layer.training or layer.running_mean is None
-    if isinstance(layer, norm._NormBase):
+    if isinstance(layer, _INSTANCE_NORMS):
         return layer.training and layer.running_mean is not None
     if isinstance(layer, nn.RNNBase | nn.MultiheadAttention):
         return layer.training and layer.dropout > 0.0
-    random = isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0.0
+    random = isinstance(layer, _DROPOUTS) and layer.p > 0.0
     return layer.training and (random or isinstance(layer, nn.RReLU))
 
 

@@ -7,15 +7,18 @@ import torch
 from support.small_runs import same, small
 
 from ecrl.compile import jit as jit_module
-from ecrl.compile.jit import _compiled, _compiled_or_eager, _warn_eager, choose_form
+from ecrl.compile.jit import Compilation, _compiled, _compiled_or_eager, _warn_eager, choose_form
 from ecrl.errors import ConfigError
+from ecrl.loop.build import _compilations, form_of, note_compilations
 from ecrl.loop.iteration import init_state, make_iteration
+from ecrl.run.checkpoint import latest, read_manifest
+from ecrl.run.train import train
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
     """Forget compiled functions and warnings before and after a test."""
-    caches = _compiled, _compiled_or_eager, _warn_eager
+    caches = _compiled, _compiled_or_eager, _warn_eager, _compilations
     for one in caches:
         one.cache_clear()
     yield
@@ -118,3 +121,36 @@ def test_a_run_whose_compilation_fails_equals_an_eager_run(monkeypatch):
             ends.append(make_iteration(cfg)(init_state(cfg))[0])
         assert sum("running eager" in str(w.message) for w in caught) == (mode == "auto")
     assert same(*ends)
+
+
+def test_the_run_folder_names_the_form_that_trained(monkeypatch, tmp_path):
+    monkeypatch.setattr(jit_module, "_compiler_for", breaks(ImportError("cannot import name 'scan_op'")))
+    monkeypatch.setattr("ecrl.loop.build._COMPILING_S", 0.0)
+    cfg = small(**{"trainer.compile": "auto"})
+    assert form_of(cfg).name == "compiled"
+    for folder in (tmp_path / "first", tmp_path / "next"):  # the next run finds its functions eager
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "running eager")
+            train(init_state(cfg), cfg, folder, progress=False)
+        assert read_manifest(latest(folder))["form"] == "eager"
+    assert "scan_op" in form_of(cfg).reason
+    assert form_of(small(**{"trainer.compile": "auto", "trainer.num_envs": 6})).name == "compiled"
+
+
+def test_a_run_with_compiled_and_eager_iterations_is_partly_eager(monkeypatch):
+    monkeypatch.setattr("ecrl.loop.build._COMPILING_S", 0.0)
+    cfg = small(**{"trainer.compile": "auto"})
+    note_compilations(cfg, [Compilation("collect: first call", 1.0)])
+    assert form_of(cfg).name == "compiled"
+    note_compilations(cfg, [Compilation("learn: first call", 1.0, "learn cannot be compiled")])
+    assert form_of(cfg)[:2] == ("partly eager", "learn cannot be compiled")
+
+
+def test_each_record_has_the_fault_of_a_function_once(monkeypatch):
+    monkeypatch.setattr(jit_module, "_compiler_for", breaks(RuntimeError("no")))
+    first, second = choose_form("auto", "cpu").jit, choose_form("auto", "cpu").jit
+    with pytest.warns(RuntimeWarning, match="running eager"):
+        for jit in (first, second, second):
+            jit(doubled)(torch.ones(2))
+    assert [(one.text, one.fault is None) for one in first.compilations] == [("doubled: first call", False)]
+    assert [(one.text, one.fault is None) for one in second.compilations] == [("doubled: runs eager", False)]

@@ -15,7 +15,7 @@ from ecrl.compile.trace import traced
 from ecrl.kernels.reverse_scan import reverse_scan
 from ecrl.pytree import flatten
 
-triton = pytest.mark.skipif(not reverse_cuda.has_triton_package(), reason="needs Triton")
+triton = pytest.mark.skipif(not reverse_cuda.has_triton(), reason="needs Triton")
 
 INTERPRETED = """
 import torch
@@ -136,7 +136,7 @@ def test_only_plain_tensors_of_a_gpu_are_for_the_kernel(monkeypatch):
     class OnGpu:
         is_cuda = True
 
-    monkeypatch.setattr(reverse_cuda, "has_triton_package", lambda: True)
+    monkeypatch.setattr(reverse_cuda, "has_triton", lambda: True)
     own = torch.ones(2)
     assert reverse_cuda.can_use_triton(OnGpu(), own)
     assert not reverse_cuda.can_use_triton(own)
@@ -146,5 +146,5 @@ def test_only_plain_tensors_of_a_gpu_are_for_the_kernel(monkeypatch):
     seen = []
     torch.vmap(lambda x: seen.append(reverse_cuda.can_use_triton(OnGpu(), x)) or x)(torch.ones(2))
     assert seen == [False]
-    monkeypatch.setattr(reverse_cuda, "has_triton_package", lambda: False)
+    monkeypatch.setattr(reverse_cuda, "has_triton", lambda: False)
     assert not reverse_cuda.can_use_triton(OnGpu(), torch.ones(2))

@@ -1,0 +1,41 @@
+"""Autocast around compiled functions. It is a part of their key, and off while they run: its casts are in the graph."""
+
+from collections.abc import Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+
+_KINDS = "cpu", "cuda"
+_AS_IT_IS = nullcontext()
+
+
+def _is_on() -> bool:
+    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+
+
+def settings() -> Hashable:
+    """Return the settings of torch that change the operations of a graph: the default dtype, and autocast.
+
+    >>> settings()
+    torch.float32
+    """
+    if not _is_on():
+        return torch.get_default_dtype()
+    autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _KINDS]
+    return torch.get_default_dtype(), *autocast
+
+
+@contextmanager
+def _all_off() -> Iterator[None]:
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        yield
+
+
+def without_autocast() -> AbstractContextManager[None]:
+    """Turn autocast off, if it is on.
+
+    >>> with torch.autocast("cpu"), without_autocast():
+    ...     torch.is_autocast_enabled("cpu")
+    False
+    """
+    return _all_off() if _is_on() else _AS_IT_IS

@@ -1,0 +1,99 @@
+"""The state of torch around a call, also on a torch that lacks the private names."""
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+from ecrl import rng, tracing_state
+from ecrl.compile.autocast import settings, without_autocast
+from ecrl.compile.jit import _chosen, choose_form
+from ecrl.compile.vmap import recorded, vmapped
+from ecrl.errors import ConfigError
+from ecrl.kernels.reverse_scan import can_write_inplace
+from ecrl.tracing_state import in_forward_mode, in_graph, tracing_graph, transforms, version_of
+
+PRESENT = [True, False]
+FORWARD = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's own
+
+
+@pytest.fixture
+def no_transforms(monkeypatch):
+    monkeypatch.setattr(tracing_state, "_ACTIVE_TRANSFORMS", None)
+    _chosen.cache_clear()
+    yield
+    _chosen.cache_clear()
+
+
+def test_a_graph_is_traced_inside_the_context_and_in_this_thread_only():
+    with tracing_graph():
+        assert in_graph()
+        with pytest.raises(ValueError), tracing_graph():
+            raise ValueError
+        assert in_graph()
+    assert not in_graph()
+
+
+def seen_by(transform, *args):
+    kinds = []
+    transform(lambda x: kinds.append((transforms(), vmapped(), recorded(x))) or x.sum())(*args)
+    return kinds[0]
+
+
+@FORWARD
+def test_transforms_are_listed_with_the_innermost_last():
+    x = torch.ones(2, 3)
+    assert seen_by(torch.func.vmap, x) == (("Vmap",), True, False)
+    assert seen_by(torch.func.grad, x) == (("Grad",), False, True)
+    assert seen_by(lambda f: torch.func.grad(lambda x: torch.func.vmap(f)(x).sum()), x) == (
+        ("Grad", "Vmap"),
+        True,
+        False,
+    )
+    assert seen_by(lambda f: lambda x: torch.func.jvp(f, (x,), (x,)), x) == (("Jvp",), False, True)
+    assert (transforms(), vmapped(), recorded(x)) == ((), False, False)
+
+
+def test_without_a_report_of_transforms_runs_are_eager_with_equal_numbers(no_transforms):
+    x = torch.ones(2)
+    assert not can_write_inplace(x)
+    assert vmapped()
+    keys = torch.arange(3)
+    with tracing_graph():
+        assert torch.equal(rng.bits(keys), torch.stack([rng.bits(key) for key in keys]))
+    with pytest.warns(
+        RuntimeWarning, match=r"running eager.*does not report the transforms.*install a version of torch"
+    ):
+        assert choose_form("auto", "cpu").name == "eager"
+    with pytest.raises(ConfigError, match=r"on, but torch .* cannot compile: it does not report the transforms"):
+        choose_form("on", "cpu")
+
+
+@FORWARD
+@pytest.mark.parametrize("present", PRESENT)
+def test_forward_mode_is_seen(monkeypatch, present):
+    monkeypatch.setattr(tracing_state, "_HAS_LEVEL", present)
+    x = torch.ones(2)
+    with forward_ad.dual_level():
+        assert in_forward_mode([x, forward_ad.make_dual(x, x)])
+    assert not in_forward_mode([x])
+
+
+@pytest.mark.parametrize("present", PRESENT)
+@pytest.mark.parametrize("x", [torch.ones(2, 3).t(), torch.tensor(1), torch.ones(3, dtype=torch.bfloat16)])
+def test_a_write_changes_the_version(monkeypatch, present, x):
+    monkeypatch.setattr(tracing_state, "_COUNTS_WRITES", present)
+    before = version_of(x)
+    assert version_of(x) == before
+    assert version_of(x.add_(1)) != before
+    with torch.inference_mode():
+        assert version_of(torch.ones(2)) == 0
+
+
+def test_autocast_is_off_inside_and_in_the_settings_outside():
+    plain = settings()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert settings() != plain
+        with without_autocast():
+            assert settings() == plain
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
