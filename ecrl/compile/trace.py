@@ -23,7 +23,8 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-import ecrl.compile.cpu_philox  # noqa: F401  # how inductor writes Philox
+import ecrl.compile.cpu_philox  # how inductor writes Philox
+import ecrl.compile.scan  # noqa: F401  # how `ecrl.kernels.loop` is traced
 from ecrl.compile.cpu_matmul import PRODUCTS
 from ecrl.compile.user_code import checking_writes, user_line
 from ecrl.errors import ConfigError

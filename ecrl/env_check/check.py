@@ -225,7 +225,7 @@ def _first_mismatch(one: Any, other: Any) -> str | None:
 
 
 def _part(tree: Any, *index: Any) -> Any:
-    """Index a tree along its first axes."""
+    """Index every tensor of a tree along its first axes."""
     return mapped(lambda x: x[index], tree, batch=lambda size: torch.empty(size)[index].shape)
 
 

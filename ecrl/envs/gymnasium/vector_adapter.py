@@ -101,7 +101,7 @@ def _kill(venv: VectorEnv) -> None:
 
 
 def _close(venv: VectorEnv) -> None:
-    """Close a vector env in any condition: Gymnasium's `close` raises if a worker died, and leaves the others open."""
+    """Close a vector env, and kill its workers if `close` fails, as Gymnasium's does after the death of a worker."""
     try:
         venv.close()
     except Exception:

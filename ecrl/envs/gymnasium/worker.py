@@ -46,7 +46,7 @@ def _no_log_file() -> None:
 
 @contextlib.contextmanager
 def _explain_missing_package() -> Iterator[None]:
-    """Name the extra of ecrl to install if a package of it is missing."""
+    """Raise an error that names the extra to install if one of its packages is missing."""
     try:
         yield
     except (ImportError, DependencyNotInstalled) as error:

@@ -63,7 +63,7 @@ def _limit_to_control_parts(cfg: TaskConfig, sim: Simulation) -> Simulation:
 
 
 def _action_terms(cfg: TaskConfig, sim: Simulation) -> tuple[ActionTerm, ...]:
-    """Make the action terms; raise ConfigError if two drive the same joint, or one drives a joint it may not."""
+    """Make the action terms; raise ConfigError if two drive the same joint, or one is outside `control_parts`."""
     terms, driven = [], {}
     for name, where, _, term in _make("action", sim, cfg.actions):
         for joint in term.joints:
@@ -80,7 +80,7 @@ def _action_terms(cfg: TaskConfig, sim: Simulation) -> tuple[ActionTerm, ...]:
 
 
 def _varied(cfg: TaskConfig) -> Varied:
-    """Return the fields of the model that events make differ between environments, with their objects."""
+    """Return the model fields that events vary between environments, with the names of their objects."""
     fields: dict[tuple[str, str], None] = {}
     for name, event in sorted(cfg.events.items()):
         for field, uid in getattr(event.params, "varied", ()):

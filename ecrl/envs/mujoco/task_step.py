@@ -115,7 +115,7 @@ def _apply(events: list[Event], state: TensorDict, keys: Tensor) -> TensorDict:
 
 
 def _apply_startup(task: Task, state: TensorDict) -> TensorDict:
-    """Apply the startup events with the keys that the state has for them."""
+    """Apply the startup events with the keys stored in the state."""
     startup = task.events_of("startup")
     return _apply(startup, state, state["life", "key"]) if startup else state
 
@@ -151,7 +151,7 @@ def _start_episode(task: Task, state: TensorDict, keys: Tensor) -> TensorDict:
 
 
 def _is_startup_neutral(task: Task, keys: Tensor) -> bool:
-    """Return True if other startup keys give the same starts, except for the parameters of the model."""
+    """Return True if the startup keys change only the parameters of the model at a start."""
     one, reset_events = initial_state(task, keys), task.events_of("reset")
     life = cast(TensorDict, one["life"]).copy()
     other = one.copy().set("life", life.set("key", life["key"].flip(0)))

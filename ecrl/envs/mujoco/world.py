@@ -39,7 +39,10 @@ def _read(sim: Simulation, world: TensorDict, part: str) -> Tensor:
 
 
 def _replaced(row: Tensor, columns: Sequence[int], values: Tensor) -> Tensor:
-    """Return a row with some columns replaced by values, built of slices, which compile better than an index."""
+    """Return a row with some columns replaced by values.
+
+    The row is joined from slices, because slices compile better than an index.
+    """
     source = {column: i for i, column in enumerate(columns)}
     pieces, at = [], 0
     while at < row.shape[-1]:
@@ -115,7 +118,7 @@ def actuators_of(sim: Simulation, joints: tuple[str, ...]) -> list[int]:
 
 
 def drive_of(sim: Simulation, joint: str) -> Drive | None:
-    """Return the kind of a joint's drive, None if it is of another kind."""
+    """Return the kind of a joint's drive, or None if the kind is not a `Drive`."""
     model, (i,) = sim.model, actuators_of(sim, (joint,))
     if not is_linear_in_control(model, i):
         return None
@@ -143,7 +146,7 @@ def _position_joints(sim: Simulation) -> tuple[str, ...]:
 def hold_controls(sim: Simulation, world: TensorDict) -> Tensor:
     """Return controls `[*B, nu]` that hold the robot's position drives at their current positions.
 
-    All other controls have their values of the start.
+    All other controls keep the values that they have at the start of an episode.
     """
     home = torch.from_numpy(sim.home.ctrl).to(world["physics"])
     columns = list(home.float().expand(*world.batch_size, -1).unbind(-1))
@@ -234,8 +237,8 @@ def site_motion(
 ) -> tuple[Tensor, Tensor]:
     """Return the pose `[*B, 4, 4]` and the Jacobian `[*B, 6, len(joints)]` of a site at other joint positions.
 
-    `values` are the positions of `joints`, `[*B, len(joints)]`, rad or m. All other joints keep their positions of the
-    world.
+    `values` are the positions of `joints`, `[*B, len(joints)]`, rad or m. All other joints keep their positions in
+    the world.
     """
     indices, dofs = _joints(sim, tuple(joints))
     return kinematics.motion(_to_site(sim, name), _replaced(_positions(sim, world), indices, values), dofs)

@@ -31,7 +31,7 @@ Matrix = tuple[tuple[float, ...], ...]
 
 
 class Builtin(NamedTuple):
-    """A robot: the function that builds it, the names of its joints, and its defaults for the config.
+    """A built-in robot: the function that builds it, its joint names, and its default settings.
 
     `build(base, tcp)` adds the robot to a body of a MjSpec; `tcp` has the poses of end effectors by part. `flange` is
     the position of a part's tool in the frame of its last link, m. `stiffness`, `damping` and `max_effort` are the
