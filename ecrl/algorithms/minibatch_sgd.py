@@ -36,7 +36,7 @@ from ecrl.algorithms.optimizer_config import LearningConfig
 from ecrl.algorithms.schedules import adapted_rate
 from ecrl.config.model import Count
 from ecrl.distributed import all_mean
-from ecrl.kernels.scan_loop import chunking
+from ecrl.kernels.scan_loop import chunking, row_bytes
 from ecrl.policies import acting_params
 from ecrl.pytree import mapped, replaced
 from ecrl.types import Logs
@@ -93,15 +93,15 @@ def pass_keys(state: TensorDict, n_epochs: int) -> Tensor:
     return rng.stream(state["key"], rng.UPDATE, index, state["update_step"])
 
 
-def shuffled(keys: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
+def shuffled(keys: Tensor, sizes: Sequence[int], width: int) -> tuple[Tensor, Tensor]:
     """Row indices `[len(keys) * len(sizes), width]` of minibatches of these sizes, in a new order for each key.
 
-    The width is at least `max(sizes)` and divides into parts (`ecrl.kernels.scan_loop.chunking`). Missing rows repeat
-    the first row of the minibatch; the second result, of the same shape, is False there.
+    The width is at least `max(sizes)`. Missing rows repeat the first row of the minibatch; the second result, of the
+    same shape, is False there.
     """
     order = rng.permutation(keys, sum(sizes))
     size = torch.tensor(sizes, device=keys.device).unsqueeze(1)
-    slot = torch.arange(prod(chunking(max(sizes), keys.device)), device=keys.device)
+    slot = torch.arange(width, device=keys.device)
     real = slot < size
     index = order[:, size.cumsum(0) - size + slot.where(real, 0)]
     return index.flatten(0, 1), real.expand(len(keys), -1, -1).flatten(0, 1)
@@ -257,8 +257,8 @@ def minibatch_sgd(
     key = cast(Tensor, state["key"])
     never = torch.zeros((), dtype=torch.bool, device=key.device)
     start = pack(params, layout), pack_opt(opt, layout), rates, never
-    chunks = chunking(max(sizes), key.device)
-    chosen = tuple(x.unflatten(1, chunks) for x in shuffled(pass_keys(state, sgd.n_epochs), sizes))
+    chunks = chunking(max(sizes), key.device, row_bytes(rows))
+    chosen = tuple(x.unflatten(1, chunks) for x in shuffled(pass_keys(state, sgd.n_epochs), sizes, prod(chunks)))
     constants = norm.select("obs", strict=False), rows, hyper
     (packed, opts, rates, _), (counts, skipped, logs) = run.scan(partial(_gradient_step, of), start, chosen, *constants)
     fields: dict[str, Any] = {"params": unpack(packed, layout).clone(), "opt": unpack_opt(opts, opt, layout)}

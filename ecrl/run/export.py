@@ -27,7 +27,7 @@ from ecrl.config import Config
 from ecrl.envs import Env, make_env
 from ecrl.errors import UserError, extra
 from ecrl.policies import acting_params, make_policy
-from ecrl.spaces import Box, Dict, Space
+from ecrl.spaces import Box, Dict, Space, is_image
 
 _FORMAT, _OPSET = 1, 18
 _ROWS = 3  # of the example batch; torch.export would treat a size of 0 or 1 as a constant
@@ -85,11 +85,16 @@ def _acting_module(state: TensorDict, cfg: Config, env: Env, paths: dict[str, tu
 
 
 def _describe(name: str, tensor: Tensor, space: Space) -> dict[str, Any]:
-    """Describe an input or output for policy.json. JSON has no infinity, so null is an infinite bound."""
+    """Describe an input or output for policy.json. JSON has no infinity, so null is an infinite bound.
+
+    A bound of an image is one number, if it is the bound of all elements.
+    """
     kind: dict[str, Any] = {"type": type(space).__name__}
     for key, value in asdict(space).items():
-        if key != "shape":
+        if key not in ("shape", "dtype"):
             kind[key] = [x if isfinite(x) else None for x in value] if isinstance(value, tuple) else value
+            if is_image(space) and len({*value}) == 1:
+                kind[key] = value[0]
     return {
         "name": name,
         "dtype": str(tensor.dtype).split(".")[1],
