@@ -8,11 +8,9 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from math import prod
 from typing import TYPE_CHECKING
 
 from ecrl.errors import ConfigError, UserError
-from ecrl.spaces import Box, Dict, Space, element_shape
 
 if TYPE_CHECKING:
     import torch
@@ -47,18 +45,6 @@ def check_room(need: int, device: "torch.device", label: str) -> None:
         raise ConfigError(
             f"{label} take at least {need / 1e9:,.0f} GB, {device} has {available / 1e9:,.0f}; make it smaller"
         )
-
-
-def element_bytes(space: Space) -> int:
-    """Return the bytes of one element as a run stores it: float32 or int64.
-
-    >>> from ecrl.spaces import Discrete, box, dict_space
-    >>> element_bytes(dict_space({"joints": box(-1.0, 1.0, 3), "gear": Discrete(4)}))
-    20
-    """
-    if isinstance(space, Dict):
-        return sum(element_bytes(part) for _, part in space.items)
-    return prod(element_shape(space)) * (4 if isinstance(space, Box) else 8)
 
 
 @contextmanager

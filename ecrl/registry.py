@@ -94,7 +94,11 @@ def register_algorithm(name: str, *, override: bool = False) -> Callable[[Callab
 
 
 def register_network(name: str, *, override: bool = False) -> Callable[[Callable], Callable]:
-    """Decorator: register `make(cfg, inputs, outputs) -> nn.Module` under `name`, for `{"type": name}` networks."""
+    """Decorator: register `make(cfg, space, outputs) -> nn.Module` under `name`, for `{"type": name}` networks.
+
+    The module's `forward` gets observations of the space, as `module_policy` gives them to a module, and returns
+    `[B, outputs]`. `ecrl.policies.flatten` turns them into float features.
+    """
     return _register("network", name, override=override)
 
 

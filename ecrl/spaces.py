@@ -8,14 +8,40 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+import torch
 
-@dataclass(frozen=True)
+_DTYPES = (
+    *(torch.float32, torch.float16, torch.float64),
+    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+)
+
+
+@dataclass(frozen=True, repr=False)
 class Box:
-    """Real vectors `[*shape]`, float32; `low` and `high` have one entry per element, in C order."""
+    """Arrays of numbers `[*shape]` of one dtype; `low` and `high` have one entry per element, in C order.
+
+    Observations keep the dtype in the state and in the rollout. Networks convert them. Images are uint8.
+
+    Raises: ValueError for a dtype other than a float or an integer of up to 64 bits.
+    """
 
     low: tuple[float, ...]
     high: tuple[float, ...]
     shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self):
+        if self.dtype not in _DTYPES:
+            known = ", ".join(map(str, _DTYPES))
+            raise ValueError(f"dtype of a Box is {self.dtype!r}, expected one of {known}")
+
+    def __repr__(self) -> str:
+        """Return an expression that makes the space; a short one for an image, whose bounds are all equal."""
+        if self.dtype == torch.float32:
+            return f"Box(low={self.low}, high={self.high}, shape={self.shape})"
+        if self.low and {*self.low} == {self.low[0]} and {*self.high} == {self.high[0]}:
+            return f"box({', '.join(map(str, (self.low[0], self.high[0], *self.shape)))}, dtype={self.dtype})"
+        return f"Box(low={self.low}, high={self.high}, shape={self.shape}, dtype={self.dtype})"
 
 
 @dataclass(frozen=True)
@@ -42,18 +68,31 @@ class Dict:
 Space = Box | Discrete | MultiDiscrete | Dict
 
 
-def box(low: float, high: float, *shape: int) -> Box:
+def box(low: float, high: float, *shape: int, dtype: torch.dtype = torch.float32) -> Box:
     """Return a Box with the same bounds for every element.
 
     >>> box(-2.0, 2.0, 1)
     Box(low=(-2.0,), high=(2.0,), shape=(1,))
+    >>> box(0, 255, 84, 84, 3, dtype=torch.uint8)
+    box(0, 255, 84, 84, 3, dtype=torch.uint8)
     """
-    return Box((low,) * prod(shape), (high,) * prod(shape), shape)
+    return Box((low,) * prod(shape), (high,) * prod(shape), shape, dtype)
 
 
 def dict_space(parts: Mapping[str, Space]) -> Dict:
     """Return a Dict space from a mapping, sorted by name."""
     return Dict(tuple(sorted(parts.items())))
+
+
+def without_mask(space: Space) -> Space:
+    """Return a Dict space without parts named `action_mask`, and any other space unchanged.
+
+    >>> without_mask(dict_space({"gear": Discrete(4), "action_mask": MultiDiscrete((2, 2))}))
+    Dict(items=(('gear', Discrete(n=4)),))
+    """
+    if not isinstance(space, Dict):
+        return space
+    return Dict(tuple((name, without_mask(part)) for name, part in space.items if name != "action_mask"))
 
 
 def element_shape(space: Space) -> tuple[int, ...]:
@@ -63,6 +102,36 @@ def element_shape(space: Space) -> tuple[int, ...]:
     ((2,), ())
     """
     return (len(space.nvec),) if isinstance(space, MultiDiscrete) else getattr(space, "shape", ())
+
+
+def element_dtype(space: Space) -> torch.dtype:
+    """Return the dtype of an element that is not a Dict.
+
+    >>> element_dtype(box(0, 255, 8, 8, 1, dtype=torch.uint8)), element_dtype(Discrete(4))
+    (torch.uint8, torch.int64)
+    """
+    return space.dtype if isinstance(space, Box) else torch.int64
+
+
+def element_bytes(space: Space) -> int:
+    """Return the bytes of one element as a run stores it.
+
+    >>> camera = box(0, 255, 8, 8, 3, dtype=torch.uint8)
+    >>> element_bytes(dict_space({"joints": box(-1.0, 1.0, 3), "gear": Discrete(4), "camera": camera}))
+    212
+    """
+    if isinstance(space, Dict):
+        return sum(element_bytes(part) for _, part in space.items)
+    return prod(element_shape(space)) * element_dtype(space).itemsize
+
+
+def is_image(space: Space) -> bool:
+    """Return True for a Box of uint8 with three axes, whatever their order.
+
+    >>> is_image(box(0, 255, 8, 8, 1, dtype=torch.uint8)), is_image(box(0.0, 1.0, 8, 8, 1))
+    (True, False)
+    """
+    return isinstance(space, Box) and space.dtype == torch.uint8 and len(space.shape) == 3
 
 
 def flat_dim(space: Space) -> int:
@@ -89,8 +158,9 @@ def to_gymnasium(space: Space) -> Any:
 
     match space:
         case Box():
-            low, high = (np.array(b, np.float32).reshape(space.shape) for b in (space.low, space.high))
-            return gymnasium.spaces.Box(low, high, dtype=np.float32)
+            dtype = getattr(np, str(space.dtype).removeprefix("torch."))
+            low, high = (np.array(b, dtype).reshape(space.shape) for b in (space.low, space.high))
+            return gymnasium.spaces.Box(low, high, dtype=dtype)
         case Discrete():
             return gymnasium.spaces.Discrete(space.n)
         case MultiDiscrete():
@@ -99,18 +169,39 @@ def to_gymnasium(space: Space) -> Any:
             return gymnasium.spaces.Dict({name: to_gymnasium(part) for name, part in space.items})
 
 
+_STORED = {"bool": torch.uint8, "uint16": torch.int32, "uint32": torch.int64, "uint64": torch.int64}
+
+
+def box_dtype(dtype: Any) -> torch.dtype:
+    """Return the dtype of the tensors for a Box of a NumPy dtype; see `from_gymnasium`.
+
+    >>> import numpy as np
+    >>> box_dtype(np.dtype(np.float64)), box_dtype(np.dtype(np.uint8)), box_dtype(np.dtype(np.uint16))
+    (torch.float32, torch.uint8, torch.int32)
+    """
+    if dtype.kind == "f":
+        return torch.float32
+    return _STORED.get(dtype.name) or getattr(torch, dtype.name)
+
+
 def from_gymnasium(space: Any) -> Space:
     """Convert a `gymnasium.spaces` object to a space. TypeError names a kind of space that is not supported.
 
-    Box numbers become float32. Integers count from 0; arrays of integers are flattened in C order. MultiBinary becomes
-    a MultiDiscrete of twos. The parts of a Tuple are named "0", "1" and so on. `ecrl.envs.gymnasium.spaces` converts
-    the values.
+    Floats of a Box become float32 and its integers keep their dtype. As PyTorch computes little with some of them, bool
+    becomes uint8, uint16 becomes int32, and wider unsigned integers become int64. Other integers count from 0; arrays
+    of them are flattened in C order. MultiBinary becomes a MultiDiscrete of twos. The parts of a Tuple are named "0",
+    "1" and so on. `ecrl.envs.gymnasium.spaces` converts the values.
     """
     from gymnasium import spaces
 
     match space:
         case spaces.Box():
-            return Box(tuple(map(float, space.low.ravel())), tuple(map(float, space.high.ravel())), space.shape)
+            dtype = box_dtype(space.dtype)
+            if dtype.is_floating_point:
+                return Box(tuple(map(float, space.low.ravel())), tuple(map(float, space.high.ravel())), space.shape)
+            largest = torch.iinfo(dtype).max
+            low, high = (tuple(min(int(x), largest) for x in bound.ravel()) for bound in (space.low, space.high))
+            return Box(low, high, space.shape, dtype)
         case spaces.Discrete():
             return Discrete(int(space.n))
         case spaces.MultiDiscrete():

@@ -378,7 +378,8 @@ def test_gradients_of_a_minibatch_are_those_of_the_eager_form(dtype, tol):
         (params, rollout, state["hyper"]),
     )
     rows, layout = advantages(run, trees[2], trees[1]), layout_of(trees[0], sgd.groups)
-    chosen = tuple(x[0].unsqueeze(0) for x in shuffled(pass_keys(state, 1), sizes_of(sgd, len(rows))))
+    sizes = sizes_of(sgd, len(rows))
+    chosen = tuple(x[0].unsqueeze(0) for x in shuffled(pass_keys(state, 1), sizes, max(sizes)))
     given = pack(trees[0], layout), chosen, TensorDict({}, []), rows, trees[2]
     objective = _Objective(run, loss, None, "approx_kl", "target_kl", layout)
     (found, (_, logs)), (expected, (_, eager_logs)) = (

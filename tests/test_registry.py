@@ -274,11 +274,11 @@ def test_a_policy_forgets_a_network_that_was_replaced():
 
     from ecrl import rng
     from ecrl.policies import make_policy
-    from ecrl.spaces import Discrete, box
+    from ecrl.spaces import Discrete, Space, box, flat_dim
 
     def outputs(width):
-        def net(cfg: NetConfig, inputs: int, outputs: int) -> torch.nn.Module:
-            return torch.nn.Sequential(torch.nn.Linear(inputs, width), torch.nn.Linear(width, outputs))
+        def net(cfg: NetConfig, space: Space, outputs: int) -> torch.nn.Module:
+            return torch.nn.Sequential(torch.nn.Linear(flat_dim(space), width), torch.nn.Linear(width, outputs))
 
         return net
 

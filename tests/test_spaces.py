@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+import torch
 from gymnasium import spaces as gym
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,8 +12,10 @@ from ecrl.spaces import (
     MultiDiscrete,
     box,
     dict_space,
+    element_bytes,
     flat_dim,
     from_gymnasium,
+    is_image,
     to_gymnasium,
 )
 
@@ -20,6 +23,9 @@ PAIRS = [  # ours, Gymnasium's, features
     (box(-1.0, 1.0, 2, 3), gym.Box(-1.0, 1.0, (2, 3)), 6),
     (box(0.0, 1.0), gym.Box(0.0, 1.0, ()), 1),
     (Box((-1.0, -np.inf), (2.0, np.inf), (2,)), gym.Box(np.float32([-1, -np.inf]), np.float32([2, np.inf])), 2),
+    (box(0, 255, 3, 2, 1, dtype=torch.uint8), gym.Box(0, 255, (3, 2, 1), np.uint8), 6),
+    (box(-(2**63), 2**63 - 1, 2, dtype=torch.int64), gym.Box(-(2**63), 2**63 - 1, (2,), np.int64), 2),
+    (Box((-3, 0), (1, 7), (2,), torch.int16), gym.Box(np.int16([-3, 0]), np.int16([1, 7]), dtype=np.int16), 2),
     (Discrete(4), gym.Discrete(4), 4),
     (MultiDiscrete((2, 5)), gym.MultiDiscrete([2, 5]), 7),
     (
@@ -85,7 +91,11 @@ def test_bounds_are_in_c_order():
         (gym.MultiDiscrete([[2, 3], [4, 5]]), MultiDiscrete((2, 3, 4, 5))),
         (gym.MultiBinary(3), MultiDiscrete((2, 2, 2))),
         (gym.MultiBinary((1, 2)), MultiDiscrete((2, 2))),
-        (gym.Box(0, 255, (2, 1), np.uint8), box(0.0, 255.0, 2, 1)),
+        (gym.Box(-2, 2, (2,), np.float64), box(-2.0, 2.0, 2)),
+        (gym.Box(0, 1, (2,), np.bool_), box(0, 1, 2, dtype=torch.uint8)),
+        (gym.Box(0, 2**16 - 1, (1,), np.uint16), box(0, 2**16 - 1, 1, dtype=torch.int32)),
+        (gym.Box(0, 2**32 - 1, (1,), np.uint32), box(0, 2**32 - 1, 1, dtype=torch.int64)),
+        (gym.Box(0, 2**64 - 1, (1,), np.uint64), box(0, 2**63 - 1, 1, dtype=torch.int64)),
         (
             gym.Tuple((gym.Discrete(2), gym.Dict({"b": gym.MultiBinary(1)}))),
             dict_space({"0": Discrete(2), "1": dict_space({"b": MultiDiscrete((2,))})}),
@@ -103,6 +113,36 @@ def test_other_kinds_are_refused_by_name(space):
     kind = type(space["a"] if isinstance(space, gym.Dict) else space).__name__
     with pytest.raises(TypeError, match=rf"{kind}\(.*known: Box, Discrete, MultiDiscrete, MultiBinary, Dict, Tuple"):
         from_gymnasium(space)
+
+
+def test_dtypes_are_told_apart():
+    image, floats = box(0, 255, 2, 1, dtype=torch.uint8), box(0.0, 255.0, 2, 1)
+    assert image != floats and image == box(0.0, 255.0, 2, 1, dtype=torch.uint8)
+    assert hash(image) == hash(box(0.0, 255.0, 2, 1, dtype=torch.uint8))
+    assert floats == Box((0.0, 0.0), (255.0, 255.0), (2, 1)) == box(0.0, 255.0, 2, 1, dtype=torch.float32)
+    assert element_bytes(image) == 2 and element_bytes(floats) == 8 and element_bytes(Discrete(3)) == 8
+    assert [is_image(space) for space in (image, box(0, 255, 2, 1, 1, dtype=torch.uint8))] == [False, True]
+
+
+@pytest.mark.parametrize(
+    "space",
+    [
+        box(0.0, 1.0, 2),
+        box(0, 255, 8, 8, 3, dtype=torch.uint8),
+        Box((0, 1), (2, 2), (2,), torch.int8),
+        box(0.0, 1.0, dtype=torch.float64),
+        Box((), (), (0,), torch.uint8),
+    ],
+)
+def test_a_printed_box_makes_the_box_again(space):
+    assert eval(repr(space), {"Box": Box, "box": box, "torch": torch}) == space
+    assert len(repr(space)) < 80
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint16, torch.complex64, np.uint8, "uint8"])
+def test_other_dtypes_are_refused(dtype):
+    with pytest.raises(ValueError, match=r"^dtype of a Box is .*, expected one of torch\.float32, .*torch\.int64$"):
+        box(0, 1, 2, dtype=dtype)
 
 
 def test_records_are_frozen():

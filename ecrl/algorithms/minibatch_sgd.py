@@ -37,7 +37,7 @@ from ecrl.algorithms.rows import counted
 from ecrl.algorithms.schedules import adapted_rate
 from ecrl.config.model import Count
 from ecrl.distributed import all_mean
-from ecrl.kernels.scan_loop import chunking
+from ecrl.kernels.scan_loop import chunking, row_bytes
 from ecrl.policies import acting_params, fixed_params
 from ecrl.pytree import flatten, mapped, replaced
 from ecrl.types import Logs
@@ -95,21 +95,22 @@ def pass_keys(state: TensorDict, n_epochs: int) -> Tensor:
     return rng.stream(state["key"], rng.UPDATE, index, state["update_step"])
 
 
-def _chunking(rows: int, length: int, device: torch.device) -> tuple[int, int]:
-    """Return the number and the size of chunks of rows that have `length` steps each; see `chunking`."""
-    number = min(rows, chunking(rows * length, device)[0])
-    return number, -(-rows // number)
+def _chunking(rows: TensorDict, most: int, length: int, device: torch.device) -> tuple[int, int]:
+    """Return the number and the size of chunks for `most` of the rows, each of `length` steps; see `chunking`."""
+    number, _ = chunking(most * length, device, row_bytes(rows) // length)
+    number = min(most, number)
+    return number, -(-most // number)
 
 
-def shuffled(keys: Tensor, sizes: Sequence[int], length: int = 1) -> tuple[Tensor, Tensor]:
+def shuffled(keys: Tensor, sizes: Sequence[int], width: int) -> tuple[Tensor, Tensor]:
     """Row indices `[len(keys) * len(sizes), width]` of minibatches of these sizes, in a new order for each key.
 
-    The width is at least `max(sizes)` and divides into parts (`ecrl.kernels.scan_loop.chunking`). Missing rows repeat
-    the first row of the minibatch; the second result, of the same shape, is False there. Rows have `length` steps.
+    The width is at least `max(sizes)`. Missing rows repeat the first row of the minibatch; the second result, of the
+    same shape, is False there.
     """
     order = rng.permutation(keys, sum(sizes))
     size = torch.tensor(sizes, device=keys.device).unsqueeze(1)
-    slot = torch.arange(prod(_chunking(max(sizes), length, keys.device)), device=keys.device)
+    slot = torch.arange(width, device=keys.device)
     real = slot < size
     index = order[:, size.cumsum(0) - size + slot.where(real, 0)]
     return index.flatten(0, 1), real.expand(len(keys), -1, -1).flatten(0, 1)
@@ -290,8 +291,8 @@ def minibatch_sgd(
     key = cast(Tensor, state["key"])
     never = torch.zeros((), dtype=torch.bool, device=key.device)
     start = pack(params, layout), pack_opt(opt, layout), rates, never
-    chunks = _chunking(max(sizes), length, key.device)
-    chosen = tuple(x.unflatten(1, chunks) for x in shuffled(pass_keys(state, sgd.n_epochs), sizes, length))
+    chunks = _chunking(rows, max(sizes), length, key.device)
+    chosen = tuple(x.unflatten(1, chunks) for x in shuffled(pass_keys(state, sgd.n_epochs), sizes, prod(chunks)))
     constants = fixed_params(state), rows, hyper
     (packed, opts, rates, _), (counts, skipped, logs) = run.scan(partial(_gradient_step, of), start, chosen, *constants)
     fields: dict[str, Any] = {"params": unpack(packed, layout).clone(), "opt": unpack_opt(opts, opt, layout)}

@@ -16,6 +16,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl import rng
+from ecrl.pytree import flatten
 from ecrl.spaces import Box, Space
 
 NEVER = sys.maxsize
@@ -90,10 +91,18 @@ class Env:
             raise ValueError(f"min_truncation_gap is {self.min_truncation_gap}, expected at least 1 step")
 
 
-def state_of(obs: Tensor, batch: torch.Size, **fields: Tensor) -> TensorDict:
-    """Return a state before the first step: reward 0, flags False; `fields` are the fields of the dynamics."""
-    false = torch.zeros(batch, dtype=torch.bool, device=obs.device)
-    reward = torch.zeros(batch, dtype=obs.dtype, device=obs.device)
+def state_of(obs: Tensor | TensorDict, batch: torch.Size, **fields: Tensor) -> TensorDict:
+    """Return a state before the first step: reward 0, flags False; `fields` are the fields of the dynamics.
+
+    The reward has the dtype of the first floats in `obs`, which may be a TensorDict; float32 if it has integers only.
+
+    >>> state_of(torch.zeros(2, 8, 8, 1, dtype=torch.uint8), torch.Size([2]))["reward"]
+    tensor([0., 0.])
+    """
+    leaves = flatten(obs)[0]
+    floats = [leaf.dtype for leaf in leaves if leaf.is_floating_point()]
+    false = torch.zeros(batch, dtype=torch.bool, device=leaves[0].device)
+    reward = torch.zeros(batch, dtype=[*floats, torch.float32][0], device=leaves[0].device)
     return TensorDict(fields | {"obs": obs, "reward": reward, "terminated": false, "truncated": false.clone()}, batch)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from ecrl import rng
 from ecrl.envs.core import Env
 from ecrl.errors import ConfigError
-from ecrl.spaces import Box, Dict, Space, element_shape
+from ecrl.spaces import Box, Dict, Space, element_dtype, element_shape
 
 _STATE = "a TensorDict with obs, reward, terminated and truncated"
 _SAME_FIELDS = "both must return the same fields"
@@ -45,8 +45,8 @@ def _obs_types(space: Space, name: str, batch: torch.Size) -> dict[str, tuple[st
     if isinstance(space, Dict):
         parts = (_obs_types(part, f"{name}.{key}", batch) for key, part in space.items)
         return {key: types for part in parts for key, types in part.items()}
-    dtypes = (torch.float32,) if isinstance(space, Box) else (torch.int64,)
-    dtypes = (torch.bool, *dtypes) if name.endswith(".action_mask") else dtypes
+    dtypes = (torch.bool,) if name.endswith(".action_mask") else ()
+    dtypes = (*dtypes, element_dtype(space))
     return {name: tuple(_type_text(dtype, (*batch, *element_shape(space))) for dtype in dtypes)}
 
 
@@ -81,9 +81,9 @@ def check_fields(env: Env, name: str) -> None:
 
     The check resets and steps two environments on the CPU, once per `env`. `reset` and `step` must return TensorDicts
     of batch size `[*B]` with the same fields, shapes and dtypes. The required fields are `obs`, `reward` (float32
-    `[*B]`), `terminated` and `truncated` (both bool `[*B]`). `obs` must fit the observation space: float32 for a Box,
-    int64 for choices. `reset` is also called with keys `[T, N]`, as auto-reset does. An environment that is not pure
-    is not checked. Errors of the environment's own code pass through unchanged.
+    `[*B]`), `terminated` and `truncated` (both bool `[*B]`). `obs` must fit the observation space: the dtype of a
+    Box, int64 for choices. `reset` is also called with keys `[T, N]`, as auto-reset does. An environment that is not
+    pure is not checked. Errors of the environment's own code pass through unchanged.
 
     Args:
         env: the registered environment, before a run wraps it.

@@ -10,6 +10,13 @@ from ecrl.pytree import flatten, mapped, names, unflatten
 from ecrl.tracing_state import in_graph
 
 _CPU_ROWS, _GPU_ROWS = 2048, 65_536
+"""Rows of a chunk at most. They keep the activations of a small network in a cache, or a GPU busy."""
+
+_CPU_BYTES, _GPU_BYTES = 2048 * _CPU_ROWS, 2048 * _GPU_ROWS
+"""Bytes of a chunk at most: 4 MiB and 128 MiB. Rows above 2 KiB, such as images, come in smaller chunks.
+
+The activations of a convolutional network take several times the bytes of its images.
+"""
 Scan = Callable[..., tuple[Any, Any]]
 """A function with the arguments and results of `scan`."""
 
@@ -93,15 +100,32 @@ def length_of(leaves: list[Tensor]) -> int:
     return lengths.pop()
 
 
-def chunking(rows: int, device: torch.device) -> tuple[int, int]:
+def row_bytes(rows: Any) -> int:
+    """Return the bytes of one row of the trees `rows` `[M, ...]`.
+
+    >>> row_bytes({"image": torch.zeros(5, 8, 8, 1, dtype=torch.uint8), "joints": torch.zeros(5, 3)})
+    76
+    """
+    return sum(leaf.element_size() * leaf.shape[1:].numel() for leaf in flatten(rows)[0])
+
+
+def chunking(rows: int, device: torch.device, one_row: int) -> tuple[int, int]:
     """Return the number and the size of chunks for a network's pass over rows: `number * size >= rows`.
 
     On a CPU the activations of a chunk stay in the cache of a core. On a GPU chunks bound the memory.
 
-    >>> chunking(5000, torch.device("cpu"))
-    (3, 1667)
+    Args:
+        rows: number of rows.
+        device: where they are.
+        one_row: bytes of one row (`row_bytes`). A chunk has at most 2,048 rows and 4 MiB on a CPU, at most 65,536 rows
+            and 128 MiB on another device, and at least one row.
+
+    >>> cpu = torch.device("cpu")
+    >>> chunking(5000, cpu, 400), chunking(5000, cpu, 84 * 84 * 4)
+    ((3, 1667), (34, 148))
     """
-    number = -(-rows // (_CPU_ROWS if device.type == "cpu" else _GPU_ROWS))
+    most, size = (_CPU_ROWS, _CPU_BYTES) if device.type == "cpu" else (_GPU_ROWS, _GPU_BYTES)
+    number = -(-rows // max(1, min(most, size // max(1, one_row))))
     return number, -(-rows // number)
 
 
@@ -113,7 +137,7 @@ def in_chunks(rows: Any) -> Any:
     """
     leaves, _ = flatten(rows)
     many = length_of(leaves)
-    number, size = chunking(many, leaves[0].device)
+    number, size = chunking(many, leaves[0].device, row_bytes(leaves))
 
     def cut(leaf: Tensor) -> Tensor:
         missing = leaf[-1:].expand(number * size - many, *leaf.shape[1:])

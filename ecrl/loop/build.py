@@ -17,8 +17,9 @@ from ecrl.envs.mujoco.terms.cameras import RecordCameraConfig
 from ecrl.envs.validate import check_fields
 from ecrl.errors import ConfigError
 from ecrl.kernels import scan
-from ecrl.memory import check_room, element_bytes
+from ecrl.memory import check_room
 from ecrl.policies import Policy, make_policy
+from ecrl.spaces import element_bytes
 
 _COMPILING_S, _VECTOR_STEP_S, _GRADIENT_STEP_S = 30.0, 0.35e-3, 4.5e-3
 """Seconds to compile a run with an empty cache; seconds saved per step of all environments, and per gradient step."""

@@ -14,11 +14,11 @@ from ecrl import kernels as k
 from ecrl import rng
 from ecrl.config import PolicyConfig
 from ecrl.errors import ConfigError
-from ecrl.policies.core import Policy, flatten
+from ecrl.policies.core import Policy
 from ecrl.policies.heads import LOG_STD_MAX, LOG_STD_MIN, head_width, headed, initial_log_std, is_masked, make_head
 from ecrl.policies.networks import NetworkConfig, make_network, seeded
 from ecrl.registry import did_you_mean, register_policy
-from ecrl.spaces import Dict, Space, dict_space, flat_dim
+from ecrl.spaces import Dict, Space, dict_space, without_mask
 
 _Names = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
 
@@ -40,9 +40,12 @@ class ActorOnlyConfig(PolicyConfig):
 
 
 def _visible_space(space: Space, names: tuple[str, ...] | None, key: str) -> Space:
-    """Return the part of an observation space that a network gets; `key` is the config key that selects it."""
+    """Return the part of an observation space that a network gets; `key` is the config key that selects it.
+
+    A network never gets the `action_mask`.
+    """
     if names is None:
-        return space
+        return without_mask(space)
     if not isinstance(space, Dict):
         raise ConfigError(f"policy.{key}: observations have no named parts ({type(space).__name__}); leave it out")
     parts = {name: part for name, part in space.items if name != "action_mask"}
@@ -58,7 +61,7 @@ def actor_only(cfg: ActorOnlyConfig, observation_space: Space, action_space: Spa
     head, width = make_head(action_space, cfg.squash), head_width(action_space, cfg.action_dim)
     has_mask = is_masked(observation_space, action_space)
     space = _visible_space(observation_space, cfg.actor_obs, "actor_obs")
-    network = make_network(cfg.actor, flat_dim(space), width, cfg.bf16, "policy.actor")
+    network = make_network(cfg.actor, space, width, cfg.bf16, "policy.actor")
 
     def init(key: Tensor) -> TensorDict:
         with seeded(key):
@@ -66,7 +69,7 @@ def actor_only(cfg: ActorOnlyConfig, observation_space: Space, action_space: Spa
         return params.update(initial_log_std(action_space, cfg.initial_log_std)).to(key.device)
 
     def output(params: TensorDict, obs: Any) -> tuple[Tensor | None, Tensor]:
-        out = network.forward(params["actor"], flatten(obs, space))
+        out = network.forward(params["actor"], obs)
         return params.get("log_std", None), k.mask_logits(out, obs["action_mask"]) if has_mask else out
 
     return headed(head, init, output)
@@ -86,7 +89,7 @@ def actor_critic(cfg: ActorCriticConfig, observation_space: Space, action_space:
     """Build the policy. Its params are the params of `actor_only`, and `critic` under the module's names."""
     actor = actor_only(cfg, observation_space, action_space)
     space = _visible_space(observation_space, cfg.critic_obs, "critic_obs")
-    network = make_network(cfg.critic, flat_dim(space), 1, cfg.bf16, "policy.critic")
+    network = make_network(cfg.critic, space, 1, cfg.bf16, "policy.critic")
 
     def init(key: Tensor) -> TensorDict:
         params = actor.init(key)
@@ -94,6 +97,6 @@ def actor_critic(cfg: ActorCriticConfig, observation_space: Space, action_space:
             return params.update({"critic": network.init().to(key.device)})
 
     def value(params: TensorDict, carry: TensorDict, obs: Any) -> Tensor:
-        return network.forward(params["critic"], flatten(obs, space)).squeeze(-1)
+        return network.forward(params["critic"], obs).squeeze(-1)
 
     return replace(actor, init=init, value=value)

@@ -9,7 +9,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl.pytree import replaced
-from ecrl.spaces import Box, Dict, Discrete, MultiDiscrete, Space, element_shape, flat_dim
+from ecrl.spaces import Box, Dict, Discrete, MultiDiscrete, Space, element_dtype, element_shape, flat_dim, is_image
 
 
 def no_carry(params: TensorDict, num_envs: int) -> TensorDict:
@@ -107,19 +107,23 @@ def policy_params(state: TensorDict) -> TensorDict:
 def flatten(obs: Any, space: Space) -> Tensor:
     """Flatten an observation to float features `[*B, flat_dim(space)]`.
 
-    A Box gives its elements and a Discrete a one-hot vector. A Dict gives its parts in order of name, without
-    `action_mask`.
+    A Box gives its elements as floats, an image (`ecrl.spaces.is_image`) divided by 255, as Stable-Baselines3 does it.
+    A Discrete gives a one-hot vector. A Dict gives its parts in order of name, without `action_mask`.
 
     >>> from ecrl.spaces import box, dict_space
     >>> space = dict_space({"b": box(0.0, 1.0, 2), "a": box(0.0, 1.0)})
     >>> flatten(TensorDict({"b": torch.ones(3, 2), "a": torch.zeros(3)}, [3]), space)[0].tolist()
     [0.0, 1.0, 1.0]
+    >>> flatten(torch.full((1, 1, 2, 1), 51, dtype=torch.uint8), box(0, 255, 1, 2, 1, dtype=torch.uint8))
+    tensor([[0.2000, 0.2000]])
     """
     match space:
         case Dict():
             return torch.cat([flatten(obs[name], part) for name, part in space.items if name != "action_mask"], -1)
         case Box():
-            return obs.reshape(*obs.shape[: obs.ndim - len(space.shape)], flat_dim(space))
+            rows = obs.reshape(*obs.shape[: obs.ndim - len(space.shape)], flat_dim(space))
+            rows = rows if space.dtype == torch.float32 else rows.to(torch.get_default_dtype())
+            return rows / 255.0 if is_image(space) else rows
         case Discrete():
             return (obs.unsqueeze(-1) == torch.arange(space.n, device=obs.device)).to(torch.get_default_dtype())
         case MultiDiscrete():
@@ -153,4 +157,5 @@ def example(space: Space) -> Any:
             {"action_mask": torch.ones_like(parts["action_mask"], dtype=torch.bool)} if "action_mask" in parts else {}
         )
         return TensorDict(parts | mask, [2])
-    return torch.zeros(2, *element_shape(space), dtype=None if isinstance(space, Box) else torch.int64)
+    dtype = element_dtype(space)
+    return torch.zeros(2, *element_shape(space), dtype=None if dtype == torch.float32 else dtype)

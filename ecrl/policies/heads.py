@@ -111,6 +111,8 @@ def make_head(space: Space, squash: bool) -> Head:
     Raises: ConfigError for an unsupported space, or if `squash` is set and the space cannot be squashed into.
     """
     match space:
+        case Box() if space.dtype != torch.float32:
+            raise ConfigError(f"policy: actions of {space} are not supported; use float32, or Discrete for choices")
         case Box():
             return squashed_head(space) if squash else normal_head(space)
         case Discrete() | MultiDiscrete() if squash:

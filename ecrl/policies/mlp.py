@@ -1,16 +1,18 @@
 """Multilayer perceptron: `{"type": "mlp", "network_cfg": {"hidden_sizes": [64, 64], ...}}`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field, ValidationError, ValidationInfo, ValidatorFunctionWrapHandler, field_validator
-from torch import nn
+from torch import Tensor, nn
 
 from ecrl.config.model import ConfigModel, Positive
 from ecrl.memory import check_room
+from ecrl.policies.core import flatten
 from ecrl.registry import register_network
+from ecrl.spaces import Space, flat_dim
 
 Activation = Literal["relu", "elu", "tanh", "gelu", "silu"]
 _ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
@@ -60,7 +62,23 @@ class MLPConfig(ConfigModel):
         return gains
 
 
+class _MLP(nn.Sequential):
+    """Layers on the float features of an observation."""
+
+    def __init__(self, space: Space, layers: Iterable[nn.Module]):
+        super().__init__(*layers)
+        self.space = space
+
+    def forward(self, obs: Any) -> Tensor:
+        return super().forward(flatten(obs, self.space))
+
+
 @register_network("mlp")
+def mlp(cfg: MLPConfig, space: Space, outputs: int) -> nn.Module:
+    """Build `build_mlp` behind `ecrl.policies.flatten`, for every space."""
+    return _MLP(space, build_mlp(cfg, flat_dim(space), outputs))
+
+
 def build_mlp(cfg: MLPConfig, inputs: int, outputs: int) -> nn.Sequential:
     """Build linear layers with new weights; an optional LayerNorm and the activation follow each hidden layer.
 

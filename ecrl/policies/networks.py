@@ -1,6 +1,6 @@
 """Turn modules into pure functions, and build networks from a config block `{"type": "mlp", "network_cfg": {...}}`.
 
-`type` names a registered `make(cfg, inputs, outputs) -> nn.Module`; `make_network` turns the module into functions.
+`type` names a registered `make(cfg, space, outputs) -> nn.Module`; `make_network` turns the module into functions.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +18,9 @@ from ecrl.config import resolved
 from ecrl.config.model import ConfigModel
 from ecrl.errors import ConfigError
 from ecrl.memory import enough_memory
+from ecrl.policies.core import example, one_batch
 from ecrl.registry import lookup
+from ecrl.spaces import Space
 
 
 class NetworkConfig(ConfigModel):
@@ -163,22 +165,41 @@ def pure(make: Callable[[], nn.Module], name: str, bf16: bool) -> Pure:
     return Pure(init, forward, call, module)
 
 
-def make_network(cfg: NetworkConfig, inputs: int, outputs: int, bf16: bool, key: str = "network") -> Pure:
-    """Build a configured network as pure functions; `forward` maps features `[*B, inputs]` to `[*B, outputs]`.
+def make_network(cfg: NetworkConfig, space: Space, outputs: int, bf16: bool, key: str = "network") -> Pure:
+    """Build a configured network as pure functions; `forward` maps observations of a space to `[*B, outputs]`.
 
+    The module gets the observations with one batch axis, in the dtypes of the space. It must return `[B, outputs]`.
     `key` is the network's place in the config, for messages.
 
-    >>> net = make_network(NetworkConfig(network_cfg={"hidden_sizes": [8]}), 3, 2, False)
-    >>> net.forward(net.init(), torch.zeros(5, 3)).shape
-    torch.Size([5, 2])
+    Raises: ConfigError if it returns another shape for two all-zero observations.
+
+    >>> from ecrl.spaces import box
+    >>> net = make_network(NetworkConfig(network_cfg={"hidden_sizes": [8]}), box(-1.0, 1.0, 3), 2, False)
+    >>> net.forward(net.init(), torch.zeros(4, 5, 3)).shape
+    torch.Size([4, 5, 2])
     """
     make = lookup("network", cfg.type).make
 
     def make_checked() -> nn.Module:
         try:
             with enough_memory(key, "make it smaller"):
-                return make(cfg.network_cfg, inputs, outputs)
+                return make(cfg.network_cfg, space, outputs)
         except ConfigError as error:
             raise ConfigError(f"{key}.network_cfg.{error}") from None
 
-    return pure(make_checked, f"{key} ({cfg.type})", bf16)
+    name = f"{key} ({cfg.type})"
+    net = pure(make_checked, name, bf16)
+
+    with torch.no_grad(), seeded(torch.zeros((), dtype=torch.int64)):
+        out = net.forward(net.init(), example(space))
+    if not isinstance(out, Tensor) or out.shape != (2, outputs):
+        given = list(out.shape) if isinstance(out, Tensor) else type(out).__name__
+        raise ConfigError(
+            f"{name}: {type(net.module).__name__} returns {given} for 2 observations, expected {[2, outputs]}"
+        )
+
+    def forward(weights: TensorDict, obs: Any) -> Tensor:
+        rows, batch = one_batch(obs, space)
+        return net.forward(weights, rows).reshape((*batch, outputs))
+
+    return net._replace(forward=forward)

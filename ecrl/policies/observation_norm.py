@@ -21,13 +21,14 @@ _EPS, _CLIP = 1e-8, 10.0
 
 
 def _init(space: Space, device: torch.device) -> TensorDict | None:
-    """Return moments for every Box part, nested like the space, or None if there is nothing to standardise."""
-    if isinstance(space, Box):
+    """Return moments for every part of floats, nested like the space, or None if there is nothing to standardise."""
+    if isinstance(space, Box) and space.dtype.is_floating_point:
         return moments_init(space.shape, device)
     if not isinstance(space, Dict):
         return None
     parts = {name: _init(part, device) for name, part in space.items if name != "action_mask"}
-    return TensorDict({name: moments for name, moments in parts.items() if moments is not None}, [])
+    known = {name: moments for name, moments in parts.items() if moments is not None}
+    return TensorDict(known, []) if known else None
 
 
 def _update(norm: TensorDict, obs: Any, mask: Tensor) -> TensorDict:
@@ -50,14 +51,15 @@ def _without_norm(params: TensorDict) -> TensorDict:
 def normalized(policy: Policy, observation_space: Space) -> Policy:
     """Return `policy` acting on `clip((obs - mean) / sqrt(variance + 1e-8), -10, 10)`; moments in `params["norm"]`.
 
-    Every Box part of a Dict has its own moments. Discrete parts and `action_mask` stay unchanged.
+    Every part of a Dict that is a Box of floats has its own moments. Integers, which images are, and `action_mask` stay
+    unchanged.
 
-    Raises: ConfigError for observations without any Box.
+    Raises: ConfigError for observations without any Box of floats.
     """
     critic = policy.value
     norm = _init(observation_space, torch.device("cpu"))
-    if norm is None or norm.is_empty():
-        raise ConfigError(f"policy.normalize_obs: {observation_space} has no Box to standardise; leave it out")
+    if norm is None:
+        raise ConfigError(f"policy.normalize_obs: {observation_space} has no float Box to standardise; leave it out")
 
     def norm_init(device: torch.device) -> TensorDict:
         return norm.apply(lambda moment: moment.to(device, copy=True))  # `.to` would set a device, a compile guard

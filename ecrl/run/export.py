@@ -29,7 +29,7 @@ from ecrl.errors import UserError, extra
 from ecrl.policies import make_policy, policy_params
 from ecrl.pytree import flatten
 from ecrl.pytree import paths as tree_paths
-from ecrl.spaces import Box, Dict, Space
+from ecrl.spaces import Box, Dict, Space, is_image
 
 _FORMAT, _OPSET = 1, 18
 _ROWS = 3  # of the example batch; torch.export would treat a size of 0 or 1 as a constant
@@ -110,14 +110,19 @@ def _unless_first(carry: Tensor, first: Tensor, is_first: Tensor) -> Tensor:
 
 
 def _describe(name: str, tensor: Tensor, space: Space | None = None) -> dict[str, Any]:
-    """Describe an input or output for policy.json. JSON has no infinity, so null is an infinite bound."""
+    """Describe an input or output for policy.json. JSON has no infinity, so null is an infinite bound.
+
+    A bound of an image is one number, if it is the bound of all elements.
+    """
     about = {"name": name, "dtype": str(tensor.dtype).split(".")[1], "shape": ["batch", *tensor.shape[1:]]}
     if space is None:
         return about
     kind: dict[str, Any] = {"type": type(space).__name__}
     for key, value in asdict(space).items():
-        if key != "shape":
+        if key not in ("shape", "dtype"):
             kind[key] = [x if isfinite(x) else None for x in value] if isinstance(value, tuple) else value
+            if is_image(space) and len({*value}) == 1:
+                kind[key] = value[0]
     return about | {"space": kind}
 
 

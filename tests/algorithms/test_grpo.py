@@ -197,7 +197,8 @@ def independent(cfg: Config, state: TensorDict, rollout: TensorDict) -> tuple[di
     fields = (steps[k].double().numpy() for k in ("reward", "done", "mask"))
     advantage = torch.tensor(advantages(*fields, c.gamma, c.group_size, c.eps), dtype=torch.float32).reshape(-1)
     steps, optimizer, kls = steps.reshape(-1), torch.optim.Adam(net.parameters(), c.learning_rate), []
-    for index, real in zip(*shuffled(pass_keys(state, c.n_epochs), sizes_of(c, len(steps))), strict=True):
+    sizes = sizes_of(c, len(steps))
+    for index, real in zip(*shuffled(pass_keys(state, c.n_epochs), sizes, max(sizes)), strict=True):
         rows = index[real & steps["mask"][index]]
         batch, a = steps[rows], advantage[rows]
         dist, fixed = (torch.distributions.Categorical(logits=f(batch["obs"])) for f in (net, ref))

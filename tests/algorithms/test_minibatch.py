@@ -75,7 +75,7 @@ def itself(w: torch.Tensor) -> torch.Tensor:
 
 
 def test_shuffled_visits_every_row_once_per_epoch_and_fills_up_small_batches():
-    index, real = shuffled(rng.split(rng.key(0), 3), [4, 4, 2])
+    index, real = shuffled(rng.split(rng.key(0), 3), [4, 4, 2], 4)
     assert index.shape == real.shape == (9, 4)
     for epoch in range(3):
         rows, counted = index[3 * epoch : 3 * epoch + 3], real[3 * epoch : 3 * epoch + 3]
@@ -365,7 +365,7 @@ def test_four_rollouts_as_torchs_optimisers_and_schedules(name, kwargs, make, sc
     theirs = make([w])
     scheduler = make_schedule(theirs) if make_schedule else None
     for _ in range(4):
-        index, real = shuffled(pass_keys(state, 2), [2, 2, 1])
+        index, real = shuffled(pass_keys(state, 2), [2, 2, 1], 2)
         for i, r in zip(index, real, strict=True):
             theirs.zero_grad()
             (rows["x"][i][r] / 5.0 * w - 3.0).square().mean().backward()
@@ -397,7 +397,7 @@ def test_a_minibatch_in_parts_is_the_minibatch(parts_of, monkeypatch):
     parts, state, rows = setup(rows=20, mask=[i % 5 != 2 for i in range(20)], batch_size=8, n_epochs=1)
     rows = rows.copy().set("y", torch.zeros(20)).set("x", rows["x"] / 20.0)
     after, _ = learned(parts, state, rows, _fitted, None, _spread)
-    w, (index, real) = 0.0, shuffled(pass_keys(state, 1), [8, 8, 4])
+    w, (index, real) = 0.0, shuffled(pass_keys(state, 1), [8, 8, 4], 8)
     for i, r in zip(index, real, strict=True):
         x = rows["x"][i[r]].double()
         y, counted = x / x.max(), rows["mask"][i[r]]

@@ -209,7 +209,7 @@ def test_observations_of_every_kind(sees):
     b = torch.tensor(bit)
     expected = {
         "box": lambda: torch.stack((b, 1 - b), -1).unsqueeze(-1).float(),
-        "uint8": lambda: (3.0 * b).reshape(4, 1, 1).expand(4, 2, 2),
+        "uint8": lambda: (3 * b).to(torch.uint8).reshape(4, 1, 1).expand(4, 2, 2),
         "discrete": lambda: b,
         "multi_discrete": lambda: torch.stack((b, torch.full_like(b, 2)), -1),
         "multi_binary": lambda: torch.stack((b, 1 - b), -1),

@@ -6,7 +6,7 @@ from conftest import assert_pure, close
 from tensordict import TensorDict
 
 from ecrl.kernels import scan
-from ecrl.kernels.scan_loop import chunking, in_chunks
+from ecrl.kernels.scan_loop import chunking, in_chunks, row_bytes
 
 CPU = torch.device("cpu")
 
@@ -37,9 +37,33 @@ def test_what_has_no_one_length_is_refused(xs):
         scan(lambda carry, x: (carry, x), torch.tensor(0), xs)
 
 
+@pytest.mark.parametrize(
+    ("device", "one_row", "most"),
+    [
+        ("cpu", 1, 2048),
+        ("cpu", 2048, 2048),
+        ("cpu", 2049, 2046),  # 4 MiB / 2049 B
+        ("cpu", 84 * 84 * 4, 148),
+        ("cpu", 2**40, 1),
+        ("cuda", 2048, 65_536),
+        ("cuda", 84 * 84 * 4, 4755),  # 128 MiB / 28,224 B
+    ],
+)
+def test_a_chunk_has_so_many_rows_and_bytes_at_most(device, one_row, most):
+    number, size = chunking(10**6, torch.device(device), one_row)
+    assert number == -(-(10**6) // most) and size == -(-(10**6) // number) <= most
+
+
+def test_images_come_in_smaller_chunks():
+    rows = {"camera": torch.zeros(300, 84, 84, 4, dtype=torch.uint8), "x": torch.zeros(300, 2)}
+    assert row_bytes(rows) == 84 * 84 * 4 + 8
+    parts = in_chunks(rows)
+    assert parts["camera"].shape == (3, 100, 84, 84, 4) and parts["camera"].dtype == torch.uint8
+
+
 @pytest.mark.parametrize("rows", [1, 2047, 2048, 2049, 5000, 65_536])
 def test_parts_hold_every_row_and_are_nearly_equal(rows):
-    number, size = chunking(rows, CPU)
+    number, size = chunking(rows, CPU, 8)
     assert number * (size - 1) < rows <= number * size
     assert size <= 2048
     parts = in_chunks(TensorDict({"x": torch.arange(rows)}, [rows]))

@@ -10,6 +10,7 @@ from torch import nn
 from ecrl.errors import ConfigError
 from ecrl.policies import MLPConfig, NetworkConfig, build_mlp, make_network
 from ecrl.policies.networks import pure, seeded
+from ecrl.spaces import box
 
 ACTIVATIONS = {"relu": nn.ReLU, "elu": nn.ELU, "tanh": nn.Tanh, "gelu": nn.GELU, "silu": nn.SiLU}
 SHAPES = [  # settings, and the layers they mean for 3 inputs and 2 outputs
@@ -35,7 +36,7 @@ SHAPES = [  # settings, and the layers they mean for 3 inputs and 2 outputs
 
 
 def _net(cfg, inputs=3, outputs=2, bf16=False):
-    return make_network(NetworkConfig(network_cfg=cfg.model_dump()), inputs, outputs, bf16)
+    return make_network(NetworkConfig(network_cfg=cfg.model_dump()), box(-9.0, 9.0, inputs), outputs, bf16)
 
 
 def _weights(cfg, seed=0, inputs=3, outputs=2):

@@ -67,9 +67,14 @@ def test_statistics_start_empty_and_are_those_of_the_counted_rows():
     assert moved["x", "mean"].tolist() == [2.0, 5.0] and moved["x", "m2"].tolist() == [2.0, 0.0]
 
 
-@pytest.mark.parametrize("space", [Discrete(3), MultiDiscrete((2, 3)), dict_space({"a": Discrete(2)})])
+IMAGE = box(0, 255, 4, 4, 1, dtype=torch.uint8)
+NO_FLOATS = [Discrete(3), MultiDiscrete((2, 3)), dict_space({"a": Discrete(2)})]
+NO_FLOATS += [IMAGE, dict_space({"camera": IMAGE}), dict_space({"in": dict_space({"camera": IMAGE})})]
+
+
+@pytest.mark.parametrize("space", NO_FLOATS)
 def test_observations_without_numbers_are_refused(space):
-    with pytest.raises(ConfigError, match=r"policy\.normalize_obs: .* has no Box to standardise; leave it out"):
+    with pytest.raises(ConfigError, match=r"policy\.normalize_obs: .* has no float Box to standardise; leave it out"):
         _policy(space)
 
 

@@ -13,7 +13,7 @@ from ecrl import registry, rng
 from ecrl.config.model import ConfigModel
 from ecrl.envs import Env, time_limit
 from ecrl.registry import register_env, register_event, register_network
-from ecrl.spaces import box, dict_space
+from ecrl.spaces import Space, box, dict_space, flat_dim
 
 KINDS = ("env", "network", "event")
 
@@ -53,9 +53,9 @@ def two_parts(cfg: TwoPartsConfig) -> Env:
     return time_limit(Env(reset, step, space, box(-1.0, 1.0, 1)), 5)
 
 
-def one_layer(cfg: OneLayerConfig, inputs: int, outputs: int) -> nn.Module:
+def one_layer(cfg: OneLayerConfig, space: Space, outputs: int) -> nn.Module:
     """A linear layer."""
-    return nn.Linear(inputs, outputs)
+    return nn.Linear(flat_dim(space), outputs)
 
 
 def nudge(cfg: NudgeConfig):

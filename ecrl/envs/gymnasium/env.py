@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
+import torch
 from gymnasium import registry
 from gymnasium.vector import VectorEnv
 from pydantic import Field, JsonValue, field_validator
@@ -22,7 +23,7 @@ from ecrl.envs.gymnasium.vector_api import Fault, Outcome, Vector, serial
 from ecrl.envs.gymnasium.worker import error_text
 from ecrl.errors import ConfigError, UserError
 from ecrl.registry import register_env
-from ecrl.spaces import Dict, Discrete, MultiDiscrete, Space, dict_space, from_gymnasium
+from ecrl.spaces import Box, Dict, Discrete, MultiDiscrete, Space, dict_space, from_gymnasium
 
 
 class GymnasiumConfig(ConfigModel):
@@ -52,7 +53,9 @@ def gymnasium_env(cfg: GymnasiumConfig) -> Env:
     """Run an environment that `gymnasium.make` knows. Its key seeds it once, and it draws later starts from that seed.
 
     Observation spaces may be Box, Discrete, MultiDiscrete, MultiBinary, Dict and Tuple, with parts named "0", "1", ...
-    Observations are float32 or int64. Action spaces may be Box, Discrete, MultiDiscrete and MultiBinary.
+    Observations of a Box keep their integers, such as uint8 of images. All floats become float32, and other integers
+    int64. Action spaces may be Box, Discrete, MultiDiscrete and MultiBinary. Actions of a Box of integers are floats,
+    rounded for Gymnasium.
     `info["action_mask"]` becomes `obs["action_mask"]`, beside the parts of a Dict or `obs["observation"]`.
     `info["success"]` or `info["is_success"]` becomes `info.success`, NaN if the environment reports none. Equal keys
     give equal episodes, in this process and in workers. `min_truncation_gap` is the time limit for the environments of
@@ -183,6 +186,8 @@ def _spaces(vector: Vector) -> tuple[Space, Space]:
     obs_space, action_space = from_gymnasium(vector.observation_space), from_gymnasium(vector.action_space)
     if isinstance(action_space, Dict):
         raise TypeError(f"actions {vector.action_space}, expected Box, Discrete, MultiDiscrete or MultiBinary")
+    if isinstance(action_space, Box):
+        action_space = replace(action_space, dtype=torch.float32)
     parts = dict(obs_space.items) if isinstance(obs_space, Dict) else {"observation": obs_space}
     if MASK in parts or not _nvec(action_space) or vector.reset([0]).masks[0] is None:
         return obs_space, action_space

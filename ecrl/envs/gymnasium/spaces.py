@@ -13,6 +13,8 @@ from gymnasium import spaces
 from tensordict import TensorDict
 from torch import Tensor
 
+from ecrl.spaces import box_dtype
+
 MASK = "action_mask"
 """Name of the observation's action mask, a bool part that marks the allowed choices; it is not a feature."""
 
@@ -61,11 +63,12 @@ def _shape_text(shape: tuple[int, ...], space: spaces.Space) -> str:
 
 
 def observation(space: spaces.Space, batch: Any) -> Any:
-    """Copy a batch to a tensor, `[N, *shape]` float32 or int64; a Dict or Tuple becomes a TensorDict.
+    """Copy a batch to a tensor `[N, *shape]`; a Dict or Tuple becomes a TensorDict.
 
-    NaN and infinity are kept.
+    The dtypes are those of `ecrl.spaces.from_gymnasium`. NaN and infinity are kept.
 
-    Raises: BadValue for another shape, or an integer outside its space.
+    Raises: BadValue for another shape, a number that the dtype of its Box does not hold, or an integer outside its
+        space.
 
     >>> observation(spaces.Discrete(2, start=5), np.array([5, 6]))
     tensor([0, 1])
@@ -78,11 +81,21 @@ def observation(space: spaces.Space, batch: Any) -> Any:
     if np.shape(batch)[1:] != space.shape:
         raise BadValue(_shape_text(np.shape(batch)[1:], space), 0)
     if isinstance(space, spaces.Box):
-        return torch.from_numpy(np.array(batch, np.float32))
+        return _numbers(space, np.asarray(batch))
     low, size = _range(space)
     integers = np.array(batch, np.int64) - low
     refuse((integers < 0) | (integers >= size), f"returned an observation with an integer outside {space}")
     return torch.from_numpy(integers if isinstance(space, spaces.Discrete) else integers.reshape(len(integers), -1))
+
+
+def _numbers(space: spaces.Box, batch: np.ndarray) -> Tensor:
+    """Copy the numbers of a Box, `[N, *shape]`, to a tensor."""
+    dtype = box_dtype(space.dtype)
+    with np.errstate(invalid="ignore"):  # the cast of NaN to an integer is refused below
+        numbers = batch.astype(str(dtype).removeprefix("torch."))
+    if not dtype.is_floating_point and batch.dtype != numbers.dtype:
+        refuse(numbers != batch, f"returned an observation of {batch.dtype} that {space.dtype} of its Box cannot hold")
+    return torch.from_numpy(numbers)
 
 
 def action(space: spaces.Space, x: Tensor) -> np.ndarray:
