@@ -27,6 +27,16 @@ def vmapped() -> bool:
     return innermost is not None and innermost.key() == TransformType.Vmap
 
 
+def in_forward_mode() -> bool:
+    """Return True if forward-mode derivatives are taken, by `torch.func.jvp` or dual tensors.
+
+    >>> in_forward_mode()
+    False
+    """
+    innermost = peek_interpreter_stack()
+    return forward_ad._current_level >= 0 or (innermost is not None and innermost.key() == TransformType.Jvp)
+
+
 def recorded(*leaves: Tensor) -> bool:
     """Return True if gradients of results of these leaves are recorded.
 
@@ -36,9 +46,9 @@ def recorded(*leaves: Tensor) -> bool:
     True
     """
     innermost = peek_interpreter_stack()
-    transformed = innermost is not None and innermost.key() in (TransformType.Grad, TransformType.Jvp)
+    transformed = innermost is not None and innermost.key() == TransformType.Grad
     backward = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
-    return transformed or backward or forward_ad._current_level >= 0
+    return transformed or backward or in_forward_mode()
 
 
 class _Outside(torch.autograd.Function):
