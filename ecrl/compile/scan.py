@@ -13,8 +13,9 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from ecrl.compile.packing import Packing, packing
+from ecrl.compile.scan_gradient import Loop, differentiable, refusal
 from ecrl.compile.user_code import protected, user_line
-from ecrl.compile.vmap import outside, over_batch, recorded, vmapped
+from ecrl.compile.vmap import is_forward_mode, outside, over_batch, recorded, vmapped
 from ecrl.errors import ConfigError
 from ecrl.kernels import scan
 from ecrl.kernels.scan_loop import check_carry, length_of, loops_of_graphs
@@ -28,12 +29,8 @@ def graph_scan(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *const
     mode = get_proxy_mode()
     if mode is None or length_of(rows) == 1:
         return scan(body, carry, xs, *constants)
-    if recorded(*first, *rows, *fixed):
-        raise ConfigError(
-            f"trainer.compile: {user_line(traceback.extract_stack())} scans where gradients are recorded, which no "
-            "loop of a compiled graph can; use ecrl.kernels.scan there, whose turns are compiled one by one, or set "
-            "trainer.compile to off"
-        )
+    if is_forward_mode([*first, *rows, *fixed]):
+        raise ConfigError(refusal(user_line(traceback.extract_stack()), "forward-mode derivatives are taken"))
     if not first:  # the operator wants something to carry
         _, y = graph_scan(
             lambda none, x, *k: (none.clone(), body(carry, x, *k)[1]), rows[0].new_zeros(()), xs, *constants
@@ -43,6 +40,11 @@ def graph_scan(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *const
     turn = _turn(body, (c, x, k), found)
     if vmapped():
         after, ys = _batched_scan(turn, first, rows, fixed)
+        return unflatten(c, after), unflatten(found[0], ys, lambda size: (length, *size))
+    if recorded(*first, *rows, *fixed):
+        line = user_line(traceback.extract_stack())
+        one = Loop(turn, graph_scan, len(first), len(rows), line)
+        after, ys = differentiable(one, [*first, *rows, *fixed])
         return unflatten(c, after), unflatten(found[0], ys, lambda size: (length, *size))
     first, rows, fixed = (list(map(_in_graph, part)) for part in (first, rows, fixed))
     packings = packing(first), packing(rows, 1), packing(fixed)

@@ -25,6 +25,15 @@ def vmapped() -> bool:
     return transforms()[-1:] in (("Vmap",), ("unknown",))
 
 
+def is_forward_mode(leaves: Sequence[Tensor]) -> bool:
+    """Return True if forward-mode derivatives of these leaves are taken, by `torch.func.jvp` or dual tensors.
+
+    >>> is_forward_mode([torch.ones(1)])
+    False
+    """
+    return in_forward_mode(leaves) or transforms()[-1:] == ("Jvp",)
+
+
 def recorded(*leaves: Tensor) -> bool:
     """Return True if gradients of results of these leaves are recorded.
 
@@ -33,9 +42,8 @@ def recorded(*leaves: Tensor) -> bool:
     >>> bool(torch.func.grad(lambda x: x * recorded(x))(torch.tensor(2.0)))
     True
     """
-    transformed = transforms()[-1:] in (("Grad",), ("Jvp",))
     backward = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
-    return transformed or backward or in_forward_mode(leaves)
+    return transforms()[-1:] == ("Grad",) or backward or is_forward_mode(leaves)
 
 
 class _Outside(torch.autograd.Function):
