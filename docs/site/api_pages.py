@@ -56,6 +56,7 @@ PAGES: dict[str, tuple[str, dict[str, list[str]]]] = {
                 "ecrl.spaces.box",
                 "ecrl.spaces.dict_space",
                 "ecrl.spaces.flat_dim",
+                "ecrl.spaces.is_image",
             ],
         },
     ),
