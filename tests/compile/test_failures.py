@@ -14,7 +14,6 @@ from ecrl.loop.iteration import init_state, make_iteration
 from ecrl.run.checkpoint import latest, read_manifest
 from ecrl.run.train import train
 
-
 LOOPS = pytest.mark.skipif(torch.__version__ < "2.13", reason="compiled loops need torch 2.13")
 
 
