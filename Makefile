@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test test-default test-long lint docs clean
+.PHONY: train test test-default test-long test-torch-versions lint docs clean
 
 train: $(VENV)/installed
 	rm -rf outputs/make_train
@@ -18,6 +18,20 @@ test-default: $(VENV)/installed-dev
 
 test-long: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -m long
+
+COMPILE_TESTS := tests/compile $(addprefix tests/,$(addsuffix .py,test_compile test_tracing_state test_rng test_batching \
+	test_capture test_buffers test_products test_cpp_loops test_segments test_cpp_builds test_brief_codegen))
+
+# The compile tests with the oldest torch that is supported and the newest that the index offers, each in a new environment.
+test-torch-versions: test-torch-oldest test-torch-newest
+
+test-torch-oldest: TORCH := torch==2.11.*
+test-torch-newest: TORCH := torch
+test-torch-oldest test-torch-newest: test-torch-%:
+	$(PYTHON) -m venv --clear build/torch-$*
+	build/torch-$*/bin/python -m pip install --quiet --editable . hypothesis pytest pytest-xdist "$(TORCH)"
+	build/torch-$*/bin/python -m pip install --quiet --upgrade "$(TORCH)"
+	build/torch-$*/bin/python -m pytest -n 2 $(COMPILE_TESTS) -m "not long"
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

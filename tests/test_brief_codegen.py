@@ -14,6 +14,7 @@ from ecrl.compile import cpu_loops as cpp_loops
 from ecrl.compile.cpu_codegen import brief_codegen
 from ecrl.compile.jit import choose_form
 
+pytestmark = pytest.mark.skipif(torch.__version__ < "2.13", reason="compiled loops need torch 2.13")
 X, Y, S = sympy.symbols("x y s", integer=True, nonnegative=True)
 SUMS = [sympy.Integer(0), sympy.Integer(7), X, 4 * X, X - Y, 129 * X + Y + 3, 64 * X + 2 * Y - 1]
 OTHERS = [

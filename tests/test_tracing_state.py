@@ -13,7 +13,7 @@ from ecrl.kernels.reverse_scan import can_write_inplace
 from ecrl.tracing_state import in_forward_mode, in_graph, tracing_graph, transforms, version_of
 
 PRESENT = [True, False]
-FORWARD = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's own
+FORWARD = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own
 
 
 @pytest.fixture

@@ -53,7 +53,11 @@ def by_inductor(graph: GraphModule, given: list[Tensor]) -> Run:
 
 
 def _copy(to: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
-    """Copy all tensors of one dtype at once: a GPU has one kernel for many of them."""
+    """Copy all tensors of one dtype at once: a GPU has one kernel for many of them. Without it, copy one by one."""
+    if not hasattr(torch, "_foreach_copy_"):
+        for place, leaf in zip(to, leaves, strict=True):
+            place.copy_(leaf)
+        return
     for kind in {leaf.dtype for leaf in to}:
         pairs = [(place, leaf) for place, leaf in zip(to, leaves, strict=True) if place.dtype == kind]
         torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))  # pyright: ignore

@@ -14,6 +14,8 @@ from ecrl.loop.iteration import init_state, make_iteration
 from ecrl.run.checkpoint import latest, read_manifest
 from ecrl.run.train import train
 
+LOOPS = pytest.mark.skipif(torch.__version__ < "2.13", reason="compiled loops need torch 2.13")
+
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
@@ -123,6 +125,7 @@ def test_a_run_whose_compilation_fails_equals_an_eager_run(monkeypatch):
     assert same(*ends)
 
 
+@LOOPS
 def test_the_run_folder_names_the_form_that_trained(monkeypatch, tmp_path):
     monkeypatch.setattr(jit_module, "_compiler_for", breaks(ImportError("cannot import name 'scan_op'")))
     monkeypatch.setattr("ecrl.loop.build._COMPILING_S", 0.0)
@@ -137,6 +140,7 @@ def test_the_run_folder_names_the_form_that_trained(monkeypatch, tmp_path):
     assert form_of(small(**{"trainer.compile": "auto", "trainer.num_envs": 6})).name == "compiled"
 
 
+@LOOPS
 def test_a_run_with_compiled_and_eager_iterations_is_partly_eager(monkeypatch):
     monkeypatch.setattr("ecrl.loop.build._COMPILING_S", 0.0)
     cfg = small(**{"trainer.compile": "auto"})
@@ -146,6 +150,7 @@ def test_a_run_with_compiled_and_eager_iterations_is_partly_eager(monkeypatch):
     assert form_of(cfg)[:2] == ("partly eager", "learn cannot be compiled")
 
 
+@LOOPS
 def test_each_record_has_the_fault_of_a_function_once(monkeypatch):
     monkeypatch.setattr(jit_module, "_compiler_for", breaks(RuntimeError("no")))
     first, second = choose_form("auto", "cpu").jit, choose_form("auto", "cpu").jit

@@ -73,6 +73,8 @@ def run(code, **env):
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, env=os.environ | env
     )
+    if "only 0-dimensional arrays can be converted to Python scalars" in done.stderr:
+        pytest.skip("the interpreter of this Triton does not work with this NumPy")
     assert done.returncode == 0, done.stderr[-3000:]
 
 
