@@ -1,7 +1,7 @@
-"""Refuse allocations that cannot fit, and report failed ones in one line.
+"""Reject allocations that cannot fit, and report failed allocations in one line.
 
-Linux overcommits memory and kills the process later, so large allocations are checked before they are made. The
-command line imports this module without torch.
+Linux overcommits memory and kills the process later, so large allocations are checked first. The command line imports
+this module without torch.
 """
 
 import os
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 _MESSAGES = "allocate memory|out of memory|not enough memory|Storage size calculation overflowed|numel: integer"
-"""Parts of the messages that allocators raise."""
+"""Parts of the error messages of allocators."""
 
 
 def total_memory(device: "torch.device") -> int:
@@ -36,7 +36,7 @@ def check_room(need: int, device: "torch.device", label: str) -> None:
     Args:
         need: bytes of the allocation.
         device: the device that would hold it.
-        label: start of the message: the config key and the objects, in the plural.
+        label: start of the message: the config key, and the allocated objects in the plural.
 
     >>> import torch
     >>> check_room(10**18, torch.device("cpu"), "trainer.num_envs: 10**15 environments")  # doctest: +ELLIPSIS
@@ -50,7 +50,7 @@ def check_room(need: int, device: "torch.device", label: str) -> None:
 
 
 def element_bytes(space: Space) -> int:
-    """Return the bytes of one element as a run stores it: float32 or int64.
+    """Return the number of bytes of one element in a run, which stores float32 and int64.
 
     >>> from ecrl.spaces import Discrete, box, dict_space
     >>> element_bytes(dict_space({"joints": box(-1.0, 1.0, 3), "gear": Discrete(4)}))

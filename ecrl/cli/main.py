@@ -216,10 +216,10 @@ def _import_user_modules(args: list[str]) -> list[str]:
             remaining.append(arg)
             continue
         module, args = (module, args) if equals else ("".join(args[:1]), args[1:])
-        from ecrl.registry import import_own
+        from ecrl.registry import import_user_module
 
         sys.path[:0] = [] if "" in sys.path else [""]  # the working directory, as for `python -m`
-        import_own(module)
+        import_user_module(module)
     return remaining
 
 

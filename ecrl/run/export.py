@@ -34,7 +34,7 @@ _ROWS = 3  # of the example batch; torch.export would treat a size of 0 or 1 as 
 
 
 def _leaves(space: Space, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Space]:
-    """Return the spaces of an observation's parts by their path; an observation without parts has the path `()`."""
+    """Return the spaces of an observation's parts by path. An observation without parts has the path `()`."""
     if not isinstance(space, Dict):
         return {path: space}
     inner = (_leaves(part, (*path, name)) for name, part in space.items)
@@ -52,7 +52,7 @@ def _name(path: tuple[str, ...]) -> str:
 
 
 class _ActingModule(nn.Module):
-    """`action(params, obs)` as a module with named inputs; parameters are constants, so unused ones are not saved."""
+    """Module of `action(params, obs)` with named inputs. Parameters are constants, and unused ones are not saved."""
 
     def __init__(self, action: Callable[[TensorDict, Any], Tensor], params: TensorDict, paths: dict[str, tuple]):
         super().__init__()
@@ -70,7 +70,7 @@ class _ActingModule(nn.Module):
 
 
 def _acting_module(state: TensorDict, cfg: Config, env: Env, paths: dict[str, tuple]) -> _ActingModule:
-    """Return the policy in float32 on the CPU; it clips actions to their space if `policy.clip_actions` is set."""
+    """Return the policy in float32 on the CPU. It clips actions to their space if `policy.clip_actions` is set."""
     policy = make_policy(cfg.policy.model_copy(update={"bf16": False}), env.observation_space, env.action_space)
     space = env.action_space if cfg.policy.clip_actions else None
 
@@ -165,9 +165,9 @@ def export(state: TensorDict, cfg: Config, folder: str | Path) -> list[Path]:
     Args:
         state: state of a run; `params`, `norm` and the last observation are read.
         cfg: the run's config.
-        folder: created if missing; existing files of these names are replaced.
+        folder: output folder. It is created if missing, and existing files are replaced.
 
-    Returns: the files.
+    Returns: paths of the written files.
     Raises: UserError for a policy that torch.export or torch.onnx cannot trace. Without the extra `export` it is raised
         after policy.pt2 and policy.json are written.
     """
