@@ -68,7 +68,7 @@ def as_rank(way: str, rank: int, port: int, out: Path) -> None:
     def train(*, overrides: Overrides = ()) -> None:
         command(way)
 
-    shell._WITH_KEYS["train"] = train
+    shell._WITH_OVERRIDES["train"] = train
     sys.argv = ["ecrl", "train"]
     shell.main()
 
