@@ -16,7 +16,7 @@ from benchmarks.learning import reached
 from benchmarks.records import LIBRARIES, Entry, Row, Standing, num_seeds, path_of, standing
 from benchmarks.report import cell
 from benchmarks.tasks import EPISODES, POINTS
-from ecrl.report.curves import Curve, curve, read
+from ecrl.report.curves import Curve, curve, read_sources
 from ecrl.report.plots import MIN_BAND_SEEDS, figure
 from ecrl.report.plots import write as write_picture
 from ecrl.report.statistics import bootstrap_interval, interquartile_mean
@@ -143,7 +143,9 @@ def text(standings: Sequence[tuple[Entry, Standing]]) -> str:
 
 def _curves(entry: Entry, known: Standing, out: Path) -> list[Curve]:
     """Read the raw curves of an entry."""
-    return [curve(source, entry.task.score) for seed in known.fresh for source in read(path_of(entry, seed, out))]
+    return [
+        curve(source, entry.task.score) for seed in known.fresh for source in read_sources(path_of(entry, seed, out))
+    ]
 
 
 def publish(listed: Sequence[Entry], out: Path) -> list[Path]:

@@ -16,7 +16,7 @@ from benchmarks.peers.zoo import ZOO
 from benchmarks.tasks import EPISODES, POINTS, TASKS, Task
 from ecrl.config import load_config, total_steps
 from ecrl.errors import UserError
-from ecrl.report.curves import canonical, without_names
+from ecrl.report.curves import canonical_json, without_seeds_and_names
 from ecrl.run.atomic_files import replace_file
 
 SEEDS, FEW, SHORT_S = 10, 3, 600.0
@@ -35,7 +35,7 @@ class Library(NamedTuple):
 
 
 def _own_settings(config: Path) -> Row:
-    return without_names(load_config(config).model_dump(mode="json", exclude_defaults=True))
+    return without_seeds_and_names(load_config(config).model_dump(mode="json", exclude_defaults=True))
 
 
 def _zoo_settings(config: Path) -> Row:
@@ -84,7 +84,7 @@ def entries(configs: Path) -> list[Entry]:
                 config = configs / f"{task.config}.json"
                 scored = {"env": task.env, "episodes": EPISODES[task.score], "points": POINTS}
                 settings = {"library": key, "scores": scored, "settings": library.settings(config)}
-                digest = hashlib.sha256(canonical(settings).encode()).hexdigest()
+                digest = hashlib.sha256(canonical_json(settings).encode()).hexdigest()
                 results.append(Entry(task, key, config, settings, digest))
     return results
 

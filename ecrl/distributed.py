@@ -21,11 +21,11 @@ from ecrl.pytree import flatten, unflatten
 
 T = TypeVar("T")
 _TIMEOUT = timedelta(days=7)
-"""Time that a rank waits for the others, such as while rank 0 evaluates. If a rank dies, torchrun ends all of them."""
+"""Time that a rank waits for the others, such as while rank 0 evaluates. If a rank dies, torchrun ends all ranks."""
 
 
 class _Ranks(NamedTuple):
-    """`store` keeps strings by name. It outlives the processes if torchrun restarts them."""
+    """Rank, number of ranks, and a store of strings by name. The store survives restarts by torchrun."""
 
     rank: int
     size: int
@@ -47,7 +47,7 @@ def world_size() -> int:
 
 @contextmanager
 def _short_errors() -> Iterator[None]:
-    """Raise errors of an exchange as a UserError of one line, without the frames that keep the process group alive."""
+    """Turn a communication error into a UserError of one line, without the frames that keep the process group alive."""
     try:
         yield
     except RuntimeError as error:
@@ -71,15 +71,15 @@ def _(x: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _all_sum_of_batch(info: Any, in_dims: tuple, x: Tensor) -> tuple[Tensor, Any]:
+def _all_sum_vmap(info: Any, in_dims: tuple, x: Tensor) -> tuple[Tensor, Any]:
     return torch.ops.ecrl.all_sum(x), in_dims[0]
 
 
-torch.library.register_vmap("ecrl::all_sum", _all_sum_of_batch)
+torch.library.register_vmap("ecrl::all_sum", _all_sum_vmap)
 
 
 def all_sum(x: Tensor) -> Tensor:
-    """Return the sum of `x` over ranks, with the same bits on every rank; `x` itself if there is one rank.
+    """Return the sum of `x` over ranks, with the same bits on every rank. With one rank, return `x`.
 
     >>> all_sum(torch.ones(2))
     tensor([1., 1.])
@@ -88,11 +88,11 @@ def all_sum(x: Tensor) -> Tensor:
 
 
 def all_mean(x: T, *, weight: Tensor) -> T:
-    """Return the mean over ranks of every float tensor in `x`, weighted by `weight`; `x` itself if there is one rank.
+    """Return the mean over ranks of every float tensor in `x`, weighted by `weight`. With one rank, return `x`.
 
         sum_ranks(weight * x) / sum_ranks(weight)        0 if all weights are 0
 
-    Tensors of weight 0 may be NaN or infinite. All tensors are sent in one message.
+    On a rank with weight 0, tensors may be NaN or infinite. All tensors are sent in one message.
 
     >>> all_mean(torch.ones(2), weight=torch.tensor(3.0))
     tensor([1., 1.])
@@ -123,7 +123,7 @@ def _read_number(name: str, environ: Mapping[str, str]) -> int:
 
 
 def local_device(name: str, environ: Mapping[str, str] = os.environ) -> str:
-    """Return the device of this rank: for `cuda` and `auto`, the GPU whose index is LOCAL_RANK; else `name`.
+    """Return the device of this rank. For `cuda` and `auto` it is the GPU with index LOCAL_RANK, otherwise `name`.
 
     Raises: ConfigError that lists the GPUs of this machine if it has too few.
     """
@@ -139,32 +139,32 @@ def local_device(name: str, environ: Mapping[str, str] = os.environ) -> str:
 def start(distributed: bool, environ: Mapping[str, str] = os.environ) -> None:
     """Join the other processes that torchrun started if the run is distributed. Call it once, before anything else.
 
-    Every restart uses its own names in the store, so it does not read the messages of dead processes.
+    Each restart uses new names in the store, so it does not read the messages of dead processes.
 
     Raises: ConfigError that names a missing variable of torchrun.
     """
     global _ranks
-    alone = environ.get("WORLD_SIZE", "1") == "1"
-    if not distributed or _ranks.store is not None or (alone and "TORCHELASTIC_RESTART_COUNT" not in environ):
+    one_process = environ.get("WORLD_SIZE", "1") == "1"
+    if not distributed or _ranks.store is not None or (one_process and "TORCHELASTIC_RESTART_COUNT" not in environ):
         return
-    size, here, port = (_read_number(name, environ) for name in ("WORLD_SIZE", "RANK", "MASTER_PORT"))
-    if here >= size:
-        raise ConfigError(f"trainer.distributed: RANK is {here}, expected below WORLD_SIZE, {size}")
+    size, own_rank, port = (_read_number(name, environ) for name in ("WORLD_SIZE", "RANK", "MASTER_PORT"))
+    if own_rank >= size:
+        raise ConfigError(f"trainer.distributed: RANK is {own_rank}, expected below WORLD_SIZE, {size}")
     torchrun_has_store = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     host = environ.get("MASTER_ADDR", "localhost")
     try:
-        is_master = here == 0 and not torchrun_has_store
+        is_master = own_rank == 0 and not torchrun_has_store
         store = TCPStore(host, port, size, is_master=is_master, timeout=timedelta(minutes=5))
     except (TypeError, RuntimeError) as error:
         problem = str(error).split("\n")[0]
         raise ConfigError(f"trainer.distributed: MASTER_ADDR {host}, MASTER_PORT {port}: {problem}") from None
-    if alone:
+    if one_process:
         _ranks = _Ranks(0, 1, store)
         return
-    own_names = PrefixStore(f"ecrl_restart_{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    attempt_store = PrefixStore(f"ecrl_restart_{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, store=own_names, rank=here, world_size=size, timeout=_TIMEOUT)
-    _ranks = _Ranks(here, size, store)
+    dist.init_process_group(backend, store=attempt_store, rank=own_rank, world_size=size, timeout=_TIMEOUT)
+    _ranks = _Ranks(own_rank, size, store)
     atexit.register(_stop_at_exit)
 
 
@@ -189,12 +189,12 @@ def _stop_at_exit() -> None:
 
 
 def restarts(environ: Mapping[str, str] = os.environ) -> int:
-    """Return how often torchrun has restarted the processes."""
+    """Return the number of times that torchrun has restarted the processes."""
     return 0 if _ranks.store is None else int(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def value_of_rank_0(name: str, make: Callable[[], str]) -> str:
-    """Return on every rank the text that rank 0 makes. A restarted rank 0 returns its first text of that name again."""
+    """Return the text that rank 0 makes, on every rank. After a restart, return the first text of that name again."""
     if _ranks.store is None:
         return make()
     store = PrefixStore("ecrl", _ranks.store)
@@ -210,15 +210,15 @@ def set_flag(name: str) -> None:
 
 
 def has_flag(name: str) -> bool:
-    """Return True if processes before the last torchrun restart set this flag."""
+    """Return True if this flag was set before the last torchrun restart."""
     if not restarts():
         return False
     store = PrefixStore("ecrl", _ranks.store)
     return store.check([name]) and int(store.get(name)) < restarts()
 
 
-def gathered(own: bytes) -> list[bytes]:
-    """Return the bytes of every rank, in rank order, on rank 0; an empty list on the others (collective)."""
+def gather_on_rank_0(own: bytes) -> list[bytes]:
+    """Return the bytes of all ranks, in rank order, on rank 0. Return an empty list on the others (collective)."""
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size())]
     with _short_errors():
         dist.all_gather(sizes, torch.tensor([len(own)]))

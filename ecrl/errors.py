@@ -1,4 +1,4 @@
-"""Errors that a user can fix. The command line prints them without a traceback, one line per fault, with status 2."""
+"""Errors that a user can fix. The command line prints one line per fault, without a traceback, and exits with 2."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class UserError(ValueError):
-    """An error that the user can fix. Each line has the given value, the expected value and a remedy."""
+    """An error that the user can fix. Each line names the given value, the expected value and a remedy."""
 
 
 class ConfigError(UserError):
@@ -14,14 +14,14 @@ class ConfigError(UserError):
 
 
 class CheckpointError(UserError):
-    """A checkpoint is missing, damaged or has another structure; the message names the file."""
+    """A checkpoint is missing, is damaged or does not fit its config. The message names the file."""
 
 
 class NotSavedError(CheckpointError):
-    """`ecrl.train` could not save its last state. `state` and `history` are the values it would have returned."""
+    """`ecrl.train` could not save its last state. Its return values are the attributes `state` and `history`."""
 
     def __init__(self, message: str, state: Any, history: Any):
-        super().__init__(f"{message}; nothing is lost: this error has the state and history that train would return")
+        super().__init__(f"{message}; nothing is lost: this error has the attributes state and history")
         self.state, self.history = state, history
 
 
@@ -29,9 +29,9 @@ class NotFiniteError(UserError):
     """An iteration produced NaN or infinity.
 
     Attributes:
-        report: the affected tensors and the places in them.
-        state: the state before the iteration.
-        files: the other ranks' files of a checkpoint of that state.
+        report: places of NaN or infinity, by tensor.
+        state: state before the iteration.
+        files: checkpoint files of the other ranks for this state.
     """
 
     def __init__(self, message: str, report: dict[str, Any], state: Any = None, files: dict[str, bytes] | None = None):
@@ -45,7 +45,7 @@ class MissingExtraError(UserError, ModuleNotFoundError):
 
 @contextmanager
 def extra(name: str) -> Iterator[None]:
-    """Turn a failing import in the block into one line with the command that installs the extra `name`."""
+    """Turn a failed import in the block into an error of one line: the command that installs the extra `name`."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -1,7 +1,7 @@
-"""Refuse allocations that cannot fit, and report failed ones in one line.
+"""Reject allocations that cannot fit, and report failed allocations in one line.
 
-Linux overcommits memory and kills the process later, so large allocations are checked before they are made. The
-command line imports this module without torch.
+Linux overcommits memory and kills the process later, so large allocations are checked first. The command line imports
+this module without torch.
 """
 
 import os
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 _MESSAGES = "allocate memory|out of memory|not enough memory|Storage size calculation overflowed|numel: integer"
-"""Parts of the messages that allocators raise."""
+"""Parts of the error messages of allocators."""
 
 
 def total_memory(device: "torch.device") -> int:
@@ -34,7 +34,7 @@ def check_room(need: int, device: "torch.device", label: str) -> None:
     Args:
         need: bytes of the allocation.
         device: the device that would hold it.
-        label: start of the message: the config key and the objects, in the plural.
+        label: start of the message: the config key, and the allocated objects in the plural.
 
     >>> import torch
     >>> check_room(10**18, torch.device("cpu"), "trainer.num_envs: 10**15 environments")  # doctest: +ELLIPSIS

@@ -6,7 +6,7 @@ Each name maps to `(Config, make)`. A decorator registers `make`; the annotation
     def my_task(cfg: MyTaskConfig) -> Env: ...
 
 Calls of `make` are memoised by config, so equal configs give the same object and compile once. An installed package
-can register its parts automatically: it names the registering module as an entry point of the group `ecrl.plugins`.
+can register its parts automatically: it lists the module that registers them as an entry point of `ecrl.plugins`.
 """
 
 import json
@@ -22,10 +22,10 @@ from warnings import warn
 from ecrl.errors import UserError
 
 BUILTIN = ("ecrl.envs", "ecrl.policies", "ecrl.algorithms")
-"""Packages that register the built-in parts; imported before the first lookup or registration by another package."""
+"""Packages that register the built-in parts. They are imported before the first lookup or registration by a user."""
 
 PLUGINS = "ecrl.plugins"
-"""Entry-point group of installed packages that register parts; imported after the built-in packages."""
+"""Entry-point group of installed packages that register parts. They are imported after the built-in packages."""
 
 
 class Entry(NamedTuple):
@@ -40,13 +40,11 @@ _ENTRIES: dict[str, dict[str, Entry]] = {kind: {} for kind in _KINDS}
 
 
 _FAILED_PLUGINS: list[str] = []  # messages about plugins that failed to import
-_IMPORTED_GROUPS: list[
-    str
-] = []  # entry-point groups; filled before the import, because a plugin itself registers parts
+_IMPORTED_GROUPS: list[str] = []  # filled before the import, because plugins register parts during it
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """Return the end of an error message: the nearest known name if there is one, else all names.
+    """Return the end of an error message: the nearest known name if one is close enough, else all names.
 
     >>> did_you_mean("sede", ["seed", "device"]), did_you_mean("x", ["seed", "device"])
     ("did you mean 'seed'?", 'known: device, seed')
@@ -59,7 +57,7 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
 def _register(kind: str, name: str, *, override: bool = False) -> Callable[[Callable], Callable]:
     def decorate(make: Callable) -> Callable:
         if not str(getattr(make, "__module__", None)).startswith("ecrl."):
-            _import_parts()  # so that a built-in name counts as taken and can be overridden
+            _import_parts()  # makes a built-in name count as taken, so that it can be overridden
         if name in _ENTRIES[kind] and not override:
             raise ValueError(f"{kind} {name!r} is already registered; pass override=True to replace it")
         first = next(iter(signature(make).parameters), None)
@@ -79,7 +77,7 @@ def _register(kind: str, name: str, *, override: bool = False) -> Callable[[Call
 
 
 def register_env(name: str, *, override: bool = False) -> Callable[[Callable], Callable]:
-    """Decorator: register `make(cfg) -> Env` under `name`. A taken name raises ValueError unless `override`."""
+    """Decorator: register `make(cfg) -> Env` under `name`. Raise ValueError for a taken name unless `override`."""
     return _register("env", name, override=override)
 
 
@@ -140,7 +138,7 @@ def _import_parts() -> None:
     for point in entry_points(group=PLUGINS):
         try:
             point.load()
-        except Exception as error:  # a plugin may raise anything, and must not break the rest
+        except Exception as error:  # a plugin may raise any error, and must not break the others
             package = f"{point.dist.name} {point.dist.version}" if point.dist else "unknown package"
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             _FAILED_PLUGINS.append(
@@ -149,7 +147,7 @@ def _import_parts() -> None:
             warn(f"{_FAILED_PLUGINS[-1]}; fix or uninstall it", RuntimeWarning, stacklevel=2)
 
 
-def import_own(module: str) -> None:
+def import_user_module(module: str) -> None:
     """Import a user's module that registers parts, for `--import`. A name in a config never imports anything.
 
     Raises: UserError if there is no such module. Errors inside the module are raised unchanged.
@@ -162,10 +160,10 @@ def import_own(module: str) -> None:
         raise UserError(f"--import {module or '(nothing)'}: {error}; expected the name of a module to import") from None
 
 
-def own_modules(config: str) -> list[str]:
-    """List the modules outside of ecrl that registered a part named in a config's JSON, for another process to import.
+def user_modules(config: str) -> list[str]:
+    """List the modules outside of ecrl that registered parts of a config's JSON. Another process imports them first.
 
-    >>> own_modules('{"env": {"name": "cartpole"}}')
+    >>> user_modules('{"env": {"name": "cartpole"}}')
     []
     """
     entries = [entry for part in _ENTRIES.values() for name, entry in part.items() if json.dumps(name) in config]
@@ -186,7 +184,7 @@ def registered(kind: str) -> tuple[str, ...]:
 
 
 def lookup(kind: str, name: str) -> Entry:
-    """Return the entry of a name. For an unknown name, KeyError suggests the nearest known name or lists all.
+    """Return the entry of a name. For an unknown name, raise KeyError with the nearest known name or all names.
 
     >>> lookup("env", "cartpol")
     Traceback (most recent call last):
@@ -194,6 +192,6 @@ def lookup(kind: str, name: str) -> Entry:
     """
     known = registered(kind)
     if name not in known:
-        short = repr(name if len(name) <= 60 else f"{name[:60]}...")
-        raise KeyError("; ".join([f"unknown {kind} {short}", did_you_mean(name, known), *_FAILED_PLUGINS]))
+        short_name = repr(name if len(name) <= 60 else f"{name[:60]}...")
+        raise KeyError("; ".join([f"unknown {kind} {short_name}", did_you_mean(name, known), *_FAILED_PLUGINS]))
     return _ENTRIES[kind][name]

@@ -264,7 +264,9 @@ def test_a_slash_in_a_name_comes_back(tmp_path):
     save(tmp_path / "saved", state.lock_(), cfg)
     tensors = tensors_from_bytes((tmp_path / "saved" / "state.safetensors").read_bytes())
     structure = state.clone().apply(torch.zeros_like)
-    assert torch.equal(checkpoint._into(structure, tensors, tmp_path)["norm", "obs", "cam/rgb"], torch.ones(2))
+    assert torch.equal(
+        checkpoint._fill_structure(structure, tensors, tmp_path)["norm", "obs", "cam/rgb"], torch.ones(2)
+    )
 
 
 def test_a_state_that_was_saved_is_not_kept():

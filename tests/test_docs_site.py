@@ -63,10 +63,10 @@ def test_every_key_of_a_config_is_told(site):
 
 
 def test_every_command_is_told(site):
-    from ecrl.cli.main import _OTHERS, _WITH_KEYS
+    from ecrl.cli.main import _NO_OVERRIDES, _WITH_OVERRIDES
 
     page = (site / "reference" / "commands.html").read_text()
-    assert all(f">ecrl {name}<" in page for name in (*_WITH_KEYS, *_OTHERS))
+    assert all(f">ecrl {name}<" in page for name in (*_WITH_OVERRIDES, *_NO_OVERRIDES))
     assert "<code>--num-episodes</code> (100)" in page
 
 

@@ -6,13 +6,13 @@ from contextlib import suppress
 import pytest
 
 from ecrl.run import atomic_files as durable
-from ecrl.run.atomic_files import append, remove_folder, replace_file, sweep, whole, write_folder
+from ecrl.run.atomic_files import append, complete_folder, remove_folder, remove_leftovers, replace_file, write_folder
 
 OLD, NEW = {"a": b"old", "b": b"1"}, {"a": b"new", "b": b"2", "c": b""}
 
 
 def content(path):
-    return {p.name: p.read_bytes() for p in whole(path).iterdir()}
+    return {p.name: p.read_bytes() for p in complete_folder(path).iterdir()}
 
 
 class Killed(BaseException):
@@ -50,7 +50,7 @@ def test_a_folder_is_the_old_or_the_new_one_wherever_writing_ends(tmp_path, stop
             write_folder(path, NEW)
         ended = len(done) < stop
     assert content(path) in ((NEW,) if ended else (OLD, NEW))
-    sweep(tmp_path)
+    remove_leftovers(tmp_path)
     write_folder(path, NEW)
     assert content(path) == NEW and [p.name for p in tmp_path.iterdir()] == ["saved"]
 
@@ -71,7 +71,7 @@ def test_nothing_is_left_of_a_folder_under_its_name_when_removing_it_is_cut_shor
         patched.setattr(durable.shutil, "rmtree", lambda *a, **k: None)
         remove_folder(tmp_path / "saved")
     assert not (tmp_path / "saved").exists() and len(list(tmp_path.iterdir())) == 1
-    sweep(tmp_path)
+    remove_leftovers(tmp_path)
     assert not list(tmp_path.iterdir())
 
 

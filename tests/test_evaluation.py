@@ -16,7 +16,7 @@ from ecrl.errors import ConfigError, UserError
 from ecrl.loop.iteration import init_state, train_iter
 from ecrl.run import rank_shards as ranks
 from ecrl.run.evaluation import _summary, eval_envs, evaluate, with_evaluation
-from ecrl.run.rank_shards import with_others
+from ecrl.run.rank_shards import with_shards
 from ecrl.run.train import train
 
 
@@ -117,8 +117,8 @@ def test_ranks_that_stop_do_not_evaluate_before_that(monkeypatch):
     kinds = []
     for stopping in (False, True):
         monkeypatch.setattr(ranks, "any_rank", lambda mine, stopping=stopping: stopping)
-        monkeypatch.setattr(ranks, "_of_others", lambda *_: {})
-        records = with_others(islice(train_iter(init_state(cfg), cfg), 4), cfg)
+        monkeypatch.setattr(ranks, "_gather_shards", lambda *_: {})
+        records = with_shards(islice(train_iter(init_state(cfg), cfg), 4), cfg)
         kinds.append([record["log_type"] for record in with_evaluation(records, cfg)])
     assert kinds == [2 * ["collect", "train", "evaluate"], ["collect", "train"]]
 

@@ -13,7 +13,7 @@ from support.small_runs import small
 
 from ecrl.compile.jit import Compilation
 from ecrl.run.evaluation import with_evaluation
-from ecrl.run.loggers import _Pace, scalars, with_host_logs, with_jsonl, with_progress, with_scalars
+from ecrl.run.loggers import _Speed, scalars, with_host_logs, with_jsonl, with_progress, with_scalars
 from ecrl.run.profiler import Times, timed_records
 from ecrl.run.trackers import with_tensorboard
 
@@ -233,7 +233,7 @@ def test_progress_in_jupyter_is_one_output_in_one_place_which_the_saved_notebook
 def test_progress_fits_a_narrow_terminal(capsys, monkeypatch):
     for name, value in {"FORCE_COLOR": "1", "TTY_COMPATIBLE": "1", "COLUMNS": "80", "NO_COLOR": "1"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("ecrl.run.loggers._Pace.__str__", lambda pace: "321,152 steps/s, compiled in 30 s")
+    monkeypatch.setattr("ecrl.run.loggers._Speed.__str__", lambda speed: "321,152 steps/s, compiled in 30 s")
     list(with_progress(iter([record("train", 491_520, policy_loss=0.5)]), 0, 491_520))
     assert any("491520/491520" in line and "30 s" in line for line in capsys.readouterr().out.splitlines())
 
@@ -242,15 +242,15 @@ def test_progress_tells_when_it_compiles_and_leaves_that_out_of_the_rate(capsys,
     made = [Compilation("before", 7.0)]
     now = iter([100.0, 131.0, 132.0])  # 30 s of compiling, then 100 steps a second
     monkeypatch.setattr("ecrl.run.loggers.time.perf_counter", lambda: next(now))
-    pace = _Pace(0, made)
-    assert str(pace) == "starting"
+    speed = _Speed(0, made)
+    assert str(speed) == "starting"
     made.append(Compilation("iteration: first call", None))
-    assert str(pace) == "compiling"
+    assert str(speed) == "compiling"
     made[1] = made[1]._replace(seconds=30.0)
-    pace.move(100)
-    assert str(pace) == "100 steps/s, compiled in 30 s"
-    pace.move(200)
-    assert str(pace) == "100 steps/s, compiled in 30 s"
+    speed.advance(100)
+    assert str(speed) == "100 steps/s, compiled in 30 s"
+    speed.advance(200)
+    assert str(speed) == "100 steps/s, compiled in 30 s"
 
 
 def test_scalars_is_one_read(monkeypatch):

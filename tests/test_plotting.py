@@ -9,8 +9,8 @@ from support.command_line import called
 from support.log_records import RECORDS
 
 from ecrl.errors import UserError
-from ecrl.report.curves import Curve, choose, curve, read
-from ecrl.report.plots import band, figure, first_at, grouped, legend, plot, summary
+from ecrl.report.curves import Curve, choose_metric, curve, read_sources
+from ecrl.report.plots import band, figure, group_curves, legend_label, plot, summary, threshold_point
 from ecrl.run.loggers import with_jsonl
 
 pytest.importorskip("matplotlib")
@@ -30,7 +30,7 @@ def run(folder, seed=0, name="ppo", values=(1.0, 2.0, 3.0), metric="eval/avg_rew
 
 
 def curves(*paths, metric="eval/avg_reward"):
-    return [curve(source, metric) for path in paths for source in read(path)]
+    return [curve(source, metric) for path in paths for source in read_sources(path)]
 
 
 def test_a_real_runs_rows_are_a_curve(tmp_path):
@@ -74,13 +74,13 @@ def test_a_line_that_is_not_whole_yet_is_left_out_and_a_damaged_one_is_told(tmp_
 def test_runs_that_differ_in_seed_and_name_alone_are_one_group(tmp_path):
     runs = [run(tmp_path / f"r{seed}", seed, gamma=0.9) for seed in range(3)]
     runs += [run(tmp_path / "other", 0, gamma=0.8), run(tmp_path / "named", 3, "ppo_again", gamma=0.9)]
-    assert [len(group) for group in grouped(curves(*runs))] == [4, 1]
+    assert [len(group) for group in group_curves(curves(*runs))] == [4, 1]
 
 
 def test_groups_of_one_name_are_told_apart_by_their_folders(tmp_path):
     runs = [run(tmp_path / f"r{gamma}_{seed}", seed, gamma=gamma) for gamma in (0.9, 0.8) for seed in range(2)]
     _, groups = plot(runs, tmp_path / "p.png")
-    assert [legend(group) for group in groups] == ["ppo, r0.9_0 (2 seeds)", "ppo, r0.8_0 (2 seeds)"]
+    assert [legend_label(group) for group in groups] == ["ppo, r0.9_0 (2 seeds)", "ppo, r0.8_0 (2 seeds)"]
 
 
 def test_files_of_one_name_and_results_of_other_settings_are_groups_of_their_own(tmp_path):
@@ -89,12 +89,12 @@ def test_files_of_one_name_and_results_of_other_settings_are_groups_of_their_own
     for path in paths:
         path.write_text("steps,seconds,return\n10,30,1\n30,60,2\n")
     _, groups = plot(paths, tmp_path / "p.svg")
-    assert [legend(group) for group in groups] == [f"sb3, {path}" for path in paths]
+    assert [legend_label(group) for group in groups] == [f"sb3, {path}" for path in paths]
     results = [tmp_path / f"{seed}.json" for seed in range(2)]
     for seed, path in enumerate(results):
         rows = [{"steps": 10, "seconds": 30, "return": 1}]
         path.write_text(json.dumps({"name": "ppo", "hash": str(seed), "seed": seed, "curve": rows}))
-    assert [len(group) for group in grouped(curves(*results))] == [1, 1]
+    assert [len(group) for group in group_curves(curves(*results))] == [1, 1]
 
 
 def test_one_seed_given_twice_is_said(tmp_path):
@@ -161,7 +161,7 @@ def test_names_too_wide_to_stand_beside_each_other_stand_below(tmp_path):
 def test_a_picture_has_two_panels_lines_for_two_seeds_and_a_band_for_three(tmp_path):
     two = [run(tmp_path / f"two{s}", s, "two", gamma=0.8) for s in range(2)]
     three = [run(tmp_path / f"three{s}", s, "three", (1.0 + s, 2.0 + s, 3.0 + s)) for s in range(3)]
-    made = figure(grouped(curves(*two, *three)), "eval/avg_reward", threshold=2.5)
+    made = figure(group_curves(curves(*two, *three)), "eval/avg_reward", threshold=2.5)
     steps, minutes = made.axes
     assert (steps.get_xlabel(), minutes.get_xlabel()) == ("environment steps", "minutes, including compilation")
     assert steps.get_ylabel() == "eval/avg_reward"
@@ -197,7 +197,7 @@ def test_a_peers_file_is_a_curve(name, text, tmp_path):
 
 def test_seeds_of_a_peer_are_one_group(tmp_path):
     (tmp_path / "sb3.csv").write_text("steps,seconds,success,seed\n" + "".join(f"1,1,0.5,{s}\n" for s in range(4)))
-    ((*group,),) = grouped(curves(tmp_path / "sb3.csv", metric="eval/success_rate"))
+    ((*group,),) = group_curves(curves(tmp_path / "sb3.csv", metric="eval/success_rate"))
     assert len(group) == 4
 
 
@@ -208,19 +208,23 @@ def test_the_metric_is_the_first_usual_one_that_all_have(tmp_path):
     plain = run(tmp_path / "b", metric="charts/episode_reward_avg_100")
     peer = tmp_path / "c.csv"
     peer.write_text("steps,seconds,return\n1,1,1\n")
-    sources = {path: read(path)[0] for path in (both, plain, peer)}
-    assert choose([sources[both]]) == "eval/success_rate"
-    assert choose([sources[both], sources[peer]]) == "eval/avg_reward"
-    assert choose([sources[plain], sources[peer]]) == "charts/episode_reward_avg_100"
+    sources = {path: read_sources(path)[0] for path in (both, plain, peer)}
+    assert choose_metric([sources[both]]) == "eval/success_rate"
+    assert choose_metric([sources[both], sources[peer]]) == "eval/avg_reward"
+    assert choose_metric([sources[plain], sources[peer]]) == "charts/episode_reward_avg_100"
     with pytest.raises(
         UserError, match=r"^none of eval/success_rate, .* is in all runs and peers; choose one with --metric$"
     ):
-        choose([sources[plain], sources[both]])
+        choose_metric([sources[plain], sources[both]])
 
 
 def test_where_a_curve_stays_above_a_threshold(tmp_path):
     up, down = (curves(run(tmp_path / n, name=n, values=v))[0] for n, v in (("up", (1, 3, 4)), ("down", (3, 4, 1))))
-    assert (first_at(up, 3.0), first_at(up, 0.0), first_at(down, 3.0)) == ((20.0, 2.0), (10.0, 1.0), None)
+    assert (threshold_point(up, 3.0), threshold_point(up, 0.0), threshold_point(down, 3.0)) == (
+        (20.0, 2.0),
+        (10.0, 1.0),
+        None,
+    )
     assert summary([[up], [down]], 3.0) == [
         "up: 4 after 30 env steps, 3.0 minutes; stays above 3 from 20 env steps, 2.0 minutes on",
         "down: 1 after 30 env steps, 3.0 minutes; does not stay above 3",

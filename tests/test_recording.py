@@ -22,8 +22,8 @@ from ecrl.run import video, video_writer
 from ecrl.run.checkpoint import save
 from ecrl.run.evaluation import evaluate, with_evaluation
 from ecrl.run.train import train
-from ecrl.run.video import collected, record
-from ecrl.run.video_writer import background, cameras, check_cameras, view, write_video
+from ecrl.run.video import record, rollout_views
+from ecrl.run.video_writer import background_worker, cameras, check_cameras, view, write_video
 
 ffmpeg = pytest.importorskip("imageio_ffmpeg", reason="videos need the extra 'video'")
 
@@ -44,13 +44,13 @@ def grey(*values, size=(32, 48)):
 def drawn(monkeypatch):
     """Pictures without OpenGL: tile i is as grey as environment i's time in its episode, 20 per step of 0.04 s."""
 
-    def pictures(sim, camera, views):
+    def render_views(sim, camera, views):
         for seen in views:
             times = seen["physics"][:, 0]
             yield np.concatenate([grey(int((20 * time / 0.04).round()), size=(16, 16))[0] for time in times], 1)
 
-    monkeypatch.setattr(video_writer, "pictures", pictures)
-    monkeypatch.setattr("ecrl.run.video.pictures", pictures)
+    monkeypatch.setattr(video_writer, "render_views", render_views)
+    monkeypatch.setattr("ecrl.run.video.render_views", render_views)
     monkeypatch.setattr(video_writer, "backend", lambda: "none")
 
 
@@ -91,7 +91,7 @@ def test_what_ffmpeg_says_is_told(tmp_path, monkeypatch):
 
 def test_jobs_run_one_after_the_other_and_are_waited_for():
     gate, done = Event(), []
-    with background() as start:
+    with background_worker() as start:
         start(lambda: (gate.wait(600), done.append(1)))
         assert not done
         gate.set()
@@ -101,14 +101,14 @@ def test_jobs_run_one_after_the_other_and_are_waited_for():
 
 
 def test_errors_in_the_background_come_out():
-    with pytest.raises(UserError, match="no light"), background() as start:
+    with pytest.raises(UserError, match="no light"), background_worker() as start:
         start(_raise, UserError("no light"))
-    with background() as start:
+    with background_worker() as start:
         start(_raise, UserError("no light"))
         with pytest.raises(UserError, match="no light"):
             start(print)
     told = "videos: disk full; the run goes on and tries again"
-    with pytest.warns(UserWarning, match=told), background() as start:
+    with pytest.warns(UserWarning, match=told), background_worker() as start:
         start(_raise, OSError("disk full"))
 
 
@@ -172,7 +172,7 @@ def test_training_waits_for_each_video_or_for_none(tmp_path, monkeypatch, func):
 
     @contextmanager
     def recorded():
-        with background() as start:
+        with background_worker() as start:
 
             def begin(*job):
                 jobs.append(start(*job))
@@ -181,7 +181,7 @@ def test_training_waits_for_each_video_or_for_none(tmp_path, monkeypatch, func):
             yield begin
 
     monkeypatch.setattr(video, "_record_rollout", slow)
-    monkeypatch.setattr(video, "background", recorded)
+    monkeypatch.setattr(video, "background_worker", recorded)
     kinds = [(kind, n) for n in range(6) for kind in ("collect", "train")]
     records = iter([{"log_type": kind, "sample_step": n, "state": None} for kind, n in kinds])
     videos = video.with_training_videos(records, cfg, tmp_path, None)
@@ -207,7 +207,7 @@ def test_what_training_collects_is_filmed(algorithm):
     state = init_state(short)
     for _ in range(2):  # the second iteration starts in mid-episode
         after, _ = make_iteration(short)(state)
-        views = list(collected(state, long, 3))
+        views = list(rollout_views(state, long, 3))
         assert len(views) == 9 and views[0].batch_size == (3,)
         # with one step more, the last view is where the iteration ended; groups start anew in every iteration
         for row, world in ((0, state), (8, after)) if algorithm == "ppo" else ((8, after),):
@@ -244,14 +244,14 @@ def test_a_run_without_a_folder_makes_no_videos(drawn, monkeypatch):
 
 
 def test_training_does_not_wait_for_a_video_but_the_next_evaluation_does(tmp_path, drawn, monkeypatch):
-    gate, fast = Event(), video_writer.pictures
+    gate, fast = Event(), video_writer.render_views
 
     def slow(sim, camera, views):
         for seen in views:
             assert gate.wait(30)
             yield from fast(sim, camera, [seen])
 
-    monkeypatch.setattr(video_writer, "pictures", slow)
+    monkeypatch.setattr(video_writer, "render_views", slow)
     cfg = filmed_run(evaluation={"e": film(name="e")})
     records = with_evaluation(train_iter(init_state(cfg), cfg), cfg, tmp_path)
     kinds = [next(records)["log_type"] for _ in range(5)]
@@ -271,7 +271,7 @@ def test_a_full_queue_loses_nothing_and_a_dead_camera_stops_the_run(tmp_path, dr
         yield from grey(0)
         raise UserError("the screen is gone")
 
-    monkeypatch.setattr(video_writer, "pictures", blind)
+    monkeypatch.setattr(video_writer, "render_views", blind)
     with pytest.raises(UserError, match="the screen is gone"):
         evaluate(init_state(cfg), cfg, videos=tmp_path / "other")
     assert list((tmp_path / "other").iterdir()) == []

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ecrl.config.files import parse_overrides, read
-from ecrl.config.model import dotted, repeated
+from ecrl.config.model import format_path, repeated_keys
 from ecrl.errors import ConfigError
 
 
@@ -62,7 +62,7 @@ def test_yaml_is_json_by_another_name(tmp_path, suffix):
 
 
 def _twice(path):
-    return sorted(dotted(loc) for loc, _ in repeated(read(path)))
+    return sorted(format_path(loc) for loc, _ in repeated_keys(read(path)))
 
 
 def test_yaml_keys_given_twice(tmp_path):

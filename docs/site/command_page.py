@@ -37,6 +37,6 @@ def _command(name: str, function: Callable) -> str:
 
 def command_page() -> dict[str, str]:
     """Return the Markdown of the page by its path."""
-    commands = command_line._WITH_KEYS | command_line._OTHERS
+    commands = command_line._WITH_OVERRIDES | command_line._NO_OVERRIDES
     imports = "- `--import MODULE`, with any command: import your own parts; you may repeat it"
     return {"reference/commands.md": "\n\n".join((_INTRO, imports, *(_command(*item) for item in commands.items())))}

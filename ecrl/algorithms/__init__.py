@@ -5,7 +5,7 @@ from ecrl.algorithms.core import Algorithm, Run, Static, collect, on_policy
 from ecrl.algorithms.grpo import GRPOConfig, grpo
 from ecrl.algorithms.ppo import PPOConfig, ppo
 from ecrl.config import AlgorithmChoice
-from ecrl.config.model import checked
+from ecrl.config.model import validate_section
 from ecrl.registry import lookup
 
 __all__ = [
@@ -30,5 +30,5 @@ def make_algorithm(choice: AlgorithmChoice | dict) -> Algorithm:
     >>> make_algorithm({"name": "ppo"}) is make_algorithm({"name": "ppo", "cfg": {"gamma": 0.99}})
     True
     """
-    choice = checked(AlgorithmChoice, choice, "algorithm")
+    choice = validate_section(AlgorithmChoice, choice, "algorithm")
     return lookup("algorithm", choice.name).make(choice.cfg)

@@ -42,12 +42,12 @@ def check(path: Annotated[str, tyro.conf.Positional], /, *, overrides: Overrides
 def check_env(
     env: Annotated[str, tyro.conf.Positional], /, num_steps: int = 256, seed: int = 0, *, overrides: Overrides = ()
 ) -> None:
-    """Play an environment with random actions and print its faults, one line each. Its config keys can be set.
+    """Run an environment with random actions and print its faults, one line each. You can set keys of its config.
 
     Args:
         env: name, such as cartpole or gymnasium:CartPole-v1, or a config (name or file) that has the environment.
-        num_steps: steps of the play.
-        seed: seed of starts, noise and actions.
+        num_steps: number of steps.
+        seed: seed of resets, noise and actions.
     """
     from ecrl.config import EnvChoice, env_choice, load_config
     from ecrl.config.files import parse_overrides
@@ -78,16 +78,16 @@ def plot(
     metric: str | None = None,
     threshold: float | None = None,
 ) -> None:
-    """Plot learning curves over env steps and minutes, as PNG and SVG; three or more seeds of a config share a band.
+    """Plot learning curves over env steps and minutes, as PNG and SVG. Three or more seeds of a config form a band.
 
-    A band is the interquartile mean with its 95 % bootstrap interval. Results of other libraries can be added from a
+    A band shows the interquartile mean with its 95 % bootstrap interval. Results of other libraries can be added from a
     .csv or .json file with rows of steps, seconds and return or success.
 
     Args:
-        runs: run folders, and files of other libraries' results.
-        out: picture; a name without .png or .svg writes both.
+        runs: run folders, and files with results of other libraries.
+        out: path of the picture; without .png or .svg, both are written.
         metric: name in metrics.jsonl; eval/success_rate, eval/avg_reward or charts/episode_reward_avg_100 if absent.
-        threshold: draw a line at this value, and print from where on each curve stays above it.
+        threshold: draw a line at this value, and print when each curve reaches it and stays there.
     """
     if not runs:
         raise UserError("ecrl plot needs run folders, such as: ecrl plot outputs/cartpole_ppo_*")
@@ -110,11 +110,11 @@ def bench(
     """Benchmark ecrl side by side with other libraries. It needs a checkout of the source and the extra `bench`.
 
     Args:
-        what: speed, or results (how well the shipped configs learn; each seed is measured once, into its own file).
+        what: speed, or results: how well the shipped configs learn. Each seed is measured once, into its own file.
         quick: for speed: fewer and shorter rounds, and only the first three subjects.
         only: subjects of speed, such as end_to_end, or configs of results, such as cartpole_ppo; all if absent.
         seeds: for results: seeds per config; if absent, ten if a run takes under ten minutes, else three.
-        minutes: for results: start no run after this many minutes; 0 only remakes the tables and pictures.
+        minutes: for results: start no run after this many minutes. 0 only makes the tables and pictures again.
         out: folder for the results; benchmarks/results if absent.
     """
     root = Path(__file__).resolve().parents[2]

@@ -35,14 +35,14 @@ def train(
     *,
     overrides: Overrides = (),
 ) -> None:
-    """Train a shipped config by name, or a JSON or YAML file. Any key can be set, as in --trainer.seed 3.
+    """Train a shipped config by name, or a JSON or YAML file. You can set any key, as in --trainer.seed 3.
 
     Args:
         path: name of a shipped config, such as cartpole_ppo, or a config file.
-        config: the same as the positional one.
+        config: the config, as an option instead of the first argument.
         resume: run folder to continue from its newest checkpoint; needs no config file.
         force: resume even if the config differs from the run's.
-        distributed: join the processes that torchrun started; the config decides if neither is given.
+        distributed: join the processes that torchrun started. Without this and --no-distributed, the config decides.
         no_distributed: do not join the processes that torchrun started.
         run_dir: run folder; outputs/<exp_name>_<time> if absent.
         profile: time the phases and trace two iterations; the results go to the run folder's profile/.
@@ -61,7 +61,7 @@ def train(
     join_torchrun = distributed or (False if no_distributed else None)
     run_config(path, join_torchrun, run_dir, parse_overrides(overrides), resume, force, profile)
     if asked():
-        sys.exit(_stopped())
+        sys.exit(_exit_status())
 
 
 def _config_path(path: str | None, config: str | None, needed: bool = True) -> str | None:
@@ -101,7 +101,7 @@ def evaluate(
 ) -> None:
     """Evaluate the newest checkpoint of a run with deterministic actions. Cameras record videos into the run's videos/.
 
-    Keys of env and trainer can be set, as in --env.cfg.max_episode_steps 200.
+    You can set keys of env and trainer, as in --env.cfg.max_episode_steps 200.
 
     Args:
         run: run folder or checkpoint folder.
@@ -176,24 +176,24 @@ def replay(crash: Annotated[str, tyro.conf.Positional], /, distributed: bool = F
 
     Args:
         crash: crash folder of a run, RUN/crash.
-        distributed: join the processes that torchrun started; as many as in the run.
+        distributed: join the processes that torchrun started. Start as many processes as the run had.
     """
     from ecrl.distributed import rank, start, stop, world_size
-    from ecrl.run.crash import replay as repeated
+    from ecrl.run.crash import replay as replay_lines
 
     start(distributed)
-    for line in repeated(crash):
+    for line in replay_lines(crash):
         print(f"rank {rank()}: {line}" if world_size() > 1 else line, flush=True)
     stop()
 
 
-def _stopped() -> int:
-    """Return the exit status of a command that a signal ended, in the convention of shells."""
+def _exit_status() -> int:
+    """Return the exit status of a command that a signal ended, by the convention of shells."""
     return 128 + (asked() or signal.SIGINT)
 
 
 def _split_overrides(args: list[str]) -> tuple[list[str], tuple[str, ...]]:
-    """Split the command's own arguments from overrides of config keys, which have a dot: `--trainer.seed 3`."""
+    """Separate the command's own arguments from config keys, which have a dot: `--trainer.seed 3`."""
     command_args, keys, remaining = [], [], list(args)
     while remaining:
         arg = remaining.pop(0)
@@ -216,15 +216,15 @@ def _import_user_modules(args: list[str]) -> list[str]:
             remaining.append(arg)
             continue
         module, args = (module, args) if equals else ("".join(args[:1]), args[1:])
-        from ecrl.registry import import_own
+        from ecrl.registry import import_user_module
 
         sys.path[:0] = [] if "" in sys.path else [""]  # the working directory, as for `python -m`
-        import_own(module)
+        import_user_module(module)
     return remaining
 
 
-def _short(line: str) -> str:
-    """Cut out the middle of a very long line: a message may quote a long value."""
+def _shorten(line: str) -> str:
+    """Cut out the middle of a very long line. A message may quote a long value."""
     return line if len(line) <= 1000 else f"{line[:800]} ... {line[-200:]}"
 
 
@@ -232,15 +232,22 @@ def _format_warning(message: Warning | str, *place: object) -> str:
     return f"warning: {message}\n"
 
 
-_WITH_KEYS: dict[str, Callable] = {"train": train, "check": check, "check-env": check_env, "eval": evaluate}
-_OTHERS = {"record": record, "replay": replay, "plot": plot, "bench": bench, "export": export, "schema": schema}
+_WITH_OVERRIDES: dict[str, Callable] = {"train": train, "check": check, "check-env": check_env, "eval": evaluate}
+_NO_OVERRIDES = {
+    "record": record,
+    "replay": replay,
+    "plot": plot,
+    "bench": bench,
+    "export": export,
+    "schema": schema,
+}
 
 _ABOUT = "Train and evaluate policies. --import MODULE, with any command, imports your own parts."
 _FLAGS = (tyro.conf.FlagCreatePairsOff,)
 
 
 def main() -> None:
-    """Run the command line. End quietly if the reader of the output ends first, as in `ecrl schema | head`."""
+    """Run the command line. Exit without an error if the output is closed early, as in `ecrl schema | head`."""
     try:
         try:
             _run_command()
@@ -254,20 +261,20 @@ def main() -> None:
 def _run_command() -> None:
     """Run the command. Print an error that the user can fix to stderr, one line per fault, with exit status 2."""
     warnings.formatwarning = _format_warning
-    atexit.register(gc.freeze)  # a process that ends has no garbage to look for: that takes two seconds after compiling
+    atexit.register(gc.freeze)  # skip garbage collection at exit, which takes two seconds after compiling
     try:
         args, keys = _split_overrides(_import_user_modules(sys.argv[1:]))
-        if keys and (not args or args[0] not in _WITH_KEYS):
-            raise UserError(f"{keys[0]}: config keys can only be set for: {', '.join(_WITH_KEYS)}")
-        commands = {name: partial(command, overrides=keys) for name, command in _WITH_KEYS.items()} | _OTHERS
+        if keys and (not args or args[0] not in _WITH_OVERRIDES):
+            raise UserError(f"{keys[0]}: config keys can only be set for: {', '.join(_WITH_OVERRIDES)}")
+        commands = {name: partial(command, overrides=keys) for name, command in _WITH_OVERRIDES.items()} | _NO_OVERRIDES
         with enough_memory("ecrl", "lower trainer.num_envs or trainer.buffer_size, or make the networks smaller"):
             tyro.extras.subcommand_cli_from_dict(commands, prog="ecrl", description=_ABOUT, args=args, config=_FLAGS)
     except UserError as error:
-        print("\n".join(map(_short, str(error).split("\n"))), file=sys.stderr)
+        print("\n".join(map(_shorten, str(error).split("\n"))), file=sys.stderr)
         sys.exit(2)
     except PermissionError as error:
         print(f"{error.filename}: {error.strerror}; give this user access, or choose another place", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        sys.exit(_stopped())
+        sys.exit(_exit_status())

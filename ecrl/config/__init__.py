@@ -11,8 +11,8 @@ from ecrl.config.config import (
     diff,
     env_choice,
     load_config,
-    resolved,
     total_steps,
+    validate_settings,
 )
 
 __all__ = [
@@ -26,6 +26,6 @@ __all__ = [
     "diff",
     "env_choice",
     "load_config",
-    "resolved",
     "total_steps",
+    "validate_settings",
 ]

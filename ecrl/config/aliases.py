@@ -1,4 +1,4 @@
-"""Translate a config's alternative keys and overrides into ecrl's own keys, on the plain dict before the checks.
+"""Translate a config's alternative keys and overrides into ecrl's own keys, in the plain dict before validation.
 
 A `Draft` remembers the original name of each moved key, so that messages use the name that the user wrote.
 """
@@ -8,10 +8,10 @@ from contextlib import suppress
 from math import prod
 from typing import Any, NamedTuple
 
-from ecrl.config.model import Fault, Loc, dotted, known_keys
+from ecrl.config.model import Fault, Loc, format_path, known_keys
 from ecrl.registry import Entry, lookup
 
-MOVES = {
+KEY_ALIASES = {
     "trainer.learning_env": "env",
     "env.id": "env.name",
     "env.cfg.num_envs": "trainer.num_envs",
@@ -20,29 +20,32 @@ MOVES = {
     "trainer.segment_length": "algorithm.cfg.segment_length",
     "trainer.deterministic_actions": "algorithm.cfg.deterministic_actions",
 }
-"""Alternative name of a key -> the key. Giving both is refused, except that `trainer.num_envs` wins silently."""
+"""Alternative name of a key -> the key. Setting both is an error, except that `trainer.num_envs` wins silently."""
 
-COUNTS = {"trainer.total_timesteps": "trainer.iterations", "trainer.save_frequency_updates": "trainer.save_freq"}
+COUNT_KEYS = {
+    "trainer.total_timesteps": "trainer.iterations",
+    "trainer.save_frequency_updates": "trainer.save_freq",
+}
 """Key in another unit -> the key that it sets. The conversion is exact for a run of one process."""
 
-SKIP, GUARD = "algorithm.cfg.skip_nonfinite_updates", "trainer.finite_guard"
+SKIP_KEY, GUARD_KEY = "algorithm.cfg.skip_nonfinite_updates", "trainer.finite_guard"
 """EmbodiChain's key of apg, and the key that it sets: true is "skip", false is "stop"."""
 
 SETTINGS = {"name": ("cfg", "kwargs"), "func": ("params",), "type": ("network_cfg",)}
 """Key that names a part -> the keys of its settings, which do not apply to another part."""
 
 MISSING = object()
-"""Returned by `at` if a path has no value."""
+"""Returned by `get_path` if a path has no value."""
 
 
 class Draft(NamedTuple):
-    """A config on its way to the checks.
+    """A config during its translation, before validation.
 
     Attributes:
         data: the config in ecrl's own keys.
-        origins: for each moved key, the name under which the user wrote it.
-        faults: found so far.
-        inert: keys without a meaning here that were removed so far, with the reason.
+        origins: the name that the user wrote, for each moved key.
+        faults: faults found so far.
+        inert: removed keys that have no meaning here, with the reason.
     """
 
     data: dict[str, Any]
@@ -51,15 +54,15 @@ class Draft(NamedTuple):
     inert: list[Fault]
 
     def source_path(self, path: Loc) -> str:
-        """Return a path under the name that the user wrote."""
+        """Return the path of a key as the user wrote it."""
         for length in range(len(path), 0, -1):
             if path[:length] in self.origins:
-                rest = dotted(path[length:])
+                rest = format_path(path[length:])
                 return self.origins[path[:length]] + ("" if rest[:1] in ("", "[") else ".") + rest
-        return dotted(path)
+        return format_path(path)
 
 
-def at(data: Any, path: Loc) -> Any:
+def get_path(data: Any, path: Loc) -> Any:
     """Return the value at a path, or MISSING."""
     for key in path:
         if not isinstance(data, dict) or key not in data:
@@ -68,24 +71,24 @@ def at(data: Any, path: Loc) -> Any:
     return data
 
 
-def put(data: dict, path: Loc, value: Any) -> dict:
-    """Return a copy with one key set. Missing sections are created; KeyError names a key that is not a section."""
+def set_path(data: dict, path: Loc, value: Any) -> dict:
+    """Return a copy with one key set. Create missing sections. Raise KeyError for a key that is not a section."""
     key, *rest = path
     if not rest:
         return data | {key: value}
     section = data.get(key, {})
     if not isinstance(section, dict):
         raise KeyError(key)
-    return data | {key: put(section, tuple(rest), value)}
+    return data | {key: set_path(section, tuple(rest), value)}
 
 
-def without(data: Any, path: Loc) -> Any:
+def remove_path(data: Any, path: Loc) -> Any:
     """Return a copy without the key at `path`, which must exist. The path may lead through sections and lists."""
     key, *rest = path
     if rest and isinstance(data, dict):
-        return data | {key: without(data[key], tuple(rest))}
+        return data | {key: remove_path(data[key], tuple(rest))}
     if rest:
-        return [without(part, tuple(rest)) if i == key else part for i, part in enumerate(data)]
+        return [remove_path(part, tuple(rest)) if i == key else part for i, part in enumerate(data)]
     return {name: value for name, value in data.items() if name != key}
 
 
@@ -97,22 +100,22 @@ def split_path(path: str) -> Loc:
 def _expand_env_name(data: dict) -> dict:
     """Turn an environment given as a string into a section with that name."""
     for path in (("env",), ("trainer", "learning_env")):
-        if isinstance(name := at(data, path), str):
-            data = put(data, path, {"name": name})
+        if isinstance(name := get_path(data, path), str):
+            data = set_path(data, path, {"name": name})
     return data
 
 
-def apply_moves(draft: Draft) -> Draft:
-    """Move every alternative key of `MOVES` to its own place."""
+def apply_aliases(draft: Draft) -> Draft:
+    """Move every alternative key of `KEY_ALIASES` to the key that it means."""
     data, origins, faults = _expand_env_name(draft.data), dict(draft.origins), list(draft.faults)
-    for old, new in MOVES.items():
+    for old, new in KEY_ALIASES.items():
         source, target = split_path(old), split_path(new)
-        if (value := at(data, source)) is MISSING:
+        if (value := get_path(data, source)) is MISSING:
             continue
-        data, place = without(data, source), draft._replace(origins=origins).source_path(source)
-        if at(data, target) is MISSING:
+        data, place = remove_path(data, source), draft._replace(origins=origins).source_path(source)
+        if get_path(data, target) is MISSING:
             with suppress(KeyError):  # a section that is not an object is reported separately
-                data, origins[target] = put(data, target, value), place
+                data, origins[target] = set_path(data, target, value), place
         elif new != "trainer.num_envs":
             name = target[-1] if source[:-1] == target[:-1] else new
             faults.append((source, f"another name of {name!r}, which is also given; keep one"))
@@ -120,7 +123,7 @@ def apply_moves(draft: Draft) -> Draft:
 
 
 def _canonical_path(path: str) -> str:
-    for old, new in MOVES.items():
+    for old, new in KEY_ALIASES.items():
         if f"{path}.".startswith(f"{old}."):
             path = new + path.removeprefix(old)
     return path
@@ -129,21 +132,21 @@ def _canonical_path(path: str) -> str:
 def _drop_invalidated(data: dict, path: str, value: Any) -> dict:
     """Drop settings that a new value invalidates: nulls on its path, alternative keys, settings of an old part."""
     loc = split_path(path)
-    stale = [loc[:length] for length in range(1, len(loc)) if at(data, loc[:length]) is None]
+    stale = [loc[:length] for length in range(1, len(loc)) if get_path(data, loc[:length]) is None]
     stale += [
         split_path(one if path == other else other)
-        for one, other in (*COUNTS.items(), (SKIP, GUARD))
+        for one, other in (*COUNT_KEYS.items(), (SKIP_KEY, GUARD_KEY))
         if path in (one, other)
     ]
-    if loc[-1] in SETTINGS and at(data, loc) != value:
+    if loc[-1] in SETTINGS and get_path(data, loc) != value:
         stale += [(*loc[:-1], name) for name in SETTINGS[loc[-1]]]
     for other in stale:
-        data = data if at(data, other) is MISSING else without(data, other)
+        data = data if get_path(data, other) is MISSING else remove_path(data, other)
     return data
 
 
 def apply_overrides(draft: Draft, overrides: Mapping[str, Any]) -> Draft:
-    """Set the overrides, sections and names of parts first. A new name of a part drops the old part's settings."""
+    """Set the overrides. Sections and names of parts come first: a new name of a part drops the old part's settings."""
     data, origins, faults = draft.data, dict(draft.origins), list(draft.faults)
     values: dict[str, tuple[str, Any]] = {}
     for key, value in overrides.items():
@@ -156,7 +159,7 @@ def apply_overrides(draft: Draft, overrides: Mapping[str, Any]) -> Draft:
         value = _expand_env_name({path: value})[path]
         origins = {prefix: text for prefix, text in origins.items() if prefix[: len(loc)] != loc} | {loc: key}
         try:
-            data = put(_drop_invalidated(data, path, value), loc, value)
+            data = set_path(_drop_invalidated(data, path, value), loc, value)
         except KeyError as error:
             faults.append((loc, f"{error.args[0]!r} is not a section"))
     return Draft(data, origins, faults, draft.inert)
@@ -178,14 +181,14 @@ def convert_counts(draft: Draft, defaults: Mapping[str, Any]) -> Draft:
     If `trainer.segment_length` is given without a number of steps per update, it sets that number too, as in
     EmbodiChain.
     """
-    trainer = at(draft.data, ("trainer",))
+    trainer = get_path(draft.data, ("trainer",))
     if not isinstance(trainer, dict):
         return draft
     trainer, origins, faults = dict(trainer), dict(draft.origins), list(draft.faults)
     if origins.get(("algorithm", "cfg", "segment_length")) == "trainer.segment_length":
-        trainer.setdefault("buffer_size", at(draft.data, ("algorithm", "cfg", "segment_length")))
+        trainer.setdefault("buffer_size", get_path(draft.data, ("algorithm", "cfg", "segment_length")))
     sizes = [trainer.get(name, defaults[name]) for name in ("buffer_size", "num_envs")]
-    for old, new in COUNTS.items():
+    for old, new in COUNT_KEYS.items():
         name, ours = (path.removeprefix("trainer.") for path in (old, new))
         if name not in trainer:
             continue
@@ -202,18 +205,18 @@ def convert_counts(draft: Draft, defaults: Mapping[str, Any]) -> Draft:
 
 def convert_skip_flag(draft: Draft) -> Draft:
     """Translate apg's flag for skipping non-finite updates into `trainer.finite_guard`."""
-    skip, guard = split_path(SKIP), split_path(GUARD)
-    value = at(draft.data, skip)
-    if value is MISSING or at(draft.data, ("algorithm", "name")) != "apg":
+    skip, guard = split_path(SKIP_KEY), split_path(GUARD_KEY)
+    value = get_path(draft.data, skip)
+    if value is MISSING or get_path(draft.data, ("algorithm", "name")) != "apg":
         return draft
-    data, origins, faults = without(draft.data, skip), dict(draft.origins), list(draft.faults)
-    if at(data, guard) is not MISSING:
-        faults.append((skip, f"sets {GUARD!r}, which is also given; keep one"))
+    data, origins, faults = remove_path(draft.data, skip), dict(draft.origins), list(draft.faults)
+    if get_path(data, guard) is not MISSING:
+        faults.append((skip, f"sets {GUARD_KEY!r}, which is also given; keep one"))
     elif not isinstance(value, bool):
-        faults.append((skip, f"expected true or false; {GUARD!r} has more choices"))
+        faults.append((skip, f"expected true or false; {GUARD_KEY!r} has more choices"))
     else:
         with suppress(KeyError):
-            data, origins[guard] = put(data, guard, "skip" if value else "stop"), SKIP
+            data, origins[guard] = set_path(data, guard, "skip" if value else "stop"), SKIP_KEY
     return Draft(data, origins, faults, draft.inert)
 
 
@@ -226,13 +229,13 @@ def part_entry(kind: str, section: Any) -> Entry | None:
         return None
 
 
-def reject_unused_moves(draft: Draft) -> Draft:
-    """Refuse moved trainer keys that the chosen algorithm does not have."""
+def reject_unused_aliases(draft: Draft) -> Draft:
+    """Report trainer keys that were moved to the algorithm, if the chosen algorithm does not have them."""
     entry, data, faults = part_entry("algorithm", draft.data.get("algorithm")), draft.data, list(draft.faults)
-    for old, new in MOVES.items():
+    for old, new in KEY_ALIASES.items():
         *_, key = loc = split_path(new)
         was_moved = loc[0] == "algorithm" and draft.origins.get(loc) == old
         if was_moved and entry and key not in known_keys(entry.config):
             faults.append((loc, f"algorithm {data['algorithm']['name']!r} has no {key}; take it out"))
-            data = without(data, loc)
+            data = remove_path(data, loc)
     return Draft(data, draft.origins, faults, draft.inert)

@@ -1,8 +1,8 @@
-"""The JSON config: strict and frozen. An error lists all faults at once, each with its JSON path and a remedy.
+"""The JSON config. It is strict and frozen. An error lists all faults, each with its JSON path and a remedy.
 
 A config has four sections: `trainer`, `env`, `policy` and `algorithm`. Every source (JSON, YAML, command line,
 `Config.replace`) takes the same steps: check for duplicate keys, translate to ecrl's own keys, validate with pydantic.
-The Config model of a named part is defined next to the part and found through the registry.
+The registry knows the Config model of each named part, which is defined next to the part.
 """
 
 import json
@@ -22,9 +22,18 @@ from pydantic import (
     model_validator,
 )
 
-from ecrl.config.embodichain import translated
+from ecrl.config.embodichain import translate_config
 from ecrl.config.files import parse_overrides, read
-from ecrl.config.model import ConfigModel, Count, checked, dotted, explain, fault_at, key_text, shown
+from ecrl.config.model import (
+    ConfigModel,
+    Count,
+    fault_at,
+    faults_from_error,
+    format_key,
+    format_path,
+    format_value,
+    validate_section,
+)
 from ecrl.config.presets import find_config
 from ecrl.errors import ConfigError
 from ecrl.registry import Entry, lookup, registered
@@ -38,25 +47,25 @@ def _find_entry(kind: str, section: dict, key: str = "name") -> Entry:
     try:
         if isinstance(name, str):
             return lookup(kind, name)
-        problem = f"expected a string, got {shown(name)}" if key in section else "missing"
+        problem = f"expected a string, got {format_value(name)}" if key in section else "missing"
         message = f"{problem}; known: {', '.join(registered(kind))}"
     except KeyError as error:
         message = error.args[0]
     raise ValidationError.from_exception_data(kind, [fault_at((key,), message)])
 
 
-def resolved(kind: str, section: dict, key: str, settings: str) -> dict:
+def validate_settings(kind: str, section: dict, key: str, settings: str) -> dict:
     """Return the section with its `settings` validated by the Config model of the part that `key` names."""
     config = _find_entry(kind, section, key).config
     try:
         return section | {settings: config.model_validate(section.get(settings, {}))}
     except ValidationError as error:
-        faults = [fault_at((settings, *path), message) for path, message in explain(config, error)]
+        faults = [fault_at((settings, *path), message) for path, message in faults_from_error(config, error)]
         raise ValidationError.from_exception_data(kind, faults) from None
 
 
 class EventConfig(ConfigModel):
-    """A registered event that changes the environments, and when it happens."""
+    """A registered event that changes the environments, and the times at which it happens."""
 
     part_kind: ClassVar = "event"
 
@@ -65,13 +74,13 @@ class EventConfig(ConfigModel):
         "interval",
         description="startup: once per environment; reset: at every episode start; interval: every interval_step steps",
     )
-    interval_step: Count = Field(1, description="environment steps between two events if mode is interval")
+    interval_step: Count = Field(1, description="environment steps between two events in mode interval")
     params: SerializeAsAny[BaseModel] = Field(description="settings of the event")
 
     @model_validator(mode="before")
     @classmethod
     def _registered(cls, data: Any) -> Any:
-        return resolved("event", data, "func", "params") if isinstance(data, dict) else data
+        return validate_settings("event", data, "func", "params") if isinstance(data, dict) else data
 
 
 class EventsConfig(ConfigModel):
@@ -101,25 +110,25 @@ class TrainerConfig(ConfigModel):
     num_envs: Count = Field(64, description="environments per rank")
     iterations: Count = Field(250, description="training iterations; each collects a rollout and updates the policy")
     buffer_size: Count = Field(2048, description="steps per environment and iteration; also called rollout_steps")
-    distributed: bool = Field(False, description="one process per device under torchrun")
+    distributed: bool = Field(False, description="train with several processes, started by torchrun, one per device")
     enable_eval: bool = Field(False, description="evaluate during training")
     eval_freq: Count = Field(10_000, description="evaluate each time this many environment steps have passed")
     num_eval_envs: Count = Field(
         4,
-        description="most environments of an evaluation; it uses the largest number that divides num_eval_episodes",
+        description="largest number of environments in an evaluation; it uses the largest divisor of num_eval_episodes",
     )
     num_eval_episodes: Count = Field(5, description="episodes per evaluation, over all its environments")
     eval_seed: int | None = Field(None, ge=0, lt=2**62, description="seed of evaluations; seed + 10000 if absent")
     best_eval_metric: str = Field("eval/avg_reward", description="evaluation metric that selects checkpoints/best")
     best_eval_mode: Literal["max", "min"] = Field(
-        "max", description="whether a larger or a smaller best_eval_metric is better"
+        "max", description="max: a larger best_eval_metric is better; min: a smaller one"
     )
     save_freq: Count = Field(50_000, description="save a checkpoint each time this many environment steps have passed")
     finite_guard: Literal["stop", "skip", "off"] = Field(
         "stop",
         description="reaction to NaN or infinity in an observation, reward, action, loss, gradient or parameter; stop: "
-        "end the run with the state before it and report the place; skip: leave out and count the gradient step or "
-        "the update; off: no check",
+        "end the run with the state before it and report the place; skip: skip the gradient step or the update and "
+        "count it; off: no check",
     )
     keep_checkpoints: Count | None = Field(
         None, description="number of newest checkpoints to keep, not counting checkpoints/best; all if absent"
@@ -143,7 +152,7 @@ class TrainerConfig(ConfigModel):
 
 
 class Choice(ConfigModel):
-    """A named part, `{"name": ..., "cfg": {...}}`; the part's own Config model validates `cfg`."""
+    """A named part, `{"name": ..., "cfg": {...}}`. The part's own Config model validates `cfg`."""
 
     name: str = Field(description="registered name")
     cfg: SerializeAsAny[BaseModel] = Field(description="settings of the part")
@@ -170,7 +179,7 @@ class EnvChoice(Choice):
     @classmethod
     def _registered(cls, data: Any) -> Any:
         data = {"name": data} if isinstance(data, str) else data
-        return resolved("env", _gymnasium(data), "name", "cfg") if isinstance(data, dict) else data
+        return validate_settings("env", _gymnasium(data), "name", "cfg") if isinstance(data, dict) else data
 
 
 class AlgorithmChoice(Choice):
@@ -181,7 +190,7 @@ class AlgorithmChoice(Choice):
     @model_validator(mode="before")
     @classmethod
     def _registered(cls, data: Any) -> Any:
-        return resolved("algorithm", data, "name", "cfg") if isinstance(data, dict) else data
+        return validate_settings("algorithm", data, "name", "cfg") if isinstance(data, dict) else data
 
 
 class PolicyConfig(ConfigModel):
@@ -190,7 +199,7 @@ class PolicyConfig(ConfigModel):
     name: str = Field(description='registered name, such as "actor_critic"')
     action_dim: Count | None = Field(None, description="size of the policy head; must match the environment's actions")
     normalize_obs: bool = Field(False, description="standardise observations by their running mean and variance")
-    clip_actions: bool = Field(True, description="clip Box actions to their space before the environment gets them")
+    clip_actions: bool = Field(True, description="clip Box actions to their space before the environment receives them")
     bf16: bool = Field(False, description="run the networks in bfloat16; the weights stay float32")
 
     @model_validator(mode="wrap")
@@ -228,19 +237,19 @@ def config_from_dict(
 
     Args:
         data: the four sections.
-        source: origin of the data, such as a file name; it starts each line of the error.
+        source: origin of the data, such as a file name, at the start of each line of an error.
         overrides: values by dotted key, such as `{"trainer.seed": 3}`; they win.
         folder: searched for a relative `trainer.gym_config` after the working directory.
     """
     if not isinstance(data, dict):
-        return checked(Config, data, source)
+        return validate_section(Config, data, source)
     try:
-        draft = translated(data, overrides or {}, folder, _SIZES)
-        config = checked(Config, draft.data, source, draft.faults, draft.source_path)
+        draft = translate_config(data, overrides or {}, folder, _SIZES)
+        config = validate_section(Config, draft.data, source, draft.faults, draft.source_path)
     except RecursionError:
         raise ConfigError(f"{source}: not a config: nested too deeply") from None
     for path, reason in draft.inert:
-        name = draft.source_path(tuple(key if isinstance(key, int) else key_text(key) for key in path))
+        name = draft.source_path(tuple(key if isinstance(key, int) else format_key(key) for key in path))
         warnings.warn(f"{name} has no meaning here ({reason}); ignored", stacklevel=2)
     return config
 
@@ -256,8 +265,8 @@ def env_choice(name: str, overrides: Mapping[str, Any]) -> EnvChoice:
     for key in overrides:
         if not key.startswith("env."):
             raise ConfigError(f"{key}: expected a key of the environment, such as env.cfg.max_episode_steps")
-    draft = translated({"env": {"name": name}}, overrides, Path(), {})
-    return checked(EnvChoice, draft.data["env"], "", draft.faults, lambda path: dotted(("env", *path)))
+    draft = translate_config({"env": {"name": name}}, overrides, Path(), {})
+    return validate_section(EnvChoice, draft.data["env"], "", draft.faults, lambda path: format_path(("env", *path)))
 
 
 def load_config(source: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> Config:
@@ -280,8 +289,8 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Mapping[str, 
     >>> load_config("cartpole_ppo", {"trainer.seed": 3}).trainer.seed
     3
 
-    Raises: ConfigError, one line per fault: unknown name, missing file, bad syntax, a key given twice or unknown, a
-    wrong type, a number out of range. Keys that have no meaning here are removed, each with a UserWarning that names
+    Raises: ConfigError, one line per fault: unknown name, missing file, bad syntax, a duplicate or unknown key,
+    a wrong type, a number out of range. Keys that have no meaning here are removed, each with a UserWarning that names
     it.
     """
     if isinstance(source, Mapping):
@@ -299,7 +308,7 @@ def _leaves(data: Any, path: str = "") -> dict[str, str]:
 
 
 def diff(a: Config, b: Config) -> list[str]:
-    """List the differences of two configs, a line per key: `trainer.seed: 1 -> 3`; a missing key is "absent".
+    """List the differences of two configs, a line per key: `trainer.seed: 1 -> 3`. A missing value is "absent".
 
     >>> cfg = load_config("cartpole_ppo")
     >>> diff(cfg, cfg.replace(**{"trainer.seed": 3, "env.name": "probe_delay"}))[:2]
@@ -311,5 +320,5 @@ def diff(a: Config, b: Config) -> list[str]:
 
 
 def total_steps(cfg: Config, world_size: int) -> int:
-    """Number of environment steps of the whole run, over all ranks."""
+    """Return the number of environment steps of the whole run, over all ranks."""
     return cfg.trainer.iterations * cfg.trainer.buffer_size * cfg.trainer.num_envs * world_size

@@ -1,4 +1,4 @@
-"""Import EmbodiChain's config files: their spellings, their second file and the keys that have no meaning here.
+"""Import EmbodiChain's config files: alternative keys, the second file, and the keys that have no meaning here.
 
 The second file, at `trainer.gym_config`, has the name and the settings of an environment. The keys without a meaning
 describe EmbodiChain's simulator (window, renderer, scene) or its data sets. Each is removed with a warning that names
@@ -14,17 +14,17 @@ from typing import Any
 from ecrl.config.aliases import (
     MISSING,
     Draft,
-    apply_moves,
+    apply_aliases,
     apply_overrides,
-    at,
     convert_counts,
     convert_skip_flag,
+    get_path,
     part_entry,
-    reject_unused_moves,
-    without,
+    reject_unused_aliases,
+    remove_path,
 )
 from ecrl.config.files import read
-from ecrl.config.model import ConfigModel, Fault, Loc, dotted, known_keys, repeated, sections_in, shown
+from ecrl.config.model import ConfigModel, Fault, Loc, format_path, format_value, known_keys, repeated_keys, sections_in
 from ecrl.errors import ConfigError
 from ecrl.registry import Entry, lookup, registered
 
@@ -67,8 +67,8 @@ INERT_EVENTS = dict.fromkeys(
 """`func` of an event under trainer.events -> the reason why it has no meaning without a scene."""
 
 
-def _is_own_event(func: str) -> bool:
-    """Return True unless a user registered an event under this name."""
+def _is_builtin_event(func: str) -> bool:
+    """Return True unless a user has registered an event under this name."""
     return func not in registered("event") or lookup("event", func).config.__module__.startswith("ecrl.")
 
 
@@ -79,21 +79,21 @@ def _inert_events(events: Any, entry: Entry | None) -> list[Fault]:
     for use, named in events.items() if isinstance(events, dict) else ():
         for name, event in named.items() if isinstance(named, dict) else ():
             func = event.get("func") if isinstance(event, dict) else None
-            if isinstance(func, str) and func in INERT_EVENTS and _is_own_event(func):
+            if isinstance(func, str) and func in INERT_EVENTS and _is_builtin_event(func):
                 faults.append((("trainer", "events", use, name), f"{func}: {INERT_EVENTS[func]}"))
     return faults
 
 
-def inert_in(model: type, data: Any, path: Loc = ()) -> list[Fault]:
-    """List the keys of a section and its subsections that their models declare as inert.
+def inert_keys_in(model: type, data: Any, path: Loc = ()) -> list[Fault]:
+    """List the keys that the models of a section and its subsections declare as inert.
 
     >>> class Shape(ConfigModel):
     ...     inert = {"texture": "shapes have a color"}
-    >>> inert_in(Shape, {"texture": "wood"})
+    >>> inert_keys_in(Shape, {"texture": "wood"})
     [(('texture',), 'shapes have a color')]
     """
     if isinstance(data, list | tuple):
-        return [fault for i, part in enumerate(data) for fault in inert_in(model, part, (*path, i))]
+        return [fault for i, part in enumerate(data) for fault in inert_keys_in(model, part, (*path, i))]
     if not isinstance(data, dict) or not issubclass(model, ConfigModel):
         return []
     faults = [((*path, key), model.inert[key]) for key in data if key in model.inert]
@@ -101,9 +101,9 @@ def inert_in(model: type, data: Any, path: Loc = ()) -> list[Fault]:
         for section in sections_in(field.annotation):
             parts = data.get(name)
             if "dict" in str(field.annotation) and isinstance(parts, dict):  # sections by name
-                faults += [f for key, part in parts.items() for f in inert_in(section, part, (*path, name, key))]
+                faults += [f for key, part in parts.items() for f in inert_keys_in(section, part, (*path, name, key))]
             else:
-                faults += inert_in(section, parts, (*path, name))
+                faults += inert_keys_in(section, parts, (*path, name))
     return faults
 
 
@@ -120,7 +120,7 @@ def inert_keys(data: dict[str, Any]) -> list[Fault]:
         faults += _inert_events(trainer.get("events"), entry)
     cfg = env.get("cfg") if isinstance(env, dict) else None
     if entry and isinstance(cfg, dict):
-        part_faults = inert_in(entry.config, cfg, ("env", "cfg"))
+        part_faults = inert_keys_in(entry.config, cfg, ("env", "cfg"))
         unknown = [key for key in cfg if key not in known_keys(entry.config) | {path[2] for path, _ in part_faults}]
         faults += part_faults
         faults += [(("env", "cfg", key), INERT[f"env.cfg.{key}"]) for key in unknown if f"env.cfg.{key}" in INERT]
@@ -130,52 +130,56 @@ def inert_keys(data: dict[str, Any]) -> list[Fault]:
 def _gym_faults(gym: Any) -> list[Fault]:
     """List the structural faults of a `gym_config` file."""
     if not isinstance(gym, dict):
-        return [((), f"expected an object, got {shown(gym)}")]
+        return [((), f"expected an object, got {format_value(gym)}")]
     block = gym.get("env", {})
     if not isinstance(block, dict):
-        return [(("env",), f"expected an object, got {shown(block)}")]
-    faults = repeated(gym)
+        return [(("env",), f"expected an object, got {format_value(block)}")]
+    faults = repeated_keys(gym)
     faults += [(("env", key), f"also given outside of 'env'; keep one {key!r}") for key in block if key in gym]
     return faults if isinstance(gym.get("id"), str) else [*faults, (("id",), "expected the name of an environment")]
 
 
-def _with_fault(draft: Draft, text: str) -> Draft:
-    """Add the fault of a file that cannot be used. Faults about `env` missing from the config then name the file."""
+def _add_file_fault(draft: Draft, text: str) -> Draft:
+    """Add a fault of a file that cannot be used. A later fault about a missing `env` then names the key of the file."""
     absent = ("env", "name") if isinstance(draft.data.get("env"), dict) else ("env",)
-    origins = draft.origins if at(draft.data, absent) is not MISSING else draft.origins | {absent: dotted(_GYM_CONFIG)}
+    origins = dict(draft.origins)
+    if get_path(draft.data, absent) is MISSING:
+        origins[absent] = format_path(_GYM_CONFIG)
     return draft._replace(faults=[*draft.faults, (_GYM_CONFIG, text)], origins=origins)
 
 
-def with_gym_config(draft: Draft, folder: Path) -> Draft:
+def merge_gym_config(draft: Draft, folder: Path) -> Draft:
     """Merge the file at `trainer.gym_config` into the config; the config's own `env` wins key by key.
 
     The file's `id` becomes `env.name`. Its `env` section and its other top-level keys become `env.cfg`. If the config
     names another environment, the file is ignored with a warning.
     """
-    if (given := at(draft.data, _GYM_CONFIG)) is MISSING:
+    if (given := get_path(draft.data, _GYM_CONFIG)) is MISSING:
         return draft
-    draft = draft._replace(data=without(draft.data, _GYM_CONFIG))
+    draft = draft._replace(data=remove_path(draft.data, _GYM_CONFIG))
     if not isinstance(given, str):
-        return _with_fault(draft, f"expected the path of a file, got {shown(given)}")
+        return _add_file_fault(draft, f"expected the path of a file, got {format_value(given)}")
     path = next(filter(os.path.exists, (given, str(folder / given))), None)
     if path is None:
-        return _with_fault(draft, f"no such file {shown(given)}, neither in the working directory nor in {folder}")
+        return _add_file_fault(
+            draft, f"no such file {format_value(given)}, neither in the working directory nor in {folder}"
+        )
     if not os.path.isfile(path):  # reading a device may never end
-        return _with_fault(draft, f"expected the path of a file, {shown(given)} is a folder or a device")
+        return _add_file_fault(draft, f"expected the path of a file, {format_value(given)} is a folder or a device")
     try:
         gym = read(Path(path))
     except ConfigError as error:
-        return _with_fault(draft, str(error))
-    faults = [": ".join(filter(None, (path, dotted(loc), text))) for loc, text in _gym_faults(gym)]
+        return _add_file_fault(draft, str(error))
+    faults = [": ".join(filter(None, (path, format_path(loc), text))) for loc, text in _gym_faults(gym)]
     for text in faults:
-        draft = _with_fault(draft, text)
+        draft = _add_file_fault(draft, text)
     inline = draft.data.get("env", {})
     if faults or not isinstance(inline, dict) or not isinstance(inline.get("cfg", {}), dict):
         return draft
     if inline.get("name", gym["id"]) != gym["id"]:
-        reason = f"{path} is for {gym['id']!r}, but env names {shown(inline['name'])}"
+        reason = f"{path} is for {gym['id']!r}, but env names {format_value(inline['name'])}"
         return draft._replace(inert=[*draft.inert, (_GYM_CONFIG, reason)])
-    return _with_settings(draft, gym, inline, path)
+    return _merge_settings(draft, gym, inline, path)
 
 
 def _merge(file_value: Any, inline_value: Any, path: Loc, text: str, origins: dict[Loc, str]) -> Any:
@@ -193,7 +197,7 @@ def _merge(file_value: Any, inline_value: Any, path: Loc, text: str, origins: di
     }
 
 
-def _with_settings(draft: Draft, gym: dict, inline: dict, path: str) -> Draft:
+def _merge_settings(draft: Draft, gym: dict, inline: dict, path: str) -> Draft:
     """Merge the settings of a `gym_config` file with the inline settings, which win."""
     origins, cfg, block = dict(draft.origins), inline.get("cfg", {}), gym.get("env", {})
     outer = {key: value for key, value in gym.items() if key not in ("id", "env")}
@@ -212,20 +216,22 @@ def _drop_inert_keys(draft: Draft) -> Draft:
     """Remove the keys that have no meaning here, and list them in `inert`."""
     inert, data = inert_keys(draft.data), draft.data
     for path, _ in inert:
-        data = without(data, path)
+        data = remove_path(data, path)
     return Draft(data, draft.origins, draft.faults, draft.inert + inert)
 
 
-def translated(data: dict[str, Any], overrides: Mapping[str, Any], folder: Path, defaults: Mapping[str, Any]) -> Draft:
+def translate_config(
+    data: dict[str, Any], overrides: Mapping[str, Any], folder: Path, defaults: Mapping[str, Any]
+) -> Draft:
     """Translate a config into ecrl's own keys.
 
     Args:
         data: the config as read; it is not changed.
-        overrides: values by dotted key, which win.
+        overrides: values by dotted key; they win.
         folder: searched for a relative `trainer.gym_config` after the working directory.
         defaults: the default values of `trainer.buffer_size` and `trainer.num_envs`.
     """
-    draft = apply_moves(Draft(data, {}, repeated(data), []))
-    draft = apply_moves(apply_overrides(draft, overrides))
-    draft = apply_moves(with_gym_config(draft, folder))
-    return _drop_inert_keys(reject_unused_moves(convert_skip_flag(convert_counts(draft, defaults))))
+    draft = apply_aliases(Draft(data, {}, repeated_keys(data), []))
+    draft = apply_aliases(apply_overrides(draft, overrides))
+    draft = apply_aliases(merge_gym_config(draft, folder))
+    return _drop_inert_keys(reject_unused_aliases(convert_skip_flag(convert_counts(draft, defaults))))

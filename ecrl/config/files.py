@@ -8,18 +8,18 @@ from typing import Any
 
 import yaml
 
-from ecrl.config.model import ObjectPairs, dotted, repeated
+from ecrl.config.model import ObjectPairs, format_path, repeated_keys
 from ecrl.config.presets import preset_names
 from ecrl.errors import ConfigError
 from ecrl.registry import did_you_mean
 
 _YAML_SUFFIXES = (".yaml", ".yml")
-_BYTES, _VALUES, _MERGED = 2**24, 10**6, 10**5
-"""Limits of one file: its size, its values, and the values merged by `<<`; far more than anyone writes."""
+_MAX_BYTES, _MAX_VALUES, _MAX_MERGED = 2**24, 10**6, 10**5
+"""Limits of one file: its bytes, its values, and the values merged by `<<`. Real configs stay far below them."""
 
 
-class _Yaml(yaml.SafeLoader):
-    """YAML loader that reads plain words as JSON does: `1e-8` is a number; `off`, `yes` and dates are strings."""
+class _YamlLoader(yaml.SafeLoader):
+    """YAML loader that reads plain words like JSON: `1e-8` is a number; `off`, `yes` and dates are strings."""
 
     yaml_implicit_resolvers = {}  # noqa: RUF012  (PyYAML's own name and type)
     merged = 0
@@ -34,8 +34,8 @@ class _Yaml(yaml.SafeLoader):
             if isinstance(part, yaml.MappingNode):
                 self.flatten_mapping(part)
         self.merged += sum(len(part.value) for part in parts)
-        if self.merged > _MERGED:
-            problem = f"'<<' expands to more than {_MERGED:,} values"
+        if self.merged > _MAX_MERGED:
+            problem = f"'<<' expands to more than {_MAX_MERGED:,} values"
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
         super().flatten_mapping(node)
 
@@ -48,25 +48,25 @@ for _kind, _pattern, _start_chars in (
     ("float", r"[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", [*"-+.0123456789"]),
     ("merge", "<<", ["<"]),
 ):
-    _Yaml.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(rf"({_pattern})\Z"), _start_chars)
+    _YamlLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(rf"({_pattern})\Z"), _start_chars)
 
 
-def _object(loader: _Yaml, node: yaml.MappingNode) -> ObjectPairs:
+def _build_mapping(loader: _YamlLoader, node: yaml.MappingNode) -> ObjectPairs:
     """Build a mapping. A key may repeat a key merged by `<<`, but not another key of the mapping itself."""
     try:
         own = [(loader.construct_object(k, deep=True), None) for k, _ in node.value if not k.tag.endswith(":merge")]
-        repeated_keys = ObjectPairs(own).repeated
+        duplicates = ObjectPairs(own).repeated
         loader.flatten_mapping(node)
         mapping = ObjectPairs(loader.construct_pairs(node, deep=True))
     except TypeError:
         raise yaml.constructor.ConstructorError(
             None, None, "a key must be a name, not a list or an object", node.start_mark
         ) from None
-    mapping.repeated = repeated_keys
+    mapping.repeated = duplicates
     return mapping
 
 
-_Yaml.add_constructor("tag:yaml.org,2002:map", _object)
+_YamlLoader.add_constructor("tag:yaml.org,2002:map", _build_mapping)
 
 
 def _yaml_error(path: Path, error: yaml.YAMLError, text: str) -> ConfigError:
@@ -79,43 +79,43 @@ def _yaml_error(path: Path, error: yaml.YAMLError, text: str) -> ConfigError:
     return ConfigError(f"{place}: not YAML: {' '.join(problem.split())}")
 
 
-def _no_such_file(path: Path) -> ConfigError:
+def _missing_file_error(path: Path) -> ConfigError:
     others = [other.name for end in (".json", *_YAML_SUFFIXES) for other in path.parent.glob(f"*{end}")]
     near = did_you_mean(path.name, others) if others else f"no .json or .yaml files in {path.parent}"
     hint = f"; or use the preset: {path.stem}" if path.stem in preset_names() else ""
     return ConfigError(f"{path}: no such file; {near}{hint}")
 
 
-def _size(data: Any, counted: dict[int, int]) -> int:
-    """Count the values, with every repetition by YAML aliases; `counted` caches the counts by object id."""
+def _count_values(data: Any, counted: dict[int, int]) -> int:
+    """Count the values, including every repetition by YAML aliases. `counted` caches the counts by object id."""
     if not isinstance(data, dict | list):
         return 1
     if id(data) not in counted:
         counted[id(data)] = 1 + sum(
-            _size(part, counted) for part in (data.values() if isinstance(data, dict) else data)
+            _count_values(part, counted) for part in (data.values() if isinstance(data, dict) else data)
         )
     return counted[id(data)]
 
 
 def read(path: Path) -> Any:
-    """Read a file: YAML if its name ends in .yaml or .yml, else JSON. Objects remember keys that were given twice.
+    """Read a file: YAML if its name ends in .yaml or .yml, else JSON. Objects record their duplicate keys.
 
     Raises: ConfigError, one line, with the line and column of a syntax error.
     """
     text = ""
     try:
         with path.open("rb") as file:  # the path may be a device that never ends
-            text = file.read(_BYTES + 1).decode("utf-8-sig")
-        if len(text) > _BYTES:
-            raise ConfigError(f"{path}: not a config: longer than {_BYTES:,} bytes")
+            text = file.read(_MAX_BYTES + 1).decode("utf-8-sig")
+        if len(text) > _MAX_BYTES:
+            raise ConfigError(f"{path}: not a config: longer than {_MAX_BYTES:,} bytes")
         if path.suffix.lower() not in _YAML_SUFFIXES:
             return json.loads(text, object_pairs_hook=ObjectPairs)
-        data = yaml.load(text, _Yaml)
-        if _size(data, {}) > _VALUES:
-            raise ConfigError(f"{path}: not a config: its aliases expand to more than {_VALUES:,} values")
+        data = yaml.load(text, _YamlLoader)
+        if _count_values(data, {}) > _MAX_VALUES:
+            raise ConfigError(f"{path}: not a config: its aliases expand to more than {_MAX_VALUES:,} values")
         return data
     except FileNotFoundError:
-        raise _no_such_file(path) from None
+        raise _missing_file_error(path) from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except yaml.YAMLError as error:
@@ -133,14 +133,14 @@ def read(path: Path) -> Any:
         raise ConfigError(f"{path}: not a config: {error}") from None
 
 
-def _value(key: str, text: str) -> Any:
+def _parse_value(key: str, text: str) -> Any:
     """Parse the text as JSON; if it is not JSON, return the text itself."""
     try:
         value = json.loads(text, object_pairs_hook=ObjectPairs)
     except (RecursionError, ValueError):
         return text
-    for path, message in repeated(value):
-        raise ConfigError(f"{key}: {dotted(path)}: {message}")
+    for path, message in repeated_keys(value):
+        raise ConfigError(f"{key}: {format_path(path)}: {message}")
     return value
 
 
@@ -152,7 +152,7 @@ def parse_overrides(tokens: Sequence[str]) -> dict[str, Any]:
     >>> parse_overrides(["--trainer.seed", "3", "--algorithm.cfg.gamma=0.9", "--trainer.exp-name", "long run"])
     {'trainer.seed': 3, 'algorithm.cfg.gamma': 0.9, 'trainer.exp_name': 'long run'}
 
-    Raises: ConfigError, one line, for a token that is not a key, a key given twice or a key without a value.
+    Raises: ConfigError, one line, for a token that is not a key, a duplicate key or a key without a value.
     """
     values, remaining = {}, list(tokens)
     while remaining:
@@ -166,5 +166,5 @@ def parse_overrides(tokens: Sequence[str]) -> dict[str, Any]:
             raise ConfigError(f"{key}: given twice; keep one")
         if not equals and (not remaining or remaining[0].startswith("--")):
             raise ConfigError(f"{key}: has no value; write {key} VALUE or {key}=VALUE")
-        values[path] = _value(key, text if equals else remaining.pop(0))
+        values[path] = _parse_value(key, text if equals else remaining.pop(0))
     return values

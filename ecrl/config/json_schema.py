@@ -1,4 +1,4 @@
-"""The JSON schema of a whole config, with the settings of every registered part; editors use it to complete keys."""
+"""The JSON schema of a config, with the settings of every registered part. Editors use it to complete keys."""
 
 from typing import Any
 
@@ -6,20 +6,19 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from ecrl.config import Config, EnvChoice, PolicyConfig, TrainerConfig
-from ecrl.config.aliases import COUNTS, GUARD, MOVES, SKIP
+from ecrl.config.aliases import COUNT_KEYS, GUARD_KEY, KEY_ALIASES, SKIP_KEY
 from ecrl.config.model import ConfigModel, sections_in
 from ecrl.registry import lookup, registered
 
 KINDS = ("env", "policy", "algorithm", "network", "event", "action", "observation", "reward")
-_ANY = "#/$defs/BaseModel"  # pydantic's reference for settings whose model the registry knows
+_ANY_SETTINGS = "#/$defs/BaseModel"  # pydantic's reference for settings whose model the registry knows
 _GYMNASIUM = {"type": "string", "pattern": "^gymnasium:."}
 
 
 def _add_other_names(model: type[BaseModel], section: dict[str, Any]) -> None:
     """Add the alternative names of keys."""
-    for other, name in (
-        model.other_names.items() if issubclass(model, ConfigModel) else ()
-    ):  # a user's model may be another class
+    names = model.other_names if issubclass(model, ConfigModel) else {}  # a user's model may have another base class
+    for other, name in names.items():
         section["properties"][other] = section["properties"][name] | {"description": f"another name of {name}"}
 
 
@@ -42,10 +41,10 @@ def _branch(names: dict[str, Any], keys: list[str], settings: str, config: dict[
     return {"properties": {**dict.fromkeys(keys, names), settings: config["cfg"]}} | requirement
 
 
-def _choose(section: dict[str, Any], kind: str, configs: dict[str, dict[str, Any]]) -> None:
+def _add_branches(section: dict[str, Any], kind: str, configs: dict[str, dict[str, Any]]) -> None:
     """Turn the section of a named part into one branch per registered name."""
     properties = section["properties"]
-    settings = next(key for key, value in properties.items() if value.get("$ref") == _ANY)
+    settings = next(key for key, value in properties.items() if value.get("$ref") == _ANY_SETTINGS)
     keys = ["func"] if "func" in properties else [key for key in properties if key in ("name", "id", "type")]
     default = properties[keys[0]].get("default")
     properties[settings] = {"type": "object", "description": properties[settings]["description"]}
@@ -59,34 +58,37 @@ def _choose(section: dict[str, Any], kind: str, configs: dict[str, dict[str, Any
 
 
 def _add_translated_keys(trainer: dict[str, Any], env: dict[str, Any]) -> None:
-    """Add the trainer keys that `ecrl.config.aliases` understands."""
+    """Add the trainer keys that `ecrl.config.aliases` translates."""
     properties = trainer["properties"]
-    for old, new in (MOVES | COUNTS).items():
+    for old, new in (KEY_ALIASES | COUNT_KEYS).items():
         key = old.removeprefix("trainer.")
         if old.startswith("trainer.") and key not in properties:
             kind = {"type": "boolean"} if key == "deterministic_actions" else {"type": "integer", "minimum": 1}
-            properties[key] = kind | {"description": f"another {'unit' if old in COUNTS else 'place'} of {new}"}
+            properties[key] = kind | {"description": f"another {'unit' if old in COUNT_KEYS else 'place'} of {new}"}
     properties["learning_env"] = env | {"description": "another place of env"}
-    about = "path of a file with the environment's id and settings; env wins over it key by key"
-    properties["gym_config"] = {"type": "string", "description": about}
+    description = "path of a file with the environment's id and settings; env wins over it key by key"
+    properties["gym_config"] = {"type": "string", "description": description}
 
 
-def _make_env_optional(whole: dict[str, Any]) -> None:
-    """Accept a config without `env` if the trainer section gives the environment."""
+def _make_env_optional(config_schema: dict[str, Any]) -> None:
+    """Accept a config without `env` if a key of the trainer section sets the environment."""
     alternatives = {"anyOf": [{"required": [key]} for key in ("gym_config", "learning_env")]}
-    whole["required"].remove("env")
-    whole["anyOf"] = [{"required": ["env"]}, {"properties": {"trainer": alternatives}, "required": ["trainer"]}]
+    config_schema["required"].remove("env")
+    config_schema["anyOf"] = [
+        {"required": ["env"]},
+        {"properties": {"trainer": alternatives}, "required": ["trainer"]},
+    ]
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the schema, JSON Schema draft 2020-12, without the keys that have no meaning here.
+    """Return the JSON schema (draft 2020-12) of a config, without the keys that have no meaning here.
 
     >>> schema = json_schema()
     >>> schema["$defs"]["TrainerConfig"]["properties"]["seed"]["default"]
     1
     """
     parts = {kind: {name: lookup(kind, name).config for name in registered(kind)} for kind in KINDS}
-    models = [Config, TrainerConfig, PolicyConfig, *(m for requirement in parts.values() for m in requirement.values())]
+    models = [Config, TrainerConfig, PolicyConfig, *(m for by_name in parts.values() for m in by_name.values())]
     choices = _part_models(models)
     models += choices
     refs, schema = models_json_schema([(model, "validation") for model in dict.fromkeys(models)])
@@ -97,12 +99,10 @@ def json_schema() -> dict[str, Any]:
     num_envs = sections[TrainerConfig]["properties"]["num_envs"] | {"description": "another place of trainer.num_envs"}
     for model in parts["env"].values():
         sections[model].setdefault("properties", {})["num_envs"] = num_envs
-    configs = {
-        k: {n: sections[m] | {"cfg": refs[m]} for n, m in requirement.items()} for k, requirement in parts.items()
-    }
+    configs = {k: {n: sections[m] | {"cfg": refs[m]} for n, m in by_name.items()} for k, by_name in parts.items()}
     for model, kind in choices.items():
-        _choose(sections[model], kind, configs[kind])
-    _choose(schema["$defs"]["NetworkConfig"], "network", configs["network"])  # policies follow below
+        _add_branches(sections[model], kind, configs[kind])
+    _add_branches(schema["$defs"]["NetworkConfig"], "network", configs["network"])  # policies follow
     plain = {"$ref": refs[PolicyConfig]["$ref"] + "-plain"}  # for policies without their own keys
     if PolicyConfig in parts["policy"].values():
         schema["$defs"][plain["$ref"].rpartition("/")[2]] = dict(sections[PolicyConfig])
@@ -111,14 +111,14 @@ def json_schema() -> dict[str, Any]:
         | {"properties": {"name": {"const": name}}, "required": ["name"]}
         for name, config in configs["policy"].items()
     ]
-    about = sections[PolicyConfig]["description"]
+    description = sections[PolicyConfig]["description"]
     sections[PolicyConfig].clear()
-    sections[PolicyConfig].update({"description": about, "oneOf": policies})
+    sections[PolicyConfig].update({"description": description, "oneOf": policies})
     env = {"anyOf": [{"enum": list(configs["env"])}, _GYMNASIUM, refs[EnvChoice]]}
     _add_translated_keys(sections[TrainerConfig], env)
-    whole = schema["$defs"].pop(refs[Config]["$ref"].rpartition("/")[2])
-    whole["properties"]["env"] = env | {"description": whole["properties"]["env"]["description"]}
-    skip = {"type": "boolean", "description": f"true: {GUARD} is skip, false: stop"}
-    sections[parts["algorithm"]["apg"]]["properties"][SKIP.rpartition(".")[2]] = skip
-    _make_env_optional(whole)
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **whole, "$defs": schema["$defs"]}
+    config_schema = schema["$defs"].pop(refs[Config]["$ref"].rpartition("/")[2])
+    config_schema["properties"]["env"] = env | {"description": config_schema["properties"]["env"]["description"]}
+    skip = {"type": "boolean", "description": f"true: {GUARD_KEY} is skip, false: stop"}
+    sections[parts["algorithm"]["apg"]]["properties"][SKIP_KEY.rpartition(".")[2]] = skip
+    _make_env_optional(config_schema)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **config_schema, "$defs": schema["$defs"]}

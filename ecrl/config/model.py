@@ -1,4 +1,4 @@
-"""Strict pydantic models with readable errors: all faults at once, one line each, in the terms of JSON."""
+"""Strict pydantic models with readable errors: all faults at once, one line per fault, in the terms of JSON."""
 
 import re
 from collections import Counter
@@ -50,10 +50,10 @@ NUMBER, LIST, OBJECT = Tag("<number>"), Tag("<list>"), Tag("<object>")
 """Tags for the types of a key that takes several kinds of JSON values; see `by_kind`."""
 
 
-def shown(value: Any) -> str:
-    """Show a value in a message as JSON's users know it: short and on one line.
+def format_value(value: Any) -> str:
+    """Format a value for a message in the terms of JSON, short and on one line.
 
-    >>> [shown(x) for x in (None, True, 1.5, "a", [[1]], {})]
+    >>> [format_value(x) for x in (None, True, 1.5, "a", [[1]], {})]
     ['null', 'true', '1.5', "'a'", 'a list', 'an object']
     """
     match value:
@@ -84,32 +84,32 @@ def _kind_of(value: Any) -> str | None:
 
 
 def by_kind(expected: str) -> Discriminator:
-    """Discriminate the types of a key by the kind of JSON value, so that errors concern that type only.
+    """Discriminate the types of a key by the kind of JSON value, so that an error is only about the matching type.
 
     >>> Numbers = Annotated[Annotated[float, NUMBER] | Annotated[list[float], LIST], by_kind("a number or a list")]
     >>> class Bounds(ConfigModel):
     ...     low: Numbers = Field(description="smallest draws")
-    >>> checked(Bounds, {"low": [1.0, "x"]}, "run.json")
+    >>> validate_section(Bounds, {"low": [1.0, "x"]}, "run.json")
     Traceback (most recent call last):
     ecrl.errors.ConfigError: run.json: low[1]: expected a number, got 'x'; smallest draws
     """
     return Discriminator(_kind_of, custom_error_type=_KIND, custom_error_message=f"expected {expected}")
 
 
-def key_text(key: Any) -> str:
-    """Return a key as part of a path, quoted unless it is a plain word."""
+def format_key(key: Any) -> str:
+    """Format a key as part of a path, quoted unless it is a plain word."""
     if isinstance(key, str):
-        return key if re.fullmatch(r"[\w-]{1,60}", key) else shown(key)
+        return key if re.fullmatch(r"[\w-]{1,60}", key) else format_value(key)
     return repr(key)
 
 
 def term_text(section: str, name: str, func: str) -> str:
-    """Return the place of a term or an event in a config, as the start of a message.
+    """Format the place of a term or an event in a config, as the start of a message.
 
     >>> term_text("env.cfg.events", "of my own", "push")
     "env.cfg.events.'of my own' (push)"
     """
-    return f"{section}.{key_text(name)} ({func})"
+    return f"{section}.{format_key(name)} ({func})"
 
 
 Loc = tuple[str | int, ...]  # path of a key: names and list indices
@@ -117,11 +117,11 @@ Fault = tuple[Loc, str]  # the path, and the message
 
 
 def fault_at(path: Loc, message: str) -> InitErrorDetails:
-    """Return a fault with our own message, for `ValidationError.from_exception_data`."""
+    """Return a fault with a message of ecrl, for `ValidationError.from_exception_data`."""
     return InitErrorDetails(type=PydanticCustomError("fault", "{text}", {"text": message}), loc=path, input=None)
 
 
-def explain(model: type[BaseModel], error: ValidationError) -> list[Fault]:
+def faults_from_error(model: type[BaseModel], error: ValidationError) -> list[Fault]:
     """Turn pydantic's errors into faults: the path, the expected and given values, and the key's description."""
     faults = []
     for fault in error.errors(include_url=False):
@@ -134,7 +134,7 @@ def explain(model: type[BaseModel], error: ValidationError) -> list[Fault]:
         if fault["type"] in _MESSAGES:
             message = _MESSAGES[fault["type"]].format_map(fault.get("ctx", {}))
         if fault["type"] in (*_MESSAGES, _KIND):
-            message += f", got {shown(fault['input'])}" if fault["type"] != "missing" else ""
+            message += f", got {format_value(fault['input'])}" if fault["type"] != "missing" else ""
             message += f"; {about}" if about else ""
         faults.append((place, message))
     return faults
@@ -155,7 +155,7 @@ def _hashable(value: Any) -> Any:
 
 
 class ConfigModel(BaseModel):
-    """A section of the config: frozen, hashable and strict. An unknown key is refused, naming the nearest known one."""
+    """A section of the config: frozen, hashable and strict. An error about an unknown key names the nearest one."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
     other_names: ClassVar[dict[str, str]] = {}
@@ -173,16 +173,16 @@ class ConfigModel(BaseModel):
             name = cls.other_names.get(key, key)
             if name not in cls.model_fields:
                 near = did_you_mean(key, [*cls.model_fields, *cls.other_names])
-                faults.append(fault_at((key_text(key),), f"unknown key; {near}"))
+                faults.append(fault_at((format_key(key),), f"unknown key; {near}"))
             elif name in known or (name != key and name in data):
-                faults.append(fault_at((key_text(key),), f"another name of {name!r}, which is also given; keep one"))
+                faults.append(fault_at((format_key(key),), f"another name of {name!r}, which is also given; keep one"))
             else:
                 known[name] = value
         try:
             section = handler(known)
         except ValidationError as error:
             written: dict[Any, Any] = {cls.other_names.get(key, key): key for key in data}
-            for path, message in explain(cls, error):
+            for path, message in faults_from_error(cls, error):
                 faults.append(fault_at((*(written.get(key, key) for key in path[:1]), *path[1:]), message))
             raise ValidationError.from_exception_data(cls.__name__, faults) from None
         if faults:
@@ -202,7 +202,7 @@ def known_keys(model: type[BaseModel]) -> set[str]:
 
 
 def _check_float32(value: float) -> float:
-    """Refuse a number that becomes 0 or infinity in float32."""
+    """Raise ValueError for a number that becomes 0 or infinity in float32."""
     if value > 3.4e38 or 0.0 < value < 1.4e-45:
         raise ValueError(f"must be between 1.4e-45 and 3.4e38, got {value}")
     return value
@@ -215,7 +215,7 @@ Count = Annotated[int, Field(ge=1, lt=2**31)]
 
 
 class ObjectPairs(dict):
-    """A JSON object that remembers which keys were given twice."""
+    """A JSON object that records its duplicate keys in `repeated`."""
 
     def __init__(self, pairs: Iterable[tuple[Any, Any]]):
         pairs = list(pairs)
@@ -223,8 +223,8 @@ class ObjectPairs(dict):
         self.repeated = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
 
 
-def repeated(data: Any) -> list[Fault]:
-    """List the keys given twice. It is a loop because a file may be nested deeper than Python can recurse."""
+def repeated_keys(data: Any) -> list[Fault]:
+    """List the duplicate keys. A file may be nested deeper than Python can recurse, so this is a loop."""
     faults, rest, seen = [], [((), data)], set()
     while rest:
         path, part = rest.pop()
@@ -234,22 +234,22 @@ def repeated(data: Any) -> list[Fault]:
         if isinstance(part, list):
             rest += [((*path, index), child) for index, child in enumerate(part)]
             continue
-        rest += [((*path, key_text(key)), child) for key, child in part.items()]
+        rest += [((*path, format_key(key)), child) for key, child in part.items()]
         if isinstance(part, ObjectPairs):
-            faults += [((*path, key_text(name)), "given twice; keep one") for name in part.repeated]
+            faults += [((*path, format_key(name)), "given twice; keep one") for name in part.repeated]
     return faults
 
 
 _QUOTED = re.compile(r"'.*'|\".*\"")
 
 
-def dotted(path: Loc) -> str:
-    """Write a path for a message.
+def format_path(path: Loc) -> str:
+    """Format a path for a message.
 
-    >>> dotted(("policy", "hidden_sizes", 0)), dotted(("events", "of my own"))
+    >>> format_path(("policy", "hidden_sizes", 0)), format_path(("events", "of my own"))
     ('policy.hidden_sizes[0]', "events.'of my own'")
     """
-    words = (key if _QUOTED.fullmatch(str(key)) else key_text(key) for key in path)
+    words = (key if _QUOTED.fullmatch(str(key)) else format_key(key) for key in path)
     parts = zip(path, words, strict=True)
     return "".join(f"[{key}]" if isinstance(key, int) else f".{word}" for key, word in parts).removeprefix(".")
 
@@ -257,12 +257,12 @@ def dotted(path: Loc) -> str:
 Section = TypeVar("Section", bound=BaseModel)
 
 
-def checked(
+def validate_section(
     model: type[Section],
     data: Any,
     source: str,
     earlier_faults: Iterable[Fault] = (),
-    path_text: Callable[[Loc], str] = dotted,
+    path_text: Callable[[Loc], str] = format_path,
 ) -> Section:
     """Validate `data` as a `model`, or raise a ConfigError with one line per fault.
 
@@ -270,8 +270,8 @@ def checked(
         model: the model to validate against.
         data: the data as read.
         source: start of each line, such as the file's name.
-        earlier_faults: faults from earlier steps, reported with the others; each path is reported once.
-        path_text: writes a path for a message.
+        earlier_faults: faults from earlier steps to report too. Each path is reported once.
+        path_text: function that formats a path for a message.
     """
     faults = list(earlier_faults)
     reported_paths = {path_text(path) for path, _ in faults}
@@ -280,7 +280,7 @@ def checked(
         if not faults:
             return section
     except ValidationError as error:
-        faults += [fault for fault in explain(model, error) if path_text(fault[0]) not in reported_paths]
+        faults += [fault for fault in faults_from_error(model, error) if path_text(fault[0]) not in reported_paths]
     raise ConfigError("\n".join(": ".join(filter(None, (source, path_text(path), text))) for path, text in faults))
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ecrl import rng
 from ecrl.config import EnvChoice
-from ecrl.config.model import checked
+from ecrl.config.model import validate_section
 from ecrl.envs import NEVER, Env, GymnasiumConfig, auto_reset, make_env
 from ecrl.envs.validate import check_fields
 from ecrl.errors import ConfigError, UserError
@@ -347,7 +347,7 @@ def check_env(env: Env | EnvChoice | dict | str, *, num_steps: int = 256, seed: 
     """
     if num_steps < 2:
         raise UserError(f"num_steps: {num_steps}, expected at least 2")
-    choice = None if isinstance(env, Env) else checked(EnvChoice, env, "env")
+    choice = None if isinstance(env, Env) else validate_section(EnvChoice, env, "env")
     checked_env = env if isinstance(env, Env) else make_env(env)
     findings, notes = [], []
     if choice is not None and isinstance(choice.cfg, GymnasiumConfig):

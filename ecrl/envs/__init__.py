@@ -1,7 +1,7 @@
 """Environments as records of pure functions; importing this package registers the built-in ones."""
 
 from ecrl.config import EnvChoice
-from ecrl.config.model import checked
+from ecrl.config.model import validate_section
 from ecrl.envs.cartpole import CartPoleConfig, cartpole
 from ecrl.envs.core import NEVER, Env, auto_reset, clip_action, state_of, time_limit
 from ecrl.envs.events import RandomizeFieldConfig, randomize_field, restart, with_events
@@ -61,5 +61,5 @@ def make_env(choice: EnvChoice | dict | str) -> Env:
     >>> make_env("cartpole") is make_env({"id": "cartpole", "cfg": {"gravity": 9.8}})
     True
     """
-    choice = checked(EnvChoice, choice, "env")
+    choice = validate_section(EnvChoice, choice, "env")
     return lookup("env", choice.name).make(choice.cfg)

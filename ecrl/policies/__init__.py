@@ -1,7 +1,7 @@
 """Policies as records of pure functions; importing this package registers the built-in ones."""
 
 from ecrl.config import PolicyConfig
-from ecrl.config.model import checked
+from ecrl.config.model import validate_section
 from ecrl.policies.actor_critic import ActorCriticConfig, ActorOnlyConfig, actor_critic, actor_only
 from ecrl.policies.core import Policy, acting_params, fixed_params, flatten, policy_params
 from ecrl.policies.mlp import MLPConfig, build_mlp
@@ -43,6 +43,6 @@ def make_policy(cfg: PolicyConfig | dict, observation_space: Space, action_space
     >>> sorted(policy.init(rng.key(0)).keys())
     ['actor', 'critic']
     """
-    cfg = checked(PolicyConfig, cfg, "policy")
+    cfg = validate_section(PolicyConfig, cfg, "policy")
     policy = lookup("policy", cfg.name).make(cfg, observation_space, action_space)
     return normalized(policy, observation_space) if cfg.normalize_obs else policy

@@ -14,7 +14,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ecrl.config import resolved
+from ecrl.config import validate_settings
 from ecrl.config.model import ConfigModel
 from ecrl.errors import ConfigError
 from ecrl.memory import enough_memory
@@ -34,7 +34,11 @@ class NetworkConfig(ConfigModel):
     @model_validator(mode="before")
     @classmethod
     def _registered(cls, data: Any) -> Any:
-        return resolved("network", {"type": "mlp"} | data, "type", "network_cfg") if isinstance(data, dict) else data
+        return (
+            validate_settings("network", {"type": "mlp"} | data, "type", "network_cfg")
+            if isinstance(data, dict)
+            else data
+        )
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """Read learning curves from run folders and from peer files, which contain the results of other libraries.
 
-A peer file has rows of steps, seconds and return or success (a success rate). It is CSV with these columns, or JSON: a
-list of such rows, or an object with the list as `curve`, a `name` and a `seed`. In a CSV, a column `seed` separates the
-rows into curves.
+A peer file has rows of steps, seconds and return or success (a success rate). It is a CSV file with these columns, or a
+JSON file. The JSON is a list of such rows, or an object with this list as `curve`, a `name` and a `seed`. In a CSV
+file, a column `seed` separates the rows into curves.
 """
 
 import csv
@@ -18,11 +18,11 @@ import numpy as np
 from ecrl.errors import UserError
 from ecrl.registry import did_you_mean
 
-DEFAULTS = ("eval/success_rate", "eval/avg_reward", "charts/episode_reward_avg_100")
-"""Default metrics: the first one that all runs and peers have is plotted."""
-_NAMES = {"return": ("eval/avg_reward", "charts/episode_reward_avg_100"), "success": ("eval/success_rate",)}
-_IGNORED = {"trainer": ("seed", "eval_seed", "exp_name", "wandb_project_name")}  # may differ between seeds
-_PEERS_ROWS = "expected steps, seconds and return or success"
+DEFAULT_METRICS = ("eval/success_rate", "eval/avg_reward", "charts/episode_reward_avg_100")
+"""Default metrics. The first metric that all runs and peers have is plotted."""
+_METRICS_BY_COLUMN = {"return": ("eval/avg_reward", "charts/episode_reward_avg_100"), "success": ("eval/success_rate",)}
+_IGNORED_KEYS = {"trainer": ("seed", "eval_seed", "exp_name", "wandb_project_name")}  # may differ between seeds
+_EXPECTED_ROWS = "expected steps, seconds and return or success"
 
 Row = dict[str, Any]
 
@@ -38,7 +38,7 @@ class Source(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """One metric of a source, as arrays `[n]`; `name` is the name of its folder or file."""
+    """One metric of a source, as arrays `[n]`. `name` is the name of its folder or file."""
 
     name: str
     label: str
@@ -48,65 +48,67 @@ class Curve(NamedTuple):
     values: np.ndarray
 
 
-def canonical(data: Any) -> str:
+def canonical_json(data: Any) -> str:
     """Return JSON text that is equal for equal data.
 
-    >>> canonical({"b": 1, "a": [1.0, None]})
+    >>> canonical_json({"b": 1, "a": [1.0, None]})
     '{"a":[1.0,null],"b":1}'
     """
     return json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
-def without_names(config: Row) -> Row:
+def without_seeds_and_names(config: Row) -> Row:
     """Return a run's config without its seeds and names.
 
-    >>> without_names({"trainer": {"seed": 3, "exp_name": "a", "num_envs": 4}, "env": {"name": "cartpole"}})
+    >>> without_seeds_and_names({"trainer": {"seed": 3, "exp_name": "a", "num_envs": 4}, "env": {"name": "cartpole"}})
     {'trainer': {'num_envs': 4}, 'env': {'name': 'cartpole'}}
     """
-    kept = {part: {k: v for k, v in config.get(part, {}).items() if k not in names} for part, names in _IGNORED.items()}
+    kept = {
+        part: {k: v for k, v in config.get(part, {}).items() if k not in names} for part, names in _IGNORED_KEYS.items()
+    }
     return config | kept
 
 
-def read(path: Path) -> list[Source]:
-    """Read the run in a folder, or the curves of a peer file; UserError for anything else."""
+def read_sources(path: Path) -> list[Source]:
+    """Read the run in a folder, or the curves of a peer file. Raise UserError for anything else."""
     if path.is_dir():
-        return [_run(path)]
+        return [_read_run(path)]
     if not path.exists():
         raise UserError(f"{path}: does not exist; expected a run folder or a peer file (.json or .csv)")
-    readers = {".json": _json_peer, ".csv": _csv_peer}
+    readers = {".json": _read_json_peer, ".csv": _read_csv_peer}
     if path.suffix not in readers:
         raise UserError(f"{path}: expected a run folder or a peer file (.json or .csv)")
     sources = readers[path.suffix](path)
     if not any(source.rows for source in sources):
-        raise UserError(f"{path}: no rows; {_PEERS_ROWS}")
+        raise UserError(f"{path}: no rows; {_EXPECTED_ROWS}")
     return sources
 
 
-def _run(folder: Path) -> Source:
+def _read_run(folder: Path) -> Source:
     if not (folder / "metrics.jsonl").exists():
         raise UserError(f"{folder}: has no metrics.jsonl; expected a run folder, such as outputs/<exp_name>_<time>")
-    rows = list(_json_lines(folder / "metrics.jsonl"))
+    rows = list(_read_metrics(folder / "metrics.jsonl"))
     if not rows:
         raise UserError(f"{folder}: nothing is logged yet; train for longer, or leave it out")
     if not (folder / "config.json").exists():
         return Source(folder, folder.name, str(folder), None, rows)
-    config = _json(folder / "config.json")
+    config = _read_json(folder / "config.json")
     if not isinstance(config, dict):
         raise UserError(f"{folder / 'config.json'}: expected the config of a run")
     trainer = config.get("trainer", {})
-    group = canonical(without_names(config))
+    group = canonical_json(without_seeds_and_names(config))
     return Source(folder, trainer.get("exp_name", folder.name), group, trainer.get("seed"), rows)
 
 
-def _json(path: Path) -> Any:
+def _read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"{path}: not JSON: {error}") from None
 
 
-def _json_lines(path: Path) -> Iterator[Row]:
-    """Yield the complete rows of a metrics file. A last row without a newline is left out: a run may be writing it."""
+def _read_metrics(path: Path) -> Iterator[Row]:
+    """Yield the complete rows of a metrics file. Skip a last row without a newline: a run may still be writing it."""
     lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines[:-1], 1):
         try:
@@ -118,25 +120,25 @@ def _json_lines(path: Path) -> Iterator[Row]:
         yield row | {"steps": row["sample_step"]}
 
 
-def _json_peer(path: Path) -> list[Source]:
-    data = _json(path)
+def _read_json_peer(path: Path) -> list[Source]:
+    data = _read_json(path)
     data = data if isinstance(data, dict) else {"curve": data}
     rows = data.get("curve")
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise UserError(f'{path}: expected a list of rows, or an object with one as "curve"')
     name, settings = str(data.get("name", path.stem)), data.get("hash")  # results of `ecrl bench` have a hash
     numbers = [_peer_row(row, f"{path}: row {i}") for i, row in enumerate(rows, 1)]
-    return [Source(path, name, canonical([name, settings]), data.get("seed"), numbers)]
+    return [Source(path, name, canonical_json([name, settings]), data.get("seed"), numbers)]
 
 
-def _csv_peer(path: Path) -> list[Source]:
+def _read_csv_peer(path: Path) -> list[Source]:
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:  # spreadsheets write a byte-order mark
-            sources = list(csv.DictReader(file))
+            csv_rows = list(csv.DictReader(file))
     except (UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{path}: not CSV: {error}") from None
     rows_by_seed: dict[int | None, list[Row]] = {}
-    for number, row in enumerate(sources, 2):
+    for number, row in enumerate(csv_rows, 2):
         location = f"{path}:{number}"
         rows_by_seed.setdefault(_seed(row.get("seed"), location), []).append(_peer_row(row, location))
     return [Source(path, path.stem, str(path.absolute()), seed, rows) for seed, rows in rows_by_seed.items()]
@@ -157,8 +159,10 @@ def _peer_row(row: Row, location: str) -> Row:
         raise UserError(f"{location}: {error}; expected numbers") from None
     for name in ("steps", "seconds"):
         if not _is_number(numbers.get(name)):
-            raise UserError(f"{location}: no {name}; {_PEERS_ROWS}")
-    return numbers | {metric: numbers[name] for name, names in _NAMES.items() if name in numbers for metric in names}
+            raise UserError(f"{location}: no {name}; {_EXPECTED_ROWS}")
+    return numbers | {
+        metric: numbers[name] for name, names in _METRICS_BY_COLUMN.items() if name in numbers for metric in names
+    }
 
 
 def _is_number(value: Any) -> bool:
@@ -171,22 +175,22 @@ def metrics(source: Source) -> set[str]:
     return names - {"steps", "seconds", "sample_step", "seed"}
 
 
-def choose(sources: Sequence[Source]) -> str:
-    """Return the first of `DEFAULTS` that all sources have; UserError if there is none."""
+def choose_metric(sources: Sequence[Source]) -> str:
+    """Return the first of `DEFAULT_METRICS` that all sources have. Raise UserError if there is none."""
     shared = set.intersection(*map(metrics, sources))
-    for name in DEFAULTS:
+    for name in DEFAULT_METRICS:
         if name in shared:
             return name
-    raise UserError(f"none of {', '.join(DEFAULTS)} is in all runs and peers; choose one with --metric")
+    raise UserError(f"none of {', '.join(DEFAULT_METRICS)} is in all runs and peers; choose one with --metric")
 
 
 def curve(source: Source, metric: str) -> Curve:
-    """Return the curve of a metric, from its first finite value on. A later value that is not finite is NaN.
+    """Return the curve of a metric. It starts at the first finite value. A later value that is not finite is NaN.
 
     Raises: UserError if the source has no value of the metric, or if its rows are not in order.
     """
-    sources = [row for row in source.rows if metric in row]
-    rows = list(dropwhile(lambda row: not _is_number(row[metric]), sources))
+    logged = [row for row in source.rows if metric in row]
+    rows = list(dropwhile(lambda row: not _is_number(row[metric]), logged))
     if not rows:
         raise UserError(f"{source.path}: no metric {metric!r}; {did_you_mean(metric, metrics(source))}")
     steps, seconds, values = (np.array([row[name] for row in rows], float) for name in ("steps", "seconds", metric))

@@ -1,4 +1,4 @@
-"""Plot learning curves over env steps and minutes: a line per seed for one or two seeds, a band for three or more.
+"""Plot learning curves over env steps and minutes: a line per seed for one or two seeds, or a band for more.
 
 Seeds of one config, or of one peer, share a colour. A band shows the interquartile mean and its 95 % bootstrap interval
 at equal numbers of env steps, up to the last step that all seeds have reached. With three seeds, the interval is their
@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ecrl.errors import UserError, extra
-from ecrl.report.curves import Curve, Source, choose, curve, read
+from ecrl.report.curves import Curve, Source, choose_metric, curve, read_sources
 from ecrl.report.statistics import bootstrap_interval, interquartile_mean
 
 MIN_BAND_SEEDS = 3
-"""Smallest number of seeds that is drawn as a band."""
+"""Smallest number of seeds that are drawn as a band."""
 _SUFFIXES = (".png", ".svg")
 _RESAMPLES, _POINTS = 2000, 200
 _LONG_LABEL = 45  # characters; longer labels get one legend column
@@ -28,7 +28,7 @@ _AXES = {"steps": "environment steps", "minutes": "minutes, including compilatio
 
 
 class Band(NamedTuple):
-    """The interquartile mean of seeds and its bootstrap interval, arrays `[n]` at the positions `x`."""
+    """Interquartile mean of seeds and its bootstrap interval, as arrays `[n]` at the positions `x`."""
 
     x: np.ndarray
     middle: np.ndarray
@@ -36,10 +36,10 @@ class Band(NamedTuple):
     high: np.ndarray
 
 
-def grid(lines: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the x positions of a band, within the range of all lines: their own points, or an even grid if many.
+def band_positions(lines: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the x positions of a band in the range that all lines share: their points, or an even grid if many.
 
-    >>> grid([np.array([1.0, 2.0, 3.0]), np.array([1.0, 2.0])]).tolist()
+    >>> band_positions([np.array([1.0, 2.0, 3.0]), np.array([1.0, 2.0])]).tolist()
     [1.0, 2.0]
     """
     first, last = max(x[0] for x in lines), min(x[-1] for x in lines)
@@ -49,14 +49,14 @@ def grid(lines: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def band(lines: Sequence[tuple[np.ndarray, np.ndarray]]) -> Band:
-    """Return the band of seeds' lines `(x, y)`, interpolated between points; equal lines give an equal band."""
-    positions = grid([x for x, _ in lines])
+    """Return the band of the seeds' lines `(x, y)`, which are interpolated. Equal lines give equal bands."""
+    positions = band_positions([x for x, _ in lines])
     values = np.stack([np.interp(positions, x, y) for x, y in lines])
     low, high = bootstrap_interval(values, np.random.default_rng(0), _RESAMPLES)
     return Band(positions, interquartile_mean(values), low, high)
 
 
-def grouped(curves: Iterable[Curve]) -> list[list[Curve]]:
+def group_curves(curves: Iterable[Curve]) -> list[list[Curve]]:
     """Group the curves by config or peer, in the given order."""
     groups: dict[str, list[Curve]] = {}
     for one in curves:
@@ -64,34 +64,34 @@ def grouped(curves: Iterable[Curve]) -> list[list[Curve]]:
     return list(groups.values())
 
 
-def legend(group: Sequence[Curve]) -> str:
+def legend_label(group: Sequence[Curve]) -> str:
     """Return a group's label in the legend, with its number of seeds.
 
     >>> one = Curve("", "ppo", "", np.array([]), np.array([]), np.array([]))
-    >>> legend([one]), legend([one] * 2)
+    >>> legend_label([one]), legend_label([one] * 2)
     ('ppo', 'ppo (2 seeds)')
     """
     return group[0].label + (f" ({len(group)} seeds)" if len(group) > 1 else "")
 
 
-def draw(axes: Any, group: Sequence[Curve], by: str, color: str) -> None:
-    """Draw a group on matplotlib axes against `by`, "steps" or "minutes"."""
+def draw_group(axes: Any, group: Sequence[Curve], by: str, color: str) -> None:
+    """Draw a group on matplotlib axes over `by`, which is "steps" or "minutes"."""
     steps = [one.steps for one in group]
-    if len(group) < MIN_BAND_SEEDS or not len(grid(steps)):  # few seeds, or seeds without a common range
+    if len(group) < MIN_BAND_SEEDS or not len(band_positions(steps)):  # few seeds, or seeds without a common range
         for number, one in enumerate(group):
             marker = "." if len(one.steps) == 1 else None  # a line of a single point would be invisible
-            label = None if number else legend(group)
+            label = None if number else legend_label(group)
             axes.plot(getattr(one, by), one.values, color=color, marker=marker, label=label)
         return
     seed_band = band([(one.steps, one.values) for one in group])
     positions = np.median([np.interp(seed_band.x, one.steps, getattr(one, by)) for one in group], axis=0)
     marker = "." if len(positions) == 1 else None
-    axes.plot(positions, seed_band.middle, color=color, marker=marker, label=legend(group))
+    axes.plot(positions, seed_band.middle, color=color, marker=marker, label=legend_label(group))
     axes.fill_between(positions, seed_band.low, seed_band.high, color=color, alpha=0.2, linewidth=0)
 
 
 def figure(groups: Sequence[Sequence[Curve]], metric: str, threshold: float | None = None) -> Any:
-    """Return a matplotlib figure with one panel over steps and one over minutes; a threshold is a dotted line."""
+    """Return a matplotlib figure with one panel over steps and one over minutes. A threshold is a dotted line."""
     with extra("plot"):
         from matplotlib.figure import Figure
         from matplotlib.ticker import EngFormatter
@@ -99,7 +99,7 @@ def figure(groups: Sequence[Sequence[Curve]], metric: str, threshold: float | No
     panels = picture.subplots(1, 2, sharey=True)
     for axes, (by, label) in zip(panels, _AXES.items(), strict=True):
         for number, group in enumerate(groups):
-            draw(axes, group, by, f"C{number}")
+            draw_group(axes, group, by, f"C{number}")
         if threshold is not None:
             axes.axhline(threshold, color="black", linestyle=":", linewidth=1)
         axes.set(xlabel=label)
@@ -113,10 +113,10 @@ def figure(groups: Sequence[Sequence[Curve]], metric: str, threshold: float | No
     return picture
 
 
-def files(out: Path) -> list[Path]:
+def output_files(out: Path) -> list[Path]:
     """Return the files of a picture: `out`, or a .png and a .svg if `out` has no suffix.
 
-    >>> [str(path) for path in files(Path("a/curves"))], [str(path) for path in files(Path("curves.svg"))]
+    >>> [str(path) for path in output_files(Path("a/curves"))], [str(path) for path in output_files(Path("curves.svg"))]
     (['a/curves.png', 'a/curves.svg'], ['curves.svg'])
     """
     if out.suffix in _SUFFIXES:
@@ -127,10 +127,10 @@ def files(out: Path) -> list[Path]:
 
 
 def write(picture: Any, out: Path) -> list[Path]:
-    """Write a figure to `files(out)`; equal figures give equal files."""
+    """Write a figure to `output_files(out)`. Equal figures give equal files."""
     import matplotlib
 
-    written = files(out)
+    written = output_files(out)
     with matplotlib.rc_context({"svg.hashsalt": "ecrl"}):
         for path in written:
             try:
@@ -141,11 +141,11 @@ def write(picture: Any, out: Path) -> list[Path]:
     return written
 
 
-def first_at(one: Curve, threshold: float) -> tuple[float, float] | None:
-    """Return the env steps and minutes from where a curve stays at or above the threshold, or None.
+def threshold_point(one: Curve, threshold: float) -> tuple[float, float] | None:
+    """Return the env steps and minutes at which a curve reaches the threshold and stays there, or None.
 
     >>> x = np.array([1.0, 2.0, 3.0, 4.0])
-    >>> first_at(Curve("", "", "", 10 * x, x, np.array([0.5, 0.96, 0.9, 0.97])), 0.95)
+    >>> threshold_point(Curve("", "", "", 10 * x, x, np.array([0.5, 0.96, 0.9, 0.97])), 0.95)
     (40.0, 4.0)
     """
     below = np.flatnonzero(~(one.values >= threshold))  # also counts NaN
@@ -154,14 +154,14 @@ def first_at(one: Curve, threshold: float) -> tuple[float, float] | None:
 
 
 def summary(groups: Iterable[Sequence[Curve]], threshold: float | None) -> list[str]:
-    """Return a line per curve: its last point, its first NaN, and the point from where it stays above a threshold."""
+    """Return a line per curve: its last point, its first NaN, and when it reaches a threshold for good."""
     lines = []
     for one in (one for group in groups for one in group):
         line = f"{one.name}: {one.values[-1]:.4g} after {one.steps[-1]:,.0f} env steps, {one.minutes[-1]:.1f} minutes"
         if np.isnan(one.values).any():
             line += f"; not a number at {one.steps[np.isnan(one.values)][0]:,.0f} env steps"
         if threshold is not None:
-            reached = first_at(one, threshold)
+            reached = threshold_point(one, threshold)
             line += f"; stays above {threshold:g} " if reached else f"; does not stay above {threshold:g}"
             line += f"from {reached[0]:,.0f} env steps, {reached[1]:.1f} minutes on" if reached else ""
         lines.append(line)
@@ -176,14 +176,14 @@ def _warn_of_duplicates(sources: Sequence[Source]) -> None:
 
 
 def _with_unique_labels(sources: Sequence[Source]) -> list[Source]:
-    """Make labels unique: if groups share a label, add the file name, or the whole path if they share that too."""
-    picture = []
+    """Make labels unique. Groups that share a label get the file name too, or the path if they share the file name."""
+    labelled = []
     for source in sources:
         first = {s.group: s.path for s in reversed(sources) if s.label == source.label}
         path, names = first[source.group], [path.name for path in first.values()]
         suffix = str(path) if len(set(names)) < len(names) else path.name
-        picture.append(source._replace(label=f"{source.label}, {suffix}") if len(first) > 1 else source)
-    return picture
+        labelled.append(source._replace(label=f"{source.label}, {suffix}") if len(first) > 1 else source)
+    return labelled
 
 
 def plot(
@@ -193,18 +193,18 @@ def plot(
 
     Args:
         paths: run folders and peer files (`ecrl.report.curves`).
-        out: path of the picture; see `files`.
-        metric: name in metrics.jsonl; `ecrl.report.curves.choose` picks the default.
+        out: path of the picture; see `output_files`.
+        metric: name in metrics.jsonl; `ecrl.report.curves.choose_metric` picks the default.
         threshold: value of a horizontal line to draw.
 
     Returns: the files and the groups of curves.
     Raises: UserError for a path that is not a run or peer, for a missing metric, or without the extra `plot`.
     """
-    files(out)
+    output_files(out)
     if threshold is not None and not math.isfinite(threshold):
         raise UserError(f"--threshold {threshold:g}: expected a finite number")
-    sources = _with_unique_labels([source for path in paths for source in read(path)])
+    sources = _with_unique_labels([source for path in paths for source in read_sources(path)])
     _warn_of_duplicates(sources)
-    metric = metric or choose(sources)
-    groups = grouped(curve(source, metric) for source in sources)
+    metric = metric or choose_metric(sources)
+    groups = group_curves(curve(source, metric) for source in sources)
     return write(figure(groups, metric, threshold), out), groups

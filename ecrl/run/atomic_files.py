@@ -1,6 +1,6 @@
-"""Atomic writes of files and folders: after a crash, a kill or a full disk, the old or the new one is complete.
+"""Atomic writes of files and folders. After a crash, a kill or a full disk, the old or the new version is complete.
 
-Files and their folders are synced to disk, so they survive a power failure too.
+Files and their folders are synced to disk, so they also survive a power failure.
 """
 
 import errno
@@ -30,7 +30,7 @@ def _sync_folder(path: Path) -> None:
 def append(path: Path, data: bytes) -> None:
     """Append all of `data` to a file, or raise OSError and append nothing.
 
-    Every call opens the file, so writes succeed again as soon as a full or missing disk is back.
+    Every call opens the file, so writes succeed again once a full disk has room or a missing disk is mounted.
     """
     with path.open("ab", buffering=0) as file:
         end = file.tell()
@@ -44,7 +44,7 @@ def append(path: Path, data: bytes) -> None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Replace a file atomically, or raise OSError and keep the old one."""
+    """Replace a file atomically, or raise OSError and keep the old file."""
     temporary = path.with_name(f".{path.name}.new")
     try:
         _write_synced(temporary, data)
@@ -56,12 +56,13 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def write_folder(path: Path, files: Mapping[str, bytes]) -> None:
-    """Replace the folder `path` by one with `files`, or raise OSError and keep the old one.
+    """Replace the folder `path` by a folder with `files`, or raise OSError and keep the old folder.
 
     The old folder is removed after the new one is on disk. If the process is killed between the two renames, the old
-    folder keeps another name, and `whole` returns that one.
+    folder has a temporary name, which `complete_folder` returns.
     """
-    path, temporary, old = whole(path, restore=True), _temporary_path(path), _old_path(path)
+    _finish_replacement(path)
+    temporary, old = _temporary_path(path), _old_path(path)
     parent_existed = path.parent.exists()
     path.parent.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(temporary, ignore_errors=True)
@@ -75,7 +76,7 @@ def write_folder(path: Path, files: Mapping[str, bytes]) -> None:
         temporary.rename(path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
-        whole(path, restore=True)
+        _finish_replacement(path)
         raise
     _sync_folder(path.parent)
     if not parent_existed:
@@ -91,28 +92,28 @@ def _old_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.old")
 
 
-def whole(path: Path, restore: bool = False) -> Path:
-    """Return the path to read a folder from: its old name if its writer was killed between the two renames.
+def complete_folder(path: Path) -> Path:
+    """Return the path of the complete folder: a temporary name if its writer was killed between the two renames."""
+    old = _old_path(path)
+    return old if old.exists() and not path.exists() else path
 
-    With `restore`, rename the old folder back to `path`, or remove it if the new folder is complete.
-    """
+
+def _finish_replacement(path: Path) -> None:
+    """Rename the old folder back to `path` after an interrupted write, or remove it if the new folder is complete."""
     old = _old_path(path)
     if not old.exists():
-        return path
-    if not restore:
-        return path if path.exists() else old
+        return
     if path.exists():
         shutil.rmtree(old, ignore_errors=True)
     else:
         old.rename(path)
-    return path
 
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
     """Lock a folder for this process, or raise BlockingIOError. The lock ends with the process, even if it is killed.
 
-    A process may lock a folder twice. On a file system without locks, other processes are not kept out.
+    A process may lock the same folder twice. On a file system without locks, this does not stop other processes.
     """
     with (folder / ".lock").open("w") as file:
         try:
@@ -124,13 +125,13 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder. If the process is killed meanwhile, no part of the folder remains under its name."""
+    """Remove a folder. If the process is killed meanwhile, no incomplete folder remains under this name."""
     removed = path.with_name(f".{path.name}.gone")
     path.rename(removed)
     shutil.rmtree(removed, ignore_errors=True)
 
 
-def sweep(folder: Path) -> None:
+def remove_leftovers(folder: Path) -> None:
     """Remove temporary folders that killed writers left in `folder`. Only the single writer of `folder` may call it."""
     for leftover in [*folder.glob(".*.new.*"), *folder.glob(".*.gone")]:
         shutil.rmtree(leftover, ignore_errors=True)

@@ -1,6 +1,6 @@
 """Checkpoints: a folder of `state.safetensors`, `config.json`, further files and `manifest.json` with checksums.
 
-A folder is written under a temporary name, synced to disk and renamed. A reader sees the complete folder or none.
+A folder is written under a temporary name, synced to disk and renamed. A reader sees either a complete folder or none.
 Pickle is not used.
 """
 
@@ -23,20 +23,20 @@ from ecrl.errors import CheckpointError
 from ecrl.loop.buffers import check_current, kinds_of
 from ecrl.loop.build import build, device_of, form_of
 from ecrl.loop.iteration import expected_state
-from ecrl.run.atomic_files import whole, write_folder
+from ecrl.run.atomic_files import complete_folder, write_folder
 
 FORMAT = 1
 
 
-_OWN = ("state.safetensors", "config.json", "manifest.json")
+_RESERVED_FILES = ("state.safetensors", "config.json", "manifest.json")
 
 
 class Snapshot(NamedTuple):
-    """Contents of a checkpoint, copied to host memory, so that training can continue while it is written."""
+    """Contents of a checkpoint in host memory, so that training can continue during the write."""
 
     tensors: dict[str, Tensor]
     cfg: Config
-    conditions: dict[str, Any]  # of `conditions`, for the manifest
+    conditions: dict[str, Any]  # returned by `conditions`, stored in the manifest
     logs: dict[str, float]
     files: dict[str, bytes]
 
@@ -47,17 +47,17 @@ def snapshot(
     """Copy a state to host memory. `write` can write the copy at any time, in any thread.
 
     Args:
-        state: state of a run; it may change after this call.
+        state: state of a run; it may be overwritten after this call.
         cfg: config of the run.
         logs: numbers for the manifest, such as the results of the evaluation that chose this state.
         files: contents of extra files by name; the manifest has their checksums.
 
-    Raises: ValueError for a name that is a path, hidden, or of the checkpoint's own files; UserError for a state whose
-        buffer was written on since.
+    Raises: ValueError if a name in `files` is a path, is hidden or names one of the checkpoint's own files; UserError
+        if a later iteration has overwritten a buffer of the state.
     """
     for name in files or {}:
-        if name in _OWN or name.startswith(".") or "/" in name:
-            raise ValueError(f"files: {name!r} cannot be a further file of a checkpoint; choose another name")
+        if name in _RESERVED_FILES or name.startswith(".") or "/" in name:
+            raise ValueError(f"files: {name!r} is a path, hidden or reserved; choose another name")
     check_current(state, kinds_of(build(cfg)))
     tensors = {name: cast(Tensor, state[path]) for name, path in _paths(state).items()}
     tensors = {name: leaf.detach().to("cpu", copy=True).contiguous() for name, leaf in tensors.items()}
@@ -65,15 +65,15 @@ def snapshot(
 
 
 def conditions(cfg: Config) -> dict[str, Any]:
-    """Return everything, besides state and config, that the bits of a run depend on."""
+    """Return the settings that affect the bits of a run, besides its state and config."""
     form, device = form_of(cfg).name, device_of(cfg).type
     return {"torch": str(torch.__version__), "threads": torch.get_num_threads(), "form": form, "device": device}
 
 
-def differing(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return a text for each condition that differs from an earlier one. Conditions that `then` lacks are left out.
+def changed_conditions(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Describe each condition that has changed. Conditions that `then` lacks are left out.
 
-    >>> differing({"torch": "2.12", "threads": 2}, {"torch": "2.13", "threads": 2, "device": "cpu"})
+    >>> changed_conditions({"torch": "2.12", "threads": 2}, {"torch": "2.13", "threads": 2, "device": "cpu"})
     ['torch 2.12 then, 2.13 now']
     """
     return [f"{name} {then[name]} then, {value} now" for name, value in now.items() if then.get(name, value) != value]
@@ -140,23 +140,23 @@ def write(path: str | Path, saved: Snapshot) -> None:
 
 
 def _may_be_replaced(path: Path) -> bool:
-    """Return True if a folder is empty or a checkpoint, which may be damaged."""
+    """Return True if a folder is empty or holds a checkpoint, even a damaged one."""
     return any((path / name).exists() for name in ("manifest.json", "state.safetensors")) or not any(path.iterdir())
 
 
 def read_manifest(path: str | Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint folder, after a comparison with its own checksum."""
-    path = whole(Path(path))
+    """Return the manifest of a checkpoint folder. Raise CheckpointError if its checksum does not match."""
+    path = complete_folder(Path(path))
     if not _is_file(path / "manifest.json"):
         raise CheckpointError(f"{path}: not a checkpoint: it has no manifest.json")
     data = _read(path / "manifest.json")
     try:
         manifest = dict(json.loads(data))
         canonical = _json(manifest)
-        own, _ = manifest.pop("manifest_sha256"), dict(manifest["sha256"])
+        checksum, _ = manifest.pop("manifest_sha256"), dict(manifest["sha256"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}/manifest.json: damaged ({error})") from None
-    if own != _sha256(_json(manifest)) or canonical != data:
+    if checksum != _sha256(_json(manifest)) or canonical != data:
         raise CheckpointError(f"{path}/manifest.json: damaged: its checksum differs")
     if manifest["format"] != FORMAT:
         raise CheckpointError(f"{path}: format {manifest['format']}, this version reads format {FORMAT}")
@@ -178,8 +178,8 @@ def _is_file(path: Path) -> bool:
 
 
 def read_files(path: str | Path) -> dict[str, bytes]:
-    """Return the files of a checkpoint folder by name, after a comparison with their checksums."""
-    path, files = whole(Path(path)), {}
+    """Return the contents of a checkpoint's files by name. Raise CheckpointError if a checksum does not match."""
+    path, files = complete_folder(Path(path)), {}
     for name, checksum in read_manifest(path)["sha256"].items():
         if not _is_file(path / name):
             raise CheckpointError(f"{path}/{name}: missing")
@@ -195,11 +195,11 @@ def _paths(structure: TensorDict) -> dict[str, tuple[str, ...]]:
     return {"/".join(path): path for path in ((key,) if isinstance(key, str) else tuple(key) for key, _ in pairs)}
 
 
-def _upgraded(tensors: dict[str, Tensor], expected: TensorDict) -> dict[str, Tensor]:
-    """The tensors of an older checkpoint under the names of this version.
+def _upgrade(tensors: dict[str, Tensor], expected: TensorDict) -> dict[str, Tensor]:
+    """Return the tensors of an older checkpoint under the names of this version.
 
-    Numbers of schedules were not in the state: they are filled in from the config of the checkpoint. The optimiser had
-    one state for all groups: `opt/mu/critic/w` is now `opt/critic/mu/critic/w`.
+    An older state lacks the numbers of schedules, which come from the checkpoint's config. It also has one optimiser
+    state for all groups: `opt/mu/critic/w` is now `opt/critic/mu/critic/w`.
     """
     upgraded = dict(tensors)
     for name, place in _paths(expected).items():
@@ -215,12 +215,12 @@ def _upgraded(tensors: dict[str, Tensor], expected: TensorDict) -> dict[str, Ten
     return upgraded
 
 
-def _into(structure: TensorDict, tensors: dict[str, Tensor], path: Path) -> TensorDict:
-    """`tensors` as `structure` has them, on its device; refuses missing, extra or misshapen ones by name."""
-    places, tensors = _paths(structure), _upgraded(tensors, structure)
-    odd = sorted(places.keys() ^ tensors.keys())
-    if odd:
-        raise CheckpointError(f"{path}: state and config disagree on {', '.join(odd)}")
+def _fill_structure(structure: TensorDict, tensors: dict[str, Tensor], path: Path) -> TensorDict:
+    """Return `structure` filled with `tensors`. Raise CheckpointError for missing, extra or misshapen tensors."""
+    places, tensors = _paths(structure), _upgrade(tensors, structure)
+    unmatched = sorted(places.keys() ^ tensors.keys())
+    if unmatched:
+        raise CheckpointError(f"{path}: state and config disagree on {', '.join(unmatched)}")
     filled = structure.clone()
     for name, place in places.items():
         saved, leaf = tensors[name], cast(Tensor, structure[place])
@@ -235,9 +235,9 @@ def _into(structure: TensorDict, tensors: dict[str, Tensor], path: Path) -> Tens
 def load(path: str | Path, device: str | None = None) -> tuple[TensorDict, Config]:
     """Return the state and config of a checkpoint folder. `device` replaces `trainer.device`.
 
-    Raises: CheckpointError that names a missing or damaged file, or a tensor that does not fit; ConfigError.
+    Raises: CheckpointError for a missing or damaged file or an unfit tensor; ConfigError for a faulty config.
     """
-    path = whole(Path(path))
+    path = complete_folder(Path(path))
     files = read_files(path)
     raw = json.loads(files["config.json"])
     if device is not None:
@@ -247,7 +247,7 @@ def load(path: str | Path, device: str | None = None) -> tuple[TensorDict, Confi
         tensors = tensors_from_bytes(files["state.safetensors"])
     except SafetensorError as error:
         raise CheckpointError(f"{path}/state.safetensors: damaged ({error})") from None
-    return _into(expected_state(build(cfg), cfg, _remembered(tensors)), tensors, path), cfg
+    return _fill_structure(expected_state(build(cfg), cfg, _environment_state(tensors)), tensors, path), cfg
 
 
 def same_weights(path: str | Path, state: TensorDict, cfg: Config) -> bool:
@@ -257,23 +257,23 @@ def same_weights(path: str | Path, state: TensorDict, cfg: Config) -> bool:
         {name: x for name, x in tensors.items() if name.startswith("params/")}
         for tensors in (snapshot(state, cfg).tensors, saved)
     )
-    alike = {n: (x.dtype, x.shape) for n, x in ours.items()} == {n: (x.dtype, x.shape) for n, x in theirs.items()}
-    return alike and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    ours_shapes, their_shapes = ({n: (x.dtype, x.shape) for n, x in weights.items()} for weights in (ours, theirs))
+    return ours_shapes == their_shapes and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def _remembered(tensors: dict[str, Tensor]) -> TensorDict:
-    """Return the environment state of a file. Token 0 marks states outside the tensors, as in Gymnasium, as lost."""
+def _environment_state(tensors: dict[str, Tensor]) -> TensorDict:
+    """Return the environment state in a checkpoint. Token 0 marks states outside the tensors (Gymnasium) as lost."""
     if "env/token" in tensors:
         tensors["env/token"] = torch.zeros_like(tensors["env/token"])
     env = {tuple(name.split("/")[1:]): leaf for name, leaf in tensors.items() if name.startswith("env/")}
-    batch, made = next((leaf.shape[:1] for leaf in env.values()), torch.Size()), TensorDict({}, [])
-    made["env"] = TensorDict({}, batch)
+    batch, state = next((leaf.shape[:1] for leaf in env.values()), torch.Size()), TensorDict({}, [])
+    state["env"] = TensorDict({}, batch)
     for path, leaf in env.items():
-        made["env", *path] = leaf
-    return made
+        state["env", *path] = leaf
+    return state
 
 
-def steps_in(run: str | Path) -> list[Path]:
+def step_checkpoints(run: str | Path) -> list[Path]:
     """Return the checkpoints `step_<N>` of a run folder, oldest first, without a check for damage."""
     folders = [p for p in (Path(run) / "checkpoints").glob("step_*") if p.name.removeprefix("step_").isdecimal()]
     return sorted(folders, key=lambda p: int(p.name.removeprefix("step_")))
@@ -282,12 +282,12 @@ def steps_in(run: str | Path) -> list[Path]:
 def latest(run: str | Path) -> Path:
     """Return the newest undamaged checkpoint of a run folder by env steps, or the folder itself if it is a checkpoint.
 
-    Skip damaged checkpoints, each with a UserWarning that names the file. Every checksum is compared.
+    Compare every checksum. Skip each damaged checkpoint with a UserWarning that names the file.
     """
     run = Path(run)
     if _is_file(run / "manifest.json"):
         return run
-    folders, faults = steps_in(run), []
+    folders, faults = step_checkpoints(run), []
     if not folders:
         raise CheckpointError(f"{run}: no checkpoint: expected {run}/checkpoints/step_<N>, or a checkpoint folder")
     for path in reversed(folders):

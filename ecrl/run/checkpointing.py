@@ -1,8 +1,8 @@
 """Consumers that save checkpoints during a run: at regular steps, and the best one.
 
-The state is copied to host memory, and a thread writes it while training continues. Only one write is in progress, and
-the next save waits for it, so memory holds one copy. If a write fails, warn once and continue; the next save tries
-again. The end of a run waits for the last write. If that one fails, the run fails.
+The state is copied to host memory, and a thread writes the copy while training continues. Each save waits for the
+previous write, so memory holds only one copy. If a write fails, ecrl warns once, and the next save tries again. The end
+of a run waits for the last write. If the last write fails, the run fails.
 """
 
 import math
@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 from ecrl.config import Config
 from ecrl.errors import CheckpointError
 from ecrl.loop.iteration import crossed, steps_per_iteration
-from ecrl.run.atomic_files import remove_folder, sweep, whole
-from ecrl.run.checkpoint import Snapshot, read_files, read_manifest, snapshot, steps_in, write
-from ecrl.run.loggers import ending, never_fatal
-from ecrl.run.rank_shards import is_complete
+from ecrl.run.atomic_files import complete_folder, remove_folder, remove_leftovers
+from ecrl.run.checkpoint import Snapshot, read_files, read_manifest, snapshot, step_checkpoints, write
+from ecrl.run.loggers import ending, tolerate_errors
+from ecrl.run.rank_shards import has_all_shards
 from ecrl.types import LogData
 
 _INCOMPLETE = "the state after {} env steps is not saved: the other ranks did not send their environments"
@@ -41,15 +41,15 @@ def _write_and_prune(path: Path, saved: Snapshot, keep: int | None, remove_guard
     """Write a checkpoint. Then remove the oldest checkpoints up to its step, so that `keep` of these remain."""
     write(path, saved)
     step = int(saved.tensors["sample_step"])
-    older = [p for p in steps_in(path.parents[1]) if int(p.name.removeprefix("step_")) <= step]
+    older = [p for p in step_checkpoints(path.parents[1]) if int(p.name.removeprefix("step_")) <= step]
     for old in older[:-keep] if keep else []:
         remove_guarded(remove_folder, old)
 
 
 @contextmanager
-def _saving(keep: int | None = None) -> Iterator[Saver]:
+def _open_saver(keep: int | None = None) -> Iterator[Saver]:
     """Yield a Saver. Wait for its last write at the end, and raise CheckpointError if that write failed."""
-    guarded, remove_guarded = never_fatal("checkpoints", CheckpointError), never_fatal("older checkpoints")
+    guarded, remove_guarded = tolerate_errors("checkpoints", CheckpointError), tolerate_errors("older checkpoints")
     last: list[tuple[Path, Snapshot]] = []  # the last checkpoint, until its write has succeeded
     in_progress: list[Future] = []
 
@@ -84,7 +84,7 @@ def _saving(keep: int | None = None) -> Iterator[Saver]:
     with ThreadPoolExecutor(1, "ecrl-save") as thread:
         try:
             yield Saver(save, report, retry)
-        except Exception:  # an error of the run matters more than one of saving
+        except Exception:  # raise the error of the run, not an error of saving
             guarded(end)
             raise
         except BaseException:
@@ -94,41 +94,41 @@ def _saving(keep: int | None = None) -> Iterator[Saver]:
 
 
 def with_checkpoints(records: Iterator[LogData], cfg: Config, run_dir: str | Path) -> Iterator[LogData]:
-    """Save the state under `run_dir` every `trainer.save_freq` env steps, and at any end of the run.
+    """Save the state under `run_dir` every `trainer.save_freq` env steps, and when the run ends or is stopped.
 
-    Only the newest `trainer.keep_checkpoints` are kept.
+    Remove all but the newest `trainer.keep_checkpoints` checkpoints.
 
     Raises: CheckpointError at the end, after all files are closed, if the last checkpoint could not be written.
     """
     last, saved, freq = None, None, cfg.trainer.save_freq
     folder = Path(run_dir) / "checkpoints"
-    sweep(folder)
+    remove_leftovers(folder)
 
-    def put(record: LogData) -> int:
+    def save_record(record: LogData) -> int:
         step = record["sample_step"]
         save(folder / f"step_{step}", record["state"], cfg, None, record.get("files"))
         return step
 
-    with _saving(cfg.trainer.keep_checkpoints) as (save, report, _), ending(records):
+    with _open_saver(cfg.trainer.keep_checkpoints) as (save, report, _), ending(records):
         try:
             for record in records:
                 report()
                 if record["log_type"] == "train":
                     last, step = record, record["sample_step"]
                     if crossed(step, steps_per_iteration(cfg), freq):
-                        saved = put(record)
+                        saved = save_record(record)
                 yield record
         finally:
             if last is not None and saved != last["sample_step"]:
-                if is_complete(last):
-                    put(last)
+                if has_all_shards(last):
+                    save_record(last)
                 else:
                     warnings.warn(_INCOMPLETE.format(last["sample_step"]), stacklevel=2)
 
 
 def _best_value(path: Path, name: str) -> float | None:
-    """Return the metric of the best checkpoint so far; None if there is none, or, with a warning, if it is damaged."""
-    if not whole(path).exists():
+    """Return the metric of the best checkpoint so far, or None if it does not exist. If it is damaged, warn."""
+    if not complete_folder(path).exists():
         return None
     try:
         read_files(path)
@@ -149,7 +149,7 @@ def with_best_checkpoint(records: Iterator[LogData], cfg: Config, run_dir: str |
     name, sign = cfg.trainer.best_eval_metric, 1.0 if cfg.trainer.best_eval_mode == "max" else -1.0
     path = Path(run_dir) / "checkpoints" / "best"
     best = _best_value(path, name)
-    with _saving() as (save, report, retry), ending(records):
+    with _open_saver() as (save, report, retry), ending(records):
         for record in records:
             report()
             if record["log_type"] == "evaluate":

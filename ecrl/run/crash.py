@@ -12,45 +12,47 @@ from ecrl.errors import CheckpointError, NotFiniteError, UserError
 from ecrl.loop.build import build
 from ecrl.loop.iteration import train_iter
 from ecrl.loop.nonfinite_report import explained
-from ecrl.registry import own_modules
-from ecrl.run.checkpoint import conditions, differing, load, read_files, save
-from ecrl.run.rank_shards import with_own
+from ecrl.registry import user_modules
+from ecrl.run.checkpoint import changed_conditions, conditions, load, read_files, save
+from ecrl.run.rank_shards import load_own_shard
 from ecrl.types import LogData
 
 REPORT = "report.json"
 
 
-def _about(cfg: Config) -> dict[str, Any]:
-    """Return everything, besides state and config, that the bits of an iteration depend on."""
+def _replay_conditions(cfg: Config) -> dict[str, Any]:
+    """Return the settings that affect the bits of an iteration, besides its state and config."""
     return {**conditions(cfg), "machine": platform.machine(), "ranks": world_size()}
 
 
-def _command(folder: Path, ranks: int, cfg: Config) -> str:
+def _replay_command(folder: Path, ranks: int, cfg: Config) -> str:
     """Return the shell command that repeats the iteration."""
-    imports = "".join(f" --import {module}" for module in own_modules(cfg.model_dump_json()))
-    many = f"torchrun --nproc-per-node {ranks} -m ecrl replay {folder} --distributed"
-    return (f"ecrl replay {folder}" if ranks == 1 else many) + imports
+    imports = "".join(f" --import {module}" for module in user_modules(cfg.model_dump_json()))
+    distributed = f"torchrun --nproc-per-node {ranks} -m ecrl replay {folder} --distributed"
+    return (f"ecrl replay {folder}" if ranks == 1 else distributed) + imports
 
 
 def with_crash(records: Iterator[LogData], cfg: Config, run_dir: str | Path) -> Iterator[LogData]:
-    """If the finite guard stops a run, write `crash/` under `run_dir`: a report, and a checkpoint from before.
+    """If the finite guard stops a run, write a report and the state before the iteration to `crash/` under `run_dir`.
 
-    Raises: the NotFiniteError of the run, with the command that repeats the iteration.
+    Raises: the run's NotFiniteError, with the command that repeats the iteration.
     """
     folder = Path(run_dir) / "crash"
     try:
         yield from records
     except NotFiniteError as error:
-        again = _command(folder, world_size(), cfg)
-        pure = build(cfg).env.is_pure
+        command = _replay_command(folder, world_size(), cfg)
+        is_pure = build(cfg).env.is_pure
         try:
-            report = {"message": str(error), **error.report, **_about(cfg), "command": again}
+            report = {"message": str(error), **error.report, **_replay_conditions(cfg), "command": command}
             save(
                 folder, error.state, cfg, None, {**error.files, REPORT: (json.dumps(report, indent=2) + "\n").encode()}
             )
         except CheckpointError as fault:
-            raise NotFiniteError(f"{error}; no crash folder: {fault}", error.report, error.state) from None
-        advice = f"repeat it with: {again}" if pure else f"the state before it is in {folder}"
+            raise NotFiniteError(
+                f"{error}; the crash folder was not written: {fault}", error.report, error.state
+            ) from None
+        advice = f"repeat it with: {command}" if is_pure else f"the state before it is in {folder}"
         raise NotFiniteError(f"{error}; {advice}", error.report, error.state) from None
 
 
@@ -61,7 +63,8 @@ def _read(folder: Path) -> dict[str, Any]:
     return json.loads(files[REPORT])
 
 
-def _found_again(report: dict[str, Any], now: NotFiniteError | None) -> Iterator[str]:
+def _compare_findings(report: dict[str, Any], now: NotFiniteError | None) -> Iterator[str]:
+    """Yield lines that compare the findings of a repeated iteration with its report."""
     form, earlier = report["form"], ", ".join(report["met"])
     if now is None:
         yield f"{form}: everything is finite this time; the run had NaN or infinity in {earlier}"
@@ -69,15 +72,15 @@ def _found_again(report: dict[str, Any], now: NotFiniteError | None) -> Iterator
     places = ", ".join(now.report["met"])
     yield f"{form}: NaN or infinity in {places} again" + ("" if places == earlier else f"; the run had it in {earlier}")
     if now.report["found"] is None:
-        yield f"eager, step by step: everything is finite; only the {form} form has it"
+        yield f"eager, step by step: everything is finite; only the {form} form has NaN or infinity"
     else:
         yield f"eager, step by step: {explained(now.report)}"
 
 
 def replay(folder: str | Path) -> Iterator[str]:
-    """Repeat the iteration of a crash folder and yield lines of text: in its own form, then eagerly step by step.
+    """Repeat the iteration of a crash folder, first in its own form, then eagerly step by step. Yield lines of text.
 
-    An iteration of several ranks needs as many ranks, each with its own environments.
+    To repeat an iteration of several ranks, start the same number of ranks.
 
     Raises: UserError if the folder is not a crash folder; CheckpointError if it is damaged.
     """
@@ -85,18 +88,18 @@ def replay(folder: str | Path) -> Iterator[str]:
     report = _read(folder)
     yield f"reported: {report['message']}"
     state, cfg = load(folder)
-    if odd := differing(report, _about(cfg)):
-        yield f"the bits may differ: {'; '.join(odd)}"
+    if changes := changed_conditions(report, _replay_conditions(cfg)):
+        yield f"the bits may differ: {'; '.join(changes)}"
     if not build(cfg).env.is_pure:
-        yield f"environments of {cfg.env.name} live outside of the state: their steps cannot be repeated"
+        yield f"environments of {cfg.env.name} keep data outside of the state, so their steps cannot be repeated"
     elif report["ranks"] != world_size():
         problem = f"the iteration had {report['ranks']} ranks, this command has {world_size()}"
-        yield f"{problem}; repeat it with: {_command(folder, report['ranks'], cfg)}"
+        yield f"{problem}; repeat it with: {_replay_command(folder, report['ranks'], cfg)}"
     else:
-        yield from _found_again(report, _once(with_own(state, cfg, folder), cfg))
+        yield from _compare_findings(report, _error_of_iteration(load_own_shard(state, cfg, folder), cfg))
 
 
-def _once(state: Any, cfg: Config) -> NotFiniteError | None:
+def _error_of_iteration(state: Any, cfg: Config) -> NotFiniteError | None:
     try:
         next(train_iter(state, cfg))
     except NotFiniteError as error:

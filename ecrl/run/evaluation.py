@@ -1,7 +1,7 @@
 """Evaluation with deterministic actions over an exact number of episodes, equally many from every environment.
 
-If the first episodes to end were counted instead, short ones would be favoured. Evaluations have their own seed, so
-they do not change the training.
+Counting the first episodes to end would favour short episodes. Evaluations have their own seed, so they do not change
+the training.
 """
 
 import math
@@ -183,7 +183,7 @@ def _evaluated(
 
 
 def _with_env(run: Run, cfg: Config, name: str) -> Run:
-    """The run with another environment, which must have the spaces that the policy was trained on."""
+    """Return the run with another environment, which must have the spaces that the policy was trained on."""
     env = make_env(name)
     check_spaces(run.env, env, name)
     return run._replace(env=with_training_wrappers(env, cfg, None))
@@ -205,9 +205,9 @@ def eval_steps(
 
     Args:
         run: run with the environment of evaluations.
-        state: of a run; only `params`, `norm`, `frozen_params` and the device of `key` are read.
-        cfg: of the run.
-        num_envs: environments.
+        state: state of a run; only `params`, `norm`, `frozen_params` and the device of `key` are read.
+        cfg: config of the run.
+        num_envs: number of environments.
         names: list to fill with the names of the outcomes.
         filmed: number of environments, the first ones, in the view (`ecrl.run.video_writer.view`); 0 gives None.
     """
@@ -216,7 +216,7 @@ def eval_steps(
     index = torch.arange(num_envs, device=key.device)
     env_state = env.reset(rng.stream(key, rng.START, index, 0))
     names += _outcomes(env_state)
-    sizes = (num_envs, _CHUNK if env.is_pure else 1, filmed)  # a step of the host costs more than looking
+    sizes = (num_envs, _CHUNK if env.is_pure else 1, filmed)  # a step on the host costs more than a check
     if env.is_pure:
         steps = run.jit(_eval_steps, act, env, run.scan, *sizes)
     else:
@@ -236,7 +236,7 @@ def eval_steps(
 
 
 def check_evaluation(cfg: Config, run: Run | None = None) -> None:
-    """Refuse, before a run begins, events of evaluation that do not fit and a best metric that is never logged."""
+    """Raise ConfigError, before a run begins, for unfit evaluation events or a best metric that is never logged."""
     run, name = build(cfg, "eval") if run is None else run, cfg.trainer.best_eval_metric
     check_envs(cfg, run.env, min(cfg.trainer.num_eval_envs, cfg.trainer.num_eval_episodes), "trainer.num_eval_envs")
     known = [*_ALWAYS, "eval/success_rate"]
@@ -256,15 +256,15 @@ def with_evaluation(
 ) -> Iterator[LogData]:
     """Evaluate every `trainer.eval_freq` env steps. The `evaluate` record follows the record that it evaluates.
 
-    If the ranks were asked to stop, the evaluation is left to the resumed run.
+    If a signal asked the ranks to stop, the resumed run evaluates instead.
 
     Args:
         records: records to pass on.
         cfg: config of the run.
         videos: folder for videos of the cameras under `trainer.events.eval`; None records none. They are rendered
             while training continues; an evaluation waits for the videos of the previous one.
-        first: a record to evaluate before them, that of a run which was stopped (`ecrl.run.resume.pending_evaluation`).
-        run: the run with the events of evaluation, if it is built.
+        first: record of a stopped run to evaluate before the others (`ecrl.run.resume.pending_evaluation`).
+        run: run built with the evaluation events; None builds it.
     """
     run = build(cfg, "eval") if run is None else run
     check_evaluation(cfg, run)

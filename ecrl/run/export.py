@@ -36,7 +36,7 @@ _ROWS = 3  # of the example batch; torch.export would treat a size of 0 or 1 as 
 
 
 def _leaves(space: Space, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Space]:
-    """Return the spaces of an observation's parts by their path; an observation without parts has the path `()`."""
+    """Return the spaces of an observation's parts by path. An observation without parts has the path `()`."""
     if not isinstance(space, Dict):
         return {path: space}
     inner = (_leaves(part, (*path, name)) for name, part in space.items)
@@ -54,7 +54,7 @@ def _name(path: tuple[str, ...]) -> str:
 
 
 class _ActingModule(nn.Module):
-    """`act(params, inputs)` as a module with named inputs; parameters are constants, so unused ones are not saved."""
+    """Module of `act(params, inputs)` with named inputs. Parameters are constants, and unused ones are not saved."""
 
     def __init__(self, act: Callable[[TensorDict, dict[str, Tensor]], Any], params: TensorDict, names: list[str]):
         super().__init__()
@@ -199,9 +199,9 @@ def export(state: TensorDict, cfg: Config, folder: str | Path) -> list[Path]:
     Args:
         state: state of a run; `params`, `norm` and the last observation are read.
         cfg: the run's config.
-        folder: created if missing; existing files of these names are replaced.
+        folder: output folder. It is created if missing, and existing files are replaced.
 
-    Returns: the files.
+    Returns: paths of the written files.
     Raises: UserError for a policy that torch.export or torch.onnx cannot trace. Without the extra `export` it is raised
         after policy.pt2 and policy.json are written.
     """

@@ -32,11 +32,11 @@ def claim(folder: Path, new: bool) -> None:
         raise ConfigError(f"{problem}; choose another folder, or resume that run")
     if not os.access(folder, os.W_OK):
         raise ConfigError(f"run_dir: {folder}: not writable; choose another folder")
-    set_flag(_flag(folder))
+    set_flag(_claim_flag(folder))
 
 
-def rewrite(metrics: Path, rows: Iterable[bytes]) -> None:
-    """Replace the rows of `metrics.jsonl`. Raises: ConfigError if it cannot be written."""
+def replace_rows(metrics: Path, rows: Iterable[bytes]) -> None:
+    """Replace the rows of `metrics.jsonl`. Raise ConfigError if the file cannot be written."""
     try:
         replace_file(metrics, b"".join(rows))
     except OSError as error:
@@ -55,17 +55,17 @@ def lock_run_folder(folder: Path | None) -> Iterator[None]:
         yield
 
 
-def _flag(folder: Path) -> str:
+def _claim_flag(folder: Path) -> str:
     return f"claimed {folder}"
 
 
 def claimed_before(folder: Path | None) -> bool:
     """Return True if an earlier attempt of this torchrun job claimed the folder."""
-    return folder is not None and has_flag(_flag(folder))
+    return folder is not None and has_flag(_claim_flag(folder))
 
 
 def new_run_dir(cfg: Config) -> Path:
-    """Create `outputs/<exp_name>_<YYYYmmdd_HHMMSS>`, with a number if another run has that name."""
+    """Create `outputs/<exp_name>_<YYYYmmdd_HHMMSS>`. Append a number if another run has that name."""
     stem, number = f"outputs/{cfg.trainer.exp_name}_{time.strftime('%Y%m%d_%H%M%S')}", 1
     while True:
         folder = Path(stem if number == 1 else f"{stem}_{number}")

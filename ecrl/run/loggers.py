@@ -1,9 +1,10 @@
 """Consumers of training records: generators that take an iterator of records and pass every record on.
 
-Only consumers copy tensors to the host; `with_host_logs` does it once per record for all consumers stacked above it.
-Each can be used alone: `for record in with_jsonl(train_iter(state, cfg), "metrics.jsonl"): ...`. It closes its files
-when the records end, when its caller stops early, and when anything raises; `ending` closes the consumers below it. A
-consumer never ends a run: if the disk is full, it warns and tries again.
+Only consumers copy tensors to the host. `with_host_logs` copies once per record for all consumers stacked above it. You
+can use any consumer without the others: `for record in with_jsonl(train_iter(state, cfg), "metrics.jsonl"): ...`.
+
+A consumer closes its files when the records end, when its caller stops early, and after an error. `ending` closes the
+consumers below. A full disk does not end a run: the consumer warns and tries again.
 """
 
 import json
@@ -31,7 +32,7 @@ _GROUP = {"collect": "charts", "train": "train", "evaluate": "eval"}
 
 @contextmanager
 def ending(records: Iterable[Any]) -> Iterator[None]:
-    """Close the consumers below at the end of the block, so that their errors are raised even after an early stop.
+    """Close the consumers that yield `records` at the end of the block, so that an early stop also raises their errors.
 
     Python would only print the error of a generator that is closed by garbage collection.
 
@@ -97,22 +98,22 @@ def with_host_logs(records: Iterator[LogData]) -> Iterator[LogData]:
             yield {**record, "logs": logs}
 
 
-_MAX_WAITING = 1000
-"""Most rows that wait while a disk is full or unavailable; older rows are dropped."""
+_MAX_PENDING_ROWS = 1000
+"""Largest number of rows that wait while a disk is full or unavailable. Older rows are dropped."""
 
 
-def never_fatal(label: str, *kinds: type[Exception]) -> Callable[..., bool]:
+def tolerate_errors(label: str, *kinds: type[Exception]) -> Callable[..., bool]:
     """Return a function `guarded(fn, *args)` that calls `fn` and returns True, or False after an OSError.
 
-    An error such as a full disk does not end the run, because logs are worth less than the run. It warns once when the
-    calls begin to fail, and once when they work again.
+    An error such as a full disk does not end the run, because logs are worth less than the run. `guarded` warns when
+    its calls begin to fail, and again when they succeed.
 
     Args:
-        label: target of the calls; it starts the warnings.
-        kinds: further errors that do not end the run.
+        label: name of the target, such as a file, at the start of each warning.
+        kinds: further exception types to handle like OSError.
 
     >>> with warnings.catch_warnings(record=True, action="always") as caught:
-    ...     guarded = never_fatal("the log")
+    ...     guarded = tolerate_errors("the log")
     ...     worked = [guarded(Path(name).stat) for name in ("/no/such/file", "/no/such/file", "/dev/null")]
     >>> worked
     [False, False, True]
@@ -142,17 +143,17 @@ def never_fatal(label: str, *kinds: type[Exception]) -> Callable[..., bool]:
     return guarded
 
 
-def appending(path: Path) -> Callable[[bytes], None]:
-    """Return a function that appends data to a file, in whole pieces only.
+def make_appender(path: Path) -> Callable[[bytes], None]:
+    """Return a function that appends one row to a file, completely or not at all.
 
-    If a write fails, the data wait for the next call, up to the newest 1,000 pieces, and the run goes on.
+    If a write fails, the run continues, and the newest 1,000 rows wait for the next call.
     """
-    guarded, waiting = never_fatal(str(path)), deque(maxlen=_MAX_WAITING)
+    guarded, pending = tolerate_errors(str(path)), deque(maxlen=_MAX_PENDING_ROWS)
 
-    def add(data: bytes) -> None:
-        waiting.append(data)
-        if guarded(append, path, b"".join(waiting)):
-            waiting.clear()
+    def add(row: bytes) -> None:
+        pending.append(row)
+        if guarded(append, path, b"".join(pending)):
+            pending.clear()
 
     return add
 
@@ -168,7 +169,7 @@ def _last_seconds(path: Path) -> float:
 
 
 def with_jsonl(records: Iterator[LogData], path: str | Path, start: int = 0) -> Iterator[LogData]:
-    """Append one JSON object per record: log_type, sample_step, seconds since the start, every log (null for NaN).
+    """Append one JSON object per record: log_type, sample_step, seconds since the start, and every log (null for NaN).
 
     If the file has rows, as in a resumed run, the seconds continue from the last row.
 
@@ -177,7 +178,7 @@ def with_jsonl(records: Iterator[LogData], path: str | Path, start: int = 0) -> 
         path: path of the file.
         start: env steps before the first record.
     """
-    start_time, add = time.perf_counter() - _last_seconds(Path(path)), appending(Path(path))
+    start_time, add = time.perf_counter() - _last_seconds(Path(path)), make_appender(Path(path))
     numbered = with_scalars(records, start)
     with ending(numbered):
         for record, numbers in numbered:
@@ -202,33 +203,33 @@ def _format_logs(logs: dict[str, float]) -> str:
 
 
 @dataclass
-class _Pace:
-    """Steps per second without the time of compiling; before the first step, the present activity."""
+class _Speed:
+    """Training speed as text: steps per second without compile time. Before the first step, the current activity."""
 
     step: int
     compilations: Sequence[Compilation] = ()
     seconds: float = 0.0
-    since: float = field(default_factory=lambda: time.perf_counter())
+    start_time: float = field(default_factory=lambda: time.perf_counter())
     steps: int = 0
-    earlier: int = 0
+    earlier_compilations: int = 0
 
     def __post_init__(self) -> None:
-        self.earlier = len(self.compilations)
+        self.earlier_compilations = len(self.compilations)
 
-    def move(self, step: int) -> None:
+    def advance(self, step: int) -> None:
         self.steps, self.step = self.steps + step - self.step, step
-        self.seconds = time.perf_counter() - self.since
+        self.seconds = time.perf_counter() - self.start_time
 
     def __str__(self) -> str:
         if not self.steps:
             return "compiling" if any(c.seconds is None for c in self.compilations) else "starting"
-        compile_seconds = sum(c.seconds or 0.0 for c in self.compilations[self.earlier :])
+        compile_seconds = sum(c.seconds or 0.0 for c in self.compilations[self.earlier_compilations :])
         rate = f"{self.steps / max(self.seconds - compile_seconds, 1e-9):,.0f} steps/s"
         return f"{rate}, compiled in {compile_seconds:.0f} s" if compile_seconds >= 0.5 else rate
 
 
-_CELL = 90
-"""Characters per line that fit below a Jupyter cell next to the list of files."""
+_CELL_WIDTH = 90
+"""Number of characters per line that fit below a Jupyter cell when the file list is open."""
 
 
 @contextmanager
@@ -258,15 +259,15 @@ def _in_cell(layout: Any) -> Iterator[None]:
 def with_progress(
     records: Iterator[LogData], start: int, end: int, compilations: Sequence[Compilation] = ()
 ) -> Iterator[LogData]:
-    """Show live steps/s, time, return and losses in a terminal and in Jupyter; elsewhere print a line per tenth.
+    """Show live steps/s, time, return and losses in a terminal or in Jupyter. Elsewhere, print ten lines over the run.
 
-    The line shows when the run is compiling, and afterwards the seconds it took. Steps/s do not count that time.
+    The line shows that the run is compiling, and afterwards how many seconds this took. Steps/s exclude that time.
 
     Args:
         records: records to pass on.
         start: env steps before the first record.
         end: env steps of the whole run.
-        compilations: the record of the run's `jit`, which grows.
+        compilations: compilations of the run's `jit`; the list grows during the run.
     """
     from rich.console import Console
     from rich.live import Live
@@ -282,24 +283,24 @@ def with_progress(
     from rich.table import Column, Table
     from rich.text import Text
 
-    console, logs, pace, tenth = Console(), {}, _Pace(start, compilations), 10 * start // end
-    guarded, is_live = never_fatal("progress"), console.is_terminal or console.is_jupyter
+    console, logs, speed, tenth = Console(), {}, _Speed(start, compilations), 10 * start // end
+    guarded, is_live = tolerate_errors("progress"), console.is_terminal or console.is_jupyter
     columns = (SpinnerColumn(), MofNCompleteColumn(), BarColumn(20), TextColumn("{task.fields[rate]}"))
     progress = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console)
-    task = progress.add_task("train", total=end, completed=start, rate=pace)
-    layout, numbers = Table.grid(Column(max_width=_CELL if console.is_jupyter else None)), Text()
+    task = progress.add_task("train", total=end, completed=start, rate=speed)
+    layout, numbers = Table.grid(Column(max_width=_CELL_WIDTH if console.is_jupyter else None)), Text()
     layout.add_row(progress)
     layout.add_row(numbers)
-    shown = _in_cell(layout) if console.is_jupyter else Live(layout, console=console) if is_live else nullcontext()
-    with shown, ending(records):
+    live_view = _in_cell(layout) if console.is_jupyter else Live(layout, console=console) if is_live else nullcontext()
+    with live_view, ending(records):
         for record in records:
             step = record["sample_step"]
             logs |= scalars(record)
-            pace.move(step)
+            speed.advance(step)
             progress.update(task, completed=step)
             numbers.plain = _format_logs(logs)
             if not is_live and record["log_type"] == "train" and 10 * step // end > tenth:
                 tenth = 10 * step // end
-                line = f"{step:,}/{end:,}  {pace}  {_format_logs(logs)}"
+                line = f"{step:,}/{end:,}  {speed}  {_format_logs(logs)}"
                 guarded(partial(console.print, line, markup=False, highlight=False, soft_wrap=True))
             yield record

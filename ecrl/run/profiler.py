@@ -1,8 +1,8 @@
 """Profile a run: the seconds of env, policy, update and all other phases, and a trace of a few iterations.
 
 A phase is a path such as loop/collect/env; its seconds include its inner phases. Compiled code fuses policy and env,
-but a profiled run compiles them separately. It is therefore slower in these phases and equal to other runs only to
-rounding. In eager form its numbers are bit-identical to other runs.
+but a profiled run compiles them separately. It is therefore slower in these phases, and its numbers differ from other
+runs by rounding. In eager form, its numbers are bit-identical to other runs.
 """
 
 import json
@@ -21,7 +21,7 @@ from ecrl.algorithms.core import OnPolicy, learn
 from ecrl.compile.jit import compilations_of
 from ecrl.distributed import rank, world_size
 from ecrl.kernels import scan
-from ecrl.run.loggers import ending, never_fatal
+from ecrl.run.loggers import ending, tolerate_errors
 from ecrl.types import LogData
 
 _WAIT, _WARM_UP, _TRACED = 1, 1, 2  # iterations: the first compiles; the second warms up the tracer
@@ -30,7 +30,7 @@ _OTHER = "other"
 
 @dataclass
 class Times:
-    """Clock readings of a run: the seconds of every call by phase, and the current phase."""
+    """Times of a run: the seconds of every call by phase, and the current phase."""
 
     seconds: dict[tuple[str, ...], list[float]] = field(default_factory=dict)
     inside: tuple[str, ...] = ()
@@ -95,7 +95,7 @@ def timed_records(times: Times, name: str, records: Iterator[LogData]) -> Iterat
 def with_timers(times: Times, run: Run) -> Run:
     """Return the run with timers on collect, update, env, policy and every function bound by `jit`.
 
-    To collect, a plain loop calls the functions of policy and env, each bound by `jit` on its own.
+    Collecting uses a plain loop. It calls the functions of policy and env, each bound by `jit` separately.
     """
 
     def jit(fn: Callable[..., Any], *static: Any) -> Callable[..., Any]:
@@ -120,10 +120,10 @@ def with_timers(times: Times, run: Run) -> Run:
         return learn(cast(OnPolicy, iterate).update, run._replace(jit=jit), state, steps)
 
     if isinstance(iterate, OnPolicy):
-        watched_iterate: Any = OnPolicy(timed(times, "collect", collect), timed(times, "update", update))
+        timed_iterate: Any = OnPolicy(timed(times, "collect", collect), timed(times, "update", update))
     else:
-        watched_iterate = timed(times, "iterate", iterate)
-    return run._replace(jit=jit, algorithm=replace(run.algorithm, iterate=watched_iterate, as_one=False))
+        timed_iterate = timed(times, "iterate", iterate)
+    return run._replace(jit=jit, algorithm=replace(run.algorithm, iterate=timed_iterate, as_one=False))
 
 
 def report(times: Times) -> list[dict[str, Any]]:
@@ -151,8 +151,8 @@ def report(times: Times) -> list[dict[str, Any]]:
 def table(rows: list[dict[str, Any]], total: float) -> str:
     """Format the rows of `report` as a text table."""
 
-    def format_cell(value: float | None, form: str) -> str:
-        return "" if value is None else format(value, form)
+    def format_cell(value: float | None, spec: str) -> str:
+        return "" if value is None else format(value, spec)
 
     lines = [f"{'phase':<28}{'calls':>9}{'seconds':>11}{'share':>8}{'first s':>10}{'later ms':>11}"]
     for row in rows:
@@ -164,7 +164,7 @@ def table(rows: list[dict[str, Any]], total: float) -> str:
 
 
 def with_profile(records: Iterator[LogData], times: Times, run_dir: str | Path) -> Iterator[LogData]:
-    """Trace iterations 3 and 4 of a run; at its end, write the times and, on rank 0, print them.
+    """Trace iterations 3 and 4 of a run. At its end, write the times, and print them on rank 0.
 
     The run folder's `profile/` gets `rank_<r>.json` (the rows of `report`) and `trace_rank_<r>.json` (a trace for
     chrome://tracing or Perfetto, with the phases' names).
@@ -175,13 +175,13 @@ def with_profile(records: Iterator[LogData], times: Times, run_dir: str | Path) 
 
     Args:
         records: records to pass on, preferably from the outermost consumer.
-        times: the times that the loop and the consumers below record into.
-        run_dir: the run folder.
+        times: times that the loop and the other consumers fill.
+        run_dir: run folder.
     """
     folder = Path(run_dir) / "profile"
     folder.mkdir(parents=True, exist_ok=True)
     plan = torch.profiler.schedule(wait=_WAIT, warmup=_WARM_UP, active=_TRACED, repeat=1)
-    trace, guarded = folder / f"trace_rank_{rank()}.json", never_fatal("profile", RuntimeError)
+    trace, guarded = folder / f"trace_rank_{rank()}.json", tolerate_errors("profile", RuntimeError)
 
     def export(profile: torch.profiler.profile) -> None:
         guarded(profile.export_chrome_trace, str(trace))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ecrl.algorithms.state_kinds import PER_RANK, Kinds, leaf_kinds
 from ecrl.config import Config, total_steps
-from ecrl.distributed import any_rank, gathered, rank, world_size
+from ecrl.distributed import any_rank, gather_on_rank_0, rank, world_size
 from ecrl.errors import CheckpointError, NotFiniteError
 from ecrl.loop.buffers import kinds_of
 from ecrl.loop.build import build
@@ -26,52 +26,52 @@ from ecrl.run.loggers import ending
 from ecrl.types import LogData
 
 
-def _own(state: TensorDict, kinds: Kinds) -> dict[str, Tensor]:
-    """The leaves that each rank has of its own (kinds environment and buffer), by name."""
+def _per_rank_tensors(state: TensorDict, kinds: Kinds) -> dict[str, Tensor]:
+    """Return the tensors that differ between ranks (kinds environment and buffer), by name."""
     paths = [path for path, kind in leaf_kinds(state, kinds).items() if kind in PER_RANK]
     return {"/".join(path): cast(Tensor, state[path]) for path in paths}
 
 
-def _of_others(state: TensorDict, kinds: Kinds) -> dict[str, bytes]:
-    """On rank 0 the files of the other ranks; a message of all of them."""
-    own = {name: x.detach().cpu().contiguous() for name, x in _own(state, kinds).items()}
-    parts = gathered(bytes_of_tensors(own))
+def _gather_shards(state: TensorDict, kinds: Kinds) -> dict[str, bytes]:
+    """Gather the other ranks' files on rank 0, by name (collective)."""
+    own = {name: x.detach().cpu().contiguous() for name, x in _per_rank_tensors(state, kinds).items()}
+    parts = gather_on_rank_0(bytes_of_tensors(own))
     return {f"rank_{i}.safetensors": part for i, part in enumerate(parts) if i > 0}
 
 
-def is_due(step: int, cfg: Config) -> bool:
-    """Return True if a state after `step` env steps may be saved. Every rank returns the same."""
+def may_be_saved(step: int, cfg: Config) -> bool:
+    """Return True if a state after `step` env steps may be saved. Every rank returns the same value."""
     size, trainer = steps_per_iteration(cfg), cfg.trainer
     due = crossed(step, size, trainer.save_freq) or step >= total_steps(cfg, world_size())
     return due or (trainer.enable_eval and crossed(step, size, trainer.eval_freq))
 
 
-def is_complete(record: LogData) -> bool:
+def has_all_shards(record: LogData) -> bool:
     """Return True if a record has the files of all ranks, so that a run can resume from its checkpoint."""
     return world_size() == 1 or "files" in record
 
 
-def with_others(records: Iterator[LogData], cfg: Config) -> Iterator[LogData]:
+def with_shards(records: Iterator[LogData], cfg: Config) -> Iterator[LogData]:
     """Add the other ranks' files to the records of rank 0 whose states may be saved (collective).
 
-    If any rank was asked to stop, the records end on all ranks after the same iteration.
+    If a signal asked any rank to stop, the records end on all ranks after the same iteration.
     """
     kinds = kinds_of(build(cfg))
     with ending(records):
         for record in records:
             stopping = record["log_type"] == "train" and any_rank(asked() is not None)
-            if record["log_type"] == "train" and (stopping or is_due(record["sample_step"], cfg)):
-                record["files"] = _of_others(record["state"], kinds)
+            if record["log_type"] == "train" and (stopping or may_be_saved(record["sample_step"], cfg)):
+                record["files"] = _gather_shards(record["state"], kinds)
             yield {**record, "stopping": True} if stopping else record
             if stopping:
                 return
 
 
-def with_others_at_crash(records: Iterator[LogData], cfg: Config) -> Iterator[LogData]:
+def with_shards_at_crash(records: Iterator[LogData], cfg: Config) -> Iterator[LogData]:
     """If the finite guard stops a run, add the files of the other ranks to its error.
 
-    If environments are not in the state, leave the error unchanged: only one rank may have it, and the step cannot be
-    repeated.
+    If environments are not in the state, leave the error unchanged. The step cannot be repeated then, and perhaps only
+    one rank raises the error.
     """
     try:
         yield from records
@@ -79,25 +79,25 @@ def with_others_at_crash(records: Iterator[LogData], cfg: Config) -> Iterator[Lo
         run = build(cfg)
         if not run.env.is_pure:
             raise
-        files = _of_others(error.state, kinds_of(run))
+        files = _gather_shards(error.state, kinds_of(run))
         raise NotFiniteError(str(error), error.report, error.state, files) from None
 
 
-def with_own(state: TensorDict, cfg: Config, path: Path) -> TensorDict:
-    """The state of a checkpoint with the environments of this rank.
+def load_own_shard(state: TensorDict, cfg: Config, path: Path) -> TensorDict:
+    """Return the state of a checkpoint with the environments of this rank.
 
-    Raises: CheckpointError if another number of ranks saved it.
+    Raises: CheckpointError if a different number of ranks saved the checkpoint.
     """
     saved = 1 + len(list(path.glob("rank_*.safetensors")))
     if saved != world_size():
         problem = f"{path}: was saved by {saved} ranks, this run has {world_size()}"
-        raise CheckpointError(f"{problem}; resume with as many ranks, or start a new run")
+        raise CheckpointError(f"{problem}; resume with {saved} ranks, or start a new run")
     if rank() == 0:
         return state
     own, state = tensors_from_bytes((path / f"rank_{rank()}.safetensors").read_bytes()), state.clone()
-    expected = _own(state, kinds_of(build(cfg)))
+    expected = _per_rank_tensors(state, kinds_of(build(cfg)))
     if {n: x.shape for n, x in own.items()} != {n: x.shape for n, x in expected.items()}:
-        raise CheckpointError(f"{path}/rank_{rank()}.safetensors: does not fit the config; use that of its run")
+        raise CheckpointError(f"{path}/rank_{rank()}.safetensors: does not fit the config; use the config of its run")
     for name, leaf in own.items():
         state[tuple(name.split("/"))] = leaf.to(torch.device(expected[name].device))
     return state.lock_()

@@ -15,10 +15,18 @@ from ecrl.distributed import rank
 from ecrl.errors import CheckpointError, ConfigError
 from ecrl.loop.build import build, device_of
 from ecrl.loop.iteration import check_state, crossed, expected_state, init_state, steps_per_iteration
-from ecrl.run.atomic_files import whole
-from ecrl.run.checkpoint import conditions, differing, latest, load, read_manifest, same_weights, steps_in
-from ecrl.run.folder import rewrite
-from ecrl.run.rank_shards import with_own
+from ecrl.run.atomic_files import complete_folder
+from ecrl.run.checkpoint import (
+    changed_conditions,
+    conditions,
+    latest,
+    load,
+    read_manifest,
+    same_weights,
+    step_checkpoints,
+)
+from ecrl.run.folder import replace_rows
+from ecrl.run.rank_shards import load_own_shard
 from ecrl.types import LogData
 
 
@@ -37,16 +45,16 @@ def resume(
 
     Args:
         run_dir: run folder.
-        config: file of a changed config; None uses the run's own config.
+        config: file with a changed config; None uses the run's own config.
         overrides: values by dotted key.
-        force: continue even if the config differs; its hyperparameters then replace those in the state.
+        force: continue even if the config differs. Its hyperparameters then replace the values in the state.
 
-    Raises: ConfigError listing every key that differs, unless `force`; CheckpointError.
+    Raises: ConfigError that lists every key that differs, unless `force` is set; CheckpointError.
     """
     if (Path(run_dir) / "manifest.json").exists():
         raise ConfigError(f"{run_dir}: is a checkpoint; to resume, give the folder of its run")
-    path = latest(run_dir) if steps_in(run_dir) or not (Path(run_dir) / "config.json").exists() else None
-    own = load_config((Path(run_dir) if path is None else whole(path)) / "config.json")
+    path = latest(run_dir) if step_checkpoints(run_dir) or not (Path(run_dir) / "config.json").exists() else None
+    own = load_config((Path(run_dir) if path is None else complete_folder(path)) / "config.json")
     given = own.model_dump(mode="json") if config is None else None
     cfg = config_from_dict(given, str(run_dir), overrides) if config is None else load_config(config, overrides)
     changes = diff(own, cfg)
@@ -59,8 +67,8 @@ def resume(
         return init_state(cfg), cfg
     state, own = load(path, None if _has_device(own) else cfg.trainer.device)
     if changes:
-        state = _changed(state.to(device_of(cfg)), own, cfg)
-    state = with_own(state, cfg, path)
+        state = _apply_changes(state.to(device_of(cfg)), own, cfg)
+    state = load_own_shard(state, cfg, path)
     check_state(build(cfg), state, cfg)
     if rank() == 0:
         _warn_of_other_conditions(path, cfg)
@@ -82,7 +90,7 @@ def continues_run(run_dir: str | Path, state: TensorDict, cfg: Config) -> bool:
     before the first step belongs only to a run that has not logged or saved anything.
     """
     folder, step, metrics = Path(run_dir), int(state["sample_step"]), Path(run_dir) / "metrics.jsonl"
-    if step == 0 and (steps_in(folder) or (metrics.is_file() and metrics.stat().st_size)):
+    if step == 0 and (step_checkpoints(folder) or (metrics.is_file() and metrics.stat().st_size)):
         return False
     for path in (folder / "checkpoints" / f"step_{step}", folder / "checkpoints" / "best"):
         with suppress(CheckpointError):
@@ -93,8 +101,8 @@ def continues_run(run_dir: str | Path, state: TensorDict, cfg: Config) -> bool:
     return False
 
 
-def _changed(state: TensorDict, own: Config, cfg: Config) -> TensorDict:
-    """The state with what the changed config sets in it: hyperparameters, the adaptive rate's start, the seed's key."""
+def _apply_changes(state: TensorDict, own: Config, cfg: Config) -> TensorDict:
+    """Return the state with the hyperparameters, initial learning rate and random key of the changed config."""
     before, after = (expected_state(build(config), config, state) for config in (own, cfg))
     names = ["hyper"]
     if "learning_rate" in state and float(before["learning_rate"]) != float(after["learning_rate"]):
@@ -105,7 +113,7 @@ def _changed(state: TensorDict, own: Config, cfg: Config) -> TensorDict:
 
 
 def _warn_of_other_conditions(path: Path, cfg: Config) -> None:
-    if other := differing(read_manifest(path), conditions(cfg)):
+    if other := changed_conditions(read_manifest(path), conditions(cfg)):
         warnings.warn(f"{path}: the resumed run will not have the same bits: {'; '.join(other)}", stacklevel=3)
 
 
@@ -126,18 +134,18 @@ def drop_rows_after(run_dir: Path, step: int) -> None:
     kept = [row for row in rows if _step_of(row) <= step]
     if len(kept) == len(rows):
         return
-    rewrite(metrics, kept)
+    replace_rows(metrics, kept)
 
 
 def pending_evaluation(state: TensorDict, cfg: Config, run_dir: str | Path) -> LogData | None:
-    """Return the train record of `state` if its evaluation was due, but a stop kept it from being finished; else None.
+    """Return the train record of `state` if its evaluation was due and the run stopped before finishing it, else None.
 
-    An evaluation is finished if it is logged and, when it is the best, saved as the best checkpoint. A row that was
-    logged without such a checkpoint is removed from `metrics.jsonl`, because the evaluation logs it again. In a run of
-    several ranks, the record has the files of the other ranks, read from the checkpoint.
+    A finished evaluation is logged. If it is the best one, it is also saved as the best checkpoint. If only the row was
+    logged, remove the row from `metrics.jsonl`, because the repeated evaluation logs it again. In a run of several
+    ranks, the record has the files of the other ranks, read from the checkpoint.
 
     Args:
-        state: the state from which the run continues.
+        state: state from which the run continues.
         cfg: config of the run.
         run_dir: run folder.
     """
@@ -152,7 +160,7 @@ def pending_evaluation(state: TensorDict, cfg: Config, run_dir: str | Path) -> L
     if "evaluate" in rows:
         if _best_is_saved(_row(rows["evaluate"]), cfg, Path(run_dir)):
             return None
-        rewrite(metrics, [line for line in lines if line != rows["evaluate"]])
+        replace_rows(metrics, [line for line in lines if line != rows["evaluate"]])
     shards = {p.name: p.read_bytes() for p in (Path(run_dir) / "checkpoints" / f"step_{step}").glob("rank_*")}
     record = LogData(log_type="train", sample_step=step, logs={}, state=state)
     return {**record, "files": shards} if shards else record

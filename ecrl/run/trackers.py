@@ -18,12 +18,12 @@ from typing import Any
 
 from ecrl.config import Config
 from ecrl.errors import MissingExtraError, extra
-from ecrl.run.loggers import appending, ending, never_fatal, with_scalars
+from ecrl.run.loggers import ending, make_appender, tolerate_errors, with_scalars
 from ecrl.types import LogData
 
 _METRICS = ("charts/episode_reward_avg_100", "charts/episode_length_avg_100", "charts/SPS")
-_WAIT, _LAST_WAIT = 10.0, 60.0  # seconds that W&B may take to answer at the start, and for the last upload
-_RETRY = 60.0  # seconds between two attempts to restart it
+_WAIT, _LAST_WAIT = 10.0, 60.0  # seconds for W&B's first answer and for its last upload
+_RETRY = 60.0  # seconds between two attempts to restart W&B
 
 
 def hyperparameters(cfg: Config) -> dict[str, bool | int | float | str]:
@@ -61,7 +61,7 @@ def _config_summaries(cfg: Config) -> list[Any]:
 
 
 def _event(**content: Any) -> bytes:
-    """Return one record of an event file, with lengths and checksums as from TensorBoard's own writer."""
+    """Return one record of an event file, with lengths and checksums as TensorBoard's own writer adds them."""
     from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore
     from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -81,7 +81,7 @@ def with_tensorboard(records: Iterator[LogData], cfg: Config, log_dir: str | Pat
 
         for record in with_tensorboard(train_iter(state, cfg), cfg, "logs"): ...
 
-    Each record is complete in the file before it is passed on. There is no writer thread, so a killed run loses none.
+    Each record is written before it is passed on. There is no writer thread, so a killed run loses no record.
 
     Args:
         records: records to pass on.
@@ -94,7 +94,7 @@ def with_tensorboard(records: Iterator[LogData], cfg: Config, log_dir: str | Pat
 
     folder = Path(log_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    add = appending(_event_file(folder))
+    add = make_appender(_event_file(folder))
     head = [_event(file_version="brain.Event:2")]
     head += [_event(step=start + 1, session_log=SessionLog(status=SessionLog.START))]
     add(b"".join([*head, *(_event(summary=summary) for summary in _config_summaries(cfg))]))
@@ -189,13 +189,13 @@ def with_wandb(records: Iterator[LogData], cfg: Config, run_dir: str | Path, sta
     Raises: UserError without the extra `wandb`.
     """
     run, failed = _wandb_run(cfg, Path(run_dir)), True
-    guarded, last_attempt = never_fatal("W&B", _wandb_error()), 0.0
+    guarded, last_attempt = tolerate_errors("W&B", _wandb_error()), 0.0
 
     def send(row: dict[str, float]) -> None:
         nonlocal run, last_attempt
         if run is None:
             if time.monotonic() < last_attempt + _RETRY:
-                raise ConnectionError("its process is gone")
+                raise ConnectionError("the W&B process has ended")
             last_attempt = time.monotonic()
             run = _restart_wandb(cfg, Path(run_dir))
         try:

@@ -1,4 +1,4 @@
-"""Loop and consumers composed from a config: `train` for notebooks, `train_from_config` for scripts and the shell."""
+"""Train a run with all its consumers: `train` for notebooks, `train_from_config` for scripts and the shell."""
 
 import json
 import os
@@ -28,7 +28,7 @@ from ecrl.run.folder import claim, claimed_before, lock_run_folder, new_run_dir
 from ecrl.run.history import History
 from ecrl.run.loggers import with_host_logs, with_jsonl, with_progress
 from ecrl.run.profiler import Times, timed_records, with_profile, with_timers
-from ecrl.run.rank_shards import with_others, with_others_at_crash
+from ecrl.run.rank_shards import with_shards, with_shards_at_crash
 from ecrl.run.resume import continues_run, drop_rows_after, pending_evaluation, resume
 from ecrl.run.trackers import check_wandb, with_tensorboard, with_wandb
 from ecrl.run.video import with_training_videos
@@ -53,25 +53,25 @@ def consumers(
     evaluation: Run | None = None,
     compilations: Sequence[Compilation] = (),
 ) -> Iterator[LogData]:
-    """Stack everything that a run's config asks for on its records.
+    """Stack the consumers that a run's config requests on its records.
 
     Args:
         records: the records of the loop.
-        state: the state before the first record.
-        cfg: of the run.
-        run_dir: the run folder; None writes nothing.
+        state: state before the first record.
+        cfg: config of the run.
+        run_dir: run folder; None writes nothing.
         first: env steps before the first record.
         progress: show a live line.
-        timed: (phase, records) -> records, as `ecrl.run.profiler.timed_records`.
-        evaluation: the run with the events of evaluation, if it is built.
-        compilations: the record of the run's `jit`.
+        timed: function (phase, records) -> records that times a phase, such as `ecrl.run.profiler.timed_records`.
+        evaluation: run built with the evaluation events; None builds it when needed.
+        compilations: compilations of the run's `jit`; the list grows during the run.
     """
     records = timed("loop", records)
-    records = with_others_at_crash(records, cfg) if world_size() > 1 else records
+    records = with_shards_at_crash(records, cfg) if world_size() > 1 else records
     records = records if run_dir is None or rank() > 0 else with_crash(records, cfg, run_dir)
-    if rank() > 0:  # other ranks only train, and give their part of a checkpoint
-        return with_others(records, cfg)
-    records = with_others(records, cfg) if world_size() > 1 else records
+    if rank() > 0:  # other ranks only train and send their part of a checkpoint
+        return with_shards(records, cfg)
+    records = with_shards(records, cfg) if world_size() > 1 else records
     videos = None if run_dir is None else run_dir / "videos"
     if cfg.trainer.enable_eval:
         left = None if run_dir is None else pending_evaluation(state, cfg, run_dir)
@@ -105,17 +105,17 @@ def train(
     """Train to the end of the budget.
 
     Args:
-        state: from `init_state`, `load`, or a record of an earlier run.
-        cfg: of the run.
-        run_dir: a folder to write config, logs, metrics and checkpoints into, new or of the run that `state` is of;
-            None writes nothing.
+        state: state from `init_state`, `load`, or a record of an earlier run.
+        cfg: config of the run.
+        run_dir: folder for the config, logs, metrics and checkpoints. It is a new folder or the folder of the run that
+            `state` belongs to. None writes nothing.
         progress: show a live line.
-        profile: time the phases and trace some iterations, into `profile/` of `run_dir`.
+        profile: time the phases and trace some iterations into `profile/` of `run_dir`.
 
-    Returns: the last state and the history of logs. Ctrl-C ends the run early and returns what there is.
-    Raises: ConfigError for a folder that cannot be written, holds another run or is another process's, and for
-    `profile` without one; `ecrl.errors.NotSavedError`, which holds what would be returned, if the last state could not
-    be saved.
+    Returns: the last state and the history of logs. Ctrl-C ends the run early and returns the last state so far.
+    Raises: ConfigError for a folder that cannot be written, holds another run or is used by another process, and for
+        `profile` without a folder; `ecrl.errors.NotSavedError`, with the state and history, if the last state could not
+        be saved.
     """
     folder, history, last = None if run_dir is None else Path(run_dir), History(), [state]
     new = folder is not None and not claimed_before(folder) and not continues_run(folder, state, cfg)
@@ -143,17 +143,17 @@ def _train(
     """Check, claim the folder, run the loop with its consumers, and return the last state.
 
     Args:
-        run: the run, built from `cfg`.
-        state: where it begins.
-        cfg: of the run.
-        folder: the run folder; None writes nothing.
+        run: run built from `cfg`.
+        state: state at the start.
+        cfg: config of the run.
+        folder: run folder; None writes nothing.
         new: True if the folder may not hold a run yet.
         progress: show a live line.
         profile: time the phases.
-        keep: gets each record.
+        keep: function that is called with each record.
     """
     if profile and folder is None:
-        raise ConfigError("profile: its times and traces need a folder; give run_dir too")
+        raise ConfigError("profile: its times and traces need a folder; pass run_dir too")
     evaluation = build(cfg, "eval")._replace(jit=run.jit) if cfg.trainer.enable_eval else None
     check_rollout(cfg, run)
     if evaluation is not None:
@@ -177,8 +177,8 @@ def _train(
                     if record["log_type"] != "collect" and asked() and world_size() == 1:
                         raise KeyboardInterrupt
         except KeyboardInterrupt:
-            where = "its checkpoint is in" if int(state["sample_step"]) else "begin again by --resume"
-            where = "returning what there is" if folder is None else f"{where} {folder}"
+            where = "its checkpoint is in" if int(state["sample_step"]) else "start it again with --resume"
+            where = "returning the last state" if folder is None else f"{where} {folder}"
             print(f"interrupted at {int(state['sample_step']):,} env steps; {where}")
     return state
 
@@ -190,7 +190,7 @@ def _announce(cfg: Config, folder: Path) -> None:
 
 
 def _first_state(cfg: Config, path: str) -> TensorDict:
-    """The state before the first step, after every check of the config; errors name the file."""
+    """Check the config and return the state before the first step. Errors name the file."""
     try:
         run = build(cfg)
         check_rollout(cfg, run)
@@ -214,19 +214,19 @@ def train_from_config(
     force: bool = False,
     profile: bool = False,
 ) -> tuple[TensorDict, History]:
-    """Train what a config file describes into a run folder, or go on with a run.
+    """Train from a config file into a run folder, or resume a run.
 
     Args:
-        path: config file; with `resume_from`, a changed one or None.
+        path: config file. With `resume_from`, it is a changed config, and None uses the run's own config.
         distributed: replaces `trainer.distributed` unless None.
-        run_dir: the run folder; `outputs/<exp_name>_<time>` if None. A folder that holds a run is refused.
+        run_dir: new run folder; `outputs/<exp_name>_<time>` if None.
         overrides: values by dotted key, such as `{"trainer.seed": 3}`.
-        resume_from: run folder to go on with, in place.
-        force: resume though the config differs.
-        profile: time the phases and trace some iterations, into `profile/` of the run folder.
+        resume_from: run folder to resume, in place.
+        force: resume even if the config differs from the run's.
+        profile: time the phases and trace some iterations into `profile/` of the run folder.
 
     Returns: the last state and the history of logs.
-    Raises: ConfigError, one line per fault; also for a folder that cannot be written or holds a run.
+    Raises: ConfigError, one line per fault, also for a folder that cannot be written or already holds a run.
     """
     history = History()
     state = run_config(path, distributed, run_dir, overrides or {}, resume_from, force, profile, history.add)
@@ -243,7 +243,7 @@ def run_config(
     profile: bool,
     keep: Callable[[LogData], Any] = lambda record: None,
 ) -> TensorDict:
-    """`train_from_config` without a history, which grows with every iteration; `keep` gets each record."""
+    """Run `train_from_config` without a history, which grows with every iteration. Call `keep` with each record."""
     changed = dict(overrides) | ({} if distributed is None else {"trainer.distributed": distributed})
     with ExitStack() as stack:
         if resume_from is not None:
@@ -269,7 +269,7 @@ def run_config(
         if rank() == 0:
             _announce(cfg, folder)
             if int(state["sample_step"]) >= total_steps(cfg, world_size()):
-                print("its budget is spent; more iterations are a config that differs: --trainer.iterations N --force")
+                print("its budget is spent; to train for longer, add --trainer.iterations N --force")
         state = _train(build(cfg), state, cfg, folder, False, True, profile, keep)
         close(state, cfg)
         stop()
@@ -277,7 +277,7 @@ def run_config(
 
 
 def _was_distributed(folder: Path, path: str | Path | None, changed: Mapping[str, Any]) -> bool:
-    """`trainer.distributed` of the config. If the run's config is lost, `resume` reads the checkpoint's."""
+    """Return `trainer.distributed` of the config, or False if the run's config is missing or faulty."""
     try:
         return load_config(path or folder / "config.json", changed).trainer.distributed
     except ConfigError:

@@ -1,4 +1,4 @@
-"""Videos of a policy: `record` for a trained one, and a consumer that records the rollouts of training."""
+"""Videos: `record` shows a trained policy, and a consumer records the rollouts of training."""
 
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future
@@ -24,18 +24,18 @@ from ecrl.loop.buffers import borrowed_leaves, kinds_of
 from ecrl.loop.build import build
 from ecrl.run.evaluation import eval_steps
 from ecrl.run.loggers import ending
-from ecrl.run.video_writer import FPS, Camera, background, cameras, pictures, video_path, view, write_video
+from ecrl.run.video_writer import FPS, Camera, background_worker, cameras, render_views, video_path, view, write_video
 from ecrl.types import LogData
 
 
-def _whole(sim: Any) -> CameraConfig:
+def _overview_camera(sim: Any) -> CameraConfig:
     """Return a camera that shows the whole scene, from the default direction of MuJoCo's viewer."""
     center, size = sim.model.stat.center, float(sim.model.stat.extent)
     eye = center + size * torch.tensor([-1.0, -1.0, 0.9]).double().numpy()
     return CameraConfig.model_validate({"eye": eye.tolist(), "target": center.tolist()})
 
 
-def _until(steps: Iterable[tuple[list[tuple], TensorDict | None]], num_episodes: int) -> Iterator[TensorDict]:
+def _views_until(steps: Iterable[tuple[list[tuple], TensorDict | None]], num_episodes: int) -> Iterator[TensorDict]:
     """Yield the view before each step until every environment has ended `num_episodes` episodes."""
     ended: list[int] = []
     for row, seen in steps:
@@ -48,8 +48,8 @@ def _until(steps: Iterable[tuple[list[tuple], TensorDict | None]], num_episodes:
 def record(state: TensorDict, cfg: Config, path: str | Path, num_envs: int = 4, num_episodes: int = 1) -> int:
     """Record a real-time video of the policy with deterministic actions, as in evaluations.
 
-    The camera is the first of `trainer.events.eval`, else of `trainer.events.train`. Without one, the video shows the
-    whole scene.
+    The camera is the first one of `trainer.events.eval`, or else of `trainer.events.train`. Without cameras, the video
+    shows the whole scene.
 
     Args:
         state: state of a run.
@@ -68,51 +68,51 @@ def record(state: TensorDict, cfg: Config, path: str | Path, num_envs: int = 4, 
     sim = run.env.scene
     if sim is None:
         raise ConfigError(f"{cfg.env.name} has no scene to be seen; ecrl record is for MuJoCo tasks")
-    camera = next((c.params for use in ("eval", "train") for c in cameras(cfg, use)), None) or _whole(sim)
+    camera = next((c.params for use in ("eval", "train") for c in cameras(cfg, use)), None) or _overview_camera(sim)
     with torch.no_grad(), closing(eval_steps(run, state, cfg, num_envs, [], num_envs)) as steps:
-        return write_video(Path(path), pictures(sim, camera, _until(steps, num_episodes)), 1.0 / sim.dt)
+        return write_video(Path(path), render_views(sim, camera, _views_until(steps, num_episodes)), 1.0 / sim.dt)
 
 
-def _with_view(after: TensorDict, before: TensorDict, many: int) -> TensorDict:
-    """Add the view of the first `many` environments of `before` to the `info` of `after`."""
-    return after.copy().set("info", cast(TensorDict, after["info"]).copy().set("seen", view(before, many)))
+def _add_view(after: TensorDict, before: TensorDict, count: int) -> TensorDict:
+    """Add the view of the first `count` environments of `before` to the `info` of `after`."""
+    return after.copy().set("info", cast(TensorDict, after["info"]).copy().set("seen", view(before, count)))
 
 
-def _seeing(env: Env, many: int) -> Env:
-    """Return an environment that also reports, in `info`, the view before each step."""
+def _with_views(env: Env, count: int) -> Env:
+    """Return an environment that also reports the view before each step, in `info`."""
 
     def reset(keys: Tensor) -> TensorDict:
         start = env.reset(keys)
-        return _with_view(start, start, many)
+        return _add_view(start, start, count)
 
     def step(state: TensorDict, action: Any, noise: Any) -> TensorDict:
-        return _with_view(env.step(state, action, noise), state, many)
+        return _add_view(env.step(state, action, noise), state, count)
 
     return replace(env, reset=reset, step=step)
 
 
-def _first(state: TensorDict, cfg: Config, many: int) -> TensorDict:
-    """The state of the first `many` environments alone, at the same step, with their view in `info`."""
-    taken = state["sample_step"] // (cfg.trainer.num_envs * world_size())
+def _first_envs(state: TensorDict, cfg: Config, count: int) -> TensorDict:
+    """Return the state of the first `count` environments, at the same step, with their view in `info`."""
+    env_step = state["sample_step"] // (cfg.trainer.num_envs * world_size())
     episode = cast(TensorDict, state["episode"]).copy()
-    episode.update({name: episode[name][:many] for name in ("running_return", "running_length")})
-    env = cast(TensorDict, state["env"][:many])
-    env = _with_view(env, env, many)
-    fields = {"env": env, "episode": episode, "sample_step": taken * many * world_size()}
-    fields |= {"carry": state["carry"][:many]} if "carry" in state else {}
+    episode.update({name: episode[name][:count] for name in ("running_return", "running_length")})
+    env = cast(TensorDict, state["env"][:count])
+    env = _add_view(env, env, count)
+    fields = {"env": env, "episode": episode, "sample_step": env_step * count * world_size()}
+    fields |= {"carry": state["carry"][:count]} if "carry" in state else {}
     return TensorDict({**dict(state.items()), **fields}, [])
 
 
-def collected(state: TensorDict, cfg: Config, many: int) -> Generator[TensorDict, None, None]:
+def rollout_views(state: TensorDict, cfg: Config, count: int) -> Generator[TensorDict, None, None]:
     """Repeat the rollout of the iteration that begins at `state`, and yield the views of its first environments.
 
-    Randomness depends only on (seed, stream, environment, step), so the episodes equal those of the run, except for
-    rounding, which depends on the number of environments.
+    Randomness depends only on (seed, stream, environment, step), so the episodes equal those of the run up to
+    rounding. Rounding depends on the number of environments.
     """
     run = build(cfg)
-    env, static = _seeing(run.env, many), run.static._replace(num_envs=many)
+    env, static = _with_views(run.env, count), run.static._replace(num_envs=count)
     run, iterate = run._replace(env=env, static=static, jit=partial, scan=scan), run.algorithm.iterate
-    first = _first(state, cfg, many)
+    first = _first_envs(state, cfg, count)
     if isinstance(iterate, OnPolicy):
         _, steps = iterate.collect(run, first)
     else:
@@ -126,8 +126,8 @@ _ASYNC = "record_camera_data_async"
 
 def _record_rollout(state: TensorDict, cfg: Config, camera: Camera, path: Path) -> None:
     count = min(camera.params.max_env_num, cfg.trainer.num_envs)
-    views = islice(collected(state, cfg, count), 0, None, camera.event.interval_step)
-    write_video(path, pictures(make_env(cfg.env).scene, camera.params, views), FPS)
+    views = islice(rollout_views(state, cfg, count), 0, None, camera.event.interval_step)
+    write_video(path, render_views(make_env(cfg.env).scene, camera.params, views), FPS)
 
 
 def with_training_videos(
@@ -146,7 +146,7 @@ def with_training_videos(
         state: state before the first record.
     """
     with ExitStack() as stack, ending(records):
-        started = [(camera, stack.enter_context(background())) for camera in cameras(cfg, "train")]
+        started = [(camera, stack.enter_context(background_worker())) for camera in cameras(cfg, "train")]
         jobs: list[Future | None] = [None] * len(started)  # the last job of each camera
         for record in records:
             for i, (camera, start) in enumerate(started) if record["log_type"] == "train" else ():

@@ -26,7 +26,7 @@ from ecrl.envs import make_env
 from ecrl.envs.mujoco.camera import CameraConfig, backend, drawing, grid
 from ecrl.envs.mujoco.terms.cameras import RecordCameraConfig
 from ecrl.errors import ConfigError, extra
-from ecrl.run.loggers import never_fatal
+from ecrl.run.loggers import tolerate_errors
 
 FPS = 20
 """Frames per second of videos of events, as in EmbodiChain. It does not depend on the duration of a step."""
@@ -80,7 +80,7 @@ def encoder() -> str:
 
 @contextmanager
 def _encoding(path: Path, height: int, width: int, fps: float) -> Iterator[Callable[[np.ndarray], None]]:
-    """Yield a function that adds an image to an mp4. Ctrl-C does not reach the encoder. Raise OSError if it fails."""
+    """Yield a function that adds an image to an mp4. Raise OSError if the encoder fails. Ctrl-C does not reach it."""
     raw_input = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-r", f"{fps:.6g}", "-i", "-"]
     command = [encoder(), "-y", "-v", "error", *raw_input, "-an", *_ENCODER, str(path)]
     with Popen(command, stdin=PIPE, stderr=PIPE, start_new_session=True) as process:
@@ -94,7 +94,7 @@ def _encoding(path: Path, height: int, width: int, fps: float) -> Iterator[Calla
 
 
 def write_video(path: Path, images: Iterable[np.ndarray], fps: float) -> int:
-    """Write images as an mp4 and return their number. The file appears when it is complete. No image makes no file.
+    """Write images as an mp4 and return their number. The file appears when it is complete. Without images, write none.
 
     Args:
         path: mp4 file; its folder is created.
@@ -120,7 +120,7 @@ def write_video(path: Path, images: Iterable[np.ndarray], fps: float) -> int:
         temporary.unlink(missing_ok=True)
 
 
-def pictures(sim: Any, camera: CameraConfig, views: Iterable[TensorDict]) -> Iterator[np.ndarray]:
+def render_views(sim: Any, camera: CameraConfig, views: Iterable[TensorDict]) -> Iterator[np.ndarray]:
     """Render each view of k worlds as one image of k tiles."""
     with drawing(sim, camera) as draw:
         for worlds in views:
@@ -149,13 +149,13 @@ def _lower_priority() -> None:
 
 
 @contextmanager
-def background() -> Iterator[Callable[..., Future]]:
+def background_worker() -> Iterator[Callable[..., Future]]:
     """Yield a function that waits for its previous job, and then starts `job(*args)` in a background thread.
 
     If a job raises OSError, such as for a full disk, warn once and continue. Other errors are raised by the next call
     or at the end.
     """
-    guarded, last = never_fatal("videos"), []
+    guarded, last = tolerate_errors("videos"), []
     with ThreadPoolExecutor(1, "ecrl-video", _lower_priority) as thread:
 
         def start(job: Callable[..., Any], *args: Any) -> Future:
@@ -190,7 +190,7 @@ def _put(queue: Queue, job: Future, item: TensorDict | None) -> None:
 def _open_video(start: Callable[..., Future], path: Path, sim: Any, camera: CameraConfig) -> Iterator[Put]:
     """Yield a function that adds a view to one video."""
     queue: Queue = Queue(_QUEUE_SIZE)
-    job = start(lambda: write_video(path, pictures(sim, camera, iter(queue.get, None)), FPS))
+    job = start(lambda: write_video(path, render_views(sim, camera, iter(queue.get, None)), FPS))
     try:
         yield partial(_put, queue, job)
     finally:
@@ -211,7 +211,7 @@ def filming(cfg: Config, folder: Path | None) -> Iterator[Callable[[TensorDict, 
         encoder()
     sim = make_env(cfg.env).scene if eval_cameras else None
     with ExitStack() as stack:
-        threads = [stack.enter_context(background()) for _ in eval_cameras]
+        threads = [stack.enter_context(background_worker()) for _ in eval_cameras]
 
         @contextmanager
         def opened(state: TensorDict, num_envs: int) -> Iterator[Film]:
@@ -230,7 +230,7 @@ def filming(cfg: Config, folder: Path | None) -> Iterator[Callable[[TensorDict, 
 def with_film(steps: Iterator[tuple[list[tuple], TensorDict | None]], film: Film) -> Generator[list[tuple], None, None]:
     """Yield the rows of an evaluation's steps, and add the view before each step to the film.
 
-    The film ends with the last of the first episodes. An environment that ends earlier continues with its next episode.
+    The film ends when every environment has ended its first episode. An environment that ends earlier continues.
     """
     running = set(range(film.num_envs))
     for step, (row, seen) in enumerate(steps):

@@ -15,7 +15,7 @@ from torch._higher_order_ops.scan import scan_op
 from ecrl import rng
 from ecrl.compile.jit import choose_form
 from ecrl.compile.trace import traced
-from ecrl.config.model import checked
+from ecrl.config.model import validate_section
 from ecrl.envs.mujoco import world
 from ecrl.envs.mujoco.make_task import task_env
 from ecrl.envs.mujoco.physics.simulation import simulation, start
@@ -44,7 +44,7 @@ ODD = """<mujoco><worldbody><body><joint name="rail" type="slide" axis="1 0 0"/>
 
 
 def made(robot=None, **more):
-    cfg: Any = checked(SceneConfig, {"robot": robot or {}, "rigid_object": [CUBE]} | more, "scene")
+    cfg: Any = validate_section(SceneConfig, {"robot": robot or {}, "rigid_object": [CUBE]} | more, "scene")
     return simulation(cfg)
 
 
@@ -59,7 +59,7 @@ def sim():
 
 def term(func, sim, **params):
     entry = lookup("action", func)
-    return entry.make(checked(entry.config, params, "params"), sim)
+    return entry.make(validate_section(entry.config, params, "params"), sim)
 
 
 def state_at(sim, joints, batch=()):
@@ -80,7 +80,7 @@ def going_on(sim, state):
 
 def task(terms, robot=None, **more):
     given = {"robot": robot or {}, "actions": {name: {"func": f, "params": p} for name, (f, p) in terms.items()}}
-    return task_env(checked(TaskConfig, given | more, "env.cfg"), going_on)
+    return task_env(validate_section(TaskConfig, given | more, "env.cfg"), going_on)
 
 
 def run(env, state, action, steps):

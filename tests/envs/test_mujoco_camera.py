@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.camera_task import gl
 
-from ecrl.config.model import checked
+from ecrl.config.model import validate_section
 from ecrl.envs.mujoco import camera
 from ecrl.envs.mujoco.camera import CameraConfig, drawing, grid
 from ecrl.envs.mujoco.physics.simulation import simulation, start
@@ -123,7 +123,7 @@ def test_a_grid_is_filled_row_by_row():
 )
 def test_cameras_that_cannot_see_are_refused(settings, told):
     with pytest.raises(ConfigError, match=told):
-        checked(CameraConfig, settings, "camera")
+        validate_section(CameraConfig, settings, "camera")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from tensordict import TensorDict
 
 from ecrl import rng
 from ecrl.compile.jit import choose_form
-from ecrl.config.model import checked
+from ecrl.config.model import validate_section
 from ecrl.envs import make_env
 from ecrl.envs.mujoco import camera
 from ecrl.envs.mujoco.camera import CameraConfig, drawing
@@ -170,4 +170,4 @@ def test_events_of_a_task_change_what_is_seen_and_nothing_else(func, params):
 )
 def test_settings_that_say_nothing_are_refused(model, settings, told):
     with pytest.raises(ConfigError, match=told):
-        checked(model, settings, "params")
+        validate_section(model, settings, "params")

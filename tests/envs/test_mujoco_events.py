@@ -31,7 +31,7 @@ from tensordict import TensorDict
 from ecrl import registry, rng
 from ecrl.compile.jit import choose_form
 from ecrl.compile.trace import traced
-from ecrl.config.model import checked
+from ecrl.config.model import validate_section
 from ecrl.envs import auto_reset, make_env, restart, with_events
 from ecrl.envs.mujoco import world
 from ecrl.envs.mujoco.physics.simulation import advance, simulation, start
@@ -67,12 +67,12 @@ EVENTS = {
 
 
 def scene(varied=(), **changes):
-    return simulation(checked(SceneConfig, SCENE | changes, "scene"), varied=varied)
+    return simulation(validate_section(SceneConfig, SCENE | changes, "scene"), varied=varied)
 
 
 def made(func, sim=None, **params):
     entry = lookup("event", func)
-    cfg = checked(entry.config, params, "params")
+    cfg = validate_section(entry.config, params, "params")
     sim = scene(getattr(cfg, "varied", ())) if sim is None else sim
     return sim, entry.make(cfg, sim)
 
@@ -718,7 +718,7 @@ def test_a_compiled_rollout_with_every_mode_equals_the_eager_one():
 def test_bounds_that_make_no_sense_are_refused_by_the_config(func, params, message):
     entity = CUBE if "entity_cfg" in lookup("event", func).config.model_fields and "robot" not in func else {}
     with pytest.raises(ConfigError, match=message):
-        checked(lookup("event", func).config, entity | params, "params")
+        validate_section(lookup("event", func).config, entity | params, "params")
 
 
 SPOT = {"position_range": [[0.0] * 3] * 2}

@@ -11,7 +11,7 @@ import numpy as np
 from support.fake_mujoco_task import keys_of, known_terms, nothing_yet
 
 from ecrl import registry
-from ecrl.config.model import checked
+from ecrl.config.model import validate_section
 from ecrl.envs.mujoco import world
 from ecrl.envs.mujoco.make_task import task_env
 from ecrl.envs.mujoco.physics.simulation import simulation, start
@@ -42,7 +42,7 @@ def scene(actuators, func="QposTerm", params=FIRST, **changes):
     """A task of the file, or of a robot from it if `changes` give one."""
     mjcf = {} if "robot" in changes else {"mjcf": FILE.format(actuators)}
     actions = {"a": {"func": func, "params": params}}
-    cfg = checked(TaskConfig, {"actions": actions, "physics": {"dt": 0.01}} | mjcf | changes, "env.cfg")
+    cfg = validate_section(TaskConfig, {"actions": actions, "physics": {"dt": 0.01}} | mjcf | changes, "env.cfg")
     return task_env(cfg, lambda sim, state: (*nothing_of(state), {}))
 
 
@@ -125,7 +125,7 @@ def tcp(height):
 
 def arm(robot):
     """The simulation of the built-in arm."""
-    return simulation(checked(SceneConfig, {"robot": {"uid": "ur"} | robot}, "scene"))
+    return simulation(validate_section(SceneConfig, {"robot": {"uid": "ur"} | robot}, "scene"))
 
 
 def place(robot, part):
@@ -168,7 +168,7 @@ def test_inverse_kinematics_of_fewer_joints_bring_the_tool_where_they_can():
     mujoco.mju_mat2Quat(turn, hand.xmat)
     there = hand.xpos + (0.0922 + 0.16) * hand.xmat.reshape(3, 3)[:, 2]  # past the flange along its z
     term = lookup("action", "EefPoseTerm")
-    reach = term.make(checked(term.config, {}, "params"), sim)
+    reach = term.make(validate_section(term.config, {}, "params"), sim)
     action = torch.tensor(np.concatenate((there, turn))).float().unsqueeze(0)
     assert reach.joints == tuple(f"ur/{name}" for name in JOINTS[:3])
     close(reach.control(begin, action), wanted[:, :3], 2e-3)
@@ -193,7 +193,7 @@ EFFORT = {"func": "rig_effort"}
     ],
 )
 def test_rewards_that_logs_could_not_tell_apart_are_refused(rewards, hooks, told):
-    cfg = checked(
+    cfg = validate_section(
         TaskConfig,
         {"mjcf": FILE.format(SPRUNG), "rewards": rewards, "actions": {"a": {"func": "QposTerm", "params": {}}}},
         "env.cfg",
@@ -206,7 +206,7 @@ def test_what_a_task_reads_that_is_not_there_is_said_when_it_is_made():
     def lost(sim, state):
         return (*nothing_of(state), {"x": world.body_pose(sim, state["world"], "cub")[..., 0, 3]})
 
-    cfg = checked(TaskConfig, {"mjcf": FILE.format(SPRUNG), "actions": {"a": {"func": "QposTerm"}}}, "env.cfg")
+    cfg = validate_section(TaskConfig, {"mjcf": FILE.format(SPRUNG), "actions": {"a": {"func": "QposTerm"}}}, "env.cfg")
     with pytest.raises(ConfigError, match=r"env.cfg \(compute_task_state\): body 'cub' is not in the scene"):
         task_env(cfg, lost)
 
@@ -230,14 +230,14 @@ def test_a_reward_that_is_not_one_number_each_is_refused_by_its_place(monkeypatc
     cfg = {"mjcf": FILE.format(POSITION[0] + SPRUNG), "rewards": {"a": EFFORT}, "actions": {"a": {"func": "QposTerm"}}}
     expected = rf"^env.cfg.rewards.a \(rig_effort\): the reward is {told}, expected float32 \[2\]"
     with pytest.raises(ConfigError, match=expected):
-        task_env(checked(TaskConfig, cfg, "env.cfg"), nothing_yet)
+        task_env(validate_section(TaskConfig, cfg, "env.cfg"), nothing_yet)
 
 
 def test_success_is_a_flag_for_each_environment():
     def counted(sim, state):
         return state["elapsed"].float(), *nothing_of(state)[1:], {}
 
-    cfg = checked(TaskConfig, {"mjcf": FILE.format(SPRUNG), "actions": {"a": {"func": "QposTerm"}}}, "env.cfg")
+    cfg = validate_section(TaskConfig, {"mjcf": FILE.format(SPRUNG), "actions": {"a": {"func": "QposTerm"}}}, "env.cfg")
     with pytest.raises(ConfigError, match=r"\(compute_task_state\): success is float32 \[2\], expected bool \[2\]"):
         task_env(cfg, counted)
 
@@ -263,12 +263,12 @@ def test_success_is_a_flag_for_each_environment():
 def test_a_task_says_one_thing_of_each_environment(hooks, told):
     cfg = {"mjcf": FILE.format(POSITION[0] + SPRUNG), "actions": {"a": {"func": "QposTerm"}}}
     with pytest.raises(ConfigError, match=rf"^env.cfg {told}"):
-        task_env(checked(TaskConfig, cfg, "env.cfg"), nothing_yet, **hooks)
+        task_env(validate_section(TaskConfig, cfg, "env.cfg"), nothing_yet, **hooks)
 
 
 def test_an_infinite_action_spoils_no_reward():
     cfg = {"mjcf": FILE.format(SPRUNG), "rewards": {"a": EFFORT}, "actions": {"a": {"func": "QposTerm"}}}
-    env = task_env(checked(TaskConfig, cfg, "env.cfg"), nothing_yet)
+    env = task_env(validate_section(TaskConfig, cfg, "env.cfg"), nothing_yet)
     state = env.step(env.reset(keys_of(1)), torch.tensor([[torch.inf]]), keys_of(1, 1))
     assert state["reward"].tolist() == [0.0]
     assert state["action"].tolist() == [[0.0]]
@@ -276,7 +276,7 @@ def test_an_infinite_action_spoils_no_reward():
 
 def test_a_task_that_truncates_by_itself_has_no_truncation_gap():
     cfg = {"mjcf": FILE.format(SPRUNG), "actions": {"a": {"func": "QposTerm"}}, "max_episode_steps": 30}
-    cfg = checked(TaskConfig, cfg, "env.cfg")
+    cfg = validate_section(TaskConfig, cfg, "env.cfg")
     assert task_env(cfg, nothing_yet).min_truncation_gap == 30
     own = task_env(cfg, nothing_yet, check_truncated=lambda sim, state: state["elapsed"] >= 4)
     assert own.min_truncation_gap == 1

@@ -26,7 +26,7 @@ from support.mujoco_term_cases import (
 
 from ecrl.compile.jit import choose_form
 from ecrl.compile.trace import traced
-from ecrl.config.model import checked
+from ecrl.config.model import validate_section
 from ecrl.envs.mujoco import world
 from ecrl.envs.mujoco.physics.simulation import simulation
 from ecrl.envs.mujoco.scene.config import SceneConfig
@@ -210,7 +210,7 @@ def test_the_velocity_of_a_tool_beyond_a_ball_joint_is_refused():
     drives = {"stiffness": 10.0, "damping": 1.0, "max_effort": 5.0}
     tcp = [[1.0, 0.0, 0.0, 0.5], [0.0, 1.0, 0.0, 0.0], [0.0, 0.0, 1.0, 0.0], [0.0, 0.0, 0.0, 1.0]]
     robot = {"uid": "d", "mjcf": shoulder, "drive_pros": drives, "solver_cfg": {"arm": {"tcp": tcp}}}
-    sim = simulation(checked(SceneConfig, {"robot": robot}, "scene"))
+    sim = simulation(validate_section(SceneConfig, {"robot": robot}, "scene"))
     made("observation", "get_robot_eef_pose", sim)
     with pytest.raises(ConfigError, match="joint 'd/roll' is not a hinge or slide"):
         made("observation", "get_robot_eef_velocity", sim)

@@ -9,8 +9,8 @@ pytest.importorskip("mujoco.batch")
 import mujoco
 import numpy as np
 
-from ecrl.config.embodichain import inert_in
-from ecrl.config.model import checked
+from ecrl.config.embodichain import inert_keys_in
+from ecrl.config.model import validate_section
 from ecrl.envs.mujoco.physics.simulation import simulation
 from ecrl.envs.mujoco.scene.config import SceneConfig
 from ecrl.envs.mujoco.scene.scene import build
@@ -32,7 +32,7 @@ SCENE = """<mujoco><option timestep="0.003" iterations="7" integrator="Euler"/><
 
 
 def scene(**keys):
-    return checked(SceneConfig, keys, "scene")
+    return validate_section(SceneConfig, keys, "scene")
 
 
 def made(**keys):
@@ -277,7 +277,7 @@ GYM = {
 
 
 def test_keys_of_other_simulators_are_listed_with_a_reason():
-    found = inert_in(SceneConfig, GYM)
+    found = inert_keys_in(SceneConfig, GYM)
     assert [path for path, _ in found] == [
         ("rigid_object_group",),
         ("robot", "urdf_cfg"),
@@ -294,8 +294,8 @@ def test_keys_of_other_simulators_are_listed_with_a_reason():
         for key in path[:-1]:
             part = part[key]
         del part[path[-1]]
-    assert build(checked(SceneConfig, left, "gym")).robot.tcp == {"arm": "Manipulator/arm_tcp"}
-    assert inert_in(SceneConfig, {"robot": None, "rigid_object": 3, "light": []}) == []
+    assert build(validate_section(SceneConfig, left, "gym")).robot.tcp == {"arm": "Manipulator/arm_tcp"}
+    assert inert_keys_in(SceneConfig, {"robot": None, "rigid_object": 3, "light": []}) == []
 
 
 HOLDER = '<sensor><%s name="hip_force" joint="hip"/></sensor>'
@@ -370,11 +370,11 @@ def test_a_fault_is_told_by_its_key(keys, told):
 def test_frequency_of_control_stands_for_steps_per_control():
     from ecrl.envs.mujoco.physics.simulation import simulation
 
-    assert simulation(checked(SceneConfig, {}, "x")).substeps == 4
-    assert simulation(checked(SceneConfig, {"target_control_frequency": 50.0}, "x")).substeps == 2
+    assert simulation(validate_section(SceneConfig, {}, "x")).substeps == 4
+    assert simulation(validate_section(SceneConfig, {"target_control_frequency": 50.0}, "x")).substeps == 2
     dt = {"physics": {"dt": 0.002}}
-    assert simulation(checked(SceneConfig, {"target_control_frequency": 50.0} | dt, "x")).substeps == 10
+    assert simulation(validate_section(SceneConfig, {"target_control_frequency": 50.0} | dt, "x")).substeps == 10
     with pytest.raises(ConfigError, match=r"target_control_frequency: 30.0 Hz is 3.33333 physics steps of 0.01 s"):
-        simulation(checked(SceneConfig, {"target_control_frequency": 30.0}, "x"))
+        simulation(validate_section(SceneConfig, {"target_control_frequency": 30.0}, "x"))
     with pytest.raises(ConfigError, match="set the same; keep one"):
-        checked(SceneConfig, {"target_control_frequency": 50.0, "sim_steps_per_control": 2}, "x")
+        validate_section(SceneConfig, {"target_control_frequency": 50.0, "sim_steps_per_control": 2}, "x")

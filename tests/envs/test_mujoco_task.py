@@ -20,7 +20,7 @@ from support.fake_mujoco_task import (
 )
 from support.small_runs import last_state, same, small
 
-from ecrl.config.model import checked
+from ecrl.config.model import validate_section
 from ecrl.envs import auto_reset, make_env, restart
 from ecrl.envs.mujoco import world
 from ecrl.envs.mujoco.task_config import TaskConfig
@@ -428,5 +428,5 @@ def test_equal_settings_give_the_same_environment():
 
 def test_steps_between_events_are_ten_if_nothing_is_said():
     event = {"func": "push_rigid_object", "params": {**CUBE, "force_range": [[0.0] * 3] * 2}}
-    cfg = checked(TaskConfig, SCENE | {"actions": ACTIONS, "events": {"p": event}}, "env.cfg")
+    cfg = validate_section(TaskConfig, SCENE | {"actions": ACTIONS, "events": {"p": event}}, "env.cfg")
     assert (cfg.events["p"].mode, cfg.events["p"].interval_step) == ("interval", 10)

@@ -13,7 +13,7 @@ import numpy as np
 from tensordict import TensorDict
 
 from ecrl.compile.trace import traced
-from ecrl.config.model import checked
+from ecrl.config.model import validate_section
 from ecrl.envs.mujoco import world
 from ecrl.envs.mujoco.physics.simulation import advance, simulation, start, to_data, with_current_sensors
 from ecrl.envs.mujoco.robots import kinematics
@@ -48,7 +48,7 @@ ODD = """<mujoco><compiler angle="degree"/><worldbody>
 
 @pytest.fixture(scope="module")
 def sim():
-    return simulation(checked(SceneConfig, SCENE, "scene"))
+    return simulation(validate_section(SceneConfig, SCENE, "scene"))
 
 
 def shaken(sim, batch=(3,), steps=4):
@@ -213,7 +213,7 @@ def test_a_world_that_runs_away_is_given_back_and_told(sim):
 
 def test_numbers_of_the_model_differ_between_worlds():
     varied = (("body_mass", "ball"), ("body_inertia", "ball"))
-    sim = simulation(checked(SceneConfig, SCENE, "scene"), (), varied)
+    sim = simulation(validate_section(SceneConfig, SCENE, "scene"), (), varied)
     state = start(sim, (3,))
     close(world.parameter(sim, state, "body_mass", "ball"), torch.full((3, 1), 2.0))
     masses = torch.tensor([[1.0], [2.0], [4.0]])
@@ -229,7 +229,7 @@ def test_numbers_of_the_model_differ_between_worlds():
 
 def test_a_scene_needs_neither_robot_nor_sensors():
     ball = BALL | {"uid": "ball", "init_pos": [0.0, 0.0, 3.0], "attrs": STILL}
-    sim = simulation(checked(SceneConfig, {"rigid_object": [ball]}, "scene"))
+    sim = simulation(validate_section(SceneConfig, {"rigid_object": [ball]}, "scene"))
     begin = start(sim, (2,))
     assert list(begin.keys()) == ["physics"] and sim.robot.joints == () and (sim.nu, sim.nv) == (0, 6)
     after, bad = advance(sim, begin, torch.zeros(2, 0))
@@ -241,7 +241,7 @@ def test_the_arm_pushes_a_cube_in_any_direction():
     """Tool behind the cube, then 0.3 m on, by inverse kinematics from poses and Jacobians alone."""
     cube = {"uid": "cube", "shape": {"shape_type": "Cube", "size": [0.1, 0.1, 0.1]}, "init_pos": [-0.6, -0.4, 0.05]}
     cube["attrs"] = {"mass": 2.0, "static_friction": 1.0, "linear_damping": 2.0, "angular_damping": 2.0}
-    sim = simulation(checked(SceneConfig, {"robot": {}, "rigid_object": [cube]}, "scene"))
+    sim = simulation(validate_section(SceneConfig, {"robot": {}, "rigid_object": [cube]}, "scene"))
     joints, tcp, down = sim.robot.joints, sim.robot.tcp["arm"], torch.tensor([0.0, 0.0, -1.0])
     turns, there = torch.arange(4) * (math.pi / 2), torch.tensor([-0.6, -0.4, 0.05])
     along = torch.stack((turns.cos(), turns.sin(), torch.zeros(4)), -1)
@@ -330,7 +330,7 @@ def test_a_robot_is_held_where_it_is_by_the_drives_that_can():
     slides = "".join(f'<body name="{n}"><joint name="{n}" type="slide"/>{ball}</body>' for n in "abcd")
     drives = '<position joint="a" kp="50" kv="9" gear="2"/><motor joint="b"/><velocity joint="d" kv="5"/>'
     xml = f'<mujoco><option gravity="0 0 0"/><worldbody>{slides}</worldbody><actuator>{drives}</actuator></mujoco>'
-    sim = simulation(checked(SceneConfig, {"mjcf": xml}, "scene"))
+    sim = simulation(validate_section(SceneConfig, {"mjcf": xml}, "scene"))
     now = world.with_joint_positions(sim, start(sim, (2,)), "abcd", torch.tensor([[0.3, 0.4, 0.5, 0.6]] * 2))
     control = assert_pure(world.hold_controls, sim, now)
     close(control, [[0.6, 0.0, 0.0]] * 2)

@@ -31,7 +31,7 @@ WAYS = {
     "RuntimeError": RuntimeError("a fault"),
 }
 """Both ranks end this way. In the ways below, rank 1 does something else."""
-ALONE = ("rank 1 dies in all_sum", "rank 1 dies in gathered", "rank 1 is stuck")
+ALONE = ("rank 1 dies in all_sum", "rank 1 dies in gather_on_rank_0", "rank 1 is stuck")
 
 
 def command(way: str) -> None:
@@ -44,8 +44,8 @@ def command(way: str) -> None:
         os._exit(7)
     if way == "rank 1 dies in all_sum":
         distributed.all_sum(torch.ones(1000))
-    elif way == "rank 1 dies in gathered":
-        distributed.gathered(b"state")
+    elif way == "rank 1 dies in gather_on_rank_0":
+        distributed.gather_on_rank_0(b"state")
     elif way == "rank 1 is stuck":
         raise UserError("a fault")
     elif (error := WAYS[way]) is not None:
@@ -68,7 +68,7 @@ def as_rank(way: str, rank: int, port: int, out: Path) -> None:
     def train(*, overrides: Overrides = ()) -> None:
         command(way)
 
-    shell._WITH_KEYS["train"] = train
+    shell._WITH_OVERRIDES["train"] = train
     sys.argv = ["ecrl", "train"]
     shell.main()
 

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from runs import TINY, Run, begun, ecrl_train, ending, forked, gone_on, kept, reference, steps_logged
 
-from ecrl.run.checkpoint import read_files, steps_in
+from ecrl.run.checkpoint import read_files, step_checkpoints
 
 ROOT = Path(__file__).resolve().parents[2]
 SLOW = copy.deepcopy(TINY)
@@ -62,9 +62,9 @@ def no_orphan(mark: str) -> None:
 
 def intact(run: Path) -> int:
     """The number of checkpoints, each of which has its checksums; raises CheckpointError else."""
-    for path in steps_in(run):
+    for path in step_checkpoints(run):
         read_files(path)
-    return len(steps_in(run))
+    return len(step_checkpoints(run))
 
 
 WRITERS = ("checkpoints: run/checkpoints/step_", "run/metrics.jsonl: ", "run/logs/events.out.tfevents")
@@ -128,13 +128,13 @@ def disk_of_a_few_pages(folder: Path) -> str:
 
 def video(folder: Path) -> str:
     """No room for a video: said, nothing of it is left, and the next is made."""
-    from ecrl.run.video_writer import background, write_video
+    from ecrl.run.video_writer import background_worker, write_video
 
     images = [np.random.default_rng(i).integers(0, 255, (64, 64, 3), np.uint8) for i in range(20)]
 
     def job() -> None:
         warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
-        with background() as start:
+        with background_worker() as start:
             resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
             start(write_video, folder / "one.mp4", images, 20.0).result()
             resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))

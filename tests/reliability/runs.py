@@ -16,7 +16,7 @@ import torch
 
 import ecrl.run.train  # noqa: F401  (for the runs that are forked)
 from ecrl.cli.main import main
-from ecrl.run.checkpoint import read_files, steps_in
+from ecrl.run.checkpoint import read_files, step_checkpoints
 
 NET = {"type": "mlp", "network_cfg": {"hidden_sizes": [8], "activation": "tanh"}}
 TINY = {
@@ -115,7 +115,7 @@ def ending(run: Path) -> tuple[bytes, list[dict[str, Any]]]:
     """The bits of the last state, after its checksums were compared, and every row but for its times."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     rows = [{key: x for key, x in row.items() if key not in ("seconds", "charts/SPS")} for row in rows]
-    last = steps_in(run)[-1]
+    last = step_checkpoints(run)[-1]
     return read_files(last)["state.safetensors"], [{"last": last.name}, *rows]
 
 

@@ -76,7 +76,7 @@ print(float(d.all_mean(torch.tensor(2.0 + r), weight=torch.tensor(1.0 + 2 * r)))
 print(float(d.all_mean(torch.tensor(5.0), weight=torch.tensor(0.0))), d.any_rank(r == 1), d.any_rank(False))
 x = torch.arange(6.0).reshape(3, 2) + 10 * r
 print(torch.func.vmap(d.all_sum)(x).tolist())
-print([part.decode() for part in d.gathered(b"ab" * (r + 1))], d.value_of_rank_0("name", lambda: f"of {r}"))
+print([part.decode() for part in d.gather_on_rank_0(b"ab" * (r + 1))], d.value_of_rank_0("name", lambda: f"of {r}"))
 d.stop()
 print(d.world_size())
 """
@@ -138,7 +138,7 @@ def test_the_process_group_is_destroyed_before_the_interpreter_exits_in_every_wa
 
 
 def test_a_rank_leaves_the_process_group_without_waiting_for_one_that_died_or_is_stuck():
-    statuses = {"rank 1 dies in all_sum": 7, "rank 1 dies in gathered": 7, "rank 1 is stuck": -9}
+    statuses = {"rank 1 dies in all_sum": 7, "rank 1 dies in gather_on_rank_0": 7, "rank 1 is stuck": -9}
     rows = [[(way, 0, 2, DESTROYED), (way, 1, status, "")] for way, status in statuses.items()]
     assert endings(*statuses) == [row for pair in rows for row in pair]
 

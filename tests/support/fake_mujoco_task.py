@@ -7,7 +7,7 @@ from pydantic import Field
 
 from ecrl import registry, rng
 from ecrl.config import EventConfig
-from ecrl.config.model import ConfigModel, checked
+from ecrl.config.model import ConfigModel, validate_section
 from ecrl.envs.mujoco import world
 from ecrl.envs.mujoco.make_task import task_env
 from ecrl.envs.mujoco.task_config import TaskConfig
@@ -152,7 +152,7 @@ ACTIONS = {"rail": {"func": "rig_drive", "params": {"joint_ids": [0]}}}
 def task(compute=nothing_yet, **changes):
     """A task of the scene; `changes` are keys of its config, or functions that `task_env` takes."""
     hooks = {name: changes.pop(name) for name in ("check_truncated", "get_reward", "acceptable") if name in changes}
-    cfg = checked(TaskConfig, SCENE | {"actions": ACTIONS} | changes, "env.cfg")
+    cfg = validate_section(TaskConfig, SCENE | {"actions": ACTIONS} | changes, "env.cfg")
     return task_env(cfg, compute, **hooks)
 
 
@@ -162,7 +162,9 @@ def happening(func, mode="reset", interval_step=1, **params):
 
 def outside(events):
     """The same events as `trainer.events` has them."""
-    return {name: checked(EventConfig, event, f"trainer.events.train.{name}") for name, event in events.items()}
+    return {
+        name: validate_section(EventConfig, event, f"trainer.events.train.{name}") for name, event in events.items()
+    }
 
 
 def keys_of(number=4, seed=0):

@@ -5,7 +5,7 @@ from math import sqrt
 import torch
 from tensordict import TensorDict
 
-from ecrl.config.model import checked
+from ecrl.config.model import validate_section
 from ecrl.envs.mujoco import world
 from ecrl.envs.mujoco.physics.simulation import simulation, start
 from ecrl.envs.mujoco.scene.config import SceneConfig
@@ -28,13 +28,13 @@ SIDEWAYS = (sqrt(0.5), sqrt(0.5), 0.0, 0.0)
 
 
 def scene(cfg=SCENE):
-    return simulation(checked(SceneConfig, cfg, "scene"))
+    return simulation(validate_section(SceneConfig, cfg, "scene"))
 
 
 def made(kind, name, sim, **params):
     """What the term registered under a name does with these settings, as they stand in JSON."""
     entry = lookup(kind, name)
-    return entry.make(checked(entry.config, params, "params"), sim)
+    return entry.make(validate_section(entry.config, params, "params"), sim)
 
 
 def given(sim, batch=(), actions=6):

@@ -4,7 +4,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field, SerializeAsAny, model_validator
 
-from ecrl.config import EventConfig, resolved
+from ecrl.config import EventConfig, validate_settings
 from ecrl.config.model import ConfigModel, Count
 from ecrl.envs.mujoco.scene.config import Real, SceneConfig
 
@@ -17,7 +17,7 @@ class _Term(ConfigModel):
     @model_validator(mode="before")
     @classmethod
     def _registered(cls, data: Any) -> Any:
-        return resolved(cls.part_kind, data, "func", "params") if isinstance(data, dict) else data
+        return validate_settings(cls.part_kind, data, "func", "params") if isinstance(data, dict) else data
 
 
 class ActionConfig(_Term):

@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from ecrl.config.model import key_text, shown
+from ecrl.config.model import format_key, format_value
 from ecrl.envs.mujoco.robots.arm import ROBOTS, Builtin, Matrix
 from ecrl.envs.mujoco.scene.config import DriveConfig, PerJoint, RobotConfig
 from ecrl.envs.mujoco.scene.models import mujoco
@@ -44,7 +44,9 @@ def spec_of(source: str, key: str, root: str = "") -> Any:
             return spec.from_file(path)
     except ValueError as error:
         raise ConfigError(f"{key}: {' '.join(str(error).split())}") from None
-    raise ConfigError(f"{key}: no such file {shown(source)}{f', nor below MENAGERIE_ROOT, {root}' if root else ''}")
+    raise ConfigError(
+        f"{key}: no such file {format_value(source)}{f', nor below MENAGERIE_ROOT, {root}' if root else ''}"
+    )
 
 
 def hinges_and_slides(spec: Any) -> tuple[str, ...]:
@@ -156,7 +158,7 @@ def _builtin(cfg: RobotConfig) -> tuple[Any, Builtin]:
 def _parts(cfg: RobotConfig, built: Builtin) -> dict[str, tuple[str, ...]]:
     parts = dict(cfg.control_parts) or built.parts
     for part, names in parts.items():
-        key = f"robot.control_parts.{key_text(part)}"
+        key = f"robot.control_parts.{format_key(part)}"
         for i, name in enumerate(names):
             if name not in built.joints:
                 raise ConfigError(f"{key}: unknown {name!r}; {did_you_mean(name, built.joints)}")
