@@ -15,6 +15,7 @@ combination of their layouts and settings is compiled once.
 Inductor makes C++ of a graph (`ecrl.compile.cpu`), and keeps that on disk for the next process.
 """
 
+import gc
 import os
 import shutil
 import subprocess
@@ -22,7 +23,8 @@ import sysconfig
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
@@ -215,6 +217,18 @@ def _is_users(error: Exception) -> bool:
     return isinstance(error, UserError) or is_outside(last)
 
 
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Pause Python's garbage collector. Importing inductor and compiling make many objects that stay."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def _function(jit: Callable[..., Callable[..., Any]], fn: Callable, static: tuple) -> Callable[..., Any]:
     """Compile `fn` as a whole for each structure and set of shapes it is called with. `jit` is for its batches."""
     bound, made, last = partial(fn, *static), {}, []
@@ -230,7 +244,8 @@ def _function(jit: Callable[..., Callable[..., Any]], fn: Callable, static: tupl
         leaves = _unshared([_apart(leaf) for leaf in leaves])
         try:
             alike = _alike(leaves)
-            run, out, captured = _compiler_for(leaves)(bound, structure, leaves)
+            with _without_garbage_collection():
+                run, out, captured = _compiler_for(leaves)(bound, structure, leaves)
         finally:
             record[place] = Compilation(text, time.perf_counter() - began)
         versions = [(tensor, version_of(tensor)) for tensor in captured]

@@ -12,9 +12,15 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from ecrl.compile.user_line import user_line
 from ecrl.errors import ConfigError
 
+_NOT_IN_CPU_LOOPS = ("_linalg_solve_ex", "linalg_inv_ex", "linalg_cholesky_ex", "randperm")
+"""Operators whose C++ inductor writes wrongly inside a loop. Outside of loops they work."""
+
 
 class _WriteCheck:
-    """The dispatch of tensors without data. It raises ConfigError on a write in place on protected memory."""
+    """The dispatch of tensors without data. It raises ConfigError on an operation that no compiled function can have.
+
+    That is a write in place on protected memory, and inside a loop for the CPU an operator of `_NOT_IN_CPU_LOOPS`.
+    """
 
     def __init__(self, mode: FakeTensorMode):
         self._dispatch: Callable[..., Any] = mode.dispatch
@@ -33,7 +39,10 @@ class _WriteCheck:
         if self._protected and func._schema.is_mutable and func.namespace != "prims":  # prims mark views as writes
             for tensor in _written(func._schema, args, kwargs):
                 self._check(tensor, func)
-        return self._dispatch(func, types, args, kwargs)
+        out = self._dispatch(func, types, args, kwargs)
+        if len(self._protected) > 1 and func._schema.name.removeprefix("aten::") in _NOT_IN_CPU_LOOPS:
+            _refuse_in_cpu_loop(func, out)
+        return out
 
     def _check(self, tensor: Tensor, func: Any) -> None:
         from_outside = not isinstance(tensor, FakeTensor)
@@ -45,6 +54,16 @@ class _WriteCheck:
                 f"{list(tensor.shape)} {owner}; compiled functions are pure: give back a new tensor, such as x + 1 for "
                 "x.add_(1), or set trainer.compile to off"
             )
+
+
+def _refuse_in_cpu_loop(func: Any, out: Any) -> None:
+    """Raise ConfigError if the results of an operator in a loop are on the CPU."""
+    first = out if isinstance(out, Tensor) else out[0]
+    if first.device.type == "cpu":
+        raise ConfigError(
+            f"trainer.compile: {user_line(traceback.extract_stack())} calls {func} in a loop over time, for which "
+            "torch writes no C++; call it outside of the loop, write it in other operations, or set trainer.compile to off"
+        )
 
 
 def _written(schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:

@@ -9,6 +9,7 @@ from support.small_runs import same, small
 from ecrl.compile import jit as jit_module
 from ecrl.compile.jit import Compilation, _compiled, _compiled_or_eager, _warn_eager, choose_form
 from ecrl.errors import ConfigError
+from ecrl.kernels import scan
 from ecrl.loop.build import _compilations, form_of, note_compilations
 from ecrl.loop.iteration import init_state, make_iteration
 from ecrl.run.checkpoint import latest, read_manifest
@@ -74,6 +75,42 @@ def test_auto_runs_eager_if_the_function_reads_values():
     jitted = choose_form("auto", "cpu").jit(total)
     with pytest.warns(RuntimeWarning, match=r"running eager.*test_failures.py:\d+, in total, reads values of a tensor"):
         assert jitted(torch.ones(2)).tolist() == [2.0, 2.0]
+
+
+def _solved(carry, x, matrix):
+    return torch.linalg.solve(matrix, carry + x), carry.sum()
+
+
+def _inverted(carry, x, matrix):
+    return torch.linalg.inv(matrix) @ (carry + x), carry.sum()
+
+
+def _factored(carry, x, matrix):
+    return torch.linalg.cholesky(matrix @ matrix.mT) @ (carry + x), carry.sum()
+
+
+def _permuted(carry, x, matrix):
+    return carry + x[torch.randperm(3)], carry.sum()
+
+
+def _looped(scan, body, start, xs, matrix):
+    return scan(body, start, xs, matrix)
+
+
+@LOOPS
+@pytest.mark.parametrize("body", [_solved, _inverted, _factored, _permuted])
+def test_an_operator_that_no_compiled_loop_can_have_is_named_with_its_line(body):
+    form = choose_form("on", "cpu")
+    args = torch.ones(3), torch.ones(5, 3), 2.0 * torch.eye(3)
+    at = rf"test_failures.py:{body.__code__.co_firstlineno + 1}, in {body.__name__}, calls aten\.\w+\.default in a loop"
+    with pytest.raises(ConfigError, match=at):
+        form.jit(_looped, form.scan, body)(*args)
+    auto = choose_form("auto", "cpu")
+    with pytest.warns(RuntimeWarning, match="running eager.*" + at):
+        after, sums = auto.jit(_looped, auto.scan, body)(*args)
+    if body is not _permuted:
+        expected = _looped(scan, body, *args)
+        assert torch.equal(after, expected[0]) and torch.equal(sums, expected[1])
 
 
 def broken(x):
