@@ -62,7 +62,7 @@ def _refuse_in_cpu_loop(func: Any, out: Any) -> None:
     if first.device.type == "cpu":
         raise ConfigError(
             f"trainer.compile: {user_line(traceback.extract_stack())} calls {func} in a loop over time, for which "
-            "torch writes no C++; call it outside of the loop, write it in other operations, or set trainer.compile to off"
+            "torch writes no C++; call it outside of the loop, or set trainer.compile to off"
         )
 
 
