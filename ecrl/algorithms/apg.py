@@ -152,7 +152,7 @@ def _step_back(
     fixed: TensorDict,
     ent_coef: Tensor,
 ) -> tuple[tuple[TensorDict, TensorDict], Tensor]:
-    """One step of the backward sweep: the sum of gradients and the costate of the state before the step; the entropy.
+    """Take one step of the backward sweep. Return gradient sum, costate of the state before the step, and entropy.
 
         value[t] = weight[t] * (reward[t] + ent_coef * entropy[t]) + <costate[t + 1], state[t + 1](params, state[t])>
         costate[t] = d value[t] / d state[t];    grads = sum_t(d value[t] / d params)

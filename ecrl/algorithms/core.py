@@ -91,8 +91,8 @@ class Algorithm:
     Attributes:
         choices: hashable tuple of the choices that shape the graph, without floats. Compared by value.
         init: (run, key) -> {name: TensorDict or Tensor}, the fields that the algorithm keeps in the state: `params`,
-            `opt`, `hyper`, and maybe `norm` and others. It alone reads the floats of the config, into `hyper`. Bind the
-            config by `partial(init, cfg)`.
+            `opt`, `hyper`, and maybe `norm` and others. Only `init` reads the floats of the config. It stores them in
+            `hyper`. Bind the config by `partial(init, cfg)`.
         iterate: (run, state, borrowed) -> (state, writes, logs), one iteration; see `on_policy`. `borrowed` has the
             leaves of kind buffer and frozen, to be read only. `writes` may have `steps`, the `[N, T + 1]` steps of
             this iteration, from which the loop takes statistics and logs. Every other field of `writes` names a field

@@ -40,7 +40,7 @@ def rows_of(policy: Policy, rollout: TensorDict, **fields: Tensor) -> TensorDict
 
 
 def _parts(policy: Policy, rows: TensorDict) -> tuple[TensorDict, TensorDict]:
-    """Return the memory before the rows, and the steps in them."""
+    """Return the policy's memory before the first step of each row, and the steps of the rows."""
     if policy.unit == "step":
         return TensorDict({}, []), rows
     carry = cast(TensorDict, rows.get("carry", TensorDict({}, [])))

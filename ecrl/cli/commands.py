@@ -110,7 +110,7 @@ def bench(
     """Benchmark ecrl side by side with other libraries. It needs a checkout of the source and the extra `bench`.
 
     Args:
-        what: speed, or results: how well the shipped configs learn. Each seed is measured once, into its own file.
+        what: speed, or results (how well the shipped configs learn). Each seed is measured once, into its own file.
         quick: for speed: fewer and shorter rounds, and only the first three subjects.
         only: subjects of speed, such as end_to_end, or configs of results, such as cartpole_ppo; all if absent.
         seeds: for results: seeds per config; if absent, ten if a run takes under ten minutes, else three.

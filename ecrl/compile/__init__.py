@@ -1,1 +1,1 @@
-"""Compiling: everything that knows torch.compile, inductor, Triton or CUDA graphs."""
+"""Compilation: all code that depends on torch.compile, inductor, Triton or CUDA graphs."""

@@ -49,7 +49,7 @@ def _lines(names: set[str], body: str) -> str:
 
 
 def _names_of(name: str, body: str) -> set[str]:
-    """All names of the memory of `name`."""
+    """Return every C++ variable that refers to the memory of `name`, as a view or after a move."""
     names, known = {name}, 0
     pairs = [(m[2], m[4]) for m in _VIEW.finditer(body)] + [m.groups() for m in _MOVED.finditer(body)]
     while known < len(names):

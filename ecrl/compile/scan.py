@@ -31,7 +31,7 @@ def graph_scan(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *const
         return scan(body, carry, xs, *constants)
     if is_forward_mode([*first, *rows, *fixed]):
         raise ConfigError(refusal(user_line(traceback.extract_stack()), "forward-mode derivatives are taken"))
-    if not first:  # the operator wants something to carry
+    if not first:  # the operator needs at least one tensor to carry
         _, y = graph_scan(
             lambda none, x, *k: (none.clone(), body(carry, x, *k)[1]), rows[0].new_zeros(()), xs, *constants
         )
@@ -58,7 +58,7 @@ def graph_scan(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *const
                 *(p.unpack(g) for p, g in zip(packings, (given[:at], given[at:to], given[to:]), strict=True))
             )
         kept[:] = [packing(y)]
-        ys = kept[0].pack(y) or [given[0].new_zeros(())]  # the operator wants something to stack
+        ys = kept[0].pack(y) or [given[0].new_zeros(())]  # the operator needs an output to stack
         after = [_laid_out(leaf, old.stride()) for leaf, old in zip(packings[0].pack(after), given, strict=False)]
         return _owned([*after, *ys], given)
 

@@ -1,6 +1,7 @@
 """Check that an environment fulfils its contract: `ecrl check-env ENV` and `ecrl.check_env`.
 
-The file has three parts: play the environment with random actions, find faults in the play, and check the environment.
+The file has three parts. They roll out random actions, find faults in that rollout, and run all checks on the
+environment.
 """
 
 import time
@@ -84,7 +85,7 @@ def _fields(tree: Any) -> dict[str, Tensor]:
 
 
 def _record_writes(written: list[str], fn: Callable[..., Any], **inputs: Any) -> Any:
-    """Call `fn` and return its output; append the names of inputs that it changed, set or deleted to `written`."""
+    """Call `fn` and return its output. Append to `written` the names of inputs that it changed, added or deleted."""
     before = _fields(inputs)
     versions = {name: version_of(x) for name, x in before.items()}
     out, after = fn(*inputs.values()), _fields(inputs)

@@ -98,7 +98,7 @@ def adam(
         eps: added to the root, in gradient units.
 
     Returns: new params and opt; the inputs are not written.
-    Gradient: flows through every input; not finite where `nu` is 0.
+    Gradient: flows through every input; not finite where the new `nu` is 0.
     Raises: ValueError naming leaves that only one side has, or that differ in shape, or a
         hyperparameter that is not 0-d.
     Source: Kingma and Ba 2015, arXiv:1412.6980, algorithm 1.
@@ -148,7 +148,7 @@ def adamw(
         weight_decay: decay per unit of learning rate.
 
     Returns: new params and opt; the inputs are not written.
-    Gradient: flows through every input; not finite where `nu` is 0.
+    Gradient: flows through every input; not finite where the new `nu` is 0.
     Raises: ValueError naming leaves that only one side has, or that differ in shape, or a
         hyperparameter that is not 0-d.
     Source: Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2.
@@ -227,7 +227,7 @@ def rmsprop(
         eps: added to the root, in gradient units.
 
     Returns: new params and opt; the inputs are not written.
-    Gradient: flows through every input; not finite where `nu` is 0.
+    Gradient: flows through every input; not finite where the new `nu` is 0.
     Raises: ValueError naming leaves that only one side has, or that differ in shape, or a
         hyperparameter that is not 0-d.
     Source: Tieleman and Hinton 2012, "Neural networks for machine learning", lecture 6e.

@@ -89,7 +89,7 @@ def _state_without_env(run: Run, key: Tensor) -> TensorDict:
 
 
 def _frozen_params(policy: Policy, state: TensorDict) -> TensorDict:
-    """The parameters that do not learn. Refuse names that the learnt ones have too."""
+    """The parameters that are not trained. Refuse names that the learnt ones have too."""
     frozen = cast(Any, policy.init_frozen)(state["key"].device)
     both = ", ".join(sorted({*frozen.keys()} & {*cast(TensorDict, state["params"]).keys(), "norm"}))
     if both:
@@ -301,10 +301,11 @@ def train_iter(state: TensorDict, cfg: Config, watch: Watch = unwatched) -> Iter
     """Run one iteration at a time. After each, yield a record of the collection and one of the update.
 
     The generator owns control flow only: it never prints, logs, evaluates or saves. Stop with `break`; continue later
-    with `train_iter(log_data["state"], cfg)`. Both give bit for bit the results of an uninterrupted run. Both records
-    of an iteration carry the step and the state after it. The state is a locked copy that belongs to the caller. Only
-    its buffers, if the algorithm has any, are the generator's own: the next iteration writes on them in place. Using an
-    older state then raises; `state.clone()` keeps it. The generator copies the buffers of `state` once, at the start.
+    with `train_iter(log_data["state"], cfg)`. Both give bit for bit the results of an uninterrupted run. The two
+    records of an iteration have the same `sample_step` and `state`, those after the iteration. The state is a locked
+    copy that belongs to the caller. Only its buffers, if the algorithm has any, are the generator's own: the next
+    iteration writes on them in place. Using an older state then raises; `state.clone()` keeps it. The generator copies
+    the buffers of `state` once, at the start.
 
     If something is not finite, `trainer.finite_guard` decides. By default it raises NotFiniteError, with the state
     before that iteration.

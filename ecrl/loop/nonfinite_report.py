@@ -68,7 +68,7 @@ class NonfiniteAction(Exception):
 
 @dataclass(frozen=True)
 class _CheckedStep:
-    """The `step` of a host environment that refuses an action with NaN or infinity. Equal if their steps are equal."""
+    """Wrapper of the `step` of a host environment. It refuses actions with NaN or infinity. Compared by `step`."""
 
     step: Callable[[TensorDict, Tensor, Any], TensorDict]
     last: deque[tuple[TensorDict, Tensor]] = field(default_factory=lambda: deque(maxlen=2), compare=False)

@@ -1,7 +1,7 @@
 """Find the first NaN or infinity of an iteration: repeat it eagerly, step by step.
 
-In the collected steps the search finds a field, an environment and a step. In the update it finds a minibatch, or a
-step of a backward sweep, and the first number in it that is not finite.
+In the collected steps, the search reports the field, the environment and the step of the first number that is not
+finite. In the update, it reports the minibatch or the step of a backward sweep.
 """
 
 from collections.abc import Callable

@@ -50,7 +50,7 @@ class Policy:
         compiles: False if a module draws its own random numbers.
         init_carry: (params, num_envs) -> carry, a TensorDict `[num_envs]`, at the start of an episode.
         unit: what a row of a minibatch is, "step" or "sequence".
-        init_frozen: device -> parameters that do not learn, such as a backbone, or None. The other functions get them
+        init_frozen: device -> parameters that are not trained, such as a backbone, or None. Other functions get them
             in `params`, beside those of `init`. No optimiser sees them, and no copy of them is made.
     """
 

@@ -38,7 +38,7 @@ class Saver(NamedTuple):
 
 
 def _write_and_prune(path: Path, saved: Snapshot, keep: int | None, remove_guarded: Callable[..., bool]) -> None:
-    """Write a checkpoint. Then remove the oldest checkpoints up to its step, so that `keep` of these remain."""
+    """Write a checkpoint. Of the checkpoints up to its step, keep only the newest `keep`; all if `keep` is None."""
     write(path, saved)
     step = int(saved.tensors["sample_step"])
     older = [p for p in step_checkpoints(path.parents[1]) if int(p.name.removeprefix("step_")) <= step]

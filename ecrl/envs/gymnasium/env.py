@@ -61,9 +61,9 @@ def gymnasium_env(cfg: GymnasiumConfig) -> Env:
     give equal episodes, in this process and in workers. `min_truncation_gap` is the time limit for the environments of
     Gymnasium itself. It is 1 for all others, because their own code may truncate at any step.
 
-    Raises: ConfigError if the environment cannot be made, or has an unsupported space. Later, UserError with env and
-        step, if an environment raises, dies, hangs (in workers only) or returns a value outside its space. NaN and
-        infinity pass; `trainer.finite_guard` handles them in a run.
+    Raises: ConfigError if the environment cannot be made, or has an unsupported space. `reset` and `step` raise
+        UserError, with environment and step, if an environment raises, dies or returns a value outside its space, or if
+        a worker hangs. NaN and infinity raise no error here; in a run `trainer.finite_guard` handles them.
     """
     limit = {} if cfg.max_episode_steps is None else {"max_episode_steps": cfg.max_episode_steps}
     kwargs = cast(dict[str, Any], cfg.kwargs) | limit
@@ -93,8 +93,8 @@ def from_vector(make_vector: Callable[[int], VectorEnv], *, timeout: float) -> E
     answer within `timeout` seconds raises an error; other vector envs have no timeout. A vector env whose reset takes
     one integer, not a list, gets the seed of its first environment.
 
-    Raises: ConfigError if it cannot be made or has an unsupported space. Later, UserError with the step and, if the
-        vector env reports it, the env.
+    Raises: ConfigError if it cannot be made or has an unsupported space. `reset` and `step` raise UserError with
+        the step and, if the vector env reports it, the environment.
 
     >>> import torch
     >>> from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv

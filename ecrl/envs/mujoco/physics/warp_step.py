@@ -59,7 +59,7 @@ def _view(warp: Any, array: Any, count: int) -> Tensor:
 
 
 def _slices(model: Any, names: tuple[str, ...]) -> dict[str, slice]:
-    """Return the columns of each part in a row; parts that the model does not have are left out."""
+    """Return the slice of columns that each part has in one row, by name. Parts that the model lacks are left out."""
     slices, at = {}, 0
     for name in names:
         if size := size_of(model, name):

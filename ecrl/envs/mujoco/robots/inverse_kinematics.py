@@ -108,9 +108,9 @@ def inverse_kinematics(
 
     Args:
         sim: the simulation.
-        worlds: worlds `[*B]` with the current joint positions; other joints stay there.
+        worlds: worlds `[*B]` with the current joint positions. Joints that `joints` does not name keep theirs.
         site: name of the site, such as `sim.robot.tcp["arm"]`.
-        joints: names of hinges and slides.
+        joints: names of the hinge and slide joints to move.
         target: `[*B, 4, 4]` float32, target pose in the world frame, m.
         iterations: number of steps.
 

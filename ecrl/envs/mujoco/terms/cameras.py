@@ -63,7 +63,8 @@ def _refuse_in_task(cfg: RecordCameraConfig, sim: Simulation) -> Apply:
 def record_camera_data(cfg: RecordCameraConfig, sim: Simulation) -> Apply:
     """Record an mp4 of every evaluation, or of every iteration's rollout, with 20 frames per second.
 
-    The video is written in the background and does not change the environments. Training waits for it if it is slower.
+    The video is written in the background. Recording does not change the environments. If writing is slower than
+    training, training waits for it.
     `interval_step` of the event is the number of steps from one frame to the next.
     """
     return _refuse_in_task(cfg, sim)
