@@ -194,7 +194,7 @@ def restarts(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def value_of_rank_0(name: str, make: Callable[[], str]) -> str:
-    """Call `make` on rank 0; return its text on every rank. After a restart, return the first text of that name again."""
+    """Call `make` on rank 0; return its text on every rank. After a restart, return the first text of that name."""
     if _ranks.store is None:
         return make()
     store = PrefixStore("ecrl", _ranks.store)
