@@ -5,6 +5,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -34,6 +35,12 @@ class Box:
         if self.dtype not in _DTYPES:
             known = ", ".join(map(str, _DTYPES))
             raise ValueError(f"dtype of a Box is {self.dtype!r}, expected one of {known}")
+
+    @cached_property
+    def is_image(self) -> bool:
+        """True for three axes of uint8, in any order, with bounds 0 and 255."""
+        is_uint8 = self.dtype == torch.uint8 and len(self.shape) == 3
+        return is_uint8 and {*self.low} == {0.0} and {*self.high} == {255.0}
 
     def __repr__(self) -> str:
         """Return an expression that makes the space; a short one for an image, whose bounds are all equal."""
@@ -126,12 +133,12 @@ def element_bytes(space: Space) -> int:
 
 
 def is_image(space: Space) -> bool:
-    """Return True for a Box of uint8 with three axes, whatever their order.
+    """Return True for a Box of uint8 with three axes, in any order, and bounds 0 and 255.
 
-    >>> is_image(box(0, 255, 8, 8, 1, dtype=torch.uint8)), is_image(box(0.0, 1.0, 8, 8, 1))
+    >>> is_image(box(0, 255, 8, 8, 1, dtype=torch.uint8)), is_image(box(0, 1, 8, 8, 1, dtype=torch.uint8))
     (True, False)
     """
-    return isinstance(space, Box) and space.dtype == torch.uint8 and len(space.shape) == 3
+    return isinstance(space, Box) and space.is_image
 
 
 def flat_dim(space: Space) -> int:

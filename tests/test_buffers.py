@@ -24,7 +24,7 @@ from ecrl.loop.build import build
 from ecrl.loop.iteration import init_state, make_iteration, train_iter
 from ecrl.registry import register_env
 from ecrl.run.checkpoint import load, save
-from ecrl.run.rank_shards import _own
+from ecrl.run.rank_shards import _per_rank_tensors
 from ecrl.spaces import Discrete, box
 
 
@@ -184,7 +184,7 @@ def test_a_rank_has_its_environments_buffers_and_running_returns_of_its_own():
     changes = {"algorithm": {"name": "ppo", "cfg": {"normalize_reward": True}}, "policy.normalize_obs": True}
     for cfg, also in ((replaying(**changes), {"norm/reward/running"}), (replaying(), {"replay/obs", "replay/written"})):
         state = init_state(cfg)
-        names = set(_own(state, kinds_of(build(cfg))))
+        names = set(_per_rank_tensors(state, kinds_of(build(cfg))))
         fields = {
             "/".join((name, str(key)))
             for name in ("env", "episode")

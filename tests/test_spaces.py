@@ -122,6 +122,7 @@ def test_dtypes_are_told_apart():
     assert floats == Box((0.0, 0.0), (255.0, 255.0), (2, 1)) == box(0.0, 255.0, 2, 1, dtype=torch.float32)
     assert element_bytes(image) == 2 and element_bytes(floats) == 8 and element_bytes(Discrete(3)) == 8
     assert [is_image(space) for space in (image, box(0, 255, 2, 1, 1, dtype=torch.uint8))] == [False, True]
+    assert not is_image(box(0, 1, 2, 1, 1, dtype=torch.uint8))  # flags, which are not divided by 255
 
 
 @pytest.mark.parametrize(

@@ -218,18 +218,21 @@ def _gradient_step(
     distance = count if of.distance is None else logs[of.distance]
     grads, distance, counted = all_mean((grads, distance, count), weight=count)
     grads, norms = clip_gradients(grads, hyper, of.layout)
+    is_limited, skips = of.limit is not None and of.limit in hyper, of.run.static.skips_nonfinite
+    is_void = counted == 0.0
+    if skips:
+        is_void = is_void | ~_is_finite((grads, norms))
     for group in (part.group for part in of.layout.groups):
         if group.schedule is not None and group.schedule.name == "adaptive":
             adapted = adapted_rate(rates[group.name], distance, number(hyper, group, "adaptive"))
-            no_news = stopped | (counted == 0.0)
-            rates = rates | {group.name: torch.where(no_news, rates[group.name], adapted)}
+            rates = rates | {group.name: torch.where(stopped | is_void, rates[group.name], adapted)}
     new_params, new_opts = optimizer_step(params, grads, opts, rates, hyper, of.layout)
-    is_limited, skips = of.limit is not None and of.limit in hyper, of.run.static.skips_nonfinite
     if is_limited:
-        stopped = stopped | (distance > hyper[of.limit])
+        is_far = distance > hyper[of.limit]
+        stopped = stopped | (is_far & ~is_void if skips else is_far)
     left_out = stopped
     if skips:
-        nonfinite = ~_is_finite((grads, new_params))
+        nonfinite = ~_is_finite((grads, norms, new_params))
         left_out, norms = left_out | nonfinite, norms | {_SKIPPED: nonfinite.to(count.dtype)}
     if is_limited or skips:
         count = count.masked_fill(left_out, 0.0)

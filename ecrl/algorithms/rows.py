@@ -33,6 +33,8 @@ def rows_of(policy: Policy, rollout: TensorDict, **fields: Tensor) -> TensorDict
     torch.Size([6])
     """
     steps = cast(TensorDict, rollout[:, :-1]).exclude(*_OUTCOMES)  # the last row is padding
+    if both := {*steps.keys()} & fields.keys() - {"mask"}:
+        raise ValueError(f"act returned the fields {sorted(both)}, which the algorithm adds itself; rename them")
     if policy.unit == "step":
         return steps.update(fields).reshape(-1)
     carry = {"carry": cast(TensorDict, steps["carry"])[:, 0]} if "carry" in steps else {}

@@ -60,6 +60,18 @@ def flags(batch: TensorDict, logs: Logs, params: TensorDict) -> Tensor:
     return torch.stack((here, all_sum(here.to(torch.int64)) > 0))
 
 
+def restart_nonfinite(carry: TensorDict, first: TensorDict) -> TensorDict:
+    """Return a policy's memory `[N]`, restarted from `first` in the environments where it has NaN or infinity.
+
+    >>> carry, first = (TensorDict({"h": torch.tensor([[x], [2.0]])}, [2]) for x in (torch.nan, 0.0))
+    >>> restart_nonfinite(carry, first)["h"].tolist()
+    [[0.0], [2.0]]
+    """
+    leaves: list[Tensor] = flatten(carry)[0]
+    bad = torch.stack([~x.isfinite().reshape(len(x), -1).all(1) for x in leaves]).any(0)
+    return mapped(lambda old, new: torch.where(bad.reshape(-1, *[1] * (new.ndim - 1)), old, new), first, carry)
+
+
 def undo_update(nonfinite: Tensor, start: TensorDict, state: TensorDict, kinds: Kinds) -> TensorDict:
     """The state after an iteration, without its update if any of the flags `nonfinite` `[6]` is set.
 

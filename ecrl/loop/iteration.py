@@ -25,7 +25,7 @@ from ecrl.errors import ConfigError
 from ecrl.kernels import episode_init, restarted
 from ecrl.loop.buffers import borrowed_leaves, check_current, check_kinds, commit, committed, kinds_of, take_over
 from ecrl.loop.build import build, check_envs, check_rollout, device_of, form_of, note_compilations
-from ecrl.loop.finite_guard import FIELDS, KINDS, flags, undo_update
+from ecrl.loop.finite_guard import FIELDS, KINDS, flags, restart_nonfinite, undo_update
 from ecrl.loop.metrics import WINDOW, collect_logs, counted_steps, over_ranks
 from ecrl.loop.nonfinite_report import NonfiniteAction, action_error, nonfinite_error, with_checked_actions
 from ecrl.loop.signals import interruptible
@@ -90,7 +90,7 @@ def _state_without_env(run: Run, key: Tensor) -> TensorDict:
 
 def _frozen_params(policy: Policy, state: TensorDict) -> TensorDict:
     """The parameters that are not trained. Refuse names that the learnt ones have too."""
-    frozen = cast(Any, policy.init_frozen)(state["key"].device)
+    frozen = cast(Any, policy.init_frozen)(state["key"].device).detach()
     both = ", ".join(sorted({*frozen.keys()} & {*cast(TensorDict, state["params"]).keys(), "norm"}))
     if both:
         raise ConfigError(f"policy.name: init and init_frozen both return {both}; give them different names")
@@ -204,7 +204,7 @@ def _iteration(
     try:
         state, writes, train_logs = run.algorithm.iterate(checked, start, borrowed.fields)
     except NonfiniteAction as refused:
-        raise action_error(run, start, refused) from None
+        raise action_error(run, merge(start, borrowed.fields), refused) from None
     steps = cast(TensorDict, writes.get("steps", TensorDict({}, [])))
     norm, episode = cast(TensorDict, state["norm"]), cast(TensorDict, state["episode"])
     if run.policy.norm_update is not None and "obs" in steps:
@@ -217,6 +217,9 @@ def _iteration(
             raise nonfinite_error(run, merge(start, borrowed.fields), nonfinite, (state, steps))
     if guard == "skip" and nonfinite is not None:
         state = undo_update(nonfinite[1], start, state, kinds_of(run))
+        if "carry" in state:
+            first = initial_carry(run, merge(state, borrowed.fields))["carry"]
+            state = replaced(state, {"carry": restart_nonfinite(cast(TensorDict, state["carry"]), first)})
         train_logs = train_logs | {"skipped_updates": nonfinite[1].any().to(torch.float32)}
     taken = run.static.buffer_size * run.static.num_envs * run.static.world_size
     state = replaced(state, {"sample_step": state["sample_step"] + taken})

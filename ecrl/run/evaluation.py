@@ -193,7 +193,8 @@ def check_spaces(trained: Env, env: Env, name: str) -> None:
     """Raise ConfigError if an environment, called `name` in the message, has other spaces than the `trained` one."""
     for field in ("observation_space", "action_space"):
         own, other = getattr(trained, field), getattr(env, field)
-        same = own.shape == other.shape if isinstance(own, Box) and isinstance(other, Box) else own == other
+        are_boxes = isinstance(own, Box) and isinstance(other, Box)
+        same = (own.shape, own.dtype) == (other.shape, other.dtype) if are_boxes else own == other
         if not same:
             raise ConfigError(f"env: {name} has {field} {other}, the policy was trained on {own}")
 

@@ -182,6 +182,20 @@ def test_a_gradient_step_with_nan_is_left_out_alone():
     assert after["params", "w"].isnan() and "skipped_steps" not in logs
 
 
+def far_and_failing(bad: Any, params: TensorDict, batch: TensorDict, mask: torch.Tensor, hyper: TensorDict):
+    """`failing` with an infinite KL for the failing minibatches."""
+    loss, logs = failing(bad, params, batch, mask, hyper)
+    is_bad = torch.isin(batch["x"], bad).any()
+    return loss, logs | {"approx_kl": torch.where(is_bad, torch.inf, 0.0)}
+
+
+def test_a_gradient_step_that_is_left_out_does_not_stop_the_others():
+    run, state, rows = setup(target_kl=0.5)
+    after, logs = learned(skipping(run), state, rows, far_and_failing, torch.tensor(3.0))
+    close(after["params", "w"], 0.6)
+    assert logs["skipped_steps"] == 2.0 and logs["skipped_frac"] == 0.0
+
+
 def test_logs_are_nan_if_every_gradient_step_is_left_out():
     run, state, rows = setup()
     after, logs = learned(skipping(run), state, rows, failing, rows["x"])

@@ -22,8 +22,8 @@ from ecrl.loop.build import build
 from ecrl.loop.iteration import init_state, make_iteration, reopened, train_iter
 from ecrl.policies import acting_params
 from ecrl.policies.core import Policy, no_carry
-from ecrl.run.rank_shards import _own
-from ecrl.run.video import _first
+from ecrl.run.rank_shards import _per_rank_tensors
+from ecrl.run.video import _first_envs
 
 GRPO = {"name": "grpo", "cfg": {"group_size": 4, "n_epochs": 1, "batch_size": 64, "kl_coef": 0.1}}
 END = torch.tensor([[[0.0, 1.0]]])  # the last observation of every episode
@@ -41,6 +41,18 @@ def test_a_recurrent_policy_remembers_the_cue():
 def test_a_policy_without_memory_cannot():
     feed_forward = {"name": "actor_critic", "actor": NET, "critic": NET}
     assert 0.3 < mean_return(remembering(**{"policy": feed_forward, "trainer.iterations": 8})) < 0.7
+
+
+def test_memory_with_nan_restarts_if_updates_are_skipped():
+    cfg = remembering(**{"trainer.finite_guard": "skip", "trainer.iterations": 3})
+    state = init_state(cfg).clone()
+    memory = state["carry", "h"].clone()
+    memory[1] = torch.nan
+    state["carry", "h"] = memory
+    with pytest.warns(UserWarning, match="NaN or infinity in action"):
+        records = [r for r in train_iter(state, cfg) if r["log_type"] == "train"]
+    assert [float(r["logs"]["skipped_updates"]) for r in records] == [1.0, 0.0, 0.0]
+    assert all(r["state"]["carry", "h"].isfinite().all() for r in records)
 
 
 def unrolled(policy, params, memory, rollout, env):
@@ -93,14 +105,14 @@ def test_the_carry_is_of_kind_environment_and_absent_without_memory():
 
 def test_each_rank_saves_the_memory_of_its_environments():
     cfg = remembering(**SHORT)
-    assert "carry/h" in _own(init_state(cfg), kinds_of(build(cfg)))
+    assert "carry/h" in _per_rank_tensors(init_state(cfg), kinds_of(build(cfg)))
 
 
 def test_a_repeated_rollout_starts_from_the_memory_of_its_environments(monkeypatch):
-    monkeypatch.setattr("ecrl.run.video._with_view", lambda after, before, many: after)  # there is no scene
+    monkeypatch.setattr("ecrl.run.video._add_view", lambda after, before, many: after)  # there is no scene
     cfg = remembering(**SHORT)
     run, state = build(cfg), last_state(cfg)
-    first = _first(state, cfg, 3)
+    first = _first_envs(state, cfg, 3)
     few = run._replace(static=run.static._replace(num_envs=3))
     close(collect(few, first)[1]["value"], collect(run, state)[1]["value"][:3])
 
