@@ -44,7 +44,8 @@ def test_a_policy_without_memory_cannot():
 
 
 def test_memory_with_nan_restarts_if_updates_are_skipped():
-    cfg = remembering(**{"trainer.finite_guard": "skip", "trainer.iterations": 3})
+    sizes = {"trainer.iterations": 3, "trainer.buffer_size": 1, "algorithm.cfg.batch_size": 16}
+    cfg = remembering(**sizes, **{"trainer.finite_guard": "skip"})
     state = init_state(cfg).clone()
     memory = state["carry", "h"].clone()
     memory[1] = torch.nan
