@@ -5,9 +5,8 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -35,12 +34,9 @@ class Box:
         if self.dtype not in _DTYPES:
             known = ", ".join(map(str, _DTYPES))
             raise ValueError(f"dtype of a Box is {self.dtype!r}, expected one of {known}")
-
-    @cached_property
-    def is_image(self) -> bool:
-        """True for three axes of uint8, in any order, with bounds 0 and 255."""
-        is_uint8 = self.dtype == torch.uint8 and len(self.shape) == 3
-        return is_uint8 and {*self.low} == {0.0} and {*self.high} == {255.0}
+        has_axes = self.dtype == torch.uint8 and len(self.shape) == 3
+        is_image = has_axes and {*self.low} == {0.0} and {*self.high} == {255.0}
+        object.__setattr__(self, "_is_image", is_image)  # once: an image has thousands of bounds
 
     def __repr__(self) -> str:
         """Return an expression that makes the space; a short one for an image, whose bounds are all equal."""
@@ -138,7 +134,7 @@ def is_image(space: Space) -> bool:
     >>> is_image(box(0, 255, 8, 8, 1, dtype=torch.uint8)), is_image(box(0, 1, 8, 8, 1, dtype=torch.uint8))
     (True, False)
     """
-    return isinstance(space, Box) and space.is_image
+    return isinstance(space, Box) and cast(Any, space)._is_image
 
 
 def flat_dim(space: Space) -> int:

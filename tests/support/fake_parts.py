@@ -1,17 +1,19 @@
 """What the keys need to matter that no built-in part has; registered for the tests of every key alone."""
 
 import time
+from typing import Any
 
 import gymnasium
 import numpy as np
 import torch
 from pydantic import Field
 from tensordict import TensorDict
-from torch import nn
+from torch import Tensor, nn
 
 from ecrl import registry, rng
 from ecrl.config.model import ConfigModel
 from ecrl.envs import Env, time_limit
+from ecrl.policies import flatten
 from ecrl.registry import register_env, register_event, register_network
 from ecrl.spaces import Space, box, dict_space, flat_dim
 
@@ -53,9 +55,18 @@ def two_parts(cfg: TwoPartsConfig) -> Env:
     return time_limit(Env(reset, step, space, box(-1.0, 1.0, 1)), 5)
 
 
+class _OneLayer(nn.Linear):
+    def __init__(self, space: Space, outputs: int):
+        super().__init__(flat_dim(space), outputs)
+        self.space = space
+
+    def forward(self, obs: Any) -> Tensor:  # pyright: ignore
+        return super().forward(flatten(obs, self.space))
+
+
 def one_layer(cfg: OneLayerConfig, space: Space, outputs: int) -> nn.Module:
-    """A linear layer."""
-    return nn.Linear(flat_dim(space), outputs)
+    """A linear layer on the flat observation."""
+    return _OneLayer(space, outputs)
 
 
 def nudge(cfg: NudgeConfig):
