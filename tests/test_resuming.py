@@ -1,6 +1,7 @@
 """Resuming: bit for bit what an uninterrupted run is, in a new process; a config that differs is shown and refused."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -40,8 +41,12 @@ def interrupted(cfg: Config, folder) -> None:
     """Ten of twenty iterations in a process of its own, ended as Ctrl-C ends it."""
     path = folder.with_suffix(".json")
     path.write_text(json.dumps(cfg.model_dump(mode="json")))
-    subprocess.run([sys.executable, "-c", STOP, str(path), str(folder)], check=True, capture_output=True)
+    command = [sys.executable, "-c", STOP, str(path), str(folder)]
+    subprocess.run(command, check=True, capture_output=True, env=ONE_THREAD)
 
+
+ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
+"""As many threads as the process of the tests has: equal bits need equal numbers of threads."""
 
 COMPILED = [pytest.param(name, "on", marks=pytest.mark.slow) for name in ("ppo", "grpo", "apg")]
 
@@ -51,9 +56,8 @@ def test_ten_and_ten_iterations_are_twenty(tmp_path, algorithm, form):
     cfg = full_config(algorithm, form)
     interrupted(cfg, tmp_path / "run")
     assert latest(tmp_path / "run").name == "step_320"
-    done = subprocess.run(
-        [sys.executable, "-m", "ecrl", "train", "--resume", str(tmp_path / "run")], capture_output=True, text=True
-    )
+    command = [sys.executable, "-m", "ecrl", "train", "--resume", str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, env=ONE_THREAD)
     assert done.returncode == 0, done.stderr
     assert "warning" not in done.stderr
     resumed, _ = load(latest(tmp_path / "run"))
