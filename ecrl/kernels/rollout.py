@@ -441,7 +441,7 @@ def episode_update(episode: TensorDict, reward: Tensor, done: Tensor, mask: Tens
 
 
 def restarted(episode: TensorDict) -> TensorDict:
-    """Return statistics in which every running episode restarts. Finished episodes stay.
+    """Return the statistics with every running episode restarted. Finished episodes stay.
 
     Args:
         episode: from `episode_init` or `episode_update`.
