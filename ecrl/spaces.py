@@ -5,8 +5,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -34,9 +35,12 @@ class Box:
         if self.dtype not in _DTYPES:
             known = ", ".join(map(str, _DTYPES))
             raise ValueError(f"dtype of a Box is {self.dtype!r}, expected one of {known}")
+
+    @cached_property  # an image has thousands of bounds
+    def is_image(self) -> bool:
+        """Return True for uint8 with three axes, in any order, and bounds 0 and 255."""
         has_axes = self.dtype == torch.uint8 and len(self.shape) == 3
-        is_image = has_axes and {*self.low} == {0.0} and {*self.high} == {255.0}
-        object.__setattr__(self, "_is_image", is_image)  # once: an image has thousands of bounds
+        return has_axes and {*self.low} == {0.0} and {*self.high} == {255.0}
 
     def __repr__(self) -> str:
         """Return an expression that makes the space; a short one for an image, whose bounds are all equal."""
@@ -134,7 +138,7 @@ def is_image(space: Space) -> bool:
     >>> is_image(box(0, 255, 8, 8, 1, dtype=torch.uint8)), is_image(box(0, 1, 8, 8, 1, dtype=torch.uint8))
     (True, False)
     """
-    return isinstance(space, Box) and cast(Any, space)._is_image
+    return isinstance(space, Box) and space.is_image
 
 
 def flat_dim(space: Space) -> int:
