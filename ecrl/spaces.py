@@ -4,8 +4,7 @@
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -30,17 +29,16 @@ class Box:
     high: tuple[float, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
+    is_image: bool = field(init=False, compare=False)
+    """uint8 with three axes, in any order, and bounds 0 and 255; computed once, as an image has thousands of bounds."""
 
     def __post_init__(self):
         if self.dtype not in _DTYPES:
             known = ", ".join(map(str, _DTYPES))
             raise ValueError(f"dtype of a Box is {self.dtype!r}, expected one of {known}")
-
-    @cached_property  # an image has thousands of bounds
-    def is_image(self) -> bool:
-        """Return True for uint8 with three axes, in any order, and bounds 0 and 255."""
         has_axes = self.dtype == torch.uint8 and len(self.shape) == 3
-        return has_axes and {*self.low} == {0.0} and {*self.high} == {255.0}
+        is_image = has_axes and {*self.low} == {0.0} and {*self.high} == {255.0}
+        object.__setattr__(self, "is_image", is_image)
 
     def __repr__(self) -> str:
         """Return an expression that makes the space; a short one for an image, whose bounds are all equal."""
