@@ -42,15 +42,8 @@ def _skipping_without_loops() -> Iterator[None]:
 
 
 CUDA = ["cuda"] if torch.cuda.is_available() else []
-VARIANTS = [
-    "eager",
-    "compiled",
-    "vmapped",
-    "strided",
-    "double",
-    pytest.param("inductor", marks=pytest.mark.slow),
-    *CUDA,
-]
+SHORT_VARIANTS = ["eager", "compiled", "vmapped", "strided", "double", *CUDA]
+VARIANTS = [*SHORT_VARIANTS, pytest.param("inductor", marks=pytest.mark.long)]
 
 
 def _tensordicts(tree: Any) -> list[TensorDictBase]:

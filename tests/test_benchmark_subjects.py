@@ -367,8 +367,10 @@ def test_the_cost_of_the_guard_is_the_median_of_rounds_with_its_interval():
     assert not row["met"] and guard.cost([1.0, 1.5, 1.01], [1.0] * 3)["met"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("env", ["CartPole", "HalfCheetah"])
+@pytest.mark.parametrize(
+    "env",
+    [pytest.param("CartPole", marks=pytest.mark.slow), pytest.param("HalfCheetah", marks=pytest.mark.long)],
+)
 def test_iterations_under_each_guard_take_turns(env, monkeypatch):
     monkeypatch.setattr(guard, "_TURN_S", 0.0)
     taken = guard.turns(env, 4, 2)

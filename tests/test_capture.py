@@ -62,7 +62,7 @@ class Replayer:
             run(*map(mode.from_tensor, given))
 
 
-@pytest.fixture(scope="module", params=["as it is", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["as it is", pytest.param("inductor", marks=pytest.mark.long)])
 def replayer(request):
     """Every compiled function is cut into pieces and captured by the stand-in."""
     made = Replayer()

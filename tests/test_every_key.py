@@ -150,8 +150,17 @@ def states(cfg: Config, folder, evaluations: int) -> list:
     return [r["state"] for r in records if r["log_type"] == "train"]
 
 
-@pytest.mark.parametrize("form", ["off", pytest.param("on", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("algorithm", ["ppo", "grpo", "apg"])
+@pytest.mark.parametrize(
+    ("algorithm", "form"),
+    [
+        ("ppo", "off"),
+        ("grpo", "off"),
+        ("apg", "off"),
+        pytest.param("ppo", "on", marks=pytest.mark.slow),
+        pytest.param("grpo", "on", marks=pytest.mark.long),
+        pytest.param("apg", "on", marks=pytest.mark.long),
+    ],
+)
 def test_evaluating_every_iteration_leaves_training_alone(algorithm, form, tmp_path, monkeypatch):
     monkeypatch.setattr("ecrl.run.evaluation._CHUNK", 10)
     cfg = full_config(algorithm, form).replace(**{"trainer.iterations": 4, "env.cfg.max_episode_steps": 10})

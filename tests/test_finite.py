@@ -36,6 +36,12 @@ ALGORITHMS = {
     "grpo": {"n_epochs": 2, "batch_size": 10, "reset_every_rollout": False, "truncate_at_first_done": False},
     "apg": {},
 }
+RUNS = [
+    *((algorithm, "off") for algorithm in ALGORITHMS),
+    pytest.param("ppo", "on", marks=pytest.mark.slow),
+    pytest.param("grpo", "on", marks=pytest.mark.long),
+    pytest.param("apg", "on", marks=pytest.mark.long),
+]
 
 
 class FaultyConfig(ConfigModel):
@@ -100,8 +106,7 @@ def spoilt(cfg: Config, *path: str, value: float = torch.nan):
     return state
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(("algorithm", "form"), RUNS)
 def test_what_the_environment_gives_is_found_in_its_iteration(algorithm, form):
     cfg = run(algorithm, "reward", form)
     error, states = met(cfg)
@@ -143,8 +148,7 @@ def test_the_last_value_before_the_first_step_of_a_rollout_is_of_the_state():
     assert error.report["found"]["before"] == float(states[-1]["env", "reward"][2])
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(("algorithm", "form"), RUNS)
 def test_what_the_policy_gives_is_found(algorithm, form):
     cfg = run(algorithm, form=form)
     error, states = met(cfg, spoilt(cfg, "params", "actor", "2.bias"))
@@ -208,8 +212,7 @@ def test_masked_steps_and_what_is_not_used_do_not_count():
     assert flags(batch, logs, state["params"])[0].tolist() == [True] + 5 * [False]
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(("algorithm", "form"), RUNS)
 def test_a_finite_run_is_the_same_to_the_bit_whatever_the_guard(algorithm, form):
     ends = [end_of(run(algorithm, form=form, **{"trainer.finite_guard": guard})) for guard in ("stop", "skip", "off")]
     assert same(ends[0], ends[2]) and same(ends[1], ends[2])
@@ -220,9 +223,8 @@ def test_off_looks_at_nothing():
     assert not all(x.isfinite().all() for x in train_states(cfg)[-1]["params"].values(True, True))
 
 
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("fault", ["reward", "observation"])
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(("algorithm", "form"), RUNS)
 def test_skip_leaves_the_update_out_and_goes_on_as_without_it(algorithm, fault, form):
     more = {"policy.normalize_obs": True} | ({"algorithm.cfg.normalize_reward": True} if algorithm == "ppo" else {})
     cfg = run(algorithm, fault, form, **more, **{"trainer.finite_guard": "skip", "trainer.iterations": 5})

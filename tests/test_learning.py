@@ -6,6 +6,7 @@
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,11 +17,9 @@ from ecrl.loop.iteration import init_state, train_iter
 from ecrl.run.evaluation import evaluate
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-TWINS = [  # trained on the environments here, proved on Gymnasium's own, which share no code with them
-    ("cartpole_ppo", range(10)),
-    ("cartpole_grpo", range(5)),
-    ("pendulum_ppo", range(5)),
-]
+TWINS = {"cartpole_ppo": 10, "cartpole_grpo": 5, "pendulum_ppo": 5}
+"""Numbers of seeds that are trained on the environments here and evaluated on Gymnasium's, which share no code."""
+REACHES = {"point_mass_apg": 3, "point_mass_ppo": 3}
 GYMNASIUM = [  # trained on Gymnasium's own; the mean of the seeds must reach the threshold within the budget
     ("acrobot_ppo", 500_000),
     ("mountain_car_continuous_ppo", 1_000_000),
@@ -53,17 +52,21 @@ def test_cartpoles_budget_is_within_half_a_million_steps():
     assert total_steps(load_config(CONFIGS / "cartpole_ppo.json"), 1) <= 500_000
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("config", "seeds"), TWINS, ids=[case[0] for case in TWINS])
+def one_and_every(seeds: dict[str, int]) -> list[Any]:
+    """Return cases of the first seed, which are slow, and of every seed, which are long."""
+    first = [pytest.param(config, 1, marks=pytest.mark.slow) for config in seeds]
+    return first + [pytest.param(config, number, marks=pytest.mark.long) for config, number in seeds.items()]
+
+
+@pytest.mark.parametrize(("config", "seeds"), one_and_every(TWINS))
 def test_every_seed_solves_gymnasiums_environment(config, seeds):
-    returns = [learnt(config, seed, 100, TASKS[config].env)["eval/avg_reward"] for seed in seeds]
+    returns = [learnt(config, seed, 100, TASKS[config].env)["eval/avg_reward"] for seed in range(seeds)]
     assert min(returns) >= threshold(config), returns
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("config", ["point_mass_apg", "point_mass_ppo"])
-def test_every_seed_reaches_the_goal(config):
-    rates = [learnt(config, seed, 500)["eval/success_rate"] for seed in range(3)]
+@pytest.mark.parametrize(("config", "seeds"), one_and_every(REACHES))
+def test_every_seed_reaches_the_goal(config, seeds):
+    rates = [learnt(config, seed, 500)["eval/success_rate"] for seed in range(seeds)]
     assert min(rates) >= threshold(config), rates
 
 
@@ -89,7 +92,7 @@ def curve(seed: int, form: str) -> list[float]:
     return [float(r["logs"]["episode_reward_avg_100"]) for r in records if r["log_type"] == "collect"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_compiled_curves_lie_among_eager_ones():
     """The same seeds differ by rounding alone, which moves a curve by no more than another seed would."""
     eager, compiled = ([curve(seed, form) for seed in range(5)] for form in ("off", "on"))

@@ -48,7 +48,11 @@ def interrupted(cfg: Config, folder) -> None:
 ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
 """As many threads as the process of the tests has: equal bits need equal numbers of threads."""
 
-COMPILED = [pytest.param(name, "on", marks=pytest.mark.slow) for name in ("ppo", "grpo", "apg")]
+COMPILED = [
+    pytest.param("ppo", "on", marks=pytest.mark.slow),
+    pytest.param("apg", "on", marks=pytest.mark.slow),
+    pytest.param("grpo", "on", marks=pytest.mark.long),
+]
 
 
 @pytest.mark.parametrize(("algorithm", "form"), [("ppo", "off"), ("grpo", "off"), ("apg", "off"), *COMPILED])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import assert_no_retrace
+from conftest import SHORT_VARIANTS, assert_no_retrace
 from support.kernel_calls import CALLS, NO_FLOATS, NO_TENSORS, N, T, kernel
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -23,6 +23,7 @@ def test_the_table_is_complete():
     assert set(CALLS) | set(NO_TENSORS) == functions
 
 
+@pytest.mark.parametrize("variant", [*SHORT_VARIANTS, pytest.param("inductor", marks=pytest.mark.slow)], indirect=True)
 @pytest.mark.parametrize("name", CALLS)
 def test_every_variant_agrees_with_eager(name, variant):
     args, kwargs = CALLS[name](3)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import assert_no_retrace, assert_pure, close
+from conftest import SHORT_VARIANTS, assert_no_retrace, assert_pure, close
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
@@ -62,7 +62,13 @@ def test_rollout_by_hand():
     close(env_state["obs"][:, 0], [10.0, 10.0])
 
 
-@pytest.mark.parametrize(("limit", "length"), [(1, 3), (2, 7), (3, 7), (3, 3), (9, 4)])
+BOUNDS = [
+    *(("eager", *sizes) for sizes in [(1, 3), (2, 7), (3, 3), (9, 4)]),
+    *((name, 3, 7) for name in SHORT_VARIANTS),
+]
+
+
+@pytest.mark.parametrize(("variant", "limit", "length"), BOUNDS, indirect=["variant"])
 def test_a_bound_on_truncations_keeps_the_values_and_saves_passes(variant, limit, length):
     env, keys, passes = counter(limit), torch.zeros(length, 2, dtype=torch.int64), []
 

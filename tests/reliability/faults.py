@@ -190,7 +190,9 @@ def tracker(folder: Path) -> str:
         os.kill(pid, signal.SIGKILL)
     assert run.end() == 0, run.out.read_text()
     told = [line for line in run.out.read_text().splitlines() if "W&B" in line]
-    assert len(told) == 1 and "the run goes on and tries again" in told[0], told
+    lost, *works_again = told  # a slow run lasts until W&B has started anew
+    assert "the run goes on and tries again" in lost and len(works_again) <= 1, told
+    assert all("works again" in line for line in works_again), told
     assert steps_logged(folder / "run") == 400 * 32
     no_orphan(mark)
     return f"{told[0]!r}; {intact(folder / 'run')} checkpoints intact, no orphan"
