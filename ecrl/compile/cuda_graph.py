@@ -15,7 +15,7 @@ from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx
 from torch.fx import GraphModule
 
-import ecrl.compile.reverse_cuda  # noqa: F401  # the recursion over time as one operation
+import ecrl.compile.reverse_scan  # noqa: F401  # the recursion over time as one operation
 from ecrl.compile.autocast import without_autocast
 from ecrl.compile.cache import cache_folder
 from ecrl.compile.cpu import ONE_AT_A_TIME

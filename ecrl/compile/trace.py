@@ -67,6 +67,9 @@ def captured(graph: GraphModule) -> list[Tensor]:
     return [*graph.buffers(), *graph.parameters()]
 
 
+_READERS = 64
+"""Elements that must read each of at most so many numbers, so that storing the numbers pays."""
+
 _READ_MESSAGES = ".numpy()", "Cannot access data pointer", "unsupported format string passed to FakeTensor.__format__"
 _READS = DataDependentOutputException, DynamicOutputShapeException
 
@@ -91,6 +94,28 @@ def _once(graph: GraphModule) -> None:
         if same is not node:
             node.replace_all_uses_with(same)
             graph.graph.erase_node(node)
+
+
+def _store_numbers(graph: GraphModule) -> None:
+    """Let the compiler store numbers that many elements read, such as a step size. It would compute them for each."""
+    for node in list(graph.graph.nodes):
+        value = node.meta.get("val")
+        if node.op != "call_function" or not isinstance(value, Tensor) or not value.is_floating_point():
+            continue
+        readers = [user for user in node.users if _elements(user) >= _READERS * max(1, value.numel())]
+        if not readers or value.numel() > _READERS or not any(_elements(x) for x in node.all_input_nodes):
+            continue
+        with graph.graph.inserting_after(node):
+            stored = graph.graph.call_function(torch.ops.aten.as_strided.default, (node, value.shape, value.stride()))
+        stored.meta = {"val": value}
+        for user in readers:
+            user.replace_input_with(node, stored)
+
+
+def _elements(node: Node) -> int:
+    """Return the number of elements of the tensor that an operation gives; 0 for a loop."""
+    value = node.meta.get("val")
+    return value.numel() if isinstance(value, Tensor) and node.target is not scan_op else 0
 
 
 def _random(node: Node) -> bool:
@@ -126,6 +151,7 @@ def _layout(node: Node) -> tuple[Any, ...]:
 def _lifted(graph: GraphModule) -> GraphModule:
     """The graph with the constants of its loops' bodies as inputs of the loops, which may not have any of their own."""
     _once(graph)
+    _store_numbers(graph)
     for loop in graph.graph.find_nodes(op="call_function", target=scan_op):
         kind = cast(Node, loop.args[0]).target
         body = _lifted(cast(GraphModule, getattr(graph, cast(str, kind))))

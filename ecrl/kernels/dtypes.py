@@ -71,6 +71,19 @@ def scalars(**named: Scalar) -> tuple[Scalar, ...]:
     return tuple(x.float() if isinstance(x, Tensor) and x.dtype in _HALF else x for x in named.values())
 
 
+def discounts(**named: Scalar) -> tuple[Scalar, ...]:
+    """Return the hyperparameters in the order given, tensors in float64.
+
+    The rounding error of a float32 product of discounts has the same sign at every step, so it would grow with time.
+
+    Raises: ValueError naming one that is neither a number nor a 0-d tensor.
+
+    >>> discounts(gamma=torch.tensor(0.5), gae_lambda=0.95)
+    (tensor(0.5000, dtype=torch.float64), 0.95)
+    """
+    return tuple(x.double() if isinstance(x, Tensor) else x for x in scalars(**named))
+
+
 def exponent_bound(dtype: torch.dtype) -> float:
     """Return half the logarithm of the largest number of `dtype`.
 

@@ -14,7 +14,6 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl.kernels.dtypes import common_dtype, computed_in, scalars
-from ecrl.tracing_state import materialize
 from ecrl.types import Scalar
 
 
@@ -113,7 +112,7 @@ def adam(
     step = opt["step"] + 1
     t = step.to(torch.float64)
     root = torch.sqrt(1.0 - torch.pow(beta2, t))  # numerator and denominator of the equation are multiplied by it
-    rate, scaled_eps = materialize(learning_rate * root / (1.0 - torch.pow(beta1, t))), materialize(eps * root)
+    rate, scaled_eps = learning_rate * root / (1.0 - torch.pow(beta1, t)), eps * root
 
     def move(p: Tensor, m: Tensor, v: Tensor) -> Tensor:
         return p - rate.to(p.dtype) * m / (torch.sqrt(v) + scaled_eps.to(p.dtype))
@@ -280,7 +279,7 @@ def clip_by_global_norm(grads: TensorDict, *, max_norm: Scalar) -> tuple[TensorD
     """
     (max_norm,) = scalars(max_norm=max_norm)
     norm = _norm(grads)
-    factor = materialize((max_norm / (norm + 1e-6)).clamp(max=1.0))
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     return _as(grads, _map(lambda g: g * factor, grads)), norm.to(common_dtype(*_leaves(grads)))
 
 

@@ -17,9 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ecrl.kernels.dtypes import common_dtype, exponent_bound, scalars, widened
-from ecrl.kernels.reverse_scan import add_product, as_float64, or_zero, reverse_scan
-from ecrl.tracing_state import fast_mask
+from ecrl.kernels.dtypes import common_dtype, discounts, exponent_bound, scalars, widened
+from ecrl.kernels.reverse_scan import or_zero, reverse_scan
 from ecrl.types import Scalar, same_shape
 
 
@@ -37,14 +36,15 @@ class VTrace(NamedTuple):
     value_target: Tensor
 
 
-def _zero_if(mask: Tensor, x: Tensor) -> Tensor:
-    """Return a new tensor: 0 where `mask` is True, else `x`. It is faster than `masked_fill`."""
+def _computed(first: Tensor, *others: Tensor) -> tuple[torch.dtype, list[Tensor]]:
+    """Return the dtype of the results, and the tensors in the dtype to compute in."""
+    dtype = first.dtype if first.is_floating_point() else common_dtype(first, *others)
+    return dtype, widened(first, *others)
+
+
+def _unless(mask: Tensor, x: Tensor) -> Tensor:
+    """Return `x`, and 0 where `mask` is True. It is faster than `masked_fill`."""
     return torch.where(mask, x.new_zeros(()), x)
-
-
-def _float_dtype(first: Tensor, *others: Tensor) -> torch.dtype:
-    """Return the dtype of results: the dtype of `first` if it is float, else the common float dtype."""
-    return first.dtype if first.is_floating_point() else common_dtype(first, *others)
 
 
 def discounted_returns(
@@ -71,12 +71,11 @@ def discounted_returns(
     [2.5, 3.0]
     """
     same_shape(reward=reward, next_value=next_value, terminated=terminated, done=done)
-    (gamma,) = scalars(gamma=gamma)
-    dtype, (reward, next_value) = _float_dtype(reward, next_value), widened(reward, next_value)
-    terminated, done = fast_mask(terminated), fast_mask(done)
-    reached = _zero_if(or_zero(terminated, gamma), next_value)
-    ending = reward + gamma * torch.where(done, reached, reached.new_zeros(()))
-    return reverse_scan(ending, as_float64(gamma), done, reached[..., -1]).to(dtype)
+    (gamma,) = discounts(gamma=gamma)
+    dtype, (reward, next_value) = _computed(reward, next_value)
+    reached = _unless(or_zero(terminated, gamma), next_value)
+    ending = reward + gamma * _unless(~done, reached)
+    return reverse_scan(ending, gamma, done, reached[..., -1]).to(dtype)
 
 
 def n_step_returns(
@@ -105,11 +104,11 @@ def n_step_returns(
     [3.5, 3.5, 5.0]
     """
     same_shape(reward=reward, next_value=next_value, terminated=terminated, done=done)
-    (gamma,) = scalars(gamma=gamma)
+    (gamma,) = discounts(gamma=gamma)
     if n < 1:
         raise ValueError(f"n_step_returns needs n >= 1, got n={n}")
-    dtype, (reward, next_value) = _float_dtype(reward, next_value), widened(reward, next_value)
-    one_step = reward + gamma * _zero_if(or_zero(terminated, gamma), next_value)
+    dtype, (reward, next_value) = _computed(reward, next_value)
+    one_step = reward + gamma * _unless(or_zero(terminated, gamma), next_value)
     returns, cut = one_step, or_zero(done[..., :-1], gamma)
     for _ in range(min(n, reward.shape[-1]) - 1):
         longer = torch.where(cut, one_step[..., :-1], reward[..., :-1] + gamma * returns[..., 1:])
@@ -143,14 +142,12 @@ def td_lambda_returns(
     [2.25, 3.0]
     """
     same_shape(reward=reward, next_value=next_value, terminated=terminated, done=done)
-    gamma, gae_lambda = scalars(gamma=gamma, gae_lambda=gae_lambda)
-    dtype, (reward, next_value) = _float_dtype(reward, next_value), widened(reward, next_value)
-    terminated, done = fast_mask(terminated), fast_mask(done)
-    reached = _zero_if(or_zero(terminated, gamma), next_value)
-    weight = 1.0 - gae_lambda
-    inside = weight * _zero_if(or_zero(done, weight), reached)
+    gamma, gae_lambda = discounts(gamma=gamma, gae_lambda=gae_lambda)
+    dtype, (reward, next_value) = _computed(reward, next_value)
+    reached = _unless(or_zero(terminated, gamma), next_value)
+    inside = (1.0 - gae_lambda) * _unless(or_zero(done, 1.0 - gae_lambda), reached)
     mixed = reward + gamma * torch.where(done, reached, inside)
-    return reverse_scan(mixed, as_float64(gamma) * gae_lambda, done, reached[..., -1]).to(dtype)
+    return reverse_scan(mixed, gamma * gae_lambda, done, reached[..., -1]).to(dtype)
 
 
 def gae(
@@ -188,13 +185,11 @@ def gae(
     [-0.5, 0.0]
     """
     same_shape(reward=reward, value=value, next_value=next_value, terminated=terminated, done=done)
-    gamma, gae_lambda = scalars(gamma=gamma, gae_lambda=gae_lambda)
-    dtype = _float_dtype(reward, value, next_value)
-    reward, value, next_value = widened(reward, value, next_value)
-    terminated, done = fast_mask(terminated), fast_mask(done)
-    reached = _zero_if(or_zero(terminated, gamma), next_value)
-    delta = add_product(reward - value, gamma, reached)
-    advantage = reverse_scan(delta, as_float64(gamma) * gae_lambda, done, torch.zeros_like(delta[..., 0]))
+    gamma, gae_lambda = discounts(gamma=gamma, gae_lambda=gae_lambda)
+    dtype, (reward, value, next_value) = _computed(reward, value, next_value)
+    reached = _unless(or_zero(terminated, gamma), next_value)
+    delta = reward - value + gamma * reached
+    advantage = reverse_scan(delta, gamma * gae_lambda, done)
     return GAE(advantage.to(dtype), (advantage + value).to(dtype))
 
 
@@ -258,18 +253,16 @@ def vtrace(
         terminated=terminated,
         done=done,
     )
-    gamma, gae_lambda = scalars(gamma=gamma, gae_lambda=gae_lambda)
+    gamma, gae_lambda = discounts(gamma=gamma, gae_lambda=gae_lambda)
     clip_rho, clip_c = scalars(clip_rho=clip_rho, clip_c=clip_c)
-    dtype = _float_dtype(reward, value, next_value, log_prob, old_log_prob)
     bound = exponent_bound(common_dtype(log_prob, old_log_prob))
-    floats = widened(log_prob, old_log_prob, reward, value, next_value)
-    log_prob, old_log_prob, reward, value, next_value = floats
-    terminated, done = fast_mask(terminated), fast_mask(done)
+    dtype, floats = _computed(reward, value, next_value, log_prob, old_log_prob)
+    reward, value, next_value, log_prob, old_log_prob = floats
     ratio = torch.exp((log_prob - old_log_prob).clamp(max=bound))
     rho, c = ratio.clamp(max=clip_rho), gae_lambda * ratio.clamp(max=clip_c)
-    reached = _zero_if(or_zero(terminated, gamma), next_value)
+    reached = _unless(or_zero(terminated, gamma), next_value)
     delta = rho * (reward + gamma * reached - value)
-    value_target = value + reverse_scan(delta, gamma * c.double(), done, torch.zeros_like(delta[..., 0]))
+    value_target = value + reverse_scan(delta, gamma * c.double(), done)
     target_next = torch.cat((value_target[..., 1:], reached[..., -1:]), -1)
     advantage = rho * (reward + gamma * torch.where(done, reached, target_next) - value)
     return VTrace(advantage.to(dtype), value_target.to(dtype))

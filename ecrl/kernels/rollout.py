@@ -12,8 +12,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from ecrl.kernels.dtypes import common_dtype, scalars, widened
-from ecrl.kernels.reverse_scan import as_float64, reverse_scan
+from ecrl.kernels.dtypes import common_dtype, discounts, widened
+from ecrl.kernels.reverse_scan import reverse_scan
 from ecrl.kernels.scan_loop import Scan, in_chunks, loop, scan
 from ecrl.pytree import flatten, mapped, unflatten
 from ecrl.types import Scalar, same_shape
@@ -368,14 +368,14 @@ def running_returns(reward: Tensor, done: Tensor, before: Tensor, *, gamma: Scal
     [3.0, 2.5, 1.0]
     """
     same_shape(reward=reward, done=done)
-    (gamma,) = scalars(gamma=gamma)
+    (gamma,) = discounts(gamma=gamma)
     if before.shape != reward.shape[:-1]:
         expected = f"expected {list(reward.shape[:-1])} as reward without time"
         raise ValueError(f"before has shape {list(before.shape)}, {expected}")
     dtype = reward.dtype if reward.is_floating_point() else common_dtype(reward, before)
     reward, before = widened(reward, before)
     ended_before = torch.cat((torch.zeros_like(done[..., :1]), done[..., :-1]), -1)
-    return reverse_scan(reward.flip(-1), as_float64(gamma), ended_before.flip(-1), before).flip(-1).to(dtype)
+    return reverse_scan(reward.flip(-1), gamma, ended_before.flip(-1), before).flip(-1).to(dtype)
 
 
 def _steps_since_end(counted: Tensor, done: Tensor, before: Tensor) -> Tensor:

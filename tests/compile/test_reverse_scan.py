@@ -10,18 +10,18 @@ import sys
 import pytest
 import torch
 
-from ecrl.compile import reverse_cuda
+from ecrl.compile import reverse_scan as graph_form
 from ecrl.compile.trace import traced
 from ecrl.kernels.reverse_scan import reverse_scan
 from ecrl.pytree import flatten
 
-triton = pytest.mark.skipif(not reverse_cuda.has_triton(), reason="needs Triton")
+triton = pytest.mark.skipif(not graph_form.has_triton(), reason="needs Triton")
 
 INTERPRETED = """
 import torch
 from ecrl import rng
 from ecrl.kernels.reverse_scan import reverse_scan
-from ecrl.compile.reverse_cuda import triton_scan
+from ecrl.compile.reverse_scan import triton_scan
 
 def check(time, rows, varies, cuts, dtype=torch.float32, tol=2e-6):
     keys = rng.split(rng.key(time * 100 + rows), 4)
@@ -117,7 +117,7 @@ def test_few_rows_are_cut_into_more_chunks_and_none_is_empty(time, rows, expecte
 
 def test_in_a_graph_it_is_one_operation_of_the_same_shape(monkeypatch):
     """The graph that a GPU would get: here the plain recursion stands in for the kernel."""
-    monkeypatch.setattr("ecrl.compile.reverse_cuda.can_use_triton", lambda *own: True)
+    monkeypatch.setattr("ecrl.compile.reverse_scan.can_use_triton", lambda *own: True)
     x, cut, last = torch.ones(2, 3, 20), torch.zeros(2, 3, 20, dtype=torch.bool), torch.ones(2, 3)
     for decay in (0.5, torch.tensor(0.5, dtype=torch.float64), torch.full((2, 3, 20), 0.5, dtype=torch.float64)):
         leaves, structure = flatten((x, decay, cut, last))
@@ -138,15 +138,15 @@ def test_only_plain_tensors_of_a_gpu_are_for_the_kernel(monkeypatch):
     class OnGpu:
         is_cuda = True
 
-    monkeypatch.setattr(reverse_cuda, "has_triton", lambda: True)
+    monkeypatch.setattr(graph_form, "has_triton", lambda: True)
     own = torch.ones(2)
-    assert reverse_cuda.can_use_triton(OnGpu(), own)
-    assert not reverse_cuda.can_use_triton(own)
-    assert not reverse_cuda.can_use_triton(OnGpu(), own.requires_grad_())
+    assert graph_form.can_use_triton(OnGpu(), own)
+    assert not graph_form.can_use_triton(own)
+    assert not graph_form.can_use_triton(OnGpu(), own.requires_grad_())
     with torch.no_grad():
-        assert reverse_cuda.can_use_triton(OnGpu(), own)
+        assert graph_form.can_use_triton(OnGpu(), own)
     seen = []
-    torch.vmap(lambda x: seen.append(reverse_cuda.can_use_triton(OnGpu(), x)) or x)(torch.ones(2))
+    torch.vmap(lambda x: seen.append(graph_form.can_use_triton(OnGpu(), x)) or x)(torch.ones(2))
     assert seen == [False]
-    monkeypatch.setattr(reverse_cuda, "has_triton", lambda: False)
-    assert not reverse_cuda.can_use_triton(OnGpu(), torch.ones(2))
+    monkeypatch.setattr(graph_form, "has_triton", lambda: False)
+    assert not graph_form.can_use_triton(OnGpu(), torch.ones(2))

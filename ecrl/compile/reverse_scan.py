@@ -1,0 +1,73 @@
+"""The recursion of `ecrl.kernels.reverse_scan` in a graph: a faster form for the CPU, and one operation for CUDA.
+
+An import of this module makes `reverse_scan` use these forms wherever a graph is traced.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ecrl.compile.jit import has_triton
+from ecrl.kernels.reverse_scan import scan_time_major, use_scan
+from ecrl.tracing_state import in_graph, transforms
+from ecrl.types import Scalar
+
+_INDUCTOR_VIEWS_BOOLS = torch.__version__ >= "2.13"
+"""True if inductor is known to view bools as other dtypes. Inductor of torch 2.11 refuses."""
+
+
+@torch.library.custom_op("ecrl::reverse_scan", mutates_args=())
+def _triton_scan(x: Tensor, decay: Tensor, cut: Tensor, last: Tensor) -> Tensor:
+    from ecrl.compile.reverse_triton import reverse_scan
+
+    return reverse_scan(x, decay, cut, last)
+
+
+@_triton_scan.register_fake
+def _(x: Tensor, decay: Tensor, cut: Tensor, last: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def can_use_triton(x: Tensor, *others: Any) -> bool:
+    """Return True if `x` is on a GPU, Triton is installed, and the operation needs no derivative and no vmap rule.
+
+    >>> can_use_triton(torch.ones(2))
+    False
+    """
+    if not x.is_cuda or not has_triton() or torch.compiler.is_compiling() or transforms():
+        return False
+    return not torch.is_grad_enabled() or not any(isinstance(t, Tensor) and t.requires_grad for t in (x, *others))
+
+
+def materialize(x: Tensor) -> Tensor:
+    """Return `x` as a tensor that the compiler stores. Otherwise it is recomputed for each use."""
+    return x.as_strided(x.shape, x.stride())
+
+
+def as_bytes(mask: Tensor) -> Tensor:
+    """Return a mask that is read as bytes. Inductor loads bools one at a time, which is 15 times slower.
+
+    The mask is viewed as 16 bits and then as 8 bits: inductor takes a direct view as 8 bits for a conversion.
+    """
+    if not _INDUCTOR_VIEWS_BOOLS or not mask.is_contiguous() or mask.numel() % 2 or mask.storage_offset() % 2:
+        return mask
+    return mask.reshape(-1).view(torch.int16).view(torch.uint8).view(mask.shape).float() != 0
+
+
+@use_scan
+def scan_by_form(x: Tensor, decay: Scalar, cut: Tensor, last: Tensor) -> Tensor:
+    """Return `scan_time_major` of the arguments, in a graph in its form for the device."""
+    if not in_graph():
+        return scan_time_major(x, decay, cut, last)
+    if can_use_triton(x, decay, last):
+        return triton_scan(x, decay, cut, last)
+    return scan_time_major(materialize(x), decay, as_bytes(cut), last, store=materialize)
+
+
+def triton_scan(x: Tensor, decay: Scalar, cut: Tensor, last: Tensor) -> Tensor:
+    """Return `scan_time_major` of the arguments as the operation `ecrl::reverse_scan`; it writes on no argument."""
+    as_float64 = decay if isinstance(decay, Tensor) else x.new_full((), decay, dtype=torch.float64)
+    x_rows, cut_rows = (t.reshape(len(x), -1) for t in (x, cut))
+    decay_rows = as_float64.reshape(x_rows.shape) if as_float64.ndim else as_float64
+    return torch.ops.ecrl.reverse_scan(x_rows, decay_rows, cut_rows, last.reshape(-1)).reshape(x.shape)
