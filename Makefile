@@ -19,8 +19,7 @@ test-default: $(VENV)/installed-dev
 test-long: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -m long
 
-COMPILE_TESTS := tests/compile $(addprefix tests/,$(addsuffix .py,test_compile test_tracing_state test_rng test_batching \
-	test_capture test_buffers test_products test_cpp_loops test_segments test_cpp_builds test_brief_codegen))
+COMPILE_TESTS := tests/compile tests/loop/test_buffers.py tests/test_tracing_state.py tests/test_rng.py
 
 # The compile tests with the oldest torch that is supported and the newest that the index offers, each in a new environment.
 test-torch-versions: test-torch-oldest test-torch-newest

@@ -30,6 +30,5 @@ def test_the_pages_and_the_commands_name_the_supported_versions():
 
 def test_the_compile_tests_of_the_command_exist():
     listed = re.search(r"COMPILE_TESTS := (.*?)\n\n", read("Makefile"), re.S)[1]
-    names = re.findall(r"test_\w+", listed)
-    assert "tests/compile" in listed and len(names) > 8
-    assert [name for name in names if not (ROOT / f"tests/{name}.py").is_file()] == []
+    assert "tests/compile" in listed.split() and len(listed.split()) > 3
+    assert [path for path in listed.split() if not (ROOT / path).exists()] == []

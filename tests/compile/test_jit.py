@@ -230,7 +230,7 @@ def test_what_reads_the_values_of_a_tensor_is_refused_with_its_line(fn, operatio
     leaves, structure = flatten((torch.ones(3),))
     line = fn.__code__.co_firstlineno
     told = (
-        rf"trainer.compile: .*test_compile.py:{line}, in <lambda>, reads values of a tensor \({re.escape(operation)}\)"
+        rf"trainer.compile: .*test_jit.py:{line}, in <lambda>, reads values of a tensor \({re.escape(operation)}\)"
     )
     with pytest.raises(ConfigError, match=told):
         traced(fn, structure, leaves)
@@ -272,7 +272,7 @@ def _twice(loop, start, xs, weight):
 def test_what_a_compiled_loop_cannot_do_is_told_with_its_line(fn, line, told):
     leaves, structure = flatten((torch.ones(2, 3), torch.ones(4, 2, 3), torch.ones(3, 3)))
     at = fn.__code__.co_firstlineno + line
-    with pytest.raises(ConfigError, match=f"trainer.compile: .*test_compile.py:{at}, {told}"):
+    with pytest.raises(ConfigError, match=f"trainer.compile: .*test_jit.py:{at}, {told}"):
         traced(partial(fn, graph_scan), structure, leaves)
     traced(partial(fn, scan), structure, leaves)  # turn by turn there is no loop
 
@@ -282,7 +282,7 @@ def test_the_line_of_a_loop_of_a_kernel_is_that_which_calls_it():
         return loop(lambda x, _: (x * rate, None), x, torch.zeros(4))[0]
 
     leaves, structure = flatten((torch.ones(2), torch.ones(2)))
-    with pytest.raises(ConfigError, match=rf"test_compile.py:{solved.__code__.co_firstlineno + 1}, in solved, scans"):
+    with pytest.raises(ConfigError, match=rf"test_jit.py:{solved.__code__.co_firstlineno + 1}, in solved, scans"):
         traced(solved, structure, leaves)
 
 

@@ -14,7 +14,7 @@ from ecrl.loop.iteration import init_state
 from ecrl.policies import ActorCriticConfig, NetworkConfig
 from ecrl.run.train import train
 
-PAGE = (Path(__file__).parents[1] / "docs" / "migration.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "migration.md").read_text(encoding="utf-8")
 SECTIONS = {part.splitlines()[0]: part for part in PAGE.split("\n## ")[1:]}
 
 

@@ -6,10 +6,10 @@ import socket
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 from support.log_records import NAMES, RECORDS, record
+from support.paths import ROOT
 from support.small_runs import small
 from support.wandb_files import logged
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -95,6 +95,7 @@ import ecrl.run.trackers
 from ecrl.loop.iteration import init_state, train_iter
 from ecrl.run.trackers import with_wandb
 from ecrl.run.train import train
+from support.paths import ROOT
 from support.small_runs import small
 
 cfg = small(**{"trainer.wandb_project_name": "a-project", "trainer.exp_name": "a-name"})
@@ -141,10 +142,9 @@ print("OUT" + json.dumps(out))
 
 
 def tracked(folder, *endings, **env):
-    """What a process with a home of its own tells that trains under W&B, each run in a folder named by its ending."""
+    """Train under W&B in a process with its own home, each run in a folder named by its ending. Return its output."""
     keep = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
-    here = Path(__file__).parent
-    path = os.pathsep.join([str(here), str(here.parent)])
+    path = os.pathsep.join([str(ROOT / "tests"), str(ROOT)])
     env = keep | {"HOME": str(folder), "PYTHONPATH": path, "WANDB_SILENT": "true", "OMP_NUM_THREADS": "1"} | env
     run = [sys.executable, "-c", TRACK, *endings]
     done = subprocess.run(run, cwd=folder, env=env, capture_output=True, text=True, timeout=1200)

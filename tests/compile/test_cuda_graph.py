@@ -26,7 +26,7 @@ from ecrl.kernels import gae
 from ecrl.loop.iteration import init_state, make_iteration, train_iter
 from ecrl.pytree import Borrowed, flatten, mapped
 
-CONFIGS = Path(__file__).parents[1] / "configs"
+CONFIGS = Path(__file__).parents[2] / "configs"
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 GROUPS = {
     "env": {"name": "pendulum"},  # whose rewards differ from the first step on

@@ -1,6 +1,6 @@
 """The site as a person sees it: headless Chromium opens every page, as wide as a desk and as a phone.
 
-`python -m pytest tests/test_docs_in_browser.py -m long --basetemp FOLDER` leaves a picture of each in FOLDER.
+`python -m pytest tests/docs/test_docs_in_browser.py -m long --basetemp FOLDER` leaves a picture of each in FOLDER.
 """
 
 from functools import partial

@@ -18,7 +18,7 @@ from ecrl.errors import ConfigError
 from ecrl.registry import register_env, registered
 
 jsonschema = pytest.importorskip("jsonschema")
-CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.json"))
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.json"))
 CARTPOLE = json.loads((CONFIGS[0].parent / "cartpole_ppo.json").read_text())
 EVENT = {"func": "randomize_field", "params": {"field": "obs", "low": 0, "high": [1, 2]}}
 

@@ -12,7 +12,7 @@ from ecrl.config import load_config
 from ecrl.errors import ConfigError, UserError
 from ecrl.run.train import train_from_config
 
-CONFIG = Path(__file__).parents[1] / "configs" / "cartpole_ppo.json"
+CONFIG = Path(__file__).parents[2] / "configs" / "cartpole_ppo.json"
 CODE = "__import__('canary')"
 HOSTILE = [CODE, f"eval({CODE!r})", f"lambda: {CODE}", "canary", "canary.run", "canary:run", "canary:Env-v0"]
 HOSTILE += ["gymnasium:canary:Env-v0", "$(touch canary)", "`touch canary`", "${canary}", "{canary.run}", "%(canary)s"]

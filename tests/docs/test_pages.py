@@ -29,8 +29,8 @@ SKIPPED = {
     r"python -m pip install ": "there is no network",
     r"pre-commit install": "writes into the checkout's .git",
     r"torchrun ": "tests/reliability/test_ranks.py starts ranks, and takes this line from the page",
-    r"ecrl bench": "takes minutes to days; tests/test_benchmarks.py and tests/test_results.py run its parts",
-    r"ecrl replay ": "needs a run that failed; tests/test_finite.py replays one",
+    r"ecrl bench": "takes minutes to days; the tests in tests/benchmarks run its parts",
+    r"ecrl replay ": "needs a run that failed; tests/loop/test_finite_guard.py replays one",
     r"ecrl check-env <name>": "a template",
 }
 """Commands that are not run, and why. Of `make` the target is looked up and of this suite's own tests the file, which

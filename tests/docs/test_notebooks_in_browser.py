@@ -1,6 +1,6 @@
 """The notebooks as a person sees them: JupyterLab in headless Chromium runs all cells; progress, pictures, video.
 
-`python -m pytest tests/test_notebooks_in_browser.py -m long --basetemp FOLDER` leaves a picture of each in FOLDER.
+`python -m pytest tests/docs/test_notebooks_in_browser.py -m long --basetemp FOLDER` leaves a picture of each in FOLDER.
 """
 
 import json
