@@ -33,7 +33,7 @@ def _multiply(word: Tensor, factor: int) -> tuple[Tensor, Tensor]:
 
     No step overflows int64, because an overflow is undefined in the compiled C++.
     """
-    product = (word - 2**31) * factor  # too small by factor * 2**31, and that is 2**31 modulo 2**32
+    product = (word - 2**31) * factor  # too small by factor * 2**31, which is 2**31 modulo 2**32 for an odd factor
     return ((product >> 31) + factor) >> 1, (product + 2**31) & _WORD
 
 
@@ -265,8 +265,8 @@ def categorical(key: Tensor, logits: Tensor) -> Tensor:
 def permutation(key: Tensor, n: int) -> Tensor:
     """Return a random order of 0 to n - 1: int64 `[*B, n]`, the stable order of n draws of 62 bits.
 
-    All rows are sorted as one row, because torch has a radix sort for one row of integers. It is several times faster.
-    So the number of the row replaces the last bits of each draw.
+    All rows are sorted as one row, because torch sorts one row of integers several times faster, by radix sort. To keep
+    the rows apart, the first bits of each sorted number are the row, and the draw loses as many last bits.
 
     >>> sorted(permutation(key(0), 5).tolist())
     [0, 1, 2, 3, 4]

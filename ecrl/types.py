@@ -51,7 +51,7 @@ class LogData(TypedDict):
     """A record of the training loop: its kind, the env steps so far, 0-d log tensors, and the state after it.
 
     If several ranks train, a state that may be saved comes with the other ranks' `files`, by name. `stopping` is True
-    in the last record before a stop that any rank was asked for.
+    in the last record of a run that any rank was asked to stop.
     """
 
     log_type: Literal["collect", "train", "evaluate"]

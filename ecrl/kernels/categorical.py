@@ -1,7 +1,7 @@
 """Categorical and multi-discrete actions as functions of logits: sample, mode, log_prob, entropy, kl.
 
 Noise is an argument, standard Gumbel (see `ecrl.rng`). Logits are `[*B, K]`; `mask_logits` applies an action mask to
-them and everything else follows. Half precision is computed in float32 and returned in half precision.
+logits, so the other functions need no mask. Half precision is computed in float32 and returned in half precision.
 """
 
 import torch
@@ -17,7 +17,7 @@ def mask_logits(logits: Tensor, action_mask: Tensor) -> Tensor:
 
         logits[k] if action_mask[k] else -max_float
 
-    A row without any allowed action becomes uniform over all of them.
+    A row without any allowed action becomes uniform over all actions.
 
     Args:
         logits: `[*B, K]` float.
@@ -60,7 +60,7 @@ def categorical_sample(logits: Tensor, noise: Tensor) -> Tensor:
 
 
 def categorical_mode(logits: Tensor) -> Tensor:
-    """Return the most probable index, the first one of equals.
+    """Return the most probable index, or the first of several equally probable ones.
 
         argmax_k(logits[k])
 
@@ -129,7 +129,7 @@ def _entropy(logits: Tensor) -> Tensor:
 
 
 def categorical_kl(logits: Tensor, other_logits: Tensor) -> Tensor:
-    """KL(softmax(logits) | softmax(other_logits)), nats; actions of probability 0 under the first add nothing.
+    """KL(softmax(logits) | softmax(other_logits)), nats; actions of probability 0 in the first add nothing.
 
         sum_k(p[k] * (log(p[k]) - log(q[k])))
 
@@ -156,7 +156,7 @@ def _kl(logits: Tensor, other_logits: Tensor) -> Tensor:
 
 
 def _parts(nvec: tuple[int, ...], **tensors: Tensor) -> list[tuple[Tensor, ...]]:
-    """Cut the last axis of every tensor by `nvec`; one tuple per part."""
+    """Split the last axis of every tensor into parts of sizes `nvec`. Return one tuple per part."""
     for name, tensor in tensors.items():
         if tensor.shape[-1] != sum(nvec):
             raise ValueError(f"{name} has {tensor.shape[-1]} entries, expected sum(nvec) = {sum(nvec)} for nvec={nvec}")

@@ -1,9 +1,9 @@
 """Gaussian and tanh-squashed Gaussian actions as functions of mean and log-std: sample, mode, log_prob, entropy, kl.
 
-Noise is an argument, standard normal (see `ecrl.rng`). Means are `[*B, A]`, the covariance is diagonal, and everything
-sums over the last axis. The squashed Gaussian keeps its `latent`, the sample before tanh: log-probabilities computed
-from it are exact and finite at saturation, where `1 - tanh(latent)^2` underflows. Half precision is computed in float32
-and returned in half precision.
+Noise is an argument, standard normal (see `ecrl.rng`). Means are `[*B, A]`, the covariance is diagonal, and results are
+sums over the last axis. The squashed Gaussian keeps its `latent`, the sample before tanh. Log-probabilities computed
+from the latent are exact and finite at saturation, where `1 - tanh(latent)^2` underflows. Half precision is computed in
+float32 and returned in half precision.
 """
 
 from math import log, pi
@@ -61,7 +61,7 @@ def normal_sample(mean: Tensor, log_std: Tensor, noise: Tensor) -> Tensor:
 
 
 def normal_mode(mean: Tensor) -> Tensor:
-    """The mean itself: `[*B, A]`.
+    """Return the mean, which is the mode: `[*B, A]`.
 
     Gradient: flows through.
 
@@ -182,7 +182,7 @@ def tanh_normal_sample(mean: Tensor, log_std: Tensor, noise: Tensor) -> Squashed
 
 
 def tanh_normal_mode(mean: Tensor) -> Tensor:
-    """The squashed mean, `tanh(mean)`: `[*B, A]` (the median; the deterministic action).
+    """Return the squashed mean, `tanh(mean)`: `[*B, A]` (the median; the deterministic action).
 
     Gradient: flows through.
 
@@ -239,7 +239,7 @@ def tanh_normal_entropy(mean: Tensor, log_std: Tensor) -> Tensor:
 
         normal_entropy + sum_a(E[log(1 - tanh(latent)^2)])
 
-    There is no closed form; the expectation is a 48-point Gauss-Hermite sum, with an error per axis below 1e-3 for std
+    There is no closed form. The expectation is a 48-point Gauss-Hermite sum. Its error per axis is below 1e-3 for std
     up to 3 (2e-2 at 5).
 
     Args:

@@ -48,7 +48,7 @@ def _map(fn: Callable[..., Tensor], first: TensorDict, *others: TensorDict) -> T
         ]
         if wrong:
             raise ValueError(
-                f"params, grads and opt must have leaves of the same shapes; not so for {', '.join(wrong)}"
+                f"params, grads and opt must have leaves of the same shapes; these differ: {', '.join(wrong)}"
             )
 
     def apply(leaf: Tensor, *rest: Tensor) -> Tensor:
@@ -112,7 +112,8 @@ def adam(
     nu = _map(lambda v, g: beta2 * v + (1.0 - beta2) * g * g, opt["nu"], grads)
     step = opt["step"] + 1
     t = step.to(torch.float64)
-    root = torch.sqrt(1.0 - torch.pow(beta2, t))  # numerator and denominator of the equation are multiplied by it
+    # `root` multiplies both the numerator and the denominator of the equation
+    root = torch.sqrt(1.0 - torch.pow(beta2, t))
     rate, scaled_eps = materialize(learning_rate * root / (1.0 - torch.pow(beta1, t))), materialize(eps * root)
 
     def move(p: Tensor, m: Tensor, v: Tensor) -> Tensor:

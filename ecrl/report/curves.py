@@ -108,7 +108,7 @@ def _read_json(path: Path) -> Any:
 
 
 def _read_metrics(path: Path) -> Iterator[Row]:
-    """Yield the complete rows of a metrics file. Skip a last row without a newline: a run may still be writing it."""
+    """Yield the rows of a metrics file, except a last one without a newline: a run may still be writing it."""
     lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines[:-1], 1):
         try:

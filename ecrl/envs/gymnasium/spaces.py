@@ -41,7 +41,7 @@ def _part(rows: Sequence[Any], name: Any, space: spaces.Space) -> list[Any]:
 
 
 def collate(space: spaces.Space, rows: Sequence[Any]) -> Any:
-    """Stack one observation per environment; raise BadValue for the first one of another shape.
+    """Stack one observation per environment; raise BadValue for the first observation of another shape.
 
     >>> collate(spaces.Tuple((spaces.Discrete(3), spaces.Box(0, 1, (2,)))), [(1, [0.0, 1.0]), (2, [1.0, 0.0])])[0]
     array([1, 2])

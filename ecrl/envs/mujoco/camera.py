@@ -167,7 +167,7 @@ def drawing(sim: Simulation, camera: CameraConfig) -> Iterator[Draw]:
     gl, model = mujoco(), sim.model
     data, scene = gl.MjData(model), gl.MjvScene(model, 1000)
     option, free, everything = gl.MjvOption(), gl.MjvCamera(), gl.mjtCatBit.mjCAT_ALL.value
-    for flag in ("SHADOW", "REFLECTION"):  # each of them makes an image several times slower
+    for flag in ("SHADOW", "REFLECTION"):  # each flag makes an image several times slower
         scene.flags[int(getattr(gl.mjtRndFlag, f"mjRND_{flag}"))] = 0
     no_offset = np.zeros(3)
     with _canvas(model, *camera.resolution) as paint:

@@ -206,7 +206,7 @@ def _to_site(sim: Simulation, name: str) -> kinematics.Chain:
 
 
 def body_pose(sim: Simulation, world: TensorDict, name: str) -> Tensor:
-    """Return the pose of a body, `[*B, 4, 4]`, right after a reset too. The body of an object has its uid as `name`."""
+    """Return the pose of a body, `[*B, 4, 4]`, also right after a reset. The `name` of an object is its uid."""
     return kinematics.follow(_to_body(sim, name), _positions(sim, world))[0]
 
 
@@ -220,7 +220,7 @@ def body_position(sim: Simulation, world: TensorDict, name: str) -> Tensor:
 
 
 def site_pose(sim: Simulation, world: TensorDict, name: str) -> Tensor:
-    """Return the pose of a site, such as `sim.robot.tcp["arm"]`, `[*B, 4, 4]`, right after a reset too."""
+    """Return the pose of a site, such as `sim.robot.tcp["arm"]`, `[*B, 4, 4]`, also right after a reset."""
     return kinematics.follow(_to_site(sim, name), _positions(sim, world))[0]
 
 

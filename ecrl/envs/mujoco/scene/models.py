@@ -66,7 +66,7 @@ def load(model: Any, threads: int = 0, varied: Varied = (), backend: Backend = "
     The handle is a hash of the arguments, so equal models have the same handle, in every process.
 
     Args:
-        model: an `mujoco.MjModel`; the table keeps a copy.
+        model: a `mujoco.MjModel`; the table keeps a copy.
         threads: 0 for as many as torch uses.
         varied: fields that may differ between simulations.
         backend: the library that steps the model.
@@ -122,7 +122,10 @@ def size_of(model: Any, *parts: str) -> int:
 
 
 def _dofs_of(model: Any, name: str) -> tuple[int, int]:
-    """Return the first degree of freedom and their number, of a joint, or of a body: free joints often have no name."""
+    """Return the first degree of freedom and their number, for a joint or a body.
+
+    Free joints often have no name, so the name of their body also works.
+    """
     kinds = mujoco().mjtObj.mjOBJ_JOINT, mujoco().mjtObj.mjOBJ_BODY
     joint, body = (mujoco().mj_name2id(model, kind, name) for kind in kinds)
     if joint < 0 <= body:

@@ -28,7 +28,7 @@ _MIN_LENGTH = 1e-6  # a shorter quaternion has no direction
 class ScaledConfig(JointsConfig):
     """Joints, and the scale of the action."""
 
-    scale: Scale = Field(1.0, description="factor of the action: rad or m, rad/s or m/s, N m or N, per 1")
+    scale: Scale = Field(1.0, description="factor from action to control: rad or m, rad/s or m/s, N m or N")
 
 
 class DenormalizedConfig(ScaledConfig):
@@ -59,12 +59,14 @@ class EefPoseConfig(ConfigModel):
     robot_uid: str | None = Field(None, description="name of the robot")
     part_name: str = Field("arm", description="part of the robot that has the end effector")
     pose_dim: Literal[6, 7] = Field(7, description="6: position and Euler angles; 7: position and quaternion, w x y z")
-    scale: Scale = Field(1.0, description="factor of position and angles, m and rad per 1")
+    scale: Scale = Field(1.0, description="factor from action to position and angles, m and rad")
     reach: Positive = Field(1.5, le=1e6, description="largest position along each axis, from the origin, m")
     iterations: Count = Field(15, le=1000, description="steps of the inverse kinematics")
-    position_tolerance: Positive = Field(1e-3, description="the robot stays still if the found pose is farther off, m")
+    position_tolerance: Positive = Field(
+        1e-3, description="the robot stays still if the position is off by more than this, m"
+    )
     rotation_tolerance: Positive = Field(
-        1e-2, description="the robot stays still if the found rotation differs by more, rad"
+        1e-2, description="the robot stays still if the rotation is off by more than this, rad"
     )
 
 
@@ -172,9 +174,9 @@ def qvel(cfg: ScaledConfig, sim: Simulation) -> ActionTerm:
     """Set target velocities: `target = scale * a`, a in [-1, 1], rad/s or m/s.
 
     The force of the drive is damping * (target - qvel), limited to max_effort; it does not hold a position. While
-    max_effort limits the force, MuJoCo integrates it explicitly. The velocity then oscillates around targets that
-    differ from it by more than max_effort / damping, if damping * time step exceeds the inertia at the joint. Reduce
-    the damping of such a drive.
+    max_effort limits the force, MuJoCo integrates it explicitly. If damping * time step also exceeds the inertia at the
+    joint, the velocity oscillates around targets that are more than max_effort / damping away. Reduce the damping of
+    such a drive.
     """
     return _proportional(cfg, sim, "velocity")
 

@@ -159,7 +159,7 @@ def get_rigid_object_velocity(cfg: ObjectConfig, sim: Simulation) -> Observe:
 
 
 def _joints_to(sim: Simulation, site: str) -> tuple[str, ...]:
-    """Return all joints between the world and a site, also those that no action drives."""
+    """Return all joints between the world and a site, including joints that no action drives."""
     model, names = sim.model, []
     body = int(model.site(site).bodyid[0])
     while body:

@@ -31,7 +31,7 @@ class ActionTerm(NamedTuple):
     """A term of the action: the joints that it drives, its bounds, and `(state, action) -> control`.
 
     The action is `[*B, len(low)]`, the control `[*B, len(joints)]`. `drive` defines the meaning of the control: target
-    positions, which are clamped to the limits of the joints, target velocities, or forces; in m, rad, s, N.
+    positions, target velocities or forces, in m, rad, s, N. Target positions are clamped to the limits of the joints.
     """
 
     joints: tuple[str, ...]
