@@ -36,7 +36,7 @@ _ranks = _Ranks(0, 1, None)  # set once, by `start`
 
 
 def rank() -> int:
-    """Return the index of this process; 0 if it trains alone."""
+    """Return the index of this process, or 0 without other processes."""
     return _ranks.rank
 
 

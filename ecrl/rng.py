@@ -143,7 +143,7 @@ def split(key: Tensor, num: int = 2) -> Tensor:
 def stream(key: Tensor, name: int, index: Tensor, step: Tensor | int) -> Tensor:
     """Return the key of a stream for an environment and a step.
 
-    It depends on the seed, the stream, the global index of the environment and the step only. `index` is below 2**32.
+    It depends only on the seed, the stream, the global index of the environment and the step. `index` is below 2**32.
     `index` and `step` broadcast, so `[N]` and `[T, 1]` give `[T, N]`.
 
     >>> few, many = (stream(key(1), ENV, torch.arange(n), 7) for n in (8, 16))
@@ -225,8 +225,8 @@ def randint(key: Tensor, shape: Sequence[int] = (), *, low: int | Tensor, high: 
     `low` and `high` are Python ints or integer tensors that broadcast to the draws. `high - low` is 1 to 2**31. Only
     the values of Python ints are checked. The method is multiply-shift. Its bias is below (high - low) / 2**32.
 
-    Raises: ValueError if a bound is not an integer, if a Python int does not fit in int64, or if `high - low` of two
-        Python ints is out of range.
+    Raises: ValueError if a bound is not an integer or does not fit in int64, or if `high - low` of two Python ints is
+    out of range.
 
     >>> sorted(set(randint(key(0), (100,), low=-1, high=2).tolist()))
     [-1, 0, 1]

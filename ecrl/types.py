@@ -41,7 +41,7 @@ STATE_FIELDS = {
     "hyper": "every numeric hyperparameter that no shape depends on, as a 0-d tensor",
     "key": "int64, the source of all randomness in the run",
     "sample_step": "int64, environment steps taken, over all ranks",
-    "update_step": "int64, updates done: all iterations except those that `trainer.finite_guard` skipped",
+    "update_step": "int64, updates done; an iteration that `trainer.finite_guard` skipped does not count",
 }
 _BOOL_FIELDS = ("terminated", "truncated", "done", "mask")
 _PER_STEP_FIELDS = ("value", "reward", "terminated", "truncated", "done", "final_value")

@@ -297,7 +297,7 @@ def _check_speed(env: Env, key: Tensor) -> tuple[list[str], str]:
     many = _MANY if env.is_pure else _NUM_ENVS
     one, many_rate = (_steps_per_second(env, rng.split(key, n)) for n in (1, many))
     note = f"{one:,.0f} env steps/s with one env, {many_rate:,.0f} with {many}, eager"
-    batched = env.is_pure and env.scene is None  # MuJoCo steps the environments one by one
+    batched = env.is_pure and env.scene is None  # MuJoCo steps its environments one by one
     if batched and many_rate < 2.0 * one:
         return [
             f"{many} envs take {many * one / many_rate:.0f} times as long as one; step all rows in one operation"

@@ -138,7 +138,7 @@ def clipped_value_loss(
 
 
 def kl_k1(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
-    """Unbiased, high-variance estimate of KL(policy | ref), per sample of the policy; may be negative.
+    """Return an unbiased, high-variance estimate of KL(policy | ref) for each sample of the policy; may be negative.
 
         log_prob - ref_log_prob
 
@@ -159,7 +159,7 @@ def kl_k1(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
 
 
 def kl_k2(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
-    """Biased, low-variance estimate of KL(policy | ref), per sample of the policy; never negative.
+    """Return a biased, low-variance estimate of KL(policy | ref) for each sample of the policy; never negative.
 
         (log_prob - ref_log_prob)^2 / 2
 
@@ -181,7 +181,7 @@ def kl_k2(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
 
 
 def kl_k3(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
-    """Unbiased, low-variance estimate of KL(policy | ref), per sample of the policy; never negative.
+    """Return an unbiased, low-variance estimate of KL(policy | ref) for each sample of the policy; never negative.
 
         exp(q) - 1 - q,    q = min(ref_log_prob - log_prob, bound)        bound: 44.36 in float32, see the module
 
@@ -222,7 +222,7 @@ def ppo_loss(
     vf_coef: Scalar,
     ent_coef: Scalar,
 ) -> tuple[Tensor, Logs]:
-    """Clipped surrogate, critic error and entropy bonus.
+    """Return the sum of clipped surrogate, critic error and entropy bonus.
 
         loss = clipped_surrogate + vf_coef * value_loss - ent_coef * mean(entropy)
 
@@ -341,7 +341,7 @@ def grpo_loss(
     kl_coef: Scalar,
     ent_coef: Scalar,
 ) -> tuple[Tensor, Logs]:
-    """Clipped surrogate with a penalty for leaving a reference policy, and an entropy bonus.
+    """Return the clipped surrogate with a penalty for leaving a reference policy, and an entropy bonus.
 
         loss = clipped_surrogate + kl_coef * mean(kl_k3(log_prob, ref_log_prob)) - ent_coef * mean(entropy)
 

@@ -41,8 +41,8 @@ def standardize(x: Tensor, mask: Tensor, *, eps: Scalar, total: Callable[[Tensor
 
         (x - mean) / max(std, eps)        std over count - 1, at least 1
 
-    Entries that differ by rounding only give 0. The standard deviation counts as 0 if it is at most |mean| times the
-    dtype's eps, or at most an eighth of the rounding error of the mean.
+    If the entries differ only by rounding, the results are 0. The standard deviation then counts as 0. Its limit is
+    |mean| times the dtype's eps, or an eighth of the rounding error of the mean if that is larger.
 
     Args:
         x: `[*B]` float.
@@ -82,7 +82,7 @@ def explained_variance(value: Tensor, value_target: Tensor, mask: Tensor) -> Ten
 
     1 is perfect, and 0 is no better than the mean of the targets.
 
-        1 - var(value_target - value) / var(value_target)        0 if the targets vary by rounding only
+        1 - var(value_target - value) / var(value_target)        0 if the targets vary only by rounding
 
     Args:
         value: `[*B]` float.

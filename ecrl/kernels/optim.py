@@ -65,7 +65,7 @@ def _as(like: TensorDict, new: TensorDict) -> TensorDict:
 
 
 def adam_init(params: TensorDict) -> TensorDict:
-    """Optimiser state for `adam` and `adamw`: first and second moments, and the number of steps (int64).
+    """Return the optimiser state for `adam` and `adamw`: first and second moments, and the number of steps (int64).
 
     >>> sorted(adam_init(TensorDict({"w": torch.zeros(2)}, [])).keys())
     ['mu', 'nu', 'step']
@@ -165,7 +165,7 @@ def adamw(
 
 
 def sgd_init(params: TensorDict) -> TensorDict:
-    """Optimiser state for `sgd`: the momentum buffer and the number of steps (int64).
+    """Return the optimiser state for `sgd`: the momentum buffer and the number of steps (int64).
 
     >>> sorted(sgd_init(TensorDict({"w": torch.zeros(2)}, [])).keys())
     ['momentum', 'step']
@@ -204,7 +204,7 @@ def sgd(
 
 
 def rmsprop_init(params: TensorDict) -> TensorDict:
-    """Optimiser state for `rmsprop`: the second moment and the number of steps (int64).
+    """Return the optimiser state for `rmsprop`: the second moment and the number of steps (int64).
 
     >>> sorted(rmsprop_init(TensorDict({"w": torch.zeros(2)}, [])).keys())
     ['nu', 'step']
@@ -286,7 +286,7 @@ def clip_by_global_norm(grads: TensorDict, *, max_norm: Scalar) -> tuple[TensorD
 
 
 def linear_schedule(step: Tensor, *, start: Scalar, end: Scalar, horizon: int) -> Tensor:
-    """Factor that moves from `start` to `end` in `horizon` steps and then stays there, float64.
+    """Return a factor that moves from `start` to `end` in `horizon` steps and then stays there, float64.
 
         start + (end - start) * min(step / horizon, 1)
 
@@ -302,7 +302,7 @@ def linear_schedule(step: Tensor, *, start: Scalar, end: Scalar, horizon: int) -
 
 
 def cosine_schedule(step: Tensor, *, end: Scalar, horizon: int) -> Tensor:
-    """Factor that falls from 1 to `end` along half a cosine in `horizon` steps and then stays there, float64.
+    """Return a factor that falls from 1 to `end` along half a cosine in `horizon` steps and then stays there, float64.
 
         end + (1 - end) * (1 + cos(pi * min(step / horizon, 1))) / 2
 
@@ -318,7 +318,7 @@ def cosine_schedule(step: Tensor, *, end: Scalar, horizon: int) -> Tensor:
 
 
 def step_schedule(step: Tensor, *, every: int, gamma: Scalar) -> Tensor:
-    """Factor that is multiplied by `gamma` once every `every` steps: float64.
+    """Return a factor that is multiplied by `gamma` once every `every` steps: float64.
 
         gamma ^ floor(step / every)
 
@@ -333,7 +333,7 @@ def step_schedule(step: Tensor, *, every: int, gamma: Scalar) -> Tensor:
 
 
 def exponential_schedule(step: Tensor, *, gamma: Scalar) -> Tensor:
-    """Factor that is multiplied by `gamma` every step: float64.
+    """Return a factor that is multiplied by `gamma` every step: float64.
 
         gamma ^ step
 

@@ -27,7 +27,7 @@ from ecrl.spaces import Box, Dict, Discrete, MultiDiscrete, Space, dict_space, f
 
 
 class GymnasiumConfig(ConfigModel):
-    """Id and arguments of a Gymnasium environment, and its process. `"gymnasium:<id>"` is short for only an id."""
+    """Id and arguments of a Gymnasium environment, and its process; the name `"gymnasium:<id>"` sets the id."""
 
     id: str = Field(
         min_length=1,
@@ -90,9 +90,9 @@ def from_vector(make_vector: Callable[[int], VectorEnv], *, timeout: float) -> E
     """Return an `Env` that drives the `gymnasium.vector.VectorEnv` made by `make_vector(N)`; use it in `register_env`.
 
     The vector env declares its autoreset mode in `metadata["autoreset_mode"]`; all three modes work. NEXT_STEP spends a
-    step on each reset. The state then has `mask`, which is False for such a step. An AsyncVectorEnv that does not
-    answer within `timeout` seconds raises an error; other vector envs have no timeout. If the reset
-    of a vector env takes one integer instead of a list, it gets the seed of the first environment.
+    step on each reset. The state then has `mask`, which is False for a step that only resets. An AsyncVectorEnv that
+    does not answer within `timeout` seconds raises an error; other vector envs have no timeout. If the reset of a
+    vector env takes one integer instead of a list, it gets the seed of the first environment.
 
     Raises: ConfigError if the vector env cannot be made or has an unsupported space. `reset` and `step` raise
         UserError with the step and, if the vector env reports it, the environment.

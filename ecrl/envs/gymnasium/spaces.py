@@ -65,7 +65,7 @@ def _shape_text(shape: tuple[int, ...], space: spaces.Space) -> str:
 def observation(space: spaces.Space, batch: Any) -> Any:
     """Copy a batch to a tensor `[N, *shape]`; a Dict or Tuple becomes a TensorDict.
 
-    The dtypes are those of `ecrl.spaces.from_gymnasium`. NaN and infinity are kept.
+    The dtypes follow `ecrl.spaces.from_gymnasium`. NaN and infinity are kept.
 
     Raises: BadValue for another shape, a number that the dtype of its Box does not hold, or an integer outside its
         space.

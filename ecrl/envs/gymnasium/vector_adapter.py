@@ -109,7 +109,7 @@ def _close(venv: VectorEnv) -> None:
 
 
 def _reset_with_seeds(venv: VectorEnv, seeds: list[int]) -> tuple[Any, dict]:
-    """Reset with one seed per environment, or with the first seed if the vector env takes one integer only."""
+    """Reset with one seed per environment, or with the first seed if the vector env takes only one integer."""
     try:
         return venv.reset(seed=seeds)  # pyright: ignore[reportArgumentType]  (most vector envs take a list)
     except (gymnasium.error.Error, TypeError):

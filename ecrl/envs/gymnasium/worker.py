@@ -59,7 +59,7 @@ def _explain_missing_package() -> Iterator[None]:
 
 
 def make(env_id: str, kwargs: dict[str, Any]) -> gymnasium.Env:
-    """Call `gymnasium.make` without its checker, which looks at the first steps only; ecrl checks every step."""
+    """Call `gymnasium.make` without its checker. It looks only at the first steps; ecrl checks every step."""
     known = gymnasium.registry.get(env_id)  # None for an id that begins with "module:"
     with _explain_missing_package():
         if known and isinstance(known.entry_point, str):

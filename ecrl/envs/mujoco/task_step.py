@@ -31,7 +31,7 @@ from ecrl.envs.mujoco.terms.term import ActionTerm, Observe, Reward
 from ecrl.errors import ConfigError
 from ecrl.kernels.scan_loop import loop
 
-_TRIES = 12  # candidate starts per episode, if a task accepts some starts only
+_TRIES = 12  # candidate starts per episode, if a task accepts only some starts
 _CHECKED_EPISODES = 256  # episodes whose starts are checked when a task is made
 EVENT_FIELDS = ("world", "targets", "action", "force")  # fields that events see and may change
 
@@ -76,7 +76,7 @@ class Task:
     startup_neutral: bool = False
 
     def events_of(self, *modes: str) -> list[Event]:
-        """Return the events of these modes."""
+        """Return the events of some modes."""
         return [event for event in self.events if event.mode in modes]
 
 

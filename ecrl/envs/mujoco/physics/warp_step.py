@@ -142,7 +142,7 @@ def _on_gpu(worlds: _Worlds, warp: Any, device: torch.device) -> Iterator[None]:
 
 
 def _run(worlds: _Worlds, device: torch.device, substeps: int) -> None:
-    """Step the simulations in Warp's arrays; 0 substeps compute the sensors only."""
+    """Step the simulations in Warp's arrays; 0 substeps compute only the sensors."""
     model, data = worlds.model, worlds.data
     with packages() as (warp, mjw), ExitStack() as contexts:
         if device.type == "cpu":

@@ -25,7 +25,7 @@ _MIN_SINE = 1e-6
 
 
 class Reached(NamedTuple):
-    """Joint positions `[*B, J]`, and the remaining error of the pose: distance `[*B]`, m, and angle `[*B]`, rad."""
+    """Joint positions `[*B, J]` and the remaining error of the pose: `distance` `[*B]` (m) and `angle` `[*B]` (rad)."""
 
     positions: Tensor
     distance: Tensor
@@ -53,7 +53,7 @@ def _rotation_between(pose: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Ten
 
 
 def pose_error(pose: Tensor, target: Tensor) -> Tensor:
-    """Return the translation, m, and the rotation, axis times angle, rad, from one pose to another, `[*B, 6]`.
+    """Return the translation (m) and the rotation (axis times angle, rad) from one pose to another, `[*B, 6]`.
 
     Both poses are `[*B, 4, 4]`. Within 1e-6 rad of half a turn, the axis is not defined. The returned rotation is then
     smaller than pi, or 0.

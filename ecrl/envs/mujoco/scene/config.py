@@ -114,12 +114,12 @@ class DriveConfig(ConfigModel):
     }
 
     stiffness: PerJoint | None = Field(
-        None, description="force per position error, N/m or N m/rad; the robot's own if absent"
+        None, description="force per position error, N/m or N m/rad; if absent, as the robot defines it"
     )
     damping: PerJoint | None = Field(
-        None, description="force per velocity, N s/m or N m s/rad; the robot's own if absent"
+        None, description="force per velocity, N s/m or N m s/rad; if absent, as the robot defines it"
     )
-    max_effort: PerJoint | None = Field(None, description="largest force, N or N m; the robot's own if absent")
+    max_effort: PerJoint | None = Field(None, description="largest force, N or N m; if absent, as the robot defines it")
 
 
 class SolverConfig(ConfigModel):
@@ -210,7 +210,8 @@ class SceneConfig(ConfigModel):
     }
 
     mjcf: str | None = Field(
-        None, description="path of an MJCF file with the scene, or the text of the file; only a floor if absent"
+        None,
+        description="path of an MJCF file with the scene, or the text of the file; if absent, the scene is a floor",
     )
     keyframe: str | None = Field(None, description="keyframe of the MJCF file to start from")
     robot: RobotConfig | None = Field(None, description="the robot; no robot if absent")

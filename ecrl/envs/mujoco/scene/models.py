@@ -54,7 +54,7 @@ def mujoco() -> Any:
         packages = "libosmesa6 for osmesa, libegl1 for egl"
         raise UserError(f"{fault}; unset it, or install its library with apt-get: {packages}") from None
     log = getattr(mujoco, "MjLogConfig").get()  # noqa: B009  (MuJoCo's stubs do not have it)
-    if log.logto_file:  # a file in the working directory; warnings go to stderr too
+    if log.logto_file:  # no log file in the working directory; warnings still go to stderr
         log.logto_file = False
         log.set()
     return mujoco
@@ -116,7 +116,7 @@ def is_linear_in_control(model: Any, i: int) -> bool:
 
 
 def size_of(model: Any, *parts: str) -> int:
-    """Return the total size of these parts of a state."""
+    """Return the total size of parts of a state."""
     states = mujoco().mjtState
     return sum(mujoco().mj_stateSize(model, getattr(states, f"mjSTATE_{part}").value) for part in parts)
 

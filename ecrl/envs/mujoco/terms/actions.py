@@ -35,7 +35,7 @@ class DenormalizedConfig(ScaledConfig):
     """Joints, and the actions at their limits."""
 
     range: Annotated[tuple[Real, Real], Field(strict=False)] = Field(
-        (-1.0, 1.0), description="scaled actions at a joint's lowest and highest position"
+        (-1.0, 1.0), description="scale * action at a joint's lowest and highest position"
     )
 
     @model_validator(mode="after")
@@ -49,7 +49,7 @@ class NormalizedConfig(DenormalizedConfig):
     """Joints, and the actions at their limits, 0 and 1 by default."""
 
     range: Annotated[tuple[Real, Real], Field(strict=False)] = Field(
-        (0.0, 1.0), description="scaled actions at a joint's lowest and highest position"
+        (0.0, 1.0), description="scale * action at a joint's lowest and highest position"
     )
 
 
@@ -98,7 +98,7 @@ def qpos(cfg: ScaledConfig, sim: Simulation) -> ActionTerm:
 
 @register_action("QposDenormalizedTerm")
 def qpos_denormalized(cfg: DenormalizedConfig, sim: Simulation) -> ActionTerm:
-    """Set target positions relative to the limits of the joints, rad or m.
+    """Set target positions (rad or m) relative to the limits of the joints.
 
         target = lowest + (scale * a - range[0]) / (range[1] - range[0]) * (highest - lowest)
 
@@ -126,7 +126,7 @@ def qpos_normalized(cfg: NormalizedConfig, sim: Simulation) -> ActionTerm:
 
 
 def _quaternion(angles: Tensor) -> Tensor:
-    """Return the quaternion `[*B, 4]`, w x y z, of rotations `[*B, 3]`, rad, about x, then the rotated y and z."""
+    """Return the quaternion `[*B, 4]`, w x y z, of rotations `[*B, 3]` (rad) about x, then the rotated y and z."""
     (cx, cy, cz), (sx, sy, sz) = torch.cos(0.5 * angles).unbind(-1), torch.sin(0.5 * angles).unbind(-1)
     real, x = cx * cy * cz - sx * sy * sz, sx * cy * cz + cx * sy * sz
     return torch.stack((real, x, cx * sy * cz - sx * cy * sz, cx * cy * sz + sx * sy * cz), -1)
@@ -171,7 +171,7 @@ def _proportional(cfg: ScaledConfig, sim: Simulation, drive: Drive) -> ActionTer
 
 @register_action("QvelTerm")
 def qvel(cfg: ScaledConfig, sim: Simulation) -> ActionTerm:
-    """Set target velocities: `target = scale * a`, a in [-1, 1], rad/s or m/s.
+    """Set target velocities: `target = scale * a`, a in [-1, 1]; rad/s or m/s.
 
     The force of the drive is damping * (target - qvel), limited to max_effort; it does not hold a position. While
     max_effort limits the force, MuJoCo integrates it explicitly. If damping * time step also exceeds the inertia at the
@@ -183,5 +183,5 @@ def qvel(cfg: ScaledConfig, sim: Simulation) -> ActionTerm:
 
 @register_action("QfTerm")
 def qf(cfg: ScaledConfig, sim: Simulation) -> ActionTerm:
-    """Set forces: `force = scale * a`, a in [-1, 1], N m or N, limited to max_effort."""
+    """Set forces: `force = scale * a`, a in [-1, 1]; N m or N, limited to max_effort."""
     return _proportional(cfg, sim, "force")

@@ -114,7 +114,7 @@ def ranges_of(sim: Simulation, joints: tuple[str, ...]) -> tuple[tuple[float, ..
 
 
 def target(state: TensorDict, key: str) -> Tensor:
-    """Return a target of the task, a position `[*B, 3]`, m, that an event stored.
+    """Return a target that an event stored, a position `[*B, 3]` (m).
 
     Raises: ConfigError if there is no such target, or if it does not have 3 numbers.
     """
