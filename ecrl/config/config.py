@@ -118,7 +118,9 @@ class TrainerConfig(ConfigModel):
         description="upper limit of the environments of an evaluation; their number divides num_eval_episodes",
     )
     num_eval_episodes: Count = Field(5, description="episodes per evaluation, over all its environments")
-    eval_seed: int | None = Field(None, ge=0, lt=2**62, description="seed of evaluations; seed + 10000 if absent")
+    eval_seed: int | None = Field(
+        None, ge=0, lt=2**62, description="seed of evaluations; trainer.seed + 10000 if absent"
+    )
     best_eval_metric: str = Field("eval/avg_reward", description="evaluation metric that selects checkpoints/best")
     best_eval_mode: Literal["max", "min"] = Field(
         "max", description="max: a larger best_eval_metric is better; min: a smaller one"

@@ -268,7 +268,7 @@ def tanh_normal_kl(mean: Tensor, log_std: Tensor, other_mean: Tensor, other_log_
 
     It is the KL of the Gaussians before tanh, because a bijection keeps it.
 
-    Args, returns, gradient and errors as `normal_kl`.
+    Arguments, result, gradient and errors are as in `normal_kl`.
 
     >>> tanh_normal_kl(torch.tensor([0.0]), torch.tensor([0.0]), torch.tensor([1.0]), torch.tensor([0.0]))
     tensor(0.5000)

@@ -99,8 +99,7 @@ def adam(
 
     Returns: new params and opt; the inputs are not written.
     Gradient: flows through every input; not finite where the new `nu` is 0.
-    Raises: ValueError naming leaves that only one side has, or that differ in shape, or a
-        hyperparameter that is not 0-d.
+    Raises: ValueError naming leaves of only one side, leaves of unequal shapes, or a hyperparameter that is not 0-d.
     Source: Kingma and Ba 2015, arXiv:1412.6980, algorithm 1.
 
     >>> p, g = TensorDict({"w": torch.tensor([1.0])}, []), TensorDict({"w": torch.tensor([5.0])}, [])
@@ -150,8 +149,7 @@ def adamw(
 
     Returns: new params and opt; the inputs are not written.
     Gradient: flows through every input; not finite where the new `nu` is 0.
-    Raises: ValueError naming leaves that only one side has, or that differ in shape, or a
-        hyperparameter that is not 0-d.
+    Raises: ValueError naming leaves of only one side, leaves of unequal shapes, or a hyperparameter that is not 0-d.
     Source: Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2.
 
     >>> p, g = TensorDict({"w": torch.tensor([1.0])}, []), TensorDict({"w": torch.tensor([0.0])}, [])
@@ -189,8 +187,7 @@ def sgd(
 
     Returns: new params and opt; the inputs are not written.
     Gradient: flows through every input.
-    Raises: ValueError naming leaves that only one side has, or that differ in shape, or a
-        hyperparameter that is not 0-d.
+    Raises: ValueError naming leaves of only one side, leaves of unequal shapes, or a hyperparameter that is not 0-d.
     Source: Sutskever et al. 2013, "On the importance of initialization and momentum in deep learning", eq. 1 and 2.
 
     >>> p, g = TensorDict({"w": torch.tensor([1.0])}, []), TensorDict({"w": torch.tensor([5.0])}, [])
@@ -229,8 +226,7 @@ def rmsprop(
 
     Returns: new params and opt; the inputs are not written.
     Gradient: flows through every input; not finite where the new `nu` is 0.
-    Raises: ValueError naming leaves that only one side has, or that differ in shape, or a
-        hyperparameter that is not 0-d.
+    Raises: ValueError naming leaves of only one side, leaves of unequal shapes, or a hyperparameter that is not 0-d.
     Source: Tieleman and Hinton 2012, "Neural networks for machine learning", lecture 6e.
 
     >>> p, g = TensorDict({"w": torch.tensor([1.0])}, []), TensorDict({"w": torch.tensor([5.0])}, [])
@@ -290,7 +286,7 @@ def linear_schedule(step: Tensor, *, start: Scalar, end: Scalar, horizon: int) -
 
         start + (end - start) * min(step / horizon, 1)
 
-    Gradient: flows through `start` and `end`, given as tensors; a count of steps has none.
+    Gradient: flows through `start` and `end` if they are tensors, but not through a count of steps.
     Source: `torch.optim.lr_scheduler.LinearLR`.
 
     >>> linear_schedule(torch.tensor(5), start=1.0, end=0.0, horizon=10)
@@ -306,7 +302,7 @@ def cosine_schedule(step: Tensor, *, end: Scalar, horizon: int) -> Tensor:
 
         end + (1 - end) * (1 + cos(pi * min(step / horizon, 1))) / 2
 
-    Gradient: flows through `end`, given as a tensor; a count of steps has none.
+    Gradient: flows through `end` if it is a tensor, but not through a count of steps.
     Source: Loshchilov and Hutter 2017, arXiv:1608.03983, eq. 5.
 
     >>> cosine_schedule(torch.tensor(5), end=0.0, horizon=10)
@@ -322,7 +318,7 @@ def step_schedule(step: Tensor, *, every: int, gamma: Scalar) -> Tensor:
 
         gamma ^ floor(step / every)
 
-    Gradient: flows through `gamma`, given as a tensor; a count of steps has none.
+    Gradient: flows through `gamma` if it is a tensor, but not through a count of steps.
     Source: `torch.optim.lr_scheduler.StepLR`.
 
     >>> step_schedule(torch.tensor(5), every=2, gamma=0.5)
@@ -337,7 +333,7 @@ def exponential_schedule(step: Tensor, *, gamma: Scalar) -> Tensor:
 
         gamma ^ step
 
-    Gradient: flows through `gamma`, given as a tensor; a count of steps has none.
+    Gradient: flows through `gamma` if it is a tensor, but not through a count of steps.
     Source: `torch.optim.lr_scheduler.ExponentialLR`.
 
     >>> exponential_schedule(torch.tensor(2), gamma=0.5)

@@ -49,7 +49,7 @@ class Policy:
         norm_update: (statistics, obs, mask) -> the statistics updated with a batch.
         compiles: False if a module draws its own random numbers.
         init_carry: (params, num_envs) -> carry, a TensorDict `[num_envs]`, at the start of an episode.
-        unit: what a row of a minibatch is, "step" or "sequence".
+        unit: content of a row of a minibatch, "step" or "sequence".
         init_frozen: device -> parameters that are not trained, such as a backbone, or None. The other functions find
             them in `params`. No optimiser sees these parameters, and no copy of them is made.
     """

@@ -185,7 +185,7 @@ def choose_metric(sources: Sequence[Source]) -> str:
 
 
 def curve(source: Source, metric: str) -> Curve:
-    """Return the curve of a metric. It starts at the first finite value. A later value that is not finite is NaN.
+    """Return the curve of a metric. It starts at the first finite value. A later value that is not finite becomes NaN.
 
     Raises: UserError if the source has no value of the metric, or if its rows are not in order.
     """

@@ -22,7 +22,7 @@ MIN_BAND_SEEDS = 3
 """Smallest number of seeds that are drawn as a band."""
 _SUFFIXES = (".png", ".svg")
 _RESAMPLES, _POINTS = 2000, 200
-_LONG_LABEL = 45  # characters; longer labels get one legend column
+_LONG_LABEL = 45  # characters; with longer labels, the legend has one column
 _BAND = "three or more seeds: interquartile mean, 95 % bootstrap interval"
 _AXES = {"steps": "environment steps", "minutes": "minutes, including compilation"}
 

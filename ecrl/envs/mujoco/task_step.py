@@ -76,7 +76,7 @@ class Task:
     startup_neutral: bool = False
 
     def events_of(self, *modes: str) -> list[Event]:
-        """Return the events of some modes."""
+        """Return the events whose mode is among `modes`."""
         return [event for event in self.events if event.mode in modes]
 
 

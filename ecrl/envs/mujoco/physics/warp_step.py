@@ -165,7 +165,7 @@ def _overflowed(worlds: _Worlds) -> Tensor:
     result is True for all.
     """
     lost = (worlds.overflow & worlds.losses) != 0  # set by any substep
-    for used, size in worlds.room:  # `forward` alone does not set `overflow`
+    for used, size in worlds.room:  # because `forward` alone sets no `overflow`
         lost = lost | (used > size)
     return lost
 

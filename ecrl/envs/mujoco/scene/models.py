@@ -42,7 +42,7 @@ def mujoco() -> Any:
 
     Its import loads the OpenGL library that $MUJOCO_GL names, even without cameras.
 
-    Raises: MissingExtraError with the install command; UserError if that OpenGL library does not work.
+    Raises: MissingExtraError with the install command; UserError if the OpenGL library does not work.
     """
     try:
         with extra("mujoco"):

@@ -86,7 +86,7 @@ def _set_options(spec: Any, cfg: SceneConfig) -> None:
 def _add_robot(spec: Any, cfg: SceneConfig, drives: Mapping[str, Drive]) -> tuple[Robot, tuple[float, ...]]:
     """Add the robot of the config, or make one of the joints that actuators of the scene file drive.
 
-    Returns: the robot, and its joint positions at the start, empty if the file defines them.
+    Returns: the robot, and its joint positions at the start. The positions are empty if the file defines them.
     """
     if cfg.robot is None:
         on_joint = mujoco().mjtTrn.mjTRN_JOINT
