@@ -41,7 +41,7 @@ class Box:
         object.__setattr__(self, "is_image", is_image)
 
     def __repr__(self) -> str:
-        """Return an expression that makes the space; a short one for an image, whose bounds are all equal."""
+        """Return an expression that makes the space. It is short for an image, whose bounds are all equal."""
         if self.dtype == torch.float32:
             return f"Box(low={self.low}, high={self.high}, shape={self.shape})"
         if self.low and {*self.low} == {self.low[0]} and {*self.high} == {self.high[0]}:

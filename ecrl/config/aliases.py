@@ -32,7 +32,7 @@ SKIP_KEY, GUARD_KEY = "algorithm.cfg.skip_nonfinite_updates", "trainer.finite_gu
 """EmbodiChain's key of apg, and the key that it sets: true is "skip", false is "stop"."""
 
 SETTINGS = {"name": ("cfg", "kwargs"), "func": ("params",), "type": ("network_cfg",)}
-"""Key that names a part -> the keys of its settings, which do not apply to another part."""
+"""Key that names a part -> the keys of its settings, which are invalid for another part."""
 
 MISSING = object()
 """Result of `get_path` if a path has no value."""

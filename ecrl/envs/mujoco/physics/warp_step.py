@@ -171,7 +171,7 @@ def _overflowed(worlds: _Worlds) -> Tensor:
 
 
 def step(state: Tensor, control: Tensor, parameters: Tensor, handle: int, substeps: int) -> tuple[Tensor, Tensor]:
-    """Step MuJoCo Warp `substeps` times from each row, with the results of `ecrl.envs.mujoco.physics.step_op.step`.
+    """Step MuJoCo Warp `substeps` times from each row. The results are as in `ecrl.envs.mujoco.physics.step_op.step`.
 
     The returned numbers have float32 precision. A simulation with more constraints than the buffer holds (`capacity`)
     is returned as NaN. If all contacts together exceed their buffer, all simulations are returned as NaN.

@@ -122,7 +122,7 @@ def size_of(model: Any, *parts: str) -> int:
 
 
 def _dofs_of(model: Any, name: str) -> tuple[int, int]:
-    """Return the first degree of freedom and their number, for a joint or a body.
+    """Return the first degree of freedom of a joint or a body, and the number of its degrees of freedom.
 
     Free joints often have no name, so the name of their body also works.
     """
