@@ -21,7 +21,7 @@ from ecrl.pytree import flatten, unflatten
 
 T = TypeVar("T")
 _TIMEOUT = timedelta(days=7)
-"""Time that a rank waits for the others, such as while rank 0 evaluates. If a rank dies, torchrun ends all ranks."""
+"""Longest wait of a rank for the others, such as while rank 0 evaluates. If a rank dies, torchrun ends all ranks."""
 
 
 class _Ranks(NamedTuple):
@@ -36,7 +36,7 @@ _ranks = _Ranks(0, 1, None)  # set once, by `start`
 
 
 def rank() -> int:
-    """Return the index of this process; 0 if it trains alone."""
+    """Return the index of this process, or 0 without other processes."""
     return _ranks.rank
 
 

@@ -18,7 +18,7 @@ class CheckpointError(UserError):
 
 
 class NotSavedError(CheckpointError):
-    """`ecrl.train` could not save its last state. Its return values are the attributes `state` and `history`."""
+    """`ecrl.train` could not save its last state. The attributes `state` and `history` hold its return values."""
 
     def __init__(self, message: str, state: Any, history: Any):
         super().__init__(f"{message}; nothing is lost: this error has the attributes state and history")
@@ -45,7 +45,7 @@ class MissingExtraError(UserError, ModuleNotFoundError):
 
 @contextmanager
 def extra(name: str) -> Iterator[None]:
-    """Turn a failed import in the block into an error of one line: the command that installs the extra `name`."""
+    """Turn a failed import in the block into an error of one line with the command that installs the extra `name`."""
     try:
         yield
     except ModuleNotFoundError as error:

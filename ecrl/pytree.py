@@ -31,13 +31,13 @@ def _flatten(tree: Any, leaves: list[Tensor]) -> Hashable:
 
 
 class Borrowed(NamedTuple):
-    """Tensors that a function reads where they are. Compiled code never copies them, so they may be large."""
+    """Tensors that a function only reads. Compiled code never copies them, so they may be large."""
 
     fields: Any
 
 
 def is_borrowed(structure: Any, inside: bool = False) -> list[bool]:
-    """True for each leaf that is inside a `Borrowed`, in the order of the leaves.
+    """Return a bool for each leaf, in their order: True inside a `Borrowed`.
 
     >>> from torch import zeros
     >>> is_borrowed(flatten((zeros(1), Borrowed([zeros(1)])))[1])
@@ -98,9 +98,9 @@ def _build(structure: Any, leaves: Iterator[Any], batch: _NewSize | None) -> Any
     if kind is None:
         return value[1]
     if kind == _TENSORDICT:
-        # Leaves without a call of their own: this is Python's largest share of an iteration of a few environments.
+        # No recursive call for a leaf: with few environments, this function takes the largest share of Python's time.
         tensors = {key: next(leaves) if part == _LEAF else _build(part, leaves, batch) for key, part in parts}
-        # Unchecked: the parts come from a valid tree, and the checks cost more than a step of a small network.
+        # No checks: the parts come from a valid tree, and checks would cost more than a step of a small network.
         return TensorDict._new_unsafe(tensors, value if batch is None else Size(batch(value)))
     if kind is dict:
         return {key: _build(part, leaves, batch) for key, part in parts}

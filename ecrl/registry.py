@@ -161,7 +161,9 @@ def import_user_module(module: str) -> None:
 
 
 def user_modules(config: str) -> list[str]:
-    """List the modules outside of ecrl that registered parts of a config's JSON. Another process imports them first.
+    """List the modules outside of ecrl that registered parts of a config's JSON.
+
+    Another process must import them before it reads the config.
 
     >>> user_modules('{"env": {"name": "cartpole"}}')
     []

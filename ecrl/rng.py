@@ -33,7 +33,7 @@ def _multiply(word: Tensor, factor: int) -> tuple[Tensor, Tensor]:
 
     No step overflows int64, because an overflow is undefined in the compiled C++.
     """
-    product = (word - 2**31) * factor  # too small by factor * 2**31, and that is 2**31 modulo 2**32
+    product = (word - 2**31) * factor  # too small by factor * 2**31, which is 2**31 modulo 2**32 for an odd factor
     return ((product >> 31) + factor) >> 1, (product + 2**31) & _WORD
 
 
@@ -143,7 +143,7 @@ def split(key: Tensor, num: int = 2) -> Tensor:
 def stream(key: Tensor, name: int, index: Tensor, step: Tensor | int) -> Tensor:
     """Return the key of a stream for an environment and a step.
 
-    It depends on the seed, the stream, the global index of the environment and the step only. `index` is below 2**32.
+    It depends only on the seed, the stream, the global index of the environment and the step. `index` is below 2**32.
     `index` and `step` broadcast, so `[N]` and `[T, 1]` give `[T, N]`.
 
     >>> few, many = (stream(key(1), ENV, torch.arange(n), 7) for n in (8, 16))
@@ -225,8 +225,8 @@ def randint(key: Tensor, shape: Sequence[int] = (), *, low: int | Tensor, high: 
     `low` and `high` are Python ints or integer tensors that broadcast to the draws. `high - low` is 1 to 2**31. Only
     the values of Python ints are checked. The method is multiply-shift. Its bias is below (high - low) / 2**32.
 
-    Raises: ValueError if a bound is not an integer, if a Python int does not fit in int64, or if `high - low` of two
-        Python ints is out of range.
+    Raises: ValueError if a bound is not an integer or does not fit in int64, or if `high - low` of two Python ints is
+    out of range.
 
     >>> sorted(set(randint(key(0), (100,), low=-1, high=2).tolist()))
     [-1, 0, 1]
@@ -265,8 +265,8 @@ def categorical(key: Tensor, logits: Tensor) -> Tensor:
 def permutation(key: Tensor, n: int) -> Tensor:
     """Return a random order of 0 to n - 1: int64 `[*B, n]`, the stable order of n draws of 62 bits.
 
-    All rows are sorted as one row, because torch has a radix sort for one row of integers. It is several times faster.
-    So the number of the row replaces the last bits of each draw.
+    All rows are sorted as one row, because torch sorts one row of integers several times faster, by radix sort. To keep
+    the rows apart, the first bits of each sorted number are the row, and the draw loses as many last bits.
 
     >>> sorted(permutation(key(0), 5).tolist())
     [0, 1, 2, 3, 4]

@@ -41,7 +41,7 @@ class Box:
         object.__setattr__(self, "is_image", is_image)
 
     def __repr__(self) -> str:
-        """Return an expression that makes the space; a short one for an image, whose bounds are all equal."""
+        """Return an expression that makes the space. It is short for an image, whose bounds are all equal."""
         if self.dtype == torch.float32:
             return f"Box(low={self.low}, high={self.high}, shape={self.shape})"
         if self.low and {*self.low} == {self.low[0]} and {*self.high} == {self.high[0]}:
@@ -192,10 +192,10 @@ def box_dtype(dtype: Any) -> torch.dtype:
 def from_gymnasium(space: Any) -> Space:
     """Convert a `gymnasium.spaces` object to a space. TypeError names a kind of space that is not supported.
 
-    Floats of a Box become float32 and its integers keep their dtype. As PyTorch computes little with some of them, bool
-    becomes uint8, uint16 becomes int32, and wider unsigned integers become int64. Other integers count from 0; arrays
-    of them are flattened in C order. MultiBinary becomes a MultiDiscrete of twos. The parts of a Tuple are named "0",
-    "1" and so on. `ecrl.envs.gymnasium.spaces` converts the values.
+    Floats of a Box become float32 and its integers keep their dtype. PyTorch has few operations for some dtypes, so
+    bool becomes uint8, uint16 becomes int32, and wider unsigned integers become int64. Integers of other spaces count
+    from 0, and arrays of them are flattened in C order. MultiBinary becomes a MultiDiscrete of twos. The parts of a
+    Tuple are named "0", "1" and so on. `ecrl.envs.gymnasium.spaces` converts the values.
     """
     from gymnasium import spaces
 

@@ -41,7 +41,7 @@ STATE_FIELDS = {
     "hyper": "every numeric hyperparameter that no shape depends on, as a 0-d tensor",
     "key": "int64, the source of all randomness in the run",
     "sample_step": "int64, environment steps taken, over all ranks",
-    "update_step": "int64, updates done: all iterations except those that `trainer.finite_guard` skipped",
+    "update_step": "int64, updates done; an iteration that `trainer.finite_guard` skipped does not count",
 }
 _BOOL_FIELDS = ("terminated", "truncated", "done", "mask")
 _PER_STEP_FIELDS = ("value", "reward", "terminated", "truncated", "done", "final_value")
@@ -51,7 +51,7 @@ class LogData(TypedDict):
     """A record of the training loop: its kind, the env steps so far, 0-d log tensors, and the state after it.
 
     If several ranks train, a state that may be saved comes with the other ranks' `files`, by name. `stopping` is True
-    in the last record before a stop that any rank was asked for.
+    in the last record of a run that any rank was asked to stop.
     """
 
     log_type: Literal["collect", "train", "evaluate"]

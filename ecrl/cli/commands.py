@@ -42,7 +42,9 @@ def check(path: Annotated[str, tyro.conf.Positional], /, *, overrides: Overrides
 def check_env(
     env: Annotated[str, tyro.conf.Positional], /, num_steps: int = 256, seed: int = 0, *, overrides: Overrides = ()
 ) -> None:
-    """Run an environment with random actions and print its faults, one line each. You can set keys of its config.
+    """Run an environment with random actions and print its faults, one line each.
+
+    You can set keys of the environment's config.
 
     Args:
         env: name, such as cartpole or gymnasium:CartPole-v1, or a config (name or file) that has the environment.

@@ -1,6 +1,6 @@
 """Translate a config's alternative keys and overrides into ecrl's own keys, in the plain dict before validation.
 
-A `Draft` remembers the original name of each moved key, so that messages use the name that the user wrote.
+A `RawConfig` remembers the original name of each moved key, so that messages use the name that the user wrote.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ KEY_ALIASES = {
     "trainer.segment_length": "algorithm.cfg.segment_length",
     "trainer.deterministic_actions": "algorithm.cfg.deterministic_actions",
 }
-"""Alternative name of a key -> the key. Setting both is an error, except that `trainer.num_envs` wins silently."""
+"""Alternative name of a key -> the key. Setting both is an error, except for `trainer.num_envs`, which wins."""
 
 COUNT_KEYS = {
     "trainer.total_timesteps": "trainer.iterations",
@@ -32,13 +32,13 @@ SKIP_KEY, GUARD_KEY = "algorithm.cfg.skip_nonfinite_updates", "trainer.finite_gu
 """EmbodiChain's key of apg, and the key that it sets: true is "skip", false is "stop"."""
 
 SETTINGS = {"name": ("cfg", "kwargs"), "func": ("params",), "type": ("network_cfg",)}
-"""Key that names a part -> the keys of its settings, which do not apply to another part."""
+"""Key that names a part -> the keys of its settings, which are invalid for another part."""
 
 MISSING = object()
-"""Returned by `get_path` if a path has no value."""
+"""Result of `get_path` if a path has no value."""
 
 
-class Draft(NamedTuple):
+class RawConfig(NamedTuple):
     """A config during its translation, before validation.
 
     Attributes:
@@ -105,21 +105,21 @@ def _expand_env_name(data: dict) -> dict:
     return data
 
 
-def apply_aliases(draft: Draft) -> Draft:
+def apply_aliases(raw: RawConfig) -> RawConfig:
     """Move every alternative key of `KEY_ALIASES` to the key that it means."""
-    data, origins, faults = _expand_env_name(draft.data), dict(draft.origins), list(draft.faults)
+    data, origins, faults = _expand_env_name(raw.data), dict(raw.origins), list(raw.faults)
     for old, new in KEY_ALIASES.items():
         source, target = split_path(old), split_path(new)
         if (value := get_path(data, source)) is MISSING:
             continue
-        data, place = remove_path(data, source), draft._replace(origins=origins).source_path(source)
+        data, place = remove_path(data, source), raw._replace(origins=origins).source_path(source)
         if get_path(data, target) is MISSING:
             with suppress(KeyError):  # a section that is not an object is reported separately
                 data, origins[target] = set_path(data, target, value), place
         elif new != "trainer.num_envs":
             name = target[-1] if source[:-1] == target[:-1] else new
             faults.append((source, f"another name of {name!r}, which is also given; keep one"))
-    return Draft(data, origins, faults, draft.inert)
+    return RawConfig(data, origins, faults, raw.inert)
 
 
 def _canonical_path(path: str) -> str:
@@ -145,9 +145,12 @@ def _drop_invalidated(data: dict, path: str, value: Any) -> dict:
     return data
 
 
-def apply_overrides(draft: Draft, overrides: Mapping[str, Any]) -> Draft:
-    """Set the overrides. Sections and names of parts come first: a new name of a part drops the old part's settings."""
-    data, origins, faults = draft.data, dict(draft.origins), list(draft.faults)
+def apply_overrides(raw: RawConfig, overrides: Mapping[str, Any]) -> RawConfig:
+    """Return the config with the overrides.
+
+    Sections and names of parts are set first, because a new name of a part drops the old part's settings.
+    """
+    data, origins, faults = raw.data, dict(raw.origins), list(raw.faults)
     values: dict[str, tuple[str, Any]] = {}
     for key, value in overrides.items():
         path = _canonical_path(key)
@@ -162,7 +165,7 @@ def apply_overrides(draft: Draft, overrides: Mapping[str, Any]) -> Draft:
             data = set_path(_drop_invalidated(data, path, value), loc, value)
         except KeyError as error:
             faults.append((loc, f"{error.args[0]!r} is not a section"))
-    return Draft(data, origins, faults, draft.inert)
+    return RawConfig(data, origins, faults, raw.inert)
 
 
 def _convert_count(count: Any, unit: str, sizes: list[Any]) -> Any:
@@ -172,7 +175,7 @@ def _convert_count(count: Any, unit: str, sizes: list[Any]) -> Any:
     return -(-count // prod(sizes)) if unit == "iterations" else count * prod(sizes)
 
 
-def convert_counts(draft: Draft, defaults: Mapping[str, Any]) -> Draft:
+def convert_counts(raw: RawConfig, defaults: Mapping[str, Any]) -> RawConfig:
     """Convert EmbodiChain's counts to ecrl's units, for a run of one process.
 
         iterations = ceil(total_timesteps / (buffer_size * num_envs))
@@ -181,12 +184,12 @@ def convert_counts(draft: Draft, defaults: Mapping[str, Any]) -> Draft:
     If `trainer.segment_length` is given without a number of steps per update, it sets that number too, as in
     EmbodiChain.
     """
-    trainer = get_path(draft.data, ("trainer",))
+    trainer = get_path(raw.data, ("trainer",))
     if not isinstance(trainer, dict):
-        return draft
-    trainer, origins, faults = dict(trainer), dict(draft.origins), list(draft.faults)
+        return raw
+    trainer, origins, faults = dict(trainer), dict(raw.origins), list(raw.faults)
     if origins.get(("algorithm", "cfg", "segment_length")) == "trainer.segment_length":
-        trainer.setdefault("buffer_size", get_path(draft.data, ("algorithm", "cfg", "segment_length")))
+        trainer.setdefault("buffer_size", get_path(raw.data, ("algorithm", "cfg", "segment_length")))
     sizes = [trainer.get(name, defaults[name]) for name in ("buffer_size", "num_envs")]
     for old, new in COUNT_KEYS.items():
         name, ours = (path.removeprefix("trainer.") for path in (old, new))
@@ -200,16 +203,16 @@ def convert_counts(draft: Draft, defaults: Mapping[str, Any]) -> Draft:
         else:
             origins["trainer", ours] = old
             trainer[ours] = _convert_count(count, ours, sizes)
-    return Draft(draft.data | {"trainer": trainer}, origins, faults, draft.inert)
+    return RawConfig(raw.data | {"trainer": trainer}, origins, faults, raw.inert)
 
 
-def convert_skip_flag(draft: Draft) -> Draft:
+def convert_skip_flag(raw: RawConfig) -> RawConfig:
     """Translate apg's flag for skipping non-finite updates into `trainer.finite_guard`."""
     skip, guard = split_path(SKIP_KEY), split_path(GUARD_KEY)
-    value = get_path(draft.data, skip)
-    if value is MISSING or get_path(draft.data, ("algorithm", "name")) != "apg":
-        return draft
-    data, origins, faults = remove_path(draft.data, skip), dict(draft.origins), list(draft.faults)
+    value = get_path(raw.data, skip)
+    if value is MISSING or get_path(raw.data, ("algorithm", "name")) != "apg":
+        return raw
+    data, origins, faults = remove_path(raw.data, skip), dict(raw.origins), list(raw.faults)
     if get_path(data, guard) is not MISSING:
         faults.append((skip, f"sets {GUARD_KEY!r}, which is also given; keep one"))
     elif not isinstance(value, bool):
@@ -217,7 +220,7 @@ def convert_skip_flag(draft: Draft) -> Draft:
     else:
         with suppress(KeyError):
             data, origins[guard] = set_path(data, guard, "skip" if value else "stop"), SKIP_KEY
-    return Draft(data, origins, faults, draft.inert)
+    return RawConfig(data, origins, faults, raw.inert)
 
 
 def part_entry(kind: str, section: Any) -> Entry | None:
@@ -229,13 +232,13 @@ def part_entry(kind: str, section: Any) -> Entry | None:
         return None
 
 
-def reject_unused_aliases(draft: Draft) -> Draft:
+def reject_unused_aliases(raw: RawConfig) -> RawConfig:
     """Report trainer keys that were moved to the algorithm, if the chosen algorithm does not have them."""
-    entry, data, faults = part_entry("algorithm", draft.data.get("algorithm")), draft.data, list(draft.faults)
+    entry, data, faults = part_entry("algorithm", raw.data.get("algorithm")), raw.data, list(raw.faults)
     for old, new in KEY_ALIASES.items():
         *_, key = loc = split_path(new)
-        was_moved = loc[0] == "algorithm" and draft.origins.get(loc) == old
+        was_moved = loc[0] == "algorithm" and raw.origins.get(loc) == old
         if was_moved and entry and key not in known_keys(entry.config):
             faults.append((loc, f"algorithm {data['algorithm']['name']!r} has no {key}; take it out"))
             data = remove_path(data, loc)
-    return Draft(data, draft.origins, faults, draft.inert)
+    return RawConfig(data, raw.origins, faults, raw.inert)

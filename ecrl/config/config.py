@@ -115,10 +115,12 @@ class TrainerConfig(ConfigModel):
     eval_freq: Count = Field(10_000, description="evaluate each time this many environment steps have passed")
     num_eval_envs: Count = Field(
         4,
-        description="largest number of environments in an evaluation; it uses the largest divisor of num_eval_episodes",
+        description="upper limit of the environments of an evaluation; their number divides num_eval_episodes",
     )
     num_eval_episodes: Count = Field(5, description="episodes per evaluation, over all its environments")
-    eval_seed: int | None = Field(None, ge=0, lt=2**62, description="seed of evaluations; seed + 10000 if absent")
+    eval_seed: int | None = Field(
+        None, ge=0, lt=2**62, description="seed of evaluations; trainer.seed + 10000 if absent"
+    )
     best_eval_metric: str = Field("eval/avg_reward", description="evaluation metric that selects checkpoints/best")
     best_eval_mode: Literal["max", "min"] = Field(
         "max", description="max: a larger best_eval_metric is better; min: a smaller one"
@@ -126,9 +128,8 @@ class TrainerConfig(ConfigModel):
     save_freq: Count = Field(50_000, description="save a checkpoint each time this many environment steps have passed")
     finite_guard: Literal["stop", "skip", "off"] = Field(
         "stop",
-        description="reaction to NaN or infinity in an observation, reward, action, loss, gradient or parameter; stop: "
-        "end the run with the state before it and report the place; skip: skip the gradient step or the update and "
-        "count it; off: no check",
+        description="what to do about NaN or infinity. stop: end the run before the update and report the place; "
+        "skip: leave out the update and count it; off: no check",
     )
     keep_checkpoints: Count | None = Field(
         None, description="number of newest checkpoints to keep, not counting checkpoints/best; all if absent"
@@ -239,17 +240,17 @@ def config_from_dict(
         data: the four sections.
         source: origin of the data, such as a file name, at the start of each line of an error.
         overrides: values by dotted key, such as `{"trainer.seed": 3}`; they win.
-        folder: searched for a relative `trainer.gym_config` after the working directory.
+        folder: where to look for a relative `trainer.gym_config` that is not in the working directory.
     """
     if not isinstance(data, dict):
         return validate_section(Config, data, source)
     try:
-        draft = translate_config(data, overrides or {}, folder, _SIZES)
-        config = validate_section(Config, draft.data, source, draft.faults, draft.source_path)
+        raw = translate_config(data, overrides or {}, folder, _SIZES)
+        config = validate_section(Config, raw.data, source, raw.faults, raw.source_path)
     except RecursionError:
         raise ConfigError(f"{source}: not a config: nested too deeply") from None
-    for path, reason in draft.inert:
-        name = draft.source_path(tuple(key if isinstance(key, int) else format_key(key) for key in path))
+    for path, reason in raw.inert:
+        name = raw.source_path(tuple(key if isinstance(key, int) else format_key(key) for key in path))
         warnings.warn(f"{name} has no meaning here ({reason}); ignored", stacklevel=2)
     return config
 
@@ -265,8 +266,8 @@ def env_choice(name: str, overrides: Mapping[str, Any]) -> EnvChoice:
     for key in overrides:
         if not key.startswith("env."):
             raise ConfigError(f"{key}: expected a key of the environment, such as env.cfg.max_episode_steps")
-    draft = translate_config({"env": {"name": name}}, overrides, Path(), {})
-    return validate_section(EnvChoice, draft.data["env"], "", draft.faults, lambda path: format_path(("env", *path)))
+    raw = translate_config({"env": {"name": name}}, overrides, Path(), {})
+    return validate_section(EnvChoice, raw.data["env"], "", raw.faults, lambda path: format_path(("env", *path)))
 
 
 def load_config(source: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> Config:

@@ -1,9 +1,9 @@
 """Import EmbodiChain's config files: alternative keys, the second file, and the keys that have no meaning here.
 
-The second file, at `trainer.gym_config`, has the name and the settings of an environment. The keys without a meaning
-describe EmbodiChain's simulator (window, renderer, scene) or its data sets. Each is removed with a warning that names
-it. A key of `env.cfg` is inert only if the environment's Config does not have it. An event is inert only if the
-environment has no scene and no user has registered an event of that name.
+The second file, at `trainer.gym_config`, has the name and the settings of an environment. The keys without a meaning,
+called *inert*, describe EmbodiChain's simulator (window, renderer, scene) or its data sets. Each is removed with a
+warning that names it. A key of `env.cfg` is inert only if the environment's Config does not have it. An event is inert
+only if the environment has no scene and no user has registered an event of that name.
 """
 
 import os
@@ -13,7 +13,7 @@ from typing import Any
 
 from ecrl.config.aliases import (
     MISSING,
-    Draft,
+    RawConfig,
     apply_aliases,
     apply_overrides,
     convert_counts,
@@ -73,7 +73,7 @@ def _is_builtin_event(func: str) -> bool:
 
 
 def _inert_events(events: Any, entry: Entry | None) -> list[Fault]:
-    if entry and "rigid_object" in known_keys(entry.config):  # it has a scene
+    if entry and "rigid_object" in known_keys(entry.config):  # the environment has a scene
         return []
     faults = []
     for use, named in events.items() if isinstance(events, dict) else ():
@@ -139,47 +139,47 @@ def _gym_faults(gym: Any) -> list[Fault]:
     return faults if isinstance(gym.get("id"), str) else [*faults, (("id",), "expected the name of an environment")]
 
 
-def _add_file_fault(draft: Draft, text: str) -> Draft:
+def _add_file_fault(raw: RawConfig, text: str) -> RawConfig:
     """Add a fault of a file that cannot be used. A later fault about a missing `env` then names the key of the file."""
-    absent = ("env", "name") if isinstance(draft.data.get("env"), dict) else ("env",)
-    origins = dict(draft.origins)
-    if get_path(draft.data, absent) is MISSING:
+    absent = ("env", "name") if isinstance(raw.data.get("env"), dict) else ("env",)
+    origins = dict(raw.origins)
+    if get_path(raw.data, absent) is MISSING:
         origins[absent] = format_path(_GYM_CONFIG)
-    return draft._replace(faults=[*draft.faults, (_GYM_CONFIG, text)], origins=origins)
+    return raw._replace(faults=[*raw.faults, (_GYM_CONFIG, text)], origins=origins)
 
 
-def merge_gym_config(draft: Draft, folder: Path) -> Draft:
+def merge_gym_config(raw: RawConfig, folder: Path) -> RawConfig:
     """Merge the file at `trainer.gym_config` into the config; the config's own `env` wins key by key.
 
     The file's `id` becomes `env.name`. Its `env` section and its other top-level keys become `env.cfg`. If the config
     names another environment, the file is ignored with a warning.
     """
-    if (given := get_path(draft.data, _GYM_CONFIG)) is MISSING:
-        return draft
-    draft = draft._replace(data=remove_path(draft.data, _GYM_CONFIG))
+    if (given := get_path(raw.data, _GYM_CONFIG)) is MISSING:
+        return raw
+    raw = raw._replace(data=remove_path(raw.data, _GYM_CONFIG))
     if not isinstance(given, str):
-        return _add_file_fault(draft, f"expected the path of a file, got {format_value(given)}")
+        return _add_file_fault(raw, f"expected the path of a file, got {format_value(given)}")
     path = next(filter(os.path.exists, (given, str(folder / given))), None)
     if path is None:
         return _add_file_fault(
-            draft, f"no such file {format_value(given)}, neither in the working directory nor in {folder}"
+            raw, f"no such file {format_value(given)}, neither in the working directory nor in {folder}"
         )
     if not os.path.isfile(path):  # reading a device may never end
-        return _add_file_fault(draft, f"expected the path of a file, {format_value(given)} is a folder or a device")
+        return _add_file_fault(raw, f"expected the path of a file, {format_value(given)} is a folder or a device")
     try:
         gym = read(Path(path))
     except ConfigError as error:
-        return _add_file_fault(draft, str(error))
+        return _add_file_fault(raw, str(error))
     faults = [": ".join(filter(None, (path, format_path(loc), text))) for loc, text in _gym_faults(gym)]
     for text in faults:
-        draft = _add_file_fault(draft, text)
-    inline = draft.data.get("env", {})
+        raw = _add_file_fault(raw, text)
+    inline = raw.data.get("env", {})
     if faults or not isinstance(inline, dict) or not isinstance(inline.get("cfg", {}), dict):
-        return draft
+        return raw
     if inline.get("name", gym["id"]) != gym["id"]:
         reason = f"{path} is for {gym['id']!r}, but env names {format_value(inline['name'])}"
-        return draft._replace(inert=[*draft.inert, (_GYM_CONFIG, reason)])
-    return _merge_settings(draft, gym, inline, path)
+        return raw._replace(inert=[*raw.inert, (_GYM_CONFIG, reason)])
+    return _merge_settings(raw, gym, inline, path)
 
 
 def _merge(file_value: Any, inline_value: Any, path: Loc, text: str, origins: dict[Loc, str]) -> Any:
@@ -197,9 +197,9 @@ def _merge(file_value: Any, inline_value: Any, path: Loc, text: str, origins: di
     }
 
 
-def _merge_settings(draft: Draft, gym: dict, inline: dict, path: str) -> Draft:
+def _merge_settings(raw: RawConfig, gym: dict, inline: dict, path: str) -> RawConfig:
     """Merge the settings of a `gym_config` file with the inline settings, which win."""
-    origins, cfg, block = dict(draft.origins), inline.get("cfg", {}), gym.get("env", {})
+    origins, cfg, block = dict(raw.origins), inline.get("cfg", {}), gym.get("env", {})
     outer = {key: value for key, value in gym.items() if key not in ("id", "env")}
     texts = {key: f"{path}: {key}" for key in outer} | {key: f"{path}: env.{key}" for key in block}
     file = outer | block
@@ -209,29 +209,29 @@ def _merge_settings(draft: Draft, gym: dict, inline: dict, path: str) -> Draft:
     }
     if "name" not in inline:
         origins["env", "name"] = f"{path}: id"
-    return draft._replace(data=draft.data | {"env": inline | {"name": gym["id"], "cfg": merged}}, origins=origins)
+    return raw._replace(data=raw.data | {"env": inline | {"name": gym["id"], "cfg": merged}}, origins=origins)
 
 
-def _drop_inert_keys(draft: Draft) -> Draft:
+def _drop_inert_keys(raw: RawConfig) -> RawConfig:
     """Remove the keys that have no meaning here, and list them in `inert`."""
-    inert, data = inert_keys(draft.data), draft.data
+    inert, data = inert_keys(raw.data), raw.data
     for path, _ in inert:
         data = remove_path(data, path)
-    return Draft(data, draft.origins, draft.faults, draft.inert + inert)
+    return RawConfig(data, raw.origins, raw.faults, raw.inert + inert)
 
 
 def translate_config(
     data: dict[str, Any], overrides: Mapping[str, Any], folder: Path, defaults: Mapping[str, Any]
-) -> Draft:
+) -> RawConfig:
     """Translate a config into ecrl's own keys.
 
     Args:
         data: the config as read; it is not changed.
         overrides: values by dotted key; they win.
-        folder: searched for a relative `trainer.gym_config` after the working directory.
+        folder: where to look for a relative `trainer.gym_config` that is not in the working directory.
         defaults: the default values of `trainer.buffer_size` and `trainer.num_envs`.
     """
-    draft = apply_aliases(Draft(data, {}, repeated_keys(data), []))
-    draft = apply_aliases(apply_overrides(draft, overrides))
-    draft = apply_aliases(merge_gym_config(draft, folder))
-    return _drop_inert_keys(reject_unused_aliases(convert_skip_flag(convert_counts(draft, defaults))))
+    raw = apply_aliases(RawConfig(data, {}, repeated_keys(data), []))
+    raw = apply_aliases(apply_overrides(raw, overrides))
+    raw = apply_aliases(merge_gym_config(raw, folder))
+    return _drop_inert_keys(reject_unused_aliases(convert_skip_flag(convert_counts(raw, defaults))))

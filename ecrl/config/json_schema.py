@@ -102,7 +102,7 @@ def json_schema() -> dict[str, Any]:
     configs = {k: {n: sections[m] | {"cfg": refs[m]} for n, m in by_name.items()} for k, by_name in parts.items()}
     for model, kind in choices.items():
         _add_branches(sections[model], kind, configs[kind])
-    _add_branches(schema["$defs"]["NetworkConfig"], "network", configs["network"])  # policies follow
+    _add_branches(schema["$defs"]["NetworkConfig"], "network", configs["network"])  # policies get theirs below
     plain = {"$ref": refs[PolicyConfig]["$ref"] + "-plain"}  # for policies without their own keys
     if PolicyConfig in parts["policy"].values():
         schema["$defs"][plain["$ref"].rpartition("/")[2]] = dict(sections[PolicyConfig])

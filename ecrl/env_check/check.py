@@ -25,7 +25,8 @@ from ecrl.spaces import Box, Dict, Discrete, MultiDiscrete, Space
 from ecrl.tracing_state import version_of
 
 _NUM_ENVS, _MANY, _SECONDS = 4, 256, 0.3
-_LIVE = ("token", "step")  # fields that identify an environment outside of the tensors; they differ between plays
+# fields that identify an environment outside of the tensors; they differ if a play is repeated
+_LIVE = ("token", "step")
 _MASK = "action_mask"
 
 
@@ -42,7 +43,7 @@ class EnvCheck(NamedTuple):
 
 
 class Play(NamedTuple):
-    """A random play.
+    """A play: the states of environments that take random actions.
 
     Attributes:
         start: the state after reset, `[N]`.
@@ -60,7 +61,9 @@ class Play(NamedTuple):
 
 
 def random_actions(space: Space, keys: Tensor, obs: Any) -> Tensor:
-    """Draw one action per key, uniform over the space and an action mask in `obs`; normal if there are no bounds.
+    """Draw one action per key: uniform over the space, or normal without bounds.
+
+    An action mask in `obs` restricts the choices.
 
     >>> random_actions(Discrete(3), rng.key(0).expand(2), TensorDict({"action_mask": torch.eye(3)[:2]}, [2]))
     tensor([0, 1])
@@ -181,7 +184,7 @@ def _episode_faults(history: dict[str, Tensor], lockstep: bool) -> Iterator[str]
             yield f"{flag} is true {place}: the episode is over before its first step; return false from reset"
     if lockstep and (done != done[:, :1]).any():
         time, env = _first_index(done != done[:, :1])
-        yield f"episodes of envs 0 and {env} do not end together (step {time}), though lockstep is set; leave it out"
+        yield f"episodes of envs 0 and {env} do not end together (step {time}), but lockstep is set; leave lockstep out"
     for name in (name for name in history if f"final_{name}" in history and name.startswith("obs")):
         x, final = history[name], history[f"final_{name}"]
         bad = _any((x != final) & ~(x.isnan() & final.isnan())) & ~done
@@ -259,11 +262,11 @@ def _check_independent_rows(env: Env, keys: Tensor, trajectory: Play) -> Iterato
 
 
 def _check_traceable(env: Env, trajectory: Play) -> Iterator[str]:
-    """Report a step that cannot be traced into a graph, or gives other values as a graph."""
+    """Report a step that cannot be traced into a graph, or whose graph gives other values."""
     last = len(trajectory.actions) - 1
     inputs = _part(trajectory.states, last - 1), _part(trajectory.actions, last), _part(trajectory.noise, last)
     leaves, structure = flatten(inputs)
-    from ecrl.compile.trace import traced  # needs private parts of torch
+    from ecrl.compile.trace import traced  # imported late: it needs private parts of torch
 
     try:
         graph, out = traced(env.step, structure, leaves)
@@ -275,7 +278,7 @@ def _check_traceable(env: Env, trajectory: Play) -> Iterator[str]:
         yield f"step cannot be compiled, it raises {type(error).__name__}: {reason}; or set trainer.compile to off"
     else:
         if mismatch:
-            yield f"step gives another {mismatch} as a graph; let it read only its arguments and constants"
+            yield f"step gives another {mismatch} as a graph; let step read only its arguments and constants"
 
 
 def _steps_per_second(env: Env, keys: Tensor) -> float:
@@ -294,7 +297,7 @@ def _check_speed(env: Env, key: Tensor) -> tuple[list[str], str]:
     many = _MANY if env.is_pure else _NUM_ENVS
     one, many_rate = (_steps_per_second(env, rng.split(key, n)) for n in (1, many))
     note = f"{one:,.0f} env steps/s with one env, {many_rate:,.0f} with {many}, eager"
-    batched = env.is_pure and env.scene is None  # MuJoCo steps the environments one by one
+    batched = env.is_pure and env.scene is None  # MuJoCo steps its environments one by one
     if batched and many_rate < 2.0 * one:
         return [
             f"{many} envs take {many * one / many_rate:.0f} times as long as one; step all rows in one operation"

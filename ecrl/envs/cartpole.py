@@ -58,9 +58,9 @@ def cartpole(cfg: CartPoleConfig) -> Env:
         next_x     = x + dt x_dot;            next_x_dot     = x_dot + dt x_acc
         next_theta = theta + dt theta_dot;    next_theta_dot = theta_dot + dt theta_acc
 
-    This is explicit Euler. The observation `[*B, 4]` is x, m, x_dot, m/s, theta, rad, and theta_dot, rad/s; theta is 0
-    for an upright pole. The action `[*B]` is 0 or 1. The reward is 1 per step. The episode ends if |next_x| exceeds
-    max_position or |next_theta| exceeds max_angle.
+    This is explicit Euler. The observation `[*B, 4]` is x (m), x_dot (m/s), theta (rad) and theta_dot (rad/s). The
+    angle theta is 0 for an upright pole. The action `[*B]` is 0 or 1. The reward is 1 per step. The episode ends if
+    |next_x| exceeds max_position or |next_theta| exceeds max_angle.
 
     The state has gravity, cart_mass, pole_mass, half_length and force, each `[*B]`. Events such as `randomize_field`
     can change them.

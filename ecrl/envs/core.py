@@ -34,11 +34,11 @@ def last_obs(state: TensorDict) -> Any:
 
 
 def nothing_to_close(state: TensorDict) -> None:
-    """Do nothing: by default, there are only tensors, which need no closing."""
+    """Do nothing: by default, an environment has only tensors, which need no closing."""
 
 
 def nothing_lasts(start: TensorDict, ended: TensorDict) -> TensorDict:
-    """Return the start unchanged: by default, an episode keeps nothing of the one before it."""
+    """Return the start unchanged: by default, nothing of an episode outlasts it."""
     return start
 
 
@@ -94,7 +94,7 @@ class Env:
 def state_of(obs: Tensor | TensorDict, batch: torch.Size, **fields: Tensor) -> TensorDict:
     """Return a state before the first step: reward 0, flags False; `fields` are the fields of the dynamics.
 
-    The reward has the dtype of the first floats in `obs`, which may be a TensorDict; float32 if it has integers only.
+    `obs` may be a TensorDict. The reward has the dtype of its first floats, or float32 if it has only integers.
 
     >>> state_of(torch.zeros(2, 8, 8, 1, dtype=torch.uint8), torch.Size([2]))["reward"]
     tensor([0., 0.])
@@ -154,9 +154,9 @@ def auto_reset(env: Env) -> Env:
     """Start the next episode in the step that ended one; `final_obs` is the observation before the reset.
 
     `reward`, `terminated`, `truncated`, `info` and `mask` still describe the step that ended. The next step of `env`
-    gets a state with both flags False. The start of the next episode is drawn with the noise, from the start stream of
-    the same key, so it does not depend on the last episode. An environment that is not pure resets itself, so it is
-    returned unchanged.
+    gets a state with both flags False. The noise of a step includes the start of the next episode. The start comes from
+    the start stream of the same key, so it does not depend on the last episode. An environment that is not pure resets
+    itself, so it is returned unchanged.
     """
     if not env.is_pure:
         return env
@@ -164,7 +164,7 @@ def auto_reset(env: Env) -> Env:
     def reset(keys: Tensor) -> TensorDict:
         start = env.reset(keys)
         outcome = start.select(*_OUTCOME, strict=False)
-        # same field order as in `step`: compiled code guards on the order, and another one would compile twice
+        # same field order as in `step`: compiled code guards on the order, and another order would compile twice
         return start.exclude(*_OUTCOME).update(outcome).set("final_obs", start["obs"].clone())
 
     def draw(keys: Tensor) -> TensorDict:

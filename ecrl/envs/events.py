@@ -26,14 +26,14 @@ from ecrl.registry import did_you_mean, lookup, register_event
 Apply = Callable[[TensorDict, Tensor], TensorDict]
 
 _HIDDEN = ("reward", "terminated", "truncated", "info", "mask", "final_obs", "elapsed")
-"""The outcome of the last step and the counter of the time limit. Events neither see nor change them."""
+"""Fields that events neither see nor change: the outcome of the last step and the counter of the time limit."""
 
 
 class _Event(NamedTuple):
     """An event of an environment.
 
     `label` names it in errors. `position` is its index among all events; it is folded into the keys, so each event
-    draws other numbers.
+    draws different numbers.
     """
 
     label: str
@@ -115,12 +115,12 @@ def with_events(env: Env, events: Mapping[str, EventConfig], where: str = "train
     The state gains `events` with two int64 `[*B]` fields: `count`, the steps since `reset`, and `key`, the key of the
     startup events. `env.observe` recomputes the observation of a start. The fields reward, terminated, truncated, info,
     final_obs and elapsed keep their values. The keys of events are folded from the keys of the environments. So equal
-    keys, as in a GRPO group, get equal events, and starts and noise are the same with and without events. `reset` draws
+    keys, as in a GRPO group, get equal events. Starts and noise are the same with and without events. `reset` draws
     the startup events again; `restart` starts an episode and keeps them.
 
-    An event that can truncate an episode earlier, because it shortens the environment's own limit, has a Config with a
-    property `min_truncation_gap`, the first step that it may truncate. The returned environment has the smallest gap.
-    The limit of `time_limit` cannot be shortened, because events do not see `elapsed`.
+    An event may shorten the environment's own limit and so truncate episodes earlier. Its Config then has a property
+    `min_truncation_gap`, the first step that it may truncate. The returned environment has the smallest gap. The limit
+    of `time_limit` cannot be shortened, because events do not see `elapsed`.
 
     Raises: ConfigError for an environment that is not pure. The returned `reset` raises ConfigError for an event that
         adds, drops or reshapes a field, and ValueError if `auto_reset` is missing.
@@ -149,7 +149,9 @@ def with_events(env: Env, events: Mapping[str, EventConfig], where: str = "train
 def restart(env: Env, state: TensorDict, keys: Tensor) -> TensorDict:
     """Start an episode in every environment as `env.reset(keys)` does, but keep the startup events and counters."""
     if not env.is_pure or "events" in state:
-        return cast(Any, env.reset)(keys, state)  # these resets take the old state too; open environments stay open
+        return cast(Any, env.reset)(
+            keys, state
+        )  # this `reset` takes the old state too, and keeps its open environments
     return env.carry_over(env.reset(keys), state)
 
 
@@ -195,7 +197,7 @@ _Numbers = Annotated[Annotated[_Number, NUMBER] | _List, by_kind("a number or a 
 
 
 class RandomizeFieldConfig(ConfigModel):
-    """A field of the env state and the range of its draw; equal bounds make the draw certain."""
+    """A field of the env state and the range of its draw; equal bounds give a fixed number."""
 
     field: str = Field(description='dotted name of a float field of the env state, such as "obs" or "angle"')
     low: _Numbers = Field(description="lowest draw; one number, or one per element of the field")

@@ -45,10 +45,11 @@ def pendulum(cfg: PendulumConfig) -> Env:
 
         reward = -(wrap(theta)^2 + 0.1 theta_dot^2 + 0.001 u^2);    wrap(theta) = theta modulo 2 pi, in [-pi, pi)
 
-    This is semi-implicit Euler. The observation `[*B, 3]` is cos(theta), sin(theta) and theta_dot, rad/s; theta, rad,
-    is 0 for an upright rod. The action `[*B, 1]` is the torque, N m. An episode starts with theta uniform in [-pi, pi)
-    and theta_dot uniform in [-1, 1), and ends at the time limit. The state has theta as `angle`, theta_dot as `speed`.
-    It also has gravity, mass and length, each `[*B]`; events such as `randomize_field` can change them.
+    This is semi-implicit Euler. The observation `[*B, 3]` is cos(theta), sin(theta) and theta_dot (rad/s). The angle
+    theta (rad) is 0 for an upright rod. The action `[*B, 1]` is the torque, N m. An episode starts with theta uniform
+    in [-pi, pi) and theta_dot uniform in [-1, 1), and ends at the time limit. The state has theta as `angle` and
+    theta_dot as `speed`. It also has gravity, mass and length, each `[*B]`; events such as `randomize_field` can change
+    them.
 
     Source: Gymnasium's `Pendulum-v1`.
     """

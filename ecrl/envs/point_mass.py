@@ -1,7 +1,7 @@
 """A damped point mass that moves in the plane to a goal, around two round obstacles; every step is differentiable.
 
 The integrator is semi-implicit Euler. The task is EmbodiChain's `PointMassRL`, and that name is registered too. Unlike
-there, gradients also flow through the last action.
+in EmbodiChain, gradients also flow through the last action.
 """
 
 from math import inf, sqrt
@@ -32,7 +32,7 @@ class PointMassConfig(ConfigModel):
     force_scale: Positive = Field(5.0, description="force of an action of 1, N")
     linear_damping: NonNegative = Field(5.0, description="fraction of the velocity lost per second, 1/s")
     dt: Positive = Field(1.0 / 60.0, description="time step, s")
-    success_threshold: Positive = Field(0.03, description="the episode ends closer to the goal than this, m")
+    success_threshold: Positive = Field(0.03, description="the episode ends if the goal is closer than this, m")
     success_bonus: NonNegative = Field(0.0, description="added to the reward of the step that reaches the goal")
     obstacle_radius_range: tuple[Positive, Positive] = Field(
         (0.08, 0.15), strict=False, description="smallest and largest radius of an obstacle, m"

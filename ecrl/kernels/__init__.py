@@ -1,6 +1,6 @@
 """Pure functions on tensors: returns, advantages, losses, distributions, collection, moments, optimisers.
 
-Every name here can be imported alone into another trainer.
+You can import each name of this package into another trainer.
 """
 
 from ecrl.kernels.categorical import (

@@ -1,7 +1,7 @@
 """Categorical and multi-discrete actions as functions of logits: sample, mode, log_prob, entropy, kl.
 
 Noise is an argument, standard Gumbel (see `ecrl.rng`). Logits are `[*B, K]`; `mask_logits` applies an action mask to
-them and everything else follows. Half precision is computed in float32 and returned in half precision.
+logits, so the other functions need no mask. Half precision is computed in float32 and returned in half precision.
 """
 
 import torch
@@ -17,7 +17,7 @@ def mask_logits(logits: Tensor, action_mask: Tensor) -> Tensor:
 
         logits[k] if action_mask[k] else -max_float
 
-    A row without any allowed action becomes uniform over all of them.
+    A row without any allowed action becomes uniform over all actions.
 
     Args:
         logits: `[*B, K]` float.
@@ -60,7 +60,7 @@ def categorical_sample(logits: Tensor, noise: Tensor) -> Tensor:
 
 
 def categorical_mode(logits: Tensor) -> Tensor:
-    """Return the most probable index, the first one of equals.
+    """Return the most probable index, or the first of several equally probable ones.
 
         argmax_k(logits[k])
 
@@ -77,7 +77,7 @@ def categorical_mode(logits: Tensor) -> Tensor:
 
 
 def categorical_log_prob(logits: Tensor, action: Tensor) -> Tensor:
-    """Log-probability of an index, nats.
+    """Return the log-probability of an index (nats).
 
         log_softmax(logits)[action]
 
@@ -105,7 +105,7 @@ def _log_prob(logits: Tensor, action: Tensor) -> Tensor:
 
 
 def categorical_entropy(logits: Tensor) -> Tensor:
-    """Entropy, nats; actions of probability 0 add nothing.
+    """Return the entropy (nats). Actions of probability 0 add nothing.
 
         -sum_k(p[k] * log(p[k])),    p = softmax(logits)
 
@@ -129,7 +129,7 @@ def _entropy(logits: Tensor) -> Tensor:
 
 
 def categorical_kl(logits: Tensor, other_logits: Tensor) -> Tensor:
-    """KL(softmax(logits) | softmax(other_logits)), nats; actions of probability 0 under the first add nothing.
+    """Return KL(softmax(logits) | softmax(other_logits)) (nats). Actions of probability 0 in the first add nothing.
 
         sum_k(p[k] * (log(p[k]) - log(q[k])))
 
@@ -156,7 +156,7 @@ def _kl(logits: Tensor, other_logits: Tensor) -> Tensor:
 
 
 def _parts(nvec: tuple[int, ...], **tensors: Tensor) -> list[tuple[Tensor, ...]]:
-    """Cut the last axis of every tensor by `nvec`; one tuple per part."""
+    """Split the last axis of every tensor into parts of sizes `nvec`. Return one tuple per part."""
     for name, tensor in tensors.items():
         if tensor.shape[-1] != sum(nvec):
             raise ValueError(f"{name} has {tensor.shape[-1]} entries, expected sum(nvec) = {sum(nvec)} for nvec={nvec}")
@@ -164,7 +164,7 @@ def _parts(nvec: tuple[int, ...], **tensors: Tensor) -> list[tuple[Tensor, ...]]
 
 
 def multi_discrete_sample(logits: Tensor, noise: Tensor, *, nvec: tuple[int, ...]) -> Tensor:
-    """`categorical_sample` of each part of the logits.
+    """Return `categorical_sample` of each part of the logits.
 
     Args:
         logits: `[*B, sum(nvec)]` float.
@@ -182,7 +182,7 @@ def multi_discrete_sample(logits: Tensor, noise: Tensor, *, nvec: tuple[int, ...
 
 
 def multi_discrete_mode(logits: Tensor, *, nvec: tuple[int, ...]) -> Tensor:
-    """`categorical_mode` of each part of the logits: `[*B, sum(nvec)]` to int64 `[*B, len(nvec)]`.
+    """Return `categorical_mode` of each part of logits `[*B, sum(nvec)]`: int64 `[*B, len(nvec)]`.
 
     Gradient: none.
     Raises: ValueError if the last axis is not sum(nvec).
@@ -194,7 +194,7 @@ def multi_discrete_mode(logits: Tensor, *, nvec: tuple[int, ...]) -> Tensor:
 
 
 def multi_discrete_log_prob(logits: Tensor, action: Tensor, *, nvec: tuple[int, ...]) -> Tensor:
-    """Log-probability of independent parts, nats.
+    """Return the log-probability of independent parts (nats).
 
         sum_i(log_softmax(logits_i)[action[i]])
 
@@ -217,7 +217,7 @@ def multi_discrete_log_prob(logits: Tensor, action: Tensor, *, nvec: tuple[int, 
 
 
 def multi_discrete_entropy(logits: Tensor, *, nvec: tuple[int, ...]) -> Tensor:
-    """Sum of the parts' entropies, nats: `[*B, sum(nvec)]` to `[*B]`.
+    """Return the sum of the parts' entropies (nats): `[*B]` for logits `[*B, sum(nvec)]`.
 
     Gradient: flows through `logits`.
     Raises: ValueError if the last axis is not sum(nvec).
@@ -229,7 +229,7 @@ def multi_discrete_entropy(logits: Tensor, *, nvec: tuple[int, ...]) -> Tensor:
 
 
 def multi_discrete_kl(logits: Tensor, other_logits: Tensor, *, nvec: tuple[int, ...]) -> Tensor:
-    """Sum of the parts' KL divergences, nats: two `[*B, sum(nvec)]` to `[*B]`.
+    """Return the sum of the parts' KL divergences (nats): `[*B]` for two logits `[*B, sum(nvec)]`.
 
     Gradient: flows through both.
     Raises: ValueError naming the arguments whose shapes do not fit.

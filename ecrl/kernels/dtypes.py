@@ -46,7 +46,7 @@ def widened(*tensors: Tensor) -> list[Tensor]:
 def rounding(dtype: torch.dtype) -> float:
     """Return the relative size below which a spread counts as rounding noise.
 
-    It is 8 eps of the dtype that is computed in, and at least the eps of `dtype` itself.
+    It is 8 eps of the dtype to compute in, and at least the eps of `dtype` itself.
 
     >>> rounding(torch.float64) < rounding(torch.float32) < rounding(torch.bfloat16)
     True
@@ -55,7 +55,7 @@ def rounding(dtype: torch.dtype) -> float:
 
 
 def scalars(**named: Scalar) -> tuple[Scalar, ...]:
-    """Return the hyperparameters in the order given, half-precision ones in float32.
+    """Return the hyperparameters in the given order. Half-precision ones become float32.
 
     Raises: ValueError naming one that is neither a number nor a 0-d tensor.
 

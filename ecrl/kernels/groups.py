@@ -1,7 +1,7 @@
 """Group-relative advantages: each environment is compared with the others of its group, without a critic.
 
 A group is `group_size` consecutive rows. Scores are standardised per trailing index, so step-wise returns are compared
-at equal time. The advantages of a group are 0 if it has one member left or if its spread is float noise.
+at equal time. The advantages of a group are 0 if only one member is unmasked or if the spread is rounding noise.
 """
 
 import torch
@@ -25,9 +25,9 @@ def group_advantages(score: Tensor, mask: Tensor, *, group_size: int, eps: Scala
         eps: added to the standard deviation, reward units.
 
     Returns: `[N, *F]` in the dtype of `score`. Masked entries are 0. Groups with fewer than two counted rows are 0.
-        Groups with a spread of float noise are 0: their std is at most 8 eps times the mean size, 9.5e-7 in float32.
-        Half precision is computed in float32. Its noise is the spacing of its numbers: 1e-3 in float16, 8e-3 in
-        bfloat16.
+        Groups whose spread is rounding noise are 0: a std of at most 8 eps times the mean magnitude, 9.5e-7 in float32.
+        Half precision is computed in float32. Its rounding noise is the spacing of its numbers: 1e-3 in float16, 8e-3
+        in bfloat16.
     Gradient: flows through `score`.
     Raises: ValueError if `N % group_size` or `group_size < 2`, or naming arguments of a
         wrong shape.

@@ -4,9 +4,9 @@ Composite losses return `(0-d loss, {name: detached 0-d tensor})`. The log `coun
 is the weight for averages over ranks. Means divide by a count of at least 1. Masked entries may hold anything, NaN
 included.
 
-Exponents are bounded, so that losses and gradients stay finite: `bound` is half the logarithm of the dtype's largest
-number (`ecrl.kernels.dtypes.exponent_bound`), 44.36 in float32. A log-ratio above it counts as `bound`, and no gradient
-flows through it.
+Exponents are bounded, so that losses and gradients stay finite. The `bound` is half the logarithm of the dtype's
+largest number, 44.36 in float32 (`ecrl.kernels.dtypes.exponent_bound`). A log-ratio above it counts as `bound`, and no
+gradient flows through it.
 
 Half-precision inputs are computed in float32. Losses have the dtype that their float inputs promote to, logs at least
 float32.
@@ -81,7 +81,7 @@ def _surrogate(
 
 
 def value_loss(value: Tensor, value_target: Tensor, mask: Tensor) -> Tensor:
-    """Mean squared error of the critic, without a factor of one half.
+    """Return the mean squared error of the critic, without a factor of one half.
 
         mean((value - value_target)^2)
 
@@ -107,7 +107,7 @@ def value_loss(value: Tensor, value_target: Tensor, mask: Tensor) -> Tensor:
 def clipped_value_loss(
     value: Tensor, old_value: Tensor, value_target: Tensor, mask: Tensor, *, clip_coef: Scalar
 ) -> Tensor:
-    """Return the mean of the larger of two squared errors: of the value, and of a value clipped near the old value.
+    """Return the mean of the larger of two squared errors, of the value and of a value clipped near the old value.
 
         clipped = old_value + clip(value - old_value, -clip_coef, clip_coef)
         mean(max((value - value_target)^2, (clipped - value_target)^2))
@@ -138,7 +138,7 @@ def clipped_value_loss(
 
 
 def kl_k1(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
-    """Unbiased, high-variance estimate of KL(policy | ref), per sample of the policy; may be negative.
+    """Return an unbiased, high-variance estimate of KL(policy | ref) for each sample of the policy; may be negative.
 
         log_prob - ref_log_prob
 
@@ -155,11 +155,11 @@ def kl_k1(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
     tensor([1.])
     """
     same_shape(log_prob=log_prob, ref_log_prob=ref_log_prob)
-    return log_prob - ref_log_prob  # one rounding, in any dtype
+    return log_prob - ref_log_prob  # rounded once in any dtype, so no float32 is needed
 
 
 def kl_k2(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
-    """Biased, low-variance estimate of KL(policy | ref), per sample of the policy; never negative.
+    """Return a biased, low-variance estimate of KL(policy | ref) for each sample of the policy; never negative.
 
         (log_prob - ref_log_prob)^2 / 2
 
@@ -181,7 +181,7 @@ def kl_k2(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
 
 
 def kl_k3(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
-    """Unbiased, low-variance estimate of KL(policy | ref), per sample of the policy; never negative.
+    """Return an unbiased, low-variance estimate of KL(policy | ref) for each sample of the policy; never negative.
 
         exp(q) - 1 - q,    q = min(ref_log_prob - log_prob, bound)        bound: 44.36 in float32, see the module
 
@@ -222,7 +222,7 @@ def ppo_loss(
     vf_coef: Scalar,
     ent_coef: Scalar,
 ) -> tuple[Tensor, Logs]:
-    """Clipped surrogate, critic error and entropy bonus.
+    """Return the sum of clipped surrogate, critic error and entropy bonus.
 
         loss = clipped_surrogate + vf_coef * value_loss - ent_coef * mean(entropy)
 
@@ -248,8 +248,7 @@ def ppo_loss(
     >>> float(loss), float(logs["value_loss"]), float(logs["count"])
     (1.0, 4.0, 2.0)
     """
-    wide_value, wide_target = widened(value, value_target)
-    critic = value_loss(wide_value, wide_target, mask)
+    critic = value_loss(*widened(value, value_target), mask=mask)
     return _composed(
         log_prob, old_log_prob, advantage, entropy, value, value_target, mask, critic, clip_coef, vf_coef, ent_coef
     )
@@ -296,8 +295,7 @@ def ppo_loss_clipped_value(
     >>> float(ppo_loss_clipped_value(x, x, x, x, x + 2, x, x + 2, yes, **numbers)[1]["value_loss"])
     2.25
     """
-    wide_value, wide_old_value, wide_target = widened(value, old_value, value_target)
-    critic = clipped_value_loss(wide_value, wide_old_value, wide_target, mask, clip_coef=clip_coef)
+    critic = clipped_value_loss(*widened(value, old_value, value_target), mask=mask, clip_coef=clip_coef)
     return _composed(
         log_prob, old_log_prob, advantage, entropy, value, value_target, mask, critic, clip_coef, vf_coef, ent_coef
     )
@@ -316,7 +314,7 @@ def _composed(
     vf_coef: Scalar,
     ent_coef: Scalar,
 ) -> tuple[Tensor, Logs]:
-    """Return the sum of the surrogate, the given critic error and the entropy bonus."""
+    """Return the sum of the surrogate, the critic error `critic` and the entropy bonus."""
     vf_coef, ent_coef = scalars(vf_coef=vf_coef, ent_coef=ent_coef)
     same_shape(log_prob=log_prob, entropy=entropy, value=value, value_target=value_target, mask=mask)
     policy, logs = _surrogate(log_prob, old_log_prob, advantage, mask, clip_coef)
@@ -343,7 +341,7 @@ def grpo_loss(
     kl_coef: Scalar,
     ent_coef: Scalar,
 ) -> tuple[Tensor, Logs]:
-    """Clipped surrogate with a penalty for leaving a reference policy, and an entropy bonus.
+    """Return the clipped surrogate with a penalty for leaving a reference policy, and an entropy bonus.
 
         loss = clipped_surrogate + kl_coef * mean(kl_k3(log_prob, ref_log_prob)) - ent_coef * mean(entropy)
 

@@ -32,7 +32,7 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def identity(x: Tensor) -> Tensor:
-    """Return `x`: the sum over all processes if there is only one."""
+    """Return `x`: with one process, it is the sum over all processes."""
     return x
 
 
@@ -41,15 +41,15 @@ def standardize(x: Tensor, mask: Tensor, *, eps: Scalar, total: Callable[[Tensor
 
         (x - mean) / max(std, eps)        std over count - 1, at least 1
 
-    Entries that differ by rounding only give 0. The standard deviation counts as 0 if it is at most |mean| times the
-    dtype's eps, or at most an eighth of the rounding error of the mean.
+    If the entries differ only by rounding, the results are 0. The standard deviation then counts as 0. Its limit is
+    |mean| times the dtype's eps, or an eighth of the rounding error of the mean if that is larger.
 
     Args:
         x: `[*B]` float.
         mask: `[*B]` bool.
         eps: smallest divisor, in the units of `x`.
-        total: a function that sums a tensor over all processes, such as `ecrl.distributed.all_sum`. It gives the mean
-            and the standard deviation of the whole batch if each process holds a part.
+        total: a function that sums a tensor over all processes, such as `ecrl.distributed.all_sum`. If each process
+            holds a part of the batch, the mean and the standard deviation then belong to the whole batch.
 
     Returns: `[*B]`, in the dtype of `x`; half precision is computed in float32.
     Gradient: flows through `x`.
@@ -78,9 +78,11 @@ def standardize(x: Tensor, mask: Tensor, *, eps: Scalar, total: Callable[[Tensor
 
 
 def explained_variance(value: Tensor, value_target: Tensor, mask: Tensor) -> Tensor:
-    """Return the share of the targets' variance that the critic explains. 1 is perfect, 0 is as good as their mean.
+    """Return the share of the targets' variance that the critic explains.
 
-        1 - var(value_target - value) / var(value_target)        0 if the targets vary by rounding only
+    1 is perfect, and 0 is no better than the mean of the targets.
+
+        1 - var(value_target - value) / var(value_target)        0 if the targets vary only by rounding
 
     Args:
         value: `[*B]` float.

@@ -42,7 +42,7 @@ def moments_merge(moments: TensorDict, other: TensorDict) -> TensorDict:
         other: moments of the same sample shape.
 
     Returns: new moments; the inputs are not written.
-    Gradient: not meant to carry any.
+    Gradient: flows through every float; moments usually carry none.
     Raises: ValueError if the sample shapes differ.
     Source: Chan, Golub and LeVeque 1983, "Algorithms for computing the sample variance", eq. 2.1.
 
@@ -70,8 +70,8 @@ def moments_update(
         moments: moments before the batch.
         x: `[*B, *shape]` float. Masked entries may hold anything.
         mask: `[*B]` bool, True = counts.
-        total: a function that sums a tensor over all processes, such as `ecrl.distributed.all_sum`. It gives every
-            process the moments of the whole batch if each holds a part.
+        total: a function that sums a tensor over all processes, such as `ecrl.distributed.all_sum`. If each process
+            holds a part of the batch, all get the moments of the whole batch.
 
     Returns: new moments; the inputs are not written.
     Gradient: none; `x` is detached.

@@ -1,9 +1,9 @@
 """Gaussian and tanh-squashed Gaussian actions as functions of mean and log-std: sample, mode, log_prob, entropy, kl.
 
-Noise is an argument, standard normal (see `ecrl.rng`). Means are `[*B, A]`, the covariance is diagonal, and everything
-sums over the last axis. The squashed Gaussian keeps its `latent`, the sample before tanh: log-probabilities computed
-from it are exact and finite at saturation, where `1 - tanh(latent)^2` underflows. Half precision is computed in float32
-and returned in half precision.
+Noise is an argument, standard normal (see `ecrl.rng`). Means are `[*B, A]`, the covariance is diagonal, and results are
+sums over the last axis. The squashed Gaussian keeps its `latent`, the sample before tanh. Log-probabilities computed
+from the latent are exact and finite at saturation, where `1 - tanh(latent)^2` underflows. Half precision is computed in
+float32 and returned in half precision.
 """
 
 from math import log, pi
@@ -61,7 +61,7 @@ def normal_sample(mean: Tensor, log_std: Tensor, noise: Tensor) -> Tensor:
 
 
 def normal_mode(mean: Tensor) -> Tensor:
-    """The mean itself: `[*B, A]`.
+    """Return the mean, which is the mode: `[*B, A]`.
 
     Gradient: flows through.
 
@@ -72,7 +72,7 @@ def normal_mode(mean: Tensor) -> Tensor:
 
 
 def normal_log_prob(mean: Tensor, log_std: Tensor, action: Tensor) -> Tensor:
-    """Log-density of a diagonal Gaussian, nats, summed over the last axis.
+    """Return the log-density of a diagonal Gaussian (nats), summed over the last axis.
 
         sum_a(-z^2 / 2 - log_std - log(2 pi) / 2),    z = (action - mean) / exp(log_std)
 
@@ -101,7 +101,9 @@ def _log_prob(mean: Tensor, log_std: Tensor, action: Tensor) -> Tensor:
 
 
 def normal_entropy(mean: Tensor, log_std: Tensor) -> Tensor:
-    """Differential entropy of a diagonal Gaussian, nats, summed over the last axis; independent of the mean.
+    """Return the differential entropy of a diagonal Gaussian (nats), summed over the last axis.
+
+    It does not depend on the mean.
 
         sum_a(log_std + log(2 pi e) / 2)
 
@@ -126,7 +128,7 @@ def _entropy(mean: Tensor, log_std: Tensor) -> Tensor:
 
 
 def normal_kl(mean: Tensor, log_std: Tensor, other_mean: Tensor, other_log_std: Tensor) -> Tensor:
-    """KL(first | other) of diagonal Gaussians, nats, summed over the last axis.
+    """Return KL(first | other) of diagonal Gaussians (nats), summed over the last axis.
 
         sum_a(other_log_std - log_std + (std^2 + (mean - other_mean)^2) / (2 other_std^2) - 1 / 2)
 
@@ -154,7 +156,7 @@ def normal_kl(mean: Tensor, log_std: Tensor, other_mean: Tensor, other_log_std: 
 
 
 def _log_slope(latent: Tensor) -> Tensor:
-    """`log(1 - tanh(latent)^2)` without cancellation."""
+    """Return `log(1 - tanh(latent)^2)` without cancellation."""
     return 2.0 * (log(2.0) - latent - F.softplus(-2.0 * latent))
 
 
@@ -182,7 +184,7 @@ def tanh_normal_sample(mean: Tensor, log_std: Tensor, noise: Tensor) -> Squashed
 
 
 def tanh_normal_mode(mean: Tensor) -> Tensor:
-    """The squashed mean, `tanh(mean)`: `[*B, A]` (the median; the deterministic action).
+    """Return the squashed mean, `tanh(mean)`: `[*B, A]` (the median; the deterministic action).
 
     Gradient: flows through.
 
@@ -211,7 +213,7 @@ def tanh_normal_latent(action: Tensor) -> Tensor:
 
 
 def tanh_normal_log_prob(mean: Tensor, log_std: Tensor, latent: Tensor) -> Tensor:
-    """Log-density of the action `tanh(latent)`, nats, summed over the last axis; finite at saturation.
+    """Return the log-density of the action `tanh(latent)` (nats), summed over the last axis. Finite at saturation.
 
         normal_log_prob(latent) - sum_a(log(1 - tanh(latent)^2))
         log(1 - tanh(x)^2) = 2 (log 2 - x - softplus(-2 x))
@@ -235,11 +237,11 @@ def tanh_normal_log_prob(mean: Tensor, log_std: Tensor, latent: Tensor) -> Tenso
 
 
 def tanh_normal_entropy(mean: Tensor, log_std: Tensor) -> Tensor:
-    """Differential entropy of the squashed Gaussian, nats, summed over the last axis.
+    """Return the differential entropy of the squashed Gaussian (nats), summed over the last axis.
 
         normal_entropy + sum_a(E[log(1 - tanh(latent)^2)])
 
-    There is no closed form; the expectation is a 48-point Gauss-Hermite sum, with an error per axis below 1e-3 for std
+    There is no closed form. The expectation is a 48-point Gauss-Hermite sum. Its error per axis is below 1e-3 for std
     up to 3 (2e-2 at 5).
 
     Args:
@@ -262,9 +264,11 @@ def tanh_normal_entropy(mean: Tensor, log_std: Tensor) -> Tensor:
 
 
 def tanh_normal_kl(mean: Tensor, log_std: Tensor, other_mean: Tensor, other_log_std: Tensor) -> Tensor:
-    """Return KL(first | other), nats. It is the KL of the Gaussians before tanh, because a bijection keeps it.
+    """Return KL(first | other) of squashed Gaussians (nats).
 
-    Args, returns, gradient and errors as `normal_kl`.
+    It is the KL of the Gaussians before tanh, because a bijection keeps it.
+
+    Arguments, result, gradient and errors are as in `normal_kl`.
 
     >>> tanh_normal_kl(torch.tensor([0.0]), torch.tensor([0.0]), torch.tensor([1.0]), torch.tensor([0.0]))
     tensor(0.5000)

@@ -47,7 +47,7 @@ def _map(fn: Callable[..., Tensor], first: TensorDict, *others: TensorDict) -> T
         ]
         if wrong:
             raise ValueError(
-                f"params, grads and opt must have leaves of the same shapes; not so for {', '.join(wrong)}"
+                f"params, grads and opt must have leaves of the same shapes; these differ: {', '.join(wrong)}"
             )
 
     def apply(leaf: Tensor, *rest: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ def _as(like: TensorDict, new: TensorDict) -> TensorDict:
 
 
 def adam_init(params: TensorDict) -> TensorDict:
-    """Optimiser state for `adam` and `adamw`: first and second moments, and the number of steps (int64).
+    """Return the optimiser state for `adam` and `adamw`: first and second moments, and the number of steps (int64).
 
     >>> sorted(adam_init(TensorDict({"w": torch.zeros(2)}, [])).keys())
     ['mu', 'nu', 'step']
@@ -98,8 +98,7 @@ def adam(
 
     Returns: new params and opt; the inputs are not written.
     Gradient: flows through every input; not finite where the new `nu` is 0.
-    Raises: ValueError naming leaves that only one side has, or that differ in shape, or a
-        hyperparameter that is not 0-d.
+    Raises: ValueError naming leaves of only one side, leaves of unequal shapes, or a hyperparameter that is not 0-d.
     Source: Kingma and Ba 2015, arXiv:1412.6980, algorithm 1.
 
     >>> p, g = TensorDict({"w": torch.tensor([1.0])}, []), TensorDict({"w": torch.tensor([5.0])}, [])
@@ -111,7 +110,8 @@ def adam(
     nu = _map(lambda v, g: beta2 * v + (1.0 - beta2) * g * g, opt["nu"], grads)
     step = opt["step"] + 1
     t = step.to(torch.float64)
-    root = torch.sqrt(1.0 - torch.pow(beta2, t))  # numerator and denominator of the equation are multiplied by it
+    # `root` multiplies both the numerator and the denominator of the equation
+    root = torch.sqrt(1.0 - torch.pow(beta2, t))
     rate, scaled_eps = learning_rate * root / (1.0 - torch.pow(beta1, t)), eps * root
 
     def move(p: Tensor, m: Tensor, v: Tensor) -> Tensor:
@@ -148,8 +148,7 @@ def adamw(
 
     Returns: new params and opt; the inputs are not written.
     Gradient: flows through every input; not finite where the new `nu` is 0.
-    Raises: ValueError naming leaves that only one side has, or that differ in shape, or a
-        hyperparameter that is not 0-d.
+    Raises: ValueError naming leaves of only one side, leaves of unequal shapes, or a hyperparameter that is not 0-d.
     Source: Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2.
 
     >>> p, g = TensorDict({"w": torch.tensor([1.0])}, []), TensorDict({"w": torch.tensor([0.0])}, [])
@@ -163,7 +162,7 @@ def adamw(
 
 
 def sgd_init(params: TensorDict) -> TensorDict:
-    """Optimiser state for `sgd`: the momentum buffer and the number of steps (int64).
+    """Return the optimiser state for `sgd`: the momentum buffer and the number of steps (int64).
 
     >>> sorted(sgd_init(TensorDict({"w": torch.zeros(2)}, [])).keys())
     ['momentum', 'step']
@@ -187,8 +186,7 @@ def sgd(
 
     Returns: new params and opt; the inputs are not written.
     Gradient: flows through every input.
-    Raises: ValueError naming leaves that only one side has, or that differ in shape, or a
-        hyperparameter that is not 0-d.
+    Raises: ValueError naming leaves of only one side, leaves of unequal shapes, or a hyperparameter that is not 0-d.
     Source: Sutskever et al. 2013, "On the importance of initialization and momentum in deep learning", eq. 1 and 2.
 
     >>> p, g = TensorDict({"w": torch.tensor([1.0])}, []), TensorDict({"w": torch.tensor([5.0])}, [])
@@ -202,7 +200,7 @@ def sgd(
 
 
 def rmsprop_init(params: TensorDict) -> TensorDict:
-    """Optimiser state for `rmsprop`: the second moment and the number of steps (int64).
+    """Return the optimiser state for `rmsprop`: the second moment and the number of steps (int64).
 
     >>> sorted(rmsprop_init(TensorDict({"w": torch.zeros(2)}, [])).keys())
     ['nu', 'step']
@@ -227,8 +225,7 @@ def rmsprop(
 
     Returns: new params and opt; the inputs are not written.
     Gradient: flows through every input; not finite where the new `nu` is 0.
-    Raises: ValueError naming leaves that only one side has, or that differ in shape, or a
-        hyperparameter that is not 0-d.
+    Raises: ValueError naming leaves of only one side, leaves of unequal shapes, or a hyperparameter that is not 0-d.
     Source: Tieleman and Hinton 2012, "Neural networks for machine learning", lecture 6e.
 
     >>> p, g = TensorDict({"w": torch.tensor([1.0])}, []), TensorDict({"w": torch.tensor([5.0])}, [])
@@ -284,11 +281,11 @@ def clip_by_global_norm(grads: TensorDict, *, max_norm: Scalar) -> tuple[TensorD
 
 
 def linear_schedule(step: Tensor, *, start: Scalar, end: Scalar, horizon: int) -> Tensor:
-    """Factor that moves from `start` to `end` in `horizon` steps and then stays there, float64.
+    """Return a factor that moves from `start` to `end` in `horizon` steps and then stays there, float64.
 
         start + (end - start) * min(step / horizon, 1)
 
-    Gradient: flows through `start` and `end`, given as tensors; a count of steps has none.
+    Gradient: flows through `start` and `end` if they are tensors, but not through a count of steps.
     Source: `torch.optim.lr_scheduler.LinearLR`.
 
     >>> linear_schedule(torch.tensor(5), start=1.0, end=0.0, horizon=10)
@@ -300,11 +297,11 @@ def linear_schedule(step: Tensor, *, start: Scalar, end: Scalar, horizon: int) -
 
 
 def cosine_schedule(step: Tensor, *, end: Scalar, horizon: int) -> Tensor:
-    """Factor that falls from 1 to `end` along half a cosine in `horizon` steps and then stays there, float64.
+    """Return a factor that falls from 1 to `end` along half a cosine in `horizon` steps and then stays there, float64.
 
         end + (1 - end) * (1 + cos(pi * min(step / horizon, 1))) / 2
 
-    Gradient: flows through `end`, given as a tensor; a count of steps has none.
+    Gradient: flows through `end` if it is a tensor, but not through a count of steps.
     Source: Loshchilov and Hutter 2017, arXiv:1608.03983, eq. 5.
 
     >>> cosine_schedule(torch.tensor(5), end=0.0, horizon=10)
@@ -316,11 +313,11 @@ def cosine_schedule(step: Tensor, *, end: Scalar, horizon: int) -> Tensor:
 
 
 def step_schedule(step: Tensor, *, every: int, gamma: Scalar) -> Tensor:
-    """Factor that is multiplied by `gamma` once every `every` steps: float64.
+    """Return a factor that is multiplied by `gamma` once every `every` steps: float64.
 
         gamma ^ floor(step / every)
 
-    Gradient: flows through `gamma`, given as a tensor; a count of steps has none.
+    Gradient: flows through `gamma` if it is a tensor, but not through a count of steps.
     Source: `torch.optim.lr_scheduler.StepLR`.
 
     >>> step_schedule(torch.tensor(5), every=2, gamma=0.5)
@@ -331,11 +328,11 @@ def step_schedule(step: Tensor, *, every: int, gamma: Scalar) -> Tensor:
 
 
 def exponential_schedule(step: Tensor, *, gamma: Scalar) -> Tensor:
-    """Factor that is multiplied by `gamma` every step: float64.
+    """Return a factor that is multiplied by `gamma` every step: float64.
 
         gamma ^ step
 
-    Gradient: flows through `gamma`, given as a tensor; a count of steps has none.
+    Gradient: flows through `gamma` if it is a tensor, but not through a count of steps.
     Source: `torch.optim.lr_scheduler.ExponentialLR`.
 
     >>> exponential_schedule(torch.tensor(2), gamma=0.5)

@@ -88,10 +88,10 @@ def compute_gae(rollout: TensorDict, gamma: Scalar, gae_lambda: Scalar) -> GAE:
 def compute_vtrace(
     rollout: TensorDict, log_prob: Tensor, *, gamma: Scalar, gae_lambda: Scalar, clip_rho: Scalar, clip_c: Scalar
 ) -> VTrace:
-    """Return `vtrace` of a `[N, T + 1]` rollout and the learnt policy's `log_prob` `[N, T]`: each `[N, T]`.
+    """Return `vtrace` of a `[N, T + 1]` rollout, with results `[N, T]`.
 
-    It reads sample_log_prob, reward, value, terminated, truncated, done and, if present, final_value. The padding slot
-    is never read.
+    `log_prob` `[N, T]` is under the policy being learnt. The function reads sample_log_prob, reward, value,
+    terminated, truncated, done and, if present, final_value. The padding slot is never read.
 
     Raises: ValueError naming a missing or misshapen field.
 

@@ -24,19 +24,19 @@ class Policy:
     `carry` is the policy's memory, an empty TensorDict for feed-forward policies. `steps` is a TensorDict with obs,
     action, done and every other field that `act` returned. Every number in these fields must be finite.
 
-    If an action has several tokens, `sample_log_prob`, and the results of `evaluate`, may have further axes for them.
-    Algorithms sum the tokens: the log-probability of an action is the sum over its tokens that count. Those are all
-    tokens, or the True ones of a field `token_mask` of the same shape.
+    If an action has several tokens, `sample_log_prob` and the results of `evaluate` may have further axes, with one
+    entry per token. The log-probability of an action is then the sum over its tokens. If only some tokens count, `act`
+    also returns a bool field `token_mask` of the same shape, True for the tokens that count.
 
-    Most policies have the unit "step": `evaluate` and `value` treat every row alone, and leading axes are free. A
-    policy with memory has the unit "sequence". Its `steps` are `[n, S]` with time as the second axis, and `carry` `[n]`
-    is the memory before the first step. `evaluate` and `value` run the recurrence and restart it after each step with
-    `done`, as the collector does. `value` takes two more arguments then:
+    Most policies have the unit "step": `evaluate` and `value` compute every row independently and accept any leading
+    axes. A policy with memory has the unit "sequence". Its `steps` are `[n, S]` with time as the second axis, and
+    `carry` `[n]` is the memory before the first step. `evaluate` and `value` run the recurrence and restart it after
+    each step with `done`, as the collector does. The `value` of such a policy has other arguments and two results:
 
         value(params, carry, steps, final) -> (V [n, S], V_final [n, F])
 
     `final` `[n, F]` has `obs`, the observations at time limits, and `carry`, the memory after `act` and before the
-    restart. It is None where only the first result is used; the second one is None then.
+    restart. If only V is needed, `final` and V_final are None.
 
     Attributes:
         init: 0-d key -> params.
@@ -49,9 +49,9 @@ class Policy:
         norm_update: (statistics, obs, mask) -> the statistics updated with a batch.
         compiles: False if a module draws its own random numbers.
         init_carry: (params, num_envs) -> carry, a TensorDict `[num_envs]`, at the start of an episode.
-        unit: what a row of a minibatch is, "step" or "sequence".
-        init_frozen: device -> parameters that are not trained, such as a backbone, or None. Other functions get them
-            in `params`, beside those of `init`. No optimiser sees them, and no copy of them is made.
+        unit: content of a row of a minibatch, "step" or "sequence".
+        init_frozen: device -> parameters that are not trained, such as a backbone, or None. The other functions find
+            them in `params`. No optimiser sees these parameters, and no copy of them is made.
     """
 
     init: Callable[[Tensor], TensorDict]
@@ -74,20 +74,19 @@ class Policy:
 
 
 def acting_params(params: TensorDict, fixed: TensorDict) -> TensorDict:
-    """Return the `params` of a policy's functions: those that learn and those that do not.
+    """Return the `params` of a policy's functions: learned and fixed parameters together.
 
     Args:
-        params: the parameters that learn.
-        fixed: may have `obs`, the observation statistics, which the result has under `norm`. It may have
-            `frozen_params`, whose fields the result has beside those of `params`. The field `norm` of a state is such a
-            TensorDict, and so is the result of `fixed_params`.
+        params: the learned parameters.
+        fixed: the result of `fixed_params`, or the field `norm` of a state. If it has observation statistics, `obs`,
+            the result has them as `norm`. If it has `frozen_params`, the result also has the fields of `frozen_params`.
     """
-    given = params.copy().set("norm", fixed["obs"]) if "obs" in fixed else params.copy()
-    return replaced(given, fixed["frozen_params"]) if "frozen_params" in fixed else given
+    merged = params.copy().set("norm", fixed["obs"]) if "obs" in fixed else params.copy()
+    return replaced(merged, fixed["frozen_params"]) if "frozen_params" in fixed else merged
 
 
 def fixed_params(state: TensorDict) -> TensorDict:
-    """Return what the policy of a state needs besides its `params`: observation statistics and frozen parameters."""
+    """Return the fixed parameters of the policy of a state: observation statistics and frozen parameters."""
     norm: Any = state["norm"]
     fixed = norm.select("obs", strict=False)
     return replaced(fixed, {"frozen_params": state["frozen_params"]}) if "frozen_params" in state else fixed
@@ -107,7 +106,7 @@ def policy_params(state: TensorDict) -> TensorDict:
 def flatten(obs: Any, space: Space) -> Tensor:
     """Flatten an observation to float features `[*B, flat_dim(space)]`.
 
-    A Box gives its elements as floats, an image (`ecrl.spaces.is_image`) divided by 255, as Stable-Baselines3 does it.
+    A Box gives its elements as floats. An image (`ecrl.spaces.is_image`) is divided by 255, as in Stable-Baselines3.
     A Discrete gives a one-hot vector. A Dict gives its parts in order of name, without `action_mask`.
 
     >>> from ecrl.spaces import box, dict_space
@@ -150,7 +149,7 @@ def one_batch(obs: Any, space: Space) -> tuple[Any, torch.Size]:
 
 
 def example(space: Space) -> Any:
-    """Return two all-zero observations of a space, with every choice allowed, to try a module with."""
+    """Return two all-zero observations of a space, with every choice allowed, for a trial call of a module."""
     if isinstance(space, Dict):
         parts = {name: example(part) for name, part in space.items}
         mask = (

@@ -22,7 +22,10 @@ LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0
 
 
 class Head(NamedTuple):
-    """Functions of (log_std, output, ...). `output` `[*B, A]` is a mean, or logits; with logits, log_std is None."""
+    """Functions of an action distribution, called with (log_std, output, ...), except `noise`.
+
+    `output` `[*B, A]` is the mean of Box actions, or the logits of discrete actions. With logits, log_std is None.
+    """
 
     noise: Callable[[Tensor], Tensor]
     sample: Callable[..., Tensor]
@@ -32,7 +35,7 @@ class Head(NamedTuple):
 
 
 def bounded(log_std: Tensor) -> Tensor:
-    """Clamp the log-std to its bounds. The gradient passes unchanged, so a parameter outside can move back."""
+    """Clamp the log-std to its bounds. The gradient passes unchanged, so a parameter can move back inside."""
     return log_std + (log_std.clamp(LOG_STD_MIN, LOG_STD_MAX) - log_std).detach()
 
 
@@ -58,7 +61,7 @@ def normal_head(space: Box) -> Head:
 def squashed_head(space: Box) -> Head:
     """Return a Gaussian head squashed into the space: `action = centre + half_width * tanh(latent)`.
 
-    The log-probability is that of `tanh(latent)`. It leaves out the constant `sum(log(half_width))`, which changes
+    The log-probability belongs to `tanh(latent)`. It leaves out the constant `sum(log(half_width))`, which changes
     neither ratios nor gradients. Acting and evaluating both compute it from the action, so they agree even where tanh
     saturates.
     """
@@ -108,7 +111,7 @@ def _multi_discrete_head(space: MultiDiscrete) -> Head:
 def make_head(space: Space, squash: bool) -> Head:
     """Return the head of an action space.
 
-    Raises: ConfigError for an unsupported space, or if `squash` is set and the space cannot be squashed into.
+    Raises: ConfigError for an unsupported space, or if `squash` is set for a space without finite bounds.
     """
     match space:
         case Box() if space.dtype != torch.float32:
@@ -125,7 +128,7 @@ def make_head(space: Space, squash: bool) -> Head:
 
 
 def is_masked(observation_space: Space, action_space: Space) -> bool:
-    """Return True if observations have an `action_mask`. Raise ConfigError if the actions are a Box then."""
+    """Return True if observations have an `action_mask`; raise ConfigError if Box actions have one."""
     masked = isinstance(observation_space, Dict) and "action_mask" in dict(observation_space.items)
     if masked and isinstance(action_space, Box):
         raise ConfigError("policy: obs['action_mask'] needs Discrete or MultiDiscrete actions, got Box")

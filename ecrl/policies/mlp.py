@@ -75,7 +75,7 @@ class _MLP(nn.Sequential):
 
 @register_network("mlp")
 def mlp(cfg: MLPConfig, space: Space, outputs: int) -> nn.Module:
-    """Build `build_mlp` behind `ecrl.policies.flatten`, for every space."""
+    """Build a perceptron on the features of `ecrl.policies.flatten`, for every space."""
     return _MLP(space, build_mlp(cfg, flat_dim(space), outputs))
 
 

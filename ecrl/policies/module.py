@@ -39,7 +39,8 @@ def module_policy(
 
     - `output` `[B, A]`: the mean of Box actions, flattened, or the concatenated logits of discrete actions;
     - `value` `[B]`, or None without a critic;
-    - `log_std` `[A]` or `[B, A]`, for Box actions, clamped to -5 and 2. A module parameter of this name may replace it.
+    - `log_std` `[A]` or `[B, A]`, for Box actions, clamped to [-5, 2]. A module parameter named `log_std` may replace
+    it.
 
     If the observations have an `action_mask`, it masks the logits.
 
@@ -48,9 +49,9 @@ def module_policy(
 
     - `get_action(tensordict, deterministic=False)` writes "action" and "sample_log_prob" `[B]`;
     - `evaluate_actions(tensordict)` also reads "action", and writes "log_prob" and "entropy", each `[B]`;
-    - `get_value(tensordict)` writes "value" `[B]`. It is defined only if there is a critic.
+    - `get_value(tensordict)` writes "value" `[B]`. Define it only with a critic.
 
-    Such a module draws from torch's global generator, which is seeded from the key of the first environment, so that
+    Such a module draws from torch's global generator. The generator is seeded from the key of the first environment, so
     equal keys give equal actions. This form is not compiled. If `get_action` also takes `noise`, it must draw nothing
     else and is compiled. It then gets `[B, A]` standard normal numbers for Box actions, Gumbel numbers for discrete
     actions, or None if deterministic.
@@ -62,8 +63,8 @@ def module_policy(
         action_space: space of its actions.
         squash: squash Box actions by tanh into their space; only for modules that define only `forward`.
 
-    Raises: ConfigError for a method's field that is missing or has another shape, and for a layer whose output depends
-        on the batch or on chance, such as BatchNorm in training mode.
+    Raises: ConfigError if a method does not write a field, or writes it in another shape. Also for a layer whose output
+    depends on the batch or on chance, such as BatchNorm in training mode.
 
     >>> from ecrl import rng, spaces
     >>> class Net(nn.Module):
@@ -102,9 +103,9 @@ def _initial(net: Pure) -> Callable[[Tensor], TensorDict]:
 
 def _check_shape(label: str, value: Any, *expected: list[int]) -> None:
     """Raise ConfigError unless a module's output is a tensor of one of the expected shapes."""
-    given = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-    if given not in expected:
-        raise ConfigError(f"{label} has shape {given}, expected {' or '.join(map(str, expected))}")
+    shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+    if shape not in expected:
+        raise ConfigError(f"{label} has shape {shape}, expected {' or '.join(map(str, expected))}")
 
 
 def _forward_policy(
@@ -139,8 +140,8 @@ def _check_forward(net: Pure, label: str, observation_space: Space, action_space
     with torch.no_grad(), seeded(rng.key(0)):
         out = net.forward(weights, example(observation_space))
     if not isinstance(out, tuple) or len(out) not in (2, 3):
-        given = f"{len(out)} values" if isinstance(out, tuple) else type(out).__name__
-        raise ConfigError(f"{forward_label} returns {given}, expected (output, value) or (output, value, log_std)")
+        returned = f"{len(out)} values" if isinstance(out, tuple) else type(out).__name__
+        raise ConfigError(f"{forward_label} returns {returned}, expected (output, value) or (output, value, log_std)")
     _check_shape(f"{forward_label}: output", out[0], [2, width])
     if out[1] is not None:
         _check_shape(f"{forward_label}: value", out[1], [2])
@@ -188,7 +189,7 @@ def _acting_policy(net: Pure, label: str, observation_space: Space, action_space
     shape, head = element_shape(action_space), make_head(action_space, squash=False)
 
     def call_method(
-        params: TensorDict, method: str, given: Any, fields: dict, key: Tensor | None = None, **named: Any
+        params: TensorDict, method: str, inputs: TensorDict, fields: dict, key: Tensor | None = None, **named: Any
     ) -> Any:
         weights = cast(TensorDict, params["module"])
         sample_weight = cast(Tensor, next(iter(weights.values())))
@@ -197,8 +198,8 @@ def _acting_policy(net: Pure, label: str, observation_space: Space, action_space
             nullcontext() if takes_noise else seeded(key),
             _without_argument_checks() if is_exporting() else nullcontext(),
         ):
-            out = net.call(weights, method, given, **named)
-        outputs = _read_fields(f"{label}.{method}", given if out is None else out, fields)
+            out = net.call(weights, method, inputs, **named)
+        outputs = _read_fields(f"{label}.{method}", inputs if out is None else out, fields)
         return [floats_as(sample_weight.dtype, field) for field in outputs]  # autocast may have changed the dtype
 
     def act(params: TensorDict, carry: TensorDict, obs: Any, noise: Tensor | None) -> tuple[TensorDict, TensorDict]:
@@ -209,16 +210,16 @@ def _acting_policy(net: Pure, label: str, observation_space: Space, action_space
         elif noise is not None:
             key = noise.reshape(-1)[0]
         fields = {"action": [n, *shape], "sample_log_prob": [n]}
-        given = TensorDict({"obs": rows}, [n])
-        action, log_prob = call_method(params, "get_action", given, fields, key, deterministic=noise is None, **named)
+        inputs = TensorDict({"obs": rows}, [n])
+        action, log_prob = call_method(params, "get_action", inputs, fields, key, deterministic=noise is None, **named)
         out = {"action": action.reshape((*batch, *shape)), "sample_log_prob": log_prob.reshape(batch)}
         return carry, TensorDict(out, batch)
 
     def evaluate(params: TensorDict, carry: TensorDict, steps: TensorDict) -> tuple[Tensor, Tensor]:
         rows, batch = one_batch(steps["obs"], observation_space)
         n = rows.shape[0]
-        given = TensorDict({"obs": rows, "action": steps["action"].reshape((n, *shape))}, [n])
-        log_prob, entropy = call_method(params, "evaluate_actions", given, {"log_prob": [n], "entropy": [n]})
+        inputs = TensorDict({"obs": rows, "action": steps["action"].reshape((n, *shape))}, [n])
+        log_prob, entropy = call_method(params, "evaluate_actions", inputs, {"log_prob": [n], "entropy": [n]})
         return log_prob.reshape(batch), entropy.reshape(batch)
 
     def value(params: TensorDict, carry: TensorDict, obs: Any) -> Tensor:

@@ -143,7 +143,7 @@ def pure(make: Callable[[], nn.Module], name: str, bf16: bool) -> Pure:
     constants, first = _constants(module, trained), {}
     tied = {n: first.setdefault(id(w), n) for n, w in module.named_parameters(remove_duplicate=False)}
     tied = {name: shared for name, shared in tied.items() if name != shared}
-    module = deepcopy(module).to("meta")  # weights come with each call; `make` may hand out its own module
+    module = deepcopy(module).to("meta")  # each call brings its weights; a copy, because `make` may keep the module
     caller = _MethodCaller(module)
 
     def init() -> TensorDict:
@@ -175,7 +175,7 @@ def make_network(cfg: NetworkConfig, space: Space, outputs: int, bf16: bool, key
     The module gets the observations with one batch axis, in the dtypes of the space. It must return `[B, outputs]`.
     `key` is the network's place in the config, for messages.
 
-    Raises: ConfigError if it returns another shape for two all-zero observations.
+    Raises: ConfigError if the module returns another shape for two all-zero observations.
 
     >>> from ecrl.spaces import box
     >>> net = make_network(NetworkConfig(network_cfg={"hidden_sizes": [8]}), box(-1.0, 1.0, 3), 2, False)
@@ -197,9 +197,9 @@ def make_network(cfg: NetworkConfig, space: Space, outputs: int, bf16: bool, key
     with torch.no_grad(), seeded(torch.zeros((), dtype=torch.int64)):
         out = net.forward(net.init(), example(space))
     if not isinstance(out, Tensor) or out.shape != (2, outputs):
-        given = list(out.shape) if isinstance(out, Tensor) else type(out).__name__
+        returned = list(out.shape) if isinstance(out, Tensor) else type(out).__name__
         raise ConfigError(
-            f"{name}: {type(net.module).__name__} returns {given} for 2 observations, expected {[2, outputs]}"
+            f"{name}: {type(net.module).__name__} returns {returned} for 2 observations, expected {[2, outputs]}"
         )
 
     def forward(weights: TensorDict, obs: Any) -> Tensor:

@@ -49,10 +49,10 @@ def _without_norm(params: TensorDict) -> TensorDict:
 
 @cache
 def normalized(policy: Policy, observation_space: Space) -> Policy:
-    """Return `policy` acting on `clip((obs - mean) / sqrt(variance + 1e-8), -10, 10)`; moments in `params["norm"]`.
+    """Return `policy` on observations `clip((obs - mean) / sqrt(variance + 1e-8), -10, 10)`.
 
-    Every part of a Dict that is a Box of floats has its own moments. Integers, which images are, and `action_mask` stay
-    unchanged.
+    The moments are in `params["norm"]`. Every part of a Dict that is a Box of floats has its own moments.
+    Integers, such as images, and `action_mask` stay unchanged.
 
     Raises: ConfigError for observations without any Box of floats.
     """
@@ -62,7 +62,8 @@ def normalized(policy: Policy, observation_space: Space) -> Policy:
         raise ConfigError(f"policy.normalize_obs: {observation_space} has no float Box to standardise; leave it out")
 
     def norm_init(device: torch.device) -> TensorDict:
-        return norm.apply(lambda moment: moment.to(device, copy=True))  # `.to` would set a device, a compile guard
+        # not `norm.to`, which would set a device; compiled code would guard on that device
+        return norm.apply(lambda moment: moment.to(device, copy=True))
 
     def inner(params: TensorDict, obs: Any) -> tuple[TensorDict, Any]:
         return _without_norm(params), _normalize(params["norm"], obs)

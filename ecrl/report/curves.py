@@ -108,7 +108,7 @@ def _read_json(path: Path) -> Any:
 
 
 def _read_metrics(path: Path) -> Iterator[Row]:
-    """Yield the complete rows of a metrics file. Skip a last row without a newline: a run may still be writing it."""
+    """Yield the rows of a metrics file, except a last one without a newline: a run may still be writing it."""
     lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines[:-1], 1):
         try:
@@ -185,7 +185,7 @@ def choose_metric(sources: Sequence[Source]) -> str:
 
 
 def curve(source: Source, metric: str) -> Curve:
-    """Return the curve of a metric. It starts at the first finite value. A later value that is not finite is NaN.
+    """Return the curve of a metric. It starts at the first finite value. A later value that is not finite becomes NaN.
 
     Raises: UserError if the source has no value of the metric, or if its rows are not in order.
     """

@@ -2,7 +2,7 @@
 
 Seeds of one config, or of one peer, share a colour. A band shows the interquartile mean and its 95 % bootstrap interval
 at equal numbers of env steps, up to the last step that all seeds have reached. With three seeds, the interval is their
-range. Over minutes, each point of a band is placed at the median time of its seeds. Needs the extra `plot`.
+range. Over minutes, each point of a band is placed at the median time of its seeds. This module needs the extra `plot`.
 """
 
 import math
@@ -22,7 +22,7 @@ MIN_BAND_SEEDS = 3
 """Smallest number of seeds that are drawn as a band."""
 _SUFFIXES = (".png", ".svg")
 _RESAMPLES, _POINTS = 2000, 200
-_LONG_LABEL = 45  # characters; longer labels get one legend column
+_LONG_LABEL = 45  # characters; with longer labels, the legend has one column
 _BAND = "three or more seeds: interquartile mean, 95 % bootstrap interval"
 _AXES = {"steps": "environment steps", "minutes": "minutes, including compilation"}
 
@@ -37,7 +37,9 @@ class Band(NamedTuple):
 
 
 def band_positions(lines: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the x positions of a band in the range that all lines share: their points, or an even grid if many.
+    """Return the x positions of a band in the range that all lines share.
+
+    They are the points of the lines, or an even grid if there are many points.
 
     >>> band_positions([np.array([1.0, 2.0, 3.0]), np.array([1.0, 2.0])]).tolist()
     [1.0, 2.0]

@@ -128,7 +128,7 @@ FAULTS = {
     "lockstep": (
         {"lockstep": True}
         | {"reset": lambda keys: _reset(keys).set("age", torch.arange(keys.shape[-1]).expand(keys.shape) % 3)},
-        "episodes of envs 0 and 2 do not end together (step 3), though lockstep is set; leave it out",
+        "episodes of envs 0 and 2 do not end together (step 3), but lockstep is set; leave lockstep out",
     ),
     "host read": ({"step": _asks}, "in _asks, reads values of a tensor"),
     "raises in graphs": (

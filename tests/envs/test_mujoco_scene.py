@@ -376,5 +376,5 @@ def test_frequency_of_control_stands_for_steps_per_control():
     assert simulation(validate_section(SceneConfig, {"target_control_frequency": 50.0} | dt, "x")).substeps == 10
     with pytest.raises(ConfigError, match=r"target_control_frequency: 30.0 Hz is 3.33333 physics steps of 0.01 s"):
         simulation(validate_section(SceneConfig, {"target_control_frequency": 30.0}, "x"))
-    with pytest.raises(ConfigError, match="set the same; keep one"):
+    with pytest.raises(ConfigError, match="set the same quantity; keep one"):
         validate_section(SceneConfig, {"target_control_frequency": 50.0, "sim_steps_per_control": 2}, "x")

@@ -27,14 +27,14 @@ from ecrl.spaces import Box, Dict, Discrete, MultiDiscrete, Space, dict_space, f
 
 
 class GymnasiumConfig(ConfigModel):
-    """Id and arguments of a Gymnasium environment, and where it runs; `"gymnasium:<id>"` is short for the id alone."""
+    """Id and arguments of a Gymnasium environment, and its process; the name `"gymnasium:<id>"` sets the id."""
 
     id: str = Field(
         min_length=1,
         description='id for gymnasium.make, such as "LunarLander-v3"; "my_module:Mine-v0" if that module is imported',
     )
     kwargs: dict[str, JsonValue] = Field(default_factory=dict, description="further arguments of gymnasium.make")
-    max_episode_steps: Count | None = Field(None, description="time limit, steps; the registered one if absent")
+    max_episode_steps: Count | None = Field(None, description="time limit, steps; the registered limit if absent")
     asynchronous: bool = Field(False, description="run the environments in worker processes, at most one per core")
     timeout: Positive = Field(60.0, description="seconds that a worker may take for one step or reset")
 
@@ -50,20 +50,21 @@ class GymnasiumConfig(ConfigModel):
 
 @register_env("gymnasium")
 def gymnasium_env(cfg: GymnasiumConfig) -> Env:
-    """Run an environment that `gymnasium.make` knows. Its key seeds it once, and it draws later starts from that seed.
+    """Run an environment that `gymnasium.make` knows. The key seeds the first episode and all later ones.
 
-    Observation spaces may be Box, Discrete, MultiDiscrete, MultiBinary, Dict and Tuple, with parts named "0", "1", ...
-    Observations of a Box keep their integers, such as uint8 of images. All floats become float32, and other integers
-    int64. Action spaces may be Box, Discrete, MultiDiscrete and MultiBinary. Actions of a Box of integers are floats,
-    rounded for Gymnasium.
-    `info["action_mask"]` becomes `obs["action_mask"]`, beside the parts of a Dict or `obs["observation"]`.
-    `info["success"]` or `info["is_success"]` becomes `info.success`, NaN if the environment reports none. Equal keys
-    give equal episodes, in this process and in workers. `min_truncation_gap` is the time limit for the environments of
-    Gymnasium itself. It is 1 for all others, because their own code may truncate at any step.
+    Observation spaces may be Box, Discrete, MultiDiscrete, MultiBinary, Dict and Tuple. The parts of a Tuple are named
+    "0", "1" and so on. All floats become float32. A Box keeps integers, such as the uint8 of images, and integers of
+    other spaces become int64. Action spaces may be Box, Discrete, MultiDiscrete and MultiBinary. Actions of a Box of
+    integers are floats, rounded for Gymnasium. `info["action_mask"]` becomes `obs["action_mask"]`, beside the parts of
+    a Dict or `obs["observation"]`. `info["success"]` or `info["is_success"]` becomes `info.success`, NaN if the
+    environment reports none. Equal keys give equal episodes, in this process and in workers. `min_truncation_gap` is
+    the time limit for the environments of Gymnasium itself. It is 1 for all others, because their own code may truncate
+    at any step.
 
     Raises: ConfigError if the environment cannot be made, or has an unsupported space. `reset` and `step` raise
-        UserError, with environment and step, if an environment raises, dies or returns a value outside its space, or if
-        a worker hangs. NaN and infinity raise no error here; in a run `trainer.finite_guard` handles them.
+        UserError with the environment and the step. They do so if an environment raises, dies, hangs in its worker or
+        returns a value outside its space. NaN and infinity raise no error here; in a run `trainer.finite_guard`
+        handles them.
     """
     limit = {} if cfg.max_episode_steps is None else {"max_episode_steps": cfg.max_episode_steps}
     kwargs = cast(dict[str, Any], cfg.kwargs) | limit
@@ -89,12 +90,12 @@ def from_vector(make_vector: Callable[[int], VectorEnv], *, timeout: float) -> E
     """Return an `Env` that drives the `gymnasium.vector.VectorEnv` made by `make_vector(N)`; use it in `register_env`.
 
     The vector env declares its autoreset mode in `metadata["autoreset_mode"]`; all three modes work. NEXT_STEP spends a
-    step on each reset. The state then has `mask`, which is False for such a step. An AsyncVectorEnv that does not
-    answer within `timeout` seconds raises an error; other vector envs have no timeout. A vector env whose reset takes
-    one integer, not a list, gets the seed of its first environment.
+    step on each reset. The state then has `mask`, which is False for a step that only resets. An AsyncVectorEnv that
+    does not answer within `timeout` seconds raises an error; other vector envs have no timeout. If the reset of a
+    vector env takes one integer instead of a list, it gets the seed of the first environment.
 
-    Raises: ConfigError if it cannot be made or has an unsupported space. `reset` and `step` raise UserError with
-        the step and, if the vector env reports it, the environment.
+    Raises: ConfigError if the vector env cannot be made or has an unsupported space. `reset` and `step` raise
+        UserError with the step and, if the vector env reports it, the environment.
 
     >>> import torch
     >>> from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
@@ -159,7 +160,7 @@ def _nvec(space: Space) -> tuple[int, ...]:
 
 
 def _check_unchanged(vector: Vector, first_spaces: tuple[Any, Any], label: str) -> Vector:
-    """Return the vector; raise ConfigError if its spaces changed, because the id was registered again."""
+    """Return `vector`; raise ConfigError if its spaces changed, because the id was registered again."""
     spaces = vector.observation_space, vector.action_space
     if spaces == first_spaces:
         return vector
@@ -201,7 +202,7 @@ def _state(outcome: Outcome, spaces: tuple[Space, Space], like: Tensor) -> Tenso
         if not isinstance(obs, TensorDict) or MASK not in obs:
             mask = {MASK: allowed(outcome.masks, nvec)}
             obs, final = (_parts(x, n).update(mask) for x in (obs, final))
-        done = outcome.terminated | outcome.truncated  # with `counts`, the next step resets and ignores its action
+        done = outcome.terminated | outcome.truncated  # with `counts`, the step after an end only resets
         check_allowed(obs[MASK] | done.unsqueeze(-1) if outcome.counts is not None else obs[MASK], nvec)
     fields = {
         "obs": obs,
@@ -217,7 +218,7 @@ def _state(outcome: Outcome, spaces: tuple[Space, Space], like: Tensor) -> Tenso
 
 
 def _to_device_of(like: Tensor, state: TensorDict) -> TensorDict:
-    """Copy a state to the device of `like`; to a GPU from pinned memory, so the host does not wait for the copy."""
+    """Copy a state to the device of `like`. A copy to a GPU starts in pinned memory, so the host does not wait."""
     device = like.device
     if device.type == "cpu":
         return state  # a call of `to` takes as long as ten CartPole steps

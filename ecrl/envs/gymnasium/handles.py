@@ -37,11 +37,11 @@ class Live:
     def ask(self, answer: Callable[[], TensorDict], when: str, before: TensorDict | None = None) -> TensorDict:
         """Return the state after a step from `before`, or after a reset.
 
-        If one environment fails, all are closed, because they are no longer in step.
+        If one environment fails, all are closed, because the others may have taken the step.
 
         Raises: UserError with the environment, the error and `when`, the name of the step.
         """
-        self.steps += 1  # first, so a state from before an interrupted step is recognised as behind
+        self.steps += 1  # counted first: after an interrupted step, older states count as behind
         try:
             state = answer()
         except (Fault, BadValue) as error:
@@ -59,12 +59,12 @@ def _close_all() -> None:
 
 
 def fault_text(label: str, error: Fault | BadValue, first: int = 0) -> str:
-    """Return an error message that begins with the environment; `first` is the index of this rank's first one."""
+    """Return an error message that begins with the environment. This rank's first one has the index `first`."""
     return f"{label} {error}" if error.env is None else f"env {error.env + first} ({label}) {error}"
 
 
 def to_list(x: Tensor) -> list[int]:
-    """Copy a tensor to the host; raise UserError under vmap, which cannot do that."""
+    """Copy a tensor to the host; raise UserError under vmap, which cannot copy to the host."""
     try:
         return x.tolist()
     except RuntimeError as error:

@@ -39,7 +39,7 @@ def _start_worker(envs: range) -> _Worker:
             stdin=subprocess.PIPE,
             pass_fds=(child_end.fileno(),),
             env={"OMP_NUM_THREADS": "1"} | os.environ,
-            start_new_session=True,  # Ctrl-C reaches this process only, and `_kill` ends a worker with its children
+            start_new_session=True,  # Ctrl-C must not reach the worker, and `_kill` ends a worker with its children
         )
     return _Worker(process, parent_end, envs)
 
@@ -75,7 +75,7 @@ def _receive(source: _Worker, env: int, deadline: float, timeout: float) -> Any:
 
 
 def _end(workers: list[_Worker]) -> None:
-    """Close the pipes, which makes workers exit, and kill those that are still running after `_GRACE` seconds."""
+    """Close the pipes, which makes workers exit. Kill the workers that are still running after `_GRACE` seconds."""
     deadline = time.monotonic() + _GRACE
     for one in workers:
         one.pipe.close()

@@ -41,7 +41,7 @@ def _part(rows: Sequence[Any], name: Any, space: spaces.Space) -> list[Any]:
 
 
 def collate(space: spaces.Space, rows: Sequence[Any]) -> Any:
-    """Stack one observation per environment; raise BadValue for the first one of another shape.
+    """Stack one observation per environment; raise BadValue for the first observation of another shape.
 
     >>> collate(spaces.Tuple((spaces.Discrete(3), spaces.Box(0, 1, (2,)))), [(1, [0.0, 1.0]), (2, [1.0, 0.0])])[0]
     array([1, 2])
@@ -65,7 +65,7 @@ def _shape_text(shape: tuple[int, ...], space: spaces.Space) -> str:
 def observation(space: spaces.Space, batch: Any) -> Any:
     """Copy a batch to a tensor `[N, *shape]`; a Dict or Tuple becomes a TensorDict.
 
-    The dtypes are those of `ecrl.spaces.from_gymnasium`. NaN and infinity are kept.
+    The dtypes follow `ecrl.spaces.from_gymnasium`. NaN and infinity are kept.
 
     Raises: BadValue for another shape, a number that the dtype of its Box does not hold, or an integer outside its
         space.

@@ -68,10 +68,10 @@ def _final(obs: Any, ended: list[int], space: gymnasium.Space, info: dict) -> An
 
 
 def _with_timeout(venv: AsyncVectorEnv, wait: Callable[[], Any], timeout: float) -> Callable[..., Any]:
-    """Return `wait` with a timeout that names the environment; Gymnasium's own waits for ever."""
+    """Return `wait` with a timeout, whose error names the environment. Without it, `wait` may wait for ever."""
 
     def wait_or_fail(close_timeout: float | None = None) -> Any:
-        if close_timeout is not None:  # only `AsyncVectorEnv.close` passes one
+        if close_timeout is not None:  # only `AsyncVectorEnv.close` passes a timeout
             raise multiprocessing.TimeoutError
         deadline = time.monotonic() + timeout
         for i, pipe in enumerate(venv.parent_pipes):
@@ -101,7 +101,7 @@ def _kill(venv: VectorEnv) -> None:
 
 
 def _close(venv: VectorEnv) -> None:
-    """Close a vector env, and kill its workers if `close` fails, as Gymnasium's does after the death of a worker."""
+    """Close a vector env. Kill its workers if `close` fails, as Gymnasium's does if a worker died."""
     try:
         venv.close()
     except Exception:
@@ -109,7 +109,7 @@ def _close(venv: VectorEnv) -> None:
 
 
 def _reset_with_seeds(venv: VectorEnv, seeds: list[int]) -> tuple[Any, dict]:
-    """Reset with one seed per environment, or with the first seed if the vector env takes one integer only."""
+    """Reset with one seed per environment, or with the first seed if the vector env takes only one integer."""
     try:
         return venv.reset(seed=seeds)  # pyright: ignore[reportArgumentType]  (most vector envs take a list)
     except (gymnasium.error.Error, TypeError):

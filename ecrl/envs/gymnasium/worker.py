@@ -1,6 +1,6 @@
-"""One step of one Gymnasium environment, and the worker process that runs several of them for `parallel`.
+"""One step of one Gymnasium environment, and the worker process of `process_vector.parallel`, which runs several.
 
-A worker runs this file as a script. It imports nothing of ecrl, so a worker starts fast and needs little memory.
+A worker runs this file as a script. The file imports nothing of ecrl, so a worker starts fast and needs little memory.
 """
 
 import contextlib
@@ -24,7 +24,8 @@ _EXTRAS = {"mujoco": "mujoco", "imageio": "mujoco", "Box2D": "box2d"}
 class Row(NamedTuple):
     """The result of one environment; `final` is the observation before the reset if the step ended an episode.
 
-    A worker sends it as a plain tuple, because there this class belongs to `__main__` and cannot be unpickled here.
+    A worker sends it as a plain tuple. In a worker this class belongs to `__main__`, so the parent could not unpickle
+    it.
     """
 
     obs: Any
@@ -58,7 +59,7 @@ def _explain_missing_package() -> Iterator[None]:
 
 
 def make(env_id: str, kwargs: dict[str, Any]) -> gymnasium.Env:
-    """Call `gymnasium.make` without its checker, which looks at the first steps only; ecrl checks every step."""
+    """Call `gymnasium.make` without its checker. It looks only at the first steps; ecrl checks every step."""
     known = gymnasium.registry.get(env_id)  # None for an id that begins with "module:"
     with _explain_missing_package():
         if known and isinstance(known.entry_point, str):
@@ -86,7 +87,7 @@ def step(env: gymnasium.Env, action: Any) -> Row:
 
 
 def success_of(info: dict[str, Any]) -> float | str:
-    """Return the success that the info of a step reports, NaN if there is none; an error message if it is not a number.
+    """Return the success in the info of a step: NaN if it is absent, an error message if it is not a number.
 
     >>> success_of({"success": None, "is_success": True}), success_of({"success": "yes"})
     (1.0, "reported info['success'] = 'yes', expected a bool, a number or None")
@@ -111,7 +112,7 @@ def _open(env_id: str, kwargs: dict[str, Any], spec: bytes | None) -> gymnasium.
     if spec is not None:  # the parent may have registered environments that the worker has not
         import cloudpickle
 
-        # the bytes come from the parent's pipe, never from disk; a class of a notebook cannot be imported here
+        # pickle could not load a class of a notebook; the bytes come from the parent's pipe, never from disk
         gymnasium.registry.setdefault(env_id.rpartition(":")[2], cloudpickle.loads(spec))
     return make(env_id, kwargs)
 
@@ -145,7 +146,7 @@ def _serve(pipe: Connection) -> None:
 
 
 def _die_with_parent() -> None:
-    """Exit when stdin ends: nothing is written to it, and it ends when the parent dies for any reason."""
+    """Exit when stdin ends. The parent writes nothing to it, so it ends when the parent dies, for any reason."""
     os.read(sys.stdin.fileno(), 1)
     os._exit(1)
 

@@ -1,6 +1,6 @@
 """Render images of a scene from rows of `physics`, without a screen, by EGL or OSMesa.
 
-The camera is a pinhole camera. A point x to its right, y below and z in front of it, m, appears at the pixel
+The camera is a pinhole camera. A point x to the right, y below and z in front of the camera (m) appears at the pixel
 
     (fx x / z + cx, fy y / z + cy)        from the upper left corner
 """
@@ -61,7 +61,7 @@ class CameraConfig(ConfigModel):
 
 @cache
 def backend() -> str:
-    """Return the OpenGL backend that works here, `egl` or `osmesa`; if $MUJOCO_GL names one, only that is tried.
+    """Return the OpenGL backend that works here, `egl` or `osmesa`; if $MUJOCO_GL names a backend, no other is tried.
 
     A backend that fails cannot be unloaded, so each is tried in its own process.
 
@@ -167,7 +167,7 @@ def drawing(sim: Simulation, camera: CameraConfig) -> Iterator[Draw]:
     gl, model = mujoco(), sim.model
     data, scene = gl.MjData(model), gl.MjvScene(model, 1000)
     option, free, everything = gl.MjvOption(), gl.MjvCamera(), gl.mjtCatBit.mjCAT_ALL.value
-    for flag in ("SHADOW", "REFLECTION"):  # each of them makes an image several times slower
+    for flag in ("SHADOW", "REFLECTION"):  # each flag makes an image several times slower
         scene.flags[int(getattr(gl.mjtRndFlag, f"mjRND_{flag}"))] = 0
     no_offset = np.zeros(3)
     with _canvas(model, *camera.resolution) as paint:

@@ -35,7 +35,7 @@ torch.library.define(_NAME, "(Tensor physics, Tensor vectors, int camera) -> Ten
 
 
 def camera_handle(sim: Simulation, camera: CameraConfig) -> int:
-    """Register a camera and return its handle, a hash of the model and the camera, the same in every process."""
+    """Register a camera and return its handle: a hash of the model and the camera, equal in every process."""
     content = sha256(f"{sim.handle} {camera.model_dump_json()}".encode()).digest()
     handle = int.from_bytes(content[:7])
     _CAMERAS[handle] = sim, camera

@@ -6,8 +6,10 @@ A state of a task has the fields of every environment, and these:
     action      `[*B, A]` float32, action of the last step, within its bounds; 0 at the start
     force       `[*B, nv]` float32, forces along the degrees of freedom during the next step, N or N m
     elapsed     `[*B]` int64, steps since the episode started
-    life        int64 `[*B]` fields, only with events of mode startup or interval: `count`, the steps since `reset`,
-                and `key`, the key of startup events, which outlast episodes, and `start`, the key of this episode
+    life        TensorDict of int64 `[*B]`, only with events of mode startup or interval
+    life.count  steps since `reset`
+    life.key    key of the startup events, which outlast episodes
+    life.start  key of this episode's start
 """
 
 from collections.abc import Callable, Iterator
@@ -29,7 +31,7 @@ from ecrl.envs.mujoco.terms.term import ActionTerm, Observe, Reward
 from ecrl.errors import ConfigError
 from ecrl.kernels.scan_loop import loop
 
-_TRIES = 12  # candidate starts per episode, if a task accepts some starts only
+_TRIES = 12  # candidate starts per episode, if a task accepts only some starts
 _CHECKED_EPISODES = 256  # episodes whose starts are checked when a task is made
 EVENT_FIELDS = ("world", "targets", "action", "force")  # fields that events see and may change
 
@@ -74,7 +76,7 @@ class Task:
     startup_neutral: bool = False
 
     def events_of(self, *modes: str) -> list[Event]:
-        """Return the events of these modes."""
+        """Return the events whose mode is among `modes`."""
         return [event for event in self.events if event.mode in modes]
 
 
@@ -215,7 +217,7 @@ def carry_over(task: Task, new_start: TensorDict, ended: TensorDict) -> TensorDi
 
 
 def _control(task: Task, state: TensorDict, action: Tensor) -> Tensor:
-    """Return the controls of all actuators, `[*B, nu]`; actuators without a term keep their controls of the start."""
+    """Return the controls of all actuators, `[*B, nu]`; actuators without a term keep the controls of the start."""
     columns, first = list(task.home.to(action.device).expand(*action.shape[:-1], -1).unbind(-1)), 0
     for term in task.actions:
         control = term.control(state, action[..., first : first + len(term.low)])

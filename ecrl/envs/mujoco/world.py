@@ -87,17 +87,17 @@ def _joints(sim: Simulation, names: tuple[str, ...]) -> tuple[list[int], list[in
 
 
 def joint_positions(sim: Simulation, world: TensorDict, joints: Sequence[str]) -> Tensor:
-    """Return positions of hinges and slides, `[*B, len(joints)]`, rad or m."""
+    """Return positions of hinges and slides, `[*B, len(joints)]` (rad or m)."""
     return kinematics.columns(qpos(sim, world), _joints(sim, tuple(joints))[0])
 
 
 def joint_velocities(sim: Simulation, world: TensorDict, joints: Sequence[str]) -> Tensor:
-    """Return velocities of hinges and slides, `[*B, len(joints)]`, rad/s or m/s."""
+    """Return velocities of hinges and slides, `[*B, len(joints)]` (rad/s or m/s)."""
     return kinematics.columns(qvel(sim, world), _joints(sim, tuple(joints))[1])
 
 
 def joint_forces(sim: Simulation, world: TensorDict, joints: Sequence[str]) -> Tensor:
-    """Return the forces of the drives of robot joints in the last substep, `[*B, len(joints)]`, N m or N."""
+    """Return the forces of the drives of robot joints in the last substep, `[*B, len(joints)]` (N m or N)."""
     return torch.cat([sensor(sim, world, f"{name}_force") for name in joints], -1)
 
 
@@ -161,7 +161,7 @@ def hold_controls(sim: Simulation, world: TensorDict) -> Tensor:
 
 
 def joint_limits(sim: Simulation, joints: Sequence[str]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the lowest and the highest positions of joints, rad or m; they are infinite without a limit."""
+    """Return the lowest and the highest positions of joints (rad or m). They are infinite without a limit."""
     _joints(sim, tuple(joints))
     ids = [id_of(sim.model, "jnt", name) for name in joints]
     ranges = [sim.model.jnt_range[i] if sim.model.jnt_limited[i] else (-inf, inf) for i in ids]
@@ -169,19 +169,19 @@ def joint_limits(sim: Simulation, joints: Sequence[str]) -> tuple[tuple[float, .
 
 
 def with_joint_positions(sim: Simulation, world: TensorDict, joints: Sequence[str], values: Tensor) -> TensorDict:
-    """Return worlds with new joint positions: `values` `[*B, len(joints)]`, rad or m."""
+    """Return worlds with new joint positions: `values` `[*B, len(joints)]` (rad or m)."""
     first = _columns(sim, "QPOS").start
     return _write(sim, world, [first + i for i in _joints(sim, tuple(joints))[0]], values)
 
 
 def with_joint_velocities(sim: Simulation, world: TensorDict, joints: Sequence[str], values: Tensor) -> TensorDict:
-    """Return worlds with new joint velocities: `values` `[*B, len(joints)]`, rad/s or m/s."""
+    """Return worlds with new joint velocities: `values` `[*B, len(joints)]` (rad/s or m/s)."""
     first = _columns(sim, "QVEL").start
     return _write(sim, world, [first + i for i in _joints(sim, tuple(joints))[1]], values)
 
 
 def sensor(sim: Simulation, world: TensorDict, name: str) -> Tensor:
-    """Return the reading of a sensor, `[*B, dim]`, in the last substep; at the start, in the scene's initial state."""
+    """Return the reading of a sensor in the last substep, `[*B, dim]`; at the start, in the scene's initial state."""
     i = id_of(sim.model, "sensor", name)
     first = int(sim.model.sensor_adr[i])
     return world["sensors"][..., first : first + int(sim.model.sensor_dim[i])]
@@ -206,12 +206,12 @@ def _to_site(sim: Simulation, name: str) -> kinematics.Chain:
 
 
 def body_pose(sim: Simulation, world: TensorDict, name: str) -> Tensor:
-    """Return the pose of a body, `[*B, 4, 4]`, right after a reset too. The body of an object has its uid as `name`."""
+    """Return the pose of a body, `[*B, 4, 4]`, also right after a reset. The `name` of an object is its uid."""
     return kinematics.follow(_to_body(sim, name), _positions(sim, world))[0]
 
 
 def body_position(sim: Simulation, world: TensorDict, name: str) -> Tensor:
-    """Return the position of a body, `[*B, 3]` m; for a free body this is faster than `body_pose`."""
+    """Return the position of a body, `[*B, 3]` m; for a free body, faster than `body_pose`."""
     joint = _free_joint(sim, name)
     if joint is None:
         return body_pose(sim, world, name)[..., :3, 3]
@@ -220,12 +220,12 @@ def body_position(sim: Simulation, world: TensorDict, name: str) -> Tensor:
 
 
 def site_pose(sim: Simulation, world: TensorDict, name: str) -> Tensor:
-    """Return the pose of a site, such as `sim.robot.tcp["arm"]`, `[*B, 4, 4]`, right after a reset too."""
+    """Return the pose of a site, such as `sim.robot.tcp["arm"]`, `[*B, 4, 4]`, also right after a reset."""
     return kinematics.follow(_to_site(sim, name), _positions(sim, world))[0]
 
 
 def site_jacobian(sim: Simulation, world: TensorDict, name: str, joints: Sequence[str]) -> Tensor:
-    """Return the Jacobian of a site, `[*B, 6, len(joints)]`: translation, m, and rotation, rad, per unit of each joint.
+    """Return the Jacobian of a site, `[*B, 6, len(joints)]`: translation (m) and rotation (rad) per unit of each joint.
 
     A column is 0 if the site does not move with its joint.
     """
@@ -237,7 +237,7 @@ def site_motion(
 ) -> tuple[Tensor, Tensor]:
     """Return the pose `[*B, 4, 4]` and the Jacobian `[*B, 6, len(joints)]` of a site at other joint positions.
 
-    `values` are the positions of `joints`, `[*B, len(joints)]`, rad or m. All other joints keep their positions in
+    `values` are the positions of `joints`, `[*B, len(joints)]` (rad or m). All other joints keep their positions in
     the world.
     """
     indices, dofs = _joints(sim, tuple(joints))
@@ -257,7 +257,7 @@ def with_body_pose(
 ) -> TensorDict:
     """Return worlds with a dynamic or kinematic object at a new pose.
 
-    `position` is `[*B, 3]`, m, and `quaternion` `[*B, 4]`; None leaves either unchanged.
+    `position` is `[*B, 3]` (m) and `quaternion` is `[*B, 4]`. None leaves either unchanged.
 
     Raises: ConfigError for a body that is part of another body or of the world.
     """
@@ -285,14 +285,14 @@ def _first_dof(sim: Simulation, name: str) -> int:
 
 
 def body_velocity(sim: Simulation, world: TensorDict, name: str) -> tuple[Tensor, Tensor]:
-    """Return linear and angular velocity of a dynamic object in the world frame, each `[*B, 3]`, m/s and rad/s."""
+    """Return linear and angular velocity of a dynamic object in the world frame, each `[*B, 3]` (m/s and rad/s)."""
     first, velocity = _first_dof(sim, name), qvel(sim, world)
     angular = body_pose(sim, world, name)[..., :3, :3] @ velocity[..., first + 3 : first + 6, None]
     return velocity[..., first : first + 3], angular.squeeze(-1)
 
 
 def with_body_velocity(sim: Simulation, world: TensorDict, name: str, linear: Tensor, angular: Tensor) -> TensorDict:
-    """Return worlds with new velocities of a dynamic object, in the world frame, each `[*B, 3]`, m/s and rad/s."""
+    """Return worlds with new velocities of a dynamic object, in the world frame, each `[*B, 3]` (m/s and rad/s)."""
     first = _columns(sim, "QVEL").start + _first_dof(sim, name)
     local = body_pose(sim, world, name)[..., :3, :3].mT @ angular.unsqueeze(-1)
     local = local.squeeze(-1)
@@ -306,7 +306,7 @@ def with_body_at_rest(sim: Simulation, world: TensorDict, name: str) -> TensorDi
 
 
 def push(sim: Simulation, name: str, force: Tensor) -> Tensor:
-    """Convert a force at the centre of a dynamic object, `[*B, 3]` N in the world, to `[*B, nv]` for `advance`."""
+    """Convert a force at the centre of a dynamic object, `[*B, 3]` (N, world frame), to `[*B, nv]` for `advance`."""
     first, batch = _first_dof(sim, name), force.shape[:-1]
     rest = sim.model.nv - first - 3
     return torch.cat((force.new_zeros(*batch, first), force, force.new_zeros(*batch, rest)), -1)

@@ -64,7 +64,7 @@ class Simulation:
 
     @property
     def backend(self) -> Backend:
-        """Library that steps it: "mujoco", only on the CPU, or "warp"."""
+        """Library that steps the simulation: "mujoco", only on the CPU, or "warp"."""
         return loaded(self.handle).backend
 
 

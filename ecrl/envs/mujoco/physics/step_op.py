@@ -156,8 +156,8 @@ def step(state: Tensor, control: Tensor, parameters: Tensor, *, handle: int, sub
         handle: a handle that `models.load` returned.
         substeps: number of time steps; 0 calls `mj_forward`, which computes the sensors of the state.
 
-    Returns: the next states, and `sensors` `[*B, nsensordata]` float64. After a step, the sensors are those of the last
-        substep: they describe the state before that substep and its forces.
+    Returns: the next states, and `sensors` `[*B, nsensordata]` float64. After a step, the sensors belong to the last
+    substep. They describe the state before this substep, and the forces in it.
     Gradient: none.
     Raises: ValueError if a tensor has another shape, dtype or device, or if a gradient would be lost.
         `mujoco.batch.SimulationError` with the index of the simulation, if MuJoCo fails. Numbers that are not finite

@@ -68,9 +68,10 @@ def packages() -> Iterator[tuple[Any, Any]]:
 
 
 def make_warp_model(mjw: Any, model: Any, batch_sizes: dict[str, int]) -> Any:
-    """Convert a MuJoCo model to Warp's model, on Warp's current device; `batch_sizes` has the copies of some fields.
+    """Convert a MuJoCo model to Warp's model, on Warp's current device.
 
-    The flag against automatic resets is cleared, because Warp does not know it. Warp never resets by itself.
+    `batch_sizes` has the number of copies of each varied field. The flag against automatic resets is cleared, because
+    Warp does not know it. Warp never resets by itself.
     """
     model = copy(model)
     model.opt.disableflags = int(model.opt.disableflags) & ~int(mujoco().mjtDisableBit.mjDSBL_AUTORESET)

@@ -1,8 +1,9 @@
 """MuJoCo Warp behind the operator `ecrl::mujoco_step`: the same rows in and out, on a GPU, or on the CPU in tests.
 
-Warp steps in float32. Tensors share the memory of its arrays. A call writes everything that a step depends on to them,
-so nothing of an earlier call remains. The host reads nothing back. In a CUDA graph captured by torch, conditional nodes
-stop the solver once it has converged. Outside a capture, on a GPU, the solver always runs all its iterations.
+Warp steps in float32. Tensors share the memory of its arrays. Each call writes everything that a step depends on to
+these arrays, so nothing of an earlier call remains. The host reads nothing back. In a CUDA graph captured by torch,
+conditional nodes stop the solver once it has converged. Outside a capture, on a GPU, the solver always runs all its
+iterations.
 """
 
 import math
@@ -109,19 +110,20 @@ def _worlds(handle: int, count: int, device: torch.device) -> _Worlds:
 
 @cache
 def _stream(pointer: int, device: torch.device) -> Any:
-    """Return Warp's object for a stream of torch; always the same one, because Warp identifies captures by it."""
+    """Return Warp's object for a stream of torch: one object per stream, because Warp identifies captures by it."""
     with packages() as (warp, _):
         return warp.Stream(warp.device_from_torch(device), cuda_stream=pointer)
 
 
 @contextmanager
 def _on_gpu(worlds: _Worlds, warp: Any, device: torch.device) -> Iterator[None]:
-    """Order Warp's work after torch's earlier work and before its later work; a capture of torch includes it.
+    """Order Warp's work after torch's earlier work and before torch's later work.
 
-    Outside a capture, Warp uses its own stream, because memory that Warp frees must not be in use on other streams.
+    If torch captures a CUDA graph, the graph includes Warp's work. Outside a capture, Warp uses its own stream, because
+    memory that Warp frees must not be in use on other streams.
     """
     current, capturing = torch.cuda.current_stream(device), torch.cuda.is_current_stream_capturing()
-    # with it, the graph loops until the solver has converged; a loop on the host would wait for the GPU each time
+    # a conditional graph loops until the solver has converged; a loop on the host would wait for the GPU each time
     worlds.model.opt.graph_conditional = capturing and warp.is_conditional_graph_supported()
     if capturing:
         stream = _stream(current.cuda_stream, device)
@@ -140,7 +142,7 @@ def _on_gpu(worlds: _Worlds, warp: Any, device: torch.device) -> Iterator[None]:
 
 
 def _run(worlds: _Worlds, device: torch.device, substeps: int) -> None:
-    """Step the simulations in Warp's arrays; 0 substeps compute the sensors only."""
+    """Step the simulations in Warp's arrays; 0 substeps compute only the sensors."""
     model, data = worlds.model, worlds.data
     with packages() as (warp, mjw), ExitStack() as contexts:
         if device.type == "cpu":
@@ -163,13 +165,13 @@ def _overflowed(worlds: _Worlds) -> Tensor:
     result is True for all.
     """
     lost = (worlds.overflow & worlds.losses) != 0  # set by any substep
-    for used, size in worlds.room:  # `forward` alone does not set `overflow`
+    for used, size in worlds.room:  # because `forward` alone sets no `overflow`
         lost = lost | (used > size)
     return lost
 
 
 def step(state: Tensor, control: Tensor, parameters: Tensor, handle: int, substeps: int) -> tuple[Tensor, Tensor]:
-    """Step MuJoCo Warp `substeps` times from each row, with the results of `ecrl.envs.mujoco.physics.step_op.step`.
+    """Step MuJoCo Warp `substeps` times from each row. The results are as in `ecrl.envs.mujoco.physics.step_op.step`.
 
     The returned numbers have float32 precision. A simulation with more constraints than the buffer holds (`capacity`)
     is returned as NaN. If all contacts together exceed their buffer, all simulations are returned as NaN.

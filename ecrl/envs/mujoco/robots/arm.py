@@ -19,7 +19,7 @@ _ARMATURE = (1.0, 1.0, 0.5, 0.1, 0.1, 0.1)  # kg m^2
 _LIMIT = (2 * pi, 2 * pi, pi, 2 * pi, 2 * pi, 2 * pi)  # rad
 _SHAPES = (  # capsules of the links, in the link frames: start, end and radius, m
     ((0.0, 0.0, 0.09), (0.0, 0.0, 0.15), 0.075),
-    ((0.0, 0.0, 0.13), (-0.612, 0.0, 0.13), 0.06),  # offset from its joint, so it passes the shoulder
+    ((0.0, 0.0, 0.13), (-0.612, 0.0, 0.13), 0.06),  # beside its joint, so that it passes the shoulder
     ((0.0, 0.0, 0.03), (-0.5723, 0.0, 0.03), 0.05),
     ((0.0, 0.0, 0.05), (0.0, 0.0, 0.163941), 0.045),
     ((0.0, 0.0, 0.0), (0.0, 0.0, 0.1157), 0.045),

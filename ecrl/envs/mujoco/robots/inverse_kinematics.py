@@ -25,7 +25,7 @@ _MIN_SINE = 1e-6
 
 
 class Reached(NamedTuple):
-    """Joint positions `[*B, J]`, and the remaining error of the pose: distance `[*B]`, m, and angle `[*B]`, rad."""
+    """Joint positions `[*B, J]` and the remaining error of the pose: `distance` `[*B]` (m) and `angle` `[*B]` (rad)."""
 
     positions: Tensor
     distance: Tensor
@@ -33,7 +33,7 @@ class Reached(NamedTuple):
 
 
 def _axis_trace_terms() -> list[list[float]]:
-    """Return the matrix `[9, 4]` from a flattened rotation to its axis times the sine of its angle, and its trace."""
+    """Return the matrix `[9, 4]` that maps a flattened rotation to axis times sine of the angle, and to the trace."""
     terms = np.zeros((3, 3, 4))
     for i in range(3):
         terms[(i + 2) % 3, (i + 1) % 3, i], terms[(i + 1) % 3, (i + 2) % 3, i] = 0.5, -0.5
@@ -53,10 +53,10 @@ def _rotation_between(pose: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Ten
 
 
 def pose_error(pose: Tensor, target: Tensor) -> Tensor:
-    """Return the translation, m, and the rotation, axis times angle, rad, from one pose to another, `[*B, 6]`.
+    """Return the translation (m) and the rotation (axis times angle, rad) from one pose to another, `[*B, 6]`.
 
-    Both poses are `[*B, 4, 4]`. The axis is not defined within 1e-6 rad of half a turn; the returned rotation is then
-    smaller than pi or 0.
+    Both poses are `[*B, 4, 4]`. Within 1e-6 rad of half a turn, the axis is not defined. The returned rotation is then
+    smaller than pi, or 0.
 
     >>> target = torch.tensor([[0.0, -1.0, 0.0, 1.0], [1.0, 0.0, 0.0, 2.0], [0.0, 0.0, 1.0, 3.0], [0.0, 0.0, 0.0, 1.0]])
     >>> pose_error(torch.eye(4), target)  # a quarter turn about z
@@ -99,7 +99,7 @@ def _step(chain: tuple, positions: Tensor, _: Tensor, target: Tensor, worlds: Te
 def inverse_kinematics(
     sim: Simulation, worlds: TensorDict, site: str, joints: tuple[str, ...], target: Tensor, *, iterations: int
 ) -> Reached:
-    """Search joint positions that bring a site to a pose, by some steps from the current positions.
+    """Search for joint positions that bring a site to a pose, step by step from the current positions.
 
         positions = clamp(positions + scaled(dq), lowest, highest),        dq as at the top of this file
 
@@ -108,7 +108,7 @@ def inverse_kinematics(
 
     Args:
         sim: the simulation.
-        worlds: worlds `[*B]` with the current joint positions. Joints that `joints` does not name keep theirs.
+        worlds: worlds `[*B]` with the current joint positions. Joints that `joints` does not name keep their positions.
         site: name of the site, such as `sim.robot.tcp["arm"]`.
         joints: names of the hinge and slide joints to move.
         target: `[*B, 4, 4]` float32, target pose in the world frame, m.

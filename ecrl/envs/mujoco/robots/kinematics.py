@@ -31,7 +31,7 @@ class Joint(NamedTuple):
 class FreeRotation(NamedTuple):
     """A ball joint, a free body or a mocap body, with the fixed transforms before and after it.
 
-    `position` and `quaternion` are the first indices of its position (None for a ball) and quaternion. They count the
+    `position` and `quaternion` are the first indices of its position (None for a ball) and quaternion. Both indices are
     columns of the `positions` argument of `follow`.
     """
 

@@ -192,7 +192,10 @@ def _tool_poses(built: Builtin, poses: dict[str, Matrix], mounts: Mapping[str, t
 
 
 def robot_spec(cfg: RobotConfig, drives: Mapping[str, Drive]) -> tuple[Any, Robot, tuple[float, ...]]:
-    """Return a MjSpec of the robot, its names, and its joint positions at the start, empty if the file defines them."""
+    """Return a MjSpec of the robot, its names, and its joint positions at the start.
+
+    The positions are empty if the file defines them.
+    """
     spec, built = _from_file(cfg, drives) if cfg.mjcf is not None else _builtin(cfg)
     parts = _parts(cfg, built)
     for name in drives:

@@ -14,7 +14,7 @@ Triple = Annotated[tuple[Real, Real, Real], Field(strict=False)]
 Shade = Annotated[tuple[Fraction, Fraction, Fraction], Field(strict=False)]
 Color = Annotated[tuple[Fraction, Fraction, Fraction, Fraction], Field(strict=False)]
 Steps = Annotated[int, Field(ge=1, le=10_000)]
-"""Number of physics steps. It is limited because nothing can interrupt them within a step of the environment."""
+"""Number of physics steps. It is limited, because nothing can interrupt them within an environment step."""
 _Row = Annotated[tuple[Real, Real, Real, Real], Field(strict=False)]
 _List = Annotated[tuple[NonNegative, ...], Field(strict=False, min_length=1), LIST]
 PerJoint = Annotated[
@@ -114,12 +114,12 @@ class DriveConfig(ConfigModel):
     }
 
     stiffness: PerJoint | None = Field(
-        None, description="force per position error, N/m or N m/rad; the robot's own if absent"
+        None, description="force per position error, N/m or N m/rad; if absent, as the robot defines it"
     )
     damping: PerJoint | None = Field(
-        None, description="force per velocity, N s/m or N m s/rad; the robot's own if absent"
+        None, description="force per velocity, N s/m or N m s/rad; if absent, as the robot defines it"
     )
-    max_effort: PerJoint | None = Field(None, description="largest force, N or N m; the robot's own if absent")
+    max_effort: PerJoint | None = Field(None, description="largest force, N or N m; if absent, as the robot defines it")
 
 
 class SolverConfig(ConfigModel):
@@ -181,9 +181,11 @@ class LightConfig(ConfigModel):
 class PhysicsConfig(ConfigModel):
     """Time step, solver and backend of MuJoCo."""
 
-    dt: Positive | None = Field(None, description="time step, s; if absent, the MJCF scene file's, or 0.01 without one")
+    dt: Positive | None = Field(
+        None, description="time step, s; if absent, as in the MJCF scene file, or 0.01 without a file"
+    )
     iterations: Steps | None = Field(
-        None, description="most Newton iterations; if absent, the MJCF scene file's, or 20 without one"
+        None, description="most Newton iterations; if absent, as in the MJCF scene file, or 20 without a file"
     )
     threads: Annotated[int, Field(ge=0, le=4096)] = Field(0, description="threads; 0: as many as torch uses")
     backend: Literal["mujoco", "warp"] = Field(
@@ -208,7 +210,8 @@ class SceneConfig(ConfigModel):
     }
 
     mjcf: str | None = Field(
-        None, description="path of an MJCF file with the scene, or the text of the file; only a floor if absent"
+        None,
+        description="path of an MJCF file with the scene, or the text of the file; if absent, the scene is a floor",
     )
     keyframe: str | None = Field(None, description="keyframe of the MJCF file to start from")
     robot: RobotConfig | None = Field(None, description="the robot; no robot if absent")
@@ -228,5 +231,5 @@ class SceneConfig(ConfigModel):
     @model_validator(mode="after")
     def _one_frequency(self) -> "SceneConfig":
         if self.target_control_frequency is not None and self.sim_steps_per_control is not None:
-            raise ValueError("sim_steps_per_control and target_control_frequency set the same; keep one")
+            raise ValueError("sim_steps_per_control and target_control_frequency set the same quantity; keep one")
         return self

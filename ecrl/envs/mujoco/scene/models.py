@@ -42,7 +42,7 @@ def mujoco() -> Any:
 
     Its import loads the OpenGL library that $MUJOCO_GL names, even without cameras.
 
-    Raises: MissingExtraError with the install command; UserError if that OpenGL library does not work.
+    Raises: MissingExtraError with the install command; UserError if the OpenGL library does not work.
     """
     try:
         with extra("mujoco"):
@@ -54,7 +54,7 @@ def mujoco() -> Any:
         packages = "libosmesa6 for osmesa, libegl1 for egl"
         raise UserError(f"{fault}; unset it, or install its library with apt-get: {packages}") from None
     log = getattr(mujoco, "MjLogConfig").get()  # noqa: B009  (MuJoCo's stubs do not have it)
-    if log.logto_file:  # a file in the working directory; warnings go to stderr too
+    if log.logto_file:  # no log file in the working directory; warnings still go to stderr
         log.logto_file = False
         log.set()
     return mujoco
@@ -66,7 +66,7 @@ def load(model: Any, threads: int = 0, varied: Varied = (), backend: Backend = "
     The handle is a hash of the arguments, so equal models have the same handle, in every process.
 
     Args:
-        model: an `mujoco.MjModel`; the table keeps a copy.
+        model: a `mujoco.MjModel`; the table keeps a copy.
         threads: 0 for as many as torch uses.
         varied: fields that may differ between simulations.
         backend: the library that steps the model.
@@ -116,13 +116,16 @@ def is_linear_in_control(model: Any, i: int) -> bool:
 
 
 def size_of(model: Any, *parts: str) -> int:
-    """Return the total size of these parts of a state."""
+    """Return the total size of parts of a state."""
     states = mujoco().mjtState
     return sum(mujoco().mj_stateSize(model, getattr(states, f"mjSTATE_{part}").value) for part in parts)
 
 
 def _dofs_of(model: Any, name: str) -> tuple[int, int]:
-    """Return the first degree of freedom and their number, of a joint, or of a body: free joints often have no name."""
+    """Return the first degree of freedom of a joint or a body, and the number of its degrees of freedom.
+
+    Free joints often have no name, so the name of their body also works.
+    """
     kinds = mujoco().mjtObj.mjOBJ_JOINT, mujoco().mjtObj.mjOBJ_BODY
     joint, body = (mujoco().mj_name2id(model, kind, name) for kind in kinds)
     if joint < 0 <= body:

@@ -86,7 +86,7 @@ def _set_options(spec: Any, cfg: SceneConfig) -> None:
 def _add_robot(spec: Any, cfg: SceneConfig, drives: Mapping[str, Drive]) -> tuple[Robot, tuple[float, ...]]:
     """Add the robot of the config, or make one of the joints that actuators of the scene file drive.
 
-    Returns: the robot, and its joint positions at the start, empty if the file defines them.
+    Returns: the robot, and its joint positions at the start. The positions are empty if the file defines them.
     """
     if cfg.robot is None:
         on_joint = mujoco().mjtTrn.mjTRN_JOINT
@@ -109,8 +109,8 @@ def build(cfg: SceneConfig, drives: Mapping[str, Drive] | None = None) -> Scene:
         cfg: the scene.
         drives: the kind of drive of the robot's joints, by name; a joint that is absent has a position drive.
 
-    Raises: ConfigError with the key, if a file is missing or is not MJCF, a robot, joint, part or keyframe is unknown,
-        a list has the wrong length, or two elements have the same name.
+    Raises: ConfigError with the key. Causes: a file is missing or is not MJCF, a list has the wrong length, two
+    elements have the same name, or a robot, joint, part or keyframe is unknown.
     """
     spec = spec_of(cfg.mjcf, "mjcf") if cfg.mjcf is not None else _floor()
     _set_options(spec, cfg)

@@ -38,9 +38,9 @@ class CartRobotConfig(RobotConfig):
 class CartPoleExtensions(ConfigModel):
     """Conditions of success."""
 
-    angle_threshold: Positive = Field(0.02, description="success needs a smaller pole angle at the time limit, rad")
+    angle_threshold: Positive = Field(0.02, description="success needs a pole angle below this at the time limit, rad")
     velocity_threshold: Positive = Field(
-        0.05, description="success needs a smaller angular velocity of the pole at the time limit, rad/s"
+        0.05, description="success needs an angular velocity of the pole below this at the time limit, rad/s"
     )
 
 

@@ -68,7 +68,7 @@ _OBJECT: Any = {
 class PushCubeExtensions(ConfigModel):
     """Object, goal and conditions of success."""
 
-    success_threshold: Positive = Field(0.1, description="success if the cube is closer to the goal in the plane, m")
+    success_threshold: Positive = Field(0.1, description="success if the goal is closer than this, horizontally, m")
     start_distance: NonNegative = Field(0.15, description="smallest distance from cube to goal at the start, m")
     hold_time: NonNegative = Field(
         0.0,
@@ -149,10 +149,10 @@ def push_cube(cfg: PushCubeConfig) -> Env:
 
         d = |cube_xy - goal_xy|, m;    success: d < success_threshold;    failure: cube_z < -0.1 m
 
-    Success and failure end the episode. An episode starts with d >= start_distance, in the first such state of 12
-    random ones, or else in a state that was found when the task was made. The metric `distance_to_goal` is d. With
-    `hold_time`, the metric `still_inside` is 1 if the cube is still at the goal that long after a success, else 0. It
-    is NaN without a success.
+    Success and failure end the episode. An episode starts with d >= start_distance, in the first of 12 random states
+    that meets this. If none does, the episode starts in a state that was found when the task was made. The metric
+    `distance_to_goal` is d. With `hold_time`, the metric `still_inside` is 1 if the cube is still at the goal that long
+    after a success, else 0. It is NaN without a success.
     """
     ext, uid, key = cfg.extensions, cfg.extensions.object_uid, cfg.extensions.target_pose_key
 

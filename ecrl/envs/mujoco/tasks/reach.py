@@ -48,7 +48,7 @@ _EVENTS: Any = {
 class ReachExtensions(ConfigModel):
     """Target and condition of success."""
 
-    success_threshold: Positive = Field(0.05, description="success if the end effector is closer to the target, m")
+    success_threshold: Positive = Field(0.05, description="success if the target is closer than this, m")
     target_pose_key: str = Field("target_pose", description="store_key of the event that sets the target")
     part_name: str = Field("arm", description="part of the robot that has the end effector")
 

@@ -28,14 +28,14 @@ _MIN_LENGTH = 1e-6  # a shorter quaternion has no direction
 class ScaledConfig(JointsConfig):
     """Joints, and the scale of the action."""
 
-    scale: Scale = Field(1.0, description="factor of the action: rad or m, rad/s or m/s, N m or N, per 1")
+    scale: Scale = Field(1.0, description="factor from action to control: rad or m, rad/s or m/s, N m or N")
 
 
 class DenormalizedConfig(ScaledConfig):
     """Joints, and the actions at their limits."""
 
     range: Annotated[tuple[Real, Real], Field(strict=False)] = Field(
-        (-1.0, 1.0), description="scaled actions at a joint's lowest and highest position"
+        (-1.0, 1.0), description="scale * action at a joint's lowest and highest position"
     )
 
     @model_validator(mode="after")
@@ -49,7 +49,7 @@ class NormalizedConfig(DenormalizedConfig):
     """Joints, and the actions at their limits, 0 and 1 by default."""
 
     range: Annotated[tuple[Real, Real], Field(strict=False)] = Field(
-        (0.0, 1.0), description="scaled actions at a joint's lowest and highest position"
+        (0.0, 1.0), description="scale * action at a joint's lowest and highest position"
     )
 
 
@@ -59,12 +59,14 @@ class EefPoseConfig(ConfigModel):
     robot_uid: str | None = Field(None, description="name of the robot")
     part_name: str = Field("arm", description="part of the robot that has the end effector")
     pose_dim: Literal[6, 7] = Field(7, description="6: position and Euler angles; 7: position and quaternion, w x y z")
-    scale: Scale = Field(1.0, description="factor of position and angles, m and rad per 1")
+    scale: Scale = Field(1.0, description="factor from action to position and angles, m and rad")
     reach: Positive = Field(1.5, le=1e6, description="largest position along each axis, from the origin, m")
     iterations: Count = Field(15, le=1000, description="steps of the inverse kinematics")
-    position_tolerance: Positive = Field(1e-3, description="the robot stays still if the found pose is farther off, m")
+    position_tolerance: Positive = Field(
+        1e-3, description="the robot stays still if the position is off by more than this, m"
+    )
     rotation_tolerance: Positive = Field(
-        1e-2, description="the robot stays still if the found rotation differs by more, rad"
+        1e-2, description="the robot stays still if the rotation is off by more than this, rad"
     )
 
 
@@ -96,7 +98,7 @@ def qpos(cfg: ScaledConfig, sim: Simulation) -> ActionTerm:
 
 @register_action("QposDenormalizedTerm")
 def qpos_denormalized(cfg: DenormalizedConfig, sim: Simulation) -> ActionTerm:
-    """Set target positions relative to the limits of the joints, rad or m.
+    """Set target positions (rad or m) relative to the limits of the joints.
 
         target = lowest + (scale * a - range[0]) / (range[1] - range[0]) * (highest - lowest)
 
@@ -124,7 +126,7 @@ def qpos_normalized(cfg: NormalizedConfig, sim: Simulation) -> ActionTerm:
 
 
 def _quaternion(angles: Tensor) -> Tensor:
-    """Return the quaternion `[*B, 4]`, w x y z, of rotations `[*B, 3]`, rad, about x, then the rotated y and z."""
+    """Return the quaternion `[*B, 4]`, w x y z, of rotations `[*B, 3]` (rad) about x, then the rotated y and z."""
     (cx, cy, cz), (sx, sy, sz) = torch.cos(0.5 * angles).unbind(-1), torch.sin(0.5 * angles).unbind(-1)
     real, x = cx * cy * cz - sx * sy * sz, sx * cy * cz + cx * sy * sz
     return torch.stack((real, x, cx * sy * cz - sx * cy * sz, cx * cy * sz + sx * sy * cz), -1)
@@ -169,17 +171,17 @@ def _proportional(cfg: ScaledConfig, sim: Simulation, drive: Drive) -> ActionTer
 
 @register_action("QvelTerm")
 def qvel(cfg: ScaledConfig, sim: Simulation) -> ActionTerm:
-    """Set target velocities: `target = scale * a`, a in [-1, 1], rad/s or m/s.
+    """Set target velocities: `target = scale * a`, a in [-1, 1]; rad/s or m/s.
 
     The force of the drive is damping * (target - qvel), limited to max_effort; it does not hold a position. While
-    max_effort limits the force, MuJoCo integrates it explicitly. The velocity then oscillates around targets that
-    differ from it by more than max_effort / damping, if damping * time step exceeds the inertia at the joint. Reduce
-    the damping of such a drive.
+    max_effort limits the force, MuJoCo integrates it explicitly. If damping * time step also exceeds the inertia at the
+    joint, the velocity oscillates around targets that are more than max_effort / damping away. Reduce the damping of
+    such a drive.
     """
     return _proportional(cfg, sim, "velocity")
 
 
 @register_action("QfTerm")
 def qf(cfg: ScaledConfig, sim: Simulation) -> ActionTerm:
-    """Set forces: `force = scale * a`, a in [-1, 1], N m or N, limited to max_effort."""
+    """Set forces: `force = scale * a`, a in [-1, 1]; N m or N, limited to max_effort."""
     return _proportional(cfg, sim, "force")

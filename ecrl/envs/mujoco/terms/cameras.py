@@ -113,7 +113,7 @@ class RandomizeCameraConfig(ConfigModel):
 
     @property
     def stores(self) -> dict[str, tuple[float, ...]]:
-        """Targets that the event sets, with initial values that move nothing."""
+        """Targets that the event sets, with initial values that move no camera."""
         return dict.fromkeys(self.ranges, (0.0, 0.0, 0.0))
 
 

@@ -49,7 +49,7 @@ _Frictions = Annotated[tuple[NonNegative, NonNegative], Field(strict=False), Aft
 
 
 def _draw(keys: Tensor, bounds: tuple[Any, Any], count: int) -> Tensor:
-    """Draw uniform numbers `[*B, count]` float32 between two bounds, each one number or `count` numbers."""
+    """Draw uniform numbers `[*B, count]` float32 between two bounds. Each bound is one number or `count` numbers."""
     u = rng.uniform(keys, (count,))
     low, high = (u.new_tensor(_numbers(bound)) for bound in bounds)
     return low + (high - low) * u

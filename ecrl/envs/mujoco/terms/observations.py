@@ -115,7 +115,7 @@ def normalize_robot_joint_data(cfg: NormalizeJointsConfig, sim: Simulation) -> O
 
 @register_observation("get_robot_eef_pose")
 def get_robot_eef_pose(cfg: RobotEefPoseConfig, sim: Simulation) -> Observe:
-    """Observe the pose of an end effector, `[*B, 4, 4]`, or its position `[*B, 3]`, m; use mode add."""
+    """Observe the pose of an end effector, `[*B, 4, 4]`, or its position `[*B, 3]` (m); use mode add."""
     site, position_only = tcp_of(sim, cfg.part_name), cfg.position_only
 
     def observe(state: TensorDict, value: Tensor | None) -> Tensor:
@@ -127,7 +127,7 @@ def get_robot_eef_pose(cfg: RobotEefPoseConfig, sim: Simulation) -> Observe:
 
 @register_observation("get_rigid_object_pose")
 def get_rigid_object_pose(cfg: ObjectPoseConfig, sim: Simulation) -> Observe:
-    """Observe the pose of an object, `[*B, 4, 4]`, or its position `[*B, 3]`, m; use mode add."""
+    """Observe the pose of an object, `[*B, 4, 4]`, or its position `[*B, 3]` (m); use mode add."""
     body, position_only = object_of(sim, cfg.entity_cfg, "entity_cfg"), cfg.position_only
 
     def observe(state: TensorDict, value: Tensor | None) -> Tensor:
@@ -139,13 +139,13 @@ def get_rigid_object_pose(cfg: ObjectPoseConfig, sim: Simulation) -> Observe:
 
 @register_observation("target_position")
 def target_position(cfg: TargetPositionConfig, sim: Simulation) -> Observe:
-    """Observe a target that an event stores, `[*B, 3]`, m; use mode add."""
+    """Observe a target that an event stores, `[*B, 3]` (m); use mode add."""
     return lambda state, value: _new_entry(value, target(state, cfg.target_pose_key))
 
 
 @register_observation("get_rigid_object_velocity")
 def get_rigid_object_velocity(cfg: ObjectConfig, sim: Simulation) -> Observe:
-    """Observe linear and angular velocity of a dynamic object's centre, `[*B, 6]`, m/s and rad/s; use mode add."""
+    """Observe linear and angular velocity of a dynamic object's centre, `[*B, 6]` (m/s and rad/s); use mode add."""
     body = object_of(sim, cfg.entity_cfg, "entity_cfg")
     try:
         world.body_velocity(sim, start(sim, ()), body)
@@ -159,7 +159,7 @@ def get_rigid_object_velocity(cfg: ObjectConfig, sim: Simulation) -> Observe:
 
 
 def _joints_to(sim: Simulation, site: str) -> tuple[str, ...]:
-    """Return all joints between the world and a site, also those that no action drives."""
+    """Return all joints between the world and a site, including joints that no action drives."""
     model, names = sim.model, []
     body = int(model.site(site).bodyid[0])
     while body:
@@ -171,7 +171,7 @@ def _joints_to(sim: Simulation, site: str) -> tuple[str, ...]:
 
 @register_observation("get_robot_eef_velocity")
 def get_robot_eef_velocity(cfg: EefConfig, sim: Simulation) -> Observe:
-    """Observe linear and angular velocity of an end effector, `[*B, 6]`, m/s and rad/s; use mode add.
+    """Observe linear and angular velocity of an end effector, `[*B, 6]` (m/s and rad/s); use mode add.
 
     velocity = J(q) dq/dt
     """

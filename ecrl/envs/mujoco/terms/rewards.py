@@ -33,7 +33,7 @@ class ObjectsConfig(ConfigModel):
 class DistanceBetweenObjectsConfig(ObjectsConfig):
     """Two objects, and the shape of the reward for their distance."""
 
-    exponential: bool = Field(False, description="exp(-d^2 / (2 sigma^2)) instead of -d")
+    exponential: bool = Field(False, description="reward exp(-d^2 / (2 sigma^2)) instead of -d")
     sigma: float = Field(1.0, ge=1e-6, le=1e6, description="width of the exponential, m")
 
 
@@ -42,13 +42,13 @@ class TargetConfig(ConfigModel):
 
     source_entity_cfg: EntityConfig = Field(description="the object")
     target_pose_key: str = Field("target_pose", min_length=1, description="store_key of the event that sets the target")
-    use_xy_only: bool = Field(False, description="use the horizontal distance only")
+    use_xy_only: bool = Field(False, description="use only the horizontal distance")
 
 
 class DistanceToTargetConfig(TargetConfig):
     """An object, its target, and the shape of the reward for their distance."""
 
-    exponential: bool = Field(False, description="exp(-d^2 / (2 sigma^2)) instead of -d")
+    exponential: bool = Field(False, description="reward exp(-d^2 / (2 sigma^2)) instead of -d")
     sigma: float = Field(1.0, ge=1e-6, le=1e6, description="width of the exponential, m")
 
 

@@ -31,7 +31,7 @@ class ActionTerm(NamedTuple):
     """A term of the action: the joints that it drives, its bounds, and `(state, action) -> control`.
 
     The action is `[*B, len(low)]`, the control `[*B, len(joints)]`. `drive` defines the meaning of the control: target
-    positions, which are clamped to the limits of the joints, target velocities, or forces; in m, rad, s, N.
+    positions, target velocities or forces, in m, rad, s, N. Target positions are clamped to the limits of the joints.
     """
 
     joints: tuple[str, ...]
@@ -114,7 +114,7 @@ def ranges_of(sim: Simulation, joints: tuple[str, ...]) -> tuple[tuple[float, ..
 
 
 def target(state: TensorDict, key: str) -> Tensor:
-    """Return a target of the task, a position `[*B, 3]`, m, that an event stored.
+    """Return a target that an event stored, a position `[*B, 3]` (m).
 
     Raises: ConfigError if there is no such target, or if it does not have 3 numbers.
     """
