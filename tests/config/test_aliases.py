@@ -271,10 +271,11 @@ def test_gym_config_must_be_a_file(tmp_path, given):
     assert "\n" not in fault
 
 
-def test_nothing_is_said_of_plain_configs():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        _config(env={"name": "scene", "cfg": {"robot": "hand"}})
+def test_plain_configs_are_read_without_a_warning():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        cfg = _config(env={"name": "scene", "cfg": {"robot": "hand"}})
+    assert caught == [] and (cfg.env.name, cfg.env.cfg.robot) == ("scene", "hand")
 
 
 def test_settings_go_with_a_bare_name_of_an_environment():

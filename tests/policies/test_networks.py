@@ -170,7 +170,7 @@ class Buffered(nn.Module):
         super().__init__()
         self.first, self.second = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
         self.second.weight = self.first.weight
-        self.frozen = nn.Parameter(torch.rand(3), requires_grad=False)
+        self.frozen = nn.Parameter(torch.tensor([0.2, 0.5, 0.9]), requires_grad=False)
         self.register_buffer("shift", torch.tensor([1.0, 2.0, 3.0]))
 
     def forward(self, x):

@@ -53,7 +53,7 @@ def test_mutated_configs_are_refused_in_lines_or_accepted(count):
     "size",
     [
         pytest.param(
-            ("--hours", 0.004, "--every", 0.2, "--period", 20_000, "--memory", 5, "--speed", 50), marks=pytest.mark.slow
+            ("--hours", 0.004, "--every", 0.2, "--period", 20_000, "--memory", 5, "--speed", 99), marks=pytest.mark.slow
         ),
         pytest.param(("--hours", 2), marks=pytest.mark.long),
     ],
