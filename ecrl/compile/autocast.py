@@ -1,4 +1,4 @@
-"""Autocast around compiled functions. It is a part of their key, and off while they run: its casts are in the graph."""
+"""Autocast around compiled functions. It is a part of their key. It is off in a call, as the graph has the casts."""
 
 from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 
 _KINDS = "cpu", "cuda"
-_AS_IT_IS = nullcontext()
+_UNCHANGED = nullcontext()
 
 
 def _is_on() -> bool:
@@ -38,4 +38,4 @@ def without_autocast() -> AbstractContextManager[None]:
     ...     torch.is_autocast_enabled("cpu")
     False
     """
-    return _all_off() if _is_on() else _AS_IT_IS
+    return _all_off() if _is_on() else _UNCHANGED

@@ -1,4 +1,9 @@
-"""The folder of compiled code on disk: one for each CPU, and a temporary one if the usual one cannot be written."""
+"""The cache of compiled code on disk, with a folder for each CPU.
+
+Inductor finds code by a hash of the graph, the layouts of its inputs, the version of torch and inductor's settings. Two
+more things decide what the code is. `cpu_identity` names the folder after the CPU and its instruction set.
+`sources_hash` adds the sources of this package to inductor's settings, because they change what inductor writes.
+"""
 
 import atexit
 import os
@@ -20,7 +25,7 @@ _IDENTITY = ("vendor_id", "cpu family", "model", "model name", "flags", "Feature
 
 
 def cpu_identity(cpuinfo: str = "/proc/cpuinfo") -> str:
-    """Return a hash of this CPU's model and instructions: g++ writes code for them alone (-march=native)."""
+    """Return a hash of this CPU's model and instruction set. Code that g++ compiles with -march=native needs both."""
     try:
         first = Path(cpuinfo).read_text().split("\n\n")[0]
     except OSError:
@@ -31,14 +36,14 @@ def cpu_identity(cpuinfo: str = "/proc/cpuinfo") -> str:
 
 
 def sources_hash() -> str:
-    """Return a hash of all sources of this package: each of them may change the code that inductor writes."""
+    """Return a hash of all sources of this package. Each of them may change the code that inductor writes."""
     files = sorted(Path(__file__).parent.glob("*.py"))
     return sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 @cache
 def _folder(base: str) -> str:
-    """Return a folder for this CPU in `base`, or a temporary one, with a warning, if nothing can be written there."""
+    """Return the folder of this CPU in `base`. If it cannot be written, warn and return a temporary folder."""
     folder = os.path.join(base, f"cpu_{cpu_identity()}")
     try:
         os.makedirs(folder, exist_ok=True)
@@ -48,8 +53,8 @@ def _folder(base: str) -> str:
         temporary = tempfile.mkdtemp(prefix="ecrl_compiled_")
         atexit.register(shutil.rmtree, temporary, ignore_errors=True)
         warnings.warn(
-            f"compiled code cannot be kept in {folder} ({error.strerror}), so the next process compiles again; "
-            f"set {_VARIABLE} to a folder that can be written",
+            f"compiled code cannot be stored in {folder} ({error.strerror}), so the next process compiles again; "
+            f"set {_VARIABLE} to a writable folder",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -58,7 +63,7 @@ def _folder(base: str) -> str:
 
 @contextmanager
 def cache_folder() -> Iterator[None]:
-    """Let inductor read and write compiled code of this CPU only. It reads the folder from the environment."""
+    """Let inductor read and write compiled code in the folder of this CPU. Inductor reads the environment variable."""
     before = os.environ.get(_VARIABLE)
     os.environ[_VARIABLE] = _folder(os.path.abspath(before or default_cache_dir()))
     try:

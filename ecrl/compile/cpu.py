@@ -1,4 +1,4 @@
-"""Compile a function for the CPU: trace it into one graph. Inductor turns the graph into C++ and caches it on disk."""
+"""Compile a function for the CPU. It is traced into one graph, which inductor turns into C++."""
 
 import os
 from collections.abc import Callable, Hashable, Sequence
@@ -14,57 +14,57 @@ from torch._inductor.compile_fx import compile_fx
 from torch.fx import GraphModule
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
-import ecrl.compile.cpu_tanh  # how inductor writes tanh
-import ecrl.compile.reverse_scan  # noqa: F401  # the recursion over time in a graph
+import ecrl.compile.cpu_tanh  # registers the C++ of tanh
+import ecrl.compile.reverse_scan  # noqa: F401  # registers the recursion over time in a graph
 from ecrl.compile.autocast import without_autocast
 from ecrl.compile.cache import cache_folder, sources_hash
-from ecrl.compile.cpu_builds import side_by_side
-from ecrl.compile.cpu_codegen import brief_codegen
-from ecrl.compile.cpu_loops import lean_loops
-from ecrl.compile.trace import captured, memory_of, traced
+from ecrl.compile.cpu_builds import parallel_builds
+from ecrl.compile.cpu_codegen import skip_redundant_codegen
+from ecrl.compile.cpu_loops import rewriting_loops
+from ecrl.compile.trace import captured, storage_of, traced
 
 _SCAN = f"{scan_op.__module__}.{scan_op.__name__}"
 
 _OPTIONS: dict[str, Any] = {
-    "cpp_wrapper": True,  # loops and calls in C++, not in Python
-    "cpp_wrapper_build_separate": True,  # calls and loops apart from kernels, for those -O3
-    "aot_inductor.enable_frame_pointer": False,  # these two are for profilers
+    "cpp_wrapper": True,  # calls of kernels, and loops, in C++ and not in Python
+    "cpp_wrapper_build_separate": True,  # kernels in a file of their own, compiled with -O3
+    "aot_inductor.enable_frame_pointer": False,  # this and the next setting serve profilers
     "aot_inductor.enable_line_tables": False,
-    "aot_inductor.compile_wrapper_opt_level": "Og",  # for calls and loops: as fast as -O1, half the compiling
-    # Compiling the headers apart pays from the sixth graph on, a run has two. The variable is inductor's own.
+    "aot_inductor.compile_wrapper_opt_level": "Og",  # for calls and loops: as fast as -O1 in half the compile time
+    # Precompiled headers pay from the sixth graph on, and a run has two. The variable is inductor's own.
     "cpp_cache_precompile_headers": os.environ.get("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS") == "1",
-    "epilogue_fusion": False,  # into kernels that are not inductor's own (`ecrl.compile.cpu_tiles`)
+    "epilogue_fusion": False,  # not into the kernels of `cpu_matmul.py`
     "size_asserts": False,  # the key of a compiled function holds every shape
-    "cpp.vec_isa_ok": True,  # the processor's word is taken for its instructions; to try each takes seconds
-    # Graphs with loops go to the cache on disk too: its key covers their bodies, as a test shows.
+    "cpp.vec_isa_ok": True,  # trust the CPU's list of instruction sets: trying each takes seconds
+    # Graphs with loops may be cached on disk, because the key covers their bodies. `cache.py` explains the hash.
     "unsafe_marked_cacheable_functions": {_SCAN: f"{torch.__version__} {sources_hash()}"},
 }
 
-ONE_AT_A_TIME = RLock()  # inductor's settings are the process's
+COMPILE_LOCK = RLock()  # all threads share inductor's settings
 
 
-def _shared(tensors: Sequence[Tensor], memory: Sequence[int | None]) -> list[int]:
-    """Return the indices of tensors that share memory with an earlier tensor of another `memory`."""
+def _unexpected_aliases(tensors: Sequence[Tensor], storages: Sequence[int | None]) -> list[int]:
+    """Return the indices of tensors that share memory with an earlier tensor although their `storages` differ."""
     owner: dict[int, int | None] = {}
-    places = [tensor.untyped_storage().data_ptr() for tensor in tensors]
-    return [i for i, place in enumerate(places) if owner.setdefault(place, memory[i]) != memory[i] and place]
+    addresses = [tensor.untyped_storage().data_ptr() for tensor in tensors]
+    return [i for i, at in enumerate(addresses) if owner.setdefault(at, storages[i]) != storages[i] and at]
 
 
-def _apart(graph: GraphModule, run: Callable[..., Sequence[Tensor]]) -> Callable[..., list[Tensor]]:
-    """`run`, whose results share no memory that they do not share in the graph.
+def _separate_results(graph: GraphModule, run: Callable[..., Sequence[Tensor]]) -> Callable[..., list[Tensor]]:
+    """Return `run` with results that share memory only if they share it in the graph.
 
-    Of two copies of one tensor that a graph gives, inductor may leave out both.
+    If a graph returns two copies of one tensor, inductor may remove both copies.
     """
     out = cast(Any, graph.graph.output_node().args[0])
-    memory = [memory_of(node) for node in (*graph.graph.find_nodes(op="placeholder"), *out)]
-    again: list[int] | None = None
+    storages = [storage_of(node) for node in (*graph.graph.find_nodes(op="placeholder"), *out)]
+    aliases: list[int] | None = None
 
     def call(*leaves: Tensor) -> list[Tensor]:
-        nonlocal again
+        nonlocal aliases
         out = [*run(*leaves)]
-        if again is None:  # known from then on: it is in the code
-            again = [i - len(leaves) for i in _shared((*leaves, *out), memory) if i >= len(leaves)]
-        for number in again:
+        if aliases is None:  # detected once, because the aliases depend on the code only
+            aliases = [i - len(leaves) for i in _unexpected_aliases((*leaves, *out), storages) if i >= len(leaves)]
+        for number in aliases:
             out[number] = out[number].clone()
         return out
 
@@ -74,15 +74,15 @@ def _apart(graph: GraphModule, run: Callable[..., Sequence[Tensor]]) -> Callable
 def compiled(
     fn: Callable[..., Any], structure: Hashable, leaves: list[Tensor]
 ) -> tuple[Callable[..., list[Tensor]], Hashable, list[Tensor]]:
-    """Compile `fn` for tensors like these in this memory layout.
+    """Compile `fn` for tensors with the shapes, dtypes and strides of `leaves`.
 
     Returns: the function of the leaves, the structure of its results, and the tensors it captured.
     """
-    with ONE_AT_A_TIME, _use_lazy_graph_module(True):  # a graph's Python is written once, not with every change
+    with COMPILE_LOCK, _use_lazy_graph_module(True):  # write a graph's Python once, not after each change
         graph, out = traced(fn, structure, leaves)
         with ExitStack() as settings:
-            for one in (torch.no_grad(), without_autocast(), config.patch(_OPTIONS), cache_folder()):
-                settings.enter_context(one)
-            for one in (lean_loops(), brief_codegen(), side_by_side()):
-                settings.enter_context(one)
-            return _apart(graph, compile_fx(graph, leaves)), out, captured(graph)  # pyright: ignore
+            for setting in (torch.no_grad(), without_autocast(), config.patch(_OPTIONS), cache_folder()):
+                settings.enter_context(setting)
+            for setting in (rewriting_loops(), skip_redundant_codegen(), parallel_builds()):
+                settings.enter_context(setting)
+            return _separate_results(graph, compile_fx(graph, leaves)), out, captured(graph)  # pyright: ignore

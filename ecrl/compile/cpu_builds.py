@@ -1,4 +1,7 @@
-"""Compile the two C++ files of a graph, calls and kernels, at the same time. Inductor compiles one after the other."""
+"""Compile the two C++ files of a graph, its calls and its kernels, at the same time.
+
+Inductor compiles one after the other.
+"""
 
 import os
 import shlex
@@ -31,14 +34,17 @@ def attempt(builders: Sequence[CppBuilder]) -> None:
     finally:
         for compiler in compilers:
             if compiler.poll() is None:
-                os.killpg(compiler.pid, SIGTERM)  # and what it calls
-        for compiler, builder in zip(compilers, builders, strict=False):  # not all were begun
+                os.killpg(compiler.pid, SIGTERM)  # with its own child processes
+        for compiler, builder in zip(compilers, builders, strict=False):  # some were not started
             if compiler.wait():
                 Path(builder.get_target_file_path()).unlink(missing_ok=True)
 
 
 def build(lock_path: str, builders: Sequence[CppBuilder]) -> None:
-    """Build the objects at once, then link them. Build a failed one again by inductor, which reports the error."""
+    """Build the objects in parallel, then link them.
+
+    Inductor builds an object that failed once more, and reports the error.
+    """
     with FileLock(lock_path, timeout=codecache.LOCK_TIMEOUT):
         for stage in (builders[:-1], builders[-1:]):
             attempt(missing(stage))
@@ -47,8 +53,8 @@ def build(lock_path: str, builders: Sequence[CppBuilder]) -> None:
 
 
 @contextmanager
-def side_by_side() -> Iterator[None]:
-    """While this lasts, inductor's files are built so."""
+def parallel_builds() -> Iterator[None]:
+    """Let inductor build its files with `build`."""
     usual = codecache._worker_compile_cpp
     codecache._worker_compile_cpp = build
     try:

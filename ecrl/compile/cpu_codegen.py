@@ -1,4 +1,4 @@
-"""Skip work of inductor that does not change its output. It takes a tenth of a first compilation."""
+"""Skip work of inductor that does not change its output. The work takes a tenth of a first compilation."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,12 +7,12 @@ import sympy
 from torch._inductor import sizevars
 from torch._inductor.cpu_vec_isa import VecAVX512, VecAVX512VNNI, VecISA
 
-_KNOWN = (VecAVX512._avx512_bf16_code, VecAVX512VNNI._avx512_vnni_code)
-"""Code that every C++20 compiler accepts. Inductor tests it only on processors with these instructions."""
+_ALWAYS_COMPILES = (VecAVX512._avx512_bf16_code, VecAVX512VNNI._avx512_vnni_code)
+"""Code that every C++20 compiler accepts. Inductor tests it only on CPUs with these instructions."""
 
 
 def is_sum(index: sympy.Basic) -> bool:
-    """Return True if an index only adds multiples of variables. Then nothing in it can be simplified.
+    """Return True if an index is a sum of multiples of variables. Such a sum cannot be simplified.
 
     >>> x, y = sympy.symbols("x y", integer=True)
     >>> is_sum(4 * x + y + 3), is_sum(4 * x * y), is_sum(x % 4), is_sum(x + sympy.floor(y / 4))
@@ -25,18 +25,18 @@ def is_sum(index: sympy.Basic) -> bool:
 
 
 @contextmanager
-def brief_codegen() -> Iterator[None]:
-    """While this lasts, sums are not simplified and known instructions not tried."""
-    simplify, trial = sizevars.simplify_index_in_vec_range, VecISA.check_build
+def skip_redundant_codegen() -> Iterator[None]:
+    """Let inductor leave out the simplification of sums and the test compilations of `_ALWAYS_COMPILES`."""
+    simplify, check_build = sizevars.simplify_index_in_vec_range, VecISA.check_build
 
-    def simplified(index: sympy.Expr, var: sympy.Expr, vec_length: int) -> sympy.Expr:
+    def simplify_others(index: sympy.Expr, var: sympy.Expr, vec_length: int) -> sympy.Expr:
         return index if is_sum(index) else simplify(index, var, vec_length)
 
-    def known(self: VecISA, code: str) -> bool:
-        return code in _KNOWN or trial(self, code)
+    def check_others(self: VecISA, code: str) -> bool:
+        return code in _ALWAYS_COMPILES or check_build(self, code)
 
-    sizevars.simplify_index_in_vec_range, VecISA.check_build = simplified, known
+    sizevars.simplify_index_in_vec_range, VecISA.check_build = simplify_others, check_others
     try:
         yield
     finally:
-        sizevars.simplify_index_in_vec_range, VecISA.check_build = simplify, trial
+        sizevars.simplify_index_in_vec_range, VecISA.check_build = simplify, check_build

@@ -1,8 +1,8 @@
-"""Rewrite the loops in the C++ that inductor writes around kernels: allocate their own memory once, not in each turn.
+"""Rewrite the loops in the C++ that inductor writes: allocate their memory once, not in each iteration.
 
-A turn of a loop over small tensors mostly allocates memory, makes views and handles, and checks if it was the last one.
-With four environments this takes more than a third of a rollout. The text changes only if it matches the expected
-patterns. If a version of inductor writes other text, the loop stays as it is.
+With small tensors, an iteration mostly allocates memory, creates views and handles, and checks if it is the last one.
+With four environments, this takes more than a third of a rollout. The C++ changes only if it matches the patterns
+below. If a version of inductor writes other C++, the loop stays unchanged.
 """
 
 import re
@@ -12,14 +12,14 @@ from typing import Any
 
 from torch._inductor.graph import GraphLowering
 
-_LOOP = re.compile(r"^( *)while \(1\) \{\n(?:(?!.*while \(1\)).*\n)*?\1\}\n", re.M)  # without others inside of it
-_ALLOCATED = re.compile(
+_LOOP = re.compile(r"^( *)while \(1\) \{\n(?:(?!.*while \(1\)).*\n)*?\1\}\n", re.M)  # an innermost loop
+_ALLOCATION = re.compile(
     r"^( *)AtenTensorHandle (\w+)_handle;\n"
     r" *AOTI_TORCH_ERROR_CODE_CHECK\((aoti_torch_empty_strided\(.*), &\2_handle\)\);\n"
     r" *RAIIAtenTensorHandle \2\(\2_handle\);\n",
     re.M,
 )
-_GIVEN = re.compile(
+_INPUT = re.compile(
     r"^( *)AtenTensorHandle (\w+)_handle;\n"
     r" *AOTI_TORCH_ERROR_CODE_CHECK\(aoti_torch_assign_tensors_out\((\w+), &\2_handle\)\);\n"
     r" *RAIIAtenTensorHandle \2\(\2_handle\);\n",
@@ -28,11 +28,11 @@ _GIVEN = re.compile(
 _VIEW = re.compile(
     r"^( *)auto (\w+) = wrap_with_raii_handle_if_needed\((reinterpret_tensor_wrapper\((\w+), .*)\);  // alias\n", re.M
 )
-_MOVED = re.compile(r"^ *auto (\w+) = std::move\((\w+)\);  // reuse\n", re.M)
-_READ = re.compile(r"^ *(?:cpp_fused_\w+|AOTI_TORCH_ERROR_CODE_CHECK\(aoti_torch_cpu_(?:add|b)?mm_out)\(.*\n", re.M)
-_ITEM = re.compile(r"AOTI_TORCH_ERROR_CODE_CHECK\(aoti_torch_item_int64\((\w+), &(\w+)_raw\)\);")
+_MOVE = re.compile(r"^ *auto (\w+) = std::move\((\w+)\);  // reuse\n", re.M)
+_KERNEL = re.compile(r"^ *(?:cpp_fused_\w+|AOTI_TORCH_ERROR_CODE_CHECK\(aoti_torch_cpu_(?:add|b)?mm_out)\(.*\n", re.M)
+_COUNTER_READ = re.compile(r"AOTI_TORCH_ERROR_CODE_CHECK\(aoti_torch_item_int64\((\w+), &(\w+)_raw\)\);")
 _BOUND = re.compile(r"if \(!\((u\d+) < (\d+)L\)\)")
-_QUESTION = re.compile(  # of one kernel, that compares a number
+_CONDITION = re.compile(  # a condition of one kernel, which compares a number
     r"^ *// subgraph: while_loop_cond_graph\w*\n"
     r"(?P<before>(?:(?!.*cpp_fused).*\n)*)"
     r" *cpp_fused_\w+\(\(const int64_t\*\)\((?P<counter>\w+)\.data_ptr\(\)\), \(bool\*\)\(\w+\.data_ptr\(\)\)\);\n"
@@ -49,97 +49,98 @@ def _lines(names: set[str], body: str) -> str:
 
 
 def _names_of(name: str, body: str) -> set[str]:
-    """Return every C++ variable that refers to the memory of `name`, as a view or after a move."""
+    """Return the C++ variables that refer to the memory of `name`: itself, its views and the targets of its moves."""
     names, known = {name}, 0
-    pairs = [(m[2], m[4]) for m in _VIEW.finditer(body)] + [m.groups() for m in _MOVED.finditer(body)]
+    pairs = [(m[2], m[4]) for m in _VIEW.finditer(body)] + [m.groups() for m in _MOVE.finditer(body)]
     while known < len(names):
         known = len(names)
         names |= {new for new, old in pairs if old in names}
     return names
 
 
-def _stays(name: str, body: str) -> bool:
-    """Return True if only kernels and matrix products use this memory."""
+def _is_used_by_kernels_only(name: str, body: str) -> bool:
+    """Return True if only kernels and matrix products use the memory of `name`."""
     seen = _lines(_names_of(name, body), body)
-    return not _READ.sub("", _MOVED.sub("", _VIEW.sub("", seen)))
+    return not _KERNEL.sub("", _MOVE.sub("", _VIEW.sub("", seen)))
 
 
-def _kept(pad: str, name: str, made: str) -> str:
-    """Lines that make a tensor in the first turn and take it up again in every other."""
+def _create_once(pad: str, name: str, creation: str) -> str:
+    """Return C++ that creates a tensor in the first iteration and uses it again in later ones."""
     return (
-        f"{pad}if (!{name}_kept.get()) {{\n{made}{pad}}}\n{pad}AtenTensorHandle {name}_handle;\n"
+        f"{pad}if (!{name}_kept.get()) {{\n{creation}{pad}}}\n{pad}AtenTensorHandle {name}_handle;\n"
         f"{pad}AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_assign_tensors_out({name}_kept, &{name}_handle));\n"
         f"{pad}RAIIAtenTensorHandle {name}({name}_handle);\n"
     )
 
 
-def _allocated_once(loop: str) -> str:
-    bare = _ALLOCATED.sub("", loop)
-    kept = [m[2] for m in _ALLOCATED.finditer(loop) if _stays(m[2], bare)]
+def _allocate_once(loop: str) -> str:
+    """Create the tensors that only kernels use, and their views, in the first iteration."""
+    without_allocations = _ALLOCATION.sub("", loop)
+    reused = [m[2] for m in _ALLOCATION.finditer(loop) if _is_used_by_kernels_only(m[2], without_allocations)]
 
-    def allocated(match: re.Match[str]) -> str:
+    def allocate(match: re.Match[str]) -> str:
         pad, name, call = match.groups()
-        if name not in kept:
+        if name not in reused:
             return match[0]
         new = f"{pad}    AtenTensorHandle {name}_new;\n{pad}    AOTI_TORCH_ERROR_CODE_CHECK({call}, &{name}_new));\n"
-        return _kept(pad, name, f"{new}{pad}    {name}_kept = RAIIAtenTensorHandle({name}_new);\n")
+        return _create_once(pad, name, f"{new}{pad}    {name}_kept = RAIIAtenTensorHandle({name}_new);\n")
 
-    def viewed(match: re.Match[str]) -> str:
-        pad, name, call, of = match.groups()
-        if of not in kept:
+    def view(match: re.Match[str]) -> str:
+        pad, name, call, base = match.groups()
+        if base not in reused:
             return match[0]
-        kept.append(name)
-        call = call.replace(f"({of},", f"({of}_kept,", 1)
-        return _kept(pad, name, f"{pad}    {name}_kept = wrap_with_raii_handle_if_needed({call});\n")
+        reused.append(name)
+        call = call.replace(f"({base},", f"({base}_kept,", 1)
+        return _create_once(pad, name, f"{pad}    {name}_kept = wrap_with_raii_handle_if_needed({call});\n")
 
-    loop = _VIEW.sub(viewed, _ALLOCATED.sub(allocated, loop))
-    return "".join(("{\n", *(f"RAIIAtenTensorHandle {name}_kept;\n" for name in kept), loop, "}\n"))
+    loop = _VIEW.sub(view, _ALLOCATION.sub(allocate, loop))
+    return "".join(("{\n", *(f"RAIIAtenTensorHandle {name}_kept;\n" for name in reused), loop, "}\n"))
 
 
-def _given_by_reference(loop: str) -> str:
-    """Let a turn read an input in place if it only reads it."""
-    for match in reversed([*_GIVEN.finditer(loop)]):
+def _read_inputs_in_place(loop: str) -> str:
+    """Let an iteration use an input of the loop without a handle of its own, if it only reads the input."""
+    for match in reversed([*_INPUT.finditer(loop)]):
         pad, name, outer = match.groups()
         rest = loop[: match.start()] + loop[match.end() :]
-        if not _READ.sub("", _lines({name}, rest)):
+        if not _KERNEL.sub("", _lines({name}, rest)):
             rest = re.sub(rf"^ *{name}\.reset\(\);\n", "", loop[match.end() :], flags=re.M)
             loop = f"{loop[: match.start()]}{pad}auto& {name} = {outer};\n{rest}"
     return loop
 
 
-def _counted(loop: str) -> str:
-    """Compare the counter with the length of the loop without a kernel, and read the counter without torch."""
-    question, item, bound = (pattern.search(loop) for pattern in (_QUESTION, _ITEM, _BOUND))
-    if not (question and item and bound and item[2] == bound[1]):
+def _compare_counter_directly(loop: str) -> str:
+    """Compare the counter with the length of the loop in plain C++, and not by a kernel and a call of torch."""
+    condition, item, bound = (pattern.search(loop) for pattern in (_CONDITION, _COUNTER_READ, _BOUND))
+    if not (condition and item and bound and item[2] == bound[1]):
         return loop
-    outer = {m[2]: m[3] for m in _GIVEN.finditer(loop)}
+    outer = {m[2]: m[3] for m in _INPUT.finditer(loop)}
     counter = outer.get(item[1])
-    if counter is None or counter != outer.get(question["counter"]):
+    if counter is None or counter != outer.get(condition["counter"]):
         return loop
-    asked = f"{question['pad']}if (*(const int64_t*)({counter}.data_ptr()) >= {bound[2]}L) break;\n"
+    comparison = f"{condition['pad']}if (*(const int64_t*)({counter}.data_ptr()) >= {bound[2]}L) break;\n"
     read = f"{item[2]}_raw = *(const int64_t*)({counter}.data_ptr());"
-    return loop.replace(question[0], asked).replace(item[0], read)
+    return loop.replace(condition[0], comparison).replace(item[0], read)
 
 
 def rewritten(code: str) -> str:
-    """The C++ with its innermost loops rewritten.
+    """Return the C++ with its innermost loops rewritten.
 
     >>> rewritten("int x;")
     'int x;'
     """
-    return _LOOP.sub(lambda match: _allocated_once(_given_by_reference(_counted(match[0]))), code)
+    return _LOOP.sub(lambda match: _allocate_once(_read_inputs_in_place(_compare_counter_directly(match[0]))), code)
 
 
 @contextmanager
-def lean_loops() -> Iterator[None]:
-    """Inductor writes its loops so while this lasts."""
+def rewriting_loops() -> Iterator[None]:
+    """Let inductor write its loops `rewritten`."""
     write = GraphLowering._compile_to_module_lines
 
-    def rewriting(self: GraphLowering, wrapper_code: Any) -> Any:
+    def write_rewritten(self: GraphLowering, wrapper_code: Any) -> Any:
         wrapper_code.value = rewritten(wrapper_code.value)
         return write(self, wrapper_code)
 
-    GraphLowering._compile_to_module_lines = rewriting
+    GraphLowering._compile_to_module_lines = write_rewritten
     try:
         yield
     finally:

@@ -1,30 +1,104 @@
-"""Rewrite matrix products for a CPU while a graph is traced. The results are equal to rounding.
+"""Rewrite matrix products for a CPU while a graph is traced. The results are equal up to rounding.
 
 Libraries for matrix products are made for large matrices. The first and the last layer of a perceptron, and their
-gradients, run at a tenth of the possible speed there. So products with a thin side become sums, and the compiler fuses
-these with their neighbours. Other small products become tiles (`ecrl.compile.cpu_tiles`). Only large ones go to a
-library, oneDNN. It generates code for the processor at hand; MKL has only a generic path for AMD processors.
+gradients, run at a tenth of the possible speed there. So there are three kinds of products:
+
+- Products with a thin side become sums, which the compiler fuses with neighbouring operations.
+- Other small products become tiles in the C++ that inductor writes. A tile of the product stays in vector registers.
+  Libraries take up to three times as long. Every row is summed in the same order for any number of threads.
+- Large products go to the library oneDNN, which generates code for the CPU at hand. MKL has only a generic path for
+  AMD's CPUs.
 """
 
 from collections.abc import Callable
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch._inductor.ir import TensorBox
+from torch._inductor import config, ir
+from torch._inductor.codegen.cpp_template_kernel import CppTemplateKernel
+from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.lowering import register_lowering
 from torch._inductor.mkldnn_ir import LinearUnary
+from torch._inductor.select_algorithm import PartialRender
+from torch._inductor.utils import Placeholder, parallel_num_threads
 
-from ecrl.compile import cpu_tiles
+from ecrl.compile.cpu_codegen import skip_redundant_codegen
 
-_LARGE = 2**18  # elements of the second matrix; from there on it does not stay in a cache, which libraries care for
+_LARGE = 2**18  # elements of the second matrix; a larger one does not stay in a cache, and libraries handle that well
 _THIN = 8
-_MIN_OUTER = 16  # a sum over fewer rows has nothing to gain from a vector per column
-_MANY = 32  # rows that are worth turning the other matrix round for
+_MIN_OUTER = 16  # with fewer rows to sum over, a vector for each column gains nothing
+_MANY_ROWS = 32  # with so many rows, transposing the other matrix pays
+_PARALLEL = 2**18  # multiplications of a product that is worth several threads
+_NAME = str(Placeholder.KERNEL_NAME)
+_CPP = """
+#include <torch/csrc/inductor/cpp_prefix.h>
+template <int ROWS, int LANES, bool PART>
+static inline void {name}_tile(const float* a, const float* b, float* y, int64_t part) {{
+    using Lane = at::vec::Vectorized<float>;
+    constexpr int WIDTH = Lane::size();
+    Lane sums[ROWS][LANES], row[LANES];
+    #pragma GCC unroll 12
+    for (int64_t r = 0; r < ROWS; r++)
+        #pragma GCC unroll 12
+        for (int c = 0; c < LANES; c++) sums[r][c] = Lane(0.0f);
+    for (int64_t k = 0; k < {K}; k++) {{
+        #pragma GCC unroll 12
+        for (int c = 0; c < LANES; c++) {{
+            const float* at = b + k * {b_k} + c * WIDTH;
+            row[c] = PART && c + 1 == LANES ? Lane::loadu(at, part) : Lane::loadu(at);
+        }}
+        #pragma GCC unroll 12
+        for (int64_t r = 0; r < ROWS; r++) {{
+            Lane x(a[r * {a_m} + k * {a_k}]);
+            #pragma GCC unroll 12
+            for (int c = 0; c < LANES; c++) sums[r][c] = at::vec::fmadd(x, row[c], sums[r][c]);
+        }}
+    }}
+    #pragma GCC unroll 12
+    for (int64_t r = 0; r < ROWS; r++)
+        #pragma GCC unroll 12
+        for (int c = 0; c < LANES; c++) {{
+            if (PART && c + 1 == LANES) sums[r][c].store(y + r * {N} + c * WIDTH, part);
+            else sums[r][c].store(y + r * {N} + c * WIDTH);
+        }}
+}}
+template <int ROWS>
+static inline void {name}_rows(const float* a, const float* b, float* y) {{
+    constexpr int WIDTH = at::vec::Vectorized<float>::size(), LANES = WIDTH == 8 ? 2 : 4;  // what registers hold
+    constexpr int WHOLE = {N} / (WIDTH * LANES) * (WIDTH * LANES), REST = {N} - WHOLE;
+    for (int64_t n = 0; n < WHOLE; n += WIDTH * LANES) {name}_tile<ROWS, LANES, false>(a, b + n, y + n, 0);
+    if constexpr (REST > 0)
+        {name}_tile<ROWS, (REST + WIDTH - 1) / WIDTH, REST % WIDTH != 0>(a, b + WHOLE, y + WHOLE, REST % WIDTH);
+}}
+extern "C" {kernel}
+{{
+    constexpr int64_t ROWS = {N} > at::vec::Vectorized<float>::size() ? 6 : 12, TILES = {M} / ROWS, REST = {M} % ROWS;
+    constexpr int64_t rest = {M} - REST;
+    {parallel}
+    for (int64_t part = 0; part < {batch} * {parts}; part++) {{
+        const int64_t i = part / {parts}, first = part % {parts} * TILES / {parts};
+        const int64_t last = (part % {parts} + 1) * TILES / {parts};
+        const float *a = {a} + {a_0} + i * {a_i}, *b = {b} + {b_0} + i * {b_i};
+        float* y = product + i * {M} * {N};
+        for (int64_t t = first; t < last; t++) {name}_rows<ROWS>(a + t * ROWS * {a_m}, b, y + t * ROWS * {N});
+        if constexpr (REST > 0)
+            if (last == TILES) {name}_rows<REST>(a + rest * {a_m}, b, y + rest * {N});
+    }}
+}}
+"""
+
+
+@cache
+def has_vector_instructions() -> bool:
+    """Return True if inductor knows vector instructions of this CPU. The C++ of tiles needs them."""
+    with config.patch({"cpp.vec_isa_ok": True}), skip_redundant_codegen():  # trying each instruction set takes seconds
+        return bool(pick_vec_isa())
 
 
 def _unrolled(a: Tensor, b: Tensor) -> Tensor:
-    """`[M, K] @ [K, N]` as a sum of K outer products."""
+    """Return `[M, K] @ [K, N]` as a sum of K outer products."""
     total = a[:, :1] * b[0]
     for k in range(1, a.shape[1]):
         total = total + a[:, k : k + 1] * b[k]
@@ -32,34 +106,18 @@ def _unrolled(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _rows(a: Tensor, b: Tensor) -> Tensor:
-    """`[M, K] @ [K, N]` as M sums over the rows of `b`."""
+    """Return `[M, K] @ [K, N]` as M sums over the rows of `b`."""
     return torch.stack([(a[m].unsqueeze(1) * b).sum(0, dtype=a.dtype) for m in range(a.shape[0])])
 
 
-@torch.library.custom_op("ecrl::linear", mutates_args=())
-def _linear(x: Tensor, weight: Tensor) -> Tensor:
-    """`x @ weight.T`, in a compiled graph by oneDNN."""
-    return x @ weight.t()
-
-
-@_linear.register_fake
-def _(x: Tensor, weight: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0])
-
-
-@register_lowering(torch.ops.ecrl.linear.default, type_promotion_kind=None)
-def _lowered(x: Any, weight: Any) -> Any:
-    return TensorBox.create(cast(Any, LinearUnary).create(x, weight, None, "none", [], ""))
-
-
 def _check_dtypes(a: Tensor, b: Tensor) -> None:
-    """Raise RuntimeError if the dtypes differ, which torch finds only when it multiplies numbers."""
+    """Raise RuntimeError if the dtypes differ. Torch itself checks this only when it multiplies numbers."""
     if a.dtype != b.dtype:
         raise RuntimeError(f"cannot multiply matrices of {a.dtype} and {b.dtype}; convert one of them")
 
 
 def mm(a: Tensor, b: Tensor) -> Tensor:
-    """`a @ b`, or NotImplemented for what is left to MKL, which also raises the error of wrong shapes."""
+    """Return `a @ b`, or NotImplemented for products that MKL computes. MKL also raises the error of wrong shapes."""
     (m, k), n = a.shape, b.shape[1]
     _check_dtypes(a, b)
     if min(m, k, n) == 0 or k != b.shape[0]:
@@ -72,7 +130,7 @@ def mm(a: Tensor, b: Tensor) -> Tensor:
         return _rows(b.t(), a.t()).t()
     if n <= _THIN and k > _THIN and a.stride(1) == 1 and b.stride(0) == 1:
         return (a.unsqueeze(1) * b.t()).sum(-1, dtype=a.dtype)
-    if a.dtype == torch.float32 and k * n <= _LARGE and cpu_tiles.compile_here():
+    if a.dtype == torch.float32 and k * n <= _LARGE and has_vector_instructions():
         return torch.ops.ecrl.bmm(a.unsqueeze(0), b.unsqueeze(0)).squeeze(0)
     if a.dtype == torch.float32 and torch.backends.mkldnn.is_available():
         return torch.ops.ecrl.linear(a, b.t())
@@ -80,25 +138,25 @@ def mm(a: Tensor, b: Tensor) -> Tensor:
 
 
 def addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    """`bias + a @ b`, or NotImplemented as `mm`."""
+    """Return `bias + a @ b`, or NotImplemented if `alpha` or `beta` is not 1."""
     if beta != 1 or alpha != 1:
         return NotImplemented
     product = mm(a, b)
-    # As a difference: inductor makes one call of a product and a sum, which copies the bias to every row first.
+    # A difference, because inductor would turn a product and a sum into one call that copies the bias to every row.
     return torch.mm(a, b) - (-bias) if product is NotImplemented else product + bias
 
 
 def bmm(a: Tensor, b: Tensor) -> Tensor:
-    """`a @ b` for a batch of each, or NotImplemented where the library is as good."""
+    """Return `a @ b` for a batch of each, or NotImplemented if the library is as fast."""
     m, n = a.shape[1], b.shape[2]
     _check_dtypes(a, b)
     if a.dtype != torch.float32 or b.shape[:2] != (a.shape[0], a.shape[2]):
         return NotImplemented
-    if min(*a.shape, n) == 0 or not cpu_tiles.compile_here():
+    if min(*a.shape, n) == 0 or not has_vector_instructions():
         return NotImplemented
     if n <= _THIN and m > _THIN and a.stride(1) == 1:
         return torch.ops.ecrl.bmm(b.mT, a.mT).mT
-    if b.stride(2) == 1 or m >= _MANY:
+    if b.stride(2) == 1 or m >= _MANY_ROWS:
         return torch.ops.ecrl.bmm(a, b)
     return NotImplemented
 
@@ -109,3 +167,78 @@ PRODUCTS: dict[Any, Callable[..., Tensor]] = {
     torch.ops.aten.bmm.default: bmm,
 }
 """Decompositions for `torch.fx.experimental.proxy_tensor.make_fx`."""
+
+
+@torch.library.custom_op("ecrl::linear", mutates_args=())
+def _linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Return `x @ weight.T`. A compiled graph uses oneDNN."""
+    return x @ weight.t()
+
+
+@_linear.register_fake
+def _(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+@register_lowering(torch.ops.ecrl.linear.default, type_promotion_kind=None)
+def _lower_linear(x: Any, weight: Any) -> Any:
+    return ir.TensorBox.create(cast(Any, LinearUnary).create(x, weight, None, "none", [], ""))
+
+
+@torch.library.custom_op("ecrl::bmm", mutates_args=())
+def _bmm(a: Tensor, b: Tensor) -> Tensor:
+    return torch.bmm(a, b)
+
+
+@_bmm.register_fake
+def _(a: Tensor, b: Tensor) -> Tensor:
+    return a.new_empty(a.shape[0], a.shape[1], b.shape[2])
+
+
+def _tiles_code(kernel: CppTemplateKernel, a: Any, b: Any, product: Any) -> str:
+    """Return the C++ of one product, for the layouts of its factors."""
+    (batch, m, k), n = a.get_size(), b.get_size()[2]
+    threads = parallel_num_threads() if batch * m * k * n >= _PARALLEL else 1
+    parts = 1 if batch >= threads else min(threads, max(m // 12, 1))
+    names = {a.get_name(): "a_in"}
+    names.setdefault(b.get_name(), "b_in")  # both factors may be in one buffer
+    (a_i, a_m, a_k), (b_i, b_k, _) = a.get_stride(), b.get_stride()
+    text = _CPP.format(
+        name=_NAME,
+        kernel=kernel.def_kernel({names[x.get_name()]: x for x in (a, b)}, {"product": product}),
+        parallel=f"#pragma omp parallel for num_threads({threads})" if threads > 1 else "",
+        **{"batch": batch, "parts": parts, "M": m, "K": k, "N": n},
+        **{"a": names[a.get_name()], "a_0": a.get_layout().offset, "a_i": a_i, "a_m": a_m, "a_k": a_k},
+        **{"b": names[b.get_name()], "b_0": b.get_layout().offset, "b_i": b_i, "b_k": b_k},
+    )
+    return PartialRender(text, kernel.render_hooks).finalize_all()
+
+
+def _tiles_kernel(product: Any, **options: Any) -> tuple[CppTemplateKernel, Callable[[], str]]:
+    """Return inductor's record of a kernel, and a function that returns its C++."""
+    kernel = CppTemplateKernel(_NAME, parallel_num_threads())
+    return kernel, partial(_tiles_code, kernel, *product.inputs, product)
+
+
+def _in_memory(x: Any) -> Any:
+    """Store a factor in memory at a known offset.
+
+    The row of `xs` that an iteration of a loop reads has a variable offset, so it is copied.
+    """
+    x = ir.ExternKernel.realize_input(x)
+    _, layout = ir.as_storage_and_layout(x, freeze=True)
+    if not (isinstance(layout.offset, int) or layout.offset.is_number):
+        x = ir.ExternKernel.copy_input(x)
+        ir.as_storage_and_layout(x, freeze=True)
+    return x
+
+
+@register_lowering(torch.ops.ecrl.bmm.default, type_promotion_kind=None)
+def _lower_bmm(a: Any, b: Any) -> Any:
+    a, b = _in_memory(a), _in_memory(b)
+    if b.get_stride()[2] != 1:
+        b = _in_memory(ir.ExternKernel.require_contiguous(b))
+    layout = ir.FixedLayout(a.get_device(), a.get_dtype(), [*a.get_size()[:2], b.get_size()[2]])
+    product = ir.CppTemplateBuffer(layout, [a, b], _tiles_kernel, cast(Any, None), None)
+    cast(Any, product).allow_epilogue_fusion = False  # torch before 2.13 reads an option instead
+    return ir.TensorBox.create(product)

@@ -1,6 +1,6 @@
-"""Philox in the C++ that inductor writes: unsigned words and their products, a line a round, where int64 takes twenty.
+"""Philox in the C++ that inductor writes. A round takes one line with unsigned integers, and twenty with int64.
 
-Inductor has no operation of its own for it that takes a key per element, so one is added to it here.
+Inductor has no Philox with a key for each element. This module adds the operation to inductor.
 """
 
 from typing import Any
@@ -27,14 +27,16 @@ _CPP = """[](uint64_t key, uint64_t low, uint64_t high) -> int64_t {
 
 
 def _add(name: str, half: str) -> None:
-    def one(key: str, low: str, high: str) -> str:
+    """Add an operation to inductor that returns one half of the words that Philox computes."""
+
+    def scalar(key: str, low: str, high: str) -> str:
         return f"({_CPP % half})({key}, {low}, {high})"
 
-    one.__name__ = name
-    many = CppVecOverrides._scalarize(one)
-    many.__name__ = name
-    setattr(CppOverrides, name, staticmethod(one))
-    setattr(CppVecOverrides, name, staticmethod(many))
+    scalar.__name__ = name
+    vector = CppVecOverrides._scalarize(scalar)
+    vector.__name__ = name
+    setattr(CppOverrides, name, staticmethod(scalar))
+    setattr(CppVecOverrides, name, staticmethod(vector))
     setattr(DtypePropagationOpsHandler, name, staticmethod(lambda *words: torch.int64))
     setattr(DefaultHandler, name, lambda self, *words: self._default(name, words, {}))
 
@@ -45,6 +47,6 @@ _add(_NAMES[1], "c2 | uint64_t(c3) << 32")
 
 
 @register_lowering(torch.ops.ecrl.philox.default, type_promotion_kind=None)
-def _lowered(key: Any, low: Any, high: Any, last: bool) -> Any:
-    written = make_pointwise(lambda *words: getattr(virtualized.ops, _NAMES[last])(*words))
-    return written(*broadcast_tensors(key, low, high))
+def _lower_philox(key: Any, low: Any, high: Any, last: bool) -> Any:
+    operation = make_pointwise(lambda *words: getattr(virtualized.ops, _NAMES[last])(*words))
+    return operation(*broadcast_tensors(key, low, high))

@@ -1,18 +1,31 @@
-"""Choose the form of a run, compiled or eager, from config, device and versions alone.
+"""Compile a function, or run it eagerly. This module is the entry point of the package.
 
-A form has a function `jit(fn, *static)`. It binds the static arguments of `fn`, which are functions and numbers that
-shape the graph, and may compile the result. A form also has a `scan`. Inside a compiled function it is one loop of the
-graph. Equal `fn` and `static` share one compiled function, so a new seed, name or learning rate compiles nothing.
+`choose_form` chooses a form, compiled or eager, from `trainer.compile`, the device and the installed versions. A form
+has a function `jit(fn, *static)` and a `scan`. `jit` binds the static arguments of `fn`, which are functions and
+numbers that shape the graph. In the compiled form it also compiles the result when it is first called. Calls with equal
+`fn` and `static` share one compiled function, so a new seed, name or learning rate compiles nothing.
 
-A compiled function must be pure. Its values are its arguments, the default dtype and the state of autocast: each
-combination of their layouts and settings is compiled once.
+A function becomes a compiled one in four steps:
+
+1. Key (`jit.py`). The key of a call holds the structure of the arguments, and the shape, dtype and device of each
+   tensor. It also holds the default dtype and the state of autocast (`autocast.py`). A known key calls its compiled
+   function. A new key starts step 2. Under `torch.func.vmap`, the whole batch is one such call (`vmap.py`).
+2. Trace (`trace.py`). The function runs once on tensors without data, and torch records its operations in a graph. A
+   scan stays one loop of the graph (`scan.py`), and so does its gradient (`scan_gradient.py`). Impure functions are
+   refused (`user_code.py`) with their line (`user_line.py`).
+3. Rewrite. On a CPU, small matrix products get kernels of their own (`cpu_matmul.py`). Duplicate operations are merged
+   (`trace.py`). On a GPU, the graph is cut at its loops (`partition.py`).
+4. Generate code. On a CPU (`cpu.py`), inductor writes C++. Random numbers (`cpu_philox.py`), tanh (`cpu_tanh.py`) and
+   loops (`cpu_loops.py`) get faster C++. `cpu_codegen.py` and `cpu_builds.py` shorten the compilation. On a GPU
+   (`cuda_graph.py`), inductor writes Triton kernels. The files `reverse_*.py` add a kernel for returns. One CUDA graph
+   captures the whole function. Compiled code is stored on disk for the next process (`cache.py`).
+
+A compiled function must be pure. It may depend on its arguments, the default dtype and the state of autocast only.
 - A write in place on an argument, or on a tensor from outside of the function, raises ConfigError with its line.
-- Tensors captured from outside of the function are frozen at compile time. If one is written on in place, the function
-  is compiled again. Pass tensors that change as arguments: compiling takes seconds.
-- Nothing notices a new value of a captured Python number or name, nor writes that torch does not count, through
-  `x.data` or a NumPy array of the same memory. The compiled function keeps the old value.
-
-Inductor makes C++ of a graph (`ecrl.compile.cpu`), and keeps that on disk for the next process.
+- Tensors captured from outside of the function are frozen at compile time. A write in place on one of them compiles the
+  function again, which takes seconds. Pass tensors that change as arguments.
+- A new value of a captured Python number or name is not noticed. A write that torch does not count is not noticed
+  either: one through `x.data`, or through a NumPy array of the same memory. The compiled function keeps the old value.
 """
 
 import gc
@@ -36,7 +49,7 @@ from torch import Tensor
 
 from ecrl.compile.autocast import settings, without_autocast
 from ecrl.compile.user_line import is_outside, user_line
-from ecrl.compile.vmap import outside, over_batch, recorded, vmapped
+from ecrl.compile.vmap import outside_vmap, over_batch, recorded, vmapped
 from ecrl.errors import ConfigError, UserError
 from ecrl.kernels import scan
 from ecrl.kernels.scan_loop import Scan
@@ -45,7 +58,10 @@ from ecrl.tracing_state import in_forward_mode, in_graph, knows_transforms, tran
 
 
 class Form(NamedTuple):
-    """`name` is "compiled" or "eager", `reason` one line for people; `jit` and `scan` are what the algorithms call."""
+    """The form of a run. `name` is "compiled" or "eager", and `reason` explains it in one line.
+
+    Algorithms call `jit` and `scan`.
+    """
 
     name: str
     reason: str
@@ -53,20 +69,21 @@ class Form(NamedTuple):
     scan: Scan
 
 
-class _Made(NamedTuple):
-    """A compiled function, the tensors it is for, and the structures around those and around what it gives."""
+class _CompiledFunction(NamedTuple):
+    """A compiled function of a list of tensors, and the properties of the arguments that it is for."""
 
     run: Callable[..., list[Tensor]]
-    setting: Hashable
-    captured: list[tuple[Tensor, int]]  # with their versions, that count the writes on them
+    settings: Hashable
+    captured: list[tuple[Tensor, int]]  # each with its version: the number of writes in place on it
     structure: Hashable
     strides: list[tuple[int, ...]]
-    alike: Any  # like a comparison of every shape, stride, dtype and device, in a tenth of its time
-    flags: list[int]  # which of the tensors are of bools
-    out: Hashable
+    layout_guard: Any
+    bool_positions: list[int]
+    output_structure: Hashable
 
 
-def _alike(leaves: list[Tensor]) -> Any:
+def _layout_guard(leaves: list[Tensor]) -> Any:
+    """Return an object whose `check` compares every shape, stride, dtype and device, ten times as fast as Python."""
     from torch._C._dynamo.guards import TensorGuards  # private: only compiled functions need it
 
     sizes: Any = [list(leaf.shape) for leaf in leaves]
@@ -74,14 +91,17 @@ def _alike(leaves: list[Tensor]) -> Any:
     return TensorGuards(*leaves, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
 
 
-def _apart(leaf: Tensor) -> Tensor:
-    """The leaf where every element has memory of its own."""
-    shared = any(stride == 0 and size > 1 for stride, size in zip(leaf.stride(), leaf.shape, strict=True))
-    return leaf.contiguous() if shared else leaf
+def _without_overlap(leaf: Tensor) -> Tensor:
+    """Copy an expanded tensor, whose elements share memory. Return other tensors unchanged."""
+    overlaps = any(stride == 0 and size > 1 for stride, size in zip(leaf.stride(), leaf.shape, strict=True))
+    return leaf.contiguous() if overlaps else leaf
 
 
-def _unshared(leaves: list[Tensor]) -> list[Tensor]:
-    """The leaves, each in a storage of its own: a graph reads tensors that are one object as one input, for ever."""
+def _with_own_storage(leaves: list[Tensor]) -> list[Tensor]:
+    """Copy each leaf that shares a storage with an earlier one. Return all leaves.
+
+    The tracer makes one graph input of tensors that are one object. Later calls may pass different tensors there.
+    """
     seen: set[int] = set()
     for i, leaf in enumerate(leaves):
         if (memory := leaf.untyped_storage().data_ptr()) in seen:
@@ -90,34 +110,35 @@ def _unshared(leaves: list[Tensor]) -> list[Tensor]:
     return leaves
 
 
-def _flags(leaves: list[Tensor]) -> list[int]:
+def _bool_positions(leaves: list[Tensor]) -> list[int]:
     return [i for i, leaf in enumerate(leaves) if leaf.dtype is torch.bool]
 
 
-def _evened(leaves: list[Tensor], flags: list[int]) -> list[Tensor]:
+def _with_aligned_bools(leaves: list[Tensor], positions: list[int]) -> list[Tensor]:
     """Copy the bool leaves that begin at an odd byte, because graphs read two bools at a time. Return all leaves."""
-    for i in flags:
+    for i in positions:
         if leaves[i].storage_offset() % 2:
             leaves[i] = leaves[i].clone()
     return leaves
 
 
-def _dense(leaf: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """The leaf in the memory layout that was compiled for."""
+def _with_stride(leaf: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """Copy the leaf to the strides that its function was compiled for, unless it has them."""
     if leaf.stride() == stride:
         return leaf
     return torch.empty_strided(leaf.shape, stride, dtype=leaf.dtype, device=leaf.device).copy_(leaf)
 
 
-def _current(made: _Made) -> bool:
-    """Return True if nobody has written on the captured tensors since the compilation."""
-    return all(version_of(tensor) == version for tensor, version in made.captured)
+def _is_current(compiled: _CompiledFunction) -> bool:
+    """Return True if no captured tensor has been written on since the compilation."""
+    return all(version_of(tensor) == version for tensor, version in compiled.captured)
 
 
 class Compilation(NamedTuple):
-    """One compilation: the function and the reason (first call, or the difference from the last call); its duration.
+    """A record of one compilation.
 
-    `seconds` is None until it ends. `fault` is the reason why the function runs eagerly instead, if it does.
+    `text` names the function and the reason: the first call, or the difference from the last call. `seconds` is the
+    duration, and None until the compilation ends. If the function runs eagerly instead, `fault` is the reason.
     """
 
     text: str
@@ -127,37 +148,41 @@ class Compilation(NamedTuple):
 
 @dataclass(frozen=True)
 class Jit:
-    """`jit(fn, *static)` binds the static arguments of `fn` and compiles it when it is first called.
+    """A function `jit(fn, *static)`, which binds the static arguments of `fn` and compiles it at its first call.
 
-    A `strict` one raises ConfigError if compiling fails. The others warn and run the function eagerly. All strict ones
-    are equal and share compiled functions, and so do the others. Each has its own record of the compilations that its
-    calls made.
+    If compiling fails, a `strict` instance raises ConfigError. Other instances warn and run the function eagerly.
+    Instances with equal `strict` are equal and share compiled functions. Each records the compilations of its own
+    calls.
     """
 
     strict: bool = False
     compilations: list[Compilation] = field(default_factory=list, compare=False)
 
     def __call__(self, fn: Callable, *static: Any) -> Callable[..., Any]:
-        """Bind the static arguments of `fn`; equal ones give the same compiled function."""
+        """Bind the static arguments of `fn`. Equal arguments return the same compiled function."""
         return partial((_compiled if self.strict else _compiled_or_eager)(fn, *static), self.compilations)
 
 
 def compilations_of(jit: Callable) -> list[Compilation]:
-    """The record of a `jit`; empty if it compiles nothing."""
+    """Return the compilations that a `jit` recorded, or an empty list for one that never compiles."""
     return getattr(jit, "compilations", [])
 
 
 def _difference(before: tuple[Any, ...], now: tuple[Any, ...]) -> str:
+    """Describe how the key of a call differs from the last key."""
     old, new = (dict(zip(names(structure), leaves, strict=True)) for _, structure, *leaves in (before, now))
-    told = [f"{name} is gone" for name in old.keys() - new.keys()] + [
-        f"{name} is new" for name in new.keys() - old.keys()
+    differences = [f"{name} is gone" for name in old.keys() - new.keys()]
+    differences += [f"{name} is new" for name in new.keys() - old.keys()]
+    differences += [
+        f"{name} was {_describe_layout(old[name])}, is {_describe_layout(new[name])}"
+        for name in old
+        if name in new and old[name] != new[name]
     ]
-    told += [f"{n} was {_told(old[n])}, is {_told(new[n])}" for n in old if n in new and old[n] != new[n]]
-    told += ["the default dtype or autocast differs"] if before[0] != now[0] else []
-    return "; ".join(sorted(told)) or "another structure around the same tensors"
+    differences += ["the default dtype or autocast differs"] if before[0] != now[0] else []
+    return "; ".join(sorted(differences)) or "the same tensors are in other containers"
 
 
-def _told(layout: tuple[Any, ...]) -> str:
+def _describe_layout(layout: tuple[Any, ...]) -> str:
     shape, dtype, device = layout
     return f"{str(dtype).removeprefix('torch.')} {list(shape)} on {device}"
 
@@ -172,14 +197,14 @@ def _compiler_for(leaves: list[Tensor]) -> Callable[..., tuple[Callable[..., Any
 
 @lru_cache(None, typed=True)
 def _compiled(fn: Callable, *static: Any) -> Callable[..., Any]:
-    """Bind the static arguments of `fn` and compile it. ConfigError if that fails."""
-    return _function(_compiled, fn, static)
+    """Bind the static arguments of `fn` and compile it. Raise ConfigError if compiling fails."""
+    return _compile_at_call(_compiled, fn, static)
 
 
 @lru_cache(None, typed=True)
 def _compiled_or_eager(fn: Callable, *static: Any) -> Callable[..., Any]:
-    """Bind the static arguments of `fn` and compile it. If that fails, warn and run it eagerly from then on."""
-    return _function(_compiled_or_eager, fn, static)
+    """Bind the static arguments of `fn` and compile it. If compiling fails, warn and run it eagerly from then on."""
+    return _compile_at_call(_compiled_or_eager, fn, static)
 
 
 @cache
@@ -189,11 +214,11 @@ def _warn_eager(reason: str) -> None:
 
 
 _RUNS_EAGER = ContextVar("_RUNS_EAGER", default=False)
-"""True inside a function that could not be compiled: the functions that it calls are not compiled either."""
+"""True inside a function that could not be compiled. The functions that it calls are not compiled either."""
 
 
 def _eagerly(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Call `fn` with the functions that it calls uncompiled."""
+    """Call `fn` without compiling the functions that it calls."""
     token = _RUNS_EAGER.set(True)
     try:
         return fn(*args)
@@ -211,15 +236,15 @@ def _fault(name: str, error: Exception) -> str:
     return f"{line} cannot be compiled: {type(error).__name__}: {text[:300]}; set trainer.compile to off"
 
 
-def _is_users(error: Exception) -> bool:
-    """Return True if the user's own code raised the error: its last line is in neither torch nor the compiler."""
+def _is_user_error(error: Exception) -> bool:
+    """Return True if the user's own code raised the error: its last line is neither in torch nor in the compiler."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     return isinstance(error, UserError) or is_outside(last)
 
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Pause Python's garbage collector. Importing inductor and compiling make many objects that stay."""
+    """Pause Python's garbage collector. Importing inductor and compiling create many permanent objects."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -229,32 +254,32 @@ def _without_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _function(jit: Callable[..., Callable[..., Any]], fn: Callable, static: tuple) -> Callable[..., Any]:
-    """Compile `fn` as a whole for each structure and set of shapes it is called with. `jit` is for its batches."""
-    bound, made, last = partial(fn, *static), {}, []
+def _compile_at_call(jit: Callable[..., Callable[..., Any]], fn: Callable, static: tuple) -> Callable[..., Any]:
+    """Return `fn` as a function that compiles itself when a call has a new key. `jit` compiles it for its batches."""
+    bound, by_key, last = partial(fn, *static), {}, []
     eager_because: str | None = None
     name = fn.__name__ if fn is not over_batch else f"{static[0].__name__} of a batch"
 
-    def new(
-        record: list[Compilation], key: tuple[Any, ...], structure: Hashable, leaves: list[Tensor], why: str
-    ) -> _Made:
-        text = f"{name}: {why}"
-        place, began = len(record), time.perf_counter()
+    def compile_now(
+        record: list[Compilation], key: tuple[Any, ...], structure: Hashable, leaves: list[Tensor], reason: str
+    ) -> _CompiledFunction:
+        text = f"{name}: {reason}"
+        position, began = len(record), time.perf_counter()
         record.append(Compilation(text, None))
-        leaves = _unshared([_apart(leaf) for leaf in leaves])
+        leaves = _with_own_storage([_without_overlap(leaf) for leaf in leaves])
         try:
-            alike = _alike(leaves)
+            guard = _layout_guard(leaves)
             with _without_garbage_collection():
                 run, out, captured = _compiler_for(leaves)(bound, structure, leaves)
         finally:
-            record[place] = Compilation(text, time.perf_counter() - began)
+            record[position] = Compilation(text, time.perf_counter() - began)
         versions = [(tensor, version_of(tensor)) for tensor in captured]
         strides = [leaf.stride() for leaf in leaves]
-        return _Made(run, key[0], versions, structure, strides, alike, _flags(leaves), out)
+        return _CompiledFunction(run, key[0], versions, structure, strides, guard, _bool_positions(leaves), out)
 
     def call(record: list[Compilation], *args: Any) -> Any:
         nonlocal eager_because
-        if in_graph():  # it becomes a part of that graph
+        if in_graph():  # the call becomes a part of that graph
             return bound(*args)
         if eager_because is not None and not any(one.fault for one in record):
             record.append(Compilation(f"{name}: runs eager", 0.0, eager_because))
@@ -267,30 +292,30 @@ def _function(jit: Callable[..., Callable[..., Any]], fn: Callable, static: tupl
             known
             and not transformed
             and known.structure == structure
-            and known.setting == setting
-            and known.alike.check(*leaves)
-            and _current(known)
+            and known.settings == setting
+            and known.layout_guard.check(*leaves)
+            and _is_current(known)
         ):
             with torch.no_grad(), without_autocast():
-                return unflatten(known.out, known.run(*_evened(leaves, known.flags)))
+                return unflatten(known.output_structure, known.run(*_with_aligned_bools(leaves, known.bool_positions)))
         leaves = [leaf.resolve_neg().resolve_conj() for leaf in leaves]
         differentiated = recorded(*leaves)
         if vmapped() and not differentiated:
             return _compiled_batch(jit, record, fn, static, structure, leaves)
         if transformed or differentiated:
             return bound(*args)
-        leaves = _evened(leaves, _flags(leaves))
+        leaves = _with_aligned_bools(leaves, _bool_positions(leaves))
         key = setting, structure, *[(leaf.shape, leaf.dtype, leaf.device) for leaf in leaves]
-        why = None
-        if key not in made:
-            why = _difference([*made][-1], key) if made else "first call"
-        elif not _current(made[key]):
-            why = "a captured tensor was written on"
-        if why is not None:
+        reason = None
+        if key not in by_key:
+            reason = _difference([*by_key][-1], key) if by_key else "first call"
+        elif not _is_current(by_key[key]):
+            reason = "a captured tensor was written on"
+        if reason is not None:
             try:
-                made[key] = new(record, key, structure, leaves, why)
+                by_key[key] = compile_now(record, key, structure, leaves, reason)
             except Exception as error:
-                if jit is _compiled and _is_users(error):
+                if jit is _compiled and _is_user_error(error):
                     raise
                 fault = _fault(name, error)
                 if jit is _compiled:
@@ -299,12 +324,12 @@ def _function(jit: Callable[..., Callable[..., Any]], fn: Callable, static: tupl
                 fault = None
             if fault is not None:
                 eager_because, record[-1] = fault, record[-1]._replace(fault=fault)
-                out = _eagerly(bound, args)  # before the warning: an error of the function is raised without one
+                out = _eagerly(bound, args)  # before the warning, because an error of the function needs none
                 _warn_eager(fault)
                 return out
-        last[:] = [known := made[key]]
+        last[:] = [known := by_key[key]]
         with torch.no_grad(), without_autocast():
-            return unflatten(known.out, known.run(*map(_dense, leaves, known.strides)))
+            return unflatten(known.output_structure, known.run(*map(_with_stride, leaves, known.strides)))
 
     return call
 
@@ -312,20 +337,20 @@ def _function(jit: Callable[..., Callable[..., Any]], fn: Callable, static: tupl
 def _compiled_batch(
     jit: Callable, record: list[Compilation], fn: Callable, static: tuple, structure: Hashable, leaves: list[Tensor]
 ) -> Any:
-    """Call `fn` under vmap: the whole batch is one call of one compiled function."""
-    found: list[Hashable] = []
+    """Call `fn` under vmap. The whole batch is one call of one compiled function."""
+    output_structure: list[Hashable] = []
 
-    def whole(batched: tuple[bool, ...], *leaves: Tensor) -> list[Tensor]:
-        out, made = flatten(jit(over_batch, fn, static, structure, batched)(record, *leaves))
-        found[:] = [made]
+    def call_batch(batched: tuple[bool, ...], *leaves: Tensor) -> list[Tensor]:
+        out, structure_of_out = flatten(jit(over_batch, fn, static, structure, batched)(record, *leaves))
+        output_structure[:] = [structure_of_out]
         return out
 
-    out = outside(whole, leaves)
-    return unflatten(found[0], out)
+    out = outside_vmap(call_batch, leaves)
+    return unflatten(output_structure[0], out)
 
 
 _LOOPS_FAIL = torch.__version__ < "2.13"
-"""Inductor fails to write the C++ of a loop before torch 2.13."""
+"""True before torch 2.13, whose inductor is the first that can write the C++ of a loop."""
 
 
 @cache
@@ -334,13 +359,13 @@ def compiler_fault() -> str | None:
     if _LOOPS_FAIL:
         return f"torch {torch.__version__} cannot compile loops for the CPU"
     compiler, headers = os.environ.get("CXX", "g++"), sysconfig.get_path("include")
-    if shutil.which(compiler) is None:  # inductor takes $CXX for a program, without arguments
+    if shutil.which(compiler) is None:  # inductor expects a program without arguments in $CXX
         return f"no C++ compiler found ({compiler})"
     if not os.path.exists(os.path.join(headers, "Python.h")):
         return f"no Python.h found in {headers}"
-    tried = [compiler, "-std=c++20", "-fopenmp", "-fsyntax-only", "-xc++", "-"]
-    status = subprocess.run(tried, input=b"#include <cstddef>\n#include <omp.h>\n", capture_output=True).returncode
-    return f"{' '.join(tried)} ended with status {status}" if status else None
+    command = [compiler, "-std=c++20", "-fopenmp", "-fsyntax-only", "-xc++", "-"]
+    status = subprocess.run(command, input=b"#include <cstddef>\n#include <omp.h>\n", capture_output=True).returncode
+    return f"{' '.join(command)} ended with status {status}" if status else None
 
 
 @cache
@@ -354,17 +379,18 @@ def gpu_fault() -> str | None:
     """Return the reason why this machine cannot compile for a GPU, or None if no reason is known."""
     if not has_triton():
         return "Triton is not installed"
-    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):  # it builds what starts a kernel
+    # Triton compiles the launchers of its kernels.
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         return "no C compiler found (gcc, clang or $CC)"
     headers = sysconfig.get_path("include")
     return None if os.path.exists(os.path.join(headers, "Python.h")) else f"no Python.h found in {headers}"
 
 
 def choose_form(mode: str, device: str) -> Form:
-    """The form for `trainer.compile` on a device, with a new record of compilations.
+    """Return the form for `trainer.compile` on a device, with an empty record of compilations.
 
-    "off" is eager. "on" compiles, and raises ConfigError if that fails. "auto" compiles, and warns and runs eager if
-    that fails, now or later.
+    "off" is eager. "on" compiles, and raises ConfigError if compiling fails. "auto" compiles too. If compiling fails,
+    now or at a later call, it warns and runs eager.
     """
     form = _chosen(mode, device)
     return form if form.name == "eager" else form._replace(jit=Jit(mode == "on"))
@@ -387,10 +413,9 @@ def _chosen(mode: str, device: str) -> Form:
             fault = f"torch {torch.__version__} cannot compile: {error}"
             needed = "a version of torch that ecrl supports"
         else:
-            made = "" if device == "cpu" else " and captured in CUDA graphs"
-            return Form(
-                "compiled", f"rollout and update compiled by inductor for {device}{made}", Jit(mode == "on"), graph_scan
-            )
+            captured = "" if device == "cpu" else " and captured in CUDA graphs"
+            reason = f"rollout and update compiled by inductor for {device}{captured}"
+            return Form("compiled", reason, Jit(mode == "on"), graph_scan)
     advice = f"install {needed}, or set trainer.compile to off"
     if mode == "on":
         raise ConfigError(f"trainer.compile: on, but {fault}; {advice}")

@@ -11,7 +11,7 @@ import triton  # pyright: ignore
 import triton.language as tl  # pyright: ignore
 from torch import Tensor
 
-_STEPS, _ROWS = 16, 32  # that a program handles at a time; 32 rows are a warp
+_STEPS, _ROWS = 16, 32  # of a program at a time; 32 rows are a warp
 _PROGRAMS, _CHUNKS = 2048, 32  # enough for a large GPU; with more chunks the second kernel becomes slower
 
 

@@ -1,9 +1,13 @@
-"""Loops over time as loops of the graph that is being traced."""
+"""Loops over time as loops of the graph that is being traced.
+
+Each tensor that a loop reads or writes costs more than an iteration of a small network. So small tensors of one dtype
+share a buffer, and the loop reads and writes the buffers.
+"""
 
 import re
 import traceback
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -12,10 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from ecrl.compile.packing import Packing, packing
 from ecrl.compile.scan_gradient import Loop, differentiable, refusal
 from ecrl.compile.user_code import protected, user_line
-from ecrl.compile.vmap import is_forward_mode, outside, over_batch, recorded, vmapped
+from ecrl.compile.vmap import is_forward_mode, outside_vmap, over_batch, recorded, vmapped
 from ecrl.errors import ConfigError
 from ecrl.kernels import scan
 from ecrl.kernels.scan_loop import check_carry, length_of, loops_of_graphs
@@ -24,151 +27,211 @@ from ecrl.pytree import flatten, unflatten
 
 @loops_of_graphs
 def graph_scan(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *constants: Any) -> tuple[Any, Any]:
-    """`ecrl.kernels.scan` as one loop of the graph that is being traced; a plain one outside of any, or of one step."""
-    (first, c), (rows, x), (fixed, k) = map(flatten, (carry, xs, constants))
-    mode = get_proxy_mode()
-    if mode is None or length_of(rows) == 1:
+    """Run `ecrl.kernels.scan` as one loop of the graph that is being traced.
+
+    Outside of a graph, and for a single iteration, it is a plain scan.
+    """
+    (carry_leaves, c), (x_leaves, x), (constant_leaves, k) = map(flatten, (carry, xs, constants))
+    mode, length = get_proxy_mode(), length_of(x_leaves)
+    if mode is None or length == 1:
         return scan(body, carry, xs, *constants)
-    if is_forward_mode([*first, *rows, *fixed]):
-        raise ConfigError(refusal(user_line(traceback.extract_stack()), "forward-mode derivatives are taken"))
-    if not first:  # the operator needs at least one tensor to carry
+    if is_forward_mode([*carry_leaves, *x_leaves, *constant_leaves]):
+        raise ConfigError(refusal(user_line(traceback.extract_stack()), "forward-mode derivatives"))
+    if not carry_leaves:  # the operator needs at least one tensor to carry
         _, y = graph_scan(
-            lambda none, x, *k: (none.clone(), body(carry, x, *k)[1]), rows[0].new_zeros(()), xs, *constants
+            lambda none, x, *k: (none.clone(), body(carry, x, *k)[1]), x_leaves[0].new_zeros(()), xs, *constants
         )
         return carry, y
-    length, found = length_of(rows), []
-    turn = _turn(body, (c, x, k), found)
+    y_structure: list[Hashable] = []
+    flat_body = _flatten_body(body, (c, x, k), y_structure)
     if vmapped():
-        after, ys = _batched_scan(turn, first, rows, fixed)
-        return unflatten(c, after), unflatten(found[0], ys, lambda size: (length, *size))
-    if recorded(*first, *rows, *fixed):
+        after, ys = _batched_scan(flat_body, carry_leaves, x_leaves, constant_leaves)
+    elif recorded(*carry_leaves, *x_leaves, *constant_leaves):
         line = user_line(traceback.extract_stack())
-        one = Loop(turn, graph_scan, len(first), len(rows), line)
-        after, ys = differentiable(one, [*first, *rows, *fixed])
-        return unflatten(c, after), unflatten(found[0], ys, lambda size: (length, *size))
-    first, rows, fixed = (list(map(_in_graph, part)) for part in (first, rows, fixed))
-    packings = packing(first), packing(rows, 1), packing(fixed)
-    packed = packings[0].pack(first), packings[1].pack(rows, 1), packings[2].pack(fixed)
-    kept: list[Packing] = []
+        loop = Loop(flat_body, graph_scan, len(carry_leaves), len(x_leaves), line)
+        after, ys = differentiable(loop, [*carry_leaves, *x_leaves, *constant_leaves])
+    else:
+        after, ys = _packed_scan(mode, flat_body, length, carry_leaves, x_leaves, constant_leaves)
+    return unflatten(c, after), unflatten(y_structure[0], ys, lambda size: (length, *size))
 
-    def flat(*given: Tensor) -> list[Tensor]:
-        at, to = len(packed[0]), len(packed[0]) + len(packed[1])
-        with protected(given):
-            after, y = turn(
-                *(p.unpack(g) for p, g in zip(packings, (given[:at], given[at:to], given[to:]), strict=True))
-            )
-        kept[:] = [packing(y)]
-        ys = kept[0].pack(y) or [given[0].new_zeros(())]  # the operator needs an output to stack
-        after = [_laid_out(leaf, old.stride()) for leaf, old in zip(packings[0].pack(after), given, strict=False)]
-        return _owned([*after, *ys], given)
 
-    own = _owned([*map(_dense, packed[0]), *packed[2]], ())
-    out = scan_op(flat, own[: len(packed[0])], packed[1], tuple(own[len(packed[0]) :]))
-    _refuse_outsiders(mode.tracer.root)
+def _packed_scan(
+    mode: Any, flat_body: Callable, length: int, *parts: list[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Add a loop over packed tensors to the graph. `parts` are the leaves of the carry, xs and the constants."""
+    carry, xs, constants = (list(map(_in_graph, part)) for part in parts)
+    packings = _pack_small(carry), _pack_small(xs, 1), _pack_small(constants)
+    buffers = packings[0].pack(carry), packings[1].pack(xs, 1), packings[2].pack(constants)
+    at, to = len(buffers[0]), len(buffers[0]) + len(buffers[1])
+    y_packing: list[Packing] = []
+
+    def packed_body(*inputs: Tensor) -> list[Tensor]:
+        groups = inputs[:at], inputs[at:to], inputs[to:]
+        with protected(inputs):
+            after, y = flat_body(*(p.unpack(group) for p, group in zip(packings, groups, strict=True)))
+        y_packing[:] = [_pack_small(y)]
+        ys = y_packing[0].pack(y) or [inputs[0].new_zeros(())]  # the operator needs an output to stack
+        after = [_with_stride(leaf, old.stride()) for leaf, old in zip(packings[0].pack(after), inputs, strict=False)]
+        return _without_aliases([*after, *ys], inputs)
+
+    inputs = _without_aliases([*map(_dense, buffers[0]), *buffers[2]], ())
+    out = scan_op(packed_body, inputs[:at], buffers[1], tuple(inputs[at:]))
+    _refuse_captured_variables(mode.tracer.root)
     _share_constants(mode.tracer.root)
-    after, ys = packings[0].unpack(out[: len(packed[0])]), kept[0].unpack(out[len(packed[0]) :], (length,))
-    return unflatten(c, after), unflatten(found[0], ys, lambda size: (length, *size))
+    return packings[0].unpack(out[:at]), y_packing[0].unpack(out[at:], (length,))
 
 
-def _turn(body: Callable[..., tuple[Any, Any]], structures: Sequence[Hashable], found: list[Hashable]) -> Callable:
-    """Adapt `body` to lists of tensors. It stores the structure of its output beside the carry in `found`."""
+def _flatten_body(body: Callable[..., tuple[Any, Any]], structures: Sequence[Hashable], y_structure: list) -> Callable:
+    """Return `body` as a function of lists of tensors. It stores the structure of y in `y_structure`."""
     c, x, k = structures
 
-    def turn(now: Sequence[Tensor], row: Sequence[Tensor], rest: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        after, y = body(unflatten(c, now), unflatten(x, row, lambda size: size[1:]), *unflatten(k, rest))
-        after, (y, kept) = flatten(after), flatten(y)
-        check_carry((list(now), c), after)
-        found[:] = [kept]
-        return after[0], y
+    def flat_body(
+        carry: Sequence[Tensor], row: Sequence[Tensor], constants: Sequence[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        after, y = body(unflatten(c, carry), unflatten(x, row, lambda size: size[1:]), *unflatten(k, constants))
+        after, (y_leaves, structure) = flatten(after), flatten(y)
+        check_carry((list(carry), c), after)
+        y_structure[:] = [structure]
+        return after[0], y_leaves
 
-    return turn
+    return flat_body
 
 
-def _batched_scan(turn: Callable, *given: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """The last carry and what is kept, of a loop under vmap: one loop, each turn of the whole batch."""
-    at, to = len(given[0]), len(given[0]) + len(given[1])
+def _batched_scan(flat_body: Callable, *parts: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Run a loop under vmap as one loop, each of whose iterations computes the whole batch.
 
-    def one(*leaves: Tensor) -> list[Tensor]:
-        after, y = turn(leaves[:at], leaves[at:to], leaves[to:])
+    `parts` are the leaves of the carry, xs and the constants. Returns the last carry and all y.
+    """
+    at, to = len(parts[0]), len(parts[0]) + len(parts[1])
+
+    def flat_output(*leaves: Tensor) -> list[Tensor]:
+        after, y = flat_body(leaves[:at], leaves[at:to], leaves[to:])
         return [*after, *y]
 
-    def whole(batched: tuple[bool, ...], *leaves: Tensor) -> list[Tensor]:
-        which, carried = list(zip(leaves, batched, strict=True)), any(batched)
-        size = [len(leaf) for leaf, has in which if has][:1]
-        carry = [(leaf if has else leaf.expand((*size, *leaf.shape))).contiguous() for leaf, has in which[:at]]
-        xs = [leaf.movedim(0, 1) if has else leaf for leaf, has in which[at:to]]
+    def scan_batch(batched: tuple[bool, ...], *leaves: Tensor) -> list[Tensor]:
+        pairs, is_carry_batched = list(zip(leaves, batched, strict=True)), any(batched)
+        size = [len(leaf) for leaf, has_batch in pairs if has_batch][:1]
+        carry = [
+            (leaf if has_batch else leaf.expand((*size, *leaf.shape))).contiguous() for leaf, has_batch in pairs[:at]
+        ]
+        xs = [leaf.movedim(0, 1) if has_batch else leaf for leaf, has_batch in pairs[at:to]]
         _, structure = flatten(leaves)
 
-        def step(carry: list[Tensor], xs: list[Tensor], *fixed: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-            out = over_batch(one, (), structure, (*[carried] * at, *batched[at:]), *carry, *xs, *fixed)
+        def body(carry: list[Tensor], xs: list[Tensor], *constants: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+            which = (*[is_carry_batched] * at, *batched[at:])
+            out = over_batch(flat_output, (), structure, which, *carry, *xs, *constants)
             return [leaf.contiguous() for leaf in out[:at]], out[at:]
 
-        after, ys = graph_scan(step, carry, xs, *leaves[to:])
-        return [*after, *([y.movedim(0, 1) for y in ys] if carried else ys)]
+        after, ys = graph_scan(body, carry, xs, *leaves[to:])
+        return [*after, *([y.movedim(0, 1) for y in ys] if is_carry_batched else ys)]
 
-    out = outside(whole, [leaf for leaves in given for leaf in leaves])
+    out = outside_vmap(scan_batch, [leaf for part in parts for leaf in part])
     return list(out[:at]), list(out[at:])
 
 
-def _refuse_outsiders(root: torch.nn.Module) -> None:
-    """ConfigError if the body of the last loop uses a tensor of the graph around it, which it cannot get at."""
+_SMALL = 4096  # elements
+
+
+class Packing(NamedTuple):
+    """Positions of tensors in buffers: `(buffer, first element, shape)` of each. A large tensor has its own buffer."""
+
+    positions: list[tuple[int, int, torch.Size]]
+    buffers: list[list[int]]
+
+    def pack(self, leaves: Sequence[Tensor], lead: int = 0) -> list[Tensor]:
+        """Return the buffers. The first `lead` axes of the tensors stay."""
+        flat = [leaf.reshape(*leaf.shape[:lead], -1) for leaf in leaves]
+        return [
+            torch.cat([flat[i] for i in members], -1) if len(members) > 1 else leaves[members[0]]
+            for members in self.buffers
+        ]
+
+    def unpack(self, buffers: Sequence[Tensor], lead: tuple[int, ...] = ()) -> list[Tensor]:
+        """Return the tensors as views of the buffers."""
+        return [
+            buffers[which]
+            if len(self.buffers[which]) == 1
+            else buffers[which].narrow(-1, first, shape.numel()).reshape((*lead, *shape))
+            for which, first, shape in self.positions
+        ]
+
+
+def _pack_small(leaves: Sequence[Tensor], lead: int = 0) -> Packing:
+    """Return a packing with shared buffers for small tensors of one dtype. The first `lead` axes stay."""
+    positions, buffers, groups = [], [], {}
+    for i, leaf in enumerate(leaves):
+        shape = leaf.shape[lead:]
+        which = groups.setdefault(leaf.dtype if shape.numel() <= _SMALL else i, len(groups))
+        if which == len(buffers):
+            buffers.append([])
+        positions.append((which, sum(leaves[j].shape[lead:].numel() for j in buffers[which]), shape))
+        buffers[which].append(i)
+    return Packing(positions, buffers)
+
+
+def _refuse_captured_variables(root: torch.nn.Module) -> None:
+    """Raise ConfigError if the body of the last loop captures a variable of the graph around it."""
     body = cast(GraphModule, [*root.children()][-1])
     for node in body.graph.find_nodes(op="get_attr"):
         value = getattr(body, node.target)
-        if isinstance(value, FakeTensor) and _read(node):
+        if isinstance(value, FakeTensor) and _affects_output(node):
             kind = str(value.dtype).removeprefix("torch.")
+            line = user_line(traceback.extract_stack())
             raise ConfigError(
-                f"trainer.compile: {user_line(traceback.extract_stack())} scans with a body that uses a {kind} tensor "
-                f"{list(value.shape)} made outside of it; pass it to scan after xs: it comes to the body after x"
+                f"trainer.compile: {line} calls a scan whose body captures a {kind} tensor {list(value.shape)} from "
+                "outside; pass it to scan after xs, and the body receives it after x"
             )
 
 
-def _read(node: Node) -> bool:
-    """Return True if an output depends on the values of a tensor, not only on its shape, dtype and device."""
-    behind, todo = {node}, [node]
+def _affects_output(node: Node) -> bool:
+    """Return True if an output depends on the values of a tensor, and not only on its shape, dtype and device."""
+    dependent, todo = {node}, [node]
     while todo:
-        for user in todo.pop().users.keys() - behind:
+        for user in todo.pop().users.keys() - dependent:
             if user.op == "output":
                 return True
             if not re.search(r"\.new_|_like\.", str(user.target)):
-                behind.add(user)
+                dependent.add(user)
                 todo.append(user)
     return False
 
 
 def _share_constants(root: torch.nn.Module) -> None:
-    """Tensors that a loop's body found beside its arguments, for what comes after the loop to find too.
+    """Register the constants of loop bodies with the graph around them.
 
-    The tracer looks for a constant in the bodies of earlier loops, and then cannot get at it there.
+    If a constant is used in a loop and again after it, the tracer looks it up in the body, but cannot read it there.
     """
     for name, constant in [*root.named_buffers(), *root.named_parameters()]:
         if "." in name:
-            keep = root.register_parameter if isinstance(constant, torch.nn.Parameter) else root.register_buffer
-            keep(name.replace(".", "_"), constant)
+            register = root.register_parameter if isinstance(constant, torch.nn.Parameter) else root.register_buffer
+            register(name.replace(".", "_"), constant)
 
 
 def _in_graph(leaf: Tensor) -> Tensor:
-    """The leaf as a tensor of the graph; the operator takes no captured ones."""
+    """Return the leaf as a tensor of the graph, because the operator takes no captured tensors."""
     return leaf if isinstance(leaf, FakeTensor) else leaf.clone()
 
 
 def _dense(leaf: Tensor) -> Tensor:
-    """The leaf in a layout without gaps: its own, or row-major order."""
+    """Return the leaf without gaps in memory: unchanged if it has none, or in row-major order."""
     return leaf if leaf.stride() == torch.empty_like(leaf, device="meta").stride() else leaf.contiguous()
 
 
-def _laid_out(leaf: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """The leaf with the strides of a dense tensor."""
+def _with_stride(leaf: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """Return the leaf with the strides of a dense tensor."""
     if leaf.stride() == strides:
         return leaf
     order = sorted(range(leaf.ndim), key=lambda axis: -strides[axis])
     return leaf.permute(order).contiguous().as_strided(leaf.shape, strides)
 
 
-def _owned(out: list[Tensor], given: tuple[Tensor, ...]) -> list[Tensor]:
-    """Copies of those tensors that share memory with an input or each other, which a loop in a graph may not give."""
-    seen, owned = {leaf.untyped_storage()._cdata for leaf in given}, []
-    for leaf in out:
-        owned.append(leaf.clone() if leaf.untyped_storage()._cdata in seen else leaf)
+def _without_aliases(tensors: list[Tensor], inputs: tuple[Tensor, ...]) -> list[Tensor]:
+    """Copy each tensor that is an alias of an input or of an earlier tensor. Return all tensors.
+
+    A loop of a graph must not return aliases.
+    """
+    seen, out = {leaf.untyped_storage()._cdata for leaf in inputs}, []
+    for leaf in tensors:
+        out.append(leaf.clone() if leaf.untyped_storage()._cdata in seen else leaf)
         seen.add(leaf.untyped_storage()._cdata)
-    return owned
+    return out

@@ -1,10 +1,10 @@
-"""The gradient of a loop over time in a graph: one more loop, that runs backwards.
+"""The gradient of a loop over time in a graph, as a second loop that runs backwards.
 
     carry[t + 1], y[t] = body(carry[t], x[t], *constants)
 
-The forward loop keeps every `carry[t]`. The backward loop takes each step again, and applies the transpose of its
-derivative to the gradients of `carry[t + 1]` and `y[t]`. This gives the gradients of `carry[t]` and `x[t]`, and adds to
-those of the constants. Memory holds the carries, and the intermediate results of one step only.
+The forward loop stores every `carry[t]`. The backward loop repeats each step. It applies the step's vector-Jacobian
+product to the gradients of `carry[t + 1]` and `y[t]`. The results are the gradients of `carry[t]` and `x[t]`, and one
+term of the gradients of the constants. Memory holds all carries, but intermediate results of one step only.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,11 @@ Step = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], tuple[li
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop: its step, the loop of the graph, the numbers of tensors in carry and xs, and its line in user code."""
+    """A loop over time.
+
+    `scan` creates the loop in the graph. `carried` and `rows` count the tensors of the carry and of xs. `line` is the
+    line of the user's code that calls the scan.
+    """
 
     step: Step
     scan: Scan
@@ -45,14 +49,14 @@ class Loop:
 
 @dataclass(frozen=True)
 class _Backward:
-    """The backward loop. It knows which tensors need a gradient, and which have one: booleans for each."""
+    """The backward loop. `needed` and `has_gradient` have one boolean for each tensor."""
 
     loop: Loop
-    needed: Sequence[bool]  # of carry, xs and constants
-    given: Sequence[bool]  # of the last carry and all `y`
+    needed: Sequence[bool]  # True if a gradient is needed of this tensor of carry, xs or constants
+    has_gradient: Sequence[bool]  # True if this tensor of the last carry or of `y` has a gradient
 
     def forward(self, *leaves: Tensor) -> tuple[Tensor, ...]:
-        """Return the gradients that are needed: of the first carry, of xs and of the constants.
+        """Return the needed gradients of the first carry, of xs and of the constants.
 
         `leaves` are the carries before each step, xs, the constants and the gradients of the last carry and of `y`.
         """
@@ -61,34 +65,39 @@ class _Backward:
         count = len(self.needed)
         before, xs, constants, grads = leaves[:at], leaves[at:to], leaves[to:count], iter(leaves[count:])
         floats = [_can_have_gradient(leaf) for leaf in before]
-        costate = [next(grads) if has else torch.zeros_like(x[0]) for x, has in zip(before, self.given, strict=False)]
-        y_given = self.given[at:]
+        carry_grads = [
+            next(grads) if has else torch.zeros_like(x[0]) for x, has in zip(before, self.has_gradient, strict=False)
+        ]
+        y_has_gradient = self.has_gradient[at:]
 
         def body(carry: Any, row: Any, *constants: Tensor) -> Any:
-            (costate, sums), (now, x, y_grads) = carry, row
-            chosen = _chosen(now, floats), _chosen(x, rows), _chosen(constants, fixed)
+            (carry_grads, sums), (now, x, y_grads) = carry, row
+            selected = _select(now, floats), _select(x, rows), _select(constants, fixed)
 
             def outputs(now_floats: list[Tensor], some_x: list[Tensor], some: list[Tensor]) -> Any:
-                merged = _merged(now, floats, now_floats), _merged(x, rows, some_x), _merged(constants, fixed, some)
-                after, y = step(*merged)
-                return _chosen(after, floats), _chosen(y, y_given)
+                after, y = step(
+                    _replace_selected(now, floats, now_floats),
+                    _replace_selected(x, rows, some_x),
+                    _replace_selected(constants, fixed, some),
+                )
+                return _select(after, floats), _select(y, y_has_gradient)
 
-            transposed = torch.func.vjp(outputs, *chosen)[1]
-            by_carry, by_x, by_constants = transposed((costate, y_grads))
+            vector_jacobian_product = torch.func.vjp(outputs, *selected)[1]
+            by_carry, by_x, by_constants = vector_jacobian_product((carry_grads, y_grads))
             return (by_carry, [a + b for a, b in zip(sums, by_constants, strict=True)]), by_x
 
-        sums = [torch.zeros_like(leaf) for leaf in _chosen(constants, fixed)]
+        sums = [torch.zeros_like(leaf) for leaf in _select(constants, fixed)]
         backwards = [[leaf.flip(0) for leaf in part] for part in (before, xs, [*grads])]
-        (costate, sums), by_xs = self.loop.scan(body, (_chosen(costate, floats), sums), backwards, *constants)
-        by_start = _merged([None] * at, floats, costate)
-        return (*_chosen(by_start, start), *[leaf.flip(0) for leaf in by_xs], *sums)
+        (carry_grads, sums), by_xs = self.loop.scan(body, (_select(carry_grads, floats), sums), backwards, *constants)
+        by_start = _replace_selected([None] * at, floats, carry_grads)
+        return (*_select(by_start, start), *[leaf.flip(0) for leaf in by_xs], *sums)
 
 
-def refusal(line: str, what: str) -> str:
-    """Return the message of an error: no loop of a graph can do this."""
+def refusal(line: str, derivatives: str) -> str:
+    """Return the message of an error: a loop in a graph does not support these derivatives."""
     return (
-        f"trainer.compile: {line} scans where {what}, which no loop of a compiled graph can; use ecrl.kernels.scan "
-        "there, whose turns are compiled one by one, or set trainer.compile to off"
+        f"trainer.compile: {line} calls a scan whose {derivatives} are taken, but a compiled loop does not support "
+        "them; call ecrl.kernels.scan instead, whose iterations are compiled one by one, or set trainer.compile to off"
     )
 
 
@@ -96,18 +105,18 @@ def _can_have_gradient(leaf: Tensor) -> bool:
     return leaf.is_floating_point() or leaf.is_complex()
 
 
-def _chosen(leaves: Sequence[Any], which: Sequence[bool]) -> list[Any]:
-    return [leaf for leaf, one in zip(leaves, which, strict=True) if one]
+def _select(leaves: Sequence[Any], selected: Sequence[bool]) -> list[Any]:
+    return [leaf for leaf, is_selected in zip(leaves, selected, strict=True) if is_selected]
 
 
-def _merged(leaves: Sequence[Any], which: Sequence[bool], others: Sequence[Any]) -> list[Any]:
-    """`leaves` with the chosen ones replaced by `others`."""
+def _replace_selected(leaves: Sequence[Any], selected: Sequence[bool], others: Sequence[Any]) -> list[Any]:
+    """Return `leaves` with the selected ones replaced by `others`."""
     new = iter(others)
-    return [next(new) if one else leaf for leaf, one in zip(leaves, which, strict=True)]
+    return [next(new) if is_selected else leaf for leaf, is_selected in zip(leaves, selected, strict=True)]
 
 
 class _Function(torch.autograd.Function):
-    """Runs `forward` of its first argument on the tensors that follow."""
+    """An autograd function that calls `forward` of its first argument with the tensors that follow."""
 
     @staticmethod
     def forward(part: Any, *leaves: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore
@@ -134,12 +143,12 @@ class _ForwardFunction(_Function):
         leaves = ctx.saved_tensors
         needed = [has and _can_have_gradient(x) for has, x in zip(ctx.needs_input_grad[1:], leaves, strict=True)]
         grads = grads[: len(grads) - ctx.loop.carried]
-        given = [grad is not None for grad in grads]
-        if not any(needed) or not any(given):
+        has_gradient = [grad is not None for grad in grads]
+        if not any(needed) or not any(has_gradient):
             return (None,) * (1 + len(needed))
-        part = _Backward(ctx.loop, needed, given)
-        found: Any = _BackwardFunction.apply(part, *leaves, *_chosen(grads, given))
-        return None, *_merged([None] * len(needed), needed, found)
+        part = _Backward(ctx.loop, needed, has_gradient)
+        gradients: Any = _BackwardFunction.apply(part, *leaves, *_select(grads, has_gradient))
+        return None, *_replace_selected([None] * len(needed), needed, gradients)
 
 
 class _BackwardFunction(_Function):
@@ -149,10 +158,10 @@ class _BackwardFunction(_Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise ConfigError(refusal(ctx.line, "second derivatives are taken"))
+        raise ConfigError(refusal(ctx.line, "second derivatives"))
 
 
 def differentiable(loop: Loop, leaves: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Run a loop whose gradients are recorded. Return the last carry and all `y`."""
+    """Run a loop and record its gradients. Return the last carry and all `y`."""
     out: Any = _ForwardFunction.apply(loop, *leaves)
     return [*out[: loop.carried]], [*out[loop.carried : len(out) - loop.carried]]

@@ -1,7 +1,7 @@
-"""A function as one graph of tensor operations, with loops over time that stay loops.
+"""Trace a function into one graph of tensor operations. Loops over time stay loops of the graph.
 
-A graph is traced by running the function once on tensors without data: what it finds beside its arguments is part of
-the graph.
+The function runs once on tensors without data, and torch records its operations. Values that the function captures from
+outside become constants of the graph.
 """
 
 import re
@@ -23,8 +23,8 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-import ecrl.compile.cpu_philox  # how inductor writes Philox
-import ecrl.compile.scan  # noqa: F401  # how `ecrl.kernels.loop` is traced
+import ecrl.compile.cpu_philox  # registers the C++ of Philox
+import ecrl.compile.scan  # noqa: F401  # registers the loop that `ecrl.kernels.loop` becomes in a graph
 from ecrl.compile.cpu_matmul import PRODUCTS
 from ecrl.compile.user_code import checking_writes, user_line
 from ecrl.errors import ConfigError
@@ -33,13 +33,13 @@ from ecrl.tracing_state import tracing_graph
 
 
 def traced(fn: Callable[..., Any], structure: Hashable, leaves: list[Tensor]) -> tuple[GraphModule, Hashable]:
-    """The graph of `fn` on tensors like these, as a function of the leaves, and the structure of what it gives."""
-    found: list[Hashable] = []
+    """Trace `fn` for tensors like `leaves`. Return the graph, a function of the leaves, and its output structure."""
+    output_structure: list[Hashable] = []
 
-    def flat(*given: Tensor) -> list[Tensor]:
-        with checking_writes(without_data) as check, check.protected(given):
-            out, made = flatten(fn(*unflatten(structure, given)))
-        found[:] = [made]
+    def flat_fn(*inputs: Tensor) -> list[Tensor]:
+        with checking_writes(without_data) as check, check.protected(inputs):
+            out, structure_of_out = flatten(fn(*unflatten(structure, inputs)))
+        output_structure[:] = [structure_of_out]
         return out
 
     rewrites = PRODUCTS if all(leaf.device.type == "cpu" for leaf in leaves) else None
@@ -48,22 +48,22 @@ def traced(fn: Callable[..., Any], structure: Hashable, leaves: list[Tensor]) ->
         without_data = FakeTensorMode(shape_env=shapes, static_shapes=True, allow_non_fake_inputs=True)
     with torch.no_grad(), tracing(TracingContext(without_data)), tracing_graph():
         try:
-            graph = make_fx(flat, rewrites, tracing_mode="fake", _allow_non_fake_inputs=True)(*leaves)
+            graph = make_fx(flat_fn, rewrites, tracing_mode="fake", _allow_non_fake_inputs=True)(*leaves)
         except (RuntimeError, TypeError) as error:
             if not isinstance(error, _READS) and not str(error).startswith(_READ_MESSAGES):
                 raise
             line, operation = user_line(traceback.extract_tb(error.__traceback__)), re.split(" is | of ", str(error))[0]
             raise ConfigError(
                 f"trainer.compile: {line} reads values of a tensor ({operation}), "
-                "which no compiled graph can; say it in tensors, such as torch.where, work out constants beforehand, "
-                "or set trainer.compile to off"
+                "which a compiled graph cannot do; use tensor operations such as torch.where, compute constants "
+                "beforehand, or set trainer.compile to off"
             ) from error
-    shapes.settings = ShapeEnv().settings  # inductor's loops have a counter that is such a value
-    return _lifted(graph), found[0]
+    shapes.settings = ShapeEnv().settings  # the counters of inductor's loops need the usual settings
+    return _lift_constants(graph), output_structure[0]
 
 
 def captured(graph: GraphModule) -> list[Tensor]:
-    """The tensors that a traced function found beside its arguments, or made of numbers."""
+    """Return the constants of a graph: tensors that the function captured or created from numbers."""
     return [*graph.buffers(), *graph.parameters()]
 
 
@@ -74,21 +74,21 @@ _READ_MESSAGES = ".numpy()", "Cannot access data pointer", "unsupported format s
 _READS = DataDependentOutputException, DynamicOutputShapeException
 
 
-def _once(graph: GraphModule) -> None:
-    """Calculate once what is calculated alike twice.
+def _merge_duplicates(graph: GraphModule) -> None:
+    """Merge operations that compute the same value from the same arguments.
 
-    Not so random numbers, nor tensors that are written to, nor what is read from them, nor what a loop takes or gives:
-    that may not share memory.
+    Random numbers stay separate. So do operations whose arguments or result share a storage with a tensor that is
+    written on, that a loop reads or returns, or that the graph returns. These tensors must not become aliases.
     """
     nodes = graph.graph.nodes
-    apart = [n for n in nodes if n.op == "output" or n.target is scan_op or _writes(n)]
-    apart = {memory_of(n) for node in apart for n in (node, *node.all_input_nodes)} - {None}
+    separate = [n for n in nodes if n.op == "output" or n.target is scan_op or _writes(n)]
+    separate = {storage_of(n) for node in separate for n in (node, *node.all_input_nodes)} - {None}
     first: dict[str, Node] = {}
     for node in list(nodes):
-        memory = memory_of(node)
-        if node.op != "call_function" or memory is None or apart & {memory, *map(memory_of, node.all_input_nodes)}:
+        storage = storage_of(node)
+        if node.op != "call_function" or storage is None:
             continue
-        if _random(node):
+        if _is_random(node) or separate & {storage, *map(storage_of, node.all_input_nodes)}:
             continue
         same = first.setdefault(f"{node.target} {node.args} {node.kwargs}", node)
         if same is not node:
@@ -118,8 +118,8 @@ def _elements(node: Node) -> int:
     return value.numel() if isinstance(value, Tensor) and node.target is not scan_op else 0
 
 
-def _random(node: Node) -> bool:
-    """Return True if the operation gives other values each time."""
+def _is_random(node: Node) -> bool:
+    """Return True if the operation draws random numbers."""
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
@@ -127,49 +127,56 @@ def _writes(node: Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
-def memory_of(node: Node) -> int | None:
-    """Return a number that is equal for two nodes if their tensors share memory."""
+def storage_of(node: Node) -> int | None:
+    """Return a number that identifies the storage of a node's tensor, or None if it has no tensor."""
     value = node.meta.get("val")
     return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
 
 
-def _behind(node: Node) -> Node:
-    """Return the node behind a view that changes nothing. Inductor's loops free such a view after their first turn."""
+def _skip_views(node: Node) -> Node:
+    """Return the node that a chain of views with an unchanged layout shows.
+
+    Inductor's loops free such a view after their first iteration.
+    """
     while node.op == "call_function" and not _writes(node) and len(node.all_input_nodes) == 1:
-        (shown,) = node.all_input_nodes
-        if memory_of(shown) is None or _layout(shown) != _layout(node):
+        (base,) = node.all_input_nodes
+        if storage_of(base) is None or _layout(base) != _layout(node):
             break
-        node = shown
+        node = base
     return node
 
 
 def _layout(node: Node) -> tuple[Any, ...]:
     value = node.meta["val"]
-    return memory_of(node), value.dtype, value.shape, value.stride(), value.storage_offset()
+    return storage_of(node), value.dtype, value.shape, value.stride(), value.storage_offset()
 
 
-def _lifted(graph: GraphModule) -> GraphModule:
-    """The graph with the constants of its loops' bodies as inputs of the loops, which may not have any of their own."""
-    _once(graph)
+def _lift_constants(graph: GraphModule) -> GraphModule:
+    """Turn the constants of loop bodies into inputs of the loops, because a body may have none. Return the graph."""
+    _merge_duplicates(graph)
     _store_numbers(graph)
     for loop in graph.graph.find_nodes(op="call_function", target=scan_op):
         kind = cast(Node, loop.args[0]).target
-        body = _lifted(cast(GraphModule, getattr(graph, cast(str, kind))))
-        given: list[Any] = [*map(_behind, cast(tuple, loop.args[-1]))]
+        body = _lift_constants(cast(GraphModule, getattr(graph, cast(str, kind))))
+        constants: list[Any] = [*map(_skip_views, cast(tuple, loop.args[-1]))]
         for node in body.graph.find_nodes(op="get_attr"):
             constant = getattr(body, node.target)
             if isinstance(constant, Tensor):
-                name = f"{kind}_constant_{len(given)}"
-                graph.register_buffer(name, constant.clone())  # no two inputs may share memory
+                name = f"{kind}_constant_{len(constants)}"
+                graph.register_buffer(name, constant.clone())  # a copy, because inputs must not be aliases
                 with graph.graph.inserting_before(loop):
                     outside = graph.graph.get_attr(name)
                 with body.graph.inserting_after([n for n in body.graph.nodes if n.op == "placeholder"][-1]):
                     inside = body.graph.placeholder(name)
-                inside.target = inside.name  # a loop inside would otherwise overwrite it with its own constant
+                inside.target = inside.name  # otherwise a nested loop would overwrite it with its own constant
                 node.replace_all_uses_with(inside)
                 body.graph.erase_node(node)
-                given.append(outside)
-        loop.args = (loop.args[0], *[[*map(_behind, cast(list, part))] for part in loop.args[1:-1]], tuple(given))
+                constants.append(outside)
+        loop.args = (
+            loop.args[0],
+            *[[*map(_skip_views, cast(list, part))] for part in loop.args[1:-1]],
+            tuple(constants),
+        )
         body.recompile()
     graph.recompile()
     return graph

@@ -1,4 +1,4 @@
-"""Refuse impure functions while they are traced, with the line of the user's code."""
+"""Refuse impure functions while they are traced. The error has the line of the user's code."""
 
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -13,13 +13,13 @@ from ecrl.compile.user_line import user_line
 from ecrl.errors import ConfigError
 
 _NOT_IN_CPU_LOOPS = ("_linalg_solve_ex", "linalg_inv_ex", "linalg_cholesky_ex", "randperm")
-"""Operators whose C++ inductor writes wrongly inside a loop. Outside of loops they work."""
+"""Operators that inductor translates to wrong C++ inside a loop. They work outside of loops."""
 
 
 class _WriteCheck:
-    """The dispatch of tensors without data. It raises ConfigError on an operation that no compiled function can have.
+    """A dispatcher of tensors without data that raises ConfigError for operations that cannot be compiled.
 
-    That is a write in place on protected memory, and inside a loop for the CPU an operator of `_NOT_IN_CPU_LOOPS`.
+    It refuses writes in place on protected memory. In a loop on the CPU, it also refuses `_NOT_IN_CPU_LOOPS`.
     """
 
     def __init__(self, mode: FakeTensorMode):
@@ -37,7 +37,7 @@ class _WriteCheck:
 
     def __call__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if self._protected and func._schema.is_mutable and func.namespace != "prims":  # prims mark views as writes
-            for tensor in _written(func._schema, args, kwargs):
+            for tensor in _tensors_written(func._schema, args, kwargs):
                 self._check(tensor, func)
         out = self._dispatch(func, types, args, kwargs)
         if len(self._protected) > 1 and func._schema.name.removeprefix("aten::") in _NOT_IN_CPU_LOOPS:
@@ -47,12 +47,12 @@ class _WriteCheck:
     def _check(self, tensor: Tensor, func: Any) -> None:
         from_outside = not isinstance(tensor, FakeTensor)
         if from_outside or any(tensor.untyped_storage()._cdata in known for known in self._protected):
-            owner = "found outside of the function" if from_outside else "that is an argument"
+            owner = "captured from outside of the function" if from_outside else "that is an argument"
             kind = str(tensor.dtype).removeprefix("torch.")
             raise ConfigError(
                 f"trainer.compile: {user_line(traceback.extract_stack())} writes in place ({func}) on a {kind} tensor "
-                f"{list(tensor.shape)} {owner}; compiled functions are pure: give back a new tensor, such as x + 1 for "
-                "x.add_(1), or set trainer.compile to off"
+                f"{list(tensor.shape)} {owner}; compiled functions must be pure: return a new tensor, such as x + 1 "
+                "instead of x.add_(1), or set trainer.compile to off"
             )
 
 
@@ -61,13 +61,13 @@ def _refuse_in_cpu_loop(func: Any, out: Any) -> None:
     first = out if isinstance(out, Tensor) else out[0]
     if first.device.type == "cpu":
         raise ConfigError(
-            f"trainer.compile: {user_line(traceback.extract_stack())} calls {func} in a loop over time, for which "
-            "torch writes no C++; call it outside of the loop, or set trainer.compile to off"
+            f"trainer.compile: {user_line(traceback.extract_stack())} calls {func} in a loop over time, but torch "
+            "writes wrong C++ for it there; call it outside of the loop, or set trainer.compile to off"
         )
 
 
-def _written(schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    """The tensors among the arguments that an operation writes on."""
+def _tensors_written(schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """Yield the arguments that an operation writes on."""
     for number, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[number] if number < len(args) else kwargs.get(argument.name)
@@ -76,7 +76,10 @@ def _written(schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterat
 
 @contextmanager
 def checking_writes(mode: FakeTensorMode) -> Iterator[_WriteCheck]:
-    """Check the writes on tensors of this mode. Torch finds rules by the type of a mode, so the type stays."""
+    """Check the operations on tensors of this mode.
+
+    Torch finds rules by the type of a mode, so this replaces the method and not the mode.
+    """
     check = mode.dispatch = _WriteCheck(mode)  # pyright: ignore
     try:
         yield check

@@ -1,7 +1,7 @@
-"""Functions under `torch.func.vmap` that have to see the whole batch: compiled ones, and the loops of a graph.
+"""Calls of whole batches under `torch.func.vmap`, for compiled functions and for the loops of a graph.
 
-Vmap takes a function apart into operations and applies each to the batch. These functions are operations themselves:
-they are called once, outside of vmap, with tensors that have the batch in front.
+`torch.func.vmap` batches a function operation by operation. A compiled function, or a loop of a graph, is one such
+operation. It is called once, outside of vmap, with tensors that have the batch as their first axis.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -13,7 +13,7 @@ from torch import Tensor
 from ecrl.pytree import flatten, unflatten
 from ecrl.tracing_state import in_forward_mode, transforms
 
-Rule = Callable[..., Sequence[Tensor]]
+BatchRule = Callable[..., Sequence[Tensor]]
 
 
 def vmapped() -> bool:
@@ -26,7 +26,7 @@ def vmapped() -> bool:
 
 
 def is_forward_mode(leaves: Sequence[Tensor]) -> bool:
-    """Return True if forward-mode derivatives of these leaves are taken, by `torch.func.jvp` or dual tensors.
+    """Return True if forward-mode derivatives of these leaves are calculated, by `torch.func.jvp` or dual tensors.
 
     >>> is_forward_mode([torch.ones(1)])
     False
@@ -35,7 +35,7 @@ def is_forward_mode(leaves: Sequence[Tensor]) -> bool:
 
 
 def recorded(*leaves: Tensor) -> bool:
-    """Return True if gradients of results of these leaves are recorded.
+    """Return True if torch records gradients for results of these leaves.
 
     >>> recorded(torch.ones(1)), recorded(torch.ones(1, requires_grad=True))
     (False, True)
@@ -46,9 +46,9 @@ def recorded(*leaves: Tensor) -> bool:
     return transforms()[-1:] == ("Grad",) or backward or is_forward_mode(leaves)
 
 
-class _Outside(torch.autograd.Function):
+class _OutsideVmap(torch.autograd.Function):
     @staticmethod
-    def forward(rule: Rule, *leaves: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore
+    def forward(rule: BatchRule, *leaves: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore
         return tuple(rule((False,) * len(leaves), *leaves))
 
     @staticmethod
@@ -56,40 +56,41 @@ class _Outside(torch.autograd.Function):
         pass
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, rule: Rule, *leaves: Tensor) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    def vmap(info: Any, in_dims: Any, rule: BatchRule, *leaves: Tensor) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         front = [leaf if dim is None else leaf.movedim(dim, 0) for dim, leaf in zip(in_dims[1:], leaves, strict=True)]
         out = tuple(rule(tuple(dim is not None for dim in in_dims[1:]), *front))
         return out, (0,) * len(out)
 
 
-def outside(rule: Rule, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Call `rule(batched, *leaves)` outside of the innermost vmap. `batched` is True for leaves with the batch first.
+def outside_vmap(rule: BatchRule, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Call `rule(batched, *leaves)` outside of the innermost vmap.
 
-    All tensors that it gives must have the batch as their first axis.
+    `batched` has True for each leaf whose first axis is the batch. All results must have the batch as their first axis.
 
-    >>> def both(batched, x, y):
+    >>> def add(batched, x, y):
     ...     print(batched, list(x.shape), list(y.shape))
     ...     return [x + y.unsqueeze(1)]
-    >>> torch.func.vmap(lambda x, y: outside(both, (x, y))[0], (1, 0))(torch.ones(3, 2), torch.ones(2)).shape
+    >>> torch.func.vmap(lambda x, y: outside_vmap(add, (x, y))[0], (1, 0))(torch.ones(3, 2), torch.ones(2)).shape
     (True, True) [2, 3] [2]
     torch.Size([2, 3])
     """
-    return _Outside.apply(rule, *leaves)  # pyright: ignore
+    return _OutsideVmap.apply(rule, *leaves)  # pyright: ignore
 
 
 def over_batch(fn: Callable, static: tuple, structure: Hashable, batched: tuple[bool, ...], *leaves: Tensor) -> Any:
-    """`fn(*static, *args)`, args of this structure, over the first axis of those leaves that are `batched`.
+    """Call `fn(*static, *args)` for each entry of a batch. The args have this structure and these leaves.
 
-    Every tensor of the result has the batch in front; its TensorDicts do not say so.
+    The batch is the first axis of the leaves that are `batched`. It becomes the first axis of every tensor of the
+    result. The batch sizes of TensorDicts in the result leave it out.
     """
     if not any(batched):
         return fn(*static, *unflatten(structure, leaves))
-    found: list[Hashable] = []
+    output_structure: list[Hashable] = []
 
-    def one(*leaves: Tensor) -> tuple[Tensor, ...]:
-        out, made = flatten(fn(*static, *unflatten(structure, leaves)))
-        found[:] = [made]
+    def call_one(*leaves: Tensor) -> tuple[Tensor, ...]:
+        out, structure_of_out = flatten(fn(*static, *unflatten(structure, leaves)))
+        output_structure[:] = [structure_of_out]
         return tuple(out)
 
-    out = torch.func.vmap(one, tuple(0 if has else None for has in batched))(*leaves)
-    return unflatten(found[0], out)
+    out = torch.func.vmap(call_one, tuple(0 if has_batch else None for has_batch in batched))(*leaves)
+    return unflatten(output_structure[0], out)

@@ -6,8 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch._inductor import codecache, config
 
 import ecrl.compile.cache as cache
+from ecrl.pytree import flatten
 
 AVX512 = "processor : 0\nmodel name : A\nflags : avx2 avx512f\n\nprocessor : 1\nmodel name : A\nflags : avx2 avx512f\n"
 
@@ -48,6 +51,47 @@ def test_every_source_of_the_compiler_is_in_the_key(tmp_path, monkeypatch):
     assert len(seen) == 1 + len([*package.glob("*.py")]) > 10
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="compiled runs need torch 2.13")
+def test_the_key_of_compiled_code_depends_on_the_graph_versions_threads_settings_and_sources(monkeypatch):
+    from ecrl.compile import cpu
+
+    keys = []
+
+    def record_key(graph, leaves):
+        without_values = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
+        keys.append(codecache.compiled_fx_graph_hash(graph, without_values, {}, [])[0])
+        return graph
+
+    monkeypatch.setattr(cpu, "compile_fx", record_key)
+
+    def key_of(fn, x):
+        leaves, structure = flatten((x,))
+        cpu.compiled(fn, structure, leaves)
+        return keys.pop()
+
+    def add_one(x):
+        return x + 1.0
+
+    x = torch.ones(3)
+    first = key_of(add_one, x)
+    assert key_of(add_one, x + 1.0) == key_of(lambda x: x + 1.0, x) == first
+    others = [key_of(lambda x: x + 2.0, x), key_of(add_one, torch.ones(4)), key_of(add_one, x.double())]
+    with config.patch({"cpp.simdlen": 256}):
+        others.append(key_of(add_one, x))
+    with monkeypatch.context() as patch:
+        patch.setattr(codecache, "torch_key", lambda: b"another version")
+        others.append(key_of(add_one, x))
+    with monkeypatch.context() as patch:
+        patch.setattr(codecache, "parallel_num_threads", lambda: torch.get_num_threads() + 1)
+        others.append(key_of(add_one, x))
+    with monkeypatch.context() as patch:
+        cacheable = cpu._OPTIONS["unsafe_marked_cacheable_functions"]
+        changed = {name: text.replace(cache.sources_hash(), "other sources") for name, text in cacheable.items()}
+        patch.setitem(cpu._OPTIONS, "unsafe_marked_cacheable_functions", changed)
+        others.append(key_of(add_one, x))
+    assert len({first, *others}) == 8
+
+
 def test_two_cpus_have_two_folders_and_the_variable_comes_back(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     found = []
@@ -65,7 +109,7 @@ def test_a_cache_that_cannot_be_written_is_replaced_with_a_warning(tmp_path, mon
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file" / "cache"))
     with (
-        pytest.warns(RuntimeWarning, match="cannot be kept in .*Not a directory.*set TORCHINDUCTOR_CACHE_DIR"),
+        pytest.warns(RuntimeWarning, match="cannot be stored in .*Not a directory.*set TORCHINDUCTOR_CACHE_DIR"),
         cache.cache_folder(),
     ):
         folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
@@ -91,4 +135,4 @@ def test_products_compile_without_vector_instructions_and_without_a_cache(tmp_pa
     env = os.environ | {"ATEN_CPU_CAPABILITY": "default", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", PRODUCT, cache_is], capture_output=True, text=True, env=env)
     assert done.stdout == "equal\n", done.stderr[-3000:]
-    assert ("cannot be kept in" in done.stderr) == (cache_is == "blocked")
+    assert ("cannot be stored in" in done.stderr) == (cache_is == "blocked")

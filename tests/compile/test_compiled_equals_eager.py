@@ -227,7 +227,7 @@ WRITES = [_add_to, _assign, _add_to_a_view, _add_to_two, _update]
 
 @pytest.mark.parametrize("fn", [*WRITES, _add_to_table])
 def test_a_write_in_place_on_an_argument_is_refused_with_its_line(fn):
-    x, owner = torch.zeros(3), "found outside of the function" if fn is _add_to_table else "that is an argument"
+    x, owner = torch.zeros(3), "captured from outside of the function" if fn is _add_to_table else "that is an argument"
     at = rf"test_compiled_equals_eager.py:{fn.__code__.co_firstlineno + 1}, in {fn.__name__}, writes in place"
     with pytest.raises(ConfigError, match=rf"trainer.compile: .*{at} .* float32 tensor \[\d?\] {owner}"):
         graph_of(fn, x)

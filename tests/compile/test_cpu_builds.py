@@ -10,7 +10,7 @@ import torch
 from torch._inductor import codecache, exc
 
 from ecrl.compile import cpu_builds as cpp_builds
-from ecrl.compile.cpu_builds import attempt, build, side_by_side
+from ecrl.compile.cpu_builds import attempt, build, parallel_builds
 from ecrl.compile.jit import choose_form
 
 MADE = "open(out, 'w').write('made')"
@@ -154,7 +154,7 @@ def test_inductor_builds_so_while_it_lasts(monkeypatch, tmp_path):
 
 def test_what_was_usual_is_put_back_after_an_exception():
     usual = codecache._worker_compile_cpp
-    with pytest.raises(ZeroDivisionError), side_by_side():
+    with pytest.raises(ZeroDivisionError), parallel_builds():
         assert codecache._worker_compile_cpp is build
         raise ZeroDivisionError
     assert codecache._worker_compile_cpp is usual

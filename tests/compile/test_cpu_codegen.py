@@ -11,7 +11,7 @@ from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
 from ecrl.compile import cpu as inductor
 from ecrl.compile import cpu_loops as cpp_loops
-from ecrl.compile.cpu_codegen import brief_codegen
+from ecrl.compile.cpu_codegen import skip_redundant_codegen
 from ecrl.compile.jit import choose_form
 
 pytestmark = pytest.mark.skipif(torch.__version__ < "2.13", reason="compiled loops need torch 2.13")
@@ -40,7 +40,7 @@ def test_strides_are_the_same(index):
         return [sizevars.stride_at_vec_range(index, var, length) for var in (X, Y) for length in (16, 8, None)]
 
     usual = strides()
-    with brief_codegen():
+    with skip_redundant_codegen():
         assert strides() == usual
 
 
@@ -48,7 +48,7 @@ def test_strides_are_the_same(index):
 def test_only_sums_are_left_alone(index, times, monkeypatch):
     asked = []
     monkeypatch.setattr(sizevars, "simplify_index_in_vec_range", lambda *args: asked.append(args) or args[0])
-    with brief_codegen():
+    with skip_redundant_codegen():
         sizevars.simplify_index_in_vec_range(index, X, 16)
     assert len(asked) == times
 
@@ -57,7 +57,7 @@ def test_only_what_every_compiler_knows_is_not_tried(monkeypatch):
     tried = []
     monkeypatch.setattr(VecISA, "check_build", lambda self, code: tried.append(code) or False)
     isa = VecAVX512()
-    with brief_codegen():
+    with skip_redundant_codegen():
         assert isa.check_build(VecAVX512._avx512_bf16_code) and isa.check_build(VecAVX512VNNI._avx512_vnni_code)
         assert not isa.check_build(VecAMX._amx_fp16_code)
     assert tried == [VecAMX._amx_fp16_code]
@@ -65,7 +65,7 @@ def test_only_what_every_compiler_knows_is_not_tried(monkeypatch):
 
 def test_inductor_is_as_before_afterwards():
     before = sizevars.simplify_index_in_vec_range, cpu_vec_isa.VecISA.check_build
-    with pytest.raises(ZeroDivisionError), brief_codegen():
+    with pytest.raises(ZeroDivisionError), skip_redundant_codegen():
         raise ZeroDivisionError
     assert (sizevars.simplify_index_in_vec_range, cpu_vec_isa.VecISA.check_build) == before
 
@@ -94,5 +94,5 @@ def test_the_same_code_is_written(monkeypatch):
         return found
 
     ours = written()
-    monkeypatch.setattr(inductor, "brief_codegen", nullcontext)
+    monkeypatch.setattr(inductor, "skip_redundant_codegen", nullcontext)
     assert len(ours) == 1 and written() == ours

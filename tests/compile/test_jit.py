@@ -261,10 +261,14 @@ def _twice(loop, start, xs, weight):
 @pytest.mark.parametrize(
     ("fn", "line", "told"),
     [
-        (_closed_over, 1, r"in _closed_over, scans with .* uses a float32 tensor \[3, 3\] made outside of it; pass it"),
-        (_closed_over_in_a_parameter, 2, r".* uses a float32 tensor \[3, 3\] made outside of it; pass it"),
-        (_forwards, 2, "in last, scans where forward-mode derivatives are taken, .* use ecrl.kernels.scan there"),
-        (_twice, 2, "in last, scans where second derivatives are taken, .* use ecrl.kernels.scan there"),
+        (_closed_over, 1, r"in _closed_over, calls a scan .* captures a float32 tensor \[3, 3\] from outside; pass it"),
+        (_closed_over_in_a_parameter, 2, r".* captures a float32 tensor \[3, 3\] from outside; pass it"),
+        (
+            _forwards,
+            2,
+            "in last, calls a scan whose forward-mode derivatives are taken, .* call ecrl.kernels.scan instead",
+        ),
+        (_twice, 2, "in last, calls a scan whose second derivatives are taken, .* call ecrl.kernels.scan instead"),
     ],
 )
 def test_what_a_compiled_loop_cannot_do_is_told_with_its_line(fn, line, told):
@@ -280,7 +284,7 @@ def test_the_line_of_a_loop_of_a_kernel_is_that_which_calls_it():
         return loop(lambda x, _: (x * rate, None), x, torch.zeros(4))[0]
 
     leaves, structure = flatten((torch.ones(2), torch.ones(2)))
-    with pytest.raises(ConfigError, match=rf"test_jit.py:{solved.__code__.co_firstlineno + 1}, in solved, scans"):
+    with pytest.raises(ConfigError, match=rf"test_jit.py:{solved.__code__.co_firstlineno + 1}, in solved, calls"):
         traced(solved, structure, leaves)
 
 

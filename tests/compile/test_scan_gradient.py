@@ -276,9 +276,7 @@ def test_second_derivatives_are_refused_with_one_line():
         return grad(lambda weight: gradients(loop, weight, start, xs)[0].sum())(weight)
 
     line = total.__code__.co_firstlineno + 2
-    message = (
-        rf"^trainer.compile: .*test_scan_gradient.py:{line}, in total, scans where second derivatives are taken,.*$"
-    )
+    message = rf"^trainer.compile: .*test_scan_gradient.py:{line}, in total, .* second derivatives are taken,.*$"
     with pytest.raises(ConfigError, match=message):
         graph_of(partial(second, graph_scan), WEIGHT, START, XS)
     graph_of(partial(second, scan), WEIGHT, START, XS)

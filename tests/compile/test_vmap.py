@@ -13,7 +13,7 @@ from ecrl.compile.cpu_matmul import bmm
 from ecrl.compile.jit import choose_form
 from ecrl.compile.scan import graph_scan, scan_op
 from ecrl.compile.trace import traced
-from ecrl.compile.vmap import outside
+from ecrl.compile.vmap import outside_vmap
 from ecrl.kernels import scan
 from ecrl.loop.iteration import init_state, make_iteration
 from ecrl.pytree import flatten
@@ -92,8 +92,8 @@ def test_outside_is_called_once_with_the_batch_in_front():
         return [x * y]
 
     x = torch.arange(6.0).reshape(3, 2)
-    assert torch.equal(vmap(lambda x, y: outside(rule, (x, y))[0], (1, None))(x, torch.tensor(2.0)), 2.0 * x.t())
-    assert torch.equal(vmap(lambda x: x + outside(rule, (x[0], torch.tensor(2.0)))[0])(x), x + 2.0 * x[:, :1])
+    assert torch.equal(vmap(lambda x, y: outside_vmap(rule, (x, y))[0], (1, None))(x, torch.tensor(2.0)), 2.0 * x.t())
+    assert torch.equal(vmap(lambda x: x + outside_vmap(rule, (x[0], torch.tensor(2.0)))[0])(x), x + 2.0 * x[:, :1])
     assert seen == [((True, False), [2, 3], []), ((True, False), [3], [])]
 
 

@@ -41,25 +41,25 @@ def leave_out(part: str) -> None:
 
     own_tanh = vars(CppVecOverrides)["tanh"]
     from ecrl import rng
-    from ecrl.compile import cpu, cpu_tiles, jit, trace
+    from ecrl.compile import cpu, cpu_matmul, jit, trace
 
     match part:
         case "products":
             trace.PRODUCTS = {}
         case "tiles":
-            cpu_tiles.compile_here = lambda: False
+            cpu_matmul.has_vector_instructions = lambda: False
         case "tanh":
             CppVecOverrides.tanh = own_tanh
         case "loops":
-            cpu.lean_loops = nullcontext
+            cpu.rewriting_loops = nullcontext
         case "philox":
             rng._only_vmap_is_active = lambda: False
         case "guards":
-            jit._alike = _Layouts
+            jit._layout_guard = _Layouts
         case "codegen":
-            cpu.brief_codegen = nullcontext
+            cpu.skip_redundant_codegen = nullcontext
         case "builds":
-            cpu.side_by_side = nullcontext
+            cpu.parallel_builds = nullcontext
 
 
 def main(part: str, iterations: int) -> None:
