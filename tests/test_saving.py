@@ -6,9 +6,12 @@ from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 import torch
+from support.replay_agent import N, T, replaying
 from support.small_runs import same, small
 
 from ecrl.errors import CheckpointError, UserError
+from ecrl.loop.buffers import check_current, kinds_of
+from ecrl.loop.build import build
 from ecrl.loop.iteration import init_state, train_iter
 from ecrl.run import checkpointing as saving
 from ecrl.run.checkpoint import latest, load, read_manifest
@@ -288,3 +291,41 @@ def test_what_a_killed_writer_left_is_removed(tmp_path):
         (folder / name).mkdir(parents=True)
     list(trained(small(), tmp_path))
     assert [p.name for p in folder.iterdir()] == ["step_128"]
+
+
+def test_an_error_at_a_collect_record_surfaces_and_the_newest_state_with_its_buffer_is_saved(tmp_path):
+    cfg = replaying(**{"trainer.save_freq": 10**6})
+    expected = [r["state"].clone() for r in train_iter(init_state(cfg), cfg) if r["log_type"] == "train"]
+
+    def source():
+        for record in train_iter(init_state(cfg), cfg):
+            yield record
+            if record["log_type"] == "collect" and record["sample_step"] == 3 * N * T:
+                raise UserError("the disk of the logger broke")
+
+    with pytest.raises(UserError, match="the disk of the logger broke"):
+        list(with_checkpoints(source(), cfg, tmp_path))
+    assert steps_of(tmp_path) == [3 * N * T]
+    assert same(load(latest(tmp_path))[0], expected[2])
+
+
+def test_an_interrupt_while_rows_are_written_leaves_no_state_that_counts_as_current(tmp_path, monkeypatch):
+    """The first field of the third iteration is written, the second is not."""
+    cfg, calls, write = replaying(**{"trainer.save_freq": 2 * N * T}), [], torch.Tensor.index_copy_
+    fields = 5
+
+    def interrupted(*args):
+        calls.append(args)
+        if len(calls) == 3 * fields + 2:
+            raise KeyboardInterrupt
+        return write(*args)
+
+    monkeypatch.setattr(torch.Tensor, "index_copy_", interrupted)
+    states = []
+    message = f"^the state after {3 * N * T} env steps is not saved: the writing of its replay was interrupted$"
+    with pytest.warns(UserWarning, match=message), pytest.raises(KeyboardInterrupt):
+        for record in with_checkpoints(train_iter(init_state(cfg), cfg), cfg, tmp_path):
+            states.append(record["state"])
+    with pytest.raises(UserError, match="^state: its replay was overwritten by a later iteration"):
+        check_current(states[-1], kinds_of(build(cfg)))
+    assert steps_of(tmp_path) == [2 * N * T]

@@ -70,31 +70,36 @@ def take_over(borrowed: TensorDict, kinds: Kinds) -> TensorDict:
     return taken((), borrowed)
 
 
-def check_current(state: TensorDict, kinds: Kinds) -> None:
-    """Refuse a state whose buffer was written on since.
+def overwritten_buffers(state: TensorDict, kinds: Kinds) -> list[str]:
+    """Return the names of the state's buffers that a later iteration has written on."""
+    names = {key if isinstance(key, str) else key[0] for key, kind in kinds.items() if kind is Kind.BUFFER}
+    return [n for n in sorted(names) if n in state and int(state[n, "cursor"]) != int(state[n, "written"])]
 
-    Raises: UserError.
-    """
-    for name in sorted({key if isinstance(key, str) else key[0] for key, kind in kinds.items() if kind is Kind.BUFFER}):
-        if name in state and int(state[name, "cursor"]) != int(state[name, "written"]):
-            raise UserError(
-                f"state: its {name} was overwritten by a later iteration; use a yielded state before the next "
-                "iteration, or keep state.clone()"
-            )
+
+def check_current(state: TensorDict, kinds: Kinds) -> None:
+    """Raise UserError if a later iteration has written on a buffer of the state."""
+    for name in overwritten_buffers(state, kinds):
+        raise UserError(
+            f"state: its {name} was overwritten by a later iteration; use a yielded state before the next "
+            "iteration, or keep state.clone()"
+        )
 
 
 def commit(borrowed: TensorDict, writes: TensorDict) -> None:
     """Write an iteration's rows into the buffers, in place. It is the only function that writes on a state.
+
+    The counts of rows are raised first. If the writing is interrupted, no state counts as current.
 
     Args:
         borrowed: the buffers.
         writes: for each field that is written, `rows` `[B, ...]` and their `index` `[B]` in the rings.
     """
     for name, write in cast(Any, writes.items()):
+        borrowed[name, "written"].add_(len(write["index"]))
+    for name, write in cast(Any, writes.items()):
         for key, rows in write["rows"].items(True, True):
             path = (name, key) if isinstance(key, str) else (name, *key)
             borrowed[path].index_copy_(0, write["index"], rows)
-        borrowed[name, "written"].add_(len(write["index"]))
 
 
 def committed(borrowed: TensorDict, writes: TensorDict, skipped: Tensor) -> TensorDict:

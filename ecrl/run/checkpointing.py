@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 from ecrl.config import Config
 from ecrl.errors import CheckpointError
+from ecrl.loop.buffers import kinds_of, overwritten_buffers
+from ecrl.loop.build import build
 from ecrl.loop.iteration import crossed, steps_per_iteration
 from ecrl.run.atomic_files import complete_folder, remove_folder, remove_leftovers
 from ecrl.run.checkpoint import Snapshot, read_files, read_manifest, snapshot, step_checkpoints, write
@@ -23,6 +25,7 @@ from ecrl.run.rank_shards import has_all_shards
 from ecrl.types import LogData
 
 _INCOMPLETE = "the state after {} env steps is not saved: the other ranks did not send their environments"
+_OVERWRITTEN = "the state after {} env steps is not saved: the writing of its {} was interrupted"
 
 
 class Saver(NamedTuple):
@@ -96,11 +99,13 @@ def _open_saver(keep: int | None = None) -> Iterator[Saver]:
 def with_checkpoints(records: Iterator[LogData], cfg: Config, run_dir: str | Path) -> Iterator[LogData]:
     """Save the state under `run_dir` every `trainer.save_freq` env steps, and when the run ends or is stopped.
 
-    Remove all but the newest `trainer.keep_checkpoints` checkpoints.
+    Remove all but the newest `trainer.keep_checkpoints` checkpoints. After an error, save the state of the last train
+    record. If the next iteration has already overwritten a buffer of it, save the state after that iteration.
 
     Raises: CheckpointError at the end, after all files are closed, if the last checkpoint could not be written.
     """
-    last, saved, freq = None, None, cfg.trainer.save_freq
+    last, newest, saved, freq = None, None, None, cfg.trainer.save_freq
+    kinds = kinds_of(build(cfg))
     folder = Path(run_dir) / "checkpoints"
     remove_leftovers(folder)
 
@@ -113,17 +118,22 @@ def with_checkpoints(records: Iterator[LogData], cfg: Config, run_dir: str | Pat
         try:
             for record in records:
                 report()
+                newest = record
                 if record["log_type"] == "train":
                     last, step = record, record["sample_step"]
                     if crossed(step, steps_per_iteration(cfg), freq):
                         saved = save_record(record)
                 yield record
         finally:
-            if last is not None and saved != last["sample_step"]:
-                if has_all_shards(last):
+            if last is not None and overwritten_buffers(last["state"], kinds):
+                last = newest
+            if last is not None and saved != (step := last["sample_step"]):
+                if overwritten := overwritten_buffers(last["state"], kinds):
+                    warnings.warn(_OVERWRITTEN.format(step, ", ".join(overwritten)), stacklevel=2)
+                elif has_all_shards(last):
                     save_record(last)
                 else:
-                    warnings.warn(_INCOMPLETE.format(last["sample_step"]), stacklevel=2)
+                    warnings.warn(_INCOMPLETE.format(step), stacklevel=2)
 
 
 def _best_value(path: Path, name: str) -> float | None:
