@@ -10,10 +10,10 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from ecrl.algorithms.state_kinds import Kinds, environment_fields
+from ecrl.algorithms.state_kinds import Kind, Kinds, kind_of
 from ecrl.distributed import all_sum
 from ecrl.kernels import restarted
-from ecrl.pytree import flatten, mapped, replaced
+from ecrl.pytree import flatten, mapped, paths, replaced, unflatten
 from ecrl.types import Logs
 
 KINDS = ("observation", "reward", "action", "loss", "gradient", "parameters")
@@ -73,20 +73,32 @@ def restart_nonfinite(carry: TensorDict, first: TensorDict) -> TensorDict:
 
 
 def undo_update(nonfinite: Tensor, start: TensorDict, state: TensorDict, kinds: Kinds) -> TensorDict:
-    """The state after an iteration, without its update if any of the flags `nonfinite` `[6]` is set.
+    """Return the state after an iteration, without its update if any of the flags `nonfinite` `[6]` is set.
 
-    Fields of kind environment keep their new values. All other fields, with the running returns inside `norm`, keep
+    Leaves of kind environment keep their new values, because the environments have moved on. All other leaves keep
     their old ones, so schedules wait. If a reward is not finite, the iteration is left out of episode returns too.
+    Running returns restart in the environments where they have NaN or infinity.
 
     Args:
         nonfinite: flags of any rank.
         start: the state before the iteration.
         state: the state after it.
-        kinds: kinds of the state's fields.
+        kinds: kinds of the state's leaves.
     """
     skipped, no_reward = nonfinite.any(), nonfinite[KINDS.index("reward")]
-    collected = replaced(start, {name: state[name] for name in environment_fields(start, kinds)})
-    after = mapped(lambda old, new: old if old is new else torch.where(skipped, old, new), collected, state)
+    (new, structure), (old, structure_before) = flatten(state), flatten(start)
+    if structure != structure_before:
+        raise ValueError(f"structures differ: {structure_before} and {structure}")
+    moves_on = [kind_of(path, kinds) is Kind.ENVIRONMENT for path in paths(structure)]
+    leaves = [
+        y if moved or x is y else torch.where(skipped, x, y) for x, y, moved in zip(old, new, moves_on, strict=True)
+    ]
+    after = unflatten(structure, leaves)
     before = restarted(cast(TensorDict, start["episode"]))
     episode = mapped(lambda old, new: torch.where(no_reward, old, new), before, after["episode"])
-    return replaced(after, {"episode": episode})
+    norm = cast(TensorDict, after["norm"])
+    if "reward" in norm:
+        running = norm["reward", "running"]
+        returns = replaced(norm["reward"], {"running": running.where(running.isfinite(), 0.0)})
+        norm = replaced(norm, {"reward": returns})
+    return replaced(after, {"episode": episode, "norm": norm})
