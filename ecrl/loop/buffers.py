@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from tensordict import TensorDict
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from ecrl.algorithms import Run
 from ecrl.algorithms.state_kinds import BORROWED, Kind, Kinds, kind_of, leaf_kinds, split
@@ -56,6 +57,40 @@ def borrowed_leaves(state: TensorDict, kinds: Kinds) -> tuple[TensorDict, Tensor
     if not any(kind in BORROWED for kind in kinds.values()):
         return state, TensorDict({}, [])
     return split(state, kinds)
+
+
+_LARGE = 2**20
+"""Bytes of a tensor that `ZerosWithoutMemory` does not allocate."""
+
+
+def _is_one_element(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.numel() > 1 and not any(x.stride())
+
+
+class ZerosWithoutMemory(TorchFunctionMode):
+    """Context in which a large tensor of zeros is one element, expanded to its shape.
+
+    Use it to learn the shapes and dtypes of a state with buffers. Copies of such a tensor, and writes on it, do
+    nothing.
+
+    >>> with ZerosWithoutMemory():
+    ...     ring = torch.zeros(2**30, 8).clone()
+    >>> ring.shape, ring.untyped_storage().nbytes()
+    (torch.Size([1073741824, 8]), 4)
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if args and _is_one_element(args[0]):
+            writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+            if writes or name in ("clone", "contiguous"):
+                return args[0]
+        if func in (torch.zeros, torch.empty) and kwargs.get("out") is None:
+            like = func(*args, **{**kwargs, "device": "meta"})
+            if like.numel() * like.element_size() > _LARGE:
+                return torch.zeros((), dtype=like.dtype, device=kwargs.get("device")).expand(like.shape)
+        return func(*args, **kwargs)
 
 
 def take_over(borrowed: TensorDict, kinds: Kinds) -> TensorDict:

@@ -23,7 +23,16 @@ from ecrl.config import Config, total_steps
 from ecrl.distributed import world_size
 from ecrl.errors import ConfigError
 from ecrl.kernels import episode_init, restarted
-from ecrl.loop.buffers import borrowed_leaves, check_current, check_kinds, commit, committed, kinds_of, take_over
+from ecrl.loop.buffers import (
+    ZerosWithoutMemory,
+    borrowed_leaves,
+    check_current,
+    check_kinds,
+    commit,
+    committed,
+    kinds_of,
+    take_over,
+)
 from ecrl.loop.build import build, check_envs, check_rollout, device_of, form_of, note_compilations
 from ecrl.loop.finite_guard import FIELDS, KINDS, flags, restart_nonfinite, undo_update
 from ecrl.loop.metrics import WINDOW, collect_logs, counted_steps, over_ranks
@@ -68,9 +77,13 @@ def first_state(run: Run, cfg: Config, key: Tensor | None = None) -> TensorDict:
     """`init_state` for a run that is built."""
     check_envs(cfg, run.env, cfg.trainer.num_envs, "trainer.num_envs")
     key = (rng.key(cfg.trainer.seed) if key is None else key).to(device_of(cfg))
-    start = start_keys(key, cfg.trainer.num_envs, 0, run.algorithm.group_size)
     state = _state_without_env(run, key)  # first, because `init` may refuse the config: then no environment was opened
-    return state.set("env", run.env.reset(start)).lock_()
+    return state.set("env", _first_envs(run, cfg, key)).lock_()
+
+
+def _first_envs(run: Run, cfg: Config, key: Tensor) -> TensorDict:
+    """Return the environments before the first step."""
+    return run.env.reset(start_keys(key, cfg.trainer.num_envs, 0, run.algorithm.group_size))
 
 
 def _state_without_env(run: Run, key: Tensor) -> TensorDict:
@@ -98,13 +111,16 @@ def _frozen_params(policy: Policy, state: TensorDict) -> TensorDict:
 
 
 def expected_state(run: Run, cfg: Config, state: TensorDict) -> TensorDict:
-    """A state as the config makes it, to compare `state` with. Environments on the host are not opened for it."""
-    if run.env.is_pure:
-        return first_state(run, cfg)
-    if "token" not in state["env"]:
+    """Return a state as the config makes it, to compare `state` with. Large buffers in it take no memory.
+
+    Environments on the host are not opened. Those of `state` are in the result.
+    """
+    if not run.env.is_pure and "token" not in state["env"]:
         raise ConfigError(f"state: its environments are not those of {cfg.env.name}; use the config of its run")
     key = rng.key(cfg.trainer.seed, device_of(cfg))
-    return _state_without_env(run, key).set("env", state["env"]).lock_()
+    with ZerosWithoutMemory():
+        expected = _state_without_env(run, key)
+    return expected.set("env", _first_envs(run, cfg, key) if run.env.is_pure else state["env"]).lock_()
 
 
 def reopened(run: Run, state: TensorDict) -> TensorDict:
@@ -136,7 +152,7 @@ def close(state: TensorDict, cfg: Config) -> None:
 
 
 def check_state(run: Run, state: TensorDict, cfg: Config) -> None:
-    """Refuse a state of another config, naming the first field that differs; warn of hyperparameters that differ.
+    """Raise ConfigError for the first leaf whose shape or dtype is not the config's; warn of other hyperparameters.
 
     The numbers of the algorithm are read from `state["hyper"]`, so that they can change during a run.
     """
@@ -147,10 +163,12 @@ def check_state(run: Run, state: TensorDict, cfg: Config) -> None:
     expected, actual = (dict(td.flatten_keys("/").items()) for td in (new, state))
     for name in sorted(expected.keys() | actual.keys()):
         shapes = [list(td[name].shape) if name in td else "absent" for td in (actual, expected)]
-        if shapes[0] != shapes[1]:
-            raise ConfigError(
-                f"state: {name} is {shapes[0]}, the config makes it {shapes[1]}; use the config of its run"
-            )
+        dtypes = [str(td[name].dtype).removeprefix("torch.") if name in td else "absent" for td in (actual, expected)]
+        for actual_one, expected_one in (shapes, dtypes):
+            if actual_one != expected_one:
+                raise ConfigError(
+                    f"state: {name} is {actual_one}, the config makes it {expected_one}; use the config of its run"
+                )
     numbers = [name for name in expected if name.startswith("hyper/") and not torch.equal(actual[name], expected[name])]
     if numbers:
         both = ", ".join(f"{n.removeprefix('hyper/')} {actual[n]:.6g} (config {expected[n]:.6g})" for n in numbers)

@@ -221,7 +221,7 @@ def _fill_structure(structure: TensorDict, tensors: dict[str, Tensor], path: Pat
     unmatched = sorted(places.keys() ^ tensors.keys())
     if unmatched:
         raise CheckpointError(f"{path}: state and config disagree on {', '.join(unmatched)}")
-    filled = structure.clone()
+    filled = structure.copy()
     for name, place in places.items():
         saved, leaf = tensors[name], cast(Tensor, structure[place])
         if saved.shape != leaf.shape or saved.dtype != leaf.dtype:
