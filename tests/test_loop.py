@@ -201,7 +201,7 @@ def test_an_iteration_keeps_the_fields_of_the_state(monkeypatch):
     make = ecrl.loop.build.make_algorithm
     adds = on_policy(collect, lambda run, state, batch: (state.copy().set("new", state["key"]), {}))
     monkeypatch.setattr("ecrl.loop.build.make_algorithm", lambda block: replace(make(block), iterate=adds))
-    with pytest.raises(ValueError, match=r"it changed .*new"):
+    with pytest.raises(ConfigError, match=r"^algorithm ppo: update adds fields of the state: new; return"):
         next(train_iter(init_state(small()), small()))
 
 
