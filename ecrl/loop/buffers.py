@@ -105,10 +105,24 @@ def take_over(borrowed: TensorDict, kinds: Kinds) -> TensorDict:
     return taken((), borrowed)
 
 
+def buffer_names(kinds: Kinds) -> list[str]:
+    """Return the names of the fields that are buffers.
+
+    >>> buffer_names({"params": Kind.LEARNED, "replay": Kind.BUFFER, ("replay", "cursor"): Kind.COUNTER})
+    ['replay']
+    """
+    return sorted({key if isinstance(key, str) else key[0] for key, kind in kinds.items() if kind is Kind.BUFFER})
+
+
+def without_buffers(state: TensorDict, kinds: Kinds) -> TensorDict:
+    """Return a state without its buffers and their counts."""
+    return cast(TensorDict, state.exclude(*buffer_names(kinds)))
+
+
 def overwritten_buffers(state: TensorDict, kinds: Kinds) -> list[str]:
     """Return the names of the state's buffers that a later iteration has written on."""
-    names = {key if isinstance(key, str) else key[0] for key, kind in kinds.items() if kind is Kind.BUFFER}
-    return [n for n in sorted(names) if n in state and int(state[n, "cursor"]) != int(state[n, "written"])]
+    names = buffer_names(kinds)
+    return [n for n in names if n in state and int(state[n, "cursor"]) != int(state[n, "written"])]
 
 
 def check_current(state: TensorDict, kinds: Kinds) -> None:

@@ -26,6 +26,7 @@ from ecrl.kernels import episode_init, restarted
 from ecrl.loop.buffers import (
     ZerosWithoutMemory,
     borrowed_leaves,
+    buffer_names,
     check_current,
     check_kinds,
     commit,
@@ -33,7 +34,7 @@ from ecrl.loop.buffers import (
     kinds_of,
     take_over,
 )
-from ecrl.loop.build import build, check_envs, check_rollout, device_of, form_of, note_compilations
+from ecrl.loop.build import build, check_envs, check_rollout, device_of, planned_form
 from ecrl.loop.finite_guard import FIELDS, KINDS, flags, restart_nonfinite, undo_update
 from ecrl.loop.metrics import WINDOW, collect_logs, counted_steps, over_ranks
 from ecrl.loop.nonfinite_report import NonfiniteAction, action_error, nonfinite_error, with_checked_actions
@@ -123,6 +124,12 @@ def expected_state(run: Run, cfg: Config, state: TensorDict) -> TensorDict:
     return expected.set("env", _first_envs(run, cfg, key) if run.env.is_pure else state["env"]).lock_()
 
 
+def empty_buffers(run: Run, cfg: Config) -> TensorDict:
+    """Return the buffers of a run before its first step."""
+    state = _state_without_env(run, rng.key(cfg.trainer.seed, device_of(cfg)))
+    return cast(TensorDict, state.select(*buffer_names(kinds_of(run))))
+
+
 def reopened(run: Run, state: TensorDict) -> TensorDict:
     """The state, with host environments reset if they are out of sync with it; then with a warning.
 
@@ -175,9 +182,9 @@ def check_state(run: Run, state: TensorDict, cfg: Config) -> None:
         warnings.warn(f"the state's hyperparameters are used, not the config's: {both}", stacklevel=3)
 
 
-def check_config(cfg: Config, world_size: int) -> list[str]:
-    """Describe the run of a config on so many ranks in lines; raise ConfigError if its parts do not fit together."""
-    run, form = build(cfg), form_of(cfg)
+def run_summary(run: Run, cfg: Config, world_size: int) -> list[str]:
+    """Describe a run on so many ranks in lines. Raise ConfigError if its parts do not fit together."""
+    form = planned_form(cfg, run.policy, run.algorithm, run.static)
     check_rollout(cfg, run)
     key = rng.key(cfg.trainer.seed, device_of(cfg))
     state = _state_without_env(run, key)
@@ -279,15 +286,13 @@ def make_iteration(cfg: Config, watch: Watch = unwatched) -> Iteration:
     A buffer of the state is copied, as the function is pure; `train_iter` writes on it in place.
     """
     run, guard = build(cfg), "skip" if cfg.trainer.finite_guard == "skip" else "off"
-    iterate, kinds, compilations = _bound(_iteration, watch(run), cfg, guard), kinds_of(run), compilations_of(run.jit)
+    iterate, kinds = _bound(_iteration, watch(run), cfg, guard), kinds_of(run)
 
     def iteration(state: TensorDict) -> tuple[TensorDict, dict[str, Logs]]:
         own, borrowed = borrowed_leaves(state, kinds)
         if not vmapped():
             check_current(state, kinds)
-        known = len(compilations)
         own, writes, logs, nonfinite = iterate(own, Borrowed(borrowed))
-        note_compilations(cfg, compilations[known:])
         if borrowed.is_empty():
             return own, logs
         skipped = torch.zeros_like(own["key"], dtype=torch.bool) if nonfinite is None else nonfinite[1].any()
@@ -355,7 +360,6 @@ def iterations(run: Run, state: TensorDict, cfg: Config) -> Iterator[LogData]:
         known, before = len(compilations), state
         with interruptible():
             leaves, state, writes, logs, nonfinite = iteration(leaves, Borrowed(borrowed))
-            note_compilations(cfg, compilations[known:])
             skipped = _is_skipped(run, guard, nonfinite, before)
         if not skipped:
             commit(borrowed, writes)
