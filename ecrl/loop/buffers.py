@@ -34,16 +34,13 @@ _COUNTS = ("cursor", "written")
 
 
 def kinds_of(run: Run) -> Kinds:
-    """Kinds of the fields of a run's state."""
+    """Return the kinds of the fields of a run's state."""
     frozen = {} if run.policy.init_frozen is None else {"frozen_params": Kind.FROZEN}
     return {**LOOP_KINDS, **run.algorithm.kinds, **frozen}
 
 
 def check_kinds(state: TensorDict, kinds: Kinds) -> None:
-    """Refuse a state with a leaf whose kind is not declared, and a buffer without its two counts.
-
-    Raises: ConfigError.
-    """
+    """Raise ConfigError for a leaf whose kind is not declared, or a buffer without its two counts."""
     buffers = {path[0] for path, kind in leaf_kinds(state, kinds).items() if kind is Kind.BUFFER}
     for name in sorted(buffers):
         field, expected = state[name], dict(zip(_COUNTS, (Kind.COUNTER, Kind.BUFFER), strict=True))
@@ -53,7 +50,7 @@ def check_kinds(state: TensorDict, kinds: Kinds) -> None:
 
 
 def borrowed_leaves(state: TensorDict, kinds: Kinds) -> tuple[TensorDict, TensorDict]:
-    """The state's own leaves and the borrowed ones, as `split`; without a look at the leaves if no kind is borrowed."""
+    """Return the state's own leaves and the borrowed ones, as `split`. Read no leaves if no kind is borrowed."""
     if not any(kind in BORROWED for kind in kinds.values()):
         return state, TensorDict({}, [])
     return split(state, kinds)
@@ -94,7 +91,7 @@ class ZerosWithoutMemory(TorchFunctionMode):
 
 
 def take_over(borrowed: TensorDict, kinds: Kinds) -> TensorDict:
-    """Borrowed leaves for a loop that will write on them: buffers are copied once, frozen leaves are shared."""
+    """Return the borrowed leaves for a loop that writes on them. Buffers are copied, and frozen leaves are shared."""
 
     def taken(path: tuple[str, ...], value: Any) -> Any:
         if isinstance(value, TensorDict):
@@ -152,7 +149,7 @@ def commit(borrowed: TensorDict, writes: TensorDict) -> None:
 
 
 def committed(borrowed: TensorDict, writes: TensorDict, skipped: Tensor) -> TensorDict:
-    """`commit` to a copy, unless `skipped` (0-d bool)."""
+    """Return the buffers after `commit`, in new memory; the old values if `skipped` (0-d bool)."""
     after = borrowed.copy()
     for name, write in cast(Any, writes.items()):
         field, index = cast(TensorDict, borrowed[name]).copy(), write["index"]

@@ -26,7 +26,7 @@ _COMPILING_S, _VECTOR_STEP_S, _GRADIENT_STEP_S = 30.0, 0.35e-3, 4.5e-3
 
 
 def device_of(cfg: Config) -> torch.device:
-    """The device of a run; "auto" is cuda if there is one. Raises ConfigError naming the available devices."""
+    """Return the device of a run; "auto" is cuda if there is one. Raise ConfigError if the device is not available."""
     name, count = local_device(cfg.trainer.device), torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "auto":
         name = "cuda" if count else "cpu"
@@ -47,12 +47,12 @@ def _env_and_policy(cfg: Config) -> tuple[Env, Policy]:
 
 
 def check_envs(cfg: Config, env: Env, num_envs: int, key: str) -> None:
-    """Refuse `num_envs` environments, the value of `key`, if their observations alone do not fit in memory."""
+    """Raise ConfigError if the observations of `num_envs` environments, the value of `key`, do not fit in memory."""
     check_room(num_envs * element_bytes(env.observation_space), device_of(cfg), f"{key}: {num_envs:,} environments")
 
 
 def check_rollout(cfg: Config, run: Run) -> None:
-    """Refuse a rollout that does not fit in memory."""
+    """Raise ConfigError for a rollout that does not fit in memory."""
     row = element_bytes(run.env.observation_space) + element_bytes(run.env.action_space)
     row += 19  # log-probability, reward and two values, and three flags
     steps = cfg.trainer.num_envs * (cfg.trainer.buffer_size + 1)
@@ -60,7 +60,7 @@ def check_rollout(cfg: Config, run: Run) -> None:
 
 
 def _saved_s(algorithm: Algorithm, static: Static) -> float:
-    """Seconds that compiling saves over the whole run; infinite if the algorithm does not give its gradient steps."""
+    """Return the seconds that compiling saves over the whole run; infinity if the gradient steps are unknown."""
     if algorithm.gradient_steps is None:
         return inf
     per_iteration = static.buffer_size * _VECTOR_STEP_S + algorithm.gradient_steps(static) * _GRADIENT_STEP_S
@@ -129,7 +129,7 @@ def with_eval_events(run: Run, cfg: Config) -> Run:
 
 
 def with_training_wrappers(env: Env, cfg: Config, events: Literal["train", "eval"] | None) -> Env:
-    """An environment with clipped actions, auto-reset and events, as the config has them; `events` None for none."""
+    """Return an environment with clipped actions, auto-reset and events, as the config has them; None for no events."""
     env = auto_reset(clip_action(env) if cfg.policy.clip_actions else env)
     if events is None:
         return env
@@ -139,7 +139,7 @@ def with_training_wrappers(env: Env, cfg: Config, events: Literal["train", "eval
 
 
 def static_of(cfg: Config) -> Static:
-    """The numbers of a config that shape the graph of an iteration."""
+    """Return the numbers of a config that shape the graph of an iteration."""
     trainer = cfg.trainer
     skips = trainer.finite_guard == "skip"
     return Static(trainer.num_envs, trainer.buffer_size, trainer.iterations, world_size(), skips)

@@ -24,7 +24,7 @@ FIELDS = {"obs": "observation", "action": "action", "sample_log_prob": "action",
 
 
 def _has_nonfinite(tensors: list[Tensor], device: torch.device) -> Tensor:
-    """True if any tensor holds NaN or infinity, 0-d bool: 0 times those is NaN, and sums keep it."""
+    """Return True, 0-d bool, if any tensor has NaN or infinity. Their product with 0 is NaN, and sums keep NaN."""
     sums = [(x.detach() * 0.0).sum().to(torch.float32) for x in tensors if x.is_floating_point()]
     return torch.stack(sums).sum().isnan() if sums else torch.zeros((), dtype=torch.bool, device=device)
 
@@ -39,7 +39,7 @@ def _counted(batch: TensorDict, key: str) -> list[Tensor]:
 
 
 def flags(batch: TensorDict, logs: Logs, params: TensorDict) -> Tensor:
-    """True for each of KINDS that is not finite, bool `[2, 6]`: on this rank, and on any rank.
+    """Return True for each of KINDS that is not finite, bool `[2, 6]`: on this rank, and on any rank.
 
     Args:
         batch: `[N, T + 1]`; `obs`, `action`, `sample_log_prob`, `reward` and `mask` are read if it has them.

@@ -64,7 +64,7 @@ def _matmul_precision(tf32: bool) -> Iterator[None]:
 
 
 def init_state(cfg: Config, key: Tensor | None = None) -> TensorDict:
-    """The state before the first step; `key` replaces the one made from `trainer.seed`.
+    """Return the state before the first step. `key` replaces the one made from `trainer.seed`.
 
     >>> from ecrl.config import load_config
     >>> state = init_state(load_config("configs/cartpole_ppo.json"))
@@ -75,7 +75,7 @@ def init_state(cfg: Config, key: Tensor | None = None) -> TensorDict:
 
 
 def first_state(run: Run, cfg: Config, key: Tensor | None = None) -> TensorDict:
-    """`init_state` for a run that is built."""
+    """Return the state before the first step of a run, as `init_state`."""
     check_envs(cfg, run.env, cfg.trainer.num_envs, "trainer.num_envs")
     key = (rng.key(cfg.trainer.seed) if key is None else key).to(device_of(cfg))
     state = _state_without_env(run, key)  # first, because `init` may refuse the config: then no environment was opened
@@ -103,11 +103,11 @@ def _state_without_env(run: Run, key: Tensor) -> TensorDict:
 
 
 def _frozen_params(policy: Policy, state: TensorDict) -> TensorDict:
-    """The parameters that are not trained. Refuse names that the learnt ones have too."""
+    """Return the parameters that are not trained. Raise ConfigError for names that the learnt ones have too."""
     frozen = cast(Any, policy.init_frozen)(state["key"].device).detach()
-    both = ", ".join(sorted({*frozen.keys()} & {*cast(TensorDict, state["params"]).keys(), "norm"}))
-    if both:
-        raise ConfigError(f"policy.name: init and init_frozen both return {both}; give them different names")
+    shared = ", ".join(sorted({*frozen.keys()} & {*cast(TensorDict, state["params"]).keys(), "norm"}))
+    if shared:
+        raise ConfigError(f"policy.name: init and init_frozen both return {shared}; give them different names")
     return frozen
 
 
@@ -131,7 +131,7 @@ def empty_buffers(run: Run, cfg: Config) -> TensorDict:
 
 
 def reopened(run: Run, state: TensorDict) -> TensorDict:
-    """The state, with host environments reset if they are out of sync with it; then with a warning.
+    """Return the state. If host environments are out of sync with it, reset them and warn.
 
     They are gone in another process. They are ahead if an iteration was interrupted, or if the state is not the newest.
     """
@@ -178,8 +178,10 @@ def check_state(run: Run, state: TensorDict, cfg: Config) -> None:
                 )
     numbers = [name for name in expected if name.startswith("hyper/") and not torch.equal(actual[name], expected[name])]
     if numbers:
-        both = ", ".join(f"{n.removeprefix('hyper/')} {actual[n]:.6g} (config {expected[n]:.6g})" for n in numbers)
-        warnings.warn(f"the state's hyperparameters are used, not the config's: {both}", stacklevel=3)
+        differences = ", ".join(
+            f"{n.removeprefix('hyper/')} {actual[n]:.6g} (config {expected[n]:.6g})" for n in numbers
+        )
+        warnings.warn(f"the state's hyperparameters are used, not the config's: {differences}", stacklevel=3)
 
 
 def run_summary(run: Run, cfg: Config, world_size: int) -> list[str]:
@@ -201,12 +203,12 @@ def run_summary(run: Run, cfg: Config, world_size: int) -> list[str]:
 
 
 def steps_per_iteration(cfg: Config) -> int:
-    """Environment steps of one iteration, over all ranks."""
+    """Return the environment steps of one iteration, over all ranks."""
     return cfg.trainer.buffer_size * cfg.trainer.num_envs * world_size()
 
 
 def crossed(step: int, size: int, freq: int) -> bool:
-    """True if an iteration of `size` env steps that ends at `step` reached or passed a multiple of `freq`.
+    """Return True if an iteration of `size` env steps that ends at `step` reached or passed a multiple of `freq`.
 
     >>> [crossed(step, 4, 10) for step in (4, 8, 12, 16, 20)]
     [False, False, True, False, True]
@@ -215,7 +217,7 @@ def crossed(step: int, size: int, freq: int) -> bool:
 
 
 def _statistics(norm_update: Callable[..., TensorDict], norm: TensorDict, steps: TensorDict) -> TensorDict:
-    """Observation statistics after these steps; the policy acted with those from before."""
+    """Return the observation statistics after these steps. The policy acted with the statistics before them."""
     obs = norm_update(cast(TensorDict, norm["obs"]), steps["obs"][:, :-1], counted_steps(steps))
     return norm.copy().set("obs", obs)
 
@@ -223,7 +225,7 @@ def _statistics(norm_update: Callable[..., TensorDict], norm: TensorDict, steps:
 def _iteration(
     run: Run, guard: str, start: TensorDict, borrowed: Borrowed
 ) -> tuple[TensorDict, TensorDict, dict[str, Logs], Tensor | None]:
-    """One iteration: the state, the rows to commit, logs, and the flags of the finite guard unless it is off."""
+    """Run one iteration. Return the state, the rows to commit, logs, and the finite guard's flags unless it is off."""
     stops_here = guard == "stop" and not run.env.is_pure  # a step on the host cannot be repeated for the report
     checked = with_checked_actions(run) if stops_here else run
     try:
@@ -255,7 +257,7 @@ def _iteration(
 def _iteration_of_leaves(
     run: Run, guard: str, structure: Hashable, leaves: list[Tensor], borrowed: Borrowed
 ) -> tuple[list[Tensor], TensorDict, TensorDict, dict[str, Logs], Tensor | None]:
-    """`_iteration` on the tensors of a state. The state is given once more, in memory of its own, as are the logs."""
+    """Run `_iteration` on the tensors of a state. Also return copies of the state and the logs in their own memory."""
     state, writes, logs, nonfinite = _iteration(run, guard, unflatten(structure, leaves), borrowed)
     after, structure_after = flatten(state)
     if structure_after != structure:
@@ -266,7 +268,7 @@ def _iteration_of_leaves(
 
 
 def _bound(fn: Callable[..., Any], run: Run, cfg: Config, *static: Any) -> Callable[..., Any]:
-    """`fn(run, *static, state, borrowed)`, as one compiled graph if the algorithm and the environment allow it."""
+    """Return `fn(run, *static, state, borrowed)`, as one compiled graph if algorithm and environment allow it."""
     tf32 = cfg.trainer.tf32 and device_of(cfg).type == "cuda"
     one_graph = run.algorithm.as_one and run.env.is_pure and run.static.world_size == 1
     bound = (run.jit if one_graph else partial)(fn, run, *static)
@@ -279,7 +281,7 @@ def _bound(fn: Callable[..., Any], run: Run, cfg: Config, *static: Any) -> Calla
 
 
 def make_iteration(cfg: Config, watch: Watch = unwatched) -> Iteration:
-    """One iteration, `(state) -> (state, {"collect": logs, "train": logs})`: pure, to embed or vmap.
+    """Return one iteration, `(state) -> (state, {"collect": logs, "train": logs})`: pure, to embed or vmap.
 
     `watch` may replace functions of the run, as `ecrl.run.profiler` does to time them. With `trainer.finite_guard`
     "skip" it leaves out updates with NaN or infinity. It never stops: otherwise NaN and infinity are in its results.
@@ -302,7 +304,7 @@ def make_iteration(cfg: Config, watch: Watch = unwatched) -> Iteration:
 
 
 def _is_skipped(run: Run, guard: str, nonfinite: Tensor | None, before: TensorDict) -> bool:
-    """True if the finite guard left the update out; raise NotFiniteError if it stops."""
+    """Return True if the finite guard left the update out. Raise NotFiniteError if it stops the run."""
     if nonfinite is None or not nonfinite[1].any():
         return False
     if guard == "stop":
@@ -312,14 +314,14 @@ def _is_skipped(run: Run, guard: str, nonfinite: Tensor | None, before: TensorDi
 
 def _warn_of_skip(nonfinite: Tensor | None, logs: Logs, step: int) -> bool:
     """Warn if the finite guard left out an update or gradient steps. Return True if it did."""
-    met = [] if nonfinite is None else [kind for kind, flag in zip(KINDS, nonfinite[1].tolist(), strict=True) if flag]
-    if met:
-        text = f"NaN or infinity in {', '.join(met)}: the update is left out; counted as skipped_updates, said once"
+    kinds = [] if nonfinite is None else [kind for kind, flag in zip(KINDS, nonfinite[1].tolist(), strict=True) if flag]
+    if kinds:
+        text = f"NaN or infinity in {', '.join(kinds)}: the update is left out; counted as skipped_updates"
     elif "skipped_steps" in logs and (steps := int(logs["skipped_steps"])):
-        text = f"NaN or infinity in gradients: {steps} gradient steps are left out; counted as skipped_steps, said once"
+        text = f"NaN or infinity in gradients: {steps} gradient steps are left out; counted as skipped_steps"
     else:
         return False
-    warnings.warn(f"after {step} env steps: {text}", stacklevel=3)
+    warnings.warn(f"after {step} env steps: {text} (this warning appears once)", stacklevel=3)
     return True
 
 
@@ -347,7 +349,7 @@ def train_iter(state: TensorDict, cfg: Config, watch: Watch = unwatched) -> Iter
 
 
 def iterations(run: Run, state: TensorDict, cfg: Config) -> Iterator[LogData]:
-    """`train_iter` for a run that is built and a state that is checked."""
+    """Yield the records of `train_iter` for a run and a state that is checked."""
     state, guard = reopened(run, state), cfg.trainer.finite_guard
     size, step, end = steps_per_iteration(cfg), int(state["sample_step"]), total_steps(cfg, run.static.world_size)
     settled = step + 2 * size

@@ -1,4 +1,4 @@
-"""The error of an iteration with NaN or infinity: one line, a report, and the state before it."""
+"""Error of an iteration with NaN or infinity: one line, a report, and the state before the iteration."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +14,7 @@ from torch import Tensor
 from ecrl.algorithms import Run
 from ecrl.errors import NotFiniteError
 from ecrl.loop.finite_guard import KINDS
-from ecrl.loop.nonfinite_search import Found, in_batch, search
+from ecrl.loop.nonfinite_search import FirstNonfinite, in_batch, search
 
 _ADVICE = {
     "observation": "mend the environment",
@@ -43,16 +43,16 @@ _PLACES = {
 def explained(report: dict[str, Any]) -> str:
     """Describe a report in one line: what is not finite, where, the value before, and advice."""
     begin = f"iteration {report['update_step']} (after {report['sample_step']} env steps)"
-    met = f"{begin}: NaN or infinity in {', '.join(report['met'])}"
-    found, guard = report["found"], 'or set trainer.finite_guard to "skip" to leave such updates out'
-    if found is None:
+    problem = f"{begin}: NaN or infinity in {', '.join(report['met'])}"
+    first, guard = report["found"], 'or set trainer.finite_guard to "skip" to leave such updates out'
+    if first is None:
         advice = _ADVICE.get(report["met"][0], _LEARNING)
-        return f"{met}; looked at eagerly, it shows nowhere on this rank; {advice}, {guard}"
-    where = ", ".join(_PLACES[name].format(number) for name, number in found["place"].items())
-    last = "there is none before it" if found["before"] is None else f"last finite value {_shown(found['before'])}"
-    advice = (_FINAL if found["key"] == "final_value" else "") + _ADVICE.get(found["what"], _LEARNING)
-    first = f"first {found['key']} = {_shown(found['value'])}{f' in {where}' if where else ''}"
-    return f"{met}; {first}, {last}; {advice}, {guard}"
+        return f"{problem}; looked at eagerly, it shows nowhere on this rank; {advice}, {guard}"
+    where = ", ".join(_PLACES[name].format(number) for name, number in first["place"].items())
+    last = "there is none before it" if first["before"] is None else f"last finite value {_shown(first['before'])}"
+    advice = (_FINAL if first["key"] == "final_value" else "") + _ADVICE.get(first["what"], _LEARNING)
+    number = f"first {first['key']} = {_shown(first['value'])}{f' in {where}' if where else ''}"
+    return f"{problem}; {number}, {last}; {advice}, {guard}"
 
 
 class NonfiniteAction(Exception):
@@ -83,7 +83,7 @@ class _CheckedStep:
 
 
 def with_checked_actions(run: Run) -> Run:
-    """The run of one iteration with a host environment that refuses an action with NaN or infinity.
+    """Return the run of one iteration with a host environment that refuses an action with NaN or infinity.
 
     A robot may execute the actions. Everything else is checked after collecting. All such runs are equal, so functions
     that are compiled for one serve the others.
@@ -94,14 +94,16 @@ def with_checked_actions(run: Run) -> Run:
 
 
 def action_error(run: Run, state: TensorDict, refused: NonfiniteAction) -> NotFiniteError:
-    """The error of an iteration that began at `state` and ended at an action with NaN or infinity."""
+    """Return the error of an iteration that began at `state` and ended at an action with NaN or infinity."""
     rows = [(env_state["obs"], action) for env_state, action in (*refused.last, refused.last[-1])]  # one of padding
     obs, action = (torch.stack(x, 1) for x in zip(*rows, strict=True))
     done = torch.zeros(action.shape[:2], dtype=torch.bool, device=action.device)
-    found = cast(Found, in_batch(run, state, TensorDict({"obs": obs, "action": action, "done": done}, done.shape)))
+    first = cast(
+        FirstNonfinite, in_batch(run, state, TensorDict({"obs": obs, "action": action, "done": done}, done.shape))
+    )
     before = refused.taken + 1 - len(refused.last)
-    place = {name: n + before * (name != "env") for name, n in found.place.items()}
-    report = {**_steps(state), "met": [found.what], "found": found._replace(place=place)._asdict()}
+    place = {name: n + before * (name != "env") for name, n in first.place.items()}
+    report = {**_steps(state), "met": [first.what], "found": first._replace(place=place)._asdict()}
     return NotFiniteError(explained(report), report, state)
 
 
@@ -112,7 +114,7 @@ def _steps(state: TensorDict) -> dict[str, int]:
 def nonfinite_error(
     run: Run, state: TensorDict, nonfinite: Tensor, collected: tuple[TensorDict, TensorDict] | None = None
 ) -> NotFiniteError:
-    """The error of an iteration from `state` with the flags `nonfinite` `[2, 6]`; it repeats the iteration eagerly.
+    """Return the error of an iteration from `state` with the flags `nonfinite` `[2, 6]`. Repeat the iteration eagerly.
 
     All ranks call it, because the update is the work of all.
 
@@ -123,7 +125,7 @@ def nonfinite_error(
         collected: the state after the iteration and its steps. Without it the steps are collected again.
     """
     with torch.no_grad():
-        found = search(run, state, bool(nonfinite[1, :3].any()), collected)
-    met = [kind for kind, flag in zip(KINDS, nonfinite[1].tolist(), strict=True) if flag]
-    report = {**_steps(state), "met": met, "found": None if found is None else found._asdict()}
+        first = search(run, state, bool(nonfinite[1, :3].any()), collected)
+    kinds = [kind for kind, flag in zip(KINDS, nonfinite[1].tolist(), strict=True) if flag]
+    report = {**_steps(state), "met": kinds, "found": None if first is None else first._asdict()}
     return NotFiniteError(explained(report), report, state)

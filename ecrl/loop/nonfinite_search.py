@@ -27,8 +27,8 @@ _TERMS = ("loss", "entropy", "kl_ref", "grad_norm")  # endings of logs; other lo
 _SHOWN = 8
 
 
-class Found(NamedTuple):
-    """The first number that is not finite: its kind (of `KINDS`), name, place and value, and the value before it."""
+class FirstNonfinite(NamedTuple):
+    """First number that is not finite: its kind (of `KINDS`), name, place and value, and the value before it."""
 
     what: str
     key: str
@@ -43,12 +43,12 @@ def _named(tree: Any) -> dict[str, Tensor]:
 
 
 def _as_numbers(x: Tensor) -> Any:
-    """A number or the first ones of a vector."""
+    """Return a number, or the first numbers of a vector."""
     return x.item() if x.ndim == 0 else x.flatten()[:_SHOWN].tolist()
 
 
 def _nonfinite_steps(batch: TensorDict) -> dict[str, Tensor]:
-    """True for each step of a field that counts and is not finite, bool `[N, T + 1]`, by name."""
+    """Return True for each step of a field that counts and is not finite, bool `[N, T + 1]`, by name."""
     steps = torch.ones_like(batch["done"])
     steps[:, -1] = False
     counts = steps if "mask" not in batch else steps & batch["mask"]
@@ -59,8 +59,8 @@ def _nonfinite_steps(batch: TensorDict) -> dict[str, Tensor]:
     return {name: x & (counts | (~steps if name.startswith(with_last) else False)) for name, x in wrong.items()}
 
 
-def in_batch(run: Run, state: TensorDict, batch: TensorDict) -> Found | None:
-    """The first step of a batch with a number that counts and is not finite: its first field and environment.
+def in_batch(run: Run, state: TensorDict, batch: TensorDict) -> FirstNonfinite | None:
+    """Return the first number of a batch that counts and is not finite, by step, field and environment.
 
     `state` is the one before the batch, to which the reward before the first one belongs.
     """
@@ -74,11 +74,11 @@ def in_batch(run: Run, state: TensorDict, batch: TensorDict) -> Found | None:
     before = None if name == "final_value" else before  # there is one only where a time limit ended an episode
     place = {"env": env + rank() * len(x), "step": t, "env_step": int(steps_taken(run, state)) + t}
     what = FIELDS.get(name.partition(".")[0], "loss")
-    return Found(what, name, place, _as_numbers(x[env, t]), None if before is None else _as_numbers(before))
+    return FirstNonfinite(what, name, place, _as_numbers(x[env, t]), None if before is None else _as_numbers(before))
 
 
-class _Turn(NamedTuple):
-    """One turn of a loop of the update: its number, the number of turns, its function, and its results."""
+class _LoopStep(NamedTuple):
+    """One step of a loop in the update: its number, the number of steps, its function, and its results."""
 
     number: int
     count: int
@@ -87,55 +87,55 @@ class _Turn(NamedTuple):
     output: Any
 
 
-def _gradient_step(run: Run, turn: _Turn) -> tuple[dict[str, int], dict[str, Tensor]]:
-    """Epoch, minibatch and numbers of a gradient step: the terms of its loss if it counts, and the new parameters."""
-    params, (count, _, logs) = turn.carry[0], turn.output
-    sgd, layout = getattr(run.algorithm.choices, "sgd", None), turn.body.args[0].layout
-    each = turn.count if sgd is None else turn.count // sgd.n_epochs
+def _gradient_step(run: Run, loop_step: _LoopStep) -> tuple[dict[str, int], dict[str, Tensor]]:
+    """Return epoch, minibatch and numbers of a gradient step: loss terms if the step counts, and new parameters."""
+    params, (count, _, logs) = loop_step.carry[0], loop_step.output
+    sgd, layout = getattr(run.algorithm.choices, "sgd", None), loop_step.body.args[0].layout
+    each = loop_step.count if sgd is None else loop_step.count // sgd.n_epochs
     numbers = {name: x for name, x in logs.items() if float(count) > 0.0 and name.endswith(_TERMS)}
     for group in layout.groups:
         vectors = network_vectors(params[group.group.name], group)
         numbers |= {f"params.{name}": x for name, x in vectors.items()}
-    return {"epoch": turn.number // each, "minibatch": turn.number % each}, numbers
+    return {"epoch": loop_step.number // each, "minibatch": loop_step.number % each}, numbers
 
 
-def _step_back(run: Run, turn: _Turn) -> tuple[dict[str, int], dict[str, Tensor]]:
-    """Place and numbers of a step of the backward sweep: its costate, one row per environment, and the gradients."""
-    grads, costate = turn.carry
+def _step_back(run: Run, loop_step: _LoopStep) -> tuple[dict[str, int], dict[str, Tensor]]:
+    """Return place and numbers of a step of the backward sweep: the costate, a row per environment, and gradients."""
+    grads, costate = loop_step.carry
     numbers = {f"costate.{name}": x for name, x in _named(costate).items()}
     rows = [int(env) for x in numbers.values() for env in (~x.isfinite()).reshape(len(x), -1).any(1).nonzero()[:1]]
     env = {"env": min(rows) + rank() * run.static.num_envs} if rows else {}
-    return {"step": turn.count - 1 - turn.number} | env, numbers | {
+    return {"step": loop_step.count - 1 - loop_step.number} | env, numbers | {
         f"gradient.{name}": x for name, x in _named(grads).items()
     }
 
 
 _LOOPS = {"_gradient_step": _gradient_step, "_step_back": _step_back}
-"""Readers of the turns of a loop, by the name of the function that the loop runs."""
+"""Readers of the steps of a loop, by the name of the function that the loop runs."""
 
 
-def _searching_scan(run: Run, found: list[tuple[str, dict[str, int], Any, Any]]) -> Callable[..., Any]:
-    """A scan that puts the first number that is not finite into `found`: name, place, value, and the value before it.
+def _searching_scan(run: Run, findings: list[tuple[str, dict[str, int], Any, Any]]) -> Callable[..., Any]:
+    """Return a scan that puts the first number that is not finite into `findings`.
 
-    It goes on to the end, as the other ranks do.
+    A finding is its name, place and value, and the value before it. The scan goes on to the end, as the other ranks do.
     """
 
     def searching(body: Any, carry: Any, xs: Any, *constants: Any) -> Any:
         read = _LOOPS.get(body.func.__name__) if isinstance(body, partial) else None
         if read is None:
             return scan(body, carry, xs, *constants)
-        turns = len(flatten(xs)[0][0])
-        numbers, last = iter(range(turns)), {}
+        length = len(flatten(xs)[0][0])
+        numbers, last = iter(range(length)), {}
 
         def step(carry: Any, x: Any, *constants: Any) -> tuple[Any, Any]:
             nonlocal last
             carry, y = body(carry, x, *constants)
-            place, now = read(run, _Turn(next(numbers), turns, body, carry, y))
-            for name, value in now.items() if not found else ():
+            place, now = read(run, _LoopStep(next(numbers), length, body, carry, y))
+            for name, value in now.items() if not findings else ():
                 if not value.isfinite().all():
                     at = int((~value.isfinite()).flatten().int().argmax())
                     before = last[name].flatten()[at].item() if name in last else None
-                    found.append((name, place, value.flatten()[at].item(), before))
+                    findings.append((name, place, value.flatten()[at].item(), before))
                     break
             last = now
             return carry, y
@@ -146,7 +146,7 @@ def _searching_scan(run: Run, found: list[tuple[str, dict[str, int], Any, Any]])
 
 
 def _kind(name: str) -> str:
-    """The kind of a number in the update, one of KINDS."""
+    """Return the kind of a number in the update, one of KINDS."""
     if name.startswith("params."):
         return "parameters"
     return "gradient" if name.startswith(("gradient.", "costate.")) or name.endswith("grad_norm") else "loss"
@@ -154,7 +154,7 @@ def _kind(name: str) -> str:
 
 def search(
     run: Run, start: TensorDict, in_steps: bool, collected: tuple[TensorDict, TensorDict] | None
-) -> Found | None:
+) -> FirstNonfinite | None:
     """Repeat an iteration eagerly and find the first number that is not finite; None if all are finite now.
 
     Args:
@@ -163,9 +163,9 @@ def search(
         in_steps: True if the collected steps of any rank have such a number; then the update need not be searched.
         collected: the state after the iteration and its steps; None to collect them again.
     """
-    eager, found, iterate = run._replace(jit=partial, scan=scan), [], run.algorithm.iterate
+    eager, findings, iterate = run._replace(jit=partial, scan=scan), [], run.algorithm.iterate
     kinds = kinds_of(run)
-    searching = run._replace(jit=partial, scan=_searching_scan(run, found))
+    searching = run._replace(jit=partial, scan=_searching_scan(run, findings))
     if isinstance(iterate, OnPolicy):
         if collected is None:
             state, steps = iterate.collect(eager, start)
@@ -182,5 +182,5 @@ def search(
         first = in_batch(run, start, cast(TensorDict, writes["steps"])) if "steps" in writes else None
     ends = {name: x for name, x in logs.items() if name.endswith(_TERMS)}
     ends |= {f"params.{name}": x for name, x in _named(state["params"]).items()}
-    found += [(name, {}, _as_numbers(x), None) for name, x in ends.items() if not x.isfinite().all()]
-    return first or (Found(_kind(found[0][0]), *found[0]) if found else None)
+    findings += [(name, {}, _as_numbers(x), None) for name, x in ends.items() if not x.isfinite().all()]
+    return first or (FirstNonfinite(_kind(findings[0][0]), *findings[0]) if findings else None)

@@ -53,13 +53,13 @@ def _eval_step(
     act: Callable,
     step: Callable,
     filmed: int,
-    both: tuple[TensorDict, TensorDict],
+    carry_and_env: tuple[TensorDict, TensorDict],
     noise: Any,
     params: TensorDict,
     initial: TensorDict,
 ) -> tuple[tuple[TensorDict, TensorDict], tuple[Tensor, Any]]:
     """Take one step. Return memory and state, `[N]` rows of (reward, done, counts, *outcomes), and the view before."""
-    carry, env_state = both
+    carry, env_state = carry_and_env
     before = view(env_state, filmed) if filmed else ()
     carry, out = act(params, carry, env_state["obs"], None)
     env_state = step(env_state, out["action"], noise)
@@ -79,14 +79,14 @@ def _eval_steps(
     filmed: int,
     params: TensorDict,
     initial: TensorDict,
-    both: tuple[TensorDict, TensorDict],
+    carry_and_env: tuple[TensorDict, TensorDict],
     key: Tensor,
     first: Tensor,
 ) -> tuple[tuple[TensorDict, TensorDict], tuple[Tensor, Any]]:
     """Take `length` steps from step `first`. Return memory and state, `[length, rows, N]`, views `[length, filmed]`."""
     index, times = torch.arange(num_envs, device=key.device), torch.arange(length, device=key.device).unsqueeze(1)
     noise = env.draw(rng.stream(key, rng.ENV, index, first + times))
-    return loop(partial(_eval_step, act, env.step, filmed), both, noise, params, initial)
+    return loop(partial(_eval_step, act, env.step, filmed), carry_and_env, noise, params, initial)
 
 
 def _outcomes(env_state: TensorDict) -> dict[str, Tensor]:

@@ -168,7 +168,7 @@ def _train(
         records = consumers(records, run, state, cfg, folder, first, progress, stack)
         records = with_profile(records, times, cast(Path, folder)) if profile else records
         try:
-            with in_loop(alone=world_size() == 1), closing(cast(Generator, records)):
+            with in_loop(may_abandon=world_size() == 1), closing(cast(Generator, records)):
                 for record in records:
                     keep(record)
                     state = record["state"]
