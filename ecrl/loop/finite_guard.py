@@ -1,6 +1,6 @@
 """The finite guard: detect NaN and infinity inside the iteration itself.
 
-It takes a few sums over the collected steps, the logs and the parameters. `ecrl.loop.nonfinite_search` finds the first
+It takes a few sums over the collected steps, the logs and the parameters. `ecrl.loop.nonfinite_report` finds the first
 number that is not finite.
 """
 
