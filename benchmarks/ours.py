@@ -9,15 +9,22 @@ from benchmarks.pairs import ROOT
 from benchmarks.peers import SOLVED, STEPS, as_work
 from benchmarks.tasks import task_of
 from ecrl import Config, evaluate, init_state, load_config, train_iter
+from ecrl.algorithms import Run
 from ecrl.config import total_steps
-from ecrl.loop.build import form_of
+from ecrl.loop.build import build, form_in_use
+from ecrl.loop.iteration import first_state
+from ecrl.loop.iteration import iterations as run_iterations
 
 CONFIG = ROOT / "configs" / "cartpole_ppo.json"
 
 
 def averages(cfg: Config) -> Iterator[float]:
     """Yield the mean return of the last 100 episodes after each iteration."""
-    for record in train_iter(init_state(cfg), cfg):
+    yield from _averages_of(build(cfg), cfg)
+
+
+def _averages_of(run: Run, cfg: Config) -> Iterator[float]:
+    for record in run_iterations(run, first_state(run, cfg), cfg):
         if record["log_type"] == "collect":
             yield float(record["logs"]["episode_reward_avg_100"])
 
@@ -42,11 +49,11 @@ def make(num_envs: int, **keys: Any) -> Callable[[], int]:
 def solve(seed: int, started: float, compile: str) -> dict[str, Any]:
     """Train for the config's whole budget; return the seconds from `started` until it was solved, and until the end."""
     cfg = load_config(CONFIG).replace(**{"trainer.seed": seed, "trainer.compile": compile})
-    solved, steps = None, 0
-    for number, average in enumerate(averages(cfg)):
+    run, solved, steps = build(cfg), None, 0
+    for number, average in enumerate(_averages_of(run, cfg)):
         if solved is None and average >= SOLVED:
             solved, steps = time.time() - started, (number + 1) * cfg.trainer.num_envs * STEPS
-    return {"solved_s": solved, "steps": steps, "budget_s": time.time() - started, "form": form_of(cfg).name}
+    return {"solved_s": solved, "steps": steps, "budget_s": time.time() - started, "form": form_in_use(run)}
 
 
 def learn(config: str, seed: int, started: float | None = None) -> Row:

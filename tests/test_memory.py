@@ -6,7 +6,8 @@ import torch
 import ecrl.memory
 from ecrl import load_config
 from ecrl.errors import ConfigError, UserError
-from ecrl.loop.iteration import check_config, init_state
+from ecrl.loop.build import build, with_eval_events
+from ecrl.loop.iteration import init_state, run_summary
 from ecrl.memory import enough_memory
 from ecrl.run.evaluation import check_evaluation
 from ecrl.run.train import train, train_from_config
@@ -24,19 +25,21 @@ def _cfg(**changes):
     return load_config(CONFIG, {"trainer.compile": "off"} | {f"trainer.{key}": value for key, value in changes.items()})
 
 
-@pytest.mark.parametrize("look", [check_config, train, "run"])
+@pytest.mark.parametrize("look", ["summary", train, "run"])
 def test_rollouts(gigabyte, tmp_path, look):
     # a step: 4 floats of observation, an action of 8 bytes, 4 floats and 3 flags, which are 43 bytes
     fits, large = _cfg(num_envs=1000, buffer_size=23_000), _cfg(num_envs=1000, buffer_size=23_300)
-    check_config(fits, 1)
+    run_summary(build(fits), fits, 1)
     with pytest.raises(
-        ConfigError, match=r"trainer.num_envs: times \(buffer_size \+ 1\) 23,301,000 steps take at least 1 GB"
+        ConfigError, match=r"trainer.num_envs: num_envs \* \(buffer_size \+ 1\) = 23,301,000 steps take at least 1 GB"
     ):
         if look == "run":
             changes = {"trainer.num_envs": 1000, "trainer.buffer_size": 23_300}
             train_from_config(CONFIG, run_dir=tmp_path / "run", overrides=changes)
+        elif look == "summary":
+            run_summary(build(large), large, 1)
         else:
-            look(large, 1) if look is check_config else look(init_state(large), large)
+            look(init_state(large), large)
     assert not (tmp_path / "run").exists()
 
 
@@ -45,15 +48,16 @@ def test_environments(gigabyte):
         init_state(_cfg(num_envs=70_000_000))
     many = _cfg(enable_eval=True, num_eval_envs=10**9, num_eval_episodes=70_000_000)
     with pytest.raises(ConfigError, match=r"^trainer.num_eval_envs: 70,000,000 environments take at least 1 GB"):
-        check_evaluation(many)
+        check_evaluation(with_eval_events(build(many), many), many)
 
 
 def test_networks(gigabyte):
     wide = {f"policy.{net}.network_cfg.hidden_sizes": [12_000, 12_000] for net in ("actor", "critic")}
     wide |= {f"policy.{net}.network_cfg.orthogonal_init": None for net in ("actor", "critic")}
     told = r"^policy.actor.network_cfg.hidden_sizes: 144,096,002 weights and their gradients take at least 1 GB"
+    cfg = load_config(CONFIG, wide)
     with pytest.raises(ConfigError, match=told):
-        check_config(load_config(CONFIG, wide), 1)
+        run_summary(build(cfg), cfg, 1)
 
 
 @pytest.mark.parametrize("error", [MemoryError(), None, RuntimeError("Storage size calculation overflowed")])

@@ -21,16 +21,18 @@ def check(path: Annotated[str, tyro.conf.Positional], /, *, overrides: Overrides
     from ecrl.config import load_config
     from ecrl.config.files import parse_overrides
     from ecrl.distributed import world_size
-    from ecrl.loop.iteration import check_config
+    from ecrl.loop.build import build, with_eval_events
+    from ecrl.loop.iteration import run_summary
     from ecrl.run.evaluation import check_evaluation
     from ecrl.run.trackers import check_wandb
     from ecrl.run.video_writer import check_cameras
 
     cfg = load_config(path, parse_overrides(overrides))
     try:
-        lines = check_config(cfg, world_size())
+        run = build(cfg)
+        lines = run_summary(run, cfg, world_size())
         if cfg.trainer.enable_eval:
-            check_evaluation(cfg)
+            check_evaluation(with_eval_events(run, cfg), cfg)
         check_cameras(cfg)
         check_wandb(cfg)
     except UserError as error:

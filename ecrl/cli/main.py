@@ -127,7 +127,7 @@ def _changed_config(cfg: "Config", run: str, overrides: tuple[str, ...]) -> "Con
     """Return a run's config with changed keys of env and trainer; the spaces must stay the same."""
     from ecrl.config import config_from_dict
     from ecrl.config.files import parse_overrides
-    from ecrl.loop.build import build
+    from ecrl.envs import make_env
     from ecrl.run.evaluation import check_spaces
 
     changes = parse_overrides(overrides)
@@ -139,7 +139,7 @@ def _changed_config(cfg: "Config", run: str, overrides: tuple[str, ...]) -> "Con
     if not changes:
         return cfg
     other = config_from_dict(cfg.model_dump(mode="json"), run, changes)
-    check_spaces(build(cfg, "eval").env, build(other, "eval").env, "with these keys")
+    check_spaces(make_env(cfg.env), make_env(other.env), "with these keys")
     return other
 
 

@@ -134,6 +134,9 @@ class TrainerConfig(ConfigModel):
     keep_checkpoints: Count | None = Field(
         None, description="number of newest checkpoints to keep, not counting checkpoints/best; all if absent"
     )
+    save_replay: bool = Field(
+        True, description="save replay buffers in checkpoints; if false, a resumed run begins with an empty one"
+    )
     use_wandb: bool = Field(False, description="also track with Weights & Biases; offline without a network")
     wandb_project_name: str = Field(
         "embodichain-generic",

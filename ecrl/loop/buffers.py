@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from tensordict import TensorDict
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from ecrl.algorithms import Run
 from ecrl.algorithms.state_kinds import BORROWED, Kind, Kinds, kind_of, leaf_kinds, split
@@ -33,16 +34,13 @@ _COUNTS = ("cursor", "written")
 
 
 def kinds_of(run: Run) -> Kinds:
-    """Kinds of the fields of a run's state."""
+    """Return the kinds of the fields of a run's state."""
     frozen = {} if run.policy.init_frozen is None else {"frozen_params": Kind.FROZEN}
     return {**LOOP_KINDS, **run.algorithm.kinds, **frozen}
 
 
 def check_kinds(state: TensorDict, kinds: Kinds) -> None:
-    """Refuse a state with a leaf whose kind is not declared, and a buffer without its two counts.
-
-    Raises: ConfigError.
-    """
+    """Raise ConfigError for a leaf whose kind is not declared, or a buffer without its two counts."""
     buffers = {path[0] for path, kind in leaf_kinds(state, kinds).items() if kind is Kind.BUFFER}
     for name in sorted(buffers):
         field, expected = state[name], dict(zip(_COUNTS, (Kind.COUNTER, Kind.BUFFER), strict=True))
@@ -52,14 +50,48 @@ def check_kinds(state: TensorDict, kinds: Kinds) -> None:
 
 
 def borrowed_leaves(state: TensorDict, kinds: Kinds) -> tuple[TensorDict, TensorDict]:
-    """The state's own leaves and the borrowed ones, as `split`; without a look at the leaves if no kind is borrowed."""
+    """Return the state's own leaves and the borrowed ones, as `split`. Read no leaves if no kind is borrowed."""
     if not any(kind in BORROWED for kind in kinds.values()):
         return state, TensorDict({}, [])
     return split(state, kinds)
 
 
+_LARGE = 2**20
+"""Bytes of a tensor that `ZerosWithoutMemory` does not allocate."""
+
+
+def _is_one_element(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.numel() > 1 and not any(x.stride())
+
+
+class ZerosWithoutMemory(TorchFunctionMode):
+    """Context in which a large tensor of zeros is one element, expanded to its shape.
+
+    Use it to learn the shapes and dtypes of a state with buffers. Copies of such a tensor, and writes on it, do
+    nothing.
+
+    >>> with ZerosWithoutMemory():
+    ...     ring = torch.zeros(2**30, 8).clone()
+    >>> ring.shape, ring.untyped_storage().nbytes()
+    (torch.Size([1073741824, 8]), 4)
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if args and _is_one_element(args[0]):
+            writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+            if writes or name in ("clone", "contiguous"):
+                return args[0]
+        if func in (torch.zeros, torch.empty) and kwargs.get("out") is None:
+            like = func(*args, **{**kwargs, "device": "meta"})
+            if like.numel() * like.element_size() > _LARGE:
+                return torch.zeros((), dtype=like.dtype, device=kwargs.get("device")).expand(like.shape)
+        return func(*args, **kwargs)
+
+
 def take_over(borrowed: TensorDict, kinds: Kinds) -> TensorDict:
-    """Borrowed leaves for a loop that will write on them: buffers are copied once, frozen leaves are shared."""
+    """Return the borrowed leaves for a loop that writes on them. Buffers are copied, and frozen leaves are shared."""
 
     def taken(path: tuple[str, ...], value: Any) -> Any:
         if isinstance(value, TensorDict):
@@ -70,35 +102,54 @@ def take_over(borrowed: TensorDict, kinds: Kinds) -> TensorDict:
     return taken((), borrowed)
 
 
-def check_current(state: TensorDict, kinds: Kinds) -> None:
-    """Refuse a state whose buffer was written on since.
+def buffer_names(kinds: Kinds) -> list[str]:
+    """Return the names of the fields that are buffers.
 
-    Raises: UserError.
+    >>> buffer_names({"params": Kind.LEARNED, "replay": Kind.BUFFER, ("replay", "cursor"): Kind.COUNTER})
+    ['replay']
     """
-    for name in sorted({key if isinstance(key, str) else key[0] for key, kind in kinds.items() if kind is Kind.BUFFER}):
-        if name in state and int(state[name, "cursor"]) != int(state[name, "written"]):
-            raise UserError(
-                f"state: its {name} was overwritten by a later iteration; use a yielded state before the next "
-                "iteration, or keep state.clone()"
-            )
+    return sorted({key if isinstance(key, str) else key[0] for key, kind in kinds.items() if kind is Kind.BUFFER})
+
+
+def without_buffers(state: TensorDict, kinds: Kinds) -> TensorDict:
+    """Return a state without its buffers and their counts."""
+    return cast(TensorDict, state.exclude(*buffer_names(kinds)))
+
+
+def overwritten_buffers(state: TensorDict, kinds: Kinds) -> list[str]:
+    """Return the names of the state's buffers that a later iteration has written on."""
+    names = buffer_names(kinds)
+    return [n for n in names if n in state and int(state[n, "cursor"]) != int(state[n, "written"])]
+
+
+def check_current(state: TensorDict, kinds: Kinds) -> None:
+    """Raise UserError if a later iteration has written on a buffer of the state."""
+    for name in overwritten_buffers(state, kinds):
+        raise UserError(
+            f"state: its {name} was overwritten by a later iteration; use a yielded state before the next "
+            "iteration, or keep state.clone()"
+        )
 
 
 def commit(borrowed: TensorDict, writes: TensorDict) -> None:
     """Write an iteration's rows into the buffers, in place. It is the only function that writes on a state.
+
+    The counts of rows are raised first. If the writing is interrupted, no state counts as current.
 
     Args:
         borrowed: the buffers.
         writes: for each field that is written, `rows` `[B, ...]` and their `index` `[B]` in the rings.
     """
     for name, write in cast(Any, writes.items()):
+        borrowed[name, "written"].add_(len(write["index"]))
+    for name, write in cast(Any, writes.items()):
         for key, rows in write["rows"].items(True, True):
             path = (name, key) if isinstance(key, str) else (name, *key)
             borrowed[path].index_copy_(0, write["index"], rows)
-        borrowed[name, "written"].add_(len(write["index"]))
 
 
 def committed(borrowed: TensorDict, writes: TensorDict, skipped: Tensor) -> TensorDict:
-    """`commit` to a copy, unless `skipped` (0-d bool)."""
+    """Return the buffers after `commit`, in new memory; the old values if `skipped` (0-d bool)."""
     after = borrowed.copy()
     for name, write in cast(Any, writes.items()):
         field, index = cast(TensorDict, borrowed[name]).copy(), write["index"]

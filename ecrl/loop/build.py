@@ -1,15 +1,14 @@
 """Build a run from its config: device, compiled or eager form, environment, policy and algorithm."""
 
 import warnings
-from collections.abc import Sequence
-from functools import cache, partial
+from functools import partial
 from math import inf
 from typing import Literal
 
 import torch
 
 from ecrl.algorithms import Algorithm, Run, Static, make_algorithm
-from ecrl.compile.jit import Compilation, Form, choose_form
+from ecrl.compile.jit import Form, choose_form, compilations_of
 from ecrl.config import Config
 from ecrl.distributed import local_device, world_size
 from ecrl.envs import Env, auto_reset, clip_action, make_env, with_events
@@ -17,6 +16,7 @@ from ecrl.envs.mujoco.terms.cameras import RecordCameraConfig
 from ecrl.envs.validate import check_fields
 from ecrl.errors import ConfigError
 from ecrl.kernels import scan
+from ecrl.loop.contract import with_contract
 from ecrl.memory import check_room
 from ecrl.policies import Policy, make_policy
 from ecrl.spaces import element_bytes
@@ -26,7 +26,7 @@ _COMPILING_S, _VECTOR_STEP_S, _GRADIENT_STEP_S = 30.0, 0.35e-3, 4.5e-3
 
 
 def device_of(cfg: Config) -> torch.device:
-    """The device of a run; "auto" is cuda if there is one. Raises ConfigError naming the available devices."""
+    """Return the device of a run; "auto" is cuda if there is one. Raise ConfigError if the device is not available."""
     name, count = local_device(cfg.trainer.device), torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "auto":
         name = "cuda" if count else "cpu"
@@ -47,53 +47,44 @@ def _env_and_policy(cfg: Config) -> tuple[Env, Policy]:
 
 
 def check_envs(cfg: Config, env: Env, num_envs: int, key: str) -> None:
-    """Refuse `num_envs` environments, the value of `key`, if their observations alone do not fit in memory."""
+    """Raise ConfigError if the observations of `num_envs` environments, the value of `key`, do not fit in memory."""
     check_room(num_envs * element_bytes(env.observation_space), device_of(cfg), f"{key}: {num_envs:,} environments")
 
 
 def check_rollout(cfg: Config, run: Run) -> None:
-    """Refuse a rollout that does not fit in memory."""
+    """Raise ConfigError for a rollout that does not fit in memory."""
     row = element_bytes(run.env.observation_space) + element_bytes(run.env.action_space)
     row += 19  # log-probability, reward and two values, and three flags
     steps = cfg.trainer.num_envs * (cfg.trainer.buffer_size + 1)
-    check_room(steps * row, device_of(cfg), f"trainer.num_envs: times (buffer_size + 1) {steps:,} steps")
+    check_room(steps * row, device_of(cfg), f"trainer.num_envs: num_envs * (buffer_size + 1) = {steps:,} steps")
 
 
 def _saved_s(algorithm: Algorithm, static: Static) -> float:
-    """Seconds that compiling saves over the whole run; infinite if the algorithm does not give its gradient steps."""
+    """Return the seconds that compiling saves over the whole run; infinity if the gradient steps are unknown."""
     if algorithm.gradient_steps is None:
         return inf
     per_iteration = static.buffer_size * _VECTOR_STEP_S + algorithm.gradient_steps(static) * _GRADIENT_STEP_S
     return static.iterations * per_iteration
 
 
-@cache
-def _compilations(run: Run) -> list[Compilation]:
-    """Return the compilations of the iterations of runs that equal this one, in this process."""
-    return []
-
-
-def note_compilations(cfg: Config, made: Sequence[Compilation]) -> None:
-    """Remember what an iteration of a run compiled, so that `form_of` can report a fallback to eager."""
-    if made:
-        _compilations(build(cfg)).extend(made)
-
-
 def form_of(cfg: Config) -> Form:
-    """Return compiled or eager, and the reason.
+    """Return the form that a run of this config begins with, compiled or eager, and the reason."""
+    return planned_form(cfg, _env_and_policy(cfg)[1], make_algorithm(cfg.algorithm), static_of(cfg))
 
-    After a fallback in this process the form is the one that trained: "eager", or "partly eager" if a part of the run
-    was compiled.
-    """
-    form = _form(cfg, _env_and_policy(cfg)[1], make_algorithm(cfg.algorithm), static_of(cfg))
-    made = _compilations(build(cfg)) if form.name == "compiled" else []
-    faults = [one.fault for one in made if one.fault is not None]
+
+def form_in_use(run: Run) -> str:
+    """Return "compiled", "eager", or "partly eager" if some of the run's functions could not be compiled."""
+    if run.jit is partial:
+        return "eager"
+    compilations = compilations_of(run.jit)
+    faults = sum(one.fault is not None for one in compilations)
     if not faults:
-        return form
-    return form._replace(name="eager" if len(faults) == len(made) else "partly eager", reason=faults[0])
+        return "compiled"
+    return "eager" if faults == len(compilations) else "partly eager"
 
 
-def _form(cfg: Config, policy: Policy, algorithm: Algorithm, static: Static) -> Form:
+def planned_form(cfg: Config, policy: Policy, algorithm: Algorithm, static: Static) -> Form:
+    """Return the form of a run with these parts, and the reason."""
     device, mode = device_of(cfg).type, cfg.trainer.compile
     if not policy.compiles:
         reason = f"policy {cfg.policy.name} draws numbers of its own, which cannot be compiled"
@@ -113,16 +104,12 @@ def _form(cfg: Config, policy: Policy, algorithm: Algorithm, static: Static) -> 
     return form._replace(reason=f"{form.reason}, TF32 matrices")
 
 
-def build(cfg: Config, events: Literal["train", "eval"] = "train") -> Run:
-    """Build a run from its config: environment (with auto-reset and events), policy, algorithm and form.
+def build(cfg: Config) -> Run:
+    """Build a run from its config: environment (with auto-reset and training events), policy, algorithm and form.
 
     Call it once and pass the run along. Two runs are equal, and share compiled functions, if they differ only in seed,
-    name, files or numbers that live in `state["hyper"]`.
-
-    Args:
-        cfg: config of the run.
-        events: which of `trainer.events` happen. Cameras are not events of the environment. They read its state in
-            `ecrl.run.video_writer`.
+    name, files or numbers that live in `state["hyper"]`. Cameras are not events of the environment. They read its
+    state in `ecrl.run.video_writer`.
 
     >>> from ecrl import load_config
     >>> cfg = load_config("configs/cartpole_ppo.json")
@@ -131,12 +118,18 @@ def build(cfg: Config, events: Literal["train", "eval"] = "train") -> Run:
     """
     env, policy = _env_and_policy(cfg)
     algorithm, static = make_algorithm(cfg.algorithm), static_of(cfg)
-    form = _form(cfg, policy, algorithm, static)
-    return Run(with_training_wrappers(env, cfg, events), policy, algorithm, form.jit, form.scan, static)
+    form = planned_form(cfg, policy, algorithm, static)
+    algorithm = with_contract(algorithm, cfg.algorithm.name, cfg.policy.name)
+    return Run(with_training_wrappers(env, cfg, "train"), policy, algorithm, form.jit, form.scan, static)
+
+
+def with_eval_events(run: Run, cfg: Config) -> Run:
+    """Return the run of a config with the events of evaluations instead of those of training."""
+    return run._replace(env=with_training_wrappers(make_env(cfg.env), cfg, "eval"))
 
 
 def with_training_wrappers(env: Env, cfg: Config, events: Literal["train", "eval"] | None) -> Env:
-    """An environment with clipped actions, auto-reset and events, as the config has them; `events` None for none."""
+    """Return an environment with clipped actions, auto-reset and events, as the config has them; None for no events."""
     env = auto_reset(clip_action(env) if cfg.policy.clip_actions else env)
     if events is None:
         return env
@@ -146,7 +139,7 @@ def with_training_wrappers(env: Env, cfg: Config, events: Literal["train", "eval
 
 
 def static_of(cfg: Config) -> Static:
-    """The numbers of a config that shape the graph of an iteration."""
+    """Return the numbers of a config that shape the graph of an iteration."""
     trainer = cfg.trainer
     skips = trainer.finite_guard == "skip"
     return Static(trainer.num_envs, trainer.buffer_size, trainer.iterations, world_size(), skips)

@@ -1,6 +1,6 @@
 """The finite guard: detect NaN and infinity inside the iteration itself.
 
-It takes a few sums over the collected steps, the logs and the parameters. `ecrl.loop.nonfinite_search` finds the first
+It takes a few sums over the collected steps, the logs and the parameters. `ecrl.loop.nonfinite_report` finds the first
 number that is not finite.
 """
 
@@ -10,10 +10,10 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from ecrl.algorithms.state_kinds import Kinds, environment_fields
+from ecrl.algorithms.state_kinds import Kind, Kinds, kind_of
 from ecrl.distributed import all_sum
 from ecrl.kernels import restarted
-from ecrl.pytree import flatten, mapped, replaced
+from ecrl.pytree import flatten, mapped, paths, replaced, unflatten
 from ecrl.types import Logs
 
 KINDS = ("observation", "reward", "action", "loss", "gradient", "parameters")
@@ -24,7 +24,7 @@ FIELDS = {"obs": "observation", "action": "action", "sample_log_prob": "action",
 
 
 def _has_nonfinite(tensors: list[Tensor], device: torch.device) -> Tensor:
-    """True if any tensor holds NaN or infinity, 0-d bool: 0 times those is NaN, and sums keep it."""
+    """Return True, 0-d bool, if any tensor has NaN or infinity. Their product with 0 is NaN, and sums keep NaN."""
     sums = [(x.detach() * 0.0).sum().to(torch.float32) for x in tensors if x.is_floating_point()]
     return torch.stack(sums).sum().isnan() if sums else torch.zeros((), dtype=torch.bool, device=device)
 
@@ -39,7 +39,7 @@ def _counted(batch: TensorDict, key: str) -> list[Tensor]:
 
 
 def flags(batch: TensorDict, logs: Logs, params: TensorDict) -> Tensor:
-    """True for each of KINDS that is not finite, bool `[2, 6]`: on this rank, and on any rank.
+    """Return True for each of KINDS that is not finite, bool `[2, 6]`: on this rank, and on any rank.
 
     Args:
         batch: `[N, T + 1]`; `obs`, `action`, `sample_log_prob`, `reward` and `mask` are read if it has them.
@@ -73,20 +73,32 @@ def restart_nonfinite(carry: TensorDict, first: TensorDict) -> TensorDict:
 
 
 def undo_update(nonfinite: Tensor, start: TensorDict, state: TensorDict, kinds: Kinds) -> TensorDict:
-    """The state after an iteration, without its update if any of the flags `nonfinite` `[6]` is set.
+    """Return the state after an iteration, without its update if any of the flags `nonfinite` `[6]` is set.
 
-    Fields of kind environment keep their new values. All other fields, with the running returns inside `norm`, keep
+    Leaves of kind environment keep their new values, because the environments have moved on. All other leaves keep
     their old ones, so schedules wait. If a reward is not finite, the iteration is left out of episode returns too.
+    Running returns restart in the environments where they have NaN or infinity.
 
     Args:
         nonfinite: flags of any rank.
         start: the state before the iteration.
         state: the state after it.
-        kinds: kinds of the state's fields.
+        kinds: kinds of the state's leaves.
     """
     skipped, no_reward = nonfinite.any(), nonfinite[KINDS.index("reward")]
-    collected = replaced(start, {name: state[name] for name in environment_fields(start, kinds)})
-    after = mapped(lambda old, new: old if old is new else torch.where(skipped, old, new), collected, state)
+    (new, structure), (old, structure_before) = flatten(state), flatten(start)
+    if structure != structure_before:
+        raise ValueError(f"structures differ: {structure_before} and {structure}")
+    moves_on = [kind_of(path, kinds) is Kind.ENVIRONMENT for path in paths(structure)]
+    leaves = [
+        y if moved or x is y else torch.where(skipped, x, y) for x, y, moved in zip(old, new, moves_on, strict=True)
+    ]
+    after = unflatten(structure, leaves)
     before = restarted(cast(TensorDict, start["episode"]))
     episode = mapped(lambda old, new: torch.where(no_reward, old, new), before, after["episode"])
-    return replaced(after, {"episode": episode})
+    norm = cast(TensorDict, after["norm"])
+    if "reward" in norm:
+        running = norm["reward", "running"]
+        returns = replaced(norm["reward"], {"running": running.where(running.isfinite(), 0.0)})
+        norm = replaced(norm, {"reward": returns})
+    return replaced(after, {"episode": episode, "norm": norm})

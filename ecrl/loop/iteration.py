@@ -23,8 +23,18 @@ from ecrl.config import Config, total_steps
 from ecrl.distributed import world_size
 from ecrl.errors import ConfigError
 from ecrl.kernels import episode_init, restarted
-from ecrl.loop.buffers import borrowed_leaves, check_current, check_kinds, commit, committed, kinds_of, take_over
-from ecrl.loop.build import build, check_envs, check_rollout, device_of, form_of, note_compilations
+from ecrl.loop.buffers import (
+    ZerosWithoutMemory,
+    borrowed_leaves,
+    buffer_names,
+    check_current,
+    check_kinds,
+    commit,
+    committed,
+    kinds_of,
+    take_over,
+)
+from ecrl.loop.build import build, check_envs, check_rollout, device_of, planned_form
 from ecrl.loop.finite_guard import FIELDS, KINDS, flags, restart_nonfinite, undo_update
 from ecrl.loop.metrics import WINDOW, collect_logs, counted_steps, over_ranks
 from ecrl.loop.nonfinite_report import NonfiniteAction, action_error, nonfinite_error, with_checked_actions
@@ -54,7 +64,7 @@ def _matmul_precision(tf32: bool) -> Iterator[None]:
 
 
 def init_state(cfg: Config, key: Tensor | None = None) -> TensorDict:
-    """The state before the first step; `key` replaces the one made from `trainer.seed`.
+    """Return the state before the first step. `key` replaces the one made from `trainer.seed`.
 
     >>> from ecrl.config import load_config
     >>> state = init_state(load_config("configs/cartpole_ppo.json"))
@@ -65,12 +75,16 @@ def init_state(cfg: Config, key: Tensor | None = None) -> TensorDict:
 
 
 def first_state(run: Run, cfg: Config, key: Tensor | None = None) -> TensorDict:
-    """`init_state` for a run that is built."""
+    """Return the state before the first step of a run, as `init_state`."""
     check_envs(cfg, run.env, cfg.trainer.num_envs, "trainer.num_envs")
     key = (rng.key(cfg.trainer.seed) if key is None else key).to(device_of(cfg))
-    start = start_keys(key, cfg.trainer.num_envs, 0, run.algorithm.group_size)
     state = _state_without_env(run, key)  # first, because `init` may refuse the config: then no environment was opened
-    return state.set("env", run.env.reset(start)).lock_()
+    return state.set("env", _first_envs(run, cfg, key)).lock_()
+
+
+def _first_envs(run: Run, cfg: Config, key: Tensor) -> TensorDict:
+    """Return the environments before the first step."""
+    return run.env.reset(start_keys(key, cfg.trainer.num_envs, 0, run.algorithm.group_size))
 
 
 def _state_without_env(run: Run, key: Tensor) -> TensorDict:
@@ -89,26 +103,35 @@ def _state_without_env(run: Run, key: Tensor) -> TensorDict:
 
 
 def _frozen_params(policy: Policy, state: TensorDict) -> TensorDict:
-    """The parameters that are not trained. Refuse names that the learnt ones have too."""
+    """Return the parameters that are not trained. Raise ConfigError for names that the learnt ones have too."""
     frozen = cast(Any, policy.init_frozen)(state["key"].device).detach()
-    both = ", ".join(sorted({*frozen.keys()} & {*cast(TensorDict, state["params"]).keys(), "norm"}))
-    if both:
-        raise ConfigError(f"policy.name: init and init_frozen both return {both}; give them different names")
+    shared = ", ".join(sorted({*frozen.keys()} & {*cast(TensorDict, state["params"]).keys(), "norm"}))
+    if shared:
+        raise ConfigError(f"policy.name: init and init_frozen both return {shared}; give them different names")
     return frozen
 
 
 def expected_state(run: Run, cfg: Config, state: TensorDict) -> TensorDict:
-    """A state as the config makes it, to compare `state` with. Environments on the host are not opened for it."""
-    if run.env.is_pure:
-        return first_state(run, cfg)
-    if "token" not in state["env"]:
+    """Return a state as the config makes it, to compare `state` with. Large buffers in it take no memory.
+
+    Environments on the host are not opened. Those of `state` are in the result.
+    """
+    if not run.env.is_pure and "token" not in state["env"]:
         raise ConfigError(f"state: its environments are not those of {cfg.env.name}; use the config of its run")
     key = rng.key(cfg.trainer.seed, device_of(cfg))
-    return _state_without_env(run, key).set("env", state["env"]).lock_()
+    with ZerosWithoutMemory():
+        expected = _state_without_env(run, key)
+    return expected.set("env", _first_envs(run, cfg, key) if run.env.is_pure else state["env"]).lock_()
+
+
+def empty_buffers(run: Run, cfg: Config) -> TensorDict:
+    """Return the buffers of a run before its first step."""
+    state = _state_without_env(run, rng.key(cfg.trainer.seed, device_of(cfg)))
+    return cast(TensorDict, state.select(*buffer_names(kinds_of(run))))
 
 
 def reopened(run: Run, state: TensorDict) -> TensorDict:
-    """The state, with host environments reset if they are out of sync with it; then with a warning.
+    """Return the state. If host environments are out of sync with it, reset them and warn.
 
     They are gone in another process. They are ahead if an iteration was interrupted, or if the state is not the newest.
     """
@@ -136,7 +159,7 @@ def close(state: TensorDict, cfg: Config) -> None:
 
 
 def check_state(run: Run, state: TensorDict, cfg: Config) -> None:
-    """Refuse a state of another config, naming the first field that differs; warn of hyperparameters that differ.
+    """Raise ConfigError for the first leaf whose shape or dtype is not the config's; warn of other hyperparameters.
 
     The numbers of the algorithm are read from `state["hyper"]`, so that they can change during a run.
     """
@@ -147,19 +170,23 @@ def check_state(run: Run, state: TensorDict, cfg: Config) -> None:
     expected, actual = (dict(td.flatten_keys("/").items()) for td in (new, state))
     for name in sorted(expected.keys() | actual.keys()):
         shapes = [list(td[name].shape) if name in td else "absent" for td in (actual, expected)]
-        if shapes[0] != shapes[1]:
-            raise ConfigError(
-                f"state: {name} is {shapes[0]}, the config makes it {shapes[1]}; use the config of its run"
-            )
+        dtypes = [str(td[name].dtype).removeprefix("torch.") if name in td else "absent" for td in (actual, expected)]
+        for actual_one, expected_one in (shapes, dtypes):
+            if actual_one != expected_one:
+                raise ConfigError(
+                    f"state: {name} is {actual_one}, the config makes it {expected_one}; use the config of its run"
+                )
     numbers = [name for name in expected if name.startswith("hyper/") and not torch.equal(actual[name], expected[name])]
     if numbers:
-        both = ", ".join(f"{n.removeprefix('hyper/')} {actual[n]:.6g} (config {expected[n]:.6g})" for n in numbers)
-        warnings.warn(f"the state's hyperparameters are used, not the config's: {both}", stacklevel=3)
+        differences = ", ".join(
+            f"{n.removeprefix('hyper/')} {actual[n]:.6g} (config {expected[n]:.6g})" for n in numbers
+        )
+        warnings.warn(f"the state's hyperparameters are used, not the config's: {differences}", stacklevel=3)
 
 
-def check_config(cfg: Config, world_size: int) -> list[str]:
-    """Describe the run of a config on so many ranks in lines; raise ConfigError if its parts do not fit together."""
-    run, form = build(cfg), form_of(cfg)
+def run_summary(run: Run, cfg: Config, world_size: int) -> list[str]:
+    """Describe a run on so many ranks in lines. Raise ConfigError if its parts do not fit together."""
+    form = planned_form(cfg, run.policy, run.algorithm, run.static)
     check_rollout(cfg, run)
     key = rng.key(cfg.trainer.seed, device_of(cfg))
     state = _state_without_env(run, key)
@@ -176,12 +203,12 @@ def check_config(cfg: Config, world_size: int) -> list[str]:
 
 
 def steps_per_iteration(cfg: Config) -> int:
-    """Environment steps of one iteration, over all ranks."""
+    """Return the environment steps of one iteration, over all ranks."""
     return cfg.trainer.buffer_size * cfg.trainer.num_envs * world_size()
 
 
 def crossed(step: int, size: int, freq: int) -> bool:
-    """True if an iteration of `size` env steps that ends at `step` reached or passed a multiple of `freq`.
+    """Return True if an iteration of `size` env steps that ends at `step` reached or passed a multiple of `freq`.
 
     >>> [crossed(step, 4, 10) for step in (4, 8, 12, 16, 20)]
     [False, False, True, False, True]
@@ -190,7 +217,7 @@ def crossed(step: int, size: int, freq: int) -> bool:
 
 
 def _statistics(norm_update: Callable[..., TensorDict], norm: TensorDict, steps: TensorDict) -> TensorDict:
-    """Observation statistics after these steps; the policy acted with those from before."""
+    """Return the observation statistics after these steps. The policy acted with the statistics before them."""
     obs = norm_update(cast(TensorDict, norm["obs"]), steps["obs"][:, :-1], counted_steps(steps))
     return norm.copy().set("obs", obs)
 
@@ -198,7 +225,7 @@ def _statistics(norm_update: Callable[..., TensorDict], norm: TensorDict, steps:
 def _iteration(
     run: Run, guard: str, start: TensorDict, borrowed: Borrowed
 ) -> tuple[TensorDict, TensorDict, dict[str, Logs], Tensor | None]:
-    """One iteration: the state, the rows to commit, logs, and the flags of the finite guard unless it is off."""
+    """Run one iteration. Return the state, the rows to commit, logs, and the finite guard's flags unless it is off."""
     stops_here = guard == "stop" and not run.env.is_pure  # a step on the host cannot be repeated for the report
     checked = with_checked_actions(run) if stops_here else run
     try:
@@ -230,7 +257,7 @@ def _iteration(
 def _iteration_of_leaves(
     run: Run, guard: str, structure: Hashable, leaves: list[Tensor], borrowed: Borrowed
 ) -> tuple[list[Tensor], TensorDict, TensorDict, dict[str, Logs], Tensor | None]:
-    """`_iteration` on the tensors of a state. The state is given once more, in memory of its own, as are the logs."""
+    """Run `_iteration` on the tensors of a state. Also return copies of the state and the logs in their own memory."""
     state, writes, logs, nonfinite = _iteration(run, guard, unflatten(structure, leaves), borrowed)
     after, structure_after = flatten(state)
     if structure_after != structure:
@@ -241,7 +268,7 @@ def _iteration_of_leaves(
 
 
 def _bound(fn: Callable[..., Any], run: Run, cfg: Config, *static: Any) -> Callable[..., Any]:
-    """`fn(run, *static, state, borrowed)`, as one compiled graph if the algorithm and the environment allow it."""
+    """Return `fn(run, *static, state, borrowed)`, as one compiled graph if algorithm and environment allow it."""
     tf32 = cfg.trainer.tf32 and device_of(cfg).type == "cuda"
     one_graph = run.algorithm.as_one and run.env.is_pure and run.static.world_size == 1
     bound = (run.jit if one_graph else partial)(fn, run, *static)
@@ -254,22 +281,20 @@ def _bound(fn: Callable[..., Any], run: Run, cfg: Config, *static: Any) -> Calla
 
 
 def make_iteration(cfg: Config, watch: Watch = unwatched) -> Iteration:
-    """One iteration, `(state) -> (state, {"collect": logs, "train": logs})`: pure, to embed or vmap.
+    """Return one iteration, `(state) -> (state, {"collect": logs, "train": logs})`: pure, to embed or vmap.
 
     `watch` may replace functions of the run, as `ecrl.run.profiler` does to time them. With `trainer.finite_guard`
     "skip" it leaves out updates with NaN or infinity. It never stops: otherwise NaN and infinity are in its results.
     A buffer of the state is copied, as the function is pure; `train_iter` writes on it in place.
     """
     run, guard = build(cfg), "skip" if cfg.trainer.finite_guard == "skip" else "off"
-    iterate, kinds, compilations = _bound(_iteration, watch(run), cfg, guard), kinds_of(run), compilations_of(run.jit)
+    iterate, kinds = _bound(_iteration, watch(run), cfg, guard), kinds_of(run)
 
     def iteration(state: TensorDict) -> tuple[TensorDict, dict[str, Logs]]:
         own, borrowed = borrowed_leaves(state, kinds)
         if not vmapped():
             check_current(state, kinds)
-        known = len(compilations)
         own, writes, logs, nonfinite = iterate(own, Borrowed(borrowed))
-        note_compilations(cfg, compilations[known:])
         if borrowed.is_empty():
             return own, logs
         skipped = torch.zeros_like(own["key"], dtype=torch.bool) if nonfinite is None else nonfinite[1].any()
@@ -279,7 +304,7 @@ def make_iteration(cfg: Config, watch: Watch = unwatched) -> Iteration:
 
 
 def _is_skipped(run: Run, guard: str, nonfinite: Tensor | None, before: TensorDict) -> bool:
-    """True if the finite guard left the update out; raise NotFiniteError if it stops."""
+    """Return True if the finite guard left the update out. Raise NotFiniteError if it stops the run."""
     if nonfinite is None or not nonfinite[1].any():
         return False
     if guard == "stop":
@@ -289,14 +314,14 @@ def _is_skipped(run: Run, guard: str, nonfinite: Tensor | None, before: TensorDi
 
 def _warn_of_skip(nonfinite: Tensor | None, logs: Logs, step: int) -> bool:
     """Warn if the finite guard left out an update or gradient steps. Return True if it did."""
-    met = [] if nonfinite is None else [kind for kind, flag in zip(KINDS, nonfinite[1].tolist(), strict=True) if flag]
-    if met:
-        text = f"NaN or infinity in {', '.join(met)}: the update is left out; counted as skipped_updates, said once"
+    kinds = [] if nonfinite is None else [kind for kind, flag in zip(KINDS, nonfinite[1].tolist(), strict=True) if flag]
+    if kinds:
+        text = f"NaN or infinity in {', '.join(kinds)}: the update is left out; counted as skipped_updates"
     elif "skipped_steps" in logs and (steps := int(logs["skipped_steps"])):
-        text = f"NaN or infinity in gradients: {steps} gradient steps are left out; counted as skipped_steps, said once"
+        text = f"NaN or infinity in gradients: {steps} gradient steps are left out; counted as skipped_steps"
     else:
         return False
-    warnings.warn(f"after {step} env steps: {text}", stacklevel=3)
+    warnings.warn(f"after {step} env steps: {text} (this warning appears once)", stacklevel=3)
     return True
 
 
@@ -324,7 +349,7 @@ def train_iter(state: TensorDict, cfg: Config, watch: Watch = unwatched) -> Iter
 
 
 def iterations(run: Run, state: TensorDict, cfg: Config) -> Iterator[LogData]:
-    """`train_iter` for a run that is built and a state that is checked."""
+    """Yield the records of `train_iter` for a run and a state that is checked."""
     state, guard = reopened(run, state), cfg.trainer.finite_guard
     size, step, end = steps_per_iteration(cfg), int(state["sample_step"]), total_steps(cfg, run.static.world_size)
     settled = step + 2 * size
@@ -337,7 +362,6 @@ def iterations(run: Run, state: TensorDict, cfg: Config) -> Iterator[LogData]:
         known, before = len(compilations), state
         with interruptible():
             leaves, state, writes, logs, nonfinite = iteration(leaves, Borrowed(borrowed))
-            note_compilations(cfg, compilations[known:])
             skipped = _is_skipped(run, guard, nonfinite, before)
         if not skipped:
             commit(borrowed, writes)

@@ -15,7 +15,7 @@ WINDOW = 100
 
 
 def _episode_logs(episode: TensorDict) -> Logs:
-    """Means over the last finished episodes, NaN before the first."""
+    """Return means over the last finished episodes, or NaN before the first."""
     return {
         f"episode_{name}_avg_{WINDOW}": _mean_or_nan(episode[field], episode["finished"])
         for name, field in (("reward", "finished_return"), ("length", "finished_length"))
@@ -23,17 +23,17 @@ def _episode_logs(episode: TensorDict) -> Logs:
 
 
 def counted_steps(batch: TensorDict) -> Tensor:
-    """True for each step of a batch that counts, bool `[N, T]`."""
+    """Return True for each step of a batch that counts, bool `[N, T]`."""
     return batch["mask"][:, :-1] if "mask" in batch else torch.ones_like(batch["done"][:, :-1])
 
 
 def _mean_or_nan(x: Tensor, mask: Tensor) -> Tensor:
-    """The mean over `mask`; NaN over none."""
+    """Return the mean over `mask`, or NaN if no entry counts."""
     return torch.where(mask.any(), masked_mean(x, mask), torch.full((), torch.nan, device=x.device))
 
 
 def _info_logs(batch: TensorDict) -> Logs:
-    """Means of the numbers in the environment's `info`.
+    """Return means of the numbers in the environment's `info`.
 
     `rewards/<term>` and `metrics/<name>` are means over the steps that count; a metric leaves out steps with NaN.
     `success_rate` and `fail_rate` are means over the episodes that ended. A mean over nothing is NaN.
@@ -55,12 +55,12 @@ def _info_logs(batch: TensorDict) -> Logs:
 
 
 def collect_logs(episode: TensorDict, batch: TensorDict) -> Logs:
-    """Logs of the last finished episodes, and of the `info` in this batch."""
+    """Return the logs of the last finished episodes, and of the `info` in this batch."""
     return _episode_logs(episode) | _info_logs(batch)
 
 
 def over_ranks(logs: Logs) -> Logs:
-    """The mean of each log over the ranks where it is not NaN, with equal weights; NaN if there is none."""
+    """Return the mean of each log over the ranks where it is not NaN, with equal weights; NaN if there is none."""
     if world_size() == 1:
         return logs
     values = torch.stack([log.to(torch.float64) for log in logs.values()])

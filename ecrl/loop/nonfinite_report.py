@@ -1,20 +1,196 @@
-"""The error of an iteration with NaN or infinity: one line, a report, and the state before it."""
+"""Find the first NaN or infinity of an iteration, and describe it in an error of one line.
+
+The search repeats the iteration eagerly, step by step. In the collected steps, it reports the field, the environment
+and the step of the first number that is not finite. In the update, it reports the minibatch or the step of a backward
+sweep. The error has a report and the state before the iteration.
+"""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from math import isfinite
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl.algorithms import Run
+from ecrl.algorithms.core import OnPolicy, steps_taken
+from ecrl.algorithms.optimizer import network_vectors
+from ecrl.algorithms.state_kinds import environment_fields
+from ecrl.distributed import rank
 from ecrl.errors import NotFiniteError
-from ecrl.loop.finite_guard import KINDS
-from ecrl.loop.nonfinite_search import Found, in_batch, search
+from ecrl.kernels import scan
+from ecrl.loop.buffers import borrowed_leaves, kinds_of
+from ecrl.loop.finite_guard import FIELDS, KINDS
+from ecrl.pytree import flatten, names, replaced
+
+_FIELDS = ("obs", "action", "sample_log_prob", "value", "reward", "final_value")  # in the order of a step
+_TERMS = ("loss", "entropy", "kl_ref", "grad_norm")  # endings of logs; other logs may overflow in a good run
+_SHOWN = 8
+
+
+class FirstNonfinite(NamedTuple):
+    """First number that is not finite: its kind (of `KINDS`), name, place and value, and the value before it."""
+
+    what: str
+    key: str
+    place: dict[str, int]
+    value: Any
+    before: Any
+
+
+def _named(tree: Any) -> dict[str, Tensor]:
+    leaves, structure = flatten(tree)
+    return {name: x for name, x in zip(names(structure), leaves, strict=True) if x.is_floating_point()}
+
+
+def _as_numbers(x: Tensor) -> Any:
+    """Return a number, or the first numbers of a vector."""
+    return x.item() if x.ndim == 0 else x.flatten()[:_SHOWN].tolist()
+
+
+def _nonfinite_steps(batch: TensorDict) -> dict[str, Tensor]:
+    """Return True for each step of a field that counts and is not finite, bool `[N, T + 1]`, by name."""
+    steps = torch.ones_like(batch["done"])
+    steps[:, -1] = False
+    counts = steps if "mask" not in batch else steps & batch["mask"]
+    fields = batch.select(*_FIELDS, strict=False)
+    ordered = {name: x for field in _FIELDS if field in fields for name, x in _named({field: fields[field]}).items()}
+    with_last = ("obs", "value") if "mask" not in batch else ()  # these have a last row of their own
+    wrong = {name: ~x.isfinite().flatten(2).all(-1) if x.ndim > 2 else ~x.isfinite() for name, x in ordered.items()}
+    return {name: x & (counts | (~steps if name.startswith(with_last) else False)) for name, x in wrong.items()}
+
+
+def in_batch(run: Run, state: TensorDict, batch: TensorDict) -> FirstNonfinite | None:
+    """Return the first number of a batch that counts and is not finite, by step, field and environment.
+
+    `state` is the one before the batch, to which the reward before the first one belongs.
+    """
+    first = {name: int(x.any(0).int().argmax()) for name, x in _nonfinite_steps(batch).items() if x.any()}
+    if not first:
+        return None
+    name = min(first, key=lambda name: first[name])
+    t, x = first[name], cast(Tensor, batch[tuple(name.split("."))])
+    env = int(_nonfinite_steps(batch)[name][:, t].int().argmax())
+    before = x[env, t - 1] if t else cast(TensorDict, state["env"])["reward"][env] if name == "reward" else None
+    before = None if name == "final_value" else before  # there is one only where a time limit ended an episode
+    place = {"env": env + rank() * len(x), "step": t, "env_step": int(steps_taken(run, state)) + t}
+    what = FIELDS.get(name.partition(".")[0], "loss")
+    return FirstNonfinite(what, name, place, _as_numbers(x[env, t]), None if before is None else _as_numbers(before))
+
+
+class _LoopStep(NamedTuple):
+    """One step of a loop in the update: its number, the number of steps, its function, and its results."""
+
+    number: int
+    count: int
+    body: partial
+    carry: Any
+    output: Any
+
+
+def _gradient_step(run: Run, loop_step: _LoopStep) -> tuple[dict[str, int], dict[str, Tensor]]:
+    """Return epoch, minibatch and numbers of a gradient step: loss terms if the step counts, and new parameters."""
+    params, (count, _, logs) = loop_step.carry[0], loop_step.output
+    sgd, layout = getattr(run.algorithm.choices, "sgd", None), loop_step.body.args[0].layout
+    each = loop_step.count if sgd is None else loop_step.count // sgd.n_epochs
+    numbers = {name: x for name, x in logs.items() if float(count) > 0.0 and name.endswith(_TERMS)}
+    for group in layout.groups:
+        vectors = network_vectors(params[group.group.name], group)
+        numbers |= {f"params.{name}": x for name, x in vectors.items()}
+    return {"epoch": loop_step.number // each, "minibatch": loop_step.number % each}, numbers
+
+
+def _step_back(run: Run, loop_step: _LoopStep) -> tuple[dict[str, int], dict[str, Tensor]]:
+    """Return place and numbers of a step of the backward sweep: the costate, a row per environment, and gradients."""
+    grads, costate = loop_step.carry
+    numbers = {f"costate.{name}": x for name, x in _named(costate).items()}
+    rows = [int(env) for x in numbers.values() for env in (~x.isfinite()).reshape(len(x), -1).any(1).nonzero()[:1]]
+    env = {"env": min(rows) + rank() * run.static.num_envs} if rows else {}
+    return {"step": loop_step.count - 1 - loop_step.number} | env, numbers | {
+        f"gradient.{name}": x for name, x in _named(grads).items()
+    }
+
+
+_LOOPS = {"_gradient_step": _gradient_step, "_step_back": _step_back}
+"""Readers of the steps of a loop, by the name of the function that the loop runs."""
+
+
+def _searching_scan(run: Run, findings: list[tuple[str, dict[str, int], Any, Any]]) -> Callable[..., Any]:
+    """Return a scan that puts the first number that is not finite into `findings`.
+
+    A finding is its name, place and value, and the value before it. The scan goes on to the end, as the other ranks do.
+    """
+
+    def searching(body: Any, carry: Any, xs: Any, *constants: Any) -> Any:
+        read = _LOOPS.get(body.func.__name__) if isinstance(body, partial) else None
+        if read is None:
+            return scan(body, carry, xs, *constants)
+        length = len(flatten(xs)[0][0])
+        numbers, last = iter(range(length)), {}
+
+        def step(carry: Any, x: Any, *constants: Any) -> tuple[Any, Any]:
+            nonlocal last
+            carry, y = body(carry, x, *constants)
+            place, now = read(run, _LoopStep(next(numbers), length, body, carry, y))
+            for name, value in now.items() if not findings else ():
+                if not value.isfinite().all():
+                    at = int((~value.isfinite()).flatten().int().argmax())
+                    before = last[name].flatten()[at].item() if name in last else None
+                    findings.append((name, place, value.flatten()[at].item(), before))
+                    break
+            last = now
+            return carry, y
+
+        return scan(step, carry, xs, *constants)
+
+    return searching
+
+
+def _kind(name: str) -> str:
+    """Return the kind of a number in the update, one of KINDS."""
+    if name.startswith("params."):
+        return "parameters"
+    return "gradient" if name.startswith(("gradient.", "costate.")) or name.endswith("grad_norm") else "loss"
+
+
+def search(
+    run: Run, start: TensorDict, in_steps: bool, collected: tuple[TensorDict, TensorDict] | None
+) -> FirstNonfinite | None:
+    """Repeat an iteration eagerly and find the first number that is not finite; None if all are finite now.
+
+    Args:
+        run: the run.
+        start: the state before the iteration.
+        in_steps: True if the collected steps of any rank have such a number; then the update need not be searched.
+        collected: the state after the iteration and its steps; None to collect them again.
+    """
+    eager, findings, iterate = run._replace(jit=partial, scan=scan), [], run.algorithm.iterate
+    kinds = kinds_of(run)
+    searching = run._replace(jit=partial, scan=_searching_scan(run, findings))
+    if isinstance(iterate, OnPolicy):
+        if collected is None:
+            state, steps = iterate.collect(eager, start)
+        else:
+            moved = {name: collected[0][name] for name in environment_fields(start, kinds)}
+            state, steps = replaced(start, moved), collected[1]
+        first = in_batch(run, start, steps)
+        if in_steps:
+            return first
+        state, logs = iterate.update(searching, state, steps)
+    else:
+        own, borrowed = borrowed_leaves(start, kinds)
+        state, writes, logs = iterate(searching, own, borrowed)
+        first = in_batch(run, start, cast(TensorDict, writes["steps"])) if "steps" in writes else None
+    ends = {name: x for name, x in logs.items() if name.endswith(_TERMS)}
+    ends |= {f"params.{name}": x for name, x in _named(state["params"]).items()}
+    findings += [(name, {}, _as_numbers(x), None) for name, x in ends.items() if not x.isfinite().all()]
+    return first or (FirstNonfinite(_kind(findings[0][0]), *findings[0]) if findings else None)
+
 
 _ADVICE = {
     "observation": "mend the environment",
@@ -43,16 +219,16 @@ _PLACES = {
 def explained(report: dict[str, Any]) -> str:
     """Describe a report in one line: what is not finite, where, the value before, and advice."""
     begin = f"iteration {report['update_step']} (after {report['sample_step']} env steps)"
-    met = f"{begin}: NaN or infinity in {', '.join(report['met'])}"
-    found, guard = report["found"], 'or set trainer.finite_guard to "skip" to leave such updates out'
-    if found is None:
+    problem = f"{begin}: NaN or infinity in {', '.join(report['met'])}"
+    first, guard = report["found"], 'or set trainer.finite_guard to "skip" to leave such updates out'
+    if first is None:
         advice = _ADVICE.get(report["met"][0], _LEARNING)
-        return f"{met}; looked at eagerly, it shows nowhere on this rank; {advice}, {guard}"
-    where = ", ".join(_PLACES[name].format(number) for name, number in found["place"].items())
-    last = "there is none before it" if found["before"] is None else f"last finite value {_shown(found['before'])}"
-    advice = (_FINAL if found["key"] == "final_value" else "") + _ADVICE.get(found["what"], _LEARNING)
-    first = f"first {found['key']} = {_shown(found['value'])}{f' in {where}' if where else ''}"
-    return f"{met}; {first}, {last}; {advice}, {guard}"
+        return f"{problem}; looked at eagerly, it shows nowhere on this rank; {advice}, {guard}"
+    where = ", ".join(_PLACES[name].format(number) for name, number in first["place"].items())
+    last = "there is none before it" if first["before"] is None else f"last finite value {_shown(first['before'])}"
+    advice = (_FINAL if first["key"] == "final_value" else "") + _ADVICE.get(first["what"], _LEARNING)
+    number = f"first {first['key']} = {_shown(first['value'])}{f' in {where}' if where else ''}"
+    return f"{problem}; {number}, {last}; {advice}, {guard}"
 
 
 class NonfiniteAction(Exception):
@@ -83,7 +259,7 @@ class _CheckedStep:
 
 
 def with_checked_actions(run: Run) -> Run:
-    """The run of one iteration with a host environment that refuses an action with NaN or infinity.
+    """Return the run of one iteration with a host environment that refuses an action with NaN or infinity.
 
     A robot may execute the actions. Everything else is checked after collecting. All such runs are equal, so functions
     that are compiled for one serve the others.
@@ -94,14 +270,16 @@ def with_checked_actions(run: Run) -> Run:
 
 
 def action_error(run: Run, state: TensorDict, refused: NonfiniteAction) -> NotFiniteError:
-    """The error of an iteration that began at `state` and ended at an action with NaN or infinity."""
+    """Return the error of an iteration that began at `state` and ended at an action with NaN or infinity."""
     rows = [(env_state["obs"], action) for env_state, action in (*refused.last, refused.last[-1])]  # one of padding
     obs, action = (torch.stack(x, 1) for x in zip(*rows, strict=True))
     done = torch.zeros(action.shape[:2], dtype=torch.bool, device=action.device)
-    found = cast(Found, in_batch(run, state, TensorDict({"obs": obs, "action": action, "done": done}, done.shape)))
+    first = cast(
+        FirstNonfinite, in_batch(run, state, TensorDict({"obs": obs, "action": action, "done": done}, done.shape))
+    )
     before = refused.taken + 1 - len(refused.last)
-    place = {name: n + before * (name != "env") for name, n in found.place.items()}
-    report = {**_steps(state), "met": [found.what], "found": found._replace(place=place)._asdict()}
+    place = {name: n + before * (name != "env") for name, n in first.place.items()}
+    report = {**_steps(state), "met": [first.what], "found": first._replace(place=place)._asdict()}
     return NotFiniteError(explained(report), report, state)
 
 
@@ -112,7 +290,7 @@ def _steps(state: TensorDict) -> dict[str, int]:
 def nonfinite_error(
     run: Run, state: TensorDict, nonfinite: Tensor, collected: tuple[TensorDict, TensorDict] | None = None
 ) -> NotFiniteError:
-    """The error of an iteration from `state` with the flags `nonfinite` `[2, 6]`; it repeats the iteration eagerly.
+    """Return the error of an iteration from `state` with the flags `nonfinite` `[2, 6]`. Repeat the iteration eagerly.
 
     All ranks call it, because the update is the work of all.
 
@@ -123,7 +301,7 @@ def nonfinite_error(
         collected: the state after the iteration and its steps. Without it the steps are collected again.
     """
     with torch.no_grad():
-        found = search(run, state, bool(nonfinite[1, :3].any()), collected)
-    met = [kind for kind, flag in zip(KINDS, nonfinite[1].tolist(), strict=True) if flag]
-    report = {**_steps(state), "met": met, "found": None if found is None else found._asdict()}
+        first = search(run, state, bool(nonfinite[1, :3].any()), collected)
+    kinds = [kind for kind, flag in zip(KINDS, nonfinite[1].tolist(), strict=True) if flag]
+    report = {**_steps(state), "met": kinds, "found": None if first is None else first._asdict()}
     return NotFiniteError(explained(report), report, state)

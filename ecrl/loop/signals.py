@@ -53,9 +53,13 @@ def listen() -> None:
 
 
 @contextmanager
-def in_loop(alone: bool = True) -> Iterator[None]:
-    """Enclose a loop that checks `asked` after every iteration. Only an `alone` process may abandon an iteration."""
-    _loops.append(alone)
+def in_loop(may_abandon: bool = True) -> Iterator[None]:
+    """Enclose a loop that checks `asked` after every iteration.
+
+    Args:
+        may_abandon: True if the loop's iterations can be abandoned, as those of a single process.
+    """
+    _loops.append(may_abandon)
     try:
         yield
     finally:

@@ -18,11 +18,12 @@ from safetensors.torch import save as tensors_to_bytes
 from tensordict import TensorDict
 from torch import Tensor
 
+from ecrl.algorithms import Run
 from ecrl.config import Config, config_from_dict
 from ecrl.errors import CheckpointError
-from ecrl.loop.buffers import check_current, kinds_of
-from ecrl.loop.build import build, device_of, form_of
-from ecrl.loop.iteration import expected_state
+from ecrl.loop.buffers import buffer_names, check_current, kinds_of
+from ecrl.loop.build import build, device_of, form_in_use
+from ecrl.loop.iteration import empty_buffers, expected_state
 from ecrl.run.atomic_files import complete_folder, write_folder
 
 FORMAT = 1
@@ -39,15 +40,21 @@ class Snapshot(NamedTuple):
     conditions: dict[str, Any]  # returned by `conditions`, stored in the manifest
     logs: dict[str, float]
     files: dict[str, bytes]
+    left_out: list[str]  # names of the buffers that are not in `tensors`
 
 
 def snapshot(
-    state: TensorDict, cfg: Config, logs: dict[str, float] | None = None, files: Mapping[str, bytes] | None = None
+    run: Run,
+    state: TensorDict,
+    cfg: Config,
+    logs: dict[str, float] | None = None,
+    files: Mapping[str, bytes] | None = None,
 ) -> Snapshot:
     """Copy a state to host memory. `write` can write the copy at any time, in any thread.
 
     Args:
-        state: state of a run; it may be overwritten after this call.
+        run: run built from `cfg`.
+        state: state of the run, with or without its buffers; it may be overwritten after this call.
         cfg: config of the run.
         logs: numbers for the manifest, such as the results of the evaluation that chose this state.
         files: contents of extra files by name; the manifest has their checksums.
@@ -58,16 +65,18 @@ def snapshot(
     for name in files or {}:
         if name in _RESERVED_FILES or name.startswith(".") or "/" in name:
             raise ValueError(f"files: {name!r} is a path, hidden or reserved; choose another name")
-    check_current(state, kinds_of(build(cfg)))
+    kinds = kinds_of(run)
+    check_current(state, kinds)
+    left_out = [name for name in buffer_names(kinds) if name not in state]
     tensors = {name: cast(Tensor, state[path]) for name, path in _paths(state).items()}
     tensors = {name: leaf.detach().to("cpu", copy=True).contiguous() for name, leaf in tensors.items()}
-    return Snapshot(tensors, cfg, conditions(cfg), dict(logs or {}), dict(files or {}))
+    return Snapshot(tensors, cfg, conditions(run, cfg), dict(logs or {}), dict(files or {}), left_out)
 
 
-def conditions(cfg: Config) -> dict[str, Any]:
+def conditions(run: Run, cfg: Config) -> dict[str, Any]:
     """Return the settings that affect the bits of a run, besides its state and config."""
-    form, device = form_of(cfg).name, device_of(cfg).type
-    return {"torch": str(torch.__version__), "threads": torch.get_num_threads(), "form": form, "device": device}
+    threads, device = torch.get_num_threads(), device_of(cfg).type
+    return {"torch": str(torch.__version__), "threads": threads, "form": form_in_use(run), "device": device}
 
 
 def changed_conditions(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -96,6 +105,7 @@ def _manifest(saved: Snapshot, files: dict[str, bytes]) -> dict[str, Any]:
         "update_step": int(saved.tensors["update_step"]),
         "sha256": {name: _sha256(data) for name, data in files.items()},
     }
+    manifest |= {"left_out": saved.left_out} if saved.left_out else {}
     return manifest | {"manifest_sha256": _sha256(_json(manifest))}
 
 
@@ -117,7 +127,7 @@ def save(
 
     Raises: CheckpointError if it cannot be written, or if `path` exists and is not a checkpoint.
     """
-    write(path, snapshot(state, cfg, logs, files))
+    write(path, snapshot(build(cfg), state, cfg, logs, files))
 
 
 def write(path: str | Path, saved: Snapshot) -> None:
@@ -221,7 +231,7 @@ def _fill_structure(structure: TensorDict, tensors: dict[str, Tensor], path: Pat
     unmatched = sorted(places.keys() ^ tensors.keys())
     if unmatched:
         raise CheckpointError(f"{path}: state and config disagree on {', '.join(unmatched)}")
-    filled = structure.clone()
+    filled = structure.copy()
     for name, place in places.items():
         saved, leaf = tensors[name], cast(Tensor, structure[place])
         if saved.shape != leaf.shape or saved.dtype != leaf.dtype:
@@ -235,8 +245,15 @@ def _fill_structure(structure: TensorDict, tensors: dict[str, Tensor], path: Pat
 def load(path: str | Path, device: str | None = None) -> tuple[TensorDict, Config]:
     """Return the state and config of a checkpoint folder. `device` replaces `trainer.device`.
 
+    If the checkpoint has no buffers, as `checkpoints/best`, those of the state are empty.
+
     Raises: CheckpointError for a missing or damaged file or an unfit tensor; ConfigError for a faulty config.
     """
+    return load_run(path, device)[1:]
+
+
+def load_run(path: str | Path, device: str | None = None) -> tuple[Run, TensorDict, Config]:
+    """Return the run, built once, and the state and config of a checkpoint folder, as `load`."""
     path = complete_folder(Path(path))
     files = read_files(path)
     raw = json.loads(files["config.json"])
@@ -247,16 +264,25 @@ def load(path: str | Path, device: str | None = None) -> tuple[TensorDict, Confi
         tensors = tensors_from_bytes(files["state.safetensors"])
     except SafetensorError as error:
         raise CheckpointError(f"{path}/state.safetensors: damaged ({error})") from None
-    return _fill_structure(expected_state(build(cfg), cfg, _environment_state(tensors)), tensors, path), cfg
+    run, left_out = build(cfg), buffers_left_out(path)
+    expected = expected_state(run, cfg, _environment_state(tensors)).exclude(*left_out)
+    state = _fill_structure(cast(TensorDict, expected), tensors, path)
+    if left_out:
+        state = state.copy().update(empty_buffers(run, cfg).select(*left_out)).lock_()
+    return run, state, cfg
 
 
-def same_weights(path: str | Path, state: TensorDict, cfg: Config) -> bool:
+def buffers_left_out(path: str | Path) -> list[str]:
+    """Return the names of the buffers that are not in a checkpoint."""
+    return read_manifest(path).get("left_out", [])
+
+
+def same_weights(path: str | Path, state: TensorDict) -> bool:
     """Return True if the policy of a checkpoint has exactly the parameters of `state`."""
     saved = tensors_from_bytes(read_files(path)["state.safetensors"])
-    ours, theirs = (
-        {name: x for name, x in tensors.items() if name.startswith("params/")}
-        for tensors in (snapshot(state, cfg).tensors, saved)
-    )
+    theirs = {name: x for name, x in saved.items() if name.startswith("params/")}
+    params = cast(TensorDict, state.select("params"))
+    ours = {name: cast(Tensor, params[place]).detach().cpu() for name, place in _paths(params).items()}
     ours_shapes, their_shapes = ({n: (x.dtype, x.shape) for n, x in weights.items()} for weights in (ours, theirs))
     return ours_shapes == their_shapes and all(torch.equal(ours[name], theirs[name]) for name in ours)
 

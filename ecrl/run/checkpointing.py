@@ -13,23 +13,29 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tensordict import TensorDict
+
+from ecrl.algorithms import Run
 from ecrl.config import Config
 from ecrl.errors import CheckpointError
+from ecrl.loop.buffers import kinds_of, overwritten_buffers, without_buffers
+from ecrl.loop.build import build
 from ecrl.loop.iteration import crossed, steps_per_iteration
 from ecrl.run.atomic_files import complete_folder, remove_folder, remove_leftovers
 from ecrl.run.checkpoint import Snapshot, read_files, read_manifest, snapshot, step_checkpoints, write
 from ecrl.run.loggers import ending, tolerate_errors
-from ecrl.run.rank_shards import has_all_shards
+from ecrl.run.rank_shards import has_all_shards, shards_without_buffers
 from ecrl.types import LogData
 
 _INCOMPLETE = "the state after {} env steps is not saved: the other ranks did not send their environments"
+_OVERWRITTEN = "the state after {} env steps is not saved: the writing of its {} was interrupted"
 
 
 class Saver(NamedTuple):
     """Three functions for a consumer that saves.
 
-    `save(path, state, cfg, logs, files)` starts to write a checkpoint. `report()` warns if the last write has failed.
-    `retry()` does the same, and then repeats the failed write.
+    `save(path, run, state, cfg, logs, files)` starts to write a checkpoint. `report()` warns if the last write has
+    failed. `retry()` does the same, and then repeats the failed write.
     """
 
     save: Callable[..., None]
@@ -93,37 +99,56 @@ def _open_saver(keep: int | None = None) -> Iterator[Saver]:
         end()
 
 
-def with_checkpoints(records: Iterator[LogData], cfg: Config, run_dir: str | Path) -> Iterator[LogData]:
+def with_checkpoints(
+    records: Iterator[LogData], cfg: Config, run_dir: str | Path, run: Run | None = None
+) -> Iterator[LogData]:
     """Save the state under `run_dir` every `trainer.save_freq` env steps, and when the run ends or is stopped.
 
-    Remove all but the newest `trainer.keep_checkpoints` checkpoints.
+    Remove all but the newest `trainer.keep_checkpoints` checkpoints. After an error, save the state of the last train
+    record. If the next iteration has already overwritten a buffer of it, save the state after that iteration.
+
+    Args:
+        records: records to pass on.
+        cfg: config of the run.
+        run_dir: run folder.
+        run: run built from `cfg`; None builds it.
 
     Raises: CheckpointError at the end, after all files are closed, if the last checkpoint could not be written.
     """
-    last, saved, freq = None, None, cfg.trainer.save_freq
+    last, newest, saved, freq = None, None, None, cfg.trainer.save_freq
+    run = build(cfg) if run is None else run
+    kinds = kinds_of(run)
     folder = Path(run_dir) / "checkpoints"
     remove_leftovers(folder)
 
+    def saved_state(record: LogData) -> TensorDict:
+        return record["state"] if cfg.trainer.save_replay else without_buffers(record["state"], kinds)
+
     def save_record(record: LogData) -> int:
         step = record["sample_step"]
-        save(folder / f"step_{step}", record["state"], cfg, None, record.get("files"))
+        save(folder / f"step_{step}", run, saved_state(record), cfg, None, record.get("files"))
         return step
 
     with _open_saver(cfg.trainer.keep_checkpoints) as (save, report, _), ending(records):
         try:
             for record in records:
                 report()
+                newest = record
                 if record["log_type"] == "train":
                     last, step = record, record["sample_step"]
                     if crossed(step, steps_per_iteration(cfg), freq):
                         saved = save_record(record)
                 yield record
         finally:
-            if last is not None and saved != last["sample_step"]:
-                if has_all_shards(last):
+            if last is not None and overwritten_buffers(saved_state(last), kinds):
+                last = newest
+            if last is not None and saved != (step := last["sample_step"]):
+                if overwritten := overwritten_buffers(saved_state(last), kinds):
+                    warnings.warn(_OVERWRITTEN.format(step, ", ".join(overwritten)), stacklevel=2)
+                elif has_all_shards(last):
                     save_record(last)
                 else:
-                    warnings.warn(_INCOMPLETE.format(last["sample_step"]), stacklevel=2)
+                    warnings.warn(_INCOMPLETE.format(step), stacklevel=2)
 
 
 def _best_value(path: Path, name: str) -> float | None:
@@ -138,16 +163,27 @@ def _best_value(path: Path, name: str) -> float | None:
         return None
 
 
-def with_best_checkpoint(records: Iterator[LogData], cfg: Config, run_dir: str | Path) -> Iterator[LogData]:
+def with_best_checkpoint(
+    records: Iterator[LogData], cfg: Config, run_dir: str | Path, run: Run | None = None
+) -> Iterator[LogData]:
     """Save the state as `checkpoints/best` under `run_dir` when an evaluation's `trainer.best_eval_metric` is the best.
+
+    It has no replay buffer.
 
     The best value so far is read from the manifest of the existing checkpoint, so a resumed run continues with it. A
     missing, NaN or infinite metric is never the best.
 
+    Args:
+        records: records to pass on.
+        cfg: config of the run.
+        run_dir: run folder.
+        run: run built from `cfg`; None builds it.
+
     Raises: CheckpointError at the end, after all files are closed, if the best checkpoint could not be written.
     """
     name, sign = cfg.trainer.best_eval_metric, 1.0 if cfg.trainer.best_eval_mode == "max" else -1.0
-    path = Path(run_dir) / "checkpoints" / "best"
+    path, run = Path(run_dir) / "checkpoints" / "best", build(cfg) if run is None else run
+    kinds = kinds_of(run)
     best = _best_value(path, name)
     with _open_saver() as (save, report, retry), ending(records):
         for record in records:
@@ -158,5 +194,6 @@ def with_best_checkpoint(records: Iterator[LogData], cfg: Config, run_dir: str |
                 value = logs.get(name, math.nan)
                 if math.isfinite(value) and (best is None or sign * value > sign * best):
                     best = value
-                    save(path, record["state"], cfg, logs, record.get("files"))
+                    shards = shards_without_buffers(record.get("files", {}), kinds)
+                    save(path, run, without_buffers(record["state"], kinds), cfg, logs, shards)
             yield record

@@ -6,23 +6,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ecrl.algorithms import Run
 from ecrl.config import Config
 from ecrl.distributed import world_size
 from ecrl.errors import CheckpointError, NotFiniteError, UserError
-from ecrl.loop.build import build
-from ecrl.loop.iteration import train_iter
+from ecrl.loop.iteration import check_state, iterations
 from ecrl.loop.nonfinite_report import explained
 from ecrl.registry import user_modules
-from ecrl.run.checkpoint import changed_conditions, conditions, load, read_files, save
+from ecrl.run.checkpoint import changed_conditions, conditions, load_run, read_files, snapshot, write
 from ecrl.run.rank_shards import load_own_shard
 from ecrl.types import LogData
 
 REPORT = "report.json"
 
 
-def _replay_conditions(cfg: Config) -> dict[str, Any]:
+def _replay_conditions(run: Run, cfg: Config) -> dict[str, Any]:
     """Return the settings that affect the bits of an iteration, besides its state and config."""
-    return {**conditions(cfg), "machine": platform.machine(), "ranks": world_size()}
+    return {**conditions(run, cfg), "machine": platform.machine(), "ranks": world_size()}
 
 
 def _replay_command(folder: Path, ranks: int, cfg: Config) -> str:
@@ -32,7 +32,7 @@ def _replay_command(folder: Path, ranks: int, cfg: Config) -> str:
     return (f"ecrl replay {folder}" if ranks == 1 else distributed) + imports
 
 
-def with_crash(records: Iterator[LogData], cfg: Config, run_dir: str | Path) -> Iterator[LogData]:
+def with_crash(records: Iterator[LogData], run: Run, cfg: Config, run_dir: str | Path) -> Iterator[LogData]:
     """If the finite guard stops a run, write a report and the state before the iteration to `crash/` under `run_dir`.
 
     Raises: the run's NotFiniteError, with the command that repeats the iteration.
@@ -42,17 +42,15 @@ def with_crash(records: Iterator[LogData], cfg: Config, run_dir: str | Path) -> 
         yield from records
     except NotFiniteError as error:
         command = _replay_command(folder, world_size(), cfg)
-        is_pure = build(cfg).env.is_pure
         try:
-            report = {"message": str(error), **error.report, **_replay_conditions(cfg), "command": command}
-            save(
-                folder, error.state, cfg, None, {**error.files, REPORT: (json.dumps(report, indent=2) + "\n").encode()}
-            )
+            report = {"message": str(error), **error.report, **_replay_conditions(run, cfg), "command": command}
+            files = {**error.files, REPORT: (json.dumps(report, indent=2) + "\n").encode()}
+            write(folder, snapshot(run, error.state, cfg, None, files))
         except CheckpointError as fault:
             raise NotFiniteError(
                 f"{error}; the crash folder was not written: {fault}", error.report, error.state
             ) from None
-        advice = f"repeat it with: {command}" if is_pure else f"the state before it is in {folder}"
+        advice = f"repeat it with: {command}" if run.env.is_pure else f"the state before it is in {folder}"
         raise NotFiniteError(f"{error}; {advice}", error.report, error.state) from None
 
 
@@ -87,21 +85,22 @@ def replay(folder: str | Path) -> Iterator[str]:
     folder = Path(folder)
     report = _read(folder)
     yield f"reported: {report['message']}"
-    state, cfg = load(folder)
-    if changes := changed_conditions(report, _replay_conditions(cfg)):
+    run, state, cfg = load_run(folder)
+    if changes := changed_conditions(report, _replay_conditions(run, cfg)):
         yield f"the bits may differ: {'; '.join(changes)}"
-    if not build(cfg).env.is_pure:
+    if not run.env.is_pure:
         yield f"environments of {cfg.env.name} keep data outside of the state, so their steps cannot be repeated"
     elif report["ranks"] != world_size():
         problem = f"the iteration had {report['ranks']} ranks, this command has {world_size()}"
         yield f"{problem}; repeat it with: {_replay_command(folder, report['ranks'], cfg)}"
     else:
-        yield from _compare_findings(report, _error_of_iteration(load_own_shard(state, cfg, folder), cfg))
+        yield from _compare_findings(report, _error_of_iteration(run, load_own_shard(run, state, folder), cfg))
 
 
-def _error_of_iteration(state: Any, cfg: Config) -> NotFiniteError | None:
+def _error_of_iteration(run: Run, state: Any, cfg: Config) -> NotFiniteError | None:
     try:
-        next(train_iter(state, cfg))
+        check_state(run, state, cfg)
+        next(iterations(run, state, cfg))
     except NotFiniteError as error:
         return error
     return None

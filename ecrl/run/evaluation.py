@@ -23,7 +23,7 @@ from ecrl.errors import ConfigError, UserError
 from ecrl.kernels import scan
 from ecrl.kernels.rollout import restarted_carry
 from ecrl.kernels.scan_loop import Scan
-from ecrl.loop.build import build, check_envs, device_of, with_training_wrappers
+from ecrl.loop.build import build, check_envs, device_of, with_eval_events, with_training_wrappers
 from ecrl.loop.iteration import crossed, steps_per_iteration
 from ecrl.loop.signals import interruptible
 from ecrl.policies import policy_params
@@ -53,13 +53,13 @@ def _eval_step(
     act: Callable,
     step: Callable,
     filmed: int,
-    both: tuple[TensorDict, TensorDict],
+    carry_and_env: tuple[TensorDict, TensorDict],
     noise: Any,
     params: TensorDict,
     initial: TensorDict,
 ) -> tuple[tuple[TensorDict, TensorDict], tuple[Tensor, Any]]:
     """Take one step. Return memory and state, `[N]` rows of (reward, done, counts, *outcomes), and the view before."""
-    carry, env_state = both
+    carry, env_state = carry_and_env
     before = view(env_state, filmed) if filmed else ()
     carry, out = act(params, carry, env_state["obs"], None)
     env_state = step(env_state, out["action"], noise)
@@ -79,14 +79,14 @@ def _eval_steps(
     filmed: int,
     params: TensorDict,
     initial: TensorDict,
-    both: tuple[TensorDict, TensorDict],
+    carry_and_env: tuple[TensorDict, TensorDict],
     key: Tensor,
     first: Tensor,
 ) -> tuple[tuple[TensorDict, TensorDict], tuple[Tensor, Any]]:
     """Take `length` steps from step `first`. Return memory and state, `[length, rows, N]`, views `[length, filmed]`."""
     index, times = torch.arange(num_envs, device=key.device), torch.arange(length, device=key.device).unsqueeze(1)
     noise = env.draw(rng.stream(key, rng.ENV, index, first + times))
-    return loop(partial(_eval_step, act, env.step, filmed), both, noise, params, initial)
+    return loop(partial(_eval_step, act, env.step, filmed), carry_and_env, noise, params, initial)
 
 
 def _outcomes(env_state: TensorDict) -> dict[str, Tensor]:
@@ -157,7 +157,7 @@ def evaluate(
             f"videos: {videos}: cameras record only the run's own environment, not {env}; leave out videos or env"
         )
     with filming(cfg, None if videos is None else Path(videos)) as opened:
-        return _evaluated(build(cfg, "eval"), state, cfg, num_episodes, env, opened)
+        return _evaluated(with_eval_events(build(cfg), cfg), state, cfg, num_episodes, env, opened)
 
 
 def _evaluated(
@@ -236,9 +236,14 @@ def eval_steps(
         env.close(env_state)
 
 
-def check_evaluation(cfg: Config, run: Run | None = None) -> None:
-    """Raise ConfigError, before a run begins, for unfit evaluation events or a best metric that is never logged."""
-    run, name = build(cfg, "eval") if run is None else run, cfg.trainer.best_eval_metric
+def check_evaluation(run: Run, cfg: Config) -> None:
+    """Raise ConfigError, before a run begins, for unfit evaluation events or a best metric that is never logged.
+
+    Args:
+        run: run with the environment of evaluations.
+        cfg: config of the run.
+    """
+    name = cfg.trainer.best_eval_metric
     check_envs(cfg, run.env, min(cfg.trainer.num_eval_envs, cfg.trainer.num_eval_episodes), "trainer.num_eval_envs")
     known = [*_ALWAYS, "eval/success_rate"]
     if run.env.is_pure:
@@ -265,10 +270,10 @@ def with_evaluation(
         videos: folder for videos of the cameras under `trainer.events.eval`; None records none. They are rendered
             while training continues; an evaluation waits for the videos of the previous one.
         first: record of a stopped run to evaluate before the others (`ecrl.run.resume.pending_evaluation`).
-        run: run built with the evaluation events; None builds it.
+        run: run with the environment of evaluations; None builds it.
     """
-    run = build(cfg, "eval") if run is None else run
-    check_evaluation(cfg, run)
+    run = with_eval_events(build(cfg), cfg) if run is None else run
+    check_evaluation(run, cfg)
     freq = cfg.trainer.eval_freq
     with filming(cfg, None if videos is None else Path(videos)) as opened, ending(records):
 

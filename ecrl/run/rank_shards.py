@@ -4,7 +4,7 @@ Weights, statistics and counters are equal on all ranks; only the environments d
 other ranks send their environments to rank 0, which writes them as `rank_<i>.safetensors` into the checkpoint.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import cast
 
@@ -14,14 +14,15 @@ from safetensors.torch import save as bytes_of_tensors
 from tensordict import TensorDict
 from torch import Tensor
 
+from ecrl.algorithms import Run
 from ecrl.algorithms.state_kinds import PER_RANK, Kinds, leaf_kinds
 from ecrl.config import Config, total_steps
 from ecrl.distributed import any_rank, gather_on_rank_0, rank, world_size
 from ecrl.errors import CheckpointError, NotFiniteError
-from ecrl.loop.buffers import kinds_of
-from ecrl.loop.build import build
+from ecrl.loop.buffers import buffer_names, kinds_of, without_buffers
 from ecrl.loop.iteration import crossed, steps_per_iteration
 from ecrl.loop.signals import asked
+from ecrl.run.checkpoint import buffers_left_out
 from ecrl.run.loggers import ending
 from ecrl.types import LogData
 
@@ -39,6 +40,18 @@ def _gather_shards(state: TensorDict, kinds: Kinds) -> dict[str, bytes]:
     return {f"rank_{i}.safetensors": part for i, part in enumerate(parts) if i > 0}
 
 
+def shards_without_buffers(files: Mapping[str, bytes], kinds: Kinds) -> dict[str, bytes]:
+    """Return the other ranks' files without the buffers in them."""
+    names = buffer_names(kinds)
+    if not names:
+        return dict(files)
+
+    def without(data: bytes) -> bytes:
+        return bytes_of_tensors({n: x for n, x in tensors_from_bytes(data).items() if n.split("/")[0] not in names})
+
+    return {name: without(data) if name.endswith(".safetensors") else data for name, data in files.items()}
+
+
 def may_be_saved(step: int, cfg: Config) -> bool:
     """Return True if a state after `step` env steps may be saved. Every rank returns the same value."""
     size, trainer = steps_per_iteration(cfg), cfg.trainer
@@ -51,23 +64,24 @@ def has_all_shards(record: LogData) -> bool:
     return world_size() == 1 or "files" in record
 
 
-def with_shards(records: Iterator[LogData], cfg: Config) -> Iterator[LogData]:
+def with_shards(records: Iterator[LogData], run: Run, cfg: Config) -> Iterator[LogData]:
     """Add the other ranks' files to the records of rank 0 whose states may be saved (collective).
 
     If a signal asked any rank to stop, the records end on all ranks after the same iteration.
     """
-    kinds = kinds_of(build(cfg))
+    kinds = kinds_of(run)
     with ending(records):
         for record in records:
             stopping = record["log_type"] == "train" and any_rank(asked() is not None)
             if record["log_type"] == "train" and (stopping or may_be_saved(record["sample_step"], cfg)):
-                record["files"] = _gather_shards(record["state"], kinds)
+                state = record["state"] if cfg.trainer.save_replay else without_buffers(record["state"], kinds)
+                record["files"] = _gather_shards(state, kinds)
             yield {**record, "stopping": True} if stopping else record
             if stopping:
                 return
 
 
-def with_shards_at_crash(records: Iterator[LogData], cfg: Config) -> Iterator[LogData]:
+def with_shards_at_crash(records: Iterator[LogData], run: Run) -> Iterator[LogData]:
     """If the finite guard stops a run, add the files of the other ranks to its error.
 
     If environments are not in the state, leave the error unchanged. The step cannot be repeated then, and perhaps only
@@ -76,14 +90,13 @@ def with_shards_at_crash(records: Iterator[LogData], cfg: Config) -> Iterator[Lo
     try:
         yield from records
     except NotFiniteError as error:
-        run = build(cfg)
         if not run.env.is_pure:
             raise
         files = _gather_shards(error.state, kinds_of(run))
         raise NotFiniteError(str(error), error.report, error.state, files) from None
 
 
-def load_own_shard(state: TensorDict, cfg: Config, path: Path) -> TensorDict:
+def load_own_shard(run: Run, state: TensorDict, path: Path) -> TensorDict:
     """Return the state of a checkpoint with the environments of this rank.
 
     Raises: CheckpointError if a different number of ranks saved the checkpoint.
@@ -95,7 +108,7 @@ def load_own_shard(state: TensorDict, cfg: Config, path: Path) -> TensorDict:
     if rank() == 0:
         return state
     own, state = tensors_from_bytes((path / f"rank_{rank()}.safetensors").read_bytes()), state.clone()
-    expected = _per_rank_tensors(state, kinds_of(build(cfg)))
+    expected = _per_rank_tensors(cast(TensorDict, state.exclude(*buffers_left_out(path))), kinds_of(run))
     if {n: x.shape for n, x in own.items()} != {n: x.shape for n, x in expected.items()}:
         raise CheckpointError(f"{path}/rank_{rank()}.safetensors: does not fit the config; use the config of its run")
     for name, leaf in own.items():

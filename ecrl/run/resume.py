@@ -10,17 +10,19 @@ from typing import Any
 
 from tensordict import TensorDict
 
+from ecrl.algorithms import Run
 from ecrl.config import Config, config_from_dict, diff, load_config
 from ecrl.distributed import rank
 from ecrl.errors import CheckpointError, ConfigError
 from ecrl.loop.build import build, device_of
-from ecrl.loop.iteration import check_state, crossed, expected_state, init_state, steps_per_iteration
+from ecrl.loop.iteration import check_state, crossed, expected_state, first_state, steps_per_iteration
 from ecrl.run.atomic_files import complete_folder
 from ecrl.run.checkpoint import (
+    buffers_left_out,
     changed_conditions,
     conditions,
     latest,
-    load,
+    load_run,
     read_manifest,
     same_weights,
     step_checkpoints,
@@ -51,12 +53,24 @@ def resume(
 
     Raises: ConfigError that lists every key that differs, unless `force` is set; CheckpointError.
     """
+    return resume_run(run_dir, config, overrides, force)[1:]
+
+
+def resume_run(
+    run_dir: str | Path,
+    config: str | Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    force: bool = False,
+) -> tuple[Run, TensorDict, Config]:
+    """Return the run, built from the config to continue with, and the results of `resume`."""
     if (Path(run_dir) / "manifest.json").exists():
         raise ConfigError(f"{run_dir}: is a checkpoint; to resume, give the folder of its run")
     path = latest(run_dir) if step_checkpoints(run_dir) or not (Path(run_dir) / "config.json").exists() else None
     own = load_config((Path(run_dir) if path is None else complete_folder(path)) / "config.json")
-    given = own.model_dump(mode="json") if config is None else None
-    cfg = config_from_dict(given, str(run_dir), overrides) if config is None else load_config(config, overrides)
+    if config is None:
+        cfg = config_from_dict(own.model_dump(mode="json"), str(run_dir), overrides)
+    else:
+        cfg = load_config(config, overrides)
     changes = diff(own, cfg)
     if changes and not force:
         lines = "\n".join(f"  {line}" for line in changes)
@@ -64,16 +78,20 @@ def resume(
     if path is None:
         if rank() == 0:
             drop_rows_after(Path(run_dir), 0)
-        return init_state(cfg), cfg
-    state, own = load(path, None if _has_device(own) else cfg.trainer.device)
+        run = build(cfg)
+        return run, first_state(run, cfg), cfg
+    run, state, own = load_run(path, None if _has_device(own) else cfg.trainer.device)
     if changes:
-        state = _apply_changes(state.to(device_of(cfg)), own, cfg)
-    state = load_own_shard(state, cfg, path)
-    check_state(build(cfg), state, cfg)
+        own_run, run = run, build(cfg)
+        state = _apply_changes(state.to(device_of(cfg)), (own_run, own), (run, cfg))
+    state = load_own_shard(run, state, path)
+    check_state(run, state, cfg)
     if rank() == 0:
-        _warn_of_other_conditions(path, cfg)
+        _warn_of_other_conditions(path, run, cfg)
+        if left_out := buffers_left_out(path):
+            warnings.warn(f"{path}: has no {', '.join(left_out)}, so the run continues with an empty one", stacklevel=3)
         drop_rows_after(Path(run_dir), int(state["sample_step"]))
-    return state, cfg
+    return run, state, cfg
 
 
 def _has_device(cfg: Config) -> bool:
@@ -95,25 +113,25 @@ def continues_run(run_dir: str | Path, state: TensorDict, cfg: Config) -> bool:
     for path in (folder / "checkpoints" / f"step_{step}", folder / "checkpoints" / "best"):
         with suppress(CheckpointError):
             if read_manifest(path)["sample_step"] == step:
-                return same_weights(path, state, cfg)
+                return same_weights(path, state)
     with suppress(ConfigError):
         return not diff(load_config(folder / "config.json"), cfg)
     return False
 
 
-def _apply_changes(state: TensorDict, own: Config, cfg: Config) -> TensorDict:
+def _apply_changes(state: TensorDict, own: tuple[Run, Config], changed: tuple[Run, Config]) -> TensorDict:
     """Return the state with the hyperparameters, initial learning rate and random key of the changed config."""
-    before, after = (expected_state(build(config), config, state) for config in (own, cfg))
+    before, after = (expected_state(run, cfg, state) for run, cfg in (own, changed))
     names = ["hyper"]
     if "learning_rate" in state and float(before["learning_rate"]) != float(after["learning_rate"]):
         names.append("learning_rate")
-    if own.trainer.seed != cfg.trainer.seed:
+    if own[1].trainer.seed != changed[1].trainer.seed:
         names.append("key")
     return state.copy().update({name: after[name] for name in names}).lock_()
 
 
-def _warn_of_other_conditions(path: Path, cfg: Config) -> None:
-    if other := changed_conditions(read_manifest(path), conditions(cfg)):
+def _warn_of_other_conditions(path: Path, run: Run, cfg: Config) -> None:
+    if other := changed_conditions(read_manifest(path), conditions(run, cfg)):
         warnings.warn(f"{path}: the resumed run will not have the same bits: {'; '.join(other)}", stacklevel=3)
 
 
@@ -131,10 +149,9 @@ def drop_rows_after(run_dir: Path, step: int) -> None:
     if not metrics.exists():
         return
     rows = metrics.read_bytes().splitlines(keepends=True)
-    kept = [row for row in rows if _step_of(row) <= step]
-    if len(kept) == len(rows):
-        return
-    replace_rows(metrics, kept)
+    rows_until = [row for row in rows if _step_of(row) <= step]
+    if len(rows_until) < len(rows):
+        replace_rows(metrics, rows_until)
 
 
 def pending_evaluation(state: TensorDict, cfg: Config, run_dir: str | Path) -> LogData | None:

@@ -3,7 +3,7 @@
 import json
 import os
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -12,12 +12,12 @@ from typing import Any, cast
 from tensordict import TensorDict
 
 from ecrl.algorithms import Run
-from ecrl.compile.jit import Compilation, compilations_of
+from ecrl.compile.jit import compilations_of
 from ecrl.config import Config, load_config, total_steps
 from ecrl.distributed import rank, start, stop, value_of_rank_0, world_size
 from ecrl.errors import CheckpointError, ConfigError, NotSavedError
-from ecrl.loop.build import build, check_rollout
-from ecrl.loop.iteration import check_config, check_state, close, first_state, iterations
+from ecrl.loop.build import build, check_rollout, with_eval_events
+from ecrl.loop.iteration import check_state, first_state, iterations, run_summary
 from ecrl.loop.signals import asked, in_loop
 from ecrl.registry import registered
 from ecrl.run.atomic_files import replace_file
@@ -29,7 +29,7 @@ from ecrl.run.history import History
 from ecrl.run.loggers import with_host_logs, with_jsonl, with_progress
 from ecrl.run.profiler import Times, timed_records, with_profile, with_timers
 from ecrl.run.rank_shards import with_shards, with_shards_at_crash
-from ecrl.run.resume import continues_run, drop_rows_after, pending_evaluation, resume
+from ecrl.run.resume import continues_run, drop_rows_after, pending_evaluation, resume_run
 from ecrl.run.trackers import check_wandb, with_tensorboard, with_wandb
 from ecrl.run.video import with_training_videos
 from ecrl.run.video_writer import cameras, check_cameras
@@ -44,40 +44,38 @@ def _untimed(phase: str, records: Iterator[LogData]) -> Iterator[LogData]:
 
 def consumers(
     records: Iterator[LogData],
+    run: Run,
     state: TensorDict,
     cfg: Config,
     run_dir: Path | None,
     first: int,
     progress: bool,
     timed: Timed = _untimed,
-    evaluation: Run | None = None,
-    compilations: Sequence[Compilation] = (),
 ) -> Iterator[LogData]:
     """Stack the consumers that a run's config requests on its records.
 
     Args:
         records: the records of the loop.
+        run: run built from `cfg`.
         state: state before the first record.
         cfg: config of the run.
         run_dir: run folder; None writes nothing.
         first: env steps before the first record.
         progress: show a live line.
         timed: function (phase, records) -> records that times a phase, such as `ecrl.run.profiler.timed_records`.
-        evaluation: run built with the evaluation events; None builds it when needed.
-        compilations: compilations of the run's `jit`; the list grows during the run.
     """
     records = timed("loop", records)
-    records = with_shards_at_crash(records, cfg) if world_size() > 1 else records
-    records = records if run_dir is None or rank() > 0 else with_crash(records, cfg, run_dir)
+    records = with_shards_at_crash(records, run) if world_size() > 1 else records
+    records = records if run_dir is None or rank() > 0 else with_crash(records, run, cfg, run_dir)
     if rank() > 0:  # other ranks only train and send their part of a checkpoint
-        return with_shards(records, cfg)
-    records = with_shards(records, cfg) if world_size() > 1 else records
+        return with_shards(records, run, cfg)
+    records = with_shards(records, run, cfg) if world_size() > 1 else records
     videos = None if run_dir is None else run_dir / "videos"
     if cfg.trainer.enable_eval:
         left = None if run_dir is None else pending_evaluation(state, cfg, run_dir)
-        records = timed("evaluation", with_evaluation(records, cfg, videos, left, evaluation))
+        records = timed("evaluation", with_evaluation(records, cfg, videos, left, with_eval_events(run, cfg)))
     if videos is not None and cameras(cfg, "train"):
-        records = timed("videos", with_training_videos(records, cfg, videos, state))
+        records = timed("videos", with_training_videos(records, run, cfg, videos, state))
     records = with_host_logs(records)
     if run_dir is not None:
         _write_config(cfg, run_dir)
@@ -85,10 +83,11 @@ def consumers(
         records = with_tensorboard(records, cfg, run_dir / "logs", first)
         records = with_wandb(records, cfg, run_dir, first) if cfg.trainer.use_wandb else records
         records = timed("logging", records)
-        records = timed("checkpoints", with_checkpoints(with_best_checkpoint(records, cfg, run_dir), cfg, run_dir))
+        records = with_best_checkpoint(records, cfg, run_dir, run)
+        records = timed("checkpoints", with_checkpoints(records, cfg, run_dir, run))
     if not progress:
         return records
-    return timed("progress", with_progress(records, first, total_steps(cfg, world_size()), compilations))
+    return timed("progress", with_progress(records, first, total_steps(cfg, world_size()), compilations_of(run.jit)))
 
 
 def _write_config(cfg: Config, folder: Path) -> None:
@@ -154,10 +153,9 @@ def _train(
     """
     if profile and folder is None:
         raise ConfigError("profile: its times and traces need a folder; pass run_dir too")
-    evaluation = build(cfg, "eval")._replace(jit=run.jit) if cfg.trainer.enable_eval else None
     check_rollout(cfg, run)
-    if evaluation is not None:
-        check_evaluation(cfg, evaluation)
+    if cfg.trainer.enable_eval:
+        check_evaluation(with_eval_events(run, cfg), cfg)
     if folder is not None and rank() == 0:
         check_cameras(cfg)
         check_wandb(cfg)
@@ -167,10 +165,10 @@ def _train(
         times, first = Times(), int(state["sample_step"])
         records = iterations(with_timers(times, run) if profile else run, state, cfg)
         stack = partial(timed_records, times) if profile else _untimed
-        records = consumers(records, state, cfg, folder, first, progress, stack, evaluation, compilations_of(run.jit))
+        records = consumers(records, run, state, cfg, folder, first, progress, stack)
         records = with_profile(records, times, cast(Path, folder)) if profile else records
         try:
-            with in_loop(alone=world_size() == 1), closing(cast(Generator, records)):
+            with in_loop(may_abandon=world_size() == 1), closing(cast(Generator, records)):
                 for record in records:
                     keep(record)
                     state = record["state"]
@@ -183,25 +181,25 @@ def _train(
     return state
 
 
-def _announce(cfg: Config, folder: Path) -> None:
+def _announce(run: Run, cfg: Config, folder: Path) -> None:
     known = (f"{kind}s {', '.join(registered(kind))}" for kind in ("env", "algorithm"))
     known = "; ".join((*known, f"policies {', '.join(registered('policy'))}"))
-    print("\n".join([f"run      {folder}", *check_config(cfg, world_size()), f"known    {known}"]))
+    print("\n".join([f"run      {folder}", *run_summary(run, cfg, world_size()), f"known    {known}"]))
 
 
-def _first_state(cfg: Config, path: str) -> TensorDict:
-    """Check the config and return the state before the first step. Errors name the file."""
+def _new_run(cfg: Config, path: str) -> tuple[Run, TensorDict]:
+    """Check the config. Return the run and its state before the first step. Errors name the file."""
     try:
         run = build(cfg)
         check_rollout(cfg, run)
         state = first_state(run, cfg)
         if cfg.trainer.enable_eval:
-            check_evaluation(cfg)
+            check_evaluation(with_eval_events(run, cfg), cfg)
         check_cameras(cfg)
         check_wandb(cfg)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
-    return state
+    return run, state
 
 
 def train_from_config(
@@ -250,28 +248,28 @@ def run_config(
             folder = Path(resume_from)
             start(distributed or _was_distributed(folder, path, changed))
             stack.enter_context(lock_run_folder(folder))
-            state, cfg = resume(folder, path, changed, force)
+            run, state, cfg = resume_run(folder, path, changed, force)
         else:
             cfg = load_config(path or "", changed)
             start(cfg.trainer.distributed)
-            state = _first_state(cfg, str(path))
+            run, state = _new_run(cfg, str(path))
             folder = Path(value_of_rank_0("run_dir", lambda: str(new_run_dir(cfg) if run_dir is None else run_dir)))
             begun = claimed_before(folder)
             if rank() == 0:
                 claim(folder, new=not begun)
             stack.enter_context(lock_run_folder(folder))
             if begun and any(folder.glob("checkpoints/step_*")):
-                state, cfg = resume(folder, path, changed)
+                run, state, cfg = resume_run(folder, path, changed)
             elif rank() == 0:
                 drop_rows_after(folder, 0)
         if cfg.trainer.distributed and "WORLD_SIZE" not in os.environ:
             warnings.warn("trainer.distributed: torchrun did not start this process; it trains alone", stacklevel=2)
         if rank() == 0:
-            _announce(cfg, folder)
+            _announce(run, cfg, folder)
             if int(state["sample_step"]) >= total_steps(cfg, world_size()):
                 print("its budget is spent; to train for longer, add --trainer.iterations N --force")
-        state = _train(build(cfg), state, cfg, folder, False, True, profile, keep)
-        close(state, cfg)
+        state = _train(run, state, cfg, folder, False, True, profile, keep)
+        run.env.close(cast(TensorDict, state["env"]))
         stop()
         return state
 

@@ -13,15 +13,16 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from ecrl.algorithms import Run
 from ecrl.algorithms.core import OnPolicy
 from ecrl.config import Config
 from ecrl.distributed import world_size
-from ecrl.envs import Env, make_env
+from ecrl.envs import Env
 from ecrl.envs.mujoco.camera import CameraConfig
 from ecrl.errors import ConfigError
 from ecrl.kernels import scan
 from ecrl.loop.buffers import borrowed_leaves, kinds_of
-from ecrl.loop.build import build
+from ecrl.loop.build import build, with_eval_events
 from ecrl.run.evaluation import eval_steps
 from ecrl.run.loggers import ending
 from ecrl.run.video_writer import FPS, Camera, background_worker, cameras, render_views, video_path, view, write_video
@@ -64,7 +65,7 @@ def record(state: TensorDict, cfg: Config, path: str | Path, num_envs: int = 4, 
     for name, count in (("num_envs", num_envs), ("num_episodes", num_episodes)):
         if count < 1:
             raise ConfigError(f"{name}: {count}, expected at least 1")
-    run = build(cfg, "eval")
+    run = with_eval_events(build(cfg), cfg)
     sim = run.env.scene
     if sim is None:
         raise ConfigError(f"{cfg.env.name} has no scene to be seen; ecrl record is for MuJoCo tasks")
@@ -103,13 +104,12 @@ def _first_envs(state: TensorDict, cfg: Config, count: int) -> TensorDict:
     return TensorDict({**dict(state.items()), **fields}, [])
 
 
-def rollout_views(state: TensorDict, cfg: Config, count: int) -> Generator[TensorDict, None, None]:
+def rollout_views(run: Run, state: TensorDict, cfg: Config, count: int) -> Generator[TensorDict, None, None]:
     """Repeat the rollout of the iteration that begins at `state`, and yield the views of its first environments.
 
     Randomness depends only on (seed, stream, environment, step), so the episodes equal those of the run up to
     rounding. Rounding depends on the number of environments.
     """
-    run = build(cfg)
     env, static = _with_views(run.env, count), run.static._replace(num_envs=count)
     run, iterate = run._replace(env=env, static=static, jit=partial, scan=scan), run.algorithm.iterate
     first = _first_envs(state, cfg, count)
@@ -124,14 +124,14 @@ def rollout_views(state: TensorDict, cfg: Config, count: int) -> Generator[Tenso
 _ASYNC = "record_camera_data_async"
 
 
-def _record_rollout(state: TensorDict, cfg: Config, camera: Camera, path: Path) -> None:
+def _record_rollout(run: Run, state: TensorDict, cfg: Config, camera: Camera, path: Path) -> None:
     count = min(camera.params.max_env_num, cfg.trainer.num_envs)
-    views = islice(rollout_views(state, cfg, count), 0, None, camera.event.interval_step)
-    write_video(path, render_views(make_env(cfg.env).scene, camera.params, views), FPS)
+    views = islice(rollout_views(run, state, cfg, count), 0, None, camera.event.interval_step)
+    write_video(path, render_views(run.env.scene, camera.params, views), FPS)
 
 
 def with_training_videos(
-    records: Iterator[LogData], cfg: Config, videos: str | Path, state: TensorDict
+    records: Iterator[LogData], run: Run, cfg: Config, videos: str | Path, state: TensorDict
 ) -> Iterator[LogData]:
     """Record rollouts with the cameras under `trainer.events.train`, in the background.
 
@@ -141,6 +141,7 @@ def with_training_videos(
 
     Args:
         records: records to pass on.
+        run: run built from `cfg`.
         cfg: config of the run.
         videos: folder of the videos.
         state: state before the first record.
@@ -153,6 +154,6 @@ def with_training_videos(
                 last, waits = jobs[i], camera.event.func != _ASYNC
                 if waits or last is None or last.done():
                     path = video_path(Path(videos), camera, record["sample_step"])
-                    jobs[i] = start(_record_rollout, state, cfg, camera, path)
+                    jobs[i] = start(_record_rollout, run, state, cfg, camera, path)
             state = record["state"] if record["log_type"] == "train" else state
             yield record

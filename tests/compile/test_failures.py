@@ -7,10 +7,10 @@ import torch
 from support.small_runs import same, small
 
 from ecrl.compile import jit as jit_module
-from ecrl.compile.jit import Compilation, _compiled, _compiled_or_eager, _warn_eager, choose_form
+from ecrl.compile.jit import Compilation, _compiled, _compiled_or_eager, _warn_eager, choose_form, compilations_of
 from ecrl.errors import ConfigError
 from ecrl.kernels import scan
-from ecrl.loop.build import _compilations, form_of, note_compilations
+from ecrl.loop.build import build, form_in_use
 from ecrl.loop.iteration import init_state, make_iteration
 from ecrl.run.checkpoint import latest, read_manifest
 from ecrl.run.train import train
@@ -21,7 +21,7 @@ LOOPS = pytest.mark.skipif(torch.__version__ < "2.13", reason="compiled loops ne
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
     """Forget compiled functions and warnings before and after a test."""
-    caches = _compiled, _compiled_or_eager, _warn_eager, _compilations
+    caches = _compiled, _compiled_or_eager, _warn_eager
     for one in caches:
         one.cache_clear()
     yield
@@ -167,24 +167,26 @@ def test_the_run_folder_names_the_form_that_trained(monkeypatch, tmp_path):
     monkeypatch.setattr(jit_module, "_compiler_for", breaks(ImportError("cannot import name 'scan_op'")))
     monkeypatch.setattr("ecrl.loop.build._COMPILING_S", 0.0)
     cfg = small(**{"trainer.compile": "auto"})
-    assert form_of(cfg).name == "compiled"
+    assert form_in_use(build(cfg)) == "compiled"
     for folder in (tmp_path / "first", tmp_path / "next"):  # the next run finds its functions eager
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "running eager")
             train(init_state(cfg), cfg, folder, progress=False)
         assert read_manifest(latest(folder))["form"] == "eager"
-    assert "scan_op" in form_of(cfg).reason
-    assert form_of(small(**{"trainer.compile": "auto", "trainer.num_envs": 6})).name == "compiled"
 
 
 @LOOPS
 def test_a_run_with_compiled_and_eager_iterations_is_partly_eager(monkeypatch):
     monkeypatch.setattr("ecrl.loop.build._COMPILING_S", 0.0)
     cfg = small(**{"trainer.compile": "auto"})
-    note_compilations(cfg, [Compilation("collect: first call", 1.0)])
-    assert form_of(cfg).name == "compiled"
-    note_compilations(cfg, [Compilation("learn: first call", 1.0, "learn cannot be compiled")])
-    assert form_of(cfg)[:2] == ("partly eager", "learn cannot be compiled")
+    run = build(cfg)
+    compilations_of(run.jit).append(Compilation("collect: first call", 1.0))
+    assert form_in_use(run) == "compiled"
+    compilations_of(run.jit).append(Compilation("learn: first call", 1.0, "learn cannot be compiled"))
+    assert form_in_use(run) == "partly eager"
+    compilations_of(run.jit).pop(0)
+    assert form_in_use(run) == "eager"
+    assert form_in_use(build(small())) == "eager"
 
 
 @LOOPS

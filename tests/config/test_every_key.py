@@ -143,7 +143,7 @@ def watched(cfg: Config, events: dict) -> Config:
 def states(cfg: Config, folder, evaluations: int) -> list:
     """The state after every iteration of a run with all its consumers, in which there are so many evaluations."""
     folder.mkdir()
-    records = list(consumers(train_iter(init_state(cfg), cfg), init_state(cfg), cfg, folder, 0, False))
+    records = list(consumers(train_iter(init_state(cfg), cfg), build(cfg), init_state(cfg), cfg, folder, 0, False))
     assert sum(r["log_type"] == "evaluate" for r in records) == evaluations
     assert (folder / "checkpoints" / "best").exists() == (evaluations > 0)
     build(cfg).env.close(records[-1]["state"]["env"])

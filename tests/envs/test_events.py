@@ -14,7 +14,7 @@ from ecrl.config import EventConfig
 from ecrl.config.model import ConfigModel
 from ecrl.envs import Env, auto_reset, make_env, restart, state_of, time_limit, with_events
 from ecrl.errors import ConfigError
-from ecrl.loop.build import build
+from ecrl.loop.build import build, with_eval_events
 from ecrl.loop.iteration import init_state, make_iteration
 from ecrl.registry import register_event, registered
 from ecrl.spaces import Discrete, box
@@ -597,7 +597,7 @@ def test_events_of_training_and_of_evaluation_are_apart():
     keys = torch.arange(4)
     train, evaluation, none = (
         build(cfg).env,
-        build(cfg, "eval").env,
+        with_eval_events(build(cfg), cfg).env,
         build(cfg.replace(**{"trainer.events": {}})).env,
     )
     assert (train.reset(keys)["obs"] == 0.5).all() and not (evaluation.reset(keys)["obs"] == 0.5).any()

@@ -224,6 +224,30 @@ print(json.dumps([size, max(taken), copied]))
 """
 
 
+CHECKED = (
+    MEASURED.split("records =")[0]
+    + """
+from ecrl.loop.iteration import check_state
+from ecrl.loop.build import build
+state, run = init_state(cfg), build(cfg)
+print(allocated(lambda: check_state(run, state, cfg))[1])
+other = build(cfg.replace(**{"algorithm.cfg.capacity": 2**16}))
+try:
+    check_state(other, state, cfg)
+except ValueError as error:
+    print(error)
+"""
+)
+
+
+def test_a_state_with_a_buffer_is_checked_without_another_buffer():
+    done = subprocess.run([sys.executable, "-c", CHECKED, "off"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    taken, message = done.stdout.splitlines()
+    assert 0 < int(taken) < 2**22
+    assert message.startswith("state: replay/next_obs is [32768, 4], the config makes it [65536, 4]; ")
+
+
 @pytest.mark.parametrize("form", ["off", pytest.param("on", marks=pytest.mark.slow)])
 def test_an_iteration_with_a_buffer_of_a_gibibyte_allocates_little(form):
     done = subprocess.run([sys.executable, "-c", MEASURED, form], capture_output=True, text=True)

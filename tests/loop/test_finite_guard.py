@@ -11,16 +11,19 @@ from pydantic import Field
 from support import fake_gymnasium_envs
 from support.small_runs import NET, same, small
 from support.small_runs import last_state as end_of
+from tensordict import TensorDict
 
 from ecrl import rng
 from ecrl.algorithms.core import start_keys
+from ecrl.algorithms.state_kinds import Kind
 from ecrl.cli import main as __main__
 from ecrl.config import Config
 from ecrl.config.model import ConfigModel
 from ecrl.envs.core import Env, state_of
 from ecrl.errors import CheckpointError, NotFiniteError, UserError
+from ecrl.loop.buffers import kinds_of
 from ecrl.loop.build import build
-from ecrl.loop.finite_guard import flags
+from ecrl.loop.finite_guard import flags, undo_update
 from ecrl.loop.iteration import init_state, make_iteration, train_iter
 from ecrl.loop.nonfinite_report import with_checked_actions
 from ecrl.registry import register_env
@@ -228,14 +231,17 @@ def test_off_looks_at_nothing():
 def test_skip_leaves_the_update_out_and_goes_on_as_without_it(algorithm, fault, form):
     more = {"policy.normalize_obs": True} | ({"algorithm.cfg.normalize_reward": True} if algorithm == "ppo" else {})
     cfg = run(algorithm, fault, form, **more, **{"trainer.finite_guard": "skip", "trainer.iterations": 5})
-    with pytest.warns(UserWarning, match="^after 16 env steps: NaN or infinity in .*said once$") as said:
+    with pytest.warns(
+        UserWarning, match=r"^after 16 env steps: NaN or infinity in .*\(this warning appears once\)$"
+    ) as said:
         records = list(train_iter(init_state(cfg), cfg))
     states = [r["state"] for r in records if r["log_type"] == "train"]
     counted = [float(r["logs"]["skipped_updates"]) for r in records if r["log_type"] == "train"]
     assert len(said) == 1 and counted == [0.0, 1.0, 0.0, 0.0, 0.0]
     assert [int(s["update_step"]) for s in states] == [1, 1, 2, 3, 4]
     kept = ("params", "opt", "norm", "hyper", "update_step")
-    assert same(states[0].select(*kept), states[1].select(*kept))
+    old, new = (state.select(*kept).exclude(("norm", "reward", "running")) for state in states[:2])
+    assert same(old, new)
     fields = [x for x in states[-1].values(True, True) if x.is_floating_point()]
     assert all(x.isfinite().all() for x in fields) and not same(states[1]["params"], states[2]["params"])
     off = cfg.replace(**{"trainer.finite_guard": "off"})
@@ -243,6 +249,43 @@ def test_skip_leaves_the_update_out_and_goes_on_as_without_it(algorithm, fault, 
     assert same(world["env"], states[1]["env"])
     without = states[1].copy().update({"env": world["env"]})
     assert same(train_states(off, without)[0], states[2])
+
+
+def test_running_returns_move_on_with_the_environments_of_a_skipped_iteration():
+    """After two iterations of 4 steps. The reward of env 2 is NaN in the second step of the second iteration.
+
+    Expected are the discounted rewards of all 8 steps, from a loop over the collected batches.
+    """
+    changes = {"algorithm.cfg.normalize_reward": True, "trainer.iterations": 2, "trainer.finite_guard": "skip"}
+    cfg = run("ppo", "reward", **changes)
+    made, state = build(cfg), init_state(cfg)
+    expected = torch.zeros(4)
+    with pytest.warns(UserWarning, match="NaN or infinity in reward"):
+        states = train_states(cfg, state)
+    for start in (state, states[0]):
+        _, batch = made.algorithm.iterate.collect(made, start)
+        for reward in batch["reward"][:, :-1].unbind(1):
+            expected = reward + cfg.algorithm.cfg.gamma * expected
+    assert expected.isnan().tolist() == [False, False, True, False]
+    torch.testing.assert_close(states[1]["norm", "reward", "running"], expected.nan_to_num(0.0))
+    assert same(states[0]["norm", "reward", "moments"], states[1]["norm", "reward", "moments"])
+
+
+def test_the_kind_of_a_leaf_alone_decides_what_a_skipped_iteration_leaves_out():
+    cfg = run("ppo")
+    start, flags_set = init_state(cfg), torch.tensor([False, False, False, True, False, False])
+    fields = {"noise": torch.zeros(4), "rate": torch.zeros(4)}
+    start = TensorDict({**dict(start.items()), "explore": TensorDict(fields, [])}, [])
+    end = start.copy().set("explore", start["explore"] + 1.0)
+    named: dict = kinds_of(build(cfg))
+    for kinds, moved in (
+        ({"explore": Kind.COUNTER, ("explore", "noise"): Kind.ENVIRONMENT}, (1.0, 0.0)),
+        ({"explore": Kind.ENVIRONMENT, ("explore", "rate"): Kind.COUNTER}, (1.0, 0.0)),
+        ({"explore": Kind.ENVIRONMENT}, (1.0, 1.0)),
+        ({"explore": Kind.STATISTICS}, (0.0, 0.0)),
+    ):
+        after = undo_update(flags_set, start, end, {**named, **kinds})["explore"]
+        assert (float(after["noise"][0]), float(after["rate"][0])) == moved
 
 
 def test_skip_leaves_out_single_gradient_steps_and_warns_once(monkeypatch):
@@ -261,7 +304,9 @@ def test_skip_leaves_out_single_gradient_steps_and_warns_once(monkeypatch):
     monkeypatch.setattr(ppo, "loss", once_per_epoch)
     monkeypatch.setattr(ppo, "advantages", advantages)
     cfg = run("ppo", **{"trainer.finite_guard": "skip", "trainer.iterations": 3})
-    with pytest.warns(UserWarning, match="^after 0 env steps: .* 2 gradient steps are left out; .*said once$") as said:
+    with pytest.warns(
+        UserWarning, match=r"^after 0 env steps: .* 2 gradient steps are left out; .*appears once\)$"
+    ) as said:
         records = [r for r in train_iter(init_state(cfg), cfg) if r["log_type"] == "train"]
     assert len(said) == 1
     for record in records:
@@ -364,7 +409,7 @@ def test_an_action_that_no_environment_is_given_is_found_in_the_middle_of_a_roll
 @pytest.mark.parametrize("fault", ["obs", "reward"])
 def test_gymnasium_goes_on_where_updates_are_left_out_and_where_nothing_looks(fault):
     cfg = drifting(fault, "skip")
-    with pytest.warns(UserWarning, match=r"^after 8 env steps: NaN or infinity in .*said once$"):
+    with pytest.warns(UserWarning, match=r"^after 8 env steps: NaN or infinity in .*\(this warning appears once\)$"):
         records = [r for r in train_iter(init_state(cfg), cfg) if r["log_type"] == "train"]
     assert [float(r["logs"]["skipped_updates"]) for r in records] == [0.0, 1.0, 0.0, 0.0, 0.0]
     assert same(records[0]["state"]["params"], records[1]["state"]["params"])

@@ -104,6 +104,14 @@ def test_a_state_of_another_config_is_refused_by_name():
             next(train_iter(state, other))
 
 
+def test_a_leaf_of_another_dtype_is_refused_by_name():
+    state = init_state(small())
+    state = state.clone().set("params", state["params"].to(torch.float64))
+    message = r"^state: params/actor/0.bias is float64, the config makes it float32; use the config of its run$"
+    with pytest.raises(ConfigError, match=message):
+        next(train_iter(state, small()))
+
+
 def test_a_device_without_its_number_is_the_one_the_state_is_on(monkeypatch):
     monkeypatch.setattr(ecrl.loop.iteration, "device_of", lambda cfg: torch.device("cpu:0"))  # as cuda:0 is to cuda
     state = init_state(small())
@@ -193,7 +201,7 @@ def test_an_iteration_keeps_the_fields_of_the_state(monkeypatch):
     make = ecrl.loop.build.make_algorithm
     adds = on_policy(collect, lambda run, state, batch: (state.copy().set("new", state["key"]), {}))
     monkeypatch.setattr("ecrl.loop.build.make_algorithm", lambda block: replace(make(block), iterate=adds))
-    with pytest.raises(ValueError, match=r"it changed .*new"):
+    with pytest.raises(ConfigError, match=r"^algorithm ppo: update adds fields of the state: new; return"):
         next(train_iter(init_state(small()), small()))
 
 

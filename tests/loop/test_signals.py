@@ -50,7 +50,7 @@ def test_an_iteration_that_takes_too_long_is_given_up():
 
 
 def test_an_iteration_of_several_ranks_is_let_end():
-    with in_loop(alone=False), interruptible():
+    with in_loop(may_abandon=False), interruptible():
         send()
         time.sleep(0.6)
     assert asked() == signal.SIGTERM

@@ -14,6 +14,7 @@ from support.small_runs import last_state, same, small
 from tensordict import TensorDict
 
 from ecrl.errors import CheckpointError
+from ecrl.loop.build import build
 from ecrl.loop.iteration import init_state, train_iter
 from ecrl.run import atomic_files as durable
 from ecrl.run import checkpoint
@@ -177,11 +178,14 @@ def test_an_older_checkpoint_is_loaded(tmp_path):
         if not name.startswith("hyper/schedule/"):
             older["/".join((parts[0], *parts[2:])) if parts[0] == "opt" else name] = leaf
     assert {"opt/mu/critic/0.bias", "opt/nu/actor/0.bias", "opt/step"} <= older.keys() and len(older) == len(flat) - 2
-    write(tmp_path / "old", snapshot(state, cfg)._replace(tensors=older))
+    write(tmp_path / "old", snapshot(build(cfg), state, cfg)._replace(tensors=older))
     loaded, again = load(tmp_path / "old")
     assert same(loaded, state) and again == cfg
     (gone,) = [name for name in older if name.startswith("params/actor") and name.endswith("0.bias")]
-    write(tmp_path / "less", snapshot(state, cfg)._replace(tensors={n: x for n, x in older.items() if n != gone}))
+    write(
+        tmp_path / "less",
+        snapshot(build(cfg), state, cfg)._replace(tensors={n: x for n, x in older.items() if n != gone}),
+    )
     with pytest.raises(CheckpointError, match=f"state and config disagree on {gone}"):
         load(tmp_path / "less")
 
@@ -226,7 +230,7 @@ def test_further_files_are_under_the_checksums(saved, tmp_path):
 def test_a_snapshot_is_apart_from_what_follows_and_knows_who_made_it(tmp_path):
     cfg = small()
     state = init_state(cfg).clone()
-    before, copy = state.clone(), snapshot(state, cfg)
+    before, copy = state.clone(), snapshot(build(cfg), state, cfg)
     state.apply_(lambda leaf: leaf.zero_())
     thread = Thread(target=write, args=(tmp_path / "later", copy))  # whose number of threads is another
     thread.start()
@@ -275,7 +279,7 @@ def test_a_state_that_was_saved_is_not_kept():
     alive = weakref.ref(state)
     gc.disable()  # a state that only the collector frees would pile up between its rare full rounds
     try:
-        snapshot(state, cfg)
+        snapshot(build(cfg), state, cfg)
         del state
         assert alive() is None
     finally:

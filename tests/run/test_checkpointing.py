@@ -3,16 +3,24 @@
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import nullcontext
 
 import pytest
 import torch
+from safetensors.torch import load as tensors_from_bytes
+from safetensors.torch import save as tensors_to_bytes
+from support.replay_agent import N, T, replaying
 from support.small_runs import same, small
 
 from ecrl.errors import CheckpointError, UserError
+from ecrl.loop.buffers import check_current, kinds_of
+from ecrl.loop.build import build
 from ecrl.loop.iteration import init_state, train_iter
 from ecrl.run import checkpointing as saving
-from ecrl.run.checkpoint import latest, load, read_manifest
+from ecrl.run.checkpoint import latest, load, read_manifest, snapshot, write
 from ecrl.run.checkpointing import with_best_checkpoint, with_checkpoints
+from ecrl.run.resume import resume
+from ecrl.run.train import train
 
 
 def steps_of(run_dir):
@@ -288,3 +296,98 @@ def test_what_a_killed_writer_left_is_removed(tmp_path):
         (folder / name).mkdir(parents=True)
     list(trained(small(), tmp_path))
     assert [p.name for p in folder.iterdir()] == ["step_128"]
+
+
+def test_an_error_at_a_collect_record_surfaces_and_the_newest_state_with_its_buffer_is_saved(tmp_path):
+    cfg = replaying(**{"trainer.save_freq": 10**6})
+    expected = [r["state"].clone() for r in train_iter(init_state(cfg), cfg) if r["log_type"] == "train"]
+
+    def source():
+        for record in train_iter(init_state(cfg), cfg):
+            yield record
+            if record["log_type"] == "collect" and record["sample_step"] == 3 * N * T:
+                raise UserError("the disk of the logger broke")
+
+    with pytest.raises(UserError, match="the disk of the logger broke"):
+        list(with_checkpoints(source(), cfg, tmp_path))
+    assert steps_of(tmp_path) == [3 * N * T]
+    assert same(load(latest(tmp_path))[0], expected[2])
+
+
+def test_an_interrupt_while_rows_are_written_leaves_no_state_that_counts_as_current(tmp_path, monkeypatch):
+    """The first field of the third iteration is written, the second is not."""
+    cfg, calls, write = replaying(**{"trainer.save_freq": 2 * N * T}), [], torch.Tensor.index_copy_
+    fields = 5
+
+    def interrupted(*args):
+        calls.append(args)
+        if len(calls) == 3 * fields + 2:
+            raise KeyboardInterrupt
+        return write(*args)
+
+    monkeypatch.setattr(torch.Tensor, "index_copy_", interrupted)
+    states = []
+    message = f"^the state after {3 * N * T} env steps is not saved: the writing of its replay was interrupted$"
+    with pytest.warns(UserWarning, match=message), pytest.raises(KeyboardInterrupt):
+        for record in with_checkpoints(train_iter(init_state(cfg), cfg), cfg, tmp_path):
+            states.append(record["state"])
+    with pytest.raises(UserError, match=r"^state: its replay was overwritten by a later iteration"):
+        check_current(states[-1], kinds_of(build(cfg)))
+    assert steps_of(tmp_path) == [2 * N * T]
+
+
+def evaluated(cfg, run_dir):
+    """Train with a best checkpoint of the first iteration."""
+    for record in train_iter(init_state(cfg), cfg):
+        yield record
+        if record["log_type"] == "train" and record["sample_step"] == N * T:
+            yield {**record, "log_type": "evaluate", "logs": {"eval/avg_reward": torch.tensor(1.0)}}
+
+
+def names_in(path):
+    return {name.split("/")[0] for name in tensors_from_bytes((path / "state.safetensors").read_bytes())}
+
+
+def test_the_best_checkpoint_has_no_buffer_and_loads_with_an_empty_one(tmp_path):
+    cfg = replaying(**{"trainer.save_freq": N * T})
+    list(with_best_checkpoint(evaluated(cfg, tmp_path), cfg, tmp_path))
+    best = tmp_path / "checkpoints" / "best"
+    assert "replay" not in names_in(best) and "params" in names_in(best)
+    assert read_manifest(best)["left_out"] == ["replay"]
+    state, _ = load(best)
+    assert same(state["replay"], init_state(cfg)["replay"]) and int(state["sample_step"]) == N * T
+    assert len(list(train_iter(state, cfg))) == 8
+
+
+def test_the_best_checkpoint_has_no_buffers_of_other_ranks(tmp_path):
+    cfg = replaying()
+    shard = tensors_to_bytes({"replay/obs": torch.ones(2), "env/obs": torch.ones(3)})
+    records = ({**r, "files": {"rank_1.safetensors": shard}} for r in evaluated(cfg, tmp_path))
+    list(with_best_checkpoint(records, cfg, tmp_path))
+    saved = tensors_from_bytes((tmp_path / "checkpoints" / "best" / "rank_1.safetensors").read_bytes())
+    assert [*saved] == ["env/obs"]
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_save_replay_decides_if_checkpoints_have_the_buffer_and_resuming_says_so(tmp_path, saves):
+    cfg = replaying(**{"trainer.save_replay": saves, "trainer.iterations": 3})
+    end, _ = train(init_state(cfg), cfg, tmp_path, progress=False)
+    path = latest(tmp_path)
+    assert ("replay" in names_in(path)) == saves
+    message = "^.*step_36: has no replay, so the run continues with an empty one$"
+    with nullcontext() if saves else pytest.warns(UserWarning, match=message):
+        state, _ = resume(tmp_path, overrides={"trainer.iterations": 5}, force=True)
+    assert same(state["replay"], end["replay"] if saves else init_state(cfg)["replay"])
+    assert same(state["params"], end["params"])
+    longer = cfg.replace(**{"trainer.iterations": 5})
+    *_, record = train_iter(state, longer)
+    assert int(record["state"]["replay", "cursor"]) == (5 if saves else 2) * N * T
+
+
+def test_a_checkpoint_without_its_buffer_is_damaged_unless_its_manifest_names_the_buffer(tmp_path):
+    cfg = replaying()
+    made = snapshot(build(cfg), init_state(cfg), cfg)
+    fewer = {name: x for name, x in made.tensors.items() if not name.startswith("replay/")}
+    write(tmp_path / "less", made._replace(tensors=fewer))
+    with pytest.raises(CheckpointError, match="state and config disagree on replay/cursor"):
+        load(tmp_path / "less")

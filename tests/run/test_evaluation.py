@@ -13,6 +13,7 @@ from support.small_runs import last_state, same, small
 from ecrl.envs import make_env
 from ecrl.envs.gymnasium import handles as live
 from ecrl.errors import ConfigError, UserError
+from ecrl.loop.build import build
 from ecrl.loop.iteration import init_state, train_iter
 from ecrl.run import rank_shards as ranks
 from ecrl.run.evaluation import _summary, eval_envs, evaluate, with_evaluation
@@ -118,7 +119,7 @@ def test_ranks_that_stop_do_not_evaluate_before_that(monkeypatch):
     for stopping in (False, True):
         monkeypatch.setattr(ranks, "any_rank", lambda mine, stopping=stopping: stopping)
         monkeypatch.setattr(ranks, "_gather_shards", lambda *_: {})
-        records = with_shards(islice(train_iter(init_state(cfg), cfg), 4), cfg)
+        records = with_shards(islice(train_iter(init_state(cfg), cfg), 4), build(cfg), cfg)
         kinds.append([record["log_type"] for record in with_evaluation(records, cfg)])
     assert kinds == [2 * ["collect", "train", "evaluate"], ["collect", "train"]]
 

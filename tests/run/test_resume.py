@@ -12,6 +12,7 @@ from support.small_runs import full_config, same, small
 
 from ecrl.config import Config
 from ecrl.errors import CheckpointError, ConfigError
+from ecrl.loop.build import build
 from ecrl.loop.iteration import close, init_state, train_iter
 from ecrl.run import evaluation
 from ecrl.run.checkpoint import latest, load, save, snapshot, write
@@ -129,7 +130,7 @@ def test_other_threads_are_warned_of(tmp_path):
 def test_a_run_goes_on_where_its_device_is_not(tmp_path):
     run, cfg = finished(tmp_path)
     state, elsewhere = load(latest(run))[0], cfg.replace(**{"trainer.device": "cuda:77"})
-    made = snapshot(state, cfg)
+    made = snapshot(build(cfg), state, cfg)
     write(latest(run), made._replace(cfg=elsewhere, conditions=made.conditions | {"device": "cuda"}))
     with pytest.raises(ConfigError, match=r"trainer\.device: cuda:77 is not available; available: cpu"):
         resume(run)
@@ -144,7 +145,7 @@ def test_a_run_goes_on_where_its_device_is_not(tmp_path):
 
 def test_a_manifest_of_before_the_device_was_told_is_read(tmp_path):
     run, cfg = finished(tmp_path)
-    made = snapshot(load(latest(run))[0], cfg)
+    made = snapshot(build(cfg), load(latest(run))[0], cfg)
     write(latest(run), made._replace(conditions={name: x for name, x in made.conditions.items() if name != "device"}))
     assert same(resume(run)[0], load(latest(run))[0])
 

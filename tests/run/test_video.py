@@ -17,6 +17,7 @@ from tensordict import TensorDict
 from ecrl.cli import main as cli
 from ecrl.config import config_from_dict
 from ecrl.errors import ConfigError, UserError
+from ecrl.loop.build import build
 from ecrl.loop.iteration import init_state, make_iteration, train_iter
 from ecrl.run import video, video_writer
 from ecrl.run.checkpoint import save
@@ -184,7 +185,7 @@ def test_training_waits_for_each_video_or_for_none(tmp_path, monkeypatch, func):
     monkeypatch.setattr(video, "background_worker", recorded)
     kinds = [(kind, n) for n in range(6) for kind in ("collect", "train")]
     records = iter([{"log_type": kind, "sample_step": n, "state": None} for kind, n in kinds])
-    videos = video.with_training_videos(records, cfg, tmp_path, None)
+    videos = video.with_training_videos(records, build(cfg), cfg, tmp_path, None)
     if func == "record_camera_data":
         free.set()
         waiting, expected = 0, range(6)
@@ -208,7 +209,7 @@ def test_what_training_collects_is_filmed(algorithm):
     state = init_state(short)
     for _ in range(2):  # the second iteration starts in mid-episode
         after, _ = make_iteration(short)(state)
-        views = list(rollout_views(state, long, 3))
+        views = list(rollout_views(build(long), state, long, 3))
         assert len(views) == 9 and views[0].batch_size == (3,)
         # with one step more, the last view is where the iteration ended; groups start anew in every iteration
         for row, world in ((0, state), (8, after)) if algorithm == "ppo" else ((8, after),):

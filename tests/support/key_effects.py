@@ -19,12 +19,13 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from safetensors.torch import load as tensors_from_bytes
 
 from ecrl.config import Config, config_from_dict
 from ecrl.errors import ConfigError, UserError
 from ecrl.loop.build import build, device_of, form_of
 from ecrl.loop.iteration import init_state, make_iteration, train_iter
-from ecrl.run.checkpoint import read_manifest
+from ecrl.run.checkpoint import latest, read_manifest
 from ecrl.run.evaluation import with_evaluation
 from ecrl.run.train import train, train_from_config
 from support.wandb_files import logged
@@ -110,6 +111,19 @@ def best(changes: Changes) -> int:
     with tempfile.TemporaryDirectory() as folder, FEW_STEPS:
         train(init_state(cfg), cfg, folder, progress=False)
         return read_manifest(Path(folder) / "checkpoints" / "best")["sample_step"]
+
+
+@remembered
+def saved_replay(changes: Changes) -> list[str]:
+    """The names of the buffer's tensors in the last checkpoint of the test agent with a replay buffer."""
+    from support.replay_agent import CAPACITY  # here, because it registers the agent
+
+    agent = {"name": "replay_td", "cfg": {"capacity": CAPACITY, "batch_size": 16}}
+    cfg = made({"algorithm": agent, **changes})
+    with tempfile.TemporaryDirectory() as folder:
+        train(init_state(cfg), cfg, folder, progress=False)
+        tensors = tensors_from_bytes((latest(folder) / "state.safetensors").read_bytes())
+        return sorted(name for name in tensors if name.startswith("replay/"))
 
 
 def _launched(changes: Changes) -> str:

@@ -17,6 +17,7 @@ from support.key_effects import (
     params,
     processes,
     refused,
+    saved_replay,
     tracked,
 )
 from support.key_row import Row
@@ -65,6 +66,7 @@ TRAINER = [
     Row("trainer.save_freq", 64, {}, files),
     Row("trainer.keep_checkpoints", 1, {"trainer.save_freq": 64}, files),
     Row("trainer.keep_checkpoints", 1, {"trainer.save_freq": 64, "trainer.keep_checkpoints": 2}, files),
+    Row("trainer.save_replay", False, {}, saved_replay),
     Row("trainer.finite_guard", "off", APG | alg(learning_rate=3e38), refused("NaN or infinity in")),
     Row("trainer.use_wandb", True, {}, tracked),
     Row("trainer.wandb_project_name", "another", {"trainer.use_wandb": True}, tracked),
