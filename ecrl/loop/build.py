@@ -85,7 +85,8 @@ def form_of(cfg: Config) -> Form:
     After a fallback in this process the form is the one that trained: "eager", or "partly eager" if a part of the run
     was compiled.
     """
-    form = _form(cfg, _env_and_policy(cfg)[1], make_algorithm(cfg.algorithm), static_of(cfg))
+    policy = _env_and_policy(cfg)[1]
+    form = _form(cfg, policy, make_algorithm(cfg.algorithm), static_of(cfg, policy))
     made = _compilations(build(cfg)) if form.name == "compiled" else []
     faults = [one.fault for one in made if one.fault is not None]
     if not faults:
@@ -130,7 +131,7 @@ def build(cfg: Config, events: Literal["train", "eval"] = "train") -> Run:
     True
     """
     env, policy = _env_and_policy(cfg)
-    algorithm, static = make_algorithm(cfg.algorithm), static_of(cfg)
+    algorithm, static = make_algorithm(cfg.algorithm), static_of(cfg, policy)
     form = _form(cfg, policy, algorithm, static)
     return Run(with_training_wrappers(env, cfg, events), policy, algorithm, form.jit, form.scan, static)
 
@@ -145,8 +146,8 @@ def with_training_wrappers(env: Env, cfg: Config, events: Literal["train", "eval
     return with_events(env, happening, f"trainer.events.{events}")
 
 
-def static_of(cfg: Config) -> Static:
-    """The numbers of a config that shape the graph of an iteration."""
+def static_of(cfg: Config, policy: Policy) -> Static:
+    """Return the numbers of a config and its policy that shape the graph of an iteration."""
     trainer = cfg.trainer
-    skips = trainer.finite_guard == "skip"
-    return Static(trainer.num_envs, trainer.buffer_size, trainer.iterations, world_size(), skips)
+    skips, row_steps = trainer.finite_guard == "skip", trainer.buffer_size if policy.unit == "sequence" else 1
+    return Static(trainer.num_envs, trainer.buffer_size, trainer.iterations, world_size(), skips, row_steps)
