@@ -11,8 +11,9 @@ can register its parts automatically: it lists the module that registers them as
 
 import json
 from collections.abc import Callable, Iterable
+from dataclasses import is_dataclass, replace
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, wraps
 from importlib import import_module
 from importlib.metadata import entry_points
 from inspect import signature
@@ -36,6 +37,8 @@ class Entry(NamedTuple):
 
 
 _KINDS = ("env", "policy", "algorithm", "network", "event", "action", "observation", "reward")
+_NAMED = ("policy", "algorithm")
+"""Kinds whose records have a field `name`."""
 _ENTRIES: dict[str, dict[str, Entry]] = {kind: {} for kind in _KINDS}
 
 
@@ -54,6 +57,17 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names) or 'none'}"
 
 
+def _with_name(make: Callable, name: str) -> Callable:
+    """Wrap `make` so that the record that it returns has the registered name, for messages."""
+
+    @wraps(make)
+    def named(*args: Any, **kwargs: Any) -> Any:
+        part = make(*args, **kwargs)
+        return replace(cast(Any, part), name=name) if is_dataclass(part) else part
+
+    return named
+
+
 def _register(kind: str, name: str, *, override: bool = False) -> Callable[[Callable], Callable]:
     def decorate(make: Callable) -> Callable:
         if not str(getattr(make, "__module__", None)).startswith("ecrl."):
@@ -66,8 +80,9 @@ def _register(kind: str, name: str, *, override: bool = False) -> Callable[[Call
             raise TypeError(
                 f"{kind} {name!r}: annotate the first parameter of {make.__name__} with its frozen Config model"
             )
+        made = _with_name(make, name) if kind in _NAMED else make
         # A network is a module with fresh weights: a memoised module would share its weights between users.
-        _ENTRIES[kind][name] = Entry(config, make if kind == "network" else cache(make))
+        _ENTRIES[kind][name] = Entry(config, made if kind == "network" else cache(made))
         if kind == "network" and override:  # memoised policies hold the old network
             for policy in _ENTRIES["policy"].values():
                 cast(Any, policy.make).cache_clear()

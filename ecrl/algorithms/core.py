@@ -14,16 +14,18 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl import distributed, rng
-from ecrl.algorithms.state_kinds import Kind, Kinds
-from ecrl.envs import NEVER, Env
+from ecrl.algorithms.state_kinds import Kind, Kinds, merge, without
+from ecrl.envs import NEVER, Env, restart
 from ecrl.kernels import (
     collect_rollout,
     episode_update,
     moments_init,
     moments_update,
+    restarted,
     running_returns,
     scale,
     scan,
+    standardize,
     transitions,
 )
 from ecrl.kernels.scan_loop import Scan
@@ -50,6 +52,7 @@ class Static(NamedTuple):
         iterations: iterations of the run, the length of its learning-rate schedules.
         world_size: number of ranks.
         skips_nonfinite: True if gradient steps with NaN or infinity are left out (`trainer.finite_guard: skip`).
+        row_steps: steps in a row of a minibatch: `buffer_size` for a policy of unit "sequence", else 1.
     """
 
     num_envs: int
@@ -57,6 +60,7 @@ class Static(NamedTuple):
     iterations: int
     world_size: int
     skips_nonfinite: bool = False
+    row_steps: int = 1
 
 
 class Run(NamedTuple):
@@ -102,6 +106,7 @@ class Algorithm:
         gradient_steps: static -> gradient steps of an iteration. `trainer.compile: auto` compares the time that they
             take with the time of compiling; without it, auto compiles.
         as_one: True if an iteration works on tensors alone, and may be compiled as one graph.
+        name: name under which the algorithm is registered, for messages.
     """
 
     choices: Any
@@ -111,6 +116,7 @@ class Algorithm:
     group_size: int = 1
     gradient_steps: Callable[[Static], int] | None = field(default=None, compare=False)
     as_one: bool = False
+    name: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -121,16 +127,25 @@ class OnPolicy:
     update: Update
 
     def __call__(self, run: Run, state: TensorDict, borrowed: TensorDict) -> tuple[TensorDict, TensorDict, Logs]:
-        """One iteration; it reads and writes no buffer. `collect` and `update` find `frozen_params` in the state."""
-        state, batch = self.collect(run, replaced(state, borrowed.select("frozen_params", strict=False)))
+        """Run one iteration. `collect` and `update` find the borrowed leaves in the state, to be read only.
+
+        Raises: ValueError if `collect` or `update` replaced a borrowed field.
+        """
+        given = [str(name) for name in borrowed.keys() if name not in state.keys()]  # noqa: SIM118
+        state, batch = self.collect(run, merge(state, borrowed))
         state, logs = learn(self.update, run, state, batch)
-        return cast(TensorDict, state.exclude("frozen_params")), TensorDict({"steps": batch}, []), logs
+        for name in given:
+            if not _are_same(state.get(name, None), borrowed[name]):
+                raise ValueError(f"{run.algorithm.name} replaced {name}, which is borrowed; give it another kind")
+        return without(state, borrowed), TensorDict({"steps": batch}, []), logs
 
 
 def on_policy(collect: Collect, update: Update) -> OnPolicy:
     """Compose an `iterate` that writes to no buffer.
 
         state, batch = collect(run, state);    state, logs = update(run, state, batch)
+
+    `with_scaled_rewards` and `from_reset` make variants of `update` and `collect`.
 
     Args:
         collect: (run, state) -> (state, batch), such as `collect` of this module. The loop reads `obs`, `action`,
@@ -141,7 +156,7 @@ def on_policy(collect: Collect, update: Update) -> OnPolicy:
 
 
 def learn(update: Update, run: Run, state: TensorDict, batch: TensorDict) -> tuple[TensorDict, Logs]:
-    """`update(run, state, batch)`, compiled as one function if the algorithm allows it."""
+    """Return `update(run, state, batch)`, compiled as one function if the algorithm allows it."""
     if not run.algorithm.as_one:
         return update(run, state, batch)
     changed, logs = run.jit(_learn, update, run)(state, batch)
@@ -149,33 +164,38 @@ def learn(update: Update, run: Run, state: TensorDict, batch: TensorDict) -> tup
 
 
 def _learn(update: Update, run: Run, state: TensorDict, batch: TensorDict) -> tuple[TensorDict, Logs]:
-    """The fields of the state that `update` changed, and its logs. Other fields need no copy."""
+    """Return the fields of the state that `update` changed, and its logs. Other fields need no copy."""
     after, logs = update(run, state, batch)
+    changed = {k: v for k, v in cast(Any, after.items()) if not _are_same(v, state.get(k, None))}
+    return TensorDict(changed, []), logs
 
-    def is_old(key: str, value: Any) -> bool:
-        leaves, old = flatten(value)[0], flatten(state.get(key, None))[0]
-        return len(leaves) == len(old) and all(a is b for a, b in zip(leaves, old, strict=True))
 
-    return TensorDict({k: v for k, v in cast(Any, after.items()) if not is_old(k, v)}, []), logs
+def _are_same(tree: Any, other: Any) -> bool:
+    """Return True if two trees hold the same tensors, not only equal ones."""
+    leaves, others = flatten(tree)[0], flatten(other)[0]
+    return len(leaves) == len(others) and all(a is b for a, b in zip(leaves, others, strict=True))
 
 
 def env_index(num_envs: int, device: torch.device | None) -> Tensor:
-    """Global indices of this rank's environments, int64 `[N]`."""
+    """Return the global indices of this rank's environments, int64 `[N]`."""
     return torch.arange(num_envs, device=device) + distributed.rank() * num_envs
 
 
 def start_keys(key: Tensor, num_envs: int, step: Tensor | int, group_size: int = 1) -> Tensor:
-    """Keys of the episodes that begin after `step` steps of each environment, `[N]`; equal within a group."""
+    """Return the keys of the episodes that begin after `step` steps of each environment, `[N]`.
+
+    The environments of a group share their key.
+    """
     return rng.stream(key, rng.START, env_index(num_envs, key.device) // group_size, step)
 
 
 def steps_taken(run: Run, state: TensorDict) -> Tensor:
-    """Steps that each environment has taken, 0-d int64."""
+    """Return the number of steps that each environment has taken, 0-d int64."""
     return state["sample_step"] // (run.static.num_envs * run.static.world_size)
 
 
 def step_keys(run: Run, state: TensorDict) -> tuple[Tensor, Tensor]:
-    """Keys `[T, N]` of the environments and of the actions in the next `buffer_size` steps.
+    """Return the keys `[T, N]` of the environments and of the actions in the next `buffer_size` steps.
 
     A key is a function of the run's key, the stream, the global index of the environment and the steps it has taken.
     The environments of a group share their keys; each has its own keys of actions.
@@ -193,7 +213,7 @@ def initial_carry(run: Run, state: TensorDict) -> dict[str, TensorDict]:
 
 
 def max_truncations(env: Env, steps: int) -> int:
-    """Return the largest number of truncations of one environment in so many steps.
+    """Return the largest number of truncations of one environment in a number of steps.
 
     >>> from ecrl.envs import make_env
     >>> max_truncations(make_env("cartpole"), 1200)  # its time limit is 500 steps
@@ -203,7 +223,7 @@ def max_truncations(env: Env, steps: int) -> int:
 
 
 def _collect(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
-    """The fields `env`, `episode` and maybe `carry` after the steps, and the rollout."""
+    """Return the fields `env`, `episode` and maybe `carry` after the steps, and the rollout."""
     env_keys, action_keys = step_keys(run, state)
     params, before = policy_params(state), state.get("carry", TensorDict({}, []))
     carry, env_state, rollout = collect_rollout(
@@ -224,7 +244,7 @@ def _collect(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
 
 
 def _with_compiled_policy(run: Run) -> Run:
-    """The run with each function of its policy compiled by itself, for an environment that steps on the host."""
+    """Return the run with each function of its policy compiled by itself, for environments that step on the host."""
     policy, jit = run.policy, run.jit
     value = None if policy.value is None else jit(policy.value)
     policy = replace(policy, act=jit(policy.act), draw=jit(policy.draw), value=value)
@@ -242,10 +262,55 @@ def collect(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
     return replaced(state, changed), rollout
 
 
+def _restart(run: Run, key: Tensor, step: Tensor, env_state: TensorDict) -> TensorDict:
+    return restart(run.env, env_state, start_keys(key, run.static.num_envs, step, run.algorithm.group_size))
+
+
+@dataclass(frozen=True)
+class _FromReset:
+    """The function that `from_reset` returns; compared by value."""
+
+    collect: Collect
+
+    def __call__(self, run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
+        start = run.jit(_restart, run) if run.env.is_pure else partial(_restart, run)
+        env_state = start(state["key"], steps_taken(run, state), state["env"])
+        fields = {"env": env_state, "episode": restarted(cast(TensorDict, state["episode"]))}
+        return self.collect(run, replaced(state, fields | initial_carry(run, state)))
+
+
+def from_reset(collect: Collect) -> Collect:
+    """Return a `collect` that first resets every environment. The environments of a group then share their start."""
+    return _FromReset(collect)
+
+
+def standardize_over_ranks(x: Tensor, mask: Tensor) -> Tensor:
+    """Return `x` with mean 0 and standard deviation 1 over the entries of all ranks whose `mask` is True.
+
+    It is `ecrl.kernels.standardize`, with a standard deviation of at least 1e-8.
+    """
+    return standardize(x, mask, eps=_EPS, total=distributed.all_sum)
+
+
+@dataclass(frozen=True)
+class _WithScaledRewards:
+    """The function that `with_scaled_rewards` returns; compared by value."""
+
+    update: Update
+
+    def __call__(self, run: Run, state: TensorDict, rollout: TensorDict) -> tuple[TensorDict, Logs]:
+        return self.update(run, *scaled_rewards(state, rollout))
+
+
+def with_scaled_rewards(update: Update) -> Update:
+    """Return an `update` that learns from the rewards of `scaled_rewards`. The loop logs the raw ones."""
+    return _WithScaledRewards(update)
+
+
 def scaled_rewards(state: TensorDict, rollout: TensorDict) -> tuple[TensorDict, TensorDict]:
     """Divide rewards by the standard deviation of the discounted returns so far, and update its statistics.
 
-    reward / sqrt(variance(return) + eps), held within +-10;    return' = reward + gamma * return * not done
+        reward / sqrt(variance(return) + eps), held within +-10;    return' = reward + gamma * return * not done
 
     Returns: the state with new `norm`, and the rollout with scaled rewards.
     """
@@ -263,7 +328,7 @@ def scaled_rewards(state: TensorDict, rollout: TensorDict) -> tuple[TensorDict, 
 
 
 def reward_norm_init(num_envs: int, device: torch.device) -> TensorDict:
-    """The statistics of `scaled_rewards` before the first step, as the field `norm` of the state.
+    """Return the statistics of `scaled_rewards` before the first step, as the field `norm` of the state.
 
     `moments` are of discounted returns, `running` are the returns of the current episodes `[N]`.
     """

@@ -1,12 +1,15 @@
-"""Stochastic gradient descent on minibatches of rows, as algorithms share it: `minibatch_sgd` and its config.
+"""Stochastic gradient descent on minibatches, as algorithms share it, and its config.
+
+`minibatch_epochs` learns from the steps of a rollout, `minibatch_sgd` from any rows.
 
 One gradient step is one function of tensors and can be compiled. Its branches depend on the config alone.
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from math import prod
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -33,7 +36,7 @@ from ecrl.algorithms.optimizer import (
     unpack_opt,
 )
 from ecrl.algorithms.optimizer_config import LearningConfig
-from ecrl.algorithms.rows import counted
+from ecrl.algorithms.rows import counted, rows_of
 from ecrl.algorithms.schedules import adapted_rate
 from ecrl.config.model import Count
 from ecrl.distributed import all_mean
@@ -45,7 +48,7 @@ from ecrl.types import Logs
 _BATCH_SIZE = 64
 _SKIPPED = "skipped_steps"
 Loss = Callable[[Run, TensorDict, TensorDict, Tensor, TensorDict], tuple[Tensor, Logs]]
-Whole = Callable[[Run, TensorDict, Tensor, Tensor], dict[str, Tensor]]
+Whole = Callable[[Tensor, Tensor], Tensor]
 
 
 class MinibatchConfig(LearningConfig):
@@ -60,7 +63,7 @@ class MinibatchConfig(LearningConfig):
     @model_validator(mode="after")
     def _one_size(self) -> "MinibatchConfig":
         if self.batch_size is not None and self.num_minibatches is not None:
-            raise ValueError("batch_size stands beside num_minibatches; keep one of them")
+            raise ValueError("batch_size and num_minibatches exclude each other; keep one")
         return self
 
 
@@ -74,7 +77,7 @@ class SGD(NamedTuple):
 
 
 def sgd_choices(cfg: MinibatchConfig, groups: tuple[Group, ...] | None = None) -> SGD:
-    """The choices of a config; one optimiser group for all parameters if `groups` is None."""
+    """Return the choices of a config, with one optimiser group for all parameters if `groups` is None."""
     return SGD(cfg.n_epochs, cfg.batch_size, cfg.num_minibatches, groups_of(cfg) if groups is None else groups)
 
 
@@ -83,14 +86,14 @@ class _Objective(NamedTuple):
 
     run: Run
     loss: Loss
-    whole: Whole | None
+    whole: tuple[tuple[str, Whole], ...]
     distance: str | None
     limit: str | None
     layout: Layout
 
 
 def pass_keys(state: TensorDict, n_epochs: int) -> Tensor:
-    """A key for each pass over the rows, `[n_epochs]`."""
+    """Return a key for each pass over the rows, `[n_epochs]`."""
     index = torch.arange(n_epochs, device=state["key"].device)
     return rng.stream(state["key"], rng.UPDATE, index, state["update_step"])
 
@@ -103,7 +106,7 @@ def _chunking(rows: TensorDict, most: int, length: int, device: torch.device) ->
 
 
 def shuffled(keys: Tensor, sizes: Sequence[int], width: int) -> tuple[Tensor, Tensor]:
-    """Row indices `[len(keys) * len(sizes), width]` of minibatches of these sizes, in a new order for each key.
+    """Return row indices `[len(keys) * len(sizes), width]` of minibatches of these sizes, shuffled with each key.
 
     The width is at least `max(sizes)`. Missing rows repeat the first row of the minibatch; the second result, of the
     same shape, is False there.
@@ -117,38 +120,41 @@ def shuffled(keys: Tensor, sizes: Sequence[int], width: int) -> tuple[Tensor, Te
 
 
 @cache  # warns once
-def _at_most(key: str, value: int, rows: int) -> int:
-    if value > rows:
-        text = f"algorithm.cfg.{key} {value} is above the rollout's {rows} transitions; using {rows}"
+def _at_most(key: str, value: int, most: int, unit: str) -> int:
+    if value > most:
+        text = f"algorithm.cfg.{key} {value} is above the rollout's {most} {unit}; using {most}"
         warnings.warn(text, stacklevel=2)
-    return min(value, rows)
+    return min(value, most)
 
 
 def sizes_of(cfg: MinibatchConfig | SGD, rows: int, length: int = 1) -> list[int]:
-    """Rows of each minibatch of a pass: the last one smaller by `batch_size`, all nearly equal by `num_minibatches`.
+    """Return the number of rows of each minibatch of a pass.
 
-    A size or number above the number of rows is lowered to it, with one warning. Rows of `length` steps, as those of
-    recurrent policies, stay whole: a minibatch has as many as fit into `batch_size` steps, and at least one.
+    With `batch_size` the last minibatch may be smaller. With `num_minibatches` all are nearly equal. A size or number
+    above the number of rows is lowered to it, with one warning. Rows of `length` steps, as those of recurrent policies,
+    stay whole: a minibatch has as many as fit into `batch_size` steps, and at least one.
 
     >>> sizes_of(SGD(1, 64, None, ()), 5, 32)
     [2, 2, 1]
     """
     if cfg.num_minibatches is None:
-        size = max(1, _at_most("batch_size", cfg.batch_size or _BATCH_SIZE, rows * length) // length)
+        size = _at_most("batch_size", cfg.batch_size or _BATCH_SIZE, rows * length, "transitions")
+        size = max(1, size // length)
         return [min(size, rows - first) for first in range(0, rows, size)]
-    count = _at_most("num_minibatches", cfg.num_minibatches, rows)
+    count = _at_most("num_minibatches", cfg.num_minibatches, rows, "transitions" if length == 1 else "sequences")
     return [rows // count + (i < rows % count) for i in range(count)]
 
 
 def gradient_steps(cfg: MinibatchConfig, static: Static) -> int:
-    """Gradient steps of an iteration."""
-    return cfg.n_epochs * len(sizes_of(cfg, static.num_envs * static.buffer_size))
+    """Return the number of gradient steps of an iteration."""
+    rows = static.num_envs * static.buffer_size // static.row_steps
+    return cfg.n_epochs * len(sizes_of(cfg, rows, static.row_steps))
 
 
 def _loss(
     params: TensorDict, of: _Objective, fixed: TensorDict, batch: TensorDict, mask: Tensor, hyper: TensorDict
 ) -> tuple[Tensor, tuple[Tensor, Logs]]:
-    """The loss; the number of elements it is a mean over, and its logs with the loss."""
+    """Return the loss, the number of elements it is a mean over, and its logs."""
     loss, logs = of.loss(of.run, acting_params(params, fixed), batch, mask, hyper)
     count = logs.get("count", mask.sum().to(loss.dtype))
     return loss, (count, {name: log for name, log in logs.items() if name != "count"})
@@ -162,7 +168,7 @@ def _chunk_gradients(
     rows: TensorDict,
     hyper: TensorDict,
 ) -> tuple[Packed, tuple[Tensor, Logs]]:
-    """Gradients of the mean over the chosen rows that count; their number and logs."""
+    """Return the gradients of the mean over the chosen rows that count, their number and logs."""
     index, real, replaced_fields = rows_of_chunk
     batch = cast(TensorDict, rows[index]).update(replaced_fields)
     mask = counted(batch["mask"], real) if "mask" in batch else real
@@ -187,10 +193,15 @@ def _gradients(
     rows: TensorDict,
     hyper: TensorDict,
 ) -> tuple[Packed, tuple[Tensor, Logs]]:
-    """Gradients of the mean over the rows of a minibatch that count, taken chunk by chunk; their number and logs."""
-    chunks = *chosen, {} if of.whole is None else of.whole(of.run, rows, *chosen)
+    """Return the gradients of the mean over the rows of a minibatch that count, their number and logs.
+
+    They are taken chunk by chunk.
+    """
+    index, real = chosen
+    mask = counted(rows["mask"][index], real) if of.whole and "mask" in rows else real
+    chunks = index, real, {name: fn(rows[name][index], mask) for name, fn in of.whole}
     rest = packed, fixed, rows, hyper
-    if len(chosen[0]) == 1:
+    if len(index) == 1:
         return _chunk_gradients(of, mapped(lambda x: x[0], chunks), *rest)
     total, (counts, logs) = of.run.scan(partial(_add_chunk, of), mapped(torch.zeros_like, packed), chunks, *rest)
     count = counts.sum()
@@ -208,10 +219,11 @@ def _gradient_step(
     rows: TensorDict,
     hyper: TensorDict,
 ) -> tuple[_Carry, tuple[Tensor, Tensor, Logs]]:
-    """One step of every optimiser on one minibatch: new (params, opt, rates, stopped); its count, `stopped` and logs.
+    """Take one step of every optimiser on one minibatch.
 
-    From the step whose distance exceeds the limit on, parameters and optimisers stay as they are. The step that exceeds
-    it still adapts an adaptive rate. If the run leaves out steps with NaN or infinity, such a step changes nothing.
+    Return the new (params, opt, rates, stopped), and the count, `stopped` and logs of the step. From the step whose
+    distance exceeds the limit on, parameters and optimisers stay as they are. The step that exceeds it still adapts an
+    adaptive rate. If the run leaves out steps with NaN or infinity, such a step changes nothing.
     """
     params, opts, rates, stopped = carry
     grads, (count, logs) = _gradients(of, params, chosen, fixed, rows, hyper)
@@ -242,15 +254,43 @@ def _gradient_step(
 
 
 def _is_finite(tree: Any) -> Tensor:
-    """True if no tensor of a tree holds NaN or infinity, 0-d bool."""
+    """Return True if no tensor of a tree holds NaN or infinity, 0-d bool."""
     return torch.stack([x.isfinite().all() for x in flatten(tree)[0]]).all()
 
 
 def mean_logs(logs: Logs, counts: Tensor) -> Logs:
-    """Logs of several steps `[S]` as one: the means over steps, each weighted by its count."""
+    """Return the means of logs `[S]` over steps, each weighted by its count."""
     weight = counts / counts.sum().clamp(min=1.0)
     # Filled: a step that does not count may hold infinity, and 0 * inf is nan.
     return {name: (column.masked_fill(weight == 0.0, 0.0) * weight).sum() for name, column in logs.items()}
+
+
+def minibatch_epochs(
+    run: Run,
+    state: TensorDict,
+    rollout: TensorDict,
+    fields: Mapping[str, Tensor],
+    loss: Loss,
+    sgd: SGD,
+    *,
+    whole: Mapping[str, Whole] = MappingProxyType({}),
+    distance: str | None = None,
+    limit: str | None = None,
+) -> tuple[TensorDict, Logs]:
+    """Take `n_epochs` passes of gradient steps over the steps of a rollout, each pass in a new random order.
+
+    Args:
+        run: the run.
+        state: as for `minibatch_sgd`.
+        rollout: `[N, T + 1]`. A policy of unit "sequence" learns from whole environments, others from single steps.
+        fields: fields that the algorithm adds to the steps, `[N, T]`: a bool `mask` of the steps that count, and others
+            such as advantages. The policy may not declare fields of the same names.
+        loss: (run, params, batch, mask, hyper) -> loss and logs. `batch` has the steps with `fields`, for
+            `run.policy.evaluate_rows` and `value_rows`. Its `sample_log_prob` is summed over the tokens of an action.
+        sgd: as for `minibatch_sgd`, as are the other arguments and the result.
+    """
+    rows = rows_of(run, rollout, **fields)
+    return minibatch_sgd(run, state, rows, loss, sgd, whole=whole, distance=distance, limit=limit)
 
 
 def minibatch_sgd(
@@ -260,7 +300,7 @@ def minibatch_sgd(
     loss: Loss,
     sgd: SGD,
     *,
-    whole: Whole | None = None,
+    whole: Mapping[str, Whole] = MappingProxyType({}),
     distance: str | None = None,
     limit: str | None = None,
 ) -> tuple[TensorDict, Logs]:
@@ -276,8 +316,8 @@ def minibatch_sgd(
             have the observation statistics and the frozen parameters. A log `count` replaces the number of rows that
             count.
         sgd: number and size of the minibatches, and the optimiser groups.
-        whole: (run, rows, index, real) -> fields that replace those of the chosen rows. It sees a whole minibatch;
-            `loss` may see one in several chunks.
+        whole: field -> function (field, mask) -> new field of the chosen rows. It sees a whole minibatch; `loss` may
+            see one in several chunks.
         distance: name of the log that measures how far the policy moved from the one that collected the rows. Adaptive
             rates need it.
         limit: name of a number in `hyper`: once the distance exceeds it, the remaining steps are skipped.
@@ -289,7 +329,7 @@ def minibatch_sgd(
     hyper, params, opt = (cast(TensorDict, state[key]) for key in ("hyper", "params", "opt"))
     length = prod(rows["mask"].shape[1:]) if "mask" in rows else 1
     sizes, layout = sizes_of(sgd, len(rows), length), layout_of(params, sgd.groups)
-    of = _Objective(run, loss, whole, distance, limit, layout)
+    of = _Objective(run, loss, tuple(whole.items()), distance, limit, layout)
     rates = learning_rates(state, sgd.groups, run.static.iterations)
     key = cast(Tensor, state["key"])
     never = torch.zeros((), dtype=torch.bool, device=key.device)

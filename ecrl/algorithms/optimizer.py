@@ -6,18 +6,20 @@ Its numbers are in `state["hyper"]` under its prefix, such as `critic_max_grad_n
 prefix.
 """
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from ecrl.algorithms.optimizer_config import USED, LearningConfig, OptimizerConfig, optimizer_of
+from ecrl.algorithms.optimizer_config import USED, LearningConfig, OptimizerConfig, SchedulerConfig, optimizer_of
 from ecrl.algorithms.schedules import Schedule, schedule_choice, schedule_numbers, scheduled_rate
 from ecrl.errors import ConfigError
 from ecrl.kernels import clip_by_global_norm, optim
-from ecrl.pytree import flatten, paths, unflatten
+from ecrl.pytree import flatten, mapped, paths, unflatten
 from ecrl.types import Logs
 
 Path = tuple[str, ...]
@@ -58,24 +60,59 @@ class Group(NamedTuple):
     prefix: str = ""
 
 
-def groups_of(cfg: LearningConfig, paths: Mapping[str, tuple[Path, ...] | None] | None = None) -> tuple[Group, ...]:
-    """The groups of a config: one for all parameters, or one for each name in `paths`.
+class GroupSettings(NamedTuple):
+    """Settings that a group has of its own. It shares those that are None with the config.
 
-    All groups have the optimiser and schedule of the config. The first one has no prefix, the others their name.
+    Attributes:
+        learning_rate: step size, before the schedule; that of `optimizer` if only this is given.
+        optimizer: optimiser and its numbers.
+        lr_scheduler: schedule of the rate.
+        max_grad_norm: largest norm of the group's gradients.
+    """
+
+    learning_rate: float | None = None
+    optimizer: OptimizerConfig | None = None
+    lr_scheduler: SchedulerConfig | None = None
+    max_grad_norm: float | None = None
+
+
+_SHARED = GroupSettings()
+
+
+def groups_of(
+    cfg: LearningConfig,
+    paths: Mapping[str, tuple[Path, ...] | None] | None = None,
+    own: Mapping[str, GroupSettings] | None = None,
+) -> tuple[Group, ...]:
+    """Return the groups of a config: one for all parameters, or one for each name in `paths`.
+
+    The first group has no prefix and the settings of the config. The prefix of the others is their name. They have the
+    optimiser and schedule in `own`, or those of the config. Give `own` to `learning_state` too.
 
     >>> [(group.name, group.prefix) for group in groups_of(LearningConfig(), {"actor": None, "critic": (("critic",),)})]
     [('actor', ''), ('critic', 'critic_')]
     """
-    optimizer, schedule = optimizer_of(cfg).name, schedule_choice(cfg.lr_scheduler)
-    named = {"all": None} if paths is None else dict(paths)
-    return tuple(
-        Group(name, inside, optimizer, schedule, f"{name}_" if i else "")
-        for i, (name, inside) in enumerate(named.items())
-    )
+    named, own = {"all": None} if paths is None else dict(paths), own or {}
+    _check_own(own, list(named))
+    groups = []
+    for i, (name, inside) in enumerate(named.items()):
+        settings = own.get(name, _SHARED)
+        optimizer = (settings.optimizer or optimizer_of(cfg)).name
+        schedule = schedule_choice(settings.lr_scheduler or cfg.lr_scheduler)
+        groups.append(Group(name, inside, optimizer, schedule, f"{name}_" if i else ""))
+    return tuple(groups)
+
+
+def _check_own(own: Mapping[str, GroupSettings], groups: Sequence[str]) -> None:
+    """Refuse settings of a group that does not exist, and of the first group, whose settings are the shared ones."""
+    for name in own:
+        if name not in groups[1:]:
+            known = ", ".join(groups[1:]) or "none"
+            raise ValueError(f"optimiser group {name} may have no settings of its own; groups that may: {known}")
 
 
 def number(tree: TensorDict, group: Group, name: str) -> Any:
-    """A number of a group: its own, or the one that groups share."""
+    """Return a number of a group: its own, or the one that groups share."""
     own = f"{group.prefix}{name}"
     return tree[own] if own in tree.keys() else tree[name]  # noqa: SIM118
 
@@ -106,7 +143,7 @@ class Layout(NamedTuple):
 
 
 def layout_of(params: TensorDict, groups: tuple[Group, ...]) -> Layout:
-    """The layout of parameters in groups.
+    """Return the layout of parameters in groups.
 
     Raises: ConfigError for a parameter in no group or in two, and for a path that no parameter has.
     """
@@ -155,13 +192,13 @@ def _unpack(vectors: TensorDict, layout: GroupLayout) -> list[Tensor]:
 
 
 def pack(params: TensorDict, layout: Layout) -> Packed:
-    """Parameters, or their gradients, as one vector per group and dtype."""
+    """Return parameters, or their gradients, as one vector per group and dtype."""
     leaves = flatten(params)[0]
     return {group.group.name: _pack([leaves[i] for i in group.index], group) for group in layout.groups}
 
 
 def unpack(packed: Packed, layout: Layout) -> TensorDict:
-    """The inverse of `pack`. The tensors are views of the vectors."""
+    """Undo `pack`. The tensors are views of the vectors."""
     leaves: list[Any] = [None] * sum(len(group.index) for group in layout.groups)
     for group in layout.groups:
         for i, leaf in zip(group.index, _unpack(packed[group.group.name], group), strict=True):
@@ -170,7 +207,7 @@ def unpack(packed: Packed, layout: Layout) -> TensorDict:
 
 
 def network_vectors(vectors: TensorDict, layout: GroupLayout) -> dict[str, Tensor]:
-    """The vectors of a group cut into one per network and dtype, as views."""
+    """Return the vectors of a group cut into one per network and dtype, as views."""
     pieces: dict[str, Tensor] = {}
     several = len(layout.vectors) > 1
     for name, places in layout.vectors:
@@ -187,7 +224,7 @@ def _state_of(opt: TensorDict, layout: Layout, name: str) -> TensorDict:
 
 
 def pack_opt(opt: TensorDict, layout: Layout) -> Packed:
-    """The state of each group's optimiser with its slots packed like parameters."""
+    """Return the state of each group's optimiser with its slots packed like parameters."""
     packed = {}
     for group in layout.groups:
         state = _state_of(opt, layout, group.group.name)
@@ -197,7 +234,7 @@ def pack_opt(opt: TensorDict, layout: Layout) -> Packed:
 
 
 def unpack_opt(packed: Packed, opt: TensorDict, layout: Layout) -> TensorDict:
-    """The inverse of `pack_opt`, with memory of its own; `opt` gives the structure."""
+    """Undo `pack_opt`, in memory of its own; `opt` gives the structure."""
     states = {}
     for group in layout.groups:
         old, new = _state_of(opt, layout, group.group.name), packed[group.group.name]
@@ -214,7 +251,7 @@ def unpack_opt(packed: Packed, opt: TensorDict, layout: Layout) -> TensorDict:
 
 
 def optimizer_init(params: TensorDict, groups: tuple[Group, ...]) -> TensorDict:
-    """The field `opt` of the state before the first step.
+    """Return the field `opt` of the state before the first step.
 
     With one group it is the state of its optimiser, with several `{group: state}`.
 
@@ -253,21 +290,48 @@ def clip_gradients(grads: Packed, hyper: TensorDict, layout: Layout) -> tuple[Pa
 
 
 def optimizer_step(
-    params: Packed, grads: Packed, opts: Packed, rates: dict[str, Tensor], hyper: TensorDict, layout: Layout
+    params: Packed,
+    grads: Packed,
+    opts: Packed,
+    rates: dict[str, Tensor],
+    hyper: TensorDict,
+    layout: Layout,
+    moves: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> tuple[Packed, Packed]:
-    """One step of every group's optimiser on packed parameters: the new parameters and optimiser states."""
+    """Take one step of every group's optimiser on packed parameters.
+
+    Args:
+        params: parameters, from `pack`.
+        grads: their gradients, from `pack`.
+        opts: optimiser states, from `pack_opt`.
+        rates: learning rate of each group, 0-d.
+        hyper: the hyperparameters of the state.
+        layout: the layout of the groups.
+        moves: group -> 0-d bool. A group whose flag is False keeps its parameters, its slots and its step counter. A
+            group without a flag moves.
+
+    Returns: the new parameters and optimiser states.
+    Raises: ValueError if `moves` names no group.
+    """
     new_params, new_opts = {}, {}
+    if unknown := sorted(moves.keys() - {part.group.name for part in layout.groups}):
+        known = ", ".join(part.group.name for part in layout.groups)
+        raise ValueError(f"moves names the optimiser group {unknown[0]}, which does not exist; groups: {known}")
     for name, group in ((part.group.name, part.group) for part in layout.groups):
         numbers = dict(number(hyper, group, "optimizer").items())
         step = OPTIMIZERS[group.optimizer].step
         new_params[name], new_opts[name] = step(
             params[name], grads[name], opts[name], learning_rate=rates[name], **numbers
         )
+        if name in moves:
+            keep = partial(torch.where, moves[name])
+            new_params[name] = mapped(keep, new_params[name], params[name])
+            new_opts[name] = mapped(keep, new_opts[name], opts[name])
     return new_params, new_opts
 
 
 def learning_rates(state: TensorDict, groups: tuple[Group, ...], iterations: int) -> dict[str, Tensor]:
-    """The learning rate of each group at the start of an iteration, 0-d."""
+    """Return the learning rate of each group at the start of an iteration, 0-d."""
     hyper, rates = cast(TensorDict, state["hyper"]), {}
     for group in groups:
         if group.schedule is not None and group.schedule.name == "adaptive":
@@ -282,7 +346,7 @@ def learning_rates(state: TensorDict, groups: tuple[Group, ...], iterations: int
 
 
 def rate_logs(rates: dict[str, Tensor], groups: tuple[Group, ...], state: TensorDict) -> Logs:
-    """`learning_rate`, and `<prefix>learning_rate` of each group with a rate of its own."""
+    """Return the logs `learning_rate`, and `<prefix>learning_rate` of each group with a rate of its own."""
     logs = {}
     for group in groups:
         own = f"{group.prefix}learning_rate"
@@ -292,7 +356,7 @@ def rate_logs(rates: dict[str, Tensor], groups: tuple[Group, ...], state: Tensor
 
 
 def optimizer_numbers(cfg: OptimizerConfig) -> dict[str, float]:
-    """The numbers of an optimiser beside its learning rate, for `hyper`."""
+    """Return the numbers of an optimiser without its learning rate, for `hyper`."""
     numbers: dict[str, Any] = {name: getattr(cfg.kwargs, name) for name in USED[cfg.name]}
     if "betas" in numbers:
         numbers["beta1"], numbers["beta2"] = numbers.pop("betas")
@@ -305,32 +369,64 @@ def learning_state(
     numbers: Mapping[str, float | None],
     device: torch.device,
     groups: tuple[Group, ...] | None = None,
+    own: Mapping[str, GroupSettings] | None = None,
 ) -> dict[str, Any]:
-    """The fields `params`, `opt` and `hyper` of a state, the latter with the numbers that are not None.
+    """Return the fields `params`, `opt` and `hyper` of a state.
 
-    An adaptive rate is no hyperparameter: it moves, as the field `learning_rate` of the state.
+    An adaptive rate is no hyperparameter, because it moves. It is the field `learning_rate` of the state, or
+    `<prefix>learning_rate` for a group with a rate of its own. `kinds` of the algorithm must declare it a counter.
+
+    Args:
+        cfg: optimiser, schedule and clipping that groups share.
+        params: the parameters.
+        numbers: further hyperparameters; those that are None are left out.
+        device: device of the numbers.
+        groups: the optimiser groups; one for all parameters if None.
+        own: settings that groups have of their own, as for `groups_of`.
     """
+    groups, own = groups_of(cfg) if groups is None else groups, own or {}
+    _check_own(own, [group.name for group in groups])
     optimizer, schedule = optimizer_of(cfg), cfg.lr_scheduler
-    hyper: dict[str, Any] = {name: value for name, value in numbers.items() if value is not None}
-    hyper |= {"max_grad_norm": cfg.max_grad_norm, "optimizer": optimizer_numbers(optimizer)}
-    adaptive = schedule.kwargs if schedule is not None and schedule.name == "adaptive" else None
-    if adaptive is not None:
-        hyper["adaptive"] = {name: getattr(adaptive, name) for name in USED["adaptive"]}
-    tensors, floats = hyper_tensors(hyper, device), schedule_numbers(schedule, device)
+    hyper = hyper_tensors({name: value for name, value in numbers.items() if value is not None}, device)
+    shared = GroupSettings(optimizer.learning_rate, optimizer, schedule, cfg.max_grad_norm)
+    rates = _write_settings(hyper, shared, schedule, "", device)
+    for group in groups:
+        if group.name in own:
+            settings = own[group.name]
+            if settings.learning_rate is None and (settings.optimizer or settings.lr_scheduler):
+                settings = settings._replace(learning_rate=(settings.optimizer or optimizer).learning_rate)
+            rates |= _write_settings(hyper, settings, settings.lr_scheduler or schedule, group.prefix, device)
+    return {"params": params, "opt": optimizer_init(params, groups), "hyper": hyper, **rates}
+
+
+def _write_settings(
+    hyper: TensorDict, settings: GroupSettings, schedule: SchedulerConfig | None, prefix: str, device: torch.device
+) -> dict[str, Tensor]:
+    """Write the settings that are not None into `hyper`, under their prefix. Return the rate apart if it is adaptive.
+
+    `schedule` is the one in force, maybe a shared one.
+    """
+    numbers: dict[str, Any] = {}
+    if settings.max_grad_norm is not None:
+        numbers["max_grad_norm"] = settings.max_grad_norm
+    if settings.optimizer is not None:
+        numbers["optimizer"] = optimizer_numbers(settings.optimizer)
+    if settings.lr_scheduler is not None and settings.lr_scheduler.name == "adaptive":
+        numbers["adaptive"] = {name: getattr(settings.lr_scheduler.kwargs, name) for name in USED["adaptive"]}
+    tensors, floats = hyper_tensors(numbers, device), schedule_numbers(settings.lr_scheduler, device)
     if not floats.is_empty():
         tensors["schedule"] = floats
-    rate = hyper_tensors({"learning_rate": optimizer.learning_rate}, device)
-    state: dict[str, Any] = {
-        "params": params,
-        "opt": optimizer_init(params, groups_of(cfg) if groups is None else groups),
-    }
-    if adaptive is not None:
-        return state | {"hyper": tensors, "learning_rate": rate["learning_rate"]}
-    return state | {"hyper": tensors.update(rate)}
+    rates = {}
+    if settings.learning_rate is not None:
+        rate = torch.tensor(settings.learning_rate, dtype=torch.float32, device=device)
+        is_adaptive = schedule is not None and schedule.name == "adaptive"
+        (rates if is_adaptive else tensors)["learning_rate"] = rate
+    hyper.update({f"{prefix}{name}": number for name, number in tensors.items()})
+    return {f"{prefix}{name}": rate for name, rate in rates.items()}
 
 
 def hyper_tensors(numbers: Mapping[str, Any], device: torch.device) -> TensorDict:
-    """Numbers as 0-d float32 tensors, nested as given."""
+    """Return numbers as 0-d float32 tensors, nested as given."""
     tensors = {
         name: hyper_tensors(value, device)
         if isinstance(value, dict)

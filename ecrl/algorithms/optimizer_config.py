@@ -20,6 +20,8 @@ USED = {
 }
 """The keyword arguments that each optimiser and each schedule uses."""
 
+DESIRED_DISTANCE = "desired_kl"
+"""The key of the distance that an adaptive rate aims at. Each algorithm measures its own distance."""
 
 _Below1 = Annotated[float, Field(ge=0.0, lt=1.0)]
 
@@ -46,7 +48,9 @@ class SchedulerKwargs(ConfigModel):
     T_max: Count | None = Field(default=None, description="length; the whole run if absent (cosine)")
     step_size: Count = Field(default=1, description="iterations between two falls (step)")
     gamma: Positive = Field(default=0.99, description="factor of each fall (step, exponential)")
-    desired_kl: Positive = Field(default=0.01, description="how far one gradient step should move, nats (adaptive)")
+    desired_kl: Positive = Field(
+        default=0.01, description="distance that one gradient step should move, nats (adaptive)"
+    )
     factor: float = Field(default=1.5, gt=1.0, description="the rate is multiplied or divided by it (adaptive)")
     min_rate: Positive = Field(default=1e-5, description="lowest learning rate (adaptive)")
     max_rate: Positive = Field(default=1e-2, description="highest learning rate (adaptive)")
@@ -107,21 +111,31 @@ class LearningConfig(ConfigModel):
     @model_validator(mode="after")
     def _one_learning_rate(self) -> "LearningConfig":
         if self.optimizer is not None and self.learning_rate is not None:
-            raise ValueError("learning_rate stands beside optimizer.learning_rate; keep one of them")
+            raise ValueError("learning_rate and optimizer exclude each other; keep one")
         return self
 
     @model_validator(mode="after")
     def _rate_within_its_bounds(self) -> "LearningConfig":
-        if self.lr_scheduler is not None and self.lr_scheduler.name == "adaptive":
-            k, rate = self.lr_scheduler.kwargs, optimizer_of(self).learning_rate
-            if not k.min_rate <= rate <= k.max_rate:
-                bounds = f"min_rate {k.min_rate:g} to max_rate {k.max_rate:g}"
-                raise ValueError(f"learning_rate {rate:g} is outside the {bounds} of lr_scheduler; move one of them")
+        check_rate("learning_rate", optimizer_of(self).learning_rate, self.lr_scheduler)
         return self
 
 
+def check_rate(key: str, rate: float, schedule: SchedulerConfig | None) -> None:
+    """Raise ValueError if the rate of a key is outside the bounds of an adaptive schedule.
+
+    >>> check_rate("learning_rate", 0.5, SchedulerConfig(name="adaptive"))
+    Traceback (most recent call last):
+    ValueError: learning_rate 0.5 is outside the min_rate 1e-05 to max_rate 0.01 of lr_scheduler; move one of them
+    """
+    if schedule is not None and schedule.name == "adaptive":
+        k = schedule.kwargs
+        if not k.min_rate <= rate <= k.max_rate:
+            bounds = f"min_rate {k.min_rate:g} to max_rate {k.max_rate:g}"
+            raise ValueError(f"{key} {rate:g} is outside the {bounds} of lr_scheduler; move one of them")
+
+
 def optimizer_of(cfg: LearningConfig) -> OptimizerConfig:
-    """The optimiser a config chooses: its block, or Adam with its `learning_rate`."""
+    """Return the optimiser a config chooses: its block, or Adam with its `learning_rate`."""
     if cfg.optimizer is not None or cfg.learning_rate is None:
         return cfg.optimizer or OptimizerConfig()
     return OptimizerConfig(learning_rate=cfg.learning_rate)

@@ -3,11 +3,12 @@
 Source: Schulman et al. 2017, arXiv:1707.06347.
 """
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -20,21 +21,21 @@ from ecrl.algorithms.core import (
     collect,
     on_policy,
     reward_norm_init,
-    scaled_rewards,
+    standardize_over_ranks,
+    with_scaled_rewards,
 )
-from ecrl.algorithms.minibatch_sgd import SGD, MinibatchConfig, gradient_steps, minibatch_sgd, sgd_choices
-from ecrl.algorithms.optimizer import groups_of, learning_state
-from ecrl.algorithms.rows import counted, evaluate, joint, rows_of, value
+from ecrl.algorithms.minibatch_sgd import SGD, MinibatchConfig, gradient_steps, minibatch_epochs, sgd_choices
+from ecrl.algorithms.optimizer import Group, GroupSettings, groups_of, learning_state
+from ecrl.algorithms.optimizer_config import check_rate
 from ecrl.algorithms.state_kinds import Kind
 from ecrl.config.model import Fraction, NonNegative, Positive
-from ecrl.distributed import all_sum
 from ecrl.errors import ConfigError
-from ecrl.kernels import compute_gae, ppo_loss, ppo_loss_clipped_value, standardize
+from ecrl.kernels import compute_gae, ppo_loss, ppo_loss_clipped_value
 from ecrl.registry import register_algorithm
 from ecrl.types import Logs
 
-_ADVANTAGE_EPS = 1e-8
-_NUMBERS = ("gamma", "gae_lambda", "clip_coef", "ent_coef", "vf_coef", "critic_max_grad_norm", "target_kl")
+_NUMBERS = ("gamma", "gae_lambda", "clip_coef", "ent_coef", "vf_coef", "target_kl")
+_CRITIC_KEYS = ("critic_learning_rate", "critic_max_grad_norm")
 
 
 class PPOConfig(MinibatchConfig):
@@ -49,6 +50,10 @@ class PPOConfig(MinibatchConfig):
     clip_vloss: bool = Field(default=False, description="keep the value within clip_coef of the one at collection too")
     ent_coef: NonNegative = Field(default=0.01, description="weight of the entropy bonus")
     vf_coef: NonNegative = Field(default=0.5, description="weight of the critic's error")
+    critic_learning_rate: Positive | None = Field(
+        default=None,
+        description="step size of the critic, before the schedule; max_grad_norm then holds for actor and critic apart",
+    )
     critic_max_grad_norm: Positive | None = Field(
         default=None, description="largest norm of the critic's gradients alone; max_grad_norm is then for the others"
     )
@@ -57,80 +62,107 @@ class PPOConfig(MinibatchConfig):
     )
     normalize_reward: bool = Field(default=False, description="divide rewards by the spread of discounted returns")
 
+    @model_validator(mode="after")
+    def _critic_rate_within_its_bounds(self) -> "PPOConfig":
+        if self.critic_learning_rate is not None:
+            check_rate("critic_learning_rate", self.critic_learning_rate, self.lr_scheduler)
+        return self
+
 
 class Choices(NamedTuple):
-    """The choices of a config that shape the graph."""
+    """The choices of a config that shape the graph.
+
+    Attributes:
+        normalize_advantage: over what advantages are standardised: rollout, minibatch or none.
+        ppo_loss: the kernel `ppo_loss`, or `ppo_loss_clipped_value`.
+        critic_fields: fields of the minibatch with which `ppo_loss` compares the critic: the value target, and before
+            it the value at collection if the kernel clips.
+        sgd: the minibatches and optimiser groups.
+    """
 
     normalize_advantage: str
-    clip_vloss: bool
-    normalize_reward: bool
+    ppo_loss: Callable[..., tuple[Tensor, Logs]]
+    critic_fields: tuple[str, ...]
     sgd: SGD
 
 
 def init(cfg: PPOConfig, run: Run, key: Tensor) -> dict[str, Any]:
-    """Parameters, optimiser state and hyperparameters."""
+    """Return parameters, optimiser state and hyperparameters, and the statistics of rewards if they are scaled."""
     if run.policy.value is None:
         raise ConfigError("policy.name: this policy has no critic, which ppo needs; use actor_critic")
     params = run.policy.init(rng.fold_in(key, rng.INIT))
     check_critic(params, cfg)
     numbers = {name: getattr(cfg, name) for name in _NUMBERS}
-    state = learning_state(cfg, params, numbers, key.device, run.algorithm.choices.sgd.groups)
+    groups = run.algorithm.choices.sgd.groups
+    critic = GroupSettings(learning_rate=cfg.critic_learning_rate, max_grad_norm=cfg.critic_max_grad_norm)
+    own = {"critic": critic} if len(groups) > 1 else {}
+    state = learning_state(cfg, params, numbers, key.device, groups, own)
     return state | ({"norm": reward_norm_init(run.static.num_envs, key.device)} if cfg.normalize_reward else {})
 
 
 def check_critic(params: TensorDict, cfg: PPOConfig) -> None:
-    """Refuse `critic_max_grad_norm` if no parameters are the critic's alone."""
-    if cfg.critic_max_grad_norm is not None and "critic" not in params:
-        have = ", ".join(sorted(map(str, params.keys())))
-        raise ConfigError(f"algorithm.cfg.critic_max_grad_norm: the policy has no parameters 'critic', only {have}")
+    """Refuse settings of the critic's optimiser if no parameters are the critic's alone."""
+    for key in _CRITIC_KEYS:
+        if getattr(cfg, key) is not None and "critic" not in params:
+            have = ", ".join(sorted(map(str, params.keys())))
+            raise ConfigError(f"algorithm.cfg.{key}: the policy has no parameters 'critic', only {have}")
 
 
-def advantages(run: Run, hyper: TensorDict, rollout: TensorDict) -> TensorDict:
-    """The steps of a rollout as rows (`ecrl.algorithms.rows`) with advantages and value targets."""
+def advantages(run: Run, hyper: TensorDict, rollout: TensorDict) -> dict[str, Tensor]:
+    """Return advantages, value targets and the mask of the steps that count, each `[N, T]`."""
     advantage, value_target = compute_gae(rollout, hyper["gamma"], hyper["gae_lambda"])
     mask = rollout["mask"][:, :-1] if "mask" in rollout else torch.ones_like(rollout["done"][:, :-1])
     if run.algorithm.choices.normalize_advantage == "rollout":
-        advantage = standardize(advantage, mask, eps=_ADVANTAGE_EPS, total=all_sum)
-    return rows_of(run.policy, rollout, advantage=advantage, value_target=value_target, mask=mask)
-
-
-def standardized_minibatch(run: Run, rows: TensorDict, index: Tensor, real: Tensor) -> dict[str, Tensor]:
-    """Advantages standardised over the rows of one minibatch, for `normalize_advantage: minibatch`."""
-    advantage, mask = rows["advantage"][index], counted(rows["mask"][index], real)
-    return {"advantage": standardize(advantage, mask, eps=_ADVANTAGE_EPS, total=all_sum)}
+        advantage = standardize_over_ranks(advantage, mask)
+    return {"advantage": advantage, "value_target": value_target, "mask": mask}
 
 
 def loss(run: Run, params: TensorDict, batch: TensorDict, mask: Tensor, hyper: TensorDict) -> tuple[Tensor, Logs]:
-    """Clipped surrogate, value error and entropy bonus of a minibatch."""
-    log_prob, entropy = evaluate(run.policy, params, batch)
-    old_log_prob = joint(batch["sample_log_prob"], batch)
-    terms = log_prob, old_log_prob, batch["advantage"], entropy, value(run.policy, params, batch)
-    numbers = {name: hyper[name] for name in ("clip_coef", "vf_coef", "ent_coef")}
-    if run.algorithm.choices.clip_vloss:
-        return ppo_loss_clipped_value(*terms, batch["value"], batch["value_target"], mask, **numbers)
-    return ppo_loss(*terms, batch["value_target"], mask, **numbers)
+    """Return the clipped surrogate plus the critic's error minus the entropy bonus of a minibatch, and logs."""
+    choices = run.algorithm.choices
+    log_prob, entropy = run.policy.evaluate_rows(params, batch)
+    value = run.policy.value_rows(params, batch)
+    return choices.ppo_loss(
+        log_prob,
+        batch["sample_log_prob"],
+        batch["advantage"],
+        entropy,
+        value,
+        *(batch[name] for name in choices.critic_fields),
+        mask,
+        clip_coef=hyper["clip_coef"],
+        vf_coef=hyper["vf_coef"],
+        ent_coef=hyper["ent_coef"],
+    )
 
 
 def update(run: Run, state: TensorDict, rollout: TensorDict) -> tuple[TensorDict, Logs]:
     """Learn from a rollout: `n_epochs` passes of gradient steps on minibatches of its steps."""
     choices = run.algorithm.choices
-    if choices.normalize_reward:
-        state, rollout = scaled_rewards(state, rollout)
-    rows = advantages(run, cast(TensorDict, state["hyper"]), rollout)
-    whole = standardized_minibatch if choices.normalize_advantage == "minibatch" else None
-    return minibatch_sgd(run, state, rows, loss, choices.sgd, whole=whole, distance="approx_kl", limit="target_kl")
+    fields = advantages(run, state["hyper"], rollout)
+    whole = {"advantage": standardize_over_ranks} if choices.normalize_advantage == "minibatch" else {}
+    return minibatch_epochs(
+        run, state, rollout, fields, loss, choices.sgd, whole=whole, distance="approx_kl", limit="target_kl"
+    )
+
+
+def groups(cfg: PPOConfig) -> tuple[Group, ...]:
+    """Return one optimiser group for all parameters, or two if the critic has settings of its own."""
+    apart = any(getattr(cfg, key) is not None for key in _CRITIC_KEYS)
+    return groups_of(cfg, {"actor": None, "critic": (("critic",),)} if apart else None)
 
 
 @register_algorithm("ppo")
 def ppo(cfg: PPOConfig) -> Algorithm:
-    """PPO; the policy needs a critic."""
-    apart = None if cfg.critic_max_grad_norm is None else {"actor": None, "critic": (("critic",),)}
-    sgd = sgd_choices(cfg, groups_of(cfg, apart))
+    """Return PPO. The policy needs a critic."""
+    kernel = ppo_loss_clipped_value if cfg.clip_vloss else ppo_loss
+    critic_fields = ("value", "value_target") if cfg.clip_vloss else ("value_target",)
+    rates = {"learning_rate": Kind.COUNTER, "critic_learning_rate": Kind.COUNTER}
     return Algorithm(
-        choices=Choices(cfg.normalize_advantage, cfg.clip_vloss, cfg.normalize_reward, sgd),
+        choices=Choices(cfg.normalize_advantage, kernel, critic_fields, sgd_choices(cfg, groups(cfg))),
         init=partial(init, cfg),
-        iterate=on_policy(collect, update),
-        kinds={**LEARNER_KINDS, **REWARD_NORM_KINDS, "learning_rate": Kind.COUNTER},
+        iterate=on_policy(collect, with_scaled_rewards(update) if cfg.normalize_reward else update),
+        kinds={**LEARNER_KINDS, **REWARD_NORM_KINDS, **rates},
         gradient_steps=partial(gradient_steps, cfg),
         as_one=True,
     )

@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from ecrl.algorithms.optimizer_config import USED, SchedulerConfig
+from ecrl.algorithms.optimizer_config import DESIRED_DISTANCE, USED, SchedulerConfig
 from ecrl.kernels import optim
 
 
@@ -28,7 +28,7 @@ class Schedule(NamedTuple):
 
 
 def schedule_choice(cfg: SchedulerConfig | None) -> Schedule | None:
-    """The choices of a config block; None for a constant rate."""
+    """Return the choices of a config block; None for a constant rate."""
     if cfg is None:
         return None
     kwargs = cfg.kwargs
@@ -36,7 +36,7 @@ def schedule_choice(cfg: SchedulerConfig | None) -> Schedule | None:
 
 
 def schedule_numbers(cfg: SchedulerConfig | None, device: torch.device) -> TensorDict:
-    """The floats of a config block as 0-d float64 tensors; empty for a constant or an adaptive rate.
+    """Return the floats of a config block as 0-d float64 tensors; empty for a constant or an adaptive rate.
 
     >>> cfg = SchedulerConfig.model_validate({"name": "step", "kwargs": {"gamma": 0.5, "step_size": 2}})
     >>> schedule_numbers(cfg, torch.device("cpu"))["gamma"]
@@ -52,7 +52,7 @@ def schedule_numbers(cfg: SchedulerConfig | None, device: torch.device) -> Tenso
 
 
 def scheduled_rate(schedule: Schedule, base: Tensor, numbers: TensorDict, step: Tensor, iterations: int) -> Tensor:
-    """The learning rate in iteration `step` of `iterations`, 0-d, in the dtype of `base`.
+    """Return the learning rate in iteration `step` of `iterations`, 0-d, in the dtype of `base`.
 
     Args:
         schedule: one of linear, cosine, step and exponential.
@@ -80,18 +80,18 @@ def scheduled_rate(schedule: Schedule, base: Tensor, numbers: TensorDict, step: 
 
 
 def adapted_rate(rate: Tensor, distance: Tensor, numbers: TensorDict) -> Tensor:
-    """The learning rate after a gradient step that moved the policy by `distance`.
+    """Return the learning rate after a gradient step that moved the policy by `distance`.
 
         rate / factor if distance > 2 desired, rate * factor if distance < desired / 2; within [min_rate, max_rate]
 
     Args:
         rate: the rate so far, 0-d.
-        distance: how far the policy moved, in the unit of `desired_kl`.
-        numbers: `desired_kl`, `factor`, `min_rate` and `max_rate`.
+        distance: how far the policy moved, measured by the algorithm, 0-d.
+        numbers: the desired distance in the same unit (`DESIRED_DISTANCE`), `factor`, `min_rate` and `max_rate`.
 
     Source: Heess et al. 2017, arXiv:1707.02286, sec. 3, with the rate in place of the penalty.
     """
-    desired, factor = numbers["desired_kl"], numbers["factor"]
+    desired, factor = numbers[DESIRED_DISTANCE], numbers["factor"]
     too_far, too_near = distance > 2.0 * desired, distance < desired / 2.0
     adapted = torch.where(too_far, rate / factor, torch.where(too_near, rate * factor, rate))
     return torch.minimum(torch.maximum(adapted, cast(Tensor, numbers["min_rate"])), numbers["max_rate"])

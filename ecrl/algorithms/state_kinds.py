@@ -114,6 +114,16 @@ def _without(tree: TensorDict, chosen: set[Path], at: Path) -> TensorDict:
     return TensorDict(fields, tree.batch_size)
 
 
+def without(state: TensorDict, borrowed: TensorDict) -> TensorDict:
+    """Return a state without the leaves that `borrowed` has, as it was before `merge`.
+
+    >>> state = TensorDict({"params": {"w": 1.0}, "replay": {"obs": 2.0}}, [])
+    >>> list(without(state, TensorDict({"replay": {"obs": 2.0}}, [])).keys())
+    ['params']
+    """
+    return state if borrowed.is_empty() else _without(state, set(paths(flatten(borrowed)[1])), ())
+
+
 def merge(own: TensorDict, borrowed: TensorDict) -> TensorDict:
     """Undo `split`: one state with the leaves of both; the tensors are shared."""
     if borrowed.is_empty():

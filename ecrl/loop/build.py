@@ -69,7 +69,8 @@ def _saved_s(algorithm: Algorithm, static: Static) -> float:
 
 def form_of(cfg: Config) -> Form:
     """Return the form that a run of this config begins with, compiled or eager, and the reason."""
-    return planned_form(cfg, _env_and_policy(cfg)[1], make_algorithm(cfg.algorithm), static_of(cfg))
+    policy = _env_and_policy(cfg)[1]
+    return planned_form(cfg, policy, make_algorithm(cfg.algorithm), static_of(cfg, policy))
 
 
 def form_in_use(run: Run) -> str:
@@ -117,7 +118,7 @@ def build(cfg: Config) -> Run:
     True
     """
     env, policy = _env_and_policy(cfg)
-    algorithm, static = make_algorithm(cfg.algorithm), static_of(cfg)
+    algorithm, static = make_algorithm(cfg.algorithm), static_of(cfg, policy)
     form = planned_form(cfg, policy, algorithm, static)
     algorithm = with_contract(algorithm, cfg.algorithm.name, cfg.policy.name)
     return Run(with_training_wrappers(env, cfg, "train"), policy, algorithm, form.jit, form.scan, static)
@@ -138,8 +139,8 @@ def with_training_wrappers(env: Env, cfg: Config, events: Literal["train", "eval
     return with_events(env, happening, f"trainer.events.{events}")
 
 
-def static_of(cfg: Config) -> Static:
-    """Return the numbers of a config that shape the graph of an iteration."""
+def static_of(cfg: Config, policy: Policy) -> Static:
+    """Return the numbers of a config and its policy that shape the graph of an iteration."""
     trainer = cfg.trainer
-    skips = trainer.finite_guard == "skip"
-    return Static(trainer.num_envs, trainer.buffer_size, trainer.iterations, world_size(), skips)
+    skips, row_steps = trainer.finite_guard == "skip", trainer.buffer_size if policy.unit == "sequence" else 1
+    return Static(trainer.num_envs, trainer.buffer_size, trainer.iterations, world_size(), skips, row_steps)

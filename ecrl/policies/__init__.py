@@ -3,7 +3,7 @@
 from ecrl.config import PolicyConfig
 from ecrl.config.model import validate_section
 from ecrl.policies.actor_critic import ActorCriticConfig, ActorOnlyConfig, actor_critic, actor_only
-from ecrl.policies.core import Policy, acting_params, fixed_params, flatten, policy_params
+from ecrl.policies.core import Policy, acting_params, fixed_params, flatten, policy_params, sum_tokens
 from ecrl.policies.mlp import MLPConfig, build_mlp
 from ecrl.policies.module import module_policy
 from ecrl.policies.networks import NetworkConfig, make_network
@@ -28,6 +28,7 @@ __all__ = [
     "module_policy",
     "normalized",
     "policy_params",
+    "sum_tokens",
 ]
 
 

@@ -1,7 +1,7 @@
 """A policy is a frozen record of pure functions over a TensorDict of parameters."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -52,6 +52,7 @@ class Policy:
         unit: content of a row of a minibatch, "step" or "sequence".
         init_frozen: device -> parameters that are not trained, such as a backbone, or None. The other functions find
             them in `params`. No optimiser sees these parameters, and no copy of them is made.
+        name: name under which the policy is registered, for messages.
     """
 
     init: Callable[[Tensor], TensorDict]
@@ -65,12 +66,59 @@ class Policy:
     init_carry: Callable[[TensorDict, int], TensorDict] = no_carry
     unit: Literal["step", "sequence"] = "step"
     init_frozen: Callable[[torch.device], TensorDict] | None = None
+    name: str = field(default="", compare=False)
 
     def __post_init__(self):
         if self.unit not in ("step", "sequence"):
             raise ValueError(f"unit is {self.unit!r}, expected 'step' or 'sequence'")
         if self.unit == "step" and self.init_carry is not no_carry:
             raise ValueError("a policy with init_carry has memory; set its unit to 'sequence'")
+
+    def evaluate_rows(self, params: TensorDict, rows: TensorDict) -> tuple[Tensor, Tensor]:
+        """Return the log-probability of the action and the entropy, in nats, of every step in rows of a minibatch.
+
+        Tokens are summed (`sum_tokens`). `ecrl.algorithms.rows.rows_of` makes the rows, for policies of either unit.
+        """
+        log_prob, entropy = self.evaluate(params, *_carry_and_steps(self, rows))
+        return sum_tokens(log_prob, rows), sum_tokens(entropy, rows)
+
+    def value_rows(self, params: TensorDict, rows: TensorDict) -> Tensor:
+        """Return the critic's value of every step in rows of a minibatch. The policy must have a critic."""
+        carry, steps = _carry_and_steps(self, rows)
+        critic: Any = self.value
+        return critic(params, carry, steps["obs"]) if self.unit == "step" else critic(params, carry, steps, None)[0]
+
+
+def _carry_and_steps(policy: Policy, rows: TensorDict) -> tuple[TensorDict, TensorDict]:
+    """Return the policy's memory before the first step of each row, and the steps of the rows."""
+    if policy.unit == "step":
+        return TensorDict({}, []), rows
+    carry: Any = rows.get("carry", TensorDict({}, []))
+    return carry, TensorDict(dict(rows.exclude("carry").items()), rows["done"].shape)
+
+
+def sum_tokens(x: Tensor, rows: TensorDict) -> Tensor:
+    """Sum the log-probabilities or entropies of an action's tokens.
+
+        log_prob(action) = sum(log_prob(token) for the tokens of the action that count)
+
+    Args:
+        x: the shape of `rows["done"]`, or with further axes of tokens.
+        rows: with `done`, and `token_mask`, bool in the shape of `x`, if some tokens do not count.
+
+    Returns: the shape of `rows["done"]`.
+    Gradient: flows through the tokens that count.
+
+    >>> rows = TensorDict({"done": torch.tensor([False]), "token_mask": torch.tensor([[True, True, False]])}, [1])
+    >>> sum_tokens(torch.tensor([[-1.0, -2.0, -4.0]]), rows)
+    tensor([-3.])
+    """
+    ndim = rows["done"].ndim
+    if x.ndim == ndim:
+        return x
+    if "token_mask" in rows:
+        x = x.masked_fill(~rows["token_mask"], 0.0)
+    return x.flatten(ndim).sum(-1)
 
 
 def acting_params(params: TensorDict, fixed: TensorDict) -> TensorDict:

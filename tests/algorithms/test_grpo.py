@@ -9,7 +9,6 @@ import torch
 from conftest import assert_pure, close
 from tensordict import TensorDict
 
-from ecrl.algorithms.grpo import collect_groups
 from ecrl.algorithms.minibatch_sgd import pass_keys, shuffled, sizes_of
 from ecrl.config import Config, config_from_dict
 from ecrl.errors import ConfigError
@@ -43,7 +42,7 @@ def collected(cfg: Config, rounds: int = 1, fixed: bool = False) -> tuple[Tensor
         draw = parts.policy.draw
         parts = parts._replace(policy=replace(parts.policy, draw=lambda keys: draw(keys * 0 + keys[:, :1])))
     for _ in range(rounds):
-        state, rollout = assert_pure(collect_groups, parts, state)
+        state, rollout = assert_pure(parts.algorithm.iterate.collect, parts, state)
         out.append(rollout)
         steps = cfg.trainer.buffer_size * cfg.trainer.num_envs
         counters = {"sample_step": state["sample_step"] + steps, "update_step": state["update_step"] + 1}

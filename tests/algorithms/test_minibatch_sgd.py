@@ -11,21 +11,23 @@ from conftest import assert_pure, close
 from tensordict import TensorDict
 
 from ecrl import rng
-from ecrl.algorithms.core import Run
+from ecrl.algorithms.core import Run, Static
 from ecrl.algorithms.minibatch_sgd import (
     MinibatchConfig,
+    gradient_steps,
     mean_logs,
     minibatch_sgd,
     pass_keys,
     shuffled,
     sizes_of,
 )
-from ecrl.algorithms.optimizer import Group, learning_state
+from ecrl.algorithms.optimizer import GroupSettings, groups_of, learning_state
+from ecrl.algorithms.optimizer_config import OptimizerConfig
 from ecrl.algorithms.ppo import PPOConfig, check_critic
 from ecrl.config import config_from_dict
 from ecrl.errors import ConfigError
 from ecrl.kernels import scan
-from ecrl.loop.build import make_algorithm, static_of
+from ecrl.loop.build import build, make_algorithm, static_of
 
 CPU = torch.device("cpu")
 SGD = {"name": "sgd", "learning_rate": 0.1}
@@ -51,10 +53,10 @@ def setup(rows: int = 8, mask: Any = None, params: Any = None, **cfg: Any) -> tu
     state |= {"norm": TensorDict({}, []), "key": rng.key(5), "update_step": torch.tensor(0)}
     mask = torch.ones(rows, dtype=torch.bool) if mask is None else torch.tensor(mask)
     data = TensorDict({"x": torch.arange(1.0, rows + 1), "mask": mask}, [rows])
-    return Run(None, None, record, partial, scan, static_of(made)), TensorDict(state, []), data  # pyright: ignore
+    return Run(None, None, record, partial, scan, static_of(made, build(made).policy)), TensorDict(state, []), data  # pyright: ignore
 
 
-def learned(run: Run, state: TensorDict, rows: TensorDict, loss: Any, variant: Any, whole: Any = None) -> Any:
+def learned(run: Run, state: TensorDict, rows: TensorDict, loss: Any, variant: Any, **whole: Any) -> Any:
     """`minibatch_sgd` with the KL as the distance; a loss of these tests takes `variant` in place of the policy."""
 
     def of_run(run: Run, *rest: Any) -> Any:
@@ -112,8 +114,24 @@ def test_more_than_the_rollout_holds_is_lowered_and_said_once(key):
     assert [str(w.message) for w in said] == [f"algorithm.cfg.{key} 11 is above the rollout's 7 transitions; using 7"]
 
 
+def test_a_number_of_minibatches_above_the_sequences_names_sequences():
+    with pytest.warns(UserWarning, match="num_minibatches 13 is above the rollout's 3 sequences; using 3"):
+        assert sizes_of(MinibatchConfig(num_minibatches=13), 3, 8) == [1, 1, 1]
+
+
+def test_gradient_steps_count_minibatches_of_whole_sequences():
+    # 6 environments of 8 steps: 20 steps hold 2 sequences, so a pass has 3 steps, and 48 transitions in twenties too
+    cfg, static = MinibatchConfig(batch_size=20, n_epochs=2), Static(6, 8, 1, 1)
+    assert gradient_steps(cfg, static) == 2 * 3
+    assert gradient_steps(cfg, static._replace(row_steps=8)) == 2 * 3
+    # a sequence of 8 steps is above 5 steps, so each of the 6 is a minibatch; single steps make 10 minibatches
+    cfg = MinibatchConfig(batch_size=5, n_epochs=2)
+    assert gradient_steps(cfg, static) == 2 * 10
+    assert gradient_steps(cfg, static._replace(row_steps=8)) == 2 * 6
+
+
 def test_one_of_size_and_number():
-    with pytest.raises(ValueError, match="batch_size stands beside num_minibatches; keep one of them"):
+    with pytest.raises(ValueError, match="batch_size and num_minibatches exclude each other; keep one"):
         MinibatchConfig(batch_size=4, num_minibatches=4)
 
 
@@ -314,11 +332,12 @@ def test_clipping_together_and_apart():
 def test_two_groups_move_at_their_own_rates_with_their_own_optimisers():
     """One group descends by SGD at rate 0.1 and norm 100, the other by Adam at rate 0.5: its first step is the rate."""
     run, state, rows = setup(rows=2, n_epochs=1, params=two_groups())
-    groups = Group("actor", None, "sgd", None), Group("critic", (("critic",),), "adam", None, "critic_")
+    cfg = MinibatchConfig(optimizer=SGD, max_grad_norm=100.0)  # pyright: ignore
+    own = {"critic": GroupSettings(learning_rate=0.5, optimizer=OptimizerConfig(name="adam"))}
+    groups = groups_of(cfg, {"actor": None, "critic": (("critic",),)}, own)
     sgd = run.algorithm.choices.sgd._replace(groups=groups)
     run = run._replace(algorithm=replace(run.algorithm, choices=run.algorithm.choices._replace(sgd=sgd)))
-    numbers = {"critic_learning_rate": 0.5, "critic_optimizer": {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8}}
-    fresh = learning_state(MinibatchConfig(optimizer=SGD, max_grad_norm=100.0), two_groups(), numbers, CPU, groups)
+    fresh = learning_state(cfg, two_groups(), {}, CPU, groups, own)
     after, logs = learned(run, state.copy().update(fresh), rows, pull, None)
     close(after["params", "actor", "a"], 0.3)  # 0.1 * 3
     close(after["params", "critic", "c"], 0.5)
@@ -340,10 +359,11 @@ def test_logs_need_no_names():
     assert set(logs) == {"loss", "grad_norm", "learning_rate"}
 
 
-def test_a_critics_norm_needs_a_critic():
-    cfg = PPOConfig(critic_max_grad_norm=1.0)
+@pytest.mark.parametrize("key", ["critic_max_grad_norm", "critic_learning_rate"])
+def test_settings_of_a_critic_need_a_critic(key):
+    cfg = PPOConfig(**{key: 1.0})
     check_critic(two_groups(), cfg)
-    with pytest.raises(ConfigError, match="critic_max_grad_norm: the policy has no parameters 'critic', only actor"):
+    with pytest.raises(ConfigError, match=f"{key}: the policy has no parameters 'critic', only actor"):
         check_critic(two_groups().exclude("critic"), cfg)
 
 
@@ -400,8 +420,8 @@ def _fitted(variant, params, batch, mask, hyper):
     return error.sum() / count.clamp(min=1.0), {"approx_kl": torch.zeros(()), "count": count}
 
 
-def _spread(run, rows, index, real):
-    return {"y": rows["x"][index] / rows["x"][index].masked_fill(~real, 0.0).max()}
+def _spread(x, mask):
+    return x / x.masked_fill(~mask, 0.0).max()
 
 
 @pytest.mark.parametrize("parts_of", [3, 7, 2048])
@@ -409,11 +429,12 @@ def test_a_minibatch_in_parts_is_the_minibatch(parts_of, monkeypatch):
     """Gradients of its mean and what is prepared of it as a whole, ragged, masked, whatever the size of the parts."""
     monkeypatch.setattr("ecrl.kernels.scan_loop._CPU_ROWS", parts_of)
     parts, state, rows = setup(rows=20, mask=[i % 5 != 2 for i in range(20)], batch_size=8, n_epochs=1)
-    rows = rows.copy().set("y", torch.zeros(20)).set("x", rows["x"] / 20.0)
-    after, _ = learned(parts, state, rows, _fitted, None, _spread)
+    rows = rows.copy().set("y", rows["x"] / 20.0).set("x", rows["x"] / 20.0)
+    after, _ = learned(parts, state, rows, _fitted, None, y=_spread)
     w, (index, real) = 0.0, shuffled(pass_keys(state, 1), [8, 8, 4], 8)
     for i, r in zip(index, real, strict=True):
         x = rows["x"][i[r]].double()
-        y, counted = x / x.max(), rows["mask"][i[r]]
+        counted = rows["mask"][i[r]]
+        y = x / x[counted].max()
         w -= 0.1 * float((2.0 * (w * x - y) * x)[counted].mean())
     close(after["params", "w"], w, tol=1e-6)

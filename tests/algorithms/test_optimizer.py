@@ -11,16 +11,19 @@ from tensordict import TensorDict
 
 from ecrl.algorithms.optimizer import (
     Group,
+    GroupSettings,
     groups_of,
     hyper_tensors,
     layout_of,
     learning_rates,
     learning_state,
     optimizer_init,
+    optimizer_step,
     pack,
+    pack_opt,
     unpack,
 )
-from ecrl.algorithms.optimizer_config import LearningConfig, optimizer_of
+from ecrl.algorithms.optimizer_config import LearningConfig, OptimizerConfig, SchedulerConfig, optimizer_of
 from ecrl.algorithms.schedules import Schedule, adapted_rate
 from ecrl.errors import ConfigError
 
@@ -146,7 +149,10 @@ def test_adapted_rate_is_bounded_and_falls_with_the_kl(rate, kl):
         ({"lr_scheduler": {"name": "adaptive", "kwargs": {"gamma": 0.5}}}, "adaptive does not use 'gamma'"),
         ({"lr_scheduler": {"name": "linear", "kwargs": {"desired_kl": 0.5}}}, "linear does not use 'desired_kl'"),
         ({"lr_scheduler": {"name": "plateau"}}, "name"),
-        ({"learning_rate": 0.1, "optimizer": {"name": "sgd"}}, "learning_rate stands beside optimizer.learning_rate"),
+        (
+            {"learning_rate": 0.1, "optimizer": {"name": "sgd"}},
+            "learning_rate and optimizer exclude each other; keep one",
+        ),
     ],
 )
 def test_faults(cfg, message):
@@ -206,3 +212,89 @@ def test_every_group_may_have_a_rate_and_a_schedule_of_its_own():
         "rest": 0.5,
         "value": 0.0625,
     }
+
+
+APART = {"actor": None, "critic": (("critic",),)}
+
+
+def of_both(cfg: LearningConfig, own: dict[str, GroupSettings]) -> tuple[tuple[Group, ...], TensorDict]:
+    """Groups and state of parameters in float32."""
+    params = TensorDict({"actor": {"a": torch.tensor([1.0])}, "critic": {"c": torch.tensor([2.0])}}, [])
+    groups = groups_of(cfg, APART, own)
+    fields = learning_state(cfg, params, {}, CPU, groups, own)
+    return groups, TensorDict({**fields, "update_step": torch.tensor(2)}, [])
+
+
+def test_settings_of_a_group_are_numbers_under_its_prefix():
+    schedule = SchedulerConfig.model_validate({"name": "exponential", "kwargs": {"gamma": 0.5}})
+    sgd = OptimizerConfig.model_validate({"name": "sgd", "learning_rate": 0.4, "kwargs": {"momentum": 0.9}})
+    own = {"critic": GroupSettings(optimizer=sgd, lr_scheduler=schedule, max_grad_norm=7.0)}
+    groups, state = of_both(learning(learning_rate=0.1, lr_scheduler={"name": "linear"}), own)
+    assert [(g.optimizer, g.schedule.name if g.schedule else None) for g in groups] == [
+        ("adam", "linear"),
+        ("sgd", "exponential"),
+    ]
+    hyper = state["hyper"]
+    close(hyper["max_grad_norm"], 0.5)
+    close(hyper["critic_max_grad_norm"], 7.0)
+    close(hyper["critic_optimizer", "momentum"], 0.9)
+    rates = learning_rates(state, groups, 4)  # 2 of 4 iterations are done: half of 0.1, and 0.4 halved twice
+    close(rates["actor"], 0.05)
+    close(rates["critic"], 0.1)
+
+
+@pytest.mark.parametrize("adapts", ["both", "critic", "actor"])
+def test_an_adaptive_rate_of_a_group_lives_in_the_state(adapts):
+    adaptive = SchedulerConfig(name="adaptive")
+    constant = SchedulerConfig.model_validate({"name": "linear", "kwargs": {"end_factor": 1.0}})
+    cfg = LearningConfig(learning_rate=0.001, lr_scheduler=None if adapts == "critic" else adaptive)
+    schedule = {"both": None, "critic": adaptive, "actor": constant}[adapts]
+    own = {"critic": GroupSettings(learning_rate=0.002, lr_scheduler=schedule)}
+    groups, state = of_both(cfg, own)
+    moving = {"both": {"critic_learning_rate", "learning_rate"}, "critic": {"critic_learning_rate"}}
+    in_state = {*state.keys()} & moving["both"]
+    assert in_state == moving.get(adapts, {"learning_rate"})
+    assert {*state["hyper"].keys()} & moving["both"] == moving["both"] - in_state
+    rates = learning_rates(state, groups, 4)
+    close(rates["actor"], 0.001)
+    close(rates["critic"], 0.002)
+
+
+@pytest.mark.parametrize("name", ["actor", "other"])
+def test_settings_of_the_first_group_or_of_no_group_are_refused(name):
+    cfg, own = learning(), {name: GroupSettings(learning_rate=1.0)}
+    with pytest.raises(ValueError, match=f"group {name} may have no settings of its own; groups that may: critic"):
+        groups_of(cfg, APART, own)
+    with pytest.raises(ValueError, match=f"group {name} may have no settings of its own"):
+        learning_state(cfg, PARAMS, {}, CPU, groups_of(cfg, APART), own)
+
+
+@pytest.mark.parametrize("flag_all", [False, True])
+def test_a_delayed_group_keeps_parameters_slots_and_counter(flag_all):
+    """SGD with momentum 0.5 at rate 0.1, gradients 1 and 2; the critic moves in the second of three steps only."""
+    sgd = {"name": "sgd", "learning_rate": 0.1, "kwargs": {"momentum": 0.5}}
+    groups, state = of_both(learning(optimizer=sgd), {})
+    layout = layout_of(state["params"], groups)
+    params, opts = pack(state["params"], layout), pack_opt(state["opt"], layout)
+    grads = pack(TensorDict({"actor": {"a": torch.tensor([1.0])}, "critic": {"c": torch.tensor([2.0])}}, []), layout)
+    rates, found = learning_rates(state, groups, 4), []
+    for moves in (False, True, False):
+        flags = {"critic": torch.tensor(moves)} | ({"actor": torch.tensor(True)} if flag_all else {})
+        params, opts = optimizer_step(params, grads, opts, rates, state["hyper"], layout, flags)
+        numbers = [(params[n]["float32"], opts[n]["momentum"]["float32"], opts[n]["step"]) for n in APART]
+        found.append([[round(x.item(), 4) for x in row] for row in numbers])
+    # actor: momentum 1, 1.5, 1.75; critic: 2 at its first step, from 2.0 down by 0.1 * 2
+    assert found == [
+        [[0.9, 1.0, 1], [2.0, 0.0, 0]],
+        [[0.75, 1.5, 2], [1.8, 2.0, 1]],
+        [[0.575, 1.75, 3], [1.8, 2.0, 1]],
+    ]
+
+
+def test_a_delay_of_an_unknown_group_is_refused():
+    groups, state = of_both(learning(), {})
+    layout = layout_of(state["params"], groups)
+    params, opts = pack(state["params"], layout), pack_opt(state["opt"], layout)
+    rates = learning_rates(state, groups, 4)
+    with pytest.raises(ValueError, match="group value, which does not exist; groups: actor, critic"):
+        optimizer_step(params, params, opts, rates, state["hyper"], layout, {"value": torch.tensor(True)})

@@ -282,6 +282,8 @@ BLOCKS = [
     {"batch_size": None, "num_minibatches": 3, "target_kl": 0.02},
     {"clip_vloss": True, "critic_max_grad_norm": 0.3, "normalize_advantage": "none", "normalize_reward": True},
     {"learning_rate": None, "optimizer": {"name": "sgd", "learning_rate": 0.1, "kwargs": {"momentum": 0.5}}},
+    {"critic_learning_rate": 0.002, "lr_scheduler": {"name": "adaptive", "kwargs": {"factor": 2.0}}},
+    {"critic_learning_rate": 0.002, "lr_scheduler": {"name": "linear"}},
 ]
 
 
@@ -308,6 +310,28 @@ def test_compiled_learning_with_everything_on_equals_eager():
     first, second = (iterations(c)[-1][0] for c in (eager, eager.replace(**{"trainer.compile": "on"})))
     for name, leaf in first.flatten_keys("/").items():
         close(second.flatten_keys("/")[name], leaf, tol=1e-3)
+
+
+def test_the_critic_moves_at_a_rate_of_its_own():
+    """One step of SGD without clipping: the critic's move grows with its own rate, the actor's stays."""
+    sgd = {"learning_rate": None, "optimizer": {"name": "sgd", "learning_rate": 0.1}, "max_grad_norm": 1e6}
+    one = sgd | {"n_epochs": 1, "batch_size": 256}
+    cfg = run("cartpole", **{f"algorithm.cfg.{key}": value for key, value in one.items()}, **{"trainer.iterations": 1})
+    start = init_state(cfg)["params"]
+    (plain, _), (own, logs) = (
+        iterations(c)[0] for c in (cfg, cfg.replace(**{"algorithm.cfg.critic_learning_rate": 0.3}))
+    )
+    assert (own["params", "actor"] == plain["params", "actor"]).all()
+    for name, weight in start["critic"].items():
+        close(own["params", "critic", name] - weight, 3.0 * (plain["params", "critic", name] - weight), tol=1e-4)
+    close(logs["learning_rate"], 0.1)
+    close(logs["critic_learning_rate"], 0.3)
+
+
+def test_an_adaptive_rate_of_the_critic_is_held_in_the_bounds_from_the_start():
+    block = {"name": "adaptive", "kwargs": {"max_rate": 0.02}}
+    with pytest.raises(ConfigError, match=r"critic_learning_rate 0.5 is outside the min_rate 1e-05 to max_rate 0.02"):
+        run("cartpole", **{"algorithm.cfg.lr_scheduler": block, "algorithm.cfg.critic_learning_rate": 0.5})
 
 
 SCHEDULES = [
@@ -365,7 +389,10 @@ def test_a_batch_above_the_rollout_is_clamped_and_said_once():
         ({"optimizer": {"name": "sgd", "kwargs": {"eps": 1e-8}}}, "sgd does not use 'eps'"),
         ({"optimizer": {"name": "adam", "kwargs": {"betas": [0.9, 1.0]}}}, r"kwargs.betas\[1\]: must be below 1.0"),
         ({"learning_rate": 1e300}, r"algorithm.cfg.learning_rate: must be between 1.4e-45 and 3.4e38, got 1e\+300"),
-        ({"optimizer": {"name": "adam"}, "learning_rate": 0.1}, "learning_rate stands beside optimizer.learning_rate"),
+        (
+            {"optimizer": {"name": "adam"}, "learning_rate": 0.1},
+            "learning_rate and optimizer exclude each other; keep one",
+        ),
         ({"optimizer": {"name": "lion"}}, "algorithm.cfg.optimizer.name"),
     ],
 )

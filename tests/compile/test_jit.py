@@ -18,6 +18,7 @@ from ecrl.algorithms.core import collect, learn, on_policy
 from ecrl.algorithms.minibatch_sgd import _gradients, _Objective, pass_keys, shuffled, sizes_of
 from ecrl.algorithms.optimizer import layout_of, pack
 from ecrl.algorithms.ppo import advantages, loss
+from ecrl.algorithms.rows import rows_of
 from ecrl.compile import cpu as inductor
 from ecrl.compile.jit import _chosen, choose_form, compiler_fault
 from ecrl.compile.scan import graph_scan
@@ -380,11 +381,11 @@ def test_gradients_of_a_minibatch_are_those_of_the_eager_form(dtype, tol):
         lambda x: x.to(dtype) if x.is_floating_point() else x,
         (params, rollout, state["hyper"]),
     )
-    rows, layout = advantages(run, trees[2], trees[1]), layout_of(trees[0], sgd.groups)
+    rows, layout = rows_of(run, trees[1], **advantages(run, trees[2], trees[1])), layout_of(trees[0], sgd.groups)
     sizes = sizes_of(sgd, len(rows))
     chosen = tuple(x[0].unsqueeze(0) for x in shuffled(pass_keys(state, 1), sizes, max(sizes)))
     given = pack(trees[0], layout), chosen, TensorDict({}, []), rows, trees[2]
-    objective = _Objective(run, loss, None, "approx_kl", "target_kl", layout)
+    objective = _Objective(run, loss, (), "approx_kl", "target_kl", layout)
     (found, (_, logs)), (expected, (_, eager_logs)) = (
         choose_form(mode, "cpu").jit(_gradients, objective)(*given) for mode in ("on", "off")
     )

@@ -295,9 +295,9 @@ def test_skip_leaves_out_single_gradient_steps_and_warns_once(monkeypatch):
         return value * torch.where((batch["advantage"] == largest[0]).any(), torch.nan, 1.0), logs
 
     def advantages(run, hyper, rollout):
-        rows = made(run, hyper, rollout)
-        largest[:] = [rows["advantage"].max()]
-        return rows
+        fields = made(run, hyper, rollout)
+        largest[:] = [fields["advantage"].max()]
+        return fields
 
     ppo = sys.modules["ecrl.algorithms.ppo"]  # the package has the function of that name
     right, made, largest = ppo.loss, ppo.advantages, []

@@ -14,7 +14,7 @@ import ecrl
 from ecrl import rng
 from ecrl.algorithms.core import collect
 from ecrl.algorithms.minibatch_sgd import sizes_of
-from ecrl.algorithms.rows import evaluate, rows_of, value
+from ecrl.algorithms.rows import rows_of
 from ecrl.algorithms.state_kinds import Kind, leaf_kinds
 from ecrl.errors import ConfigError
 from ecrl.loop.buffers import kinds_of
@@ -81,10 +81,10 @@ def test_values_and_log_probabilities_follow_the_memory_of_acting(end, normalize
     after, rollout = collect(run, state)
     params = acting_params(state["params"], state["norm"])
     assert torch.equal(rollout["carry", "h"], state["carry", "h"].unsqueeze(1).expand(8, 9, 8))
-    rows = rows_of(run.policy, rollout)
+    rows = rows_of(run, rollout)
     assert rows.shape == (8,) and rows["obs"].shape == (8, 8, 2)
-    close(evaluate(run.policy, params, rows)[0], rollout["sample_log_prob"][:, :-1])
-    close(value(run.policy, params, rows), rollout["value"][:, :-1])
+    close(run.policy.evaluate_rows(params, rows)[0], rollout["sample_log_prob"][:, :-1])
+    close(run.policy.value_rows(params, rows), rollout["value"][:, :-1])
     for env in range(8):
         memory = state["carry"][env : env + 1]
         log_prob, values, finals = unrolled(run.policy, params, memory, rollout, env)
@@ -156,6 +156,13 @@ def test_minibatches_keep_sequences_whole():
     assert last_state(cfg)["params", "W"].isfinite().all()
 
 
+def test_a_run_with_memory_counts_its_gradient_steps_by_sequences():
+    run = build(remembering(**{"algorithm.cfg.batch_size": 5, "algorithm.cfg.n_epochs": 2}))
+    steps = run.algorithm.gradient_steps
+    assert run.static.row_steps == 8 and steps is not None and steps(run.static) == 2 * 16
+    assert build(small()).static.row_steps == 1
+
+
 def test_grpo_starts_every_rollout_with_a_new_memory():
     cfg = remembering(**{"algorithm": GRPO, **SHORT})
     state = last_state(cfg)
@@ -180,8 +187,8 @@ def test_memory_restarts_in_host_environments():
     run, state = build(cfg), init_state(cfg)
     after, rollout = collect(run, state)
     assert rollout["done"].any()
-    rows = rows_of(run.policy, rollout)
-    close(evaluate(run.policy, state["params"], rows)[0], rollout["sample_log_prob"][:, :-1], tol=1e-4)
+    rows = rows_of(run, rollout)
+    close(run.policy.evaluate_rows(state["params"], rows)[0], rollout["sample_log_prob"][:, :-1], tol=1e-4)
     assert not torch.equal(after["carry", "h"], state["carry", "h"])
     ecrl.close(after, cfg)
 
@@ -198,9 +205,9 @@ def test_memory_restarts_after_a_step_that_does_not_count():
 
     env = replace(run.env, step=step)
     _, rollout = collect(run._replace(env=env), state)
-    rows = rows_of(run.policy, rollout)
+    rows = rows_of(run, rollout)
     assert torch.equal(rows["done"], (rollout["done"] | ~rollout["mask"])[:, :-1])
-    close(evaluate(run.policy, state["params"], rows)[0], rollout["sample_log_prob"][:, :-1])
+    close(run.policy.evaluate_rows(state["params"], rows)[0], rollout["sample_log_prob"][:, :-1])
 
 
 def test_apg_refuses_memory_in_one_line():

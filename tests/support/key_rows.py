@@ -232,6 +232,8 @@ ALGORITHMS = [
     *rows("algorithm.ppo", PPO, gae_lambda=0.5, vf_coef=5.0, normalize_advantage="none", normalize_reward=True),
     *rows("algorithm.ppo", PPO, normalize_advantage="minibatch"),
     *rows("algorithm.ppo", FAST | alg(clip_coef=1e-3), clip_vloss=True),
+    *rows("algorithm.ppo", PPO, critic_learning_rate=1e-2),
+    *rows("algorithm.ppo", alg(critic_learning_rate=1e-3), critic_learning_rate=1e-2),
     *rows("algorithm.ppo", alg(optimizer=SGD), critic_max_grad_norm=1e-3),
     *rows("algorithm.ppo", alg(optimizer=SGD, critic_max_grad_norm=0.1), critic_max_grad_norm=1e-3),
     *rows("algorithm.grpo", GRPO, group_size=2, eps=1.0, kl_coef=1.0),

@@ -1,0 +1,45 @@
+"""A reference policy: the parameters of an earlier policy, from which the policy that learns keeps its distance."""
+
+from functools import partial
+from typing import cast
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from ecrl.algorithms.core import Run
+from ecrl.algorithms.rows import rows_of
+from ecrl.kernels.scan_loop import in_chunks
+from ecrl.policies import acting_params
+from ecrl.pytree import replaced
+
+
+def _log_prob(run: Run, _: None, rows: TensorDict, params: TensorDict) -> tuple[None, Tensor]:
+    with torch.no_grad():
+        return None, run.policy.evaluate_rows(params, rows)[0]
+
+
+def reference_log_prob(run: Run, state: TensorDict, rollout: TensorDict) -> Tensor:
+    """Return the log-probability `[N, T]` of a rollout's actions under `ref_params` of the state, in nats.
+
+    The reference has no memory of its own. It starts from that of the policy that acted.
+
+    Gradient: none.
+    """
+    rows = rows_of(run, rollout)
+    chunks = in_chunks(rows.exclude("mask", "sample_log_prob"))
+    frozen = state.select("frozen_params", strict=False)
+    reference = acting_params(cast(TensorDict, state["ref_params"]), cast(TensorDict, frozen))
+    _, log_prob = run.scan(partial(_log_prob, run), None, chunks, reference)
+    return log_prob.flatten(0, 1)[: len(rows)].reshape(rollout["done"][:, :-1].shape)
+
+
+def refreshed_reference(state: TensorDict, freq: int) -> TensorDict:
+    """Return the state with `ref_params` set to the policy as it acts now, once every `freq` iterations.
+
+    The reference keeps the observation statistics of its time, so that it stays the same function.
+    """
+    due = (state["update_step"] + 1) % freq == 0
+    params, norm, reference = (cast(TensorDict, state[key]) for key in ("params", "norm", "ref_params"))
+    after = acting_params(params, norm).apply(lambda new, old: torch.where(due, new, old), reference)
+    return replaced(state, {"ref_params": after})
