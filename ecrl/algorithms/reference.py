@@ -1,4 +1,4 @@
-"""A reference policy: the parameters of an earlier policy, from which the policy that learns keeps its distance."""
+"""A reference policy: the parameters of an earlier policy. The policy that learns keeps its distance from it."""
 
 from functools import partial
 from typing import cast
