@@ -229,9 +229,7 @@ READING = [
 def test_what_reads_the_values_of_a_tensor_is_refused_with_its_line(fn, operation):
     leaves, structure = flatten((torch.ones(3),))
     line = fn.__code__.co_firstlineno
-    told = (
-        rf"trainer.compile: .*test_jit.py:{line}, in <lambda>, reads values of a tensor \({re.escape(operation)}\)"
-    )
+    told = rf"trainer.compile: .*test_jit.py:{line}, in <lambda>, reads values of a tensor \({re.escape(operation)}\)"
     with pytest.raises(ConfigError, match=told):
         traced(fn, structure, leaves)
 
