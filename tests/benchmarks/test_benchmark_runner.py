@@ -27,15 +27,29 @@ def result(name, *rates, error=None):
     return Result(name, list(rates), 1.0, {"python": "3"}, 10.0, error)
 
 
-def test_a_race_finds_the_ratio_of_two_speeds():
+@pytest.fixture
+def exact_sleep(monkeypatch):
+    """Let a sleeper's unit of work take exactly the seconds that it sleeps, however loaded the machine is."""
+
+    def answer(worker, times, real=pairs.turn):
+        answer_data, seconds = real(worker, times), times * SLEEP_S[worker.name]
+        assert answer_data["seconds"] >= 0.99 * seconds
+        return answer_data | {"seconds": seconds}
+
+    monkeypatch.setattr(pairs, "turn", answer)
+
+
+SLEEP_S = {"fast": 0.01, "slow": 0.03, "a": 0.01, "b": 0.05}
+
+
+def test_a_race_finds_the_ratio_of_two_speeds(exact_sleep):
     fast, slow = race(
         [stand_in("sleeper", "fast", seconds=0.01), stand_in("sleeper", "slow", seconds=0.2)], seconds=0.4
     )
     assert (fast.name, slow.name, fast.error, slow.error) == ("fast", "slow", None, None)
     assert len(fast.rates) == len(slow.rates) == 5
-    expected = [a / b for a, b in zip(fast.rates, slow.rates, strict=True)]
-    assert ratios(fast, slow) == pytest.approx(expected) and summary(expected)["median"] > 1.0
-    assert 1 / 0.2 < summary(slow.rates)["median"] < 10 / 0.2  # ten things per unit; a slow machine takes longer
+    assert summary(ratios(fast, slow))["median"] == pytest.approx(3.0)
+    assert summary(slow.rates)["median"] == pytest.approx(10 / 0.03)  # things per second, not units
     assert fast.peak_rss_mb > 1 and fast.setup_s > 0
 
 
@@ -51,12 +65,12 @@ def counted_turns(monkeypatch, contestants, **how):
     return race(contestants, **how), asked
 
 
-def test_turns_alternate_and_last_about_as_long_as_asked(monkeypatch):
+def test_turns_alternate_and_last_about_as_long_as_asked(exact_sleep, monkeypatch):
     both = [stand_in("sleeper", "a", seconds=0.01), stand_in("sleeper", "b", seconds=0.05)]
     _, asked = counted_turns(monkeypatch, both, rounds=3, seconds=0.2)
     assert [name for name, _ in asked] == ["a", "a", "b", "b", *"abab"]  # each calibrates once
     assert asked[0][1] == asked[2][1] == 1
-    assert 1 <= asked[1][1] <= 20 and 1 <= asked[3][1] <= 4  # a slow machine takes longer, never less
+    assert (asked[1][1], asked[3][1]) == (20, 4)
     assert [times for _, times in asked[4:]] == [asked[1][1], asked[3][1]] * 2
 
 

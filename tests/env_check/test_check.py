@@ -144,6 +144,12 @@ FAULTS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def equal_speed(monkeypatch):
+    """A step takes a second for any number of environments, so that no finding depends on the machine."""
+    monkeypatch.setattr(check, "_steps_per_second", lambda env, keys: float(len(keys)))
+
+
 def test_a_sound_environment_has_no_findings():
     found = check_env(GOOD, num_steps=12)
     assert found.findings == []
@@ -167,6 +173,27 @@ def test_each_fault_is_one_line_with_its_place(name):
     found = check_env(replace(GOOD, **change), num_steps=12).findings
     assert any(message in line for line in found), found
     assert all(line and "\n" not in line for line in found)
+
+
+@pytest.mark.parametrize(
+    ("step", "rate", "expected"),
+    [
+        (_step, 256.0, []),
+        (_one_by_one, 1.0, ["256 envs take 256 times as long as one; step all rows in one operation"]),
+    ],
+)
+def test_an_environment_that_steps_its_rows_one_by_one_is_found(step, rate, expected, monkeypatch):
+    monkeypatch.undo()
+    clock = SimpleNamespace(now=0.0)
+
+    def timed_step(*args):
+        clock.now += len(args[0]) if step is _one_by_one else 1.0
+        return _step(*args)
+
+    monkeypatch.setattr(check.time, "perf_counter", lambda: clock.now)
+    findings, note = check._check_speed(replace(GOOD, step=timed_step), rng.key(0))
+    assert findings == expected
+    assert note == f"1 env steps/s with one env, {rate:,.0f} with 256, eager"
 
 
 @pytest.mark.parametrize("name", ["cartpole", "pendulum", "point_mass", "probe_match", "probe_delay", "endless"])

@@ -10,11 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 from support import fake_gymnasium_envs  # noqa: F401  (registers Count-v0 and Tell-v0)
-from support.gymnasium_workers import KEYS, ZERO, children, no_orphan, workers  # noqa: F401  (one is a fixture)
+from support.gymnasium_workers import (
+    KEYS,
+    ZERO,
+    children,
+    expire_after,
+    no_orphan,  # noqa: F401  (a fixture for every test here)
+    workers,
+)
 from support.small_runs import small
 
 from ecrl.envs import make_env
 from ecrl.envs.gymnasium import handles as live
+from ecrl.envs.gymnasium import process_vector
 from ecrl.errors import ConfigError, UserError
 from ecrl.loop.iteration import init_state, train_iter
 
@@ -71,9 +79,18 @@ def test_a_worker_that_raises_or_dies_ends_in_one_error(fault, message):
 
 
 @pytest.mark.parametrize(("when", "step"), [("step", 3), ("reset", 1)])
-def test_a_worker_that_hangs_ends_in_one_error_within_the_timeout(when, step):
-    env = workers(fault=f"hang in {when}", timeout=10.0)
-    fails(env, rf"env 2 \(gymnasium:Count-v0\) did not answer within 10 s .*in step {step}")
+def test_a_worker_that_hangs_ends_in_one_error_after_the_timeout(when, step, tmp_path, monkeypatch):
+    start = process_vector._start_worker
+
+    def start_and_expire(envs):
+        worker = start(envs)
+        if 2 in envs:
+            expire_after(worker.pipe, tmp_path / "hangs")
+        return worker
+
+    monkeypatch.setattr(process_vector, "_start_worker", start_and_expire)
+    env = workers(fault=f"hang in {when}", mark=str(tmp_path / "hangs"), timeout=500.0)
+    fails(env, rf"env 2 \(gymnasium:Count-v0\) did not answer within 500 s .*in step {step}")
 
 
 def test_a_worker_killed_from_outside_ends_in_one_error():
@@ -139,7 +156,8 @@ sys.path.insert(0, "tests")
 from support import fake_gymnasium_envs
 from ecrl.envs import make_env
 from support.gymnasium_workers import KEYS
-env = make_env({"name": "gymnasium:Count-v0", "cfg": {"asynchronous": True, "kwargs": {"fault": "hang in step"}}})
+kwargs = {"fault": "hang in step", "mark": sys.argv[2]}
+env = make_env({"name": "gymnasium:Count-v0", "cfg": {"asynchronous": True, "timeout": 900.0, "kwargs": kwargs}})
 state = env.reset(KEYS)
 print("open", flush=True)
 if sys.argv[1] == "killed":
@@ -151,13 +169,14 @@ sys.stdin.readline()
 
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["killed", "exit"])
-def test_workers_end_with_their_parent_however_it_ends(end):
+def test_workers_end_with_their_parent_however_it_ends(end, tmp_path):
     """Also one that hangs: in the third step, which the parent waits for when it is killed."""
-    pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", PARENT, end], stdin=pipe, stdout=pipe, text=True) as parent:
+    pipe, mark = subprocess.PIPE, tmp_path / "hangs"
+    with subprocess.Popen([sys.executable, "-c", PARENT, end, str(mark)], stdin=pipe, stdout=pipe, text=True) as parent:
         assert parent.stdin is not None and parent.stdout is not None
         assert parent.stdout.readline() == "open\n"
-        time.sleep(1.0)
+        while end == "killed" and not mark.exists():
+            time.sleep(0.01)
         orphans = children(parent.pid)
         assert orphans
         if end == "killed":

@@ -551,10 +551,8 @@ def test_on_a_gpu_it_is_near_the_cpu_and_waits_for_nothing():
 def test_on_a_gpu_it_is_captured_and_replayed(varied):
     _, sim = sims(varied)
     now = start(sim, (32,), "cuda")
-    goal = (
-        torch.tensor(sim.home.ctrl).float().cuda()
-        + 0.1 * torch.randn(32, 6, generator=torch.Generator().manual_seed(0)).cuda()
-    )
+    offset = torch.randn(32, 6, generator=torch.Generator().manual_seed(0)).cuda()
+    goal = torch.tensor(sim.home.ctrl).float().cuda() + 0.1 * offset
     plain, _ = advance(sim, now, goal)
     inputs, graph, stream = (now.clone(), goal.clone()), torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):

@@ -173,7 +173,8 @@ class Seen(nn.Module):
 def test_modules_see_observations_as_their_space_has_them():
     picture = box(0.0, 1.0, 3, 5, 4)
     space = dict_space({"picture": picture, "gear": Discrete(3), "action_mask": MultiDiscrete((2,) * 4)})
-    images, mask = torch.linspace(0.0, 1.0, 840).reshape(7, 2, 3, 5, 4), torch.tensor([True, False, True, False])
+    images = torch.rand(7, 2, 3, 5, 4, generator=torch.Generator().manual_seed(0))
+    mask = torch.tensor([True, False, True, False])
     obs = TensorDict(
         {
             "picture": images,
@@ -283,14 +284,11 @@ def test_faults_are_named_when_the_policy_is_made(module, action_space, message)
         _policy(module, action_space)
 
 
-@pytest.mark.parametrize(
-    "module",
-    [_normed(nn.BatchNorm1d(8).eval()), _writing("get_action", lambda td: None)],
-    ids=["normalization in evaluation mode", "get_action writes in place"],
-)
+@pytest.mark.parametrize("module", [_normed(nn.BatchNorm1d(8).eval()), _writing("get_action", lambda td: None)])
 def test_a_sound_module_is_accepted(module):
     policy = _policy(module, CHOICE)
-    assert sum(leaf.numel() for leaf in policy.init(rng.key(0)).values(True, True)) > 0
+    obs = torch.linspace(-1.0, 1.0, 12).reshape(4, 3)
+    assert policy.value(policy.init(rng.key(0)), EMPTY, obs).isfinite().all()
 
 
 def test_a_box_needs_a_log_std_and_an_acting_module_no_squashing():

@@ -53,13 +53,15 @@ def test_mutated_configs_are_refused_in_lines_or_accepted(count):
     "size",
     [
         pytest.param(
-            ("--hours", 0.004, "--every", 0.2, "--period", 20_000, "--memory", 5, "--speed", 99), marks=pytest.mark.slow
+            ("--hours", 0.004, "--every", 0.2, "--period", 20_000, "--memory", 5, "--speed", "inf"),
+            marks=pytest.mark.slow,
         ),
         pytest.param(("--hours", 2), marks=pytest.mark.long),
     ],
     ids=["short", "two hours"],
 )
 def test_memory_descriptors_and_speed_stay_as_they_are(size):
+    # seconds are too short to judge a speed
     assert "NOT" not in told("soak.py", *size)
 
 

@@ -1,5 +1,6 @@
 """The profiler changes no number, and its phases add up to the time there was."""
 
+import itertools
 import json
 import time
 from functools import partial
@@ -115,35 +116,23 @@ def test_the_rows_of_a_phase_add_up_to_it():
     ]
 
 
-def usual_share(times, path, inner):
-    """What `inner` takes of a call of `path`: the median iteration, as Python may collect its garbage in any one."""
-
-    def by_iteration(path):
-        calls = torch.tensor(times.seconds[path][: len(times.seconds[path]) // 5 * 5])  # the call that ends is none
-        return calls.reshape(5, -1).sum(1)
-
-    return (sum(by_iteration((*path, name)) for name in inner) / by_iteration(path)).median()
-
-
 def test_the_files_of_a_run_add_up_to_its_time_and_the_trace_names_the_phases(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(profiler, "_now", time.process_time)  # other processes may take the cores at any moment
-    # long enough rollouts that the phases, not what every run does once, are most of it
-    cfg, times = small(**{"trainer.iterations": 5, "trainer.buffer_size": 32, "algorithm.cfg.batch_size": 32}), Times()
+    ticks = itertools.count()  # each reading of this clock is a second later
+    monkeypatch.setattr(profiler, "_now", lambda: float(next(ticks)))
+    cfg, times = small(**{"trainer.iterations": 5}), Times()
     records = timed_records(times, "loop", train_iter(init_state(cfg), cfg, partial(with_timers, times)))
     records = timed_records(times, "logging", with_jsonl(records, tmp_path / "metrics.jsonl"))
-    began = time.process_time()
     for _ in with_profile(records, times, tmp_path):
         pass
-    spent = time.process_time() - began
     told = json.loads((tmp_path / "profile" / "rank_0.json").read_text())
     seconds = {row["phase"]: row["seconds"] for row in told["phases"]}
     assert told["total_seconds"] == pytest.approx(seconds["loop"] + seconds["logging"])
-    assert told["total_seconds"] < spent  # starting and writing the trace is the rest
+    assert told["total_seconds"] < next(ticks)
     assert seconds["loop/collect"] + seconds["loop/update"] < seconds["loop"]
     collecting = ("draw", "policy", "env", "critic")
     assert sum(seconds[f"loop/collect/{name}"] for name in collecting) < seconds["loop/collect"]
-    assert usual_share(times, ("loop",), ("collect", "update")) > 0.5
-    assert usual_share(times, ("loop", "collect"), collecting) > 0.5
+    steps = cfg.trainer.iterations * cfg.trainer.buffer_size
+    assert seconds["loop/collect/policy"] == seconds["loop/collect/env"] == steps
     assert min(row["seconds"] for row in told["phases"]) >= 0.0
     names = {
         event.get("name") for event in json.loads((tmp_path / "profile/trace_rank_0.json").read_text())["traceEvents"]

@@ -2,6 +2,7 @@
 
 import os
 import time
+from pathlib import Path
 
 import gymnasium
 import numpy as np
@@ -71,11 +72,13 @@ class Count(gymnasium.Env):
     """Counts its steps from a start that its seed draws; ends at a multiple of 5, is cut at 3 steps.
 
     `fault` says what goes wrong from the third step or from the second reset on, in environments of an odd seed.
+    An environment that hangs creates the file `mark` first.
     """
 
     observation_space, action_space = spaces.Box(-np.inf, np.inf, (2,)), spaces.Discrete(2)
 
-    def __init__(self, fault="", info=False, masks=False, shared=True, tells=None):
+    def __init__(self, fault="", info=False, masks=False, shared=True, tells=None, mark=None):
+        self._mark = mark
         self._tells = tells  # what an environment of an odd seed says of its success
         self._fault, self._info, self._masks, self._steps, self._resets = fault, info, masks, 0, 0
         self._buffer, self._shared = np.zeros(2, np.float32), shared  # whether in one memory, every observation
@@ -96,6 +99,8 @@ class Count(gymnasium.Env):
         if self._fails(f"die in {when}"):
             os._exit(3)
         if self._fails(f"hang in {when}"):
+            if self._mark is not None:
+                Path(self._mark).touch()
             time.sleep(1000)
         if self._fails(f"slow in {when}"):
             time.sleep(0.5)

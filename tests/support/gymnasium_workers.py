@@ -40,6 +40,19 @@ def no_orphan():
     assert children() <= before
 
 
+def expire_after(pipe, mark):
+    """Make `pipe.poll` time out as soon as the file `mark` exists, and wait until then."""
+    poll = pipe.poll
+
+    def wait(timeout):
+        while not poll(0.01):
+            if mark.exists():
+                return poll(0.0)
+        return True
+
+    pipe.poll = wait
+
+
 def workers(gym_id="Count-v0", timeout=600.0, **kwargs):
     return make_env(
         {"name": f"gymnasium:{gym_id}", "cfg": {"asynchronous": True, "timeout": timeout, "kwargs": kwargs}}
