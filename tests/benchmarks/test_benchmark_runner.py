@@ -44,7 +44,7 @@ SLEEP_S = {"fast": 0.01, "slow": 0.03, "a": 0.01, "b": 0.05}
 
 def test_a_race_finds_the_ratio_of_two_speeds(exact_sleep):
     fast, slow = race(
-        [stand_in("sleeper", "fast", seconds=0.01), stand_in("sleeper", "slow", seconds=0.2)], seconds=0.4
+        [stand_in("sleeper", "fast", seconds=0.01), stand_in("sleeper", "slow", seconds=0.03)], seconds=0.1
     )
     assert (fast.name, slow.name, fast.error, slow.error) == ("fast", "slow", None, None)
     assert len(fast.rates) == len(slow.rates) == 5
