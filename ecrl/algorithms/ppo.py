@@ -24,7 +24,7 @@ from ecrl.algorithms.core import (
 )
 from ecrl.algorithms.minibatch_sgd import SGD, MinibatchConfig, gradient_steps, minibatch_sgd, sgd_choices
 from ecrl.algorithms.optimizer import groups_of, learning_state
-from ecrl.algorithms.rows import counted, evaluate, joint, rows_of, value
+from ecrl.algorithms.rows import check_log_prob, counted, evaluate, joint, rows_of, value
 from ecrl.algorithms.state_kinds import Kind
 from ecrl.config.model import Fraction, NonNegative, Positive
 from ecrl.distributed import all_sum
@@ -71,6 +71,7 @@ def init(cfg: PPOConfig, run: Run, key: Tensor) -> dict[str, Any]:
     """Parameters, optimiser state and hyperparameters."""
     if run.policy.value is None:
         raise ConfigError("policy.name: this policy has no critic, which ppo needs; use actor_critic")
+    check_log_prob(run.policy, "ppo")
     params = run.policy.init(rng.fold_in(key, rng.INIT))
     check_critic(params, cfg)
     numbers = {name: getattr(cfg, name) for name in _NUMBERS}

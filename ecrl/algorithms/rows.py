@@ -9,6 +9,7 @@ from typing import Any, cast
 from tensordict import TensorDict
 from torch import Tensor
 
+from ecrl.errors import ConfigError
 from ecrl.kernels.rollout import sequences
 from ecrl.policies import Policy
 
@@ -74,9 +75,20 @@ def joint(x: Tensor, rows: TensorDict) -> Tensor:
     return x.flatten(ndim).sum(-1)
 
 
+def check_log_prob(policy: Policy, algorithm: str) -> None:
+    """Refuse a policy without log-probabilities, for an algorithm that needs them.
+
+    Raises: ConfigError.
+    """
+    if policy.evaluate is None:
+        raise ConfigError(
+            f"policy.name: this policy has no log-probabilities, which {algorithm} needs; use actor_critic"
+        )
+
+
 def evaluate(policy: Policy, params: TensorDict, rows: TensorDict) -> tuple[Tensor, Tensor]:
     """Return the log-probability of the action and the entropy, in nats, of every step in the rows."""
-    log_prob, entropy = policy.evaluate(params, *_parts(policy, rows))
+    log_prob, entropy = cast(Any, policy.evaluate)(params, *_parts(policy, rows))
     return joint(log_prob, rows), joint(entropy, rows)
 
 

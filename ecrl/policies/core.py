@@ -41,15 +41,23 @@ class Policy:
     Attributes:
         init: 0-d key -> params.
         draw: keys `[*B]` -> noise `[*B, ...]` of an action.
-        act: (params, carry, obs, noise) -> (carry, out); `out` has `action` and `sample_log_prob`. With noise None,
-            the action is deterministic.
-        evaluate: (params, carry, steps) -> (log_prob, entropy), nats.
+        act: (params, carry, obs, noise) -> (carry, out); `out` has `action`, and `sample_log_prob` if the policy
+            has `evaluate`. With noise None, the action is deterministic.
+        evaluate: (params, carry, steps) -> (log_prob, entropy), nats; None for a policy without probabilities, such as
+            one that takes the action of the largest value.
         value: (params, carry, obs) -> V `[*B]`, or as above; None without a critic.
         norm_init: device -> the statistics of `normalized` before the first step.
         norm_update: (statistics, obs, mask) -> the statistics updated with a batch.
         compiles: False if a module draws its own random numbers.
         init_carry: (params, num_envs) -> carry, a TensorDict `[num_envs]`, at the start of an episode.
         unit: what a row of a minibatch is, "step" or "sequence".
+        explore: (params, exploration, out, noise) -> (exploration, out); changes the `out` of `act` for the collection
+            of a replay buffer, such as by a random action or added noise. `exploration` `[*B]` is a TensorDict with its
+            state and its numbers, such as the last noise or epsilon. The algorithm makes it, and changes its numbers.
+            `noise` is that of `act`. Evaluations do not explore. None to collect the actions of `act`.
+        q: (params, obs, action, noise) -> Q `[critics, *B]`, the values of actions. For Discrete actions, `action` None
+            gives those of all of them, `[critics, *B, actions]`. Distributions have a last axis of atoms. `noise` is
+            None for deterministic values. None without such a critic.
         init_frozen: device -> parameters that are not trained, such as a backbone, or None. Other functions get them
             in `params`, beside those of `init`. No optimiser sees them, and no copy of them is made.
     """
@@ -57,7 +65,7 @@ class Policy:
     init: Callable[[Tensor], TensorDict]
     draw: Callable[[Tensor], Tensor]
     act: Callable[[TensorDict, TensorDict, Any, Tensor | None], tuple[TensorDict, TensorDict]]
-    evaluate: Callable[[TensorDict, TensorDict, TensorDict], tuple[Tensor, Tensor]]
+    evaluate: Callable[[TensorDict, TensorDict, TensorDict], tuple[Tensor, Tensor]] | None
     value: Callable[..., Any] | None
     norm_init: Callable[[torch.device], TensorDict] | None = None
     norm_update: Callable[[TensorDict, Any, Tensor], TensorDict] | None = None
@@ -65,6 +73,8 @@ class Policy:
     init_carry: Callable[[TensorDict, int], TensorDict] = no_carry
     unit: Literal["step", "sequence"] = "step"
     init_frozen: Callable[[torch.device], TensorDict] | None = None
+    explore: Callable[[TensorDict, TensorDict, TensorDict, Any], tuple[TensorDict, TensorDict]] | None = None
+    q: Callable[[TensorDict, Any, Tensor | None, Any], Tensor] | None = None
 
     def __post_init__(self):
         if self.unit not in ("step", "sequence"):
