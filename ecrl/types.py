@@ -38,6 +38,7 @@ STATE_FIELDS = {
     "episode": "running and last finished returns and lengths",
     "frozen_params": "parameters of the policy that do not learn; absent for policies without them",
     "carry": "memory of the policy, one row per environment; absent for feed-forward policies",
+    "exploration": "state and numbers of the policy's exploration, one row per environment; absent without any",
     "hyper": "every numeric hyperparameter that no shape depends on, as a 0-d tensor",
     "key": "int64, the source of all randomness in the run",
     "sample_step": "int64, environment steps taken, over all ranks",

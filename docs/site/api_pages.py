@@ -22,6 +22,16 @@ PAGES: dict[str, tuple[str, dict[str, list[str]]]] = {
         "Parts",
         {
             "Records": ["ecrl.Env", "ecrl.Policy", "ecrl.Algorithm", "ecrl.algorithms.Run", "ecrl.algorithms.Static"],
+            "Off-policy turns": [
+                "ecrl.algorithms.interleaved.interleaved",
+                "ecrl.algorithms.interleaved.Replay",
+                "ecrl.algorithms.interleaved.take_steps",
+                "ecrl.algorithms.interleaved.add_rows",
+                "ecrl.algorithms.interleaved.uniform_index",
+                "ecrl.algorithms.interleaved.read_rows",
+                "ecrl.algorithms.interleaved.row_count",
+                "ecrl.algorithms.interleaved.replay_init",
+            ],
             "Construction": ["ecrl.make_env", "ecrl.make_policy", "ecrl.make_algorithm", "ecrl.module_policy"],
             "Registration": [
                 "ecrl.registered",

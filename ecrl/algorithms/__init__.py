@@ -3,6 +3,7 @@
 from ecrl.algorithms.apg import APGConfig, apg
 from ecrl.algorithms.core import Algorithm, Run, Static, collect, on_policy
 from ecrl.algorithms.grpo import GRPOConfig, grpo
+from ecrl.algorithms.interleaved import Interleaved, interleaved
 from ecrl.algorithms.ppo import PPOConfig, ppo
 from ecrl.config import AlgorithmChoice
 from ecrl.config.model import validate_section
@@ -12,12 +13,14 @@ __all__ = [
     "APGConfig",
     "Algorithm",
     "GRPOConfig",
+    "Interleaved",
     "PPOConfig",
     "Run",
     "Static",
     "apg",
     "collect",
     "grpo",
+    "interleaved",
     "make_algorithm",
     "on_policy",
     "ppo",

@@ -18,7 +18,7 @@ from ecrl import rng
 from ecrl.algorithms.core import Algorithm, Run, Static, on_policy, step_keys
 from ecrl.algorithms.optimizer import OPTIMIZERS, Group, groups_of, learning_rates, learning_state
 from ecrl.algorithms.optimizer_config import LearningConfig
-from ecrl.algorithms.rows import evaluate
+from ecrl.algorithms.rows import check_log_prob, evaluate
 from ecrl.config.model import Count, Fraction, NonNegative
 from ecrl.distributed import all_mean
 from ecrl.errors import ConfigError
@@ -73,6 +73,7 @@ def init(cfg: APGConfig, run: Run, key: Tensor) -> dict[str, Any]:
     if length is not None and horizon % length:
         text = f"algorithm.cfg.segment_length: {length} does not divide trainer.buffer_size {horizon}; use a divisor"
         raise ConfigError(text)
+    check_log_prob(run.policy, "apg")
     params = run.policy.init(rng.fold_in(key, rng.INIT))
     return learning_state(cfg, params, {name: getattr(cfg, name) for name in _NUMBERS}, key.device)
 

@@ -4,7 +4,7 @@
 compiled functions: two runs that differ in seed, name or learning rate share them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -53,6 +53,7 @@ class Static(NamedTuple):
         world_size: number of ranks.
         skips_nonfinite: True if gradient steps with NaN or infinity are left out (`trainer.finite_guard: skip`).
         row_steps: steps in a row of a minibatch: `buffer_size` for a policy of unit "sequence", else 1.
+        phase: phase of the iteration (`Algorithm.phase`); None if the algorithm has none.
     """
 
     num_envs: int
@@ -61,6 +62,7 @@ class Static(NamedTuple):
     world_size: int
     skips_nonfinite: bool = False
     row_steps: int = 1
+    phase: Hashable = None
 
 
 class Run(NamedTuple):
@@ -97,15 +99,19 @@ class Algorithm:
         init: (run, key) -> {name: TensorDict or Tensor}, the fields that the algorithm keeps in the state: `params`,
             `opt`, `hyper`, and maybe `norm` and others. Only `init` reads the floats of the config. It stores them in
             `hyper`. Bind the config by `partial(init, cfg)`.
-        iterate: (run, state, borrowed) -> (state, writes, logs), one iteration; see `on_policy`. `borrowed` has the
-            leaves of kind buffer and frozen, to be read only. `writes` may have `steps`, the `[N, T + 1]` steps of
-            this iteration, from which the loop takes statistics and logs. Every other field of `writes` names a field
-            of `borrowed`: its new `rows`, and the `index` of each row in the buffer.
+        iterate: (run, state, borrowed) -> (state, writes, logs), one iteration; see `on_policy` and `interleaved`.
+            `borrowed` has the leaves of kind buffer and frozen, to be read only. `writes` may have `steps`, the
+            `[N, T + 1]` steps of this iteration, from which the loop takes statistics and logs. Every other field of
+            `writes` names a field of `borrowed`: its new `rows`, and the `index` of each row in the buffer.
         kinds: kinds of the algorithm's own fields (`ecrl.algorithms.state_kinds`).
         group_size: number of consecutive environments that share their starts and their noise.
         gradient_steps: static -> gradient steps of an iteration. `trainer.compile: auto` compares the time that they
             take with the time of compiling; without it, auto compiles.
         as_one: True if an iteration works on tensors alone, and may be compiled as one graph.
+        phase: sample_step -> the phase of the iteration that begins then, such as "collect" or "learn". It is called on
+            the host with the number of environment steps so far, over all ranks. `iterate` finds its result in
+            `run.static.phase`, and may run other code in each phase. Each phase is compiled once. Bind numbers of the
+            config, such as `learning_starts`, by `partial`.
         name: name under which the algorithm is registered, for messages.
     """
 
@@ -116,6 +122,7 @@ class Algorithm:
     group_size: int = 1
     gradient_steps: Callable[[Static], int] | None = field(default=None, compare=False)
     as_one: bool = False
+    phase: Callable[[int], Hashable] | None = field(default=None, compare=False)
     name: str = field(default="", compare=False)
 
 
@@ -243,11 +250,12 @@ def _collect(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
     return TensorDict(fields, []), rollout
 
 
-def _with_compiled_policy(run: Run) -> Run:
+def with_compiled_policy(run: Run) -> Run:
     """Return the run with each function of its policy compiled by itself, for environments that step on the host."""
     policy, jit = run.policy, run.jit
     value = None if policy.value is None else jit(policy.value)
-    policy = replace(policy, act=jit(policy.act), draw=jit(policy.draw), value=value)
+    explore = None if policy.explore is None else jit(policy.explore)
+    policy = replace(policy, act=jit(policy.act), draw=jit(policy.draw), value=value, explore=explore)
     return run._replace(policy=policy, scan=scan)
 
 
@@ -256,7 +264,7 @@ def collect(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
 
     Returns: the state with new `env`, `episode` and `carry`, and the rollout `[N, T + 1]` (`collect_rollout`).
     """
-    steps = run.jit(_collect, run) if run.env.is_pure else partial(_collect, _with_compiled_policy(run))
+    steps = run.jit(_collect, run) if run.env.is_pure else partial(_collect, with_compiled_policy(run))
     fields = ("key", "sample_step", "params", "norm", "env", "episode", "carry", "frozen_params")
     changed, rollout = steps(state.select(*fields, strict=False))
     return replaced(state, changed), rollout

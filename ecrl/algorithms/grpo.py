@@ -16,6 +16,7 @@ from ecrl.algorithms.core import LEARNER_KINDS, Algorithm, Run, collect, from_re
 from ecrl.algorithms.minibatch_sgd import SGD, MinibatchConfig, gradient_steps, minibatch_epochs, sgd_choices
 from ecrl.algorithms.optimizer import learning_state
 from ecrl.algorithms.reference import reference_log_prob, refreshed_reference
+from ecrl.algorithms.rows import check_log_prob
 from ecrl.algorithms.state_kinds import Kind
 from ecrl.config.model import Count, Fraction, NonNegative, Positive
 from ecrl.errors import ConfigError
@@ -74,6 +75,7 @@ def init(cfg: GRPOConfig, run: Run, key: Tensor) -> dict[str, Any]:
     The reference keeps the observation statistics of its time, so that it stays the same function.
     """
     check_groups(run, cfg)
+    check_log_prob(run.policy, "grpo")
     params = run.policy.init(rng.fold_in(key, rng.INIT))
     numbers = {name: getattr(cfg, name) for name in _NUMBERS} | {"kl_coef": cfg.kl_coef or None}
     state = learning_state(cfg, params, numbers, key.device, run.algorithm.choices.sgd.groups)

@@ -27,6 +27,7 @@ from ecrl.algorithms.core import (
 from ecrl.algorithms.minibatch_sgd import SGD, MinibatchConfig, gradient_steps, minibatch_epochs, sgd_choices
 from ecrl.algorithms.optimizer import Group, GroupSettings, groups_of, learning_state
 from ecrl.algorithms.optimizer_config import check_rate
+from ecrl.algorithms.rows import check_log_prob
 from ecrl.algorithms.state_kinds import Kind
 from ecrl.config.model import Fraction, NonNegative, Positive
 from ecrl.errors import ConfigError
@@ -90,6 +91,7 @@ def init(cfg: PPOConfig, run: Run, key: Tensor) -> dict[str, Any]:
     """Return parameters, optimiser state and hyperparameters, and the statistics of rewards if they are scaled."""
     if run.policy.value is None:
         raise ConfigError("policy.name: this policy has no critic, which ppo needs; use actor_critic")
+    check_log_prob(run.policy, "ppo")
     params = run.policy.init(rng.fold_in(key, rng.INIT))
     check_critic(params, cfg)
     numbers = {name: getattr(cfg, name) for name in _NUMBERS}

@@ -47,6 +47,17 @@ def rows_of(run: Run, rollout: TensorDict, **fields: Tensor) -> TensorDict:
     return TensorDict({**dict(sequences(steps).items()), **fields, **carry}, steps.batch_size[:1])
 
 
+def check_log_prob(policy: Policy, algorithm: str) -> None:
+    """Refuse a policy without log-probabilities, for an algorithm that needs them.
+
+    Raises: ConfigError.
+    """
+    if policy.evaluate is None:
+        raise ConfigError(
+            f"policy.name: this policy has no log-probabilities, which {algorithm} needs; use actor_critic"
+        )
+
+
 def evaluate(policy: Policy, params: TensorDict, rows: TensorDict) -> tuple[Tensor, Tensor]:
     """Return `policy.evaluate_rows(params, rows)`."""
     return policy.evaluate_rows(params, rows)

@@ -77,6 +77,28 @@ def outside_vmap(rule: BatchRule, leaves: Sequence[Tensor]) -> tuple[Tensor, ...
     return _OutsideVmap.apply(rule, *leaves)  # pyright: ignore
 
 
+def host_values(number: Tensor) -> list[int]:
+    """Return a 0-d integer as a Python number in a list; under vmap, the numbers of the whole batch.
+
+    >>> def shown(x):
+    ...     print(host_values(x))
+    ...     return x
+    >>> torch.func.vmap(torch.func.vmap(shown))(torch.tensor([[1, 2], [3, 4]])).shape
+    [1, 2, 3, 4]
+    torch.Size([2, 2])
+    """
+    if not vmapped():
+        return number.flatten().tolist()
+    found: list[int] = []
+
+    def whole(batched: tuple[bool, ...], numbers: Tensor) -> list[Tensor]:
+        found[:] = host_values(numbers)
+        return [numbers]
+
+    outside_vmap(whole, [number])
+    return found
+
+
 def over_batch(fn: Callable, static: tuple, structure: Hashable, batched: tuple[bool, ...], *leaves: Tensor) -> Any:
     """Call `fn(*static, *args)` for each entry of a batch. The args have this structure and these leaves.
 

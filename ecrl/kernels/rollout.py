@@ -197,7 +197,7 @@ def _at_steps(value: Tensor | None, rows: TensorDict) -> Tensor:
     return value.masked_fill(~truncated, 0.0)
 
 
-def _env_major(rows: Any, last: Any = None) -> Any:
+def env_major(rows: Any, last: Any = None) -> Any:
     """Append one row, `last` or zeros, to fields `[T, N, ...]`, and return them as `[N, T + 1, ...]`."""
     leaves, structure = flatten(rows)
     ends = [torch.zeros_like(leaf[0]) for leaf in leaves] if last is None else flatten(last)[0]
@@ -266,13 +266,13 @@ def collect_rollout(
         size = None if size is None or size >= steps else size
         both = carry, env_state
         (carry, env_state), rows, final = _collected(policy, env, params, both, noise, initial, scan, size)
-        rollout = _env_major(rows.exclude("obs")).set("obs", _env_major(rows["obs"], env_state["obs"]))
+        rollout = env_major(rows.exclude("obs")).set("obs", env_major(rows["obs"], env_state["obs"]))
         if not start.is_empty():
             rollout.set("carry", _in_every_slot(start, rollout.batch_size))
         if policy.value is not None:
             values = _sequence_values if getattr(policy, "unit", "step") == "sequence" else _step_values
             value, final_value = values(policy.value, params, start, scan, rollout, final)
-            rollout.update({"value": value, "final_value": _env_major(_at_steps(final_value, rows))})
+            rollout.update({"value": value, "final_value": env_major(_at_steps(final_value, rows))})
     return carry, env_state, rollout
 
 

@@ -6,7 +6,7 @@ The loop owns control flow only. Logging, checkpoints, evaluation and progress c
 import warnings
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -14,11 +14,11 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl import rng
-from ecrl.algorithms import Run
+from ecrl.algorithms import Interleaved, Run
 from ecrl.algorithms.core import initial_carry, start_keys, steps_taken
 from ecrl.algorithms.state_kinds import merge
 from ecrl.compile.jit import compilations_of
-from ecrl.compile.vmap import vmapped
+from ecrl.compile.vmap import host_values, vmapped
 from ecrl.config import Config, total_steps
 from ecrl.distributed import world_size
 from ecrl.errors import ConfigError
@@ -234,7 +234,8 @@ def _iteration(
         raise action_error(run, merge(start, borrowed.fields), refused) from None
     steps = cast(TensorDict, writes.get("steps", TensorDict({}, [])))
     norm, episode = cast(TensorDict, state["norm"]), cast(TensorDict, state["episode"])
-    if run.policy.norm_update is not None and "obs" in steps:
+    turns = isinstance(run.algorithm.iterate, Interleaved)  # each turn has updated the statistics
+    if run.policy.norm_update is not None and "obs" in steps and not turns:
         norm = run.jit(_statistics, run.policy.norm_update)(norm, steps.select("obs", "done", "mask", strict=False))
     state = replaced(state, {"norm": norm, "update_step": state["update_step"] + 1})
     nonfinite = None
@@ -267,6 +268,21 @@ def _iteration_of_leaves(
     return after, copies[0], writes, copies[1], nonfinite
 
 
+def phase_of(run: Run, steps: list[int]) -> Hashable:
+    """The phase of the iteration that begins after so many environment steps, of each seed; see `Algorithm.phase`."""
+    if run.algorithm.phase is None:
+        return None
+    phases = {run.algorithm.phase(step) for step in steps}
+    if len(phases) > 1:
+        raise ConfigError(f"state: the seeds are in the phases {sorted(map(str, phases))}; give them one sample_step")
+    return phases.pop()
+
+
+def with_phase(run: Run, phase: Hashable) -> Run:
+    """The run of an iteration in this phase."""
+    return run._replace(static=run.static._replace(phase=phase))
+
+
 def _bound(fn: Callable[..., Any], run: Run, cfg: Config, *static: Any) -> Callable[..., Any]:
     """Return `fn(run, *static, state, borrowed)`, as one compiled graph if algorithm and environment allow it."""
     tf32 = cfg.trainer.tf32 and device_of(cfg).type == "cuda"
@@ -288,12 +304,14 @@ def make_iteration(cfg: Config, watch: Watch = unwatched) -> Iteration:
     A buffer of the state is copied, as the function is pure; `train_iter` writes on it in place.
     """
     run, guard = build(cfg), "skip" if cfg.trainer.finite_guard == "skip" else "off"
-    iterate, kinds = _bound(_iteration, watch(run), cfg, guard), kinds_of(run)
+    run, kinds = watch(run), kinds_of(run)
+    bound = cache(lambda phase: _bound(_iteration, with_phase(run, phase), cfg, guard))
 
     def iteration(state: TensorDict) -> tuple[TensorDict, dict[str, Logs]]:
         own, borrowed = borrowed_leaves(state, kinds)
         if not vmapped():
             check_current(state, kinds)
+        iterate = bound(None if run.algorithm.phase is None else phase_of(run, host_values(own["sample_step"])))
         own, writes, logs, nonfinite = iterate(own, Borrowed(borrowed))
         if borrowed.is_empty():
             return own, logs
@@ -352,17 +370,19 @@ def iterations(run: Run, state: TensorDict, cfg: Config) -> Iterator[LogData]:
     """Yield the records of `train_iter` for a run and a state that is checked."""
     state, guard = reopened(run, state), cfg.trainer.finite_guard
     size, step, end = steps_per_iteration(cfg), int(state["sample_step"]), total_steps(cfg, run.static.world_size)
-    settled = step + 2 * size
+    settled, phase = step + 2 * size, None
     own, borrowed = borrowed_leaves(state, kinds_of(run))
     borrowed = take_over(borrowed, kinds_of(run))
     leaves, structure = flatten(own.clone())  # a list of tensors is the fastest form to pass to compiled code
-    iteration = _bound(_iteration_of_leaves, run, cfg, guard, structure)
+    bound = cache(lambda phase: _bound(_iteration_of_leaves, with_phase(run, phase), cfg, guard, structure))
     compilations, warned = compilations_of(run.jit), False
     while step < end:
         known, before = len(compilations), state
+        if (now := phase_of(run, [step])) != phase:  # it has a graph of its own
+            phase, settled = now, step + 2 * size
         with interruptible():
-            leaves, state, writes, logs, nonfinite = iteration(leaves, Borrowed(borrowed))
-            skipped = _is_skipped(run, guard, nonfinite, before)
+            leaves, state, writes, logs, nonfinite = bound(phase)(leaves, Borrowed(borrowed))
+            skipped = _is_skipped(with_phase(run, phase), guard, nonfinite, before)
         if not skipped:
             commit(borrowed, writes)
         if guard == "skip" and not warned:

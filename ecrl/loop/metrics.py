@@ -61,7 +61,7 @@ def collect_logs(episode: TensorDict, batch: TensorDict) -> Logs:
 
 def over_ranks(logs: Logs) -> Logs:
     """Return the mean of each log over the ranks where it is not NaN, with equal weights; NaN if there is none."""
-    if world_size() == 1:
+    if world_size() == 1 or not logs:
         return logs
     values = torch.stack([log.to(torch.float64) for log in logs.values()])
     reported = ~values.isnan()

@@ -41,9 +41,10 @@ class Policy:
     Attributes:
         init: 0-d key -> params.
         draw: keys `[*B]` -> noise `[*B, ...]` of an action.
-        act: (params, carry, obs, noise) -> (carry, out); `out` has `action` and `sample_log_prob`. With noise None,
-            the action is deterministic.
-        evaluate: (params, carry, steps) -> (log_prob, entropy), nats.
+        act: (params, carry, obs, noise) -> (carry, out); `out` has `action`, and `sample_log_prob` if the policy
+            has `evaluate`. With noise None, the action is deterministic.
+        evaluate: (params, carry, steps) -> (log_prob, entropy), nats; None for a policy without probabilities, such as
+            one that takes the action of the largest value.
         value: (params, carry, obs) -> V `[*B]`, or as above; None without a critic.
         norm_init: device -> the statistics of `normalized` before the first step.
         norm_update: (statistics, obs, mask) -> the statistics updated with a batch.
@@ -52,13 +53,20 @@ class Policy:
         unit: content of a row of a minibatch, "step" or "sequence".
         init_frozen: device -> parameters that are not trained, such as a backbone, or None. The other functions find
             them in `params`. No optimiser sees these parameters, and no copy of them is made.
+        explore: (params, exploration, out, noise) -> (exploration, out); changes the `out` of `act` for the collection
+            of a replay buffer, such as by a random action or added noise. `exploration` `[*B]` is a TensorDict with its
+            state and its numbers, such as the last noise or epsilon. The algorithm makes it, and changes its numbers.
+            `noise` is that of `act`. Evaluations do not explore. None to collect the actions of `act`.
+        q: (params, obs, action, noise) -> Q `[critics, *B]`, the values of actions. For Discrete actions, `action` None
+            gives those of all of them, `[critics, *B, actions]`. Distributions have a last axis of atoms. `noise` is
+            None for deterministic values. None without such a critic.
         name: name under which the policy is registered, for messages.
     """
 
     init: Callable[[Tensor], TensorDict]
     draw: Callable[[Tensor], Tensor]
     act: Callable[[TensorDict, TensorDict, Any, Tensor | None], tuple[TensorDict, TensorDict]]
-    evaluate: Callable[[TensorDict, TensorDict, TensorDict], tuple[Tensor, Tensor]]
+    evaluate: Callable[[TensorDict, TensorDict, TensorDict], tuple[Tensor, Tensor]] | None
     value: Callable[..., Any] | None
     norm_init: Callable[[torch.device], TensorDict] | None = None
     norm_update: Callable[[TensorDict, Any, Tensor], TensorDict] | None = None
@@ -66,6 +74,8 @@ class Policy:
     init_carry: Callable[[TensorDict, int], TensorDict] = no_carry
     unit: Literal["step", "sequence"] = "step"
     init_frozen: Callable[[torch.device], TensorDict] | None = None
+    explore: Callable[[TensorDict, TensorDict, TensorDict, Any], tuple[TensorDict, TensorDict]] | None = None
+    q: Callable[[TensorDict, Any, Tensor | None, Any], Tensor] | None = None
     name: str = field(default="", compare=False)
 
     def __post_init__(self):
@@ -78,8 +88,10 @@ class Policy:
         """Return the log-probability of the action and the entropy, in nats, of every step in rows of a minibatch.
 
         Tokens are summed (`sum_tokens`). `ecrl.algorithms.rows.rows_of` makes the rows, for policies of either unit.
+        The policy must have log-probabilities.
         """
-        log_prob, entropy = self.evaluate(params, *_carry_and_steps(self, rows))
+        evaluate: Any = self.evaluate
+        log_prob, entropy = evaluate(params, *_carry_and_steps(self, rows))
         return sum_tokens(log_prob, rows), sum_tokens(entropy, rows)
 
     def value_rows(self, params: TensorDict, rows: TensorDict) -> Tensor:

@@ -244,6 +244,6 @@ def _check_methods(policy: Policy, label: str, obs: Any, is_box: bool) -> None:
             raise ConfigError(
                 f"{label}.get_action: action is {action.dtype}, expected {'float' if is_box else 'int64'}"
             )
-        policy.evaluate(params, empty, TensorDict({"obs": obs, "action": action}, [2]))
+        cast(Any, policy.evaluate)(params, empty, TensorDict({"obs": obs, "action": action}, [2]))
         if policy.value is not None:
             policy.value(params, empty, obs)

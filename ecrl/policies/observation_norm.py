@@ -1,6 +1,7 @@
 """Wrap a policy so that it gets standardised observations.
 
-The statistics are part of the state and are updated once per iteration. Training, evaluation and export all use them.
+The statistics are part of the state and are updated once per iteration, or once per turn of an off-policy algorithm.
+Training, evaluation and export all use them.
 """
 
 from dataclasses import replace
@@ -56,7 +57,7 @@ def normalized(policy: Policy, observation_space: Space) -> Policy:
 
     Raises: ConfigError for observations without any Box of floats.
     """
-    critic = policy.value
+    critic, evaluator, explorer, q_critic = policy.value, policy.evaluate, policy.explore, policy.q
     norm = _init(observation_space, torch.device("cpu"))
     if norm is None:
         raise ConfigError(f"policy.normalize_obs: {observation_space} has no float Box to standardise; leave it out")
@@ -76,7 +77,7 @@ def normalized(policy: Policy, observation_space: Space) -> Policy:
         return steps.copy().set("obs", _normalize(norm, steps["obs"]))
 
     def evaluate(params: TensorDict, carry: TensorDict, steps: TensorDict) -> tuple:
-        return policy.evaluate(_without_norm(params), carry, with_obs(params["norm"], steps))
+        return evaluator(_without_norm(params), carry, with_obs(params["norm"], steps))  # pyright: ignore
 
     def value(params: TensorDict, carry: TensorDict, obs: Any) -> Tensor:
         params, obs = inner(params, obs)
@@ -87,10 +88,20 @@ def normalized(policy: Policy, observation_space: Space) -> Policy:
         final = None if final is None else with_obs(norm, final)
         return critic(_without_norm(params), carry, with_obs(norm, steps), final)  # pyright: ignore
 
+    def explore(params: TensorDict, exploration: TensorDict, out: TensorDict, noise: Any) -> Any:
+        return explorer(_without_norm(params), exploration, out, noise)  # pyright: ignore
+
+    def q(params: TensorDict, obs: Any, action: Tensor | None, noise: Any) -> Tensor:
+        params, obs = inner(params, obs)
+        return q_critic(params, obs, action, noise)  # pyright: ignore
+
     def init_carry(params: TensorDict, num_envs: int) -> TensorDict:
         return policy.init_carry(_without_norm(params), num_envs)
 
-    wrapped = replace(policy, act=act, evaluate=evaluate, norm_init=norm_init, norm_update=_update)
+    wrapped = replace(policy, act=act, norm_init=norm_init, norm_update=_update)
+    wrapped = wrapped if evaluator is None else replace(wrapped, evaluate=evaluate)
+    wrapped = wrapped if explorer is None else replace(wrapped, explore=explore)
+    wrapped = wrapped if q_critic is None else replace(wrapped, q=q)
     if policy.unit == "sequence":
         wrapped = replace(wrapped, init_carry=init_carry)
     return wrapped if critic is None else replace(wrapped, value=value if policy.unit == "step" else sequence_value)

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import torch
 
-from ecrl.algorithms import Run
+from ecrl.algorithms import Interleaved, Run
 from ecrl.algorithms.core import OnPolicy, learn
 from ecrl.compile.jit import compilations_of
 from ecrl.distributed import rank, world_size
@@ -119,8 +119,13 @@ def with_timers(times: Times, run: Run) -> Run:
     def update(_: Run, state: Any, steps: Any) -> Any:
         return learn(cast(OnPolicy, iterate).update, run._replace(jit=jit), state, steps)
 
+    def turn(of_turn: Run, *rest: Any) -> Any:
+        return cast(Interleaved, iterate).turn(of_turn._replace(algorithm=run.algorithm), *rest)
+
     if isinstance(iterate, OnPolicy):
         timed_iterate: Any = OnPolicy(timed(times, "collect", collect), timed(times, "update", update))
+    elif isinstance(iterate, Interleaved):
+        timed_iterate = replace(iterate, turn=timed(times, "turn", turn))
     else:
         timed_iterate = timed(times, "iterate", iterate)
     return run._replace(jit=jit, algorithm=replace(run.algorithm, iterate=timed_iterate, as_one=False))

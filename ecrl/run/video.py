@@ -23,6 +23,7 @@ from ecrl.errors import ConfigError
 from ecrl.kernels import scan
 from ecrl.loop.buffers import borrowed_leaves, kinds_of
 from ecrl.loop.build import build, with_eval_events
+from ecrl.loop.iteration import phase_of, with_phase
 from ecrl.run.evaluation import eval_steps
 from ecrl.run.loggers import ending
 from ecrl.run.video_writer import FPS, Camera, background_worker, cameras, render_views, video_path, view, write_video
@@ -100,7 +101,7 @@ def _first_envs(state: TensorDict, cfg: Config, count: int) -> TensorDict:
     env = cast(TensorDict, state["env"][:count])
     env = _add_view(env, env, count)
     fields = {"env": env, "episode": episode, "sample_step": env_step * count * world_size()}
-    fields |= {"carry": state["carry"][:count]} if "carry" in state else {}
+    fields |= {name: state[name][:count] for name in ("carry", "exploration") if name in state}
     return TensorDict({**dict(state.items()), **fields}, [])
 
 
@@ -110,6 +111,7 @@ def rollout_views(run: Run, state: TensorDict, cfg: Config, count: int) -> Gener
     Randomness depends only on (seed, stream, environment, step), so the episodes equal those of the run up to
     rounding. Rounding depends on the number of environments.
     """
+    run = with_phase(run, phase_of(run, [int(state["sample_step"])]))
     env, static = _with_views(run.env, count), run.static._replace(num_envs=count)
     run, iterate = run._replace(env=env, static=static, jit=partial, scan=scan), run.algorithm.iterate
     first = _first_envs(state, cfg, count)

@@ -1,7 +1,7 @@
-"""A small value-based algorithm with a replay buffer: it learns the critic by one-step TD on rows of a ring.
+"""A small value-based agent: it acts by its own Q values with random actions in between, and learns from a ring.
 
-The policy stays as it was initialised, so the critic has to learn the value of that policy. A padding field
-makes the rows, and so the buffer, as large as a test wants.
+The policy `replay_q` has one Q network. The algorithm `replay_td` learns one-step targets with a slow copy of it.
+A padding field makes the rows, and so the buffer, as large as a test wants.
 """
 
 from functools import partial
@@ -12,96 +12,176 @@ from pydantic import Field
 from tensordict import TensorDict
 
 from ecrl import rng
-from ecrl.algorithms import Algorithm, collect
-from ecrl.algorithms.core import LEARNER_KINDS, Run
-from ecrl.algorithms.minibatch_sgd import SGD, MinibatchConfig, minibatch_sgd, sgd_choices
-from ecrl.algorithms.optimizer import learning_state
+from ecrl.algorithms import Algorithm, interleaved
+from ecrl.algorithms.core import LEARNER_KINDS, Run, Static, learn
+from ecrl.algorithms.interleaved import (
+    REPLAY_KINDS,
+    Replay,
+    add_rows,
+    read_rows,
+    replay_init,
+    take_steps,
+    uniform_index,
+)
+from ecrl.algorithms.minibatch_sgd import SGD, minibatch_sgd
+from ecrl.algorithms.optimizer import groups_of, learning_state
+from ecrl.algorithms.optimizer_config import LearningConfig
 from ecrl.algorithms.state_kinds import Kind
-from ecrl.config import Config, config_from_dict
+from ecrl.config import Config, PolicyConfig, config_from_dict
 from ecrl.config.model import Count, Fraction
-from ecrl.pytree import replaced
-from ecrl.registry import register_algorithm
-from ecrl.spaces import element_shape
-from ecrl.types import transitions
+from ecrl.policies import Policy, acting_params, fixed_params
+from ecrl.policies.core import example
+from ecrl.policies.networks import NetworkConfig, make_network, seeded
+from ecrl.pytree import mapped, replaced
+from ecrl.registry import register_algorithm, register_policy
+from ecrl.types import Logs
 from support.small_runs import NET
 
-REPLAY_KINDS = {**LEARNER_KINDS, "replay": Kind.BUFFER, ("replay", "cursor"): Kind.COUNTER}
+KINDS = {**LEARNER_KINDS, **REPLAY_KINDS, "target_params": Kind.LEARNED}
 
 
-class ReplayTDConfig(MinibatchConfig):
+class QConfig(PolicyConfig):
+    """The Q network."""
+
+    critic: NetworkConfig = Field(description="network with one output for each action")
+
+
+@register_policy("replay_q", override=True)
+def replay_q(cfg: QConfig, observation_space: Any, action_space: Any) -> Policy:
+    """Take the action of the largest Q; explore by a random action with probability `exploration["epsilon"]`."""
+    network = make_network(cfg.critic, observation_space, action_space.n, cfg.bf16, "policy.critic")
+
+    def init(key):
+        with seeded(key):
+            return TensorDict({"critic": network.init()}, []).to(key.device)
+
+    def draw(keys):
+        coin, action = rng.split(keys)
+        random = rng.randint(action, low=0, high=action_space.n)
+        return TensorDict({"coin": rng.uniform(coin), "action": random}, keys.shape)
+
+    def q(params, obs, action, noise):
+        values = network.forward(params["critic"], obs).unsqueeze(0)
+        return values if action is None else values.gather(-1, action.expand(values.shape[:-1]).unsqueeze(-1))[..., 0]
+
+    def act(params, carry, obs, noise):
+        action = q(params, obs, None, None)[0].argmax(-1)
+        return carry, TensorDict({"action": action}, action.shape)
+
+    def explore(params, exploration, out, noise):
+        is_random = noise["coin"] < exploration["epsilon"]
+        return exploration, out.copy().update({"action": torch.where(is_random, noise["action"], out["action"])})
+
+    return Policy(init, draw, act, None, None, explore=explore, q=q)
+
+
+class ReplayTDConfig(LearningConfig):
     """Hyperparameters."""
 
     gamma: Fraction = Field(default=0.9, description="discount per step")
+    tau: Fraction = Field(default=0.05, description="share of the new weights in those of the targets, per turn")
+    epsilon: Fraction = Field(default=0.1, description="share of random actions in the end")
+    exploration_steps: Count = Field(default=1, description="environment steps until that share")
     capacity: Count = Field(default=256, description="rows of the buffer")
     padding: Count = Field(default=1, description="bytes that a row has for nothing")
-    sampled: Count = Field(default=64, description="rows that an iteration learns from")
+    batch_size: Count = Field(default=64, description="rows of a gradient step")
+    learning_starts: int = Field(default=0, description="environment steps before the first gradient step")
+    train_freq: Count = Field(default=1, description="steps of each environment in a turn")
+    gradient_steps: Count = Field(default=1, description="gradient steps of a turn")
 
 
 class Choices(NamedTuple):
     """Sizes that shape the graph."""
 
-    capacity: int
     padding: int
-    sampled: int
+    rows: int
     sgd: SGD
 
 
 def init(cfg: ReplayTDConfig, run: Run, key: torch.Tensor) -> dict[str, Any]:
-    """Parameters, optimiser state, numbers, and an empty buffer."""
+    """Parameters, optimiser state, numbers, share of random actions, and an empty buffer."""
     params = run.policy.init(rng.fold_in(key, rng.INIT))
-    shape = cfg.capacity, *element_shape(run.env.observation_space)
-    zero = torch.zeros((), dtype=torch.int64, device=key.device)
-    rings = {
-        "obs": torch.zeros(shape, device=key.device),
-        "next_obs": torch.zeros(shape, device=key.device),
-        "reward": torch.zeros(cfg.capacity, device=key.device),
-        "terminated": torch.zeros(cfg.capacity, dtype=torch.bool, device=key.device),
-        "padding": torch.zeros(cfg.capacity, cfg.padding, dtype=torch.uint8, device=key.device),
+    numbers = {name: getattr(cfg, name) for name in ("gamma", "tau", "epsilon", "exploration_steps")}
+    obs, action = example(run.env.observation_space), example(run.env.action_space)
+    flags = {"terminated": torch.zeros(2, dtype=torch.bool), "mask": torch.zeros(2, dtype=torch.bool)}
+    rows = {"obs": obs, "next_obs": obs, "action": action, "reward": torch.zeros(2), **flags}
+    rows["padding"] = torch.zeros(2, cfg.padding, dtype=torch.uint8)
+    return learning_state(cfg, params, numbers, key.device) | {
+        "target_params": params.clone(),
+        "exploration": TensorDict({"epsilon": torch.ones(run.static.num_envs, device=key.device)}),
+        "replay": replay_init(run, TensorDict(rows, [2]).to(key.device), cfg.capacity),
     }
-    replay = TensorDict({**rings, "cursor": zero, "written": zero.clone()}, [])
-    return learning_state(cfg, params, {"gamma": cfg.gamma}, key.device) | {"replay": replay}
 
 
-def new_rows(rollout: TensorDict, padding: int) -> TensorDict:
-    """Rows `[N * T]` for the buffer."""
-    steps = transitions(rollout)
-    rows = steps.select("obs", "reward", "terminated")
-    rows = rows.update({"next_obs": rollout["obs"][:, 1:]}).reshape(-1)
-    blank = torch.zeros(len(rows), padding, dtype=torch.uint8, device=rollout.device)
-    return rows.update({"padding": blank})
+def phase(cfg: ReplayTDConfig, sample_step: int) -> str:
+    """Collect until `learning_starts`, then learn."""
+    return "learn" if sample_step >= cfg.learning_starts else "collect"
+
+
+def with_epsilon(state: TensorDict) -> TensorDict:
+    """Let the share of random actions fall from 1 to its end, in proportion to the steps."""
+    hyper = cast(TensorDict, state["hyper"])
+    epsilon: Any = 1.0 + (hyper["epsilon"] - 1.0) * (state["sample_step"] / hyper["exploration_steps"]).clamp(max=1.0)
+    every = epsilon.expand(state["exploration", "epsilon"].shape).clone()
+    return replaced(state, {"exploration": TensorDict({"epsilon": every})})
+
+
+def rows_of(steps: TensorDict, padding: int) -> TensorDict:
+    """Rows for the buffer."""
+    rows, mask = steps.select("obs", "action", "reward", "terminated"), steps.get("mask", None)
+    blank = torch.zeros(*steps.shape, padding, dtype=torch.uint8, device=steps["reward"].device)
+    counts = torch.ones_like(steps["done"]) if mask is None else mask
+    return rows.update({"next_obs": steps["final_obs"], "mask": counts, "padding": blank})
 
 
 def td_loss(run: Run, params: TensorDict, batch: TensorDict, mask: torch.Tensor, hyper: TensorDict) -> Any:
-    """Squared one-step TD error, with a constant target."""
-    empty = TensorDict({}, [])
-    value, after = (run.policy.value(params, empty, batch[name]) for name in ("obs", "next_obs"))  # pyright: ignore
-    target = (batch["reward"] + hyper["gamma"] * after * ~batch["terminated"]).detach()
-    return (value - target).square().masked_fill(~mask, 0.0).sum() / mask.sum().clamp(min=1), {}
+    """Squared distance of Q from its target."""
+    q = cast(Any, run.policy.q)(params, batch["obs"], batch["action"], None)[0]
+    return (q - batch["target"]).square().masked_fill(~mask, 0.0).sum() / mask.sum().clamp(min=1), {}
 
 
-def iterate(run: Run, state: TensorDict, borrowed: TensorDict) -> tuple[TensorDict, TensorDict, dict]:
-    """Collect, then learn from rows that were written before this iteration."""
-    choices, cursor = run.algorithm.choices, state["replay", "cursor"]
-    state, rollout = collect(run, state)
-    rows = new_rows(rollout, choices.padding)
-    index = (cursor + torch.arange(len(rows), device=cursor.device)) % choices.capacity
-    keys = rng.stream(state["key"], rng.UPDATE, torch.arange(choices.sampled, device=cursor.device), -1 - cursor)
-    filled = cursor.clamp(max=choices.capacity)
-    drawn = (rng.uniform(keys) * filled).to(torch.int64).clamp(max=choices.capacity - 1)
-    replay = cast(TensorDict, borrowed["replay"])
-    sample = replay.select("obs", "next_obs", "reward", "terminated")
-    sample = TensorDict({name: ring[drawn] for name, ring in sample.items()}, [choices.sampled])
-    sample = sample.update({"mask": (filled > 0).expand(choices.sampled)})
-    state, logs = minibatch_sgd(run, state, sample, td_loss, choices.sgd)
-    state = replaced(state, {"replay": TensorDict({"cursor": cursor + len(rows)}, [])})
-    return state, TensorDict({"steps": rollout, "replay": {"rows": rows, "index": index}}, []), logs
+def update(run: Run, state: TensorDict, batch: TensorDict) -> tuple[TensorDict, Logs]:
+    """Gradient steps towards reward + gamma * max_a Q'(next_obs, a) * not terminated, and the slow copy Q' follows."""
+    slow, q = acting_params(cast(TensorDict, state["target_params"]), fixed_params(state)), cast(Any, run.policy.q)
+    after = q(slow, batch["next_obs"], None, None)[0].amax(-1)
+    target = batch["reward"] + state["hyper", "gamma"] * after.masked_fill(batch["terminated"], 0.0)
+    state, logs = minibatch_sgd(run, state, batch.update({"target": target}), td_loss, run.algorithm.choices.sgd)
+    tau = state["hyper", "tau"]
+    slow = mapped(lambda old, new: old + tau * (new - old), state["target_params"], state["params"])
+    return replaced(state, {"target_params": slow}), logs
+
+
+def turn(run: Run, state: TensorDict, noise: Any, replay: Replay) -> tuple[TensorDict, Replay, TensorDict, Logs]:
+    """Step, store, sample and learn."""
+    choices = run.algorithm.choices
+    state, steps = take_steps(run, with_epsilon(state), noise)
+    replay = add_rows(replay, rows_of(steps, choices.padding))
+    if run.static.phase == "collect":
+        return state, replay, steps, {}
+    index = uniform_index(run, state, replay, choices.rows)
+    batch = read_rows(replay, index, "obs", "next_obs", "action", "reward", "terminated", "mask")
+    state, logs = learn(update, run, state, batch)
+    return state, replay, steps, logs
+
+
+def gradient_steps(cfg: ReplayTDConfig, static: Static) -> int:
+    """Gradient steps of an iteration."""
+    return static.buffer_size // cfg.train_freq * cfg.gradient_steps
 
 
 @register_algorithm("replay_td", override=True)
 def replay_td(cfg: ReplayTDConfig) -> Algorithm:
-    """TD(0) from a replay buffer."""
-    choices = Choices(cfg.capacity, cfg.padding, cfg.sampled, sgd_choices(cfg))
-    return Algorithm(choices, partial(init, cfg), iterate, REPLAY_KINDS, as_one=True)
+    """Q-learning from a replay buffer."""
+    sgd = SGD(1, cfg.batch_size, None, groups_of(cfg))
+    return Algorithm(
+        choices=Choices(cfg.padding, cfg.batch_size * cfg.gradient_steps, sgd),
+        init=partial(init, cfg),
+        iterate=interleaved(turn, cfg.train_freq),
+        kinds=KINDS,
+        gradient_steps=partial(gradient_steps, cfg),
+        as_one=True,
+        phase=partial(phase, cfg),
+    )
 
 
 N, T, CAPACITY = 3, 4, 20
@@ -109,11 +189,11 @@ N, T, CAPACITY = 3, 4, 20
 
 def replaying(**changes) -> Config:
     """A small run of the agent on CartPole, eager, with dotted keys changed."""
-    algorithm = {"capacity": CAPACITY, "sampled": 32, "batch_size": 16, "n_epochs": 2, "learning_rate": 0.02}
+    algorithm = {"capacity": CAPACITY, "batch_size": 16, "learning_rate": 0.02}
     base = {
         "trainer": {"num_envs": N, "buffer_size": T, "iterations": 5, "compile": "off"},
         "env": {"name": "cartpole"},
-        "policy": {"name": "actor_critic", "actor": NET, "critic": NET},
+        "policy": {"name": "replay_q", "critic": NET},
         "algorithm": {"name": "replay_td", "cfg": algorithm},
     }
     return config_from_dict(base).replace(**changes)

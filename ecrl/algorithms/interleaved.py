@@ -1,0 +1,366 @@
+"""Off-policy iterations: turns of environment steps and gradient steps, run as one loop, with a replay buffer.
+
+An algorithm writes one turn, in the order of its paper:
+
+    def turn(run, state, noise, replay):
+        state, steps = take_steps(run, state, noise)                  # act, explore, step
+        replay = add_rows(replay, steps.select("obs", "action", ...))  # store
+        if run.static.phase == "collect":                             # chosen on the host, see `Algorithm.phase`
+            return state, replay, steps, {}
+        index = uniform_index(run, state, replay, batch_size)         # sample
+        state, logs = learn(update, run, state, read_rows(replay, index))
+        return state, replay, steps, logs
+
+`interleaved(turn)` makes an `iterate` of it.
+
+A turn does not depend on the length of an iteration, because it sees the run and the state of a run whose iterations
+have one turn. In `run.static`, `buffer_size` is the number of steps of a turn, and `iterations` counts turns. In the
+state, `sample_step`, `update_step` and the cursor of the buffer count as if each turn were an iteration. The rows of a
+turn are in the buffer as soon as they are added, and the rows that they replace are gone. So `trainer.buffer_size`
+changes no bit of what is learnt, with two exceptions: the phase is chosen once per iteration, and the finite guard
+leaves out whole iterations.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from ecrl import distributed, rng
+from ecrl.algorithms.core import Run, Static, step_keys, steps_taken, with_compiled_policy
+from ecrl.algorithms.state_kinds import Kind, Kinds
+from ecrl.errors import ConfigError
+from ecrl.kernels import act_and_step, episode_update
+from ecrl.kernels.rollout import env_major, restarted_carry
+from ecrl.memory import check_room
+from ecrl.policies import Policy, policy_params
+from ecrl.pytree import flatten, mapped, names, replaced, unflatten
+from ecrl.types import Logs
+
+REPLAY_KINDS: Kinds = {
+    "replay": Kind.BUFFER,
+    ("replay", "cursor"): Kind.COUNTER,
+    "exploration": Kind.ENVIRONMENT,
+}
+"""Kinds of the fields `replay` and `exploration`, for the `kinds` of an algorithm."""
+
+_FIXED = ("key", "hyper", "episode", "sample_step", "update_step", "frozen_params")
+_STEPS = ("key", "sample_step", "params", "norm", "env", "exploration", "carry", "frozen_params")
+_SUMMED = "skipped_steps"
+
+
+class Replay(NamedTuple):
+    """The replay buffer inside a turn: the ring as it was before the iteration, and the rows added since.
+
+    Row `i` of the buffer is in `block` if this iteration wrote it, and in `ring` otherwise. `read_rows` reads both.
+
+    Attributes:
+        ring: `[capacity]`, read-only.
+        block: `[turns, S * N]`, one line for each turn of the iteration. Lines that are not written yet are zero.
+        start: rows written before the iteration, 0-d int64.
+        added: rows written in the iteration so far, 0-d int64.
+        is_complete: True after `add_rows`, which a turn calls once.
+    """
+
+    ring: TensorDict
+    block: TensorDict
+    start: Tensor
+    added: Tensor
+    is_complete: bool = False
+
+
+Turn = Callable[[Run, TensorDict, Any, Replay], tuple[TensorDict, Replay, TensorDict, Logs]]
+
+
+@dataclass(frozen=True)
+class Interleaved:
+    """An `iterate` that learns after every few steps; see `interleaved`."""
+
+    turn: Turn
+    steps: int = 1
+
+    @torch.no_grad()
+    def __call__(
+        self, run: Run, state: TensorDict, borrowed: TensorDict
+    ) -> tuple[TensorDict, TensorDict, dict[str, Tensor]]:
+        """Run the turns of one iteration as one loop. It reads the ring and never copies it."""
+        fields = dict(cast(TensorDict, borrowed["replay"]).exclude("written").items())
+        ring = TensorDict(cast(Any, fields), [len(flatten(fields)[0][0])])
+        check_replay(run, len(ring))
+        turns, rows = run.static.buffer_size // self.steps, self.steps * run.static.num_envs
+        block = _zeros(ring, turns, rows)
+        fixed = replaced(state.select(*_FIXED, strict=False), borrowed.select("frozen_params", strict=False))
+        moving, start = cast(TensorDict, state.exclude(*_FIXED)), cast(Tensor, state["replay", "cursor"])
+        number = torch.arange(turns, device=start.device)
+        noise = mapped(
+            lambda x: x.unflatten(0, (turns, self.steps)),
+            _noise(run, state),
+            batch=lambda size: (turns, self.steps, *size[1:]),
+        )
+        body = partial(_turn, self.turn, run, _static_of_turn(run.static, self.steps))
+        (moving, block), (taken, logs) = run.scan(body, (moving, block), (number, noise), fixed, ring, start)
+        steps = mapped(lambda x: x.flatten(0, 1), taken, batch=lambda size: (run.static.buffer_size, *size[2:]))
+        steps = env_major(steps.exclude("obs")).set("obs", env_major(steps["obs"], moving["env", "obs"]))
+        counted = steps["mask"][:, :-1] if "mask" in steps else None
+        episode = episode_update(state["episode"], steps["reward"][:, :-1], steps["done"][:, :-1], counted)
+        state = replaced(replaced(state, moving), {"episode": episode})
+        index = (start + torch.arange(turns * rows, device=start.device)) % len(ring)
+        new = TensorDict({"rows": _lines(block), "index": index}, [])
+        return state, TensorDict({"steps": steps, "replay": new}, []), _over_turns(run, logs)
+
+
+def interleaved(turn: Turn, steps: int = 1) -> Interleaved:
+    """Compose an `iterate` that runs turns of environment steps and gradient steps as one loop.
+
+    An iteration has `trainer.buffer_size / steps` turns. In a compiled iteration they are one loop of the graph. With a
+    host environment, or with several ranks, they run one by one from Python, and call compiled functions.
+
+    Args:
+        turn: (run, state, noise, replay) -> (state, replay, steps, logs), one turn, as in the docstring of this module.
+            `noise` is for `take_steps`. `steps` are those of `take_steps`. The logs of an iteration are the means over
+            its turns, and the sum of `skipped_steps`. All fields of the state may change except `key`, `hyper`,
+            `episode`, `sample_step`, `update_step` and `frozen_params`.
+        steps: steps of each environment in a turn. `turn` may take any number of gradient steps after them. So 4 steps
+            and 1 gradient step make a quarter of a gradient step for each step of the environments.
+
+    The state needs a buffer `replay` (`replay_init`). Declare the kinds of its fields with `REPLAY_KINDS`.
+
+    Raises: ConfigError in the first iteration if `steps` does not divide `buffer_size`, or if the buffer is shorter
+        than an iteration.
+    """
+    if steps < 1:
+        raise ValueError(f"interleaved needs steps >= 1, got {steps}")
+    return Interleaved(turn, steps)
+
+
+def _static_of_turn(static: Static, steps: int) -> Static:
+    """The numbers of a run whose iterations have one turn."""
+    return static._replace(buffer_size=steps, iterations=static.iterations * (static.buffer_size // steps))
+
+
+def _turn(
+    turn: Turn,
+    run: Run,
+    static: Static,
+    carry: tuple[TensorDict, TensorDict],
+    x: tuple[Tensor, Any],
+    fixed: TensorDict,
+    ring: TensorDict,
+    start: Tensor,
+) -> tuple[tuple[TensorDict, TensorDict], tuple[TensorDict, Logs]]:
+    """Run one turn: the fields that change and the block of new rows; the steps of the turn and its logs."""
+    (moving, block), (number, noise) = carry, x
+    taken = number * (static.buffer_size * static.num_envs * static.world_size)
+    turns = run.static.buffer_size // static.buffer_size
+    counters = {
+        "sample_step": fixed["sample_step"] + taken,
+        "update_step": fixed["update_step"] * turns + number,
+    }
+    before = replaced(replaced(moving, fixed), counters)
+    replay = Replay(ring, block, start, moving["replay", "cursor"] - start)
+    after, replay, steps, logs = turn(run._replace(static=static), before, noise, replay)
+    if not replay.is_complete:
+        raise ValueError("a turn returned a replay without its rows; call add_rows once, and return what it returns")
+    for name in _FIXED:
+        if any(new is not old for new, old in zip(*(flatten(s.get(name, None))[0] for s in (after, before)))):  # noqa: B905
+            raise ValueError(f"a turn may not change the field {name} of the state")
+    after = cast(TensorDict, after.exclude(*_FIXED))
+    if run.policy.norm_update is not None:
+        counted = steps["mask"] if "mask" in steps else torch.ones_like(steps["done"])
+        norm = cast(TensorDict, after["norm"])
+        obs = run.jit(run.policy.norm_update)(norm["obs"], steps["obs"], counted)
+        after = replaced(after, {"norm": replaced(norm, {"obs": obs})})
+    cursor = replaced(cast(TensorDict, after["replay"]), {"cursor": start + replay.added})
+    return (replaced(after, {"replay": cursor}), replay.block), (steps.exclude("final_obs"), logs)
+
+
+def _over_turns(run: Run, logs: Logs) -> Logs:
+    """Logs of an iteration: means over its turns `[turns]`, and the sum of `skipped_steps`.
+
+    If gradient steps with NaN or infinity are left out, so are the logs of turns with no other gradient step.
+    """
+    mean = torch.nanmean if run.static.skips_nonfinite else torch.mean
+    return {name: log.sum() if name == _SUMMED else mean(log) for name, log in logs.items()}
+
+
+def _draw(run: Run, keys: tuple[Tensor, Tensor]) -> tuple[Any, Any]:
+    """Noise of the actions and of the environments, from keys `[T, N]` of both."""
+    env_keys, action_keys = keys
+    return run.policy.draw(action_keys), run.env.draw(env_keys)
+
+
+def _noise(run: Run, state: TensorDict) -> tuple[Any, Any]:
+    """Noise of all steps of an iteration, `[T, N]`; it is drawn before the loop."""
+    draw = run.jit(_draw, run) if run.env.is_pure else partial(_draw, with_compiled_policy(run))
+    return draw(step_keys(run, state))
+
+
+def _explored(
+    policy: Policy, params: TensorDict, carry: tuple[TensorDict, TensorDict], obs: Any, noise: Any
+) -> tuple[tuple[TensorDict, TensorDict], TensorDict]:
+    """Act and explore: the memory and the state of the exploration; the policy's fields."""
+    memory, exploration = carry
+    memory, out = policy.act(params, memory, obs, noise)
+    if policy.explore is not None:
+        exploration, out = policy.explore(params, exploration, out, noise)
+    return (memory, exploration), out
+
+
+def _step(
+    run: Run, carry: tuple[Any, TensorDict], noise: tuple[Any, Any], params: TensorDict, initial: TensorDict
+) -> tuple[tuple[Any, TensorDict], TensorDict]:
+    """Take one step of every environment: memory, exploration and environments; the row of the step."""
+    before, env = carry
+    act = partial(_explored, run.policy)
+    (memory, exploration), after, row = act_and_step(act, run.env.step, params, before, env, *noise)
+    return ((restarted_carry(memory, initial, row), exploration), after), row.set("obs", env["obs"])
+
+
+@torch.no_grad()
+def _take_steps(run: Run, state: TensorDict, noise: tuple[Any, Any]) -> tuple[TensorDict, TensorDict]:
+    """The fields `env`, `exploration` and `carry` after the steps of a turn, if the state has them; the steps."""
+    params, empty = policy_params(state), TensorDict({}, [])
+    memory, exploration = (cast(TensorDict, state.get(name, empty)) for name in ("carry", "exploration"))
+    initial = memory if memory.is_empty() else run.policy.init_carry(params, run.static.num_envs)
+    start = (memory, exploration), cast(TensorDict, state["env"])
+    ((memory, exploration), env), steps = run.scan(partial(_step, run), start, noise, params, initial)
+    fields = {"env": env, "exploration": exploration, "carry": memory}
+    return TensorDict({name: field for name, field in fields.items() if name in state}, []), steps
+
+
+def take_steps(run: Run, state: TensorDict, noise: tuple[Any, Any]) -> tuple[TensorDict, TensorDict]:
+    """Take the steps of a turn in every environment: the policy acts, then it explores.
+
+        carry, out       = act(params, carry, obs, noise)
+        exploration, out = explore(params, exploration, out, noise)        if the policy has `explore`
+
+    Args:
+        run: the run of a turn.
+        state: with `exploration` `[N]`, if `explore` keeps a state or reads numbers, such as epsilon.
+        noise: that of the turn.
+
+    Returns: the state with new `env`, `exploration` and `carry`, and the steps `[S, N]`. These have `obs`, the fields
+        of the policy, `reward`, `terminated`, `truncated`, `done`, and `info` and `mask` if the environment has them.
+        `final_obs` is the observation that a step reached, also at the end of an episode: the successor of `obs`.
+    Gradient: none, because it runs under `no_grad`.
+    """
+    steps = run.jit(_take_steps, run) if run.env.is_pure else partial(_take_steps, with_compiled_policy(run))
+    changed, taken = steps(state.select(*_STEPS, strict=False), noise)
+    return replaced(state, changed), taken
+
+
+def _zeros(rows: TensorDict, *size: int) -> TensorDict:
+    """Return rows of zeros, of this size, with the fields of `rows` `[M]`."""
+    return mapped(lambda x: x.new_zeros((*size, *x.shape[1:])), rows, batch=lambda batch: (*size, *batch[1:]))
+
+
+def _lines(block: TensorDict) -> TensorDict:
+    """Return the rows of a block `[turns, S * N]` as `[turns * S * N]`."""
+    return mapped(lambda x: x.flatten(0, 1), block, batch=lambda size: (block.shape.numel(), *size[2:]))
+
+
+def replay_init(run: Run, rows: TensorDict, capacity: int) -> TensorDict:
+    """Return an empty replay buffer, the field `replay` of the state.
+
+    Args:
+        run: the run.
+        rows: `[M]`, any rows with the fields of those that the turns will add. Their values are not used.
+        capacity: rows of the buffer, of all environments of this rank.
+
+    Raises: ConfigError if the buffer is shorter than an iteration, or does not fit in memory.
+    """
+    check_replay(run, capacity)
+    leaves = flatten(rows)[0]
+    size = capacity * sum(x.element_size() * x.shape[1:].numel() for x in leaves)
+    check_room(size, leaves[0].device, f"the replay buffer: {capacity:,} rows")
+    zero = torch.zeros((), dtype=torch.int64, device=leaves[0].device)
+    fields: dict[str, Any] = dict(_zeros(rows, capacity).items())
+    return TensorDict(fields | {"cursor": zero, "written": zero.clone()}, [])
+
+
+def check_replay(run: Run, capacity: int) -> None:
+    """Refuse a buffer that is shorter than an iteration, and an iteration that is not a whole number of turns.
+
+    Raises: ConfigError.
+    """
+    iterate, size = run.algorithm.iterate, run.static.buffer_size
+    if isinstance(iterate, Interleaved) and size % iterate.steps:
+        raise ConfigError(
+            f"trainer.buffer_size: {size} is not a multiple of {iterate.steps}, the steps of a turn; use a multiple"
+        )
+    if capacity < (written := size * run.static.num_envs):
+        raise ConfigError(
+            f"the replay buffer: {capacity:,} rows are fewer than trainer.num_envs * trainer.buffer_size = "
+            f"{written:,}; make it larger"
+        )
+
+
+def add_rows(replay: Replay, rows: TensorDict) -> Replay:
+    """Add the rows of a turn. From now on the buffer has them, and no longer the rows that they replace.
+
+    Args:
+        replay: that of the turn.
+        rows: `[S, N]`, with the fields of the buffer. They are stored step by step.
+
+    Raises: ValueError for a second call in a turn, and for rows that do not fit into the buffer.
+    """
+    if replay.is_complete:
+        raise ValueError("add_rows was called twice in a turn; call it once, with all rows")
+    (old, structure), (new, of_rows) = flatten(replay.block), flatten(rows)
+    if names(structure) != names(of_rows):
+        raise ValueError(f"the rows have the fields {names(of_rows)}, the replay buffer has {names(structure)}")
+    for name, x, y in zip(names(structure), new, old, strict=True):
+        if x.flatten(0, 1).shape != y.shape[1:] or x.dtype != y.dtype:
+            raise ValueError(
+                f"the rows of a turn have {name} {x.dtype} {list(x.shape)}, expected {y.dtype} and, with both first "
+                f"axes as one, {list(y.shape[1:])}"
+            )
+    turns, lines = replay.block.shape
+    is_now = torch.arange(turns, device=replay.added.device) == replay.added // lines
+    leaves = [
+        torch.where(is_now.reshape(-1, *[1] * (y.ndim - 1)), x.flatten(0, 1), y) for x, y in zip(new, old, strict=True)
+    ]
+    return replay._replace(block=unflatten(structure, leaves), added=replay.added + lines, is_complete=True)
+
+
+def row_count(replay: Replay) -> Tensor:
+    """Return the number of rows in the buffer, 0-d int64."""
+    return (replay.start + replay.added).clamp(max=len(replay.ring))
+
+
+def uniform_index(run: Run, state: TensorDict, replay: Replay, size: int) -> Tensor:
+    """Draw rows of the buffer with equal probabilities, with replacement: int64 `[size]`.
+
+    The draw depends on the key of the run, the rank and the steps that each environment took before the turn.
+    """
+    index = torch.arange(size, device=replay.added.device) + distributed.rank() * size
+    keys = rng.stream(state["key"], rng.UPDATE, index, -1 - steps_taken(run, state))  # `minibatch_sgd` uses steps >= 0
+    return rng.randint(keys, low=0, high=row_count(replay))
+
+
+def read_rows(replay: Replay, index: Tensor, *fields: str) -> TensorDict:
+    """Read rows of the buffer, whether this iteration wrote them or an earlier one.
+
+    Args:
+        replay: that of the turn.
+        index: int64 `[*B]`, 0 to `row_count(replay) - 1`.
+        fields: names of the fields to read; all of them if there are none.
+
+    Returns: the rows `[*B]`.
+    """
+    flat = index.flatten()
+    age = (flat - replay.start) % len(replay.ring)  # place in the block, if this iteration wrote the row
+    is_new, place = age < replay.added, age.clamp(max=replay.block.shape.numel() - 1)
+    ring, block = (cast(TensorDict, x.select(*fields)) if fields else x for x in (replay.ring, _lines(replay.block)))
+
+    def read(new: Tensor, old: Tensor) -> Tensor:
+        chosen = is_new.reshape(-1, *[1] * (old.ndim - 1))
+        rows = torch.where(chosen, new.index_select(0, place), old.index_select(0, flat))
+        return rows.reshape(*index.shape, *old.shape[1:])
+
+    leaves = [read(*pair) for pair in zip(flatten(block)[0], flatten(ring)[0], strict=True)]
+    return unflatten(flatten(ring)[1], leaves, lambda size: (*index.shape, *size[1:]))

@@ -1,0 +1,345 @@
+"""Turns of steps and learning as one loop: the same bits for any length of an iteration, from rows of a ring."""
+
+import warnings
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+import pytest
+import torch
+from conftest import close
+from support.replay_agent import N, T, replaying
+from support.replay_agent import turn as td_turn
+from support.small_runs import NET, last_state, same
+from tensordict import TensorDict
+
+import ecrl
+from ecrl import rng
+from ecrl.algorithms import interleaved
+from ecrl.algorithms.interleaved import Replay, add_rows, read_rows, row_count, uniform_index
+from ecrl.compile import jit
+from ecrl.compile.trace import captured, traced
+from ecrl.config import Config
+from ecrl.config.model import ConfigModel
+from ecrl.envs import Env, state_of, time_limit
+from ecrl.errors import ConfigError
+from ecrl.loop.buffers import borrowed_leaves, kinds_of
+from ecrl.loop.build import build
+from ecrl.loop.iteration import init_state, make_iteration, train_iter
+from ecrl.pytree import replaced
+from ecrl.registry import register_env
+from ecrl.run.checkpoint import load, save
+from ecrl.run.profiler import Times, with_timers
+from ecrl.spaces import Discrete, box
+
+
+def learnt(state: TensorDict) -> TensorDict:
+    """The state without the number of iterations, and without slots of episodes that are not filled yet."""
+    episode = cast(TensorDict, state["episode"])
+    fields = {name: episode[name].where(episode["finished"], 0.0) for name in ("finished_return", "finished_length")}
+    return replaced(state.exclude("update_step"), {"episode": replaced(episode, fields)})
+
+
+def weights(state: TensorDict) -> list[tuple[Any, torch.Tensor]]:
+    """The parameters with their paths."""
+    return [*cast(TensorDict, state["params"]).items(True, True)]
+
+
+def of_length(size: int, steps: int, **changes) -> Config:
+    """A run of so many steps of each environment, in iterations of `size` steps."""
+    return replaying(**{"trainer.buffer_size": size, "trainer.iterations": steps // size, **changes})
+
+
+LEARNING = {"algorithm.cfg.learning_starts": 16 * N, "algorithm.cfg.capacity": 8 * N + 5}
+
+
+@pytest.mark.parametrize(
+    ("changes", "sizes"),
+    [
+        ({}, (1, 4, 8)),
+        ({"policy.normalize_obs": True, "algorithm.cfg.gradient_steps": 2}, (1, 8)),
+        ({"algorithm.cfg.train_freq": 4, "algorithm.cfg.lr_scheduler": {"name": "linear"}}, (4, 8)),
+    ],
+)
+def test_the_length_of_an_iteration_changes_no_bit(changes, sizes):
+    """The ring is overwritten several times, and learning starts in between."""
+    first, *others = (last_state(of_length(size, 48, **LEARNING, **changes)).clone() for size in sizes)
+    assert not same(first["params"], init_state(of_length(4, 48))["params"])
+    assert int(first["replay", "cursor"]) == 48 * N
+    for other in others:
+        assert same(learnt(first), learnt(other))
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Compiled functions are traced, and their graphs run as they are; yields the names of those that were traced."""
+    names: list[str] = []
+
+    def compiled(fn, structure, leaves):
+        names.append(fn.func.__name__)
+        graph, made = traced(fn, structure, leaves)
+        return (lambda *leaves: list(graph(*leaves))), made, captured(graph)
+
+    monkeypatch.setattr(jit, "_compiler_for", lambda leaves: compiled)
+    jit._compiled.cache_clear()
+    yield names
+    jit._compiled.cache_clear()
+
+
+def test_each_phase_is_one_graph_and_the_length_of_an_iteration_changes_no_bit_of_it(graphs):
+    eager, states = last_state(of_length(8, 32, **LEARNING)), []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the second graph is no reason to warn
+        for size in (1, 8):
+            cfg = of_length(size, 32, **LEARNING, **{"trainer.compile": "on"})
+            before = len(graphs)
+            states.append(last_state(cfg).clone())
+            assert graphs[before:] == ["_iteration_of_leaves"] * 2, "one for collecting, one for learning"
+        last_state(
+            cfg.replace(**{"trainer.seed": 7, "algorithm.cfg.epsilon": 0.3, "algorithm.cfg.learning_starts": 8 * N})
+        )
+        assert len(graphs) == 4, "another seed, epsilon and start of learning compile nothing"
+    for name, weight in weights(eager):
+        close(states[1]["params", *name], weight, tol=1e-5)
+    assert same(learnt(states[0]), learnt(states[1]))
+
+
+@pytest.mark.slow
+def test_compiled_turns_have_the_same_bits_for_any_length_of_an_iteration():
+    changes = {**LEARNING, "trainer.compile": "on"}
+    first, second = (last_state(of_length(size, 48, **changes)).clone() for size in (1, 8))
+    assert same(learnt(first), learnt(second))
+    eager = last_state(of_length(8, 48, **LEARNING))
+    for name, weight in weights(eager):
+        close(second["params", *name], weight, tol=1e-5)
+
+
+@pytest.mark.parametrize("saved", [1, 3])
+def test_a_run_resumes_with_the_same_bits_in_either_phase(saved: int, tmp_path):
+    cfg = replaying(**{"trainer.iterations": 6, "algorithm.cfg.learning_starts": 2 * N * T})
+    every = [r["state"].clone() for r in train_iter(init_state(cfg), cfg) if r["log_type"] == "train"]
+    logs = [set(r["logs"]) for r in train_iter(init_state(cfg), cfg) if r["log_type"] == "train"]
+    assert [bool(names) for names in logs] == [False] * 2 + [True] * 4, "nothing is learnt while collecting"
+    assert same(every[1]["params"], init_state(cfg)["params"]) and not same(every[2]["params"], every[1]["params"])
+    save(tmp_path / "now", every[saved - 1], cfg)
+    state, again = load(tmp_path / "now")
+    *_, last = train_iter(state, again)
+    assert same(last["state"], every[-1])
+
+
+def test_vmapped_seeds_equal_single_ones_and_share_a_phase():
+    cfg = replaying(**{"algorithm.cfg.learning_starts": N * T})
+    iteration = make_iteration(cfg)
+    states = [init_state(cfg.replace(**{"trainer.seed": seed})) for seed in range(2)]
+    single: TensorDict = states[1]
+    many: Any = torch.stack([state.clone() for state in states])
+    for _ in range(2):
+        many, _ = torch.func.vmap(iteration, randomness="error")(many)
+        single, _ = iteration(single)
+    one = many[1]
+    assert torch.equal(one["replay", "action"], single["replay", "action"])
+    for name, weight in weights(single):
+        close(one["params", *name], weight)
+    many["sample_step"] = torch.tensor([0, 24])
+    with pytest.raises(ConfigError, match=r"^state: the seeds are in the phases \['collect', 'learn'\]; give them one"):
+        torch.func.vmap(iteration)(many)
+
+
+def empty(capacity: int, turns: int, lines: int) -> Replay:
+    """A buffer before the first row, in an iteration of so many turns."""
+    ring = TensorDict({"x": torch.zeros(capacity), "deep": TensorDict({"y": torch.zeros(capacity, 2)})}, [capacity])
+    block = TensorDict({"x": torch.zeros(turns, lines), "deep": {"y": torch.zeros(turns, lines, 2)}}, [turns, lines])
+    zero = torch.tensor(0)
+    return Replay(ring, block, zero, zero)
+
+
+def numbered(first: int, lines: int) -> TensorDict:
+    x = torch.arange(first, first + lines, dtype=torch.float32).unsqueeze(0)
+    return TensorDict({"x": x, "deep": {"y": torch.stack((x, -x), -1)}}, [1, lines])
+
+
+@pytest.mark.parametrize("capacity", [6, 7, 20])
+def test_rows_are_read_from_the_block_or_the_ring_as_a_list_has_them(capacity):
+    """A plain list of the last rows, each at its place modulo the capacity, over several iterations of 3 turns."""
+    turns, lines, taken = 3, 2, 0
+    replay, expected = empty(capacity, turns, lines), {}
+    for _ in range(4):
+        for _ in range(turns):
+            replay = add_rows(replay, numbered(taken, lines))._replace(is_complete=False)
+            for row in range(taken, taken + lines):
+                expected[row % capacity] = float(row)
+            taken += lines
+            count = int(row_count(replay))
+            assert count == min(taken, capacity) == len(expected)
+            index = torch.arange(count).flip(0).reshape(count, 1)
+            rows = read_rows(replay, index)
+            assert rows["x"][:, 0].tolist() == [expected[int(i)] for i in index]
+            assert rows["deep", "y"].shape == (count, 1, 2) and torch.equal(rows["deep", "y"][..., 1], -rows["x"])
+        place = (replay.start + torch.arange(turns * lines)) % capacity
+        ring = replay.ring.clone()
+        for path in ("x", ("deep", "y")):
+            ring[path].index_copy_(0, place, replay.block[path].flatten(0, 1))
+        replay = empty(capacity, turns, lines)._replace(ring=ring, start=torch.tensor(taken))
+    assert list(read_rows(replay, torch.tensor([0]), "deep").keys()) == ["deep"]
+
+
+def test_drawn_rows_are_uniform_over_the_rows_that_are_there():
+    run, state = build(replaying()), init_state(replaying())
+    replay = add_rows(empty(20, 3, 5), numbered(0, 5))
+    index = uniform_index(run, state, replay, 10_000)
+    counts = torch.bincount(index, minlength=20)
+    assert counts[5:].sum() == 0 and (counts[:5] - 2000).abs().max() < 4 * 40  # four standard deviations
+    later = replaced(state, {"sample_step": state["sample_step"] + N})
+    assert not torch.equal(uniform_index(run, later, replay, 100), index[:100])
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (lambda: numbered(0, 3), r"the rows of a turn have deep.y torch.float32 \[1, 3, 2\], expected .* \[2, 2\]"),
+        (
+            lambda: numbered(0, 2).exclude("deep"),
+            r"the rows have the fields \['x'\], the replay buffer has \['deep.y', 'x'\]",
+        ),
+        (lambda: numbered(0, 2).apply(lambda x: x.double()), "deep.y torch.float64"),
+    ],
+)
+def test_rows_that_do_not_fit_into_the_buffer_are_refused(rows, message):
+    with pytest.raises(ValueError, match=message):
+        add_rows(empty(6, 3, 2), rows())
+
+
+def test_a_turn_adds_its_rows_once_and_changes_no_fixed_field():
+    def twice(run, state, noise, replay):
+        state, replay, steps, logs = td_turn(run, state, noise, replay)
+        return state, add_rows(replay, numbered(0, 1)), steps, logs
+
+    def never(run, state, noise, replay):
+        state, _, steps, logs = td_turn(run, state, noise, replay)
+        return state, replay, steps, logs
+
+    def other_key(run, state, noise, replay):
+        state, replay, steps, logs = td_turn(run, state, noise, replay)
+        return replaced(state, {"key": state["key"] + 1}), replay, steps, logs
+
+    run = build(replaying())
+    own, borrowed = borrowed_leaves(init_state(replaying()), kinds_of(run))
+    for turn, message in (
+        (twice, "add_rows was called twice"),
+        (never, "call add_rows once"),
+        (other_key, "field key"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            interleaved(turn)(run, own, borrowed)
+    with pytest.raises(ValueError, match="interleaved needs steps >= 1, got 0"):
+        interleaved(td_turn, 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"algorithm.cfg.capacity": 11}, r"^the replay buffer: 11 rows are fewer than .* = 12; make it larger$"),
+        ({"algorithm.cfg.train_freq": 3}, r"^trainer.buffer_size: 4 is not a multiple of 3, the steps of a turn"),
+        (
+            {"algorithm.cfg.capacity": 10**9, "algorithm.cfg.padding": 10**7},
+            r"^the replay buffer: 1,000,000,000 rows take",
+        ),
+    ],
+)
+def test_a_buffer_that_does_not_fit_is_refused_before_anything_is_allocated(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        init_state(replaying(**changes))
+
+
+class ChainConfig(ConfigModel):
+    """No settings."""
+
+
+@register_env("endless_chain", override=True)
+def endless_chain(cfg: ChainConfig) -> Env:
+    """Reward 1 from the second step on, without an end. A time limit cuts it after 3 steps: V(0) = gamma V(1)."""
+
+    def reset(keys):
+        return state_of(torch.zeros(*keys.shape, 1), keys.shape)
+
+    def step(state, action, noise):
+        return state.copy().update({"obs": torch.ones_like(state["obs"]), "reward": state["obs"][..., 0].clone()})
+
+    return time_limit(Env(reset, step, box(0.0, 1.0, 1), Discrete(2)), 3)
+
+
+PROBES = {  # observations, and Q of each action
+    "probe_observation": ([-1.0, 1.0], [[-1.0, -1.0], [1.0, 1.0]], 0.9),
+    "probe_delay": ([0.0, 1.0], [[0.9, 0.9], [1.0, 1.0]], 0.9),
+    "probe_match": ([0.0, 1.0], [[1.0, -1.0], [-1.0, 1.0]], 0.9),
+    "endless_chain": ([0.0, 1.0], [[1.0, 1.0], [2.0, 2.0]], 0.5),  # 1 / (1 - 0.5) from the second step on
+}
+
+
+@pytest.mark.parametrize("name", PROBES)
+def test_q_reaches_its_known_value(name):
+    obs, expected, gamma = PROBES[name]
+    changes = {"trainer.num_envs": 8, "trainer.buffer_size": 8, "trainer.iterations": 20, "algorithm.cfg.gamma": gamma}
+    cfg = replaying(**changes, **{"env": {"name": name}, "algorithm.cfg.capacity": 256})
+    params = last_state(cfg)["params"]
+    q: Any = build(cfg).policy.q
+    close(q(params, torch.tensor(obs).unsqueeze(-1), None, None)[0], expected, tol=0.05)
+    first = torch.zeros(2, dtype=torch.int64)
+    close(q(params, torch.tensor(obs).unsqueeze(-1), first, None)[0], [row[0] for row in expected], tol=0.05)
+
+
+@register_env("corridor", override=True)
+def corridor(cfg: ChainConfig) -> Env:
+    """Six cells. Action 1 goes right, action 0 goes left. The last cell ends the episode with reward 1."""
+
+    def shown(cell):
+        return (cell.unsqueeze(-1) == torch.arange(6, device=cell.device)).to(torch.float32)
+
+    def reset(keys):
+        cell = torch.zeros_like(keys)
+        return state_of(shown(cell), keys.shape, cell=cell)
+
+    def step(state, action, noise):
+        cell = (state["cell"] + 2 * action - 1).clamp(0, 5)
+        end = cell == 5
+        return state.copy().update({"cell": cell, "obs": shown(cell), "reward": end.float(), "terminated": end})
+
+    return time_limit(Env(reset, step, box(0.0, 1.0, 6), Discrete(2)), 20)
+
+
+def test_the_agent_finds_the_end_of_a_corridor():
+    changes = {"trainer.num_envs": 8, "trainer.buffer_size": 8, "trainer.iterations": 25, "env": {"name": "corridor"}}
+    cfg = replaying(**changes, **{"algorithm.cfg.capacity": 1600, "algorithm.cfg.exploration_steps": 800})
+    state = init_state(cfg)
+    assert ecrl.evaluate(state, cfg, num_episodes=4)["eval/avg_reward"] == 0.0
+    logs = ecrl.evaluate(last_state(cfg, state), cfg, num_episodes=4)
+    assert logs["eval/avg_reward"] == 1.0 and logs["eval/avg_length"] == 5.0
+
+
+def test_a_policy_without_log_probabilities_is_refused_by_algorithms_that_need_them():
+    for changes in (
+        {"algorithm": {"name": "grpo", "cfg": {"group_size": 3}}},
+        {"algorithm": {"name": "apg"}, "env": {"name": "pendulum"}, "policy": {"name": "actor_only", "actor": NET}},
+    ):
+        cfg = replaying(**changes)
+        run = build(cfg)
+        run = run._replace(policy=replace(run.policy, evaluate=None))
+        with pytest.raises(ConfigError, match=r"^policy.name: this policy has no log-probabilities, which .*"):
+            run.algorithm.init(run, rng.key(0))
+
+
+def test_a_profiled_run_times_its_turns_and_has_the_same_bits():
+    cfg, times = replaying(**{"trainer.iterations": 2, "policy.normalize_obs": True}), Times()
+    assert same(last_state(cfg, watch=partial(with_timers, times)), last_state(cfg))
+    assert len(times.seconds["turn",]) == 2 * T
+
+
+def test_a_host_environment_runs_its_turns_from_python_with_compiled_functions(graphs):
+    pytest.importorskip("gymnasium")
+    changes = {"env": {"name": "gymnasium:CartPole-v1"}}
+    cfg = replaying(**changes)
+    eager = last_state(cfg)
+    compiled = last_state(cfg.replace(**{"trainer.compile": "on"}))
+    assert graphs and "_iteration_of_leaves" not in graphs
+    for name, weight in weights(eager):
+        close(compiled["params", *name], weight, tol=1e-5)
