@@ -82,9 +82,25 @@ def loops_of_graphs(made: Scan) -> Scan:
 
 
 def loop(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *constants: Any) -> tuple[Any, Any]:
-    """Run `scan`, and while a graph is traced a loop of the graph. Use it for the iterations of a solver.
+    """Run `body` along the first axis of `xs`, as one loop of a compiled graph.
 
-    A plain `scan` would be unrolled in the graph. Tensors that `body` captures must be constants.
+        carry, y[t] = body(carry, x[t], *constants)
+
+    Policies use it for the recurrence over the steps of a sequence, and environments for the iterations of a solver.
+    Eager code runs `scan`. A compiled graph has the body once, for any number of steps; it would unroll a plain `scan`.
+
+    Args:
+        body: a pure function. It reads its arguments and constants of Python only. Pass tensors to it in `xs` or
+            `constants`.
+        carry: tensors, TensorDicts, and tuples, lists and dicts of them. `body` returns the same shapes and dtypes.
+        xs: tensors in the same containers. All have the same first axis, of at least 1.
+        constants: passed to every step.
+
+    Returns: the last carry, and all `y` stacked along a new first axis.
+    Gradient: flows through `carry`, `xs` and `constants` as `body` defines it. In a graph a second loop runs backwards.
+        Memory then holds the carry of every step. There are no second derivatives in a graph.
+    Raises: ValueError as `scan` does. While a graph is traced, ConfigError if `body` uses a tensor of the graph that is
+        not one of its arguments, or if second or forward-mode derivatives are taken.
 
     >>> loop(lambda x, _: (0.5 * (x + 2.0 / x), None), torch.tensor(1.0), torch.zeros(4))[0]  # Heron's root of 2
     tensor(1.4142)

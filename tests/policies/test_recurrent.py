@@ -16,12 +16,15 @@ from ecrl.algorithms.core import collect
 from ecrl.algorithms.minibatch_sgd import sizes_of
 from ecrl.algorithms.rows import evaluate, rows_of, value
 from ecrl.algorithms.state_kinds import Kind, leaf_kinds
+from ecrl.compile.scan import scan_op
+from ecrl.compile.trace import traced
 from ecrl.errors import ConfigError
 from ecrl.loop.buffers import kinds_of
 from ecrl.loop.build import build
 from ecrl.loop.iteration import init_state, make_iteration, reopened, train_iter
 from ecrl.policies import acting_params
 from ecrl.policies.core import Policy, no_carry
+from ecrl.pytree import flatten
 from ecrl.run.rank_shards import _per_rank_tensors
 from ecrl.run.video import _first_envs
 
@@ -215,6 +218,29 @@ def test_a_policy_with_memory_says_so():
         Policy(**parts, init_carry=lambda params, num_envs: TensorDict({}, []))
     with pytest.raises(ValueError, match="unit is 'episode', expected 'step' or 'sequence'"):
         Policy(**parts, unit="episode")  # pyright: ignore
+
+
+def graph_of_gradient(length):
+    """Trace the gradient of the log-probabilities of `length` steps, as an algorithm's loss takes it."""
+    cfg = remembering(**SHORT, **{"trainer.buffer_size": length})
+    run, state = build(cfg), init_state(cfg)
+    rows = rows_of(run.policy, collect(run, state)[1])
+
+    def gradient(params, rows):
+        return torch.func.grad(lambda params: evaluate(run.policy, params, rows)[0].sum())(params)
+
+    leaves, structure = flatten((state["params"], rows))
+    return traced(gradient, structure, leaves)[0], gradient, state["params"], rows
+
+
+def test_the_gradient_of_a_sequence_is_a_loop_of_any_length():
+    graph, gradient, params, rows = graph_of_gradient(6)
+    longer = graph_of_gradient(48)[0].graph
+    assert len(longer.nodes) == len(graph.graph.nodes)
+    assert len(longer.find_nodes(op="call_function", target=scan_op)) == 2  # forward and backward
+    wanted, _ = flatten(gradient(params, rows))
+    for found, expected in zip(graph(*flatten((params, rows))[0]), wanted, strict=True):
+        close(found, expected)
 
 
 @pytest.mark.slow
