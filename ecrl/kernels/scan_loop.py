@@ -10,7 +10,7 @@ from ecrl.pytree import flatten, mapped, names, unflatten
 from ecrl.tracing_state import in_graph
 
 _CPU_ROWS, _GPU_ROWS = 2048, 65_536
-"""Rows of a chunk at most. They keep the activations of a small network in a cache, or a GPU busy."""
+"""Rows of a chunk at most, or steps if a row is a sequence. They keep the activations of a small network in a cache, or a GPU busy."""
 
 _CPU_BYTES, _GPU_BYTES = 2048 * _CPU_ROWS, 2048 * _GPU_ROWS
 """Bytes of a chunk at most: 4 MiB and 128 MiB. Rows above 2 KiB, such as images, come in smaller chunks.
@@ -125,7 +125,7 @@ def row_bytes(rows: Any) -> int:
     return sum(leaf.element_size() * leaf.shape[1:].numel() for leaf in flatten(rows)[0])
 
 
-def chunking(rows: int, device: torch.device, one_row: int) -> tuple[int, int]:
+def chunking(rows: int, device: torch.device, one_row: int, length: int = 1) -> tuple[int, int]:
     """Return the number and the size of chunks for a network's pass over rows: `number * size >= rows`.
 
     On a CPU the activations of a chunk stay in the cache of a core. On a GPU chunks bound the memory.
@@ -133,27 +133,30 @@ def chunking(rows: int, device: torch.device, one_row: int) -> tuple[int, int]:
     Args:
         rows: number of rows.
         device: where they are.
-        one_row: bytes of one row (`row_bytes`). A chunk has at most 2,048 rows and 4 MiB on a CPU, at most 65,536 rows
-            and 128 MiB on another device, and at least one row.
+        one_row: bytes of one row (`row_bytes`).
+        length: steps of a row, if a row is a sequence. A chunk has at most 2,048 steps and 4 MiB on a CPU, at most
+            65,536 steps and 128 MiB on another device, and at least one row.
 
     >>> cpu = torch.device("cpu")
-    >>> chunking(5000, cpu, 400), chunking(5000, cpu, 84 * 84 * 4)
-    ((3, 1667), (34, 148))
+    >>> chunking(5000, cpu, 400), chunking(5000, cpu, 84 * 84 * 4), chunking(50, cpu, 400, length=1000)
+    ((3, 1667), (34, 148), (25, 2))
     """
     most, size = (_CPU_ROWS, _CPU_BYTES) if device.type == "cpu" else (_GPU_ROWS, _GPU_BYTES)
-    number = -(-rows // max(1, min(most, size // max(1, one_row))))
+    number = -(-rows // max(1, min(most // length, size // max(1, one_row))))
     return number, -(-rows // number)
 
 
-def in_chunks(rows: Any) -> Any:
+def in_chunks(rows: Any, length: int = 1) -> Any:
     """Return rows `[M, ...]` as chunks `[K, C, ...]` for a scan. Copies of the last row fill the last chunk.
 
-    >>> in_chunks(torch.zeros(5000, 3)).shape
-    torch.Size([3, 1667, 3])
+    `length` is the number of steps of a row, if a row is a sequence.
+
+    >>> in_chunks(torch.zeros(5000, 3)).shape, in_chunks(torch.zeros(50, 1000, 3), length=1000).shape
+    (torch.Size([3, 1667, 3]), torch.Size([25, 2, 1000, 3]))
     """
     leaves, _ = flatten(rows)
     many = length_of(leaves)
-    number, size = chunking(many, leaves[0].device, row_bytes(leaves))
+    number, size = chunking(many, leaves[0].device, row_bytes(leaves), length)
 
     def cut(leaf: Tensor) -> Tensor:
         missing = leaf[-1:].expand(number * size - many, *leaf.shape[1:])

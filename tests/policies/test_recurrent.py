@@ -100,6 +100,28 @@ def test_values_and_log_probabilities_follow_the_memory_of_acting(end, normalize
     assert torch.equal(after["carry", "h"][ended], initial[ended])
 
 
+@pytest.mark.parametrize("end", ["terminated", "truncated"])
+@pytest.mark.parametrize("limit", ["_CPU_ROWS", "_CPU_BYTES"])
+def test_values_of_long_sequences_come_in_chunks_of_environments(end, limit, monkeypatch):
+    """A sequence here has 9 steps, and 275 or 395 bytes. So 8 environments are 3 chunks of 3."""
+    size = 27 if limit == "_CPU_ROWS" else 3 * (275 if end == "terminated" else 395)
+    cfg = remembering(**SHORT, **{"env": {"name": "remember_cue", "cfg": {"end": end}}})
+    run, state = build(cfg), last_state(cfg)
+    whole, sizes = collect(run, state)[1], []
+
+    def watched(params, carry, steps, final):
+        sizes.append(len(steps))
+        assert len(carry["h"]) == len(steps) and (final is None or len(final) == len(steps))
+        return run.policy.value(params, carry, steps, final)
+
+    monkeypatch.setattr(f"ecrl.kernels.scan_loop.{limit}", size)
+    in_chunks = collect(run._replace(policy=replace(run.policy, value=watched)), state)[1]
+    assert sizes == [3, 3, 3]
+    for name in ("value", "final_value"):
+        close(in_chunks[name], whole[name])
+    assert whole["final_value"].any() == (end == "truncated")
+
+
 def test_the_carry_is_of_kind_environment_and_absent_without_memory():
     cfg = remembering(**SHORT)
     kinds = leaf_kinds(init_state(cfg), kinds_of(build(cfg)))
