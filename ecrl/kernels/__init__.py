@@ -77,7 +77,7 @@ from ecrl.kernels.rollout_estimators import (
     compute_td_lambda_returns,
     compute_vtrace,
 )
-from ecrl.kernels.scan_loop import scan
+from ecrl.kernels.scan_loop import loop, scan
 from ecrl.types import transitions
 
 __all__ = [
@@ -119,6 +119,7 @@ __all__ = [
     "kl_k2",
     "kl_k3",
     "linear_schedule",
+    "loop",
     "mask_logits",
     "masked_mean",
     "moments_init",

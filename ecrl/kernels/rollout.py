@@ -314,17 +314,26 @@ def _sequence_values(
     value: Callable[..., tuple[Tensor, Tensor]],
     params: TensorDict,
     carry: Any,
-    _: Scan,
+    scan: Scan,
     rollout: TensorDict,
     final: Any,
-) -> tuple[Tensor, Tensor]:
-    """Return V `[N, T + 1]` along the sequences of a rollout, and V `[F, N]` of the final states `[F, N, ...]`."""
-    if final is None:
-        return value(params, carry, sequences(rollout), None)
-    size = flatten(final["obs"])[0][0].shape[1::-1]
-    fields = {name: part for name, part in _swapped(final).items() if flatten(part)[0]}
-    values, final_values = value(params, carry, sequences(rollout), TensorDict(fields, size))
-    return values, final_values.t()
+) -> tuple[Tensor, Tensor | None]:
+    """Return V `[N, T + 1]` along the sequences of a rollout, and V `[F, N]` of the final states; None without them.
+
+    The environments come in chunks.
+    """
+    num_envs, steps = rollout.batch_size
+    rows = {"steps": sequences(rollout)} | ({} if carry.is_empty() else {"carry": carry})
+    if final is not None:
+        fields = {name: part for name, part in _swapped(final).items() if flatten(part)[0]}
+        rows["final"] = TensorDict(fields, flatten(final["obs"])[0][0].shape[1::-1])
+
+    def critic(_: None, part: dict[str, TensorDict], params: TensorDict) -> tuple[None, tuple[Tensor, Tensor | None]]:
+        return None, value(params, part.get("carry", TensorDict({}, [])), part["steps"], part.get("final"))
+
+    parts: Any = scan(critic, None, in_chunks(rows, steps), params)[1]
+    values, final_values = mapped(lambda x: x.flatten(0, 1)[:num_envs], parts)
+    return values, None if final_values is None else final_values.t()
 
 
 def episode_init(num_envs: int, window: int, device: torch.device | str | None = None) -> TensorDict:

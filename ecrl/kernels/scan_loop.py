@@ -10,7 +10,7 @@ from ecrl.pytree import flatten, mapped, names, unflatten
 from ecrl.tracing_state import in_graph
 
 _CPU_ROWS, _GPU_ROWS = 2048, 65_536
-"""Rows of a chunk at most. They keep the activations of a small network in a cache, or a GPU busy."""
+"""Rows of a chunk at most, or steps if a row is a sequence. They keep the activations of a small network in a cache, or a GPU busy."""
 
 _CPU_BYTES, _GPU_BYTES = 2048 * _CPU_ROWS, 2048 * _GPU_ROWS
 """Bytes of a chunk at most: 4 MiB and 128 MiB. Rows above 2 KiB, such as images, come in smaller chunks.
@@ -82,9 +82,25 @@ def loops_of_graphs(made: Scan) -> Scan:
 
 
 def loop(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *constants: Any) -> tuple[Any, Any]:
-    """Run `scan`, and while a graph is traced a loop of the graph. Use it for the iterations of a solver.
+    """Run `body` along the first axis of `xs`, as one loop of a compiled graph.
 
-    A plain `scan` would be unrolled in the graph. Tensors that `body` captures must be constants.
+        carry, y[t] = body(carry, x[t], *constants)
+
+    Policies use it for the recurrence over the steps of a sequence, and environments for the iterations of a solver.
+    Eager code runs `scan`. A compiled graph has the body once, for any number of steps; it would unroll a plain `scan`.
+
+    Args:
+        body: a pure function. It reads its arguments and constants of Python only. Pass tensors to it in `xs` or
+            `constants`.
+        carry: tensors, TensorDicts, and tuples, lists and dicts of them. `body` returns the same shapes and dtypes.
+        xs: tensors in the same containers. All have the same first axis, of at least 1.
+        constants: passed to every step.
+
+    Returns: the last carry, and all `y` stacked along a new first axis.
+    Gradient: flows through `carry`, `xs` and `constants` as `body` defines it. In a graph a second loop runs backwards.
+        Memory then holds the carry of every step. There are no second derivatives in a graph.
+    Raises: ValueError as `scan` does. While a graph is traced, ConfigError if `body` uses a tensor of the graph that is
+        not one of its arguments, or if second or forward-mode derivatives are taken.
 
     >>> loop(lambda x, _: (0.5 * (x + 2.0 / x), None), torch.tensor(1.0), torch.zeros(4))[0]  # Heron's root of 2
     tensor(1.4142)
@@ -109,7 +125,7 @@ def row_bytes(rows: Any) -> int:
     return sum(leaf.element_size() * leaf.shape[1:].numel() for leaf in flatten(rows)[0])
 
 
-def chunking(rows: int, device: torch.device, one_row: int) -> tuple[int, int]:
+def chunking(rows: int, device: torch.device, one_row: int, length: int = 1) -> tuple[int, int]:
     """Return the number and the size of chunks for a network's pass over rows: `number * size >= rows`.
 
     On a CPU the activations of a chunk stay in the cache of a core. On a GPU chunks bound the memory.
@@ -117,27 +133,30 @@ def chunking(rows: int, device: torch.device, one_row: int) -> tuple[int, int]:
     Args:
         rows: number of rows.
         device: where they are.
-        one_row: bytes of one row (`row_bytes`). A chunk has at most 2,048 rows and 4 MiB on a CPU, at most 65,536 rows
-            and 128 MiB on another device, and at least one row.
+        one_row: bytes of one row (`row_bytes`).
+        length: steps of a row, if a row is a sequence. A chunk has at most 2,048 steps and 4 MiB on a CPU, at most
+            65,536 steps and 128 MiB on another device, and at least one row.
 
     >>> cpu = torch.device("cpu")
-    >>> chunking(5000, cpu, 400), chunking(5000, cpu, 84 * 84 * 4)
-    ((3, 1667), (34, 148))
+    >>> chunking(5000, cpu, 400), chunking(5000, cpu, 84 * 84 * 4), chunking(50, cpu, 400, length=1000)
+    ((3, 1667), (34, 148), (25, 2))
     """
     most, size = (_CPU_ROWS, _CPU_BYTES) if device.type == "cpu" else (_GPU_ROWS, _GPU_BYTES)
-    number = -(-rows // max(1, min(most, size // max(1, one_row))))
+    number = -(-rows // max(1, min(most // length, size // max(1, one_row))))
     return number, -(-rows // number)
 
 
-def in_chunks(rows: Any) -> Any:
+def in_chunks(rows: Any, length: int = 1) -> Any:
     """Return rows `[M, ...]` as chunks `[K, C, ...]` for a scan. Copies of the last row fill the last chunk.
 
-    >>> in_chunks(torch.zeros(5000, 3)).shape
-    torch.Size([3, 1667, 3])
+    `length` is the number of steps of a row, if a row is a sequence.
+
+    >>> in_chunks(torch.zeros(5000, 3)).shape, in_chunks(torch.zeros(50, 1000, 3), length=1000).shape
+    (torch.Size([3, 1667, 3]), torch.Size([25, 2, 1000, 3]))
     """
     leaves, _ = flatten(rows)
     many = length_of(leaves)
-    number, size = chunking(many, leaves[0].device, row_bytes(leaves))
+    number, size = chunking(many, leaves[0].device, row_bytes(leaves), length)
 
     def cut(leaf: Tensor) -> Tensor:
         missing = leaf[-1:].expand(number * size - many, *leaf.shape[1:])

@@ -34,7 +34,7 @@ CLAIMS = {  # what a notebook says that its run shows
     "05_push_cube": 'assert result["eval/success_rate"] >= 0.85',
 }
 ELSEWHERE = {"GAE", "VTrace", "Squashed"} | {  # what kernels give, and what the other notebooks show at work
-    "act_and_step", "collect_rollout", "episode_init", "episode_update", "restarted",
+    "act_and_step", "collect_rollout", "episode_init", "episode_update", "loop", "restarted",
 }  # fmt: skip
 CELL_S = 24 * 3600  # nbmake stops a cell after 300 s by default, which a loaded machine may need
 _OF_A_MACHINE = re.compile(r"/(?:home|root|Users|usr|opt|tmp|work|venv)\b|0x[0-9a-f]{6}")

@@ -23,6 +23,7 @@ SKIPPED = {
     "act_and_step": "has no arithmetic of its own",
     "collect_rollout": "has no arithmetic of its own",
     "scan": "has no arithmetic of its own",
+    "loop": "has no arithmetic of its own",
     "moments_merge": "moments are float64",
     "moments_update": "moments are float64",
     "moments_variance": "moments are float64",

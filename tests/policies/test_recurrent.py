@@ -16,12 +16,15 @@ from ecrl.algorithms.core import collect
 from ecrl.algorithms.minibatch_sgd import sizes_of
 from ecrl.algorithms.rows import rows_of
 from ecrl.algorithms.state_kinds import Kind, leaf_kinds
+from ecrl.compile.scan import scan_op
+from ecrl.compile.trace import traced
 from ecrl.errors import ConfigError
 from ecrl.loop.buffers import kinds_of
 from ecrl.loop.build import build
 from ecrl.loop.iteration import init_state, make_iteration, reopened, train_iter
 from ecrl.policies import acting_params
 from ecrl.policies.core import Policy, no_carry
+from ecrl.pytree import flatten
 from ecrl.run.rank_shards import _per_rank_tensors
 from ecrl.run.video import _first_envs
 
@@ -95,6 +98,28 @@ def test_values_and_log_probabilities_follow_the_memory_of_acting(end, normalize
     assert rollout["final_value"].any() == (end == "truncated")
     ended, initial = rollout["done"][:, -2], run.policy.init_carry(params, 8)["h"]
     assert torch.equal(after["carry", "h"][ended], initial[ended])
+
+
+@pytest.mark.parametrize("end", ["terminated", "truncated"])
+@pytest.mark.parametrize("limit", ["_CPU_ROWS", "_CPU_BYTES"])
+def test_values_of_long_sequences_come_in_chunks_of_environments(end, limit, monkeypatch):
+    """A sequence here has 9 steps, and 275 or 395 bytes. So 8 environments are 3 chunks of 3."""
+    size = 27 if limit == "_CPU_ROWS" else 3 * (275 if end == "terminated" else 395)
+    cfg = remembering(**SHORT, **{"env": {"name": "remember_cue", "cfg": {"end": end}}})
+    run, state = build(cfg), last_state(cfg)
+    whole, sizes = collect(run, state)[1], []
+
+    def watched(params, carry, steps, final):
+        sizes.append(len(steps))
+        assert len(carry["h"]) == len(steps) and (final is None or len(final) == len(steps))
+        return run.policy.value(params, carry, steps, final)
+
+    monkeypatch.setattr(f"ecrl.kernels.scan_loop.{limit}", size)
+    in_chunks = collect(run._replace(policy=replace(run.policy, value=watched)), state)[1]
+    assert sizes == [3, 3, 3]
+    for name in ("value", "final_value"):
+        close(in_chunks[name], whole[name])
+    assert whole["final_value"].any() == (end == "truncated")
 
 
 def test_the_carry_is_of_kind_environment_and_absent_without_memory():
@@ -222,6 +247,29 @@ def test_a_policy_with_memory_says_so():
         Policy(**parts, init_carry=lambda params, num_envs: TensorDict({}, []))
     with pytest.raises(ValueError, match="unit is 'episode', expected 'step' or 'sequence'"):
         Policy(**parts, unit="episode")  # pyright: ignore
+
+
+def graph_of_gradient(length):
+    """Trace the gradient of the log-probabilities of `length` steps, as an algorithm's loss takes it."""
+    cfg = remembering(**SHORT, **{"trainer.buffer_size": length})
+    run, state = build(cfg), init_state(cfg)
+    rows = rows_of(run.policy, collect(run, state)[1])
+
+    def gradient(params, rows):
+        return torch.func.grad(lambda params: evaluate(run.policy, params, rows)[0].sum())(params)
+
+    leaves, structure = flatten((state["params"], rows))
+    return traced(gradient, structure, leaves)[0], gradient, state["params"], rows
+
+
+def test_the_gradient_of_a_sequence_is_a_loop_of_any_length():
+    graph, gradient, params, rows = graph_of_gradient(6)
+    longer = graph_of_gradient(48)[0].graph
+    assert len(longer.nodes) == len(graph.graph.nodes)
+    assert len(longer.find_nodes(op="call_function", target=scan_op)) == 2  # forward and backward
+    wanted, _ = flatten(gradient(params, rows))
+    for found, expected in zip(graph(*flatten((params, rows))[0]), wanted, strict=True):
+        close(found, expected)
 
 
 @pytest.mark.slow

@@ -80,8 +80,16 @@ def collect_rollout(params: TensorDict, state: TensorDict, keys: Tensor) -> Any:
     return kernels.collect_rollout(POLICY, ENV, params, EMPTY, state, keys, keys)[1:]
 
 
+def _step(carry: Tensor, x: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
+    return carry * factor + x, (carry - x).sin()
+
+
 def scan(carry: Tensor, xs: Tensor, factor: Tensor) -> Any:
-    return kernels.scan(lambda c, x, k: (c * k + x, (c - x).sin()), carry, xs, factor)
+    return kernels.scan(_step, carry, xs, factor)
+
+
+def loop(carry: Tensor, xs: Tensor, factor: Tensor) -> Any:
+    return kernels.loop(_step, carry, xs, factor)
 
 
 def start(seed: int) -> TensorDict:
@@ -204,12 +212,13 @@ CALLS: dict[str, Any] = {
     "act_and_step": lambda s: ((params(s), start(s), floats(s, N)), {}),
     "collect_rollout": lambda s: ((params(s), start(s), torch.arange(T * N).reshape(T, N) + s), {}),
     "scan": lambda s: ((floats(s, N), floats(s + 1, T, N), floats(s + 2, N)), {}),
+    "loop": lambda s: ((floats(s, N), floats(s + 1, T, N), floats(s + 2, N)), {}),
     "episode_update": lambda s: ((episode(s), *steps(s, "reward", "done", "mask")), {}),
     "restarted": lambda s: ((episode(s),), {}),
     "running_returns": lambda s: ((*steps(s, "reward", "done"), floats(s + 5, N)), hyper(s, "gamma")),
 }
 # Their functions are bound: no tensors.
-WRAPPED = {"act_and_step": act_and_step, "collect_rollout": collect_rollout, "scan": scan}
+WRAPPED = {"act_and_step": act_and_step, "collect_rollout": collect_rollout, "scan": scan, "loop": loop}
 NO_FLOATS = {  # flags and actions
     "first_episode_mask", "categorical_sample", "categorical_mode", "multi_discrete_sample", "multi_discrete_mode",
 }  # fmt: skip

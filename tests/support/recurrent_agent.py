@@ -15,7 +15,7 @@ from ecrl import rng
 from ecrl.config import Config, PolicyConfig, config_from_dict
 from ecrl.config.model import ConfigModel, Count
 from ecrl.envs import NEVER, Env, state_of
-from ecrl.kernels import scan
+from ecrl.kernels import loop
 from ecrl.policies import Policy
 from ecrl.policies.heads import make_head
 from ecrl.registry import register_env, register_policy
@@ -94,7 +94,7 @@ def tanh_cell(cfg: TanhCellConfig, observation_space: Space, action_space: Space
         """Memory after each step, `[n, S, hidden]`."""
         is_first = torch.cat((torch.zeros_like(steps["done"][:, :1]), steps["done"][:, :-1]), 1)
         rows = steps["obs"].transpose(0, 1), is_first.t()
-        return scan(body, carry["h"], rows, params)[1].transpose(0, 1)
+        return loop(body, carry["h"], rows, params)[1].transpose(0, 1)
 
     def evaluate(params: TensorDict, carry: TensorDict, steps: TensorDict) -> tuple[Tensor, Tensor]:
         logits = memories(params, carry, steps) @ params["actor"]
