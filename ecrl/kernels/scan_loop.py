@@ -10,7 +10,10 @@ from ecrl.pytree import flatten, mapped, names, unflatten
 from ecrl.tracing_state import in_graph
 
 _CPU_ROWS, _GPU_ROWS = 2048, 65_536
-"""Rows of a chunk at most, or steps if a row is a sequence. They keep the activations of a small network in a cache, or a GPU busy."""
+"""Rows of a chunk at most, or steps if a row is a sequence.
+
+They keep the activations of a small network in a cache, or a GPU busy.
+"""
 
 _CPU_BYTES, _GPU_BYTES = 2048 * _CPU_ROWS, 2048 * _GPU_ROWS
 """Bytes of a chunk at most: 4 MiB and 128 MiB. Rows above 2 KiB, such as images, come in smaller chunks.

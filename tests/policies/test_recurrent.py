@@ -256,7 +256,7 @@ def graph_of_gradient(length):
     rows = rows_of(run.policy, collect(run, state)[1])
 
     def gradient(params, rows):
-        return torch.func.grad(lambda params: evaluate(run.policy, params, rows)[0].sum())(params)
+        return torch.func.grad(lambda params: run.policy.evaluate_rows(params, rows)[0].sum())(params)
 
     leaves, structure = flatten((state["params"], rows))
     return traced(gradient, structure, leaves)[0], gradient, state["params"], rows
