@@ -235,7 +235,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(tmp_path
     expected = load(latest(run))[0]
     for path in (run / "checkpoints").iterdir():
         path.rename(tmp_path / path.name)
-    monkeypatch.setattr("ecrl.run.train._announce", lambda cfg, folder: None)
+    monkeypatch.setattr("ecrl.run.train._announce", lambda *args: None)
     state, _ = train_from_config(resume_from=run)
     assert same(state, expected) and same(load(latest(run))[0], expected)
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 4

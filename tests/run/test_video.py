@@ -165,7 +165,7 @@ def test_cameras_change_nothing(tmp_path, drawn, form):
 def test_training_waits_for_each_video_or_for_none(tmp_path, monkeypatch, func):
     cfg, free, filmed = filmed_run({"cam": film(func, name="cam")}), Event(), []
 
-    def slow(state, cfg, camera, path):
+    def slow(run, state, cfg, camera, path):
         assert free.wait(600.0)
         filmed.append(path.name)
 
