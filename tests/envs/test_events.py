@@ -432,7 +432,8 @@ def test_randomize_field_refuses_what_it_cannot_draw(params, message):
 @pytest.mark.parametrize("use", ["train", "eval"])
 def test_an_event_of_a_run_is_named_by_its_place(use):
     wrong = {"func": "randomize_field", "mode": "reset", "params": {"field": "drug", "low": 0.0, "high": 1.0}}
-    env = build(small(**{f"trainer.events.{use}": {"dr": wrong}}), use).env
+    cfg = small(**{f"trainer.events.{use}": {"dr": wrong}})
+    env = (build(cfg) if use == "train" else with_eval_events(build(cfg), cfg)).env
     with pytest.raises(
         ConfigError, match=rf"^trainer.events.{use}.dr \(randomize_field\): params.field: unknown field"
     ):
