@@ -14,7 +14,7 @@ from torch._inductor.compile_fx import compile_fx
 from torch.fx import GraphModule
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
-import ecrl.compile.cpu_tanh  # noqa: F401  # how inductor writes tanh
+import ecrl.compile.cpu_functions  # noqa: F401  # how inductor writes tanh, erf, expm1 and atanh
 from ecrl.compile.autocast import without_autocast
 from ecrl.compile.cache import cache_folder, sources_hash
 from ecrl.compile.cpu_builds import side_by_side

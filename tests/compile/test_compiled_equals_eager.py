@@ -19,7 +19,7 @@ from ecrl.compile.trace import captured, traced
 from ecrl.config import config_from_dict
 from ecrl.envs.core import Env, state_of, time_limit
 from ecrl.errors import ConfigError
-from ecrl.kernels import scan
+from ecrl.kernels import kl_k3, scan
 from ecrl.pytree import flatten, mapped
 from ecrl.spaces import box
 
@@ -157,23 +157,35 @@ def test_products_that_do_not_fit_are_refused(a, b):
         graph_of(product, a, b)
 
 
+FUNCTIONS = {
+    "tanh": torch.tanh,
+    "erf": torch.erf,
+    "expm1": torch.expm1,
+    "atanh": torch.atanh,
+    "elu": torch.nn.functional.elu,
+}
+
+
 @pytest.mark.slow
-def test_tanh_is_right_for_every_magnitude():
+def test_functions_are_right_for_every_magnitude():
     size = torch.logspace(-37.9, 38, 4099, dtype=torch.float64)  # the normal numbers of float32
-    x = torch.cat((size, -size)).float()
-    tanh = choose_form("on", "cpu").jit(_tanh)
-    found, expected = tanh(x)[0].double(), x.double().tanh()
-    torch.testing.assert_close(found, expected, rtol=5e-7, atol=0.0)
-    assert float(found.abs().max()) == 1.0
     odd = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-42, 1e-9] * 8)
-    found, ratio = tanh(odd)
-    torch.testing.assert_close(found, odd.double().tanh().float(), rtol=5e-7, atol=0.0, equal_nan=True)
-    assert found[3:5].signbit().tolist() == [False, True]
-    torch.testing.assert_close(ratio[6::7], torch.ones(8))
+    x = torch.cat((size.float(), -size.float(), odd))
+    values, ratios, divergence = choose_form("on", "cpu").jit(_functions)(x)
+    for name, fn in FUNCTIONS.items():
+        expected, found = fn(x.double()).float(), values[name]
+        torch.testing.assert_close(
+            found, expected, rtol=5e-7, atol=0.0, equal_nan=True, msg=lambda m, n=name: f"{n} {m}"
+        )
+        assert found[-4:-2].signbit().tolist() == [False, True], name  # of 0.0 and -0.0
+        torch.testing.assert_close(ratios[name][-1], x[-1] / expected[-1])
+    assert float(values["tanh"].nan_to_num(0.0).abs().max()) == float(values["erf"].nan_to_num(0.0).abs().max()) == 1.0
+    assert (divergence[x.isfinite()] >= 0.0).all()
 
 
-def _tanh(x):
-    return torch.tanh(x), x / torch.tanh(x)
+def _functions(x):
+    values = {name: fn(x) for name, fn in FUNCTIONS.items()}
+    return values, {name: x / value for name, value in values.items()}, kl_k3(x, torch.zeros_like(x))
 
 
 def _add_to(x):
