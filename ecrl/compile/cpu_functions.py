@@ -72,19 +72,19 @@ def tanh(a: Any) -> str:
     return f"({_TANH_CPP})({a})" if a.dtype == torch.float32 else f"{a}.tanh()"
 
 
-def erf(a: Any) -> str:
+def erf(x: Any) -> str:
     """Return the C++ of erf of a vector: the ratio for float32, the library's function for other types."""
-    return f"({_ERF_CPP})({a})" if a.dtype == torch.float32 else f"{a}.erf()"
+    return f"({_ERF_CPP})({x})" if x.dtype == torch.float32 else f"{x}.erf()"
 
 
-def expm1(a: Any) -> str:
+def expm1(x: Any) -> str:
     """Return the C++ of expm1 of a vector, by the library's function."""
-    return f"{a}.expm1()"
+    return f"{x}.expm1()"
 
 
-def atanh(a: Any) -> str:
+def atanh(x: Any) -> str:
     """Return the C++ of atanh of a vector, by the library's function."""
-    return f"{a}.atanh()"
+    return f"{x}.atanh()"
 
 
 CppVecOverrides.tanh = staticmethod(tanh)

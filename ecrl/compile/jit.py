@@ -40,7 +40,7 @@ from ecrl.compile.vmap import outside, over_batch, recorded, vmapped
 from ecrl.errors import ConfigError, UserError
 from ecrl.kernels import scan
 from ecrl.kernels.scan_loop import Scan
-from ecrl.pytree import flatten, names, unflatten
+from ecrl.pytree import exact, flatten, names, unflatten
 from ecrl.tracing_state import in_forward_mode, in_graph, knows_transforms, transforms, version_of
 
 
@@ -75,9 +75,13 @@ def _alike(leaves: list[Tensor]) -> Any:
 
 
 def _apart(leaf: Tensor) -> Tensor:
-    """The leaf where every element has memory of its own."""
-    shared = any(stride == 0 and size > 1 for stride, size in zip(leaf.stride(), leaf.shape, strict=True))
-    return leaf.contiguous() if shared else leaf
+    """The leaf where every element has memory of its own. An expanded leaf, or a sliding window, is copied."""
+    reach = 0  # the largest distance between two elements along the axes of smaller strides
+    for stride, size in sorted(zip(leaf.stride(), leaf.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return leaf.contiguous()
+        reach += stride * max(size - 1, 0)
+    return leaf
 
 
 def _unshared(leaves: list[Tensor]) -> list[Tensor]:
@@ -139,7 +143,20 @@ class Jit:
 
     def __call__(self, fn: Callable, *static: Any) -> Callable[..., Any]:
         """Bind the static arguments of `fn`; equal ones give the same compiled function."""
-        return partial((_compiled if self.strict else _compiled_or_eager)(fn, *static), self.compilations)
+        compiled = _compiled if self.strict else _compiled_or_eager
+        return partial(compiled(fn, *map(_static, static)), self.compilations)
+
+
+@dataclass(frozen=True)
+class _Static:
+    """A static argument. Two are equal if their keys are."""
+
+    key: Hashable
+    value: Any = field(compare=False)
+
+
+def _static(value: Any) -> _Static:
+    return _Static(exact(value), value)
 
 
 def compilations_of(jit: Callable) -> list[Compilation]:
@@ -170,16 +187,16 @@ def _compiler_for(leaves: list[Tensor]) -> Callable[..., tuple[Callable[..., Any
     return compiled
 
 
-@lru_cache(None, typed=True)
-def _compiled(fn: Callable, *static: Any) -> Callable[..., Any]:
+@lru_cache(None)
+def _compiled(fn: Callable, *static: "_Static") -> Callable[..., Any]:
     """Bind the static arguments of `fn` and compile it. ConfigError if that fails."""
-    return _function(_compiled, fn, static)
+    return _function(_compiled, fn, tuple(one.value for one in static))
 
 
-@lru_cache(None, typed=True)
-def _compiled_or_eager(fn: Callable, *static: Any) -> Callable[..., Any]:
+@lru_cache(None)
+def _compiled_or_eager(fn: Callable, *static: "_Static") -> Callable[..., Any]:
     """Bind the static arguments of `fn` and compile it. If that fails, warn and run it eagerly from then on."""
-    return _function(_compiled_or_eager, fn, static)
+    return _function(_compiled_or_eager, fn, tuple(one.value for one in static))
 
 
 @cache
@@ -201,14 +218,18 @@ def _eagerly(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         _RUNS_EAGER.reset(token)
 
 
+def _first_line(error: Exception) -> str:
+    """Return the first line of an error's message that is not blank, shortened."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]
+
+
 def _fault(name: str, error: Exception) -> str:
     """Describe in one line why the function `name` could not be compiled."""
     if isinstance(error, ConfigError):
         return str(error).removeprefix("trainer.compile: ").split("\n")[0]
-    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
     frames = traceback.extract_tb(error.__traceback__)
     line = user_line(frames) if any(map(is_outside, frames)) else name
-    return f"{line} cannot be compiled: {type(error).__name__}: {text[:300]}; set trainer.compile to off"
+    return f"{line} cannot be compiled: {type(error).__name__}: {_first_line(error)}; set trainer.compile to off"
 
 
 def _is_users(error: Exception) -> bool:
@@ -316,7 +337,7 @@ def _compiled_batch(
     found: list[Hashable] = []
 
     def whole(batched: tuple[bool, ...], *leaves: Tensor) -> list[Tensor]:
-        out, made = flatten(jit(over_batch, fn, static, structure, batched)(record, *leaves))
+        out, made = flatten(jit(over_batch, *map(_static, (fn, static, structure, batched)))(record, *leaves))
         found[:] = [made]
         return out
 
@@ -383,8 +404,8 @@ def _chosen(mode: str, device: str) -> Form:
             if not knows_transforms():
                 raise ImportError("it does not report the transforms of torch.func")
             from ecrl.compile.scan import graph_scan
-        except (ImportError, AttributeError) as error:  # a private part of torch is gone
-            fault = f"torch {torch.__version__} cannot compile: {error}"
+        except Exception as error:  # a private part of torch is gone, or works in another way
+            fault = f"torch {torch.__version__} cannot compile: {_first_line(error)}"
             needed = "a version of torch that ecrl supports"
         else:
             made = "" if device == "cpu" else " and captured in CUDA graphs"

@@ -3,6 +3,7 @@
 Most tests run a traced graph operation by operation. Those marked slow build C++.
 """
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -278,6 +279,70 @@ def test_a_function_may_write_on_what_it_made():
     x, xs = torch.zeros(3), torch.ones(2, 3)
     assert graph_of(run, x, xs)(x, xs)[0].tolist() == [26.0, 14.0, 10.0]  # ((5 + 1) * 2 + 1) * 2, and so on
     assert x.tolist() == [0.0, 0.0, 0.0]
+
+
+def _windows(x, size, step=1):
+    return x.unfold(0, size, step)
+
+
+OVERLAPPING = [
+    _windows(torch.arange(6.0), 3),
+    _windows(torch.arange(9.0), 3, 2),
+    torch.arange(4.0).expand(3, 4),
+    torch.arange(8.0).as_strided((2, 3, 2), (1, 2, 1)),
+    torch.zeros(0).as_strided((4, 0), (1, 1)),
+]
+
+
+@pytest.mark.parametrize("first", OVERLAPPING, ids=lambda x: f"strides {list(x.stride())}")
+def test_elements_that_share_memory_are_copied(form, first):
+    jitted = form.jit(_twice)
+    other = torch.arange(float(first.numel())).reshape(first.shape)
+    for x in (first, other, other.mT.contiguous().mT, first):
+        before = x.clone()
+        assert torch.equal(jitted(x), 2.0 * x) and torch.equal(x, before)
+    assert len(form.made) == 1
+
+
+def _twice(x):
+    return x * 2.0
+
+
+def _filled(static, x):
+    (value,) = static
+    return torch.full((2,), value), torch.copysign(x, torch.tensor(value, dtype=torch.float32))
+
+
+class Size(NamedTuple):
+    value: float
+
+
+@dataclass(frozen=True)
+class Scale:
+    value: float
+
+    def __iter__(self):
+        return iter((self.value,))
+
+
+@pytest.mark.parametrize("kind", [lambda x: (x,), Size, Scale], ids=["tuple", "named tuple", "dataclass"])
+@pytest.mark.parametrize("static", [True, False])
+def test_equal_numbers_of_other_types_or_signs_are_other_graphs(form, kind, static):
+    x = torch.ones(3)
+    for value in (2, 2.0, 1, True, 0.0, -0.0, 0):
+        given = kind(value)
+        jitted = form.jit(_filled, given) if static else form.jit(_filled)
+        filled, signed = jitted(x) if static else jitted(given, x)
+        expected = torch.full((2,), value)
+        assert filled.dtype == expected.dtype and torch.equal(filled, expected)
+        assert signed.signbit().all() == expected.signbit().all(), value
+    assert len(form.made) == 7
+
+
+def test_a_static_nan_is_one_graph(form):
+    for _ in range(2):
+        assert form.jit(_filled, (float("nan"),))(torch.ones(3))[0].isnan().all()
+    assert len(form.made) == 1
 
 
 def _with_constants(x):

@@ -1,5 +1,7 @@
 """A function that cannot be compiled: "auto" runs it eagerly with one warning, "on" raises one line."""
 
+import re
+import sys
 import warnings
 
 import pytest
@@ -7,7 +9,7 @@ import torch
 from support.small_runs import same, small
 
 from ecrl.compile import jit as jit_module
-from ecrl.compile.jit import Compilation, _compiled, _compiled_or_eager, _warn_eager, choose_form
+from ecrl.compile.jit import Compilation, _chosen, _compiled, _compiled_or_eager, _warn_eager, choose_form
 from ecrl.errors import ConfigError
 from ecrl.kernels import scan
 from ecrl.loop.build import _compilations, form_of, note_compilations
@@ -65,6 +67,29 @@ def test_on_raises_one_line_after_any_failure(monkeypatch, error):
     with pytest.raises(ConfigError, match=told) as seen:
         choose_form("on", "cpu").jit(doubled)(torch.ones(2))
     assert "\n" not in str(seen.value)
+
+
+class _Unimportable:
+    """A finder that raises an error where the parts of the compiler are imported."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name == "ecrl.compile.scan":
+            raise RuntimeError("\noperator torchvision::nms does not exist\nsome more")
+
+
+def test_any_error_of_an_import_of_the_compiler_is_one_line(monkeypatch):
+    monkeypatch.delitem(sys.modules, "ecrl.compile.scan", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [_Unimportable(), *sys.meta_path])
+    _chosen.cache_clear()
+    told = rf"torch {re.escape(torch.__version__)} cannot compile: operator torchvision::nms does not exist; install"
+    try:
+        with pytest.warns(RuntimeWarning, match=f"^running eager.*{told}") as caught:
+            assert {choose_form("auto", "cpu").name for _ in range(2)} == {"eager"}
+        assert len(caught) == 1
+        with pytest.raises(ConfigError, match=f"^trainer.compile: on, but {told}.*set trainer.compile to off$"):
+            choose_form("on", "cpu")
+    finally:
+        _chosen.cache_clear()
 
 
 def total(x):
