@@ -17,6 +17,7 @@ Inductor makes C++ of a graph (`ecrl.compile.cpu`), and keeps that on disk for t
 
 import gc
 import os
+import re
 import shutil
 import subprocess
 import sysconfig
@@ -35,7 +36,7 @@ import torch
 from torch import Tensor
 
 from ecrl.compile.autocast import settings, without_autocast
-from ecrl.compile.user_line import is_outside, user_line
+from ecrl.compile.user_line import user_frames, user_line
 from ecrl.compile.vmap import outside, over_batch, recorded, vmapped
 from ecrl.errors import ConfigError, UserError
 from ecrl.kernels import scan
@@ -199,10 +200,18 @@ def _compiled_or_eager(fn: Callable, *static: "_Static") -> Callable[..., Any]:
     return _function(_compiled_or_eager, fn, tuple(one.value for one in static))
 
 
+@dataclass(frozen=True)
+class _Fault:
+    """The reason why a function could not be compiled. All reasons outside of the user's code are equal."""
+
+    text: str = field(compare=False)
+    users_line: str | None = None
+
+
 @cache
-def _warn_eager(reason: str) -> None:
+def _warn_eager(fault: _Fault) -> None:
     """Warn once that functions run eagerly for this reason."""
-    warnings.warn(f"running eager, slower per step: {reason}", RuntimeWarning, stacklevel=4)
+    warnings.warn(f"running eager, slower per step: {fault.text}", RuntimeWarning, stacklevel=4)
 
 
 _RUNS_EAGER = ContextVar("_RUNS_EAGER", default=False)
@@ -223,19 +232,32 @@ def _first_line(error: Exception) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]
 
 
-def _fault(name: str, error: Exception) -> str:
+def _fault(name: str, error: Exception) -> _Fault:
     """Describe in one line why the function `name` could not be compiled."""
     if isinstance(error, ConfigError):
-        return str(error).removeprefix("trainer.compile: ").split("\n")[0]
+        return _Fault(text := str(error).removeprefix("trainer.compile: ").split("\n")[0], text)
+    advice = "set trainer.compile to off"
+    if (said := _compiler_error(str(error))) is not None:
+        return _Fault(f"the C++ compiler failed: {said}; {advice}")
     frames = traceback.extract_tb(error.__traceback__)
-    line = user_line(frames) if any(map(is_outside, frames)) else name
-    return f"{line} cannot be compiled: {type(error).__name__}: {_first_line(error)}; set trainer.compile to off"
+    line = user_line(frames) if user_frames(frames) else None
+    cause = f"cannot be compiled: {type(error).__name__}: {_first_line(error)}; {advice}"
+    return _Fault(f"{line or name} {cause}", line)
+
+
+def _compiler_error(message: str) -> str | None:
+    """Return the first line with an error in the output of a C++ compiler; None if the message is not from one."""
+    if "C++ compile error" not in message:
+        return None
+    lines = [line.strip() for line in message.partition("Output:")[2].splitlines() if line.strip()]
+    errors = [line for line in lines if re.search("error|cannot", line)]
+    return ([*errors, *lines] or ["it printed nothing"])[0][:300]
 
 
 def _is_users(error: Exception) -> bool:
     """Return True if the user's own code raised the error: its last line is in neither torch nor the compiler."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return isinstance(error, UserError) or is_outside(last)
+    frames = traceback.extract_tb(error.__traceback__)
+    return isinstance(error, UserError) or user_frames(frames)[-1:] == frames[-1:]
 
 
 @contextmanager
@@ -315,11 +337,11 @@ def _function(jit: Callable[..., Callable[..., Any]], fn: Callable, static: tupl
                     raise
                 fault = _fault(name, error)
                 if jit is _compiled:
-                    raise ConfigError(f"trainer.compile: on, but {fault}") from error
+                    raise ConfigError(f"trainer.compile: on, but {fault.text}") from error
             else:
                 fault = None
             if fault is not None:
-                eager_because, record[-1] = fault, record[-1]._replace(fault=fault)
+                eager_because, record[-1] = fault.text, record[-1]._replace(fault=fault.text)
                 out = _eagerly(bound, args)  # before the warning: an error of the function is raised without one
                 _warn_eager(fault)
                 return out

@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from ecrl.compile.packing import Packing, packing
 from ecrl.compile.scan_gradient import Loop, differentiable, refusal
 from ecrl.compile.user_code import protected, user_line
+from ecrl.compile.user_line import call_pure
 from ecrl.compile.vmap import is_forward_mode, outside, over_batch, recorded, vmapped
 from ecrl.errors import ConfigError
 from ecrl.kernels import scan
@@ -75,7 +76,8 @@ def _turn(body: Callable[..., tuple[Any, Any]], structures: Sequence[Hashable], 
     c, x, k = structures
 
     def turn(now: Sequence[Tensor], row: Sequence[Tensor], rest: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        after, y = body(unflatten(c, now), unflatten(x, row, lambda size: size[1:]), *unflatten(k, rest))
+        args = lambda: (unflatten(c, now), unflatten(x, row, lambda size: size[1:]), *unflatten(k, rest))  # noqa: E731
+        after, y = call_pure(body, args)
         after, (y, kept) = flatten(after), flatten(y)
         check_carry((list(now), c), after)
         found[:] = [kept]

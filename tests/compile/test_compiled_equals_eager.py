@@ -250,6 +250,71 @@ def test_a_write_in_place_on_an_argument_is_refused_with_its_line(fn):
     assert x.tolist() == TABLE.tolist() == [0.0, 0.0, 0.0]
 
 
+def _set_key(c):
+    c["x"] = c["x"] + 1.0
+    return c
+
+
+def _delete_key(c):
+    del c["x"]
+    return c
+
+
+def _update_nested(c):
+    c["inner"].update({"new": c["x"]})
+    return c
+
+
+def _set_and_forget(c):
+    c["x"] = c["x"] + 1.0
+    return c["x"].clone()
+
+
+def _set_data(c):
+    c["x"].data = c["x"] + 1.0
+    return c
+
+
+def _set_on_a_copy(c):
+    c, inner = c.copy(), c["inner"].copy()
+    inner["new"], c["inner"] = c["x"], inner
+    c["x"] = c["x"] + 1.0
+    return c
+
+
+NEW_KEYS = [_set_key, _delete_key, _update_nested, _set_and_forget]
+KEYED = TensorDict({"x": torch.zeros(2, 3), "inner": {"y": torch.ones(2)}}, [2])
+
+
+@pytest.mark.parametrize("fn", [*NEW_KEYS, _set_data])
+@pytest.mark.parametrize("in_loop", [False, True])
+@pytest.mark.parametrize("of", ["TensorDict", "dict"])
+def test_a_new_key_of_an_argument_is_refused_with_its_line(fn, in_loop, of):
+    line = fn.__code__.co_firstlineno + (of == "TensorDict" and fn is not _set_data)  # otherwise the function's
+    what = "replaces the data of a tensor" if fn is _set_data else "sets or removes a key of a TensorDict or dictionary"
+    given = KEYED.clone() if of == "TensorDict" else KEYED.to_dict()
+
+    def body(n, row):
+        return n + 1.0, fn(row)
+
+    def loop(rows):
+        return graph_scan(body, torch.zeros(()), rows)
+
+    name = fn.__name__
+    if in_loop and line == fn.__code__.co_firstlineno:
+        line, name = body.__code__.co_firstlineno, "body"
+    at = rf"trainer.compile: .*test_compiled_equals_eager.py:{line}, in {name}, {what} that is an argument"
+    with pytest.raises(ConfigError, match=at):
+        graph_of(loop if in_loop else fn, given)
+
+
+def test_keys_of_copies_may_be_set():
+    graph = graph_of(_set_on_a_copy, KEYED)
+    leaves, _ = flatten(KEYED)
+    expected, _ = flatten(_set_on_a_copy(KEYED.copy()))
+    assert [torch.equal(a, b) for a, b in zip(graph(*leaves), expected, strict=True)] == [True] * 3
+
+
 @pytest.mark.parametrize("body", [_carry, _row, _constant])
 @pytest.mark.parametrize("batched", [False, True])
 def test_a_write_in_place_in_a_loop_is_refused_with_its_line(body, batched):

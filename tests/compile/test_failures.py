@@ -45,7 +45,7 @@ def doubled(x):
 FAULTS = [
     ImportError("cannot import name 'TensorGuards'"),
     AttributeError("module 'torch._inductor' has no attribute 'x'"),
-    RuntimeError("C++ compile error\n\nCommand: g++ a.cpp"),
+    RuntimeError("an operator\n\nhas no lowering"),
     OSError(30, "Read-only file system"),
 ]
 
@@ -92,6 +92,43 @@ def test_any_error_of_an_import_of_the_compiler_is_one_line(monkeypatch):
         _chosen.cache_clear()
 
 
+CPP_ERROR = RuntimeError(
+    "CppCompileError: C++ compile error\n\nCommand:\ng++ a.cpp -o a.o\n\nOutput:\n"
+    "In file included from a.cpp:1:\na.cpp:7:3: error: no space left\n    7 | x\ncompilation terminated."
+)
+
+
+def tripled(x):
+    return 3.0 * x
+
+
+def in_generated_code(error):
+    """A compiler whose error is raised by a module that inductor wrote."""
+    names = {"error": error, "generated": compile("raise error", "/tmp/cache/cpu_0/ab/cabc.py", "exec")}
+    source = "def compiler_for(leaves): exec(generated, {'error': error})"
+    exec(compile(source, torch._inductor.__file__, "exec"), names)
+    return names["compiler_for"]
+
+
+def test_a_failing_cpp_compiler_is_one_warning_for_all_functions(monkeypatch):
+    monkeypatch.setattr(jit_module, "_compiler_for", in_generated_code(CPP_ERROR))
+    told = "the C++ compiler failed: a.cpp:7:3: error: no space left; set trainer.compile to off"
+    jit = choose_form("auto", "cpu").jit
+    with pytest.warns(RuntimeWarning) as caught:
+        assert jit(doubled)(torch.ones(2)).tolist() == [2.0, 2.0]
+        assert jit(tripled)(torch.ones(2)).tolist() == [3.0, 3.0]
+    assert [str(one.message) for one in caught] == [f"running eager, slower per step: {told}"]
+    with pytest.raises(ConfigError) as seen:
+        choose_form("on", "cpu").jit(doubled)(torch.ones(2))
+    assert str(seen.value) == f"trainer.compile: on, but {told}"
+
+
+def test_an_error_in_generated_code_is_not_the_users(monkeypatch):
+    monkeypatch.setattr(jit_module, "_compiler_for", in_generated_code(RuntimeError("undefined symbol: f")))
+    with pytest.raises(ConfigError, match="on, but doubled cannot be compiled: RuntimeError: undefined symbol: f; set"):
+        choose_form("on", "cpu").jit(doubled)(torch.ones(2))
+
+
 def total(x):
     return x * float(f"{x.sum():.2f}")
 
@@ -114,6 +151,10 @@ def _factored(carry, x, matrix):
     return torch.linalg.cholesky(matrix @ matrix.mT) @ (carry + x), carry.sum()
 
 
+def _factored_to_lu(carry, x, matrix):
+    return torch.linalg.lu_factor(matrix)[0] @ (carry + x), carry.sum()
+
+
 def _permuted(carry, x, matrix):
     return carry + x[torch.randperm(3)], carry.sum()
 
@@ -123,7 +164,7 @@ def _looped(scan, body, start, xs, matrix):
 
 
 @LOOPS
-@pytest.mark.parametrize("body", [_solved, _inverted, _factored, _permuted])
+@pytest.mark.parametrize("body", [_solved, _inverted, _factored, _factored_to_lu, _permuted])
 def test_an_operator_that_no_compiled_loop_can_have_is_named_with_its_line(body):
     form = choose_form("on", "cpu")
     args = torch.ones(3), torch.ones(5, 3), 2.0 * torch.eye(3)
