@@ -5,6 +5,8 @@ size of a TensorDict can change with its tensors when an axis is added or remove
 """
 
 from collections.abc import Callable, Hashable, Iterator
+from dataclasses import fields, is_dataclass
+from math import copysign
 from typing import Any, NamedTuple
 
 from tensordict import TensorDict, TensorDictBase
@@ -27,7 +29,24 @@ def _flatten(tree: Any, leaves: list[Tensor]) -> Hashable:
         return dict, None, tuple([(key, _flatten(tree[key], leaves)) for key in sorted(tree)])
     if isinstance(tree, list | tuple):
         return type(tree), None, tuple([_flatten(part, leaves) for part in tree])
-    return None, (type(tree), tree), ()  # not a tensor: part of the structure; its type is stored because 2 == 2.0
+    # Not a tensor, so it is a part of the structure. 2 equals 2.0, and 0.0 equals -0.0.
+    sign = copysign(1.0, tree) if isinstance(tree, float) and tree == 0.0 else None
+    return None, (type(tree), tree, exact(tree) if is_dataclass(tree) else sign), ()
+
+
+def exact(value: Any) -> Hashable:
+    """Return a key that tells apart equal values of different types or signs, in tuples and dataclasses too.
+
+    >>> exact((1, 0.0)) == exact((1, 0.0)), exact((1, 0.0)) == exact((True, 0.0)), exact((1, 0.0)) == exact((1, -0.0))
+    (True, False, False)
+    """
+    if isinstance(value, tuple):
+        return type(value), tuple(map(exact, value))
+    if isinstance(value, float | complex):
+        return type(value), repr(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return type(value), value, tuple(exact(getattr(value, one.name)) for one in fields(value) if one.compare)
+    return type(value), value
 
 
 class Borrowed(NamedTuple):

@@ -13,6 +13,7 @@ takes some twenty operations on int64. In a graph that is compiled as a whole, a
 
 from collections.abc import Sequence
 from math import pi, prod
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -222,26 +223,35 @@ def gumbel(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.fl
 def randint(key: Tensor, shape: Sequence[int] = (), *, low: int | Tensor, high: int | Tensor) -> Tensor:
     """Draw integers in [low, high): int64 `[*B, *shape]`.
 
-    `low` and `high` are Python ints or integer tensors that broadcast to the draws. `high - low` is 1 to 2**31. Only
-    the values of Python ints are checked. The method is multiply-shift. Its bias is below (high - low) / 2**32.
+    `low` and `high` are integers of Python or NumPy, or integer tensors that broadcast to the draws. `high - low` is 1
+    to 2**31. The values of tensors are not checked. The method is multiply-shift. Its bias is below
+    (high - low) / 2**32.
 
-    Raises: ValueError if a bound is not an integer or does not fit in int64, or if `high - low` of two Python ints is
-    out of range.
+    Raises: ValueError if a bound is not an integer, if a number does not fit in int64, or if `high - low` of two
+        numbers is out of range.
 
     >>> sorted(set(randint(key(0), (100,), low=-1, high=2).tolist()))
     [-1, 0, 1]
     """
-    for name, bound in (("low", low), ("high", high)):
-        if isinstance(bound, Tensor):
-            if bound.dtype not in _INTEGERS:
-                raise ValueError(f"randint needs an integer {name}, got a tensor of dtype {bound.dtype}")
-        elif isinstance(bound, bool) or not isinstance(bound, int | torch.SymInt):
-            raise ValueError(f"randint needs an integer {name}, got {name}={bound!r}")
-        elif not -(2**63) <= bound < 2**63:
-            raise ValueError(f"randint needs {name} within int64, got {name}={bound}")
+    low, high = _bound("low", low), _bound("high", high)
     if not isinstance(low, Tensor) and not isinstance(high, Tensor) and not 1 <= high - low <= 2**31:
         raise ValueError(f"randint needs 1 <= high - low <= 2**31, got low={low}, high={high}")
     return low + ((bits(key, shape) * (high - low)) >> 32)
+
+
+def _bound(name: str, bound: Any) -> Any:
+    """Return a bound of `randint` as an int64 tensor or a Python int, because a narrower difference would overflow."""
+    if isinstance(bound, Tensor):
+        if bound.dtype not in _INTEGERS:
+            raise ValueError(f"randint needs an integer {name}, got a tensor of dtype {bound.dtype}")
+        return bound.to(torch.int64)
+    if isinstance(bound, torch.SymInt):
+        return bound
+    if isinstance(bound, bool) or not isinstance(bound, int | Integral):
+        raise ValueError(f"randint needs an integer {name}, got {name}={bound!r}")
+    if not -(2**63) <= int(bound) < 2**63:
+        raise ValueError(f"randint needs {name} within int64, got {name}={bound}")
+    return int(bound)
 
 
 def categorical(key: Tensor, logits: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 import math
 
+import numpy as np
 import pytest
 import torch
 from conftest import assert_no_retrace, close
@@ -264,6 +265,32 @@ def test_randint_refuses_what_is_no_int64(low, high, message):
 @pytest.mark.parametrize(("low", "high"), [(-(2**63), 2 - 2**63), (2**63 - 3, 2**63 - 1)])
 def test_randint_reaches_the_ends_of_int64(low, high):
     assert sorted(set(rng.randint(rng.key(0), (64,), low=low, high=high).tolist())) == [low, low + 1]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "low", "high"),
+    [
+        (torch.int8, -100, 100),
+        (torch.uint8, 0, 255),
+        (torch.int16, -30000, 30000),
+        (torch.int32, -(2**30), 2**30),
+        (torch.int64, -5, 5),
+    ],
+)
+def test_randint_of_narrow_bounds_does_not_overflow(dtype, low, high):
+    expected = rng.randint(rng.key(0), (64,), low=low, high=high)
+    bounds = torch.tensor(low, dtype=dtype), torch.tensor(high, dtype=dtype)
+    numpy_type = getattr(np, str(dtype).removeprefix("torch."))
+    for first, last in (bounds, (low, bounds[1]), (bounds[0], high), (numpy_type(low), numpy_type(high))):
+        found = rng.randint(rng.key(0), (64,), low=first, high=last)
+        assert found.dtype == torch.int64 and torch.equal(found, expected)
+
+
+def test_randint_refuses_numbers_of_numpy_out_of_range():
+    with pytest.raises(ValueError, match="high - low <= 2\\*\\*31, got low=5, high=5"):
+        rng.randint(rng.key(0), low=np.int8(5), high=np.int8(5))
+    with pytest.raises(ValueError, match="an integer high, got high="):
+        rng.randint(rng.key(0), low=0, high=np.float32(5.0))
 
 
 @pytest.mark.parametrize("offset", [1e8, -1e8, 1e30, 3e38])

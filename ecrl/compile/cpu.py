@@ -14,7 +14,7 @@ from torch._inductor.compile_fx import compile_fx
 from torch.fx import GraphModule
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
-import ecrl.compile.cpu_tanh  # registers the C++ of tanh
+import ecrl.compile.cpu_functions  # registers the C++ of tanh, erf, expm1 and atanh
 import ecrl.compile.reverse_scan  # noqa: F401  # registers the recursion over time in a graph
 from ecrl.compile.autocast import without_autocast
 from ecrl.compile.cache import cache_folder, sources_hash

@@ -30,6 +30,7 @@ A compiled function must be pure. It may depend on its arguments, the default dt
 
 import gc
 import os
+import re
 import shutil
 import subprocess
 import sysconfig
@@ -48,12 +49,12 @@ import torch
 from torch import Tensor
 
 from ecrl.compile.autocast import settings, without_autocast
-from ecrl.compile.user_line import is_outside, user_line
+from ecrl.compile.user_line import user_frames, user_line
 from ecrl.compile.vmap import outside_vmap, over_batch, recorded, vmapped
 from ecrl.errors import ConfigError, UserError
 from ecrl.kernels import scan
 from ecrl.kernels.scan_loop import Scan
-from ecrl.pytree import flatten, names, unflatten
+from ecrl.pytree import exact, flatten, names, unflatten
 from ecrl.tracing_state import in_forward_mode, in_graph, knows_transforms, transforms, version_of
 
 
@@ -92,9 +93,13 @@ def _layout_guard(leaves: list[Tensor]) -> Any:
 
 
 def _without_overlap(leaf: Tensor) -> Tensor:
-    """Copy an expanded tensor, whose elements share memory. Return other tensors unchanged."""
-    overlaps = any(stride == 0 and size > 1 for stride, size in zip(leaf.stride(), leaf.shape, strict=True))
-    return leaf.contiguous() if overlaps else leaf
+    """Copy a tensor whose elements share memory, such as a sliding window. Return other tensors unchanged."""
+    reach = 0  # the largest distance between two elements along the axes of smaller strides
+    for stride, size in sorted(zip(leaf.stride(), leaf.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return leaf.contiguous()
+        reach += stride * max(size - 1, 0)
+    return leaf
 
 
 def _with_own_storage(leaves: list[Tensor]) -> list[Tensor]:
@@ -160,7 +165,20 @@ class Jit:
 
     def __call__(self, fn: Callable, *static: Any) -> Callable[..., Any]:
         """Bind the static arguments of `fn`. Equal arguments return the same compiled function."""
-        return partial((_compiled if self.strict else _compiled_or_eager)(fn, *static), self.compilations)
+        compiled = _compiled if self.strict else _compiled_or_eager
+        return partial(compiled(fn, *map(_static, static)), self.compilations)
+
+
+@dataclass(frozen=True)
+class _Static:
+    """A static argument. Two are equal if their keys are."""
+
+    key: Hashable
+    value: Any = field(compare=False)
+
+
+def _static(value: Any) -> _Static:
+    return _Static(exact(value), value)
 
 
 def compilations_of(jit: Callable) -> list[Compilation]:
@@ -195,22 +213,30 @@ def _compiler_for(leaves: list[Tensor]) -> Callable[..., tuple[Callable[..., Any
     return compiled
 
 
-@lru_cache(None, typed=True)
-def _compiled(fn: Callable, *static: Any) -> Callable[..., Any]:
+@lru_cache(None)
+def _compiled(fn: Callable, *static: "_Static") -> Callable[..., Any]:
     """Bind the static arguments of `fn` and compile it. Raise ConfigError if compiling fails."""
-    return _compile_at_call(_compiled, fn, static)
+    return _compile_at_call(_compiled, fn, tuple(one.value for one in static))
 
 
-@lru_cache(None, typed=True)
-def _compiled_or_eager(fn: Callable, *static: Any) -> Callable[..., Any]:
+@lru_cache(None)
+def _compiled_or_eager(fn: Callable, *static: "_Static") -> Callable[..., Any]:
     """Bind the static arguments of `fn` and compile it. If compiling fails, warn and run it eagerly from then on."""
-    return _compile_at_call(_compiled_or_eager, fn, static)
+    return _compile_at_call(_compiled_or_eager, fn, tuple(one.value for one in static))
+
+
+@dataclass(frozen=True)
+class _Fault:
+    """The reason why a function could not be compiled. All reasons outside of the user's code are equal."""
+
+    text: str = field(compare=False)
+    users_line: str | None = None
 
 
 @cache
-def _warn_eager(reason: str) -> None:
+def _warn_eager(fault: _Fault) -> None:
     """Warn once that functions run eagerly for this reason."""
-    warnings.warn(f"running eager, slower per step: {reason}", RuntimeWarning, stacklevel=4)
+    warnings.warn(f"running eager, slower per step: {fault.text}", RuntimeWarning, stacklevel=4)
 
 
 _RUNS_EAGER = ContextVar("_RUNS_EAGER", default=False)
@@ -226,20 +252,37 @@ def _eagerly(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         _RUNS_EAGER.reset(token)
 
 
-def _fault(name: str, error: Exception) -> str:
+def _first_line(error: Exception) -> str:
+    """Return the first line of an error's message that is not blank, shortened."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]
+
+
+def _fault(name: str, error: Exception) -> _Fault:
     """Describe in one line why the function `name` could not be compiled."""
     if isinstance(error, ConfigError):
-        return str(error).removeprefix("trainer.compile: ").split("\n")[0]
-    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
+        return _Fault(text := str(error).removeprefix("trainer.compile: ").split("\n")[0], text)
+    advice = "set trainer.compile to off"
+    if (compiler_error := _compiler_error(str(error))) is not None:
+        return _Fault(f"the C++ compiler failed: {compiler_error}; {advice}")
     frames = traceback.extract_tb(error.__traceback__)
-    line = user_line(frames) if any(map(is_outside, frames)) else name
-    return f"{line} cannot be compiled: {type(error).__name__}: {text[:300]}; set trainer.compile to off"
+    line = user_line(frames) if user_frames(frames) else None
+    cause = f"cannot be compiled: {type(error).__name__}: {_first_line(error)}; {advice}"
+    return _Fault(f"{line or name} {cause}", line)
+
+
+def _compiler_error(message: str) -> str | None:
+    """Return the first line with an error in the output of a C++ compiler; None if the message is not from one."""
+    if "C++ compile error" not in message:
+        return None
+    lines = [line.strip() for line in message.partition("Output:")[2].splitlines() if line.strip()]
+    errors = [line for line in lines if re.search("error|cannot", line)]
+    return ([*errors, *lines] or ["it printed nothing"])[0][:300]
 
 
 def _is_user_error(error: Exception) -> bool:
     """Return True if the user's own code raised the error: its last line is neither in torch nor in the compiler."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return isinstance(error, UserError) or is_outside(last)
+    frames = traceback.extract_tb(error.__traceback__)
+    return isinstance(error, UserError) or user_frames(frames)[-1:] == frames[-1:]
 
 
 @contextmanager
@@ -319,11 +362,11 @@ def _compile_at_call(jit: Callable[..., Callable[..., Any]], fn: Callable, stati
                     raise
                 fault = _fault(name, error)
                 if jit is _compiled:
-                    raise ConfigError(f"trainer.compile: on, but {fault}") from error
+                    raise ConfigError(f"trainer.compile: on, but {fault.text}") from error
             else:
                 fault = None
             if fault is not None:
-                eager_because, record[-1] = fault, record[-1]._replace(fault=fault)
+                eager_because, record[-1] = fault.text, record[-1]._replace(fault=fault.text)
                 out = _eagerly(bound, args)  # before the warning, because an error of the function needs none
                 _warn_eager(fault)
                 return out
@@ -341,7 +384,9 @@ def _compiled_batch(
     output_structure: list[Hashable] = []
 
     def call_batch(batched: tuple[bool, ...], *leaves: Tensor) -> list[Tensor]:
-        out, structure_of_out = flatten(jit(over_batch, fn, static, structure, batched)(record, *leaves))
+        out, structure_of_out = flatten(
+            jit(over_batch, *map(_static, (fn, static, structure, batched)))(record, *leaves)
+        )
         output_structure[:] = [structure_of_out]
         return out
 
@@ -409,8 +454,8 @@ def _chosen(mode: str, device: str) -> Form:
             if not knows_transforms():
                 raise ImportError("it does not report the transforms of torch.func")
             from ecrl.compile.scan import graph_scan
-        except (ImportError, AttributeError) as error:  # a private part of torch is gone
-            fault = f"torch {torch.__version__} cannot compile: {error}"
+        except Exception as error:  # a private part of torch is gone, or works in another way
+            fault = f"torch {torch.__version__} cannot compile: {_first_line(error)}"
             needed = "a version of torch that ecrl supports"
         else:
             captured = "" if device == "cpu" else " and captured in CUDA graphs"

@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from ecrl.compile.scan_gradient import Loop, differentiable, refusal
 from ecrl.compile.user_code import protected, user_line
+from ecrl.compile.user_line import call_pure
 from ecrl.compile.vmap import is_forward_mode, outside_vmap, over_batch, recorded, vmapped
 from ecrl.errors import ConfigError
 from ecrl.kernels import scan
@@ -88,7 +89,10 @@ def _flatten_body(body: Callable[..., tuple[Any, Any]], structures: Sequence[Has
     def flat_body(
         carry: Sequence[Tensor], row: Sequence[Tensor], constants: Sequence[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        after, y = body(unflatten(c, carry), unflatten(x, row, lambda size: size[1:]), *unflatten(k, constants))
+        def build_args() -> tuple[Any, ...]:
+            return unflatten(c, carry), unflatten(x, row, lambda size: size[1:]), *unflatten(k, constants)
+
+        after, y = call_pure(body, build_args)
         after, (y_leaves, structure) = flatten(after), flatten(y)
         check_carry((list(carry), c), after)
         y_structure[:] = [structure]

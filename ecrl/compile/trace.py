@@ -27,6 +27,7 @@ import ecrl.compile.cpu_philox  # registers the C++ of Philox
 import ecrl.compile.scan  # noqa: F401  # registers the loop that `ecrl.kernels.loop` becomes in a graph
 from ecrl.compile.cpu_matmul import PRODUCTS
 from ecrl.compile.user_code import checking_writes, user_line
+from ecrl.compile.user_line import call_pure
 from ecrl.errors import ConfigError
 from ecrl.pytree import flatten, unflatten
 from ecrl.tracing_state import tracing_graph
@@ -38,7 +39,7 @@ def traced(fn: Callable[..., Any], structure: Hashable, leaves: list[Tensor]) ->
 
     def flat_fn(*inputs: Tensor) -> list[Tensor]:
         with checking_writes(without_data) as check, check.protected(inputs):
-            out, structure_of_out = flatten(fn(*unflatten(structure, inputs)))
+            out, structure_of_out = flatten(call_pure(fn, lambda: unflatten(structure, inputs)))
         output_structure[:] = [structure_of_out]
         return out
 
@@ -49,8 +50,8 @@ def traced(fn: Callable[..., Any], structure: Hashable, leaves: list[Tensor]) ->
     with torch.no_grad(), tracing(TracingContext(without_data)), tracing_graph():
         try:
             graph = make_fx(flat_fn, rewrites, tracing_mode="fake", _allow_non_fake_inputs=True)(*leaves)
-        except (RuntimeError, TypeError) as error:
-            if not isinstance(error, _READS) and not str(error).startswith(_READ_MESSAGES):
+        except (RuntimeError, TypeError, ValueError) as error:
+            if not isinstance(error, _READS) and not re.match(_READ_MESSAGES, str(error)):
                 raise
             line, operation = user_line(traceback.extract_tb(error.__traceback__)), re.split(" is | of ", str(error))[0]
             raise ConfigError(
@@ -70,7 +71,10 @@ def captured(graph: GraphModule) -> list[Tensor]:
 _READERS = 64
 """Elements that must read each of at most so many numbers, so that storing the numbers pays."""
 
-_READ_MESSAGES = ".numpy()", "Cannot access data pointer", "unsupported format string passed to FakeTensor.__format__"
+_READ_MESSAGES = (
+    r"\.numpy\(\)|Cannot access data pointer|unsupported format string passed to FakeTensor.__format__"
+    r"|(could not convert string to float|invalid literal for int\(\)).*FakeTensor\("
+)
 _READS = DataDependentOutputException, DynamicOutputShapeException
 
 

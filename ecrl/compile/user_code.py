@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from ecrl.compile.user_line import user_line
 from ecrl.errors import ConfigError
 
-_NOT_IN_CPU_LOOPS = ("_linalg_solve_ex", "linalg_inv_ex", "linalg_cholesky_ex", "randperm")
+_NOT_IN_CPU_LOOPS = ("_linalg_solve_ex", "linalg_inv_ex", "linalg_cholesky_ex", "linalg_lu_factor_ex", "randperm")
 """Operators that inductor translates to wrong C++ inside a loop. They work outside of loops."""
 
 

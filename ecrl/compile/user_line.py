@@ -1,16 +1,26 @@
 """The line of the user's code in a traceback. Only public parts of torch are used, so it can report any failure."""
 
 import traceback
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import takewhile
+from operator import is_not
 from pathlib import Path
+from typing import Any
 
 import sympy
 import tensordict
 import torch
 
+from ecrl.errors import ConfigError
 from ecrl.kernels import scan_loop
+from ecrl.pytree import flatten
+from ecrl.tracing_state import in_graph, transforms
 
 _INSIDE = {Path(str(module.__file__)).parent for module in (torch, tensordict, sympy)}
 _INSIDE |= {Path(scan_loop.__file__), Path(__file__).parent}
+
+_INDUCTOR = Path(str(torch.__file__)).parent / "_inductor"
 _PYTHON = Path(traceback.__file__).parent
 
 
@@ -21,8 +31,63 @@ def is_outside(frame: traceback.FrameSummary) -> bool:
     return not in_python and not _INSIDE & {path, *path.parents}
 
 
-def user_line(frames: traceback.StackSummary) -> str:
-    """Return the last line of code that `is_outside`, or the last line of all if there is none."""
-    outer = [f for f in frames if is_outside(f)]
-    last = (outer or frames)[-1]
+def user_frames(frames: Sequence[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
+    """Return the frames of the user's code. Frames below inductor are left out: they are of files that it wrote."""
+    return [f for f in takewhile(lambda f: _INDUCTOR not in Path(f.filename).parents, frames) if is_outside(f)]
+
+
+def user_line(frames: Sequence[traceback.FrameSummary]) -> str:
+    """Return the last line of the user's code, or the last line of all if there is none."""
+    last = (user_frames(frames) or frames)[-1]
     return f"{last.filename}:{last.lineno}, in {last.name},"
+
+
+def call_pure(fn: Callable[..., Any], build_args: Callable[[], Sequence[Any]]) -> Any:
+    """Call `fn` with new arguments.
+
+    Raises: ConfigError, in a graph, if the function sets a key of its arguments. The caller's would stay as they are.
+    """
+    args = build_args()
+    if not in_graph():
+        return fn(*args)
+    leaves, structure = flatten(args)
+    memory = [] if transforms() else [leaf.untyped_storage() for leaf in leaves]  # a transform hides it
+    out = fn(*args)
+    after, structure_after = flatten(args)
+    if structure_after != structure or any(map(is_not, after, leaves)):
+        change = f"{_line_of_new_key(fn, build_args())} sets or removes a key of a TensorDict or dictionary"
+    elif any(leaf.untyped_storage() is not old for leaf, old in zip(leaves, memory, strict=False)):
+        change = f"{_line_of(fn)} replaces the data of a tensor"
+    else:
+        return out
+    raise ConfigError(
+        f"trainer.compile: {change} that is an argument; compiled functions are pure: change a copy, "
+        "such as x = x.copy(), and return it, or set trainer.compile to off"
+    )
+
+
+def _line_of_new_key(fn: Callable[..., Any], args: Sequence[Any]) -> str:
+    """Return the line that sets a key: call `fn` again with locked TensorDicts."""
+    _lock(args)
+    try:
+        fn(*args)
+    except RuntimeError as error:
+        if "lock" in str(error):
+            return user_line(traceback.extract_tb(error.__traceback__))
+    return _line_of(fn)
+
+
+def _lock(tree: Any) -> None:
+    if isinstance(tree, tensordict.TensorDictBase):
+        tree.lock_()
+    elif isinstance(tree, dict | list | tuple):
+        for part in tree.values() if isinstance(tree, dict) else tree:
+            _lock(part)
+
+
+def _line_of(fn: Any) -> str:
+    """Return the first line of a function."""
+    while isinstance(fn, partial):
+        fn = fn.func
+    code = getattr(fn, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}, in {code.co_name}," if code else repr(fn)

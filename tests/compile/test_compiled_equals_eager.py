@@ -3,6 +3,7 @@
 Most tests run a traced graph operation by operation. Those marked slow build C++.
 """
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from ecrl.compile.trace import captured, traced
 from ecrl.config import config_from_dict
 from ecrl.envs.core import Env, state_of, time_limit
 from ecrl.errors import ConfigError
-from ecrl.kernels import scan
+from ecrl.kernels import kl_k3, scan
 from ecrl.pytree import flatten, mapped
 from ecrl.spaces import box
 
@@ -157,23 +158,35 @@ def test_products_that_do_not_fit_are_refused(a, b):
         graph_of(product, a, b)
 
 
+FUNCTIONS = {
+    "tanh": torch.tanh,
+    "erf": torch.erf,
+    "expm1": torch.expm1,
+    "atanh": torch.atanh,
+    "elu": torch.nn.functional.elu,
+}
+
+
 @pytest.mark.slow
-def test_tanh_is_right_for_every_magnitude():
+def test_functions_are_right_for_every_magnitude():
     size = torch.logspace(-37.9, 38, 4099, dtype=torch.float64)  # the normal numbers of float32
-    x = torch.cat((size, -size)).float()
-    tanh = choose_form("on", "cpu").jit(_tanh)
-    found, expected = tanh(x)[0].double(), x.double().tanh()
-    torch.testing.assert_close(found, expected, rtol=5e-7, atol=0.0)
-    assert float(found.abs().max()) == 1.0
     odd = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-42, 1e-9] * 8)
-    found, ratio = tanh(odd)
-    torch.testing.assert_close(found, odd.double().tanh().float(), rtol=5e-7, atol=0.0, equal_nan=True)
-    assert found[3:5].signbit().tolist() == [False, True]
-    torch.testing.assert_close(ratio[6::7], torch.ones(8))
+    x = torch.cat((size.float(), -size.float(), odd))
+    values, ratios, divergence = choose_form("on", "cpu").jit(_functions)(x)
+    for name, fn in FUNCTIONS.items():
+        expected, found = fn(x.double()).float(), values[name]
+        torch.testing.assert_close(
+            found, expected, rtol=5e-7, atol=0.0, equal_nan=True, msg=lambda m, n=name: f"{n} {m}"
+        )
+        assert found[-4:-2].signbit().tolist() == [False, True], name  # of 0.0 and -0.0
+        torch.testing.assert_close(ratios[name][-1], x[-1] / expected[-1])
+    assert float(values["tanh"].nan_to_num(0.0).abs().max()) == float(values["erf"].nan_to_num(0.0).abs().max()) == 1.0
+    assert (divergence[x.isfinite()] >= 0.0).all()
 
 
-def _tanh(x):
-    return torch.tanh(x), x / torch.tanh(x)
+def _functions(x):
+    values = {name: fn(x) for name, fn in FUNCTIONS.items()}
+    return values, {name: x / value for name, value in values.items()}, kl_k3(x, torch.zeros_like(x))
 
 
 def _add_to(x):
@@ -237,6 +250,71 @@ def test_a_write_in_place_on_an_argument_is_refused_with_its_line(fn):
     assert x.tolist() == TABLE.tolist() == [0.0, 0.0, 0.0]
 
 
+def _set_key(c):
+    c["x"] = c["x"] + 1.0
+    return c
+
+
+def _delete_key(c):
+    del c["x"]
+    return c
+
+
+def _update_nested(c):
+    c["inner"].update({"new": c["x"]})
+    return c
+
+
+def _set_and_forget(c):
+    c["x"] = c["x"] + 1.0
+    return c["x"].clone()
+
+
+def _set_data(c):
+    c["x"].data = c["x"] + 1.0
+    return c
+
+
+def _set_on_a_copy(c):
+    c, inner = c.copy(), c["inner"].copy()
+    inner["new"], c["inner"] = c["x"], inner
+    c["x"] = c["x"] + 1.0
+    return c
+
+
+NEW_KEYS = [_set_key, _delete_key, _update_nested, _set_and_forget]
+KEYED = TensorDict({"x": torch.zeros(2, 3), "inner": {"y": torch.ones(2)}}, [2])
+
+
+@pytest.mark.parametrize("fn", [*NEW_KEYS, _set_data])
+@pytest.mark.parametrize("in_loop", [False, True])
+@pytest.mark.parametrize("of", ["TensorDict", "dict"])
+def test_a_new_key_of_an_argument_is_refused_with_its_line(fn, in_loop, of):
+    line = fn.__code__.co_firstlineno + (of == "TensorDict" and fn is not _set_data)  # otherwise the function's
+    what = "replaces the data of a tensor" if fn is _set_data else "sets or removes a key of a TensorDict or dictionary"
+    given = KEYED.clone() if of == "TensorDict" else KEYED.to_dict()
+
+    def body(n, row):
+        return n + 1.0, fn(row)
+
+    def loop(rows):
+        return graph_scan(body, torch.zeros(()), rows)
+
+    name = fn.__name__
+    if in_loop and line == fn.__code__.co_firstlineno:
+        line, name = body.__code__.co_firstlineno, "body"
+    at = rf"trainer.compile: .*test_compiled_equals_eager.py:{line}, in {name}, {what} that is an argument"
+    with pytest.raises(ConfigError, match=at):
+        graph_of(loop if in_loop else fn, given)
+
+
+def test_keys_of_copies_may_be_set():
+    graph = graph_of(_set_on_a_copy, KEYED)
+    leaves, _ = flatten(KEYED)
+    expected, _ = flatten(_set_on_a_copy(KEYED.copy()))
+    assert [torch.equal(a, b) for a, b in zip(graph(*leaves), expected, strict=True)] == [True] * 3
+
+
 @pytest.mark.parametrize("body", [_carry, _row, _constant])
 @pytest.mark.parametrize("batched", [False, True])
 def test_a_write_in_place_in_a_loop_is_refused_with_its_line(body, batched):
@@ -266,6 +344,70 @@ def test_a_function_may_write_on_what_it_made():
     x, xs = torch.zeros(3), torch.ones(2, 3)
     assert graph_of(run, x, xs)(x, xs)[0].tolist() == [26.0, 14.0, 10.0]  # ((5 + 1) * 2 + 1) * 2, and so on
     assert x.tolist() == [0.0, 0.0, 0.0]
+
+
+def _windows(x, size, step=1):
+    return x.unfold(0, size, step)
+
+
+OVERLAPPING = [
+    _windows(torch.arange(6.0), 3),
+    _windows(torch.arange(9.0), 3, 2),
+    torch.arange(4.0).expand(3, 4),
+    torch.arange(8.0).as_strided((2, 3, 2), (1, 2, 1)),
+    torch.zeros(0).as_strided((4, 0), (1, 1)),
+]
+
+
+@pytest.mark.parametrize("first", OVERLAPPING, ids=lambda x: f"strides {list(x.stride())}")
+def test_elements_that_share_memory_are_copied(form, first):
+    jitted = form.jit(_twice)
+    other = torch.arange(float(first.numel())).reshape(first.shape)
+    for x in (first, other, other.mT.contiguous().mT, first):
+        before = x.clone()
+        assert torch.equal(jitted(x), 2.0 * x) and torch.equal(x, before)
+    assert len(form.made) == 1
+
+
+def _twice(x):
+    return x * 2.0
+
+
+def _filled(static, x):
+    (value,) = static
+    return torch.full((2,), value), torch.copysign(x, torch.tensor(value, dtype=torch.float32))
+
+
+class Size(NamedTuple):
+    value: float
+
+
+@dataclass(frozen=True)
+class Scale:
+    value: float
+
+    def __iter__(self):
+        return iter((self.value,))
+
+
+@pytest.mark.parametrize("kind", [lambda x: (x,), Size, Scale], ids=["tuple", "named tuple", "dataclass"])
+@pytest.mark.parametrize("static", [True, False])
+def test_equal_numbers_of_other_types_or_signs_are_other_graphs(form, kind, static):
+    x = torch.ones(3)
+    for value in (2, 2.0, 1, True, 0.0, -0.0, 0):
+        given = kind(value)
+        jitted = form.jit(_filled, given) if static else form.jit(_filled)
+        filled, signed = jitted(x) if static else jitted(given, x)
+        expected = torch.full((2,), value)
+        assert filled.dtype == expected.dtype and torch.equal(filled, expected)
+        assert signed.signbit().all() == expected.signbit().all(), value
+    assert len(form.made) == 7
+
+
+def test_a_static_nan_is_one_graph(form):
+    for _ in range(2):
+        assert form.jit(_filled, (float("nan"),))(torch.ones(3))[0].isnan().all()
+    assert len(form.made) == 1
 
 
 def _with_constants(x):

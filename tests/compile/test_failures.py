@@ -1,5 +1,7 @@
 """A function that cannot be compiled: "auto" runs it eagerly with one warning, "on" raises one line."""
 
+import re
+import sys
 import warnings
 
 import pytest
@@ -7,7 +9,15 @@ import torch
 from support.small_runs import same, small
 
 from ecrl.compile import jit as jit_module
-from ecrl.compile.jit import Compilation, _compiled, _compiled_or_eager, _warn_eager, choose_form, compilations_of
+from ecrl.compile.jit import (
+    Compilation,
+    _chosen,
+    _compiled,
+    _compiled_or_eager,
+    _warn_eager,
+    choose_form,
+    compilations_of,
+)
 from ecrl.errors import ConfigError
 from ecrl.kernels import scan
 from ecrl.loop.build import build, form_in_use
@@ -43,7 +53,7 @@ def doubled(x):
 FAULTS = [
     ImportError("cannot import name 'TensorGuards'"),
     AttributeError("module 'torch._inductor' has no attribute 'x'"),
-    RuntimeError("C++ compile error\n\nCommand: g++ a.cpp"),
+    RuntimeError("an operator\n\nhas no lowering"),
     OSError(30, "Read-only file system"),
 ]
 
@@ -65,6 +75,66 @@ def test_on_raises_one_line_after_any_failure(monkeypatch, error):
     with pytest.raises(ConfigError, match=told) as seen:
         choose_form("on", "cpu").jit(doubled)(torch.ones(2))
     assert "\n" not in str(seen.value)
+
+
+class _Unimportable:
+    """A finder that raises an error where the parts of the compiler are imported."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name == "ecrl.compile.scan":
+            raise RuntimeError("\noperator torchvision::nms does not exist\nsome more")
+
+
+def test_any_error_of_an_import_of_the_compiler_is_one_line(monkeypatch):
+    monkeypatch.delitem(sys.modules, "ecrl.compile.scan", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [_Unimportable(), *sys.meta_path])
+    _chosen.cache_clear()
+    told = rf"torch {re.escape(torch.__version__)} cannot compile: operator torchvision::nms does not exist; install"
+    try:
+        with pytest.warns(RuntimeWarning, match=f"^running eager.*{told}") as caught:
+            assert {choose_form("auto", "cpu").name for _ in range(2)} == {"eager"}
+        assert len(caught) == 1
+        with pytest.raises(ConfigError, match=f"^trainer.compile: on, but {told}.*set trainer.compile to off$"):
+            choose_form("on", "cpu")
+    finally:
+        _chosen.cache_clear()
+
+
+CPP_ERROR = RuntimeError(
+    "CppCompileError: C++ compile error\n\nCommand:\ng++ a.cpp -o a.o\n\nOutput:\n"
+    "In file included from a.cpp:1:\na.cpp:7:3: error: no space left\n    7 | x\ncompilation terminated."
+)
+
+
+def tripled(x):
+    return 3.0 * x
+
+
+def in_generated_code(error):
+    """A compiler whose error is raised by a module that inductor wrote."""
+    names = {"error": error, "generated": compile("raise error", "/tmp/cache/cpu_0/ab/cabc.py", "exec")}
+    source = "def compiler_for(leaves): exec(generated, {'error': error})"
+    exec(compile(source, torch._inductor.__file__, "exec"), names)
+    return names["compiler_for"]
+
+
+def test_a_failing_cpp_compiler_is_one_warning_for_all_functions(monkeypatch):
+    monkeypatch.setattr(jit_module, "_compiler_for", in_generated_code(CPP_ERROR))
+    told = "the C++ compiler failed: a.cpp:7:3: error: no space left; set trainer.compile to off"
+    jit = choose_form("auto", "cpu").jit
+    with pytest.warns(RuntimeWarning) as caught:
+        assert jit(doubled)(torch.ones(2)).tolist() == [2.0, 2.0]
+        assert jit(tripled)(torch.ones(2)).tolist() == [3.0, 3.0]
+    assert [str(one.message) for one in caught] == [f"running eager, slower per step: {told}"]
+    with pytest.raises(ConfigError) as seen:
+        choose_form("on", "cpu").jit(doubled)(torch.ones(2))
+    assert str(seen.value) == f"trainer.compile: on, but {told}"
+
+
+def test_an_error_in_generated_code_is_not_the_users(monkeypatch):
+    monkeypatch.setattr(jit_module, "_compiler_for", in_generated_code(RuntimeError("undefined symbol: f")))
+    with pytest.raises(ConfigError, match="on, but doubled cannot be compiled: RuntimeError: undefined symbol: f; set"):
+        choose_form("on", "cpu").jit(doubled)(torch.ones(2))
 
 
 def total(x):
@@ -89,6 +159,10 @@ def _factored(carry, x, matrix):
     return torch.linalg.cholesky(matrix @ matrix.mT) @ (carry + x), carry.sum()
 
 
+def _factored_to_lu(carry, x, matrix):
+    return torch.linalg.lu_factor(matrix)[0] @ (carry + x), carry.sum()
+
+
 def _permuted(carry, x, matrix):
     return carry + x[torch.randperm(3)], carry.sum()
 
@@ -98,7 +172,7 @@ def _looped(scan, body, start, xs, matrix):
 
 
 @LOOPS
-@pytest.mark.parametrize("body", [_solved, _inverted, _factored, _permuted])
+@pytest.mark.parametrize("body", [_solved, _inverted, _factored, _factored_to_lu, _permuted])
 def test_an_operator_that_no_compiled_loop_can_have_is_named_with_its_line(body):
     form = choose_form("on", "cpu")
     args = torch.ones(3), torch.ones(5, 3), 2.0 * torch.eye(3)

@@ -223,6 +223,8 @@ READING = [
     (lambda x: x + torch.from_numpy(x.numpy()), ".numpy()"),
     (lambda x: x * float(TABLE.numpy().sum()), "Cannot access data pointer"),
     (lambda x: x * float(f"{x.sum():.2f}"), "unsupported format string passed to FakeTensor.__format__"),
+    (lambda x: x * float(f"{x.sum()}"), "could not convert string to float: 'FakeTensor(..., size=())'"),
+    (lambda x: x * int(f"{x.sum()}"), "invalid literal for int() with base 10: 'FakeTensor(..., size=())'"),
 ]
 
 
