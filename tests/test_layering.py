@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 import ecrl
 
@@ -26,7 +27,7 @@ LEVEL = {package: level for level, packages in enumerate(ORDER, 1) for package i
 MAX_ROOMS, MAX_LEVELS = 24, 12
 KERNELS_MAY = {"torch", "tensordict", "math", "typing", "collections", "functools", "dataclasses", "itertools"}
 KERNELS_MAY |= {"numpy"}
-KERNELS_MAY |= {"ecrl.kernels", "ecrl.types", "ecrl.errors", "ecrl.pytree", "ecrl.rng", "ecrl.tracing_state"}
+KERNELS_MAY |= {"ecrl.kernels", "ecrl.types", "ecrl.errors", "ecrl.pytree", "ecrl.rng"}
 EXCEPTIONS = {  # (file, check): why it may do what others may not
     ("__init__.py", "imports"): "the public names come from every package; they are imported when first used",
     ("compile/cpu.py", "compiles"): "the one place that compiles for the CPU",
@@ -114,7 +115,22 @@ def private(file, source):
     return sorted(name for name in names if any(re.match("_(?!_)", part) for part in name.split(".")))
 
 
-CHECKS = {"imports": wrong_imports, "compiles": compiles, "draws": draws, "private": private}
+def is_inplace(name):
+    """True for methods of tensors that write in place, such as `add_`."""
+    return name.endswith("_") and not name.startswith("_") and hasattr(torch.Tensor, name)
+
+
+def forms(file, source):
+    """Uses of graph detection and of writes in place in a kernel; they belong to `ecrl/compile`."""
+    if room_of(file) != "kernels":
+        return []
+    tree = ast.parse(source)
+    called = {node.func.attr for node in ast.walk(tree) if isinstance(node, ast.Call) and hasattr(node.func, "attr")}
+    detected = {name for name in used_names(file, source) if name.startswith(("torch.compiler", "ecrl.tracing_state"))}
+    return sorted(detected | {name for name in called if is_inplace(name)})
+
+
+CHECKS = {"imports": wrong_imports, "compiles": compiles, "draws": draws, "private": private, "forms": forms}
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -209,6 +225,9 @@ def test_imports_by_name_happen_in_the_registry_alone():
         ("imports", "algorithms/ppo.py", "from ecrl.loop.iteration import train_iter"),
         ("imports", "report/plots.py", "from ecrl.cli import commands"),
         ("imports", "loop/iteration.py", "if True:\n    from ..run import evaluation"),
+        ("forms", "kernels/returns.py", "import torch\ntorch.compiler.is_compiling()"),
+        ("forms", "kernels/returns.py", "from ecrl.tracing_state import in_graph"),
+        ("forms", "kernels/returns.py", "x.mul_(2.0)"),
         ("compiles", "loop/iteration.py", "import torch\nstep = torch.compile(print)"),
         ("compiles", "loop/iteration.py", "from torch import compile"),
         ("private", "kernels/returns.py", "from torch._C import _functorch"),
@@ -231,7 +250,8 @@ def test_the_checks_find_faults(check, file, source):
         ("imports", "kernels/rollout.py", "from math import pi\nfrom ecrl.kernels.returns import gae\nimport torch.nn"),
         ("imports", "distributed.py", "from ecrl.errors import ConfigError"),
         ("imports", "run/train.py", "from ecrl.loop.iteration import train_iter\nfrom ecrl import rng"),
-        ("compiles", "kernels/returns.py", "torch.compiler.is_compiling()"),
+        ("compiles", "loop/iteration.py", "torch.compiler.is_compiling()"),
+        ("forms", "kernels/returns.py", "x.mul(2.0)\nF.softmax(x, -1)"),
         ("private", "compile/cpu.py", "import torch._inductor"),
         ("private", "loop/build.py", "torch.__version__\ntorch.ones(1)._version"),
         ("draws", "envs/core.py", "rng.normal(keys)\nrng.randint(keys)"),

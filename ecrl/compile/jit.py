@@ -15,9 +15,9 @@ A function becomes a compiled one in four steps:
    refused (`user_code.py`) with their line (`user_line.py`).
 3. Rewrite. On a CPU, small matrix products get kernels of their own (`cpu_matmul.py`). Duplicate operations are merged
    (`trace.py`). On a GPU, the graph is cut at its loops (`partition.py`).
-4. Generate code. On a CPU (`cpu.py`), inductor writes C++. Random numbers (`cpu_philox.py`), some functions such as tanh
-   (`cpu_functions.py`) and loops (`cpu_loops.py`) get faster or more accurate C++. `cpu_codegen.py` and `cpu_builds.py`
-   shorten the compilation. On a GPU (`cuda_graph.py`), inductor writes Triton kernels. `reverse_scan.py` and
+4. Generate code. On a CPU (`cpu.py`), inductor writes C++. Random numbers (`cpu_philox.py`), functions such as tanh
+   (`cpu_functions.py`), and loops (`cpu_loops.py`) get faster or more accurate C++. Two files shorten the compilation
+   (`cpu_codegen.py`, `cpu_builds.py`). On a GPU (`cuda_graph.py`), inductor writes Triton. `reverse_scan.py` and
    `reverse_triton.py` have the graph's forms of returns. One CUDA graph captures the whole function. Compiled code is
    stored on disk for the next process (`cache.py`).
 

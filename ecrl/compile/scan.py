@@ -22,11 +22,17 @@ from ecrl.compile.user_line import call_pure
 from ecrl.compile.vmap import is_forward_mode, outside_vmap, over_batch, recorded, vmapped
 from ecrl.errors import ConfigError
 from ecrl.kernels import scan
-from ecrl.kernels.scan_loop import check_carry, length_of, loops_of_graphs
+from ecrl.kernels.scan_loop import check_carry, length_of, use_loop
 from ecrl.pytree import flatten, unflatten
+from ecrl.tracing_state import in_graph
 
 
-@loops_of_graphs
+@use_loop
+def loop_by_form(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *constants: Any) -> tuple[Any, Any]:
+    """Run `ecrl.kernels.scan`, and while a graph is traced `graph_scan`."""
+    return (graph_scan if in_graph() else scan)(body, carry, xs, *constants)
+
+
 def graph_scan(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *constants: Any) -> tuple[Any, Any]:
     """Run `ecrl.kernels.scan` as one loop of the graph that is being traced.
 

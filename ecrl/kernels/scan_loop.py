@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from ecrl.pytree import flatten, mapped, names, unflatten
-from ecrl.tracing_state import in_graph
 
 _CPU_ROWS, _GPU_ROWS = 2048, 65_536
 """Rows of a chunk at most, or steps if a row is a sequence.
@@ -75,13 +74,13 @@ def _described(x: Tensor) -> str:
     return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
 
 
-_IN_GRAPHS: list[Scan] = []  # at most one; `ecrl.compile.scan` adds it
+_LOOP: list[Scan] = [scan]
 
 
-def loops_of_graphs(made: Scan) -> Scan:
-    """Decorate a scan that `loop` calls while a graph is traced."""
-    _IN_GRAPHS[:] = [made]
-    return made
+def use_loop(form: Scan) -> Scan:
+    """Decorate a function that `loop` calls instead of `scan`, such as a loop of a compiled graph."""
+    _LOOP[:] = [form]
+    return form
 
 
 def loop(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *constants: Any) -> tuple[Any, Any]:
@@ -108,7 +107,7 @@ def loop(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *constants: 
     >>> loop(lambda x, _: (0.5 * (x + 2.0 / x), None), torch.tensor(1.0), torch.zeros(4))[0]  # Heron's root of 2
     tensor(1.4142)
     """
-    return (_IN_GRAPHS[0] if _IN_GRAPHS and in_graph() else scan)(body, carry, xs, *constants)
+    return _LOOP[0](body, carry, xs, *constants)
 
 
 def length_of(leaves: list[Tensor]) -> int:

@@ -60,6 +60,9 @@ _LARGE = 2**20
 """Bytes of a tensor that `ZerosWithoutMemory` does not allocate."""
 
 
+_ALLOCATING = (torch.zeros, torch.empty, torch.zeros_like, torch.empty_like, Tensor.new_zeros, Tensor.new_empty)
+
+
 def _is_one_element(x: Any) -> bool:
     return isinstance(x, Tensor) and x.numel() > 1 and not any(x.stride())
 
@@ -83,10 +86,11 @@ class ZerosWithoutMemory(TorchFunctionMode):
             writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
             if writes or name in ("clone", "contiguous"):
                 return args[0]
-        if func in (torch.zeros, torch.empty) and kwargs.get("out") is None:
+        if func in _ALLOCATING and kwargs.get("out") is None:
             like = func(*args, **{**kwargs, "device": "meta"})
             if like.numel() * like.element_size() > _LARGE:
-                return torch.zeros((), dtype=like.dtype, device=kwargs.get("device")).expand(like.shape)
+                device = kwargs.get("device", args[0].device if isinstance(args[0], Tensor) else None)
+                return torch.zeros((), dtype=like.dtype, device=device).expand(like.shape)
         return func(*args, **kwargs)
 
 

@@ -283,9 +283,12 @@ def with_phase(run: Run, phase: Hashable) -> Run:
     return run._replace(static=run.static._replace(phase=phase))
 
 
-def _bound(fn: Callable[..., Any], run: Run, cfg: Config, *static: Any) -> Callable[..., Any]:
+def _uses_tf32(cfg: Config) -> bool:
+    return cfg.trainer.tf32 and device_of(cfg).type == "cuda"
+
+
+def _bound(fn: Callable[..., Any], run: Run, tf32: bool, *static: Any) -> Callable[..., Any]:
     """Return `fn(run, *static, state, borrowed)`, as one compiled graph if algorithm and environment allow it."""
-    tf32 = cfg.trainer.tf32 and device_of(cfg).type == "cuda"
     one_graph = run.algorithm.as_one and run.env.is_pure and run.static.world_size == 1
     bound = (run.jit if one_graph else partial)(fn, run, *static)
 
@@ -304,8 +307,8 @@ def make_iteration(cfg: Config, watch: Watch = unwatched) -> Iteration:
     A buffer of the state is copied, as the function is pure; `train_iter` writes on it in place.
     """
     run, guard = build(cfg), "skip" if cfg.trainer.finite_guard == "skip" else "off"
-    run, kinds = watch(run), kinds_of(run)
-    bound = cache(lambda phase: _bound(_iteration, with_phase(run, phase), cfg, guard))
+    run, kinds, tf32 = watch(run), kinds_of(run), _uses_tf32(cfg)
+    bound = cache(lambda phase: _bound(_iteration, with_phase(run, phase), tf32, guard))
 
     def iteration(state: TensorDict) -> tuple[TensorDict, dict[str, Logs]]:
         own, borrowed = borrowed_leaves(state, kinds)
@@ -374,8 +377,8 @@ def iterations(run: Run, state: TensorDict, cfg: Config) -> Iterator[LogData]:
     own, borrowed = borrowed_leaves(state, kinds_of(run))
     borrowed = take_over(borrowed, kinds_of(run))
     leaves, structure = flatten(own.clone())  # a list of tensors is the fastest form to pass to compiled code
-    bound = cache(lambda phase: _bound(_iteration_of_leaves, with_phase(run, phase), cfg, guard, structure))
-    compilations, warned = compilations_of(run.jit), False
+    tf32, compilations, warned = _uses_tf32(cfg), compilations_of(run.jit), False
+    bound = cache(lambda phase: _bound(_iteration_of_leaves, with_phase(run, phase), tf32, guard, structure))
     while step < end:
         known, before = len(compilations), state
         if (now := phase_of(run, [step])) != phase:  # it has a graph of its own

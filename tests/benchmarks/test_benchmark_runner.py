@@ -2,6 +2,7 @@
 
 import doctest
 import json
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -297,13 +298,26 @@ def test_the_readme_has_the_ratios_of_end_to_end():
 
 @pytest.mark.parametrize("name", command.SUBJECTS)
 def test_a_picture_is_that_of_the_figures_beside_it(name, tmp_path):
-    """Byte for byte; of another matplotlib, pictures differ."""
+    """Every word, mark and place is the same. Another matplotlib draws other pictures."""
     own, kept = pytest.importorskip("matplotlib").__version__, ROOT / "benchmarks" / "results" / name
     if f"Matplotlib v{own}," not in (drawn := kept.with_suffix(".svg").read_text()):
         pytest.skip(f"drawn by another matplotlib than {own}")
     rows = json.loads(kept.with_suffix(".json").read_text())["rows"]
     command.write_picture(import_module(f"benchmarks.{name}").figure(rows), tmp_path / name)
-    assert (tmp_path / name).with_suffix(".svg").read_text() == drawn, "draw it anew"
+    own_words, own_places = svg_parts((tmp_path / name).with_suffix(".svg").read_text())
+    words, places = svg_parts(drawn)
+    assert own_words == words, "draw it anew"
+    assert own_places == pytest.approx(places, abs=1e-2), "draw it anew"
+
+
+def svg_parts(text):
+    """Return the text of a picture without its numbers, and the numbers. Names made of hashes are left out.
+
+    The rounding of numbers, and so the hashes, depend on the processor.
+    """
+    text = re.sub(r"\b[a-z][0-9a-f]{10}\b", "hash", text)
+    number = r"-?\d+(?:\.\d+)?(?:e-?\d+)?"
+    return re.sub(number, "number", text), [float(x) for x in re.findall(number, text)]
 
 
 def test_quick_runs_the_subjects_of_the_readme(monkeypatch, tmp_path):

@@ -76,8 +76,13 @@ def test_an_algorithm(page):
     )
 
 
-def test_a_policy(page):
+def test_an_interleaved_algorithm(page):
     names = page(2)
+    assert names["cfg"].policy.name == "my_q" and _moved(names)
+
+
+def test_a_policy(page):
+    names = page(3)
     assert names["cfg"].policy.name == "my_policy" and _moved(names)
     module = names["MyPolicy"](4, 2, names["cfg"].policy)
     module.load_state_dict(dict(names["state"]["params", "module"].items()))

@@ -238,7 +238,7 @@ def test_a_state_with_a_buffer_is_checked_without_another_buffer():
     assert done.returncode == 0, done.stderr[-3000:]
     taken, message = done.stdout.splitlines()
     assert 0 < int(taken) < 2**22
-    assert message.startswith("state: replay/next_obs is [32768, 4], the config makes it [65536, 4]; ")
+    assert message.startswith("state: replay/action is [32768], the config makes it [65536]; ")
 
 
 @pytest.mark.parametrize("form", ["off", pytest.param("on", marks=pytest.mark.slow)])

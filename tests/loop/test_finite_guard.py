@@ -339,7 +339,9 @@ def test_the_crash_folder_repeats_the_iteration(fault, form, tmp_path, monkeypat
     else:
         before = train_states(cfg.replace(**{"trainer.iterations": 1}))[0]
     said = pytest.warns(UserWarning) if fault == "gradient" else nullcontext()
-    repeat = rf"; repeat it with: ecrl replay {folder}/crash --import test_finite$"  # which registers the environment
+    repeat = (
+        rf"; repeat it with: ecrl replay {folder}/crash --import test_finite_guard$"  # it registers the environment
+    )
     with said, pytest.raises(NotFiniteError, match=repeat) as error:
         train(state, cfg, folder, progress=False)
     report = json.loads((folder / "crash" / "report.json").read_text())

@@ -116,10 +116,10 @@ def best(changes: Changes) -> int:
 @remembered
 def saved_replay(changes: Changes) -> list[str]:
     """The names of the buffer's tensors in the last checkpoint of the test agent with a replay buffer."""
-    from support.replay_agent import CAPACITY  # here, because it registers the agent
+    from support.replay_agent import CAPACITY, NET  # here, because it registers the agent
 
-    agent = {"name": "replay_td", "cfg": {"capacity": CAPACITY, "batch_size": 16}}
-    cfg = made({"algorithm": agent, **changes})
+    agent = {"name": "replay_td", "cfg": {"capacity": 8 * CAPACITY, "batch_size": 16}}
+    cfg = made({"algorithm": agent, "policy": {"name": "replay_q", "critic": NET}, **changes})
     with tempfile.TemporaryDirectory() as folder:
         train(init_state(cfg), cfg, folder, progress=False)
         tensors = tensors_from_bytes((latest(folder) / "state.safetensors").read_bytes())

@@ -145,7 +145,7 @@ def update(run: Run, state: TensorDict, batch: TensorDict) -> tuple[TensorDict, 
     slow, q = acting_params(cast(TensorDict, state["target_params"]), fixed_params(state)), cast(Any, run.policy.q)
     after = q(slow, batch["next_obs"], None, None)[0].amax(-1)
     target = batch["reward"] + state["hyper", "gamma"] * after.masked_fill(batch["terminated"], 0.0)
-    state, logs = minibatch_sgd(run, state, batch.update({"target": target}), td_loss, run.algorithm.choices.sgd)
+    state, logs = minibatch_sgd(run, state, batch.copy().update({"target": target}), td_loss, run.algorithm.choices.sgd)
     tau = state["hyper", "tau"]
     slow = mapped(lambda old, new: old + tau * (new - old), state["target_params"], state["params"])
     return replaced(state, {"target_params": slow}), logs
