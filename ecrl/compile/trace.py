@@ -103,10 +103,10 @@ def _merge_duplicates(graph: GraphModule) -> None:
 def _store_numbers(graph: GraphModule) -> None:
     """Let the compiler store numbers that many elements read, such as a step size. It would compute them for each."""
     for node in list(graph.graph.nodes):
-        value = node.meta.get("val")
-        if node.op != "call_function" or not isinstance(value, Tensor) or not value.is_floating_point():
+        if not _is_pointwise(node):
             continue
-        readers = [user for user in node.users if _elements(user) >= _READERS * max(1, value.numel())]
+        value = cast(Tensor, node.meta["val"])
+        readers = [user for user in node.users if _elements(user) >= _READERS * value.numel()]
         if not readers or value.numel() > _READERS or not any(_elements(x) for x in node.all_input_nodes):
             continue
         with graph.graph.inserting_after(node):
@@ -114,6 +114,15 @@ def _store_numbers(graph: GraphModule) -> None:
         stored.meta = {"val": value}
         for user in readers:
             user.replace_input_with(node, stored)
+
+
+def _is_pointwise(node: Node) -> bool:
+    """Return True if the operation computes a dense tensor of floats element by element. A view does not."""
+    if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.pointwise not in node.target.tags:
+        return False
+    value = node.meta.get("val")
+    dense = isinstance(value, Tensor) and value.is_floating_point() and value.is_contiguous() and value.numel() > 0
+    return dense and storage_of(node) not in map(storage_of, node.all_input_nodes)
 
 
 def _elements(node: Node) -> int:

@@ -567,3 +567,25 @@ def test_a_carry_with_gaps_or_of_one_number_is_right():
 def test_a_transposed_carry_is_right_in_cpp(size):
     form, given = choose_form("on", "cpu"), transposed_given(size)
     torch.testing.assert_close(form.jit(_transposed, form.scan)(*given), _transposed(scan, *given))
+
+
+def test_a_number_that_many_elements_read_is_stored_and_a_view_is_not():
+    def scaled(rate, pair, x):
+        return x * (2.0 * rate).exp() + pair[:, 1:2] * x
+
+    leaves, structure = flatten((torch.tensor(0.5), torch.ones(4, 2), torch.ones(4, 64)))
+    graph = traced(scaled, structure, leaves)[0].graph
+    stored = graph.find_nodes(op="call_function", target=torch.ops.aten.as_strided.default)
+    assert [node.args[0].target for node in stored] == [torch.ops.aten.exp.default]
+
+
+@pytest.mark.slow
+def test_views_that_many_elements_read_are_right():
+    """Columns of a small tensor, as in the gradient of a narrow last layer."""
+
+    def outer(a, b):
+        a = a * 2.0
+        return a[:, :1] * b[0] + a[:, 1:2] * b[1]
+
+    a, b = torch.linspace(-1.0, 1.0, 8).reshape(4, 2), torch.linspace(0.0, 3.0, 128).reshape(2, 64)
+    torch.testing.assert_close(choose_form("on", "cpu").jit(outer)(a, b), outer(a, b))
