@@ -1,7 +1,7 @@
 """Fields of the TensorDicts that pass between the parts, with checks and views.
 
-A rollout has batch shape `[num_envs, time + 1]`. Row `t` is one transition. The last slot of every field except `obs`
-and `value` is padding: writers set it to zero and readers ignore it.
+A rollout has batch shape `[num_envs, time + 1]`. Index `t` of the time axis holds one transition. The last index of
+every field except `obs` and `value` is padding. Writers set it to zero and readers ignore it.
 """
 
 from typing import Literal, NotRequired, TypedDict, cast

@@ -230,7 +230,7 @@ def max_truncations(env: Env, steps: int) -> int:
 
 
 def _collect(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
-    """Return the fields `env`, `episode` and maybe `carry` after the steps, and the rollout."""
+    """Take the steps of a rollout. Return the new `env`, `episode` and, with a memory, `carry`, and the rollout."""
     env_keys, action_keys = step_keys(run, state)
     params, before = policy_params(state), state.get("carry", TensorDict({}, []))
     carry, env_state, rollout = collect_rollout(

@@ -224,7 +224,7 @@ def _state_of(opt: TensorDict, layout: Layout, name: str) -> TensorDict:
 
 
 def pack_opt(opt: TensorDict, layout: Layout) -> Packed:
-    """Return the state of each group's optimiser with its slots packed like parameters."""
+    """Return each group's optimiser state. Tensors per parameter, such as Adam's moments, are packed as in `pack`."""
     packed = {}
     for group in layout.groups:
         state = _state_of(opt, layout, group.group.name)
@@ -373,7 +373,7 @@ def learning_state(
 ) -> dict[str, Any]:
     """Return the fields `params`, `opt` and `hyper` of a state.
 
-    An adaptive rate is no hyperparameter, because it moves. It is the field `learning_rate` of the state, or
+    An adaptive rate is not in `hyper`, because the update changes it. It is the field `learning_rate` of the state, or
     `<prefix>learning_rate` for a group with a rate of its own. `kinds` of the algorithm must declare it a counter.
 
     Args:

@@ -35,7 +35,9 @@ def reference_log_prob(run: Run, state: TensorDict, rollout: TensorDict) -> Tens
 
 
 def refreshed_reference(state: TensorDict, freq: int) -> TensorDict:
-    """Return the state with `ref_params` set to the policy as it acts now, once every `freq` iterations.
+    """Return the state after a refresh of the reference policy.
+
+    Every `freq` iterations, `ref_params` becomes a copy of the present parameters of the policy.
 
     The reference keeps the observation statistics of its time, so that it stays the same function.
     """

@@ -90,7 +90,8 @@ def plot(
     Args:
         runs: run folders, and files with results of other libraries.
         out: path of the picture; without .png or .svg, both are written.
-        metric: name in metrics.jsonl; eval/success_rate, eval/avg_reward or charts/episode_reward_avg_100 if absent.
+        metric: name in metrics.jsonl. By default, the first that all files have of eval/success_rate, eval/avg_reward
+            and charts/episode_reward_avg_100.
         threshold: draw a line at this value, and print when each curve reaches it and stays there.
     """
     if not runs:

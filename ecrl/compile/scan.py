@@ -167,7 +167,7 @@ class Packing(NamedTuple):
 
 
 def _pack_small(leaves: Sequence[Tensor], lead: int = 0) -> Packing:
-    """Return a packing with shared buffers for small tensors of one dtype. The first `lead` axes stay."""
+    """Return a packing in which the small tensors of each dtype share one buffer. The first `lead` axes stay."""
     positions, buffers, groups = [], [], {}
     for i, leaf in enumerate(leaves):
         shape = leaf.shape[lead:]

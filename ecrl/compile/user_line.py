@@ -86,7 +86,7 @@ def _lock(tree: Any) -> None:
 
 
 def _line_of(fn: Any) -> str:
-    """Return the first line of a function."""
+    """Return the place of a function as text: its file, the number of its first line, and its name."""
     while isinstance(fn, partial):
         fn = fn.func
     code = getattr(fn, "__code__", None)

@@ -1,4 +1,4 @@
-"""Running mean and variance of a stream of batches, in float64. It stays accurate over a billion samples.
+"""Running mean and variance of a stream of batches, in float64. They stay accurate over a billion samples.
 
 Moments are a TensorDict: `count` (0-d), `mean` and `m2` (the sum of squared deviations), both of the sample's shape.
 """

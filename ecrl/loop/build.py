@@ -26,7 +26,10 @@ _COMPILING_S, _VECTOR_STEP_S, _GRADIENT_STEP_S = 30.0, 0.35e-3, 4.5e-3
 
 
 def device_of(cfg: Config) -> torch.device:
-    """Return the device of a run; "auto" is cuda if there is one. Raise ConfigError if the device is not available."""
+    """Return the device of a run. "auto" is cuda if a GPU is available, else cpu.
+
+    Raises: ConfigError if the device is not available.
+    """
     name, count = local_device(cfg.trainer.device), torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "auto":
         name = "cuda" if count else "cpu"

@@ -263,7 +263,7 @@ def _iteration_of_leaves(
     after, structure_after = flatten(state)
     if structure_after != structure:
         fields = ", ".join(sorted({*names(structure_after)} ^ {*names(structure)})) or "the batch size of one"
-        raise ValueError(f"an iteration may change no fields of the state but their values; it changed {fields}")
+        raise ValueError(f"an iteration must keep the names and batch sizes of the state's fields; it changed {fields}")
     copies = mapped(torch.clone, (state, logs))  # the learning rate may be the state's own
     return after, copies[0], writes, copies[1], nonfinite
 
@@ -325,7 +325,7 @@ def make_iteration(cfg: Config, watch: Watch = unwatched) -> Iteration:
 
 
 def _is_skipped(run: Run, guard: str, nonfinite: Tensor | None, before: TensorDict) -> bool:
-    """Return True if the finite guard left the update out. Raise NotFiniteError if it stops the run."""
+    """Return True if the finite guard left the update out. Raise NotFiniteError if `guard` is "stop"."""
     if nonfinite is None or not nonfinite[1].any():
         return False
     if guard == "stop":

@@ -1,8 +1,8 @@
 """Find the first NaN or infinity of an iteration, and describe it in an error of one line.
 
 The search repeats the iteration eagerly, step by step. In the collected steps, it reports the field, the environment
-and the step of the first number that is not finite. In the update, it reports the minibatch or the step of a backward
-sweep. The error has a report and the state before the iteration.
+and the step of the first number that is not finite. In the update, it reports the minibatch, or the time step of the
+gradient through the rollout. The error has a report and the state before the iteration.
 """
 
 from collections import deque
@@ -152,7 +152,7 @@ def _searching_scan(run: Run, findings: list[tuple[str, dict[str, int], Any, Any
 
 
 def _kind(name: str) -> str:
-    """Return the kind of a number in the update, one of KINDS."""
+    """Return the entry of KINDS for a named value of the update."""
     if name.startswith("params."):
         return "parameters"
     return "gradient" if name.startswith(("gradient.", "costate.")) or name.endswith("grad_norm") else "loss"

@@ -64,7 +64,7 @@ def module_policy(
         squash: squash Box actions by tanh into their space; only for modules that define only `forward`.
 
     Raises: ConfigError if a method does not write a field, or writes it in another shape. Also for a layer whose output
-    depends on the batch or on chance, such as BatchNorm in training mode.
+    is random or depends on other rows of the batch, such as BatchNorm in training mode.
 
     >>> from ecrl import rng, spaces
     >>> class Net(nn.Module):

@@ -132,7 +132,7 @@ def pure(make: Callable[[], nn.Module], name: str, bf16: bool) -> Pure:
     Weights are the parameters that require a gradient. Frozen parameters and buffers are constants, with their values
     from `make` under seed 0. With `bf16` the module runs in bfloat16 under autocast, and its outputs are cast back.
 
-    Raises: ConfigError for a layer whose output depends on the batch or on chance, and if there are no weights.
+    Raises: ConfigError for a layer whose output is random or depends on other rows, and if there are no weights.
     """
     with seeded(torch.zeros((), dtype=torch.int64)):
         module = make()

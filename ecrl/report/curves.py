@@ -22,6 +22,7 @@ DEFAULT_METRICS = ("eval/success_rate", "eval/avg_reward", "charts/episode_rewar
 """Default metrics. The first metric that all runs and peers have is plotted."""
 _METRICS_BY_COLUMN = {"return": ("eval/avg_reward", "charts/episode_reward_avg_100"), "success": ("eval/success_rate",)}
 _IGNORED_KEYS = {"trainer": ("seed", "eval_seed", "exp_name", "wandb_project_name")}  # may differ between seeds
+_EXPECTED_FILES = "expected a run folder, or a .json or .csv file with results of another library"
 _EXPECTED_ROWS = "expected steps, seconds and return or success"
 
 Row = dict[str, Any]
@@ -74,10 +75,10 @@ def read_sources(path: Path) -> list[Source]:
     if path.is_dir():
         return [_read_run(path)]
     if not path.exists():
-        raise UserError(f"{path}: does not exist; expected a run folder or a peer file (.json or .csv)")
+        raise UserError(f"{path}: does not exist; {_EXPECTED_FILES}")
     readers = {".json": _read_json_peer, ".csv": _read_csv_peer}
     if path.suffix not in readers:
-        raise UserError(f"{path}: expected a run folder or a peer file (.json or .csv)")
+        raise UserError(f"{path}: {_EXPECTED_FILES}")
     sources = readers[path.suffix](path)
     if not any(source.rows for source in sources):
         raise UserError(f"{path}: no rows; {_EXPECTED_ROWS}")

@@ -152,7 +152,7 @@ def with_checkpoints(
 
 
 def _best_value(path: Path, name: str) -> float | None:
-    """Return the metric of the best checkpoint so far, or None if it does not exist. If it is damaged, warn."""
+    """Return the metric of the best checkpoint so far, or None without one. Warn and return None if it is damaged."""
     if not complete_folder(path).exists():
         return None
     try:

@@ -54,7 +54,10 @@ def _name(path: tuple[str, ...]) -> str:
 
 
 class _ActingModule(nn.Module):
-    """Module of `act(params, inputs)` with named inputs. Parameters are constants, and unused ones are not saved."""
+    """Module that calls `act(params, inputs)` with named inputs.
+
+    Parameters are constants, and unused ones are not saved.
+    """
 
     def __init__(self, act: Callable[[TensorDict, dict[str, Tensor]], Any], params: TensorDict, names: list[str]):
         super().__init__()

@@ -32,7 +32,7 @@ _GROUP = {"collect": "charts", "train": "train", "evaluate": "eval"}
 
 @contextmanager
 def ending(records: Iterable[Any]) -> Iterator[None]:
-    """Close the consumers that yield `records` at the end of the block, so that an early stop also raises their errors.
+    """Close the generator `records` at the end of the block. Then its errors are raised also after an early stop.
 
     Python would only print the error of a generator that is closed by garbage collection.
 

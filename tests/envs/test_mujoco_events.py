@@ -790,7 +790,7 @@ def test_masses_and_frictions_belong_to_the_events_of_the_task(func):
     with pytest.raises(ConfigError) as error:
         with_events(auto_reset(task()), its)
     assert str(error.value).startswith(f"trainer.events.it ({func}): ") and "\n" not in str(error.value)
-    assert "is the same in all environments; put the event under env.cfg.events" in str(error.value)
+    assert ", so this event cannot vary it; put the event under env.cfg.events" in str(error.value)
     known = with_events(auto_reset(task(events={"own": happening(func, **EVENTS[func])})), its)
     assert len(known.reset(keys_of())["world", "parameters"][:, 0].unique()) == 4  # there it may vary
 

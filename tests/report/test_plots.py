@@ -9,7 +9,7 @@ from support.command_line import called
 from support.log_records import RECORDS
 
 from ecrl.errors import UserError
-from ecrl.report.curves import Curve, choose_metric, curve, read_sources
+from ecrl.report.curves import _EXPECTED_FILES, Curve, choose_metric, curve, read_sources
 from ecrl.report.plots import band, figure, group_curves, legend_label, plot, summary, threshold_point
 from ecrl.run.loggers import with_jsonl
 
@@ -258,9 +258,9 @@ def test_the_command_writes_both_pictures_and_says_where_the_curves_ended(tmp_pa
     ("args", "said"),
     [
         ((), "ecrl plot needs run folders, such as: ecrl plot outputs/cartpole_ppo_*"),
-        (("none",), "none: does not exist; expected a run folder or a peer file (.json or .csv)"),
+        (("none",), f"none: does not exist; {_EXPECTED_FILES}"),
         (("empty",), "empty: has no metrics.jsonl; expected a run folder, such as outputs/<exp_name>_<time>"),
-        (("a.txt",), "a.txt: expected a run folder or a peer file (.json or .csv)"),
+        (("a.txt",), f"a.txt: {_EXPECTED_FILES}"),
         (("r", "--metric", "eval/avg_rewrad"), "r: no metric 'eval/avg_rewrad'; did you mean 'eval/avg_reward'?"),
         (("r", "--metric", "x"), "r: no metric 'x'; known: eval/avg_reward"),
         (("odd.json",), 'odd.json: expected a list of rows, or an object with one as "curve"'),

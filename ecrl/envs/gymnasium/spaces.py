@@ -67,7 +67,7 @@ def observation(space: spaces.Space, batch: Any) -> Any:
 
     The dtypes follow `ecrl.spaces.from_gymnasium`. NaN and infinity are kept.
 
-    Raises: BadValue for another shape, a number that the dtype of its Box does not hold, or an integer outside its
+    Raises: BadValue for a wrong shape, a number that the Box's dtype cannot represent, or an integer outside its
         space.
 
     >>> observation(spaces.Discrete(2, start=5), np.array([5, 6]))

@@ -109,7 +109,10 @@ def _build_scene(cfg: TaskConfig) -> tuple[Simulation, tuple[ActionTerm, ...]]:
 
 
 def _check_drives(cfg: TaskConfig, sim: Simulation, actions: tuple[ActionTerm, ...]) -> None:
-    """Raise ConfigError if a joint has another drive than its action term needs, such as an actuator of a file."""
+    """Raise ConfigError if the drive of a joint differs from the one that its action term needs.
+
+    The robot's file may define another actuator, for example.
+    """
     for (name, action), term in zip(sorted(cfg.actions.items()), actions, strict=True):
         with error_prefix(term_text("env.cfg.actions", name, action.func)):
             for joint in term.joints:
@@ -175,7 +178,7 @@ def task_env(
             `rewards/task`.
         acceptable: (sim, state) -> bool `[*B]`, True if an episode may start in this state. An episode starts with the
             first accepted of up to 12 random starts. If none is accepted, it uses a start that was accepted when the
-            task was made. At that time, 256 episodes are drawn, and each must find an acceptable start.
+            task was made. Making the task tries 256 episodes. ConfigError if one of them finds no acceptable start.
 
     `info` has `success`, `fail`, `metrics` and `rewards`. `rewards` has each term as `<name>`, and multiplied by its
     weight as `<name>_weighted`.

@@ -227,7 +227,7 @@ def site_pose(sim: Simulation, world: TensorDict, name: str) -> Tensor:
 def site_jacobian(sim: Simulation, world: TensorDict, name: str, joints: Sequence[str]) -> Tensor:
     """Return the Jacobian of a site, `[*B, 6, len(joints)]`: translation (m) and rotation (rad) per unit of each joint.
 
-    A column is 0 if the site does not move with its joint.
+    A column is 0 if its joint does not move the site.
     """
     return kinematics.jacobian(_to_site(sim, name), _positions(sim, world), _joints(sim, tuple(joints))[1])
 

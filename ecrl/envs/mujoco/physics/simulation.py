@@ -141,8 +141,8 @@ def advance(
         control: `[*B, nu]` float, controls of the actuators, held during the step.
         force: `[*B, nv]` float, forces along the degrees of freedom, N or N m; see `push`. None for no force.
 
-    Returns: the worlds, and `failed`, bool `[*B]`. A step fails if a control, a force or a number of the next state is
-        not finite or exceeds 1e10 in size. Such a world is returned unchanged; end its episode.
+    Returns: the worlds, and `failed`, bool `[*B]`. A step fails if a control, a force or an entry of the next state is
+        not finite, or 1e10 or more in size. Such a world is returned unchanged; end its episode.
     Gradient: none. Raises ValueError if a gradient would be lost.
     """
     before, inputs = world["physics"], _inputs(sim, world, control, force)

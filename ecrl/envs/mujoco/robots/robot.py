@@ -184,7 +184,8 @@ def _mount(built: Builtin, part: str, joints: tuple[str, ...]) -> tuple[str, tup
 def _tool_poses(built: Builtin, poses: dict[str, Matrix], mounts: Mapping[str, tuple[str, Any]]) -> dict[str, Matrix]:
     """Return the poses of the built-in tools by built-in part.
 
-    The pose of a tool comes from the part that ends at the tool's joint; a part with the built-in name has priority.
+    A tool takes the pose of the configured part that ends at the tool's joint. If several parts end there, the one with
+    the name of the built-in part is used.
     """
     ends = {built.parts[name][-1]: name for name in built.flange}
     by_joint = {ends[joint]: poses[part] for part, (joint, _) in mounts.items() if joint in ends}

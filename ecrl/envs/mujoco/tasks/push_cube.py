@@ -117,7 +117,10 @@ Distance = Callable[[Simulation, TensorDict], Tensor]
 
 
 def _inside_later(sim: Simulation, state: TensorDict, distance: Distance, ext: PushCubeExtensions) -> Tensor:
-    """Return True if the cube is at the goal after `hold_time` with the arm held, `[*B]`; False if MuJoCo fails."""
+    """Return bool `[*B]`: True if the cube is at the goal after the arm holds still for `hold_time`.
+
+    A simulation that fails gives False.
+    """
     steps = max(1, round(ext.hold_time / sim.model.opt.timestep))
     later, failed = advance(replace(sim, substeps=steps), state["world"], world.hold_controls(sim, state["world"]))
     return (distance(sim, state.copy().set("world", later)) < ext.success_threshold) & ~failed

@@ -107,7 +107,7 @@ class RandomizeCameraConfig(ConfigModel):
 
     @property
     def ranges(self) -> dict[str, tuple[Triple, Triple]]:
-        """Ranges of the draws, by the name of the target that stores them."""
+        """Range of each random offset, by the name under which the state stores the offset."""
         ranges = {EYE: self.eye_range, TARGET: self.target_range}
         return {name: box for name, box in ranges.items() if box is not None}
 
@@ -133,7 +133,7 @@ class RandomizeLightConfig(ConfigModel):
 
     @property
     def ranges(self) -> dict[str, tuple[Triple, Triple]]:
-        """Ranges of the draws, by the name of the target that stores them."""
+        """Range of each random offset, by the name under which the state stores the offset."""
         ranges = {DIRECTION: self.direction_range, COLOR: self.color_range}
         return {name: box for name, box in ranges.items() if box is not None}
 

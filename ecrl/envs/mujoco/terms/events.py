@@ -215,7 +215,10 @@ def _scene_values(sim: Simulation, field: str, uid: str) -> list[float]:
     """Return a field of an object in the scene; raise ConfigError if it cannot differ between environments."""
     rows = _look_up("entity_cfg.uid", lambda: rows_of(sim.model, field, uid))
     if (field, uid) not in sim.varied:
-        raise ConfigError(f"{field} of {uid!r} is the same in all environments; put the event under env.cfg.events")
+        raise ConfigError(
+            f"all environments share {field} of {uid!r}, so this event cannot vary it; "
+            "put the event under env.cfg.events"
+        )
     return getattr(sim.model, field).ravel()[rows].tolist()
 
 
