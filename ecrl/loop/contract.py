@@ -3,7 +3,7 @@
 The checks read shapes and dtypes only. In compiled code they run while a function is traced, before it is compiled.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -11,13 +11,13 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from ecrl.algorithms import Algorithm, Run
-from ecrl.algorithms.core import Collect, Iterate, OnPolicy, Update
+from ecrl.algorithms import Algorithm, Interleaved, Run
+from ecrl.algorithms.core import Collect, Iterate, OnPolicy, Update, collect_of
+from ecrl.algorithms.interleaved import Replay, Turn
 from ecrl.errors import ConfigError
 from ecrl.pytree import flatten, paths
 from ecrl.types import Logs
 
-_REQUIRED = ("action", "sample_log_prob")
 _RESERVED = {
     *("obs", "final_obs", "reward", "terminated", "truncated", "done", "info", "mask", "executed"),
     *("value", "final_value", "next_value", "carry", "final_carry"),
@@ -66,18 +66,19 @@ def check_logs(label: str, logs: Any) -> None:
             raise ConfigError(f"{label} returns the log {name} as {_described(log)}; make it a 0-d tensor")
 
 
-def check_act(label: str, obs: Any, out: Any) -> None:
+def check_act(label: str, obs: Any, out: Any, required: Sequence[str]) -> None:
     """Raise ConfigError if the output of a policy's `act` lacks a field, or has one of a wrong shape or name.
 
     Args:
         label: name of the policy and of its function.
         obs: the observations `[N, ...]`.
         out: the output of `act`.
+        required: the fields that it must have.
     """
     if not isinstance(out, TensorDictBase):
         raise ConfigError(f"{label} returns {type(out).__name__} as its output, expected a TensorDict; return one")
     known = ", ".join(map(str, out.keys())) or "no fields"
-    for name in _REQUIRED:
+    for name in required:
         if name not in out:
             raise ConfigError(f"{label} returns no {name}, only {known}; add the field")
     for name in sorted(_RESERVED.intersection(map(str, out.keys()))):
@@ -88,7 +89,7 @@ def check_act(label: str, obs: Any, out: Any) -> None:
         if leaf.shape[:1] != count:
             problem = f"{label} returns {'/'.join(path)} as {_described(leaf)}, expected [{count[0]}, ...]"
             raise ConfigError(f"{problem}; return one row per environment")
-    if "token_mask" in out:
+    if "token_mask" in out and "sample_log_prob" in out:
         mask, log_prob = cast(Tensor, out["token_mask"]), cast(Tensor, out["sample_log_prob"])
         if mask.dtype != torch.bool or mask.shape != log_prob.shape:
             expected = f"bool {list(log_prob.shape)}, the shape of sample_log_prob"
@@ -101,6 +102,7 @@ class CheckedAct:
 
     name: str
     act: Callable[..., tuple[TensorDict, TensorDict]]
+    required: tuple[str, ...]
 
     @property
     def __name__(self) -> str:
@@ -110,12 +112,13 @@ class CheckedAct:
     def __call__(self, params: Any, carry: Any, obs: Any, noise: Any) -> tuple[TensorDict, TensorDict]:
         """Return the result of `act`."""
         carry, out = self.act(params, carry, obs, noise)
-        check_act(f"policy {self.name}: act", obs, out)
+        check_act(f"policy {self.name}: act", obs, out, self.required)
         return carry, out
 
 
 def _with_checked_act(run: Run, name: str) -> Run:
-    return run._replace(policy=replace(run.policy, act=CheckedAct(name, run.policy.act)))
+    required = ("action",) if run.policy.evaluate is None else ("action", "sample_log_prob")
+    return run._replace(policy=replace(run.policy, act=CheckedAct(name, run.policy.act, required)))
 
 
 @dataclass(frozen=True)
@@ -150,12 +153,36 @@ class CheckedUpdate:
 
 
 @dataclass(frozen=True)
+class CheckedTurn:
+    """The `turn` of the algorithm `name`, with its state and logs checked, and the output of the policy's `act`."""
+
+    name: str
+    policy: str
+    turn: Turn
+
+    def __call__(
+        self, run: Run, state: TensorDict, noise: Any, replay: Replay
+    ) -> tuple[TensorDict, Replay, TensorDict, Logs]:
+        """Return the result of `turn`."""
+        after, replay, steps, logs = self.turn(_with_checked_act(run, self.policy), state, noise, replay)
+        label = f"algorithm {self.name}: turn"
+        check_fields(label, state, after)
+        check_logs(label, logs)
+        return after, replay, steps, logs
+
+
+@dataclass(frozen=True)
 class CheckedIterate:
     """The `iterate` of the algorithm `name`, with its state and logs checked, and the output of the policy's `act`."""
 
     name: str
     policy: str
     iterate: Iterate
+
+    @property
+    def collect(self) -> Collect | None:
+        """The `collect` of `iterate`, for videos."""
+        return collect_of(self.iterate)
 
     def __call__(self, run: Run, state: TensorDict, borrowed: TensorDict) -> tuple[TensorDict, TensorDict, Logs]:
         """Return the result of `iterate`."""
@@ -177,6 +204,8 @@ def with_contract(algorithm: Algorithm, name: str, policy: str) -> Algorithm:
     iterate = algorithm.iterate
     if isinstance(iterate, OnPolicy):
         checked: Any = OnPolicy(CheckedCollect(name, policy, iterate.collect), CheckedUpdate(name, iterate.update))
+    elif isinstance(iterate, Interleaved):
+        checked = replace(iterate, turn=CheckedTurn(name, policy, iterate.turn))
     else:
         checked = CheckedIterate(name, policy, iterate)
     return replace(algorithm, iterate=checked)
