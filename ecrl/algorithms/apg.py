@@ -1,9 +1,9 @@
 """Analytic policy gradient: the return of a differentiable environment, differentiated through policy and dynamics.
 
-The rollout keeps every state on its way. The gradient comes from one backward sweep over these states, which takes each
-step again, so memory holds states and no graph. Sampled actions are reparametrised.
+The steps of an iteration and their gradient come from one loop, which is differentiated. In a compiled graph memory
+holds the state of every step; eager, it also holds what the steps compute. Sampled actions are reparametrised.
 
-Source: Freeman et al. 2021, arXiv:2106.13281 (APG); the backward sweep is from optimal control, Bryson and Ho 1969.
+Source: Freeman et al. 2021, arXiv:2106.13281.
 """
 
 from functools import partial
@@ -15,15 +15,16 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl import rng
-from ecrl.algorithms.core import Algorithm, Run, Static, on_policy, step_keys
+from ecrl.algorithms.core import Algorithm, Collect, Run, Static, step_keys
 from ecrl.algorithms.optimizer import OPTIMIZERS, Group, groups_of, learning_rates, learning_state
 from ecrl.algorithms.optimizer_config import LearningConfig
-from ecrl.algorithms.rows import check_log_prob, evaluate
+from ecrl.algorithms.rows import check_log_prob
 from ecrl.config.model import Count, Fraction, NonNegative
 from ecrl.distributed import all_mean
 from ecrl.errors import ConfigError
-from ecrl.kernels import clip_by_global_norm, episode_discounts, episode_update
-from ecrl.policies import acting_params, fixed_params, policy_params
+from ecrl.kernels import act_and_step, clip_by_global_norm, episode_discounts, episode_update
+from ecrl.kernels.rollout import env_major, restarted_carry
+from ecrl.policies import acting_params, fixed_params
 from ecrl.pytree import mapped, replaced
 from ecrl.registry import register_algorithm
 from ecrl.spaces import Box
@@ -51,6 +52,13 @@ class APGConfig(LearningConfig):
         return self
 
 
+_READ = ("key", "sample_step", "update_step", "norm", "hyper", "frozen_params")
+_FIELDS = (*_READ, "params", "opt", "env", "episode", "carry")  # the others change
+_STORED = ("obs", "action", "reward", "done", "info")
+_World = tuple[TensorDict, TensorDict]
+"""The policy's memory before a step, and the state of the environments, each `[N]`."""
+
+
 class Choices(NamedTuple):
     """The choices of a config that shape the graph."""
 
@@ -68,8 +76,6 @@ def init(cfg: APGConfig, run: Run, key: Tensor) -> dict[str, Any]:
         )
     if not isinstance(run.env.action_space, Box):
         raise ConfigError(f"env: apg needs Box actions, this environment has {run.env.action_space}; use another")
-    if run.policy.unit == "sequence":
-        raise ConfigError("policy.name: apg differentiates one step at a time, this policy has memory; use another")
     if length is not None and horizon % length:
         text = f"algorithm.cfg.segment_length: {length} does not divide trainer.buffer_size {horizon}; use a divisor"
         raise ConfigError(text)
@@ -78,111 +84,52 @@ def init(cfg: APGConfig, run: Run, key: Tensor) -> dict[str, Any]:
     return learning_state(cfg, params, {name: getattr(cfg, name) for name in _NUMBERS}, key.device)
 
 
-def _noise(run: Run, state: TensorDict) -> tuple[Any, Any]:
-    """Noise of the environments and of the actions in each of the next steps; None for deterministic actions."""
-    env_keys, action_keys = step_keys(run, state)
-    deterministic = run.algorithm.choices.deterministic_actions
-    return run.env.draw(env_keys), None if deterministic else run.policy.draw(action_keys)
-
-
 def _step(
-    run: Run, env: TensorDict, noise: tuple[Any, Any], params: TensorDict
-) -> tuple[TensorDict, tuple[TensorDict, Tensor]]:
-    """One step of every environment: the state after it; the state before it and the action."""
-    env_noise, action_noise = noise
-    _, out = run.policy.act(params, TensorDict({}, []), env["obs"], action_noise)
-    return run.env.step(env, out["action"], env_noise), (env, out["action"].clone())
+    run: Run, world: _World, at: tuple[Any, Any, Tensor | None], params: TensorDict, initial: TensorDict
+) -> tuple[_World, tuple[TensorDict, Tensor]]:
+    """Take one step of every environment. Return the world after it, the row of the rollout, and the entropy `[N]`.
 
-
-def _collect(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
-    """The fields `env` and `episode` after the steps, and the batch."""
-    params, start = policy_params(state), cast(TensorDict, state["env"])
-    env, (before, action) = run.scan(partial(_step, run), start, _noise(run, state), params)
-    path: Any = torch.cat((before, env.unsqueeze(0)))
-    after: Any = TensorDict({"reward": path["reward"], "done": path["terminated"] | path["truncated"]}, path.shape)
-    after.update(path.select("info", strict=False))
-    after = torch.cat((after[1:], after[:1].apply(torch.zeros_like)))
-    action = torch.cat((action, torch.zeros_like(action[:1])))
-    batch = after.update({"env": path, "obs": path["obs"], "action": action}).transpose(0, 1)
-    episode = episode_update(state["episode"], batch["reward"][:, :-1], batch["done"][:, :-1])
-    return TensorDict({"env": env, "episode": episode}, []), batch
-
-
-_FIELDS = ("key", "sample_step", "update_step", "params", "norm", "env", "episode", "hyper", "opt", "frozen_params")
-
-
-@torch.no_grad()
-def collect(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
-    """Take `buffer_size` steps in every environment and keep every state on the way.
-
-    Returns: the state with new `env` and `episode`, and the batch `[N, T + 1]`. It has the states `env`: step t starts
-        from row t. It has `obs`, `action`, `reward`, `done` and maybe `info` of each step, with a last row of padding
-        as in a rollout.
+    The world before it is a constant where `is_first` is True. Without segments `is_first` is None.
     """
-    changed, batch = run.jit(_collect, run)(state.select(*_FIELDS, strict=False))
-    return replaced(state, changed), batch
+    env_noise, action_noise, is_first = at
+    memory, env = world if is_first is None else _cut(world, is_first)
+    acted, after, row = act_and_step(run.policy.act, run.env.step, params, memory, env, action_noise, env_noise)
+    entropy = _entropy(run, params, memory, row.set("obs", env["obs"]))
+    return (restarted_carry(acted, initial, row), after), (row.select(*_STORED, strict=False), entropy)
 
 
-def _value(
-    params: TensorDict,
-    floats: TensorDict,
-    run: Run,
-    env: TensorDict,
-    fixed: TensorDict,
-    env_noise: Any,
-    action_noise: Any,
-    weight: Tensor,
-    ent_coef: Tensor,
-    costate: TensorDict,
-) -> tuple[Tensor, Tensor]:
-    """The step's part of the objective plus the value of the state after it, 0-d; and the entropy `[N]`."""
-    env, acting, no_carry = env.copy().update(floats), acting_params(params, fixed), TensorDict({}, [])
-    _, out = run.policy.act(acting, no_carry, env["obs"], action_noise)
-    done = env["terminated"] | env["truncated"]
-    _, entropy = evaluate(run.policy, acting, out.copy().update({"obs": env["obs"], "done": done}))
-    after = run.env.step(env, out["action"], env_noise)
-    value = (weight * (after["reward"] + ent_coef * entropy)).sum()
-    return value + sum((c * after[key]).sum() for key, c in costate.items(True, True)), entropy
+def _cut(world: _World, is_first: Tensor) -> _World:
+    """Return the world. No gradient flows back through it in the first step of a segment."""
+    return mapped(lambda x: torch.where(is_first, x.detach(), x) if x.is_floating_point() else x, world)
 
 
-def _step_back(
-    run: Run,
-    carry: tuple[TensorDict, TensorDict],
-    at: tuple[TensorDict, tuple[Any, Any], Tensor, Tensor],
-    params: TensorDict,
-    fixed: TensorDict,
-    ent_coef: Tensor,
-) -> tuple[tuple[TensorDict, TensorDict], Tensor]:
-    """Take one step of the backward sweep. Return gradient sum, costate of the state before the step, and entropy.
-
-        value[t] = weight[t] * (reward[t] + ent_coef * entropy[t]) + <costate[t + 1], state[t + 1](params, state[t])>
-        costate[t] = d value[t] / d state[t];    grads = sum_t(d value[t] / d params)
-
-    Only the floats of a state have a costate. It is 0 after the last step of a segment.
-    """
-    (grads, costate), (env, noise, weight, is_last) = carry, at
-    costate = mapped(lambda c: torch.where(is_last, 0.0, c), costate)
-    floats = env.select(*costate.keys(True, True))
-    gradient = torch.func.grad(_value, argnums=(0, 1), has_aux=True)
-    (by_params, costate), entropy = gradient(params, floats, run, env, fixed, *noise, weight, ent_coef, costate)
-    return (mapped(torch.add, grads, by_params), costate), entropy
+def _entropy(run: Run, params: TensorDict, memory: TensorDict, row: TensorDict) -> Tensor:
+    """Return the entropy of the policy at one step, in nats, `[N]`."""
+    rows = row.exclude("reward", "terminated", "truncated", "info", "mask", "final_obs")
+    if run.policy.unit == "sequence":  # a sequence of one step
+        rows = cast(TensorDict, mapped(lambda x: x.unsqueeze(1), rows, batch=lambda size: (*size, 1)))
+        rows = TensorDict(dict(rows.items()) | ({} if memory.is_empty() else {"carry": memory}), rows.batch_size[:1])
+    return run.policy.evaluate_rows(params, rows)[1].reshape(-1)
 
 
-def gradient(run: Run, state: TensorDict, batch: TensorDict, weight: Tensor) -> tuple[TensorDict, Tensor]:
-    """Gradient of `sum(weight * (reward + ent_coef * entropy))`, cut between segments; and the entropy `[N, T]`."""
-    params, fixed, ent_coef = cast(TensorDict, state["params"]), fixed_params(state), state["hyper", "ent_coef"]
-    path: Any = batch["env"].transpose(0, 1)[:-1]
-    keys = [key for key, x in path.items(True, True) if x.is_floating_point()]
-    start = params.apply(torch.zeros_like), path[0].select(*keys).apply(torch.zeros_like)
-    segment = run.algorithm.choices.segment_length or len(path)
-    is_last = torch.arange(1, len(path) + 1, device=weight.device) % segment == 0
-    backwards = mapped(lambda x: x.flip(0), (path, _noise(run, state), weight.t(), is_last))
-    (grads, _), entropy = run.scan(partial(_step_back, run), start, backwards, params, fixed, ent_coef)
-    return grads, entropy.flip(0).t()
+def _loss(params: TensorDict, run: Run, state: TensorDict) -> tuple[Tensor, tuple[_World, TensorDict, Logs]]:
+    """Take `buffer_size` steps. Return the loss; the world after them, the rows `[T, N]` and the parts of the loss."""
+    acting, hyper = acting_params(params, fixed_params(state)), cast(TensorDict, state["hyper"])
+    choices, (env_keys, action_keys) = run.algorithm.choices, step_keys(run, state)
+    action_noise = None if choices.deterministic_actions else run.policy.draw(action_keys)
+    number, length = torch.arange(len(env_keys), device=env_keys.device), choices.segment_length
+    is_first = None if length is None else number % length == 0
+    start = cast(TensorDict, state.get("carry", TensorDict({}, []))), cast(TensorDict, state["env"])
+    initial = run.policy.init_carry(acting, run.static.num_envs)
+    noise = run.env.draw(env_keys), action_noise, is_first
+    world, (rows, entropy) = run.scan(partial(_step, run), start, noise, acting, initial)
+    disc = episode_discounts(rows["done"].t(), gamma=hyper["gamma"])
+    objective, entropy = ((disc * x.t()).sum(1).mean() for x in (rows["reward"], entropy))
+    return -objective - hyper["ent_coef"] * entropy, (world, rows, {"objective": objective, "entropy": entropy})
 
 
 def optimize(run: Run, state: TensorDict, grads: TensorDict) -> tuple[TensorDict, Logs]:
-    """One optimiser step: new params and opt; the gradient's norm and the learning rate."""
+    """Take one optimiser step. Return new params and opt; the gradient's norm and the learning rate."""
     params, opt, hyper = (cast(TensorDict, state[key]) for key in ("params", "opt", "hyper"))
     group = run.algorithm.choices.group
     rate = learning_rates(state, (group,), run.static.iterations)[group.name]
@@ -192,32 +139,57 @@ def optimize(run: Run, state: TensorDict, grads: TensorDict) -> tuple[TensorDict
     return TensorDict({"params": params, "opt": opt}, []), {"grad_norm": norm, "learning_rate": rate}
 
 
-def _learn(run: Run, state: TensorDict, batch: TensorDict) -> tuple[TensorDict, Logs]:
-    """New params and opt, and logs."""
-    hyper = cast(TensorDict, state["hyper"])
-    disc = episode_discounts(batch["done"][:, :-1], gamma=hyper["gamma"])
-    grads, entropy = gradient(run, state, batch, -disc / len(disc))
-    objective, entropy = ((disc * x).sum(1).mean() for x in (batch["reward"][:, :-1], entropy))
-    count = torch.full_like(objective, disc.numel())
-    grads, loss = all_mean((grads, -objective - hyper["ent_coef"] * entropy), weight=count)
-    changed, logs = optimize(run, state, grads)
-    return changed, {"loss": loss, "objective": objective, "entropy": entropy} | logs
+def _steps(rows: TensorDict, env: TensorDict) -> TensorDict:
+    """Return rows `[T, N]` as a rollout `[N, T + 1]`; its last observations are those of `env`."""
+    return env_major(rows.exclude("obs")).set("obs", env_major(rows["obs"], env["obs"]))
 
 
-def update(run: Run, state: TensorDict, batch: TensorDict) -> tuple[TensorDict, Logs]:
-    """One gradient step on the mean over environments of their discounted rewards and entropies.
+def _iterate(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict, Logs]:
+    """Return the fields of the state that change, the steps `[N, T + 1]`, and logs."""
+    gradient = torch.func.grad_and_value(_loss, has_aux=True)
+    grads, (loss, aux) = gradient(cast(TensorDict, state["params"]), run, state)
+    loss, ((memory, env), rows, parts) = mapped(torch.Tensor.detach, (loss, aux))
+    steps = _steps(rows, env)
+    episode = episode_update(state["episode"], steps["reward"][:, :-1], steps["done"][:, :-1])
+    grads, loss = all_mean((grads, loss), weight=torch.full_like(loss, rows.numel()))
+    learnt, logs = optimize(run, state, grads)
+    fields = {"env": env, "episode": episode} | ({"carry": memory} if "carry" in state else {})
+    return replaced(learnt, fields), steps, {"loss": loss} | parts | logs
 
-        loss = -mean_n(sum_t(disc[t] * (reward[t] + ent_coef * entropy[t])))
-        disc[0] = 1;    disc[t + 1] = 1 if done[t] else gamma * disc[t]
 
-    The logs `objective` and `entropy` are the two discounted sums, so `loss = -objective - ent_coef * entropy`.
+@torch.no_grad()
+def collect(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
+    """Take the steps of an iteration without their gradient, to show them in a video.
+
+    Returns: the state with new `env`, and the steps `[N, T + 1]`.
     """
-    changed, logs = run.jit(_learn, run)(state.select(*_FIELDS, strict=False), batch)
-    return replaced(state, changed), logs
+    _, ((_, env), rows, _) = _loss(cast(TensorDict, state["params"]), run, state)
+    return replaced(state, {"env": env}), _steps(rows, env)
+
+
+class Iterate(NamedTuple):
+    """One iteration, the `iterate` of the algorithm; `collect` only takes its steps."""
+
+    collect: Collect = collect
+
+    def __call__(self, run: Run, state: TensorDict, borrowed: TensorDict) -> tuple[TensorDict, TensorDict, Logs]:
+        """Take `buffer_size` steps in every environment, and one gradient step on their mean return.
+
+            loss = -mean_n(sum_t(disc[t] * (reward[t] + ent_coef * entropy[t])))
+            disc[0] = 1;    disc[t + 1] = 1 if done[t] else gamma * disc[t]
+
+        The gradient is that of the loop that takes the steps. It stops at the first step of each segment. The logs
+        `objective` and `entropy` are the two discounted sums, so `loss = -objective - ent_coef * entropy`.
+
+        Returns: the state after learning; the `steps`, a rollout `[N, T + 1]` without values; and the logs.
+        """
+        whole = replaced(state, borrowed.select("frozen_params", strict=False))
+        changed, steps, logs = run.jit(_iterate, run)(whole.select(*_FIELDS, strict=False))
+        return replaced(state, changed), TensorDict({"steps": steps}, []), logs
 
 
 def gradient_steps(static: Static) -> int:
-    """The backward sweep costs about one gradient step for each step of the environments."""
+    """The gradient costs about one gradient step for each step of the environments."""
     return static.buffer_size
 
 
@@ -228,6 +200,6 @@ def apg(cfg: APGConfig) -> Algorithm:
     return Algorithm(
         choices=Choices(cfg.deterministic_actions, cfg.segment_length, group),
         init=partial(init, cfg),
-        iterate=on_policy(collect, update),
+        iterate=Iterate(),
         gradient_steps=gradient_steps,
     )

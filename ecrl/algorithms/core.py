@@ -103,6 +103,7 @@ class Algorithm:
             `borrowed` has the leaves of kind buffer and frozen, to be read only. `writes` may have `steps`, the
             `[N, T + 1]` steps of this iteration, from which the loop takes statistics and logs. Every other field of
             `writes` names a field of `borrowed`: its new `rows`, and the `index` of each row in the buffer.
+            Videos of training need its `collect`, see `collect_of`.
         kinds: kinds of the algorithm's own fields (`ecrl.algorithms.state_kinds`).
         group_size: number of consecutive environments that share their starts and their noise.
         gradient_steps: static -> gradient steps of an iteration. `trainer.compile: auto` compares the time that they
@@ -160,6 +161,15 @@ def on_policy(collect: Collect, update: Update) -> OnPolicy:
         update: (run, state, batch) -> (state, logs).
     """
     return OnPolicy(collect, update)
+
+
+def collect_of(iterate: Iterate) -> Collect | None:
+    """Return the attribute `collect` of an `iterate`, or None.
+
+    It is a function (run, state) -> (state, steps), which takes the steps of an iteration without learning. One rank
+    alone may call it, so it must not wait for the others.
+    """
+    return getattr(iterate, "collect", None)
 
 
 def learn(update: Update, run: Run, state: TensorDict, batch: TensorDict) -> tuple[TensorDict, Logs]:

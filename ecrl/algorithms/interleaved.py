@@ -104,13 +104,26 @@ class Interleaved:
         body = partial(_turn, self.turn, run, _static_of_turn(run.static, self.steps))
         (moving, block), (taken, logs) = run.scan(body, (moving, block), (number, noise), fixed, ring, start)
         steps = mapped(lambda x: x.flatten(0, 1), taken, batch=lambda size: (run.static.buffer_size, *size[2:]))
-        steps = env_major(steps.exclude("obs")).set("obs", env_major(steps["obs"], moving["env", "obs"]))
+        steps = _rollout(steps, cast(TensorDict, moving["env"]))
         counted = steps["mask"][:, :-1] if "mask" in steps else None
         episode = episode_update(state["episode"], steps["reward"][:, :-1], steps["done"][:, :-1], counted)
         state = replaced(replaced(state, moving), {"episode": episode})
         index = (start + torch.arange(turns * rows, device=start.device)) % len(ring)
         new = TensorDict({"rows": _lines(block), "index": index}, [])
         return state, TensorDict({"steps": steps, "replay": new}, []), _over_turns(run, logs)
+
+    def collect(self, run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
+        """Take the steps of an iteration without learning, with the parameters and the exploration of `state`.
+
+        Returns: the state with new `env`, `exploration` and `carry`, and the steps `[N, T + 1]`.
+        """
+        after, steps = take_steps(run, state, _noise(run, state))
+        return after, _rollout(cast(TensorDict, steps.exclude("final_obs")), cast(TensorDict, after["env"]))
+
+
+def _rollout(steps: TensorDict, env: TensorDict) -> TensorDict:
+    """Return steps `[T, N]` as a rollout `[N, T + 1]`; its last observations are those of `env`."""
+    return env_major(steps.exclude("obs")).set("obs", env_major(steps["obs"], env["obs"]))
 
 
 def interleaved(turn: Turn, steps: int = 1) -> Interleaved:

@@ -58,11 +58,6 @@ def check_log_prob(policy: Policy, algorithm: str) -> None:
         )
 
 
-def evaluate(policy: Policy, params: TensorDict, rows: TensorDict) -> tuple[Tensor, Tensor]:
-    """Return `policy.evaluate_rows(params, rows)`."""
-    return policy.evaluate_rows(params, rows)
-
-
 def counted(mask: Tensor, real: Tensor) -> Tensor:
     """Return True for each step that counts: in the `mask` of the chosen rows, and not in a repeated row.
 

@@ -3,7 +3,7 @@
 The checks read shapes and dtypes only. In compiled code they run while a function is traced, before it is compiled.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -12,7 +12,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from ecrl.algorithms import Algorithm, Interleaved, Run
-from ecrl.algorithms.core import Collect, Iterate, OnPolicy, Update
+from ecrl.algorithms.core import Collect, Iterate, OnPolicy, Update, collect_of
 from ecrl.algorithms.interleaved import Replay, Turn
 from ecrl.errors import ConfigError
 from ecrl.pytree import flatten, paths
@@ -66,14 +66,14 @@ def check_logs(label: str, logs: Any) -> None:
             raise ConfigError(f"{label} returns the log {name} as {_described(log)}; make it a 0-d tensor")
 
 
-def check_act(label: str, required: tuple[str, ...], obs: Any, out: Any) -> None:
+def check_act(label: str, obs: Any, out: Any, required: Sequence[str]) -> None:
     """Raise ConfigError if the output of a policy's `act` lacks a field, or has one of a wrong shape or name.
 
     Args:
         label: name of the policy and of its function.
-        required: fields that the output must have.
         obs: the observations `[N, ...]`.
         out: the output of `act`.
+        required: the fields that it must have.
     """
     if not isinstance(out, TensorDictBase):
         raise ConfigError(f"{label} returns {type(out).__name__} as its output, expected a TensorDict; return one")
@@ -98,11 +98,11 @@ def check_act(label: str, required: tuple[str, ...], obs: Any, out: Any) -> None
 
 @dataclass(frozen=True)
 class CheckedAct:
-    """The `act` of the policy `name`, with its output checked. It must have the fields `required`."""
+    """The `act` of the policy `name`, with its output checked."""
 
     name: str
-    required: tuple[str, ...]
     act: Callable[..., tuple[TensorDict, TensorDict]]
+    required: tuple[str, ...]
 
     @property
     def __name__(self) -> str:
@@ -112,13 +112,13 @@ class CheckedAct:
     def __call__(self, params: Any, carry: Any, obs: Any, noise: Any) -> tuple[TensorDict, TensorDict]:
         """Return the result of `act`."""
         carry, out = self.act(params, carry, obs, noise)
-        check_act(f"policy {self.name}: act", self.required, obs, out)
+        check_act(f"policy {self.name}: act", obs, out, self.required)
         return carry, out
 
 
 def _with_checked_act(run: Run, name: str) -> Run:
     required = ("action",) if run.policy.evaluate is None else ("action", "sample_log_prob")
-    return run._replace(policy=replace(run.policy, act=CheckedAct(name, required, run.policy.act)))
+    return run._replace(policy=replace(run.policy, act=CheckedAct(name, run.policy.act, required)))
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class CheckedUpdate:
 
 @dataclass(frozen=True)
 class CheckedTurn:
-    """The turn of the algorithm `name`, with its state and logs checked, and the output of the policy's `act`."""
+    """The `turn` of the algorithm `name`, with its state and logs checked, and the output of the policy's `act`."""
 
     name: str
     policy: str
@@ -178,6 +178,11 @@ class CheckedIterate:
     name: str
     policy: str
     iterate: Iterate
+
+    @property
+    def collect(self) -> Collect | None:
+        """The `collect` of `iterate`, for videos."""
+        return collect_of(self.iterate)
 
     def __call__(self, run: Run, state: TensorDict, borrowed: TensorDict) -> tuple[TensorDict, TensorDict, Logs]:
         """Return the result of `iterate`."""

@@ -1,8 +1,8 @@
 """Find the first NaN or infinity of an iteration, and describe it in an error of one line.
 
 The search repeats the iteration eagerly, step by step. In the collected steps, it reports the field, the environment
-and the step of the first number that is not finite. In the update, it reports the minibatch, or the time step of the
-gradient through the rollout. The error has a report and the state before the iteration.
+and the step of the first number that is not finite. In the update, it reports the minibatch, or the step whose
+gradient is not finite. The error has a report and the state before the iteration.
 """
 
 from collections import deque
@@ -26,7 +26,7 @@ from ecrl.errors import NotFiniteError
 from ecrl.kernels import scan
 from ecrl.loop.buffers import borrowed_leaves, kinds_of
 from ecrl.loop.finite_guard import FIELDS, KINDS
-from ecrl.pytree import flatten, names, replaced
+from ecrl.pytree import flatten, names, replaced, unflatten
 
 _FIELDS = ("obs", "action", "sample_log_prob", "value", "reward", "final_value")  # in the order of a step
 _TERMS = ("loss", "entropy", "kl_ref", "grad_norm")  # endings of logs; other logs may overflow in a good run
@@ -105,19 +105,60 @@ def _gradient_step(run: Run, loop_step: _LoopStep) -> tuple[dict[str, int], dict
     return {"epoch": loop_step.number // each, "minibatch": loop_step.number % each}, numbers
 
 
-def _step_back(run: Run, loop_step: _LoopStep) -> tuple[dict[str, int], dict[str, Tensor]]:
-    """Return place and numbers of a step of the backward sweep: the costate, a row per environment, and gradients."""
-    grads, costate = loop_step.carry
-    numbers = {f"costate.{name}": x for name, x in _named(costate).items()}
-    rows = [int(env) for x in numbers.values() for env in (~x.isfinite()).reshape(len(x), -1).any(1).nonzero()[:1]]
-    env = {"env": min(rows) + rank() * run.static.num_envs} if rows else {}
-    return {"step": loop_step.count - 1 - loop_step.number} | env, numbers | {
-        f"gradient.{name}": x for name, x in _named(grads).items()
-    }
-
-
-_LOOPS = {"_gradient_step": _gradient_step, "_step_back": _step_back}
+_LOOPS = {"_gradient_step": _gradient_step}
 """Readers of the steps of a loop, by the name of the function that the loop runs."""
+
+_DIFFERENTIATED = "_step"
+"""Name of the function of a loop whose gradient is searched: that of `ecrl.algorithms.apg`."""
+
+
+class _Watched(torch.autograd.Function):
+    """An identity that passes its gradient to a function in the backward pass."""
+
+    @staticmethod
+    def forward(x: Tensor, read: Callable[[Tensor], None]) -> Tensor:  # pyright: ignore
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.read = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore
+        ctx.read(grad)
+        return grad, None
+
+
+def _watched_steps(run: Run, body: Any, findings: list[tuple[str, dict[str, int], Any, Any]]) -> Callable[..., Any]:
+    """Return the body of a loop whose gradients are searched, from the last step to the first.
+
+    Its carry is the memory and the environments `[N]`. Their gradients at step t are the costate of t. The gradients of
+    the parameters are those that step t adds.
+    """
+    steps, last = iter(range(run.static.buffer_size)), {}
+
+    def read(name: str, step: int, grad: Tensor) -> None:
+        wrong = ~grad.isfinite().flatten()
+        if wrong.any() and not findings:
+            at = int(wrong.int().argmax())
+            env = at // grad[0].numel() + rank() * run.static.num_envs if name.startswith("costate.") else None
+            place = {"step": step} | ({} if env is None else {"env": env})
+            findings.append((name, place, grad.flatten()[at].item(), last[name][at].item() if name in last else None))
+        last[name] = grad.flatten()
+
+    def watched(tree: Any, prefix: str, step: int) -> Any:
+        leaves, structure = flatten(tree)
+        for i, name in enumerate(names(structure)):
+            if leaves[i].is_floating_point():
+                leaves[i] = cast(Any, _Watched.apply(leaves[i], partial(read, f"{prefix}.{name}", step)))
+        return unflatten(structure, leaves)
+
+    def step(carry: tuple[TensorDict, TensorDict], x: Any, params: TensorDict, *constants: Any) -> tuple[Any, Any]:
+        t, (memory, env) = next(steps), carry
+        params = watched(params, "gradient", t)  # before the costate, which is then calculated first
+        return body((watched(memory, "costate.carry", t), watched(env, "costate", t)), x, params, *constants)
+
+    return step
 
 
 def _searching_scan(run: Run, findings: list[tuple[str, dict[str, int], Any, Any]]) -> Callable[..., Any]:
@@ -127,7 +168,10 @@ def _searching_scan(run: Run, findings: list[tuple[str, dict[str, int], Any, Any
     """
 
     def searching(body: Any, carry: Any, xs: Any, *constants: Any) -> Any:
-        read = _LOOPS.get(body.func.__name__) if isinstance(body, partial) else None
+        name = body.func.__name__ if isinstance(body, partial) else ""
+        if name == _DIFFERENTIATED:
+            return scan(_watched_steps(run, body, findings), carry, xs, *constants)
+        read = _LOOPS.get(name)
         if read is None:
             return scan(body, carry, xs, *constants)
         length = len(flatten(xs)[0][0])
@@ -152,7 +196,7 @@ def _searching_scan(run: Run, findings: list[tuple[str, dict[str, int], Any, Any
 
 
 def _kind(name: str) -> str:
-    """Return the entry of KINDS for a named value of the update."""
+    """Return the kind of a number in the update, one of KINDS."""
     if name.startswith("params."):
         return "parameters"
     return "gradient" if name.startswith(("gradient.", "costate.")) or name.endswith("grad_norm") else "loss"

@@ -14,16 +14,16 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl.algorithms import Run
-from ecrl.algorithms.core import OnPolicy
+from ecrl.algorithms.core import Collect, collect_of
 from ecrl.config import Config
 from ecrl.distributed import world_size
 from ecrl.envs import Env
 from ecrl.envs.mujoco.camera import CameraConfig
 from ecrl.errors import ConfigError
 from ecrl.kernels import scan
-from ecrl.loop.buffers import borrowed_leaves, kinds_of
 from ecrl.loop.build import build, with_eval_events
 from ecrl.loop.iteration import phase_of, with_phase
+from ecrl.pytree import mapped
 from ecrl.run.evaluation import eval_steps
 from ecrl.run.loggers import ending
 from ecrl.run.video_writer import FPS, Camera, background_worker, cameras, render_views, video_path, view, write_video
@@ -101,24 +101,35 @@ def _first_envs(state: TensorDict, cfg: Config, count: int) -> TensorDict:
     env = cast(TensorDict, state["env"][:count])
     env = _add_view(env, env, count)
     fields = {"env": env, "episode": episode, "sample_step": env_step * count * world_size()}
-    fields |= {name: state[name][:count] for name in ("carry", "exploration") if name in state}
+    for name in {"carry", "exploration"} & {*state.keys()}:
+        fields[name] = mapped(lambda x: x[:count], state[name], batch=lambda size: (count, *size[1:]) if size else size)
     return TensorDict({**dict(state.items()), **fields}, [])
+
+
+def _collect(run: Run) -> Collect:
+    """Return the function that takes the steps of an iteration without learning."""
+    collect = collect_of(run.algorithm.iterate)
+    if collect is None:
+        raise ConfigError(
+            f"trainer.events.train: the iterate of algorithm {run.algorithm.name} has no `collect`, which takes its "
+            "steps without learning, for videos; add it, or move the cameras to trainer.events.eval"
+        )
+    return collect
 
 
 def rollout_views(run: Run, state: TensorDict, cfg: Config, count: int) -> Generator[TensorDict, None, None]:
     """Repeat the rollout of the iteration that begins at `state`, and yield the views of its first environments.
 
     Randomness depends only on (seed, stream, environment, step), so the episodes equal those of the run up to
-    rounding. Rounding depends on the number of environments.
+    rounding. Rounding depends on the number of environments. The policy does not learn on the way, so the episodes of
+    an interleaved algorithm equal those of the run up to its first gradient step.
+
+    Raises: ConfigError if the algorithm cannot take steps without learning.
     """
     run = with_phase(run, phase_of(run, [int(state["sample_step"])]))
     env, static = _with_views(run.env, count), run.static._replace(num_envs=count)
-    run, iterate = run._replace(env=env, static=static, jit=partial, scan=scan), run.algorithm.iterate
-    first = _first_envs(state, cfg, count)
-    if isinstance(iterate, OnPolicy):
-        _, steps = iterate.collect(run, first)
-    else:
-        steps = cast(TensorDict, iterate(run, *borrowed_leaves(first, kinds_of(run)))[1]["steps"])
+    run = run._replace(env=env, static=static, jit=partial, scan=scan)
+    _, steps = _collect(run)(run, _first_envs(state, cfg, count))
     seen = cast(TensorDict, steps["info", "seen"][:, :-1]).cpu()
     yield from (cast(TensorDict, seen[:, t]) for t in range(seen.shape[1]))
 
@@ -147,8 +158,12 @@ def with_training_videos(
         cfg: config of the run.
         videos: folder of the videos.
         state: state before the first record.
+
+    Raises: ConfigError if there are cameras, and the algorithm cannot take steps without learning.
     """
     with ExitStack() as stack, ending(records):
+        if cameras(cfg, "train"):
+            _collect(run)
         started = [(camera, stack.enter_context(background_worker())) for camera in cameras(cfg, "train")]
         jobs: list[Future | None] = [None] * len(started)  # the last job of each camera
         for record in records:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import assert_pure, close
 from pydantic import Field
+from tensordict import TensorDict
 
 from ecrl import rng
 from ecrl.algorithms import core
@@ -84,8 +85,7 @@ def same(a, b) -> bool:
 def gradient(cfg, state):
     """Of the objective with the entropy bonus, by one plain step; and the logs. In the dtype of the state."""
     built = build(cfg)
-    collected, batch = built.algorithm.iterate.collect(built, state)
-    after, logs = built.algorithm.iterate.update(built, collected, batch)
+    after, _, logs = built.algorithm.iterate(built, state, TensorDict({}, []))
     return after["params"].apply(lambda new, old: new - old, state["params"]), logs
 
 
@@ -193,10 +193,11 @@ def test_a_segment_cuts_the_gradient_exactly_there(segment):
 def test_the_discount_starts_again_with_every_episode_and_not_with_a_segment():
     cfg = run(**LINEAR, **{"env.cfg.max_episode_steps": 3, "trainer.buffer_size": 6}, **apg_cfg(segment_length=2))
     state, parts = init_state(cfg), build(cfg)
-    collected, batch = parts.algorithm.iterate.collect(parts, state)
+    _, writes, logs = parts.algorithm.iterate(parts, state, TensorDict({}, []))
+    batch = writes["steps"]
     reward = batch["reward"][:, :-1]
     weights = torch.tensor([1.0, 0.9, 0.81, 1.0, 0.9, 0.81])
-    close(parts.algorithm.iterate.update(parts, collected, batch)[1]["objective"], (reward * weights).sum(1).mean())
+    close(logs["objective"], (reward * weights).sum(1).mean())
     assert batch["done"][0].tolist() == [False, False, True, False, False, True, False]
 
 
@@ -211,7 +212,9 @@ def test_gradients_do_not_cross_a_reset():
 def test_it_collects_what_every_algorithm_collects():
     cfg = run(**POINT)
     state, parts = init_state(cfg), build(cfg)
-    after, batch = parts.algorithm.iterate.collect(parts, state)
+    after, writes, _ = parts.algorithm.iterate(parts, state, TensorDict({}, []))
+    batch = writes["steps"]
+    assert same(parts.algorithm.iterate.collect(parts, state)[1], batch), "what a video shows"
     expected, rollout = core.collect(parts, state)
     for name in ("obs", "reward", "done"):
         assert torch.equal(batch[name], rollout[name]), name

@@ -117,7 +117,7 @@ def test_what_the_environment_gives_is_found_in_its_iteration(algorithm, form):
     assert (found["what"], found["key"], found["place"]) == ("reward", "reward", {"env": 2, "step": 1, "env_step": 5})
     assert error.report["met"][0] == "reward" and error.report["sample_step"] == 16 and len(states) == 2
     made = build(cfg)
-    _, batch = made.algorithm.iterate.collect(made, states[-1])
+    batch = made.algorithm.iterate(made, states[-1], TensorDict({}, []))[1]["steps"]
     assert found["before"] == pytest.approx(float(batch["reward"][2, 0]), rel=1e-5)
     where = "first reward = nan in env 2, step 1 of the rollout, step 5 of that env"
     assert f"{where}, last finite value {found['before']:.6g}; mend the environment" in str(error)

@@ -12,13 +12,12 @@ from torch.func import vmap
 
 import ecrl
 from ecrl import rng
-from ecrl.algorithms.core import collect
+from ecrl.algorithms.core import collect, step_keys
 from ecrl.algorithms.minibatch_sgd import sizes_of
 from ecrl.algorithms.rows import rows_of
 from ecrl.algorithms.state_kinds import Kind, leaf_kinds
 from ecrl.compile.scan import scan_op
 from ecrl.compile.trace import traced
-from ecrl.errors import ConfigError
 from ecrl.loop.buffers import kinds_of
 from ecrl.loop.build import build
 from ecrl.loop.iteration import init_state, make_iteration, reopened, train_iter
@@ -235,10 +234,57 @@ def test_memory_restarts_after_a_step_that_does_not_count():
     close(run.policy.evaluate_rows(state["params"], rows)[0], rollout["sample_log_prob"][:, :-1])
 
 
-def test_apg_refuses_memory_in_one_line():
-    cfg = remembering(**{"algorithm": {"name": "apg"}, "env": "pendulum"})
-    with pytest.raises(ConfigError, match=r"^policy.name: apg differentiates one step at a time, this policy has mem"):
-        init_state(cfg)
+NUMBERS = {"env": {"name": "remember_cue", "cfg": {"action": "number"}}}
+APG = {"name": "apg", "cfg": {"gamma": 1.0, "learning_rate": 0.05, "deterministic_actions": True}}
+
+
+def test_apg_learns_what_to_remember():
+    cfg = remembering(**{**NUMBERS, "algorithm": APG, "trainer.iterations": 60, "trainer.buffer_size": 9})
+    assert mean_return(cfg) > -0.1
+
+
+def by_tape(cfg, state, length):
+    """The gradient of APG's objective, by one graph over all steps with memory and states detached between segments."""
+    run, (world_keys, action_keys) = build(cfg), step_keys(build(cfg), state)
+    params = state["params"].apply(lambda p: p.clone().requires_grad_())
+    memory, world, total = state["carry"], state["env"], 0.0
+    for t in range(cfg.trainer.buffer_size):
+        if t % length == 0:
+            memory, world = memory.detach(), world.detach()
+        steps = TensorDict({"obs": world["obs"].unsqueeze(1), "done": torch.zeros(8, 1).bool()}, [8, 1])
+        before = memory
+        memory, out = run.policy.act(params, before, world["obs"], run.policy.draw(action_keys[t]))
+        entropy = run.policy.evaluate(params, before, steps.set("action", out["action"].unsqueeze(1)))[1]
+        world = run.env.step(world, out["action"], run.env.draw(world_keys[t]))
+        total = total + world["reward"].mean() + 0.3 * entropy.mean()
+        done = (world["terminated"] | world["truncated"]).unsqueeze(-1)
+        first = run.policy.init_carry(params, 8)["h"]
+        memory = TensorDict({"h": torch.where(done, first, memory["h"])}, [8])
+    leaves = dict(params.items())
+    grads = torch.autograd.grad(total, [*leaves.values()], allow_unused=True)
+    return {name: torch.zeros_like(p) if g is None else g for (name, p), g in zip(leaves.items(), grads, strict=True)}
+
+
+@pytest.mark.parametrize("length", [None, 4, 2, 1])
+def test_the_gradient_of_apg_crosses_memory_within_a_segment(length):
+    plain = {"optimizer": {"name": "sgd", "learning_rate": 1.0}, "max_grad_norm": 1e9, "ent_coef": 0.3, "gamma": 1.0}
+    algorithm = {"name": "apg", "cfg": {**plain, "segment_length": length}}
+    cfg = remembering(**{**SHORT, **NUMBERS, "algorithm": algorithm})
+    run = build(cfg)
+    state, _ = collect(run, init_state(cfg))
+    assert state["carry", "h"].any() and state["env", "elapsed"].any(), "an episode crosses the boundary"
+    after, _, _ = run.algorithm.iterate(run, state, TensorDict({}, []))
+    expected = by_tape(cfg, state, length or 8)
+    assert expected["U"].any() and expected["h0"].any() == (length in (None, 4))
+    for name, wanted in expected.items():
+        close(after["params", name] - state["params", name], wanted)
+
+
+@pytest.mark.slow
+def test_apg_with_memory_compiled_equals_eager():
+    cfg = remembering(**{**SHORT, **NUMBERS, "algorithm": APG})
+    for name, leaf in last_state(cfg)["params"].items():
+        close(last_state(cfg.replace(**{"trainer.compile": "on"}))["params", name], leaf, tol=1e-4)
 
 
 def test_a_policy_with_memory_says_so():

@@ -5,25 +5,32 @@ import subprocess
 import sys
 import warnings
 from contextlib import contextmanager
+from dataclasses import replace
 from threading import Event
 
 import numpy as np
 import pytest
 import torch
 from support.camera_task import CUBE, TASK, film, filmed_run, gl
-from support.small_runs import same, small
+from support.replay_agent import replaying
+from support.small_runs import full_config, same, small
 from tensordict import TensorDict
 
+import ecrl.loop.build
 from ecrl.cli import main as cli
 from ecrl.config import config_from_dict
+from ecrl.envs import Env, make_env
+from ecrl.envs.cartpole import CartPoleConfig
 from ecrl.errors import ConfigError, UserError
+from ecrl.loop.buffers import borrowed_leaves, kinds_of
 from ecrl.loop.build import build
-from ecrl.loop.iteration import init_state, make_iteration, train_iter
+from ecrl.loop.iteration import init_state, make_iteration, phase_of, train_iter, with_phase
+from ecrl.registry import register_env
 from ecrl.run import video, video_writer
 from ecrl.run.checkpoint import save
 from ecrl.run.evaluation import evaluate, with_evaluation
 from ecrl.run.train import train
-from ecrl.run.video import record, rollout_views
+from ecrl.run.video import record, rollout_views, with_training_videos
 from ecrl.run.video_writer import background_worker, cameras, check_cameras, view, write_video
 
 ffmpeg = pytest.importorskip("imageio_ffmpeg", reason="videos need the extra 'video'")
@@ -217,6 +224,52 @@ def test_what_training_collects_is_filmed(algorithm):
             torch.testing.assert_close(views[row]["physics"], expected["physics"], rtol=1e-4, atol=1e-5)
             assert torch.equal(views[row]["targets", "goal"], expected["targets", "goal"])
         state = after
+
+
+@register_env("reporting_pole", override=True)
+def reporting_pole(cfg: CartPoleConfig) -> Env:
+    """CartPole with `info`, in which a video puts its views."""
+    pole = make_env({"name": "cartpole", "cfg": cfg.model_dump()})
+
+    def with_info(after: TensorDict) -> TensorDict:
+        return after.copy().set("info", TensorDict({"angle": after["obs"][..., 2].clone()}, after.batch_size))
+
+    return replace(pole, reset=lambda keys: with_info(pole.reset(keys)), step=lambda *args: with_info(pole.step(*args)))
+
+
+FILMED = {
+    "apg": (full_config("apg", "off"), True),
+    "replay": (replaying(**{"env.name": "reporting_pole", "algorithm.cfg.learning_starts": 1000}), True),
+    "learning replay": (replaying(**{"env.name": "reporting_pole", "policy.normalize_obs": True}), False),
+}
+
+
+@pytest.mark.parametrize("case", FILMED)
+def test_rank_0_films_alone_so_a_video_waits_for_no_other_rank(case, monkeypatch):
+    cfg, is_whole = FILMED[case]
+    state, _ = make_iteration(cfg)(init_state(cfg))
+    run = with_phase(build(cfg), phase_of(build(cfg), [int(state["sample_step"])]))
+    steps = run.algorithm.iterate(run, *borrowed_leaves(state, kinds_of(run)))[1]["steps"]
+    monkeypatch.setattr(video, "view", lambda env, count: TensorDict({"obs": env["obs"][:count]}, [count]))
+    for name in ("apg", "minibatch_sgd"):
+        module = sys.modules[f"ecrl.algorithms.{name}"]
+        monkeypatch.setattr(module, "all_mean", lambda *_, **__: pytest.fail("it waits for the other ranks"))
+    views = list(rollout_views(build(cfg), state, cfg, 2))
+    assert len(views) == cfg.trainer.buffer_size
+    for t, seen in enumerate(views[: None if is_whole else 2]):  # the policy learns after the first step
+        torch.testing.assert_close(seen["obs"], steps["obs"][:2, t])
+
+
+def test_an_iterate_without_steps_to_film_is_refused_before_training(monkeypatch, tmp_path):
+    def with_own_iterate(block, make=ecrl.loop.build.make_algorithm):
+        made = make(block)
+        return replace(made, iterate=lambda *args: made.iterate(*args))
+
+    monkeypatch.setattr(ecrl.loop.build, "make_algorithm", with_own_iterate)
+    cfg = filmed_run({"cam": film(name="cam")})
+    message = "^trainer.events.train: the iterate of algorithm ppo has no `collect`, .* move the cameras to trainer.ev"
+    with pytest.raises(ConfigError, match=message):
+        next(with_training_videos(iter(()), build(cfg), cfg, tmp_path, init_state(cfg)))
 
 
 TINY = {"type": "mlp", "network_cfg": {"hidden_sizes": [8], "activation": "tanh"}}

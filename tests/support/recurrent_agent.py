@@ -1,7 +1,8 @@
 """A recurrent policy and an environment that only memory can solve: both are for tests.
 
 The environment shows a cue at the first step of three and pays 1 at the last one if the action equals the cue. The cue
-is not seen then, so a policy without memory gets 0.5 on average.
+is not seen then, so a policy without memory gets 0.5 on average. With actions that are numbers, the environment pays
+minus the squared distance to the cue, which is -1 or 1. A policy without memory then gets -1 at best.
 """
 
 from typing import Any, Literal
@@ -19,14 +20,15 @@ from ecrl.kernels import loop
 from ecrl.policies import Policy
 from ecrl.policies.heads import make_head
 from ecrl.registry import register_env, register_policy
-from ecrl.spaces import Discrete, Space, box, element_shape
+from ecrl.spaces import Box, Discrete, Space, box, element_shape, flat_dim
 
 LENGTH = 3
 
 
 class CueConfig(ConfigModel):
-    """How an episode ends."""
+    """How an episode ends, and what an action is."""
 
+    action: Literal["class", "number"] = Field(default="class", description="0 or 1, or a number near -1 or 1")
     end: Literal["terminated", "truncated"] = Field(default="terminated", description="flag of the last step")
 
 
@@ -43,16 +45,21 @@ def remember_cue(cfg: CueConfig) -> Env:
         elapsed = state["elapsed"] + 1
         ended, no = elapsed >= LENGTH, torch.zeros_like(state["terminated"])
         time = elapsed.to(torch.float32) / LENGTH
+        if cfg.action == "class":
+            reward = (ended & (action == state["cue"])).to(torch.float32)
+        else:
+            reward = torch.where(ended, -(action[..., 0] - (2.0 * state["cue"] - 1.0)).square(), 0.0)
         fields = {
             "obs": torch.stack((torch.zeros_like(time), time), -1),
-            "reward": (ended & (action == state["cue"])).to(torch.float32),
+            "reward": reward,
             "elapsed": elapsed,
             "terminated": no,
             "truncated": no.clone(),
         }
         return state.copy().update(fields | {cfg.end: ended})
 
-    return Env(reset, step, box(-1.0, 1.0, 2), Discrete(2), min_truncation_gap=NEVER if cfg.end == "terminated" else 3)
+    actions = Discrete(2) if cfg.action == "class" else box(-2.0, 2.0, 1)
+    return Env(reset, step, box(-1.0, 1.0, 2), actions, min_truncation_gap=NEVER if cfg.end == "terminated" else 3)
 
 
 class TanhCellConfig(PolicyConfig):
@@ -66,7 +73,8 @@ def tanh_cell(cfg: TanhCellConfig, observation_space: Space, action_space: Space
     """Actor and critic on one recurrent cell, h' = tanh(W obs + U h + b), whose first memory is learnt."""
     (inputs,), head = element_shape(observation_space), make_head(action_space, squash=False)
     shapes = {"W": (inputs, cfg.hidden), "U": (cfg.hidden, cfg.hidden), "b": (cfg.hidden,), "h0": (cfg.hidden,)}
-    shapes |= {"actor": (cfg.hidden, 2), "critic": (cfg.hidden, 1)}
+    shapes |= {"actor": (cfg.hidden, flat_dim(action_space)), "critic": (cfg.hidden, 1)}
+    shapes |= {"log_std": (flat_dim(action_space),)} if isinstance(action_space, Box) else {}
 
     def init(key: Tensor) -> TensorDict:
         draw = {name: 0.5 * rng.normal(rng.fold_in(key, i), shape) for i, (name, shape) in enumerate(shapes.items())}
@@ -78,11 +86,14 @@ def tanh_cell(cfg: TanhCellConfig, observation_space: Space, action_space: Space
     def advance(params: TensorDict, h: Tensor, obs: Tensor) -> Tensor:
         return torch.tanh(obs @ params["W"] + h @ params["U"] + params["b"])
 
+    def log_std(params: TensorDict) -> Tensor | None:
+        return params.get("log_std", None)
+
     def act(params: TensorDict, carry: TensorDict, obs: Tensor, noise: Tensor | None) -> tuple[TensorDict, TensorDict]:
         h = advance(params, carry["h"], obs)
         logits = h @ params["actor"]
-        action = head.mode(None, logits) if noise is None else head.sample(None, logits, noise)
-        out = {"action": action, "sample_log_prob": head.log_prob(None, logits, action)}
+        action = head.mode(log_std(params), logits) if noise is None else head.sample(log_std(params), logits, noise)
+        out = {"action": action, "sample_log_prob": head.log_prob(log_std(params), logits, action)}
         return TensorDict({"h": h}, obs.shape[:1]), TensorDict(out, obs.shape[:1])
 
     def body(h: Tensor, row: tuple[Tensor, Tensor], params: TensorDict) -> tuple[Tensor, Tensor]:
@@ -98,7 +109,7 @@ def tanh_cell(cfg: TanhCellConfig, observation_space: Space, action_space: Space
 
     def evaluate(params: TensorDict, carry: TensorDict, steps: TensorDict) -> tuple[Tensor, Tensor]:
         logits = memories(params, carry, steps) @ params["actor"]
-        return head.log_prob(None, logits, steps["action"]), head.entropy(None, logits)
+        return head.log_prob(log_std(params), logits, steps["action"]), head.entropy(log_std(params), logits)
 
     def critic(params: TensorDict, h: Tensor) -> Tensor:
         return (h @ params["critic"]).squeeze(-1)
