@@ -44,8 +44,9 @@ def exact(value: Any) -> Hashable:
         return type(value), tuple(map(exact, value))
     if isinstance(value, float | complex):
         return type(value), repr(value)
-    if is_dataclass(value) and not isinstance(value, type):
-        return type(value), value, tuple(exact(getattr(value, one.name)) for one in fields(value) if one.compare)
+    if is_dataclass(value) and not isinstance(value, type) and value.__dataclass_params__.eq:  # pyright: ignore
+        compared = [one.name for one in fields(value) if one.compare and one.hash is not False]
+        return type(value), value, tuple(exact(getattr(value, name)) for name in compared)
     return type(value), value
 
 
