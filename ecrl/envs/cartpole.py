@@ -1,4 +1,4 @@
-"""CartPole, step for step Gymnasium's `CartPole-v1`: balance a pole on a cart by pushing left (0) or right (1)."""
+"""CartPole: balance a pole on a cart by pushing it left (0) or right (1). Steps equal Gymnasium's `CartPole-v1`."""
 
 from math import inf, pi
 
@@ -15,16 +15,16 @@ from ecrl.spaces import Box, Discrete
 
 
 class CartPoleConfig(ConfigModel):
-    """Physical constants, SI units."""
+    """Physical constants in SI units, bounds and the time limit."""
 
     gravity: Positive = Field(9.8, description="gravitational acceleration, m/s^2")
     cart_mass: Positive = Field(1.0, description="mass of the cart, kg")
     pole_mass: Positive = Field(0.1, description="mass of the pole, kg")
     half_length: Positive = Field(0.5, description="half the pole's length, m")
-    force: Positive = Field(10.0, description="size of the push, N")
+    force: Positive = Field(10.0, description="force of a push, N")
     dt: Positive = Field(0.02, description="time step, s")
-    max_position: Positive = Field(2.4, description="the episode ends if |x| exceeds this, m")
-    max_angle: Positive = Field(12.0 * 2.0 * pi / 360.0, description="the episode ends if |theta| exceeds this, rad")
+    max_position: Positive = Field(2.4, description="largest |x|, m; the episode ends beyond it")
+    max_angle: Positive = Field(12.0 * 2.0 * pi / 360.0, description="largest |theta|, rad; the episode ends beyond it")
     start: Positive = Field(0.05, description="x, x_dot, theta and theta_dot start uniformly between -start and start")
     max_episode_steps: Count = Field(500, description="time limit, steps")
 
@@ -58,12 +58,12 @@ def cartpole(cfg: CartPoleConfig) -> Env:
         next_x     = x + dt x_dot;            next_x_dot     = x_dot + dt x_acc
         next_theta = theta + dt theta_dot;    next_theta_dot = theta_dot + dt theta_acc
 
-    This is explicit Euler. The observation `[*B, 4]` is x (m), x_dot (m/s), theta (rad) and theta_dot (rad/s). The
-    angle theta is 0 for an upright pole. The action `[*B]` is 0 or 1. The reward is 1 per step. The episode ends if
-    |next_x| exceeds max_position or |next_theta| exceeds max_angle.
+    The integrator is explicit Euler. The observation `[*B, 4]` is x (m), x_dot (m/s), theta (rad) and theta_dot
+    (rad/s). The angle theta is 0 for an upright pole. The action `[*B]` is 0 or 1. The reward is 1 per step. The
+    episode ends if |next_x| exceeds max_position or |next_theta| exceeds max_angle.
 
-    The state has gravity, cart_mass, pole_mass, half_length and force, each `[*B]`. Events such as `randomize_field`
-    can change them.
+    The state also has gravity, cart_mass, pole_mass, half_length and force, each `[*B]`, so that events such as
+    `randomize_field` can change them.
 
     Source: Barto, Sutton and Anderson 1983, "Neuronlike adaptive elements that can solve difficult learning control
         problems"; equations of motion without friction from Florian 2007, "Correct equations for the dynamics of the

@@ -1,8 +1,8 @@
-"""An environment is a frozen record of pure functions over a TensorDict state; wrappers are functions `Env -> Env`.
+"""The environment record `Env`, and its wrappers, which are functions `Env -> Env`.
 
-`reset(keys)` and `step(state, action, noise)` return a state with batch shape `[*B]`. It has `obs`, `reward`,
-`terminated`, `truncated` and the fields of the dynamics. It may have `info`, a TensorDict with fields such as
-`success`.
+An `Env` is a frozen dataclass of pure functions. `reset(keys)` and `step(state, action, noise)` return a state, which
+is a TensorDict of batch shape `[*B]`. A state has `obs`, `reward`, `terminated`, `truncated` and the fields of the
+dynamics. It may also have `info`, a TensorDict with fields such as `success`.
 """
 
 import sys
@@ -20,56 +20,58 @@ from ecrl.pytree import flatten
 from ecrl.spaces import Box, Space
 
 NEVER = sys.maxsize
-"""`min_truncation_gap` of an environment that never truncates."""
+"""Value of `min_truncation_gap` for an environment that never truncates an episode."""
 
 
 def keys_as_noise(keys: Tensor) -> Tensor:
-    """Return the keys unchanged: by default, the noise of a step is its key."""
+    """Return the keys unchanged. This is the default `Env.draw`: the noise of a step is the key of the step."""
     return keys
 
 
 def last_obs(state: TensorDict) -> Any:
-    """Return `state["obs"]`: by default, the dynamics compute the observation."""
+    """Return `state["obs"]`. This is the default `Env.observe`: nothing is recomputed."""
     return state["obs"]
 
 
 def nothing_to_close(state: TensorDict) -> None:
-    """Do nothing: by default, an environment has only tensors, which need no closing."""
+    """Do nothing. This is the default `Env.close`: tensors need no closing."""
 
 
 def nothing_lasts(start: TensorDict, ended: TensorDict) -> TensorDict:
-    """Return the start unchanged: by default, nothing of an episode outlasts it."""
+    """Return the start unchanged. This is the default `Env.carry_over`: no value outlasts an episode."""
     return start
 
 
 def always_current(state: TensorDict) -> bool:
-    """Return True: by default, the state is complete, so `step` can always continue from it."""
+    """Return True. This is the default `Env.is_current`: `step` can continue from every state."""
     return True
 
 
 @dataclass(frozen=True)
 class Env:
-    """Pure functions that define an environment, for any number of copies at once.
+    """An environment as a record of pure functions. Each function handles any number of copies at once.
 
     Attributes:
-        reset: int64 keys `[*B]` -> state.
-        step: (state, action, noise) -> state.
-        observation_space: the observations of one environment.
-        action_space: the actions of one environment.
-        draw: keys -> noise of a step. It is called on `[T, N]` keys before the loop, so it cannot depend on the state.
-        observe: state -> observation. Events need it if they change fields that the observation is computed from.
+        reset: (int64 keys `[*B]`) -> state at the start of an episode.
+        step: (state, action, noise) -> next state.
+        observation_space: the space of the observations of one copy.
+        action_space: the space of the actions of one copy.
+        draw: (keys) -> noise of a step. It is called on keys `[T, N]` before the loop over the steps, so the noise
+            cannot depend on the state.
+        observe: (state) -> observation. It recomputes the observation after an event changed the state.
         lockstep: True if every episode has the same length.
-        is_pure: False if part of the state is outside the tensors, as with Gymnasium. Such an environment resets
-            itself, sets `final_obs`, and is released by `close`.
-        close: state -> None; releases resources outside the tensors, such as processes.
-        is_current: state -> bool. False if `step` cannot continue from the state, because its environments are closed
+        is_pure: False if part of the state is outside the tensors, as in Gymnasium environments. An environment that is
+            not pure resets itself, sets `final_obs`, and is released by `close`.
+        close: (state) -> None. It releases resources outside the tensors, such as processes.
+        is_current: (state) -> bool. False if `step` cannot continue from the state, because its environments are closed
             or have taken further steps.
-        carry_over: (start, ended) -> the start of the next episode, with the values that outlast an episode, such as a
-            mass drawn by a startup event.
-        scene: the simulation of a MuJoCo task, for events that change the scene.
-        min_truncation_gap: no episode is truncated before this step, so two truncations of one copy are at least this
-            many steps apart. 1 if unknown; `NEVER` if `step` never truncates. `time_limit` lowers it to its limit. It
-            must hold for every state that events may make; an event that can truncate earlier declares its own gap.
+        carry_over: (start of the next episode, last state of the ended episode) -> start. The result keeps the values
+            that outlast an episode, such as a mass that a startup event drew.
+        scene: the simulation of a MuJoCo task, which events may change. None for other environments.
+        min_truncation_gap: the earliest step of an episode that may truncate it. Truncations of one copy are therefore
+            at least this many steps apart. Give 1 if it is unknown, and `NEVER` if `step` never truncates. `time_limit`
+            lowers it to its limit. It must hold for every state that events may produce. An event that can truncate
+            earlier declares its own gap.
     """
 
     reset: Callable[[Tensor], TensorDict]
@@ -92,9 +94,10 @@ class Env:
 
 
 def state_of(obs: Tensor | TensorDict, batch: torch.Size, **fields: Tensor) -> TensorDict:
-    """Return a state before the first step: reward 0, flags False; `fields` are the fields of the dynamics.
+    """Return the state before the first step of an episode, with reward 0 and both flags False.
 
-    `obs` may be a TensorDict. The reward has the dtype of its first floats, or float32 if it has only integers.
+    `fields` are the fields of the dynamics. `obs` may be a TensorDict. The reward has the dtype of the first float
+    tensor in `obs`, or float32 if `obs` has only integers.
 
     >>> state_of(torch.zeros(2, 8, 8, 1, dtype=torch.uint8), torch.Size([2]))["reward"]
     tensor([0., 0.])
@@ -107,12 +110,12 @@ def state_of(obs: Tensor | TensorDict, batch: torch.Size, **fields: Tensor) -> T
 
 
 def constant_fields(cfg: Any, names: tuple[str, ...], like: Tensor) -> dict[str, Tensor]:
-    """Return settings of a config as fields of a state, one number per environment, so that events can change them.
+    """Return settings of a config as state fields, one number per environment, so that events can change them.
 
     Args:
         cfg: the config that has the settings.
-        names: their names, also the names of the fields.
-        like: a float tensor `[*B]`; the fields get its shape, dtype and device.
+        names: names of the settings. The fields get the same names.
+        like: a float tensor `[*B]`. The fields get its shape, dtype and device.
     """
     return {name: torch.full_like(like, getattr(cfg, name)) for name in names}
 
@@ -123,11 +126,11 @@ def time_limit(env: Env, max_episode_steps: int) -> Env:
 
         elapsed' = elapsed + 1;  truncated' = truncated or elapsed' >= max_episode_steps
 
-    The state gains `elapsed` (int64), the number of steps since the episode started. `min_truncation_gap` becomes at
-    most `max_episode_steps`.
+    The state gains `elapsed` (int64), the number of steps since the episode started. `min_truncation_gap` is lowered to
+    `max_episode_steps` if it is larger.
 
     >>> from ecrl.envs import make_env
-    >>> time_limit(make_env("cartpole"), 20).min_truncation_gap  # its own limit is 500
+    >>> time_limit(make_env("cartpole"), 20).min_truncation_gap  # CartPole's own limit is 500
     20
     """
     if max_episode_steps < 1:
@@ -151,12 +154,15 @@ _OUTCOME = ("reward", "terminated", "truncated", "info", "mask")
 
 @cache
 def auto_reset(env: Env) -> Env:
-    """Start the next episode in the step that ended one; `final_obs` is the observation before the reset.
+    """Reset each copy of an environment in the step that ends its episode.
 
-    `reward`, `terminated`, `truncated`, `info` and `mask` still describe the step that ended. The next step of `env`
-    gets a state with both flags False. The noise of a step includes the start of the next episode. The start comes from
-    the start stream of the same key, so it does not depend on the last episode. An environment that is not pure resets
-    itself, so it is returned unchanged.
+    After that step, `obs` and the fields of the dynamics are the start of the next episode. `reward`, `terminated`,
+    `truncated`, `info` and `mask` still describe the step itself. In every state, `final_obs` is the observation before
+    any reset. The next call of `env.step` gets a state with both flags False.
+
+    The noise of a step includes a start for the next episode. This start is drawn from the key of the step and the
+    stream `rng.START`, so it does not depend on the ended episode. An environment that is not pure resets itself, so it
+    is returned unchanged.
     """
     if not env.is_pure:
         return env
@@ -164,7 +170,7 @@ def auto_reset(env: Env) -> Env:
     def reset(keys: Tensor) -> TensorDict:
         start = env.reset(keys)
         outcome = start.select(*_OUTCOME, strict=False)
-        # same field order as in `step`: compiled code guards on the order, and another order would compile twice
+        # keep the field order of `step`: compiled code depends on the order, and another order would compile again
         return start.exclude(*_OUTCOME).update(outcome).set("final_obs", start["obs"].clone())
 
     def draw(keys: Tensor) -> TensorDict:
@@ -188,7 +194,7 @@ def clip_action(env: Env) -> Env:
 
         clipped = max(low, min(high, action))
 
-    The rollout stores the action before clipping, because the policy's log-probability belongs to that action.
+    The rollout stores the action before clipping, because the stored log-probability belongs to that action.
     """
     space = env.action_space
     if not isinstance(space, Box):

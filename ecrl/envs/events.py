@@ -1,8 +1,9 @@
-"""Events that change the state of environments besides their dynamics: randomised worlds, starts and disturbances.
+"""Events change the state of environments in addition to the dynamics.
 
-An event is registered as `make(cfg) -> apply`. `apply(state, keys)` returns the state after the event happened to every
-environment of the batch. It is a pure function of the state and of one int64 key per environment. This module decides
-when an event happens, and selects the environments with `where`. So events run inside compiled and vmapped rollouts.
+Examples are random physical constants, random starts and disturbances. An event is registered as a function
+`make(cfg) -> apply`. `apply(state, keys)` returns the state after the event happened in every environment of the batch.
+It is a pure function of the state and of one int64 key per environment. This module decides when an event happens, and
+selects the environments with `where`. So events can run inside compiled and vmapped rollouts.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,14 +27,14 @@ from ecrl.registry import did_you_mean, lookup, register_event
 Apply = Callable[[TensorDict, Tensor], TensorDict]
 
 _HIDDEN = ("reward", "terminated", "truncated", "info", "mask", "final_obs", "elapsed")
-"""Fields that events neither see nor change: the outcome of the last step and the counter of the time limit."""
+"""Fields hidden from events: the outcome of the last step, and the step counter of the time limit."""
 
 
 class _Event(NamedTuple):
     """An event of an environment.
 
-    `label` names it in errors. `position` is its index among all events; it is folded into the keys, so each event
-    draws different numbers.
+    Errors begin with `label`. `position` is the index of the event among all events of the environment. It is folded
+    into the keys, so each event draws different numbers.
     """
 
     label: str
@@ -48,28 +49,30 @@ def _fields(state: TensorDictBase) -> dict[str, Tensor]:
     return {".".join(k) if isinstance(k, tuple) else k: x for k, x in state.items(True, True)}
 
 
-def _own(env: Env, state: TensorDict) -> TensorDict:
-    """Return a copy of the fields that an event may change; `obs` is one unless `env.observe` computes it."""
+def _event_fields(env: Env, state: TensorDict) -> TensorDict:
+    """Return a copy of the fields that an event may change. They include `obs` if `env.observe` is the default."""
     derived = () if env.observe is last_obs else ("obs",)
     return state.exclude(*_HIDDEN, *derived).clone()
 
 
-def _happen(env: Env, event: _Event, state: TensorDict, keys: Tensor, selected: Tensor) -> TensorDict:
-    """Apply an event to the selected environments, bool `[*B]`, and recompute their observations."""
-    own_keys = rng.fold_in(keys, event.position)
-    after = state.copy().update(event.apply(_own(env, state), own_keys))
+def _apply_event(env: Env, event: _Event, state: TensorDict, keys: Tensor, selected: Tensor) -> TensorDict:
+    """Apply an event to the environments that `selected` (bool `[*B]`) marks, and recompute their observations."""
+    event_keys = rng.fold_in(keys, event.position)
+    after = state.copy().update(event.apply(_event_fields(env, state), event_keys))
     return after.set("obs", env.observe(after)).where(selected, state)
 
 
 def make_event(event: EventConfig, scene: Any, label: str) -> Apply:
-    """Return the `apply` function of an event, made with `scene` if the event takes one; `label` names it in errors.
+    """Return the `apply` function of an event. An event whose `make` takes a scene gets `scene`.
 
-    Raises: ConfigError if the event needs a scene and there is none, or if its settings do not fit the scene.
+    Raises: ConfigError that begins with `label`, if the event needs a scene and `scene` is None, or if its settings do
+        not fit the scene.
     """
     make = lookup("event", event.func).make
     needs_scene = len(signature(make).parameters) > 1
     if needs_scene and scene is None:
-        raise ConfigError(f"{label}: changes the scene of a MuJoCo task, but this environment has none")
+        fault = "changes the scene of a MuJoCo task, but this environment has no scene"
+        raise ConfigError(f"{label}: {fault}; remove the event")
     try:
         return make(event.params, scene) if needs_scene else make(event.params)
     except ConfigError as error:
@@ -77,7 +80,10 @@ def make_event(event: EventConfig, scene: Any, label: str) -> Apply:
 
 
 def check_event(label: str, apply: Apply, before: TensorDict, keys: Tensor) -> None:
-    """Raise ConfigError if an event adds, drops or reshapes a field of the state; `label` names it in errors."""
+    """Raise ConfigError if an event adds or removes a field, or changes its dtype or shape.
+
+    The error begins with `label`.
+    """
     names = ", ".join(sorted(_fields(before)))
     try:
         after = apply(before.clone(), keys)
@@ -92,38 +98,43 @@ def check_event(label: str, apply: Apply, before: TensorDict, keys: Tensor) -> N
         actual, expected = new.get(name, "absent"), old.get(name, "absent")
         if actual != expected:
             fault = f"returns field {name!r} as {actual}, expected {expected}"
-            raise ConfigError(f"{label}: {fault}; an event returns the fields it got: {names}")
+            raise ConfigError(f"{label}: {fault}; return the same fields that the event gets: {names}")
 
 
 def lowered_gap(gap: int, events: Mapping[str, EventConfig]) -> int:
-    """Return a `min_truncation_gap` lowered to the gaps that events declare; see `with_events`."""
+    """Return the smallest of `gap` and the `min_truncation_gap` of each event that has one; see `with_events`."""
     return min((gap, *(getattr(event.params, "min_truncation_gap", gap) for event in events.values())))
 
 
 def with_events(env: Env, events: Mapping[str, EventConfig], where: str = "trainer.events") -> Env:
-    """Apply events to an environment that `auto_reset` wraps; without events, return `env` itself.
+    """Add events to an environment that `auto_reset` wraps.
 
-    Events that happen at the same moment are applied in the order of their names. Errors name an event by `where`, its
-    section of the config, and its name.
+    The mode of an event decides when it happens:
 
-    startup: once, at `reset`. Later episodes start from a new state, so the event is applied to them again with the
-        same key, and its effect lasts.
-    reset: at every start of an episode, also the first one, after the startup events, with a new key each time.
-    interval: before the n-th step of an environment for n = interval_step, 2 interval_step, ..., counted since
-        `reset`. The policy sees the effect in the observation after that step.
+    startup: once, at `reset`. Later episodes start from a new state, so the event is applied again with the same key.
+        Its effect therefore stays the same.
+    reset: at the start of every episode, after the startup events, with a new key each time.
+    interval: before every `interval_step`-th step of an environment. Steps are counted since `reset`. The policy sees
+        the effect in the observation after that step.
 
-    The state gains `events` with two int64 `[*B]` fields: `count`, the steps since `reset`, and `key`, the key of the
-    startup events. `env.observe` recomputes the observation of a start. The fields reward, terminated, truncated, info,
-    final_obs and elapsed keep their values. The keys of events are folded from the keys of the environments. So equal
-    keys, as in a GRPO group, get equal events. Starts and noise are the same with and without events. `reset` draws
-    the startup events again; `restart` starts an episode and keeps them.
+    Events that happen at the same time are applied in the order of their names. The keys of events are derived from the
+    keys of the environments. So environments with equal keys, as in a GRPO group, get equal events. Starts and noise
+    are the same with and without events. `reset` draws the startup events again. `restart` starts an episode with the
+    same startup events.
 
-    An event may shorten the environment's own limit and so truncate episodes earlier. Its Config then has a property
-    `min_truncation_gap`, the first step that it may truncate. The returned environment has the smallest gap. The limit
-    of `time_limit` cannot be shortened, because events do not see `elapsed`.
+    The state gains `events` with two int64 fields `[*B]`. `count` is the number of steps since `reset`, and `key` is
+    the key of the startup events. The fields reward, terminated, truncated, info, final_obs and elapsed keep their
+    values. `env.observe` recomputes the observation of a start.
 
-    Raises: ConfigError for an environment that is not pure. The returned `reset` raises ConfigError for an event that
-        adds, drops or reshapes a field, and ValueError if `auto_reset` is missing.
+    An event may shorten the environment's own limit, and so truncate episodes earlier. Its Config then needs a property
+    `min_truncation_gap`, the earliest step that may truncate an episode. The returned environment has the smallest gap.
+    Events cannot shorten the limit of `time_limit`, because they do not see `elapsed`.
+
+    Without events, `env` itself is returned. Errors begin with `where`, the section of the config, and the name of the
+    event.
+
+    Raises: ConfigError if `env` is not pure. The returned `reset` raises ConfigError if an event adds or removes a
+        field, or changes its dtype or shape. It raises ValueError if `auto_reset` is missing.
 
     >>> from ecrl.envs import auto_reset, make_env
     >>> push = EventConfig.model_validate({"func": "randomize_field", "mode": "reset", "params":
@@ -147,11 +158,10 @@ def with_events(env: Env, events: Mapping[str, EventConfig], where: str = "train
 
 
 def restart(env: Env, state: TensorDict, keys: Tensor) -> TensorDict:
-    """Start an episode in every environment as `env.reset(keys)` does, but keep the startup events and counters."""
+    """Start an episode in every environment, as `env.reset(keys)` does, but keep the startup events and counters."""
     if not env.is_pure or "events" in state:
-        return cast(Any, env.reset)(
-            keys, state
-        )  # this `reset` takes the old state too, and keeps its open environments
+        # this `reset` also takes the old state, to keep its startup events or its open environments
+        return cast(Any, env.reset)(keys, state)
     return env.carry_over(env.reset(keys), state)
 
 
@@ -161,7 +171,7 @@ def _with_events(env: Env, events: tuple[_Event, ...]) -> Env:
 
     def start(state: TensorDict, startup_key: Tensor, keys: Tensor, selected: Tensor) -> TensorDict:
         for event in (*startup, *at_reset):
-            state = _happen(env, event, state, startup_key if event.mode == "startup" else keys, selected)
+            state = _apply_event(env, event, state, startup_key if event.mode == "startup" else keys, selected)
         return state
 
     def reset(keys: Tensor, ended: TensorDict | None = None) -> TensorDict:
@@ -170,7 +180,7 @@ def _with_events(env: Env, events: tuple[_Event, ...]) -> Env:
         if "final_obs" not in state:
             raise ValueError("with_events needs an environment that resets itself; use with_events(auto_reset(env))")
         for event in events:
-            check_event(event.label, event.apply, _own(env, state), key)
+            check_event(event.label, event.apply, _event_fields(env, state), key)
         everyone = torch.ones(keys.shape, dtype=torch.bool, device=keys.device)
         first = TensorDict({"count": torch.zeros_like(keys), "key": key}, keys.shape)
         record = first if ended is None else cast(TensorDict, ended["events"]).copy()
@@ -183,7 +193,7 @@ def _with_events(env: Env, events: tuple[_Event, ...]) -> Env:
         record, state = cast(TensorDict, state["events"]), state.exclude("events")
         count = record["count"] + 1
         for event in interval:
-            state = _happen(env, event, state, noise["event"], count % event.interval_step == 0)
+            state = _apply_event(env, event, state, noise["event"], count % event.interval_step == 0)
         after = env.step(state, action, noise["env"])
         after = start(after, record["key"], noise["event"], after["terminated"] | after["truncated"])
         return after.copy().set("events", record.copy().set("count", count))
@@ -197,20 +207,20 @@ _Numbers = Annotated[Annotated[_Number, NUMBER] | _List, by_kind("a number or a 
 
 
 class RandomizeFieldConfig(ConfigModel):
-    """A field of the env state and the range of its draw; equal bounds give a fixed number."""
+    """A field of the environment's state, and the range of its random draws. Equal bounds give a fixed number."""
 
     field: str = Field(description='dotted name of a float field of the env state, such as "obs" or "angle"')
-    low: _Numbers = Field(description="lowest draw; one number, or one per element of the field")
-    high: _Numbers = Field(description="highest draw; one number, or one per element of the field")
+    low: _Numbers = Field(description="lowest draw: one number, or one number per element of the field")
+    high: _Numbers = Field(description="highest draw: one number, or one number per element of the field")
     operation: Literal["set", "add", "scale"] = Field(
-        "set", description="set: the draw replaces the field; add: it is added; scale: it multiplies the field"
+        "set", description="set: replace the field by the draw; add: add the draw; scale: multiply by the draw"
     )
 
     @model_validator(mode="after")
     def _ordered(self) -> "RandomizeFieldConfig":
         low, high = (x if isinstance(x, tuple) else (x,) for x in (self.low, self.high))
         if len(low) != len(high) and 1 not in (len(low), len(high)):
-            raise ValueError(f"low has {len(low)} numbers, high {len(high)}; give one per element of the field")
+            raise ValueError(f"low has {len(low)} numbers, but high has {len(high)}; give one per element of the field")
         length = max(len(low), len(high))
         for a, b in zip(low * (length // len(low)), high * (length // len(high)), strict=True):
             if a > b:
@@ -238,9 +248,11 @@ def _bound(name: str, value: float | tuple[float, ...], field: str, like: Tensor
 def randomize_field(cfg: RandomizeFieldConfig) -> Apply:
     """Replace, shift or scale a field of the env state by a random draw, independently for each element.
 
-        draw = low + (high - low) u,  u uniform in [0, 1) on the 2**-24 grid;  x' = draw, x + draw or x draw
+        draw = low + (high - low) u,    u uniform over the multiples of 2**-24 in [0, 1)
+        x'   = draw, x + draw or x draw, for the operations set, add and scale
 
-    Raises: ConfigError if the field is unknown or is not a float tensor, or if the bounds have another length.
+    Raises: ConfigError if the field is unknown or is not a float tensor, or if a list of bounds does not have one
+        number per element of the field.
     """
 
     def apply(state: TensorDict, keys: Tensor) -> TensorDict:

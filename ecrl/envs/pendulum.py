@@ -1,4 +1,4 @@
-"""Pendulum, step for step Gymnasium's `Pendulum-v1`: swing a rod up and hold it upright with a bounded torque."""
+"""Pendulum: swing a rod up and hold it upright with a bounded torque. Steps equal Gymnasium's `Pendulum-v1`."""
 
 from math import pi
 
@@ -15,14 +15,14 @@ from ecrl.spaces import Box, box
 
 
 class PendulumConfig(ConfigModel):
-    """Physical constants, SI units."""
+    """Physical constants in SI units, bounds and the time limit."""
 
     gravity: Positive = Field(10.0, description="gravitational acceleration, m/s^2")
     mass: Positive = Field(1.0, description="mass of the rod, kg")
     length: Positive = Field(1.0, description="length of the rod, m")
     dt: Positive = Field(0.05, description="time step, s")
-    max_speed: Positive = Field(8.0, description="the angular velocity is clipped to +- this, rad/s")
-    max_torque: Positive = Field(2.0, description="the torque is clipped to +- this, N m")
+    max_speed: Positive = Field(8.0, description="largest angular velocity in either direction, rad/s")
+    max_torque: Positive = Field(2.0, description="largest torque in either direction, N m")
     max_episode_steps: Count = Field(200, description="time limit, steps")
 
 
@@ -45,11 +45,12 @@ def pendulum(cfg: PendulumConfig) -> Env:
 
         reward = -(wrap(theta)^2 + 0.1 theta_dot^2 + 0.001 u^2);    wrap(theta) = theta modulo 2 pi, in [-pi, pi)
 
-    This is semi-implicit Euler. The observation `[*B, 3]` is cos(theta), sin(theta) and theta_dot (rad/s). The angle
-    theta (rad) is 0 for an upright rod. The action `[*B, 1]` is the torque, N m. An episode starts with theta uniform
-    in [-pi, pi) and theta_dot uniform in [-1, 1), and ends at the time limit. The state has theta as `angle` and
-    theta_dot as `speed`. It also has gravity, mass and length, each `[*B]`; events such as `randomize_field` can change
-    them.
+    The integrator is semi-implicit Euler. The observation `[*B, 3]` is cos(theta), sin(theta) and theta_dot (rad/s).
+    The angle theta (rad) is 0 for an upright rod. The action `[*B, 1]` is the torque, N m. At the start, theta is
+    uniform in [-pi, pi) and theta_dot is uniform in [-1, 1). An episode ends at the time limit.
+
+    The state stores theta as `angle` and theta_dot as `speed`. It also has gravity, mass and length, each `[*B]`, so
+    that events such as `randomize_field` can change them.
 
     Source: Gymnasium's `Pendulum-v1`.
     """

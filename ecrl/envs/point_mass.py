@@ -1,7 +1,7 @@
-"""A damped point mass that moves in the plane to a goal, around two round obstacles; every step is differentiable.
+"""Point mass: push a damped point to a goal in the plane, around two round obstacles. Every step is differentiable.
 
-The integrator is semi-implicit Euler. The task is EmbodiChain's `PointMassRL`, and that name is registered too. Unlike
-in EmbodiChain, gradients also flow through the last action.
+The integrator is semi-implicit Euler. The task is EmbodiChain's `PointMassRL`, and is registered under that name too.
+There is one difference: here gradients also flow through the last action.
 """
 
 from math import inf, sqrt
@@ -17,23 +17,23 @@ from ecrl.envs.core import NEVER, Env, state_of, time_limit
 from ecrl.registry import register_env
 from ecrl.spaces import box
 
-_GOAL, _START, _OBSTACLE = 0.7, 0.6, 0.8  # half-widths of the squares of random positions, in units of workspace_half
-_TRIES = 8  # candidate positions per obstacle; 92 % of the candidates are far enough from the goal
+_GOAL, _START, _OBSTACLE = 0.7, 0.6, 0.8  # half-widths of random positions, in units of workspace_half
+_TRIES = 8  # candidate positions per obstacle; by default, 92 % of them are far enough from the goal
 _WEIGHTS = {"distance": 1.0, "near": 0.5, "penetration": -2.0, "speed": -0.01, "change": -0.001}
-_NEAR = 0.05  # m, width of the bonus around the goal
+_NEAR = 0.05  # width of the bonus around the goal, m
 
 
 class PointMassConfig(ConfigModel):
-    """Physical constants, SI units."""
+    """Physical constants in SI units, the workspace, obstacles and the time limit."""
 
     max_episode_steps: Count = Field(100, description="time limit, steps")
-    workspace_half: Positive = Field(1.0, description="each coordinate is clamped to +- this, m")
+    workspace_half: Positive = Field(1.0, description="largest size of a coordinate, m; positions are clamped")
     mass: Positive = Field(1.0, description="mass of the point, kg")
     force_scale: Positive = Field(5.0, description="force of an action of 1, N")
-    linear_damping: NonNegative = Field(5.0, description="fraction of the velocity lost per second, 1/s")
+    linear_damping: NonNegative = Field(5.0, description="damping rate of the velocity, 1/s")
     dt: Positive = Field(1.0 / 60.0, description="time step, s")
-    success_threshold: Positive = Field(0.03, description="the episode ends if the goal is closer than this, m")
-    success_bonus: NonNegative = Field(0.0, description="added to the reward of the step that reaches the goal")
+    success_threshold: Positive = Field(0.03, description="distance to the goal, m, below which the episode ends")
+    success_bonus: NonNegative = Field(0.0, description="bonus for the step that reaches the goal")
     obstacle_radius_range: tuple[Positive, Positive] = Field(
         (0.08, 0.15), strict=False, description="smallest and largest radius of an obstacle, m"
     )
@@ -59,7 +59,7 @@ def _obstacles(uniforms: Tensor, goal: Tensor, half_width: float, min_distance: 
     """Return the centres of the obstacles, `[*B, 2, 2]`.
 
     Each centre is the first of `_TRIES` uniform candidates that is farther than `min_distance` from the goal `[*B, 2]`.
-    If there is none, it is the corner opposite to the goal, which is always far enough.
+    If no candidate is far enough, the centre is the corner opposite to the goal. That corner is always far enough.
     """
     corner = torch.where(goal < 0.0, half_width, -half_width)[..., None, None, :].expand(*goal.shape[:-1], 2, 1, 2)
     candidates = torch.cat(((2.0 * uniforms - 1.0) * half_width, corner), -2)
@@ -76,7 +76,7 @@ def _observe(state: TensorDict) -> Tensor:
 def _info(terms: dict[str, Tensor], success: Tensor, distance: Tensor, path: Tensor, collisions: Tensor) -> TensorDict:
     metrics = {"final_distance": distance, "path_length": path, "collision_count": collisions}
     info = TensorDict({"success": success, "metrics": metrics, "rewards": terms}, success.shape)
-    return info.clone()  # no two fields may share a tensor: compiled code guards on that
+    return info.clone()  # no two fields may share a tensor: compiled code would depend on it
 
 
 @register_env("PointMassRL")
@@ -91,11 +91,11 @@ def point_mass(cfg: PointMassConfig) -> Env:
                  + success_bonus [d < success_threshold]
 
     The episode ends if d < success_threshold. The observation `[*B, 14]` is position, velocity, goal, last action, the
-    centres of the two obstacles and their radii, in m and m/s. The action `[*B, 2]` is the force along each axis, per
-    force_scale. `info` has `success`, `rewards` (each term without its weight) and `metrics` (of the episode up to this
-    step).
+    centres of the two obstacles and their radii, in m and m/s. The action `[*B, 2]` is the force along each axis, in
+    units of force_scale. `info` has `success`, `rewards` and `metrics`. `rewards` has each term without its weight.
+    `metrics` describes the episode up to this step.
 
-    Gradient: flows through every operation; the gradient of a norm at 0 is 0.
+    Gradient: flows through every operation. The gradient of a norm at 0 is 0.
     Source: EmbodiChain's `PointMassRL`.
     """
     half, (low, high) = cfg.workspace_half, cfg.obstacle_radius_range

@@ -1,4 +1,4 @@
-"""Five environments with a known value function. Each tests one part of an algorithm.
+"""Five small environments with known value functions. Each one fails if a certain part of an algorithm is wrong.
 
     name               observation  reward                      steps  value          fails if
     probe_constant     0            1                           1      1              the critic or its target is wrong
@@ -7,7 +7,7 @@
     probe_action       0            1 for action 1, else -1     1      1 once learnt  the policy's gradient is wrong
     probe_match        0 or 1       1 if action = obs, else -1  1      1 once learnt  rows of the batch are mixed up
 
-`probe_delay` also fails if bootstrapping is wrong, and `probe_action` if advantages are wrong.
+`probe_delay` also fails if bootstrapping is wrong. `probe_action` also fails if advantages are wrong.
 
 Source: Andy Jones 2021, "Debugging RL, without the agonizing pain".
 """
@@ -26,13 +26,13 @@ from ecrl.spaces import Discrete, box
 
 
 class ProbeConfig(ConfigModel):
-    """Settings of a probe: none."""
+    """The config of a probe environment, which has no settings."""
 
 
 def _one_step(first_obs: Callable[[Tensor], Tensor], reward: Callable[[Tensor, Tensor], Tensor]) -> Env:
-    """Return an environment with episodes of one step.
+    """Return an environment whose episodes have one step.
 
-    `first_obs(keys)` `[*B]` is the observation and `reward(obs, action)` `[*B]` the reward.
+    `first_obs(keys)` returns the observations `[*B]`, and `reward(obs, action)` returns the rewards `[*B]`.
     """
 
     def reset(keys: Tensor) -> TensorDict:
@@ -60,19 +60,22 @@ def _plus_or_minus_one(correct: Tensor) -> Tensor:
 
 @register_env("probe_constant")
 def probe_constant(cfg: ProbeConfig) -> Env:
-    """Return a one-step environment with reward 1: V = 1."""
+    """Return a one-step environment with reward 1. Its value is V = 1."""
     return _one_step(_zero, lambda obs, action: torch.ones_like(obs))
 
 
 @register_env("probe_observation")
 def probe_observation(cfg: ProbeConfig) -> Env:
-    """Return a one-step environment whose reward is the observation, -1 or 1: V = obs."""
+    """Return a one-step environment whose reward is the observation, -1 or 1. Its value is V = obs."""
     return _one_step(lambda keys: 2.0 * _zero_or_one(keys) - 1.0, lambda obs, action: obs.clone())
 
 
 @register_env("probe_delay")
 def probe_delay(cfg: ProbeConfig) -> Env:
-    """Return a two-step environment with observations 0, 1 and rewards 0, 1: V(0) = gamma, V(1) = 1."""
+    """Return a two-step environment with observations 0, 1 and rewards 0, 1.
+
+    Its values are V(0) = gamma and V(1) = 1.
+    """
 
     def reset(keys: Tensor) -> TensorDict:
         return state_of(_zero(keys).unsqueeze(-1), keys.shape)
@@ -87,7 +90,10 @@ def probe_delay(cfg: ProbeConfig) -> Env:
 
 @register_env("probe_action")
 def probe_action(cfg: ProbeConfig) -> Env:
-    """Return a one-step environment with reward 1 for action 1 and -1 for action 0: V = 1 for the best policy."""
+    """Return a one-step environment with reward 1 for action 1 and -1 for action 0.
+
+    V = 1 for the best policy.
+    """
     return _one_step(_zero, lambda obs, action: _plus_or_minus_one(action == 1))
 
 

@@ -1,4 +1,4 @@
-"""Checks of an environment before a run starts; an error names the field that is wrong."""
+"""Check the states of an environment before a run starts. An error names the wrong field."""
 
 from functools import cache
 from typing import Any
@@ -22,7 +22,7 @@ def _type_text(dtype: torch.dtype, shape: Any) -> str:
 
 
 def _zero_action(space: Space, batch: torch.Size) -> Tensor:
-    """Return the action 0, clamped to the bounds of a Box."""
+    """Return zeros as actions, clamped to the bounds if the space is a Box."""
     if not isinstance(space, Box):
         return torch.zeros(*batch, *element_shape(space), dtype=torch.int64)
     low, high = (torch.tensor(bound).reshape(space.shape) for bound in (space.low, space.high))
@@ -30,7 +30,7 @@ def _zero_action(space: Space, batch: torch.Size) -> Tensor:
 
 
 def _field_types(state: Any, batch: torch.Size, call: str) -> dict[str, str]:
-    """Return the dtype and shape of every tensor in a state by its dotted name; `call` names the call in errors."""
+    """Return the dtype and shape of every tensor in a state, as text by dotted name. Errors begin with `call`."""
     if not isinstance(state, TensorDictBase):
         raise ConfigError(f"{call} returns {type(state).__name__}, expected {_STATE}")
     if state.batch_size != batch:
@@ -41,7 +41,7 @@ def _field_types(state: Any, batch: torch.Size, call: str) -> dict[str, str]:
 
 
 def _obs_types(space: Space, name: str, batch: torch.Size) -> dict[str, tuple[str, ...]]:
-    """Return the allowed types of an observation by dotted name; an action mask may also be bool."""
+    """Return the allowed dtypes and shapes of an observation by dotted name. An action mask may also be bool."""
     if isinstance(space, Dict):
         parts = (_obs_types(part, f"{name}.{key}", batch) for key, part in space.items)
         return {key: types for part in parts for key, types in part.items()}
@@ -51,7 +51,7 @@ def _obs_types(space: Space, name: str, batch: torch.Size) -> dict[str, tuple[st
 
 
 def _check_required(env: Env, types: dict[str, str], batch: torch.Size, call: str) -> None:
-    """Raise ConfigError if a required field is absent or of another type."""
+    """Raise ConfigError if a required field is absent or has a wrong dtype or shape."""
     required = _obs_types(env.observation_space, "obs", batch)
     required |= {"reward": (_type_text(torch.float32, batch),)}
     required |= {flag: (_type_text(torch.bool, batch),) for flag in _FLAGS}
@@ -64,7 +64,7 @@ def _check_required(env: Env, types: dict[str, str], batch: torch.Size, call: st
 
 
 def _check_same(before: dict[str, str], after: dict[str, str], label: str) -> None:
-    """Raise ConfigError if `reset` and `step` return different fields."""
+    """Raise ConfigError if `reset` and `step` return different fields, dtypes or shapes."""
     for name in sorted(before.keys() | after.keys()):
         old, new = before.get(name), after.get(name)
         if old is None:
@@ -79,17 +79,18 @@ def _check_same(before: dict[str, str], after: dict[str, str], label: str) -> No
 def check_fields(env: Env, name: str) -> None:
     """Raise ConfigError if a run cannot use the states of an environment.
 
-    The check resets and steps two environments on the CPU, once per `env`. `reset` and `step` must return TensorDicts
-    of batch size `[*B]` with the same fields, shapes and dtypes. The required fields are `obs`, `reward` (float32
-    `[*B]`), `terminated` and `truncated` (both bool `[*B]`). `obs` must fit the observation space: the dtype of a
-    Box, int64 for choices. `reset` is also called with keys `[T, N]`, as auto-reset does. An environment that is not
-    pure is not checked. Errors of the environment's own code pass through unchanged.
+    The check resets and steps two copies of the environment on the CPU. It runs once for each `env`. `reset` and `step`
+    must return TensorDicts of batch size `[*B]` with the same fields, shapes and dtypes. The required fields are `obs`,
+    `reward` (float32 `[*B]`), `terminated` and `truncated` (both bool `[*B]`). `obs` must have the shape and the dtype
+    of the observation space; the dtype of a Discrete or MultiDiscrete space is int64. `reset` is also called with keys
+    `[T, N]`, as `auto_reset` does. An environment that is not pure is not checked. Errors of the environment's own code
+    are not caught.
 
     Args:
         env: the registered environment, before a run wraps it.
-        name: its name in messages.
+        name: the name of the environment for error messages.
 
-    Raises: ConfigError with the environment, the field, the value returned and the value expected.
+    Raises: ConfigError that names the environment and the field, with its actual and its expected dtype and shape.
 
     >>> from ecrl.envs import make_env
     >>> check_fields(make_env("cartpole"), "cartpole")

@@ -451,7 +451,7 @@ def test_a_computed_observation_is_no_field_of_its_own():
     [
         ({"low": 1.0, "high": 0.0}, "params: low 1.0 is above high 0.0"),
         ({"low": [0.0, 2.0], "high": 1.0}, "params: low 2.0 is above high 1.0"),
-        ({"low": [0.0, 2.0], "high": [1.0] * 3}, "params: low has 2 numbers, high 3"),
+        ({"low": [0.0, 2.0], "high": [1.0] * 3}, "params: low has 2 numbers, but high has 3"),
         ({"low": 0.0}, "params.high: missing"),
         (
             {"low": 0.0, "high": 1.0, "operation": "mul"},

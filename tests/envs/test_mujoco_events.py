@@ -810,7 +810,7 @@ def test_a_target_that_the_task_does_not_have_is_refused():
 def test_an_environment_without_a_scene_is_told_so(func):
     with pytest.raises(ConfigError) as error:
         with_events(auto_reset(make_env("cartpole")), outside({"it": happening(func, **EVENTS[func])}))
-    told = "changes the scene of a MuJoCo task, but this environment has none"
+    told = "changes the scene of a MuJoCo task, but this environment has no scene; remove the event"
     assert str(error.value) == f"trainer.events.it ({func}): {told}"
 
 
