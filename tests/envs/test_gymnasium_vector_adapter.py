@@ -177,7 +177,9 @@ def test_one_seed_for_all_is_taken_where_a_vector_env_takes_no_more():
     env = from_vector(CartPoleVectorEnv, timeout=600.0)
     expected, _ = CartPoleVectorEnv(4).reset(seed=SEEDS[0])
     close(env.reset(KEYS)["obs"], expected)
-    with pytest.raises(UserError, match=r"CartPoleVectorEnv takes one seed for all .* of a group cannot start alike"):
+    with pytest.raises(
+        UserError, match=r"CartPoleVectorEnv takes one seed for all .* with equal keys cannot start alike"
+    ):
         env.reset(KEYS[[0, 0, 1, 1]])
 
 

@@ -1,4 +1,4 @@
-"""Gymnasium environments: any registered id, as `"gymnasium:LunarLander-v3"`, and any vector env, by `from_vector`."""
+"""Gymnasium environments by id, such as `"gymnasium:LunarLander-v3"`, and `from_vector` for vector envs."""
 
 from ecrl.envs.gymnasium.env import GymnasiumConfig, from_vector, gymnasium_env
 

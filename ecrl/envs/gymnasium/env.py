@@ -1,4 +1,4 @@
-"""Gymnasium environments as an `Env`; their states are partly outside the tensors."""
+"""Adapt Gymnasium environments to `Env`. Part of their state is in Python objects, outside the tensors."""
 
 import sys
 from collections.abc import Callable
@@ -27,14 +27,14 @@ from ecrl.spaces import Box, Dict, Discrete, MultiDiscrete, Space, dict_space, f
 
 
 class GymnasiumConfig(ConfigModel):
-    """Id and arguments of a Gymnasium environment, and its process; the name `"gymnasium:<id>"` sets the id."""
+    """Id and arguments of a Gymnasium environment, and where it runs. The name `"gymnasium:<id>"` sets the id."""
 
     id: str = Field(
         min_length=1,
-        description='id for gymnasium.make, such as "LunarLander-v3"; "my_module:Mine-v0" if that module is imported',
+        description='id for gymnasium.make, such as "LunarLander-v3"; "my_module:Mine-v0" if my_module is imported',
     )
     kwargs: dict[str, JsonValue] = Field(default_factory=dict, description="further arguments of gymnasium.make")
-    max_episode_steps: Count | None = Field(None, description="time limit, steps; the registered limit if absent")
+    max_episode_steps: Count | None = Field(None, description="time limit, steps; if absent, the registered limit")
     asynchronous: bool = Field(False, description="run the environments in worker processes, at most one per core")
     timeout: Positive = Field(60.0, description="seconds that a worker may take for one step or reset")
 
@@ -50,21 +50,27 @@ class GymnasiumConfig(ConfigModel):
 
 @register_env("gymnasium")
 def gymnasium_env(cfg: GymnasiumConfig) -> Env:
-    """Run an environment that `gymnasium.make` knows. The key seeds the first episode and all later ones.
+    """Return an environment that `gymnasium.make` creates. The key seeds the first episode and all later ones.
 
     Observation spaces may be Box, Discrete, MultiDiscrete, MultiBinary, Dict and Tuple. The parts of a Tuple are named
-    "0", "1" and so on. All floats become float32. A Box keeps integers, such as the uint8 of images, and integers of
-    other spaces become int64. Action spaces may be Box, Discrete, MultiDiscrete and MultiBinary. Actions of a Box of
-    integers are floats, rounded for Gymnasium. `info["action_mask"]` becomes `obs["action_mask"]`, beside the parts of
-    a Dict or `obs["observation"]`. `info["success"]` or `info["is_success"]` becomes `info.success`, NaN if the
-    environment reports none. Equal keys give equal episodes, in this process and in workers. `min_truncation_gap` is
-    the time limit for the environments of Gymnasium itself. It is 1 for all others, because their own code may truncate
-    at any step.
+    "0", "1" and so on. All floats become float32. Images of uint8 stay uint8. `ecrl.spaces.from_gymnasium` lists the
+    dtypes of other integers.
 
-    Raises: ConfigError if the environment cannot be made, or has an unsupported space. `reset` and `step` raise
-        UserError with the environment and the step. They do so if an environment raises, dies, hangs in its worker or
-        returns a value outside its space. NaN and infinity raise no error here; in a run `trainer.finite_guard`
-        handles them.
+    Action spaces may be Box, Discrete, MultiDiscrete and MultiBinary. The actions of an integer Box are floats, which
+    are rounded before Gymnasium gets them.
+
+    An action mask in `info["action_mask"]` becomes `obs["action_mask"]`. An observation that is not a Dict then becomes
+    `obs["observation"]`. `info["success"]` or `info["is_success"]` becomes `info.success`. It is NaN if the
+    environment reports neither.
+
+    Equal keys give equal episodes, in this process and in workers. `min_truncation_gap` is the time limit for the
+    environments that Gymnasium itself provides. It is 1 for all others, because their own code may truncate at any
+    step.
+
+    Raises: ConfigError if the environment cannot be created or has an unsupported space. `reset` and `step` raise
+        UserError if an environment raises, dies, hangs in its worker or returns a value that does not fit its space.
+        The error names the environment and the step. NaN and infinity raise no error here. In a run,
+        `trainer.finite_guard` handles them.
     """
     limit = {} if cfg.max_episode_steps is None else {"max_episode_steps": cfg.max_episode_steps}
     kwargs = cast(dict[str, Any], cfg.kwargs) | limit
@@ -78,7 +84,7 @@ def gymnasium_env(cfg: GymnasiumConfig) -> Env:
 
 
 def _truncation_gap(env_id: str, kwargs: dict[str, Any]) -> int:
-    """Return the time limit of an environment of Gymnasium itself; 1 for one that may truncate by its own code."""
+    """Return the time limit of an environment that Gymnasium itself provides, and 1 for any other environment."""
     spec = registry.get(env_id.rpartition(":")[2])
     if spec is None or not str(spec.entry_point).startswith("gymnasium.envs.") or spec.additional_wrappers:
         return 1
@@ -87,14 +93,15 @@ def _truncation_gap(env_id: str, kwargs: dict[str, Any]) -> int:
 
 
 def from_vector(make_vector: Callable[[int], VectorEnv], *, timeout: float) -> Env:
-    """Return an `Env` that drives the `gymnasium.vector.VectorEnv` made by `make_vector(N)`; use it in `register_env`.
+    """Return an `Env` that steps the `gymnasium.vector.VectorEnv` that `make_vector(N)` returns.
 
-    The vector env declares its autoreset mode in `metadata["autoreset_mode"]`; all three modes work. NEXT_STEP spends a
-    step on each reset. The state then has `mask`, which is False for a step that only resets. An AsyncVectorEnv that
-    does not answer within `timeout` seconds raises an error; other vector envs have no timeout. If the reset of a
-    vector env takes one integer instead of a list, it gets the seed of the first environment.
+    Call it in a function decorated with `register_env`. The vector env declares its autoreset mode in
+    `metadata["autoreset_mode"]`. All three modes work. In mode NEXT_STEP, each reset takes a step. The state then has
+    `mask`, which is False after a step that only reset the environment. An AsyncVectorEnv that does not answer within
+    `timeout` seconds raises an error. Other vector envs have no timeout. A vector env whose `reset` takes one integer
+    instead of a list of seeds gets the seed of the first environment.
 
-    Raises: ConfigError if the vector env cannot be made or has an unsupported space. `reset` and `step` raise
+    Raises: ConfigError if the vector env cannot be created or has an unsupported space. `reset` and `step` raise
         UserError with the step and, if the vector env reports it, the environment.
 
     >>> import torch
@@ -115,7 +122,7 @@ def from_vector(make_vector: Callable[[int], VectorEnv], *, timeout: float) -> E
 
 
 def _env(make: Callable[[int], Vector], label: str) -> Env:
-    """Return an environment that opens N copies by `make(N)`; `label` names it in errors."""
+    """Return an `Env` that opens N environments with `make(N)`. Errors begin with `label`."""
     owner, (spaces, gymnasium_spaces) = object(), _probe_spaces(make, label)
 
     def reset(keys: Tensor, state: TensorDict | None = None) -> TensorDict:
@@ -150,7 +157,7 @@ def _env(make: Callable[[int], Vector], label: str) -> Env:
 
 
 def _nvec(space: Space) -> tuple[int, ...]:
-    """Return the number of choices of each action that a mask covers."""
+    """Return the number of choices of each action. It is empty for a space that cannot have an action mask."""
     match space:
         case Discrete():
             return (space.n,)
@@ -160,7 +167,7 @@ def _nvec(space: Space) -> tuple[int, ...]:
 
 
 def _check_unchanged(vector: Vector, first_spaces: tuple[Any, Any], label: str) -> Vector:
-    """Return `vector`; raise ConfigError if its spaces changed, because the id was registered again."""
+    """Return `vector`. Raise ConfigError if its spaces changed, which happens if the id was registered again."""
     spaces = vector.observation_space, vector.action_space
     if spaces == first_spaces:
         return vector
@@ -171,7 +178,7 @@ def _check_unchanged(vector: Vector, first_spaces: tuple[Any, Any], label: str) 
 
 
 def _probe_spaces(make: Callable[[int], Vector], label: str) -> tuple[tuple[Space, Space], tuple[Any, Any]]:
-    """Open one environment, close it, and return its spaces, as the policy sees them and as Gymnasium has them."""
+    """Open and close one environment. Return its spaces for the policy, and its spaces in Gymnasium."""
     try:
         vector = make(1)
         try:
@@ -183,10 +190,10 @@ def _probe_spaces(make: Callable[[int], Vector], label: str) -> tuple[tuple[Spac
 
 
 def _spaces(vector: Vector) -> tuple[Space, Space]:
-    """Return the spaces as the policy sees them: an action mask in the info of a reset is part of the observation."""
+    """Return the spaces for the policy. If `reset` puts an action mask into its info, the observation includes it."""
     obs_space, action_space = from_gymnasium(vector.observation_space), from_gymnasium(vector.action_space)
     if isinstance(action_space, Dict):
-        raise TypeError(f"actions {vector.action_space}, expected Box, Discrete, MultiDiscrete or MultiBinary")
+        raise TypeError(f"has actions {vector.action_space}, expected Box, Discrete, MultiDiscrete or MultiBinary")
     if isinstance(action_space, Box):
         action_space = replace(action_space, dtype=torch.float32)
     parts = dict(obs_space.items) if isinstance(obs_space, Dict) else {"observation": obs_space}
@@ -202,7 +209,7 @@ def _state(outcome: Outcome, spaces: tuple[Space, Space], like: Tensor) -> Tenso
         if not isinstance(obs, TensorDict) or MASK not in obs:
             mask = {MASK: allowed(outcome.masks, nvec)}
             obs, final = (_parts(x, n).update(mask) for x in (obs, final))
-        done = outcome.terminated | outcome.truncated  # with `counts`, the step after an end only resets
+        done = outcome.terminated | outcome.truncated  # with `counts`, the step after `done` ignores its action
         check_allowed(obs[MASK] | done.unsqueeze(-1) if outcome.counts is not None else obs[MASK], nvec)
     fields = {
         "obs": obs,
@@ -218,10 +225,10 @@ def _state(outcome: Outcome, spaces: tuple[Space, Space], like: Tensor) -> Tenso
 
 
 def _to_device_of(like: Tensor, state: TensorDict) -> TensorDict:
-    """Copy a state to the device of `like`. A copy to a GPU starts in pinned memory, so the host does not wait."""
+    """Copy a state to the device of `like`. Pinned memory lets the host continue during a copy to a GPU."""
     device = like.device
     if device.type == "cpu":
-        return state  # a call of `to` takes as long as ten CartPole steps
+        return state  # `to` would take as long as ten CartPole steps
     return state.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else state.to(device)
 
 

@@ -1,7 +1,7 @@
-"""The table of open Gymnasium environments, which live outside any state.
+"""Table of the Gymnasium environments that are open in this process.
 
-A state refers to its environments by `token`, and has their step count in `step`. Token 0 marks a state that was loaded
-from a checkpoint: its environments are closed.
+A state cannot hold these environments. Its field `token` refers to them, and its field `step` is their step count.
+Token 0 marks a state that was loaded from a checkpoint, so its environments are closed.
 """
 
 import atexit
@@ -19,11 +19,11 @@ from ecrl.envs.gymnasium.vector_api import Fault, Vector
 from ecrl.errors import UserError
 
 _LIVE: dict[int, "Live"] = {}
-_TOKENS = itertools.count(time.time_ns())  # unique to this process, so a state of another process is recognised
+_TOKENS = itertools.count(time.time_ns())  # start at the current time, so that tokens of different processes differ
 
 
 class Live:
-    """Open environments, their owner, and the number of steps and resets since the first reset."""
+    """Open environments, the `Env` that owns them, and the number of steps and resets since the first reset."""
 
     def __init__(self, vector: Vector, owner: object, label: str):
         self.vector, self.owner, self.label, self.steps, self.token = vector, owner, label, -1, next(_TOKENS)
@@ -35,13 +35,14 @@ class Live:
             self.vector.close()
 
     def ask(self, answer: Callable[[], TensorDict], when: str, before: TensorDict | None = None) -> TensorDict:
-        """Return the state after a step from `before`, or after a reset.
+        """Call `answer`, and return its state with the token and the step count added.
 
-        If one environment fails, all are closed, because the others may have taken the step.
+        `before` is the state before a step, or None for a reset. If one environment fails, all are closed, because the
+        others may have taken the step already.
 
-        Raises: UserError with the environment, the error and `when`, the name of the step.
+        Raises: UserError that names the environment, the error and the step `when`.
         """
-        self.steps += 1  # counted first: after an interrupted step, older states count as behind
+        self.steps += 1  # count first: if the step is interrupted, older states are then out of date
         try:
             state = answer()
         except (Fault, BadValue) as error:
@@ -59,12 +60,12 @@ def _close_all() -> None:
 
 
 def fault_text(label: str, error: Fault | BadValue, first: int = 0) -> str:
-    """Return an error message that begins with the environment. This rank's first one has the index `first`."""
+    """Return an error message that begins with the environment. `first` is the index of this rank's first one."""
     return f"{label} {error}" if error.env is None else f"env {error.env + first} ({label}) {error}"
 
 
 def to_list(x: Tensor) -> list[int]:
-    """Copy a tensor to the host; raise UserError under vmap, which cannot copy to the host."""
+    """Return the numbers of a tensor as a list. Raise UserError under vmap, where they cannot be read."""
     try:
         return x.tolist()
     except RuntimeError as error:
@@ -72,18 +73,24 @@ def to_list(x: Tensor) -> list[int]:
 
 
 def find_live(state: TensorDict, owner: object) -> Live | None:
-    """Return the open environments of a state, at any step; None if they are closed or belong to another owner."""
+    """Return the open environments of a state, or None if they are closed or belong to another owner.
+
+    The environments may have taken further steps since the state.
+    """
     live = _LIVE.get(to_list(state["token"])[0])
     return live if live is not None and live.owner is owner else None
 
 
 def steps_behind(live: Live, state: TensorDict) -> int:
-    """Return the number of steps that the environments have taken since they returned the state."""
+    """Return the number of steps that the environments took after they returned the state."""
     return live.steps - to_list(state["step"])[0]
 
 
 def require_live(state: TensorDict, owner: object, label: str) -> Live:
-    """Return the open environments of a state; raise UserError if there are none, or if they have taken more steps."""
+    """Return the open environments of a state.
+
+    Raises: UserError if they are closed, or if they have taken further steps since the state.
+    """
     live = find_live(state, owner)
     if live is None:
         reason = "the state was loaded, or it belongs to another process, or they were closed"

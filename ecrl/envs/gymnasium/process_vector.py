@@ -1,6 +1,7 @@
-"""Environments in worker processes: each worker steps its share, one after the other, and sends each result at once.
+"""Run environments in worker processes.
 
-If a worker raises, dies or hangs, a Fault names the environment whose result is missing.
+Each worker steps its environments one after the other, and sends each result immediately. If a worker raises, dies or
+hangs, a Fault names the environment whose result is missing.
 """
 
 import contextlib
@@ -31,7 +32,7 @@ class _Worker(NamedTuple):
 
 
 def _start_worker(envs: range) -> _Worker:
-    """Start a new Python process, not a fork: a fork may copy locks that threads of this process hold."""
+    """Start a worker as a new Python process. A fork could copy locks that threads of this process hold."""
     parent_end, child_end = Pipe()
     with child_end:
         process = subprocess.Popen(
@@ -39,7 +40,7 @@ def _start_worker(envs: range) -> _Worker:
             stdin=subprocess.PIPE,
             pass_fds=(child_end.fileno(),),
             env={"OMP_NUM_THREADS": "1"} | os.environ,
-            start_new_session=True,  # Ctrl-C must not reach the worker, and `_kill` ends a worker with its children
+            start_new_session=True,  # keep Ctrl-C from the worker, and let `_kill` end its children too
         )
     return _Worker(process, parent_end, envs)
 
@@ -59,13 +60,13 @@ def _exit_text(process: subprocess.Popen) -> str:
 
 
 def _receive(source: _Worker, env: int, deadline: float, timeout: float) -> Any:
-    """Return the result of one environment, received before the deadline."""
+    """Return the result of one environment. Raise Fault if it does not arrive before the deadline."""
     if not source.pipe.poll(max(0.0, deadline - time.monotonic())):
         _kill(source.process)
         raise Fault(env, f"did not answer within {timeout:g} s (timeout); its worker was killed")
     try:
         succeeded, answer = source.pipe.recv()
-    except Exception:  # the pipe ended, or it ended within a message
+    except Exception:  # the pipe closed, perhaps within a message
         first, last = source.envs[0], source.envs[-1]
         name = f"process {source.process.pid} of envs {first} to {last}"
         raise Fault(env, f"lost its worker ({name}), which {_exit_text(source.process)}") from None
@@ -74,8 +75,8 @@ def _receive(source: _Worker, env: int, deadline: float, timeout: float) -> Any:
     return answer
 
 
-def _end(workers: list[_Worker]) -> None:
-    """Close the pipes, which makes workers exit. Kill the workers that are still running after `_GRACE` seconds."""
+def _stop(workers: list[_Worker]) -> None:
+    """Close the pipes, so that the workers exit. Kill workers that still run after `_GRACE` seconds."""
     deadline = time.monotonic() + _GRACE
     for one in workers:
         one.pipe.close()
@@ -89,7 +90,7 @@ def _end(workers: list[_Worker]) -> None:
 
 
 def parallel(env_id: str, kwargs: dict[str, Any], num_envs: int, timeout: float) -> Vector:
-    """Make environments in worker processes, at most one process per core; `serial` gives the same results."""
+    """Open environments in worker processes, at most one process per core. `serial` gives the same results."""
     import cloudpickle
 
     spec = gymnasium.registry.get(env_id.rpartition(":")[2])
@@ -110,6 +111,6 @@ def parallel(env_id: str, kwargs: dict[str, Any], num_envs: int, timeout: float)
             workers.append(_start_worker(range(first, last)))
         spaces = ask("open", [open_args] * num_envs, _START)[0]
     except BaseException:
-        _end(workers)
+        _stop(workers)
         raise
-    return vector_of(spaces, ask, lambda: _end(workers))
+    return vector_of(spaces, ask, lambda: _stop(workers))

@@ -1,7 +1,8 @@
-"""Convert values of Gymnasium's spaces to tensors and back; `ecrl.spaces.from_gymnasium` converts the spaces.
+"""Convert observations, actions and action masks between Gymnasium and tensors.
 
-A batch of observations is an array `[N, *shape]`, or a dict or tuple of batches. Integers of ecrl count from 0,
-integers of Gymnasium from the `start` of their space.
+`ecrl.spaces.from_gymnasium` converts the spaces themselves. A batch of observations is an array `[N, *shape]`, or a
+dict or tuple of batches. The integers of a discrete space count from 0 in ecrl, and from the `start` of the space in
+Gymnasium.
 """
 
 from collections.abc import Sequence
@@ -16,11 +17,11 @@ from torch import Tensor
 from ecrl.spaces import box_dtype
 
 MASK = "action_mask"
-"""Name of the observation's action mask, a bool part that marks the allowed choices; it is not a feature."""
+"""Name of the action mask, a bool part of the observation that marks the allowed choices. Networks do not get it."""
 
 
 class BadValue(ValueError):
-    """A value outside its space; `env` is the index of the first environment that returned one, None if unknown."""
+    """Error for a value that does not fit its space. `env` is the index of the environment, or None if unknown."""
 
     def __init__(self, text: str, env: int | None = None):
         super().__init__(text)
@@ -28,7 +29,7 @@ class BadValue(ValueError):
 
 
 def _part(rows: Sequence[Any], name: Any, space: spaces.Space) -> list[Any]:
-    """Return one part of every environment's observation; raise BadValue for the first environment that lacks it."""
+    """Return the part `name` of every environment's observation. Raise BadValue for the first one that lacks it."""
     parts = []
     for row in rows:
         try:
@@ -41,7 +42,7 @@ def _part(rows: Sequence[Any], name: Any, space: spaces.Space) -> list[Any]:
 
 
 def collate(space: spaces.Space, rows: Sequence[Any]) -> Any:
-    """Stack one observation per environment; raise BadValue for the first observation of another shape.
+    """Stack one observation per environment. Raise BadValue for the first observation of a wrong shape.
 
     >>> collate(spaces.Tuple((spaces.Discrete(3), spaces.Box(0, 1, (2,)))), [(1, [0.0, 1.0]), (2, [1.0, 0.0])])[0]
     array([1, 2])
@@ -63,9 +64,9 @@ def _shape_text(shape: tuple[int, ...], space: spaces.Space) -> str:
 
 
 def observation(space: spaces.Space, batch: Any) -> Any:
-    """Copy a batch to a tensor `[N, *shape]`; a Dict or Tuple becomes a TensorDict.
+    """Copy a batch of observations to a tensor `[N, *shape]`. A Dict or Tuple becomes a TensorDict.
 
-    The dtypes follow `ecrl.spaces.from_gymnasium`. NaN and infinity are kept.
+    The dtypes follow `ecrl.spaces.from_gymnasium`. NaN and infinity stay as they are.
 
     Raises: BadValue for a wrong shape, a number that the Box's dtype cannot represent, or an integer outside its
         space.
@@ -89,9 +90,9 @@ def observation(space: spaces.Space, batch: Any) -> Any:
 
 
 def _numbers(space: spaces.Box, batch: np.ndarray) -> Tensor:
-    """Copy the numbers of a Box, `[N, *shape]`, to a tensor."""
+    """Copy a batch of a Box, `[N, *shape]`, to a tensor."""
     dtype = box_dtype(space.dtype)
-    with np.errstate(invalid="ignore"):  # the cast of NaN to an integer is refused below
+    with np.errstate(invalid="ignore"):  # `refuse` below raises for NaN that is cast to an integer
         numbers = batch.astype(str(dtype).removeprefix("torch."))
     if not dtype.is_floating_point and batch.dtype != numbers.dtype:
         refuse(numbers != batch, f"returned an observation of {batch.dtype} that {space.dtype} of its Box cannot hold")
@@ -101,7 +102,7 @@ def _numbers(space: spaces.Box, batch: np.ndarray) -> Tensor:
 def action(space: spaces.Space, x: Tensor) -> np.ndarray:
     """Copy actions `[N, ...]` to an array `[N, *shape]` in the dtype of `space`.
 
-    Raises: BadValue for NaN or infinity if the space has integers.
+    Raises: BadValue for NaN or infinity if the values of the space are integers.
 
     >>> action(spaces.MultiBinary((1, 2)), torch.tensor([[0, 1]]))
     array([[[0, 1]]], dtype=int8)
@@ -117,9 +118,9 @@ def action(space: spaces.Space, x: Tensor) -> np.ndarray:
 
 
 def allowed(masks: Any, nvec: tuple[int, ...]) -> Tensor:
-    """Convert the action masks of N environments, arrays or tuples of arrays, to bool `[N, sum(nvec)]`.
+    """Stack the action masks of N environments to bool `[N, sum(nvec)]`. A mask is an array or a tuple of arrays.
 
-    Raises: BadValue for an environment without a mask, or with a mask of another length.
+    Raises: BadValue for an environment without a mask, or with a mask of a wrong length.
 
     >>> allowed([(np.array([1, 0]), np.array([0, 1, 1]))], (2, 3))
     tensor([[ True, False, False,  True,  True]])
@@ -147,13 +148,13 @@ def _named(parts: dict[str, Any]) -> TensorDict:
 
 
 def _range(space: Any) -> tuple[Any, Any]:
-    """Return the first integer of each element and the number of its values."""
+    """Return the smallest integer of each element, and the number of values that the element can have."""
     if isinstance(space, spaces.MultiBinary):
         return 0, 2
     return space.start, space.n if isinstance(space, spaces.Discrete) else space.nvec
 
 
 def refuse(wrong: np.ndarray, text: str) -> None:
-    """Raise BadValue for the first environment that has a True in `wrong`, bool `[N, ...]`."""
+    """Raise BadValue for the first environment with a True in `wrong`, which is bool `[N, ...]`."""
     if wrong.any():
         raise BadValue(text, int(wrong.reshape(len(wrong), -1).any(1).argmax()))

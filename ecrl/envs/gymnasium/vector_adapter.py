@@ -1,8 +1,8 @@
-"""A `gymnasium.vector.VectorEnv` as a `Vector`, for each of the three autoreset modes.
+"""Convert a `gymnasium.vector.VectorEnv` to a `Vector`, in each of the three autoreset modes.
 
-SAME_STEP: Gymnasium resets in the same step. `final` is taken from `info["final_obs"]`.
-NEXT_STEP: Gymnasium resets in the next step and ignores its action. `counts` is False for that step.
-DISABLED: Gymnasium waits for `reset(options={"reset_mask": ...})`, which is called in the same step.
+SAME_STEP: the vector env resets in the step that ends an episode. `final` comes from `info["final_obs"]`.
+NEXT_STEP: the vector env resets in the next step and ignores its action. `counts` is False for that step.
+DISABLED: the vector env does not reset by itself. The adapter calls `reset(options={"reset_mask": ...})`.
 """
 
 import math
@@ -23,7 +23,7 @@ from ecrl.envs.gymnasium.worker import error_text, success_of
 
 
 def _entries(info: dict, key: str, n: int) -> list[Any]:
-    """Return the info that each environment reports under a key, None if it reports none."""
+    """Return the info value of each environment for a key, or None for an environment that does not report it."""
     if key not in info:
         return [None] * n
     reported = info.get(f"_{key}", np.ones(n, bool))
@@ -35,7 +35,10 @@ def _entries(info: dict, key: str, n: int) -> list[Any]:
 
 
 def _success(info: dict, n: int) -> torch.Tensor:
-    """Return the success of the step; `final_info` overrides the info of a reset in the same step."""
+    """Return the success of the step, `[N]`.
+
+    If a reset follows in the same step, `info` describes the reset. So `final_info` overrides it.
+    """
     values: list[float | str] = [math.nan] * n
     for source in (info, info.get("final_info", {})):
         both = zip(_entries(source, "success", n), _entries(source, "is_success", n), strict=True)
@@ -47,14 +50,14 @@ def _success(info: dict, n: int) -> torch.Tensor:
 
 
 def _rows(batch: Any, envs: list[int]) -> Any:
-    """Return the rows of some environments from a batch of observations."""
+    """Return the observations of the environments `envs` from a batch."""
     if isinstance(batch, dict):
         return {name: _rows(part, envs) for name, part in batch.items()}
     return tuple(_rows(part, envs) for part in batch) if isinstance(batch, tuple) else batch[envs]
 
 
 def _final(obs: Any, ended: list[int], space: gymnasium.Space, info: dict) -> Any:
-    """Return the observations, with the last one of the episode for each environment whose episode ended."""
+    """Return the observations before any reset: for environments in `ended`, the last one of the ended episode."""
     if not ended:
         return obs.clone()
     if "final_obs" not in info:
@@ -68,10 +71,10 @@ def _final(obs: Any, ended: list[int], space: gymnasium.Space, info: dict) -> An
 
 
 def _with_timeout(venv: AsyncVectorEnv, wait: Callable[[], Any], timeout: float) -> Callable[..., Any]:
-    """Return `wait` with a timeout, whose error names the environment. Without it, `wait` may wait for ever."""
+    """Return a function like `wait` that raises a Fault after `timeout` seconds. `wait` itself may never return."""
 
     def wait_or_fail(close_timeout: float | None = None) -> Any:
-        if close_timeout is not None:  # only `AsyncVectorEnv.close` passes a timeout
+        if close_timeout is not None:  # only `AsyncVectorEnv.close` passes it; this error makes it end the workers
             raise multiprocessing.TimeoutError
         deadline = time.monotonic() + timeout
         for i, pipe in enumerate(venv.parent_pipes):
@@ -83,7 +86,10 @@ def _with_timeout(venv: AsyncVectorEnv, wait: Callable[[], Any], timeout: float)
 
 
 def _failed_env(venv: VectorEnv) -> int | None:
-    """Return the index of the environment of an AsyncVectorEnv that raised or lost its worker; None for other kinds."""
+    """Return the index of the environment that raised or lost its worker, or None if it is unknown.
+
+    Only an AsyncVectorEnv reports the index.
+    """
     if not isinstance(venv, AsyncVectorEnv):
         return None
     lost = connection.wait([process.sentinel for process in venv.processes], timeout=1.0)
@@ -92,7 +98,7 @@ def _failed_env(venv: VectorEnv) -> int | None:
 
 
 def _kill(venv: VectorEnv) -> None:
-    """Kill the workers of an AsyncVectorEnv after a failure: its own `close` would wait for their answers."""
+    """Kill the workers of an AsyncVectorEnv. After a failure, its `close` would wait for answers of the workers."""
     if isinstance(venv, AsyncVectorEnv):
         for process in venv.processes:
             process.kill()
@@ -101,7 +107,7 @@ def _kill(venv: VectorEnv) -> None:
 
 
 def _close(venv: VectorEnv) -> None:
-    """Close a vector env. Kill its workers if `close` fails, as Gymnasium's does if a worker died."""
+    """Close a vector env. Kill its workers if `close` raises, which happens in Gymnasium if a worker died."""
     try:
         venv.close()
     except Exception:
@@ -116,7 +122,7 @@ def _reset_with_seeds(venv: VectorEnv, seeds: list[int]) -> tuple[Any, dict]:
         if isinstance(venv.unwrapped, SyncVectorEnv | AsyncVectorEnv):
             raise
     if len(set(seeds)) < len(seeds):
-        raise Fault(None, "takes one seed for all its environments, so environments of a group cannot start alike")
+        raise Fault(None, "takes one seed for all its environments, so environments with equal keys cannot start alike")
     return venv.reset(seed=seeds[0])
 
 
@@ -148,7 +154,7 @@ def as_vector(venv: VectorEnv, timeout: float) -> Vector:
     if isinstance(base, AsyncVectorEnv):
         for name in ("reset_wait", "step_wait"):
             setattr(base, name, _with_timeout(base, getattr(base, name), timeout))
-    resetting = np.zeros(n, bool)  # NEXT_STEP: the environments that the next step resets
+    resetting = np.zeros(n, bool)  # in mode NEXT_STEP, True for environments that the next step resets
 
     def outcome(obs: Any, final: Any, reward: Any, flags: tuple, success: torch.Tensor, masks: list[Any]) -> Outcome:
         counts = torch.from_numpy(~resetting) if mode is AutoresetMode.NEXT_STEP else None

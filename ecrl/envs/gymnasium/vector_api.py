@@ -1,7 +1,7 @@
-"""A common interface for N Gymnasium environments, and its implementation in this process.
+"""The interface `Vector` of N open Gymnasium environments, and an implementation in this process.
 
-A `Vector` ends each step with every environment inside an episode. If an episode ended, `obs` is the first observation
-of the next one and `final` is the observation before the reset.
+A `Vector` resets an environment in the step that ends its episode. `obs` is then the first observation of the next
+episode, and `final` is the observation before the reset. Only a `Vector` with `counts` resets in the following step.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from ecrl.envs.gymnasium.spaces import BadValue, collate, observation
 
 
 class Fault(Exception):
-    """An error of an environment; `env` is its index, or None if the index is not known."""
+    """Error in an environment. `env` is the index of the environment, or None if it is unknown."""
 
     def __init__(self, env: int | None, text: str):
         super().__init__(text)
@@ -26,10 +26,10 @@ class Fault(Exception):
 
 
 class Outcome(NamedTuple):
-    """The result of a step or reset of N environments.
+    """Result of a step or reset of N environments.
 
-    `counts` is False for an environment whose step only reset it, and None if that never happens. `success` is NaN if
-    an environment reports none.
+    `counts` is False for an environment that the step only reset. It is None if resets never take a step. `success` is
+    NaN for an environment that does not report it. `masks` has the action mask of each environment, or None.
     """
 
     obs: Any
@@ -43,7 +43,7 @@ class Outcome(NamedTuple):
 
 
 class Vector(NamedTuple):
-    """Functions that drive open environments; `reset(seeds)` and `step(actions)` raise Fault or BadValue."""
+    """Functions that reset, step and close N open environments. `reset` and `step` raise Fault or BadValue."""
 
     observation_space: gymnasium.Space
     action_space: gymnasium.Space
@@ -53,7 +53,7 @@ class Vector(NamedTuple):
 
 
 def replace_rows(obs: Any, envs: Sequence[int], space: gymnasium.Space, rows: Sequence[Any]) -> Any:
-    """Return a copy of the observations; `rows` replace the observations of the environments `envs`."""
+    """Return a copy of the observations, with the observations of the environments `envs` replaced by `rows`."""
     out = obs.clone()
     if envs:
         try:
@@ -65,7 +65,7 @@ def replace_rows(obs: Any, envs: Sequence[int], space: gymnasium.Space, rows: Se
 
 
 def check_success(values: Sequence[float | str]) -> None:
-    """Raise BadValue for the first environment whose `worker.success_of` is an error message."""
+    """Raise BadValue for the first value that is an error message of `worker.success_of`."""
     for i, value in enumerate(values):
         if isinstance(value, str):
             raise BadValue(value, i)
@@ -83,7 +83,10 @@ def _outcome(space: gymnasium.Space, rows: Sequence[tuple]) -> Outcome:
 
 
 def vector_of(spaces: tuple, ask: Callable[[str, Any], Sequence[tuple]], close: Callable[[], None]) -> Vector:
-    """Make a `Vector` of `ask("reset", seeds)` and `ask("step", actions)`, which return one `worker.Row` per env."""
+    """Return a `Vector` that calls `ask("reset", seeds)` and `ask("step", actions)`.
+
+    `ask` returns one row per environment: a `worker.Row`, or a tuple with the same values.
+    """
 
     def answer(command: str) -> Callable[[Any], Outcome]:
         return lambda values: _outcome(spaces[0], ask(command, values))
@@ -92,7 +95,7 @@ def vector_of(spaces: tuple, ask: Callable[[str, Any], Sequence[tuple]], close: 
 
 
 def serial(env_id: str, kwargs: dict[str, Any], num_envs: int) -> Vector:
-    """Make environments that run in this process, one after the other."""
+    """Open environments in this process. They are reset and stepped one after the other."""
     envs: list[gymnasium.Env] = []
 
     def ask(command: str, values: Sequence[Any]) -> list[tuple]:

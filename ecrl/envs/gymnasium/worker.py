@@ -1,4 +1,4 @@
-"""One step of one Gymnasium environment, and the worker process of `process_vector.parallel`, which runs several.
+"""Reset and step single Gymnasium environments, and serve as the worker process of `process_vector.parallel`.
 
 A worker runs this file as a script. The file imports nothing of ecrl, so a worker starts fast and needs little memory.
 """
@@ -18,14 +18,14 @@ from gymnasium.envs.registration import load_env_creator
 from gymnasium.error import DependencyNotInstalled
 
 _EXTRAS = {"mujoco": "mujoco", "imageio": "mujoco", "Box2D": "box2d"}
-"""Packages that Gymnasium's environments import, and the extra of ecrl that installs each."""
+"""Packages that Gymnasium's environments import, each with the extra of ecrl that installs it."""
 
 
 class Row(NamedTuple):
-    """The result of one environment; `final` is the observation before the reset if the step ended an episode.
+    """Result of one environment. If the step ended an episode, `final` is the observation before the reset.
 
-    A worker sends it as a plain tuple. In a worker this class belongs to `__main__`, so the parent could not unpickle
-    it.
+    A worker sends a plain tuple instead of a `Row`. In the worker, this class belongs to the module `__main__`, so the
+    parent process could not unpickle a `Row`.
     """
 
     obs: Any
@@ -47,7 +47,7 @@ def _no_log_file() -> None:
 
 @contextlib.contextmanager
 def _explain_missing_package() -> Iterator[None]:
-    """Raise an error that names the extra to install if one of its packages is missing."""
+    """If a package of an extra is missing, raise an error with the command that installs the extra."""
     try:
         yield
     except (ImportError, DependencyNotInstalled) as error:
@@ -59,7 +59,7 @@ def _explain_missing_package() -> Iterator[None]:
 
 
 def make(env_id: str, kwargs: dict[str, Any]) -> gymnasium.Env:
-    """Call `gymnasium.make` without its checker. It looks only at the first steps; ecrl checks every step."""
+    """Call `gymnasium.make` without its checker, which checks only the first steps. ecrl checks every step."""
     known = gymnasium.registry.get(env_id)  # None for an id that begins with "module:"
     with _explain_missing_package():
         if known and isinstance(known.entry_point, str):
@@ -77,7 +77,7 @@ def reset(env: gymnasium.Env, seed: int) -> Row:
 
 
 def step(env: gymnasium.Env, action: Any) -> Row:
-    """Take one step, and start the next episode in the step that ended one."""
+    """Take one step. If it ends the episode, start the next one."""
     obs, reward, terminated, truncated, info = env.step(action)
     success, final = success_of(info), None
     if terminated or truncated:
@@ -87,7 +87,7 @@ def step(env: gymnasium.Env, action: Any) -> Row:
 
 
 def success_of(info: dict[str, Any]) -> float | str:
-    """Return the success in the info of a step: NaN if it is absent, an error message if it is not a number.
+    """Return the success in the info of a step, NaN if it is absent, or an error message if it is not a number.
 
     >>> success_of({"success": None, "is_success": True}), success_of({"success": "yes"})
     (1.0, "reported info['success'] = 'yes', expected a bool, a number or None")
@@ -96,7 +96,7 @@ def success_of(info: dict[str, Any]) -> float | str:
         value = info.get(key)
         if value is None:
             continue
-        with contextlib.suppress(Exception):  # any error of an object's own conversion means that it is not a number
+        with contextlib.suppress(Exception):  # an object that cannot be converted is not a number
             if not isinstance(value, str | bytes) and getattr(value, "shape", ()) == ():
                 return float(value)
         return f"reported info[{key!r}] = {' '.join(repr(value).split())[:80]}, expected a bool, a number or None"
@@ -104,21 +104,23 @@ def success_of(info: dict[str, Any]) -> float | str:
 
 
 def error_text(error: BaseException) -> str:
-    """Return an exception as one line."""
+    """Return the type and message of an exception in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
 
 
 def _open(env_id: str, kwargs: dict[str, Any], spec: bytes | None) -> gymnasium.Env:
-    if spec is not None:  # the parent may have registered environments that the worker has not
+    if spec is not None:  # the parent may have registered an environment that this process has not registered
         import cloudpickle
 
-        # pickle could not load a class of a notebook; the bytes come from the parent's pipe, never from disk
+        # `loads` runs code from the bytes, so they must come from a trusted source. They are the EnvSpec that
+        # `process_vector.parallel` pickled in the parent process, received through the private pipe of this worker.
+        # They never come from a file or a network. pickle itself cannot load a class that a notebook defines.
         gymnasium.registry.setdefault(env_id.rpartition(":")[2], cloudpickle.loads(spec))
     return make(env_id, kwargs)
 
 
 def _answers(envs: list[gymnasium.Env], command: str, values: list) -> Iterator[Any]:
-    """Run a command in one environment after the other, and yield each result."""
+    """Run a command in each environment in turn, and yield the results."""
     for i, value in enumerate(values):
         if command == "open":
             envs.append(_open(*value))
@@ -131,22 +133,22 @@ def _reply(pipe: Connection, envs: list[gymnasium.Env], command: str, values: li
     try:
         for answer in _answers(envs, command, values):
             pipe.send((True, tuple(answer)))
-    except BaseException as error:  # the parent reports any exception of an environment
+    except BaseException as error:  # the parent process reports the error
         pipe.send((False, error_text(error)))
 
 
 def _serve(pipe: Connection) -> None:
     envs: list[gymnasium.Env] = []
-    with contextlib.suppress(EOFError, OSError):  # the parent closed the pipe, maybe before it read all answers
+    with contextlib.suppress(EOFError, OSError):  # the parent closed the pipe, perhaps before it read all results
         while True:
             _reply(pipe, envs, *pipe.recv())
     for env in envs:
-        with contextlib.suppress(Exception):  # the parent cannot report this error any more, and the others must close
+        with contextlib.suppress(Exception):  # nobody can report this error, and the others must close
             env.close()
 
 
 def _die_with_parent() -> None:
-    """Exit when stdin ends. The parent writes nothing to it, so it ends when the parent dies, for any reason."""
+    """Exit when the parent process dies. The parent never writes to stdin, so the read returns only then."""
     os.read(sys.stdin.fileno(), 1)
     os._exit(1)
 
