@@ -1,7 +1,7 @@
 """Check that an environment fulfils its contract: `ecrl check-env ENV` and `ecrl.check_env`.
 
-The file has three parts. They roll out random actions, find faults in that rollout, and run all checks on the
-environment.
+The first part of the file takes random actions in the environment. The second part finds faults in the resulting
+trajectory. The third part runs all checks.
 """
 
 import time
@@ -25,8 +25,8 @@ from ecrl.spaces import Box, Dict, Discrete, MultiDiscrete, Space
 from ecrl.tracing_state import version_of
 
 _NUM_ENVS, _MANY, _SECONDS = 4, 256, 0.3
-# fields that identify an environment outside of the tensors; they differ if a play is repeated
-_LIVE = ("token", "step")
+# fields that refer to environments outside of the tensors; they differ between repetitions
+_REFERENCES = ("token", "step")
 _MASK = "action_mask"
 
 
@@ -34,23 +34,23 @@ class EnvCheck(NamedTuple):
     """Result of `check_env`.
 
     Attributes:
-        findings: a line per fault; empty for a sound environment.
-        notes: further results, such as its speed.
+        findings: one line for each fault. It is empty for a correct environment.
+        notes: further results, such as the speed.
     """
 
     findings: list[str]
     notes: list[str]
 
 
-class Play(NamedTuple):
-    """A play: the states of environments that take random actions.
+class Trajectory(NamedTuple):
+    """The states of environments after random actions.
 
     Attributes:
         start: the state after reset, `[N]`.
         states: the state after each step, `[T, N]`.
         actions: the action of each step, `[T, N]`.
         noise: the noise of each step, `[T, N]`.
-        written: for `reset`, `draw` and `step`, the names of the inputs that the function wrote on.
+        written: names of the inputs that `reset`, `draw` and `step` wrote on, by name of the function.
     """
 
     start: TensorDict
@@ -61,7 +61,7 @@ class Play(NamedTuple):
 
 
 def random_actions(space: Space, keys: Tensor, obs: Any) -> Tensor:
-    """Draw one action per key: uniform over the space, or normal without bounds.
+    """Draw one action per key. It is uniform over the space, or normal for a Box element without bounds.
 
     An action mask in `obs` restricts the choices.
 
@@ -88,7 +88,7 @@ def _fields(tree: Any) -> dict[str, Tensor]:
 
 
 def _record_writes(written: list[str], fn: Callable[..., Any], **inputs: Any) -> Any:
-    """Call `fn` and return its output. Append to `written` the names of inputs that it changed, added or deleted."""
+    """Call `fn` and return its output. Append the names of inputs that it changed, added or deleted to `written`."""
     before = _fields(inputs)
     versions = {name: version_of(x) for name, x in before.items()}
     out, after = fn(*inputs.values()), _fields(inputs)
@@ -97,8 +97,8 @@ def _record_writes(written: list[str], fn: Callable[..., Any], **inputs: Any) ->
     return out
 
 
-def play(env: Env, keys: Tensor, num_steps: int) -> Play:
-    """Take random actions in the environments of `keys` `[N]`; `env` must reset itself (`auto_reset`)."""
+def roll_out(env: Env, keys: Tensor, num_steps: int) -> Trajectory:
+    """Take random actions in N environments that start from `keys` `[N]`. `env` must reset itself (`auto_reset`)."""
     written: dict[str, list[str]] = {"reset": [], "draw": [], "step": []}
     index, times = torch.zeros_like(keys), torch.arange(num_steps, device=keys.device).unsqueeze(1)
     start = _record_writes(written["reset"], env.reset, keys=keys.clone())
@@ -110,22 +110,22 @@ def play(env: Env, keys: Tensor, num_steps: int) -> Play:
         return state, (state, action)
 
     _, (states, actions) = scan(step, start, (noise, rng.stream(keys, rng.ACTION, index, times)))
-    return Play(start, states, actions, noise, written)
+    return Trajectory(start, states, actions, noise, written)
 
 
-def _state_history(trajectory: Play) -> dict[str, Tensor]:
-    """Return the fields of the start and of all states: `[T + 1, N, ...]`."""
+def _state_history(trajectory: Trajectory) -> dict[str, Tensor]:
+    """Return the fields of the start and of all later states, `[T + 1, N, ...]`, by dotted name."""
     states = _fields(trajectory.states)
     return {name: torch.cat((x.unsqueeze(0), states[name])) for name, x in _fields(trajectory.start).items()}
 
 
 def _place_text(time: int, env: int) -> str:
-    """Describe a place in a play for a message."""
+    """Describe an environment and a time step for a message."""
     return f"in env {env} " + (f"after step {time}" if time else "at the start")
 
 
 def _first_index(bad: Tensor) -> list[int]:
-    """Return the index of the first True."""
+    """Return the index of the first True in `bad`."""
     return bad.nonzero()[0].tolist()
 
 
@@ -134,7 +134,7 @@ def _any(bad: Tensor) -> Tensor:
     return bad.reshape(*bad.shape[:2], -1).any(-1)
 
 
-def _input_writes(trajectory: Play) -> Iterator[str]:
+def _input_writes(trajectory: Trajectory) -> Iterator[str]:
     """Report the inputs that a function wrote on."""
     for name, inputs in trajectory.written.items():
         if inputs:
@@ -142,7 +142,7 @@ def _input_writes(trajectory: Play) -> Iterator[str]:
 
 
 def _bounds(space: Space) -> tuple[Tensor, Tensor]:
-    """Return the smallest and the largest value of each element."""
+    """Return the smallest and the largest value of each element of a space."""
     if isinstance(space, Box):
         return torch.tensor(space.low), torch.tensor(space.high)
     choices = torch.tensor(space.nvec if isinstance(space, MultiDiscrete) else [getattr(space, "n", 0)])
@@ -171,7 +171,7 @@ def _not_finite(history: dict[str, Tensor]) -> Iterator[str]:
             place = _first_index(~x.isfinite())
             yield (
                 f"{name} is {x[tuple(place)]:g} {_place_text(place[0], place[1])}; a run would stop there "
-                "(trainer.finite_guard); fix the computation of it"
+                "(trainer.finite_guard); fix its computation"
             )
 
 
@@ -194,7 +194,7 @@ def _episode_faults(history: dict[str, Tensor], lockstep: bool) -> Iterator[str]
 
 
 def _early_truncations(history: dict[str, Tensor], gap: int) -> Iterator[str]:
-    """Report the first truncation before the step `gap` of its episode: its final value would be lost."""
+    """Report the first truncation before step `gap` of an episode. A run would lose its final observation."""
     elapsed = torch.zeros_like(history["reward"][0], dtype=torch.int64)
     for step, (terminated, truncated) in enumerate(zip(history["terminated"], history["truncated"], strict=True)):
         early = truncated & (elapsed < gap)
@@ -208,7 +208,7 @@ def _early_truncations(history: dict[str, Tensor], gap: int) -> Iterator[str]:
 
 
 def _difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> tuple[str, list[int]] | None:
-    """Return the first field and index at which two plays differ, compared bit for bit."""
+    """Return the first field that differs between two trajectories, and the index. NaN equals NaN."""
     mismatches: list[tuple[list[int], str]] = []
     for name, x in one.items():
         y = other[name]
@@ -220,7 +220,7 @@ def _difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> tuple[str, 
 
 
 def _first_mismatch(one: Any, other: Any) -> str | None:
-    """Describe the first field that differs between two states beyond rounding, with its largest difference."""
+    """Describe the first field that differs between two states by more than rounding, and the largest difference."""
     for name, x in _fields(one).items():
         y = _fields(other)[name]
         if not torch.allclose(x.double(), y.double(), rtol=1e-4, atol=1e-5, equal_nan=True):
@@ -233,25 +233,26 @@ def _part(tree: Any, *index: Any) -> Any:
     return mapped(lambda x: x[index], tree, batch=lambda size: torch.empty(size)[index].shape)
 
 
-def _check_repeatable(env: Env, keys: Tensor, trajectory: Play) -> Iterator[str]:
-    repeat = play(env, keys, len(trajectory.actions))
+def _check_repeatable(env: Env, keys: Tensor, trajectory: Trajectory) -> Iterator[str]:
+    """Report the first value that differs if the same actions are repeated from the same keys."""
+    repeat = roll_out(env, keys, len(trajectory.actions))
     env.close(_part(repeat.states, -1))
-    one, other = ({k: x for k, x in _state_history(p).items() if k not in _LIVE} for p in (trajectory, repeat))
+    one, other = ({k: x for k, x in _state_history(p).items() if k not in _REFERENCES} for p in (trajectory, repeat))
     if mismatch := _difference(one, other):
         name, (step, row, *_) = mismatch
         yield (
-            f"{name} differs {_place_text(step, row)} when the play is repeated; draw only from the given key or "
-            "noise, with ecrl.rng, and keep everything that changes in the state"
+            f"{name} differs {_place_text(step, row)} when the rollout is repeated; draw only from the key or the "
+            "noise, with ecrl.rng, and store everything that changes in the state"
         )
 
 
-def _check_independent_rows(env: Env, keys: Tensor, trajectory: Play) -> Iterator[str]:
-    """Report rows that depend on other rows: the last environment must give the same values on its own."""
+def _check_independent_rows(env: Env, keys: Tensor, trajectory: Trajectory) -> Iterator[str]:
+    """Report rows that depend on other rows. The last environment must give the same values without the others."""
     last, advice = slice(len(keys) - 1, None), "without the other envs; compute each row independently"
-    who = f"env {len(keys) - 1} another"
+    who = f"env {len(keys) - 1} a different"
     if mismatch := _first_mismatch(_part(trajectory.start, last), env.reset(keys[last])):
         yield f"reset gives {who} {mismatch} {advice}"
-    if mismatch := _first_mismatch(_part(trajectory.noise, slice(1), last), play(env, keys[last], 1).noise):
+    if mismatch := _first_mismatch(_part(trajectory.noise, slice(1), last), roll_out(env, keys[last], 1).noise):
         yield f"draw gives {who} {mismatch} {advice}"
     for t in range(min(8, len(trajectory.actions) - 1)):
         inputs = (trajectory.states, t), (trajectory.actions, t + 1), (trajectory.noise, t + 1)
@@ -261,28 +262,28 @@ def _check_independent_rows(env: Env, keys: Tensor, trajectory: Play) -> Iterato
             return
 
 
-def _check_traceable(env: Env, trajectory: Play) -> Iterator[str]:
-    """Report a step that cannot be traced into a graph, or whose graph gives other values."""
+def _check_traceable(env: Env, trajectory: Trajectory) -> Iterator[str]:
+    """Report a `step` that cannot be traced into a graph, or whose graph gives different values."""
     last = len(trajectory.actions) - 1
     inputs = _part(trajectory.states, last - 1), _part(trajectory.actions, last), _part(trajectory.noise, last)
     leaves, structure = flatten(inputs)
-    from ecrl.compile.trace import traced  # imported late: it needs private parts of torch
+    from ecrl.compile.trace import traced  # imported only here, because it needs private parts of torch
 
     try:
         graph, out = traced(env.step, structure, leaves)
         mismatch = _first_mismatch(unflatten(out, graph(*leaves)), _part(trajectory.states, last))
     except ConfigError as error:
         yield f"step cannot be compiled: {str(error).removeprefix('trainer.compile: ')}"
-    except Exception as error:  # the environment may raise anything on tensors without data
+    except Exception as error:  # an environment may raise any error on tensors without data
         reason = next(iter(str(error).splitlines()), "")
         yield f"step cannot be compiled, it raises {type(error).__name__}: {reason}; or set trainer.compile to off"
     else:
         if mismatch:
-            yield f"step gives another {mismatch} as a graph; let step read only its arguments and constants"
+            yield f"step gives a different {mismatch} as a graph; let step read only its arguments and constants"
 
 
 def _steps_per_second(env: Env, keys: Tensor) -> float:
-    """Measure env steps per second, eager, with random actions that are drawn once."""
+    """Measure environment steps per second without compilation. The random actions are drawn only once."""
     state, noise = env.reset(keys), env.draw(keys)
     action, steps = random_actions(env.action_space, keys, state["obs"]), 0
     state, began = env.step(state, action, noise), time.perf_counter()
@@ -294,6 +295,7 @@ def _steps_per_second(env: Env, keys: Tensor) -> float:
 
 
 def _check_speed(env: Env, key: Tensor) -> tuple[list[str], str]:
+    """Compare the speed of many environments with the speed of one. Return findings and a note."""
     many = _MANY if env.is_pure else _NUM_ENVS
     one, many_rate = (_steps_per_second(env, rng.split(key, n)) for n in (1, many))
     note = f"{one:,.0f} env steps/s with one env, {many_rate:,.0f} with {many}, eager"
@@ -306,7 +308,7 @@ def _check_speed(env: Env, key: Tensor) -> tuple[list[str], str]:
 
 
 def _gymnasium_checker(cfg: GymnasiumConfig) -> tuple[list[str], list[str]]:
-    """Return the errors and the warnings of Gymnasium's own checker for one environment."""
+    """Return the errors and the warnings that Gymnasium's checker reports for one environment."""
     import gymnasium
     from gymnasium.utils.env_checker import check_env as gymnasium_check
 
@@ -324,27 +326,27 @@ def _gymnasium_checker(cfg: GymnasiumConfig) -> tuple[list[str], list[str]]:
 
 
 def check_env(env: Env | EnvChoice | dict | str, *, num_steps: int = 256, seed: int = 0) -> EnvCheck:
-    """Play an environment with random actions and report its faults.
+    """Take random actions in an environment and report its faults.
 
     It checks:
 
     - fields, shapes and dtypes, and observations against their space;
     - NaN and infinity;
-    - that the same play gives the same bits twice;
+    - that the same keys and actions give the same bits twice;
     - that no function writes on its inputs, and that rows are independent;
     - episode starts, episode ends and final observations;
     - that a step can be compiled and then gives the same values;
     - the speed of a batch.
 
-    An environment of Gymnasium also goes through Gymnasium's own checker. The play has four environments on the CPU.
-    Errors raised by the environment's own code are not caught.
+    Gymnasium's own checker also checks environments of Gymnasium. The random actions are taken in four environments on
+    the CPU. Errors raised by the environment's own code are not caught.
 
     Args:
         env: a registered environment, or its name or section in a config.
-        num_steps: steps of the play.
-        seed: seed of its starts, noise and actions.
+        num_steps: number of steps.
+        seed: seed of starts, noise and actions.
 
-    Raises: ConfigError if there is no such environment or its settings are wrong; UserError for fewer than two steps.
+    Raises: ConfigError if the environment is unknown or its settings are wrong. UserError for fewer than two steps.
 
     >>> check_env("cartpole", num_steps=64).findings
     []
@@ -359,17 +361,17 @@ def check_env(env: Env | EnvChoice | dict | str, *, num_steps: int = 256, seed: 
     try:
         check_fields(checked_env, "")
         keys = rng.split(rng.key(seed), _NUM_ENVS)
-        findings += _input_writes(play(checked_env, keys, 1)) if checked_env.is_pure else []
-        play_findings, play_notes = _check_play(auto_reset(checked_env), keys, num_steps)
+        findings += _input_writes(roll_out(checked_env, keys, 1)) if checked_env.is_pure else []
+        rollout_findings, rollout_notes = _check_rollout(auto_reset(checked_env), keys, num_steps)
     except UserError as error:
         return EnvCheck([*findings, str(error).removeprefix("env : ")], notes)
     speed_findings, note = _check_speed(auto_reset(checked_env), rng.key(seed))
-    return EnvCheck(findings + play_findings + speed_findings, [*play_notes, note, *notes])
+    return EnvCheck(findings + rollout_findings + speed_findings, [*rollout_notes, note, *notes])
 
 
-def _check_play(env: Env, keys: Tensor, num_steps: int) -> tuple[list[str], list[str]]:
-    """Play the environment, and return the findings and notes of the play."""
-    trajectory = play(env, keys, num_steps)
+def _check_rollout(env: Env, keys: Tensor, num_steps: int) -> tuple[list[str], list[str]]:
+    """Take random actions in the environment. Return findings and notes."""
+    trajectory = roll_out(env, keys, num_steps)
     env.close(_part(trajectory.states, -1))
     history = _state_history(trajectory)
     findings = [*_not_finite(history), *_episode_faults(history, env.lockstep)]
@@ -384,5 +386,5 @@ def _check_play(env: Env, keys: Tensor, num_steps: int) -> tuple[list[str], list
         try:
             findings += _check_traceable(env, trajectory)
         except (ImportError, AttributeError) as error:
-            notes.append(f"its graph was not checked, torch {torch.__version__} cannot trace: {error}")
+            notes.append(f"the graph of step was not checked: torch {torch.__version__} cannot trace it: {error}")
     return findings, notes

@@ -16,7 +16,7 @@ import ecrl
 from ecrl import rng
 from ecrl.cli.main import main
 from ecrl.env_check import check
-from ecrl.env_check.check import check_env, play, random_actions
+from ecrl.env_check.check import check_env, random_actions, roll_out
 from ecrl.envs import NEVER, Env, auto_reset, make_env, state_of
 from ecrl.errors import ConfigError, UserError
 from ecrl.spaces import Discrete, MultiDiscrete, box, dict_space
@@ -104,11 +104,11 @@ FAULTS = {
     ),
     "hidden state": (
         {"step": _counting()},
-        "reward differs in env 0 after step 1 when the play is repeated; draw only",
+        "reward differs in env 0 after step 1 when the rollout is repeated; draw only",
     ),
     "rows mixed": (
         _stepping(lambda s, after: {"reward": after["obs"][..., 0].sum(-1, keepdim=True).expand(after.shape)}),
-        "step gives env 3 another reward (by up to",
+        "step gives env 3 a different reward (by up to",
     ),
     "starts mixed": (
         {
@@ -116,11 +116,11 @@ FAULTS = {
                 {"obs": rng.uniform(keys[..., :1] * keys.shape[-1], (3,)).expand(*keys.shape, 3)}
             )
         },
-        "reset gives env 3 another",
+        "reset gives env 3 a different",
     ),
     "noise mixed": (
         {"draw": lambda keys: rng.fold_in(keys, len(keys))},
-        "draw gives env 3 another step (by up to",
+        "draw gives env 3 a different step (by up to",
     ),
     "over": (
         {"reset": lambda keys: _reset(keys).set("truncated", torch.ones(keys.shape, dtype=torch.bool))},
@@ -193,7 +193,7 @@ def test_tasks_of_mujoco_are_sound(name):
 
 
 def test_an_environment_that_knows_its_place_and_how_often_it_began_is_found_out():
-    assert any(line.startswith("reset gives env 3 another limit") for line in check_env("ladder").findings)
+    assert any(line.startswith("reset gives env 3 a different limit") for line in check_env("ladder").findings)
 
 
 def test_masks_and_parts_of_observations_are_honoured_and_checked():
@@ -211,7 +211,7 @@ def test_masks_and_parts_of_observations_are_honoured_and_checked():
         lambda keys: state_of(torch.zeros(keys.shape), keys.shape).set("obs", parts(keys)), step, space, Discrete(3)
     )
     assert check_env(env, num_steps=8).findings == []
-    played = play(auto_reset(env), rng.split(rng.key(0), 4), 8)
+    played = roll_out(auto_reset(env), rng.split(rng.key(0), 4), 8)
     assert (played.actions == 1).all()
     wide = replace(env, step=lambda s, a, n: step(s, a, n).set(("obs", "gear"), torch.full_like(n, 3)))
     assert check_env(wide, num_steps=8).findings[0].startswith("obs.gear is 3 in env 0 after step 1, outside of 0 to 2")
@@ -277,7 +277,7 @@ def test_the_command_line(monkeypatch, capsys, tmp_path):
     status, out, _ = told("pendulum_ppo", "--num-steps", "4")
     assert status == 0 and out.endswith("pendulum_ppo: ok\n")
     status, out, _ = told("ladder", "--num-steps", "4")
-    assert status == 1 and out.startswith("ladder: reset gives env 3 another limit") and "ok" not in out
+    assert status == 1 and out.startswith("ladder: reset gives env 3 a different limit") and "ok" not in out
     status, _, err = told("cartpole", "--env.cfg.gravit", "3")
     assert (status, err) == (2, "env.cfg.gravit: unknown key; did you mean 'gravity'?\n")
     monkeypatch.setattr(sys, "path", sys.path.copy())
