@@ -34,7 +34,7 @@ class EnvCheck(NamedTuple):
     """Result of `check_env`.
 
     Attributes:
-        findings: one line for each fault. It is empty for a correct environment.
+        findings: one line for each fault, and none for a correct environment.
         notes: further results, such as the speed.
     """
 
@@ -200,9 +200,9 @@ def _early_truncations(history: dict[str, Tensor], gap: int) -> Iterator[str]:
         early = truncated & (elapsed < gap)
         if step and early.any():
             (env,) = _first_index(early)
-            declared = "never" if gap == NEVER else f"not before step {gap}"
+            declared = "no truncation" if gap == NEVER else f"no truncation before step {gap}"
             place = f"{_place_text(step, env)}, at step {elapsed[env]} of the episode"
-            yield f"truncated is true {place}; min_truncation_gap declares {declared}; lower it"
+            yield f"truncated is true {place}, but min_truncation_gap declares {declared}; lower it"
             return
         elapsed = elapsed.masked_fill(terminated | truncated, 0) + 1
 
@@ -342,7 +342,7 @@ def check_env(env: Env | EnvChoice | dict | str, *, num_steps: int = 256, seed: 
     the CPU. Errors raised by the environment's own code are not caught.
 
     Args:
-        env: a registered environment, or its name or section in a config.
+        env: an environment, its name, or the `env` section of a config.
         num_steps: number of steps.
         seed: seed of starts, noise and actions.
 

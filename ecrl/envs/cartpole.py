@@ -1,4 +1,4 @@
-"""CartPole: balance a pole on a cart by pushing it left (0) or right (1). Steps equal Gymnasium's `CartPole-v1`."""
+"""CartPole: balance a pole on a cart by pushing it left (0) or right (1). It equals Gymnasium's `CartPole-v1`."""
 
 from math import inf, pi
 
@@ -25,7 +25,7 @@ class CartPoleConfig(ConfigModel):
     dt: Positive = Field(0.02, description="time step, s")
     max_position: Positive = Field(2.4, description="largest |x|, m; the episode ends beyond it")
     max_angle: Positive = Field(12.0 * 2.0 * pi / 360.0, description="largest |theta|, rad; the episode ends beyond it")
-    start: Positive = Field(0.05, description="x, x_dot, theta and theta_dot start uniformly between -start and start")
+    start: Positive = Field(0.05, description="x, x_dot, theta and theta_dot start at random between -start and start")
     max_episode_steps: Count = Field(500, description="time limit, steps")
 
 

@@ -33,8 +33,8 @@ _HIDDEN = ("reward", "terminated", "truncated", "info", "mask", "final_obs", "el
 class _Event(NamedTuple):
     """An event of an environment.
 
-    Errors begin with `label`. `position` is the index of the event among all events of the environment. It is folded
-    into the keys, so each event draws different numbers.
+    Errors begin with `label`. `position` is the index of the event among all events of the environment. `rng.fold_in`
+    mixes it into the keys, so each event draws different numbers.
     """
 
     label: str
@@ -63,7 +63,7 @@ def _apply_event(env: Env, event: _Event, state: TensorDict, keys: Tensor, selec
 
 
 def make_event(event: EventConfig, scene: Any, label: str) -> Apply:
-    """Return the `apply` function of an event. An event whose `make` takes a scene gets `scene`.
+    """Return the `apply` function of an event. The event's `make` gets `scene` if it takes a second argument.
 
     Raises: ConfigError that begins with `label`, if the event needs a scene and `scene` is None, or if its settings do
         not fit the scene.
@@ -126,9 +126,9 @@ def with_events(env: Env, events: Mapping[str, EventConfig], where: str = "train
     the key of the startup events. The fields reward, terminated, truncated, info, final_obs and elapsed keep their
     values. `env.observe` recomputes the observation of a start.
 
-    An event may shorten the environment's own limit, and so truncate episodes earlier. Its Config then needs a property
-    `min_truncation_gap`, the earliest step that may truncate an episode. The returned environment has the smallest gap.
-    Events cannot shorten the limit of `time_limit`, because they do not see `elapsed`.
+    An event may change a field so that the environment truncates episodes earlier. The event's Config then needs a
+    property `min_truncation_gap`, the earliest step that may truncate an episode. The returned environment has the
+    smallest gap. Events cannot shorten the limit of `time_limit`, because they do not see `elapsed`.
 
     Without events, `env` itself is returned. Errors begin with `where`, the section of the config, and the name of the
     event.

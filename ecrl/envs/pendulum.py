@@ -1,4 +1,4 @@
-"""Pendulum: swing a rod up and hold it upright with a bounded torque. Steps equal Gymnasium's `Pendulum-v1`."""
+"""Pendulum: swing a rod up and hold it upright with a bounded torque. It equals Gymnasium's `Pendulum-v1`."""
 
 from math import pi
 

@@ -17,7 +17,7 @@ from ecrl.envs.core import NEVER, Env, state_of, time_limit
 from ecrl.registry import register_env
 from ecrl.spaces import box
 
-_GOAL, _START, _OBSTACLE = 0.7, 0.6, 0.8  # half-widths of random positions, in units of workspace_half
+_GOAL, _START, _OBSTACLE = 0.7, 0.6, 0.8  # largest random coordinates, in units of workspace_half
 _TRIES = 8  # candidate positions per obstacle; by default, 92 % of them are far enough from the goal
 _WEIGHTS = {"distance": 1.0, "near": 0.5, "penetration": -2.0, "speed": -0.01, "change": -0.001}
 _NEAR = 0.05  # width of the bonus around the goal, m
@@ -27,9 +27,9 @@ class PointMassConfig(ConfigModel):
     """Physical constants in SI units, the workspace, obstacles and the time limit."""
 
     max_episode_steps: Count = Field(100, description="time limit, steps")
-    workspace_half: Positive = Field(1.0, description="largest size of a coordinate, m; positions are clamped")
+    workspace_half: Positive = Field(1.0, description="largest |x| and |y|, m; positions are clamped to it")
     mass: Positive = Field(1.0, description="mass of the point, kg")
-    force_scale: Positive = Field(5.0, description="force of an action of 1, N")
+    force_scale: Positive = Field(5.0, description="force for an action of 1, N")
     linear_damping: NonNegative = Field(5.0, description="damping rate of the velocity, 1/s")
     dt: Positive = Field(1.0 / 60.0, description="time step, s")
     success_threshold: Positive = Field(0.03, description="distance to the goal, m, below which the episode ends")
@@ -76,7 +76,7 @@ def _observe(state: TensorDict) -> Tensor:
 def _info(terms: dict[str, Tensor], success: Tensor, distance: Tensor, path: Tensor, collisions: Tensor) -> TensorDict:
     metrics = {"final_distance": distance, "path_length": path, "collision_count": collisions}
     info = TensorDict({"success": success, "metrics": metrics, "rewards": terms}, success.shape)
-    return info.clone()  # no two fields may share a tensor: compiled code would depend on it
+    return info.clone()  # no two fields may share a tensor: compiled code would depend on the sharing
 
 
 @register_env("PointMassRL")

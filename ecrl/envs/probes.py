@@ -1,4 +1,4 @@
-"""Five small environments with known value functions. Each one fails if a certain part of an algorithm is wrong.
+"""Five small environments with known value functions. In each one, an algorithm fails if a certain part of it is wrong.
 
     name               observation  reward                      steps  value          fails if
     probe_constant     0            1                           1      1              the critic or its target is wrong
@@ -7,7 +7,8 @@
     probe_action       0            1 for action 1, else -1     1      1 once learnt  the policy's gradient is wrong
     probe_match        0 or 1       1 if action = obs, else -1  1      1 once learnt  rows of the batch are mixed up
 
-`probe_delay` also fails if bootstrapping is wrong. `probe_action` also fails if advantages are wrong.
+The column "steps" is the length of an episode, and "value" is the value of each observation. An algorithm also fails in
+`probe_delay` if bootstrapping is wrong, and in `probe_action` if advantages are wrong.
 
 Source: Andy Jones 2021, "Debugging RL, without the agonizing pain".
 """

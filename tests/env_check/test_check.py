@@ -285,7 +285,7 @@ def test_the_command_line(monkeypatch, capsys, tmp_path):
     (tmp_path / "one_of_my_own.py").write_text(OWN)
     own = ("gymnasium:one_of_my_own:Own-v0", "--num-steps", "8")
     status, _, err = told(*own)
-    assert status == 2 and "belongs to module 'one_of_my_own', which a config does not import" in err
+    assert status == 2 and "belongs to module 'one_of_my_own', which is not imported" in err
     status, out, err = told(*own, "--import", "one_of_my_own")
     assert status == 0 and "Own-v0: ok" in out, out + err
     status, _, err = told(*own, "--import=two_of_my_own")
@@ -294,12 +294,12 @@ def test_the_command_line(monkeypatch, capsys, tmp_path):
     assert status == 2 and err.startswith("trainer.seed: expected a key of the environment")
 
 
-@pytest.mark.parametrize(("gap", "declared"), [(9, "not before step 9"), (NEVER, "never")])
+@pytest.mark.parametrize(("gap", "declared"), [(9, "no truncation before step 9"), (NEVER, "no truncation")])
 def test_a_truncation_before_the_declared_gap_is_found(gap, declared):
     cut = _stepping(lambda _, after: {"terminated": after["age"] < 0, "truncated": after["age"] == 5})
     found = check_env(replace(GOOD, **cut, min_truncation_gap=gap), num_steps=8).findings
     assert found == [
-        "truncated is true in env 0 after step 5, at step 5 of the episode; min_truncation_gap declares "
+        "truncated is true in env 0 after step 5, at step 5 of the episode, but min_truncation_gap declares "
         f"{declared}; lower it"
     ]
     assert not check_env(replace(GOOD, **cut, min_truncation_gap=5), num_steps=8).findings

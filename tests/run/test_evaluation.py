@@ -155,7 +155,7 @@ def test_success_of_a_gymnasium_environment_is_told():
         (
             "gymnasium:no_module:Env-v0",
             1,
-            "'no_module:Env-v0' belongs to module 'no_module', which a config does not import; import it first",
+            "'no_module:Env-v0' belongs to module 'no_module', which is not imported; import it first",
         ),
         ("CartPole-v1", 1, 'expected "gymnasium:<id>"'),
         (None, 0, "num_episodes: 0, expected at least 1"),

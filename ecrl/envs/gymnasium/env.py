@@ -43,7 +43,7 @@ class GymnasiumConfig(ConfigModel):
     def _imports_nothing(cls, name: str) -> str:
         module, colon, _ = name.rpartition(":")
         if colon and module not in sys.modules:
-            reason = f"belongs to module {module!r}, which a config does not import"
+            reason = f"belongs to module {module!r}, which is not imported"
             raise ValueError(f"{name!r} {reason}; import it first, or on the command line with --import {module}")
         return name
 
@@ -93,9 +93,9 @@ def _truncation_gap(env_id: str, kwargs: dict[str, Any]) -> int:
 
 
 def from_vector(make_vector: Callable[[int], VectorEnv], *, timeout: float) -> Env:
-    """Return an `Env` that steps the `gymnasium.vector.VectorEnv` that `make_vector(N)` returns.
+    """Return an `Env` that steps the `gymnasium.vector.VectorEnv` returned by `make_vector(N)`.
 
-    Call it in a function decorated with `register_env`. The vector env declares its autoreset mode in
+    Call `from_vector` in a function decorated with `register_env`. The vector env declares its autoreset mode in
     `metadata["autoreset_mode"]`. All three modes work. In mode NEXT_STEP, each reset takes a step. The state then has
     `mask`, which is False after a step that only reset the environment. An AsyncVectorEnv that does not answer within
     `timeout` seconds raises an error. Other vector envs have no timeout. A vector env whose `reset` takes one integer
@@ -157,7 +157,7 @@ def _env(make: Callable[[int], Vector], label: str) -> Env:
 
 
 def _nvec(space: Space) -> tuple[int, ...]:
-    """Return the number of choices of each action. It is empty for a space that cannot have an action mask."""
+    """Return the number of choices of each action, or () for a space that cannot have an action mask."""
     match space:
         case Discrete():
             return (space.n,)
@@ -174,7 +174,7 @@ def _check_unchanged(vector: Vector, first_spaces: tuple[Any, Any], label: str) 
     vector.close()
     now, before = (" ".join(f"{obs} and {act}".split()) for obs, act in (spaces, first_spaces))
     advice = "start a new process, or register it under another id"
-    raise ConfigError(f"env: {label}: has spaces {now}, but had {before} when it was first made here; {advice}")
+    raise ConfigError(f"env: {label}: has spaces {now}, but had {before} when this process first made it; {advice}")
 
 
 def _probe_spaces(make: Callable[[int], Vector], label: str) -> tuple[tuple[Space, Space], tuple[Any, Any]]:
@@ -190,7 +190,7 @@ def _probe_spaces(make: Callable[[int], Vector], label: str) -> tuple[tuple[Spac
 
 
 def _spaces(vector: Vector) -> tuple[Space, Space]:
-    """Return the spaces for the policy. If `reset` puts an action mask into its info, the observation includes it."""
+    """Return the spaces for the policy. If `reset` returns an action mask, the observation space includes it."""
     obs_space, action_space = from_gymnasium(vector.observation_space), from_gymnasium(vector.action_space)
     if isinstance(action_space, Dict):
         raise TypeError(f"has actions {vector.action_space}, expected Box, Discrete, MultiDiscrete or MultiBinary")
@@ -209,7 +209,7 @@ def _state(outcome: Outcome, spaces: tuple[Space, Space], like: Tensor) -> Tenso
         if not isinstance(obs, TensorDict) or MASK not in obs:
             mask = {MASK: allowed(outcome.masks, nvec)}
             obs, final = (_parts(x, n).update(mask) for x in (obs, final))
-        done = outcome.terminated | outcome.truncated  # with `counts`, the step after `done` ignores its action
+        done = outcome.terminated | outcome.truncated  # with `counts`, the next step ignores its action
         check_allowed(obs[MASK] | done.unsqueeze(-1) if outcome.counts is not None else obs[MASK], nvec)
     fields = {
         "obs": obs,

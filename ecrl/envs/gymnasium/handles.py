@@ -60,7 +60,10 @@ def _close_all() -> None:
 
 
 def fault_text(label: str, error: Fault | BadValue, first: int = 0) -> str:
-    """Return an error message that begins with the environment. `first` is the index of this rank's first one."""
+    """Return an error message that begins with the environment.
+
+    `first` is the index of this rank's first environment among the environments of all ranks.
+    """
     return f"{label} {error}" if error.env is None else f"env {error.env + first} ({label}) {error}"
 
 

@@ -95,7 +95,7 @@ def _numbers(space: spaces.Box, batch: np.ndarray) -> Tensor:
     with np.errstate(invalid="ignore"):  # `refuse` below raises for NaN that is cast to an integer
         numbers = batch.astype(str(dtype).removeprefix("torch."))
     if not dtype.is_floating_point and batch.dtype != numbers.dtype:
-        refuse(numbers != batch, f"returned an observation of {batch.dtype} that {space.dtype} of its Box cannot hold")
+        refuse(numbers != batch, f"returned a {batch.dtype} that the dtype of its Box, {space.dtype}, cannot represent")
     return torch.from_numpy(numbers)
 
 

@@ -57,7 +57,7 @@ def _rows(batch: Any, envs: list[int]) -> Any:
 
 
 def _final(obs: Any, ended: list[int], space: gymnasium.Space, info: dict) -> Any:
-    """Return the observations before any reset: for environments in `ended`, the last one of the ended episode."""
+    """Return the observations before any reset. `ended` lists the environments whose episode ended."""
     if not ended:
         return obs.clone()
     if "final_obs" not in info:
@@ -74,7 +74,7 @@ def _with_timeout(venv: AsyncVectorEnv, wait: Callable[[], Any], timeout: float)
     """Return a function like `wait` that raises a Fault after `timeout` seconds. `wait` itself may never return."""
 
     def wait_or_fail(close_timeout: float | None = None) -> Any:
-        if close_timeout is not None:  # only `AsyncVectorEnv.close` passes it; this error makes it end the workers
+        if close_timeout is not None:  # `AsyncVectorEnv.close` called: this error makes it end the workers
             raise multiprocessing.TimeoutError
         deadline = time.monotonic() + timeout
         for i, pipe in enumerate(venv.parent_pipes):
@@ -127,7 +127,7 @@ def _reset_with_seeds(venv: VectorEnv, seeds: list[int]) -> tuple[Any, dict]:
 
 
 def _call(base: VectorEnv, function: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Call a function of a vector env; on an error, kill its workers and raise a Fault."""
+    """Call a function of a vector env. If it raises, kill the workers and raise a Fault."""
     try:
         return function(*args, **kwargs)
     except Fault:
@@ -141,7 +141,7 @@ def _call(base: VectorEnv, function: Callable, *args: Any, **kwargs: Any) -> Any
 
 
 def as_vector(venv: VectorEnv, timeout: float) -> Vector:
-    """Return an open vector env as a `Vector`; an AsyncVectorEnv must answer within `timeout` seconds.
+    """Return an open vector env as a `Vector`. An AsyncVectorEnv must answer within `timeout` seconds.
 
     Raises: Fault if the vector env does not declare its autoreset mode.
     """

@@ -38,7 +38,7 @@ class Row(NamedTuple):
 
 
 def _no_log_file() -> None:
-    """Stop MuJoCo from writing its warnings to a file in the working directory; they still go to stderr."""
+    """Stop MuJoCo from writing its warnings to a file in the working directory. They still go to stderr."""
     if config := getattr(sys.modules.get("mujoco"), "MjLogConfig", None):
         log = config.get()
         log.logto_file = False
@@ -71,7 +71,7 @@ def make(env_id: str, kwargs: dict[str, Any]) -> gymnasium.Env:
 
 
 def reset(env: gymnasium.Env, seed: int) -> Row:
-    """Start an episode; the seed also determines all later episodes."""
+    """Start an episode. The seed also determines all later episodes."""
     obs, info = env.reset(seed=seed)
     return Row(obs, info.get("action_mask"))
 
