@@ -156,7 +156,11 @@ FAULTS = [  # key, value, the one line without its source
     ("trainer.events", _event("x"), f"{LOW}: expected a number or a list of numbers, got 'x'; lowest draw"),
     ("trainer.events", _event([0.0, "x"]), f"{LOW}[1]: expected a number, got 'x'; lowest draw"),
     ("trainer.events", _event([]), f"{LOW}: expected at least 1 entries, got a list; lowest draw"),
-    ("env", _drive(True), f"{DRIVE}: expected a number, a list of numbers, or an object with numbers by name of joint"),
+    (
+        "env",
+        _drive(True),
+        f"{DRIVE}: expected a number, a list of numbers, or an object with a number for each joint name",
+    ),
     ("env", _drive([1.0, None]), f"{DRIVE}[1]: expected a number, got null;"),
     ("env", _drive({"a b": -1.0}), f"{DRIVE}.'a b': must be at least 0.0, got -1.0"),
 ]

@@ -457,5 +457,5 @@ def test_robots_that_do_not_fit_are_told():
     with pytest.raises(ConfigError, match="joint 'robot/rail' has no limits, which this term needs for scaling"):
         term("QposTerm", odd, joint_ids=[0])
     assert term("QposTerm", odd, joint_ids=[1]).high == (pi,)
-    with pytest.raises(ConfigError, match="drives joint 'robot/elbow_joint', as 'a' does"):
+    with pytest.raises(ConfigError, match="drives joint 'robot/elbow_joint', which 'a' also drives"):
         task({"a": ("DeltaQposTerm", {"joint_ids": [2]}), "b": ("QfTerm", {"joint_ids": [1, 2]})})

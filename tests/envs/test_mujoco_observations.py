@@ -170,7 +170,7 @@ def test_a_term_that_changes_adds_nothing(sim):
 OTHER = {"entity_cfg": {"uid": "other"}}
 REFUSED = [
     ("normalize_robot_joint_data", {"joint_ids": [0, 7]}, "params.joint_ids: 7, but there are 6 joints: ur/shoulder_p"),
-    ("normalize_robot_joint_data", {"robot_uid": "panda"}, "params.robot_uid: no robot 'panda'; its joints are ur/sho"),
+    ("normalize_robot_joint_data", {"robot_uid": "panda"}, "params.robot_uid: no robot 'panda'; known joints: ur/sho"),
     ("normalize_robot_joint_data", {"part_name": "hand"}, "params.part_name: unknown part 'hand'; known: arm"),
     ("normalize_robot_joint_data", {"part_name": "arm", "joint_ids": [0]}, "part_name and joint_ids both select"),
     ("normalize_robot_joint_data", {"range": [1.0, 1.0]}, "range: 1.0 is not below 1.0"),

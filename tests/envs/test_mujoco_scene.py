@@ -313,14 +313,14 @@ FAULTS = [
     ({"robot": {"drive_pros": {"damping": {"elbo": 1.0}}}}, "robot.drive_pros.damping: unknown joint 'elbo'"),
     ({"robot": {"control_parts": {"arm": ["x"]}}}, "robot.control_parts.arm: unknown 'x'"),
     ({"robot": {"solver_cfg": {"hand": {"tcp": TCP}}}}, "robot.solver_cfg: unknown part 'hand'"),
-    ({"robot": {"solver_cfg": {"arm": {"tcp": [TCP[0]] * 4}}}}, "robot.solver_cfg.arm.tcp: its first three columns"),
+    ({"robot": {"solver_cfg": {"arm": {"tcp": [TCP[0]] * 4}}}}, "robot.solver_cfg.arm.tcp: the first three columns"),
     (
         {"robot": {"init_qpos": [0.0, 0.0, 3.2, 0.0, 0.0, 0.0]}},
         "robot.init_qpos: 3.2 of joint 'robot/elbow_joint' is bey",
     ),
     (
         {"robot": {"mjcf": ARM % MOTOR, "init_qpos": [-1.6, 0.0]}},
-        "robot.init_qpos: -1.6 of joint 'robot/hip' is beyond its limits, -1.5708 to 0.785398; start within them",
+        "robot.init_qpos: -1.6 of joint 'robot/hip' is beyond its limits, -1.5708 to 0.785398; start within the limits",
     ),
     (
         {"robot": {"control_parts": {"arm": ["elbow_joint", "wrist_1_joint", "elbow_joint"]}}},
@@ -328,7 +328,7 @@ FAULTS = [
     ),
     (
         {"robot": {"solver_cfg": {"arm": {"tcp": SKEWED}}}},
-        r"robot.solver_cfg.arm.tcp: its last row is \[0.0, 0.0, 0.1,",
+        r"robot.solver_cfg.arm.tcp: the last row is \[0.0, 0.0, 0.1,",
     ),
     ({"robot": {"drive_pros": {"max_effort": {"elbow_joint": 0.0}}}}, "max_effort: 0.0 of joint 'elbow_joint', expec"),
     (

@@ -1,8 +1,9 @@
-"""Render images of a scene from rows of `physics`, without a screen, by EGL or OSMesa.
+"""Render images of a scene from rows of `physics`. EGL or OSMesa renders them without a screen.
 
-The camera is a pinhole camera. A point x to the right, y below and z in front of the camera (m) appears at the pixel
+The camera is a pinhole camera. A point x to the right of, y below and z in front of the camera (m) appears at this
+pixel, counted from the upper left corner:
 
-    (fx x / z + cx, fy y / z + cy)        from the upper left corner
+    (fx x / z + cx, fy y / z + cy)
 """
 
 import os
@@ -24,15 +25,15 @@ from ecrl.envs.mujoco.scene.models import mujoco
 from ecrl.errors import UserError
 
 EYE, TARGET, DIRECTION, COLOR = "camera_eye_offset", "camera_target_offset", "light_direction", "light_color"
-"""Names of targets that set the camera and the light. Images mark every other target of three numbers by a disc."""
+"""Names of the targets that set camera and light. Images show a disc at each remaining target of three numbers."""
 
 _GOAL = np.array([0.1, 0.75, 0.3, 0.5], np.float32)
-_GOAL_SIZE = np.array([0.1, 0.002, 0.0])  # a disc: radius and half its thickness, m
+_GOAL_SIZE = np.array([0.1, 0.002, 0.0])  # radius and half the thickness of the disc, m
 _PROBE = "import mujoco.{0} as gl; context = gl.GLContext(8, 8); context.make_current(); context.free()"
 _Pixels = Annotated[int, Field(ge=1, le=4096)]
 
 Draw = Callable[[Tensor, Mapping[str, Tensor]], np.ndarray]
-"""(row `[nstate]` of `physics`, targets by name `[n]`) -> image, uint8 `[h, w, 3]`."""
+"""(row of `physics` `[nstate]`, targets `[n]` by name) -> image, uint8 `[h, w, 3]`."""
 
 
 class CameraConfig(ConfigModel):
@@ -44,10 +45,10 @@ class CameraConfig(ConfigModel):
     eye: Triple = Field((0.0, 0.0, 2.0), description="position of the camera, m")
     target: Triple = Field((0.0, 0.0, 0.0), description="point that the camera looks at, m")
     up: Triple | None = Field(
-        None, description="up direction of the image; if absent, z, or y for a camera that looks straight up or down"
+        None, description="up direction of the image; by default z, or y for a camera that looks straight up or down"
     )
     intrinsics: Annotated[tuple[Positive, Positive, Real, Real], Field(strict=False)] | None = Field(
-        None, description="fx, fy, cx, cy, pixels; 600, 600 and the middle of the image if absent"
+        None, description="fx, fy, cx, cy, pixels; by default 600, 600 and the middle of the image"
     )
 
     @model_validator(mode="after")
@@ -61,9 +62,10 @@ class CameraConfig(ConfigModel):
 
 @cache
 def backend() -> str:
-    """Return the OpenGL backend that works here, `egl` or `osmesa`; if $MUJOCO_GL names a backend, no other is tried.
+    """Return the OpenGL backend that works on this machine, `egl` or `osmesa`.
 
-    A backend that fails cannot be unloaded, so each is tried in its own process.
+    If $MUJOCO_GL names one of them, the other is not tried. A backend that fails cannot be unloaded, so each is tried
+    in a separate process.
 
     Raises: UserError if neither works.
     """
@@ -82,7 +84,7 @@ def backend() -> str:
 def _context(width: int, height: int) -> Any:
     if sys.platform != "linux":
         return mujoco().GLContext(width, height)
-    os.environ["MUJOCO_GL"] = backend()  # MuJoCo reads it whenever it makes a context
+    os.environ["MUJOCO_GL"] = backend()  # MuJoCo reads this variable when it creates a context
     if backend() == "egl":
         from mujoco.egl import GLContext
     else:
@@ -92,7 +94,7 @@ def _context(width: int, height: int) -> Any:
 
 @contextmanager
 def _canvas(model: Any, width: int, height: int) -> Iterator[Callable[[Any], np.ndarray]]:
-    """Yield a function that draws an `MjvScene`; use and close it in the thread that opened it."""
+    """Yield a function that draws an `MjvScene`. Use it only in the thread that entered this context."""
     window, viewport = _context(width, height), mujoco().MjrRect(0, 0, width, height)
     try:
         window.make_current()
@@ -102,7 +104,7 @@ def _canvas(model: Any, width: int, height: int) -> Iterator[Callable[[Any], np.
 
         def draw(scene: Any) -> np.ndarray:
             image = np.empty((height, width, 3), np.uint8)
-            window.make_current()  # this thread may have other contexts
+            window.make_current()  # another context of this thread may be current
             mujoco().mjr_render(viewport, scene, context)
             mujoco().mjr_readPixels(image, None, viewport, context)
             return image[::-1]
@@ -117,7 +119,7 @@ def _canvas(model: Any, width: int, height: int) -> Iterator[Callable[[Any], np.
 
 
 def _aim(camera: CameraConfig, eye: np.ndarray, target: np.ndarray, views: Any) -> None:
-    """Set both cameras of an `MjvScene`, the left and the right eye, to the pose and intrinsics of the camera."""
+    """Set `views`, the cameras of the left and right eye of an `MjvScene`, to the pose and intrinsics of `camera`."""
     distance = float(np.linalg.norm(target - eye))
     forward = (target - eye) / distance
     up = np.array(camera.up if camera.up is not None else (0.0, 0.0, 1.0))
@@ -134,7 +136,7 @@ def _aim(camera: CameraConfig, eye: np.ndarray, target: np.ndarray, views: Any) 
 
 
 def scene_light(sim: Simulation) -> dict[str, tuple[float, ...]]:
-    """Return direction and color of the scene's first light, by the names of their targets; empty without a light."""
+    """Return direction and color of the scene's first light by target name. Without a light, the result is empty."""
     model = sim.model
     return {DIRECTION: tuple(model.light_dir[0]), COLOR: tuple(model.light_diffuse[0])} if model.nlight else {}
 
@@ -157,17 +159,17 @@ def _add_mark(scene: Any, position: np.ndarray) -> None:
 
 @contextmanager
 def drawing(sim: Simulation, camera: CameraConfig) -> Iterator[Draw]:
-    """Yield a function that draws states of a simulation; use it in the thread that opened it.
+    """Yield a function that draws states of a simulation. Use it only in the thread that entered this context.
 
-    Discs mark the targets that are positions. The targets that `randomize_camera` and `randomize_light` store move the
-    camera and change the light.
+    Discs mark targets that are positions. Targets that `randomize_camera` and `randomize_light` store move the camera
+    and change the light.
 
-    Raises: UserError if no OpenGL works here.
+    Raises: UserError if neither EGL nor OSMesa works.
     """
     gl, model = mujoco(), sim.model
     data, scene = gl.MjData(model), gl.MjvScene(model, 1000)
     option, free, everything = gl.MjvOption(), gl.MjvCamera(), gl.mjtCatBit.mjCAT_ALL.value
-    for flag in ("SHADOW", "REFLECTION"):  # each flag makes an image several times slower
+    for flag in ("SHADOW", "REFLECTION"):  # each of these effects makes drawing several times slower
         scene.flags[int(getattr(gl.mjtRndFlag, f"mjRND_{flag}"))] = 0
     no_offset = np.zeros(3)
     with _canvas(model, *camera.resolution) as paint:
@@ -188,7 +190,7 @@ def drawing(sim: Simulation, camera: CameraConfig) -> Iterator[Draw]:
 
 
 def grid(images: list[np.ndarray]) -> np.ndarray:
-    """Arrange images of one size in a nearly square grid; empty cells are black.
+    """Arrange images of one size in a nearly square grid. Empty cells are black.
 
     >>> grid([np.ones((2, 4, 3), np.uint8)] * 3).shape
     (4, 8, 3)

@@ -1,4 +1,4 @@
-"""Build the environment of a task from its config and its functions, and check both."""
+"""Build the environment of a task from a config and task functions, and check both."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -45,7 +45,7 @@ _simulation = cast(Callable[..., Simulation], simulation)  # pyright does not kn
 
 
 def _make(kind: str, sim: Simulation, terms: dict[str, Any]) -> Iterator[tuple[str, str, Any, Any]]:
-    """Yield the name, place in the config, settings and function of each term, in the order of names."""
+    """Yield the name, place in the config, settings and function of each term, in the order of the names."""
     for name, term in sorted(terms.items()):
         where = term_text(f"env.cfg.{kind}s", name, term.func)
         with error_prefix(where):
@@ -63,15 +63,15 @@ def _limit_to_control_parts(cfg: TaskConfig, sim: Simulation) -> Simulation:
 
 
 def _action_terms(cfg: TaskConfig, sim: Simulation) -> tuple[ActionTerm, ...]:
-    """Make the action terms; raise ConfigError if two drive the same joint, or one is outside `control_parts`."""
+    """Make the action terms. Raise ConfigError if two drive one joint, or if a joint is outside `control_parts`."""
     terms, driven = [], {}
     for name, where, _, term in _make("action", sim, cfg.actions):
         for joint in term.joints:
             if joint in driven:
-                raise ConfigError(f"{where}: drives joint {joint!r}, as {driven[joint]!r} does; a joint has one drive")
+                raise ConfigError(f"{where}: drives joint {joint!r}, which {driven[joint]!r} also drives; remove one")
             if cfg.control_parts is not None and joint not in sim.robot.joints:
                 parts = ", ".join(cfg.control_parts)
-                raise ConfigError(f"{where}: drives joint {joint!r}, which env.cfg.control_parts, {parts}, leaves out")
+                raise ConfigError(f"{where}: drives joint {joint!r}, which is not in env.cfg.control_parts: {parts}")
             driven[joint] = name
         terms.append(term)
     if not terms:
@@ -109,9 +109,9 @@ def _build_scene(cfg: TaskConfig) -> tuple[Simulation, tuple[ActionTerm, ...]]:
 
 
 def _check_drives(cfg: TaskConfig, sim: Simulation, actions: tuple[ActionTerm, ...]) -> None:
-    """Raise ConfigError if the drive of a joint differs from the one that its action term needs.
+    """Raise ConfigError if the drive of a joint differs from the drive that its action term needs.
 
-    The robot's file may define another actuator, for example.
+    This happens if the robot's file defines another actuator.
     """
     for (name, action), term in zip(sorted(cfg.actions.items()), actions, strict=True):
         with error_prefix(term_text("env.cfg.actions", name, action.func)):
@@ -130,7 +130,7 @@ def _make_events(cfg: TaskConfig, sim: Simulation) -> tuple[Event, ...]:
 
 
 def _check_names(where: str, names: list[str]) -> None:
-    """Raise ConfigError for names that would collide in logs or checkpoints, where / joins the parts of a key."""
+    """Raise ConfigError for names that would collide in logs or checkpoints. There, / joins the parts of a key."""
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(f"{where}: the logs would contain {name!r} twice, from two terms or the task; rename one")
@@ -139,7 +139,7 @@ def _check_names(where: str, names: list[str]) -> None:
 
 
 def _check_functions(task: Task, state: TensorDict) -> None:
-    """Call the functions and rewards of a task, and raise ConfigError for a result that is not one value per env."""
+    """Call the functions and rewards of a task. Raise ConfigError if a result is not one value per environment."""
     sim, flags = task.sim, state["elapsed"] > 0
     with error_prefix("env.cfg (compute_task_state)"):
         success, fail, metrics = task.compute_task_state(sim, state)
@@ -156,7 +156,7 @@ def _check_functions(task: Task, state: TensorDict) -> None:
 
 
 def never(sim: Simulation, state: TensorDict) -> Tensor:
-    """Return False: by default, only the time limit truncates."""
+    """Return False. This is the default `check_truncated`: only the time limit truncates an episode."""
     return torch.zeros_like(state["elapsed"], dtype=torch.bool)
 
 
@@ -167,24 +167,26 @@ def task_env(
     get_reward: Callable[[Simulation, TensorDict, TensorDict], Tensor] | None = None,
     acceptable: Check | None = None,
 ) -> Env:
-    """Return the environment of a task, from the terms of its config and its functions.
+    """Return the environment of a task with the terms of a config and with task functions.
 
     Args:
         cfg: scene and terms.
-        compute_task_state: (sim, state) -> success, fail, metrics. Success and fail terminate the episode.
-        check_truncated: (sim, state) -> bool `[*B]`, True to truncate an episode before the time limit. With it, the
-            task's `min_truncation_gap` is 1.
-        get_reward: (sim, before, after) -> `[*B]`, a reward added to the reward terms; the logs have it as
-            `rewards/task`.
-        acceptable: (sim, state) -> bool `[*B]`, True if an episode may start in this state. An episode starts with the
-            first accepted of up to 12 random starts. If none is accepted, it uses a start that was accepted when the
-            task was made. Making the task tries 256 episodes. ConfigError if one of them finds no acceptable start.
+        compute_task_state: (sim, state) -> success, fail, metrics. Success and failure terminate the episode.
+        check_truncated: (sim, state) -> bool `[*B]`, True to truncate an episode before the time limit. If it is given,
+            the `min_truncation_gap` of the task is 1.
+        get_reward: (sim, state before a step, state after it) -> reward `[*B]`. It is added to the reward terms, and
+            logged as `rewards/task`.
+        acceptable: (sim, state) -> bool `[*B]`, True if an episode may start in this state. Up to 12 random starts are
+            drawn for an episode, until one is acceptable. If none is, the episode uses an acceptable start that was
+            found when the task was created. Creating the task tests the starts of 256 episodes. It raises ConfigError
+            if one of these episodes finds no acceptable start.
 
-    `info` has `success`, `fail`, `metrics` and `rewards`. `rewards` has each term as `<name>`, and multiplied by its
-    weight as `<name>_weighted`.
+    `info` has `success`, `fail`, `metrics` and `rewards`. `rewards` has two entries for each term: `<name>` without its
+    weight, and `<name>_weighted` with its weight.
 
     The Config of an event may have two properties. `stores` is a dict of the targets that the event sets, with their
-    initial values. `varied` lists the fields of the model that the event changes per environment, as for `simulation`.
+    initial values. `varied` lists the model fields that the event changes per environment, in the format of
+    `simulation`.
 
     Raises: ConfigError that begins with the place of the term in the config.
     """

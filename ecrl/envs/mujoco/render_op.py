@@ -1,4 +1,4 @@
-"""Images as a torch operator, `ecrl::mujoco_image`, for observations inside compiled code.
+"""Draw images by a torch operator, `ecrl::mujoco_image`, which works inside compiled code.
 
 The host draws one image after the other. Each thread keeps one renderer per camera open until the process ends, because
 opening a renderer takes as long as drawing dozens of small images.
@@ -35,7 +35,10 @@ torch.library.define(_NAME, "(Tensor physics, Tensor vectors, int camera) -> Ten
 
 
 def camera_handle(sim: Simulation, camera: CameraConfig) -> int:
-    """Register a camera and return its handle: a hash of the model and the camera, equal in every process."""
+    """Register a camera and return its handle.
+
+    The handle is a hash of the model and the camera, so it is equal in every process.
+    """
     content = sha256(f"{sim.handle} {camera.model_dump_json()}".encode()).digest()
     handle = int.from_bytes(content[:7])
     _CAMERAS[handle] = sim, camera
@@ -87,7 +90,10 @@ torch.library.register_vmap(_NAME, _vmap_image)
 
 
 def _vectors(state: TensorDict, batch: torch.Size) -> Tensor:
-    """Return the targets that set camera and light, NaN if absent, and then the positions to mark: `[*B, V, 3]`."""
+    """Return the targets that an image depends on, `[*B, V, 3]`.
+
+    The first ones set camera and light, and are NaN if absent. The others are the positions to mark.
+    """
     targets: Any = state.get("targets", {})
     absent = torch.full((*batch, 3), torch.nan)
     rows = [targets.get(name, absent) for name in _VECTORS]
@@ -106,7 +112,7 @@ def image(handle: int, state: TensorDict) -> Tensor:
 
     Returns: `[*B, h, w, 3]` float32 from 0 to 1, the upper row first.
     Gradient: none.
-    Raises: ConfigError if the state is not on the CPU; UserError if no OpenGL works here.
+    Raises: ConfigError if the state is not on the CPU. UserError if neither EGL nor OSMesa works.
     """
     sim, camera = _camera(handle)
     physics, (width, height) = cast(Tensor, state["world", "physics"]), camera.resolution

@@ -10,7 +10,7 @@ from ecrl.envs.mujoco.scene.config import Real, SceneConfig
 
 
 class _Term(ConfigModel):
-    """A registered function and its settings."""
+    """Config of a term: the name of a registered function, and its settings."""
 
     part_kind: ClassVar[str]
 
@@ -21,7 +21,7 @@ class _Term(ConfigModel):
 
 
 class ActionConfig(_Term):
-    """A term of the action."""
+    """Config of an action term."""
 
     part_kind = "action"
     inert: ClassVar = {"mode": "every action term acts before the step, as mode pre does"}
@@ -31,7 +31,7 @@ class ActionConfig(_Term):
 
 
 class ObservationConfig(_Term):
-    """A term that adds or changes an entry of the observation."""
+    """Config of a term that adds or changes an entry of the observation."""
 
     part_kind = "observation"
     func: str = Field(description='registered name of the term, such as "get_rigid_object_pose"')
@@ -43,29 +43,29 @@ class ObservationConfig(_Term):
 
 
 class RewardConfig(_Term):
-    """A term of the reward."""
+    """Config of a reward term."""
 
     part_kind = "reward"
     func: str = Field(description='registered name of the term, such as "distance_to_target"')
     mode: Literal["add", "replace"] = Field(
-        "add", description="add: to the other terms; replace: discard all added terms and the task's own reward"
+        "add", description="add: add to the other terms; replace: discard all added terms and the task's own reward"
     )
     weight: Real = Field(1.0, description="factor of the term")
     params: SerializeAsAny[BaseModel] = Field(description="settings of the term")
 
 
 class TaskEventConfig(EventConfig):
-    """An event of a task, in training and in evaluation."""
+    """Config of an event of a task. The event happens in training and in evaluation."""
 
     interval_step: Count = Field(10, description="mode interval: environment steps between two events")
 
 
 class TaskConfig(SceneConfig):
-    """A scene and its terms. Terms of one kind are applied in the order of their names."""
+    """Config of a task: a scene and terms. Terms of one kind are applied in the order of their names."""
 
     max_episode_steps: Count = Field(300, description="time limit, steps")
     control_parts: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None = Field(
-        None, description="parts of the robot that actions drive and observations show; the whole robot if absent"
+        None, description="parts of the robot that actions drive and observations show; by default, the whole robot"
     )
     actions: dict[str, ActionConfig] = Field(default_factory=dict, description="action terms by name")
     observations: dict[str, ObservationConfig] = Field(
@@ -73,10 +73,10 @@ class TaskConfig(SceneConfig):
     )
     rewards: dict[str, RewardConfig] = Field(default_factory=dict, description="reward terms by name")
     events: dict[str, TaskEventConfig] = Field(
-        default_factory=dict, description="events by name, in training and evaluation"
+        default_factory=dict, description="events by name, for training and evaluation"
     )
 
 
 def parse_terms(kind: type[ConfigModel], terms: dict[str, Any]) -> dict[str, Any]:
-    """Validate terms by name, written as in a config file; a task's Config uses it for its default terms."""
+    """Validate terms by name, written as in a config file. The Config of a task uses it for default terms."""
     return {name: kind.model_validate(term) for name, term in terms.items()}

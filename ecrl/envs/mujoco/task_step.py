@@ -1,8 +1,8 @@
 """Start, step, observation and reward of a task, as pure functions of its state.
 
-A state of a task has the fields of every environment, and these:
+A state of a task has the fields of every environment, and these fields:
     world       TensorDict, read and written by `ecrl.envs.mujoco.world`
-    targets     TensorDict of vectors `[*B, n]` that events store, such as goals, m; only if there are any
+    targets     TensorDict of vectors `[*B, n]` that events store, such as goals (m); only if events store any
     action      `[*B, A]` float32, action of the last step, within its bounds; 0 at the start
     force       `[*B, nv]` float32, forces along the degrees of freedom during the next step, N or N m
     elapsed     `[*B]` int64, steps since the episode started
@@ -32,18 +32,18 @@ from ecrl.errors import ConfigError
 from ecrl.kernels.scan_loop import loop
 
 _TRIES = 12  # candidate starts per episode, if a task accepts only some starts
-_CHECKED_EPISODES = 256  # episodes whose starts are checked when a task is made
-EVENT_FIELDS = ("world", "targets", "action", "force")  # fields that events see and may change
+_CHECKED_EPISODES = 256  # number of episodes whose starts are tested when a task is created
+EVENT_FIELDS = ("world", "targets", "action", "force")  # fields that events can read and change
 
 ComputeTaskState = Callable[[Simulation, TensorDict], tuple[Tensor, Tensor, dict[str, Tensor]]]
-"""(sim, state after a step) -> success and fail, both bool `[*B]`, and metrics by name. Each flag ends the episode."""
+"""(sim, state after a step) -> success and fail, both bool `[*B]`, and metrics by name. Each flag ends an episode."""
 
 Check = Callable[[Simulation, TensorDict], Tensor]
 """(sim, state) -> bool `[*B]`."""
 
 
 class Event(NamedTuple):
-    """An event of a task: its mode, interval, index (folded into its keys), and function."""
+    """An event of a task. `rng.fold_in` mixes `position`, its index among the events, into its keys."""
 
     mode: str
     interval_step: int
@@ -56,8 +56,8 @@ class Task:
     """A task with its terms.
 
     `prepare_starts` sets two attributes:
-        spare_key: a key whose start the task accepts, for an episode without an acceptable start of its own.
-        startup_neutral: True if startup events do not change which starts the task accepts.
+        spare_key: the key of an acceptable start. An episode uses it if all its random starts are unacceptable.
+        startup_neutral: True if startup events do not affect which starts are acceptable.
     """
 
     cfg: TaskConfig
@@ -90,7 +90,7 @@ def error_prefix(where: str) -> Iterator[None]:
 
 
 def initial_state(task: Task, keys: Tensor) -> TensorDict:
-    """Return the state before any event, with the scene of the config."""
+    """Return the state before any event. The scene is as in the config."""
     zeros = partial(torch.zeros, device=keys.device)
     width = sum(len(term.low) for term in task.actions)
     fields: dict[str, Any] = {"world": start(task.sim, keys.shape, keys.device)}
@@ -102,7 +102,7 @@ def initial_state(task: Task, keys: Tensor) -> TensorDict:
             {n: row.expand(*keys.shape, -1).clone() for n, row in targets.items()}, keys.shape
         )
     if task.events_of("startup", "interval"):
-        # the stream ENV, not EVENT: events of the trainer use the stream EVENT of the same keys
+        # use the stream ENV, because events of the trainer use the stream EVENT of the same keys
         life = {"count": torch.zeros_like(keys), "key": rng.fold_in(keys, rng.ENV), "start": keys.clone()}
         fields["life"] = TensorDict(life, keys.shape)
     return TensorDict(fields, keys.shape)
@@ -125,8 +125,8 @@ def _apply_startup(task: Task, state: TensorDict) -> TensorDict:
 def _start_keys(task: Task, state: TensorDict, keys: Tensor) -> Tensor:
     """Return the keys of the reset events.
 
-    They are the keys of the first of `_TRIES` starts that the task accepts, or the spare key if it accepts none.
-    `state` is the state after the startup events.
+    `state` is the state after the startup events. Up to `_TRIES` keys are tried, and the first one with an acceptable
+    start is returned. If there is none, the spare key is returned.
     """
     accept, keys = task.acceptable, rng.fold_in(keys, rng.START)
     if not accept:
@@ -143,7 +143,7 @@ def _start_keys(task: Task, state: TensorDict, keys: Tensor) -> Tensor:
 
 
 def _start_episode(task: Task, state: TensorDict, keys: Tensor) -> TensorDict:
-    """Apply the startup events, then the reset events with the keys of an accepted start."""
+    """Apply the startup events, then the reset events with the keys of an acceptable start."""
     state = _apply_startup(task, state)
     chosen = _start_keys(task, state, keys)
     state = _apply(task.events_of("reset"), state, chosen)
@@ -153,7 +153,7 @@ def _start_episode(task: Task, state: TensorDict, keys: Tensor) -> TensorDict:
 
 
 def _is_startup_neutral(task: Task, keys: Tensor) -> bool:
-    """Return True if the startup keys change only the parameters of the model at a start."""
+    """Test if startup events change only model parameters, and do not affect which starts are acceptable."""
     one, reset_events = initial_state(task, keys), task.events_of("reset")
     life = cast(TensorDict, one["life"]).copy()
     other = one.copy().set("life", life.set("key", life["key"].flip(0)))
@@ -166,7 +166,7 @@ def _is_startup_neutral(task: Task, keys: Tensor) -> bool:
 def prepare_starts(task: Task) -> Task:
     """Return the task with `spare_key` and `startup_neutral` set.
 
-    Raises: ConfigError if one of `_CHECKED_EPISODES` episodes has no start that the task accepts.
+    Raises: ConfigError if one of `_CHECKED_EPISODES` episodes finds no acceptable start.
     """
     if not task.acceptable:
         return task
@@ -195,13 +195,13 @@ def reset(task: Task, keys: Tensor) -> TensorDict:
 
 def _info(success: Tensor, fail: Tensor, metrics: dict[str, Tensor], rewards: dict[str, Tensor]) -> TensorDict:
     info = TensorDict({"success": success, "fail": fail, "metrics": metrics, "rewards": rewards}, success.shape)
-    return info.clone()  # no two fields may share a tensor
+    return info.clone()  # no two fields may share a tensor: compiled code would depend on the sharing
 
 
 def carry_over(task: Task, new_start: TensorDict, ended: TensorDict) -> TensorDict:
-    """Return the start of the next episode, with the startup events and the step count of the ended one.
+    """Return the start of the next episode, with the startup events and the step count of the ended episode.
 
-    `new_start` was chosen with other startup events. If startup events can change which starts the task accepts, the
+    `new_start` was chosen with different startup events. If startup events can affect which starts are acceptable, the
     start is chosen again.
     """
     life = cast(TensorDict, new_start["life"])
@@ -217,7 +217,7 @@ def carry_over(task: Task, new_start: TensorDict, ended: TensorDict) -> TensorDi
 
 
 def _control(task: Task, state: TensorDict, action: Tensor) -> Tensor:
-    """Return the controls of all actuators, `[*B, nu]`; actuators without a term keep the controls of the start."""
+    """Return the controls of all actuators, `[*B, nu]`. Actuators without a term keep their initial controls."""
     columns, first = list(task.home.to(action.device).expand(*action.shape[:-1], -1).unbind(-1)), 0
     for term in task.actions:
         control = term.control(state, action[..., first : first + len(term.low)])
@@ -233,13 +233,13 @@ def _control(task: Task, state: TensorDict, action: Tensor) -> Tensor:
 
 
 def reward_names(task: Task) -> list[str]:
-    """Return the names of the parts of the reward in the logs."""
+    """Return the names that the logs use for the parts of the reward."""
     task_reward = ["task"] if task.get_reward else []
     return task_reward + [name + suffix for name, *_ in task.rewards for suffix in ("", "_weighted")]
 
 
 def check_per_env(name: str, result: Any, like: Tensor) -> None:
-    """Raise ConfigError if a result does not have the dtype and shape of `like`, one value per environment."""
+    """Raise ConfigError if a result does not have the dtype and shape of `like`: one value per environment."""
     actual, expected = (
         f"{x.dtype} {list(x.shape)}".removeprefix("torch.") if isinstance(x, Tensor) else type(x).__name__
         for x in (result, like)
@@ -264,7 +264,10 @@ def compute_reward(task: Task, before: TensorDict, after: TensorDict) -> tuple[T
 
 
 def step(task: Task, state: TensorDict, action: Tensor, noise: Tensor) -> TensorDict:
-    """Return states after a step: interval events, physics, success and failure, reward, observation."""
+    """Return states after a step.
+
+    The order is: interval events, physics, success and failure, reward, observation.
+    """
     if "life" in state:
         count = state["life", "count"] + 1
         for event in task.events_of("interval"):
@@ -272,9 +275,8 @@ def step(task: Task, state: TensorDict, action: Tensor, noise: Tensor) -> Tensor
             state = changed.where(count % event.interval_step == 0, state)
         state = state.copy().set("life", cast(TensorDict, state["life"]).copy().set("count", count))
     worlds, failed = advance(task.sim, cast(TensorDict, state["world"]), _control(task, state, action), state["force"])
-    invalid = failed | ~action.isfinite().all(
-        -1
-    )  # joint limits clamp an infinite action, but rewards would be infinite
+    # joint limits clamp an infinite action, but rewards computed from the action would be infinite
+    invalid = failed | ~action.isfinite().all(-1)
     last_action = torch.where(invalid.unsqueeze(-1), state["action"], action)
     fields = {"world": worlds, "action": last_action, "force": torch.zeros_like(state["force"])}
     after = state.copy().update(fields | {"elapsed": state["elapsed"] + 1})
@@ -287,7 +289,7 @@ def step(task: Task, state: TensorDict, action: Tensor, noise: Tensor) -> Tensor
 
 
 def observe(task: Task, state: TensorDict) -> Tensor:
-    """Return the entries of the observation, flattened and joined in the order of their names, `[*B, D]` float32."""
+    """Return the observation, `[*B, D]` float32: all entries, flattened and joined in the order of their names."""
     sim, joints, worlds = task.sim, task.sim.robot.joints, cast(TensorDict, state["world"])
     entries: dict[str, Tensor] = {}
     if joints:

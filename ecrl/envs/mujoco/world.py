@@ -1,7 +1,8 @@
-"""Functions to read and write a world by the names of the scene, in float32.
+"""Read and write the state of a simulation by the names of bodies, joints, sites and sensors.
 
-All are pure functions of a `Simulation` and a world `[*B]`. Units are m, rad, s, N. A pose is a homogeneous 4x4 matrix;
-quaternions are w x y z. Gradients flow through the functions that read.
+All functions are pure functions of a `Simulation` and a world `[*B]` (see `ecrl.envs.mujoco.physics.simulation`).
+Values are float32, in m, rad, s and N. A pose is a homogeneous 4x4 matrix. A quaternion is w, x, y, z. Gradients flow
+through the functions that read.
 """
 
 from collections.abc import Sequence
@@ -29,7 +30,7 @@ from ecrl.errors import ConfigError
 
 @cache
 def _columns(sim: Simulation, part: str) -> slice:
-    """Return the columns of a part of the state, such as "QPOS", in `physics`."""
+    """Return the columns of `physics` that hold a part of the state, such as "QPOS"."""
     first = size_of(sim.model, *STATE[: STATE.index(part)])
     return slice(first, first + size_of(sim.model, part))
 
@@ -39,9 +40,9 @@ def _read(sim: Simulation, world: TensorDict, part: str) -> Tensor:
 
 
 def _replaced(row: Tensor, columns: Sequence[int], values: Tensor) -> Tensor:
-    """Return a row with some columns replaced by values.
+    """Return a copy of `row` with some columns replaced by values.
 
-    The row is joined from slices, because slices compile better than an index.
+    The copy is joined from slices, because slices compile better than indices.
     """
     source = {column: i for i, column in enumerate(columns)}
     pieces, at = [], 0
@@ -55,7 +56,7 @@ def _replaced(row: Tensor, columns: Sequence[int], values: Tensor) -> Tensor:
 
 
 def _write(sim: Simulation, world: TensorDict, columns: Sequence[int], values: Tensor) -> TensorDict:
-    """Return worlds with some columns of `physics` replaced."""
+    """Return worlds with some columns of `physics` replaced by values."""
     values = values.double().expand(*world.batch_size, len(columns))
     return world.copy().set("physics", _replaced(world["physics"], columns, values))
 
@@ -77,7 +78,7 @@ def qvel(sim: Simulation, world: TensorDict) -> Tensor:
 
 @cache
 def _joints(sim: Simulation, names: tuple[str, ...]) -> tuple[list[int], list[int]]:
-    """Return the indices of hinges and slides in positions and in velocities."""
+    """Return the indices of hinge and slide joints in MuJoCo's positions and in its velocities."""
     model, free, ball = sim.model, mujoco().mjtJoint.mjJNT_FREE, mujoco().mjtJoint.mjJNT_BALL
     ids = [id_of(model, "jnt", name) for name in names]
     for name, i in zip(names, ids, strict=True):
@@ -87,23 +88,23 @@ def _joints(sim: Simulation, names: tuple[str, ...]) -> tuple[list[int], list[in
 
 
 def joint_positions(sim: Simulation, world: TensorDict, joints: Sequence[str]) -> Tensor:
-    """Return positions of hinges and slides, `[*B, len(joints)]` (rad or m)."""
+    """Return the positions of hinge and slide joints, `[*B, len(joints)]` (rad or m)."""
     return kinematics.columns(qpos(sim, world), _joints(sim, tuple(joints))[0])
 
 
 def joint_velocities(sim: Simulation, world: TensorDict, joints: Sequence[str]) -> Tensor:
-    """Return velocities of hinges and slides, `[*B, len(joints)]` (rad/s or m/s)."""
+    """Return the velocities of hinge and slide joints, `[*B, len(joints)]` (rad/s or m/s)."""
     return kinematics.columns(qvel(sim, world), _joints(sim, tuple(joints))[1])
 
 
 def joint_forces(sim: Simulation, world: TensorDict, joints: Sequence[str]) -> Tensor:
-    """Return the forces of the drives of robot joints in the last substep, `[*B, len(joints)]` (N m or N)."""
+    """Return the forces that drives applied to robot joints in the last substep, `[*B, len(joints)]` (N m or N)."""
     return torch.cat([sensor(sim, world, f"{name}_force") for name in joints], -1)
 
 
 @cache
 def actuators_of(sim: Simulation, joints: tuple[str, ...]) -> list[int]:
-    """Return the actuator of each hinge or slide; raise ConfigError for a joint with none or several."""
+    """Return the index of each joint's actuator. Raise ConfigError for a joint with no actuator or with several."""
     model, kind = sim.model, int(mujoco().mjtTrn.mjTRN_JOINT)
     on_joints = [i for i in range(model.nu) if model.actuator_trntype[i] == kind]
     actuators = []
@@ -118,7 +119,7 @@ def actuators_of(sim: Simulation, joints: tuple[str, ...]) -> list[int]:
 
 
 def drive_of(sim: Simulation, joint: str) -> Drive | None:
-    """Return the kind of a joint's drive, or None if the kind is not a `Drive`."""
+    """Return the kind of a joint's drive, or None for an actuator that is not a `Drive`."""
     model, (i,) = sim.model, actuators_of(sim, (joint,))
     if not is_linear_in_control(model, i):
         return None
@@ -130,13 +131,13 @@ def drive_of(sim: Simulation, joint: str) -> Drive | None:
 
 @cache
 def controls_per_target(sim: Simulation, joints: tuple[str, ...]) -> tuple[float, ...]:
-    """Return the factor from target or force to control of each joint; it is 1 unless a file has gears or gains."""
+    """Return each joint's factor from target or force to control. It is 1 unless a file defines gears or gains."""
     return tuple(control_per_target(sim.model, i) for i in actuators_of(sim, joints))
 
 
 @cache
 def _position_joints(sim: Simulation) -> tuple[str, ...]:
-    """Return the robot's joints that have exactly one actuator, a position drive."""
+    """Return the robot's joints whose only actuator is a position drive."""
     kind, targets = int(mujoco().mjtTrn.mjTRN_JOINT), sim.model.actuator_trnid[:, 0]
     driven = targets[sim.model.actuator_trntype == kind].tolist()
     single = (joint for joint in sim.robot.joints if driven.count(id_of(sim.model, "jnt", joint)) == 1)
@@ -146,7 +147,7 @@ def _position_joints(sim: Simulation) -> tuple[str, ...]:
 def hold_controls(sim: Simulation, world: TensorDict) -> Tensor:
     """Return controls `[*B, nu]` that hold the robot's position drives at their current positions.
 
-    All other controls keep the values that they have at the start of an episode.
+    All other controls have the values from the start of an episode.
     """
     home = torch.from_numpy(sim.home.ctrl).to(world["physics"])
     columns = list(home.float().expand(*world.batch_size, -1).unbind(-1))
@@ -161,7 +162,7 @@ def hold_controls(sim: Simulation, world: TensorDict) -> Tensor:
 
 
 def joint_limits(sim: Simulation, joints: Sequence[str]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the lowest and the highest positions of joints (rad or m). They are infinite without a limit."""
+    """Return the lowest and the highest positions of joints (rad or m), infinite for a joint without limits."""
     _joints(sim, tuple(joints))
     ids = [id_of(sim.model, "jnt", name) for name in joints]
     ranges = [sim.model.jnt_range[i] if sim.model.jnt_limited[i] else (-inf, inf) for i in ids]
@@ -169,26 +170,29 @@ def joint_limits(sim: Simulation, joints: Sequence[str]) -> tuple[tuple[float, .
 
 
 def with_joint_positions(sim: Simulation, world: TensorDict, joints: Sequence[str], values: Tensor) -> TensorDict:
-    """Return worlds with new joint positions: `values` `[*B, len(joints)]` (rad or m)."""
+    """Return worlds with the joint positions `values`, `[*B, len(joints)]` (rad or m)."""
     first = _columns(sim, "QPOS").start
     return _write(sim, world, [first + i for i in _joints(sim, tuple(joints))[0]], values)
 
 
 def with_joint_velocities(sim: Simulation, world: TensorDict, joints: Sequence[str], values: Tensor) -> TensorDict:
-    """Return worlds with new joint velocities: `values` `[*B, len(joints)]` (rad/s or m/s)."""
+    """Return worlds with the joint velocities `values`, `[*B, len(joints)]` (rad/s or m/s)."""
     first = _columns(sim, "QVEL").start
     return _write(sim, world, [first + i for i in _joints(sim, tuple(joints))[1]], values)
 
 
 def sensor(sim: Simulation, world: TensorDict, name: str) -> Tensor:
-    """Return the reading of a sensor in the last substep, `[*B, dim]`; at the start, in the scene's initial state."""
+    """Return the reading of a sensor, `[*B, dim]`.
+
+    The reading belongs to the last substep. Before the first step, it belongs to the initial state of the scene.
+    """
     i = id_of(sim.model, "sensor", name)
     first = int(sim.model.sensor_adr[i])
     return world["sensors"][..., first : first + int(sim.model.sensor_dim[i])]
 
 
 def _positions(sim: Simulation, world: TensorDict) -> Tensor:
-    """Return joint positions, then positions, then quaternions of mocap bodies, as `kinematics.follow` takes them."""
+    """Return joint positions, positions of mocap bodies and quaternions of mocap bodies, for `kinematics.follow`."""
     parts = ("QPOS", "MOCAP_POS", "MOCAP_QUAT") if sim.model.nmocap else ("QPOS",)
     return torch.cat([_read(sim, world, part) for part in parts], -1) if len(parts) > 1 else qpos(sim, world)
 
@@ -206,12 +210,15 @@ def _to_site(sim: Simulation, name: str) -> kinematics.Chain:
 
 
 def body_pose(sim: Simulation, world: TensorDict, name: str) -> Tensor:
-    """Return the pose of a body, `[*B, 4, 4]`, also right after a reset. The `name` of an object is its uid."""
+    """Return the pose of a body, `[*B, 4, 4]`. For an object, `name` is its uid.
+
+    The pose is computed from the joint positions, so it is also correct right after a reset.
+    """
     return kinematics.follow(_to_body(sim, name), _positions(sim, world))[0]
 
 
 def body_position(sim: Simulation, world: TensorDict, name: str) -> Tensor:
-    """Return the position of a body, `[*B, 3]` m; for a free body, faster than `body_pose`."""
+    """Return the position of a body, `[*B, 3]` m. For a free body, this is faster than `body_pose`."""
     joint = _free_joint(sim, name)
     if joint is None:
         return body_pose(sim, world, name)[..., :3, 3]
@@ -220,14 +227,18 @@ def body_position(sim: Simulation, world: TensorDict, name: str) -> Tensor:
 
 
 def site_pose(sim: Simulation, world: TensorDict, name: str) -> Tensor:
-    """Return the pose of a site, such as `sim.robot.tcp["arm"]`, `[*B, 4, 4]`, also right after a reset."""
+    """Return the pose of a site, such as `sim.robot.tcp["arm"]`, `[*B, 4, 4]`.
+
+    The pose is computed from the joint positions, so it is also correct right after a reset.
+    """
     return kinematics.follow(_to_site(sim, name), _positions(sim, world))[0]
 
 
 def site_jacobian(sim: Simulation, world: TensorDict, name: str, joints: Sequence[str]) -> Tensor:
-    """Return the Jacobian of a site, `[*B, 6, len(joints)]`: translation (m) and rotation (rad) per unit of each joint.
+    """Return the Jacobian of a site, `[*B, 6, len(joints)]`.
 
-    A column is 0 if its joint does not move the site.
+    A column is the translation (m) and the rotation (rad) per unit of a joint. It is 0 if the joint does not move the
+    site.
     """
     return kinematics.jacobian(_to_site(sim, name), _positions(sim, world), _joints(sim, tuple(joints))[1])
 
@@ -245,7 +256,7 @@ def site_motion(
 
 
 def _free_joint(sim: Simulation, name: str) -> int | None:
-    """Return the free joint of a body, None if it has none."""
+    """Return the index of a body's free joint, or None if the body has no free joint."""
     body = id_of(sim.model, "body", name)
     first = int(sim.model.body_jntadr[body])
     free = first >= 0 and sim.model.jnt_type[first] == int(mujoco().mjtJoint.mjJNT_FREE)
@@ -257,7 +268,8 @@ def with_body_pose(
 ) -> TensorDict:
     """Return worlds with a dynamic or kinematic object at a new pose.
 
-    `position` is `[*B, 3]` (m) and `quaternion` is `[*B, 4]`. None leaves either unchanged.
+    `position` is `[*B, 3]` (m) and `quaternion` is `[*B, 4]`. An argument that is None leaves its part of the pose
+    unchanged.
 
     Raises: ConfigError for a body that is part of another body or of the world.
     """
@@ -277,7 +289,7 @@ def with_body_pose(
 
 
 def _first_dof(sim: Simulation, name: str) -> int:
-    """Return the first degree of freedom of a free body; raise ConfigError for another body."""
+    """Return the first degree of freedom of a free body. Raise ConfigError for a body that is not free."""
     joint = _free_joint(sim, name)
     if joint is None:
         raise ConfigError(f"body {name!r} is not free; it moves with its joints or not at all")
@@ -285,14 +297,14 @@ def _first_dof(sim: Simulation, name: str) -> int:
 
 
 def body_velocity(sim: Simulation, world: TensorDict, name: str) -> tuple[Tensor, Tensor]:
-    """Return linear and angular velocity of a dynamic object in the world frame, each `[*B, 3]` (m/s and rad/s)."""
+    """Return the linear and angular velocity of a dynamic object in the world frame, `[*B, 3]` (m/s and rad/s)."""
     first, velocity = _first_dof(sim, name), qvel(sim, world)
     angular = body_pose(sim, world, name)[..., :3, :3] @ velocity[..., first + 3 : first + 6, None]
     return velocity[..., first : first + 3], angular.squeeze(-1)
 
 
 def with_body_velocity(sim: Simulation, world: TensorDict, name: str, linear: Tensor, angular: Tensor) -> TensorDict:
-    """Return worlds with new velocities of a dynamic object, in the world frame, each `[*B, 3]` (m/s and rad/s)."""
+    """Return worlds with new velocities of a dynamic object in the world frame, `[*B, 3]` (m/s and rad/s)."""
     first = _columns(sim, "QVEL").start + _first_dof(sim, name)
     local = body_pose(sim, world, name)[..., :3, :3].mT @ angular.unsqueeze(-1)
     local = local.squeeze(-1)
@@ -300,13 +312,16 @@ def with_body_velocity(sim: Simulation, world: TensorDict, name: str, linear: Te
 
 
 def with_body_at_rest(sim: Simulation, world: TensorDict, name: str) -> TensorDict:
-    """Return worlds with zero velocities of a dynamic object."""
+    """Return worlds with a dynamic object at rest: its velocities are 0."""
     first = _columns(sim, "QVEL").start + _first_dof(sim, name)
     return _write(sim, world, range(first, first + 6), world["physics"].new_zeros(torch.Size((6,))))
 
 
 def push(sim: Simulation, name: str, force: Tensor) -> Tensor:
-    """Convert a force at the centre of a dynamic object, `[*B, 3]` (N, world frame), to `[*B, nv]` for `advance`."""
+    """Convert a force on the centre of a dynamic object to forces along the degrees of freedom, for `advance`.
+
+    The force is `[*B, 3]`, N, in the world frame. The result is `[*B, nv]`.
+    """
     first, batch = _first_dof(sim, name), force.shape[:-1]
     rest = sim.model.nv - first - 3
     return torch.cat((force.new_zeros(*batch, first), force, force.new_zeros(*batch, rest)), -1)
@@ -324,12 +339,12 @@ def _parameter_columns(sim: Simulation, field: str, name: str) -> slice:
 
 
 def parameter(sim: Simulation, world: TensorDict, field: str, name: str) -> Tensor:
-    """Return a varied field of an object, `[*B, size]` float32, in MuJoCo's units."""
+    """Return a model field of an object that differs between environments, `[*B, size]`, in MuJoCo's units."""
     return world["parameters"][..., _parameter_columns(sim, field, name)].float()
 
 
 def with_parameter(sim: Simulation, world: TensorDict, field: str, name: str, values: Tensor) -> TensorDict:
-    """Return worlds with new values of a varied field; changing the mass of a body does not change its inertia."""
+    """Return worlds with new values of a varied field. A new mass of a body does not change the body's inertia."""
     columns, row = _parameter_columns(sim, field, name), world["parameters"]
     values = values.double().expand(*world.batch_size, columns.stop - columns.start)
     parameters = torch.cat((row[..., : columns.start], values, row[..., columns.stop :]), -1)

@@ -1,9 +1,9 @@
-"""Worlds and their steps: a world is a TensorDict with the state of a simulation, and `advance` steps it purely.
+"""A world is a TensorDict with the state of a simulation. The pure function `advance` steps it.
 
-A world `[*B]` has these fields; `ecrl.envs.mujoco.world` reads and writes them:
-    physics     float64, the state of `ecrl.envs.mujoco.physics.step_op`
-    sensors     float32, of the last substep; only if the scene has sensors
-    parameters  float64; only if models differ between environments
+A world `[*B]` has these fields, which `ecrl.envs.mujoco.world` reads and writes:
+    physics     float64, the state that `ecrl.envs.mujoco.physics.step_op` steps
+    sensors     float32, readings in the last substep; only if the scene has sensors
+    parameters  float64, model fields that differ between environments; only if there are any
 """
 
 from collections.abc import Sequence
@@ -23,13 +23,13 @@ from ecrl.envs.mujoco.scene.models import STATE, Backend, Varied, load, loaded, 
 from ecrl.envs.mujoco.scene.scene import build
 from ecrl.errors import ConfigError
 
-_SUBSTEPS = 4  # with 0.01 s each, the environment takes 25 steps per second
-_HUGE = 1e10  # mjMAXVAL, above which MuJoCo treats a number as bad
+_SUBSTEPS = 4  # of 0.01 s each, so the environment takes 25 steps per second
+_HUGE = 1e10  # MuJoCo's mjMAXVAL; MuJoCo treats larger numbers as invalid
 
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """A scene that is ready to be stepped; equal configs give the same object.
+    """A scene that is ready to be stepped. Equal configs give the same object.
 
     Attributes:
         model: MuJoCo's model.
@@ -86,15 +86,15 @@ def _substeps(cfg: SceneConfig, dt: float) -> int:
 
 @cache
 def simulation(cfg: SceneConfig, drives: tuple[tuple[str, Drive], ...] = (), varied: Varied = ()) -> Simulation:
-    """Return the simulation of a scene; a process reads the files of a scene once.
+    """Return the simulation of a scene. It is cached, so a process reads the files of a scene only once.
 
     Args:
         cfg: the scene.
-        drives: joints whose controls are not target positions, with their drives: `(("elbow_joint", "velocity"),)`.
+        drives: joints without position drives, each with its kind of drive, such as `(("elbow_joint", "velocity"),)`.
         varied: fields of the model that differ between environments, each with the name of its object, such as
             `(("body_mass", "cube"), ("body_inertia", "cube"), ("geom_friction", "cube"))`.
 
-    Raises: ConfigError as `ecrl.envs.mujoco.scene.scene.build`, and if the backend does not support the scene.
+    Raises: ConfigError if `ecrl.envs.mujoco.scene.scene.build` raises it, or if the backend does not support the scene.
     """
     scene = build(cfg, dict(drives))
     model, data = scene.model, scene.data
@@ -138,12 +138,12 @@ def advance(
     Args:
         sim: the simulation.
         world: `[*B]`.
-        control: `[*B, nu]` float, controls of the actuators, held during the step.
+        control: `[*B, nu]` float, controls of the actuators, constant during the step.
         force: `[*B, nv]` float, forces along the degrees of freedom, N or N m; see `push`. None for no force.
 
     Returns: the worlds, and `failed`, bool `[*B]`. A step fails if a control, a force or an entry of the next state is
-        not finite, or 1e10 or more in size. Such a world is returned unchanged; end its episode.
-    Gradient: none. Raises ValueError if a gradient would be lost.
+        not finite, or has a size of 1e10 or more. A world is returned unchanged if its step failed. End its episode.
+    Gradient: none. Raises ValueError if autograd would record the step.
     """
     before, inputs = world["physics"], _inputs(sim, world, control, force)
     after, sensors = step_op.step(*inputs, handle=sim.handle, substeps=sim.substeps)
@@ -155,13 +155,13 @@ def advance(
 
 
 def with_current_sensors(sim: Simulation, world: TensorDict, control: Tensor) -> TensorDict:
-    """Return worlds with the sensors of their current state under a control `[*B, nu]`, by one `mj_forward`."""
+    """Return worlds with the sensor readings of their current state under a control `[*B, nu]`, by one `mj_forward`."""
     _, sensors = step_op.step(*_inputs(sim, world, control, None), handle=sim.handle, substeps=0)
     return world.copy().set("sensors", sensors.float())
 
 
 def to_data(sim: Simulation, row: Tensor, data: Any = None) -> Any:
-    """Return one row `[nstate]` of `physics` as MuJoCo's data after `mj_forward`, for rendering or inspection."""
+    """Return the MuJoCo data of one row `[nstate]` of `physics` after `mj_forward`, for rendering or inspection."""
     data = mujoco().MjData(sim.model) if data is None else data
     mujoco().mj_setState(sim.model, data, row.double().cpu().numpy(), _state_bits())
     mujoco().mj_forward(sim.model, data)

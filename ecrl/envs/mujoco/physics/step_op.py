@@ -1,9 +1,9 @@
-"""MuJoCo's physics as a torch operator, `ecrl::mujoco_step`, that steps any number of simulations at once.
+"""Step any number of MuJoCo simulations at once by a torch operator, `ecrl::mujoco_step`.
 
-A state is a row of float64: the result of `mj_getState` for `models.STATE`. It has everything that a simulation needs
-for the next step. `mujoco.batch` steps the rows in parallel, on its own threads and without Python's lock. The same
-row, control and parameters give the same bits for any number of threads and in any batch. Models that are loaded for
-Warp are stepped by `ecrl.envs.mujoco.physics.warp_step`, on the device of their rows.
+A state is a row of float64 numbers, which `mj_getState` returns for `models.STATE`. It has everything that a simulation
+needs for the next step. `mujoco.batch` steps the rows in parallel, on its own threads and without Python's global lock.
+The same row, control and parameters give the same bits for any number of threads and in any batch. If a model is loaded
+for Warp, `ecrl.envs.mujoco.physics.warp_step` steps it, on the device of its rows.
 """
 
 import os
@@ -23,7 +23,7 @@ from ecrl.envs.mujoco.scene.models import CONTROL, STATE, loaded, mujoco, rows_o
 
 
 class _Pool(NamedTuple):
-    """Simulations of one model that are stepped together; every call writes its states, controls and parameters."""
+    """Simulations of one model that are stepped together. Each call overwrites the states, controls and parameters."""
 
     batch: Any
     parts: list[tuple[slice, slice]]  # columns of each part of a state, in MuJoCo's rows and in the rows of ecrl
@@ -57,7 +57,7 @@ def _slices(model: Any, names: Sequence[str]) -> list[tuple[slice, slice]]:
 
 
 def _warn_if_threads_compete(threads: int) -> None:
-    """Warn if idle OpenMP threads spin on the cores of MuJoCo's threads; a setting before torch loads prevents it."""
+    """Warn if idle OpenMP threads of torch may occupy the cores of MuJoCo's threads."""
     is_set = any(name in os.environ for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"))
     if min(threads, torch.get_num_threads()) > 1 and sys.platform == "linux" and not is_set:
         cost = "idle threads of torch compete with MuJoCo's threads for the cores, which can halve the speed"
@@ -70,7 +70,7 @@ def _pool(handle: int, count: int) -> _Pool:
     threads = threads or torch.get_num_threads()
     _warn_if_threads_compete(threads)
     batch = mujoco().batch.Batch(model, count, threads)
-    batch.warning[:] = 1  # MuJoCo writes a warning to a file only if its count was 0
+    batch.warning[:] = 1  # MuJoCo writes a warning to a file only when its count is 0
     fields, at = [], 0
     for field, name in varied:
         rows = rows_of(model, field, name)
@@ -78,12 +78,12 @@ def _pool(handle: int, count: int) -> _Pool:
         fields.append((view, slice(at, at + len(rows))))
         at += len(rows)
     control = next((columns for columns, _ in _slices(model, CONTROL)), slice(0))
-    not_set = np.full((count, at), np.nan)  # so the first call sets all parameters
+    not_set = np.full((count, at), np.nan)  # NaN differs from all numbers, so the first call sets all parameters
     return _Pool(batch, _slices(model, STATE), control, batch.bind("sensordata"), fields, not_set, Lock())
 
 
 def _set_parameters(pool: _Pool, parameters: np.ndarray) -> None:
-    """Write the parameters into the models, and recompute dependent constants of the models that changed."""
+    """Write the parameters into the models. Recompute the dependent constants of each model that changed."""
     changed = np.flatnonzero((parameters != pool.parameters).any(1))
     if len(changed):
         for view, part in pool.fields:
@@ -152,16 +152,16 @@ def step(state: Tensor, control: Tensor, parameters: Tensor, *, handle: int, sub
     Args:
         state: `[*B, nstate]` float64, see `models.STATE`.
         control: `[*B, nu + nv]` float64: actuator controls, each in its own unit, and generalised forces, N or N m.
-        parameters: `[*B, nparameters]` float64, the values of the fields in `varied`, in its order.
+        parameters: `[*B, nparameters]` float64, values of the fields in `varied` of `models.load`, in the same order.
         handle: a handle that `models.load` returned.
         substeps: number of time steps; 0 calls `mj_forward`, which computes the sensors of the state.
 
     Returns: the next states, and `sensors` `[*B, nsensordata]` float64. After a step, the sensors belong to the last
-    substep. They describe the state before this substep, and the forces in it.
+    substep. They describe the state before this substep, and the forces in it. Numbers that are not finite are stepped
+    like any others. For a model loaded for Warp, the tensors may be on a GPU.
     Gradient: none.
-    Raises: ValueError if a tensor has another shape, dtype or device, or if a gradient would be lost.
-        `mujoco.batch.SimulationError` with the index of the simulation, if MuJoCo fails. Numbers that are not finite
-        pass through. Models loaded for Warp also take tensors on a GPU.
+    Raises: ValueError if a tensor has a wrong shape, dtype or device, or if autograd would record the step.
+        `mujoco.batch.SimulationError` with the index of the simulation, if MuJoCo fails.
     Source: Todorov, Erez and Tassa 2012, "MuJoCo: a physics engine for model-based control".
 
     >>> from ecrl.envs.mujoco.scene.models import load
@@ -182,7 +182,7 @@ def step(state: Tensor, control: Tensor, parameters: Tensor, *, handle: int, sub
             raise ValueError(f"mujoco step: {actual}, expected float64 {[*batch, width]} on {device}")
     if torch.is_grad_enabled() and (state.requires_grad or control.requires_grad or parameters.requires_grad):
         reason = "MuJoCo's physics has no gradient"
-        raise ValueError(f"mujoco step: {reason}; detach the inputs, or use an algorithm that needs no gradient of it")
+        raise ValueError(f"mujoco step: {reason}; detach the inputs, or use an algorithm without physics gradients")
     rows = (x.reshape(batch.numel(), x.shape[-1]) for x in (state, control, parameters))
     out, sensors = torch.ops.ecrl.mujoco_step(*rows, handle, substeps)
     return out.reshape(state.shape), sensors.reshape(*batch, sensors.shape[-1])

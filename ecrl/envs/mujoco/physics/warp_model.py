@@ -1,4 +1,4 @@
-"""Checks of a scene for MuJoCo Warp, sizes of Warp's buffers, and the import of its packages."""
+"""Import MuJoCo Warp, check that it supports a scene, and compute the sizes of its buffers."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +22,7 @@ _KIN0 = (
     "light_dir0",
 )
 GROUPS = {"FIXED": _FIXED, "KIN0": _KIN0, "INERT0": _INERT0}
-"""Constants of a model that are computed from other fields, by the name of Warp's function group for them."""
+"""Model constants that are computed from other fields, grouped as in Warp's `SetConstGroup`."""
 
 VARIES = {
     "body_mass": ("FIXED", "KIN0", "INERT0"),
@@ -46,14 +46,14 @@ VARIES = {
 """Fields that may differ between simulations, each with the groups of constants that depend on it."""
 
 _CONTACTS = 8
-"""Contact slots for every geom that can move and collide, on average over the simulations."""
+"""Contact slots per geom that can move and collide, as an average over the simulations."""
 
 WARP_LOCK = RLock()  # Warp's current device and stream are global to the process
 
 
 @contextmanager
 def packages() -> Iterator[tuple[Any, Any]]:
-    """Lend the packages warp and mujoco_warp to one thread at a time, without Warp's messages about kernels."""
+    """Yield the packages warp and mujoco_warp, to one thread at a time. Hide Warp's messages about kernels."""
     with extra("warp"):
         import mujoco_warp
         import warp
@@ -70,18 +70,18 @@ def packages() -> Iterator[tuple[Any, Any]]:
 def make_warp_model(mjw: Any, model: Any, batch_sizes: dict[str, int]) -> Any:
     """Convert a MuJoCo model to Warp's model, on Warp's current device.
 
-    `batch_sizes` has the number of copies of each varied field. The flag against automatic resets is cleared, because
-    Warp does not know it. Warp never resets by itself.
+    `batch_sizes` has the number of copies of each varied field. The flag that disables automatic resets is cleared,
+    because Warp does not know the flag. Warp never resets by itself.
     """
     model = copy(model)
     model.opt.disableflags = int(model.opt.disableflags) & ~int(mujoco().mjtDisableBit.mjDSBL_AUTORESET)
     out = mjw.put_model(model, batch_sizes)
-    out.opt.warn_overflow = 0  # NaN in the rows reports an overflow
+    out.opt.warn_overflow = 0  # instead of a warning, an overflow sets rows to NaN
     return out
 
 
 def check(model: Any, varied: Varied) -> None:
-    """Raise ConfigError with the features that Warp does not support, if the scene or `varied` needs any."""
+    """Raise ConfigError if the scene or `varied` needs features that Warp does not support. The error lists them."""
     bits = mujoco().mjtEnableBit
     parts = {
         "flexible bodies": model.nflex,
@@ -104,7 +104,7 @@ def check(model: Any, varied: Varied) -> None:
 
 
 def capacity(model: Any) -> tuple[int, int]:
-    """Return Warp's buffer sizes: contacts per simulation, on average over all, and constraint rows per simulation."""
+    """Return Warp's buffer sizes: contacts per simulation as an average, and constraint rows per simulation."""
     moves = model.body_weldid[model.geom_bodyid] > 0
     touches = (model.geom_contype > 0) | (model.geom_conaffinity > 0)
     contacts = _CONTACTS * (int((moves & touches).sum()) + model.npair)

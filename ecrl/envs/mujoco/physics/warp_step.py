@@ -1,9 +1,9 @@
-"""MuJoCo Warp behind the operator `ecrl::mujoco_step`: the same rows in and out, on a GPU, or on the CPU in tests.
+"""Step MuJoCo Warp for the operator `ecrl::mujoco_step`, on a GPU, or on the CPU in tests.
 
-Warp steps in float32. Tensors share the memory of its arrays. Each call writes everything that a step depends on to
-these arrays, so nothing of an earlier call remains. The host reads nothing back. In a CUDA graph captured by torch,
-conditional nodes stop the solver once it has converged. Outside a capture, on a GPU, the solver always runs all its
-iterations.
+The rows are the same as for MuJoCo. Warp steps in float32. Torch tensors share the memory of Warp's arrays. Each call
+writes everything that a step depends on to these arrays, so earlier calls have no effect. The host reads no results.
+In a CUDA graph captured by torch, conditional nodes stop the solver once it has converged. Outside a capture, on a GPU,
+the solver always runs all its iterations.
 """
 
 import math
@@ -30,10 +30,10 @@ _PARTS = {
     "CTRL": "ctrl",
     "QFRC_APPLIED": "qfrc_applied",
 }
-"""Names of Warp's arrays for the parts of a state and a control. `warp_model.check` refuses scenes with other parts."""
+"""Names of Warp's arrays for the parts of a state and a control. `warp_model.check` rejects scenes with other parts."""
 
 _HARMLESS = ("ITERATIONS", "LS_ITERATIONS")
-"""Overflows that lose nothing: the solver reached its iteration limit, which happens in MuJoCo too."""
+"""Overflow flags that mean no lost data: the solver reached its iteration limit, which happens in MuJoCo too."""
 
 
 class _Worlds(NamedTuple):
@@ -47,8 +47,8 @@ class _Worlds(NamedTuple):
     constants: int  # bits of the groups of constants that depend on the parameters
     sensors: Tensor
     overflow: Tensor
-    losses: int  # bits of `overflow` that mean lost contacts or constraints
-    room: list[tuple[Tensor, int]]  # used slots and size of each buffer
+    loss_bits: int  # bits of `overflow` that mean lost contacts or constraints
+    buffers: list[tuple[Tensor, int]]  # number of used slots and size of each buffer
     graphs: list[Any]  # Warp's objects for the captures that use these arrays
 
 
@@ -60,7 +60,7 @@ def _view(warp: Any, array: Any, count: int) -> Tensor:
 
 
 def _slices(model: Any, names: tuple[str, ...]) -> dict[str, slice]:
-    """Return the slice of columns that each part has in one row, by name. Parts that the model lacks are left out."""
+    """Return the columns of each part in a row, by name of the part. Parts without columns are left out."""
     slices, at = {}, 0
     for name in names:
         if size := size_of(model, name):
@@ -70,7 +70,7 @@ def _slices(model: Any, names: tuple[str, ...]) -> dict[str, slice]:
 
 
 def _parameter_views(warp: Any, warp_model: Any, model: Any, varied: Varied, count: int) -> list[tuple[Tensor, slice]]:
-    """Return a view of each varied field in Warp's model, and its columns in the parameters."""
+    """Return a view of each varied field in Warp's model, and the field's columns in the parameters."""
     views, at = [], 0
     for field, name in varied:
         rows = rows_of(model, field, name)
@@ -100,17 +100,17 @@ def _worlds(handle: int, count: int, device: torch.device) -> _Worlds:
         parameters = _parameter_views(warp, warp_model, model, varied, count)
         constants = sum(int(getattr(mjw.SetConstGroup, group)) for group in groups)
         sensors, overflow = _view(warp, data.sensordata, count), warp.to_torch(data.overflow)
-        buffers = (data.nefc, data.njmax), (data.ncollision, data.naconmax), (data.nacon, data.naconmax)
-        room = [(warp.to_torch(used), size) for used, size in buffers]
+        counters = (data.nefc, data.njmax), (data.ncollision, data.naconmax), (data.nacon, data.naconmax)
+        buffers = [(warp.to_torch(used), size) for used, size in counters]
         warp.synchronize_device()
         kinds = mjw.OverflowType
-        losses = int(kinds.ALL) & ~sum(int(getattr(kinds, name)) for name in _HARMLESS)
-    return _Worlds(warp_model, data, state, control, parameters, constants, sensors, overflow, losses, room, [])
+        loss_bits = int(kinds.ALL) & ~sum(int(getattr(kinds, name)) for name in _HARMLESS)
+    return _Worlds(warp_model, data, state, control, parameters, constants, sensors, overflow, loss_bits, buffers, [])
 
 
 @cache
 def _stream(pointer: int, device: torch.device) -> Any:
-    """Return Warp's object for a stream of torch: one object per stream, because Warp identifies captures by it."""
+    """Return Warp's object for a torch stream. There is only one per stream, because it identifies a capture."""
     with packages() as (warp, _):
         return warp.Stream(warp.device_from_torch(device), cuda_stream=pointer)
 
@@ -119,11 +119,11 @@ def _stream(pointer: int, device: torch.device) -> Any:
 def _on_gpu(worlds: _Worlds, warp: Any, device: torch.device) -> Iterator[None]:
     """Order Warp's work after torch's earlier work and before torch's later work.
 
-    If torch captures a CUDA graph, the graph includes Warp's work. Outside a capture, Warp uses its own stream, because
-    memory that Warp frees must not be in use on other streams.
+    If torch captures a CUDA graph, the graph includes Warp's work. Outside a capture, Warp works on its own stream.
+    Otherwise Warp might free memory that another stream still uses.
     """
     current, capturing = torch.cuda.current_stream(device), torch.cuda.is_current_stream_capturing()
-    # a conditional graph loops until the solver has converged; a loop on the host would wait for the GPU each time
+    # in a capture, the graph itself loops until the solver has converged; a loop on the host would wait for the GPU
     worlds.model.opt.graph_conditional = capturing and warp.is_conditional_graph_supported()
     if capturing:
         stream = _stream(current.cuda_stream, device)
@@ -142,7 +142,7 @@ def _on_gpu(worlds: _Worlds, warp: Any, device: torch.device) -> Iterator[None]:
 
 
 def _run(worlds: _Worlds, device: torch.device, substeps: int) -> None:
-    """Step the simulations in Warp's arrays; 0 substeps compute only the sensors."""
+    """Step the simulations in Warp's arrays. With 0 substeps, compute only the sensors."""
     model, data = worlds.model, worlds.data
     with packages() as (warp, mjw), ExitStack() as contexts:
         if device.type == "cpu":
@@ -161,20 +161,20 @@ def _run(worlds: _Worlds, device: torch.device, substeps: int) -> None:
 def _overflowed(worlds: _Worlds) -> Tensor:
     """Return True for each simulation that needed more contacts or constraints than the buffers hold, `[count]`.
 
-    All simulations share the contact buffer. If it is full, Warp does not report whose contacts it dropped, so the
-    result is True for all.
+    All simulations share the contact buffer. If the buffer is full, Warp does not report which simulations lost
+    contacts, so the result is True for all.
     """
-    lost = (worlds.overflow & worlds.losses) != 0  # set by any substep
-    for used, size in worlds.room:  # because `forward` alone sets no `overflow`
+    lost = (worlds.overflow & worlds.loss_bits) != 0  # set by any substep
+    for used, size in worlds.buffers:  # `forward` does not set `overflow`
         lost = lost | (used > size)
     return lost
 
 
 def step(state: Tensor, control: Tensor, parameters: Tensor, handle: int, substeps: int) -> tuple[Tensor, Tensor]:
-    """Step MuJoCo Warp `substeps` times from each row. The results are as in `ecrl.envs.mujoco.physics.step_op.step`.
+    """Step MuJoCo Warp `substeps` times from each row. The results match `ecrl.envs.mujoco.physics.step_op.step`.
 
-    The returned numbers have float32 precision. A simulation with more constraints than the buffer holds (`capacity`)
-    is returned as NaN. If all contacts together exceed their buffer, all simulations are returned as NaN.
+    The returned numbers have float32 precision. The rows of a simulation are NaN if it has more constraints than its
+    buffer (see `capacity`). All rows are NaN if all contacts together exceed the contact buffer.
 
     Args:
         state: `[N, nstate]` float64.
@@ -184,7 +184,7 @@ def step(state: Tensor, control: Tensor, parameters: Tensor, handle: int, subste
         substeps: number of time steps; 0 computes the sensors of the state.
 
     Gradient: none.
-    Raises: RuntimeError in a CUDA graph capture, if this number of simulations was never stepped before.
+    Raises: RuntimeError in a CUDA graph capture, if this number of simulations was not stepped before the capture.
     """
     count, sensors = len(state), state.new_empty(len(state), loaded(handle).model.nsensordata)
     after = state.clone(memory_format=torch.contiguous_format)

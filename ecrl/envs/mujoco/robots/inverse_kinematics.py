@@ -1,10 +1,10 @@
 """Inverse kinematics by damped least squares, for a batch of poses at once.
 
-A step reduces the pose error e with the Jacobian J. The damping lambda keeps it bounded if J loses rank:
+A step dq reduces the pose error e with the Jacobian J. The damping lambda keeps dq bounded if J loses rank:
 
     dq = J^T (J J^T + lambda I)^-1 e = (J^T J + lambda I)^-1 J^T e,        lambda = 0.05 e.e + 1e-4
 
-The damping grows with the error. So the first steps are cautious and the last ones approach Gauss-Newton steps.
+The damping grows with the error. So the first steps are small, and the last ones approach Gauss-Newton steps.
 """
 
 from functools import partial
@@ -53,10 +53,10 @@ def _rotation_between(pose: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Ten
 
 
 def pose_error(pose: Tensor, target: Tensor) -> Tensor:
-    """Return the translation (m) and the rotation (axis times angle, rad) from one pose to another, `[*B, 6]`.
+    """Return the translation (m) and the rotation (axis times angle, rad) from `pose` to `target`, `[*B, 6]`.
 
-    Both poses are `[*B, 4, 4]`. Within 1e-6 rad of half a turn, the axis is not defined. The returned rotation is then
-    smaller than pi, or 0.
+    Both poses are `[*B, 4, 4]`. Within 1e-6 rad of half a turn, the axis is not well defined. The size of the returned
+    rotation is then less than pi, and may be 0.
 
     >>> target = torch.tensor([[0.0, -1.0, 0.0, 1.0], [1.0, 0.0, 0.0, 2.0], [0.0, 0.0, 1.0, 3.0], [0.0, 0.0, 0.0, 1.0]])
     >>> pose_error(torch.eye(4), target)  # a quarter turn about z
@@ -101,14 +101,14 @@ def inverse_kinematics(
 ) -> Reached:
     """Search for joint positions that bring a site to a pose, step by step from the current positions.
 
-        positions = clamp(positions + scaled(dq), lowest, highest),        dq as at the top of this file
+        positions = clamp(positions + scaled(dq), lowest, highest),        dq as in the module's description
 
     A step is scaled down if a joint would move by more than 1 rad or 1 m. The target may be out of reach, or the search
-    may stop short of it: check `distance` and `angle`.
+    may end before it arrives. So check `distance` and `angle` of the result.
 
     Args:
         sim: the simulation.
-        worlds: worlds `[*B]` with the current joint positions. Joints that `joints` does not name keep their positions.
+        worlds: worlds `[*B]` with the current joint positions. Joints that are not in `joints` keep their positions.
         site: name of the site, such as `sim.robot.tcp["arm"]`.
         joints: names of the hinge and slide joints to move.
         target: `[*B, 4, 4]` float32, target pose in the world frame, m.

@@ -1,10 +1,12 @@
-"""Forward kinematics as tensor functions of the joint positions: exact, differentiable poses and Jacobians.
+"""Forward kinematics: exact, differentiable poses and Jacobians as tensor functions of the joint positions.
 
-They do not call MuJoCo, so the start of an episode can be observed like any other state. A pose is a homogeneous 4x4
-matrix of rotation and position, m. The pose of a joint, with the fixed transform before it, is linear in functions of
-its position q. So all joints of a chain are computed at once and then multiplied:
+The functions do not call MuJoCo, so the start of an episode can be observed like any other state. A pose is a
+homogeneous 4x4 matrix of rotation and position, m. The local pose of a joint includes the fixed transform before it. It
+depends on the joint's displacement q and on constant matrices A, B and C:
 
     hinge  A + sin(q) B + (1 - cos(q)) C        slide  A + q B
+
+So the local poses of all joints of a chain are computed at once, and then multiplied.
 """
 
 from typing import Any, NamedTuple
@@ -17,7 +19,11 @@ from ecrl.envs.mujoco.scene.models import mujoco
 
 
 class Joint(NamedTuple):
-    """A hinge or slide: index and zero of its position, degree of freedom, axis, anchor, and the matrices A, B, C."""
+    """A hinge or slide joint.
+
+    `index` is the column of its position in the `positions` argument of `follow`. The displacement q is the position
+    minus `zero`. `dof` is the joint's degree of freedom. `terms` has the matrices A, B and C.
+    """
 
     index: int
     zero: float
@@ -31,8 +37,8 @@ class Joint(NamedTuple):
 class FreeRotation(NamedTuple):
     """A ball joint, a free body or a mocap body, with the fixed transforms before and after it.
 
-    `position` and `quaternion` are the first indices of its position (None for a ball) and quaternion. Both indices are
-    columns of the `positions` argument of `follow`.
+    `position` and `quaternion` are the first columns of its position and its quaternion in the `positions` argument of
+    `follow`. `position` is None for a ball joint.
     """
 
     position: int | None
@@ -62,13 +68,13 @@ def _quaternion_terms() -> np.ndarray:
 
 
 _ROTATION = _quaternion_terms()
-_POSITION, _ONE = np.eye(16)[[3, 7, 11]], np.eye(16)[15]  # entries of the position in a flattened pose, and its last 1
+_POSITION, _ONE = np.eye(16)[[3, 7, 11]], np.eye(16)[15]  # entries of the position in a flattened pose, and the last 1
 
 
 def pose(position: Tensor | None, quaternion: Tensor) -> Tensor:
-    """Return the pose `[*B, 4, 4]` of a position `[*B, 3]` (None: the origin) and a quaternion `[*B, 4]`, w x y z.
+    """Return the pose `[*B, 4, 4]` with a position `[*B, 3]` (None: the origin) and a quaternion `[*B, 4]`, w x y z.
 
-    The quaternion is normalised; its length must not be 0.
+    The quaternion is normalised. Its length must not be 0.
 
     >>> pose(None, torch.tensor([0.0, 0.0, 0.0, 2.0]))[:3, :3]  # half a turn about z
     tensor([[-1.,  0.,  0.],
@@ -83,7 +89,7 @@ def pose(position: Tensor | None, quaternion: Tensor) -> Tensor:
 
 
 def constant_pose(position: Any, quaternion: Any) -> np.ndarray:
-    """Return a pose as a constant array."""
+    """Return the pose with a position and a quaternion as a NumPy array."""
     out, matrix = np.eye(4), np.zeros(9)
     mujoco().mju_quat2Mat(matrix, np.asarray(quaternion, float))
     out[:3, :3], out[:3, 3] = matrix.reshape(3, 3), position
@@ -134,7 +140,7 @@ def chain(model: Any, body: int, end: np.ndarray | None = None) -> Chain:
 
 
 def columns(values: Tensor, indices: list[int]) -> Tensor:
-    """Return some columns of the last axis; neighbouring columns are one slice, which is faster."""
+    """Return some columns of the last axis. Neighbouring columns are read by one slice, which is faster."""
     if indices == list(range(indices[0], indices[0] + len(indices))):
         return values[..., indices[0] : indices[0] + len(indices)]
     return torch.stack([values[..., i] for i in indices], -1)

@@ -18,7 +18,7 @@ Drive = Literal["position", "velocity", "force"]
 
 
 class Robot(NamedTuple):
-    """Names in the model: all joints in the order of config lists, joints by part, end effector sites by part."""
+    """Names of a robot in the model: joints in the order of config lists, joints by part, end effector site by part."""
 
     joints: tuple[str, ...]
     parts: dict[str, tuple[str, ...]]
@@ -32,9 +32,9 @@ class Robot(NamedTuple):
 
 
 def spec_of(source: str, key: str, root: str = "") -> Any:
-    """Return a MjSpec of an MJCF file, or of the text of one; `root` is a second folder to look in.
+    """Return the MjSpec of an MJCF file. `source` is its path or its text, and `root` is a second folder to search.
 
-    Raises: ConfigError that begins with `key`, if there is no such file or it is not MJCF.
+    Raises: ConfigError that begins with `key`, if the file does not exist or is not MJCF.
     """
     spec, paths = mujoco().MjSpec, [source, *([os.path.join(root, source)] if root else [])]
     try:
@@ -50,15 +50,15 @@ def spec_of(source: str, key: str, root: str = "") -> Any:
 
 
 def hinges_and_slides(spec: Any) -> tuple[str, ...]:
-    """Return the names of the hinge and slide joints of a MjSpec, in its order."""
+    """Return the names of the hinge and slide joints of an MjSpec, in the order of the MjSpec."""
     kinds = (mujoco().mjtJoint.mjJNT_HINGE, mujoco().mjtJoint.mjJNT_SLIDE)
     return tuple(joint.name for joint in spec.joints if joint.type in kinds)
 
 
 def add_force_sensors(spec: Any, joints: tuple[str, ...], key: str) -> None:
-    """Add a sensor `<joint>_force` of the force of each joint's drive, unless the file has it already.
+    """Add a sensor `<joint>_force` for the drive force of each joint, unless the file has it already.
 
-    Raises: ConfigError that begins with `key`, if the file has another sensor of that name.
+    Raises: ConfigError that begins with `key`, if the file has a different sensor with that name.
     """
     kind, joint = mujoco().mjtSensor.mjSENS_JOINTACTFRC, mujoco().mjtObj.mjOBJ_JOINT
     for name in joints:
@@ -73,7 +73,7 @@ def add_force_sensors(spec: Any, joints: tuple[str, ...], key: str) -> None:
 def _per_joint(
     values: PerJoint | None, defaults: tuple[float, ...], joints: tuple[str, ...], key: str
 ) -> tuple[float, ...]:
-    """Return one number per joint, from a config value and the defaults of the robot."""
+    """Return one number per joint from a config value. The robot's defaults fill in missing numbers."""
     if isinstance(values, dict):
         for name in values:
             if name not in joints:
@@ -107,12 +107,12 @@ def _add_drives(spec: Any, cfg: DriveConfig, built: Builtin, drives: Mapping[str
 
 
 def _add_tcp(spec: Any, part: str, joint: str, flange: tuple[float, float, float], tcp: Matrix) -> str:
-    """Add a site at the end effector of a part, on the body of a joint; return its name."""
+    """Add a site at the end effector of a part, on the body of a joint. Return the name of the site."""
     quaternion, rotation = np.zeros(4), np.array([row[:3] for row in tcp[:3]])
     if not np.allclose(rotation @ rotation.T, np.eye(3), atol=1e-3) or np.linalg.det(rotation) < 0.0:
-        raise ConfigError(f"robot.solver_cfg.{part}.tcp: its first three columns are not a rotation")
+        raise ConfigError(f"robot.solver_cfg.{part}.tcp: the first three columns are not a rotation")
     if tcp[3] != (0.0, 0.0, 0.0, 1.0):
-        raise ConfigError(f"robot.solver_cfg.{part}.tcp: its last row is {list(tcp[3])}, expected [0, 0, 0, 1]")
+        raise ConfigError(f"robot.solver_cfg.{part}.tcp: the last row is {list(tcp[3])}, expected [0, 0, 0, 1]")
     mujoco().mju_mat2Quat(quaternion, rotation.flatten())
     position, name = [a + row[3] for a, row in zip(flange, tcp[:3], strict=True)], f"{part}_tcp"
     if spec.site(name) is not None:
@@ -122,7 +122,7 @@ def _add_tcp(spec: Any, part: str, joint: str, flange: tuple[float, float, float
 
 
 def _from_file(cfg: RobotConfig, drives: Mapping[str, Drive]) -> tuple[Any, Builtin]:
-    """Return the MjSpec of a robot from an MJCF file; it keeps its actuators if the config has no drives."""
+    """Return the MjSpec of a robot from an MJCF file. The file's actuators remain if the config has no drives."""
     spec = spec_of(cfg.mjcf or "", "robot.mjcf", os.environ.get("MENAGERIE_ROOT", ""))
     drive_cfg = cfg.drive_pros
     settings = (drive_cfg.stiffness, drive_cfg.damping, drive_cfg.max_effort)
@@ -173,8 +173,8 @@ def _parts(cfg: RobotConfig, built: Builtin) -> dict[str, tuple[str, ...]]:
 def _mount(built: Builtin, part: str, joints: tuple[str, ...]) -> tuple[str, tuple[float, float, float]]:
     """Return the joint whose body holds the end effector of a part, and the flange position in that body's frame.
 
-    A part with the name of a built-in part always ends where the built-in part does, even if the config gives it fewer
-    joints. A part with another name ends at its last joint.
+    A part with the name of a built-in part ends at the same joint as the built-in part, even if it has fewer joints in
+    the config. A part with any other name ends at its last joint.
     """
     joint = built.parts[part][-1] if part in built.flange else joints[-1]
     flanges = (position for name, position in built.flange.items() if built.parts[name][-1] == joint)
@@ -184,7 +184,7 @@ def _mount(built: Builtin, part: str, joints: tuple[str, ...]) -> tuple[str, tup
 def _tool_poses(built: Builtin, poses: dict[str, Matrix], mounts: Mapping[str, tuple[str, Any]]) -> dict[str, Matrix]:
     """Return the poses of the built-in tools by built-in part.
 
-    A tool takes the pose of the configured part that ends at the tool's joint. If several parts end there, the one with
+    A tool gets the pose of the configured part that ends at the tool's joint. If several parts end there, the part with
     the name of the built-in part is used.
     """
     ends = {built.parts[name][-1]: name for name in built.flange}
@@ -193,9 +193,9 @@ def _tool_poses(built: Builtin, poses: dict[str, Matrix], mounts: Mapping[str, t
 
 
 def robot_spec(cfg: RobotConfig, drives: Mapping[str, Drive]) -> tuple[Any, Robot, tuple[float, ...]]:
-    """Return a MjSpec of the robot, its names, and its joint positions at the start.
+    """Return the MjSpec of the robot, the robot's names, and its joint positions at the start.
 
-    The positions are empty if the file defines them.
+    The positions are empty if the MJCF file defines them.
     """
     spec, built = _from_file(cfg, drives) if cfg.mjcf is not None else _builtin(cfg)
     parts = _parts(cfg, built)

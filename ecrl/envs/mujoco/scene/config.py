@@ -1,6 +1,7 @@
 """Config models of a scene: a robot, objects, a floor or an MJCF file, and the physics step.
 
-The keys are EmbodiChain's. Keys of its simulator that MuJoCo cannot use are listed in `inert` of their section.
+The keys are EmbodiChain's. `inert` of a section lists the keys that MuJoCo cannot use, each with the reason. ecrl
+ignores these keys with a warning.
 """
 
 from typing import Annotated, ClassVar, Literal
@@ -14,12 +15,12 @@ Triple = Annotated[tuple[Real, Real, Real], Field(strict=False)]
 Shade = Annotated[tuple[Fraction, Fraction, Fraction], Field(strict=False)]
 Color = Annotated[tuple[Fraction, Fraction, Fraction, Fraction], Field(strict=False)]
 Steps = Annotated[int, Field(ge=1, le=10_000)]
-"""Number of physics steps. It is limited, because nothing can interrupt them within an environment step."""
+"""Number of physics steps. It is limited, because the physics of an environment step cannot be interrupted."""
 _Row = Annotated[tuple[Real, Real, Real, Real], Field(strict=False)]
 _List = Annotated[tuple[NonNegative, ...], Field(strict=False, min_length=1), LIST]
 PerJoint = Annotated[
     Annotated[NonNegative, NUMBER] | _List | Annotated[dict[str, NonNegative], OBJECT],
-    by_kind("a number, a list of numbers, or an object with numbers by name of joint"),
+    by_kind("a number, a list of numbers, or an object with a number for each joint name"),
 ]
 """One number for all joints, a list with one number per joint, or numbers by joint name."""
 
@@ -43,9 +44,9 @@ class ShapeConfig(ConfigModel):
     @model_validator(mode="after")
     def _complete(self) -> "ShapeConfig":
         needed = {"Cube": ("size",), "Sphere": ("radius",), "Cylinder": ("radius", "height")}[self.shape_type]
-        given = tuple(name for name in ("size", "radius", "height") if getattr(self, name) is not None)
-        if set(given) != set(needed):
-            raise ValueError(f"a {self.shape_type} needs {' and '.join(needed)}, got {', '.join(given) or 'none'}")
+        present = tuple(name for name in ("size", "radius", "height") if getattr(self, name) is not None)
+        if set(present) != set(needed):
+            raise ValueError(f"a {self.shape_type} needs {' and '.join(needed)}, got {', '.join(present) or 'none'}")
         return self
 
 
@@ -66,8 +67,8 @@ class AttrsConfig(ConfigModel):
 
     mass: Positive = Field(1.0, description="mass, kg")
     static_friction: NonNegative = Field(0.5, description="coefficient of sliding friction, at rest and in motion")
-    linear_damping: NonNegative = Field(0.7, description="fraction of the velocity lost per second, 1/s")
-    angular_damping: NonNegative = Field(0.7, description="fraction of the angular velocity lost per second, 1/s")
+    linear_damping: NonNegative = Field(0.7, description="damping rate of the velocity, 1/s")
+    angular_damping: NonNegative = Field(0.7, description="damping rate of the angular velocity, 1/s")
 
 
 class RigidObjectConfig(ConfigModel):
@@ -79,14 +80,14 @@ class RigidObjectConfig(ConfigModel):
         "body_scale": "see size, radius and height of the shape",
     }
 
-    uid: str = Field(min_length=1, pattern=_NAME, description="its name, without a NUL")
-    shape: ShapeConfig = Field(description="its shape")
+    uid: str = Field(min_length=1, pattern=_NAME, description="name of the object, without a NUL")
+    shape: ShapeConfig = Field(description="shape of the object")
     body_type: Literal["dynamic", "kinematic", "static"] = Field(
         "dynamic", description="dynamic: moved by forces; kinematic: moved only by events; static: part of the world"
     )
-    init_pos: Triple = Field((0.0, 0.0, 0.0), description="position of its centre at the start, m")
+    init_pos: Triple = Field((0.0, 0.0, 0.0), description="position of the object's centre at the start, m")
     init_rot: Triple = Field(
-        (0.0, 0.0, 0.0), description="rotation at the start: about x, then its own y, then its own z, degrees"
+        (0.0, 0.0, 0.0), description="rotation at the start, degrees: about x, then the rotated y, then the rotated z"
     )
     attrs: AttrsConfig = Field(AttrsConfig.model_construct(), description="mass, friction, damping")
     color: Color = Field((0.85, 0.35, 0.2, 1.0), description="red, green, blue, opacity, 0 to 1")
@@ -101,25 +102,25 @@ class BackgroundConfig(RigidObjectConfig):
 
 
 class DriveConfig(ConfigModel):
-    """Actuators of the robot's joints: a spring and a damper that pull to the target with a limited force.
+    """Drives of the robot's joints. A drive acts like a spring and a damper between joint and target.
 
     force = clamp(stiffness (target - position) - damping velocity, +-max_effort)
     """
 
     inert: ClassVar = {
-        "drive_type": "MuJoCo's drives are forces",
+        "drive_type": "MuJoCo's drives apply forces",
         "max_velocity": "MuJoCo does not cap velocities; limit the action",
         "friction": "the robot defines its joint friction",
         "armature": "the robot defines its armature",
     }
 
     stiffness: PerJoint | None = Field(
-        None, description="force per position error, N/m or N m/rad; if absent, as the robot defines it"
+        None, description="force per position error, N/m or N m/rad; by default, the robot's own value"
     )
     damping: PerJoint | None = Field(
-        None, description="force per velocity, N s/m or N m s/rad; if absent, as the robot defines it"
+        None, description="force per velocity, N s/m or N m s/rad; by default, the robot's own value"
     )
-    max_effort: PerJoint | None = Field(None, description="largest force, N or N m; if absent, as the robot defines it")
+    max_effort: PerJoint | None = Field(None, description="largest force, N or N m; by default, the robot's own value")
 
 
 class SolverConfig(ConfigModel):
@@ -135,7 +136,7 @@ class SolverConfig(ConfigModel):
 
 
 class RobotConfig(ConfigModel):
-    """The robot: a built-in one by its type, or an MJCF file."""
+    """The robot, which is either a built-in robot or an MJCF file."""
 
     inert: ClassVar = {
         "urdf_cfg": "robots are built in or MJCF files; see robot.robot_type and robot.mjcf",
@@ -143,29 +144,29 @@ class RobotConfig(ConfigModel):
         "fpath": "see robot.mjcf",
     }
 
-    uid: str = Field("robot", min_length=1, pattern=_NAME, description="its name, without a NUL")
-    robot_type: str = Field("URRobot", description="a built-in robot: URRobot or CartPole; not used with mjcf")
+    uid: str = Field("robot", min_length=1, pattern=_NAME, description="name of the robot, without a NUL")
+    robot_type: str = Field("URRobot", description="built-in robot: URRobot or CartPole; not used if mjcf is set")
     mjcf: str | None = Field(
         None, description="path of the robot's MJCF file, also searched below $MENAGERIE_ROOT; or the text of the file"
     )
-    init_pos: Triple = Field((0.0, 0.0, 0.0), description="position of its base, m")
+    init_pos: Triple = Field((0.0, 0.0, 0.0), description="position of the robot's base, m")
     init_rot: Triple = Field(
-        (0.0, 0.0, 0.0), description="rotation of its base: about x, then its own y, then its own z, degrees"
+        (0.0, 0.0, 0.0), description="rotation of the base, degrees: about x, then the rotated y, then the rotated z"
     )
     init_qpos: Annotated[tuple[Real, ...], Field(strict=False)] | None = Field(
-        None, description="joint positions at the start, m or rad; extra numbers, as for a gripper, are not used"
+        None, description="joint positions at the start, m or rad; surplus numbers, such as for a gripper, are ignored"
     )
-    drive_pros: DriveConfig = Field(DriveConfig.model_construct(), description="actuators")
+    drive_pros: DriveConfig = Field(DriveConfig.model_construct(), description="drives of the joints")
     control_parts: dict[str, Annotated[tuple[str, ...], Field(strict=False, min_length=1)]] = Field(
-        {}, description="joint names by part; the robot's own parts if absent"
+        {}, description="joint names by part of the robot; by default, the parts that the robot defines"
     )
-    solver_cfg: dict[str, SolverConfig] = Field({}, description="end effectors by part")
+    solver_cfg: dict[str, SolverConfig] = Field({}, description="end effectors by part of the robot")
 
 
 class LightConfig(ConfigModel):
-    """The directional light of the images."""
+    """The directional light in rendered images."""
 
-    inert: ClassVar = dict.fromkeys(("direct", "indirect"), "images have one light; see light.direction, color")
+    inert: ClassVar = dict.fromkeys(("direct", "indirect"), "images have one light; set light.direction and color")
 
     direction: Triple = Field((0.3, 0.4, -1.0), description="direction in which the light shines")
     color: Shade = Field((0.7, 0.7, 0.7), description="red, green, blue, 0 to 1")
@@ -185,9 +186,9 @@ class PhysicsConfig(ConfigModel):
         None, description="time step, s; if absent, as in the MJCF scene file, or 0.01 without a file"
     )
     iterations: Steps | None = Field(
-        None, description="most Newton iterations; if absent, as in the MJCF scene file, or 20 without a file"
+        None, description="most solver iterations per step; if absent, as in the MJCF scene file, or 20 without a file"
     )
-    threads: Annotated[int, Field(ge=0, le=4096)] = Field(0, description="threads; 0: as many as torch uses")
+    threads: Annotated[int, Field(ge=0, le=4096)] = Field(0, description="physics threads; 0: as many as torch uses")
     backend: Literal["mujoco", "warp"] = Field(
         "mujoco", description="mujoco: CPU, float64; warp: MuJoCo Warp on trainer.device, float32"
     )
@@ -206,7 +207,7 @@ class SceneConfig(ConfigModel):
         "rigid_object_group": "list the objects in rigid_object",
         "articulation": "put articulated objects into an MJCF scene file; see mjcf",
         "physics_config": "see physics",
-        "sensor": "cameras belong to events and observations",
+        "sensor": "put cameras into events and observations",
     }
 
     mjcf: str | None = Field(
@@ -214,12 +215,12 @@ class SceneConfig(ConfigModel):
         description="path of an MJCF file with the scene, or the text of the file; if absent, the scene is a floor",
     )
     keyframe: str | None = Field(None, description="keyframe of the MJCF file to start from")
-    robot: RobotConfig | None = Field(None, description="the robot; no robot if absent")
+    robot: RobotConfig | None = Field(None, description="the robot; if absent, no robot is added")
     rigid_object: Annotated[tuple[RigidObjectConfig, ...], Field(strict=False)] = Field((), description="objects")
     background: Annotated[tuple[BackgroundConfig, ...], Field(strict=False)] = Field(
         (), description="further objects, static by default"
     )
-    light: LightConfig | None = Field(None, description="light of the images; if absent, the light of the scene file")
+    light: LightConfig | None = Field(None, description="light in images; if absent, the light of the scene file")
     physics: PhysicsConfig = Field(PhysicsConfig.model_construct(), description="time step, solver and backend")
     sim_steps_per_control: Steps | None = Field(
         None, description="physics steps per environment step; 4 if target_control_frequency is absent too"

@@ -1,4 +1,4 @@
-"""The table of MuJoCo models that this process has loaded, and the layout of a model's arrays."""
+"""Table of the MuJoCo models that this process has loaded, and the layout of a model's arrays."""
 
 import os
 from copy import copy
@@ -10,13 +10,13 @@ import numpy as np
 from ecrl.errors import ConfigError, UserError, extra
 
 STATE = ("TIME", "QPOS", "QVEL", "ACT", "HISTORY", "WARMSTART", "MOCAP_POS", "MOCAP_QUAT", "PLUGIN", "PLASTIC")
-"""Parts of a state, with MuJoCo's names and in its order; many are empty in most models."""
+"""Parts of a state, with MuJoCo's names and in MuJoCo's order. In most models, many parts are empty."""
 
 CONTROL = ("CTRL", "QFRC_APPLIED")
 """Inputs of a step: controls of the actuators, and forces along the degrees of freedom."""
 
 Varied = tuple[tuple[str, str], ...]
-"""Fields of the model that differ between simulations, each with the name of its object: `("body_mass", "cube")`."""
+"""Fields of the model that differ between simulations, each with its object, such as `("body_mass", "cube")`."""
 
 Backend = Literal["mujoco", "warp"]
 """Library that steps a model: MuJoCo on the CPU, or MuJoCo Warp for GPUs."""
@@ -38,11 +38,11 @@ _LOADED: dict[int, Loaded] = {}
 
 
 def mujoco() -> Any:
-    """Return the package mujoco, imported when first needed.
+    """Return the package mujoco. It is imported at the first call.
 
-    Its import loads the OpenGL library that $MUJOCO_GL names, even without cameras.
+    The import loads the OpenGL library that $MUJOCO_GL names, even if no camera is used.
 
-    Raises: MissingExtraError with the install command; UserError if the OpenGL library does not work.
+    Raises: MissingExtraError with the install command. UserError if the OpenGL library does not work.
     """
     try:
         with extra("mujoco"):
@@ -54,7 +54,7 @@ def mujoco() -> Any:
         packages = "libosmesa6 for osmesa, libegl1 for egl"
         raise UserError(f"{fault}; unset it, or install its library with apt-get: {packages}") from None
     log = getattr(mujoco, "MjLogConfig").get()  # noqa: B009  (MuJoCo's stubs do not have it)
-    if log.logto_file:  # no log file in the working directory; warnings still go to stderr
+    if log.logto_file:  # write no log file into the working directory; warnings still go to stderr
         log.logto_file = False
         log.set()
     return mujoco
@@ -63,12 +63,12 @@ def mujoco() -> Any:
 def load(model: Any, threads: int = 0, varied: Varied = (), backend: Backend = "mujoco") -> int:
     """Load a model and return its handle.
 
-    The handle is a hash of the arguments, so equal models have the same handle, in every process.
+    The handle is a hash of the arguments. So equal models have the same handle in every process.
 
     Args:
-        model: a `mujoco.MjModel`; the table keeps a copy.
-        threads: 0 for as many as torch uses.
-        varied: fields that may differ between simulations.
+        model: a `mujoco.MjModel`. The table stores a copy.
+        threads: number of threads; 0 for as many as torch uses.
+        varied: model fields that may differ between simulations.
         backend: the library that steps the model.
     """
     buffer = np.zeros(mujoco().mj_sizeModel(model), np.uint8)
@@ -83,14 +83,14 @@ def load(model: Any, threads: int = 0, varied: Varied = (), backend: Backend = "
 
 
 def loaded(handle: int) -> Loaded:
-    """Return the model of a handle; raise ConfigError if this process has not loaded it."""
+    """Return the model of a handle. Raise ConfigError if this process has not loaded it."""
     if handle not in _LOADED:
         raise ConfigError(f"mujoco model {handle} is not loaded in this process; make its environment first")
     return _LOADED[handle]
 
 
 def control_per_target(model: Any, i: int) -> float:
-    """Return the factor from a target position, target velocity or force of a joint to the control of actuator `i`.
+    """Return the factor that converts a joint's target position, target velocity or force to a control of actuator `i`.
 
         torque = gear (gain control + bias1 gear q + bias2 gear dq/dt)
 
@@ -135,7 +135,7 @@ def _dofs_of(model: Any, name: str) -> tuple[int, int]:
 
 
 def rows_of(model: Any, field: str, name: str) -> range:
-    """Return the indices of an object's numbers in the flattened field of a model.
+    """Return the indices of an object's numbers in a flattened field of the model.
 
     Raises: ConfigError if the model does not have the field or the object.
     """
@@ -152,7 +152,7 @@ def rows_of(model: Any, field: str, name: str) -> range:
 
 
 def id_of(model: Any, kind: str, name: str) -> int:
-    """Return the index of an object of a kind such as "body"; raise ConfigError with all names if it is absent."""
+    """Return the index of an object of a kind, such as "body". If it is absent, raise ConfigError with all names."""
     kind_name = {"jnt": "joint"}.get(kind, kind)
     index = mujoco().mj_name2id(model, getattr(mujoco().mjtObj, f"mjOBJ_{kind_name.upper()}"), name)
     if index < 0:

@@ -12,8 +12,8 @@ from ecrl.envs.mujoco.scene.models import control_per_target, is_linear_in_contr
 from ecrl.errors import ConfigError
 from ecrl.registry import did_you_mean
 
-_TOUCH = {"contype": 1, "conaffinity": 3, "condim": 4}  # collides with everything, also with robots
-_SLACK = 1e-6  # rad or m; tolerates rounding if a config repeats a limit of a file
+_TOUCH = {"contype": 1, "conaffinity": 3, "condim": 4}  # an object collides with everything, including robots
+_SLACK = 1e-6  # tolerance for rounding if a config repeats a limit of a file, rad or m
 
 
 class Scene(NamedTuple):
@@ -48,8 +48,8 @@ def _add_object(spec: Any, cfg: RigidObjectConfig) -> None:
     body.add_geom(name=cfg.uid, type=kind, size=size, **attributes, **_TOUCH)
 
 
-def _damp(model: Any, cfg: RigidObjectConfig) -> None:
-    """Set the damping of a free body, so that it loses the given fraction of each velocity per second."""
+def _set_damping(model: Any, cfg: RigidObjectConfig) -> None:
+    """Set the damping coefficients of a free body, so that its velocities decay at the rates in the config."""
     body, attrs = model.body(cfg.uid), cfg.attrs
     first = int(body.dofadr[0])
     model.dof_damping[first : first + 3] = attrs.linear_damping * body.mass
@@ -67,7 +67,7 @@ def _set_light(spec: Any, cfg: LightConfig) -> None:
 
 
 def _floor() -> Any:
-    """Return a MjSpec with a floor, and with physics options that suit stiff drives."""
+    """Return an MjSpec with a floor, and with physics options that suit stiff drives."""
     spec, plane = mujoco().MjSpec(), mujoco().mjtGeom.mjGEOM_PLANE
     spec.option.timestep, spec.option.iterations = 0.01, 20
     spec.option.integrator = mujoco().mjtIntegrator.mjINT_IMPLICITFAST
@@ -84,9 +84,9 @@ def _set_options(spec: Any, cfg: SceneConfig) -> None:
 
 
 def _add_robot(spec: Any, cfg: SceneConfig, drives: Mapping[str, Drive]) -> tuple[Robot, tuple[float, ...]]:
-    """Add the robot of the config, or make one of the joints that actuators of the scene file drive.
+    """Add the robot of the config. Without one, the robot is the set of joints that the scene file's actuators drive.
 
-    Returns: the robot, and its joint positions at the start. The positions are empty if the file defines them.
+    Returns: the robot, and the robot's joint positions at the start. They are empty if the file defines the positions.
     """
     if cfg.robot is None:
         on_joint = mujoco().mjtTrn.mjTRN_JOINT
@@ -107,10 +107,10 @@ def build(cfg: SceneConfig, drives: Mapping[str, Drive] | None = None) -> Scene:
 
     Args:
         cfg: the scene.
-        drives: the kind of drive of the robot's joints, by name; a joint that is absent has a position drive.
+        drives: the kind of drive by joint name. A joint that is absent has a position drive.
 
-    Raises: ConfigError with the key. Causes: a file is missing or is not MJCF, a list has the wrong length, two
-    elements have the same name, or a robot, joint, part or keyframe is unknown.
+    Raises: ConfigError that names the config key. Causes: a file is missing or is not MJCF, a list has the wrong
+    length, two elements have the same name, or a robot, joint, part or keyframe is unknown.
     """
     spec = spec_of(cfg.mjcf, "mjcf") if cfg.mjcf is not None else _floor()
     _set_options(spec, cfg)
@@ -119,21 +119,21 @@ def build(cfg: SceneConfig, drives: Mapping[str, Drive] | None = None) -> Scene:
     objects = [*cfg.rigid_object, *cfg.background]
     try:
         robot, home = _add_robot(spec, cfg, drives or {})
-        for one in objects:
-            _add_object(spec, one)
+        for item in objects:
+            _add_object(spec, item)
         model = spec.compile()
     except ConfigError:
         raise
     except ValueError as error:
         raise ConfigError(f"scene: {' '.join(str(error).split())}") from None
-    for one in objects:
-        if one.body_type == "dynamic":
-            _damp(model, one)
+    for item in objects:
+        if item.body_type == "dynamic":
+            _set_damping(model, item)
     return Scene(model, _start(model, cfg, robot, home), robot)
 
 
 def _start(model: Any, cfg: SceneConfig, robot: Robot, home: tuple[float, ...]) -> Any:
-    """Return the data at the start: the robot is at its home position, and its drives hold it there."""
+    """Return the data at the start: the robot is at its home position, and the drives hold it there."""
     data = mujoco().MjData(model)
     if cfg.keyframe is not None:
         names = [model.key(i).name for i in range(model.nkey)]
@@ -144,12 +144,12 @@ def _start(model: Any, cfg: SceneConfig, robot: Robot, home: tuple[float, ...]) 
         low, high = model.joint(name).range if model.joint(name).limited else (-inf, inf)
         if not low - _SLACK <= position <= high + _SLACK:
             fault = f"{position} of joint {name!r} is beyond its limits, {low:.6g} to {high:.6g}"
-            raise ConfigError(f"robot.init_qpos: {fault}; start within them")
+            raise ConfigError(f"robot.init_qpos: {fault}; start within the limits")
         data.joint(name).qpos[0] = position
     has_robot = cfg.robot is not None
-    # a keyframe sets the controls of all actuators that are not the robot's
-    held = [i for i in range(model.nu) if cfg.keyframe is None or (has_robot and _drives_robot(model, i, robot))]
-    _hold(model, data, held)
+    # if there is a keyframe, it sets the controls of actuators that do not drive the robot
+    actuators = [i for i in range(model.nu) if cfg.keyframe is None or (has_robot and _drives_robot(model, i, robot))]
+    _hold_positions(model, data, actuators)
     return data
 
 
@@ -159,12 +159,12 @@ def _drives_robot(model: Any, i: int, robot: Robot) -> bool:
     return on_joint and model.joint(int(model.actuator_trnid[i, 0])).name in robot.joints
 
 
-def _hold(model: Any, data: Any, actuators: list[int]) -> None:
+def _hold_positions(model: Any, data: Any, actuators: list[int]) -> None:
     """Set the target of each position drive to the position of its joint."""
     for i in actuators:
         on_joint = model.actuator_trntype[i] == int(mujoco().mjtTrn.mjTRN_JOINT)
         if on_joint and model.actuator_biasprm[i, 1] < 0.0 and is_linear_in_control(model, i):
             joint = int(model.actuator_trnid[i, 0])
             data.ctrl[i] = control_per_target(model, i) * data.qpos[model.jnt_qposadr[joint]]
-            if model.actuator_actadr[i] >= 0:  # the filter's state starts at the control, so it does not change
+            if model.actuator_actadr[i] >= 0:  # start the filter's state at the control, so that it does not change
                 data.act[model.actuator_actadr[i]] = data.ctrl[i]

@@ -1,4 +1,4 @@
-"""Tasks; importing this package registers them and the terms they are made of."""
+"""MuJoCo tasks. Importing this package registers the tasks and their terms."""
 
 from ecrl.envs.mujoco.tasks.cart_pole import CartPoleRLConfig, cart_pole
 from ecrl.envs.mujoco.tasks.push_cube import PushCubeConfig, push_cube

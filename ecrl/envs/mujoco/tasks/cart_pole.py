@@ -1,4 +1,4 @@
-"""EmbodiChain's CartPoleRL: a cart and a pole, each with a drive."""
+"""EmbodiChain's task CartPoleRL: hold a pole upright on a cart. Cart and pole each have a drive."""
 
 from dataclasses import replace
 from functools import partial
@@ -29,23 +29,23 @@ _REWARDS: Any = {
 class CartRobotConfig(RobotConfig):
     """The robot: the built-in cart-pole by default."""
 
-    uid: str = Field("Cart", min_length=1, description="its name")
-    robot_type: str = Field("CartPole", description="a built-in robot; not used with mjcf")
-    init_pos: Triple = Field((0.0, 0.0, 0.5), description="position of its base, m")
+    uid: str = Field("Cart", min_length=1, description="name of the robot")
+    robot_type: str = Field("CartPole", description="name of a built-in robot; not used if mjcf is set")
+    init_pos: Triple = Field((0.0, 0.0, 0.5), description="position of the robot's base, m")
     init_qpos: tuple[Real, ...] | None = Field((-0.2, 0.07), strict=False, description="joint positions at the start")
 
 
 class CartPoleExtensions(ConfigModel):
     """Conditions of success."""
 
-    angle_threshold: Positive = Field(0.02, description="success needs a pole angle below this at the time limit, rad")
+    angle_threshold: Positive = Field(0.02, description="at the time limit, a success needs a smaller pole angle, rad")
     velocity_threshold: Positive = Field(
-        0.05, description="success needs an angular velocity of the pole below this at the time limit, rad/s"
+        0.05, description="at the time limit, a success needs a smaller angular velocity of the pole, rad/s"
     )
 
 
 class CartPoleRLConfig(TaskConfig):
-    """Scene and terms of EmbodiChain's config; a config may change each of them."""
+    """Settings of CartPoleRL. The defaults are the scene and the terms of EmbodiChain's config."""
 
     robot: CartRobotConfig | None = Field(CartRobotConfig.model_construct(), description="the cart-pole")
     max_episode_steps: int = Field(500, ge=1, lt=2**31, description="time limit, steps")
@@ -66,13 +66,13 @@ class CartPoleRLConfig(TaskConfig):
 
 @register_env("CartPoleRL")
 def cart_pole(cfg: CartPoleRLConfig) -> Env:
-    """Hold a pole upright on a cart; its joint has a weak drive.
+    """Hold a pole upright on a cart. The joint of the pole has a weak drive.
 
-        reward = 1 - |angle| / pi + the terms;    failure: |angle| > pi / 2
+        reward = 1 - |angle| / pi + the reward terms;    failure: |angle| > pi / 2
         success: at the time limit, |angle| < angle_threshold and |angular velocity| < velocity_threshold
 
     The metric `pole_angle` is |angle|, rad. All episodes have the same start, unless events change it. Success does not
-    terminate the episode; the time limit truncates it, so the value of the last state is bootstrapped.
+    terminate the episode. The time limit truncates it, so the value of the last state is bootstrapped.
     """
 
     def pole(sim: Simulation, state: TensorDict) -> tuple[Tensor, Tensor]:

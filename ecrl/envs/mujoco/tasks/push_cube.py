@@ -1,4 +1,4 @@
-"""EmbodiChain's PushCubeRL, with its numbers: an arm pushes a cube to a goal on the floor."""
+"""EmbodiChain's task PushCubeRL, with the same constants: an arm pushes a cube to a goal on the floor."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -68,27 +68,27 @@ _OBJECT: Any = {
 class PushCubeExtensions(ConfigModel):
     """Object, goal and conditions of success."""
 
-    success_threshold: Positive = Field(0.1, description="success if the goal is closer than this, horizontally, m")
+    success_threshold: Positive = Field(0.1, description="a success needs a smaller horizontal distance to the goal, m")
     start_distance: NonNegative = Field(0.15, description="smallest distance from cube to goal at the start, m")
     hold_time: NonNegative = Field(
         0.0,
-        description="time after a success, s, at which the metric still_inside checks the cube, with the arm held; "
-        "0: no check. The check simulates this time in every step",
+        description="time for which the arm is held still after a success, s; the metric still_inside then reports if "
+        "the cube is still at the goal. 0: no check. The check simulates this time in every step",
     )
     object_uid: str = Field("cube", description="uid of the object to push")
     target_pose_key: str = Field("goal_pose", description="store_key of the event that sets the goal")
 
 
 class PushCubeConfig(TaskConfig):
-    """Scene and terms of EmbodiChain's config; a config may change each of them."""
+    """Settings of PushCubeRL. The defaults are the scene and the terms of EmbodiChain's config."""
 
     robot: RobotConfig | None = Field(
-        RobotConfig.model_construct(uid="Manipulator"), description="the arm, its base at the origin"
+        RobotConfig.model_construct(uid="Manipulator"), description="the arm, with its base at the origin"
     )
     rigid_object: tuple[RigidObjectConfig, ...] = Field(
         default_factory=lambda: (RigidObjectConfig.model_validate(_OBJECT),),
         strict=False,
-        description="a cube of 0.1 m and 2 kg",
+        description="objects; by default a cube of 0.1 m and 2 kg",
     )
     max_episode_steps: int = Field(100, ge=1, lt=2**31, description="time limit, steps")
     actions: dict[str, ActionConfig] = Field(
@@ -105,7 +105,7 @@ class PushCubeConfig(TaskConfig):
     )
     events: dict[str, TaskEventConfig] = Field(
         default_factory=partial(parse_terms, TaskEventConfig, _EVENTS),
-        description="events by name; by default positions of cube and goal",
+        description="events by name; by default random positions of cube and goal",
     )
     extensions: PushCubeExtensions = Field(
         PushCubeExtensions.model_construct(), description="object, goal and conditions of success"
@@ -117,9 +117,9 @@ Distance = Callable[[Simulation, TensorDict], Tensor]
 
 
 def _inside_later(sim: Simulation, state: TensorDict, distance: Distance, ext: PushCubeExtensions) -> Tensor:
-    """Return bool `[*B]`: True if the cube is at the goal after the arm holds still for `hold_time`.
+    """Return True if the cube is at the goal after the arm was held still for `hold_time`, bool `[*B]`.
 
-    A simulation that fails gives False.
+    The result is False if the simulation fails.
     """
     steps = max(1, round(ext.hold_time / sim.model.opt.timestep))
     later, failed = advance(replace(sim, substeps=steps), state["world"], world.hold_controls(sim, state["world"]))
@@ -127,7 +127,7 @@ def _inside_later(sim: Simulation, state: TensorDict, distance: Distance, ext: P
 
 
 def _with_hold_check(env: Env, distance: Distance, ext: PushCubeExtensions) -> Env:
-    """Add the metric `still_inside`; a start is not a success, so `reset` needs no physics for it."""
+    """Add the metric `still_inside`. A start is not a success, so `reset` does not simulate for the metric."""
 
     def add_metric(state: TensorDict, inside: Tensor) -> TensorDict:
         info = cast(TensorDict, state["info"]).copy()
@@ -152,10 +152,12 @@ def push_cube(cfg: PushCubeConfig) -> Env:
 
         d = |cube_xy - goal_xy|, m;    success: d < success_threshold;    failure: cube_z < -0.1 m
 
-    Success and failure end the episode. An episode starts with d >= start_distance, in the first of 12 random states
-    that meets this. If none does, the episode starts in a state that was found when the task was made. The metric
-    `distance_to_goal` is d. With `hold_time`, the metric `still_inside` is 1 if the cube is still at the goal that long
-    after a success, else 0. It is NaN without a success.
+    Success and failure end the episode. An episode starts with d >= start_distance: up to 12 random states are drawn,
+    and the first one that meets this condition is the start. If none of them does, the episode starts in a state that
+    was found when the task was created.
+
+    The metric `distance_to_goal` is d. With `hold_time`, the metric `still_inside` is 1 if the cube is still at the
+    goal that long after a success, else 0. It is NaN without a success.
     """
     ext, uid, key = cfg.extensions, cfg.extensions.object_uid, cfg.extensions.target_pose_key
 

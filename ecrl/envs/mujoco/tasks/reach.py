@@ -48,13 +48,13 @@ _EVENTS: Any = {
 class ReachExtensions(ConfigModel):
     """Target and condition of success."""
 
-    success_threshold: Positive = Field(0.05, description="success if the target is closer than this, m")
+    success_threshold: Positive = Field(0.05, description="a success needs a smaller distance to the target, m")
     target_pose_key: str = Field("target_pose", description="store_key of the event that sets the target")
     part_name: str = Field("arm", description="part of the robot that has the end effector")
 
 
 class ReachConfig(TaskConfig):
-    """Settings of ReachRL: by default the built-in arm and a target in front of it."""
+    """Settings of ReachRL. By default, the built-in arm reaches for a target in front of it."""
 
     robot: RobotConfig | None = Field(RobotConfig.model_construct(), description="the arm")
     max_episode_steps: int = Field(50, ge=1, lt=2**31, description="time limit, steps")
@@ -68,11 +68,11 @@ class ReachConfig(TaskConfig):
     )
     rewards: dict[str, RewardConfig] = Field(
         default_factory=partial(parse_terms, RewardConfig, _REWARDS),
-        description="reward terms by name, added to the distance; by default smoothness and success",
+        description="reward terms by name, added to the negative distance; by default smoothness and success",
     )
     events: dict[str, TaskEventConfig] = Field(
         default_factory=partial(parse_terms, TaskEventConfig, _EVENTS),
-        description="events by name; by default the position of the target",
+        description="events by name; by default a random position of the target",
     )
     extensions: ReachExtensions = Field(
         ReachExtensions.model_construct(), description="target and condition of success"
@@ -83,7 +83,7 @@ class ReachConfig(TaskConfig):
 def reach(cfg: ReachConfig) -> Env:
     """Bring the end effector to a target.
 
-        d = |end effector - target|, m;    reward = -d + the terms;    success: d < success_threshold
+        d = |end effector - target|, m;    reward = -d + the reward terms;    success: d < success_threshold
 
     Success ends the episode. The metric `distance_to_target` is d.
     """

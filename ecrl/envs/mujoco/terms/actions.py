@@ -1,6 +1,6 @@
 """Action terms: joint positions, changes of joint positions, end effector poses, joint velocities or forces.
 
-A term bounds its action. The task clamps target positions to the limits of the joints.
+Each term defines the bounds of its action. The task clamps target positions to the joint limits.
 """
 
 from math import pi
@@ -26,13 +26,13 @@ _MIN_LENGTH = 1e-6  # a shorter quaternion has no direction
 
 
 class ScaledConfig(JointsConfig):
-    """Joints, and the scale of the action."""
+    """Settings of a term with scaled actions: joints, and the scale."""
 
-    scale: Scale = Field(1.0, description="factor from action to control: rad or m, rad/s or m/s, N m or N")
+    scale: Scale = Field(1.0, description="factor from action to control, in rad or m, rad/s or m/s, N m or N")
 
 
 class DenormalizedConfig(ScaledConfig):
-    """Joints, and the actions at their limits."""
+    """Settings of `QposDenormalizedTerm`: joints, and the actions at the joint limits."""
 
     range: Annotated[tuple[Real, Real], Field(strict=False)] = Field(
         (-1.0, 1.0), description="scale * action at a joint's lowest and highest position"
@@ -46,7 +46,7 @@ class DenormalizedConfig(ScaledConfig):
 
 
 class NormalizedConfig(DenormalizedConfig):
-    """Joints, and the actions at their limits, 0 and 1 by default."""
+    """Settings of `QposNormalizedTerm`: joints, and the actions at the joint limits."""
 
     range: Annotated[tuple[Real, Real], Field(strict=False)] = Field(
         (0.0, 1.0), description="scale * action at a joint's lowest and highest position"
@@ -54,24 +54,24 @@ class NormalizedConfig(DenormalizedConfig):
 
 
 class EefPoseConfig(ConfigModel):
-    """A part of the robot, the format of its end effector's pose, and the search for joint positions."""
+    """Settings of `EefPoseTerm`: part of the robot, format of the pose, and search for joint positions."""
 
     robot_uid: str | None = Field(None, description="name of the robot")
     part_name: str = Field("arm", description="part of the robot that has the end effector")
     pose_dim: Literal[6, 7] = Field(7, description="6: position and Euler angles; 7: position and quaternion, w x y z")
-    scale: Scale = Field(1.0, description="factor from action to position and angles, m and rad")
-    reach: Positive = Field(1.5, le=1e6, description="largest position along each axis, from the origin, m")
+    scale: Scale = Field(1.0, description="factor from action to position and angles, in m and rad")
+    reach: Positive = Field(1.5, le=1e6, description="largest distance from the origin along each axis, m")
     iterations: Count = Field(15, le=1000, description="steps of the inverse kinematics")
     position_tolerance: Positive = Field(
-        1e-3, description="the robot stays still if the position is off by more than this, m"
+        1e-3, description="largest position error, m; if the error is larger, the robot stays still"
     )
     rotation_tolerance: Positive = Field(
-        1e-2, description="the robot stays still if the rotation is off by more than this, rad"
+        1e-2, description="largest rotation error, rad; if the error is larger, the robot stays still"
     )
 
 
 def _joints(cfg: JointsConfig, sim: Simulation) -> tuple[str, ...]:
-    """Return the joints of a term; raise ConfigError if one has no actuator."""
+    """Return the joints of a term. Raise ConfigError if a joint has no actuator."""
     joints = joints_of(cfg, sim)
     world.actuators_of(sim, joints)
     return joints
@@ -79,7 +79,7 @@ def _joints(cfg: JointsConfig, sim: Simulation) -> tuple[str, ...]:
 
 @register_action("DeltaQposTerm")
 def delta_qpos(cfg: ScaledConfig, sim: Simulation) -> ActionTerm:
-    """Set target positions relative to the current ones: `target = qpos + scale * a`, a in [-1, 1]; rad or m."""
+    """Set targets relative to the current positions: `target = qpos + scale * a`, a in [-1, 1]; rad or m."""
     joints = _joints(cfg, sim)
 
     def control(state: TensorDict, action: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ def qpos_denormalized(cfg: DenormalizedConfig, sim: Simulation) -> ActionTerm:
 
         target = lowest + (scale * a - range[0]) / (range[1] - range[0]) * (highest - lowest)
 
-    The action a is in [range[0] / scale, range[1] / scale]. A hinge without limits counts as -pi to pi.
+    The action a is in [range[0] / scale, range[1] / scale]. For a hinge without limits, -pi and pi are used.
     """
     joints, (first, last) = _joints(cfg, sim), cfg.range
     limits = ranges_of(sim, joints)
@@ -137,12 +137,12 @@ def eef_pose(cfg: EefPoseConfig, sim: Simulation) -> ActionTerm:
     """Set target positions that bring the end effector of a part to a pose in the world, by inverse kinematics.
 
         x y z = scale * a[0:3], m                                          a in [-reach / scale, reach / scale]
-        pose_dim 6: rotation by scale * a[3:6], rad, about x, own y, own z      [-pi / scale, pi / scale]
+        pose_dim 6: rotation by scale * a[3:6], rad, about x, rotated y, rotated z    [-pi / scale, pi / scale]
         pose_dim 7: rotation by the quaternion a[3:7], w x y z, normalised      [-1, 1]
 
-    The search (`inverse_kinematics`) starts from the current joint positions. It fails if it ends farther from the pose
-    than `position_tolerance` or `rotation_tolerance`, or if the quaternion is shorter than 1e-6. Then the targets are
-    the current positions.
+    The search (`inverse_kinematics`) starts from the current joint positions. It fails if its remaining error is larger
+    than `position_tolerance` or `rotation_tolerance`, or if the quaternion is shorter than 1e-6. If it fails, the
+    targets are the current positions.
     """
     joints = _joints(JointsConfig(robot_uid=cfg.robot_uid, part_name=cfg.part_name, joint_ids=None), sim)
     site = tcp_of(sim, cfg.part_name)
@@ -173,10 +173,10 @@ def _proportional(cfg: ScaledConfig, sim: Simulation, drive: Drive) -> ActionTer
 def qvel(cfg: ScaledConfig, sim: Simulation) -> ActionTerm:
     """Set target velocities: `target = scale * a`, a in [-1, 1]; rad/s or m/s.
 
-    The force of the drive is damping * (target - qvel), limited to max_effort; it does not hold a position. While
+    The force of the drive is damping * (target - qvel), limited to max_effort. It does not hold a position. While
     max_effort limits the force, MuJoCo integrates it explicitly. If damping * time step also exceeds the inertia at the
-    joint, the velocity oscillates around targets that are more than max_effort / damping away. Reduce the damping of
-    such a drive.
+    joint, the velocity oscillates around targets that are more than max_effort / damping away. In
+    that case, reduce the damping.
     """
     return _proportional(cfg, sim, "velocity")
 

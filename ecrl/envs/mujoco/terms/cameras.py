@@ -1,4 +1,4 @@
-"""Camera terms of a config: events that record videos or vary camera and light, and image observations."""
+"""Camera terms: events that record videos or vary camera and light, and image observations."""
 
 from pathlib import Path, PurePosixPath
 from typing import Annotated, cast
@@ -32,10 +32,10 @@ _Colors = Annotated[tuple[_Shade, _Shade], Field(strict=False), AfterValidator(_
 
 
 class RecordCameraConfig(CameraConfig):
-    """A camera that records videos."""
+    """Settings of `record_camera_data`: a camera that records videos."""
 
     name: str = Field("camera", pattern=r"^[\w-]+$", description="name of the videos")
-    max_env_num: Count = Field(16, description="largest number of environments in a video, the first ones, in a grid")
+    max_env_num: Count = Field(16, description="most environments in a video; it shows the first ones in a grid")
     save_path: Annotated[Path, Field(strict=False)] = Field(
         Path(), description="folder within videos/ of the run folder"
     )
@@ -49,9 +49,9 @@ class RecordCameraConfig(CameraConfig):
 
 
 class RecordCameraAsyncConfig(RecordCameraConfig):
-    """A camera that records videos, of at most 4 environments by default."""
+    """Settings of `record_camera_data_async`. By default, a video shows at most 4 environments."""
 
-    max_env_num: Count = Field(4, description="largest number of environments in a video, the first ones, in a grid")
+    max_env_num: Count = Field(4, description="most environments in a video; it shows the first ones in a grid")
 
 
 def _refuse_in_task(cfg: RecordCameraConfig, sim: Simulation) -> Apply:
@@ -63,30 +63,30 @@ def _refuse_in_task(cfg: RecordCameraConfig, sim: Simulation) -> Apply:
 def record_camera_data(cfg: RecordCameraConfig, sim: Simulation) -> Apply:
     """Record an mp4 of every evaluation, or of every iteration's rollout, with 20 frames per second.
 
-    The video is written in the background. Recording does not change the environments. If writing is slower than
-    training, training waits for it.
-    `interval_step` of the event is the number of steps from one frame to the next.
+    The video is written in the background. If writing is slower than training, training waits for it. Recording does
+    not change the environments. `interval_step` of the event is the number of steps from one frame to the next.
     """
     return _refuse_in_task(cfg, sim)
 
 
 @register_event("record_camera_data_async")
 def record_camera_data_async(cfg: RecordCameraAsyncConfig, sim: Simulation) -> Apply:
-    """Record like `record_camera_data`, but of at most 4 environments by default, and without making training wait.
+    """Record like `record_camera_data`, but without making training wait.
 
-    There is no video of an iteration whose rollout ends while an earlier video is still being drawn.
+    By default, a video shows at most 4 environments. An iteration gets no video if its rollout ends while an earlier
+    video is still being drawn.
     """
     return _refuse_in_task(cfg, sim)
 
 
 @register_observation("camera_image")
 def camera_image(cfg: CameraConfig, sim: Simulation) -> Observe:
-    """Observe the image of a camera, with targets marked; use mode add.
+    """Observe the image of a camera, with marked targets. Use mode add.
 
         pixel = red, green, blue / 255
 
-    The image is `[*B, h, w, 3]` float32 from 0 to 1, the upper row first; it is flattened in the observation. The host
-    draws one environment after the other, so use a small resolution.
+    The image is `[*B, h, w, 3]` float32 from 0 to 1, the upper row first. The observation has the flattened image. The
+    host draws one environment after the other, so use a small resolution.
     """
     backend()
     handle = camera_handle(sim, cfg)
@@ -94,7 +94,7 @@ def camera_image(cfg: CameraConfig, sim: Simulation) -> Observe:
 
 
 class RandomizeCameraConfig(ConfigModel):
-    """Ranges of random camera offsets."""
+    """Settings of `randomize_camera`: ranges of the random offsets."""
 
     eye_range: _Box | None = Field(None, description="[lowest, highest] x y z added to the eye of cameras, m")
     target_range: _Box | None = Field(None, description="[lowest, highest] x y z added to the target of cameras, m")
@@ -107,18 +107,18 @@ class RandomizeCameraConfig(ConfigModel):
 
     @property
     def ranges(self) -> dict[str, tuple[Triple, Triple]]:
-        """Range of each random offset, by the name under which the state stores the offset."""
+        """Range of each random offset, by the name of the target that stores the offset."""
         ranges = {EYE: self.eye_range, TARGET: self.target_range}
         return {name: box for name, box in ranges.items() if box is not None}
 
     @property
     def stores(self) -> dict[str, tuple[float, ...]]:
-        """Targets that the event sets, with initial values that move no camera."""
+        """Targets that the event sets, with initial values of 0, which do not move cameras."""
         return dict.fromkeys(self.ranges, (0.0, 0.0, 0.0))
 
 
 class RandomizeLightConfig(ConfigModel):
-    """Ranges of random light of the images."""
+    """Settings of `randomize_light`: ranges of the random direction and color."""
 
     direction_range: _Box | None = Field(None, description="[lowest, highest] x y z of the light's direction")
     color_range: _Colors | None = Field(None, description="[lowest, highest] red, green, blue, 0 to 1")
@@ -133,7 +133,7 @@ class RandomizeLightConfig(ConfigModel):
 
     @property
     def ranges(self) -> dict[str, tuple[Triple, Triple]]:
-        """Range of each random offset, by the name under which the state stores the offset."""
+        """Range of each random value, by the name of the target that stores the value."""
         ranges = {DIRECTION: self.direction_range, COLOR: self.color_range}
         return {name: box for name, box in ranges.items() if box is not None}
 
@@ -145,7 +145,7 @@ class RandomizeLightConfig(ConfigModel):
 
 
 def _draw_targets(cfg: RandomizeCameraConfig | RandomizeLightConfig) -> Apply:
-    """Return an event that draws each target from its range."""
+    """Return the `apply` function of an event that draws each target from its range."""
 
     def apply(state: TensorDict, keys: Tensor) -> TensorDict:
         targets = cast(TensorDict, state["targets"]).copy()
@@ -159,7 +159,7 @@ def _draw_targets(cfg: RandomizeCameraConfig | RandomizeLightConfig) -> Apply:
 
 @register_event("randomize_camera")
 def randomize_camera(cfg: RandomizeCameraConfig, sim: Simulation) -> Apply:
-    """Move all cameras, of videos and of `camera_image`, by random offsets.
+    """Move all cameras, including the cameras of videos, by random offsets.
 
     eye' = eye + draw,  target' = target + draw;    draw uniform between lowest and highest, m
     """
@@ -168,7 +168,7 @@ def randomize_camera(cfg: RandomizeCameraConfig, sim: Simulation) -> Apply:
 
 @register_event("randomize_light")
 def randomize_light(cfg: RandomizeLightConfig, sim: Simulation) -> Apply:
-    """Draw direction and color of the light in images; the physics does not change.
+    """Draw a random direction and color of the light in images. The physics does not change.
 
     direction = draw, of any length;  color = draw;    draw uniform between lowest and highest
     """

@@ -2,7 +2,7 @@
 
 Each event draws new numbers whenever it happens, uniformly between two bounds:
 
-    draw = low + (high - low) u,  u uniform in [0, 1) on the 2**-24 grid
+    draw = low + (high - low) u,    u uniform over the multiples of 2**-24 in [0, 1)
 """
 
 from collections.abc import Callable
@@ -49,14 +49,14 @@ _Frictions = Annotated[tuple[NonNegative, NonNegative], Field(strict=False), Aft
 
 
 def _draw(keys: Tensor, bounds: tuple[Any, Any], count: int) -> Tensor:
-    """Draw uniform numbers `[*B, count]` float32 between two bounds. Each bound is one number or `count` numbers."""
+    """Draw uniform numbers `[*B, count]` float32 between two bounds. A bound is one number or `count` numbers."""
     u = rng.uniform(keys, (count,))
     low, high = (u.new_tensor(_numbers(bound)) for bound in bounds)
     return low + (high - low) * u
 
 
 def _look_up(parameter: str, find: Callable[[], Any]) -> Any:
-    """Return `find()`, and put the name of the parameter before the message of its ConfigError."""
+    """Return `find()`. If it raises a ConfigError, put the name of the parameter before the message."""
     try:
         return find()
     except ConfigError as error:
@@ -64,7 +64,7 @@ def _look_up(parameter: str, find: Callable[[], Any]) -> Any:
 
 
 def _multiply(a: Tensor, b: Tensor) -> Tensor:
-    """Return the product of quaternions w x y z, `[*B, 4]`: the rotation `b`, then the rotation `a`."""
+    """Return the product `a b` of quaternions w x y z, `[*B, 4]`: the rotation `b` followed by the rotation `a`."""
     (aw, av), (bw, bv) = (q.split((1, 3), -1) for q in (a, b))
     real = aw * bw - (av * bv).sum(-1, keepdim=True)
     return torch.cat((real, aw * bv + bw * av + torch.linalg.cross(av, bv)), -1)
@@ -79,16 +79,16 @@ def _quaternion(degrees: Tensor) -> Tensor:
 
 
 class RandomizeRigidObjectPoseConfig(ConfigModel):
-    """An object, and the ranges of its random pose."""
+    """Settings of `randomize_rigid_object_pose`: an object, and the ranges of its random pose."""
 
     entity_cfg: EntityConfig = Field(description="the object, dynamic or kinematic")
     position_range: _Box | None = Field(None, description="[lowest, highest] x y z, m; position unchanged if absent")
     rotation_range: _Box | None = Field(
         None,
-        description="[lowest, highest] angles about x, its own y, its own z, degrees; rotation unchanged if absent",
+        description="[lowest, highest] angles about x, rotated y, rotated z, degrees; rotation unchanged if absent",
     )
-    relative_position: bool = Field(True, description="positions are relative to the position in the scene config")
-    relative_rotation: bool = Field(False, description="rotations are relative to the rotation in the scene config")
+    relative_position: bool = Field(True, description="add positions to the position in the scene config")
+    relative_rotation: bool = Field(False, description="apply rotations to the rotation in the scene config")
 
     @model_validator(mode="after")
     def _has_a_range(self) -> "RandomizeRigidObjectPoseConfig":
@@ -103,8 +103,8 @@ def randomize_rigid_object_pose(cfg: RandomizeRigidObjectPoseConfig, sim: Simula
 
         position' = draw, or home + draw        rotation' = R(draw), or home R(draw)
 
-    `home` is its pose in the scene config, m. `R(a) = Rx Ry Rz` is the rotation of three angles, degrees. Velocities
-    become 0.
+    `home` is the object's pose in the scene config, m. `R(a) = Rx Ry Rz` is the rotation of three angles, degrees.
+    Velocities become 0.
     """
     uid, initial = cfg.entity_cfg.uid, start(sim, ())
     _look_up("entity_cfg.uid", lambda: world.with_body_pose(sim, initial, uid))
@@ -131,10 +131,10 @@ def randomize_rigid_object_pose(cfg: RandomizeRigidObjectPoseConfig, sim: Simula
 
 
 class RandomizeTargetPoseConfig(ConfigModel):
-    """A target, which is a position, and the range of its random position."""
+    """Settings of `randomize_target_pose`: the range of the target position, and its name."""
 
     position_range: _Box = Field(description="[lowest, highest] x y z, m")
-    relative_position: bool = Field(False, description="positions are relative to the object reference_entity_cfg")
+    relative_position: bool = Field(False, description="add positions to the position of reference_entity_cfg")
     reference_entity_cfg: EntityConfig | None = Field(None, description="reference object of relative_position")
     store_key: str = Field("goal_pose", pattern=r"^[\w-]+$", description="name of the target; terms refer to it")
 
@@ -146,7 +146,7 @@ class RandomizeTargetPoseConfig(ConfigModel):
 
     @property
     def stores(self) -> dict[str, tuple[float, ...]]:
-        """The target that the event sets, with its initial value."""
+        """Target that the event sets, with its initial value."""
         return {self.store_key: (0.0, 0.0, 0.0)}
 
 
@@ -174,11 +174,11 @@ def randomize_target_pose(cfg: RandomizeTargetPoseConfig, sim: Simulation) -> Ap
 
 
 class RandomizeRobotQposConfig(JointsConfig):
-    """Joints of the robot, and the range of their random positions."""
+    """Settings of `randomize_robot_qpos`: joints of the robot, and the range of their random positions."""
 
     entity_cfg: EntityConfig | None = Field(None, description="the robot; an alternative to robot_uid")
     qpos_range: _Rows = Field(description="[lowest, highest], rad or m: one number for all joints, or one per joint")
-    relative_qpos: bool = Field(True, description="positions are relative to the current ones, not to 0")
+    relative_qpos: bool = Field(True, description="add positions to the current positions")
 
 
 @register_event("randomize_robot_qpos")
@@ -188,7 +188,7 @@ def randomize_robot_qpos(cfg: RandomizeRobotQposConfig, sim: Simulation) -> Appl
         q' = clamp(q + draw, or draw, limits),  rad or m;  velocities become 0
 
     The event does not change the targets of the drives. The next action sets the targets of the joints that it drives.
-    Other joints return home.
+    The other joints return to their home positions.
     """
     joints = joints_of(cfg, sim)
     if not joints:
@@ -212,7 +212,7 @@ def randomize_robot_qpos(cfg: RandomizeRobotQposConfig, sim: Simulation) -> Appl
 
 
 def _scene_values(sim: Simulation, field: str, uid: str) -> list[float]:
-    """Return a field of an object in the scene; raise ConfigError if it cannot differ between environments."""
+    """Return a model field of an object. Raise ConfigError if the field cannot differ between environments."""
     rows = _look_up("entity_cfg.uid", lambda: rows_of(sim.model, field, uid))
     if (field, uid) not in sim.varied:
         raise ConfigError(
@@ -223,26 +223,26 @@ def _scene_values(sim: Simulation, field: str, uid: str) -> list[float]:
 
 
 class RandomizeRigidObjectMassConfig(ConfigModel):
-    """An object, and the range of its random mass."""
+    """Settings of `randomize_rigid_object_mass`: an object, and the range of its random mass."""
 
     entity_cfg: EntityConfig = Field(description="the object, dynamic")
     mass_range: _Span = Field(description="[lowest, highest], kg")
-    relative: bool = Field(False, description="masses are relative to the mass in the scene config, not to 0")
+    relative: bool = Field(False, description="add masses to the mass in the scene config")
 
     @property
     def varied(self) -> tuple[tuple[str, str], ...]:
-        """Fields of the model that differ between environments."""
+        """Model fields that differ between environments."""
         return tuple((field, self.entity_cfg.uid) for field in ("body_mass", "body_inertia", "dof_damping"))
 
 
 @register_event("randomize_rigid_object_mass")
 def randomize_rigid_object_mass(cfg: RandomizeRigidObjectMassConfig, sim: Simulation) -> Apply:
-    """Draw the mass of an object; its shape is unchanged and its density stays uniform.
+    """Draw the mass of an object. The shape is unchanged, and the density stays uniform.
 
         m' = draw, or m + draw, kg;  inertia' = inertia m' / m;  damping' = damping m' / m
 
-    `m` is its mass in the scene config. The damping changes so that the object loses the same fraction of its
-    velocities per second.
+    `m` is the object's mass in the scene config. The damping changes with the mass, so that velocities decay at the
+    same rate.
     """
     uid = cfg.entity_cfg.uid
     _look_up("entity_cfg.uid", lambda: world.push(sim, uid, torch.zeros(3)))
@@ -263,7 +263,7 @@ def randomize_rigid_object_mass(cfg: RandomizeRigidObjectMassConfig, sim: Simula
 
 
 class RandomizeRigidObjectFrictionConfig(ConfigModel):
-    """An object, and the range of its random friction."""
+    """Settings of `randomize_rigid_object_friction`: an object, and the range of its random friction."""
 
     entity_cfg: EntityConfig = Field(description="the object")
     friction_range: _Frictions = Field(
@@ -272,7 +272,7 @@ class RandomizeRigidObjectFrictionConfig(ConfigModel):
 
     @property
     def varied(self) -> tuple[tuple[str, str], ...]:
-        """Fields of the model that differ between environments."""
+        """Model fields that differ between environments."""
         return (("geom_friction", self.entity_cfg.uid),)
 
 
@@ -282,8 +282,8 @@ def randomize_rigid_object_friction(cfg: RandomizeRigidObjectFrictionConfig, sim
 
         friction' = draw, tangential force per normal force
 
-    It applies in contacts with the floor, the robot and fixed geoms of a file. If two objects touch, the larger
-    coefficient applies.
+    The coefficient applies to contacts with the floor, the robot and fixed geoms of a file. If two objects touch, the
+    larger of their coefficients applies.
     """
     uid = cfg.entity_cfg.uid
     _scene_values(sim, "geom_friction", uid)
@@ -297,7 +297,7 @@ def randomize_rigid_object_friction(cfg: RandomizeRigidObjectFrictionConfig, sim
 
 
 class PushRigidObjectConfig(ConfigModel):
-    """An object, and the range of a random force on it."""
+    """Settings of `push_rigid_object`: an object, and the range of the random force on it."""
 
     entity_cfg: EntityConfig = Field(description="the object, dynamic")
     force_range: _Box = Field(description="[lowest, highest] force along x y z of the world, N")
@@ -305,7 +305,7 @@ class PushRigidObjectConfig(ConfigModel):
 
 @register_event("push_rigid_object")
 def push_rigid_object(cfg: PushRigidObjectConfig, sim: Simulation) -> Apply:
-    """Add a random force at the centre of an object during the next step.
+    """Add a random force on the centre of an object during the next step.
 
         force' = force + draw, N
 

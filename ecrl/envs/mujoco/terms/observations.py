@@ -1,6 +1,7 @@
 """Observation terms: poses and velocities of the robot and of objects, targets, and normalised joint positions.
 
-All are float32 and in the world frame. A pose is a homogeneous 4x4 matrix of rotation and position, m.
+Observations are float32. Poses, positions and velocities are in the world frame. A pose is a homogeneous 4x4 matrix of
+rotation and position, m.
 """
 
 from typing import Annotated
@@ -29,7 +30,7 @@ from ecrl.registry import register_observation
 
 
 class NormalizeJointsConfig(JointsConfig):
-    """Joints of the entry to normalise, and the range of the result."""
+    """Settings of `normalize_robot_joint_data`: joints to normalise, and the range of the result."""
 
     range: Annotated[tuple[Real, Real], Field(strict=False)] = Field(
         (0.0, 1.0), description="values of the lower and the upper limit of a joint after scaling"
@@ -43,44 +44,44 @@ class NormalizeJointsConfig(JointsConfig):
 
 
 class EefConfig(ConfigModel):
-    """An end effector."""
+    """Settings of a term for an end effector."""
 
     part_name: str = Field("arm", description="part of the robot that has the end effector")
 
 
 class RobotEefPoseConfig(EefConfig):
-    """The pose of an end effector."""
+    """Settings of `get_robot_eef_pose`."""
 
     position_only: bool = Field(False, description="return only the position, x y z in m, instead of a 4x4 matrix")
 
 
 class ObjectConfig(ConfigModel):
-    """An object."""
+    """Settings of a term for an object."""
 
     entity_cfg: EntityConfig = Field(description="the object")
 
 
 class ObjectPoseConfig(ObjectConfig):
-    """The pose of an object."""
+    """Settings of `get_rigid_object_pose`."""
 
     position_only: bool = Field(False, description="return only the position, x y z in m, instead of a 4x4 matrix")
 
 
 class TargetPositionConfig(ConfigModel):
-    """A target."""
+    """Settings of `target_position`."""
 
     target_pose_key: str = Field("goal_pose", min_length=1, description="store_key of the event that sets the target")
 
 
 def _new_entry(value: Tensor | None, entry: Tensor) -> Tensor:
-    """Return a new entry; raise ConfigError in mode modify, which passes the `value` of an existing entry."""
+    """Return `entry`. Raise ConfigError in mode modify, which passes the `value` of an existing entry."""
     if value is not None:
         raise ConfigError("mode: this term makes a new entry; use mode add")
     return entry
 
 
 def _joint_entry(state: TensorDict, value: Tensor | None, joints: tuple[str, ...]) -> Tensor:
-    """Return the entry to modify; raise ConfigError if it does not have one number per joint."""
+    """Return the entry to modify. Raise ConfigError if it does not have one number per joint."""
     if value is None:
         raise ConfigError("mode: this term changes an existing entry; use mode modify")
     if value.shape[state.batch_dims :] != (len(joints),):
@@ -91,7 +92,7 @@ def _joint_entry(state: TensorDict, value: Tensor | None, joints: tuple[str, ...
 
 @register_observation("normalize_robot_joint_data")
 def normalize_robot_joint_data(cfg: NormalizeJointsConfig, sim: Simulation) -> Observe:
-    """Scale an entry with one number per joint, such as robot/qpos, by the joint limits; use mode modify.
+    """Scale an entry with one number per joint, such as robot/qpos, by the joint limits. Use mode modify.
 
         value'[j] = a + (b - a) (value[j] - low[j]) / (high[j] - low[j]),  (a, b) = range
 
@@ -115,7 +116,7 @@ def normalize_robot_joint_data(cfg: NormalizeJointsConfig, sim: Simulation) -> O
 
 @register_observation("get_robot_eef_pose")
 def get_robot_eef_pose(cfg: RobotEefPoseConfig, sim: Simulation) -> Observe:
-    """Observe the pose of an end effector, `[*B, 4, 4]`, or its position `[*B, 3]` (m); use mode add."""
+    """Observe the pose of an end effector, `[*B, 4, 4]`, or its position `[*B, 3]` (m). Use mode add."""
     site, position_only = tcp_of(sim, cfg.part_name), cfg.position_only
 
     def observe(state: TensorDict, value: Tensor | None) -> Tensor:
@@ -127,7 +128,7 @@ def get_robot_eef_pose(cfg: RobotEefPoseConfig, sim: Simulation) -> Observe:
 
 @register_observation("get_rigid_object_pose")
 def get_rigid_object_pose(cfg: ObjectPoseConfig, sim: Simulation) -> Observe:
-    """Observe the pose of an object, `[*B, 4, 4]`, or its position `[*B, 3]` (m); use mode add."""
+    """Observe the pose of an object, `[*B, 4, 4]`, or its position `[*B, 3]` (m). Use mode add."""
     body, position_only = object_of(sim, cfg.entity_cfg, "entity_cfg"), cfg.position_only
 
     def observe(state: TensorDict, value: Tensor | None) -> Tensor:
@@ -139,13 +140,13 @@ def get_rigid_object_pose(cfg: ObjectPoseConfig, sim: Simulation) -> Observe:
 
 @register_observation("target_position")
 def target_position(cfg: TargetPositionConfig, sim: Simulation) -> Observe:
-    """Observe a target that an event stores, `[*B, 3]` (m); use mode add."""
+    """Observe a target that an event stores, `[*B, 3]` (m). Use mode add."""
     return lambda state, value: _new_entry(value, target(state, cfg.target_pose_key))
 
 
 @register_observation("get_rigid_object_velocity")
 def get_rigid_object_velocity(cfg: ObjectConfig, sim: Simulation) -> Observe:
-    """Observe linear and angular velocity of a dynamic object's centre, `[*B, 6]` (m/s and rad/s); use mode add."""
+    """Observe linear and angular velocity of a dynamic object's centre, `[*B, 6]` (m/s and rad/s). Use mode add."""
     body = object_of(sim, cfg.entity_cfg, "entity_cfg")
     try:
         world.body_velocity(sim, start(sim, ()), body)
@@ -171,13 +172,13 @@ def _joints_to(sim: Simulation, site: str) -> tuple[str, ...]:
 
 @register_observation("get_robot_eef_velocity")
 def get_robot_eef_velocity(cfg: EefConfig, sim: Simulation) -> Observe:
-    """Observe linear and angular velocity of an end effector, `[*B, 6]` (m/s and rad/s); use mode add.
+    """Observe linear and angular velocity of an end effector, `[*B, 6]` (m/s and rad/s). Use mode add.
 
     velocity = J(q) dq/dt
     """
     site = tcp_of(sim, cfg.part_name)
     joints = _joints_to(sim, site)
-    world.joint_velocities(sim, start(sim, ()), joints)  # raises for joints of another kind, such as a free base
+    world.joint_velocities(sim, start(sim, ()), joints)  # raises for other kinds of joints, such as a free base
 
     def observe(state: TensorDict, value: Tensor | None) -> Tensor:
         jacobian = world.site_jacobian(sim, state["world"], site, joints)

@@ -1,6 +1,7 @@
-"""Reward terms: functions of the whole state before and after a step, without any other memory.
+"""Reward terms: functions of the whole state before and after a step.
 
-Distances are Euclidean, m; at distance 0, both the value and the gradient are 0. The task applies the weights.
+A term has no other memory. Distances are Euclidean, m. At distance 0, both the value and the gradient are 0. The task
+applies the weights.
 """
 
 from math import isinf
@@ -20,25 +21,25 @@ from ecrl.registry import register_reward
 
 
 class NothingConfig(ConfigModel):
-    """Settings of a term without settings."""
+    """The config of a term that has no settings."""
 
 
 class ObjectsConfig(ConfigModel):
-    """Two objects to compare."""
+    """Settings of a term that compares two objects."""
 
     source_entity_cfg: EntityConfig = Field(description="the first object")
     target_entity_cfg: EntityConfig = Field(description="the second object")
 
 
 class DistanceBetweenObjectsConfig(ObjectsConfig):
-    """Two objects, and the shape of the reward for their distance."""
+    """Settings of `distance_between_objects`: two objects, and the shape of the reward."""
 
     exponential: bool = Field(False, description="reward exp(-d^2 / (2 sigma^2)) instead of -d")
     sigma: float = Field(1.0, ge=1e-6, le=1e6, description="width of the exponential, m")
 
 
 class TargetConfig(ConfigModel):
-    """An object and its target."""
+    """Settings of a term for an object and its target."""
 
     source_entity_cfg: EntityConfig = Field(description="the object")
     target_pose_key: str = Field("target_pose", min_length=1, description="store_key of the event that sets the target")
@@ -46,14 +47,14 @@ class TargetConfig(ConfigModel):
 
 
 class DistanceToTargetConfig(TargetConfig):
-    """An object, its target, and the shape of the reward for their distance."""
+    """Settings of `distance_to_target`: an object, its target, and the shape of the reward."""
 
     exponential: bool = Field(False, description="reward exp(-d^2 / (2 sigma^2)) instead of -d")
     sigma: float = Field(1.0, ge=1e-6, le=1e6, description="width of the exponential, m")
 
 
 class IncrementalDistanceConfig(TargetConfig):
-    """An object, its target, and the weights of progress and regress."""
+    """Settings of `incremental_distance_to_target`: an object, its target, and weights of the distance's change."""
 
     tanh_scale: Positive = Field(10.0, description="scale k of the change in distance, 1/m")
     positive_weight: Real = Field(1.0, description="weight of steps that reduce the distance")
@@ -61,15 +62,15 @@ class IncrementalDistanceConfig(TargetConfig):
 
 
 class JointLimitConfig(JointsConfig):
-    """Joints, and the margin to their limits."""
+    """Settings of `joint_limit_penalty`: joints, and the margin to the joint limits."""
 
     margin: Fraction = Field(
-        0.1, description="distance to a limit where the penalty begins, as a fraction of the range"
+        0.1, description="the penalty begins at this distance to a limit, as a fraction of the range"
     )
 
 
 class ReachingBehindConfig(ConfigModel):
-    """An object, its target, and the point behind the object where the end effector pushes it."""
+    """Settings of `reaching_behind_object`: an object, its target, and the point where the end effector pushes."""
 
     object_cfg: EntityConfig = Field(description="the object to push")
     target_pose_key: str = Field("goal_pose", min_length=1, description="store_key of the event that sets the target")
@@ -134,7 +135,8 @@ def incremental_distance_to_target(cfg: IncrementalDistanceConfig, sim: Simulati
 
         reward = w tanh(k (d_before - d_after)),  w = positive_weight if d decreased, else negative_weight
 
-    d is in m and k in 1/m. Both distances belong to the same step, so no memory leaks from one episode to the next.
+    d is in m, and k is tanh_scale in 1/m. Both distances belong to the same step, so nothing carries over from one
+    episode to the next.
     """
     object_of(sim, cfg.source_entity_cfg, "source_entity_cfg")
 
@@ -163,7 +165,7 @@ def joint_limit_penalty(cfg: JointLimitConfig, sim: Simulation) -> Reward:
 
         reward = -sum_j max(0, margin - min(t[j], 1 - t[j])),  t[j] = (q[j] - low[j]) / (high[j] - low[j])
 
-    A joint without limits is left out.
+    Joints without limits are left out.
 
     Raises: ConfigError if no joint has limits.
     """
@@ -211,17 +213,17 @@ def orientation_alignment(cfg: ObjectsConfig, sim: Simulation) -> Reward:
     return reward
 
 
-def _behind(position: Tensor, goal: Tensor, offset: float, height: float) -> Tensor:
-    """Return the point to push an object from, `[*B, 3]`.
+def _push_point(position: Tensor, goal: Tensor, offset: float, height: float) -> Tensor:
+    """Return the point where the end effector should push an object, `[*B, 3]`.
 
-    It is `offset` behind the object as seen from the goal, and `height` above its centre.
+    The point is `offset` behind the object as seen from the goal, and `height` above the object's centre.
 
-    >>> _behind(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 7.0, 9.0]), 0.5, 0.25)
+    >>> _push_point(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 7.0, 9.0]), 0.5, 0.25)
     tensor([1.0000, 1.5000, 3.2500])
     """
     to_goal = (goal - position)[..., :2]
     length = torch.linalg.vector_norm(to_goal, dim=-1, keepdim=True)
-    back = -offset * to_goal / torch.where(length > 0.0, length, 1.0)  # 0 at the goal, where no direction exists
+    back = -offset * to_goal / torch.where(length > 0.0, length, 1.0)  # 0 at the goal, where the direction is undefined
     return position + torch.cat((back, torch.full_like(length, height)), -1)
 
 
@@ -231,14 +233,15 @@ def reaching_behind_object(cfg: ReachingBehindConfig, sim: Simulation) -> Reward
 
         reward = 1 - tanh(k |eef - (object - behind_offset u + height_offset z)|)
 
-    u is the horizontal unit vector from the object to its target, 0 if the object is right above or below it. Lengths
-    are in m and k is in 1/m. All positions are taken after the step.
+    u is the horizontal unit vector from the object to its target. It is 0 if the object is exactly above or below the
+    target. z is the upward unit vector. Lengths are in m, and k is distance_scale in 1/m. All positions are taken after
+    the step.
     """
     body, site = object_of(sim, cfg.object_cfg, "object_cfg"), tcp_of(sim, cfg.part_name)
 
     def reward(before: TensorDict, after: TensorDict) -> Tensor:
         position, goal = _position(sim, after, body), target(after, cfg.target_pose_key)
-        push_point = _behind(position, goal, cfg.behind_offset, cfg.height_offset)
+        push_point = _push_point(position, goal, cfg.behind_offset, cfg.height_offset)
         offset = world.site_pose(sim, after["world"], site)[..., :3, 3] - push_point
         return 1.0 - torch.tanh(cfg.distance_scale * torch.linalg.vector_norm(offset, dim=-1))
 

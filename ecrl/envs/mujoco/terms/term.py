@@ -30,8 +30,8 @@ Reward = Callable[[TensorDict, TensorDict], Tensor]
 class ActionTerm(NamedTuple):
     """A term of the action: the joints that it drives, its bounds, and `(state, action) -> control`.
 
-    The action is `[*B, len(low)]`, the control `[*B, len(joints)]`. `drive` defines the meaning of the control: target
-    positions, target velocities or forces, in m, rad, s, N. Target positions are clamped to the limits of the joints.
+    The action is `[*B, len(low)]` and the control is `[*B, len(joints)]`. `drive` defines the meaning of the control:
+    target positions, target velocities or forces, in m, rad, s, N. Target positions are clamped to the joint limits.
     """
 
     joints: tuple[str, ...]
@@ -44,16 +44,16 @@ class ActionTerm(NamedTuple):
 class EntityConfig(ConfigModel):
     """An object of the scene."""
 
-    uid: str = Field(min_length=1, description="its name")
+    uid: str = Field(min_length=1, description="name of the object")
 
 
 class JointsConfig(ConfigModel):
     """Joints of the robot; all joints by default."""
 
     robot_uid: str | None = Field(None, description="name of the robot")
-    part_name: str | None = Field(None, description="the joints of this part of the robot")
+    part_name: str | None = Field(None, description="part of the robot whose joints are used")
     joint_ids: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False, min_length=1)] | None = Field(
-        None, description="indices of joints, from 0; they count the joints of env.cfg.control_parts, if it is set"
+        None, description="indices of joints, from 0, among the joints of env.cfg.control_parts if it is set"
     )
 
     @model_validator(mode="after")
@@ -81,7 +81,7 @@ def tcp_of(sim: Simulation, part: str) -> str:
 
 
 def object_of(sim: Simulation, entity: EntityConfig, key: str) -> str:
-    """Return the body of an object; an error names the setting `key` of the term."""
+    """Return the body of an object. Errors name `key`, the setting of the term that has the object."""
     known = [sim.model.body(i).name for i in range(1, sim.model.nbody)]
     if entity.uid not in known:
         raise ConfigError(f"params.{key}.uid: unknown object {entity.uid!r}; {did_you_mean(entity.uid, known)}")
@@ -92,7 +92,7 @@ def joints_of(cfg: JointsConfig, sim: Simulation) -> tuple[str, ...]:
     """Return the joints that the settings of a term select."""
     known = sim.robot.joints
     if cfg.robot_uid is not None and not all(name.startswith(f"{cfg.robot_uid}/") for name in known):
-        raise ConfigError(f"params.robot_uid: no robot {cfg.robot_uid!r}; its joints are {', '.join(known) or 'none'}")
+        raise ConfigError(f"params.robot_uid: no robot {cfg.robot_uid!r}; known joints: {', '.join(known) or 'none'}")
     if not known:
         raise ConfigError("this term needs joints of a robot, but the scene has no robot; add one")
     if cfg.part_name is not None:
@@ -104,7 +104,10 @@ def joints_of(cfg: JointsConfig, sim: Simulation) -> tuple[str, ...]:
 
 
 def ranges_of(sim: Simulation, joints: tuple[str, ...]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return finite limits of joints, +-pi for a hinge without limits; raise ConfigError for a slide without limits."""
+    """Return finite limits of joints. A hinge without limits gets +-pi.
+
+    Raises: ConfigError for a slide without limits.
+    """
     low, high = world.joint_limits(sim, joints)
     slide = int(mujoco().mjtJoint.mjJNT_SLIDE)
     for name, bound in zip(joints, high, strict=True):
@@ -116,7 +119,7 @@ def ranges_of(sim: Simulation, joints: tuple[str, ...]) -> tuple[tuple[float, ..
 def target(state: TensorDict, key: str) -> Tensor:
     """Return a target that an event stored, a position `[*B, 3]` (m).
 
-    Raises: ConfigError if there is no such target, or if it does not have 3 numbers.
+    Raises: ConfigError if no target has this name, or if the target does not have 3 numbers.
     """
     known = [str(name) for name, _ in cast(TensorDict, state["targets"]).items()] if "targets" in state else []
     if key not in known:
