@@ -123,8 +123,8 @@ def with_events(env: Env, events: Mapping[str, EventConfig], where: str = "train
     same startup events.
 
     The state gains `events` with two int64 fields `[*B]`. `count` is the number of steps since `reset`, and `key` is
-    the key of the startup events. The fields reward, terminated, truncated, info, final_obs and elapsed keep their
-    values. `env.observe` recomputes the observation of a start.
+    the key of the startup events. The fields reward, terminated, truncated, info, mask, final_obs and elapsed keep
+    their values. `env.observe` recomputes the observation of a start.
 
     An event may change a field so that the environment truncates episodes earlier. The event's Config then needs a
     property `min_truncation_gap`, the earliest step that may truncate an episode. The returned environment has the

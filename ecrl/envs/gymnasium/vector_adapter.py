@@ -74,7 +74,7 @@ def _with_timeout(venv: AsyncVectorEnv, wait: Callable[[], Any], timeout: float)
     """Return a function like `wait` that raises a Fault after `timeout` seconds. `wait` itself may never return."""
 
     def wait_or_fail(close_timeout: float | None = None) -> Any:
-        if close_timeout is not None:  # `AsyncVectorEnv.close` called: this error makes it end the workers
+        if close_timeout is not None:  # called by `AsyncVectorEnv.close`, which then ends the workers
             raise multiprocessing.TimeoutError
         deadline = time.monotonic() + timeout
         for i, pipe in enumerate(venv.parent_pipes):
