@@ -33,8 +33,8 @@ _HIDDEN = ("reward", "terminated", "truncated", "info", "mask", "final_obs", "el
 class _Event(NamedTuple):
     """An event of an environment.
 
-    Errors begin with `label`. `position` is the index of the event among all events of the environment. `rng.fold_in`
-    mixes it into the keys, so each event draws different numbers.
+    Error messages begin with `label`. `position` is the index of the event among all events of the environment.
+    `rng.fold_in` mixes it into the keys, so each event draws different numbers.
     """
 
     label: str
@@ -50,7 +50,7 @@ def _fields(state: TensorDictBase) -> dict[str, Tensor]:
 
 
 def _event_fields(env: Env, state: TensorDict) -> TensorDict:
-    """Return a copy of the fields that an event may change. They include `obs` if `env.observe` is the default."""
+    """Return a copy of the fields that an event may change. The copy has `obs` if `env.observe` is the default."""
     derived = () if env.observe is last_obs else ("obs",)
     return state.exclude(*_HIDDEN, *derived).clone()
 
@@ -130,8 +130,8 @@ def with_events(env: Env, events: Mapping[str, EventConfig], where: str = "train
     property `min_truncation_gap`, the earliest step that may truncate an episode. The returned environment has the
     smallest gap. Events cannot shorten the limit of `time_limit`, because they do not see `elapsed`.
 
-    Without events, `env` itself is returned. Errors begin with `where`, the section of the config, and the name of the
-    event.
+    Without events, `env` itself is returned. Error messages begin with `where`, the section of the config, and with the
+    name of the event.
 
     Raises: ConfigError if `env` is not pure. The returned `reset` raises ConfigError if an event adds or removes a
         field, or changes its dtype or shape. It raises ValueError if `auto_reset` is missing.

@@ -30,7 +30,7 @@ def _zero_action(space: Space, batch: torch.Size) -> Tensor:
 
 
 def _field_types(state: Any, batch: torch.Size, call: str) -> dict[str, str]:
-    """Return the dtype and shape of every tensor in a state, as text by dotted name. Errors begin with `call`."""
+    """Return the dtype and shape of every tensor in a state, by dotted name. Error messages begin with `call`."""
     if not isinstance(state, TensorDictBase):
         raise ConfigError(f"{call} returns {type(state).__name__}, expected {_STATE}")
     if state.batch_size != batch:

@@ -122,7 +122,7 @@ def from_vector(make_vector: Callable[[int], VectorEnv], *, timeout: float) -> E
 
 
 def _env(make: Callable[[int], Vector], label: str) -> Env:
-    """Return an `Env` that opens N environments with `make(N)`. Errors begin with `label`."""
+    """Return an `Env` that opens N environments with `make(N)`. Error messages begin with `label`."""
     owner, (spaces, gymnasium_spaces) = object(), _probe_spaces(make, label)
 
     def reset(keys: Tensor, state: TensorDict | None = None) -> TensorDict:
@@ -209,7 +209,7 @@ def _state(outcome: Outcome, spaces: tuple[Space, Space], like: Tensor) -> Tenso
         if not isinstance(obs, TensorDict) or MASK not in obs:
             mask = {MASK: allowed(outcome.masks, nvec)}
             obs, final = (_parts(x, n).update(mask) for x in (obs, final))
-        done = outcome.terminated | outcome.truncated  # with `counts`, the next step ignores its action
+        done = outcome.terminated | outcome.truncated  # with `counts`, the next step ignores its action and mask
         check_allowed(obs[MASK] | done.unsqueeze(-1) if outcome.counts is not None else obs[MASK], nvec)
     fields = {
         "obs": obs,

@@ -92,7 +92,7 @@ def steps_behind(live: Live, state: TensorDict) -> int:
 def require_live(state: TensorDict, owner: object, label: str) -> Live:
     """Return the open environments of a state.
 
-    Raises: UserError if they are closed, or if they have taken further steps since the state.
+    Raises: UserError if the environments are closed, or have taken further steps since the state.
     """
     live = find_live(state, owner)
     if live is None:

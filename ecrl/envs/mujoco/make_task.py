@@ -167,7 +167,7 @@ def task_env(
     get_reward: Callable[[Simulation, TensorDict, TensorDict], Tensor] | None = None,
     acceptable: Check | None = None,
 ) -> Env:
-    """Return the environment of a task with the terms of a config and with task functions.
+    """Make the environment of a task from the terms of a config and from task functions.
 
     Args:
         cfg: scene and terms.

@@ -117,7 +117,7 @@ def _stream(pointer: int, device: torch.device) -> Any:
 
 @contextmanager
 def _on_gpu(worlds: _Worlds, warp: Any, device: torch.device) -> Iterator[None]:
-    """Order Warp's work after torch's earlier work and before torch's later work.
+    """Run Warp's work after torch's earlier work and before torch's later work.
 
     If torch captures a CUDA graph, the graph includes Warp's work. Outside a capture, Warp works on its own stream.
     Otherwise Warp might free memory that another stream still uses.

@@ -55,8 +55,8 @@ def _rotation_between(pose: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Ten
 def pose_error(pose: Tensor, target: Tensor) -> Tensor:
     """Return the translation (m) and the rotation (axis times angle, rad) from `pose` to `target`, `[*B, 6]`.
 
-    Both poses are `[*B, 4, 4]`. Within 1e-6 rad of half a turn, the axis is not well defined. The size of the returned
-    rotation is then less than pi, and may be 0.
+    Both poses are `[*B, 4, 4]`. Within 1e-6 rad of half a turn, the axis is not well defined. In this range, the
+    returned rotation is smaller than pi, and may be 0.
 
     >>> target = torch.tensor([[0.0, -1.0, 0.0, 1.0], [1.0, 0.0, 0.0, 2.0], [0.0, 0.0, 1.0, 3.0], [0.0, 0.0, 0.0, 1.0]])
     >>> pose_error(torch.eye(4), target)  # a quarter turn about z

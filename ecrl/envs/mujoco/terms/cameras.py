@@ -81,7 +81,7 @@ def record_camera_data_async(cfg: RecordCameraAsyncConfig, sim: Simulation) -> A
 
 @register_observation("camera_image")
 def camera_image(cfg: CameraConfig, sim: Simulation) -> Observe:
-    """Observe the image of a camera, with marked targets. Use mode add.
+    """Observe the image of a camera, with marked targets. Use it in mode add.
 
         pixel = red, green, blue / 255
 

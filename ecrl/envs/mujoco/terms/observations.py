@@ -92,11 +92,12 @@ def _joint_entry(state: TensorDict, value: Tensor | None, joints: tuple[str, ...
 
 @register_observation("normalize_robot_joint_data")
 def normalize_robot_joint_data(cfg: NormalizeJointsConfig, sim: Simulation) -> Observe:
-    """Scale an entry with one number per joint, such as robot/qpos, by the joint limits. Use mode modify.
+    """Scale an entry with one number per joint, such as robot/qpos, by the joint limits. Use it in mode modify.
 
         value'[j] = a + (b - a) (value[j] - low[j]) / (high[j] - low[j]),  (a, b) = range
 
-    The result is `[*B, J]`, without unit. A hinge without limits counts as +-pi. Numbers of other joints are unchanged.
+    The result is `[*B, J]`, without unit. For a hinge without limits, -pi and pi are used. Numbers of other joints are
+    unchanged.
     """
     known, chosen = sim.robot.joints, joints_of(cfg, sim)
     if others := [name for name in chosen if name not in known]:
@@ -116,7 +117,7 @@ def normalize_robot_joint_data(cfg: NormalizeJointsConfig, sim: Simulation) -> O
 
 @register_observation("get_robot_eef_pose")
 def get_robot_eef_pose(cfg: RobotEefPoseConfig, sim: Simulation) -> Observe:
-    """Observe the pose of an end effector, `[*B, 4, 4]`, or its position `[*B, 3]` (m). Use mode add."""
+    """Observe the pose of an end effector, `[*B, 4, 4]`, or its position `[*B, 3]` (m). Use it in mode add."""
     site, position_only = tcp_of(sim, cfg.part_name), cfg.position_only
 
     def observe(state: TensorDict, value: Tensor | None) -> Tensor:
@@ -128,7 +129,7 @@ def get_robot_eef_pose(cfg: RobotEefPoseConfig, sim: Simulation) -> Observe:
 
 @register_observation("get_rigid_object_pose")
 def get_rigid_object_pose(cfg: ObjectPoseConfig, sim: Simulation) -> Observe:
-    """Observe the pose of an object, `[*B, 4, 4]`, or its position `[*B, 3]` (m). Use mode add."""
+    """Observe the pose of an object, `[*B, 4, 4]`, or its position `[*B, 3]` (m). Use it in mode add."""
     body, position_only = object_of(sim, cfg.entity_cfg, "entity_cfg"), cfg.position_only
 
     def observe(state: TensorDict, value: Tensor | None) -> Tensor:
@@ -140,13 +141,16 @@ def get_rigid_object_pose(cfg: ObjectPoseConfig, sim: Simulation) -> Observe:
 
 @register_observation("target_position")
 def target_position(cfg: TargetPositionConfig, sim: Simulation) -> Observe:
-    """Observe a target that an event stores, `[*B, 3]` (m). Use mode add."""
+    """Observe a target that an event stores, `[*B, 3]` (m). Use it in mode add."""
     return lambda state, value: _new_entry(value, target(state, cfg.target_pose_key))
 
 
 @register_observation("get_rigid_object_velocity")
 def get_rigid_object_velocity(cfg: ObjectConfig, sim: Simulation) -> Observe:
-    """Observe linear and angular velocity of a dynamic object's centre, `[*B, 6]` (m/s and rad/s). Use mode add."""
+    """Observe linear and angular velocity of a dynamic object's centre, `[*B, 6]` (m/s and rad/s).
+
+    Use this term in mode add.
+    """
     body = object_of(sim, cfg.entity_cfg, "entity_cfg")
     try:
         world.body_velocity(sim, start(sim, ()), body)
@@ -172,7 +176,7 @@ def _joints_to(sim: Simulation, site: str) -> tuple[str, ...]:
 
 @register_observation("get_robot_eef_velocity")
 def get_robot_eef_velocity(cfg: EefConfig, sim: Simulation) -> Observe:
-    """Observe linear and angular velocity of an end effector, `[*B, 6]` (m/s and rad/s). Use mode add.
+    """Observe linear and angular velocity of an end effector, `[*B, 6]` (m/s and rad/s). Use it in mode add.
 
     velocity = J(q) dq/dt
     """
