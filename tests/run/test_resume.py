@@ -167,7 +167,7 @@ def test_a_saved_gymnasium_run_starts_its_episodes_afresh_and_says_so(tmp_path):
     first = next(iter(train_iter(state, cfg)))["state"]
     save(tmp_path / "saved", first, cfg)
     loaded, _ = load(tmp_path / "saved")
-    with pytest.warns(UserWarning, match="episodes start afresh"):
+    with pytest.warns(UserWarning, match="episodes restart"):
         *_, record = train_iter(loaded, cfg)
     assert int(record["state"]["update_step"]) == 2
 
@@ -204,11 +204,11 @@ def test_training_on_from_any_gymnasium_state_starts_episodes_afresh():
     start = init_state(cfg)
     first, _, second, *_ = [record["state"] for record in train_iter(start, cfg)]
     for state in (start, first, second):  # behind the environments
-        with pytest.warns(UserWarning, match="episodes start afresh"):
+        with pytest.warns(UserWarning, match="episodes restart"):
             *_, record = train_iter(state, cfg)
         assert int(record["state"]["update_step"]) == 3
     close(record["state"], cfg)
-    with pytest.warns(UserWarning, match="episodes start afresh"):  # they are closed
+    with pytest.warns(UserWarning, match="episodes restart"):  # they are closed
         list(train_iter(first, cfg))
 
 
