@@ -39,7 +39,7 @@ class APGConfig(LearningConfig):
     gamma: Fraction = Field(default=0.99, description="discount per step; the product restarts at 1 in every episode")
     ent_coef: NonNegative = Field(default=0.0, description="weight of the entropy bonus")
     segment_length: Count | None = Field(
-        default=None, description="most steps that gradients flow back, a divisor of trainer.buffer_size; all if absent"
+        default=None, description="number of steps that gradients flow back; divides trainer.buffer_size; all if absent"
     )
     deterministic_actions: bool = Field(default=False, description="take the most likely action, not a random one")
 

@@ -32,7 +32,7 @@ class GRPOConfig(MinibatchConfig):
     """Hyperparameters. The numbers are stored in the state and may change during a run."""
 
     target_kl: Positive | None = Field(
-        default=None, description="stop learning from a rollout once the policy has moved this far, nats"
+        default=None, description="KL of the update above which learning from a rollout stops, nats; no limit if absent"
     )
     gamma: Fraction = Field(default=0.99, description="discount per step")
     clip_coef: Positive = Field(default=0.2, description="distance from 1 at which the probability ratio is clipped")

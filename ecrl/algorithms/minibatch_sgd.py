@@ -288,7 +288,7 @@ def minibatch_epochs(
             and others such as advantages. The policy's `act` may not return fields of the same names.
         loss: (run, params, batch, mask, hyper) -> loss and logs. `batch` has the steps with `fields`, for
             `run.policy.evaluate_rows` and `value_rows`. Its `sample_log_prob` is summed over the tokens of an action.
-        sgd: as for `minibatch_sgd`, as are the other arguments and the result.
+        sgd: as for `minibatch_sgd`. So are the other arguments and the result.
     """
     rows = rows_of(run, rollout, **fields)
     return minibatch_sgd(run, state, rows, loss, sgd, whole=whole, distance=distance, limit=limit)

@@ -308,7 +308,7 @@ def optimizer_step(
         hyper: the hyperparameters of the state.
         layout: the layout of the groups.
         moves: group -> 0-d bool. A group whose flag is False keeps its parameters, its slots and its step counter. A
-            group without a flag moves.
+            group without a flag is updated.
 
     Returns: the new parameters and optimiser states.
     Raises: ValueError if `moves` names no group.
@@ -379,7 +379,7 @@ def learning_state(
     Args:
         cfg: optimiser, schedule and clipping that groups share.
         params: the parameters.
-        numbers: further hyperparameters; those that are None are left out.
+        numbers: further hyperparameters by name; None values are left out.
         device: device of the numbers.
         groups: the optimiser groups; one for all parameters if None.
         own: own settings of groups, as for `groups_of`.

@@ -1,4 +1,4 @@
-"""Config blocks of optimisers and learning-rate schedules: `optimizer`, `lr_scheduler` and the keys beside them."""
+"""Config blocks of optimisers and learning-rate schedules: `optimizer`, `lr_scheduler` and related keys."""
 
 from typing import Annotated, Any, Literal, Self
 
@@ -48,7 +48,9 @@ class SchedulerKwargs(ConfigModel):
     T_max: Count | None = Field(default=None, description="length; the whole run if absent (cosine)")
     step_size: Count = Field(default=1, description="iterations between two reductions (step)")
     gamma: Positive = Field(default=0.99, description="factor of each reduction (step, exponential)")
-    desired_kl: Positive = Field(default=0.01, description="desired KL from the policy that collected, nats (adaptive)")
+    desired_kl: Positive = Field(
+        default=0.01, description="desired KL to the policy that collected the rollout, nats (adaptive)"
+    )
     factor: float = Field(default=1.5, gt=1.0, description="factor by which the rate grows or shrinks (adaptive)")
     min_rate: Positive = Field(default=1e-5, description="lowest learning rate (adaptive)")
     max_rate: Positive = Field(default=1e-2, description="highest learning rate (adaptive)")

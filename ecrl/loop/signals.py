@@ -19,7 +19,10 @@ _interruptible_parts: list[bool] = []
 
 
 class Stopped(KeyboardInterrupt):
-    """KeyboardInterrupt of a signal. Python may exit as if nobody caught a plain one, if it hits an import."""
+    """KeyboardInterrupt of a signal.
+
+    It is a subclass, because Python may exit at a plain KeyboardInterrupt during an import even if it is caught.
+    """
 
 
 def asked() -> int | None:

@@ -110,7 +110,7 @@ class Pure(NamedTuple):
     """A module as functions.
 
     Attributes:
-        init: `init()` returns new weights under the names of `state_dict`. Call it inside `seeded`, which seeds it.
+        init: `init()` returns new weights under the names of `state_dict`. Call it inside `seeded`.
         forward: `forward(weights, *inputs)` calls the module.
         call: `call(weights, method, *inputs, **named)` calls one of its methods.
         module: the structure of the module, without weights.
