@@ -97,14 +97,14 @@ def planned_form(cfg: Config, policy: Policy, algorithm: Algorithm, static: Stat
             raise ConfigError(f"trainer.compile: on, but {reason}; use auto")
         return Form("eager", reason, partial, scan)
     if mode == "auto" and (saved := _saved_s(algorithm, static)) < _COMPILING_S:
-        reason = f"compiling would save about {saved:.0f} s of the whole budget and take {_COMPILING_S:.0f} s itself"
+        reason = f"compiling takes about {_COMPILING_S:.0f} s and would save about {saved:.0f} s of the whole run"
         form = Form("eager", reason, partial, scan)
     else:
         form = choose_form(mode, device)
     if not cfg.trainer.tf32:
         return form
     if device != "cuda":
-        warnings.warn(f"trainer.tf32 is for cuda; on {device} matrices stay float32", stacklevel=2)
+        warnings.warn(f"trainer.tf32 is for cuda; matrix products on {device} stay in float32", stacklevel=2)
         return form
     return form._replace(reason=f"{form.reason}, TF32 matrices")
 

@@ -117,7 +117,7 @@ def expected_state(run: Run, cfg: Config, state: TensorDict) -> TensorDict:
     Environments that step in Python are not opened: the result has the environments of `state`.
     """
     if not run.env.is_pure and "token" not in state["env"]:
-        raise ConfigError(f"state: its environments are not those of {cfg.env.name}; use the config of its run")
+        raise ConfigError(f"state: it has no environments of {cfg.env.name}; use the config of its run")
     key = rng.key(cfg.trainer.seed, device_of(cfg))
     with ZerosWithoutMemory():
         expected = _state_without_env(run, key)
@@ -263,7 +263,7 @@ def _iteration_of_leaves(
     state, writes, logs, nonfinite = _iteration(run, guard, unflatten(structure, leaves), borrowed)
     after, structure_after = flatten(state)
     if structure_after != structure:
-        fields = ", ".join(sorted({*names(structure_after)} ^ {*names(structure)})) or "the batch size of one"
+        fields = ", ".join(sorted({*names(structure_after)} ^ {*names(structure)})) or "the batch size of a field"
         raise ValueError(f"an iteration must keep the names and batch sizes of the state's fields; it changed {fields}")
     copies = mapped(torch.clone, (state, logs))  # the logged learning rate may be a tensor of the state
     return after, copies[0], writes, copies[1], nonfinite

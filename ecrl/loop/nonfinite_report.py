@@ -242,7 +242,9 @@ _ADVICE = {
     "reward": "mend the environment",
     "action": "the policy chose it: lower the learning rate",
 }
-_FINAL = "it is the value of the observation at a time limit: mend the environment if that is not finite, else "
+_FINAL = (
+    "it is the value of the observation at a time limit: mend the environment if the observation is not finite, else "
+)
 _LEARNING = "lower the learning rate or max_grad_norm"
 
 

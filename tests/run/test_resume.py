@@ -214,7 +214,7 @@ def test_training_on_from_any_gymnasium_state_starts_episodes_afresh():
 
 def test_a_pure_state_is_not_one_of_gymnasium():
     state = init_state(small())
-    with pytest.raises(ConfigError, match="its environments are not those of gymnasium"):
+    with pytest.raises(ConfigError, match="it has no environments of gymnasium"):
         next(train_iter(state, small(**{"env": "gymnasium:CartPole-v1"})))
 
 
