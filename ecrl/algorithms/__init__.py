@@ -28,7 +28,7 @@ __all__ = [
 
 
 def make_algorithm(choice: AlgorithmChoice | dict) -> Algorithm:
-    """The algorithm of a config's `algorithm` section; equal settings give the same object.
+    """Return the algorithm of a config's `algorithm` section; equal settings give the same object.
 
     >>> make_algorithm({"name": "ppo"}) is make_algorithm({"name": "ppo", "cfg": {"gamma": 0.99}})
     True

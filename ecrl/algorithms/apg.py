@@ -1,7 +1,7 @@
 """Analytic policy gradient: the return of a differentiable environment, differentiated through policy and dynamics.
 
-The steps of an iteration and their gradient come from one loop, which is differentiated. In a compiled graph memory
-holds the state of every step; eager, it also holds what the steps compute. Sampled actions are reparametrised.
+One loop takes the steps of an iteration, and the gradient flows back through it. For the gradient, a compiled graph
+stores the state of every step. An eager run also stores all intermediate results. Sampled actions are reparametrised.
 
 Source: Freeman et al. 2021, arXiv:2106.13281.
 """
@@ -34,14 +34,14 @@ _NUMBERS = ("gamma", "ent_coef")
 
 
 class APGConfig(LearningConfig):
-    """Hyperparameters. Numbers live in the state and may change during a run."""
+    """Hyperparameters. The numbers are stored in the state and may change during a run."""
 
-    gamma: Fraction = Field(default=0.99, description="discount per step; starts again with every episode")
+    gamma: Fraction = Field(default=0.99, description="discount per step; the product restarts at 1 in every episode")
     ent_coef: NonNegative = Field(default=0.0, description="weight of the entropy bonus")
     segment_length: Count | None = Field(
-        default=None, description="steps that gradients run back at most, divides trainer.buffer_size; all if absent"
+        default=None, description="number of steps that gradients flow back; divides trainer.buffer_size; all if absent"
     )
-    deterministic_actions: bool = Field(default=False, description="act by the policy's mode instead of a sample")
+    deterministic_actions: bool = Field(default=False, description="take the most likely action, not a random one")
 
     @model_validator(mode="after")
     def _no_kl(self) -> "APGConfig":
@@ -53,14 +53,14 @@ class APGConfig(LearningConfig):
 
 
 _READ = ("key", "sample_step", "update_step", "norm", "hyper", "frozen_params")
-_FIELDS = (*_READ, "params", "opt", "env", "episode", "carry")  # the others change
+_FIELDS = (*_READ, "params", "opt", "env", "episode", "carry")  # all after _READ change
 _STORED = ("obs", "action", "reward", "done", "info")
 _World = tuple[TensorDict, TensorDict]
 """The policy's memory before a step, and the state of the environments, each `[N]`."""
 
 
 class Choices(NamedTuple):
-    """The choices of a config that shape the graph."""
+    """Settings of a config that shape the compiled graph."""
 
     deterministic_actions: bool
     segment_length: int | None
@@ -68,7 +68,7 @@ class Choices(NamedTuple):
 
 
 def init(cfg: APGConfig, run: Run, key: Tensor) -> dict[str, Any]:
-    """Parameters, optimiser state and hyperparameters."""
+    """Check environment and segments. Return parameters, optimiser state and hyperparameters."""
     horizon, length = run.static.buffer_size, cfg.segment_length
     if not run.env.is_pure:
         raise ConfigError(
@@ -87,9 +87,9 @@ def init(cfg: APGConfig, run: Run, key: Tensor) -> dict[str, Any]:
 def _step(
     run: Run, world: _World, at: tuple[Any, Any, Tensor | None], params: TensorDict, initial: TensorDict
 ) -> tuple[_World, tuple[TensorDict, Tensor]]:
-    """Take one step of every environment. Return the world after it, the row of the rollout, and the entropy `[N]`.
+    """Take one step of every environment. Return the next world, the row of the rollout, and the entropy `[N]`.
 
-    The world before it is a constant where `is_first` is True. Without segments `is_first` is None.
+    No gradient flows back beyond a step whose `is_first` is True. Without segments, `is_first` is None.
     """
     env_noise, action_noise, is_first = at
     memory, env = world if is_first is None else _cut(world, is_first)
@@ -99,7 +99,7 @@ def _step(
 
 
 def _cut(world: _World, is_first: Tensor) -> _World:
-    """Return the world. No gradient flows back through it in the first step of a segment."""
+    """Return the world, without a gradient if this is the first step of a segment."""
     return mapped(lambda x: torch.where(is_first, x.detach(), x) if x.is_floating_point() else x, world)
 
 
@@ -113,7 +113,7 @@ def _entropy(run: Run, params: TensorDict, memory: TensorDict, row: TensorDict) 
 
 
 def _loss(params: TensorDict, run: Run, state: TensorDict) -> tuple[Tensor, tuple[_World, TensorDict, Logs]]:
-    """Take `buffer_size` steps. Return the loss; the world after them, the rows `[T, N]` and the parts of the loss."""
+    """Take `buffer_size` steps. Return the loss; and the last world, the rows `[T, N]` and the parts of the loss."""
     acting, hyper = acting_params(params, fixed_params(state)), cast(TensorDict, state["hyper"])
     choices, (env_keys, action_keys) = run.algorithm.choices, step_keys(run, state)
     action_noise = None if choices.deterministic_actions else run.policy.draw(action_keys)
@@ -129,7 +129,7 @@ def _loss(params: TensorDict, run: Run, state: TensorDict) -> tuple[Tensor, tupl
 
 
 def optimize(run: Run, state: TensorDict, grads: TensorDict) -> tuple[TensorDict, Logs]:
-    """Take one optimiser step. Return new params and opt; the gradient's norm and the learning rate."""
+    """Take one optimiser step. Return new params and opt, and the logs of gradient norm and learning rate."""
     params, opt, hyper = (cast(TensorDict, state[key]) for key in ("params", "opt", "hyper"))
     group = run.algorithm.choices.group
     rate = learning_rates(state, (group,), run.static.iterations)[group.name]
@@ -140,12 +140,12 @@ def optimize(run: Run, state: TensorDict, grads: TensorDict) -> tuple[TensorDict
 
 
 def _steps(rows: TensorDict, env: TensorDict) -> TensorDict:
-    """Return rows `[T, N]` as a rollout `[N, T + 1]`; its last observations are those of `env`."""
+    """Return rows `[T, N]` as a rollout `[N, T + 1]` that ends with the observations of `env`."""
     return env_major(rows.exclude("obs")).set("obs", env_major(rows["obs"], env["obs"]))
 
 
 def _iterate(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict, Logs]:
-    """Return the fields of the state that change, the steps `[N, T + 1]`, and logs."""
+    """Run one iteration. Return the fields of the state that change, the steps `[N, T + 1]`, and logs."""
     gradient = torch.func.grad_and_value(_loss, has_aux=True)
     grads, (loss, aux) = gradient(cast(TensorDict, state["params"]), run, state)
     loss, ((memory, env), rows, parts) = mapped(torch.Tensor.detach, (loss, aux))
@@ -168,7 +168,7 @@ def collect(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
 
 
 class Iterate(NamedTuple):
-    """One iteration, the `iterate` of the algorithm; `collect` only takes its steps."""
+    """One iteration, the `iterate` of the algorithm. Its field `collect` takes the steps without learning."""
 
     collect: Collect = collect
 
@@ -178,7 +178,7 @@ class Iterate(NamedTuple):
             loss = -mean_n(sum_t(disc[t] * (reward[t] + ent_coef * entropy[t])))
             disc[0] = 1;    disc[t + 1] = 1 if done[t] else gamma * disc[t]
 
-        The gradient is that of the loop that takes the steps. It stops at the first step of each segment. The logs
+        The gradient flows back through the loop that takes the steps, up to the first step of each segment. The logs
         `objective` and `entropy` are the two discounted sums, so `loss = -objective - ent_coef * entropy`.
 
         Returns: the state after learning; the `steps`, a rollout `[N, T + 1]` without values; and the logs.
@@ -189,13 +189,13 @@ class Iterate(NamedTuple):
 
 
 def gradient_steps(static: Static) -> int:
-    """The gradient costs about one gradient step for each step of the environments."""
+    """Return the cost of the gradient in gradient steps, about one for each step of the environments."""
     return static.buffer_size
 
 
 @register_algorithm("apg")
 def apg(cfg: APGConfig) -> Algorithm:
-    """APG, for environments whose step is differentiable."""
+    """Return APG. The `step` of the environment must be differentiable."""
     (group,) = groups_of(cfg)
     return Algorithm(
         choices=Choices(cfg.deterministic_actions, cfg.segment_length, group),

@@ -1,7 +1,7 @@
-"""A run and its algorithm as frozen records of pure functions, and how a rollout is collected.
+"""A run and its algorithm as frozen records of pure functions, and the collection of rollouts.
 
-`ecrl.loop.build.build` makes a `Run` once, and it is passed along. It is compared by value, so it is the key of all
-compiled functions: two runs that differ in seed, name or learning rate share them.
+`ecrl.loop.build.build` builds a `Run` once, and the other functions get it as an argument. Compiled functions are
+looked up by the value of their `Run`. Runs that differ only in seed, name or learning rate therefore share them.
 """
 
 from collections.abc import Callable, Hashable
@@ -37,10 +37,10 @@ Jit = Callable[..., Callable[..., Any]]
 _EPS, _CLIP = 1e-8, 10.0
 
 LEARNER_KINDS: Kinds = {"params": Kind.LEARNED, "opt": Kind.LEARNED, "hyper": Kind.COUNTER}
-"""Kinds of the fields that the `init` of every algorithm gives."""
+"""Kinds of the fields that the `init` of every algorithm returns."""
 
 REWARD_NORM_KINDS: Kinds = {("norm", "reward", "running"): Kind.ENVIRONMENT}
-"""Kinds inside `norm["reward"]`; the moments are statistics, as everything else in `norm`."""
+"""Kind of the running returns in `norm["reward"]`. All other leaves of `norm` are statistics."""
 
 
 class Static(NamedTuple):
@@ -73,7 +73,7 @@ class Run(NamedTuple):
         policy: policy for the spaces of the environment.
         algorithm: how the policy learns.
         jit: `jit(fn, *static)` binds static arguments to `fn` and may compile it.
-        scan: loop over time inside a function that `jit` gives.
+        scan: loop over time, for functions that `jit` may compile.
         static: numbers that shape the graph.
     """
 
@@ -95,22 +95,22 @@ class Algorithm:
     """Choices and functions of one algorithm.
 
     Attributes:
-        choices: hashable tuple of the choices that shape the graph, without floats. Compared by value.
+        choices: hashable tuple of the settings that shape the compiled graph, without floats. Compared by value.
         init: (run, key) -> {name: TensorDict or Tensor}, the fields that the algorithm keeps in the state: `params`,
             `opt`, `hyper`, and maybe `norm` and others. Only `init` reads the floats of the config. It stores them in
             `hyper`. Bind the config by `partial(init, cfg)`.
         iterate: (run, state, borrowed) -> (state, writes, logs), one iteration; see `on_policy` and `interleaved`.
             `borrowed` has the leaves of kind buffer and frozen, to be read only. `writes` may have `steps`, the
             `[N, T + 1]` steps of this iteration, from which the loop takes statistics and logs. Every other field of
-            `writes` names a field of `borrowed`: its new `rows`, and the `index` of each row in the buffer.
-            Videos of training need its `collect`, see `collect_of`.
+            `writes` has the name of a buffer, and holds its new `rows` and the `index` of each row in it.
+            Videos of training need an attribute `collect`, see `collect_of`.
         kinds: kinds of the algorithm's own fields (`ecrl.algorithms.state_kinds`).
         group_size: number of consecutive environments that share their starts and their noise.
-        gradient_steps: static -> gradient steps of an iteration. `trainer.compile: auto` compares the time that they
-            take with the time of compiling; without it, auto compiles.
-        as_one: True if an iteration works on tensors alone, and may be compiled as one graph.
-        phase: sample_step -> the phase of the iteration that begins then, such as "collect" or "learn". It is called on
-            the host with the number of environment steps so far, over all ranks. `iterate` finds its result in
+        gradient_steps: static -> gradient steps of an iteration. `trainer.compile: auto` uses it to estimate if
+            compiling shortens the run. Without it, auto always compiles.
+        as_one: True if an iteration works only on tensors, and may be compiled as one graph.
+        phase: sample_step -> the phase of the iteration that begins then, such as "collect" or "learn". The loop calls
+            it in Python, with the number of environment steps so far, over all ranks. `iterate` finds its result in
             `run.static.phase`, and may run other code in each phase. Each phase is compiled once. Bind numbers of the
             config, such as `learning_starts`, by `partial`.
         name: name under which the algorithm is registered, for messages.
@@ -166,8 +166,8 @@ def on_policy(collect: Collect, update: Update) -> OnPolicy:
 def collect_of(iterate: Iterate) -> Collect | None:
     """Return the attribute `collect` of an `iterate`, or None.
 
-    It is a function (run, state) -> (state, steps), which takes the steps of an iteration without learning. One rank
-    alone may call it, so it must not wait for the others.
+    It is a function (run, state) -> (state, steps), which takes the steps of an iteration without learning. A single
+    rank may call it, so it must not wait for other ranks.
     """
     return getattr(iterate, "collect", None)
 
@@ -214,8 +214,8 @@ def steps_taken(run: Run, state: TensorDict) -> Tensor:
 def step_keys(run: Run, state: TensorDict) -> tuple[Tensor, Tensor]:
     """Return the keys `[T, N]` of the environments and of the actions in the next `buffer_size` steps.
 
-    A key is a function of the run's key, the stream, the global index of the environment and the steps it has taken.
-    The environments of a group share their keys; each has its own keys of actions.
+    A key depends on the run's key, the stream, the global index of the environment and the steps that it has taken. The
+    environments of a group share the keys of the environment. Each has its own keys of actions.
     """
     key, index = state["key"], env_index(run.static.num_envs, state["key"].device)
     steps = (steps_taken(run, state) + torch.arange(run.static.buffer_size, device=key.device)).unsqueeze(1)
@@ -240,7 +240,7 @@ def max_truncations(env: Env, steps: int) -> int:
 
 
 def _collect(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
-    """Take the steps of a rollout. Return the new `env`, `episode` and, with a memory, `carry`, and the rollout."""
+    """Take the steps of a rollout. Return the new fields `env`, `episode`, maybe `carry`, and the rollout."""
     env_keys, action_keys = step_keys(run, state)
     params, before = policy_params(state), state.get("carry", TensorDict({}, []))
     carry, env_state, rollout = collect_rollout(
@@ -261,7 +261,7 @@ def _collect(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
 
 
 def with_compiled_policy(run: Run) -> Run:
-    """Return the run with each function of its policy compiled by itself, for environments that step on the host."""
+    """Return the run with each function of its policy compiled separately, for environments that step in Python."""
     policy, jit = run.policy, run.jit
     value = None if policy.value is None else jit(policy.value)
     explore = None if policy.explore is None else jit(policy.explore)
@@ -321,14 +321,14 @@ class _WithScaledRewards:
 
 
 def with_scaled_rewards(update: Update) -> Update:
-    """Return an `update` that learns from the rewards of `scaled_rewards`. The loop logs the raw ones."""
+    """Return an `update` that learns from the rewards of `scaled_rewards`. The logs show the raw rewards."""
     return _WithScaledRewards(update)
 
 
 def scaled_rewards(state: TensorDict, rollout: TensorDict) -> tuple[TensorDict, TensorDict]:
-    """Divide rewards by the standard deviation of the discounted returns so far, and update its statistics.
+    """Divide rewards by the standard deviation of the discounted returns so far, and update these statistics.
 
-        reward / sqrt(variance(return) + eps), held within +-10;    return' = reward + gamma * return * not done
+        reward / sqrt(variance(return) + eps), clipped to +-10;    return' = reward + gamma * return * not done
 
     Returns: the state with new `norm`, and the rollout with scaled rewards.
     """
@@ -348,7 +348,7 @@ def scaled_rewards(state: TensorDict, rollout: TensorDict) -> tuple[TensorDict, 
 def reward_norm_init(num_envs: int, device: torch.device) -> TensorDict:
     """Return the statistics of `scaled_rewards` before the first step, as the field `norm` of the state.
 
-    `moments` are of discounted returns, `running` are the returns of the current episodes `[N]`.
+    `moments` are the moments of discounted returns. `running` are the discounted returns of the current episodes `[N]`.
     """
     running = torch.zeros(num_envs, device=device)
     return TensorDict({"reward": {"moments": moments_init((), device), "running": running}}, [])

@@ -1,7 +1,7 @@
 """Group-relative policy optimisation: the mean return of environments with the same start is the baseline.
 
-The members of a group share their start and the noise of the environment and differ only in their actions. No critic is
-needed. Source: Shao et al. 2024, arXiv:2402.03300, on the steps of an environment in place of tokens.
+The members of a group share their start and the noise of the environment, and differ only in their actions. No critic
+is needed. Source: Shao et al. 2024, arXiv:2402.03300, applied to environment steps instead of tokens.
 """
 
 from functools import partial
@@ -29,26 +29,26 @@ _NUMBERS = ("gamma", "clip_coef", "ent_coef", "kl_coef", "eps", "target_kl")
 
 
 class GRPOConfig(MinibatchConfig):
-    """Hyperparameters. Numbers live in the state and may change during a run."""
+    """Hyperparameters. The numbers are stored in the state and may change during a run."""
 
     target_kl: Positive | None = Field(
-        default=None, description="stop learning from a rollout once the policy has moved this far, nats"
+        default=None, description="KL of the update above which learning from a rollout stops, nats; no limit if absent"
     )
     gamma: Fraction = Field(default=0.99, description="discount per step")
-    clip_coef: Positive = Field(default=0.2, description="half-width of the ratio's trust interval")
+    clip_coef: Positive = Field(default=0.2, description="distance from 1 at which the probability ratio is clipped")
     ent_coef: NonNegative = Field(default=0.0, description="weight of the entropy bonus")
-    kl_coef: NonNegative = Field(default=0.02, description="weight of the distance from the reference policy; 0: none")
+    kl_coef: NonNegative = Field(default=0.02, description="weight of the KL to the reference policy; 0: no reference")
     ref_update_freq: Count | None = Field(
-        default=None, description="iterations between two refreshes of the reference; it stays the first if absent"
+        default=None, description="iterations after which the reference becomes a copy of the policy; never if absent"
     )
-    group_size: int = Field(default=4, ge=2, lt=2**31, description="environments that start alike; divides num_envs")
+    group_size: int = Field(default=4, ge=2, lt=2**31, description="environments that share a start; divides num_envs")
     eps: NonNegative = Field(default=1e-8, description="added to the spread of a group's returns, reward units")
     reset_every_rollout: bool = Field(default=True, description="reset every environment before each rollout")
     truncate_at_first_done: bool = Field(default=True, description="learn only from the first episode of each rollout")
 
 
 class Choices(NamedTuple):
-    """The choices of a config that shape the graph."""
+    """Settings of a config that shape the compiled graph."""
 
     has_reference: bool
     ref_update_freq: int | None
@@ -57,7 +57,7 @@ class Choices(NamedTuple):
 
 
 def check_groups(run: Run, cfg: GRPOConfig) -> None:
-    """Refuse groups whose members would not share their starts."""
+    """Raise ConfigError for groups whose members would not share their starts."""
     num_envs, keys = run.static.num_envs, ("reset_every_rollout", "truncate_at_first_done")
     if num_envs % cfg.group_size:
         raise ConfigError(f"algorithm.cfg.group_size: {cfg.group_size} does not divide trainer.num_envs {num_envs}")
@@ -70,9 +70,9 @@ def check_groups(run: Run, cfg: GRPOConfig) -> None:
 
 
 def init(cfg: GRPOConfig, run: Run, key: Tensor) -> dict[str, Any]:
-    """Return parameters, optimiser state, hyperparameters and, unless `kl_coef` is 0, the reference's parameters.
+    """Return parameters, optimiser state, hyperparameters and, unless `kl_coef` is 0, parameters of the reference.
 
-    The reference keeps the observation statistics of its time, so that it stays the same function.
+    The reference keeps its observation statistics too, so that it stays the same function.
     """
     check_groups(run, cfg)
     check_log_prob(run.policy, "grpo")
@@ -85,7 +85,7 @@ def init(cfg: GRPOConfig, run: Run, key: Tensor) -> dict[str, Any]:
 
 
 def collect_groups(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
-    """Collect a rollout. Only the first episode of each environment counts if `truncate_at_first_done` is set."""
+    """Collect a rollout. If `truncate_at_first_done` is set, mask all but the first episode of each environment."""
     state, rollout = collect(run, state)
     if run.algorithm.choices.truncate_at_first_done:
         first = first_episode_mask(rollout["done"])
@@ -94,7 +94,7 @@ def collect_groups(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]
 
 
 def advantages(run: Run, state: TensorDict, rollout: TensorDict) -> dict[str, Tensor]:
-    """Return advantages, the mask of the steps that count, and maybe the reference's log-probabilities, `[N, T]`."""
+    """Return advantages, the mask of steps to learn from, and maybe log-probabilities of the reference, `[N, T]`."""
     hyper, group_size = cast(TensorDict, state["hyper"]), run.algorithm.group_size
     advantage, mask = grpo_advantages(rollout, gamma=hyper["gamma"], group_size=group_size, eps=hyper["eps"])
     if not run.algorithm.choices.has_reference:
@@ -120,7 +120,7 @@ def loss(run: Run, params: TensorDict, batch: TensorDict, mask: Tensor, hyper: T
 
 
 def update(run: Run, state: TensorDict, rollout: TensorDict) -> tuple[TensorDict, Logs]:
-    """Learn from a rollout: `n_epochs` passes of gradient steps on minibatches; then maybe refresh the reference."""
+    """Learn from a rollout: `n_epochs` passes of gradient steps on minibatches. Then refresh the reference if due."""
     choices, rollout = run.algorithm.choices, rollout.exclude("value")
     fields = advantages(run, state, rollout)
     state, logs = minibatch_epochs(

@@ -11,13 +11,13 @@ An algorithm writes one turn, in the order of its paper:
         state, logs = learn(update, run, state, read_rows(replay, index))
         return state, replay, steps, logs
 
-`interleaved(turn)` makes an `iterate` of it.
+`interleaved(turn)` makes it the `iterate` of an algorithm.
 
-A turn does not depend on the length of an iteration, because it sees the run and the state of a run whose iterations
-have one turn. In `run.static`, `buffer_size` is the number of steps of a turn, and `iterations` counts turns. In the
+A turn cannot see the length of an iteration. It gets the run and the state of a run whose iterations have one turn. In
+`run.static`, `buffer_size` is the number of steps of a turn, and `iterations` counts turns. In the
 state, `sample_step`, `update_step` and the cursor of the buffer count as if each turn were an iteration. The rows of a
-turn are in the buffer as soon as they are added, and the rows that they replace are gone. So `trainer.buffer_size`
-changes no bit of what is learnt, with two exceptions: the phase is chosen once per iteration, and the finite guard
+turn are in the buffer as soon as they are added, and the rows that they replace are gone. So `trainer.buffer_size` does
+not change the result of learning, with two exceptions. The phase is chosen once per iteration, and the finite guard
 leaves out whole iterations.
 """
 
@@ -122,23 +122,23 @@ class Interleaved:
 
 
 def _rollout(steps: TensorDict, env: TensorDict) -> TensorDict:
-    """Return steps `[T, N]` as a rollout `[N, T + 1]`; its last observations are those of `env`."""
+    """Return steps `[T, N]` as a rollout `[N, T + 1]` that ends with the observations of `env`."""
     return env_major(steps.exclude("obs")).set("obs", env_major(steps["obs"], env["obs"]))
 
 
 def interleaved(turn: Turn, steps: int = 1) -> Interleaved:
     """Compose an `iterate` that runs turns of environment steps and gradient steps as one loop.
 
-    An iteration has `trainer.buffer_size / steps` turns. In a compiled iteration they are one loop of the graph. With a
-    host environment, or with several ranks, they run one by one from Python, and call compiled functions.
+    An iteration has `trainer.buffer_size / steps` turns. In a compiled iteration they are one loop of the graph. If the
+    environment steps in Python, or with several ranks, they run one by one from Python, and call compiled functions.
 
     Args:
         turn: (run, state, noise, replay) -> (state, replay, steps, logs), one turn, as in the docstring of this module.
-            `noise` is for `take_steps`. `steps` are those of `take_steps`. The logs of an iteration are the means over
-            its turns, and the sum of `skipped_steps`. All fields of the state may change except `key`, `hyper`,
+            Pass `noise` to `take_steps`, and return the `steps` of `take_steps`. The logs of an iteration are the means
+            over its turns, and the sum of `skipped_steps`. All fields of the state may change except `key`, `hyper`,
             `episode`, `sample_step`, `update_step` and `frozen_params`.
-        steps: steps of each environment in a turn. `turn` may take any number of gradient steps after them. So 4 steps
-            and 1 gradient step make a quarter of a gradient step for each step of the environments.
+        steps: steps of each environment in a turn. `turn` may take any number of gradient steps after them. With 4
+            steps and 1 gradient step, there is a quarter of a gradient step for each step of an environment.
 
     The state needs a buffer `replay` (`replay_init`). Declare the kinds of its fields with `REPLAY_KINDS`.
 
@@ -151,7 +151,7 @@ def interleaved(turn: Turn, steps: int = 1) -> Interleaved:
 
 
 def _static_of_turn(static: Static, steps: int) -> Static:
-    """The numbers of a run whose iterations have one turn."""
+    """Return the numbers of a run whose iterations have one turn."""
     return static._replace(buffer_size=steps, iterations=static.iterations * (static.buffer_size // steps))
 
 
@@ -165,7 +165,7 @@ def _turn(
     ring: TensorDict,
     start: Tensor,
 ) -> tuple[tuple[TensorDict, TensorDict], tuple[TensorDict, Logs]]:
-    """Run one turn: the fields that change and the block of new rows; the steps of the turn and its logs."""
+    """Run one turn. Return the fields that change and the block of new rows; and the steps and logs of the turn."""
     (moving, block), (number, noise) = carry, x
     taken = number * (static.buffer_size * static.num_envs * static.world_size)
     turns = run.static.buffer_size // static.buffer_size
@@ -177,7 +177,7 @@ def _turn(
     replay = Replay(ring, block, start, moving["replay", "cursor"] - start)
     after, replay, steps, logs = turn(run._replace(static=static), before, noise, replay)
     if not replay.is_complete:
-        raise ValueError("a turn returned a replay without its rows; call add_rows once, and return what it returns")
+        raise ValueError("a turn returned a replay without its rows; call add_rows once, and return its result")
     for name in _FIXED:
         if any(new is not old for new, old in zip(*(flatten(s.get(name, None))[0] for s in (after, before)))):  # noqa: B905
             raise ValueError(f"a turn may not change the field {name} of the state")
@@ -192,22 +192,22 @@ def _turn(
 
 
 def _over_turns(run: Run, logs: Logs) -> Logs:
-    """Logs of an iteration: means over its turns `[turns]`, and the sum of `skipped_steps`.
+    """Return the logs of an iteration: means over its turns `[turns]`, and the sum of `skipped_steps`.
 
-    If gradient steps with NaN or infinity are left out, so are the logs of turns with no other gradient step.
+    If all gradient steps of a turn were left out because of NaN or infinity, the means leave out the turn's logs.
     """
     mean = torch.nanmean if run.static.skips_nonfinite else torch.mean
     return {name: log.sum() if name == _SUMMED else mean(log) for name, log in logs.items()}
 
 
 def _draw(run: Run, keys: tuple[Tensor, Tensor]) -> tuple[Any, Any]:
-    """Noise of the actions and of the environments, from keys `[T, N]` of both."""
+    """Return the noise of the actions and of the environments, from keys `[T, N]` of both."""
     env_keys, action_keys = keys
     return run.policy.draw(action_keys), run.env.draw(env_keys)
 
 
 def _noise(run: Run, state: TensorDict) -> tuple[Any, Any]:
-    """Noise of all steps of an iteration, `[T, N]`; it is drawn before the loop."""
+    """Return the noise of all steps of an iteration, `[T, N]`. It is drawn before the loop of turns."""
     draw = run.jit(_draw, run) if run.env.is_pure else partial(_draw, with_compiled_policy(run))
     return draw(step_keys(run, state))
 
@@ -215,7 +215,7 @@ def _noise(run: Run, state: TensorDict) -> tuple[Any, Any]:
 def _explored(
     policy: Policy, params: TensorDict, carry: tuple[TensorDict, TensorDict], obs: Any, noise: Any
 ) -> tuple[tuple[TensorDict, TensorDict], TensorDict]:
-    """Act and explore: the memory and the state of the exploration; the policy's fields."""
+    """Act and explore. Return the memory and the state of the exploration; and the fields of the policy."""
     memory, exploration = carry
     memory, out = policy.act(params, memory, obs, noise)
     if policy.explore is not None:
@@ -226,7 +226,7 @@ def _explored(
 def _step(
     run: Run, carry: tuple[Any, TensorDict], noise: tuple[Any, Any], params: TensorDict, initial: TensorDict
 ) -> tuple[tuple[Any, TensorDict], TensorDict]:
-    """Take one step of every environment: memory, exploration and environments; the row of the step."""
+    """Take one step of every environment. Return memory, exploration and environments; and the row of the step."""
     before, env = carry
     act = partial(_explored, run.policy)
     (memory, exploration), after, row = act_and_step(act, run.env.step, params, before, env, *noise)
@@ -235,7 +235,7 @@ def _step(
 
 @torch.no_grad()
 def _take_steps(run: Run, state: TensorDict, noise: tuple[Any, Any]) -> tuple[TensorDict, TensorDict]:
-    """The fields `env`, `exploration` and `carry` after the steps of a turn, if the state has them; the steps."""
+    """Take the steps of a turn. Return the new `env`, `exploration` and `carry` that the state has; and the steps."""
     params, empty = policy_params(state), TensorDict({}, [])
     memory, exploration = (cast(TensorDict, state.get(name, empty)) for name in ("carry", "exploration"))
     initial = memory if memory.is_empty() else run.policy.init_carry(params, run.static.num_envs)
@@ -254,10 +254,11 @@ def take_steps(run: Run, state: TensorDict, noise: tuple[Any, Any]) -> tuple[Ten
     Args:
         run: the run of a turn.
         state: with `exploration` `[N]`, if `explore` keeps a state or reads numbers, such as epsilon.
-        noise: that of the turn.
+        noise: the noise that the turn got.
 
-    Returns: the state with new `env`, `exploration` and `carry`, and the steps `[S, N]`. These have `obs`, the fields
-        of the policy, `reward`, `terminated`, `truncated`, `done`, and `info` and `mask` if the environment has them.
+    Returns: the state with new `env`, `exploration` and `carry`, and the steps `[S, N]`. The steps have `obs`, the
+        fields of the policy, `reward`, `terminated`, `truncated`, `done`, and `info` and `mask` if the environment has
+        them.
         `final_obs` is the observation that a step reached, also at the end of an episode: the successor of `obs`.
     Gradient: none, because it runs under `no_grad`.
     """
@@ -281,8 +282,8 @@ def replay_init(run: Run, rows: TensorDict, capacity: int) -> TensorDict:
 
     Args:
         run: the run.
-        rows: `[M]`, any rows with the fields of those that the turns will add. Their values are not used.
-        capacity: rows of the buffer, of all environments of this rank.
+        rows: `[M]`, example rows with the fields of the rows that the turns will add. Their values are not used.
+        capacity: number of rows of the buffer, for all environments of this rank together.
 
     Raises: ConfigError if the buffer is shorter than an iteration, or does not fit in memory.
     """
@@ -296,7 +297,7 @@ def replay_init(run: Run, rows: TensorDict, capacity: int) -> TensorDict:
 
 
 def check_replay(run: Run, capacity: int) -> None:
-    """Refuse a buffer that is shorter than an iteration, and an iteration that is not a whole number of turns.
+    """Check that the buffer is not shorter than an iteration, and that an iteration is a whole number of turns.
 
     Raises: ConfigError.
     """
@@ -313,13 +314,13 @@ def check_replay(run: Run, capacity: int) -> None:
 
 
 def add_rows(replay: Replay, rows: TensorDict) -> Replay:
-    """Add the rows of a turn. From now on the buffer has them, and no longer the rows that they replace.
+    """Add the rows of a turn. From then on, the buffer contains them instead of the rows that they replace.
 
     Args:
-        replay: that of the turn.
+        replay: the replay buffer that the turn got.
         rows: `[S, N]`, with the fields of the buffer. They are stored step by step.
 
-    Raises: ValueError for a second call in a turn, and for rows that do not fit into the buffer.
+    Raises: ValueError for a second call in a turn, and for rows whose fields differ from the buffer's.
     """
     if replay.is_complete:
         raise ValueError("add_rows was called twice in a turn; call it once, with all rows")
@@ -329,8 +330,8 @@ def add_rows(replay: Replay, rows: TensorDict) -> Replay:
     for name, x, y in zip(names(structure), new, old, strict=True):
         if x.flatten(0, 1).shape != y.shape[1:] or x.dtype != y.dtype:
             raise ValueError(
-                f"the rows of a turn have {name} {x.dtype} {list(x.shape)}, expected {y.dtype} and, with both first "
-                f"axes as one, {list(y.shape[1:])}"
+                f"the rows of a turn have {name} {x.dtype} {list(x.shape)}, expected {y.dtype} and, after "
+                f"flattening the first two axes, {list(y.shape[1:])}"
             )
     turns, lines = replay.block.shape
     is_now = torch.arange(turns, device=replay.added.device) == replay.added // lines
@@ -356,12 +357,12 @@ def uniform_index(run: Run, state: TensorDict, replay: Replay, size: int) -> Ten
 
 
 def read_rows(replay: Replay, index: Tensor, *fields: str) -> TensorDict:
-    """Read rows of the buffer, whether this iteration wrote them or an earlier one.
+    """Read rows of the buffer, from this iteration or from earlier ones.
 
     Args:
-        replay: that of the turn.
+        replay: the replay buffer in the turn.
         index: int64 `[*B]`, 0 to `row_count(replay) - 1`.
-        fields: names of the fields to read; all of them if there are none.
+        fields: names of the fields to read; all fields if no name is passed.
 
     Returns: the rows `[*B]`.
     """

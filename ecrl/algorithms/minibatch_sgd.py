@@ -1,8 +1,8 @@
-"""Stochastic gradient descent on minibatches, as algorithms share it, and its config.
+"""Stochastic gradient descent on minibatches, shared by several algorithms, and its config.
 
 `minibatch_epochs` learns from the steps of a rollout, `minibatch_sgd` from any rows.
 
-One gradient step is one function of tensors and can be compiled. Its branches depend on the config alone.
+One gradient step is one function of tensors and can be compiled. Its branches depend only on the config.
 """
 
 import warnings
@@ -56,9 +56,9 @@ class MinibatchConfig(LearningConfig):
 
     n_epochs: Count = Field(default=10, description="passes over each rollout")
     batch_size: Count | None = Field(
-        default=None, description="transitions per gradient step, at most the rollout; 64 if num_minibatches is absent"
+        default=None, description="transitions per gradient step, at most the rollout; 64 if both sizes are absent"
     )
-    num_minibatches: Count | None = Field(default=None, description="gradient steps per pass, in place of batch_size")
+    num_minibatches: Count | None = Field(default=None, description="gradient steps per pass, instead of batch_size")
 
     @model_validator(mode="after")
     def _one_size(self) -> "MinibatchConfig":
@@ -68,7 +68,7 @@ class MinibatchConfig(LearningConfig):
 
 
 class SGD(NamedTuple):
-    """The choices of `minibatch_sgd`; the fields are keys of `MinibatchConfig`, and the groups of the optimiser."""
+    """Settings of `minibatch_sgd` that shape the compiled graph: keys of the config, and the optimiser groups."""
 
     n_epochs: int
     batch_size: int | None
@@ -77,7 +77,7 @@ class SGD(NamedTuple):
 
 
 def sgd_choices(cfg: MinibatchConfig, groups: tuple[Group, ...] | None = None) -> SGD:
-    """Return the choices of a config, with one optimiser group for all parameters if `groups` is None."""
+    """Return the settings `SGD` of a config. If `groups` is None, one optimiser group has all parameters."""
     return SGD(cfg.n_epochs, cfg.batch_size, cfg.num_minibatches, groups_of(cfg) if groups is None else groups)
 
 
@@ -99,7 +99,7 @@ def pass_keys(state: TensorDict, n_epochs: int) -> Tensor:
 
 
 def _chunking(rows: TensorDict, most: int, length: int, device: torch.device) -> tuple[int, int]:
-    """Return the number and the size of chunks for `most` of the rows, each of `length` steps; see `chunking`."""
+    """Return number and size of the chunks for at most `most` rows of `length` steps; see `chunking`."""
     number, _ = chunking(most * length, device, row_bytes(rows) // length)
     number = min(most, number)
     return number, -(-most // number)
@@ -108,8 +108,8 @@ def _chunking(rows: TensorDict, most: int, length: int, device: torch.device) ->
 def shuffled(keys: Tensor, sizes: Sequence[int], width: int) -> tuple[Tensor, Tensor]:
     """Return row indices `[len(keys) * len(sizes), width]` of minibatches of these sizes, shuffled with each key.
 
-    The width is at least `max(sizes)`. Missing rows repeat the first row of the minibatch; the second result, of the
-    same shape, is False there.
+    The width is at least `max(sizes)`. A minibatch with fewer rows repeats its first row. The second result has the
+    same shape and is False for these repetitions.
     """
     order = rng.permutation(keys, sum(sizes))
     size = torch.tensor(sizes, device=keys.device).unsqueeze(1)
@@ -130,9 +130,9 @@ def _at_most(key: str, value: int, most: int, unit: str) -> int:
 def sizes_of(cfg: MinibatchConfig | SGD, rows: int, length: int = 1) -> list[int]:
     """Return the number of rows of each minibatch of a pass.
 
-    With `batch_size` the last minibatch may be smaller. With `num_minibatches` all are nearly equal. A size or number
-    above the number of rows is lowered to it, with one warning. Rows of `length` steps, as those of recurrent policies,
-    stay whole: a minibatch has as many as fit into `batch_size` steps, and at least one.
+    With `batch_size`, the last minibatch may be smaller. With `num_minibatches`, all are nearly equal. A size or number
+    above the number of rows is lowered to it, with one warning. A row of `length` steps, such as a row of a recurrent
+    policy, is never split. A minibatch has as many rows as fit into `batch_size` steps, and at least one.
 
     >>> sizes_of(SGD(1, 64, None, ()), 5, 32)
     [2, 2, 1]
@@ -154,7 +154,7 @@ def gradient_steps(cfg: MinibatchConfig, static: Static) -> int:
 def _loss(
     params: TensorDict, of: _Objective, fixed: TensorDict, batch: TensorDict, mask: Tensor, hyper: TensorDict
 ) -> tuple[Tensor, tuple[Tensor, Logs]]:
-    """Return the loss, the number of elements it is a mean over, and its logs."""
+    """Return the loss, the number of elements that it is the mean of, and its logs."""
     loss, logs = of.loss(of.run, acting_params(params, fixed), batch, mask, hyper)
     count = logs.get("count", mask.sum().to(loss.dtype))
     return loss, (count, {name: log for name, log in logs.items() if name != "count"})
@@ -168,7 +168,7 @@ def _chunk_gradients(
     rows: TensorDict,
     hyper: TensorDict,
 ) -> tuple[Packed, tuple[Tensor, Logs]]:
-    """Return the gradients of the mean over the chosen rows that count, their number and logs."""
+    """Return the gradients of the mean loss over the unmasked chosen rows, the number of these rows, and logs."""
     index, real, replaced_fields = rows_of_chunk
     batch = cast(TensorDict, rows[index]).update(replaced_fields)
     mask = counted(batch["mask"], real) if "mask" in batch else real
@@ -180,7 +180,7 @@ def _chunk_gradients(
 def _add_chunk(
     of: _Objective, total: Packed, rows_of_chunk: tuple[Tensor, Tensor, dict[str, Tensor]], *rest: Any
 ) -> tuple[Packed, tuple[Tensor, Logs]]:
-    """Add the gradients of a chunk times its count; a scan over the chunks of a minibatch."""
+    """Add the gradients of a chunk, times its count, to the total: the body of a scan over chunks."""
     grads, (count, logs) = _chunk_gradients(of, rows_of_chunk, *rest)
     return mapped(lambda t, g: t + g * count, total, grads), (count, logs)
 
@@ -193,9 +193,9 @@ def _gradients(
     rows: TensorDict,
     hyper: TensorDict,
 ) -> tuple[Packed, tuple[Tensor, Logs]]:
-    """Return the gradients of the mean over the rows of a minibatch that count, their number and logs.
+    """Return the gradients of the mean loss over the unmasked rows of a minibatch, the number of these rows, and logs.
 
-    They are taken chunk by chunk.
+    They are computed chunk by chunk, to save memory.
     """
     index, real = chosen
     mask = counted(rows["mask"][index], real) if of.whole and "mask" in rows else real
@@ -221,9 +221,10 @@ def _gradient_step(
 ) -> tuple[_Carry, tuple[Tensor, Tensor, Logs]]:
     """Take one step of every optimiser on one minibatch.
 
-    Return the new (params, opt, rates, stopped), and the count, `stopped` and logs of the step. From the step whose
-    distance exceeds the limit on, parameters and optimisers stay as they are. The step that exceeds it still adapts an
-    adaptive rate. If the run leaves out steps with NaN or infinity, such a step changes nothing.
+    Return the new (params, opt, rates, stopped), and the count, `stopped` and logs of the step. The first step whose
+    distance exceeds the limit changes no parameters and no optimiser state, and neither do the steps after it. This
+    first step still adapts an adaptive rate. If the run leaves out steps with NaN or infinity, a step with NaN or
+    infinity changes nothing.
     """
     params, opts, rates, stopped = carry
     grads, (count, logs) = _gradients(of, params, chosen, fixed, rows, hyper)
@@ -261,7 +262,7 @@ def _is_finite(tree: Any) -> Tensor:
 def mean_logs(logs: Logs, counts: Tensor) -> Logs:
     """Return the means of logs `[S]` over steps, each weighted by its count."""
     weight = counts / counts.sum().clamp(min=1.0)
-    # Filled: a step that does not count may hold infinity, and 0 * inf is nan.
+    # A step with weight 0 may hold infinity, and 0 * inf is nan.
     return {name: (column.masked_fill(weight == 0.0, 0.0) * weight).sum() for name, column in logs.items()}
 
 
@@ -283,11 +284,11 @@ def minibatch_epochs(
         run: the run.
         state: as for `minibatch_sgd`.
         rollout: `[N, T + 1]`. A policy of unit "sequence" learns from whole environments, others from single steps.
-        fields: fields that the algorithm adds to the steps, `[N, T]`: a bool `mask` of the steps that count, and others
-            such as advantages. The policy may not declare fields of the same names.
+        fields: fields that the algorithm adds to the steps, `[N, T]`: a bool `mask`, True for the steps to learn from,
+            and others such as advantages. The policy's `act` may not return fields of the same names.
         loss: (run, params, batch, mask, hyper) -> loss and logs. `batch` has the steps with `fields`, for
             `run.policy.evaluate_rows` and `value_rows`. Its `sample_log_prob` is summed over the tokens of an action.
-        sgd: as for `minibatch_sgd`, as are the other arguments and the result.
+        sgd: as for `minibatch_sgd`. So are the other arguments and the result.
     """
     rows = rows_of(run, rollout, **fields)
     return minibatch_sgd(run, state, rows, loss, sgd, whole=whole, distance=distance, limit=limit)
@@ -308,23 +309,23 @@ def minibatch_sgd(
 
     Args:
         run: the run.
-        state: with `params`, `opt`, `hyper`, `norm`, `key` and `update_step`; `learning_rate` if it adapts; maybe
-            `frozen_params`.
-        rows: `[M]`, with a bool `mask` if some rows do not count. The rows of a policy of unit "sequence" have a
-            `mask` `[M, T]`, and are chosen whole.
-        loss: (run, params, batch, mask, hyper) -> 0-d loss and logs, all means over the elements that count. `params`
-            have the observation statistics and the frozen parameters. A log `count` replaces the number of rows that
-            count.
+        state: with `params`, `opt`, `hyper`, `norm`, `key` and `update_step`; with `learning_rate` if it is adaptive;
+            maybe with `frozen_params`.
+        rows: `[M]`, with a bool `mask` that is False for rows to ignore, if there are any. The rows of a policy of unit
+            "sequence" have a `mask` `[M, T]`, and a minibatch never splits them.
+        loss: (run, params, batch, mask, hyper) -> 0-d loss and logs, all means over the elements whose `mask` is True.
+            `params` include the observation statistics and the frozen parameters. If the means are over another number
+            of elements, return it as the log `count`.
         sgd: number and size of the minibatches, and the optimiser groups.
-        whole: field -> function (field, mask) -> new field of the chosen rows. It sees a whole minibatch; `loss` may
-            see one in several chunks.
+        whole: field -> function (field, mask) -> new field of the chosen rows. It gets a whole minibatch, while `loss`
+            may get it in several chunks.
         distance: name of the log that measures how far the policy moved from the one that collected the rows. Adaptive
             rates need it.
         limit: name of a number in `hyper`: once the distance exceeds it, the remaining steps are skipped.
 
     Returns: the state with new `params`, `opt` and `learning_rate`; the logs of the loss, `loss`, the norms of the
         gradients and the learning rates, and `skipped_frac` if there is a limit. With `trainer.finite_guard` "skip" a
-        step whose gradients or new parameters hold NaN or infinity changes nothing; `skipped_steps` counts these.
+        step whose gradients or new parameters hold NaN or infinity changes nothing; `skipped_steps` counts these steps.
     """
     hyper, params, opt = (cast(TensorDict, state[key]) for key in ("hyper", "params", "opt"))
     length = prod(rows["mask"].shape[1:]) if "mask" in rows else 1

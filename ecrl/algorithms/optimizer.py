@@ -46,11 +46,11 @@ class Group(NamedTuple):
     """Parameters that one optimiser moves.
 
     Attributes:
-        name: key of its state in `state["opt"]`; a single group has all of `state["opt"]`.
+        name: key of its state in `state["opt"]`. If there is a single group, `state["opt"]` is its state.
         paths: beginnings of the paths of its parameters; None for every parameter in no other group.
         optimizer: adam, adamw, sgd or rmsprop.
-        schedule: of its learning rate; None for a constant one.
-        prefix: put before the names of its numbers in `hyper` and of its logs.
+        schedule: schedule of its learning rate; None for a constant rate.
+        prefix: prefix of the names of its numbers in `hyper` and of its logs.
     """
 
     name: str
@@ -61,10 +61,10 @@ class Group(NamedTuple):
 
 
 class GroupSettings(NamedTuple):
-    """Settings that a group has of its own. It shares those that are None with the config.
+    """Own settings of a group. If a setting is None, the group uses the setting of the config.
 
     Attributes:
-        learning_rate: step size, before the schedule; that of `optimizer` if only this is given.
+        learning_rate: step size, before the schedule; if None, the step size in `optimizer`, if there is one.
         optimizer: optimiser and its numbers.
         lr_scheduler: schedule of the rate.
         max_grad_norm: largest norm of the group's gradients.
@@ -86,8 +86,8 @@ def groups_of(
 ) -> tuple[Group, ...]:
     """Return the groups of a config: one for all parameters, or one for each name in `paths`.
 
-    The first group has no prefix and the settings of the config. The prefix of the others is their name. They have the
-    optimiser and schedule in `own`, or those of the config. Give `own` to `learning_state` too.
+    The first group has no prefix and uses the settings of the config. The prefix of another group is its name. It uses
+    the optimiser and schedule in `own`, if any, else the config's. Pass `own` to `learning_state` too.
 
     >>> [(group.name, group.prefix) for group in groups_of(LearningConfig(), {"actor": None, "critic": (("critic",),)})]
     [('actor', ''), ('critic', 'critic_')]
@@ -104,11 +104,11 @@ def groups_of(
 
 
 def _check_own(own: Mapping[str, GroupSettings], groups: Sequence[str]) -> None:
-    """Refuse settings of a group that does not exist, and of the first group, whose settings are the shared ones."""
+    """Raise ValueError for settings of an unknown group, or of the first group, which uses the shared settings."""
     for name in own:
         if name not in groups[1:]:
             known = ", ".join(groups[1:]) or "none"
-            raise ValueError(f"optimiser group {name} may have no settings of its own; groups that may: {known}")
+            raise ValueError(f"optimiser group {name} cannot have its own settings; groups that can: {known}")
 
 
 def number(tree: TensorDict, group: Group, name: str) -> Any:
@@ -118,14 +118,14 @@ def number(tree: TensorDict, group: Group, name: str) -> Any:
 
 
 class GroupLayout(NamedTuple):
-    """Places of the parameters of a group.
+    """Positions of the parameters of a group.
 
     Attributes:
         group: the group.
-        index: places of its parameters among the leaves of all parameters, in order of path.
+        index: positions of its parameters among the leaves of all parameters, in order of path.
         shapes: shape of each parameter.
         networks: first key of the path of each parameter.
-        vectors: dtype, and the parameters in its vector as places in `index`.
+        vectors: each dtype, with the positions in `index` of the parameters in its vector.
     """
 
     group: Group
@@ -234,7 +234,7 @@ def pack_opt(opt: TensorDict, layout: Layout) -> Packed:
 
 
 def unpack_opt(packed: Packed, opt: TensorDict, layout: Layout) -> TensorDict:
-    """Undo `pack_opt`, in memory of its own; `opt` gives the structure."""
+    """Undo `pack_opt`, in new memory. The result has the structure of `opt`."""
     states = {}
     for group in layout.groups:
         old, new = _state_of(opt, layout, group.group.name), packed[group.group.name]
@@ -253,7 +253,7 @@ def unpack_opt(packed: Packed, opt: TensorDict, layout: Layout) -> TensorDict:
 def optimizer_init(params: TensorDict, groups: tuple[Group, ...]) -> TensorDict:
     """Return the field `opt` of the state before the first step.
 
-    With one group it is the state of its optimiser, with several `{group: state}`.
+    With one group, it is the state of its optimiser. With several groups, it is `{group: state}`.
 
     >>> params = TensorDict({"actor": {"w": torch.zeros(2)}, "critic": {"w": torch.zeros(2)}}, [])
     >>> list(optimizer_init(params, groups_of(LearningConfig(), {"actor": None, "critic": (("critic",),)})).keys())
@@ -272,7 +272,7 @@ def optimizer_init(params: TensorDict, groups: tuple[Group, ...]) -> TensorDict:
 
 
 def clip_gradients(grads: Packed, hyper: TensorDict, layout: Layout) -> tuple[Packed, Logs]:
-    """Scale the gradients of each group to its `max_grad_norm` at most; log the norms before that."""
+    """Clip the gradient norm of each group to its `max_grad_norm`, and log the norms before clipping."""
     clipped, norms = {}, {}
     for part in layout.groups:
         pieces = TensorDict(cast(Any, network_vectors(grads[part.group.name], part)), [])
@@ -308,7 +308,7 @@ def optimizer_step(
         hyper: the hyperparameters of the state.
         layout: the layout of the groups.
         moves: group -> 0-d bool. A group whose flag is False keeps its parameters, its slots and its step counter. A
-            group without a flag moves.
+            group without a flag is updated.
 
     Returns: the new parameters and optimiser states.
     Raises: ValueError if `moves` names no group.
@@ -346,7 +346,7 @@ def learning_rates(state: TensorDict, groups: tuple[Group, ...], iterations: int
 
 
 def rate_logs(rates: dict[str, Tensor], groups: tuple[Group, ...], state: TensorDict) -> Logs:
-    """Return the logs `learning_rate`, and `<prefix>learning_rate` of each group with a rate of its own."""
+    """Return the logs `learning_rate`, and `<prefix>learning_rate` of each group with its own rate."""
     logs = {}
     for group in groups:
         own = f"{group.prefix}learning_rate"
@@ -374,15 +374,15 @@ def learning_state(
     """Return the fields `params`, `opt` and `hyper` of a state.
 
     An adaptive rate is not in `hyper`, because the update changes it. It is the field `learning_rate` of the state, or
-    `<prefix>learning_rate` for a group with a rate of its own. `kinds` of the algorithm must declare it a counter.
+    `<prefix>learning_rate` for a group with its own rate. `kinds` of the algorithm must declare it a counter.
 
     Args:
         cfg: optimiser, schedule and clipping that groups share.
         params: the parameters.
-        numbers: further hyperparameters; those that are None are left out.
+        numbers: further hyperparameters by name; None values are left out.
         device: device of the numbers.
         groups: the optimiser groups; one for all parameters if None.
-        own: settings that groups have of their own, as for `groups_of`.
+        own: own settings of groups, as for `groups_of`.
     """
     groups, own = groups_of(cfg) if groups is None else groups, own or {}
     _check_own(own, [group.name for group in groups])
@@ -402,9 +402,9 @@ def learning_state(
 def _write_settings(
     hyper: TensorDict, settings: GroupSettings, schedule: SchedulerConfig | None, prefix: str, device: torch.device
 ) -> dict[str, Tensor]:
-    """Write the settings that are not None into `hyper`, under their prefix. Return the rate apart if it is adaptive.
+    """Write the settings that are not None into `hyper`, under the prefix. If the rate is adaptive, return it instead.
 
-    `schedule` is the one in force, maybe a shared one.
+    `schedule` is the schedule that the group uses, its own or the shared one.
     """
     numbers: dict[str, Any] = {}
     if settings.max_grad_norm is not None:
@@ -426,7 +426,7 @@ def _write_settings(
 
 
 def hyper_tensors(numbers: Mapping[str, Any], device: torch.device) -> TensorDict:
-    """Return numbers as 0-d float32 tensors, nested as given."""
+    """Return numbers as 0-d float32 tensors, with the same nesting."""
     tensors = {
         name: hyper_tensors(value, device)
         if isinstance(value, dict)

@@ -1,4 +1,4 @@
-"""Config blocks of optimisers and learning-rate schedules: `optimizer`, `lr_scheduler` and the keys beside them."""
+"""Config blocks of optimisers and learning-rate schedules: `optimizer`, `lr_scheduler` and related keys."""
 
 from typing import Annotated, Any, Literal, Self
 
@@ -34,7 +34,7 @@ class OptimizerKwargs(ConfigModel):
     )
     eps: Positive = Field(default=1e-8, description="added to the root of the second moment (adam, adamw, rmsprop)")
     weight_decay: NonNegative = Field(default=0.01, description="decay per unit of learning rate (adamw)")
-    momentum: Fraction = Field(default=0.0, description="share of the last move that is kept (sgd)")
+    momentum: Fraction = Field(default=0.0, description="share of the last step that is added to the next (sgd)")
     alpha: Fraction = Field(default=0.99, description="decay of the second moment (rmsprop)")
 
 
@@ -46,18 +46,18 @@ class SchedulerKwargs(ConfigModel):
     total_iters: Count | None = Field(default=None, description="length; the whole run if absent (linear)")
     eta_min: NonNegative = Field(default=0.0, description="lowest learning rate (cosine)")
     T_max: Count | None = Field(default=None, description="length; the whole run if absent (cosine)")
-    step_size: Count = Field(default=1, description="iterations between two falls (step)")
-    gamma: Positive = Field(default=0.99, description="factor of each fall (step, exponential)")
+    step_size: Count = Field(default=1, description="iterations between two reductions (step)")
+    gamma: Positive = Field(default=0.99, description="factor of each reduction (step, exponential)")
     desired_kl: Positive = Field(
-        default=0.01, description="distance that one gradient step should move, nats (adaptive)"
+        default=0.01, description="desired KL to the policy that collected the rollout, nats (adaptive)"
     )
-    factor: float = Field(default=1.5, gt=1.0, description="the rate is multiplied or divided by it (adaptive)")
+    factor: float = Field(default=1.5, gt=1.0, description="factor by which the rate grows or shrinks (adaptive)")
     min_rate: Positive = Field(default=1e-5, description="lowest learning rate (adaptive)")
     max_rate: Positive = Field(default=1e-2, description="highest learning rate (adaptive)")
 
 
 class _Named(ConfigModel):
-    """A choice by name with `kwargs`. Keyword arguments that the choice does not use are refused and not written."""
+    """A named part with `kwargs`. Keyword arguments that the part does not use are refused, and are not written."""
 
     name: str
     kwargs: Any
@@ -84,7 +84,7 @@ class OptimizerConfig(_Named):
 
 
 class SchedulerConfig(_Named):
-    """A learning-rate schedule by name; it moves once per iteration, "adaptive" with every gradient step."""
+    """A learning-rate schedule by name. It changes the rate once per iteration, or per gradient step if adaptive."""
 
     name: Literal["linear", "cosine", "step", "exponential", "adaptive"] = Field(
         description="linear, cosine, step, exponential or adaptive"
@@ -95,10 +95,10 @@ class SchedulerConfig(_Named):
 
 
 class LearningConfig(ConfigModel):
-    """Optimiser, learning rate and clipping. Numbers live in the state and may change during a run."""
+    """Optimiser, learning rate and clipping. The numbers are stored in the state and may change during a run."""
 
     learning_rate: Positive | None = Field(
-        default=None, description="step size of Adam, 3e-4; or give an optimizer block"
+        default=None, description="step size of Adam, 3e-4 if absent; not together with optimizer"
     )
     optimizer: OptimizerConfig | None = Field(
         default=None, description='such as {"name": "adam", "learning_rate": 3e-4}'
@@ -106,7 +106,9 @@ class LearningConfig(ConfigModel):
     lr_scheduler: SchedulerConfig | None = Field(
         default=None, description='such as {"name": "linear"}; constant if absent'
     )
-    max_grad_norm: Positive = Field(default=0.5, description="largest norm of all gradients together")
+    max_grad_norm: Positive = Field(
+        default=0.5, description="largest norm of all gradients together; larger gradients are scaled down"
+    )
 
     @model_validator(mode="after")
     def _one_learning_rate(self) -> "LearningConfig":
@@ -135,7 +137,7 @@ def check_rate(key: str, rate: float, schedule: SchedulerConfig | None) -> None:
 
 
 def optimizer_of(cfg: LearningConfig) -> OptimizerConfig:
-    """Return the optimiser a config chooses: its block, or Adam with its `learning_rate`."""
+    """Return the optimiser of a config: its `optimizer` block, or else Adam with its `learning_rate`."""
     if cfg.optimizer is not None or cfg.learning_rate is None:
         return cfg.optimizer or OptimizerConfig()
     return OptimizerConfig(learning_rate=cfg.learning_rate)

@@ -40,28 +40,30 @@ _CRITIC_KEYS = ("critic_learning_rate", "critic_max_grad_norm")
 
 
 class PPOConfig(MinibatchConfig):
-    """Hyperparameters. Numbers live in the state and may change during a run."""
+    """Hyperparameters. The numbers are stored in the state and may change during a run."""
 
     target_kl: Positive | None = Field(
-        default=None, description="stop learning from a rollout once the policy has moved this far, nats"
+        default=None, description="KL of the update above which learning from a rollout stops, nats; no limit if absent"
     )
     gamma: Fraction = Field(default=0.99, description="discount per step")
-    gae_lambda: Fraction = Field(default=0.95, description="0: one-step advantages, 1: Monte-Carlo")
-    clip_coef: Positive = Field(default=0.2, description="half-width of the ratio's trust interval")
-    clip_vloss: bool = Field(default=False, description="keep the value within clip_coef of the one at collection too")
+    gae_lambda: Fraction = Field(
+        default=0.95, description="weight of later steps in advantages; 0: one step, 1: Monte-Carlo"
+    )
+    clip_coef: Positive = Field(default=0.2, description="distance from 1 at which the probability ratio is clipped")
+    clip_vloss: bool = Field(default=False, description="also clip the change of the critic's values, by clip_coef")
     ent_coef: NonNegative = Field(default=0.01, description="weight of the entropy bonus")
     vf_coef: NonNegative = Field(default=0.5, description="weight of the critic's error")
     critic_learning_rate: Positive | None = Field(
         default=None,
-        description="step size of the critic, before the schedule; max_grad_norm then holds for actor and critic apart",
+        description="step size of the critic, before the schedule; actor and critic are then clipped separately",
     )
     critic_max_grad_norm: Positive | None = Field(
-        default=None, description="largest norm of the critic's gradients alone; max_grad_norm is then for the others"
+        default=None, description="largest norm of the critic's gradients; max_grad_norm then clips the others"
     )
     normalize_advantage: Literal["rollout", "minibatch", "none"] = Field(
-        default="rollout", description="over what advantages are standardised: rollout, minibatch or none"
+        default="rollout", description="steps over which advantages are standardised: rollout, minibatch or none"
     )
-    normalize_reward: bool = Field(default=False, description="divide rewards by the spread of discounted returns")
+    normalize_reward: bool = Field(default=False, description="divide rewards by the standard deviation of returns")
 
     @model_validator(mode="after")
     def _critic_rate_within_its_bounds(self) -> "PPOConfig":
@@ -71,13 +73,13 @@ class PPOConfig(MinibatchConfig):
 
 
 class Choices(NamedTuple):
-    """The choices of a config that shape the graph.
+    """Settings of a config that shape the compiled graph.
 
     Attributes:
-        normalize_advantage: over what advantages are standardised: rollout, minibatch or none.
+        normalize_advantage: steps over which advantages are standardised: rollout, minibatch or none.
         ppo_loss: the kernel `ppo_loss`, or `ppo_loss_clipped_value`.
-        critic_fields: fields of the minibatch with which `ppo_loss` compares the critic: the value target, and before
-            it the value at collection if the kernel clips.
+        critic_fields: fields of the minibatch with which `ppo_loss` compares the critic's value: the value target. If
+            the kernel clips, the value at collection comes first.
         sgd: the minibatches and optimiser groups.
     """
 
@@ -103,7 +105,7 @@ def init(cfg: PPOConfig, run: Run, key: Tensor) -> dict[str, Any]:
 
 
 def check_critic(params: TensorDict, cfg: PPOConfig) -> None:
-    """Refuse settings of the critic's optimiser if no parameters are the critic's alone."""
+    """Raise ConfigError for settings of the critic's optimiser if the policy has no parameters `critic`."""
     for key in _CRITIC_KEYS:
         if getattr(cfg, key) is not None and "critic" not in params:
             have = ", ".join(sorted(map(str, params.keys())))
@@ -111,7 +113,7 @@ def check_critic(params: TensorDict, cfg: PPOConfig) -> None:
 
 
 def advantages(run: Run, hyper: TensorDict, rollout: TensorDict) -> dict[str, Tensor]:
-    """Return advantages, value targets and the mask of the steps that count, each `[N, T]`."""
+    """Return advantages, value targets and the mask of the steps to learn from, each `[N, T]`."""
     advantage, value_target = compute_gae(rollout, hyper["gamma"], hyper["gae_lambda"])
     mask = rollout["mask"][:, :-1] if "mask" in rollout else torch.ones_like(rollout["done"][:, :-1])
     if run.algorithm.choices.normalize_advantage == "rollout":
@@ -149,7 +151,7 @@ def update(run: Run, state: TensorDict, rollout: TensorDict) -> tuple[TensorDict
 
 
 def groups(cfg: PPOConfig) -> tuple[Group, ...]:
-    """Return one optimiser group for all parameters, or two if the critic has settings of its own."""
+    """Return one optimiser group for all parameters, or two if the critic has its own settings."""
     apart = any(getattr(cfg, key) is not None for key in _CRITIC_KEYS)
     return groups_of(cfg, {"actor": None, "critic": (("critic",),)} if apart else None)
 

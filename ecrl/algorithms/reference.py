@@ -1,4 +1,4 @@
-"""A reference policy: the parameters of an earlier policy. The policy that learns keeps its distance from it."""
+"""A reference policy: the parameters of an earlier policy. A loss can penalise the distance from it."""
 
 from functools import partial
 from typing import cast
@@ -22,7 +22,7 @@ def _log_prob(run: Run, _: None, rows: TensorDict, params: TensorDict) -> tuple[
 def reference_log_prob(run: Run, state: TensorDict, rollout: TensorDict) -> Tensor:
     """Return the log-probability `[N, T]` of a rollout's actions under `ref_params` of the state, in nats.
 
-    The reference has no memory of its own. It starts from that of the policy that acted.
+    A reference with memory starts each sequence from the memory of the policy that acted.
 
     Gradient: none.
     """
@@ -37,9 +37,9 @@ def reference_log_prob(run: Run, state: TensorDict, rollout: TensorDict) -> Tens
 def refreshed_reference(state: TensorDict, freq: int) -> TensorDict:
     """Return the state after a refresh of the reference policy.
 
-    Every `freq` iterations, `ref_params` becomes a copy of the present parameters of the policy.
+    Every `freq` iterations, `ref_params` becomes a copy of the current parameters of the policy.
 
-    The reference keeps the observation statistics of its time, so that it stays the same function.
+    It also keeps the current observation statistics, so that the reference stays the same function.
     """
     due = (state["update_step"] + 1) % freq == 0
     params, norm, reference = (cast(TensorDict, state[key]) for key in ("params", "norm", "ref_params"))

@@ -48,7 +48,7 @@ def rows_of(run: Run, rollout: TensorDict, **fields: Tensor) -> TensorDict:
 
 
 def check_log_prob(policy: Policy, algorithm: str) -> None:
-    """Refuse a policy without log-probabilities, for an algorithm that needs them.
+    """Raise an error for a policy without log-probabilities, in an algorithm that needs them.
 
     Raises: ConfigError.
     """
@@ -59,7 +59,7 @@ def check_log_prob(policy: Policy, algorithm: str) -> None:
 
 
 def counted(mask: Tensor, real: Tensor) -> Tensor:
-    """Return True for each step that counts: in the `mask` of the chosen rows, and not in a repeated row.
+    """Return True for each step whose `mask` is True and whose row is not a repetition.
 
     >>> import torch
     >>> counted(torch.ones(2, 3).bool(), torch.tensor([True, False])).tolist()

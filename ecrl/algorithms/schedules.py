@@ -14,12 +14,12 @@ from ecrl.kernels import optim
 
 
 class Schedule(NamedTuple):
-    """The choices of a schedule.
+    """Settings of a schedule that shape the compiled graph.
 
     Attributes:
         name: linear, cosine, step, exponential or adaptive.
         horizon: length in iterations; None for the whole run.
-        step_size: iterations between two falls of the step schedule.
+        step_size: iterations between two reductions of the step schedule.
     """
 
     name: str
@@ -28,7 +28,7 @@ class Schedule(NamedTuple):
 
 
 def schedule_choice(cfg: SchedulerConfig | None) -> Schedule | None:
-    """Return the choices of a config block; None for a constant rate."""
+    """Return the `Schedule` of a config block; None for a constant rate."""
     if cfg is None:
         return None
     kwargs = cfg.kwargs
@@ -59,7 +59,7 @@ def scheduled_rate(schedule: Schedule, base: Tensor, numbers: TensorDict, step: 
         base: rate before the schedule.
         numbers: from `schedule_numbers`.
         step: iterations done, int64.
-        iterations: length of a schedule without a horizon of its own.
+        iterations: length of a schedule without its own horizon.
     """
     horizon = schedule.horizon or iterations
     match schedule.name:

@@ -1,4 +1,4 @@
-"""Kinds of the leaves of a run's state. The kind of a leaf alone decides how the loop, ranks and checkpoints treat it.
+"""Kinds of the leaves of a run's state. The kind of a leaf determines how the loop, the ranks and checkpoints treat it.
 
 | kind | examples | copied for records | across ranks | saved |
 |---|---|---|---|---|
@@ -43,7 +43,7 @@ PER_RANK = (Kind.ENVIRONMENT, Kind.BUFFER)
 
 
 def kind_of(path: Path, kinds: Kinds) -> Kind:
-    """The kind of a leaf.
+    """Return the kind of a leaf.
 
     Raises: ConfigError if neither the path nor a beginning of it is declared.
 
@@ -62,12 +62,12 @@ def kind_of(path: Path, kinds: Kinds) -> Kind:
 
 
 def leaf_kinds(state: TensorDict, kinds: Kinds) -> dict[Path, Kind]:
-    """The kind of every leaf by its path. Raises ConfigError for a leaf without one."""
+    """Return the kind of every leaf by its path. Raise ConfigError for a leaf without a kind."""
     return {path: kind_of(path, kinds) for path in paths(flatten(state)[1])}
 
 
 def environment_fields(state: TensorDict, kinds: Kinds) -> list[str]:
-    """Names of the fields that are of kind environment as a whole.
+    """Return the names of the fields that are of kind environment as a whole.
 
     >>> state = TensorDict({"env": {"x": 1.0}, "key": 2}, [])
     >>> environment_fields(state, {"env": Kind.ENVIRONMENT, "key": Kind.COUNTER})
@@ -77,7 +77,7 @@ def environment_fields(state: TensorDict, kinds: Kinds) -> list[str]:
 
 
 def split(state: TensorDict, kinds: Kinds) -> tuple[TensorDict, TensorDict]:
-    """The leaves that an iteration replaces, and the leaves that it borrows (buffer and frozen).
+    """Return the leaves that an iteration replaces, and the leaves that it borrows (buffer and frozen).
 
     >>> state = TensorDict({"params": {"w": 1.0}, "replay": {"obs": 2.0}}, [])
     >>> own, borrowed = split(state, {"params": Kind.LEARNED, "replay": Kind.BUFFER})
@@ -125,7 +125,7 @@ def without(state: TensorDict, borrowed: TensorDict) -> TensorDict:
 
 
 def merge(own: TensorDict, borrowed: TensorDict) -> TensorDict:
-    """Undo `split`: one state with the leaves of both; the tensors are shared."""
+    """Undo `split`: return one state with the leaves of both. The tensors are shared."""
     if borrowed.is_empty():
         return own
     fields: dict[str, Any] = dict(own.items())

@@ -1,11 +1,11 @@
-"""Kinds of a run's state, and buffers: the one part of the state that is written in place.
+"""Kinds of the leaves of a run's state, and buffers, the only leaves that are written in place.
 
 An iteration borrows the leaves of kind buffer and frozen: it reads them and returns its new rows as `writes`. The loop
-commits the rows after the finite guard has judged the iteration, so a failed one leaves no trace.
+commits the rows after the finite guard has checked the iteration, so a failed iteration leaves no trace.
 
 A buffer is a field of the state with preallocated rings `[capacity, ...]` and two counts of the rows written so far,
-0-d int64. `written` is of kind buffer: all states that borrow the rings share it. `cursor` is of kind counter: each
-state has its own. A state is out of date when its cursor differs from the buffer's count.
+0-d int64. `written` is of kind buffer, so all states that borrow the rings share it. `cursor` is of kind counter, so
+each state has its own. If the two counts differ, the state is out of date.
 """
 
 from typing import Any, cast
@@ -40,7 +40,7 @@ def kinds_of(run: Run) -> Kinds:
 
 
 def check_kinds(state: TensorDict, kinds: Kinds) -> None:
-    """Raise ConfigError for a leaf whose kind is not declared, or a buffer without its two counts."""
+    """Raise ConfigError for a leaf without a declared kind, or for a buffer without its two counts."""
     buffers = {path[0] for path, kind in leaf_kinds(state, kinds).items() if kind is Kind.BUFFER}
     for name in sorted(buffers):
         field, expected = state[name], dict(zip(_COUNTS, (Kind.COUNTER, Kind.BUFFER), strict=True))
@@ -50,14 +50,14 @@ def check_kinds(state: TensorDict, kinds: Kinds) -> None:
 
 
 def borrowed_leaves(state: TensorDict, kinds: Kinds) -> tuple[TensorDict, TensorDict]:
-    """Return the state's own leaves and the borrowed ones, as `split`. Read no leaves if no kind is borrowed."""
+    """Return the state's own leaves and the borrowed ones, as `split`. Skip the search if no kind is borrowed."""
     if not any(kind in BORROWED for kind in kinds.values()):
         return state, TensorDict({}, [])
     return split(state, kinds)
 
 
 _LARGE = 2**20
-"""Bytes of a tensor that `ZerosWithoutMemory` does not allocate."""
+"""Size in bytes above which `ZerosWithoutMemory` does not allocate a tensor."""
 
 
 _ALLOCATING = (torch.zeros, torch.empty, torch.zeros_like, torch.empty_like, Tensor.new_zeros, Tensor.new_empty)
@@ -68,9 +68,9 @@ def _is_one_element(x: Any) -> bool:
 
 
 class ZerosWithoutMemory(TorchFunctionMode):
-    """Context in which a large tensor of zeros is one element, expanded to its shape.
+    """Context that replaces a new large tensor of zeros by one element, expanded to the shape.
 
-    Use it to learn the shapes and dtypes of a state with buffers. Copies of such a tensor, and writes on it, do
+    Use it to get the shapes and dtypes of a state with buffers. Copying a replaced tensor, or writing on it, does
     nothing.
 
     >>> with ZerosWithoutMemory():
@@ -95,7 +95,7 @@ class ZerosWithoutMemory(TorchFunctionMode):
 
 
 def take_over(borrowed: TensorDict, kinds: Kinds) -> TensorDict:
-    """Return the borrowed leaves for a loop that writes on them. Buffers are copied, and frozen leaves are shared."""
+    """Return the borrowed leaves for a loop that writes on them. Copy buffers, and share frozen leaves."""
 
     def taken(path: tuple[str, ...], value: Any) -> Any:
         if isinstance(value, TensorDict):
@@ -136,13 +136,13 @@ def check_current(state: TensorDict, kinds: Kinds) -> None:
 
 
 def commit(borrowed: TensorDict, writes: TensorDict) -> None:
-    """Write an iteration's rows into the buffers, in place. It is the only function that writes on a state.
+    """Write an iteration's rows into the buffers, in place. No other function writes on a state.
 
-    The counts of rows are raised first. If the writing is interrupted, no state counts as current.
+    The counts of rows are raised first. If the writing is then interrupted, every state is out of date.
 
     Args:
         borrowed: the buffers.
-        writes: for each field that is written, `rows` `[B, ...]` and their `index` `[B]` in the rings.
+        writes: for each buffer to write on, `rows` `[B, ...]` and their `index` `[B]` in the rings.
     """
     for name, write in cast(Any, writes.items()):
         borrowed[name, "written"].add_(len(write["index"]))
@@ -153,7 +153,7 @@ def commit(borrowed: TensorDict, writes: TensorDict) -> None:
 
 
 def committed(borrowed: TensorDict, writes: TensorDict, skipped: Tensor) -> TensorDict:
-    """Return the buffers after `commit`, in new memory; the old values if `skipped` (0-d bool)."""
+    """Return copies of the buffers after `commit`. If `skipped` (0-d bool), keep the old values."""
     after = borrowed.copy()
     for name, write in cast(Any, writes.items()):
         field, index = cast(TensorDict, borrowed[name]).copy(), write["index"]

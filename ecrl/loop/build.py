@@ -1,4 +1,4 @@
-"""Build a run from its config: device, compiled or eager form, environment, policy and algorithm."""
+"""Build a run from its config: device, compiled or eager code, environment, policy and algorithm."""
 
 import warnings
 from functools import partial
@@ -22,7 +22,8 @@ from ecrl.policies import Policy, make_policy
 from ecrl.spaces import element_bytes
 
 _COMPILING_S, _VECTOR_STEP_S, _GRADIENT_STEP_S = 30.0, 0.35e-3, 4.5e-3
-"""Seconds to compile a run with an empty cache; seconds saved per step of all environments, and per gradient step."""
+"""Seconds to compile a run with an empty cache; seconds that compiling saves per vectorised step, and per gradient
+step."""
 
 
 def device_of(cfg: Config) -> torch.device:
@@ -50,12 +51,12 @@ def _env_and_policy(cfg: Config) -> tuple[Env, Policy]:
 
 
 def check_envs(cfg: Config, env: Env, num_envs: int, key: str) -> None:
-    """Raise ConfigError if the observations of `num_envs` environments, the value of `key`, do not fit in memory."""
+    """Raise ConfigError if the observations of `num_envs` environments do not fit in memory; `key` names them."""
     check_room(num_envs * element_bytes(env.observation_space), device_of(cfg), f"{key}: {num_envs:,} environments")
 
 
 def check_rollout(cfg: Config, run: Run) -> None:
-    """Raise ConfigError for a rollout that does not fit in memory."""
+    """Raise ConfigError if a rollout does not fit in memory."""
     row = element_bytes(run.env.observation_space) + element_bytes(run.env.action_space)
     row += 19  # log-probability, reward and two values, and three flags
     steps = cfg.trainer.num_envs * (cfg.trainer.buffer_size + 1)
@@ -71,7 +72,7 @@ def _saved_s(algorithm: Algorithm, static: Static) -> float:
 
 
 def form_of(cfg: Config) -> Form:
-    """Return the form that a run of this config begins with, compiled or eager, and the reason."""
+    """Return the form that a run of this config begins with: compiled or eager, and the reason."""
     policy = _env_and_policy(cfg)[1]
     return planned_form(cfg, policy, make_algorithm(cfg.algorithm), static_of(cfg, policy))
 
@@ -88,32 +89,32 @@ def form_in_use(run: Run) -> str:
 
 
 def planned_form(cfg: Config, policy: Policy, algorithm: Algorithm, static: Static) -> Form:
-    """Return the form of a run with these parts, and the reason."""
+    """Return the form of a run with these parts: compiled or eager, and the reason."""
     device, mode = device_of(cfg).type, cfg.trainer.compile
     if not policy.compiles:
-        reason = f"policy {cfg.policy.name} draws numbers of its own, which cannot be compiled"
+        reason = f"policy {cfg.policy.name} draws its own random numbers, which cannot be compiled"
         if mode == "on":
             raise ConfigError(f"trainer.compile: on, but {reason}; use auto")
         return Form("eager", reason, partial, scan)
     if mode == "auto" and (saved := _saved_s(algorithm, static)) < _COMPILING_S:
-        reason = f"compiling would save about {saved:.0f} s of the whole budget and take {_COMPILING_S:.0f} s itself"
+        reason = f"compiling takes about {_COMPILING_S:.0f} s and would save about {saved:.0f} s of the whole run"
         form = Form("eager", reason, partial, scan)
     else:
         form = choose_form(mode, device)
     if not cfg.trainer.tf32:
         return form
     if device != "cuda":
-        warnings.warn(f"trainer.tf32 is for cuda; on {device} matrices stay float32", stacklevel=2)
+        warnings.warn(f"trainer.tf32 is for cuda; matrix products on {device} stay in float32", stacklevel=2)
         return form
     return form._replace(reason=f"{form.reason}, TF32 matrices")
 
 
 def build(cfg: Config) -> Run:
-    """Build a run from its config: environment (with auto-reset and training events), policy, algorithm and form.
+    """Build a run from its config: environment (with auto-reset and training events), policy, algorithm and `jit`.
 
-    Call it once and pass the run along. Two runs are equal, and share compiled functions, if they differ only in seed,
-    name, files or numbers that live in `state["hyper"]`. Cameras are not events of the environment. They read its
-    state in `ecrl.run.video_writer`.
+    Call it once and pass the run to other functions. Two runs are equal and share compiled functions if they differ
+    only in seed, name, files or numbers that are stored in `state["hyper"]`. Cameras are left out of the events,
+    because `ecrl.run.video_writer` renders from the states.
 
     >>> from ecrl import load_config
     >>> cfg = load_config("configs/cartpole_ppo.json")
@@ -128,12 +129,12 @@ def build(cfg: Config) -> Run:
 
 
 def with_eval_events(run: Run, cfg: Config) -> Run:
-    """Return the run of a config with the events of evaluations instead of those of training."""
+    """Return the run with the events of evaluations instead of the events of training."""
     return run._replace(env=with_training_wrappers(make_env(cfg.env), cfg, "eval"))
 
 
 def with_training_wrappers(env: Env, cfg: Config, events: Literal["train", "eval"] | None) -> Env:
-    """Return an environment with clipped actions, auto-reset and events, as the config has them; None for no events."""
+    """Return an environment with auto-reset and the config's clipping and events; no events if `events` is None."""
     env = auto_reset(clip_action(env) if cfg.policy.clip_actions else env)
     if events is None:
         return env

@@ -1,7 +1,7 @@
 """The finite guard: detect NaN and infinity inside the iteration itself.
 
-It takes a few sums over the collected steps, the logs and the parameters. `ecrl.loop.nonfinite_report` finds the first
-number that is not finite.
+The guard computes a few sums over the collected steps, the logs and the parameters. If it detects NaN or infinity,
+`ecrl.loop.nonfinite_report` finds the first one.
 """
 
 from typing import cast
@@ -17,20 +17,20 @@ from ecrl.pytree import flatten, mapped, paths, replaced, unflatten
 from ecrl.types import Logs
 
 KINDS = ("observation", "reward", "action", "loss", "gradient", "parameters")
-"""The kinds of numbers that the guard looks at, in the order of its flags."""
+"""The kinds of numbers that the guard checks, in the order of its flags."""
 
 FIELDS = {"obs": "observation", "action": "action", "sample_log_prob": "action", "reward": "reward"}
 """Fields of a batch, and the kind of each."""
 
 
 def _has_nonfinite(tensors: list[Tensor], device: torch.device) -> Tensor:
-    """Return True, 0-d bool, if any tensor has NaN or infinity. Their product with 0 is NaN, and sums keep NaN."""
+    """Return True, 0-d bool, if any tensor has NaN or infinity. Times 0, both are NaN, and a sum with NaN is NaN."""
     sums = [(x.detach() * 0.0).sum().to(torch.float32) for x in tensors if x.is_floating_point()]
     return torch.stack(sums).sum().isnan() if sums else torch.zeros((), dtype=torch.bool, device=device)
 
 
 def _counted(batch: TensorDict, key: str) -> list[Tensor]:
-    """Return the counted steps of a field, without the padding at the end. Without a mask, return all observations."""
+    """Return the unmasked steps of a field, without the padding; without a mask, all observations."""
     leaves: list[Tensor] = flatten(batch[key])[0]
     if "mask" not in batch:
         return leaves if key == "obs" else [x[:, :-1] for x in leaves]
@@ -39,7 +39,7 @@ def _counted(batch: TensorDict, key: str) -> list[Tensor]:
 
 
 def flags(batch: TensorDict, logs: Logs, params: TensorDict) -> Tensor:
-    """Return True for each of KINDS that is not finite, bool `[2, 6]`: on this rank, and on any rank.
+    """Return True for each of KINDS with NaN or infinity, bool `[2, 6]`: on this rank, and on any rank.
 
     Args:
         batch: `[N, T + 1]`; `obs`, `action`, `sample_log_prob`, `reward` and `mask` are read if it has them.
@@ -61,7 +61,7 @@ def flags(batch: TensorDict, logs: Logs, params: TensorDict) -> Tensor:
 
 
 def restart_nonfinite(carry: TensorDict, first: TensorDict) -> TensorDict:
-    """Return a policy's memory `[N]`, restarted from `first` in the environments where it has NaN or infinity.
+    """Return a policy's memory `[N]`, reset to `first` in the environments where it has NaN or infinity.
 
     >>> carry, first = (TensorDict({"h": torch.tensor([[x], [2.0]])}, [2]) for x in (torch.nan, 0.0))
     >>> restart_nonfinite(carry, first)["h"].tolist()
@@ -75,9 +75,10 @@ def restart_nonfinite(carry: TensorDict, first: TensorDict) -> TensorDict:
 def undo_update(nonfinite: Tensor, start: TensorDict, state: TensorDict, kinds: Kinds) -> TensorDict:
     """Return the state after an iteration, without its update if any of the flags `nonfinite` `[6]` is set.
 
-    Leaves of kind environment keep their new values, because the environments have moved on. All other leaves keep
-    their old ones, so schedules wait. If a reward is not finite, the iteration is left out of episode returns too.
-    Running returns restart in the environments where they have NaN or infinity.
+    Leaves of kind environment keep their new values, because the environments have moved on. All other leaves get their
+    old values back, so schedules do not advance. If a reward is not finite, the iteration is left out of episode
+    returns too.
+    Running returns restart at 0 in the environments where they are NaN or infinity.
 
     Args:
         nonfinite: flags of any rank.

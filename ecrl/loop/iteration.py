@@ -1,6 +1,6 @@
 """The training loop: an iteration is one function `(state) -> (state, logs)`, and a generator runs it again and again.
 
-The loop owns control flow only. Logging, checkpoints, evaluation and progress consume the records that it yields.
+The loop contains only control flow. Logging, checkpoints, evaluation and progress read the records that it yields.
 """
 
 import warnings
@@ -48,13 +48,13 @@ Watch = Callable[[Run], Run]
 
 
 def unwatched(run: Run) -> Run:
-    """Return the run as it is, the default of `watch`."""
+    """Return the run unchanged. It is the default of `watch`."""
     return run
 
 
 @contextmanager
 def _matmul_precision(tf32: bool) -> Iterator[None]:
-    """Allow TF32 in matrix products inside this context. Torch's switch is global, so it is put back afterwards."""
+    """Allow TF32 in matrix products inside this context. Torch's setting is global, so it is restored afterwards."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if tf32 else before)
     try:
@@ -64,7 +64,7 @@ def _matmul_precision(tf32: bool) -> Iterator[None]:
 
 
 def init_state(cfg: Config, key: Tensor | None = None) -> TensorDict:
-    """Return the state before the first step. `key` replaces the one made from `trainer.seed`.
+    """Return the state before the first step. `key` replaces the key from `trainer.seed`.
 
     >>> from ecrl.config import load_config
     >>> state = init_state(load_config("configs/cartpole_ppo.json"))
@@ -78,7 +78,7 @@ def first_state(run: Run, cfg: Config, key: Tensor | None = None) -> TensorDict:
     """Return the state before the first step of a run, as `init_state`."""
     check_envs(cfg, run.env, cfg.trainer.num_envs, "trainer.num_envs")
     key = (rng.key(cfg.trainer.seed) if key is None else key).to(device_of(cfg))
-    state = _state_without_env(run, key)  # first, because `init` may refuse the config: then no environment was opened
+    state = _state_without_env(run, key)  # first, because `init` may refuse the config before any environment is opened
     return state.set("env", _first_envs(run, cfg, key)).lock_()
 
 
@@ -103,7 +103,7 @@ def _state_without_env(run: Run, key: Tensor) -> TensorDict:
 
 
 def _frozen_params(policy: Policy, state: TensorDict) -> TensorDict:
-    """Return the parameters that are not trained. Raise ConfigError for names that the learnt ones have too."""
+    """Return the parameters that are not trained. Raise ConfigError if a trained parameter has the same name."""
     frozen = cast(Any, policy.init_frozen)(state["key"].device).detach()
     shared = ", ".join(sorted({*frozen.keys()} & {*cast(TensorDict, state["params"]).keys(), "norm"}))
     if shared:
@@ -112,12 +112,12 @@ def _frozen_params(policy: Policy, state: TensorDict) -> TensorDict:
 
 
 def expected_state(run: Run, cfg: Config, state: TensorDict) -> TensorDict:
-    """Return a state as the config makes it, to compare `state` with. Large buffers in it take no memory.
+    """Return a state made from the config, to compare `state` with. Its large buffers take no memory.
 
-    Environments on the host are not opened. Those of `state` are in the result.
+    Environments that step in Python are not opened: the result has the environments of `state`.
     """
     if not run.env.is_pure and "token" not in state["env"]:
-        raise ConfigError(f"state: its environments are not those of {cfg.env.name}; use the config of its run")
+        raise ConfigError(f"state: it has no environments of {cfg.env.name}; use the config of its run")
     key = rng.key(cfg.trainer.seed, device_of(cfg))
     with ZerosWithoutMemory():
         expected = _state_without_env(run, key)
@@ -131,19 +131,20 @@ def empty_buffers(run: Run, cfg: Config) -> TensorDict:
 
 
 def reopened(run: Run, state: TensorDict) -> TensorDict:
-    """Return the state. If host environments are out of sync with it, reset them and warn.
+    """Return the state. If environments that step in Python do not match it, reset them and warn.
 
-    They are gone in another process. They are ahead if an iteration was interrupted, or if the state is not the newest.
+    They do not exist in another process. They are ahead if an iteration was interrupted, or if the state is not the
+    newest.
     """
     env = cast(TensorDict, state["env"])
     if run.env.is_current(env):
         return state
-    warnings.warn("the environments' own state could not be restored: their episodes start afresh", stacklevel=4)
+    warnings.warn("the environments' own state could not be restored: their episodes restart", stacklevel=4)
     run.env.close(env)
     keys = start_keys(state["key"], run.static.num_envs, steps_taken(run, state), run.algorithm.group_size)
     fields = {"env": run.env.reset(keys), "episode": restarted(cast(TensorDict, state["episode"]))}
     state = state.copy().update(fields | initial_carry(run, state))
-    if "reward" in state["norm"]:  # the running returns belong to the episodes that are lost
+    if "reward" in state["norm"]:  # the running returns belong to the lost episodes
         norm = cast(TensorDict, state["norm"]).clone()
         norm["reward", "running"] = torch.zeros_like(norm["reward", "running"])
         state.set("norm", norm)
@@ -151,22 +152,22 @@ def reopened(run: Run, state: TensorDict) -> TensorDict:
 
 
 def close(state: TensorDict, cfg: Config) -> None:
-    """Release what a state holds outside its tensors: Gymnasium's environments and their workers. Others hold nothing.
+    """Close Gymnasium's environments of a state, and their workers. Other environments need no closing.
 
-    They are also released when the process ends.
+    They are also closed when the process ends.
     """
     build(cfg).env.close(cast(TensorDict, state["env"]))
 
 
 def check_state(run: Run, state: TensorDict, cfg: Config) -> None:
-    """Raise ConfigError for the first leaf whose shape or dtype is not the config's; warn of other hyperparameters.
+    """Raise ConfigError if a leaf's shape or dtype does not fit the config. Warn if hyperparameters differ.
 
-    The numbers of the algorithm are read from `state["hyper"]`, so that they can change during a run.
+    An iteration reads the numbers of the algorithm from `state["hyper"]`, so that they can change during a run.
     """
     check_current(state, kinds_of(run))
     new = expected_state(run, cfg, state)
-    if state["key"].device != new["key"].device:  # the state's has a number, the config's may have none
-        raise ConfigError(f"state: is on {state['key'].device}, the config says {device_of(cfg)}; use state.to(...)")
+    if state["key"].device != new["key"].device:  # the state's device has an index, the config's may have none
+        raise ConfigError(f"state: is on {state['key'].device}, the config sets {device_of(cfg)}; use state.to(...)")
     expected, actual = (dict(td.flatten_keys("/").items()) for td in (new, state))
     for name in sorted(expected.keys() | actual.keys()):
         shapes = [list(td[name].shape) if name in td else "absent" for td in (actual, expected)]
@@ -185,7 +186,7 @@ def check_state(run: Run, state: TensorDict, cfg: Config) -> None:
 
 
 def run_summary(run: Run, cfg: Config, world_size: int) -> list[str]:
-    """Describe a run on so many ranks in lines. Raise ConfigError if its parts do not fit together."""
+    """Return lines that describe a run on `world_size` ranks. Raise ConfigError if its parts do not fit together."""
     form = planned_form(cfg, run.policy, run.algorithm, run.static)
     check_rollout(cfg, run)
     key = rng.key(cfg.trainer.seed, device_of(cfg))
@@ -225,8 +226,8 @@ def _statistics(norm_update: Callable[..., TensorDict], norm: TensorDict, steps:
 def _iteration(
     run: Run, guard: str, start: TensorDict, borrowed: Borrowed
 ) -> tuple[TensorDict, TensorDict, dict[str, Logs], Tensor | None]:
-    """Run one iteration. Return the state, the rows to commit, logs, and the finite guard's flags unless it is off."""
-    stops_here = guard == "stop" and not run.env.is_pure  # a step on the host cannot be repeated for the report
+    """Run one iteration. Return the state, the rows to commit, logs, and flags of the finite guard unless it is off."""
+    stops_here = guard == "stop" and not run.env.is_pure  # a step in Python cannot be repeated for the report
     checked = with_checked_actions(run) if stops_here else run
     try:
         state, writes, train_logs = run.algorithm.iterate(checked, start, borrowed.fields)
@@ -234,7 +235,7 @@ def _iteration(
         raise action_error(run, merge(start, borrowed.fields), refused) from None
     steps = cast(TensorDict, writes.get("steps", TensorDict({}, [])))
     norm, episode = cast(TensorDict, state["norm"]), cast(TensorDict, state["episode"])
-    turns = isinstance(run.algorithm.iterate, Interleaved)  # each turn has updated the statistics
+    turns = isinstance(run.algorithm.iterate, Interleaved)  # each turn has already updated the statistics
     if run.policy.norm_update is not None and "obs" in steps and not turns:
         norm = run.jit(_statistics, run.policy.norm_update)(norm, steps.select("obs", "done", "mask", strict=False))
     state = replaced(state, {"norm": norm, "update_step": state["update_step"] + 1})
@@ -262,14 +263,14 @@ def _iteration_of_leaves(
     state, writes, logs, nonfinite = _iteration(run, guard, unflatten(structure, leaves), borrowed)
     after, structure_after = flatten(state)
     if structure_after != structure:
-        fields = ", ".join(sorted({*names(structure_after)} ^ {*names(structure)})) or "the batch size of one"
+        fields = ", ".join(sorted({*names(structure_after)} ^ {*names(structure)})) or "the batch size of a field"
         raise ValueError(f"an iteration must keep the names and batch sizes of the state's fields; it changed {fields}")
-    copies = mapped(torch.clone, (state, logs))  # the learning rate may be the state's own
+    copies = mapped(torch.clone, (state, logs))  # the logged learning rate may be a tensor of the state
     return after, copies[0], writes, copies[1], nonfinite
 
 
 def phase_of(run: Run, steps: list[int]) -> Hashable:
-    """The phase of the iteration that begins after so many environment steps, of each seed; see `Algorithm.phase`."""
+    """Return the phase of an iteration, from the environment steps so far of each seed; see `Algorithm.phase`."""
     if run.algorithm.phase is None:
         return None
     phases = {run.algorithm.phase(step) for step in steps}
@@ -279,7 +280,7 @@ def phase_of(run: Run, steps: list[int]) -> Hashable:
 
 
 def with_phase(run: Run, phase: Hashable) -> Run:
-    """The run of an iteration in this phase."""
+    """Return the run of an iteration in this phase."""
     return run._replace(static=run.static._replace(phase=phase))
 
 
@@ -288,7 +289,7 @@ def _uses_tf32(cfg: Config) -> bool:
 
 
 def _bound(fn: Callable[..., Any], run: Run, tf32: bool, *static: Any) -> Callable[..., Any]:
-    """Return `fn(run, *static, state, borrowed)`, as one compiled graph if algorithm and environment allow it."""
+    """Return `fn` with `run` and `static` bound, as one compiled graph if algorithm and environment allow it."""
     one_graph = run.algorithm.as_one and run.env.is_pure and run.static.world_size == 1
     bound = (run.jit if one_graph else partial)(fn, run, *static)
 
@@ -300,11 +301,12 @@ def _bound(fn: Callable[..., Any], run: Run, tf32: bool, *static: Any) -> Callab
 
 
 def make_iteration(cfg: Config, watch: Watch = unwatched) -> Iteration:
-    """Return one iteration, `(state) -> (state, {"collect": logs, "train": logs})`: pure, to embed or vmap.
+    """Return one iteration, a pure function `(state) -> (state, {"collect": logs, "train": logs})`, to embed or vmap.
 
     `watch` may replace functions of the run, as `ecrl.run.profiler` does to time them. With `trainer.finite_guard`
-    "skip" it leaves out updates with NaN or infinity. It never stops: otherwise NaN and infinity are in its results.
-    A buffer of the state is copied, as the function is pure; `train_iter` writes on it in place.
+    "skip", an iteration leaves out updates with NaN or infinity. With other settings, its results contain the NaN and
+    infinity. It never stops because of them. Because it is pure, it copies the buffers of the state, while `train_iter`
+    writes on them in place.
     """
     run, guard = build(cfg), "skip" if cfg.trainer.finite_guard == "skip" else "off"
     run, kinds, tf32 = watch(run), kinds_of(run), _uses_tf32(cfg)
@@ -347,22 +349,22 @@ def _warn_of_skip(nonfinite: Tensor | None, logs: Logs, step: int) -> bool:
 
 
 def train_iter(state: TensorDict, cfg: Config, watch: Watch = unwatched) -> Iterator[LogData]:
-    """Run one iteration at a time. After each, yield a record of the collection and one of the update.
+    """Run one iteration at a time. After each, yield a record of the collection and a record of the update.
 
-    The generator owns control flow only: it never prints, logs, evaluates or saves. Stop with `break`; continue later
-    with `train_iter(log_data["state"], cfg)`. Both give bit for bit the results of an uninterrupted run. The two
-    records of an iteration have the same `sample_step` and `state`, those after the iteration. The state is a locked
-    copy that belongs to the caller. Only its buffers, if the algorithm has any, are the generator's own: the next
-    iteration writes on them in place. Using an older state then raises; `state.clone()` keeps it. The generator copies
-    the buffers of `state` once, at the start.
+    The generator never prints, logs, evaluates or saves. You can stop with `break` and continue later with
+    `train_iter(log_data["state"], cfg)`. The results equal an uninterrupted run bit for bit. Both records of an
+    iteration have the `sample_step` and the `state` after the iteration. The state is a locked copy that belongs to
+    you. Only its buffers, if the algorithm has any, belong to the generator: the next iteration writes on them in
+    place. Using an older state then raises an error. To keep a state, call `state.clone()`. The generator copies the
+    buffers of the first `state` once, at the start.
 
-    If something is not finite, `trainer.finite_guard` decides. By default it raises NotFiniteError, with the state
-    before that iteration.
+    `trainer.finite_guard` sets what happens at NaN or infinity. By default, the generator raises NotFiniteError, with
+    the state before the iteration.
 
-    Numbers of the algorithm are read from `state["hyper"]`. To change one in mid-run:
+    An iteration reads the numbers of the algorithm from `state["hyper"]`. To change a number during a run:
     `state = state.clone(); state["hyper", "learning_rate"] = torch.tensor(1e-4)`.
 
-    Raises: ConfigError at once, before the first iteration, for a state of another config.
+    Raises: ConfigError at once, before the first iteration, if the state does not fit the config.
     """
     run = build(cfg)
     check_state(run, state, cfg)
@@ -370,7 +372,7 @@ def train_iter(state: TensorDict, cfg: Config, watch: Watch = unwatched) -> Iter
 
 
 def iterations(run: Run, state: TensorDict, cfg: Config) -> Iterator[LogData]:
-    """Yield the records of `train_iter` for a run and a state that is checked."""
+    """Yield the records of `train_iter`, for a run and a state that was already checked."""
     state, guard = reopened(run, state), cfg.trainer.finite_guard
     size, step, end = steps_per_iteration(cfg), int(state["sample_step"]), total_steps(cfg, run.static.world_size)
     settled, phase = step + 2 * size, None
@@ -381,7 +383,7 @@ def iterations(run: Run, state: TensorDict, cfg: Config) -> Iterator[LogData]:
     bound = cache(lambda phase: _bound(_iteration_of_leaves, with_phase(run, phase), tf32, guard, structure))
     while step < end:
         known, before = len(compilations), state
-        if (now := phase_of(run, [step])) != phase:  # it has a graph of its own
+        if (now := phase_of(run, [step])) != phase:  # a new phase has its own graph
             phase, settled = now, step + 2 * size
         with interruptible():
             leaves, state, writes, logs, nonfinite = bound(phase)(leaves, Borrowed(borrowed))

@@ -23,20 +23,20 @@ def _episode_logs(episode: TensorDict) -> Logs:
 
 
 def counted_steps(batch: TensorDict) -> Tensor:
-    """Return True for each step of a batch that counts, bool `[N, T]`."""
+    """Return the mask of a batch without its padding, bool `[N, T]`; all True if it has no mask."""
     return batch["mask"][:, :-1] if "mask" in batch else torch.ones_like(batch["done"][:, :-1])
 
 
 def _mean_or_nan(x: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean over `mask`, or NaN if no entry counts."""
+    """Return the mean over the entries whose `mask` is True, or NaN if there are none."""
     return torch.where(mask.any(), masked_mean(x, mask), torch.full((), torch.nan, device=x.device))
 
 
 def _info_logs(batch: TensorDict) -> Logs:
     """Return means of the numbers in the environment's `info`.
 
-    `rewards/<term>` and `metrics/<name>` are means over the steps that count; a metric leaves out steps with NaN.
-    `success_rate` and `fail_rate` are means over the episodes that ended. A mean over nothing is NaN.
+    `rewards/<term>` and `metrics/<name>` are means over the unmasked steps. A metric also leaves out steps with NaN.
+    `success_rate` and `fail_rate` are means over the episodes that ended. The mean over no steps is NaN.
     """
     if "info" not in batch:
         return {}
@@ -47,7 +47,7 @@ def _info_logs(batch: TensorDict) -> Logs:
             logs[f"{name}_rate"] = _mean_or_nan(info[name][:, :-1].to(torch.float32), ended)
     for group in ("rewards", "metrics"):
         for name, value in info.get(group, {}).items():
-            if value.ndim == 2:  # the environment keeps vectors for itself
+            if value.ndim == 2:  # vectors are not logged
                 numbers = value[:, :-1].to(torch.float32)
                 included = counted & ~numbers.isnan() if group == "metrics" else counted
                 logs[f"{group}/{name}"] = _mean_or_nan(numbers, included)
@@ -60,7 +60,7 @@ def collect_logs(episode: TensorDict, batch: TensorDict) -> Logs:
 
 
 def over_ranks(logs: Logs) -> Logs:
-    """Return the mean of each log over the ranks where it is not NaN, with equal weights; NaN if there is none."""
+    """Return the mean of each log over the ranks where it is not NaN, with equal weights. It is NaN if all are."""
     if world_size() == 1 or not logs:
         return logs
     values = torch.stack([log.to(torch.float64) for log in logs.values()])

@@ -1,8 +1,8 @@
 """Find the first NaN or infinity of an iteration, and describe it in an error of one line.
 
 The search repeats the iteration eagerly, step by step. In the collected steps, it reports the field, the environment
-and the step of the first number that is not finite. In the update, it reports the minibatch, or the step whose
-gradient is not finite. The error has a report and the state before the iteration.
+and the step of the first number that is not finite. In the update, it reports the minibatch, or the step whose gradient
+is not finite. The error contains the report and the state before the iteration.
 """
 
 from collections import deque
@@ -29,12 +29,12 @@ from ecrl.loop.finite_guard import FIELDS, KINDS
 from ecrl.pytree import flatten, names, replaced, unflatten
 
 _FIELDS = ("obs", "action", "sample_log_prob", "value", "reward", "final_value")  # in the order of a step
-_TERMS = ("loss", "entropy", "kl_ref", "grad_norm")  # endings of logs; other logs may overflow in a good run
+_TERMS = ("loss", "entropy", "kl_ref", "grad_norm")  # endings of names of logs; other logs may overflow in a good run
 _SHOWN = 8
 
 
 class FirstNonfinite(NamedTuple):
-    """First number that is not finite: its kind (of `KINDS`), name, place and value, and the value before it."""
+    """The first number that is not finite: its kind (of `KINDS`), name, place and value, and the one before."""
 
     what: str
     key: str
@@ -54,21 +54,21 @@ def _as_numbers(x: Tensor) -> Any:
 
 
 def _nonfinite_steps(batch: TensorDict) -> dict[str, Tensor]:
-    """Return True for each step of a field that counts and is not finite, bool `[N, T + 1]`, by name."""
+    """Return, by field, True for each unmasked step that is not finite, bool `[N, T + 1]`."""
     steps = torch.ones_like(batch["done"])
     steps[:, -1] = False
     counts = steps if "mask" not in batch else steps & batch["mask"]
     fields = batch.select(*_FIELDS, strict=False)
     ordered = {name: x for field in _FIELDS if field in fields for name, x in _named({field: fields[field]}).items()}
-    with_last = ("obs", "value") if "mask" not in batch else ()  # these have a last row of their own
+    with_last = ("obs", "value") if "mask" not in batch else ()  # their last row is not padding
     wrong = {name: ~x.isfinite().flatten(2).all(-1) if x.ndim > 2 else ~x.isfinite() for name, x in ordered.items()}
     return {name: x & (counts | (~steps if name.startswith(with_last) else False)) for name, x in wrong.items()}
 
 
 def in_batch(run: Run, state: TensorDict, batch: TensorDict) -> FirstNonfinite | None:
-    """Return the first number of a batch that counts and is not finite, by step, field and environment.
+    """Return the first unmasked number of a batch that is not finite, by step, then field, then environment.
 
-    `state` is the one before the batch, to which the reward before the first one belongs.
+    `state` is the state before the batch. It has the reward before the first reward of the batch.
     """
     first = {name: int(x.any(0).int().argmax()) for name, x in _nonfinite_steps(batch).items() if x.any()}
     if not first:
@@ -77,7 +77,7 @@ def in_batch(run: Run, state: TensorDict, batch: TensorDict) -> FirstNonfinite |
     t, x = first[name], cast(Tensor, batch[tuple(name.split("."))])
     env = int(_nonfinite_steps(batch)[name][:, t].int().argmax())
     before = x[env, t - 1] if t else cast(TensorDict, state["env"])["reward"][env] if name == "reward" else None
-    before = None if name == "final_value" else before  # there is one only where a time limit ended an episode
+    before = None if name == "final_value" else before  # only steps at a time limit have this value
     place = {"env": env + rank() * len(x), "step": t, "env_step": int(steps_taken(run, state)) + t}
     what = FIELDS.get(name.partition(".")[0], "loss")
     return FirstNonfinite(what, name, place, _as_numbers(x[env, t]), None if before is None else _as_numbers(before))
@@ -94,7 +94,7 @@ class _LoopStep(NamedTuple):
 
 
 def _gradient_step(run: Run, loop_step: _LoopStep) -> tuple[dict[str, int], dict[str, Tensor]]:
-    """Return epoch, minibatch and numbers of a gradient step: loss terms if the step counts, and new parameters."""
+    """Return epoch and minibatch of a gradient step; and its parameters and, if not skipped, its loss terms."""
     params, (count, _, logs) = loop_step.carry[0], loop_step.output
     sgd, layout = getattr(run.algorithm.choices, "sgd", None), loop_step.body.args[0].layout
     each = loop_step.count if sgd is None else loop_step.count // sgd.n_epochs
@@ -106,14 +106,14 @@ def _gradient_step(run: Run, loop_step: _LoopStep) -> tuple[dict[str, int], dict
 
 
 _LOOPS = {"_gradient_step": _gradient_step}
-"""Readers of the steps of a loop, by the name of the function that the loop runs."""
+"""Functions that read the steps of a loop, by the name of the loop's body."""
 
 _DIFFERENTIATED = "_step"
-"""Name of the function of a loop whose gradient is searched: that of `ecrl.algorithms.apg`."""
+"""Name of the body of a loop whose gradient is searched; `ecrl.algorithms.apg` defines it."""
 
 
 class _Watched(torch.autograd.Function):
-    """An identity that passes its gradient to a function in the backward pass."""
+    """An identity function that passes its gradient to `read` in the backward pass."""
 
     @staticmethod
     def forward(x: Tensor, read: Callable[[Tensor], None]) -> Tensor:  # pyright: ignore
@@ -130,10 +130,10 @@ class _Watched(torch.autograd.Function):
 
 
 def _watched_steps(run: Run, body: Any, findings: list[tuple[str, dict[str, int], Any, Any]]) -> Callable[..., Any]:
-    """Return the body of a loop whose gradients are searched, from the last step to the first.
+    """Return the body of a loop, changed to search its gradients from the last step to the first.
 
-    Its carry is the memory and the environments `[N]`. Their gradients at step t are the costate of t. The gradients of
-    the parameters are those that step t adds.
+    Its carry is the memory and the environments `[N]`. Their gradients at step t are called the costate of t. The
+    gradients of the parameters at step t are the part that step t adds.
     """
     steps, last = iter(range(run.static.buffer_size)), {}
 
@@ -155,7 +155,7 @@ def _watched_steps(run: Run, body: Any, findings: list[tuple[str, dict[str, int]
 
     def step(carry: tuple[TensorDict, TensorDict], x: Any, params: TensorDict, *constants: Any) -> tuple[Any, Any]:
         t, (memory, env) = next(steps), carry
-        params = watched(params, "gradient", t)  # before the costate, which is then calculated first
+        params = watched(params, "gradient", t)  # before the costate, so that the backward pass reads the costate first
         return body((watched(memory, "costate.carry", t), watched(env, "costate", t)), x, params, *constants)
 
     return step
@@ -164,7 +164,8 @@ def _watched_steps(run: Run, body: Any, findings: list[tuple[str, dict[str, int]
 def _searching_scan(run: Run, findings: list[tuple[str, dict[str, int], Any, Any]]) -> Callable[..., Any]:
     """Return a scan that puts the first number that is not finite into `findings`.
 
-    A finding is its name, place and value, and the value before it. The scan goes on to the end, as the other ranks do.
+    A finding is the name, place and value of the number, and the value before it. The scan does not stop there, because
+    the other ranks continue too.
     """
 
     def searching(body: Any, carry: Any, xs: Any, *constants: Any) -> Any:
@@ -205,12 +206,12 @@ def _kind(name: str) -> str:
 def search(
     run: Run, start: TensorDict, in_steps: bool, collected: tuple[TensorDict, TensorDict] | None
 ) -> FirstNonfinite | None:
-    """Repeat an iteration eagerly and find the first number that is not finite; None if all are finite now.
+    """Repeat an iteration eagerly and return the first number that is not finite, or None if all are finite now.
 
     Args:
         run: the run.
         start: the state before the iteration.
-        in_steps: True if the collected steps of any rank have such a number; then the update need not be searched.
+        in_steps: True if the collected steps of any rank have NaN or infinity. The update is then not searched.
         collected: the state after the iteration and its steps; None to collect them again.
     """
     eager, findings, iterate = run._replace(jit=partial, scan=scan), [], run.algorithm.iterate
@@ -239,9 +240,11 @@ def search(
 _ADVICE = {
     "observation": "mend the environment",
     "reward": "mend the environment",
-    "action": "the policy gave it: lower the learning rate",
+    "action": "the policy chose it: lower the learning rate",
 }
-_FINAL = "it is the value of the observation at a time limit: mend the environment if that is not finite, else "
+_FINAL = (
+    "it is the value of the observation at a time limit: mend the environment if the observation is not finite, else "
+)
 _LEARNING = "lower the learning rate or max_grad_norm"
 
 
@@ -267,16 +270,16 @@ def explained(report: dict[str, Any]) -> str:
     first, guard = report["found"], 'or set trainer.finite_guard to "skip" to leave such updates out'
     if first is None:
         advice = _ADVICE.get(report["met"][0], _LEARNING)
-        return f"{problem}; looked at eagerly, it shows nowhere on this rank; {advice}, {guard}"
+        return f"{problem}; repeated eagerly, the iteration is finite on this rank; {advice}, {guard}"
     where = ", ".join(_PLACES[name].format(number) for name, number in first["place"].items())
-    last = "there is none before it" if first["before"] is None else f"last finite value {_shown(first['before'])}"
+    last = "no value before it" if first["before"] is None else f"last finite value {_shown(first['before'])}"
     advice = (_FINAL if first["key"] == "final_value" else "") + _ADVICE.get(first["what"], _LEARNING)
     number = f"first {first['key']} = {_shown(first['value'])}{f' in {where}' if where else ''}"
     return f"{problem}; {number}, {last}; {advice}, {guard}"
 
 
 class NonfiniteAction(Exception):
-    """An action for a host environment has NaN or infinity, after `taken` finite ones of this iteration.
+    """An action has NaN or infinity, after `taken` finite ones in this iteration.
 
     `last` has the last states of the environment with their actions, two at most.
     """
@@ -288,7 +291,7 @@ class NonfiniteAction(Exception):
 
 @dataclass(frozen=True)
 class _CheckedStep:
-    """Wrapper of the `step` of a host environment. It refuses actions with NaN or infinity. Compared by `step`."""
+    """Wrapper of an environment's `step` that refuses actions with NaN or infinity. Compared by `step`."""
 
     step: Callable[[TensorDict, Tensor, Any], TensorDict]
     last: deque[tuple[TensorDict, Tensor]] = field(default_factory=lambda: deque(maxlen=2), compare=False)
@@ -297,16 +300,16 @@ class _CheckedStep:
     def __call__(self, env_state: TensorDict, action: Tensor, noise: Any) -> TensorDict:
         self.last.append((env_state, action))
         taken = next(self.taken)
-        if not isfinite(sum(action.flatten().tolist())):  # for few numbers faster than any call of torch
+        if not isfinite(sum(action.flatten().tolist())):  # for a few numbers, faster than torch
             raise NonfiniteAction(self.last, taken)
         return self.step(env_state, action, noise)
 
 
 def with_checked_actions(run: Run) -> Run:
-    """Return the run of one iteration with a host environment that refuses an action with NaN or infinity.
+    """Return the run of one iteration, whose environment refuses actions with NaN or infinity.
 
-    A robot may execute the actions. Everything else is checked after collecting. All such runs are equal, so functions
-    that are compiled for one serve the others.
+    This check comes before the step because a robot may execute the actions. Everything else is checked after
+    collecting. The returned runs are equal, so they share compiled functions.
 
     Raises: NonfiniteAction, when it steps.
     """
@@ -315,7 +318,7 @@ def with_checked_actions(run: Run) -> Run:
 
 def action_error(run: Run, state: TensorDict, refused: NonfiniteAction) -> NotFiniteError:
     """Return the error of an iteration that began at `state` and ended at an action with NaN or infinity."""
-    rows = [(env_state["obs"], action) for env_state, action in (*refused.last, refused.last[-1])]  # one of padding
+    rows = [(env_state["obs"], action) for env_state, action in (*refused.last, refused.last[-1])]  # pads the end
     obs, action = (torch.stack(x, 1) for x in zip(*rows, strict=True))
     done = torch.zeros(action.shape[:2], dtype=torch.bool, device=action.device)
     first = cast(
@@ -336,13 +339,13 @@ def nonfinite_error(
 ) -> NotFiniteError:
     """Return the error of an iteration from `state` with the flags `nonfinite` `[2, 6]`. Repeat the iteration eagerly.
 
-    All ranks call it, because the update is the work of all.
+    All ranks must call it, because they repeat the update together.
 
     Args:
         run: the run.
         state: the state before the iteration.
         nonfinite: flags of the finite guard.
-        collected: the state after the iteration and its steps. Without it the steps are collected again.
+        collected: the state after the iteration and its steps. If None, the steps are collected again.
     """
     with torch.no_grad():
         first = search(run, state, bool(nonfinite[1, :3].any()), collected)

@@ -1,6 +1,6 @@
-"""Orderly ends of a run by SIGINT or SIGTERM: finish the iteration, save the state, and close files.
+"""Stop a run at SIGINT or SIGTERM: finish the iteration, save the state, and close files.
 
-The first signal asks the run to end. If its iteration or evaluation takes longer than `GRACE`, it is abandoned. This
+The first signal asks the run to end. If the iteration or evaluation takes longer than `GRACE`, it is abandoned. This
 loses nothing: the state before it is saved, and a resumed run repeats it with the same bits (`ecrl.run.resume`).
 Other work, such as saving, always finishes. So does an iteration of several ranks, because the ranks cannot abandon it
 together. The second signal abandons any work at once, and the third kills the process.
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 GRACE = 3.0
-"""Seconds that an iteration may continue after the first signal. It is interrupted again after as many seconds."""
+"""Seconds that an iteration may continue after the first signal. The interruption is repeated at this interval."""
 
 _asked: list[int] = []
 _loops: list[bool] = []  # a value per running loop: True if its iterations can be abandoned
@@ -19,7 +19,10 @@ _interruptible_parts: list[bool] = []
 
 
 class Stopped(KeyboardInterrupt):
-    """KeyboardInterrupt of a signal. If a plain one interrupts an import, Python may exit as if nobody caught it."""
+    """KeyboardInterrupt of a signal.
+
+    It is a subclass, because Python may exit at a plain KeyboardInterrupt during an import even if it is caught.
+    """
 
 
 def asked() -> int | None:
@@ -45,7 +48,7 @@ def _grace_ended(number: int, frame: object) -> None:
 
 
 def listen() -> None:
-    """From now on, let SIGINT and SIGTERM end a run in order. Outside of a run they raise KeyboardInterrupt."""
+    """From now on, let SIGINT and SIGTERM stop a run in an orderly way. Outside a run, they raise KeyboardInterrupt."""
     _asked.clear()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop)
@@ -57,7 +60,7 @@ def in_loop(may_abandon: bool = True) -> Iterator[None]:
     """Enclose a loop that checks `asked` after every iteration.
 
     Args:
-        may_abandon: True if the loop's iterations can be abandoned, as those of a single process.
+        may_abandon: True if an iteration of the loop can be abandoned, as in a single process.
     """
     _loops.append(may_abandon)
     try:

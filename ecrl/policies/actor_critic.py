@@ -28,7 +28,7 @@ class ActorOnlyConfig(PolicyConfig):
 
     actor: NetworkConfig = Field(description='actor network, such as {"type": "mlp", "network_cfg": {...}}')
     actor_obs: _Names | None = Field(
-        default=None, description="parts of a Dict observation that the actor gets; all if absent"
+        default=None, description="parts of a Dict observation that the actor reads; all if absent"
     )
     initial_log_std: float = Field(
         default=0.0,
@@ -36,7 +36,7 @@ class ActorOnlyConfig(PolicyConfig):
         le=LOG_STD_MAX,
         description="initial log standard deviation of Box actions, -5 to 2",
     )
-    squash: bool = Field(default=False, description="squash Box actions by tanh into their space")
+    squash: bool = Field(default=False, description="squash Box actions into their space by tanh")
 
 
 def _visible_space(space: Space, names: tuple[str, ...] | None, key: str) -> Space:
@@ -57,7 +57,7 @@ def _visible_space(space: Space, names: tuple[str, ...] | None, key: str) -> Spa
 
 @register_policy("actor_only")
 def actor_only(cfg: ActorOnlyConfig, observation_space: Space, action_space: Space) -> Policy:
-    """Build the policy. Its params are `actor`, under the module's names, and `log_std` `[A]` for Box actions."""
+    """Build a policy without a critic. Its params are `actor`, and `log_std` `[A]` for Box actions."""
     head, width = make_head(action_space, cfg.squash), head_width(action_space, cfg.action_dim)
     has_mask = is_masked(observation_space, action_space)
     space = _visible_space(observation_space, cfg.actor_obs, "actor_obs")
@@ -80,13 +80,13 @@ class ActorCriticConfig(ActorOnlyConfig):
 
     critic: NetworkConfig = Field(description='critic network, such as {"type": "mlp", "network_cfg": {...}}')
     critic_obs: _Names | None = Field(
-        default=None, description="parts of a Dict observation that the critic gets; all if absent"
+        default=None, description="parts of a Dict observation that the critic reads; all if absent"
     )
 
 
 @register_policy("actor_critic")
 def actor_critic(cfg: ActorCriticConfig, observation_space: Space, action_space: Space) -> Policy:
-    """Build the policy. Its params are the params of `actor_only`, and `critic` under the module's names."""
+    """Build a policy with a critic. Its params are the params of `actor_only`, and `critic`."""
     actor = actor_only(cfg, observation_space, action_space)
     space = _visible_space(observation_space, cfg.critic_obs, "critic_obs")
     network = make_network(cfg.critic, space, 1, cfg.bf16, "policy.critic")

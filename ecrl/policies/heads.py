@@ -35,7 +35,7 @@ class Head(NamedTuple):
 
 
 def bounded(log_std: Tensor) -> Tensor:
-    """Clamp the log-std to its bounds. The gradient passes unchanged, so a parameter can move back inside."""
+    """Clamp the log-std to its bounds. The gradient passes unchanged, so a parameter outside can move back."""
     return log_std + (log_std.clamp(LOG_STD_MIN, LOG_STD_MAX) - log_std).detach()
 
 
@@ -62,7 +62,7 @@ def squashed_head(space: Box) -> Head:
     """Return a Gaussian head squashed into the space: `action = centre + half_width * tanh(latent)`.
 
     The log-probability belongs to `tanh(latent)`. It leaves out the constant `sum(log(half_width))`, which changes
-    neither ratios nor gradients. Acting and evaluating both compute it from the action, so they agree even where tanh
+    neither ratios nor gradients. Both `act` and `evaluate` compute it from the action, so they agree even if tanh
     saturates.
     """
     if not all(isfinite(bound) for bound in (*space.low, *space.high)):
@@ -71,7 +71,7 @@ def squashed_head(space: Box) -> Head:
     def scale_to_space(unit: Tensor) -> Tensor:
         low, high = unit.new_tensor(space.low), unit.new_tensor(space.high)
         action = (high + low) / 2.0 + (high - low) / 2.0 * unit
-        return _to_space_shape(action.clamp(low, high), space)  # rounding may step outside of the space
+        return _to_space_shape(action.clamp(low, high), space)  # rounding can leave the space
 
     def log_prob(log_std: Tensor, mean: Tensor, action: Tensor) -> Tensor:
         low, high = action.new_tensor(space.low), action.new_tensor(space.high)
@@ -136,7 +136,7 @@ def is_masked(observation_space: Space, action_space: Space) -> bool:
 
 
 def head_width(space: Space, action_dim: int | None) -> int:
-    """Return the number of outputs that the head of an action space needs; a configured `action_dim` must equal it."""
+    """Return the number of outputs that the head of an action space needs, after a check of `action_dim`."""
     width = flat_dim(space)
     if action_dim not in (None, width):
         raise ConfigError(
@@ -157,7 +157,7 @@ def headed(
     output: Callable[[TensorDict, Any], tuple[Tensor | None, Tensor]],
     value: Callable[[TensorDict, TensorDict, Any], Tensor] | None = None,
 ) -> Policy:
-    """Build the policy of a head and `output(params, obs) -> (log_std, mean or logits)`; log_std is None for logits."""
+    """Build a policy from a head and `output(params, obs) -> (log_std, mean or logits)`; log_std is None for logits."""
 
     def act(params: TensorDict, carry: TensorDict, obs: Any, noise: Tensor | None) -> tuple[TensorDict, TensorDict]:
         log_std, out = output(params, obs)

@@ -34,9 +34,9 @@ class MLPConfig(ConfigModel):
     activation: Activation = Field("elu", description="activation after each hidden layer")
     last_activation: Activation | None = Field(None, description="activation after the output layer; none if absent")
     use_layernorm: bool = Field(False, description="normalise each hidden layer before its activation")
-    dropout_p: float = Field(0.0, description="must be 0")
+    dropout_p: float = Field(0.0, description="must be 0; dropout would make probability ratios random")
     orthogonal_init: Positive | Annotated[tuple[Positive, ...], Field(strict=False)] | None = Field(
-        None, description="gain of orthogonal weights with zero biases, one number or a list with one per layer"
+        None, description="gain of orthogonal initial weights with zero biases, a number or a list with one per layer"
     )
 
     @field_validator("dropout_p")
@@ -63,7 +63,7 @@ class MLPConfig(ConfigModel):
 
 
 class _MLP(nn.Sequential):
-    """Layers on the float features of an observation."""
+    """Layers applied to the float features of an observation."""
 
     def __init__(self, space: Space, layers: Iterable[nn.Module]):
         super().__init__(*layers)
@@ -75,7 +75,7 @@ class _MLP(nn.Sequential):
 
 @register_network("mlp")
 def mlp(cfg: MLPConfig, space: Space, outputs: int) -> nn.Module:
-    """Build a perceptron on the features of `ecrl.policies.flatten`, for every space."""
+    """Build a perceptron for any space. Its inputs are the features of `ecrl.policies.flatten`."""
     return _MLP(space, build_mlp(cfg, flat_dim(space), outputs))
 
 

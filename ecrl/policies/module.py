@@ -1,4 +1,4 @@
-"""Build a policy from any `nn.Module`: its `forward` returns distribution parameters, or its own methods act.
+"""Build a policy from any `nn.Module`. Its `forward` returns distribution parameters, or its methods choose actions.
 
 A module gets observations with one batch axis: `[B, *shape]` for a Box, int64 for Discrete and MultiDiscrete, and a
 TensorDict for a Dict. Its weights are `params["module"]`, under the names of its `state_dict`.
@@ -44,17 +44,17 @@ def module_policy(
 
     If the observations have an `action_mask`, it masks the logits.
 
-    A module may instead define its own methods. Each takes a tensordict with "obs" `[B, ...]`, and writes its outputs
-    into the tensordict or returns them in one:
+    A module may instead choose its own actions. Each method takes a tensordict with "obs" `[B, ...]`, and writes its
+    outputs into the tensordict or returns them in another one:
 
     - `get_action(tensordict, deterministic=False)` writes "action" and "sample_log_prob" `[B]`;
     - `evaluate_actions(tensordict)` also reads "action", and writes "log_prob" and "entropy", each `[B]`;
     - `get_value(tensordict)` writes "value" `[B]`. Define it only with a critic.
 
     Such a module draws from torch's global generator. The generator is seeded from the key of the first environment, so
-    equal keys give equal actions. This form is not compiled. If `get_action` also takes `noise`, it must draw nothing
-    else and is compiled. It then gets `[B, A]` standard normal numbers for Box actions, Gumbel numbers for discrete
-    actions, or None if deterministic.
+    equal keys give equal actions. A run with such a module is not compiled. If `get_action` has a parameter `noise`, it
+    must use no other random numbers, and the run can be compiled. `noise` is `[B, A]` standard normal numbers for Box
+    actions, or Gumbel numbers for discrete actions. It is None if the action must be deterministic.
 
     Args:
         make: builds the module with new weights.
@@ -63,7 +63,7 @@ def module_policy(
         action_space: space of its actions.
         squash: squash Box actions by tanh into their space; only for modules that define only `forward`.
 
-    Raises: ConfigError if a method does not write a field, or writes it in another shape. Also for a layer whose output
+    Raises: ConfigError if a method does not write a field, or writes it in another shape. Also if the output of a layer
     is random or depends on other rows of the batch, such as BatchNorm in training mode.
 
     >>> from ecrl import rng, spaces
@@ -86,7 +86,7 @@ def module_policy(
         return _forward_policy(net, label, observation_space, action_space, width, squash)
     if squash:
         raise ConfigError(
-            f"{label}.get_action makes its own actions; leave squash out, it is for modules with only forward"
+            f"{label}.get_action chooses its own actions; leave squash out, it is for modules with only forward"
         )
     return _acting_policy(net, label, observation_space, action_space)
 

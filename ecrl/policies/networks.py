@@ -1,6 +1,7 @@
 """Turn modules into pure functions, and build networks from a config block `{"type": "mlp", "network_cfg": {...}}`.
 
-`type` names a registered `make(cfg, space, outputs) -> nn.Module`; `make_network` turns the module into functions.
+`type` is the name of a registered function `make(cfg, space, outputs) -> nn.Module`. `make_network` turns the module
+into functions.
 """
 
 from collections.abc import Callable, Iterator
@@ -50,9 +51,9 @@ def seeded(key: Tensor) -> Iterator[None]:
     cuda = [key.device] if key.device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda):
         seed = int(key)
-        torch.default_generator.manual_seed(seed)  # inside the fork, which restores the caller's state
+        torch.default_generator.manual_seed(seed)  # `fork_rng` restores the caller's state
         for device in cuda:
-            torch.cuda.default_generators[device.index or 0].manual_seed(seed)  # also inside the fork
+            torch.cuda.default_generators[device.index or 0].manual_seed(seed)  # restored too
         yield
 
 
@@ -62,7 +63,7 @@ _DROPOUTS = nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropou
 
 
 def _varies(layer: nn.Module) -> bool:
-    """Return True if a layer's output depends on more than its weights and one row of input in its present mode."""
+    """Return True if, in its current mode, a layer's output depends on more than its weights and one row of input."""
     if isinstance(layer, _BATCH_NORMS):
         return layer.training or layer.running_mean is None
     if isinstance(layer, _INSTANCE_NORMS):
@@ -74,7 +75,7 @@ def _varies(layer: nn.Module) -> bool:
 
 
 def check_module(module: nn.Module, name: str) -> None:
-    """Refuse layers whose output depends on more than weights and input: equal inputs would give unequal outputs."""
+    """Raise ConfigError for layers that give unequal outputs for equal inputs, such as Dropout in training mode."""
     for path, layer in module.named_modules():
         if _varies(layer):
             how = "is in training mode" if layer.training else "keeps no running statistics"
@@ -109,7 +110,7 @@ class Pure(NamedTuple):
     """A module as functions.
 
     Attributes:
-        init: `init()` returns new weights under the names of `state_dict`; call it inside `seeded`.
+        init: `init()` returns new weights under the names of `state_dict`. Call it inside `seeded`.
         forward: `forward(weights, *inputs)` calls the module.
         call: `call(weights, method, *inputs, **named)` calls one of its methods.
         module: the structure of the module, without weights.
@@ -132,7 +133,7 @@ def pure(make: Callable[[], nn.Module], name: str, bf16: bool) -> Pure:
     Weights are the parameters that require a gradient. Frozen parameters and buffers are constants, with their values
     from `make` under seed 0. With `bf16` the module runs in bfloat16 under autocast, and its outputs are cast back.
 
-    Raises: ConfigError for a layer whose output is random or depends on other rows, and if there are no weights.
+    Raises: ConfigError if a layer's output is random or depends on other rows, or if there are no weights to train.
     """
     with seeded(torch.zeros((), dtype=torch.int64)):
         module = make()
@@ -143,7 +144,7 @@ def pure(make: Callable[[], nn.Module], name: str, bf16: bool) -> Pure:
     constants, first = _constants(module, trained), {}
     tied = {n: first.setdefault(id(w), n) for n, w in module.named_parameters(remove_duplicate=False)}
     tied = {name: shared for name, shared in tied.items() if name != shared}
-    module = deepcopy(module).to("meta")  # each call brings its weights; a copy, because `make` may keep the module
+    module = deepcopy(module).to("meta")  # calls pass the weights; a copy, because `make` may keep the module
     caller = _MethodCaller(module)
 
     def init() -> TensorDict:
@@ -173,7 +174,7 @@ def make_network(cfg: NetworkConfig, space: Space, outputs: int, bf16: bool, key
     """Build a configured network as pure functions; `forward` maps observations of a space to `[*B, outputs]`.
 
     The module gets the observations with one batch axis, in the dtypes of the space. It must return `[B, outputs]`.
-    `key` is the network's place in the config, for messages.
+    `key` is the path of the network in the config, for messages.
 
     Raises: ConfigError if the module returns another shape for two all-zero observations.
 

@@ -22,7 +22,7 @@ _EPS, _CLIP = 1e-8, 10.0
 
 
 def _init(space: Space, device: torch.device) -> TensorDict | None:
-    """Return moments for every part of floats, nested like the space, or None if there is nothing to standardise."""
+    """Return moments for each Box of floats, nested like the space, or None if the space has no such Box."""
     if isinstance(space, Box) and space.dtype.is_floating_point:
         return moments_init(space.shape, device)
     if not isinstance(space, Dict):
@@ -50,10 +50,12 @@ def _without_norm(params: TensorDict) -> TensorDict:
 
 @cache
 def normalized(policy: Policy, observation_space: Space) -> Policy:
-    """Return `policy` on observations `clip((obs - mean) / sqrt(variance + 1e-8), -10, 10)`.
+    """Return a policy that calls `policy` with standardised observations.
 
-    The moments are in `params["norm"]`. Every part of a Dict that is a Box of floats has its own moments.
-    Integers, such as images, and `action_mask` stay unchanged.
+        clip((obs - mean) / sqrt(variance + 1e-8), -10, 10)
+
+    The moments are in `params["norm"]`. Every Box of floats in a Dict has its own moments. Integers, such as images,
+    and `action_mask` stay unchanged.
 
     Raises: ConfigError for observations without any Box of floats.
     """
@@ -63,7 +65,7 @@ def normalized(policy: Policy, observation_space: Space) -> Policy:
         raise ConfigError(f"policy.normalize_obs: {observation_space} has no float Box to standardise; leave it out")
 
     def norm_init(device: torch.device) -> TensorDict:
-        # not `norm.to`, which would set a device; compiled code would guard on that device
+        # not `norm.to`: it sets the device of the TensorDict, and compiled code would guard on the device
         return norm.apply(lambda moment: moment.to(device, copy=True))
 
     def inner(params: TensorDict, obs: Any) -> tuple[TensorDict, Any]:

@@ -263,9 +263,9 @@ def test_an_adaptive_rate_of_a_group_lives_in_the_state(adapts):
 @pytest.mark.parametrize("name", ["actor", "other"])
 def test_settings_of_the_first_group_or_of_no_group_are_refused(name):
     cfg, own = learning(), {name: GroupSettings(learning_rate=1.0)}
-    with pytest.raises(ValueError, match=f"group {name} may have no settings of its own; groups that may: critic"):
+    with pytest.raises(ValueError, match=f"group {name} cannot have its own settings; groups that can: critic"):
         groups_of(cfg, APART, own)
-    with pytest.raises(ValueError, match=f"group {name} may have no settings of its own"):
+    with pytest.raises(ValueError, match=f"group {name} cannot have its own settings"):
         learning_state(cfg, PARAMS, {}, CPU, groups_of(cfg, APART), own)
 
 

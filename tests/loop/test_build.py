@@ -31,7 +31,7 @@ def test_auto_compiles_half_as_many_iterations_of_twice_the_work(name):
     first = break_even(cfg)
     assert break_even(cfg.replace(**{"trainer.buffer_size": 16})) == pytest.approx(first / 2, abs=1)
     before = cfg.replace(**{"trainer.iterations": first - 1})
-    assert form_of(before).name == "eager" and "of the whole budget" in form_of(before).reason
+    assert form_of(before).name == "eager" and "of the whole run" in form_of(before).reason
     for iterations in (1, 10**6):
         assert form_after(cfg, iterations, "on") == "compiled"
         assert form_after(cfg, iterations, "off") == "eager"

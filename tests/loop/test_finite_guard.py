@@ -136,11 +136,10 @@ def test_an_observation_at_a_time_limit_is_found_by_its_value():
         {"env": 2, "step": 1, "env_step": 5},
         None,
     )
-    assert "final_value = nan in env 2, step 1 of the rollout, step 5 of that env, there is none before it; " in str(
-        error
-    )
-    assert "it is the value of the observation at a time limit: mend the environment if that is not finite" in str(
-        error
+    assert "final_value = nan in env 2, step 1 of the rollout, step 5 of that env, no value before it; " in str(error)
+    assert (
+        "it is the value of the observation at a time limit: mend the environment if the observation is not finite"
+        in str(error)
     )
 
 

@@ -117,7 +117,7 @@ def test_a_device_without_its_number_is_the_one_the_state_is_on(monkeypatch):
     state = init_state(small())
     assert state["key"].device != torch.device("cpu:0")
     assert len(list(train_iter(state, small()))) == 8
-    with pytest.raises(ConfigError, match=r"state: is on meta, the config says cpu:0; use state.to\(...\)"):
+    with pytest.raises(ConfigError, match=r"state: is on meta, the config sets cpu:0; use state.to\(...\)"):
         next(train_iter(state.to("meta"), small()))
 
 

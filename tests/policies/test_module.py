@@ -64,10 +64,10 @@ def test_compiled_and_eager_runs_agree(name):
 
 
 def test_whoever_draws_cannot_be_compiled_and_says_so():
-    with pytest.raises(ConfigError, match=r"trainer\.compile: on, but policy acts draws numbers of its own.*use auto"):
+    with pytest.raises(ConfigError, match=r"trainer\.compile: on, but policy acts draws its own random num.*use auto"):
         init_state(_config("acts", **{"trainer.compile": "on"}))
     form = form_of(_config("acts", **{"trainer.compile": "auto"}))
-    assert form.name == "eager" and "draws numbers of its own" in form.reason
+    assert form.name == "eager" and "draws its own random numbers" in form.reason
 
 
 @pytest.mark.parametrize("name", [*NAMES, "own_std", "trunk_squashed"])
@@ -302,7 +302,7 @@ def test_a_box_needs_a_log_std_and_an_acting_module_no_squashing():
         _policy(NoStd, BOX)
     with pytest.raises(
         ConfigError,
-        match=r"Acts.get_action makes its own actions; leave squash out, it is for modules with only forward",
+        match=r"Acts.get_action chooses its own actions; leave squash out, it is for modules with only forward",
     ):
         _policy(Acts, BOX, squash=True)
     with pytest.raises(ConfigError, match=r"^policy\.squash: expected Box actions"):

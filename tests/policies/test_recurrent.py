@@ -147,7 +147,7 @@ def test_environments_that_start_again_have_a_new_memory():
     run = build(cfg)
     state, _ = collect(run, init_state(cfg))
     ecrl.close(state, cfg)
-    with pytest.warns(UserWarning, match="their episodes start afresh"):
+    with pytest.warns(UserWarning, match="their episodes restart"):
         again = reopened(run, state)
     assert torch.equal(again["carry", "h"], run.policy.init_carry(state["params"], 2)["h"])
     assert not torch.equal(again["carry", "h"], state["carry", "h"])

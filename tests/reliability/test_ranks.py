@@ -235,7 +235,7 @@ def test_all_ranks_stop_where_an_environment_on_the_host_of_one_pays_nan(tmp_pat
     processes = launched(2, train)
     told = [process.communicate(timeout=PATIENCE_S)[0] for process in processes]
     assert [process.returncode for process in processes] == [2, 2], told
-    assert "it shows nowhere on this rank; mend the environment" in told[0] and str(crash) in told[0]
+    assert "the iteration is finite on this rank; mend the environment" in told[0] and str(crash) in told[0]
     assert "first reward = nan in env 2, step 1 of the rollout, step 6 of that env, last finite value 1" in told[1]
     assert json.loads((crash / "report.json").read_text())["met"][0] == "reward"
 

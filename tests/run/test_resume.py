@@ -167,7 +167,7 @@ def test_a_saved_gymnasium_run_starts_its_episodes_afresh_and_says_so(tmp_path):
     first = next(iter(train_iter(state, cfg)))["state"]
     save(tmp_path / "saved", first, cfg)
     loaded, _ = load(tmp_path / "saved")
-    with pytest.warns(UserWarning, match="episodes start afresh"):
+    with pytest.warns(UserWarning, match="episodes restart"):
         *_, record = train_iter(loaded, cfg)
     assert int(record["state"]["update_step"]) == 2
 
@@ -204,17 +204,17 @@ def test_training_on_from_any_gymnasium_state_starts_episodes_afresh():
     start = init_state(cfg)
     first, _, second, *_ = [record["state"] for record in train_iter(start, cfg)]
     for state in (start, first, second):  # behind the environments
-        with pytest.warns(UserWarning, match="episodes start afresh"):
+        with pytest.warns(UserWarning, match="episodes restart"):
             *_, record = train_iter(state, cfg)
         assert int(record["state"]["update_step"]) == 3
     close(record["state"], cfg)
-    with pytest.warns(UserWarning, match="episodes start afresh"):  # they are closed
+    with pytest.warns(UserWarning, match="episodes restart"):  # they are closed
         list(train_iter(first, cfg))
 
 
 def test_a_pure_state_is_not_one_of_gymnasium():
     state = init_state(small())
-    with pytest.raises(ConfigError, match="its environments are not those of gymnasium"):
+    with pytest.raises(ConfigError, match="it has no environments of gymnasium"):
         next(train_iter(state, small(**{"env": "gymnasium:CartPole-v1"})))
 
 
