@@ -114,7 +114,7 @@ def transitions(rollout: TensorDict) -> TensorDict:
 
     Returns: TensorDict `[N, T]` with every field of the rollout.
     Gradient: flows through `value` and `final_value`.
-    Raises: ValueError naming a missing or misshapen field.
+    Raises: ValueError naming a field that is missing or has a wrong shape.
     Source: Pardo et al. 2018, arXiv:1712.00378.
 
     >>> rollout = TensorDict({"value": torch.tensor([[1.0, 2.0, 3.0]]),
