@@ -6,7 +6,7 @@ from typing import Any
 
 
 class UserError(ValueError):
-    """An error that the user can fix. Each line of it names the given value, the expected value and a remedy."""
+    """Error that a user can fix. Each line of the message names the given value, the expected value and a remedy."""
 
 
 class ConfigError(UserError):

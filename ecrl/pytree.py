@@ -1,6 +1,6 @@
 """Flatten nested TensorDicts, dicts, lists and tuples of tensors into a list of leaves and a hashable structure.
 
-Keys are sorted, so a structure does not depend on the order of insertion, as it does in torch's pytrees. When a
+Keys are sorted. So a structure does not depend on the order of their insertion, unlike in torch's pytrees. When a
 function adds or removes an axis of the tensors, `unflatten` can change the batch sizes of the TensorDicts to match.
 """
 
@@ -29,7 +29,7 @@ def _flatten(tree: Any, leaves: list[Tensor]) -> Hashable:
         return dict, None, tuple([(key, _flatten(tree[key], leaves)) for key in sorted(tree)])
     if isinstance(tree, list | tuple):
         return type(tree), None, tuple([_flatten(part, leaves) for part in tree])
-    # Not a tensor, so it is a part of the structure. Its type and sign are too, because 2 == 2.0 and 0.0 == -0.0.
+    # Not a tensor, so it is a part of the structure. Its type and sign are added, because 2 == 2.0 and 0.0 == -0.0.
     sign = copysign(1.0, tree) if isinstance(tree, float) and tree == 0.0 else None
     return None, (type(tree), tree, exact(tree) if is_dataclass(tree) else sign), ()
 

@@ -1,7 +1,7 @@
 """Queries about torch's state: graphs being traced, active transforms, forward-mode derivatives, writes in place.
 
-Some queries need private names of torch. This module looks them up once, at import. If a name is missing, a function
-does the same with public names, but slower. The table in `docs/design.md` lists the private names.
+Some queries need private names of torch. This module looks them up once, at import. If a name is missing, runs give the
+same results but are slower. The table in `docs/design.md` lists the private names.
 """
 
 from collections.abc import Callable, Iterable, Iterator

@@ -15,7 +15,7 @@ Scalar = float | Tensor
 """A hyperparameter: a Python number or a 0-d tensor. A tensor can change without compiling a function again."""
 
 Logs = dict[str, Tensor]
-"""Named 0-d tensors."""
+"""0-d tensors by name."""
 
 ROLLOUT_FIELDS = {
     "obs": "[N, T+1, ...] observations, may be a TensorDict; obs[:, -1] is the observation after the last step",
@@ -69,13 +69,13 @@ def same_shape(**tensors: Tensor) -> None:
 
     >>> same_shape(reward=torch.zeros(2, 3), value=torch.zeros(2, 4))
     Traceback (most recent call last):
-    ValueError: value has shape [2, 4], expected [2, 3] as reward
+    ValueError: value has shape [2, 4], expected [2, 3], the shape of reward
     """
     first, *rest = tensors
     expected = tensors[first].shape
     wrong = [f"{name} has shape {list(tensors[name].shape)}" for name in rest if tensors[name].shape != expected]
     if wrong:
-        raise ValueError(f"{', '.join(wrong)}, expected {list(expected)} as {first}")
+        raise ValueError(f"{', '.join(wrong)}, expected {list(expected)}, the shape of {first}")
 
 
 def check_rollout(rollout: TensorDict, *keys: str) -> None:

@@ -43,7 +43,7 @@ _CONDITION = re.compile(  # the end condition of a loop: one kernel that compare
 
 
 def _lines(names: set[str], body: str) -> str:
-    """Return the lines that contain one of the names, except lines that only free it."""
+    """Return the lines that contain one of the names, except lines that only free a variable."""
     word, freed = re.compile(rf"\b({'|'.join(names)})\b"), re.compile(rf" *({'|'.join(names)})\.reset\(\);\n")
     return "".join(x for x in body.splitlines(keepends=True) if word.search(x) and not freed.fullmatch(x))
 

@@ -1,7 +1,7 @@
 """Compile a function, or run it eagerly. This module is the entry point of the package.
 
 A run executes its functions either compiled or eagerly. `choose_form` decides this by `trainer.compile`, the device and
-the installed versions, and returns a `Form`. It has a function `jit(fn, *static)` and a function `scan`. `jit` binds
+the installed versions. It returns a `Form`, which has a function `jit(fn, *static)` and a function `scan`. `jit` binds
 the static arguments of `fn`: functions, and numbers that determine the graph. In a compiled run it also compiles `fn`
 at its first call. Calls of `jit` with equal `fn` and `static` share one compiled function, so a new seed, name or
 learning rate compiles nothing.

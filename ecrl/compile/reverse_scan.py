@@ -50,7 +50,7 @@ def materialize(x: Tensor) -> Tensor:
 def as_bytes(mask: Tensor) -> Tensor:
     """Return the mask, read as bytes. Inductor loads bools one at a time, which is 15 times slower.
 
-    The mask is viewed as int16 and then as uint8, because inductor converts the elements of a direct view as uint8.
+    The mask is viewed as int16 and then as uint8, because inductor treats a direct view as uint8 as a conversion.
     """
     if not _INDUCTOR_VIEWS_BOOLS or not mask.is_contiguous() or mask.numel() % 2 or mask.storage_offset() % 2:
         return mask

@@ -101,7 +101,7 @@ def categorical_log_prob(logits: Tensor, action: Tensor) -> Tensor:
 
 
 def _log_prob(logits: Tensor, action: Tensor) -> Tensor:
-    """Return `categorical_log_prob` in at least float32."""
+    """Return `categorical_log_prob`, but in float32 for half-precision inputs."""
     return F.log_softmax(widened(logits)[0], -1).gather(-1, action.unsqueeze(-1)).squeeze(-1)
 
 
@@ -123,7 +123,7 @@ def categorical_entropy(logits: Tensor) -> Tensor:
 
 
 def _entropy(logits: Tensor) -> Tensor:
-    """Return `categorical_entropy` in at least float32."""
+    """Return `categorical_entropy`, but in float32 for half-precision inputs."""
     log_p = F.log_softmax(widened(logits)[0], -1)
     p = log_p.exp()
     return -(p * log_p.masked_fill(p == 0.0, 0.0)).sum(-1)
@@ -150,7 +150,7 @@ def categorical_kl(logits: Tensor, other_logits: Tensor) -> Tensor:
 
 
 def _kl(logits: Tensor, other_logits: Tensor) -> Tensor:
-    """Return `categorical_kl` in at least float32."""
+    """Return `categorical_kl`, but in float32 for half-precision inputs."""
     log_p, log_q = (F.log_softmax(x, -1) for x in widened(logits, other_logits))
     p = log_p.exp()
     return (p * (log_p - log_q).masked_fill(p == 0.0, 0.0)).sum(-1)

@@ -33,9 +33,9 @@ def _expand_to_tokens(advantage: Tensor, like: Tensor) -> Tensor:
 def clipped_surrogate(
     log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, mask: Tensor, *, clip_coef: Scalar
 ) -> tuple[Tensor, Logs]:
-    """Return the negated clipped policy objective.
+    """Return the negated clipped policy objective of PPO.
 
-        ratio = exp(min(log_prob - old_log_prob, bound))        bound: 44.36 in float32, see the module
+        ratio = exp(min(log_prob - old_log_prob, bound))        bound = exponent_bound(dtype), 44.36 in float32
         loss  = -mean(min(ratio * advantage, clip(ratio, 1 - clip_coef, 1 + clip_coef) * advantage))
 
     Args:
@@ -63,7 +63,7 @@ def clipped_surrogate(
 def _surrogate(
     log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, mask: Tensor, clip_coef: Scalar
 ) -> tuple[Tensor, Logs]:
-    """Return `clipped_surrogate` with a loss of at least float32."""
+    """Return `clipped_surrogate`, but with a float32 loss for half-precision inputs."""
     same_shape(log_prob=log_prob, old_log_prob=old_log_prob, mask=mask)
     (clip_coef,) = scalars(clip_coef=clip_coef)
     bound = exponent_bound(common_dtype(log_prob, old_log_prob))
@@ -184,7 +184,8 @@ def kl_k2(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
 def kl_k3(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
     """Estimate KL(policy | ref) from each sample of the policy. It is unbiased, has a low variance and is >= 0.
 
-        exp(q) - 1 - q,    q = min(ref_log_prob - log_prob, bound)        bound: 44.36 in float32, see the module
+        exp(q) - 1 - q,    q = min(ref_log_prob - log_prob, bound)
+        bound = exponent_bound(dtype), 44.36 in float32
 
     Args:
         log_prob: `[*B]` float, nats, under the policy that drew the samples.
@@ -203,7 +204,7 @@ def kl_k3(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
 
 
 def _k3(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
-    """Return `kl_k3` in at least float32."""
+    """Return `kl_k3`, but in float32 for half-precision inputs."""
     bound = exponent_bound(common_dtype(log_prob, ref_log_prob))
     log_prob, ref_log_prob = widened(log_prob, ref_log_prob)
     q = (ref_log_prob - log_prob).clamp(max=bound)
@@ -287,7 +288,7 @@ def ppo_loss_clipped_value(
         vf_coef: weight of the value loss.
         ent_coef: weight of the entropy bonus.
 
-    Returns: as `ppo_loss`.
+    Returns: loss and logs with the names of `ppo_loss`.
     Gradient: through `log_prob`, `entropy` and `value` only.
     Raises: ValueError naming the argument, if shapes differ or a hyperparameter is not 0-d.
     Source: Engstrom et al. 2020, arXiv:2005.12729, sec. 3.

@@ -32,12 +32,12 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def identity(x: Tensor) -> Tensor:
-    """Return `x`. This is the sum over all processes if there is only one."""
+    """Return `x`. It is the default for `total`: the sum over all processes, if there is only one process."""
     return x
 
 
 def standardize(x: Tensor, mask: Tensor, *, eps: Scalar, total: Callable[[Tensor], Tensor] = identity) -> Tensor:
-    """Shift and scale to mean 0 and standard deviation 1 over the unmasked entries. Masked entries give 0.
+    """Shift and scale `x` to mean 0 and standard deviation 1 over the unmasked entries. Masked entries become 0.
 
         (x - mean) / max(std, eps)        std divides by max(count - 1, 1)
 

@@ -52,7 +52,8 @@ def moments_merge(moments: TensorDict, other: TensorDict) -> TensorDict:
     """
     if moments["mean"].shape != other["mean"].shape:
         raise ValueError(
-            f"other has samples of shape {list(other['mean'].shape)}, expected {list(moments['mean'].shape)} as moments"
+            f"other has samples of shape {list(other['mean'].shape)}, expected {list(moments['mean'].shape)}, "
+            "the shape in moments"
         )
     count = moments["count"] + other["count"]
     share = other["count"] / count.clamp(min=1.0)
@@ -75,7 +76,7 @@ def moments_update(
 
     Returns: new moments. The inputs do not change.
     Gradient: none; `x` is detached.
-    Raises: ValueError naming an argument whose shape does not fit.
+    Raises: ValueError if the shape of `x` does not match `mask` and `moments`.
     Source: as `moments_merge`.
 
     >>> m = moments_update(moments_init(()), torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False]))

@@ -92,7 +92,7 @@ def normal_log_prob(mean: Tensor, log_std: Tensor, action: Tensor) -> Tensor:
 
 
 def _log_prob(mean: Tensor, log_std: Tensor, action: Tensor) -> Tensor:
-    """Return `normal_log_prob` in at least float32."""
+    """Return `normal_log_prob`, but in float32 for half-precision inputs."""
     same_shape(mean=mean, action=action)
     _check(mean, log_std)
     mean, log_std, action = widened(mean, log_std, action)

@@ -134,7 +134,7 @@ def adamw(
 ) -> tuple[TensorDict, TensorDict]:
     """Multiply the parameters by a decay factor, then run one step of Adam. The decay does not enter the moments.
 
-        p = p * (1 - learning_rate * weight_decay), then as `adam`
+        p = p * (1 - learning_rate * weight_decay), then one step of `adam`
 
     Args:
         params: TensorDict of parameters.
@@ -254,7 +254,7 @@ def global_norm(grads: TensorDict) -> Tensor:
 
 
 def _norm(grads: TensorDict) -> Tensor:
-    """Return `global_norm` in at least float32."""
+    """Return `global_norm`, but in float32 for half-precision inputs."""
     leaves = [torch.linalg.vector_norm(g.to(computed_in(g.dtype))) for g in _leaves(grads)]
     return torch.linalg.vector_norm(torch.stack(leaves))
 

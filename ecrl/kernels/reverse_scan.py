@@ -100,7 +100,7 @@ _SCAN: list[TimeMajorScan] = [scan_time_major]
 
 
 def use_scan(scan: TimeMajorScan) -> TimeMajorScan:
-    """Decorate a function to make `reverse_scan` call it instead of `scan_time_major`. The compiler does so."""
+    """Decorate a function to make `reverse_scan` call it instead of `scan_time_major`. `ecrl.compile` does so."""
     _SCAN[:] = [scan]
     return scan
 

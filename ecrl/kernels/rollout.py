@@ -156,7 +156,7 @@ def _sparse_transition(
     params: TensorDict,
     initial: TensorDict,
 ) -> tuple[tuple[tuple[TensorDict, TensorDict], _Slots | None], TensorDict]:
-    """Run `_transition`, but store final states in slots, of truncated environments only, instead of in the row."""
+    """Run `_transition`, but move the final states of truncated environments from the row into slots."""
     carry_and_env, slots = state
     carry_and_env, row = _transition(policy, env, carry_and_env, noise, params, initial)
     obs, carry = row.pop("final_obs"), cast(TensorDict, row.pop("final_carry", initial))

@@ -31,7 +31,7 @@ def scan(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *constants: 
     Args:
         body: a pure function. It reads only its arguments.
         carry: tensors, TensorDicts, and tuples, lists and dicts of them. `body` returns the same shapes and dtypes.
-        xs: tensors in the same containers. All have the same first axis, of at least 1.
+        xs: tensors in the same containers. The length of the first axis is the same for all, and at least 1.
         constants: further arguments of `body`, the same in every step.
 
     Returns: the last carry, and all `y` stacked along a new first axis.
@@ -78,7 +78,7 @@ _LOOP: list[Scan] = [scan]
 
 
 def use_loop(fn: Scan) -> Scan:
-    """Decorate a function to make `loop` call it instead of `scan`. The compiler does so."""
+    """Decorate a function to make `loop` call it instead of `scan`. `ecrl.compile` does so."""
     _LOOP[:] = [fn]
     return fn
 
@@ -89,21 +89,21 @@ def loop(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *constants: 
         carry, y[t] = body(carry, x[t], *constants)
 
     Policies use it for the recurrence over the steps of a sequence, and environments for the iterations of a solver.
-    In eager code it is `scan`. A compiled graph contains the body once, for any number of steps. With a plain `scan`
-    it would contain the body once per step.
+    In eager code, `loop` runs `scan`. A compiled graph contains the body once, for any number of steps. With a plain
+    `scan` it would contain the body once per step.
 
     Args:
         body: a pure function. It reads no tensors except its arguments, so pass all tensors in `xs` or `constants`.
         carry: tensors, TensorDicts, and tuples, lists and dicts of them. `body` returns the same shapes and dtypes.
-        xs: tensors in the same containers. All have the same first axis, of at least 1.
+        xs: tensors in the same containers. The length of the first axis is the same for all, and at least 1.
         constants: further arguments of `body`, the same in every step.
 
     Returns: the last carry, and all `y` stacked along a new first axis.
     Gradient: flows through `carry`, `xs` and `constants` as `body` defines it. In a compiled graph, a second loop
         computes the gradient backwards in time, and the carry of every step is kept in memory for it. A compiled graph
         does not support second derivatives.
-    Raises: ValueError for the reasons of `scan`. In a compiled graph, ConfigError if `body` uses a tensor of the graph
-        that is not one of its arguments, or if second or forward-mode derivatives are taken.
+    Raises: ValueError in the same cases as `scan`. In a compiled graph, ConfigError if `body` uses a tensor of the
+        graph that is not one of its arguments, or if second or forward-mode derivatives are taken.
 
     >>> loop(lambda x, _: (0.5 * (x + 2.0 / x), None), torch.tensor(1.0), torch.zeros(4))[0]  # Heron's root of 2
     tensor(1.4142)
