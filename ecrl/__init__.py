@@ -1,7 +1,7 @@
-"""Reinforcement learning from pure functions in PyTorch, and one thin loop that composes them.
+"""Reinforcement learning from pure functions in PyTorch, and one short training loop that calls them.
 
-Everything that changes during a run is a tensor in one TensorDict. Everything that stays fixed is in a frozen config.
-Everything that happens is a module-level function.
+One TensorDict holds everything that changes during a run. A frozen config holds everything that does not change. All
+code that runs is in module-level functions.
 
 `import ecrl` imports no other package. Python imports a public name when you first use it.
 """
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from ecrl.run.train import train, train_from_config
 
 if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
-    # By default, OpenMP's threads spin for milliseconds while they wait. MuJoCo's threads need those cores.
+    # By default, OpenMP's threads keep their cores busy for milliseconds while they wait. MuJoCo needs these cores.
     os.environ.setdefault("GOMP_SPINCOUNT", "4000")
 
 _HOME = {

@@ -1,7 +1,8 @@
-"""Ranks: processes that torchrun starts to train together. They have the same weights and their own environments.
+"""Training in several processes, called ranks, that torchrun starts.
 
-Inside an iteration, ranks exchange numbers only by `all_sum` and `all_mean`. Compiled code sees one operator,
-`ecrl::all_sum`. Before `start` there is one rank, and a sum over ranks returns its argument.
+All ranks have the same weights, and each rank has its own environments. Inside an iteration, ranks exchange numbers
+only by `all_sum` and `all_mean`. In a compiled graph, both are the operator `ecrl::all_sum`. Before a call of `start`,
+there is one rank, and `all_sum` returns its argument.
 """
 
 import atexit
@@ -21,11 +22,14 @@ from ecrl.pytree import flatten, unflatten
 
 T = TypeVar("T")
 _TIMEOUT = timedelta(days=7)
-"""Longest wait of a rank for the others, such as while rank 0 evaluates. If a rank dies, torchrun ends all ranks."""
+"""Longest time that a rank waits for the others, for example while rank 0 evaluates.
+
+It can be long, because torchrun ends all ranks if one rank dies.
+"""
 
 
 class _Ranks(NamedTuple):
-    """Rank, number of ranks, and a store of strings by name. The store survives restarts by torchrun."""
+    """The index of this rank, the number of ranks, and a store of strings by name that outlasts torchrun's restarts."""
 
     rank: int
     size: int
@@ -36,7 +40,7 @@ _ranks = _Ranks(0, 1, None)  # set once, by `start`
 
 
 def rank() -> int:
-    """Return the index of this process, or 0 without other processes."""
+    """Return the index of this process among the ranks. It is 0 if there is only one."""
     return _ranks.rank
 
 
@@ -47,7 +51,10 @@ def world_size() -> int:
 
 @contextmanager
 def _short_errors() -> Iterator[None]:
-    """Turn a communication error into a UserError of one line, without the frames that keep the process group alive."""
+    """Turn a communication error into a UserError of one line.
+
+    The traceback is dropped, because its frames would keep the process group alive.
+    """
     try:
         yield
     except RuntimeError as error:
@@ -79,7 +86,7 @@ torch.library.register_vmap("ecrl::all_sum", _all_sum_vmap)
 
 
 def all_sum(x: Tensor) -> Tensor:
-    """Return the sum of `x` over ranks, with the same bits on every rank. With one rank, return `x`.
+    """Return the sum of `x` over ranks, with equal bits on every rank. With one rank, return `x`.
 
     >>> all_sum(torch.ones(2))
     tensor([1., 1.])
@@ -93,6 +100,10 @@ def all_mean(x: T, *, weight: Tensor) -> T:
         sum_ranks(weight * x) / sum_ranks(weight)        0 if all weights are 0
 
     On a rank with weight 0, tensors may be NaN or infinite. All tensors are sent in one message.
+
+    Args:
+        x: tensors in TensorDicts, tuples, lists and dicts.
+        weight: 0-d weight of this rank.
 
     >>> all_mean(torch.ones(2), weight=torch.tensor(3.0))
     tensor([1., 1.])
@@ -110,7 +121,7 @@ def all_mean(x: T, *, weight: Tensor) -> T:
 
 
 def any_rank(flag: bool) -> bool:
-    """Return True if the flag is True on any rank (collective; call it between iterations)."""
+    """Return True if the flag is True on any rank. Every rank must call this function, between iterations."""
     return flag if world_size() == 1 else bool(all_sum(torch.tensor([int(flag)])) > 0)
 
 
@@ -123,7 +134,9 @@ def _read_number(name: str, environ: Mapping[str, str]) -> int:
 
 
 def local_device(name: str, environ: Mapping[str, str] = os.environ) -> str:
-    """Return the device of this rank. For `cuda` and `auto` it is the GPU with index LOCAL_RANK, otherwise `name`.
+    """Return the device of this rank: `name`, or the GPU of index LOCAL_RANK.
+
+    It is the GPU if there are several ranks and GPUs, and `name` is `cuda` or `auto`.
 
     Raises: ConfigError that lists the GPUs of this machine if it has too few.
     """
@@ -137,9 +150,9 @@ def local_device(name: str, environ: Mapping[str, str] = os.environ) -> str:
 
 
 def start(distributed: bool, environ: Mapping[str, str] = os.environ) -> None:
-    """Join the other processes that torchrun started if the run is distributed. Call it once, before anything else.
+    """Join the other processes that torchrun started, if the run is distributed. Call this function first, and once.
 
-    Each restart uses new names in the store, so it does not read the messages of dead processes.
+    Each restart uses new names in the store. So it does not read messages from processes of an earlier attempt.
 
     Raises: ConfigError that names a missing variable of torchrun.
     """
@@ -149,7 +162,7 @@ def start(distributed: bool, environ: Mapping[str, str] = os.environ) -> None:
         return
     size, own_rank, port = (_read_number(name, environ) for name in ("WORLD_SIZE", "RANK", "MASTER_PORT"))
     if own_rank >= size:
-        raise ConfigError(f"trainer.distributed: RANK is {own_rank}, expected below WORLD_SIZE, {size}")
+        raise ConfigError(f"trainer.distributed: RANK is {own_rank}, expected less than WORLD_SIZE, {size}")
     torchrun_has_store = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     host = environ.get("MASTER_ADDR", "localhost")
     try:
@@ -169,7 +182,7 @@ def start(distributed: bool, environ: Mapping[str, str] = os.environ) -> None:
 
 
 def stop() -> None:
-    """Leave the other processes."""
+    """Leave the group of processes."""
     global _ranks
     if world_size() > 1:
         dist.destroy_process_group()
@@ -177,11 +190,12 @@ def stop() -> None:
 
 
 def _stop_at_exit() -> None:
-    """Leave the other processes if this one ends without `stop`, such as after an error.
+    """Leave the group of processes if this one ends without `stop`, for example after an error.
 
-    A thread of gloo keeps the tensors of the last message, and needs Python's lock to release them. If the interpreter
-    has begun to shut down, that thread is killed and the process fails: "terminate called without an active
-    exception". Destroying the group joins the thread first. NCCL would wait for the other ranks, so it is aborted.
+    A thread of gloo holds the tensors of the last message, and needs Python's lock to release them. While the
+    interpreter shuts down, it kills this thread, and the process fails with "terminate called without an active
+    exception". Destroying the group ends the thread before that. With NCCL, destroying the group would wait for the
+    other ranks, so the group is aborted first.
     """
     if world_size() > 1 and dist.group.WORLD is not None:
         dist.group.WORLD.abort()  # gloo has nothing to abort
@@ -194,7 +208,7 @@ def restarts(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def value_of_rank_0(name: str, make: Callable[[], str]) -> str:
-    """Call `make` on rank 0; return its text on every rank. After a restart, return the first text of that name."""
+    """Call `make` on rank 0, and return its text on every rank. After a restart, return the first text of this name."""
     if _ranks.store is None:
         return make()
     store = PrefixStore("ecrl", _ranks.store)
@@ -204,13 +218,13 @@ def value_of_rank_0(name: str, make: Callable[[], str]) -> str:
 
 
 def set_flag(name: str) -> None:
-    """Set a flag that the processes of a later torchrun restart can read with `has_flag`."""
+    """Set a flag that processes can read with `has_flag` after a later restart by torchrun."""
     if _ranks.store is not None and not (store := PrefixStore("ecrl", _ranks.store)).check([name]):
         store.set(name, str(restarts()))
 
 
 def has_flag(name: str) -> bool:
-    """Return True if this flag was set before the last torchrun restart."""
+    """Return True if this flag was set before the last restart by torchrun."""
     if not restarts():
         return False
     store = PrefixStore("ecrl", _ranks.store)
@@ -218,7 +232,10 @@ def has_flag(name: str) -> bool:
 
 
 def gather_on_rank_0(own: bytes) -> list[bytes]:
-    """Return the bytes of all ranks, in rank order, on rank 0. Return an empty list on the others (collective)."""
+    """Return the bytes of all ranks, in the order of ranks, on rank 0, and an empty list on other ranks.
+
+    Every rank must call this function.
+    """
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size())]
     with _short_errors():
         dist.all_gather(sizes, torch.tensor([len(own)]))

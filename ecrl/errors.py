@@ -1,4 +1,4 @@
-"""Errors that a user can fix. The command line prints one line per fault, without a traceback, and exits with 2."""
+"""Errors that a user can fix. For such an error, the command line prints one line per fault and exits with status 2."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class UserError(ValueError):
-    """An error that the user can fix. Each line names the given value, the expected value and a remedy."""
+    """Error that a user can fix. Each line of the message names the given value, the expected value and a remedy."""
 
 
 class ConfigError(UserError):
@@ -14,11 +14,14 @@ class ConfigError(UserError):
 
 
 class CheckpointError(UserError):
-    """A checkpoint is missing, is damaged or does not fit its config. The message names the file."""
+    """Error for a checkpoint that is missing, is damaged or does not match its config. The message names the file."""
 
 
 class NotSavedError(CheckpointError):
-    """`ecrl.train` could not save its last state. The attributes `state` and `history` hold its return values."""
+    """Error of `ecrl.train` if it cannot save the last state.
+
+    The attributes `state` and `history` hold the values that `ecrl.train` would have returned.
+    """
 
     def __init__(self, message: str, state: Any, history: Any):
         super().__init__(f"{message}; nothing is lost: this error has the attributes state and history")
@@ -26,12 +29,12 @@ class NotSavedError(CheckpointError):
 
 
 class NotFiniteError(UserError):
-    """An iteration produced NaN or infinity.
+    """Error for an iteration that produced NaN or infinity.
 
     Attributes:
-        report: places of NaN or infinity, by tensor.
-        state: state before the iteration.
-        files: checkpoint files of the other ranks for this state.
+        report: the positions of NaN and infinity, by the name of the tensor.
+        state: the state before the iteration.
+        files: the other ranks' checkpoint files for this state, by name.
     """
 
     def __init__(self, message: str, report: dict[str, Any], state: Any = None, files: dict[str, bytes] | None = None):
@@ -40,12 +43,12 @@ class NotFiniteError(UserError):
 
 
 class MissingExtraError(UserError, ModuleNotFoundError):
-    """A package of an optional extra is not installed."""
+    """Error for a missing package that belongs to an optional extra of ecrl."""
 
 
 @contextmanager
 def extra(name: str) -> Iterator[None]:
-    """Turn a failed import in the block into an error of one line with the command that installs the extra `name`."""
+    """Turn a failed import in the block into a one-line error with the command that installs the extra `name`."""
     try:
         yield
     except ModuleNotFoundError as error:

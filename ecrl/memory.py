@@ -1,7 +1,7 @@
-"""Reject allocations that cannot fit, and report failed allocations in one line.
+"""Raise errors of one line for allocations that cannot fit in memory, or that failed.
 
-Linux overcommits memory and kills the process later, so large allocations are checked first. The command line imports
-this module without torch.
+Linux grants allocations that do not fit, and kills the process when it uses them. So large allocations are checked in
+advance. This module does not import torch at once, because the command line must start fast.
 """
 
 import os
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 _MESSAGES = "allocate memory|out of memory|not enough memory|Storage size calculation overflowed|numel: integer"
-"""Parts of the error messages of allocators."""
+"""A regular expression for the error messages of failed allocations."""
 
 
 def total_memory(device: "torch.device") -> int:
@@ -33,8 +33,8 @@ def check_room(need: int, device: "torch.device", label: str) -> None:
 
     Args:
         need: bytes of the allocation.
-        device: the device that would hold it.
-        label: start of the message: the config key, and the allocated objects in the plural.
+        device: device of the allocation.
+        label: start of the message: the config key, and a plural noun for the objects that need the memory.
 
     >>> import torch
     >>> check_room(10**18, torch.device("cpu"), "trainer.num_envs: 10**15 environments")  # doctest: +ELLIPSIS
@@ -53,7 +53,7 @@ def enough_memory(label: str, advice: str) -> Iterator[None]:
 
     Args:
         label: start of the message.
-        advice: end of the message: how to need less memory.
+        advice: end of the message: a way to use less memory.
 
     >>> with enough_memory("policy.actor", "make it smaller"):
     ...     raise MemoryError

@@ -1,7 +1,7 @@
 """Flatten nested TensorDicts, dicts, lists and tuples of tensors into a list of leaves and a hashable structure.
 
-Keys are sorted, so unlike torch's pytrees a structure does not depend on the insertion order of its keys. The batch
-size of a TensorDict can change with its tensors when an axis is added or removed.
+Keys are sorted. So a structure does not depend on the order of their insertion, unlike in torch's pytrees. When a
+function adds or removes an axis of the tensors, `unflatten` can change the batch sizes of the TensorDicts to match.
 """
 
 from collections.abc import Callable, Hashable, Iterator
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from tensordict import TensorDict, TensorDictBase
 from torch import Size, Tensor
 
-_LEAF, _TENSORDICT = "tensor", "TensorDict"  # not the class: torch.compile of torch 2.11 cannot compare it
+_LEAF, _TENSORDICT = "tensor", "TensorDict"  # a string, because torch.compile of torch 2.11 cannot compare classes
 
 
 def _sorted_items(tree: TensorDictBase) -> list[tuple[Any, Any]]:
@@ -29,13 +29,13 @@ def _flatten(tree: Any, leaves: list[Tensor]) -> Hashable:
         return dict, None, tuple([(key, _flatten(tree[key], leaves)) for key in sorted(tree)])
     if isinstance(tree, list | tuple):
         return type(tree), None, tuple([_flatten(part, leaves) for part in tree])
-    # Not a tensor, so it is a part of the structure. 2 equals 2.0, and 0.0 equals -0.0.
+    # Not a tensor, so it is a part of the structure. Its type and sign are added, because 2 == 2.0 and 0.0 == -0.0.
     sign = copysign(1.0, tree) if isinstance(tree, float) and tree == 0.0 else None
     return None, (type(tree), tree, exact(tree) if is_dataclass(tree) else sign), ()
 
 
 def exact(value: Any) -> Hashable:
-    """Return a key that tells apart equal values of different types or signs, in tuples and dataclasses too.
+    """Return a key that differs for equal values of different types or signs, also within tuples and dataclasses.
 
     >>> exact((1, 0.0)) == exact((1, 0.0)), exact((1, 0.0)) == exact((True, 0.0)), exact((1, 0.0)) == exact((1, -0.0))
     (True, False, False)
@@ -51,13 +51,13 @@ def exact(value: Any) -> Hashable:
 
 
 class Borrowed(NamedTuple):
-    """Tensors that a function only reads. Compiled code never copies them, so they may be large."""
+    """Wrapper of tensors that a function only reads. Compiled code never copies them, so they may be large."""
 
     fields: Any
 
 
 def is_borrowed(structure: Any, inside: bool = False) -> list[bool]:
-    """Return a bool for each leaf, in their order: True inside a `Borrowed`.
+    """Return a bool for each leaf, in order: True if the leaf is inside a `Borrowed`.
 
     >>> from torch import zeros
     >>> is_borrowed(flatten((zeros(1), Borrowed([zeros(1)])))[1])
@@ -71,7 +71,7 @@ def is_borrowed(structure: Any, inside: bool = False) -> list[bool]:
 
 
 def flatten(tree: Any) -> tuple[list[Tensor], Hashable]:
-    """Return leaves and structure. A value that is not a tensor, such as None or a number, is part of the structure.
+    """Return the leaves and the structure. The structure contains values other than tensors, such as None or numbers.
 
     >>> from torch import zeros
     >>> flatten({"b": None, "a": (zeros(2), 3)})[1] == flatten({"a": (zeros(2), 3), "b": None})[1]
@@ -118,7 +118,7 @@ def _build(structure: Any, leaves: Iterator[Any], batch: _NewSize | None) -> Any
     if kind is None:
         return value[1]
     if kind == _TENSORDICT:
-        # No recursive call for a leaf: with few environments, this function takes the largest share of Python's time.
+        # No recursive call for a leaf, because with few environments this function takes most of the time in Python.
         tensors = {key: next(leaves) if part == _LEAF else _build(part, leaves, batch) for key, part in parts}
         # No checks: the parts come from a valid tree, and checks would cost more than a step of a small network.
         return TensorDict._new_unsafe(tensors, value if batch is None else Size(batch(value)))
@@ -129,7 +129,7 @@ def _build(structure: Any, leaves: Iterator[Any], batch: _NewSize | None) -> Any
 
 
 def unflatten(structure: Hashable, leaves: Any, batch: _NewSize | None = None) -> Any:
-    """Rebuild a tree with other leaves; `batch` maps the old batch size of each TensorDict to the new one, if given.
+    """Rebuild a tree with other leaves. If `batch` is given, it maps the batch size of each TensorDict to a new one.
 
     >>> leaves, structure = flatten({"a": TensorDict({"x": 1.0}, [])})
     >>> unflatten(structure, [leaf.expand(3) for leaf in leaves], lambda size: (3, *size))["a"].batch_size
@@ -155,7 +155,7 @@ def mapped(fn: Callable[..., Tensor], tree: Any, *others: Any, batch: _NewSize |
 
 
 def replaced(tree: TensorDict, fields: Any) -> TensorDict:
-    """Return a TensorDict with some fields replaced or added; it shares the other fields with `tree`.
+    """Return a TensorDict with some fields replaced or added. It shares the other fields with `tree`.
 
     >>> replaced(TensorDict({"a": 1.0, "b": 2.0}), {"b": TensorDict({"x": 3.0})})["b", "x"]
     tensor(3.)

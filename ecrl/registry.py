@@ -1,12 +1,13 @@
-"""Registry of parts by name: environments, policies, algorithms, networks, events and the terms of tasks.
+"""Registry of parts by name: environments, policies, algorithms, networks, events and terms of MuJoCo tasks.
 
-Each name maps to `(Config, make)`. A decorator registers `make`; the annotation of its first parameter is its Config:
+Each name maps to `(Config, make)`. A decorator registers `make`. The annotation of its first parameter is the Config:
 
     @register_env("my_task")
     def my_task(cfg: MyTaskConfig) -> Env: ...
 
-Calls of `make` are memoised by config, so equal configs give the same object and compile once. An installed package
-can register its parts automatically: it lists the module that registers them as an entry point of `ecrl.plugins`.
+Calls of `make` are memoised by config, so equal configs give the same object and share compiled functions. An installed
+package can register its parts automatically. It lists the module that registers them as an entry point in the group
+`ecrl.plugins`.
 """
 
 import json
@@ -23,10 +24,10 @@ from warnings import warn
 from ecrl.errors import UserError
 
 BUILTIN = ("ecrl.envs", "ecrl.policies", "ecrl.algorithms")
-"""Packages that register the built-in parts. They are imported before the first lookup or registration by a user."""
+"""Packages that register the built-in parts. They are imported before a user first looks up or registers a part."""
 
 PLUGINS = "ecrl.plugins"
-"""Entry-point group of installed packages that register parts. They are imported after the built-in packages."""
+"""Entry-point group for installed packages that register parts. They are imported after the built-in packages."""
 
 
 class Entry(NamedTuple):
@@ -37,8 +38,8 @@ class Entry(NamedTuple):
 
 
 _KINDS = ("env", "policy", "algorithm", "network", "event", "action", "observation", "reward")
-_NAMED = ("policy", "algorithm")
-"""Kinds whose records have a field `name`."""
+_KINDS_WITH_NAME = ("policy", "algorithm")
+"""Kinds of parts that have a field `name`."""
 _ENTRIES: dict[str, dict[str, Entry]] = {kind: {} for kind in _KINDS}
 
 
@@ -47,7 +48,7 @@ _IMPORTED_GROUPS: list[str] = []  # filled before the import, because plugins re
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """Return the end of an error message: the nearest known name if one is close enough, else all names.
+    """Return the end of an error message. It suggests the nearest known name, or lists all names if none is near.
 
     >>> did_you_mean("sede", ["seed", "device"]), did_you_mean("x", ["seed", "device"])
     ("did you mean 'seed'?", 'known: device, seed')
@@ -58,7 +59,7 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
 
 
 def _with_name(make: Callable, name: str) -> Callable:
-    """Wrap `make` so that the record that it returns has the registered name, for messages."""
+    """Wrap `make` to set the field `name` of its result to the registered name, for messages."""
 
     @wraps(make)
     def named(*args: Any, **kwargs: Any) -> Any:
@@ -71,7 +72,7 @@ def _with_name(make: Callable, name: str) -> Callable:
 def _register(kind: str, name: str, *, override: bool = False) -> Callable[[Callable], Callable]:
     def decorate(make: Callable) -> Callable:
         if not str(getattr(make, "__module__", None)).startswith("ecrl."):
-            _import_parts()  # makes a built-in name count as taken, so that it can be overridden
+            _import_parts()  # otherwise a built-in part that is imported later would find its name taken
         if name in _ENTRIES[kind] and not override:
             raise ValueError(f"{kind} {name!r} is already registered; pass override=True to replace it")
         first = next(iter(signature(make).parameters), None)
@@ -80,10 +81,10 @@ def _register(kind: str, name: str, *, override: bool = False) -> Callable[[Call
             raise TypeError(
                 f"{kind} {name!r}: annotate the first parameter of {make.__name__} with its frozen Config model"
             )
-        made = _with_name(make, name) if kind in _NAMED else make
-        # A network is a module with fresh weights: a memoised module would share its weights between users.
+        made = _with_name(make, name) if kind in _KINDS_WITH_NAME else make
+        # Networks are not memoised, because two policies with one network object would share its weights.
         _ENTRIES[kind][name] = Entry(config, made if kind == "network" else cache(made))
-        if kind == "network" and override:  # memoised policies hold the old network
+        if kind == "network" and override:  # memoised policies contain the old network
             for policy in _ENTRIES["policy"].values():
                 cast(Any, policy.make).cache_clear()
         return make
@@ -92,7 +93,7 @@ def _register(kind: str, name: str, *, override: bool = False) -> Callable[[Call
 
 
 def register_env(name: str, *, override: bool = False) -> Callable[[Callable], Callable]:
-    """Decorator: register `make(cfg) -> Env` under `name`. Raise ValueError for a taken name unless `override`."""
+    """Decorator: register `make(cfg) -> Env` under `name`. Raise ValueError if the name is taken, unless `override`."""
     return _register("env", name, override=override)
 
 
@@ -109,8 +110,8 @@ def register_algorithm(name: str, *, override: bool = False) -> Callable[[Callab
 def register_network(name: str, *, override: bool = False) -> Callable[[Callable], Callable]:
     """Decorator: register `make(cfg, space, outputs) -> nn.Module` under `name`, for `{"type": name}` networks.
 
-    The module's `forward` gets observations of the space, as `module_policy` gives them to a module, and returns
-    `[B, outputs]`. `ecrl.policies.flatten` turns them into float features.
+    The module's `forward` receives a batch of observations, in the same layout as a module of `module_policy`. It
+    returns `[B, outputs]`. `ecrl.policies.flatten` converts observations to float features.
     """
     return _register("network", name, override=override)
 
@@ -118,7 +119,7 @@ def register_network(name: str, *, override: bool = False) -> Callable[[Callable
 def register_event(name: str, *, override: bool = False) -> Callable[[Callable], Callable]:
     """Decorator: register `make(cfg) -> (env state, keys) -> env state` under `name`, for `trainer.events`.
 
-    A `make(cfg, sim)` receives the simulation of a MuJoCo task; it can also be used in the task's own `events`.
+    A `make(cfg, sim)` receives the simulation of a MuJoCo task. The task's own `events` can use it too.
     """
     return _register("event", name, override=override)
 
@@ -145,7 +146,7 @@ def _import_builtin() -> None:
 
 
 def _import_parts() -> None:
-    """Import the built-in parts and, once, the plugins of installed packages. Skip a failing plugin with a warning."""
+    """Import the built-in parts, and the plugins of installed packages once. Warn of a failing plugin and skip it."""
     _import_builtin()
     if _IMPORTED_GROUPS:
         return
@@ -154,7 +155,7 @@ def _import_parts() -> None:
         try:
             point.load()
         except Exception as error:  # a plugin may raise any error, and must not break the others
-            package = f"{point.dist.name} {point.dist.version}" if point.dist else "unknown package"
+            package = f"{point.dist.name} {point.dist.version}" if point.dist else "an unknown package"
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             _FAILED_PLUGINS.append(
                 f"plugin {point.name!r} ({point.value}, from {package}) cannot be imported: {reason}"
@@ -163,7 +164,7 @@ def _import_parts() -> None:
 
 
 def import_user_module(module: str) -> None:
-    """Import a user's module that registers parts, for `--import`. A name in a config never imports anything.
+    """Import a user's module that registers parts, for the option `--import`. Configs cannot import modules.
 
     Raises: UserError if there is no such module. Errors inside the module are raised unchanged.
     """
@@ -176,9 +177,9 @@ def import_user_module(module: str) -> None:
 
 
 def user_modules(config: str) -> list[str]:
-    """List the modules outside of ecrl that registered parts of a config's JSON.
+    """List the modules outside of ecrl that registered parts with a name that occurs in a config's JSON.
 
-    Another process must import them before it reads the config.
+    Another process must import these modules before it loads the config.
 
     >>> user_modules('{"env": {"name": "cartpole"}}')
     []
@@ -189,19 +190,19 @@ def user_modules(config: str) -> list[str]:
 
 
 def registered(kind: str) -> tuple[str, ...]:
-    """List the known names of a kind: env, policy, algorithm, network, event, action, observation or reward.
+    """List the registered names of a kind: env, policy, algorithm, network, event, action, observation or reward.
 
     >>> "cartpole" in registered("env")
     True
     """
     if kind not in _ENTRIES:
-        raise ValueError(f"no registry {kind!r}; {did_you_mean(kind, _ENTRIES)}")
+        raise ValueError(f"unknown kind of part {kind!r}; {did_you_mean(kind, _ENTRIES)}")
     _import_parts()
     return tuple(sorted(_ENTRIES[kind]))
 
 
 def lookup(kind: str, name: str) -> Entry:
-    """Return the entry of a name. For an unknown name, raise KeyError with the nearest known name or all names.
+    """Return the entry of a name. For an unknown name, raise KeyError that suggests names.
 
     >>> lookup("env", "cartpol")
     Traceback (most recent call last):

@@ -1,14 +1,14 @@
 """Stateless random numbers: a key is one int64, and every draw is a pure function of its key.
 
-A key of shape `[*B]` is a batch of independent keys. Draws append their own shape: `uniform(keys, (3,))` is `[*B, 3]`.
-Use each key once. Derive new keys with `split` or `fold_in`. A longer draw starts with the numbers of a shorter one.
+A key of shape `[*B]` is a batch of independent keys. A draw appends its shape: `uniform(keys, (3,))` is `[*B, 3]`. Use
+each key once. Derive new keys with `split` or `fold_in`. A longer draw starts with the numbers of a shorter draw.
 Integers, uniforms and permutations have the same bits in eager mode, compiled, under vmap and on every device. Normals
 agree within 1e-6.
 
-The words come from Philox4x32-10, a random function of a key and a counter (Salmon et al. 2011, "Parallel random
-numbers: as easy as 1, 2, 3"). Plain tensors have neither unsigned words nor the high half of a product. So each round
-takes some twenty operations on int64. In a graph that is compiled as a whole, a pair of words is one operation,
-`ecrl::philox`, and a compiler may replace it (`ecrl.compile.cpu_philox`).
+The random bits come from Philox4x32-10, a random function of a key and a counter (Salmon et al. 2011, "Parallel random
+numbers: as easy as 1, 2, 3"). Philox works on unsigned 32-bit words and needs the high half of their products. PyTorch
+has no operations for this, so a round takes about twenty operations on int64. In a compiled graph on a CPU, two words
+are one operation, `ecrl::philox`, which has faster C++ (`ecrl.compile.cpu_philox`).
 """
 
 from collections.abc import Sequence
@@ -22,19 +22,20 @@ from torch import Tensor
 from ecrl.tracing_state import in_graph, transforms
 
 START, ENV, ACTION, UPDATE, INIT, EVAL, EVENT = range(7)
-"""Streams of a run: episode starts, environment noise, actions, minibatches, initial weights, evaluation, events."""
+"""Purposes of random numbers: episode starts, environment noise, actions, minibatches, weights, evaluation, events."""
 
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
-_DRAW, _SPLIT, _FOLD, _STREAM = range(4)  # fourth counter word: draws, splits, folds and streams never share a counter
+_DRAW, _SPLIT, _FOLD, _STREAM = range(4)  # fourth word of a counter, so that draws, splits, folds and streams differ
 _WORD = 0xFFFFFFFF
 
 
 def _multiply(word: Tensor, factor: int) -> tuple[Tensor, Tensor]:
-    """Return the high and the low word of a 32 by 32 bit product with an odd factor.
+    """Return the high and the low 32 bits of the product of a 32-bit word and an odd 32-bit factor.
 
-    No step overflows int64, because an overflow is undefined in the compiled C++.
+    No step may overflow int64, because an overflow has undefined results in compiled C++.
     """
-    product = (word - 2**31) * factor  # too small by factor * 2**31, which is 2**31 modulo 2**32 for an odd factor
+    # The product is too small by factor * 2**31. For an odd factor, this is 2**31 modulo 2**32.
+    product = (word - 2**31) * factor
     return ((product >> 31) + factor) >> 1, (product + 2**31) & _WORD
 
 
@@ -81,20 +82,20 @@ def _(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, i
 
 
 def _philox_pairs(key: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the four words of `philox4x32` as two int64, the lower word of each first."""
+    """Return the four words of `philox4x32` as two int64. The first word of each pair is in the low 32 bits."""
     a, b, c, d = philox4x32(key, (low & _WORD, (low >> 32) & _WORD, high & _WORD, (high >> 32) & _WORD))
     return a | (b << 32), c | (d << 32)
 
 
 def _only_vmap_is_active() -> bool:
-    """Return True unless a transform other than `torch.vmap` is active: the operation has no derivative."""
+    """Return True unless a transform other than vmap is active. `ecrl::philox` has no rule for other transforms."""
     return all(kind == "Vmap" for kind in transforms())
 
 
 def _philox(key: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the four words of a key and a counter, two words in each int64, the lower word first.
+    """Return the four words of a key and a counter as two int64. The first word of each pair is in the low 32 bits.
 
-    The counter has a low and a high half of 64 bits. The arguments broadcast.
+    `low` and `high` are the halves of the counter, 64 bits each. The arguments broadcast.
 
     >>> zero = torch.tensor(0)
     >>> [f"{int(pair) % 2**64:016x}" for pair in _philox(zero, zero, zero)]
@@ -106,12 +107,12 @@ def _philox(key: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _counter(n: int, device: torch.device) -> Tensor:
-    """Return 0 to n - 1. The `&` stops inductor from using 32-bit indices (pytorch issue 175966)."""
+    """Return the numbers 0 to n - 1. The `&` stops inductor from using 32-bit indices (pytorch issue 175966)."""
     return torch.arange(n, device=device) & _WORD
 
 
 def key(seed: int, device: torch.device | str | None = None) -> Tensor:
-    """Return the key of a seed, a 0-d int64 tensor.
+    """Return a key from a seed, a 0-d int64 tensor.
 
     >>> key(3)
     tensor(3)
@@ -142,9 +143,9 @@ def split(key: Tensor, num: int = 2) -> Tensor:
 
 
 def stream(key: Tensor, name: int, index: Tensor, step: Tensor | int) -> Tensor:
-    """Return the key of a stream for an environment and a step.
+    """Return the key for one purpose, such as `ENV`, one environment and one step.
 
-    It depends only on the seed, the stream, the global index of the environment and the step. `index` is below 2**32.
+    The key depends only on `key`, on `name` (the purpose), on `index` (of the environment, below 2**32) and on `step`.
     `index` and `step` broadcast, so `[N]` and `[T, 1]` give `[T, N]`.
 
     >>> few, many = (stream(key(1), ENV, torch.arange(n), 7) for n in (8, 16))
@@ -157,7 +158,7 @@ def stream(key: Tensor, name: int, index: Tensor, step: Tensor | int) -> Tensor:
 
 
 def _pairs(key: Tensor, n: int) -> Tensor:
-    """Return words 2i and 2i + 1 of a draw as one int64: `[*B, n]`."""
+    """Return n pairs of random words, `[*B, n]`. Entry i holds the words 2i and 2i + 1 of a draw in one int64."""
     block = _counter((n + 1) // 2, key.device)
     pairs = _philox(key.unsqueeze(-1), block, torch.full_like(block, _DRAW << 32))
     return torch.stack(pairs, -1).flatten(-2)[..., :n]
@@ -176,9 +177,9 @@ def bits(key: Tensor, shape: Sequence[int] = ()) -> Tensor:
 
 
 def uniform(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32) -> Tensor:
-    """Draw uniform numbers on [0, 1): `[*B, *shape]`. The grid is `2**-24` in float32 and `2**-53` in float64.
+    """Draw uniform numbers on [0, 1): `[*B, *shape]`. They are multiples of `2**-24` in float32, `2**-53` in float64.
 
-    Raises: ValueError for any other dtype. Half precision would round up to 1.
+    Raises: ValueError for any other dtype. In half precision, a number near 1 would be rounded up to 1.
 
     >>> 0.0 <= float(uniform(key(0))) < 1.0
     True
@@ -192,7 +193,7 @@ def uniform(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.f
 
 
 def normal(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32) -> Tensor:
-    """Draw standard normal numbers `[*B, *shape]`, two per pair of uniforms.
+    """Draw standard normal numbers `[*B, *shape]`, two from each pair of uniform numbers.
 
         z[2i], z[2i+1] = sqrt(-2 log(1 - u[2i])) * (cos, sin)(2 pi u[2i+1])
 
@@ -209,7 +210,7 @@ def normal(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.fl
 
 
 def gumbel(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32) -> Tensor:
-    """Draw standard Gumbel numbers `[*B, *shape]`: `-log(-log(u))`, u in (0, 1).
+    """Draw standard Gumbel numbers `[*B, *shape]`: `-log(-log(u))` with u uniform in (0, 1).
 
     `argmax(logits + gumbel)` samples a categorical distribution.
 
@@ -223,12 +224,12 @@ def gumbel(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.fl
 def randint(key: Tensor, shape: Sequence[int] = (), *, low: int | Tensor, high: int | Tensor) -> Tensor:
     """Draw integers in [low, high): int64 `[*B, *shape]`.
 
-    `low` and `high` are integers of Python or NumPy, or integer tensors that broadcast to the draws. `high - low` is 1
-    to 2**31. The values of tensors are not checked. The method is multiply-shift. Its bias is below
-    (high - low) / 2**32.
+    `low` and `high` are integers of Python or NumPy, or integer tensors that broadcast to `[*B, *shape]`. `high - low`
+    must be 1 to 2**31. The values of tensors are not checked. A draw is `low` plus the high 32 bits of
+    `bits * (high - low)`, so the relative error of its probability is below (high - low) / 2**32.
 
-    Raises: ValueError if a bound is not an integer, if a number does not fit in int64, or if `high - low` of two
-        numbers is out of range.
+    Raises: ValueError if a bound is not an integer, if a Python or NumPy number does not fit in int64, or if
+        `high - low` of two such numbers is out of range.
 
     >>> sorted(set(randint(key(0), (100,), low=-1, high=2).tolist()))
     [-1, 0, 1]
@@ -240,7 +241,7 @@ def randint(key: Tensor, shape: Sequence[int] = (), *, low: int | Tensor, high: 
 
 
 def _bound(name: str, bound: Any) -> Any:
-    """Return a bound of `randint` as an int64 tensor or a Python int, because a narrower difference would overflow."""
+    """Return a bound of `randint` as an int64 tensor or a Python int, because a narrower difference could overflow."""
     if isinstance(bound, Tensor):
         if bound.dtype not in _INTEGERS:
             raise ValueError(f"randint needs an integer {name}, got a tensor of dtype {bound.dtype}")
@@ -257,10 +258,10 @@ def _bound(name: str, bound: Any) -> Any:
 def categorical(key: Tensor, logits: Tensor) -> Tensor:
     """Draw one index per row with probability softmax(logits): keys `[*B]` and logits `[*B, K]` give int64 `[*B]`.
 
-    It adds Gumbel noise to the logits less their maximum, and takes the largest sum. Half precision is computed in
-    float32.
+    The function subtracts the maximum from the logits, adds Gumbel noise, and returns the index of the largest sum.
+    Half precision is computed in float32.
 
-    Raises: ValueError if `key` and the rows of `logits` differ in shape. Rows with one key would have equal noise.
+    Raises: ValueError if the shape of `key` is not `[*B]`. If rows shared a key, they would have equal noise.
 
     >>> int(categorical(key(0), torch.tensor([-100.0, 0.0])))
     1
@@ -273,10 +274,11 @@ def categorical(key: Tensor, logits: Tensor) -> Tensor:
 
 
 def permutation(key: Tensor, n: int) -> Tensor:
-    """Return a random order of 0 to n - 1: int64 `[*B, n]`, the stable order of n draws of 62 bits.
+    """Return a random order of 0 to n - 1, int64 `[*B, n]`: the order that sorts n random numbers of 62 bits.
 
-    All rows are sorted as one row, because torch sorts one row of integers several times faster, by radix sort. To keep
-    the rows apart, the first bits of each sorted number are the row, and the draw loses as many last bits.
+    All rows are sorted as one row, because torch sorts a single row of integers several times faster, by radix sort. To
+    keep the rows apart, the first bits of each number are replaced by the index of its row. The random number loses as
+    many of its last bits.
 
     >>> sorted(permutation(key(0), 5).tolist())
     [0, 1, 2, 3, 4]

@@ -18,9 +18,9 @@ _DTYPES = (
 
 @dataclass(frozen=True, repr=False)
 class Box:
-    """Arrays of numbers `[*shape]` of one dtype; `low` and `high` have one entry per element, in C order.
+    """Arrays of numbers `[*shape]` of one dtype. `low` and `high` have one entry per element, in C order.
 
-    Observations keep the dtype in the state and in the rollout. Networks convert them. Images are uint8.
+    Observations have this dtype in states and rollouts. Networks convert them to float. Images are uint8.
 
     Raises: ValueError for a dtype other than a float or an integer of up to 64 bits.
     """
@@ -30,7 +30,10 @@ class Box:
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
     is_image: bool = field(init=False, compare=False)
-    """uint8 with three axes, in any order, and bounds 0 and 255; computed once, as an image has thousands of bounds."""
+    """True for uint8 with three axes, in any order, and bounds 0 and 255.
+
+    The field is computed once, because an image has thousands of bounds.
+    """
 
     def __post_init__(self):
         if self.dtype not in _DTYPES:
@@ -41,7 +44,7 @@ class Box:
         object.__setattr__(self, "is_image", is_image)
 
     def __repr__(self) -> str:
-        """Return an expression that makes the space. It is short for an image, whose bounds are all equal."""
+        """Return a Python expression that creates the space. It is short if all bounds are equal, as for images."""
         if self.dtype == torch.float32:
             return f"Box(low={self.low}, high={self.high}, shape={self.shape})"
         if self.low and {*self.low} == {self.low[0]} and {*self.high} == {self.high[0]}:
@@ -58,14 +61,14 @@ class Discrete:
 
 @dataclass(frozen=True)
 class MultiDiscrete:
-    """Vectors of integers `[len(nvec)]`, int64; entry i runs from 0 to nvec[i] - 1."""
+    """Vectors of integers, int64 `[len(nvec)]`. Entry i runs from 0 to nvec[i] - 1."""
 
     nvec: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Dict:
-    """Named parts, sorted by name; observations of this space are TensorDicts."""
+    """Spaces by name, sorted by name. Observations of a Dict are TensorDicts."""
 
     items: tuple[tuple[str, "Space"], ...]
 
@@ -85,7 +88,7 @@ def box(low: float, high: float, *shape: int, dtype: torch.dtype = torch.float32
 
 
 def dict_space(parts: Mapping[str, Space]) -> Dict:
-    """Return a Dict space from a mapping, sorted by name."""
+    """Return a Dict space from a mapping of names to spaces."""
     return Dict(tuple(sorted(parts.items())))
 
 
@@ -119,7 +122,7 @@ def element_dtype(space: Space) -> torch.dtype:
 
 
 def element_bytes(space: Space) -> int:
-    """Return the bytes of one element as a run stores it.
+    """Return the number of bytes of one element in a state or rollout.
 
     >>> camera = box(0, 255, 8, 8, 3, dtype=torch.uint8)
     >>> element_bytes(dict_space({"joints": box(-1.0, 1.0, 3), "gear": Discrete(4), "camera": camera}))
@@ -140,7 +143,10 @@ def is_image(space: Space) -> bool:
 
 
 def flat_dim(space: Space) -> int:
-    """Count the float features: a Box's elements, a one-hot per Discrete, all parts of a Dict except `action_mask`.
+    """Return the number of float features of a space.
+
+    A Box has one per element, and a Discrete one per value (one-hot). A MultiDiscrete and a Dict have the features of
+    all their parts, except parts named `action_mask`.
 
     >>> flat_dim(dict_space({"joints": box(-1.0, 1.0, 2, 3), "gear": Discrete(4), "action_mask": Discrete(2)}))
     10
@@ -178,7 +184,7 @@ _STORED = {"bool": torch.uint8, "uint16": torch.int32, "uint32": torch.int64, "u
 
 
 def box_dtype(dtype: Any) -> torch.dtype:
-    """Return the dtype of the tensors for a Box of a NumPy dtype; see `from_gymnasium`.
+    """Return the dtype of the tensors for a Gymnasium Box with this NumPy dtype (see `from_gymnasium`).
 
     >>> import numpy as np
     >>> box_dtype(np.dtype(np.float64)), box_dtype(np.dtype(np.uint8)), box_dtype(np.dtype(np.uint16))
@@ -190,12 +196,17 @@ def box_dtype(dtype: Any) -> torch.dtype:
 
 
 def from_gymnasium(space: Any) -> Space:
-    """Convert a `gymnasium.spaces` object to a space. TypeError names a kind of space that is not supported.
+    """Convert a `gymnasium.spaces` object to a space.
 
-    Floats of a Box become float32 and its integers keep their dtype. PyTorch has few operations for some dtypes, so
-    bool becomes uint8, uint16 becomes int32, and wider unsigned integers become int64. Integers of other spaces count
-    from 0, and arrays of them are flattened in C order. MultiBinary becomes a MultiDiscrete of twos. The parts of a
-    Tuple are named "0", "1" and so on. `ecrl.envs.gymnasium.spaces` converts the values.
+    - Box: floats become float32, and most integers keep their dtype. PyTorch has few operations for other dtypes, so
+      bool becomes uint8, uint16 becomes int32, and wider unsigned integers become int64.
+    - Discrete and MultiDiscrete: values count from 0. Arrays are flattened in C order.
+    - MultiBinary: it becomes a MultiDiscrete with two values per entry.
+    - Tuple: it becomes a Dict with the names "0", "1" and so on.
+
+    `ecrl.envs.gymnasium.spaces` converts the values.
+
+    Raises: TypeError for another kind of space.
     """
     from gymnasium import spaces
 

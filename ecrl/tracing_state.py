@@ -1,7 +1,7 @@
-"""The state of torch around a call: a graph that is traced, transforms, forward-mode derivatives, writes in place.
+"""Queries about torch's state: graphs being traced, active transforms, forward-mode derivatives, writes in place.
 
-Torch has public names for a part of this only. The private names are looked up once, at import. If torch lacks one, the
-functions below take the slower form, with the same results. The table in `docs/design.md` lists the names.
+Some queries need private names of torch. This module looks them up once, at import. If a name is missing, runs give the
+same results but are slower. The table in `docs/design.md` lists the private names.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -26,7 +26,7 @@ _IN_GRAPH = ContextVar("_IN_GRAPH", default=False)
 
 @contextmanager
 def tracing_graph() -> Iterator[None]:
-    """Let `in_graph` return True. `ecrl.compile.trace` traces functions so.
+    """Make `in_graph` return True inside the block. `ecrl.compile.trace` traces functions in such a block.
 
     >>> with tracing_graph():
     ...     in_graph()
@@ -49,12 +49,14 @@ def in_graph() -> bool:
 
 
 def knows_transforms() -> bool:
-    """Return True if this torch reports the active transforms. Only then functions are compiled."""
+    """Return True if this version of torch reports the active transforms. Otherwise no function is compiled."""
     return _ACTIVE_TRANSFORMS is not None
 
 
 def transforms() -> tuple[str, ...]:
-    """Return the kinds of the active `torch.func` transforms, the innermost last; `("unknown",)` if torch reports none.
+    """Return the kinds of the active `torch.func` transforms, the innermost last.
+
+    The result is `("unknown",)` if this version of torch does not report them.
 
     >>> kinds = []
     >>> _ = torch.func.vmap(torch.func.grad(lambda x: kinds.append(transforms()) or x))(torch.ones(2))
@@ -68,7 +70,7 @@ def transforms() -> tuple[str, ...]:
 
 
 def in_forward_mode(leaves: Iterable[Tensor]) -> bool:
-    """Return True if forward-mode derivatives are calculated; `leaves` are the arguments of the function.
+    """Return True if forward-mode derivatives of `leaves`, the arguments of a function, are being computed.
 
     >>> in_forward_mode([torch.ones(1)])
     False
@@ -79,7 +81,7 @@ def in_forward_mode(leaves: Iterable[Tensor]) -> bool:
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return a number that changes when the tensor is written on. Writes on inference tensors are not counted.
+    """Return a number that changes when the tensor is changed in place. For inference tensors it is always 0.
 
     >>> x = torch.ones(2)
     >>> before = version_of(x)

@@ -1,7 +1,8 @@
-"""Fields of the TensorDicts that pass between the parts, with checks and views.
+"""Fields of rollouts and of a run's state, and checks of rollouts.
 
-A rollout has batch shape `[num_envs, time + 1]`. Index `t` of the time axis holds one transition. The last index of
-every field except `obs` and `value` is padding. Writers set it to zero and readers ignore it.
+A rollout is a TensorDict with batch shape `[num_envs, time + 1]`, also written `[N, T+1]`. Index `t` of the time axis
+holds one transition. The last index of every field except `obs` and `value` is padding. The function that collects a
+rollout sets it to zero, and functions that use a rollout ignore it.
 """
 
 from typing import Literal, NotRequired, TypedDict, cast
@@ -11,20 +12,20 @@ from tensordict import TensorDict
 from torch import Tensor
 
 Scalar = float | Tensor
-"""A hyperparameter: a Python number, or a 0-d tensor if it changes during a run without a recompile."""
+"""A hyperparameter: a Python number or a 0-d tensor. A tensor can change without compiling a function again."""
 
 Logs = dict[str, Tensor]
-"""Named 0-d tensors."""
+"""0-d tensors by name."""
 
 ROLLOUT_FIELDS = {
-    "obs": "[N, T+1, ...] observations; obs[:, -1] is the bootstrap observation; may be a TensorDict",
+    "obs": "[N, T+1, ...] observations, may be a TensorDict; obs[:, -1] is the observation after the last step",
     "action": "[N, T+1, ...] actions of the policy",
-    "sample_log_prob": "[N, T+1, ...] float, nats, under the acting policy; may have axes of tokens",
+    "sample_log_prob": "[N, T+1, ...] float, nats, log-probability of the action when sampled; may have token axes",
     "token_mask": "[N, T+1, ...] bool, optional, of the shape of sample_log_prob, True for tokens that count",
-    "value": "[N, T+1] float, V(obs[t]); value[:, -1] is valid",
-    "reward": "[N, T+1] float, the env's own units",
-    "terminated": "[N, T+1] bool, true end",
-    "truncated": "[N, T+1] bool, time limit",
+    "value": "[N, T+1] float, V(obs[t]); value[:, -1] is no padding",
+    "reward": "[N, T+1] float, in the units of the environment",
+    "terminated": "[N, T+1] bool, the environment reached an end state",
+    "truncated": "[N, T+1] bool, a time limit ended the episode",
     "done": "[N, T+1] bool, terminated | truncated",
     "final_value": "[N, T+1] float, V of the last observation before auto-reset if truncated, else 0",
     "mask": "[N, T+1, ...] bool, optional, True for steps that count",
@@ -33,26 +34,26 @@ ROLLOUT_FIELDS = {
 STATE_FIELDS = {
     "params": "policy parameters, nested under module names",
     "opt": "optimiser state",
-    "norm": "running moments, frozen during an iteration: obs of the policy, reward of the algorithm; may be empty",
-    "env": "env states with the last observation",
-    "episode": "running and last finished returns and lengths",
-    "frozen_params": "parameters of the policy that do not learn; absent for policies without them",
+    "norm": "running moments of observations and rewards, for normalisation; fixed during an iteration; may be empty",
+    "env": "states of the environments, with the last observation",
+    "episode": "returns and lengths of the running and of the last finished episodes",
+    "frozen_params": "parameters of the policy that are not trained; absent for policies without them",
     "carry": "memory of the policy, one row per environment; absent for feed-forward policies",
-    "exploration": "state and numbers of the policy's exploration, one row per environment; absent without any",
-    "hyper": "every numeric hyperparameter that no shape depends on, as a 0-d tensor",
+    "exploration": "state and parameters of exploration, one row per environment; absent for policies without it",
+    "hyper": "each numeric hyperparameter that does not determine a shape, as a 0-d tensor",
     "key": "int64, the source of all randomness in the run",
-    "sample_step": "int64, environment steps taken, over all ranks",
-    "update_step": "int64, updates done; an iteration that `trainer.finite_guard` skipped does not count",
+    "sample_step": "int64, environment steps so far, over all ranks",
+    "update_step": "int64, updates so far, without iterations that `trainer.finite_guard` skipped",
 }
 _BOOL_FIELDS = ("terminated", "truncated", "done", "mask")
 _PER_STEP_FIELDS = ("value", "reward", "terminated", "truncated", "done", "final_value")
 
 
 class LogData(TypedDict):
-    """A record of the training loop: its kind, the env steps so far, 0-d log tensors, and the state after it.
+    """A record that the training loop yields: its kind, the environment steps so far, logs, and the current state.
 
-    If several ranks train, a state that may be saved comes with the other ranks' `files`, by name. `stopping` is True
-    in the last record of a run that any rank was asked to stop.
+    If several ranks train, `files` holds the other ranks' checkpoint files by name, in records whose state may be
+    saved. `stopping` is True in the last record of a run that was stopped on request.
     """
 
     log_type: Literal["collect", "train", "evaluate"]
@@ -64,21 +65,21 @@ class LogData(TypedDict):
 
 
 def same_shape(**tensors: Tensor) -> None:
-    """Raise ValueError that names every argument whose shape differs from the first argument's.
+    """Raise ValueError if shapes differ. The message names each argument whose shape differs from the first one's.
 
     >>> same_shape(reward=torch.zeros(2, 3), value=torch.zeros(2, 4))
     Traceback (most recent call last):
-    ValueError: value has shape [2, 4], expected [2, 3] as reward
+    ValueError: value has shape [2, 4], expected [2, 3], the shape of reward
     """
     first, *rest = tensors
     expected = tensors[first].shape
     wrong = [f"{name} has shape {list(tensors[name].shape)}" for name in rest if tensors[name].shape != expected]
     if wrong:
-        raise ValueError(f"{', '.join(wrong)}, expected {list(expected)} as {first}")
+        raise ValueError(f"{', '.join(wrong)}, expected {list(expected)}, the shape of {first}")
 
 
 def check_rollout(rollout: TensorDict, *keys: str) -> None:
-    """Raise ValueError unless `rollout` is `[N, T + 1]` with T >= 1 and has `keys` as in `ROLLOUT_FIELDS`.
+    """Raise ValueError unless `rollout` is `[N, T + 1]` with T >= 1, and its fields `keys` are as in `ROLLOUT_FIELDS`.
 
     >>> check_rollout(TensorDict({"reward": torch.zeros(2, 3)}, [2, 3]), "reward", "done")
     Traceback (most recent call last):
@@ -107,14 +108,15 @@ def transitions(rollout: TensorDict) -> TensorDict:
 
         next_value[t] = final_value[t] if truncated[t] else value[t + 1]
 
-    Without `final_value` a time limit counts as an end, so `next_value` is 0 where truncated. The fields are views.
+    Without `final_value` a time limit counts as a termination: `next_value` is 0 at truncated steps. The other fields
+    are views of the rollout.
 
     Args:
         rollout: `[N, T + 1]`.
 
     Returns: TensorDict `[N, T]` with every field of the rollout.
     Gradient: flows through `value` and `final_value`.
-    Raises: ValueError naming a missing or misshapen field.
+    Raises: ValueError naming a field that is missing or has a wrong shape.
     Source: Pardo et al. 2018, arXiv:1712.00378.
 
     >>> rollout = TensorDict({"value": torch.tensor([[1.0, 2.0, 3.0]]),

@@ -6,8 +6,8 @@ from torch.autograd import forward_ad
 
 from ecrl import rng, tracing_state
 from ecrl.compile.autocast import settings, without_autocast
-from ecrl.compile.jit import _chosen, choose_form
-from ecrl.compile.vmap import recorded, vmapped
+from ecrl.compile.jit import _form_for, choose_form
+from ecrl.compile.vmap import records_gradients, vmapped
 from ecrl.errors import ConfigError
 from ecrl.tracing_state import in_forward_mode, in_graph, tracing_graph, transforms, version_of
 
@@ -18,9 +18,9 @@ FORWARD = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated") 
 @pytest.fixture
 def no_transforms(monkeypatch):
     monkeypatch.setattr(tracing_state, "_ACTIVE_TRANSFORMS", None)
-    _chosen.cache_clear()
+    _form_for.cache_clear()
     yield
-    _chosen.cache_clear()
+    _form_for.cache_clear()
 
 
 def test_a_graph_is_traced_inside_the_context_and_in_this_thread_only():
@@ -34,7 +34,7 @@ def test_a_graph_is_traced_inside_the_context_and_in_this_thread_only():
 
 def seen_by(transform, *args):
     kinds = []
-    transform(lambda x: kinds.append((transforms(), vmapped(), recorded(x))) or x.sum())(*args)
+    transform(lambda x: kinds.append((transforms(), vmapped(), records_gradients(x))) or x.sum())(*args)
     return kinds[0]
 
 
@@ -49,7 +49,7 @@ def test_transforms_are_listed_with_the_innermost_last():
         False,
     )
     assert seen_by(lambda f: lambda x: torch.func.jvp(f, (x,), (x,)), x) == (("Jvp",), False, True)
-    assert (transforms(), vmapped(), recorded(x)) == ((), False, False)
+    assert (transforms(), vmapped(), records_gradients(x)) == ((), False, False)
 
 
 def test_without_a_report_of_transforms_runs_are_eager_with_equal_numbers(no_transforms):

@@ -1,4 +1,8 @@
-"""Autocast around compiled functions. It is a part of their key. It is off in a call, as the graph has the casts."""
+"""Autocast and compiled functions.
+
+A graph contains the casts that autocast made during the trace. So the state of autocast is part of the key of a
+compiled function, and autocast is off while the graph runs.
+"""
 
 from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,7 +18,7 @@ def _is_on() -> bool:
 
 
 def settings() -> Hashable:
-    """Return the settings of torch that change the operations of a graph: the default dtype, and autocast.
+    """Return the settings of torch that change the operations of a graph: the default dtype and the autocast state.
 
     >>> settings()
     torch.float32

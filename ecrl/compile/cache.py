@@ -1,8 +1,8 @@
 """The cache of compiled code on disk, with a folder for each CPU.
 
-Inductor finds code by a hash of the graph, the layouts of its inputs, the version of torch and inductor's settings. Two
-more things decide what the code is. `cpu_identity` names the folder after the CPU and its instruction set.
-`sources_hash` adds the sources of this package to inductor's settings, because they change what inductor writes.
+Inductor finds code by a hash of the graph, the layouts of its inputs, the version of torch and inductor's settings. The
+code also depends on the CPU and on this package. So `cpu_identity` names the folder after the CPU and its instruction
+set, and `sources_hash` adds a hash of this package to inductor's settings.
 """
 
 import atexit
@@ -25,7 +25,7 @@ _IDENTITY = ("vendor_id", "cpu family", "model", "model name", "flags", "Feature
 
 
 def cpu_identity(cpuinfo: str = "/proc/cpuinfo") -> str:
-    """Return a hash of this CPU's model and instruction set. Code that g++ compiles with -march=native needs both."""
+    """Return a hash of this CPU's model and instruction set. With -march=native, g++ compiles for exactly this CPU."""
     try:
         first = Path(cpuinfo).read_text().split("\n\n")[0]
     except OSError:
@@ -43,7 +43,7 @@ def sources_hash() -> str:
 
 @cache
 def _folder(base: str) -> str:
-    """Return the folder of this CPU in `base`. If it cannot be written, warn and return a temporary folder."""
+    """Return the folder of this CPU in `base`. If it is not writable, warn and return a temporary folder."""
     folder = os.path.join(base, f"cpu_{cpu_identity()}")
     try:
         os.makedirs(folder, exist_ok=True)
@@ -63,7 +63,7 @@ def _folder(base: str) -> str:
 
 @contextmanager
 def cache_folder() -> Iterator[None]:
-    """Let inductor read and write compiled code in the folder of this CPU. Inductor reads the environment variable."""
+    """Make inductor use the folder of this CPU for compiled code, by setting its environment variable."""
     before = os.environ.get(_VARIABLE)
     os.environ[_VARIABLE] = _folder(os.path.abspath(before or default_cache_dir()))
     try:

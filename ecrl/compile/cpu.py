@@ -1,4 +1,4 @@
-"""Compile a function for the CPU. It is traced into one graph, which inductor turns into C++."""
+"""Compile a function for the CPU: trace it into one graph, and translate the graph into C++ with inductor."""
 
 import os
 from collections.abc import Callable, Hashable, Sequence
@@ -26,21 +26,22 @@ from ecrl.compile.trace import captured, storage_of, traced
 _SCAN = f"{scan_op.__module__}.{scan_op.__name__}"
 
 _OPTIONS: dict[str, Any] = {
-    "cpp_wrapper": True,  # calls of kernels, and loops, in C++ and not in Python
-    "cpp_wrapper_build_separate": True,  # kernels in a file of their own, compiled with -O3
-    "aot_inductor.enable_frame_pointer": False,  # this and the next setting serve profilers
+    "cpp_wrapper": True,  # write loops and the calls of kernels in C++, not in Python
+    "cpp_wrapper_build_separate": True,  # write kernels to a separate file, which is compiled with -O3
+    "aot_inductor.enable_frame_pointer": False,  # only profilers need this and the next setting
     "aot_inductor.enable_line_tables": False,
-    "aot_inductor.compile_wrapper_opt_level": "Og",  # for calls and loops: as fast as -O1 in half the compile time
-    # Precompiled headers pay from the sixth graph on, and a run has two. The variable is inductor's own.
+    # Loops and calls run as fast as with -O1, and compile in half the time.
+    "aot_inductor.compile_wrapper_opt_level": "Og",
+    # Precompiled headers save time from the sixth graph on, but a run has two. Inductor defines this variable.
     "cpp_cache_precompile_headers": os.environ.get("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS") == "1",
-    "epilogue_fusion": False,  # not into the kernels of `cpu_matmul.py`
-    "size_asserts": False,  # the key of a compiled function holds every shape
-    "cpp.vec_isa_ok": True,  # trust the CPU's list of instruction sets: trying each takes seconds
-    # Graphs with loops may be cached on disk, because the key covers their bodies. `cache.py` explains the hash.
+    "epilogue_fusion": False,  # do not fuse operations into the kernels of `cpu_matmul.py`
+    "size_asserts": False,  # not needed, because the key of a compiled function holds every shape
+    "cpp.vec_isa_ok": True,  # trust the CPU's list of instruction sets, because testing each takes seconds
+    # Let inductor cache graphs with loops on disk. Its key covers the bodies. `cache.py` explains the hash.
     "unsafe_marked_cacheable_functions": {_SCAN: f"{torch.__version__} {sources_hash()}"},
 }
 
-COMPILE_LOCK = RLock()  # all threads share inductor's settings
+COMPILE_LOCK = RLock()  # needed because all threads share inductor's settings
 
 
 def _unexpected_aliases(tensors: Sequence[Tensor], storages: Sequence[int | None]) -> list[int]:
@@ -51,9 +52,9 @@ def _unexpected_aliases(tensors: Sequence[Tensor], storages: Sequence[int | None
 
 
 def _separate_results(graph: GraphModule, run: Callable[..., Sequence[Tensor]]) -> Callable[..., list[Tensor]]:
-    """Return `run` with results that share memory only if they share it in the graph.
+    """Return `run`, but clone results that share memory although they do not share it in the graph.
 
-    If a graph returns two copies of one tensor, inductor may remove both copies.
+    For example, if a graph returns two copies of one tensor, inductor may return the tensor itself twice.
     """
     out = cast(Any, graph.graph.output_node().args[0])
     storages = [storage_of(node) for node in (*graph.graph.find_nodes(op="placeholder"), *out)]
@@ -62,7 +63,7 @@ def _separate_results(graph: GraphModule, run: Callable[..., Sequence[Tensor]]) 
     def call(*leaves: Tensor) -> list[Tensor]:
         nonlocal aliases
         out = [*run(*leaves)]
-        if aliases is None:  # detected once, because the aliases depend on the code only
+        if aliases is None:  # detected once, because the aliases depend only on the code
             aliases = [i - len(leaves) for i in _unexpected_aliases((*leaves, *out), storages) if i >= len(leaves)]
         for number in aliases:
             out[number] = out[number].clone()
@@ -76,9 +77,9 @@ def compiled(
 ) -> tuple[Callable[..., list[Tensor]], Hashable, list[Tensor]]:
     """Compile `fn` for tensors with the shapes, dtypes and strides of `leaves`.
 
-    Returns: the function of the leaves, the structure of its results, and the tensors it captured.
+    Returns: the compiled function of the leaves, the structure of its results, and the tensors that `fn` captured.
     """
-    with COMPILE_LOCK, _use_lazy_graph_module(True):  # write a graph's Python once, not after each change
+    with COMPILE_LOCK, _use_lazy_graph_module(True):  # write a graph's Python code once, not after each change
         graph, out = traced(fn, structure, leaves)
         with ExitStack() as settings:
             for setting in (torch.no_grad(), without_autocast(), config.patch(_OPTIONS), cache_folder()):

@@ -1,6 +1,6 @@
-"""Compile the two C++ files of a graph, its calls and its kernels, at the same time.
+"""Compile the two C++ files of a graph at the same time: the kernels, and the file that calls them.
 
-Inductor compiles one after the other.
+Without this module, inductor compiles one file after the other.
 """
 
 import os
@@ -22,7 +22,7 @@ def missing(builders: Sequence[CppBuilder]) -> list[CppBuilder]:
     return [builder for builder in builders if not Path(builder.get_target_file_path()).exists()]
 
 
-def attempt(builders: Sequence[CppBuilder]) -> None:
+def run_builders(builders: Sequence[CppBuilder]) -> None:
     """Run all builders at once, without output. A builder that fails or is interrupted leaves no file."""
     silent: dict[str, Any] = {"stdin": DEVNULL, "stdout": DEVNULL, "stderr": DEVNULL, "start_new_session": True}
     compilers: list[Popen[Any]] = []
@@ -34,27 +34,27 @@ def attempt(builders: Sequence[CppBuilder]) -> None:
     finally:
         for compiler in compilers:
             if compiler.poll() is None:
-                os.killpg(compiler.pid, SIGTERM)  # with its own child processes
-        for compiler, builder in zip(compilers, builders, strict=False):  # some were not started
+                os.killpg(compiler.pid, SIGTERM)  # also ends the child processes of the compiler
+        for compiler, builder in zip(compilers, builders, strict=False):  # an error may leave some unstarted
             if compiler.wait():
                 Path(builder.get_target_file_path()).unlink(missing_ok=True)
 
 
 def build(lock_path: str, builders: Sequence[CppBuilder]) -> None:
-    """Build the objects in parallel, then link them.
+    """Build the object files in parallel, then link them.
 
-    Inductor builds an object that failed once more, and reports the error.
+    If this fails for a file, inductor's own function builds it again and reports the error.
     """
     with FileLock(lock_path, timeout=codecache.LOCK_TIMEOUT):
         for stage in (builders[:-1], builders[-1:]):
-            attempt(missing(stage))
+            run_builders(missing(stage))
         for builder in missing(builders):
             builder.build()
 
 
 @contextmanager
 def parallel_builds() -> Iterator[None]:
-    """Let inductor build its files with `build`."""
+    """Make inductor build its files with `build`."""
     usual = codecache._worker_compile_cpp
     codecache._worker_compile_cpp = build
     try:

@@ -1,9 +1,10 @@
-"""Write tanh, erf, expm1 and atanh in inductor's vector C++ so that small arguments keep their digits.
+"""Make inductor write C++ for tanh, erf, expm1 and atanh that is accurate for small arguments.
 
-Inductor's own fast form of tanh is `2 / (1 + exp(-2 x)) - 1`. It subtracts two numbers near 1, so a small result loses
-all its digits and 0 comes out for `x = 1e-9`. Its forms of expm1 and atanh, and torch's vector form of erf in float32,
-do the same. Here tanh and erf in float32 are ratios of polynomials, as fast as by `exp`. A ratio is odd in `x`, so its
-relative error is below 5e-7 for every `x`. The other functions are those of torch's vector library.
+Inductor computes tanh as `2 / (1 + exp(-2 x)) - 1`. This subtracts two numbers near 1, so a small result loses its
+digits. For `x = 1e-9` it is 0. Inductor's expm1 and atanh, and torch's vectorised erf in float32, have the same fault.
+This module computes tanh and erf in float32 as `x` times a ratio of polynomials in `x**2`, which is as fast as with
+`exp`. Because `x` is a factor, the relative error is below 5e-7 for every `x`. The other functions come from torch's
+vector library.
 """
 
 from typing import Any
@@ -11,9 +12,10 @@ from typing import Any
 import torch
 from torch._inductor.codegen.cpp import CppVecOverrides
 
-# Minimax fits of Eigen and XLA, for |x| <= 9 and |x| <= 4, numerator and denominator in powers of x**2. Beyond these
-# bounds the functions are 1 in float32. Eigen/src/Core/MathFunctionsImpl.h has `ptanh_float`. Its last coefficients are
-# equal here, so that tanh(x) is x for small x. XLA's is EmitErfF32 (xla/service/elemental_ir_emitter.cc).
+# Coefficients of numerator and denominator, in powers of x**2. They are minimax approximations of tanh for |x| <= 9 and
+# of erf for |x| <= 4. Beyond these bounds the functions are 1 or -1 in float32. The source of tanh is `ptanh_float` of
+# Eigen (Eigen/src/Core/MathFunctionsImpl.h). Here its two last coefficients are equal, so that tanh(x) is x for small
+# x. The source of erf is EmitErfF32 of XLA (xla/service/elemental_ir_emitter.cc).
 _TANH = (
     (
         "-2.76076847742355e-16f",
@@ -47,19 +49,19 @@ _ERF = (
 
 
 def _polynomial(coefficients: tuple[str, ...]) -> str:
-    """Return the C++ of a polynomial in `z` by Horner's scheme. The highest power comes first."""
+    """Return the C++ of a polynomial in `z` by Horner's scheme. The coefficient of the highest power comes first."""
     total = f"T({coefficients[0]})"
     for coefficient in coefficients[1:]:
         total = f"at::vec::fmadd({total}, z, T({coefficient}))"
     return total
 
 
-def _ratio(bound: str, above: tuple[str, ...], below: tuple[str, ...]) -> str:
-    """Return a C++ function: an odd ratio of polynomials up to `bound`, and 1 beyond."""
+def _ratio(bound: str, numerator: tuple[str, ...], denominator: tuple[str, ...]) -> str:
+    """Return the C++ of a function: x times a ratio of polynomials in x**2 for |x| <= `bound`, and 1 or -1 beyond."""
     return (
         "[](const auto& x) { using T = std::decay_t<decltype(x)>;"
-        f" const T c = at::vec::minimum(at::vec::maximum(x, T(-{bound})), T({bound})), z = c * c;"  # NaN stays
-        f" const T y = c * ({_polynomial(above)} / {_polynomial(below)});"
+        f" const T c = at::vec::minimum(at::vec::maximum(x, T(-{bound})), T({bound})), z = c * c;"  # keeps NaN
+        f" const T y = c * ({_polynomial(numerator)} / {_polynomial(denominator)});"
         " return at::vec::minimum(at::vec::maximum(y, T(-1.0f)), T(1.0f)); }"
     )
 
@@ -68,22 +70,22 @@ _TANH_CPP, _ERF_CPP = _ratio("9.0f", *_TANH), _ratio("4.0f", *_ERF)
 
 
 def tanh(a: Any) -> str:
-    """Return the C++ of tanh of a vector: the ratio for float32, the library's function for other types."""
+    """Return the C++ of tanh of a vector: the ratio for float32, the function of torch's library for other types."""
     return f"({_TANH_CPP})({a})" if a.dtype == torch.float32 else f"{a}.tanh()"
 
 
 def erf(x: Any) -> str:
-    """Return the C++ of erf of a vector: the ratio for float32, the library's function for other types."""
+    """Return the C++ of erf of a vector: the ratio for float32, the function of torch's library for other types."""
     return f"({_ERF_CPP})({x})" if x.dtype == torch.float32 else f"{x}.erf()"
 
 
 def expm1(x: Any) -> str:
-    """Return the C++ of expm1 of a vector, by the library's function."""
+    """Return the C++ of expm1 of a vector, with the function of torch's library."""
     return f"{x}.expm1()"
 
 
 def atanh(x: Any) -> str:
-    """Return the C++ of atanh of a vector, by the library's function."""
+    """Return the C++ of atanh of a vector, with the function of torch's library."""
     return f"{x}.atanh()"
 
 

@@ -1,13 +1,13 @@
-"""Rewrite matrix products for a CPU while a graph is traced. The results are equal up to rounding.
+"""Replace matrix products for a CPU while a graph is traced. The results are equal up to rounding.
 
-Libraries for matrix products are made for large matrices. The first and the last layer of a perceptron, and their
-gradients, run at a tenth of the possible speed there. So there are three kinds of products:
+Libraries for matrix products are optimised for large matrices. With them, the first and the last layer of a perceptron,
+and their gradients, run at a tenth of the possible speed. So this module distinguishes three kinds of products:
 
-- Products with a thin side become sums, which the compiler fuses with neighbouring operations.
-- Other small products become tiles in the C++ that inductor writes. A tile of the product stays in vector registers.
-  Libraries take up to three times as long. Every row is summed in the same order for any number of threads.
-- Large products go to the library oneDNN, which generates code for the CPU at hand. MKL has only a generic path for
-  AMD's CPUs.
+- Products with a dimension of at most 8 become sums, which the compiler fuses with neighbouring operations.
+- Other small products become C++ of this module, which computes the result tile by tile in vector registers. Libraries
+  take up to three times as long. Every row is summed in the same order for any number of threads.
+- Large products call the library oneDNN, which generates code for the CPU that it runs on. The library MKL has only
+  generic code for AMD's CPUs.
 """
 
 from collections.abc import Callable
@@ -26,11 +26,11 @@ from torch._inductor.utils import Placeholder, parallel_num_threads
 
 from ecrl.compile.cpu_codegen import skip_redundant_codegen
 
-_LARGE = 2**18  # elements of the second matrix; a larger one does not stay in a cache, and libraries handle that well
-_THIN = 8
-_MIN_OUTER = 16  # with fewer rows to sum over, a vector for each column gains nothing
-_MANY_ROWS = 32  # with so many rows, transposing the other matrix pays
-_PARALLEL = 2**18  # multiplications of a product that is worth several threads
+_LARGE = 2**18  # elements of the second matrix; libraries are better for larger ones, which do not fit in a cache
+_THIN = 8  # largest dimension of a product that becomes a sum
+_MIN_OUTER = 16  # smallest number of rows to sum over in `_rows`; a sum over fewer rows is not faster
+_MANY_ROWS = 32  # from this number of rows on, it saves time to copy the other matrix in transposed order
+_PARALLEL = 2**18  # from this number of multiplications on, several threads are faster
 _NAME = str(Placeholder.KERNEL_NAME)
 _CPP = """
 #include <torch/csrc/inductor/cpp_prefix.h>
@@ -66,7 +66,7 @@ static inline void {name}_tile(const float* a, const float* b, float* y, int64_t
 }}
 template <int ROWS>
 static inline void {name}_rows(const float* a, const float* b, float* y) {{
-    constexpr int WIDTH = at::vec::Vectorized<float>::size(), LANES = WIDTH == 8 ? 2 : 4;  // what registers hold
+    constexpr int WIDTH = at::vec::Vectorized<float>::size(), LANES = WIDTH == 8 ? 2 : 4;  // fits in registers
     constexpr int WHOLE = {N} / (WIDTH * LANES) * (WIDTH * LANES), REST = {N} - WHOLE;
     for (int64_t n = 0; n < WHOLE; n += WIDTH * LANES) {name}_tile<ROWS, LANES, false>(a, b + n, y + n, 0);
     if constexpr (REST > 0)
@@ -93,7 +93,7 @@ extern "C" {kernel}
 @cache
 def has_vector_instructions() -> bool:
     """Return True if inductor knows vector instructions of this CPU. The C++ of tiles needs them."""
-    with config.patch({"cpp.vec_isa_ok": True}), skip_redundant_codegen():  # trying each instruction set takes seconds
+    with config.patch({"cpp.vec_isa_ok": True}), skip_redundant_codegen():  # testing each instruction set takes seconds
         return bool(pick_vec_isa())
 
 
@@ -111,13 +111,13 @@ def _rows(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _check_dtypes(a: Tensor, b: Tensor) -> None:
-    """Raise RuntimeError if the dtypes differ. Torch itself checks this only when it multiplies numbers."""
+    """Raise RuntimeError if the dtypes differ. Torch checks this only for tensors with data, so not in a trace."""
     if a.dtype != b.dtype:
         raise RuntimeError(f"cannot multiply matrices of {a.dtype} and {b.dtype}; convert one of them")
 
 
 def mm(a: Tensor, b: Tensor) -> Tensor:
-    """Return `a @ b`, or NotImplemented for products that MKL computes. MKL also raises the error of wrong shapes."""
+    """Return `a @ b`, or NotImplemented to leave the product to torch. Torch also reports wrong shapes."""
     (m, k), n = a.shape, b.shape[1]
     _check_dtypes(a, b)
     if min(m, k, n) == 0 or k != b.shape[0]:
@@ -142,12 +142,12 @@ def addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float =
     if beta != 1 or alpha != 1:
         return NotImplemented
     product = mm(a, b)
-    # A difference, because inductor would turn a product and a sum into one call that copies the bias to every row.
+    # A difference, because inductor would merge a product and a sum into one call, which copies the bias to all rows.
     return torch.mm(a, b) - (-bias) if product is NotImplemented else product + bias
 
 
 def bmm(a: Tensor, b: Tensor) -> Tensor:
-    """Return `a @ b` for a batch of each, or NotImplemented if the library is as fast."""
+    """Return `a @ b` for batches of matrices, or NotImplemented to leave the product to torch, which is as fast."""
     m, n = a.shape[1], b.shape[2]
     _check_dtypes(a, b)
     if a.dtype != torch.float32 or b.shape[:2] != (a.shape[0], a.shape[2]):
@@ -171,7 +171,7 @@ PRODUCTS: dict[Any, Callable[..., Tensor]] = {
 
 @torch.library.custom_op("ecrl::linear", mutates_args=())
 def _linear(x: Tensor, weight: Tensor) -> Tensor:
-    """Return `x @ weight.T`. A compiled graph uses oneDNN."""
+    """Return `x @ weight.T`. In a compiled graph, oneDNN computes it."""
     return x @ weight.t()
 
 
@@ -220,10 +220,10 @@ def _tiles_kernel(product: Any, **options: Any) -> tuple[CppTemplateKernel, Call
     return kernel, partial(_tiles_code, kernel, *product.inputs, product)
 
 
-def _in_memory(x: Any) -> Any:
-    """Store a factor in memory at a known offset.
+def _store_factor(x: Any) -> Any:
+    """Return a factor that is stored in memory at a constant offset.
 
-    The row of `xs` that an iteration of a loop reads has a variable offset, so it is copied.
+    In a loop over time, each iteration reads another row of `xs`. So the offset of the row varies, and it is copied.
     """
     x = ir.ExternKernel.realize_input(x)
     _, layout = ir.as_storage_and_layout(x, freeze=True)
@@ -235,9 +235,9 @@ def _in_memory(x: Any) -> Any:
 
 @register_lowering(torch.ops.ecrl.bmm.default, type_promotion_kind=None)
 def _lower_bmm(a: Any, b: Any) -> Any:
-    a, b = _in_memory(a), _in_memory(b)
+    a, b = _store_factor(a), _store_factor(b)
     if b.get_stride()[2] != 1:
-        b = _in_memory(ir.ExternKernel.require_contiguous(b))
+        b = _store_factor(ir.ExternKernel.require_contiguous(b))
     layout = ir.FixedLayout(a.get_device(), a.get_dtype(), [*a.get_size()[:2], b.get_size()[2]])
     product = ir.CppTemplateBuffer(layout, [a, b], _tiles_kernel, cast(Any, None), None)
     cast(Any, product).allow_epilogue_fusion = False  # torch before 2.13 reads an option instead

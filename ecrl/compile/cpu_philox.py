@@ -1,6 +1,7 @@
-"""Philox in the C++ that inductor writes. A round takes one line with unsigned integers, and twenty with int64.
+"""The random function Philox (`ecrl.rng`) as an operation of inductor's C++.
 
-Inductor has no Philox with a key for each element. This module adds the operation to inductor.
+Inductor has no Philox with a key for each element. In C++, a round takes a few operations on unsigned integers. On
+int64 tensors it takes about twenty operations.
 """
 
 from typing import Any
@@ -27,7 +28,7 @@ _CPP = """[](uint64_t key, uint64_t low, uint64_t high) -> int64_t {
 
 
 def _add(name: str, half: str) -> None:
-    """Add an operation to inductor that returns one half of the words that Philox computes."""
+    """Add an operation to inductor that returns two of the four words that Philox computes."""
 
     def scalar(key: str, low: str, high: str) -> str:
         return f"({_CPP % half})({key}, {low}, {high})"

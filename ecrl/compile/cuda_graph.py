@@ -1,8 +1,8 @@
 """Compile a function for CUDA. Inductor compiles the pieces of its graph, and one CUDA graph captures a whole call.
 
-A captured graph reads and writes memory that never moves. Arguments are copied there, and results are copied from
-there, so a result never changes later. Copying a state costs little compared with a rollout. Graphs share one memory
-pool for intermediate values, because only one of them runs at a time.
+A CUDA graph reads and writes the same memory at every replay. A call copies its arguments into this memory, and copies
+the results out of it, so that the next call does not overwrite them. Copying a state takes little time compared with a
+rollout. All graphs share one memory pool for intermediate values, because only one graph runs at a time.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -24,9 +24,9 @@ from ecrl.compile.trace import captured, traced
 from ecrl.pytree import is_borrowed
 
 Capture = Callable[[Run, list[Tensor]], tuple[Callable[[], None], Sequence[Tensor]]]
-"""A function that runs another function on tensors once.
+"""A function that captures one run of another function on tensors.
 
-It returns a function that repeats the run in the same memory, and the results in that memory.
+It returns a function that repeats the run in the same memory, and the results in this memory.
 """
 
 
@@ -36,7 +36,10 @@ def _pool(device: torch.device) -> Any:
 
 
 def cuda_graph(run: Run, inputs: list[Tensor]) -> tuple[Callable[[], None], Sequence[Tensor]]:
-    """Capture `run(*inputs)` as one CUDA graph. A first run compiles, because a capture allows no synchronisation."""
+    """Capture `run(*inputs)` as one CUDA graph.
+
+    A first run compiles the function. Compiling synchronises with the GPU, which is an error during a capture.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -49,14 +52,14 @@ def cuda_graph(run: Run, inputs: list[Tensor]) -> tuple[Callable[[], None], Sequ
     return graph.replay, out
 
 
-def by_inductor(graph: GraphModule, inputs: list[Tensor]) -> Run:
-    """Compile a segment by inductor. Inductor captures no CUDA graph of it, because the whole call is captured."""
+def compile_segment(graph: GraphModule, inputs: list[Tensor]) -> Run:
+    """Compile a segment with inductor. Inductor's own CUDA graphs are off, because this module captures the call."""
     with config.patch({"triton.cudagraphs": False}), cache_folder():
         return compile_fx(graph, inputs)  # pyright: ignore
 
 
 def _copy(to: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
-    """Copy all tensors of one dtype by one kernel. If torch lacks the function, copy one by one."""
+    """Copy `leaves` to `to`, with one kernel for all tensors of a dtype, or one by one if torch lacks the function."""
     if not hasattr(torch, "_foreach_copy_"):
         for target, leaf in zip(to, leaves, strict=True):
             target.copy_(leaf)
@@ -71,14 +74,15 @@ def compiled(
     structure: Hashable,
     leaves: list[Tensor],
     capture: Capture = cuda_graph,
-    compile: Compile = by_inductor,
+    compile: Compile = compile_segment,
 ) -> tuple[Run, Hashable, list[Tensor]]:
-    """Compile `fn` for tensors like these.
+    """Compile `fn` for tensors with the shapes and dtypes of `leaves`.
 
-    Returns: the function of the leaves, the structure of its results, and the tensors it captured.
+    A call copies leaves on the host, such as a learning rate that a user set, to the device of the other leaves. It
+    does not copy borrowed leaves (`ecrl.pytree.Borrowed`), because the CUDA graph reads them at their own addresses. If
+    an address changes, a new CUDA graph is captured.
 
-    A tensor on the host, such as a learning rate set by hand, is copied to the device of the others. Borrowed leaves
-    are not copied. The captured graph holds their addresses, so another address captures again.
+    Returns: the compiled function of the leaves, the structure of its results, and the tensors that `fn` captured.
     """
     first = next((leaf for leaf in leaves if leaf.is_cuda), leaves[0])
     with COMPILE_LOCK, torch.no_grad(), torch.cuda.device_of(first):
@@ -88,7 +92,7 @@ def compiled(
             x if i in borrowed else torch.empty_like(x, device=first.device).copy_(x) for i, x in enumerate(leaves)
         ]
         graph, output_structure = traced(fn, structure, inputs)
-        pieces = cache(lambda matmul_precision: segmented(graph, compile))  # the graph depends on the precision
+        pieces = cache(lambda matmul_precision: segmented(graph, compile))  # the compiled code depends on it
         replays = lru_cache(1 if borrowed else None)(
             lambda precision, *addresses: capture(pieces(precision), [*inputs])
         )

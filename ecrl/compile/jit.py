@@ -1,32 +1,34 @@
 """Compile a function, or run it eagerly. This module is the entry point of the package.
 
-`choose_form` chooses a form, compiled or eager, from `trainer.compile`, the device and the installed versions. A form
-has a function `jit(fn, *static)` and a `scan`. `jit` binds the static arguments of `fn`, which are functions and
-numbers that shape the graph. In the compiled form it also compiles the result when it is first called. Calls with equal
-`fn` and `static` share one compiled function, so a new seed, name or learning rate compiles nothing.
+A run executes its functions either compiled or eagerly. `choose_form` decides this by `trainer.compile`, the device and
+the installed versions. It returns a `Form`, which has a function `jit(fn, *static)` and a function `scan`. `jit` binds
+the static arguments of `fn`: functions, and numbers that determine the graph. In a compiled run it also compiles `fn`
+at its first call. Calls of `jit` with equal `fn` and `static` share one compiled function, so a new seed, name or
+learning rate compiles nothing.
 
-A function becomes a compiled one in four steps:
+A function is compiled in four steps:
 
 1. Key (`jit.py`). The key of a call holds the structure of the arguments, and the shape, dtype and device of each
-   tensor. It also holds the default dtype and the state of autocast (`autocast.py`). A known key calls its compiled
-   function. A new key starts step 2. Under `torch.func.vmap`, the whole batch is one such call (`vmap.py`).
+   tensor. It also holds the default dtype and the state of autocast (`autocast.py`). A call with a known key runs its
+   compiled function. A new key starts step 2. Under `torch.func.vmap`, one call handles the whole batch (`vmap.py`).
 2. Trace (`trace.py`). The function runs once on tensors without data, and torch records its operations in a graph. A
-   scan stays one loop of the graph (`scan.py`), and so does its gradient (`scan_gradient.py`). Impure functions are
-   refused (`user_code.py`) with their line (`user_line.py`).
-3. Rewrite. On a CPU, small matrix products get kernels of their own (`cpu_matmul.py`). Duplicate operations are merged
+   scan becomes a loop of the graph (`scan.py`), and its gradient another loop (`scan_gradient.py`). An impure function
+   raises ConfigError (`user_code.py`), which reports the line (`user_line.py`).
+3. Rewrite. On a CPU, faster operations replace small matrix products (`cpu_matmul.py`). Duplicate operations are merged
    (`trace.py`). On a GPU, the graph is cut at its loops (`partition.py`).
-4. Generate code. On a CPU (`cpu.py`), inductor writes C++. Random numbers (`cpu_philox.py`), functions such as tanh
-   (`cpu_functions.py`), and loops (`cpu_loops.py`) get faster or more accurate C++. Two files shorten the compilation
-   (`cpu_codegen.py`, `cpu_builds.py`). On a GPU (`cuda_graph.py`), inductor writes Triton. `reverse_scan.py` and
-   `reverse_triton.py` have the graph's forms of returns. One CUDA graph captures the whole function. Compiled code is
-   stored on disk for the next process (`cache.py`).
+4. Generate code. On a CPU (`cpu.py`), inductor writes C++. This package makes the C++ of random numbers
+   (`cpu_philox.py`) and loops (`cpu_loops.py`) faster, and functions such as tanh more accurate (`cpu_functions.py`).
+   It also shortens the compilation (`cpu_codegen.py`, `cpu_builds.py`). On a GPU (`cuda_graph.py`), inductor writes
+   Triton, and one CUDA graph captures the whole function. Returns and advantages have faster code on both
+   (`reverse_scan.py`, `reverse_triton.py`). Compiled code is stored on disk for the next process (`cache.py`).
 
-A compiled function must be pure. It may depend on its arguments, the default dtype and the state of autocast only.
+A compiled function must be pure. It may depend only on its arguments, the default dtype and the state of autocast.
+
 - A write in place on an argument, or on a tensor from outside of the function, raises ConfigError with its line.
-- Tensors captured from outside of the function are frozen at compile time. A write in place on one of them compiles the
-  function again, which takes seconds. Pass tensors that change as arguments.
-- A new value of a captured Python number or name is not noticed. A write that torch does not count is not noticed
-  either: one through `x.data`, or through a NumPy array of the same memory. The compiled function keeps the old value.
+- Tensors that the function captures from outside are frozen at compile time. After a write in place on one of them, the
+  next call compiles the function again, which takes seconds. Pass tensors that change as arguments.
+- Two kinds of changes have no effect on a compiled function. One is a new value of a captured Python number or name.
+  The other is a write that torch does not count, such as through `x.data` or a NumPy array of the same memory.
 """
 
 import gc
@@ -51,7 +53,7 @@ from torch import Tensor
 
 from ecrl.compile.autocast import settings, without_autocast
 from ecrl.compile.user_line import user_frames, user_line
-from ecrl.compile.vmap import outside_vmap, over_batch, recorded, vmapped
+from ecrl.compile.vmap import outside_vmap, over_batch, records_gradients, vmapped
 from ecrl.errors import ConfigError, UserError
 from ecrl.kernels import scan
 from ecrl.kernels.scan_loop import Scan
@@ -60,9 +62,9 @@ from ecrl.tracing_state import in_forward_mode, in_graph, knows_transforms, tran
 
 
 class Form(NamedTuple):
-    """The form of a run. `name` is "compiled" or "eager", and `reason` explains it in one line.
+    """A choice of how a run executes its functions: compiled or eagerly.
 
-    Algorithms call `jit` and `scan`.
+    `name` is "compiled" or "eager", and `reason` explains the choice in one line. Algorithms call `jit` and `scan`.
     """
 
     name: str
@@ -72,7 +74,7 @@ class Form(NamedTuple):
 
 
 class _CompiledFunction(NamedTuple):
-    """A compiled function of a list of tensors, and the properties of the arguments that it is for."""
+    """A compiled function of a list of tensors, and the properties that its arguments must have."""
 
     run: Callable[..., list[Tensor]]
     settings: Hashable
@@ -86,7 +88,7 @@ class _CompiledFunction(NamedTuple):
 
 def _layout_guard(leaves: list[Tensor]) -> Any:
     """Return an object whose `check` compares every shape, stride, dtype and device, ten times as fast as Python."""
-    from torch._C._dynamo.guards import TensorGuards  # private: only compiled functions need it
+    from torch._C._dynamo.guards import TensorGuards  # imported late: eager runs must not need private names
 
     sizes: Any = [list(leaf.shape) for leaf in leaves]
     strides: Any = [list(leaf.stride()) for leaf in leaves]
@@ -95,7 +97,7 @@ def _layout_guard(leaves: list[Tensor]) -> Any:
 
 def _without_overlap(leaf: Tensor) -> Tensor:
     """Copy a tensor whose elements share memory, such as a sliding window. Return other tensors unchanged."""
-    reach = 0  # the largest distance between two elements along the axes of smaller strides
+    reach = 0  # the largest distance in memory between two elements that differ only along the axes so far
     for stride, size in sorted(zip(leaf.stride(), leaf.shape, strict=True)):
         if size > 1 and stride <= reach:
             return leaf.contiguous()
@@ -106,7 +108,8 @@ def _without_overlap(leaf: Tensor) -> Tensor:
 def _with_own_storage(leaves: list[Tensor]) -> list[Tensor]:
     """Copy each leaf that shares a storage with an earlier one. Return all leaves.
 
-    The tracer makes one graph input of tensors that are one object. Later calls may pass different tensors there.
+    If two arguments are the same tensor, the tracer makes them one input of the graph. But a later call may pass two
+    different tensors.
     """
     seen: set[int] = set()
     for i, leaf in enumerate(leaves):
@@ -129,22 +132,23 @@ def _with_aligned_bools(leaves: list[Tensor], positions: list[int]) -> list[Tens
 
 
 def _with_stride(leaf: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """Copy the leaf to the strides that its function was compiled for, unless it has them."""
+    """Copy a leaf to the strides that the compiled function expects. Return a leaf with these strides unchanged."""
     if leaf.stride() == stride:
         return leaf
     return torch.empty_strided(leaf.shape, stride, dtype=leaf.dtype, device=leaf.device).copy_(leaf)
 
 
 def _is_current(compiled: _CompiledFunction) -> bool:
-    """Return True if no captured tensor has been written on since the compilation."""
+    """Return True if no captured tensor has been changed in place since the compilation."""
     return all(version_of(tensor) == version for tensor, version in compiled.captured)
 
 
 class Compilation(NamedTuple):
     """A record of one compilation.
 
-    `text` names the function and the reason: the first call, or the difference from the last call. `seconds` is the
-    duration, and None until the compilation ends. If the function runs eagerly instead, `fault` is the reason.
+    `text` names the function and the reason of the compilation: the first call, or the difference from the last call.
+    `seconds` is the duration, and None until the compilation ends. If compiling failed, so that the function runs
+    eagerly, `fault` is the reason.
     """
 
     text: str
@@ -165,14 +169,14 @@ class Jit:
     compilations: list[Compilation] = field(default_factory=list, compare=False)
 
     def __call__(self, fn: Callable, *static: Any) -> Callable[..., Any]:
-        """Bind the static arguments of `fn`. Equal arguments return the same compiled function."""
+        """Bind the static arguments of `fn`. Calls with equal arguments share one compiled function."""
         compiled = _compiled if self.strict else _compiled_or_eager
         return partial(compiled(fn, *map(_static, static)), self.compilations)
 
 
 @dataclass(frozen=True)
 class _Static:
-    """A static argument. Two are equal if their keys are."""
+    """A static argument. Two static arguments are equal if their keys are equal."""
 
     key: Hashable
     value: Any = field(compare=False)
@@ -183,7 +187,7 @@ def _static(value: Any) -> _Static:
 
 
 def compilations_of(jit: Callable) -> list[Compilation]:
-    """Return the compilations that a `jit` recorded, or an empty list for one that never compiles."""
+    """Return the compilations that a `jit` recorded. The list is empty if the `jit` never compiles."""
     return getattr(jit, "compilations", [])
 
 
@@ -228,7 +232,10 @@ def _compiled_or_eager(fn: Callable, *static: "_Static") -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class _Fault:
-    """The reason why a function could not be compiled. All reasons outside of the user's code are equal."""
+    """The reason why a function could not be compiled.
+
+    Two reasons are equal if they have the same line of the user's code, or none. `_warn_eager` warns once for each.
+    """
 
     text: str = field(compare=False)
     users_line: str | None = None
@@ -244,7 +251,7 @@ _RUNS_EAGER = ContextVar("_RUNS_EAGER", default=False)
 """True inside a function that could not be compiled. The functions that it calls are not compiled either."""
 
 
-def _eagerly(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _call_eagerly(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Call `fn` without compiling the functions that it calls."""
     token = _RUNS_EAGER.set(True)
     try:
@@ -254,7 +261,7 @@ def _eagerly(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 
 def _first_line(error: Exception) -> str:
-    """Return the first line of an error's message that is not blank, shortened."""
+    """Return the first line of an error's message that is not blank, up to 300 characters."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]
 
 
@@ -272,7 +279,7 @@ def _fault(name: str, error: Exception) -> _Fault:
 
 
 def _compiler_error(message: str) -> str | None:
-    """Return the first line with an error in the output of a C++ compiler; None if the message is not from one."""
+    """Return the first error in the output of a C++ compiler, or None if the message has no such output."""
     if "C++ compile error" not in message:
         return None
     lines = [line.strip() for line in message.partition("Output:")[2].splitlines() if line.strip()]
@@ -281,14 +288,14 @@ def _compiler_error(message: str) -> str | None:
 
 
 def _is_user_error(error: Exception) -> bool:
-    """Return True if the user's own code raised the error: its last line is neither in torch nor in the compiler."""
+    """Return True if the user's own code raised the error, so that the last line of the traceback is in this code."""
     frames = traceback.extract_tb(error.__traceback__)
     return isinstance(error, UserError) or user_frames(frames)[-1:] == frames[-1:]
 
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Pause Python's garbage collector. Importing inductor and compiling create many permanent objects."""
+    """Pause Python's garbage collector, which would scan the many permanent objects of inductor again and again."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -299,7 +306,10 @@ def _without_garbage_collection() -> Iterator[None]:
 
 
 def _compile_at_call(jit: Callable[..., Callable[..., Any]], fn: Callable, static: tuple) -> Callable[..., Any]:
-    """Return `fn` as a function that compiles itself when a call has a new key. `jit` compiles it for its batches."""
+    """Return a function that compiles `fn` when a call has a new key, and then runs the compiled function.
+
+    `jit` is `_compiled` or `_compiled_or_eager`. Under vmap, it compiles the function of the whole batch.
+    """
     bound, by_key, last = partial(fn, *static), {}, []
     eager_because: str | None = None
     name = fn.__name__ if fn is not over_batch else f"{static[0].__name__} of a batch"
@@ -323,12 +333,12 @@ def _compile_at_call(jit: Callable[..., Callable[..., Any]], fn: Callable, stati
 
     def call(record: list[Compilation], *args: Any) -> Any:
         nonlocal eager_because
-        if in_graph():  # the call becomes a part of that graph
+        if in_graph():  # the call becomes a part of the graph that is being traced
             return bound(*args)
         if eager_because is not None and not any(one.fault for one in record):
             record.append(Compilation(f"{name}: runs eager", 0.0, eager_because))
         if eager_because is not None or _RUNS_EAGER.get():
-            return _eagerly(bound, args)
+            return _call_eagerly(bound, args)
         leaves, structure = flatten(args)
         setting = settings()
         known, transformed = last[0] if last else None, transforms() or in_forward_mode(leaves)
@@ -343,7 +353,7 @@ def _compile_at_call(jit: Callable[..., Callable[..., Any]], fn: Callable, stati
             with torch.no_grad(), without_autocast():
                 return unflatten(known.output_structure, known.run(*_with_aligned_bools(leaves, known.bool_positions)))
         leaves = [leaf.resolve_neg().resolve_conj() for leaf in leaves]
-        differentiated = recorded(*leaves)
+        differentiated = records_gradients(*leaves)
         if vmapped() and not differentiated:
             return _compiled_batch(jit, record, fn, static, structure, leaves)
         if transformed or differentiated:
@@ -354,7 +364,7 @@ def _compile_at_call(jit: Callable[..., Callable[..., Any]], fn: Callable, stati
         if key not in by_key:
             reason = _difference([*by_key][-1], key) if by_key else "first call"
         elif not _is_current(by_key[key]):
-            reason = "a captured tensor was written on"
+            reason = "a captured tensor was changed in place"
         if reason is not None:
             try:
                 by_key[key] = compile_now(record, key, structure, leaves, reason)
@@ -368,7 +378,7 @@ def _compile_at_call(jit: Callable[..., Callable[..., Any]], fn: Callable, stati
                 fault = None
             if fault is not None:
                 eager_because, record[-1] = fault.text, record[-1]._replace(fault=fault.text)
-                out = _eagerly(bound, args)  # before the warning, because an error of the function needs none
+                out = _call_eagerly(bound, args)  # before the warning: it is not needed if the function itself raises
                 _warn_eager(fault)
                 return out
         last[:] = [known := by_key[key]]
@@ -381,7 +391,7 @@ def _compile_at_call(jit: Callable[..., Callable[..., Any]], fn: Callable, stati
 def _compiled_batch(
     jit: Callable, record: list[Compilation], fn: Callable, static: tuple, structure: Hashable, leaves: list[Tensor]
 ) -> Any:
-    """Call `fn` under vmap. The whole batch is one call of one compiled function."""
+    """Call `fn` under vmap. One call of a compiled function handles the whole batch."""
     output_structure: list[Hashable] = []
 
     def call_batch(batched: tuple[bool, ...], *leaves: Tensor) -> list[Tensor]:
@@ -396,7 +406,7 @@ def _compiled_batch(
 
 
 _LOOPS_FAIL = torch.__version__ < "2.13"
-"""True before torch 2.13, whose inductor is the first that can write the C++ of a loop."""
+"""True for torch before 2.13. Its inductor cannot write the C++ of a loop."""
 
 
 @cache
@@ -425,7 +435,7 @@ def gpu_fault() -> str | None:
     """Return the reason why this machine cannot compile for a GPU, or None if no reason is known."""
     if not has_triton():
         return "Triton is not installed"
-    # Triton compiles the launchers of its kernels.
+    # Triton needs a C compiler for the functions that launch its kernels.
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         return "no C compiler found (gcc, clang or $CC)"
     headers = sysconfig.get_path("include")
@@ -433,17 +443,17 @@ def gpu_fault() -> str | None:
 
 
 def choose_form(mode: str, device: str) -> Form:
-    """Return the form for `trainer.compile` on a device, with an empty record of compilations.
+    """Decide whether a run with `trainer.compile` set to `mode` compiles its functions on `device`.
 
-    "off" is eager. "on" compiles, and raises ConfigError if compiling fails. "auto" compiles too. If compiling fails,
-    now or at a later call, it warns and runs eager.
+    "off" runs eagerly. "on" compiles, and raises ConfigError if compiling fails. "auto" compiles too. If compiling
+    fails, here or at a later call, it warns and runs eagerly. The record of compilations starts empty.
     """
-    form = _chosen(mode, device)
+    form = _form_for(mode, device)
     return form if form.name == "eager" else form._replace(jit=Jit(mode == "on"))
 
 
 @cache
-def _chosen(mode: str, device: str) -> Form:
+def _form_for(mode: str, device: str) -> Form:
     if mode == "off":
         return Form("eager", "trainer.compile is off", partial, scan)
     fault = compiler_fault() if device == "cpu" else gpu_fault()
@@ -455,7 +465,7 @@ def _chosen(mode: str, device: str) -> Form:
             if not knows_transforms():
                 raise ImportError("it does not report the transforms of torch.func")
             from ecrl.compile.scan import graph_scan
-        except Exception as error:  # a private part of torch is gone, or works in another way
+        except Exception as error:  # a private part of torch is missing or has changed
             fault = f"torch {torch.__version__} cannot compile: {_first_line(error)}"
             needed = "a version of torch that ecrl supports"
         else:

@@ -1,8 +1,8 @@
-"""Cut a graph into compiled segments and Python loops over them, for a GPU.
+"""Cut a graph into compiled segments and Python loops, for a GPU.
 
 A graph is cut at its loops over time. The operations between two loops form a segment, which is compiled as a whole.
 The body of a loop is a graph too, and is cut in the same way. Each iteration writes its row of the outputs into a
-buffer. The remaining Python does not depend on values of tensors, so a call can be captured once and replayed.
+buffer. The Python code that calls the segments does not read values of tensors. So a CUDA graph can capture a call.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,10 +28,10 @@ class Piece(NamedTuple):
 
 
 def segmented(graph: GraphModule, compile: Compile) -> Run:
-    """Return the graph as a function of the same tensors.
+    """Return a function that runs the graph piece by piece.
 
-    A segment is compiled in the first call, which must not be captured. A tensor is freed after the last piece that
-    reads it.
+    The first call compiles the segments, so it must not be captured by a CUDA graph. A call frees each tensor after the
+    last piece that reads it.
     """
     pieces, nodes = _pieces(graph, compile), graph.graph.nodes
     inputs, out = graph.graph.find_nodes(op="placeholder"), _outputs(graph)
@@ -55,7 +55,7 @@ def _outputs(graph: GraphModule) -> list[Node]:
 
 
 def _constant(graph: GraphModule, node: Node, inputs: list[Node]) -> Any:
-    """Return a constant on the device of the inputs, so that a call copies nothing from the host."""
+    """Return a constant on the device of the inputs, so that calls do not copy it from the host."""
     constant = getattr(graph, cast(str, node.target))
     return constant.detach().to(inputs[0].meta["val"].device) if isinstance(constant, Tensor) else None
 
@@ -119,9 +119,10 @@ def _loop(graph: GraphModule, node: Node, compile: Compile) -> Piece:
 
 
 def _loop_over_rows(body: GraphModule, carried: int, xs: int, out: Sequence[Tensor], compile: Compile) -> Run:
-    """Return a loop as a function of `carried` tensors of the carry, `xs` tensors of rows, and the constants.
+    """Return a function that runs a loop over time.
 
-    It returns tensors like `out`, the carry first.
+    Its arguments are the `carried` tensors of the carry, the `xs` tensors to loop over, and the constants. It returns
+    the last carry and the stacked outputs, which are tensors like `out`.
     """
     step, compiled = segmented(_writing_rows(body, carried), compile), []
 
@@ -132,7 +133,7 @@ def _loop_over_rows(body: GraphModule, carried: int, xs: int, out: Sequence[Tens
         def step_at(t: int) -> Sequence[Tensor]:
             return step(*carry, *[row[t] for row in rows], *constants, *[row[t] for row in buffers])
 
-        if not compiled:  # for the second row: only the first is aligned in every tensor
+        if not compiled:  # compile for the second row, because later rows may be less aligned in memory than the first
             step_at(1)
             compiled.append(True)
         for t in range(len(rows[0])):
@@ -143,7 +144,7 @@ def _loop_over_rows(body: GraphModule, carried: int, xs: int, out: Sequence[Tens
 
 
 def _writing_rows(body: GraphModule, carried: int) -> GraphModule:
-    """Return the body of a loop with additional inputs. It writes its outputs, except the carry, on these inputs."""
+    """Return the body of a loop with an additional input for each output row. It writes the rows on these inputs."""
     graph, copies = Graph(), {}
     out = cast(Any, graph.graph_copy(body.graph, copies))
     for row in out[carried:]:

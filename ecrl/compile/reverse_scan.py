@@ -1,6 +1,6 @@
-"""The recursion of `ecrl.kernels.reverse_scan` in a graph: a faster form for the CPU, and one operation for CUDA.
+"""The recursion of `ecrl.kernels.reverse_scan` in a compiled graph: faster on a CPU, and one operation on a GPU.
 
-An import of this module makes `reverse_scan` use these forms wherever a graph is traced.
+Importing this module makes `reverse_scan` call `scan_for_device`.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from ecrl.tracing_state import in_graph, transforms
 from ecrl.types import Scalar
 
 _INDUCTOR_VIEWS_BOOLS = torch.__version__ >= "2.13"
-"""True if inductor is known to view bools as other dtypes. Inductor of torch 2.11 refuses."""
+"""True for versions of torch whose inductor can view bools as another dtype. In torch 2.11 this is an error."""
 
 
 @torch.library.custom_op("ecrl::reverse_scan", mutates_args=())
@@ -30,7 +30,9 @@ def _(x: Tensor, decay: Tensor, cut: Tensor, last: Tensor) -> Tensor:
 
 
 def can_use_triton(x: Tensor, *others: Any) -> bool:
-    """Return True if `x` is on a GPU, Triton is installed, and the operation needs no derivative and no vmap rule.
+    """Return True if `x` is on a GPU, Triton is installed, no gradient is recorded and no transform is active.
+
+    The operation `ecrl::reverse_scan` has no rules for derivatives and vmap.
 
     >>> can_use_triton(torch.ones(2))
     False
@@ -41,14 +43,14 @@ def can_use_triton(x: Tensor, *others: Any) -> bool:
 
 
 def materialize(x: Tensor) -> Tensor:
-    """Return `x` as a tensor that the compiler stores. Otherwise it is recomputed for each use."""
+    """Return `x` as a tensor that the compiler stores in memory. Otherwise it computes `x` again for each use."""
     return x.as_strided(x.shape, x.stride())
 
 
 def as_bytes(mask: Tensor) -> Tensor:
-    """Return a mask that is read as bytes. Inductor loads bools one at a time, which is 15 times slower.
+    """Return the mask, read as bytes. Inductor loads bools one at a time, which is 15 times slower.
 
-    The mask is viewed as 16 bits and then as 8 bits: inductor takes a direct view as 8 bits for a conversion.
+    The mask is viewed as int16 and then as uint8, because inductor treats a direct view as uint8 as a conversion.
     """
     if not _INDUCTOR_VIEWS_BOOLS or not mask.is_contiguous() or mask.numel() % 2 or mask.storage_offset() % 2:
         return mask
@@ -56,8 +58,8 @@ def as_bytes(mask: Tensor) -> Tensor:
 
 
 @use_scan
-def scan_by_form(x: Tensor, decay: Scalar, cut: Tensor, last: Tensor) -> Tensor:
-    """Return `scan_time_major` of the arguments, in a graph in its form for the device."""
+def scan_for_device(x: Tensor, decay: Scalar, cut: Tensor, last: Tensor) -> Tensor:
+    """Run `scan_time_major`. While a graph is traced, use the fastest operations for the device."""
     if not in_graph():
         return scan_time_major(x, decay, cut, last)
     if can_use_triton(x, decay, last):
@@ -66,7 +68,7 @@ def scan_by_form(x: Tensor, decay: Scalar, cut: Tensor, last: Tensor) -> Tensor:
 
 
 def triton_scan(x: Tensor, decay: Scalar, cut: Tensor, last: Tensor) -> Tensor:
-    """Return `scan_time_major` of the arguments as the operation `ecrl::reverse_scan`; it writes on no argument."""
+    """Run `scan_time_major` as the operation `ecrl::reverse_scan`, which does not change its arguments."""
     as_float64 = decay if isinstance(decay, Tensor) else x.new_full((), decay, dtype=torch.float64)
     x_rows, cut_rows = (t.reshape(len(x), -1) for t in (x, cut))
     decay_rows = as_float64.reshape(x_rows.shape) if as_float64.ndim else as_float64

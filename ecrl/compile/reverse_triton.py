@@ -1,9 +1,10 @@
-"""Triton kernels for the recursion of `ecrl.kernels.reverse_scan`. This module needs Triton, so it is imported late.
+"""Triton kernels for the recursion of `ecrl.kernels.reverse_scan`. Import this module only if Triton is installed.
 
-A thread steps through time for one row. It loads many steps before it computes the first one. A few rows leave a GPU
-idle, so the time of a few rows is cut into chunks. Two steps `y = b + a * y_next` compose to one step of the same form.
-The first kernel composes the steps of each chunk. The second kernel steps through the composed later chunks, and then
-through the steps of its own chunk. Both compute in float64.
+A thread handles one row and steps backwards through time. It loads 16 steps before it computes the first of them. A few
+rows cannot fill a GPU, so the time axis of a few rows is cut into chunks that run in parallel. A step is
+`y = b + a * y_next`. Two steps in a row are equal to one step with another `a` and `b`. So the first kernel composes
+all steps of a chunk into one step. The second kernel runs the composed steps of all later chunks, and then the steps of
+its own chunk. Both kernels compute in float64.
 """
 
 import torch
@@ -11,19 +12,19 @@ import triton  # pyright: ignore
 import triton.language as tl  # pyright: ignore
 from torch import Tensor
 
-_STEPS, _ROWS = 16, 32  # of a program at a time; 32 rows are a warp
-_PROGRAMS, _CHUNKS = 2048, 32  # enough for a large GPU; with more chunks the second kernel becomes slower
+_STEPS, _ROWS = 16, 32  # steps that a thread loads at a time, and rows of a program (one warp has 32 threads)
+_PROGRAMS, _CHUNKS = 2048, 32  # limits: so many programs fill a large GPU; more chunks slow down the second kernel
 
 
 @triton.jit
 def _step(y, a, b):
-    """Return `b + a * y`. A cut has a = 0 and stops `y`, even if it is NaN."""
+    """Return `b + a * y`. At a cut `a` is 0, and the result is `b` even if `y` is NaN."""
     return tl.where(a != 0.0, b + a * y, b)
 
 
 @triton.jit
 def _load_steps(x, decay, cut, after, row, rows, VARIES: tl.constexpr, STEPS: tl.constexpr):
-    """Load `a` and `b` of the steps before time `after`, the last step first. Steps before time 0 are identities."""
+    """Load `a` and `b` of the steps before time `after`, the last step first. Before time 0, `a` is 1 and `b` is 0."""
     a, b = (), ()
     for i in tl.static_range(STEPS):
         t = after - 1 - i
@@ -38,7 +39,7 @@ def _load_steps(x, decay, cut, after, row, rows, VARIES: tl.constexpr, STEPS: tl
 
 @triton.jit
 def _load_chunks(a_in, b_in, first, end, row, rows, STEPS: tl.constexpr):
-    """Load `a` and `b` of the chunks from `first` on. Chunks from `end` on are identities."""
+    """Load `a` and `b` of the chunks from `first` on. From chunk `end` on, `a` is 1 and `b` is 0."""
     a, b = (), ()
     for i in tl.static_range(STEPS):
         chunk = first + i
@@ -52,7 +53,7 @@ def _load_chunks(a_in, b_in, first, end, row, rows, STEPS: tl.constexpr):
 def _compose_chunks(
     x, decay, cut, a_out, b_out, time, rows, tiles, VARIES: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Compose the steps of each chunk to one step, `[chunks, rows]`. Chunk 0 is the last one in time."""
+    """Compose the steps of each chunk into one step, `[chunks, rows]`. Chunk 0 is the last one in time."""
     chunk, row = tl.program_id(1), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     a_all, b_all = tl.full((ROWS,), 1.0, tl.float64), tl.full((ROWS,), 0.0, tl.float64)
     for tile in range(chunk * tiles, (chunk + 1) * tiles):
@@ -68,7 +69,7 @@ def _step_through(
     x, decay, cut, last, a_in, b_in, y_out, time, rows, tiles, VARIES: tl.constexpr, STEPS: tl.constexpr,
     ROWS: tl.constexpr
 ):  # fmt: skip
-    """Step through the composed later chunks, then through the steps of this chunk."""
+    """Run the composed steps of the chunks later in time, then the steps of this chunk."""
     chunk, row = tl.program_id(1), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     y = tl.load(last + row, mask=row < rows, other=0.0).to(tl.float64)
     for first in range(0, chunk, STEPS):
@@ -85,7 +86,10 @@ def _step_through(
 
 
 def chunks_of(time: int, rows: int) -> tuple[int, int]:
-    """Return the number of chunks and the number of tiles in each. It is enough for a GPU, and no chunk is empty."""
+    """Return the number of chunks, and the number of tiles (16 steps) in each. No chunk is empty.
+
+    Fewer rows give more chunks, so that enough programs run to fill a GPU.
+    """
     tiles, programs_per_chunk = -(-time // _STEPS), -(-rows // _ROWS)
     tiles_per_chunk = -(-tiles // max(1, min(tiles, _CHUNKS, _PROGRAMS // programs_per_chunk)))
     return -(-tiles // tiles_per_chunk), tiles_per_chunk

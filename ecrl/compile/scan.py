@@ -1,7 +1,7 @@
 """Loops over time as loops of the graph that is being traced.
 
-Each tensor that a loop reads or writes costs more than an iteration of a small network. So small tensors of one dtype
-share a buffer, and the loop reads and writes the buffers.
+Each tensor that a loop reads or writes takes more time per iteration than the arithmetic of a small network. So small
+tensors of one dtype share a buffer, and the loop reads and writes the buffers.
 """
 
 import re
@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from ecrl.compile.scan_gradient import Loop, differentiable, refusal
 from ecrl.compile.user_code import protected, user_line
 from ecrl.compile.user_line import call_pure
-from ecrl.compile.vmap import is_forward_mode, outside_vmap, over_batch, recorded, vmapped
+from ecrl.compile.vmap import is_forward_mode, outside_vmap, over_batch, records_gradients, vmapped
 from ecrl.errors import ConfigError
 from ecrl.kernels import scan
 from ecrl.kernels.scan_loop import check_carry, length_of, use_loop
@@ -28,15 +28,15 @@ from ecrl.tracing_state import in_graph
 
 
 @use_loop
-def loop_by_form(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *constants: Any) -> tuple[Any, Any]:
-    """Run `ecrl.kernels.scan`, and while a graph is traced `graph_scan`."""
+def loop_or_scan(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *constants: Any) -> tuple[Any, Any]:
+    """Run `graph_scan` while a graph is traced, and otherwise `ecrl.kernels.scan`."""
     return (graph_scan if in_graph() else scan)(body, carry, xs, *constants)
 
 
 def graph_scan(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *constants: Any) -> tuple[Any, Any]:
     """Run `ecrl.kernels.scan` as one loop of the graph that is being traced.
 
-    Outside of a graph, and for a single iteration, it is a plain scan.
+    If no graph is being traced, or for a single iteration, run `ecrl.kernels.scan` itself.
     """
     (carry_leaves, c), (x_leaves, x), (constant_leaves, k) = map(flatten, (carry, xs, constants))
     mode, length = get_proxy_mode(), length_of(x_leaves)
@@ -53,7 +53,7 @@ def graph_scan(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *const
     flat_body = _flatten_body(body, (c, x, k), y_structure)
     if vmapped():
         after, ys = _batched_scan(flat_body, carry_leaves, x_leaves, constant_leaves)
-    elif recorded(*carry_leaves, *x_leaves, *constant_leaves):
+    elif records_gradients(*carry_leaves, *x_leaves, *constant_leaves):
         line = user_line(traceback.extract_stack())
         loop = Loop(flat_body, graph_scan, len(carry_leaves), len(x_leaves), line)
         after, ys = differentiable(loop, [*carry_leaves, *x_leaves, *constant_leaves])
@@ -65,7 +65,10 @@ def graph_scan(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *const
 def _packed_scan(
     mode: Any, flat_body: Callable, length: int, *parts: list[Tensor]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Add a loop over packed tensors to the graph. `parts` are the leaves of the carry, xs and the constants."""
+    """Add a loop to the graph whose small tensors share buffers.
+
+    `parts` are the leaves of the carry, xs and the constants. Return the last carry and all y.
+    """
     carry, xs, constants = (list(map(_in_graph, part)) for part in parts)
     packings = _pack_small(carry), _pack_small(xs, 1), _pack_small(constants)
     buffers = packings[0].pack(carry), packings[1].pack(xs, 1), packings[2].pack(constants)
@@ -89,7 +92,7 @@ def _packed_scan(
 
 
 def _flatten_body(body: Callable[..., tuple[Any, Any]], structures: Sequence[Hashable], y_structure: list) -> Callable:
-    """Return `body` as a function of lists of tensors. It stores the structure of y in `y_structure`."""
+    """Return `body` as a function of lists of tensors. A call stores the structure of y in `y_structure`."""
     c, x, k = structures
 
     def flat_body(
@@ -108,9 +111,9 @@ def _flatten_body(body: Callable[..., tuple[Any, Any]], structures: Sequence[Has
 
 
 def _batched_scan(flat_body: Callable, *parts: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Run a loop under vmap as one loop, each of whose iterations computes the whole batch.
+    """Run a loop under vmap as one loop. Each iteration computes the whole batch.
 
-    `parts` are the leaves of the carry, xs and the constants. Returns the last carry and all y.
+    `parts` are the leaves of the carry, xs and the constants. Return the last carry and all y.
     """
     at, to = len(parts[0]), len(parts[0]) + len(parts[1])
 
@@ -139,17 +142,20 @@ def _batched_scan(flat_body: Callable, *parts: list[Tensor]) -> tuple[list[Tenso
     return list(out[:at]), list(out[at:])
 
 
-_SMALL = 4096  # elements
+_SMALL = 4096  # largest number of elements of a tensor that shares a buffer
 
 
 class Packing(NamedTuple):
-    """Positions of tensors in buffers: `(buffer, first element, shape)` of each. A large tensor has its own buffer."""
+    """Positions of tensors in buffers: `(buffer, first element, shape)` for each tensor.
+
+    `buffers` has the indices of the tensors in each buffer. A large tensor has a buffer to itself.
+    """
 
     positions: list[tuple[int, int, torch.Size]]
     buffers: list[list[int]]
 
     def pack(self, leaves: Sequence[Tensor], lead: int = 0) -> list[Tensor]:
-        """Return the buffers. The first `lead` axes of the tensors stay."""
+        """Copy tensors into buffers. The first `lead` axes of the tensors are the first axes of the buffers."""
         flat = [leaf.reshape(*leaf.shape[:lead], -1) for leaf in leaves]
         return [
             torch.cat([flat[i] for i in members], -1) if len(members) > 1 else leaves[members[0]]
@@ -157,7 +163,7 @@ class Packing(NamedTuple):
         ]
 
     def unpack(self, buffers: Sequence[Tensor], lead: tuple[int, ...] = ()) -> list[Tensor]:
-        """Return the tensors as views of the buffers."""
+        """Return the tensors as views of the buffers. `lead` is the shape of the buffers' first axes."""
         return [
             buffers[which]
             if len(self.buffers[which]) == 1
@@ -167,7 +173,10 @@ class Packing(NamedTuple):
 
 
 def _pack_small(leaves: Sequence[Tensor], lead: int = 0) -> Packing:
-    """Return a packing in which the small tensors of each dtype share one buffer. The first `lead` axes stay."""
+    """Assign the small tensors of each dtype to one buffer, and each large tensor to another buffer.
+
+    The first `lead` axes of the tensors become the first axes of the buffers.
+    """
     positions, buffers, groups = [], [], {}
     for i, leaf in enumerate(leaves):
         shape = leaf.shape[lead:]
@@ -180,7 +189,7 @@ def _pack_small(leaves: Sequence[Tensor], lead: int = 0) -> Packing:
 
 
 def _refuse_captured_variables(root: torch.nn.Module) -> None:
-    """Raise ConfigError if the body of the last loop captures a variable of the graph around it."""
+    """Raise ConfigError if the body of the last loop captures a tensor of the graph around it."""
     body = cast(GraphModule, [*root.children()][-1])
     for node in body.graph.find_nodes(op="get_attr"):
         value = getattr(body, node.target)
@@ -223,12 +232,12 @@ def _in_graph(leaf: Tensor) -> Tensor:
 
 
 def _dense(leaf: Tensor) -> Tensor:
-    """Return the leaf without gaps in memory: unchanged if it has none, or in row-major order."""
+    """Return the leaf unchanged if it has no gaps in memory, and otherwise a copy in row-major order."""
     return leaf if leaf.stride() == torch.empty_like(leaf, device="meta").stride() else leaf.contiguous()
 
 
 def _with_stride(leaf: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """Return the leaf with the strides of a dense tensor."""
+    """Return the leaf, copied to these strides if it has others. They must be the strides of a dense tensor."""
     if leaf.stride() == strides:
         return leaf
     order = sorted(range(leaf.ndim), key=lambda axis: -strides[axis])

@@ -4,7 +4,7 @@
 
 The forward loop stores every `carry[t]`. The backward loop repeats each step. It applies the step's vector-Jacobian
 product to the gradients of `carry[t + 1]` and `y[t]`. The results are the gradients of `carry[t]` and `x[t]`, and one
-term of the gradients of the constants. Memory holds all carries, but intermediate results of one step only.
+term of the gradients of the constants. Memory holds all carries, but the intermediate results of only one step.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,11 +49,11 @@ class Loop:
 
 @dataclass(frozen=True)
 class _Backward:
-    """The backward loop. `needed` and `has_gradient` have one boolean for each tensor."""
+    """The backward loop. `needed` and `has_gradient` hold a boolean for each tensor."""
 
     loop: Loop
-    needed: Sequence[bool]  # True if a gradient is needed of this tensor of carry, xs or constants
-    has_gradient: Sequence[bool]  # True if this tensor of the last carry or of `y` has a gradient
+    needed: Sequence[bool]  # of carry, xs and constants: True if the caller needs the gradient
+    has_gradient: Sequence[bool]  # of the last carry and `y`: True if the gradient is not None
 
     def forward(self, *leaves: Tensor) -> tuple[Tensor, ...]:
         """Return the needed gradients of the first carry, of xs and of the constants.
@@ -94,10 +94,10 @@ class _Backward:
 
 
 def refusal(line: str, derivatives: str) -> str:
-    """Return the message of an error: a loop in a graph does not support these derivatives."""
+    """Return the error message for derivatives that a loop of a graph does not support."""
     return (
         f"trainer.compile: {line} calls a scan whose {derivatives} are taken, but a compiled loop does not support "
-        "them; call ecrl.kernels.scan instead, whose iterations are compiled one by one, or set trainer.compile to off"
+        "them; call ecrl.kernels.scan instead, which compiles each iteration separately, or set trainer.compile to off"
     )
 
 

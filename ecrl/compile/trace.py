@@ -1,7 +1,7 @@
-"""Trace a function into one graph of tensor operations. Loops over time stay loops of the graph.
+"""Trace a function into one graph of tensor operations. Loops over time become loops of the graph.
 
-The function runs once on tensors without data, and torch records its operations. Values that the function captures from
-outside become constants of the graph.
+The function runs once on tensors without data, and torch records its operations. Tensors that the function captures
+from outside become constants of the graph.
 """
 
 import re
@@ -34,7 +34,7 @@ from ecrl.tracing_state import tracing_graph
 
 
 def traced(fn: Callable[..., Any], structure: Hashable, leaves: list[Tensor]) -> tuple[GraphModule, Hashable]:
-    """Trace `fn` for tensors like `leaves`. Return the graph, a function of the leaves, and its output structure."""
+    """Trace `fn` for tensors like `leaves`. Return the graph as a function of the leaves, and its output structure."""
     output_structure: list[Hashable] = []
 
     def flat_fn(*inputs: Tensor) -> list[Tensor]:
@@ -68,8 +68,11 @@ def captured(graph: GraphModule) -> list[Tensor]:
     return [*graph.buffers(), *graph.parameters()]
 
 
-_READERS = 64
-"""Elements that must read each of at most so many numbers, so that storing the numbers pays."""
+_STORE_LIMIT = 64
+"""Largest number of elements of a tensor that is stored, and smallest number of elements that must read each of them.
+
+See `_store_numbers`.
+"""
 
 _READ_MESSAGES = (
     r"\.numpy\(\)|Cannot access data pointer|unsupported format string passed to FakeTensor.__format__"
@@ -81,8 +84,9 @@ _READS = DataDependentOutputException, DynamicOutputShapeException
 def _merge_duplicates(graph: GraphModule) -> None:
     """Merge operations that compute the same value from the same arguments.
 
-    Random numbers stay separate. So do operations whose arguments or result share a storage with a tensor that is
-    written on, that a loop reads or returns, or that the graph returns. These tensors must not become aliases.
+    Operations that draw random numbers are not merged. Some tensors must not become aliases: tensors that are changed
+    in place, that a loop reads or returns, or that the graph returns. So an operation is not merged either if its
+    result or an argument shares memory with one of these tensors.
     """
     nodes = graph.graph.nodes
     separate = [n for n in nodes if n.op == "output" or n.target is scan_op or _writes(n)]
@@ -101,13 +105,16 @@ def _merge_duplicates(graph: GraphModule) -> None:
 
 
 def _store_numbers(graph: GraphModule) -> None:
-    """Let the compiler store numbers that many elements read, such as a step size. It would compute them for each."""
+    """Make the compiler store numbers that many elements read, such as a step size.
+
+    Otherwise the compiler computes such a number again for each element.
+    """
     for node in list(graph.graph.nodes):
         if not _is_pointwise(node):
             continue
         value = cast(Tensor, node.meta["val"])
-        readers = [user for user in node.users if _elements(user) >= _READERS * value.numel()]
-        if not readers or value.numel() > _READERS or not any(_elements(x) for x in node.all_input_nodes):
+        readers = [user for user in node.users if _elements(user) >= _STORE_LIMIT * value.numel()]
+        if not readers or value.numel() > _STORE_LIMIT or not any(_elements(x) for x in node.all_input_nodes):
             continue
         with graph.graph.inserting_after(node):
             stored = graph.graph.call_function(torch.ops.aten.as_strided.default, (node, value.shape, value.stride()))
@@ -117,7 +124,7 @@ def _store_numbers(graph: GraphModule) -> None:
 
 
 def _is_pointwise(node: Node) -> bool:
-    """Return True if the operation computes a dense tensor of floats element by element. A view does not."""
+    """Return True if the operation computes a dense float tensor element by element. Views do not count."""
     if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.pointwise not in node.target.tags:
         return False
     value = node.meta.get("val")
@@ -126,7 +133,7 @@ def _is_pointwise(node: Node) -> bool:
 
 
 def _elements(node: Node) -> int:
-    """Return the number of elements of the tensor that an operation gives; 0 for a loop."""
+    """Return the number of elements of the tensor that an operation returns, or 0 for a loop."""
     value = node.meta.get("val")
     return value.numel() if isinstance(value, Tensor) and node.target is not scan_op else 0
 
@@ -147,9 +154,9 @@ def storage_of(node: Node) -> int | None:
 
 
 def _skip_views(node: Node) -> Node:
-    """Return the node that a chain of views with an unchanged layout shows.
+    """Return the first node of a chain of views that do not change the layout.
 
-    Inductor's loops free such a view after their first iteration.
+    Inductor's loops would free such a view after their first iteration.
     """
     while node.op == "call_function" and not _writes(node) and len(node.all_input_nodes) == 1:
         (base,) = node.all_input_nodes
@@ -165,7 +172,10 @@ def _layout(node: Node) -> tuple[Any, ...]:
 
 
 def _lift_constants(graph: GraphModule) -> GraphModule:
-    """Turn the constants of loop bodies into inputs of the loops, because a body may have none. Return the graph."""
+    """Turn the constants of loop bodies into inputs of the loops, because a body may not have constants.
+
+    Merge duplicates and store numbers on the way. Return the graph.
+    """
     _merge_duplicates(graph)
     _store_numbers(graph)
     for loop in graph.graph.find_nodes(op="call_function", target=scan_op):

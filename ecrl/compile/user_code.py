@@ -1,4 +1,4 @@
-"""Refuse impure functions while they are traced. The error has the line of the user's code."""
+"""Raise ConfigError for impure functions while they are traced. The error reports the line of the user's code."""
 
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -17,9 +17,9 @@ _NOT_IN_CPU_LOOPS = ("_linalg_solve_ex", "linalg_inv_ex", "linalg_cholesky_ex", 
 
 
 class _WriteCheck:
-    """A dispatcher of tensors without data that raises ConfigError for operations that cannot be compiled.
+    """A dispatcher for tensors without data. It raises ConfigError for operations that cannot be compiled.
 
-    It refuses writes in place on protected memory. In a loop on the CPU, it also refuses `_NOT_IN_CPU_LOOPS`.
+    These are writes in place on protected tensors and, in a loop on the CPU, the operators in `_NOT_IN_CPU_LOOPS`.
     """
 
     def __init__(self, mode: FakeTensorMode):
@@ -28,7 +28,7 @@ class _WriteCheck:
 
     @contextmanager
     def protected(self, leaves: Sequence[Tensor]) -> Iterator[None]:
-        """Refuse writes on these tensors and their views."""
+        """Raise ConfigError for writes in place on these tensors or their views."""
         self._protected.append({leaf.untyped_storage()._cdata for leaf in leaves})
         try:
             yield
@@ -67,7 +67,7 @@ def _refuse_in_cpu_loop(func: Any, out: Any) -> None:
 
 
 def _tensors_written(schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    """Yield the arguments that an operation writes on."""
+    """Yield the arguments that an operation changes in place."""
     for number, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[number] if number < len(args) else kwargs.get(argument.name)
@@ -78,7 +78,8 @@ def _tensors_written(schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
 def checking_writes(mode: FakeTensorMode) -> Iterator[_WriteCheck]:
     """Check the operations on tensors of this mode.
 
-    Torch finds rules by the type of a mode, so this replaces the method and not the mode.
+    The function replaces the mode's method `dispatch`. It cannot replace the mode, because torch looks up rules by the
+    mode's type.
     """
     check = mode.dispatch = _WriteCheck(mode)  # pyright: ignore
     try:
@@ -88,7 +89,7 @@ def checking_writes(mode: FakeTensorMode) -> Iterator[_WriteCheck]:
 
 
 def protected(leaves: Sequence[Tensor]) -> AbstractContextManager[None]:
-    """Refuse writes on the arguments of a loop's body while `ecrl.compile.trace` traces it."""
+    """Raise ConfigError for writes in place on the arguments of a loop's body, while `ecrl.compile.trace` traces it."""
     context = TracingContext.try_get()
     check = getattr(context and context.fake_mode, "dispatch", None)
     return check.protected(leaves) if isinstance(check, _WriteCheck) else nullcontext()

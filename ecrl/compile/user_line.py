@@ -1,4 +1,7 @@
-"""The line of the user's code in a traceback. Only public parts of torch are used, so it can report any failure."""
+"""The line of the user's code in a traceback.
+
+This module uses only public parts of torch, so it can also report that a private part is missing.
+"""
 
 import traceback
 from collections.abc import Callable, Sequence
@@ -25,33 +28,34 @@ _PYTHON = Path(traceback.__file__).parent
 
 
 def is_outside(frame: traceback.FrameSummary) -> bool:
-    """Return True if the line is not in torch, the compiler or Python's standard library."""
+    """Return True if the frame is not in torch, tensordict, sympy, this package or Python's standard library."""
     path = Path(frame.filename)
     in_python = _PYTHON in path.parents and not {"site-packages", "dist-packages"} & {*path.parts}
     return not in_python and not _INSIDE & {path, *path.parents}
 
 
 def user_frames(frames: Sequence[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
-    """Return the frames of the user's code. Frames below inductor are left out: they are of files that it wrote."""
+    """Return the frames of the user's code. Leave out frames that inductor called, because they are generated code."""
     return [f for f in takewhile(lambda f: _INDUCTOR not in Path(f.filename).parents, frames) if is_outside(f)]
 
 
 def user_line(frames: Sequence[traceback.FrameSummary]) -> str:
-    """Return the last line of the user's code, or the last line of all if there is none."""
+    """Return the last line of the user's code, as text. If there is none, return the last line of the traceback."""
     last = (user_frames(frames) or frames)[-1]
     return f"{last.filename}:{last.lineno}, in {last.name},"
 
 
 def call_pure(fn: Callable[..., Any], build_args: Callable[[], Sequence[Any]]) -> Any:
-    """Call `fn` with new arguments.
+    """Call `fn` with the arguments that `build_args` returns.
 
-    Raises: ConfigError, in a graph, if the function sets a key of its arguments. The caller's would stay as they are.
+    Raises: ConfigError, while a graph is traced, if `fn` sets a key of an argument or replaces the data of a tensor.
+        Compiled code would not change the arguments of the caller.
     """
     args = build_args()
     if not in_graph():
         return fn(*args)
     leaves, structure = flatten(args)
-    memory = [] if transforms() else [leaf.untyped_storage() for leaf in leaves]  # a transform hides it
+    memory = [] if transforms() else [leaf.untyped_storage() for leaf in leaves]  # a transform hides the storage
     out = fn(*args)
     after, structure_after = flatten(args)
     if structure_after != structure or any(map(is_not, after, leaves)):
@@ -61,13 +65,13 @@ def call_pure(fn: Callable[..., Any], build_args: Callable[[], Sequence[Any]]) -
     else:
         return out
     raise ConfigError(
-        f"trainer.compile: {change} that is an argument; compiled functions are pure: change a copy, "
+        f"trainer.compile: {change} that is an argument; compiled functions must be pure: change a copy, "
         "such as x = x.copy(), and return it, or set trainer.compile to off"
     )
 
 
 def _line_of_new_key(fn: Callable[..., Any], args: Sequence[Any]) -> str:
-    """Return the line that sets a key: call `fn` again with locked TensorDicts."""
+    """Find the line that sets a key, by calling `fn` again with locked TensorDicts."""
     _lock(args)
     try:
         fn(*args)

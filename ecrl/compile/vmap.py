@@ -1,7 +1,7 @@
-"""Calls of whole batches under `torch.func.vmap`, for compiled functions and for the loops of a graph.
+"""Call compiled functions, and loops of a graph, once for a whole batch under `torch.func.vmap`.
 
-`torch.func.vmap` batches a function operation by operation. A compiled function, or a loop of a graph, is one such
-operation. It is called once, outside of vmap, with tensors that have the batch as their first axis.
+`torch.func.vmap` batches a function operation by operation. It treats a compiled function, or a loop of a graph, as one
+operation. This operation runs once, outside of vmap, on tensors whose first axis is the batch.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -34,12 +34,12 @@ def is_forward_mode(leaves: Sequence[Tensor]) -> bool:
     return in_forward_mode(leaves) or transforms()[-1:] == ("Jvp",)
 
 
-def recorded(*leaves: Tensor) -> bool:
-    """Return True if torch records gradients for results of these leaves.
+def records_gradients(*leaves: Tensor) -> bool:
+    """Return True if torch records operations on these leaves, to compute derivatives.
 
-    >>> recorded(torch.ones(1)), recorded(torch.ones(1, requires_grad=True))
+    >>> records_gradients(torch.ones(1)), records_gradients(torch.ones(1, requires_grad=True))
     (False, True)
-    >>> bool(torch.func.grad(lambda x: x * recorded(x))(torch.tensor(2.0)))
+    >>> bool(torch.func.grad(lambda x: x * records_gradients(x))(torch.tensor(2.0)))
     True
     """
     backward = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
@@ -78,7 +78,7 @@ def outside_vmap(rule: BatchRule, leaves: Sequence[Tensor]) -> tuple[Tensor, ...
 
 
 def host_values(number: Tensor) -> list[int]:
-    """Return a 0-d integer as a Python number in a list; under vmap, the numbers of the whole batch.
+    """Return the value of a 0-d integer tensor in a list. Under vmap, return the values of the whole batch.
 
     >>> def shown(x):
     ...     print(host_values(x))
@@ -89,21 +89,21 @@ def host_values(number: Tensor) -> list[int]:
     """
     if not vmapped():
         return number.flatten().tolist()
-    found: list[int] = []
+    values: list[int] = []
 
-    def whole(batched: tuple[bool, ...], numbers: Tensor) -> list[Tensor]:
-        found[:] = host_values(numbers)
+    def read_batch(batched: tuple[bool, ...], numbers: Tensor) -> list[Tensor]:
+        values[:] = host_values(numbers)
         return [numbers]
 
-    outside_vmap(whole, [number])
-    return found
+    outside_vmap(read_batch, [number])
+    return values
 
 
 def over_batch(fn: Callable, static: tuple, structure: Hashable, batched: tuple[bool, ...], *leaves: Tensor) -> Any:
-    """Call `fn(*static, *args)` for each entry of a batch. The args have this structure and these leaves.
+    """Call `fn(*static, *args)` for each entry of a batch. `structure` and `leaves` are the flattened `args`.
 
-    The batch is the first axis of the leaves that are `batched`. It becomes the first axis of every tensor of the
-    result. The batch sizes of TensorDicts in the result leave it out.
+    The batch is the first axis of each leaf whose entry in `batched` is True. It becomes the first axis of every tensor
+    in the result. The `batch_size` of a TensorDict in the result does not include it.
     """
     if not any(batched):
         return fn(*static, *unflatten(structure, leaves))

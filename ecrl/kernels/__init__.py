@@ -1,6 +1,6 @@
-"""Pure functions on tensors: returns, advantages, losses, distributions, collection, moments, optimisers.
+"""Pure functions on tensors: returns, advantages, losses, distributions, rollouts, running moments, optimisers.
 
-You can import each name of this package into another trainer.
+Every function can be used on its own, for example in another trainer.
 """
 
 from ecrl.kernels.categorical import (

@@ -1,7 +1,8 @@
 """Categorical and multi-discrete actions as functions of logits: sample, mode, log_prob, entropy, kl.
 
-Noise is an argument, standard Gumbel (see `ecrl.rng`). Logits are `[*B, K]`; `mask_logits` applies an action mask to
-logits, so the other functions need no mask. Half precision is computed in float32 and returned in half precision.
+Samplers take standard Gumbel noise as an argument (see `ecrl.rng`). Logits are `[*B, K]`. `mask_logits` applies an
+action mask to logits, so the other functions take no mask. Half-precision inputs are converted to float32, and results
+are converted back.
 """
 
 import torch
@@ -13,7 +14,7 @@ from ecrl.types import same_shape
 
 
 def mask_logits(logits: Tensor, action_mask: Tensor) -> Tensor:
-    """Set the logits of forbidden actions to the dtype's lowest finite value. Their probability is exactly 0.
+    """Set the logits of forbidden actions to the dtype's lowest finite value, so that their probability is exactly 0.
 
         logits[k] if action_mask[k] else -max_float
 
@@ -24,7 +25,7 @@ def mask_logits(logits: Tensor, action_mask: Tensor) -> Tensor:
         action_mask: `[*B, K]` bool, True = allowed.
 
     Returns: `[*B, K]`.
-    Gradient: flows through allowed logits.
+    Gradient: flows through the logits of allowed actions.
     Raises: ValueError naming the arguments whose shapes differ.
     Source: Huang and Ontanon 2022, arXiv:2006.14171.
 
@@ -40,7 +41,7 @@ def categorical_sample(logits: Tensor, noise: Tensor) -> Tensor:
 
         argmax_k(logits[k] - max(logits) + noise[k])
 
-    The maximum is subtracted first. Otherwise the rounding of a large logit would remove the noise.
+    The maximum is subtracted first. Otherwise the sum of a large logit and its noise would be rounded to the logit.
 
     Args:
         logits: `[*B, K]` float.
@@ -87,7 +88,7 @@ def categorical_log_prob(logits: Tensor, action: Tensor) -> Tensor:
 
     Returns: `[*B]`.
     Gradient: flows through `logits`.
-    Raises: ValueError naming the arguments whose shapes do not fit.
+    Raises: ValueError naming the arguments whose shapes do not match.
 
     >>> categorical_log_prob(torch.tensor([0.0, 0.0]), torch.tensor(1))
     tensor(-0.6931)
@@ -100,12 +101,12 @@ def categorical_log_prob(logits: Tensor, action: Tensor) -> Tensor:
 
 
 def _log_prob(logits: Tensor, action: Tensor) -> Tensor:
-    """Return `categorical_log_prob` in at least float32."""
+    """Return `categorical_log_prob`, but in float32 for half-precision inputs."""
     return F.log_softmax(widened(logits)[0], -1).gather(-1, action.unsqueeze(-1)).squeeze(-1)
 
 
 def categorical_entropy(logits: Tensor) -> Tensor:
-    """Return the entropy (nats). Actions of probability 0 add nothing.
+    """Return the entropy (nats). Actions of probability 0 contribute 0.
 
         -sum_k(p[k] * log(p[k])),    p = softmax(logits)
 
@@ -122,14 +123,14 @@ def categorical_entropy(logits: Tensor) -> Tensor:
 
 
 def _entropy(logits: Tensor) -> Tensor:
-    """Return `categorical_entropy` in at least float32."""
+    """Return `categorical_entropy`, but in float32 for half-precision inputs."""
     log_p = F.log_softmax(widened(logits)[0], -1)
     p = log_p.exp()
     return -(p * log_p.masked_fill(p == 0.0, 0.0)).sum(-1)
 
 
 def categorical_kl(logits: Tensor, other_logits: Tensor) -> Tensor:
-    """Return KL(softmax(logits) | softmax(other_logits)) (nats). Actions of probability 0 in the first add nothing.
+    """Return KL(softmax(logits) | softmax(other_logits)) (nats). Actions of probability 0 under `logits` contribute 0.
 
         sum_k(p[k] * (log(p[k]) - log(q[k])))
 
@@ -138,7 +139,7 @@ def categorical_kl(logits: Tensor, other_logits: Tensor) -> Tensor:
         other_logits: `[*B, K]` float.
 
     Returns: `[*B]`.
-    Gradient: flows through both.
+    Gradient: flows through both arguments.
     Raises: ValueError naming the arguments whose shapes differ.
 
     >>> categorical_kl(torch.tensor([0.0, 0.0]), torch.tensor([0.0, 0.0]))
@@ -149,7 +150,7 @@ def categorical_kl(logits: Tensor, other_logits: Tensor) -> Tensor:
 
 
 def _kl(logits: Tensor, other_logits: Tensor) -> Tensor:
-    """Return `categorical_kl` in at least float32."""
+    """Return `categorical_kl`, but in float32 for half-precision inputs."""
     log_p, log_q = (F.log_softmax(x, -1) for x in widened(logits, other_logits))
     p = log_p.exp()
     return (p * (log_p - log_q).masked_fill(p == 0.0, 0.0)).sum(-1)
@@ -164,7 +165,7 @@ def _parts(nvec: tuple[int, ...], **tensors: Tensor) -> list[tuple[Tensor, ...]]
 
 
 def multi_discrete_sample(logits: Tensor, noise: Tensor, *, nvec: tuple[int, ...]) -> Tensor:
-    """Return `categorical_sample` of each part of the logits.
+    """Sample one index for each part of the logits, as `categorical_sample` does.
 
     Args:
         logits: `[*B, sum(nvec)]` float.
@@ -173,7 +174,7 @@ def multi_discrete_sample(logits: Tensor, noise: Tensor, *, nvec: tuple[int, ...
 
     Returns: int64 `[*B, len(nvec)]`.
     Gradient: none.
-    Raises: ValueError naming the arguments whose shapes do not fit.
+    Raises: ValueError naming the arguments whose shapes do not match.
 
     >>> multi_discrete_sample(torch.zeros(3), torch.tensor([1.0, 0.0, 0.0]), nvec=(2, 1))
     tensor([0, 0])
@@ -182,7 +183,7 @@ def multi_discrete_sample(logits: Tensor, noise: Tensor, *, nvec: tuple[int, ...
 
 
 def multi_discrete_mode(logits: Tensor, *, nvec: tuple[int, ...]) -> Tensor:
-    """Return `categorical_mode` of each part of logits `[*B, sum(nvec)]`: int64 `[*B, len(nvec)]`.
+    """Return the most probable index of each part of logits `[*B, sum(nvec)]`: int64 `[*B, len(nvec)]`.
 
     Gradient: none.
     Raises: ValueError if the last axis is not sum(nvec).
@@ -194,7 +195,7 @@ def multi_discrete_mode(logits: Tensor, *, nvec: tuple[int, ...]) -> Tensor:
 
 
 def multi_discrete_log_prob(logits: Tensor, action: Tensor, *, nvec: tuple[int, ...]) -> Tensor:
-    """Return the log-probability of independent parts (nats).
+    """Return the joint log-probability of one index per part (nats). The parts are independent.
 
         sum_i(log_softmax(logits_i)[action[i]])
 
@@ -205,7 +206,7 @@ def multi_discrete_log_prob(logits: Tensor, action: Tensor, *, nvec: tuple[int, 
 
     Returns: `[*B]`.
     Gradient: flows through `logits`.
-    Raises: ValueError naming the arguments whose shapes do not fit.
+    Raises: ValueError naming the arguments whose shapes do not match.
 
     >>> multi_discrete_log_prob(torch.zeros(3), torch.tensor([1, 0]), nvec=(2, 1))
     tensor(-0.6931)
@@ -231,8 +232,8 @@ def multi_discrete_entropy(logits: Tensor, *, nvec: tuple[int, ...]) -> Tensor:
 def multi_discrete_kl(logits: Tensor, other_logits: Tensor, *, nvec: tuple[int, ...]) -> Tensor:
     """Return the sum of the parts' KL divergences (nats): `[*B]` for two logits `[*B, sum(nvec)]`.
 
-    Gradient: flows through both.
-    Raises: ValueError naming the arguments whose shapes do not fit.
+    Gradient: flows through both arguments.
+    Raises: ValueError naming the arguments whose shapes do not match.
 
     >>> multi_discrete_kl(torch.zeros(3), torch.zeros(3), nvec=(2, 1))
     tensor(0.)

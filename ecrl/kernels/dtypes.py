@@ -1,6 +1,6 @@
-"""Dtypes of kernels: half precision is computed in float32 and returned in half precision.
+"""Dtypes of kernels: kernels convert half-precision inputs to float32, and convert results back.
 
-This module also has limits that depend on a dtype, and the check of hyperparameters.
+This module also returns the rounding error and the largest exponent of a dtype, and checks hyperparameters.
 """
 
 from functools import reduce
@@ -24,7 +24,7 @@ def computed_in(dtype: torch.dtype) -> torch.dtype:
 
 
 def common_dtype(*tensors: Tensor) -> torch.dtype:
-    """Return the float dtype that `tensors` promote to. For integers it is torch's default.
+    """Return the float dtype that torch promotes `tensors` to. If all are integers, it is torch's default float dtype.
 
     >>> common_dtype(torch.ones(1), torch.ones(1, dtype=torch.bfloat16)), common_dtype(torch.tensor([1]))
     (torch.float32, torch.float32)
@@ -34,7 +34,7 @@ def common_dtype(*tensors: Tensor) -> torch.dtype:
 
 
 def widened(*tensors: Tensor) -> list[Tensor]:
-    """Return the tensors in their common dtype for computing: at least float32.
+    """Convert the tensors to their common dtype, or to float32 if that dtype is half precision.
 
     >>> [x.dtype for x in widened(torch.ones(1, dtype=torch.float16), torch.ones(1, dtype=torch.float16))]
     [torch.float32, torch.float32]
@@ -44,9 +44,9 @@ def widened(*tensors: Tensor) -> list[Tensor]:
 
 
 def rounding(dtype: torch.dtype) -> float:
-    """Return the relative size below which a spread counts as rounding noise.
+    """Return the largest relative difference between numbers that counts as rounding error.
 
-    It is 8 eps of the dtype to compute in, and at least the eps of `dtype` itself.
+    It is 8 times the eps of `computed_in(dtype)`, and at least the eps of `dtype`.
 
     >>> rounding(torch.float64) < rounding(torch.float32) < rounding(torch.bfloat16)
     True
@@ -55,9 +55,9 @@ def rounding(dtype: torch.dtype) -> float:
 
 
 def scalars(**named: Scalar) -> tuple[Scalar, ...]:
-    """Return the hyperparameters in the given order. Half-precision ones become float32.
+    """Return the hyperparameters in the order of the arguments. Half-precision tensors become float32.
 
-    Raises: ValueError naming one that is neither a number nor a 0-d tensor.
+    Raises: ValueError naming a hyperparameter that is neither a number nor a 0-d tensor.
 
     >>> scalars(gamma=0.9, eps=torch.tensor(1.0))
     (0.9, tensor(1.))
@@ -72,11 +72,11 @@ def scalars(**named: Scalar) -> tuple[Scalar, ...]:
 
 
 def discounts(**named: Scalar) -> tuple[Scalar, ...]:
-    """Return the hyperparameters in the order given, tensors in float64.
+    """Return the hyperparameters in the order of the arguments. Tensors become float64.
 
-    The rounding error of a float32 product of discounts has the same sign at every step, so it would grow with time.
+    A product of float32 discounts is rounded in the same direction at every step, so its error would grow with time.
 
-    Raises: ValueError naming one that is neither a number nor a 0-d tensor.
+    Raises: ValueError naming a hyperparameter that is neither a number nor a 0-d tensor.
 
     >>> discounts(gamma=torch.tensor(0.5), gae_lambda=0.95)
     (tensor(0.5000, dtype=torch.float64), 0.95)
@@ -87,8 +87,9 @@ def discounts(**named: Scalar) -> tuple[Scalar, ...]:
 def exponent_bound(dtype: torch.dtype) -> float:
     """Return half the logarithm of the largest number of `dtype`.
 
-    It bounds a log-ratio. The exponential times an advantage, and a sum of many such products, then stay finite. The
-    bound is 44.36 for float32 and bfloat16, 354.89 for float64, and 5.55 for float16.
+    Kernels limit a log-ratio to this bound. Its exponential is then at most the square root of the largest number. So
+    products of ratios and advantages, and their sums, stay finite. The bound is 44.36 for float32 and bfloat16, 354.89
+    for float64, and 5.55 for float16.
 
     >>> round(exponent_bound(torch.float32), 2)
     44.36

@@ -1,7 +1,8 @@
 """Group-relative advantages: each environment is compared with the others of its group, without a critic.
 
-A group is `group_size` consecutive rows. Scores are standardised per trailing index, so step-wise returns are compared
-at equal time. The advantages of a group are 0 if only one member is unmasked or if the spread is rounding noise.
+A group is `group_size` consecutive rows. Scores are standardised separately for each index of the trailing axes, so the
+return of a step is compared with the returns of the same time step. The advantages of a group are 0 if fewer than two
+members are unmasked, or if their scores differ only by rounding.
 """
 
 import torch
@@ -14,24 +15,25 @@ from ecrl.types import Scalar, check_rollout, same_shape
 
 
 def group_advantages(score: Tensor, mask: Tensor, *, group_size: int, eps: Scalar) -> Tensor:
-    """Standardise `score` within each group of `group_size` consecutive rows, per trailing index.
+    """Standardise `score` within each group of `group_size` consecutive rows, separately for each index of `*F`.
 
         advantage = (score - mean_g(score)) / (std_g(score) + eps)        mean and std over unmasked rows
 
     Args:
         score: `[N, *F]` float, reward units. Masked entries may hold anything, NaN included.
         mask: `[N, *F]` bool.
-        group_size: members per group, at least 2; divides N.
+        group_size: members per group. It is at least 2 and divides N.
         eps: added to the standard deviation, reward units.
 
-    Returns: `[N, *F]` in the dtype of `score`. Masked entries are 0. Groups with fewer than two counted rows are 0.
-        Groups whose spread is rounding noise are 0: a std of at most 8 eps times the mean magnitude, 9.5e-7 in float32.
-        Half precision is computed in float32. Its rounding noise is the spacing of its numbers: 1e-3 in float16, 8e-3
-        in bfloat16.
+    Returns: `[N, *F]` in the dtype of `score`; half precision is computed in float32. Masked entries are 0. A group is
+        0 if fewer than two of its rows are unmasked. It is also 0 if its scores differ only by rounding, that is if
+        their standard deviation is at most the mean of |score| times 9.5e-7 in float32, 1e-3 in float16 and 8e-3 in
+        bfloat16 (`ecrl.kernels.dtypes.rounding`).
     Gradient: flows through `score`.
-    Raises: ValueError if `N % group_size` or `group_size < 2`, or naming arguments of a
-        wrong shape.
-    Source: Shao et al. 2024, arXiv:2402.03300, sec. 4.1.2; std is the population one (TRL uses correction=1).
+    Raises: ValueError if `group_size` is below 2 or does not divide N, or naming the argument, if shapes differ or
+        `eps` is not 0-d.
+    Source: Shao et al. 2024, arXiv:2402.03300, sec. 4.1.2. The standard deviation divides by the count, as in numpy;
+        TRL divides by the count minus 1.
 
     >>> group_advantages(torch.tensor([1.0, 3.0]), torch.tensor([True, True]), group_size=2, eps=0.0).tolist()
     [-1.0, 1.0]
@@ -50,7 +52,7 @@ def group_advantages(score: Tensor, mask: Tensor, *, group_size: int, eps: Scala
     variance = centred.square().sum(1, keepdim=True) / count.clamp(min=1)
     size = scores.abs().sum(1, keepdim=True) / count.clamp(min=1)
     flat = (count < 2) | (variance <= (rounding(dtype) * size).square())
-    std = torch.sqrt(variance.masked_fill(flat, 1.0))  # filled before the root, whose gradient at 0 is infinite
+    std = torch.sqrt(variance.masked_fill(flat, 1.0))  # filled before sqrt, because its gradient at 0 is infinite
     return (centred / (std + eps)).masked_fill(flat | ~counted, 0.0).reshape(score.shape).to(dtype)
 
 
@@ -72,12 +74,13 @@ def first_episode_mask(done: Tensor) -> Tensor:
 
 
 def grpo_advantages(rollout: TensorDict, *, gamma: Scalar, group_size: int, eps: Scalar) -> tuple[Tensor, Tensor]:
-    """Return `group_advantages` of a `[N, T + 1]` rollout's step-wise returns: `(advantages, mask)`, each `[N, T]`.
+    """Apply `group_advantages` to the return of every step. Return `(advantages, mask)`, each `[N, T]`.
 
-    It reads reward, terminated, truncated, done and, if present, mask. Without mask every step counts. The padding slot
-    is never read. `value` is never read either, so the return after the last step is 0.
+    The function reads reward, terminated, truncated, done and, if present, mask of a `[N, T + 1]` rollout. Without a
+    mask every step counts. The function ignores the padding in the last time slot. It also ignores `value`, so returns
+    count no rewards after the last step.
 
-    Raises: ValueError naming a missing or misshapen field, or as `group_advantages`.
+    Raises: ValueError naming a field that is missing or has a wrong shape, and the errors of `group_advantages`.
     Source: Shao et al. 2024, arXiv:2402.03300, sec. 4.1.
 
     >>> no = torch.zeros(2, 2, dtype=torch.bool)

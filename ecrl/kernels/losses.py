@@ -1,15 +1,15 @@
-"""Policy-gradient losses. Each takes a `mask` (True counts), and detaches its targets.
+"""Policy-gradient losses, and estimates of the KL divergence.
 
-Composite losses return `(0-d loss, {name: detached 0-d tensor})`. The log `count` is the number of counted elements. It
-is the weight for averages over ranks. Means divide by a count of at least 1. Masked entries may hold anything, NaN
-included.
+A loss is a mean over the entries whose `mask` is True. Masked entries may hold anything, NaN included. The mean of no
+entries is 0. Losses detach their targets. Losses with logs return `(0-d loss, {name: detached 0-d tensor})`. The log
+`count` is the number of unmasked entries: the weight of this loss in an average over ranks.
 
-Exponents are bounded, so that losses and gradients stay finite. The `bound` is half the logarithm of the dtype's
-largest number, 44.36 in float32 (`ecrl.kernels.dtypes.exponent_bound`). A log-ratio above it counts as `bound`, and no
-gradient flows through it.
+Log-ratios are limited to `bound`, so that losses and gradients stay finite. `bound` is half the logarithm of the
+dtype's largest number, 44.36 in float32 (`ecrl.kernels.dtypes.exponent_bound`). No gradient flows through a log-ratio
+above it.
 
-Half-precision inputs are computed in float32. Losses have the dtype that their float inputs promote to, logs at least
-float32.
+Half-precision inputs are converted to float32. A loss has the dtype that its float inputs promote to. Logs have at
+least float32.
 """
 
 import torch
@@ -20,11 +20,12 @@ from ecrl.kernels.masked_stats import explained_variance, masked_mean
 from ecrl.types import Logs, Scalar, same_shape
 
 
-def _per_token(advantage: Tensor, like: Tensor) -> Tensor:
-    """Expand `advantage` along trailing token axes to the shape of `like`, and detach it."""
+def _expand_to_tokens(advantage: Tensor, like: Tensor) -> Tensor:
+    """Expand `advantage` along the trailing token axes of `like`, and detach it."""
     if advantage.shape != like.shape[: advantage.ndim]:
         raise ValueError(
-            f"advantage has shape {list(advantage.shape)}, expected {list(like.shape)} as log_prob, or its leading part"
+            f"advantage has shape {list(advantage.shape)}, expected the shape of log_prob, {list(like.shape)}, or its "
+            "leading axes"
         )
     return advantage.detach().reshape(*advantage.shape, *[1] * (like.ndim - advantage.ndim)).expand_as(like)
 
@@ -32,21 +33,21 @@ def _per_token(advantage: Tensor, like: Tensor) -> Tensor:
 def clipped_surrogate(
     log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, mask: Tensor, *, clip_coef: Scalar
 ) -> tuple[Tensor, Logs]:
-    """Return the negated clipped policy objective.
+    """Return the negated clipped policy objective of PPO.
 
-        ratio = exp(min(log_prob - old_log_prob, bound))        bound: 44.36 in float32, see the module
+        ratio = exp(min(log_prob - old_log_prob, bound))        bound = exponent_bound(dtype), 44.36 in float32
         loss  = -mean(min(ratio * advantage, clip(ratio, 1 - clip_coef, 1 + clip_coef) * advantage))
 
     Args:
-        log_prob: `[*B]` float, nats, under the policy being learnt; may have trailing token axes.
+        log_prob: `[*B]` float, nats, under the policy being trained; may have trailing token axes.
         old_log_prob: the same shape, under the policy that acted.
-        advantage: the same shape, or the leading part of it.
+        advantage: the same shape, or only its leading axes.
         mask: bool, the shape of `log_prob`.
-        clip_coef: half-width of the trust interval of the ratio.
+        clip_coef: largest distance of the clipped ratio from 1.
 
-    Returns: 0-d loss; logs policy_loss, approx_kl (k3 of old against new), clip_frac.
+    Returns: 0-d loss; logs policy_loss, approx_kl (estimate k3 of KL(old | new)), clip_frac.
     Gradient: through `log_prob` only.
-    Raises: ValueError naming the arguments of a wrong shape; hyperparameters are 0-d.
+    Raises: ValueError naming the argument, if shapes differ or a hyperparameter is not 0-d.
     Source: Schulman et al. 2017, arXiv:1707.06347, eq. 7.
 
     >>> loss, logs = clipped_surrogate(torch.tensor([0.0]), torch.tensor([0.0]), torch.tensor([2.0]),
@@ -62,11 +63,11 @@ def clipped_surrogate(
 def _surrogate(
     log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, mask: Tensor, clip_coef: Scalar
 ) -> tuple[Tensor, Logs]:
-    """Return `clipped_surrogate` with a loss of at least float32."""
+    """Return `clipped_surrogate`, but with a float32 loss for half-precision inputs."""
     same_shape(log_prob=log_prob, old_log_prob=old_log_prob, mask=mask)
     (clip_coef,) = scalars(clip_coef=clip_coef)
     bound = exponent_bound(common_dtype(log_prob, old_log_prob))
-    advantage = _per_token(advantage, log_prob)
+    advantage = _expand_to_tokens(advantage, log_prob)
     log_prob, old_log_prob, advantage = widened(log_prob, old_log_prob.detach(), advantage)
     log_ratio = (log_prob - old_log_prob).masked_fill(~mask, 0.0).clamp(max=bound)
     ratio = torch.exp(log_ratio)
@@ -100,14 +101,14 @@ def value_loss(value: Tensor, value_target: Tensor, mask: Tensor) -> Tensor:
     """
     same_shape(value=value, value_target=value_target, mask=mask)
     dtype, (value, value_target) = common_dtype(value, value_target), widened(value, value_target.detach())
-    # Filled before the square, whose gradient is the error itself: 0 * nan is nan.
+    # Filled before the square. Its gradient is proportional to the error, so a masked NaN would give 0 * nan = nan.
     return masked_mean((value - value_target).masked_fill(~mask, 0.0).square(), mask).to(dtype)
 
 
 def clipped_value_loss(
     value: Tensor, old_value: Tensor, value_target: Tensor, mask: Tensor, *, clip_coef: Scalar
 ) -> Tensor:
-    """Return the mean of the larger of two squared errors, of the value and of a value clipped near the old value.
+    """Return the critic's mean squared error. Each entry counts the larger error of the value and the clipped value.
 
         clipped = old_value + clip(value - old_value, -clip_coef, clip_coef)
         mean(max((value - value_target)^2, (clipped - value_target)^2))
@@ -117,11 +118,11 @@ def clipped_value_loss(
         old_value: `[*B]` float, the critic's output when the rollout was collected.
         value_target: `[*B]` float.
         mask: `[*B]` bool.
-        clip_coef: reward units.
+        clip_coef: largest distance of the clipped value from `old_value`, reward units.
 
     Returns: 0-d.
     Gradient: through `value` only.
-    Raises: ValueError naming the arguments of a wrong shape; hyperparameters are 0-d.
+    Raises: ValueError naming the argument, if shapes differ or a hyperparameter is not 0-d.
     Source: Engstrom et al. 2020, arXiv:2005.12729, sec. 3.
 
     >>> two, yes = torch.tensor([2.0]), torch.tensor([True])
@@ -138,16 +139,16 @@ def clipped_value_loss(
 
 
 def kl_k1(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
-    """Return an unbiased, high-variance estimate of KL(policy | ref) for each sample of the policy; may be negative.
+    """Estimate KL(policy | ref) from each sample of the policy. The estimate is unbiased but has a high variance.
 
-        log_prob - ref_log_prob
+        log_prob - ref_log_prob        may be negative
 
     Args:
-        log_prob: `[*B]` float, nats, under the policy the samples came from.
+        log_prob: `[*B]` float, nats, under the policy that drew the samples.
         ref_log_prob: `[*B]` float, nats, under the reference.
 
     Returns: `[*B]`, nats.
-    Gradient: flows through both.
+    Gradient: flows through both arguments.
     Raises: ValueError naming the arguments whose shapes differ.
     Source: Schulman 2020, "Approximating KL divergence", joschu.net/blog/kl-approx.html.
 
@@ -155,20 +156,20 @@ def kl_k1(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
     tensor([1.])
     """
     same_shape(log_prob=log_prob, ref_log_prob=ref_log_prob)
-    return log_prob - ref_log_prob  # rounded once in any dtype, so no float32 is needed
+    return log_prob - ref_log_prob  # a difference is rounded once in any dtype, so it needs no float32
 
 
 def kl_k2(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
-    """Return a biased, low-variance estimate of KL(policy | ref) for each sample of the policy; never negative.
+    """Estimate KL(policy | ref) from each sample of the policy. The estimate is biased, has a low variance and is >= 0.
 
         (log_prob - ref_log_prob)^2 / 2
 
     Args:
-        log_prob: `[*B]` float, nats, under the policy the samples came from.
+        log_prob: `[*B]` float, nats, under the policy that drew the samples.
         ref_log_prob: `[*B]` float, nats, under the reference.
 
     Returns: `[*B]`, nats.
-    Gradient: flows through both.
+    Gradient: flows through both arguments.
     Raises: ValueError naming the arguments whose shapes differ.
     Source: Schulman 2020, "Approximating KL divergence", joschu.net/blog/kl-approx.html.
 
@@ -181,16 +182,17 @@ def kl_k2(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
 
 
 def kl_k3(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
-    """Return an unbiased, low-variance estimate of KL(policy | ref) for each sample of the policy; never negative.
+    """Estimate KL(policy | ref) from each sample of the policy. It is unbiased, has a low variance and is >= 0.
 
-        exp(q) - 1 - q,    q = min(ref_log_prob - log_prob, bound)        bound: 44.36 in float32, see the module
+        exp(q) - 1 - q,    q = min(ref_log_prob - log_prob, bound)
+        bound = exponent_bound(dtype), 44.36 in float32
 
     Args:
-        log_prob: `[*B]` float, nats, under the policy the samples came from.
+        log_prob: `[*B]` float, nats, under the policy that drew the samples.
         ref_log_prob: `[*B]` float, nats, under the reference.
 
     Returns: `[*B]`, nats.
-    Gradient: flows through both.
+    Gradient: flows through both arguments.
     Raises: ValueError naming the arguments whose shapes differ.
     Source: Schulman 2020, "Approximating KL divergence", joschu.net/blog/kl-approx.html.
 
@@ -202,7 +204,7 @@ def kl_k3(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
 
 
 def _k3(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
-    """Return `kl_k3` in at least float32."""
+    """Return `kl_k3`, but in float32 for half-precision inputs."""
     bound = exponent_bound(common_dtype(log_prob, ref_log_prob))
     log_prob, ref_log_prob = widened(log_prob, ref_log_prob)
     q = (ref_log_prob - log_prob).clamp(max=bound)
@@ -222,25 +224,25 @@ def ppo_loss(
     vf_coef: Scalar,
     ent_coef: Scalar,
 ) -> tuple[Tensor, Logs]:
-    """Return the sum of clipped surrogate, critic error and entropy bonus.
+    """Return the PPO loss: the clipped surrogate, plus the value loss, minus the entropy bonus.
 
         loss = clipped_surrogate + vf_coef * value_loss - ent_coef * mean(entropy)
 
     Args:
-        log_prob: `[*B]` float, nats, under the policy being learnt.
+        log_prob: `[*B]` float, nats, under the policy being trained.
         old_log_prob: `[*B]` float, nats, under the policy that acted.
         advantage: `[*B]` float.
         entropy: `[*B]` float, nats.
-        value: `[*B]` float, the critic now.
+        value: `[*B]` float, the current output of the critic.
         value_target: `[*B]` float.
         mask: `[*B]` bool.
-        clip_coef: half-width of the trust interval of the ratio.
-        vf_coef: weight of the critic.
-        ent_coef: weight of the entropy.
+        clip_coef: largest distance of the clipped ratio from 1.
+        vf_coef: weight of the value loss.
+        ent_coef: weight of the entropy bonus.
 
     Returns: 0-d loss; logs policy_loss, value_loss, entropy, approx_kl (k3), clip_frac, explained_variance, count.
     Gradient: through `log_prob`, `entropy` and `value` only.
-    Raises: ValueError naming the arguments of a wrong shape; hyperparameters are 0-d.
+    Raises: ValueError naming the argument, if shapes differ or a hyperparameter is not 0-d.
     Source: Schulman et al. 2017, arXiv:1707.06347, eq. 9.
 
     >>> x, yes = torch.zeros(2), torch.tensor([True, True])
@@ -249,7 +251,7 @@ def ppo_loss(
     (1.0, 4.0, 2.0)
     """
     critic = value_loss(*widened(value, value_target), mask=mask)
-    return _composed(
+    return _add_terms(
         log_prob, old_log_prob, advantage, entropy, value, value_target, mask, critic, clip_coef, vf_coef, ent_coef
     )
 
@@ -268,26 +270,27 @@ def ppo_loss_clipped_value(
     vf_coef: Scalar,
     ent_coef: Scalar,
 ) -> tuple[Tensor, Logs]:
-    """Return `ppo_loss` with the value clipped near its output when the rollout was collected.
+    """Return the PPO loss with `clipped_value_loss` in place of `value_loss`.
 
         loss = clipped_surrogate + vf_coef * clipped_value_loss - ent_coef * mean(entropy)
 
     Args:
-        log_prob: `[*B]` float, nats, under the policy being learnt.
+        log_prob: `[*B]` float, nats, under the policy being trained.
         old_log_prob: `[*B]` float, nats, under the policy that acted.
         advantage: `[*B]` float.
         entropy: `[*B]` float, nats.
-        value: `[*B]` float, the critic now.
-        old_value: `[*B]` float, the critic when the rollout was collected.
+        value: `[*B]` float, the current output of the critic.
+        old_value: `[*B]` float, the critic's output when the rollout was collected.
         value_target: `[*B]` float.
         mask: `[*B]` bool.
-        clip_coef: half-width of the trust intervals: of the ratio, and of the value in reward units.
-        vf_coef: weight of the critic.
-        ent_coef: weight of the entropy.
+        clip_coef: largest distance of the clipped ratio from 1, and of the clipped value from `old_value` (reward
+            units).
+        vf_coef: weight of the value loss.
+        ent_coef: weight of the entropy bonus.
 
-    Returns: as `ppo_loss`.
+    Returns: loss and logs with the names of `ppo_loss`.
     Gradient: through `log_prob`, `entropy` and `value` only.
-    Raises: ValueError naming the arguments of a wrong shape; hyperparameters are 0-d.
+    Raises: ValueError naming the argument, if shapes differ or a hyperparameter is not 0-d.
     Source: Engstrom et al. 2020, arXiv:2005.12729, sec. 3.
 
     >>> x, yes = torch.zeros(2), torch.tensor([True, True])
@@ -296,12 +299,12 @@ def ppo_loss_clipped_value(
     2.25
     """
     critic = clipped_value_loss(*widened(value, old_value, value_target), mask=mask, clip_coef=clip_coef)
-    return _composed(
+    return _add_terms(
         log_prob, old_log_prob, advantage, entropy, value, value_target, mask, critic, clip_coef, vf_coef, ent_coef
     )
 
 
-def _composed(
+def _add_terms(
     log_prob: Tensor,
     old_log_prob: Tensor,
     advantage: Tensor,
@@ -314,7 +317,7 @@ def _composed(
     vf_coef: Scalar,
     ent_coef: Scalar,
 ) -> tuple[Tensor, Logs]:
-    """Return the sum of the surrogate, the critic error `critic` and the entropy bonus."""
+    """Return the clipped surrogate, plus the value loss `critic`, minus the entropy bonus; and the logs."""
     vf_coef, ent_coef = scalars(vf_coef=vf_coef, ent_coef=ent_coef)
     same_shape(log_prob=log_prob, entropy=entropy, value=value, value_target=value_target, mask=mask)
     policy, logs = _surrogate(log_prob, old_log_prob, advantage, mask, clip_coef)
@@ -341,24 +344,24 @@ def grpo_loss(
     kl_coef: Scalar,
     ent_coef: Scalar,
 ) -> tuple[Tensor, Logs]:
-    """Return the clipped surrogate with a penalty for leaving a reference policy, and an entropy bonus.
+    """Return the GRPO loss: the clipped surrogate, plus a KL penalty to a reference policy, minus the entropy bonus.
 
         loss = clipped_surrogate + kl_coef * mean(kl_k3(log_prob, ref_log_prob)) - ent_coef * mean(entropy)
 
     Args:
-        log_prob: `[*B]` float, nats, under the policy being learnt; may have trailing token axes.
+        log_prob: `[*B]` float, nats, under the policy being trained; may have trailing token axes.
         old_log_prob: the same shape, under the policy that acted.
         ref_log_prob: the same shape, under the frozen reference.
-        advantage: the same shape, or the leading part of it.
+        advantage: the same shape, or only its leading axes.
         entropy: the shape of `log_prob`, nats.
         mask: bool, the shape of `log_prob`.
-        clip_coef: half-width of the trust interval of the ratio.
-        kl_coef: weight of the penalty.
-        ent_coef: weight of the entropy.
+        clip_coef: largest distance of the clipped ratio from 1.
+        kl_coef: weight of the KL penalty.
+        ent_coef: weight of the entropy bonus.
 
     Returns: 0-d loss; logs policy_loss, entropy, approx_kl (k3), clip_frac, kl_ref, count.
     Gradient: through `log_prob` and `entropy` only.
-    Raises: ValueError naming the arguments of a wrong shape; hyperparameters are 0-d.
+    Raises: ValueError naming the argument, if shapes differ or a hyperparameter is not 0-d.
     Source: Shao et al. 2024, arXiv:2402.03300, eq. 3 and 4.
 
     >>> x, yes = torch.zeros(2), torch.tensor([True, True])
@@ -369,7 +372,7 @@ def grpo_loss(
     kl_coef, ent_coef = scalars(kl_coef=kl_coef, ent_coef=ent_coef)
     same_shape(log_prob=log_prob, ref_log_prob=ref_log_prob, entropy=entropy, mask=mask)
     policy, logs = _surrogate(log_prob, old_log_prob, advantage, mask, clip_coef)
-    # Filled before the exponential, so that masked entries do not reach the gradient.
+    # Filled before the exponential. Otherwise a masked NaN would make the gradient NaN.
     penalty = masked_mean(_k3(log_prob.masked_fill(~mask, 0.0), ref_log_prob.detach().masked_fill(~mask, 0.0)), mask)
     bonus = masked_mean(widened(entropy)[0], mask)
     logs |= {"entropy": bonus.detach(), "kl_ref": penalty.detach(), "count": mask.sum().to(policy.dtype)}

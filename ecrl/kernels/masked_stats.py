@@ -32,28 +32,28 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def identity(x: Tensor) -> Tensor:
-    """Return `x`: with one process, it is the sum over all processes."""
+    """Return `x`. It is the default for `total`: the sum over all processes, if there is only one process."""
     return x
 
 
 def standardize(x: Tensor, mask: Tensor, *, eps: Scalar, total: Callable[[Tensor], Tensor] = identity) -> Tensor:
-    """Shift and scale to mean 0 and standard deviation 1 over the unmasked entries. Masked entries give 0.
+    """Shift and scale `x` to mean 0 and standard deviation 1 over the unmasked entries. Masked entries become 0.
 
-        (x - mean) / max(std, eps)        std over count - 1, at least 1
+        (x - mean) / max(std, eps)        std divides by max(count - 1, 1)
 
-    If the entries differ only by rounding, the results are 0. The standard deviation then counts as 0. Its limit is
-    |mean| times the dtype's eps, or an eighth of the rounding error of the mean if that is larger.
+    If the entries differ only by rounding, the results are 0. This is the case if the standard deviation is at most
+    |mean| times the dtype's eps, or at most an eighth of the rounding error of the mean.
 
     Args:
         x: `[*B]` float.
         mask: `[*B]` bool.
         eps: smallest divisor, in the units of `x`.
-        total: a function that sums a tensor over all processes, such as `ecrl.distributed.all_sum`. If each process
-            holds a part of the batch, the mean and the standard deviation then belong to the whole batch.
+        total: a function that sums a tensor over all processes, such as `ecrl.distributed.all_sum`. Pass it if each
+            process holds a part of the batch, to get the mean and the standard deviation of the whole batch.
 
     Returns: `[*B]`, in the dtype of `x`; half precision is computed in float32.
     Gradient: flows through `x`.
-    Raises: ValueError naming the arguments of a wrong shape; hyperparameters are 0-d.
+    Raises: ValueError naming the argument, if shapes differ or a hyperparameter is not 0-d.
 
     >>> standardize(torch.tensor([0.0, 2.0, 9.0]), torch.tensor([True, True, False]), eps=1e-8).tolist()
     [-0.7071067690849304, 0.7071067690849304, 0.0]
@@ -66,14 +66,12 @@ def standardize(x: Tensor, mask: Tensor, *, eps: Scalar, total: Callable[[Tensor
     centred = (x - mean).masked_fill(~mask, 0.0)
     squares, rest = total(torch.stack((centred.square().sum(), centred.sum())))
     variance = squares / (count - 1).clamp(min=1)
-    error = rest / count.clamp(
-        min=1
-    )  # rounding error of the mean: up to 500 eps in a compiled sum of many equal entries
+    # The rounding error of the mean. It is up to 500 eps in a compiled sum of many equal entries.
+    error = rest / count.clamp(min=1)
     spacing = torch.finfo(dtype).eps * mean
     flat = variance - error.square() <= torch.maximum(spacing.square(), error.square() / 64.0)
-    std = torch.sqrt(
-        variance.masked_fill(flat, 1.0).clamp(min=eps**2)
-    )  # filled first: sqrt has an infinite gradient at 0
+    # Filled before sqrt, because its gradient at 0 is infinite.
+    std = torch.sqrt(variance.masked_fill(flat, 1.0).clamp(min=eps**2))
     return (centred / std.masked_fill(flat, torch.inf)).to(dtype)
 
 
@@ -90,7 +88,7 @@ def explained_variance(value: Tensor, value_target: Tensor, mask: Tensor) -> Ten
         mask: `[*B]` bool.
 
     Returns: 0-d; half precision is computed in float32.
-    Gradient: none, detached.
+    Gradient: none; the result is detached.
     Raises: ValueError naming the arguments whose shapes differ.
 
     >>> explained_variance(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0]), torch.tensor([True, True]))

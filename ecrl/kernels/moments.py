@@ -31,7 +31,7 @@ def moments_init(shape: tuple[int, ...], device: torch.device | str | None = Non
 
 
 def moments_merge(moments: TensorDict, other: TensorDict) -> TensorDict:
-    """Return the moments of two streams together.
+    """Return the moments of two streams of samples together.
 
         count = count_a + count_b;  d = mean_b - mean_a
         mean  = mean_a + d * count_b / count
@@ -41,8 +41,8 @@ def moments_merge(moments: TensorDict, other: TensorDict) -> TensorDict:
         moments: from `moments_init`, `moments_update` or `moments_merge`.
         other: moments of the same sample shape.
 
-    Returns: new moments; the inputs are not written.
-    Gradient: flows through every float; moments usually carry none.
+    Returns: new moments. The inputs do not change.
+    Gradient: flows through all tensors of both arguments.
     Raises: ValueError if the sample shapes differ.
     Source: Chan, Golub and LeVeque 1983, "Algorithms for computing the sample variance", eq. 2.1.
 
@@ -52,7 +52,8 @@ def moments_merge(moments: TensorDict, other: TensorDict) -> TensorDict:
     """
     if moments["mean"].shape != other["mean"].shape:
         raise ValueError(
-            f"other has samples of shape {list(other['mean'].shape)}, expected {list(moments['mean'].shape)} as moments"
+            f"other has samples of shape {list(other['mean'].shape)}, expected {list(moments['mean'].shape)}, "
+            "the shape in moments"
         )
     count = moments["count"] + other["count"]
     share = other["count"] / count.clamp(min=1.0)
@@ -64,18 +65,18 @@ def moments_merge(moments: TensorDict, other: TensorDict) -> TensorDict:
 def moments_update(
     moments: TensorDict, x: Tensor, mask: Tensor, *, total: Callable[[Tensor], Tensor] = identity
 ) -> TensorDict:
-    """Return the moments after a batch.
+    """Return the moments with one more batch of samples.
 
     Args:
         moments: moments before the batch.
         x: `[*B, *shape]` float. Masked entries may hold anything.
-        mask: `[*B]` bool, True = counts.
-        total: a function that sums a tensor over all processes, such as `ecrl.distributed.all_sum`. If each process
-            holds a part of the batch, all get the moments of the whole batch.
+        mask: `[*B]` bool, True for samples that count.
+        total: a function that sums a tensor over all processes, such as `ecrl.distributed.all_sum`. Pass it if each
+            process holds a part of the batch, to get the moments of the whole batch on every process.
 
-    Returns: new moments; the inputs are not written.
+    Returns: new moments. The inputs do not change.
     Gradient: none; `x` is detached.
-    Raises: ValueError naming an argument whose shape does not fit.
+    Raises: ValueError if the shape of `x` does not match `mask` and `moments`.
     Source: as `moments_merge`.
 
     >>> m = moments_update(moments_init(()), torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False]))
@@ -84,7 +85,9 @@ def moments_update(
     """
     shape = moments["mean"].shape
     if x.shape != (*mask.shape, *shape):
-        raise ValueError(f"x has shape {list(x.shape)}, expected {[*mask.shape, *shape]}: mask, then one sample")
+        raise ValueError(
+            f"x has shape {list(x.shape)}, expected {[*mask.shape, *shape]}: the shape of mask, then that of one sample"
+        )
     counted = mask.reshape(-1, *[1] * len(shape))
     samples = x.detach().to(torch.float64).reshape(-1, *shape).masked_fill(~counted, 0.0)
     count = total(mask.sum().to(torch.float64))
@@ -94,7 +97,7 @@ def moments_update(
 
 
 def moments_variance(moments: TensorDict) -> Tensor:
-    """Return the population variance in float64 and in the shape of one sample. It is 1 before the first sample.
+    """Return the population variance, float64 in the shape of one sample. It is 1 before the first sample.
 
         m2 / count
 
@@ -108,18 +111,18 @@ def moments_variance(moments: TensorDict) -> Tensor:
 
 
 def normalize(x: Tensor, moments: TensorDict, *, eps: Scalar, clip: Scalar) -> Tensor:
-    """Standardise by running moments and bound the result.
+    """Subtract the running mean, divide by the running standard deviation, and clip the result.
 
         clip((x - mean) / sqrt(variance + eps), -clip, clip)
 
     Args:
         x: `[*B, *shape]` float or integer.
-        moments: of samples of `shape`.
+        moments: running moments of samples of shape `shape`.
         eps: added to the variance, squared units of `x`.
-        clip: largest absolute value returned.
+        clip: largest absolute value of the result.
 
-    Returns: `[*B, *shape]` in the dtype of `x`, for integers in torch's default float dtype. Half precision is
-        computed in float32.
+    Returns: `[*B, *shape]` in the dtype of `x`, or in torch's default float dtype if `x` holds integers. Half precision
+        is computed in float32.
     Gradient: flows through `x`.
     Raises: ValueError if `x` does not end in one sample's shape, or if `eps` or `clip` is not 0-d.
 
@@ -136,18 +139,18 @@ def normalize(x: Tensor, moments: TensorDict, *, eps: Scalar, clip: Scalar) -> T
 
 
 def scale(x: Tensor, moments: TensorDict, *, eps: Scalar, clip: Scalar) -> Tensor:
-    """Divide by the running standard deviation, keep the mean, and bound the result. It is meant for rewards.
+    """Divide by the running standard deviation and clip the result, without subtracting the mean. Use it for rewards.
 
         clip(x / sqrt(variance + eps), -clip, clip)
 
     Args:
         x: `[*B, *shape]` float or integer.
-        moments: of samples of `shape`.
+        moments: running moments of samples of shape `shape`.
         eps: added to the variance, squared units of `x`.
-        clip: largest absolute value returned.
+        clip: largest absolute value of the result.
 
-    Returns: `[*B, *shape]` in the dtype of `x`, for integers in torch's default float dtype. Half precision is
-        computed in float32.
+    Returns: `[*B, *shape]` in the dtype of `x`, or in torch's default float dtype if `x` holds integers. Half precision
+        is computed in float32.
     Gradient: flows through `x`.
     Raises: ValueError if `x` does not end in one sample's shape, or if `eps` or `clip` is not 0-d.
     Source: Engstrom et al. 2020, arXiv:2005.12729, sec. 3 (reward scaling).

@@ -1,9 +1,9 @@
 """Gaussian and tanh-squashed Gaussian actions as functions of mean and log-std: sample, mode, log_prob, entropy, kl.
 
-Noise is an argument, standard normal (see `ecrl.rng`). Means are `[*B, A]`, the covariance is diagonal, and results are
-sums over the last axis. The squashed Gaussian keeps its `latent`, the sample before tanh. Log-probabilities computed
-from the latent are exact and finite at saturation, where `1 - tanh(latent)^2` underflows. Half precision is computed in
-float32 and returned in half precision.
+Samplers take standard normal noise as an argument (see `ecrl.rng`). Means are `[*B, A]`. The covariance is diagonal, so
+log_prob, entropy and kl are sums over the last axis. A sample of the squashed Gaussian comes with its `latent`, the
+sample before tanh. Log-probabilities are computed from the latent, so they stay finite where the action is rounded to 1
+or -1. Half-precision inputs are converted to float32, and results are converted back.
 """
 
 from math import log, pi
@@ -48,7 +48,7 @@ def normal_sample(mean: Tensor, log_std: Tensor, noise: Tensor) -> Tensor:
 
     Returns: `[*B, A]`.
     Gradient: flows through `mean` and `log_std` (and `noise`).
-    Raises: ValueError naming the arguments whose shapes do not fit.
+    Raises: ValueError naming the arguments whose shapes do not match.
     Source: Kingma and Welling 2014, arXiv:1312.6114.
 
     >>> normal_sample(torch.tensor([1.0]), torch.tensor([0.0]), torch.tensor([2.0]))
@@ -63,7 +63,7 @@ def normal_sample(mean: Tensor, log_std: Tensor, noise: Tensor) -> Tensor:
 def normal_mode(mean: Tensor) -> Tensor:
     """Return the mean, which is the mode: `[*B, A]`.
 
-    Gradient: flows through.
+    Gradient: flows through `mean`.
 
     >>> normal_mode(torch.tensor([1.0]))
     tensor([1.])
@@ -82,8 +82,8 @@ def normal_log_prob(mean: Tensor, log_std: Tensor, action: Tensor) -> Tensor:
         action: `[*B, A]` float.
 
     Returns: `[*B]`.
-    Gradient: flows through all three.
-    Raises: ValueError naming the arguments whose shapes do not fit.
+    Gradient: flows through all three arguments.
+    Raises: ValueError naming the arguments whose shapes do not match.
 
     >>> normal_log_prob(torch.tensor([0.0]), torch.tensor([0.0]), torch.tensor([0.0]))
     tensor(-0.9189)
@@ -92,7 +92,7 @@ def normal_log_prob(mean: Tensor, log_std: Tensor, action: Tensor) -> Tensor:
 
 
 def _log_prob(mean: Tensor, log_std: Tensor, action: Tensor) -> Tensor:
-    """Return `normal_log_prob` in at least float32."""
+    """Return `normal_log_prob`, but in float32 for half-precision inputs."""
     same_shape(mean=mean, action=action)
     _check(mean, log_std)
     mean, log_std, action = widened(mean, log_std, action)
@@ -103,12 +103,12 @@ def _log_prob(mean: Tensor, log_std: Tensor, action: Tensor) -> Tensor:
 def normal_entropy(mean: Tensor, log_std: Tensor) -> Tensor:
     """Return the differential entropy of a diagonal Gaussian (nats), summed over the last axis.
 
-    It does not depend on the mean.
+    The entropy does not depend on the mean.
 
         sum_a(log_std + log(2 pi e) / 2)
 
     Args:
-        mean: `[*B, A]` float, gives the shape.
+        mean: `[*B, A]` float. Only its shape matters.
         log_std: broadcasts to `mean`.
 
     Returns: `[*B]`.
@@ -139,8 +139,8 @@ def normal_kl(mean: Tensor, log_std: Tensor, other_mean: Tensor, other_log_std: 
         other_log_std: broadcasts to `mean`.
 
     Returns: `[*B]`.
-    Gradient: flows through all four.
-    Raises: ValueError naming the arguments whose shapes do not fit.
+    Gradient: flows through all four arguments.
+    Raises: ValueError naming the arguments whose shapes do not match.
 
     >>> normal_kl(torch.tensor([0.0]), torch.tensor([0.0]), torch.tensor([1.0]), torch.tensor([0.0]))
     tensor(0.5000)
@@ -172,7 +172,7 @@ def tanh_normal_sample(mean: Tensor, log_std: Tensor, noise: Tensor) -> Squashed
 
     Returns: `action` and `latent`, each `[*B, A]`.
     Gradient: flows through `mean` and `log_std` (and `noise`).
-    Raises: ValueError naming the arguments whose shapes do not fit.
+    Raises: ValueError naming the arguments whose shapes do not match.
     Source: Haarnoja et al. 2018, arXiv:1801.01290, app. C.
 
     >>> tanh_normal_sample(torch.tensor([0.0]), torch.tensor([0.0]), torch.tensor([0.0])).action
@@ -184,9 +184,9 @@ def tanh_normal_sample(mean: Tensor, log_std: Tensor, noise: Tensor) -> Squashed
 
 
 def tanh_normal_mode(mean: Tensor) -> Tensor:
-    """Return the squashed mean, `tanh(mean)`: `[*B, A]` (the median; the deterministic action).
+    """Return `tanh(mean)`, `[*B, A]`: the median of the squashed Gaussian, used as the deterministic action.
 
-    Gradient: flows through.
+    Gradient: flows through `mean`.
 
     >>> tanh_normal_mode(torch.tensor([0.0]))
     tensor([0.])
@@ -195,15 +195,15 @@ def tanh_normal_mode(mean: Tensor) -> Tensor:
 
 
 def tanh_normal_latent(action: Tensor) -> Tensor:
-    """Return a latent of an action: `atanh` of the action clipped to the dtype's open interval.
+    """Return the latent of an action. The action is clipped first, so that the latent is finite.
 
-        atanh(clip(action, -1 + eps, 1 - eps)),    eps the spacing of floats below 1
+        atanh(clip(action, -1 + eps, 1 - eps)),    eps = spacing of floats just below 1
 
     Args:
         action: `[*B, A]` float in [-1, 1].
 
     Returns: `[*B, A]`, finite.
-    Gradient: flows through `action` inside the interval.
+    Gradient: flows through entries of `action` that are not clipped.
 
     >>> tanh_normal_latent(torch.tensor([0.0, 1.0])).isfinite().all()
     tensor(True)
@@ -213,7 +213,7 @@ def tanh_normal_latent(action: Tensor) -> Tensor:
 
 
 def tanh_normal_log_prob(mean: Tensor, log_std: Tensor, latent: Tensor) -> Tensor:
-    """Return the log-density of the action `tanh(latent)` (nats), summed over the last axis. Finite at saturation.
+    """Return the log-density of the action `tanh(latent)` (nats), summed over the last axis.
 
         normal_log_prob(latent) - sum_a(log(1 - tanh(latent)^2))
         log(1 - tanh(x)^2) = 2 (log 2 - x - softplus(-2 x))
@@ -224,8 +224,8 @@ def tanh_normal_log_prob(mean: Tensor, log_std: Tensor, latent: Tensor) -> Tenso
         latent: `[*B, A]` float, the sample before tanh (`tanh_normal_latent` recovers it from an action).
 
     Returns: `[*B]`.
-    Gradient: flows through all three.
-    Raises: ValueError naming the arguments whose shapes do not fit.
+    Gradient: flows through all three arguments.
+    Raises: ValueError naming the arguments whose shapes do not match.
     Source: Haarnoja et al. 2018, arXiv:1801.01290, eq. 21.
 
     >>> tanh_normal_log_prob(torch.tensor([0.0]), torch.tensor([0.0]), torch.tensor([0.0]))
@@ -241,15 +241,15 @@ def tanh_normal_entropy(mean: Tensor, log_std: Tensor) -> Tensor:
 
         normal_entropy + sum_a(E[log(1 - tanh(latent)^2)])
 
-    There is no closed form. The expectation is a 48-point Gauss-Hermite sum. Its error per axis is below 1e-3 for std
-    up to 3 (2e-2 at 5).
+    The expectation has no closed form, so it is a 48-point Gauss-Hermite sum. Its error per axis is below 1e-3 for a
+    standard deviation up to 3, and 2e-2 at 5.
 
     Args:
         mean: `[*B, A]` float, before tanh.
         log_std: broadcasts to `mean`.
 
     Returns: `[*B]`.
-    Gradient: flows through both.
+    Gradient: flows through both arguments.
     Raises: ValueError if `log_std` does not broadcast to `mean`.
 
     >>> round(float(tanh_normal_entropy(torch.tensor([0.0]), torch.tensor([-9.0]))), 3)
@@ -266,7 +266,7 @@ def tanh_normal_entropy(mean: Tensor, log_std: Tensor) -> Tensor:
 def tanh_normal_kl(mean: Tensor, log_std: Tensor, other_mean: Tensor, other_log_std: Tensor) -> Tensor:
     """Return KL(first | other) of squashed Gaussians (nats).
 
-    It is the KL of the Gaussians before tanh, because a bijection keeps it.
+    It equals the KL of the Gaussians before tanh, because an invertible function does not change a KL.
 
     Arguments, result, gradient and errors are as in `normal_kl`.
 

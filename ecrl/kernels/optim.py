@@ -1,8 +1,8 @@
-"""Optimisers as functions `(params, grads, opt, *, learning_rate, ...) -> (params, opt)`, and factors for schedules.
+"""Optimisers as functions `(params, grads, opt, *, learning_rate, ...) -> (params, opt)`, and schedules as factors.
 
-`params`, `grads` and the slots of `opt` are TensorDicts of one structure. Numbers agree with `torch.optim`. Bias
-corrections and schedules are computed in float64: `1 - 0.999 ** t` loses five digits in float32. A step on
-half-precision leaves is computed in float32, and parameters and slots keep their dtypes.
+`params`, `grads` and the moments in `opt` are TensorDicts with the same structure. Results agree with `torch.optim`.
+Bias corrections and schedules are computed in float64, because `1 - 0.999 ** t` loses five digits in float32.
+Half-precision leaves are converted to float32, and results are converted back.
 """
 
 from collections.abc import Callable
@@ -26,14 +26,14 @@ def _zeros(params: TensorDict) -> TensorDict:
     return params.apply(torch.zeros_like)
 
 
-def _no_steps(params: TensorDict) -> Tensor:
+def _zero_steps(params: TensorDict) -> Tensor:
     return torch.zeros((), dtype=torch.int64, device=_leaves(params)[0].device)
 
 
 def _map(fn: Callable[..., Tensor], first: TensorDict, *others: TensorDict) -> TensorDict:
     """Apply `fn` to matching leaves. Raise ValueError if keys or shapes differ.
 
-    Results have the dtypes of `first`, but float32 instead of half precision. `_as` restores half precision.
+    Results have the dtypes of `first`, but float32 instead of half precision.
     """
     shapes = {key: leaf.shape for key, leaf in first.items(True, True)}
     for other in others:
@@ -56,8 +56,8 @@ def _map(fn: Callable[..., Tensor], first: TensorDict, *others: TensorDict) -> T
     return first.apply(apply, *others)
 
 
-def _as(like: TensorDict, new: TensorDict) -> TensorDict:
-    """Return `new` in the dtypes of `like`."""
+def _cast_as(like: TensorDict, new: TensorDict) -> TensorDict:
+    """Convert each leaf of `new` to the dtype of the same leaf of `like`."""
     if all(computed_in(leaf.dtype) == leaf.dtype for leaf in _leaves(like)):
         return new
     return like.apply(lambda old, leaf: leaf.to(old.dtype), new)
@@ -69,7 +69,7 @@ def adam_init(params: TensorDict) -> TensorDict:
     >>> sorted(adam_init(TensorDict({"w": torch.zeros(2)}, [])).keys())
     ['mu', 'nu', 'step']
     """
-    return TensorDict({"mu": _zeros(params), "nu": _zeros(params), "step": _no_steps(params)}, [])
+    return TensorDict({"mu": _zeros(params), "nu": _zeros(params), "step": _zero_steps(params)}, [])
 
 
 def adam(
@@ -94,11 +94,11 @@ def adam(
         learning_rate: step size.
         beta1: decay of the first moment.
         beta2: decay of the second moment.
-        eps: added to the root, in gradient units.
+        eps: added to the square root in the denominator, in gradient units.
 
-    Returns: new params and opt; the inputs are not written.
-    Gradient: flows through every input; not finite where the new `nu` is 0.
-    Raises: ValueError naming leaves of only one side, leaves of unequal shapes, or a hyperparameter that is not 0-d.
+    Returns: new params and opt. The inputs do not change.
+    Gradient: flows through every input. It is not finite where the new `nu` is 0.
+    Raises: ValueError naming the leaves whose keys or shapes do not match, or a hyperparameter that is not 0-d.
     Source: Kingma and Ba 2015, arXiv:1412.6980, algorithm 1.
 
     >>> p, g = TensorDict({"w": torch.tensor([1.0])}, []), TensorDict({"w": torch.tensor([5.0])}, [])
@@ -110,15 +110,15 @@ def adam(
     nu = _map(lambda v, g: beta2 * v + (1.0 - beta2) * g * g, opt["nu"], grads)
     step = opt["step"] + 1
     t = step.to(torch.float64)
-    # `root` multiplies both the numerator and the denominator of the equation
+    # Numerator and denominator of the equation are multiplied by `root`, so that only scalars need a correction.
     root = torch.sqrt(1.0 - torch.pow(beta2, t))
     rate, scaled_eps = learning_rate * root / (1.0 - torch.pow(beta1, t)), eps * root
 
     def move(p: Tensor, m: Tensor, v: Tensor) -> Tensor:
         return p - rate.to(p.dtype) * m / (torch.sqrt(v) + scaled_eps.to(p.dtype))
 
-    moved = _as(params, _map(move, params, mu, nu))
-    return moved, TensorDict({"mu": _as(opt["mu"], mu), "nu": _as(opt["nu"], nu), "step": step}, [])
+    moved = _cast_as(params, _map(move, params, mu, nu))
+    return moved, TensorDict({"mu": _cast_as(opt["mu"], mu), "nu": _cast_as(opt["nu"], nu), "step": step}, [])
 
 
 def adamw(
@@ -132,9 +132,9 @@ def adamw(
     eps: Scalar,
     weight_decay: Scalar,
 ) -> tuple[TensorDict, TensorDict]:
-    """Run one step of Adam after a decay of the parameters that is independent of the gradient.
+    """Multiply the parameters by a decay factor, then run one step of Adam. The decay does not enter the moments.
 
-        p = p * (1 - learning_rate * weight_decay), then as `adam`
+        p = p * (1 - learning_rate * weight_decay), then one step of `adam`
 
     Args:
         params: TensorDict of parameters.
@@ -143,12 +143,12 @@ def adamw(
         learning_rate: step size.
         beta1: decay of the first moment.
         beta2: decay of the second moment.
-        eps: added to the root, in gradient units.
+        eps: added to the square root in the denominator, in gradient units.
         weight_decay: decay per unit of learning rate.
 
-    Returns: new params and opt; the inputs are not written.
-    Gradient: flows through every input; not finite where the new `nu` is 0.
-    Raises: ValueError naming leaves of only one side, leaves of unequal shapes, or a hyperparameter that is not 0-d.
+    Returns: new params and opt. The inputs do not change.
+    Gradient: flows through every input. It is not finite where the new `nu` is 0.
+    Raises: ValueError naming the leaves whose keys or shapes do not match, or a hyperparameter that is not 0-d.
     Source: Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2.
 
     >>> p, g = TensorDict({"w": torch.tensor([1.0])}, []), TensorDict({"w": torch.tensor([0.0])}, [])
@@ -158,7 +158,7 @@ def adamw(
     learning_rate, weight_decay = scalars(learning_rate=learning_rate, weight_decay=weight_decay)
     decayed = _map(lambda p: p * (1.0 - learning_rate * weight_decay), params)
     moved, opt = adam(decayed, grads, opt, learning_rate=learning_rate, beta1=beta1, beta2=beta2, eps=eps)
-    return _as(params, moved), opt
+    return _cast_as(params, moved), opt
 
 
 def sgd_init(params: TensorDict) -> TensorDict:
@@ -167,7 +167,7 @@ def sgd_init(params: TensorDict) -> TensorDict:
     >>> sorted(sgd_init(TensorDict({"w": torch.zeros(2)}, [])).keys())
     ['momentum', 'step']
     """
-    return TensorDict({"momentum": _zeros(params), "step": _no_steps(params)}, [])
+    return TensorDict({"momentum": _zeros(params), "step": _zero_steps(params)}, [])
 
 
 def sgd(
@@ -184,9 +184,9 @@ def sgd(
         learning_rate: step size.
         momentum: decay of the buffer; 0 for plain gradient descent.
 
-    Returns: new params and opt; the inputs are not written.
+    Returns: new params and opt. The inputs do not change.
     Gradient: flows through every input.
-    Raises: ValueError naming leaves of only one side, leaves of unequal shapes, or a hyperparameter that is not 0-d.
+    Raises: ValueError naming the leaves whose keys or shapes do not match, or a hyperparameter that is not 0-d.
     Source: Sutskever et al. 2013, "On the importance of initialization and momentum in deep learning", eq. 1 and 2.
 
     >>> p, g = TensorDict({"w": torch.tensor([1.0])}, []), TensorDict({"w": torch.tensor([5.0])}, [])
@@ -196,7 +196,9 @@ def sgd(
     learning_rate, momentum = scalars(learning_rate=learning_rate, momentum=momentum)
     buffer = _map(lambda b, g: momentum * b + g, opt["momentum"], grads)
     moved = _map(lambda p, b: p - learning_rate * b, params, buffer)
-    return _as(params, moved), TensorDict({"momentum": _as(opt["momentum"], buffer), "step": opt["step"] + 1}, [])
+    return _cast_as(params, moved), TensorDict(
+        {"momentum": _cast_as(opt["momentum"], buffer), "step": opt["step"] + 1}, []
+    )
 
 
 def rmsprop_init(params: TensorDict) -> TensorDict:
@@ -205,7 +207,7 @@ def rmsprop_init(params: TensorDict) -> TensorDict:
     >>> sorted(rmsprop_init(TensorDict({"w": torch.zeros(2)}, [])).keys())
     ['nu', 'step']
     """
-    return TensorDict({"nu": _zeros(params), "step": _no_steps(params)}, [])
+    return TensorDict({"nu": _zeros(params), "step": _zero_steps(params)}, [])
 
 
 def rmsprop(
@@ -221,11 +223,11 @@ def rmsprop(
         opt: from `rmsprop_init` or the last step.
         learning_rate: step size.
         alpha: decay of the second moment.
-        eps: added to the root, in gradient units.
+        eps: added to the square root in the denominator, in gradient units.
 
-    Returns: new params and opt; the inputs are not written.
-    Gradient: flows through every input; not finite where the new `nu` is 0.
-    Raises: ValueError naming leaves of only one side, leaves of unequal shapes, or a hyperparameter that is not 0-d.
+    Returns: new params and opt. The inputs do not change.
+    Gradient: flows through every input. It is not finite where the new `nu` is 0.
+    Raises: ValueError naming the leaves whose keys or shapes do not match, or a hyperparameter that is not 0-d.
     Source: Tieleman and Hinton 2012, "Neural networks for machine learning", lecture 6e.
 
     >>> p, g = TensorDict({"w": torch.tensor([1.0])}, []), TensorDict({"w": torch.tensor([5.0])}, [])
@@ -235,15 +237,15 @@ def rmsprop(
     learning_rate, alpha, eps = scalars(learning_rate=learning_rate, alpha=alpha, eps=eps)
     nu = _map(lambda v, g: alpha * v + (1.0 - alpha) * g * g, opt["nu"], grads)
     moved = _map(lambda p, g, v: p - learning_rate * g / (torch.sqrt(v) + eps), params, grads, nu)
-    return _as(params, moved), TensorDict({"nu": _as(opt["nu"], nu), "step": opt["step"] + 1}, [])
+    return _cast_as(params, moved), TensorDict({"nu": _cast_as(opt["nu"], nu), "step": opt["step"] + 1}, [])
 
 
 def global_norm(grads: TensorDict) -> Tensor:
-    """Return the Euclidean norm over all leaves together, 0-d.
+    """Return the Euclidean norm of all leaves together, 0-d.
 
         sqrt(sum_leaves(sum(g^2)))
 
-    Gradient: flows through `grads`; 0 if all are 0.
+    Gradient: flows through `grads`. It is 0 if all of them are 0.
 
     >>> global_norm(TensorDict({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])}, []))
     tensor(5.)
@@ -252,7 +254,7 @@ def global_norm(grads: TensorDict) -> Tensor:
 
 
 def _norm(grads: TensorDict) -> Tensor:
-    """Return `global_norm` in at least float32."""
+    """Return `global_norm`, but in float32 for half-precision inputs."""
     leaves = [torch.linalg.vector_norm(g.to(computed_in(g.dtype))) for g in _leaves(grads)]
     return torch.linalg.vector_norm(torch.stack(leaves))
 
@@ -268,7 +270,7 @@ def clip_by_global_norm(grads: TensorDict, *, max_norm: Scalar) -> tuple[TensorD
 
     Returns: new gradients, and the norm before clipping, 0-d.
     Gradient: flows through `grads`.
-    Source: Pascanu et al. 2013, arXiv:1211.5063, algorithm 1; the 1e-6 as in `torch.nn.utils.clip_grad_norm_`.
+    Source: Pascanu et al. 2013, arXiv:1211.5063, algorithm 1. The 1e-6 is from `torch.nn.utils.clip_grad_norm_`.
 
     >>> clipped, norm = clip_by_global_norm(TensorDict({"a": torch.tensor([3.0, 4.0])}, []), max_norm=1.0)
     >>> clipped["a"], norm
@@ -277,15 +279,15 @@ def clip_by_global_norm(grads: TensorDict, *, max_norm: Scalar) -> tuple[TensorD
     (max_norm,) = scalars(max_norm=max_norm)
     norm = _norm(grads)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    return _as(grads, _map(lambda g: g * factor, grads)), norm.to(common_dtype(*_leaves(grads)))
+    return _cast_as(grads, _map(lambda g: g * factor, grads)), norm.to(common_dtype(*_leaves(grads)))
 
 
 def linear_schedule(step: Tensor, *, start: Scalar, end: Scalar, horizon: int) -> Tensor:
-    """Return a factor that moves from `start` to `end` in `horizon` steps and then stays there, float64.
+    """Return a float64 factor that moves linearly from `start` to `end` in `horizon` steps and then stays there.
 
         start + (end - start) * min(step / horizon, 1)
 
-    Gradient: flows through `start` and `end` if they are tensors, but not through a count of steps.
+    Gradient: flows through `start` and `end` if they are tensors, but not through an integer `step`.
     Source: `torch.optim.lr_scheduler.LinearLR`.
 
     >>> linear_schedule(torch.tensor(5), start=1.0, end=0.0, horizon=10)
@@ -297,11 +299,11 @@ def linear_schedule(step: Tensor, *, start: Scalar, end: Scalar, horizon: int) -
 
 
 def cosine_schedule(step: Tensor, *, end: Scalar, horizon: int) -> Tensor:
-    """Return a factor that falls from 1 to `end` along half a cosine in `horizon` steps and then stays there, float64.
+    """Return a float64 factor that falls from 1 to `end` along half a cosine in `horizon` steps and then stays there.
 
         end + (1 - end) * (1 + cos(pi * min(step / horizon, 1))) / 2
 
-    Gradient: flows through `end` if it is a tensor, but not through a count of steps.
+    Gradient: flows through `end` if it is a tensor, but not through an integer `step`.
     Source: Loshchilov and Hutter 2017, arXiv:1608.03983, eq. 5.
 
     >>> cosine_schedule(torch.tensor(5), end=0.0, horizon=10)
@@ -313,11 +315,11 @@ def cosine_schedule(step: Tensor, *, end: Scalar, horizon: int) -> Tensor:
 
 
 def step_schedule(step: Tensor, *, every: int, gamma: Scalar) -> Tensor:
-    """Return a factor that is multiplied by `gamma` once every `every` steps: float64.
+    """Return a float64 factor that starts at 1 and is multiplied by `gamma` after every `every` steps.
 
         gamma ^ floor(step / every)
 
-    Gradient: flows through `gamma` if it is a tensor, but not through a count of steps.
+    Gradient: flows through `gamma` if it is a tensor, but not through an integer `step`.
     Source: `torch.optim.lr_scheduler.StepLR`.
 
     >>> step_schedule(torch.tensor(5), every=2, gamma=0.5)
@@ -328,11 +330,11 @@ def step_schedule(step: Tensor, *, every: int, gamma: Scalar) -> Tensor:
 
 
 def exponential_schedule(step: Tensor, *, gamma: Scalar) -> Tensor:
-    """Return a factor that is multiplied by `gamma` every step: float64.
+    """Return a float64 factor that starts at 1 and is multiplied by `gamma` at every step.
 
         gamma ^ step
 
-    Gradient: flows through `gamma` if it is a tensor, but not through a count of steps.
+    Gradient: flows through `gamma` if it is a tensor, but not through an integer `step`.
     Source: `torch.optim.lr_scheduler.ExponentialLR`.
 
     >>> exponential_schedule(torch.tensor(2), gamma=0.5)

@@ -1,12 +1,17 @@
 """Estimators of returns and advantages on `[*B, T]` tensors. Time is the last axis.
 
-`terminated` stops the value and `done` stops the trace. A time limit bootstraps from `next_value`, the value of the
-state that was reached. It never bootstraps from the next episode. `next_value` is not read at `terminated` steps, so it
-may be NaN there. Nothing is detached. `ecrl.kernels.reverse_scan` has the only recursion over time.
+After a `terminated` step nothing follows: its `next_value` is not read and may be NaN. After a `done` step the episode
+is over, so no later step contributes. If a time limit truncates an episode, the estimators bootstrap from `next_value`,
+the value of the last state before the reset. The functions detach nothing. `ecrl.kernels.reverse_scan` runs the
+recursion over time.
 
-A term of weight 0 is left out, so it may be infinite or NaN. With `gae_lambda` 0 later returns are not read. With
-`gae_lambda` 1 `td_lambda_returns` does not read values inside an episode. With `gamma` 0 only rewards and `value` are
-read. No gradient reaches a hyperparameter through a term that is left out.
+A term whose weight is 0 is left out, so it may be infinite or NaN:
+
+- With `gae_lambda` 0, the returns of later steps are not read.
+- With `gae_lambda` 1, `td_lambda_returns` does not read values inside an episode.
+- With `gamma` 0, only rewards and `value` are read.
+
+A term that is left out gives no gradient to `gamma` and `gae_lambda`.
 
 Results have the dtype of `reward`, or the dtype that the inputs promote to if `reward` is not float. Half precision is
 computed in float32.
@@ -36,34 +41,35 @@ class VTrace(NamedTuple):
     value_target: Tensor
 
 
-def _computed(first: Tensor, *others: Tensor) -> tuple[torch.dtype, list[Tensor]]:
-    """Return the dtype of the results, and the tensors in the dtype to compute in."""
+def _widen(first: Tensor, *others: Tensor) -> tuple[torch.dtype, list[Tensor]]:
+    """Return the dtype of the results, and the tensors in the dtype of the computation, at least float32."""
     dtype = first.dtype if first.is_floating_point() else common_dtype(first, *others)
     return dtype, widened(first, *others)
 
 
-def _unless(mask: Tensor, x: Tensor) -> Tensor:
-    """Return `x`, and 0 where `mask` is True. It is faster than `masked_fill`."""
+def _zero_where(mask: Tensor, x: Tensor) -> Tensor:
+    """Return `x` with 0 where `mask` is True. `torch.where` is faster than `masked_fill`."""
     return torch.where(mask, x.new_zeros(()), x)
 
 
 def discounted_returns(
     reward: Tensor, next_value: Tensor, terminated: Tensor, done: Tensor, *, gamma: Scalar
 ) -> Tensor:
-    """Return Monte-Carlo returns. A trace that ends without termination bootstraps from `next_value`.
+    """Return Monte-Carlo returns. At a time limit and at the last step, they bootstrap from `next_value`.
 
         G[t] = reward[t] + gamma * (next_value[t] * not terminated[t] if done[t] or t = T - 1 else G[t + 1])
 
     Args:
         reward: `[*B, T]` float, reward units.
-        next_value: `[*B, T]` float, V of the state reached, before auto-reset; zeros for no bootstrap.
+        next_value: `[*B, T]` float, V of the state that the action led to, before auto-reset. Pass
+            zeros to leave out the bootstrap.
         terminated: `[*B, T]` bool.
         done: `[*B, T]` bool, `terminated | truncated`.
         gamma: discount per step.
 
     Returns: `[*B, T]` in the dtype of `reward`.
     Gradient: flows through `reward` and `next_value`.
-    Raises: ValueError naming the arguments of a wrong shape; hyperparameters are 0-d.
+    Raises: ValueError naming the argument, if shapes differ or a hyperparameter is not 0-d.
     Source: Sutton and Barto 2018, eq. 3.8; time limits as in Pardo et al. 2018, arXiv:1712.00378.
 
     >>> f = torch.tensor([False, False])
@@ -72,27 +78,27 @@ def discounted_returns(
     """
     same_shape(reward=reward, next_value=next_value, terminated=terminated, done=done)
     (gamma,) = discounts(gamma=gamma)
-    dtype, (reward, next_value) = _computed(reward, next_value)
-    reached = _unless(or_zero(terminated, gamma), next_value)
-    ending = reward + gamma * _unless(~done, reached)
+    dtype, (reward, next_value) = _widen(reward, next_value)
+    reached = _zero_where(or_zero(terminated, gamma), next_value)
+    ending = reward + gamma * _zero_where(~done, reached)
     return reverse_scan(ending, gamma, done, reached[..., -1]).to(dtype)
 
 
 def n_step_returns(
     reward: Tensor, next_value: Tensor, terminated: Tensor, done: Tensor, *, gamma: Scalar, n: int
 ) -> Tensor:
-    """Return sums of at most `n` rewards plus a bootstrap. `done` and the end of the array cut the sum.
+    """Return sums of up to `n` rewards plus a bootstrap value. A sum ends earlier at `done` and at the last step.
 
         G1[t] = reward[t] + gamma * next_value[t] * not terminated[t]
         Gk[t] = G1[t] if done[t] or t = T - 1 else reward[t] + gamma * G(k-1)[t + 1]
 
     Args:
         reward: `[*B, T]` float, reward units.
-        next_value: `[*B, T]` float, V of the state reached, before auto-reset.
+        next_value: `[*B, T]` float, V of the state that the action led to, before auto-reset.
         terminated: `[*B, T]` bool.
         done: `[*B, T]` bool, `terminated | truncated`.
         gamma: discount per step.
-        n: number of rewards, at least 1.
+        n: largest number of rewards in a sum, at least 1.
 
     Returns: `[*B, T]` in the dtype of `reward`.
     Gradient: flows through `reward` and `next_value`.
@@ -107,8 +113,8 @@ def n_step_returns(
     (gamma,) = discounts(gamma=gamma)
     if n < 1:
         raise ValueError(f"n_step_returns needs n >= 1, got n={n}")
-    dtype, (reward, next_value) = _computed(reward, next_value)
-    one_step = reward + gamma * _unless(or_zero(terminated, gamma), next_value)
+    dtype, (reward, next_value) = _widen(reward, next_value)
+    one_step = reward + gamma * _zero_where(or_zero(terminated, gamma), next_value)
     returns, cut = one_step, or_zero(done[..., :-1], gamma)
     for _ in range(min(n, reward.shape[-1]) - 1):
         longer = torch.where(cut, one_step[..., :-1], reward[..., :-1] + gamma * returns[..., 1:])
@@ -126,15 +132,15 @@ def td_lambda_returns(
 
     Args:
         reward: `[*B, T]` float, reward units.
-        next_value: `[*B, T]` float, V of the state reached, before auto-reset.
+        next_value: `[*B, T]` float, V of the state that the action led to, before auto-reset.
         terminated: `[*B, T]` bool.
         done: `[*B, T]` bool, `terminated | truncated`.
         gamma: discount per step.
         gae_lambda: 0 gives one-step targets, 1 Monte-Carlo returns.
 
-    Returns: `[*B, T]` in the dtype of `reward`; equals `gae(...).value_target` where `next_value[t]` is `value[t + 1]`.
+    Returns: `[*B, T]` in the dtype of `reward`. It equals `gae(...).value_target` if `next_value[t]` is `value[t + 1]`.
     Gradient: flows through `reward` and `next_value`.
-    Raises: ValueError naming the arguments of a wrong shape; hyperparameters are 0-d.
+    Raises: ValueError naming the argument, if shapes differ or a hyperparameter is not 0-d.
     Source: Sutton and Barto 2018, eq. 12.2 and 12.3.
 
     >>> f = torch.tensor([False, False])
@@ -143,9 +149,9 @@ def td_lambda_returns(
     """
     same_shape(reward=reward, next_value=next_value, terminated=terminated, done=done)
     gamma, gae_lambda = discounts(gamma=gamma, gae_lambda=gae_lambda)
-    dtype, (reward, next_value) = _computed(reward, next_value)
-    reached = _unless(or_zero(terminated, gamma), next_value)
-    inside = (1.0 - gae_lambda) * _unless(or_zero(done, 1.0 - gae_lambda), reached)
+    dtype, (reward, next_value) = _widen(reward, next_value)
+    reached = _zero_where(or_zero(terminated, gamma), next_value)
+    inside = (1.0 - gae_lambda) * _zero_where(or_zero(done, 1.0 - gae_lambda), reached)
     mixed = reward + gamma * torch.where(done, reached, inside)
     return reverse_scan(mixed, gamma * gae_lambda, done, reached[..., -1]).to(dtype)
 
@@ -167,16 +173,16 @@ def gae(
 
     Args:
         reward: `[*B, T]` float, reward units.
-        value: `[*B, T]` float, V of the state acted in.
-        next_value: `[*B, T]` float, V of the state reached, before auto-reset.
+        value: `[*B, T]` float, V of the state in which the action was taken.
+        next_value: `[*B, T]` float, V of the state that the action led to, before auto-reset.
         terminated: `[*B, T]` bool.
         done: `[*B, T]` bool, `terminated | truncated`.
         gamma: discount per step.
         gae_lambda: 0 gives the one-step TD error, 1 the Monte-Carlo advantage.
 
     Returns: `advantage` and `value_target = advantage + value`, each `[*B, T]` in the dtype of `reward`.
-    Gradient: flows through `reward`, `value` and `next_value`; nothing is detached here.
-    Raises: ValueError naming the arguments of a wrong shape; hyperparameters are 0-d.
+    Gradient: flows through `reward`, `value` and `next_value`; nothing is detached.
+    Raises: ValueError naming the argument, if shapes differ or a hyperparameter is not 0-d.
     Source: Schulman et al. 2016, arXiv:1506.02438, eq. 16; time limits as in Pardo et al. 2018, arXiv:1712.00378.
 
     >>> t, f = True, False
@@ -186,8 +192,8 @@ def gae(
     """
     same_shape(reward=reward, value=value, next_value=next_value, terminated=terminated, done=done)
     gamma, gae_lambda = discounts(gamma=gamma, gae_lambda=gae_lambda)
-    dtype, (reward, value, next_value) = _computed(reward, value, next_value)
-    reached = _unless(or_zero(terminated, gamma), next_value)
+    dtype, (reward, value, next_value) = _widen(reward, value, next_value)
+    reached = _zero_where(or_zero(terminated, gamma), next_value)
     delta = reward - value + gamma * reached
     advantage = reverse_scan(delta, gamma * gae_lambda, done)
     return GAE(advantage.to(dtype), (advantage + value).to(dtype))
@@ -218,25 +224,25 @@ def vtrace(
         advantage[t]    = rho[t] * (reward[t] + gamma * target_next[t] - value[t])
         target_next[t]  = next_value[t] * not terminated[t] if done[t] or t = T - 1 else value_target[t + 1]
 
-    `bound` keeps gradients finite. It is half the logarithm of the dtype's largest number, 44.36 in float32. A larger
-    log-ratio counts as `bound`, and no gradient flows through it.
+    `bound` keeps gradients finite. It is half the logarithm of the dtype's largest number, 44.36 in float32. No
+    gradient flows through a log-ratio above it.
 
     Args:
-        log_prob: `[*B, T]` float, nats, under the policy being learnt.
+        log_prob: `[*B, T]` float, nats, under the policy being trained.
         old_log_prob: `[*B, T]` float, nats, under the policy that acted.
         reward: `[*B, T]` float, reward units.
-        value: `[*B, T]` float, V of the state acted in.
-        next_value: `[*B, T]` float, V of the state reached, before auto-reset.
+        value: `[*B, T]` float, V of the state in which the action was taken.
+        next_value: `[*B, T]` float, V of the state that the action led to, before auto-reset.
         terminated: `[*B, T]` bool.
         done: `[*B, T]` bool, `terminated | truncated`.
         gamma: discount per step.
-        gae_lambda: extra decay of the trace, 1 in the paper.
-        clip_rho: bound of the ratio that weights a step.
-        clip_c: bound of the ratio that weights the trace.
+        gae_lambda: extra decay of `c`, 1 in the paper.
+        clip_rho: upper bound of the ratio in `rho`.
+        clip_c: upper bound of the ratio in `c`.
 
     Returns: `advantage` and `value_target`, each `[*B, T]` in the dtype of `reward`.
-    Gradient: flows through every float argument; nothing is detached here.
-    Raises: ValueError naming the arguments of a wrong shape; hyperparameters are 0-d.
+    Gradient: flows through every float argument; nothing is detached.
+    Raises: ValueError naming the argument, if shapes differ or a hyperparameter is not 0-d.
     Source: Espeholt et al. 2018, arXiv:1802.01561, eq. 1 and sec. 4.2.
 
     >>> f, zero = torch.tensor([False, False]), torch.zeros(2)
@@ -256,11 +262,11 @@ def vtrace(
     gamma, gae_lambda = discounts(gamma=gamma, gae_lambda=gae_lambda)
     clip_rho, clip_c = scalars(clip_rho=clip_rho, clip_c=clip_c)
     bound = exponent_bound(common_dtype(log_prob, old_log_prob))
-    dtype, floats = _computed(reward, value, next_value, log_prob, old_log_prob)
+    dtype, floats = _widen(reward, value, next_value, log_prob, old_log_prob)
     reward, value, next_value, log_prob, old_log_prob = floats
     ratio = torch.exp((log_prob - old_log_prob).clamp(max=bound))
     rho, c = ratio.clamp(max=clip_rho), gae_lambda * ratio.clamp(max=clip_c)
-    reached = _unless(or_zero(terminated, gamma), next_value)
+    reached = _zero_where(or_zero(terminated, gamma), next_value)
     delta = rho * (reward + gamma * reached - value)
     value_target = value + reverse_scan(delta, gamma * c.double(), done)
     target_next = torch.cat((value_target[..., 1:], reached[..., -1:]), -1)
@@ -269,7 +275,7 @@ def vtrace(
 
 
 def episode_discounts(done: Tensor, *, gamma: Scalar) -> Tensor:
-    """Return the discount of every step, counted from the first step here and again from each episode's start.
+    """Return the discount of every step. It is 1 at the first step and at the first step after each `done`.
 
         disc[0] = 1;    disc[t + 1] = 1 if done[t] else gamma * disc[t]
 

@@ -1,4 +1,4 @@
-"""The recursion from the last step to the first that all estimators share."""
+"""The recursion over time, from the last step to the first, that all estimators of returns use."""
 
 from collections.abc import Callable
 from functools import reduce
@@ -9,7 +9,7 @@ from torch import Tensor
 from ecrl.types import Scalar
 
 _STEPS = 8
-"""Steps of a block."""
+"""Time steps in a block of `scan_time_major`."""
 
 TimeMajorScan = Callable[[Tensor, Scalar, Tensor, Tensor], Tensor]
 """A function with the arguments and the result of `scan_time_major`."""
@@ -20,14 +20,15 @@ def reverse_scan(x: Tensor, decay: Scalar, cut: Tensor, last: Tensor | None = No
 
         y[t] = x[t] + decay[t] * y[t + 1] * not cut[t],    y[T] = last
 
-    A `decay` of 0 also cuts. Nothing passes such a step, not even infinity, and no gradient reaches its `decay`.
+    A `decay[t]` of 0 has the effect of `cut[t]`: even an infinite `y[t + 1]` does not reach `y[t]`. This `decay[t]`
+    gets no gradient.
 
     Args:
         x: `[*B, T]` float.
-        decay: a number, a 0-d tensor or `[*B, T]`. Pass tensors in float64: the rounding error of a float32 decay has
-            the same sign at every step, so it grows with the rollout.
+        decay: a number, a 0-d tensor or `[*B, T]`. Pass a float64 tensor, because a float32 decay has the same rounding
+            error at every step, and the errors add up over time.
         cut: `[*B, T]` bool.
-        last: `[*B]`; None for zeros.
+        last: `[*B]`, or None for zeros.
 
     Returns: `[*B, T]` in the dtype of `x`.
     Gradient: flows through `x`, `decay` and `last`.
@@ -41,26 +42,31 @@ def reverse_scan(x: Tensor, decay: Scalar, cut: Tensor, last: Tensor | None = No
     return _SCAN[0](_time_major(x), decay, _time_major(cut), last).movedim(0, -1)
 
 
-def _as_it_is(x: Tensor) -> Tensor:
+def _unchanged(x: Tensor) -> Tensor:
     return x
 
 
 def scan_time_major(
-    x: Tensor, decay: Scalar, cut: Tensor, last: Tensor, *, store: Callable[[Tensor], Tensor] = _as_it_is
+    x: Tensor, decay: Scalar, cut: Tensor, last: Tensor, *, store: Callable[[Tensor], Tensor] = _unchanged
 ) -> Tensor:
-    """Return `reverse_scan` over the first axis.
+    """Run the recursion of `reverse_scan` over the first axis.
 
-    A long time axis is cut into blocks of 8 steps. First, all blocks are scanned side by side with `last` 0. Second, a
-    scan of their results gives the `y` that follows each block. Third, all blocks are scanned again from there. So
-    there are about 16 operations for each factor of 8 in time, instead of T. The `y` between blocks are float64, so
-    float32 rounding grows over one block only.
+    A long time axis is cut into blocks of 8 steps, and scanned in three passes:
+
+    1. Scan all blocks in parallel, each with `last` 0.
+    2. Scan the results of the blocks, to get the `y` that follows each block. This pass is cut into blocks too.
+    3. Scan all blocks in parallel again, each from the `y` that follows it.
+
+    So the number of operations is about 16 for each factor of 8 in T, instead of T. The `y` between blocks are float64,
+    so float32 rounding errors add up within a block only.
 
     Args:
         x: `[T, *B]`.
         decay: a number, a 0-d tensor or `[T, *B]`.
         cut: `[T, *B]` bool.
         last: `[*B]`.
-        store: applied to every result that several operations read. A compiler may mark it as worth storing.
+        store: a function that is applied to every intermediate result with several uses. A compiler can pass a function
+            that marks the result to be stored instead of computed again for each use.
 
     Returns: `[T, *B]` in the dtype of `x`.
     """
@@ -94,13 +100,13 @@ _SCAN: list[TimeMajorScan] = [scan_time_major]
 
 
 def use_scan(scan: TimeMajorScan) -> TimeMajorScan:
-    """Decorate a function that `reverse_scan` calls instead of `scan_time_major`, such as a faster compiled form."""
+    """Decorate a function to make `reverse_scan` call it instead of `scan_time_major`. `ecrl.compile` does so."""
     _SCAN[:] = [scan]
     return scan
 
 
 def _steps(x: Tensor, decay: Scalar, cut: Tensor, last: Tensor, store: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """Return every `y[t]`, computed one by one from the last."""
+    """Return every `y[t]`, computed one step at a time from the last step."""
     y, ys, zero = last, [], x.new_zeros(())
     decays = decay.unbind(0) if _varies(decay) else [decay] * len(x)  # pyright: ignore
     for x_t, decay_t, cut_t in list(zip(x.unbind(0), decays, cut.unbind(0), strict=True))[::-1]:
@@ -128,7 +134,7 @@ def _time_major(x: Tensor) -> Tensor:
 
 
 def or_zero(mask: Tensor, weight: Scalar) -> Tensor:
-    """Return `mask | (weight == 0)`. Terms of weight 0 must be masked, because `0 * inf` is NaN.
+    """Return `mask | (weight == 0)`. Mask terms of weight 0, because `0 * inf` is NaN.
 
     >>> or_zero(torch.tensor([True, False]), 0.5), or_zero(torch.tensor([True, False]), 0.0)
     (tensor([ True, False]), tensor([True, True]))

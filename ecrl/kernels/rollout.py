@@ -1,7 +1,8 @@
-"""Collecting experience: one step, a whole rollout, and the statistics of the episodes in it.
+"""Collect experience: one step, a whole rollout, and statistics of the episodes in it.
 
 A policy is a record with the fields `act`, `value` and `draw`. A policy with memory also has `unit` and `init_carry`
-(`ecrl.policies.Policy`). An environment is a record with `step` and `draw`. The functions use no other fields of them.
+(`ecrl.policies.Policy`). An environment is a record with `step` and `draw`. This module uses no other fields of these
+records.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,8 @@ from ecrl.types import Scalar, same_shape
 
 _STEP_FIELDS = ("reward", "terminated", "truncated")
 _OPTIONAL = ("info", "mask")
-_OWN = {*_STEP_FIELDS, *_OPTIONAL, "done", "obs", "final_obs", "value", "final_value", "carry", "final_carry"}
+_COLLECTED = {*_STEP_FIELDS, *_OPTIONAL, "done", "obs", "final_obs", "value", "final_value", "carry", "final_carry"}
+"""Fields that the collector writes, so `act` must not return them."""
 
 
 def act_and_step(
@@ -38,18 +40,18 @@ def act_and_step(
         env_state  = step(env_state, out["action"], env_noise)
 
     Args:
-        act: the policy's function `(params, carry, obs, noise) -> (carry, out)`, `out` has `action` and the
-            policy's other fields, such as tokens and their mask. They are stored as they are.
+        act: the policy's function `(params, carry, obs, noise) -> (carry, out)`. `out` holds `action` and any other
+            fields that the rollout should contain, such as tokens and their mask.
         step: the environment's function `(env_state, action, noise) -> env_state`, wrapped by auto-reset.
         params: the policy's parameters.
         carry: the policy's memory, empty for a feed-forward policy.
         env_state: batch `[N]`, with `obs`.
-        action_noise: noise of the policy's `draw` for this step, or None for the deterministic action.
-        env_noise: noise of the environment's `draw` for this step.
+        action_noise: noise from the policy's `draw` for this step, or None for the deterministic action.
+        env_noise: noise from the environment's `draw` for this step.
 
-    Returns: the carry after `act`, env_state, and the rollout row `[N]`: `out`, reward, terminated, truncated, done,
-        final_obs, and info and mask if the environment has them. If the episode ended, the next step needs the carry
-        of `restarted_carry`.
+    Returns: carry, env_state and the rollout row `[N]`. The row has the fields of `out`, reward, terminated, truncated,
+        done and final_obs, and info and mask if the environment has them. The carry is the memory after `act`. Pass it
+        through `restarted_carry` before the next step, because the episode may have ended.
     Gradient: flows as `act` and `step` define it.
     Raises: ValueError if `act` returns a field that the collector sets, such as reward.
 
@@ -63,7 +65,7 @@ def act_and_step(
     tensor([2.])
     """
     carry, out = act(params, carry, env_state["obs"], action_noise)
-    for name in _OWN.intersection(out.keys()):
+    for name in _COLLECTED.intersection(out.keys()):
         raise ValueError(f"act returns the field {name!r}, which the collector sets itself; give it another name")
     env_state = step(env_state, out["action"], env_noise)
     fields = (*_STEP_FIELDS, "final_obs", *(key for key in _OPTIONAL if key in env_state))
@@ -72,14 +74,17 @@ def act_and_step(
 
 
 def restarted_carry(carry: TensorDict, initial: TensorDict, row: TensorDict) -> TensorDict:
-    """Return the memory before the next step: `initial` where an episode ended in this one, else `carry`.
+    """Return the memory for the next step: `initial` for environments whose episode ended, `carry` for the others.
 
-    A step that does not count is the reset of a host environment, so the memory restarts after it too.
+    The memory also restarts after a step whose `mask` is False, because such a step is the reset of a Gymnasium
+    environment.
 
     Args:
         carry: `[N]`, the memory after `act`.
         initial: the memory at the start of an episode, with the same fields.
-        row: `[N]` with terminated and truncated, and maybe `mask`.
+        row: `[N]` with terminated, truncated and, if present, mask.
+
+    Returns: `[N]`.
     Gradient: flows through `carry` and `initial`.
 
     >>> row = TensorDict({"terminated": torch.tensor([True, False]), "truncated": torch.zeros(2).bool()}, [2])
@@ -91,103 +96,104 @@ def restarted_carry(carry: TensorDict, initial: TensorDict, row: TensorDict) -> 
         return carry
     ended = row["terminated"] | row["truncated"]
     ended = ended | ~row["mask"] if "mask" in row else ended
-    return mapped(lambda old, new: torch.where(_as_leading(ended, new), old, new), initial, carry)
+    return mapped(lambda old, new: torch.where(_append_axes(ended, new), old, new), initial, carry)
 
 
-def _as_leading(flags: Tensor, like: Tensor) -> Tensor:
-    """Append axes of size 1 to `flags`, up to the axes of `like`."""
+def _append_axes(flags: Tensor, like: Tensor) -> Tensor:
+    """Append axes of size 1 to `flags`, so that it has as many axes as `like`."""
     return flags.reshape(*flags.shape, *[1] * (like.ndim - flags.ndim))
 
 
 def _transition(
     policy: Any,
     env: Any,
-    both: tuple[TensorDict, TensorDict],
+    carry_and_env: tuple[TensorDict, TensorDict],
     noise: tuple[Any, Any],
     params: TensorDict,
     initial: TensorDict,
 ) -> tuple[tuple[TensorDict, TensorDict], TensorDict]:
     """Run `act_and_step` as the body of a scan. Add the observation to the row, and restart the memory.
 
-    The row has the memory before the restart as `final_carry`, if there is any.
+    If the policy has memory, the row's `final_carry` is the memory before the restart.
     """
-    memory, world = both
-    obs = world["obs"]
-    acted, world, row = act_and_step(policy.act, env.step, params, memory, world, *noise)
-    memory, row = restarted_carry(acted, initial, row), row.set("obs", obs)
-    return (memory, world), row if initial.is_empty() else row.set("final_carry", acted)
+    carry, env_state = carry_and_env
+    obs = env_state["obs"]
+    carry_after, env_state, row = act_and_step(policy.act, env.step, params, carry, env_state, *noise)
+    carry, row = restarted_carry(carry_after, initial, row), row.set("obs", obs)
+    return (carry, env_state), row if initial.is_empty() else row.set("final_carry", carry_after)
 
 
 _Slots = tuple[Tensor, dict[str, Any]]
-"""The number of truncations so far `[N]`, and the states that they reached `[N, F, ...]`."""
+"""The number of truncations of each environment so far, `[N]`, and the states at these truncations, `[N, F, ...]`."""
 
 
-def _empty_slots(memory: TensorDict, obs: Any, size: int) -> _Slots:
-    """Return `size` slots for each environment."""
+def _empty_slots(carry: TensorDict, obs: Any, size: int) -> _Slots:
+    """Return `size` empty slots for each environment."""
 
     def zeros(x: Tensor) -> Tensor:
         return x.new_zeros((len(x), size, *x.shape[1:]))
 
-    reached = mapped(zeros, {"obs": obs, "carry": memory}, batch=lambda batch: (*batch[:1], size, *batch[1:]))
+    states = mapped(zeros, {"obs": obs, "carry": carry}, batch=lambda batch: (*batch[:1], size, *batch[1:]))
     first = flatten(obs)[0][0]
-    return torch.zeros(len(first), dtype=torch.int64, device=first.device), reached
+    return torch.zeros(len(first), dtype=torch.int64, device=first.device), states
 
 
-def _written(slots: _Slots, obs: Any, memory: TensorDict, truncated: Tensor) -> _Slots:
-    """Write the states `[N]` of truncated environments into their next slots."""
-    count, reached = slots
-    (old, structure), (new, _) = flatten(reached), flatten({"obs": obs, "carry": memory})
+def _fill_slots(slots: _Slots, obs: Any, carry: TensorDict, truncated: Tensor) -> _Slots:
+    """Return the slots with the states `[N]` of truncated environments, each in the next slot of its environment."""
+    count, states = slots
+    (old, structure), (new, _) = flatten(states), flatten({"obs": obs, "carry": carry})
     number = torch.arange(old[0].shape[1], device=count.device)
     chosen = truncated.unsqueeze(1) & (count.unsqueeze(1) == number)
-    leaves = [torch.where(_as_leading(chosen, x), y.unsqueeze(1), x) for x, y in zip(old, new, strict=True)]
+    leaves = [torch.where(_append_axes(chosen, x), y.unsqueeze(1), x) for x, y in zip(old, new, strict=True)]
     return count + truncated, unflatten(structure, leaves)
 
 
 def _sparse_transition(
     policy: Any,
     env: Any,
-    carry: tuple[tuple[TensorDict, TensorDict], _Slots | None],
+    state: tuple[tuple[TensorDict, TensorDict], _Slots | None],
     noise: tuple[Any, Any],
     params: TensorDict,
     initial: TensorDict,
 ) -> tuple[tuple[tuple[TensorDict, TensorDict], _Slots | None], TensorDict]:
-    """Run `_transition`, and keep the states that time limits cut in slots instead of the row."""
-    both, slots = carry
-    both, row = _transition(policy, env, both, noise, params, initial)
-    obs, memory = row.pop("final_obs"), cast(TensorDict, row.pop("final_carry", initial))
-    return (both, None if slots is None else _written(slots, obs, memory, row["truncated"])), row
+    """Run `_transition`, but move the final states of truncated environments from the row into slots."""
+    carry_and_env, slots = state
+    carry_and_env, row = _transition(policy, env, carry_and_env, noise, params, initial)
+    obs, carry = row.pop("final_obs"), cast(TensorDict, row.pop("final_carry", initial))
+    return (carry_and_env, None if slots is None else _fill_slots(slots, obs, carry, row["truncated"])), row
 
 
-def _collected(
+def _run_loop(
     policy: Any,
     env: Any,
     params: TensorDict,
-    both: tuple[TensorDict, TensorDict],
+    carry_and_env: tuple[TensorDict, TensorDict],
     noise: tuple[Any, Any],
     initial: TensorDict,
     scan: Scan,
     size: int | None,
 ) -> tuple[tuple[TensorDict, TensorDict], TensorDict, dict[str, Any] | None]:
-    """Run the loop. Return memory and environments, the rows `[T, N]`, and the final states.
+    """Run the loop over time. Return the carry and the environment state, the rows `[T, N]`, and the final states.
 
-    The final states are `[T, N]` if `size` is None, one per step; else `[size, N]`, one per truncation; None if `size`
-    is 0.
+    If `size` is None, there is a final state for each step, `[T, N]`. If `size` is 0, the final states are None.
+    Otherwise there is one for each truncation, `[size, N]`.
     """
     if size is None:
-        both, rows = scan(partial(_transition, policy, env), both, noise, params, initial)
-        return both, rows, {"obs": rows.pop("final_obs"), "carry": rows.pop("final_carry", initial)}
-    slots = _empty_slots(both[0], both[1]["obs"], size) if size else None
-    (both, slots), rows = scan(partial(_sparse_transition, policy, env), (both, slots), noise, params, initial)
-    return both, rows, None if slots is None else _swapped(slots[1])
+        carry_and_env, rows = scan(partial(_transition, policy, env), carry_and_env, noise, params, initial)
+        return carry_and_env, rows, {"obs": rows.pop("final_obs"), "carry": rows.pop("final_carry", initial)}
+    slots = _empty_slots(carry_and_env[0], carry_and_env[1]["obs"], size) if size else None
+    body, state = partial(_sparse_transition, policy, env), (carry_and_env, slots)
+    (carry_and_env, slots), rows = scan(body, state, noise, params, initial)
+    return carry_and_env, rows, None if slots is None else _swap_axes(slots[1])
 
 
-def _swapped(tree: Any) -> Any:
+def _swap_axes(tree: Any) -> Any:
     """Swap the first two axes of every tensor."""
     return mapped(lambda x: x.transpose(0, 1), tree, batch=lambda size: (*size[1::-1], *size[2:]))
 
 
-def _at_steps(value: Tensor | None, rows: TensorDict) -> Tensor:
-    """Return the values `[F, N]` of the final states at the steps `[T, N]` that reached them, else 0."""
+def _place_at_truncations(value: Tensor | None, rows: TensorDict) -> Tensor:
+    """Return the values `[F, N]` of the final states as `[T, N]`: each at its truncated step, and 0 at other steps."""
     if value is None:
         return torch.zeros_like(rows["reward"])
     truncated = rows["truncated"]
@@ -198,7 +204,7 @@ def _at_steps(value: Tensor | None, rows: TensorDict) -> Tensor:
 
 
 def env_major(rows: Any, last: Any = None) -> Any:
-    """Append one row, `last` or zeros, to fields `[T, N, ...]`, and return them as `[N, T + 1, ...]`."""
+    """Append one row to fields `[T, N, ...]`, `last` or zeros, and return them as `[N, T + 1, ...]`."""
     leaves, structure = flatten(rows)
     ends = [torch.zeros_like(leaf[0]) for leaf in leaves] if last is None else flatten(last)[0]
     joined = [torch.cat((leaf, end.unsqueeze(0))).transpose(0, 1) for leaf, end in zip(leaves, ends, strict=True)]
@@ -219,29 +225,29 @@ def collect_rollout(
 ) -> tuple[TensorDict, TensorDict, TensorDict]:
     """Run N environments for T steps and return a `[N, T + 1]` rollout.
 
-    Noise is drawn before the loop. Values are computed after it. After the end of an episode the policy's memory
-    restarts.
+    All noise is drawn before the loop over time, and all values are computed after it. The policy's memory restarts
+    when an episode ends.
 
     Args:
-        policy: record with `act`, `draw` and `value` (None for a policy without a critic). If its `unit` is
-            "sequence", also with `init_carry`.
+        policy: record with `act`, `draw` and `value` (None for a policy without a critic). A policy with memory also
+            has `init_carry`.
         env: record with `step` (wrapped by auto-reset) and `draw`.
         params: the policy's parameters.
-        carry: the policy's memory before the first step, a TensorDict `[N]`; an empty one for a feed-forward policy.
+        carry: the policy's memory before the first step, a TensorDict `[N]`. For a feed-forward policy it is empty.
         env_state: batch `[N]`, with `obs`.
         env_keys: int64 `[T, N]`, one key per step and environment, for the environment's noise.
         action_keys: int64 `[T, N]`, one key per step and environment, for the actions.
         scan: the loop over time. The default is a Python loop.
         max_truncations: the largest number of truncations of one environment in the T steps, or None if it is
-            unknown. A small number saves memory, because only so many final observations are kept, and passes of the
-            critic over them.
+            unknown. A small number saves memory and time, because the function stores only this many final observations
+            per environment, and the critic evaluates no others.
 
-    Returns: carry and env_state after T steps, and the rollout. It has obs, the fields of the policy's `act`, reward,
-        terminated, truncated and done. It has info and mask if the environment has them, and value and final_value
-        if the policy has a critic. Its memory layout is time-major. The last slot of every field is zero, except
-        for obs and value. If the policy has memory, every slot of the field `carry` has the memory before the first
-        step; it is one tensor `[N, ...]`, expanded along time.
-    Gradient: none, because it runs under `no_grad`.
+    Returns: carry and env_state after T steps, and the rollout. The rollout has obs, the fields that `act` returns,
+        reward, terminated, truncated and done. It has info and mask if the environment has them, and value and
+        final_value if the policy has a critic. In memory, time is the first axis. The last time slot of every field is
+        zero, except for obs, value and carry. If the policy has memory, every slot of the field `carry` is the memory
+        before the first step. The slots share one tensor `[N, ...]`.
+    Gradient: none, because the function runs under `no_grad`.
     Raises: ValueError if the keys are not both `[T, N]` with T >= 1.
     Source: for the value at a time limit, Pardo et al. 2018, arXiv:1712.00378.
 
@@ -264,32 +270,31 @@ def collect_rollout(
         initial = carry if carry.is_empty() else policy.init_carry(params, env_keys.shape[1])
         size = 0 if policy.value is None else max_truncations
         size = None if size is None or size >= steps else size
-        both = carry, env_state
-        (carry, env_state), rows, final = _collected(policy, env, params, both, noise, initial, scan, size)
+        (carry, env_state), rows, final = _run_loop(policy, env, params, (carry, env_state), noise, initial, scan, size)
         rollout = env_major(rows.exclude("obs")).set("obs", env_major(rows["obs"], env_state["obs"]))
         if not start.is_empty():
-            rollout.set("carry", _in_every_slot(start, rollout.batch_size))
+            rollout.set("carry", _repeat_over_time(start, rollout.batch_size))
         if policy.value is not None:
             values = _sequence_values if getattr(policy, "unit", "step") == "sequence" else _step_values
             value, final_value = values(policy.value, params, start, scan, rollout, final)
-            rollout.update({"value": value, "final_value": env_major(_at_steps(final_value, rows))})
+            rollout.update({"value": value, "final_value": env_major(_place_at_truncations(final_value, rows))})
     return carry, env_state, rollout
 
 
-def _in_every_slot(carry: TensorDict, size: torch.Size) -> TensorDict:
-    """Expand `[N, ...]` along time to `size`, `[N, T + 1]`."""
+def _repeat_over_time(carry: TensorDict, size: torch.Size) -> TensorDict:
+    """Repeat fields `[N, ...]` along a new time axis, without a copy. `size` is `[N, T + 1]`."""
     return mapped(lambda x: x.unsqueeze(1).expand(*size, *x.shape[1:]), carry, batch=lambda _: size)
 
 
 def _step_values(
     value: Callable[..., Tensor], params: TensorDict, carry: TensorDict, scan: Scan, rollout: TensorDict, final: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Return V `[N, T + 1]` of the observations, and V `[F, N]` of the final ones `[F, N, ...]`; None without them.
+    """Return V `[N, T + 1]` of the observations, and V `[F, N]` of the final observations, or None if there are none.
 
-    All values come from one pass in chunks.
+    One scan over chunks of all observations computes the values.
     """
     num_envs, steps = rollout.batch_size
-    trees = [_swapped(rollout["obs"]), *([] if final is None else [final["obs"]])]
+    trees = [_swap_axes(rollout["obs"]), *([] if final is None else [final["obs"]])]
     parts, (structure, *_) = zip(*map(flatten, trees), strict=True)
     joined = [torch.cat(part).flatten(0, 1) for part in zip(*parts, strict=True)]
     rows = unflatten(structure, joined, lambda size: (len(joined[0]), *size[2:]))
@@ -302,9 +307,9 @@ def _step_values(
 
 
 def sequences(steps: TensorDict) -> TensorDict:
-    """Return steps `[N, S]` as policies of unit "sequence" get them: without `carry`, with every restart in `done`.
+    """Prepare steps `[N, S]` for a policy with memory: remove `carry`, and set `done` wherever the memory restarts.
 
-    A step that does not count is the reset of a host environment; see `restarted_carry`.
+    The memory also restarts after a step whose `mask` is False (see `restarted_carry`).
     """
     steps = cast(TensorDict, steps.exclude("carry"))
     return steps.set("done", steps["done"] | ~steps["mask"]) if "mask" in steps else steps
@@ -318,14 +323,14 @@ def _sequence_values(
     rollout: TensorDict,
     final: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return V `[N, T + 1]` along the sequences of a rollout, and V `[F, N]` of the final states; None without them.
+    """Return V `[N, T + 1]` along the sequences of a rollout, and V `[F, N]` of the final states, or None without them.
 
-    The environments come in chunks.
+    A scan passes chunks of environments to `value`.
     """
     num_envs, steps = rollout.batch_size
     rows = {"steps": sequences(rollout)} | ({} if carry.is_empty() else {"carry": carry})
     if final is not None:
-        fields = {name: part for name, part in _swapped(final).items() if flatten(part)[0]}
+        fields = {name: part for name, part in _swap_axes(final).items() if flatten(part)[0]}
         rows["final"] = TensorDict(fields, flatten(final["obs"])[0][0].shape[1::-1])
 
     def critic(_: None, part: dict[str, TensorDict], params: TensorDict) -> tuple[None, tuple[Tensor, Tensor | None]]:
@@ -337,9 +342,9 @@ def _sequence_values(
 
 
 def episode_init(num_envs: int, window: int, device: torch.device | str | None = None) -> TensorDict:
-    """Return statistics before the first step.
+    """Return episode statistics before the first step.
 
-    They are the running return and length of each environment, and the last `window` finished episodes.
+    They hold the return and length so far of each running episode, and of the last `window` finished episodes.
 
     >>> episode_init(2, 100)["finished_return"].shape
     torch.Size([100])
@@ -370,7 +375,7 @@ def running_returns(reward: Tensor, done: Tensor, before: Tensor, *, gamma: Scal
 
     Returns: `[*B, T]` in the dtype of `reward`; half precision is computed in float32.
     Gradient: flows through `reward` and `before`.
-    Raises: ValueError naming the arguments of a wrong shape; hyperparameters are 0-d.
+    Raises: ValueError naming the argument, if shapes differ or a hyperparameter is not 0-d.
     Source: Engstrom et al. 2020, arXiv:2005.12729, sec. 3 (reward scaling).
 
     >>> running_returns(torch.ones(3), torch.tensor([False, True, False]), torch.tensor(4.0), gamma=0.5).tolist()
@@ -379,7 +384,7 @@ def running_returns(reward: Tensor, done: Tensor, before: Tensor, *, gamma: Scal
     same_shape(reward=reward, done=done)
     (gamma,) = discounts(gamma=gamma)
     if before.shape != reward.shape[:-1]:
-        expected = f"expected {list(reward.shape[:-1])} as reward without time"
+        expected = f"expected {list(reward.shape[:-1])}, the shape of reward without its time axis"
         raise ValueError(f"before has shape {list(before.shape)}, {expected}")
     dtype = reward.dtype if reward.is_floating_point() else common_dtype(reward, before)
     reward, before = widened(reward, before)
@@ -388,9 +393,10 @@ def running_returns(reward: Tensor, done: Tensor, before: Tensor, *, gamma: Scal
 
 
 def _steps_since_end(counted: Tensor, done: Tensor, before: Tensor) -> Tensor:
-    """Return the counted steps `[N, T]` since the last end, in float64. The first episode starts from `before`.
+    """Return how many counted steps each running episode has so far, float64 `[N, T]`. The first one has `before`.
 
-    They are differences of running counts. These are whole numbers, so no rounding passes from one episode to the next.
+    The results are differences of cumulative sums. The sums are whole numbers, so no rounding error passes from one
+    episode to the next.
     """
     counts = torch.cat((before.unsqueeze(1), counted), 1).double().cumsum(1)
     times = torch.arange(1, done.shape[1] + 1, device=done.device)
@@ -400,7 +406,7 @@ def _steps_since_end(counted: Tensor, done: Tensor, before: Tensor) -> Tensor:
 
 
 def _add_reward(total: Tensor, step: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the sum of rewards for the next step, 0 after an end, and the sum with this step, float64 `[N]`."""
+    """Add a reward to the sum of the episode, float64 `[N]`. Return the sum to carry on (0 at an end), and the sum."""
     reward, done = step
     total = total + reward
     return total.masked_fill(done, 0.0), total
@@ -413,12 +419,12 @@ def episode_update(episode: TensorDict, reward: Tensor, done: Tensor, mask: Tens
         episode: from `episode_init` or `episode_update`.
         reward: `[N, T]` float, reward units.
         done: `[N, T]` bool.
-        mask: `[N, T]` bool, False for a step that is not counted. None counts all steps.
+        mask: `[N, T]` bool, False for a step that does not count. With None all steps count.
 
-    Returns: new statistics. `finished_return` and `finished_length` keep the most recent episodes, oldest first.
-        `finished` is False for slots without an episode. Episodes that end at the same step are in the order of their
-        environments. A nonfinite reward makes the return of its episode NaN. Sums are in float64 and restart after
-        each end. The results have the dtypes of `episode`.
+    Returns: new statistics in the dtypes of `episode`. `finished_return` and `finished_length` hold the most recent
+        episodes, oldest first. Episodes that end at the same step are in the order of their environments. `finished` is
+        False for slots without an episode. A nonfinite reward makes the return of its episode NaN. Sums are computed in
+        float64.
     Gradient: none.
 
     >>> e = episode_update(episode_init(1, 2), torch.tensor([[1.0, 2.0, 4.0]]), torch.tensor([[False, True, False]]))
@@ -450,7 +456,7 @@ def episode_update(episode: TensorDict, reward: Tensor, done: Tensor, mask: Tens
 
 
 def restarted(episode: TensorDict) -> TensorDict:
-    """Return the statistics with every running episode restarted. Finished episodes stay.
+    """Return the statistics with the return and length of every running episode set to 0. Finished episodes stay.
 
     Args:
         episode: from `episode_init` or `episode_update`.

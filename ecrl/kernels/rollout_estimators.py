@@ -1,6 +1,6 @@
-"""The estimators of `returns.py` on `[N, T + 1]` rollouts. These functions read the keys and do no arithmetic.
+"""The estimators of `returns.py` for `[N, T + 1]` rollouts. These functions select fields and do no arithmetic.
 
-The padding slot is never read. Without `final_value` a time limit counts as an end.
+They ignore the padding in the last time slot. Without the field `final_value`, a time limit counts as a termination.
 """
 
 import torch
@@ -12,12 +12,12 @@ from ecrl.types import Scalar, check_rollout, transitions
 
 
 def compute_returns(rollout: TensorDict, gamma: Scalar) -> Tensor:
-    """Return `discounted_returns` of a `[N, T + 1]` rollout: `[N, T]`. The padding slot is never read.
+    """Return `discounted_returns` of a `[N, T + 1]` rollout: `[N, T]`.
 
-    It reads reward, terminated, truncated and done, and value and final_value if the rollout has them. Without `value`
-    returns do not bootstrap.
+    The function reads reward, terminated, truncated and done, and if present, value and final_value. Without `value`
+    the returns do not bootstrap.
 
-    Raises: ValueError naming a missing or misshapen field.
+    Raises: ValueError naming a field that is missing or has a wrong shape.
 
     >>> rollout = TensorDict({"reward": torch.ones(1, 3)} | {k: torch.zeros(1, 3, dtype=torch.bool)
     ...     for k in ("terminated", "truncated", "done")}, [1, 3])
@@ -32,11 +32,11 @@ def compute_returns(rollout: TensorDict, gamma: Scalar) -> Tensor:
 
 
 def compute_n_step_returns(rollout: TensorDict, gamma: Scalar, n: int) -> Tensor:
-    """Return `n_step_returns` of a `[N, T + 1]` rollout: `[N, T]`. The padding slot is never read.
+    """Return `n_step_returns` of a `[N, T + 1]` rollout: `[N, T]`.
 
-    It reads reward, value, terminated, truncated, done and, if present, final_value.
+    The function reads reward, value, terminated, truncated, done and, if present, final_value.
 
-    Raises: ValueError naming a missing or misshapen field, or if `n < 1`.
+    Raises: ValueError naming a field that is missing or has a wrong shape, or if `n < 1`.
 
     >>> rollout = TensorDict({"reward": torch.ones(1, 3), "value": torch.full((1, 3), 4.0)} |
     ...     {k: torch.zeros(1, 3, dtype=torch.bool) for k in ("terminated", "truncated", "done")}, [1, 3])
@@ -49,11 +49,11 @@ def compute_n_step_returns(rollout: TensorDict, gamma: Scalar, n: int) -> Tensor
 
 
 def compute_td_lambda_returns(rollout: TensorDict, gamma: Scalar, gae_lambda: Scalar) -> Tensor:
-    """Return `td_lambda_returns` of a `[N, T + 1]` rollout: `[N, T]`. The padding slot is never read.
+    """Return `td_lambda_returns` of a `[N, T + 1]` rollout: `[N, T]`.
 
-    It reads reward, value, terminated, truncated, done and, if present, final_value.
+    The function reads reward, value, terminated, truncated, done and, if present, final_value.
 
-    Raises: ValueError naming a missing or misshapen field.
+    Raises: ValueError naming a field that is missing or has a wrong shape.
 
     >>> rollout = TensorDict({"reward": torch.ones(1, 3), "value": torch.full((1, 3), 4.0)} |
     ...     {k: torch.zeros(1, 3, dtype=torch.bool) for k in ("terminated", "truncated", "done")}, [1, 3])
@@ -70,9 +70,9 @@ def compute_td_lambda_returns(rollout: TensorDict, gamma: Scalar, gae_lambda: Sc
 def compute_gae(rollout: TensorDict, gamma: Scalar, gae_lambda: Scalar) -> GAE:
     """Return `gae` of a `[N, T + 1]` rollout: advantages and value targets, each `[N, T]`.
 
-    It reads reward, value, terminated, truncated, done and, if present, final_value. The padding slot is never read.
+    The function reads reward, value, terminated, truncated, done and, if present, final_value.
 
-    Raises: ValueError naming a missing or misshapen field.
+    Raises: ValueError naming a field that is missing or has a wrong shape.
 
     >>> rollout = TensorDict({"reward": torch.ones(1, 3), "value": torch.full((1, 3), 4.0)} |
     ...     {k: torch.zeros(1, 3, dtype=torch.bool) for k in ("terminated", "truncated", "done")}, [1, 3])
@@ -88,12 +88,12 @@ def compute_gae(rollout: TensorDict, gamma: Scalar, gae_lambda: Scalar) -> GAE:
 def compute_vtrace(
     rollout: TensorDict, log_prob: Tensor, *, gamma: Scalar, gae_lambda: Scalar, clip_rho: Scalar, clip_c: Scalar
 ) -> VTrace:
-    """Return `vtrace` of a `[N, T + 1]` rollout, with results `[N, T]`.
+    """Return `vtrace` of a `[N, T + 1]` rollout: advantages and value targets, each `[N, T]`.
 
-    `log_prob` `[N, T]` is under the policy being learnt. The function reads sample_log_prob, reward, value,
-    terminated, truncated, done and, if present, final_value. The padding slot is never read.
+    `log_prob` `[N, T]` holds the log-probabilities of the actions under the policy being trained. The function reads
+    sample_log_prob, reward, value, terminated, truncated, done and, if present, final_value of the rollout.
 
-    Raises: ValueError naming a missing or misshapen field.
+    Raises: ValueError naming a field that is missing or has a wrong shape.
 
     >>> zero, no = torch.zeros(1, 3), torch.zeros(1, 3, dtype=torch.bool)
     >>> rollout = TensorDict({"reward": torch.ones(1, 3), "value": zero, "sample_log_prob": zero,

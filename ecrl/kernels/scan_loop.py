@@ -1,4 +1,4 @@
-"""Loops over time. Kernels that step through time take `scan` as an argument: a Python loop or a compiled loop."""
+"""Loops over time. `collect_rollout` takes its loop as the argument `scan`: a Python loop or a compiled loop."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,30 +9,30 @@ from torch import Tensor
 from ecrl.pytree import flatten, mapped, names, unflatten
 
 _CPU_ROWS, _GPU_ROWS = 2048, 65_536
-"""Rows of a chunk at most, or steps if a row is a sequence.
+"""Largest number of rows in a chunk, or of steps if a row is a sequence.
 
-They keep the activations of a small network in a cache, or a GPU busy.
+On a CPU, the activations of a small network then fit in a cache. On a GPU, a chunk is large enough to keep it busy.
 """
 
 _CPU_BYTES, _GPU_BYTES = 2048 * _CPU_ROWS, 2048 * _GPU_ROWS
-"""Bytes of a chunk at most: 4 MiB and 128 MiB. Rows above 2 KiB, such as images, come in smaller chunks.
+"""Largest number of bytes in a chunk: 4 MiB and 128 MiB. So chunks have fewer rows if a row has more than 2 KiB.
 
-The activations of a convolutional network take several times the bytes of its images.
+For example, the activations of a convolutional network take several times the bytes of its images.
 """
 Scan = Callable[..., tuple[Any, Any]]
 """A function with the arguments and results of `scan`."""
 
 
 def scan(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *constants: Any) -> tuple[Any, Any]:
-    """Run `body` along the first axis of `xs`, in Python.
+    """Run `body` along the first axis of `xs` in a Python loop.
 
         carry, y[t] = body(carry, x[t], *constants)
 
     Args:
-        body: a pure function. It reads its arguments only.
+        body: a pure function. It reads only its arguments.
         carry: tensors, TensorDicts, and tuples, lists and dicts of them. `body` returns the same shapes and dtypes.
-        xs: tensors in the same containers. All have the same first axis, of at least 1.
-        constants: passed to every step.
+        xs: tensors in the same containers. The length of the first axis is the same for all, and at least 1.
+        constants: further arguments of `body`, the same in every step.
 
     Returns: the last carry, and all `y` stacked along a new first axis.
     Gradient: flows as `body` defines it.
@@ -54,7 +54,7 @@ def scan(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *constants: 
 
 
 def check_carry(before: tuple[list[Tensor], Any], after: tuple[list[Tensor], Any]) -> None:
-    """Raise ValueError if the leaves or the structure of a carry are not those before a step.
+    """Raise ValueError if a step changed the structure of the carry, or the shape or dtype of a leaf.
 
     >>> check_carry(flatten({"x": torch.zeros(4)}), flatten({"x": torch.zeros(4).long()}))
     Traceback (most recent call last):
@@ -67,20 +67,20 @@ def check_carry(before: tuple[list[Tensor], Any], after: tuple[list[Tensor], Any
         if old.shape != new.shape or old.dtype != new.dtype:
             name = names(before[1])[number]
             field = f"carry field {name!r}" if name else "the carry"
-            raise ValueError(f"{field} was {_described(old)}, the body returned {_described(new)}")
+            raise ValueError(f"{field} was {_describe(old)}, the body returned {_describe(new)}")
 
 
-def _described(x: Tensor) -> str:
+def _describe(x: Tensor) -> str:
     return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
 
 
 _LOOP: list[Scan] = [scan]
 
 
-def use_loop(form: Scan) -> Scan:
-    """Decorate a function that `loop` calls instead of `scan`, such as a loop of a compiled graph."""
-    _LOOP[:] = [form]
-    return form
+def use_loop(fn: Scan) -> Scan:
+    """Decorate a function to make `loop` call it instead of `scan`. `ecrl.compile` does so."""
+    _LOOP[:] = [fn]
+    return fn
 
 
 def loop(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *constants: Any) -> tuple[Any, Any]:
@@ -89,20 +89,21 @@ def loop(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *constants: 
         carry, y[t] = body(carry, x[t], *constants)
 
     Policies use it for the recurrence over the steps of a sequence, and environments for the iterations of a solver.
-    Eager code runs `scan`. A compiled graph has the body once, for any number of steps; it would unroll a plain `scan`.
+    In eager code, `loop` runs `scan`. A compiled graph contains the body once, for any number of steps. With a plain
+    `scan` it would contain the body once per step.
 
     Args:
-        body: a pure function. It reads its arguments and constants of Python only. Pass tensors to it in `xs` or
-            `constants`.
+        body: a pure function. It reads no tensors except its arguments, so pass all tensors in `xs` or `constants`.
         carry: tensors, TensorDicts, and tuples, lists and dicts of them. `body` returns the same shapes and dtypes.
-        xs: tensors in the same containers. All have the same first axis, of at least 1.
-        constants: passed to every step.
+        xs: tensors in the same containers. The length of the first axis is the same for all, and at least 1.
+        constants: further arguments of `body`, the same in every step.
 
     Returns: the last carry, and all `y` stacked along a new first axis.
-    Gradient: flows through `carry`, `xs` and `constants` as `body` defines it. In a graph a second loop runs backwards.
-        Memory then holds the carry of every step. There are no second derivatives in a graph.
-    Raises: ValueError as `scan` does. While a graph is traced, ConfigError if `body` uses a tensor of the graph that is
-        not one of its arguments, or if second or forward-mode derivatives are taken.
+    Gradient: flows through `carry`, `xs` and `constants` as `body` defines it. In a compiled graph, a second loop
+        computes the gradient backwards in time, and the carry of every step is kept in memory for it. A compiled graph
+        does not support second derivatives.
+    Raises: ValueError in the same cases as `scan`. In a compiled graph, ConfigError if `body` uses a tensor of the
+        graph that is not one of its arguments, or if second or forward-mode derivatives are taken.
 
     >>> loop(lambda x, _: (0.5 * (x + 2.0 / x), None), torch.tensor(1.0), torch.zeros(4))[0]  # Heron's root of 2
     tensor(1.4142)
@@ -111,7 +112,7 @@ def loop(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *constants: 
 
 
 def length_of(leaves: list[Tensor]) -> int:
-    """Return the length of the first axis. Raise ValueError unless all leaves share it."""
+    """Return the length of the leaves' first axis. Raise ValueError unless it is the same for all and at least 1."""
     lengths = {len(leaf) if leaf.ndim else 0 for leaf in leaves}
     if len(lengths) != 1 or 0 in lengths:
         raise ValueError(f"xs has tensors of lengths {sorted(lengths)}, expected one length of at least 1")
@@ -119,7 +120,7 @@ def length_of(leaves: list[Tensor]) -> int:
 
 
 def row_bytes(rows: Any) -> int:
-    """Return the bytes of one row of the trees `rows` `[M, ...]`.
+    """Return the number of bytes in one row of all tensors `[M, ...]` of a tree.
 
     >>> row_bytes({"image": torch.zeros(5, 8, 8, 1, dtype=torch.uint8), "joints": torch.zeros(5, 3)})
     76
@@ -128,16 +129,19 @@ def row_bytes(rows: Any) -> int:
 
 
 def chunking(rows: int, device: torch.device, one_row: int, length: int = 1) -> tuple[int, int]:
-    """Return the number and the size of chunks for a network's pass over rows: `number * size >= rows`.
+    """Split rows into chunks that a network processes one by one. Return the number of chunks and the rows in each.
 
-    On a CPU the activations of a chunk stay in the cache of a core. On a GPU chunks bound the memory.
+    On a CPU, chunks are small enough for the activations to stay in a core's cache. On a GPU, they limit the memory. A
+    chunk has at most 2,048 rows and 4 MiB on a CPU, at most 65,536 rows and 128 MiB on another device, and at least one
+    row. If rows are sequences, the limits hold for steps instead of rows.
 
     Args:
         rows: number of rows.
-        device: where they are.
+        device: device of the rows.
         one_row: bytes of one row (`row_bytes`).
-        length: steps of a row, if a row is a sequence. A chunk has at most 2,048 steps and 4 MiB on a CPU, at most
-            65,536 steps and 128 MiB on another device, and at least one row.
+        length: number of steps in a row, if a row is a sequence.
+
+    Returns: `number` and `size` with `number * size >= rows`.
 
     >>> cpu = torch.device("cpu")
     >>> chunking(5000, cpu, 400), chunking(5000, cpu, 84 * 84 * 4), chunking(50, cpu, 400, length=1000)
@@ -151,17 +155,17 @@ def chunking(rows: int, device: torch.device, one_row: int, length: int = 1) -> 
 def in_chunks(rows: Any, length: int = 1) -> Any:
     """Return rows `[M, ...]` as chunks `[K, C, ...]` for a scan. Copies of the last row fill the last chunk.
 
-    `length` is the number of steps of a row, if a row is a sequence.
+    `length` is the number of steps in a row, if a row is a sequence.
 
     >>> in_chunks(torch.zeros(5000, 3)).shape, in_chunks(torch.zeros(50, 1000, 3), length=1000).shape
     (torch.Size([3, 1667, 3]), torch.Size([25, 2, 1000, 3]))
     """
     leaves, _ = flatten(rows)
-    many = length_of(leaves)
-    number, size = chunking(many, leaves[0].device, row_bytes(leaves), length)
+    count = length_of(leaves)
+    number, size = chunking(count, leaves[0].device, row_bytes(leaves), length)
 
     def cut(leaf: Tensor) -> Tensor:
-        missing = leaf[-1:].expand(number * size - many, *leaf.shape[1:])
+        missing = leaf[-1:].expand(number * size - count, *leaf.shape[1:])
         return (torch.cat((leaf, missing)) if len(missing) else leaf).reshape(number, size, *leaf.shape[1:])
 
     return mapped(cut, rows, batch=lambda batch: (number, size, *batch[1:]))

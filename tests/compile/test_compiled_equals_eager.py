@@ -478,7 +478,7 @@ def captured_agree(jitted):
 def test_a_captured_tensor_that_is_written_on_is_compiled_again(form):
     captured_agree(form.jit(_levels, graph_scan))
     texts = [compilation.text for compilation in form.jit.compilations]
-    assert texts[-2:] == ["_levels: a captured tensor was written on"] * 2
+    assert texts[-2:] == ["_levels: a captured tensor was changed in place"] * 2
     assert len(form.made) == 3
 
 

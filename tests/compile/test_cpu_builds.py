@@ -10,7 +10,7 @@ import torch
 from torch._inductor import codecache, exc
 
 from ecrl.compile import cpu_builds as cpp_builds
-from ecrl.compile.cpu_builds import attempt, build, parallel_builds
+from ecrl.compile.cpu_builds import build, parallel_builds, run_builders
 from ecrl.compile.jit import choose_form
 
 MADE = "open(out, 'w').write('made')"
@@ -126,7 +126,7 @@ def test_nothing_half_written_is_left_by_what_is_ended(tmp_path, monkeypatch):
 
     monkeypatch.setattr(cpp_builds.Popen, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        attempt([lasts, fails])
+        run_builders([lasts, fails])
     assert not fails.file.exists() and not lasts.file.exists()
     assert _ends(int(number.read_text()))
 
@@ -136,7 +136,7 @@ def test_what_was_begun_is_ended_where_another_cannot_be(tmp_path):
     absent = Builder(tmp_path / "absent")
     absent.get_command_line = lambda: _await(number) or str(tmp_path / "no_such_compiler")
     with pytest.raises(FileNotFoundError, match="no_such_compiler"):
-        attempt([lasts, absent])
+        run_builders([lasts, absent])
     assert not lasts.file.exists() and _ends(int(number.read_text()))
 
 

@@ -53,7 +53,7 @@ COUNTED = (
 )
 
 
-def test_what_only_kernels_and_products_see_is_kept():
+def test_what_only_kernels_and_products_see_is_reused():
     text = rewritten(
         loop(
             allocated("x"),
@@ -64,9 +64,9 @@ def test_what_only_kernels_and_products_see_is_kept():
             "y.reset();",
         )
     )
-    assert text.startswith("{\nRAIIAtenTensorHandle x_kept;\nRAIIAtenTensorHandle part_kept;\n    while (1) {\n")
-    assert text.index("if (!x_kept.get())") < text.index("empty_strided") < text.index("x_kept = RAII")
-    assert "reinterpret_tensor_wrapper(x_kept, 1, a, b, 0L)" in text
+    assert text.startswith("{\nRAIIAtenTensorHandle x_reused;\nRAIIAtenTensorHandle part_reused;\n    while (1) {\n")
+    assert text.index("if (!x_reused.get())") < text.index("empty_strided") < text.index("x_reused = RAII")
+    assert "reinterpret_tensor_wrapper(x_reused, 1, a, b, 0L)" in text
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_what_only_kernels_and_products_see_is_kept():
 )
 def test_what_leaves_the_turn_is_not(line):
     text = loop(allocated("x"), viewed("part", "x"), "cpp_fused_add_1((float*)(x.data_ptr()));", line)
-    assert "_kept" not in rewritten(text)
+    assert "_reused" not in rewritten(text)
 
 
 def test_what_is_only_read_is_read_in_place_and_what_is_handed_on_is_not():
@@ -126,7 +126,7 @@ def test_only_the_innermost_loop_changes_and_other_code_does_not():
     inner = loop(allocated("z"), "cpp_fused_add_2((float*)(z.data_ptr()));").replace("    ", "            ", 1)
     inner = re.sub(r"^    \}", "            }", inner, flags=re.M)
     text = rewritten(outer.replace("INNER\n", inner))
-    assert "z_kept" in text and "x_kept" not in text
+    assert "z_reused" in text and "x_reused" not in text
     assert rewritten(allocated("x") + "cpp_fused_add_1((float*)(x.data_ptr()));\n") == allocated("x") + (
         "cpp_fused_add_1((float*)(x.data_ptr()));\n"
     )
@@ -154,5 +154,5 @@ def test_a_compiled_loop_keeps_nothing_that_it_hands_out(monkeypatch):
     for out, case in zip(outs, cases, strict=True):
         torch.testing.assert_close(out, _run(scan, *case), rtol=1e-5, atol=1e-5)
     (body,) = re.findall(r"^    while \(1\) \{\n.*?^    \}\n", written[0], re.M | re.S)
-    assert body.count("_kept.get()") >= 3 and "item_" not in body and "cond_graph" not in body
+    assert body.count("_reused.get()") >= 3 and "item_" not in body and "cond_graph" not in body
     assert len(re.findall("empty_strided", body)) - body.count("_new;") <= 2  # the counter and the carry

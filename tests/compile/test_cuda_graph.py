@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ecrl
 from ecrl import rng
 from ecrl.compile import jit as compile
-from ecrl.compile.cuda_graph import by_inductor, compiled
+from ecrl.compile.cuda_graph import compile_segment, compiled
 from ecrl.compile.jit import choose_form
 from ecrl.errors import ConfigError
 from ecrl.kernels import gae
@@ -69,7 +69,7 @@ def replayer(request):
     make = partial(compiled, capture=made, compile=as_it_is)
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "inductor":  # its code is for tensors with data
-            make = partial(compiled, capture=made, compile=by_inductor)
+            make = partial(compiled, capture=made, compile=compile_segment)
             patch.setattr(Replayer, "without_data", staticmethod(lambda run, given: None))
         patch.setattr(compile, "_compiler_for", lambda leaves: make)
         compile._compiled.cache_clear()
@@ -217,16 +217,16 @@ def test_a_gpu_without_triton_or_a_compiler_is_told(monkeypatch):
     try:
         compile.gpu_fault.cache_clear()
         with pytest.raises(ConfigError, match="on, but Triton is not installed; install triton, gcc"):
-            compile._chosen.__wrapped__("on", "cuda")
+            compile._form_for.__wrapped__("on", "cuda")
         monkeypatch.setattr(compile, "has_triton", lambda: True)
         monkeypatch.setenv("PATH", "/nonexistent")
         monkeypatch.delenv("CC", raising=False)
         compile.gpu_fault.cache_clear()
         with pytest.warns(RuntimeWarning, match="running eager.*no C compiler found"):
-            assert compile._chosen.__wrapped__("auto", "cuda").name == "eager"
+            assert compile._form_for.__wrapped__("auto", "cuda").name == "eager"
         monkeypatch.setenv("CC", "cc")
         compile.gpu_fault.cache_clear()
-        form = compile._chosen.__wrapped__("auto", "cuda")
+        form = compile._form_for.__wrapped__("auto", "cuda")
         assert (form.name, form.reason) == (
             "compiled",
             "rollout and update compiled by inductor for cuda and captured in CUDA graphs",

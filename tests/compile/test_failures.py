@@ -11,9 +11,9 @@ from support.small_runs import same, small
 from ecrl.compile import jit as jit_module
 from ecrl.compile.jit import (
     Compilation,
-    _chosen,
     _compiled,
     _compiled_or_eager,
+    _form_for,
     _warn_eager,
     choose_form,
     compilations_of,
@@ -88,7 +88,7 @@ class _Unimportable:
 def test_any_error_of_an_import_of_the_compiler_is_one_line(monkeypatch):
     monkeypatch.delitem(sys.modules, "ecrl.compile.scan", raising=False)
     monkeypatch.setattr(sys, "meta_path", [_Unimportable(), *sys.meta_path])
-    _chosen.cache_clear()
+    _form_for.cache_clear()
     told = rf"torch {re.escape(torch.__version__)} cannot compile: operator torchvision::nms does not exist; install"
     try:
         with pytest.warns(RuntimeWarning, match=f"^running eager.*{told}") as caught:
@@ -97,7 +97,7 @@ def test_any_error_of_an_import_of_the_compiler_is_one_line(monkeypatch):
         with pytest.raises(ConfigError, match=f"^trainer.compile: on, but {told}.*set trainer.compile to off$"):
             choose_form("on", "cpu")
     finally:
-        _chosen.cache_clear()
+        _form_for.cache_clear()
 
 
 CPP_ERROR = RuntimeError(

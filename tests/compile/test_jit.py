@@ -20,7 +20,7 @@ from ecrl.algorithms.optimizer import layout_of, pack
 from ecrl.algorithms.ppo import advantages, loss
 from ecrl.algorithms.rows import rows_of
 from ecrl.compile import cpu as inductor
-from ecrl.compile.jit import _chosen, choose_form, compiler_fault
+from ecrl.compile.jit import _form_for, choose_form, compiler_fault
 from ecrl.compile.scan import graph_scan
 from ecrl.compile.trace import traced
 from ecrl.errors import ConfigError
@@ -36,10 +36,10 @@ def no_compiler(monkeypatch):
     monkeypatch.setenv("PATH", "/nonexistent")
     monkeypatch.delenv("CXX", raising=False)
     compiler_fault.cache_clear()
-    _chosen.cache_clear()
+    _form_for.cache_clear()
     yield
     compiler_fault.cache_clear()
-    _chosen.cache_clear()
+    _form_for.cache_clear()
 
 
 def test_off_is_eager():

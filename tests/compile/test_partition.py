@@ -7,7 +7,7 @@ import torch
 from conftest import assert_pure
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ecrl.compile.cuda_graph import by_inductor
+from ecrl.compile.cuda_graph import compile_segment
 from ecrl.compile.partition import segmented
 from ecrl.compile.scan import graph_scan
 from ecrl.compile.trace import traced
@@ -73,7 +73,7 @@ def test_in_pieces_it_is_the_plain_function_again_and_again():
 
 @pytest.mark.slow
 def test_pieces_of_inductor_are_the_plain_function():
-    call, _ = cut(lambda *args: walked(graph_scan, *args), *given(), compile=by_inductor)
+    call, _ = cut(lambda *args: walked(graph_scan, *args), *given(), compile=compile_segment)
     torch.testing.assert_close(assert_pure(call, *given()), walked(scan, *given()))
 
 

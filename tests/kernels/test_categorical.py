@@ -236,13 +236,13 @@ def test_new_values_do_not_retrace(fn):
 @pytest.mark.parametrize(
     ("fn", "wrong", "message"),
     [
-        (mask_logits, 0, "action_mask has shape .* as logits"),
+        (mask_logits, 0, "action_mask has shape .* the shape of logits"),
         (mask_logits, 1, "action_mask has shape"),
-        (categorical_sample, 0, "noise has shape .* as logits"),
+        (categorical_sample, 0, "noise has shape .* the shape of logits"),
         (categorical_sample, 1, "noise has shape"),
         (categorical_log_prob, 0, "for logits"),
         (categorical_log_prob, 1, "action has shape"),
-        (categorical_kl, 0, "other_logits has shape .* as logits"),
+        (categorical_kl, 0, "other_logits has shape .* the shape of logits"),
         (categorical_kl, 1, "other_logits has shape"),
         (multi_discrete_sample, 0, "logits has 5 entries"),
         (multi_discrete_sample, 1, "noise has 5 entries"),

@@ -175,7 +175,7 @@ def test_bad_group_size(size):
 
 
 def test_bad_shapes_are_named():
-    with pytest.raises(ValueError, match=r"mask has shape \[3\], expected \[4\] as score"):
+    with pytest.raises(ValueError, match=r"mask has shape \[3\], expected \[4\], the shape of score"):
         group_advantages(torch.zeros(4), torch.ones(3, dtype=torch.bool), group_size=2, eps=0.0)
 
 

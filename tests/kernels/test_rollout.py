@@ -336,8 +336,8 @@ def test_running_returns_do_not_retrace_on_new_values():
 @pytest.mark.parametrize(
     ("reward", "done", "before", "message"),
     [
-        ([2, 3], [2, 4], [2], r"done has shape \[2, 4\], expected \[2, 3\] as reward"),
-        ([2, 3], [2, 3], [3], r"before has shape \[3\], expected \[2\] as reward without time"),
+        ([2, 3], [2, 4], [2], r"done has shape \[2, 4\], expected \[2, 3\], the shape of reward"),
+        ([2, 3], [2, 3], [3], r"before has shape \[3\], expected \[2\], the shape of reward without its"),
         ([2, 3], [2, 3], [], r"before has shape \[\], expected \[2\]"),
         ([3], [3], [1], r"before has shape \[1\], expected \[\]"),
     ],

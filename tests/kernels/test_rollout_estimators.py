@@ -265,7 +265,7 @@ def test_vtrace_names_a_bad_log_prob():
     rollout = random_rollout(0, 2, 3)
     with pytest.raises(ValueError, match="as log_prob"):
         compute_vtrace(rollout, torch.zeros(2, 4), **HALF, clip_rho=1.0, clip_c=1.0)
-    with pytest.raises(ValueError, match=r"reward has shape \[2, 3\].*expected \[2, 3, 5\] as log_prob"):
+    with pytest.raises(ValueError, match=r"reward has shape \[2, 3\].*expected \[2, 3, 5\], the shape of log_prob"):
         vtrace_of(rollout.set("sample_log_prob", torch.zeros(2, 4, 5)))
 
 
@@ -296,5 +296,5 @@ def test_check_rollout_accepts_only_what_is_asked_for():
 
 def test_same_shape_names_every_culprit():
     same_shape(a=torch.zeros(2), b=torch.ones(2))
-    with pytest.raises(ValueError, match=r"^b has shape \[3\], d has shape \[\], expected \[2\] as a$"):
+    with pytest.raises(ValueError, match=r"^b has shape \[3\], d has shape \[\], expected \[2\], the shape of a$"):
         same_shape(a=torch.zeros(2), b=torch.zeros(3), c=torch.zeros(2), d=torch.zeros(()))

@@ -301,7 +301,7 @@ def test_the_hooks_of_kernels_take_parts_of_a_batch_for_the_whole():
     [
         ({"WORLD_SIZE": "2"}, "RANK is not set; start with torchrun"),
         ({"WORLD_SIZE": "2", "RANK": "x", "MASTER_PORT": "1"}, "RANK is 'x'"),
-        ({"WORLD_SIZE": "2", "RANK": "2", "MASTER_PORT": "1"}, "RANK is 2, expected below WORLD_SIZE, 2"),
+        ({"WORLD_SIZE": "2", "RANK": "2", "MASTER_PORT": "1"}, "RANK is 2, expected less than WORLD_SIZE, 2"),
         ({"WORLD_SIZE": "2", "RANK": "0"}, "MASTER_PORT is not set"),
     ],
 )
