@@ -1,4 +1,4 @@
-"""Replace alternative keys by ecrl's own keys, and apply overrides. Both change plain dicts, before validation.
+"""Replace alternative keys by ecrl's own keys, and apply overrides. Both steps change plain dicts before validation.
 
 A `RawConfig` stores the original name of each moved key, so that messages use the name that the user wrote.
 """
@@ -45,7 +45,7 @@ class RawConfig(NamedTuple):
     """A config during its translation, before validation.
 
     Attributes:
-        data: the config, with ecrl's own keys as far as it is translated.
+        data: the config. Keys that are already translated have ecrl's names.
         origins: for each moved key, the name that the user wrote.
         faults: faults up to this point.
         inert: keys that were removed because ecrl ignores them, each with the reason.
@@ -143,14 +143,14 @@ def _drop_invalidated(data: dict, path: str, value: Any) -> dict:
     loc = split_path(path)
     stale = [loc[:length] for length in range(1, len(loc)) if get_path(data, loc[:length]) is None]
     stale += [
-        split_path(one if path == other else other)
-        for one, other in (*COUNT_KEYS.items(), (SKIP_KEY, GUARD_KEY))
-        if path in (one, other)
+        split_path(alternative if path == own_name else own_name)
+        for alternative, own_name in (*COUNT_KEYS.items(), (SKIP_KEY, GUARD_KEY))
+        if path in (alternative, own_name)
     ]
     if loc[-1] in SETTINGS and get_path(data, loc) != value:
         stale += [(*loc[:-1], name) for name in SETTINGS[loc[-1]]]
-    for other in stale:
-        data = data if get_path(data, other) is MISSING else remove_path(data, other)
+    for stale_path in stale:
+        data = data if get_path(data, stale_path) is MISSING else remove_path(data, stale_path)
     return data
 
 

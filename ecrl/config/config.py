@@ -260,7 +260,7 @@ def config_from_dict(
         data: dict with the four sections.
         source: origin of the data, such as a file name. Each line of an error starts with it.
         overrides: values by dotted key, such as `{"trainer.seed": 3}`. They replace values of `data`.
-        folder: folder of a relative path in `trainer.gym_config`, if the working directory has no such file.
+        folder: folder to search for a relative `trainer.gym_config`, after the working directory.
     """
     if not isinstance(data, dict):
         return validate_section(Config, data, source)

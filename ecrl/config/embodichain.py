@@ -233,7 +233,7 @@ def translate_config(
     Args:
         data: the config before translation. It is not changed.
         overrides: values by dotted key. They replace values of the config.
-        folder: folder of a relative path in `trainer.gym_config`, if the working directory has no such file.
+        folder: folder to search for a relative `trainer.gym_config`, after the working directory.
         defaults: the default values of `trainer.buffer_size` and `trainer.num_envs`, by name.
     """
     raw = apply_aliases(RawConfig(data, {}, repeated_keys(data), []))

@@ -25,7 +25,7 @@ class _YamlLoader(yaml.SafeLoader):
     merged = 0
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Merge the mappings that `<<` names, unless they expand to more values than a file may hold."""
+        """Merge the mappings that `<<` refers to. Raise ConstructorError if the file merges too many values."""
         merge_values = [value for key, value in node.value if key.tag.endswith(":merge")]
         parts = [
             p for value in merge_values for p in (value.value if isinstance(value, yaml.SequenceNode) else [value])

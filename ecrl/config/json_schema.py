@@ -30,7 +30,7 @@ def _part_models(models: list[type[BaseModel]]) -> dict[type[BaseModel], str]:
         model = pending.pop(0)
         if isinstance(kind := getattr(model, "part_kind", None), str):
             kinds[model] = kind
-        pending += [one for field in model.model_fields.values() for one in sections_in(field.annotation)]
+        pending += [section for field in model.model_fields.values() for section in sections_in(field.annotation)]
     return kinds
 
 
