@@ -96,7 +96,7 @@ def plot(
         out: path of the picture. If it has no suffix, a .png and a .svg file are written.
         metric: name of a metric in metrics.jsonl. The default is the first of these that all runs and files
             have: eval/success_rate, eval/avg_reward, charts/episode_reward_avg_100.
-        threshold: draw a line at this value, and print the step from which each curve stays above it.
+        threshold: draw a line at this value, and print the first step after which each curve stays above it.
     """
     if not runs:
         raise UserError("ecrl plot needs run folders, such as: ecrl plot outputs/cartpole_ppo_*")

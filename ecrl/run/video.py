@@ -31,7 +31,7 @@ from ecrl.types import LogData
 
 
 def _overview_camera(sim: Any) -> CameraConfig:
-    """Return a camera that shows the whole scene from the direction in which MuJoCo's viewer starts."""
+    """Return a camera that shows the whole scene from the initial direction of MuJoCo's viewer."""
     center, size = sim.model.stat.center, float(sim.model.stat.extent)
     eye = center + size * torch.tensor([-1.0, -1.0, 0.9]).double().numpy()
     return CameraConfig.model_validate({"eye": eye.tolist(), "target": center.tolist()})
