@@ -1,4 +1,7 @@
-"""Commands that need no trained run: `ecrl check`, `check-env`, `schema`, `plot`, `bench`. Heavy imports are local."""
+"""Commands that need no checkpoint: `ecrl check`, `check-env`, `schema`, `plot` and `bench`.
+
+Each command imports what it needs, so that `ecrl --help` is fast.
+"""
 
 import json
 import sys
@@ -13,10 +16,10 @@ Overrides = Annotated[tuple[str, ...], tyro.conf.Suppress]
 
 
 def check(path: Annotated[str, tyro.conf.Positional], /, *, overrides: Overrides = ()) -> None:
-    """Check a config file without running it. Print all faults, one line each, or a summary of the run.
+    """Check a config without training. Print one line for each fault. If there are none, print a summary of the run.
 
     Args:
-        path: name of a shipped config, such as cartpole_ppo, or a config file.
+        path: name of a shipped config, such as cartpole_ppo, or path of a JSON or YAML file.
     """
     from ecrl.config import load_config
     from ecrl.config.files import parse_overrides
@@ -44,12 +47,13 @@ def check(path: Annotated[str, tyro.conf.Positional], /, *, overrides: Overrides
 def check_env(
     env: Annotated[str, tyro.conf.Positional], /, num_steps: int = 256, seed: int = 0, *, overrides: Overrides = ()
 ) -> None:
-    """Run an environment with random actions and print its faults, one line each.
+    """Run an environment with random actions, and print one line for each fault.
 
-    You can set keys of the environment's config.
+    You can set keys of env, as in --env.cfg.max_episode_steps 200.
 
     Args:
-        env: name, such as cartpole or gymnasium:CartPole-v1, or a config (name or file) that has the environment.
+        env: name of an environment, such as cartpole or gymnasium:CartPole-v1, or a config with the environment. The
+            config can be the name of a shipped config or the path of a file.
         num_steps: number of steps.
         seed: seed of resets, noise and actions.
     """
@@ -69,7 +73,7 @@ def check_env(
 
 
 def schema() -> None:
-    """Print the JSON schema of config files, with every registered part."""
+    """Print the JSON schema of config files. It has the settings of every registered part."""
     from ecrl.config.json_schema import json_schema
 
     print(json.dumps(json_schema(), indent=2))
@@ -82,17 +86,17 @@ def plot(
     metric: str | None = None,
     threshold: float | None = None,
 ) -> None:
-    """Plot learning curves over env steps and minutes, as PNG and SVG. Three or more seeds of a config form a band.
+    """Plot learning curves over env steps and over minutes, as PNG and SVG files.
 
-    A band shows the interquartile mean with its 95 % bootstrap interval. Results of other libraries can be added from a
-    .csv or .json file with rows of steps, seconds and return or success.
+    Three or more seeds of a config are drawn as a band: the interquartile mean with its 95 % bootstrap interval. To add
+    results of another library, pass a .csv or .json file with rows of steps, seconds, and return or success.
 
     Args:
         runs: run folders, and files with results of other libraries.
-        out: path of the picture; without .png or .svg, both are written.
-        metric: name in metrics.jsonl. By default, the first that all files have of eval/success_rate, eval/avg_reward
-            and charts/episode_reward_avg_100.
-        threshold: draw a line at this value, and print when each curve reaches it and stays there.
+        out: path of the picture. If it has no suffix, a .png and a .svg file are written.
+        metric: name of a metric in metrics.jsonl. The default is the first of these that all runs and files
+            have: eval/success_rate, eval/avg_reward, charts/episode_reward_avg_100.
+        threshold: draw a line at this value, and print the first step after which each curve stays above it.
     """
     if not runs:
         raise UserError("ecrl plot needs run folders, such as: ecrl plot outputs/cartpole_ppo_*")
@@ -112,14 +116,17 @@ def bench(
     minutes: float | None = None,
     out: str | None = None,
 ) -> None:
-    """Benchmark ecrl side by side with other libraries. It needs a checkout of the source and the extra `bench`.
+    """Compare ecrl with other libraries. This needs a checkout of the source and the extra `bench`.
 
     Args:
-        what: speed, or results (how well the shipped configs learn). Each seed is measured once, into its own file.
-        quick: for speed: fewer and shorter rounds, and only the first three subjects.
-        only: subjects of speed, such as end_to_end, or configs of results, such as cartpole_ppo; all if absent.
-        seeds: for results: seeds per config; if absent, ten if a run takes under ten minutes, else three.
-        minutes: for results: start no run after this many minutes. 0 only makes the tables and pictures again.
+        what: speed measures the speed, and results measures how well the shipped configs learn. Each seed has a file
+            with its results, and is not measured again.
+        quick: for speed, run fewer and shorter rounds, and only the first three benchmarks.
+        only: names of speed benchmarks, such as end_to_end, or of configs for results, such as cartpole_ppo; all if
+            absent.
+        seeds: for results, number of seeds per config. The default is ten for configs that train in less than ten
+            minutes, and three for the others.
+        minutes: for results, start no run after this many minutes. With 0, only make the tables and pictures again.
         out: folder for the results; benchmarks/results if absent.
     """
     root = Path(__file__).resolve().parents[2]
@@ -128,9 +135,9 @@ def bench(
             f"ecrl bench: no benchmarks folder next to {root / 'ecrl'}; run it from a checkout of the source"
         )
     if what == "speed" and (seeds is not None or minutes is not None):
-        raise UserError("--seeds and --minutes are for: ecrl bench results; leave them out")
+        raise UserError("--seeds and --minutes work only with: ecrl bench results; remove them")
     if what == "results" and quick:
-        raise UserError("--quick is for speed; leave it out")
+        raise UserError("--quick works only with: ecrl bench speed; remove it")
     sys.path.insert(0, str(root))
     folder = Path(out) if out else root / "benchmarks" / "results"
     if not (_speed(quick, only, folder) if what == "speed" else _results(only, seeds, minutes, folder)):

@@ -1,4 +1,4 @@
-"""The command line: `ecrl train CONFIG`, `ecrl eval RUN`, ... Torch is imported only by the command that needs it."""
+"""The command line: `ecrl train CONFIG`, `ecrl eval RUN` and so on. Only commands that need torch import it."""
 
 import atexit
 import gc
@@ -35,26 +35,26 @@ def train(
     *,
     overrides: Overrides = (),
 ) -> None:
-    """Train a shipped config by name, or a JSON or YAML file. You can set any key, as in --trainer.seed 3.
+    """Train a policy with a config. You can set any key of the config, as in --trainer.seed 3.
 
     Args:
-        path: name of a shipped config, such as cartpole_ppo, or a config file.
-        config: the config, as an option instead of the first argument.
-        resume: run folder to continue from its newest checkpoint; needs no config file.
+        path: name of a shipped config, such as cartpole_ppo, or path of a JSON or YAML file.
+        config: the same as the first argument, as an option.
+        resume: run folder; training continues from its newest checkpoint, and no config is needed.
         force: resume even if the config differs from the run's.
-        distributed: join the processes that torchrun started. Without this and --no-distributed, the config decides.
-        no_distributed: do not join the processes that torchrun started.
+        distributed: join the processes that torchrun started, even if the config's trainer.distributed is false.
+        no_distributed: do not join the processes that torchrun started, even if trainer.distributed is true.
         run_dir: run folder; outputs/<exp_name>_<time> if absent.
-        profile: time the phases and trace two iterations; the results go to the run folder's profile/.
+        profile: time the phases and trace two iterations. The results go to profile/ in the run folder.
     """
     listen()
     path = _config_path(path, config, needed=resume is None)
     if distributed and no_distributed:
-        raise UserError("give --distributed or --no-distributed, not both")
+        raise UserError("--distributed and --no-distributed exclude each other; use only one")
     if resume is not None and run_dir is not None:
-        raise UserError("--resume continues in the run's own folder; leave --run-dir out")
+        raise UserError("--resume continues in the folder of the run; remove --run-dir")
     if force and resume is None:
-        raise UserError("--force is for --resume; leave it out")
+        raise UserError("--force works only with --resume; remove --force")
     from ecrl.config.files import parse_overrides
     from ecrl.run.train import run_config
 
@@ -66,18 +66,20 @@ def train(
 
 def _config_path(path: str | None, config: str | None, needed: bool = True) -> str | None:
     if path is not None and config is not None:
-        raise UserError("give the config once: as the first argument or with --config")
+        raise UserError("two configs; pass only one, as the first argument or with --config")
     if needed and path is None and config is None:
-        raise UserError("ecrl train needs one config, such as: ecrl train cartpole_ppo")
+        raise UserError("ecrl train needs a config, such as: ecrl train cartpole_ppo")
     return path or config
 
 
 def export(run: Annotated[str, tyro.conf.Positional], /, out: str | None = None) -> None:
-    """Export the newest policy of a run, with its normaliser, as torch.export and ONNX files that run without ecrl.
+    """Export the newest policy of a run to torch.export and ONNX files, which run without ecrl.
+
+    The files include the observation normaliser.
 
     Args:
         run: run folder or checkpoint folder.
-        out: folder; <run>/export if absent.
+        out: output folder; <run>/export if absent.
     """
     from pathlib import Path
 
@@ -99,15 +101,16 @@ def evaluate(
     *,
     overrides: Overrides = (),
 ) -> None:
-    """Evaluate the newest checkpoint of a run with deterministic actions. Cameras record videos into the run's videos/.
+    """Evaluate the newest checkpoint of a run with deterministic actions.
 
-    You can set keys of env and trainer, as in --env.cfg.max_episode_steps 200.
+    You can set keys of env and trainer, as in --env.cfg.max_episode_steps 200. If the config has cameras for
+    evaluations, they record videos to videos/ in the run folder.
 
     Args:
         run: run folder or checkpoint folder.
-        env: "gymnasium:<id>" for an environment of Gymnasium; the run's own environment if absent.
-        num_episodes: episodes, divided equally among the environments.
-        device: replaces the config's device.
+        env: "gymnasium:<id>" for an environment of Gymnasium; the run's environment if absent.
+        num_episodes: number of episodes. Every environment runs the same number of them.
+        device: device, such as cuda; the config's trainer.device if absent.
     """
     from pathlib import Path
 
@@ -124,7 +127,7 @@ def evaluate(
 
 
 def _changed_config(cfg: "Config", run: str, overrides: tuple[str, ...]) -> "Config":
-    """Return a run's config with changed keys of env and trainer; the spaces must stay the same."""
+    """Return a run's config with overrides for keys of env and trainer. They may not change the spaces."""
     from ecrl.config import config_from_dict
     from ecrl.config.files import parse_overrides
     from ecrl.envs import make_env
@@ -132,10 +135,10 @@ def _changed_config(cfg: "Config", run: str, overrides: tuple[str, ...]) -> "Con
 
     changes = parse_overrides(overrides)
     if "trainer.device" in changes:
-        raise UserError("--trainer.device: set the device of an evaluation with --device")
+        raise UserError("--trainer.device: use --device to set the device of an evaluation")
     for key in changes:
         if not key.startswith(("env.", "trainer.")):
-            raise UserError(f"--{key}: an evaluation can only set keys of env and trainer; leave it out")
+            raise UserError(f"--{key}: an evaluation can only set keys of env and trainer; remove this option")
     if not changes:
         return cfg
     other = config_from_dict(cfg.model_dump(mode="json"), run, changes)
@@ -151,14 +154,16 @@ def record(
     num_episodes: int = 1,
     device: str | None = None,
 ) -> None:
-    """Make a real-time video of the newest policy of a run from its first camera, with deterministic actions.
+    """Record a real-time video of the newest policy of a run, with deterministic actions.
+
+    The video is taken by the config's first camera. Without a camera, it shows the whole scene.
 
     Args:
         run: run folder or checkpoint folder.
         output: mp4 file; <run>/videos/record_<env steps>.mp4 if absent.
         num_envs: number of environments, shown in a grid.
-        num_episodes: episodes of each environment.
-        device: replaces the config's device.
+        num_episodes: number of episodes of each environment.
+        device: device, such as cuda; the config's trainer.device if absent.
     """
     from pathlib import Path
 
@@ -172,7 +177,9 @@ def record(
 
 
 def replay(crash: Annotated[str, tyro.conf.Positional], /, distributed: bool = False) -> None:
-    """Repeat an iteration that gave NaN or infinity: first as in its run, then eagerly step by step to find the place.
+    """Repeat an iteration that produced NaN or infinity, and print where it occurs first.
+
+    The iteration is repeated as in its run, and then eagerly, step by step.
 
     Args:
         crash: crash folder of a run, RUN/crash.
@@ -188,12 +195,12 @@ def replay(crash: Annotated[str, tyro.conf.Positional], /, distributed: bool = F
 
 
 def _exit_status() -> int:
-    """Return the exit status of a command that a signal ended, by the convention of shells."""
+    """Return the exit status of a command that a signal has ended: 128 + the number of the signal, as in shells."""
     return 128 + (asked() or signal.SIGINT)
 
 
 def _split_overrides(args: list[str]) -> tuple[list[str], tuple[str, ...]]:
-    """Separate the command's own arguments from config keys, which have a dot: `--trainer.seed 3`."""
+    """Separate the arguments of the command from config keys. Config keys have a dot, as in `--trainer.seed 3`."""
     command_args, keys, remaining = [], [], list(args)
     while remaining:
         arg = remaining.pop(0)
@@ -207,7 +214,7 @@ def _split_overrides(args: list[str]) -> tuple[list[str], tuple[str, ...]]:
 
 
 def _import_user_modules(args: list[str]) -> list[str]:
-    """Import the user's modules named by `--import MODULE`, and return the other arguments."""
+    """Import the modules of all options `--import MODULE`, and return the other arguments."""
     remaining = []
     while args:
         arg, *args = args
@@ -218,14 +225,24 @@ def _import_user_modules(args: list[str]) -> list[str]:
         module, args = (module, args) if equals else ("".join(args[:1]), args[1:])
         from ecrl.registry import import_user_module
 
-        sys.path[:0] = [] if "" in sys.path else [""]  # the working directory, as for `python -m`
+        sys.path[:0] = [] if "" in sys.path else [""]  # also import from the working directory, as `python -m` does
         import_user_module(module)
     return remaining
 
 
 def _shorten(line: str) -> str:
-    """Cut out the middle of a very long line. A message may quote a long value."""
+    """Remove the middle of a very long line, because a message may quote a long value."""
     return line if len(line) <= 1000 else f"{line[:800]} ... {line[-200:]}"
+
+
+def _with_import_hint(line: str) -> str:
+    """Append a hint about `--import` to a message about an unknown part, such as an environment.
+
+    >>> _with_import_hint("a.json: env.name: unknown env 'mine'; known: cartpole")
+    "a.json: env.name: unknown env 'mine'; known: cartpole; --import MODULE registers your own parts"
+    """
+    separator = " " if line.endswith("?") else "; "
+    return f"{line}{separator}--import MODULE registers your own parts" if _UNKNOWN_PART.search(line) else line
 
 
 def _format_warning(message: Warning | str, *place: object) -> str:
@@ -242,35 +259,36 @@ _NO_OVERRIDES = {
     "schema": schema,
 }
 
-_ABOUT = "Train and evaluate policies. --import MODULE, with any command, imports your own parts."
+_ABOUT = "Train and evaluate policies. With --import MODULE, any command first imports a module with your own parts."
+_UNKNOWN_PART = re.compile(r"\bunknown (env|policy|algorithm|network|event|action|observation|reward) '")
 _FLAGS = (tyro.conf.FlagCreatePairsOff,)
 
 
 def main() -> None:
-    """Run the command line. Exit without an error if the output is closed early, as in `ecrl schema | head`."""
+    """Run the command line. If the output is closed early, as in `ecrl schema | head`, exit without a traceback."""
     try:
         try:
             _run_command()
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes the rest when it exits
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # because Python flushes stdout when it exits
         sys.exit(128 + signal.SIGPIPE)
 
 
 def _run_command() -> None:
-    """Run the command. Print an error that the user can fix to stderr, one line per fault, with exit status 2."""
+    """Run the command. If the user can fix an error, print one line per fault to stderr and exit with status 2."""
     warnings.formatwarning = _format_warning
-    atexit.register(gc.freeze)  # skip garbage collection at exit, which takes two seconds after compiling
+    atexit.register(gc.freeze)  # after compilation, a garbage collection at exit would take two seconds
     try:
         args, keys = _split_overrides(_import_user_modules(sys.argv[1:]))
         if keys and (not args or args[0] not in _WITH_OVERRIDES):
-            raise UserError(f"{keys[0]}: config keys can only be set for: {', '.join(_WITH_OVERRIDES)}")
+            raise UserError(f"{keys[0]}: only these commands accept config keys: {', '.join(_WITH_OVERRIDES)}")
         commands = {name: partial(command, overrides=keys) for name, command in _WITH_OVERRIDES.items()} | _NO_OVERRIDES
         with enough_memory("ecrl", "lower trainer.num_envs or trainer.buffer_size, or make the networks smaller"):
             tyro.extras.subcommand_cli_from_dict(commands, prog="ecrl", description=_ABOUT, args=args, config=_FLAGS)
     except UserError as error:
-        print("\n".join(map(_shorten, str(error).split("\n"))), file=sys.stderr)
+        print("\n".join(_shorten(_with_import_hint(line)) for line in str(error).split("\n")), file=sys.stderr)
         sys.exit(2)
     except PermissionError as error:
         print(f"{error.filename}: {error.strerror}; give this user access, or choose another place", file=sys.stderr)

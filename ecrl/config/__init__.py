@@ -1,4 +1,4 @@
-"""The JSON config: its keys, files, checks, schema and the importer for EmbodiChain's files."""
+"""Configs of runs: keys, files, validation, JSON schema, and the import of EmbodiChain's configs."""
 
 from ecrl.config.config import (
     AlgorithmChoice,

@@ -1,6 +1,6 @@
-"""Translate a config's alternative keys and overrides into ecrl's own keys, in the plain dict before validation.
+"""Replace alternative keys by ecrl's own keys, and apply overrides. Both steps change plain dicts before validation.
 
-A `RawConfig` remembers the original name of each moved key, so that messages use the name that the user wrote.
+A `RawConfig` stores the original name of each moved key, so that messages use the name that the user wrote.
 """
 
 from collections.abc import Mapping
@@ -20,19 +20,22 @@ KEY_ALIASES = {
     "trainer.segment_length": "algorithm.cfg.segment_length",
     "trainer.deterministic_actions": "algorithm.cfg.deterministic_actions",
 }
-"""Alternative name of a key -> the key. Setting both is an error, except for `trainer.num_envs`, which wins."""
+"""Alternative key -> ecrl's own key. A config with both is invalid.
+
+The exception is `trainer.num_envs`: if it is set, `env.cfg.num_envs` is ignored.
+"""
 
 COUNT_KEYS = {
     "trainer.total_timesteps": "trainer.iterations",
     "trainer.save_frequency_updates": "trainer.save_freq",
 }
-"""Key in another unit -> the key that it sets. The conversion is exact for a run of one process."""
+"""Key of EmbodiChain -> ecrl's key for the same quantity in another unit. `convert_counts` converts the values."""
 
 SKIP_KEY, GUARD_KEY = "algorithm.cfg.skip_nonfinite_updates", "trainer.finite_guard"
-"""EmbodiChain's key of apg, and the key that it sets: true is "skip", false is "stop"."""
+"""EmbodiChain's key of the algorithm apg, and the key that it sets: true means "skip", and false means "stop"."""
 
 SETTINGS = {"name": ("cfg", "kwargs"), "func": ("params",), "type": ("network_cfg",)}
-"""Key that names a part -> the keys of its settings, which are invalid for another part."""
+"""Key with the name of a part -> the keys with the part's settings. If the name changes, the settings are removed."""
 
 MISSING = object()
 """Result of `get_path` if a path has no value."""
@@ -42,10 +45,10 @@ class RawConfig(NamedTuple):
     """A config during its translation, before validation.
 
     Attributes:
-        data: the config in ecrl's own keys.
-        origins: the name that the user wrote, for each moved key.
-        faults: faults found so far.
-        inert: removed keys that have no meaning here, with the reason.
+        data: the config. Keys that are already translated have ecrl's names.
+        origins: for each moved key, the name that the user wrote.
+        faults: faults up to this point.
+        inert: keys that were removed because ecrl ignores them, each with the reason.
     """
 
     data: dict[str, Any]
@@ -72,7 +75,10 @@ def get_path(data: Any, path: Loc) -> Any:
 
 
 def set_path(data: dict, path: Loc, value: Any) -> dict:
-    """Return a copy with one key set. Create missing sections. Raise KeyError for a key that is not a section."""
+    """Return a copy with a new value at `path`. Missing sections are created.
+
+    Raises: KeyError if a key along the path has a value that is not a section.
+    """
     key, *rest = path
     if not rest:
         return data | {key: value}
@@ -98,7 +104,7 @@ def split_path(path: str) -> Loc:
 
 
 def _expand_env_name(data: dict) -> dict:
-    """Turn an environment given as a string into a section with that name."""
+    """Replace an environment that is only a name by a section with this name."""
     for path in (("env",), ("trainer", "learning_env")):
         if isinstance(name := get_path(data, path), str):
             data = set_path(data, path, {"name": name})
@@ -106,7 +112,7 @@ def _expand_env_name(data: dict) -> dict:
 
 
 def apply_aliases(raw: RawConfig) -> RawConfig:
-    """Move every alternative key of `KEY_ALIASES` to the key that it means."""
+    """Move the value of every alternative key in `KEY_ALIASES` to ecrl's own key."""
     data, origins, faults = _expand_env_name(raw.data), dict(raw.origins), list(raw.faults)
     for old, new in KEY_ALIASES.items():
         source, target = split_path(old), split_path(new)
@@ -114,7 +120,7 @@ def apply_aliases(raw: RawConfig) -> RawConfig:
             continue
         data, place = remove_path(data, source), raw._replace(origins=origins).source_path(source)
         if get_path(data, target) is MISSING:
-            with suppress(KeyError):  # a section that is not an object is reported separately
+            with suppress(KeyError):  # validation reports a section that is not an object
                 data, origins[target] = set_path(data, target, value), place
         elif new != "trainer.num_envs":
             name = target[-1] if source[:-1] == target[:-1] else new
@@ -130,25 +136,28 @@ def _canonical_path(path: str) -> str:
 
 
 def _drop_invalidated(data: dict, path: str, value: Any) -> dict:
-    """Drop settings that a new value invalidates: nulls on its path, alternative keys, settings of an old part."""
+    """Remove values that contradict a new value at `path`.
+
+    These are nulls along the path, alternative keys for it, and the settings of a part that the new value replaces.
+    """
     loc = split_path(path)
     stale = [loc[:length] for length in range(1, len(loc)) if get_path(data, loc[:length]) is None]
     stale += [
-        split_path(one if path == other else other)
-        for one, other in (*COUNT_KEYS.items(), (SKIP_KEY, GUARD_KEY))
-        if path in (one, other)
+        split_path(alternative if path == own_name else own_name)
+        for alternative, own_name in (*COUNT_KEYS.items(), (SKIP_KEY, GUARD_KEY))
+        if path in (alternative, own_name)
     ]
     if loc[-1] in SETTINGS and get_path(data, loc) != value:
         stale += [(*loc[:-1], name) for name in SETTINGS[loc[-1]]]
-    for other in stale:
-        data = data if get_path(data, other) is MISSING else remove_path(data, other)
+    for stale_path in stale:
+        data = data if get_path(data, stale_path) is MISSING else remove_path(data, stale_path)
     return data
 
 
 def apply_overrides(raw: RawConfig, overrides: Mapping[str, Any]) -> RawConfig:
-    """Return the config with the overrides.
+    """Set the overrides in the config.
 
-    Sections and names of parts are set first, because a new name of a part drops the old part's settings.
+    Sections and names of parts are set before single settings, because a new name removes the settings of the old part.
     """
     data, origins, faults = raw.data, dict(raw.origins), list(raw.faults)
     values: dict[str, tuple[str, Any]] = {}
@@ -169,9 +178,12 @@ def apply_overrides(raw: RawConfig, overrides: Mapping[str, Any]) -> RawConfig:
 
 
 def _convert_count(count: Any, unit: str, sizes: list[Any]) -> Any:
-    """Convert a count of updates or steps to `save_freq` or `iterations`; return invalid counts unchanged."""
+    """Convert a count to the key `unit`: steps to `iterations`, or updates to `save_freq`.
+
+    An invalid count is returned unchanged.
+    """
     if not all(isinstance(x, int) and not isinstance(x, bool) and x > 0 for x in (count, *sizes)):
-        return count  # the check of the config reports the fault
+        return count  # validation reports the fault
     return -(-count // prod(sizes)) if unit == "iterations" else count * prod(sizes)
 
 
@@ -181,8 +193,8 @@ def convert_counts(raw: RawConfig, defaults: Mapping[str, Any]) -> RawConfig:
         iterations = ceil(total_timesteps / (buffer_size * num_envs))
         save_freq  = save_frequency_updates * buffer_size * num_envs
 
-    If `trainer.segment_length` is given without a number of steps per update, it sets that number too, as in
-    EmbodiChain.
+    If `trainer.segment_length` is set and `trainer.buffer_size` is not, the segment length is also the buffer size, as
+    in EmbodiChain.
     """
     trainer = get_path(raw.data, ("trainer",))
     if not isinstance(trainer, dict):
@@ -192,22 +204,24 @@ def convert_counts(raw: RawConfig, defaults: Mapping[str, Any]) -> RawConfig:
         trainer.setdefault("buffer_size", get_path(raw.data, ("algorithm", "cfg", "segment_length")))
     sizes = [trainer.get(name, defaults[name]) for name in ("buffer_size", "num_envs")]
     for old, new in COUNT_KEYS.items():
-        name, ours = (path.removeprefix("trainer.") for path in (old, new))
+        name, own_name = (path.removeprefix("trainer.") for path in (old, new))
         if name not in trainer:
             continue
         count = trainer.pop(name)
-        if ours in trainer:
-            faults.append((split_path(old), f"sets {ours!r} in another unit, which is also given; keep one"))
+        if own_name in trainer:
+            faults.append(
+                (split_path(old), f"sets {own_name!r} in another unit, and {own_name!r} is also given; keep one")
+            )
         elif trainer.get("distributed") is True:
-            faults.append((split_path(old), f"counts the work of one process; a distributed run needs {ours!r}"))
+            faults.append((split_path(old), f"is for runs of one process; in a distributed run, set {own_name!r}"))
         else:
-            origins["trainer", ours] = old
-            trainer[ours] = _convert_count(count, ours, sizes)
+            origins["trainer", own_name] = old
+            trainer[own_name] = _convert_count(count, own_name, sizes)
     return RawConfig(raw.data | {"trainer": trainer}, origins, faults, raw.inert)
 
 
 def convert_skip_flag(raw: RawConfig) -> RawConfig:
-    """Translate apg's flag for skipping non-finite updates into `trainer.finite_guard`."""
+    """Translate apg's flag `skip_nonfinite_updates` into `trainer.finite_guard`."""
     skip, guard = split_path(SKIP_KEY), split_path(GUARD_KEY)
     value = get_path(raw.data, skip)
     if value is MISSING or get_path(raw.data, ("algorithm", "name")) != "apg":
@@ -224,7 +238,7 @@ def convert_skip_flag(raw: RawConfig) -> RawConfig:
 
 
 def part_entry(kind: str, section: Any) -> Entry | None:
-    """Return the registered part that a section names, or None. `gymnasium:<id>` is the part `gymnasium`."""
+    """Return the registered part that a section names, or None. For `gymnasium:<id>`, return the part `gymnasium`."""
     name = section.get("name") if isinstance(section, dict) else None
     try:
         return lookup(kind, name.partition(":")[0]) if isinstance(name, str) else None
@@ -233,12 +247,12 @@ def part_entry(kind: str, section: Any) -> Entry | None:
 
 
 def reject_unused_aliases(raw: RawConfig) -> RawConfig:
-    """Report trainer keys that were moved to the algorithm, if the chosen algorithm does not have them."""
+    """Report each trainer key that was moved to the algorithm's settings, if the chosen algorithm has no such key."""
     entry, data, faults = part_entry("algorithm", raw.data.get("algorithm")), raw.data, list(raw.faults)
     for old, new in KEY_ALIASES.items():
         *_, key = loc = split_path(new)
         was_moved = loc[0] == "algorithm" and raw.origins.get(loc) == old
         if was_moved and entry and key not in known_keys(entry.config):
-            faults.append((loc, f"algorithm {data['algorithm']['name']!r} has no {key}; take it out"))
+            faults.append((loc, f"algorithm {data['algorithm']['name']!r} has no {key}; remove it"))
             data = remove_path(data, loc)
     return RawConfig(data, raw.origins, faults, raw.inert)

@@ -1,8 +1,9 @@
-"""The JSON config. It is strict and frozen. An error lists all faults, each with its JSON path and a remedy.
+"""The config of a run. It is strict and frozen. An error lists all faults, each with its path and a remedy.
 
-A config has four sections: `trainer`, `env`, `policy` and `algorithm`. Every source (JSON, YAML, command line,
-`Config.replace`) takes the same steps: check for duplicate keys, translate to ecrl's own keys, validate with pydantic.
-The registry knows the Config model of each named part, which is defined next to the part.
+A config has four sections: `trainer`, `env`, `policy` and `algorithm`. Values come from JSON, YAML, the command line or
+`Config.replace`. ecrl always checks for duplicate keys, translates alternative keys and validates with pydantic.
+
+A named part, such as an algorithm, defines the Config model of its settings. The registry stores this model.
 """
 
 import json
@@ -42,7 +43,7 @@ __all__ = ["Config", "config_from_dict", "diff", "load_config", "parse_overrides
 
 
 def _find_entry(kind: str, section: dict, key: str = "name") -> Entry:
-    """Return the registered part that a section names."""
+    """Return the registered part that `section[key]` names."""
     name = section.get(key)
     try:
         if isinstance(name, str):
@@ -55,7 +56,7 @@ def _find_entry(kind: str, section: dict, key: str = "name") -> Entry:
 
 
 def validate_settings(kind: str, section: dict, key: str, settings: str) -> dict:
-    """Return the section with its `settings` validated by the Config model of the part that `key` names."""
+    """Validate `section[settings]` with the Config model of the part that `section[key]` names; return the section."""
     config = _find_entry(kind, section, key).config
     try:
         return section | {settings: config.model_validate(section.get(settings, {}))}
@@ -65,7 +66,7 @@ def validate_settings(kind: str, section: dict, key: str, settings: str) -> dict
 
 
 class EventConfig(ConfigModel):
-    """A registered event that changes the environments, and the times at which it happens."""
+    """A registered event that changes the environments: its name, its settings and when it happens."""
 
     part_kind: ClassVar = "event"
 
@@ -74,7 +75,7 @@ class EventConfig(ConfigModel):
         "interval",
         description="startup: once per environment; reset: at every episode start; interval: every interval_step steps",
     )
-    interval_step: Count = Field(1, description="environment steps between two events in mode interval")
+    interval_step: Count = Field(1, description="environment steps from one event to the next in mode interval")
     params: SerializeAsAny[BaseModel] = Field(description="settings of the event")
 
     @model_validator(mode="before")
@@ -84,14 +85,14 @@ class EventConfig(ConfigModel):
 
 
 class EventsConfig(ConfigModel):
-    """Events of training and of evaluation, by name."""
+    """Events of training and of evaluation. The key of each event is a name of your choice."""
 
     train: dict[str, EventConfig] = Field(default_factory=dict, description="events of the training environments")
     eval: dict[str, EventConfig] = Field(default_factory=dict, description="events of the evaluation environments")
 
 
 class TrainerConfig(ConfigModel):
-    """Length of the run, device, number of environments, evaluation and checkpoints."""
+    """Settings of the run: its length, device, number of environments, evaluations and checkpoints."""
 
     other_names: ClassVar = {"rollout_steps": "buffer_size", "update_horizon": "buffer_size"}
 
@@ -99,52 +100,66 @@ class TrainerConfig(ConfigModel):
         "generic_exp",
         pattern=r"^[\w.+-]+$",
         max_length=100,
-        description="name of the run folder: letters, digits and _.+-",
+        description="name of the run folder; may contain letters, digits and _.+-",
     )
     seed: int = Field(1, ge=0, lt=2**62, description="seed of all randomness in the run")
     device: str = Field("cpu", description='"cpu", "cuda", "cuda:<index>" or "auto" (cuda if available)')
     compile: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="compile rollout and update; auto: only if it shortens the whole run and a C++ compiler works",
+        description="compile the rollout and the update; auto: only if this shortens the whole run and a C++ compiler "
+        "works",
     )
-    num_envs: Count = Field(64, description="environments per rank")
+    num_envs: Count = Field(64, description="number of environments in each process")
     iterations: Count = Field(250, description="training iterations; each collects a rollout and updates the policy")
-    buffer_size: Count = Field(2048, description="steps per environment and iteration; also called rollout_steps")
-    distributed: bool = Field(False, description="train with several processes, started by torchrun, one per device")
+    buffer_size: Count = Field(
+        2048, description="steps that each environment takes in an iteration; also called rollout_steps"
+    )
+    distributed: bool = Field(
+        False, description="train with several processes, one for each device; torchrun starts the processes"
+    )
     enable_eval: bool = Field(False, description="evaluate during training")
-    eval_freq: Count = Field(10_000, description="evaluate each time this many environment steps have passed")
+    eval_freq: Count = Field(
+        10_000, description="evaluate whenever the count of environment steps passes a multiple of this number"
+    )
     num_eval_envs: Count = Field(
         4,
-        description="upper limit of the environments of an evaluation; their number divides num_eval_episodes",
+        description="maximum number of environments in an evaluation; ecrl uses the largest number up to this one that "
+        "divides num_eval_episodes",
     )
-    num_eval_episodes: Count = Field(5, description="episodes per evaluation, over all its environments")
+    num_eval_episodes: Count = Field(5, description="episodes per evaluation, in all environments together")
     eval_seed: int | None = Field(
         None, ge=0, lt=2**62, description="seed of evaluations; trainer.seed + 10000 if absent"
     )
-    best_eval_metric: str = Field("eval/avg_reward", description="evaluation metric that selects checkpoints/best")
-    best_eval_mode: Literal["max", "min"] = Field(
-        "max", description="max: a larger best_eval_metric is better; min: a smaller one"
+    best_eval_metric: str = Field(
+        "eval/avg_reward", description="metric of the evaluations that decides which state is saved as checkpoints/best"
     )
-    save_freq: Count = Field(50_000, description="save a checkpoint each time this many environment steps have passed")
+    best_eval_mode: Literal["max", "min"] = Field(
+        "max", description="max: a larger best_eval_metric is better; min: a smaller one is better"
+    )
+    save_freq: Count = Field(
+        50_000, description="save a checkpoint whenever the count of environment steps passes a multiple of this number"
+    )
     finite_guard: Literal["stop", "skip", "off"] = Field(
         "stop",
-        description="what to do about NaN or infinity. stop: end the run before the update and report the place; "
-        "skip: leave out the update and count it; off: no check",
+        description="reaction to NaN or infinity. stop: end the run before the update, and report where it occurred; "
+        "skip: skip the update, and log the number of skipped updates; off: do not check",
     )
     keep_checkpoints: Count | None = Field(
-        None, description="number of newest checkpoints to keep, not counting checkpoints/best; all if absent"
+        None, description="keep only this many of the newest checkpoints, besides checkpoints/best; all if absent"
     )
     save_replay: bool = Field(
-        True, description="save replay buffers in checkpoints; if false, a resumed run begins with an empty one"
+        True, description="save replay buffers in checkpoints; if false, a resumed run starts with empty replay buffers"
     )
-    use_wandb: bool = Field(False, description="also track with Weights & Biases; offline without a network")
+    use_wandb: bool = Field(False, description="also log to Weights & Biases; without a network, log to a local folder")
     wandb_project_name: str = Field(
         "embodichain-generic",
         pattern=r"^[^/\\#?%:]+$",
         max_length=128,
-        description=r"Weights & Biases project; must not contain /\#?%:",
+        description=r"name of the Weights & Biases project; must not contain /\#?%:",
     )
-    tf32: bool = Field(False, description="let CUDA multiply float32 matrices in TF32: faster, but 10 bits of mantissa")
+    tf32: bool = Field(
+        False, description="multiply float32 matrices in TF32 on CUDA; this is faster but has only 10 bits of mantissa"
+    )
     events: EventsConfig = Field(EventsConfig(), description="events that change the environments")
 
     @field_validator("device")
@@ -156,14 +171,14 @@ class TrainerConfig(ConfigModel):
 
 
 class Choice(ConfigModel):
-    """A named part, `{"name": ..., "cfg": {...}}`. The part's own Config model validates `cfg`."""
+    """A named part, written `{"name": ..., "cfg": {...}}`. The Config model of the part validates `cfg`."""
 
     name: str = Field(description="registered name")
     cfg: SerializeAsAny[BaseModel] = Field(description="settings of the part")
 
 
 def _gymnasium(section: dict) -> dict:
-    """Expand the name `"gymnasium:<id>"` into the name "gymnasium" and `cfg.id`."""
+    """Replace the name `"gymnasium:<id>"` by the name "gymnasium" and the setting `cfg.id`."""
     name, settings = section.get("name"), section.get("cfg", {})
     if not isinstance(name, str) or not name.startswith("gymnasium:") or not isinstance(settings, dict):
         return section
@@ -174,7 +189,7 @@ def _gymnasium(section: dict) -> dict:
 
 
 class EnvChoice(Choice):
-    """The environment: its registered name (`id` is accepted too) and its settings."""
+    """The environment: its settings and its registered name, under the key `name` or `id`."""
 
     other_names: ClassVar = {"id": "name"}
     part_kind: ClassVar = "env"
@@ -198,12 +213,14 @@ class AlgorithmChoice(Choice):
 
 
 class PolicyConfig(ConfigModel):
-    """Settings of every policy. The Config model of the named policy validates the section."""
+    """Settings that all policies have. The Config model of the named policy validates the section."""
 
     name: str = Field(description='registered name, such as "actor_critic"')
-    action_dim: Count | None = Field(None, description="size of the policy head; must match the environment's actions")
+    action_dim: Count | None = Field(
+        None, description="size of the policy's output; must match the environment's actions"
+    )
     normalize_obs: bool = Field(False, description="standardise observations by their running mean and variance")
-    clip_actions: bool = Field(True, description="clip Box actions to their space before the environment receives them")
+    clip_actions: bool = Field(True, description="clip Box actions to the bounds of the action space before each step")
     bf16: bool = Field(False, description="run the networks in bfloat16; the weights stay float32")
 
     @model_validator(mode="wrap")
@@ -218,14 +235,14 @@ class Config(ConfigModel):
 
     trainer: TrainerConfig = Field(
         TrainerConfig.model_construct(),
-        description="length, device, number of environments, evaluation and checkpoints",
+        description="settings of the run: its length, device, number of environments, evaluations and checkpoints",
     )
     env: EnvChoice = Field(description='the environment, such as {"name": "cartpole"}')
     policy: SerializeAsAny[PolicyConfig] = Field(description='the policy, such as {"name": "actor_critic", ...}')
     algorithm: AlgorithmChoice = Field(description='the algorithm, such as {"name": "ppo", "cfg": {...}}')
 
     def replace(self, **changes: Any) -> "Config":
-        """Return a checked copy with dotted keys changed: `cfg.replace(**{"trainer.seed": 3})`."""
+        """Return a validated copy with new values by dotted key, as in `cfg.replace(**{"trainer.seed": 3})`."""
         return config_from_dict(self.model_dump(mode="json"), "replace", changes)
 
 
@@ -235,15 +252,15 @@ _SIZES = {name: TrainerConfig.model_fields[name].default for name in ("buffer_si
 def config_from_dict(
     data: Any, source: str = "config", overrides: Mapping[str, Any] | None = None, folder: Path = Path()
 ) -> Config:
-    """Return a checked Config, or raise a ConfigError with one line per fault.
+    """Validate the four sections of a config. If there are faults, raise a ConfigError with one line for each.
 
-    Keys that have no meaning here (`ecrl.config.embodichain.INERT`) are removed, each with a UserWarning that names it.
+    Keys of EmbodiChain that ecrl ignores (`ecrl.config.embodichain.INERT`) are removed. A UserWarning names each one.
 
     Args:
-        data: the four sections.
-        source: origin of the data, such as a file name, at the start of each line of an error.
-        overrides: values by dotted key, such as `{"trainer.seed": 3}`; they win.
-        folder: where to look for a relative `trainer.gym_config` that is not in the working directory.
+        data: dict with the four sections.
+        source: origin of the data, such as a file name. Each line of an error starts with it.
+        overrides: values by dotted key, such as `{"trainer.seed": 3}`. They replace values of `data`.
+        folder: folder to search for a relative `trainer.gym_config`, after the working directory.
     """
     if not isinstance(data, dict):
         return validate_section(Config, data, source)
@@ -259,7 +276,7 @@ def config_from_dict(
 
 
 def env_choice(name: str, overrides: Mapping[str, Any]) -> EnvChoice:
-    """Return an environment by name, with overrides by dotted key such as `{"env.cfg.gravity": 5.0}`.
+    """Return the config of an environment by name, with overrides by dotted key such as `{"env.cfg.gravity": 5.0}`.
 
     Raises: ConfigError, one line per fault.
 
@@ -274,28 +291,29 @@ def env_choice(name: str, overrides: Mapping[str, Any]) -> EnvChoice:
 
 
 def load_config(source: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> Config:
-    """Read and check a config: a preset by name, a file or a dict.
+    """Read and validate a config: a preset by name, a file or a dict.
 
-    A file is YAML if its name ends in .yaml or .yml, else JSON. These keys of EmbodiChain's configs are understood:
+    A file is YAML if its name ends in .yaml or .yml, else JSON. ecrl translates these keys of EmbodiChain's configs:
 
-    - `trainer.gym_config`: a second file with the environment's name and settings; `env` wins over it key by key;
-    - `trainer.learning_env`, for `env`;
-    - `trainer.segment_length` and `trainer.deterministic_actions`, for the algorithm's keys of these names;
-    - `trainer.update_horizon`, for `buffer_size`;
-    - `trainer.total_timesteps`, for `iterations`, and `trainer.save_frequency_updates`, for `save_freq`, in a run of
-      one process.
+    - `trainer.gym_config` is the path of a second file with the environment's name and settings. Values under `env`
+      replace values of this file.
+    - `trainer.learning_env` becomes `env`.
+    - `trainer.segment_length` and `trainer.deterministic_actions` become keys of `algorithm.cfg`.
+    - `trainer.update_horizon` becomes `trainer.buffer_size`.
+    - `trainer.total_timesteps` sets `trainer.iterations`. Only a run of one process may use it.
+    - `trainer.save_frequency_updates` sets `trainer.save_freq`. Only a run of one process may use it.
 
     Args:
         source: name of a shipped config such as `"cartpole_ppo"`, path of a file, or a dict with the four sections.
-        overrides: values by dotted key, such as `{"trainer.seed": 3}`; they win. `parse_overrides` reads them from a
-            command line.
+        overrides: values by dotted key, such as `{"trainer.seed": 3}`. They replace values of the config.
+            `parse_overrides` reads overrides from a command line.
 
     >>> load_config("cartpole_ppo", {"trainer.seed": 3}).trainer.seed
     3
 
-    Raises: ConfigError, one line per fault: unknown name, missing file, bad syntax, a duplicate or unknown key,
-    a wrong type, a number out of range. Keys that have no meaning here are removed, each with a UserWarning that names
-    it.
+    Raises: ConfigError with one line per fault: an unknown name, a missing file, a syntax error, a duplicate or unknown
+    key, a wrong type, or a number out of range. Keys of EmbodiChain that ecrl ignores are removed. A UserWarning names
+    each one.
     """
     if isinstance(source, Mapping):
         return config_from_dict(dict(source), overrides=overrides)
@@ -304,7 +322,7 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Mapping[str, 
 
 
 def _leaves(data: Any, path: str = "") -> dict[str, str]:
-    """Return the values by dotted key, as JSON. A list is one value."""
+    """Return the JSON text of every value, by dotted key. A list counts as one value."""
     if not isinstance(data, dict):
         return {path: json.dumps(data)}
     nested = (_leaves(value, f"{path}.{key}" if path else key) for key, value in data.items())
@@ -312,7 +330,9 @@ def _leaves(data: Any, path: str = "") -> dict[str, str]:
 
 
 def diff(a: Config, b: Config) -> list[str]:
-    """List the differences of two configs, a line per key: `trainer.seed: 1 -> 3`. A missing value is "absent".
+    """List the differences of two configs, one line per key, such as `trainer.seed: 1 -> 3`.
+
+    If only one config has a key, the value of the other is shown as "absent".
 
     >>> cfg = load_config("cartpole_ppo")
     >>> diff(cfg, cfg.replace(**{"trainer.seed": 3, "env.name": "probe_delay"}))[:2]

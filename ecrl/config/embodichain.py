@@ -1,9 +1,10 @@
-"""Import EmbodiChain's config files: alternative keys, the second file, and the keys that have no meaning here.
+"""Translate configs of EmbodiChain, a library for robot learning, into ecrl's keys.
 
-The second file, at `trainer.gym_config`, has the name and the settings of an environment. The keys without a meaning,
-called *inert*, describe EmbodiChain's simulator (window, renderer, scene) or its data sets. Each is removed with a
-warning that names it. A key of `env.cfg` is inert only if the environment's Config does not have it. An event is inert
-only if the environment has no scene and no user has registered an event of that name.
+- Some keys have another name in ecrl (`ecrl.config.aliases`).
+- `trainer.gym_config` is the path of a second file, with the name and the settings of the environment.
+- *Inert* keys describe EmbodiChain's simulator (window, renderer, scene) or its data sets, and ecrl ignores them. They
+  are removed, and a warning names each one. A key of `env.cfg` is inert only if the environment's Config does not have
+  it. An event is inert only if the environment has no scene and no user has registered an event of that name.
 """
 
 import os
@@ -59,12 +60,12 @@ INERT = {
     "env.cfg.max_episodes": "it limits the episodes of a data set; training counts iterations",
     "env.cfg.dataset": "no data sets are recorded",
 }
-"""Key -> the reason why it has no meaning here."""
+"""Inert key -> the reason why ecrl ignores it."""
 
 INERT_EVENTS = dict.fromkeys(
     ("record_camera_data", "record_camera_data_async"), "this environment has no scene to film"
 )
-"""`func` of an event under trainer.events -> the reason why it has no meaning without a scene."""
+"""Name of an event -> the reason why ecrl ignores the event if the environment has no scene."""
 
 
 def _is_builtin_event(func: str) -> bool:
@@ -85,7 +86,7 @@ def _inert_events(events: Any, entry: Entry | None) -> list[Fault]:
 
 
 def inert_keys_in(model: type, data: Any, path: Loc = ()) -> list[Fault]:
-    """List the keys that the models of a section and its subsections declare as inert.
+    """List the inert keys of a section and its subsections. Each Config model declares its own inert keys.
 
     >>> class Shape(ConfigModel):
     ...     inert = {"texture": "shapes have a color"}
@@ -100,7 +101,7 @@ def inert_keys_in(model: type, data: Any, path: Loc = ()) -> list[Fault]:
     for name, field in model.model_fields.items():
         for section in sections_in(field.annotation):
             parts = data.get(name)
-            if "dict" in str(field.annotation) and isinstance(parts, dict):  # sections by name
+            if "dict" in str(field.annotation) and isinstance(parts, dict):  # a dict of sections
                 faults += [f for key, part in parts.items() for f in inert_keys_in(section, part, (*path, name, key))]
             else:
                 faults += inert_keys_in(section, parts, (*path, name))
@@ -108,7 +109,7 @@ def inert_keys_in(model: type, data: Any, path: Loc = ()) -> list[Fault]:
 
 
 def inert_keys(data: dict[str, Any]) -> list[Fault]:
-    """List the keys of a config that have no meaning here, each with the reason.
+    """List all inert keys of a config, each with the reason why ecrl ignores it.
 
     >>> inert_keys({"trainer": {"seed": 1, "enable_rt": False}, "env": {"name": "cartpole", "cfg": {"robot": {}}}})
     [(('trainer', 'enable_rt'), 'no ray tracing'), (('env', 'cfg', 'robot'), 'this environment has its own scene')]
@@ -128,19 +129,23 @@ def inert_keys(data: dict[str, Any]) -> list[Fault]:
 
 
 def _gym_faults(gym: Any) -> list[Fault]:
-    """List the structural faults of a `gym_config` file."""
+    """List the faults in the structure of a `gym_config` file."""
     if not isinstance(gym, dict):
         return [((), f"expected an object, got {format_value(gym)}")]
-    block = gym.get("env", {})
-    if not isinstance(block, dict):
-        return [(("env",), f"expected an object, got {format_value(block)}")]
+    env = gym.get("env", {})
+    if not isinstance(env, dict):
+        return [(("env",), f"expected an object, got {format_value(env)}")]
     faults = repeated_keys(gym)
-    faults += [(("env", key), f"also given outside of 'env'; keep one {key!r}") for key in block if key in gym]
+    faults += [(("env", key), f"also given outside of 'env'; keep one {key!r}") for key in env if key in gym]
     return faults if isinstance(gym.get("id"), str) else [*faults, (("id",), "expected the name of an environment")]
 
 
 def _add_file_fault(raw: RawConfig, text: str) -> RawConfig:
-    """Add a fault of a file that cannot be used. A later fault about a missing `env` then names the key of the file."""
+    """Add a fault about the file at `trainer.gym_config`.
+
+    Without the file, validation would also report a missing `env`. Both faults get the path `trainer.gym_config`,
+    because only the first fault of a path is reported.
+    """
     absent = ("env", "name") if isinstance(raw.data.get("env"), dict) else ("env",)
     origins = dict(raw.origins)
     if get_path(raw.data, absent) is MISSING:
@@ -149,23 +154,23 @@ def _add_file_fault(raw: RawConfig, text: str) -> RawConfig:
 
 
 def merge_gym_config(raw: RawConfig, folder: Path) -> RawConfig:
-    """Merge the file at `trainer.gym_config` into the config; the config's own `env` wins key by key.
+    """Merge the file at `trainer.gym_config` into the config. If both set a key, keep the config's value.
 
-    The file's `id` becomes `env.name`. Its `env` section and its other top-level keys become `env.cfg`. If the config
-    names another environment, the file is ignored with a warning.
+    The file's `id` becomes `env.name`. The file's section `env` and its other top-level keys become `env.cfg`. If the
+    config names another environment, the file is ignored with a warning.
     """
-    if (given := get_path(raw.data, _GYM_CONFIG)) is MISSING:
+    if (name := get_path(raw.data, _GYM_CONFIG)) is MISSING:
         return raw
     raw = raw._replace(data=remove_path(raw.data, _GYM_CONFIG))
-    if not isinstance(given, str):
-        return _add_file_fault(raw, f"expected the path of a file, got {format_value(given)}")
-    path = next(filter(os.path.exists, (given, str(folder / given))), None)
+    if not isinstance(name, str):
+        return _add_file_fault(raw, f"expected the path of a file, got {format_value(name)}")
+    path = next(filter(os.path.exists, (name, str(folder / name))), None)
     if path is None:
         return _add_file_fault(
-            raw, f"no such file {format_value(given)}, neither in the working directory nor in {folder}"
+            raw, f"no such file {format_value(name)}, neither in the working directory nor in {folder}"
         )
     if not os.path.isfile(path):  # reading a device may never end
-        return _add_file_fault(raw, f"expected the path of a file, {format_value(given)} is a folder or a device")
+        return _add_file_fault(raw, f"expected the path of a file, {format_value(name)} is a folder or a device")
     try:
         gym = read(Path(path))
     except ConfigError as error:
@@ -183,7 +188,7 @@ def merge_gym_config(raw: RawConfig, folder: Path) -> RawConfig:
 
 
 def _merge(file_value: Any, inline_value: Any, path: Loc, text: str, origins: dict[Loc, str]) -> Any:
-    """Merge two values key by key; the inline value wins. Keys taken from the file get `text` as their origin."""
+    """Merge two values key by key, and prefer the inline value. For each key from the file, add `text` to `origins`."""
     if inline_value is MISSING:
         origins[path] = text
         return file_value
@@ -198,11 +203,11 @@ def _merge(file_value: Any, inline_value: Any, path: Loc, text: str, origins: di
 
 
 def _merge_settings(raw: RawConfig, gym: dict, inline: dict, path: str) -> RawConfig:
-    """Merge the settings of a `gym_config` file with the inline settings, which win."""
-    origins, cfg, block = dict(raw.origins), inline.get("cfg", {}), gym.get("env", {})
-    outer = {key: value for key, value in gym.items() if key not in ("id", "env")}
-    texts = {key: f"{path}: {key}" for key in outer} | {key: f"{path}: env.{key}" for key in block}
-    file = outer | block
+    """Merge the settings of a `gym_config` file with the inline settings. If both set a key, keep the inline value."""
+    origins, cfg, env = dict(raw.origins), inline.get("cfg", {}), gym.get("env", {})
+    top_level = {key: value for key, value in gym.items() if key not in ("id", "env")}
+    texts = {key: f"{path}: {key}" for key in top_level} | {key: f"{path}: env.{key}" for key in env}
+    file = top_level | env
     merged = {
         key: _merge(file.get(key, MISSING), cfg.get(key, MISSING), ("env", "cfg", key), texts.get(key, ""), origins)
         for key in file | cfg
@@ -213,7 +218,7 @@ def _merge_settings(raw: RawConfig, gym: dict, inline: dict, path: str) -> RawCo
 
 
 def _drop_inert_keys(raw: RawConfig) -> RawConfig:
-    """Remove the keys that have no meaning here, and list them in `inert`."""
+    """Remove the inert keys from the data, and add them to `raw.inert`."""
     inert, data = inert_keys(raw.data), raw.data
     for path, _ in inert:
         data = remove_path(data, path)
@@ -226,10 +231,10 @@ def translate_config(
     """Translate a config into ecrl's own keys.
 
     Args:
-        data: the config as read; it is not changed.
-        overrides: values by dotted key; they win.
-        folder: where to look for a relative `trainer.gym_config` that is not in the working directory.
-        defaults: the default values of `trainer.buffer_size` and `trainer.num_envs`.
+        data: the config before translation. It is not changed.
+        overrides: values by dotted key. They replace values of the config.
+        folder: folder to search for a relative `trainer.gym_config`, after the working directory.
+        defaults: the default values of `trainer.buffer_size` and `trainer.num_envs`, by name.
     """
     raw = apply_aliases(RawConfig(data, {}, repeated_keys(data), []))
     raw = apply_aliases(apply_overrides(raw, overrides))

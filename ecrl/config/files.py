@@ -15,17 +15,17 @@ from ecrl.registry import did_you_mean
 
 _YAML_SUFFIXES = (".yaml", ".yml")
 _MAX_BYTES, _MAX_VALUES, _MAX_MERGED = 2**24, 10**6, 10**5
-"""Limits of one file: its bytes, its values, and the values merged by `<<`. Real configs stay far below them."""
+"""Limits of one file: its bytes, its values, and the values that `<<` merges. They stop malicious files early."""
 
 
 class _YamlLoader(yaml.SafeLoader):
-    """YAML loader that reads plain words like JSON: `1e-8` is a number; `off`, `yes` and dates are strings."""
+    """YAML loader that interprets unquoted words as JSON would. `1e-8` is a number; `off`, `yes` and dates are text."""
 
     yaml_implicit_resolvers = {}  # noqa: RUF012  (PyYAML's own name and type)
     merged = 0
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Merge the mappings that `<<` names, unless they expand to more values than a file may hold."""
+        """Merge the mappings that `<<` refers to. Raise ConstructorError if the file merges too many values."""
         merge_values = [value for key, value in node.value if key.tag.endswith(":merge")]
         parts = [
             p for value in merge_values for p in (value.value if isinstance(value, yaml.SequenceNode) else [value])
@@ -52,7 +52,7 @@ for _kind, _pattern, _start_chars in (
 
 
 def _build_mapping(loader: _YamlLoader, node: yaml.MappingNode) -> ObjectPairs:
-    """Build a mapping. A key may repeat a key merged by `<<`, but not another key of the mapping itself."""
+    """Build a mapping and record its duplicate keys. A key may replace a key that `<<` merges."""
     try:
         own = [(loader.construct_object(k, deep=True), None) for k, _ in node.value if not k.tag.endswith(":merge")]
         duplicates = ObjectPairs(own).repeated
@@ -87,7 +87,7 @@ def _missing_file_error(path: Path) -> ConfigError:
 
 
 def _count_values(data: Any, counted: dict[int, int]) -> int:
-    """Count the values, including every repetition by YAML aliases. `counted` caches the counts by object id."""
+    """Count the values, once for each YAML alias that repeats them. `counted` caches the counts by object id."""
     if not isinstance(data, dict | list):
         return 1
     if id(data) not in counted:
@@ -98,13 +98,13 @@ def _count_values(data: Any, counted: dict[int, int]) -> int:
 
 
 def read(path: Path) -> Any:
-    """Read a file: YAML if its name ends in .yaml or .yml, else JSON. Objects record their duplicate keys.
+    """Read a file: YAML if its name ends in .yaml or .yml, else JSON. Objects become `ObjectPairs`.
 
-    Raises: ConfigError, one line, with the line and column of a syntax error.
+    Raises: ConfigError of one line. For a syntax error, it has the line and the column.
     """
     text = ""
     try:
-        with path.open("rb") as file:  # the path may be a device that never ends
+        with path.open("rb") as file:  # the number of bytes is limited, because a device may never end
             text = file.read(_MAX_BYTES + 1).decode("utf-8-sig")
         if len(text) > _MAX_BYTES:
             raise ConfigError(f"{path}: not a config: longer than {_MAX_BYTES:,} bytes")
@@ -134,7 +134,7 @@ def read(path: Path) -> Any:
 
 
 def _parse_value(key: str, text: str) -> Any:
-    """Parse the text as JSON; if it is not JSON, return the text itself."""
+    """Parse the text as JSON. If it is not valid JSON, return the text itself."""
     try:
         value = json.loads(text, object_pairs_hook=ObjectPairs)
     except (RecursionError, ValueError):
@@ -147,12 +147,12 @@ def _parse_value(key: str, text: str) -> Any:
 def parse_overrides(tokens: Sequence[str]) -> dict[str, Any]:
     """Parse command-line tokens into dotted keys and values, for `load_config(path, overrides)`.
 
-    Values are read as JSON; a value that is not JSON is a string. A `-` in a key means `_`.
+    Values are parsed as JSON. A value that is not valid JSON is a string. In keys, `-` is replaced by `_`.
 
     >>> parse_overrides(["--trainer.seed", "3", "--algorithm.cfg.gamma=0.9", "--trainer.exp-name", "long run"])
     {'trainer.seed': 3, 'algorithm.cfg.gamma': 0.9, 'trainer.exp_name': 'long run'}
 
-    Raises: ConfigError, one line, for a token that is not a key, a duplicate key or a key without a value.
+    Raises: ConfigError of one line for a duplicate key, a key without a value, or a token in place of a key.
     """
     values, remaining = {}, list(tokens)
     while remaining:

@@ -11,38 +11,38 @@ from ecrl.config.model import ConfigModel, sections_in
 from ecrl.registry import lookup, registered
 
 KINDS = ("env", "policy", "algorithm", "network", "event", "action", "observation", "reward")
-_ANY_SETTINGS = "#/$defs/BaseModel"  # pydantic's reference for settings whose model the registry knows
+_ANY_SETTINGS = "#/$defs/BaseModel"  # pydantic's reference for the settings of any part
 _GYMNASIUM = {"type": "string", "pattern": "^gymnasium:."}
 
 
 def _add_other_names(model: type[BaseModel], section: dict[str, Any]) -> None:
-    """Add the alternative names of keys."""
+    """Add the alternative names of keys to the schema of a section."""
     names = model.other_names if issubclass(model, ConfigModel) else {}  # a user's model may have another base class
     for other, name in names.items():
         section["properties"][other] = section["properties"][name] | {"description": f"another name of {name}"}
 
 
 def _part_models(models: list[type[BaseModel]]) -> dict[type[BaseModel], str]:
-    """Map each section that names a registered part, at any depth of the models, to the kind of the part."""
+    """Return every config model that names a registered part, at any depth of `models`, with the kind of the part."""
     kinds: dict[type[BaseModel], str] = {}
     pending = list(models)
     while pending:
         model = pending.pop(0)
         if isinstance(kind := getattr(model, "part_kind", None), str):
             kinds[model] = kind
-        pending += [one for field in model.model_fields.values() for one in sections_in(field.annotation)]
+        pending += [section for field in model.model_fields.values() for section in sections_in(field.annotation)]
     return kinds
 
 
 def _branch(names: dict[str, Any], keys: list[str], settings: str, config: dict[str, Any], default: bool) -> dict:
-    """Return the schema of a section that names a part through one of `keys` and has that part's settings."""
+    """Return the schema of a section for one part. One of `keys` has its name, and the key `settings` its settings."""
     required = [settings] if config.get("required") else []
     requirement = {"required": required} if default else {"oneOf": [{"required": [key, *required]} for key in keys]}
     return {"properties": {**dict.fromkeys(keys, names), settings: config["cfg"]}} | requirement
 
 
 def _add_branches(section: dict[str, Any], kind: str, configs: dict[str, dict[str, Any]]) -> None:
-    """Turn the section of a named part into one branch per registered name."""
+    """Split the schema of a section that names a part into one alternative per registered part."""
     properties = section["properties"]
     settings = next(key for key, value in properties.items() if value.get("$ref") == _ANY_SETTINGS)
     keys = ["func"] if "func" in properties else [key for key in properties if key in ("name", "id", "type")]
@@ -53,7 +53,7 @@ def _add_branches(section: dict[str, Any], kind: str, configs: dict[str, dict[st
         _branch({"const": name}, keys, settings, config, name == default) for name, config in configs.items()
     ]
     if kind == "env":
-        pending = {"type": "object", "properties": {"id": False}}  # the name contains the id
+        pending = {"type": "object", "properties": {"id": False}}  # the name already contains the id
         section["oneOf"].append(_branch(_GYMNASIUM, keys, settings, {"cfg": pending}, False))
 
 
@@ -64,9 +64,9 @@ def _add_translated_keys(trainer: dict[str, Any], env: dict[str, Any]) -> None:
         key = old.removeprefix("trainer.")
         if old.startswith("trainer.") and key not in properties:
             kind = {"type": "boolean"} if key == "deterministic_actions" else {"type": "integer", "minimum": 1}
-            properties[key] = kind | {"description": f"another {'unit' if old in COUNT_KEYS else 'place'} of {new}"}
-    properties["learning_env"] = env | {"description": "another place of env"}
-    description = "path of a file with the environment's id and settings; env wins over it key by key"
+            properties[key] = kind | {"description": f"sets {new}{', in another unit' * (old in COUNT_KEYS)}"}
+    properties["learning_env"] = env | {"description": "another name of env"}
+    description = "path of a file with the environment's id and settings; values under env replace its values"
     properties["gym_config"] = {"type": "string", "description": description}
 
 
@@ -81,7 +81,7 @@ def _make_env_optional(config_schema: dict[str, Any]) -> None:
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the JSON schema (draft 2020-12) of a config, without the keys that have no meaning here.
+    """Return the JSON schema (draft 2020-12) of a config, without the keys that ecrl ignores.
 
     >>> schema = json_schema()
     >>> schema["$defs"]["TrainerConfig"]["properties"]["seed"]["default"]
@@ -96,14 +96,14 @@ def json_schema() -> dict[str, Any]:
     sections = {model: schema["$defs"][ref["$ref"].rpartition("/")[2]] for model, ref in refs.items()}
     for model, section in sections.items():
         _add_other_names(model, section)
-    num_envs = sections[TrainerConfig]["properties"]["num_envs"] | {"description": "another place of trainer.num_envs"}
+    num_envs = sections[TrainerConfig]["properties"]["num_envs"] | {"description": "another name of trainer.num_envs"}
     for model in parts["env"].values():
         sections[model].setdefault("properties", {})["num_envs"] = num_envs
     configs = {k: {n: sections[m] | {"cfg": refs[m]} for n, m in by_name.items()} for k, by_name in parts.items()}
     for model, kind in choices.items():
         _add_branches(sections[model], kind, configs[kind])
-    _add_branches(schema["$defs"]["NetworkConfig"], "network", configs["network"])  # policies get theirs below
-    plain = {"$ref": refs[PolicyConfig]["$ref"] + "-plain"}  # for policies without their own keys
+    _add_branches(schema["$defs"]["NetworkConfig"], "network", configs["network"])  # policies follow below
+    plain = {"$ref": refs[PolicyConfig]["$ref"] + "-plain"}  # for policies whose Config adds no keys
     if PolicyConfig in parts["policy"].values():
         schema["$defs"][plain["$ref"].rpartition("/")[2]] = dict(sections[PolicyConfig])
     policies = [
@@ -118,7 +118,7 @@ def json_schema() -> dict[str, Any]:
     _add_translated_keys(sections[TrainerConfig], env)
     config_schema = schema["$defs"].pop(refs[Config]["$ref"].rpartition("/")[2])
     config_schema["properties"]["env"] = env | {"description": config_schema["properties"]["env"]["description"]}
-    skip = {"type": "boolean", "description": f"true: {GUARD_KEY} is skip, false: stop"}
+    skip = {"type": "boolean", "description": f"true sets {GUARD_KEY} to skip, and false sets it to stop"}
     sections[parts["algorithm"]["apg"]]["properties"][SKIP_KEY.rpartition(".")[2]] = skip
     _make_env_optional(config_schema)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **config_schema, "$defs": schema["$defs"]}

@@ -1,4 +1,4 @@
-"""Strict pydantic models with readable errors: all faults at once, one line per fault, in the terms of JSON."""
+"""Strict pydantic models for configs. An error has one line for each fault, and calls types by their JSON names."""
 
 import re
 from collections import Counter
@@ -21,7 +21,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from ecrl.errors import ConfigError
 from ecrl.registry import did_you_mean
 
-_MESSAGES = {  # pydantic's error type -> the message, in the terms of JSON
+_MESSAGES = {  # pydantic's error type -> our message, which calls types by their JSON names
     "missing": "missing",
     "model_type": "expected an object",
     "dict_type": "expected an object",
@@ -44,14 +44,14 @@ _MESSAGES = {  # pydantic's error type -> the message, in the terms of JSON
     "too_short": "expected at least {min_length} entries",
     "recursion_depth_exceeded": "nested too deeply",
 }
-_KIND = "kind"  # error type of `by_kind`
+_KIND = "kind"  # error type for values that match no alternative of `by_kind`
 
 NUMBER, LIST, OBJECT = Tag("<number>"), Tag("<list>"), Tag("<object>")
-"""Tags for the types of a key that takes several kinds of JSON values; see `by_kind`."""
+"""Tags for a key that accepts more than one JSON type, such as a number or a list; see `by_kind`."""
 
 
 def format_value(value: Any) -> str:
-    """Format a value for a message in the terms of JSON, short and on one line.
+    """Format a value for an error message: short, on one line, and written as in JSON.
 
     >>> [format_value(x) for x in (None, True, 1.5, "a", [[1]], {})]
     ['null', 'true', '1.5', "'a'", 'a list', 'an object']
@@ -84,7 +84,9 @@ def _kind_of(value: Any) -> str | None:
 
 
 def by_kind(expected: str) -> Discriminator:
-    """Discriminate the types of a key by the kind of JSON value, so that an error is only about the matching type.
+    """Choose between the types of a key by the JSON type of the value: number, list or object.
+
+    An error then describes only the type that was chosen. Without this, pydantic would report an error for each type.
 
     >>> Numbers = Annotated[Annotated[float, NUMBER] | Annotated[list[float], LIST], by_kind("a number or a list")]
     >>> class Bounds(ConfigModel):
@@ -97,14 +99,14 @@ def by_kind(expected: str) -> Discriminator:
 
 
 def format_key(key: Any) -> str:
-    """Format a key as part of a path, quoted unless it is a plain word."""
+    """Format one key of a path. The key is quoted unless it is a plain word."""
     if isinstance(key, str):
         return key if re.fullmatch(r"[\w-]{1,60}", key) else format_value(key)
     return repr(key)
 
 
 def term_text(section: str, name: str, func: str) -> str:
-    """Format the place of a term or an event in a config, as the start of a message.
+    """Format the path and the function of a term or event in a config, for the start of an error message.
 
     >>> term_text("env.cfg.events", "of my own", "push")
     "env.cfg.events.'of my own' (push)"
@@ -112,21 +114,24 @@ def term_text(section: str, name: str, func: str) -> str:
     return f"{section}.{format_key(name)} ({func})"
 
 
-Loc = tuple[str | int, ...]  # path of a key: names and list indices
-Fault = tuple[Loc, str]  # the path, and the message
+Loc = tuple[str | int, ...]  # path of a key in a config: names and list indices
+Fault = tuple[Loc, str]  # an error in a config: the path of the key, and the message
 
 
 def fault_at(path: Loc, message: str) -> InitErrorDetails:
-    """Return a fault with a message of ecrl, for `ValidationError.from_exception_data`."""
+    """Return a fault in the format of `ValidationError.from_exception_data`."""
     return InitErrorDetails(type=PydanticCustomError("fault", "{text}", {"text": message}), loc=path, input=None)
 
 
 def faults_from_error(model: type[BaseModel], error: ValidationError) -> list[Fault]:
-    """Turn pydantic's errors into faults: the path, the expected and given values, and the key's description."""
+    """Convert pydantic's errors to faults.
+
+    Each message has the expected value, the actual value and the description of the key.
+    """
     faults = []
     for fault in error.errors(include_url=False):
         place = tuple(part for part in fault["loc"] if part not in (NUMBER.tag, LIST.tag, OBJECT.tag))
-        place = place[:1] if fault["type"] == "recursion_depth_exceeded" else place  # the whole path would fill a page
+        place = place[:1] if fault["type"] == "recursion_depth_exceeded" else place  # a full path would fill a page
         key, *indices = place or ("",)
         is_own = isinstance(key, str) and key in model.model_fields and all(isinstance(index, int) for index in indices)
         about = model.model_fields[str(key)].description if is_own else None
@@ -141,7 +146,7 @@ def faults_from_error(model: type[BaseModel], error: ValidationError) -> list[Fa
 
 
 def _hashable(value: Any) -> Any:
-    """Return a hashable form of a value; equal values give equal forms."""
+    """Convert a value to a hashable one. Equal values give equal results."""
     match value:
         case BaseModel():
             return type(value), tuple(_hashable(value.__dict__.get(name)) for name in type(value).model_fields)
@@ -155,13 +160,13 @@ def _hashable(value: Any) -> Any:
 
 
 class ConfigModel(BaseModel):
-    """A section of the config: frozen, hashable and strict. An error about an unknown key names the nearest one."""
+    """A section of the config: frozen, hashable and strict. If a key is unknown, the error suggests a similar one."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
     other_names: ClassVar[dict[str, str]] = {}
-    """Alternative name -> the key that it means."""
+    """Alternative name of a key -> the name of the field."""
     inert: ClassVar[dict[str, str]] = {}
-    """Key of another system's config that has no meaning here -> the reason."""
+    """Key of EmbodiChain that ecrl ignores in this section -> the reason."""
 
     @model_validator(mode="wrap")
     @classmethod
@@ -193,18 +198,18 @@ class ConfigModel(BaseModel):
         return hash(_hashable(self))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(f"{name}: a config never changes; make a changed copy with cfg.replace(...)")
+        raise AttributeError(f"{name}: a config cannot be changed; make a changed copy with cfg.replace(...)")
 
 
 def known_keys(model: type[BaseModel]) -> set[str]:
-    """Return the keys that a section may have, alternative names included."""
+    """Return the keys that a section may have, including alternative names."""
     return {*model.model_fields, *(model.other_names if issubclass(model, ConfigModel) else ())}
 
 
 def _check_float32(value: float) -> float:
     """Raise ValueError for a number that becomes 0 or infinity in float32."""
     if value > 3.4e38 or 0.0 < value < 1.4e-45:
-        raise ValueError(f"must be between 1.4e-45 and 3.4e38, got {value}")
+        raise ValueError(f"must be between 1.4e-45 and 3.4e38, the range of float32, got {value}")
     return value
 
 
@@ -215,7 +220,7 @@ Count = Annotated[int, Field(ge=1, lt=2**31)]
 
 
 class ObjectPairs(dict):
-    """A JSON object that records its duplicate keys in `repeated`."""
+    """A dict made from a JSON object. The attribute `repeated` lists the keys that the object has more than once."""
 
     def __init__(self, pairs: Iterable[tuple[Any, Any]]):
         pairs = list(pairs)
@@ -224,11 +229,14 @@ class ObjectPairs(dict):
 
 
 def repeated_keys(data: Any) -> list[Fault]:
-    """List the duplicate keys. A file may be nested deeper than Python can recurse, so this is a loop."""
+    """List the duplicate keys of all objects in a config.
+
+    The function loops instead of calling itself, because a file may be nested deeper than Python's recursion limit.
+    """
     faults, rest, seen = [], [((), data)], set()
     while rest:
         path, part = rest.pop()
-        if not isinstance(part, dict | list) or id(part) in seen:  # YAML aliases can repeat a part
+        if not isinstance(part, dict | list) or id(part) in seen:  # a YAML alias may refer to the same part again
             continue
         seen.add(id(part))
         if isinstance(part, list):
@@ -244,7 +252,7 @@ _QUOTED = re.compile(r"'.*'|\".*\"")
 
 
 def format_path(path: Loc) -> str:
-    """Format a path for a message.
+    """Format the path of a key for an error message.
 
     >>> format_path(("policy", "hidden_sizes", 0)), format_path(("events", "of my own"))
     ('policy.hidden_sizes[0]', "events.'of my own'")
@@ -264,13 +272,13 @@ def validate_section(
     earlier_faults: Iterable[Fault] = (),
     path_text: Callable[[Loc], str] = format_path,
 ) -> Section:
-    """Validate `data` as a `model`, or raise a ConfigError with one line per fault.
+    """Validate `data` with `model`. If there are faults, raise a ConfigError with one line for each.
 
     Args:
-        model: the model to validate against.
-        data: the data as read.
+        model: model of the section.
+        data: data of the section, before validation.
         source: start of each line, such as the file's name.
-        earlier_faults: faults from earlier steps to report too. Each path is reported once.
+        earlier_faults: faults of earlier steps, reported too. Validation reports no second fault for their paths.
         path_text: function that formats a path for a message.
     """
     faults = list(earlier_faults)
@@ -285,7 +293,7 @@ def validate_section(
 
 
 def sections_in(annotation: Any) -> Iterator[type[ConfigModel]]:
-    """Yield the config models in a field's annotation."""
+    """Yield the config models that the type annotation of a field contains."""
     if isinstance(annotation, type) and issubclass(annotation, ConfigModel):
         yield annotation
     for part in get_args(annotation):

@@ -1,4 +1,4 @@
-"""Configs that ecrl ships, found by name: `cartpole_ppo` is `configs/cartpole_ppo.json`."""
+"""Presets: configs that ecrl ships. The preset `cartpole_ppo` is the file `configs/cartpole_ppo.json`."""
 
 import re
 from difflib import get_close_matches
@@ -25,12 +25,14 @@ def preset_names() -> tuple[str, ...]:
 
 
 def find_config(source: str | Path) -> Path:
-    """Return the file of a preset name or of a path. A file in the working directory wins over a preset.
+    """Return the path of a config file, or of the preset with this name.
+
+    If the working directory has a file with the name of a preset, return that file.
 
     >>> find_config("cartpole_ppo").name, str(find_config("outputs/first/config.json"))
     ('cartpole_ppo.json', 'outputs/first/config.json')
 
-    Raises: ConfigError, one line, if a bare word names neither a preset nor a file.
+    Raises: ConfigError if `source` is a plain word, and there is neither a preset nor a file with this name.
     """
     path, names = Path(source), preset_names()
     if isinstance(source, Path) or not re.fullmatch(r"[\w-]+", source) or path.is_file():

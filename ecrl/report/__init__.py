@@ -1,1 +1,1 @@
-"""Learning curves, plots and their statistics."""
+"""Learning curves of runs and of other libraries: reading, statistics and plots."""

@@ -1,8 +1,8 @@
-"""Read learning curves from run folders and from peer files, which contain the results of other libraries.
+"""Read learning curves from run folders and from result files. A result file has the curves of another library.
 
-A peer file has rows of steps, seconds and return or success (a success rate). It is a CSV file with these columns, or a
-JSON file. The JSON is a list of such rows, or an object with this list as `curve`, a `name` and a `seed`. In a CSV
-file, a column `seed` separates the rows into curves.
+A result file has rows with `steps`, `seconds`, and `return` or `success` (a success rate). It is a CSV file with these
+columns, or a JSON file. The JSON file has a list of rows, or an object with the list as `curve`, a `name` and a `seed`.
+A CSV file may have a column `seed`. Then it has one curve for each seed.
 """
 
 import csv
@@ -19,7 +19,7 @@ from ecrl.errors import UserError
 from ecrl.registry import did_you_mean
 
 DEFAULT_METRICS = ("eval/success_rate", "eval/avg_reward", "charts/episode_reward_avg_100")
-"""Default metrics. The first metric that all runs and peers have is plotted."""
+"""Default metrics. The first metric that all runs and result files have is plotted."""
 _METRICS_BY_COLUMN = {"return": ("eval/avg_reward", "charts/episode_reward_avg_100"), "success": ("eval/success_rate",)}
 _IGNORED_KEYS = {"trainer": ("seed", "eval_seed", "exp_name", "wandb_project_name")}  # may differ between seeds
 _EXPECTED_FILES = "expected a run folder, or a .json or .csv file with results of another library"
@@ -29,7 +29,7 @@ Row = dict[str, Any]
 
 
 class Source(NamedTuple):
-    """The logged rows of one run or peer. Sources with an equal `group` are seeds of the same config or peer."""
+    """The rows of one run, or of one seed in a result file. Seeds of the same config or file have an equal `group`."""
 
     path: Path
     label: str
@@ -39,7 +39,7 @@ class Source(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """One metric of a source, as arrays `[n]`. `name` is the name of its folder or file."""
+    """The curve of one metric of a source, as arrays `[n]`. `name` is the name of the source's folder or file."""
 
     name: str
     label: str
@@ -50,7 +50,7 @@ class Curve(NamedTuple):
 
 
 def canonical_json(data: Any) -> str:
-    """Return JSON text that is equal for equal data.
+    """Return the JSON text of data without spaces and with sorted keys. Equal data has equal text.
 
     >>> canonical_json({"b": 1, "a": [1.0, None]})
     '{"a":[1.0,null],"b":1}'
@@ -64,19 +64,19 @@ def without_seeds_and_names(config: Row) -> Row:
     >>> without_seeds_and_names({"trainer": {"seed": 3, "exp_name": "a", "num_envs": 4}, "env": {"name": "cartpole"}})
     {'trainer': {'num_envs': 4}, 'env': {'name': 'cartpole'}}
     """
-    kept = {
+    sections = {
         part: {k: v for k, v in config.get(part, {}).items() if k not in names} for part, names in _IGNORED_KEYS.items()
     }
-    return config | kept
+    return config | sections
 
 
 def read_sources(path: Path) -> list[Source]:
-    """Read the run in a folder, or the curves of a peer file. Raise UserError for anything else."""
+    """Read the curve of a run folder, or the curves of a result file. Raise UserError for any other path."""
     if path.is_dir():
         return [_read_run(path)]
     if not path.exists():
         raise UserError(f"{path}: does not exist; {_EXPECTED_FILES}")
-    readers = {".json": _read_json_peer, ".csv": _read_csv_peer}
+    readers = {".json": _read_json_results, ".csv": _read_csv_results}
     if path.suffix not in readers:
         raise UserError(f"{path}: {_EXPECTED_FILES}")
     sources = readers[path.suffix](path)
@@ -90,7 +90,7 @@ def _read_run(folder: Path) -> Source:
         raise UserError(f"{folder}: has no metrics.jsonl; expected a run folder, such as outputs/<exp_name>_<time>")
     rows = list(_read_metrics(folder / "metrics.jsonl"))
     if not rows:
-        raise UserError(f"{folder}: nothing is logged yet; train for longer, or leave it out")
+        raise UserError(f"{folder}: nothing is logged yet; train for longer, or leave this folder out")
     if not (folder / "config.json").exists():
         return Source(folder, folder.name, str(folder), None, rows)
     config = _read_json(folder / "config.json")
@@ -109,7 +109,7 @@ def _read_json(path: Path) -> Any:
 
 
 def _read_metrics(path: Path) -> Iterator[Row]:
-    """Yield the rows of a metrics file, except a last one without a newline: a run may still be writing it."""
+    """Yield the rows of a metrics file. Skip a last row without a newline, because a run may still be writing it."""
     lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines[:-1], 1):
         try:
@@ -121,18 +121,18 @@ def _read_metrics(path: Path) -> Iterator[Row]:
         yield row | {"steps": row["sample_step"]}
 
 
-def _read_json_peer(path: Path) -> list[Source]:
+def _read_json_results(path: Path) -> list[Source]:
     data = _read_json(path)
     data = data if isinstance(data, dict) else {"curve": data}
     rows = data.get("curve")
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise UserError(f'{path}: expected a list of rows, or an object with one as "curve"')
+        raise UserError(f'{path}: expected a list of rows, or an object with a list of rows under the key "curve"')
     name, settings = str(data.get("name", path.stem)), data.get("hash")  # results of `ecrl bench` have a hash
-    numbers = [_peer_row(row, f"{path}: row {i}") for i, row in enumerate(rows, 1)]
+    numbers = [_parse_row(row, f"{path}: row {i}") for i, row in enumerate(rows, 1)]
     return [Source(path, name, canonical_json([name, settings]), data.get("seed"), numbers)]
 
 
-def _read_csv_peer(path: Path) -> list[Source]:
+def _read_csv_results(path: Path) -> list[Source]:
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:  # spreadsheets write a byte-order mark
             csv_rows = list(csv.DictReader(file))
@@ -141,7 +141,7 @@ def _read_csv_peer(path: Path) -> list[Source]:
     rows_by_seed: dict[int | None, list[Row]] = {}
     for number, row in enumerate(csv_rows, 2):
         location = f"{path}:{number}"
-        rows_by_seed.setdefault(_seed(row.get("seed"), location), []).append(_peer_row(row, location))
+        rows_by_seed.setdefault(_seed(row.get("seed"), location), []).append(_parse_row(row, location))
     return [Source(path, path.stem, str(path.absolute()), seed, rows) for seed, rows in rows_by_seed.items()]
 
 
@@ -152,8 +152,8 @@ def _seed(text: str | None, location: str) -> int | None:
         raise UserError(f"{location}: seed {text!r}; expected a whole number") from None
 
 
-def _peer_row(row: Row, location: str) -> Row:
-    """Convert a row to numbers, and add the metric names that runs use for them."""
+def _parse_row(row: Row, location: str) -> Row:
+    """Convert a row of a result file to numbers. Repeat return and success under the metric names that runs use."""
     try:
         numbers = {name: float(value) for name, value in row.items() if name and value not in (None, "")}
     except (TypeError, ValueError) as error:
@@ -182,13 +182,13 @@ def choose_metric(sources: Sequence[Source]) -> str:
     for name in DEFAULT_METRICS:
         if name in shared:
             return name
-    raise UserError(f"none of {', '.join(DEFAULT_METRICS)} is in all runs and peers; choose one with --metric")
+    raise UserError(f"none of {', '.join(DEFAULT_METRICS)} is in all runs and files; choose a metric with --metric")
 
 
 def curve(source: Source, metric: str) -> Curve:
-    """Return the curve of a metric. It starts at the first finite value. A later value that is not finite becomes NaN.
+    """Return the curve of a metric, from its first finite value on. Later null values become NaN.
 
-    Raises: UserError if the source has no value of the metric, or if its rows are not in order.
+    Raises: UserError if the source has no value of the metric, or if steps or seconds decrease from row to row.
     """
     logged = [row for row in source.rows if metric in row]
     rows = list(dropwhile(lambda row: not _is_number(row[metric]), logged))

@@ -1,8 +1,9 @@
-"""Plot learning curves over env steps and minutes: a line per seed for one or two seeds, or a band for more.
+"""Plot learning curves over env steps and over minutes. One or two seeds are lines, and three or more seeds are a band.
 
-Seeds of one config, or of one peer, share a colour. A band shows the interquartile mean and its 95 % bootstrap interval
-at equal numbers of env steps, up to the last step that all seeds have reached. With three seeds, the interval is their
-range. Over minutes, each point of a band is placed at the median time of its seeds. This module needs the extra `plot`.
+Seeds of the same config, or of the same result file of another library, have the same colour. A band shows the
+interquartile mean and its 95 % bootstrap interval. It ends at the last step that all seeds have reached. With three
+seeds, the interval is their range. Over minutes, each point of a band is at the median time of the seeds. This module
+needs the extra `plot`.
 """
 
 import math
@@ -19,16 +20,16 @@ from ecrl.report.curves import Curve, Source, choose_metric, curve, read_sources
 from ecrl.report.statistics import bootstrap_interval, interquartile_mean
 
 MIN_BAND_SEEDS = 3
-"""Smallest number of seeds that are drawn as a band."""
+"""Minimum number of seeds for a band. Fewer seeds are drawn as lines."""
 _SUFFIXES = (".png", ".svg")
 _RESAMPLES, _POINTS = 2000, 200
-_LONG_LABEL = 45  # characters; with longer labels, the legend has one column
+_LONG_LABEL = 45  # number of characters; if a label is longer, the legend has one column instead of two
 _BAND = "three or more seeds: interquartile mean, 95 % bootstrap interval"
 _AXES = {"steps": "environment steps", "minutes": "minutes, including compilation"}
 
 
 class Band(NamedTuple):
-    """Interquartile mean of seeds and its bootstrap interval, as arrays `[n]` at the positions `x`."""
+    """Interquartile mean over seeds and its bootstrap interval, as arrays `[n]` at the positions `x`."""
 
     x: np.ndarray
     middle: np.ndarray
@@ -37,9 +38,9 @@ class Band(NamedTuple):
 
 
 def band_positions(lines: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the x positions of a band in the range that all lines share.
+    """Return the x positions of a band, in the range that all lines cover.
 
-    They are the points of the lines, or an even grid if there are many points.
+    The positions are the points of all lines, or an even grid of 200 positions if there are more points.
 
     >>> band_positions([np.array([1.0, 2.0, 3.0]), np.array([1.0, 2.0])]).tolist()
     [1.0, 2.0]
@@ -51,7 +52,7 @@ def band_positions(lines: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def band(lines: Sequence[tuple[np.ndarray, np.ndarray]]) -> Band:
-    """Return the band of the seeds' lines `(x, y)`, which are interpolated. Equal lines give equal bands."""
+    """Return the band of the lines `(x, y)` of the seeds, with linear interpolation. Equal lines give equal bands."""
     positions = band_positions([x for x, _ in lines])
     values = np.stack([np.interp(positions, x, y) for x, y in lines])
     low, high = bootstrap_interval(values, np.random.default_rng(0), _RESAMPLES)
@@ -59,7 +60,7 @@ def band(lines: Sequence[tuple[np.ndarray, np.ndarray]]) -> Band:
 
 
 def group_curves(curves: Iterable[Curve]) -> list[list[Curve]]:
-    """Group the curves by config or peer, in the given order."""
+    """Group the seeds of each config or result file, in the order of the curves."""
     groups: dict[str, list[Curve]] = {}
     for one in curves:
         groups.setdefault(one.group, []).append(one)
@@ -67,7 +68,7 @@ def group_curves(curves: Iterable[Curve]) -> list[list[Curve]]:
 
 
 def legend_label(group: Sequence[Curve]) -> str:
-    """Return a group's label in the legend, with its number of seeds.
+    """Return the label of a group for the legend. It has the number of seeds if there is more than one.
 
     >>> one = Curve("", "ppo", "", np.array([]), np.array([]), np.array([]))
     >>> legend_label([one]), legend_label([one] * 2)
@@ -79,7 +80,7 @@ def legend_label(group: Sequence[Curve]) -> str:
 def draw_group(axes: Any, group: Sequence[Curve], by: str, color: str) -> None:
     """Draw a group on matplotlib axes over `by`, which is "steps" or "minutes"."""
     steps = [one.steps for one in group]
-    if len(group) < MIN_BAND_SEEDS or not len(band_positions(steps)):  # few seeds, or seeds without a common range
+    if len(group) < MIN_BAND_SEEDS or not len(band_positions(steps)):  # too few seeds, or no range that all cover
         for number, one in enumerate(group):
             marker = "." if len(one.steps) == 1 else None  # a line of a single point would be invisible
             label = None if number else legend_label(group)
@@ -93,7 +94,7 @@ def draw_group(axes: Any, group: Sequence[Curve], by: str, color: str) -> None:
 
 
 def figure(groups: Sequence[Sequence[Curve]], metric: str, threshold: float | None = None) -> Any:
-    """Return a matplotlib figure with one panel over steps and one over minutes. A threshold is a dotted line."""
+    """Return a matplotlib figure with a panel over steps and a panel over minutes. A dotted line marks `threshold`."""
     with extra("plot"):
         from matplotlib.figure import Figure
         from matplotlib.ticker import EngFormatter
@@ -107,7 +108,7 @@ def figure(groups: Sequence[Sequence[Curve]], metric: str, threshold: float | No
         axes.set(xlabel=label)
         axes.grid(alpha=0.3)
     panels[0].set(ylabel=metric)
-    panels[0].xaxis.set_major_formatter(EngFormatter(sep=""))  # 2M
+    panels[0].xaxis.set_major_formatter(EngFormatter(sep=""))  # 2M instead of 2000000
     handles, labels = panels[0].get_legend_handles_labels()
     columns = 1 if max(map(len, labels), default=0) > _LONG_LABEL else min(2, len(groups))
     title = _BAND if panels[0].collections else None
@@ -116,7 +117,7 @@ def figure(groups: Sequence[Sequence[Curve]], metric: str, threshold: float | No
 
 
 def output_files(out: Path) -> list[Path]:
-    """Return the files of a picture: `out`, or a .png and a .svg if `out` has no suffix.
+    """Return the paths of a picture: `out`, or a .png and a .svg file if `out` has no suffix.
 
     >>> [str(path) for path in output_files(Path("a/curves"))], [str(path) for path in output_files(Path("curves.svg"))]
     (['a/curves.png', 'a/curves.svg'], ['curves.svg'])
@@ -129,7 +130,7 @@ def output_files(out: Path) -> list[Path]:
 
 
 def write(picture: Any, out: Path) -> list[Path]:
-    """Write a figure to `output_files(out)`. Equal figures give equal files."""
+    """Write a figure to the paths `output_files(out)`. Equal figures give files with equal bytes."""
     import matplotlib
 
     written = output_files(out)
@@ -144,7 +145,7 @@ def write(picture: Any, out: Path) -> list[Path]:
 
 
 def threshold_point(one: Curve, threshold: float) -> tuple[float, float] | None:
-    """Return the env steps and minutes at which a curve reaches the threshold and stays there, or None.
+    """Return the first env steps and minutes after which a curve never falls below the threshold, or None.
 
     >>> x = np.array([1.0, 2.0, 3.0, 4.0])
     >>> threshold_point(Curve("", "", "", 10 * x, x, np.array([0.5, 0.96, 0.9, 0.97])), 0.95)
@@ -156,7 +157,7 @@ def threshold_point(one: Curve, threshold: float) -> tuple[float, float] | None:
 
 
 def summary(groups: Iterable[Sequence[Curve]], threshold: float | None) -> list[str]:
-    """Return a line per curve: its last point, its first NaN, and when it reaches a threshold for good."""
+    """Return a line of text per curve: its last point, its first NaN, and from when it stays above the threshold."""
     lines = []
     for one in (one for group in groups for one in group):
         line = f"{one.name}: {one.values[-1]:.4g} after {one.steps[-1]:,.0f} env steps, {one.minutes[-1]:.1f} minutes"
@@ -178,7 +179,7 @@ def _warn_of_duplicates(sources: Sequence[Source]) -> None:
 
 
 def _with_unique_labels(sources: Sequence[Source]) -> list[Source]:
-    """Make labels unique. Groups that share a label get the file name too, or the path if they share the file name."""
+    """Make the labels of groups unique: append the name of the file or folder, or the whole path if names are equal."""
     labelled = []
     for source in sources:
         first = {s.group: s.path for s in reversed(sources) if s.label == source.label}
@@ -191,16 +192,17 @@ def _with_unique_labels(sources: Sequence[Source]) -> list[Source]:
 def plot(
     paths: Sequence[Path], out: Path, metric: str | None = None, threshold: float | None = None
 ) -> tuple[list[Path], list[list[Curve]]]:
-    """Plot the learning curves of runs and peers.
+    """Plot the learning curves of runs and of result files of other libraries.
 
     Args:
-        paths: run folders and peer files (`ecrl.report.curves`).
+        paths: run folders and result files (`ecrl.report.curves`).
         out: path of the picture; see `output_files`.
-        metric: name in metrics.jsonl; `ecrl.report.curves.choose_metric` picks the default.
-        threshold: value of a horizontal line to draw.
+        metric: name of the metric in metrics.jsonl; the result of `ecrl.report.curves.choose_metric` if None.
+        threshold: value at which to draw a horizontal line; no line if None.
 
-    Returns: the files and the groups of curves.
-    Raises: UserError for a path that is not a run or peer, for a missing metric, or without the extra `plot`.
+    Returns: the paths of the pictures, and the groups of curves.
+    Raises: UserError if a path is not a run folder or result file, if a metric is missing, or if the extra `plot` is
+        missing.
     """
     output_files(out)
     if threshold is not None and not math.isfinite(threshold):

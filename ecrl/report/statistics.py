@@ -1,7 +1,7 @@
 """Statistics over many seeds: the interquartile mean and its bootstrap interval.
 
-One lucky or broken seed moves a mean, and a median discards most seeds. The interquartile mean averages the middle
-half. Source: Agarwal et al. 2021, arXiv:2108.13264.
+A single lucky or broken seed can change a mean strongly, and a median uses only the middle seeds. The interquartile
+mean averages the middle half of the seeds. Source: Agarwal et al. 2021, arXiv:2108.13264.
 """
 
 import numpy as np
@@ -10,12 +10,12 @@ Values = np.ndarray
 
 
 def interquartile_mean(values: Values) -> Values:
-    """Return the mean over the first axis, without the smallest quarter and the largest quarter.
+    """Return the mean over the first axis, without the smallest quarter and the largest quarter of the values.
 
         k = n // 4;  iqm = mean(sort(values)[k : n - k])
 
     Args:
-        values: `[n, ...]`, one value per seed; with fewer than four seeds the result is the mean.
+        values: `[n, ...]`, one value per seed; for fewer than four seeds, the result is the mean.
 
     Returns: `[...]`.
 
@@ -32,12 +32,12 @@ def bootstrap_interval(
     """Return the percentile bootstrap interval of the interquartile mean, from seeds resampled with replacement.
 
     Args:
-        values: `[n, ...]`, one value per seed; all positions of the other axes share the draws.
-        rng: generator of the draws.
-        resamples: number of times that n seeds are drawn.
-        level: share of the resamples within the interval.
+        values: `[n, ...]`, one value per seed; the same seeds are drawn at all positions of the other axes.
+        rng: random generator.
+        resamples: number of resamples, with n seeds each.
+        level: fraction of the resamples whose mean is in the interval.
 
-    Returns: the lower and the upper end, `[...]` each.
+    Returns: the lower and the upper end of the interval, `[...]` each.
 
     >>> low, high = bootstrap_interval(np.array([1.0, 2.0, 3.0, 4.0]), np.random.default_rng(0), 1000)
     >>> float(low), float(high)

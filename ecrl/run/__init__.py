@@ -1,1 +1,1 @@
-"""A run on disk: training, its folder, checkpoints, resuming, logging, evaluation, video and export."""
+"""Runs: training, run folders, checkpoints, resuming, logging, evaluation, videos and export."""

@@ -1,4 +1,4 @@
-"""Atomic writes of files and folders. After a crash, a kill or a full disk, the old or the new version is complete.
+"""Write files and folders atomically. After a crash, a kill or a full disk, either the old or the new version exists.
 
 Files and their folders are synced to disk, so they also survive a power failure.
 """
@@ -30,7 +30,7 @@ def _sync_folder(path: Path) -> None:
 def append(path: Path, data: bytes) -> None:
     """Append all of `data` to a file, or raise OSError and append nothing.
 
-    Every call opens the file, so writes succeed again once a full disk has room or a missing disk is mounted.
+    Every call opens the file again, so later calls succeed when a full disk has room or a missing disk is mounted.
     """
     with path.open("ab", buffering=0) as file:
         end = file.tell()
@@ -58,8 +58,8 @@ def replace_file(path: Path, data: bytes) -> None:
 def write_folder(path: Path, files: Mapping[str, bytes]) -> None:
     """Replace the folder `path` by a folder with `files`, or raise OSError and keep the old folder.
 
-    The old folder is removed after the new one is on disk. If the process is killed between the two renames, the old
-    folder has a temporary name, which `complete_folder` returns.
+    The old folder is renamed, the new folder gets its name, and then the old folder is removed. If the process is
+    killed between the two renames, `complete_folder` still finds the old folder.
     """
     _finish_replacement(path)
     temporary, old = _temporary_path(path), _old_path(path)
@@ -93,7 +93,7 @@ def _old_path(path: Path) -> Path:
 
 
 def complete_folder(path: Path) -> Path:
-    """Return the path of the complete folder: a temporary name if its writer was killed between the two renames."""
+    """Return `path`, or the temporary name of the old folder if `write_folder` was killed between its renames."""
     old = _old_path(path)
     return old if old.exists() and not path.exists() else path
 
@@ -111,9 +111,10 @@ def _finish_replacement(path: Path) -> None:
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Lock a folder for this process, or raise BlockingIOError. The lock ends with the process, even if it is killed.
+    """Lock a folder for this process. Raise BlockingIOError if another process holds the lock.
 
-    A process may lock the same folder twice. On a file system without locks, this does not stop other processes.
+    The lock ends with the process, even if it is killed. A process may lock the same folder twice. On a file system
+    without locks, other processes are not kept out.
     """
     with (folder / ".lock").open("w") as file:
         try:
@@ -125,13 +126,13 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder. If the process is killed meanwhile, no incomplete folder remains under this name."""
+    """Remove a folder. It is renamed first, so that a kill during the removal leaves no incomplete folder at `path`."""
     removed = path.with_name(f".{path.name}.gone")
     path.rename(removed)
     shutil.rmtree(removed, ignore_errors=True)
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove temporary folders that killed writers left in `folder`. Only the single writer of `folder` may call it."""
+    """Remove temporary folders that killed processes left in `folder`. No other process may write there meanwhile."""
     for leftover in [*folder.glob(".*.new.*"), *folder.glob(".*.gone")]:
         shutil.rmtree(leftover, ignore_errors=True)

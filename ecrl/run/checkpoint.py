@@ -1,7 +1,7 @@
-"""Checkpoints: a folder of `state.safetensors`, `config.json`, further files and `manifest.json` with checksums.
+"""Checkpoints: folders with `state.safetensors`, `config.json`, other files, and `manifest.json` with checksums.
 
-A folder is written under a temporary name, synced to disk and renamed. A reader sees either a complete folder or none.
-Pickle is not used.
+A folder is written under a temporary name, synced to disk and then renamed, so it is never incomplete. Nothing is
+pickled.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ from ecrl.loop.iteration import empty_buffers, expected_state
 from ecrl.run.atomic_files import complete_folder, write_folder
 
 FORMAT = 1
-
+"""Version of the format of checkpoints, stored in the manifest."""
 
 _RESERVED_FILES = ("state.safetensors", "config.json", "manifest.json")
 
@@ -37,7 +37,7 @@ class Snapshot(NamedTuple):
 
     tensors: dict[str, Tensor]
     cfg: Config
-    conditions: dict[str, Any]  # returned by `conditions`, stored in the manifest
+    conditions: dict[str, Any]  # result of `conditions`, for the manifest
     logs: dict[str, float]
     files: dict[str, bytes]
     left_out: list[str]  # names of the buffers that are not in `tensors`
@@ -54,13 +54,13 @@ def snapshot(
 
     Args:
         run: run built from `cfg`.
-        state: state of the run, with or without its buffers; it may be overwritten after this call.
+        state: state of the run, with or without its replay buffers; it may be overwritten after this call.
         cfg: config of the run.
         logs: numbers for the manifest, such as the results of the evaluation that chose this state.
         files: contents of extra files by name; the manifest has their checksums.
 
-    Raises: ValueError if a name in `files` is a path, is hidden or names one of the checkpoint's own files; UserError
-        if a later iteration has overwritten a buffer of the state.
+    Raises: ValueError if a name in `files` is a path, is hidden or is the name of one of the checkpoint's own files;
+        UserError if a later iteration has overwritten a buffer of the state.
     """
     for name in files or {}:
         if name in _RESERVED_FILES or name.startswith(".") or "/" in name:
@@ -74,18 +74,23 @@ def snapshot(
 
 
 def conditions(run: Run, cfg: Config) -> dict[str, Any]:
-    """Return the settings that affect the bits of a run, besides its state and config."""
+    """Return everything that affects the exact results of a run, besides its state and config."""
     threads, device = torch.get_num_threads(), device_of(cfg).type
     return {"torch": str(torch.__version__), "threads": threads, "form": form_in_use(run), "device": device}
 
 
-def changed_conditions(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Describe each condition that has changed. Conditions that `then` lacks are left out.
+def changed_conditions(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Describe each condition that has changed. A condition that is missing in `old` is not compared.
 
     >>> changed_conditions({"torch": "2.12", "threads": 2}, {"torch": "2.13", "threads": 2, "device": "cpu"})
-    ['torch 2.12 then, 2.13 now']
+    ['torch changed from 2.12 to 2.13']
     """
-    return [f"{name} {then[name]} then, {value} now" for name, value in now.items() if then.get(name, value) != value]
+    names = {"form": "execution"}
+    return [
+        f"{names.get(name, name)} changed from {old[name]} to {value}"
+        for name, value in new.items()
+        if old.get(name, value) != value
+    ]
 
 
 def _sha256(data: bytes) -> str:
@@ -116,7 +121,7 @@ def save(
     logs: dict[str, float] | None = None,
     files: Mapping[str, bytes] | None = None,
 ) -> None:
-    """Write `state` and `cfg` as the folder `path`. An older checkpoint there is replaced once the new one is on disk.
+    """Write `state` and `cfg` to the folder `path`. An older checkpoint there is replaced when the new one is on disk.
 
     Args:
         path: checkpoint folder.
@@ -125,13 +130,13 @@ def save(
         logs: numbers for the manifest, such as the results of the evaluation that chose this state.
         files: contents of extra files by name; the manifest has their checksums.
 
-    Raises: CheckpointError if it cannot be written, or if `path` exists and is not a checkpoint.
+    Raises: CheckpointError if the checkpoint cannot be written, or if `path` exists and is not a checkpoint.
     """
     write(path, snapshot(build(cfg), state, cfg, logs, files))
 
 
 def write(path: str | Path, saved: Snapshot) -> None:
-    """Write a snapshot as the folder `path`, in the same way as `save`."""
+    """Write a snapshot to the folder `path`, as `save` does."""
     path = Path(path)
     if path.exists() and not (path.is_dir() and _may_be_replaced(path)):
         raise CheckpointError(f"{path}: exists and is not a checkpoint; choose another name")
@@ -169,7 +174,7 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
     if checksum != _sha256(_json(manifest)) or canonical != data:
         raise CheckpointError(f"{path}/manifest.json: damaged: its checksum differs")
     if manifest["format"] != FORMAT:
-        raise CheckpointError(f"{path}: format {manifest['format']}, this version reads format {FORMAT}")
+        raise CheckpointError(f"{path}: has format {manifest['format']}, this version of ecrl reads format {FORMAT}")
     return manifest
 
 
@@ -200,16 +205,19 @@ def read_files(path: str | Path) -> dict[str, bytes]:
 
 
 def _paths(structure: TensorDict) -> dict[str, tuple[str, ...]]:
-    """Return the path of each tensor in the state by its name in the file. A key of a path may itself contain "/"."""
+    """Return the path of each tensor in a state, by its name in the file: the keys joined by "/".
+
+    The path cannot be computed from the name, because a key may also contain "/".
+    """
     pairs: Any = structure.items(True, True)  # a locked TensorDict caches the result of `keys` in a reference cycle
     return {"/".join(path): path for path in ((key,) if isinstance(key, str) else tuple(key) for key, _ in pairs)}
 
 
 def _upgrade(tensors: dict[str, Tensor], expected: TensorDict) -> dict[str, Tensor]:
-    """Return the tensors of an older checkpoint under the names of this version.
+    """Convert the tensors of an older checkpoint to the names of this version.
 
-    An older state lacks the numbers of schedules, which come from the checkpoint's config. It also has one optimiser
-    state for all groups: `opt/mu/critic/w` is now `opt/critic/mu/critic/w`.
+    Older checkpoints lack the hyperparameters of schedules, so take them from `expected`. They also have one optimiser
+    state for all parameter groups: `opt/mu/critic/w` is now `opt/critic/mu/critic/w`.
     """
     upgraded = dict(tensors)
     for name, place in _paths(expected).items():
@@ -226,7 +234,10 @@ def _upgrade(tensors: dict[str, Tensor], expected: TensorDict) -> dict[str, Tens
 
 
 def _fill_structure(structure: TensorDict, tensors: dict[str, Tensor], path: Path) -> TensorDict:
-    """Return `structure` filled with `tensors`. Raise CheckpointError for missing, extra or misshapen tensors."""
+    """Return a state like `structure` with the values of `tensors`.
+
+    Raises: CheckpointError if tensors are missing, unknown, or of another shape or dtype.
+    """
     places, tensors = _paths(structure), _upgrade(tensors, structure)
     unmatched = sorted(places.keys() ^ tensors.keys())
     if unmatched:
@@ -245,15 +256,16 @@ def _fill_structure(structure: TensorDict, tensors: dict[str, Tensor], path: Pat
 def load(path: str | Path, device: str | None = None) -> tuple[TensorDict, Config]:
     """Return the state and config of a checkpoint folder. `device` replaces `trainer.device`.
 
-    If the checkpoint has no buffers, as `checkpoints/best`, those of the state are empty.
+    If the checkpoint has no replay buffers, such as `checkpoints/best`, the state has empty replay buffers.
 
-    Raises: CheckpointError for a missing or damaged file or an unfit tensor; ConfigError for a faulty config.
+    Raises: CheckpointError if a file is missing or damaged, or if a tensor does not fit the config; ConfigError if the
+        config is invalid.
     """
     return load_run(path, device)[1:]
 
 
 def load_run(path: str | Path, device: str | None = None) -> tuple[Run, TensorDict, Config]:
-    """Return the run, built once, and the state and config of a checkpoint folder, as `load`."""
+    """Return the run that is built from a checkpoint's config, and the results of `load`."""
     path = complete_folder(Path(path))
     files = read_files(path)
     raw = json.loads(files["config.json"])
@@ -273,22 +285,25 @@ def load_run(path: str | Path, device: str | None = None) -> tuple[Run, TensorDi
 
 
 def buffers_left_out(path: str | Path) -> list[str]:
-    """Return the names of the buffers that are not in a checkpoint."""
+    """Return the names of the replay buffers that were left out of a checkpoint."""
     return read_manifest(path).get("left_out", [])
 
 
 def same_weights(path: str | Path, state: TensorDict) -> bool:
     """Return True if the policy of a checkpoint has exactly the parameters of `state`."""
     saved = tensors_from_bytes(read_files(path)["state.safetensors"])
-    theirs = {name: x for name, x in saved.items() if name.startswith("params/")}
+    old = {name: x for name, x in saved.items() if name.startswith("params/")}
     params = cast(TensorDict, state.select("params"))
-    ours = {name: cast(Tensor, params[place]).detach().cpu() for name, place in _paths(params).items()}
-    ours_shapes, their_shapes = ({n: (x.dtype, x.shape) for n, x in weights.items()} for weights in (ours, theirs))
-    return ours_shapes == their_shapes and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    new = {name: cast(Tensor, params[place]).detach().cpu() for name, place in _paths(params).items()}
+    old_shapes, new_shapes = ({n: (x.dtype, x.shape) for n, x in weights.items()} for weights in (old, new))
+    return old_shapes == new_shapes and all(torch.equal(old[name], new[name]) for name in new)
 
 
 def _environment_state(tensors: dict[str, Tensor]) -> TensorDict:
-    """Return the environment state in a checkpoint. Token 0 marks states outside the tensors (Gymnasium) as lost."""
+    """Return the environment state in a checkpoint.
+
+    The state of Gymnasium environments is not in tensors, so it is lost. Token 0 marks it as lost.
+    """
     if "env/token" in tensors:
         tensors["env/token"] = torch.zeros_like(tensors["env/token"])
     env = {tuple(name.split("/")[1:]): leaf for name, leaf in tensors.items() if name.startswith("env/")}
@@ -300,15 +315,16 @@ def _environment_state(tensors: dict[str, Tensor]) -> TensorDict:
 
 
 def step_checkpoints(run: str | Path) -> list[Path]:
-    """Return the checkpoints `step_<N>` of a run folder, oldest first, without a check for damage."""
+    """Return the checkpoint folders `step_<N>` of a run folder, oldest first. They may be damaged."""
     folders = [p for p in (Path(run) / "checkpoints").glob("step_*") if p.name.removeprefix("step_").isdecimal()]
     return sorted(folders, key=lambda p: int(p.name.removeprefix("step_")))
 
 
 def latest(run: str | Path) -> Path:
-    """Return the newest undamaged checkpoint of a run folder by env steps, or the folder itself if it is a checkpoint.
+    """Return the newest undamaged checkpoint of a run folder, or the folder itself if it is a checkpoint.
 
-    Compare every checksum. Skip each damaged checkpoint with a UserWarning that names the file.
+    The newest checkpoint is the one with the most env steps. All its checksums are verified. If it is damaged, a
+    UserWarning names the damaged file, and the next older checkpoint is tried.
     """
     run = Path(run)
     if _is_file(run / "manifest.json"):

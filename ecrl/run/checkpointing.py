@@ -1,8 +1,8 @@
-"""Consumers that save checkpoints during a run: at regular steps, and the best one.
+"""Consumers that save checkpoints during a run: one at regular intervals, and one for the best state.
 
-The state is copied to host memory, and a thread writes the copy while training continues. Each save waits for the
-previous write, so memory holds only one copy. If a write fails, ecrl warns once, and the next save tries again. The end
-of a run waits for the last write. If the last write fails, the run fails.
+To save a state, it is copied to host memory, and a thread writes the copy while training continues. Each save waits for
+the previous write, so memory holds only one copy. If a write fails, ecrl warns once, and the next save tries again. At
+its end, a run waits for the last write. If the last write fails, the run fails.
 """
 
 import math
@@ -28,14 +28,14 @@ from ecrl.run.rank_shards import has_all_shards, shards_without_buffers
 from ecrl.types import LogData
 
 _INCOMPLETE = "the state after {} env steps is not saved: the other ranks did not send their environments"
-_OVERWRITTEN = "the state after {} env steps is not saved: the writing of its {} was interrupted"
+_OVERWRITTEN = "the state after {} env steps is not saved: a write to its {} was interrupted"
 
 
 class Saver(NamedTuple):
-    """Three functions for a consumer that saves.
+    """Functions for consumers that save checkpoints.
 
     `save(path, run, state, cfg, logs, files)` starts to write a checkpoint. `report()` warns if the last write has
-    failed. `retry()` does the same, and then repeats the failed write.
+    failed. `retry()` also warns, and then repeats the failed write.
     """
 
     save: Callable[..., None]
@@ -44,11 +44,11 @@ class Saver(NamedTuple):
 
 
 def _write_and_prune(path: Path, saved: Snapshot, keep: int | None, remove_guarded: Callable[..., bool]) -> None:
-    """Write a checkpoint. Of the checkpoints up to its step, keep only the newest `keep`; all if `keep` is None."""
+    """Write a checkpoint. Then remove older ones, so that `keep` checkpoints remain; remove none if `keep` is None."""
     write(path, saved)
     step = int(saved.tensors["sample_step"])
-    older = [p for p in step_checkpoints(path.parents[1]) if int(p.name.removeprefix("step_")) <= step]
-    for old in older[:-keep] if keep else []:
+    up_to_step = [p for p in step_checkpoints(path.parents[1]) if int(p.name.removeprefix("step_")) <= step]
+    for old in up_to_step[:-keep] if keep else []:
         remove_guarded(remove_folder, old)
 
 
@@ -85,12 +85,12 @@ def _open_saver(keep: int | None = None) -> Iterator[Saver]:
             start()
         if in_progress:
             in_progress.pop().result()
-            guarded(last.clear)  # reports that saving works again
+            guarded(last.clear)  # after a failure, this call warns that saving works again
 
     with ThreadPoolExecutor(1, "ecrl-save") as thread:
         try:
             yield Saver(save, report, retry)
-        except Exception:  # raise the error of the run, not an error of saving
+        except Exception:  # the error of the run is raised, not an error of saving
             guarded(end)
             raise
         except BaseException:
@@ -102,18 +102,20 @@ def _open_saver(keep: int | None = None) -> Iterator[Saver]:
 def with_checkpoints(
     records: Iterator[LogData], cfg: Config, run_dir: str | Path, run: Run | None = None
 ) -> Iterator[LogData]:
-    """Save the state under `run_dir` every `trainer.save_freq` env steps, and when the run ends or is stopped.
+    """Save the state under `run_dir` every `trainer.save_freq` env steps, and at the end of the run.
 
-    Remove all but the newest `trainer.keep_checkpoints` checkpoints. After an error, save the state of the last train
-    record. If the next iteration has already overwritten a buffer of it, save the state after that iteration.
+    Only the newest `trainer.keep_checkpoints` checkpoints remain. If a signal or an error ends the run, the state of
+    the last train record is saved too. If a later iteration has overwritten a buffer of this state, the newest state
+    is saved instead.
 
     Args:
         records: records to pass on.
         cfg: config of the run.
         run_dir: run folder.
-        run: run built from `cfg`; None builds it.
+        run: run built from `cfg`; built here if None.
 
-    Raises: CheckpointError at the end, after all files are closed, if the last checkpoint could not be written.
+    Raises: CheckpointError if the last checkpoint could not be written. It is raised at the end, when all files are
+        closed.
     """
     last, newest, saved, freq = None, None, None, cfg.trainer.save_freq
     run = build(cfg) if run is None else run
@@ -152,7 +154,7 @@ def with_checkpoints(
 
 
 def _best_value(path: Path, name: str) -> float | None:
-    """Return the metric of the best checkpoint so far, or None without one. Warn and return None if it is damaged."""
+    """Return metric `name` of the best checkpoint, or None if there is none. If it is damaged, warn and return None."""
     if not complete_folder(path).exists():
         return None
     try:
@@ -166,20 +168,19 @@ def _best_value(path: Path, name: str) -> float | None:
 def with_best_checkpoint(
     records: Iterator[LogData], cfg: Config, run_dir: str | Path, run: Run | None = None
 ) -> Iterator[LogData]:
-    """Save the state as `checkpoints/best` under `run_dir` when an evaluation's `trainer.best_eval_metric` is the best.
+    """Save the state to `checkpoints/best` under `run_dir` when `trainer.best_eval_metric` is better than ever before.
 
-    It has no replay buffer.
-
-    The best value so far is read from the manifest of the existing checkpoint, so a resumed run continues with it. A
-    missing, NaN or infinite metric is never the best.
+    The checkpoint has no replay buffer. The best value so far is read from the manifest of the existing checkpoint, so
+    a resumed run continues with it. A missing, NaN or infinite metric is never the best.
 
     Args:
         records: records to pass on.
         cfg: config of the run.
         run_dir: run folder.
-        run: run built from `cfg`; None builds it.
+        run: run built from `cfg`; built here if None.
 
-    Raises: CheckpointError at the end, after all files are closed, if the best checkpoint could not be written.
+    Raises: CheckpointError if the best checkpoint could not be written. It is raised at the end, when all files are
+        closed.
     """
     name, sign = cfg.trainer.best_eval_metric, 1.0 if cfg.trainer.best_eval_mode == "max" else -1.0
     path, run = Path(run_dir) / "checkpoints" / "best", build(cfg) if run is None else run

@@ -1,4 +1,4 @@
-"""Crash folders: save the state before an iteration with NaN or infinity, and repeat that iteration."""
+"""Crash folders: save the state before an iteration that produced NaN or infinity, and replay the iteration."""
 
 import json
 import platform
@@ -21,12 +21,12 @@ REPORT = "report.json"
 
 
 def _replay_conditions(run: Run, cfg: Config) -> dict[str, Any]:
-    """Return the settings that affect the bits of an iteration, besides its state and config."""
+    """Return everything that affects the exact results of an iteration, besides its state and config."""
     return {**conditions(run, cfg), "machine": platform.machine(), "ranks": world_size()}
 
 
 def _replay_command(folder: Path, ranks: int, cfg: Config) -> str:
-    """Return the shell command that repeats the iteration."""
+    """Return the shell command that repeats the iteration of a crash folder."""
     imports = "".join(f" --import {module}" for module in user_modules(cfg.model_dump_json()))
     distributed = f"torchrun --nproc-per-node {ranks} -m ecrl replay {folder} --distributed"
     return (f"ecrl replay {folder}" if ranks == 1 else distributed) + imports
@@ -35,7 +35,7 @@ def _replay_command(folder: Path, ranks: int, cfg: Config) -> str:
 def with_crash(records: Iterator[LogData], run: Run, cfg: Config, run_dir: str | Path) -> Iterator[LogData]:
     """If the finite guard stops a run, write a report and the state before the iteration to `crash/` under `run_dir`.
 
-    Raises: the run's NotFiniteError, with the command that repeats the iteration.
+    Raises: NotFiniteError with the run's message and the command that repeats the iteration.
     """
     folder = Path(run_dir) / "crash"
     try:
@@ -50,7 +50,8 @@ def with_crash(records: Iterator[LogData], run: Run, cfg: Config, run_dir: str |
             raise NotFiniteError(
                 f"{error}; the crash folder was not written: {fault}", error.report, error.state
             ) from None
-        advice = f"repeat it with: {command}" if run.env.is_pure else f"the state before it is in {folder}"
+        saved = f"the state before the iteration is in {folder}"
+        advice = f"repeat the iteration with: {command}" if run.env.is_pure else saved
         raise NotFiniteError(f"{error}; {advice}", error.report, error.state) from None
 
 
@@ -61,24 +62,26 @@ def _read(folder: Path) -> dict[str, Any]:
     return json.loads(files[REPORT])
 
 
-def _compare_findings(report: dict[str, Any], now: NotFiniteError | None) -> Iterator[str]:
-    """Yield lines that compare the findings of a repeated iteration with its report."""
-    form, earlier = report["form"], ", ".join(report["met"])
-    if now is None:
-        yield f"{form}: everything is finite this time; the run had NaN or infinity in {earlier}"
+def _compare_findings(report: dict[str, Any], error: NotFiniteError | None) -> Iterator[str]:
+    """Yield lines that compare a repeated iteration with the report of the crash. `error` is its error, if any."""
+    mode, earlier = report["form"], ", ".join(report["met"])  # mode: compiled, eager or partly eager
+    if error is None:
+        yield f"{mode}: everything is finite this time; the run had NaN or infinity in {earlier}"
         return
-    places = ", ".join(now.report["met"])
-    yield f"{form}: NaN or infinity in {places} again" + ("" if places == earlier else f"; the run had it in {earlier}")
-    if now.report["found"] is None:
-        yield f"eager, step by step: everything is finite; only the {form} form has NaN or infinity"
+    places = ", ".join(error.report["met"])
+    difference = "" if places == earlier else f"; the run had NaN or infinity in {earlier}"
+    yield f"{mode}: NaN or infinity in {places} again{difference}"
+    if error.report["found"] is None:
+        yield f"eager, step by step: everything is finite; only the {mode} iteration has NaN or infinity"
     else:
-        yield f"eager, step by step: {explained(now.report)}"
+        yield f"eager, step by step: {explained(error.report)}"
 
 
 def replay(folder: str | Path) -> Iterator[str]:
-    """Repeat the iteration of a crash folder, first in its own form, then eagerly step by step. Yield lines of text.
+    """Repeat the iteration of a crash folder, and yield lines of text about it.
 
-    To repeat an iteration of several ranks, start the same number of ranks.
+    The iteration first runs as in the run, compiled or eager. If it has NaN or infinity again, it is repeated eagerly,
+    step by step, to find the first such number. To repeat an iteration of several ranks, start as many ranks.
 
     Raises: UserError if the folder is not a crash folder; CheckpointError if it is damaged.
     """
@@ -87,12 +90,12 @@ def replay(folder: str | Path) -> Iterator[str]:
     yield f"reported: {report['message']}"
     run, state, cfg = load_run(folder)
     if changes := changed_conditions(report, _replay_conditions(run, cfg)):
-        yield f"the bits may differ: {'; '.join(changes)}"
+        yield f"results may differ by rounding: {'; '.join(changes)}"
     if not run.env.is_pure:
         yield f"environments of {cfg.env.name} keep data outside of the state, so their steps cannot be repeated"
     elif report["ranks"] != world_size():
         problem = f"the iteration had {report['ranks']} ranks, this command has {world_size()}"
-        yield f"{problem}; repeat it with: {_replay_command(folder, report['ranks'], cfg)}"
+        yield f"{problem}; repeat the iteration with: {_replay_command(folder, report['ranks'], cfg)}"
     else:
         yield from _compare_findings(report, _error_of_iteration(run, load_own_shard(run, state, folder), cfg))
 

@@ -1,7 +1,7 @@
-"""Evaluation with deterministic actions over an exact number of episodes, equally many from every environment.
+"""Evaluate a policy with deterministic actions over an exact number of episodes.
 
-Counting the first episodes to end would favour short episodes. Evaluations have their own seed, so they do not change
-the training.
+Every environment contributes the same number of episodes. If the episodes that end first were counted, short episodes
+would be counted too often. Evaluations have their own seed, so they do not change the training.
 """
 
 import math
@@ -33,10 +33,10 @@ from ecrl.run.video_writer import filming, view, with_film
 from ecrl.spaces import Box
 from ecrl.types import LogData
 
-_CHUNK = 128  # steps between two checks of whether all episodes are done; a check is one host read
-_MAX_STEPS = 1_000_000
+_CHUNK = 128  # steps until the host checks again if all episodes have ended; each check copies data to the host
+_MAX_STEPS = 1_000_000  # an episode with more steps is an error
 _GYMNASIUM = "gymnasium:"
-_ALWAYS = ("eval/avg_reward", "eval/std_reward", "eval/avg_length")
+_ALWAYS_LOGGED = ("eval/avg_reward", "eval/std_reward", "eval/avg_length")
 
 
 def eval_envs(num_episodes: int, at_most: int) -> int:
@@ -58,7 +58,11 @@ def _eval_step(
     params: TensorDict,
     initial: TensorDict,
 ) -> tuple[tuple[TensorDict, TensorDict], tuple[Tensor, Any]]:
-    """Take one step. Return memory and state, `[N]` rows of (reward, done, counts, *outcomes), and the view before."""
+    """Take one step in every environment.
+
+    Returns: `((carry, environment state), (rows, view))`. `rows` `[rows, N]` has a row for the reward, done and
+        counts (1 if the step counts), and a row for each outcome. `view` shows the environments before the step.
+    """
     carry, env_state = carry_and_env
     before = view(env_state, filmed) if filmed else ()
     carry, out = act(params, carry, env_state["obs"], None)
@@ -83,21 +87,26 @@ def _eval_steps(
     key: Tensor,
     first: Tensor,
 ) -> tuple[tuple[TensorDict, TensorDict], tuple[Tensor, Any]]:
-    """Take `length` steps from step `first`. Return memory and state, `[length, rows, N]`, views `[length, filmed]`."""
+    """Take `length` steps from step `first`.
+
+    Returns: `((carry, environment state), (rows, views))` as in `_eval_step`, with rows `[length, rows, N]` and views
+        `[length, filmed]`.
+    """
     index, times = torch.arange(num_envs, device=key.device), torch.arange(length, device=key.device).unsqueeze(1)
     noise = env.draw(rng.stream(key, rng.ENV, index, first + times))
     return loop(partial(_eval_step, act, env.step, filmed), carry_and_env, noise, params, initial)
 
 
 def _outcomes(env_state: TensorDict) -> dict[str, Tensor]:
-    """Return the success and scalar metrics that an environment reports, `[N]` each, by log name."""
+    """Return the success flags and scalar metrics that the environments report, `[N]` each, by log name."""
     info = env_state.get("info", TensorDict({}, []))
     success = {"eval/success_rate": info["success"]} if "success" in info else {}
-    metrics = sorted(info.get("metrics", TensorDict({}, [])).items())  # their order may differ between steps
+    # sorted, because the order of the metrics may differ between steps
+    metrics = sorted(info.get("metrics", TensorDict({}, [])).items())
     return success | {f"eval/metrics/{name}": value for name, value in metrics if value.shape == env_state.batch_size}
 
 
-def _count(steps: Iterator[list[tuple]], num_envs: int, quota: int) -> list[tuple[float, ...]]:
+def _first_episodes(steps: Iterator[list[tuple]], num_envs: int, quota: int) -> list[tuple[float, ...]]:
     """Return (return, length, *outcomes) of the first `quota` episodes of every environment."""
     running, episodes = [(0.0, 0)] * num_envs, [[] for _ in range(num_envs)]
     for row in steps:
@@ -121,9 +130,8 @@ def _summary(episodes: list[tuple[float, ...]], names: list[str]) -> dict[str, f
         "eval/std_reward": returns.std(correction=0).item(),
         "eval/avg_length": lengths.mean().item(),
     }
-    means = {
-        name: values.nanmean().item() for name, values in zip(names, outcomes, strict=True)
-    }  # episodes that report it
+    # an episode that does not report an outcome has NaN
+    means = {name: values.nanmean().item() for name, values in zip(names, outcomes, strict=True)}
     return logs | {name: mean for name, mean in means.items() if not math.isnan(mean)}
 
 
@@ -138,35 +146,38 @@ def evaluate(
     env: str | None = None,
     videos: str | Path | None = None,
 ) -> dict[str, float]:
-    """Evaluate the policy: mean and standard deviation of the return, mean length, success rate and mean metrics.
+    """Evaluate the policy of a run with deterministic actions.
 
     Args:
         state: state of a run; only `params`, `norm` and `frozen_params` are read.
         cfg: config of the run.
         num_episodes: number of episodes; `trainer.num_eval_episodes` if None.
-        env: `"gymnasium:<id>"` for an environment of Gymnasium; the run's own environment if None.
-        videos: folder for videos of the cameras under `trainer.events.eval`; None records none. They change no result.
+        env: `"gymnasium:<id>"` for an environment of Gymnasium; the run's environment if None.
+        videos: folder for videos of the cameras under `trainer.events.eval`; no videos if None. Videos do not change
+            the results.
 
-    Returns: `eval/avg_reward`, `eval/std_reward`, `eval/avg_length`, `eval/success_rate` and `eval/metrics/<name>`. The
-        last two are means over the episodes whose last step reports them.
-        A reward that is NaN or infinite makes the mean NaN or infinite. The finite guard only checks training.
-    Raises: ConfigError if `env` is unknown or has other spaces; UserError if an episode does not end.
+    Returns: mean (`eval/avg_reward`) and standard deviation (`eval/std_reward`) of the return, mean length
+        (`eval/avg_length`), `eval/success_rate` and `eval/metrics/<name>`. The success rate and the metrics are means
+        over the episodes whose last step reports them.
+        A NaN or infinite reward makes the mean return NaN or infinite. The finite guard only checks training.
+    Raises: ConfigError if `env` is unknown or if its spaces differ from the run's spaces; UserError if an episode does
+        not end.
     """
     if env is not None and videos is not None:
         raise ConfigError(
             f"videos: {videos}: cameras record only the run's own environment, not {env}; leave out videos or env"
         )
-    with filming(cfg, None if videos is None else Path(videos)) as opened:
-        return _evaluated(with_eval_events(build(cfg), cfg), state, cfg, num_episodes, env, opened)
+    with filming(cfg, None if videos is None else Path(videos)) as open_film:
+        return _evaluate_run(with_eval_events(build(cfg), cfg), state, cfg, num_episodes, env, open_film)
 
 
-def _evaluated(
+def _evaluate_run(
     run: Run,
     state: TensorDict,
     cfg: Config,
     num_episodes: int | None,
     env: str | None,
-    opened: Callable[[TensorDict, int], Any],
+    open_film: Callable[[TensorDict, int], Any],
 ) -> dict[str, float]:
     count = cfg.trainer.num_eval_episodes if num_episodes is None else num_episodes
     if count < 1:
@@ -175,34 +186,37 @@ def _evaluated(
     if env is not None and not env.startswith(_GYMNASIUM):
         raise ConfigError(f'env: {env!r}, expected "gymnasium:<id>" such as "gymnasium:CartPole-v1"')
     names: list[str] = []
-    with torch.no_grad(), opened(state, num_envs) as film:
+    with torch.no_grad(), open_film(state, num_envs) as film:
         run = run if env is None else _with_env(run, cfg, env)
         rows = eval_steps(run, state, cfg, num_envs, names, film.num_envs)
         with closing(rows) as steps:
-            return _summary(_count(with_film(steps, film), num_envs, count // num_envs), names)
+            return _summary(_first_episodes(with_film(steps, film), num_envs, count // num_envs), names)
 
 
 def _with_env(run: Run, cfg: Config, name: str) -> Run:
-    """Return the run with another environment, which must have the spaces that the policy was trained on."""
+    """Return the run with another environment. Raise ConfigError if its spaces differ from the run's spaces."""
     env = make_env(name)
     check_spaces(run.env, env, name)
     return run._replace(env=with_training_wrappers(env, cfg, None))
 
 
 def check_spaces(trained: Env, env: Env, name: str) -> None:
-    """Raise ConfigError if an environment, called `name` in the message, has other spaces than the `trained` one."""
+    """Raise ConfigError if the spaces of `env` differ from the spaces of `trained`. `name` describes `env` in it."""
     for field in ("observation_space", "action_space"):
         own, other = getattr(trained, field), getattr(env, field)
         are_boxes = isinstance(own, Box) and isinstance(other, Box)
         same = (own.shape, own.dtype) == (other.shape, other.dtype) if are_boxes else own == other
         if not same:
-            raise ConfigError(f"env: {name} has {field} {other}, the policy was trained on {own}")
+            raise ConfigError(f"env: {name} has {field} {other}, but the policy was trained on {own}")
 
 
 def eval_steps(
     run: Run, state: TensorDict, cfg: Config, num_envs: int, names: list[str], filmed: int = 0
 ) -> Generator[tuple[list[tuple], TensorDict | None], None, None]:
-    """Yield steps without end: (reward, done, counts, *outcomes) of each environment, and the view before the step.
+    """Step the environments until the caller stops. Environments reset when their episodes end.
+
+    Each step yields a list of tuples (reward, done, counts, *outcomes), one per environment, and the view before the
+    step. `counts` is 0 for steps that do not count.
 
     Args:
         run: run with the environment of evaluations.
@@ -210,14 +224,14 @@ def eval_steps(
         cfg: config of the run.
         num_envs: number of environments.
         names: list to fill with the names of the outcomes.
-        filmed: number of environments, the first ones, in the view (`ecrl.run.video_writer.view`); 0 gives None.
+        filmed: number of environments in the view (`ecrl.run.video_writer.view`); if 0, the view is None.
     """
     env, act = run.env, run.policy.act
     key = rng.fold_in(rng.key(_eval_seed(cfg), state["key"].device), rng.EVAL)
     index = torch.arange(num_envs, device=key.device)
     env_state = env.reset(rng.stream(key, rng.START, index, 0))
     names += _outcomes(env_state)
-    sizes = (num_envs, _CHUNK if env.is_pure else 1, filmed)  # a step on the host costs more than a check
+    sizes = (num_envs, _CHUNK if env.is_pure else 1, filmed)  # a check costs less than a step on the host
     if env.is_pure:
         steps = run.jit(_eval_steps, act, env, run.scan, *sizes)
     else:
@@ -227,17 +241,19 @@ def eval_steps(
     carry = initial.clone()
     try:
         while True:
-            (carry, env_state), (rows, seen) = steps(params, initial, (carry, env_state), key, first)
+            (carry, env_state), (rows, views) = steps(params, initial, (carry, env_state), key, first)
             first = first + len(rows)
-            seen = cast(TensorDict, seen).cpu() if filmed else None
+            views = cast(TensorDict, views).cpu() if filmed else None
             for i, row in enumerate(rows.tolist()):
-                yield list(zip(*row, strict=True)), None if seen is None else cast(TensorDict, seen[i])
+                yield list(zip(*row, strict=True)), None if views is None else cast(TensorDict, views[i])
     finally:
         env.close(env_state)
 
 
 def check_evaluation(run: Run, cfg: Config) -> None:
-    """Raise ConfigError, before a run begins, for unfit evaluation events or a best metric that is never logged.
+    """Raise ConfigError if an evaluation event cannot work, or if `trainer.best_eval_metric` is never logged.
+
+    A run calls this before it begins.
 
     Args:
         run: run with the environment of evaluations.
@@ -245,12 +261,12 @@ def check_evaluation(run: Run, cfg: Config) -> None:
     """
     name = cfg.trainer.best_eval_metric
     check_envs(cfg, run.env, min(cfg.trainer.num_eval_envs, cfg.trainer.num_eval_episodes), "trainer.num_eval_envs")
-    known = [*_ALWAYS, "eval/success_rate"]
+    known = [*_ALWAYS_LOGGED, "eval/success_rate"]
     if run.env.is_pure:
         key = rng.key(_eval_seed(cfg), device_of(cfg))
-        known = [*_ALWAYS, *_outcomes(run.env.reset(key.unsqueeze(0)))]
+        known = [*_ALWAYS_LOGGED, *_outcomes(run.env.reset(key.unsqueeze(0)))]
     if name not in known:
-        raise ConfigError(f"trainer.best_eval_metric: {name!r} is not evaluated; {did_you_mean(name, known)}")
+        raise ConfigError(f"trainer.best_eval_metric: evaluations do not log {name!r}; {did_you_mean(name, known)}")
 
 
 def with_evaluation(
@@ -260,33 +276,33 @@ def with_evaluation(
     first: LogData | None = None,
     run: Run | None = None,
 ) -> Iterator[LogData]:
-    """Evaluate every `trainer.eval_freq` env steps. The `evaluate` record follows the record that it evaluates.
+    """Evaluate every `trainer.eval_freq` env steps. An `evaluate` record follows the train record that it evaluates.
 
-    If a signal asked the ranks to stop, the resumed run evaluates instead.
+    If a signal stops the run when an evaluation is due, the resumed run evaluates.
 
     Args:
         records: records to pass on.
         cfg: config of the run.
-        videos: folder for videos of the cameras under `trainer.events.eval`; None records none. They are rendered
-            while training continues; an evaluation waits for the videos of the previous one.
-        first: record of a stopped run to evaluate before the others (`ecrl.run.resume.pending_evaluation`).
-        run: run with the environment of evaluations; None builds it.
+        videos: folder for videos of the cameras under `trainer.events.eval`; no videos if None. Videos are rendered
+            while training continues. An evaluation waits until the videos of the previous one are complete.
+        first: record of an interrupted run whose evaluation is pending (`ecrl.run.resume.pending_evaluation`).
+        run: run with the environment of evaluations; built from `cfg` if None.
     """
     run = with_eval_events(build(cfg), cfg) if run is None else run
     check_evaluation(run, cfg)
     freq = cfg.trainer.eval_freq
-    with filming(cfg, None if videos is None else Path(videos)) as opened, ending(records):
+    with filming(cfg, None if videos is None else Path(videos)) as open_film, ending(records):
 
-        def judged(record: LogData) -> LogData:
+        def evaluation_of(record: LogData) -> LogData:
             with interruptible():
-                numbers = _evaluated(run, record["state"], cfg, None, None, opened)
+                numbers = _evaluate_run(run, record["state"], cfg, None, None, open_film)
             logs = {name: torch.tensor(value) for name, value in numbers.items()}
             return {**record, "log_type": "evaluate", "logs": logs}
 
         if first is not None:
-            yield judged(first)
+            yield evaluation_of(first)
         for record in records:
             yield record
             due = crossed(record["sample_step"], steps_per_iteration(cfg), freq)
             if record["log_type"] == "train" and due and not record.get("stopping"):
-                yield judged(record)
+                yield evaluation_of(record)

@@ -1,8 +1,9 @@
 """Export a trained policy to files that run without ecrl: `policy.pt2` (torch.export), `policy.onnx`, `policy.json`.
 
-The exported function maps raw observations to the action that the environment gets in evaluation. It is deterministic,
-includes the normaliser's statistics, and clips Box actions to their space. The first dimension of every input is the
-batch size, which can be any number. The memory of a recurrent policy is an input and an output.
+The exported function maps raw observations to the actions that the environment receives in an evaluation. It is
+deterministic, includes the statistics of the observation normaliser, and clips Box actions to their space. The first
+dimension of every input is the batch size, which can be any number. The memory of a recurrent policy is both an input
+and an output.
 """
 
 import json
@@ -32,21 +33,21 @@ from ecrl.pytree import paths as tree_paths
 from ecrl.spaces import Box, Dict, Space, is_image
 
 _FORMAT, _OPSET = 1, 18
-_ROWS = 3  # of the example batch; torch.export would treat a size of 0 or 1 as a constant
+_ROWS = 3  # rows of the example batch; torch.export would treat 0 or 1 rows as a constant
 
 
 def _leaves(space: Space, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Space]:
-    """Return the spaces of an observation's parts by path. An observation without parts has the path `()`."""
+    """Return the space of each part of an observation, by path. An observation without parts has the path `()`."""
     if not isinstance(space, Dict):
         return {path: space}
     inner = (_leaves(part, (*path, name)) for name, part in space.items)
     return {place: part for parts in inner for place, part in parts.items()}
 
 
-def _name(path: tuple[str, ...]) -> str:
-    """Return the name of an input, which must be usable as a keyword argument.
+def _input_name(path: tuple[str, ...]) -> str:
+    """Return the name of the input for the part at `path`. It is a valid name of a keyword argument.
 
-    >>> _name(()), _name(("arm", "joints")), _name(("0",))
+    >>> _input_name(()), _input_name(("arm", "joints")), _input_name(("0",))
     ('obs', 'arm_joints', 'obs_0')
     """
     name = re.sub(r"\W", "_", "_".join(path)) or "obs"
@@ -56,7 +57,7 @@ def _name(path: tuple[str, ...]) -> str:
 class _ActingModule(nn.Module):
     """Module that calls `act(params, inputs)` with named inputs.
 
-    Parameters are constants, and unused ones are not saved.
+    torch.export treats `params` as constants and saves only the ones that `act` uses.
     """
 
     def __init__(self, act: Callable[[TensorDict, dict[str, Tensor]], Any], params: TensorDict, names: list[str]):
@@ -72,29 +73,29 @@ class _ActingModule(nn.Module):
 
 
 def _observation(inputs: dict[str, Tensor], paths: dict[str, tuple]) -> Any:
-    """Return the observation that the inputs of these names make up."""
+    """Assemble an observation from the named inputs of its parts."""
     if paths == {"obs": ()}:
         return inputs["obs"]
-    # no batch dimensions: else the TensorDict would fix the batch size of the example
+    # with batch dimensions, the TensorDict would fix the batch size of the example
     return TensorDict({path: inputs[name] for name, path in paths.items()}, [])
 
 
 def _acting_module(
     state: TensorDict, cfg: Config, env: Env, paths: dict[str, tuple]
 ) -> tuple[_ActingModule, dict[str, Tensor]]:
-    """Return the policy in float32 on the CPU, and examples of its memory by the name of the input.
+    """Return a module that acts in float32 on the CPU, and example inputs for the policy's memory, by name.
 
-    The policy clips actions to their space if `policy.clip_actions` is set. One with memory returns the action and the
-    new memory.
+    The module clips actions to their space if `policy.clip_actions` is set. If the policy has memory, the module
+    returns the action and the new memory.
     """
     policy = make_policy(cfg.policy.model_copy(update={"bf16": False}), env.observation_space, env.action_space)
     space = env.action_space if cfg.policy.clip_actions else None
     params = policy_params(state).detach().cpu()
     first = policy.init_carry(params, 1).detach()
-    places = {_name(("carry", *path)): path for path in tree_paths(flatten(first)[1])}
+    places = {_input_name(("carry", *path)): path for path in tree_paths(flatten(first)[1])}
 
     def act(params: TensorDict, inputs: dict[str, Tensor]) -> Any:
-        memory = {path: _unless_first(inputs[name], first[path], inputs["is_first"]) for name, path in places.items()}
+        memory = {path: _reset_memory(inputs[name], first[path], inputs["is_first"]) for name, path in places.items()}
         carry, out = policy.act(params, TensorDict(memory, []), _observation(inputs, paths), None)
         action = out["action"]
         if isinstance(space, Box):
@@ -107,15 +108,16 @@ def _acting_module(
     return _ActingModule(act, params, [*paths, *is_first, *memory]), is_first | memory
 
 
-def _unless_first(carry: Tensor, first: Tensor, is_first: Tensor) -> Tensor:
-    """Return the memory `first` `[1, ...]` where an episode begins, else `carry`."""
+def _reset_memory(carry: Tensor, first: Tensor, is_first: Tensor) -> Tensor:
+    """Replace rows of `carry` by the initial memory `first` `[1, ...]` if an episode begins (`is_first`)."""
     return torch.where(is_first.reshape(-1, *[1] * (carry.ndim - 1)), first, carry)
 
 
 def _describe(name: str, tensor: Tensor, space: Space | None = None) -> dict[str, Any]:
-    """Describe an input or output for policy.json. JSON has no infinity, so null is an infinite bound.
+    """Describe an input or output for policy.json.
 
-    A bound of an image is one number, if it is the bound of all elements.
+    JSON has no infinity, so an infinite bound becomes null. If all pixels of an image have the same bound, it becomes
+    one number.
     """
     about = {"name": name, "dtype": str(tensor.dtype).split(".")[1], "shape": ["batch", *tensor.shape[1:]]}
     if space is None:
@@ -131,14 +133,14 @@ def _describe(name: str, tensor: Tensor, space: Space | None = None) -> dict[str
 
 @contextmanager
 def _export_errors(cfg: Config, file: str) -> Iterator[None]:
-    """Turn any error while converting a user's module into a UserError of one line, with the error as its cause."""
+    """Convert any error in the block to a UserError of one line, because a user's module may raise any error."""
     try:
         yield
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
         raise UserError(
-            f"{file}: policy {cfg.policy.name!r} cannot be written as a graph of tensor operations "
-            f"for any batch size: {type(error).__name__}: {reason}"
+            f"{file}: policy {cfg.policy.name!r} cannot be exported as a graph that accepts any batch size: "
+            f"{type(error).__name__}: {reason}"
         ) from error
 
 
@@ -156,7 +158,7 @@ def _silence_warnings() -> Iterator[None]:
 
 
 def _zeros(part: Tensor) -> Tensor:
-    """Return an all-zero example batch for a part of an observation."""
+    """Return an example batch of zeros with the dtype and the trailing shape of `part`."""
     return torch.zeros((_ROWS, *part.shape[1:]), dtype=part.dtype)
 
 
@@ -164,7 +166,7 @@ def _program(module: _ActingModule, example: dict[str, Tensor]) -> ExportedProgr
     shapes = {name: {0: Dim("batch")} for name in example}
     with torch.no_grad():
         program = torch.export.export(module, (), example, dynamic_shapes=shapes)
-    program.graph.eliminate_dead_code()  # the other outputs of `act`
+    program.graph.eliminate_dead_code()  # for outputs of `act` that are not exported
     program.graph_module.recompile()
     return program
 
@@ -185,32 +187,32 @@ def _write_onnx(
 
 
 def export(state: TensorDict, cfg: Config, folder: str | Path) -> list[Path]:
-    """Write the deterministic policy of a run, with its normaliser, to files that run without ecrl.
+    """Write the deterministic policy of a run, with its observation normaliser, to files that run without ecrl.
 
-    The input is named "obs". For Dict observations, the inputs are named after the parts, such as "arm_joints" for
-    joints in arm. The output is named "action". `torch.export.load("policy.pt2").module()(obs=obs)` acts on a batch of
-    observations `[N, ...]`, and so does an onnxruntime session on `policy.onnx`. `policy.json` has the names, dtypes,
-    shapes and spaces. Integers count from 0, as in `ecrl.spaces.from_gymnasium`.
+    The input is named "obs". For a Dict observation, each part has an input. For example, the part `joints` of `arm` is
+    the input "arm_joints". The output is named "action". `torch.export.load("policy.pt2").module()(obs=obs)` returns
+    the actions for a batch of observations `[N, ...]`. `policy.onnx` has the same inputs and outputs. `policy.json` has
+    their names, dtypes, shapes and spaces. Integers count from 0, as in `ecrl.spaces.from_gymnasium`.
 
     A recurrent policy also has an input and an output for each part of its memory, such as "carry_h" and
-    "next_carry_h". The output of one step is the input of the next. The input "is_first" `[N]` is True at the first
-    step of an episode, when the memory may hold anything.
+    "next_carry_h". Pass the output of one step as the input of the next. The input "is_first" `[N]` must be True at the
+    first step of an episode. The memory inputs of that step are ignored.
 
     A policy with `bf16` is exported in float32, the dtype of its weights. Its actions differ from the run's bfloat16
     actions by rounding.
 
     Args:
         state: state of a run; `params`, `norm` and the last observation are read.
-        cfg: the run's config.
+        cfg: config of the run.
         folder: output folder. It is created if missing, and existing files are replaced.
 
     Returns: paths of the written files.
-    Raises: UserError for a policy that torch.export or torch.onnx cannot trace. Without the extra `export` it is raised
-        after policy.pt2 and policy.json are written.
+    Raises: UserError if torch.export or torch.onnx cannot trace the policy, or if the extra `export` is missing. In the
+        second case, policy.pt2 and policy.json are already written.
     """
     env, folder = make_env(cfg.env), Path(folder)
     spaces = _leaves(env.observation_space)
-    paths = {_name(path): path for path in spaces}
+    paths = {_input_name(path): path for path in spaces}
     example = {name: _zeros(state["env", "obs", *path]) for name, path in paths.items()}
     module, memory = _acting_module(state, cfg, env, paths)
     with _export_errors(cfg, "policy.pt2"):

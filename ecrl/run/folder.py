@@ -1,4 +1,4 @@
-"""Run folders: create one, claim it for one run, and lock it for one process."""
+"""Run folders: create a folder, claim it for one run, and lock it for one process."""
 
 import os
 import time
@@ -22,10 +22,13 @@ def _create(folder: Path, exist_ok: bool) -> None:
 
 
 def claim(folder: Path, new: bool) -> None:
-    """Create the run folder. Raise ConfigError if a new run would write into the folder of another run."""
+    """Create a run folder.
+
+    Raises: ConfigError if the folder cannot be written, or if `new` is True and the folder already holds a run.
+    """
     _create(folder, exist_ok=True)
     if (folder / "manifest.json").exists():
-        raise ConfigError(f"run_dir: {folder} is a checkpoint; choose the folder of its run, or a new one")
+        raise ConfigError(f"run_dir: {folder} is a checkpoint; choose the folder of its run, or a new folder")
     taken = [name for name in ("config.json", "metrics.jsonl", "checkpoints") if (folder / name).exists()]
     if new and taken:
         problem = f"run_dir: {folder} already holds a run ({taken[0]})"
@@ -36,7 +39,7 @@ def claim(folder: Path, new: bool) -> None:
 
 
 def replace_rows(metrics: Path, rows: Iterable[bytes]) -> None:
-    """Replace the rows of `metrics.jsonl`. Raise ConfigError if the file cannot be written."""
+    """Replace all rows of the file `metrics`. Raise ConfigError if the file cannot be written."""
     try:
         replace_file(metrics, b"".join(rows))
     except OSError as error:
@@ -45,13 +48,13 @@ def replace_rows(metrics: Path, rows: Iterable[bytes]) -> None:
 
 @contextmanager
 def lock_run_folder(folder: Path | None) -> Iterator[None]:
-    """Keep other processes out of a run folder. Only rank 0 takes the lock, because only rank 0 writes there."""
+    """Lock a run folder, so that no other process trains in it. Only rank 0 locks it, because only rank 0 writes."""
     with ExitStack() as stack:
         try:
             if folder is not None and rank() == 0 and folder.is_dir():
                 stack.enter_context(lock_folder(folder))
         except BlockingIOError:
-            raise ConfigError(f"run_dir: {folder}: another process trains in it; wait for its end") from None
+            raise ConfigError(f"run_dir: {folder}: another process trains in this folder; wait until it ends") from None
         yield
 
 
@@ -60,12 +63,12 @@ def _claim_flag(folder: Path) -> str:
 
 
 def claimed_before(folder: Path | None) -> bool:
-    """Return True if an earlier attempt of this torchrun job claimed the folder."""
+    """Return True if an earlier attempt of this torchrun job claimed the folder, before torchrun restarted the job."""
     return folder is not None and has_flag(_claim_flag(folder))
 
 
 def new_run_dir(cfg: Config) -> Path:
-    """Create `outputs/<exp_name>_<YYYYmmdd_HHMMSS>`. Append a number if another run has that name."""
+    """Create `outputs/<exp_name>_<YYYYmmdd_HHMMSS>`. If this folder exists, append a number to the name."""
     stem, number = f"outputs/{cfg.trainer.exp_name}_{time.strftime('%Y%m%d_%H%M%S')}", 1
     while True:
         folder = Path(stem if number == 1 else f"{stem}_{number}")

@@ -1,4 +1,4 @@
-"""The logs of a run in memory, for a notebook: rows of numbers, a DataFrame, a plot."""
+"""The logs of a run in memory, for use in a notebook: as rows of numbers, as a DataFrame or as a plot."""
 
 import math
 from collections.abc import Sequence
@@ -11,13 +11,13 @@ from ecrl.types import LogData
 
 
 class History(Sequence):
-    """The logs of a run: one row (a dict of numbers) per iteration, with `sample_step`."""
+    """The logs of a run. There is a row for each iteration: a dict with its logs and its env steps, `sample_step`."""
 
     def __init__(self) -> None:
         self._rows: list[dict[str, float]] = []
 
     def add(self, record: LogData) -> None:
-        """Merge a record into the row of its `sample_step`."""
+        """Add the logs of a record to the row of the same `sample_step`."""
         if not self._rows or self._rows[-1]["sample_step"] != record["sample_step"]:
             self._rows.append({"sample_step": record["sample_step"]})
         self._rows[-1].update(scalars(record))
@@ -38,15 +38,15 @@ class History(Sequence):
         return f"History of {len(self):,} iterations, the last {self._rows[-1]}"
 
     def to_pandas(self) -> Any:
-        """Return a DataFrame indexed by `sample_step`; needs the extra `plot`."""
+        """Return the rows as a DataFrame with the index `sample_step`; needs the extra `plot`."""
         with extra("plot"):
             import pandas
         return pandas.DataFrame(self._rows, columns=None if self._rows else ["sample_step"]).set_index("sample_step")
 
     def plot(self, name: str = "episode_reward_avg_100") -> Any:
-        """Plot the curve of one log against env steps, and return the matplotlib axes; needs the extra `plot`.
+        """Plot the log `name` against env steps, and return the matplotlib axes; needs the extra `plot`.
 
-        Raises: UserError if there is no such log, or if it has no finite value yet.
+        Raises: UserError if no row has this log, or if the log has no finite value yet.
         """
         if not self._rows:
             raise UserError("the history has no iterations to plot; train first")

@@ -1,10 +1,12 @@
 """Consumers of training records: generators that take an iterator of records and pass every record on.
 
-Only consumers copy tensors to the host. `with_host_logs` copies once per record for all consumers stacked above it. You
-can use any consumer without the others: `for record in with_jsonl(train_iter(state, cfg), "metrics.jsonl"): ...`.
+The training loop copies no logs to the host; consumers do. `with_host_logs` copies the logs of a record once, for all
+consumers that are stacked on it. You can use any consumer without the others:
+
+    for record in with_jsonl(train_iter(state, cfg), "metrics.jsonl"): ...
 
 A consumer closes its files when the records end, when its caller stops early, and after an error. `ending` closes the
-consumers below. A full disk does not end a run: the consumer warns and tries again.
+iterator that the consumer reads from. A full disk does not end a run: the consumer warns and tries again.
 """
 
 import json
@@ -32,18 +34,18 @@ _GROUP = {"collect": "charts", "train": "train", "evaluate": "eval"}
 
 @contextmanager
 def ending(records: Iterable[Any]) -> Iterator[None]:
-    """Close the generator `records` at the end of the block. Then its errors are raised also after an early stop.
+    """Close the generator `records` at the end of the block, so that its errors are raised even after an early stop.
 
-    Python would only print the error of a generator that is closed by garbage collection.
+    If garbage collection closed the generator, Python would only print its errors.
 
     >>> def saving():
     ...     try:
     ...         yield {}
     ...     finally:
     ...         raise OSError("disk full")
-    >>> below = saving()
-    >>> with ending(below):
-    ...     first = next(below)
+    >>> records = saving()
+    >>> with ending(records):
+    ...     first = next(records)
     Traceback (most recent call last):
     OSError: disk full
     """
@@ -64,7 +66,7 @@ def scalars(record: LogData) -> dict[str, float]:
 
 
 def scalar_name(log_type: str, name: str) -> str:
-    """Return the name of a log in metrics.jsonl, TensorBoard and W&B. A name that has a group stays unchanged.
+    """Return the name of a log in metrics.jsonl, TensorBoard and W&B. A name with a slash stays unchanged.
 
     >>> scalar_name("collect", "episode_reward_avg_100"), scalar_name("train", "entropy")
     ('charts/episode_reward_avg_100', 'train/entropy')
@@ -75,11 +77,11 @@ def scalar_name(log_type: str, name: str) -> str:
 
 
 def with_scalars(records: Iterator[LogData], start: int = 0) -> Iterator[tuple[LogData, dict[str, float]]]:
-    """Yield each record with its numbers by `scalar_name`. A train record also has `charts/SPS`.
+    """Yield each record with its numbers by `scalar_name`. Train records also get `charts/SPS`, the steps per second.
 
     Args:
         records: records to pass on.
-        start: env steps before the first record, so that a resumed run counts only its own steps per second.
+        start: env steps before the first record. They do not count for the steps per second.
     """
     start_time = time.perf_counter()
     with ending(records):
@@ -99,17 +101,17 @@ def with_host_logs(records: Iterator[LogData]) -> Iterator[LogData]:
 
 
 _MAX_PENDING_ROWS = 1000
-"""Largest number of rows that wait while a disk is full or unavailable. Older rows are dropped."""
+"""Maximum number of rows that wait while a disk is full or unavailable. Older rows are lost."""
 
 
 def tolerate_errors(label: str, *kinds: type[Exception]) -> Callable[..., bool]:
     """Return a function `guarded(fn, *args)` that calls `fn` and returns True, or False after an OSError.
 
-    An error such as a full disk does not end the run, because logs are worth less than the run. `guarded` warns when
-    its calls begin to fail, and again when they succeed.
+    A full disk, for example, does not end the run, because the run is worth more than its logs. `guarded` warns when
+    its calls begin to fail, and when they succeed again.
 
     Args:
-        label: name of the target, such as a file, at the start of each warning.
+        label: start of each warning, such as the name of the file.
         kinds: further exception types to handle like OSError.
 
     >>> with warnings.catch_warnings(record=True, action="always") as caught:
@@ -146,7 +148,7 @@ def tolerate_errors(label: str, *kinds: type[Exception]) -> Callable[..., bool]:
 def make_appender(path: Path) -> Callable[[bytes], None]:
     """Return a function that appends one row to a file, completely or not at all.
 
-    If a write fails, the run continues, and the newest 1,000 rows wait for the next call.
+    If a write fails, the run continues, and the next call tries again. Up to 1,000 rows wait, and older rows are lost.
     """
     guarded, pending = tolerate_errors(str(path)), deque(maxlen=_MAX_PENDING_ROWS)
 
@@ -159,7 +161,7 @@ def make_appender(path: Path) -> Callable[[bytes], None]:
 
 
 def _last_seconds(path: Path) -> float:
-    """Return the seconds of the last complete row, or 0 if there is none."""
+    """Return `seconds` of the last complete row of a metrics file, or 0 if there is none."""
     if not path.is_file():
         return 0.0
     try:
@@ -169,9 +171,9 @@ def _last_seconds(path: Path) -> float:
 
 
 def with_jsonl(records: Iterator[LogData], path: str | Path, start: int = 0) -> Iterator[LogData]:
-    """Append one JSON object per record: log_type, sample_step, seconds since the start, and every log (null for NaN).
+    """Append one row per record to a file: JSON with log_type, sample_step, seconds since the start, and all logs.
 
-    If the file has rows, as in a resumed run, the seconds continue from the last row.
+    NaN and infinity become null. If the file already has rows, as in a resumed run, seconds continue from the last row.
 
     Args:
         records: records to pass on.
@@ -190,7 +192,8 @@ def with_jsonl(records: Iterator[LogData], path: str | Path, start: int = 0) -> 
 
 
 def _format_logs(logs: dict[str, float]) -> str:
-    short = {
+    """Format logs for the progress line. Return and length are NaN until the first episode has ended, so omit them."""
+    labels = {
         "episode_reward_avg_100": "return",
         "episode_length_avg_100": "length",
         "eval/avg_reward": "eval",
@@ -199,12 +202,18 @@ def _format_logs(logs: dict[str, float]) -> str:
         "entropy": "entropy",
         "approx_kl": "kl",
     }
-    return "  ".join(f"{label} {logs[name]:.4g}" for name, label in short.items() if name in logs)
+    episode_return, length = logs.get("episode_reward_avg_100", 0.0), logs.get("episode_length_avg_100", math.nan)
+    texts = []
+    if math.isnan(episode_return) and math.isnan(length):
+        texts.append("no episode ended yet")
+        labels = {name: label for name, label in labels.items() if label not in ("return", "length")}
+    texts += [f"{label} {logs[name]:.4g}" for name, label in labels.items() if name in logs]
+    return "  ".join(texts)
 
 
 @dataclass
 class _Speed:
-    """Training speed as text: steps per second without compile time. Before the first step, the current activity."""
+    """Training speed as text: steps per second without compile time, and "compiling" or "starting" before any step."""
 
     step: int
     compilations: Sequence[Compilation] = ()
@@ -229,14 +238,14 @@ class _Speed:
 
 
 _CELL_WIDTH = 90
-"""Number of characters per line that fit below a Jupyter cell when the file list is open."""
+"""Number of characters per line that fit below a Jupyter cell if the file browser is open."""
 
 
 @contextmanager
 def _in_cell(layout: Any) -> Iterator[None]:
     """Show a rich renderable below a Jupyter cell, and refresh it in place four times a second.
 
-    Unlike the widget that rich itself would use, this output is saved with the notebook.
+    rich would use a widget, which is not saved with the notebook.
     """
     from IPython.display import display
 
@@ -259,9 +268,9 @@ def _in_cell(layout: Any) -> Iterator[None]:
 def with_progress(
     records: Iterator[LogData], start: int, end: int, compilations: Sequence[Compilation] = ()
 ) -> Iterator[LogData]:
-    """Show live steps/s, time, return and losses in a terminal or in Jupyter. Elsewhere, print ten lines over the run.
+    """Show live steps/s, time, return and losses in a terminal or Jupyter. Elsewhere, print ten lines during the run.
 
-    The line shows that the run is compiling, and afterwards how many seconds this took. Steps/s exclude that time.
+    While the run compiles, the line shows "compiling". Later it shows the compile time, which steps/s do not include.
 
     Args:
         records: records to pass on.

@@ -1,8 +1,8 @@
-"""Profile a run: the seconds of env, policy, update and all other phases, and a trace of a few iterations.
+"""Profile a run: measure the time of each phase, such as the environment or the update, and trace a few iterations.
 
-A phase is a path such as loop/collect/env; its seconds include its inner phases. Compiled code fuses policy and env,
-but a profiled run compiles them separately. It is therefore slower in these phases, and its numbers differ from other
-runs by rounding. In eager form, its numbers are bit-identical to other runs.
+A phase has a path, such as loop/collect/env. Its time includes the phases inside it. A compiled run usually compiles
+policy and environment together, but a profiled run compiles them separately. Both are then slower, and the results
+differ by rounding from a run without a profile. If the run is eager, a profile does not change the results.
 """
 
 import json
@@ -24,28 +24,34 @@ from ecrl.kernels import scan
 from ecrl.run.loggers import ending, tolerate_errors
 from ecrl.types import LogData
 
-_WAIT, _WARM_UP, _TRACED = 1, 1, 2  # iterations: the first compiles; the second warms up the tracer
+_WAIT, _WARM_UP, _TRACED = 1, 1, 2  # numbers of iterations: one to compile, one to warm up the tracer, two to trace
 _OTHER = "other"
 
 
 @dataclass
 class Times:
-    """Times of a run: the seconds of every call by phase, and the current phase."""
+    """Times of a run.
+
+    Attributes:
+        seconds: for each phase, the seconds of every call.
+        inside: the current phase.
+        nested: seconds that consumers below the current one have used for the current record.
+    """
 
     seconds: dict[tuple[str, ...], list[float]] = field(default_factory=dict)
     inside: tuple[str, ...] = ()
-    nested: float = 0.0  # seconds of this record that consumers further down the stack used
+    nested: float = 0.0
 
 
 def _now() -> float:
     if torch.cuda.is_initialized():
-        torch.cuda.synchronize()  # device work counts in the phase that started it
+        torch.cuda.synchronize()  # so that work on the GPU counts in the phase that started it
     return time.perf_counter()
 
 
 @contextmanager
 def phase(times: Times, name: str) -> Iterator[None]:
-    """Time the block as an inner phase of the current phase, and mark it in the trace.
+    """Time the block as a phase inside the current phase, and mark it in the trace.
 
     >>> times = Times()
     >>> with phase(times, "update"), phase(times, "minibatch"):
@@ -65,7 +71,7 @@ def phase(times: Times, name: str) -> Iterator[None]:
 
 
 def timed(times: Times, name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `fn` so that each call is timed as a phase."""
+    """Wrap `fn` so that each call is timed as the phase `name`."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with phase(times, name):
@@ -75,7 +81,7 @@ def timed(times: Times, name: str, fn: Callable[..., Any]) -> Callable[..., Any]
 
 
 def timed_records(times: Times, name: str, records: Iterator[LogData]) -> Iterator[LogData]:
-    """Time the records as phase `name`, without the time of other `timed_records` further down the stack."""
+    """Time how long each record takes, as the phase `name`. The time of `timed_records` below is not included."""
     with ending(records):
         iterator = iter(records)
         while True:
@@ -93,9 +99,9 @@ def timed_records(times: Times, name: str, records: Iterator[LogData]) -> Iterat
 
 
 def with_timers(times: Times, run: Run) -> Run:
-    """Return the run with timers on collect, update, env, policy and every function bound by `jit`.
+    """Return the run with timers around collect, update, environment, policy and every function that `jit` binds.
 
-    Collecting uses a plain loop. It calls the functions of policy and env, each bound by `jit` separately.
+    Rollouts use a plain loop over the functions of policy and environment. `jit` binds each function separately.
     """
 
     def jit(fn: Callable[..., Any], *static: Any) -> Callable[..., Any]:
@@ -119,8 +125,8 @@ def with_timers(times: Times, run: Run) -> Run:
     def update(_: Run, state: Any, steps: Any) -> Any:
         return learn(cast(OnPolicy, iterate).update, run._replace(jit=jit), state, steps)
 
-    def turn(of_turn: Run, *rest: Any) -> Any:
-        return cast(Interleaved, iterate).turn(of_turn._replace(algorithm=run.algorithm), *rest)
+    def turn(turn_run: Run, *rest: Any) -> Any:
+        return cast(Interleaved, iterate).turn(turn_run._replace(algorithm=run.algorithm), *rest)
 
     if isinstance(iterate, OnPolicy):
         timed_iterate: Any = OnPolicy(timed(times, "collect", collect), timed(times, "update", update))
@@ -132,23 +138,23 @@ def with_timers(times: Times, run: Run) -> Run:
 
 
 def report(times: Times) -> list[dict[str, Any]]:
-    """Return a row per phase, followed by its inner phases and by `other`, the rest of its time.
+    """Return a row per phase, followed by rows for the phases inside it and a row `other` for the rest of its time.
 
-    `first_seconds` is the time of the first call, which may compile. `later_ms` is the mean of the later calls, or
-    None if there are none.
+    `first_seconds` is the time of the first call, which may include compilation. `later_ms` is the mean time of the
+    later calls in milliseconds, or None if there is only one call.
     """
 
     def rows(path: tuple[str, ...]) -> list[dict[str, Any]]:
         calls = times.seconds[path]
-        later = 1e3 * sum(calls[1:]) / len(calls[1:]) if calls[1:] else None
+        later_ms = 1e3 * sum(calls[1:]) / len(calls[1:]) if calls[1:] else None
         row = {"phase": "/".join(path), "calls": len(calls), "seconds": sum(calls), "first_seconds": calls[0]}
         inner = [p for p in times.seconds if p[:-1] == path]
         if not inner:
-            return [row | {"later_ms": later}]
+            return [row | {"later_ms": later_ms}]
         rest = sum(calls) - sum(sum(times.seconds[p]) for p in inner)
         other = {"phase": "/".join((*path, _OTHER)), "calls": None, "seconds": rest, "first_seconds": None}
         deeper = [r for p in inner for r in rows(p)]
-        return [row | {"later_ms": later}, *deeper, other | {"later_ms": None}]
+        return [row | {"later_ms": later_ms}, *deeper, other | {"later_ms": None}]
 
     return [row for path in times.seconds if len(path) == 1 for row in rows(path)]
 
@@ -169,18 +175,18 @@ def table(rows: list[dict[str, Any]], total: float) -> str:
 
 
 def with_profile(records: Iterator[LogData], times: Times, run_dir: str | Path) -> Iterator[LogData]:
-    """Trace iterations 3 and 4 of a run. At its end, write the times, and print them on rank 0.
+    """Trace iterations 3 and 4 of a run. When the run ends, write the times of all phases. Rank 0 also prints them.
 
-    The run folder's `profile/` gets `rank_<r>.json` (the rows of `report`) and `trace_rank_<r>.json` (a trace for
-    chrome://tracing or Perfetto, with the phases' names).
+    The files in `profile/` of the run folder are `rank_<r>.json`, with the rows of `report`, and
+    `trace_rank_<r>.json`. Open the second one in chrome://tracing or Perfetto. It has the names of the phases.
 
         times = Times()
         records = timed_records(times, "loop", train_iter(state, cfg, partial(with_timers, times)))
         for record in with_profile(records, times, "outputs/mine"): ...
 
     Args:
-        records: records to pass on, preferably from the outermost consumer.
-        times: times that the loop and the other consumers fill.
+        records: records to pass on. They should come from the outermost consumer, so that all consumers are timed.
+        times: times that the timers of the loop and of the other consumers record.
         run_dir: run folder.
     """
     folder = Path(run_dir) / "profile"

@@ -1,7 +1,7 @@
-"""Rank shards: the files of a checkpoint with the environments of the ranks other than rank 0.
+"""Rank shards: files in a checkpoint, each with the environments and replay buffers of one rank other than rank 0.
 
-Weights, statistics and counters are equal on all ranks; only the environments differ. Before a state is saved, the
-other ranks send their environments to rank 0, which writes them as `rank_<i>.safetensors` into the checkpoint.
+Weights, statistics and counters are equal on all ranks, so rank 0 can save them for all. Before rank 0 saves a
+state, the other ranks send their shards to it. The shard of rank i becomes the file `rank_<i>.safetensors`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,20 +28,20 @@ from ecrl.types import LogData
 
 
 def _per_rank_tensors(state: TensorDict, kinds: Kinds) -> dict[str, Tensor]:
-    """Return the tensors that differ between ranks (kinds environment and buffer), by name."""
+    """Return the tensors that differ between ranks, by name: environments and replay buffers."""
     paths = [path for path, kind in leaf_kinds(state, kinds).items() if kind in PER_RANK]
     return {"/".join(path): cast(Tensor, state[path]) for path in paths}
 
 
 def _gather_shards(state: TensorDict, kinds: Kinds) -> dict[str, bytes]:
-    """Gather the other ranks' files on rank 0, by name (collective)."""
+    """Return the other ranks' shards by file name on rank 0, and nothing elsewhere. All ranks must call this."""
     own = {name: x.detach().cpu().contiguous() for name, x in _per_rank_tensors(state, kinds).items()}
     parts = gather_on_rank_0(bytes_of_tensors(own))
     return {f"rank_{i}.safetensors": part for i, part in enumerate(parts) if i > 0}
 
 
 def shards_without_buffers(files: Mapping[str, bytes], kinds: Kinds) -> dict[str, bytes]:
-    """Return the other ranks' files without the buffers in them."""
+    """Return a checkpoint's extra files with the replay buffers removed from the shards."""
     names = buffer_names(kinds)
     if not names:
         return dict(files)
@@ -53,21 +53,21 @@ def shards_without_buffers(files: Mapping[str, bytes], kinds: Kinds) -> dict[str
 
 
 def may_be_saved(step: int, cfg: Config) -> bool:
-    """Return True if a state after `step` env steps may be saved. Every rank returns the same value."""
+    """Return True if a state after `step` env steps may be saved. The result is the same on every rank."""
     size, trainer = steps_per_iteration(cfg), cfg.trainer
     due = crossed(step, size, trainer.save_freq) or step >= total_steps(cfg, world_size())
     return due or (trainer.enable_eval and crossed(step, size, trainer.eval_freq))
 
 
 def has_all_shards(record: LogData) -> bool:
-    """Return True if a record has the files of all ranks, so that a run can resume from its checkpoint."""
+    """Return True if a record has the shards of all ranks, so that a run can resume from its checkpoint."""
     return world_size() == 1 or "files" in record
 
 
 def with_shards(records: Iterator[LogData], run: Run, cfg: Config) -> Iterator[LogData]:
-    """Add the other ranks' files to the records of rank 0 whose states may be saved (collective).
+    """Add the other ranks' shards to rank 0's records whose states may be saved. All ranks must use this consumer.
 
-    If a signal asked any rank to stop, the records end on all ranks after the same iteration.
+    If a signal asks any rank to stop, the records end on all ranks after the same iteration.
     """
     kinds = kinds_of(run)
     with ending(records):
@@ -82,10 +82,10 @@ def with_shards(records: Iterator[LogData], run: Run, cfg: Config) -> Iterator[L
 
 
 def with_shards_at_crash(records: Iterator[LogData], run: Run) -> Iterator[LogData]:
-    """If the finite guard stops a run, add the files of the other ranks to its error.
+    """If the finite guard stops a run, add the shards of the other ranks to its error.
 
-    If environments are not in the state, leave the error unchanged. The step cannot be repeated then, and perhaps only
-    one rank raises the error.
+    If the environments keep data outside of the state, the error stays unchanged. In this case the iteration cannot be
+    repeated, and some ranks may not raise the error.
     """
     try:
         yield from records
@@ -97,9 +97,9 @@ def with_shards_at_crash(records: Iterator[LogData], run: Run) -> Iterator[LogDa
 
 
 def load_own_shard(run: Run, state: TensorDict, path: Path) -> TensorDict:
-    """Return the state of a checkpoint with the environments of this rank.
+    """Return the state of a checkpoint with the environments and replay buffers of this rank.
 
-    Raises: CheckpointError if a different number of ranks saved the checkpoint.
+    Raises: CheckpointError if a different number of ranks saved the checkpoint, or if the shard does not fit the state.
     """
     saved = 1 + len(list(path.glob("rank_*.safetensors")))
     if saved != world_size():

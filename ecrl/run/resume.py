@@ -1,4 +1,4 @@
-"""Resume a run from its newest checkpoint, as if it had never stopped."""
+"""Resume a run from its newest checkpoint, so that it continues as if it had never stopped."""
 
 import json
 import math
@@ -38,20 +38,22 @@ def resume(
     overrides: Mapping[str, Any] | None = None,
     force: bool = False,
 ) -> tuple[TensorDict, Config]:
-    """Return the newest state of a run and the config to continue with, for `train(state, cfg, run_dir)`.
+    """Return the newest state of a run and its config, for `train(state, cfg, run_dir)`.
 
-    The resumed run has the same bits as an uninterrupted one on the same device, torch version, number of threads and
-    compiled form. If one of these differs, warn. Rows that were logged after the checkpoint are removed from
-    `metrics.jsonl`. If the newest checkpoint is damaged, warn and use the one before it. A run without a checkpoint
-    starts from the beginning.
+    The resumed run has exactly the same numbers as an uninterrupted one. This holds for the same device, torch version,
+    number of threads and execution (compiled or eager). If one of them has changed, a warning names it. Rows
+    that were logged after the checkpoint are removed from `metrics.jsonl`. If the newest checkpoint is damaged, ecrl
+    warns and uses the previous one. A run without a checkpoint starts from the beginning.
 
     Args:
         run_dir: run folder.
-        config: file with a changed config; None uses the run's own config.
-        overrides: values by dotted key.
-        force: continue even if the config differs. Its hyperparameters then replace the values in the state.
+        config: file with a changed config; the run's own config if None.
+        overrides: values by dotted key. They replace values of the config.
+        force: continue even if the config differs from the run's. The hyperparameters of the new config then replace
+            the hyperparameters in the state.
 
-    Raises: ConfigError that lists every key that differs, unless `force` is set; CheckpointError.
+    Raises: ConfigError with a line for each key that differs, unless `force` is set; CheckpointError if the folder is
+        not a run, or if all its checkpoints are damaged.
     """
     return resume_run(run_dir, config, overrides, force)[1:]
 
@@ -62,9 +64,9 @@ def resume_run(
     overrides: Mapping[str, Any] | None = None,
     force: bool = False,
 ) -> tuple[Run, TensorDict, Config]:
-    """Return the run, built from the config to continue with, and the results of `resume`."""
+    """Return the run that is built from the config, and the results of `resume`."""
     if (Path(run_dir) / "manifest.json").exists():
-        raise ConfigError(f"{run_dir}: is a checkpoint; to resume, give the folder of its run")
+        raise ConfigError(f"{run_dir}: is a checkpoint; to resume, pass the folder of its run")
     path = latest(run_dir) if step_checkpoints(run_dir) or not (Path(run_dir) / "config.json").exists() else None
     own = load_config((Path(run_dir) if path is None else complete_folder(path)) / "config.json")
     if config is None:
@@ -74,7 +76,7 @@ def resume_run(
     changes = diff(own, cfg)
     if changes and not force:
         lines = "\n".join(f"  {line}" for line in changes)
-        raise ConfigError(f"{run_dir}: the config differs from the run's; resume with it by --force:\n{lines}")
+        raise ConfigError(f"{run_dir}: the config differs from the run's; to resume with it, add --force:\n{lines}")
     if path is None:
         if rank() == 0:
             drop_rows_after(Path(run_dir), 0)
@@ -104,8 +106,8 @@ def _has_device(cfg: Config) -> bool:
 def continues_run(run_dir: str | Path, state: TensorDict, cfg: Config) -> bool:
     """Return True if a state belongs to the run in a folder.
 
-    If a checkpoint of the folder has the same env steps, compare the weights; otherwise compare the configs. A state
-    before the first step belongs only to a run that has not logged or saved anything.
+    If the folder has a checkpoint with the same env steps, its weights must equal the state's weights. Otherwise the
+    configs must be equal. A state before the first step belongs only to a run that has not logged or saved anything.
     """
     folder, step, metrics = Path(run_dir), int(state["sample_step"]), Path(run_dir) / "metrics.jsonl"
     if step == 0 and (step_checkpoints(folder) or (metrics.is_file() and metrics.stat().st_size)):
@@ -120,7 +122,13 @@ def continues_run(run_dir: str | Path, state: TensorDict, cfg: Config) -> bool:
 
 
 def _apply_changes(state: TensorDict, own: tuple[Run, Config], changed: tuple[Run, Config]) -> TensorDict:
-    """Return the state with the hyperparameters, initial learning rate and random key of the changed config."""
+    """Return the state with the hyperparameters of a changed config, and with its learning rate and key if changed.
+
+    Args:
+        state: state of the run.
+        own: run and config of the state.
+        changed: run and config to continue with.
+    """
     before, after = (expected_state(run, cfg, state) for run, cfg in (own, changed))
     names = ["hyper"]
     if "learning_rate" in state and float(before["learning_rate"]) != float(after["learning_rate"]):
@@ -132,11 +140,14 @@ def _apply_changes(state: TensorDict, own: tuple[Run, Config], changed: tuple[Ru
 
 def _warn_of_other_conditions(path: Path, run: Run, cfg: Config) -> None:
     if other := changed_conditions(read_manifest(path), conditions(run, cfg)):
-        warnings.warn(f"{path}: the resumed run will not have the same bits: {'; '.join(other)}", stacklevel=3)
+        warnings.warn(
+            f"{path}: the resumed run may differ by rounding from an uninterrupted one: {'; '.join(other)}",
+            stacklevel=3,
+        )
 
 
 def _step_of(row: bytes) -> float:
-    """Return the env steps of a line of `metrics.jsonl`, or infinity if a kill cut the line off."""
+    """Return the env steps of a row of `metrics.jsonl`, or infinity if the row is incomplete because of a kill."""
     try:
         return json.loads(row)["sample_step"] if row.endswith(b"\n") else math.inf
     except (ValueError, KeyError, TypeError):
@@ -155,14 +166,14 @@ def drop_rows_after(run_dir: Path, step: int) -> None:
 
 
 def pending_evaluation(state: TensorDict, cfg: Config, run_dir: str | Path) -> LogData | None:
-    """Return the train record of `state` if its evaluation was due and the run stopped before finishing it, else None.
+    """Return the train record of `state` if the run stopped before the evaluation of `state` was complete, else None.
 
-    A finished evaluation is logged. If it is the best one, it is also saved as the best checkpoint. If only the row was
-    logged, remove the row from `metrics.jsonl`, because the repeated evaluation logs it again. In a run of several
-    ranks, the record has the files of the other ranks, read from the checkpoint.
+    A complete evaluation has a row in `metrics.jsonl`. If it is the best one, the best checkpoint is also saved. If
+    only the row exists, it is removed, because the evaluation will run and log a row again. In a run of several ranks,
+    the record has the shards of the other ranks, read from the checkpoint.
 
     Args:
-        state: state from which the run continues.
+        state: state with which the run continues.
         cfg: config of the run.
         run_dir: run folder.
     """
@@ -184,14 +195,14 @@ def pending_evaluation(state: TensorDict, cfg: Config, run_dir: str | Path) -> L
 
 
 def _row(line: bytes) -> dict[str, Any]:
-    """Return a row of `metrics.jsonl`, or an empty dict if a kill cut the line off."""
+    """Return a row of `metrics.jsonl`, or an empty dict if the row is incomplete because of a kill."""
     with suppress(ValueError):
         return json.loads(line)
     return {}
 
 
 def _best_is_saved(row: dict[str, Any], cfg: Config, run_dir: Path) -> bool:
-    """Return True if the best checkpoint is at least as good as the evaluation in `row`."""
+    """Return True if `checkpoints/best` is at least as good as the evaluation in `row`, or if `row` has no metric."""
     name, sign = cfg.trainer.best_eval_metric, 1.0 if cfg.trainer.best_eval_mode == "max" else -1.0
     value, best = row.get(name), None
     with suppress(CheckpointError):

@@ -1,6 +1,6 @@
-"""Consumers that track a run: TensorBoard, and Weights & Biases, which is imported only when it is used.
+"""Consumers that log a run to TensorBoard and to Weights & Biases (W&B). Each package is imported only when it is used.
 
-Both show the config and the same scalars, named by `ecrl.run.loggers.scalar_name`, against env steps.
+Both show the config and the same scalars, with the names of `ecrl.run.loggers.scalar_name`, against env steps.
 """
 
 import io
@@ -22,12 +22,12 @@ from ecrl.run.loggers import ending, make_appender, tolerate_errors, with_scalar
 from ecrl.types import LogData
 
 _METRICS = ("charts/episode_reward_avg_100", "charts/episode_length_avg_100", "charts/SPS")
-_WAIT, _LAST_WAIT = 10.0, 60.0  # seconds for W&B's first answer and for its last upload
+_INIT_TIMEOUT, _FINISH_TIMEOUT = 10.0, 60.0  # maximum seconds for W&B's first answer and for its last upload
 _RETRY = 60.0  # seconds between two attempts to restart W&B
 
 
 def hyperparameters(cfg: Config) -> dict[str, bool | int | float | str]:
-    """Return the config by dotted key. Lists and empty objects become JSON, and null is left out.
+    """Return the values of the config by dotted key. Lists and empty objects become JSON text, and nulls are left out.
 
     >>> from ecrl.config import load_config
     >>> flat = hyperparameters(load_config("configs/cartpole_ppo.json"))
@@ -46,9 +46,9 @@ def hyperparameters(cfg: Config) -> dict[str, bool | int | float | str]:
 
 
 def _config_summaries(cfg: Config) -> list[Any]:
-    """Return the config as summaries of this run: a table among the texts, and TensorBoard's HParams.
+    """Return the config as TensorBoard summaries: a table for the tab Text, and hyperparameters for the tab HParams.
 
-    `SummaryWriter.add_hparams` would create a separate run folder without the curves.
+    `SummaryWriter.add_hparams` is not used, because it would create a second run folder without the curves.
     """
     from torch.utils.tensorboard.summary import hparams, text
 
@@ -61,7 +61,7 @@ def _config_summaries(cfg: Config) -> list[Any]:
 
 
 def _event(**content: Any) -> bytes:
-    """Return one record of an event file, with lengths and checksums as TensorBoard's own writer adds them."""
+    """Return one record of an event file, in the format of TensorBoard's own writer."""
     from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore
     from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -71,23 +71,24 @@ def _event(**content: Any) -> bytes:
 
 
 def _event_file(log_dir: Path) -> Path:
-    """Return a new event file name that TensorBoard recognises and sorts after the older files."""
+    """Return the path of a new event file. Its name sorts after the older files, so TensorBoard reads it last."""
     number = len(list(log_dir.glob("events.out.tfevents.*")))
     return log_dir / f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{number}"
 
 
 def with_tensorboard(records: Iterator[LogData], cfg: Config, log_dir: str | Path, start: int = 0) -> Iterator[LogData]:
-    """Write every log against env steps, `charts/SPS`, and the config as a table and as TensorBoard's HParams.
+    """Write all logs, `charts/SPS` and the config to TensorBoard event files, against env steps.
 
         for record in with_tensorboard(train_iter(state, cfg), cfg, "logs"): ...
 
-    Each record is written before it is passed on. There is no writer thread, so a killed run loses no record.
+    The config appears as a table and as hyperparameters (HParams). Each record is written before it is passed on, and
+    not by a thread, so a killed run loses no record.
 
     Args:
         records: records to pass on.
-        cfg: the run's config.
+        cfg: config of the run.
         log_dir: folder of the event files.
-        start: env steps before the first record; TensorBoard hides later steps that an earlier run wrote.
+        start: env steps before the first record. If the run is resumed, TensorBoard hides older values of later steps.
     """
     from tensorboard.compat.proto.event_pb2 import SessionLog  # pyright: ignore
     from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore
@@ -107,7 +108,7 @@ def with_tensorboard(records: Iterator[LogData], cfg: Config, log_dir: str | Pat
 
 
 def _run_id(folder: Path) -> str:
-    """Return the W&B id of the run in this folder; a resumed run continues under the same id."""
+    """Return the W&B id of the run in this folder. It is stored there, so that a resumed run continues with it."""
     path = folder / "wandb" / "run_id"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -116,7 +117,7 @@ def _run_id(folder: Path) -> str:
 
 
 def check_wandb(cfg: Config) -> None:
-    """Raise MissingExtraError, before a run begins, if `trainer.use_wandb` is set and the package is missing."""
+    """Raise MissingExtraError if `trainer.use_wandb` is set but the package is missing."""
     if not cfg.trainer.use_wandb:
         return
     try:
@@ -127,7 +128,10 @@ def check_wandb(cfg: Config) -> None:
 
 
 def _wandb_run(cfg: Config, folder: Path) -> Any:
-    """Start a W&B run in the mode of WANDB_MODE, online by default; without a key or a server, warn and go offline."""
+    """Start a W&B run in the mode of the variable WANDB_MODE, which is online by default.
+
+    If there is no API key or no connection to the server, warn and track offline.
+    """
     with extra("wandb"):
         import wandb
 
@@ -140,8 +144,8 @@ def _wandb_run(cfg: Config, folder: Path) -> Any:
             dir=folder,
             config=cfg.model_dump(mode="json"),
             mode=mode,
-            # console: W&B would keep every frame of the live progress line
-            settings=wandb.Settings(init_timeout=_WAIT, finish_timeout=_LAST_WAIT, console="off"),
+            # by default, W&B would store every frame of the live progress line
+            settings=wandb.Settings(init_timeout=_INIT_TIMEOUT, finish_timeout=_FINISH_TIMEOUT, console="off"),
         )
 
     mode = wandb.setup().settings.mode
@@ -165,7 +169,7 @@ def _wandb_error() -> type[Exception]:
 
 
 def _restart_wandb(cfg: Config, folder: Path) -> Any:
-    """Start a W&B run in a new process after the old process died."""
+    """Start a new W&B process after the old one has ended, and continue the run there."""
     import wandb
 
     with suppress(OSError):
@@ -176,17 +180,17 @@ def _restart_wandb(cfg: Config, folder: Path) -> Any:
 
 
 def with_wandb(records: Iterator[LogData], cfg: Config, run_dir: str | Path, start: int = 0) -> Iterator[LogData]:
-    """Track a run with Weights & Biases: the same logs as in TensorBoard, against env steps, and the config.
+    """Log a run to Weights & Biases: the same scalars as in TensorBoard, against env steps, and the config.
 
         for record in with_wandb(train_iter(state, cfg), cfg, "outputs/mine"): ...
 
     Args:
         records: records to pass on.
-        cfg: the run's config; `trainer.wandb_project_name` is the project and `trainer.exp_name` the name.
-        run_dir: the run folder; W&B's files go into its `wandb/`.
+        cfg: config of the run; `trainer.wandb_project_name` is the project and `trainer.exp_name` the run's name.
+        run_dir: run folder; W&B's files go to its folder `wandb/`.
         start: env steps before the first record.
 
-    Raises: UserError without the extra `wandb`.
+    Raises: UserError if the extra `wandb` is missing.
     """
     run, failed = _wandb_run(cfg, Path(run_dir)), True
     guarded, last_attempt = tolerate_errors("W&B", _wandb_error()), 0.0
@@ -200,7 +204,7 @@ def with_wandb(records: Iterator[LogData], cfg: Config, run_dir: str | Path, sta
             run = _restart_wandb(cfg, Path(run_dir))
         try:
             run.log(row)
-        except ConnectionError:  # W&B's own process died, and W&B does not restart it
+        except ConnectionError:  # W&B's own process has ended, and W&B does not restart it
             run, last_attempt = None, time.monotonic()
             raise
 

@@ -1,4 +1,4 @@
-"""Train a run with all its consumers: `train` for notebooks, `train_from_config` for scripts and the shell."""
+"""Train a run with all its consumers: `train` is for notebooks, `train_from_config` for scripts and the shell."""
 
 import json
 import os
@@ -52,28 +52,29 @@ def consumers(
     progress: bool,
     timed: Timed = _untimed,
 ) -> Iterator[LogData]:
-    """Stack the consumers that a run's config requests on its records.
+    """Stack consumers on the records of the training loop, as the config requests.
 
     Args:
-        records: the records of the loop.
+        records: records of the training loop.
         run: run built from `cfg`.
         state: state before the first record.
         cfg: config of the run.
-        run_dir: run folder; None writes nothing.
+        run_dir: run folder; nothing is written if None.
         first: env steps before the first record.
-        progress: show a live line.
-        timed: function (phase, records) -> records that times a phase, such as `ecrl.run.profiler.timed_records`.
+        progress: show a live progress line.
+        timed: function (phase, records) that returns the records with a timer around them, such as
+            `ecrl.run.profiler.timed_records`.
     """
     records = timed("loop", records)
     records = with_shards_at_crash(records, run) if world_size() > 1 else records
     records = records if run_dir is None or rank() > 0 else with_crash(records, run, cfg, run_dir)
-    if rank() > 0:  # other ranks only train and send their part of a checkpoint
+    if rank() > 0:  # these ranks only train and send their shards of a checkpoint to rank 0
         return with_shards(records, run, cfg)
     records = with_shards(records, run, cfg) if world_size() > 1 else records
     videos = None if run_dir is None else run_dir / "videos"
     if cfg.trainer.enable_eval:
-        left = None if run_dir is None else pending_evaluation(state, cfg, run_dir)
-        records = timed("evaluation", with_evaluation(records, cfg, videos, left, with_eval_events(run, cfg)))
+        pending = None if run_dir is None else pending_evaluation(state, cfg, run_dir)
+        records = timed("evaluation", with_evaluation(records, cfg, videos, pending, with_eval_events(run, cfg)))
     if videos is not None and cameras(cfg, "train"):
         records = timed("videos", with_training_videos(records, run, cfg, videos, state))
     records = with_host_logs(records)
@@ -94,37 +95,37 @@ def _write_config(cfg: Config, folder: Path) -> None:
     try:
         replace_file(folder / "config.json", (json.dumps(cfg.model_dump(mode="json"), indent=2) + "\n").encode())
     except OSError as error:
-        text = f"run_dir: {folder}: cannot be written: {error.strerror}"
-        raise ConfigError(f"{text}; make room or choose another folder") from None
+        problem = f"run_dir: {folder}: cannot be written: {error.strerror}"
+        raise ConfigError(f"{problem}; make room or choose another folder") from None
 
 
 def train(
     state: TensorDict, cfg: Config, run_dir: str | Path | None = None, progress: bool = True, profile: bool = False
 ) -> tuple[TensorDict, History]:
-    """Train to the end of the budget.
+    """Train until the run has `trainer.iterations` iterations.
 
     Args:
-        state: state from `init_state`, `load`, or a record of an earlier run.
+        state: state from `init_state`, from `load`, or from a record of an earlier run.
         cfg: config of the run.
-        run_dir: folder for the config, logs, metrics and checkpoints. It is a new folder or the folder of the run that
-            `state` belongs to. None writes nothing.
-        progress: show a live line.
-        profile: time the phases and trace some iterations into `profile/` of `run_dir`.
+        run_dir: folder for the config, logs, metrics and checkpoints. It must be a new folder, or the folder of the run
+            that `state` belongs to. If None, nothing is written.
+        progress: show a live progress line.
+        profile: time the phases and trace two iterations. The results go to `profile/` in `run_dir`.
 
     Returns: the last state and the history of logs. Ctrl-C ends the run early and returns the last state so far.
-    Raises: ConfigError for a folder that cannot be written, holds another run or is used by another process, and for
-        `profile` without a folder; `ecrl.errors.NotSavedError`, with the state and history, if the last state could not
-        be saved.
+    Raises: ConfigError if `run_dir` cannot be written, holds another run or is used by another process, or if `profile`
+        is set without `run_dir`; `ecrl.errors.NotSavedError`, with the state and the history, if the last state could
+        not be saved.
     """
     folder, history, last = None if run_dir is None else Path(run_dir), History(), [state]
     new = folder is not None and not claimed_before(folder) and not continues_run(folder, state, cfg)
 
-    def keep(record: LogData) -> None:
+    def on_record(record: LogData) -> None:
         history.add(record)
         last[0] = record["state"]
 
     try:
-        return _train(build(cfg), state, cfg, folder, new, progress, profile, keep), history
+        return _train(build(cfg), state, cfg, folder, new, progress, profile, on_record), history
     except CheckpointError as error:
         raise NotSavedError(str(error), last[0], history) from None
 
@@ -137,22 +138,22 @@ def _train(
     new: bool,
     progress: bool,
     profile: bool,
-    keep: Callable[[LogData], Any],
+    on_record: Callable[[LogData], Any],
 ) -> TensorDict:
-    """Check, claim the folder, run the loop with its consumers, and return the last state.
+    """Check the config, claim the folder, run the loop with its consumers, and return the last state.
 
     Args:
         run: run built from `cfg`.
         state: state at the start.
         cfg: config of the run.
-        folder: run folder; None writes nothing.
-        new: True if the folder may not hold a run yet.
-        progress: show a live line.
+        folder: run folder; nothing is written if None.
+        new: True if it is an error that the folder already holds a run.
+        progress: show a live progress line.
         profile: time the phases.
-        keep: function that is called with each record.
+        on_record: function that is called with each record.
     """
     if profile and folder is None:
-        raise ConfigError("profile: its times and traces need a folder; pass run_dir too")
+        raise ConfigError("profile: times and traces are written to the run folder; pass run_dir too")
     check_rollout(cfg, run)
     if cfg.trainer.enable_eval:
         check_evaluation(with_eval_events(run, cfg), cfg)
@@ -170,14 +171,14 @@ def _train(
         try:
             with in_loop(may_abandon=world_size() == 1), closing(cast(Generator, records)):
                 for record in records:
-                    keep(record)
+                    on_record(record)
                     state = record["state"]
                     if record["log_type"] != "collect" and asked() and world_size() == 1:
                         raise KeyboardInterrupt
         except KeyboardInterrupt:
-            where = "its checkpoint is in" if int(state["sample_step"]) else "start it again with --resume"
-            where = "returning the last state" if folder is None else f"{where} {folder}"
-            print(f"interrupted at {int(state['sample_step']):,} env steps; {where}")
+            advice = "its checkpoint is in" if int(state["sample_step"]) else "start it again with --resume"
+            advice = "returning the last state" if folder is None else f"{advice} {folder}"
+            print(f"interrupted at {int(state['sample_step']):,} env steps; {advice}")
     return state
 
 
@@ -188,7 +189,7 @@ def _announce(run: Run, cfg: Config, folder: Path) -> None:
 
 
 def _new_run(cfg: Config, path: str) -> tuple[Run, TensorDict]:
-    """Check the config. Return the run and its state before the first step. Errors name the file."""
+    """Check the config, and return the run and its state before the first step. Errors start with the file's path."""
     try:
         run = build(cfg)
         check_rollout(cfg, run)
@@ -215,16 +216,17 @@ def train_from_config(
     """Train from a config file into a run folder, or resume a run.
 
     Args:
-        path: config file. With `resume_from`, it is a changed config, and None uses the run's own config.
-        distributed: replaces `trainer.distributed` unless None.
+        path: config file. With `resume_from`, it is a changed config, or None for the run's own config.
+        distributed: value that replaces `trainer.distributed`, unless None.
         run_dir: new run folder; `outputs/<exp_name>_<time>` if None.
-        overrides: values by dotted key, such as `{"trainer.seed": 3}`.
-        resume_from: run folder to resume, in place.
+        overrides: values by dotted key, such as `{"trainer.seed": 3}`. They replace values of the config.
+        resume_from: folder of a run to resume. The run continues in the same folder.
         force: resume even if the config differs from the run's.
-        profile: time the phases and trace some iterations into `profile/` of the run folder.
+        profile: time the phases and trace two iterations. The results go to `profile/` in the run folder.
 
     Returns: the last state and the history of logs.
-    Raises: ConfigError, one line per fault, also for a folder that cannot be written or already holds a run.
+    Raises: ConfigError with one line per fault of the config, or if the folder cannot be written or already holds a
+        run.
     """
     history = History()
     state = run_config(path, distributed, run_dir, overrides or {}, resume_from, force, profile, history.add)
@@ -239,9 +241,12 @@ def run_config(
     resume_from: str | Path | None,
     force: bool,
     profile: bool,
-    keep: Callable[[LogData], Any] = lambda record: None,
+    on_record: Callable[[LogData], Any] = lambda record: None,
 ) -> TensorDict:
-    """Run `train_from_config` without a history, which grows with every iteration. Call `keep` with each record."""
+    """Train as `train_from_config` does, but without a history, because a history grows with every iteration.
+
+    Each record is passed to `on_record`. The other arguments are those of `train_from_config`.
+    """
     changed = dict(overrides) | ({} if distributed is None else {"trainer.distributed": distributed})
     with ExitStack() as stack:
         if resume_from is not None:
@@ -254,28 +259,32 @@ def run_config(
             start(cfg.trainer.distributed)
             run, state = _new_run(cfg, str(path))
             folder = Path(value_of_rank_0("run_dir", lambda: str(new_run_dir(cfg) if run_dir is None else run_dir)))
-            begun = claimed_before(folder)
+            restarted = claimed_before(folder)
             if rank() == 0:
-                claim(folder, new=not begun)
+                claim(folder, new=not restarted)
             stack.enter_context(lock_run_folder(folder))
-            if begun and any(folder.glob("checkpoints/step_*")):
+            if restarted and any(folder.glob("checkpoints/step_*")):
                 run, state, cfg = resume_run(folder, path, changed)
             elif rank() == 0:
                 drop_rows_after(folder, 0)
         if cfg.trainer.distributed and "WORLD_SIZE" not in os.environ:
-            warnings.warn("trainer.distributed: torchrun did not start this process; it trains alone", stacklevel=2)
+            problem = "torchrun did not start this process, so it is the only one"
+            warnings.warn(f"trainer.distributed: {problem}", stacklevel=2)
         if rank() == 0:
             _announce(run, cfg, folder)
             if int(state["sample_step"]) >= total_steps(cfg, world_size()):
-                print("its budget is spent; to train for longer, add --trainer.iterations N --force")
-        state = _train(run, state, cfg, folder, False, True, profile, keep)
+                print("the run has finished; to train for longer, add --trainer.iterations N --force")
+        state = _train(run, state, cfg, folder, False, True, profile, on_record)
         run.env.close(cast(TensorDict, state["env"]))
         stop()
         return state
 
 
 def _was_distributed(folder: Path, path: str | Path | None, changed: Mapping[str, Any]) -> bool:
-    """Return `trainer.distributed` of the config, or False if the run's config is missing or faulty."""
+    """Return `trainer.distributed` of the config at `path`, or of the run's own config if `path` is None.
+
+    Return False if the run's own config is missing or invalid, because the error is reported later.
+    """
     try:
         return load_config(path or folder / "config.json", changed).trainer.distributed
     except ConfigError:

@@ -1,4 +1,4 @@
-"""Videos: `record` shows a trained policy, and a consumer records the rollouts of training."""
+"""Videos: `record` films a trained policy, and the consumer `with_training_videos` films the rollouts of training."""
 
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future
@@ -31,37 +31,38 @@ from ecrl.types import LogData
 
 
 def _overview_camera(sim: Any) -> CameraConfig:
-    """Return a camera that shows the whole scene, from the default direction of MuJoCo's viewer."""
+    """Return a camera that shows the whole scene from the initial direction of MuJoCo's viewer."""
     center, size = sim.model.stat.center, float(sim.model.stat.extent)
     eye = center + size * torch.tensor([-1.0, -1.0, 0.9]).double().numpy()
     return CameraConfig.model_validate({"eye": eye.tolist(), "target": center.tolist()})
 
 
 def _views_until(steps: Iterable[tuple[list[tuple], TensorDict | None]], num_episodes: int) -> Iterator[TensorDict]:
-    """Yield the view before each step until every environment has ended `num_episodes` episodes."""
-    ended: list[int] = []
-    for row, seen in steps:
-        yield cast(TensorDict, seen)
-        ended = [n + bool(env[1]) for n, env in zip(ended or [0] * len(row), row, strict=True)]
-        if min(ended) >= num_episodes:
+    """Yield the view before each step until every environment has finished `num_episodes` episodes."""
+    finished: list[int] = []
+    for row, before in steps:
+        yield cast(TensorDict, before)
+        finished = [n + bool(env[1]) for n, env in zip(finished or [0] * len(row), row, strict=True)]
+        if min(finished) >= num_episodes:
             return
 
 
 def record(state: TensorDict, cfg: Config, path: str | Path, num_envs: int = 4, num_episodes: int = 1) -> int:
-    """Record a real-time video of the policy with deterministic actions, as in evaluations.
+    """Record a video of the policy in real time. Its actions are deterministic, as in evaluations.
 
-    The camera is the first one of `trainer.events.eval`, or else of `trainer.events.train`. Without cameras, the video
-    shows the whole scene.
+    The video is taken by the first camera of `trainer.events.eval`, or else of `trainer.events.train`. If the config
+    has no camera, the video shows the whole scene.
 
     Args:
         state: state of a run.
         cfg: config of the run.
         path: mp4 file.
         num_envs: number of environments, shown in a grid.
-        num_episodes: episodes of each environment; an environment that ends earlier continues.
+        num_episodes: number of episodes of each environment. An environment that has finished them goes on until all
+            have finished.
 
-    Returns: the number of frames, one per step.
-    Raises: ConfigError if the environment has no scene; UserError without OpenGL or the extra `video`.
+    Returns: the number of frames. There is one per step.
+    Raises: ConfigError if the environment has no scene; UserError if OpenGL or the extra `video` is missing.
     """
     for name, count in (("num_envs", num_envs), ("num_episodes", num_episodes)):
         if count < 1:
@@ -69,19 +70,19 @@ def record(state: TensorDict, cfg: Config, path: str | Path, num_envs: int = 4, 
     run = with_eval_events(build(cfg), cfg)
     sim = run.env.scene
     if sim is None:
-        raise ConfigError(f"{cfg.env.name} has no scene to be seen; ecrl record is for MuJoCo tasks")
+        raise ConfigError(f"{cfg.env.name} has no scene to record; ecrl record is for MuJoCo tasks")
     camera = next((c.params for use in ("eval", "train") for c in cameras(cfg, use)), None) or _overview_camera(sim)
     with torch.no_grad(), closing(eval_steps(run, state, cfg, num_envs, [], num_envs)) as steps:
         return write_video(Path(path), render_views(sim, camera, _views_until(steps, num_episodes)), 1.0 / sim.dt)
 
 
 def _add_view(after: TensorDict, before: TensorDict, count: int) -> TensorDict:
-    """Add the view of the first `count` environments of `before` to the `info` of `after`."""
-    return after.copy().set("info", cast(TensorDict, after["info"]).copy().set("seen", view(before, count)))
+    """Return `after` with the view of the first `count` environments of `before` in its `info`."""
+    return after.copy().set("info", cast(TensorDict, after["info"]).copy().set("view", view(before, count)))
 
 
 def _with_views(env: Env, count: int) -> Env:
-    """Return an environment that also reports the view before each step, in `info`."""
+    """Return an environment that adds the view before each step to `info`."""
 
     def reset(keys: Tensor) -> TensorDict:
         start = env.reset(keys)
@@ -94,7 +95,7 @@ def _with_views(env: Env, count: int) -> Env:
 
 
 def _first_envs(state: TensorDict, cfg: Config, count: int) -> TensorDict:
-    """Return the state of the first `count` environments, at the same step, with their view in `info`."""
+    """Return the state of a run with only its first `count` environments, and with their view in `info`."""
     env_step = state["sample_step"] // (cfg.trainer.num_envs * world_size())
     episode = cast(TensorDict, state["episode"]).copy()
     episode.update({name: episode[name][:count] for name in ("running_return", "running_length")})
@@ -107,22 +108,22 @@ def _first_envs(state: TensorDict, cfg: Config, count: int) -> TensorDict:
 
 
 def _collect(run: Run) -> Collect:
-    """Return the function that takes the steps of an iteration without learning."""
+    """Return the function that takes an iteration's steps without learning. Raise ConfigError if there is none."""
     collect = collect_of(run.algorithm.iterate)
     if collect is None:
         raise ConfigError(
-            f"trainer.events.train: the iterate of algorithm {run.algorithm.name} has no `collect`, which takes its "
-            "steps without learning, for videos; add it, or move the cameras to trainer.events.eval"
+            f"trainer.events.train: algorithm {run.algorithm.name} cannot take steps without learning, which videos of "
+            "training need; add `collect` to its `iterate`, or move the cameras to trainer.events.eval"
         )
     return collect
 
 
 def rollout_views(run: Run, state: TensorDict, cfg: Config, count: int) -> Generator[TensorDict, None, None]:
-    """Repeat the rollout of the iteration that begins at `state`, and yield the views of its first environments.
+    """Repeat the rollout of the iteration that begins at `state`, and yield views of the first `count` environments.
 
-    Randomness depends only on (seed, stream, environment, step), so the episodes equal those of the run up to
-    rounding. Rounding depends on the number of environments. The policy does not learn on the way, so the episodes of
-    an interleaved algorithm equal those of the run up to its first gradient step.
+    Random numbers depend only on the seed, the stream, the environment and the step. The episodes therefore equal the
+    run's episodes, except for rounding, which depends on the number of environments. The policy does not learn during
+    the repetition. The episodes of an interleaved algorithm are thus equal only up to its first gradient step.
 
     Raises: ConfigError if the algorithm cannot take steps without learning.
     """
@@ -130,8 +131,8 @@ def rollout_views(run: Run, state: TensorDict, cfg: Config, count: int) -> Gener
     env, static = _with_views(run.env, count), run.static._replace(num_envs=count)
     run = run._replace(env=env, static=static, jit=partial, scan=scan)
     _, steps = _collect(run)(run, _first_envs(state, cfg, count))
-    seen = cast(TensorDict, steps["info", "seen"][:, :-1]).cpu()
-    yield from (cast(TensorDict, seen[:, t]) for t in range(seen.shape[1]))
+    views = cast(TensorDict, steps["info", "view"][:, :-1]).cpu()
+    yield from (cast(TensorDict, views[:, t]) for t in range(views.shape[1]))
 
 
 _ASYNC = "record_camera_data_async"
@@ -146,11 +147,11 @@ def _record_rollout(run: Run, state: TensorDict, cfg: Config, camera: Camera, pa
 def with_training_videos(
     records: Iterator[LogData], run: Run, cfg: Config, videos: str | Path, state: TensorDict
 ) -> Iterator[LogData]:
-    """Record rollouts with the cameras under `trainer.events.train`, in the background.
+    """Record rollouts in the background with the cameras under `trainer.events.train`.
 
-    A video shows the first environments of one iteration, with a frame every `interval_step` steps.
-    `record_camera_data` records every iteration, and training waits for the previous video. With
-    `record_camera_data_async` training does not wait: iterations are skipped while an earlier one is being recorded.
+    A video shows the first environments of one iteration, with a frame every `interval_step` steps. The event
+    `record_camera_data` records every iteration, and training waits until the previous video is complete. The event
+    `record_camera_data_async` does not make training wait. It skips iterations while it still records an earlier one.
 
     Args:
         records: records to pass on.
@@ -159,7 +160,7 @@ def with_training_videos(
         videos: folder of the videos.
         state: state before the first record.
 
-    Raises: ConfigError if there are cameras, and the algorithm cannot take steps without learning.
+    Raises: ConfigError if there are cameras but the algorithm cannot take steps without learning.
     """
     with ExitStack() as stack, ending(records):
         if cameras(cfg, "train"):

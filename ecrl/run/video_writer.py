@@ -1,7 +1,7 @@
-"""Videos of MuJoCo tasks: rendered from states and encoded as mp4 by background threads.
+"""Render videos of MuJoCo tasks from states, and encode them as mp4, in background threads.
 
-The run only passes rows of `physics` and targets of its first environments. A camera queues at most `_QUEUE_SIZE` rows,
-and works on one video at a time. If its queue is full, the run waits, so no frame is lost.
+The run only passes views to the threads: the physics state and the targets of its first environments. A camera works on
+one video at a time and queues at most `_QUEUE_SIZE` views. If its queue is full, the run waits, so no frame is lost.
 """
 
 import os
@@ -29,7 +29,7 @@ from ecrl.errors import ConfigError, extra
 from ecrl.run.loggers import tolerate_errors
 
 FPS = 20
-"""Frames per second of videos of events, as in EmbodiChain. It does not depend on the duration of a step."""
+"""Frames per second of the videos that events record. As in EmbodiChain, it is the same for any duration of a step."""
 
 _QUEUE_SIZE = 4096
 _ENCODER = ["-c:v", "libx264", "-preset", "veryfast", "-crf", "23", "-pix_fmt", "yuv420p"]
@@ -39,7 +39,7 @@ Put = Callable[[TensorDict], None]
 
 
 class Camera(NamedTuple):
-    """A camera of the config: its use (train or eval), its event, and the event's parameters."""
+    """A camera of the config: its use ("train" or "eval"), its event, and the event's parameters."""
 
     use: str
     event: EventConfig
@@ -53,7 +53,10 @@ def cameras(cfg: Config, use: Literal["train", "eval"]) -> list[Camera]:
 
 
 def check_cameras(cfg: Config) -> None:
-    """Raise ConfigError for a camera without a scene or with a duplicate name; also check OpenGL and the encoder."""
+    """Raise ConfigError if a camera has no scene, a wrong mode or the same file as another camera.
+
+    Raises: UserError if there are cameras, and OpenGL or the extra `video` is missing.
+    """
     for use in ("train", "eval"):
         names: dict[Path, str] = {}
         for name, event in sorted(getattr(cfg.trainer.events, use).items()):
@@ -61,9 +64,9 @@ def check_cameras(cfg: Config) -> None:
                 continue
             place = term_text(f"trainer.events.{use}", name, event.func)
             if make_env(cfg.env).scene is None:
-                raise ConfigError(f"{place}: {cfg.env.name} has no scene to record; leave the event out")
+                raise ConfigError(f"{place}: {cfg.env.name} has no scene to record; remove the event")
             if event.mode != "interval":
-                raise ConfigError(f"{place}: mode is {event.mode!r}, cameras record at mode 'interval'")
+                raise ConfigError(f"{place}: mode is {event.mode!r}, but a camera needs mode 'interval'")
             other = names.setdefault(event.params.save_path / event.params.name, name)
             if other != name:
                 raise ConfigError(f"{place}: params.name and save_path are the same as in {other}; choose another name")
@@ -72,7 +75,7 @@ def check_cameras(cfg: Config) -> None:
 
 
 def encoder() -> str:
-    """Return the path of the ffmpeg in the package imageio-ffmpeg. Raise MissingExtraError if it is not installed."""
+    """Return the path of ffmpeg in the package imageio-ffmpeg. Raise MissingExtraError if it is not installed."""
     with extra("video"):
         import imageio_ffmpeg
     return imageio_ffmpeg.get_ffmpeg_exe()
@@ -80,12 +83,15 @@ def encoder() -> str:
 
 @contextmanager
 def _encoding(path: Path, height: int, width: int, fps: float) -> Iterator[Callable[[np.ndarray], None]]:
-    """Yield a function that adds an image to an mp4. Raise OSError if the encoder fails. Ctrl-C does not reach it."""
+    """Yield a function that adds an image to an mp4 file. Raise OSError if the encoder fails.
+
+    The encoder runs in a new session, so that Ctrl-C does not end it.
+    """
     raw_input = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-r", f"{fps:.6g}", "-i", "-"]
     command = [encoder(), "-y", "-v", "error", *raw_input, "-an", *_ENCODER, str(path)]
     with Popen(command, stdin=PIPE, stderr=PIPE, start_new_session=True) as process:
         pipe = cast(IO[bytes], process.stdin)
-        with suppress(BrokenPipeError):  # ffmpeg prints why it ended
+        with suppress(BrokenPipeError):  # the error below has ffmpeg's own message
             yield lambda image: cast(None, pipe.write(image.tobytes()))
             pipe.flush()
         _, message = process.communicate()
@@ -94,14 +100,16 @@ def _encoding(path: Path, height: int, width: int, fps: float) -> Iterator[Calla
 
 
 def write_video(path: Path, images: Iterable[np.ndarray], fps: float) -> int:
-    """Write images as an mp4 and return their number. The file appears when it is complete. Without images, write none.
+    """Write images to an mp4 file, and return their number. The file appears when it is complete.
+
+    If there are no images, no file is written.
 
     Args:
         path: mp4 file; its folder is created.
-        images: uint8 `[h, w, 3]`, of one size; an odd height or width is padded by a black row or column.
+        images: uint8 `[h, w, 3]`, all of the same size. A black row or column is added if the height or width is odd.
         fps: frames per second.
 
-    Raises: OSError if the disk is full; MissingExtraError without the extra `video`.
+    Raises: OSError if the disk is full; MissingExtraError if the extra `video` is missing.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary, count, add = path.with_name(f".{path.stem}.part.mp4"), 0, None
@@ -121,7 +129,7 @@ def write_video(path: Path, images: Iterable[np.ndarray], fps: float) -> int:
 
 
 def render_views(sim: Any, camera: CameraConfig, views: Iterable[TensorDict]) -> Iterator[np.ndarray]:
-    """Render each view of k worlds as one image of k tiles."""
+    """Render each view as one image, with a tile for each of its environments."""
     with drawing(sim, camera) as draw:
         for worlds in views:
             rows: list[Any] = [worlds[i] for i in range(worlds.batch_size[0])]
@@ -129,7 +137,7 @@ def render_views(sim: Any, camera: CameraConfig, views: Iterable[TensorDict]) ->
 
 
 def view(state: TensorDict, count: int) -> TensorDict:
-    """Return the parts of the first `count` environments that a camera needs: `physics` and, if present, `targets`."""
+    """Return the parts of a state that a camera needs, for the first `count` environments: `physics` and `targets`."""
     parts: dict[str, Any] = {"physics": state["world", "physics"][:count]}
     if "targets" in state:
         targets = cast(TensorDict, state["targets"])
@@ -143,7 +151,7 @@ def video_path(folder: Path, camera: Camera, step: int) -> Path:
 
 
 def _lower_priority() -> None:
-    """Give this thread and its children the lowest priority, on Linux, where threads have their own priorities."""
+    """Give this thread and its child processes the lowest priority. Only Linux allows this for a single thread."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
@@ -152,8 +160,8 @@ def _lower_priority() -> None:
 def background_worker() -> Iterator[Callable[..., Future]]:
     """Yield a function that waits for its previous job, and then starts `job(*args)` in a background thread.
 
-    If a job raises OSError, such as for a full disk, warn once and continue. Other errors are raised by the next call
-    or at the end.
+    If a job raises OSError, for example because the disk is full, the worker warns once and continues. Any other error
+    is raised by the next call or at the end of the block.
     """
     guarded, last = tolerate_errors("videos"), []
     with ThreadPoolExecutor(1, "ecrl-video", _lower_priority) as thread:
@@ -170,14 +178,19 @@ def background_worker() -> Iterator[Callable[..., Future]]:
 
 
 class Film(NamedTuple):
-    """Videos of one evaluation: the number of recorded environments, and the interval and receiver of each camera."""
+    """The videos of one evaluation.
+
+    Attributes:
+        num_envs: number of recorded environments.
+        cameras: for each camera, its `interval_step`, its number of environments and the function that adds a view.
+    """
 
     num_envs: int
-    cameras: tuple[tuple[int, int, Put], ...]  # interval_step, environments, put
+    cameras: tuple[tuple[int, int, Put], ...]
 
 
 def _put(queue: Queue, job: Future, item: TensorDict | None) -> None:
-    """Put an item into the queue when it has room. If the job that reads it has ended, raise the error of the job."""
+    """Wait until the queue has room, and add an item. If the job that reads the queue has failed, raise its error."""
     while not job.done():
         try:
             return queue.put(item, timeout=0.2)
@@ -199,14 +212,14 @@ def _open_video(start: Callable[..., Future], path: Path, sim: Any, camera: Came
 
 @contextmanager
 def filming(cfg: Config, folder: Path | None) -> Iterator[Callable[[TensorDict, int], Any]]:
-    """Yield a function that opens the videos of an evaluation: `(state of the run, environments) -> context of Film`.
+    """Yield a function `(state, num_envs)` that opens the videos of one evaluation and returns a context with a Film.
 
     Args:
         cfg: config of the run, with the cameras under `trainer.events.eval`.
-        folder: folder of the videos; None records none.
+        folder: folder of the videos; no videos if None.
     """
     eval_cameras = cameras(cfg, "eval") if folder is not None else []
-    if eval_cameras:  # fail before the evaluation, not at its end
+    if eval_cameras:  # a missing package is reported before the evaluation, not at its end
         backend()
         encoder()
     sim = make_env(cfg.env).scene if eval_cameras else None
@@ -214,7 +227,7 @@ def filming(cfg: Config, folder: Path | None) -> Iterator[Callable[[TensorDict, 
         threads = [stack.enter_context(background_worker()) for _ in eval_cameras]
 
         @contextmanager
-        def opened(state: TensorDict, num_envs: int) -> Iterator[Film]:
+        def open_film(state: TensorDict, num_envs: int) -> Iterator[Film]:
             with ExitStack() as videos:
                 receivers = []
                 for camera, start in zip(eval_cameras, threads, strict=True):
@@ -224,18 +237,19 @@ def filming(cfg: Config, folder: Path | None) -> Iterator[Callable[[TensorDict, 
                     receivers.append((camera.event.interval_step, count, put))
                 yield Film(max([count for _, count, _ in receivers], default=0), tuple(receivers))
 
-        yield opened
+        yield open_film
 
 
 def with_film(steps: Iterator[tuple[list[tuple], TensorDict | None]], film: Film) -> Generator[list[tuple], None, None]:
-    """Yield the rows of an evaluation's steps, and add the view before each step to the film.
+    """Yield the rows of an evaluation's steps, and add the view before each step to the videos.
 
-    The film ends when every environment has ended its first episode. An environment that ends earlier continues.
+    A video ends when all environments that it shows have finished their first episode. Environments that finish
+    earlier start their next episode in the video.
     """
     running = set(range(film.num_envs))
-    for step, (row, seen) in enumerate(steps):
+    for step, (row, before) in enumerate(steps):
         for interval, count, put in film.cameras if running else ():
-            if seen is not None and step % interval == 0 and running & set(range(count)):
-                put(seen[:count])
+            if before is not None and step % interval == 0 and running & set(range(count)):
+                put(before[:count])
         running -= {i for i in running if row[i][1]}
         yield row

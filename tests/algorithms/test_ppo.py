@@ -388,7 +388,10 @@ def test_a_batch_above_the_rollout_is_clamped_and_said_once():
         ({"lr_scheduler": {"name": "cosine", "kwargs": {"gamma": 0.5}}}, "cosine does not use 'gamma'"),
         ({"optimizer": {"name": "sgd", "kwargs": {"eps": 1e-8}}}, "sgd does not use 'eps'"),
         ({"optimizer": {"name": "adam", "kwargs": {"betas": [0.9, 1.0]}}}, r"kwargs.betas\[1\]: must be below 1.0"),
-        ({"learning_rate": 1e300}, r"algorithm.cfg.learning_rate: must be between 1.4e-45 and 3.4e38, got 1e\+300"),
+        (
+            {"learning_rate": 1e300},
+            r"algorithm.cfg.learning_rate: must be between 1.4e-45 and 3.4e38, the range of float32, got 1e\+300",
+        ),
         (
             {"optimizer": {"name": "adam"}, "learning_rate": 0.1},
             "learning_rate and optimizer exclude each other; keep one",

@@ -205,8 +205,8 @@ def test_the_command(monkeypatch, tmp_path, capsys):
     ]
     capsys.readouterr()
     for args, said in (
-        (("results", "--quick"), "--quick is for speed; leave it out"),
-        (("--seeds", "1"), "--seeds and --minutes are for: ecrl bench results; leave them out"),
+        (("results", "--quick"), "--quick works only with: ecrl bench speed; remove it"),
+        (("--seeds", "1"), "--seeds and --minutes work only with: ecrl bench results; remove them"),
     ):
         assert called(monkeypatch, "bench", *args) == 2
         assert capsys.readouterr().err == said + "\n"

@@ -94,7 +94,7 @@ def test_keys_of_the_algorithm_in_the_trainer():
         f"trainer.{key}: another name of 'algorithm.cfg.{key}', which is also given; keep one" for key in trainer
     ]
     assert _faults(trainer, env="scene") == [
-        f"trainer.{key}: algorithm 'ppo' has no {key}; take it out" for key in trainer
+        f"trainer.{key}: algorithm 'ppo' has no {key}; remove it" for key in trainer
     ]
     assert _faults({"segment_length": "x", "buffer_size": 3}, APG, env="point_mass")[0].startswith(
         "trainer.segment_length: expected an integer, got 'x'"
@@ -117,10 +117,10 @@ def test_defaults_count_too():
 @pytest.mark.parametrize(("key", "ours"), [("total_timesteps", "iterations"), ("save_frequency_updates", "save_freq")])
 def test_other_units_refuse(key, ours):
     assert _faults({key: 9, ours: 9}, env="scene") == [
-        f"trainer.{key}: sets '{ours}' in another unit, which is also given; keep one"
+        f"trainer.{key}: sets '{ours}' in another unit, and '{ours}' is also given; keep one"
     ]
     assert _faults({key: 9, "distributed": True}, env="scene") == [
-        f"trainer.{key}: counts the work of one process; a distributed run needs '{ours}'"
+        f"trainer.{key}: is for runs of one process; in a distributed run, set '{ours}'"
     ]
     for value, text in (("x", "expected an integer, got 'x'"), (0, "must be at least 1, got 0"), (True, "expected")):
         (fault,) = _faults({key: value}, env="scene")
@@ -228,7 +228,7 @@ def test_gym_config_for_another_env_is_left_aside(tmp_path):
         (GYM | {"id": "scen"}, "{}: id: unknown env 'scen'; did you mean 'scene'?"),
         ({"env": {}}, "trainer.gym_config: {}: id: expected the name of an environment"),
         (GYM | {"max_episode_steps": 0}, "{}: max_episode_steps: must be at least 1, got 0; time limit"),
-        (GYM | {"num_envs": 0}, "{}: num_envs: must be at least 1, got 0; environments per rank"),
+        (GYM | {"num_envs": 0}, "{}: num_envs: must be at least 1, got 0; number of environments in each process"),
         (GYM | {"env": {"actoins": 1}}, "{}: env.actoins: unknown key; did you mean 'actions'?"),
         (GYM | {"env": {"actions": {"sise": 1}}}, "{}: env.actions.sise: unknown key; did you mean 'size'?"),
         (GYM | {"env": []}, "trainer.gym_config: {}: env: expected an object, got a list"),

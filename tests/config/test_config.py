@@ -79,14 +79,14 @@ FAULTS = [  # key, value, the one line without its source
     ("trainer.seed", None, "trainer.seed: expected an integer, got null;"),
     ("trainer.seed", -1, "trainer.seed: must be at least 0, got -1;"),
     ("trainer.seed", 2**62, f"trainer.seed: must be below {2**62}, got {2**62};"),
-    ("trainer.num_envs", 0, "trainer.num_envs: must be at least 1, got 0; environments per rank"),
+    ("trainer.num_envs", 0, "trainer.num_envs: must be at least 1, got 0; number of environments in each process"),
     ("trainer.iterations", 10**30, "trainer.iterations: must be below 2147483648, got a huge integer;"),
     ("trainer.enable_eval", 1, "trainer.enable_eval: expected true or false, got 1;"),
     ("trainer.enable_eval", "true", "trainer.enable_eval: expected true or false, got 'true';"),
     (
         "trainer.exp_name",
         "a/b",
-        "trainer.exp_name: not allowed, got 'a/b'; name of the run folder: letters",
+        "trainer.exp_name: not allowed, got 'a/b'; name of the run folder; may contain letters",
     ),
     ("trainer.exp_name", "", "trainer.exp_name: not allowed, got '';"),
     ("trainer.exp_name", 3, "trainer.exp_name: expected a string, got 3;"),
@@ -96,7 +96,8 @@ FAULTS = [  # key, value, the one line without its source
     (
         "trainer",
         None,
-        "trainer: expected an object, got null; length, device, number of environments, evaluation and checkpoints",
+        "trainer: expected an object, got null; settings of the run: its length, device, number of environments, "
+        "evaluations and checkpoints",
     ),
     ("trainer", [], "trainer: expected an object, got a list;"),
     ("env", None, 'env: expected an object, got null; the environment, such as {"name": "cartpole"}'),
@@ -149,7 +150,7 @@ FAULTS = [  # key, value, the one line without its source
     (
         "trainer.wandb_project_name",
         "a/b",
-        "trainer.wandb_project_name: not allowed, got 'a/b'; Weights & Biases project",
+        "trainer.wandb_project_name: not allowed, got 'a/b'; name of the Weights & Biases project",
     ),
     (f"{ACTOR}.hidden_sizes", [8, 65537], f"{ACTOR}.hidden_sizes[1]: must be at most 65536, got 65537; width of each"),
     ("trainer.events", {"train": {"a\nb": 3}}, r"trainer.events.train.'a\nb': expected an object, got 3"),
@@ -295,7 +296,7 @@ def test_frozen_and_hashable():
     assert cfg != config_from_dict(_with(("env.cfg.gravity", 9.5)))
     for section, name in ((cfg, "env"), (cfg.trainer, "seed"), (cfg.env.cfg, "gravity"), (cfg.policy.actor, "type")):
         with pytest.raises(
-            AttributeError, match=f"{name}: a config never changes; make a changed copy with cfg.replace"
+            AttributeError, match=f"{name}: a config cannot be changed; make a changed copy with cfg.replace"
         ):
             setattr(section, name, getattr(section, name))
 

@@ -338,9 +338,8 @@ def test_the_crash_folder_repeats_the_iteration(fault, form, tmp_path, monkeypat
     else:
         before = train_states(cfg.replace(**{"trainer.iterations": 1}))[0]
     said = pytest.warns(UserWarning) if fault == "gradient" else nullcontext()
-    repeat = (
-        rf"; repeat it with: ecrl replay {folder}/crash --import test_finite_guard$"  # it registers the environment
-    )
+    # --import, because this module registers the environment
+    repeat = rf"; repeat the iteration with: ecrl replay {folder}/crash --import test_finite_guard$"
     with said, pytest.raises(NotFiniteError, match=repeat) as error:
         train(state, cfg, folder, progress=False)
     report = json.loads((folder / "crash" / "report.json").read_text())
@@ -352,7 +351,7 @@ def test_the_crash_folder_repeats_the_iteration(fault, form, tmp_path, monkeypat
         __main__.main()
     lines = capsys.readouterr().out.splitlines()
     assert lines[-2] == f"{report['form']}: NaN or infinity in {', '.join(report['met'])} again"
-    assert lines[-1] == f"eager, step by step: {error.value.args[0].partition('; repeat it')[0]}"
+    assert lines[-1] == f"eager, step by step: {error.value.args[0].partition('; repeat the iteration')[0]}"
 
 
 def test_a_folder_that_is_no_crash_is_refused(tmp_path):
@@ -383,7 +382,7 @@ def odd_seeds(cfg: Config) -> list[int]:
 @pytest.mark.parametrize("fault", ["obs", "reward"])
 def test_gymnasium_stops_in_the_same_iteration_and_says_what_cannot_be_repeated(fault, tmp_path):
     cfg = drifting(fault, "stop", strict=True)  # what it observes is NaN, so is the next action: it is not taken
-    with pytest.raises(NotFiniteError, match="; the state before it is in ") as error:
+    with pytest.raises(NotFiniteError, match="; the state before the iteration is in ") as error:
         train(init_state(cfg), cfg, tmp_path / "run", progress=False)
     found, before = error.value.report["found"], load(tmp_path / "run" / "checkpoints" / "step_8")[0]
     env, reached = odd_seeds(cfg)[0], {"obs": (1, 3), "reward": (0, 2)}[fault]

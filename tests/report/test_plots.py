@@ -213,7 +213,7 @@ def test_the_metric_is_the_first_usual_one_that_all_have(tmp_path):
     assert choose_metric([sources[both], sources[peer]]) == "eval/avg_reward"
     assert choose_metric([sources[plain], sources[peer]]) == "charts/episode_reward_avg_100"
     with pytest.raises(
-        UserError, match=r"^none of eval/success_rate, .* is in all runs and peers; choose one with --metric$"
+        UserError, match=r"^none of eval/success_rate, .* is in all runs and files; choose a metric with --metric$"
     ):
         choose_metric([sources[plain], sources[both]])
 
@@ -263,14 +263,14 @@ def test_the_command_writes_both_pictures_and_says_where_the_curves_ended(tmp_pa
         (("a.txt",), f"a.txt: {_EXPECTED_FILES}"),
         (("r", "--metric", "eval/avg_rewrad"), "r: no metric 'eval/avg_rewrad'; did you mean 'eval/avg_reward'?"),
         (("r", "--metric", "x"), "r: no metric 'x'; known: eval/avg_reward"),
-        (("odd.json",), 'odd.json: expected a list of rows, or an object with one as "curve"'),
+        (("odd.json",), 'odd.json: expected a list of rows, or an object with a list of rows under the key "curve"'),
         (("half.csv",), "half.csv:2: no seconds; expected steps, seconds and return or success"),
         (("nan.csv",), "nan.csv:2: no steps; expected steps, seconds and return or success"),
         (("seed.csv",), "seed.csv:2: seed '1.5'; expected a whole number"),
         (("head.csv",), "head.csv: no rows; expected steps, seconds and return or success"),
         (("latin.csv",), "latin.csv: not CSV: 'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"),
         (("rows",), "rows/metrics.jsonl:2: expected numbers for sample_step and seconds; remove that line"),
-        (("new",), "new: nothing is logged yet; train for longer, or leave it out"),
+        (("new",), "new: nothing is logged yet; train for longer, or leave this folder out"),
         (("listed",), "listed/config.json: expected the config of a run"),
         (("r", "--threshold", "nan"), "--threshold nan: expected a finite number"),
         (("r", "--out", "a.txt/x.png"), "--out a.txt/x.png: File exists; choose another path"),

@@ -88,7 +88,7 @@ def rewritten(path, change):
 
 def test_another_format_is_refused(saved):
     rewritten(saved[0], {"format": 2})
-    with pytest.raises(CheckpointError, match="format 2, this version reads format 1"):
+    with pytest.raises(CheckpointError, match="has format 2, this version of ecrl reads format 1"):
         load(saved[0])
 
 

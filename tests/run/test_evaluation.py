@@ -178,7 +178,7 @@ WRONG = {"func": "randomize_field", "mode": "reset", "params": {"field": "nope",
         ({"trainer.events.eval": {"wrong": WRONG}, "env": "gymnasium:CartPole-v1"}, "not in tensors"),
         (
             {"trainer.best_eval_metric": "eval/success_rate"},
-            "'eval/success_rate' is not evaluated; known: eval/avg_length",
+            "evaluations do not log 'eval/success_rate'; known: eval/avg_length",
         ),
         ({"trainer.best_eval_metric": "avg_reward"}, "did you mean 'eval/avg_reward'"),
     ],

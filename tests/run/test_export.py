@@ -304,7 +304,7 @@ def test_a_policy_that_cannot_be_traced_is_refused_in_one_line(tmp_path):
         return replace(policy, act=act)
 
     cfg = small(**{"policy.name": "on_the_host"})
-    with pytest.raises(UserError, match=r"^policy\.pt2: policy 'on_the_host' cannot be written") as error:
+    with pytest.raises(UserError, match=r"^policy\.pt2: policy 'on_the_host' cannot be exported") as error:
         export(init_state(cfg), cfg, tmp_path / "out")
     assert "\n" not in str(error.value)
     assert not (tmp_path / "out").exists()

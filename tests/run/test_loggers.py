@@ -188,6 +188,23 @@ def test_progress_outside_a_terminal_prints_a_line_per_tenth(capsys):
     assert "policy loss 1" in lines[0]
 
 
+def test_progress_shows_no_nan_before_the_first_episode_has_ended(capsys):
+    nan = float("nan")
+    steps = [
+        record("collect", 10, episode_reward_avg_100=nan, episode_length_avg_100=nan),
+        record("train", 10, policy_loss=1.0),
+        record("collect", 20, episode_reward_avg_100=3.0, episode_length_avg_100=7.0),
+        record("train", 20, policy_loss=1.0),
+        record("collect", 30, episode_reward_avg_100=nan, episode_length_avg_100=7.0),  # an episode with a NaN reward
+        record("train", 30, policy_loss=nan),
+    ]
+    list(with_progress(iter(steps), 0, 30))
+    first, second, third = capsys.readouterr().out.splitlines()
+    assert first.endswith("steps/s  no episode ended yet  policy loss 1")
+    assert second.endswith("steps/s  return 3  length 7  policy loss 1")
+    assert third.endswith("steps/s  return nan  length 7  policy loss nan")
+
+
 def test_progress_in_a_terminal_shows_rate_and_losses(capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TTY_COMPATIBLE", "1")

@@ -121,7 +121,7 @@ def test_other_threads_are_warned_of(tmp_path):
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
     try:
-        with pytest.warns(UserWarning, match=rf"threads {threads} then, {threads + 1} now"):
+        with pytest.warns(UserWarning, match=rf"threads changed from {threads} to {threads + 1}"):
             resume(run)
     finally:
         torch.set_num_threads(threads)
@@ -137,7 +137,9 @@ def test_a_run_goes_on_where_its_device_is_not(tmp_path):
     here = {"trainer.device": "cpu"}
     with pytest.raises(ConfigError, match=r'trainer\.device: "cuda:77" -> "cpu"'):
         resume(run, overrides=here)
-    with pytest.warns(UserWarning, match="will not have the same bits: device cuda then, cpu now"):
+    with pytest.warns(
+        UserWarning, match="may differ by rounding from an uninterrupted one: device changed from cuda to cpu"
+    ):
         resumed, forced = resume(run, overrides={**here, "trainer.iterations": 3}, force=True)
     assert same(resumed, state)
     assert [row["sample_step"] for row in train(resumed, forced, run, progress=False)[1]] == [96]
@@ -175,7 +177,7 @@ def test_a_saved_gymnasium_run_starts_its_episodes_afresh_and_says_so(tmp_path):
 def test_a_checkpoint_folder_is_not_a_run(tmp_path):
     run, cfg = finished(tmp_path)
     checkpoint = latest(run)
-    with pytest.raises(ConfigError, match="is a checkpoint; to resume, give the folder of its run"):
+    with pytest.raises(ConfigError, match="is a checkpoint; to resume, pass the folder of its run"):
         resume(checkpoint)
     with pytest.raises(ConfigError, match="is a checkpoint; choose the folder of its run"):
         train(init_state(cfg), cfg, checkpoint, progress=False)
@@ -267,7 +269,7 @@ def told(run):
 def test_an_evaluation_that_was_given_up_is_made_when_the_run_goes_on(tmp_path, monkeypatch):
     cfg = small(**EVALUATED, **{"trainer.iterations": 3})
     train(init_state(cfg), cfg, tmp_path / "whole", progress=False)
-    inner, calls = evaluation._evaluated, []
+    inner, calls = evaluation._evaluate_run, []
 
     def second_is_given_up(*args):
         calls.append(args)
@@ -275,7 +277,7 @@ def test_an_evaluation_that_was_given_up_is_made_when_the_run_goes_on(tmp_path, 
             raise KeyboardInterrupt
         return inner(*args)
 
-    monkeypatch.setattr(evaluation, "_evaluated", second_is_given_up)
+    monkeypatch.setattr(evaluation, "_evaluate_run", second_is_given_up)
     train(init_state(cfg), cfg, tmp_path / "run", progress=False)
     state, again = resume(tmp_path / "run")
     assert int(state["sample_step"]) == 64 and "evaluate" not in (tmp_path / "run" / "metrics.jsonl").read_text()[-400:]

@@ -262,18 +262,23 @@ def test_two_processes_do_not_go_on_in_one_folder(config_file, monkeypatch, caps
     assert called(monkeypatch, "train", config_file, "--run-dir", "run") == 0
     rows = Path("run/metrics.jsonl").read_bytes()
     other = subprocess.Popen([sys.executable, "-c", HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert other.stdout is not None and other.stdout.readline() and "budget is spent" not in capsys.readouterr().out
+    assert (
+        other.stdout is not None and other.stdout.readline() and "the run has finished" not in capsys.readouterr().out
+    )
     assert called(monkeypatch, "train", "--resume", "run") == 2
-    assert capsys.readouterr().err == "run_dir: run: another process trains in it; wait for its end\n"
+    assert capsys.readouterr().err == "run_dir: run: another process trains in this folder; wait until it ends\n"
     other.communicate(b"")
     assert called(monkeypatch, "train", "--resume", "run") == 0
-    assert "its budget is spent" in capsys.readouterr().out and Path("run/metrics.jsonl").read_bytes() == rows
+    assert (
+        "the run has finished; to train for longer" in capsys.readouterr().out
+        and Path("run/metrics.jsonl").read_bytes() == rows
+    )
 
 
 def test_a_distributed_run_of_nobody_else_says_so(config_file, monkeypatch, capsys):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.warns(
-        UserWarning, match=r"^trainer.distributed: torchrun did not start this process; it trains alone$"
+        UserWarning, match=r"^trainer.distributed: torchrun did not start this process, so it is the only one$"
     ):
         train_from_config(config_file, distributed=True)
 
@@ -306,7 +311,7 @@ def test_the_device_of_an_evaluation_is_given_once(tmp_path, monkeypatch, capsys
     cfg = small()
     train(ecrl.init_state(cfg), cfg, tmp_path / "run", progress=False)
     assert called(monkeypatch, "eval", tmp_path / "run", "--num-episodes", 2, "--trainer.device", "cpu") == 2
-    assert capsys.readouterr().err == "--trainer.device: set the device of an evaluation with --device\n"
+    assert capsys.readouterr().err == "--trainer.device: use --device to set the device of an evaluation\n"
     assert called(monkeypatch, "eval", tmp_path / "run", "--num-episodes", 2, "--device", "cpu") == 0
 
 
@@ -367,15 +372,18 @@ def test_faults_exit_2_with_one_line_each(config_file, change, lines, monkeypatc
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("train",), "ecrl train needs one config, such as"),
-        (("train", "x.json", "--config", "x.json"), "give the config once"),
-        (("train", "--distributed", "--no-distributed", "x.json"), "not both"),
+        (("train",), "ecrl train needs a config, such as"),
+        (("train", "x.json", "--config", "x.json"), "two configs; pass only one"),
+        (("train", "--distributed", "--no-distributed", "x.json"), "use only one"),
         (("eval", "nowhere"), "no checkpoint"),
         (("train", "--nonsense"), "nonsense"),
-        (("train", "--resume", "run", "--run-dir", "other"), "continues in the run's own folder"),
-        (("train", "x.json", "--force"), "--force is for --resume"),
+        (("train", "--resume", "run", "--run-dir", "other"), "continues in the folder of the run"),
+        (("train", "x.json", "--force"), "--force works only with --resume"),
         (("train", "--resume", "nowhere"), "no checkpoint"),
-        (("export", "run", "--trainer.seed", "3"), "config keys can only be set for: train, check, check-env, eval"),
+        (
+            ("export", "run", "--trainer.seed", "3"),
+            "only these commands accept config keys: train, check, check-env, eval",
+        ),
         (("check",), "required"),
         (("export", "nowhere"), "no checkpoint"),
         (("fly",), "fly"),
@@ -384,6 +392,27 @@ def test_faults_exit_2_with_one_line_each(config_file, change, lines, monkeypatc
 def test_wrong_calls_exit_2(args, message, monkeypatch, capsys):
     assert called(monkeypatch, *args) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "message"),
+    [
+        ("env.name", "cartpol", "unknown env 'cartpol'; did you mean 'cartpole'? --import MODULE"),
+        ("policy.name", "qqq", "unknown policy 'qqq'; known: "),
+        ("algorithm.name", "qqq", "unknown algorithm 'qqq'; known: "),
+        ("policy.actor.type", "qqq", "unknown network 'qqq'; known: "),
+    ],
+)
+def test_an_unknown_part_gives_a_hint_about_your_own_parts(key, name, message, config_file, monkeypatch, capsys):
+    assert called(monkeypatch, "check", config_file, f"--{key}", name) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{config_file}: {key}: {message}")
+    assert line.endswith("--import MODULE registers your own parts")
+
+
+def test_other_errors_give_no_hint_about_your_own_parts(config_file, monkeypatch, capsys):
+    assert called(monkeypatch, "check", config_file, "--trainer.sede", "1") == 2
+    assert "--import" not in capsys.readouterr().err
 
 
 def test_a_fault_has_no_traceback_in_a_real_shell():

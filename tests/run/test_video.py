@@ -267,7 +267,9 @@ def test_an_iterate_without_steps_to_film_is_refused_before_training(monkeypatch
 
     monkeypatch.setattr(ecrl.loop.build, "make_algorithm", with_own_iterate)
     cfg = filmed_run({"cam": film(name="cam")})
-    message = "^trainer.events.train: the iterate of algorithm ppo has no `collect`, .* move the cameras to trainer.ev"
+    message = (
+        "^trainer.events.train: algorithm ppo cannot take steps without learning, .* move the cameras to trainer.ev"
+    )
     with pytest.raises(ConfigError, match=message):
         next(with_training_videos(iter(()), build(cfg), cfg, tmp_path, init_state(cfg)))
 
@@ -347,7 +349,7 @@ CARTPOLE = {"name": "cartpole"}
     [
         (
             {"cam": film() | {"mode": "reset"}},
-            r"eval.cam \(record_camera_data\): mode is 'reset', cameras record at mode",
+            r"eval.cam \(record_camera_data\): mode is 'reset', but a camera needs mode",
         ),
         ({"a": film(name="x"), "b": film("record_camera_data_async", name="x")}, r"eval.b .* the same as in a; choose"),
     ],
@@ -376,7 +378,7 @@ def test_cameras_are_no_events_of_an_environment(drawn):
         in str(said[0].message)
     )
     assert cfg.trainer.events.eval == {} and CUBE["uid"] == "cube"
-    with pytest.raises(ConfigError, match="cartpole has no scene to be seen; ecrl record is for MuJoCo tasks"):
+    with pytest.raises(ConfigError, match="cartpole has no scene to record; ecrl record is for MuJoCo tasks"):
         record(init_state(small()), small(), "film.mp4")
 
 
