@@ -5,8 +5,9 @@ into functions.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
+from threading import RLock
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -145,7 +146,7 @@ def pure(make: Callable[[], nn.Module], name: str, bf16: bool) -> Pure:
     tied = {n: first.setdefault(id(w), n) for n, w in module.named_parameters(remove_duplicate=False)}
     tied = {name: shared for name, shared in tied.items() if name != shared}
     module = deepcopy(module).to("meta")  # calls pass the weights; a copy, because `make` may keep the module
-    caller = _MethodCaller(module)
+    caller, lock = _MethodCaller(module), RLock()
 
     def init() -> TensorDict:
         fresh = {name: weight.detach().clone() for name, weight in make().named_parameters() if name in trained}
@@ -158,10 +159,13 @@ def pure(make: Callable[[], nn.Module], name: str, bf16: bool) -> Pure:
         }
         tensors |= {name: tensors[shared] for name, shared in tied.items()}
         tensors = {f"module.{name}": tensor for name, tensor in tensors.items()}
-        if not bf16:
-            return functional_call(caller, tensors, (method, *inputs), named)
-        with torch.autocast(sample_weight.device.type, torch.bfloat16):
-            out = functional_call(caller, tensors, (method, *inputs), named)
+        # `functional_call` puts the weights into the shared module, and takes them out again. The lock keeps out other
+        # threads, such as the one that records videos. Compilers trace without changing the module.
+        with nullcontext() if torch.compiler.is_compiling() else lock:
+            if not bf16:
+                return functional_call(caller, tensors, (method, *inputs), named)
+            with torch.autocast(sample_weight.device.type, torch.bfloat16):
+                out = functional_call(caller, tensors, (method, *inputs), named)
         return floats_as(sample_weight.dtype, out)
 
     def forward(weights: TensorDict, *inputs: Any) -> Any:

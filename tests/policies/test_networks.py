@@ -1,5 +1,8 @@
 """Networks from a config, modules as pure functions, and which modules are refused."""
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from conftest import assert_no_retrace, close
@@ -264,3 +267,24 @@ def test_bf16_gradients_are_float32_and_close():
         assert grad.dtype == torch.float32
         close(grad, exact[name], tol=0.05)
     assert any(not torch.equal(grad, exact[name]) for name, grad in rough.items())
+
+
+def test_threads_may_call_a_network_at_once_with_other_weights():
+    """`ecrl.run` records videos in a thread of its own, with the policy that the main thread trains."""
+    network = pure(lambda: nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)), "network", False)
+    inputs, weights = (
+        torch.ones(4, 3),
+        [network.init().apply(lambda x, scale=scale: x * scale) for scale in (1.0, -3.0)],
+    )
+    expected = [network.forward(one, inputs) for one in weights]
+
+    def all_equal(i: int) -> bool:
+        return all(torch.equal(network.forward(weights[i], inputs), expected[i]) for _ in range(500))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            assert list(pool.map(all_equal, (0, 1))) == [True, True]
+    finally:
+        sys.setswitchinterval(interval)
