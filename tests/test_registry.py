@@ -249,9 +249,9 @@ def test_a_plugin_that_fails_is_said_once_and_breaks_nothing_else(tmp_path):
     _install(tmp_path, "tiny_parts", TINY, ["tiny = tiny_parts"])
     done = _python(TRAIN, tmp_path)
     assert done.stdout.strip() == "2"
-    told = "plugin 'broken' (a_broken_one, from a_broken_one 1.2) cannot be imported: "
-    told += "ModuleNotFoundError: No module named 'ecrl_parts_that_nobody_has'"
-    assert done.stderr.count(f"RuntimeWarning: {told}; fix or uninstall it") == 1
+    message = "plugin 'broken' (a_broken_one, from a_broken_one 1.2) cannot be imported: "
+    message += "ModuleNotFoundError: No module named 'ecrl_parts_that_nobody_has'"
+    assert done.stderr.count(f"RuntimeWarning: {message}; fix or uninstall it") == 1
     assert done.stderr.count("cannot be imported") == 1
     unknown = _python("from ecrl.registry import lookup; lookup('env', 'zzz')", tmp_path, ok=False)
     assert "unknown env 'zzz'; known: " in unknown.stderr

@@ -230,10 +230,10 @@ def test_an_update_that_is_not_finite_is_left_out_and_counted(fault):
     met = "reward, loss" if fault == "loss" else "gradient, parameters"
     with pytest.warns(
         UserWarning, match=f"^after 16 env steps: NaN or infinity in {met}: the update is left out"
-    ) as said:
+    ) as caught:
         records = states_of(cfg)
     states = [r["state"] for r in records]
-    assert len(said) == 1 and [float(r["logs"]["skipped_updates"]) for r in records] == [0.0, 1.0, 0.0, 0.0]
+    assert len(caught) == 1 and [float(r["logs"]["skipped_updates"]) for r in records] == [0.0, 1.0, 0.0, 0.0]
     assert same(states[0]["params"], states[1]["params"]) and same(states[0]["opt"], states[1]["opt"])
     assert not same(states[1]["params"], states[2]["params"])
     assert all(x.isfinite().all() for s in states for x in s["params"].values(True, True))
@@ -243,17 +243,17 @@ def test_an_update_that_is_not_finite_is_left_out_and_counted(fault):
 
 
 @pytest.mark.parametrize(
-    ("fault", "told"),
+    ("fault", "place"),
     [
         ("loss", "reward, loss; first reward = nan in env 0, step 0 of the rollout"),
         ("gradient", r"gradient, parameters; first costate\.obs = nan in step 3 of the rollout, env 0"),
     ],
 )
-def test_or_it_stops_the_run(fault, told):
+def test_or_it_stops_the_run(fault, place):
     cfg = run(**{"env.cfg.fault": fault})
     records = train_iter(init_state(cfg), cfg)
     next(records), next(records)
-    with pytest.raises(NotFiniteError, match=rf"^iteration 1 \(after 16 env steps\): NaN or infinity in {told}"):
+    with pytest.raises(NotFiniteError, match=rf"^iteration 1 \(after 16 env steps\): NaN or infinity in {place}"):
         next(records)
 
 

@@ -108,10 +108,10 @@ def test_sizes(cfg, rows, sizes):
 @pytest.mark.parametrize("key", ["batch_size", "num_minibatches"])
 def test_more_than_the_rollout_holds_is_lowered_and_said_once(key):
     cfg, expected = MinibatchConfig(**{key: 11}), {"batch_size": [7], "num_minibatches": [1] * 7}
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert sizes_of(cfg, 7) == sizes_of(cfg, 7) == expected[key]
-    assert [str(w.message) for w in said] == [f"algorithm.cfg.{key} 11 is above the rollout's 7 transitions; using 7"]
+    assert [str(w.message) for w in caught] == [f"algorithm.cfg.{key} 11 is above the rollout's 7 transitions; using 7"]
 
 
 def test_a_number_of_minibatches_above_the_sequences_names_sequences():

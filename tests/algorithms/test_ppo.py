@@ -373,9 +373,9 @@ def test_a_policy_without_a_critic_is_refused():
 
 def test_a_batch_above_the_rollout_is_clamped_and_said_once():
     big, whole = (run("cartpole", **{"algorithm.cfg.batch_size": n, "trainer.iterations": 2}) for n in (1000, 256))
-    with pytest.warns(UserWarning, match=r"algorithm.cfg.batch_size 1000 is above the rollout's 256") as said:
+    with pytest.warns(UserWarning, match=r"algorithm.cfg.batch_size 1000 is above the rollout's 256") as caught:
         assert same_params(big, whole)
-    assert len(said) == 1
+    assert len(caught) == 1
 
 
 @pytest.mark.parametrize(

@@ -91,8 +91,8 @@ def test_what_dies_is_told_in_one_line_and_the_others_go_on():
 
 
 def test_a_silent_worker_is_given_up():
-    said = r"hangs: no answer for 0.2 s; last line: \(nothing on stderr\)"
-    with pairs.started([stand_in("hangs")], available()[:1]) as (worker,), pytest.raises(Failure, match=said):
+    message = r"hangs: no answer for 0.2 s; last line: \(nothing on stderr\)"
+    with pairs.started([stand_in("hangs")], available()[:1]) as (worker,), pytest.raises(Failure, match=message):
         pairs.answer(worker, 0.2)
     assert worker.process.poll() is not None  # and it is gone
 
@@ -331,8 +331,8 @@ def test_quick_runs_the_subjects_of_the_readme(monkeypatch, tmp_path):
 def test_the_quick_form_leaves_the_eager_run_out(monkeypatch):
     monkeypatch.setattr(solved, "run", lambda name, seed, caches, core: {**runs(1.0)[0], "form": name})
     for cores in ([0], [0, 1]):
-        told = solved.rows(True, cores)
-        assert told and all("ecrl off" not in (row["ours"], row["peer"]) for row in told)
+        rows = solved.rows(True, cores)
+        assert rows and all("ecrl off" not in (row["ours"], row["peer"]) for row in rows)
     assert len(solved.rows(False, [0])) == len(solved.ROWS)
 
 
@@ -372,9 +372,10 @@ def test_ecrl_bench_runs_them(monkeypatch, tmp_path):
 def test_ecrl_bench_without_the_source_tree_is_one_line(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(commands, "__file__", str(tmp_path / "ecrl" / "cli" / "commands.py"))
     assert exit_status(monkeypatch, "bench") == 2
-    told = capsys.readouterr().err
+    stderr = capsys.readouterr().err
     assert (
-        told == f"ecrl bench: no benchmarks folder next to {tmp_path / 'ecrl'}; run it from a checkout of the source\n"
+        stderr
+        == f"ecrl bench: no benchmarks folder next to {tmp_path / 'ecrl'}; run it from a checkout of the source\n"
     )
 
 

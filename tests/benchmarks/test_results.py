@@ -81,9 +81,11 @@ def test_a_seed_is_a_file_with_all_that_is_needed_to_repeat_it(small, tmp_path, 
     assert found["settings"]["settings"]["trainer"] == {"num_envs": 32, "iterations": 120, "buffer_size": 128}
     assert found["settings"]["scores"] == {"env": "gymnasium:CartPole-v1", "episodes": [20, 100], "points": 40}
     assert found["machine"]["cores"][0] in available() and found["wall_s"] > 0
-    told = capsys.readouterr().out.splitlines()
-    assert "cartpole_ppo, ecrl, seed 2: return 492 in 1 s" in told
-    assert told[-3:] == [str(tmp_path / "out" / name) for name in ("README.md", "cartpole_ppo.png", "cartpole_ppo.svg")]
+    stdout = capsys.readouterr().out.splitlines()
+    assert "cartpole_ppo, ecrl, seed 2: return 492 in 1 s" in stdout
+    assert stdout[-3:] == [
+        str(tmp_path / "out" / name) for name in ("README.md", "cartpole_ppo.png", "cartpole_ppo.svg")
+    ]
 
 
 def test_what_is_finished_is_not_measured_again(small, tmp_path):
@@ -204,12 +206,12 @@ def test_the_command(monkeypatch, tmp_path, capsys):
         ((), 1, None, ROOT / "benchmarks" / "results"),
     ]
     capsys.readouterr()
-    for args, said in (
+    for args, message in (
         (("results", "--quick"), "--quick is for speed; leave it out"),
         (("--seeds", "1"), "--seeds and --minutes are for: ecrl bench results; leave them out"),
     ):
         assert called(monkeypatch, "bench", *args) == 2
-        assert capsys.readouterr().err == said + "\n"
+        assert capsys.readouterr().err == message + "\n"
 
 
 def test_wrong_calls_are_one_line(monkeypatch):
@@ -287,8 +289,8 @@ def test_a_score_that_is_nan_fails_alone(small, tmp_path, capsys):
     assert not run("learns_but_seed_1_diverges", seeds=3)
     assert calls() == [0, 2] and line_of(tmp_path) == ["20", "2 of 10, 1 failed"]
     assert "cartpole_ppo, ecrl, seed 1: Out of range float values are not JSON compliant" in capsys.readouterr().out
-    told = json.loads((tmp_path / "out/runs/cartpole_ppo/ecrl/1.failed").read_text())
-    assert told["seed"] == 1 and told["failure"].startswith("Out of range float values") and told["command"]
+    failure = json.loads((tmp_path / "out/runs/cartpole_ppo/ecrl/1.failed").read_text())
+    assert failure["seed"] == 1 and failure["failure"].startswith("Out of range float values") and failure["command"]
     assert run(seeds=3) and line_of(tmp_path) == ["20", "3 of 10"], "it is tried again"
     assert not (tmp_path / "out/runs/cartpole_ppo/ecrl/1.failed").exists()
 
@@ -297,5 +299,5 @@ def test_a_seed_that_did_not_have_its_core_is_said():
     found = {"curve": [{"return": 5.0}], "train_s": 60.0, "wall_s": 100.0, "cpu_s": 95.0}
     (entry,) = [one for one in entries(CONFIGS) if one.name == "cartpole_ppo, ecrl"]
     assert results.record_line(entry, found) == "return 5 in 60 s"
-    said = "return 5 in 60 s; had its core for 62% of the time; remove its file to measure it again"
-    assert results.record_line(entry, found | {"cpu_s": 62.0}) == said
+    message = "return 5 in 60 s; had its core for 62% of the time; remove its file to measure it again"
+    assert results.record_line(entry, found | {"cpu_s": 62.0}) == message

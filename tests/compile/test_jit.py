@@ -232,8 +232,10 @@ READING = [
 def test_what_reads_the_values_of_a_tensor_is_refused_with_its_line(fn, operation):
     leaves, structure = flatten((torch.ones(3),))
     line = fn.__code__.co_firstlineno
-    told = rf"trainer.compile: .*test_jit.py:{line}, in <lambda>, reads values of a tensor \({re.escape(operation)}\)"
-    with pytest.raises(ConfigError, match=told):
+    message = (
+        rf"trainer.compile: .*test_jit.py:{line}, in <lambda>, reads values of a tensor \({re.escape(operation)}\)"
+    )
+    with pytest.raises(ConfigError, match=message):
         traced(fn, structure, leaves)
 
 
@@ -262,7 +264,7 @@ def _twice(loop, start, xs, weight):
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's own, for tangents
 @pytest.mark.parametrize(
-    ("fn", "line", "told"),
+    ("fn", "line", "message"),
     [
         (_closed_over, 1, r"in _closed_over, calls a scan .* captures a float32 tensor \[3, 3\] from outside; pass it"),
         (_closed_over_in_a_parameter, 2, r".* captures a float32 tensor \[3, 3\] from outside; pass it"),
@@ -274,10 +276,10 @@ def _twice(loop, start, xs, weight):
         (_twice, 2, "in last, calls a scan whose second derivatives are taken, .* call ecrl.kernels.scan instead"),
     ],
 )
-def test_what_a_compiled_loop_cannot_do_is_told_with_its_line(fn, line, told):
+def test_what_a_compiled_loop_cannot_do_is_told_with_its_line(fn, line, message):
     leaves, structure = flatten((torch.ones(2, 3), torch.ones(4, 2, 3), torch.ones(3, 3)))
     at = fn.__code__.co_firstlineno + line
-    with pytest.raises(ConfigError, match=f"trainer.compile: .*test_jit.py:{at}, {told}"):
+    with pytest.raises(ConfigError, match=f"trainer.compile: .*test_jit.py:{at}, {message}"):
         traced(partial(fn, graph_scan), structure, leaves)
     traced(partial(fn, scan), structure, leaves)  # turn by turn there is no loop
 
@@ -419,8 +421,8 @@ def test_a_graph_made_again_in_mid_run_is_told_with_what_differs():
 
     records = train_iter(init_state(made), made, unstable)
     assert [next(records)["sample_step"] for _ in range(4)] == [32, 32, 64, 64]
-    told = r"compiled again at step 96: _learn: 0.hyper.clip_coef was float32 \[\] on cpu, is float64 \[\] on cpu"
-    with pytest.warns(RuntimeWarning, match=told):
+    message = r"compiled again at step 96: _learn: 0.hyper.clip_coef was float32 \[\] on cpu, is float64 \[\] on cpu"
+    with pytest.warns(RuntimeWarning, match=message):
         next(records)
 
 

@@ -175,8 +175,8 @@ def test_a_vmapped_function_is_compiled_once_for_a_batch_of_one_size():
     assert [one.text for one in jit.compilations] == ["_scaled_sum of a batch: first call"]
     assert torch.equal(vmap(vmap(fn))(x, x)["sum"], 4.0 * x)
     vmap(fn, (0, None))(torch.ones(4, 2), y)
-    told = "_scaled_sum of a batch: 0 was float32 [3, 2] on cpu, is float32 [4, 2] on cpu"
-    assert jit.compilations[-1].text == told
+    message = "_scaled_sum of a batch: 0 was float32 [3, 2] on cpu, is float32 [4, 2] on cpu"
+    assert jit.compilations[-1].text == message
 
 
 @pytest.mark.slow

@@ -210,11 +210,11 @@ def test_gym_config_starts_from_the_working_directory(tmp_path, monkeypatch):
 
 def test_gym_config_for_another_env_is_left_aside(tmp_path):
     path = _gym_config(tmp_path, env="cartpole")
-    told = "trainer.gym_config has no meaning here ({} is for 'scene', but env names 'cartpole'); ignored"
+    message = "trainer.gym_config has no meaning here ({} is for 'scene', but env names 'cartpole'); ignored"
     for overrides in ({}, {"env.cfg.gravity": 9.0}):
-        with pytest.warns(UserWarning) as said:
+        with pytest.warns(UserWarning) as caught:
             cfg = load_config(path, overrides)
-        assert [str(w.message) for w in said] == [told.format(tmp_path / "gym.json")]
+        assert [str(w.message) for w in caught] == [message.format(tmp_path / "gym.json")]
         assert (cfg.env.name, cfg.env.cfg.max_episode_steps, cfg.trainer.num_envs) == ("cartpole", 500, 64)
     with pytest.warns(UserWarning, match="is for 'scene', but env names 'cartpole'"):
         assert load_config(_gym_config(tmp_path), {"env.name": "cartpole"}).env == cfg.env.model_copy(

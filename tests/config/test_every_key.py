@@ -128,9 +128,9 @@ INERT_CHANGES = {key: True for key in INERT} | {
 
 @pytest.mark.parametrize("key", INERT_CHANGES)
 def test_an_inert_key_is_said_once_and_changes_nothing(key):
-    with pytest.warns(UserWarning, match=f"^{key} has no meaning here") as said:
+    with pytest.warns(UserWarning, match=f"^{key} has no meaning here") as caught:
         seen = params({key: INERT_CHANGES[key]})
-    assert len(said) == 1
+    assert len(caught) == 1
     assert (seen == params({})) is True
 
 

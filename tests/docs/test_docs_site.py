@@ -57,9 +57,9 @@ def test_every_key_of_a_config_is_told(site):
     from support.schema_keys import walked
 
     text = "".join(path.read_text() for path in (site / "reference" / "config").glob("*.html"))
-    told = set(re.findall(r"<code>([\w]+)</code>", text))
+    documented = set(re.findall(r"<code>([\w]+)</code>", text))
     keys = {key.rpartition(".")[2] for key, _, _ in walked()} - {"*"}
-    assert len(keys) > 100 and keys - told == set()
+    assert len(keys) > 100 and keys - documented == set()
 
 
 def test_every_command_is_told(site):

@@ -97,8 +97,8 @@ def test_what_is_committed_is_of_a_whole_run_small_and_of_no_machine_in_particul
     notebook = json.loads(text)
     check(name, notebook)
     assert len(text) < 500_000
-    told = [line for cell in notebook["cells"] for line in _words(cell)]
-    assert [line for line in told if _OF_A_MACHINE.search(line)] == []
+    lines = [line for cell in notebook["cells"] for line in _words(cell)]
+    assert [line for line in lines if _OF_A_MACHINE.search(line)] == []
     assert [cell["metadata"] for cell in notebook["cells"] if "execution" in cell["metadata"]] == [], "no times of day"
 
 

@@ -261,7 +261,7 @@ gymnasium.register("Own-v0", CartPoleEnv, max_episode_steps=5)
 
 
 def test_the_command_line(monkeypatch, capsys, tmp_path):
-    def told(*args):
+    def check_env_cli(*args):
         monkeypatch.setattr(sys, "argv", ["ecrl", "check-env", *args])
         status = 0
         try:
@@ -270,27 +270,27 @@ def test_the_command_line(monkeypatch, capsys, tmp_path):
             status = ended.code
         return status, *capsys.readouterr()
 
-    status, out, _ = told("cartpole", "--num-steps", "16", "--env.cfg.max_episode_steps", "5")
+    status, out, _ = check_env_cli("cartpole", "--num-steps", "16", "--env.cfg.max_episode_steps", "5")
     assert status == 0 and out.startswith("cartpole: 12 episodes ended in 16 steps") and out.endswith("cartpole: ok\n")
-    status, out, _ = told("configs/pendulum_ppo.json", "--num-steps", "4")
+    status, out, _ = check_env_cli("configs/pendulum_ppo.json", "--num-steps", "4")
     assert status == 0 and out.endswith("configs/pendulum_ppo.json: ok\n")
-    status, out, _ = told("pendulum_ppo", "--num-steps", "4")
+    status, out, _ = check_env_cli("pendulum_ppo", "--num-steps", "4")
     assert status == 0 and out.endswith("pendulum_ppo: ok\n")
-    status, out, _ = told("ladder", "--num-steps", "4")
+    status, out, _ = check_env_cli("ladder", "--num-steps", "4")
     assert status == 1 and out.startswith("ladder: reset gives env 3 another limit") and "ok" not in out
-    status, _, err = told("cartpole", "--env.cfg.gravit", "3")
+    status, _, err = check_env_cli("cartpole", "--env.cfg.gravit", "3")
     assert (status, err) == (2, "env.cfg.gravit: unknown key; did you mean 'gravity'?\n")
     monkeypatch.setattr(sys, "path", sys.path.copy())
     monkeypatch.chdir(tmp_path)
     (tmp_path / "one_of_my_own.py").write_text(OWN)
     own = ("gymnasium:one_of_my_own:Own-v0", "--num-steps", "8")
-    status, _, err = told(*own)
+    status, _, err = check_env_cli(*own)
     assert status == 2 and "belongs to module 'one_of_my_own', which a config does not import" in err
-    status, out, err = told(*own, "--import", "one_of_my_own")
+    status, out, err = check_env_cli(*own, "--import", "one_of_my_own")
     assert status == 0 and "Own-v0: ok" in out, out + err
-    status, _, err = told(*own, "--import=two_of_my_own")
+    status, _, err = check_env_cli(*own, "--import=two_of_my_own")
     assert status == 2 and err.startswith("--import two_of_my_own: No module named")
-    status, _, err = told("cartpole", "--trainer.seed", "3")
+    status, _, err = check_env_cli("cartpole", "--trainer.seed", "3")
     assert status == 2 and err.startswith("trainer.seed: expected a key of the environment")
 
 

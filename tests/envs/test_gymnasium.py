@@ -191,10 +191,10 @@ def test_the_final_observation_is_not_overwritten_by_the_reset():
 
 
 def test_states_are_inputs_only():
-    env = make_env({"name": "gymnasium:Tell-v0", "cfg": {"kwargs": {"acts": "box"}}})
+    env = make_env({"name": "gymnasium:Bandit-v0", "cfg": {"kwargs": {"acts": "box"}}})
     state, action = env.reset(KEYS), torch.full((4, 1, 2), 0.3)
     assert_pure(env.step, state.lock_(), action, None)
-    assert (action == 0.3).all()  # Tell multiplies its action by 0 in place, which no version counter sees
+    assert (action == 0.3).all()  # Bandit multiplies its action by 0 in place, which no version counter sees
 
 
 # Spaces
@@ -202,7 +202,7 @@ def test_states_are_inputs_only():
 
 @pytest.mark.parametrize("sees", fake_gymnasium_envs.OBSERVATIONS)
 def test_observations_of_every_kind(sees):
-    env = make_env({"name": "gymnasium:Tell-v0", "cfg": {"kwargs": {"sees": sees}}})
+    env = make_env({"name": "gymnasium:Bandit-v0", "cfg": {"kwargs": {"sees": sees}}})
     state = env.reset(KEYS)
     bit = [int(np.random.default_rng(seed).integers(2)) for seed in SEEDS]
     assert 0 < sum(bit) < 4
@@ -224,7 +224,7 @@ def test_observations_of_every_kind(sees):
 
 def _learns(**kwargs):
     """Mean reward in the first iteration and in the last, each of 512 episodes."""
-    cfg = small(**{"env": {"name": "gymnasium:Tell-v0", "cfg": {"kwargs": kwargs}}}, **FAST)
+    cfg = small(**{"env": {"name": "gymnasium:Bandit-v0", "cfg": {"kwargs": kwargs}}}, **FAST)
     state = init_state(cfg)
     logs = [float(r["logs"]["episode_reward_avg_100"]) for r in train_iter(state, cfg) if r["log_type"] == "collect"]
     return logs[0], logs[-1]
@@ -244,9 +244,9 @@ def test_every_kind_of_action_trains(acts):
 
 @pytest.mark.parametrize(("sees", "acts"), [("box", "choice"), ("dict", "choice"), ("tuple", "multi_discrete")])
 def test_action_masks_from_info_are_obeyed_and_train(sees, acts):
-    first, last = _learns(sees=sees, acts=acts, masked=True)  # Tell raises where a forbidden action comes
+    first, last = _learns(sees=sees, acts=acts, masked=True)  # Bandit raises where a forbidden action comes
     assert first < 0.85 and last > 0.95
-    env = make_env({"name": "gymnasium:Tell-v0", "cfg": {"kwargs": {"sees": sees, "acts": acts, "masked": True}}})
+    env = make_env({"name": "gymnasium:Bandit-v0", "cfg": {"kwargs": {"sees": sees, "acts": acts, "masked": True}}})
     parts = dict(env.observation_space.items)
     assert parts["action_mask"] == MultiDiscrete((2,) * (4 if acts == "choice" else 5))
     assert set(parts) == {"box": {"observation"}, "dict": {"z", "in"}, "tuple": {"0", "1"}}[sees] | {"action_mask"}
@@ -254,7 +254,7 @@ def test_action_masks_from_info_are_obeyed_and_train(sees, acts):
 
 
 def test_a_mask_of_several_actions_is_their_concatenation():
-    env = make_env({"name": "gymnasium:Tell-v0", "cfg": {"kwargs": {"acts": "multi_discrete", "masked": True}}})
+    env = make_env({"name": "gymnasium:Bandit-v0", "cfg": {"kwargs": {"acts": "multi_discrete", "masked": True}}})
     state = env.reset(KEYS)
     bit = state["obs", "observation"][:, 0, 0] > 0
     for row, b in zip(state["obs", "action_mask"].tolist(), bit.tolist(), strict=True):
@@ -279,21 +279,21 @@ def test_success_is_told_where_the_environment_tells():
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_success_that_is_none_is_untold_and_what_is_no_number_is_refused_by_key(asynchronous):
-    def stepped(tells):
-        env = {"name": "gymnasium:Count-v0", "cfg": {"asynchronous": asynchronous, "kwargs": {"tells": tells}}}
+    def stepped(success):
+        env = {"name": "gymnasium:Count-v0", "cfg": {"asynchronous": asynchronous, "kwargs": {"success": success}}}
         env = make_env(env)
         return env.step(env.reset(KEYS), choice(0, 0, 0, 0), None)["info", "success"]
 
     assert stepped("none").isnan().all()
     assert stepped("numpy").nan_to_num(-1.0).tolist() == [-1.0, -1.0, 1.0, -1.0]
-    for tells, given in (
+    for success, given in (
         ("text", "'yes'"),
         ("array", r"array\(\[\[1., 1.\], \[1., 1.\]\]\)"),
         ("object", "<class 'o.*'>"),
     ):
         what = rf"reported info\['success'\] = {given}, expected a bool, a number or None, in step 1"
         with pytest.raises(UserError, match=rf"^env 2 \(gymnasium:Count-v0\) {what}$"):
-            stepped(tells)
+            stepped(success)
 
 
 def test_groups_share_their_starts_and_restart_the_environments_they_have():
@@ -381,15 +381,15 @@ def test_a_fault_names_env_and_step_and_closes_all(fault, message):
 
 
 @pytest.mark.parametrize(
-    ("space", "rows", "told"),
+    ("space", "rows", "missing"),
     [
         (spaces.Dict({"a": spaces.Discrete(2), "b": spaces.Discrete(2)}), [{"a": 0, "b": 0}, {"a": 0}], "'b'"),
         (spaces.Tuple((spaces.Discrete(2), spaces.Discrete(2))), [(0, 1), (0,)], "1"),
         (spaces.Dict({"a": spaces.Discrete(2)}), [{"a": 0}, None], "'a'"),
     ],
 )
-def test_an_observation_that_lacks_a_part_is_named(space, rows, told):
-    with pytest.raises(BadValue, match=f"returned an observation without {told}, a part of its space") as error:
+def test_an_observation_that_lacks_a_part_is_named(space, rows, missing):
+    with pytest.raises(BadValue, match=f"returned an observation without {missing}, a part of its space") as error:
         collate(space, rows)
     assert error.value.env == 1
 

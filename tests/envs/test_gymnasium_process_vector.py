@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import fake_gymnasium_envs  # noqa: F401  (registers Count-v0 and Tell-v0)
+from support import fake_gymnasium_envs  # noqa: F401  (registers Count-v0 and Bandit-v0)
 from support.gymnasium_workers import (
     KEYS,
     ZERO,
@@ -30,8 +30,8 @@ pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="children are
 
 
 def test_workers_give_what_this_process_gives():
-    told, before = {"info": True, "masks": True}, children()
-    env, here = workers(**told), make_env({"name": "gymnasium:Count-v0", "cfg": {"kwargs": told}})
+    kwargs, before = {"info": True, "masks": True}, children()
+    env, here = workers(**kwargs), make_env({"name": "gymnasium:Count-v0", "cfg": {"kwargs": kwargs}})
     assert (env.observation_space, env.action_space) == (here.observation_space, here.action_space)
     state, expected = env.reset(KEYS), here.reset(KEYS)
     mine = children() - before

@@ -131,7 +131,7 @@ class VectorConfig(ConfigModel):
     mode: str = Field(description="when the vector env starts the next episode")
 
 
-TOLD = []
+FINISHED = []
 
 
 class Recorded(RecordEpisodeStatistics):
@@ -140,7 +140,7 @@ class Recorded(RecordEpisodeStatistics):
     def step(self, action):
         out = super().step(action)
         if "episode" in out[4]:
-            TOLD.append((out[4]["episode"]["r"], out[4]["episode"]["l"]))
+            FINISHED.append((out[4]["episode"]["r"], out[4]["episode"]["l"]))
         return out
 
 
@@ -154,13 +154,13 @@ def recorded_cartpoles(cfg: VectorConfig):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_training_logs_the_statistics_that_gymnasium_records(mode):
-    TOLD.clear()
+    FINISHED.clear()
     env = {"name": "recorded_cartpoles", "cfg": {"mode": mode}}
     cfg = small(**{"env": env, "trainer.buffer_size": 40, "trainer.iterations": 3})
     state = init_state(cfg)
     *_, record, _ = train_iter(state, cfg)
-    rewards, lengths = zip(*TOLD, strict=True)
-    assert 10 < len(TOLD) < 100
+    rewards, lengths = zip(*FINISHED, strict=True)
+    assert 10 < len(FINISHED) < 100
     close(record["logs"]["episode_reward_avg_100"], np.mean(rewards))
     close(record["logs"]["episode_length_avg_100"], np.mean(lengths))
 
@@ -229,7 +229,7 @@ def test_of_a_batch_of_final_observations_only_those_of_ends_are_read():
     assert _final(named, [1], both, {"final_obs": {"a": batch}})["a"].tolist() == [0, 2, 2]
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # in which Gymnasium tells what its workers raise
+@pytest.mark.filterwarnings("ignore::UserWarning")  # with which Gymnasium reports what its workers raise
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
@@ -290,7 +290,7 @@ def test_closing_may_be_repeated_whatever_became_of_the_workers(killed):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    ("tells", "message"),
+    ("kind", "message"),
     [
         ("text", r"env 2 .* reported info\['success'\] = 'yes', expected a bool, a number or None, in step 1"),
         (
@@ -299,11 +299,11 @@ def test_closing_may_be_repeated_whatever_became_of_the_workers(killed):
         ),
     ],
 )
-def test_success_that_is_no_number_is_refused_by_key(mode, tells, message):
-    env = from_vector(vectors(mode, tells=tells), timeout=600.0)
+def test_success_that_is_no_number_is_refused_by_key(mode, kind, message):
+    env = from_vector(vectors(mode, success=kind), timeout=600.0)
     with pytest.raises(UserError, match=message):
         env.step(env.reset(KEYS), torch.zeros(4).long(), None)
-    env = from_vector(vectors(mode, tells="none"), timeout=600.0)
+    env = from_vector(vectors(mode, success="none"), timeout=600.0)
     assert env.step(env.reset(KEYS), torch.zeros(4).long(), None)["info", "success"].isnan().all()
 
 

@@ -428,7 +428,7 @@ def test_a_pose_is_gone_to_in_a_task():
 
 
 @pytest.mark.parametrize(
-    ("func", "params", "told"),
+    ("func", "params", "message"),
     [
         ("DeltaQposTerm", {"robot_uid": "ur"}, "params.robot_uid: no robot 'ur'"),
         ("QposTerm", {"part_name": "amr"}, "params.part_name: unknown part 'amr'; did you mean 'arm'"),
@@ -442,8 +442,8 @@ def test_a_pose_is_gone_to_in_a_task():
         ("EefPoseTerm", {"joint_ids": [0]}, "params: joint_ids: unknown key"),
     ],
 )
-def test_settings_that_do_not_fit_are_told(sim, func, params, told):
-    with pytest.raises(ConfigError, match=told):
+def test_settings_that_do_not_fit_are_told(sim, func, params, message):
+    with pytest.raises(ConfigError, match=message):
         term(func, sim, **params)
 
 

@@ -111,7 +111,7 @@ def test_a_grid_is_filled_row_by_row():
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         ({"eye": [1, 2, 3], "target": [1, 2, 3]}, r"eye and target are the same point, \[1.0, 2.0, 3.0\]; move one"),
         ({"up": [0, 0, 1]}, r"up \[0.0, 0.0, 1.0\] is parallel to the viewing direction; choose another"),
@@ -121,8 +121,8 @@ def test_a_grid_is_filled_row_by_row():
         ({"fov": 60}, r"unknown key"),
     ],
 )
-def test_cameras_that_cannot_see_are_refused(settings, told):
-    with pytest.raises(ConfigError, match=told):
+def test_cameras_that_cannot_see_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
         validate_section(CameraConfig, settings, "camera")
 
 
@@ -162,17 +162,17 @@ def test_the_first_opengl_that_works_is_taken(monkeypatch, set_to, works, tried)
     "error", ["AttributeError: 'NoneType' object has no attribute 'glGetError'", "RuntimeError: no"]
 )
 def test_an_opengl_that_spoils_mujocos_import_is_named(monkeypatch, tmp_path, error):
-    kind, said = error.split(": ")
+    kind, reason = error.split(": ")
     (tmp_path / "mujoco").mkdir()
-    (tmp_path / "mujoco" / "__init__.py").write_text(f'raise {kind}("{said}")')
+    (tmp_path / "mujoco" / "__init__.py").write_text(f'raise {kind}("{reason}")')
     monkeypatch.syspath_prepend(tmp_path)
     for name in [name for name in sys.modules if name.split(".")[0] == "mujoco"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setenv("MUJOCO_GL", "osmesa")
     with pytest.raises(UserError) as raised:
         mujoco()
-    told = "unset it, or install its library with apt-get: libosmesa6 for osmesa, libegl1 for egl"
-    assert str(raised.value) == f"MUJOCO_GL=osmesa does not work here ({said}); {told}"
+    message = "unset it, or install its library with apt-get: libosmesa6 for osmesa, libegl1 for egl"
+    assert str(raised.value) == f"MUJOCO_GL=osmesa does not work here ({reason}); {message}"
     monkeypatch.delenv("MUJOCO_GL")
-    with pytest.raises((AttributeError, RuntimeError), match=said):  # not its doing
+    with pytest.raises((AttributeError, RuntimeError), match=reason):  # not its doing
         mujoco()

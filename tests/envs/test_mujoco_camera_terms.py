@@ -155,7 +155,7 @@ def test_events_of_a_task_change_what_is_seen_and_nothing_else(func, params):
 
 
 @pytest.mark.parametrize(
-    ("model", "settings", "told"),
+    ("model", "settings", "message"),
     [
         (RandomizeCameraConfig, {}, "give eye_range, target_range or both"),
         (RandomizeLightConfig, {}, "give direction_range, color_range or both"),
@@ -168,6 +168,6 @@ def test_events_of_a_task_change_what_is_seen_and_nothing_else(func, params):
         ),
     ],
 )
-def test_settings_that_say_nothing_are_refused(model, settings, told):
-    with pytest.raises(ConfigError, match=told):
+def test_settings_that_say_nothing_are_refused(model, settings, message):
+    with pytest.raises(ConfigError, match=message):
         validate_section(model, settings, "params")

@@ -798,10 +798,10 @@ def test_masses_and_frictions_belong_to_the_events_of_the_task(func):
 def test_a_target_that_the_task_does_not_have_is_refused():
     its = outside({"it": happening("randomize_target_pose", **SPOT, store_key="gaol_pose")})
     env = auto_reset(task(events={"goal": happening("randomize_target_pose", **SPOT)}))
-    told = "trainer.events.it (randomize_target_pose): params.store_key: no target 'gaol_pose' in the task"
+    message = "trainer.events.it (randomize_target_pose): params.store_key: no target 'gaol_pose' in the task"
     with pytest.raises(ConfigError) as error:
         with_events(env, its).reset(keys_of())
-    assert str(error.value) == f"{told}; did you mean 'goal_pose'?; an event under env.cfg.events adds one"
+    assert str(error.value) == f"{message}; did you mean 'goal_pose'?; an event under env.cfg.events adds one"
     with pytest.raises(ConfigError, match="known: none"):
         with_events(auto_reset(task()), its).reset(keys_of())
 
@@ -810,8 +810,8 @@ def test_a_target_that_the_task_does_not_have_is_refused():
 def test_an_environment_without_a_scene_is_told_so(func):
     with pytest.raises(ConfigError) as error:
         with_events(auto_reset(make_env("cartpole")), outside({"it": happening(func, **EVENTS[func])}))
-    told = "changes the scene of a MuJoCo task, but this environment has none"
-    assert str(error.value) == f"trainer.events.it ({func}): {told}"
+    message = "changes the scene of a MuJoCo task, but this environment has none"
+    assert str(error.value) == f"trainer.events.it ({func}): {message}"
 
 
 def test_the_built_in_arm_is_put_by_name_and_by_part():

@@ -99,7 +99,7 @@ NAMELESS = {"mjcf": BARE.replace('name="j2"', ""), "drive_pros": DRIVES | {"max_
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
         ({"actuators": TWICE}, "joint 'j1' has 2 actuators, expected one"),
         ({"actuators": "<intvelocity joint='j1' kp='9' actrange='-1 1'/>"}, "has an actuator of another kind"),
@@ -111,8 +111,8 @@ NAMELESS = {"mjcf": BARE.replace('name="j2"', ""), "drive_pros": DRIVES | {"max_
         ({"actuators": "", "robot": NAMELESS}, "robot.mjcf: a hinge or slide of the file has no name"),
     ],
 )
-def test_files_that_do_not_fit_are_refused(given, told):
-    with pytest.raises(ConfigError, match=told):
+def test_files_that_do_not_fit_are_refused(given, message):
+    with pytest.raises(ConfigError, match=message):
         scene(**given)
 
 
@@ -185,20 +185,20 @@ EFFORT = {"func": "rig_effort"}
 
 
 @pytest.mark.parametrize(
-    ("rewards", "hooks", "told"),
+    ("rewards", "hooks", "message"),
     [
         ({"task": EFFORT}, {"get_reward": lambda sim, a, b: b["elapsed"].float()}, "env.cfg.rewards: .*'task' twice"),
         ({"a": EFFORT, "a_weighted": EFFORT}, {}, "env.cfg.rewards: .*'a_weighted' twice"),
         ({"a": EFFORT, "a/b": EFFORT}, {}, "env.cfg.rewards: 'a/b' reads as a part of 'a'"),
     ],
 )
-def test_rewards_that_logs_could_not_tell_apart_are_refused(rewards, hooks, told):
+def test_rewards_that_logs_could_not_tell_apart_are_refused(rewards, hooks, message):
     cfg = validate_section(
         TaskConfig,
         {"mjcf": FILE.format(SPRUNG), "rewards": rewards, "actions": {"a": {"func": "QposTerm", "params": {}}}},
         "env.cfg",
     )
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         task_env(cfg, nothing_yet, **hooks)
 
 
@@ -217,18 +217,18 @@ def paying(given):
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
         (lambda before, after: after["action"], r"float32 \[2, 2\]"),
         (lambda before, after: 1.0, "float"),
         (lambda before, after: after["success"], r"bool \[2\]"),
     ],
 )
-def test_a_reward_that_is_not_one_number_each_is_refused_by_its_place(monkeypatch, given, told):
+def test_a_reward_that_is_not_one_number_each_is_refused_by_its_place(monkeypatch, given, message):
     entry = registry.lookup("reward", "rig_effort")
     monkeypatch.setitem(registry._ENTRIES["reward"], "rig_effort", entry._replace(make=paying(given)))
     cfg = {"mjcf": FILE.format(POSITION[0] + SPRUNG), "rewards": {"a": EFFORT}, "actions": {"a": {"func": "QposTerm"}}}
-    expected = rf"^env.cfg.rewards.a \(rig_effort\): the reward is {told}, expected float32 \[2\]"
+    expected = rf"^env.cfg.rewards.a \(rig_effort\): the reward is {message}, expected float32 \[2\]"
     with pytest.raises(ConfigError, match=expected):
         task_env(validate_section(TaskConfig, cfg, "env.cfg"), nothing_yet)
 
@@ -243,7 +243,7 @@ def test_success_is_a_flag_for_each_environment():
 
 
 @pytest.mark.parametrize(
-    ("hooks", "told"),
+    ("hooks", "message"),
     [
         (
             {"check_truncated": lambda sim, state: state["action"] > 1.0},
@@ -260,9 +260,9 @@ def test_success_is_a_flag_for_each_environment():
         ),
     ],
 )
-def test_a_task_says_one_thing_of_each_environment(hooks, told):
+def test_a_task_says_one_thing_of_each_environment(hooks, message):
     cfg = {"mjcf": FILE.format(POSITION[0] + SPRUNG), "actions": {"a": {"func": "QposTerm"}}}
-    with pytest.raises(ConfigError, match=rf"^env.cfg {told}"):
+    with pytest.raises(ConfigError, match=rf"^env.cfg {message}"):
         task_env(validate_section(TaskConfig, cfg, "env.cfg"), nothing_yet, **hooks)
 
 

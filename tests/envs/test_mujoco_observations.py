@@ -162,8 +162,8 @@ def test_a_term_that_changes_adds_nothing(sim):
     with pytest.raises(ConfigError, match=r"^mode: this term changes an existing entry; use mode modify$"):
         observed(name, sim, state)
     for shape in ((2, 7), (2, 4, 4), (2, 6, 1)):
-        told = r"^name: expected an entry with one number for each joint: ur/shoulder_pan_joint, .*; this one has"
-        with pytest.raises(ConfigError, match=told):
+        message = r"^name: expected an entry with one number for each joint: ur/shoulder_pan_joint, .*; this one has"
+        with pytest.raises(ConfigError, match=message):
             observed(name, sim, state, torch.zeros(shape))
 
 
@@ -183,16 +183,16 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "params", "told"), REFUSED)
-def test_what_the_scene_has_not_is_refused_when_the_term_is_made(sim, name, params, told):
+@pytest.mark.parametrize(("name", "params", "message"), REFUSED)
+def test_what_the_scene_has_not_is_refused_when_the_term_is_made(sim, name, params, message):
     with pytest.raises(ConfigError) as error:
         made("observation", name, sim, **params)
-    assert told in str(error.value) and "\n" not in str(error.value)
+    assert message in str(error.value) and "\n" not in str(error.value)
 
 
 def test_a_target_that_no_event_stores_is_refused(sim):
-    told = "params.target_pose_key: no target 'goal'; an event such as .*; did you mean 'goal_pose'?"
-    with pytest.raises(ConfigError, match=told):
+    message = "params.target_pose_key: no target 'goal'; an event such as .*; did you mean 'goal_pose'?"
+    with pytest.raises(ConfigError, match=message):
         observed("target_position", sim, given(sim, (2,)), target_pose_key="goal")
 
 

@@ -162,14 +162,14 @@ def test_what_varies_varies_and_leaves_no_trace():
 
 def test_what_is_not_there_is_named():
     m = model()
-    for field, name, told in (
+    for field, name, message in (
         ("body_mass", "bix", "body 'bix' is not in the scene; it has: world, box, lid, arm, end"),
         ("mass", "box", "'mass' is not a field of a MuJoCo model that can vary"),
         ("mesh_vert", "box", "'mesh_vert' is not a field of a MuJoCo model that can vary"),
         ("dof_damping", "c", "joint 'c' is not in the scene; it has: a, b"),
         ("actuator_gear", "c", "actuator 'c' is not in the scene; it has: A"),
     ):
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=message):
             models.load(m, 1, ((field, name),))
 
 
@@ -262,10 +262,10 @@ xml = "<mujoco><worldbody><body><freejoint/><geom size='1'/></body></worldbody><
 m = models.mujoco().MjModel.from_xml_string(xml)
 torch.set_num_threads({torch_threads})
 row = torch.zeros(2, models.size_of(m, *models.STATE), dtype=torch.float64)
-with warnings.catch_warnings(record=True) as told:
+with warnings.catch_warnings(record=True) as caught:
     for _ in range(2):
         step_op.step(row, row[:, :m.nv], row[:, :0], handle=models.load(m, {threads}), substeps=1)
-print(*(w.message for w in told))
+print(*(w.message for w in caught))
 """
 
 

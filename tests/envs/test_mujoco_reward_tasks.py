@@ -292,22 +292,24 @@ def test_the_terms_of_push_cube_as_upstream_writes_them():
 
 
 @pytest.mark.parametrize(
-    ("name", "mode", "params", "told"),
+    ("name", "mode", "params", "message"),
     [
         ("normalize_robot_joint_data", "add", {}, "mode: this term changes an existing entry; use mode modify"),
         ("get_robot_eef_pose", "modify", {}, "mode: this term makes a new entry; use mode add"),
         ("get_rigid_object_pose", "modify", {"entity_cfg": CUBE}, "mode: this term makes a new entry; use mode add"),
     ],
 )
-def test_an_observation_in_the_wrong_mode_is_refused_where_it_stands(name, mode, params, told):
+def test_an_observation_in_the_wrong_mode_is_refused_where_it_stands(name, mode, params, message):
     entry = {"func": name, "mode": mode, "name": "robot/qpos" if mode == "modify" else "robot/new", "params": params}
     with pytest.raises(ConfigError) as error:
         task(observations={"mine": entry})
-    assert str(error.value) == f"env.cfg.observations.mine ({name}): {told}"
+    assert str(error.value) == f"env.cfg.observations.mine ({name}): {message}"
 
 
 def test_a_reward_without_its_target_is_refused_before_training():
     with pytest.raises(ConfigError) as error:
         check_fields(task(events={}), "test_high")
-    told = "env.cfg.rewards.near (distance_to_target): params.target_pose_key: no target 'goal_pose'; an event such as "
-    assert str(error.value).startswith(told)
+    message = (
+        "env.cfg.rewards.near (distance_to_target): params.target_pose_key: no target 'goal_pose'; an event such as "
+    )
+    assert str(error.value).startswith(message)

@@ -304,11 +304,11 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "params", "told"), REFUSED)
-def test_what_cannot_be_is_refused_when_the_term_is_made(sim, name, params, told):
+@pytest.mark.parametrize(("name", "params", "message"), REFUSED)
+def test_what_cannot_be_is_refused_when_the_term_is_made(sim, name, params, message):
     with pytest.raises(ConfigError) as error:
         made("reward", name, sim, **params)
-    assert str(error.value).startswith(told) and "\n" not in str(error.value)
+    assert str(error.value).startswith(message) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["distance_to_target", "incremental_distance_to_target", "reaching_behind_object"])

@@ -360,9 +360,9 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize("keys, told", FAULTS, ids=[told for _, told in FAULTS])
-def test_a_fault_is_told_by_its_key(keys, told):
-    with pytest.raises(ConfigError, match=told) as raised:
+@pytest.mark.parametrize("keys, message", FAULTS, ids=[message for _, message in FAULTS])
+def test_a_fault_is_told_by_its_key(keys, message):
+    with pytest.raises(ConfigError, match=message) as raised:
         made(**keys)
     assert "\n" not in str(raised.value)
 

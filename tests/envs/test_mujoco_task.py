@@ -122,7 +122,7 @@ def test_control_parts_are_what_is_acted_on_and_observed(parts):
 
 def test_actions_that_do_not_fit_are_refused():
     pan = {"func": "rig_drive", "params": {"joint_ids": [0]}}
-    for changes, told in (
+    for changes, message in (
         ({"actions": {}}, r"env.cfg.actions: empty; add a term such as"),
         ({"actions": {"a": pan, "b": pan}}, r"env.cfg.actions.b \(rig_drive\): drives joint 'rail', as 'a' does"),
         (
@@ -143,7 +143,7 @@ def test_actions_that_do_not_fit_are_refused():
         ({"control_parts": ["leg"]}, r"env.cfg.control_parts: .*unknown part 'leg'; known: arm"),
         ({"control_parts": []}, r"control_parts: expected at least 1 entries"),
     ):
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=message):
             task(**changes)
 
 
@@ -173,7 +173,7 @@ def test_changes_of_an_entry_happen_by_name_after_all_that_are_added():
 
 def test_observations_that_do_not_fit_are_refused():
     twice = {"func": "rig_twice", "mode": "modify"}
-    for terms, told in (
+    for terms, message in (
         (
             {"a": HEIGHT, "b": HEIGHT},
             r"observations.b \(rig_height\): name: 'cube/height' exists already; use mode mod",
@@ -187,7 +187,7 @@ def test_observations_that_do_not_fit_are_refused():
         ({"a": {"func": "rig_high", "name": "z"}}, "unknown observation 'rig_high'; did you mean 'rig_height'"),
         ({"a": HEIGHT | {"mode": "replace"}}, "observations.a.mode: expected 'add' or 'modify', got 'replace'"),
     ):
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=message):
             task(observations=terms)
 
 
@@ -223,10 +223,10 @@ FELL = 9.81 * 0.005**2 * (1 + 2 + 3 + 4)  # four steps of 5 ms, each with the ve
 def test_rewards_are_added_by_their_weights():
     after = stepped(task(rewards={"fall": FALL, "effort": EFFORT}), action=-0.5)
     close(after["reward"], [2.0 * FELL - 0.5 * 0.5] * 3, 1e-5)
-    told = after["info", "rewards"]
-    assert sorted(told.keys()) == ["effort", "effort_weighted", "fall", "fall_weighted"]
+    reported = after["info", "rewards"]
+    assert sorted(reported.keys()) == ["effort", "effort_weighted", "fall", "fall_weighted"]
     for name, value in (("fall", FELL), ("fall_weighted", 2.0 * FELL), ("effort", 0.5), ("effort_weighted", -0.25)):
-        close(told[name], [value] * 3, 1e-5)
+        close(reported[name], [value] * 3, 1e-5)
 
 
 def test_a_task_has_a_reward_of_its_own_and_replace_stands_for_all():
@@ -243,12 +243,12 @@ def test_a_task_has_a_reward_of_its_own_and_replace_stands_for_all():
 
 
 def test_rewards_that_do_not_fit_are_refused():
-    for term, told in (
+    for term, message in (
         ({"func": "rig_fal"}, r"rewards.a.func: unknown reward 'rig_fal'; did you mean 'rig_fall'"),
         (FALL | {"weight": "2"}, "rewards.a.weight: expected a number"),
         (FALL | {"mode": "modify"}, "rewards.a.mode: expected 'add' or 'replace'"),
     ):
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=message):
             task(rewards={"a": term})
 
 

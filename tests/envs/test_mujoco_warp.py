@@ -332,7 +332,7 @@ def test_a_lost_simulation_ends_its_episode_and_keeps_its_state(monkeypatch):
 
 
 def test_what_warp_cannot_do_is_one_line():
-    for xml, varied, told in (
+    for xml, varied, message in (
         ('<mujoco><option solver="PGS"/><worldbody><body><geom size="1"/></body></worldbody></mujoco>', (), "PGS"),
         (
             XML,
@@ -340,7 +340,9 @@ def test_what_warp_cannot_do_is_one_line():
             "body_pos that varies; use mujoco; fields that may vary: body_mass, body_inertia",
         ),
     ):
-        with pytest.raises(ConfigError, match=f"^physics.backend: warp does not support this scene: .*{told}") as error:
+        with pytest.raises(
+            ConfigError, match=f"^physics.backend: warp does not support this scene: .*{message}"
+        ) as error:
             warp_model.check(text_model(xml), varied)
         assert "\n" not in str(error.value)
     with pytest.raises(ConfigError, match=r"^env\.cfg: physics\.backend: warp does not support this scene"):
@@ -358,8 +360,8 @@ def test_without_the_package_one_line_says_what_to_install(monkeypatch):
 
 def test_nothing_is_printed_and_nothing_of_warp_stays_changed(capfd):
     with warp_model.packages():
-        said = capfd.readouterr()  # without a GPU, by Warp's library, that it found none
-    assert "initialized" not in said.out + said.err
+        printed = capfd.readouterr()  # without a GPU, by Warp's library, that it found none
+    assert "initialized" not in printed.out + printed.err
     before = warp.config.log_level, warp.get_device()
     m = text_model(XML.replace('mass="2"', 'mass="2.5"'))
     rows, control = starts(m, 2)
@@ -564,8 +566,8 @@ def test_on_a_gpu_it_is_captured_and_replayed(varied):
         inputs[0].update_(kept)  # on from there
         plain, _ = advance(sim, plain, goal)
     more, goals = start(sim, (33,), "cuda"), goal[:1].expand(33, -1)
-    told = pytest.raises(RuntimeError, match="33 simulations during a CUDA graph capture")
-    with told, torch.cuda.graph(torch.cuda.CUDAGraph()):
+    refused = pytest.raises(RuntimeError, match="33 simulations during a CUDA graph capture")
+    with refused, torch.cuda.graph(torch.cuda.CUDAGraph()):
         advance(sim, more, goals)
 
 

@@ -276,14 +276,14 @@ def test_the_arm_pushes_a_cube_in_any_direction():
 
 def test_names_that_are_not_there_are_told(sim):
     state = start(sim, (1,))
-    for read, name, told in (
+    for read, name, message in (
         (world.body_pose, "bal", "body 'bal' is not in the scene; it has: world, ur, ur/shoulder_pan_link"),
         (world.site_pose, "tcp", "site 'tcp' is not in the scene; it has: ur/arm_tcp"),
         (world.sensor, "touch", "sensor 'touch' is not in the scene; it has: ur/shoulder_pan_joint_force"),
         (world.joint_positions, ("elbow",), "joint 'elbow' is not in the scene; it has: ur/shoulder_pan_joint"),
         (world.joint_velocities, ("ball",), "joint 'ball' is not a hinge or slide; use the pose of its body"),
     ):
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=message):
             read(sim, state, name)
 
 

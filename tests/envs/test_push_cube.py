@@ -122,8 +122,8 @@ def test_a_success_is_looked_at_again_later():
     state["targets"] = state["targets"].copy().set("goal_pose", far)
     after, usual = (e.step(state, torch.zeros(3, 6), e.draw(_keys(3))) for e in (env, plain))
     assert after["info", "success"].tolist() == [True, True, False]
-    told = after["info", "metrics", "still_inside"]
-    assert told[:2].tolist() == [1.0, 0.0] and told[2].isnan()
+    still_inside = after["info", "metrics", "still_inside"]
+    assert still_inside[:2].tolist() == [1.0, 0.0] and still_inside[2].isnan()
     assert (after["obs"] == usual["obs"]).all() and (after["reward"] == usual["reward"]).all()
     held = after["world"]
     for _ in range(25):

@@ -233,11 +233,11 @@ def test_skip_leaves_the_update_out_and_goes_on_as_without_it(algorithm, fault, 
     cfg = run(algorithm, fault, form, **more, **{"trainer.finite_guard": "skip", "trainer.iterations": 5})
     with pytest.warns(
         UserWarning, match=r"^after 16 env steps: NaN or infinity in .*\(this warning appears once\)$"
-    ) as said:
+    ) as caught:
         records = list(train_iter(init_state(cfg), cfg))
     states = [r["state"] for r in records if r["log_type"] == "train"]
     counted = [float(r["logs"]["skipped_updates"]) for r in records if r["log_type"] == "train"]
-    assert len(said) == 1 and counted == [0.0, 1.0, 0.0, 0.0, 0.0]
+    assert len(caught) == 1 and counted == [0.0, 1.0, 0.0, 0.0, 0.0]
     assert [int(s["update_step"]) for s in states] == [1, 1, 2, 3, 4]
     kept = ("params", "opt", "norm", "hyper", "update_step")
     old, new = (state.select(*kept).exclude(("norm", "reward", "running")) for state in states[:2])
@@ -306,9 +306,9 @@ def test_skip_leaves_out_single_gradient_steps_and_warns_once(monkeypatch):
     cfg = run("ppo", **{"trainer.finite_guard": "skip", "trainer.iterations": 3})
     with pytest.warns(
         UserWarning, match=r"^after 0 env steps: .* 2 gradient steps are left out; .*appears once\)$"
-    ) as said:
+    ) as caught:
         records = [r for r in train_iter(init_state(cfg), cfg) if r["log_type"] == "train"]
-    assert len(said) == 1
+    assert len(caught) == 1
     for record in records:
         logs = record["logs"]
         assert (float(logs["skipped_steps"]), float(logs["skipped_updates"])) == (2.0, 0.0)
@@ -338,11 +338,11 @@ def test_the_crash_folder_repeats_the_iteration(fault, form, tmp_path, monkeypat
         state["hyper", "ent_coef"] = torch.tensor(3e37)
     else:
         before = train_states(cfg.replace(**{"trainer.iterations": 1}))[0]
-    said = pytest.warns(UserWarning) if fault == "gradient" else nullcontext()
+    warned = pytest.warns(UserWarning) if fault == "gradient" else nullcontext()
     repeat = (
         rf"; repeat it with: ecrl replay {folder}/crash --import test_finite_guard$"  # it registers the environment
     )
-    with said, pytest.raises(NotFiniteError, match=repeat) as error:
+    with warned, pytest.raises(NotFiniteError, match=repeat) as error:
         train(state, cfg, folder, progress=False)
     report = json.loads((folder / "crash" / "report.json").read_text())
     assert report["met"] == error.value.report["met"] and report["form"] == ("eager" if form == "off" else "compiled")

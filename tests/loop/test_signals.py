@@ -115,6 +115,6 @@ def test_the_third_ends_the_process():
 
 
 def test_what_is_raised_is_no_keyboard_interrupt_that_python_ends_for_by_itself():
-    with pytest.raises(KeyboardInterrupt) as told:
+    with pytest.raises(KeyboardInterrupt) as error:
         send()
-    assert told.type is not KeyboardInterrupt
+    assert error.type is not KeyboardInterrupt

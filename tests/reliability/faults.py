@@ -81,11 +81,11 @@ def disk_full_for_a_while(folder: Path) -> str:
     wait(run, lambda: all(text in run.out.read_text() for text in WRITERS))
     resource.prlimit(run.pid, resource.RLIMIT_FSIZE, (hard, hard))
     assert run.end() == 0, run.out.read_text()
-    told = run.out.read_text().splitlines()
+    lines = run.out.read_text().splitlines()
     for text in WRITERS:
-        failed = [line for line in told if text in line and line.endswith("; the run goes on and tries again")]
+        failed = [line for line in lines if text in line and line.endswith("; the run goes on and tries again")]
         assert len(failed) == 1, f"{text}: {failed}"
-    again = [line for line in told if "works again, after" in line]
+    again = [line for line in lines if "works again, after" in line]
     assert len(again) == 3, again
     assert ending(at) == expected
     return f"said once each by checkpoints, log and TensorBoard, works again; {before} older intact, no row lost"
@@ -115,14 +115,16 @@ def disk_of_a_few_pages(folder: Path) -> str:
     try:
         (folder / "run.json").write_text(json.dumps(SLOW))
         run = ecrl_train(folder, "run.json", "--run-dir", "disk/run")
-        status, told = run.end(), run.out.read_text()
+        status, output = run.end(), run.out.read_text()
         rows = [json.loads(line) for line in (disk / "run" / "metrics.jsonl").read_text().splitlines()]
         count = intact(disk / "run")
     finally:
         subprocess.run(["umount", "-l", disk], check=True)
-    last = told.splitlines()[-1]
-    assert status == 2 and count > 2 and rows and "step_3200: cannot be written: No space left on device" in last, told
-    assert told.count("; the run goes on and tries again") == 3 and "Traceback" not in told, told
+    last = output.splitlines()[-1]
+    assert status == 2 and count > 2 and rows and "step_3200: cannot be written: No space left on device" in last, (
+        output
+    )
+    assert output.count("; the run goes on and tries again") == 3 and "Traceback" not in output, output
     return f"exit status 2, {last!r}; {count} checkpoints intact, every row readable"
 
 
@@ -142,10 +144,10 @@ def video(folder: Path) -> str:
 
     run = forked(folder / "out.txt", job)
     assert run.end() == 0, run.out.read_text()
-    told = run.out.read_text().splitlines()
-    assert len(told) == 2 and "warning: videos: " in told[0] and "videos: works again" in told[1], told
+    lines = run.out.read_text().splitlines()
+    assert len(lines) == 2 and "warning: videos: " in lines[0] and "videos: works again" in lines[1], lines
     assert sorted(p.name for p in folder.iterdir()) == ["out.txt", "two.mp4"]
-    return told[0]
+    return lines[0]
 
 
 def gymnasium(fault: str) -> dict[str, Any]:
@@ -167,10 +169,10 @@ def worker(folder: Path, fault: str, message: str) -> str:
     if fault == "killed":
         wait(run, lambda: (folder / "run" / "checkpoints" / "step_8").exists())
         os.kill(max(marked(mark)), signal.SIGKILL)
-    status, told = run.end(), run.out.read_text()
-    assert status == 2 and "Traceback" not in told, told
-    last = told.splitlines()[-1]
-    assert message in last and "Count-v0" in last, told
+    status, output = run.end(), run.out.read_text()
+    assert status == 2 and "Traceback" not in output, output
+    last = output.splitlines()[-1]
+    assert message in last and "Count-v0" in last, output
     no_orphan(mark)
     assert intact(folder / "run") >= 1
     return f"exit status 2, {last!r}, {intact(folder / 'run')} checkpoints intact, no orphan"
@@ -189,13 +191,13 @@ def tracker(folder: Path) -> str:
     for pid in marked(mark):
         os.kill(pid, signal.SIGKILL)
     assert run.end() == 0, run.out.read_text()
-    told = [line for line in run.out.read_text().splitlines() if "W&B" in line]
-    lost, *works_again = told  # a slow run lasts until W&B has started anew
-    assert "the run goes on and tries again" in lost and len(works_again) <= 1, told
-    assert all("works again" in line for line in works_again), told
+    lines = [line for line in run.out.read_text().splitlines() if "W&B" in line]
+    lost, *works_again = lines  # a slow run lasts until W&B has started anew
+    assert "the run goes on and tries again" in lost and len(works_again) <= 1, lines
+    assert all("works again" in line for line in works_again), lines
     assert steps_logged(folder / "run") == 400 * 32
     no_orphan(mark)
-    return f"{told[0]!r}; {intact(folder / 'run')} checkpoints intact, no orphan"
+    return f"{lines[0]!r}; {intact(folder / 'run')} checkpoints intact, no orphan"
 
 
 FAULTS: dict[str, Callable[[Path], str]] = {
@@ -216,7 +218,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", default=list(FAULTS), choices=list(FAULTS))
     parser.add_argument("--keep", action="store_true", help="write the figures to RESULTS.md")
-    given, told = parser.parse_args(), []
+    given, results = parser.parse_args(), []
     sys.path[:0] = [str(ROOT / "tests")]
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests"), str(ROOT), os.environ.get("PYTHONPATH", "")])
     from support import fake_gymnasium_envs  # noqa: F401  (registers Count-v0)
@@ -224,11 +226,11 @@ def main() -> None:
     for name in given.only:
         folder = Path(tempfile.mkdtemp(prefix=f"{name}_"))
         line = FAULTS[name](folder).replace(str(folder), "<folder>")
-        told.append(f"- {name}: {line}")
-        print(told[-1], flush=True)
+        results.append(f"- {name}: {line}")
+        print(results[-1], flush=True)
         shutil.rmtree(folder)
     if given.keep:
-        kept("Faults", "\n".join(told))
+        kept("Faults", "\n".join(results))
 
 
 if __name__ == "__main__":

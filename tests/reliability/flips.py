@@ -38,22 +38,22 @@ def damaged(data: bytes, draw: random.Random, cut: bool) -> bytes:
 
 def caught(run: Path, file: Path) -> bool:
     """Whether the file is named in one line, the checkpoint before it is used, also to resume, and `load` refuses."""
-    with warnings.catch_warnings(record=True, action="always") as said:
+    with warnings.catch_warnings(record=True, action="always") as recorded:
         used, (state, _) = latest(run), resume(run)
-    told = [str(warning.message) for warning in said]
-    named = all(str(file) in line and "skipped" in line and "\n" not in line for line in told)
+    messages = [str(warning.message) for warning in recorded]
+    named = all(str(file) in line and "skipped" in line and "\n" not in line for line in messages)
     try:
         load(file.parent)
     except ValueError as error:
         refused = str(file) in str(error) and "\n" not in str(error)
     else:
         refused = False
-    return used.name == "step_32" and int(state["sample_step"]) == 32 and len(told) == 2 and named and refused
+    return used.name == "step_32" and int(state["sample_step"]) == 32 and len(messages) == 2 and named and refused
 
 
 def flips(count: int, cuts: int, seed: int) -> Counter:
     """How many of each kind, by file, were caught."""
-    run, draw, told = Path(tempfile.mkdtemp(prefix="flips_")), random.Random(seed), Counter()
+    run, draw, counts = Path(tempfile.mkdtemp(prefix="flips_")), random.Random(seed), Counter()
     newest = checkpoints(run)[1]
     files = sorted(newest.iterdir())
     for number in range(count + cuts):
@@ -61,13 +61,13 @@ def flips(count: int, cuts: int, seed: int) -> Counter:
         whole = file.read_bytes()
         file.write_bytes(damaged(whole, draw, kind == "truncations"))
         ok = caught(run, file)
-        told[kind, file.name, ok] += 1
+        counts[kind, file.name, ok] += 1
         if not ok:
             print(f"not caught: {kind} of {file.name}")
         file.write_bytes(whole)
     assert latest(run) == newest, "undamaged, it is used"
     shutil.rmtree(run)
-    return told
+    return counts
 
 
 def main() -> None:
@@ -78,16 +78,16 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", action="store_true", help="write the figures to RESULTS.md")
     given = parser.parse_args()
-    told, lines = flips(given.flips, given.cuts, given.seed), []
+    counts, lines = flips(given.flips, given.cuts, given.seed), []
     for kind in ("flips", "truncations"):
-        files = sorted({name for k, name, _ in told if k == kind})
-        by_file = ", ".join(f"{name} {told[kind, name, True]}" for name in files)
-        missed = sum(count for (k, _, ok), count in told.items() if k == kind and not ok)
-        lines.append(f"{kind}: {sum(told[kind, n, True] for n in files)} caught ({by_file}), {missed} not.")
+        files = sorted({name for k, name, _ in counts if k == kind})
+        by_file = ", ".join(f"{name} {counts[kind, name, True]}" for name in files)
+        missed = sum(count for (k, _, ok), count in counts.items() if k == kind and not ok)
+        lines.append(f"{kind}: {sum(counts[kind, n, True] for n in files)} caught ({by_file}), {missed} not.")
     print("\n".join(lines))
     if given.keep:
         kept("Damaged checkpoints", "\n".join(lines))
-    if any(not ok for _, _, ok in told):
+    if any(not ok for _, _, ok in counts):
         raise SystemExit(1)
 
 

@@ -46,29 +46,29 @@ def killed(run: Run, folder: Path, draw: random.Random, inside: bool, seconds: f
 def kills(count: int, seed: int, folder: Path, deadline: float) -> dict[str, int]:
     """How many kills there were inside and outside of a save, and how many runs ended with the same bits."""
     draw, (expected, seconds) = random.Random(seed), reference(folder / "whole")
-    told = {"inside a save": 0, "outside of one": 0, "before the first checkpoint": 0, "same bits": 0}
+    counts = {"inside a save": 0, "outside of one": 0, "before the first checkpoint": 0, "same bits": 0}
     tried = 0
-    while told["inside a save"] + told["outside of one"] < count and time.monotonic() < deadline:
+    while counts["inside a save"] + counts["outside of one"] < count and time.monotonic() < deadline:
         tried += 1
-        inside, at = told["inside a save"] <= told["outside of one"], folder / str(tried)
+        inside, at = counts["inside a save"] <= counts["outside of one"], folder / str(tried)
         run = begun(at)
         if not killed(run, at, draw, inside, seconds):
             shutil.rmtree(at)
             continue
         found = bool(traces(at))
-        if inside and not found and told["outside of one"] >= count // 2:  # enough of these: it does not count
+        if inside and not found and counts["outside of one"] >= count // 2:  # enough of these: it does not count
             shutil.rmtree(at)
             continue
-        told["inside a save" if found else "outside of one"] += 1
-        told["before the first checkpoint"] += steps_logged(at / "run") < 64
+        counts["inside a save" if found else "outside of one"] += 1
+        counts["before the first checkpoint"] += steps_logged(at / "run") < 64
         status = gone_on(at)
         assert status == 0, (at / "out.txt").read_text()
         if ending(at / "run") == expected and not traces(at):
-            told["same bits"] += 1
+            counts["same bits"] += 1
             shutil.rmtree(at)
         else:
             print(f"other bits: {at}")
-    return told
+    return counts
 
 
 def main() -> None:
@@ -80,20 +80,20 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true", help="write the figures to RESULTS.md")
     given, before = parser.parse_args(), time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="kills_"))
-    told = kills(given.kills, given.seed, folder, before + 60.0 * given.minutes)
-    inside, outside = told["inside a save"], told["outside of one"]
-    if told["same bits"] == inside + outside:
+    counts = kills(given.kills, given.seed, folder, before + 60.0 * given.minutes)
+    inside, outside = counts["inside a save"], counts["outside of one"]
+    if counts["same bits"] == inside + outside:
         shutil.rmtree(folder)
     figures = (
         f"kill -9 {inside + outside} times, {inside} inside a save, {outside} outside of one, of all "
-        f"{told['before the first checkpoint']} before the first checkpoint: {told['same bits']} of {inside + outside} "
-        f"resumed bit for bit as the run that nothing stopped (state and every logged number), "
+        f"{counts['before the first checkpoint']} before the first checkpoint: {counts['same bits']} of "
+        f"{inside + outside} resumed bit for bit as the run that nothing stopped (state and every logged number), "
         f"{time.monotonic() - before:.0f} s."
     )
     print(figures)
     if given.keep:
         kept("kill -9", figures)
-    if told["same bits"] < inside + outside:
+    if counts["same bits"] < inside + outside:
         raise SystemExit(1)
 
 

@@ -165,18 +165,18 @@ def chunk(name: str, numbers: range, seed: int, folder: Path, begin: int) -> Non
     called("train", "mutated.json", *[f"--{key}={json.dumps(value)}" for key, value in BOUNDED.items()])
     shutil.rmtree(folder / "outputs", ignore_errors=True)
     watch, accepted = Watch(CANARY, encoder()), 0
-    with (folder / "outcomes.jsonl").open("a") as told:
+    with (folder / "outcomes.jsonl").open("a") as file:
         for number in numbers:
             draw = random.Random(f"{seed} {name} {number}")
             content, suffix = mutated_file(draw, pool, configs[name])
             path = folder / f"mutated{suffix}"
             path.write_bytes(content)
-            told.write(f"{number}\n")
-            told.flush()
+            file.write(f"{number}\n")
+            file.flush()
             outcome = tried(number, path, watch, begin > 0 and accepted % begin == 0)
             accepted += outcome.end == "ok"
-            told.write(json.dumps(outcome) + "\n")
-            told.flush()
+            file.write(json.dumps(outcome) + "\n")
+            file.flush()
             if outcome.end == "defect":
                 shutil.copy(path, folder / f"{name}_{number}{suffix}")
 
@@ -203,8 +203,8 @@ def mutated(name: str, count: int, seed: int, folder: Path, begin: int) -> list[
 
 def _forked(name: str, numbers: range, seed: int, folder: Path, begin: int) -> str:
     """How the process of a chunk ended; one that makes no progress for too long is killed."""
-    told = folder / "outcomes.jsonl"
-    told.touch()
+    outcomes_file = folder / "outcomes.jsonl"
+    outcomes_file.touch()
     if not (pid := os.fork()):
         handle = os.open(folder / "out.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0), os.dup2(handle, 1), os.dup2(handle, 2)
@@ -220,7 +220,7 @@ def _forked(name: str, numbers: range, seed: int, folder: Path, begin: int) -> s
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:
             return f"ended with {os.waitstatus_to_exitcode(status)}"
-        if time.time() > told.stat().st_mtime + 1800.0:
+        if time.time() > outcomes_file.stat().st_mtime + 1800.0:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
             return "hung"
@@ -261,10 +261,10 @@ def main() -> None:
         parser.error(f"no shipped config: {', '.join(sorted(unknown))}")
     for name in given.configs or names:
         outcomes = mutated(name, given.count, given.seed, folder, given.begin)
-        print(told := summed(name, outcomes), flush=True)
+        print(summary := summed(name, outcomes), flush=True)
         wrong = {kind(one.lines[0]): one for one in outcomes if one.end == "defect"}
         if given.keep and not wrong:
-            kept(f"Mutations of {name}", told)
+            kept(f"Mutations of {name}", summary)
         defects += len(wrong)
         for one in wrong.values():
             print(f"  {folder}/{name}/{name}_{one.number}: {'; '.join(one.lines)}"[:700], flush=True)

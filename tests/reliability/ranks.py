@@ -114,11 +114,13 @@ def ended(ranks: list[subprocess.Popen[str]], patience: float = PATIENCE_S) -> l
     statuses = [process.poll() for process in ranks]
     for process in ranks:
         process.kill()
-    said = [process.communicate()[0] for process in ranks]
+    outputs = [process.communicate()[0] for process in ranks]
     if any(statuses):
-        texts = "".join(text[-3000:] for status, text in zip(statuses, said, strict=True) if status is None or status)
+        texts = "".join(
+            text[-3000:] for status, text in zip(statuses, outputs, strict=True) if status is None or status
+        )
         raise AssertionError(f"ranks ended with statuses {statuses}: {texts}")
-    return said
+    return outputs
 
 
 def both(names: list[str], form: str, out: Path) -> dict[str, list[dict[str, torch.Tensor]]]:
@@ -142,8 +144,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             for name, (one, first, second) in both(list(SCENARIOS), form, Path(folder)).items():
                 equal = all(torch.equal(x, second[key]) for key, x in first.items() if key.startswith("params"))
-                told = f"compile {form}, {name}: one rank and two differ by {distance(one, first, 'params'):.2g}"
-                print(f"{told}; the weights of the two are {'' if equal else 'NOT '}equal", flush=True)
+                message = f"compile {form}, {name}: one rank and two differ by {distance(one, first, 'params'):.2g}"
+                print(f"{message}; the weights of the two are {'' if equal else 'NOT '}equal", flush=True)
 
 
 if __name__ == "__main__":

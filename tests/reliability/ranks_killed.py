@@ -64,10 +64,10 @@ def killed(path: Path, run_dir: Path, after: float, victim: int) -> bool:
     alive = workers(torchrun)
     if len(alive) > victim:
         os.kill(alive[victim], signal.SIGKILL)
-    said = torchrun.communicate(timeout=PATIENCE_S)[0]
+    output = torchrun.communicate(timeout=PATIENCE_S)[0]
     if torchrun.returncode:
-        raise AssertionError(said[-3000:])
-    return "exitcode: -9" in said
+        raise AssertionError(output[-3000:])
+    return "exitcode: -9" in output
 
 
 def end(run_dir: Path) -> bytes:

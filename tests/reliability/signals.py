@@ -35,8 +35,8 @@ def stopped(folder: Path, number: int, wait: float) -> float | None:
     if status == 0:  # it was over already
         return None
     assert status == 128 + number, f"exit status {status}: {run.out.read_text()}"
-    told = run.out.read_text()
-    assert "interrupted at " in told and "Traceback" not in told, told
+    output = run.out.read_text()
+    assert "interrupted at " in output and "Traceback" not in output, output
     return took
 
 
@@ -74,8 +74,8 @@ def stopped_compiling(folder: Path, wait: float) -> float:
     time.sleep(wait)
     before = time.monotonic()
     run.terminate()
-    status, took, told = run.wait(1200.0), time.monotonic() - before, (folder / "out.txt").read_text()
-    assert status == 143 and "interrupted at 0 env steps" in told and "Traceback" not in told, f"{status}: {told}"
+    status, took, output = run.wait(1200.0), time.monotonic() - before, (folder / "out.txt").read_text()
+    assert status == 143 and "interrupted at 0 env steps" in output and "Traceback" not in output, f"{status}: {output}"
     return took
 
 
@@ -85,24 +85,24 @@ def main() -> None:
     parser.add_argument("--signals", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", action="store_true", help="write the figures to RESULTS.md")
-    given, told = parser.parse_args(), []
+    given, results = parser.parse_args(), []
     for name in ("SIGTERM", "SIGINT"):
         folder = Path(tempfile.mkdtemp(prefix="signals_"))
         number = signal.Signals[name]
         times = signals(given.signals, given.seed, folder, (number,))
         shutil.rmtree(folder)
         count = len(times)
-        told.append(
+        results.append(
             f"{name} {count} times at random moments: {count} of {count} saved, exit status {128 + number}, resumed "
             f"bit for bit; longest {max(times):.2f} s, median {sorted(times)[count // 2]:.2f} s."
         )
     folder, draw, count = Path(tempfile.mkdtemp(prefix="signals_")), random.Random(given.seed), -(-given.signals // 4)
     times = [stopped_compiling(folder / f"compiling_{n}", draw.uniform(0.0, 12.0)) for n in range(count)]
     shutil.rmtree(folder)
-    told.append(f"SIGTERM {count} times within the first compilation: exit status 143; longest {max(times):.2f} s.")
-    print("\n".join(told))
+    results.append(f"SIGTERM {count} times within the first compilation: exit status 143; longest {max(times):.2f} s.")
+    print("\n".join(results))
     if given.keep:
-        kept("Signals", "\n".join(told))
+        kept("Signals", "\n".join(results))
 
 
 if __name__ == "__main__":

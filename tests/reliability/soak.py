@@ -228,12 +228,12 @@ def main() -> None:
     given = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="soak_"))
     samples = watched(folder, 3600.0 * given.hours, given.every, given.period)
-    told = judged(samples, given.memory, given.speed)
+    verdict = judged(samples, given.memory, given.speed)
     hours = (samples[-1].seconds - samples[0].seconds) / 3600
     lines = [f"{hours:.2f} hours, {samples[-1].steps:,} env steps, {len(samples)} samples; second and last quarter:"]
-    lines += [f"- {one.text}{'' if one.well else ' (NOT flat)'}" for one in told]
+    lines += [f"- {one.text}{'' if one.well else ' (NOT flat)'}" for one in verdict]
     print("\n".join(lines))
-    if not all(one.well for one in told):
+    if not all(one.well for one in verdict):
         raise SystemExit(f"1: {folder}")
     shutil.rmtree(folder)
     if given.keep:

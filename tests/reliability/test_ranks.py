@@ -184,11 +184,11 @@ def test_the_iteration_that_ends_all_ranks_is_repeated_by_as_many(tmp_path):
     given = [text for key, value in keys.items() for text in (f"--{key}", json.dumps(value))]
     train = ["-c", SPOILT, "train", str(tmp_path / "x.json"), "--distributed", "--run-dir", str(crash.parent), *given]
     processes = launched(2, train)
-    told = [process.communicate(timeout=PATIENCE_S)[0] for process in processes]
-    assert [process.returncode for process in processes] == [2, 2], told
+    outputs = [process.communicate(timeout=PATIENCE_S)[0] for process in processes]
+    assert [process.returncode for process in processes] == [2, 2], outputs
     again = f"torchrun --nproc-per-node 2 -m ecrl replay {crash} --distributed"
-    assert again in told[0] and json.loads((crash / "report.json").read_text())["command"] == again
-    assert "first reward = nan in env 2, step 1 of the rollout, step 6 of that env" in told[1]
+    assert again in outputs[0] and json.loads((crash / "report.json").read_text())["command"] == again
+    assert "first reward = nan in env 2, step 1 of the rollout, step 6 of that env" in outputs[1]
     first, second = ended(launched(2, ["-c", SPOILT, "replay", str(crash), "--distributed"]))
     assert (
         "rank 0: eager: NaN or infinity in reward, loss" in first
@@ -233,10 +233,10 @@ def test_all_ranks_stop_where_an_environment_on_the_host_of_one_pays_nan(tmp_pat
     given = [text for key, value in keys.items() for text in (f"--{key}", json.dumps(value))]
     train = ["-c", ON_THE_HOST, "train", str(path), "--distributed", "--run-dir", str(crash.parent), *given]
     processes = launched(2, train)
-    told = [process.communicate(timeout=PATIENCE_S)[0] for process in processes]
-    assert [process.returncode for process in processes] == [2, 2], told
-    assert "it shows nowhere on this rank; mend the environment" in told[0] and str(crash) in told[0]
-    assert "first reward = nan in env 2, step 1 of the rollout, step 6 of that env, last finite value 1" in told[1]
+    outputs = [process.communicate(timeout=PATIENCE_S)[0] for process in processes]
+    assert [process.returncode for process in processes] == [2, 2], outputs
+    assert "it shows nowhere on this rank; mend the environment" in outputs[0] and str(crash) in outputs[0]
+    assert "first reward = nan in env 2, step 1 of the rollout, step 6 of that env, last finite value 1" in outputs[1]
     assert json.loads((crash / "report.json").read_text())["met"][0] == "reward"
 
 
@@ -247,8 +247,8 @@ def test_ranks_that_start_anew_leave_a_run_that_is_not_theirs(tmp_path):
     for name, text in old.items():
         (tmp_path / "run" / name).write_text(text)
     torchrun = ranks_killed.begun(path, tmp_path / "run")
-    said = torchrun.communicate(timeout=PATIENCE_S)[0]
-    assert torchrun.returncode and said.count("already holds a run (config.json); choose another folder") == 4, said
+    output = torchrun.communicate(timeout=PATIENCE_S)[0]
+    assert torchrun.returncode and output.count("already holds a run (config.json); choose another folder") == 4, output
     assert {entry.name: entry.read_text() for entry in (tmp_path / "run").iterdir()} == old
 
 
@@ -297,7 +297,7 @@ def test_the_hooks_of_kernels_take_parts_of_a_batch_for_the_whole():
 
 
 @pytest.mark.parametrize(
-    ("environ", "told"),
+    ("environ", "message"),
     [
         ({"WORLD_SIZE": "2"}, "RANK is not set; start with torchrun"),
         ({"WORLD_SIZE": "2", "RANK": "x", "MASTER_PORT": "1"}, "RANK is 'x'"),
@@ -305,8 +305,8 @@ def test_the_hooks_of_kernels_take_parts_of_a_batch_for_the_whole():
         ({"WORLD_SIZE": "2", "RANK": "0"}, "MASTER_PORT is not set"),
     ],
 )
-def test_what_torchrun_did_not_set_is_said(environ, told):
-    with pytest.raises(ConfigError, match=f"^trainer.distributed: {told}"):
+def test_what_torchrun_did_not_set_is_said(environ, message):
+    with pytest.raises(ConfigError, match=f"^trainer.distributed: {message}"):
         distributed.start(True, environ)
     assert distributed.world_size() == 1
 
@@ -336,8 +336,8 @@ def run_config(folder: Path, **keys) -> Path:
 def test_rank_0_alone_writes_and_a_run_resumes_bit_for_bit(tmp_path):
     path = run_config(tmp_path)
     train = ["-m", "ecrl", "train", str(path), "--run-dir"]
-    said = ended(launched(2, [*train, str(tmp_path / "whole")]))
-    assert "world size 2" in said[0] and said[1] == ""
+    outputs = ended(launched(2, [*train, str(tmp_path / "whole")]))
+    assert "world size 2" in outputs[0] and outputs[1] == ""
     found = sorted(p.name for p in (tmp_path / "whole" / "checkpoints").glob("step_*"))
     assert "step_256" in found and "step_768" in found
     rows = [json.loads(row) for row in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
@@ -363,5 +363,5 @@ def test_the_page_on_several_processes_is_true():
     names: dict = {}
     exec(re.search(r"```python\n(.*?)```", page, re.DOTALL).group(1), names)  # text of this repository's own page
     assert names["distributed"].world_size() == 1
-    said = launched(2, ["-m", "ecrl", *re.search(r"-m ecrl (check|train) (\S+)", page).groups(), "--help"])
-    assert all("--distributed" in process.communicate(timeout=PATIENCE_S)[0] for process in said)
+    processes = launched(2, ["-m", "ecrl", *re.search(r"-m ecrl (check|train) (\S+)", page).groups(), "--help"])
+    assert all("--distributed" in process.communicate(timeout=PATIENCE_S)[0] for process in processes)

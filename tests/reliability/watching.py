@@ -40,8 +40,8 @@ class Watch:
             self.looking = False
 
     def _seen(self, event: str, args: tuple) -> None:
-        if self.looking and (told := self._wrong(event, args)):
-            self.done.append(f"{event}: {told}"[:500])
+        if self.looking and (problem := self._wrong(event, args)):
+            self.done.append(f"{event}: {problem}"[:500])
 
     def _wrong(self, event: str, args: tuple) -> str | None:
         if event == "open":

@@ -255,7 +255,7 @@ def test_the_command_writes_both_pictures_and_says_where_the_curves_ended(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "message"),
     [
         ((), "ecrl plot needs run folders, such as: ecrl plot outputs/cartpole_ppo_*"),
         (("none",), f"none: does not exist; {_EXPECTED_FILES}"),
@@ -279,7 +279,7 @@ def test_the_command_writes_both_pictures_and_says_where_the_curves_ended(tmp_pa
         (("r", "--out", "a.gif"), "--out a.gif: expected the suffix .png or .svg, or no suffix for both"),
     ],
 )  # fmt: skip
-def test_faults_are_one_line(args, said, tmp_path, monkeypatch, capsys):
+def test_faults_are_one_line(args, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     run(tmp_path / "r")
     (tmp_path / "empty").mkdir()
@@ -297,7 +297,7 @@ def test_faults_are_one_line(args, said, tmp_path, monkeypatch, capsys):
     (tmp_path / "listed" / "config.json").write_text("[]")
     (tmp_path / "text.csv").write_text("steps,seconds,return\n1,2,3\n2,3,many\n")
     assert called(monkeypatch, "plot", *args) == 2
-    assert capsys.readouterr().err == said + "\n"
+    assert capsys.readouterr().err == message + "\n"
 
 
 def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):

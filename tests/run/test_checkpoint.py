@@ -195,11 +195,14 @@ def test_a_damaged_one_is_named_and_the_one_before_is_used(run, name):
     for step, before in ((128, 32), (32, 9)):
         with (run / "checkpoints" / f"step_{step}" / name).open("r+b") as file:
             file.truncate(file.seek(0, 2) - 1)
-        with pytest.warns(UserWarning) as said:
+        with pytest.warns(UserWarning) as caught:
             assert latest(run).name == f"step_{before}"
-        told = [str(warning.message) for warning in said]
-        assert len(told) == {32: 1, 9: 2}[before]
-        assert f"step_{step}/{name}: damaged" in told[-1] and f"; skipped, step_{before} is used instead" in told[-1]
+        messages = [str(warning.message) for warning in caught]
+        assert len(messages) == {32: 1, 9: 2}[before]
+        assert (
+            f"step_{step}/{name}: damaged" in messages[-1]
+            and f"; skipped, step_{before} is used instead" in messages[-1]
+        )
     (run / "checkpoints" / "step_9" / name).unlink()
     with pytest.raises(CheckpointError, match="every checkpoint is damaged") as error:
         latest(run)

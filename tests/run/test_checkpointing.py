@@ -120,9 +120,9 @@ def test_older_ones_are_removed_only_after_the_new_one_is_safe(tmp_path, monkeyp
         write(path, saved)
 
     monkeypatch.setattr(saving, "write", written)
-    with pytest.warns(UserWarning) as said:
+    with pytest.warns(UserWarning) as caught:
         list(trained(cfg, tmp_path))
-    assert "step_96: full; the run goes on and tries again" in str(said[0].message)
+    assert "step_96: full; the run goes on and tries again" in str(caught[0].message)
     assert seen == [[], [32], [64], [64]]
     assert steps_of(tmp_path) == [128]
 
@@ -187,11 +187,11 @@ def failing(monkeypatch, *which):
 def test_a_failure_is_said_once_and_tried_again_at_the_next_save(tmp_path, monkeypatch):
     cfg = small(**{"trainer.save_freq": 32})
     failing(monkeypatch, 2, 3)
-    with pytest.warns(UserWarning) as said:
+    with pytest.warns(UserWarning) as caught:
         list(trained(cfg, tmp_path))
-    told = [str(w.message) for w in said]
-    assert "step_64: cannot be written: disk full; the run goes on" in told[0]
-    assert told[1:] == ["checkpoints: works again, after 2 failures"]
+    messages = [str(w.message) for w in caught]
+    assert "step_64: cannot be written: disk full; the run goes on" in messages[0]
+    assert messages[1:] == ["checkpoints: works again, after 2 failures"]
     assert steps_of(tmp_path) == [32, 128]
 
 
@@ -201,9 +201,9 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_told_and_no_more(tmp_path, 
 
     monkeypatch.setattr(saving, "remove_folder", busy)
     cfg = small(**{"trainer.save_freq": 32, "trainer.keep_checkpoints": 1})
-    with pytest.warns(UserWarning) as said:
+    with pytest.warns(UserWarning) as caught:
         assert len(list(trained(cfg, tmp_path))) == 8
-    assert [str(w.message) for w in said] == ["older checkpoints: step_32 is busy; the run goes on and tries again"]
+    assert [str(w.message) for w in caught] == ["older checkpoints: step_32 is busy; the run goes on and tries again"]
     assert steps_of(tmp_path) == [32, 64, 96, 128]
 
 
@@ -264,11 +264,15 @@ def test_a_best_that_could_not_be_written_is_tried_again_though_it_stays_the_bes
             return writes[-1]
 
     monkeypatch.setattr(saving, "ThreadPoolExecutor", Recorded)
-    with pytest.warns(UserWarning) as said:
+    with pytest.warns(UserWarning) as caught:
         for _ in with_best_checkpoint(_evaluated([3.0, 1.0, 2.0]), small(), tmp_path):
             wait(writes, 600.0)
-    told = [str(warning.message) for warning in said]
-    assert len(told) == 2 and "best: cannot be written" in told[0] and "works again, after 1 failure" in told[1]
+    messages = [str(warning.message) for warning in caught]
+    assert (
+        len(messages) == 2
+        and "best: cannot be written" in messages[0]
+        and "works again, after 1 failure" in messages[1]
+    )
     assert read_manifest(tmp_path / "checkpoints" / "best")["logs"] == {"eval/avg_reward": 3.0}
     assert int(load(tmp_path / "checkpoints" / "best")[0]["sample_step"]) == 32
 

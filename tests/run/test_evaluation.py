@@ -139,7 +139,7 @@ def test_gymnasium_actions_are_clipped_where_those_of_training_are():
 
 
 def test_success_of_a_gymnasium_environment_is_told():
-    cfg = small(**{"env": "gymnasium:support.fake_gymnasium_envs:Tell-v0", "trainer.num_eval_envs": 4})
+    cfg = small(**{"env": "gymnasium:support.fake_gymnasium_envs:Bandit-v0", "trainer.num_eval_envs": 4})
     state = init_state(cfg)
     logs = evaluate(state, cfg, num_episodes=40)
     assert logs["eval/success_rate"] == pytest.approx(logs["eval/avg_reward"]) and logs["eval/avg_length"] == 1.0

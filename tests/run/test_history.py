@@ -27,8 +27,8 @@ def test_a_history_tells_what_it_holds_in_one_line():
     history = History()
     assert repr(history) == "History of no iterations"
     history.add(RECORDS[4])
-    told = "{'sample_step': 20, 'policy_loss': 0.25, 'entropy': 1.0}"
-    assert repr(history) == f"History of 1 iterations, the last {told}"
+    message = "{'sample_step': 20, 'policy_loss': 0.25, 'entropy': 1.0}"
+    assert repr(history) == f"History of 1 iterations, the last {message}"
 
 
 def test_an_empty_history_is_an_empty_frame():

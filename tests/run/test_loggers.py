@@ -131,10 +131,10 @@ def test_jsonl_is_complete_and_closed_however_the_records_end(ending, tmp_path, 
 
 
 def test_a_full_disk_is_said_once_and_the_records_go_on():
-    with pytest.warns(UserWarning) as said:
+    with pytest.warns(UserWarning) as caught:
         out = list(with_jsonl(iter(RECORDS), "/dev/full"))
     assert len(out) == len(RECORDS)
-    assert [str(w.message) for w in said] == [
+    assert [str(w.message) for w in caught] == [
         "/dev/full: [Errno 28] No space left on device; the run goes on and tries again"
     ]
 
@@ -150,12 +150,12 @@ def test_rows_wait_for_a_disk_that_comes_back_which_is_said(tmp_path):
             if i == 3:
                 path.parent.rename(tmp_path / "again")
 
-    with pytest.warns(UserWarning) as said:
+    with pytest.warns(UserWarning) as caught:
         list(with_jsonl(source(), path))
-    told = [str(w.message) for w in said]
-    assert [f"{path}: works again, after 2 failures" in t for t in told] == [False, True, False]
-    assert [t.endswith("; the run goes on and tries again") for t in told] == [True, False, False]
-    assert told[2].endswith("tries again (outage 2)"), "else Python would not say it a second time"
+    messages = [str(w.message) for w in caught]
+    assert [f"{path}: works again, after 2 failures" in t for t in messages] == [False, True, False]
+    assert [t.endswith("; the run goes on and tries again") for t in messages] == [True, False, False]
+    assert messages[2].endswith("tries again (outage 2)"), "else Python would not say it a second time"
     rows = [json.loads(line) for line in (tmp_path / "again" / "metrics.jsonl").read_text().splitlines()]
     assert [(r["log_type"], r["sample_step"]) for r in rows] == [(r["log_type"], r["sample_step"]) for r in RECORDS[:4]]
 
@@ -164,7 +164,7 @@ def test_no_part_of_a_row_is_left_by_a_full_disk(tmp_path):
     path, limit = tmp_path / "m.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
-        with pytest.warns(UserWarning) as said:
+        with pytest.warns(UserWarning) as caught:
             for i, _ in enumerate(with_jsonl(iter(RECORDS), path)):
                 if i == 0:
                     size = path.stat().st_size
@@ -175,7 +175,7 @@ def test_no_part_of_a_row_is_left_by_a_full_disk(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         signal.signal(signal.SIGXFSZ, before)
-    assert ["No space left" in str(w.message) or "works again" in str(w.message) for w in said] == [True, True]
+    assert ["No space left" in str(w.message) or "works again" in str(w.message) for w in caught] == [True, True]
     assert len([json.loads(line) for line in path.read_text().splitlines()]) == len(RECORDS)
 
 

@@ -256,12 +256,12 @@ def test_a_resume_that_is_refused_changes_nothing(tmp_path):
 EVALUATED = {"trainer.enable_eval": True, "trainer.eval_freq": 32, "trainer.num_eval_episodes": 2}
 
 
-def told(run):
+def run_outcome(run):
     """Rows of a run but for times, and what its best checkpoint is of."""
     rows = [json.loads(row) for row in (run / "metrics.jsonl").read_text().splitlines()]
-    kept = [{name: x for name, x in row.items() if name not in ("seconds", "charts/SPS")} for row in rows]
+    compared = [{name: x for name, x in row.items() if name not in ("seconds", "charts/SPS")} for row in rows]
     best = json.loads((run / "checkpoints" / "best" / "manifest.json").read_text())
-    return kept, best["logs"], load(run / "checkpoints" / "best")[0]
+    return compared, best["logs"], load(run / "checkpoints" / "best")[0]
 
 
 def test_an_evaluation_that_was_given_up_is_made_when_the_run_goes_on(tmp_path, monkeypatch):
@@ -280,21 +280,21 @@ def test_an_evaluation_that_was_given_up_is_made_when_the_run_goes_on(tmp_path, 
     state, again = resume(tmp_path / "run")
     assert int(state["sample_step"]) == 64 and "evaluate" not in (tmp_path / "run" / "metrics.jsonl").read_text()[-400:]
     _, history = train(state, again, tmp_path / "run", progress=False)
-    rows, best, kept = told(tmp_path / "whole")
+    rows, best, state = run_outcome(tmp_path / "whole")
     assert [row["sample_step"] for row in rows if row["log_type"] == "evaluate"] == [32, 64, 96]
-    assert told(tmp_path / "run")[:2] == (rows, best) and same(told(tmp_path / "run")[2], kept)
+    assert run_outcome(tmp_path / "run")[:2] == (rows, best) and same(run_outcome(tmp_path / "run")[2], state)
     assert len(calls) == 4 and len(history) == 2
     train(load(latest(tmp_path / "run"))[0], again, tmp_path / "run", progress=False)
-    assert len(calls) == 4 and told(tmp_path / "run")[0] == rows, "no evaluation is pending at the end"
+    assert len(calls) == 4 and run_outcome(tmp_path / "run")[0] == rows, "no evaluation is pending at the end"
 
 
 def test_an_evaluation_whose_best_was_not_saved_is_made_again(tmp_path):
     cfg = small(**EVALUATED).replace(**{"trainer.iterations": 2, "trainer.eval_freq": 64})
     state, _ = train(init_state(cfg), cfg, tmp_path, progress=False)
-    before = told(tmp_path)
+    before = run_outcome(tmp_path)
     shutil.rmtree(tmp_path / "checkpoints" / "best")
     train(state, cfg, tmp_path, progress=False)
-    assert told(tmp_path)[:2] == before[:2] and same(told(tmp_path)[2], before[2])
+    assert run_outcome(tmp_path)[:2] == before[:2] and same(run_outcome(tmp_path)[2], before[2])
 
 
 def test_an_evaluation_that_is_owed_and_cannot_be_taken_out_is_one_line(tmp_path, monkeypatch):

@@ -52,10 +52,10 @@ def test_a_last_state_that_cannot_be_saved_is_not_lost(tmp_path, monkeypatch):
 
     monkeypatch.setattr("ecrl.run.checkpointing.write", full)
     cfg = small()
-    with pytest.raises(NotSavedError, match="step_128: cannot be written: disk full; nothing is lost") as told:
+    with pytest.raises(NotSavedError, match="step_128: cannot be written: disk full; nothing is lost") as error:
         train(ecrl.init_state(cfg), cfg, run_dir=tmp_path / "run", progress=False)
-    assert same(told.value.state, last_state(cfg))
-    assert [row["sample_step"] for row in told.value.history] == [32, 64, 96, 128]
+    assert same(error.value.state, last_state(cfg))
+    assert [row["sample_step"] for row in error.value.history] == [32, 64, 96, 128]
 
 
 @pytest.mark.parametrize("shown", [{"progress": True}, {"progress": False, "profile": True}], ids=str)
@@ -71,9 +71,9 @@ def test_nor_is_that_of_a_run_that_was_stopped(tmp_path, monkeypatch, shown):
     monkeypatch.setattr("ecrl.run.profiler.Path.write_text", write_text)
     monkeypatch.setattr("ecrl.run.train.asked", lambda: signal.SIGTERM)
     cfg = small()
-    with pytest.raises(NotSavedError, match="step_32: cannot be written: disk full; nothing is lost") as told:
+    with pytest.raises(NotSavedError, match="step_32: cannot be written: disk full; nothing is lost") as error:
         train(ecrl.init_state(cfg), cfg, tmp_path / "run", **shown)
-    assert int(told.value.state["sample_step"]) == 32
+    assert int(error.value.state["sample_step"]) == 32
 
 
 def test_train_without_a_folder_writes_nothing(tmp_path, monkeypatch):
@@ -245,10 +245,12 @@ def test_a_store_that_cannot_be_reached_is_told_in_one_line(port):
     environ = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
     with (
         taken,
-        pytest.raises(ConfigError, match=rf"^trainer.distributed: MASTER_ADDR localhost, MASTER_PORT {port}: ") as told,
+        pytest.raises(
+            ConfigError, match=rf"^trainer.distributed: MASTER_ADDR localhost, MASTER_PORT {port}: "
+        ) as error,
     ):
         distributed.start(True, environ)
-    assert "\n" not in str(told.value) and distributed.world_size() == 1
+    assert "\n" not in str(error.value) and distributed.world_size() == 1
 
 
 HOLD = """
@@ -310,12 +312,12 @@ def test_the_device_of_an_evaluation_is_given_once(tmp_path, monkeypatch, capsys
     assert called(monkeypatch, "eval", tmp_path / "run", "--num-episodes", 2, "--device", "cpu") == 0
 
 
-@pytest.mark.parametrize(("flag", "told"), [("--distributed", "RANK is not set"), ("--no-distributed", "")])
-def test_the_shell_decides_over_the_config(config_file, flag, told, monkeypatch, capsys):
-    config_file.write_text(json.dumps(small(**{"trainer.distributed": not told}).model_dump(mode="json")))
+@pytest.mark.parametrize(("flag", "message"), [("--distributed", "RANK is not set"), ("--no-distributed", "")])
+def test_the_shell_decides_over_the_config(config_file, flag, message, monkeypatch, capsys):
+    config_file.write_text(json.dumps(small(**{"trainer.distributed": not message}).model_dump(mode="json")))
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert called(monkeypatch, "train", "--config", config_file, flag) == (2 if told else 0)
-    assert told in capsys.readouterr().err
+    assert called(monkeypatch, "train", "--config", config_file, flag) == (2 if message else 0)
+    assert message in capsys.readouterr().err
 
 
 def test_eval_on_gymnasium_from_the_shell(config_file, monkeypatch, capsys):
@@ -325,20 +327,20 @@ def test_eval_on_gymnasium_from_the_shell(config_file, monkeypatch, capsys):
 
 
 def test_eval_under_other_keys_of_the_environment(config_file, monkeypatch, capsys):
-    def told(*keys):
+    def evaluated(*keys):
         status = 0 if keys[0].startswith("--env") else 2
         assert called(monkeypatch, "eval", "run", "--num-episodes", "4", *keys) == status
         return capsys.readouterr()
 
     assert called(monkeypatch, "train", config_file, "--run-dir", "run") == 0
     capsys.readouterr()
-    short = told("--env.cfg.max_episode_steps", "5").out
+    short = evaluated("--env.cfg.max_episode_steps", "5").out
     assert "eval/avg_length    5.00" in short
-    assert "avg_length    5.00" not in told("--env.cfg.max_episode_steps=400").out
-    assert told("--policy.name", "mine").err.startswith(
+    assert "avg_length    5.00" not in evaluated("--env.cfg.max_episode_steps=400").out
+    assert evaluated("--policy.name", "mine").err.startswith(
         "--policy.name: an evaluation can only set keys of env and trainer"
     )
-    assert "trainer.num_eval_envs: " in told("--trainer.num_eval_envs", "0").err
+    assert "trainer.num_eval_envs: " in evaluated("--trainer.num_eval_envs", "0").err
     assert called(monkeypatch, "eval", "run", "--env.name", "pendulum") == 2
     assert "with these keys has observation_space" in capsys.readouterr().err
 
@@ -359,9 +361,9 @@ def test_faults_exit_2_with_one_line_each(config_file, change, lines, monkeypatc
         data[section] |= keys
     config_file.write_text(json.dumps(data))
     assert called(monkeypatch, "train", config_file) == 2
-    told = capsys.readouterr().err
-    assert len(told.splitlines()) == len(lines), told
-    assert all(line in told for line in lines), told
+    stderr = capsys.readouterr().err
+    assert len(stderr.splitlines()) == len(lines), stderr
+    assert all(line in stderr for line in lines), stderr
 
 
 @pytest.mark.parametrize(
@@ -399,15 +401,15 @@ def test_any_key_can_be_set_from_the_shell(config_file, monkeypatch, capsys):
     _, cfg = load(latest("run"))
     assert (cfg.trainer.seed, cfg.algorithm.cfg.gamma, cfg.trainer.enable_eval) == (7, 0.9, True)
     assert called(monkeypatch, "train", config_file, "--trainer.sede", "7") == 2
-    told = capsys.readouterr().err
-    assert "trainer.sede: unknown key; did you mean 'seed'?" in told and len(told.splitlines()) == 1
+    stderr = capsys.readouterr().err
+    assert "trainer.sede: unknown key; did you mean 'seed'?" in stderr and len(stderr.splitlines()) == 1
 
 
 def test_resume_from_the_shell(config_file, monkeypatch, capsys):
     assert called(monkeypatch, "train", config_file, "--run-dir", "run", "--trainer.iterations", "2") == 0
     assert called(monkeypatch, "train", "--resume", "run", "--trainer.iterations", "4") == 2
-    told = capsys.readouterr().err
-    assert "trainer.iterations: 2 -> 4" in told and "--force" in told
+    stderr = capsys.readouterr().err
+    assert "trainer.iterations: 2 -> 4" in stderr and "--force" in stderr
     assert called(monkeypatch, "train", "--resume", "run", "--trainer.iterations", "4", "--force") == 0
     state, _ = load(latest("run"))
     assert same(state, last_state(small()))
@@ -427,8 +429,8 @@ def test_the_start_says_what_runs_and_what_is_registered(config_file, monkeypatc
 
 def test_check_says_what_would_run_or_every_fault(config_file, monkeypatch, capsys):
     assert called(monkeypatch, "check", config_file, "--trainer.num_envs", "8") == 0
-    told = capsys.readouterr().out
-    assert "256 env steps, 4 iterations" in told and told.endswith("small.json: ok\n")
+    stdout = capsys.readouterr().out
+    assert "256 env steps, 4 iterations" in stdout and stdout.endswith("small.json: ok\n")
     assert called(monkeypatch, "check", config_file, "--trainer.num_envs", "0", "--trainer.sede", "1") == 2
     assert len(capsys.readouterr().err.splitlines()) == 2
     assert called(monkeypatch, "check", config_file, "--policy.action_dim", "5") == 2

@@ -115,8 +115,8 @@ def test_errors_in_the_background_come_out():
         start(_raise, UserError("no light"))
         with pytest.raises(UserError, match="no light"):
             start(print)
-    told = "videos: disk full; the run goes on and tries again"
-    with pytest.warns(UserWarning, match=told), background_worker() as start:
+    message = "videos: disk full; the run goes on and tries again"
+    with pytest.warns(UserWarning, match=message), background_worker() as start:
         start(_raise, OSError("disk full"))
 
 
@@ -343,7 +343,7 @@ CARTPOLE = {"name": "cartpole"}
 
 
 @pytest.mark.parametrize(
-    ("events", "told"),
+    ("events", "message"),
     [
         (
             {"cam": film() | {"mode": "reset"}},
@@ -352,8 +352,8 @@ CARTPOLE = {"name": "cartpole"}
         ({"a": film(name="x"), "b": film("record_camera_data_async", name="x")}, r"eval.b .* the same as in a; choose"),
     ],
 )
-def test_cameras_that_cannot_record_are_refused(events, told, drawn):
-    with pytest.raises(ConfigError, match=told):
+def test_cameras_that_cannot_record_are_refused(events, message, drawn):
+    with pytest.raises(ConfigError, match=message):
         check_cameras(filmed_run(evaluation=events))
     check_cameras(filmed_run({"cam": film(name="x")}, {"cam": film(name="x")}))  # their files differ
 
@@ -368,12 +368,12 @@ def test_cameras_are_no_events_of_an_environment(drawn):
     with pytest.raises(ConfigError, match=r"put the event under trainer\.events\.train or trainer\.events\.eval"):
         events = TASK["cfg"]["events"] | {"cam": {"func": "record_camera_data"}}
         init_state(filmed_run(**{"env.cfg.events": events}))
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         cfg = filmed_run(evaluation={"cam": film()}, **{"env": CARTPOLE})
     assert (
         "trainer.events.eval.cam has no meaning here (record_camera_data: this environment has no scene to film)"
-        in str(said[0].message)
+        in str(caught[0].message)
     )
     assert cfg.trainer.events.eval == {} and CUBE["uid"] == "cube"
     with pytest.raises(ConfigError, match="cartpole has no scene to be seen; ecrl record is for MuJoCo tasks"):

@@ -11,7 +11,7 @@ from ecrl.envs import make_env
 from ecrl.envs.gymnasium import handles as live
 from support import fake_gymnasium_envs
 
-assert fake_gymnasium_envs  # registers Count-v0 and Tell-v0
+assert fake_gymnasium_envs  # registers Count-v0 and Bandit-v0
 KEYS = rng.split(rng.key(1), 4)
 SEEDS = (rng.bits(KEYS) & 0x7FFFFFFF).tolist()  # odd for env 2 alone, where faults happen
 ZERO = torch.zeros(4, dtype=torch.int64)

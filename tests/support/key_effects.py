@@ -174,12 +174,12 @@ def form(changes: Changes) -> tuple[str, str]:
 @remembered
 def matrices(changes: Changes) -> list[str]:
     """What torch is told of the precision of matrices in an iteration of a run on a GPU."""
-    state, told = init_state(made({})), []
+    state, precisions = init_state(made({})), []
     with _two_gpus():
         iteration = make_iteration(made({"trainer.device": "cuda", **changes}))
-    with patch("torch.set_float32_matmul_precision", told.append):
+    with patch("torch.set_float32_matmul_precision", precisions.append):
         iteration(state)
-    return told
+    return precisions
 
 
 def refused(match: str) -> See:

@@ -32,7 +32,7 @@ def _steps(changes: Changes) -> list[dict[str, Any]]:
 stepped = remembered(_steps)
 
 
-def told(match: str) -> See:
+def refused_by_the_task(match: str) -> See:
     """Whether the task is refused, in words that `match`."""
 
     def refusal(changes: Changes) -> bool:
