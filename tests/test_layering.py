@@ -181,7 +181,7 @@ def modules_imported_at_import_time(file, source):
             path = node.module.removeprefix("ecrl.").replace(".", "/")
             for name in node.names:
                 candidates = f"{path}/{name.name}.py", f"{path}/{name.name}/__init__.py", f"{path}.py"
-                yield from [found for found in (*candidates, f"{path}/__init__.py") if found in FILES][:1]
+                yield from [candidate for candidate in (*candidates, f"{path}/__init__.py") if candidate in FILES][:1]
 
 
 def test_no_module_imports_itself_in_a_circle():

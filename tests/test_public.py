@@ -80,7 +80,7 @@ def test_importing_ecrl_and_its_config_is_light():
 
 
 @pytest.mark.parametrize(
-    ("first", "given", "spin"),
+    ("first", "variables", "spin"),
     [
         ("", {}, "4000"),
         ("", {"GOMP_SPINCOUNT": "7"}, "7"),
@@ -88,10 +88,12 @@ def test_importing_ecrl_and_its_config_is_light():
         ("import torch", {}, "None"),
     ],
 )
-def test_threads_of_openmp_wait_briefly_unless_the_user_said_otherwise(first, given, spin):
+def test_threads_of_openmp_wait_briefly_unless_the_user_said_otherwise(first, variables, spin):
     code = f"{first}\nimport os, ecrl; print(os.environ.get('GOMP_SPINCOUNT'))"
     around = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=around | given)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=around | variables
+    )
     assert done.stdout.strip() == spin
 
 

@@ -237,8 +237,8 @@ def test_the_parts_of_an_installed_package_are_known(tmp_path):
     _install(tmp_path, "tiny_parts", TINY, ["tiny = tiny_parts"])
     done = _python(TRAIN, tmp_path)
     assert done.stdout.strip() == "2" and done.stderr == ""
-    alone = _python("from ecrl.registry import lookup; lookup('env', 'tiny')", ok=False)
-    assert "unknown env 'tiny'" in alone.stderr, "only where it is installed"
+    error = _python("from ecrl.registry import lookup; lookup('env', 'tiny')", ok=False)
+    assert "unknown env 'tiny'" in error.stderr, "only where it is installed"
 
 
 BROKEN = "import ecrl_parts_that_nobody_has"

@@ -282,8 +282,8 @@ def test_randint_of_narrow_bounds_does_not_overflow(dtype, low, high):
     bounds = torch.tensor(low, dtype=dtype), torch.tensor(high, dtype=dtype)
     numpy_type = getattr(np, str(dtype).removeprefix("torch."))
     for first, last in (bounds, (low, bounds[1]), (bounds[0], high), (numpy_type(low), numpy_type(high))):
-        found = rng.randint(rng.key(0), (64,), low=first, high=last)
-        assert found.dtype == torch.int64 and torch.equal(found, expected)
+        actual = rng.randint(rng.key(0), (64,), low=first, high=last)
+        assert actual.dtype == torch.int64 and torch.equal(actual, expected)
 
 
 def test_randint_refuses_numbers_of_numpy_out_of_range():

@@ -48,11 +48,11 @@ SPACES = st.recursive(
 )
 
 
-@pytest.mark.parametrize(("ours", "theirs", "features"), PAIRS)
-def test_both_ways_by_hand(ours, theirs, features):
-    assert to_gymnasium(ours) == theirs
-    assert from_gymnasium(theirs) == ours
-    assert flat_dim(ours) == features == gym.utils.flatdim(theirs)
+@pytest.mark.parametrize(("space", "gym_space", "features"), PAIRS)
+def test_both_ways_by_hand(space, gym_space, features):
+    assert to_gymnasium(space) == gym_space
+    assert from_gymnasium(gym_space) == space
+    assert flat_dim(space) == features == gym.utils.flatdim(gym_space)
 
 
 @given(SPACES)
@@ -84,7 +84,7 @@ def test_bounds_are_in_c_order():
 
 
 @pytest.mark.parametrize(
-    ("theirs", "ours"),
+    ("gym_space", "space"),
     [
         (gym.Discrete(3, start=-1), Discrete(3)),
         (gym.MultiDiscrete([2, 5], start=[1, 0]), MultiDiscrete((2, 5))),
@@ -102,10 +102,10 @@ def test_bounds_are_in_c_order():
         ),
     ],
 )
-def test_kinds_that_only_gymnasium_has(theirs, ours):
-    assert from_gymnasium(theirs) == ours
-    if not isinstance(theirs, gym.MultiBinary | gym.Tuple):
-        assert flat_dim(ours) == gym.utils.flatdim(theirs)
+def test_kinds_that_only_gymnasium_has(gym_space, space):
+    assert from_gymnasium(gym_space) == space
+    if not isinstance(gym_space, gym.MultiBinary | gym.Tuple):
+        assert flat_dim(space) == gym.utils.flatdim(gym_space)
 
 
 @pytest.mark.parametrize("space", [gym.Text(3), gym.Sequence(gym.Discrete(2)), gym.Dict({"a": gym.Text(3)})])

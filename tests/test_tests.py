@@ -21,13 +21,13 @@ def imported_tests(text):
 
 def packages(text):
     """Top-level packages that a file imports."""
-    found = set()
+    names = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[0] for alias in node.names}
+            names |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            found.add((node.module or "support").split(".")[0])
-    return found
+            names.add((node.module or "support").split(".")[0])
+    return names
 
 
 @pytest.mark.parametrize("file", sorted(FILES))

@@ -98,7 +98,7 @@ def test_two_steps_of_the_line_by_hand(deterministic):
     cfg = run(**LINEAR, **apg_cfg(**PLAIN, ent_coef=0.3, deterministic_actions=deterministic))
     cfg = cfg.replace(**{"trainer.buffer_size": 2})
     state, parts = init_state(cfg), build(cfg)
-    found, logs = gradient(cfg, state)
+    grads, logs = gradient(cfg, state)
     w, b = (state["params"]["actor"][f"0.{name}"].squeeze().double() for name in ("weight", "bias"))
     std = torch.exp(torch.tensor(-1.0).double())
     noise = parts.policy.draw(keys_of(cfg, state)[1])[..., 0].double()
@@ -115,9 +115,9 @@ def test_two_steps_of_the_line_by_hand(deterministic):
     s0, s1 = std * z0, std * z1
     by_log_std = -2 * x1 * s0 - a0 * s0 + g * (-2 * x2 * (s0 + w * s0 + s1) - a1 * (w * s0 + s1))
     by_log_std = by_log_std + 0.3 * (1 + g)  # the entropy of each step grows by 1 with log_std
-    close(found["actor"]["0.weight"].squeeze(), by_w.mean())
-    close(found["actor"]["0.bias"].squeeze(), by_b.mean())
-    close(found["log_std"].squeeze(), by_log_std.mean())
+    close(grads["actor"]["0.weight"].squeeze(), by_w.mean())
+    close(grads["actor"]["0.bias"].squeeze(), by_b.mean())
+    close(grads["log_std"].squeeze(), by_log_std.mean())
     close(logs["objective"], objective.mean())
     entropy = (1 + g) * (-1.0 + 0.5 * torch.log(torch.tensor(2.0 * torch.pi)) + 0.5)
     close(logs["entropy"], entropy)
@@ -142,15 +142,15 @@ def test_finite_differences_on_the_point_mass(normalize_obs):
     later = states_of(cfg.replace(**{"trainer.iterations": 1}))[0]["state"].select("env", "norm", "sample_step")
     state = double(init_state(cfg).copy().update(later))
     assert ("obs" in state["norm"]) == normalize_obs
-    found, _ = gradient(cfg, state)
+    grads, _ = gradient(cfg, state)
 
     def negative_loss(params):
         return -gradient(cfg, state.copy().set("params", params))[1]["loss"]
 
     for seed in range(3):
-        towards = found.apply(lambda x, s=seed: rng.normal(rng.fold_in(rng.key(s), x.numel()), x.shape, x.dtype))
+        towards = grads.apply(lambda x, s=seed: rng.normal(rng.fold_in(rng.key(s), x.numel()), x.shape, x.dtype))
         high, low = (negative_loss(state["params"].apply(lambda p, v, e=e: p + e * v, towards)) for e in (1e-5, -1e-5))
-        slope = sum((a * b).sum() for a, b in zip(found.values(True, True), towards.values(True, True), strict=True))
+        slope = sum((a * b).sum() for a, b in zip(grads.values(True, True), towards.values(True, True), strict=True))
         assert abs(slope) > 1e-3
         close(slope, (high - low) / 2e-5, tol=1e-5)
 
@@ -178,13 +178,13 @@ def tape(cfg, state, segment):
 def test_a_segment_cuts_the_gradient_exactly_there(segment):
     cfg = run(**POINT, **apg_cfg(**PLAIN, segment_length=segment))
     state = init_state(cfg)
-    found, logs = gradient(cfg, state)
+    grads, logs = gradient(cfg, state)
     total, expected = tape(cfg, state, segment or 20)
     close(logs["objective"], total.detach())
     names = list(state["params"].keys(True, True))
     scale = max(float(x.abs().max()) for x in expected)
     for name, by_tape in zip(names, expected, strict=True):
-        close(found[name] / scale, by_tape / scale)
+        close(grads[name] / scale, by_tape / scale)
     whole = tape(cfg, state, 20)[1]
     different = any(not torch.allclose(a, b, rtol=1e-3) for a, b in zip(whole, expected, strict=True))
     assert different == (segment is not None)
@@ -305,8 +305,8 @@ def test_vmapped_seeds_equal_single_ones():
     iteration = make_iteration(cfg)
     stacked, _ = torch.vmap(iteration, randomness="error")(torch.stack([s.clone() for s in states]))
     for i, state in enumerate(states):
-        alone, _ = iteration(state)
-        for name, leaf in alone.flatten_keys("/").items():
+        single, _ = iteration(state)
+        for name, leaf in single.flatten_keys("/").items():
             close(stacked.flatten_keys("/")[name][i], leaf, tol=1e-4)
 
 

@@ -333,9 +333,9 @@ def test_a_resumed_run_equals_an_uninterrupted_one(policy, tmp_path):
 def test_an_iteration_is_pure_and_vmaps_over_seeds():
     cfg = run()
     states, iteration = [init_state(cfg, key=torch.tensor(seed)) for seed in (1, 2)], make_iteration(cfg)
-    alone = [assert_pure(iteration, state)[0] for state in states]
+    single = [assert_pure(iteration, state)[0] for state in states]
     stacked, _ = torch.vmap(iteration, randomness="error")(torch.stack([s.clone() for s in states]))
-    for i, state in enumerate(alone):
+    for i, state in enumerate(single):
         for name, leaf in state.flatten_keys("/").items():
             close(stacked.flatten_keys("/")[name][i], leaf, tol=1e-4)
 

@@ -19,8 +19,8 @@ NOT_IN_AN_ITERATION = ("init", "check_", "groups")
 
 def imported(tree: ast.Module) -> set[str]:
     """Return the names that a module imports from ecrl."""
-    ours = [node for node in tree.body if isinstance(node, ast.ImportFrom) and str(node.module).startswith("ecrl")]
-    return {alias.asname or alias.name for node in ours for alias in node.names}
+    from_ecrl = [node for node in tree.body if isinstance(node, ast.ImportFrom) and str(node.module).startswith("ecrl")]
+    return {alias.asname or alias.name for node in from_ecrl for alias in node.names}
 
 
 def of_an_iteration(tree: ast.Module) -> list[ast.FunctionDef]:

@@ -85,12 +85,12 @@ def independent(cfg: Config, state: TensorDict, rollout: TensorDict) -> tuple[di
     c: Any = cfg.algorithm.cfg
     block = c.optimizer.model_dump() if c.optimizer else {"name": "adam", "learning_rate": c.learning_rate}
     choices = {"optimizer": block["name"], "learning_rate": block["learning_rate"]}
-    given = {name: getattr(c, name) for name in numpy_ppo.Numbers._fields if name not in choices}
+    numbers = {name: getattr(c, name) for name in numpy_ppo.Numbers._fields if name not in choices}
     weights = {n: {k: w.double().numpy() for k, w in state["params"][n].items()} for n in ("actor", "critic")}
     names = set(rollout.keys()) & {*STEP_FIELDS, "mask"}
     fields = {n: (x.double() if x.is_floating_point() else x).numpy() for n, x in rollout.select(*names).items()}
     orders = rng.permutation(pass_keys(state, c.n_epochs), transitions(rollout).numel()).numpy()
-    return numpy_ppo.update(weights, fields, orders, numpy_ppo.Numbers(**given, **choices))
+    return numpy_ppo.update(weights, fields, orders, numpy_ppo.Numbers(**numbers, **choices))
 
 
 def like_the_independent_one(cfg: Config, state: TensorDict, rollout: TensorDict, parts: Any) -> TensorDict:

@@ -103,8 +103,8 @@ def test_all_threads_of_both_work_on_the_cores_of_the_race():
         assert one.error is None
     workers = [stand_in("places", "a"), stand_in("places", "b")]
     with pairs.started(workers, [core]) as started:
-        found = [pairs.await_ready(worker) for worker in started]
-        pairs.take_turns(started, found, [core], 1, 0)
+        ready = [pairs.await_ready(worker) for worker in started]
+        pairs.take_turns(started, ready, [core], 1, 0)
         assert [pairs.turn(worker, 1)["count"] for worker in started] == [1 + 100 * core] * 2
 
 
@@ -124,9 +124,9 @@ def test_threads_are_as_many_as_cores():
 
 
 def test_ratios_are_of_rounds_not_of_medians():
-    ours, peer = result("ecrl", 1.0, 20.0, 6.0), result("peer", 1.0, 10.0, 1.0)
-    assert ratios(ours, peer) == [1.0, 2.0, 6.0]
-    assert summary(ratios(ours, peer)) == {"median": 2.0, "min": 1.0, "max": 6.0}
+    ecrl, other = result("ecrl", 1.0, 20.0, 6.0), result("peer", 1.0, 10.0, 1.0)
+    assert ratios(ecrl, other) == [1.0, 2.0, 6.0]
+    assert summary(ratios(ecrl, other)) == {"median": 2.0, "min": 1.0, "max": 6.0}
 
 
 @pytest.mark.parametrize(
@@ -232,10 +232,10 @@ def with_subjects(monkeypatch, **subjects):
 def test_results_hold_all_that_is_needed_to_repeat_them(monkeypatch, tmp_path, capsys):
     with_subjects(monkeypatch, one=Subject(ratio=1.5, ratios=[1.5], met=False), two=Subject(ratio=None))
     assert command.run(quick=True, only=("one",), out=tmp_path / "deep" / "er")
-    found = json.loads((tmp_path / "deep/er/one.json").read_text())
-    jsonschema.validate(found, SCHEMA)
-    assert found["rows"] == [{"quick": True, "cores": len(available()), "ratio": 1.5, "ratios": [1.5], "met": False}]
-    assert found["command"] == "python -m benchmarks --quick --only one"
+    saved = json.loads((tmp_path / "deep/er/one.json").read_text())
+    jsonschema.validate(saved, SCHEMA)
+    assert saved["rows"] == [{"quick": True, "cores": len(available()), "ratio": 1.5, "ratios": [1.5], "met": False}]
+    assert saved["command"] == "python -m benchmarks --quick --only one"
     assert {path.name for path in (tmp_path / "deep/er").iterdir()} == {"one.json", "one.png", "one.svg"}
     table = capsys.readouterr().out
     assert "NO" in table and "1.5" in table and "[1.5]" not in table
@@ -271,8 +271,8 @@ def test_the_columns_are_what_fits_in_a_table():
 
 @pytest.mark.parametrize("module", [pairs, report, end_to_end, solved])
 def test_the_examples_in_docstrings_hold(module):
-    found = doctest.testmod(module)
-    assert found.attempted > 0 and found.failed == 0
+    outcome = doctest.testmod(module)
+    assert outcome.attempted > 0 and outcome.failed == 0
 
 
 LINES = {"rejax": "rejax 0.1.3, jitted", "SB3": "SB3", "TorchRL": "TorchRL", "CleanRL-style": "CleanRL-style loop"}
@@ -286,9 +286,9 @@ def ratios_of(row):
 
 
 def test_the_readme_has_the_ratios_of_end_to_end():
-    found = json.loads((ROOT / "benchmarks" / "results" / "end_to_end.json").read_text())["rows"]
+    rows = json.loads((ROOT / "benchmarks" / "results" / "end_to_end.json").read_text())["rows"]
     readme, lines = (ROOT / "README.md").read_text(), {}
-    for row in (one for one in found if one["cores"] != "GPU"):  # in order of `num_envs`
+    for row in (one for one in rows if one["cores"] != "GPU"):  # in order of `num_envs`
         lines.setdefault(f"{LINES[row['peer']]} | {row['cores']}", []).append(ratios_of(row))
     assert len(lines) == 5
     for head, shown in lines.items():

@@ -31,59 +31,59 @@ def results(module, name, *args, calls=1):
 
 
 def assert_equal_work(module, name, other, *args, calls=1, tol=1e-4):
-    for ours, theirs in zip(
+    for actual, expected in zip(
         results(module, name, *args, calls=calls), results(module, other, *args, calls=calls), strict=True
     ):
-        assert ours.shape == theirs.shape
-        np.testing.assert_allclose(ours, theirs, rtol=tol, atol=tol)
+        assert actual.shape == expected.shape
+        np.testing.assert_allclose(actual, expected, rtol=tol, atol=tol)
 
 
 @pytest.mark.ref
-@pytest.mark.parametrize("ours", [*EAGER, *COMPILED])
-@pytest.mark.parametrize("peer", gae.PEERS)
-def test_gae_is_the_same_in_every_library(ours, peer):
-    pytest.importorskip({"rlax jitted": "rlax", "sb3 numpy": "stable_baselines3"}.get(peer, "torchrl"))
-    assert_equal_work(gae, ours, peer, 6, 40)
+@pytest.mark.parametrize("name", [*EAGER, *COMPILED])
+@pytest.mark.parametrize("other", gae.PEERS)
+def test_gae_is_the_same_in_every_library(name, other):
+    pytest.importorskip({"rlax jitted": "rlax", "sb3 numpy": "stable_baselines3"}.get(other, "torchrl"))
+    assert_equal_work(gae, name, other, 6, 40)
 
 
 def test_gae_of_the_benchmark_is_the_equation():
-    given = gae.inputs(3, 50)
-    reward, value, done = (given[name].astype(np.float64) for name in ("reward", "value", "done"))
+    inputs = gae.inputs(3, 50)
+    reward, value, done = (inputs[name].astype(np.float64) for name in ("reward", "value", "done"))
     assert 0 < done.mean() < 0.2
     trace, advantage = np.zeros(3), np.zeros((50, 3))
     for t in reversed(range(50)):
         delta = reward[t] + 0.99 * value[t + 1] * (1 - done[t]) - value[t]
         advantage[t] = trace = delta + 0.99 * 0.95 * (1 - done[t]) * trace
-    got = results(gae, "ecrl eager", 3, 50)
-    np.testing.assert_allclose(got[0], advantage, atol=1e-4)
-    np.testing.assert_allclose(got[1], advantage + value[:-1], atol=1e-4)
+    actual = results(gae, "ecrl eager", 3, 50)
+    np.testing.assert_allclose(actual[0], advantage, atol=1e-4)
+    np.testing.assert_allclose(actual[1], advantage + value[:-1], atol=1e-4)
 
 
 @pytest.mark.ref
-@pytest.mark.parametrize("ours", [*EAGER, *COMPILED])
-@pytest.mark.parametrize("peer", loss.PEERS)
-def test_loss_gradients_and_logs_are_the_same_in_every_library(ours, peer):
-    assert_equal_work(loss, ours, peer, 500, tol=1e-5)
-    assert 0.1 < results(loss, ours, 500)[5] < 0.9  # of the ratios that are clipped: both branches count
+@pytest.mark.parametrize("name", [*EAGER, *COMPILED])
+@pytest.mark.parametrize("other", loss.PEERS)
+def test_loss_gradients_and_logs_are_the_same_in_every_library(name, other):
+    assert_equal_work(loss, name, other, 500, tol=1e-5)
+    assert 0.1 < results(loss, name, 500)[5] < 0.9  # of the ratios that are clipped: both branches count
 
 
 @pytest.mark.ref
-@pytest.mark.parametrize("ours", [*EAGER, *COMPILED])
-@pytest.mark.parametrize("peer", adam.PEERS)
-def test_adam_moves_the_weights_to_the_same_place_in_every_library(ours, peer):
-    pytest.importorskip("optax" if peer == "optax jitted" else "torch")
-    assert_equal_work(adam, ours, peer, 8, calls=3, tol=1e-5)
+@pytest.mark.parametrize("variant", [*EAGER, *COMPILED])
+@pytest.mark.parametrize("other", adam.PEERS)
+def test_adam_moves_the_weights_to_the_same_place_in_every_library(variant, other):
+    pytest.importorskip("optax" if other == "optax jitted" else "torch")
+    assert_equal_work(adam, variant, other, 8, calls=3, tol=1e-5)
     before = [x for name, x in sorted(adam.inputs(8).items()) if name.startswith("p_")]
-    after = results(adam, ours, 8, calls=3)
+    after = results(adam, variant, 8, calls=3)
     assert all(1e-3 < np.abs(a - b).max() < 4e-3 for a, b in zip(after, before, strict=True))  # three steps of 1e-3
 
 
 @pytest.mark.ref
 @pytest.mark.parametrize("kind", ["UNIFORM", "NORMAL"])
 def test_draws_have_the_same_shape_and_moments_in_every_library_and_are_new_in_every_call(kind):
-    ours, peers = getattr(draws, kind)
+    ecrl, others = getattr(draws, kind)
     mean, deviation = (0.5, 12**-0.5) if kind == "UNIFORM" else (0.0, 1.0)
-    for name, make in ({"ecrl eager": ours["ecrl eager"]} | peers).items():
+    for name, make in ({"ecrl eager": ecrl["ecrl eager"]} | others).items():
         call = make(draws.inputs(40_000), "cpu")
         first, second = (np.asarray(call()[0]) for _ in range(2))
         assert first.shape == (40_000,) and first.dtype == np.float32, name
@@ -94,8 +94,8 @@ def test_draws_have_the_same_shape_and_moments_in_every_library_and_are_new_in_e
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["UNIFORM", "NORMAL"])
 def test_compiled_draws_are_the_eager_ones(kind):
-    ours, _ = getattr(draws, kind)
-    eager, compiled = (ours[name](draws.inputs(1000), "cpu") for name in ("ecrl eager", "ecrl compiled"))
+    ecrl, _ = getattr(draws, kind)
+    eager, compiled = (ecrl[name](draws.inputs(1000), "cpu") for name in ("ecrl eager", "ecrl compiled"))
     for _ in range(2):
         torch.testing.assert_close(eager()[0], compiled()[0], rtol=0, atol=1e-5)
 
@@ -111,8 +111,8 @@ def test_costs_count_every_array_once():
 
 def test_every_case_has_its_forms_and_every_must_a_case():
     for case in kernels.CASES:
-        module, ours, peers = kernels.forms(case)
-        assert {"ecrl compiled", "ecrl eager"} == set(ours) and peers
+        module, ecrl, others = kernels.forms(case)
+        assert {"ecrl compiled", "ecrl eager"} == set(ecrl) and others
         module.cost(*case.args)
     pairs = {(c.kernel, c.size, a, b) for c in kernels.CASES for _, o, p in [kernels.forms(c)] for a in o for b in p}
     assert set(kernels.MUSTS) <= pairs
@@ -122,9 +122,9 @@ def test_every_case_has_its_forms_and_every_must_a_case():
 def fake_case(monkeypatch, **forms):
     """Case 0 over forms of our own."""
     module = type("Fake", (), {"inputs": lambda *_: {}, "cost": lambda *_: gae.cost(4, 8)})
-    ours = {name: make for name, make in forms.items() if name.startswith("ecrl")}
-    peers = {name: make for name, make in forms.items() if not name.startswith("ecrl")}
-    monkeypatch.setattr(kernels, "forms", lambda case: (module, ours, peers))
+    ecrl = {name: make for name, make in forms.items() if name.startswith("ecrl")}
+    others = {name: make for name, make in forms.items() if not name.startswith("ecrl")}
+    monkeypatch.setattr(kernels, "forms", lambda case: (module, ecrl, others))
 
 
 def taking(seconds, monkeypatch):
@@ -170,7 +170,7 @@ def test_a_compiled_form_that_compiles_too_long_misses_its_must(monkeypatch):
 
 
 def test_a_form_that_fails_is_a_row_of_its_own(monkeypatch):
-    def broken(given, device):
+    def broken(inputs, device):
         raise ImportError("no such library\nsecond line")
 
     works = taking(0.001, monkeypatch)
@@ -204,8 +204,8 @@ def test_alone_pins_before_imports_and_tells_what_went_wrong():
 
 
 def test_memory_slopes_leave_out_what_failed():
-    given = [{"num_envs": 2, "peak_mb": 4.0}, {"num_envs": 3, "error": "died"}, {"num_envs": 4, "peak_mb": 5.0}]
-    rows = memory.with_slopes(given)
+    measured = [{"num_envs": 2, "peak_mb": 4.0}, {"num_envs": 3, "error": "died"}, {"num_envs": 4, "peak_mb": 5.0}]
+    rows = memory.with_slopes(measured)
     assert [row["bytes_per_step"] for row in rows] == [None, None, 2**20 / 256]
 
 

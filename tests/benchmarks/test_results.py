@@ -76,11 +76,11 @@ def test_a_seed_is_a_file_with_all_that_is_needed_to_repeat_it(small, tmp_path, 
     run, _ = small
     assert run(seeds=3)
     assert sorted(p.name for p in (tmp_path / "out/runs/cartpole_ppo/ecrl").iterdir()) == ["0.json", "1.json", "2.json"]
-    found = json.loads((tmp_path / "out/runs/cartpole_ppo/ecrl/2.json").read_text())
-    jsonschema.validate(found, SCHEMA)
-    assert found["settings"]["settings"]["trainer"] == {"num_envs": 32, "iterations": 120, "buffer_size": 128}
-    assert found["settings"]["scores"] == {"env": "gymnasium:CartPole-v1", "episodes": [20, 100], "points": 40}
-    assert found["machine"]["cores"][0] in available() and found["wall_s"] > 0
+    record = json.loads((tmp_path / "out/runs/cartpole_ppo/ecrl/2.json").read_text())
+    jsonschema.validate(record, SCHEMA)
+    assert record["settings"]["settings"]["trainer"] == {"num_envs": 32, "iterations": 120, "buffer_size": 128}
+    assert record["settings"]["scores"] == {"env": "gymnasium:CartPole-v1", "episodes": [20, 100], "points": 40}
+    assert record["machine"]["cores"][0] in available() and record["wall_s"] > 0
     stdout = capsys.readouterr().out.splitlines()
     assert "cartpole_ppo, ecrl, seed 2: return 492 in 1 s" in stdout
     assert stdout[-3:] == [
@@ -161,9 +161,9 @@ def test_a_damaged_file_is_named(small, tmp_path):
 
 
 def test_every_entrys_first_seed_comes_before_anyones_second(tmp_path):
-    found = entries(CONFIGS)[:3]
-    jobs = results.missing(found, 2, tmp_path)
-    assert [job.seed for job in jobs] == [0, 0, 0, 1, 1, 1] and [job.entry for job in jobs] == [*found, *found]
+    first = entries(CONFIGS)[:3]
+    jobs = results.missing(first, 2, tmp_path)
+    assert [job.seed for job in jobs] == [0, 0, 0, 1, 1, 1] and [job.entry for job in jobs] == [*first, *first]
 
 
 def test_a_peers_hash_is_of_its_settings_and_our_budget(small, tmp_path):
@@ -195,13 +195,13 @@ def test_a_real_config_end_to_end(tmp_path, monkeypatch):
 
 def test_the_command(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(sys, "path", list(sys.path))
-    asked = []
-    monkeypatch.setattr(results, "run", lambda *given: asked.append(given) or given[1] != 1)
+    calls = []
+    monkeypatch.setattr(results, "run", lambda *arguments: calls.append(arguments) or arguments[1] != 1)
     out = str(tmp_path)
     only = ("--only", "cartpole_ppo", "pendulum_ppo")
     assert called(monkeypatch, "bench", "results", *only, "--seeds", "2", "--minutes", "0.5", "--out", out) == 0
     assert called(monkeypatch, "bench", "results", "--seeds", "1") == 1
-    assert asked == [
+    assert calls == [
         (("cartpole_ppo", "pendulum_ppo"), 2, 0.5, tmp_path),
         ((), 1, None, ROOT / "benchmarks" / "results"),
     ]
@@ -229,8 +229,8 @@ def test_wrong_calls_are_one_line(monkeypatch):
 
 @pytest.mark.parametrize("module", [tasks, learning, records, leaderboard])
 def test_the_examples_in_docstrings_hold(module):
-    found = doctest.testmod(module)
-    assert found.attempted > 0 and found.failed == 0
+    outcome = doctest.testmod(module)
+    assert outcome.attempted > 0 and outcome.failed == 0
 
 
 def test_results_are_curves_for_ecrl_plot(small, tmp_path, monkeypatch, capsys):
@@ -296,8 +296,8 @@ def test_a_score_that_is_nan_fails_alone(small, tmp_path, capsys):
 
 
 def test_a_seed_that_did_not_have_its_core_is_said():
-    found = {"curve": [{"return": 5.0}], "train_s": 60.0, "wall_s": 100.0, "cpu_s": 95.0}
+    record = {"curve": [{"return": 5.0}], "train_s": 60.0, "wall_s": 100.0, "cpu_s": 95.0}
     (entry,) = [one for one in entries(CONFIGS) if one.name == "cartpole_ppo, ecrl"]
-    assert results.record_line(entry, found) == "return 5 in 60 s"
+    assert results.record_line(entry, record) == "return 5 in 60 s"
     message = "return 5 in 60 s; had its core for 62% of the time; remove its file to measure it again"
-    assert results.record_line(entry, found | {"cpu_s": 62.0}) == message
+    assert results.record_line(entry, record | {"cpu_s": 62.0}) == message

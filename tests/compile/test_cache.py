@@ -94,15 +94,15 @@ def test_the_key_of_compiled_code_depends_on_the_graph_versions_threads_settings
 
 def test_two_cpus_have_two_folders_and_the_variable_comes_back(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    found = []
+    folders = []
     for name in ("a", "b"):
         monkeypatch.setattr(cache, "cpu_identity", lambda name=name: name)
         cache._folder.cache_clear()
         with cache.cache_folder():
-            found.append(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+            folders.append(os.environ["TORCHINDUCTOR_CACHE_DIR"])
         assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path)
     cache._folder.cache_clear()
-    assert found == [str(tmp_path / "cpu_a"), str(tmp_path / "cpu_b")]
+    assert folders == [str(tmp_path / "cpu_a"), str(tmp_path / "cpu_b")]
 
 
 def test_a_cache_that_cannot_be_written_is_replaced_with_a_warning(tmp_path, monkeypatch):

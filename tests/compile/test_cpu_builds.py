@@ -147,8 +147,8 @@ def test_inductor_builds_so_while_it_lasts(monkeypatch, tmp_path):
     monkeypatch.setattr(cpp_builds, "build", lambda lock, builders: seen.append(len(builders)) or build(lock, builders))
     usual = codecache._worker_compile_cpp
     x = torch.rand(7, 11, generator=torch.Generator().manual_seed(0))
-    found = choose_form("on", "cpu").jit(lambda x: (3.25 * x).sin().sum(0) - 0.125)(x)
-    torch.testing.assert_close(found, (3.25 * x).sin().sum(0) - 0.125)
+    result = choose_form("on", "cpu").jit(lambda x: (3.25 * x).sin().sum(0) - 0.125)(x)
+    torch.testing.assert_close(result, (3.25 * x).sin().sum(0) - 0.125)
     assert seen[-1] == 3 and codecache._worker_compile_cpp is usual
 
 

@@ -72,9 +72,9 @@ def test_auto_runs_eager_with_one_warning_after_any_failure(monkeypatch, error):
 def test_on_raises_one_line_after_any_failure(monkeypatch, error):
     monkeypatch.setattr(jit_module, "_compiler_for", breaks(error))
     message = rf"^trainer.compile: on, but .*{type(error).__name__}: .*set trainer.compile to off$"
-    with pytest.raises(ConfigError, match=message) as seen:
+    with pytest.raises(ConfigError, match=message) as raised:
         choose_form("on", "cpu").jit(doubled)(torch.ones(2))
-    assert "\n" not in str(seen.value)
+    assert "\n" not in str(raised.value)
 
 
 class _Unimportable:
@@ -126,9 +126,9 @@ def test_a_failing_cpp_compiler_is_one_warning_for_all_functions(monkeypatch):
         assert jit(doubled)(torch.ones(2)).tolist() == [2.0, 2.0]
         assert jit(tripled)(torch.ones(2)).tolist() == [3.0, 3.0]
     assert [str(one.message) for one in caught] == [f"running eager, slower per step: {message}"]
-    with pytest.raises(ConfigError) as seen:
+    with pytest.raises(ConfigError) as error:
         choose_form("on", "cpu").jit(doubled)(torch.ones(2))
-    assert str(seen.value) == f"trainer.compile: on, but {message}"
+    assert str(error.value) == f"trainer.compile: on, but {message}"
 
 
 def test_an_error_in_generated_code_is_not_the_users(monkeypatch):

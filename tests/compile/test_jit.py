@@ -306,8 +306,8 @@ def test_a_loop_may_ask_for_the_shape_of_what_was_made_outside(body):
     def run(loop, start, xs, weight):
         return loop(lambda carry, x: (body(carry, x, weight), None), start, xs)[0]
 
-    form, given = choose_form("on", "cpu"), (torch.ones(2, 3), torch.ones(4, 2, 3), torch.ones(3, 3))
-    torch.testing.assert_close(form.jit(run, form.scan)(*given), run(scan, *given))
+    form, inputs = choose_form("on", "cpu"), (torch.ones(2, 3), torch.ones(4, 2, 3), torch.ones(3, 3))
+    torch.testing.assert_close(form.jit(run, form.scan)(*inputs), run(scan, *inputs))
 
 
 @pytest.mark.slow
@@ -317,8 +317,8 @@ def test_a_loop_can_be_functionalized():
             start, xs
         )
 
-    given = torch.ones(2, 3), torch.ones(4, 2, 3)
-    torch.testing.assert_close(choose_form("on", "cpu").jit(run)(*given), torch.full((2, 3), 5.0))
+    inputs = torch.ones(2, 3), torch.ones(4, 2, 3)
+    torch.testing.assert_close(choose_form("on", "cpu").jit(run)(*inputs), torch.full((2, 3), 5.0))
 
 
 def _divided(by, x):
@@ -388,15 +388,15 @@ def test_gradients_of_a_minibatch_are_those_of_the_eager_form(dtype, tol):
     rows, layout = rows_of(run, trees[1], **advantages(run, trees[2], trees[1])), layout_of(trees[0], sgd.groups)
     sizes = sizes_of(sgd, len(rows))
     chosen = tuple(x[0].unsqueeze(0) for x in shuffled(pass_keys(state, 1), sizes, max(sizes)))
-    given = pack(trees[0], layout), chosen, TensorDict({}, []), rows, trees[2]
+    inputs = pack(trees[0], layout), chosen, TensorDict({}, []), rows, trees[2]
     objective = _Objective(run, loss, (), "approx_kl", "target_kl", layout)
-    (found, (_, logs)), (expected, (_, eager_logs)) = (
-        choose_form(mode, "cpu").jit(_gradients, objective)(*given) for mode in ("on", "off")
+    (actual, (_, logs)), (expected, (_, eager_logs)) = (
+        choose_form(mode, "cpu").jit(_gradients, objective)(*inputs) for mode in ("on", "off")
     )
-    found, expected = found["all"], expected["all"]
+    actual, expected = actual["all"], expected["all"]
     assert 0.1 < float(eager_logs["clip_frac"]) < 0.9
     norm = global_norm(expected)
-    assert float(global_norm(mapped(torch.sub, found, expected)) / norm) < tol
+    assert float(global_norm(mapped(torch.sub, actual, expected)) / norm) < tol
     assert all(float((logs[name] - eager_logs[name]).abs()) < tol for name in logs)
 
 
@@ -439,8 +439,8 @@ def _outside(x, row):
 
 
 def test_constants_of_a_loop_in_a_loop_keep_their_places():
-    given = torch.tensor([0.3, -0.2]), torch.arange(8.0).reshape(4, 2)
-    leaves, structure = flatten(given)
+    inputs = torch.tensor([0.3, -0.2]), torch.arange(8.0).reshape(4, 2)
+    leaves, structure = flatten(inputs)
     graph, _ = traced(partial(graph_scan, _outside), structure, leaves)
-    for found, expected in zip(graph(*leaves), graph_scan(_outside, *given), strict=True):
-        assert torch.equal(found, expected)
+    for actual, expected in zip(graph(*leaves), graph_scan(_outside, *inputs), strict=True):
+        assert torch.equal(actual, expected)

@@ -23,9 +23,9 @@ class Pieces:
     def __init__(self):
         self.graphs, self.given = [], []
 
-    def __call__(self, graph, given):
+    def __call__(self, graph, inputs):
         self.graphs.append(graph)
-        self.given.append(given)
+        self.given.append(inputs)
         return graph
 
 
@@ -81,7 +81,7 @@ def test_a_loop_is_compiled_for_rows_that_may_lie_anywhere():
     x = torch.ones(4, 5000)[:, :4999]  # a row of its own, as it is large, that begins on no multiple of 16 bytes
     _, pieces = call, pieces = cut(lambda x: graph_scan(lambda c, row: (c + row, c * row), x[0], x), x)
     call(x)
-    body = next(given for given in pieces.given if len(given) > 1)
+    body = next(inputs for inputs in pieces.given if len(inputs) > 1)
     rows = [leaf.storage_offset() for leaf in body if leaf.storage_offset()]
     assert sorted(rows) == [4999, 5000]  # of what is read and of what is written
 
@@ -90,7 +90,7 @@ def test_rows_of_a_loop_are_written_where_they_belong():
     x = torch.ones(3, 5000)
     call, pieces = cut(lambda x: graph_scan(lambda c, row: (c + row, c * row), x[0], x), x)
     call(x)
-    body = next(graph for graph, given in zip(pieces.graphs, pieces.given, strict=True) if len(given) > 1)
+    body = next(graph for graph, inputs in zip(pieces.graphs, pieces.given, strict=True) if len(inputs) > 1)
     assert [str(node.target) for node in body.graph.nodes].count("aten.copy_.default") == 1
     assert len(body.graph.output_node().args[0]) == 1  # the carry alone is given back
 
@@ -107,7 +107,7 @@ def test_a_carry_keeps_its_layout():
 def test_what_no_piece_takes_any_more_is_let_go():
     seen, alive = [], []
 
-    def watching(graph, given):
+    def watching(graph, inputs):
         def run(*tensors):
             alive.append(sum(ref() is not None for ref in seen))
             out = graph(*tensors)

@@ -32,8 +32,8 @@ def agrees(fn, *args, dtype=torch.float32):
     graph = graph_of(partial(fn, graph_scan), *args)
     expected, _ = flatten(fn(scan, *args))
     assert any(leaf.is_floating_point() and leaf.any() for leaf in expected)
-    for found, wanted in zip(graph(*flatten(args)[0]), expected, strict=True):
-        torch.testing.assert_close(found, wanted, **TOLERANCE[dtype])
+    for actual, wanted in zip(graph(*flatten(args)[0]), expected, strict=True):
+        torch.testing.assert_close(actual, wanted, **TOLERANCE[dtype])
     return graph
 
 
@@ -81,8 +81,8 @@ def all_gradients(loop, weights, memory, obs, target, done):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("length", [1, 5, 64])
 def test_a_recurrent_gradient_equals_the_one_of_python(length, dtype):
-    given = weights_of(dtype), uniform(7, 4, 3, dtype=dtype), *rows_of(length, dtype=dtype).values()
-    graph = agrees(all_gradients, *given, dtype=dtype)
+    inputs = weights_of(dtype), uniform(7, 4, 3, dtype=dtype), *rows_of(length, dtype=dtype).values()
+    graph = agrees(all_gradients, *inputs, dtype=dtype)
     loops = [n for n in graph.graph.nodes if n.target is scan_op]
     assert len(loops) == (0 if length == 1 else 2)  # of one step there is no loop; else one forward and one backward
 
@@ -111,11 +111,11 @@ def minibatches(weights, memory, obs, target, done):
     ("length", "dtype"), [(1, torch.float32), (5, torch.float32), (64, torch.float32), (64, torch.float64)]
 )
 def test_the_loop_of_kernels_has_this_gradient_in_cpp(length, dtype):
-    given = weights_of(dtype), uniform(7, 4, 3, dtype=dtype), *rows_of(length, dtype=dtype).values()
+    inputs = weights_of(dtype), uniform(7, 4, 3, dtype=dtype), *rows_of(length, dtype=dtype).values()
     jit = choose_form("on", "cpu").jit
     for fn in (with_loop, minibatches):
-        for found, wanted in zip(flatten(jit(fn)(*given))[0], flatten(fn(*given))[0], strict=True):
-            torch.testing.assert_close(found, wanted, **TOLERANCE[dtype])
+        for actual, expected in zip(flatten(jit(fn)(*inputs))[0], flatten(fn(*inputs))[0], strict=True):
+            torch.testing.assert_close(actual, expected, **TOLERANCE[dtype])
 
 
 def total(loop, weight, start, xs):
@@ -146,7 +146,7 @@ WEIGHTS, STARTS, MANY_XS = uniform(1, 4, 3, 3), uniform(2, 4, 2, 3), uniform(3, 
 
 
 @pytest.mark.parametrize(
-    ("dims", "given"),
+    ("dims", "inputs"),
     [
         ((0, 0, 0), (WEIGHTS, STARTS, MANY_XS)),
         ((0, None, None), (WEIGHTS, START, XS)),
@@ -154,8 +154,8 @@ WEIGHTS, STARTS, MANY_XS = uniform(1, 4, 3, 3), uniform(2, 4, 2, 3), uniform(3, 
         ((None, None, 0), (WEIGHT, START, MANY_XS)),
     ],
 )
-def test_gradients_under_vmap(dims, given):
-    graph = agrees(lambda loop, *args: vmap(partial(gradients, loop), dims)(*args), *given)
+def test_gradients_under_vmap(dims, inputs):
+    graph = agrees(lambda loop, *args: vmap(partial(gradients, loop), dims)(*args), *inputs)
     assert len([n for n in graph.graph.nodes if n.target is scan_op]) == 2
 
 

@@ -49,14 +49,14 @@ def _given():
 
 @pytest.mark.parametrize("batched", [(0, 0, 0), (None, 0, None), (None, None, 0), (0, None, None)])
 def test_a_loop_under_vmap_is_one_loop(batched):
-    given = [x if dim == 0 else x[0] for x, dim in zip(_given(), batched, strict=True)]
+    inputs = [x if dim == 0 else x[0] for x, dim in zip(_given(), batched, strict=True)]
     many = vmap(lambda *args: flatten(_totals(graph_scan, *args))[0], batched)
-    graph = _traced(many, *given)
+    graph = _traced(many, *inputs)
     assert len(_calls(graph, scan_op)) == 1
-    found = graph(*flatten(given)[0])
+    result = graph(*flatten(inputs)[0])
     for i in range(2):
-        alone, _ = flatten(_totals(scan, *[x[i] if dim == 0 else x for x, dim in zip(given, batched, strict=True)]))
-        torch.testing.assert_close([leaf[i] for leaf in found], alone)
+        single, _ = flatten(_totals(scan, *[x[i] if dim == 0 else x for x, dim in zip(inputs, batched, strict=True)]))
+        torch.testing.assert_close([leaf[i] for leaf in result], single)
 
 
 def test_a_loop_under_two_vmaps():
@@ -64,9 +64,9 @@ def test_a_loop_under_two_vmaps():
     many = vmap(
         vmap(lambda *args: flatten(_totals(graph_scan, *args))[0][0], (0, None, None)), (None, 0, 0), out_dims=1
     )
-    (found,) = _traced(many, start, xs, rate)(*flatten((start, xs, rate))[0])
+    (actual,) = _traced(many, start, xs, rate)(*flatten((start, xs, rate))[0])
     expected = [[_totals(scan, s, x, r)[0]["steps"] for x, r in zip(xs, rate, strict=True)] for s in start]
-    assert found.tolist() == [[int(n) for n in row] for row in expected]
+    assert actual.tolist() == [[int(n) for n in row] for row in expected]
 
 
 def test_a_carry_that_changes_its_structure_under_vmap_is_refused():
@@ -116,9 +116,9 @@ def test_philox_under_vmap_stays_one_operation_for_the_batch():
 
 def test_draws_in_a_vmapped_graph_are_those_of_each_key():
     keys = torch.tensor([3, -1, 2**40])
-    found = _traced(vmap(_draws), keys)(keys)
+    result = _traced(vmap(_draws), keys)(keys)
     for i, key in enumerate(keys):
-        assert all(torch.equal(a[i], b) for a, b in zip(found, flatten(_draws(key))[0], strict=True))
+        assert all(torch.equal(a[i], b) for a, b in zip(result, flatten(_draws(key))[0], strict=True))
 
 
 SHAPES = [(128, 64, 64), (33, 4, 64), (33, 64, 2), (64, 50, 4), (2, 50, 64), (7, 13, 37), (4, 64, 16), (1, 1, 1)]
@@ -153,9 +153,11 @@ def _all_products(pairs, square, whole):
 @pytest.mark.slow
 def test_what_inductor_writes_for_them_is_right_for_every_shape_and_layout():
     """Also for both factors in the same memory, and for parts of a larger tensor."""
-    given = [*_pairs()], _matrices(20, 20, False), _matrices(9, 40, False)
-    for found, product in zip(choose_form("on", "cpu").jit(_all_products)(*given), _all_products(*given), strict=True):
-        close(found, product, tol=1e-5)
+    inputs = [*_pairs()], _matrices(20, 20, False), _matrices(9, 40, False)
+    for result, product in zip(
+        choose_form("on", "cpu").jit(_all_products)(*inputs), _all_products(*inputs), strict=True
+    ):
+        close(result, product, tol=1e-5)
 
 
 def _scaled_sum(factor, x, y):
@@ -168,9 +170,9 @@ def test_a_vmapped_function_is_compiled_once_for_a_batch_of_one_size():
     fn = jit(_scaled_sum, 3.0)
     x, y = torch.arange(6.0).reshape(3, 2), torch.tensor([1.0, 2.0])
     for scale in (1.0, 2.0):
-        found = vmap(fn, (0, None))(scale * x, y)
-        assert torch.equal(found["sum"], 3.0 * scale * x + y)
-        assert torch.equal(found["same"], y.expand(3, 2))
+        result = vmap(fn, (0, None))(scale * x, y)
+        assert torch.equal(result["sum"], 3.0 * scale * x + y)
+        assert torch.equal(result["same"], y.expand(3, 2))
     assert torch.equal(vmap(fn, (1, None))(x.t(), y)["sum"], 3.0 * x + y)
     assert [one.text for one in jit.compilations] == ["_scaled_sum of a batch: first call"]
     assert torch.equal(vmap(vmap(fn))(x, x)["sum"], 4.0 * x)
@@ -251,13 +253,13 @@ def test_64_seeds_learn_in_one_call_as_they_do_alone():
     many = torch.stack([init_state(cfg, key=key).clone() for key in torch.arange(64)])
     runs: list = []
     iteration = make_iteration(cfg, lambda run: runs.append(run) or run)
-    alone, known = {i: many[i].clone() for i in (0, 63)}, 0
+    single, known = {i: many[i].clone() for i in (0, 63)}, 0
     for i in range(20):
         many, logs = vmap(iteration)(many)
         known = known or len(runs[0].jit.compilations)
         if i < 3:
-            alone = {seed: iteration(state)[0] for seed, state in alone.items()}
-            for seed, state in alone.items():
+            single = {seed: iteration(state)[0] for seed, state in single.items()}
+            for seed, state in single.items():
                 for name, leaf in state["params"].flatten_keys("/").items():
                     close(many["params"].flatten_keys("/")[name][seed], leaf, tol=1e-4)
     assert [one for one in runs[0].jit.compilations[known:] if "of a batch" in one.text] == []

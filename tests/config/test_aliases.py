@@ -114,13 +114,15 @@ def test_defaults_count_too():
     assert (trainer.iterations, trainer.save_freq) == (3, 64 * 2048 * 2)
 
 
-@pytest.mark.parametrize(("key", "ours"), [("total_timesteps", "iterations"), ("save_frequency_updates", "save_freq")])
-def test_other_units_refuse(key, ours):
-    assert _faults({key: 9, ours: 9}, env="scene") == [
-        f"trainer.{key}: sets '{ours}' in another unit, which is also given; keep one"
+@pytest.mark.parametrize(
+    ("key", "expected"), [("total_timesteps", "iterations"), ("save_frequency_updates", "save_freq")]
+)
+def test_other_units_refuse(key, expected):
+    assert _faults({key: 9, expected: 9}, env="scene") == [
+        f"trainer.{key}: sets '{expected}' in another unit, which is also given; keep one"
     ]
     assert _faults({key: 9, "distributed": True}, env="scene") == [
-        f"trainer.{key}: counts the work of one process; a distributed run needs '{ours}'"
+        f"trainer.{key}: counts the work of one process; a distributed run needs '{expected}'"
     ]
     for value, text in (("x", "expected an integer, got 'x'"), (0, "must be at least 1, got 0"), (True, "expected")):
         (fault,) = _faults({key: value}, env="scene")
@@ -180,8 +182,8 @@ def _file_faults(path, **overrides):
 def test_gym_config(tmp_path):
     cfg = load_config(_gym_config(tmp_path))
     assert (cfg.env.name, cfg.trainer.num_envs) == ("scene", 3)
-    wanted = {"max_episode_steps": 50, "actions": {"size": 4, "colour": "blue"}, "robot": "leg"}
-    assert cfg.env.cfg.model_dump() == wanted
+    expected = {"max_episode_steps": 50, "actions": {"size": 4, "colour": "blue"}, "robot": "leg"}
+    assert cfg.env.cfg.model_dump() == expected
     assert config_from_dict(cfg.model_dump(mode="json")) == cfg  # a saved config needs no second file
     text = "id: scene\nmax_episode_steps: 50\nnum_envs: 3\nrobot: leg\nenv: {actions: {size: 4, colour: blue}}\n"
     assert load_config(_gym_config(tmp_path, text, "gym.yaml")) == cfg
@@ -258,13 +260,13 @@ def test_inline_faults_beside_a_gym_config(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("given", ["no.json", "\ud800", "a\0b", "x" * 5000, "", 3, None, ["gym.json"], "."])
-def test_gym_config_must_be_a_file(tmp_path, given):
-    path = _gym_config(tmp_path, trainer={"gym_config": given})
+@pytest.mark.parametrize("value", ["no.json", "\ud800", "a\0b", "x" * 5000, "", 3, None, ["gym.json"], "."])
+def test_gym_config_must_be_a_file(tmp_path, value):
+    path = _gym_config(tmp_path, trainer={"gym_config": value})
     (fault,) = _file_faults(path)  # and not that env is missing
     for env in ({"cfg": {"robot": "hand"}}, "scene"):
-        assert _file_faults(_gym_config(tmp_path, trainer={"gym_config": given}, env=env)) == [fault]
-    if isinstance(given, str) and given not in ("", "."):
+        assert _file_faults(_gym_config(tmp_path, trainer={"gym_config": value}, env=env)) == [fault]
+    if isinstance(value, str) and value not in ("", "."):
         assert fault.startswith("trainer.gym_config: no such file '") and str(tmp_path) in fault
     else:
         assert fault.startswith("trainer.gym_config: ") and ("cannot be read" in fault or "expected the path" in fault)

@@ -177,9 +177,9 @@ def test_all_faults_at_once():
     deep = [path for path in first if path.startswith((f"{ACTOR}.", "algorithm.cfg.", "env.cfg."))]
     together = [*deep, "trainer.sede", "trainer.seed", "trainer.device", "policy.actr", "policy.critic", "polcy"]
     faults = sorted(_faults(_with(*((path, first[path][0]) for path in together))))
-    wanted = sorted(first[path][1] for path in together)
-    assert len(wanted) > 15
-    assert all(fault.startswith(line) for fault, line in zip(faults, wanted, strict=True))
+    expected = sorted(first[path][1] for path in together)
+    assert len(expected) > 15
+    assert all(fault.startswith(line) for fault, line in zip(faults, expected, strict=True))
 
 
 @pytest.mark.parametrize(("top", "shown"), [(None, "null"), ([], "a list"), (3, "3"), ("x", "'x'"), (True, "true")])
@@ -271,18 +271,18 @@ def test_num_envs_in_the_env_section():
 
 
 def test_env_by_id_or_by_name_alone():
-    wanted = config_from_dict(_with(("env.cfg", {})))
-    assert config_from_dict(_with(("env", "cartpole"))) == wanted
-    assert config_from_dict(_with(("env", {"id": "cartpole"}))) == wanted
+    expected = config_from_dict(_with(("env.cfg", {})))
+    assert config_from_dict(_with(("env", "cartpole"))) == expected
+    assert config_from_dict(_with(("env", {"id": "cartpole"}))) == expected
     assert _faults(_with(("env", {"id": "cartpol"})))[0].startswith("env.id: unknown env 'cartpol'")
 
 
 def test_defaults():
     trainer = config_from_dict(_with(("trainer", GONE))).trainer
-    wanted = {"exp_name": "generic_exp", "seed": 1, "device": "cpu", "iterations": 250, "buffer_size": 2048}
-    wanted |= {"eval_freq": 10_000, "save_freq": 50_000, "num_eval_episodes": 5, "num_eval_envs": 4}
-    wanted |= {"enable_eval": False, "distributed": False, "compile": "auto", "eval_seed": None}
-    assert trainer == TrainerConfig() and wanted.items() <= trainer.model_dump().items()
+    expected = {"exp_name": "generic_exp", "seed": 1, "device": "cpu", "iterations": 250, "buffer_size": 2048}
+    expected |= {"eval_freq": 10_000, "save_freq": 50_000, "num_eval_episodes": 5, "num_eval_envs": 4}
+    expected |= {"enable_eval": False, "distributed": False, "compile": "auto", "eval_seed": None}
+    assert trainer == TrainerConfig() and expected.items() <= trainer.model_dump().items()
 
 
 def test_frozen_and_hashable():
@@ -357,10 +357,10 @@ def test_diff():
     assert diff(cfg, cfg.replace(**{"trainer.eval_seed": 2})) == ["trainer.eval_seed: null -> 2"]
     event = {"func": "randomize_field", "mode": "reset", "params": {"field": "obs", "low": 0.0, "high": 1.0}}
     at, grown = "trainer.events.train.start", cfg.replace(**{"trainer.events.train.start": event})
-    wanted = {"func": '"randomize_field"', "mode": '"reset"', "interval_step": "1", "params.operation": '"set"'}
-    wanted |= {"params.field": '"obs"', "params.low": "0.0", "params.high": "1.0"}
-    assert sorted(diff(cfg, grown)) == sorted(f"{at}.{key}: absent -> {value}" for key, value in wanted.items())
-    assert sorted(diff(grown, cfg)) == sorted(f"{at}.{key}: {value} -> absent" for key, value in wanted.items())
+    expected = {"func": '"randomize_field"', "mode": '"reset"', "interval_step": "1", "params.operation": '"set"'}
+    expected |= {"params.field": '"obs"', "params.low": "0.0", "params.high": "1.0"}
+    assert sorted(diff(cfg, grown)) == sorted(f"{at}.{key}: absent -> {value}" for key, value in expected.items())
+    assert sorted(diff(grown, cfg)) == sorted(f"{at}.{key}: {value} -> absent" for key, value in expected.items())
     assert diff(cfg, cfg.replace(**{"env.name": "pendulum"}))[0] == 'env.name: "cartpole" -> "pendulum"'
 
 
@@ -488,8 +488,8 @@ def test_configs_of_lists_and_dicts_that_are_equal_hash_equal(one, other):
 
 
 def test_configs_of_lists_and_dicts_that_differ_are_two():
-    given = [{}, {"numbers": [1.0]}, {"named": {"a": 1}}, {"named": {"a": {"b": [1]}}}, {"inner": _Inner(rows=[2])}]
-    assert len({_Listed(**x) for x in given}) == len({hash(_Listed(**x)) for x in given}) == len(given)
+    settings = [{}, {"numbers": [1.0]}, {"named": {"a": 1}}, {"named": {"a": {"b": [1]}}}, {"inner": _Inner(rows=[2])}]
+    assert len({_Listed(**x) for x in settings}) == len({hash(_Listed(**x)) for x in settings}) == len(settings)
 
 
 @pytest.mark.parametrize("depth", [100, 400, 900])

@@ -79,10 +79,10 @@ def test_tags_of_yaml_make_nothing(place, tag):
         load_config("run.yaml")
 
 
-@pytest.mark.parametrize("given", ["/dev/zero", "/dev/stdin", "/dev", "/proc/self/fd/0"])
-def test_a_second_file_is_a_file(place, given):
+@pytest.mark.parametrize("value", ["/dev/zero", "/dev/stdin", "/dev", "/proc/self/fd/0"])
+def test_a_second_file_is_a_file(place, value):
     with pytest.raises(ConfigError, match=r"gym_config: expected the path of a file, '.*' is a folder or a dev"):
-        load_config(CONFIG, {"trainer.gym_config": given})
+        load_config(CONFIG, {"trainer.gym_config": value})
 
 
 @pytest.mark.parametrize("name", ["..", ".", "...", "-rf", "canary"])

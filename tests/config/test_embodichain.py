@@ -106,8 +106,8 @@ def test_keys_an_environment_knows_have_a_meaning(monkeypatch):
 
 
 def test_no_key_of_the_trainer_is_on_the_list():
-    ours = {f"trainer.{name}" for name in (*TrainerConfig.model_fields, *TrainerConfig.other_names)}
-    assert not ours & set(INERT)
+    keys = {f"trainer.{name}" for name in (*TrainerConfig.model_fields, *TrainerConfig.other_names)}
+    assert not keys & set(INERT)
 
 
 @pytest.mark.parametrize(

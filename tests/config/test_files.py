@@ -49,8 +49,8 @@ def test_yaml_values(tmp_path, text, value):
 
 
 def test_yaml_infinities(tmp_path):
-    found = read(_file(tmp_path, "a: .inf\nb: -.INF\nc: .nan\n"))
-    assert found["a"] == -found["b"] == float("inf") and found["c"] != found["c"]
+    result = read(_file(tmp_path, "a: .inf\nb: -.INF\nc: .nan\n"))
+    assert result["a"] == -result["b"] == float("inf") and result["c"] != result["c"]
 
 
 @pytest.mark.parametrize("suffix", [".yaml", ".yml", ".YAML"])
@@ -75,8 +75,8 @@ def test_yaml_keys_given_twice(tmp_path):
 
 def test_shared_parts_are_looked_at_once(tmp_path):
     layers = "".join(f"l{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 9)}]\n" for i in range(1, 6))
-    (found,) = _twice(_file(tmp_path, f"l0: &l0 {{a: 1, a: 2}}\n{layers}"))
-    assert found.endswith(".a")
+    (result,) = _twice(_file(tmp_path, f"l0: &l0 {{a: 1, a: 2}}\n{layers}"))
+    assert result.endswith(".a")
 
 
 BOMB = "l0: &l0 {a: 1}\n" + "".join(f"l{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 9)}]\n" for i in range(1, 30))

@@ -18,7 +18,7 @@ _HEADING = "document.querySelector('h1').getBoundingClientRect()"
 class Quiet(SimpleHTTPRequestHandler):
     """Serves files and says nothing of it."""
 
-    def log_message(self, *given):
+    def log_message(self, *args):
         pass
 
 

@@ -24,8 +24,8 @@ def names_of(site: Path) -> set[str]:
 
 
 def test_every_public_name_has_an_entry(site):
-    wanted = {f"ecrl.{name}" for name in ecrl.__all__} | {f"ecrl.kernels.{name}" for name in ecrl.kernels.__all__}
-    assert wanted - names_of(site) == set()
+    expected = {f"ecrl.{name}" for name in ecrl.__all__} | {f"ecrl.kernels.{name}" for name in ecrl.kernels.__all__}
+    assert expected - names_of(site) == set()
 
 
 def test_docstrings_read_as_they_are_meant(site):
@@ -49,8 +49,8 @@ def test_the_fields_of_a_rollout_and_of_a_state_are_told(site):
 
 def test_no_name_in_angle_brackets_was_taken_for_html(site):
     for path in site.rglob("*.html"):
-        odd = re.search(r"<(?!/|!)(?:env|exp_name|id|time|run|name|file|index|N)\b[^>]*>", path.read_text())
-        assert not odd, f"{path}: {odd}"
+        tag = re.search(r"<(?!/|!)(?:env|exp_name|id|time|run|name|file|index|N)\b[^>]*>", path.read_text())
+        assert not tag, f"{path}: {tag}"
 
 
 def test_every_key_of_a_config_is_told(site):
@@ -73,8 +73,8 @@ def test_every_command_is_told(site):
 def test_nothing_is_fetched_from_elsewhere(site):
     """Links of text may lead out; scripts, styles, fonts and pictures are the site's own."""
     for path in chain(site.rglob("*.html"), site.glob("site/*.css")):
-        found = re.findall(r"""(?:src=|<link[^>]*href=|url\(|@import )["']?(https?:)?//[^"')\s]+""", path.read_text())
-        assert found == [], path
+        urls = re.findall(r"""(?:src=|<link[^>]*href=|url\(|@import )["']?(https?:)?//[^"')\s]+""", path.read_text())
+        assert urls == [], path
 
 
 def test_every_link_within_the_site_leads_somewhere(site):
@@ -82,8 +82,8 @@ def test_every_link_within_the_site_leads_somewhere(site):
     texts = {path: path.read_text() for path in site.rglob("*.html")}
     ids = {path: set(re.findall(r'\bid="([^"]+)"', text)) for path, text in texts.items()}
     for path, text in texts.items():
-        found = {urlsplit(unescape(href)) for href in re.findall(r'href="([^"]*)"', text)}
-        for link in (one for one in found if not one.scheme and path.name != "404.html"):
+        links = {urlsplit(unescape(href)) for href in re.findall(r'href="([^"]*)"', text)}
+        for link in (one for one in links if not one.scheme and path.name != "404.html"):
             target = (path.parent / unquote(link.path)).resolve() if link.path not in ("", ".") else path
             target = target / "index.html" if target.is_dir() else target
             assert target.exists(), f"{path.relative_to(site)}: {link.path}"

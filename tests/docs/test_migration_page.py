@@ -47,11 +47,11 @@ LOGS = sorted({name for row in ROWS["Log names"] for name in spans(row[1])})
 def test_every_name_on_the_right_is_there(name):
     module, _, attribute = name.rpartition(".")
     try:
-        found = getattr(import_module(module), attribute)
+        value = getattr(import_module(module), attribute)
     except ModuleNotFoundError:  # a field of a record, such as ecrl.Env.step
         home, _, record = module.rpartition(".")
-        found = getattr(import_module(home), record).__dataclass_fields__[attribute]
-    assert found is not None
+        value = getattr(import_module(home), record).__dataclass_fields__[attribute]
+    assert value is not None
 
 
 @pytest.mark.parametrize("key", KEYS)

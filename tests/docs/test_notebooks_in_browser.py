@@ -46,8 +46,8 @@ def lab(tmp_path_factory):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    given = [f"--port={port}", f"--ServerApp.root_dir={folder}", "--IdentityProvider.token=", "--allow-root"]
-    command = [sys.executable, "-m", "jupyterlab", "--no-browser", *given]
+    args = [f"--port={port}", f"--ServerApp.root_dir={folder}", "--IdentityProvider.token=", "--allow-root"]
+    command = [sys.executable, "-m", "jupyterlab", "--no-browser", *args]
     env = os.environ | {"JUPYTERLAB_SETTINGS_DIR": str(folder / "settings")}
     with (folder / "log").open("w") as log, subprocess.Popen(command, env=env, stdout=log, stderr=log) as server:
         yield f"http://127.0.0.1:{port}"

@@ -165,8 +165,10 @@ def test_the_code_of_a_page_runs(page, folder, capsys):
 
 def test_what_is_skipped_is_still_there():
     lines = [line for page in PAGES for block in blocks(page) if block.language == "bash" for line in commands(block)]
-    found = [line.replace("'", "") for line in lines]
-    assert all(any(re.match(start, line) for line in found) for start in SKIPPED), "remove what is in no page any more"
+    lines_without_quotes = [line.replace("'", "") for line in lines]
+    assert all(any(re.match(start, line) for line in lines_without_quotes) for start in SKIPPED), (
+        "remove what is in no page any more"
+    )
     languages = {block.language for page in PAGES for block in blocks(page)}
     assert languages - {"python", "json", "bash"} == BARE
 

@@ -146,18 +146,18 @@ def equal_speed(monkeypatch):
 
 
 def test_a_sound_environment_has_no_findings():
-    found = check_env(GOOD, num_steps=12)
-    assert found.findings == []
-    assert found.notes[0] == "8 episodes ended in 12 steps of 4 envs"
-    assert "env steps/s with one env" in found.notes[1]
+    report = check_env(GOOD, num_steps=12)
+    assert report.findings == []
+    assert report.notes[0] == "8 episodes ended in 12 steps of 4 envs"
+    assert "env steps/s with one env" in report.notes[1]
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_each_fault_is_one_line_with_its_place(name):
     change, message = FAULTS[name]
-    found = check_env(replace(GOOD, **change), num_steps=12).findings
-    assert any(message in line for line in found), found
-    assert all(line and "\n" not in line for line in found)
+    findings = check_env(replace(GOOD, **change), num_steps=12).findings
+    assert any(message in line for line in findings), findings
+    assert all(line and "\n" not in line for line in findings)
 
 
 @pytest.mark.parametrize(
@@ -231,11 +231,11 @@ def test_random_actions_fill_their_space():
 
 
 def test_gymnasium_environments_go_through_its_own_checker_too(recwarn):
-    found = check_env("gymnasium:CartPole-v1", num_steps=40)
-    assert found.findings == []
+    report = check_env("gymnasium:CartPole-v1", num_steps=40)
+    assert report.findings == []
     assert (
         "Gymnasium's checker: A Box observation space maximum value is infinity. This is probably too high."
-        in found.notes
+        in report.notes
     )
     assert not [w for w in recwarn if "Box observation" in str(w.message)]
     broken = {"name": "gymnasium", "cfg": {"id": "Count-v0", "kwargs": {"fault": "nan"}}}
@@ -297,8 +297,8 @@ def test_the_command_line(monkeypatch, capsys, tmp_path):
 @pytest.mark.parametrize(("gap", "declared"), [(9, "not before step 9"), (NEVER, "never")])
 def test_a_truncation_before_the_declared_gap_is_found(gap, declared):
     cut = _stepping(lambda _, after: {"terminated": after["age"] < 0, "truncated": after["age"] == 5})
-    found = check_env(replace(GOOD, **cut, min_truncation_gap=gap), num_steps=8).findings
-    assert found == [
+    findings = check_env(replace(GOOD, **cut, min_truncation_gap=gap), num_steps=8).findings
+    assert findings == [
         "truncated is true in env 0 after step 5, at step 5 of the episode; min_truncation_gap declares "
         f"{declared}; lower it"
     ]

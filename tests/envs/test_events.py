@@ -542,8 +542,8 @@ def test_vmapped_seeds_with_events_equal_single_ones():
     states = [init_state(cfg, key=torch.tensor(seed)) for seed in (1, 2)]
     stacked, _ = torch.vmap(make_iteration(cfg), randomness="error")(torch.stack([s.clone() for s in states]))
     for i, state in enumerate(states):
-        alone, _ = make_iteration(cfg)(state)
-        for name, leaf in alone["env"].flatten_keys("/").items():
+        single, _ = make_iteration(cfg)(state)
+        for name, leaf in single["env"].flatten_keys("/").items():
             close(stacked["env"].flatten_keys("/")[name][i], leaf, tol=1e-4)
 
 

@@ -286,12 +286,12 @@ def test_success_that_is_none_is_untold_and_what_is_no_number_is_refused_by_key(
 
     assert stepped("none").isnan().all()
     assert stepped("numpy").nan_to_num(-1.0).tolist() == [-1.0, -1.0, 1.0, -1.0]
-    for success, given in (
+    for success, message in (
         ("text", "'yes'"),
         ("array", r"array\(\[\[1., 1.\], \[1., 1.\]\]\)"),
         ("object", "<class 'o.*'>"),
     ):
-        what = rf"reported info\['success'\] = {given}, expected a bool, a number or None, in step 1"
+        what = rf"reported info\['success'\] = {message}, expected a bool, a number or None, in step 1"
         with pytest.raises(UserError, match=rf"^env 2 \(gymnasium:Count-v0\) {what}$"):
             stepped(success)
 
@@ -324,9 +324,9 @@ def test_states_of_closed_other_or_loaded_environments_are_refused_by_name():
     env, other = make_env("gymnasium:CartPole-v1"), make_env("gymnasium:Acrobot-v1")
     state = env.reset(KEYS)
     loaded = state.clone().set("token", torch.zeros_like(state["token"]))
-    for refusing, given in ((other, state), (env, loaded)):
+    for refusing, wrong_state in ((other, state), (env, loaded)):
         with pytest.raises(UserError, match="envs not open in this process"):
-            refusing.step(given, choice(0, 1, 0, 1), None)
+            refusing.step(wrong_state, choice(0, 1, 0, 1), None)
     other.close(state)  # not its own: nothing happens
     state = env.step(state, choice(0, 1, 0, 1), None)
     env.close(state)

@@ -135,9 +135,12 @@ def test_cartpole_thresholds_are_exclusive(column, edge, side):
 @pytest.mark.parametrize("name", IDS)
 def test_spaces(name):
     env, theirs = make_env(name), gymnasium.make(IDS[name][0])
-    for ours, their in ((env.observation_space, theirs.observation_space), (env.action_space, theirs.action_space)):
-        assert to_gymnasium(ours) == their
-        assert to_gymnasium(from_gymnasium(their)) == their
+    for actual, expected in (
+        (env.observation_space, theirs.observation_space),
+        (env.action_space, theirs.action_space),
+    ):
+        assert to_gymnasium(actual) == expected
+        assert to_gymnasium(from_gymnasium(expected)) == expected
 
 
 @pytest.mark.parametrize(("name", "high"), [("cartpole", [0.05] * 4), ("pendulum", [pi, 1.0])])

@@ -95,11 +95,11 @@ def test_two_cameras_at_once_see_what_each_sees_alone():
     near, far = (CameraConfig(resolution=(40, 30), eye=(0.0, y, 0.0)) for y in (-1.0, -3.0))
     row = start(sim, (1,))["physics"][0]
     with drawing(sim, near) as one:
-        alone = one(row, {})
+        single = one(row, {})
         with drawing(sim, far) as two:
-            assert not np.array_equal(two(row, {}), alone)
-            assert np.array_equal(one(row, {}), alone)
-        assert np.array_equal(one(row, {}), alone)
+            assert not np.array_equal(two(row, {}), single)
+            assert np.array_equal(one(row, {}), single)
+        assert np.array_equal(one(row, {}), single)
 
 
 def test_a_grid_is_filled_row_by_row():

@@ -124,11 +124,11 @@ def test_before_the_first_draw_the_light_is_the_scenes():
     ranges = {"direction_range": [[-1, -1, -1], [1, 1, -0.5]], "color_range": [[0, 0, 0], [0.5, 0.5, 0.5]]}
     event = {"func": "randomize_light", "mode": "interval", "interval_step": 5, "params": ranges}
     light = {"direction": [1.0, 0.0, -1.0], "color": [0.2, 0.4, 0.6]}
-    for given, (direction, color) in (
+    for settings, (direction, color) in (
         ({"light": light}, light.values()),
         ({}, LightConfig.model_construct().model_dump(include={"direction", "color"}).values()),
     ):
-        cfg = TASK["cfg"] | {"events": TASK["cfg"]["events"] | {"z": event}} | given
+        cfg = TASK["cfg"] | {"events": TASK["cfg"]["events"] | {"z": event}} | settings
         targets = _states(make_env({"name": "film_task", "cfg": cfg}), 2)["targets"]
         along = torch.nn.functional.normalize(torch.tensor(direction), dim=0)
         close(torch.nn.functional.normalize(targets[camera.DIRECTION], dim=-1), along.expand(2, 3), 1e-6)

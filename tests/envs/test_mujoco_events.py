@@ -175,8 +175,8 @@ def test_position_and_rotation_have_noise_of_their_own():
     drawn = place(sim, after)
     angle = torch.rad2deg(drawn[:, 1, 0])  # about z, small
     assert not torch.isclose(drawn[:, 2, 3], angle, atol=0.02).all()
-    alone = happened("randomize_rigid_object_pose", (9,), **CUBE, position_range=both["position_range"])[2]
-    close(place(sim, alone)[:, 0, 3], drawn[:, 0, 3], 1e-6)
+    position_only = happened("randomize_rigid_object_pose", (9,), **CUBE, position_range=both["position_range"])[2]
+    close(place(sim, position_only)[:, 0, 3], drawn[:, 0, 3], 1e-6)
 
 
 def test_a_kinematic_object_is_put_and_stays():
@@ -369,8 +369,8 @@ def test_an_event_draws_within_its_bounds_for_any_batch_and_from_keys_alone(func
     sim, apply = made(func, **EVENTS[func])
     many, none = apply(state_in(sim, (2, 3)), torch.arange(6).reshape(2, 3)), state_in(sim, ())
     for i in range(6):
-        alone = assert_pure(apply, none, torch.tensor(i))
-        assert same(alone, many.reshape(6)[i])
+        single = assert_pure(apply, none, torch.tensor(i))
+        assert same(single, many.reshape(6)[i])
     changed = [k for k, leaf in many.flatten_keys("/").items() if not (leaf[0, 0] == leaf[1, 0]).all()]
     assert changed, "the draws are all the same"
 
@@ -545,10 +545,10 @@ def test_a_start_that_is_refused_is_drawn_again():
 
 def test_a_start_is_chosen_again_only_where_startup_events_have_a_say():
     """What an object weighs leaves starts alone; where a goal is for life does not."""
-    asked = []
+    calls = []
 
     def far(sim, state):
-        asked.append(len(state))
+        calls.append(len(state))
         between = world.body_pose(sim, state["world"], "cube")[..., 0, 3] - state["targets", "goal_pose"][..., 0]
         return between.abs() > 0.05
 
@@ -557,9 +557,9 @@ def test_a_start_is_chosen_again_only_where_startup_events_have_a_say():
         events = LASTING | ANEW | {"goal": happening("randomize_target_pose", mode, **goal)}
         env = auto_reset(task(events=events, acceptable=far, max_episode_steps=2))
         state, noise = env.reset(keys_of(64)), env.draw(rng.split(rng.key(7), 8 * 64).reshape(8, 64))
-        asked.clear()
+        calls.clear()
         seen = [state := env.step(state, torch.zeros(64, 1), noise[t]) for t in range(8)]
-        assert bool(asked) == again
+        assert bool(calls) == again
         assert all(far(env.scene, state).all() for state in seen)
         assert torch.equal(mass_of(env, seen[-1]), mass_of(env, seen[0])) and len(mass_of(env, state).unique()) == 64
         assert len(place(env.scene, seen[-1])[:, 0, 3].unique()) == 64
@@ -662,9 +662,9 @@ def test_seeds_run_side_by_side_under_vmap():
     states = [init_state(cfg, key=torch.tensor(seed)) for seed in (1, 2)]
     stacked, _ = torch.vmap(make_iteration(cfg), randomness="error")(torch.stack([s.clone() for s in states]))
     for i, state in enumerate(states):
-        alone, _ = make_iteration(cfg)(state)
+        single, _ = make_iteration(cfg)(state)
         for key in (("world", "parameters"), ("world", "physics"), ("targets", "goal_pose"), "obs", ("life", "key")):
-            close(stacked["env"][key][i], alone["env"][key], 1e-4)
+            close(stacked["env"][key][i], single["env"][key], 1e-4)
 
 
 @pytest.mark.slow
@@ -684,8 +684,8 @@ def test_a_compiled_rollout_with_every_mode_equals_the_eager_one():
     with torch.no_grad():
         begin = env.reset(keys_of(8))
         eager, rows = steps(scan, begin, noise, actions)
-        compiled, found = form.jit(steps, form.scan)(begin, noise, actions)
-    for a, b in zip(found, rows, strict=True):
+        compiled, result = form.jit(steps, form.scan)(begin, noise, actions)
+    for a, b in zip(result, rows, strict=True):
         close(a, b, 1e-5)
     for key in ("obs", ("targets", "goal_pose"), ("life", "count"), ("world", "parameters"), "elapsed"):
         close(compiled[key], eager[key], 1e-5)

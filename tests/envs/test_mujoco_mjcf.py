@@ -99,7 +99,7 @@ NAMELESS = {"mjcf": BARE.replace('name="j2"', ""), "drive_pros": DRIVES | {"max_
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("settings", "message"),
     [
         ({"actuators": TWICE}, "joint 'j1' has 2 actuators, expected one"),
         ({"actuators": "<intvelocity joint='j1' kp='9' actrange='-1 1'/>"}, "has an actuator of another kind"),
@@ -111,9 +111,9 @@ NAMELESS = {"mjcf": BARE.replace('name="j2"', ""), "drive_pros": DRIVES | {"max_
         ({"actuators": "", "robot": NAMELESS}, "robot.mjcf: a hinge or slide of the file has no name"),
     ],
 )
-def test_files_that_do_not_fit_are_refused(given, message):
+def test_files_that_do_not_fit_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
-        scene(**given)
+        scene(**settings)
 
 
 JOINTS = [f"{name}_joint" for name in ("shoulder_pan", "shoulder_lift", "elbow", "wrist_1", "wrist_2", "wrist_3")]
@@ -160,9 +160,9 @@ def test_inverse_kinematics_of_fewer_joints_bring_the_tool_where_they_can():
     sim = arm({"control_parts": {"arm": JOINTS[:3]}})
     begin = {"world": start(sim, (1,))}
     home = world.joint_positions(sim, begin["world"], sim.robot.joints)
-    wanted = home + torch.tensor([0.2, -0.1, 0.15, 0.0, 0.0, 0.0])
+    expected = home + torch.tensor([0.2, -0.1, 0.15, 0.0, 0.0, 0.0])
     data = mujoco.MjData(sim.model)  # MuJoCo itself says where the tool is then, and how it is turned
-    data.qpos[:] = wanted[0].numpy()
+    data.qpos[:] = expected[0].numpy()
     mujoco.mj_kinematics(sim.model, data)
     hand, turn = data.body("ur/wrist_3_link"), np.zeros(4)
     mujoco.mju_mat2Quat(turn, hand.xmat)
@@ -171,7 +171,7 @@ def test_inverse_kinematics_of_fewer_joints_bring_the_tool_where_they_can():
     reach = term.make(validate_section(term.config, {}, "params"), sim)
     action = torch.tensor(np.concatenate((there, turn))).float().unsqueeze(0)
     assert reach.joints == tuple(f"ur/{name}" for name in JOINTS[:3])
-    close(reach.control(begin, action), wanted[:, :3], 2e-3)
+    close(reach.control(begin, action), expected[:, :3], 2e-3)
     beside = action + torch.tensor([[0.0, 0.0, 0.0, 0.3, 0.0, 0.0, 0.0]])  # turned as three joints cannot
     close(reach.control(begin, beside), home[:, :3], 1e-6)
 
@@ -211,22 +211,22 @@ def test_what_a_task_reads_that_is_not_there_is_said_when_it_is_made():
         task_env(cfg, lost)
 
 
-def paying(given):
+def paying(reward):
     """A reward of a user's that gives `given` of (before, after)."""
-    return lambda cfg, sim: given
+    return lambda cfg, sim: reward
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("reward", "message"),
     [
         (lambda before, after: after["action"], r"float32 \[2, 2\]"),
         (lambda before, after: 1.0, "float"),
         (lambda before, after: after["success"], r"bool \[2\]"),
     ],
 )
-def test_a_reward_that_is_not_one_number_each_is_refused_by_its_place(monkeypatch, given, message):
+def test_a_reward_that_is_not_one_number_each_is_refused_by_its_place(monkeypatch, reward, message):
     entry = registry.lookup("reward", "rig_effort")
-    monkeypatch.setitem(registry._ENTRIES["reward"], "rig_effort", entry._replace(make=paying(given)))
+    monkeypatch.setitem(registry._ENTRIES["reward"], "rig_effort", entry._replace(make=paying(reward)))
     cfg = {"mjcf": FILE.format(POSITION[0] + SPRUNG), "rewards": {"a": EFFORT}, "actions": {"a": {"func": "QposTerm"}}}
     expected = rf"^env.cfg.rewards.a \(rig_effort\): the reward is {message}, expected float32 \[2\]"
     with pytest.raises(ConfigError, match=expected):

@@ -63,8 +63,8 @@ def test_limits_become_the_ends_of_the_range_exactly():
     """A slide of +-4 m: (1 + 4) / 8; a hinge without limits as if +-pi: (0.5 + pi) / (2 pi)."""
     sim = scene(CART)
     qpos = torch.tensor([[1.0, 0.5], [-4.0, -pi], [4.0, pi]])
-    found = observed("normalize_robot_joint_data", sim, given(sim, (3,)), qpos)
-    close(found, torch.tensor([[0.625, 0.5795775], [0.0, 0.0], [1.0, 1.0]]), 1e-7)
+    actual = observed("normalize_robot_joint_data", sim, given(sim, (3,)), qpos)
+    close(actual, torch.tensor([[0.625, 0.5795775], [0.0, 0.0], [1.0, 1.0]]), 1e-7)
 
 
 def test_the_pose_of_the_tool(sim):
@@ -249,8 +249,8 @@ def test_a_part_is_chosen_by_its_name():
     sim = scene(CART)
     qpos = torch.tensor([1.0, 0.5])
     for part, expected in (("arm", [0.625, 0.5]), ("hand", [1.0, 0.5795775])):
-        found = observed("normalize_robot_joint_data", sim, given(sim), qpos, part_name=part, robot_uid="Cart")
-        close(found, torch.tensor(expected), 1e-6)
+        actual = observed("normalize_robot_joint_data", sim, given(sim), qpos, part_name=part, robot_uid="Cart")
+        close(actual, torch.tensor(expected), 1e-6)
 
 
 def every(sim):
@@ -266,11 +266,11 @@ def every(sim):
 
 def test_terms_are_pure_and_take_any_batch_shape(sim):
     entries, state = every(sim), shaken(sim, (2, 3))
-    found = assert_pure(entries, state)
+    result = assert_pure(entries, state)
     shapes = [6], [4, 4], [4, 4], [3], [6], [6]
-    assert [list(x.shape) for x in found] == [[2, 3, *shape] for shape in shapes]
-    assert all(x.dtype == torch.float32 for x in found)
-    for x, flat, one in zip(found, entries(state.reshape(6)), entries(state[1, 2]), strict=True):
+    assert [list(x.shape) for x in result] == [[2, 3, *shape] for shape in shapes]
+    assert all(x.dtype == torch.float32 for x in result)
+    for x, flat, one in zip(result, entries(state.reshape(6)), entries(state[1, 2]), strict=True):
         close(flat, x.flatten(0, 1), 1e-6)
         close(one, x[1, 2], 1e-6)
 

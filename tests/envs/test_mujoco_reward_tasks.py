@@ -236,8 +236,8 @@ def test_the_first_action_of_an_episode_is_no_change():
     change = -0.25 * (drawn[1:] - drawn[:-1]).norm(dim=-1).T
     change[:, 2] = 0.0
     close(states["reward"], torch.cat((torch.zeros(3, 2), change), -1), 1e-5)
-    alone = rollout(env, length=3)  # as evaluation and whoever steps the bare task sees it
-    close(alone["reward"], states["reward"][:, :4], 0.0)
+    bare = rollout(env, length=3)  # as evaluation and whoever steps the bare task sees it
+    close(bare["reward"], states["reward"][:, :4], 0.0)
 
 
 def test_the_terms_of_push_cube_as_upstream_writes_them():

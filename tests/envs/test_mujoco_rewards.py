@@ -167,8 +167,8 @@ def test_reaching_behind_object(sim):
 
 def test_success_reward(sim):
     state = given(sim, (2,)).set("success", torch.tensor([True, False]))
-    found = paid("success_reward", sim, given(sim, (2,)), state)
-    assert found.dtype == torch.float32 and found.tolist() == [1.0, 0.0]
+    result = paid("success_reward", sim, given(sim, (2,)), state)
+    assert result.dtype == torch.float32 and result.tolist() == [1.0, 0.0]
 
 
 def test_where_a_distance_is_0_value_and_slope_are_finite(sim):
@@ -197,8 +197,8 @@ def test_where_a_distance_is_0_value_and_slope_are_finite(sim):
             return term(state, after)
 
         inputs = state["world", "physics"], state["action"], state["targets", "goal_pose"]
-        slopes, found = torch.func.grad_and_value(value, argnums=(0, 1, 2))(*inputs)
-        assert found == best, name
+        slopes, rewards = torch.func.grad_and_value(value, argnums=(0, 1, 2))(*inputs)
+        assert rewards == best, name
         assert all(slope.isfinite().all() for slope in slopes), name
     behind = made("reward", "reaching_behind_object", sim, **PUSH)  # an offset, but no direction
     slope = torch.func.grad(lambda goal: behind(state, aimed(state, goal)))(state["targets", "goal_pose"])
@@ -332,10 +332,10 @@ def every(sim):
 
 def test_terms_are_pure_and_take_any_batch_shape(sim):
     terms, states = every(sim), (shaken(sim, (2, 3), 0), shaken(sim, (2, 3), 1))
-    found = assert_pure(terms, *states)
-    assert all(x.shape == (2, 3) and x.dtype == torch.float32 and x.isfinite().all() for x in found)
+    result = assert_pure(terms, *states)
+    assert all(x.shape == (2, 3) and x.dtype == torch.float32 and x.isfinite().all() for x in result)
     flat, one = terms(*(s.reshape(6) for s in states)), terms(*(s[1, 2] for s in states))
-    for x, rows, row in zip(found, flat, one, strict=True):
+    for x, rows, row in zip(result, flat, one, strict=True):
         close(rows, x.flatten(), 1e-6)
         close(row, x[1, 2], 1e-6)
 

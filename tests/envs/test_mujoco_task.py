@@ -365,10 +365,10 @@ def test_any_batch_gives_the_same():
         many = assert_pure(env.step, many, actions, env.draw(noise))
         pairs = zip(actions.flatten(0, 1), noise.flatten(), strict=True)
         one = [env.step(state, action, env.draw(key)) for state, (action, key) in zip(one, pairs, strict=True)]
-    for state, alone in zip(many.reshape(6), one, strict=True):
-        assert torch.equal(state["world", "physics"], alone["world", "physics"])
+    for state, single in zip(many.reshape(6), one, strict=True):
+        assert torch.equal(state["world", "physics"], single["world", "physics"])
         for name, leaf in state.flatten_keys("/").items():
-            close(leaf, alone.flatten_keys("/")[name], 1e-5)  # sums of poses and rewards differ with the batch
+            close(leaf, single.flatten_keys("/")[name], 1e-5)  # sums of poses and rewards differ with the batch
 
 
 @pytest.mark.parametrize("form", ["eager", "vmapped", "strided"])
@@ -378,8 +378,8 @@ def test_a_step_is_pure_and_alike_in_every_form(form):
     for t in range(2):
         noise = env.draw(keys_of(3, 1 + t))
         after = env.step(state, action, noise)
-        found = Variant(form)(env.step)(state, action, noise)
-        for name, leaf in found.flatten_keys("/").items():
+        result = Variant(form)(env.step)(state, action, noise)
+        for name, leaf in result.flatten_keys("/").items():
             close(leaf, after.flatten_keys("/")[name], 1e-5)
         state = after
 

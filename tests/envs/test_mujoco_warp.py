@@ -94,13 +94,13 @@ def test_it_is_near_mujoco_for_bodies_actuators_sensors_and_moved_things():
     rows, control = starts(m, 4)
     here, there = both(m)
     expected, seen = stepped(here, rows, control, 20)
-    found, sensors = stepped(there, rows, control, 20)
+    actual, sensors = stepped(there, rows, control, 20)
     # 20 steps of 5 ms in float32 with contacts: rounding of 1e-7 per step, times stiffness
     for part, atol in (("TIME", 1e-6), ("QPOS", 1e-4), ("QVEL", 5e-3), ("ACT", 1e-5), ("MOCAP_POS", 1e-6)):
-        assert_close(found[:, columns(m, part)], expected[:, columns(m, part)], rtol=1e-3, atol=atol)
+        assert_close(actual[:, columns(m, part)], expected[:, columns(m, part)], rtol=1e-3, atol=atol)
     assert_close(sensors, seen, rtol=1e-3, atol=1e-3)
-    assert not torch.equal(found, expected)  # float32 and float64
-    assert torch.equal(found, found.float().double())
+    assert not torch.equal(actual, expected)  # float32 and float64
+    assert torch.equal(actual, actual.float().double())
 
 
 def test_the_arm_follows_a_target_as_in_mujoco():
@@ -197,14 +197,14 @@ def test_what_varies_varies_as_in_mujoco_and_leaves_no_trace(field):
     same = torch.tensor(own, dtype=torch.float64).repeat(3, 1)
     other = same.clone()
     other[1] = torch.tensor(changed(field, own, value))
-    plain, ours = (stepped(handle, rows, control, 10, same)[0] for handle in (there, here))
-    found, expected = (stepped(handle, rows, control, 10, other)[0] for handle in (there, here))
+    plain, mujoco_plain = (stepped(handle, rows, control, 10, same)[0] for handle in (there, here))
+    actual, expected = (stepped(handle, rows, control, 10, other)[0] for handle in (there, here))
     part = columns(m, "QPOS")
-    assert_close(found[:, part], expected[:, part], rtol=1e-3, atol=2e-4)
-    assert torch.equal(found[[0, 2]], plain[[0, 2]])
-    effect, wanted = (a[1, part] - b[1, part] for a, b in ((found, plain), (expected, ours)))
-    assert wanted.abs().max() > 5e-4  # it matters ...
-    assert (effect - wanted).abs().max() < 0.2 * wanted.abs().max()  # ... and as much
+    assert_close(actual[:, part], expected[:, part], rtol=1e-3, atol=2e-4)
+    assert torch.equal(actual[[0, 2]], plain[[0, 2]])
+    effect, expected_effect = (a[1, part] - b[1, part] for a, b in ((actual, plain), (expected, mujoco_plain)))
+    assert expected_effect.abs().max() > 5e-4  # it matters ...
+    assert (effect - expected_effect).abs().max() < 0.2 * expected_effect.abs().max()  # ... and as much
     assert_close(plain, stepped(both(m)[1], rows, control, 10)[0], rtol=1e-4, atol=1e-3)
     assert torch.equal(stepped(there, rows, control, 10, same)[0], plain)
 
@@ -240,8 +240,8 @@ def test_the_same_row_gives_the_same_bits_whatever_ran_before_and_in_any_batch()
     again, sensed = stepped(there, rows, control, 10)
     assert torch.equal(first, again) and torch.equal(seen, sensed)
     for i in (0, 17, 63):
-        alone = stepped(there, rows[i], control[i], 10)
-        assert torch.equal(alone[0], first[i]) and torch.equal(alone[1], seen[i])
+        single = stepped(there, rows[i], control[i], 10)
+        assert torch.equal(single[0], first[i]) and torch.equal(single[1], seen[i])
     order = torch.arange(63, -1, -1)
     assert torch.equal(stepped(there, rows[order], control[order], 10)[0], first[order])
     parts = rows
@@ -534,17 +534,17 @@ def test_on_a_gpu_it_is_near_the_cpu_and_waits_for_nothing():
     rows, control = starts(m, 64)
     _, there = both(m)
     expected, seen = stepped(there, rows, control, 10)
-    given = rows.cuda(), control.cuda()
-    stepped(there, *given, 10)  # compiles
+    inputs = rows.cuda(), control.cuda()
+    stepped(there, *inputs, 10)  # compiles
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        found, sensors = stepped(there, *given, 10)
+        actual, sensors = stepped(there, *inputs, 10)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert found.is_cuda and sensors.is_cuda
+    assert actual.is_cuda and sensors.is_cuda
     part = columns(m, "QPOS")
-    assert_close(found.cpu()[:, part], expected[:, part], rtol=1e-3, atol=1e-3)
+    assert_close(actual.cpu()[:, part], expected[:, part], rtol=1e-3, atol=1e-3)
     assert_close(sensors.cpu(), seen, rtol=1e-2, atol=1e-2)
 
 

@@ -296,8 +296,8 @@ def test_a_step_is_the_same_in_every_form(sim, form):
         after, bad = advance(sim, world, control)
         return after["physics"], after["sensors"], bad
 
-    given = state["physics"], state["sensors"], torch.tensor(sim.home.ctrl).float().repeat(3, 1)
-    for a, b in zip(Variant(form)(step)(*given), step(*given), strict=True):
+    inputs = state["physics"], state["sensors"], torch.tensor(sim.home.ctrl).float().repeat(3, 1)
+    for a, b in zip(Variant(form)(step)(*inputs), step(*inputs), strict=True):
         assert torch.equal(a, b)
 
 
@@ -306,19 +306,19 @@ def test_what_is_read_and_written_is_the_same_in_a_graph(sim):
         state = world.with_body_pose(sim, state, "ball", control[:, :3])
         after, bad = advance(sim, state, control, world.push(sim, "ball", control[:, :3]))
         tcp = sim.robot.tcp["arm"]
-        found = world.site_pose(sim, after, tcp), world.site_jacobian(sim, after, tcp, sim.robot.joints)
+        actual = world.site_pose(sim, after, tcp), world.site_jacobian(sim, after, tcp, sim.robot.joints)
         return (
             after,
             bad,
-            found,
+            actual,
             world.body_velocity(sim, after, "ball"),
             world.joint_forces(sim, after, sim.robot.joints),
         )
 
-    given = shaken(sim), torch.tensor(sim.home.ctrl).float().repeat(3, 1)
-    leaves, structure = flatten(given)
+    inputs = shaken(sim), torch.tensor(sim.home.ctrl).float().repeat(3, 1)
+    leaves, structure = flatten(inputs)
     graph, out = traced(steps, structure, leaves)
-    expected, same = flatten(steps(*given))
+    expected, same = flatten(steps(*inputs))
     assert out == same and any("mujoco_step" in str(node.target) for node in graph.graph.nodes)
     for a, b in zip(graph(*leaves), expected, strict=True):
         close(a, b, 1e-6)

@@ -177,9 +177,9 @@ def test_reset_step_and_draw_in_every_form(variant):
     twice = variant(env.step)(once, torch.ones(4, 2), noise)
     assert twice["truncated"].all() and not once["truncated"].any()
     close(twice["obs"], noise["start", "obs"])
-    alone = assert_pure(env_of().step, once, torch.ones(4, 2), keys)
-    close(twice["final_obs"], alone["obs"])
-    close(twice["info", "metrics", "path_length"], alone["path_length"])
+    single = assert_pure(env_of().step, once, torch.ones(4, 2), keys)
+    close(twice["final_obs"], single["obs"])
+    close(twice["info", "metrics", "path_length"], single["path_length"])
     close(twice["path_length"], torch.zeros(4))
 
 

@@ -273,8 +273,8 @@ def test_cart_pole_pays_the_angle_fails_when_it_lies_and_succeeds_at_the_end():
     def at(angle, velocity=0.0, elapsed=0):
         moved = world.with_joint_positions(env.scene, state["world"], joints[1:], torch.full((2, 1), angle))
         moved = world.with_joint_velocities(env.scene, moved, joints[1:], torch.full((2, 1), velocity))
-        given = state.copy().update({"world": moved, "elapsed": torch.full((2,), elapsed)})
-        return env.step(given, torch.zeros(2, 2), env.draw(_keys(2)))
+        inputs = state.copy().update({"world": moved, "elapsed": torch.full((2,), elapsed)})
+        return env.step(inputs, torch.zeros(2, 2), env.draw(_keys(2)))
 
     after = at(0.5)
     angle = world.joint_positions(env.scene, after["world"], joints[1:])[..., 0].abs()
@@ -287,11 +287,11 @@ def test_cart_pole_pays_the_angle_fails_when_it_lies_and_succeeds_at_the_end():
     for end in (at(0.0, elapsed=499), at(0.1, elapsed=499)):  # the time limit, with and without success
         assert end["truncated"].all() and not end["terminated"].any()
     loose = {"angle_threshold": 1.0, "velocity_threshold": 10.0}
-    for key, given in (("angle_threshold", (0.1, 0.0)), ("velocity_threshold", (0.0, 0.2))):
+    for key, inputs in (("angle_threshold", (0.1, 0.0)), ("velocity_threshold", (0.0, 0.2))):
         env = make_env({"name": "CartPoleRL", "cfg": {"extensions": {key: loose[key]}}})
         if key == "angle_threshold":
             env = make_env({"name": "CartPoleRL", "cfg": {"extensions": loose}})
-        assert at(*given, elapsed=499)["info", "success"].all()
+        assert at(*inputs, elapsed=499)["info", "success"].all()
 
 
 def test_a_gpu_is_refused_in_one_line(monkeypatch):

@@ -107,8 +107,8 @@ def test_masks_stay_finite(dtype):
         assert out.dtype == dtype and bool(out.isfinite().all())
         for grad in torch.autograd.grad(out.sum(), (logits, other), retain_graph=True, allow_unused=True):
             assert grad is None or bool(grad.isfinite().all() and (grad[1:][~mask] == 0.0).all())
-    alone = mask.sum(-1) == 1
-    assert categorical_entropy(a)[alone].tolist() == categorical_kl(a, b)[alone].tolist() == [0.0] * 6
+    one_allowed = mask.sum(-1) == 1
+    assert categorical_entropy(a)[one_allowed].tolist() == categorical_kl(a, b)[one_allowed].tolist() == [0.0] * 6
     close(
         categorical_entropy(a),
         categorical_entropy(mask_logits(logits[1:].double(), mask)),

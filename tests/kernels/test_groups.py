@@ -139,8 +139,10 @@ def test_equals_the_unbiased_formula_after_its_factor(size):
     unbiased = (grouped - grouped.mean(1, keepdim=True)) / (grouped.std(1, keepdim=True, correction=1) + 1e-4)
     factor = (size / (size - 1)) ** 0.5
     yes = torch.ones(16, dtype=torch.bool)
-    ours = group_advantages(reward, yes, group_size=size, eps=1e-4 / factor)  # eps shrinks with the std it is added to
-    close(ours, factor * unbiased.reshape(16))
+    actual = group_advantages(
+        reward, yes, group_size=size, eps=1e-4 / factor
+    )  # eps shrinks with the std it is added to
+    close(actual, factor * unbiased.reshape(16))
 
 
 @given(seed=seeds)

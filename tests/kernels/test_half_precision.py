@@ -53,9 +53,9 @@ def test_results_are_the_rounded_results_of_float32(name, dtype):
     args, kwargs = CALLS[name](3)
     low = cast((*args, kwargs), dtype)
     high = cast(low, torch.float32)
-    found, expected = (tensors_of(kernel(name)(*call[:-1], **call[-1])) for call in (low, high))
-    assert len(found) == len(expected)
-    for a, e in zip(found, expected, strict=True):
+    actual, expected = (tensors_of(kernel(name)(*call[:-1], **call[-1])) for call in (low, high))
+    assert len(actual) == len(expected)
+    for a, e in zip(actual, expected, strict=True):
         assert a.dtype == (dtype if e.is_floating_point() else e.dtype)
         if name in ("mask_logits", "tanh_normal_latent"):  # the lowest float and the open interval are the dtype's own
             a, e = (x.double().clamp(-4.0, 4.0) for x in (a, e))
@@ -72,8 +72,8 @@ def test_half_precision_in_every_variant(variant, name, dtype):
     args, kwargs = CALLS[name](3)
     *low, low_kwargs = cast((*args, kwargs), dtype)
     *high, high_kwargs = cast((*low, low_kwargs), torch.float64)
-    found = tensors_of(variant(kernel(name))(*low, **low_kwargs))
-    for a, e in zip(found, tensors_of(kernel(name)(*high, **high_kwargs)), strict=True):
+    result = tensors_of(variant(kernel(name))(*low, **low_kwargs))
+    for a, e in zip(result, tensors_of(kernel(name)(*high, **high_kwargs)), strict=True):
         close(a, e, tol=2.0 * torch.finfo(dtype).eps)  # a rounding of the result, not one per step
 
 

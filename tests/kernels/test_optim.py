@@ -185,9 +185,9 @@ def test_vmapped_over_seeds_and_rates(name):
     step = lambda p, g, o, rate: fn(p, g, o, **{**hyper, "learning_rate": rate})  # noqa: E731
     together, _ = torch.vmap(step)(torch.stack(params), torch.stack(grads), torch.stack(opts), rates)
     for i in range(3):
-        alone, _ = step(params[i], grads[i], opts[i], rates[i])
+        single, _ = step(params[i], grads[i], opts[i], rates[i])
         assert all(leaf.dtype == F32 for leaf in leaves(together))
-        same(together[i], alone, 1e-6)
+        same(together[i], single, 1e-6)
     same(together[2], params[2], 0.0)  # rate 0 moves nothing
 
 

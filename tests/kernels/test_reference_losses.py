@@ -30,10 +30,10 @@ def value_and_gradients(loss, b):
     return [out.detach(), *grads]
 
 
-def same(ours, theirs, seeds=3):
+def same(actual, expected, seeds=3):
     for seed in range(seeds):
         b = batch(seed)
-        for a, e in zip(value_and_gradients(ours, b), value_and_gradients(theirs, b), strict=True):
+        for a, e in zip(value_and_gradients(actual, b), value_and_gradients(expected, b), strict=True):
             close(a, e, tol=1e-6)
 
 

@@ -73,7 +73,7 @@ def trls_advantages(trainer, rewards, group_size):
         _pending_extra_logs={},
         _pending_metrics={},
         _generate=lambda prompts: (ones, ones, None, ["x"] * n, None, {}, None, None),
-        _calculate_rewards=lambda *given: rewards.unsqueeze(1),
+        _calculate_rewards=lambda *ignored: rewards.unsqueeze(1),
     )
     return trainer._generate_and_score_completions(held, [{"prompt": "x"}] * n)["advantages"]
 
@@ -85,15 +85,15 @@ def test_group_normalisation(trainer, group_size):
     rewards = 3.0 * torch.randn(48, generator=draw, dtype=F64) + 5.0
     ratio = sqrt(group_size / (group_size - 1))
     expected = ratio * trls_advantages(trainer, rewards, group_size)
-    ours = {"group_size": group_size, "eps": EPS / ratio}
-    close(group_advantages(rewards, torch.ones(48, dtype=torch.bool), **ours), expected, tol=1e-6)
+    settings = {"group_size": group_size, "eps": EPS / ratio}
+    close(group_advantages(rewards, torch.ones(48, dtype=torch.bool), **settings), expected, tol=1e-6)
 
     steps = torch.randn(48, 4, generator=draw, dtype=F64)  # the last slot is padding
     steps[:, 2] += rewards - steps[:, :3].sum(1)  # three steps of an episode that pays `rewards`
     end = torch.zeros(48, 4, dtype=torch.bool)
     end[:, 2] = True
     rollout = TensorDict({"reward": steps, "terminated": end, "truncated": end & ~end, "done": end}, [48, 4])
-    advantages, mask = grpo_advantages(rollout, gamma=1.0, **ours)
+    advantages, mask = grpo_advantages(rollout, gamma=1.0, **settings)
     assert mask.all()
     close(advantages[:, 0], expected, tol=1e-6)
 
@@ -144,9 +144,9 @@ def test_clipped_loss_with_kl(trainer, seed):
     batch |= {name: x.requires_grad_() for name, x in zip(("log_prob", "entropy"), live, strict=True)}
     theirs, their_logs = trls_loss(trainer, batch, **numbers)
     names = ("log_prob", "old_log_prob", "ref_log_prob", "advantage", "entropy", "mask")
-    ours, logs = grpo_loss(*(batch[name] for name in names), **numbers)
-    close(ours, theirs, tol=1e-6)
-    for a, b in zip(torch.autograd.grad(ours, live), torch.autograd.grad(theirs, live), strict=True):
+    actual, logs = grpo_loss(*(batch[name] for name in names), **numbers)
+    close(actual, theirs, tol=1e-6)
+    for a, b in zip(torch.autograd.grad(actual, live), torch.autograd.grad(theirs, live), strict=True):
         close(a, b, tol=1e-6)
     close(logs["kl_ref"], their_logs["kl"], tol=1e-6)
     close(logs["entropy"], their_logs["entropy"], tol=1e-6)

@@ -385,20 +385,20 @@ def test_gae_in_a_graph_is_the_eager_one(shape, time_major):
         steps = {name: field.t().contiguous().t() for name, field in steps.items()}
     hyper = {"gamma": torch.tensor(0.99), "gae_lambda": torch.tensor(0.95)}
     compiled = choose_form("on", "cpu").jit(_gae)(*(steps[name] for name in ARGS[gae]), hyper)
-    for found, expected in zip(compiled, _gae(*(steps[name] for name in ARGS[gae]), hyper), strict=True):
-        close(found, expected, tol=1e-5)
+    for actual, expected in zip(compiled, _gae(*(steps[name] for name in ARGS[gae]), hyper), strict=True):
+        close(actual, expected, tol=1e-5)
 
 
 @pytest.mark.slow
 def test_gae_in_a_graph_takes_masks_that_begin_at_an_odd_byte():
     steps = random_steps(3, 129)  # without the first there are 128, which could be read two at a time
     hyper = {"gamma": torch.tensor(0.99), "gae_lambda": torch.tensor(0.95)}
-    given, jit = [steps[name] for name in ARGS[gae]], choose_form("on", "cpu").jit
-    late = [field[1:] for field in given]
-    jit(_gae)(*(field[:128] for field in given), hyper)  # compiled for masks that begin at an even one
-    for out in (jit(_late_gae)(*given, hyper), jit(_gae)(*late, hyper), jit(_gae)(*late, hyper)):
-        for found, expected in zip(out, _gae(*late, hyper), strict=True):
-            close(found, expected, tol=1e-5)
+    inputs, jit = [steps[name] for name in ARGS[gae]], choose_form("on", "cpu").jit
+    late = [field[1:] for field in inputs]
+    jit(_gae)(*(field[:128] for field in inputs), hyper)  # compiled for masks that begin at an even one
+    for out in (jit(_late_gae)(*inputs, hyper), jit(_gae)(*late, hyper), jit(_gae)(*late, hyper)):
+        for actual, expected in zip(out, _gae(*late, hyper), strict=True):
+            close(actual, expected, tol=1e-5)
 
 
 def _late_gae(*fields_and_hyper):

@@ -86,11 +86,11 @@ def test_a_bound_on_truncations_keeps_the_values_and_saves_passes(variant, limit
     call = variant(run)
     expected, rows = call(start, keys, None), passes[-1]
     bound = -(-length // limit)
-    found = call(start, keys, bound)
+    actual = call(start, keys, bound)
     assert rows == 2 * (2 * length + 1) and passes[-1] == 2 * (length + 1 + bound)
     assert expected[2]["truncated"].sum(1).max() == bound, "the bound is reached"
     for key, x in expected[2].items():
-        assert torch.equal(found[2][key], x), key
+        assert torch.equal(actual[2][key], x), key
     call(start, keys, 0)
     assert passes[-1] == 2 * (length + 1)
 
@@ -365,8 +365,8 @@ def test_running_returns_are_those_of_gymnasiums_normalize_reward():
         sums.append(np.where(truncated, np.nan, theirs.accumulated_reward))  # it has started anew where one ended
     reward, done = torch.tensor(np.array(rewards)).t(), torch.tensor(np.array(dones)).t()
     assert done.sum() == 6
-    ours = running_returns(reward, done, torch.zeros(3, dtype=F64), gamma=0.9)
-    close(ours.masked_fill(done, torch.nan), torch.tensor(np.array(sums)).t(), tol=1e-12)
+    actual = running_returns(reward, done, torch.zeros(3, dtype=F64), gamma=0.9)
+    close(actual.masked_fill(done, torch.nan), torch.tensor(np.array(sums)).t(), tol=1e-12)
     vector.close()
 
 
@@ -381,5 +381,5 @@ def test_running_returns_are_those_of_stable_baselines3():
     for t in range(25):
         normalize.VecNormalize._update_reward(theirs, reward[:, t])
         theirs.returns[done[:, t]] = 0  # the last line of its step_wait
-    ours = running_returns(torch.tensor(reward), torch.tensor(done), torch.zeros(3, dtype=F64), gamma=0.9)
-    close(ours, torch.tensor(np.array(seen)).t(), tol=1e-12)
+    actual = running_returns(torch.tensor(reward), torch.tensor(done), torch.zeros(3, dtype=F64), gamma=0.9)
+    close(actual, torch.tensor(np.array(seen)).t(), tol=1e-12)

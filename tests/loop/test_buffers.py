@@ -133,7 +133,7 @@ def train_iter_until_it_stops(cfg: Config):
 
 def test_every_leaf_has_a_kind():
     run = build(replaying())
-    found = leaf_kinds(init_state(replaying()), kinds_of(run))
+    actual = leaf_kinds(init_state(replaying()), kinds_of(run))
     expected = {
         ("params", "critic", "0.bias"): Kind.LEARNED,
         ("opt", "step"): Kind.LEARNED,
@@ -145,7 +145,7 @@ def test_every_leaf_has_a_kind():
         ("replay", "cursor"): Kind.COUNTER,
         ("key",): Kind.COUNTER,
     }
-    assert {path: found[path] for path in expected} == expected
+    assert {path: actual[path] for path in expected} == expected
 
 
 @pytest.mark.parametrize(

@@ -113,25 +113,25 @@ def spoilt(cfg: Config, *path: str, value: float = torch.nan):
 def test_what_the_environment_gives_is_found_in_its_iteration(algorithm, form):
     cfg = run(algorithm, "reward", form)
     error, states = met(cfg)
-    found = error.report["found"]
-    assert (found["what"], found["key"], found["place"]) == ("reward", "reward", {"env": 2, "step": 1, "env_step": 5})
+    entry = error.report["found"]
+    assert (entry["what"], entry["key"], entry["place"]) == ("reward", "reward", {"env": 2, "step": 1, "env_step": 5})
     assert error.report["met"][0] == "reward" and error.report["sample_step"] == 16 and len(states) == 2
     made = build(cfg)
     batch = made.algorithm.iterate(made, states[-1], TensorDict({}, []))[1]["steps"]
-    assert found["before"] == pytest.approx(float(batch["reward"][2, 0]), rel=1e-5)
+    assert entry["before"] == pytest.approx(float(batch["reward"][2, 0]), rel=1e-5)
     where = "first reward = nan in env 2, step 1 of the rollout, step 5 of that env"
-    assert f"{where}, last finite value {found['before']:.6g}; mend the environment" in str(error)
+    assert f"{where}, last finite value {entry['before']:.6g}; mend the environment" in str(error)
     error, states = met(run(algorithm, "observation", form))
-    found = error.report["found"]
-    assert (found["key"], found["place"]) == ("obs", {"env": 2, "step": 2, "env_step": 6})
-    assert found["value"] == [torch.inf] and found["before"] == pytest.approx(batch["obs"][2, 1].tolist(), rel=1e-5)
+    entry = error.report["found"]
+    assert (entry["key"], entry["place"]) == ("obs", {"env": 2, "step": 2, "env_step": 6})
+    assert entry["value"] == [torch.inf] and entry["before"] == pytest.approx(batch["obs"][2, 1].tolist(), rel=1e-5)
     assert error.report["met"][0] == "observation" and same(error.state, states[-1])
 
 
 def test_an_observation_at_a_time_limit_is_found_by_its_value():
     error, _ = met(run("ppo", "end"))
-    found = error.report["found"]
-    assert (found["key"], found["place"], found["before"]) == (
+    entry = error.report["found"]
+    assert (entry["key"], entry["place"], entry["before"]) == (
         "final_value",
         {"env": 2, "step": 1, "env_step": 5},
         None,
@@ -187,18 +187,18 @@ def test_what_learning_gives_is_found(case):
     steps = {} if algorithm == "apg" else {"algorithm.cfg.n_epochs": 1, "algorithm.cfg.batch_size": 16}
     cfg = run(algorithm, **steps)
     error, _ = met(cfg, spoilt(cfg, *path, value=value))
-    found = error.report["found"]
-    assert error.report["met"] == what and found["key"] == key
-    assert found["place"] == ({"step": 3} if algorithm == "apg" else {"epoch": 0, "minibatch": 0})
+    entry = error.report["found"]
+    assert error.report["met"] == what and entry["key"] == key
+    assert entry["place"] == ({"step": 3} if algorithm == "apg" else {"epoch": 0, "minibatch": 0})
     assert f"first {key} = " in str(error) and "lower the learning rate" in str(error)
 
 
 def test_a_loss_is_found_by_epoch_and_minibatch_with_the_value_before():
     cfg = run("ppo", **{"algorithm.cfg.learning_rate": 1e30, "algorithm.cfg.n_epochs": 3})
     error, _ = met(cfg)
-    found = error.report["found"]
-    assert found["place"]["epoch"] == 0 and found["place"]["minibatch"] == 1 and found["what"] == "loss"
-    assert torch.isfinite(torch.tensor(found["before"])) and "in epoch 0, minibatch 1, last finite value" in str(error)
+    entry = error.report["found"]
+    assert entry["place"]["epoch"] == 0 and entry["place"]["minibatch"] == 1 and entry["what"] == "loss"
+    assert torch.isfinite(torch.tensor(entry["before"])) and "in epoch 0, minibatch 1, last finite value" in str(error)
 
 
 def test_masked_steps_and_what_is_not_used_do_not_count():
@@ -386,11 +386,11 @@ def test_gymnasium_stops_in_the_same_iteration_and_says_what_cannot_be_repeated(
     cfg = drifting(fault, "stop", strict=True)  # what it observes is NaN, so is the next action: it is not taken
     with pytest.raises(NotFiniteError, match="; the state before it is in ") as error:
         train(init_state(cfg), cfg, tmp_path / "run", progress=False)
-    found, before = error.value.report["found"], load(tmp_path / "run" / "checkpoints" / "step_8")[0]
+    entry, before = error.value.report["found"], load(tmp_path / "run" / "checkpoints" / "step_8")[0]
     env, reached = odd_seeds(cfg)[0], {"obs": (1, 3), "reward": (0, 2)}[fault]
     place = dict(zip(("env", "step", "env_step"), (env, *reached), strict=True))
     last = {"obs": before["env", "obs"][env].tolist(), "reward": float(before["env", "reward"][env])}[fault]
-    assert (found["key"], found["place"], found["before"]) == (fault, place, last)
+    assert (entry["key"], entry["place"], entry["before"]) == (fault, place, last)
     assert error.value.report["met"][0] == {"obs": "observation", "reward": "reward"}[fault]
     crash = load(tmp_path / "run" / "crash")[0]
     assert same(crash.exclude("env"), before.exclude("env")) and torch.equal(crash["env", "obs"], before["env", "obs"])
@@ -403,8 +403,8 @@ def test_an_action_that_no_environment_is_given_is_found_in_the_middle_of_a_roll
     cfg = drifting("obs", "stop", strict=True).replace(**{"trainer.buffer_size": 8})
     error, states = met(cfg)
     place = {"env": odd_seeds(cfg)[0], "step": 3, "env_step": 3}
-    found = error.report["found"]
-    assert (found["place"], found["value"][0] != found["value"][0], found["before"]) == (place, True, [2.0])
+    entry = error.report["found"]
+    assert (entry["place"], entry["value"][0] != entry["value"][0], entry["before"]) == (place, True, [2.0])
     assert "nan] in env" in str(error) and "step 3 of the rollout, step 3 of that env" in str(error) and not states
 
 
@@ -429,13 +429,13 @@ def test_on_gymnasium_what_policy_and_learning_give_is_found_in_the_batch_itself
     state[path] = torch.full_like(state[path], torch.nan)
     with pytest.warns(UserWarning) if what == "loss" else nullcontext():
         error, _ = met(cfg, state)
-    found = error.report["found"]
+    entry = error.report["found"]
     expected = {
         "action": ("action", {"env": 0, "step": 0, "env_step": 0}),
         "log_prob": ("sample_log_prob", {"env": 0, "step": 0, "env_step": 0}),
         "loss": ("loss", {"epoch": 0, "minibatch": 0}),
     }
-    assert (found["key"], found["place"]) == expected[what] and int(error.state["sample_step"]) == 0
+    assert (entry["key"], entry["place"]) == expected[what] and int(error.state["sample_step"]) == 0
 
 
 def test_the_check_of_actions_leaves_compiled_functions_valid_for_the_next_iteration():

@@ -91,8 +91,8 @@ def test_vmapped_seeds_equal_single_ones():
     iteration = make_iteration(cfg)
     stacked, _ = torch.vmap(iteration, randomness="error")(torch.stack([s.clone() for s in states]))
     for i, state in enumerate(states):
-        alone, _ = iteration(state)
-        for name, leaf in alone.flatten_keys("/").items():
+        single, _ = iteration(state)
+        for name, leaf in single.flatten_keys("/").items():
             close(stacked.flatten_keys("/")[name][i], leaf, tol=1e-4)
 
 
@@ -221,12 +221,12 @@ def test_runs_are_compared_by_the_choices_that_shape_their_graphs(algorithm):
     env = {"name": "point_mass"} if algorithm == "apg" else {"name": "cartpole"}
     cfg = small(**{"env": env, "algorithm": {"name": algorithm, "cfg": kinds[algorithm]}})
     fields = type(cfg.algorithm.cfg).model_fields
-    given = {
+    changes = {
         key: value for key, value in ALIKE.items() if not key.startswith("algorithm") or key.split(".")[-1] in fields
     }
     if algorithm == "ppo":
-        given["algorithm.cfg.lr_scheduler"] = {"name": "step", "kwargs": {"gamma": 0.9}}
-    runs = build(cfg), build(cfg.replace(**given))
+        changes["algorithm.cfg.lr_scheduler"] = {"name": "step", "kwargs": {"gamma": 0.9}}
+    runs = build(cfg), build(cfg.replace(**changes))
     assert runs[0] == runs[1] and hash(runs[0]) == hash(runs[1])
     for key, value in SHAPING.items():
         if not key.startswith("algorithm") or key.split(".")[-1] in fields:

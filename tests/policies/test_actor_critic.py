@@ -195,8 +195,8 @@ def test_batch_axes_are_free(name, kind):
     if policy.value is not None:
         assert policy.value(params, EMPTY, _obs().reshape(3, 2, 3)).shape == (3, 2)
     if policy.compiles:
-        alone = policy.act(params, EMPTY, _obs()[4], noise[4])[1]
-        close(alone["action"], flat["action"][4].detach())
+        single = policy.act(params, EMPTY, _obs()[4], noise[4])[1]
+        close(single["action"], flat["action"][4].detach())
 
 
 @pytest.mark.parametrize(("name", "kind"), ALL)

@@ -27,8 +27,8 @@ def test_density_integrates_to_one(mean, log_std):
     head, n = make_head(box(-2.0, 3.0, 1), True), 20_001
     latent = torch.linspace(-12.0, 12.0, n, dtype=torch.float64)
     action = (0.5 + 2.5 * latent.tanh()).unsqueeze(-1)
-    given = (torch.tensor([log_std]).double(), torch.full((n, 1), mean).double())
-    density = head.log_prob(*given, action).exp() * (1.0 - latent.tanh().square())
+    inputs = (torch.tensor([log_std]).double(), torch.full((n, 1), mean).double())
+    density = head.log_prob(*inputs, action).exp() * (1.0 - latent.tanh().square())
     close(torch.trapezoid(density, latent), 1.0, tol=1e-6)
 
 

@@ -138,18 +138,18 @@ def test_whoever_draws_runs_eager_and_the_others_compiled(monkeypatch):
 
 
 def test_noise_is_that_of_the_keys_and_none_if_deterministic():
-    given = []
+    calls = []
 
     class Listens(ActsOnNoise):
         def get_action(self, tensordict, deterministic=False, noise=None):
-            given.append((deterministic, noise))
+            calls.append((deterministic, noise))
             return super().get_action(tensordict, deterministic, noise)
 
     policy = _policy(Listens, CHOICE)
     params, keys = policy.init(rng.key(0)), rng.split(rng.key(1), 6)
     policy.act(params, EMPTY, torch.zeros(6, 3), policy.draw(keys))
     policy.act(params, EMPTY, torch.zeros(6, 3), None)
-    (sampled, noise), (mode, none) = given[-2:]
+    (sampled, noise), (mode, none) = calls[-2:]
     assert (sampled, mode, none) == (False, True, None)
     assert torch.equal(noise, rng.gumbel(keys, (4,)))
 

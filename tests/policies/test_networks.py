@@ -186,7 +186,7 @@ def test_buffers_frozen_and_tied_weights(variant):
         frozen = Buffered().frozen
     x, w = torch.linspace(-1.0, 1.0, 6).reshape(2, 3), weights["first.weight"]
     close(variant(net.forward)(weights, x), x @ w.T @ w.T * frozen + torch.tensor([1.0, 2.0, 3.0]))
-    grads = torch.func.grad(lambda given: net.forward(given, x).sum())(weights)
+    grads = torch.func.grad(lambda params: net.forward(params, x).sum())(weights)
     assert list(grads.keys()) == ["first.weight"]
     both = torch.autograd.grad((x @ (v := w.clone().requires_grad_()).T @ v.T * frozen).sum(), v)[0]
     close(grads["first.weight"], both)

@@ -44,12 +44,12 @@ def wait(run: Run, holds: Callable[[], bool]) -> None:
 
 def marked(mark: str) -> list[int]:
     """Processes that were started with this mark in their environment."""
-    found = []
+    pids = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):
             if f"{MARK}={mark}".encode() in path.read_bytes():
-                found.append(int(path.parent.name))
-    return found
+                pids.append(int(path.parent.name))
+    return pids
 
 
 def no_orphan(mark: str) -> None:
@@ -218,18 +218,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", default=list(FAULTS), choices=list(FAULTS))
     parser.add_argument("--keep", action="store_true", help="write the figures to RESULTS.md")
-    given, results = parser.parse_args(), []
+    args, results = parser.parse_args(), []
     sys.path[:0] = [str(ROOT / "tests")]
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests"), str(ROOT), os.environ.get("PYTHONPATH", "")])
     from support import fake_gymnasium_envs  # noqa: F401  (registers Count-v0)
 
-    for name in given.only:
+    for name in args.only:
         folder = Path(tempfile.mkdtemp(prefix=f"{name}_"))
         line = FAULTS[name](folder).replace(str(folder), "<folder>")
         results.append(f"- {name}: {line}")
         print(results[-1], flush=True)
         shutil.rmtree(folder)
-    if given.keep:
+    if args.keep:
         kept("Faults", "\n".join(results))
 
 

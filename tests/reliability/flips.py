@@ -77,15 +77,15 @@ def main() -> None:
     parser.add_argument("--cuts", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", action="store_true", help="write the figures to RESULTS.md")
-    given = parser.parse_args()
-    counts, lines = flips(given.flips, given.cuts, given.seed), []
+    args = parser.parse_args()
+    counts, lines = flips(args.flips, args.cuts, args.seed), []
     for kind in ("flips", "truncations"):
         files = sorted({name for k, name, _ in counts if k == kind})
         by_file = ", ".join(f"{name} {counts[kind, name, True]}" for name in files)
         missed = sum(count for (k, _, ok), count in counts.items() if k == kind and not ok)
         lines.append(f"{kind}: {sum(counts[kind, n, True] for n in files)} caught ({by_file}), {missed} not.")
     print("\n".join(lines))
-    if given.keep:
+    if args.keep:
         kept("Damaged checkpoints", "\n".join(lines))
     if any(not ok for _, _, ok in counts):
         raise SystemExit(1)

@@ -55,11 +55,11 @@ def kills(count: int, seed: int, folder: Path, deadline: float) -> dict[str, int
         if not killed(run, at, draw, inside, seconds):
             shutil.rmtree(at)
             continue
-        found = bool(traces(at))
-        if inside and not found and counts["outside of one"] >= count // 2:  # enough of these: it does not count
+        saving = bool(traces(at))
+        if inside and not saving and counts["outside of one"] >= count // 2:  # enough of these: it does not count
             shutil.rmtree(at)
             continue
-        counts["inside a save" if found else "outside of one"] += 1
+        counts["inside a save" if saving else "outside of one"] += 1
         counts["before the first checkpoint"] += steps_logged(at / "run") < 64
         status = gone_on(at)
         assert status == 0, (at / "out.txt").read_text()
@@ -78,9 +78,9 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=120.0, help="begin no further kill after so long")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", action="store_true", help="write the figures to RESULTS.md")
-    given, before = parser.parse_args(), time.monotonic()
+    args, before = parser.parse_args(), time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="kills_"))
-    counts = kills(given.kills, given.seed, folder, before + 60.0 * given.minutes)
+    counts = kills(args.kills, args.seed, folder, before + 60.0 * args.minutes)
     inside, outside = counts["inside a save"], counts["outside of one"]
     if counts["same bits"] == inside + outside:
         shutil.rmtree(folder)
@@ -91,7 +91,7 @@ def main() -> None:
         f"{time.monotonic() - before:.0f} s."
     )
     print(figures)
-    if given.keep:
+    if args.keep:
         kept("kill -9", figures)
     if counts["same bits"] < inside + outside:
         raise SystemExit(1)

@@ -142,8 +142,8 @@ def mutated_tree(draw: random.Random, pool: Pool, data: Any) -> Any:
         changed = [put(data, path, value) for path, value in draw.choice(pool.changes).items()]
     for _ in range(draw.choice([1, 1, 1, 2, 3])):
         near = [spot for part, key in changed if key in part for spot in ((part, key), *spots(part[key]))]
-        if found := near if near and draw.random() < 0.8 else list(spots(data)):
-            mutate(draw, pool, data, *draw.choice(found))
+        if candidates := near if near and draw.random() < 0.8 else list(spots(data)):
+            mutate(draw, pool, data, *draw.choice(candidates))
     return data
 
 
@@ -185,8 +185,8 @@ def mutated_file(draw: random.Random, pool: Pool, data: Any) -> tuple[bytes, str
 def _deep(text: str) -> str:
     """With placeholders turned into what is nested so deep, which no encoder writes."""
 
-    def nested(found: re.Match) -> str:
-        opens, closes = {"[": ("[", "]"), "{": ('{"a": ', "}")}[found[2]]
-        return opens * int(found[1]) + "1" + closes * int(found[1])
+    def nested(match: re.Match) -> str:
+        opens, closes = {"[": ("[", "]"), "{": ('{"a": ', "}")}[match[2]]
+        return opens * int(match[1]) + "1" + closes * int(match[1])
 
     return re.sub(r"""['"]?@deep(\d+)([\[{])@['"]?""", nested, text)

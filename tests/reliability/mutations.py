@@ -105,29 +105,31 @@ def beginning(path: Path, out: str) -> bool:
 
 def tried(number: int, path: Path, watch: Watch, begin: bool) -> Outcome:
     """Check one file; if that accepts it and it is to `begin`, train it for one bounded iteration too."""
-    before, began, lines, found = time.process_time(), False, [], []
+    before, began, lines, problems = time.process_time(), False, [], []
     signal.setitimer(signal.ITIMER_PROF, 3 * SECONDS)
     try:
         with watch.within(None) as done:
             status, out, err = called("check", path.name)
-        found += done
+        problems += done
         lines, odd = faults(status, err)
         seconds = time.process_time() - before
         if status == 0 and begin and beginning(path, out):
-            began, given = True, [f"--{key}={json.dumps(value)}" for key, value in BOUNDED.items()]
+            began, args = True, [f"--{key}={json.dumps(value)}" for key, value in BOUNDED.items()]
             with watch.within(path.parent / "outputs") as done:
-                status, _, err = called("train", path.name, *given)
-            found += done
+                status, _, err = called("train", path.name, *args)
+            problems += done
             odd += faults(status, err)[1]
             shutil.rmtree(path.parent / "outputs", ignore_errors=True)
     except BaseException as error:
-        found.append(f"{type(error).__name__}: {str(error)[:300]}, {'begun' if began else 'checked'}: {_place(error)}")
+        problems.append(
+            f"{type(error).__name__}: {str(error)[:300]}, {'begun' if began else 'checked'}: {_place(error)}"
+        )
         odd, seconds = [], time.process_time() - before
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0.0)
-    found += [*odd, *([f"{seconds:.1f} s"] if seconds >= SECONDS else [])]
-    found += [f"the canary {place} exists" for place in _canaries(path.parent) if place.exists()]
-    return Outcome(number, "defect" if found else "refused" if lines else "ok", seconds, found or lines, began)
+    problems += [*odd, *([f"{seconds:.1f} s"] if seconds >= SECONDS else [])]
+    problems += [f"the canary {place} exists" for place in _canaries(path.parent) if place.exists()]
+    return Outcome(number, "defect" if problems else "refused" if lines else "ok", seconds, problems or lines, began)
 
 
 def _place(error: BaseException) -> str:
@@ -255,15 +257,15 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", action="store_true", help="write the figures to RESULTS.md")
-    given, folder = parser.parse_args(), Path(tempfile.mkdtemp(prefix="mutations_")).resolve()
+    args, folder = parser.parse_args(), Path(tempfile.mkdtemp(prefix="mutations_")).resolve()
     defects = 0
-    if unknown := {*given.configs} - {*names}:
+    if unknown := {*args.configs} - {*names}:
         parser.error(f"no shipped config: {', '.join(sorted(unknown))}")
-    for name in given.configs or names:
-        outcomes = mutated(name, given.count, given.seed, folder, given.begin)
+    for name in args.configs or names:
+        outcomes = mutated(name, args.count, args.seed, folder, args.begin)
         print(summary := summed(name, outcomes), flush=True)
         wrong = {kind(one.lines[0]): one for one in outcomes if one.end == "defect"}
-        if given.keep and not wrong:
+        if args.keep and not wrong:
             kept(f"Mutations of {name}", summary)
         defects += len(wrong)
         for one in wrong.values():

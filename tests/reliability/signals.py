@@ -85,23 +85,23 @@ def main() -> None:
     parser.add_argument("--signals", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", action="store_true", help="write the figures to RESULTS.md")
-    given, results = parser.parse_args(), []
+    args, results = parser.parse_args(), []
     for name in ("SIGTERM", "SIGINT"):
         folder = Path(tempfile.mkdtemp(prefix="signals_"))
         number = signal.Signals[name]
-        times = signals(given.signals, given.seed, folder, (number,))
+        times = signals(args.signals, args.seed, folder, (number,))
         shutil.rmtree(folder)
         count = len(times)
         results.append(
             f"{name} {count} times at random moments: {count} of {count} saved, exit status {128 + number}, resumed "
             f"bit for bit; longest {max(times):.2f} s, median {sorted(times)[count // 2]:.2f} s."
         )
-    folder, draw, count = Path(tempfile.mkdtemp(prefix="signals_")), random.Random(given.seed), -(-given.signals // 4)
+    folder, draw, count = Path(tempfile.mkdtemp(prefix="signals_")), random.Random(args.seed), -(-args.signals // 4)
     times = [stopped_compiling(folder / f"compiling_{n}", draw.uniform(0.0, 12.0)) for n in range(count)]
     shutil.rmtree(folder)
     results.append(f"SIGTERM {count} times within the first compilation: exit status 143; longest {max(times):.2f} s.")
     print("\n".join(results))
-    if given.keep:
+    if args.keep:
         kept("Signals", "\n".join(results))
 
 

@@ -164,13 +164,13 @@ def rates(samples: list[Sample]) -> Rates:
     return Rates(*np.array(rows).T)
 
 
-def drift(found: Rates, seconds: float) -> float:
+def drift(rates: Rates, seconds: float) -> float:
     """Percent of speed gained in so many seconds, by least squares, what the machine's load explains left out.
 
     log(rate) = a + b time + c neighbours + d log(yardstick)
     """
-    columns = (np.ones_like(found.seconds), found.seconds, found.neighbours, np.log(found.yardstick))
-    (_, slope, *_), *_ = np.linalg.lstsq(np.stack(columns, 1), np.log(found.per_cpu_second), rcond=None)
+    columns = (np.ones_like(rates.seconds), rates.seconds, rates.neighbours, np.log(rates.yardstick))
+    (_, slope, *_), *_ = np.linalg.lstsq(np.stack(columns, 1), np.log(rates.per_cpu_second), rcond=None)
     return 100.0 * float(np.expm1(slope * seconds))
 
 
@@ -225,10 +225,10 @@ def main() -> None:
     parser.add_argument("--memory", type=float, default=2.0, help="percent that memory may grow")
     parser.add_argument("--speed", type=float, default=5.0, help="percent that speed may change; inf: any")
     parser.add_argument("--keep", action="store_true", help="write the figures to RESULTS.md")
-    given = parser.parse_args()
+    args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="soak_"))
-    samples = watched(folder, 3600.0 * given.hours, given.every, given.period)
-    verdict = judged(samples, given.memory, given.speed)
+    samples = watched(folder, 3600.0 * args.hours, args.every, args.period)
+    verdict = judged(samples, args.memory, args.speed)
     hours = (samples[-1].seconds - samples[0].seconds) / 3600
     lines = [f"{hours:.2f} hours, {samples[-1].steps:,} env steps, {len(samples)} samples; second and last quarter:"]
     lines += [f"- {one.text}{'' if one.well else ' (NOT flat)'}" for one in verdict]
@@ -236,7 +236,7 @@ def main() -> None:
     if not all(one.well for one in verdict):
         raise SystemExit(f"1: {folder}")
     shutil.rmtree(folder)
-    if given.keep:
+    if args.keep:
         from runs import kept
 
         kept("Soak", "\n".join(lines))

@@ -65,8 +65,8 @@ def test_compiled_ranks_learn_what_one_does(tmp_path):
 
 @pytest.mark.long
 def test_all_compiled_ranks_hold_the_same_weights(tmp_path):
-    found = both(["usual", "gradients"], "on", tmp_path)
-    assert all(distance(first, second, "params") == 0.0 for _, first, second in found.values())
+    results = both(["usual", "gradients"], "on", tmp_path)
+    assert all(distance(first, second, "params") == 0.0 for _, first, second in results.values())
 
 
 SUMS = """
@@ -181,8 +181,8 @@ def test_the_iteration_that_ends_all_ranks_is_repeated_by_as_many(tmp_path):
     keys = {"env.name": "spoilt", "trainer.num_envs": 2, "trainer.buffer_size": 5, "trainer.compile": "off"}
     keys |= {"env.cfg": {}, "trainer.enable_eval": False}
     (tmp_path / "x.json").write_text(json.dumps(ecrl.load_config(name).model_dump(mode="json")))
-    given = [text for key, value in keys.items() for text in (f"--{key}", json.dumps(value))]
-    train = ["-c", SPOILT, "train", str(tmp_path / "x.json"), "--distributed", "--run-dir", str(crash.parent), *given]
+    args = [text for key, value in keys.items() for text in (f"--{key}", json.dumps(value))]
+    train = ["-c", SPOILT, "train", str(tmp_path / "x.json"), "--distributed", "--run-dir", str(crash.parent), *args]
     processes = launched(2, train)
     outputs = [process.communicate(timeout=PATIENCE_S)[0] for process in processes]
     assert [process.returncode for process in processes] == [2, 2], outputs
@@ -195,8 +195,8 @@ def test_the_iteration_that_ends_all_ranks_is_repeated_by_as_many(tmp_path):
         and "rank 1: eager, step by step: iteration 1" in second
     )
     assert "first reward = nan in env 2, step 1 of the rollout, step 6 of that env" in second
-    (alone,) = ended(launched(1, ["-c", SPOILT, "replay", str(crash)]))
-    assert alone.splitlines()[-1] == f"the iteration had 2 ranks, this command has 1; repeat it with: {again}"
+    (output,) = ended(launched(1, ["-c", SPOILT, "replay", str(crash)]))
+    assert output.splitlines()[-1] == f"the iteration had 2 ranks, this command has 1; repeat it with: {again}"
 
 
 ON_THE_HOST = """
@@ -230,8 +230,8 @@ def test_all_ranks_stop_where_an_environment_on_the_host_of_one_pays_nan(tmp_pat
     path.write_text(json.dumps(ecrl.load_config("configs/pendulum_ppo.json").model_dump(mode="json")))
     keys = {"env.name": "gymnasium", "env.cfg": {"id": "Spoilt-v0"}, "trainer.num_envs": 2, "trainer.buffer_size": 5}
     keys |= {"trainer.compile": "off", "trainer.enable_eval": False}
-    given = [text for key, value in keys.items() for text in (f"--{key}", json.dumps(value))]
-    train = ["-c", ON_THE_HOST, "train", str(path), "--distributed", "--run-dir", str(crash.parent), *given]
+    args = [text for key, value in keys.items() for text in (f"--{key}", json.dumps(value))]
+    train = ["-c", ON_THE_HOST, "train", str(path), "--distributed", "--run-dir", str(crash.parent), *args]
     processes = launched(2, train)
     outputs = [process.communicate(timeout=PATIENCE_S)[0] for process in processes]
     assert [process.returncode for process in processes] == [2, 2], outputs
@@ -338,8 +338,8 @@ def test_rank_0_alone_writes_and_a_run_resumes_bit_for_bit(tmp_path):
     train = ["-m", "ecrl", "train", str(path), "--run-dir"]
     outputs = ended(launched(2, [*train, str(tmp_path / "whole")]))
     assert "world size 2" in outputs[0] and outputs[1] == ""
-    found = sorted(p.name for p in (tmp_path / "whole" / "checkpoints").glob("step_*"))
-    assert "step_256" in found and "step_768" in found
+    checkpoints = sorted(p.name for p in (tmp_path / "whole" / "checkpoints").glob("step_*"))
+    assert "step_256" in checkpoints and "step_768" in checkpoints
     rows = [json.loads(row) for row in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
     steps = [row["sample_step"] for row in rows if row["log_type"] == "train"]
     assert steps == [128 * (i + 1) for i in range(6)]

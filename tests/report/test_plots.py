@@ -35,12 +35,12 @@ def curves(*paths, metric="eval/avg_reward"):
 
 def test_a_real_runs_rows_are_a_curve(tmp_path):
     list(with_jsonl(iter(RECORDS), tmp_path / "metrics.jsonl"))
-    (found,) = curves(tmp_path, metric="charts/episode_reward_avg_100")
-    assert (found.steps.tolist(), found.values.tolist()) == ([20.0], [7.0]), (
+    (curve,) = curves(tmp_path, metric="charts/episode_reward_avg_100")
+    assert (curve.steps.tolist(), curve.values.tolist()) == ([20.0], [7.0]), (
         "null, before any episode ended, is left out"
     )
-    assert 0 <= found.minutes[0] < 1
-    assert found.label == tmp_path.name, "without a config"
+    assert 0 <= curve.minutes[0] < 1
+    assert curve.label == tmp_path.name, "without a config"
 
 
 def test_rows_that_are_not_in_order_are_refused(tmp_path):
@@ -53,10 +53,10 @@ def test_rows_that_are_not_in_order_are_refused(tmp_path):
 
 def test_what_is_no_number_any_more_is_told_and_not_above(tmp_path):
     folder = run(tmp_path / "a", values=(None, 2.0, float("nan"), None))
-    (found,) = curves(folder)
-    assert found.steps.tolist() == [20.0, 30.0, 40.0], "what was before the first number is left out"
-    assert np.isnan(found.values).tolist() == [False, True, True]
-    (line,) = summary([[found]], 1.0)
+    (curve,) = curves(folder)
+    assert curve.steps.tolist() == [20.0, 30.0, 40.0], "what was before the first number is left out"
+    assert np.isnan(curve.values).tolist() == [False, True, True]
+    (line,) = summary([[curve]], 1.0)
     assert line == "a: nan after 40 env steps, 4.0 minutes; not a number at 30 env steps; does not stay above 1"
 
 
@@ -108,17 +108,17 @@ def test_one_seed_given_twice_is_said(tmp_path):
 
 def test_a_band_is_of_what_all_seeds_reached_and_reads_between_points():
     x = np.array([0.0, 1.0, 2.0, 3.0])
-    found = band([(x, 2 * x), (x[:3], 4 * x[:3]), (np.array([0.5, 2.5]), np.array([3.0, 15.0]))])
-    assert found.x.tolist() == [0.5, 1.0, 2.0]
-    assert found.middle.tolist() == [2.0, 4.0, 8.0]  # (2 + 4 + 6) / 3 times x: three seeds have no outer quarters
-    assert found.low.tolist() == [1.0, 2.0, 4.0] and found.high.tolist() == [3.0, 6.0, 12.0]  # 1 in 27 above 2.5 %
+    actual = band([(x, 2 * x), (x[:3], 4 * x[:3]), (np.array([0.5, 2.5]), np.array([3.0, 15.0]))])
+    assert actual.x.tolist() == [0.5, 1.0, 2.0]
+    assert actual.middle.tolist() == [2.0, 4.0, 8.0]  # (2 + 4 + 6) / 3 times x: three seeds have no outer quarters
+    assert actual.low.tolist() == [1.0, 2.0, 4.0] and actual.high.tolist() == [3.0, 6.0, 12.0]  # 1 in 27 above 2.5 %
 
 
 def test_many_points_become_an_even_grid():
     x = np.linspace(0.0, 1.0, 1001) ** 2
-    found = band([(x, x)] * 3)
-    assert len(found.x) == 200 and np.ptp(np.diff(found.x)) < 1e-12
-    np.testing.assert_allclose(found.middle, found.x, atol=1e-6)
+    actual = band([(x, x)] * 3)
+    assert len(actual.x) == 200 and np.ptp(np.diff(actual.x)) < 1e-12
+    np.testing.assert_allclose(actual.middle, actual.x, atol=1e-6)
 
 
 def test_seeds_that_share_no_stretch_have_an_empty_band():
@@ -190,9 +190,9 @@ def test_a_picture_has_two_panels_lines_for_two_seeds_and_a_band_for_three(tmp_p
 def test_a_peers_file_is_a_curve(name, text, tmp_path):
     (tmp_path / name).write_text(text)
     for metric in ("eval/avg_reward", "charts/episode_reward_avg_100", "return"):
-        (found,) = curves(tmp_path / name, metric=metric)
-        assert (found.label, found.steps.tolist(), found.values.tolist()) == ("sb3", [10.0, 20.0], [4.5, 5.0])
-        assert found.minutes.tolist() == [0.5, 1.0]
+        (curve,) = curves(tmp_path / name, metric=metric)
+        assert (curve.label, curve.steps.tolist(), curve.values.tolist()) == ("sb3", [10.0, 20.0], [4.5, 5.0])
+        assert curve.minutes.tolist() == [0.5, 1.0]
 
 
 def test_seeds_of_a_peer_are_one_group(tmp_path):

@@ -40,8 +40,8 @@ def every_resample(values, level):
 @pytest.mark.parametrize("level", [0.95, 0.5])
 def test_interval_is_that_of_all_resamples(level):
     values = np.array([1.0, 2.0, 4.0, 8.0, 16.0])  # 3125 resamples
-    found = bootstrap_interval(values, np.random.default_rng(0), 200_000, level)
-    np.testing.assert_allclose(found, every_resample(values, level), atol=0.15)
+    interval = bootstrap_interval(values, np.random.default_rng(0), 200_000, level)
+    np.testing.assert_allclose(interval, every_resample(values, level), atol=0.15)
 
 
 def test_interval_of_three_by_hand():

@@ -89,12 +89,12 @@ def test_gymnasium_gives_nearly_the_same_as_our_twin(env, gym_id):
         **{"env": {"name": env}, "trainer.num_eval_envs": 25, "trainer.iterations": 8, "trainer.buffer_size": 64}
     )
     state = last_state(cfg)
-    ours, theirs = (evaluate(state, cfg, num_episodes=50, env=e) for e in (None, f"gymnasium:{gym_id}"))
-    spread = ours["eval/std_reward"] + 1.0
+    actual, expected = (evaluate(state, cfg, num_episodes=50, env=e) for e in (None, f"gymnasium:{gym_id}"))
+    spread = actual["eval/std_reward"] + 1.0
     assert (
-        abs(ours["eval/avg_reward"] - theirs["eval/avg_reward"]) < spread
+        abs(actual["eval/avg_reward"] - expected["eval/avg_reward"]) < spread
     )  # 50 episodes: 5 standard errors are 0.7 spread
-    assert theirs == evaluate(state, cfg, num_episodes=50, env=f"gymnasium:{gym_id}")
+    assert expected == evaluate(state, cfg, num_episodes=50, env=f"gymnasium:{gym_id}")
 
 
 def test_gymnasium_environments_are_closed_whatever_happens(monkeypatch):

@@ -328,6 +328,6 @@ def test_a_recurrent_policy_takes_and_gives_its_memory(tmp_path):
             assert torch.equal(action, out["action"])
             close(h, carry["h"])
         session = pytest.importorskip("onnxruntime").InferenceSession(str(tmp_path / "policy.onnx"))
-        given = {"obs": obs.numpy(), "is_first": ~is_first.numpy(), "carry_h": h.numpy()}
+        inputs = {"obs": obs.numpy(), "is_first": ~is_first.numpy(), "carry_h": h.numpy()}
         first = policy.act(state["params"], policy.init_carry(state["params"], 5), obs, None)[0]["h"]
-        close(torch.as_tensor(session.run(["next_carry_h"], given)[0]), first)
+        close(torch.as_tensor(session.run(["next_carry_h"], inputs)[0]), first)

@@ -292,7 +292,7 @@ def test_videos_of_training(tmp_path, drawn):
 
 def test_a_run_without_a_folder_makes_no_videos(drawn, monkeypatch):
     begun = []
-    monkeypatch.setattr(video_writer, "write_video", lambda *given: begun.append(given))
+    monkeypatch.setattr(video_writer, "write_video", lambda *args: begun.append(args))
     cfg = filmed_run({"t": film(name="t")}, {"e": film(name="e")})
     train(init_state(cfg), cfg, progress=False)
     assert not begun

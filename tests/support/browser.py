@@ -15,7 +15,7 @@ def start_browser() -> Iterator[Any]:
     if CHROMIUM is None:
         pytest.skip("no chromium")
     with playwright.sync_playwright() as made:
-        given = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
-        browser = made.chromium.launch(executable_path=CHROMIUM, args=given)
+        flags = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+        browser = made.chromium.launch(executable_path=CHROMIUM, args=flags)
         yield browser
         browser.close()

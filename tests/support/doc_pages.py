@@ -29,7 +29,7 @@ class Block(NamedTuple):
 
 def blocks(page: str) -> list[Block]:
     """All blocks of a page, in order."""
-    return [Block(*found) for found in _BLOCK.findall((ROOT / page).read_text())]
+    return [Block(*match) for match in _BLOCK.findall((ROOT / page).read_text())]
 
 
 def commands(block: Block) -> list[str]:

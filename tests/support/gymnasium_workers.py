@@ -19,7 +19,7 @@ ZERO = torch.zeros(4, dtype=torch.int64)
 
 def children(parent: int | None = None) -> set[int]:
     """Processes that this one started and that run."""
-    found = set()
+    pids = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             pid, rest = stat.read_text().split(" (", 1)
@@ -27,8 +27,8 @@ def children(parent: int | None = None) -> set[int]:
             continue
         state, its_parent = rest.rsplit(") ", 1)[1].split()[:2]
         if int(its_parent) == (parent or os.getpid()) and state != "Z":
-            found.add(int(pid))
-    return found
+            pids.add(int(pid))
+    return pids
 
 
 @pytest.fixture(autouse=True)

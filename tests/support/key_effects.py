@@ -85,8 +85,8 @@ def evaluations(changes: Changes) -> list[Any]:
     records = train_iter(init_state(cfg), cfg)
     records = with_evaluation(records, cfg) if cfg.trainer.enable_eval else records
     with FEW_STEPS:
-        found = [record for record in records if record["log_type"] == "evaluate"]
-    logs = [(record["sample_step"], {name: float(x) for name, x in record["logs"].items()}) for record in found]
+        evaluated = [record for record in records if record["log_type"] == "evaluate"]
+    logs = [(record["sample_step"], {name: float(x) for name, x in record["logs"].items()}) for record in evaluated]
     assert all(value == value for _, log in logs for value in log.values())
     return logs
 

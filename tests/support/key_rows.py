@@ -113,10 +113,10 @@ def network(place: str) -> list[Row]:
     """The perceptron as one of the networks of a policy."""
     keys = {"hidden_sizes": [4], "activation": "relu", "last_activation": "tanh", "use_layernorm": True}
     keys["orthogonal_init"] = 0.5
-    found = [Row(f"network.mlp.{key}", value, {}, path=f"{place}.{key}") for key, value in keys.items()]
+    rows = [Row(f"network.mlp.{key}", value, {}, path=f"{place}.{key}") for key, value in keys.items()]
     for key, value in (("last_activation", "relu"), ("orthogonal_init", [0.5, 2.0])):  # beside None, another one
-        found.append(Row(f"network.mlp.{key}", value, {f"{place}.{key}": keys[key]}, path=f"{place}.{key}"))
-    return [*found, Row("network.mlp.dropout_p", 0.1, {}, refused("dropout_p=0.1, expected 0"), f"{place}.dropout_p")]
+        rows.append(Row(f"network.mlp.{key}", value, {f"{place}.{key}": keys[key]}, path=f"{place}.{key}"))
+    return [*rows, Row("network.mlp.dropout_p", 0.1, {}, refused("dropout_p=0.1, expected 0"), f"{place}.dropout_p")]
 
 
 POLICIES = [

@@ -41,7 +41,7 @@ def fields(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, type[Base
     """(dotted key, the model it is a field of, the field) of everything below a section that is no section itself."""
     for name, field in model.model_fields.items():
         place, inner = _first(model, name) if _of_tasks(model) else prefix, list(_models(field.annotation))
-        key, sections = f"{place}.{name}".removeprefix("."), [found for found in inner if found[0] not in _PARTS]
+        key, sections = f"{place}.{name}".removeprefix("."), [pair for pair in inner if pair[0] not in _PARTS]
         if not inner or (sections and _of_tasks(model)):
             yield key, model, name
         for section, many in sections:
@@ -50,15 +50,15 @@ def fields(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, type[Base
 
 def ours() -> dict[str, type[BaseModel]]:
     """The Config models of the built-in parts by `kind.name`; a part with a second name is there once."""
-    found, seen = {}, set()
+    configs, seen = {}, set()
     for kind in KINDS:
         for name in sorted(registered(kind), key=str.lower):
             entry = lookup(kind, name)
             make = getattr(entry.make, "__wrapped__", entry.make)
             if make.__module__.startswith("ecrl.") and make not in seen:
                 seen.add(make)
-                found[f"{kind}.{name}"] = entry.config
-    return found
+                configs[f"{kind}.{name}"] = entry.config
+    return configs
 
 
 def walked() -> list[tuple[str, type[BaseModel], str]]:
