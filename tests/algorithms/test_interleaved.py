@@ -161,10 +161,10 @@ def numbered(first: int, lines: int) -> TensorDict:
 @pytest.mark.parametrize("capacity", [6, 7, 20])
 def test_rows_are_read_from_the_block_or_the_ring_as_a_list_has_them(capacity):
     """A plain list of the last rows, each at its place modulo the capacity, over several iterations of 3 turns."""
-    turns, lines, taken = 3, 2, 0
-    replay, expected = empty(capacity, turns, lines), {}
+    num_turns, lines, taken = 3, 2, 0
+    replay, expected = empty(capacity, num_turns, lines), {}
     for _ in range(4):
-        for _ in range(turns):
+        for _ in range(num_turns):
             replay = add_rows(replay, numbered(taken, lines))._replace(is_complete=False)
             for row in range(taken, taken + lines):
                 expected[row % capacity] = float(row)
@@ -175,11 +175,11 @@ def test_rows_are_read_from_the_block_or_the_ring_as_a_list_has_them(capacity):
             rows = read_rows(replay, index)
             assert rows["x"][:, 0].tolist() == [expected[int(i)] for i in index]
             assert rows["deep", "y"].shape == (count, 1, 2) and torch.equal(rows["deep", "y"][..., 1], -rows["x"])
-        place = (replay.start + torch.arange(turns * lines)) % capacity
+        place = (replay.start + torch.arange(num_turns * lines)) % capacity
         ring = replay.ring.clone()
         for path in ("x", ("deep", "y")):
             ring[path].index_copy_(0, place, replay.block[path].flatten(0, 1))
-        replay = empty(capacity, turns, lines)._replace(ring=ring, start=torch.tensor(taken))
+        replay = empty(capacity, num_turns, lines)._replace(ring=ring, start=torch.tensor(taken))
     assert list(read_rows(replay, torch.tensor([0]), "deep").keys()) == ["deep"]
 
 

@@ -56,14 +56,14 @@ def setup(rows: int = 8, mask: Any = None, params: Any = None, **cfg: Any) -> tu
     return Run(None, None, record, partial, scan, static_of(made, build(made).policy)), TensorDict(state, []), data  # pyright: ignore
 
 
-def learned(run: Run, state: TensorDict, rows: TensorDict, loss: Any, variant: Any, **whole: Any) -> Any:
+def learned(run: Run, state: TensorDict, rows: TensorDict, loss: Any, variant: Any, **settings: Any) -> Any:
     """`minibatch_sgd` with the KL as the distance; a loss of these tests takes `variant` in place of the policy."""
 
     def of_run(run: Run, *rest: Any) -> Any:
         return loss(variant, *rest)
 
     sgd = run.algorithm.choices.sgd
-    return minibatch_sgd(run, state, rows, of_run, sgd, whole=whole, distance="approx_kl", limit="target_kl")
+    return minibatch_sgd(run, state, rows, of_run, sgd, whole=settings, distance="approx_kl", limit="target_kl")
 
 
 def walk(kl_of: Any, params: TensorDict, batch: TensorDict, mask: torch.Tensor, hyper: TensorDict):

@@ -56,28 +56,28 @@ def test_a_race_finds_the_ratio_of_two_speeds(exact_sleep):
 
 def counted_turns(monkeypatch, contestants, **how):
     """The race's results and how often each did its work, turn by turn."""
-    asked = []
+    turns = []
 
     def turn(worker, times, real=pairs.turn):
-        asked.append((worker.name, times))
+        turns.append((worker.name, times))
         return real(worker, times)
 
     monkeypatch.setattr(pairs, "turn", turn)
-    return race(contestants, **how), asked
+    return race(contestants, **how), turns
 
 
 def test_turns_alternate_and_last_about_as_long_as_asked(exact_sleep, monkeypatch):
     both = [stand_in("sleeper", "a", seconds=0.01), stand_in("sleeper", "b", seconds=0.05)]
-    _, asked = counted_turns(monkeypatch, both, rounds=3, seconds=0.2)
-    assert [name for name, _ in asked] == ["a", "a", "b", "b", *"abab"]  # each calibrates once
-    assert asked[0][1] == asked[2][1] == 1
-    assert (asked[1][1], asked[3][1]) == (20, 4)
-    assert [times for _, times in asked[4:]] == [asked[1][1], asked[3][1]] * 2
+    _, turns = counted_turns(monkeypatch, both, rounds=3, seconds=0.2)
+    assert [name for name, _ in turns] == ["a", "a", "b", "b", *"abab"]  # each calibrates once
+    assert turns[0][1] == turns[2][1] == 1
+    assert (turns[1][1], turns[3][1]) == (20, 4)
+    assert [times for _, times in turns[4:]] == [turns[1][1], turns[3][1]] * 2
 
 
 def test_a_unit_longer_than_a_turn_is_not_done_twice_to_calibrate(monkeypatch):
-    (one,), asked = counted_turns(monkeypatch, [stand_in("sleeper", seconds=0.05)], rounds=2, seconds=0.05)
-    assert asked == [("sleeper", 1)] * 2
+    (one,), turns = counted_turns(monkeypatch, [stand_in("sleeper", seconds=0.05)], rounds=2, seconds=0.05)
+    assert turns == [("sleeper", 1)] * 2
     assert len(one.rates) == 2
 
 
@@ -299,10 +299,10 @@ def test_the_readme_has_the_ratios_of_end_to_end():
 @pytest.mark.parametrize("name", command.SUBJECTS)
 def test_a_picture_is_that_of_the_figures_beside_it(name, tmp_path):
     """Every word, mark and place is the same. Another matplotlib draws other pictures."""
-    own, kept = pytest.importorskip("matplotlib").__version__, ROOT / "benchmarks" / "results" / name
-    if f"Matplotlib v{own}," not in (drawn := kept.with_suffix(".svg").read_text()):
-        pytest.skip(f"drawn by another matplotlib than {own}")
-    rows = json.loads(kept.with_suffix(".json").read_text())["rows"]
+    version, published = pytest.importorskip("matplotlib").__version__, ROOT / "benchmarks" / "results" / name
+    if f"Matplotlib v{version}," not in (drawn := published.with_suffix(".svg").read_text()):
+        pytest.skip(f"drawn by another matplotlib than {version}")
+    rows = json.loads(published.with_suffix(".json").read_text())["rows"]
     command.write_picture(import_module(f"benchmarks.{name}").figure(rows), tmp_path / name)
     own_words, own_places = svg_parts((tmp_path / name).with_suffix(".svg").read_text())
     words, places = svg_parts(drawn)

@@ -44,11 +44,11 @@ def test_every_source_of_the_compiler_is_in_the_key(tmp_path, monkeypatch):
     for file in package.glob("*.py"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     monkeypatch.setattr(cache, "__file__", str(tmp_path / "cache.py"))
-    seen = {cache.sources_hash()}
+    hashes = {cache.sources_hash()}
     for file in sorted(tmp_path.glob("*.py")):
         file.write_text(file.read_text() + "# changed\n")
-        seen.add(cache.sources_hash())
-    assert len(seen) == 1 + len([*package.glob("*.py")]) > 10
+        hashes.add(cache.sources_hash())
+    assert len(hashes) == 1 + len([*package.glob("*.py")]) > 10
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="compiled runs need torch 2.13")

@@ -170,8 +170,8 @@ FUNCTIONS = {
 @pytest.mark.slow
 def test_functions_are_right_for_every_magnitude():
     size = torch.logspace(-37.9, 38, 4099, dtype=torch.float64)  # the normal numbers of float32
-    odd = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-42, 1e-9] * 8)
-    x = torch.cat((size.float(), -size.float(), odd))
+    special = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-42, 1e-9] * 8)
+    x = torch.cat((size.float(), -size.float(), special))
     values, ratios, divergence = choose_form("on", "cpu").jit(_functions)(x)
     for name, fn in FUNCTIONS.items():
         expected, actual = fn(x.double()).float(), values[name]
@@ -540,14 +540,14 @@ def _transposed(loop, x, y, xs):
     return loop(body, (x, y.t(), y), xs)
 
 
-def transposed_given(size):
+def transposed_inputs(size):
     x, xs = torch.arange(size * size).reshape(size, size).float(), torch.arange(1.0, 4.0).reshape(3, 1, 1)
     return x, x.flip(0) / 7.0, xs.expand(3, size, size).contiguous()
 
 
 @pytest.mark.parametrize("size", [1, 3, 70])  # 70: each has a buffer of its own
 def test_a_transposed_carry_is_right(size):
-    inputs = transposed_given(size)
+    inputs = transposed_inputs(size)
     actual, expected = graph_of(partial(_transposed, graph_scan), *inputs)(*inputs), _transposed(scan, *inputs)
     torch.testing.assert_close(actual, flatten(expected)[0])
 
@@ -565,7 +565,7 @@ def test_a_carry_with_gaps_or_of_one_number_is_right():
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [3, 70])
 def test_a_transposed_carry_is_right_in_cpp(size):
-    form, inputs = choose_form("on", "cpu"), transposed_given(size)
+    form, inputs = choose_form("on", "cpu"), transposed_inputs(size)
     torch.testing.assert_close(form.jit(_transposed, form.scan)(*inputs), _transposed(scan, *inputs))
 
 

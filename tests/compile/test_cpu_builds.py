@@ -143,13 +143,15 @@ def test_what_was_begun_is_ended_where_another_cannot_be(tmp_path):
 @pytest.mark.slow
 def test_inductor_builds_so_while_it_lasts(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    seen = []
-    monkeypatch.setattr(cpp_builds, "build", lambda lock, builders: seen.append(len(builders)) or build(lock, builders))
+    commands = []
+    monkeypatch.setattr(
+        cpp_builds, "build", lambda lock, builders: commands.append(len(builders)) or build(lock, builders)
+    )
     usual = codecache._worker_compile_cpp
     x = torch.rand(7, 11, generator=torch.Generator().manual_seed(0))
     result = choose_form("on", "cpu").jit(lambda x: (3.25 * x).sin().sum(0) - 0.125)(x)
     torch.testing.assert_close(result, (3.25 * x).sin().sum(0) - 0.125)
-    assert seen[-1] == 3 and codecache._worker_compile_cpp is usual
+    assert commands[-1] == 3 and codecache._worker_compile_cpp is usual
 
 
 def test_what_was_usual_is_put_back_after_an_exception():

@@ -24,7 +24,7 @@ def allocated(name):
     return _handle(name, "aoti_torch_empty_strided(1, size, stride, dtype, device, 0")
 
 
-def given(name, outer):
+def borrowed(name, outer):
     return _handle(name, f"aoti_torch_assign_tensors_out({outer}")
 
 
@@ -39,7 +39,7 @@ def loop(*lines):
 
 COUNTED = (
     "// subgraph: while_loop_cond_graph_0",
-    given("cond_arg", "count"),
+    borrowed("cond_arg", "count"),
     allocated("cond_buf"),
     "cpp_fused_lt_0((const int64_t*)(cond_arg.data_ptr()), (bool*)(cond_buf.data_ptr()));",
     "cond_arg.reset();",
@@ -47,7 +47,7 @@ COUNTED = (
     "AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_item_bool(result, &result_scalar));",
     "if (!result_scalar) break;",
     "// subgraph: while_loop_body_graph_0",
-    given("arg", "count"),
+    borrowed("arg", "count"),
     "AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_item_int64(arg, &u0_raw));",
     'if (!(u0 < 16L)) { throw std::runtime_error("..."); }',
 )
@@ -87,8 +87,8 @@ def test_what_leaves_the_turn_is_not(line):
 def test_what_is_only_read_is_read_in_place_and_what_is_handed_on_is_not():
     text = rewritten(
         loop(
-            given("read", "outer"),
-            given("passed", "other"),
+            borrowed("read", "outer"),
+            borrowed("passed", "other"),
             "cpp_fused_add_1((float*)(read.data_ptr()));",
             "read.reset();",
             "other.reset();",

@@ -85,7 +85,7 @@ def test_matrices_of_any_size_are_multiplied_in_single_precision_alike_by_any_th
     assert by == "linear" or all(torch.equal(product, products[1]) for product in products[2:])
 
 
-def _turns(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _two_products(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return graph_scan(lambda total, x, b: (total + x @ b, (x @ b, x @ x.t())), torch.zeros(20, 16), a, b)[1]
 
 
@@ -93,7 +93,7 @@ def _turns(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def test_what_a_loop_takes_in_a_turn_is_multiplied_where_it_lies():
     a, b = torch.linspace(-1.0, 1.0, 5 * 20 * 16).reshape(5, 20, 16), torch.linspace(0.0, 1.0, 256).reshape(16, 16)
     leaves, structure = flatten((a, b))
-    product, squared = compiled(_turns, structure, leaves)[0](a, b)
+    product, squared = compiled(_two_products, structure, leaves)[0](a, b)
     close(product, a @ b, tol=1e-5)
     close(squared, a @ a.mT, tol=1e-5)
 

@@ -144,7 +144,7 @@ class _Module(torch.nn.Module):
         self.register_buffer("scale", torch.tensor(3.0))
 
 
-def _odd_loops(loop, module, x, large):
+def _unusual_loops(loop, module, x, large):
     def step(carry, row, k):
         return carry * module.weight + row.sum() * module.scale + k[0, 0], ()
 
@@ -159,7 +159,7 @@ def test_loops_without_output_of_one_tensor_twice_and_with_parameters_of_a_modul
     form = choose_form("on", "cpu")
     with torch.no_grad():
         torch.testing.assert_close(
-            form.jit(_odd_loops, form.scan, module)(x, large), _odd_loops(scan, module, x, large)
+            form.jit(_unusual_loops, form.scan, module)(x, large), _unusual_loops(scan, module, x, large)
         )
 
 
@@ -191,8 +191,8 @@ def test_the_next_process_finds_a_loop_in_the_cache_but_never_another_loop(tmp_p
 @pytest.mark.slow
 def test_keys_set_in_another_order_and_other_strides_are_the_same_graph(monkeypatch):
     form, made = choose_form("on", "cpu"), []
-    whole = inductor.compile_fx
-    monkeypatch.setattr(inductor, "compile_fx", lambda *a: made.append(1) or whole(*a))
+    compile_fx = inductor.compile_fx
+    monkeypatch.setattr(inductor, "compile_fx", lambda *a: made.append(1) or compile_fx(*a))
     both = form.jit(_first_and_sum, "test")
     one = TensorDict({"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2)}, [2])
     other = TensorDict({"b": torch.ones(2), "a": torch.arange(6.0).reshape(3, 2).t()}, [2])
@@ -251,8 +251,8 @@ def _forwards(loop, start, xs, weight):
 
 
 def _closed_over_in_a_parameter(loop, start, xs, weight):
-    held = torch.nn.Parameter(weight, requires_grad=False)
-    return loop(lambda carry, x: (carry @ held + x, None), start, xs)
+    parameter = torch.nn.Parameter(weight, requires_grad=False)
+    return loop(lambda carry, x: (carry @ parameter + x, None), start, xs)
 
 
 def _twice(loop, start, xs, weight):
@@ -434,8 +434,8 @@ def _inside(x, _):
 
 
 def _outside(x, row):
-    y, kept = graph_scan(_inside, x - ONES[1], torch.zeros(3))
-    return y * ONES[2] + row * ONES[0], kept.sum(0) * ONES[1] + ONES[3]
+    y, ys = graph_scan(_inside, x - ONES[1], torch.zeros(3))
+    return y * ONES[2] + row * ONES[0], ys.sum(0) * ONES[1] + ONES[3]
 
 
 def test_constants_of_a_loop_in_a_loop_keep_their_places():

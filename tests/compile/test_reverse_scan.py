@@ -145,8 +145,8 @@ def test_only_plain_tensors_of_a_gpu_are_for_the_kernel(monkeypatch):
     assert not graph_form.can_use_triton(OnGpu(), own.requires_grad_())
     with torch.no_grad():
         assert graph_form.can_use_triton(OnGpu(), own)
-    seen = []
-    torch.vmap(lambda x: seen.append(graph_form.can_use_triton(OnGpu(), x)) or x)(torch.ones(2))
-    assert seen == [False]
+    launched = []
+    torch.vmap(lambda x: launched.append(graph_form.can_use_triton(OnGpu(), x)) or x)(torch.ones(2))
+    assert launched == [False]
     monkeypatch.setattr(graph_form, "has_triton", lambda: False)
     assert not graph_form.can_use_triton(OnGpu(), torch.ones(2))

@@ -41,7 +41,7 @@ def _totals(loop, start, xs, rate):
     return loop(step, {"sum": start, "steps": torch.zeros((), dtype=torch.int64)}, xs, rate)
 
 
-def _given():
+def _inputs():
     start, rate = torch.tensor([1.0, 2.0]), torch.tensor([0.5, -0.5])
     xs = TensorDict({"a": torch.arange(24.0).reshape(2, 4, 3).sin(), "b": torch.arange(8.0).reshape(2, 4)}, [2, 4])
     return start, xs, rate
@@ -49,7 +49,7 @@ def _given():
 
 @pytest.mark.parametrize("batched", [(0, 0, 0), (None, 0, None), (None, None, 0), (0, None, None)])
 def test_a_loop_under_vmap_is_one_loop(batched):
-    inputs = [x if dim == 0 else x[0] for x, dim in zip(_given(), batched, strict=True)]
+    inputs = [x if dim == 0 else x[0] for x, dim in zip(_inputs(), batched, strict=True)]
     many = vmap(lambda *args: flatten(_totals(graph_scan, *args))[0], batched)
     graph = _traced(many, *inputs)
     assert len(_calls(graph, scan_op)) == 1
@@ -60,7 +60,7 @@ def test_a_loop_under_vmap_is_one_loop(batched):
 
 
 def test_a_loop_under_two_vmaps():
-    start, xs, rate = _given()
+    start, xs, rate = _inputs()
     many = vmap(
         vmap(lambda *args: flatten(_totals(graph_scan, *args))[0][0], (0, None, None)), (None, 0, 0), out_dims=1
     )
@@ -85,16 +85,16 @@ def test_no_loop_is_given_a_view_that_changes_nothing():
 
 
 def test_outside_is_called_once_with_the_batch_in_front():
-    seen = []
+    shapes = []
 
     def rule(batched, x, y):
-        seen.append((batched, list(x.shape), list(y.shape)))
+        shapes.append((batched, list(x.shape), list(y.shape)))
         return [x * y]
 
     x = torch.arange(6.0).reshape(3, 2)
     assert torch.equal(vmap(lambda x, y: outside_vmap(rule, (x, y))[0], (1, None))(x, torch.tensor(2.0)), 2.0 * x.t())
     assert torch.equal(vmap(lambda x: x + outside_vmap(rule, (x[0], torch.tensor(2.0)))[0])(x), x + 2.0 * x[:, :1])
-    assert seen == [((True, False), [2, 3], []), ((True, False), [3], [])]
+    assert shapes == [((True, False), [2, 3], []), ((True, False), [3], [])]
 
 
 def _draws(key):

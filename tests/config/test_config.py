@@ -23,7 +23,7 @@ VALID = {
     "policy": {"name": "actor_critic", "action_dim": 2, "actor": NET, "critic": copy.deepcopy(NET)},
     "algorithm": {"name": "ppo", "cfg": {"learning_rate": 0.001, "n_epochs": 2, "batch_size": 64, "gamma": 0.9}},
 }
-GONE = object()
+REMOVED = object()
 NAN, INF = float("nan"), float("inf")
 ACTOR = "policy.actor.network_cfg"
 GAINS = "expected a number above 0, or a list of such numbers, one per layer"
@@ -37,7 +37,7 @@ def _with(*edits):
         section = data
         for key in parents:
             section = section[key]
-        if value is GONE:
+        if value is REMOVED:
             del section[last]
         else:
             section[last] = value
@@ -100,10 +100,10 @@ FAULTS = [  # key, value, the one line without its source
     ),
     ("trainer", [], "trainer: expected an object, got a list;"),
     ("env", None, 'env: expected an object, got null; the environment, such as {"name": "cartpole"}'),
-    ("env", GONE, 'env: missing; the environment, such as {"name": "cartpole"}'),
+    ("env", REMOVED, 'env: missing; the environment, such as {"name": "cartpole"}'),
     ("env", "cartpol", "env.name: unknown env 'cartpol'; did you mean 'cartpole'?"),
     ("env.name", "cartpol", "env.name: unknown env 'cartpol'; did you mean 'cartpole'?"),
-    ("env.name", GONE, f"env.name: missing; known: {', '.join(registered('env')[:3])}"),
+    ("env.name", REMOVED, f"env.name: missing; known: {', '.join(registered('env')[:3])}"),
     ("env.name", None, f"env.name: expected a string, got null; known: {', '.join(registered('env')[:3])}"),
     ("env.id", "cartpole", "env.id: another name of 'name', which is also given; keep one"),
     ("env.cfg", None, "env.cfg: expected an object, got null"),
@@ -115,8 +115,8 @@ FAULTS = [  # key, value, the one line without its source
     ("policy", {}, "policy.name: missing; known: actor_critic"),
     ("policy.name", "actor_critc", "policy.name: unknown policy 'actor_critc'; did you mean 'actor_critic'?"),
     ("policy.name", 3, "policy.name: expected a string, got 3; known: actor_critic"),
-    ("policy.actor", GONE, 'policy.actor: missing; actor network, such as {"type": "mlp", "network_cfg": {...}}'),
-    ("policy.critic", GONE, 'policy.critic: missing; critic network, such as {"type": "mlp", "network_cfg": {...}}'),
+    ("policy.actor", REMOVED, 'policy.actor: missing; actor network, such as {"type": "mlp", "network_cfg": {...}}'),
+    ("policy.critic", REMOVED, 'policy.critic: missing; critic network, such as {"type": "mlp", "network_cfg": {...}}'),
     ("policy.critic", None, "policy.critic: expected an object, got null; critic network,"),
     ("policy.action_dim", 0, "policy.action_dim: must be at least 1, got 0;"),
     ("policy.initial_log_std", 9.0, "policy.initial_log_std: must be at most 2.0, got 9.0;"),
@@ -261,10 +261,10 @@ def test_two_other_names_of_one_key():
 
 
 def test_num_envs_in_the_env_section():
-    apart = _with(("env.cfg.num_envs", 7), ("trainer.num_envs", GONE))
+    apart = _with(("env.cfg.num_envs", 7), ("trainer.num_envs", REMOVED))
     assert config_from_dict(apart).trainer.num_envs == 7
     assert config_from_dict(_with(("env.cfg.num_envs", 7))).trainer.num_envs == 4
-    assert config_from_dict(_with(("env.cfg.num_envs", 7), ("trainer", GONE))).trainer.num_envs == 7
+    assert config_from_dict(_with(("env.cfg.num_envs", 7), ("trainer", REMOVED))).trainer.num_envs == 7
     assert "num_envs" not in config_from_dict(apart).env.cfg.model_dump()
     assert _faults(_with(("env.cfg.num_envs", 7), ("trainer", None)))[0].startswith("trainer: expected an object")
     assert apart["env"]["cfg"]["num_envs"] == 7  # the caller's dict is left alone
@@ -278,7 +278,7 @@ def test_env_by_id_or_by_name_alone():
 
 
 def test_defaults():
-    trainer = config_from_dict(_with(("trainer", GONE))).trainer
+    trainer = config_from_dict(_with(("trainer", REMOVED))).trainer
     expected = {"exp_name": "generic_exp", "seed": 1, "device": "cpu", "iterations": 250, "buffer_size": 2048}
     expected |= {"eval_freq": 10_000, "save_freq": 50_000, "num_eval_episodes": 5, "num_eval_envs": 4}
     expected |= {"enable_eval": False, "distributed": False, "compile": "auto", "eval_seed": None}

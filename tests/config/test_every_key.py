@@ -8,7 +8,7 @@ import pytest
 from support import fake_parts
 from support.key_effects import BASE, made, params
 from support.key_rows import APG, TABLE, Row
-from support.schema_keys import ours, path_of, walked
+from support.schema_keys import builtin_configs, path_of, walked
 from support.small_runs import full_config, same, small
 
 from ecrl import registry
@@ -26,10 +26,10 @@ ROWS = Counter(row.key for row in TABLE)
 @pytest.fixture(scope="module", autouse=True)
 def _parts():
     registered("env")  # imports the built-in parts, which must not be undone
-    kept = {kind: registry._ENTRIES[kind] for kind in fake_parts.KINDS}
+    saved = {kind: registry._ENTRIES[kind] for kind in fake_parts.KINDS}
     fake_parts.register()
     yield
-    registry._ENTRIES.update(kept)
+    registry._ENTRIES.update(saved)
     del gymnasium.registry["Napping-v0"]
 
 
@@ -100,7 +100,7 @@ def test_the_schema_has_no_other_keys():
     """What editors offer is what was walked, and the other places above."""
     strangers = {lookup(kind, name).config.__name__ for kind in KINDS for name in registered(kind)}
     strangers |= {"PolicyConfig", "PolicyConfig-plain"}  # of policies without own keys, which other tests register
-    mine = {config.__name__: config for config in ours().values()}
+    mine = {config.__name__: config for config in builtin_configs().values()}
     mine |= {model.__name__: model for _, model, _ in walked()}
     sections = {
         name: section.get("properties", {})
@@ -174,5 +174,5 @@ def test_evaluating_every_iteration_leaves_training_on_gymnasium_alone(tmp_path)
     on = {"policy.normalize_obs": True, "algorithm.cfg.normalize_reward": True}
     cfg = small(**{"env": "gymnasium:CartPole-v1", **on})
     pairs = list(zip(states(cfg, tmp_path / "a", 0), states(watched(cfg, {}), tmp_path / "b", 4), strict=True))
-    odd = [("env", "token"), ("env", "info")]  # which open environments these are, and a success that is not told: NaN
-    assert [same(a.exclude(*odd), b.exclude(*odd)) for a, b in pairs] == [True] * 4
+    excluded = [("env", "token"), ("env", "info")]  # they name the open environments; a success not reported is NaN
+    assert [same(a.exclude(*excluded), b.exclude(*excluded)) for a, b in pairs] == [True] * 4

@@ -35,8 +35,8 @@ def test_docstrings_read_as_they_are_meant(site):
     assert re.search(r"<dt>Gradient</dt>\s*<dd>\s*(<p>)?flows through <code>reward</code>", page)
     assert ">>> gae(torch.tensor([0.0, 1.0])" in text
     for path in (site / "reference").rglob("*.html"):
-        seen = re.sub(r"<(pre|code).*?</\1>", "", path.read_text(), flags=re.DOTALL)
-        assert not re.search(r"(Returns|Gradient|Raises|Source): |&gt;&gt;&gt; ", seen), f"{path.name}: left as it was"
+        prose = re.sub(r"<(pre|code).*?</\1>", "", path.read_text(), flags=re.DOTALL)
+        assert not re.search(r"(Returns|Gradient|Raises|Source): |&gt;&gt;&gt; ", prose), f"{path.name}: left as it was"
 
 
 def test_the_fields_of_a_rollout_and_of_a_state_are_told(site):

@@ -24,7 +24,7 @@ SETTINGS = {
 }
 _SHOW_ALL = "document.querySelectorAll('.jp-NotebookPanel *').forEach(e => e.scrollTop = 0)"
 _HEIGHT = "Math.max(...[...document.querySelectorAll('.jp-NotebookPanel *')].map(e => e.scrollHeight))"
-_PLAYS = "async v => { v.muted = true; await v.play(); return [v.duration, v.videoWidth] }"
+PLAY_VIDEO = "async v => { v.muted = true; await v.play(); return [v.duration, v.videoWidth] }"
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def test_a_person_sees_progress_pictures_and_video(name, lab, browser, tmp_path)
     videos = page.locator(".jp-OutputArea-output video").all()
     assert len(videos) == VIDEOS.get(name, 0)
     for video in videos:
-        seconds, width = video.evaluate(_PLAYS)
+        seconds, width = video.evaluate(PLAY_VIDEO)
         assert seconds > 1.0 and width > 100
     page.set_viewport_size({"width": 1280, "height": min(int(page.evaluate(_HEIGHT)) + 250, 16_000)})
     page.evaluate(_SHOW_ALL)

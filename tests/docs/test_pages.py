@@ -86,7 +86,7 @@ def _tensors() -> dict[str, Any]:
     return steps | {"rollout": TensorDict(fields, [2, 4]), "next_value": fields["value"][:, 1:]}
 
 
-GIVEN = {"README.md": _tensors}
+NAMES_OF_PAGE = {"README.md": _tensors}
 """Names that a page's code takes for granted."""
 
 
@@ -157,7 +157,7 @@ def _run(block: Block, names: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_the_code_of_a_page_runs(page, folder, capsys):
-    names = GIVEN.get(page, dict)()
+    names = NAMES_OF_PAGE.get(page, dict)()
     for block in blocks(page):
         _run(block, names)
     AFTER.get(page, id)(names)

@@ -74,7 +74,7 @@ def _with(name, age, value):
     return change
 
 
-def _asks(state, action, noise):
+def _reads_values(state, action, noise):
     return _step(state, action, noise) if bool(state["obs"].sum() > -1) else state
 
 
@@ -131,7 +131,7 @@ FAULTS = {
         | {"reset": lambda keys: _reset(keys).set("age", torch.arange(keys.shape[-1]).expand(keys.shape) % 3)},
         "episodes of envs 0 and 2 do not end together (step 3), but lockstep is set; leave lockstep out",
     ),
-    "host read": ({"step": _asks}, "in _asks, reads values of a tensor"),
+    "host read": ({"step": _reads_values}, "in _reads_values, reads values of a tensor"),
     "raises in graphs": (
         {"step": lambda s, a, noise: _step(s, torch.tensor(a.tolist()), noise)},
         "step cannot be compiled",

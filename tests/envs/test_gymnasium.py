@@ -264,8 +264,8 @@ def test_a_mask_of_several_actions_is_their_concatenation():
 def test_actions_are_clipped_by_the_loop_alone():
     env = make_env("gymnasium:Pendulum-v1")
     assert isinstance(env.action_space, Box) and auto_reset(env) is env and not env.is_pure
-    wild, held = torch.full((4, 1), 50.0), torch.full((4, 1), 2.0)
-    obs = [one.step(one.reset(KEYS), a, None)["obs"] for one, a in ((clip_action(env), wild), (env, held))]
+    wild, clipped = torch.full((4, 1), 50.0), torch.full((4, 1), 2.0)
+    obs = [one.step(one.reset(KEYS), a, None)["obs"] for one, a in ((clip_action(env), wild), (env, clipped))]
     assert torch.equal(*obs)
 
 

@@ -109,10 +109,10 @@ def test_masked_rows_do_not_leak_into_advantages():
     spoilt = apart.clone()
     hidden = ~apart["mask"][:, :-1]
     spoilt["reward"][:, :-1][hidden] = 1e6  # nothing that happens in a masked row may be seen elsewhere
-    (expected, _), (got, _) = (compute_gae(r, 0.9, 0.8) for r in (same, spoilt))
+    (expected, _), (actual, _) = (compute_gae(r, 0.9, 0.8) for r in (same, spoilt))
     for i in range(4):
         last = int(same["done"][i, :-1].nonzero()[-1]) + 1  # the open end is cut at another step
-        close(got[i][~hidden[i]][:last], expected[i][:last])
+        close(actual[i][~hidden[i]][:last], expected[i][:last])
         assert last >= 10
 
 

@@ -37,7 +37,7 @@ SQUARE = [0.0, -pi / 2, pi / 2, -pi / 2, -pi / 2, 0.0]
 PLACE, DOWN = [-0.688, -0.163941, 0.4871], [0.0, sqrt(0.5), sqrt(0.5), 0.0]  # half a turn about x, a quarter about z
 CUBE = {"uid": "cube", "shape": {"shape_type": "Cube", "size": [0.1, 0.1, 0.1]}, "init_pos": [-0.6, -0.4, 0.05]}
 POLE = {"robot_type": "CartPole", "init_pos": [0.0, 0.0, 1.0]}
-ODD = """<mujoco><worldbody><body><joint name="rail" type="slide" axis="1 0 0"/><geom size=".1"/><body>
+UNDRIVEN_JOINT = """<mujoco><worldbody><body><joint name="rail" type="slide" axis="1 0 0"/><geom size=".1"/><body>
 <joint name="free" axis="0 0 1"/><geom size=".1"/><body><joint name="slack" axis="0 1 0"/><geom size=".1" pos=".1 0 0"/>
 </body></body></body></worldbody>
 <actuator><position joint="rail" kp="9"/><position joint="free" kp="9"/></actuator></mujoco>"""
@@ -207,8 +207,8 @@ def test_exactly_half_a_turn_off_is_not_there(sim):
     """The Jacobian's way is then unknown, and none is taken: that is not to have arrived."""
     state, tcp = state_at(sim, SQUARE), sim.robot.tcp["arm"]
     target = world.site_pose(sim, state["world"], tcp) * row(-1, -1, 1, 1)  # about the tool
-    joints = inverse_kinematics(sim, state["world"], tcp, sim.robot.joints, target, iterations=1)
-    assert joints.angle > 1.0 or (joints.positions - row(*SQUARE)).abs().max() > 0.1
+    solution = inverse_kinematics(sim, state["world"], tcp, sim.robot.joints, target, iterations=1)
+    assert solution.angle > 1.0 or (solution.positions - row(*SQUARE)).abs().max() > 0.1
 
 
 def test_tolerances_and_steps_say_what_is_reached(sim):
@@ -259,16 +259,16 @@ def test_linear_equations_are_solved(variant: Variant):
 def test_the_way_between_poses_is_the_vector_of_its_rotation(variant: Variant):
     axes = torch.nn.functional.normalize(torch.randn(16, 3, generator=torch.Generator().manual_seed(0)), dim=-1)
     angles = torch.linspace(0.0, 3.1, 16)
-    turn = torch.eye(4).repeat(16, 1, 1)
+    pose = torch.eye(4).repeat(16, 1, 1)
     spin = torch.linalg.cross((axes * angles[:, None])[:, None], torch.eye(3)[None]).mT  # spin @ v is axis x v
-    turn[:, :3, :3] = torch.linalg.matrix_exp(spin)
-    turn[:, :3, 3] = axes
-    close(variant(pose_error)(torch.eye(4).repeat(16, 1, 1), turn)[:, :3], axes, 1e-6)
-    actual = pose_error(torch.eye(4).repeat(16, 1, 1), turn)[:, 3:]
+    pose[:, :3, :3] = torch.linalg.matrix_exp(spin)
+    pose[:, :3, 3] = axes
+    close(variant(pose_error)(torch.eye(4).repeat(16, 1, 1), pose)[:, :3], axes, 1e-6)
+    actual = pose_error(torch.eye(4).repeat(16, 1, 1), pose)[:, 3:]
     close(actual.norm(dim=-1), angles, 1e-5)
     close((actual * axes).sum(-1), angles, 1e-4)
-    close(pose_error(turn, turn), torch.zeros(16, 6), 1e-6)
-    close(pose_error(turn, torch.eye(4).repeat(16, 1, 1)), -torch.cat((axes, actual), -1), 1e-6)
+    close(pose_error(pose, pose), torch.zeros(16, 6), 1e-6)
+    close(pose_error(pose, torch.eye(4).repeat(16, 1, 1)), -torch.cat((axes, actual), -1), 1e-6)
 
 
 def test_angles_are_those_of_the_scene():
@@ -457,12 +457,12 @@ def test_settings_that_do_not_fit_are_told(sim, func, params, message):
 def test_robots_that_do_not_fit_are_told():
     with pytest.raises(ConfigError, match="no end effector of 'arm'; known: none"):
         term("EefPoseTerm", made(POLE))
-    odd = made({"mjcf": ODD})
+    simulated = made({"mjcf": UNDRIVEN_JOINT})
     with pytest.raises(ConfigError, match="joint 'robot/slack' has no actuator"):
-        term("DeltaQposTerm", odd)
-    assert len(term("DeltaQposTerm", odd, joint_ids=[0, 1]).low) == 2
+        term("DeltaQposTerm", simulated)
+    assert len(term("DeltaQposTerm", simulated, joint_ids=[0, 1]).low) == 2
     with pytest.raises(ConfigError, match="joint 'robot/rail' has no limits, which this term needs for scaling"):
-        term("QposTerm", odd, joint_ids=[0])
-    assert term("QposTerm", odd, joint_ids=[1]).high == (pi,)
+        term("QposTerm", simulated, joint_ids=[0])
+    assert term("QposTerm", simulated, joint_ids=[1]).high == (pi,)
     with pytest.raises(ConfigError, match="drives joint 'robot/elbow_joint', as 'a' does"):
         task({"a": ("DeltaQposTerm", {"joint_ids": [2]}), "b": ("QfTerm", {"joint_ids": [1, 2]})})

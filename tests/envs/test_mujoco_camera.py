@@ -64,29 +64,29 @@ def test_where_a_ball_is_seen(place, settings, expected):
 
 @gl
 def test_goals_are_marked_and_vectors_of_cameras_and_lights_are_not():
-    sim, seen = _sim([9, 9, 9]), {"eye": [0, 0, 2], "target": [0, 0, 0], "intrinsics": [100, 100, 40, 30]}
+    sim, camera_cfg = _sim([9, 9, 9]), {"eye": [0, 0, 2], "target": [0, 0, 0], "intrinsics": [100, 100, 40, 30]}
     place = torch.tensor([0.4, 0.2, 0.0])
-    np.testing.assert_allclose(_middle(_image(sim, {"goal": place}, **seen), 1), (60, 20), atol=0.6)
-    empty = _image(sim, **seen)
-    assert np.array_equal(_image(sim, {"speed": torch.ones(1), camera.COLOR: place}, **seen), empty)
-    assert not np.array_equal(_image(sim, {"goal": place}, **seen), empty)
+    np.testing.assert_allclose(_middle(_image(sim, {"goal": place}, **camera_cfg), 1), (60, 20), atol=0.6)
+    empty = _image(sim, **camera_cfg)
+    assert np.array_equal(_image(sim, {"speed": torch.ones(1), camera.COLOR: place}, **camera_cfg), empty)
+    assert not np.array_equal(_image(sim, {"goal": place}, **camera_cfg), empty)
 
 
 @gl
 def test_targets_move_the_camera_and_change_the_light():
-    sim, seen = _sim([0, 0, 0], color=(0.5, 0.5, 0.5, 1)), {"eye": [0, -2, 0], "intrinsics": [900, 900, 40, 30]}
-    plain = _image(sim, **seen)
+    sim, camera_cfg = _sim([0, 0, 0], color=(0.5, 0.5, 0.5, 1)), {"eye": [0, -2, 0], "intrinsics": [900, 900, 40, 30]}
+    plain = _image(sim, **camera_cfg)
     moved = {camera.EYE: torch.tensor([0.5, 0.25, 1.0]), camera.TARGET: torch.tensor([0.0, 0.0, 0.01])}
-    other = seen | {"eye": [0.5, -1.75, 1.0], "target": [0.0, 0.0, 0.01]}
-    assert np.abs(_image(sim, moved, **seen) - _image(sim, **other)).max() <= 1
-    assert not np.array_equal(_image(sim, moved, **seen), plain)
+    other = camera_cfg | {"eye": [0.5, -1.75, 1.0], "target": [0.0, 0.0, 0.01]}
+    assert np.abs(_image(sim, moved, **camera_cfg) - _image(sim, **other)).max() <= 1
+    assert not np.array_equal(_image(sim, moved, **camera_cfg), plain)
     left, right = ({camera.DIRECTION: torch.tensor([x, 0.5, 0.0])} for x in (1.0, -1.0))  # which way it shines
-    bright = [_image(sim, light, **seen)[25:35] for light in (left, right)]
+    bright = [_image(sim, light, **camera_cfg)[25:35] for light in (left, right)]
     assert bright[0][:, :40].sum() > 1.2 * bright[0][:, 40:].sum()
     assert bright[1][:, 40:].sum() > 1.2 * bright[1][:, :40].sum()
-    red = _image(sim, {camera.COLOR: torch.tensor([1.0, 0.0, 0.0])}, **seen)
+    red = _image(sim, {camera.COLOR: torch.tensor([1.0, 0.0, 0.0])}, **camera_cfg)
     assert red[..., 0].sum() > 1.2 * red[..., 1].sum() and plain[..., 0].sum() == plain[..., 1].sum()
-    assert np.array_equal(_image(sim, **seen), plain)  # nothing of it lasts
+    assert np.array_equal(_image(sim, **camera_cfg), plain)  # nothing of it lasts
 
 
 @gl
@@ -138,12 +138,12 @@ def test_cameras_that_cannot_see_are_refused(settings, message):
     ],
 )
 def test_the_first_opengl_that_works_is_taken(monkeypatch, set_to, works, tried):
-    seen = []
+    tried_kinds = []
 
     def run(command, env, **_):
-        seen.append(env["MUJOCO_GL"])
-        assert f"mujoco.{seen[-1]} as gl" in command[-1] and "PYOPENGL_PLATFORM" not in env
-        return subprocess.CompletedProcess(command, int(seen[-1] not in works))
+        tried_kinds.append(env["MUJOCO_GL"])
+        assert f"mujoco.{tried_kinds[-1]} as gl" in command[-1] and "PYOPENGL_PLATFORM" not in env
+        return subprocess.CompletedProcess(command, int(tried_kinds[-1] not in works))
 
     monkeypatch.setenv("MUJOCO_GL", set_to) if set_to else monkeypatch.delenv("MUJOCO_GL", raising=False)
     monkeypatch.setenv("PYOPENGL_PLATFORM", "egl")
@@ -155,7 +155,7 @@ def test_the_first_opengl_that_works_is_taken(monkeypatch, set_to, works, tried)
         named = " and ".join(tried) + (", set by MUJOCO_GL" if set_to else "")
         with pytest.raises(UserError, match=rf"neither EGL .* \(tried {named}\); install one, such as"):
             choose()
-    assert seen == tried
+    assert tried_kinds == tried
 
 
 @pytest.mark.parametrize(

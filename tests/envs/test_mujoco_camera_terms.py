@@ -39,16 +39,16 @@ def _states(env, n=4):
 def test_an_image_is_what_the_camera_draws():
     env = _env()
     state = _states(env)
-    seen = assert_pure(camera_image(CONFIG, env.scene), state, None)
-    assert seen.shape == (4, 8, 12, 3) and seen.dtype == torch.float32
+    images = assert_pure(camera_image(CONFIG, env.scene), state, None)
+    assert images.shape == (4, 8, 12, 3) and images.dtype == torch.float32
     with drawing(env.scene, CONFIG) as draw:
         for i in range(4):
             expected = draw(state["world", "physics"][i], {"goal": state["targets", "goal"][i]}).copy()
-            close(seen[i] * 255.0, torch.from_numpy(expected))
+            close(images[i] * 255.0, torch.from_numpy(expected))
     left = state["targets", "goal"][:, 0] < -0.6
     assert 0 < left.sum() < 4
-    first, *others = seen[left]
-    assert all(torch.equal(first, x) for x in others) and not torch.equal(first, seen[~left][0])  # the goal is seen
+    first, *others = images[left]
+    assert all(torch.equal(first, x) for x in others) and not torch.equal(first, images[~left][0])  # the goal is seen
 
 
 @gl
@@ -84,8 +84,8 @@ def test_compiled_as_eager():
 
 @gl
 def test_a_policy_that_sees():
-    seen = {"func": "camera_image", "name": "camera", "params": TINY}
-    cfg = filmed_run(**{"env.cfg.observations": {"image": seen}, "trainer.enable_eval": False})
+    camera = {"func": "camera_image", "name": "camera", "params": TINY}
+    cfg = filmed_run(**{"env.cfg.observations": {"image": camera}, "trainer.enable_eval": False})
     state = init_state(cfg)
     assert state["env", "obs"].shape == (4, 8 * 12 * 3 + 18)
     after, _ = make_iteration(cfg)(state)

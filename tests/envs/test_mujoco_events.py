@@ -439,8 +439,10 @@ def test_reset_happens_at_every_start_and_only_there():
 def test_the_observation_is_of_the_state_after_the_events():
     seen = {"height": {"func": "rig_height", "name": "cube/height"}}
     up = [[0.0, 0.0, 0.0], [0.0, 0.0, 3.0]]
-    put = {m: happening("randomize_rigid_object_pose", m, **CUBE, position_range=up) for m in ("startup", "reset")}
-    for events in ({"put": put["startup"]}, {"put": put["reset"]}, put | LASTING):
+    events_by_mode = {
+        m: happening("randomize_rigid_object_pose", m, **CUBE, position_range=up) for m in ("startup", "reset")
+    }
+    for events in ({"put": events_by_mode["startup"]}, {"put": events_by_mode["reset"]}, events_by_mode | LASTING):
         env = auto_reset(task(events=events, observations=seen, max_episode_steps=2))
         states = rollout(env, 4, 5)
         close(states["obs"][..., 0], height_of(env, states), 1e-6)
@@ -558,12 +560,14 @@ def test_a_start_is_chosen_again_only_where_startup_events_have_a_say():
         env = auto_reset(task(events=events, acceptable=far, max_episode_steps=2))
         state, noise = env.reset(keys_of(64)), env.draw(rng.split(rng.key(7), 8 * 64).reshape(8, 64))
         calls.clear()
-        seen = [state := env.step(state, torch.zeros(64, 1), noise[t]) for t in range(8)]
+        states = [state := env.step(state, torch.zeros(64, 1), noise[t]) for t in range(8)]
         assert bool(calls) == again
-        assert all(far(env.scene, state).all() for state in seen)
-        assert torch.equal(mass_of(env, seen[-1]), mass_of(env, seen[0])) and len(mass_of(env, state).unique()) == 64
-        assert len(place(env.scene, seen[-1])[:, 0, 3].unique()) == 64
-        same_goal = torch.equal(seen[-1]["targets", "goal_pose"], seen[0]["targets", "goal_pose"])
+        assert all(far(env.scene, state).all() for state in states)
+        assert (
+            torch.equal(mass_of(env, states[-1]), mass_of(env, states[0])) and len(mass_of(env, state).unique()) == 64
+        )
+        assert len(place(env.scene, states[-1])[:, 0, 3].unique()) == 64
+        same_goal = torch.equal(states[-1]["targets", "goal_pose"], states[0]["targets", "goal_pose"])
         assert same_goal == again
 
 
@@ -589,20 +593,20 @@ def test_an_event_may_write_on_what_it_is_given_and_sees_no_outcome():
     @registry.register_event("careless")
     def careless(cfg: NothingConfig):
         def apply(state, keys):
-            seen.append(sorted(state.keys()))
+            keys_received.append(sorted(state.keys()))
             state["force"] += 1.0
             return state
 
         return apply
 
-    seen = []
+    keys_received = []
     try:
         env = task(events={"c": {"func": "careless", "mode": "interval", "interval_step": 2}})
         state = env.reset(keys_of(2)).set(("life", "count"), torch.tensor([0, 1]))
         after = assert_pure(env.step, state, torch.zeros(2, 1), keys_of(2))
     finally:
         del registry._ENTRIES["event"]["careless"]
-    assert seen[-1] == ["action", "force", "world"]
+    assert keys_received[-1] == ["action", "force", "world"]
     vx = world.body_velocity(env.scene, after["world"], "cube")[0][:, 0]
     close(vx, [0.0, DT / 2.0], 1e-6)
 

@@ -164,12 +164,12 @@ def test_inverse_kinematics_of_fewer_joints_bring_the_tool_where_they_can():
     data = mujoco.MjData(sim.model)  # MuJoCo itself says where the tool is then, and how it is turned
     data.qpos[:] = expected[0].numpy()
     mujoco.mj_kinematics(sim.model, data)
-    hand, turn = data.body("ur/wrist_3_link"), np.zeros(4)
-    mujoco.mju_mat2Quat(turn, hand.xmat)
+    hand, quaternion = data.body("ur/wrist_3_link"), np.zeros(4)
+    mujoco.mju_mat2Quat(quaternion, hand.xmat)
     there = hand.xpos + (0.0922 + 0.16) * hand.xmat.reshape(3, 3)[:, 2]  # past the flange along its z
     term = lookup("action", "EefPoseTerm")
     reach = term.make(validate_section(term.config, {}, "params"), sim)
-    action = torch.tensor(np.concatenate((there, turn))).float().unsqueeze(0)
+    action = torch.tensor(np.concatenate((there, quaternion))).float().unsqueeze(0)
     assert reach.joints == tuple(f"ur/{name}" for name in JOINTS[:3])
     close(reach.control(begin, action), expected[:, :3], 2e-3)
     beside = action + torch.tensor([[0.0, 0.0, 0.0, 0.3, 0.0, 0.0, 0.0]])  # turned as three joints cannot
@@ -203,12 +203,12 @@ def test_rewards_that_logs_could_not_tell_apart_are_refused(rewards, hooks, mess
 
 
 def test_what_a_task_reads_that_is_not_there_is_said_when_it_is_made():
-    def lost(sim, state):
+    def misspelt(sim, state):
         return (*nothing_of(state), {"x": world.body_pose(sim, state["world"], "cub")[..., 0, 3]})
 
     cfg = validate_section(TaskConfig, {"mjcf": FILE.format(SPRUNG), "actions": {"a": {"func": "QposTerm"}}}, "env.cfg")
     with pytest.raises(ConfigError, match=r"env.cfg \(compute_task_state\): body 'cub' is not in the scene"):
-        task_env(cfg, lost)
+        task_env(cfg, misspelt)
 
 
 def paying(reward):

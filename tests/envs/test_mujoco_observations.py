@@ -15,13 +15,13 @@ from support.mujoco_term_cases import (
     SIDEWAYS,
     STRETCHED,
     aimed,
-    given,
     made,
     placed,
     posed,
     scene,
     shaken,
     spun,
+    task_state,
 )
 
 from ecrl.compile.jit import choose_form
@@ -49,7 +49,7 @@ def observed(name, sim, state, value=None, **params):
 
 def test_a_joint_in_its_range(sim):
     """The elbow may turn by +-pi, the others by +-2 pi: (pi/2 + pi) / (2 pi) = (pi + 2 pi) / (4 pi) = 0.75."""
-    state = given(sim, (2,))
+    state = task_state(sim, (2,))
     qpos = torch.tensor([[pi, 0.0, pi / 2, -pi, -2 * pi, 2 * pi], [0.0] * 6])
     expected = torch.tensor([[0.75, 0.5, 0.75, 0.25, 0.0, 1.0], [0.5] * 6])
     name = "normalize_robot_joint_data"
@@ -63,13 +63,13 @@ def test_limits_become_the_ends_of_the_range_exactly():
     """A slide of +-4 m: (1 + 4) / 8; a hinge without limits as if +-pi: (0.5 + pi) / (2 pi)."""
     sim = scene(CART)
     qpos = torch.tensor([[1.0, 0.5], [-4.0, -pi], [4.0, pi]])
-    actual = observed("normalize_robot_joint_data", sim, given(sim, (3,)), qpos)
+    actual = observed("normalize_robot_joint_data", sim, task_state(sim, (3,)), qpos)
     close(actual, torch.tensor([[0.625, 0.5795775], [0.0, 0.0], [1.0, 1.0]]), 1e-7)
 
 
 def test_the_pose_of_the_tool(sim):
     """By the arm's Denavit-Hartenberg table: stretched along -x, its tool points to -y."""
-    state = posed(sim, given(sim, (2,)), [0.0] * 6)
+    state = posed(sim, task_state(sim, (2,)), [0.0] * 6)
     x, y, z = STRETCHED
     expected = torch.tensor([[1.0, 0.0, 0.0, x], [0.0, 0.0, -1.0, y], [0.0, 1.0, 0.0, z], [0.0, 0.0, 0.0, 1.0]])
     close(observed("get_robot_eef_pose", sim, state, part_name="arm"), expected.expand(2, 4, 4), 1e-6)
@@ -79,7 +79,7 @@ def test_the_pose_of_the_tool(sim):
 
 
 def test_the_pose_of_an_object(sim):
-    state = placed(sim, given(sim, (2,)), "cube", (1.0, 2.0, 3.0), SIDEWAYS)
+    state = placed(sim, task_state(sim, (2,)), "cube", (1.0, 2.0, 3.0), SIDEWAYS)
     expected = torch.tensor([[1.0, 0.0, 0.0, 1.0], [0.0, 0.0, -1.0, 2.0], [0.0, 1.0, 0.0, 3.0], [0.0, 0.0, 0.0, 1.0]])
     close(observed("get_rigid_object_pose", sim, state, **CUBE), expected.expand(2, 4, 4), 1e-6)
     close(observed("get_rigid_object_pose", sim, state, position_only=True, **CUBE), expected[:3, 3].expand(2, 3), 1e-6)
@@ -89,7 +89,7 @@ def test_the_pose_of_an_object(sim):
 
 def test_a_target(sim):
     goal = torch.tensor([[0.1, 0.2, 0.3], [0.4, 0.5, 0.6]])
-    state = aimed(given(sim, (2,)), goal)
+    state = aimed(task_state(sim, (2,)), goal)
     close(observed("target_position", sim, state), goal, 0.0)
     state["targets", "home"] = -goal
     close(observed("target_position", sim, state, target_pose_key="home"), -goal, 0.0)
@@ -97,7 +97,7 @@ def test_a_target(sim):
 
 def test_the_velocity_of_an_object(sim):
     """It turns about its own y, which a quarter turn about x has made the world's z."""
-    state = placed(sim, given(sim, (2,)), "cube", None, SIDEWAYS)
+    state = placed(sim, task_state(sim, (2,)), "cube", None, SIDEWAYS)
     state = spun(sim, state, "cube", [[1.0, 2.0, 3.0, 0.0, 4.0, 0.0], [0.0, 0.0, 0.0, 5.0, 0.0, 0.0]])
     expected = torch.tensor([[1.0, 2.0, 3.0, 0.0, 0.0, 4.0], [0.0, 0.0, 0.0, 5.0, 0.0, 0.0]])
     close(observed("get_rigid_object_velocity", sim, state, **CUBE), expected, 1e-6)
@@ -107,7 +107,7 @@ def test_the_velocity_of_the_tool(sim):
     """Stretched out, at (x, y, z): the base turns about z, v = 2 (-y, x, 0); the shoulder, d1 = 0.1273 up, about -y."""
     x, y, z = STRETCHED
     turning = [[2.0, 0.0, 0.0, 0.0, 0.0, 0.0], [0.0, 3.0, 0.0, 0.0, 0.0, 0.0]]
-    state = posed(sim, given(sim, (2,)), [0.0] * 6, turning)
+    state = posed(sim, task_state(sim, (2,)), [0.0] * 6, turning)
     base = [-2.0 * y, 2.0 * x, 0.0, 0.0, 0.0, 2.0]
     shoulder = [-3.0 * (z - 0.1273), 0.0, 3.0 * x, 0.0, -3.0, 0.0]
     close(observed("get_robot_eef_velocity", sim, state, part_name="arm"), torch.tensor([base, shoulder]), 1e-5)
@@ -154,11 +154,11 @@ ADDED = {
 @pytest.mark.parametrize("name", ADDED)
 def test_a_term_that_adds_changes_nothing(sim, name):
     with pytest.raises(ConfigError, match=r"^mode: this term makes a new entry; use mode add$"):
-        observed(name, sim, given(sim, (2,)), torch.zeros(2, 6), **ADDED[name])
+        observed(name, sim, task_state(sim, (2,)), torch.zeros(2, 6), **ADDED[name])
 
 
 def test_a_term_that_changes_adds_nothing(sim):
-    name, state = "normalize_robot_joint_data", given(sim, (2,))
+    name, state = "normalize_robot_joint_data", task_state(sim, (2,))
     with pytest.raises(ConfigError, match=r"^mode: this term changes an existing entry; use mode modify$"):
         observed(name, sim, state)
     for shape in ((2, 7), (2, 4, 4), (2, 6, 1)):
@@ -193,7 +193,7 @@ def test_what_the_scene_has_not_is_refused_when_the_term_is_made(sim, name, para
 def test_a_target_that_no_event_stores_is_refused(sim):
     message = "params.target_pose_key: no target 'goal'; an event such as .*; did you mean 'goal_pose'?"
     with pytest.raises(ConfigError, match=message):
-        observed("target_position", sim, given(sim, (2,)), target_pose_key="goal")
+        observed("target_position", sim, task_state(sim, (2,)), target_pose_key="goal")
 
 
 def test_joints_need_a_robot():
@@ -249,7 +249,7 @@ def test_a_part_is_chosen_by_its_name():
     sim = scene(CART)
     qpos = torch.tensor([1.0, 0.5])
     for part, expected in (("arm", [0.625, 0.5]), ("hand", [1.0, 0.5795775])):
-        actual = observed("normalize_robot_joint_data", sim, given(sim), qpos, part_name=part, robot_uid="Cart")
+        actual = observed("normalize_robot_joint_data", sim, task_state(sim), qpos, part_name=part, robot_uid="Cart")
         close(actual, torch.tensor(expected), 1e-6)
 
 

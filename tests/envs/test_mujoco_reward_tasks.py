@@ -117,7 +117,7 @@ def task(rewards=NAMED, events=EVENTS, **more):
     return make_env({"name": "test_high", "cfg": cfg})
 
 
-KEPT = ("reward", "info", "world", "targets", "elapsed")
+COMPARED = ("reward", "info", "world", "targets", "elapsed")
 
 
 def rollout(env, length=6, number=3, quiet=False):
@@ -129,7 +129,7 @@ def rollout(env, length=6, number=3, quiet=False):
         for t in range(length):
             action = torch.zeros_like(actions[t]) if quiet else actions[t]
             states.append(env.step(states[-1], action, env.draw(keys[t + 1])))
-    return torch.stack([state.select(*KEPT, strict=False) for state in states], 1)
+    return torch.stack([state.select(*COMPARED, strict=False) for state in states], 1)
 
 
 def change(name, **keys):

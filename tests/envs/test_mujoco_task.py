@@ -191,12 +191,12 @@ def test_observations_that_do_not_fit_are_refused():
             task(observations=terms)
 
 
-SEEN = {"observations": {"a": {"func": "target_position", "name": "z", "params": {"target_pose_key": "spot"}}}}
+OBSERVED = {"observations": {"a": {"func": "target_position", "name": "z", "params": {"target_pose_key": "spot"}}}}
 PAID = {"source_entity_cfg": {"uid": "cube"}, "target_pose_key": "spot"}
 PAID = {"rewards": {"a": {"func": "distance_to_target", "params": PAID}}}
 
 
-@pytest.mark.parametrize("changes", [SEEN, PAID], ids=["observation", "reward"])
+@pytest.mark.parametrize("changes", [OBSERVED, PAID], ids=["observation", "reward"])
 def test_a_target_that_is_no_position_is_refused_when_the_task_is_made(changes):
     (kind,), (func,) = changes, (term["a"]["func"] for term in changes.values())
     place = rf"^env.cfg.{kind}.a \({func}\): params.target_pose_key"

@@ -93,12 +93,12 @@ def test_it_is_near_mujoco_for_bodies_actuators_sensors_and_moved_things():
     m = text_model()
     rows, control = starts(m, 4)
     here, there = both(m)
-    expected, seen = stepped(here, rows, control, 20)
+    expected, expected_sensors = stepped(here, rows, control, 20)
     actual, sensors = stepped(there, rows, control, 20)
     # 20 steps of 5 ms in float32 with contacts: rounding of 1e-7 per step, times stiffness
     for part, atol in (("TIME", 1e-6), ("QPOS", 1e-4), ("QVEL", 5e-3), ("ACT", 1e-5), ("MOCAP_POS", 1e-6)):
         assert_close(actual[:, columns(m, part)], expected[:, columns(m, part)], rtol=1e-3, atol=atol)
-    assert_close(sensors, seen, rtol=1e-3, atol=1e-3)
+    assert_close(sensors, expected_sensors, rtol=1e-3, atol=1e-3)
     assert not torch.equal(actual, expected)  # float32 and float64
     assert torch.equal(actual, actual.float().double())
 
@@ -106,15 +106,15 @@ def test_it_is_near_mujoco_for_bodies_actuators_sensors_and_moved_things():
 def test_the_arm_follows_a_target_as_in_mujoco():
     here, there = sims()
     joints = here.robot.joints
-    for sim, kept in ((here, []), (there, (other := []))):
+    for sim, states in ((here, []), (there, (other := []))):
         now = start(sim, (3,))
         goal = torch.tensor(sim.home.ctrl).float() + torch.tensor([[0.1], [-0.2], [0.3]])
         for _ in range(12):  # 48 substeps
-            now, lost = advance(sim, now, goal)
-            assert not lost.any()
-            kept.append(now)
+            now, failed = advance(sim, now, goal)
+            assert not failed.any()
+            states.append(now)
         if sim is here:
-            mine = kept
+            mine = states
     for a, b in zip(mine, other, strict=True):
         assert_close(world.joint_positions(there, b, joints), world.joint_positions(here, a, joints), rtol=0, atol=2e-5)
         assert_close(
@@ -130,11 +130,11 @@ def test_a_pushed_cube_slides_as_in_mujoco():
     here, there = sims()
     ends = []
     for sim in (here, there):
-        now, held = start(sim, (2,)), torch.tensor(sim.home.ctrl).float().expand(2, -1)
+        now, control = start(sim, (2,)), torch.tensor(sim.home.ctrl).float().expand(2, -1)
         force = world.push(sim, "cube", torch.tensor([[12.0, 0.0, 0.0], [0.0, 2.0, 0.0]]))
         for _ in range(12):
-            now, lost = advance(sim, now, held, force)
-            assert not lost.any()
+            now, failed = advance(sim, now, control, force)
+            assert not failed.any()
         ends.append(world.body_pose(sim, now, "cube")[..., :3, 3])
     travelled = ends[0] - torch.tensor([-0.6, -0.4, 0.05])
     assert travelled[0, 0] > 0.2 and travelled[1].abs().max() < 0.01  # 12 N against friction of 4.9 N; 2 N does not do
@@ -197,16 +197,16 @@ def test_what_varies_varies_as_in_mujoco_and_leaves_no_trace(field):
     same = torch.tensor(own, dtype=torch.float64).repeat(3, 1)
     other = same.clone()
     other[1] = torch.tensor(changed(field, own, value))
-    plain, mujoco_plain = (stepped(handle, rows, control, 10, same)[0] for handle in (there, here))
+    warp_plain, mujoco_plain = (stepped(handle, rows, control, 10, same)[0] for handle in (there, here))
     actual, expected = (stepped(handle, rows, control, 10, other)[0] for handle in (there, here))
     part = columns(m, "QPOS")
     assert_close(actual[:, part], expected[:, part], rtol=1e-3, atol=2e-4)
-    assert torch.equal(actual[[0, 2]], plain[[0, 2]])
-    effect, expected_effect = (a[1, part] - b[1, part] for a, b in ((actual, plain), (expected, mujoco_plain)))
+    assert torch.equal(actual[[0, 2]], warp_plain[[0, 2]])
+    effect, expected_effect = (a[1, part] - b[1, part] for a, b in ((actual, warp_plain), (expected, mujoco_plain)))
     assert expected_effect.abs().max() > 5e-4  # it matters ...
     assert (effect - expected_effect).abs().max() < 0.2 * expected_effect.abs().max()  # ... and as much
-    assert_close(plain, stepped(both(m)[1], rows, control, 10)[0], rtol=1e-4, atol=1e-3)
-    assert torch.equal(stepped(there, rows, control, 10, same)[0], plain)
+    assert_close(warp_plain, stepped(both(m)[1], rows, control, 10)[0], rtol=1e-4, atol=1e-3)
+    assert torch.equal(stepped(there, rows, control, 10, same)[0], warp_plain)
 
 
 def test_no_substeps_give_the_sensors_of_the_state_and_leave_it():
@@ -231,17 +231,17 @@ def test_the_same_row_gives_the_same_bits_whatever_ran_before_and_in_any_batch()
     m = text_model()
     rows, control = starts(m, 64)
     _, there = both(m)
-    first, seen = stepped(there, rows, control, 10)
+    first, sensors = stepped(there, rows, control, 10)
     other, pushed = starts(m, 64, seed=1)
     stepped(there, other, 9.0 * pushed, 10)
     broken = other.clone()
     broken[:, 1:8] = torch.nan
     stepped(there, broken, pushed, 2)
     again, sensed = stepped(there, rows, control, 10)
-    assert torch.equal(first, again) and torch.equal(seen, sensed)
+    assert torch.equal(first, again) and torch.equal(sensors, sensed)
     for i in (0, 17, 63):
         single = stepped(there, rows[i], control[i], 10)
-        assert torch.equal(single[0], first[i]) and torch.equal(single[1], seen[i])
+        assert torch.equal(single[0], first[i]) and torch.equal(single[1], sensors[i])
     order = torch.arange(63, -1, -1)
     assert torch.equal(stepped(there, rows[order], control[order], 10)[0], first[order])
     parts = rows
@@ -314,12 +314,12 @@ def test_more_contacts_than_there_is_room_for_together_are_those_of_all(monkeypa
     rows[:, columns(m, "QPOS")] = torch.tensor(m.qpos0)
     rows[:, 3] = torch.tensor([5.0, 0.09, 0.09])  # none, four and four
     _, there = both(m)
-    for room, lost in ((3, False), (2, True)):
+    for room, fails in ((3, False), (2, True)):
         monkeypatch.setattr(warp_physics, "capacity", lambda m, room=room: (room, 60))
         warp_physics._worlds.cache_clear()
         for substeps in (0, 2):
             after, _ = stepped(there, rows, control, substeps)
-            assert after.isnan().any(1).tolist() == [lost] * 3
+            assert after.isnan().any(1).tolist() == [fails] * 3
     warp_physics._worlds.cache_clear()
 
 
@@ -327,8 +327,8 @@ def test_a_lost_simulation_ends_its_episode_and_keeps_its_state(monkeypatch):
     monkeypatch.setattr(warp_physics, "capacity", lambda m: (1, 2))
     _, sim = sims(rigid_object=(CUBE, CUBE.model_copy(update={"uid": "more", "init_pos": (1.0, 1.0, 0.05)})))
     now = start(sim, (2,))
-    after, lost = advance(sim, now, torch.tensor(sim.home.ctrl).float().expand(2, -1))
-    assert lost.all() and torch.equal(after["physics"], now["physics"])
+    after, failed = advance(sim, now, torch.tensor(sim.home.ctrl).float().expand(2, -1))
+    assert failed.all() and torch.equal(after["physics"], now["physics"])
 
 
 def test_what_warp_cannot_do_is_one_line():
@@ -422,18 +422,18 @@ def test_in_a_compiled_loop_it_is_as_in_an_eager_one():
     _, sim = sims()
     form = choose_form("on", "cpu")
 
-    def turn(now, goal):
-        after, lost = advance(sim, now, goal)
-        return after, lost
+    def body(now, goal):
+        after, failed = advance(sim, now, goal)
+        return after, failed
 
     def run(scan, now, goals):
-        return scan(turn, now, goals)
+        return scan(body, now, goals)
 
     spread = 0.1 * torch.rand(3, 4, 6, generator=torch.Generator().manual_seed(0))
     begun, goals = start(sim, (4,)), torch.tensor(sim.home.ctrl).float() + spread
-    after, lost = form.jit(run, form.scan)(begun, goals)
+    after, failed = form.jit(run, form.scan)(begun, goals)
     expected, _ = run(scan, begun, goals)
-    assert lost.shape == (3, 4) and not lost.any()
+    assert failed.shape == (3, 4) and not failed.any()
     assert torch.equal(after["physics"], expected["physics"]) and torch.equal(after["sensors"], expected["sensors"])
 
 
@@ -533,7 +533,7 @@ def test_on_a_gpu_it_is_near_the_cpu_and_waits_for_nothing():
     m = text_model()
     rows, control = starts(m, 64)
     _, there = both(m)
-    expected, seen = stepped(there, rows, control, 10)
+    expected, expected_sensors = stepped(there, rows, control, 10)
     inputs = rows.cuda(), control.cuda()
     stepped(there, *inputs, 10)  # compiles
     torch.cuda.synchronize()
@@ -545,7 +545,7 @@ def test_on_a_gpu_it_is_near_the_cpu_and_waits_for_nothing():
     assert actual.is_cuda and sensors.is_cuda
     part = columns(m, "QPOS")
     assert_close(actual.cpu()[:, part], expected[:, part], rtol=1e-3, atol=1e-3)
-    assert_close(sensors.cpu(), seen, rtol=1e-2, atol=1e-2)
+    assert_close(sensors.cpu(), expected_sensors, rtol=1e-2, atol=1e-2)
 
 
 @cuda
@@ -558,12 +558,12 @@ def test_on_a_gpu_it_is_captured_and_replayed(varied):
     plain, _ = advance(sim, now, goal)
     inputs, graph, stream = (now.clone(), goal.clone()), torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        kept, _ = advance(sim, *inputs)
+        output, _ = advance(sim, *inputs)
     part = columns(sim.model, "QPOS")
     for _ in range(3):
         graph.replay()
-        assert_close(kept["physics"][:, part], plain["physics"][:, part], rtol=1e-4, atol=1e-4)
-        inputs[0].update_(kept)  # on from there
+        assert_close(output["physics"][:, part], plain["physics"][:, part], rtol=1e-4, atol=1e-4)
+        inputs[0].update_(output)  # on from there
         plain, _ = advance(sim, plain, goal)
     more, goals = start(sim, (33,), "cuda"), goal[:1].expand(33, -1)
     refused = pytest.raises(RuntimeError, match="33 simulations during a CUDA graph capture")

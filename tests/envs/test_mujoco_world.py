@@ -32,7 +32,7 @@ SCENE = {
         BALL | {"uid": "rock", "init_pos": [-2.0, 1.0, 1.0], "body_type": "static"},
     ],
 }
-ODD = """<mujoco><compiler angle="degree"/><worldbody>
+EVERY_JOINT = """<mujoco><compiler angle="degree"/><worldbody>
 <body name="moved" mocap="true" pos="1 2 3" quat=".5 .5 .5 .5"><geom size=".1"/>
  <body name="on_it"  pos=".1 0 0"><joint name="m1" axis="0 0 1"/><geom size=".1"/></body></body>
 <body name="free" pos="0 0 1"><freejoint/><geom size=".1"/>
@@ -63,7 +63,7 @@ def shaken(sim, batch=(3,), steps=4):
 
 
 def test_poses_and_jacobians_are_mujocos_for_every_kind_of_joint():
-    model = mujoco.MjModel.from_xml_string(ODD)
+    model = mujoco.MjModel.from_xml_string(EVERY_JOINT)
     data, rng = mujoco.MjData(model), np.random.default_rng(0)
     chains = [kinematics.chain(model, body) for body in range(model.nbody)]
     tip = kinematics.constant_pose(model.site("tip").pos, model.site("tip").quat)
@@ -145,9 +145,9 @@ def test_what_is_written_is_there_and_nowhere_else(sim):
     assert (after["physics"] != state["physics"]).sum(-1).tolist() == [2, 2, 2]
     after = world.with_joint_velocities(sim, state, joints, values)
     close(world.joint_velocities(sim, after, joints), values.expand(3, 2), 1e-7)
-    place, turn = torch.tensor([[0.5, 1.5, 2.5]] * 3), torch.tensor([0.0, 0.0, 0.0, 1.0])
+    place, quaternion = torch.tensor([[0.5, 1.5, 2.5]] * 3), torch.tensor([0.0, 0.0, 0.0, 1.0])
     for name in ("ball", "hand"):
-        after = world.with_body_pose(sim, state, name, place, turn)
+        after = world.with_body_pose(sim, state, name, place, quaternion)
         close(world.body_pose(sim, after, name)[:, :3, 3], place, 1e-7)
         close(world.body_pose(sim, after, name)[:, 0, 0], -torch.ones(3), 1e-7)
         close(
@@ -190,8 +190,8 @@ def test_a_push_is_newtons_and_damping_takes_its_share(sim):
 
 def test_angular_velocity_is_in_the_world(sim):
     """MuJoCo keeps it in the frame of the body: turned by 90 degrees about x, its y is the world's z."""
-    state, turn = start(sim, (1,)), torch.tensor([math.sqrt(0.5), math.sqrt(0.5), 0.0, 0.0])
-    state = world.with_body_pose(sim, state, "ball", None, turn)
+    state, quaternion = start(sim, (1,)), torch.tensor([math.sqrt(0.5), math.sqrt(0.5), 0.0, 0.0])
+    state = world.with_body_pose(sim, state, "ball", None, quaternion)
     first = world._columns(sim, "QVEL").start + int(sim.model.joint("ball").dofadr[0]) + 4
     state = world._write(sim, state, [first], torch.tensor([2.0]))
     close(world.body_velocity(sim, state, "ball")[1], torch.tensor([[0.0, 0.0, 2.0]]), 1e-6)
@@ -243,14 +243,14 @@ def test_the_arm_pushes_a_cube_in_any_direction():
     cube["attrs"] = {"mass": 2.0, "static_friction": 1.0, "linear_damping": 2.0, "angular_damping": 2.0}
     sim = simulation(validate_section(SceneConfig, {"robot": {}, "rigid_object": [cube]}, "scene"))
     joints, tcp, down = sim.robot.joints, sim.robot.tcp["arm"], torch.tensor([0.0, 0.0, -1.0])
-    turns, there = torch.arange(4) * (math.pi / 2), torch.tensor([-0.6, -0.4, 0.05])
-    along = torch.stack((turns.cos(), turns.sin(), torch.zeros(4)), -1)
+    angles, there = torch.arange(4) * (math.pi / 2), torch.tensor([-0.6, -0.4, 0.05])
+    along = torch.stack((angles.cos(), angles.sin(), torch.zeros(4)), -1)
 
     def solved(state, place):
         for _ in range(20):
             pose, slope = world.site_pose(sim, state, tcp), world.site_jacobian(sim, state, tcp, joints)
-            turn = torch.linalg.cross(pose[..., :3, 2], down.expand(4, 3))
-            error = torch.cat((place - pose[..., :3, 3], turn), -1).unsqueeze(-1)
+            rotation = torch.linalg.cross(pose[..., :3, 2], down.expand(4, 3))
+            error = torch.cat((place - pose[..., :3, 3], rotation), -1).unsqueeze(-1)
             change = slope.mT @ torch.linalg.solve(slope @ slope.mT + 1e-3 * torch.eye(6), error)
             q = world.joint_positions(sim, state, joints) + change.squeeze(-1)
             state = world.with_joint_positions(sim, state, joints, q)
@@ -334,6 +334,6 @@ def test_a_robot_is_held_where_it_is_by_the_drives_that_can():
     now = world.with_joint_positions(sim, start(sim, (2,)), "abcd", torch.tensor([[0.3, 0.4, 0.5, 0.6]] * 2))
     control = assert_pure(world.hold_controls, sim, now)
     close(control, [[0.6, 0.0, 0.0]] * 2)
-    after, lost = advance(sim, now, control)
-    assert not lost.any()
+    after, failed = advance(sim, now, control)
+    assert not failed.any()
     close(world.joint_positions(sim, after, "a"), [[0.3]] * 2, 1e-6)

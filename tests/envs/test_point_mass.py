@@ -158,8 +158,8 @@ def test_starts_lie_where_the_task_says():
     # Uniform on a square of half-width 0.8 without the disc around the goal: a known second moment, by rejection.
     points = (torch.rand(400_000, 2, generator=torch.Generator().manual_seed(0)) * 2 - 1) * 0.8
     goals = (torch.rand(400_000, 2, generator=torch.Generator().manual_seed(1)) * 2 - 1) * 0.7
-    kept = points[(points - goals).norm(dim=-1) > 0.25]
-    close(state["obstacles"].square().mean(), kept.square().mean(), tol=0.01)
+    far = points[(points - goals).norm(dim=-1) > 0.25]
+    close(state["obstacles"].square().mean(), far.square().mean(), tol=0.01)
 
 
 def test_an_obstacle_that_finds_no_place_goes_to_the_opposite_corner():

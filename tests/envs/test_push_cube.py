@@ -125,10 +125,10 @@ def test_a_success_is_looked_at_again_later():
     still_inside = after["info", "metrics", "still_inside"]
     assert still_inside[:2].tolist() == [1.0, 0.0] and still_inside[2].isnan()
     assert (after["obs"] == usual["obs"]).all() and (after["reward"] == usual["reward"]).all()
-    held = after["world"]
+    later = after["world"]
     for _ in range(25):
-        held = advance(env.scene, held, world.hold_controls(env.scene, after["world"]))[0]
-    pose = [world.site_pose(env.scene, w, env.scene.robot.tcp["arm"])[:, :3, 3] for w in (after["world"], held)]
+        later = advance(env.scene, later, world.hold_controls(env.scene, after["world"]))[0]
+    pose = [world.site_pose(env.scene, w, env.scene.robot.tcp["arm"])[:, :3, 3] for w in (after["world"], later)]
     close(pose[1], pose[0], 0.02)
 
 

@@ -251,8 +251,8 @@ def test_global_norm_by_hand(variant):
     clipped, norm = variant(clip_by_global_norm)(grads, max_norm=math.sqrt(58.0) / 2.0)
     close(norm, math.sqrt(58.0), 1e-6)
     close(clipped["b", "c"], [[3.0, 1.0, 1.5]], 1e-6)
-    kept, _ = variant(clip_by_global_norm)(grads, max_norm=8.0)
-    close(kept["a"], [2.0, 2.0, 1.0], 0.0)
+    unclipped, _ = variant(clip_by_global_norm)(grads, max_norm=8.0)
+    close(unclipped["a"], [2.0, 2.0, 1.0], 0.0)
 
 
 @pytest.mark.ref

@@ -51,10 +51,10 @@ def test_rlax_clipped_surrogate():
         loss, _ = clipped_surrogate(log_prob, b["old_log_prob"], b["advantage"], YES, clip_coef=CLIP)
         old, advantage = b["old_log_prob"].numpy(), b["advantage"].numpy()
 
-        def theirs(x, old=old, advantage=advantage):
+        def rlax_loss(x, old=old, advantage=advantage):
             return rlax.clipped_surrogate_pg_loss(jax.numpy.exp(x - old), advantage, CLIP)
 
-        expected, gradient = jax.value_and_grad(theirs)(log_prob.detach().numpy())
+        expected, gradient = jax.value_and_grad(rlax_loss)(log_prob.detach().numpy())
         close(loss.detach(), float(expected), tol=1e-6)
         close(torch.autograd.grad(loss, log_prob)[0], torch.from_numpy(np.array(gradient)), tol=1e-6)
 
@@ -80,12 +80,12 @@ def test_cleanrl():
 
 
 def test_cleanrl_with_clipped_values():
-    def ours(b):
+    def ecrl_loss(b):
         fields = (b["log_prob"], b["old_log_prob"], b["advantage"], b["entropy"])
         values = (b["value"], b["old_value"], b["value_target"])
         return ppo_loss_clipped_value(*fields, *values, YES, clip_coef=CLIP, vf_coef=VF / 2, ent_coef=ENT)[0]
 
-    same(ours, lambda b: cleanrl(b, clip_vloss=True))
+    same(ecrl_loss, lambda b: cleanrl(b, clip_vloss=True))
 
 
 def test_cleanrl_logs():

@@ -43,7 +43,7 @@ def trls_advantages(trainer, rewards, group_size):
     """`GRPOTrainer._generate_and_score_completions` where `_generate` gives one-token texts and `rewards` `[N]`."""
     n = len(rewards)
     ones = [[1]] * n
-    held = SimpleNamespace(
+    fake_trainer = SimpleNamespace(
         accelerator=Accelerator(),
         model=SimpleNamespace(training=True, is_gradient_checkpointing=False),
         args=SimpleNamespace(
@@ -75,7 +75,7 @@ def trls_advantages(trainer, rewards, group_size):
         _generate=lambda prompts: (ones, ones, None, ["x"] * n, None, {}, None, None),
         _calculate_rewards=lambda *ignored: rewards.unsqueeze(1),
     )
-    return trainer._generate_and_score_completions(held, [{"prompt": "x"}] * n)["advantages"]
+    return trainer._generate_and_score_completions(fake_trainer, [{"prompt": "x"}] * n)["advantages"]
 
 
 @pytest.mark.parametrize("group_size", [2, 4, 16])
@@ -101,7 +101,7 @@ def test_group_normalisation(trainer, group_size):
 def trls_loss(trainer, batch, clip_coef, kl_coef, ent_coef):
     """`GRPOTrainer._compute_loss` for given log-probabilities; loss_type bnpo is the mean over counted tokens."""
     zeros = torch.zeros(batch["mask"].shape, dtype=torch.int64)
-    held = SimpleNamespace(
+    fake_trainer = SimpleNamespace(
         accelerator=Accelerator(),
         model=SimpleNamespace(training=True),
         args=SimpleNamespace(use_bias_correction_kl=False, delta=None),
@@ -130,8 +130,8 @@ def trls_loss(trainer, batch, clip_coef, kl_coef, ent_coef):
         "old_per_token_logps": batch["old_log_prob"],
         "ref_per_token_logps": batch["ref_log_prob"],
     }
-    loss = trainer._compute_loss(held, None, inputs)
-    return loss, {name: values[-1] for name, values in held._metrics["train"].items()}
+    loss = trainer._compute_loss(fake_trainer, None, inputs)
+    return loss, {name: values[-1] for name, values in fake_trainer._metrics["train"].items()}
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -142,12 +142,12 @@ def test_clipped_loss_with_kl(trainer, seed):
     batch |= {"advantage": torch.randn(6, generator=draw, dtype=F64), "mask": torch.rand(shape, generator=draw) < 0.7}
     live = [0.3 * torch.randn(shape, generator=draw, dtype=F64) for _ in range(2)]
     batch |= {name: x.requires_grad_() for name, x in zip(("log_prob", "entropy"), live, strict=True)}
-    theirs, their_logs = trls_loss(trainer, batch, **numbers)
+    expected, expected_logs = trls_loss(trainer, batch, **numbers)
     names = ("log_prob", "old_log_prob", "ref_log_prob", "advantage", "entropy", "mask")
     actual, logs = grpo_loss(*(batch[name] for name in names), **numbers)
-    close(actual, theirs, tol=1e-6)
-    for a, b in zip(torch.autograd.grad(actual, live), torch.autograd.grad(theirs, live), strict=True):
+    close(actual, expected, tol=1e-6)
+    for a, b in zip(torch.autograd.grad(actual, live), torch.autograd.grad(expected, live), strict=True):
         close(a, b, tol=1e-6)
-    close(logs["kl_ref"], their_logs["kl"], tol=1e-6)
-    close(logs["entropy"], their_logs["entropy"], tol=1e-6)
+    close(logs["kl_ref"], expected_logs["kl"], tol=1e-6)
+    close(logs["entropy"], expected_logs["entropy"], tol=1e-6)
     assert logs["clip_frac"] > 0.2

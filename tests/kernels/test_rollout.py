@@ -177,10 +177,10 @@ def test_episode_statistics_equal_a_plain_loop(seed, num_envs, lengths):
                     finished.append(running[n])
                     running[n] = [0.0, 0]
         episode = assert_pure(episode_update, episode, torch.tensor(reward, dtype=torch.float32), torch.tensor(done))
-    kept = finished[-window:]
-    assert episode["finished"].sum() == len(kept)
-    close(episode["finished_return"][episode["finished"]], torch.tensor([r for r, _ in kept]))
-    close(episode["finished_length"][episode["finished"]], torch.tensor([float(k) for _, k in kept]))
+    expected = finished[-window:]
+    assert episode["finished"].sum() == len(expected)
+    close(episode["finished_return"][episode["finished"]], torch.tensor([r for r, _ in expected]))
+    close(episode["finished_length"][episode["finished"]], torch.tensor([float(k) for _, k in expected]))
     close(episode["running_return"], torch.tensor([r for r, _ in running]))
 
 
@@ -297,8 +297,8 @@ def running_loop(reward, done, before, gamma):
 def test_running_returns_oracle(variant):
     draw = np.random.default_rng(0)
     reward, done, before = draw.normal(size=(4, 30)), draw.random((4, 30)) < 0.2, draw.normal(size=4)
-    given_ = (torch.tensor(reward).float(), torch.tensor(done), torch.tensor(before).float())
-    close(variant(running_returns)(*given_, gamma=0.97), torch.tensor(running_loop(reward, done, before, 0.97)))
+    inputs = (torch.tensor(reward).float(), torch.tensor(done), torch.tensor(before).float())
+    close(variant(running_returns)(*inputs, gamma=0.97), torch.tensor(running_loop(reward, done, before, 0.97)))
 
 
 @given(st.integers(0, 2**31), st.integers(1, 9), st.integers(0, 9))
@@ -354,15 +354,15 @@ def test_running_returns_are_those_of_gymnasiums_normalize_reward():
     same_step = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
     vector = gym.make_vec("Pendulum-v1", 3, max_episode_steps=7, vector_kwargs=same_step)
     vector.reset(seed=1)
-    theirs, rewards, dones, sums = gym.wrappers.vector.NormalizeReward(vector, gamma=0.9), [], [], []
-    theirs.accumulated_reward = theirs.accumulated_reward.astype(np.float64)
-    theirs.update_running_mean = False
-    theirs.return_rms.var, theirs.epsilon = 1.0, 1e-16  # its rewards are then the raw ones
+    wrapper, rewards, dones, sums = gym.wrappers.vector.NormalizeReward(vector, gamma=0.9), [], [], []
+    wrapper.accumulated_reward = wrapper.accumulated_reward.astype(np.float64)
+    wrapper.update_running_mean = False
+    wrapper.return_rms.var, wrapper.epsilon = 1.0, 1e-16  # its rewards are then the raw ones
     for _ in range(20):
-        _, reward, _, truncated, _ = theirs.step(vector.action_space.sample() * 0)
+        _, reward, _, truncated, _ = wrapper.step(vector.action_space.sample() * 0)
         rewards.append(reward)
         dones.append(truncated)
-        sums.append(np.where(truncated, np.nan, theirs.accumulated_reward))  # it has started anew where one ended
+        sums.append(np.where(truncated, np.nan, wrapper.accumulated_reward))  # it has started anew where one ended
     reward, done = torch.tensor(np.array(rewards)).t(), torch.tensor(np.array(dones)).t()
     assert done.sum() == 6
     actual = running_returns(reward, done, torch.zeros(3, dtype=F64), gamma=0.9)
@@ -374,12 +374,12 @@ def test_running_returns_are_those_of_gymnasiums_normalize_reward():
 def test_running_returns_are_those_of_stable_baselines3():
     """Its `VecNormalize._update_reward`, with ends of both kinds."""
     normalize = pytest.importorskip("stable_baselines3.common.vec_env.vec_normalize")
-    draw, seen = np.random.default_rng(3), []
+    draw, sums = np.random.default_rng(3), []
     reward, done = draw.normal(size=(3, 25)), draw.random((3, 25)) < 0.2
-    moments = SimpleNamespace(update=lambda x: seen.append(x.copy()))
-    theirs = SimpleNamespace(returns=np.zeros(3), gamma=0.9, ret_rms=moments)
+    moments = SimpleNamespace(update=lambda x: sums.append(x.copy()))
+    wrapper = SimpleNamespace(returns=np.zeros(3), gamma=0.9, ret_rms=moments)
     for t in range(25):
-        normalize.VecNormalize._update_reward(theirs, reward[:, t])
-        theirs.returns[done[:, t]] = 0  # the last line of its step_wait
+        normalize.VecNormalize._update_reward(wrapper, reward[:, t])
+        wrapper.returns[done[:, t]] = 0  # the last line of its step_wait
     actual = running_returns(torch.tensor(reward), torch.tensor(done), torch.zeros(3, dtype=F64), gamma=0.9)
-    close(actual, torch.tensor(np.array(seen)).t(), tol=1e-12)
+    close(actual, torch.tensor(np.array(sums)).t(), tol=1e-12)

@@ -18,10 +18,10 @@ def leaky(carry, x, factor):
 
 def test_a_leaky_sum_by_hand():
     steps = TensorDict({"dx": torch.tensor([[1.0], [2.0], [4.0]])}, [3, 1])
-    after, (sums, seen) = assert_pure(scan, leaky, {"sum": torch.zeros(1)}, steps, torch.tensor(0.5))
+    after, (sums, carries) = assert_pure(scan, leaky, {"sum": torch.zeros(1)}, steps, torch.tensor(0.5))
     close(sums, [[1.0], [2.5], [5.25]])  # 1; 0.5 + 2; 1.25 + 4
     close(after["sum"], [5.25])
-    close(seen, steps["dx"])
+    close(carries, steps["dx"])
 
 
 def test_gradients_cross_time():

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from runs import TINY, Run, begun, ecrl_train, ending, forked, gone_on, kept, reference, steps_logged
+from runs import TINY, Run, ecrl_train, ending, forked, reference, resume_run, start_run, steps_logged, write_results
 
 from ecrl.run.checkpoint import read_files, step_checkpoints
 
@@ -35,9 +35,9 @@ LIMIT = 4000
 """Bytes of a file: what a run prints has room, what it writes has not."""
 
 
-def wait(run: Run, holds: Callable[[], bool]) -> None:
+def wait(run: Run, condition: Callable[[], bool]) -> None:
     """Until `holds()`, while the run goes on."""
-    while not holds():
+    while not condition():
         assert run.ended() is None, f"ended too early: {run.out.read_text()}"
         time.sleep(0.002)
 
@@ -73,7 +73,7 @@ WRITERS = ("checkpoints: run/checkpoints/step_", "run/metrics.jsonl: ", "run/log
 def disk_full_for_a_while(folder: Path) -> str:
     """Checkpoint, log and TensorBoard find no room, then there is some again: nothing of the run is missing."""
     expected, _ = reference(folder / "whole", SLOW)
-    run = begun(folder / "full", SLOW)
+    run = start_run(folder / "full", SLOW)
     at = folder / "full" / "run"
     wait(run, lambda: steps_logged(at) >= 640)
     _, hard = resource.prlimit(run.pid, resource.RLIMIT_FSIZE, (LIMIT, resource.RLIM_INFINITY))
@@ -93,7 +93,7 @@ def disk_full_for_a_while(folder: Path) -> str:
 
 def disk_full_to_the_end(folder: Path) -> str:
     """As above, and it stays so: the run goes on to its end, whose exit status says that it is not saved."""
-    run = begun(folder, SLOW)
+    run = start_run(folder, SLOW)
     wait(run, lambda: steps_logged(folder / "run") >= 640)
     resource.prlimit(run.pid, resource.RLIMIT_FSIZE, (LIMIT, resource.RLIM_INFINITY))
     status = run.end()
@@ -101,7 +101,7 @@ def disk_full_to_the_end(folder: Path) -> str:
     assert status == 2 and "cannot be written: " in last and "step_3200" in last, (status, run.out.read_text())
     assert steps_logged(folder / "run") >= 128  # every row there is can be read
     count = intact(folder / "run")
-    assert gone_on(folder) == 0 and steps_logged(folder / "run") == 3200
+    assert resume_run(folder) == 0 and steps_logged(folder / "run") == 3200
     return f"exit status 2, {last!r}; {count} checkpoints intact, resumed to the end"
 
 
@@ -192,8 +192,8 @@ def tracker(folder: Path) -> str:
         os.kill(pid, signal.SIGKILL)
     assert run.end() == 0, run.out.read_text()
     lines = [line for line in run.out.read_text().splitlines() if "W&B" in line]
-    lost, *works_again = lines  # a slow run lasts until W&B has started anew
-    assert "the run goes on and tries again" in lost and len(works_again) <= 1, lines
+    failed, *works_again = lines  # a slow run lasts until W&B has started anew
+    assert "the run goes on and tries again" in failed and len(works_again) <= 1, lines
     assert all("works again" in line for line in works_again), lines
     assert steps_logged(folder / "run") == 400 * 32
     no_orphan(mark)
@@ -230,7 +230,7 @@ def main() -> None:
         print(results[-1], flush=True)
         shutil.rmtree(folder)
     if args.keep:
-        kept("Faults", "\n".join(results))
+        write_results("Faults", "\n".join(results))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import warnings
 from collections import Counter
 from pathlib import Path
 
-from runs import TINY, kept
+from runs import TINY, write_results
 
 from ecrl import init_state, load, save, train_iter
 from ecrl.config import config_from_dict
@@ -45,10 +45,12 @@ def caught(run: Path, file: Path) -> bool:
     try:
         load(file.parent)
     except ValueError as error:
-        refused = str(file) in str(error) and "\n" not in str(error)
+        error_is_clear = str(file) in str(error) and "\n" not in str(error)
     else:
-        refused = False
-    return used.name == "step_32" and int(state["sample_step"]) == 32 and len(messages) == 2 and named and refused
+        error_is_clear = False
+    return (
+        used.name == "step_32" and int(state["sample_step"]) == 32 and len(messages) == 2 and named and error_is_clear
+    )
 
 
 def flips(count: int, cuts: int, seed: int) -> Counter:
@@ -58,13 +60,13 @@ def flips(count: int, cuts: int, seed: int) -> Counter:
     files = sorted(newest.iterdir())
     for number in range(count + cuts):
         kind, file = "truncations" if number >= count else "flips", files[number % len(files)]
-        whole = file.read_bytes()
-        file.write_bytes(damaged(whole, draw, kind == "truncations"))
+        original = file.read_bytes()
+        file.write_bytes(damaged(original, draw, kind == "truncations"))
         ok = caught(run, file)
         counts[kind, file.name, ok] += 1
         if not ok:
             print(f"not caught: {kind} of {file.name}")
-        file.write_bytes(whole)
+        file.write_bytes(original)
     assert latest(run) == newest, "undamaged, it is used"
     shutil.rmtree(run)
     return counts
@@ -86,7 +88,7 @@ def main() -> None:
         lines.append(f"{kind}: {sum(counts[kind, n, True] for n in files)} caught ({by_file}), {missed} not.")
     print("\n".join(lines))
     if args.keep:
-        kept("Damaged checkpoints", "\n".join(lines))
+        write_results("Damaged checkpoints", "\n".join(lines))
     if any(not ok for _, _, ok in counts):
         raise SystemExit(1)
 

@@ -13,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from runs import Run, begun, ending, gone_on, kept, reference, steps_logged
+from runs import Run, ending, reference, resume_run, start_run, steps_logged, write_results
 
 SAVE = 0.004
 """Seconds that a save takes at most, about: a kill inside one comes so long after it was seen to begin."""
@@ -51,7 +51,7 @@ def kills(count: int, seed: int, folder: Path, deadline: float) -> dict[str, int
     while counts["inside a save"] + counts["outside of one"] < count and time.monotonic() < deadline:
         tried += 1
         inside, at = counts["inside a save"] <= counts["outside of one"], folder / str(tried)
-        run = begun(at)
+        run = start_run(at)
         if not killed(run, at, draw, inside, seconds):
             shutil.rmtree(at)
             continue
@@ -61,7 +61,7 @@ def kills(count: int, seed: int, folder: Path, deadline: float) -> dict[str, int
             continue
         counts["inside a save" if saving else "outside of one"] += 1
         counts["before the first checkpoint"] += steps_logged(at / "run") < 64
-        status = gone_on(at)
+        status = resume_run(at)
         assert status == 0, (at / "out.txt").read_text()
         if ending(at / "run") == expected and not traces(at):
             counts["same bits"] += 1
@@ -92,7 +92,7 @@ def main() -> None:
     )
     print(figures)
     if args.keep:
-        kept("kill -9", figures)
+        write_results("kill -9", figures)
     if counts["same bits"] < inside + outside:
         raise SystemExit(1)
 

@@ -85,8 +85,8 @@ def alike(draw: random.Random, pool: Pool, value: Any) -> Any:
             floating = float(value) if abs(value) < 1e300 else value
             return draw.choice([value + 1, -value, value // 2, 10 * value, 0, floating, 1000 * value])
         case float():
-            whole = round(value) if math.isfinite(value) else value
-            return draw.choice([-value, 0.0, 2 * value, 1e3 * value, 1e-3 * value, whole])
+            rounded = round(value) if math.isfinite(value) else value
+            return draw.choice([-value, 0.0, 2 * value, 1e3 * value, 1e-3 * value, rounded])
         case str():
             return draw.choice([value.upper(), value[:-1], f"{value} ", draw.choice(pool.names)])
         case list():

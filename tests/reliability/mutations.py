@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 sys.path.append(str(Path(__file__).parents[1]))
 from mutating import CANARY, Pool, mutated_file
-from runs import kept
+from runs import write_results
 from support.key_rows import TABLE
 from watching import Watch
 
@@ -89,12 +89,12 @@ def called(*args: str) -> tuple[int, str, str]:
 def faults(status: int, err: str) -> tuple[list[str], list[str]]:
     """The lines of what is refused, and what is wrong with them or with how it was told."""
     lines = [line for line in err.split("\n") if line and not line.startswith("warning: ")]
-    odd = [f"not one line with its place: {line[:300]}" for line in lines if status == 2 and not LINE.match(line)]
-    odd += [f"{len(line)} characters: {line[:300]}" for line in lines if len(line) > 1500]
-    odd += [f"not printable: {line[:300]!r}" for line in lines if not line.isprintable()]
+    problems = [f"not one line with its place: {line[:300]}" for line in lines if status == 2 and not LINE.match(line)]
+    problems += [f"{len(line)} characters: {line[:300]}" for line in lines if len(line) > 1500]
+    problems += [f"not printable: {line[:300]!r}" for line in lines if not line.isprintable()]
     if status not in (0, 2) or bool(lines) != (status == 2):
-        odd.append(f"exit status {status}: {err[-300:]}")
-    return lines, odd
+        problems.append(f"exit status {status}: {err[-300:]}")
+    return lines, problems
 
 
 def beginning(path: Path, out: str) -> bool:
@@ -111,23 +111,23 @@ def tried(number: int, path: Path, watch: Watch, begin: bool) -> Outcome:
         with watch.within(None) as done:
             status, out, err = called("check", path.name)
         problems += done
-        lines, odd = faults(status, err)
+        lines, faulty = faults(status, err)
         seconds = time.process_time() - before
         if status == 0 and begin and beginning(path, out):
             began, args = True, [f"--{key}={json.dumps(value)}" for key, value in BOUNDED.items()]
             with watch.within(path.parent / "outputs") as done:
                 status, _, err = called("train", path.name, *args)
             problems += done
-            odd += faults(status, err)[1]
+            faulty += faults(status, err)[1]
             shutil.rmtree(path.parent / "outputs", ignore_errors=True)
     except BaseException as error:
         problems.append(
             f"{type(error).__name__}: {str(error)[:300]}, {'begun' if began else 'checked'}: {_place(error)}"
         )
-        odd, seconds = [], time.process_time() - before
+        faulty, seconds = [], time.process_time() - before
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0.0)
-    problems += [*odd, *([f"{seconds:.1f} s"] if seconds >= SECONDS else [])]
+    problems += [*faulty, *([f"{seconds:.1f} s"] if seconds >= SECONDS else [])]
     problems += [f"the canary {place} exists" for place in _canaries(path.parent) if place.exists()]
     return Outcome(number, "defect" if problems else "refused" if lines else "ok", seconds, problems or lines, began)
 
@@ -266,7 +266,7 @@ def main() -> None:
         print(summary := summed(name, outcomes), flush=True)
         wrong = {kind(one.lines[0]): one for one in outcomes if one.end == "defect"}
         if args.keep and not wrong:
-            kept(f"Mutations of {name}", summary)
+            write_results(f"Mutations of {name}", summary)
         defects += len(wrong)
         for one in wrong.values():
             print(f"  {folder}/{name}/{name}_{one.number}: {'; '.join(one.lines)}"[:700], flush=True)

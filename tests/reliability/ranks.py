@@ -67,11 +67,11 @@ def end_of(scenario: Scenario, form: str) -> dict[str, torch.Tensor]:
     iterate = ecrl.make_iteration(cfg)
     for _ in range(scenario.iterations):
         state, logs = iterate(state)
-    kept = {name: leaf for name, leaf in state.flatten_keys("/").items() if name.split("/")[0] in ("params", "norm")}
-    kept |= {name: state[name] for name in ("sample_step", "update_step")}
-    kept |= {f"log/{name}": x for part in logs.values() for name, x in part.items()}
-    kept |= {f"noise/{i}": rng.normal(k, (2,)) for i, k in enumerate(keys)}
-    return {name: leaf.clone().contiguous() for name, leaf in kept.items()}
+    end = {name: leaf for name, leaf in state.flatten_keys("/").items() if name.split("/")[0] in ("params", "norm")}
+    end |= {name: state[name] for name in ("sample_step", "update_step")}
+    end |= {f"log/{name}": x for part in logs.values() for name, x in part.items()}
+    end |= {f"noise/{i}": rng.normal(k, (2,)) for i, k in enumerate(keys)}
+    return {name: leaf.clone().contiguous() for name, leaf in end.items()}
 
 
 def write(names: list[str], form: str, out: Path) -> None:

@@ -88,14 +88,14 @@ def ecrl_train(folder: Path, *args: str, **environ: str) -> Run:
     return forked(folder / "out.txt", job, **environ)
 
 
-def begun(folder: Path, config: dict[str, Any] = TINY) -> Run:
+def start_run(folder: Path, config: dict[str, Any] = TINY) -> Run:
     """A new run in `folder`/run."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.json").write_text(json.dumps(config))
     return ecrl_train(folder, "run.json", "--run-dir", "run")
 
 
-def gone_on(folder: Path) -> int:
+def resume_run(folder: Path) -> int:
     """The exit status of resuming the run, or of beginning it where nothing was written yet."""
     if not (folder / "run" / "config.json").exists():
         return ecrl_train(folder, "run.json", "--run-dir", "run").end()
@@ -122,12 +122,12 @@ def ending(run: Path) -> tuple[bytes, list[dict[str, Any]]]:
 def reference(folder: Path, config: dict[str, Any] = TINY) -> tuple[tuple[bytes, list], float]:
     """How the run ends that nothing interrupts, and what it takes in seconds."""
     before = time.monotonic()
-    run = begun(folder, config)
+    run = start_run(folder, config)
     assert run.end() == 0, run.out.read_text()
     return ending(folder / "run"), time.monotonic() - before
 
 
-def kept(name: str, figures: str) -> None:
+def write_results(name: str, figures: str) -> None:
     """Put figures under their heading into RESULTS.md, with the command, the date and the machine."""
     path, head = Path(__file__).with_name("RESULTS.md"), f"## {name}\n"
     text = path.read_text() if path.exists() else "# Reliability: what was measured\n"

@@ -15,14 +15,14 @@ import tempfile
 import time
 from pathlib import Path
 
-from runs import TINY, begun, ending, gone_on, kept, reference, steps_logged
+from runs import TINY, ending, reference, resume_run, start_run, steps_logged, write_results
 
 from ecrl.run.checkpoint import latest
 
 
 def stopped(folder: Path, number: int, wait: float) -> float | None:
     """Seconds from the signal to the end of a run, `wait` seconds after its folder is made; None if it had ended."""
-    run = begun(folder)
+    run = start_run(folder)
     while not (folder / "run" / "config.json").exists():
         assert run.ended() is None, run.out.read_text()
         time.sleep(0.001)
@@ -52,7 +52,7 @@ def signals(count: int, seed: int, folder: Path, numbers: tuple[int, ...]) -> li
         logged = steps_logged(at / "run")
         if logged:
             assert latest(at / "run").name == f"step_{logged}", "the last iteration is not saved"
-        assert gone_on(at) == 0, (at / "out.txt").read_text()
+        assert resume_run(at) == 0, (at / "out.txt").read_text()
         assert ending(at / "run") == expected, f"other bits: {at}"
         times.append(took)
         shutil.rmtree(at)
@@ -102,7 +102,7 @@ def main() -> None:
     results.append(f"SIGTERM {count} times within the first compilation: exit status 143; longest {max(times):.2f} s.")
     print("\n".join(results))
     if args.keep:
-        kept("Signals", "\n".join(results))
+        write_results("Signals", "\n".join(results))
 
 
 if __name__ == "__main__":

@@ -89,12 +89,12 @@ def yardstick() -> float:
 def sample(pid: int, run: Path, since: float) -> Sample:
     """Look at a run and its children."""
     pids = family(pid)
-    held = [status(one) for one in pids]
+    statuses = [status(one) for one in pids]
     return Sample(
         seconds=time.monotonic() - since,
-        megabytes=sum(numbers["VmRSS"] for numbers in held) / 1024,
+        megabytes=sum(numbers["VmRSS"] for numbers in statuses) / 1024,
         descriptors=sum(len(os.listdir(f"/proc/{one}/fd")) for one in pids),
-        threads=sum(numbers["Threads"] for numbers in held),
+        threads=sum(numbers["Threads"] for numbers in statuses),
         cpu_seconds=sum(map(cpu_seconds, pids)),
         steps=steps_of(run / "metrics.jsonl"),
         machine_seconds=machine_seconds(),
@@ -237,9 +237,9 @@ def main() -> None:
         raise SystemExit(f"1: {folder}")
     shutil.rmtree(folder)
     if args.keep:
-        from runs import kept
+        from runs import write_results
 
-        kept("Soak", "\n".join(lines))
+        write_results("Soak", "\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -166,8 +166,8 @@ def spoilt(cfg: SpoiltConfig):
     env = make_env("pendulum")
     def step(state, action, noise):
         after = env.step(state, action, noise)
-        odd = (after["elapsed"] == 7) & (d.rank() == 1)
-        return after.copy().update({"reward": torch.where(odd, torch.nan, after["reward"])})
+        faulty = (after["elapsed"] == 7) & (d.rank() == 1)
+        return after.copy().update({"reward": torch.where(faulty, torch.nan, after["reward"])})
     return replace(env, step=step)
 
 sys.argv = ["ecrl", *sys.argv[1:]]
@@ -215,8 +215,8 @@ class Spoilt(gymnasium.Env):
 
     def step(self, action):
         self.steps += 1
-        odd = self.steps == 7 and os.environ["RANK"] == "1"
-        return np.zeros(1, np.float32), np.nan if odd else 1.0, False, False, {}
+        faulty = self.steps == 7 and os.environ["RANK"] == "1"
+        return np.zeros(1, np.float32), np.nan if faulty else 1.0, False, False, {}
 
 gymnasium.register("Spoilt-v0", Spoilt)
 sys.argv = ["ecrl", *sys.argv[1:]]
@@ -252,7 +252,7 @@ def test_ranks_that_start_anew_leave_a_run_that_is_not_theirs(tmp_path):
     assert {entry.name: entry.read_text() for entry in (tmp_path / "run").iterdir()} == old
 
 
-LONE = """
+ONE_RANK = """
 from ecrl import distributed as d
 d.start(True)
 print(d.world_size(), d.restarts(), d.value_of_rank_0("name", lambda: "made"), d.has_flag("word"))
@@ -264,7 +264,7 @@ print(d.has_flag("word"))
 
 
 def test_one_rank_of_torchrun_knows_that_it_was_started_anew():
-    (text,) = ended(launched(1, ["-c", LONE], TORCHELASTIC_RESTART_COUNT="1"))
+    (text,) = ended(launched(1, ["-c", ONE_RANK], TORCHELASTIC_RESTART_COUNT="1"))
     assert text.splitlines() == ["1 1 made False", "False made", "True"]
 
 
@@ -284,12 +284,12 @@ def test_the_hooks_of_kernels_take_parts_of_a_batch_for_the_whole():
         calls.append(number)
         return number + others.pop(0) if others else number
 
-    rest, kept = x[4:], mask[4:]
+    rest, rest_mask = x[4:], mask[4:]
     mean = masked_mean(x, mask)
     centred = rest - mean
-    others = [kept.sum(), rest.sum(), torch.stack((centred.square().sum(), centred.sum()))]
+    others = [rest_mask.sum(), rest.sum(), torch.stack((centred.square().sum(), centred.sum()))]
     torch.testing.assert_close(standardize(x[:4], mask[:4], eps=1e-8, total=total), whole[:4], rtol=1e-12, atol=1e-12)
-    others = [kept.sum().double(), rest.sum(), (rest - mean).square().sum()]
+    others = [rest_mask.sum().double(), rest.sum(), (rest - mean).square().sum()]
     half = moments_update(moments_init(()), x[:4], mask[:4], total=total)
     for name in ("count", "mean", "m2"):
         torch.testing.assert_close(half[name], moments[name], rtol=1e-12, atol=1e-12)

@@ -206,12 +206,12 @@ def test_the_metric_is_the_first_usual_one_that_all_have(tmp_path):
     with (both / "metrics.jsonl").open("a") as file:
         file.write('{"sample_step": 40, "seconds": 400, "eval/success_rate": 0.5, "train/entropy": 1.0}\n')
     plain = run(tmp_path / "b", metric="charts/episode_reward_avg_100")
-    peer = tmp_path / "c.csv"
-    peer.write_text("steps,seconds,return\n1,1,1\n")
-    sources = {path: read_sources(path)[0] for path in (both, plain, peer)}
+    other_file = tmp_path / "c.csv"
+    other_file.write_text("steps,seconds,return\n1,1,1\n")
+    sources = {path: read_sources(path)[0] for path in (both, plain, other_file)}
     assert choose_metric([sources[both]]) == "eval/success_rate"
-    assert choose_metric([sources[both], sources[peer]]) == "eval/avg_reward"
-    assert choose_metric([sources[plain], sources[peer]]) == "charts/episode_reward_avg_100"
+    assert choose_metric([sources[both], sources[other_file]]) == "eval/avg_reward"
+    assert choose_metric([sources[plain], sources[other_file]]) == "charts/episode_reward_avg_100"
     with pytest.raises(
         UserError, match=r"^none of eval/success_rate, .* is in all runs and peers; choose one with --metric$"
     ):

@@ -181,12 +181,12 @@ def test_an_older_checkpoint_is_loaded(tmp_path):
     write(tmp_path / "old", snapshot(build(cfg), state, cfg)._replace(tensors=older))
     loaded, again = load(tmp_path / "old")
     assert same(loaded, state) and again == cfg
-    (gone,) = [name for name in older if name.startswith("params/actor") and name.endswith("0.bias")]
+    (missing,) = [name for name in older if name.startswith("params/actor") and name.endswith("0.bias")]
     write(
         tmp_path / "less",
-        snapshot(build(cfg), state, cfg)._replace(tensors={n: x for n, x in older.items() if n != gone}),
+        snapshot(build(cfg), state, cfg)._replace(tensors={n: x for n, x in older.items() if n != missing}),
     )
-    with pytest.raises(CheckpointError, match=f"state and config disagree on {gone}"):
+    with pytest.raises(CheckpointError, match=f"state and config disagree on {missing}"):
         load(tmp_path / "less")
 
 

@@ -223,11 +223,11 @@ def closing(monkeypatch, *which):
 
 def test_the_last_failure_is_the_runs_when_all_is_closed(tmp_path, monkeypatch):
     source, closed = closing(monkeypatch, 1)
-    seen = []
+    failures = []
     with pytest.raises(CheckpointError, match="step_128: cannot be written: disk full"):
         for record in with_checkpoints(source, small(), tmp_path):
-            seen.append(record)
-    assert closed and len(seen) == 8
+            failures.append(record)
+    assert closed and len(failures) == 8
 
 
 def test_stopping_early_is_an_error_too_if_it_cannot_be_saved(tmp_path, monkeypatch):

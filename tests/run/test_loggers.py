@@ -54,16 +54,16 @@ def test_every_record_is_passed_on_in_order(consumer, tmp_path, monkeypatch):
 
 
 def test_consumers_are_lazy_one_record_at_a_time(tmp_path):
-    asked = []
+    taken = []
 
     def source():
         for item in RECORDS:
-            asked.append(item)
+            taken.append(item)
             yield item
 
     stacked = with_jsonl(with_host_logs(with_progress(source(), 0, 20)), tmp_path / "m.jsonl")
     next(stacked)
-    assert len(asked) == 1
+    assert len(taken) == 1
     stacked.close()
 
 

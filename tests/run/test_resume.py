@@ -184,11 +184,11 @@ def test_a_checkpoint_folder_is_not_a_run(tmp_path):
 
 def test_a_forced_seed_and_adaptive_rate_take_effect(tmp_path):
     run, _ = finished(tmp_path, **{"algorithm.cfg.lr_scheduler": {"name": "adaptive"}})
-    kept, _ = resume(run, overrides={"trainer.iterations": 9}, force=True)
+    resumed, _ = resume(run, overrides={"trainer.iterations": 9}, force=True)
     state, cfg = resume(run, overrides={"trainer.seed": 77, "algorithm.cfg.learning_rate": 0.009}, force=True)
-    assert torch.equal(state["key"], init_state(cfg)["key"]) and not torch.equal(state["key"], kept["key"])
+    assert torch.equal(state["key"], init_state(cfg)["key"]) and not torch.equal(state["key"], resumed["key"])
     assert float(state["learning_rate"]) == pytest.approx(0.009)
-    assert torch.equal(kept["learning_rate"], load(latest(run))[0]["learning_rate"])
+    assert torch.equal(resumed["learning_rate"], load(latest(run))[0]["learning_rate"])
 
 
 def test_unreadable_rows_are_forgotten(tmp_path):

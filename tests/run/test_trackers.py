@@ -58,8 +58,8 @@ def test_hyperparameters_are_every_key_of_the_config_that_is_set():
 def test_a_resumed_tensorboard_hides_what_was_written_beyond_the_checkpoint(tmp_path):
     list(with_tensorboard(iter([record("train", s, policy_loss=1.0) for s in (10, 20, 30)]), small(), tmp_path))
     list(with_tensorboard(iter([record("train", s, policy_loss=2.0) for s in (30, 40)]), small(), tmp_path, start=20))
-    seen = [(e.step, e.value) for e in events_in(tmp_path).Scalars("train/policy_loss")]
-    assert seen == [(10, 1.0), (20, 1.0), (30, 2.0), (40, 2.0)]
+    points = [(e.step, e.value) for e in events_in(tmp_path).Scalars("train/policy_loss")]
+    assert points == [(10, 1.0), (20, 1.0), (30, 2.0), (40, 2.0)]
 
 
 def test_a_full_disk_under_tensorboard_is_said_once_and_nothing_is_lost(tmp_path, monkeypatch):

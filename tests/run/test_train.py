@@ -110,12 +110,12 @@ def test_two_runs_in_one_second_do_not_meet(config_file, monkeypatch):
     assert claimed == {f"generic_exp_20260101_000000{end}" for end in ("", "_2", "_3")}
 
 
-@pytest.mark.parametrize("left", ["config.json", "metrics.jsonl", "checkpoints"])
-def test_a_folder_that_holds_a_run_is_refused(config_file, tmp_path, left):
+@pytest.mark.parametrize("existing", ["config.json", "metrics.jsonl", "checkpoints"])
+def test_a_folder_that_holds_a_run_is_refused(config_file, tmp_path, existing):
     run = tmp_path / "run"
     run.mkdir()
-    (run / left).write_text("")  # as a killed run leaves it
-    with pytest.raises(ConfigError, match=rf"already holds a run \({left}\)"):
+    (run / existing).write_text("")  # as a killed run leaves it
+    with pytest.raises(ConfigError, match=rf"already holds a run \({existing}\)"):
         train_from_config(config_file, run_dir=run)
     with pytest.raises(ConfigError, match="already holds a run"):
         train(ecrl.init_state(small()), small(), run)
@@ -253,7 +253,7 @@ def test_a_store_that_cannot_be_reached_is_told_in_one_line(port):
     assert "\n" not in str(error.value) and distributed.world_size() == 1
 
 
-HOLD = """
+HOLD_FOLDER = """
 import sys, pathlib
 from ecrl.run.atomic_files import lock_folder
 with lock_folder(pathlib.Path('run')): print(flush=True), sys.stdin.read()
@@ -263,7 +263,7 @@ with lock_folder(pathlib.Path('run')): print(flush=True), sys.stdin.read()
 def test_two_processes_do_not_go_on_in_one_folder(config_file, monkeypatch, capsys):
     assert called(monkeypatch, "train", config_file, "--run-dir", "run") == 0
     rows = Path("run/metrics.jsonl").read_bytes()
-    other = subprocess.Popen([sys.executable, "-c", HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    other = subprocess.Popen([sys.executable, "-c", HOLD_FOLDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert other.stdout is not None and other.stdout.readline() and "budget is spent" not in capsys.readouterr().out
     assert called(monkeypatch, "train", "--resume", "run") == 2
     assert capsys.readouterr().err == "run_dir: run: another process trains in it; wait for its end\n"

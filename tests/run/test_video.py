@@ -53,8 +53,8 @@ def drawn(monkeypatch):
     """Pictures without OpenGL: tile i is as grey as environment i's time in its episode, 20 per step of 0.04 s."""
 
     def render_views(sim, camera, views):
-        for seen in views:
-            times = seen["physics"][:, 0]
+        for frame in views:
+            times = frame["physics"][:, 0]
             yield np.concatenate([grey(int((20 * time / 0.04).round()), size=(16, 16))[0] for time in times], 1)
 
     monkeypatch.setattr(video_writer, "render_views", render_views)
@@ -130,11 +130,11 @@ def test_a_video_of_each_evaluation(tmp_path, drawn, func, tiles):
     train(init_state(cfg), cfg, tmp_path, progress=False)
     names = {str(p.relative_to(tmp_path / "videos")) for p in (tmp_path / "videos").rglob("*.*")}
     assert names == {"outputs/eval/main_eval_32.mp4", "outputs/eval/main_eval_64.mp4"}
-    seen = steps_in(tmp_path / "videos" / "outputs/eval/main_eval_32.mp4", tiles)
-    ends = [int(np.argmax(seen[1:, i] == 0)) + 1 if (seen[1:, i] == 0).any() else len(seen) for i in range(tiles)]
-    assert sorted(set(ends)) == [6, 9] and len(seen) == 9  # as long as the longest of the first episodes
+    steps = steps_in(tmp_path / "videos" / "outputs/eval/main_eval_32.mp4", tiles)
+    ends = [int(np.argmax(steps[1:, i] == 0)) + 1 if (steps[1:, i] == 0).any() else len(steps) for i in range(tiles)]
+    assert sorted(set(ends)) == [6, 9] and len(steps) == 9  # as long as the longest of the first episodes
     for i, end in enumerate(ends):
-        assert seen[:, i].tolist() == [*range(end), *range(9 - end)]  # before each step; then the next episode
+        assert steps[:, i].tolist() == [*range(end), *range(9 - end)]  # before each step; then the next episode
     assert frames(tmp_path / "videos" / "outputs/eval/main_eval_32.mp4")[1] == 20
 
 
@@ -162,8 +162,8 @@ def test_cameras_change_nothing(tmp_path, drawn, form):
     assert not (tmp_path / "a" / "videos").exists()
 
     def numbers(rows):
-        kept = [{k: v for k, v in row.items() if "SPS" not in k and "seconds" not in k} for row in rows]
-        return repr(kept)  # NaN equals NaN
+        compared = [{k: v for k, v in row.items() if "SPS" not in k and "seconds" not in k} for row in rows]
+        return repr(compared)  # NaN equals NaN
 
     assert numbers(history) == numbers(filmed) and "eval/avg_reward" in numbers(filmed)
 
@@ -256,8 +256,8 @@ def test_rank_0_films_alone_so_a_video_waits_for_no_other_rank(case, monkeypatch
         monkeypatch.setattr(module, "all_mean", lambda *_, **__: pytest.fail("it waits for the other ranks"))
     views = list(rollout_views(build(cfg), state, cfg, 2))
     assert len(views) == cfg.trainer.buffer_size
-    for t, seen in enumerate(views[: None if is_whole else 2]):  # the policy learns after the first step
-        torch.testing.assert_close(seen["obs"], steps["obs"][:2, t])
+    for t, frame in enumerate(views[: None if is_whole else 2]):  # the policy learns after the first step
+        torch.testing.assert_close(frame["obs"], steps["obs"][:2, t])
 
 
 def test_an_iterate_without_steps_to_film_is_refused_before_training(monkeypatch, tmp_path):
@@ -302,9 +302,9 @@ def test_training_does_not_wait_for_a_video_but_the_next_evaluation_does(tmp_pat
     gate, fast = Event(), video_writer.render_views
 
     def slow(sim, camera, views):
-        for seen in views:
+        for frame in views:
             assert gate.wait(30)
-            yield from fast(sim, camera, [seen])
+            yield from fast(sim, camera, [frame])
 
     monkeypatch.setattr(video_writer, "render_views", slow)
     cfg = filmed_run(evaluation={"e": film(name="e")})
@@ -384,9 +384,9 @@ def test_cameras_are_no_events_of_an_environment(drawn):
 def test_record(tmp_path, drawn, many, episodes):
     cfg = filmed_run()
     count = record(init_state(cfg), cfg, tmp_path / "film.mp4", many, episodes)
-    seen = steps_in(tmp_path / "film.mp4", many)
-    ends = [[*np.flatnonzero(np.diff(seen[:, i]) < 0) + 1, len(seen)] for i in range(many)]
-    assert len(seen) == count == max(end[episodes - 1] for end in ends)
+    steps = steps_in(tmp_path / "film.mp4", many)
+    ends = [[*np.flatnonzero(np.diff(steps[:, i]) < 0) + 1, len(steps)] for i in range(many)]
+    assert len(steps) == count == max(end[episodes - 1] for end in ends)
     assert min(len(end) for end in ends) >= episodes and frames(tmp_path / "film.mp4")[1] == 25
     with pytest.raises(ConfigError, match="num_envs: 0, expected at least 1"):
         record(init_state(cfg), cfg, tmp_path / "film.mp4", 0)
@@ -411,6 +411,6 @@ def test_the_command_line(tmp_path, monkeypatch, capsys):
 
 def test_what_is_seen_is_small():
     cfg = filmed_run()
-    seen = view(init_state(cfg)["env"], 2)
-    assert isinstance(seen, TensorDict) and sorted(seen.keys()) == ["physics", "targets"]
-    assert sum(x.numel() * x.element_size() for x in seen.values(True, True)) < 2000
+    frame = view(init_state(cfg)["env"], 2)
+    assert isinstance(frame, TensorDict) and sorted(frame.keys()) == ["physics", "targets"]
+    assert sum(x.numel() * x.element_size() for x in frame.values(True, True)) < 2000

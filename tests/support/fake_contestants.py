@@ -42,8 +42,8 @@ def places(threads=3):
     """Counts the cores that any of its threads may use, 100 times the first one's number added."""
     import threading
 
-    held = [threading.Thread(target=time.sleep, args=(600,), daemon=True) for _ in range(threads)]
-    for thread in held:
+    threads_started = [threading.Thread(target=time.sleep, args=(600,), daemon=True) for _ in range(threads)]
+    for thread in threads_started:
         thread.start()
 
     def work():

@@ -25,14 +25,14 @@ def _steps(changes: Changes) -> list[dict[str, Any]]:
     states, action = [env.reset(keys)], torch.full((4, *space.shape), 0.3)
     for t in range(3):
         states.append(env.step(states[-1], action, env.draw(rng.fold_in(keys, t))))
-    seen = [state.select("obs", "reward", "terminated", "truncated", "info").flatten_keys(".") for state in states]
-    return [{name: (list(x.shape), x.numpy().tobytes()) for name, x in one.items()} for one in seen]
+    compared = [state.select("obs", "reward", "terminated", "truncated", "info").flatten_keys(".") for state in states]
+    return [{name: (list(x.shape), x.numpy().tobytes()) for name, x in one.items()} for one in compared]
 
 
 stepped = remembered(_steps)
 
 
-def refused_by_the_task(match: str) -> See:
+def rejected(match: str) -> See:
     """Whether the task is refused, in words that `match`."""
 
     def refusal(changes: Changes) -> bool:

@@ -4,7 +4,7 @@ from typing import Any
 
 from support.key_effects import Changes, See
 from support.key_row import Row
-from support.mujoco_key_effects import backed, bounds, filmed, model, pictured, refused_by_the_task, stepped
+from support.mujoco_key_effects import backed, bounds, filmed, model, pictured, rejected, stepped
 
 CFG = "env.cfg"
 
@@ -113,7 +113,7 @@ SCENE = [
     *at("RobotConfig", "robot", REACH, init_pos=[0.0, 0.0, 0.1], init_rot=[0.0, 0.0, 10.0]),
     *between("RobotConfig", "robot", REACH, init_qpos=(FALLEN, [0.1, *FALLEN[1:]])),
     *at("RobotConfig", "robot", REACH, drive_pros={"max_effort": 1.0}, solver_cfg={"arm": {"tcp": TCP}}),
-    *at("RobotConfig", "robot", REACH, refused_by_the_task("no end effector of 'arm'"), control_parts={"leg": JOINTS}),
+    *at("RobotConfig", "robot", REACH, rejected("no end effector of 'arm'"), control_parts={"leg": JOINTS}),
     *between("DriveConfig", "robot.drive_pros", REACH, stiffness=(1e3, 2e3), damping=(10.0, 20.0)),
     *between("DriveConfig", "robot.drive_pros", REACH, max_effort=(1.0, 2.0)),
     *at("SolverConfig", "robot.solver_cfg.arm", REACH | {f"{CFG}.robot.solver_cfg": {"arm": {"tcp": TCP}}}, tcp=LONGER),
@@ -139,7 +139,7 @@ def round_thing(**shape: Any) -> Changes:
 
 BALL, CAN = {"shape_type": "Sphere", "radius": 0.06}, {"shape_type": "Cylinder", "radius": 0.06, "height": 0.12}
 OBJECTS = [
-    *of_object("RigidObjectConfig", RESTING, refused_by_the_task("unknown object 'cube'"), uid=thing("box")),
+    *of_object("RigidObjectConfig", RESTING, rejected("unknown object 'cube'"), uid=thing("box")),
     *of_object("RigidObjectConfig", RESTING, body_type=thing(body_type="kinematic"), shape=shaped(**BALL)),
     *of_object("RigidObjectConfig", RESTING, init_pos=thing(place=(-0.6, -0.4, 0.5))),
     *of_object("RigidObjectConfig", RESTING, init_rot=thing(init_rot=[0.0, 0.0, 9.0])),
@@ -160,13 +160,7 @@ TASKS = [
     *between("TaskConfig", "", CART, control_parts=(["arm"], ["hand"])),
     *at("ActionConfig", "actions.a", REACH | {f"{CFG}.actions": {"a": term("DeltaQposTerm")}}, func="QposTerm"),
     *at("ObservationConfig", "observations.tool", REACH, func="get_robot_eef_velocity", name="a_tool"),
-    *at(
-        "ObservationConfig",
-        "observations.joints",
-        REACH,
-        refused_by_the_task("exists already; use mode modify"),
-        mode="add",
-    ),
+    *at("ObservationConfig", "observations.joints", REACH, rejected("exists already; use mode modify"), mode="add"),
     *at("RewardConfig", "rewards.slow", CART, func="action_smoothness_penalty", mode="replace", weight=2.0),
     Row(
         "TaskEventConfig.func",
@@ -179,20 +173,12 @@ TASKS = [
     *at("PushCubeConfig", "", PUSH_CUBE, extensions={"success_threshold": 5.0}),
     *at("PushCubeExtensions", "extensions", PUSH_CUBE, success_threshold=5.0, hold_time=0.1),
     *at("PushCubeExtensions", "extensions", PUSH_CUBE, start_distance=0.7),
-    *at(
-        "PushCubeExtensions",
-        "extensions",
-        PUSH_CUBE,
-        refused_by_the_task("'box' is not in the scene"),
-        object_uid="box",
-    ),
-    *at(
-        "PushCubeExtensions", "extensions", PUSH_CUBE, refused_by_the_task("no target 'there'"), target_pose_key="there"
-    ),
+    *at("PushCubeExtensions", "extensions", PUSH_CUBE, rejected("'box' is not in the scene"), object_uid="box"),
+    *at("PushCubeExtensions", "extensions", PUSH_CUBE, rejected("no target 'there'"), target_pose_key="there"),
     *at("ReachConfig", "", RESTING, extensions={"success_threshold": 5.0}),
     *at("ReachExtensions", "extensions", RESTING, success_threshold=5.0),
-    *at("ReachExtensions", "extensions", RESTING, refused_by_the_task("no target 'there'"), target_pose_key="there"),
-    *at("ReachExtensions", "extensions", RESTING, refused_by_the_task("no end effector of 'leg'"), part_name="leg"),
+    *at("ReachExtensions", "extensions", RESTING, rejected("no target 'there'"), target_pose_key="there"),
+    *at("ReachExtensions", "extensions", RESTING, rejected("no end effector of 'leg'"), part_name="leg"),
 ]
 UPRIGHT = CART | {
     f"{CFG}.max_episode_steps": 3,
@@ -211,32 +197,24 @@ POSED = "actions.a.params"
 ACTIONS = [
     *at("ScaledConfig", POSED, acting("DeltaQposTerm"), scale=0.5),
     *at("DenormalizedConfig", POSED, acting("QposDenormalizedTerm"), range=[0.0, 1.0]),
-    *between(
-        "EefPoseConfig", POSED, acting("EefPoseTerm"), refused_by_the_task("no robot 'tom'"), robot_uid=("robot", "tom")
-    ),
-    *at("EefPoseConfig", POSED, acting("EefPoseTerm"), refused_by_the_task("unknown part 'leg'"), part_name="leg"),
+    *between("EefPoseConfig", POSED, acting("EefPoseTerm"), rejected("no robot 'tom'"), robot_uid=("robot", "tom")),
+    *at("EefPoseConfig", POSED, acting("EefPoseTerm"), rejected("unknown part 'leg'"), part_name="leg"),
     *at("EefPoseConfig", POSED, acting("EefPoseTerm"), pose_dim=6, scale=1.5, iterations=1),
     *at("EefPoseConfig", POSED, acting("EefPoseTerm"), bounds, reach=1.0),
     *at("EefPoseConfig", POSED, acting("EefPoseTerm"), position_tolerance=1e-12, rotation_tolerance=1e-12),
     *between("JointsConfig", "rewards.slow.params", CART, part_name=("arm", "hand"), joint_ids=([0], [1])),
-    *between(
-        "JointsConfig", "rewards.slow.params", CART, refused_by_the_task("no robot 'tom'"), robot_uid=("Cart", "tom")
-    ),
+    *between("JointsConfig", "rewards.slow.params", CART, rejected("no robot 'tom'"), robot_uid=("Cart", "tom")),
 ]
-SEEN = "observations"
+TERMS = "observations"
 OBSERVATIONS = [
-    *at("NormalizeJointsConfig", f"{SEEN}.joints.params", REACH, range=[-1.0, 1.0]),
-    *at("EefConfig", f"{SEEN}.tool.params", REACH, refused_by_the_task("no end effector of 'leg'"), part_name="leg"),
-    *at("RobotEefPoseConfig", f"{SEEN}.tool.params", REACH, position_only=True),
-    *at("ObjectConfig", f"{SEEN}.cube.params", REACH, entity_cfg=OTHER),
-    *at("EntityConfig", f"{SEEN}.cube.params.entity_cfg", REACH, uid="other"),
-    *at("ObjectPoseConfig", f"{SEEN}.cube.params", REACH, position_only=True),
+    *at("NormalizeJointsConfig", f"{TERMS}.joints.params", REACH, range=[-1.0, 1.0]),
+    *at("EefConfig", f"{TERMS}.tool.params", REACH, rejected("no end effector of 'leg'"), part_name="leg"),
+    *at("RobotEefPoseConfig", f"{TERMS}.tool.params", REACH, position_only=True),
+    *at("ObjectConfig", f"{TERMS}.cube.params", REACH, entity_cfg=OTHER),
+    *at("EntityConfig", f"{TERMS}.cube.params.entity_cfg", REACH, uid="other"),
+    *at("ObjectPoseConfig", f"{TERMS}.cube.params", REACH, position_only=True),
     *at(
-        "TargetPositionConfig",
-        f"{SEEN}.target.params",
-        REACH,
-        refused_by_the_task("no target 'there'"),
-        target_pose_key="there",
+        "TargetPositionConfig", f"{TERMS}.target.params", REACH, rejected("no target 'there'"), target_pose_key="there"
     ),
 ]
 
@@ -261,14 +239,14 @@ REWARDS = [
     *rewarding("ObjectsConfig", "between", source_entity_cfg=OTHER, target_entity_cfg={"uid": "cube"}),
     *rewarding("DistanceBetweenObjectsConfig", "between", exponential=False, sigma=2.0),
     *rewarding("TargetConfig", "far", source_entity_cfg=OTHER, use_xy_only=True),
-    *rewarding("TargetConfig", "far", refused_by_the_task("no target 'there'"), target_pose_key="there"),
+    *rewarding("TargetConfig", "far", rejected("no target 'there'"), target_pose_key="there"),
     *rewarding("DistanceToTargetConfig", "far", exponential=False, sigma=2.0),
     *rewarding("IncrementalDistanceConfig", "nearer", tanh_scale=1.0, positive_weight=2.0, negative_weight=2.0),
     *rewarding("JointLimitConfig", "limits", margin=0.2),
     *rewarding("ReachingBehindConfig", "behind", object_cfg=OTHER, behind_offset=0.1, height_offset=0.1),
     *rewarding("ReachingBehindConfig", "behind", distance_scale=1.0),
-    *rewarding("ReachingBehindConfig", "behind", refused_by_the_task("no target 'there'"), target_pose_key="there"),
-    *rewarding("ReachingBehindConfig", "behind", refused_by_the_task("no end effector of 'leg'"), part_name="leg"),
+    *rewarding("ReachingBehindConfig", "behind", rejected("no target 'there'"), target_pose_key="there"),
+    *rewarding("ReachingBehindConfig", "behind", rejected("no end effector of 'leg'"), part_name="leg"),
 ]
 
 
@@ -300,11 +278,11 @@ SCENE_EVENTS = [
     *event_between("RandomizeRigidObjectPoseConfig", MOVED, position_range=(NEAR, FAR)),
     *event_between("RandomizeRigidObjectPoseConfig", MOVED, rotation_range=(NEAR, FAR)),
     *event("RandomizeTargetPoseConfig", AIMED, position_range=NEAR),
-    *event("RandomizeTargetPoseConfig", AIMED, refused_by_the_task("go together"), relative_position=False),
+    *event("RandomizeTargetPoseConfig", AIMED, rejected("go together"), relative_position=False),
     *event_between("RandomizeTargetPoseConfig", AIMED, reference_entity_cfg=({"uid": "cube"}, OTHER)),
     *event("RandomizeTargetPoseConfig", AIMED, store_key="another"),
     *event("RandomizeRobotQposConfig", POSTURE, qpos_range=[-0.2, 0.2], relative_qpos=False),
-    *event_between("RandomizeRobotQposConfig", POSTURE, refused_by_the_task("no robot 'tom'"), entity_cfg=(ROBOT, TOM)),
+    *event_between("RandomizeRobotQposConfig", POSTURE, rejected("no robot 'tom'"), entity_cfg=(ROBOT, TOM)),
     *event("RandomizeRigidObjectMassConfig", HEAVY, entity_cfg=OTHER, mass_range=[1.0, 2.0], relative=True),
     *event("RandomizeRigidObjectFrictionConfig", ROUGH, entity_cfg=OTHER, friction_range=[0.1, 0.2]),
     *at("PushRigidObjectConfig", "events.push.params", REACH, entity_cfg=OTHER, force_range=FAR),

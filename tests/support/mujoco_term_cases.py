@@ -37,7 +37,7 @@ def made(kind, name, sim, **params):
     return entry.make(validate_section(entry.config, params, "params"), sim)
 
 
-def given(sim, batch=(), actions=6):
+def task_state(sim, batch=(), actions=6):
     """A state of a task as it starts, in the middle of nothing."""
     state = TensorDict({"world": start(sim, batch)}, batch)
     state["targets"] = TensorDict({"goal_pose": torch.zeros(*batch, 3)}, batch)
@@ -84,10 +84,12 @@ def shaken(sim, batch, seed=0):
     def noise(*shape):
         return torch.randn(*batch, *shape, generator=gen)
 
-    state = posed(sim, given(sim, batch), noise(6), noise(6))
+    state = posed(sim, task_state(sim, batch), noise(6), noise(6))
     for body in ("cube", "other", "mark"):
-        turn = noise(4)
-        moved = world.with_body_pose(sim, state["world"], body, 0.5 * noise(3), turn / turn.norm(dim=-1, keepdim=True))
+        quaternion = noise(4)
+        moved = world.with_body_pose(
+            sim, state["world"], body, 0.5 * noise(3), quaternion / quaternion.norm(dim=-1, keepdim=True)
+        )
         state = state.set("world", moved)
     for body in ("cube", "other"):
         state = spun(sim, state, body, noise(6))

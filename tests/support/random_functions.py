@@ -335,10 +335,10 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Compare the compiled function of a seed with the eager one.")
     parser.add_argument("seed", type=int)
     parser.add_argument("--cpp", action="store_true", help="build C++ instead of running op by op")
-    given = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    if given.cpp:
-        print(*mistakes(given.seed) or ["equal"], sep="\n")
+    if args.cpp:
+        print(*mistakes(args.seed) or ["equal"], sep="\n")
     else:
         with op_by_op():
-            print(*mistakes(given.seed) or ["equal"], sep="\n")
+            print(*mistakes(args.seed) or ["equal"], sep="\n")

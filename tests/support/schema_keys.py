@@ -48,7 +48,7 @@ def fields(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, type[Base
             yield from fields(section, key + many)
 
 
-def ours() -> dict[str, type[BaseModel]]:
+def builtin_configs() -> dict[str, type[BaseModel]]:
     """The Config models of the built-in parts by `kind.name`; a part with a second name is there once."""
     configs, seen = {}, set()
     for kind in KINDS:
@@ -63,7 +63,7 @@ def ours() -> dict[str, type[BaseModel]]:
 
 def walked() -> list[tuple[str, type[BaseModel], str]]:
     """Every key of the schema: those of the sections, then those of the parts; a key of tasks as often as it is met."""
-    parts = (field for part, config in ours().items() for field in fields(config, part))
+    parts = (field for part, config in builtin_configs().items() for field in fields(config, part))
     return [*fields(Config, ""), *parts]
 
 
