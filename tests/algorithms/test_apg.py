@@ -4,8 +4,8 @@ from typing import Literal
 
 import pytest
 import torch
-from conftest import assert_pure, close
 from pydantic import Field
+from support.checks import assert_pure, close
 from tensordict import TensorDict
 
 from ecrl import rng

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import assert_pure, close
+from support.checks import assert_pure, close
 from tensordict import TensorDict
 
 from ecrl.algorithms.minibatch_sgd import pass_keys, shuffled, sizes_of

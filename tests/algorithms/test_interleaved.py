@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from conftest import close
+from support.checks import close
 from support.replay_agent import N, T, replaying
 from support.replay_agent import turn as td_turn
 from support.small_runs import NET, last_state, same

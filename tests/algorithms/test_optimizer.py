@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from conftest import close
 from hypothesis import given
 from hypothesis import strategies as st
+from support.checks import close
 from tensordict import TensorDict
 
 from ecrl.algorithms.optimizer import (

@@ -8,9 +8,9 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from conftest import close
 from gymnasium.wrappers.vector import NormalizeReward
 from support import fake_envs, numpy_ppo  # noqa: F401  (the first registers environments)
+from support.checks import close
 from tensordict import TensorDict
 
 from ecrl import rng

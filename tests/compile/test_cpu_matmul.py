@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from conftest import close
+from support.checks import close
 
 from ecrl.compile.cpu import compiled
 from ecrl.compile.cpu_matmul import addmm, mm

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import close
+from support.checks import close
 from support.small_runs import small
 from tensordict import TensorDict
 from torch._subclasses.fake_tensor import FakeTensorMode

@@ -4,7 +4,7 @@ import weakref
 
 import pytest
 import torch
-from conftest import assert_pure
+from support.checks import assert_pure
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ecrl.compile.cuda_graph import by_inductor

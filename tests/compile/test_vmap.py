@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import close
+from support.checks import close
 from support.small_runs import small
 from tensordict import TensorDict
 

@@ -3,7 +3,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from conftest import assert_no_retrace, assert_pure, close
+from support.checks import assert_no_retrace, assert_pure, close
 from tensordict import TensorDict
 
 from ecrl import rng

@@ -4,8 +4,8 @@ from math import cos, pi, sin
 
 import pytest
 import torch
-from conftest import assert_no_retrace, assert_pure, close
 from pydantic import Field
+from support.checks import assert_no_retrace, assert_pure, close
 from support.small_runs import NET, last_state, same, small
 from tensordict import TensorDict
 

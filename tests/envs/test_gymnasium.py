@@ -7,9 +7,9 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from conftest import assert_pure, close
 from gymnasium import spaces
 from support import fake_gymnasium_envs
+from support.checks import assert_pure, close
 from support.gymnasium_workers import KEYS, SEEDS
 from support.small_runs import NET, small
 

@@ -6,7 +6,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from conftest import close
+from support.checks import close
 
 from ecrl import rng
 from ecrl.config import EventConfig

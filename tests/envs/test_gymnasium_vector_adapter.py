@@ -8,12 +8,12 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from conftest import close
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers import RecordEpisodeStatistics
 from pydantic import Field
 from support import fake_gymnasium_envs
+from support.checks import close
 from support.gymnasium_workers import (
     KEYS,
     SEEDS,

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import close
+from support.checks import close
 from support.image_probe import CONV, IMAGE, MLP, PARTS, TinyConv, image, seeing
 from support.small_runs import last_state, same
 from tensordict import TensorDict

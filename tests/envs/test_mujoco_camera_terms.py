@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from conftest import assert_pure, close
 from support.camera_task import SMALL, TASK, filmed_run, gl
+from support.checks import assert_pure, close
 from tensordict import TensorDict
 
 from ecrl import rng

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import close
+from support.checks import close
 
 pytest.importorskip("mujoco.batch")
 

@@ -4,7 +4,7 @@ from math import sqrt
 
 import pytest
 import torch
-from conftest import Variant, assert_pure, close
+from support.checks import Variant, assert_pure, close
 
 pytest.importorskip("mujoco.batch")
 

@@ -5,7 +5,7 @@ from math import pi
 
 import pytest
 import torch
-from conftest import assert_pure, close
+from support.checks import assert_pure, close
 
 pytest.importorskip("mujoco.batch")
 

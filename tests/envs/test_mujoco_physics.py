@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from conftest import assert_pure
+from support.checks import assert_pure
 
 pytest.importorskip("mujoco.batch")
 

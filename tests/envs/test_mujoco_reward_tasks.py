@@ -4,7 +4,7 @@ from math import pi
 
 import pytest
 import torch
-from conftest import close
+from support.checks import close
 
 pytest.importorskip("mujoco.batch")
 

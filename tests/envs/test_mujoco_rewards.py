@@ -4,7 +4,7 @@ from math import cos, exp, pi, sin, sqrt, tanh
 
 import pytest
 import torch
-from conftest import assert_pure, close
+from support.checks import assert_pure, close
 
 pytest.importorskip("mujoco.batch")
 

@@ -7,8 +7,8 @@ from unittest.mock import MagicMock, create_autospec
 
 import pytest
 import torch
-from conftest import assert_pure
 from pydantic import ValidationError
+from support.checks import assert_pure
 from torch.testing import assert_close
 
 pytest.importorskip("mujoco_warp", reason="needs the extra warp")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import assert_pure, close
+from support.checks import assert_pure, close
 
 import ecrl
 import ecrl.loop.build

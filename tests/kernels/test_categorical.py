@@ -3,9 +3,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import assert_no_retrace, close
 from hypothesis import given
 from hypothesis import strategies as st
+from support.checks import assert_no_retrace, close
 from torch.distributions import Categorical, kl_divergence
 
 from ecrl import rng

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import SHORT_VARIANTS, assert_no_retrace
+from support.checks import SHORT_VARIANTS, assert_no_retrace
 from support.kernel_calls import CALLS, NO_FLOATS, NO_TENSORS, N, T, kernel
 from torch import Tensor
 from torch.utils import _pytree as pytree

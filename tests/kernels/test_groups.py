@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from conftest import assert_no_retrace, assert_pure, close
 from hypothesis import given
 from hypothesis import strategies as st
+from support.checks import assert_no_retrace, assert_pure, close
 from tensordict import TensorDict
 
 from ecrl.kernels import compute_returns, first_episode_mask, group_advantages, grpo_advantages

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import close
+from support.checks import close
 from support.kernel_calls import CALLS, kernel
 from tensordict import TensorDict
 from torch import Tensor

@@ -4,9 +4,9 @@ from math import exp, log
 
 import pytest
 import torch
-from conftest import assert_no_retrace, close
 from hypothesis import given
 from hypothesis import strategies as st
+from support.checks import assert_no_retrace, close
 
 from ecrl.kernels import (
     clipped_surrogate,

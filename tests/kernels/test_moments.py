@@ -3,9 +3,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import assert_no_retrace, close
 from hypothesis import given
 from hypothesis import strategies as st
+from support.checks import assert_no_retrace, close
 from tensordict import TensorDict
 
 from ecrl import rng

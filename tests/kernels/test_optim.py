@@ -2,9 +2,9 @@ import math
 
 import pytest
 import torch
-from conftest import assert_no_retrace, assert_pure, close
 from hypothesis import given
 from hypothesis import strategies as st
+from support.checks import assert_no_retrace, assert_pure, close
 from tensordict import TensorDict
 
 from ecrl import rng

@@ -6,7 +6,7 @@ Tolerance 1e-6: sums of at most 64 terms of size 1, each rounded by 6e-8, divide
 import numpy as np
 import pytest
 import torch
-from conftest import close
+from support.checks import close
 from torch.nn import functional
 
 from ecrl.kernels import clipped_surrogate, ppo_loss, ppo_loss_clipped_value, standardize, value_loss

@@ -6,7 +6,7 @@ Tolerance 1e-5 of the size: both sides round each of at most 40 float32 steps by
 import numpy as np
 import pytest
 import torch
-from conftest import close
+from support.checks import close
 from tensordict import TensorDict
 
 from ecrl.kernels import (

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import close
+from support.checks import close
 from tensordict import TensorDict
 
 from ecrl.kernels import group_advantages, grpo_advantages, grpo_loss

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from conftest import assert_no_retrace, assert_pure, close
 from hypothesis import example, given
 from hypothesis import strategies as st
+from support.checks import assert_no_retrace, assert_pure, close
 
 from ecrl.compile.jit import choose_form
 from ecrl.kernels import discounted_returns, gae, n_step_returns, td_lambda_returns, vtrace

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import SHORT_VARIANTS, assert_no_retrace, assert_pure, close
 from hypothesis import given
 from hypothesis import strategies as st
+from support.checks import SHORT_VARIANTS, assert_no_retrace, assert_pure, close
 from tensordict import TensorDict
 
 from ecrl import rng

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import assert_pure, close
+from support.checks import assert_pure, close
 from tensordict import TensorDict
 
 from ecrl.kernels import scan

@@ -2,9 +2,9 @@ import math
 
 import pytest
 import torch
-from conftest import assert_no_retrace, close
 from hypothesis import given
 from hypothesis import strategies as st
+from support.checks import assert_no_retrace, close
 
 from ecrl.kernels import cosine_schedule, exponential_schedule, linear_schedule, step_schedule
 

@@ -8,7 +8,7 @@ from typing import cast
 
 import pytest
 import torch
-from conftest import assert_pure
+from support.checks import assert_pure
 from support.replay_agent import CAPACITY, KINDS, N, T, replaying
 from support.small_runs import NET, same
 from tensordict import TensorDict

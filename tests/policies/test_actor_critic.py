@@ -4,8 +4,8 @@ from math import log, pi
 
 import pytest
 import torch
-from conftest import assert_no_retrace, close
 from support import custom_modules  # noqa: F401  registers them
+from support.checks import assert_no_retrace, close
 from support.small_runs import steps_of
 from tensordict import TensorDict
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import close
+from support.checks import close
 from support.small_runs import last_state
 from support.token_agent import speaking
 from tensordict import TensorDict

@@ -4,9 +4,9 @@ from math import inf, log, pi
 
 import pytest
 import torch
-from conftest import close
 from hypothesis import example, given
 from hypothesis import strategies as st
+from support.checks import close
 from tensordict import TensorDict
 
 from ecrl import rng

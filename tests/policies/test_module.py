@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import assert_pure, close
+from support.checks import assert_pure, close
 from support.custom_modules import Acts, ActsOnNoise, OwnStd, Trunk
 from support.small_runs import last_state, same, small, steps_of
 from tensordict import TensorDict

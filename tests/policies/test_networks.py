@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from conftest import assert_no_retrace, close
 from pydantic import ValidationError
+from support.checks import assert_no_retrace, close
 from tensordict import TensorDict
 from torch import nn
 

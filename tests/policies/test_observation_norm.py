@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import assert_pure, close
+from support.checks import assert_pure, close
 from support.small_runs import small, steps_of
 from tensordict import TensorDict
 

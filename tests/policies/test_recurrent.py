@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import close
+from support.checks import close
 from support.recurrent_agent import remembering
 from support.small_runs import NET, last_state, same, small
 from tensordict import TensorDict

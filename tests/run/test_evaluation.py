@@ -5,8 +5,8 @@ from itertools import islice
 
 import pytest
 import torch
-from conftest import assert_pure
 from support import fake_gymnasium_envs  # noqa: F401  (registers its environments)
+from support.checks import assert_pure
 from support.fake_envs import EndlessConfig  # noqa: F401  (registers ladder and endless)
 from support.small_runs import last_state, same, small
 

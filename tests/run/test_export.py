@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from conftest import close
+from support.checks import close
 from support.recurrent_agent import remembering
 from support.small_runs import NET, last_state, small
 from tensordict import TensorDict

@@ -80,11 +80,12 @@ def ecrl(line: str) -> None:
 
 
 def pytest_run(line: str) -> None:
-    """Run tests that a page has; of the suite's own only look whether their files are there."""
+    """Run the tests that a page defines. Of tests of this repository, only check that the files exist."""
     named = [word for word in shlex.split(line) if word.startswith(("tests", "notebooks"))]
     if all((ROOT / path).exists() for path in named):
         return
     shutil.copy(ROOT / "tests" / "conftest.py", "tests/conftest.py")
+    shutil.copytree(ROOT / "tests" / "support", "tests/support")
     words = [sys.executable, *shlex.split(line)[1:], "-p", "no:cacheprovider"]
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
