@@ -14,6 +14,8 @@ from support.browser import start_browser
 from support.checks import VARIANTS, Variant
 from support.docs_site import build_site
 
+from ecrl import registry
+
 settings.register_profile("ecrl", deadline=None, max_examples=25, derandomize=True)
 settings.load_profile("ecrl")
 torch.set_num_threads(1)
@@ -47,6 +49,23 @@ def variant(request: pytest.FixtureRequest) -> Iterator[Variant]:
     caller = Variant(request.param)
     yield caller
     assert caller.calls, "the test never called its variant"
+
+
+@pytest.fixture
+def restored_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget after the test what the test registered."""
+    registry.registered("env")  # imports the built-in parts, which stay
+    entries = {kind: dict(parts) for kind, parts in registry._ENTRIES.items()}
+    monkeypatch.setattr(registry, "_ENTRIES", entries)
+
+
+@pytest.fixture(scope="module")
+def mujoco_test_terms() -> Iterator[None]:
+    """Register the terms of `support.fake_mujoco_task` for a module of tests."""
+    from support.fake_mujoco_task import known_terms  # imported here, because it needs MuJoCo
+
+    with known_terms():
+        yield
 
 
 @pytest.fixture(scope="module")

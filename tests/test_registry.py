@@ -5,7 +5,6 @@ import sys
 import pytest
 from pydantic import BaseModel, Field
 
-from ecrl import registry
 from ecrl.config.model import ConfigModel
 from ecrl.registry import (
     did_you_mean,
@@ -43,15 +42,11 @@ BUILTIN = {
     "event": set(),
 }
 
+pytestmark = pytest.mark.usefixtures("restored_registry")
+
 
 class Settings(ConfigModel):
     size: int = Field(1, description="a number")
-
-
-@pytest.fixture(autouse=True)
-def _put_back(monkeypatch):
-    registered("env")  # imports the built-in parts, which must not be undone
-    monkeypatch.setattr(registry, "_ENTRIES", {kind: dict(known) for kind, known in registry._ENTRIES.items()})
 
 
 def _make(cfg: Settings) -> object:

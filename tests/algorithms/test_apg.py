@@ -6,6 +6,7 @@ import pytest
 import torch
 from pydantic import Field
 from support.checks import assert_pure, close
+from support.small_runs import same
 from tensordict import TensorDict
 
 from ecrl import rng
@@ -75,11 +76,6 @@ LINEAR = {"policy.actor": {"type": "mlp", "network_cfg": {"hidden_sizes": []}}}
 def states_of(cfg, state=None):
     records = train_iter(init_state(cfg) if state is None else state, cfg)
     return [r for r in records if r["log_type"] == "train"]
-
-
-def same(a, b) -> bool:
-    a, b = (dict(x.flatten_keys("/").items()) for x in (a, b))
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
 def gradient(cfg, state):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from support.checks import assert_pure, close
+from support.small_runs import same
 from tensordict import TensorDict
 
 from ecrl.algorithms.minibatch_sgd import pass_keys, shuffled, sizes_of
@@ -54,10 +55,6 @@ def iterations(cfg: Config, state: TensorDict | None = None) -> list[tuple[Tenso
     """States after and logs of every iteration."""
     records = list(train_iter(init_state(cfg) if state is None else state, cfg))
     return [(r["state"], r["logs"]) for r in records if r["log_type"] == "train"]
-
-
-def same(a: TensorDict, b: TensorDict) -> bool:
-    return bool((a == b).all())
 
 
 def grouped(x: torch.Tensor, size: int = 4) -> torch.Tensor:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from pydantic import BaseModel, ConfigDict
+from support.graphs import graph_of
 from tensordict import TensorDict
 
 import ecrl
@@ -46,11 +47,6 @@ def form(monkeypatch):
     _compiled.cache_clear()
     yield Traced(choose_form("on", "cpu").jit, made)
     _compiled.cache_clear()
-
-
-def graph_of(fn, *args):
-    leaves, structure = flatten(args)
-    return traced(fn, structure, leaves)[0]
 
 
 def sum_and_difference(x, y):

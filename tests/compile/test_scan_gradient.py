@@ -7,24 +7,19 @@ from functools import partial
 
 import pytest
 import torch
+from support.graphs import graph_of
 from torch.func import grad, grad_and_value, jacrev, vjp, vmap
 from torch.nn.functional import mse_loss
 
 from ecrl import rng
 from ecrl.compile.jit import choose_form
 from ecrl.compile.scan import graph_scan, scan_op
-from ecrl.compile.trace import traced
 from ecrl.errors import ConfigError
 from ecrl.kernels import scan
 from ecrl.kernels.scan_loop import loop
 from ecrl.pytree import flatten
 
 TOLERANCE = {torch.float32: {"rtol": 1e-5, "atol": 1e-6}, torch.float64: {"rtol": 1e-12, "atol": 1e-12}}
-
-
-def graph_of(fn, *args):
-    leaves, structure = flatten(args)
-    return traced(fn, structure, leaves)[0]
 
 
 def agrees(fn, *args, dtype=torch.float32):

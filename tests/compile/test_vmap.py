@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from support.checks import close
+from support.graphs import graph_of
 from support.small_runs import small
 from tensordict import TensorDict
 
@@ -12,18 +13,12 @@ from ecrl import rng
 from ecrl.compile.cpu_matmul import bmm
 from ecrl.compile.jit import choose_form
 from ecrl.compile.scan import graph_scan, scan_op
-from ecrl.compile.trace import traced
 from ecrl.compile.vmap import outside_vmap
 from ecrl.kernels import scan
 from ecrl.loop.iteration import init_state, make_iteration
 from ecrl.pytree import flatten
 
 vmap = torch.func.vmap
-
-
-def _traced(fn, *args):
-    leaves, structure = flatten(args)
-    return traced(fn, structure, leaves)[0]
 
 
 def _calls(graph, target):
@@ -51,7 +46,7 @@ def _inputs():
 def test_a_loop_under_vmap_is_one_loop(batched):
     inputs = [x if dim == 0 else x[0] for x, dim in zip(_inputs(), batched, strict=True)]
     many = vmap(lambda *args: flatten(_totals(graph_scan, *args))[0], batched)
-    graph = _traced(many, *inputs)
+    graph = graph_of(many, *inputs)
     assert len(_calls(graph, scan_op)) == 1
     result = graph(*flatten(inputs)[0])
     for i in range(2):
@@ -64,14 +59,14 @@ def test_a_loop_under_two_vmaps():
     many = vmap(
         vmap(lambda *args: flatten(_totals(graph_scan, *args))[0][0], (0, None, None)), (None, 0, 0), out_dims=1
     )
-    (actual,) = _traced(many, start, xs, rate)(*flatten((start, xs, rate))[0])
+    (actual,) = graph_of(many, start, xs, rate)(*flatten((start, xs, rate))[0])
     expected = [[_totals(scan, s, x, r)[0]["steps"] for x, r in zip(xs, rate, strict=True)] for s in start]
     assert actual.tolist() == [[int(n) for n in row] for row in expected]
 
 
 def test_a_carry_that_changes_its_structure_under_vmap_is_refused():
     with pytest.raises(ValueError, match="the carry of a scan changed its structure"):
-        _traced(vmap(lambda x: graph_scan(lambda c, x: (c | {"new": x}, x), {"a": x[0]}, x)[1]), torch.ones(2, 3))
+        graph_of(vmap(lambda x: graph_scan(lambda c, x: (c | {"new": x}, x), {"a": x[0]}, x)[1]), torch.ones(2, 3))
 
 
 def test_no_loop_is_given_a_view_that_changes_nothing():
@@ -80,7 +75,7 @@ def test_no_loop_is_given_a_view_that_changes_nothing():
     def fn(x, k):
         return graph_scan(lambda c, x, k: (c + x * k.sum(), c), x[0].permute(0), x, k.permute(0, 1))
 
-    (loop,) = _calls(_traced(fn, torch.ones(3, 2), torch.ones(70, 70)), scan_op)
+    (loop,) = _calls(graph_of(fn, torch.ones(3, 2), torch.ones(70, 70)), scan_op)
     assert [node.op for node in loop.args[-1]] == ["placeholder"]
 
 
@@ -109,14 +104,14 @@ def _draws(key):
 
 
 def test_philox_under_vmap_stays_one_operation_for_the_batch():
-    graph = _traced(vmap(lambda key: rng.bits(key, (4,))), torch.arange(5))
+    graph = graph_of(vmap(lambda key: rng.bits(key, (4,))), torch.arange(5))
     assert len(_calls(graph, torch.ops.ecrl.philox.default)) == 2  # the halves of its words
     assert torch.equal(graph(torch.arange(5))[0], rng.bits(torch.arange(5), (4,)))
 
 
 def test_draws_in_a_vmapped_graph_are_those_of_each_key():
     keys = torch.tensor([3, -1, 2**40])
-    result = _traced(vmap(_draws), keys)(keys)
+    result = graph_of(vmap(_draws), keys)(keys)
     for i, key in enumerate(keys):
         assert all(torch.equal(a[i], b) for a, b in zip(result, flatten(_draws(key))[0], strict=True))
 

@@ -7,11 +7,10 @@ import warnings
 import pytest
 from pydantic import Field
 
-from ecrl import registry
 from ecrl.config import config_from_dict, load_config
 from ecrl.config.model import ConfigModel
 from ecrl.errors import ConfigError
-from ecrl.registry import register_env, registered
+from ecrl.registry import register_env
 
 NET = {"type": "mlp", "network_cfg": {"hidden_sizes": [8]}}
 BASE = {"policy": {"name": "actor_critic", "actor": NET, "critic": NET}, "algorithm": {"name": "ppo"}}
@@ -30,10 +29,7 @@ class SceneConfig(ConfigModel):
 
 
 @pytest.fixture(autouse=True)
-def _scene(monkeypatch):
-    registered("env")  # imports the built-in parts, which must not be undone
-    monkeypatch.setattr(registry, "_ENTRIES", {kind: dict(known) for kind, known in registry._ENTRIES.items()})
-
+def _scene(restored_registry):
     @register_env("scene")
     def scene(cfg: SceneConfig) -> object:
         raise AssertionError("a config is checked without making its parts")

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field, ValidationError
+from support.config_files import write_file
 
 from ecrl.config import Config, TrainerConfig, config_from_dict, diff, load_config, total_steps
 from ecrl.config.model import ConfigModel
@@ -193,12 +194,6 @@ def test_odd_keys_stay_on_one_line():
         assert fault.startswith(f"trainer.{key!r}: unknown key; known: best_eval_metric, best_eval_mode, buffer_size,")
 
 
-def _file(tmp_path, text, name="run.json"):
-    path = tmp_path / name
-    path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    return path
-
-
 FILES = [  # content, the message after the path
     (b"", ":1:1: not JSON: Expecting value"),
     (b'{"trainer": {\n  "seed": 1,,\n}}', ":2:13: not JSON: "),
@@ -212,14 +207,14 @@ FILES = [  # content, the message after the path
 
 @pytest.mark.parametrize(("content", "message"), FILES, ids=range(len(FILES)))
 def test_bad_files(tmp_path, content, message):
-    path = _file(tmp_path, content)
+    path = write_file(tmp_path, content, "run.json")
     with pytest.raises(ConfigError) as error:
         load_config(path)
     assert str(error.value).startswith(f"{path}{message}") and "\n" not in str(error.value)
 
 
 def test_missing_files(tmp_path):
-    _file(tmp_path, "{}", "cartpole_ppo.json")
+    write_file(tmp_path, "{}", "cartpole_ppo.json")
     for name, end in (("cartpol_ppo.json", "did you mean 'cartpole_ppo.json'?"), ("x", "known: cartpole_ppo.json")):
         with pytest.raises(ConfigError) as error:
             load_config(tmp_path / name)
@@ -239,7 +234,7 @@ def test_keys_given_twice_are_named_by_path(tmp_path):
     text = text.replace('"activation": "tanh",', '"activation": "tanh", "activation": "elu",', 1)
     text = text.replace('"trainer": {', '"trainer": {"num_envs": 3, "x": [1, {"a": 1, "a": 2}], ', 1)
     with pytest.raises(ConfigError) as error:
-        load_config(_file(tmp_path, text))
+        load_config(write_file(tmp_path, text, "run.json"))
     lines = [line.split(".json: ")[1] for line in str(error.value).split("\n")]
     twice = {line.removesuffix(": given twice; keep one") for line in lines if line.endswith("given twice; keep one")}
     assert twice == {"trainer.num_envs", "trainer.x[1].a", f"{ACTOR}.activation"}
@@ -300,7 +295,11 @@ def test_dumps_reload(tmp_path):
     cfg = config_from_dict(VALID)
     text = json.dumps(cfg.model_dump(mode="json"))
     assert config_from_dict(json.loads(text)) == cfg and hash(config_from_dict(json.loads(text))) == hash(cfg)
-    assert load_config(_file(tmp_path, text)) == load_config(str(_file(tmp_path, "\ufeff" + text))) == cfg
+    assert (
+        load_config(write_file(tmp_path, text, "run.json"))
+        == load_config(str(write_file(tmp_path, "\ufeff" + text, "run.json")))
+        == cfg
+    )
     assert config_from_dict(cfg) == cfg
 
 
@@ -327,7 +326,9 @@ def test_replace_makes_room():
 
 
 def test_overrides_of_a_file(tmp_path):
-    path = _file(tmp_path, json.dumps(_with(("trainer", {"rollout_steps": 16, "seed": 5}), ("env.cfg.num_envs", 3))))
+    path = write_file(
+        tmp_path, json.dumps(_with(("trainer", {"rollout_steps": 16, "seed": 5}), ("env.cfg.num_envs", 3))), "run.json"
+    )
     changed = load_config(path, {"trainer.buffer_size": 8, "trainer.num_envs": 2, "algorithm.cfg.gamma": 0.5})
     assert changed == load_config(path).replace(
         **{"trainer.buffer_size": 8, "trainer.num_envs": 2, "algorithm.cfg.gamma": 0.5}

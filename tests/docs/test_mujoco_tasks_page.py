@@ -6,7 +6,6 @@ import pytest
 import torch
 from support.paths import ROOT
 
-from ecrl import registry
 from ecrl.registry import lookup, registered
 
 PAGE = (ROOT / "docs" / "mujoco_tasks.md").read_text()
@@ -22,8 +21,7 @@ def test_the_tables_name_every_term(kind):
     assert named - {"robot/qpos", "robot/qvel", "robot/qf"} == terms
 
 
-def test_the_wind_pushes_the_cube_every_fifth_step(monkeypatch):
-    monkeypatch.setattr(registry, "_ENTRIES", {kind: dict(known) for kind, known in registry._ENTRIES.items()})
+def test_the_wind_pushes_the_cube_every_fifth_step(restored_registry, monkeypatch):
     monkeypatch.chdir(ROOT)
     names: dict = {}
     exec(TASK[: TASK.index("data = json")], names)

@@ -20,7 +20,6 @@ from support.paths import ROOT
 from tensordict import TensorDict
 
 import ecrl
-from ecrl import registry
 from ecrl.config import config_from_dict, presets
 
 SKIPPED = {
@@ -91,10 +90,8 @@ NAMES_OF_PAGE = {"README.md": _tensors}
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def folder(restored_registry, tmp_path, monkeypatch):
     """A folder with small configs; parts and modules that a page makes are forgotten afterwards."""
-    registry.registered("env")
-    monkeypatch.setattr(registry, "_ENTRIES", {kind: dict(known) for kind, known in registry._ENTRIES.items()})
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.chdir(tmp_path)
     doc_pages.small_configs(tmp_path)

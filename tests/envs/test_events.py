@@ -9,14 +9,14 @@ from support.checks import assert_no_retrace, assert_pure, close
 from support.small_runs import NET, last_state, same, small
 from tensordict import TensorDict
 
-from ecrl import registry, rng
+from ecrl import rng
 from ecrl.config import EventConfig
 from ecrl.config.model import ConfigModel
 from ecrl.envs import Env, auto_reset, make_env, restart, state_of, time_limit, with_events
 from ecrl.errors import ConfigError
 from ecrl.loop.build import build, with_eval_events
 from ecrl.loop.iteration import init_state, make_iteration
-from ecrl.registry import register_event, registered
+from ecrl.registry import register_event
 from ecrl.spaces import Discrete, box
 
 T, F = True, False
@@ -58,12 +58,6 @@ def rollout(env, num_envs=N, length=8, seed=0, index=None):
     for t in range(length):
         states.append(env.step(states[-1], action, noise[t]))
     return torch.stack(states, 1)
-
-
-@pytest.fixture
-def _put_back(monkeypatch):
-    registered("event")
-    monkeypatch.setattr(registry, "_ENTRIES", {kind: dict(known) for kind, known in registry._ENTRIES.items()})
 
 
 def test_without_events_the_environment_is_the_same_object():
@@ -324,7 +318,7 @@ class NothingConfig(ConfigModel):
     """No settings."""
 
 
-def test_an_event_of_ones_own(_put_back):
+def test_an_event_of_ones_own(restored_registry):
     @register_event("shove")
     def shove(cfg: ShoveConfig):
         def apply(state, keys):
@@ -341,7 +335,7 @@ def test_an_event_of_ones_own(_put_back):
         small(**{"trainer.events.train": {"mine": {"func": "shov"}}})
 
 
-def test_an_event_that_is_replaced_is_not_remembered(_put_back):
+def test_an_event_that_is_replaced_is_not_remembered(restored_registry):
     def make(by):
         def shove(cfg: NothingConfig):
             return lambda state, keys: state.copy().update({"drag": state["drag"] + by})
@@ -354,7 +348,7 @@ def test_an_event_that_is_replaced_is_not_remembered(_put_back):
     assert (rollout(with_events(SLIDE, {"mine": custom("shove")}))["drag"] == 6.0).all()
 
 
-def test_an_event_may_write_on_what_it_is_given(_put_back):
+def test_an_event_may_write_on_what_it_is_given(restored_registry):
     """It is given a copy: environments it does not happen to, and the caller's state, stay as they were."""
 
     @register_event("careless")
@@ -399,7 +393,7 @@ BAD = {
 
 @pytest.mark.parametrize("mode", ["startup", "reset", "interval"])
 @pytest.mark.parametrize("name", BAD)
-def test_events_that_do_not_fit_the_state_are_refused(_put_back, name, mode):
+def test_events_that_do_not_fit_the_state_are_refused(restored_registry, name, mode):
     change, message = BAD[name]
 
     @register_event("bad")
@@ -581,7 +575,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("key", CHANGES)
-def test_every_key_of_an_event_changes_the_environments(_put_back, key):
+def test_every_key_of_an_event_changes_the_environments(restored_registry, key):
     @register_event("shove")
     def shove(cfg: NothingConfig):
         return lambda state, keys: state.copy().update({"angle": state["angle"] + 0.3})
@@ -606,7 +600,7 @@ def test_events_of_training_and_of_evaluation_are_apart():
     assert "events" not in none.reset(keys)
 
 
-@pytest.mark.usefixtures("_put_back")
+@pytest.mark.usefixtures("restored_registry")
 def test_an_event_that_shortens_a_limit_lowers_the_truncation_gap():
     class Shorter(ConfigModel):
         steps: int = Field(2, description="first step that may be truncated")

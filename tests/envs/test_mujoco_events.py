@@ -20,7 +20,6 @@ from support.fake_mujoco_task import (
     cube,
     happening,
     keys_of,
-    known_terms,
     outside,
     rollout,
     task,
@@ -43,13 +42,7 @@ from ecrl.loop.iteration import init_state, make_iteration
 from ecrl.pytree import flatten
 from ecrl.registry import lookup
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _terms():
-    with known_terms():
-        yield
-
-
+pytestmark = pytest.mark.usefixtures("mujoco_test_terms")
 CUBE, SLIDER = {"entity_cfg": {"uid": "cube"}}, {"entity_cfg": {"uid": "slider"}}
 MASS = CUBE_MASS
 EVENTS = {

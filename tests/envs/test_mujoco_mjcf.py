@@ -8,7 +8,7 @@ pytest.importorskip("mujoco.batch")
 
 import mujoco
 import numpy as np
-from support.fake_mujoco_task import keys_of, known_terms, nothing_yet
+from support.fake_mujoco_task import keys_of, nothing_yet
 
 from ecrl import registry
 from ecrl.config.model import validate_section
@@ -22,13 +22,7 @@ from ecrl.errors import ConfigError
 from ecrl.registry import lookup
 from ecrl.spaces import Box
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _terms():
-    with known_terms():
-        yield
-
-
+pytestmark = pytest.mark.usefixtures("mujoco_test_terms")
 FILE = """<mujoco><compiler angle="radian"/><option integrator="implicitfast"/><worldbody>
 <body name="cube" pos="0 5 1"/><body name="one" gravcomp="1">
 <joint name="j1" axis="0 1 0" range="-1 1" armature="1"/><geom size=".1"/><body name="two" pos="0 0 .3" gravcomp="1">

@@ -11,7 +11,7 @@ pytest.importorskip("mujoco.batch")
 from pydantic import Field
 from support.mujoco_term_cases import SCENE
 
-from ecrl import registry, rng
+from ecrl import rng
 from ecrl.config.model import ConfigModel
 from ecrl.envs import auto_reset, make_env
 from ecrl.envs.mujoco import world
@@ -21,7 +21,7 @@ from ecrl.envs.mujoco.terms import observations, rewards
 from ecrl.envs.mujoco.terms.term import ActionTerm, JointsConfig, joints_of
 from ecrl.envs.validate import check_fields
 from ecrl.errors import ConfigError
-from ecrl.registry import register_action, register_env, register_event, register_reward, registered
+from ecrl.registry import register_action, register_env, register_event, register_reward
 
 CUBE = {"uid": "cube"}
 AIM = {"source_entity_cfg": CUBE, "target_pose_key": "goal_pose"}
@@ -93,10 +93,8 @@ def high(cfg: HighConfig):
 
 
 @pytest.fixture(autouse=True)
-def _put_back(monkeypatch):
-    """The parts by name, and what a test registers beside them, while it runs."""
-    registered("event")
-    monkeypatch.setattr(registry, "_ENTRIES", {kind: dict(known) for kind, known in registry._ENTRIES.items()})
+def _registered_parts(restored_registry):
+    """Register the parts of these tests."""
     register_action("test_nudge")(nudge)
     register_event("test_aim")(aim)
     register_event("test_toss")(toss)

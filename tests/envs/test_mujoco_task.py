@@ -13,7 +13,6 @@ from support.fake_mujoco_task import (
     SCENE,
     happening,
     keys_of,
-    known_terms,
     nothing_yet,
     rollout,
     task,
@@ -29,13 +28,7 @@ from ecrl.errors import ConfigError
 from ecrl.loop.iteration import init_state, make_iteration, train_iter
 from ecrl.run.checkpoint import load, save
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _terms():
-    with known_terms():
-        yield
-
-
+pytestmark = pytest.mark.usefixtures("mujoco_test_terms")
 ARM = {"mjcf": None, "robot": {"uid": "ur"}}
 HEIGHT = {"func": "rig_height", "name": "cube/height"}
 BOTH = {

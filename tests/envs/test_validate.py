@@ -12,13 +12,13 @@ from support import (
 from support.small_runs import small
 from tensordict import TensorDict
 
-from ecrl import registry, rng
+from ecrl import rng
 from ecrl.config.model import ConfigModel
 from ecrl.envs import Env, make_env, state_of
 from ecrl.envs.validate import check_fields
 from ecrl.errors import ConfigError
 from ecrl.loop.iteration import init_state
-from ecrl.registry import lookup, register_env, registered
+from ecrl.registry import lookup, register_env
 from ecrl.spaces import Discrete, MultiDiscrete, box, dict_space
 
 
@@ -133,13 +133,7 @@ def test_a_state_that_does_not_fit_is_refused_in_one_line(name):
     assert str(error.value) == f"env my_task: {message}"
 
 
-@pytest.fixture
-def _put_back(monkeypatch):
-    registered("env")
-    monkeypatch.setattr(registry, "_ENTRIES", {kind: dict(known) for kind, known in registry._ENTRIES.items()})
-
-
-def test_a_run_refuses_it_before_its_first_step(_put_back):
+def test_a_run_refuses_it_before_its_first_step(restored_registry):
     @register_env("my_task")
     def my_task(cfg: NothingConfig) -> Env:
         return replace(GOOD, **_stepping(_info))
@@ -187,7 +181,7 @@ def test_environments_of_this_repository_pass(name):
     assert check_fields(make_env(name), name) is None
 
 
-def test_nested_observations_and_masks_pass(_put_back):
+def test_nested_observations_and_masks_pass(restored_registry):
     two = fake_parts.two_parts(fake_parts.TwoPartsConfig())
     assert check_fields(two, "two_parts") is None
     space = dict_space({"arm": box(-1.0, 1.0, 3), "gear": Discrete(3), "action_mask": MultiDiscrete((2, 2))})
@@ -205,7 +199,7 @@ class WeightsConfig(ConfigModel):
     named: dict[str, list[float]] = Field(default={}, description="weights by name")
 
 
-def test_an_environment_whose_settings_are_lists_and_dicts_is_made_once_per_setting(_put_back):
+def test_an_environment_whose_settings_are_lists_and_dicts_is_made_once_per_setting(restored_registry):
     @register_env("weighed")
     def weighed(cfg: WeightsConfig) -> Env:
         return replace(GOOD, step=lambda state, action, noise: state.copy())

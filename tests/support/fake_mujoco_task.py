@@ -128,7 +128,7 @@ TERMS = (
 
 @contextmanager
 def known_terms():
-    """The terms by name, for a while: other tests look at all there are."""
+    """Register the terms inside a `with` block only, because other tests look at all registered terms."""
     registry.registered("event")
     for kind, name, make in TERMS:
         registry._register(kind, name)(make)
