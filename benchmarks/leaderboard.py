@@ -26,8 +26,9 @@ _RESAMPLES = 10_000
 HEAD = f"""# Results
 
 How well every shipped config learns, compared with Stable-Baselines3's PPO on the same budget. SB3 uses the settings of
-its zoo (`benchmarks/peers/zoo.py`). `ecrl bench results` makes this page from the files in `runs/`. Each seed has a
-file with its raw curve, settings, their hash, commit, command, machine and times. `ecrl plot` can also read the files.
+its zoo (`benchmarks/other_libraries/zoo.py`). `ecrl bench results` makes this page from the files in `runs/`. Each seed
+has a file with its raw curve, settings, their hash, commit, command, machine and times. `ecrl plot` can also read the
+files.
 
 - **Scores** are the mean of {_END} episodes ({_END_SUCCESS} for a success rate) with deterministic actions, after the
   whole budget.

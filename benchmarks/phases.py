@@ -9,10 +9,10 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.alone import alone
 from benchmarks.gpu import ENV, has_gpu, not_measured
 from benchmarks.pairs import Failure
 from benchmarks.scaling import Size, config
+from benchmarks.separate_process import run_in_process
 
 SIZES, QUICK, GPU_SIZES = (4, 64, 512, 2048), (512,), (2048, 65_536)
 _OTHER = "other"
@@ -83,7 +83,7 @@ def rows(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
                 continue
             args = {"num_envs": size, "device": device, "seconds": 1.0 if quick else 3.0}
             try:
-                out += alone("benchmarks.phases:profile", args, cores[:1], ENV[device])
+                out += run_in_process("benchmarks.phases:profile", args, cores[:1], ENV[device])
             except Failure as failure:
                 out.append({"num_envs": size, "device": device, "error": str(failure)})
     return out

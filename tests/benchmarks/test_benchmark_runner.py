@@ -32,12 +32,12 @@ def result(name, *rates, error=None):
 def exact_sleep(monkeypatch):
     """Let a sleeper's unit of work take exactly the seconds that it sleeps, however loaded the machine is."""
 
-    def answer(worker, times, real=pairs.turn):
+    def answer(worker, times, real=pairs.run_units):
         answer_data, seconds = real(worker, times), times * SLEEP_S[worker.name]
         assert answer_data["seconds"] >= 0.99 * seconds
         return answer_data | {"seconds": seconds}
 
-    monkeypatch.setattr(pairs, "turn", answer)
+    monkeypatch.setattr(pairs, "run_units", answer)
 
 
 SLEEP_S = {"fast": 0.01, "slow": 0.03, "a": 0.01, "b": 0.05}
@@ -58,11 +58,11 @@ def counted_turns(monkeypatch, contestants, **how):
     """The race's results and how often each did its work, turn by turn."""
     turns = []
 
-    def turn(worker, times, real=pairs.turn):
+    def turn(worker, times, real=pairs.run_units):
         turns.append((worker.name, times))
         return real(worker, times)
 
-    monkeypatch.setattr(pairs, "turn", turn)
+    monkeypatch.setattr(pairs, "run_units", turn)
     return race(contestants, **how), turns
 
 
@@ -104,15 +104,15 @@ def test_all_threads_of_both_work_on_the_cores_of_the_race():
     workers = [stand_in("places", "a"), stand_in("places", "b")]
     with pairs.started(workers, [core]) as started:
         ready = [pairs.await_ready(worker) for worker in started]
-        pairs.take_turns(started, ready, [core], 1, 0)
-        assert [pairs.turn(worker, 1)["count"] for worker in started] == [1 + 100 * core] * 2
+        pairs.run_rounds(started, ready, [core], 1, 0)
+        assert [pairs.run_units(worker, 1)["count"] for worker in started] == [1 + 100 * core] * 2
 
 
 def test_threads_are_as_many_as_cores():
     names = ["OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"]
     with pairs.started([stand_in("environment", names=names)], available()[:1]) as (worker,):
         pairs.await_ready(worker)
-        assert pairs.turn(worker, 1)["count"] == 3
+        assert pairs.run_units(worker, 1)["count"] == 3
     assert "intra_op_parallelism_threads=1" in pairs.threads_env([0])["XLA_FLAGS"]
     assert pairs.threads_env([0, 1]) == {
         "OMP_NUM_THREADS": "2",
@@ -130,7 +130,7 @@ def test_ratios_are_of_rounds_not_of_medians():
 
 
 @pytest.mark.parametrize(
-    ("peer", "cores", "musts", "aims"),
+    ("library", "cores", "musts", "aims"),
     [
         ("rejax", 1, [0.6, 1.0, 1.1, 1.1], [1.0, 1.3, 1.6, 2.0]),
         ("rejax", 2, [0.6, 1.0, 1.3, 1.4], [1.0, 1.5, 1.8, 2.2]),
@@ -139,10 +139,10 @@ def test_ratios_are_of_rounds_not_of_medians():
         ("CleanRL-style", 1, [8.0, 5.0, 5.0, 5.0], [None] * 4),
     ],
 )
-def test_what_must_be_reached_end_to_end(peer, cores, musts, aims):
+def test_what_must_be_reached_end_to_end(library, cores, musts, aims):
     for n, must, aim in zip((4, 64, 512, 2048), musts, aims, strict=True):
-        just = end_to_end.row(result("ecrl", must), result(peer, 1.0), cores, n)
-        below = end_to_end.row(result("ecrl", 0.99 * must), result(peer, 1.0), cores, n)
+        just = end_to_end.row(result("ecrl", must), result(library, 1.0), cores, n)
+        below = end_to_end.row(result("ecrl", 0.99 * must), result(library, 1.0), cores, n)
         assert (just["must"], just["aim"], just["met"], below["met"]) == (must, aim, True, False)
 
 
@@ -168,8 +168,8 @@ def test_a_seed_that_is_never_solved_is_told():
 
 def test_every_run_of_solved_stands_in_one_lane_and_cold_comes_before_warm():
     names = [name for lane in solved.RUNS.values() for name in lane]
-    assert solved.turns() == ["ecrl cold", "rejax cold", "ecrl warm", "rejax warm", "ecrl off"]
-    assert sorted(names) == sorted(solved.turns())
+    assert solved.runs_in_order() == ["ecrl cold", "rejax cold", "ecrl warm", "rejax warm", "ecrl off"]
+    assert sorted(names) == sorted(solved.runs_in_order())
     assert {name for _, *pair, _ in solved.ROWS for name in pair} == set(names)
 
 
@@ -402,12 +402,13 @@ def test_a_real_pair_end_to_end(tmp_path):
 @pytest.mark.long
 @pytest.mark.ref
 @pytest.mark.parametrize(
-    ("module", "peer"), [("stable_baselines3", "sb3"), ("torchrl", "torchrl"), ("torch", "cleanrl")]
+    ("module", "name"), [("stable_baselines3", "sb3"), ("torchrl", "torchrl"), ("torch", "cleanrl")]
 )
-def test_slow_peers_learn(module, peer):
-    """From the 20 steps of a random policy; in a process, for their warnings are theirs."""
+def test_slow_peers_learn(module, name):
+    """Returns rise from the 20 steps of a random policy. A separate process hides the warnings of the libraries."""
     pytest.importorskip(module)
-    code = f"from benchmarks.peers.{peer}_ppo import iterations\nfor i, r in zip(range(12), iterations(32)): print(r)"
+    code = f"from benchmarks.other_libraries.{name}_ppo import iterations\n"
+    code += "for i, r in zip(range(12), iterations(32)): print(r)"
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     numbers = [float(line) for line in done.stdout.splitlines() if "[" not in line]

@@ -8,13 +8,26 @@ import torch
 
 pytest.importorskip("rlax", reason="the benchmarks' peers are not installed")
 
-from benchmarks import end_to_end, gpu, guard, kernels, memory, phases, physics, roofline, scaling, seeds, solved, turns
-from benchmarks.alone import alone
-from benchmarks.forms import adam, draws, gae, loss
-from benchmarks.ours import CONFIG
+from benchmarks import (
+    alternating_calls,
+    end_to_end,
+    gpu,
+    guard,
+    kernels,
+    memory,
+    phases,
+    physics,
+    roofline,
+    scaling,
+    seeds,
+    solved,
+)
+from benchmarks.alternating_calls import ratio, time_alternating
+from benchmarks.ecrl_runs import CONFIG
+from benchmarks.implementations import adam, draws, gae, loss
 from benchmarks.pairs import Failure, Result, available
 from benchmarks.roofline import copy_rate, matmul_rate
-from benchmarks.turns import ratio, take_turns
+from benchmarks.separate_process import run_in_process
 from ecrl import load_config
 from ecrl.report.plots import write
 
@@ -24,7 +37,7 @@ COMPILED = [pytest.param("ecrl compiled", marks=pytest.mark.long)]
 
 def results(module, name, *args, calls=1):
     """What a form gives after so many calls, as arrays of float64."""
-    call = {**module.OURS, **module.PEERS}[name](module.inputs(*args), "cpu")
+    call = {**module.ECRL, **module.OTHERS}[name](module.inputs(*args), "cpu")
     for _ in range(calls):
         out = call()
     return [np.asarray(x, dtype=np.float64) for x in out]
@@ -40,7 +53,7 @@ def assert_equal_work(module, name, other, *args, calls=1, tol=1e-4):
 
 @pytest.mark.ref
 @pytest.mark.parametrize("name", [*EAGER, *COMPILED])
-@pytest.mark.parametrize("other", gae.PEERS)
+@pytest.mark.parametrize("other", gae.OTHERS)
 def test_gae_is_the_same_in_every_library(name, other):
     pytest.importorskip({"rlax jitted": "rlax", "sb3 numpy": "stable_baselines3"}.get(other, "torchrl"))
     assert_equal_work(gae, name, other, 6, 40)
@@ -61,7 +74,7 @@ def test_gae_of_the_benchmark_is_the_equation():
 
 @pytest.mark.ref
 @pytest.mark.parametrize("name", [*EAGER, *COMPILED])
-@pytest.mark.parametrize("other", loss.PEERS)
+@pytest.mark.parametrize("other", loss.OTHERS)
 def test_loss_gradients_and_logs_are_the_same_in_every_library(name, other):
     assert_equal_work(loss, name, other, 500, tol=1e-5)
     assert 0.1 < results(loss, name, 500)[5] < 0.9  # of the ratios that are clipped: both branches count
@@ -69,7 +82,7 @@ def test_loss_gradients_and_logs_are_the_same_in_every_library(name, other):
 
 @pytest.mark.ref
 @pytest.mark.parametrize("variant", [*EAGER, *COMPILED])
-@pytest.mark.parametrize("other", adam.PEERS)
+@pytest.mark.parametrize("other", adam.OTHERS)
 def test_adam_moves_the_weights_to_the_same_place_in_every_library(variant, other):
     pytest.importorskip("optax" if other == "optax jitted" else "torch")
     assert_equal_work(adam, variant, other, 8, calls=3, tol=1e-5)
@@ -111,10 +124,16 @@ def test_costs_count_every_array_once():
 
 def test_every_case_has_its_forms_and_every_must_a_case():
     for case in kernels.CASES:
-        module, ecrl, others = kernels.forms(case)
+        module, ecrl, others = kernels.implementations(case)
         assert {"ecrl compiled", "ecrl eager"} == set(ecrl) and others
         module.cost(*case.args)
-    pairs = {(c.kernel, c.size, a, b) for c in kernels.CASES for _, o, p in [kernels.forms(c)] for a in o for b in p}
+    pairs = {
+        (c.kernel, c.size, a, b)
+        for c in kernels.CASES
+        for _, o, p in [kernels.implementations(c)]
+        for a in o
+        for b in p
+    }
     assert set(kernels.MUSTS) <= pairs
     assert all(c.quick for c in kernels.CASES if any(c.size == must[1] for must in kernels.MUSTS))
 
@@ -124,12 +143,12 @@ def fake_case(monkeypatch, **forms):
     module = type("Fake", (), {"inputs": lambda *_: {}, "cost": lambda *_: gae.cost(4, 8)})
     ecrl = {name: make for name, make in forms.items() if name.startswith("ecrl")}
     others = {name: make for name, make in forms.items() if not name.startswith("ecrl")}
-    monkeypatch.setattr(kernels, "forms", lambda case: (module, ecrl, others))
+    monkeypatch.setattr(kernels, "implementations", lambda case: (module, ecrl, others))
 
 
 def taking(seconds, monkeypatch):
     """A form whose call takes so many seconds by the benchmark's clock. Other calls take half a second."""
-    monkeypatch.setattr(turns, "seconds_per_call", lambda call, times: getattr(call, "seconds", 0.5))
+    monkeypatch.setattr(alternating_calls, "seconds_per_call", lambda call, times: getattr(call, "seconds", 0.5))
 
     class Call:
         def __init__(self):
@@ -182,25 +201,25 @@ def test_a_form_that_fails_is_a_row_of_its_own(monkeypatch):
 
 def test_turns_and_ratios_are_of_the_same_rounds():
     order = []
-    taken = take_turns({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, rounds=2, seconds=0.0)
+    taken = time_alternating({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, rounds=2, seconds=0.0)
     assert order == ["a"] * 3 + ["b"] * 3 + ["a", "b", "a", "b"]
     assert {name: len(seconds) for name, seconds in taken.items()} == {"a": 2, "b": 2}
     assert ratio([1.0, 1.0, 2.0], [2.0, 4.0, 2.0]) == {"ratio": 2.0, "ratio_min": 1.0, "ratio_max": 4.0}
 
 
 def test_the_roof_is_bytes_and_operations_per_second(monkeypatch):
-    monkeypatch.setattr(turns, "seconds_per_call", lambda call, times: call() or 0.5)
+    monkeypatch.setattr(alternating_calls, "seconds_per_call", lambda call, times: call() or 0.5)
     assert copy_rate(1 << 20, "cpu") == (1 << 20) / 0.5
     assert matmul_rate("cpu") == 2 * roofline._SIDE["cpu"] ** 3 / 0.5
 
 
 def test_alone_pins_before_imports_and_tells_what_went_wrong():
     core = available()[-1]
-    assert alone("benchmarks.pairs:available", {}, [core]) == [core]
-    assert alone("os:getenv", {"key": "OMP_NUM_THREADS"}, [core]) == "1"
-    assert alone("os:getenv", {"key": "MINE"}, [core], {"MINE": "yes"}) == "yes"
+    assert run_in_process("benchmarks.pairs:available", {}, [core]) == [core]
+    assert run_in_process("os:getenv", {"key": "OMP_NUM_THREADS"}, [core]) == "1"
+    assert run_in_process("os:getenv", {"key": "MINE"}, [core], {"MINE": "yes"}) == "yes"
     with pytest.raises(Failure, match="no_such"):
-        alone("benchmarks.no_such:thing", {}, [core])
+        run_in_process("benchmarks.no_such:thing", {}, [core])
 
 
 def test_memory_slopes_leave_out_what_failed():
@@ -215,7 +234,7 @@ def test_memory_counts_what_the_second_unit_takes():
     In processes of their own, as when it is measured: a large one has freed memory at hand, whose pages do not count.
     """
     small, large = (
-        alone(
+        run_in_process(
             "benchmarks.memory:peak",
             {"make": "tests.support.fake_contestants:spending", "args": {"num_envs": size}},
             available(),
@@ -275,9 +294,9 @@ def test_scaling_at_a_tiny_size_has_rejax_beside():
 
 
 def test_without_a_gpu_its_rows_say_so(monkeypatch):
-    monkeypatch.setattr(kernels, "alone", lambda *_: [])
-    monkeypatch.setattr(memory, "alone", lambda *_: {"peak_mb": 1.0})
-    monkeypatch.setattr(phases, "alone", lambda *_: [])
+    monkeypatch.setattr(kernels, "run_in_process", lambda *_: [])
+    monkeypatch.setattr(memory, "run_in_process", lambda *_: {"peak_mb": 1.0})
+    monkeypatch.setattr(phases, "run_in_process", lambda *_: [])
     monkeypatch.setattr(scaling, "point", lambda *_: {"device": "cpu"})
     for module in (kernels, memory, phases, scaling):
         monkeypatch.setattr(module, "has_gpu", lambda: False)
@@ -310,11 +329,11 @@ def test_rows_of_a_gpu_say_whether_they_are_what_must_be(monkeypatch):
 
     monkeypatch.setattr(scaling, "has_gpu", lambda: True)
     monkeypatch.setattr(scaling, "point", point)
-    monkeypatch.setattr(scaling, "alone", lambda *_: {"busy_share": 0.9, "graph_share": 0.97})
+    monkeypatch.setattr(scaling, "run_in_process", lambda *_: {"busy_share": 0.9, "graph_share": 0.97})
     rows = scaling.on_gpu(False, [0])
     assert [row["num_envs"] for row in rows] == [512, 2048, 8192, 32_768, 65_536]
     assert [row["met"] for row in rows] == [True, True, True, True, False]  # 19.7 M env steps per second at the end
-    monkeypatch.setattr(scaling, "alone", lambda *_: {"busy_share": 0.9, "graph_share": 0.94})
+    monkeypatch.setattr(scaling, "run_in_process", lambda *_: {"busy_share": 0.9, "graph_share": 0.94})
     assert not any(row["met"] for row in scaling.on_gpu(False, [0]))
 
 
@@ -384,7 +403,7 @@ def test_the_cost_of_the_guard_is_the_median_of_rounds_with_its_interval():
 )
 def test_iterations_under_each_guard_take_turns(env, monkeypatch):
     monkeypatch.setattr(guard, "_TURN_S", 0.0)
-    taken = guard.turns(env, 4, 2)
+    taken = guard.seconds_by_guard(env, 4, 2)
     assert {name: len(seconds) for name, seconds in taken.items()} == {"off": 2, "stop": 2, "skip": 2}
     guards = {guard.config(env, 4, **{"trainer.finite_guard": name}).trainer.finite_guard for name in taken}
     assert guards == {"off", "stop", "skip"} and guard.config(env, 4).trainer.num_envs == 4

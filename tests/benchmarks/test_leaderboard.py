@@ -7,8 +7,8 @@ import pytest
 
 from benchmarks import leaderboard
 from benchmarks.leaderboard import COLUMNS, cells, summary, text
+from benchmarks.other_libraries.zoo import ZOO
 from benchmarks.pairs import ROOT
-from benchmarks.peers.zoo import ZOO
 from benchmarks.records import Entry, Standing, entries, standing
 from benchmarks.tasks import CONFIGS, EPISODES, TASKS
 from ecrl.config import load_config

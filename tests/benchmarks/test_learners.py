@@ -8,8 +8,8 @@ from importlib.util import find_spec
 import pytest
 
 from benchmarks import learning
+from benchmarks.other_libraries.zoo import ZOO
 from benchmarks.pairs import ROOT
-from benchmarks.peers.zoo import ZOO
 from benchmarks.tasks import CONFIGS, EPISODES, POINTS, TASKS
 from ecrl.config import load_config, total_steps
 
@@ -56,7 +56,7 @@ def tiny(tmp_path, monkeypatch):
 
 
 def test_ours_learns_a_config_to_its_end(tiny):
-    from benchmarks.ours import learn
+    from benchmarks.ecrl_runs import learn
 
     result, again = learn(str(tiny), 3), learn(str(tiny), 3)
     assert [(row["steps"], row["episodes"]) for row in result["curve"]] == [(256, 2), (512, 2), (768, 2), (1024, 4)]
@@ -69,9 +69,8 @@ def test_ours_learns_a_config_to_its_end(tiny):
 @pytest.mark.ref
 def test_stable_baselines_learns_the_same_budget(tiny):
     pytest.importorskip("stable_baselines3")
-    code = (
-        "from benchmarks.tasks import EPISODES; EPISODES['return'] = (2, 4); from benchmarks.peers.sb3_zoo import learn"
-    )
+    code = "from benchmarks.tasks import EPISODES; EPISODES['return'] = (2, 4); "
+    code += "from benchmarks.other_libraries.sb3_zoo import learn"
     result = learnt_apart(f"{code}; print(json.dumps(learn({str(tiny)!r}, 3)))")
     steps = [row["steps"] for row in result["curve"]]
     assert steps == [256, 512, 768, 1024] and total_steps(load_config(tiny), 1) == 1024
@@ -93,7 +92,7 @@ def test_stable_baselines_takes_the_zoos_settings():
     pytest.importorskip("stable_baselines3")
     configs = [config for config in ZOO if config != "lunar_lander_ppo" or find_spec("Box2D")]
     code = f"""
-from benchmarks.peers import sb3_zoo as z
+from benchmarks.other_libraries import sb3_zoo as z
 found = {{}}
 for config in {configs}:
     s = z.ZOO[config]

@@ -13,9 +13,9 @@ import jsonschema
 import pytest
 from support.command_line import called
 
-from benchmarks import alone, leaderboard, learning, records, results, tasks
+from benchmarks import leaderboard, learning, records, results, separate_process, tasks
+from benchmarks.other_libraries.zoo import ZOO
 from benchmarks.pairs import ROOT, available
-from benchmarks.peers.zoo import ZOO
 from benchmarks.records import LIBRARIES, entries, standing
 from benchmarks.tasks import CONFIGS, TASKS
 from ecrl.errors import UserError
@@ -61,7 +61,10 @@ SCHEMA = {
         "hash": {"type": "string", "pattern": "^[0-9a-f]{64}$"},
         "settings": {"type": "object", "required": ["library", "scores", "settings"]},
         "date": {"type": "string", "pattern": r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00$"},
-        "command": {"type": "string", "pattern": "^python -m benchmarks.alone tests.support.fake_contestants:learns "},
+        "command": {
+            "type": "string",
+            "pattern": "^python -m benchmarks.separate_process tests.support.fake_contestants:learns ",
+        },
         "commit": {"type": ["string", "null"]},
         "machine": {"type": "object", "required": ["cpu", "cores", "ram_gb", "os"]},
         "versions": {"type": "object", "required": ["python", "torch", "numpy"]},
@@ -190,7 +193,7 @@ def test_a_real_config_end_to_end(tmp_path, monkeypatch):
     assert sorted(known.fresh) == [0, 1] and known.stale == 0
     assert [row["steps"] for row in known.fresh[0]["curve"]] == [512, 1024]
     assert known.fresh[0]["curve"] != known.fresh[1]["curve"]
-    assert known.fresh[0]["command"].startswith("python -m benchmarks.alone benchmarks.ours:learn ")
+    assert known.fresh[0]["command"].startswith("python -m benchmarks.separate_process benchmarks.ecrl_runs:learn ")
 
 
 def test_the_command(monkeypatch, tmp_path, capsys):
@@ -244,8 +247,8 @@ def test_results_are_curves_for_ecrl_plot(small, tmp_path, monkeypatch, capsys):
 
 
 def test_a_stopped_function_is_gone():
-    running = alone.begin("tests.support.fake_contestants:hangs", {}, available()[:1])
-    alone.stop(running)
+    running = separate_process.begin("tests.support.fake_contestants:hangs", {}, available()[:1])
+    separate_process.stop(running)
     assert running.process.poll() == -signal.SIGKILL and running.out.closed
 
 

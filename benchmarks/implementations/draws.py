@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.forms.common import Cost, Inputs, Make, awaited, compiled
-from benchmarks.turns import Call
+from benchmarks.alternating_calls import Call
+from benchmarks.implementations.common import Cost, Inputs, Make, awaited, compiled
 
 
 def inputs(draws: int) -> Inputs:
@@ -20,10 +20,10 @@ def cost(draws: int) -> Cost:
     return Cost(draws * 4, draws * 30)
 
 
-def _ours(kind: str, given: Inputs, device: str) -> Any:
+def _ecrl(kind: str, arrays: Inputs, device: str) -> Any:
     from ecrl import rng
 
-    many, draw = len(given["like"]), getattr(rng, kind)
+    many, draw = len(arrays["like"]), getattr(rng, kind)
 
     def fn(key: Tensor) -> tuple[Tensor, Tensor]:
         now, after = rng.split(key).unbind(0)
@@ -32,7 +32,7 @@ def _ours(kind: str, given: Inputs, device: str) -> Any:
     return fn
 
 
-def _walking(fn: Any, device: str) -> Call:
+def _with_new_keys(fn: Any, device: str) -> Call:
     from ecrl import rng
 
     key = [rng.key(0, device)]
@@ -44,15 +44,15 @@ def _walking(fn: Any, device: str) -> Call:
     return call
 
 
-def _torch(draw: Any, given: Inputs, device: str) -> Call:
-    many, generator = len(given["like"]), torch.Generator(device).manual_seed(0)
+def _torch(draw: Any, arrays: Inputs, device: str) -> Call:
+    many, generator = len(arrays["like"]), torch.Generator(device).manual_seed(0)
     return awaited(lambda: [draw(many, generator=generator, device=device)], device)
 
 
-def _jax(kind: str, given: Inputs) -> Call:
+def _jax(kind: str, arrays: Inputs) -> Call:
     import jax
 
-    many, draw = len(given["like"]), getattr(jax.random, kind)
+    many, draw = len(arrays["like"]), getattr(jax.random, kind)
 
     @jax.jit
     def fn(key: Any) -> Any:
@@ -68,16 +68,16 @@ def _jax(kind: str, given: Inputs) -> Call:
     return call
 
 
-def _forms(kind: str, draw: Any) -> tuple[dict[str, Make], dict[str, Make]]:
-    ours: dict[str, Make] = {
-        "ecrl compiled": lambda given, device: _walking(compiled(_ours(kind, given, device), device), device),
-        "ecrl eager": lambda given, device: _walking(awaited(_ours(kind, given, device), device), device),
+def _implementations(kind: str, draw: Any) -> tuple[dict[str, Make], dict[str, Make]]:
+    ecrl: dict[str, Make] = {
+        "ecrl compiled": lambda arrays, device: _with_new_keys(compiled(_ecrl(kind, arrays, device), device), device),
+        "ecrl eager": lambda arrays, device: _with_new_keys(awaited(_ecrl(kind, arrays, device), device), device),
     }
-    peers: dict[str, Make] = {
-        "torch generator": lambda given, device: _torch(draw, given, device),
-        "jax jitted": lambda given, device: _jax(kind, given),
+    others: dict[str, Make] = {
+        "torch generator": lambda arrays, device: _torch(draw, arrays, device),
+        "jax jitted": lambda arrays, device: _jax(kind, arrays),
     }
-    return ours, peers
+    return ecrl, others
 
 
-UNIFORM, NORMAL = _forms("uniform", torch.rand), _forms("normal", torch.randn)
+UNIFORM, NORMAL = _implementations("uniform", torch.rand), _implementations("normal", torch.randn)

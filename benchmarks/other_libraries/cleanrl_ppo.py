@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Categorical
 
-from benchmarks.peers import STEPS, as_work
+from benchmarks.other_libraries import STEPS, as_work
 
 EPOCHS, MINIBATCHES = 4, 4
 GAMMA, LAMBDA, CLIP = 0.99, 0.95, 0.2

@@ -13,7 +13,7 @@ import optax
 import rejax
 from rejax.algos.algorithm import register_init
 
-from benchmarks.peers import SOLVED, STEPS
+from benchmarks.other_libraries import SOLVED, STEPS
 
 WINDOW = 100
 

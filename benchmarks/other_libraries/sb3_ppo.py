@@ -6,7 +6,7 @@ import numpy as np
 from stable_baselines3 import PPO
 from stable_baselines3.common.env_util import make_vec_env
 
-from benchmarks.peers import STEPS, as_work
+from benchmarks.other_libraries import STEPS, as_work
 
 
 def iterations(num_envs: int, seed: int = 0) -> Iterator[float]:

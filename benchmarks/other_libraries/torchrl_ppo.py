@@ -18,7 +18,7 @@ from torchrl.modules import MLP, ProbabilisticActor, ValueOperator
 from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import GAE
 
-from benchmarks.peers import STEPS, as_work
+from benchmarks.other_libraries import STEPS, as_work
 
 EPOCHS, MINIBATCHES = 4, 4
 

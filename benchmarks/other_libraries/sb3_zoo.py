@@ -11,7 +11,7 @@ from stable_baselines3.common.utils import LinearSchedule
 from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 
 from benchmarks.learning import Report, Row, followed
-from benchmarks.peers.zoo import ZOO, Settings
+from benchmarks.other_libraries.zoo import ZOO, Settings
 from benchmarks.tasks import task_of
 from ecrl.config import load_config, total_steps
 
@@ -25,13 +25,13 @@ def arguments(ppo: dict[str, Any]) -> dict[str, Any]:
     >>> made["learning_rate"](0.25), made["gamma"], made["policy_kwargs"]["activation_fn"].__name__
     (0.00025, 0.9, 'ReLU')
     """
-    made: dict[str, Any] = {
+    settings: dict[str, Any] = {
         name: _linear(value) if str(value).startswith("lin_") else value for name, value in ppo.items()
     }
-    policy: dict[str, Any] = dict(made.pop("policy_kwargs", {}))
+    policy: dict[str, Any] = dict(settings.pop("policy_kwargs", {}))
     if "activation_fn" in policy:
         policy["activation_fn"] = getattr(torch.nn, policy["activation_fn"])
-    return made | {"policy_kwargs": policy}
+    return settings | {"policy_kwargs": policy}
 
 
 def _linear(text: str) -> LinearSchedule:
