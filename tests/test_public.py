@@ -88,7 +88,7 @@ def test_importing_ecrl_and_its_config_is_light():
         ("import torch", {}, "None"),
     ],
 )
-def test_threads_of_openmp_wait_briefly_unless_the_user_said_otherwise(first, variables, spin):
+def test_threads_of_openmp_wait_briefly_unless_the_user_sets_otherwise(first, variables, spin):
     code = f"{first}\nimport os, ecrl; print(os.environ.get('GOMP_SPINCOUNT'))"
     around = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
     done = subprocess.run(

@@ -239,7 +239,7 @@ def test_the_parts_of_an_installed_package_are_known(tmp_path):
 BROKEN = "import ecrl_parts_that_nobody_has"
 
 
-def test_a_plugin_that_fails_is_said_once_and_breaks_nothing_else(tmp_path):
+def test_a_failing_plugin_warns_once_and_breaks_nothing_else(tmp_path):
     _install(tmp_path, "a_broken_one", BROKEN, ["broken = a_broken_one"])
     _install(tmp_path, "tiny_parts", TINY, ["tiny = tiny_parts"])
     done = _python(TRAIN, tmp_path)

@@ -410,7 +410,7 @@ def test_keys_do_not_collide():
     assert keys.unique().numel() == keys.numel() == 4 + 5 * 4000
 
 
-def test_fold_in_tells_large_and_negative_data_apart():
+def test_fold_in_distinguishes_large_and_negative_data():
     data = torch.tensor([0, 1, -1, 2**32 - 1, 2**32, 2**32 + 1, -(2**32), 2**63 - 1, -(2**63)])
     keys = rng.fold_in(rng.key(0), data)
     assert keys.unique().numel() == len(data)

@@ -115,7 +115,7 @@ def test_other_kinds_are_refused_by_name(space):
         from_gymnasium(space)
 
 
-def test_dtypes_are_told_apart():
+def test_boxes_of_different_dtypes_differ():
     image, floats = box(0, 255, 2, 1, dtype=torch.uint8), box(0.0, 255.0, 2, 1)
     assert image != floats and image == box(0.0, 255.0, 2, 1, dtype=torch.uint8)
     assert hash(image) == hash(box(0.0, 255.0, 2, 1, dtype=torch.uint8))

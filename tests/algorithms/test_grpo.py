@@ -294,7 +294,7 @@ def test_without_a_penalty_there_is_no_reference():
         next(train_iter(state, run()))
 
 
-def test_a_group_that_tells_nothing_moves_nothing():
+def test_a_group_with_equal_returns_changes_nothing():
     cfg = run("probe_constant", kl_coef=0.0, ent_coef=0.0)
     assert same(iterations(cfg)[-1][0]["params"], init_state(cfg)["params"])
 

@@ -106,7 +106,7 @@ def test_sizes(cfg, rows, sizes):
 
 
 @pytest.mark.parametrize("key", ["batch_size", "num_minibatches"])
-def test_more_than_the_rollout_holds_is_lowered_and_said_once(key):
+def test_sizes_above_the_rollout_are_lowered_with_one_warning(key):
     cfg, expected = MinibatchConfig(**{key: 11}), {"batch_size": [7], "num_minibatches": [1] * 7}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -371,7 +371,7 @@ def test_a_policy_without_a_critic_is_refused():
         built.algorithm.init(built._replace(policy=replace(built.policy, value=None)), rng.key(0))
 
 
-def test_a_batch_above_the_rollout_is_clamped_and_said_once():
+def test_a_batch_above_the_rollout_is_clamped_with_one_warning():
     big, whole = (run("cartpole", **{"algorithm.cfg.batch_size": n, "trainer.iterations": 2}) for n in (1000, 256))
     with pytest.warns(UserWarning, match=r"algorithm.cfg.batch_size 1000 is above the rollout's 256") as caught:
         assert same_params(big, whole)

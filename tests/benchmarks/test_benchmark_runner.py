@@ -81,7 +81,7 @@ def test_a_unit_longer_than_a_turn_is_not_done_twice_to_calibrate(monkeypatch):
     assert len(one.rates) == 2
 
 
-def test_what_dies_is_told_in_one_line_and_the_others_go_on():
+def test_a_dying_worker_is_one_line_and_the_others_continue():
     racers = [stand_in("sleeper", seconds=0.01), stand_in("refuses"), stand_in("dies", after=2)]
     good, refuses, dies = race(racers, rounds=3, seconds=0.02)
     assert good.error is None and len(good.rates) == 3
@@ -161,7 +161,7 @@ def test_seconds_to_solved_are_compared_seed_by_seed():
     assert (row["ours_s"], row["peer_s"], row["seeds"]) == (20.0, 10.0, 3)
 
 
-def test_a_seed_that_is_never_solved_is_told():
+def test_a_seed_that_is_never_solved_is_reported():
     row = solved.row("solved", "ecrl cold", runs(10.0, None), "rejax cold", runs(10.0, 10.0), 0.5)
     assert row["error"] == "ecrl cold: not solved in its budget, seed 1"
 
@@ -328,7 +328,7 @@ def test_quick_runs_the_subjects_of_the_readme(monkeypatch, tmp_path):
     assert {path.stem for path in (tmp_path / "full").glob("*.json")} == set(names)
 
 
-def test_the_quick_form_leaves_the_eager_run_out(monkeypatch):
+def test_a_quick_run_leaves_the_eager_run_out(monkeypatch):
     monkeypatch.setattr(solved, "run", lambda name, seed, caches, core: {**runs(1.0)[0], "form": name})
     for cores in ([0], [0, 1]):
         rows = solved.rows(True, cores)
@@ -337,7 +337,7 @@ def test_the_quick_form_leaves_the_eager_run_out(monkeypatch):
 
 
 @pytest.mark.parametrize("name", command.SUBJECTS)
-def test_every_subject_is_a_file_and_tells_what_it_shows(name):
+def test_every_subject_is_a_file_with_a_description(name):
     source = (ROOT / "benchmarks" / f"{name}.py").read_text()
     assert "\ndef rows(quick: bool, cores: Sequence[int])" in source and "\ndef figure(rows: " in source
 
@@ -404,7 +404,7 @@ def test_a_real_pair_end_to_end(tmp_path):
 @pytest.mark.parametrize(
     ("module", "name"), [("stable_baselines3", "sb3"), ("torchrl", "torchrl"), ("torch", "cleanrl")]
 )
-def test_slow_peers_learn(module, name):
+def test_slow_libraries_learn(module, name):
     """Returns rise from the 20 steps of a random policy. A separate process hides the warnings of the libraries."""
     pytest.importorskip(module)
     code = f"from benchmarks.other_libraries.{name}_ppo import iterations\n"

@@ -122,7 +122,7 @@ def test_costs_count_every_array_once():
     assert draws.cost(10).bytes == 40
 
 
-def test_every_case_has_its_forms_and_every_must_a_case():
+def test_every_case_has_implementations_and_every_target_a_case():
     for case in kernels.CASES:
         module, ecrl, others = kernels.implementations(case)
         assert {"ecrl compiled", "ecrl eager"} == set(ecrl) and others
@@ -160,7 +160,7 @@ def taking(seconds, monkeypatch):
     return lambda inputs, device: Call()
 
 
-def test_a_kernel_row_tells_the_ratio_the_must_and_the_roof(monkeypatch):
+def test_a_kernel_row_has_the_ratio_the_target_and_the_roofline(monkeypatch):
     fake_case(monkeypatch, **{"ecrl eager": taking(0.001, monkeypatch), "sb3 numpy": taking(0.004, monkeypatch)})
     (row,) = kernels.measure(0, quick=True, device="cpu")
     assert (row["kernel"], row["size"], row["ours"], row["peer"]) == ("gae", "4096x128", "ecrl eager", "sb3 numpy")
@@ -174,13 +174,13 @@ def test_a_kernel_row_tells_the_ratio_the_must_and_the_roof(monkeypatch):
     json.dumps(row)
 
 
-def test_a_must_that_is_missed_is_told(monkeypatch):
+def test_a_missed_target_is_reported(monkeypatch):
     fake_case(monkeypatch, **{"ecrl eager": taking(0.004, monkeypatch), "sb3 numpy": taking(0.001, monkeypatch)})
     (row,) = kernels.measure(0, quick=True, device="cpu")
     assert row["ratio"] == pytest.approx(0.25) and row["met"] is False
 
 
-def test_a_compiled_form_that_compiles_too_long_misses_its_must(monkeypatch):
+def test_an_implementation_that_compiles_too_long_misses_its_target(monkeypatch):
     taken = {"ecrl compiled": [1.0], "rlax jitted": [1.0]}
     for seconds, met in ((9.0, True), (11.0, False)):
         made = {"ecrl compiled": (None, seconds, None), "rlax jitted": (None, 1.0, None)}
@@ -188,7 +188,7 @@ def test_a_compiled_form_that_compiles_too_long_misses_its_must(monkeypatch):
         assert (row["met"], row["compile_s"]) == (met, seconds)
 
 
-def test_a_form_that_fails_is_a_row_of_its_own(monkeypatch):
+def test_a_failing_implementation_is_a_row_with_an_error(monkeypatch):
     def broken(inputs, device):
         raise ImportError("no such library\nsecond line")
 
@@ -213,7 +213,7 @@ def test_the_roof_is_bytes_and_operations_per_second(monkeypatch):
     assert matmul_rate("cpu") == 2 * roofline._SIDE["cpu"] ** 3 / 0.5
 
 
-def test_alone_pins_before_imports_and_tells_what_went_wrong():
+def test_a_separate_process_pins_before_imports_and_reports_errors():
     core = available()[-1]
     assert run_in_process("benchmarks.pairs:available", {}, [core]) == [core]
     assert run_in_process("os:getenv", {"key": "OMP_NUM_THREADS"}, [core]) == "1"
@@ -264,7 +264,7 @@ def test_phases_of_a_small_run():
     assert {"collect/policy", "collect/env", "collect/critic", "update/learn"} <= {row["phase"] for row in rows}
 
 
-def test_scaling_tells_both_and_the_ratio():
+def test_scaling_reports_both_libraries_and_the_ratio():
     result = scaling.Result
     both = scaling.result_row(
         [result("ecrl", [4.0, 6.0, 5.0], 1.0, {}, 0.0), result("rejax", [2.0, 6.0, 1.0], 2.0, {}, 0.0)]
@@ -344,7 +344,7 @@ def test_kernels_of_a_gpu_are_judged_by_a_copys_bandwidth():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_on_a_gpu_the_trace_tells_a_copy_from_a_graph():
+def test_on_a_gpu_the_trace_distinguishes_a_copy_from_a_graph():
     assert 1e9 < gpu.copy_rate(2**24) < 2e13
     rows = kernels.measure(0, True, "cuda")
     assert all(0 < row["roof_share"] < 1.5 for row in rows if row["ours"] == "ecrl compiled")

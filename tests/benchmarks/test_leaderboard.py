@@ -82,7 +82,7 @@ def test_a_line_of_the_table():
     assert line == ["`push_cube_grpo`", "ecrl", "2,000", "1 of 10", "success", "0.92", "0.92", *[""] * 5]
 
 
-def test_a_seed_that_failed_is_told_and_did_not_come_to_the_threshold():
+def test_a_failed_seed_is_listed_and_did_not_reach_the_threshold():
     three = {seed: FIVE[seed] for seed in (0, 2, 3)}  # there after 1000, 2000 and 2000 steps
     line = cells(entry(), Standing(three, 2, (1, 4)))
     assert line[3] == "3 of 10, 2 failed, 2 stale" and line[5] == "490"  # (500 + 490 + 480) / 3

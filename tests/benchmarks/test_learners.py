@@ -14,7 +14,7 @@ from benchmarks.tasks import CONFIGS, EPISODES, POINTS, TASKS
 from ecrl.config import load_config, total_steps
 
 
-def test_the_clock_stands_still_during_evaluations_of_which_there_are_as_many_as_told(monkeypatch):
+def test_the_clock_stops_during_the_configured_number_of_evaluations(monkeypatch):
     episodes_run, now = [], [1000.0]
     monkeypatch.setattr(learning.time, "time", lambda: now[0])
 
@@ -55,7 +55,7 @@ def tiny(tmp_path, monkeypatch):
     return path
 
 
-def test_ours_learns_a_config_to_its_end(tiny):
+def test_ecrl_learns_a_config_to_its_end(tiny):
     from benchmarks.ecrl_runs import learn
 
     result, again = learn(str(tiny), 3), learn(str(tiny), 3)

@@ -126,7 +126,7 @@ def test_no_minutes_measure_nothing(small, tmp_path):
     assert line_of(tmp_path) == ["*not measured*", ""]
 
 
-def test_a_seed_that_fails_is_told_and_the_others_are_kept(small, tmp_path, capsys):
+def test_a_failing_seed_is_reported_and_the_others_are_saved(small, tmp_path, capsys):
     run, calls = small
     assert not run("learns_but_seed_1", seeds=3)
     assert calls() == [0, 2]
@@ -169,7 +169,7 @@ def test_every_entrys_first_seed_comes_before_anyones_second(tmp_path):
     assert [job.seed for job in jobs] == [0, 0, 0, 1, 1, 1] and [job.entry for job in jobs] == [*first, *first]
 
 
-def test_a_peers_hash_is_of_its_settings_and_our_budget(small, tmp_path):
+def test_the_hash_of_another_library_covers_its_settings_and_the_budget(small, tmp_path):
     path = tmp_path / "configs" / "cartpole_ppo.json"
     zoo, before = records.LIBRARIES["sb3"].settings, json.loads(path.read_text())
     assert zoo(path) == {"zoo": ZOO["cartpole_ppo"]._asdict(), "steps": 491_520}
@@ -287,7 +287,7 @@ def test_the_end_of_the_terminal_is_an_interrupt_unless_it_is_ignored():
             signal.signal(signal.SIGHUP, before)
 
 
-def test_a_score_that_is_nan_fails_alone(small, tmp_path, capsys):
+def test_a_seed_with_a_score_of_nan_fails_and_the_others_continue(small, tmp_path, capsys):
     run, calls = small
     assert not run("learns_but_seed_1_diverges", seeds=3)
     assert calls() == [0, 2] and line_of(tmp_path) == ["20", "2 of 10, 1 failed"]
@@ -298,7 +298,7 @@ def test_a_score_that_is_nan_fails_alone(small, tmp_path, capsys):
     assert not (tmp_path / "out/runs/cartpole_ppo/ecrl/1.failed").exists()
 
 
-def test_a_seed_that_did_not_have_its_core_is_said():
+def test_a_seed_that_shared_its_core_is_reported():
     record = {"curve": [{"return": 5.0}], "train_s": 60.0, "wall_s": 100.0, "cpu_s": 95.0}
     (entry,) = [one for one in entries(CONFIGS) if one.name == "cartpole_ppo, ecrl"]
     assert results.record_line(entry, record) == "return 5 in 60 s"

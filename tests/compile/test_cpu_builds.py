@@ -78,7 +78,7 @@ def test_a_single_file_is_built(tmp_path):
     assert builder.file.read_text() == "made"
 
 
-def test_one_that_fails_meanwhile_is_built_again_and_says_why(tmp_path):
+def test_a_failed_parallel_build_is_repeated_and_reports_the_reason(tmp_path):
     built, builders = _builders(tmp_path, kernels=f"{HALF}; sys.exit(1)")
     with pytest.raises(exc.CppCompileError, match="what is wrong"):
         build(str(tmp_path / "lock"), builders)

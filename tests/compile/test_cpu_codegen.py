@@ -45,7 +45,7 @@ def test_strides_are_the_same(index):
 
 
 @pytest.mark.parametrize(("index", "times"), [(SUMS[-2], 0), (FloorDiv(X, 4), 1)], ids=str)
-def test_only_sums_are_left_alone(index, times, monkeypatch):
+def test_only_sums_are_left_unchanged(index, times, monkeypatch):
     calls = []
     monkeypatch.setattr(sizevars, "simplify_index_in_vec_range", lambda *args: calls.append(args) or args[0])
     with skip_redundant_codegen():

@@ -212,7 +212,7 @@ def test_another_precision_of_products_is_captured_apart(replayer):
     assert replayer.captured == captured + 2
 
 
-def test_a_gpu_without_triton_or_a_compiler_is_told(monkeypatch):
+def test_a_gpu_without_triton_or_a_compiler_is_reported(monkeypatch):
     monkeypatch.setattr(compile, "has_triton", lambda: False)
     try:
         compile.gpu_fault.cache_clear()

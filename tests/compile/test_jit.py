@@ -63,7 +63,7 @@ def test_the_compiler_is_the_one_that_inductor_would_take(monkeypatch, no_compil
         assert choose_form("auto", "cpu").name == "eager"
 
 
-def test_a_torch_that_cannot_compile_loops_is_said(monkeypatch, no_compiler):
+def test_a_torch_that_cannot_compile_loops_is_reported(monkeypatch, no_compiler):
     monkeypatch.undo()
     monkeypatch.setattr("ecrl.compile.jit._LOOPS_FAIL", True)
     with pytest.raises(ConfigError, match=r"on, but torch .* cannot compile loops for the CPU; install torch 2.13"):
@@ -95,7 +95,7 @@ print(form.name, [str(w.message) for w in caught if w.category is RuntimeWarning
 
 
 @pytest.mark.slow
-def test_a_compiler_that_fails_is_told_from_one_that_works():
+def test_a_failing_compiler_is_distinguished_from_a_working_one():
     done = subprocess.run([sys.executable, "-c", BROKEN], capture_output=True, text=True)
     assert done.stdout.startswith("eager ["), done.stdout + done.stderr[-2000:]
     assert "-fsyntax-only" in done.stdout and "ended with status 1" in done.stdout
@@ -276,7 +276,7 @@ def _twice(loop, start, xs, weight):
         (_twice, 2, "in last, calls a scan whose second derivatives are taken, .* call ecrl.kernels.scan instead"),
     ],
 )
-def test_what_a_compiled_loop_cannot_do_is_told_with_its_line(fn, line, message):
+def test_what_a_compiled_loop_cannot_do_is_reported_with_its_line(fn, line, message):
     leaves, structure = flatten((torch.ones(2, 3), torch.ones(4, 2, 3), torch.ones(3, 3)))
     at = fn.__code__.co_firstlineno + line
     with pytest.raises(ConfigError, match=f"trainer.compile: .*test_jit.py:{at}, {message}"):
@@ -401,7 +401,7 @@ def test_gradients_of_a_minibatch_are_those_of_the_eager_form(dtype, tol):
 
 
 @pytest.mark.slow
-def test_a_graph_made_again_in_mid_run_is_told_with_what_differs():
+def test_a_recompilation_during_a_run_is_reported_with_its_reason():
     """Here because a number of the algorithm changes its type in the third iteration."""
     made = small(**{"trainer.compile": "on"})
 

@@ -188,7 +188,7 @@ def test_top_level_must_be_an_object(top, shown):
     assert _faults(top) == [f"expected an object, got {shown}"]
 
 
-def test_odd_keys_stay_on_one_line():
+def test_keys_with_special_characters_stay_on_one_line():
     for key in ("a\nb", "\ud800", "", "a.b", 3, None):
         (fault,) = _faults({**VALID, "trainer": {key: 1}})
         assert fault.startswith(f"trainer.{key!r}: unknown key; known: best_eval_metric, best_eval_mode, buffer_size,")
@@ -504,7 +504,7 @@ def test_what_is_nested_deeply_is_refused(depth, place):
     assert all(line.startswith("replace: ") for line in str(error.value).split("\n"))
 
 
-def test_what_is_nested_deeply_where_anything_may_stand_is_told_by_its_key():
+def test_deep_nesting_in_a_free_field_is_reported_with_its_key():
     nested = {}
     for _ in range(400):
         nested = {"a": nested}

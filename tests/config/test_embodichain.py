@@ -34,7 +34,7 @@ def _with(path, value):
 
 @pytest.mark.parametrize("path", INERT)
 @pytest.mark.parametrize("value", [True, 0, "x", None, [], {"uid": "cube"}])
-def test_inert_keys_are_said_once_and_change_nothing(path, value):
+def test_keys_without_meaning_warn_once_and_change_nothing(path, value):
     assert with_warnings(config_from_dict, _with(path, value)) == (
         config_from_dict(BASE),
         [f"{path} has no meaning here ({INERT[path]}); ignored"],
@@ -43,7 +43,7 @@ def test_inert_keys_are_said_once_and_change_nothing(path, value):
 
 @pytest.mark.parametrize("func", INERT_EVENTS)
 @pytest.mark.parametrize("use", ["train", "eval"])
-def test_inert_events(func, use, monkeypatch):
+def test_events_without_meaning_warn(func, use, monkeypatch):
     event = {"func": func, "mode": "interval", "interval_step": 1, "params": {"name": "cam", "eye": [0, 0, 2]}}
     data = _with(f"trainer.events.{use}.film", event)
     message = f"trainer.events.{use}.film has no meaning here ({func}: {INERT_EVENTS[func]}); ignored"
@@ -70,7 +70,7 @@ def test_inert_events(func, use, monkeypatch):
     )
 
 
-def test_every_key_is_said_at_once():
+def test_all_keys_without_meaning_are_reported_together():
     data = copy.deepcopy(BASE)
     for path in INERT:
         section = data["trainer"] if path.startswith("trainer.") else data["env"]["cfg"]

@@ -127,7 +127,7 @@ INERT_CHANGES = {key: True for key in INERT} | {
 
 
 @pytest.mark.parametrize("key", INERT_CHANGES)
-def test_an_inert_key_is_said_once_and_changes_nothing(key):
+def test_a_key_without_meaning_warns_once_and_changes_nothing(key):
     with pytest.warns(UserWarning, match=f"^{key} has no meaning here") as caught:
         seen = params({key: INERT_CHANGES[key]})
     assert len(caught) == 1

@@ -39,7 +39,7 @@ def test_docstrings_read_as_they_are_meant(site):
         assert not re.search(r"(Returns|Gradient|Raises|Source): |&gt;&gt;&gt; ", prose), f"{path.name}: left as it was"
 
 
-def test_the_fields_of_a_rollout_and_of_a_state_are_told(site):
+def test_the_fields_of_a_rollout_and_of_a_state_are_documented(site):
     from ecrl.types import ROLLOUT_FIELDS, STATE_FIELDS
 
     page = unescape((site / "reference" / "kernels" / "types.html").read_text())
@@ -53,7 +53,7 @@ def test_no_name_in_angle_brackets_was_taken_for_html(site):
         assert not tag, f"{path}: {tag}"
 
 
-def test_every_key_of_a_config_is_told(site):
+def test_every_key_of_a_config_is_documented(site):
     from support.schema_keys import walked
 
     text = "".join(path.read_text() for path in (site / "reference" / "config").glob("*.html"))
@@ -62,7 +62,7 @@ def test_every_key_of_a_config_is_told(site):
     assert len(keys) > 100 and keys - documented == set()
 
 
-def test_every_command_is_told(site):
+def test_every_command_is_documented(site):
     from ecrl.cli.main import _NO_OVERRIDES, _WITH_OVERRIDES
 
     page = (site / "reference" / "commands.html").read_text()

@@ -87,7 +87,7 @@ def test_it_runs_with_smaller_numbers(name, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_it_runs_and_shows_what_it_says(name, tmp_path):
+def test_it_runs_and_shows_the_expected_numbers(name, tmp_path):
     check(name, executed(name, tmp_path, claims=CLAIMS.get(name, "")))
 
 

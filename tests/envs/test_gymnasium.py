@@ -91,7 +91,7 @@ def test_wrong_settings_are_refused_by_path(env, message):
         ("gymnasium:DictAction-v0", r"actions Dict\(.* expected Box, Discrete, MultiDiscrete or MultiBinary"),
     ],
 )
-def test_what_cannot_be_made_is_told_in_one_line(env, message):
+def test_an_environment_that_cannot_be_made_is_one_line(env, message):
     with pytest.raises(ConfigError, match=message) as error:
         make_env(env)
     assert "\n" not in str(error.value)
@@ -105,7 +105,7 @@ def test_what_cannot_be_made_is_told_in_one_line(env, message):
         ("imageio", "HalfCheetah-v5", "mujoco"),
     ],
 )
-def test_a_package_that_is_missing_is_told_with_the_extra_that_brings_it(package, gym_id, extra):
+def test_a_missing_package_is_reported_with_its_extra(package, gym_id, extra):
     if package == "imageio":
         pytest.importorskip("mujoco")  # which is missed first
     code = f"import sys; sys.modules[{package!r}] = None; import ecrl; ecrl.make_env('gymnasium:{gym_id}')"
@@ -269,7 +269,7 @@ def test_actions_are_clipped_by_the_loop_alone():
     assert torch.equal(*obs)
 
 
-def test_success_is_told_where_the_environment_tells():
+def test_success_is_reported_if_the_environment_reports_it():
     state = count(info=True).reset(KEYS)
     assert state["info", "success"].isnan().all()
     env = count(info=True)
@@ -278,7 +278,7 @@ def test_success_is_told_where_the_environment_tells():
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_success_that_is_none_is_untold_and_what_is_no_number_is_refused_by_key(asynchronous):
+def test_success_of_none_is_missing_and_success_that_is_no_number_is_refused(asynchronous):
     def stepped(success):
         env = {"name": "gymnasium:Count-v0", "cfg": {"asynchronous": asynchronous, "kwargs": {"success": success}}}
         env = make_env(env)
@@ -394,7 +394,7 @@ def test_an_observation_that_lacks_a_part_is_named(space, rows, missing):
     assert error.value.env == 1
 
 
-def test_a_reset_that_fails_is_told_with_the_step_it_is_part_of():
+def test_a_failing_reset_is_reported_with_its_step():
     env, state = count(fault="raise in reset"), None
     with pytest.raises(
         UserError, match=r"env 2 \(gymnasium:Count-v0\) raised KeyError: .*reset.*, in step [123]"

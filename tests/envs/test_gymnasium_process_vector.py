@@ -105,7 +105,7 @@ def test_a_worker_killed_from_outside_ends_in_one_error():
     assert not children() - before
 
 
-def test_one_that_cannot_be_made_in_a_worker_is_told():
+def test_an_environment_that_a_worker_cannot_make_is_reported():
     with pytest.raises(ConfigError, match="env: gymnasium:Count-v0: raised RuntimeError: cannot be made"):
         workers(fault="make")
     with pytest.raises(ConfigError, match="NameNotFound"):

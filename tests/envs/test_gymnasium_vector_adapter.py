@@ -181,7 +181,7 @@ def test_one_seed_for_all_is_taken_where_a_vector_env_takes_no_more():
         env.reset(KEYS[[0, 0, 1, 1]])
 
 
-def test_a_vector_env_that_says_no_mode_is_refused():
+def test_a_vector_env_without_an_autoreset_mode_is_refused():
     def modeless(num_envs):
         made = CartPoleVectorEnv(num_envs)
         made.metadata = {}
@@ -307,7 +307,7 @@ def test_success_that_is_no_number_is_refused_by_key(mode, kind, message):
     assert env.step(env.reset(KEYS), torch.zeros(4).long(), None)["info", "success"].isnan().all()
 
 
-def test_success_told_once_for_all_environments_is_refused_by_key():
+def test_one_success_value_for_all_environments_is_refused_by_key():
     class Scalar(SyncVectorEnv):
         def step(self, actions):
             out = super().step(actions)

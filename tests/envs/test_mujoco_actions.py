@@ -377,7 +377,7 @@ def test_the_order_of_terms_is_that_of_their_names():
     close(world.joint_velocities(sim, after["world"], sim.robot.joints)[:, 0], row(0.2), 5e-3)
 
 
-def test_a_force_accelerates_the_cart_as_newton_says():
+def test_a_force_accelerates_the_cart_by_newtons_law():
     """With the pole upright and free, `F = (M + m - (m l)^2 / (I + m l^2)) a`.
 
     M = m = 1, l = 0.47, I = (0.03^2 + 0.5^2) / 3: the pole counts 1 - 0.72537 of its mass.
@@ -449,12 +449,12 @@ def test_a_pose_is_gone_to_in_a_task():
         ("EefPoseTerm", {"joint_ids": [0]}, "params: joint_ids: unknown key"),
     ],
 )
-def test_settings_that_do_not_fit_are_told(sim, func, params, message):
+def test_settings_that_do_not_fit_are_refused(sim, func, params, message):
     with pytest.raises(ConfigError, match=message):
         term(func, sim, **params)
 
 
-def test_robots_that_do_not_fit_are_told():
+def test_robots_that_do_not_fit_are_refused():
     with pytest.raises(ConfigError, match="no end effector of 'arm'; known: none"):
         term("EefPoseTerm", made(POLE))
     simulated = made({"mjcf": UNDRIVEN_JOINT})

@@ -161,7 +161,7 @@ def test_the_first_opengl_that_works_is_taken(monkeypatch, set_to, works, tried)
 @pytest.mark.parametrize(
     "error", ["AttributeError: 'NoneType' object has no attribute 'glGetError'", "RuntimeError: no"]
 )
-def test_an_opengl_that_spoils_mujocos_import_is_named(monkeypatch, tmp_path, error):
+def test_an_opengl_that_breaks_mujocos_import_is_named(monkeypatch, tmp_path, error):
     kind, reason = error.split(": ")
     (tmp_path / "mujoco").mkdir()
     (tmp_path / "mujoco" / "__init__.py").write_text(f'raise {kind}("{reason}")')

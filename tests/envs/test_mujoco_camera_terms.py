@@ -168,6 +168,6 @@ def test_events_of_a_task_change_what_is_seen_and_nothing_else(func, params):
         ),
     ],
 )
-def test_settings_that_say_nothing_are_refused(model, settings, message):
+def test_settings_without_effect_are_refused(model, settings, message):
     with pytest.raises(ConfigError, match=message):
         validate_section(model, settings, "params")

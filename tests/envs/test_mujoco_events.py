@@ -233,7 +233,7 @@ def test_joints_stay_within_their_limits():
     close(q[:, 0], [-1.0] * 3, 1e-6)
 
 
-def test_a_mass_answers_a_force_and_a_torque_as_newton_says():
+def test_a_mass_moves_under_force_and_torque_by_newtons_law():
     # F = 6 N during 0.02 s gives m v = 0.12; a torque of 0.01 N m about z gives I w = 0.0002, I = m 0.1^2 / 6
     sim, _, after = happened("randomize_rigid_object_mass", **MASS)
     mass = uniform([1.0], [3.0], 1, torch.arange(3))
@@ -804,7 +804,7 @@ def test_a_target_that_the_task_does_not_have_is_refused():
 
 
 @pytest.mark.parametrize("func", EVENTS)
-def test_an_environment_without_a_scene_is_told_so(func):
+def test_scene_events_of_an_environment_without_a_scene_are_refused(func):
     with pytest.raises(ConfigError) as error:
         with_events(auto_reset(make_env("cartpole")), outside({"it": happening(func, **EVENTS[func])}))
     message = "changes the scene of a MuJoCo task, but this environment has none"

@@ -144,7 +144,7 @@ def test_the_tool_stays_at_the_end_of_the_arm_whichever_joints_its_part_has():
 
 
 @pytest.mark.parametrize("part", ["arm", "left"])
-def test_the_tool_that_touches_is_as_long_as_its_end_effector_says(part):
+def test_the_touching_tool_is_as_long_as_its_end_effector(part):
     model = arm({"control_parts": {part: JOINTS}, "solver_cfg": {part: tcp(0.3)}}).model
     on_tool = model.geom_bodyid == model.body("ur/wrist_3_link").id
     assert model.geom_size[on_tool, 1].max() == pytest.approx((0.3 - 0.02 - 0.02) / 2)  # half a capsule's length
@@ -170,7 +170,7 @@ def test_inverse_kinematics_of_fewer_joints_bring_the_tool_where_they_can():
     close(reach.control(begin, beside), home[:, :3], 1e-6)
 
 
-def test_an_end_effector_that_is_not_there_is_told_where_it_is_given():
+def test_an_unknown_end_effector_is_reported_with_its_key():
     with pytest.raises(ConfigError, match=r"no end effector of 'left'; known: none; robot.solver_cfg"):
         tcp_of(arm({"control_parts": {"left": JOINTS}}), "left")
 
@@ -186,7 +186,7 @@ EFFORT = {"func": "rig_effort"}
         ({"a": EFFORT, "a/b": EFFORT}, {}, "env.cfg.rewards: 'a/b' reads as a part of 'a'"),
     ],
 )
-def test_rewards_that_logs_could_not_tell_apart_are_refused(rewards, hooks, message):
+def test_rewards_with_equal_log_names_are_refused(rewards, hooks, message):
     cfg = validate_section(
         TaskConfig,
         {"mjcf": FILE.format(SPRUNG), "rewards": rewards, "actions": {"a": {"func": "QposTerm", "params": {}}}},
@@ -196,7 +196,7 @@ def test_rewards_that_logs_could_not_tell_apart_are_refused(rewards, hooks, mess
         task_env(cfg, nothing_yet, **hooks)
 
 
-def test_what_a_task_reads_that_is_not_there_is_said_when_it_is_made():
+def test_unknown_names_that_a_task_reads_are_refused_at_construction():
     def misspelt(sim, state):
         return (*nothing_of(state), {"x": world.body_pose(sim, state["world"], "cub")[..., 0, 3]})
 
@@ -254,7 +254,7 @@ def test_success_is_a_flag_for_each_environment():
         ),
     ],
 )
-def test_a_task_says_one_thing_of_each_environment(hooks, message):
+def test_a_task_returns_one_value_per_environment(hooks, message):
     cfg = {"mjcf": FILE.format(POSITION[0] + SPRUNG), "actions": {"a": {"func": "QposTerm"}}}
     with pytest.raises(ConfigError, match=rf"^env.cfg {message}"):
         task_env(validate_section(TaskConfig, cfg, "env.cfg"), nothing_yet, **hooks)

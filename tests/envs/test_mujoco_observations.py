@@ -293,7 +293,7 @@ def test_compiled_entries_equal_eager_ones(sim):
         close(x, e, 1e-5)
 
 
-def test_every_term_of_this_file_says_what_it_gives():
+def test_the_docstring_of_every_term_states_its_result():
     names = [name for name in vars(observations) if name in SETTINGS]
     assert sorted(names) == sorted(SETTINGS)
     for name in names:

@@ -231,7 +231,7 @@ def test_two_python_threads_may_step_one_model():
             assert torch.equal(actual.flip(0) if i % 2 else actual, expected)
 
 
-def test_without_the_package_one_line_says_what_to_install(monkeypatch):
+def test_without_the_package_one_line_names_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "mujoco", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'ecrl\[mujoco\]'"):
         models.mujoco()
@@ -279,7 +279,7 @@ print(*(w.message for w in caught))
         (2, 2, {"OMP_WAIT_POLICY": "passive"}, False),
     ],
 )
-def test_threads_that_would_take_mujocos_cores_are_told_of_once(torch_threads, threads, variables, warned):
+def test_spinning_threads_on_mujocos_cores_warn_once(torch_threads, threads, variables, warned):
     code = CROWDED.format(torch_threads=torch_threads, threads=threads)
     around = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
     done = subprocess.run(

@@ -358,7 +358,7 @@ def test_compiled_rewards_equal_eager_ones(sim):
         close(x, e, 1e-5)
 
 
-def test_every_term_of_this_file_says_what_it_gives():
+def test_the_docstring_of_every_term_states_its_result():
     names = [name for name in vars(rewards) if name in SETTINGS]
     assert sorted(names) == sorted(SETTINGS)
     assert all("`[*B]`" in getattr(rewards, name).__doc__ for name in names)

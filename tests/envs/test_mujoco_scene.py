@@ -217,7 +217,7 @@ def test_a_robot_from_a_file_keeps_its_actuators_or_gets_drives(tmp_path, monkey
     assert s.data.qpos.tolist() == [0.1, 0.2] == s.data.ctrl.tolist()
 
 
-def test_a_robot_may_start_at_the_very_limit_that_its_file_says():
+def test_a_robot_may_start_at_the_limit_of_its_file():
     assert made(robot={"mjcf": ARM % MOTOR, "init_qpos": [0.785398163, 9.0]}).data.qpos[0] == 0.785398163
     assert made(robot={"init_qpos": [0.0, -6.2831855, 3.1415927, 0.0, 0.0, 0.0]}).data.qpos[2] == 3.1415927
 
@@ -230,7 +230,7 @@ def test_a_file_may_have_the_sensor_of_a_drive_itself():
     assert [m.sensor(i).name for i in range(m.nsensor)] == ["hip_force"]
 
 
-def test_there_is_one_light_that_of_the_config_where_it_says_one():
+def test_a_light_of_the_config_replaces_all_others():
     lit = ARM.replace("<worldbody>", '<worldbody><light name="one"/><light name="two"/>') % MOTOR
     for settings, colors in (
         ({"mjcf": lit}, [[0.7] * 3] * 2),  # MuJoCo's own
@@ -361,7 +361,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize("keys, message", FAULTS, ids=[message for _, message in FAULTS])
-def test_a_fault_is_told_by_its_key(keys, message):
+def test_a_fault_is_reported_with_its_key(keys, message):
     with pytest.raises(ConfigError, match=message) as raised:
         made(**keys)
     assert "\n" not in str(raised.value)

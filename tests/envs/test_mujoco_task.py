@@ -419,7 +419,7 @@ def test_equal_settings_give_the_same_environment():
     assert made is not make_env(config().replace(**{"env.cfg.max_episode_steps": 8}).env)
 
 
-def test_steps_between_events_are_ten_if_nothing_is_said():
+def test_steps_between_events_are_ten_by_default():
     event = {"func": "push_rigid_object", "params": {**CUBE, "force_range": [[0.0] * 3] * 2}}
     cfg = validate_section(TaskConfig, SCENE | {"actions": ACTIONS, "events": {"p": event}}, "env.cfg")
     assert (cfg.events["p"].mode, cfg.events["p"].interval_step) == ("interval", 10)

@@ -352,7 +352,7 @@ def test_what_warp_cannot_do_is_one_line():
         PhysicsConfig(backend="warp", threads=2)
 
 
-def test_without_the_package_one_line_says_what_to_install(monkeypatch):
+def test_without_the_package_one_line_names_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "mujoco_warp", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'ecrl\[warp\]'"):
         warp_model.check(text_model(), ())
@@ -509,7 +509,7 @@ def test_a_kernel_of_the_operator_is_there_for_gpus():
 
 
 @pytest.mark.parametrize("capturing", [True, False])
-def test_warp_is_told_of_a_capture_and_of_its_end(monkeypatch, capturing):
+def test_warp_is_notified_of_the_start_and_the_end_of_a_capture(monkeypatch, capturing):
     """By a stand-in with Warp's own names and arguments, as a capture takes a GPU."""
     names = "capture_begin", "capture_end", "stream_to_torch", "device_from_torch", "is_conditional_graph_supported"
     stand_in = MagicMock(spec=warp, **{name: create_autospec(getattr(warp, name)) for name in names})

@@ -197,7 +197,7 @@ def test_angular_velocity_is_in_the_world(sim):
     close(world.body_velocity(sim, state, "ball")[1], torch.tensor([[0.0, 0.0, 2.0]]), 1e-6)
 
 
-def test_a_world_that_runs_away_is_given_back_and_told(sim):
+def test_a_diverged_world_is_returned_with_a_flag(sim):
     state = shaken(sim)
     control = torch.tensor(sim.home.ctrl).float().repeat(3, 1)
     fine, bad = advance(sim, state, control)
@@ -274,7 +274,7 @@ def test_the_arm_pushes_a_cube_in_any_direction():
     assert (world.body_pose(sim, state, "cube")[:, 2, 2] > 0.999).all()  # upright
 
 
-def test_names_that_are_not_there_are_told(sim):
+def test_unknown_names_are_refused(sim):
     state = start(sim, (1,))
     for read, name, message in (
         (world.body_pose, "bal", "body 'bal' is not in the scene; it has: world, ur, ur/shoulder_pan_link"),
@@ -324,7 +324,7 @@ def test_what_is_read_and_written_is_the_same_in_a_graph(sim):
         close(a, b, 1e-6)
 
 
-def test_a_robot_is_held_where_it_is_by_the_drives_that_can():
+def test_hold_controls_keep_the_robot_in_place():
     """A geared drive is told gear q; a motor and a drive of velocities are told what they were at the start."""
     ball = '<geom size=".1" contype="0" conaffinity="0"/>'
     slides = "".join(f'<body name="{n}"><joint name="{n}" type="slide"/>{ball}</body>' for n in "abcd")

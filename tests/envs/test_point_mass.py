@@ -145,7 +145,7 @@ def test_gradients_are_finite_where_a_norm_is_zero_and_zero_beyond_a_clamp(compi
     assert moved[2, 0] == 0.0 and moved[2, 1] > 0.0  # held by the wall
 
 
-def test_starts_lie_where_the_task_says():
+def test_starts_lie_within_the_bounds_of_the_task():
     state = starts(4000)
     limits = {"goal": 0.7, "position": 0.6, "obstacles": 0.8}
     for field, limit in limits.items():

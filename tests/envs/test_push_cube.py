@@ -301,7 +301,7 @@ def test_a_gpu_is_refused_in_one_line(monkeypatch):
         ecrl.loop.build.build(cfg)
 
 
-def test_faults_of_the_scene_and_modes_of_actions_are_said_with_their_place():
+def test_faults_of_the_scene_and_of_action_modes_name_their_key():
     with pytest.raises(ecrl.ConfigError, match=r"^env.cfg: robot.init_qpos: 2 numbers for 6 joints"):
         make_env({"name": "PushCubeRL", "cfg": {"robot": {"init_qpos": [0.0, 0.0]}}})
     term = {"func": "DeltaQposTerm", "mode": "pre", "params": {"scale": 0.1}}

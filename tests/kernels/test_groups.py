@@ -96,7 +96,7 @@ def test_float_noise_is_no_signal(score, flat, eps):
         close(out.square().mean(), 1.0, tol=1e-2)
 
 
-def test_sole_survivor_tells_nothing():
+def test_one_remaining_member_has_advantage_zero():
     score, mask = torch.tensor([5.0, 1.0, 2.0, 3.0]), torch.tensor([T, F, F, F])
     assert torch.equal(group_advantages(score, mask, group_size=4, eps=1e-8), torch.zeros(4))
     assert torch.equal(group_advantages(score, torch.zeros(4, dtype=torch.bool), group_size=4, eps=0.0), torch.zeros(4))

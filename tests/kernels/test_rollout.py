@@ -102,7 +102,7 @@ def test_true_ends_have_no_final_value():
     close(rollout["final_value"][0], [0.0, 0.0, 0.0, 0.0])
 
 
-def test_both_ends_at_once_are_both_told():
+def test_termination_and_truncation_in_one_step_are_both_stored():
     _, _, rollout = collected(limit=3, length=3)
     assert rollout["terminated"][0, 2]
     assert rollout["truncated"][0, 2]

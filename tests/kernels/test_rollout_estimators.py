@@ -281,7 +281,7 @@ def test_vtrace_names_a_bad_log_prob():
         ({"mask": torch.zeros(2, 3)}, [2, 3], ["mask"], r"rollout\['mask'\] has dtype torch.float32"),
     ],
 )
-def test_check_rollout_says_what_is_wrong(fields, batch, keys, message):
+def test_check_rollout_names_the_fault(fields, batch, keys, message):
     with pytest.raises(ValueError, match=message):
         check_rollout(TensorDict(fields, batch), *keys)
 

@@ -46,7 +46,7 @@ def test_gradient_steps_add_to_the_work_evenly():
     assert three - two == pytest.approx(two - one, rel=0.02)
 
 
-def test_an_algorithm_that_does_not_tell_its_steps_is_compiled(monkeypatch):
+def test_an_algorithm_that_does_not_declare_its_steps_is_compiled(monkeypatch):
     cfg = load_config("configs/cartpole_grpo.json")
     make = ecrl.loop.build.make_algorithm
     monkeypatch.setattr(ecrl.loop.build, "make_algorithm", lambda block: replace(make(block), gradient_steps=None))
@@ -54,7 +54,7 @@ def test_an_algorithm_that_does_not_tell_its_steps_is_compiled(monkeypatch):
 
 
 @pytest.mark.parametrize("mode", ["auto", "on", "off"])
-def test_tf32_on_a_cpu_is_told_in_every_form(mode):
+def test_tf32_on_a_cpu_warns_in_every_compile_mode(mode):
     cfg = load_config("configs/cartpole_grpo.json").replace(**{"trainer.tf32": True, "trainer.compile": mode})
     with pytest.warns(UserWarning, match="tf32 is for cuda"):
         form_of(cfg)

@@ -382,7 +382,7 @@ def odd_seeds(cfg: Config) -> list[int]:
 
 
 @pytest.mark.parametrize("fault", ["obs", "reward"])
-def test_gymnasium_stops_in_the_same_iteration_and_says_what_cannot_be_repeated(fault, tmp_path):
+def test_gymnasium_stops_in_the_same_iteration_and_reports_what_cannot_be_repeated(fault, tmp_path):
     cfg = drifting(fault, "stop", strict=True)  # what it observes is NaN, so is the next action: it is not taken
     with pytest.raises(NotFiniteError, match="; the state before it is in ") as error:
         train(init_state(cfg), cfg, tmp_path / "run", progress=False)

@@ -63,7 +63,7 @@ def test_compiled_and_eager_runs_agree(name):
         close(weight, second[path], tol=1e-4)
 
 
-def test_whoever_draws_cannot_be_compiled_and_says_so():
+def test_a_module_that_draws_random_numbers_is_eager_with_a_reason():
     with pytest.raises(ConfigError, match=r"trainer\.compile: on, but policy acts draws numbers of its own.*use auto"):
         init_state(_config("acts", **{"trainer.compile": "on"}))
     form = form_of(_config("acts", **{"trainer.compile": "auto"}))
@@ -208,7 +208,7 @@ def test_bf16_differs_and_gives_float32(module):
     assert all(grad.dtype == torch.float32 for grad in grads.values(True, True))
 
 
-def test_without_a_critic_value_is_none_and_ppo_says_so():
+def test_without_a_critic_value_is_none_and_ppo_raises():
     class NoValue(Trunk):
         def forward(self, obs):
             return super().forward(obs)[0], None

@@ -287,7 +287,7 @@ def test_apg_with_memory_compiled_equals_eager():
         close(last_state(cfg.replace(**{"trainer.compile": "on"}))["params", name], leaf, tol=1e-4)
 
 
-def test_a_policy_with_memory_says_so():
+def test_a_policy_with_memory_needs_the_unit_sequence():
     parts = dict.fromkeys(("init", "draw", "act", "evaluate", "value"), no_carry)
     with pytest.raises(ValueError, match="a policy with init_carry has memory; set its unit to 'sequence'"):
         Policy(**parts, init_carry=lambda params, num_envs: TensorDict({}, []))

@@ -97,7 +97,7 @@ def test_sums_and_means_over_ranks():
     assert first[5] == second[5] == "1"
 
 
-def test_a_rank_that_ends_is_told_of_by_the_others_in_one_line():
+def test_a_rank_that_ends_is_reported_by_the_others_in_one_line():
     code = """
 import os, torch
 from ecrl import distributed as d
@@ -305,7 +305,7 @@ def test_the_hooks_of_kernels_take_parts_of_a_batch_for_the_whole():
         ({"WORLD_SIZE": "2", "RANK": "0"}, "MASTER_PORT is not set"),
     ],
 )
-def test_what_torchrun_did_not_set_is_said(environ, message):
+def test_variables_that_torchrun_did_not_set_are_named(environ, message):
     with pytest.raises(ConfigError, match=f"^trainer.distributed: {message}"):
         distributed.start(True, environ)
     assert distributed.world_size() == 1

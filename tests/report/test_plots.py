@@ -51,7 +51,7 @@ def test_rows_that_are_not_in_order_are_refused(tmp_path):
         curves(run(tmp_path / "a", seconds=-1.0))
 
 
-def test_what_is_no_number_any_more_is_told_and_not_above(tmp_path):
+def test_a_curve_that_becomes_nan_is_reported_and_does_not_stay_above(tmp_path):
     folder = run(tmp_path / "a", values=(None, 2.0, float("nan"), None))
     (curve,) = curves(folder)
     assert curve.steps.tolist() == [20.0, 30.0, 40.0], "what was before the first number is left out"
@@ -60,7 +60,7 @@ def test_what_is_no_number_any_more_is_told_and_not_above(tmp_path):
     assert line == "a: nan after 40 env steps, 4.0 minutes; not a number at 30 env steps; does not stay above 1"
 
 
-def test_a_line_that_is_not_whole_yet_is_left_out_and_a_damaged_one_is_told(tmp_path):
+def test_an_unfinished_last_line_is_skipped_and_a_damaged_line_is_reported(tmp_path):
     folder = run(tmp_path / "a")
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"log_type": "tra')
@@ -77,7 +77,7 @@ def test_runs_that_differ_in_seed_and_name_alone_are_one_group(tmp_path):
     assert [len(group) for group in group_curves(curves(*runs))] == [4, 1]
 
 
-def test_groups_of_one_name_are_told_apart_by_their_folders(tmp_path):
+def test_groups_with_the_same_name_are_labelled_with_their_folders(tmp_path):
     runs = [run(tmp_path / f"r{gamma}_{seed}", seed, gamma=gamma) for gamma in (0.9, 0.8) for seed in range(2)]
     _, groups = plot(runs, tmp_path / "p.png")
     assert [legend_label(group) for group in groups] == ["ppo, r0.9_0 (2 seeds)", "ppo, r0.8_0 (2 seeds)"]
@@ -97,7 +97,7 @@ def test_files_of_one_name_and_results_of_other_settings_are_groups_of_their_own
     assert [len(group) for group in group_curves(curves(*results))] == [1, 1]
 
 
-def test_one_seed_given_twice_is_said(tmp_path):
+def test_a_repeated_seed_is_reported(tmp_path):
     runs = [run(tmp_path / "a"), run(tmp_path / "b")]
     with pytest.warns(UserWarning, match="/a and .*/b have the same config and seed; both are counted"):
         plot(runs, tmp_path / "p.png")
@@ -187,7 +187,7 @@ def test_a_picture_has_two_panels_lines_for_two_seeds_and_a_band_for_three(tmp_p
         ("sb3.csv", "steps,seconds,return,seed,note\n5,9,nan,1,\n10,30,4.5,1,\n20,60,5,1,\n"),
     ],
 )  # fmt: skip
-def test_a_peers_file_is_a_curve(name, text, tmp_path):
+def test_a_file_of_another_library_is_a_curve(name, text, tmp_path):
     (tmp_path / name).write_text(text)
     for metric in ("eval/avg_reward", "charts/episode_reward_avg_100", "return"):
         (curve,) = curves(tmp_path / name, metric=metric)
@@ -195,7 +195,7 @@ def test_a_peers_file_is_a_curve(name, text, tmp_path):
         assert curve.minutes.tolist() == [0.5, 1.0]
 
 
-def test_seeds_of_a_peer_are_one_group(tmp_path):
+def test_seeds_of_another_library_are_one_group(tmp_path):
     (tmp_path / "sb3.csv").write_text("steps,seconds,success,seed\n" + "".join(f"1,1,0.5,{s}\n" for s in range(4)))
     ((*group,),) = group_curves(curves(tmp_path / "sb3.csv", metric="eval/success_rate"))
     assert len(group) == 4
@@ -232,7 +232,7 @@ def test_where_a_curve_stays_above_a_threshold(tmp_path):
     assert summary([[up]], None) == ["up: 4 after 30 env steps, 3.0 minutes"]
 
 
-def test_the_command_writes_both_pictures_and_says_where_the_curves_ended(tmp_path, monkeypatch, capsys):
+def test_the_command_writes_both_pictures_and_prints_the_ends_of_the_curves(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for seed in range(3):
         run(tmp_path / f"r{seed}", seed)

@@ -45,7 +45,7 @@ def test_a_run_goes_on_from_a_checkpoint_with_the_same_bits(tmp_path):
     assert same(last_state(*reversed(load(tmp_path / "half"))), states[-1])
 
 
-def test_the_manifest_says_what_made_it(saved):
+def test_the_manifest_names_the_versions_that_wrote_it(saved):
     manifest = json.loads((saved[0] / "manifest.json").read_text())
     assert manifest["sample_step"] == 128
     assert manifest["update_step"] == 4
@@ -57,7 +57,7 @@ def test_the_manifest_says_what_made_it(saved):
 
 
 @pytest.mark.parametrize("name", ["state.safetensors", "config.json", "manifest.json"])
-def test_one_flipped_bit_anywhere_is_told(saved, name):
+def test_one_flipped_bit_anywhere_is_detected(saved, name):
     path = saved[0] / name
     clean = path.read_bytes()
     for at in range(0, len(clean), max(1, len(clean) // 40)):
@@ -154,7 +154,7 @@ def run(tmp_path):
     return tmp_path / "run"
 
 
-def test_latest_finds_the_newest_and_says_what_it_expected(run, saved, tmp_path):
+def test_latest_returns_the_newest_or_names_what_it_expected(run, saved, tmp_path):
     (run / "checkpoints" / ".step_2000.new.1").mkdir()
     (run / "checkpoints" / "step_more").mkdir()
     assert latest(run).name == "step_128"
@@ -276,7 +276,7 @@ def test_a_slash_in_a_name_comes_back(tmp_path):
     )
 
 
-def test_a_state_that_was_saved_is_not_kept():
+def test_a_saved_state_is_not_kept_in_memory():
     cfg = small()
     state = init_state(cfg)
     alive = weakref.ref(state)

@@ -92,7 +92,7 @@ def test_infinity_is_not_the_best(tmp_path):
     assert read_manifest(tmp_path / "checkpoints" / "best")["logs"]["eval/avg_reward"] == 5.0
 
 
-def test_an_evaluation_that_does_not_tell_the_metric_is_not_the_best(tmp_path):
+def test_an_evaluation_without_the_metric_is_not_the_best(tmp_path):
     cfg = small(**{"trainer.best_eval_metric": "eval/success_rate"})
     assert len(list(with_best_checkpoint(_evaluated([1.0]), cfg, tmp_path))) == 1
     assert not (tmp_path / "checkpoints").exists()
@@ -184,7 +184,7 @@ def failing(monkeypatch, *which):
     monkeypatch.setattr(saving, "write", full)
 
 
-def test_a_failure_is_said_once_and_tried_again_at_the_next_save(tmp_path, monkeypatch):
+def test_a_failed_save_warns_once_and_is_tried_again(tmp_path, monkeypatch):
     cfg = small(**{"trainer.save_freq": 32})
     failing(monkeypatch, 2, 3)
     with pytest.warns(UserWarning) as caught:
@@ -195,7 +195,7 @@ def test_a_failure_is_said_once_and_tried_again_at_the_next_save(tmp_path, monke
     assert steps_of(tmp_path) == [32, 128]
 
 
-def test_an_old_checkpoint_that_cannot_be_removed_is_told_and_no_more(tmp_path, monkeypatch):
+def test_an_old_checkpoint_that_cannot_be_removed_only_warns(tmp_path, monkeypatch):
     def busy(path):
         raise OSError(f"{path.name} is busy")
 
@@ -277,7 +277,7 @@ def test_a_best_that_could_not_be_written_is_tried_again_though_it_stays_the_bes
     assert int(load(tmp_path / "checkpoints" / "best")[0]["sample_step"]) == 32
 
 
-def test_a_damaged_best_is_told_and_sought_anew(tmp_path):
+def test_a_damaged_best_checkpoint_warns_and_is_chosen_again(tmp_path):
     list(with_best_checkpoint(_evaluated([5.0]), small(), tmp_path))
     state = tmp_path / "checkpoints" / "best" / "state.safetensors"
     state.write_bytes(state.read_bytes()[:-1])
@@ -374,7 +374,7 @@ def test_the_best_checkpoint_has_no_buffers_of_other_ranks(tmp_path):
 
 
 @pytest.mark.parametrize("saves", [True, False])
-def test_save_replay_decides_if_checkpoints_have_the_buffer_and_resuming_says_so(tmp_path, saves):
+def test_save_replay_decides_if_checkpoints_have_the_buffer_and_resuming_warns(tmp_path, saves):
     cfg = replaying(**{"trainer.save_replay": saves, "trainer.iterations": 3})
     end, _ = train(init_state(cfg), cfg, tmp_path, progress=False)
     path = latest(tmp_path)

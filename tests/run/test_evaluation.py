@@ -35,7 +35,7 @@ def test_every_env_contributes_the_same_number_of_episodes():
     assert evaluate(init_state(cfg), cfg, num_episodes=4)["eval/avg_length"] == 2.5
 
 
-def test_metrics_are_told_by_name_in_whatever_order_an_environment_has_them():
+def test_metrics_are_matched_by_name_in_any_order():
     cfg = small(env={"name": "telling"})
     logs = evaluate(init_state(cfg), cfg, num_episodes=4)
     assert (logs["eval/metrics/slow"], logs["eval/metrics/fast"]) == (1.0, 2.0)
@@ -138,7 +138,7 @@ def test_gymnasium_actions_are_clipped_where_those_of_training_are():
     make_env(cfg.env).close(state["env"])
 
 
-def test_success_of_a_gymnasium_environment_is_told():
+def test_success_of_a_gymnasium_environment_is_logged():
     cfg = small(**{"env": "gymnasium:support.fake_gymnasium_envs:Bandit-v0", "trainer.num_eval_envs": 4})
     state = init_state(cfg)
     logs = evaluate(state, cfg, num_episodes=40)
@@ -193,7 +193,7 @@ def test_what_cannot_be_evaluated_is_refused_before_a_run(changes, message, tmp_
         next(with_evaluation(iter([]), cfg))
 
 
-def test_outcomes_are_means_over_the_episodes_that_tell_them():
+def test_outcomes_are_means_over_the_episodes_that_report_them():
     nan = math.nan
     logs = _summary([(1.0, 2, 1.0, nan), (3.0, 4, nan, nan), (5.0, 6, 0.0, nan)], ["eval/a", "eval/b"])
     assert logs["eval/a"] == 0.5 and "eval/b" not in logs and logs["eval/avg_reward"] == 3.0

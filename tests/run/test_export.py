@@ -229,7 +229,7 @@ def test_bf16_is_written_in_float32(tmp_path):
     assert "bfloat16" not in str(program.graph)
 
 
-def test_without_the_extra_the_torch_file_is_written_and_one_line_says_what_to_install(tmp_path, monkeypatch):
+def test_without_the_extra_the_torch_file_is_written_and_one_line_names_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     with pytest.raises(UserError, match=r"onnxscript.*pip install 'ecrl\[export\]'$"):
         export(init_state(small()), small(), tmp_path)

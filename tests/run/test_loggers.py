@@ -130,7 +130,7 @@ def test_jsonl_is_complete_and_closed_however_the_records_end(ending, tmp_path, 
     assert len(path.read_text().splitlines()) == 2
 
 
-def test_a_full_disk_is_said_once_and_the_records_go_on():
+def test_a_full_disk_warns_once_and_the_records_continue():
     with pytest.warns(UserWarning) as caught:
         out = list(with_jsonl(iter(RECORDS), "/dev/full"))
     assert len(out) == len(RECORDS)
@@ -139,7 +139,7 @@ def test_a_full_disk_is_said_once_and_the_records_go_on():
     ]
 
 
-def test_rows_wait_for_a_disk_that_comes_back_which_is_said(tmp_path):
+def test_rows_wait_for_a_disk_that_returns_with_a_warning(tmp_path):
     path = tmp_path / "away" / "metrics.jsonl"
 
     def source():
@@ -241,7 +241,7 @@ def test_progress_fits_a_narrow_terminal(capsys, monkeypatch):
     assert any("491520/491520" in line and "30 s" in line for line in capsys.readouterr().out.splitlines())
 
 
-def test_progress_tells_when_it_compiles_and_leaves_that_out_of_the_rate(capsys, monkeypatch):
+def test_progress_prints_when_it_compiles_and_leaves_that_time_out_of_the_rate(capsys, monkeypatch):
     made = [Compilation("before", 7.0)]
     now = iter([100.0, 131.0, 132.0])  # 30 s of compiling, then 100 steps a second
     monkeypatch.setattr("ecrl.run.loggers.time.perf_counter", lambda: next(now))

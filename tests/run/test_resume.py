@@ -143,14 +143,14 @@ def test_a_run_goes_on_where_its_device_is_not(tmp_path):
     assert [row["sample_step"] for row in train(resumed, forced, run, progress=False)[1]] == [96]
 
 
-def test_a_manifest_of_before_the_device_was_told_is_read(tmp_path):
+def test_a_manifest_without_a_device_is_read(tmp_path):
     run, cfg = finished(tmp_path)
     made = snapshot(build(cfg), load(latest(run))[0], cfg)
     write(latest(run), made._replace(conditions={name: x for name, x in made.conditions.items() if name != "device"}))
     assert same(resume(run)[0], load(latest(run))[0])
 
 
-def test_a_folder_without_a_run_says_so(tmp_path):
+def test_a_folder_without_a_run_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="no checkpoint"):
         resume(tmp_path)
 
@@ -161,7 +161,7 @@ def test_a_finished_run_has_nothing_to_do(tmp_path):
     assert len(train(state, cfg, run, progress=False)[1]) == 0
 
 
-def test_a_saved_gymnasium_run_starts_its_episodes_afresh_and_says_so(tmp_path):
+def test_a_resumed_gymnasium_run_starts_new_episodes_with_a_warning(tmp_path):
     cfg = small(**{"env": "gymnasium:CartPole-v1", "trainer.iterations": 2})
     state = init_state(cfg)
     first = next(iter(train_iter(state, cfg)))["state"]
@@ -264,7 +264,7 @@ def run_outcome(run):
     return compared, best["logs"], load(run / "checkpoints" / "best")[0]
 
 
-def test_an_evaluation_that_was_given_up_is_made_when_the_run_goes_on(tmp_path, monkeypatch):
+def test_an_interrupted_evaluation_is_made_when_the_run_resumes(tmp_path, monkeypatch):
     cfg = small(**EVALUATED, **{"trainer.iterations": 3})
     train(init_state(cfg), cfg, tmp_path / "whole", progress=False)
     inner, calls = evaluation._evaluated, []
@@ -297,7 +297,7 @@ def test_an_evaluation_whose_best_was_not_saved_is_made_again(tmp_path):
     assert run_outcome(tmp_path)[:2] == before[:2] and same(run_outcome(tmp_path)[2], before[2])
 
 
-def test_an_evaluation_that_is_owed_and_cannot_be_taken_out_is_one_line(tmp_path, monkeypatch):
+def test_a_pending_evaluation_that_cannot_run_is_one_line(tmp_path, monkeypatch):
     cfg = small(**EVALUATED).replace(**{"trainer.iterations": 2, "trainer.eval_freq": 64})
     state, _ = train(init_state(cfg), cfg, tmp_path, progress=False)
     shutil.rmtree(tmp_path / "checkpoints" / "best")

@@ -62,7 +62,7 @@ def test_a_resumed_tensorboard_hides_what_was_written_beyond_the_checkpoint(tmp_
     assert points == [(10, 1.0), (20, 1.0), (30, 2.0), (40, 2.0)]
 
 
-def test_a_full_disk_under_tensorboard_is_said_once_and_nothing_is_lost(tmp_path, monkeypatch):
+def test_a_full_disk_under_tensorboard_warns_once_and_loses_nothing(tmp_path, monkeypatch):
     written, append = [], loggers.append
 
     def full(path, data):
@@ -195,7 +195,7 @@ def test_a_server_that_does_not_answer_leaves_the_run_as_it_is(server, tmp_path)
     assert len(logged(tmp_path / "end")[2]) == 8
 
 
-def test_a_missing_wandb_says_how_to_get_it(tmp_path, monkeypatch):
+def test_a_missing_wandb_is_reported_with_its_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match=r"pip install 'ecrl\[wandb\]'"):
         next(with_wandb(iter(RECORDS), small(), tmp_path))

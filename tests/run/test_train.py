@@ -175,7 +175,7 @@ def test_a_run_does_not_go_on_in_the_folder_of_another(tmp_path, same_steps, wit
 
 
 @pytest.mark.parametrize("place", ["small.json", "small.json/below"])
-def test_a_folder_that_cannot_be_made_is_said(config_file, place):
+def test_a_folder_that_cannot_be_created_is_reported(config_file, place):
     with pytest.raises(ConfigError, match=f"run_dir: {place}: cannot be created: "):
         train_from_config(config_file, run_dir=place)
 
@@ -239,7 +239,7 @@ def test_a_distributed_run_needs_what_torchrun_sets(config_file, monkeypatch):
 
 
 @pytest.mark.parametrize("port", ["99999", "taken"])
-def test_a_store_that_cannot_be_reached_is_told_in_one_line(port):
+def test_an_unreachable_store_is_one_line(port):
     taken = socket.create_server(("localhost", 0))
     port = port if port.isdecimal() else str(taken.getsockname()[1])
     environ = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
@@ -272,7 +272,7 @@ def test_two_processes_do_not_go_on_in_one_folder(config_file, monkeypatch, caps
     assert "its budget is spent" in capsys.readouterr().out and Path("run/metrics.jsonl").read_bytes() == rows
 
 
-def test_a_distributed_run_of_nobody_else_says_so(config_file, monkeypatch, capsys):
+def test_a_distributed_run_without_torchrun_warns(config_file, monkeypatch, capsys):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.warns(
         UserWarning, match=r"^trainer.distributed: torchrun did not start this process; it trains alone$"
@@ -415,7 +415,7 @@ def test_resume_from_the_shell(config_file, monkeypatch, capsys):
     assert same(state, last_state(small()))
 
 
-def test_the_start_says_what_runs_and_what_is_registered(config_file, monkeypatch, capsys):
+def test_the_start_prints_what_runs_and_what_is_registered(config_file, monkeypatch, capsys):
     assert called(monkeypatch, "train", config_file, "--run-dir", "run") == 0
     printed = capsys.readouterr().out
     for part in ("device   cpu, eager", "world size 1", "128 env steps, 4 iterations", "cartpole, "):
@@ -427,7 +427,7 @@ def test_the_start_says_what_runs_and_what_is_registered(config_file, monkeypatc
     assert {"actor_critic", "actor_only"} <= set(policies.split(", "))
 
 
-def test_check_says_what_would_run_or_every_fault(config_file, monkeypatch, capsys):
+def test_check_prints_what_would_run_or_every_fault(config_file, monkeypatch, capsys):
     assert called(monkeypatch, "check", config_file, "--trainer.num_envs", "8") == 0
     stdout = capsys.readouterr().out
     assert "256 env steps, 4 iterations" in stdout and stdout.endswith("small.json: ok\n")

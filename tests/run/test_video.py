@@ -90,7 +90,7 @@ def test_a_video_is_there_when_it_is_complete(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_ffmpeg_says_is_told(tmp_path, monkeypatch):
+def test_output_of_ffmpeg_is_in_the_warning(tmp_path, monkeypatch):
     monkeypatch.setattr(video_writer, "_ENCODER", ["-c:v", "no_such_codec"])
     with pytest.raises(OSError, match=r"\.film\.part\.mp4: .*no_such_codec"):
         write_video(tmp_path / "film.mp4", iter(grey(*range(200), size=(480, 640))), 20)
