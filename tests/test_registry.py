@@ -1,3 +1,5 @@
+"""The registry: registering, looking up, plugins, and faults with their messages."""
+
 import os
 import subprocess
 import sys

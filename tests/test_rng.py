@@ -1,3 +1,5 @@
+"""Counter-based random numbers: bits against a plain Philox, distributions, and independence of keys."""
+
 import math
 
 import numpy as np

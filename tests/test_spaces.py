@@ -1,3 +1,5 @@
+"""Spaces, and their conversion from and to Gymnasium."""
+
 import numpy as np
 import pytest
 import torch

@@ -1,3 +1,5 @@
+"""Configs: defaults, faults with their paths, overrides, and junk that is refused."""
+
 import copy
 import json
 import re

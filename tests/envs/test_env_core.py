@@ -1,3 +1,5 @@
+"""The core of environments: auto-reset, time limits and batches, on small environments with known numbers."""
+
 from dataclasses import replace
 from itertools import pairwise
 

@@ -1,3 +1,5 @@
+"""The probe environments, by hand-computed tables."""
+
 import pytest
 import torch
 from support.checks import close

@@ -1,3 +1,5 @@
+"""The categorical distribution: log-probabilities, entropies and samples, with and without masks."""
+
 import math
 
 import numpy as np

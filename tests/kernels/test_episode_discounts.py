@@ -1,3 +1,5 @@
+"""Discounts that restart with every episode."""
+
 import pytest
 import torch
 from hypothesis import given

@@ -1,3 +1,5 @@
+"""Running moments: updates, merges, normalisation and standardisation."""
+
 from types import SimpleNamespace
 
 import numpy as np

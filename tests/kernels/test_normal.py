@@ -1,3 +1,5 @@
+"""The normal and the tanh-normal distribution: log-probabilities, entropies and samples."""
+
 import math
 
 import pytest

@@ -1,3 +1,5 @@
+"""Optimisers and gradient clipping, by hand, by plain loops and against torch."""
+
 import math
 
 import pytest

@@ -1,3 +1,5 @@
+"""Learning-rate schedules, by hand and against torch."""
+
 import math
 
 import pytest
