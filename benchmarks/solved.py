@@ -27,7 +27,7 @@ RUNS = {  # in the order of the runs; one lane per library
     "rejax": ("rejax cold", "rejax warm", "ecrl off"),
 }
 EAGER = "ecrl off"
-ROWS = [  # what, run of ecrl, other run, required ratio (seconds of the other run divided by those of ecrl)
+ROWS = [  # what, run of ecrl, other run, required ratio (seconds of the other run / seconds of ecrl)
     ("solved", "ecrl cold", "rejax cold", 0.5),
     ("solved", "ecrl warm", "rejax warm", 1.0),
     ("solved", "ecrl off", "rejax cold", None),

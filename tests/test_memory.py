@@ -1,4 +1,4 @@
-"""What does not fit in memory is refused in one line, before any of it is taken."""
+"""Networks and buffers that do not fit in memory are refused in one line, before anything is allocated."""
 
 import pytest
 import torch

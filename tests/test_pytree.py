@@ -42,7 +42,7 @@ def test_the_order_of_keys_is_not_part_of_the_structure_and_everything_else_is()
 def test_batch_sizes_move_with_the_tensors():
     stacked = mapped(
         lambda *parts: torch.stack(parts),
-        *[tree("a", "b", "c")["td"]] * 2,  # two and two: a batch size that could not be told from the shapes
+        *[tree("a", "b", "c")["td"]] * 2,  # two rows of two: the batch size does not follow from the shapes
         batch=lambda size: (2, *size),
     )
     assert stacked.batch_size == stacked["b"].batch_size == torch.Size([2, 2])

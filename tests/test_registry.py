@@ -62,7 +62,7 @@ def test_register_and_look_up(kind):
     assert entry.config is Settings and "mine" in registered(kind)
     assert all("mine" not in registered(other) for other in REGISTER if other != kind)
     assert entry.make(Settings()) is not entry.make(Settings(size=2))
-    # A network is made anew each time, with fresh weights; everything else once per config.
+    # A network is made for every call, with new weights; everything else once per config.
     assert (entry.make(Settings()) is entry.make(Settings(size=1))) == (kind != "network")
 
 

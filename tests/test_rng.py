@@ -428,7 +428,7 @@ def test_streams_do_not_depend_on_the_number_of_envs():
     steps, key = torch.arange(50)[:, None], rng.key(7)
     few, many = (torch.stack([rng.stream(key, s, torch.arange(n), steps) for s in range(6)]) for n in (8, 16))
     assert torch.equal(few, many[..., :8])
-    assert many.unique().numel() == 6 * 50 * 16  # stream, step and env all tell
+    assert many.unique().numel() == 6 * 50 * 16  # stream, step and env all change the key
     assert not torch.isin(rng.stream(rng.key(8), rng.ENV, torch.arange(16), steps), many).any()
 
 

@@ -1,4 +1,4 @@
-"""A million random numbers, others in every call. Their bits differ between libraries; their moments do not."""
+"""A million random numbers, new in every call. Their bits differ between libraries; their moments do not."""
 
 from typing import Any
 
@@ -11,12 +11,12 @@ from benchmarks.implementations.common import Cost, Inputs, Make, awaited, compi
 
 
 def inputs(draws: int) -> Inputs:
-    """How many, as an array's length."""
+    """Return an array whose length is the number of draws."""
     return {"like": np.zeros(draws, np.float32)}
 
 
 def cost(draws: int) -> Cost:
-    """Written once; Philox's ten rounds are about 120 operations for four words."""
+    """Count one write per number; Philox's ten rounds are about 120 operations for four words."""
     return Cost(draws * 4, draws * 30)
 
 

@@ -54,7 +54,7 @@ def ecrl_eager(arrays: Inputs, device: str) -> Call:
 def cleanrl_loss(
     log_prob: Tensor, old: Tensor, advantage: Tensor, entropy: Tensor, value: Tensor, target: Tensor
 ) -> tuple[Tensor, ...]:
-    """The loss as CleanRL's ppo.py writes it, but for its factor of one half in the critic's."""
+    """Return CleanRL's loss from its ppo.py, without the factor of one half in the critic's loss."""
     log_ratio = log_prob - old
     ratio = log_ratio.exp()
     with torch.no_grad():
@@ -67,7 +67,7 @@ def cleanrl_loss(
 
 
 def cleanrl(arrays: Inputs, device: str) -> Call:
-    """That loss with autograd, eager."""
+    """Return a call of CleanRL's loss with autograd, eager."""
     t = tensors(arrays, device)
     moving = [t[name].requires_grad_() for name in ("log_prob", "entropy", "value")]
 
@@ -79,7 +79,7 @@ def cleanrl(arrays: Inputs, device: str) -> Call:
 
 
 def rlax_jitted(arrays: Inputs, device: str) -> Call:
-    """Rlax's surrogate, the rest in jax, jitted."""
+    """Return a call of rlax's surrogate, with the rest in jax, jitted."""
     import jax
     import jax.numpy as jnp
     import rlax

@@ -1,4 +1,4 @@
-"""Other libraries that ecrl is compared with: one file each, whose `make` returns a contestant's work.
+"""Other libraries that ecrl is compared with. Each has a file whose `make` returns a contestant's work.
 
 All train PPO on CartPole-v1 with T=128, 4 epochs of 4 minibatches, separate 64x64 tanh actor and critic in float32,
 Adam with learning rate 1e-3, clip 0.2, gamma 0.99, lambda 0.95, gradients clipped at 0.5, entropy 0.01, value loss 0.5.

@@ -25,7 +25,7 @@ def network(out: int, gain: float) -> nn.Sequential:
 
 
 class Rollout(NamedTuple):
-    """`[T, N]` each; `done[t]` tells that `obs[t]` starts an episode."""
+    """Fields of a rollout, `[T, N]` each; `done[t]` is true if `obs[t]` starts an episode."""
 
     obs: Tensor
     action: Tensor

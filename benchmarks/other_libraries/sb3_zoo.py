@@ -45,7 +45,7 @@ def make_env(settings: Settings, seed: int) -> VecEnv:
 
 
 def evaluated(model: PPO, settings: Settings, seed: int, episodes: int) -> Row:
-    """The mean return of episodes with deterministic actions, under the statistics of training, which stand still."""
+    """Return the mean return of episodes with deterministic actions, under frozen statistics of training."""
     envs: VecEnv = make_vec_env(settings.env, _EVAL_ENVS, seed)
     if isinstance(model.env, VecNormalize):
         envs = VecNormalize(envs, training=False, norm_reward=False)
@@ -78,7 +78,7 @@ class Reporting(BaseCallback):
 
 
 def learn(config: str, seed: int, started: float | None = None) -> Row:
-    """What PPO learns of a config's task within its budget, which ends with the rollout that reaches it."""
+    """Train PPO on a config's task; the budget ends with the rollout that reaches it."""
     task = task_of(config)
     settings, budget = ZOO[task.config], total_steps(load_config(config), 1)
 

@@ -1,4 +1,4 @@
-"""Settings of PPO in RL Baselines3 Zoo, as it tuned them, by the config whose task they are for.
+"""Tuned settings of PPO in RL Baselines3 Zoo, by the config with the same task.
 
 Source: `hyperparams/ppo.yml` of github.com/DLR-RM/rl-baselines3-zoo at commit 208b6fd. Its `n_timesteps` are left out:
 here a run has the budget of the config. `normalize` is VecNormalize of observations and rewards, with the gamma of PPO;

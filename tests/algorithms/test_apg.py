@@ -79,7 +79,7 @@ def states_of(cfg, state=None):
 
 
 def gradient(cfg, state):
-    """Of the objective with the entropy bonus, by one plain step; and the logs. In the dtype of the state."""
+    """Return the gradient of the objective with entropy bonus, by one plain step, and the logs."""
     built = build(cfg)
     after, _, logs = built.algorithm.iterate(built, state, TensorDict({}, []))
     return after["params"].apply(lambda new, old: new - old, state["params"]), logs
@@ -198,7 +198,7 @@ def test_the_discount_starts_again_with_every_episode_and_not_with_a_segment():
 
 
 def test_gradients_do_not_cross_a_reset():
-    """With episodes of one step, the gradient over many steps is the sum of those of each step alone."""
+    """With episodes of one step, the gradient over many steps is the sum of the gradients of single steps."""
     cfg = run(**POINT, **apg_cfg(**PLAIN)).replace(**{"env.cfg.max_episode_steps": 1})
     state = init_state(cfg)
     cut = cfg.replace(**{"algorithm.cfg.segment_length": 1})

@@ -61,7 +61,7 @@ def grouped(x: torch.Tensor, size: int = 4) -> torch.Tensor:
     return x.reshape(-1, size, *x.shape[1:])
 
 
-# What a group shares
+# State that a group shares
 
 
 @pytest.mark.parametrize("env", ["cartpole", "pendulum", "point_mass", "gymnasium:CartPole-v1"])
@@ -76,7 +76,7 @@ def test_groups_share_their_start_and_others_have_another(env):
 
 @pytest.mark.parametrize("env", ["cartpole", "pendulum"])
 def test_members_with_equal_action_noise_live_equal_lives(env):
-    """Several episodes long: the world's noise, from which later starts are drawn too, is one for the group."""
+    """The rollout has several episodes. The members of a group share the world's noise, also for later starts."""
     _, (rollout,) = collected(run(env, **{"env.cfg.max_episode_steps": 7}), fixed=True)
     for name in ("obs", "action", "reward", "done"):
         groups = grouped(rollout[name])

@@ -89,7 +89,7 @@ def graphs(monkeypatch):
 def test_each_phase_is_one_graph_and_the_length_of_an_iteration_changes_no_bit_of_it(graphs):
     eager, states = last_state(of_length(8, 32, **LEARNING)), []
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # the second graph is no reason to warn
+        warnings.simplefilter("error")  # compiling the second graph must not warn
         for size in (1, 8):
             cfg = of_length(size, 32, **LEARNING, **{"trainer.compile": "on"})
             before = len(graphs)

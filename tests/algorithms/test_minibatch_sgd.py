@@ -1,4 +1,4 @@
-"""Learning from minibatches, on losses whose every step can be said in advance."""
+"""Learning from minibatches, on losses whose steps are computed by hand."""
 
 import warnings
 from dataclasses import replace
@@ -252,7 +252,7 @@ def adaptive(**kwargs: Any) -> dict[str, Any]:
 
 def test_adaptive_rate_by_hand():
     # desired 0.25: above 0.5 the rate is halved, below 0.125 doubled, before the step that measured it. From rate 0.1:
-    # w 0 -> rate 0.2; 0.2 -> as it is; 0.4 -> as it is; 0.6 -> 0.1; 0.7 -> 0.05; 0.75 -> 0.025; .775 -> .0125;
+    # w 0 -> rate 0.2, 0.2 -> same, 0.4 -> same, 0.6 -> 0.1, 0.7 -> 0.05, 0.75 -> 0.025, 0.775 -> 0.0125,
     # .7875 -> 0.00625, held at 0.01
     parts, state, rows = setup(**adaptive(desired_kl=0.25, factor=2.0))
     after, logs = learned(parts, state, rows, walk, itself)
@@ -272,7 +272,7 @@ def test_adaptive_rate_goes_on_from_the_last_rollout_and_stays_in_its_bounds():
 
 
 def test_the_rate_rests_once_the_target_is_exceeded():
-    """The KL that stops is an answer to the steps before, so the rate heeds it; of later ones there is no news."""
+    """The rate uses the KL that stopped the epochs, because the steps before caused it; later ones are not measured."""
     parts, state, rows = setup(target_kl=0.25, **adaptive(desired_kl=0.1, factor=2.0))
     after, logs = learned(parts, state, rows, walk, itself)
     # w 0 -> rate 0.2; 0.2 is between 0.05 and 0.2 (float32: 0.2 is not above 2 * 0.1) -> w 0.4, above 0.25: stop, halve
@@ -290,7 +290,7 @@ def test_a_minibatch_in_which_nothing_counts_is_no_evidence():
 
 
 def test_masked_rows_and_filling_do_not_reach_the_loss():
-    """5 rows in batches of 2, of which the third is filled up, and one row is masked: each epoch sums 1 + 2 + 4 + 5."""
+    """5 rows in batches of 2: the third batch is padded and one row is masked, so each epoch sums 1 + 2 + 4 + 5."""
 
     def summed(variant, params, batch, mask, hyper):
         total = batch["x"].masked_fill(~mask, 0.0).sum()

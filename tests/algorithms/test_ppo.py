@@ -94,7 +94,7 @@ def independent(cfg: Config, state: TensorDict, rollout: TensorDict) -> tuple[di
 
 
 def like_the_independent_one(cfg: Config, state: TensorDict, rollout: TensorDict, parts: Any) -> TensorDict:
-    """The parameters after `update`, which are those of `independent`."""
+    """Return the parameters after `update`, and check that they equal the parameters of `independent`."""
     after, logs = parts.algorithm.iterate.update(parts, state, rollout)
     expected, errors = independent(cfg, state, rollout)
     assert torch.isfinite(torch.stack(list(logs.values()))).all()
@@ -128,7 +128,7 @@ def changed(change: dict) -> Config:
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_an_update_is_that_of_an_independent_ppo(change):
-    """The weights are those of NumPy in float64, with gradients by hand."""
+    """The weights equal the weights of NumPy in float64, with gradients by hand."""
     cfg = changed(change)
     parts, state, rollout = collected(cfg)
     rollout["reward"].normal_(generator=torch.Generator().manual_seed(0))  # targets on both sides of the values
@@ -212,7 +212,7 @@ def test_rewards_are_normalised_as_by_gymnasium_but_for_the_freezing():
     built, state, rollouts = build(cfg), init_state(cfg), []
     algorithm = built.algorithm.iterate
     variance = 1.0
-    for iteration, ends in enumerate((3, 6, 3)):  # 3 envs: after step 6; 12 and 18; 24 of 27
+    for iteration, ends in enumerate((3, 6, 3)):  # 3 envs: episodes end after step 6, then 12 and 18, then 24 of 27
         state, rollout = algorithm.collect(built, state)
         before = rollout.clone()
         state, logs = algorithm.update(built, state, rollout)

@@ -1,4 +1,4 @@
-"""What is raced does equal work: every form of a kernel gives the same numbers; the subjects' rows at tiny sizes."""
+"""Subjects at tiny sizes, and equal work: all implementations of a kernel return the same numbers."""
 
 import json
 
@@ -36,7 +36,7 @@ COMPILED = [pytest.param("ecrl compiled", marks=pytest.mark.long)]
 
 
 def results(module, name, *args, calls=1):
-    """What a form gives after so many calls, as arrays of float64."""
+    """Return the result of an implementation after so many calls, as arrays of float64."""
     call = {**module.ECRL, **module.OTHERS}[name](module.inputs(*args), "cpu")
     for _ in range(calls):
         out = call()
@@ -139,7 +139,7 @@ def test_every_case_has_implementations_and_every_target_a_case():
 
 
 def fake_case(monkeypatch, **forms):
-    """Case 0 over forms of our own."""
+    """Replace case 0 by these implementations."""
     module = type("Fake", (), {"inputs": lambda *_: {}, "cost": lambda *_: gae.cost(4, 8)})
     ecrl = {name: make for name, make in forms.items() if name.startswith("ecrl")}
     others = {name: make for name, make in forms.items() if not name.startswith("ecrl")}

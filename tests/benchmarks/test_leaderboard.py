@@ -1,4 +1,4 @@
-"""The leaderboard: statistics over seeds by hand, lines and page from files alone, the tables it stands on."""
+"""The leaderboard: statistics over seeds by hand, lines and page from files, and the tables that it reads."""
 
 from itertools import product
 from math import inf

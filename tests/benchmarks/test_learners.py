@@ -1,4 +1,4 @@
-"""What measures how well something learns: the clock and the evaluations, ecrl's learner and Stable-Baselines3's."""
+"""Measured learning: the clock and the evaluations, with the learners of ecrl and of Stable-Baselines3."""
 
 import json
 import subprocess
@@ -79,7 +79,7 @@ def test_stable_baselines_learns_the_same_budget(tiny):
 
 
 def learnt_apart(code):
-    """What a process prints; its warnings are its own."""
+    """Return what another process prints as JSON; its warnings do not reach this process."""
     command = [sys.executable, "-W", "ignore", "-c", f"import json\n{code}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -88,7 +88,7 @@ def learnt_apart(code):
 
 @pytest.mark.ref
 def test_stable_baselines_takes_the_zoos_settings():
-    """Statistics of training are used and stand still in evaluations; rewards there are the task's own."""
+    """Evaluations use the statistics of training and do not change them; their rewards are not normalised."""
     pytest.importorskip("stable_baselines3")
     configs = [config for config in ZOO if config != "lunar_lander_ppo" or find_spec("Box2D")]
     code = f"""

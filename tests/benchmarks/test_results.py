@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="pi
 
 @pytest.fixture
 def small(tmp_path, monkeypatch):
-    """Only CartPole, learnt by `learner`; gives a function that runs it and one that tells who was called."""
+    """Replace the learner of CartPole; return a function that runs it and one that lists the called seeds."""
     configs = tmp_path / "configs"
     configs.mkdir()
     (configs / "cartpole_ppo.json").write_text((CONFIGS / "cartpole_ppo.json").read_text())

@@ -27,7 +27,7 @@ from ecrl.spaces import box
 
 
 class Traced(NamedTuple):
-    """A form, and its graphs."""
+    """A compiled `jit`, and the graphs that it traced."""
 
     jit: Any
     made: list
@@ -35,7 +35,7 @@ class Traced(NamedTuple):
 
 @pytest.fixture
 def form(monkeypatch):
-    """The compiled form, of graphs that run operation by operation: no C++ is built."""
+    """Compile to graphs that run operation by operation, without building C++."""
     made = []
 
     def trace(*args):

@@ -1,4 +1,4 @@
-"""Of a graph's two C++ files none waits for the other, and none is left half written."""
+"""The two C++ files of a graph build in parallel, and no file is left half written."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ HALF = "open(out, 'w').write('half')"
 
 
 class Builder:
-    """What inductor's builder is to us: a command that makes a file, run here or by whoever asks for it."""
+    """Stand-in of inductor's builder: a command that makes a file, run here or by the caller."""
 
     def __init__(self, file, script=MADE, built=None):
         self.file, self.built, self.script = file, [] if built is None else built, file.with_suffix(".py")

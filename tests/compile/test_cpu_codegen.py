@@ -1,4 +1,4 @@
-"""What is left out of inductor's work changes nothing of what it writes."""
+"""Leaving out inductor's redundant work does not change the code that it writes."""
 
 from contextlib import nullcontext
 

@@ -41,7 +41,7 @@ def test_sums_of_a_product_that_is_left_to_the_library_are_right(shape):
 
 
 def test_each_side_is_rewritten_where_memory_runs_its_way():
-    """What a perceptron's layers are made of: fan-in and fan-out of 2, forward, and the gradients of both."""
+    """Products of a perceptron's layers: fan-in and fan-out of 2, forward, and the gradients of both."""
     rewritten = {
         "head": mm(_matrix(50, 64), _matrix(64, 2, True)),
         "into the head": mm(_matrix(50, 2), _matrix(2, 64)),

@@ -1,4 +1,4 @@
-"""Captured functions: equal to eager, pure, captured once. To capture takes a GPU; a stand-in has its memory rules.
+"""Captured functions: equal to eager, pure, captured once. Capturing needs a GPU; a stand-in follows its memory rules.
 
 The stand-in runs a function once in memory that stays, and each replay runs it again there, writing over what it gave.
 """
@@ -39,7 +39,7 @@ def as_it_is(graph, inputs):
 
 
 class Replayer:
-    """Stands in for CUDA graphs; counts what it captured."""
+    """Stand-in for CUDA graphs that counts captures."""
 
     def __init__(self):
         self.captured = 0
@@ -57,14 +57,14 @@ class Replayer:
 
     @staticmethod
     def without_data(run, inputs):
-        """A capture only notes what is to be done; a result that has to be read on the host fails."""
+        """Run on fake tensors, as a capture only records operations; reading a value on the host fails."""
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             run(*map(mode.from_tensor, inputs))
 
 
 @pytest.fixture(scope="module", params=["as it is", pytest.param("inductor", marks=pytest.mark.long)])
 def replayer(request):
-    """Every compiled function is cut into pieces and captured by the stand-in."""
+    """Cut every compiled function into pieces and capture it with the stand-in."""
     made = Replayer()
     make = partial(compiled, capture=made, compile=as_it_is)
     with pytest.MonkeyPatch.context() as patch:
@@ -242,7 +242,7 @@ SENDS = {torch.tensor, torch.as_tensor, torch.from_numpy}
 
 
 class Waits(TorchDispatchMode):
-    """Notes the operations for which a host would wait for its device: the size or the course depends on data."""
+    """Record operations that make the host wait for the device, because a size or a branch depends on data."""
 
     def __init__(self):
         super().__init__()

@@ -185,7 +185,7 @@ def test_the_next_process_finds_a_loop_in_the_cache_but_never_another_loop(tmp_p
         return [float(line) for line in done.stdout.split()] if done.returncode == 0 else done.stderr
 
     assert printed("2") == [16.0, 0.0]
-    assert printed("2", "3") == [16.0, 81.0, 1.0]  # a loop that differs is made anew
+    assert printed("2", "3") == [16.0, 81.0, 1.0]  # a different loop is compiled again
 
 
 @pytest.mark.slow
@@ -281,7 +281,7 @@ def test_what_a_compiled_loop_cannot_do_is_reported_with_its_line(fn, line, mess
     at = fn.__code__.co_firstlineno + line
     with pytest.raises(ConfigError, match=f"trainer.compile: .*test_jit.py:{at}, {message}"):
         traced(partial(fn, graph_scan), structure, leaves)
-    traced(partial(fn, scan), structure, leaves)  # turn by turn there is no loop
+    traced(partial(fn, scan), structure, leaves)  # the plain scan leaves no loop in the graph
 
 
 def test_the_line_of_a_loop_of_a_kernel_is_that_which_calls_it():
@@ -374,7 +374,7 @@ def test_what_is_calculated_alike_is_calculated_once():
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "tol"), [(torch.float32, 1e-5), (torch.float64, 1e-9)])
 def test_gradients_of_a_minibatch_are_those_of_the_eager_form(dtype, tol):
-    """Of a policy that has moved since, so that some ratios are clipped; within `tol` of the gradient's norm."""
+    """The policy has changed since the rollout, so some ratios are clipped. `tol` is relative to the norm."""
     made = small(**{"trainer.buffer_size": 64, "algorithm.cfg.batch_size": 128})
     run, state = build(made), init_state(made)
     _, rollout = collect(run, state)

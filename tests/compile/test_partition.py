@@ -18,7 +18,7 @@ TABLE = torch.arange(4.0)
 
 
 class Pieces:
-    """A compiler that changes nothing and remembers what it was given."""
+    """A compiler that changes nothing and records its arguments."""
 
     def __init__(self):
         self.graphs, self.inputs = [], []
@@ -30,7 +30,7 @@ class Pieces:
 
 
 def cut(fn, *args, compile=None):
-    """`fn` in pieces, and what became of them."""
+    """Return `fn` cut into pieces, and the pieces."""
     leaves, structure = flatten(args)
     pieces = Pieces() if compile is None else compile
     graph, out = traced(fn, structure, leaves)
@@ -50,7 +50,7 @@ def _inner(loop, total, x, k):
 
 
 def walked(loop, start, x, k):
-    """Two loops, of which the second has one in it, and work before, between and after."""
+    """Two loops, the second with a nested loop, and operations before, between and after them."""
     first, ys = loop(lambda c, row: (c + row.cos(), c.unsqueeze(0)), start.exp(), x + TABLE)
     again = torch.stack((x, ys.squeeze(1))).sort(-1).values
     last, more = loop(lambda c, rows, k: _inner(loop, c, rows, k), first, again, k.tanh())

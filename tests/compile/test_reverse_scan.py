@@ -116,7 +116,7 @@ def test_few_rows_are_cut_into_more_chunks_and_none_is_empty(time, rows, expecte
 
 
 def test_in_a_graph_it_is_one_operation_of_the_same_shape(monkeypatch):
-    """The graph that a GPU would get: here the plain recursion stands in for the kernel."""
+    """Trace the graph that a GPU would run; here the plain recursion replaces the kernel."""
     monkeypatch.setattr("ecrl.compile.reverse_scan.can_use_triton", lambda *own: True)
     x, cut, last = torch.ones(2, 3, 20), torch.zeros(2, 3, 20, dtype=torch.bool), torch.ones(2, 3)
     for decay in (0.5, torch.tensor(0.5, dtype=torch.float64), torch.full((2, 3, 20), 0.5, dtype=torch.float64)):

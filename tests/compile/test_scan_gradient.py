@@ -1,4 +1,4 @@
-"""Gradients of loops in a graph are those of `ecrl.kernels.scan`, which runs in Python.
+"""Gradients of loops in a graph equal the gradients of `ecrl.kernels.scan`, which runs in Python.
 
 Most tests run a traced graph operation by operation. Those marked slow build C++.
 """
@@ -79,7 +79,9 @@ def test_a_recurrent_gradient_equals_the_one_of_python(length, dtype):
     inputs = weights_of(dtype), uniform(7, 4, 3, dtype=dtype), *rows_of(length, dtype=dtype).values()
     graph = agrees(all_gradients, *inputs, dtype=dtype)
     loops = [n for n in graph.graph.nodes if n.target is scan_op]
-    assert len(loops) == (0 if length == 1 else 2)  # of one step there is no loop; else one forward and one backward
+    assert len(loops) == (
+        0 if length == 1 else 2
+    )  # one step needs no loop; more steps need one forward and one backward
 
 
 def with_loop(weights, memory, obs, target, done):

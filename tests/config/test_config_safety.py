@@ -45,7 +45,7 @@ def place(tmp_path, monkeypatch):
 
 
 def _checked(path, changes):
-    """Whether `ecrl check` takes a config; what it refuses it says a line for each fault."""
+    """Return True if `ecrl check` accepts a config; check that a refusal prints one line per fault."""
     try:
         data = load_config(path, changes).model_dump(mode="json")
         Path("run.json").write_text(json.dumps(data))

@@ -1,4 +1,4 @@
-"""Keys that have no meaning here: a named list, each said once by name, never silently, never an error."""
+"""Keys without meaning in ecrl: each warns once with its name and is never an error."""
 
 import copy
 

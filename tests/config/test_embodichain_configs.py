@@ -480,7 +480,7 @@ def test_sections_train_around_cartpole(text, keys):
         warnings.simplefilter("always")
         records = list(train_iter(state, cfg))
     above = ["algorithm.cfg.batch_size"] * ("8192" in text)  # above the small rollout
-    assert {str(w.message).split()[0] for w in caught} <= set(above)  # said once in a process
+    assert {str(w.message).split()[0] for w in caught} <= set(above)  # each warning is printed once per process
     assert [record["log_type"] for record in records] == ["collect", "train"] * 2
     assert [record["sample_step"] for record in records] == [128, 128, 256, 256]
     assert all(torch.isfinite(value).all() for name, value in records[-1]["logs"].items() if "episode" not in name)

@@ -72,7 +72,7 @@ def test_changing_nothing_changes_nothing(row):
 
 
 GYM_CONFIG = {"id": "pendulum", "env": {"gravity": 5.0}}
-OTHER_PLACES = {  # key: value, what it stands for, under which changes, and what is not given then
+OTHER_PLACES = {  # key: value, the changes with the same meaning, the changes it needs, and the section that is absent
     "trainer.rollout_steps": (16, {"trainer.buffer_size": 16}, {}, ""),
     "trainer.update_horizon": (16, {"trainer.buffer_size": 16}, {}, ""),
     "trainer.total_timesteps": (3 * 64, {"trainer.iterations": 3}, {}, ""),
@@ -97,7 +97,7 @@ def test_another_place_of_a_key_is_that_key(key, tmp_path, monkeypatch):
 
 
 def test_the_schema_has_no_other_keys():
-    """What editors offer is what was walked, and the other places above."""
+    """The JSON schema has the walked keys and the other places above, and no more."""
     strangers = {lookup(kind, name).config.__name__ for kind in KINDS for name in registered(kind)}
     strangers |= {"PolicyConfig", "PolicyConfig-plain"}  # of policies without own keys, which other tests register
     mine = {config.__name__: config for config in builtin_configs().values()}
@@ -141,7 +141,7 @@ def watched(cfg: Config, events: dict) -> Config:
 
 
 def states(cfg: Config, folder, evaluations: int) -> list:
-    """The state after every iteration of a run with all its consumers, in which there are so many evaluations."""
+    """Return the states after each iteration of a run with all consumers, and check the number of evaluations."""
     folder.mkdir()
     records = list(consumers(train_iter(init_state(cfg), cfg), build(cfg), init_state(cfg), cfg, folder, 0, False))
     assert sum(r["log_type"] == "evaluate" for r in records) == evaluations

@@ -41,7 +41,7 @@ SCALARS = [  # text, value: as JSON has it, whatever YAML 1.1 made of it
 def test_yaml_values(tmp_path, text, value):
     assert json.dumps(read(write_file(tmp_path, f"x: {text}\n", "run.yaml"))["x"]) == json.dumps(
         value
-    )  # tells 1, 1.0 and true apart
+    )  # JSON distinguishes 1, 1.0 and true
 
 
 def test_yaml_infinities(tmp_path):

@@ -24,7 +24,7 @@ class Quiet(SimpleHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def address(site):
-    """Where the site is served; its search cannot read a disk."""
+    """Serve the site and return its address; its search does not work from files."""
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=site)) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"

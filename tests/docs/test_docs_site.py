@@ -17,7 +17,7 @@ pytest.importorskip("mkdocs", reason="the site needs the extra 'docs'")
 
 
 def names_of(site: Path) -> set[str]:
-    """What objects.inv, the index for other sites' references, has."""
+    """Return the names in objects.inv, the index for references from other sites."""
     data = (site / "objects.inv").read_bytes()
     lines = zlib.decompress(data.split(b"\n", 4)[4]).decode().splitlines()
     return {line.split()[0] for line in lines}
@@ -92,7 +92,7 @@ def test_every_link_within_the_site_leads_somewhere(site):
 
 
 def anchors(page: str) -> set[str]:
-    """Of the headings of a Markdown file, as they are on a code host and in the site."""
+    """Return the anchors of a Markdown file's headings, which are equal on a code host and in the site."""
     heads = re.findall(r"^#+ (.*)", (ROOT / page).read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\s-]", "", head.lower()).strip().replace(" ", "-") for head in heads}
 
@@ -104,7 +104,7 @@ def links(page: str) -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_of_the_files_lead_somewhere(page):
-    """On a code host, where there is no site; `mkdocs build --strict` looks at those of the site."""
+    """Links between Markdown files work on a code host; `mkdocs build --strict` checks the links of the site."""
     for link in links(page):
         parts = urlsplit(link)
         if parts.scheme:

@@ -41,7 +41,7 @@ _OF_A_MACHINE = re.compile(r"/(?:home|root|Users|usr|opt|tmp|work|venv)\b|0x[0-9
 
 
 def outputs(notebook):
-    """What all cells gave, in their order."""
+    """Return the outputs of all cells, in order."""
     return [output for cell in cells(notebook) for output in cell["outputs"]]
 
 
@@ -103,7 +103,7 @@ def test_what_is_committed_is_of_a_whole_run_small_and_of_no_machine_in_particul
 
 
 def _words(cell):
-    """What is read of a cell and its outputs, without pictures and videos."""
+    """Return the text lines of a cell and its outputs, without pictures and videos."""
     yield "".join(cell["source"])
     for output in cell.get("outputs", ()):
         yield "".join(output.get("text", ""))

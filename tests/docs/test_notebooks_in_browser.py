@@ -55,7 +55,7 @@ def lab(tmp_path_factory):
 
 
 def opened(browser, address, name):
-    """The notebook's page, all cells of which were asked to run."""
+    """Open the notebook's page and run all cells."""
     page = browser.new_page(viewport={"width": 1280, "height": 900})
     page.set_default_timeout(PATIENCE_S * 1000)
     for left in reversed(range(600)):

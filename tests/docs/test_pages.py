@@ -73,11 +73,11 @@ AFTER = {
     "docs/mujoco_tasks.md": _after_mujoco_tasks,
     "docs/getting_started.md": _after_getting_started,
 }
-"""What the code of a page must have done, beside running."""
+"""Checks of a page's code, after it ran."""
 
 
 def _tensors() -> dict[str, Any]:
-    """What the README's kernels are given."""
+    """Return the arguments of the kernels in the README."""
     no, of = torch.zeros(2, 4, dtype=torch.bool), torch.Generator().manual_seed(1)
     fields = {key: torch.randn(2, 4, generator=of) for key in ("reward", "value")}
     fields |= {"terminated": no, "truncated": no, "done": no}
@@ -86,12 +86,12 @@ def _tensors() -> dict[str, Any]:
 
 
 NAMES_OF_PAGE = {"README.md": _tensors}
-"""Names that a page's code takes for granted."""
+"""Names that a page's code uses without defining them."""
 
 
 @pytest.fixture
 def folder(restored_registry, tmp_path, monkeypatch):
-    """A folder with small configs; parts and modules that a page makes are forgotten afterwards."""
+    """Return a folder with small configs; forget the parts and modules of a page afterwards."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.chdir(tmp_path)
     doc_pages.small_configs(tmp_path)
@@ -121,7 +121,7 @@ def _command(line: str) -> None:
 
 
 def _merged(base: Any, part: Any) -> Any:
-    """`part` over `base`; an object that names another part stands alone."""
+    """Merge `part` into `base`; an object that names another part replaces it."""
     if not (isinstance(base, dict) and isinstance(part, dict)):
         return part
     return base | {key: _merged(base.get(key), value) for key, value in part.items()}

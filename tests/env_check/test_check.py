@@ -1,4 +1,4 @@
-"""What `check_env` says: nothing of sound environments, one line with place and advice for each fault of others."""
+"""Findings of `check_env`: none for a sound environment, and one line with place and advice for each fault."""
 
 import sys
 from dataclasses import replace

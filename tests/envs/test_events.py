@@ -542,7 +542,7 @@ def test_vmapped_seeds_with_events_equal_single_ones():
 
 
 def test_the_members_of_a_grpo_group_share_their_events_and_keep_their_worlds():
-    # Every rollout starts episodes anew; what startup drew stays, and the steps of a life are counted on.
+    # Every rollout starts new episodes; values of startup events stay, and the steps since startup continue.
     world = event("angle", 0.0, 3.0, mode="startup", operation="set").model_dump()
     cfg = small(
         **{

@@ -125,7 +125,7 @@ def test_kwargs_and_time_limit_reach_the_environment():
     assert make_env("gymnasium:Pendulum-v1") is not env
 
 
-# What it computes
+# Values against a plain Gymnasium loop
 
 
 @pytest.mark.parametrize("gym_id", ["CartPole-v1", "MountainCarContinuous-v0"])

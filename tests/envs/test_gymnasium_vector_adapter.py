@@ -126,7 +126,7 @@ def test_it_is_the_same_environment_as_by_id():
 
 
 class VectorConfig(ConfigModel):
-    """Which mode."""
+    """The autoreset mode of the vector environment."""
 
     mode: str = Field(description="when the vector env starts the next episode")
 
@@ -135,7 +135,7 @@ FINISHED = []
 
 
 class Recorded(RecordEpisodeStatistics):
-    """Of one environment; Gymnasium's wrapper of vector envs forgets running episodes in the mode DISABLED."""
+    """Record episodes of one environment; Gymnasium's vector wrapper loses running episodes in the mode DISABLED."""
 
     def step(self, action):
         out = super().step(action)
@@ -229,7 +229,7 @@ def test_of_a_batch_of_final_observations_only_those_of_ends_are_read():
     assert _final(named, [1], both, {"final_obs": {"a": batch}})["a"].tolist() == [0, 2, 2]
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # with which Gymnasium reports what its workers raise
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Gymnasium warns about exceptions of its workers
 @pytest.mark.parametrize(
     ("fault", "message"),
     [

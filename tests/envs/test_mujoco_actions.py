@@ -292,7 +292,7 @@ TERMS = [
 
 
 def some(sim, action_term, batch):
-    """States and actions, those of poses near the tool's."""
+    """Return states and actions; actions of poses are near the tool's pose."""
     gen = torch.Generator().manual_seed(1)
     state = state_at(sim, row(*HOME) + 0.2 * torch.randn(*batch, 6, generator=gen), batch)
     middle = (

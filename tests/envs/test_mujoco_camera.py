@@ -31,7 +31,7 @@ def _image(sim, targets=None, **camera):
 
 
 def _middle(image, channel=0):
-    """Where the coloured pixels are, on average: x from the left, y from the top, of pixels' middles."""
+    """Return the mean position of the coloured pixels: x from the left, y from the top, of pixel centres."""
     lit = image[..., channel] > image.sum(-1) - image[..., channel] + 20
     assert lit.any()
     return np.argwhere(lit).mean(0)[::-1] + 0.5

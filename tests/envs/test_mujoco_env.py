@@ -83,7 +83,7 @@ def test_an_env_behaves_alike_in_any_batch_and_on_any_threads(name):
 
 
 def test_the_physics_of_one_env_has_the_same_bits_in_any_batch():
-    """Where no network and no pose comes in between: the same states and actions."""
+    """Compare the same states and actions, without a network or a pose in between."""
     env = make_env("mujoco_pole")
     keys, actions = rng.split(rng.key(0), 64), rng.uniform(rng.key(1), (20, 64, 1))
     many, one = env.reset(keys), env.reset(keys[5:6])

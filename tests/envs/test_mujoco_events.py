@@ -472,7 +472,7 @@ def test_every_environment_counts_its_own_steps():
 
 
 def test_an_interval_event_comes_before_the_step_and_its_reward():
-    """What an event moves is not what the action achieved."""
+    """A reward does not count movements that an event causes."""
     lift = happening("randomize_rigid_object_pose", "interval", 2, **CUBE, position_range=[[0.0, 0.0, 2.0]] * 2)
     env = auto_reset(task(events={"lift": lift}, rewards={"fall": {"func": "rig_fall"}}))
     states = rollout(env, 2, 4)
@@ -539,7 +539,7 @@ def test_a_start_that_is_refused_is_drawn_again():
 
 
 def test_a_start_is_chosen_again_only_where_startup_events_have_a_say():
-    """What an object weighs leaves starts alone; where a goal is for life does not."""
+    """A mass drawn at startup does not change the starts; a goal drawn at startup does."""
     calls = []
 
     def far(sim, state):

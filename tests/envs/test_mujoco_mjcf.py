@@ -33,7 +33,7 @@ SPRUNG = "<position joint='j2' kp='100' kv='20'/>"
 
 
 def scene(actuators, func="QposTerm", params=FIRST, **changes):
-    """A task of the file, or of a robot from it if `changes` give one."""
+    """Make a task of the file, or of the robot in `changes`."""
     mjcf = {} if "robot" in changes else {"mjcf": FILE.format(actuators)}
     actions = {"a": {"func": func, "params": params}}
     cfg = validate_section(TaskConfig, {"actions": actions, "physics": {"dt": 0.01}} | mjcf | changes, "env.cfg")
@@ -123,7 +123,7 @@ def arm(robot):
 
 
 def place(robot, part):
-    """Where the end effector of a part is at the start."""
+    """Return the position of a part's end effector at the start."""
     sim = arm(robot)
     return world.site_pose(sim, start(sim, ()), sim.robot.tcp[part])[:3, 3]
 
@@ -206,7 +206,7 @@ def test_unknown_names_that_a_task_reads_are_refused_at_construction():
 
 
 def paying(reward):
-    """A reward of a user's that gives `given` of (before, after)."""
+    """Return a reward function of a user, which computes `reward(before, after)`."""
     return lambda cfg, sim: reward
 
 

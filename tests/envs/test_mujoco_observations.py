@@ -203,7 +203,7 @@ def test_joints_need_a_robot():
 
 
 def test_the_velocity_of_a_tool_beyond_a_ball_joint_is_refused():
-    """Its velocity is not that of its joints alone."""
+    """The velocity also depends on a ball joint, which is not a hinge or slide."""
     shoulder = """<mujoco><worldbody><body name="upper" pos="0 0 1"><joint type="ball" name="roll"/><geom size=".1"/>
     <body name="lower"><joint name="bend" axis="0 1 0"/><geom size=".05" pos=".3 0 0"/></body></body></worldbody>
     </mujoco>"""

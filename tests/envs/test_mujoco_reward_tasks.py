@@ -1,4 +1,4 @@
-"""Reward terms inside a task: weights and modes, what is told of them, episodes apart, and terms of a user's own."""
+"""Reward terms inside a task: weights, modes, logs, separate episodes, and terms of a user."""
 
 from math import pi
 
@@ -159,7 +159,9 @@ def test_replace_is_instead_of_what_is_added():
     plain = rollout(task())
     instead = rollout(task(change("slow", mode="replace")))
     assert torch.equal(instead["reward"], instead["info", "rewards", "slow_weighted"])
-    assert torch.equal(instead["info", "rewards", "near"], plain["info", "rewards", "near"])  # told, not paid
+    assert torch.equal(
+        instead["info", "rewards", "near"], plain["info", "rewards", "near"]
+    )  # logged, but not part of the reward
     own = rollout(task(own_reward=5.0))
     close(own["reward"][:, 1:], plain["reward"][:, 1:] + 5.0, 1e-6)
     assert (own["info", "rewards", "task"][:, 1:] == 5.0).all()

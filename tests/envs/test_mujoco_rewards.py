@@ -58,7 +58,7 @@ def test_distance_between_objects(sim):
 
 
 def test_distance_to_target(sim):
-    """13 m, of which 5 m horizontally."""
+    """The distance is 13 m, with a horizontal part of 5 m."""
     state = aimed(placed(sim, task_state(sim, (2,)), "cube", (0.0, 0.0, 1.0)), [[3.0, 4.0, 13.0], [0.0, 0.0, 1.0]])
     start = task_state(sim, (2,))
     close(paid("distance_to_target", sim, start, state, **AIM), torch.tensor([-13.0, 0.0]))
@@ -101,7 +101,7 @@ def test_the_velocity_penalty_of_cart_pole_is_of_the_pole():
 
 
 def test_joint_limit_penalty(sim):
-    """Elbow at 0.9 pi of +-pi: 0.05 of its range from a limit; base at -1.92 pi of +-2 pi: 0.02; wrist 0.05 beyond."""
+    """Elbow at 0.9 pi of +-pi: 0.05 of its range from a limit. Base at -1.92 pi of +-2 pi: 0.02. Wrist 0.05 beyond."""
     state = posed(sim, task_state(sim, (2,)), [[-1.92 * pi, 0.0, 0.9 * pi, 0.0, 0.0, 2.2 * pi], [0.0] * 6])
     start = task_state(sim, (2,))
 
@@ -206,7 +206,7 @@ def test_where_a_distance_is_0_value_and_slope_are_finite(sim):
 
 
 def test_slopes_are_those_of_the_numbers(sim):
-    """Of the distance 5 m, along (3, 4, 0): (0.6, 0.8, 0)."""
+    """The slope of the distance of 5 m along (3, 4, 0) is (0.6, 0.8, 0)."""
     state = placed(sim, task_state(sim), "cube", (0.0, 0.0, 0.0))
     term = made("reward", "distance_to_target", sim, **AIM)
     slope = torch.func.grad(lambda goal: term(state, aimed(state, goal)))(torch.tensor([3.0, 4.0, 0.0]))

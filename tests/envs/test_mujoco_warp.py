@@ -510,7 +510,7 @@ def test_a_kernel_of_the_operator_is_there_for_gpus():
 
 @pytest.mark.parametrize("capturing", [True, False])
 def test_warp_is_notified_of_the_start_and_the_end_of_a_capture(monkeypatch, capturing):
-    """By a stand-in with Warp's own names and arguments, as a capture takes a GPU."""
+    """A stand-in has Warp's names and arguments, because a capture needs a GPU."""
     names = "capture_begin", "capture_end", "stream_to_torch", "device_from_torch", "is_conditional_graph_supported"
     stand_in = MagicMock(spec=warp, **{name: create_autospec(getattr(warp, name)) for name in names})
     monkeypatch.setattr(torch.cuda, "current_stream", MagicMock())

@@ -52,7 +52,7 @@ def sim():
 
 
 def shaken(sim, batch=(3,), steps=4):
-    """Worlds in the middle of something."""
+    """Return worlds after a few steps with random controls."""
     home = torch.tensor(sim.home.ctrl).float()
     state, gen = start(sim, batch), torch.Generator().manual_seed(0)
     for _ in range(steps):
@@ -325,7 +325,7 @@ def test_what_is_read_and_written_is_the_same_in_a_graph(sim):
 
 
 def test_hold_controls_keep_the_robot_in_place():
-    """A geared drive is told gear q; a motor and a drive of velocities are told what they were at the start."""
+    """A geared position drive gets gear * q. A motor and a velocity drive keep their control of the start."""
     ball = '<geom size=".1" contype="0" conaffinity="0"/>'
     slides = "".join(f'<body name="{n}"><joint name="{n}" type="slide"/>{ball}</body>' for n in "abcd")
     drives = '<position joint="a" kp="50" kv="9" gear="2"/><motor joint="b"/><velocity joint="d" kv="5"/>'

@@ -79,7 +79,7 @@ def test_no_episode_starts_near_its_goal():
 
 
 def test_not_even_one_episode_of_very_many_starts_near_its_goal():
-    """Of the starts that are drawn half are too near: of twelve for one episode all are, every few thousand times."""
+    """Half of the drawn starts are too near. Once in a few thousand episodes, all twelve draws are too near."""
     low, high = [-0.75, -0.55, 0.05], [-0.45, -0.25, 0.05]
     put = {"entity_cfg": {"uid": "cube"}, "position_range": [low, high], "relative_position": False}
     events = {
@@ -93,7 +93,7 @@ def test_not_even_one_episode_of_very_many_starts_near_its_goal():
     drawn, taken = (e.reset(_keys(40_000))["info", "metrics", "distance_to_goal"] for e in (free, env))
     assert 0.45 < (drawn < 0.15).float().mean() < 0.52
     assert taken.min() >= 0.15
-    tenths = torch.linspace(0.1, 0.9, 9)  # it is spread as what is drawn, but for what is too near
+    tenths = torch.linspace(0.1, 0.9, 9)  # starts follow the drawn distribution, without the draws that are too near
     close(taken.quantile(tenths), drawn[drawn >= 0.15].quantile(tenths), 3e-3)
 
 
@@ -112,7 +112,7 @@ def test_a_config_whose_starts_are_too_near_is_refused():
 
 
 def test_a_success_is_looked_at_again_later():
-    """A cube at rest stays inside, one that slides leaves; the arm is where it was; no other number changes."""
+    """A cube at rest stays inside and a sliding cube leaves. The arm does not move, and no other number changes."""
     plain, env = (make_env({"name": "PushCubeRL", "cfg": {"extensions": {"hold_time": t}}}) for t in (0.0, 1.0))
     state = _put(env, env.reset(_keys(3)), cube=(-0.6, -0.4), goal=(-0.6, -0.4))
     speed = torch.tensor([[0.0, 0.0, 0.0], [2.5, 0.0, 0.0], [0.0, 0.0, 0.0]])
@@ -142,7 +142,7 @@ def test_a_success_of_a_robot_without_target_positions_is_looked_at_too(func):
 
 
 def test_a_cube_stays_inside_as_far_as_it_slides():
-    """Friction and damping brake it: it slides v / k - mu g / k^2 ln(1 + k v / (mu g)) m, with k = 2 / s and mu = 1."""
+    """The cube slides v / k - mu g / k^2 ln(1 + k v / (mu g)) m, with damping k = 2 / s and friction mu = 1."""
     env = make_env({"name": "PushCubeRL", "cfg": {"extensions": {"hold_time": 1.0}}})
     speed = torch.tensor([0.6, 1.4, 1.75, 2.2])
     slides = speed / 2.0 - 9.81 / 4.0 * torch.log1p(2.0 * speed / 9.81)

@@ -1,4 +1,4 @@
-"""What a run asks of an environment of one's own: each fault is one line with the field, said before the first step."""
+"""Checks of a user's environment before the first step: each fault is one line with the field."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Group-relative advantages: who is compared with whom, and when a group tells nothing."""
+"""Group-relative advantages: which members are compared, and groups without a difference."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ def random_scores(seed, *shape, p_masked=0.25, dtype=torch.float32):
 
 
 def loop(score, mask, group_size, eps):
-    """One group and one trailing index at a time: the equation over the counted rows, 0 where they tell nothing."""
+    """Compute the equation over the counted rows, per group and trailing index; 0 if there is nothing to compare."""
     score, mask = score.double().numpy(), mask.numpy()
     out = np.zeros(score.shape)
     for start in range(0, score.shape[0], group_size):

@@ -41,7 +41,7 @@ def is_moments(part: Any) -> bool:
 
 
 def tensors_of(out: Any) -> list[Tensor]:
-    """The tensors of a result, but for the logs of a loss."""
+    """Return the tensors of a result, without the logs of a loss."""
     if isinstance(out, tuple) and isinstance(out[-1], dict):
         out = out[0]
     return [x for x in pytree.tree_leaves(out) if isinstance(x, Tensor)]

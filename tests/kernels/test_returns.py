@@ -264,7 +264,7 @@ def test_gradients(kernel):
 
 
 def test_vtrace_has_finite_gradients_where_the_ratio_overflows(variant):
-    """The ratio is clipped there: the numbers are those of any ratio above the clip, and no gradient flows."""
+    """The clipped ratio gives the same numbers as any ratio above the clip, and no gradient flows."""
     steps = random_steps(9, 3, 6)
     far = torch.zeros(3, 6, dtype=torch.bool)
     far[:, 2:4] = True

@@ -1,4 +1,4 @@
-"""Collection on a counting environment whose every number can be said in advance."""
+"""Collection on a counting environment whose numbers are known in advance."""
 
 from types import SimpleNamespace
 
@@ -19,7 +19,7 @@ EMPTY = TensorDict({}, [])
 
 
 def counter(limit: int) -> Env:
-    """Starts at 10, adds the action; reward is the new count; truncated after `limit` steps, terminated at 13."""
+    """Return an environment that counts from 10 by the action, truncates after `limit` steps and terminates at 13."""
 
     def reset(keys):
         return state_of(torch.full((*keys.shape, 1), 10.0), keys.shape)
@@ -362,7 +362,9 @@ def test_running_returns_are_those_of_gymnasiums_normalize_reward():
         _, reward, _, truncated, _ = wrapper.step(vector.action_space.sample() * 0)
         rewards.append(reward)
         dones.append(truncated)
-        sums.append(np.where(truncated, np.nan, wrapper.accumulated_reward))  # it has started anew where one ended
+        sums.append(
+            np.where(truncated, np.nan, wrapper.accumulated_reward)
+        )  # the wrapper restarts the sum when an episode ends
     reward, done = torch.tensor(np.array(rewards)).t(), torch.tensor(np.array(dones)).t()
     assert done.sum() == 6
     actual = running_returns(reward, done, torch.zeros(3, dtype=F64), gamma=0.9)

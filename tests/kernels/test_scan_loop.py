@@ -1,4 +1,4 @@
-"""The plain loop over time, and the parts in which rows are worked on."""
+"""The plain loop over time, and loops over chunks of rows."""
 
 import pytest
 import torch

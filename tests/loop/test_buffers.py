@@ -52,7 +52,7 @@ def states(cfg: Config) -> list[TensorDict]:
 
 
 def test_new_rows_are_in_the_ring_in_their_order():
-    """12 rows an iteration in a ring of 20: the third overwrites the oldest 16; row k is step k, told by its obs."""
+    """12 rows per iteration in a ring of 20: the third iteration overwrites the oldest 16. The obs of row k is k."""
     cfg = replaying(**{"env": {"name": "counting_with_a_fault"}, "trainer.finite_guard": "off", "trainer.num_envs": 1})
     cfg = cfg.replace(**{"trainer.buffer_size": 12, "trainer.iterations": 3})
     for iteration, state in enumerate(states(cfg), 1):

@@ -15,7 +15,7 @@ def form_after(cfg: Config, iterations: int, mode: str = "auto") -> str:
 
 
 def break_even(cfg: Config) -> int:
-    """The number of iterations from which `auto` compiles, by bisection."""
+    """Return the smallest number of iterations for which `auto` compiles, by bisection."""
     eager, compiled = 1, 10**6
     assert (form_after(cfg, eager), form_after(cfg, compiled)) == ("eager", "compiled")
     while compiled - eager > 1:

@@ -48,14 +48,14 @@ RUNS = [
 
 
 class FaultyConfig(ConfigModel):
-    """What goes wrong in the sixth step of env 2."""
+    """Faults in the sixth step of env 2."""
 
     fault: Literal["none", "observation", "reward", "end"] = Field("none", description="what is wrong then")
 
 
 @register_env("faulty")
 def faulty(cfg: FaultyConfig) -> Env:
-    """x' = 0.9 x + a; reward = -x'^2; observed is x. Episodes do not end; env 2 fails in its step 5, counted from 0."""
+    """Return an environment with x' = 0.9 x + a, reward -x'^2 and observation x; env 2 fails in its sixth step."""
 
     def reset(keys):
         index = torch.arange(keys.shape[-1]).expand(keys.shape).clone()

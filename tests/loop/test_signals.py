@@ -1,4 +1,4 @@
-"""Signals: the first lets an iteration end, for a while; the second does not; the save at the end is not given up."""
+"""Signals: the first waits for the iteration to end, the second does not; the final save always completes."""
 
 import os
 import signal

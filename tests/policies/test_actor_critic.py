@@ -1,4 +1,4 @@
-"""What every policy keeps to: actor_only, actor_critic, squashed ones, and modules as users write them."""
+"""The contract of every policy: actor_only, actor_critic, squashed policies, and modules of users."""
 
 from math import log, pi
 

@@ -182,7 +182,7 @@ def test_buffers_frozen_and_tied_weights(variant):
     with seeded(torch.tensor(4)):
         weights = net.init()
     assert list(weights.keys()) == ["first.weight"]
-    with seeded(torch.tensor(0)):  # constants are those of seed 0
+    with seeded(torch.tensor(0)):  # constants come from seed 0
         frozen = Buffered().frozen
     x, w = torch.linspace(-1.0, 1.0, 6).reshape(2, 3), weights["first.weight"]
     close(variant(net.forward)(weights, x), x @ w.T @ w.T * frozen + torch.tensor([1.0, 2.0, 3.0]))

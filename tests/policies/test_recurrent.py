@@ -134,7 +134,9 @@ def test_each_rank_saves_the_memory_of_its_environments():
 
 
 def test_a_repeated_rollout_starts_from_the_memory_of_its_environments(monkeypatch):
-    monkeypatch.setattr("ecrl.run.video._add_view", lambda after, before, many: after)  # there is no scene
+    monkeypatch.setattr(
+        "ecrl.run.video._add_view", lambda after, before, many: after
+    )  # this environment has nothing to draw
     cfg = remembering(**SHORT)
     run, state = build(cfg), last_state(cfg)
     first = _first_envs(state, cfg, 3)

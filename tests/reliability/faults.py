@@ -32,18 +32,18 @@ SLOW = copy.deepcopy(TINY)
 SLOW["trainer"] |= {"iterations": 100, "keep_checkpoints": 100}
 MARK = "ECRL_FAULTS"
 LIMIT = 4000
-"""Bytes of a file: what a run prints has room, what it writes has not."""
+"""Largest size of a file, bytes: enough for the output of a run, too small for its checkpoints."""
 
 
 def wait(run: Run, condition: Callable[[], bool]) -> None:
-    """Until `holds()`, while the run goes on."""
+    """Wait until `condition()` is true, and check that the run continues."""
     while not condition():
         assert run.ended() is None, f"ended too early: {run.out.read_text()}"
         time.sleep(0.002)
 
 
 def marked(mark: str) -> list[int]:
-    """Processes that were started with this mark in their environment."""
+    """Return the processes that were started with this mark in their environment."""
     pids = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):
@@ -61,7 +61,7 @@ def no_orphan(mark: str) -> None:
 
 
 def intact(run: Path) -> int:
-    """The number of checkpoints, each of which has its checksums; raises CheckpointError else."""
+    """Check the checksums of all checkpoints and return their number; raise CheckpointError if one is damaged."""
     for path in step_checkpoints(run):
         read_files(path)
     return len(step_checkpoints(run))
@@ -151,7 +151,7 @@ def video(folder: Path) -> str:
 
 
 def gymnasium(fault: str) -> dict[str, Any]:
-    """A run in workers, one of which fails in its third step, which is of the second iteration."""
+    """Run environments in workers; one worker fails in its third step, in the second iteration."""
     config = copy.deepcopy(TINY)
     config["trainer"] |= {"buffer_size": 2, "iterations": 6, "save_freq": 8}
     settings = {"asynchronous": True, "timeout": 10.0, "kwargs": {"fault": fault}}
@@ -192,7 +192,7 @@ def tracker(folder: Path) -> str:
         os.kill(pid, signal.SIGKILL)
     assert run.end() == 0, run.out.read_text()
     lines = [line for line in run.out.read_text().splitlines() if "W&B" in line]
-    failed, *works_again = lines  # a slow run lasts until W&B has started anew
+    failed, *works_again = lines  # a slow run lasts until W&B works again
     assert "the run goes on and tries again" in failed and len(works_again) <= 1, lines
     assert all("works again" in line for line in works_again), lines
     assert steps_logged(folder / "run") == 400 * 32

@@ -37,7 +37,7 @@ def damaged(data: bytes, draw: random.Random, cut: bool) -> bytes:
 
 
 def caught(run: Path, file: Path) -> bool:
-    """Whether the file is named in one line, the checkpoint before it is used, also to resume, and `load` refuses."""
+    """Return True if one line names the file, the checkpoint before it is used, also to resume, and `load` refuses."""
     with warnings.catch_warnings(record=True, action="always") as recorded:
         used, (state, _) = latest(run), resume(run)
     messages = [str(warning.message) for warning in recorded]
@@ -54,7 +54,7 @@ def caught(run: Path, file: Path) -> bool:
 
 
 def flips(count: int, cuts: int, seed: int) -> Counter:
-    """How many of each kind, by file, were caught."""
+    """Return how many damages were detected, by kind and file."""
     run, draw, counts = Path(tempfile.mkdtemp(prefix="flips_")), random.Random(seed), Counter()
     newest = checkpoints(run)[1]
     files = sorted(newest.iterdir())
@@ -73,7 +73,7 @@ def flips(count: int, cuts: int, seed: int) -> Counter:
 
 
 def main() -> None:
-    """Damage, read, tell."""
+    """Damage and read checkpoints, and print the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--flips", type=int, default=1000)
     parser.add_argument("--cuts", type=int, default=100)

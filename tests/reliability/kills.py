@@ -20,7 +20,7 @@ SAVE = 0.004
 
 
 def traces(folder: Path) -> list[str]:
-    """What a save leaves aside in the checkpoints' folder."""
+    """Return the temporary files of a save in the folder of the checkpoints."""
     try:
         return [name for name in os.listdir(folder / "run" / "checkpoints") if name.startswith(".")]
     except FileNotFoundError:
@@ -44,7 +44,7 @@ def killed(run: Run, folder: Path, draw: random.Random, inside: bool, seconds: f
 
 
 def kills(count: int, seed: int, folder: Path, deadline: float) -> dict[str, int]:
-    """How many kills there were inside and outside of a save, and how many runs ended with the same bits."""
+    """Kill runs; return the number of kills inside and outside of a save, and of runs that ended with the same bits."""
     draw, (expected, seconds) = random.Random(seed), reference(folder / "whole")
     counts = {"inside a save": 0, "outside of one": 0, "before the first checkpoint": 0, "same bits": 0}
     tried = 0
@@ -72,7 +72,7 @@ def kills(count: int, seed: int, folder: Path, deadline: float) -> dict[str, int
 
 
 def main() -> None:
-    """Kill, resume, compare, tell."""
+    """Kill and resume runs, compare their ends, and print the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--minutes", type=float, default=120.0, help="begin no further kill after so long")

@@ -62,11 +62,11 @@ def put(data: dict, path: str, value: Any) -> Spot:
 
 
 class Pool(NamedTuple):
-    """What mutations are made of."""
+    """Material for mutations."""
 
     keys: list[str]  # that a config may have somewhere
     names: list[str]  # of registered parts
-    others: list[Any]  # configs, of which parts are taken
+    others: list[Any]  # other configs, a source of parts
     changes: list[dict[str, Any]]  # values by dotted key, such as change what a config does
 
 
@@ -136,7 +136,7 @@ def mutate(draw: random.Random, pool: Pool, data: Any, part: Any, key: Any) -> N
 
 
 def mutated_tree(draw: random.Random, pool: Pool, data: Any) -> Any:
-    """The config with a few mutations of its values and structure; half the time after a change of what it does."""
+    """Return the config with a few mutations of values and structure; half of them after a change of its behaviour."""
     data, changed = copy.deepcopy(data), []
     if draw.random() < 0.5:
         changed = [put(data, path, value) for path, value in draw.choice(pool.changes).items()]
@@ -183,7 +183,7 @@ def mutated_file(draw: random.Random, pool: Pool, data: Any) -> tuple[bytes, str
 
 
 def _deep(text: str) -> str:
-    """With placeholders turned into what is nested so deep, which no encoder writes."""
+    """Replace placeholders by deeply nested text, which no encoder writes."""
 
     def nested(match: re.Match) -> str:
         opens, closes = {"[": ("[", "]"), "{": ('{"a": ', "}")}[match[2]]

@@ -54,7 +54,7 @@ LINE = re.compile(rf"(?:mutated\.(?:json|yaml)(?:: {_PLACE}|:\d+(?::\d+)?: |: (?
 
 
 class Outcome(NamedTuple):
-    """What became of a mutation: `ok`, `refused` or, with what is wrong, `defect`."""
+    """The outcome of a mutation: `ok`, `refused`, or `defect` with its problems."""
 
     number: int
     end: str
@@ -87,7 +87,7 @@ def called(*args: str) -> tuple[int, str, str]:
 
 
 def faults(status: int, err: str) -> tuple[list[str], list[str]]:
-    """The lines of what is refused, and what is wrong with them or with how it was told."""
+    """Return the printed lines of a refusal, and the problems of the lines or of the exit status."""
     lines = [line for line in err.split("\n") if line and not line.startswith("warning: ")]
     problems = [f"not one line with its place: {line[:300]}" for line in lines if status == 2 and not LINE.match(line)]
     problems += [f"{len(line)} characters: {line[:300]}" for line in lines if len(line) > 1500]
@@ -98,13 +98,13 @@ def faults(status: int, err: str) -> tuple[list[str], list[str]]:
 
 
 def beginning(path: Path, out: str) -> bool:
-    """Whether an accepted config is small enough to begin in a moment: by its weights."""
+    """Return True if an accepted config has few enough weights to start quickly."""
     weights = re.search(r"policy +([\d,]+) parameters", out)
     return weights is not None and int(weights[1].replace(",", "")) < 10**6
 
 
 def tried(number: int, path: Path, watch: Watch, begin: bool) -> Outcome:
-    """Check one file; if that accepts it and it is to `begin`, train it for one bounded iteration too."""
+    """Check one file; if it is accepted and `begin` is true, also train it for one bounded iteration."""
     before, began, lines, problems = time.process_time(), False, [], []
     signal.setitimer(signal.ITIMER_PROF, 3 * SECONDS)
     try:
@@ -133,7 +133,7 @@ def tried(number: int, path: Path, watch: Watch, begin: bool) -> Outcome:
 
 
 def _place(error: BaseException) -> str:
-    """Where it was raised, and where that was called from in ecrl."""
+    """Return the place where an exception was raised, and the line of ecrl that called it."""
     steps, trace = [], error.__traceback__
     while trace:
         steps.append(f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}")
@@ -184,7 +184,7 @@ def chunk(name: str, numbers: range, seed: int, folder: Path, begin: int) -> Non
 
 
 def mutated(name: str, count: int, seed: int, folder: Path, begin: int) -> list[Outcome]:
-    """Outcomes of all mutations of a config; a process that dies or hangs is a defect of the one it had begun."""
+    """Return the outcomes of all mutations of a config; a dying or hanging process is a defect of its last mutation."""
     folder = folder / name
     (folder / "modules").mkdir(parents=True)
     (folder / "modules" / f"{CANARY}.py").write_text(f"open({str(folder / (CANARY + '.imported'))!r}, 'w')\n")
@@ -204,7 +204,7 @@ def mutated(name: str, count: int, seed: int, folder: Path, begin: int) -> list[
 
 
 def _forked(name: str, numbers: range, seed: int, folder: Path, begin: int) -> str:
-    """How the process of a chunk ended; one that makes no progress for too long is killed."""
+    """Return the exit status of the process of a chunk; kill it if it makes no progress for too long."""
     outcomes_file = folder / "outcomes.jsonl"
     outcomes_file.touch()
     if not (pid := os.fork()):
@@ -247,7 +247,7 @@ def summed(name: str, outcomes: list[Outcome]) -> str:
 
 
 def main() -> None:
-    """Mutate, check, tell."""
+    """Mutate and check configs, and print the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     names = sorted(path.stem for path in CONFIGS.glob("*.json"))
     parser.add_argument("configs", nargs="*", metavar="CONFIG", help=f"of {', '.join(names)}; all if none is given")

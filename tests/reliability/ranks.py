@@ -107,7 +107,7 @@ def launched(size: int, arguments: list[str], **environ: str) -> list[subprocess
 
 
 def ended(ranks: list[subprocess.Popen[str]], patience: float = PATIENCE_S) -> list[str]:
-    """What they printed, once all have ended well; where one does not, the others are ended, as torchrun does."""
+    """Return what the ranks printed, after all succeeded; if one fails, end the others, as torchrun does."""
     until = time.monotonic() + patience
     while any(p.poll() is None for p in ranks) and not any(p.poll() for p in ranks) and time.monotonic() < until:
         time.sleep(0.1)

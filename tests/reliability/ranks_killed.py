@@ -1,4 +1,4 @@
-"""One of two ranks is killed at a random moment, again and again: `python tests/reliability/ranks_killed.py RUNS`.
+"""Kill one of two ranks at a random moment, in many runs: `python tests/reliability/ranks_killed.py RUNS`.
 
 torchrun starts the ranks anew, they go on from the last checkpoint, and the run ends with the very weights of one that
 nobody disturbed.
@@ -58,7 +58,7 @@ def seconds(path: Path, run_dir: Path) -> tuple[float, float]:
 
 
 def killed(path: Path, run_dir: Path, after: float, victim: int) -> bool:
-    """Kill a rank so many seconds after the start; whether torchrun had to start the ranks anew."""
+    """Kill a rank so many seconds after the start; return True if torchrun restarted the ranks."""
     torchrun = begun(path, run_dir)
     time.sleep(after)
     alive = workers(torchrun)
@@ -78,7 +78,7 @@ def end(run_dir: Path) -> bytes:
 
 
 def main(runs: int) -> tuple[int, int]:
-    """How many of the runs finished with the bits of an undisturbed one, and in how many a rank was really killed."""
+    """Count the runs that ended with the bits of an undisturbed run, and the runs in which a rank was really killed."""
     good, hit = 0, 0
     with tempfile.TemporaryDirectory() as folder:
         path = config(Path(folder))

@@ -80,7 +80,7 @@ def stopped_compiling(folder: Path, wait: float) -> float:
 
 
 def main() -> None:
-    """Stop, resume, compare, tell."""
+    """Stop and resume runs, compare their ends, and print the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--signals", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,4 +1,4 @@
-"""Hours of one run with evaluations, checkpoints and logs: memory and descriptors stay flat, and it does not slow down.
+"""Hours of one run with evaluations, checkpoints and logs: memory, descriptors and speed stay constant.
 
 `python tests/reliability/soak.py --hours 2 --keep`. The run is `ecrl train` in a process of its own, watched from
 outside through /proc; SIGTERM ends it. It is watched from its second checkpoint on, as threads and files of a first
@@ -29,7 +29,7 @@ TICK = os.sysconf("SC_CLK_TCK")
 
 
 class Sample(NamedTuple):
-    """What a run and its children held and had done at a moment."""
+    """Resources and progress of a run and its children at one moment."""
 
     seconds: float
     megabytes: float
@@ -61,7 +61,7 @@ def status(pid: int) -> dict[str, int]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """User and system time, that of children that have ended too."""
+    """Return user and system time, with the time of ended children."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return sum(map(int, fields[11:15])) / TICK
 
@@ -154,7 +154,7 @@ class Rates(NamedTuple):
 
 
 def rates(samples: list[Sample]) -> Rates:
-    """None where the process stood still."""
+    """Return the speeds between samples; leave out samples in which the process did not run."""
     rows = []
     for a, b in pairwise(samples):
         took, own = b.seconds - a.seconds, b.cpu_seconds - a.cpu_seconds
@@ -165,7 +165,7 @@ def rates(samples: list[Sample]) -> Rates:
 
 
 def drift(rates: Rates, seconds: float) -> float:
-    """Percent of speed gained in so many seconds, by least squares, what the machine's load explains left out.
+    """Return the gain of speed over so many seconds, percent, without the effect of the machine's load.
 
     log(rate) = a + b time + c neighbours + d log(yardstick)
     """
@@ -175,7 +175,7 @@ def drift(rates: Rates, seconds: float) -> float:
 
 
 def memory(samples: list[Sample], percent: float) -> Judged:
-    """Resident memory of the second and of the last quarter."""
+    """Judge the growth of resident memory from the second to the last quarter."""
     before, after = (median(s.megabytes for s in part) for part in quarters(samples))
     hours = 0.5 * (samples[-1].seconds - samples[0].seconds) / 3600
     growth = 100.0 * (after / before - 1.0)
@@ -184,14 +184,14 @@ def memory(samples: list[Sample], percent: float) -> Judged:
 
 
 def flat(samples: list[Sample], name: str) -> Judged:
-    """A count whose least values are equal: a save or an evaluation adds some for a moment, a leak for good."""
+    """Judge a count by its smallest values: a save or an evaluation adds a few for a moment, a leak forever."""
     before, after = (min(getattr(s, name) for s in part) for part in quarters(samples))
     most = max(getattr(s, name) for s in samples)
     return Judged(f"{name} {before} at least, then {after}, {most} at most", before == after)
 
 
 def speed(samples: list[Sample], percent: float) -> Judged:
-    """Steps per CPU second, as they are and with the load of the machine left out, which alone is judged."""
+    """Judge steps per CPU second without the effect of the machine's load; also report the raw numbers."""
     parts = [rates(part) for part in quarters(samples)]
     before, after = (float(np.median(part.per_cpu_second)) for part in parts)
     wall = [(p[-1].steps - p[0].steps) / (p[-1].seconds - p[0].seconds) for p in quarters(samples)]
@@ -217,7 +217,7 @@ def judged(samples: list[Sample], percent_memory: float, percent_speed: float) -
 
 
 def main() -> None:
-    """Run, watch, tell."""
+    """Watch a run and print the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--hours", type=float, default=2.0)
     parser.add_argument("--every", type=float, default=10.0, help="seconds between samples")

@@ -1,4 +1,4 @@
-"""The scripts beside this file: small ones in the ordinary suite, the full sizes under the marker `long`."""
+"""The scripts of this folder: small sizes in the ordinary suite, full sizes under the marker `long`."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ HERE = Path(__file__).parent
 
 
 def run_script(script: str, *args: object) -> str:
-    """What a script prints that ends well."""
+    """Run a script, check that it succeeds, and return its output."""
     done = subprocess.run([sys.executable, HERE / script, *map(str, args)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -208,7 +208,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_only_warns(tmp_path, monkeypat
 
 
 def closing(monkeypatch, *which):
-    """Records whose checkpoints find a full disk at these writes, and a list that tells when they are closed."""
+    """Return records whose checkpoints fail with a full disk at these writes, and a list that records their closing."""
     failing(monkeypatch, *which)
     closed = []
 

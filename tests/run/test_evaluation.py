@@ -109,7 +109,7 @@ def test_gymnasium_environments_are_closed_whatever_happens(monkeypatch):
     with pytest.raises(UserError, match="give the environment a time limit"):
         evaluate(state, cfg, num_episodes=20)
     assert set(live._LIVE) == training
-    next(train_iter(state, cfg))  # whose own environments stand where they stood
+    next(train_iter(state, cfg))  # the environments of training did not move
     make_env(cfg.env).close(state["env"])
 
 

@@ -1,4 +1,4 @@
-"""What a run logged, in memory: a row per iteration, as a DataFrame, as a plot."""
+"""The history of a run in memory: a row per iteration, as a DataFrame, and as a plot."""
 
 import math
 import sys

@@ -214,7 +214,7 @@ def test_progress_in_jupyter_is_one_output_in_one_place_which_the_saved_notebook
 
     def slow():
         yield RECORDS[0]
-        until = time.monotonic() + 600.0  # as while it compiles: the place is drawn again though there is no record
+        until = time.monotonic() + 600.0  # as during compiling: the line is drawn again without a record
         while not drawn or "starting" in drawn[-1]["text/plain"]:
             assert time.monotonic() < until, drawn
             time.sleep(0.01)

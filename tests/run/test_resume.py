@@ -257,7 +257,7 @@ EVALUATED = {"trainer.enable_eval": True, "trainer.eval_freq": 32, "trainer.num_
 
 
 def run_outcome(run):
-    """Rows of a run but for times, and what its best checkpoint is of."""
+    """Return the rows of a run without times, and the logs and the state of its best checkpoint."""
     rows = [json.loads(row) for row in (run / "metrics.jsonl").read_text().splitlines()]
     compared = [{name: x for name, x in row.items() if name not in ("seconds", "charts/SPS")} for row in rows]
     best = json.loads((run / "checkpoints" / "best" / "manifest.json").read_text())

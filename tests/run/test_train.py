@@ -128,7 +128,7 @@ def test_a_run_goes_on_in_its_own_folder(tmp_path):
         train(half, cfg, tmp_path / "run", progress=False)
     assert _steps_logged(tmp_path / "run") == 2 * [96, 96, 128, 128]
     state, _ = load(latest(tmp_path / "run"))
-    more = cfg.replace(**{"trainer.iterations": 6})  # another config, but the weights are those of the checkpoint
+    more = cfg.replace(**{"trainer.iterations": 6})  # another config, with the weights of the checkpoint
     train(state, more, tmp_path / "run", progress=False)
     assert _steps_logged(tmp_path / "run") == 2 * [96, 96, 128, 128] + [160, 160, 192, 192]
 

@@ -37,7 +37,7 @@ ffmpeg = pytest.importorskip("imageio_ffmpeg", reason="videos need the extra 'vi
 
 
 def frames(path):
-    """Of an mp4, uint8 `[T, h, w, 3]`, and how many there are in a second."""
+    """Return the frames of an mp4, uint8 `[T, h, w, 3]`, and the frames per second."""
     command = [ffmpeg.get_ffmpeg_exe(), "-i", str(path), "-f", "rawvideo", "-pix_fmt", "rgb24", "-"]
     read = subprocess.run(command, capture_output=True, check=True)
     width, height, fps = re.search(rb"h264.* (\d+)x(\d+)[ ,].* ([\d.]+) fps", read.stderr).groups()
@@ -63,7 +63,7 @@ def drawn(monkeypatch):
 
 
 def steps_in(path, tiles):
-    """What `drawn` tells of each tile and frame: steps since its episode began, `[T, tiles]`."""
+    """Return the steps since the start of the episode in each tile and frame of `drawn`, `[T, tiles]`."""
     film, _ = frames(path)
     return np.stack([film[:, 8, 16 * i + 8].mean(-1) / 20 for i in range(tiles)], -1).round().astype(int)
 
@@ -218,7 +218,7 @@ def test_what_training_collects_is_filmed(algorithm):
         after, _ = make_iteration(short)(state)
         views = list(rollout_views(build(long), state, long, 3))
         assert len(views) == 9 and views[0].batch_size == (3,)
-        # with one step more, the last view is where the iteration ended; groups start anew in every iteration
+        # with one more step, the last view is the end of the iteration; groups restart in every iteration
         for row, world in ((0, state), (8, after)) if algorithm == "ppo" else ((8, after),):
             expected = view(world["env"], 3)
             torch.testing.assert_close(views[row]["physics"], expected["physics"], rtol=1e-4, atol=1e-5)
@@ -228,7 +228,7 @@ def test_what_training_collects_is_filmed(algorithm):
 
 @register_env("reporting_pole", override=True)
 def reporting_pole(cfg: CartPoleConfig) -> Env:
-    """CartPole with `info`, in which a video puts its views."""
+    """Register CartPole with `info`, in which a video stores its views."""
     pole = make_env({"name": "cartpole", "cfg": cfg.model_dump()})
 
     def with_info(after: TensorDict) -> TensorDict:

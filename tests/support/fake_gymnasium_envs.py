@@ -40,7 +40,7 @@ SUCCESSES = {"none": None, "text": "yes", "array": np.ones((2, 2)), "object": ob
 
 
 class Bandit(gymnasium.Env):
-    """The observation tells which action is right; one step, reward 1 for it or less the farther off."""
+    """Bandit whose observation shows the right action; one step, with reward 1 minus the distance from it."""
 
     def __init__(self, sees="box", acts="discrete", masked=False):
         self.observation_space, self._show = OBSERVATIONS[sees]

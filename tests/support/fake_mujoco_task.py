@@ -62,7 +62,7 @@ def drive(cfg: DriveConfig, sim) -> ActionTerm:
 
 
 def height(cfg: NothingConfig, sim):
-    """Of the cube, m."""
+    """Return the height of the cube, m."""
     return lambda state, value: world.body_pose(sim, state["world"], "cube")[..., 2:3, 3]
 
 
@@ -75,7 +75,7 @@ def target_seen(cfg: NothingConfig, sim):
 
 
 def fall(cfg: NothingConfig, sim):
-    """How far the cube fell in the step, m."""
+    """Return how far the cube fell in the step, m."""
 
     def term(before, after):
         high, low = (world.body_pose(sim, state["world"], "cube")[..., 2, 3] for state in (before, after))
@@ -140,7 +140,7 @@ def known_terms():
 
 
 def nothing_yet(sim, state):
-    """Neither success nor failure; says how high the cube is."""
+    """Return neither success nor failure, and the height of the cube as a metric."""
     no = torch.zeros_like(state["elapsed"], dtype=torch.bool)
     return no, no, {"height": world.body_pose(sim, state["world"], "cube")[..., 2, 3]}
 

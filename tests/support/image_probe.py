@@ -21,7 +21,7 @@ PARTS = dict_space({"camera": IMAGE, "state": box(-1.0, 1.0, 1)})
 
 
 class ImageProbeConfig(ConfigModel):
-    """What the environment shows."""
+    """The observation of the environment."""
 
     parts: bool = Field(False, description="observe a Dict of the image and a vector")
 

@@ -1,4 +1,4 @@
-"""One row or more per key of the schema: a config in which the key matters, another value, and what it must change."""
+"""Rows per key of the schema: a config in which the key matters, another value, and the effect that must change."""
 
 from typing import Any
 
@@ -99,7 +99,7 @@ ENVS = [
 
 
 def policy(name: str, base: Changes) -> list[Row]:
-    """What both policies have, on an environment that feels actions beyond its space."""
+    """Rows of keys that both policies have, on an environment that reacts to actions outside of its space."""
     part, box = f"policy.{name}", base | TWO_PARTS
     return [
         Row(f"{part}.action_dim", 3, base, refused(r"policy.action_dim: 3 does not match the environment's")),
@@ -203,7 +203,7 @@ def not_adaptive(name: str, base: Changes) -> list[Row]:
 
 
 def minibatch(name: str, base: Changes) -> list[Row]:
-    """What PPO and GRPO share."""
+    """Rows of keys that PPO and GRPO share."""
     part = f"algorithm.{name}"
     return [
         *rows(part, base, n_epochs=3, batch_size=16, gamma=0.5, ent_coef=0.5, target_kl=1e-9),

@@ -10,7 +10,7 @@ CFG = "env.cfg"
 
 
 def at(section: str, path: str, base: Changes, see: See = stepped, /, **values: Any) -> list[Row]:
-    """Rows of the keys of a section that stands at `path` in `env.cfg`."""
+    """Return rows of the keys of the section at `path` in `env.cfg`."""
     place = f"{CFG}.{path}".rstrip(".")
     return [Row(f"{section}.{name}", value, base, see, f"{place}.{name}") for name, value in values.items()]
 
@@ -35,12 +35,12 @@ def term(func: str, **params: Any) -> dict[str, Any]:
 
 
 def happening(mode: str, func: str, **params: Any) -> dict[str, Any]:
-    """An event in every episode, or in every step."""
+    """Return an event that happens in every episode or in every step."""
     return term(func, **params) | {"mode": mode, "interval_step": 1}
 
 
 def thing(uid: str = "cube", place: Any = (-0.6, -0.4, 0.05), **changes: Any) -> dict[str, Any]:
-    """A cube that is tipping over, or what is said instead."""
+    """Return the settings of a cube that tips over, with `changes`."""
     shape = {"shape_type": "Cube", "size": [0.1, 0.1, 0.1]}
     return {"uid": uid, "init_pos": list(place), "init_rot": [15.0, 0.0, 0.0], "shape": shape} | changes
 
@@ -121,7 +121,7 @@ SCENE = [
 
 
 def of_object(section: str, base: Changes, see: See = stepped, /, **things: dict[str, Any]) -> list[Row]:
-    """Rows of the keys of an object, which stands in a list."""
+    """Return rows of the keys of an object in a list."""
     place, (first, *rest) = f"{CFG}.rigid_object", base["env"]["cfg"]["rigid_object"]
     base = base | {place: [first, *rest]}
     return [Row(f"{section}.{name}", [one, *rest], base, see, place) for name, one in things.items()]

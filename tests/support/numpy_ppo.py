@@ -1,6 +1,6 @@
 """PPO in float64 NumPy, with gradients by hand: the expectation of the tests of `ecrl.algorithms.ppo`.
 
-Nothing here comes from the code under test. The order of the rows in each pass is given.
+Nothing here comes from the code under test. The order of the rows in each pass is an argument.
 
 Sources:
     GAE: Schulman et al. 2016, arXiv:1506.02438, eq. 16.
@@ -64,7 +64,7 @@ def forward(net: Net, x: Array) -> tuple[Array, Array]:
 
 
 def backward(net: Net, x: Array, hidden: Array, d_output: Array) -> Net:
-    """Return the gradients of the weights, given that of the output."""
+    """Return the gradients of the weights from the gradient of the output."""
     d_hidden = (d_output @ net["2.weight"]) * (1.0 - hidden**2)
     return {
         "0.weight": d_hidden.T @ x,

@@ -73,7 +73,7 @@ def names_in(source: str, own: set[str]) -> dict[str, str]:
 
 
 class Part(NamedTuple):
-    """How the package uses a private name of torch, and in which files."""
+    """The kind of use of a private name of torch, and the files that use it."""
 
     kind: str
     files: list[str]

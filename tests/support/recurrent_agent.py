@@ -26,7 +26,7 @@ LENGTH = 3
 
 
 class CueConfig(ConfigModel):
-    """How an episode ends, and what an action is."""
+    """The rules of the probe: the end of an episode, and the actions."""
 
     action: Literal["class", "number"] = Field(default="class", description="0 or 1, or a number near -1 or 1")
     end: Literal["terminated", "truncated"] = Field(default="terminated", description="flag of the last step")

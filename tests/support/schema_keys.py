@@ -21,7 +21,7 @@ _PARTS = (BaseModel, PolicyConfig)  # as a field's type: the settings of a regis
 
 
 def _models(annotation: Any, many: str = "") -> Iterator[tuple[type[BaseModel], str]]:
-    """The models in a type, each with what stands for its name where there are many of it."""
+    """Yield the models in a type, each with the placeholder of its name if there are many."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation, many
     for inner in get_args(annotation):
@@ -38,7 +38,7 @@ def _first(model: type[BaseModel], name: str) -> str:
 
 
 def fields(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, type[BaseModel], str]]:
-    """(dotted key, the model it is a field of, the field) of everything below a section that is no section itself."""
+    """Yield (dotted key, model, field) of everything below a section that is not a section."""
     for name, field in model.model_fields.items():
         place, inner = _first(model, name) if _of_tasks(model) else prefix, list(_models(field.annotation))
         key, sections = f"{place}.{name}".removeprefix("."), [pair for pair in inner if pair[0] not in _PARTS]
@@ -49,7 +49,7 @@ def fields(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, type[Base
 
 
 def builtin_configs() -> dict[str, type[BaseModel]]:
-    """The Config models of the built-in parts by `kind.name`; a part with a second name is there once."""
+    """Return the Config models of the built-in parts by `kind.name`; a part with two names appears once."""
     configs, seen = {}, set()
     for kind in KINDS:
         for name in sorted(registered(kind), key=str.lower):
@@ -62,13 +62,13 @@ def builtin_configs() -> dict[str, type[BaseModel]]:
 
 
 def walked() -> list[tuple[str, type[BaseModel], str]]:
-    """Every key of the schema: those of the sections, then those of the parts; a key of tasks as often as it is met."""
+    """Return every key of the schema, of the sections and then of the parts; a key of tasks once per path."""
     parts = (field for part, config in builtin_configs().items() for field in fields(config, part))
     return [*fields(Config, ""), *parts]
 
 
 def path_of(key: str) -> str:
-    """Where a key is set in a config that has its part.
+    """Return the path at which a config sets a key of its part.
 
     >>> path_of("algorithm.ppo.gamma"), path_of("policy.actor_only.actor.type"), path_of("event.randomize_field.low")
     ('algorithm.cfg.gamma', 'policy.actor.type', 'trainer.events.train.push.params.low')
