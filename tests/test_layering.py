@@ -116,7 +116,7 @@ def private(file, source):
 
 
 def is_inplace(name):
-    """True for methods of tensors that write in place, such as `add_`."""
+    """Return True for tensor methods that write in place, such as `add_`."""
     return name.endswith("_") and not name.startswith("_") and hasattr(torch.Tensor, name)
 
 

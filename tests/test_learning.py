@@ -29,7 +29,7 @@ GYMNASIUM = [  # trained on Gymnasium's own; the mean of the seeds must reach th
 
 
 def threshold(config: str) -> float:
-    """At which a config counts as learnt."""
+    """Score at which a config counts as learnt."""
     least = TASKS[config].threshold
     assert least is not None
     return least
@@ -94,7 +94,7 @@ def curve(seed: int, form: str) -> list[float]:
 
 @pytest.mark.long
 def test_compiled_curves_lie_among_eager_ones():
-    """The same seeds differ by rounding alone, which moves a curve by no more than another seed would."""
+    """Equal seeds differ only by rounding, which changes a curve no more than another seed does."""
     eager, compiled = ([curve(seed, form) for seed in range(5)] for form in ("off", "on"))
     assert [c[0] for c in compiled] == [e[0] for e in eager], "before the first update nothing differs"
     assert max(map(max, eager)) > 400.0 and max(e[0] for e in eager) < 40.0, "the band is one of learning"

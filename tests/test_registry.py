@@ -222,7 +222,7 @@ print(int(ecrl.train(ecrl.init_state(cfg), cfg, progress=False)[0]["update_step"
 
 
 def _install(folder, package, text, points):
-    """A package as pip leaves it: its code, and a dist-info that says what it offers."""
+    """Write a package as pip installs it: its code, and a dist-info with its entry points."""
     (folder / f"{package}.py").write_text(text)
     info = folder / f"{package}-1.2.dist-info"
     info.mkdir()

@@ -148,7 +148,7 @@ def _everything(keys, many):
 
 @pytest.mark.slow
 def test_a_compiled_run_draws_the_same_bits():
-    """There Philox is one operation, in C++ of its own."""
+    """In inductor's graphs, Philox is one operation with its own C++ code."""
     keys, many = torch.tensor(KEYS), rng.split(rng.key(0), 300)
     out, expected = choose_form("on", "cpu").jit(_everything)(keys, many), _everything(keys, many)
     graph, _ = traced(_everything, *reversed(flatten((keys, many))))
@@ -297,7 +297,7 @@ def test_randint_refuses_numbers_of_numpy_out_of_range():
 
 @pytest.mark.parametrize("offset", [1e8, -1e8, 1e30, 3e38])
 def test_categorical_of_large_logits(offset):
-    """Float32 has no room for noise beside them: equal ones are equally likely, and a smaller one is never drawn."""
+    """Float32 cannot add noise to such large logits: equal ones are equally likely, a smaller one is never drawn."""
     logits = torch.tensor([offset, offset, offset - abs(offset) / 16, offset])
     index = rng.categorical(rng.split(rng.key(0), N), logits.expand(N, 4))
     assert not (index == 2).any()

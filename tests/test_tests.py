@@ -15,12 +15,12 @@ _FROM_FOLDER = re.compile(r"^[ \t]*from[ \t]+[\w.]+[ \t]+import[ \t]+\(?\s*(?:[\
 
 
 def imported_tests(text):
-    """Test modules that a file imports, in its own code or in code that it gives to another process."""
+    """Return the test modules that a file imports, in its own code or in code for another process."""
     return sorted({*_IMPORT.findall(text), *_FROM_FOLDER.findall(text)})
 
 
 def packages(text):
-    """Top-level packages that a file imports."""
+    """Return the top-level packages that a file imports."""
     names = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):

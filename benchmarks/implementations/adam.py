@@ -1,4 +1,4 @@
-"""Steps of Adam on two perceptrons, whose weights move from call to call."""
+"""Steps of Adam on two perceptrons, whose weights change with every call."""
 
 from typing import Any
 
@@ -84,17 +84,17 @@ def _torch(arrays: Inputs, device: str, **how: bool) -> Call:
 
 
 def torch_foreach(arrays: Inputs, device: str) -> Call:
-    """torch.optim.Adam by lists of tensors."""
+    """Return a call of torch.optim.Adam with lists of tensors (foreach)."""
     return _torch(arrays, device, foreach=True)
 
 
 def torch_fused(arrays: Inputs, device: str) -> Call:
-    """torch.optim.Adam as one kernel."""
+    """Return a call of torch.optim.Adam, fused into one kernel."""
     return _torch(arrays, device, fused=True)
 
 
 def optax_jitted(arrays: Inputs, device: str) -> Call:
-    """optax, jitted."""
+    """Return a call of optax's Adam, jitted."""
     import jax
     import optax  # pyright: ignore[reportMissingImports]
 

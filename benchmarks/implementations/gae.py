@@ -25,7 +25,7 @@ def cost(envs: int, steps: int) -> Cost:
 
 
 def _ecrl(reward: Tensor, value: Tensor, done: Tensor) -> tuple[Tensor, Tensor]:
-    """Our kernel on the transposes, which are views."""
+    """Return the result of ecrl's kernel on transposed views."""
     from ecrl.kernels import gae
 
     r, v, d = reward.t(), value.t(), done.t()
@@ -87,12 +87,12 @@ def _torchrl(name: str, arrays: Inputs, device: str) -> Call:
 
 
 def torchrl(arrays: Inputs, device: str) -> Call:
-    """TorchRL's loop over time."""
+    """Return a call of TorchRL's loop over time."""
     return _torchrl("generalized_advantage_estimate", arrays, device)
 
 
 def torchrl_vec(arrays: Inputs, device: str) -> Call:
-    """TorchRL's vectorised form."""
+    """Return a call of TorchRL's vectorised function."""
     return _torchrl("vec_generalized_advantage_estimate", arrays, device)
 
 

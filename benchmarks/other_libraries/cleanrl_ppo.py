@@ -36,7 +36,7 @@ class Rollout(NamedTuple):
 
 
 def iterations(num_envs: int, seed: int = 0) -> Iterator[float]:
-    """One rollout and its update at a time; gives the mean length of an episode, which is its return."""
+    """Yield the mean length of an episode, which equals its return, after each rollout and its update."""
     torch.manual_seed(seed)
     np.random.seed(seed)
     envs = gym.vector.SyncVectorEnv(
@@ -59,7 +59,7 @@ def iterations(num_envs: int, seed: int = 0) -> Iterator[float]:
 def collect(
     rollout: Rollout, envs: gym.vector.VectorEnv, actor: nn.Module, critic: nn.Module, obs: Tensor, done: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Fill the rollout; gives where it ends."""
+    """Fill the rollout and return its last observations and flags."""
     for t in range(STEPS):
         with torch.no_grad():
             choice = Categorical(logits=actor(obs))

@@ -1,4 +1,4 @@
-"""rejax's PPO over gymnax's CartPole, as one jitted loop over its `train_iteration`."""
+"""rejax's PPO on gymnax's CartPole, in a jitted loop over its `train_iteration`."""
 
 from collections.abc import Callable
 

@@ -56,7 +56,7 @@ def evaluated(model: PPO, settings: Settings, seed: int, episodes: int) -> Row:
 
 
 class Reporting(BaseCallback):
-    """Reports before every rollout, which is after the update of the one before."""
+    """Callback that reports before every rollout, after the update of the previous one."""
 
     def __init__(self, report: Report, settings: Settings, seed: int):
         super().__init__()

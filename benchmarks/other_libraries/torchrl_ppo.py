@@ -1,4 +1,4 @@
-"""TorchRL's PPO in its usual form: a collector, GAE, ClipPPOLoss and a replay buffer that deals minibatches.
+"""TorchRL's PPO as its tutorial writes it: a collector, GAE, ClipPPOLoss and a replay buffer for minibatches.
 
 Over Gymnasium's SyncVectorEnv, as the others: the AsyncVectorEnv of `GymEnv(num_envs=...)` is a process for each one.
 """
@@ -47,7 +47,7 @@ def environments(num_envs: int) -> TransformedEnv:
 
 
 def iterations(num_envs: int, seed: int = 0) -> Iterator[float]:
-    """One rollout and its update at a time; gives the mean return of the episodes that ended in it."""
+    """Yield the mean return of the episodes that ended in each rollout, after its update."""
     torch.manual_seed(seed)
     actor, critic = modules()
     frames = num_envs * STEPS

@@ -1,4 +1,4 @@
-"""APG: gradients by hand, by finite differences and by a tape, cuts, discounts, faults, resuming, forms."""
+"""APG: gradients by hand, by finite differences and by a tape; cuts, discounts, faults, resuming and compiling."""
 
 from typing import Literal
 

@@ -37,7 +37,7 @@ def run(env: str = "cartpole", **changes: Any) -> Config:
 
 
 def collected(cfg: Config, rounds: int = 1, fixed: bool = False) -> tuple[TensorDict, list[TensorDict]]:
-    """The state and rollouts of some rounds without learning; `fixed` gives every member the same action noise."""
+    """Return state and rollouts of some rounds without learning; `fixed` gives all members the same action noise."""
     parts, state, out = build(cfg), init_state(cfg), []
     if fixed:
         draw = parts.policy.draw
@@ -184,7 +184,7 @@ def advantages(reward, done, mask, gamma, size, eps):
 
 
 def independent(cfg: Config, state: TensorDict, rollout: TensorDict) -> tuple[dict, list[float]]:
-    """One update by modules, autograd and torch.optim on the rows that count; weights, and the KL of each step."""
+    """Return weights and the KL of each step after an update by modules, autograd and torch.optim on counted rows."""
     c = cfg.algorithm.cfg
     net, ref = (build_mlp(cfg.policy.actor.network_cfg, 4, 2) for _ in range(2))
     net.load_state_dict(dict(state["params", "actor"].items()))

@@ -72,7 +72,7 @@ def test_the_length_of_an_iteration_changes_no_bit(changes, sizes):
 
 @pytest.fixture
 def graphs(monkeypatch):
-    """Compiled functions are traced, and their graphs run as they are; yields the names of those that were traced."""
+    """Run traced graphs in place of compiled functions; yield the names of the traced functions."""
     names: list[str] = []
 
     def compiled(fn, structure, leaves):

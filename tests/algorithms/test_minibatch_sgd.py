@@ -35,7 +35,7 @@ NET = {"network_cfg": {"hidden_sizes": [4]}}
 
 
 def setup(rows: int = 8, mask: Any = None, params: Any = None, **cfg: Any) -> tuple[Run, TensorDict, TensorDict]:
-    """Run, state and rows `x = 1, 2, ..` for `learned`; unless said otherwise 8 steps of SGD at rate 0.1."""
+    """Return run, state and rows `x = 1, 2, ..` for `learned`; by default 8 steps of SGD at rate 0.1."""
     cfg = {"n_epochs": 2, "batch_size": 2, "optimizer": SGD, "max_grad_norm": 100.0} | cfg
     made = config_from_dict(
         {
@@ -166,7 +166,7 @@ def test_beyond_the_target_kl_nothing_moves(target, steps, kl):
 
 
 def test_a_stop_is_latched():
-    """The KL falls again after the stop, as with a noisy minibatch, and nothing goes on."""
+    """The KL falls again after the stop, as with a noisy minibatch, but learning does not continue."""
     seen = []
 
     def once(variant, params, batch, mask, hyper):
@@ -426,7 +426,7 @@ def _spread(x, mask):
 
 @pytest.mark.parametrize("parts_of", [3, 7, 2048])
 def test_a_minibatch_in_parts_is_the_minibatch(parts_of, monkeypatch):
-    """Gradients of its mean and what is prepared of it as a whole, ragged, masked, whatever the size of the parts."""
+    """Gradients of the mean and values of the whole batch do not depend on the chunk size, also ragged and masked."""
     monkeypatch.setattr("ecrl.kernels.scan_loop._CPU_ROWS", parts_of)
     parts, state, rows = setup(rows=20, mask=[i % 5 != 2 for i in range(20)], batch_size=8, n_epochs=1)
     rows = rows.copy().set("y", rows["x"] / 20.0).set("x", rows["x"] / 20.0)

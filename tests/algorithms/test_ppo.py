@@ -139,7 +139,7 @@ def test_an_update_is_that_of_an_independent_ppo(change):
 
 
 def test_rows_that_do_not_count_are_as_if_absent():
-    """A third of the rows is hidden and holds NaN; advantages are standardised over the others alone."""
+    """A third of the rows is masked and holds NaN; advantages are standardised over the other rows."""
     for change in ({}, {"normalize_advantage": "minibatch"}, {"clip_vloss": True}):
         cfg = changed(change)
         parts, state, rollout = collected(cfg)
@@ -248,7 +248,7 @@ def test_normalised_rewards_are_not_what_is_logged():
 
 
 def test_the_adaptive_rate_lives_in_the_state():
-    """It moves within the bounds, goes on where it was, and a state that comes back is not warned of."""
+    """The rate stays within its bounds and continues from its last value; a resumed state does not warn."""
     block = {"name": "adaptive", "kwargs": {"desired_kl": 0.002, "factor": 1.25, "min_rate": 1e-4}}
     cfg = run("cartpole", **{"algorithm.cfg.lr_scheduler": block, "trainer.iterations": 4})
     through = iterations(cfg)

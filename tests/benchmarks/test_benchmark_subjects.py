@@ -147,7 +147,7 @@ def fake_case(monkeypatch, **forms):
 
 
 def taking(seconds, monkeypatch):
-    """A form whose call takes so many seconds by the benchmark's clock. Other calls take half a second."""
+    """Return an implementation whose call takes so many seconds by a fake clock. Other calls take half a second."""
     monkeypatch.setattr(alternating_calls, "seconds_per_call", lambda call, times: getattr(call, "seconds", 0.5))
 
     class Call:
@@ -229,9 +229,9 @@ def test_memory_slopes_leave_out_what_failed():
 
 
 def test_memory_counts_what_the_second_unit_takes():
-    """The first takes more, and is not counted; pages that are written count, whoever holds them.
+    """The first unit takes more memory and does not count; written pages count, also if they are freed.
 
-    In processes of their own, as when it is measured: a large one has freed memory at hand, whose pages do not count.
+    Separate processes, as in the benchmark: a large process reuses freed pages, which do not count.
     """
     small, large = (
         run_in_process(

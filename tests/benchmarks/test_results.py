@@ -180,7 +180,7 @@ def test_the_hash_of_another_library_covers_its_settings_and_the_budget(small, t
 
 @pytest.mark.slow
 def test_a_real_config_end_to_end(tmp_path, monkeypatch):
-    """Two seeds of CartPole in processes of their own, eager, then nothing more to do."""
+    """Run two seeds of CartPole in separate processes, eager; afterwards nothing is left to run."""
     data = json.loads((CONFIGS / "cartpole_ppo.json").read_text())
     data["trainer"] |= {"num_envs": 4, "iterations": 2, "compile": "off"}
     data["algorithm"]["cfg"]["batch_size"] = 128

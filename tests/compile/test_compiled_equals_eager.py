@@ -1,4 +1,4 @@
-"""Compiled functions give the numbers of eager ones, or refuse.
+"""Compiled functions return the numbers of eager functions, or refuse.
 
 Most tests run a traced graph operation by operation. Those marked slow build C++.
 """
@@ -68,7 +68,7 @@ class NoSettings(BaseModel):
 
 
 def particle():
-    """A particle that moves on as it moved, whose reset gives its place under two names."""
+    """Environment of a particle with constant velocity, whose reset returns one tensor under two names."""
 
     def reset(keys):
         q = rng.normal(keys, (2,))
@@ -430,7 +430,7 @@ def _products(loop, x, xs):
 
 
 def autocast_agrees(jitted, inputs):
-    """Compare with the eager form before, in and after autocast."""
+    """Compare with the eager function before, inside and after autocast."""
     for enabled in (False, True, False):
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             for actual, expected in zip(jitted(*inputs), _products(scan, *inputs), strict=True):
@@ -459,7 +459,7 @@ def _levels(loop, x, xs):
 
 
 def captured_agree(jitted):
-    """Compare with the eager form before and after a write on each captured tensor."""
+    """Compare with the eager function before and after a write on each captured tensor."""
     x, xs = torch.full((20,), 2.0), torch.ones(3, 20)
     try:
         for level, width in ((1.0, 1.0), (5.0, 1.0), (5.0, 3.0)):

@@ -1,4 +1,4 @@
-"""Loops of compiled functions allocate once what stays inside, and give what a plain loop gives."""
+"""Compiled loops allocate their inner buffers once, and return the numbers of a plain loop."""
 
 import re
 

@@ -293,7 +293,7 @@ def test_the_checks_of_waiting_find_it():
 
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
 def test_an_iteration_makes_its_tensors_where_its_state_is(algorithm):
-    """With another default device, a tensor made without saying where does not fit the others."""
+    """With another default device, a tensor made without a device does not fit the others."""
     cfg = config(algorithm)
     state, iteration = init_state(cfg), make_iteration(cfg)
     expected, _ = iteration(state)

@@ -1,4 +1,4 @@
-"""The choice of form, and what a machine without a working compiler does."""
+"""The choice between compiled and eager, and machines without a working compiler."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Graphs cut at their loops: equal to the plain function, in few pieces, nothing read on the host or kept too long."""
+"""Graphs cut at their loops: equal to the plain function, in few pieces, without host reads, with early frees."""
 
 import weakref
 
@@ -129,7 +129,7 @@ def test_what_no_piece_takes_any_more_is_let_go():
 
 
 def test_what_is_done_depends_on_no_number_that_a_tensor_holds():
-    """It runs on tensors without data, so a device never has to wait for the host."""
+    """The pieces run on tensors without data, so a device never waits for the host."""
     call, _ = cut(lambda *args: walked(graph_scan, *args), *loop_inputs())
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         out = call(*map(mode.from_tensor, loop_inputs()))
@@ -137,7 +137,7 @@ def test_what_is_done_depends_on_no_number_that_a_tensor_holds():
 
 
 def test_a_constant_is_where_the_inputs_are_before_a_call():
-    """Else every call would fetch it from the host; `meta` is any device that is not the host."""
+    """Otherwise every call would copy it from the host; `meta` represents a device other than the host."""
     x = torch.ones(4, device="meta")
     call, pieces = cut(lambda x: x * torch.tensor([1.0, 2.0, 3.0, 4.0]).to(x.device), x)
     assert call(x).device.type == "meta"

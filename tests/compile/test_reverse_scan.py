@@ -1,6 +1,7 @@
 """The recursion over time as Triton's kernels: in its interpreter, which needs no GPU, and compiled for one.
 
-Both need Triton, which comes with torch for CUDA; in processes of their own, as Triton reads how to run at import.
+Both need Triton, which comes with torch for CUDA. They run in separate processes, because Triton reads its mode at
+import.
 """
 
 import os

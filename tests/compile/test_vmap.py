@@ -1,4 +1,4 @@
-"""Compiled functions and loops under `torch.func.vmap`: one call for the batch, each member as if it were alone."""
+"""Compiled functions and loops under `torch.func.vmap`: one call for the batch, equal to single calls."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def _calls(graph, target):
 
 
 def _totals(loop, start, xs, rate):
-    """Two loops, one inside the other; only some of what they carry and give depends on everything."""
+    """Two nested loops; only some of their carries and outputs depend on all inputs."""
 
     def step(carry, x, rate):
         inner, _ = loop(lambda c, row, k: (c + k * row, ()), x["a"].sum(), x["a"], rate)

@@ -1,4 +1,4 @@
-"""Keys of several names, and EmbodiChain's ways to say things, become our own keys; messages say what was written."""
+"""Other names of keys, and EmbodiChain's notation, become ecrl's keys; messages use the written names."""
 
 import copy
 import json

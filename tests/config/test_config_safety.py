@@ -31,7 +31,7 @@ TAGS += [f"!!python/object/apply:eval [{CODE!r}]", "!canary x", "!!map:canary {}
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    """A working directory, with a module `canary` that is not to be imported; nothing appears beside its `outputs`."""
+    """Yield a working directory with a module `canary` that must not be imported; only `outputs` may appear in it."""
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules" / "canary.py").write_text("def run():\n    pass\n")
     monkeypatch.syspath_prepend(tmp_path / "modules")

@@ -1,4 +1,4 @@
-"""Every key of the schema changes something other than the config, those named inert do not, and no evaluation does."""
+"""Every key of the schema has an effect beyond the config; keys without meaning and evaluations have none."""
 
 import json
 from collections import Counter
@@ -43,7 +43,7 @@ def test_every_key_has_a_row():
 
 
 def test_keys_that_may_be_absent_have_a_row_between_two_values():
-    """Else a key whose value is ignored could pass for one that works, by being there."""
+    """Otherwise a key whose value is ignored could pass, because its presence changes something."""
     absent = {key for key, model, name in walked() if model.model_fields[name].default is None}
     between = {row.key for row in TABLE if (row.path or path_of(row.key)) in row.base}
     only_one = {f"policy.{name}.action_dim" for name in ("actor_critic", "actor_only")}  # all others are refused
@@ -66,7 +66,7 @@ BASES = {(row.see.__name__, str(row.base)): row for row in TABLE}
 
 @pytest.mark.parametrize("row", BASES.values(), ids=_name)
 def test_changing_nothing_changes_nothing(row):
-    """Else a difference would not show what a key does."""
+    """Otherwise a difference would not show the effect of a key."""
     same_again = row.see.again(row.base) == row.see(row.base)
     assert same_again, f"{row.see.__name__} of one config differ"
 

@@ -1,4 +1,4 @@
-"""Files and command lines as data: JSON and YAML alike, strict about keys given twice."""
+"""Files and command lines as data: JSON and YAML, strict about repeated keys."""
 
 import json
 import os

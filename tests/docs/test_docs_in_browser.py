@@ -16,7 +16,7 @@ _HEADING = "document.querySelector('h1').getBoundingClientRect()"
 
 
 class Quiet(SimpleHTTPRequestHandler):
-    """Serves files and says nothing of it."""
+    """A file server that does not log."""
 
     def log_message(self, *args):
         pass

@@ -1,4 +1,4 @@
-"""The page on MuJoCo tasks: its tables name every term and nothing else, its wind blows."""
+"""The page on MuJoCo tasks: its tables name every term and nothing else, and its example event works."""
 
 import re
 

@@ -29,7 +29,7 @@ PLAY_VIDEO = "async v => { v.muted = true; await v.play(); return [v.duration, v
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):
-    """Address of a JupyterLab with the configs and the notebooks, which have no outputs yet."""
+    """Start a JupyterLab with the configs and the notebooks without outputs; yield its address."""
     pytest.importorskip("jupyterlab")
     folder = tmp_path_factory.mktemp("lab")
     shutil.copytree(ROOT / "configs", folder / "configs")
@@ -74,7 +74,7 @@ def opened(browser, address, name):
 
 
 def followed(page):
-    """Texts that the places of progress showed until all cells had run, and the largest number of such places."""
+    """Return the texts of progress lines until all cells had run, and the largest number of progress lines."""
     texts, most = [], 0
     prompts, place = page.locator(".jp-InputPrompt"), page.locator(".jp-OutputArea-output pre", has_text="steps/s")
     until = time.monotonic() + PATIENCE_S

@@ -36,7 +36,7 @@ GOOD = Env(_reset, _step, box(0.0, 1.0, 3), Discrete(2))
 
 
 def _stepping(change):
-    """A step with something changed in what it gives, `change(state before, state after)`."""
+    """Return a step whose result is changed by `change(state before, state after)`."""
     return {"step": lambda s, a, noise: (lambda after: after.update(change(s, after)))(_step(s, a, noise))}
 
 

@@ -349,7 +349,7 @@ def test_an_event_that_is_replaced_is_not_remembered(restored_registry):
 
 
 def test_an_event_may_write_on_what_it_is_given(restored_registry):
-    """It is given a copy: environments it does not happen to, and the caller's state, stay as they were."""
+    """The event gets a copy: other environments and the caller's state do not change."""
 
     @register_event("careless")
     def careless(cfg: NothingConfig):

@@ -1,4 +1,4 @@
-"""Environments in workers: equal to those in this process; whatever happens to one ends in one error, and no orphan."""
+"""Environments in workers: equal to environments in this process; every fault is one error and leaves no orphan."""
 
 import os
 import signal
@@ -170,7 +170,7 @@ sys.stdin.readline()
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["killed", "exit"])
 def test_workers_end_with_their_parent_however_it_ends(end, tmp_path):
-    """Also one that hangs: in the third step, which the parent waits for when it is killed."""
+    """A hanging worker also ends: the parent is killed while it waits for the third step."""
     pipe, mark = subprocess.PIPE, tmp_path / "hangs"
     with subprocess.Popen([sys.executable, "-c", PARENT, end, str(mark)], stdin=pipe, stdout=pipe, text=True) as parent:
         assert parent.stdin is not None and parent.stdout is not None

@@ -1,4 +1,4 @@
-"""Vector envs of the user's own: one rollout from all three autoreset modes, and one error from whatever goes wrong."""
+"""Vector envs of the user's own: the same rollout in all three autoreset modes, and one error per fault."""
 
 import os
 import signal

@@ -173,7 +173,7 @@ def test_a_pose_by_hand_is_reached(sim, action):
 
 
 def test_a_pose_is_of_the_world():
-    """The base a quarter turned about z, which takes (x, y) to (-y, x), and moved by (0.1, 0.2, 0.3)."""
+    """The base is rotated by 90 degrees about z, which maps (x, y) to (-y, x), and moved by (0.1, 0.2, 0.3)."""
     moved = made({"init_pos": [0.1, 0.2, 0.3], "init_rot": [0.0, 0.0, 90.0]})
     x, y, z = PLACE
     action = row(0.1 - y, 0.2 + x, 0.3 + z, pi, 0.0, pi)

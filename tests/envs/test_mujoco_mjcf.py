@@ -1,4 +1,4 @@
-"""Robots and scenes from MJCF files: whatever their actuators are, terms mean m, rad, s and N; and what is refused."""
+"""Robots and scenes from MJCF files: SI units for every kind of actuator, and files that are refused."""
 
 import pytest
 import torch

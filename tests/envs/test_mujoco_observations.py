@@ -1,4 +1,4 @@
-"""Terms of the observation: each by hand, every setting, what is refused, and the same numbers in every form."""
+"""Terms of the observation: each by hand, every setting, refused settings, and equal numbers in every variant."""
 
 from dataclasses import replace
 from math import pi
@@ -96,7 +96,7 @@ def test_a_target(sim):
 
 
 def test_the_velocity_of_an_object(sim):
-    """It turns about its own y, which a quarter turn about x has made the world's z."""
+    """The tool turns about its own y axis, which a rotation by 90 degrees about x makes the world's z axis."""
     state = placed(sim, task_state(sim, (2,)), "cube", None, SIDEWAYS)
     state = spun(sim, state, "cube", [[1.0, 2.0, 3.0, 0.0, 4.0, 0.0], [0.0, 0.0, 0.0, 5.0, 0.0, 0.0]])
     expected = torch.tensor([[1.0, 2.0, 3.0, 0.0, 0.0, 4.0], [0.0, 0.0, 0.0, 5.0, 0.0, 0.0]])
@@ -114,7 +114,7 @@ def test_the_velocity_of_the_tool(sim):
 
 
 def only(sim, count):
-    """The simulation of a task that acts on the first joints alone."""
+    """Return the simulation of a task that acts only on the first joints."""
     return replace(sim, robot=sim.robot._replace(joints=sim.robot.joints[:count]))
 
 
@@ -254,7 +254,7 @@ def test_a_part_is_chosen_by_its_name():
 
 
 def every(sim):
-    """Each term with settings that it works with; all entries of a state as one function."""
+    """Return a function that computes all terms of a state, each with valid settings."""
     terms = [made("observation", name, sim, **SETTINGS[name][0]) for name in SETTINGS]
 
     def entries(state):

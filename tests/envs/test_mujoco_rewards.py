@@ -1,4 +1,4 @@
-"""Terms of the reward: each by hand, every setting, what is refused, every form, and slopes."""
+"""Terms of the reward: each by hand, every setting, refused settings, every variant, and slopes."""
 
 from math import cos, exp, pi, sin, sqrt, tanh
 
@@ -325,7 +325,7 @@ def test_joints_need_a_robot(name):
 
 
 def every(sim):
-    """All terms with settings that they work with, of a state before and after, as one function."""
+    """Return a function that computes all terms of two states, each with valid settings."""
     terms = [made("reward", name, sim, **SETTINGS[name][0]) for name in SETTINGS]
     return lambda before, after: [term(before, after) for term in terms]
 

@@ -166,7 +166,7 @@ LIMITED = LIMITED.replace('<position name="A"', f'<position name="A" {LIMITS}')
 
 
 def changed(field, own, value):
-    """Numbers of a field with something else in them, still sound."""
+    """Return changed, valid numbers of a field."""
     other = own.copy()
     if field.endswith("range"):
         return np.array([-value, value])
@@ -487,7 +487,7 @@ TASKS = [
 
 @pytest.mark.parametrize(("name", "changes"), TASKS)
 def test_a_task_makes_every_tensor_where_its_keys_are(monkeypatch, name, changes):
-    """On torch's device without data, which does not mix with the CPU, as a GPU does not."""
+    """Run on torch's device without data, which cannot be mixed with the CPU, like a GPU."""
 
     def somewhere(state, control, parameters, *, handle, substeps):
         rows, batch = (state, control, parameters), state.shape[:-1]

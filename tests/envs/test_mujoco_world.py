@@ -1,4 +1,4 @@
-"""Worlds: what is read equals MuJoCo's own figures, what is written is there and nowhere else, pushes obey Newton."""
+"""Worlds: reads equal MuJoCo's numbers, writes change only their target, pushes obey Newton's law."""
 
 import math
 
@@ -238,7 +238,7 @@ def test_a_scene_needs_neither_robot_nor_sensors():
 
 
 def test_the_arm_pushes_a_cube_in_any_direction():
-    """Tool behind the cube, then 0.3 m on, by inverse kinematics from poses and Jacobians alone."""
+    """Move the tool behind the cube and 0.3 m further, by inverse kinematics from poses and Jacobians."""
     cube = {"uid": "cube", "shape": {"shape_type": "Cube", "size": [0.1, 0.1, 0.1]}, "init_pos": [-0.6, -0.4, 0.05]}
     cube["attrs"] = {"mass": 2.0, "static_friction": 1.0, "linear_damping": 2.0, "angular_damping": 2.0}
     sim = simulation(validate_section(SceneConfig, {"robot": {}, "rigid_object": [cube]}, "scene"))

@@ -25,7 +25,7 @@ def starts(count, seed=0, **cfg):
 
 
 def by_hand(**fields):
-    """Two envs in the state given, with two far obstacles unless given."""
+    """Return two envs in a state, by default with two far obstacles."""
     n = len(fields["position"])
     default = {
         "last_action": torch.zeros(n, 2),

@@ -38,7 +38,7 @@ GOOD = Env(_reset, _step, box(-1.0, 1.0, 3), Discrete(2))
 
 
 def _both(change):
-    """Reset and step that give a field of the wrong kind alike."""
+    """Return reset and step that both return a field of the wrong kind."""
     return {"reset": lambda keys: change(_reset(keys)), "step": lambda s, a, noise: s}
 
 

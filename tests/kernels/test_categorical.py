@@ -156,7 +156,7 @@ def test_gradients():
 
 @pytest.mark.parametrize("offset", [0.0, 1e8, -1e8, 1e30, -3e38])
 def test_large_logits_keep_the_noise(variant, offset):
-    """Beside 1e8 a float32 has steps of 8: the noise decides between equal logits, and differences stay differences."""
+    """Near 1e8 a float32 has steps of 8: the noise decides between equal logits, and differences remain."""
     step = max(abs(offset) / 16, 64.0)
     logits = torch.tensor([offset, offset, offset - step, offset]).expand(3, 4)
     noise = torch.tensor([[0.1, 0.3, 9.0, 0.2], [0.3, 0.1, 0.2, 0.2], [-1.0, -2.0, 3.0, -0.5]])

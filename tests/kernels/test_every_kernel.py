@@ -1,6 +1,6 @@
 """Every public kernel, none forgotten: equal results in every variant, pure, and no retrace on new values.
 
-The numbers themselves are tested kernel by kernel beside this file; here a table of example calls shows that the whole
+Other files test the numbers of each kernel; here a table of example calls shows that the whole
 surface traces, vmaps, takes strided memory and float64, and recompiles for shapes only.
 """
 

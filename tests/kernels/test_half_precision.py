@@ -31,7 +31,7 @@ SKIPPED = {
 
 
 def cast(tree: Any, dtype: torch.dtype) -> Any:
-    """The floats of a tree in `dtype`; moments, which are float64, as they are."""
+    """Convert the floats of a tree to `dtype`, except moments, which are float64."""
     change = lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x  # noqa: E731
     return [part if is_moments(part) else pytree.tree_map(change, part) for part in tree]
 

@@ -28,7 +28,7 @@ def trainer():
 
 
 class Accelerator:
-    """One process."""
+    """Accelerator of one process."""
 
     device, process_index, num_processes, sync_gradients = torch.device("cpu"), 0, 1, True
 
@@ -80,7 +80,7 @@ def trls_advantages(trainer, rewards, group_size):
 
 @pytest.mark.parametrize("group_size", [2, 4, 16])
 def test_group_normalisation(trainer, group_size):
-    """TRL divides by the sample deviation, ours by the population's: sqrt(G / (G - 1)) apart, in eps too."""
+    """TRL divides by the sample deviation, ecrl by the population's: a factor of sqrt(G / (G - 1)), also in eps."""
     draw = torch.Generator().manual_seed(group_size)
     rewards = 3.0 * torch.randn(48, generator=draw, dtype=F64) + 5.0
     ratio = sqrt(group_size / (group_size - 1))

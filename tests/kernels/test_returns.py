@@ -379,7 +379,7 @@ def _halves(at):
 @pytest.mark.parametrize("time_major", [True, False], ids=["time-major", "env-major"])
 @pytest.mark.parametrize("shape", [(64, 100), (7, 33), (600, 130)], ids=str)
 def test_gae_in_a_graph_is_the_eager_one(shape, time_major):
-    """However its memory runs, and for masks of an odd number of bytes, which cannot be read two at a time."""
+    """GAE is right for any memory layout, and for masks of an odd number of bytes."""
     steps = random_steps(3, *shape)
     if time_major:
         steps = {name: field.t().contiguous().t() for name, field in steps.items()}

@@ -349,7 +349,7 @@ def test_running_returns_name_wrong_shapes(reward, done, before, message):
 
 @pytest.mark.ref
 def test_running_returns_are_those_of_gymnasiums_normalize_reward():
-    """Its sums over episodes that run into a time limit; where one terminates it forgets all but the last reward."""
+    """The wrapper sums over episodes that reach a time limit; if one terminates, it keeps only the last reward."""
     gym = pytest.importorskip("gymnasium")
     same_step = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
     vector = gym.make_vec("Pendulum-v1", 3, max_episode_steps=7, vector_kwargs=same_step)
@@ -374,7 +374,7 @@ def test_running_returns_are_those_of_gymnasiums_normalize_reward():
 
 @pytest.mark.ref
 def test_running_returns_are_those_of_stable_baselines3():
-    """Its `VecNormalize._update_reward`, with ends of both kinds."""
+    """Compare with `VecNormalize._update_reward`, with terminations and truncations."""
     normalize = pytest.importorskip("stable_baselines3.common.vec_env.vec_normalize")
     draw, sums = np.random.default_rng(3), []
     reward, done = draw.normal(size=(3, 25)), draw.random((3, 25)) < 0.2

@@ -62,7 +62,7 @@ def test_oracle(variant, fn, kwargs, oracle):
 
 
 def rates_of(make, steps, rate=0.5):
-    """The learning rates that torch's scheduler sets at steps 0 to steps - 1, as factors of the first one given."""
+    """Return the learning rates of torch's scheduler at steps 0 to steps - 1, divided by the initial rate."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=rate)
     scheduler, out = make(optimizer), []
     for _ in range(steps):

@@ -47,7 +47,7 @@ def counting_with_a_fault(cfg: CountingConfig) -> Env:
 
 
 def states(cfg: Config) -> list[TensorDict]:
-    """States after each iteration, in memory of their own."""
+    """Return copies of the states after each iteration."""
     return [r["state"].clone() for r in train_iter(init_state(cfg), cfg) if r["log_type"] == "train"]
 
 

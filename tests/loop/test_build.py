@@ -1,4 +1,4 @@
-"""The form that `trainer.compile: auto` takes: what ends the whole budget sooner."""
+"""The choice of `trainer.compile: auto`: compile only if it shortens the run."""
 
 from dataclasses import replace
 
@@ -38,7 +38,7 @@ def test_auto_compiles_half_as_many_iterations_of_twice_the_work(name):
 
 
 def test_gradient_steps_add_to_the_work_evenly():
-    """The work of an iteration is a part of its own and a part per epoch; the break-even point is its reciprocal."""
+    """The work of an iteration has a constant part and a part per epoch; the break-even point is its reciprocal."""
     cfg = load_config("configs/cartpole_ppo.json").replace(**{"trainer.num_envs": 4, "trainer.buffer_size": 8})
     sized = [cfg.replace(**{"algorithm.cfg.batch_size": 16, "algorithm.cfg.n_epochs": n}) for n in (1, 2, 3)]
     one, two, three = (1.0 / break_even(c) for c in sized)

@@ -376,7 +376,7 @@ def drifting(fault: str, guard: str, **kwargs) -> Config:
 
 
 def odd_seeds(cfg: Config) -> list[int]:
-    """Environments whose reset is given an odd seed."""
+    """Return the environments whose reset gets an odd seed."""
     seeds = rng.bits(start_keys(rng.key(cfg.trainer.seed), 4, 0)) & 0x7FFFFFFF
     return [i for i, seed in enumerate(seeds.tolist()) if seed % 2]
 

@@ -1,4 +1,4 @@
-"""The loop: purity, equal bits, resuming, streams by env index, vmapping over seeds, equal forms."""
+"""The loop: purity, equal bits, resuming, streams by env index, vmapping over seeds, compiled and eager."""
 
 import subprocess
 import sys

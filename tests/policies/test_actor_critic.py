@@ -182,7 +182,7 @@ def test_actor_only_has_no_critic_and_the_actor_of_actor_critic():
 
 @pytest.mark.parametrize(("name", "kind"), ALL)
 def test_batch_axes_are_free(name, kind):
-    """`[3, 2]` observations give what `[6]` do, and one alone what it does among others."""
+    """Results of `[3, 2]` observations equal results of `[6]` and of single observations."""
     policy = _policy_of(name, ACTIONS[kind])
     params, noise = policy.init(rng.key(1)), _noise(policy)
     flat = policy.act(params, EMPTY, _obs(), noise)[1]

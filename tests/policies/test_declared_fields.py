@@ -1,4 +1,4 @@
-"""Whatever a policy's `act` returns travels to `evaluate`; log-probabilities of tokens count as one action."""
+"""All fields that a policy's `act` returns reach `evaluate`; token log-probabilities sum to one action."""
 
 from dataclasses import replace
 

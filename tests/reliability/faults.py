@@ -92,7 +92,7 @@ def disk_full_for_a_while(folder: Path) -> str:
 
 
 def disk_full_to_the_end(folder: Path) -> str:
-    """As above, and it stays so: the run goes on to its end, whose exit status says that it is not saved."""
+    """The disk stays full: the run continues to its end, and the exit status shows that it is not saved."""
     run = start_run(folder, SLOW)
     wait(run, lambda: steps_logged(folder / "run") >= 640)
     resource.prlimit(run.pid, resource.RLIMIT_FSIZE, (LIMIT, resource.RLIM_INFINITY))
@@ -129,7 +129,7 @@ def disk_of_a_few_pages(folder: Path) -> str:
 
 
 def video(folder: Path) -> str:
-    """No room for a video: said, nothing of it is left, and the next is made."""
+    """A full disk during a video warns and leaves no partial file, and the next video is made."""
     from ecrl.run.video_writer import background_worker, write_video
 
     images = [np.random.default_rng(i).integers(0, 255, (64, 64, 3), np.uint8) for i in range(20)]
@@ -179,7 +179,7 @@ def worker(folder: Path, fault: str, message: str) -> str:
 
 
 def tracker(folder: Path) -> str:
-    """The process of W&B is killed: said once, the run goes on, no process is left."""
+    """A killed W&B process warns once, the run continues, and no process is left."""
     mark = uuid.uuid4().hex
     config = copy.deepcopy(TINY)
     config["trainer"] |= {"use_wandb": True, "iterations": 400}
@@ -214,7 +214,7 @@ FAULTS: dict[str, Callable[[Path], str]] = {
 
 
 def main() -> None:
-    """Each fault in a folder of its own."""
+    """Run each fault in a separate folder."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", default=list(FAULTS), choices=list(FAULTS))
     parser.add_argument("--keep", action="store_true", help="write the figures to RESULTS.md")

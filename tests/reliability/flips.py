@@ -31,7 +31,7 @@ def checkpoints(run: Path) -> list[Path]:
 
 
 def damaged(data: bytes, draw: random.Random, cut: bool) -> bytes:
-    """With one bit flipped, or cut off somewhere, at nothing too."""
+    """Return the bytes with one flipped bit, or truncated, possibly to nothing."""
     at = draw.randrange(len(data))
     return data[:at] if cut else data[:at] + bytes([data[at] ^ 1 << draw.randrange(8)]) + data[at + 1 :]
 

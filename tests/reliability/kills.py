@@ -1,4 +1,4 @@
-"""kill -9 at random moments, half of them inside a save; the run is resumed and compared with one that nothing stopped.
+"""kill -9 at random moments, half of them inside a save; resumed runs are compared with an uninterrupted run.
 
 `python tests/reliability/kills.py --kills 100 --keep`. A moment is inside a save if its traces are found afterwards: a
 folder written aside, or one that is being replaced or removed.

@@ -1,6 +1,6 @@
 """Random mutations of a config: of its values, its structure and its text, many of them hostile.
 
-Whatever evaluates, imports or touches what a mutated config says meets the canary: a word, a module and a file.
+Canaries detect a config that is evaluated, imported or opened: a word, a module and a file.
 """
 
 import copy
@@ -42,7 +42,7 @@ Spot = tuple[Any, Any]  # a list or dict, and one of its indices or keys
 
 
 def spots(data: Any) -> Iterator[Spot]:
-    """Every place in a config, whatever it has become."""
+    """Yield every place in a config, after any mutation."""
     for key, value in list(
         data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
     ):
@@ -51,7 +51,7 @@ def spots(data: Any) -> Iterator[Spot]:
 
 
 def put(data: dict, path: str, value: Any) -> Spot:
-    """Set a dotted key, whatever is in its way; where it is then."""
+    """Set a dotted key, replacing values on its path; return its place."""
     *sections, key = path.split(".")
     for section in sections:
         if not isinstance(data.get(section), dict):
@@ -95,7 +95,7 @@ def alike(draw: random.Random, pool: Pool, value: Any) -> Any:
 
 
 def misspelt(draw: random.Random, key: str) -> str:
-    """A letter left out, given twice, or another way to write the word."""
+    """Return the word with a missing or doubled letter, or in another notation."""
     at = draw.randrange(len(key))
     twice, without = key[:at] + key[at : at + 1] + key[at:], key[:at] + key[at + 1 :]
     return draw.choice([twice, without, key.upper(), f"{key} ", key.replace("_", "-")])
@@ -109,7 +109,7 @@ def _add(draw: random.Random, pool: Pool, part: Any) -> None:
 
 
 def mutate(draw: random.Random, pool: Pool, data: Any, part: Any, key: Any) -> None:
-    """One mutation of `data`, at `part[key]` in it."""
+    """Apply one mutation to `data` at `part[key]`."""
     value = part[key]
     match draw.choices([*KINDS], [*KINDS.values()])[0]:
         case "junk":

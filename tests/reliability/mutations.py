@@ -151,7 +151,7 @@ def _timed_out(*_: object) -> None:
 
 
 def chunk(name: str, numbers: range, seed: int, folder: Path, begin: int) -> None:
-    """In a process of its own: write an Outcome a line, and before each the number of what is tried."""
+    """Write the number of each mutation and then its Outcome, one per line; runs in a separate process."""
     configs = {path.stem: json.loads(path.read_text()) for path in sorted(CONFIGS.glob("*.json"))}
     names = {part for kind in KINDS for part in registered(kind)}
     changes = [row.changed for row in TABLE]

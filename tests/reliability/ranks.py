@@ -75,7 +75,7 @@ def end_of(scenario: Scenario, form: str) -> dict[str, torch.Tensor]:
 
 
 def write(names: list[str], form: str, out: Path) -> None:
-    """Take part in the scenarios, and write what this rank ends with."""
+    """Run the scenarios on this rank, and write its last state."""
     torch.set_num_threads(1)
     distributed.start(True)
     for name in names:
@@ -124,7 +124,7 @@ def ended(ranks: list[subprocess.Popen[str]], patience: float = PATIENCE_S) -> l
 
 
 def both(names: list[str], form: str, out: Path) -> dict[str, list[dict[str, torch.Tensor]]]:
-    """By scenario what one rank, and what each of two, ended with."""
+    """Return by scenario the last states of one rank, and of each of two ranks."""
     for size in (1, 2):
         ended(launched(size, [__file__, json.dumps(names), form, str(out)]))
     places = [(1, 0), (2, 0), (2, 1)]

@@ -1,6 +1,6 @@
 """Kill one of two ranks at a random moment, in many runs: `python tests/reliability/ranks_killed.py RUNS`.
 
-torchrun starts the ranks anew, they go on from the last checkpoint, and the run ends with the very weights of one that
+torchrun restarts the ranks, they resume from the last checkpoint, and the run ends with the very weights of one that
 nobody disturbed.
 """
 
@@ -41,7 +41,7 @@ def begun(path: Path, run_dir: Path) -> subprocess.Popen[str]:
 
 
 def workers(torchrun: subprocess.Popen[str]) -> list[int]:
-    """Its ranks that are alive."""
+    """Return the process ids of its living ranks."""
     tasks = Path(f"/proc/{torchrun.pid}/task").glob("*/children")
     return sorted(int(pid) for task in tasks for pid in task.read_text().split())
 
@@ -71,7 +71,7 @@ def killed(path: Path, run_dir: Path, after: float, victim: int) -> bool:
 
 
 def end(run_dir: Path) -> bytes:
-    """The weights and all else that rank 0 ends with."""
+    """Return the last state of rank 0."""
     last = max((run_dir / "checkpoints").glob("step_*"), key=lambda p: int(p.name.removeprefix("step_")))
     assert last.name == f"step_{ITERATIONS * 64 * 4 * 2}", last
     return (last / "state.safetensors").read_bytes() + (last / "rank_1.safetensors").read_bytes()

@@ -35,7 +35,7 @@ class Run(NamedTuple):
     out: Path
 
     def ended(self) -> int | None:
-        """Its exit status, negative if a signal ended it; None while it runs."""
+        """Return the exit status, negative after a signal; None while the process runs."""
         pid, status = os.waitpid(self.pid, os.WNOHANG)
         return None if pid == 0 else os.waitstatus_to_exitcode(status)
 

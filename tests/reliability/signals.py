@@ -41,7 +41,7 @@ def stopped(folder: Path, number: int, wait: float) -> float | None:
 
 
 def signals(count: int, seed: int, folder: Path, numbers: tuple[int, ...]) -> list[float]:
-    """Seconds that each took; raises AssertionError for one that was not saved, or goes on otherwise."""
+    """Stop runs by signals and resume them; return the seconds that each took to stop."""
     draw, (expected, seconds) = random.Random(seed), reference(folder / "whole")
     times: list[float] = []
     while len(times) < count:

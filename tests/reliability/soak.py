@@ -1,6 +1,6 @@
 """Hours of one run with evaluations, checkpoints and logs: memory, descriptors and speed stay constant.
 
-`python tests/reliability/soak.py --hours 2 --keep`. The run is `ecrl train` in a process of its own, watched from
+`python tests/reliability/soak.py --hours 2 --keep`. The run is `ecrl train` in a separate process, watched from
 outside through /proc; SIGTERM ends it. It is watched from its second checkpoint on, as threads and files of a first
 evaluation and save come only then. The second quarter of the samples is compared with the last one. Speed is in
 steps per second of CPU time, so that neighbours and a stop (SIGSTOP) do not count; a yardstick, a fixed piece of work
@@ -42,7 +42,7 @@ class Sample(NamedTuple):
 
 
 class Judged(NamedTuple):
-    """One line of figures, and whether they are well."""
+    """One line of figures, and True if they are good."""
 
     text: str
     well: bool

@@ -1,4 +1,4 @@
-"""`ecrl plot`: runs and peers from disk, seeds as bands, faults in one line each, pictures of both kinds."""
+"""`ecrl plot`: runs and other libraries' files, bands over seeds, one line per fault, and both kinds of pictures."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Checkpoints: equal bits back, damage and mismatch named, old ones kept until the new one is whole."""
+"""Checkpoints: equal bits, named damage and mismatches, old checkpoints stay until the new one is complete."""
 
 import gc
 import json
@@ -145,7 +145,7 @@ def test_nothing_is_unpickled(saved, monkeypatch):
 
 @pytest.fixture
 def run(tmp_path):
-    """A run folder with checkpoints at 9, 32 and 128, each of its own state."""
+    """Return a run folder with checkpoints of different states at steps 9, 32 and 128."""
     cfg = small()
     state = last_state(cfg)
     for step in (9, 32, 128):

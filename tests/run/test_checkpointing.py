@@ -1,4 +1,4 @@
-"""Saving during a run: when, what is kept, off the training path, and what a failure does."""
+"""Saving during a run: its times, the checkpoints that stay, background writing, and failures."""
 
 import threading
 import time
@@ -55,7 +55,7 @@ def test_stopping_early_or_failing_saves_what_there_is(tmp_path):
 
 
 def _evaluated(values, name="eval/avg_reward"):
-    """Records as evaluation gives them, one iteration each."""
+    """Yield records of evaluations, one per iteration."""
     cfg = small()
     states = [r["state"] for r in train_iter(init_state(cfg), cfg) if r["log_type"] == "train"]
     for state, value in zip(states, values, strict=False):

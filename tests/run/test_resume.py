@@ -39,7 +39,7 @@ train(init_state(cfg), cfg, sys.argv[2], progress=False)
 
 
 def interrupted(cfg: Config, folder) -> None:
-    """Ten of twenty iterations in a process of its own, ended as Ctrl-C ends it."""
+    """Run ten of twenty iterations in a separate process, and end it like Ctrl-C."""
     path = folder.with_suffix(".json")
     path.write_text(json.dumps(cfg.model_dump(mode="json")))
     command = [sys.executable, "-c", STOP, str(path), str(folder)]

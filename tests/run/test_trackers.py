@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases: the same names, against env steps, the config beside them; neither ends a run."""
+"""TensorBoard and Weights & Biases: the same names over env steps, and the config. Their failures never end a run."""
 
 import json
 import os

@@ -35,7 +35,7 @@ def config_file(tmp_path, monkeypatch):
 
 
 def cli(*args, cwd=None):
-    """The command line in a process of its own."""
+    """Run the command line in a separate process."""
     return subprocess.run([sys.executable, "-m", "ecrl", *map(str, args)], capture_output=True, text=True, cwd=cwd)
 
 

@@ -1,4 +1,4 @@
-"""Videos: the right frames of the right steps, made apart from the run, which they neither change nor stall."""
+"""Videos: the right frames of the right steps, made in the background, without changing or delaying the run."""
 
 import re
 import subprocess

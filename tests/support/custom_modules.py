@@ -84,7 +84,7 @@ class ActsOnNoise(Acts):
 
 
 class ModuleConfig(PolicyConfig):
-    """No settings of its own."""
+    """A config without settings."""
 
 
 @register_policy("trunk")

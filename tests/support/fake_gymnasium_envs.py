@@ -71,7 +71,7 @@ class Bandit(gymnasium.Env):
 class Count(gymnasium.Env):
     """Counts its steps from a start that its seed draws; ends at a multiple of 5, is cut at 3 steps.
 
-    `fault` says what goes wrong from the third step or from the second reset on, in environments of an odd seed.
+    `fault` names a fault from the third step or the second reset on, in environments with an odd seed.
     An environment that hangs creates the file `mark` first.
     """
 
@@ -135,9 +135,9 @@ class Count(gymnasium.Env):
 
 
 class Drift(gymnasium.Env):
-    """Observes its steps, pays less for larger actions, is cut at 4 steps; those with odd seeds fail once at step 3.
+    """Environment that observes its steps and truncates at 4; larger actions earn less; odd seeds fail once at step 3.
 
-    `strict` is one that breaks if it is given NaN.
+    With `strict` it raises if its action is NaN.
     """
 
     observation_space = spaces.Box(-np.inf, np.inf, (1,))

@@ -1,6 +1,6 @@
 """Observable effects of a config: each function trains, evaluates or starts BASE with `changes`.
 
-What they give can be compared with `==`; equal changes give equal results, from a cache where they were seen before.
+Results can be compared with `==`. Equal changes give equal results, which are cached.
 """
 
 import hashlib
@@ -106,7 +106,7 @@ def files(changes: Changes) -> dict[str, Any]:
 
 @remembered
 def best(changes: Changes) -> int:
-    """The step that `checkpoints/best` is of."""
+    """Return the step of `checkpoints/best`."""
     cfg = made(changes)
     with tempfile.TemporaryDirectory() as folder, FEW_STEPS:
         train(init_state(cfg), cfg, folder, progress=False)

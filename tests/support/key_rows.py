@@ -110,11 +110,11 @@ def policy(name: str, base: Changes) -> list[Row]:
 
 
 def network(place: str) -> list[Row]:
-    """The perceptron as one of the networks of a policy."""
+    """Return rows of the perceptron's keys, as a network of a policy."""
     keys = {"hidden_sizes": [4], "activation": "relu", "last_activation": "tanh", "use_layernorm": True}
     keys["orthogonal_init"] = 0.5
     rows = [Row(f"network.mlp.{key}", value, {}, path=f"{place}.{key}") for key, value in keys.items()]
-    for key, value in (("last_activation", "relu"), ("orthogonal_init", [0.5, 2.0])):  # beside None, another one
+    for key, value in (("last_activation", "relu"), ("orthogonal_init", [0.5, 2.0])):  # besides None, another value
         rows.append(Row(f"network.mlp.{key}", value, {f"{place}.{key}": keys[key]}, path=f"{place}.{key}"))
     return [*rows, Row("network.mlp.dropout_p", 0.1, {}, refused("dropout_p=0.1, expected 0"), f"{place}.dropout_p")]
 
@@ -146,7 +146,7 @@ ADAPTIVE = {
 
 
 def learning(name: str, base: Changes) -> list[Row]:
-    """Optimisers and schedules, which every algorithm has."""
+    """Return rows of optimisers and schedules, which every algorithm has."""
     part = f"algorithm.{name}"
 
     def using(optimizer: str, **kwargs: Any) -> Changes:
@@ -177,7 +177,7 @@ def learning(name: str, base: Changes) -> list[Row]:
 
 
 def adaptive(name: str, base: Changes) -> list[Row]:
-    """The rate that answers to a KL, which algorithms with minibatch steps have."""
+    """Return rows of the adaptive rate, which algorithms with minibatch steps have."""
 
     def block(**kwargs: float) -> Changes:
         return {"name": "adaptive", "kwargs": kwargs}
@@ -193,7 +193,7 @@ def adaptive(name: str, base: Changes) -> list[Row]:
 
 
 def not_adaptive(name: str, base: Changes) -> list[Row]:
-    """The same for an algorithm without such steps, which refuses it."""
+    """Return rows of the adaptive rate for an algorithm without minibatch steps, which refuses it."""
     see = refused(f"lr_scheduler adaptive needs the KL of a minibatch step, which {name} does not have")
     return [
         Row(f"algorithm.{name}.lr_scheduler.kwargs.{key}", block, base, see, "algorithm.cfg.lr_scheduler")

@@ -133,7 +133,7 @@ def shaped(**shape: Any) -> dict[str, Any]:
 
 
 def round_thing(**shape: Any) -> Changes:
-    """A scene with such an object."""
+    """Return a scene with this object."""
     return task("ReachRL", rigid_object=[shaped(**shape)], observations={"cube": POSE}, events={"goal": GOAL})
 
 
@@ -189,7 +189,7 @@ TASKS += at("CartPoleExtensions", "extensions", UPRIGHT, angle_threshold=1e-6, v
 
 
 def acting(func: str) -> Changes:
-    """One term of the action."""
+    """Return a task with one term of the action."""
     return RESTING | {f"{CFG}.actions": {"a": term(func)}}
 
 
@@ -261,7 +261,7 @@ def event(section: str, base: Changes, see: See = stepped, /, **values: Any) -> 
 
 
 def event_between(section: str, base: Changes, see: See = stepped, /, **values: Any) -> list[Row]:
-    """The same, of those that may be absent."""
+    """Return rows of optional keys of the section at `path`."""
     return between(section, "events.more.params", base, see, **values)
 
 

@@ -36,7 +36,7 @@ SCALES = 1.0, 1.0, 1.0, 1e-30, 1e-9, 1e3, 1e15
 
 
 class Operation(NamedTuple):
-    """An operation on two tensors, given by their places among those so far, and a number."""
+    """An operation, the indices of its two tensors among the earlier ones, and a number."""
 
     name: str
     first: int
@@ -118,7 +118,7 @@ def applied(operations: tuple[Operation, ...], fields: list[Tensor]) -> tuple[li
 
 
 def successor(leaf: Tensor, leaves: list[Tensor], choice: int) -> Tensor:
-    """A tensor like the leaf from those with its shape; an integer never comes from a float."""
+    """Return a tensor with shape and dtype of the leaf from `leaves`; an integer never comes from a float."""
     fitting = [x for x in leaves if x.shape == leaf.shape]
     if not fitting:
         return leaf

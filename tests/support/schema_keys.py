@@ -33,7 +33,7 @@ def _of_tasks(model: type) -> bool:
 
 
 def _first(model: type[BaseModel], name: str) -> str:
-    """The first section of tasks that had this key, of those that a model of theirs inherits from."""
+    """Return the first section of tasks with this key, among the base classes of a model."""
     return next(m.__name__ for m in reversed(model.__mro__) if _of_tasks(m) and name in getattr(m, "model_fields", ()))
 
 

@@ -103,7 +103,7 @@ def train(kind: str, name: str) -> str:
 
 
 def main(names: list[str]) -> None:
-    """Train each in a process of its own, which begins with torch and without ecrl."""
+    """Train each in a separate process, which imports torch first and then ecrl."""
     import gymnasium
     import pydantic
     import tensordict
