@@ -52,7 +52,7 @@ def test_public_names_are_these():
 
 
 FUNCTIONS = [getattr(kernels, name) for name in KERNELS.split() if inspect.isfunction(getattr(kernels, name))]
-# Short forms of another kernel's page, or a constructor: their docstring says whose arguments, errors and source hold.
+# Variants of another kernel, or a constructor: their docstring names the kernel with arguments, errors and source.
 BRIEF = {
     "normal_mode", "tanh_normal_mode", "tanh_normal_kl", "adam_init", "sgd_init", "rmsprop_init", "global_norm",
     "moments_init", "moments_variance", "episode_init", "linear_schedule", "cosine_schedule", "step_schedule",

@@ -21,7 +21,7 @@ from ecrl.spaces import (
     to_gymnasium,
 )
 
-PAIRS = [  # ours, Gymnasium's, features
+PAIRS = [  # ecrl's space, Gymnasium's space, features
     (box(-1.0, 1.0, 2, 3), gym.Box(-1.0, 1.0, (2, 3)), 6),
     (box(0.0, 1.0), gym.Box(0.0, 1.0, ()), 1),
     (Box((-1.0, -np.inf), (2.0, np.inf), (2,)), gym.Box(np.float32([-1, -np.inf]), np.float32([2, np.inf])), 2),

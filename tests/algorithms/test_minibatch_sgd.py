@@ -84,7 +84,7 @@ def test_shuffled_visits_every_row_once_per_epoch_and_fills_up_small_batches():
         assert sorted(rows[counted].tolist()) == list(range(10))
         assert counted.sum(1).tolist() == [4, 4, 2]
         assert not counted[-1, 2:].any()
-        assert set(rows[-1, 2:].tolist()) == {int(rows[-1, 0])}  # a row of its own batch: nothing else can be let in
+        assert set(rows[-1, 2:].tolist()) == {int(rows[-1, 0])}  # each row is a batch, so no other row can enter
     assert index[:3].tolist() != index[3:6].tolist()
 
 

@@ -319,7 +319,7 @@ def test_inside_a_graph_counts_what_lies_between_its_kernels_but_not_between_two
     trace = [on_gpu(0, 1, 7), on_gpu(3, 1, 7), on_gpu(6, 1, 7, launch=2), on_gpu(8, 1, 7, launch=2)]
     assert gpu.kernel_share(trace, 10.0) == {"busy_share": 0.4, "graph_share": 0.7}
     copied_in_and_out = [on_gpu(4.5, 1, kind="gpu_memcpy"), on_gpu(9, 1)]
-    assert gpu.seconds_on_device([*trace, *copied_in_and_out], 2) == 3.5e-6  # the graphs alone
+    assert gpu.seconds_on_device([*trace, *copied_in_and_out], 2) == 3.5e-6  # only the graphs
     assert gpu.seconds_on_device(copied_in_and_out, 2) == 1e-6
 
 
@@ -364,7 +364,7 @@ def test_bare_physics_takes_the_steps_of_a_rollout(monkeypatch):
     )
     monkeypatch.setattr(physics, "config", lambda **keys: small.replace(**keys))
     again, states, substeps = physics.replay(2)
-    passed = again()[:, substeps - 1 :: substeps]  # time, positions, velocities first, as in ours
+    passed = again()[:, substeps - 1 :: substeps]  # time, positions, velocities first, as in ecrl
     width = 1 + 13 + 12
     assert states.shape[:2] == (8, 3) and passed.shape[:2] == (3, 8)
     assert (passed[:, :-1, :width].swapaxes(0, 1) == states[1:, :, :width]).all()

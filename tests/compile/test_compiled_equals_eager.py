@@ -541,7 +541,7 @@ def transposed_inputs(size):
     return x, x.flip(0) / 7.0, xs.expand(3, size, size).contiguous()
 
 
-@pytest.mark.parametrize("size", [1, 3, 70])  # 70: each has a buffer of its own
+@pytest.mark.parametrize("size", [1, 3, 70])  # 70: each has a separate buffer
 def test_a_transposed_carry_is_right(size):
     inputs = transposed_inputs(size)
     actual, expected = graph_of(partial(_transposed, graph_scan), *inputs)(*inputs), _transposed(scan, *inputs)

@@ -110,7 +110,7 @@ def test_a_loop_of_known_length_is_asked_for_its_counter():
     ("old", "new"),
     [
         ("item_int64(arg,", "item_int64(other,"),  # another number is asked for
-        ("u0 < 16L", "u1 < 16L"),  # a bound of something else
+        ("u0 < 16L", "u1 < 16L"),  # the bound of another buffer
         ("cpp_fused_lt_0(", "cpp_fused_lt_0((float*)(x.data_ptr()), "),  # a question of more than the counter
         ("u0 < 16L", "u0 < length"),  # of unknown length
     ],
@@ -150,7 +150,7 @@ def test_a_compiled_loop_keeps_nothing_that_it_hands_out(monkeypatch):
     weight = torch.linspace(-1.0, 1.0, 32 * 32).sin().reshape(32, 32)
     cases = [(torch.full((16, 32), shift), torch.arange(7.0).reshape(7, 1, 1) + shift, weight) for shift in (0.1, 0.7)]
     with config.patch(force_disable_caches=True):
-        outs = [run(*case) for case in cases]  # the second call may not touch what the first one gave
+        outs = [run(*case) for case in cases]  # the second call may not change results of the first
     for out, case in zip(outs, cases, strict=True):
         torch.testing.assert_close(out, _run(scan, *case), rtol=1e-5, atol=1e-5)
     (body,) = re.findall(r"^    while \(1\) \{\n.*?^    \}\n", written[0], re.M | re.S)

@@ -78,7 +78,7 @@ def test_pieces_of_inductor_are_the_plain_function():
 
 
 def test_a_loop_is_compiled_for_rows_that_may_lie_anywhere():
-    x = torch.ones(4, 5000)[:, :4999]  # a row of its own, as it is large, that begins on no multiple of 16 bytes
+    x = torch.ones(4, 5000)[:, :4999]  # a large row is a separate buffer; it does not begin at a multiple of 16 bytes
     _, pieces = call, pieces = cut(lambda x: graph_scan(lambda c, row: (c + row, c * row), x[0], x), x)
     call(x)
     body = next(inputs for inputs in pieces.inputs if len(inputs) > 1)
@@ -92,7 +92,7 @@ def test_rows_of_a_loop_are_written_where_they_belong():
     call(x)
     body = next(graph for graph, inputs in zip(pieces.graphs, pieces.inputs, strict=True) if len(inputs) > 1)
     assert [str(node.target) for node in body.graph.nodes].count("aten.copy_.default") == 1
-    assert len(body.graph.output_node().args[0]) == 1  # the carry alone is given back
+    assert len(body.graph.output_node().args[0]) == 1  # only the carry is returned
 
 
 def test_a_carry_keeps_its_layout():
@@ -125,7 +125,7 @@ def test_what_no_piece_takes_any_more_is_let_go():
     call, _ = cut(three, torch.ones(4, 5000), compile=watching)
     call(torch.ones(4, 5000))
     assert alive[0] == 0
-    assert alive[-1] <= 2  # what the last piece takes; not `large`, nor what the loops gave between
+    assert alive[-1] <= 2  # inputs of the last piece, without `large` and results of the loops in between
 
 
 def test_what_is_done_depends_on_no_number_that_a_tensor_holds():

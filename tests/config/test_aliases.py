@@ -150,7 +150,7 @@ def test_overrides_reach_keys_under_other_names():
         "run: env.cfg.sise: unknown key; known: actions, max_episode_steps, robot",
         "run: trainer.learning_env.cfg.actions.sise: unknown key; did you mean 'size'?",
     ]
-    assert data["trainer"]["learning_env"] == {"id": "scene", "cfg": {"max_episode_steps": 5}}  # left alone
+    assert data["trainer"]["learning_env"] == {"id": "scene", "cfg": {"max_episode_steps": 5}}  # unchanged
 
 
 GYM = {
@@ -201,7 +201,7 @@ def test_gym_config_starts_from_the_working_directory(tmp_path, monkeypatch):
     path = _gym_config(tmp_path)
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    assert load_config(path).env.cfg.max_episode_steps == 50  # beside the config
+    assert load_config(path).env.cfg.max_episode_steps == 50  # next to the config
     (tmp_path / "here" / "gym.json").write_text(json.dumps(GYM | {"max_episode_steps": 20}))
     assert load_config(path).env.cfg.max_episode_steps == 20
 

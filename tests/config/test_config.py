@@ -264,7 +264,7 @@ def test_num_envs_in_the_env_section():
     assert config_from_dict(_with(("env.cfg.num_envs", 7), ("trainer", REMOVED))).trainer.num_envs == 7
     assert "num_envs" not in config_from_dict(apart).env.cfg.model_dump()
     assert _faults(_with(("env.cfg.num_envs", 7), ("trainer", None)))[0].startswith("trainer: expected an object")
-    assert apart["env"]["cfg"]["num_envs"] == 7  # the caller's dict is left alone
+    assert apart["env"]["cfg"]["num_envs"] == 7  # the caller's dict does not change
 
 
 def test_env_by_id_or_by_name_alone():
@@ -321,7 +321,7 @@ def test_replace():
 def test_replace_makes_room():
     cfg = config_from_dict(_with(("algorithm.cfg", {"optimizer": {"name": "adam", "kwargs": {"eps": 1e-3}}})))
     changed = cfg.replace(**{"algorithm.cfg.optimizer.name": "sgd", "algorithm.cfg.lr_scheduler.name": "linear"})
-    assert changed.algorithm.cfg.optimizer.name == "sgd"  # with settings of its own: it has no eps
+    assert changed.algorithm.cfg.optimizer.name == "sgd"  # with its own settings, which have no eps
     assert changed.algorithm.cfg.lr_scheduler.name == "linear"  # null before
     assert cfg.replace(**{"trainer.total_timesteps": 2048 * 4 * 7}).trainer.iterations == 7
     assert cfg.replace(**{"trainer.update_horizon": 5}).trainer.buffer_size == 5

@@ -78,7 +78,7 @@ def test_all_keys_without_meaning_are_reported_together():
     cfg, warned = with_warnings(config_from_dict, data)
     assert cfg == config_from_dict(BASE)
     assert sorted(warned) == sorted(f"{path} has no meaning here ({why}); ignored" for path, why in INERT.items())
-    assert data["trainer"]["headless"] == 1  # the caller's dict is left alone
+    assert data["trainer"]["headless"] == 1  # the caller's dict does not change
 
 
 def test_keys_an_environment_knows_have_a_meaning(monkeypatch):

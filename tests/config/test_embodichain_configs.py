@@ -427,7 +427,7 @@ def test_the_whole_train_config(tmp_path, monkeypatch):
 
 def test_the_device_is_looked_for_when_used(tmp_path):
     _write(tmp_path, run_json=TRAIN_CONFIG, configs__agents__rl__push_cube__gym_config_json=GYM_CONFIG)
-    cfg, _ = with_warnings(load_config, tmp_path / "run.json")  # the second file is found beside the first
+    cfg, _ = with_warnings(load_config, tmp_path / "run.json")  # the second file is next to the first
     if torch.cuda.is_available():
         assert device_of(cfg) == torch.device("cuda:0")
     else:
@@ -451,7 +451,7 @@ def test_env_sections(text, name, threshold):
     assert (cfg.env.name, cfg.trainer.num_envs, warned) == (name, 4, [])
     assert set(cfg.env.cfg.actions) == {"delta_qpos"} and cfg.env.cfg.actions["delta_qpos"].params.scale == 0.1
     assert cfg.env.cfg.extensions.success_threshold == threshold
-    assert config_from_dict(_around(section)).trainer.num_envs == 8  # the trainer's, where it says one
+    assert config_from_dict(_around(section)).trainer.num_envs == 8  # the trainer's number, if it sets one
 
 
 @pytest.mark.parametrize("text", [POLICY, PPO, GRPO])

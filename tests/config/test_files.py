@@ -12,7 +12,7 @@ from ecrl.config.files import parse_overrides, read
 from ecrl.config.model import format_path, repeated_keys
 from ecrl.errors import ConfigError
 
-SCALARS = [  # text, value: as JSON has it, whatever YAML 1.1 made of it
+SCALARS = [  # text, value: the value is JSON's, also where YAML 1.1 differs
     ("1e-8", 1e-8),
     ("-2.5E+3", -2500.0),
     ("1.", 1.0),

@@ -24,7 +24,7 @@ SMALL = {  # in place of the numbers in the cell that is tagged `parameters`
     "04_many_seeds": 'seeds, iterations, repeats, grid_iterations, compiling = 4, 1, 1, 1, "off"',
     "05_push_cube": "iterations, episodes, filmed = 1, 2, 1",
 }
-CLAIMS = {  # what a notebook says that its run shows
+CLAIMS = {  # claims of a notebook about its run
     "00_quickstart": 'assert min(here["eval/avg_reward"], gymnasium["eval/avg_reward"]) >= 475\n'
     'assert (same["params"] == state["params"]).all()',
     "02_add_an_algorithm": 'last = ecrl.evaluate(state, cfg, num_episodes=100, env="gymnasium:CartPole-v1")\n'
@@ -33,7 +33,7 @@ CLAIMS = {  # what a notebook says that its run shows
     "04_many_seeds": "assert (finals >= 475).sum() >= 60",
     "05_push_cube": 'assert result["eval/success_rate"] >= 0.85',
 }
-ELSEWHERE = {"GAE", "VTrace", "Squashed"} | {  # what kernels give, and what the other notebooks show at work
+ELSEWHERE = {"GAE", "VTrace", "Squashed"} | {  # results of kernels, and output that other notebooks show during a run
     "act_and_step", "collect_rollout", "episode_init", "episode_update", "loop", "restarted",
 }  # fmt: skip
 CELL_S = 24 * 3600  # nbmake stops a cell after 300 s by default, which a loaded machine may need

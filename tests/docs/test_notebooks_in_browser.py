@@ -17,7 +17,7 @@ from support.notebook_files import NEEDED, NOTEBOOKS, PICTURES, VIDEOS, cells
 from support.paths import ROOT
 
 PATIENCE_S = 7200.0
-PROGRESS = {"00_quickstart", "02_add_an_algorithm", "05_push_cube"}  # those that call `ecrl.train`
+PROGRESS = {"00_quickstart", "02_add_an_algorithm", "05_push_cube"}  # the notebooks that call `ecrl.train`
 SETTINGS = {
     "notebook-extension/tracker": {"windowingMode": "none"},  # all cells are there, seen or not
     "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},

@@ -92,7 +92,7 @@ def test_random_states_and_actions(variant, name):
     expected = _gym_steps(name, states, actions)
     exact = states.double() if variant.name == "double" else states  # 9.8 is another number in float32
     state, flags = STATE[name](exact, elapsed), torch.ones(len(states)).bool()
-    state.update({"terminated": flags, "truncated": flags.clone()})  # whatever a state's flags, a step sets its own
+    state.update({"terminated": flags, "truncated": flags.clone()})  # a step sets its flags, independent of the state's
     after = variant(make_env(name).step)(state, actions, torch.arange(len(states)))
     _compare(after, expected, _tol(variant))
     assert 0 < after["truncated"].sum() == len(states) // limit
@@ -123,7 +123,7 @@ def test_long_trajectory(name):
 @pytest.mark.parametrize("side", [-1.0, 1.0])
 @pytest.mark.parametrize(("column", "edge"), [(0, 2.4), (2, TILT)])
 def test_cartpole_thresholds_are_exclusive(column, edge, side):
-    # At rest the coordinate stays where it is: exactly the threshold goes on, the next float beyond it ends.
+    # At rest the coordinate does not change: the threshold itself continues, the next float beyond it ends.
     states = torch.zeros(3, 4, dtype=torch.float64)
     states[:, column] = side * torch.tensor([edge, nextafter(edge, 9.0), nextafter(edge, 0.0)], dtype=torch.float64)
     actions = torch.zeros(3, dtype=torch.int64)

@@ -21,7 +21,7 @@ def _sim(*places, color=(1.0, 0.0, 0.0, 1.0)):
     shape = {"shape_type": "Sphere", "radius": 0.03}
     fixed = {"shape": shape, "body_type": "static", "color": list(color)}
     objects = [fixed | {"uid": f"ball{i}", "init_pos": list(place)} for i, place in enumerate(places)]
-    empty = "<mujoco><worldbody/></mujoco>"  # nothing else to be seen
+    empty = "<mujoco><worldbody/></mujoco>"  # nothing else is visible
     return simulation(SceneConfig.model_validate({"mjcf": empty, "light": {}, "rigid_object": objects}))
 
 

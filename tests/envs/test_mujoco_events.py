@@ -137,7 +137,7 @@ def test_rotations_by_hand():
     # its z points to -y then: about it x turns to where its y was, to z, and its y to -x
     close(turned([90.0, 0.0, 90.0]).T, [Z, [-1.0, 0.0, 0.0], [0.0, -1.0, 0.0]], 1e-6)
     close(turned([0.0, 90.0, 90.0]).T, [Y, Z, X], 1e-6)  # its z points to x: y turns from there to z
-    close(turned([0.0, 0.0, 90.0], [90.0, 0.0, 0.0]).T, [Y, [-1.0, 0.0, 0.0], Z], 1e-6)  # whatever it was
+    close(turned([0.0, 0.0, 90.0], [90.0, 0.0, 0.0]).T, [Y, [-1.0, 0.0, 0.0], Z], 1e-6)  # independent of its old value
     # about its own z, which points to -y: its x turns to where its y was, to z
     close(turned([0.0, 0.0, 90.0], [90.0, 0.0, 0.0], relative_rotation=True).T, [Z, [-1.0, 0.0, 0.0], [0.0, -1.0, 0.0]])
 
@@ -351,7 +351,7 @@ def test_an_event_is_the_same_in_a_graph(func):
     sim, apply = made(func, **EVENTS[func])
     leaves, structure = flatten((state_in(sim), torch.arange(3)))
     graph, _ = traced(apply, structure, leaves)
-    other, _ = flatten((state_in(sim), torch.arange(3) + 7))  # it draws from the keys it is given
+    other, _ = flatten((state_in(sim), torch.arange(3) + 7))  # it draws from its keys
     expected, _ = flatten(apply(state_in(sim), torch.arange(3) + 7))
     for a, b in zip(graph(*other), expected, strict=True):
         close(a, b, 1e-6)

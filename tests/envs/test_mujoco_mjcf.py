@@ -155,7 +155,7 @@ def test_inverse_kinematics_of_fewer_joints_bring_the_tool_where_they_can():
     begin = {"world": start(sim, (1,))}
     home = world.joint_positions(sim, begin["world"], sim.robot.joints)
     expected = home + torch.tensor([0.2, -0.1, 0.15, 0.0, 0.0, 0.0])
-    data = mujoco.MjData(sim.model)  # MuJoCo itself says where the tool is then, and how it is turned
+    data = mujoco.MjData(sim.model)  # MuJoCo's own pose of the tool
     data.qpos[:] = expected[0].numpy()
     mujoco.mj_kinematics(sim.model, data)
     hand, quaternion = data.body("ur/wrist_3_link"), np.zeros(4)

@@ -220,7 +220,7 @@ SETTINGS = {
     "normalize_robot_joint_data": (
         {},
         {"joint_ids": [0, 1], "range": [-1.0, 1.0]},
-        {"robot_uid", "part_name"},  # which say that there is one robot, and one of its parts, here all of it
+        {"robot_uid", "part_name"},  # settings that name the robot and a part, here the whole robot
     ),
     "get_robot_eef_pose": ({}, {"position_only": True}, {"part_name"}),
     "get_rigid_object_pose": (CUBE, {"position_only": True} | OTHER, set()),

@@ -236,7 +236,7 @@ def test_the_first_action_of_an_episode_is_no_change():
     change = -0.25 * (drawn[1:] - drawn[:-1]).norm(dim=-1).T
     change[:, 2] = 0.0
     close(states["reward"], torch.cat((torch.zeros(3, 2), change), -1), 1e-5)
-    bare = rollout(env, length=3)  # as evaluation and whoever steps the bare task sees it
+    bare = rollout(env, length=3)  # as evaluation and users of the bare task see it
     close(bare["reward"], states["reward"][:, :4], 0.0)
 
 

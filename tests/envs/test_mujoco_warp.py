@@ -293,7 +293,7 @@ def test_numbers_that_run_away_touch_nobody_else():
 
 
 def test_more_contacts_than_there_is_room_for_are_seen(monkeypatch):
-    m = text_model(XML.replace('timestep="0.005"', 'timestep="0.004"'))  # a model of its own, made with less room
+    m = text_model(XML.replace('timestep="0.005"', 'timestep="0.004"'))  # a separate model with less room
     assert warp_model.capacity(m) == (8 * 4, 4 * 32 + m.nv + 2 * m.njnt)
     monkeypatch.setattr(warp_physics, "capacity", lambda m: (3, 11))
     rows, control = starts(m, 2)
@@ -360,7 +360,7 @@ def test_without_the_package_one_line_names_what_to_install(monkeypatch):
 
 def test_nothing_is_printed_and_nothing_of_warp_stays_changed(capfd):
     with warp_model.packages():
-        printed = capfd.readouterr()  # without a GPU, by Warp's library, that it found none
+        printed = capfd.readouterr()  # without a GPU, Warp's library prints that it found none
     assert "initialized" not in printed.out + printed.err
     before = warp.config.log_level, warp.get_device()
     m = text_model(XML.replace('mass="2"', 'mass="2.5"'))

@@ -133,7 +133,7 @@ def test_equals_the_masked_formula(seed):
 @pytest.mark.ref
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_equals_the_unbiased_formula_after_its_factor(size):
-    # TRL divides by the unbiased std: (r - mean) / (std + eps), ours is larger by sqrt(G / (G - 1)). Its eps is 1e-4.
+    # TRL divides by the unbiased std: (r - mean) / (std + eps), ecrl's is larger by sqrt(G / (G - 1)). Its eps is 1e-4.
     reward = random_scores(1, 16)[0]
     grouped = reward.view(-1, size)
     unbiased = (grouped - grouped.mean(1, keepdim=True)) / (grouped.std(1, keepdim=True, correction=1) + 1e-4)
@@ -226,7 +226,7 @@ def test_grpo_advantages_by_hand(variant):
 
 def test_grpo_advantages_with_a_mask(variant):
     advantage, mask = variant(grpo_advantages)(rollout_of(**PAIR, mask=FIRST_EPISODE), gamma=0.5, group_size=2, eps=1.0)
-    close(advantage, [[-0.5, -0.5, 0.0], [0.5, 0.5, 0.0]])  # env 1 is alone at the last step
+    close(advantage, [[-0.5, -0.5, 0.0], [0.5, 0.5, 0.0]])  # only env 1 is left at the last step
     assert mask.tolist() == [row[:3] for row in FIRST_EPISODE]
 
 

@@ -235,7 +235,7 @@ def test_new_values_do_not_retrace(fn):
         (fn, name, shape)
         for fn, (names, _) in CALLS.items()
         for name in names.split()
-        for shape in [(4, 2), (2, 4, 3)]  # too narrow; would broadcast without a word
+        for shape in [(4, 2), (2, 4, 3)]  # too narrow; it would broadcast silently
         if not (fn in (normal_entropy, tanh_normal_entropy) and (name, shape) == ("mean", (2, 4, 3)))
     ],
     ids=lambda x: getattr(x, "__name__", str(x)),

@@ -110,7 +110,7 @@ def stable_baselines3(b):
 
 
 def test_stable_baselines3():
-    # It adds 1e-8 to a std near 1 where ours takes the larger of the two: no difference in float32.
+    # It adds 1e-8 to a std near 1 where ecrl takes the larger of the two: no difference in float32.
     same(lambda b: our_ppo(b, advantage=standardize(b["advantage"], YES, eps=1e-8))[0], stable_baselines3)
 
 

@@ -117,7 +117,7 @@ def test_rlax_vtrace(rlax, gamma, gae_lambda, clip_rho):
 
 @pytest.mark.parametrize("clip_rho", [0.7, 1.0, 3.0])
 def test_rlax_vtrace_advantage(rlax, clip_rho):
-    # Its policy advantage mixes target and value by lambda, the paper and ours do not: they meet at lambda = 1. At a
+    # Its policy advantage mixes target and value by lambda, the paper and ecrl do not: they meet at lambda = 1. At a
     # time limit it bootstraps from the next row's value, not from the state reached, so there are only true ends here.
     s = steps(T)
     s["done"] = s["terminated"]

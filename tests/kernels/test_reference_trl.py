@@ -23,7 +23,7 @@ EPS = 1e-4  # what TRL adds to its standard deviation
 @pytest.fixture(scope="module")
 def trainer():
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what it imports warns of deprecations of its own
+        warnings.simplefilter("ignore")  # its imports warn of deprecations
         return pytest.importorskip("trl").GRPOTrainer
 
 

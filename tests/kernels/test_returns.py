@@ -206,7 +206,7 @@ def test_cutting_at_done_equals_two_calls(kernel, seed, cut, hidden):
     steps["done"][:, cut] = True
     early, late = ({k: v[:, part] for k, v in steps.items()} for part in (slice(cut + 1), slice(cut + 1, None)))
     assert torch.equal(run(kernel, steps), torch.cat((run(kernel, early), run(kernel, late)), -1))
-    steps["reward"][:, cut + 1 :] = hidden  # whatever happens in the next episode stays there, gradients too
+    steps["reward"][:, cut + 1 :] = hidden  # the next episode changes nothing before it, gradients included
     floats = [v.requires_grad_() for k, v in steps.items() if k in ARGS[kernel] and v.is_floating_point()]
     before = run(kernel, steps)[..., : cut + 1]
     assert torch.equal(before, run(kernel, early))
@@ -295,7 +295,7 @@ ABSENT = [
     (gae, {"gae_lambda": 0.0}, {"reward": [1.0, INF, 1.0, NAN]}, [2.0, INF, 4.0, NAN]),
     (gae, {"gae_lambda": 0.0}, {"next_value": [2.0, 8.0, 6.0, -INF]}, [2.0, 5.0, 4.0, -INF]),
     (vtrace, {"gae_lambda": 0.0}, {"reward": [1.0, 1.0, 1.0, INF]}, [2.0, 5.0, 4.0, INF]),
-    # gamma 0: the rewards alone
+    # gamma 0: only the rewards
     *(
         (
             kernel,

@@ -84,7 +84,7 @@ def rates_of(make, steps, rate=0.5):
             lambda o: lr_scheduler.LinearLR(o, 0.1, 1.0, HORIZON),
             3 * HORIZON,
         ),
-        # torch's cosine rises again after the horizon, ours stays: compared up to it, eta_min = end * rate
+        # torch's cosine rises again after the horizon, ecrl's stays constant: compared up to it, eta_min = end * rate
         (cosine_schedule, COSINE, lambda o: lr_scheduler.CosineAnnealingLR(o, HORIZON, 0.1 * 0.5), HORIZON + 1),
         (cosine_schedule, {"end": 0.0, "horizon": 9}, lambda o: lr_scheduler.CosineAnnealingLR(o, 9), 10),
         (step_schedule, STEP, lambda o: lr_scheduler.StepLR(o, 7, 0.3), 3 * HORIZON),

@@ -101,7 +101,7 @@ def test_frozen_during_an_iteration_and_moved_at_its_end():
     both = torch.cat((seen, later["obs"][:, :-1].reshape(-1, 4).double()))
     close(third["norm", "obs", "mean"], both.mean(0))
     close(third["norm", "obs", "m2"], (both - both.mean(0)).square().sum(0))
-    # All of the second rollout was acted with the statistics after the first one, and kept raw.
+    # The second rollout used the statistics after the first one, and stores raw observations.
     params = acting_params(second["params"], second["norm"])
     rows = later[:, :-1].reshape(-1)
     log_prob, _ = parts.policy.evaluate(params, EMPTY, rows)

@@ -67,7 +67,7 @@ class Pool(NamedTuple):
     keys: list[str]  # that a config may have somewhere
     names: list[str]  # of registered parts
     others: list[Any]  # other configs, a source of parts
-    changes: list[dict[str, Any]]  # values by dotted key, such as change what a config does
+    changes: list[dict[str, Any]]  # values by dotted key that change the behaviour of a config
 
 
 def junk(draw: random.Random, pool: Pool) -> Any:

@@ -149,7 +149,7 @@ class Rates(NamedTuple):
 
     seconds: np.ndarray
     per_cpu_second: np.ndarray
-    neighbours: np.ndarray  # cores that other processes kept busy
+    neighbours: np.ndarray  # cores that other processes used
     yardstick: np.ndarray
 
 

@@ -152,7 +152,7 @@ def test_training_does_not_wait_for_a_write_but_for_the_one_before(tmp_path, gat
             break
     while not gate.begun:  # its thread may come late
         time.sleep(0.01)
-    assert gate.begun == ["step_64"] and not (tmp_path / "checkpoints").exists()  # went on to 96 meanwhile
+    assert gate.begun == ["step_64"] and not (tmp_path / "checkpoints").exists()  # training reached 96 meanwhile
     before = time.monotonic()
     threading.Timer(0.3, gate.set).start()
     rest = [record["sample_step"] for record in records]  # 128 waits for 64

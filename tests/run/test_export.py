@@ -289,7 +289,7 @@ def test_a_module_of_ones_own_is_exported_with_its_buffers(make, odd_observation
     assert len(expected.unique()) > 1
     close(torch.export.load(tmp_path / "policy.pt2").module()(**dict(flat.items())), expected)
     session = onnxruntime.InferenceSession(tmp_path / "policy.onnx")
-    every = {name: part.numpy() for name, part in flat.items()}  # those the module does not look at too
+    every = {name: part.numpy() for name, part in flat.items()}  # also parts that the module ignores
     close(torch.as_tensor(session.run(None, every)[0]), expected)
 
 

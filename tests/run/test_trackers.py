@@ -37,7 +37,7 @@ def test_tensorboard_names_and_steps(tmp_path):
 def test_tensorboard_has_the_config_as_a_table_and_as_hyperparameters_of_this_run(tmp_path):
     cfg = small(**{"algorithm.cfg.clip_coef": 0.125})
     list(with_tensorboard(iter(RECORDS), cfg, tmp_path))
-    assert [p.is_file() for p in tmp_path.iterdir()] == [True]  # no run folder of their own
+    assert [p.is_file() for p in tmp_path.iterdir()] == [True]  # no separate run folder
     events = events_in(tmp_path)
     table = events.Tensors("hyperparameters/text_summary")[0].tensor_proto.string_val[0].decode()
     assert "|algorithm.cfg.clip_coef|0.125|" in table

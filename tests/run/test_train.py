@@ -166,7 +166,7 @@ def test_a_run_does_not_go_on_in_the_folder_of_another(tmp_path, same_steps, wit
     train(ecrl.init_state(other), other, tmp_path / "other", progress=False)
     more = one.replace(**{"trainer.iterations": 6})
     before = (tmp_path / "other" / "metrics.jsonl").read_bytes()
-    if with_cfg_of == "one" or same_steps:  # else it may be a state of that run that was not saved
+    if with_cfg_of == "one" or same_steps:  # otherwise it may be an unsaved state of that run
         with pytest.raises(ConfigError, match="other already holds a run"):
             train(state, more if with_cfg_of == "one" else other, tmp_path / "other", progress=False)
     assert (tmp_path / "other" / "metrics.jsonl").read_bytes() == before

@@ -13,7 +13,7 @@ from support import fake_gymnasium_envs
 
 assert fake_gymnasium_envs  # registers Count-v0 and Bandit-v0
 KEYS = rng.split(rng.key(1), 4)
-SEEDS = (rng.bits(KEYS) & 0x7FFFFFFF).tolist()  # odd for env 2 alone, where faults happen
+SEEDS = (rng.bits(KEYS) & 0x7FFFFFFF).tolist()  # odd only for env 2, where faults happen
 ZERO = torch.zeros(4, dtype=torch.int64)
 
 
