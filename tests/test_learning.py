@@ -1,6 +1,6 @@
-"""The published configs learn their tasks on every seed, by 100 episodes with deterministic actions.
+"""The published configs learn their tasks on every seed, measured by 100 episodes with deterministic actions.
 
-`python -m pytest tests/test_learning.py -m "slow or long" -s` prints them; the README has those of
+`python -m pytest tests/test_learning.py -m "slow or long" -s` prints the scores. The README has the scores of
 `ecrl bench results`.
 """
 

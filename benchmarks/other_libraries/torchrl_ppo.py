@@ -1,6 +1,7 @@
-"""TorchRL's PPO as its tutorial writes it: a collector, GAE, ClipPPOLoss and a replay buffer for minibatches.
+"""TorchRL's PPO with its usual parts: a collector, GAE, ClipPPOLoss and a replay buffer for minibatches.
 
-Over Gymnasium's SyncVectorEnv, as the others: the AsyncVectorEnv of `GymEnv(num_envs=...)` is a process for each one.
+It uses Gymnasium's SyncVectorEnv, as the other libraries do. The AsyncVectorEnv of `GymEnv(num_envs=...)` would start a
+process per environment.
 """
 
 from collections.abc import Callable, Iterator

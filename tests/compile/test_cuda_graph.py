@@ -1,6 +1,6 @@
 """Captured functions: equal to eager, pure, captured once. Capturing needs a GPU; a stand-in follows its memory rules.
 
-The stand-in runs a function once in memory that stays, and each replay runs it again there, writing over what it gave.
+The stand-in runs a function once in fixed memory. Each replay runs it again there and overwrites the earlier results.
 """
 
 import warnings

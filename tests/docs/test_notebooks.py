@@ -1,6 +1,6 @@
-"""The notebooks: committed with what they show, and run by nbmake, with small numbers and among the long tests whole.
+"""The notebooks: committed with their outputs, and run by nbmake with small numbers; the long tests run them in full.
 
-What they show is made anew by
+This command makes the outputs again:
 `jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False notebooks/*.ipynb`.
 """
 

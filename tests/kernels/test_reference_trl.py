@@ -1,6 +1,6 @@
-"""GRPO against TRL's own trainer code, run on a stand-in that has the attributes it reads; float64, to 1e-6.
+"""GRPO against TRL's own trainer code, run on a fake trainer with the attributes that it reads; float64, to 1e-6.
 
-TRL scores one advantage per completion; here a completion is an episode and a token one of its steps.
+TRL has one advantage per completion. Here, a completion is an episode and a token is a step.
 """
 
 import warnings

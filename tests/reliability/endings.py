@@ -1,7 +1,7 @@
-"""Two ranks that end in every way a command can end; prints one row per rank: way, rank, exit status, last line.
+"""Two ranks that end in every way a command can end; prints a row per rank: case, rank, exit status, last line.
 
-Each rank is a fork of this process, which has imported everything once. It ends as a command does, through the exit of
-the interpreter. Its last line says if its process group still stands when all of `ecrl` is done.
+Each rank is a fork of this process, which has imported everything once. It ends like a command, by the exit of the
+interpreter. Its last line shows if its process group still exists when all of `ecrl` has finished.
 """
 
 import atexit

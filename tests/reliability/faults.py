@@ -1,7 +1,7 @@
-"""Faults injected one by one: the message that names each, no orphan process, earlier checkpoints intact.
+"""Faults injected one by one: a message that names the fault, no orphan process, earlier checkpoints intact.
 
-`python tests/reliability/faults.py --keep`; `--only disk_full` for some. What is full here is a limit on the size of
-files, which the parent sets and lifts while the run goes on, and, where one may be mounted, a tiny disk.
+`python tests/reliability/faults.py --keep`; `--only disk_full` for some of them. A full disk is a limit on the size of
+files, which the parent sets and removes during the run. If mounting is possible, it is also a tiny disk.
 """
 
 import argparse

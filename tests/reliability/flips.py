@@ -1,4 +1,4 @@
-"""Single bit flips and truncations of checkpoint files, the manifest included: all caught, the one before used.
+"""Single bit flips and truncations of checkpoint files and manifests: all detected, the previous checkpoint is used.
 
 `python tests/reliability/flips.py --flips 1000 --cuts 100 --keep`.
 """

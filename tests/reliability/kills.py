@@ -1,7 +1,7 @@
 """kill -9 at random moments, half of them inside a save; resumed runs are compared with an uninterrupted run.
 
-`python tests/reliability/kills.py --kills 100 --keep`. A moment is inside a save if its traces are found afterwards: a
-folder written aside, or one that is being replaced or removed.
+`python tests/reliability/kills.py --kills 100 --keep`. A moment is inside a save if temporary files of the save exist
+afterwards: a new folder, or a folder that is being replaced or removed.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""Thousands of random mutations of each shipped config, through `ecrl check`; some that it accepts also begin to run.
+"""Thousands of random mutations of each shipped config, checked by `ecrl check`; some accepted ones also start to run.
 
-`python tests/reliability/mutations.py --count 10000 --keep [CONFIG...]`. None may end in a traceback, take 20 s, write
-outside of a run folder, start a program, or import or evaluate what a config says; each fault is one line that begins
-with the file and where it is there. Mutation `n` of a config is the same whenever it is drawn; what is wrong is shown
-with its number and kept as a file. Warp, which compiles its kernels for half a minute and keeps them in a cache of its
-own, is as if it were not installed.
+`python tests/reliability/mutations.py --count 10000 --keep [CONFIG...]`. A mutation must not end in a traceback, take
+20 s, write outside of a run folder, start a program, or import or evaluate text of a config. Each fault is one line
+that begins with the file and the place in it. Mutation `n` of a config is the same in every run. A defect is printed
+with its number, and its file is saved. Warp is treated as not installed, because it compiles for half a minute and
+writes to its own cache.
 """
 
 import argparse

@@ -1,7 +1,7 @@
-"""Two ranks with N environments each against one with 2N: `python tests/reliability/ranks.py`.
+"""Two ranks with N environments each against one rank with 2N: `python tests/reliability/ranks.py`.
 
-A scenario is a config, what is changed in it, and so many iterations; every rank writes what it ends with. Numbers per
-rank are for one of two; the one that is alone has all environments and all rows of a minibatch.
+A scenario is a config, changes of it, and a number of iterations. Every rank writes its last state. Settings per rank
+are for one of two ranks; a single rank has all environments and all rows of a minibatch.
 """
 
 import json

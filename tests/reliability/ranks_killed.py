@@ -1,7 +1,7 @@
 """Kill one of two ranks at a random moment, in many runs: `python tests/reliability/ranks_killed.py RUNS`.
 
-torchrun restarts the ranks, they resume from the last checkpoint, and the run ends with the very weights of one that
-nobody disturbed.
+torchrun restarts the ranks, which resume from the last checkpoint. The run ends with the same weights as an
+uninterrupted run.
 """
 
 import json

@@ -1,6 +1,6 @@
 """SIGTERM and SIGINT at random moments: saved, exit status 143 or 130, in time, and resumed bit for bit.
 
-`python tests/reliability/signals.py --signals 20 --keep`. Some more come while a run compiles for the first time.
+`python tests/reliability/signals.py --signals 20 --keep`. Some signals arrive during the first compilation.
 """
 
 import argparse

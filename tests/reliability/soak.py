@@ -1,10 +1,10 @@
 """Hours of one run with evaluations, checkpoints and logs: memory, descriptors and speed stay constant.
 
-`python tests/reliability/soak.py --hours 2 --keep`. The run is `ecrl train` in a separate process, watched from
-outside through /proc; SIGTERM ends it. It is watched from its second checkpoint on, as threads and files of a first
-evaluation and save come only then. The second quarter of the samples is compared with the last one. Speed is in
-steps per second of CPU time, so that neighbours and a stop (SIGSTOP) do not count; a yardstick, a fixed piece of work
-of this process, tells how fast the machine was meanwhile.
+`python tests/reliability/soak.py --hours 2 --keep`. The run is `ecrl train` in a separate process, observed through
+/proc and ended by SIGTERM. The first evaluation and save start threads and open files, so samples begin at the second
+checkpoint. The second quarter of the samples is compared with the last one. Speed is in steps per second of CPU time,
+so other processes and a stop (SIGSTOP) do not count. A fixed piece of work in this process measures the speed of the
+machine at the same time.
 """
 
 import argparse

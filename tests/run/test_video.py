@@ -228,7 +228,7 @@ def test_what_training_collects_is_filmed(algorithm):
 
 @register_env("reporting_pole", override=True)
 def reporting_pole(cfg: CartPoleConfig) -> Env:
-    """Register CartPole with `info`, in which a video stores its views."""
+    """Register CartPole with `info`; a video stores its views there."""
     pole = make_env({"name": "cartpole", "cfg": cfg.model_dump()})
 
     def with_info(after: TensorDict) -> TensorDict:

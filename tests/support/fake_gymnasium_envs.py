@@ -135,7 +135,7 @@ class Count(gymnasium.Env):
 
 
 class Drift(gymnasium.Env):
-    """Environment that observes its steps and truncates at 4; larger actions earn less; odd seeds fail once at step 3.
+    """Environment that observes its steps and truncates at 4. Larger actions earn less. Odd seeds fail once at step 3.
 
     With `strict` it raises if its action is NaN.
     """

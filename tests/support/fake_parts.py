@@ -1,4 +1,4 @@
-"""Parts in which keys have an effect that no built-in part shows, registered for the tests of every key."""
+"""Parts that show the effect of keys without effect on built-in parts, registered for the tests of every key."""
 
 import time
 from typing import Any

@@ -1,4 +1,4 @@
-"""Four Gymnasium environments in worker processes, and the processes that they leave."""
+"""Four Gymnasium environments in worker processes, and their processes."""
 
 import os
 from pathlib import Path

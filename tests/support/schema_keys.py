@@ -1,11 +1,11 @@
-"""The keys of the schema, found from the models: dotted names in which a part's kind and name stand for its place.
+"""Keys of the schema, collected from the models: dotted names with the kind and the name of a part.
 
 `trainer.seed`, `trainer.events.train.*.mode`, `env.cartpole.gravity`, `algorithm.ppo.lr_scheduler.kwargs.T_max`,
 `policy.actor_critic.critic.type`, `network.mlp.activation`, `event.randomize_field.low`.
 
-MuJoCo tasks share most of their keys, and so do their terms. A key of theirs is called after the section that had it
-first, whatever its default in those that inherit it: `SceneConfig.mjcf`, `AttrsConfig.mass`, `JointsConfig.part_name`.
-One that leads to further sections counts too, such as `ObjectsConfig.target_entity_cfg`.
+MuJoCo tasks share most of their keys, and so do their terms. A shared key has the name of the section that defines it
+first: `SceneConfig.mjcf`, `AttrsConfig.mass`, `JointsConfig.part_name`. A key that leads to further sections also
+counts, such as `ObjectsConfig.target_entity_cfg`.
 """
 
 from collections.abc import Iterator
