@@ -120,11 +120,13 @@ def measured_on(records: Sequence[Row]) -> str:
     >>> measured_on([record, record | {"commit": "abcdef0123"}])
     'Measured on: a CPU, torch 2.13.0, of commits 01234567, abcdef01.'
     """
-    seen: dict[str, set[str]] = {}
+    commits_by_machine: dict[str, set[str]] = {}
     for record in records:
         where = f"{record['machine']['cpu']}, torch {record['versions']['torch']}"
-        seen.setdefault(where, set()).add(_short_commit(record["commit"]))
-    each = (f"{where}, of commits {', '.join(sorted(commits))}" for where, commits in sorted(seen.items()))
+        commits_by_machine.setdefault(where, set()).add(_short_commit(record["commit"]))
+    each = (
+        f"{where}, of commits {', '.join(sorted(commits))}" for where, commits in sorted(commits_by_machine.items())
+    )
     return f"Measured on: {'; '.join(each)}."
 
 

@@ -59,10 +59,10 @@ def test_both_ways_by_hand(space, gym_space, features):
 
 @given(SPACES)
 def test_there_and_back(space):
-    theirs = to_gymnasium(space)
-    assert from_gymnasium(theirs) == space and hash(from_gymnasium(theirs)) == hash(space)
-    assert flat_dim(space) == gym.utils.flatdim(theirs)
-    assert theirs.contains(theirs.sample())
+    gym_space = to_gymnasium(space)
+    assert from_gymnasium(gym_space) == space and hash(from_gymnasium(gym_space)) == hash(space)
+    assert flat_dim(space) == gym.utils.flatdim(gym_space)
+    assert gym_space.contains(gym_space.sample())
 
 
 @given(st.dictionaries(st.text(min_size=1), LEAVES, min_size=2, max_size=4))

@@ -276,8 +276,8 @@ def test_the_reference_keeps_the_observation_statistics_of_its_time():
     normal = {"policy.normalize_obs": True, "kl_coef": 0.1}
     state = iterations(run(**normal))[-1][0]
     assert float(state["ref_params", "norm", "count"]) == 0.0 < float(state["norm", "obs", "count"])
-    seen = [state for state, _ in iterations(run(**normal, ref_update_freq=1))]
-    assert same(seen[1]["ref_params", "norm"], seen[0]["norm", "obs"]), "those it acted with, not the moved ones"
+    states = [state for state, _ in iterations(run(**normal, ref_update_freq=1))]
+    assert same(states[1]["ref_params", "norm"], states[0]["norm", "obs"]), "those it acted with, not the moved ones"
 
 
 def test_a_fresh_reference_is_no_distance_away():

@@ -167,11 +167,11 @@ def test_beyond_the_target_kl_nothing_moves(target, steps, kl):
 
 def test_a_stop_is_latched():
     """The KL falls again after the stop, as with a noisy minibatch, but learning does not continue."""
-    seen = []
+    steps_taken = []
 
     def once(variant, params, batch, mask, hyper):
-        seen.append(len(seen))
-        return -params["w"], {"approx_kl": torch.tensor(float(seen[-1] == 2)), "count": mask.sum().float()}
+        steps_taken.append(len(steps_taken))
+        return -params["w"], {"approx_kl": torch.tensor(float(steps_taken[-1] == 2)), "count": mask.sum().float()}
 
     parts, state, rows = setup(target_kl=0.5)
     after, logs = learned(parts, state, rows, once, None)

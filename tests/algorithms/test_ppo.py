@@ -167,10 +167,10 @@ def test_steps_that_do_not_count_are_in_no_statistic():
     cfg = run("pausing", **quiet, **{"policy.normalize_obs": True, "algorithm.cfg.learning_rate": 0.05})
     *_, (state, logs) = iterations(cfg)
     assert (logs["episode_reward_avg_100"], logs["episode_length_avg_100"]) == (3.0, 3.0)
-    seen = state["norm", "obs"]  # 1, 2, 3 over and over
-    close(moments_variance(seen), [2 / 3])
-    close(seen["mean"], [2.0])
-    assert seen["count"] == 12 * 16 * 6
+    moments = state["norm", "obs"]  # 1, 2, 3 over and over
+    close(moments_variance(moments), [2 / 3])
+    close(moments["mean"], [2.0])
+    assert moments["count"] == 12 * 16 * 6
     paid = state["norm", "reward", "moments"]  # 1, 1 + 0.9 and 1 + 0.9 + 0.81
     close(paid["mean"], (1.0 + 1.9 + 2.71) / 3)
     assert paid["count"] == 12 * 16 * 6
@@ -219,14 +219,14 @@ def test_rewards_are_normalised_as_by_gymnasium_but_for_the_freezing():
         assert (rollout == before).all(), "the rollout keeps raw rewards"
         rollouts.append(rollout)
 
-        theirs = NormalizeReward(Replay(rollouts), gamma=0.9, epsilon=1e-8)
-        theirs.return_rms.count = 0.0  # it starts with a ten-thousandth of a sample
+        wrapper = NormalizeReward(Replay(rollouts), gamma=0.9, epsilon=1e-8)
+        wrapper.return_rms.count = 0.0  # it starts with a ten-thousandth of a sample
         for _ in range(9 * (iteration + 1)):
-            theirs.step(None)
+            wrapper.step(None)
         moments = state["norm", "reward", "moments"]
-        close(moments["mean"], theirs.return_rms.mean, tol=1e-5)  # its sums are float32
-        close(moments_variance(moments), theirs.return_rms.var, tol=1e-5)
-        close(state["norm", "reward", "running"], torch.tensor(theirs.accumulated_reward), tol=1e-5)
+        close(moments["mean"], wrapper.return_rms.mean, tol=1e-5)  # its sums are float32
+        close(moments_variance(moments), wrapper.return_rms.var, tol=1e-5)
+        close(state["norm", "reward", "running"], torch.tensor(wrapper.accumulated_reward), tol=1e-5)
         assert rollout["truncated"].sum() == ends
 
         # Targets are of these rewards over the spread known before them; V of a time limit is in their units already.
@@ -234,7 +234,7 @@ def test_rewards_are_normalised_as_by_gymnasium_but_for_the_freezing():
         scaled = np.clip(s["reward"] / np.sqrt(variance + 1e-8), -10.0, 10.0)
         target = gae_loop(scaled, s["value"], s["next_value"], rollout["done"].numpy(), 0.9, 0.8)
         close(logs["value_loss"], np.mean((s["value"] - target) ** 2), tol=1e-5)
-        variance = float(theirs.return_rms.var)
+        variance = float(wrapper.return_rms.var)
         state = state.copy().update({"update_step": state["update_step"] + 1, "sample_step": state["sample_step"] + 27})
 
 

@@ -88,8 +88,8 @@ def config(algorithm, **changes):
 def assert_close(a, b):
     (a, like), (b, expected) = flatten(a), flatten(b)
     assert like == expected
-    for actual, wanted in zip(a, b, strict=True):
-        close(actual, wanted)
+    for actual, expected_leaf in zip(a, b, strict=True):
+        close(actual, expected_leaf)
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])

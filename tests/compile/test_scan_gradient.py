@@ -27,8 +27,8 @@ def agrees(fn, *args, dtype=torch.float32):
     graph = graph_of(partial(fn, graph_scan), *args)
     expected, _ = flatten(fn(scan, *args))
     assert any(leaf.is_floating_point() and leaf.any() for leaf in expected)
-    for actual, wanted in zip(graph(*flatten(args)[0]), expected, strict=True):
-        torch.testing.assert_close(actual, wanted, **TOLERANCE[dtype])
+    for actual, expected_leaf in zip(graph(*flatten(args)[0]), expected, strict=True):
+        torch.testing.assert_close(actual, expected_leaf, **TOLERANCE[dtype])
     return graph
 
 

@@ -129,9 +129,9 @@ INERT_CHANGES = {key: True for key in INERT} | {
 @pytest.mark.parametrize("key", INERT_CHANGES)
 def test_a_key_without_meaning_warns_once_and_changes_nothing(key):
     with pytest.warns(UserWarning, match=f"^{key} has no meaning here") as caught:
-        seen = params({key: INERT_CHANGES[key]})
+        result = params({key: INERT_CHANGES[key]})
     assert len(caught) == 1
-    assert (seen == params({})) is True
+    assert (result == params({})) is True
 
 
 def watched(cfg: Config, events: dict) -> Config:

@@ -119,13 +119,13 @@ def test_an_interval_event_of_pendulum_by_hand(variant):
     keys = torch.arange(2)
     state = env.reset(keys).update({"angle": torch.zeros(2), "speed": torch.zeros(2)})
     step = variant(env.step)
-    seen = []
+    observed = []
     for _ in range(3):
         state = step(state, torch.zeros(2, 1), env.draw(keys))
-        seen.append((state["angle"], state["speed"], state["obs"]))
-    close(torch.stack([s for _, s, _ in seen], 1), [[0.0, 1.0, 1.0374844]] * 2, tol=1e-6)
-    close(torch.stack([a for a, _, _ in seen], 1), [[0.0, 0.05, 0.1018742]] * 2, tol=1e-6)
-    close(seen[1][2], [[cos(0.05), sin(0.05), 1.0]] * 2, tol=1e-6)
+        observed.append((state["angle"], state["speed"], state["obs"]))
+    close(torch.stack([s for _, s, _ in observed], 1), [[0.0, 1.0, 1.0374844]] * 2, tol=1e-6)
+    close(torch.stack([a for a, _, _ in observed], 1), [[0.0, 0.05, 0.1018742]] * 2, tol=1e-6)
+    close(observed[1][2], [[cos(0.05), sin(0.05), 1.0]] * 2, tol=1e-6)
 
 
 def test_an_interval_event_of_cartpole_by_hand(variant):

@@ -134,10 +134,10 @@ def test_cartpole_thresholds_are_exclusive(column, edge, side):
 
 @pytest.mark.parametrize("name", IDS)
 def test_spaces(name):
-    env, theirs = make_env(name), gymnasium.make(IDS[name][0])
+    env, gym_env = make_env(name), gymnasium.make(IDS[name][0])
     for actual, expected in (
-        (env.observation_space, theirs.observation_space),
-        (env.action_space, theirs.action_space),
+        (env.observation_space, gym_env.observation_space),
+        (env.action_space, gym_env.action_space),
     ):
         assert to_gymnasium(actual) == expected
         assert to_gymnasium(from_gymnasium(expected)) == expected

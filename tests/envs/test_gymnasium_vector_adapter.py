@@ -57,18 +57,18 @@ def vectors(mode, kind=SyncVectorEnv, dicts=False, **kwargs):
     return lambda num_envs: kind([one] * num_envs, autoreset_mode=mode)
 
 
-def seen(obs):
+def vector_of(obs):
     return obs if not isinstance(obs, TensorDict) else obs["b"] if "b" in obs else obs["observation"]
 
 
 def by_obs(params, carry, obs, noise):
-    x = seen(obs)
+    x = vector_of(obs)
     action = (x[..., 0].abs() % 2).long()
     return carry, TensorDict({"action": action, "sample_log_prob": x[..., 0]}, x.shape[:1])
 
 
 def value(params, carry, obs):
-    return seen(obs)[..., 0].abs()
+    return vector_of(obs)[..., 0].abs()
 
 
 def rollout(env, length):

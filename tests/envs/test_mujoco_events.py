@@ -430,13 +430,13 @@ def test_reset_happens_at_every_start_and_only_there():
 
 
 def test_the_observation_is_of_the_state_after_the_events():
-    seen = {"height": {"func": "rig_height", "name": "cube/height"}}
+    height_term = {"height": {"func": "rig_height", "name": "cube/height"}}
     up = [[0.0, 0.0, 0.0], [0.0, 0.0, 3.0]]
     events_by_mode = {
         m: happening("randomize_rigid_object_pose", m, **CUBE, position_range=up) for m in ("startup", "reset")
     }
     for events in ({"put": events_by_mode["startup"]}, {"put": events_by_mode["reset"]}, events_by_mode | LASTING):
-        env = auto_reset(task(events=events, observations=seen, max_episode_steps=2))
+        env = auto_reset(task(events=events, observations=height_term, max_episode_steps=2))
         states = rollout(env, 4, 5)
         close(states["obs"][..., 0], height_of(env, states), 1e-6)
         assert len(states["obs"][:, 0, 0].unique()) == 4

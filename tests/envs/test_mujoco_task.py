@@ -58,12 +58,12 @@ def test_each_term_is_given_its_part_of_the_action():
     # by name: elbow, a force of its motor, then rail, a target of its drive
     env = task(actions=BOTH)
     state = env.reset(keys_of(1))
-    seen = []
+    received = []
     for action in ([0.0, 0.0], [0.5, 0.0], [0.0, 0.5]):
         after = env.step(state, torch.tensor([action]), None)
         assert after["action"].tolist() == [action]
-        seen.append(world.joint_velocities(env.scene, after["world"], ("rail", "elbow"))[0])
-    still, turned, slid = seen
+        received.append(world.joint_velocities(env.scene, after["world"], ("rail", "elbow"))[0])
+    still, turned, slid = received
     assert turned[1] - still[1] > 0.1 and (turned[0] - still[0]).abs() < 0.05
     assert slid[0] - still[0] > 0.1
 

@@ -395,14 +395,16 @@ def env_states(env, steps=3):
 def test_push_cube_is_an_environment_on_either_backend():
     own, other = (make_env(config(**{"env.cfg.physics": {"backend": b}}).env) for b in ("warp", "mujoco"))
     check_fields(own, "PushCubeRL")
-    mine, theirs = env_states(own), env_states(other)
-    assert torch.equal(mine[0]["obs"], theirs[0]["obs"])  # starts take no step
-    for a, b in zip(mine[1:], theirs[1:], strict=True):
+    warp_states, mujoco_states = env_states(own), env_states(other)
+    assert torch.equal(warp_states[0]["obs"], mujoco_states[0]["obs"])  # starts take no step
+    for a, b in zip(warp_states[1:], mujoco_states[1:], strict=True):
         assert_close(a["obs"], b["obs"], rtol=1e-2, atol=1e-2)
         assert torch.equal(a["terminated"], b["terminated"]) and not torch.equal(a["obs"], b["obs"])
         assert_close(a["reward"], b["reward"], rtol=1e-2, atol=1e-3)
     again = env_states(own)
-    assert all(torch.equal(a["world", "physics"], b["world", "physics"]) for a, b in zip(mine, again, strict=True))
+    assert all(
+        torch.equal(a["world", "physics"], b["world", "physics"]) for a, b in zip(warp_states, again, strict=True)
+    )
 
 
 def test_training_on_warp_runs_and_resumes_in_mid_episode_bit_for_bit(tmp_path):

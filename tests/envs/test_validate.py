@@ -155,16 +155,16 @@ def test_what_the_code_of_an_environment_raises_passes_as_it_is(where):
 
 
 def test_it_looks_once_without_gradient_at_an_action_within_bounds():
-    seen = []
+    checked = []
 
     def step(state, action, noise):
-        seen.append((action, torch.is_grad_enabled(), noise.shape))
+        checked.append((action, torch.is_grad_enabled(), noise.shape))
         return _step(state, action, noise)
 
     env = replace(GOOD, step=step, action_space=box(0.5, 2.0, 2))
     for _ in range(3):
         check_fields(env, "my_task")
-    ((action, grad, shape),) = seen
+    ((action, grad, shape),) = checked
     assert action.tolist() == [[0.5, 0.5]] * 2 and action.dtype == torch.float32 and not grad and shape == (2,)
 
 

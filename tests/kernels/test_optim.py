@@ -147,14 +147,14 @@ def test_oracle(variant, name):
 def test_against_torch(name, dtype, tol):
     grads = [tree(seed, dtype, 10.0 ** (seed % 5 - 2)) for seed in range(1, 61)]
     params = tree(0, dtype)
-    mine, _ = run(name, params, grads)
-    theirs = [torch.nn.Parameter(p.clone()) for p in leaves(params)]
-    optimizer = OPTIMIZERS[name][3](theirs)
+    ecrl_params, _ = run(name, params, grads)
+    torch_params = [torch.nn.Parameter(p.clone()) for p in leaves(params)]
+    optimizer = OPTIMIZERS[name][3](torch_params)
     for g in grads:
-        for p, leaf in zip(theirs, leaves(g), strict=True):
+        for p, leaf in zip(torch_params, leaves(g), strict=True):
             p.grad = leaf.clone()
         optimizer.step()
-    for a, b in zip(leaves(mine), theirs, strict=True):
+    for a, b in zip(leaves(ecrl_params), torch_params, strict=True):
         close(a, b.detach(), tol * (10.0 if name == "adam_odd" else 1.0))
 
 
@@ -263,13 +263,13 @@ def test_global_norm_by_hand(variant):
 @pytest.mark.parametrize("scale", [0.0, 1e-3, 1.0, 1e4])
 def test_clipping_against_torch(dtype, tol, max_norm, scale):
     grads = tree(dtype=dtype, scale=scale)
-    theirs = [torch.nn.Parameter(torch.zeros_like(g)) for g in leaves(grads)]
-    for p, g in zip(theirs, leaves(grads), strict=True):
+    torch_params = [torch.nn.Parameter(torch.zeros_like(g)) for g in leaves(grads)]
+    for p, g in zip(torch_params, leaves(grads), strict=True):
         p.grad = g.clone()
-    expected = torch.nn.utils.clip_grad_norm_(theirs, max_norm)
+    expected = torch.nn.utils.clip_grad_norm_(torch_params, max_norm)
     clipped, norm = clip_by_global_norm(grads, max_norm=max_norm)
     close(norm, expected, tol)
-    for a, b in zip(leaves(clipped), theirs, strict=True):
+    for a, b in zip(leaves(clipped), torch_params, strict=True):
         close(a, b.grad, tol)
 
 

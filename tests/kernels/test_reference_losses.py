@@ -124,5 +124,5 @@ def test_stable_baselines3_explained_variance():
 def test_torchrl_value_loss():
     objectives = pytest.importorskip("torchrl.objectives.utils")
     b = batch()
-    theirs = objectives.distance_loss(b["value"], b["value_target"], "l2").mean()
-    close(value_loss(b["value"], b["value_target"], YES), theirs, tol=1e-6)
+    expected = objectives.distance_loss(b["value"], b["value_target"], "l2").mean()
+    close(value_loss(b["value"], b["value_target"], YES), expected, tol=1e-6)

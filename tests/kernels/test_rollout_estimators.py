@@ -88,8 +88,8 @@ TABLE = [
 @pytest.mark.parametrize(("compute", "hyper", "with_final", "without"), TABLE)
 def test_time_limit_by_hand(variant, compute, hyper, with_final, without):
     rollout = TensorDict({k: torch.tensor(v) for k, v in LIMIT.items()}, [1, 4])
-    for given_rollout, expected in ((rollout, with_final), (rollout.exclude("final_value"), without)):
-        out = variant(compute)(given_rollout, **hyper)
+    for case, expected in ((rollout, with_final), (rollout.exclude("final_value"), without)):
+        out = variant(compute)(case, **hyper)
         close(torch.stack(out if isinstance(out, tuple) else (out,)), expected)
 
 

@@ -239,8 +239,8 @@ def test_skip_leaves_the_update_out_and_goes_on_as_without_it(algorithm, fault, 
     counted = [float(r["logs"]["skipped_updates"]) for r in records if r["log_type"] == "train"]
     assert len(caught) == 1 and counted == [0.0, 1.0, 0.0, 0.0, 0.0]
     assert [int(s["update_step"]) for s in states] == [1, 1, 2, 3, 4]
-    kept = ("params", "opt", "norm", "hyper", "update_step")
-    old, new = (state.select(*kept).exclude(("norm", "reward", "running")) for state in states[:2])
+    unchanged = ("params", "opt", "norm", "hyper", "update_step")
+    old, new = (state.select(*unchanged).exclude(("norm", "reward", "running")) for state in states[:2])
     assert same(old, new)
     fields = [x for x in states[-1].values(True, True) if x.is_floating_point()]
     assert all(x.isfinite().all() for x in fields) and not same(states[1]["params"], states[2]["params"])
@@ -375,7 +375,7 @@ def drifting(fault: str, guard: str, **kwargs) -> Config:
     return run("ppo", **more).replace(**{"algorithm.cfg.batch_size": 8})
 
 
-def odd_seeds(cfg: Config) -> list[int]:
+def envs_with_odd_seeds(cfg: Config) -> list[int]:
     """Return the environments whose reset gets an odd seed."""
     seeds = rng.bits(start_keys(rng.key(cfg.trainer.seed), 4, 0)) & 0x7FFFFFFF
     return [i for i, seed in enumerate(seeds.tolist()) if seed % 2]
@@ -387,7 +387,7 @@ def test_gymnasium_stops_in_the_same_iteration_and_reports_what_cannot_be_repeat
     with pytest.raises(NotFiniteError, match="; the state before it is in ") as error:
         train(init_state(cfg), cfg, tmp_path / "run", progress=False)
     entry, before = error.value.report["found"], load(tmp_path / "run" / "checkpoints" / "step_8")[0]
-    env, reached = odd_seeds(cfg)[0], {"obs": (1, 3), "reward": (0, 2)}[fault]
+    env, reached = envs_with_odd_seeds(cfg)[0], {"obs": (1, 3), "reward": (0, 2)}[fault]
     place = dict(zip(("env", "step", "env_step"), (env, *reached), strict=True))
     last = {"obs": before["env", "obs"][env].tolist(), "reward": float(before["env", "reward"][env])}[fault]
     assert (entry["key"], entry["place"], entry["before"]) == (fault, place, last)
@@ -402,7 +402,7 @@ def test_gymnasium_stops_in_the_same_iteration_and_reports_what_cannot_be_repeat
 def test_an_action_that_no_environment_is_given_is_found_in_the_middle_of_a_rollout():
     cfg = drifting("obs", "stop", strict=True).replace(**{"trainer.buffer_size": 8})
     error, states = met(cfg)
-    place = {"env": odd_seeds(cfg)[0], "step": 3, "env_step": 3}
+    place = {"env": envs_with_odd_seeds(cfg)[0], "step": 3, "env_step": 3}
     entry = error.report["found"]
     assert (entry["place"], entry["value"][0] != entry["value"][0], entry["before"]) == (place, True, [2.0])
     assert "nan] in env" in str(error) and "step 3 of the rollout, step 3 of that env" in str(error) and not states

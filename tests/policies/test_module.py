@@ -154,8 +154,8 @@ def test_noise_is_that_of_the_keys_and_none_if_deterministic():
     assert torch.equal(noise, rng.gumbel(keys, (4,)))
 
 
-class Seen(nn.Module):
-    """Keeps what it was shown; a convolution, so that only one batch axis will do."""
+class RecordsObservations(nn.Module):
+    """A module that stores its last observation; its convolution accepts only one batch axis."""
 
     shown: list
 
@@ -164,7 +164,7 @@ class Seen(nn.Module):
         self.conv, self.out = nn.Conv2d(3, 2, 4), nn.Linear(4, 4)
 
     def forward(self, obs):
-        Seen.shown = [obs]
+        RecordsObservations.shown = [obs]
         picture = obs["picture"] if isinstance(obs, TensorDict) else obs
         features = self.conv(picture).flatten(1)
         return self.out(features), features.sum(-1)
@@ -183,15 +183,15 @@ def test_modules_see_observations_as_their_space_has_them():
         },
         [7, 2],
     )
-    policy = module_policy(Seen, _cfg(), space, CHOICE)
+    policy = module_policy(RecordsObservations, _cfg(), space, CHOICE)
     params = policy.init(rng.key(0))
     value = policy.value(params, EMPTY, obs)
-    (shown,) = Seen.shown
+    (shown,) = RecordsObservations.shown
     assert value.shape == (7, 2) and shown.batch_size == (14,)
     assert torch.equal(shown["picture"], images.flatten(0, 1)) and shown["gear"].dtype == torch.int64
     action = policy.act(params, EMPTY, obs, policy.draw(rng.split(rng.key(1), 14).reshape(7, 2)))[1]["action"]
     assert set(action.unique().tolist()) == {0, 2}, "choices that the mask hides are not made"
-    plain = module_policy(Seen, _cfg(), picture, CHOICE)
+    plain = module_policy(RecordsObservations, _cfg(), picture, CHOICE)
     close(plain.value(params, EMPTY, images), value.detach())
 
 

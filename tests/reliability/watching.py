@@ -28,7 +28,7 @@ class Watch:
 
     def __init__(self, canary: str, encoder: str):
         self.canary, self.encoder, self.folder, self.looking, self.done = canary, encoder, None, False, []
-        sys.addaudithook(self._seen)
+        sys.addaudithook(self._on_event)
 
     @contextmanager
     def within(self, folder: Path | None) -> Iterator[list[str]]:
@@ -39,7 +39,7 @@ class Watch:
         finally:
             self.looking = False
 
-    def _seen(self, event: str, args: tuple) -> None:
+    def _on_event(self, event: str, args: tuple) -> None:
         if self.looking and (problem := self._wrong(event, args)):
             self.done.append(f"{event}: {problem}"[:500])
 

@@ -111,11 +111,11 @@ def test_the_newest_are_kept(tmp_path, keep, expected):
 
 def test_older_ones_are_removed_only_after_the_new_one_is_safe(tmp_path, monkeypatch):
     cfg = small(**{"trainer.save_freq": 32, "trainer.keep_checkpoints": 1})
-    write, seen = saving.write, []
+    write, steps_before = saving.write, []
 
     def written(path, saved):
-        seen.append(steps_of(tmp_path) if seen else [])
-        if len(seen) == 3:
+        steps_before.append(steps_of(tmp_path) if steps_before else [])
+        if len(steps_before) == 3:
             raise CheckpointError(f"{path}: full")
         write(path, saved)
 
@@ -123,7 +123,7 @@ def test_older_ones_are_removed_only_after_the_new_one_is_safe(tmp_path, monkeyp
     with pytest.warns(UserWarning) as caught:
         list(trained(cfg, tmp_path))
     assert "step_96: full; the run goes on and tries again" in str(caught[0].message)
-    assert seen == [[], [32], [64], [64]]
+    assert steps_before == [[], [32], [64], [64]]
     assert steps_of(tmp_path) == [128]
 
 

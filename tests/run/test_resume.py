@@ -269,13 +269,13 @@ def test_an_interrupted_evaluation_is_made_when_the_run_resumes(tmp_path, monkey
     train(init_state(cfg), cfg, tmp_path / "whole", progress=False)
     inner, calls = evaluation._evaluated, []
 
-    def second_is_given_up(*args):
+    def interrupt_second(*args):
         calls.append(args)
         if len(calls) == 2:
             raise KeyboardInterrupt
         return inner(*args)
 
-    monkeypatch.setattr(evaluation, "_evaluated", second_is_given_up)
+    monkeypatch.setattr(evaluation, "_evaluated", interrupt_second)
     train(init_state(cfg), cfg, tmp_path / "run", progress=False)
     state, again = resume(tmp_path / "run")
     assert int(state["sample_step"]) == 64 and "evaluate" not in (tmp_path / "run" / "metrics.jsonl").read_text()[-400:]

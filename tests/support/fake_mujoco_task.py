@@ -70,7 +70,7 @@ def twice(cfg: NothingConfig, sim):
     return lambda state, value: 2.0 * value
 
 
-def target_seen(cfg: NothingConfig, sim):
+def target_position(cfg: NothingConfig, sim):
     return lambda state, value: state["targets", "goal_pose"]
 
 
@@ -119,7 +119,7 @@ TERMS = (
     ("action", "rig_drive", drive),
     ("observation", "rig_height", height),
     ("observation", "rig_twice", twice),
-    ("observation", "rig_target", target_seen),
+    ("observation", "rig_target", target_position),
     ("event", "rig_spot", spot),
     ("reward", "rig_fall", fall),
     ("reward", "rig_effort", effort),

@@ -50,13 +50,13 @@ def fields(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, type[Base
 
 def builtin_configs() -> dict[str, type[BaseModel]]:
     """Return the Config models of the built-in parts by `kind.name`; a part with two names appears once."""
-    configs, seen = {}, set()
+    configs, makers = {}, set()
     for kind in KINDS:
         for name in sorted(registered(kind), key=str.lower):
             entry = lookup(kind, name)
             make = getattr(entry.make, "__wrapped__", entry.make)
-            if make.__module__.startswith("ecrl.") and make not in seen:
-                seen.add(make)
+            if make.__module__.startswith("ecrl.") and make not in makers:
+                makers.add(make)
                 configs[f"{kind}.{name}"] = entry.config
     return configs
 
