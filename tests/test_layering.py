@@ -201,7 +201,7 @@ def test_no_module_imports_itself_in_a_circle():
         visit(file)
 
 
-def test_imports_by_name_happen_in_the_registry_alone():
+def test_only_the_registry_imports_by_name():
     words = {
         file: {getattr(node, "id", getattr(node, "attr", "")) for node in ast.walk(ast.parse(source))}
         for file, source in FILES.items()

@@ -99,7 +99,7 @@ def test_envs_are_alike_for_any_number_of_groups():
         close(a["obs"], b["obs"][:8], tol=1e-4)  # the networks sum rows in another order
 
 
-def test_every_rollout_starts_anew_from_its_own_start():
+def test_every_rollout_starts_from_a_new_start():
     state, (first, second) = collected(run(), rounds=2)
     starts = [r["obs"][:, 0] for r in (first, second)]
     assert all((s.abs() <= 0.05).all() for s in starts)

@@ -190,7 +190,7 @@ def failing(bad: Any, params: TensorDict, batch: TensorDict, mask: torch.Tensor,
     return loss * torch.where(is_bad, torch.nan, 1.0), logs
 
 
-def test_a_gradient_step_with_nan_is_left_out_alone():
+def test_only_the_gradient_step_with_nan_is_skipped():
     run, state, rows = setup()
     after, logs = learned(skipping(run), state, rows, failing, torch.tensor(3.0))
     close(after["params", "w"], 0.6)  # of 2 epochs of 4 steps of 0.1, each with one minibatch that has row 3

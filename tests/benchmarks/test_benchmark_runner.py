@@ -90,7 +90,7 @@ def test_a_dying_worker_is_one_line_and_the_others_continue():
     assert len(dies.rates) == 1 + 1  # the rounds before
 
 
-def test_a_silent_worker_is_given_up():
+def test_a_silent_worker_times_out():
     message = r"hangs: no answer for 0.2 s; last line: \(nothing on stderr\)"
     with pairs.started([stand_in("hangs")], available()[:1]) as (worker,), pytest.raises(Failure, match=message):
         pairs.answer(worker, 0.2)
@@ -166,7 +166,7 @@ def test_a_seed_that_is_never_solved_is_reported():
     assert row["error"] == "ecrl cold: not solved in its budget, seed 1"
 
 
-def test_every_run_of_solved_stands_in_one_lane_and_cold_comes_before_warm():
+def test_every_run_of_solved_is_in_one_lane_with_cold_before_warm():
     names = [name for lane in solved.RUNS.values() for name in lane]
     assert solved.runs_in_order() == ["ecrl cold", "rejax cold", "ecrl warm", "rejax warm", "ecrl off"]
     assert sorted(names) == sorted(solved.runs_in_order())

@@ -445,7 +445,7 @@ def test_figures_of_rows_with_gaps(module, tmp_path):
 
 
 @pytest.mark.slow
-def test_many_seeds_race_as_one_call_and_in_turn(monkeypatch):
+def test_many_seeds_race_in_one_call_and_in_sequence(monkeypatch):
     monkeypatch.setattr(seeds, "SEEDS", 2)
     monkeypatch.setattr(seeds, "CONTESTANTS", ("vmapped", "in_turn"))
     real, rates = seeds.race, {"vmapped": [4.0], "in_turn": [2.0]}

@@ -21,7 +21,7 @@ def _identity(tmp_path, text):
     return cache.cpu_identity(str(file))
 
 
-def test_the_identity_of_a_cpu_depends_on_its_model_and_instructions_alone(tmp_path):
+def test_the_identity_of_a_cpu_depends_only_on_its_model_and_instructions(tmp_path):
     one = _identity(tmp_path, AVX512)
     assert one == _identity(tmp_path, AVX512.replace("processor : 1", "cpu MHz : 1234\nprocessor : 1"))
     assert one == _identity(tmp_path, "cpu MHz : 1234\n" + AVX512)

@@ -53,7 +53,7 @@ def sum_and_difference(x, y):
     return x + 2.0 * y, x - y
 
 
-def test_one_tensor_given_twice_is_not_taken_for_one_input(form):
+def test_a_repeated_tensor_is_two_inputs(form):
     a, b = torch.tensor([10.0]), torch.tensor([-1.0])
     jitted = form.jit(sum_and_difference)
     assert [x.tolist() for x in jitted(a, a)] == [[30.0], [0.0]]
@@ -507,7 +507,7 @@ CARRY = {"x": torch.zeros(4), "env": {"n": torch.full((4,), 0.75)}}
         (_more, CARRY, "the carry of a scan changed its structure"),
     ],
 )
-def test_a_carry_that_changes_is_refused_in_both_forms(body, carry, message):
+def test_a_carry_that_changes_is_refused_compiled_and_eager(body, carry, message):
     xs = torch.ones(6, 4)
     with pytest.raises(ValueError, match=message):
         scan(body, carry, xs)

@@ -163,7 +163,7 @@ def _without_token(state):
     return state.copy().set("env", state["env"].exclude("token"))
 
 
-def test_what_was_given_out_and_taken_in_never_changes(replayer):
+def test_inputs_and_outputs_never_change_later(replayer):
     cfg = small(**{"trainer.compile": "on"})
     iteration, state = make_iteration(cfg), init_state(cfg)
     before, results = mapped(torch.clone, state), []
@@ -175,7 +175,7 @@ def test_what_was_given_out_and_taken_in_never_changes(replayer):
     assert_close(init_state(cfg), before)
 
 
-def test_what_was_given_out_may_be_written_to(replayer):
+def test_outputs_may_be_written_to(replayer):
     cfg = small(**{"trainer.compile": "on"})
     iteration, state = make_iteration(cfg), init_state(cfg).clone()
     first, _ = iteration(state)
@@ -186,7 +186,7 @@ def test_what_was_given_out_may_be_written_to(replayer):
     assert_close(again, copies)
 
 
-def test_evaluation_in_between_captures_nothing_anew(replayer):
+def test_an_evaluation_in_between_captures_nothing_again(replayer):
     cfg = small(**{"trainer.compile": "on", "trainer.iterations": 3})
     counts = [replayer.captured]
     for record in train_iter(init_state(cfg), cfg):

@@ -373,7 +373,7 @@ def test_what_is_calculated_alike_is_calculated_once():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "tol"), [(torch.float32, 1e-5), (torch.float64, 1e-9)])
-def test_gradients_of_a_minibatch_are_those_of_the_eager_form(dtype, tol):
+def test_gradients_of_a_minibatch_equal_the_eager_gradients(dtype, tol):
     """The policy has changed since the rollout, so some ratios are clipped. `tol` is relative to the norm."""
     made = small(**{"trainer.buffer_size": 64, "algorithm.cfg.batch_size": 128})
     run, state = build(made), init_state(made)

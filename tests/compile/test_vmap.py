@@ -209,7 +209,7 @@ def _close_states(many, states):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
-def test_a_batch_of_runs_equals_each_run_alone_with_its_own_numbers(algorithm):
+def test_a_batch_of_runs_equals_single_runs_with_the_same_numbers(algorithm):
     """Seeds, learning rates, entropy and clip coefficients; nothing is compiled for other ones."""
     changes = (
         {}
@@ -238,7 +238,7 @@ def test_a_batch_of_runs_equals_each_run_alone_with_its_own_numbers(algorithm):
 
 
 @pytest.mark.slow
-def test_64_seeds_learn_in_one_call_as_they_do_alone():
+def test_64_seeds_in_one_call_equal_single_runs():
     net = {"type": "mlp", "network_cfg": {"hidden_sizes": [32], "activation": "tanh"}}
     cfg = small(
         **{"trainer.compile": "on", "trainer.buffer_size": 64, "trainer.iterations": 20, "algorithm.cfg.n_epochs": 4},

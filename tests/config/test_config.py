@@ -267,7 +267,7 @@ def test_num_envs_in_the_env_section():
     assert apart["env"]["cfg"]["num_envs"] == 7  # the caller's dict does not change
 
 
-def test_env_by_id_or_by_name_alone():
+def test_env_by_id_or_only_by_name():
     expected = config_from_dict(_with(("env.cfg", {})))
     assert config_from_dict(_with(("env", "cartpole"))) == expected
     assert config_from_dict(_with(("env", {"id": "cartpole"}))) == expected

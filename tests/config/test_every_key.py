@@ -161,7 +161,7 @@ def states(cfg: Config, folder, evaluations: int) -> list:
         pytest.param("apg", "on", marks=pytest.mark.long),
     ],
 )
-def test_evaluating_every_iteration_leaves_training_alone(algorithm, form, tmp_path, monkeypatch):
+def test_evaluating_every_iteration_does_not_change_training(algorithm, form, tmp_path, monkeypatch):
     monkeypatch.setattr("ecrl.run.evaluation._CHUNK", 10)
     cfg = full_config(algorithm, form).replace(**{"trainer.iterations": 4, "env.cfg.max_episode_steps": 10})
     assert cfg.policy.normalize_obs and len(cfg.trainer.events.train) == 3
@@ -170,7 +170,7 @@ def test_evaluating_every_iteration_leaves_training_alone(algorithm, form, tmp_p
     assert [same(a, b) for a, b in pairs] == [True] * 4
 
 
-def test_evaluating_every_iteration_leaves_training_on_gymnasium_alone(tmp_path):
+def test_evaluating_every_iteration_does_not_change_training_on_gymnasium(tmp_path):
     on = {"policy.normalize_obs": True, "algorithm.cfg.normalize_reward": True}
     cfg = small(**{"env": "gymnasium:CartPole-v1", **on})
     pairs = list(zip(states(cfg, tmp_path / "a", 0), states(watched(cfg, {}), tmp_path / "b", 4), strict=True))

@@ -318,7 +318,7 @@ class NothingConfig(ConfigModel):
     """No settings."""
 
 
-def test_an_event_of_ones_own(restored_registry):
+def test_an_event_of_a_user(restored_registry):
     @register_event("shove")
     def shove(cfg: ShoveConfig):
         def apply(state, keys):

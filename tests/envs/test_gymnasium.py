@@ -261,7 +261,7 @@ def test_a_mask_of_several_actions_is_their_concatenation():
         assert row == [True, True, not b, True, b]
 
 
-def test_actions_are_clipped_by_the_loop_alone():
+def test_only_the_loop_clips_actions():
     env = make_env("gymnasium:Pendulum-v1")
     assert isinstance(env.action_space, Box) and auto_reset(env) is env and not env.is_pure
     wild, clipped = torch.full((4, 1), 50.0), torch.full((4, 1), 2.0)
@@ -406,7 +406,7 @@ def test_a_failing_reset_is_reported_with_its_step():
 
 
 @pytest.mark.filterwarnings("ignore:.*Overriding environment:UserWarning")
-def test_an_id_registered_anew_with_other_spaces_is_refused_by_name():
+def test_an_id_registered_again_with_other_spaces_is_refused_by_name():
     def registered(size, actions):
         class Sized(gymnasium.Env):
             observation_space, action_space = gymnasium.spaces.Box(-1, 1, (size,)), gymnasium.spaces.Discrete(actions)

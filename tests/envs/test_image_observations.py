@@ -202,7 +202,7 @@ def test_a_network_of_another_output_is_refused_with_its_key():
         make_policy({"name": "actor_only", "actor": {"type": "wide_probe"}}, IMAGE, Discrete(4))
 
 
-def test_normalisation_leaves_images_alone():
+def test_normalisation_does_not_change_images():
     cfg = seeing(parts=True, **SHORT, **{"policy.normalize_obs": True})
     state = last_state(cfg)
     assert [*state["norm", "obs"].keys()] == ["state"]

@@ -90,7 +90,7 @@ def test_targets_move_the_camera_and_change_the_light():
 
 
 @gl
-def test_two_cameras_at_once_see_what_each_sees_alone():
+def test_two_cameras_at_once_see_the_same_as_single_cameras():
     sim = _sim([0, 0, 0])
     near, far = (CameraConfig(resolution=(40, 30), eye=(0.0, y, 0.0)) for y in (-1.0, -3.0))
     row = start(sim, (1,))["physics"][0]

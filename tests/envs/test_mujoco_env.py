@@ -59,7 +59,7 @@ def rollout(env, number, length, loop=scan, seed=0):
 
 
 @pytest.mark.parametrize("name", ENVS)
-def test_it_keeps_the_contract_and_starts_anew_inside_a_rollout(name):
+def test_it_keeps_the_contract_and_restarts_inside_a_rollout(name):
     env = make_env(name)
     check_fields(env, name)
     state, (obs, _, ended) = rollout(auto_reset(env), 8, 60)

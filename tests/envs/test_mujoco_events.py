@@ -338,7 +338,7 @@ def test_pushes_add_up():
 
 @pytest.mark.parametrize("form", ["eager", "vmapped", "strided"])
 @pytest.mark.parametrize("func", EVENTS)
-def test_an_event_is_pure_and_alike_in_every_form(func, form):
+def test_an_event_is_pure_and_equal_in_every_variant(func, form):
     sim, apply = made(func, **EVENTS[func])
     state, keys = state_in(sim), torch.arange(3)
     expected = apply(state, keys).flatten_keys("/")
@@ -358,7 +358,7 @@ def test_an_event_is_the_same_in_a_graph(func):
 
 
 @pytest.mark.parametrize("func", EVENTS)
-def test_an_event_draws_within_its_bounds_for_any_batch_and_from_keys_alone(func):
+def test_an_event_draws_within_its_bounds_and_only_from_keys_for_any_batch(func):
     sim, apply = made(func, **EVENTS[func])
     many, none = apply(state_in(sim, (2, 3)), torch.arange(6).reshape(2, 3)), state_in(sim, ())
     for i in range(6):
@@ -640,7 +640,7 @@ def test_training_with_every_mode_keeps_masses_and_draws_starts(where):
     assert same(make_iteration(cfg)(state)[0], after)
 
 
-def test_a_grpo_rollout_starts_anew_with_the_same_masses():
+def test_a_grpo_rollout_restarts_with_the_same_masses():
     net = {"type": "mlp", "network_cfg": {"hidden_sizes": [8]}}
     grpo = {"algorithm": {"name": "grpo", "cfg": {"group_size": 2, "batch_size": 8}}}
     cfg = config(env={"events": ALL}, **grpo, **{"policy": {"name": "actor_only", "actor": net}})

@@ -163,7 +163,7 @@ def test_angles_turn_about_x_and_then_what_is_turned_with_it():
     assert np.allclose(out, [-1.0, 0.0, 0.0])  # its z points to -y of the world, about which its y, at z, goes to -x
 
 
-def test_what_stands_in_the_background_stays_there():
+def test_objects_of_the_background_do_not_move():
     assert made(background=[CUBE]).model.body("cube").dofnum[0] == 0
     assert made(background=[CUBE | {"body_type": "dynamic"}]).model.body("cube").dofnum[0] == 6
     assert made(rigid_object=[CUBE]).model.body("cube").dofnum[0] == 6

@@ -365,7 +365,7 @@ def test_any_batch_gives_the_same():
 
 
 @pytest.mark.parametrize("form", ["eager", "vmapped", "strided"])
-def test_a_step_is_pure_and_alike_in_every_form(form):
+def test_a_step_is_pure_and_equal_in_every_variant(form):
     env = auto_reset(task(**ALL, max_episode_steps=2))
     state, action = env.reset(keys_of(3)), torch.full((3, 2), 0.3)
     for t in range(2):

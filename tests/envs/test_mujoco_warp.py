@@ -459,7 +459,7 @@ def test_varied_mass_and_friction_of_a_task():
     assert ends[0][:, 1].unique().numel() == 4
 
 
-def test_a_gpu_is_taken_with_warp_alone(monkeypatch):
+def test_a_gpu_needs_the_warp_backend(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=10**12))

@@ -288,7 +288,7 @@ def test_unknown_names_are_refused(sim):
 
 
 @pytest.mark.parametrize("form", ["eager", "compiled", "vmapped"])
-def test_a_step_is_the_same_in_every_form(sim, form):
+def test_a_step_is_equal_in_every_variant(sim, form):
     state = shaken(sim)
 
     def step(physics, sensors, control):

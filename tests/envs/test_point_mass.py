@@ -170,7 +170,7 @@ def test_an_obstacle_that_finds_no_place_goes_to_the_opposite_corner():
     assert corners.any() and not corners.all()
 
 
-def test_reset_step_and_draw_in_every_form(variant):
+def test_reset_step_and_draw_in_every_variant(variant):
     env, keys = auto_reset(env_of(max_episode_steps=2)), rng.split(rng.key(5), 4)
     state, noise = variant(env.reset)(keys), variant(env.draw)(keys)
     once = variant(env.step)(state, torch.ones(4, 2), noise)

@@ -168,7 +168,7 @@ def test_it_looks_once_without_gradient_at_an_action_within_bounds():
     assert action.tolist() == [[0.5, 0.5]] * 2 and action.dtype == torch.float32 and not grad and shape == (2,)
 
 
-def test_an_environment_that_is_not_pure_is_left_alone():
+def test_an_environment_that_is_not_pure_is_not_checked():
     assert check_fields(replace(GOOD, is_pure=False, reset=lambda keys: 1 / 0), "gym") is None
 
 

@@ -248,5 +248,5 @@ def test_wrong_shapes_are_named(fn, name, shape):
 
 
 @pytest.mark.parametrize("fn", [normal_entropy, tanh_normal_entropy], ids=lambda fn: fn.__name__)
-def test_the_mean_alone_gives_the_shape_of_an_entropy(fn):
+def test_the_shape_of_an_entropy_is_the_shape_of_the_mean(fn):
     assert fn(torch.zeros(2, 4, 3), LOG_STD).shape == (2, 4)

@@ -193,7 +193,7 @@ def test_cutting_at_done_equals_two_rollouts(name, seed, cut):
 
 
 @each_estimator
-def test_each_env_stands_alone(name):
+def test_environments_do_not_affect_each_other(name):
     rollout, order = random_rollout(5, 4, 6), torch.tensor([2, 0, 3, 1])
     assert torch.equal(apply(name, rollout[order]), apply(name, rollout)[:, order])
 

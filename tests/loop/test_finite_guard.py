@@ -228,7 +228,7 @@ def test_off_looks_at_nothing():
 
 @pytest.mark.parametrize("fault", ["reward", "observation"])
 @pytest.mark.parametrize(("algorithm", "form"), RUNS)
-def test_skip_leaves_the_update_out_and_goes_on_as_without_it(algorithm, fault, form):
+def test_skip_leaves_the_update_out_and_continues_without_it(algorithm, fault, form):
     more = {"policy.normalize_obs": True} | ({"algorithm.cfg.normalize_reward": True} if algorithm == "ppo" else {})
     cfg = run(algorithm, fault, form, **more, **{"trainer.finite_guard": "skip", "trainer.iterations": 5})
     with pytest.warns(
@@ -271,7 +271,7 @@ def test_running_returns_move_on_with_the_environments_of_a_skipped_iteration():
     assert same(states[0]["norm", "reward", "moments"], states[1]["norm", "reward", "moments"])
 
 
-def test_the_kind_of_a_leaf_alone_decides_what_a_skipped_iteration_leaves_out():
+def test_only_the_kind_of_a_leaf_decides_what_a_skipped_iteration_leaves_out():
     cfg = run("ppo")
     start, flags_set = init_state(cfg), torch.tensor([False, False, False, True, False, False])
     fields = {"noise": torch.zeros(4), "rate": torch.zeros(4)}

@@ -59,7 +59,7 @@ def test_an_iteration_is_pure_and_what_is_yielded_is_owned():
     assert all(same(a, b) for a, b in zip(plain, spoilt, strict=True))
 
 
-def test_training_leaves_the_global_generator_alone():
+def test_training_does_not_use_the_global_generator():
     torch.manual_seed(0)
     before = torch.get_rng_state()
     last_state(small())

@@ -159,7 +159,7 @@ def test_value_has_a_number_per_observation(variant, name, kind):
 
 
 @pytest.mark.parametrize("kind", ACTIONS)
-def test_value_reads_the_critic_alone(kind):
+def test_value_depends_only_on_the_critic(kind):
     policy = _policy(ACTIONS[kind])
     params, other = (policy.init(rng.key(seed)) for seed in (1, 2))
     value = policy.value(params, EMPTY, _obs())

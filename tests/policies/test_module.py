@@ -118,7 +118,7 @@ def test_a_log_std_that_depends_on_the_observation():
     assert (entropy[0] - entropy[1]).abs() > 0.01
 
 
-def test_drawing_follows_the_keys_and_leaves_the_generator_alone():
+def test_drawing_follows_the_keys_and_not_the_global_generator():
     policy = _policy(Acts, BOX)
     params, obs = policy.init(rng.key(0)), torch.zeros(5, 3)
     keys, others = (rng.split(rng.key(seed), 5) for seed in (1, 2))
@@ -131,7 +131,7 @@ def test_drawing_follows_the_keys_and_leaves_the_generator_alone():
     assert torch.equal(policy.act(params, EMPTY, obs, keys)[1]["action"], one), "the caller's seed is not seen"
 
 
-def test_whoever_draws_runs_eager_and_the_others_compiled(monkeypatch):
+def test_modules_that_draw_run_eager_and_others_compiled(monkeypatch):
     monkeypatch.setattr("ecrl.loop.build.choose_form", lambda mode, device: Form("compiled", "as if", print, scan))
     assert [build(_config(name)).jit for name in NAMES] == [print, partial, print]
     assert [_policy(module).compiles for module in (Trunk, ActsOnNoise, Acts)] == [True, True, False]

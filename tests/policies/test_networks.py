@@ -101,7 +101,7 @@ def test_layernorm_weights_keep_their_start_with_orthogonal_init():
 
 
 @pytest.mark.parametrize("cfg", [{"hidden_sizes": [4]}, {"hidden_sizes": [4], "orthogonal_init": 1.0}])
-def test_init_depends_on_the_key_alone(cfg):
+def test_init_depends_only_on_the_key(cfg):
     before = torch.get_rng_state()
     first, again, other = (_weights(MLPConfig(**cfg), seed) for seed in (1, 1, 2))
     assert torch.equal(torch.get_rng_state(), before)

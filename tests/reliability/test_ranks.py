@@ -241,7 +241,7 @@ def test_all_ranks_stop_where_an_environment_on_the_host_of_one_pays_nan(tmp_pat
 
 
 @pytest.mark.slow
-def test_ranks_that_start_anew_leave_a_run_that_is_not_theirs(tmp_path):
+def test_restarted_ranks_refuse_the_folder_of_another_run(tmp_path):
     path, old = ranks_killed.config(tmp_path), {"config.json": "{}", "metrics.jsonl": '{"sample_step": 1}\n'}
     (tmp_path / "run").mkdir()
     for name, text in old.items():
@@ -263,12 +263,12 @@ print(d.has_flag("word"))
 """
 
 
-def test_one_rank_of_torchrun_knows_that_it_was_started_anew():
+def test_one_rank_of_torchrun_knows_that_it_was_restarted():
     (text,) = ended(launched(1, ["-c", ONE_RANK], TORCHELASTIC_RESTART_COUNT="1"))
     assert text.splitlines() == ["1 1 made False", "False made", "True"]
 
 
-def test_one_rank_is_given_back_what_it_gives():
+def test_one_rank_gets_back_its_own_values():
     x = torch.ones(2)
     assert distributed.all_sum(x) is x and distributed.all_mean(x, weight=torch.tensor(2.0)) is x
     assert distributed.value_of_rank_0("name", lambda: "made") == "made" and distributed.restarts({}) == 0

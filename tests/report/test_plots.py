@@ -71,7 +71,7 @@ def test_an_unfinished_last_line_is_skipped_and_a_damaged_line_is_reported(tmp_p
         curves(folder)
 
 
-def test_runs_that_differ_in_seed_and_name_alone_are_one_group(tmp_path):
+def test_runs_that_differ_only_in_seed_and_name_are_one_group(tmp_path):
     runs = [run(tmp_path / f"r{seed}", seed, gamma=0.9) for seed in range(3)]
     runs += [run(tmp_path / "other", 0, gamma=0.8), run(tmp_path / "named", 3, "ppo_again", gamma=0.9)]
     assert [len(group) for group in group_curves(curves(*runs))] == [4, 1]

@@ -70,7 +70,7 @@ def test_an_env_that_never_ends_is_named(monkeypatch):
         evaluate(init_state(cfg), cfg, num_episodes=1)
 
 
-def test_evaluating_often_or_never_leaves_training_alone():
+def test_evaluating_often_or_never_does_not_change_training():
     plain, watched = small(), small(**{"trainer.enable_eval": True, "trainer.eval_freq": 32})
     records = list(with_evaluation(train_iter(init_state(watched), watched), watched))
     assert [r["log_type"] for r in records] == ["collect", "train", "evaluate"] * 4

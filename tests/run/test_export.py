@@ -272,7 +272,7 @@ class Acts(Net):
 
 @pytest.mark.parametrize("make", [Net, Acts])
 @pytest.mark.parametrize("odd_observations_run", ["discrete"], indirect=True)
-def test_a_module_of_ones_own_is_exported_with_its_buffers(make, odd_observations_run, tmp_path):
+def test_a_users_module_is_exported_with_its_buffers(make, odd_observations_run, tmp_path):
     onnxruntime = pytest.importorskip("onnxruntime")
 
     @register_policy("own_net", override=True)

@@ -127,7 +127,7 @@ def test_other_threads_are_warned_of(tmp_path):
         torch.set_num_threads(threads)
 
 
-def test_a_run_goes_on_where_its_device_is_not(tmp_path):
+def test_a_run_resumes_on_a_machine_without_its_device(tmp_path):
     run, cfg = finished(tmp_path)
     state, elsewhere = load(latest(run))[0], cfg.replace(**{"trainer.device": "cuda:77"})
     made = snapshot(build(cfg), state, cfg)
@@ -199,7 +199,7 @@ def test_unreadable_rows_are_forgotten(tmp_path):
     assert all(json.loads(line)["sample_step"] <= 64 for line in (run / "metrics.jsonl").read_text().splitlines())
 
 
-def test_training_on_from_any_gymnasium_state_starts_episodes_afresh():
+def test_training_from_any_gymnasium_state_starts_new_episodes():
     cfg = small(**{"env": "gymnasium:CartPole-v1", "trainer.iterations": 3})
     start = init_state(cfg)
     first, _, second, *_ = [record["state"] for record in train_iter(start, cfg)]
