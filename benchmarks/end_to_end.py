@@ -9,23 +9,23 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from benchmarks.gpu import ENV, has_gpu, not_measured
-from benchmarks.pairs import Contestant, Result, Worker, await_ready, ratios, started, summary, take_turns
+from benchmarks.pairs import Contestant, Result, Worker, await_ready, ratios, run_rounds, started, summary
 
 SIZES = (4, 64, 512, 2048)
 QUICK_SLOW, QUICK_BOTH = (64,), (2048,)
 GPU_SIZES = (4096, 65536)
 SLOW = ("SB3", "TorchRL", "CleanRL-style")
 MAKE = {
-    "ecrl": "benchmarks.ours:make",
-    "rejax": "benchmarks.peers.rejax_ppo:make",
-    "SB3": "benchmarks.peers.sb3_ppo:make",
-    "TorchRL": "benchmarks.peers.torchrl_ppo:make",
-    "CleanRL-style": "benchmarks.peers.cleanrl_ppo:make",
+    "ecrl": "benchmarks.ecrl_runs:make",
+    "rejax": "benchmarks.other_libraries.rejax_ppo:make",
+    "SB3": "benchmarks.other_libraries.sb3_ppo:make",
+    "TorchRL": "benchmarks.other_libraries.torchrl_ppo:make",
+    "CleanRL-style": "benchmarks.other_libraries.cleanrl_ppo:make",
 }
-MUST_AND_AIM = {  # required and desired ratio, by (peer, cores) and number of environments
+MUST_AND_AIM = {  # required and desired ratio, by (library, cores) and number of environments
     ("rejax", 1): dict(zip(SIZES, ((0.6, 1.0), (1.0, 1.3), (1.1, 1.6), (1.1, 2.0)), strict=True)),
     ("rejax", 2): dict(zip(SIZES, ((0.6, 1.0), (1.0, 1.5), (1.3, 1.8), (1.4, 2.2)), strict=True)),
-    **{(peer, 1): dict(zip(SIZES, ((8.0, None), (5.0, None), (5.0, None), (5.0, None)), strict=True)) for peer in SLOW},
+    **{(name, 1): dict(zip(SIZES, ((8.0, None), (5.0, None), (5.0, None), (5.0, None)), strict=True)) for name in SLOW},
 }
 
 
@@ -56,68 +56,70 @@ def contestant(name: str, num_envs: int, device: str = "cpu") -> Contestant:
     return Contestant(name, MAKE[name], args, ENV[device])
 
 
-def list_entrants(peers: Sequence[str], sizes: Sequence[int], quick: bool) -> list[tuple[str, int]]:
+def list_entrants(libraries: Sequence[str], sizes: Sequence[int], quick: bool) -> list[tuple[str, int]]:
     """List the libraries and sizes that take part.
 
     >>> list_entrants(("rejax", "SB3"), (4, 64), True)
     [('ecrl', 4), ('ecrl', 64), ('rejax', 4), ('rejax', 64), ('SB3', 64)]
     """
-    return [(name, n) for name in ("ecrl", *peers) for n in sizes if not (quick and name in SLOW) or n in QUICK_SLOW]
+    return [
+        (name, n) for name in ("ecrl", *libraries) for n in sizes if not (quick and name in SLOW) or n in QUICK_SLOW
+    ]
 
 
 def on_cores(
-    cores: Sequence[int], peers: Sequence[str], sizes: Sequence[int], quick: bool, device: str = "cpu"
+    cores: Sequence[int], libraries: Sequence[str], sizes: Sequence[int], quick: bool, device: str = "cpu"
 ) -> list[dict[str, Any]]:
     """Return the rows on these cores. All sizes set up at the same time, so that compiling uses the whole machine."""
     out, cores_label = [], "GPU" if device == "cuda" else len(cores)
-    entrants = list_entrants(peers, sizes, quick)
+    entrants = list_entrants(libraries, sizes, quick)
     with started([contestant(name, n, device) for name, n in entrants], cores) as workers:
         ready = [(worker, await_ready(worker)) for worker in workers]
         for size in sizes:
             lanes = {name: lane for (name, n), lane in zip(entrants, ready, strict=True) if n == size}
-            out += [row(ours, peer, cores_label, size) for ours, peer in pairings(lanes, cores, quick)]
+            out += [row(ecrl, other, cores_label, size) for ecrl, other in pairings(lanes, cores, quick)]
     return out
 
 
 def pairings(
     lanes: dict[str, tuple[Worker, Result]], cores: Sequence[int], quick: bool
 ) -> Iterator[tuple[Result, Result]]:
-    """Yield our result and each peer's from the same rounds: five rounds, or one with slow peers in a quick run."""
-    for peers, rounds in ((["rejax"], 5), ([name for name in SLOW if name in lanes], 1 if quick else 5)):
-        workers, ready = zip(*(lanes[name] for name in ("ecrl", *peers)), strict=True)
-        if peers:
-            ours, *theirs = take_turns(workers, ready, cores, rounds, 0.4 if quick else 2.0)
-            yield from ((ours, peer) for peer in theirs)
+    """Yield ecrl's result with each other library's from the same rounds: five, or one for `SLOW` in a quick run."""
+    for libraries, rounds in ((["rejax"], 5), ([name for name in SLOW if name in lanes], 1 if quick else 5)):
+        workers, ready = zip(*(lanes[name] for name in ("ecrl", *libraries)), strict=True)
+        if libraries:
+            ecrl, *others = run_rounds(workers, ready, cores, rounds, 0.4 if quick else 2.0)
+            yield from ((ecrl, other) for other in others)
 
 
-def row(ours: Result, peer: Result, cores: int | str, num_envs: int) -> dict[str, Any]:
+def row(ecrl: Result, other: Result, cores: int | str, num_envs: int) -> dict[str, Any]:
     """Return the row of one pair."""
-    about = {"peer": peer.name, "cores": cores, "num_envs": num_envs}
-    errors = [result.error for result in (ours, peer) if result.error is not None]
+    about = {"peer": other.name, "cores": cores, "num_envs": num_envs}
+    errors = [result.error for result in (ecrl, other) if result.error is not None]
     if errors:
         return about | {"error": "; ".join(errors)}
     return (
         about
-        | verdict(ratios(ours, peer), peer.name, cores, num_envs)
+        | verdict(ratios(ecrl, other), other.name, cores, num_envs)
         | {
-            "ecrl_steps_s": summary(ours.rates)["median"],
-            "peer_steps_s": summary(peer.rates)["median"],
-            "ecrl_setup_s": ours.setup_s,
-            "peer_setup_s": peer.setup_s,
-            "ecrl_rates": ours.rates,
-            "peer_rates": peer.rates,
+            "ecrl_steps_s": summary(ecrl.rates)["median"],
+            "peer_steps_s": summary(other.rates)["median"],
+            "ecrl_setup_s": ecrl.setup_s,
+            "peer_setup_s": other.setup_s,
+            "ecrl_rates": ecrl.rates,
+            "peer_rates": other.rates,
         }
     )
 
 
-def verdict(by_round: Sequence[float], peer: str, cores: int | str, num_envs: int) -> dict[str, Any]:
+def verdict(by_round: Sequence[float], library: str, cores: int | str, num_envs: int) -> dict[str, Any]:
     """Return the median and spread of the ratios, and whether they meet the target; `cores` is a number or "GPU".
 
     >>> verdict([0.5, 0.7, 0.9], "rejax", 1, 4)
     {'ratio': 0.7, 'ratio_min': 0.5, 'ratio_max': 0.9, 'must': 0.6, 'aim': 1.0, 'met': True}
     """
     ratio_summary = summary(by_round)
-    must, aim = (2.0, None) if cores == "GPU" else MUST_AND_AIM[peer, int(cores)].get(num_envs, (None, None))
+    must, aim = (2.0, None) if cores == "GPU" else MUST_AND_AIM[library, int(cores)].get(num_envs, (None, None))
     met = None if must is None else (ratio_summary["median"] or -math.inf) >= must
     return {"ratio": ratio_summary["median"], "ratio_min": ratio_summary["min"], "ratio_max": ratio_summary["max"]} | {
         "must": must,
@@ -127,16 +129,16 @@ def verdict(by_round: Sequence[float], peer: str, cores: int | str, num_envs: in
 
 
 def figure(rows: list[dict[str, Any]]) -> Any:
-    """Plot the ratio by number of environments, a line per peer with its spread; the required ratio is dotted."""
+    """Plot the ratio by number of environments, a line per library with its spread; the required ratio is dotted."""
     from matplotlib.figure import Figure
 
     picture = Figure(figsize=(8, 5), layout="constrained")
     axes = picture.subplots()
     ratio_summary = [r for r in rows if "ratio" in r]
-    for number, (peer, cores) in enumerate(dict.fromkeys((r["peer"], r["cores"]) for r in ratio_summary)):
-        points = [r for r in ratio_summary if (r["peer"], r["cores"]) == (peer, cores)]
+    for number, (library, cores) in enumerate(dict.fromkeys((r["peer"], r["cores"]) for r in ratio_summary)):
+        points = [r for r in ratio_summary if (r["peer"], r["cores"]) == (library, cores)]
         sizes, color = [r["num_envs"] for r in points], f"C{number}"
-        axes.plot(sizes, [r["ratio"] for r in points], "o-", color=color, label=f"{peer}, {_cores(cores)}")
+        axes.plot(sizes, [r["ratio"] for r in points], "o-", color=color, label=f"{library}, {_cores(cores)}")
         axes.fill_between(
             sizes, [r["ratio_min"] for r in points], [r["ratio_max"] for r in points], color=color, alpha=0.2
         )

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
-from benchmarks.alone import alone
 from benchmarks.pairs import available
+from benchmarks.separate_process import run_in_process
 
 ENV: dict[str, dict[str, str]] = {
     "cpu": {},
@@ -32,7 +32,7 @@ def visible() -> bool:
 @cache
 def has_gpu() -> bool:
     """Return True if torch sees a GPU; checked once, in a separate process."""
-    return alone("benchmarks.gpu:visible", {}, available())
+    return run_in_process("benchmarks.gpu:visible", {}, available())
 
 
 def not_measured(**about: Any) -> dict[str, Any]:
@@ -156,12 +156,12 @@ def run_verdict(row: dict[str, Any]) -> dict[str, Any]:
     return {"must_steps_per_s": steps or None, "must_graph_share": MUST_GRAPH_SHARE, "met": met}
 
 
-def kernel_verdict(kernel: str, ours: str, roof_share: float | None) -> dict[str, Any]:
+def kernel_verdict(kernel: str, implementation: str, roof_share: float | None) -> dict[str, Any]:
     """Return the target of a kernel on a GPU: for compiled GAE a share of a copy's bandwidth, for others none.
 
     >>> kernel_verdict("gae", "ecrl compiled", 0.8)
     {'must': None, 'must_roof_share': 0.7, 'met': True}
     """
-    if kernel != "gae" or ours != "ecrl compiled" or roof_share is None:
+    if kernel != "gae" or implementation != "ecrl compiled" or roof_share is None:
         return {"must": None, "met": None}
     return {"must": None, "must_roof_share": MUST_COPY_SHARE, "met": roof_share >= MUST_COPY_SHARE}

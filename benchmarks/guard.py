@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from math import sqrt
 from typing import Any
 
-from benchmarks.alone import alone
+from benchmarks.alternating_calls import Call, time_alternating
 from benchmarks.pairs import ROOT, Failure
-from benchmarks.turns import Call, take_turns
+from benchmarks.separate_process import run_in_process
 
 MOST = 1.02
 """Target: the most time of an iteration, as a multiple of an iteration without the guard."""
@@ -40,11 +40,11 @@ def iterations(cfg: Any) -> Call:
     return next_iteration
 
 
-def turns(env: str, num_envs: int, rounds: int) -> dict[str, list[float]]:
+def seconds_by_guard(env: str, num_envs: int, rounds: int) -> dict[str, list[float]]:
     """Return the seconds of an iteration under each guard, one number per round."""
     runs = {guard: iterations(config(env, num_envs, **{"trainer.finite_guard": guard})) for guard in ("stop", "skip")}
     off = iterations(config(env, num_envs, **{"trainer.finite_guard": "off"}))
-    return take_turns({"off": off, **runs}, rounds, _TURN_S)
+    return time_alternating({"off": off, **runs}, rounds, _TURN_S)
 
 
 def cost(guarded: list[float], off: list[float]) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def rows(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
             args = {"env": env, "num_envs": num_envs, "rounds": _ROUNDS_QUICK if quick else _ROUNDS}
             row: dict[str, Any] = {"env": env, "num_envs": num_envs}
             try:
-                seconds = alone("benchmarks.guard:turns", args, cores[:1])
+                seconds = run_in_process("benchmarks.guard:seconds_by_guard", args, cores[:1])
             except Failure as failure:
                 out.append(row | {"error": str(failure)})
                 continue

@@ -1,7 +1,8 @@
 """Compare kernels with other libraries' kernels on one core or one GPU: time, ratio, and share of the machine's limit.
 
-All forms of a kernel take turns in one process, since a call is much shorter than a process start. Thread counts and
-XLA's flags are as in `pairs`. Every row compares one of our forms with one peer; above a `ratio` of 1, ours is faster.
+All implementations of a kernel take turns in one process, since a call is much shorter than a process start. Thread
+counts and XLA's flags are as in `pairs`. Every row compares one of ecrl's implementations with one of another library.
+Above a `ratio` of 1, ecrl is faster.
 """
 
 import statistics
@@ -10,10 +11,10 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from benchmarks.alone import alone
 from benchmarks.gpu import ENV, has_gpu, kernel_verdict, not_measured, on_device
 from benchmarks.gpu import copy_rate as gpu_copy_rate
 from benchmarks.pairs import Failure
+from benchmarks.separate_process import run_in_process
 
 MAX_COMPILE_S = 10.0
 MUSTS = {  # the smallest ratio: at most 2.5 or 1.6 times rlax's time, and 1.5 times SB3's
@@ -22,19 +23,19 @@ MUSTS = {  # the smallest ratio: at most 2.5 or 1.6 times rlax's time, and 1.5 t
     ("gae", "4096x128", "ecrl eager", "sb3 numpy"): 1 / 1.5,
     ("gae", "64x1024", "ecrl eager", "sb3 numpy"): 1 / 1.5,
 }
-SLOW = ("torchrl", "torchrl vec")  # peers that a quick run leaves out
+SLOW = ("torchrl", "torchrl vec")  # a quick run leaves these out
 
 
 class Case(NamedTuple):
-    """A kernel at one size: its file in `forms`, the names of its tables there, and the arguments of its functions."""
+    """A kernel at one size: its module in `implementations`, the names of its tables there, and their arguments."""
 
     kernel: str
     size: str
-    form: str
+    module: str
     args: tuple[int, ...]
     quick: bool
-    ours: str = "OURS"
-    peers: str = "PEERS"
+    ecrl: str = "ECRL"
+    others: str = "OTHERS"
 
 
 CASES = [
@@ -49,22 +50,22 @@ CASES = [
 ]
 
 
-def forms(case: Case) -> tuple[Any, Any, Any]:
-    """Return the module of a case, and its tables of our forms and of the peers."""
+def implementations(case: Case) -> tuple[Any, Any, Any]:
+    """Return the module of a case, and its tables of ecrl's and of the other implementations."""
     from importlib import import_module
 
-    module = import_module(f"benchmarks.forms.{case.form}")
-    table = getattr(module, case.ours)
-    return module, *(table if isinstance(table, tuple) else (table, getattr(module, case.peers)))
+    module = import_module(f"benchmarks.implementations.{case.module}")
+    table = getattr(module, case.ecrl)
+    return module, *(table if isinstance(table, tuple) else (table, getattr(module, case.others)))
 
 
 def prepare(make: Any, inputs: Any, device: str) -> tuple[Any, float, str | None]:
-    """Build a form and call it once; return the call, the seconds (compiling included), and the error if it failed."""
+    """Build an implementation and call it once; return the call, the seconds of both, and the error if it failed."""
     start = time.perf_counter()
     try:
         call = make(inputs, device)
         call()
-    except Exception as error:  # a failing form becomes a row and does not stop the others
+    except Exception as error:  # a failing one becomes a row and does not stop the others
         lines = [line for line in f"{type(error).__name__}: {error}".splitlines() if line.strip()]
         return None, float("nan"), lines[0]
     return call, time.perf_counter() - start, None
@@ -72,18 +73,18 @@ def prepare(make: Any, inputs: Any, device: str) -> tuple[Any, float, str | None
 
 def measure(number: int, quick: bool, device: str) -> list[dict[str, Any]]:
     """Return the rows of one case."""
-    from benchmarks.turns import take_turns
+    from benchmarks.alternating_calls import time_alternating
 
     case = CASES[number]
-    module, ours, peers = forms(case)
-    peers = {name: make for name, make in peers.items() if not (quick and name in SLOW)}
+    module, ecrl, others = implementations(case)
+    others = {name: make for name, make in others.items() if not (quick and name in SLOW)}
     inputs = module.inputs(*case.args)
-    prepared = {name: prepare(make, inputs, device) for name, make in (ours | peers).items()}
+    prepared = {name: prepare(make, inputs, device) for name, make in (ecrl | others).items()}
     calls = {name: call for name, (call, _, error) in prepared.items() if error is None}
-    seconds = take_turns(calls, rounds=5, seconds=0.05 if quick else 0.5)
+    seconds = time_alternating(calls, rounds=5, seconds=0.05 if quick else 0.5)
     roof = roofline_shares(case, module.cost(*case.args), seconds if device == "cpu" else on_device(calls), device)
     result_rows: list[dict[str, Any]] = [
-        row(case, (a, b), prepared, seconds) | roof.get(a, {}) | {"device": device} for a in ours for b in peers
+        row(case, (a, b), prepared, seconds) | roof.get(a, {}) | {"device": device} for a in ecrl for b in others
     ]
     if device == "cpu":
         return result_rows
@@ -91,7 +92,7 @@ def measure(number: int, quick: bool, device: str) -> list[dict[str, Any]]:
 
 
 def roofline_shares(case: Case, cost: Any, seconds: dict[str, list[float]], device: str) -> dict[str, dict[str, Any]]:
-    """Return each form's bandwidth and operations per second, and the rates of a copy and a matrix product."""
+    """Return bandwidth and operations per second of each implementation, and of a copy and a matrix product."""
     from benchmarks.roofline import copy_rate, matmul_rate, share_of_roof
 
     copy, product = copy_rate(cost.bytes, device) if device == "cpu" else gpu_copy_rate(cost.bytes), matmul_rate(device)
@@ -101,7 +102,7 @@ def roofline_shares(case: Case, cost: Any, seconds: dict[str, list[float]], devi
         share = share_of_roof(cost.bytes, cost.operations, time_, copy, product)
         roof = {"copy_gb_s": copy / 1e9, "matmul_gflop_s": product / 1e9, "gflop_s": cost.operations / time_ / 1e9}
         out[name] = {"gb_s": cost.bytes / time_ / 1e9, "roof_share": share, "roof": roof}
-        if case.form == "draws":
+        if case.module == "draws":
             out[name]["bits_per_s"] = 32 * case.args[0] / time_
     return out
 
@@ -109,22 +110,22 @@ def roofline_shares(case: Case, cost: Any, seconds: dict[str, list[float]], devi
 def row(
     case: Case, names: tuple[str, str], prepared: dict[str, Any], seconds: dict[str, list[float]]
 ) -> dict[str, Any]:
-    """Return the row of one of our forms against one peer."""
-    from benchmarks.turns import ratio
+    """Return the row of one of ecrl's implementations against another library's."""
+    from benchmarks.alternating_calls import ratio
 
-    ours, peer = names
-    about: dict[str, Any] = {"kernel": case.kernel, "size": case.size, "ours": ours, "peer": peer}
+    ecrl, other = names
+    about: dict[str, Any] = {"kernel": case.kernel, "size": case.size, "ours": ecrl, "peer": other}
     errors = [f"{name}: {prepared[name][2]}" for name in names if prepared[name][2] is not None]
     if errors:
         return about | {"error": "; ".join(errors)}
     about |= {
-        "ours_us": statistics.median(seconds[ours]) * 1e6,
-        "peer_us": statistics.median(seconds[peer]) * 1e6,
+        "ours_us": statistics.median(seconds[ecrl]) * 1e6,
+        "peer_us": statistics.median(seconds[other]) * 1e6,
     }
-    about |= ratio(seconds[ours], seconds[peer])
-    compiled = ours == "ecrl compiled"
+    about |= ratio(seconds[ecrl], seconds[other])
+    compiled = ecrl == "ecrl compiled"
     about |= {
-        "compile_s": prepared[ours][1] if compiled else None,
+        "compile_s": prepared[ecrl][1] if compiled else None,
         "must": MUSTS.get((case.kernel, case.size, *names)),
     }
     if about["must"] is not None:
@@ -136,7 +137,7 @@ def measure_all(quick: bool, device: str) -> list[dict[str, Any]]:
     """Return the rows of all cases, in this process. A first compilation loads the compiler before the measurements."""
     import torch
 
-    from benchmarks.forms.common import compiled
+    from benchmarks.implementations.common import compiled
 
     compiled(torch.neg, device)(torch.zeros(8, device=device))
     numbers = [i for i, case in enumerate(CASES) if case.quick or not quick]
@@ -153,7 +154,9 @@ def rows(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
         with tempfile.TemporaryDirectory() as cache:
             env = {"TORCHINDUCTOR_CACHE_DIR": cache, **ENV[device]}
             try:
-                out += alone("benchmarks.kernels:measure_all", {"quick": quick, "device": device}, cores[:1], env)
+                out += run_in_process(
+                    "benchmarks.kernels:measure_all", {"quick": quick, "device": device}, cores[:1], env
+                )
             except Failure as failure:
                 out.append({"kernel": "all", "device": device, "error": str(failure)})
     return out

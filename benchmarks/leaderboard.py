@@ -26,8 +26,9 @@ _RESAMPLES = 10_000
 HEAD = f"""# Results
 
 How well every shipped config learns, compared with Stable-Baselines3's PPO on the same budget. SB3 uses the settings of
-its zoo (`benchmarks/peers/zoo.py`). `ecrl bench results` makes this page from the files in `runs/`. Each seed has a
-file with its raw curve, settings, their hash, commit, command, machine and times. `ecrl plot` can also read the files.
+its zoo (`benchmarks/other_libraries/zoo.py`). `ecrl bench results` makes this page from the files in `runs/`. Each seed
+has a file with its raw curve, settings, their hash, commit, command, machine and times. `ecrl plot` can also read the
+files.
 
 - **Scores** are the mean of {_END} episodes ({_END_SUCCESS} for a success rate) with deterministic actions, after the
   whole budget.
@@ -119,11 +120,13 @@ def measured_on(records: Sequence[Row]) -> str:
     >>> measured_on([record, record | {"commit": "abcdef0123"}])
     'Measured on: a CPU, torch 2.13.0, of commits 01234567, abcdef01.'
     """
-    seen: dict[str, set[str]] = {}
+    commits_by_machine: dict[str, set[str]] = {}
     for record in records:
         where = f"{record['machine']['cpu']}, torch {record['versions']['torch']}"
-        seen.setdefault(where, set()).add(_short_commit(record["commit"]))
-    each = (f"{where}, of commits {', '.join(sorted(commits))}" for where, commits in sorted(seen.items()))
+        commits_by_machine.setdefault(where, set()).add(_short_commit(record["commit"]))
+    each = (
+        f"{where}, of commits {', '.join(sorted(commits))}" for where, commits in sorted(commits_by_machine.items())
+    )
     return f"Measured on: {'; '.join(each)}."
 
 

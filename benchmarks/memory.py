@@ -13,14 +13,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.alone import alone, caching_in
 from benchmarks.gpu import ENV, has_gpu, not_measured
+from benchmarks.other_libraries import STEPS
 from benchmarks.pairs import Failure
-from benchmarks.peers import STEPS
+from benchmarks.separate_process import caching_in, run_in_process
 from benchmarks.worker import peak_rss_mb
 
-MAKERS = {"ecrl": "benchmarks.ours:make", "rejax": "benchmarks.peers.rejax_ppo:make"}
-MAKERS["sb3"] = "benchmarks.peers.sb3_ppo:make"
+MAKERS = {"ecrl": "benchmarks.ecrl_runs:make", "rejax": "benchmarks.other_libraries.rejax_ppo:make"}
+MAKERS["sb3"] = "benchmarks.other_libraries.sb3_ppo:make"
 COMPILED = ("ecrl", "rejax")
 SIZES = {"ecrl": (64, 512, 2048, 8192), "rejax": (64, 512, 2048, 8192), "sb3": (64, 512, 2048)}
 QUICK = {"ecrl": (512,), "rejax": (512,), "sb3": (64,)}
@@ -41,9 +41,9 @@ def forget_peak() -> None:
 def peak(make: str, args: dict[str, Any]) -> dict[str, float]:
     """Return the peak of a contestant's second iteration and the memory of its imports, MB."""
     module, function = make.split(":")
-    contestant_make = getattr(import_module(module), function)
+    make_work = getattr(import_module(module), function)
     imports_mb = resident_mb()
-    work = contestant_make(**args)
+    work = make_work(**args)
     forget_peak()
     start = time.perf_counter()
     work()
@@ -54,7 +54,7 @@ def peak_of_gpu(args: dict[str, Any]) -> dict[str, float]:
     """Return the GPU memory that torch reserves by our second iteration, MB, including the pool of CUDA graphs."""
     import torch
 
-    from benchmarks.ours import make
+    from benchmarks.ecrl_runs import make
 
     work = make(**args)
     work()
@@ -71,8 +71,8 @@ def _measured(
         with tempfile.TemporaryDirectory() as folder:
             env = ENV[device] | (caching_in(folder) if warm else {})
             if warm:
-                alone(f"benchmarks.memory:{function}", args, cores, env)
-            return row | alone(f"benchmarks.memory:{function}", args, cores, env)
+                run_in_process(f"benchmarks.memory:{function}", args, cores, env)
+            return row | run_in_process(f"benchmarks.memory:{function}", args, cores, env)
     except Failure as failure:
         return row | {"error": str(failure)}
 
@@ -91,7 +91,7 @@ def with_slopes(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def rows(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
-    """Return a row per contestant and size on the first core; then ours on a GPU, if there is one."""
+    """Return a row per contestant and size on the first core; then of ecrl on a GPU, if there is one."""
     out = []
     for name, sizes in (QUICK if quick else SIZES).items():
         each = [{"make": MAKERS[name], "args": {"num_envs": size}} for size in sizes]
@@ -108,12 +108,12 @@ def figure(rows: list[dict[str, Any]]) -> Any:
     """Plot the peak minus imports by env steps per iteration, a line per contestant."""
     from matplotlib.figure import Figure
 
-    contestant_make = Figure(figsize=(6, 4), layout="constrained")
-    axes = contestant_make.subplots()
+    picture = Figure(figsize=(6, 4), layout="constrained")
+    axes = picture.subplots()
     for name, device in sorted({(r["contestant"], r["device"]) for r in rows if "peak_mb" in r}):
         points = [r for r in rows if (r["contestant"], r["device"]) == (name, device) and "peak_mb" in r]
         label = f"{name} ({device})"
         axes.plot([r["num_envs"] * STEPS for r in points], [r["peak_mb"] for r in points], marker="o", label=label)
     axes.set(xscale="log", yscale="log", xlabel="env steps per iteration", ylabel="peak over imports, MB")
     axes.legend()
-    return contestant_make
+    return picture

@@ -123,7 +123,7 @@ def _last_line(worker: Worker) -> str:
     return next((line.strip() for line in reversed(worker.errors.readlines()) if line.strip()), "(nothing on stderr)")
 
 
-def turn(worker: Worker, times: int) -> dict[str, Any]:
+def run_units(worker: Worker, times: int) -> dict[str, Any]:
     """Let a worker do its work `times` times, and return its answer."""
     assert worker.process.stdin is not None
     try:
@@ -165,7 +165,7 @@ def await_ready(worker: Worker) -> Result:
         return Result(worker.name, [], float("nan"), {}, float("nan"), str(failure))
 
 
-def take_turns(
+def run_rounds(
     workers: Sequence[Worker], results: Sequence[Result], cores: Sequence[int], rounds: int, seconds: float
 ) -> list[Result]:
     """Let the workers take `rounds` turns of about `seconds`, at least one unit of work; return results with rates."""
@@ -179,10 +179,10 @@ def take_turns(
                 continue
             time.sleep(PAUSE)
             try:
-                answer_data = turn(worker, max(1, times[i]))
+                answer_data = run_units(worker, max(1, times[i]))
                 if times[i] == 0:  # the first turn sets the number of units; it counts if one unit is long enough
                     times[i] = max(1, round(seconds / max(answer_data["seconds"], 1e-9)))
-                    answer_data = answer_data if times[i] == 1 else turn(worker, times[i])
+                    answer_data = answer_data if times[i] == 1 else run_units(worker, times[i])
             except Failure as failure:
                 results[i] = results[i]._replace(error=str(failure))
                 continue
@@ -207,16 +207,16 @@ def race(
     cores = available()[:1] if cores is None else cores
     with started(contestants, cores) as workers:
         results = [await_ready(worker) for worker in workers]
-        return take_turns(workers, results, cores, rounds, seconds)
+        return run_rounds(workers, results, cores, rounds, seconds)
 
 
-def ratios(ours: Result, peer: Result) -> list[float]:
-    """Return our rate divided by the peer's for each round; above 1 we are faster.
+def ratios(ecrl: Result, other: Result) -> list[float]:
+    """Return ecrl's rate divided by the other's for each round; above 1, ecrl is faster.
 
     >>> ratios(Result("a", [2.0, 9.0], 0, {}, 0), Result("b", [1.0, 3.0], 0, {}, 0))
     [2.0, 3.0]
     """
-    return [a / b for a, b in zip(ours.rates, peer.rates, strict=False)]
+    return [a / b for a, b in zip(ecrl.rates, other.rates, strict=False)]
 
 
 def summary(values: Sequence[float]) -> dict[str, float | None]:

@@ -1,6 +1,6 @@
-"""Profile the phases of an iteration, in two forms for every number of environments.
+"""Profile the phases of an iteration in two modes, for every number of environments.
 
-The form "as run" times each compiled call and changes nothing else. The form "taken apart" uses `ecrl.run.profiler`,
+The mode "as run" times each compiled call and changes nothing else. The mode "taken apart" uses `ecrl.run.profiler`,
 which separates policy and environment from the fused rollout. Its shares show the cost of each part of collecting, but
 its times are longer than in a normal run.
 """
@@ -9,10 +9,10 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.alone import alone
 from benchmarks.gpu import ENV, has_gpu, not_measured
 from benchmarks.pairs import Failure
 from benchmarks.scaling import Size, config
+from benchmarks.separate_process import run_in_process
 
 SIZES, QUICK, GPU_SIZES = (4, 64, 512, 2048), (512,), (2048, 65_536)
 _OTHER = "other"
@@ -29,7 +29,7 @@ def as_run(times: Any, run: Any) -> Any:
 
 
 def profile(num_envs: int, device: str, seconds: float) -> list[dict[str, Any]]:
-    """Return the rows of both forms, each measured over about `seconds` of iterations."""
+    """Return the rows of both modes, each measured over about `seconds` of iterations."""
     from ecrl.run.profiler import with_timers
 
     return [
@@ -74,7 +74,7 @@ def shares(seconds: dict[tuple[str, ...], list[float]], total: float) -> list[di
 
 
 def rows(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
-    """Return a row per number of environments, form and phase, on the first core; then on a GPU, if there is one."""
+    """Return a row per number of environments, mode and phase, on the first core; then on a GPU, if there is one."""
     out = []
     for device, sizes in (("cpu", QUICK if quick else SIZES), ("cuda", GPU_SIZES)):
         for size in sizes:
@@ -83,14 +83,14 @@ def rows(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
                 continue
             args = {"num_envs": size, "device": device, "seconds": 1.0 if quick else 3.0}
             try:
-                out += alone("benchmarks.phases:profile", args, cores[:1], ENV[device])
+                out += run_in_process("benchmarks.phases:profile", args, cores[:1], ENV[device])
             except Failure as failure:
                 out.append({"num_envs": size, "device": device, "error": str(failure)})
     return out
 
 
 def figure(rows: list[dict[str, Any]]) -> Any:
-    """Plot a bar for every size and form, divided by the shares of the phases."""
+    """Plot a bar for every size and mode, divided by the shares of the phases."""
     from matplotlib.figure import Figure
 
     measured = [r for r in rows if "share" in r]

@@ -8,8 +8,8 @@ observations. The third contestant runs whole iterations of `configs/push_cube_p
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from benchmarks.other_libraries import as_work
 from benchmarks.pairs import ROOT, Contestant, Result, race, ratios, summary
-from benchmarks.peers import as_work
 
 CONFIG = ROOT / "configs" / "push_cube_ppo.json"
 MOST = {"environment": (1.25, None), "iteration": (2.2, 1.6)}
@@ -72,10 +72,10 @@ def replay(threads: int) -> tuple[Callable[[], Any], Any, int]:
     model, states, controls, substeps = recorded()
     mujoco = load_mujoco()
     datas, full = [mujoco.MjData(model) for _ in range(threads)], int(mujoco.mjtState.mjSTATE_FULLPHYSICS)
-    ours = sum(int(getattr(mujoco.mjtState, f"mjSTATE_{name}")) for name in STATE)
+    state_spec = sum(int(getattr(mujoco.mjtState, f"mjSTATE_{name}")) for name in STATE)
     initial_states = np.empty((states.shape[1], mujoco.mj_stateSize(model, full)))
     for row, state in zip(initial_states, states[0], strict=True):
-        mujoco.mj_setState(model, datas[0], state, ours)
+        mujoco.mj_setState(model, datas[0], state, state_spec)
         mujoco.mj_getState(model, datas[0], row, full)
     control_sequence = np.repeat(controls.swapaxes(0, 1), substeps, axis=1)
     pool = rollout.Rollout(nthread=threads)
@@ -144,21 +144,21 @@ def rows(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
         Contestant("environment", "benchmarks.physics:environment"),
         Contestant("iteration", "benchmarks.physics:iteration"),
     ]
-    peer, *ours = race(field, cores, rounds=3 if quick else 11, seconds=0.5 if quick else 1.0)
-    return [result_row(contestant_result, peer, len(cores)) for contestant_result in ours]
+    mujoco, *ecrl_results = race(field, cores, rounds=3 if quick else 11, seconds=0.5 if quick else 1.0)
+    return [result_row(contestant_result, mujoco, len(cores)) for contestant_result in ecrl_results]
 
 
-def result_row(ours: Result, peer: Result, cores: int) -> dict[str, Any]:
+def result_row(ecrl: Result, mujoco: Result, cores: int) -> dict[str, Any]:
     """Return a row with the time as a multiple of bare physics.
 
     >>> result_row(Result("iteration", [1.0], 1.0, {}, 0.0), Result("bare", [2.0], 1.0, {}, 0.0), 2)["times_bare"]
     2.0
     """
-    out: dict[str, Any] = {"what": ours.name, "cores": cores}
-    out |= {f"{who}_steps_per_s": summary(r.rates)["median"] for who, r in (("ecrl", ours), ("mujoco", peer))}
-    if errors := [r.error for r in (ours, peer) if r.error is not None]:
+    out: dict[str, Any] = {"what": ecrl.name, "cores": cores}
+    out |= {f"{who}_steps_per_s": summary(r.rates)["median"] for who, r in (("ecrl", ecrl), ("mujoco", mujoco))}
+    if errors := [r.error for r in (ecrl, mujoco) if r.error is not None]:
         return out | {"error": "; ".join(errors)}
-    by_round, (most, aim) = summary(ratios(peer, ours)), MOST[ours.name]
+    by_round, (most, aim) = summary(ratios(mujoco, ecrl)), MOST[ecrl.name]
     out |= {"times_bare": by_round["median"], "times_min": by_round["min"], "times_max": by_round["max"]}
     return out | {"most": most, "aim": aim, "met": bool(out["times_bare"] <= most)}
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from benchmarks.peers.zoo import ZOO
+from benchmarks.other_libraries.zoo import ZOO
 from benchmarks.tasks import EPISODES, POINTS, TASKS, Task
 from ecrl.config import load_config, total_steps
 from ecrl.errors import UserError
@@ -43,8 +43,8 @@ def _zoo_settings(config: Path) -> Row:
 
 
 LIBRARIES = {
-    "ecrl": Library("ecrl", "benchmarks.ours:learn", _own_settings, TASKS),
-    "sb3": Library("Stable-Baselines3", "benchmarks.peers.sb3_zoo:learn", _zoo_settings, ZOO),
+    "ecrl": Library("ecrl", "benchmarks.ecrl_runs:learn", _own_settings, TASKS),
+    "sb3": Library("Stable-Baselines3", "benchmarks.other_libraries.sb3_zoo:learn", _zoo_settings, ZOO),
 }
 
 

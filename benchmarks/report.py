@@ -57,11 +57,11 @@ def report(subject: str, rows: list[Row], cores: Sequence[int], quick: bool, sec
     """Return the content of `results/<subject>.json`."""
     about = {"subject": subject, "date": datetime.now(UTC).isoformat(timespec="seconds"), "seconds": round(seconds, 1)}
     command = " ".join(["python -m benchmarks", *(["--quick"] if quick else []), "--only", subject])
-    given_command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    full_command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
     return {
         **about,
         "command": command,
-        "given": given_command,
+        "given": full_command,
         "machine": machine(cores),
         "versions": versions(),
         "rows": rows,

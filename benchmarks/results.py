@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-from benchmarks import alone
+from benchmarks import separate_process
 from benchmarks.leaderboard import publish
 from benchmarks.pairs import ROOT, Failure, available
 from benchmarks.records import LIBRARIES, Entry, Row, entries, num_seeds, standing, write, write_failure
@@ -45,7 +45,7 @@ class RunningJob(NamedTuple):
     """A job that runs, with the metadata of its record and the folder of its compile cache."""
 
     job: Job
-    running: alone.Running
+    running: separate_process.Running
     about: Row
     cache: str
 
@@ -170,20 +170,22 @@ def begin(job: Job, core: int) -> RunningJob:
     current_versions = versions()
     about = {
         "date": started.isoformat(timespec="seconds"),
-        "command": shlex.join(["python", *alone.command(function, args, [core])]),
+        "command": shlex.join(["python", *separate_process.command(function, args, [core])]),
         "commit": current_versions.pop("ecrl"),
         "machine": machine([core]),
         "versions": current_versions,
     }
     args["started"] = time.time()
-    return RunningJob(job, alone.begin(function, args, [core], {"TORCHINDUCTOR_CACHE_DIR": cache}), about, cache)
+    return RunningJob(
+        job, separate_process.begin(function, args, [core], {"TORCHINDUCTOR_CACHE_DIR": cache}), about, cache
+    )
 
 
 def finish(running_job: RunningJob, out: Path) -> bool:
     """Write the record of a job whose process has ended; False if it failed."""
     job = running_job.job
     try:
-        result = alone.result(running_job.running)
+        result = separate_process.result(running_job.running)
         write(job.entry, job.seed, out, result, running_job.about)
         print(f"{job.entry.name}, seed {job.seed}: {record_line(job.entry, result)}", flush=True)
     except (Failure, OSError, ValueError) as failure:  # such as a full disk or a NaN score
@@ -207,6 +209,6 @@ def record_line(entry: Entry, result: Row) -> str:
 
 def end(running_job: RunningJob) -> None:
     """Kill a job's processes and remove its cache."""
-    alone.stop(running_job.running)
+    separate_process.stop(running_job.running)
     with suppress(OSError):
         shutil.rmtree(running_job.cache)

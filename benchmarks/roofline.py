@@ -4,7 +4,7 @@ import statistics
 
 import torch
 
-from benchmarks.turns import take_turns
+from benchmarks.alternating_calls import time_alternating
 
 _SIDE = {"cpu": 512, "cuda": 8192}
 
@@ -24,7 +24,7 @@ def copy_rate(size: int, device: str, seconds: float = 0.05) -> float:
         target.copy_(source)
         synchronize(device)
 
-    return 2 * source.nbytes / statistics.median(take_turns({"copy": copy}, 3, seconds)["copy"])
+    return 2 * source.nbytes / statistics.median(time_alternating({"copy": copy}, 3, seconds)["copy"])
 
 
 def matmul_rate(device: str, seconds: float = 0.05) -> float:
@@ -36,7 +36,7 @@ def matmul_rate(device: str, seconds: float = 0.05) -> float:
         torch.mm(a, a, out=out)
         synchronize(device)
 
-    return 2 * side**3 / statistics.median(take_turns({"product": product}, 3, seconds)["product"])
+    return 2 * side**3 / statistics.median(time_alternating({"product": product}, 3, seconds)["product"])
 
 
 def share_of_roof(size: float, operations: float, seconds: float, copy: float, matmul: float) -> float:

@@ -7,10 +7,10 @@ GPU, the number of environments goes up to 65,536, and the rows have the share o
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from benchmarks.alone import alone
 from benchmarks.gpu import ENV, has_gpu, not_measured, run_verdict
+from benchmarks.other_libraries import STEPS, as_work
 from benchmarks.pairs import Contestant, Failure, Result, race, ratios, summary
-from benchmarks.peers import STEPS, as_work
+from benchmarks.separate_process import run_in_process
 
 
 class Size(NamedTuple):
@@ -32,8 +32,8 @@ GPU = {"num_envs": [Size(n) for n in (512, 2048, 8192, 32_768, 65_536)]}
 
 
 def config(size: Size, device: str) -> Any:
-    """Return the config of `ours` with other sizes, on a device."""
-    from benchmarks.ours import CONFIG
+    """Return the config of `ecrl_runs` with other sizes, on a device."""
+    from benchmarks.ecrl_runs import CONFIG
     from ecrl import load_config
 
     keys: dict[str, Any] = {
@@ -47,9 +47,9 @@ def config(size: Size, device: str) -> Any:
     return load_config(CONFIG).replace(**keys, **widths)
 
 
-def ours(num_envs: int, steps: int, width: int, device: str = "cpu") -> Callable[[], int]:
+def ecrl_work(num_envs: int, steps: int, width: int, device: str = "cpu") -> Callable[[], int]:
     """Return work units of one iteration of ecrl."""
-    from benchmarks.ours import averages
+    from benchmarks.ecrl_runs import averages
 
     return as_work(averages(config(Size(num_envs, steps, width), device)), num_envs * steps)
 
@@ -58,7 +58,7 @@ def rejax(num_envs: int, steps: int, width: int) -> Callable[[], int]:
     """Return work units of several jitted iterations of rejax, some tenths of a second, on its default device."""
     import jax
 
-    from benchmarks.peers.rejax_ppo import ppo
+    from benchmarks.other_libraries.rejax_ppo import ppo
 
     kwargs = {"activation": "tanh", "hidden_layer_sizes": (width, width)}
     algorithm, times = ppo(num_envs, num_steps=steps, agent_kwargs=kwargs), max(1, 25_600 // (num_envs * steps))
@@ -76,7 +76,7 @@ def rejax(num_envs: int, steps: int, width: int) -> Callable[[], int]:
 def point(by: str, size: Size, quick: bool, device: str, cores: Sequence[int]) -> dict[str, Any]:
     """Measure one size with ecrl, and with rejax unless quick."""
     args, env = size._asdict(), ENV[device]
-    contestants = [Contestant("ecrl", "benchmarks.scaling:ours", {**args, "device": device}, env)]
+    contestants = [Contestant("ecrl", "benchmarks.scaling:ecrl_work", {**args, "device": device}, env)]
     if not quick:
         contestants.append(Contestant("rejax", "benchmarks.scaling:rejax", args, env))
     results = race(contestants, cores, rounds=3 if quick else 5, seconds=0.5 if quick else 1.0)
@@ -108,9 +108,9 @@ def on_gpu(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
     for by, sizes in GPU.items():
         for size in sizes:
             row = point(by, size, quick, "cuda", cores)
-            args = {"make": "benchmarks.scaling:ours", "args": {**size._asdict(), "device": "cuda"}}
+            args = {"make": "benchmarks.scaling:ecrl_work", "args": {**size._asdict(), "device": "cuda"}}
             try:
-                row |= alone("benchmarks.gpu:profiled_share", args, cores, ENV["cuda"])
+                row |= run_in_process("benchmarks.gpu:profiled_share", args, cores, ENV["cuda"])
                 row |= run_verdict(row)
             except Failure as failure:
                 row["error"] = str(failure)

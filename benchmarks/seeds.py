@@ -6,8 +6,8 @@ A unit of work is an iteration of all seeds; every contestant has one thread per
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from benchmarks.other_libraries import STEPS, as_work
 from benchmarks.pairs import Contestant, Result, race, ratios, summary
-from benchmarks.peers import STEPS, as_work
 
 SEEDS = 64
 NUM_ENVS = {"quick": (4,), "full": (4, 32)}
@@ -65,7 +65,7 @@ def rejax(num_envs: int, seeds: int) -> Callable[[], int]:
     """Return work units of rejax's way to train many seeds: `jax.vmap`, jitted."""
     import jax
 
-    from benchmarks.peers.rejax_ppo import ppo
+    from benchmarks.other_libraries.rejax_ppo import ppo
 
     algorithm = ppo(num_envs)
     iterate = jax.jit(jax.vmap(algorithm.train_iteration))
@@ -99,12 +99,12 @@ def result_row(num_envs: int, results: Sequence[Result]) -> dict[str, Any]:
     >>> result_row(4, some)["time_by_in_turn"], result_row(4, some)["met"]
     (0.5, True)
     """
-    ours, *others = results
+    vmapped, *others = results
     out: dict[str, Any] = {f"{r.name}_steps_per_s": summary(r.rates)["median"] for r in results}
     if errors := [f"{r.name}: {r.error}" for r in results if r.error is not None]:
         return out | {"error": "; ".join(errors)}
     for other in others:
-        by_round = summary(ratios(other, ours))
+        by_round = summary(ratios(other, vmapped))
         out |= {f"time_by_{other.name}{kind}": by_round[key] for kind, key in (("", "median"), ("_max", "max"))}
     most, aim = MOST.get(num_envs, (None, None))
     return out | {"most": most, "aim": aim, "met": None if most is None else bool(out["time_by_in_turn"] <= most)}

@@ -16,10 +16,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.alone import alone, caching_in
 from benchmarks.pairs import Failure, summary
+from benchmarks.separate_process import caching_in, run_in_process
 
-OURS, REJAX = "benchmarks.ours:solve", "benchmarks.peers.rejax_solved:solve"
+ECRL, REJAX = "benchmarks.ecrl_runs:solve", "benchmarks.other_libraries.rejax_solved:solve"
 REJAX_NUMBERS = {"num_envs": 32, "batch_size": 256, "n_epochs": 4, "iterations": 120}
 """The settings of the config, for rejax's process, which does not read configs."""
 RUNS = {  # in the order of the runs; one lane per library
@@ -27,7 +27,7 @@ RUNS = {  # in the order of the runs; one lane per library
     "rejax": ("rejax cold", "rejax warm", "ecrl off"),
 }
 EAGER = "ecrl off"
-ROWS = [  # what, ours, peer, required ratio (the peer's seconds divided by ours)
+ROWS = [  # what, run of ecrl, other run, required ratio (seconds of the other run / seconds of ecrl)
     ("solved", "ecrl cold", "rejax cold", 0.5),
     ("solved", "ecrl warm", "rejax warm", 1.0),
     ("solved", "ecrl off", "rejax cold", None),
@@ -44,7 +44,7 @@ def run(name: str, seed: int, caches: Path, core: int) -> RunResult:
     more = {"compile": "off" if cache == "off" else "auto"} if library == "ecrl" else REJAX_NUMBERS
     args = {"seed": seed, "started": time.time(), **more}
     try:
-        return alone(OURS if library == "ecrl" else REJAX, args, [core], env)
+        return run_in_process(ECRL if library == "ecrl" else REJAX, args, [core], env)
     except Failure as failure:
         return {"error": str(failure)}
 
@@ -58,7 +58,7 @@ def lane(names: Sequence[str], seeds: Sequence[int], caches: Path, core: int) ->
     return runs_by_name
 
 
-def turns() -> list[str]:
+def runs_in_order() -> list[str]:
     """List all runs for one lane, with the libraries in turns."""
     return [
         name for cache in ("cold", "warm", "off") for lane in RUNS.values() for name in lane if name.endswith(cache)
@@ -70,7 +70,7 @@ def rows(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         caches = Path(folder)
         if not quick or len(cores) == 1:
-            names = [name for name in turns() if not (quick and name == EAGER)]
+            names = [name for name in runs_in_order() if not (quick and name == EAGER)]
             runs_by_name = lane(names, range(1 if quick else 5), caches, cores[0])
         else:
             with ThreadPoolExecutor(len(RUNS)) as pool:
@@ -80,51 +80,56 @@ def rows(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
                 ]
                 runs_by_name = {name: runs for work in works for name, runs in work.result().items()}
     return [
-        row(what, ours, runs_by_name[ours], peer, runs_by_name[peer], must)
-        for what, ours, peer, must in ROWS
-        if ours in runs_by_name and peer in runs_by_name
+        row(what, ecrl, runs_by_name[ecrl], other, runs_by_name[other], must)
+        for what, ecrl, other, must in ROWS
+        if ecrl in runs_by_name and other in runs_by_name
     ]
 
 
 def row(
-    what: str, ours: str, our_runs: Sequence[RunResult], peer: str, peer_runs: Sequence[RunResult], must: float | None
+    what: str,
+    ecrl: str,
+    ecrl_runs: Sequence[RunResult],
+    other: str,
+    other_runs: Sequence[RunResult],
+    must: float | None,
 ) -> dict[str, Any]:
-    """Compare two runs; with a ratio above 1, ours takes fewer seconds. A run that never solves the task is a failure.
+    """Compare two runs; above a ratio of 1, ecrl takes fewer seconds. A run that never solves the task is a failure.
 
     >>> runs = [{"solved_s": s, "steps": 9, "form": "f"} for s in (1.0, 2.0)]
     >>> row("solved", "ecrl cold", runs[:1], "rejax cold", runs[1:], 1.0)["ratio"]
     2.0
     """
-    about = {"what": what, "ours": ours, "peer": peer, "form": our_runs[0].get("form")}
+    about = {"what": what, "ours": ecrl, "peer": other, "form": ecrl_runs[0].get("form")}
     key = f"{what}_s"
     errors = [
         run.get("error") or f"{name}: not solved in its budget, seed {seed}"
-        for name, runs in ((ours, our_runs), (peer, peer_runs))
+        for name, runs in ((ecrl, ecrl_runs), (other, other_runs))
         for seed, run in enumerate(runs)
         if run.get(key) is None
     ]
     if errors:
         return about | {"error": "; ".join(errors)}
-    ours_s, peer_s = [run[key] for run in our_runs], [run[key] for run in peer_runs]
-    measured = summary([theirs / mine for mine, theirs in zip(ours_s, peer_s, strict=True)])
+    ecrl_s, other_s = [run[key] for run in ecrl_runs], [run[key] for run in other_runs]
+    measured = summary([theirs / mine for mine, theirs in zip(ecrl_s, other_s, strict=True)])
     return about | {
-        "ours_s": statistics.median(ours_s),
-        "peer_s": statistics.median(peer_s),
-        "ours_steps": statistics.median(run["steps"] for run in our_runs),
-        "peer_steps": statistics.median(run["steps"] for run in peer_runs),
+        "ours_s": statistics.median(ecrl_s),
+        "peer_s": statistics.median(other_s),
+        "ours_steps": statistics.median(run["steps"] for run in ecrl_runs),
+        "peer_steps": statistics.median(run["steps"] for run in other_runs),
         "ratio": measured["median"],
         "ratio_min": measured["min"],
         "ratio_max": measured["max"],
         "must": must,
         "met": None if must is None else (measured["median"] or 0.0) >= must,
-        "seeds": len(our_runs),
-        "ours_seconds": ours_s,
-        "peer_seconds": peer_s,
+        "seeds": len(ecrl_runs),
+        "ours_seconds": ecrl_s,
+        "peer_seconds": other_s,
     }
 
 
 def figure(rows: list[dict[str, Any]]) -> Any:
-    """Plot bars of seconds, ours and the peer's side by side."""
+    """Plot bars of seconds, ecrl and the other run side by side."""
     from matplotlib.figure import Figure
 
     picture = Figure(figsize=(8, 4), layout="constrained")

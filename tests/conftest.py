@@ -1,18 +1,20 @@
-"""Every kernel test runs its kernel under several variants, and each call is checked for purity."""
+"""Settings and fixtures of all tests."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "1")  # pays, with the many graphs of the tests
+os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "1")  # saves time: the tests compile many graphs
 
 import pytest
 import torch
 from hypothesis import settings
-from tensordict import TensorDictBase
-from torch import Tensor
-from torch.utils import _pytree as pytree
+from support.browser import start_browser
+from support.checks import VARIANTS, Variant
+from support.docs_site import build_site
+
+from ecrl import registry
 
 settings.register_profile("ecrl", deadline=None, max_examples=25, derandomize=True)
 settings.load_profile("ecrl")
@@ -41,134 +43,39 @@ def _skipping_without_loops() -> Iterator[None]:
         raise
 
 
-CUDA = ["cuda"] if torch.cuda.is_available() else []
-SHORT_VARIANTS = ["eager", "compiled", "vmapped", "strided", "double", *CUDA]
-VARIANTS = [*SHORT_VARIANTS, pytest.param("inductor", marks=pytest.mark.long)]
-
-
-def _tensordicts(tree: Any) -> list[TensorDictBase]:
-    return [
-        x
-        for x in pytree.tree_leaves(tree, is_leaf=lambda x: isinstance(x, TensorDictBase))
-        if isinstance(x, TensorDictBase)
-    ]
-
-
-def _snapshot(tree: Any) -> list[Any]:
-    tensors = [(id(t), t._version) for t in pytree.tree_leaves(tree) if isinstance(t, Tensor)]
-    dicts = [(id(td), sorted(map(str, td.keys(True))), td.is_locked) for td in _tensordicts(tree)]
-    return [tensors, dicts]
-
-
-def assert_pure(fn: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Call `fn` and check that no input tensor's version, no key set and no lock moved."""
-    before = _snapshot((args, kwargs))
-    out = fn(*args, **kwargs)
-    assert _snapshot((args, kwargs)) == before, f"{getattr(fn, '__name__', fn)} wrote on an input"
-    return out
-
-
-def assert_no_retrace(fn: Callable, first: tuple, second: tuple, **kwargs: Any) -> None:
-    """Compile on `first`; the same shapes with new values must not compile again."""
-    torch._dynamo.reset()
-    compiled = torch.compile(fn, backend="aot_eager", fullgraph=True)
-    compiled(*first, **kwargs)
-    with torch.compiler.set_stance("fail_on_recompile"):
-        compiled(*second, **kwargs)
-
-
-def _map(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    return pytree.tree_map(lambda x: change(x) if isinstance(x, Tensor) else x, tree)
-
-
-def _strided(t: Tensor) -> Tensor:
-    return torch.stack((t, t), -1)[..., 0]
-
-
-def _double(t: Tensor) -> Tensor:
-    return t.double() if t.is_floating_point() else t
-
-
-def _vmapped(fn: Callable, args: tuple, kwargs: dict) -> Any:
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    out_spec = []
-
-    def on_tensors(*tensors: Tensor) -> list[Any]:
-        filled = list(leaves)
-        for i, t in zip(where, tensors, strict=True):
-            filled[i] = t
-        a, k = pytree.tree_unflatten(filled, spec)
-        out, s = pytree.tree_flatten(fn(*a, **k))
-        out_spec.append(s)
-        return out
-
-    both = torch.vmap(on_tensors)(*[torch.stack((leaves[i], leaves[i])) for i in where])
-    for out in both:
-        torch.testing.assert_close(out[0], out[1], rtol=0, atol=0, equal_nan=True)
-    return pytree.tree_unflatten([out[0] for out in both], out_spec[0])
-
-
-class Variant:
-    """Calls a kernel in one form: `variant(gae)(reward, ..., gamma=0.9)`."""
-
-    def __init__(self, name: str):
-        self.name, self.calls = name, 0
-
-    def __call__(self, fn: Callable) -> Callable:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self.calls += 1
-            return self._run(fn, args, kwargs)
-
-        return call
-
-    def _run(self, fn: Callable, args: tuple, kwargs: dict) -> Any:
-        match self.name:
-            case "eager":
-                return assert_pure(fn, *args, **kwargs)
-            case "compiled" | "inductor":
-                torch._dynamo.reset()
-                backend = "aot_eager" if self.name == "compiled" else "inductor"
-                return assert_pure(torch.compile(fn, backend=backend, fullgraph=True), *args, **kwargs)
-            case "vmapped":
-                return _vmapped(lambda *a, **k: assert_pure(fn, *a, **k), args, kwargs)
-            case "strided" | "double":
-                change = _strided if self.name == "strided" else _double
-                args, kwargs = _map(change, (args, kwargs))
-                return assert_pure(fn, *args, **kwargs)
-            case "cuda":
-                args, kwargs = _map(lambda t: t.cuda(), (args, kwargs))
-                return _map(lambda t: t.cpu(), assert_pure(torch.compile(fn, fullgraph=True), *args, **kwargs))
-        raise AssertionError(self.name)
-
-
 @pytest.fixture(params=VARIANTS)
 def variant(request: pytest.FixtureRequest) -> Iterator[Variant]:
-    """A way to call a kernel; a test that takes it and never calls it fails."""
-    made = Variant(request.param)
-    yield made
-    assert made.calls, "the test never called its variant"
+    """Yield a way to call a kernel; a test that requests the fixture and never calls it fails."""
+    caller = Variant(request.param)
+    yield caller
+    assert caller.calls, "the test never called its variant"
 
 
-def close(actual: Any, expected: Any, tol: float = 1e-5) -> None:
-    """Nearly equal in value and shape, whatever the dtype; NaN equals NaN."""
-    expected = torch.as_tensor(expected)
-    assert actual.shape == expected.shape, f"shape {list(actual.shape)}, expected {list(expected.shape)}"
-    torch.testing.assert_close(actual.double(), expected.double(), rtol=tol, atol=tol, equal_nan=True)
+@pytest.fixture
+def restored_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget after the test what the test registered."""
+    registry.registered("env")  # imports the built-in parts, which stay
+    entries = {kind: dict(parts) for kind, parts in registry._ENTRIES.items()}
+    monkeypatch.setattr(registry, "_ENTRIES", entries)
+
+
+@pytest.fixture(scope="module")
+def mujoco_test_terms() -> Iterator[None]:
+    """Register the terms of `support.fake_mujoco_task` for a module of tests."""
+    from support.fake_mujoco_task import known_terms  # imported here, because it needs MuJoCo
+
+    with known_terms():
+        yield
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the documentation site."""
-    from support.docs_site import build_site  # here: this file also works where there is no folder `support`
-
+    """Build the documentation site and return its folder."""
     build_site(folder := tmp_path_factory.mktemp("site"))
     return folder
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """Headless Chromium."""
-    from support.browser import start_browser
-
+    """Start a headless Chromium."""
     yield from start_browser()

@@ -116,7 +116,7 @@ def private(file, source):
 
 
 def is_inplace(name):
-    """True for methods of tensors that write in place, such as `add_`."""
+    """Return True for tensor methods that write in place, such as `add_`."""
     return name.endswith("_") and not name.startswith("_") and hasattr(torch.Tensor, name)
 
 
@@ -181,7 +181,7 @@ def modules_imported_at_import_time(file, source):
             path = node.module.removeprefix("ecrl.").replace(".", "/")
             for name in node.names:
                 candidates = f"{path}/{name.name}.py", f"{path}/{name.name}/__init__.py", f"{path}.py"
-                yield from [found for found in (*candidates, f"{path}/__init__.py") if found in FILES][:1]
+                yield from [candidate for candidate in (*candidates, f"{path}/__init__.py") if candidate in FILES][:1]
 
 
 def test_no_module_imports_itself_in_a_circle():
@@ -201,7 +201,7 @@ def test_no_module_imports_itself_in_a_circle():
         visit(file)
 
 
-def test_imports_by_name_happen_in_the_registry_alone():
+def test_only_the_registry_imports_by_name():
     words = {
         file: {getattr(node, "id", getattr(node, "attr", "")) for node in ast.walk(ast.parse(source))}
         for file, source in FILES.items()

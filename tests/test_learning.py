@@ -1,6 +1,6 @@
-"""The published configs learn their tasks on every seed; figures are of 100 episodes with deterministic actions.
+"""The published configs learn their tasks on every seed, measured by 100 episodes with deterministic actions.
 
-`python -m pytest tests/test_learning.py -m "slow or long" -s` prints them; the README has those of
+`python -m pytest tests/test_learning.py -m "slow or long" -s` prints the scores. The README has the scores of
 `ecrl bench results`.
 """
 
@@ -29,14 +29,14 @@ GYMNASIUM = [  # trained on Gymnasium's own; the mean of the seeds must reach th
 
 
 def threshold(config: str) -> float:
-    """At which a config counts as learnt."""
+    """Score at which a config counts as learnt."""
     least = TASKS[config].threshold
     assert least is not None
     return least
 
 
 def learnt(config: str, seed: int, episodes: int, env: str | None = None) -> dict[str, float]:
-    """What the last state of a run scores; prints it with steps and seconds of training."""
+    """Train a run and return the score of its last state; print it with steps and seconds."""
     cfg = load_config(CONFIGS / f"{config}.json").replace(**{"trainer.seed": seed, "trainer.num_eval_envs": 50})
     began = time.perf_counter()
     *_, record = train_iter(init_state(cfg), cfg)
@@ -94,10 +94,10 @@ def curve(seed: int, form: str) -> list[float]:
 
 @pytest.mark.long
 def test_compiled_curves_lie_among_eager_ones():
-    """The same seeds differ by rounding alone, which moves a curve by no more than another seed would."""
+    """Equal seeds differ only by rounding, which changes a curve no more than another seed does."""
     eager, compiled = ([curve(seed, form) for seed in range(5)] for form in ("off", "on"))
     assert [c[0] for c in compiled] == [e[0] for e in eager], "before the first update nothing differs"
     assert max(map(max, eager)) > 400.0 and max(e[0] for e in eager) < 40.0, "the band is one of learning"
     for number, (es, cs) in enumerate(zip(zip(*eager, strict=True), zip(*compiled, strict=True), strict=True)):
-        spread, mean = max(es) - min(es), sum(cs) / len(cs)  # five seeds tell the band to about half its width
+        spread, mean = max(es) - min(es), sum(cs) / len(cs)  # five seeds give the band to about half of its width
         assert min(es) - spread / 2 <= mean <= max(es) + spread / 2, (number, es, cs)

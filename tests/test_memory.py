@@ -1,4 +1,4 @@
-"""What does not fit in memory is refused in one line, before any of it is taken."""
+"""Networks and buffers that do not fit in memory are refused in one line, before anything is allocated."""
 
 import pytest
 import torch
@@ -54,22 +54,22 @@ def test_environments(gigabyte):
 def test_networks(gigabyte):
     wide = {f"policy.{net}.network_cfg.hidden_sizes": [12_000, 12_000] for net in ("actor", "critic")}
     wide |= {f"policy.{net}.network_cfg.orthogonal_init": None for net in ("actor", "critic")}
-    told = r"^policy.actor.network_cfg.hidden_sizes: 144,096,002 weights and their gradients take at least 1 GB"
+    message = r"^policy.actor.network_cfg.hidden_sizes: 144,096,002 weights and their gradients take at least 1 GB"
     cfg = load_config(CONFIG, wide)
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         run_summary(build(cfg), cfg, 1)
 
 
 @pytest.mark.parametrize("error", [MemoryError(), None, RuntimeError("Storage size calculation overflowed")])
 def test_what_the_allocator_raises_is_one_line(error):
     with (
-        pytest.raises(UserError, match=r"^ecrl: not enough memory.*; use less$") as told,
+        pytest.raises(UserError, match=r"^ecrl: not enough memory.*; use less$") as raised,
         enough_memory("ecrl", "use less"),
     ):
         if error:
             raise error
         torch.empty(2**60)
-    assert ("for 4611686018427387904 bytes" in str(told.value)) == (error is None)
+    assert ("for 4611686018427387904 bytes" in str(raised.value)) == (error is None)
 
 
 def test_other_errors_pass():

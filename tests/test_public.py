@@ -52,7 +52,7 @@ def test_public_names_are_these():
 
 
 FUNCTIONS = [getattr(kernels, name) for name in KERNELS.split() if inspect.isfunction(getattr(kernels, name))]
-# Short forms of another kernel's page, or a constructor: their docstring says whose arguments, errors and source hold.
+# Variants of another kernel, or a constructor: their docstring names the kernel with arguments, errors and source.
 BRIEF = {
     "normal_mode", "tanh_normal_mode", "tanh_normal_kl", "adam_init", "sgd_init", "rmsprop_init", "global_norm",
     "moments_init", "moments_variance", "episode_init", "linear_schedule", "cosine_schedule", "step_schedule",
@@ -80,7 +80,7 @@ def test_importing_ecrl_and_its_config_is_light():
 
 
 @pytest.mark.parametrize(
-    ("first", "given", "spin"),
+    ("first", "variables", "spin"),
     [
         ("", {}, "4000"),
         ("", {"GOMP_SPINCOUNT": "7"}, "7"),
@@ -88,10 +88,12 @@ def test_importing_ecrl_and_its_config_is_light():
         ("import torch", {}, "None"),
     ],
 )
-def test_threads_of_openmp_wait_briefly_unless_the_user_said_otherwise(first, given, spin):
+def test_threads_of_openmp_wait_briefly_unless_the_user_sets_otherwise(first, variables, spin):
     code = f"{first}\nimport os, ecrl; print(os.environ.get('GOMP_SPINCOUNT'))"
     around = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=around | given)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=around | variables
+    )
     assert done.stdout.strip() == spin
 
 

@@ -21,13 +21,13 @@ def tree(*order):
 
 
 def test_a_tree_comes_back_as_it_was():
-    given = tree("a", "b", "c")
-    leaves, structure = flatten(given)
+    before = tree("a", "b", "c")
+    leaves, structure = flatten(before)
     back = unflatten(structure, leaves)
     assert [leaf.numel() for leaf in leaves] == [1, 2, 6, 2]
     assert back["others"][1:] == [(), {"n": 3}]
     assert isinstance(back["others"][0], Pair) and back["others"][0].second is None
-    assert (back["td"] == given["td"]).all() and back["td"]["b"].batch_size == torch.Size([2])
+    assert (back["td"] == before["td"]).all() and back["td"]["b"].batch_size == torch.Size([2])
 
 
 def test_the_order_of_keys_is_not_part_of_the_structure_and_everything_else_is():
@@ -42,7 +42,7 @@ def test_the_order_of_keys_is_not_part_of_the_structure_and_everything_else_is()
 def test_batch_sizes_move_with_the_tensors():
     stacked = mapped(
         lambda *parts: torch.stack(parts),
-        *[tree("a", "b", "c")["td"]] * 2,  # two and two: a batch size that could not be told from the shapes
+        *[tree("a", "b", "c")["td"]] * 2,  # two rows of two: the batch size does not follow from the shapes
         batch=lambda size: (2, *size),
     )
     assert stacked.batch_size == stacked["b"].batch_size == torch.Size([2, 2])

@@ -1,3 +1,5 @@
+"""The registry: registering, looking up, plugins, and faults with their messages."""
+
 import os
 import subprocess
 import sys
@@ -5,7 +7,6 @@ import sys
 import pytest
 from pydantic import BaseModel, Field
 
-from ecrl import registry
 from ecrl.config.model import ConfigModel
 from ecrl.registry import (
     did_you_mean,
@@ -43,15 +44,11 @@ BUILTIN = {
     "event": set(),
 }
 
+pytestmark = pytest.mark.usefixtures("restored_registry")
+
 
 class Settings(ConfigModel):
     size: int = Field(1, description="a number")
-
-
-@pytest.fixture(autouse=True)
-def _put_back(monkeypatch):
-    registered("env")  # imports the built-in parts, which must not be undone
-    monkeypatch.setattr(registry, "_ENTRIES", {kind: dict(known) for kind, known in registry._ENTRIES.items()})
 
 
 def _make(cfg: Settings) -> object:
@@ -65,7 +62,7 @@ def test_register_and_look_up(kind):
     assert entry.config is Settings and "mine" in registered(kind)
     assert all("mine" not in registered(other) for other in REGISTER if other != kind)
     assert entry.make(Settings()) is not entry.make(Settings(size=2))
-    # A network is made anew each time, with fresh weights; everything else once per config.
+    # A network is made for every call, with new weights; everything else once per config.
     assert (entry.make(Settings()) is entry.make(Settings(size=1))) == (kind != "network")
 
 
@@ -225,7 +222,7 @@ print(int(ecrl.train(ecrl.init_state(cfg), cfg, progress=False)[0]["update_step"
 
 
 def _install(folder, package, text, points):
-    """A package as pip leaves it: its code, and a dist-info that says what it offers."""
+    """Write a package as pip installs it: its code, and a dist-info with its entry points."""
     (folder / f"{package}.py").write_text(text)
     info = folder / f"{package}-1.2.dist-info"
     info.mkdir()
@@ -237,21 +234,21 @@ def test_the_parts_of_an_installed_package_are_known(tmp_path):
     _install(tmp_path, "tiny_parts", TINY, ["tiny = tiny_parts"])
     done = _python(TRAIN, tmp_path)
     assert done.stdout.strip() == "2" and done.stderr == ""
-    alone = _python("from ecrl.registry import lookup; lookup('env', 'tiny')", ok=False)
-    assert "unknown env 'tiny'" in alone.stderr, "only where it is installed"
+    error = _python("from ecrl.registry import lookup; lookup('env', 'tiny')", ok=False)
+    assert "unknown env 'tiny'" in error.stderr, "only where it is installed"
 
 
 BROKEN = "import ecrl_parts_that_nobody_has"
 
 
-def test_a_plugin_that_fails_is_said_once_and_breaks_nothing_else(tmp_path):
+def test_a_failing_plugin_warns_once_and_breaks_nothing_else(tmp_path):
     _install(tmp_path, "a_broken_one", BROKEN, ["broken = a_broken_one"])
     _install(tmp_path, "tiny_parts", TINY, ["tiny = tiny_parts"])
     done = _python(TRAIN, tmp_path)
     assert done.stdout.strip() == "2"
-    told = "plugin 'broken' (a_broken_one, from a_broken_one 1.2) cannot be imported: "
-    told += "ModuleNotFoundError: No module named 'ecrl_parts_that_nobody_has'"
-    assert done.stderr.count(f"RuntimeWarning: {told}; fix or uninstall it") == 1
+    message = "plugin 'broken' (a_broken_one, from a_broken_one 1.2) cannot be imported: "
+    message += "ModuleNotFoundError: No module named 'ecrl_parts_that_nobody_has'"
+    assert done.stderr.count(f"RuntimeWarning: {message}; fix or uninstall it") == 1
     assert done.stderr.count("cannot be imported") == 1
     unknown = _python("from ecrl.registry import lookup; lookup('env', 'zzz')", tmp_path, ok=False)
     assert "unknown env 'zzz'; known: " in unknown.stderr

@@ -1,11 +1,13 @@
+"""Counter-based random numbers: bits against a plain Philox, distributions, and independence of keys."""
+
 import math
 
 import numpy as np
 import pytest
 import torch
-from conftest import assert_no_retrace, close
 from hypothesis import given
 from hypothesis import strategies as st
+from support.checks import assert_no_retrace, close
 
 from ecrl import rng
 from ecrl.compile.jit import choose_form
@@ -146,7 +148,7 @@ def _everything(keys, many):
 
 @pytest.mark.slow
 def test_a_compiled_run_draws_the_same_bits():
-    """There Philox is one operation, in C++ of its own."""
+    """In inductor's graphs, Philox is one operation with its own C++ code."""
     keys, many = torch.tensor(KEYS), rng.split(rng.key(0), 300)
     out, expected = choose_form("on", "cpu").jit(_everything)(keys, many), _everything(keys, many)
     graph, _ = traced(_everything, *reversed(flatten((keys, many))))
@@ -282,8 +284,8 @@ def test_randint_of_narrow_bounds_does_not_overflow(dtype, low, high):
     bounds = torch.tensor(low, dtype=dtype), torch.tensor(high, dtype=dtype)
     numpy_type = getattr(np, str(dtype).removeprefix("torch."))
     for first, last in (bounds, (low, bounds[1]), (bounds[0], high), (numpy_type(low), numpy_type(high))):
-        found = rng.randint(rng.key(0), (64,), low=first, high=last)
-        assert found.dtype == torch.int64 and torch.equal(found, expected)
+        actual = rng.randint(rng.key(0), (64,), low=first, high=last)
+        assert actual.dtype == torch.int64 and torch.equal(actual, expected)
 
 
 def test_randint_refuses_numbers_of_numpy_out_of_range():
@@ -295,7 +297,7 @@ def test_randint_refuses_numbers_of_numpy_out_of_range():
 
 @pytest.mark.parametrize("offset", [1e8, -1e8, 1e30, 3e38])
 def test_categorical_of_large_logits(offset):
-    """Float32 has no room for noise beside them: equal ones are equally likely, and a smaller one is never drawn."""
+    """Float32 cannot add noise to such large logits: equal ones are equally likely, a smaller one is never drawn."""
     logits = torch.tensor([offset, offset, offset - abs(offset) / 16, offset])
     index = rng.categorical(rng.split(rng.key(0), N), logits.expand(N, 4))
     assert not (index == 2).any()
@@ -410,7 +412,7 @@ def test_keys_do_not_collide():
     assert keys.unique().numel() == keys.numel() == 4 + 5 * 4000
 
 
-def test_fold_in_tells_large_and_negative_data_apart():
+def test_fold_in_distinguishes_large_and_negative_data():
     data = torch.tensor([0, 1, -1, 2**32 - 1, 2**32, 2**32 + 1, -(2**32), 2**63 - 1, -(2**63)])
     keys = rng.fold_in(rng.key(0), data)
     assert keys.unique().numel() == len(data)
@@ -426,7 +428,7 @@ def test_streams_do_not_depend_on_the_number_of_envs():
     steps, key = torch.arange(50)[:, None], rng.key(7)
     few, many = (torch.stack([rng.stream(key, s, torch.arange(n), steps) for s in range(6)]) for n in (8, 16))
     assert torch.equal(few, many[..., :8])
-    assert many.unique().numel() == 6 * 50 * 16  # stream, step and env all tell
+    assert many.unique().numel() == 6 * 50 * 16  # stream, step and env all change the key
     assert not torch.isin(rng.stream(rng.key(8), rng.ENV, torch.arange(16), steps), many).any()
 
 

@@ -1,3 +1,5 @@
+"""Spaces, and their conversion from and to Gymnasium."""
+
 import numpy as np
 import pytest
 import torch
@@ -19,7 +21,7 @@ from ecrl.spaces import (
     to_gymnasium,
 )
 
-PAIRS = [  # ours, Gymnasium's, features
+PAIRS = [  # ecrl's space, Gymnasium's space, features
     (box(-1.0, 1.0, 2, 3), gym.Box(-1.0, 1.0, (2, 3)), 6),
     (box(0.0, 1.0), gym.Box(0.0, 1.0, ()), 1),
     (Box((-1.0, -np.inf), (2.0, np.inf), (2,)), gym.Box(np.float32([-1, -np.inf]), np.float32([2, np.inf])), 2),
@@ -48,19 +50,19 @@ SPACES = st.recursive(
 )
 
 
-@pytest.mark.parametrize(("ours", "theirs", "features"), PAIRS)
-def test_both_ways_by_hand(ours, theirs, features):
-    assert to_gymnasium(ours) == theirs
-    assert from_gymnasium(theirs) == ours
-    assert flat_dim(ours) == features == gym.utils.flatdim(theirs)
+@pytest.mark.parametrize(("space", "gym_space", "features"), PAIRS)
+def test_both_ways_by_hand(space, gym_space, features):
+    assert to_gymnasium(space) == gym_space
+    assert from_gymnasium(gym_space) == space
+    assert flat_dim(space) == features == gym.utils.flatdim(gym_space)
 
 
 @given(SPACES)
 def test_there_and_back(space):
-    theirs = to_gymnasium(space)
-    assert from_gymnasium(theirs) == space and hash(from_gymnasium(theirs)) == hash(space)
-    assert flat_dim(space) == gym.utils.flatdim(theirs)
-    assert theirs.contains(theirs.sample())
+    gym_space = to_gymnasium(space)
+    assert from_gymnasium(gym_space) == space and hash(from_gymnasium(gym_space)) == hash(space)
+    assert flat_dim(space) == gym.utils.flatdim(gym_space)
+    assert gym_space.contains(gym_space.sample())
 
 
 @given(st.dictionaries(st.text(min_size=1), LEAVES, min_size=2, max_size=4))
@@ -84,7 +86,7 @@ def test_bounds_are_in_c_order():
 
 
 @pytest.mark.parametrize(
-    ("theirs", "ours"),
+    ("gym_space", "space"),
     [
         (gym.Discrete(3, start=-1), Discrete(3)),
         (gym.MultiDiscrete([2, 5], start=[1, 0]), MultiDiscrete((2, 5))),
@@ -102,10 +104,10 @@ def test_bounds_are_in_c_order():
         ),
     ],
 )
-def test_kinds_that_only_gymnasium_has(theirs, ours):
-    assert from_gymnasium(theirs) == ours
-    if not isinstance(theirs, gym.MultiBinary | gym.Tuple):
-        assert flat_dim(ours) == gym.utils.flatdim(theirs)
+def test_kinds_that_only_gymnasium_has(gym_space, space):
+    assert from_gymnasium(gym_space) == space
+    if not isinstance(gym_space, gym.MultiBinary | gym.Tuple):
+        assert flat_dim(space) == gym.utils.flatdim(gym_space)
 
 
 @pytest.mark.parametrize("space", [gym.Text(3), gym.Sequence(gym.Discrete(2)), gym.Dict({"a": gym.Text(3)})])
@@ -115,7 +117,7 @@ def test_other_kinds_are_refused_by_name(space):
         from_gymnasium(space)
 
 
-def test_dtypes_are_told_apart():
+def test_boxes_of_different_dtypes_differ():
     image, floats = box(0, 255, 2, 1, dtype=torch.uint8), box(0.0, 255.0, 2, 1)
     assert image != floats and image == box(0.0, 255.0, 2, 1, dtype=torch.uint8)
     assert hash(image) == hash(box(0.0, 255.0, 2, 1, dtype=torch.uint8))

@@ -15,19 +15,19 @@ _FROM_FOLDER = re.compile(r"^[ \t]*from[ \t]+[\w.]+[ \t]+import[ \t]+\(?\s*(?:[\
 
 
 def imported_tests(text):
-    """Test modules that a file imports, in its own code or in code that it gives to another process."""
+    """Return the test modules that a file imports, in its own code or in code for another process."""
     return sorted({*_IMPORT.findall(text), *_FROM_FOLDER.findall(text)})
 
 
 def packages(text):
-    """Top-level packages that a file imports."""
-    found = set()
+    """Return the top-level packages that a file imports."""
+    names = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[0] for alias in node.names}
+            names |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            found.add((node.module or "support").split(".")[0])
-    return found
+            names.add((node.module or "support").split(".")[0])
+    return names
 
 
 @pytest.mark.parametrize("file", sorted(FILES))

@@ -32,7 +32,7 @@ def test_a_graph_is_traced_inside_the_context_and_in_this_thread_only():
     assert not in_graph()
 
 
-def seen_by(transform, *args):
+def values_in(transform, *args):
     kinds = []
     transform(lambda x: kinds.append((transforms(), vmapped(), records_gradients(x))) or x.sum())(*args)
     return kinds[0]
@@ -41,14 +41,14 @@ def seen_by(transform, *args):
 @FORWARD
 def test_transforms_are_listed_with_the_innermost_last():
     x = torch.ones(2, 3)
-    assert seen_by(torch.func.vmap, x) == (("Vmap",), True, False)
-    assert seen_by(torch.func.grad, x) == (("Grad",), False, True)
-    assert seen_by(lambda f: torch.func.grad(lambda x: torch.func.vmap(f)(x).sum()), x) == (
+    assert values_in(torch.func.vmap, x) == (("Vmap",), True, False)
+    assert values_in(torch.func.grad, x) == (("Grad",), False, True)
+    assert values_in(lambda f: torch.func.grad(lambda x: torch.func.vmap(f)(x).sum()), x) == (
         ("Grad", "Vmap"),
         True,
         False,
     )
-    assert seen_by(lambda f: lambda x: torch.func.jvp(f, (x,), (x,)), x) == (("Jvp",), False, True)
+    assert values_in(lambda f: lambda x: torch.func.jvp(f, (x,), (x,)), x) == (("Jvp",), False, True)
     assert (transforms(), vmapped(), records_gradients(x)) == ((), False, False)
 
 

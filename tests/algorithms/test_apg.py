@@ -1,11 +1,12 @@
-"""APG: gradients by hand, by finite differences and by a tape, cuts, discounts, faults, resuming, forms."""
+"""APG: gradients by hand, by finite differences and by a tape; cuts, discounts, faults, resuming and compiling."""
 
 from typing import Literal
 
 import pytest
 import torch
-from conftest import assert_pure, close
 from pydantic import Field
+from support.checks import assert_pure, close
+from support.small_runs import same
 from tensordict import TensorDict
 
 from ecrl import rng
@@ -77,13 +78,8 @@ def states_of(cfg, state=None):
     return [r for r in records if r["log_type"] == "train"]
 
 
-def same(a, b) -> bool:
-    a, b = (dict(x.flatten_keys("/").items()) for x in (a, b))
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-
-
 def gradient(cfg, state):
-    """Of the objective with the entropy bonus, by one plain step; and the logs. In the dtype of the state."""
+    """Return the gradient of the objective with entropy bonus, by one plain step, and the logs."""
     built = build(cfg)
     after, _, logs = built.algorithm.iterate(built, state, TensorDict({}, []))
     return after["params"].apply(lambda new, old: new - old, state["params"]), logs
@@ -98,7 +94,7 @@ def test_two_steps_of_the_line_by_hand(deterministic):
     cfg = run(**LINEAR, **apg_cfg(**PLAIN, ent_coef=0.3, deterministic_actions=deterministic))
     cfg = cfg.replace(**{"trainer.buffer_size": 2})
     state, parts = init_state(cfg), build(cfg)
-    found, logs = gradient(cfg, state)
+    grads, logs = gradient(cfg, state)
     w, b = (state["params"]["actor"][f"0.{name}"].squeeze().double() for name in ("weight", "bias"))
     std = torch.exp(torch.tensor(-1.0).double())
     noise = parts.policy.draw(keys_of(cfg, state)[1])[..., 0].double()
@@ -115,9 +111,9 @@ def test_two_steps_of_the_line_by_hand(deterministic):
     s0, s1 = std * z0, std * z1
     by_log_std = -2 * x1 * s0 - a0 * s0 + g * (-2 * x2 * (s0 + w * s0 + s1) - a1 * (w * s0 + s1))
     by_log_std = by_log_std + 0.3 * (1 + g)  # the entropy of each step grows by 1 with log_std
-    close(found["actor"]["0.weight"].squeeze(), by_w.mean())
-    close(found["actor"]["0.bias"].squeeze(), by_b.mean())
-    close(found["log_std"].squeeze(), by_log_std.mean())
+    close(grads["actor"]["0.weight"].squeeze(), by_w.mean())
+    close(grads["actor"]["0.bias"].squeeze(), by_b.mean())
+    close(grads["log_std"].squeeze(), by_log_std.mean())
     close(logs["objective"], objective.mean())
     entropy = (1 + g) * (-1.0 + 0.5 * torch.log(torch.tensor(2.0 * torch.pi)) + 0.5)
     close(logs["entropy"], entropy)
@@ -142,15 +138,15 @@ def test_finite_differences_on_the_point_mass(normalize_obs):
     later = states_of(cfg.replace(**{"trainer.iterations": 1}))[0]["state"].select("env", "norm", "sample_step")
     state = double(init_state(cfg).copy().update(later))
     assert ("obs" in state["norm"]) == normalize_obs
-    found, _ = gradient(cfg, state)
+    grads, _ = gradient(cfg, state)
 
     def negative_loss(params):
         return -gradient(cfg, state.copy().set("params", params))[1]["loss"]
 
     for seed in range(3):
-        towards = found.apply(lambda x, s=seed: rng.normal(rng.fold_in(rng.key(s), x.numel()), x.shape, x.dtype))
+        towards = grads.apply(lambda x, s=seed: rng.normal(rng.fold_in(rng.key(s), x.numel()), x.shape, x.dtype))
         high, low = (negative_loss(state["params"].apply(lambda p, v, e=e: p + e * v, towards)) for e in (1e-5, -1e-5))
-        slope = sum((a * b).sum() for a, b in zip(found.values(True, True), towards.values(True, True), strict=True))
+        slope = sum((a * b).sum() for a, b in zip(grads.values(True, True), towards.values(True, True), strict=True))
         assert abs(slope) > 1e-3
         close(slope, (high - low) / 2e-5, tol=1e-5)
 
@@ -178,13 +174,13 @@ def tape(cfg, state, segment):
 def test_a_segment_cuts_the_gradient_exactly_there(segment):
     cfg = run(**POINT, **apg_cfg(**PLAIN, segment_length=segment))
     state = init_state(cfg)
-    found, logs = gradient(cfg, state)
+    grads, logs = gradient(cfg, state)
     total, expected = tape(cfg, state, segment or 20)
     close(logs["objective"], total.detach())
     names = list(state["params"].keys(True, True))
     scale = max(float(x.abs().max()) for x in expected)
     for name, by_tape in zip(names, expected, strict=True):
-        close(found[name] / scale, by_tape / scale)
+        close(grads[name] / scale, by_tape / scale)
     whole = tape(cfg, state, 20)[1]
     different = any(not torch.allclose(a, b, rtol=1e-3) for a, b in zip(whole, expected, strict=True))
     assert different == (segment is not None)
@@ -202,7 +198,7 @@ def test_the_discount_starts_again_with_every_episode_and_not_with_a_segment():
 
 
 def test_gradients_do_not_cross_a_reset():
-    """With episodes of one step, the gradient over many steps is the sum of those of each step alone."""
+    """With episodes of one step, the gradient over many steps is the sum of the gradients of single steps."""
     cfg = run(**POINT, **apg_cfg(**PLAIN)).replace(**{"env.cfg.max_episode_steps": 1})
     state = init_state(cfg)
     cut = cfg.replace(**{"algorithm.cfg.segment_length": 1})
@@ -230,10 +226,10 @@ def test_an_update_that_is_not_finite_is_left_out_and_counted(fault):
     met = "reward, loss" if fault == "loss" else "gradient, parameters"
     with pytest.warns(
         UserWarning, match=f"^after 16 env steps: NaN or infinity in {met}: the update is left out"
-    ) as said:
+    ) as caught:
         records = states_of(cfg)
     states = [r["state"] for r in records]
-    assert len(said) == 1 and [float(r["logs"]["skipped_updates"]) for r in records] == [0.0, 1.0, 0.0, 0.0]
+    assert len(caught) == 1 and [float(r["logs"]["skipped_updates"]) for r in records] == [0.0, 1.0, 0.0, 0.0]
     assert same(states[0]["params"], states[1]["params"]) and same(states[0]["opt"], states[1]["opt"])
     assert not same(states[1]["params"], states[2]["params"])
     assert all(x.isfinite().all() for s in states for x in s["params"].values(True, True))
@@ -243,17 +239,17 @@ def test_an_update_that_is_not_finite_is_left_out_and_counted(fault):
 
 
 @pytest.mark.parametrize(
-    ("fault", "told"),
+    ("fault", "place"),
     [
         ("loss", "reward, loss; first reward = nan in env 0, step 0 of the rollout"),
         ("gradient", r"gradient, parameters; first costate\.obs = nan in step 3 of the rollout, env 0"),
     ],
 )
-def test_or_it_stops_the_run(fault, told):
+def test_or_it_stops_the_run(fault, place):
     cfg = run(**{"env.cfg.fault": fault})
     records = train_iter(init_state(cfg), cfg)
     next(records), next(records)
-    with pytest.raises(NotFiniteError, match=rf"^iteration 1 \(after 16 env steps\): NaN or infinity in {told}"):
+    with pytest.raises(NotFiniteError, match=rf"^iteration 1 \(after 16 env steps\): NaN or infinity in {place}"):
         next(records)
 
 
@@ -305,8 +301,8 @@ def test_vmapped_seeds_equal_single_ones():
     iteration = make_iteration(cfg)
     stacked, _ = torch.vmap(iteration, randomness="error")(torch.stack([s.clone() for s in states]))
     for i, state in enumerate(states):
-        alone, _ = iteration(state)
-        for name, leaf in alone.flatten_keys("/").items():
+        single, _ = iteration(state)
+        for name, leaf in single.flatten_keys("/").items():
             close(stacked.flatten_keys("/")[name][i], leaf, tol=1e-4)
 
 

@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import assert_pure, close
+from support.checks import assert_pure, close
+from support.small_runs import same
 from tensordict import TensorDict
 
 from ecrl.algorithms.minibatch_sgd import pass_keys, shuffled, sizes_of
@@ -36,7 +37,7 @@ def run(env: str = "cartpole", **changes: Any) -> Config:
 
 
 def collected(cfg: Config, rounds: int = 1, fixed: bool = False) -> tuple[TensorDict, list[TensorDict]]:
-    """The state and rollouts of some rounds without learning; `fixed` gives every member the same action noise."""
+    """Return state and rollouts of some rounds without learning; `fixed` gives all members the same action noise."""
     parts, state, out = build(cfg), init_state(cfg), []
     if fixed:
         draw = parts.policy.draw
@@ -56,15 +57,11 @@ def iterations(cfg: Config, state: TensorDict | None = None) -> list[tuple[Tenso
     return [(r["state"], r["logs"]) for r in records if r["log_type"] == "train"]
 
 
-def same(a: TensorDict, b: TensorDict) -> bool:
-    return bool((a == b).all())
-
-
 def grouped(x: torch.Tensor, size: int = 4) -> torch.Tensor:
     return x.reshape(-1, size, *x.shape[1:])
 
 
-# What a group shares
+# State that a group shares
 
 
 @pytest.mark.parametrize("env", ["cartpole", "pendulum", "point_mass", "gymnasium:CartPole-v1"])
@@ -79,7 +76,7 @@ def test_groups_share_their_start_and_others_have_another(env):
 
 @pytest.mark.parametrize("env", ["cartpole", "pendulum"])
 def test_members_with_equal_action_noise_live_equal_lives(env):
-    """Several episodes long: the world's noise, from which later starts are drawn too, is one for the group."""
+    """The rollout has several episodes. The members of a group share the world's noise, also for later starts."""
     _, (rollout,) = collected(run(env, **{"env.cfg.max_episode_steps": 7}), fixed=True)
     for name in ("obs", "action", "reward", "done"):
         groups = grouped(rollout[name])
@@ -102,7 +99,7 @@ def test_envs_are_alike_for_any_number_of_groups():
         close(a["obs"], b["obs"][:8], tol=1e-4)  # the networks sum rows in another order
 
 
-def test_every_rollout_starts_anew_from_its_own_start():
+def test_every_rollout_starts_from_a_new_start():
     state, (first, second) = collected(run(), rounds=2)
     starts = [r["obs"][:, 0] for r in (first, second)]
     assert all((s.abs() <= 0.05).all() for s in starts)
@@ -187,7 +184,7 @@ def advantages(reward, done, mask, gamma, size, eps):
 
 
 def independent(cfg: Config, state: TensorDict, rollout: TensorDict) -> tuple[dict, list[float]]:
-    """One update by modules, autograd and torch.optim on the rows that count; weights, and the KL of each step."""
+    """Return weights and the KL of each step after an update by modules, autograd and torch.optim on counted rows."""
     c = cfg.algorithm.cfg
     net, ref = (build_mlp(cfg.policy.actor.network_cfg, 4, 2) for _ in range(2))
     net.load_state_dict(dict(state["params", "actor"].items()))
@@ -279,8 +276,8 @@ def test_the_reference_keeps_the_observation_statistics_of_its_time():
     normal = {"policy.normalize_obs": True, "kl_coef": 0.1}
     state = iterations(run(**normal))[-1][0]
     assert float(state["ref_params", "norm", "count"]) == 0.0 < float(state["norm", "obs", "count"])
-    seen = [state for state, _ in iterations(run(**normal, ref_update_freq=1))]
-    assert same(seen[1]["ref_params", "norm"], seen[0]["norm", "obs"]), "those it acted with, not the moved ones"
+    states = [state for state, _ in iterations(run(**normal, ref_update_freq=1))]
+    assert same(states[1]["ref_params", "norm"], states[0]["norm", "obs"]), "those it acted with, not the moved ones"
 
 
 def test_a_fresh_reference_is_no_distance_away():
@@ -297,7 +294,7 @@ def test_without_a_penalty_there_is_no_reference():
         next(train_iter(state, run()))
 
 
-def test_a_group_that_tells_nothing_moves_nothing():
+def test_a_group_with_equal_returns_changes_nothing():
     cfg = run("probe_constant", kl_coef=0.0, ent_coef=0.0)
     assert same(iterations(cfg)[-1][0]["params"], init_state(cfg)["params"])
 
@@ -333,9 +330,9 @@ def test_a_resumed_run_equals_an_uninterrupted_one(policy, tmp_path):
 def test_an_iteration_is_pure_and_vmaps_over_seeds():
     cfg = run()
     states, iteration = [init_state(cfg, key=torch.tensor(seed)) for seed in (1, 2)], make_iteration(cfg)
-    alone = [assert_pure(iteration, state)[0] for state in states]
+    single = [assert_pure(iteration, state)[0] for state in states]
     stacked, _ = torch.vmap(iteration, randomness="error")(torch.stack([s.clone() for s in states]))
-    for i, state in enumerate(alone):
+    for i, state in enumerate(single):
         for name, leaf in state.flatten_keys("/").items():
             close(stacked.flatten_keys("/")[name][i], leaf, tol=1e-4)
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from conftest import close
+from support.checks import close
 from support.replay_agent import N, T, replaying
 from support.replay_agent import turn as td_turn
 from support.small_runs import NET, last_state, same
@@ -72,7 +72,7 @@ def test_the_length_of_an_iteration_changes_no_bit(changes, sizes):
 
 @pytest.fixture
 def graphs(monkeypatch):
-    """Compiled functions are traced, and their graphs run as they are; yields the names of those that were traced."""
+    """Run traced graphs in place of compiled functions; yield the names of the traced functions."""
     names: list[str] = []
 
     def compiled(fn, structure, leaves):
@@ -89,7 +89,7 @@ def graphs(monkeypatch):
 def test_each_phase_is_one_graph_and_the_length_of_an_iteration_changes_no_bit_of_it(graphs):
     eager, states = last_state(of_length(8, 32, **LEARNING)), []
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # the second graph is no reason to warn
+        warnings.simplefilter("error")  # compiling the second graph must not warn
         for size in (1, 8):
             cfg = of_length(size, 32, **LEARNING, **{"trainer.compile": "on"})
             before = len(graphs)
@@ -161,10 +161,10 @@ def numbered(first: int, lines: int) -> TensorDict:
 @pytest.mark.parametrize("capacity", [6, 7, 20])
 def test_rows_are_read_from_the_block_or_the_ring_as_a_list_has_them(capacity):
     """A plain list of the last rows, each at its place modulo the capacity, over several iterations of 3 turns."""
-    turns, lines, taken = 3, 2, 0
-    replay, expected = empty(capacity, turns, lines), {}
+    num_turns, lines, taken = 3, 2, 0
+    replay, expected = empty(capacity, num_turns, lines), {}
     for _ in range(4):
-        for _ in range(turns):
+        for _ in range(num_turns):
             replay = add_rows(replay, numbered(taken, lines))._replace(is_complete=False)
             for row in range(taken, taken + lines):
                 expected[row % capacity] = float(row)
@@ -175,11 +175,11 @@ def test_rows_are_read_from_the_block_or_the_ring_as_a_list_has_them(capacity):
             rows = read_rows(replay, index)
             assert rows["x"][:, 0].tolist() == [expected[int(i)] for i in index]
             assert rows["deep", "y"].shape == (count, 1, 2) and torch.equal(rows["deep", "y"][..., 1], -rows["x"])
-        place = (replay.start + torch.arange(turns * lines)) % capacity
+        place = (replay.start + torch.arange(num_turns * lines)) % capacity
         ring = replay.ring.clone()
         for path in ("x", ("deep", "y")):
             ring[path].index_copy_(0, place, replay.block[path].flatten(0, 1))
-        replay = empty(capacity, turns, lines)._replace(ring=ring, start=torch.tensor(taken))
+        replay = empty(capacity, num_turns, lines)._replace(ring=ring, start=torch.tensor(taken))
     assert list(read_rows(replay, torch.tensor([0]), "deep").keys()) == ["deep"]
 
 

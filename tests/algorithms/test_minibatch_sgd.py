@@ -1,4 +1,4 @@
-"""Learning from minibatches, on losses whose every step can be said in advance."""
+"""Learning from minibatches, on losses whose steps are computed by hand."""
 
 import warnings
 from dataclasses import replace
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import assert_pure, close
+from support.checks import assert_pure, close
 from tensordict import TensorDict
 
 from ecrl import rng
@@ -35,7 +35,7 @@ NET = {"network_cfg": {"hidden_sizes": [4]}}
 
 
 def setup(rows: int = 8, mask: Any = None, params: Any = None, **cfg: Any) -> tuple[Run, TensorDict, TensorDict]:
-    """Run, state and rows `x = 1, 2, ..` for `learned`; unless said otherwise 8 steps of SGD at rate 0.1."""
+    """Return run, state and rows `x = 1, 2, ..` for `learned`; by default 8 steps of SGD at rate 0.1."""
     cfg = {"n_epochs": 2, "batch_size": 2, "optimizer": SGD, "max_grad_norm": 100.0} | cfg
     made = config_from_dict(
         {
@@ -56,14 +56,14 @@ def setup(rows: int = 8, mask: Any = None, params: Any = None, **cfg: Any) -> tu
     return Run(None, None, record, partial, scan, static_of(made, build(made).policy)), TensorDict(state, []), data  # pyright: ignore
 
 
-def learned(run: Run, state: TensorDict, rows: TensorDict, loss: Any, variant: Any, **whole: Any) -> Any:
+def learned(run: Run, state: TensorDict, rows: TensorDict, loss: Any, variant: Any, **settings: Any) -> Any:
     """`minibatch_sgd` with the KL as the distance; a loss of these tests takes `variant` in place of the policy."""
 
     def of_run(run: Run, *rest: Any) -> Any:
         return loss(variant, *rest)
 
     sgd = run.algorithm.choices.sgd
-    return minibatch_sgd(run, state, rows, of_run, sgd, whole=whole, distance="approx_kl", limit="target_kl")
+    return minibatch_sgd(run, state, rows, of_run, sgd, whole=settings, distance="approx_kl", limit="target_kl")
 
 
 def walk(kl_of: Any, params: TensorDict, batch: TensorDict, mask: torch.Tensor, hyper: TensorDict):
@@ -84,7 +84,7 @@ def test_shuffled_visits_every_row_once_per_epoch_and_fills_up_small_batches():
         assert sorted(rows[counted].tolist()) == list(range(10))
         assert counted.sum(1).tolist() == [4, 4, 2]
         assert not counted[-1, 2:].any()
-        assert set(rows[-1, 2:].tolist()) == {int(rows[-1, 0])}  # a row of its own batch: nothing else can be let in
+        assert set(rows[-1, 2:].tolist()) == {int(rows[-1, 0])}  # each row is a batch, so no other row can enter
     assert index[:3].tolist() != index[3:6].tolist()
 
 
@@ -106,12 +106,12 @@ def test_sizes(cfg, rows, sizes):
 
 
 @pytest.mark.parametrize("key", ["batch_size", "num_minibatches"])
-def test_more_than_the_rollout_holds_is_lowered_and_said_once(key):
+def test_sizes_above_the_rollout_are_lowered_with_one_warning(key):
     cfg, expected = MinibatchConfig(**{key: 11}), {"batch_size": [7], "num_minibatches": [1] * 7}
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert sizes_of(cfg, 7) == sizes_of(cfg, 7) == expected[key]
-    assert [str(w.message) for w in said] == [f"algorithm.cfg.{key} 11 is above the rollout's 7 transitions; using 7"]
+    assert [str(w.message) for w in caught] == [f"algorithm.cfg.{key} 11 is above the rollout's 7 transitions; using 7"]
 
 
 def test_a_number_of_minibatches_above_the_sequences_names_sequences():
@@ -166,12 +166,12 @@ def test_beyond_the_target_kl_nothing_moves(target, steps, kl):
 
 
 def test_a_stop_is_latched():
-    """The KL falls again after the stop, as with a noisy minibatch, and nothing goes on."""
-    seen = []
+    """The KL falls again after the stop, as with a noisy minibatch, but learning does not continue."""
+    steps_taken = []
 
     def once(variant, params, batch, mask, hyper):
-        seen.append(len(seen))
-        return -params["w"], {"approx_kl": torch.tensor(float(seen[-1] == 2)), "count": mask.sum().float()}
+        steps_taken.append(len(steps_taken))
+        return -params["w"], {"approx_kl": torch.tensor(float(steps_taken[-1] == 2)), "count": mask.sum().float()}
 
     parts, state, rows = setup(target_kl=0.5)
     after, logs = learned(parts, state, rows, once, None)
@@ -190,7 +190,7 @@ def failing(bad: Any, params: TensorDict, batch: TensorDict, mask: torch.Tensor,
     return loss * torch.where(is_bad, torch.nan, 1.0), logs
 
 
-def test_a_gradient_step_with_nan_is_left_out_alone():
+def test_only_the_gradient_step_with_nan_is_skipped():
     run, state, rows = setup()
     after, logs = learned(skipping(run), state, rows, failing, torch.tensor(3.0))
     close(after["params", "w"], 0.6)  # of 2 epochs of 4 steps of 0.1, each with one minibatch that has row 3
@@ -252,7 +252,7 @@ def adaptive(**kwargs: Any) -> dict[str, Any]:
 
 def test_adaptive_rate_by_hand():
     # desired 0.25: above 0.5 the rate is halved, below 0.125 doubled, before the step that measured it. From rate 0.1:
-    # w 0 -> rate 0.2; 0.2 -> as it is; 0.4 -> as it is; 0.6 -> 0.1; 0.7 -> 0.05; 0.75 -> 0.025; .775 -> .0125;
+    # w 0 -> rate 0.2, 0.2 -> same, 0.4 -> same, 0.6 -> 0.1, 0.7 -> 0.05, 0.75 -> 0.025, 0.775 -> 0.0125,
     # .7875 -> 0.00625, held at 0.01
     parts, state, rows = setup(**adaptive(desired_kl=0.25, factor=2.0))
     after, logs = learned(parts, state, rows, walk, itself)
@@ -272,7 +272,7 @@ def test_adaptive_rate_goes_on_from_the_last_rollout_and_stays_in_its_bounds():
 
 
 def test_the_rate_rests_once_the_target_is_exceeded():
-    """The KL that stops is an answer to the steps before, so the rate heeds it; of later ones there is no news."""
+    """The rate uses the KL that stopped the epochs, because the steps before caused it; later ones are not measured."""
     parts, state, rows = setup(target_kl=0.25, **adaptive(desired_kl=0.1, factor=2.0))
     after, logs = learned(parts, state, rows, walk, itself)
     # w 0 -> rate 0.2; 0.2 is between 0.05 and 0.2 (float32: 0.2 is not above 2 * 0.1) -> w 0.4, above 0.25: stop, halve
@@ -290,7 +290,7 @@ def test_a_minibatch_in_which_nothing_counts_is_no_evidence():
 
 
 def test_masked_rows_and_filling_do_not_reach_the_loss():
-    """5 rows in batches of 2, of which the third is filled up, and one row is masked: each epoch sums 1 + 2 + 4 + 5."""
+    """5 rows in batches of 2: the third batch is padded and one row is masked, so each epoch sums 1 + 2 + 4 + 5."""
 
     def summed(variant, params, batch, mask, hyper):
         total = batch["x"].masked_fill(~mask, 0.0).sum()
@@ -426,7 +426,7 @@ def _spread(x, mask):
 
 @pytest.mark.parametrize("parts_of", [3, 7, 2048])
 def test_a_minibatch_in_parts_is_the_minibatch(parts_of, monkeypatch):
-    """Gradients of its mean and what is prepared of it as a whole, ragged, masked, whatever the size of the parts."""
+    """Gradients of the mean and values of the whole batch do not depend on the chunk size, also ragged and masked."""
     monkeypatch.setattr("ecrl.kernels.scan_loop._CPU_ROWS", parts_of)
     parts, state, rows = setup(rows=20, mask=[i % 5 != 2 for i in range(20)], batch_size=8, n_epochs=1)
     rows = rows.copy().set("y", rows["x"] / 20.0).set("x", rows["x"] / 20.0)

@@ -1,4 +1,4 @@
-"""An algorithm reads top to bottom: its iteration uses few names of ours from other files.
+"""An algorithm reads top to bottom: its iteration uses few names from other files of ecrl.
 
 The names are counted in the functions of one iteration. The Config, `init`, checks and the registration do not count.
 What the registration binds for a run does: the function that collects, and a loss among the choices.
@@ -19,8 +19,8 @@ NOT_IN_AN_ITERATION = ("init", "check_", "groups")
 
 def imported(tree: ast.Module) -> set[str]:
     """Return the names that a module imports from ecrl."""
-    ours = [node for node in tree.body if isinstance(node, ast.ImportFrom) and str(node.module).startswith("ecrl")]
-    return {alias.asname or alias.name for node in ours for alias in node.names}
+    from_ecrl = [node for node in tree.body if isinstance(node, ast.ImportFrom) and str(node.module).startswith("ecrl")]
+    return {alias.asname or alias.name for node in from_ecrl for alias in node.names}
 
 
 def of_an_iteration(tree: ast.Module) -> list[ast.FunctionDef]:
@@ -30,7 +30,7 @@ def of_an_iteration(tree: ast.Module) -> list[ast.FunctionDef]:
 
 
 def looked_up(name: str, **cfg: Any) -> set[str]:
-    """Return the names of ours that a reader looks up to follow one iteration of an algorithm."""
+    """Return the names of ecrl that a reader looks up to follow one iteration of an algorithm."""
     module = import_module(f"ecrl.algorithms.{name}")
     tree = ast.parse(inspect.getsource(module))
     bodies = [node for function in of_an_iteration(tree) for line in function.body for node in ast.walk(line)]

@@ -1,4 +1,4 @@
-"""What an on-policy algorithm finds in the state: its own fields, and the borrowed ones, to be read only."""
+"""State of an on-policy algorithm: its own fields, and borrowed fields, which are read-only."""
 
 from functools import partial
 from typing import Any

@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from conftest import close
 from hypothesis import given
 from hypothesis import strategies as st
+from support.checks import close
 from tensordict import TensorDict
 
 from ecrl.algorithms.optimizer import (
@@ -174,8 +174,8 @@ def test_packing_gives_one_vector_per_group_and_dtype_and_is_undone():
     params = TensorDict(BOTH, [])
     layout = layout_of(params, (group("rest"), group("value", "critic")))
     packed = pack(params, layout)
-    found = {name: {dtype: x.tolist() for dtype, x in vectors.items()} for name, vectors in packed.items()}
-    assert found == {"rest": {"float32": [1.0, 2.0], "float64": [3.0]}, "value": {"float32": [4.0]}}
+    values = {name: {dtype: x.tolist() for dtype, x in vectors.items()} for name, vectors in packed.items()}
+    assert values == {"rest": {"float32": [1.0, 2.0], "float64": [3.0]}, "value": {"float32": [4.0]}}
     again = unpack(packed, layout)
     assert all(torch.equal(again[key], leaf) for key, leaf in params.items(True, True))
 
@@ -277,14 +277,14 @@ def test_a_delayed_group_keeps_parameters_slots_and_counter(flag_all):
     layout = layout_of(state["params"], groups)
     params, opts = pack(state["params"], layout), pack_opt(state["opt"], layout)
     grads = pack(TensorDict({"actor": {"a": torch.tensor([1.0])}, "critic": {"c": torch.tensor([2.0])}}, []), layout)
-    rates, found = learning_rates(state, groups, 4), []
+    rates, history = learning_rates(state, groups, 4), []
     for moves in (False, True, False):
         flags = {"critic": torch.tensor(moves)} | ({"actor": torch.tensor(True)} if flag_all else {})
         params, opts = optimizer_step(params, grads, opts, rates, state["hyper"], layout, flags)
         numbers = [(params[n]["float32"], opts[n]["momentum"]["float32"], opts[n]["step"]) for n in APART]
-        found.append([[round(x.item(), 4) for x in row] for row in numbers])
+        history.append([[round(x.item(), 4) for x in row] for row in numbers])
     # actor: momentum 1, 1.5, 1.75; critic: 2 at its first step, from 2.0 down by 0.1 * 2
-    assert found == [
+    assert history == [
         [[0.9, 1.0, 1], [2.0, 0.0, 0]],
         [[0.75, 1.5, 2], [1.8, 2.0, 1]],
         [[0.575, 1.75, 3], [1.8, 2.0, 1]],

@@ -8,9 +8,9 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from conftest import close
 from gymnasium.wrappers.vector import NormalizeReward
 from support import fake_envs, numpy_ppo  # noqa: F401  (the first registers environments)
+from support.checks import close
 from tensordict import TensorDict
 
 from ecrl import rng
@@ -85,16 +85,16 @@ def independent(cfg: Config, state: TensorDict, rollout: TensorDict) -> tuple[di
     c: Any = cfg.algorithm.cfg
     block = c.optimizer.model_dump() if c.optimizer else {"name": "adam", "learning_rate": c.learning_rate}
     choices = {"optimizer": block["name"], "learning_rate": block["learning_rate"]}
-    given = {name: getattr(c, name) for name in numpy_ppo.Numbers._fields if name not in choices}
+    numbers = {name: getattr(c, name) for name in numpy_ppo.Numbers._fields if name not in choices}
     weights = {n: {k: w.double().numpy() for k, w in state["params"][n].items()} for n in ("actor", "critic")}
     names = set(rollout.keys()) & {*STEP_FIELDS, "mask"}
     fields = {n: (x.double() if x.is_floating_point() else x).numpy() for n, x in rollout.select(*names).items()}
     orders = rng.permutation(pass_keys(state, c.n_epochs), transitions(rollout).numel()).numpy()
-    return numpy_ppo.update(weights, fields, orders, numpy_ppo.Numbers(**given, **choices))
+    return numpy_ppo.update(weights, fields, orders, numpy_ppo.Numbers(**numbers, **choices))
 
 
 def like_the_independent_one(cfg: Config, state: TensorDict, rollout: TensorDict, parts: Any) -> TensorDict:
-    """The parameters after `update`, which are those of `independent`."""
+    """Return the parameters after `update`, and check that they equal the parameters of `independent`."""
     after, logs = parts.algorithm.iterate.update(parts, state, rollout)
     expected, errors = independent(cfg, state, rollout)
     assert torch.isfinite(torch.stack(list(logs.values()))).all()
@@ -128,7 +128,7 @@ def changed(change: dict) -> Config:
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_an_update_is_that_of_an_independent_ppo(change):
-    """The weights are those of NumPy in float64, with gradients by hand."""
+    """The weights equal the weights of NumPy in float64, with gradients by hand."""
     cfg = changed(change)
     parts, state, rollout = collected(cfg)
     rollout["reward"].normal_(generator=torch.Generator().manual_seed(0))  # targets on both sides of the values
@@ -139,7 +139,7 @@ def test_an_update_is_that_of_an_independent_ppo(change):
 
 
 def test_rows_that_do_not_count_are_as_if_absent():
-    """A third of the rows is hidden and holds NaN; advantages are standardised over the others alone."""
+    """A third of the rows is masked and holds NaN; advantages are standardised over the other rows."""
     for change in ({}, {"normalize_advantage": "minibatch"}, {"clip_vloss": True}):
         cfg = changed(change)
         parts, state, rollout = collected(cfg)
@@ -167,10 +167,10 @@ def test_steps_that_do_not_count_are_in_no_statistic():
     cfg = run("pausing", **quiet, **{"policy.normalize_obs": True, "algorithm.cfg.learning_rate": 0.05})
     *_, (state, logs) = iterations(cfg)
     assert (logs["episode_reward_avg_100"], logs["episode_length_avg_100"]) == (3.0, 3.0)
-    seen = state["norm", "obs"]  # 1, 2, 3 over and over
-    close(moments_variance(seen), [2 / 3])
-    close(seen["mean"], [2.0])
-    assert seen["count"] == 12 * 16 * 6
+    moments = state["norm", "obs"]  # 1, 2, 3 over and over
+    close(moments_variance(moments), [2 / 3])
+    close(moments["mean"], [2.0])
+    assert moments["count"] == 12 * 16 * 6
     paid = state["norm", "reward", "moments"]  # 1, 1 + 0.9 and 1 + 0.9 + 0.81
     close(paid["mean"], (1.0 + 1.9 + 2.71) / 3)
     assert paid["count"] == 12 * 16 * 6
@@ -212,21 +212,21 @@ def test_rewards_are_normalised_as_by_gymnasium_but_for_the_freezing():
     built, state, rollouts = build(cfg), init_state(cfg), []
     algorithm = built.algorithm.iterate
     variance = 1.0
-    for iteration, ends in enumerate((3, 6, 3)):  # 3 envs: after step 6; 12 and 18; 24 of 27
+    for iteration, ends in enumerate((3, 6, 3)):  # 3 envs: episodes end after step 6, then 12 and 18, then 24 of 27
         state, rollout = algorithm.collect(built, state)
         before = rollout.clone()
         state, logs = algorithm.update(built, state, rollout)
         assert (rollout == before).all(), "the rollout keeps raw rewards"
         rollouts.append(rollout)
 
-        theirs = NormalizeReward(Replay(rollouts), gamma=0.9, epsilon=1e-8)
-        theirs.return_rms.count = 0.0  # it starts with a ten-thousandth of a sample
+        wrapper = NormalizeReward(Replay(rollouts), gamma=0.9, epsilon=1e-8)
+        wrapper.return_rms.count = 0.0  # it starts with a ten-thousandth of a sample
         for _ in range(9 * (iteration + 1)):
-            theirs.step(None)
+            wrapper.step(None)
         moments = state["norm", "reward", "moments"]
-        close(moments["mean"], theirs.return_rms.mean, tol=1e-5)  # its sums are float32
-        close(moments_variance(moments), theirs.return_rms.var, tol=1e-5)
-        close(state["norm", "reward", "running"], torch.tensor(theirs.accumulated_reward), tol=1e-5)
+        close(moments["mean"], wrapper.return_rms.mean, tol=1e-5)  # its sums are float32
+        close(moments_variance(moments), wrapper.return_rms.var, tol=1e-5)
+        close(state["norm", "reward", "running"], torch.tensor(wrapper.accumulated_reward), tol=1e-5)
         assert rollout["truncated"].sum() == ends
 
         # Targets are of these rewards over the spread known before them; V of a time limit is in their units already.
@@ -234,7 +234,7 @@ def test_rewards_are_normalised_as_by_gymnasium_but_for_the_freezing():
         scaled = np.clip(s["reward"] / np.sqrt(variance + 1e-8), -10.0, 10.0)
         target = gae_loop(scaled, s["value"], s["next_value"], rollout["done"].numpy(), 0.9, 0.8)
         close(logs["value_loss"], np.mean((s["value"] - target) ** 2), tol=1e-5)
-        variance = float(theirs.return_rms.var)
+        variance = float(wrapper.return_rms.var)
         state = state.copy().update({"update_step": state["update_step"] + 1, "sample_step": state["sample_step"] + 27})
 
 
@@ -248,7 +248,7 @@ def test_normalised_rewards_are_not_what_is_logged():
 
 
 def test_the_adaptive_rate_lives_in_the_state():
-    """It moves within the bounds, goes on where it was, and a state that comes back is not warned of."""
+    """The rate stays within its bounds and continues from its last value; a resumed state does not warn."""
     block = {"name": "adaptive", "kwargs": {"desired_kl": 0.002, "factor": 1.25, "min_rate": 1e-4}}
     cfg = run("cartpole", **{"algorithm.cfg.lr_scheduler": block, "trainer.iterations": 4})
     through = iterations(cfg)
@@ -371,11 +371,11 @@ def test_a_policy_without_a_critic_is_refused():
         built.algorithm.init(built._replace(policy=replace(built.policy, value=None)), rng.key(0))
 
 
-def test_a_batch_above_the_rollout_is_clamped_and_said_once():
+def test_a_batch_above_the_rollout_is_clamped_with_one_warning():
     big, whole = (run("cartpole", **{"algorithm.cfg.batch_size": n, "trainer.iterations": 2}) for n in (1000, 256))
-    with pytest.warns(UserWarning, match=r"algorithm.cfg.batch_size 1000 is above the rollout's 256") as said:
+    with pytest.warns(UserWarning, match=r"algorithm.cfg.batch_size 1000 is above the rollout's 256") as caught:
         assert same_params(big, whole)
-    assert len(said) == 1
+    assert len(caught) == 1
 
 
 @pytest.mark.parametrize(

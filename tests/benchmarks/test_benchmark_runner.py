@@ -32,12 +32,12 @@ def result(name, *rates, error=None):
 def exact_sleep(monkeypatch):
     """Let a sleeper's unit of work take exactly the seconds that it sleeps, however loaded the machine is."""
 
-    def answer(worker, times, real=pairs.turn):
+    def answer(worker, times, real=pairs.run_units):
         answer_data, seconds = real(worker, times), times * SLEEP_S[worker.name]
         assert answer_data["seconds"] >= 0.99 * seconds
         return answer_data | {"seconds": seconds}
 
-    monkeypatch.setattr(pairs, "turn", answer)
+    monkeypatch.setattr(pairs, "run_units", answer)
 
 
 SLEEP_S = {"fast": 0.01, "slow": 0.03, "a": 0.01, "b": 0.05}
@@ -56,32 +56,32 @@ def test_a_race_finds_the_ratio_of_two_speeds(exact_sleep):
 
 def counted_turns(monkeypatch, contestants, **how):
     """The race's results and how often each did its work, turn by turn."""
-    asked = []
+    turns = []
 
-    def turn(worker, times, real=pairs.turn):
-        asked.append((worker.name, times))
+    def turn(worker, times, real=pairs.run_units):
+        turns.append((worker.name, times))
         return real(worker, times)
 
-    monkeypatch.setattr(pairs, "turn", turn)
-    return race(contestants, **how), asked
+    monkeypatch.setattr(pairs, "run_units", turn)
+    return race(contestants, **how), turns
 
 
 def test_turns_alternate_and_last_about_as_long_as_asked(exact_sleep, monkeypatch):
     both = [stand_in("sleeper", "a", seconds=0.01), stand_in("sleeper", "b", seconds=0.05)]
-    _, asked = counted_turns(monkeypatch, both, rounds=3, seconds=0.2)
-    assert [name for name, _ in asked] == ["a", "a", "b", "b", *"abab"]  # each calibrates once
-    assert asked[0][1] == asked[2][1] == 1
-    assert (asked[1][1], asked[3][1]) == (20, 4)
-    assert [times for _, times in asked[4:]] == [asked[1][1], asked[3][1]] * 2
+    _, turns = counted_turns(monkeypatch, both, rounds=3, seconds=0.2)
+    assert [name for name, _ in turns] == ["a", "a", "b", "b", *"abab"]  # each calibrates once
+    assert turns[0][1] == turns[2][1] == 1
+    assert (turns[1][1], turns[3][1]) == (20, 4)
+    assert [times for _, times in turns[4:]] == [turns[1][1], turns[3][1]] * 2
 
 
 def test_a_unit_longer_than_a_turn_is_not_done_twice_to_calibrate(monkeypatch):
-    (one,), asked = counted_turns(monkeypatch, [stand_in("sleeper", seconds=0.05)], rounds=2, seconds=0.05)
-    assert asked == [("sleeper", 1)] * 2
+    (one,), turns = counted_turns(monkeypatch, [stand_in("sleeper", seconds=0.05)], rounds=2, seconds=0.05)
+    assert turns == [("sleeper", 1)] * 2
     assert len(one.rates) == 2
 
 
-def test_what_dies_is_told_in_one_line_and_the_others_go_on():
+def test_a_dying_worker_is_one_line_and_the_others_continue():
     racers = [stand_in("sleeper", seconds=0.01), stand_in("refuses"), stand_in("dies", after=2)]
     good, refuses, dies = race(racers, rounds=3, seconds=0.02)
     assert good.error is None and len(good.rates) == 3
@@ -90,9 +90,9 @@ def test_what_dies_is_told_in_one_line_and_the_others_go_on():
     assert len(dies.rates) == 1 + 1  # the rounds before
 
 
-def test_a_silent_worker_is_given_up():
-    said = r"hangs: no answer for 0.2 s; last line: \(nothing on stderr\)"
-    with pairs.started([stand_in("hangs")], available()[:1]) as (worker,), pytest.raises(Failure, match=said):
+def test_a_silent_worker_times_out():
+    message = r"hangs: no answer for 0.2 s; last line: \(nothing on stderr\)"
+    with pairs.started([stand_in("hangs")], available()[:1]) as (worker,), pytest.raises(Failure, match=message):
         pairs.answer(worker, 0.2)
     assert worker.process.poll() is not None  # and it is gone
 
@@ -103,16 +103,16 @@ def test_all_threads_of_both_work_on_the_cores_of_the_race():
         assert one.error is None
     workers = [stand_in("places", "a"), stand_in("places", "b")]
     with pairs.started(workers, [core]) as started:
-        found = [pairs.await_ready(worker) for worker in started]
-        pairs.take_turns(started, found, [core], 1, 0)
-        assert [pairs.turn(worker, 1)["count"] for worker in started] == [1 + 100 * core] * 2
+        ready = [pairs.await_ready(worker) for worker in started]
+        pairs.run_rounds(started, ready, [core], 1, 0)
+        assert [pairs.run_units(worker, 1)["count"] for worker in started] == [1 + 100 * core] * 2
 
 
 def test_threads_are_as_many_as_cores():
     names = ["OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"]
     with pairs.started([stand_in("environment", names=names)], available()[:1]) as (worker,):
         pairs.await_ready(worker)
-        assert pairs.turn(worker, 1)["count"] == 3
+        assert pairs.run_units(worker, 1)["count"] == 3
     assert "intra_op_parallelism_threads=1" in pairs.threads_env([0])["XLA_FLAGS"]
     assert pairs.threads_env([0, 1]) == {
         "OMP_NUM_THREADS": "2",
@@ -124,13 +124,13 @@ def test_threads_are_as_many_as_cores():
 
 
 def test_ratios_are_of_rounds_not_of_medians():
-    ours, peer = result("ecrl", 1.0, 20.0, 6.0), result("peer", 1.0, 10.0, 1.0)
-    assert ratios(ours, peer) == [1.0, 2.0, 6.0]
-    assert summary(ratios(ours, peer)) == {"median": 2.0, "min": 1.0, "max": 6.0}
+    ecrl, other = result("ecrl", 1.0, 20.0, 6.0), result("peer", 1.0, 10.0, 1.0)
+    assert ratios(ecrl, other) == [1.0, 2.0, 6.0]
+    assert summary(ratios(ecrl, other)) == {"median": 2.0, "min": 1.0, "max": 6.0}
 
 
 @pytest.mark.parametrize(
-    ("peer", "cores", "musts", "aims"),
+    ("library", "cores", "musts", "aims"),
     [
         ("rejax", 1, [0.6, 1.0, 1.1, 1.1], [1.0, 1.3, 1.6, 2.0]),
         ("rejax", 2, [0.6, 1.0, 1.3, 1.4], [1.0, 1.5, 1.8, 2.2]),
@@ -139,10 +139,10 @@ def test_ratios_are_of_rounds_not_of_medians():
         ("CleanRL-style", 1, [8.0, 5.0, 5.0, 5.0], [None] * 4),
     ],
 )
-def test_what_must_be_reached_end_to_end(peer, cores, musts, aims):
+def test_what_must_be_reached_end_to_end(library, cores, musts, aims):
     for n, must, aim in zip((4, 64, 512, 2048), musts, aims, strict=True):
-        just = end_to_end.row(result("ecrl", must), result(peer, 1.0), cores, n)
-        below = end_to_end.row(result("ecrl", 0.99 * must), result(peer, 1.0), cores, n)
+        just = end_to_end.row(result("ecrl", must), result(library, 1.0), cores, n)
+        below = end_to_end.row(result("ecrl", 0.99 * must), result(library, 1.0), cores, n)
         assert (just["must"], just["aim"], just["met"], below["met"]) == (must, aim, True, False)
 
 
@@ -161,15 +161,15 @@ def test_seconds_to_solved_are_compared_seed_by_seed():
     assert (row["ours_s"], row["peer_s"], row["seeds"]) == (20.0, 10.0, 3)
 
 
-def test_a_seed_that_is_never_solved_is_told():
+def test_a_seed_that_is_never_solved_is_reported():
     row = solved.row("solved", "ecrl cold", runs(10.0, None), "rejax cold", runs(10.0, 10.0), 0.5)
     assert row["error"] == "ecrl cold: not solved in its budget, seed 1"
 
 
-def test_every_run_of_solved_stands_in_one_lane_and_cold_comes_before_warm():
+def test_every_run_of_solved_is_in_one_lane_with_cold_before_warm():
     names = [name for lane in solved.RUNS.values() for name in lane]
-    assert solved.turns() == ["ecrl cold", "rejax cold", "ecrl warm", "rejax warm", "ecrl off"]
-    assert sorted(names) == sorted(solved.turns())
+    assert solved.runs_in_order() == ["ecrl cold", "rejax cold", "ecrl warm", "rejax warm", "ecrl off"]
+    assert sorted(names) == sorted(solved.runs_in_order())
     assert {name for _, *pair, _ in solved.ROWS for name in pair} == set(names)
 
 
@@ -232,10 +232,10 @@ def with_subjects(monkeypatch, **subjects):
 def test_results_hold_all_that_is_needed_to_repeat_them(monkeypatch, tmp_path, capsys):
     with_subjects(monkeypatch, one=Subject(ratio=1.5, ratios=[1.5], met=False), two=Subject(ratio=None))
     assert command.run(quick=True, only=("one",), out=tmp_path / "deep" / "er")
-    found = json.loads((tmp_path / "deep/er/one.json").read_text())
-    jsonschema.validate(found, SCHEMA)
-    assert found["rows"] == [{"quick": True, "cores": len(available()), "ratio": 1.5, "ratios": [1.5], "met": False}]
-    assert found["command"] == "python -m benchmarks --quick --only one"
+    saved = json.loads((tmp_path / "deep/er/one.json").read_text())
+    jsonschema.validate(saved, SCHEMA)
+    assert saved["rows"] == [{"quick": True, "cores": len(available()), "ratio": 1.5, "ratios": [1.5], "met": False}]
+    assert saved["command"] == "python -m benchmarks --quick --only one"
     assert {path.name for path in (tmp_path / "deep/er").iterdir()} == {"one.json", "one.png", "one.svg"}
     table = capsys.readouterr().out
     assert "NO" in table and "1.5" in table and "[1.5]" not in table
@@ -271,8 +271,8 @@ def test_the_columns_are_what_fits_in_a_table():
 
 @pytest.mark.parametrize("module", [pairs, report, end_to_end, solved])
 def test_the_examples_in_docstrings_hold(module):
-    found = doctest.testmod(module)
-    assert found.attempted > 0 and found.failed == 0
+    outcome = doctest.testmod(module)
+    assert outcome.attempted > 0 and outcome.failed == 0
 
 
 LINES = {"rejax": "rejax 0.1.3, jitted", "SB3": "SB3", "TorchRL": "TorchRL", "CleanRL-style": "CleanRL-style loop"}
@@ -286,9 +286,9 @@ def ratios_of(row):
 
 
 def test_the_readme_has_the_ratios_of_end_to_end():
-    found = json.loads((ROOT / "benchmarks" / "results" / "end_to_end.json").read_text())["rows"]
+    rows = json.loads((ROOT / "benchmarks" / "results" / "end_to_end.json").read_text())["rows"]
     readme, lines = (ROOT / "README.md").read_text(), {}
-    for row in (one for one in found if one["cores"] != "GPU"):  # in order of `num_envs`
+    for row in (one for one in rows if one["cores"] != "GPU"):  # in order of `num_envs`
         lines.setdefault(f"{LINES[row['peer']]} | {row['cores']}", []).append(ratios_of(row))
     assert len(lines) == 5
     for head, shown in lines.items():
@@ -299,10 +299,10 @@ def test_the_readme_has_the_ratios_of_end_to_end():
 @pytest.mark.parametrize("name", command.SUBJECTS)
 def test_a_picture_is_that_of_the_figures_beside_it(name, tmp_path):
     """Every word, mark and place is the same. Another matplotlib draws other pictures."""
-    own, kept = pytest.importorskip("matplotlib").__version__, ROOT / "benchmarks" / "results" / name
-    if f"Matplotlib v{own}," not in (drawn := kept.with_suffix(".svg").read_text()):
-        pytest.skip(f"drawn by another matplotlib than {own}")
-    rows = json.loads(kept.with_suffix(".json").read_text())["rows"]
+    version, published = pytest.importorskip("matplotlib").__version__, ROOT / "benchmarks" / "results" / name
+    if f"Matplotlib v{version}," not in (drawn := published.with_suffix(".svg").read_text()):
+        pytest.skip(f"drawn by another matplotlib than {version}")
+    rows = json.loads(published.with_suffix(".json").read_text())["rows"]
     command.write_picture(import_module(f"benchmarks.{name}").figure(rows), tmp_path / name)
     own_words, own_places = svg_parts((tmp_path / name).with_suffix(".svg").read_text())
     words, places = svg_parts(drawn)
@@ -328,16 +328,16 @@ def test_quick_runs_the_subjects_of_the_readme(monkeypatch, tmp_path):
     assert {path.stem for path in (tmp_path / "full").glob("*.json")} == set(names)
 
 
-def test_the_quick_form_leaves_the_eager_run_out(monkeypatch):
+def test_a_quick_run_leaves_the_eager_run_out(monkeypatch):
     monkeypatch.setattr(solved, "run", lambda name, seed, caches, core: {**runs(1.0)[0], "form": name})
     for cores in ([0], [0, 1]):
-        told = solved.rows(True, cores)
-        assert told and all("ecrl off" not in (row["ours"], row["peer"]) for row in told)
+        rows = solved.rows(True, cores)
+        assert rows and all("ecrl off" not in (row["ours"], row["peer"]) for row in rows)
     assert len(solved.rows(False, [0])) == len(solved.ROWS)
 
 
 @pytest.mark.parametrize("name", command.SUBJECTS)
-def test_every_subject_is_a_file_and_tells_what_it_shows(name):
+def test_every_subject_is_a_file_with_a_description(name):
     source = (ROOT / "benchmarks" / f"{name}.py").read_text()
     assert "\ndef rows(quick: bool, cores: Sequence[int])" in source and "\ndef figure(rows: " in source
 
@@ -372,9 +372,10 @@ def test_ecrl_bench_runs_them(monkeypatch, tmp_path):
 def test_ecrl_bench_without_the_source_tree_is_one_line(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(commands, "__file__", str(tmp_path / "ecrl" / "cli" / "commands.py"))
     assert exit_status(monkeypatch, "bench") == 2
-    told = capsys.readouterr().err
+    stderr = capsys.readouterr().err
     assert (
-        told == f"ecrl bench: no benchmarks folder next to {tmp_path / 'ecrl'}; run it from a checkout of the source\n"
+        stderr
+        == f"ecrl bench: no benchmarks folder next to {tmp_path / 'ecrl'}; run it from a checkout of the source\n"
     )
 
 
@@ -401,12 +402,13 @@ def test_a_real_pair_end_to_end(tmp_path):
 @pytest.mark.long
 @pytest.mark.ref
 @pytest.mark.parametrize(
-    ("module", "peer"), [("stable_baselines3", "sb3"), ("torchrl", "torchrl"), ("torch", "cleanrl")]
+    ("module", "name"), [("stable_baselines3", "sb3"), ("torchrl", "torchrl"), ("torch", "cleanrl")]
 )
-def test_slow_peers_learn(module, peer):
-    """From the 20 steps of a random policy; in a process, for their warnings are theirs."""
+def test_slow_libraries_learn(module, name):
+    """Returns rise from the 20 steps of a random policy. A separate process hides the warnings of the libraries."""
     pytest.importorskip(module)
-    code = f"from benchmarks.peers.{peer}_ppo import iterations\nfor i, r in zip(range(12), iterations(32)): print(r)"
+    code = f"from benchmarks.other_libraries.{name}_ppo import iterations\n"
+    code += "for i, r in zip(range(12), iterations(32)): print(r)"
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     numbers = [float(line) for line in done.stdout.splitlines() if "[" not in line]

@@ -1,4 +1,4 @@
-"""What is raced does equal work: every form of a kernel gives the same numbers; the subjects' rows at tiny sizes."""
+"""Subjects at tiny sizes, and equal work: all implementations of a kernel return the same numbers."""
 
 import json
 
@@ -8,13 +8,26 @@ import torch
 
 pytest.importorskip("rlax", reason="the benchmarks' peers are not installed")
 
-from benchmarks import end_to_end, gpu, guard, kernels, memory, phases, physics, roofline, scaling, seeds, solved, turns
-from benchmarks.alone import alone
-from benchmarks.forms import adam, draws, gae, loss
-from benchmarks.ours import CONFIG
+from benchmarks import (
+    alternating_calls,
+    end_to_end,
+    gpu,
+    guard,
+    kernels,
+    memory,
+    phases,
+    physics,
+    roofline,
+    scaling,
+    seeds,
+    solved,
+)
+from benchmarks.alternating_calls import ratio, time_alternating
+from benchmarks.ecrl_runs import CONFIG
+from benchmarks.implementations import adam, draws, gae, loss
 from benchmarks.pairs import Failure, Result, available
 from benchmarks.roofline import copy_rate, matmul_rate
-from benchmarks.turns import ratio, take_turns
+from benchmarks.separate_process import run_in_process
 from ecrl import load_config
 from ecrl.report.plots import write
 
@@ -23,67 +36,67 @@ COMPILED = [pytest.param("ecrl compiled", marks=pytest.mark.long)]
 
 
 def results(module, name, *args, calls=1):
-    """What a form gives after so many calls, as arrays of float64."""
-    call = {**module.OURS, **module.PEERS}[name](module.inputs(*args), "cpu")
+    """Return the result of an implementation after so many calls, as arrays of float64."""
+    call = {**module.ECRL, **module.OTHERS}[name](module.inputs(*args), "cpu")
     for _ in range(calls):
         out = call()
     return [np.asarray(x, dtype=np.float64) for x in out]
 
 
 def assert_equal_work(module, name, other, *args, calls=1, tol=1e-4):
-    for ours, theirs in zip(
+    for actual, expected in zip(
         results(module, name, *args, calls=calls), results(module, other, *args, calls=calls), strict=True
     ):
-        assert ours.shape == theirs.shape
-        np.testing.assert_allclose(ours, theirs, rtol=tol, atol=tol)
+        assert actual.shape == expected.shape
+        np.testing.assert_allclose(actual, expected, rtol=tol, atol=tol)
 
 
 @pytest.mark.ref
-@pytest.mark.parametrize("ours", [*EAGER, *COMPILED])
-@pytest.mark.parametrize("peer", gae.PEERS)
-def test_gae_is_the_same_in_every_library(ours, peer):
-    pytest.importorskip({"rlax jitted": "rlax", "sb3 numpy": "stable_baselines3"}.get(peer, "torchrl"))
-    assert_equal_work(gae, ours, peer, 6, 40)
+@pytest.mark.parametrize("name", [*EAGER, *COMPILED])
+@pytest.mark.parametrize("other", gae.OTHERS)
+def test_gae_is_the_same_in_every_library(name, other):
+    pytest.importorskip({"rlax jitted": "rlax", "sb3 numpy": "stable_baselines3"}.get(other, "torchrl"))
+    assert_equal_work(gae, name, other, 6, 40)
 
 
 def test_gae_of_the_benchmark_is_the_equation():
-    given = gae.inputs(3, 50)
-    reward, value, done = (given[name].astype(np.float64) for name in ("reward", "value", "done"))
+    inputs = gae.inputs(3, 50)
+    reward, value, done = (inputs[name].astype(np.float64) for name in ("reward", "value", "done"))
     assert 0 < done.mean() < 0.2
     trace, advantage = np.zeros(3), np.zeros((50, 3))
     for t in reversed(range(50)):
         delta = reward[t] + 0.99 * value[t + 1] * (1 - done[t]) - value[t]
         advantage[t] = trace = delta + 0.99 * 0.95 * (1 - done[t]) * trace
-    got = results(gae, "ecrl eager", 3, 50)
-    np.testing.assert_allclose(got[0], advantage, atol=1e-4)
-    np.testing.assert_allclose(got[1], advantage + value[:-1], atol=1e-4)
+    actual = results(gae, "ecrl eager", 3, 50)
+    np.testing.assert_allclose(actual[0], advantage, atol=1e-4)
+    np.testing.assert_allclose(actual[1], advantage + value[:-1], atol=1e-4)
 
 
 @pytest.mark.ref
-@pytest.mark.parametrize("ours", [*EAGER, *COMPILED])
-@pytest.mark.parametrize("peer", loss.PEERS)
-def test_loss_gradients_and_logs_are_the_same_in_every_library(ours, peer):
-    assert_equal_work(loss, ours, peer, 500, tol=1e-5)
-    assert 0.1 < results(loss, ours, 500)[5] < 0.9  # of the ratios that are clipped: both branches count
+@pytest.mark.parametrize("name", [*EAGER, *COMPILED])
+@pytest.mark.parametrize("other", loss.OTHERS)
+def test_loss_gradients_and_logs_are_the_same_in_every_library(name, other):
+    assert_equal_work(loss, name, other, 500, tol=1e-5)
+    assert 0.1 < results(loss, name, 500)[5] < 0.9  # of the ratios that are clipped: both branches count
 
 
 @pytest.mark.ref
-@pytest.mark.parametrize("ours", [*EAGER, *COMPILED])
-@pytest.mark.parametrize("peer", adam.PEERS)
-def test_adam_moves_the_weights_to_the_same_place_in_every_library(ours, peer):
-    pytest.importorskip("optax" if peer == "optax jitted" else "torch")
-    assert_equal_work(adam, ours, peer, 8, calls=3, tol=1e-5)
+@pytest.mark.parametrize("variant", [*EAGER, *COMPILED])
+@pytest.mark.parametrize("other", adam.OTHERS)
+def test_adam_moves_the_weights_to_the_same_place_in_every_library(variant, other):
+    pytest.importorskip("optax" if other == "optax jitted" else "torch")
+    assert_equal_work(adam, variant, other, 8, calls=3, tol=1e-5)
     before = [x for name, x in sorted(adam.inputs(8).items()) if name.startswith("p_")]
-    after = results(adam, ours, 8, calls=3)
+    after = results(adam, variant, 8, calls=3)
     assert all(1e-3 < np.abs(a - b).max() < 4e-3 for a, b in zip(after, before, strict=True))  # three steps of 1e-3
 
 
 @pytest.mark.ref
 @pytest.mark.parametrize("kind", ["UNIFORM", "NORMAL"])
 def test_draws_have_the_same_shape_and_moments_in_every_library_and_are_new_in_every_call(kind):
-    ours, peers = getattr(draws, kind)
+    ecrl, others = getattr(draws, kind)
     mean, deviation = (0.5, 12**-0.5) if kind == "UNIFORM" else (0.0, 1.0)
-    for name, make in ({"ecrl eager": ours["ecrl eager"]} | peers).items():
+    for name, make in ({"ecrl eager": ecrl["ecrl eager"]} | others).items():
         call = make(draws.inputs(40_000), "cpu")
         first, second = (np.asarray(call()[0]) for _ in range(2))
         assert first.shape == (40_000,) and first.dtype == np.float32, name
@@ -94,8 +107,8 @@ def test_draws_have_the_same_shape_and_moments_in_every_library_and_are_new_in_e
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["UNIFORM", "NORMAL"])
 def test_compiled_draws_are_the_eager_ones(kind):
-    ours, _ = getattr(draws, kind)
-    eager, compiled = (ours[name](draws.inputs(1000), "cpu") for name in ("ecrl eager", "ecrl compiled"))
+    ecrl, _ = getattr(draws, kind)
+    eager, compiled = (ecrl[name](draws.inputs(1000), "cpu") for name in ("ecrl eager", "ecrl compiled"))
     for _ in range(2):
         torch.testing.assert_close(eager()[0], compiled()[0], rtol=0, atol=1e-5)
 
@@ -109,27 +122,33 @@ def test_costs_count_every_array_once():
     assert draws.cost(10).bytes == 40
 
 
-def test_every_case_has_its_forms_and_every_must_a_case():
+def test_every_case_has_implementations_and_every_target_a_case():
     for case in kernels.CASES:
-        module, ours, peers = kernels.forms(case)
-        assert {"ecrl compiled", "ecrl eager"} == set(ours) and peers
+        module, ecrl, others = kernels.implementations(case)
+        assert {"ecrl compiled", "ecrl eager"} == set(ecrl) and others
         module.cost(*case.args)
-    pairs = {(c.kernel, c.size, a, b) for c in kernels.CASES for _, o, p in [kernels.forms(c)] for a in o for b in p}
+    pairs = {
+        (c.kernel, c.size, a, b)
+        for c in kernels.CASES
+        for _, o, p in [kernels.implementations(c)]
+        for a in o
+        for b in p
+    }
     assert set(kernels.MUSTS) <= pairs
     assert all(c.quick for c in kernels.CASES if any(c.size == must[1] for must in kernels.MUSTS))
 
 
 def fake_case(monkeypatch, **forms):
-    """Case 0 over forms of our own."""
+    """Replace case 0 by these implementations."""
     module = type("Fake", (), {"inputs": lambda *_: {}, "cost": lambda *_: gae.cost(4, 8)})
-    ours = {name: make for name, make in forms.items() if name.startswith("ecrl")}
-    peers = {name: make for name, make in forms.items() if not name.startswith("ecrl")}
-    monkeypatch.setattr(kernels, "forms", lambda case: (module, ours, peers))
+    ecrl = {name: make for name, make in forms.items() if name.startswith("ecrl")}
+    others = {name: make for name, make in forms.items() if not name.startswith("ecrl")}
+    monkeypatch.setattr(kernels, "implementations", lambda case: (module, ecrl, others))
 
 
 def taking(seconds, monkeypatch):
-    """A form whose call takes so many seconds by the benchmark's clock. Other calls take half a second."""
-    monkeypatch.setattr(turns, "seconds_per_call", lambda call, times: getattr(call, "seconds", 0.5))
+    """Return an implementation whose call takes so many seconds by a fake clock. Other calls take half a second."""
+    monkeypatch.setattr(alternating_calls, "seconds_per_call", lambda call, times: getattr(call, "seconds", 0.5))
 
     class Call:
         def __init__(self):
@@ -141,7 +160,7 @@ def taking(seconds, monkeypatch):
     return lambda inputs, device: Call()
 
 
-def test_a_kernel_row_tells_the_ratio_the_must_and_the_roof(monkeypatch):
+def test_a_kernel_row_has_the_ratio_the_target_and_the_roofline(monkeypatch):
     fake_case(monkeypatch, **{"ecrl eager": taking(0.001, monkeypatch), "sb3 numpy": taking(0.004, monkeypatch)})
     (row,) = kernels.measure(0, quick=True, device="cpu")
     assert (row["kernel"], row["size"], row["ours"], row["peer"]) == ("gae", "4096x128", "ecrl eager", "sb3 numpy")
@@ -155,13 +174,13 @@ def test_a_kernel_row_tells_the_ratio_the_must_and_the_roof(monkeypatch):
     json.dumps(row)
 
 
-def test_a_must_that_is_missed_is_told(monkeypatch):
+def test_a_missed_target_is_reported(monkeypatch):
     fake_case(monkeypatch, **{"ecrl eager": taking(0.004, monkeypatch), "sb3 numpy": taking(0.001, monkeypatch)})
     (row,) = kernels.measure(0, quick=True, device="cpu")
     assert row["ratio"] == pytest.approx(0.25) and row["met"] is False
 
 
-def test_a_compiled_form_that_compiles_too_long_misses_its_must(monkeypatch):
+def test_an_implementation_that_compiles_too_long_misses_its_target(monkeypatch):
     taken = {"ecrl compiled": [1.0], "rlax jitted": [1.0]}
     for seconds, met in ((9.0, True), (11.0, False)):
         made = {"ecrl compiled": (None, seconds, None), "rlax jitted": (None, 1.0, None)}
@@ -169,8 +188,8 @@ def test_a_compiled_form_that_compiles_too_long_misses_its_must(monkeypatch):
         assert (row["met"], row["compile_s"]) == (met, seconds)
 
 
-def test_a_form_that_fails_is_a_row_of_its_own(monkeypatch):
-    def broken(given, device):
+def test_a_failing_implementation_is_a_row_with_an_error(monkeypatch):
+    def broken(inputs, device):
         raise ImportError("no such library\nsecond line")
 
     works = taking(0.001, monkeypatch)
@@ -182,40 +201,40 @@ def test_a_form_that_fails_is_a_row_of_its_own(monkeypatch):
 
 def test_turns_and_ratios_are_of_the_same_rounds():
     order = []
-    taken = take_turns({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, rounds=2, seconds=0.0)
+    taken = time_alternating({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, rounds=2, seconds=0.0)
     assert order == ["a"] * 3 + ["b"] * 3 + ["a", "b", "a", "b"]
     assert {name: len(seconds) for name, seconds in taken.items()} == {"a": 2, "b": 2}
     assert ratio([1.0, 1.0, 2.0], [2.0, 4.0, 2.0]) == {"ratio": 2.0, "ratio_min": 1.0, "ratio_max": 4.0}
 
 
 def test_the_roof_is_bytes_and_operations_per_second(monkeypatch):
-    monkeypatch.setattr(turns, "seconds_per_call", lambda call, times: call() or 0.5)
+    monkeypatch.setattr(alternating_calls, "seconds_per_call", lambda call, times: call() or 0.5)
     assert copy_rate(1 << 20, "cpu") == (1 << 20) / 0.5
     assert matmul_rate("cpu") == 2 * roofline._SIDE["cpu"] ** 3 / 0.5
 
 
-def test_alone_pins_before_imports_and_tells_what_went_wrong():
+def test_a_separate_process_pins_before_imports_and_reports_errors():
     core = available()[-1]
-    assert alone("benchmarks.pairs:available", {}, [core]) == [core]
-    assert alone("os:getenv", {"key": "OMP_NUM_THREADS"}, [core]) == "1"
-    assert alone("os:getenv", {"key": "MINE"}, [core], {"MINE": "yes"}) == "yes"
+    assert run_in_process("benchmarks.pairs:available", {}, [core]) == [core]
+    assert run_in_process("os:getenv", {"key": "OMP_NUM_THREADS"}, [core]) == "1"
+    assert run_in_process("os:getenv", {"key": "MINE"}, [core], {"MINE": "yes"}) == "yes"
     with pytest.raises(Failure, match="no_such"):
-        alone("benchmarks.no_such:thing", {}, [core])
+        run_in_process("benchmarks.no_such:thing", {}, [core])
 
 
 def test_memory_slopes_leave_out_what_failed():
-    given = [{"num_envs": 2, "peak_mb": 4.0}, {"num_envs": 3, "error": "died"}, {"num_envs": 4, "peak_mb": 5.0}]
-    rows = memory.with_slopes(given)
+    measured = [{"num_envs": 2, "peak_mb": 4.0}, {"num_envs": 3, "error": "died"}, {"num_envs": 4, "peak_mb": 5.0}]
+    rows = memory.with_slopes(measured)
     assert [row["bytes_per_step"] for row in rows] == [None, None, 2**20 / 256]
 
 
 def test_memory_counts_what_the_second_unit_takes():
-    """The first takes more, and is not counted; pages that are written count, whoever holds them.
+    """The first unit takes more memory and does not count; written pages count, also if they are freed.
 
-    In processes of their own, as when it is measured: a large one has freed memory at hand, whose pages do not count.
+    Separate processes, as in the benchmark: a large process reuses freed pages, which do not count.
     """
     small, large = (
-        alone(
+        run_in_process(
             "benchmarks.memory:peak",
             {"make": "tests.support.fake_contestants:spending", "args": {"num_envs": size}},
             available(),
@@ -245,7 +264,7 @@ def test_phases_of_a_small_run():
     assert {"collect/policy", "collect/env", "collect/critic", "update/learn"} <= {row["phase"] for row in rows}
 
 
-def test_scaling_tells_both_and_the_ratio():
+def test_scaling_reports_both_libraries_and_the_ratio():
     result = scaling.Result
     both = scaling.result_row(
         [result("ecrl", [4.0, 6.0, 5.0], 1.0, {}, 0.0), result("rejax", [2.0, 6.0, 1.0], 2.0, {}, 0.0)]
@@ -275,9 +294,9 @@ def test_scaling_at_a_tiny_size_has_rejax_beside():
 
 
 def test_without_a_gpu_its_rows_say_so(monkeypatch):
-    monkeypatch.setattr(kernels, "alone", lambda *_: [])
-    monkeypatch.setattr(memory, "alone", lambda *_: {"peak_mb": 1.0})
-    monkeypatch.setattr(phases, "alone", lambda *_: [])
+    monkeypatch.setattr(kernels, "run_in_process", lambda *_: [])
+    monkeypatch.setattr(memory, "run_in_process", lambda *_: {"peak_mb": 1.0})
+    monkeypatch.setattr(phases, "run_in_process", lambda *_: [])
     monkeypatch.setattr(scaling, "point", lambda *_: {"device": "cpu"})
     for module in (kernels, memory, phases, scaling):
         monkeypatch.setattr(module, "has_gpu", lambda: False)
@@ -300,7 +319,7 @@ def test_inside_a_graph_counts_what_lies_between_its_kernels_but_not_between_two
     trace = [on_gpu(0, 1, 7), on_gpu(3, 1, 7), on_gpu(6, 1, 7, launch=2), on_gpu(8, 1, 7, launch=2)]
     assert gpu.kernel_share(trace, 10.0) == {"busy_share": 0.4, "graph_share": 0.7}
     copied_in_and_out = [on_gpu(4.5, 1, kind="gpu_memcpy"), on_gpu(9, 1)]
-    assert gpu.seconds_on_device([*trace, *copied_in_and_out], 2) == 3.5e-6  # the graphs alone
+    assert gpu.seconds_on_device([*trace, *copied_in_and_out], 2) == 3.5e-6  # only the graphs
     assert gpu.seconds_on_device(copied_in_and_out, 2) == 1e-6
 
 
@@ -310,11 +329,11 @@ def test_rows_of_a_gpu_say_whether_they_are_what_must_be(monkeypatch):
 
     monkeypatch.setattr(scaling, "has_gpu", lambda: True)
     monkeypatch.setattr(scaling, "point", point)
-    monkeypatch.setattr(scaling, "alone", lambda *_: {"busy_share": 0.9, "graph_share": 0.97})
+    monkeypatch.setattr(scaling, "run_in_process", lambda *_: {"busy_share": 0.9, "graph_share": 0.97})
     rows = scaling.on_gpu(False, [0])
     assert [row["num_envs"] for row in rows] == [512, 2048, 8192, 32_768, 65_536]
     assert [row["met"] for row in rows] == [True, True, True, True, False]  # 19.7 M env steps per second at the end
-    monkeypatch.setattr(scaling, "alone", lambda *_: {"busy_share": 0.9, "graph_share": 0.94})
+    monkeypatch.setattr(scaling, "run_in_process", lambda *_: {"busy_share": 0.9, "graph_share": 0.94})
     assert not any(row["met"] for row in scaling.on_gpu(False, [0]))
 
 
@@ -325,7 +344,7 @@ def test_kernels_of_a_gpu_are_judged_by_a_copys_bandwidth():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_on_a_gpu_the_trace_tells_a_copy_from_a_graph():
+def test_on_a_gpu_the_trace_distinguishes_a_copy_from_a_graph():
     assert 1e9 < gpu.copy_rate(2**24) < 2e13
     rows = kernels.measure(0, True, "cuda")
     assert all(0 < row["roof_share"] < 1.5 for row in rows if row["ours"] == "ecrl compiled")
@@ -345,7 +364,7 @@ def test_bare_physics_takes_the_steps_of_a_rollout(monkeypatch):
     )
     monkeypatch.setattr(physics, "config", lambda **keys: small.replace(**keys))
     again, states, substeps = physics.replay(2)
-    passed = again()[:, substeps - 1 :: substeps]  # time, positions, velocities first, as in ours
+    passed = again()[:, substeps - 1 :: substeps]  # time, positions, velocities first, as in ecrl
     width = 1 + 13 + 12
     assert states.shape[:2] == (8, 3) and passed.shape[:2] == (3, 8)
     assert (passed[:, :-1, :width].swapaxes(0, 1) == states[1:, :, :width]).all()
@@ -384,7 +403,7 @@ def test_the_cost_of_the_guard_is_the_median_of_rounds_with_its_interval():
 )
 def test_iterations_under_each_guard_take_turns(env, monkeypatch):
     monkeypatch.setattr(guard, "_TURN_S", 0.0)
-    taken = guard.turns(env, 4, 2)
+    taken = guard.seconds_by_guard(env, 4, 2)
     assert {name: len(seconds) for name, seconds in taken.items()} == {"off": 2, "stop": 2, "skip": 2}
     guards = {guard.config(env, 4, **{"trainer.finite_guard": name}).trainer.finite_guard for name in taken}
     assert guards == {"off", "stop", "skip"} and guard.config(env, 4).trainer.num_envs == 4
@@ -426,7 +445,7 @@ def test_figures_of_rows_with_gaps(module, tmp_path):
 
 
 @pytest.mark.slow
-def test_many_seeds_race_as_one_call_and_in_turn(monkeypatch):
+def test_many_seeds_race_in_one_call_and_in_sequence(monkeypatch):
     monkeypatch.setattr(seeds, "SEEDS", 2)
     monkeypatch.setattr(seeds, "CONTESTANTS", ("vmapped", "in_turn"))
     real, rates = seeds.race, {"vmapped": [4.0], "in_turn": [2.0]}

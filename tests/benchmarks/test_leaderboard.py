@@ -1,4 +1,4 @@
-"""The leaderboard: statistics over seeds by hand, lines and page from files alone, the tables it stands on."""
+"""The leaderboard: statistics over seeds by hand, lines and page from files, and the tables that it reads."""
 
 from itertools import product
 from math import inf
@@ -7,8 +7,8 @@ import pytest
 
 from benchmarks import leaderboard
 from benchmarks.leaderboard import COLUMNS, cells, summary, text
+from benchmarks.other_libraries.zoo import ZOO
 from benchmarks.pairs import ROOT
-from benchmarks.peers.zoo import ZOO
 from benchmarks.records import Entry, Standing, entries, standing
 from benchmarks.tasks import CONFIGS, EPISODES, TASKS
 from ecrl.config import load_config
@@ -40,23 +40,23 @@ FIVE = {
 
 
 def test_a_summary_by_hand():
-    found = summary(entry(), FIVE)
-    assert found["mean"] == 424.0  # (500 + 450 + 490 + 480 + 200) / 5
-    assert found["iqm"] == pytest.approx((450 + 480 + 490) / 3)
-    assert found["reached"] == 4  # seed 1 came there and fell back
-    assert found["steps"] == 2000 and found["minutes"] == 3.0  # medians of 1000 1000 2000 2000 inf and 1 1 3 4 inf
+    actual = summary(entry(), FIVE)
+    assert actual["mean"] == 424.0  # (500 + 450 + 490 + 480 + 200) / 5
+    assert actual["iqm"] == pytest.approx((450 + 480 + 490) / 3)
+    assert actual["reached"] == 4  # seed 1 came there and fell back
+    assert actual["steps"] == 2000 and actual["minutes"] == 3.0  # medians of 1000 1000 2000 2000 inf and 1 1 3 4 inf
     # All 5 ** 5 resamples of the last scores, each without its least and its greatest; 2.5 % of them at each end.
     last = [500.0, 450.0, 490.0, 480.0, 200.0]
     means = sorted(sum(sorted(resample)[1:4]) / 3 for resample in product(last, repeat=5))
-    assert found["low"] == pytest.approx(means[78]) == pytest.approx((200 + 200 + 450) / 3)
-    assert found["high"] == pytest.approx(means[-79]) == pytest.approx((490 + 500 + 500) / 3)
+    assert actual["low"] == pytest.approx(means[78]) == pytest.approx((200 + 200 + 450) / 3)
+    assert actual["high"] == pytest.approx(means[-79]) == pytest.approx((490 + 500 + 500) / 3)
 
 
 def test_a_threshold_that_most_seeds_miss_has_no_median_and_too_few_seeds_no_interval():
-    found = summary(entry(), {0: record((1.0, 2.0)), 1: record((1.0, 480.0))})
-    assert (found["reached"], found["steps"], found["minutes"], found["low"]) == (1, inf, inf, None)
-    found = summary(entry("push_cube_grpo"), {0: record((0.5, 0.9), score="success")})
-    assert found == {"mean": 0.9, "iqm": 0.9, "low": None, "high": None}
+    actual = summary(entry(), {0: record((1.0, 2.0)), 1: record((1.0, 480.0))})
+    assert (actual["reached"], actual["steps"], actual["minutes"], actual["low"]) == (1, inf, inf, None)
+    actual = summary(entry("push_cube_grpo"), {0: record((0.5, 0.9), score="success")})
+    assert actual == {"mean": 0.9, "iqm": 0.9, "low": None, "high": None}
 
 
 def test_a_line_of_the_table():
@@ -78,11 +78,11 @@ def test_a_line_of_the_table():
         "",
     ]
     assert cells(entry(), Standing(one, 0))[3] == "1 of 10" and cells(entry(), Standing({}, 0))[2] == "*not measured*"
-    found = cells(entry("push_cube_grpo"), Standing({0: record((0.5, 0.92), score="success")}, 0))
-    assert found == ["`push_cube_grpo`", "ecrl", "2,000", "1 of 10", "success", "0.92", "0.92", *[""] * 5]
+    line = cells(entry("push_cube_grpo"), Standing({0: record((0.5, 0.92), score="success")}, 0))
+    assert line == ["`push_cube_grpo`", "ecrl", "2,000", "1 of 10", "success", "0.92", "0.92", *[""] * 5]
 
 
-def test_a_seed_that_failed_is_told_and_did_not_come_to_the_threshold():
+def test_a_failed_seed_is_listed_and_did_not_reach_the_threshold():
     three = {seed: FIVE[seed] for seed in (0, 2, 3)}  # there after 1000, 2000 and 2000 steps
     line = cells(entry(), Standing(three, 2, (1, 4)))
     assert line[3] == "3 of 10, 2 failed, 2 stale" and line[5] == "490"  # (500 + 490 + 480) / 3
@@ -132,9 +132,9 @@ def test_the_readme_has_the_figures_of_the_leaderboard():
     known = [(one, standing(one, ROOT / "benchmarks" / "results")) for one in entries(CONFIGS)]
     lines = {(one.task.config, one.library): dict(zip(COLUMNS, cells(one, it), strict=False)) for one, it in known}
     for config in TASKS:
-        ours, theirs = lines[config, "ecrl"], lines.get((config, "sb3"), {}).get("interquartile mean", "")
+        ecrl, sb3 = lines[config, "ecrl"], lines.get((config, "sb3"), {}).get("interquartile mean", "")
         names = ("config", "env steps", "seeds", "score", "interquartile mean", "95 % interval")
-        row = " | ".join([*(ours[name] for name in names), theirs, *(ours[name] for name in COLUMNS[8:])])
+        row = " | ".join([*(ecrl[name] for name in names), sb3, *(ecrl[name] for name in COLUMNS[8:])])
         assert f"\n| {row} |\n" in readme, f"README.md has no line | {row} |"
 
 

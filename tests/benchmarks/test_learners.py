@@ -1,4 +1,4 @@
-"""What measures how well something learns: the clock and the evaluations, ecrl's learner and Stable-Baselines3's."""
+"""Measured learning: the clock and the evaluations, with the learners of ecrl and of Stable-Baselines3."""
 
 import json
 import subprocess
@@ -8,39 +8,39 @@ from importlib.util import find_spec
 import pytest
 
 from benchmarks import learning
+from benchmarks.other_libraries.zoo import ZOO
 from benchmarks.pairs import ROOT
-from benchmarks.peers.zoo import ZOO
 from benchmarks.tasks import CONFIGS, EPISODES, POINTS, TASKS
 from ecrl.config import load_config, total_steps
 
 
-def test_the_clock_stands_still_during_evaluations_of_which_there_are_as_many_as_told(monkeypatch):
-    asked, now = [], [1000.0]
+def test_the_clock_stops_during_the_configured_number_of_evaluations(monkeypatch):
+    episodes_run, now = [], [1000.0]
     monkeypatch.setattr(learning.time, "time", lambda: now[0])
 
     def evaluate(episodes):
-        asked.append(episodes)
+        episodes_run.append(episodes)
         now[0] += 8.0
-        return {"return": float(len(asked))}
+        return {"return": float(len(episodes_run))}
 
     def learn(report):
         for steps in range(10, 1001, 10):  # 100 updates, of half a second each
             now[0] += 0.5
             report(steps, evaluate)
 
-    found = learning.followed(learn, TASKS["cartpole_ppo"], 1000, None)
-    assert asked == [20] * (POINTS - 1) + [100]
-    assert [row["steps"] for row in found["curve"]][:3] == [30, 50, 80]  # 25, 50 and 75 were crossed
-    assert found["curve"][-1] | {"seconds": 0} == {"steps": 1000, "seconds": 0, "episodes": 100, "return": 40.0}
-    assert (found["train_s"], found["wall_s"]) == (50.0, 50.0 + 8.0 * POINTS)
+    result = learning.followed(learn, TASKS["cartpole_ppo"], 1000, None)
+    assert episodes_run == [20] * (POINTS - 1) + [100]
+    assert [row["steps"] for row in result["curve"]][:3] == [30, 50, 80]  # 25, 50 and 75 were crossed
+    assert result["curve"][-1] | {"seconds": 0} == {"steps": 1000, "seconds": 0, "episodes": 100, "return": 40.0}
+    assert (result["train_s"], result["wall_s"]) == (50.0, 50.0 + 8.0 * POINTS)
 
 
 def test_rare_updates_are_one_evaluation_each():
-    found = learning.followed(
+    result = learning.followed(
         lambda report: [report(steps, lambda n: {"return": 0.0}) for steps in (400, 800, 1200)],
         TASKS["cartpole_ppo"], 1000, None,
     )  # fmt: skip
-    assert [(row["steps"], row["episodes"]) for row in found["curve"]] == [(400, 20), (800, 20), (1200, 100)]
+    assert [(row["steps"], row["episodes"]) for row in result["curve"]] == [(400, 20), (800, 20), (1200, 100)]
 
 
 @pytest.fixture
@@ -55,32 +55,31 @@ def tiny(tmp_path, monkeypatch):
     return path
 
 
-def test_ours_learns_a_config_to_its_end(tiny):
-    from benchmarks.ours import learn
+def test_ecrl_learns_a_config_to_its_end(tiny):
+    from benchmarks.ecrl_runs import learn
 
-    found, again = learn(str(tiny), 3), learn(str(tiny), 3)
-    assert [(row["steps"], row["episodes"]) for row in found["curve"]] == [(256, 2), (512, 2), (768, 2), (1024, 4)]
-    assert all(8 <= row["return"] == row["length"] <= 500 for row in found["curve"])
-    assert [row["return"] for row in found["curve"]] == [row["return"] for row in again["curve"]]
-    assert 0 < found["train_s"] < found["wall_s"] and found["cpu_s"] > 0
+    result, again = learn(str(tiny), 3), learn(str(tiny), 3)
+    assert [(row["steps"], row["episodes"]) for row in result["curve"]] == [(256, 2), (512, 2), (768, 2), (1024, 4)]
+    assert all(8 <= row["return"] == row["length"] <= 500 for row in result["curve"])
+    assert [row["return"] for row in result["curve"]] == [row["return"] for row in again["curve"]]
+    assert 0 < result["train_s"] < result["wall_s"] and result["cpu_s"] > 0
 
 
 @pytest.mark.slow
 @pytest.mark.ref
 def test_stable_baselines_learns_the_same_budget(tiny):
     pytest.importorskip("stable_baselines3")
-    code = (
-        "from benchmarks.tasks import EPISODES; EPISODES['return'] = (2, 4); from benchmarks.peers.sb3_zoo import learn"
-    )
-    found = learnt_apart(f"{code}; print(json.dumps(learn({str(tiny)!r}, 3)))")
-    steps = [row["steps"] for row in found["curve"]]
+    code = "from benchmarks.tasks import EPISODES; EPISODES['return'] = (2, 4); "
+    code += "from benchmarks.other_libraries.sb3_zoo import learn"
+    result = learnt_apart(f"{code}; print(json.dumps(learn({str(tiny)!r}, 3)))")
+    steps = [row["steps"] for row in result["curve"]]
     assert steps == [256, 512, 768, 1024] and total_steps(load_config(tiny), 1) == 1024
-    assert [row["episodes"] for row in found["curve"]] == [2, 2, 2, 4]
-    assert all(8 <= row["return"] <= 500 for row in found["curve"])
+    assert [row["episodes"] for row in result["curve"]] == [2, 2, 2, 4]
+    assert all(8 <= row["return"] <= 500 for row in result["curve"])
 
 
 def learnt_apart(code):
-    """What a process prints; its warnings are its own."""
+    """Return what another process prints as JSON; its warnings do not reach this process."""
     command = [sys.executable, "-W", "ignore", "-c", f"import json\n{code}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -89,11 +88,11 @@ def learnt_apart(code):
 
 @pytest.mark.ref
 def test_stable_baselines_takes_the_zoos_settings():
-    """Statistics of training are used and stand still in evaluations; rewards there are the task's own."""
+    """Evaluations use the statistics of training and do not change them; their rewards are not normalised."""
     pytest.importorskip("stable_baselines3")
     configs = [config for config in ZOO if config != "lunar_lander_ppo" or find_spec("Box2D")]
     code = f"""
-from benchmarks.peers import sb3_zoo as z
+from benchmarks.other_libraries import sb3_zoo as z
 found = {{}}
 for config in {configs}:
     s = z.ZOO[config]

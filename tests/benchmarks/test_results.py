@@ -13,9 +13,9 @@ import jsonschema
 import pytest
 from support.command_line import called
 
-from benchmarks import alone, leaderboard, learning, records, results, tasks
+from benchmarks import leaderboard, learning, records, results, separate_process, tasks
+from benchmarks.other_libraries.zoo import ZOO
 from benchmarks.pairs import ROOT, available
-from benchmarks.peers.zoo import ZOO
 from benchmarks.records import LIBRARIES, entries, standing
 from benchmarks.tasks import CONFIGS, TASKS
 from ecrl.errors import UserError
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="pi
 
 @pytest.fixture
 def small(tmp_path, monkeypatch):
-    """Only CartPole, learnt by `learner`; gives a function that runs it and one that tells who was called."""
+    """Replace the learner of CartPole; return a function that runs it and one that lists the called seeds."""
     configs = tmp_path / "configs"
     configs.mkdir()
     (configs / "cartpole_ppo.json").write_text((CONFIGS / "cartpole_ppo.json").read_text())
@@ -61,7 +61,10 @@ SCHEMA = {
         "hash": {"type": "string", "pattern": "^[0-9a-f]{64}$"},
         "settings": {"type": "object", "required": ["library", "scores", "settings"]},
         "date": {"type": "string", "pattern": r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00$"},
-        "command": {"type": "string", "pattern": "^python -m benchmarks.alone tests.support.fake_contestants:learns "},
+        "command": {
+            "type": "string",
+            "pattern": "^python -m benchmarks.separate_process tests.support.fake_contestants:learns ",
+        },
         "commit": {"type": ["string", "null"]},
         "machine": {"type": "object", "required": ["cpu", "cores", "ram_gb", "os"]},
         "versions": {"type": "object", "required": ["python", "torch", "numpy"]},
@@ -76,14 +79,16 @@ def test_a_seed_is_a_file_with_all_that_is_needed_to_repeat_it(small, tmp_path, 
     run, _ = small
     assert run(seeds=3)
     assert sorted(p.name for p in (tmp_path / "out/runs/cartpole_ppo/ecrl").iterdir()) == ["0.json", "1.json", "2.json"]
-    found = json.loads((tmp_path / "out/runs/cartpole_ppo/ecrl/2.json").read_text())
-    jsonschema.validate(found, SCHEMA)
-    assert found["settings"]["settings"]["trainer"] == {"num_envs": 32, "iterations": 120, "buffer_size": 128}
-    assert found["settings"]["scores"] == {"env": "gymnasium:CartPole-v1", "episodes": [20, 100], "points": 40}
-    assert found["machine"]["cores"][0] in available() and found["wall_s"] > 0
-    told = capsys.readouterr().out.splitlines()
-    assert "cartpole_ppo, ecrl, seed 2: return 492 in 1 s" in told
-    assert told[-3:] == [str(tmp_path / "out" / name) for name in ("README.md", "cartpole_ppo.png", "cartpole_ppo.svg")]
+    record = json.loads((tmp_path / "out/runs/cartpole_ppo/ecrl/2.json").read_text())
+    jsonschema.validate(record, SCHEMA)
+    assert record["settings"]["settings"]["trainer"] == {"num_envs": 32, "iterations": 120, "buffer_size": 128}
+    assert record["settings"]["scores"] == {"env": "gymnasium:CartPole-v1", "episodes": [20, 100], "points": 40}
+    assert record["machine"]["cores"][0] in available() and record["wall_s"] > 0
+    stdout = capsys.readouterr().out.splitlines()
+    assert "cartpole_ppo, ecrl, seed 2: return 492 in 1 s" in stdout
+    assert stdout[-3:] == [
+        str(tmp_path / "out" / name) for name in ("README.md", "cartpole_ppo.png", "cartpole_ppo.svg")
+    ]
 
 
 def test_what_is_finished_is_not_measured_again(small, tmp_path):
@@ -121,7 +126,7 @@ def test_no_minutes_measure_nothing(small, tmp_path):
     assert line_of(tmp_path) == ["*not measured*", ""]
 
 
-def test_a_seed_that_fails_is_told_and_the_others_are_kept(small, tmp_path, capsys):
+def test_a_failing_seed_is_reported_and_the_others_are_saved(small, tmp_path, capsys):
     run, calls = small
     assert not run("learns_but_seed_1", seeds=3)
     assert calls() == [0, 2]
@@ -159,12 +164,12 @@ def test_a_damaged_file_is_named(small, tmp_path):
 
 
 def test_every_entrys_first_seed_comes_before_anyones_second(tmp_path):
-    found = entries(CONFIGS)[:3]
-    jobs = results.missing(found, 2, tmp_path)
-    assert [job.seed for job in jobs] == [0, 0, 0, 1, 1, 1] and [job.entry for job in jobs] == [*found, *found]
+    first = entries(CONFIGS)[:3]
+    jobs = results.missing(first, 2, tmp_path)
+    assert [job.seed for job in jobs] == [0, 0, 0, 1, 1, 1] and [job.entry for job in jobs] == [*first, *first]
 
 
-def test_a_peers_hash_is_of_its_settings_and_our_budget(small, tmp_path):
+def test_the_hash_of_another_library_covers_its_settings_and_the_budget(small, tmp_path):
     path = tmp_path / "configs" / "cartpole_ppo.json"
     zoo, before = records.LIBRARIES["sb3"].settings, json.loads(path.read_text())
     assert zoo(path) == {"zoo": ZOO["cartpole_ppo"]._asdict(), "steps": 491_520}
@@ -175,7 +180,7 @@ def test_a_peers_hash_is_of_its_settings_and_our_budget(small, tmp_path):
 
 @pytest.mark.slow
 def test_a_real_config_end_to_end(tmp_path, monkeypatch):
-    """Two seeds of CartPole in processes of their own, eager, then nothing more to do."""
+    """Run two seeds of CartPole in separate processes, eager; afterwards nothing is left to run."""
     data = json.loads((CONFIGS / "cartpole_ppo.json").read_text())
     data["trainer"] |= {"num_envs": 4, "iterations": 2, "compile": "off"}
     data["algorithm"]["cfg"]["batch_size"] = 128
@@ -188,28 +193,28 @@ def test_a_real_config_end_to_end(tmp_path, monkeypatch):
     assert sorted(known.fresh) == [0, 1] and known.stale == 0
     assert [row["steps"] for row in known.fresh[0]["curve"]] == [512, 1024]
     assert known.fresh[0]["curve"] != known.fresh[1]["curve"]
-    assert known.fresh[0]["command"].startswith("python -m benchmarks.alone benchmarks.ours:learn ")
+    assert known.fresh[0]["command"].startswith("python -m benchmarks.separate_process benchmarks.ecrl_runs:learn ")
 
 
 def test_the_command(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(sys, "path", list(sys.path))
-    asked = []
-    monkeypatch.setattr(results, "run", lambda *given: asked.append(given) or given[1] != 1)
+    calls = []
+    monkeypatch.setattr(results, "run", lambda *arguments: calls.append(arguments) or arguments[1] != 1)
     out = str(tmp_path)
     only = ("--only", "cartpole_ppo", "pendulum_ppo")
     assert called(monkeypatch, "bench", "results", *only, "--seeds", "2", "--minutes", "0.5", "--out", out) == 0
     assert called(monkeypatch, "bench", "results", "--seeds", "1") == 1
-    assert asked == [
+    assert calls == [
         (("cartpole_ppo", "pendulum_ppo"), 2, 0.5, tmp_path),
         ((), 1, None, ROOT / "benchmarks" / "results"),
     ]
     capsys.readouterr()
-    for args, said in (
+    for args, message in (
         (("results", "--quick"), "--quick works only with: ecrl bench speed; remove it"),
         (("--seeds", "1"), "--seeds and --minutes work only with: ecrl bench results; remove them"),
     ):
         assert called(monkeypatch, "bench", *args) == 2
-        assert capsys.readouterr().err == said + "\n"
+        assert capsys.readouterr().err == message + "\n"
 
 
 def test_wrong_calls_are_one_line(monkeypatch):
@@ -227,8 +232,8 @@ def test_wrong_calls_are_one_line(monkeypatch):
 
 @pytest.mark.parametrize("module", [tasks, learning, records, leaderboard])
 def test_the_examples_in_docstrings_hold(module):
-    found = doctest.testmod(module)
-    assert found.attempted > 0 and found.failed == 0
+    outcome = doctest.testmod(module)
+    assert outcome.attempted > 0 and outcome.failed == 0
 
 
 def test_results_are_curves_for_ecrl_plot(small, tmp_path, monkeypatch, capsys):
@@ -242,8 +247,8 @@ def test_results_are_curves_for_ecrl_plot(small, tmp_path, monkeypatch, capsys):
 
 
 def test_a_stopped_function_is_gone():
-    running = alone.begin("tests.support.fake_contestants:hangs", {}, available()[:1])
-    alone.stop(running)
+    running = separate_process.begin("tests.support.fake_contestants:hangs", {}, available()[:1])
+    separate_process.stop(running)
     assert running.process.poll() == -signal.SIGKILL and running.out.closed
 
 
@@ -282,20 +287,20 @@ def test_the_end_of_the_terminal_is_an_interrupt_unless_it_is_ignored():
             signal.signal(signal.SIGHUP, before)
 
 
-def test_a_score_that_is_nan_fails_alone(small, tmp_path, capsys):
+def test_a_seed_with_a_score_of_nan_fails_and_the_others_continue(small, tmp_path, capsys):
     run, calls = small
     assert not run("learns_but_seed_1_diverges", seeds=3)
     assert calls() == [0, 2] and line_of(tmp_path) == ["20", "2 of 10, 1 failed"]
     assert "cartpole_ppo, ecrl, seed 1: Out of range float values are not JSON compliant" in capsys.readouterr().out
-    told = json.loads((tmp_path / "out/runs/cartpole_ppo/ecrl/1.failed").read_text())
-    assert told["seed"] == 1 and told["failure"].startswith("Out of range float values") and told["command"]
+    failure = json.loads((tmp_path / "out/runs/cartpole_ppo/ecrl/1.failed").read_text())
+    assert failure["seed"] == 1 and failure["failure"].startswith("Out of range float values") and failure["command"]
     assert run(seeds=3) and line_of(tmp_path) == ["20", "3 of 10"], "it is tried again"
     assert not (tmp_path / "out/runs/cartpole_ppo/ecrl/1.failed").exists()
 
 
-def test_a_seed_that_did_not_have_its_core_is_said():
-    found = {"curve": [{"return": 5.0}], "train_s": 60.0, "wall_s": 100.0, "cpu_s": 95.0}
+def test_a_seed_that_shared_its_core_is_reported():
+    record = {"curve": [{"return": 5.0}], "train_s": 60.0, "wall_s": 100.0, "cpu_s": 95.0}
     (entry,) = [one for one in entries(CONFIGS) if one.name == "cartpole_ppo, ecrl"]
-    assert results.record_line(entry, found) == "return 5 in 60 s"
-    said = "return 5 in 60 s; had its core for 62% of the time; remove its file to measure it again"
-    assert results.record_line(entry, found | {"cpu_s": 62.0}) == said
+    assert results.record_line(entry, record) == "return 5 in 60 s"
+    message = "return 5 in 60 s; had its core for 62% of the time; remove its file to measure it again"
+    assert results.record_line(entry, record | {"cpu_s": 62.0}) == message

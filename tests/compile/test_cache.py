@@ -21,7 +21,7 @@ def _identity(tmp_path, text):
     return cache.cpu_identity(str(file))
 
 
-def test_the_identity_of_a_cpu_depends_on_its_model_and_instructions_alone(tmp_path):
+def test_the_identity_of_a_cpu_depends_only_on_its_model_and_instructions(tmp_path):
     one = _identity(tmp_path, AVX512)
     assert one == _identity(tmp_path, AVX512.replace("processor : 1", "cpu MHz : 1234\nprocessor : 1"))
     assert one == _identity(tmp_path, "cpu MHz : 1234\n" + AVX512)
@@ -44,11 +44,11 @@ def test_every_source_of_the_compiler_is_in_the_key(tmp_path, monkeypatch):
     for file in package.glob("*.py"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     monkeypatch.setattr(cache, "__file__", str(tmp_path / "cache.py"))
-    seen = {cache.sources_hash()}
+    hashes = {cache.sources_hash()}
     for file in sorted(tmp_path.glob("*.py")):
         file.write_text(file.read_text() + "# changed\n")
-        seen.add(cache.sources_hash())
-    assert len(seen) == 1 + len([*package.glob("*.py")]) > 10
+        hashes.add(cache.sources_hash())
+    assert len(hashes) == 1 + len([*package.glob("*.py")]) > 10
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="compiled runs need torch 2.13")
@@ -94,15 +94,15 @@ def test_the_key_of_compiled_code_depends_on_the_graph_versions_threads_settings
 
 def test_two_cpus_have_two_folders_and_the_variable_comes_back(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    found = []
+    folders = []
     for name in ("a", "b"):
         monkeypatch.setattr(cache, "cpu_identity", lambda name=name: name)
         cache._folder.cache_clear()
         with cache.cache_folder():
-            found.append(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+            folders.append(os.environ["TORCHINDUCTOR_CACHE_DIR"])
         assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path)
     cache._folder.cache_clear()
-    assert found == [str(tmp_path / "cpu_a"), str(tmp_path / "cpu_b")]
+    assert folders == [str(tmp_path / "cpu_a"), str(tmp_path / "cpu_b")]
 
 
 def test_a_cache_that_cannot_be_written_is_replaced_with_a_warning(tmp_path, monkeypatch):

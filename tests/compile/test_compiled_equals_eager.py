@@ -1,4 +1,4 @@
-"""Compiled functions give the numbers of eager ones, or refuse.
+"""Compiled functions return the numbers of eager functions, or refuse.
 
 Most tests run a traced graph operation by operation. Those marked slow build C++.
 """
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from pydantic import BaseModel, ConfigDict
+from support.graphs import graph_of
 from tensordict import TensorDict
 
 import ecrl
@@ -26,7 +27,7 @@ from ecrl.spaces import box
 
 
 class Traced(NamedTuple):
-    """A form, and its graphs."""
+    """A compiled `jit`, and the graphs that it traced."""
 
     jit: Any
     made: list
@@ -34,11 +35,11 @@ class Traced(NamedTuple):
 
 @pytest.fixture
 def form(monkeypatch):
-    """The compiled form, of graphs that run operation by operation: no C++ is built."""
+    """Compile to graphs that run operation by operation, without building C++."""
     made = []
 
-    def trace(*given):
-        graph, out = traced(*given)
+    def trace(*args):
+        graph, out = traced(*args)
         made.append(graph)
         return graph, out, captured(graph)
 
@@ -48,16 +49,11 @@ def form(monkeypatch):
     _compiled.cache_clear()
 
 
-def graph_of(fn, *args):
-    leaves, structure = flatten(args)
-    return traced(fn, structure, leaves)[0]
-
-
 def sum_and_difference(x, y):
     return x + 2.0 * y, x - y
 
 
-def test_one_tensor_given_twice_is_not_taken_for_one_input(form):
+def test_a_repeated_tensor_is_two_inputs(form):
     a, b = torch.tensor([10.0]), torch.tensor([-1.0])
     jitted = form.jit(sum_and_difference)
     assert [x.tolist() for x in jitted(a, a)] == [[30.0], [0.0]]
@@ -72,7 +68,7 @@ class NoSettings(BaseModel):
 
 
 def particle():
-    """A particle that moves on as it moved, whose reset gives its place under two names."""
+    """Environment of a particle with constant velocity, whose reset returns one tensor under two names."""
 
     def reset(keys):
         q = rng.normal(keys, (2,))
@@ -135,10 +131,10 @@ def test_products_of_integers_keep_their_dtype(dtype, m, k, n):
     a, b = torch.arange(m * k).reshape(m, k) % 7, torch.arange(k * n).reshape(n, k).t() % 5
     expected = (a.double() @ b.double()).long().to(dtype)  # it wraps around
     for first, second in ((a, b), (a, b.contiguous()), (a.t().contiguous().t(), b.contiguous())):
-        given = first.to(dtype), second.to(dtype)
-        (found,) = graph_of(torch.mm, *given)(*given)
-        assert found.dtype == dtype
-        assert torch.equal(found, expected)
+        inputs = first.to(dtype), second.to(dtype)
+        (actual,) = graph_of(torch.mm, *inputs)(*inputs)
+        assert actual.dtype == dtype
+        assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize(
@@ -170,15 +166,15 @@ FUNCTIONS = {
 @pytest.mark.slow
 def test_functions_are_right_for_every_magnitude():
     size = torch.logspace(-37.9, 38, 4099, dtype=torch.float64)  # the normal numbers of float32
-    odd = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-42, 1e-9] * 8)
-    x = torch.cat((size.float(), -size.float(), odd))
+    special = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-42, 1e-9] * 8)
+    x = torch.cat((size.float(), -size.float(), special))
     values, ratios, divergence = choose_form("on", "cpu").jit(_functions)(x)
     for name, fn in FUNCTIONS.items():
-        expected, found = fn(x.double()).float(), values[name]
+        expected, actual = fn(x.double()).float(), values[name]
         torch.testing.assert_close(
-            found, expected, rtol=5e-7, atol=0.0, equal_nan=True, msg=lambda m, n=name: f"{n} {m}"
+            actual, expected, rtol=5e-7, atol=0.0, equal_nan=True, msg=lambda m, n=name: f"{n} {m}"
         )
-        assert found[-4:-2].signbit().tolist() == [False, True], name  # of 0.0 and -0.0
+        assert actual[-4:-2].signbit().tolist() == [False, True], name  # of 0.0 and -0.0
         torch.testing.assert_close(ratios[name][-1], x[-1] / expected[-1])
     assert float(values["tanh"].nan_to_num(0.0).abs().max()) == float(values["erf"].nan_to_num(0.0).abs().max()) == 1.0
     assert (divergence[x.isfinite()] >= 0.0).all()
@@ -292,7 +288,7 @@ KEYED = TensorDict({"x": torch.zeros(2, 3), "inner": {"y": torch.ones(2)}}, [2])
 def test_a_new_key_of_an_argument_is_refused_with_its_line(fn, in_loop, of):
     line = fn.__code__.co_firstlineno + (of == "TensorDict" and fn is not _set_data)  # otherwise the function's
     what = "replaces the data of a tensor" if fn is _set_data else "sets or removes a key of a TensorDict or dictionary"
-    given = KEYED.clone() if of == "TensorDict" else KEYED.to_dict()
+    inputs = KEYED.clone() if of == "TensorDict" else KEYED.to_dict()
 
     def body(n, row):
         return n + 1.0, fn(row)
@@ -305,7 +301,7 @@ def test_a_new_key_of_an_argument_is_refused_with_its_line(fn, in_loop, of):
         line, name = body.__code__.co_firstlineno, "body"
     at = rf"trainer.compile: .*test_compiled_equals_eager.py:{line}, in {name}, {what} that is an argument"
     with pytest.raises(ConfigError, match=at):
-        graph_of(loop if in_loop else fn, given)
+        graph_of(loop if in_loop else fn, inputs)
 
 
 def test_keys_of_copies_may_be_set():
@@ -322,11 +318,11 @@ def test_a_write_in_place_in_a_loop_is_refused_with_its_line(body, batched):
         return graph_scan(body, x + 0.0, xs + 0.0, *([k + 0.0] if body is _constant else []))
 
     at = rf"test_compiled_equals_eager.py:{body.__code__.co_firstlineno + 1}, in {body.__name__}, writes in place"
-    given = torch.zeros(3), torch.ones(4, 3), torch.ones(3)
+    inputs = torch.zeros(3), torch.ones(4, 3), torch.ones(3)
     if batched:
-        run, given = torch.func.vmap(run), tuple(torch.stack((x, x)) for x in given)
+        run, inputs = torch.func.vmap(run), tuple(torch.stack((x, x)) for x in inputs)
     with pytest.raises(ConfigError, match=at):
-        graph_of(run, *given)
+        graph_of(run, *inputs)
 
 
 def test_a_function_may_write_on_what_it_made():
@@ -395,9 +391,9 @@ class Scale:
 def test_equal_numbers_of_other_types_or_signs_are_other_graphs(form, kind, static):
     x = torch.ones(3)
     for value in (2, 2.0, 1, True, 0.0, -0.0, 0):
-        given = kind(value)
-        jitted = form.jit(_filled, given) if static else form.jit(_filled)
-        filled, signed = jitted(x) if static else jitted(given, x)
+        inputs = kind(value)
+        jitted = form.jit(_filled, inputs) if static else form.jit(_filled)
+        filled, signed = jitted(x) if static else jitted(inputs, x)
         expected = torch.full((2,), value)
         assert filled.dtype == expected.dtype and torch.equal(filled, expected)
         assert signed.signbit().all() == expected.signbit().all(), value
@@ -433,25 +429,25 @@ def _products(loop, x, xs):
     return square, total, rows, x.exp()
 
 
-def autocast_agrees(jitted, given):
-    """Compare with the eager form before, in and after autocast."""
+def autocast_agrees(jitted, inputs):
+    """Compare with the eager function before, inside and after autocast."""
     for enabled in (False, True, False):
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            for found, expected in zip(jitted(*given), _products(scan, *given), strict=True):
-                assert found.dtype == expected.dtype
-                torch.testing.assert_close(found, expected, rtol=2e-2 if enabled else 1e-5, atol=1e-2)
+            for actual, expected in zip(jitted(*inputs), _products(scan, *inputs), strict=True):
+                assert actual.dtype == expected.dtype
+                torch.testing.assert_close(actual, expected, rtol=2e-2 if enabled else 1e-5, atol=1e-2)
 
 
 def test_autocast_is_part_of_the_key(form):
-    given = uniform(40, 40), uniform(3, 40, 40)
-    autocast_agrees(form.jit(_products, graph_scan), given)
+    inputs = uniform(40, 40), uniform(3, 40, 40)
+    autocast_agrees(form.jit(_products, graph_scan), inputs)
     assert len(form.made) == 2
 
 
 @pytest.mark.slow
 def test_autocast_is_the_same_in_cpp():
-    form, given = choose_form("on", "cpu"), (uniform(40, 40), uniform(3, 40, 40))
-    autocast_agrees(form.jit(_products, form.scan), given)
+    form, inputs = choose_form("on", "cpu"), (uniform(40, 40), uniform(3, 40, 40))
+    autocast_agrees(form.jit(_products, form.scan), inputs)
 
 
 LEVEL, WIDE = torch.tensor(1.0), torch.ones(20)
@@ -463,7 +459,7 @@ def _levels(loop, x, xs):
 
 
 def captured_agree(jitted):
-    """Compare with the eager form before and after a write on each captured tensor."""
+    """Compare with the eager function before and after a write on each captured tensor."""
     x, xs = torch.full((20,), 2.0), torch.ones(3, 20)
     try:
         for level, width in ((1.0, 1.0), (5.0, 1.0), (5.0, 3.0)):
@@ -511,7 +507,7 @@ CARRY = {"x": torch.zeros(4), "env": {"n": torch.full((4,), 0.75)}}
         (_more, CARRY, "the carry of a scan changed its structure"),
     ],
 )
-def test_a_carry_that_changes_is_refused_in_both_forms(body, carry, message):
+def test_a_carry_that_changes_is_refused_compiled_and_eager(body, carry, message):
     xs = torch.ones(6, 4)
     with pytest.raises(ValueError, match=message):
         scan(body, carry, xs)
@@ -540,16 +536,16 @@ def _transposed(loop, x, y, xs):
     return loop(body, (x, y.t(), y), xs)
 
 
-def transposed_given(size):
+def transposed_inputs(size):
     x, xs = torch.arange(size * size).reshape(size, size).float(), torch.arange(1.0, 4.0).reshape(3, 1, 1)
     return x, x.flip(0) / 7.0, xs.expand(3, size, size).contiguous()
 
 
-@pytest.mark.parametrize("size", [1, 3, 70])  # 70: each has a buffer of its own
+@pytest.mark.parametrize("size", [1, 3, 70])  # 70: each has a separate buffer
 def test_a_transposed_carry_is_right(size):
-    given = transposed_given(size)
-    found, expected = graph_of(partial(_transposed, graph_scan), *given)(*given), _transposed(scan, *given)
-    torch.testing.assert_close(found, flatten(expected)[0])
+    inputs = transposed_inputs(size)
+    actual, expected = graph_of(partial(_transposed, graph_scan), *inputs)(*inputs), _transposed(scan, *inputs)
+    torch.testing.assert_close(actual, flatten(expected)[0])
 
 
 def test_a_carry_with_gaps_or_of_one_number_is_right():
@@ -557,16 +553,16 @@ def test_a_carry_with_gaps_or_of_one_number_is_right():
         start = (one.expand(70, 70), x[:, :70], x[:1, :70].t())
         return loop(lambda c, row: (tuple((y * 2.0 + row).mT.clone().mT for y in c), None), start, xs)[0]
 
-    given = uniform(70, 80), torch.tensor(1.5), uniform(3, 1, 1)
-    found = graph_of(partial(run, graph_scan), *given)(*given)
-    torch.testing.assert_close(found, list(run(scan, *given)))
+    inputs = uniform(70, 80), torch.tensor(1.5), uniform(3, 1, 1)
+    result = graph_of(partial(run, graph_scan), *inputs)(*inputs)
+    torch.testing.assert_close(result, list(run(scan, *inputs)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [3, 70])
 def test_a_transposed_carry_is_right_in_cpp(size):
-    form, given = choose_form("on", "cpu"), transposed_given(size)
-    torch.testing.assert_close(form.jit(_transposed, form.scan)(*given), _transposed(scan, *given))
+    form, inputs = choose_form("on", "cpu"), transposed_inputs(size)
+    torch.testing.assert_close(form.jit(_transposed, form.scan)(*inputs), _transposed(scan, *inputs))
 
 
 def test_a_number_that_many_elements_read_is_stored_and_a_view_is_not():

@@ -1,4 +1,4 @@
-"""Of a graph's two C++ files none waits for the other, and none is left half written."""
+"""The two C++ files of a graph build in parallel, and no file is left half written."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ HALF = "open(out, 'w').write('half')"
 
 
 class Builder:
-    """What inductor's builder is to us: a command that makes a file, run here or by whoever asks for it."""
+    """Stand-in of inductor's builder: a command that makes a file, run here or by the caller."""
 
     def __init__(self, file, script=MADE, built=None):
         self.file, self.built, self.script = file, [] if built is None else built, file.with_suffix(".py")
@@ -78,7 +78,7 @@ def test_a_single_file_is_built(tmp_path):
     assert builder.file.read_text() == "made"
 
 
-def test_one_that_fails_meanwhile_is_built_again_and_says_why(tmp_path):
+def test_a_failed_parallel_build_is_repeated_and_reports_the_reason(tmp_path):
     built, builders = _builders(tmp_path, kernels=f"{HALF}; sys.exit(1)")
     with pytest.raises(exc.CppCompileError, match="what is wrong"):
         build(str(tmp_path / "lock"), builders)
@@ -143,13 +143,15 @@ def test_what_was_begun_is_ended_where_another_cannot_be(tmp_path):
 @pytest.mark.slow
 def test_inductor_builds_so_while_it_lasts(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    seen = []
-    monkeypatch.setattr(cpp_builds, "build", lambda lock, builders: seen.append(len(builders)) or build(lock, builders))
+    commands = []
+    monkeypatch.setattr(
+        cpp_builds, "build", lambda lock, builders: commands.append(len(builders)) or build(lock, builders)
+    )
     usual = codecache._worker_compile_cpp
     x = torch.rand(7, 11, generator=torch.Generator().manual_seed(0))
-    found = choose_form("on", "cpu").jit(lambda x: (3.25 * x).sin().sum(0) - 0.125)(x)
-    torch.testing.assert_close(found, (3.25 * x).sin().sum(0) - 0.125)
-    assert seen[-1] == 3 and codecache._worker_compile_cpp is usual
+    result = choose_form("on", "cpu").jit(lambda x: (3.25 * x).sin().sum(0) - 0.125)(x)
+    torch.testing.assert_close(result, (3.25 * x).sin().sum(0) - 0.125)
+    assert commands[-1] == 3 and codecache._worker_compile_cpp is usual
 
 
 def test_what_was_usual_is_put_back_after_an_exception():

@@ -1,4 +1,4 @@
-"""What is left out of inductor's work changes nothing of what it writes."""
+"""Leaving out inductor's redundant work does not change the code that it writes."""
 
 from contextlib import nullcontext
 
@@ -45,12 +45,12 @@ def test_strides_are_the_same(index):
 
 
 @pytest.mark.parametrize(("index", "times"), [(SUMS[-2], 0), (FloorDiv(X, 4), 1)], ids=str)
-def test_only_sums_are_left_alone(index, times, monkeypatch):
-    asked = []
-    monkeypatch.setattr(sizevars, "simplify_index_in_vec_range", lambda *args: asked.append(args) or args[0])
+def test_only_sums_are_left_unchanged(index, times, monkeypatch):
+    calls = []
+    monkeypatch.setattr(sizevars, "simplify_index_in_vec_range", lambda *args: calls.append(args) or args[0])
     with skip_redundant_codegen():
         sizevars.simplify_index_in_vec_range(index, X, 16)
-    assert len(asked) == times
+    assert len(calls) == times
 
 
 def test_only_what_every_compiler_knows_is_not_tried(monkeypatch):
@@ -83,16 +83,16 @@ def _steps(loop, start, xs, weight):
 @pytest.mark.slow
 def test_the_same_code_is_written(monkeypatch):
     def written():
-        found, rewrite = [], cpp_loops.rewritten
+        codes, rewrite = [], cpp_loops.rewritten
         _forget()
         with monkeypatch.context() as patch, config.patch(force_disable_caches=True):
-            patch.setattr(cpp_loops, "rewritten", lambda code: found.append(rewrite(code)) or found[-1])
+            patch.setattr(cpp_loops, "rewritten", lambda code: codes.append(rewrite(code)) or codes[-1])
             form = choose_form("on", "cpu")
             form.jit(lambda *args: _steps(form.scan, *args))(
                 torch.ones(16, 32), torch.ones(5, 16, 32), torch.ones(32, 32)
             )
-        return found
+        return codes
 
-    ours = written()
+    expected = written()
     monkeypatch.setattr(inductor, "skip_redundant_codegen", nullcontext)
-    assert len(ours) == 1 and written() == ours
+    assert len(expected) == 1 and written() == expected

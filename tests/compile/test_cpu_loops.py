@@ -1,4 +1,4 @@
-"""Loops of compiled functions allocate once what stays inside, and give what a plain loop gives."""
+"""Compiled loops allocate their inner buffers once, and return the numbers of a plain loop."""
 
 import re
 
@@ -24,7 +24,7 @@ def allocated(name):
     return _handle(name, "aoti_torch_empty_strided(1, size, stride, dtype, device, 0")
 
 
-def given(name, outer):
+def borrowed(name, outer):
     return _handle(name, f"aoti_torch_assign_tensors_out({outer}")
 
 
@@ -39,7 +39,7 @@ def loop(*lines):
 
 COUNTED = (
     "// subgraph: while_loop_cond_graph_0",
-    given("cond_arg", "count"),
+    borrowed("cond_arg", "count"),
     allocated("cond_buf"),
     "cpp_fused_lt_0((const int64_t*)(cond_arg.data_ptr()), (bool*)(cond_buf.data_ptr()));",
     "cond_arg.reset();",
@@ -47,7 +47,7 @@ COUNTED = (
     "AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_item_bool(result, &result_scalar));",
     "if (!result_scalar) break;",
     "// subgraph: while_loop_body_graph_0",
-    given("arg", "count"),
+    borrowed("arg", "count"),
     "AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_item_int64(arg, &u0_raw));",
     'if (!(u0 < 16L)) { throw std::runtime_error("..."); }',
 )
@@ -87,8 +87,8 @@ def test_what_leaves_the_turn_is_not(line):
 def test_what_is_only_read_is_read_in_place_and_what_is_handed_on_is_not():
     text = rewritten(
         loop(
-            given("read", "outer"),
-            given("passed", "other"),
+            borrowed("read", "outer"),
+            borrowed("passed", "other"),
             "cpp_fused_add_1((float*)(read.data_ptr()));",
             "read.reset();",
             "other.reset();",
@@ -110,7 +110,7 @@ def test_a_loop_of_known_length_is_asked_for_its_counter():
     ("old", "new"),
     [
         ("item_int64(arg,", "item_int64(other,"),  # another number is asked for
-        ("u0 < 16L", "u1 < 16L"),  # a bound of something else
+        ("u0 < 16L", "u1 < 16L"),  # the bound of another buffer
         ("cpp_fused_lt_0(", "cpp_fused_lt_0((float*)(x.data_ptr()), "),  # a question of more than the counter
         ("u0 < 16L", "u0 < length"),  # of unknown length
     ],
@@ -150,7 +150,7 @@ def test_a_compiled_loop_keeps_nothing_that_it_hands_out(monkeypatch):
     weight = torch.linspace(-1.0, 1.0, 32 * 32).sin().reshape(32, 32)
     cases = [(torch.full((16, 32), shift), torch.arange(7.0).reshape(7, 1, 1) + shift, weight) for shift in (0.1, 0.7)]
     with config.patch(force_disable_caches=True):
-        outs = [run(*case) for case in cases]  # the second call may not touch what the first one gave
+        outs = [run(*case) for case in cases]  # the second call may not change results of the first
     for out, case in zip(outs, cases, strict=True):
         torch.testing.assert_close(out, _run(scan, *case), rtol=1e-5, atol=1e-5)
     (body,) = re.findall(r"^    while \(1\) \{\n.*?^    \}\n", written[0], re.M | re.S)

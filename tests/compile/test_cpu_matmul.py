@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from conftest import close
+from support.checks import close
 
 from ecrl.compile.cpu import compiled
 from ecrl.compile.cpu_matmul import addmm, mm
@@ -41,7 +41,7 @@ def test_sums_of_a_product_that_is_left_to_the_library_are_right(shape):
 
 
 def test_each_side_is_rewritten_where_memory_runs_its_way():
-    """What a perceptron's layers are made of: fan-in and fan-out of 2, forward, and the gradients of both."""
+    """Products of a perceptron's layers: fan-in and fan-out of 2, forward, and the gradients of both."""
     rewritten = {
         "head": mm(_matrix(50, 64), _matrix(64, 2, True)),
         "into the head": mm(_matrix(50, 2), _matrix(2, 64)),
@@ -85,7 +85,7 @@ def test_matrices_of_any_size_are_multiplied_in_single_precision_alike_by_any_th
     assert by == "linear" or all(torch.equal(product, products[1]) for product in products[2:])
 
 
-def _turns(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _two_products(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return graph_scan(lambda total, x, b: (total + x @ b, (x @ b, x @ x.t())), torch.zeros(20, 16), a, b)[1]
 
 
@@ -93,7 +93,7 @@ def _turns(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def test_what_a_loop_takes_in_a_turn_is_multiplied_where_it_lies():
     a, b = torch.linspace(-1.0, 1.0, 5 * 20 * 16).reshape(5, 20, 16), torch.linspace(0.0, 1.0, 256).reshape(16, 16)
     leaves, structure = flatten((a, b))
-    product, squared = compiled(_turns, structure, leaves)[0](a, b)
+    product, squared = compiled(_two_products, structure, leaves)[0](a, b)
     close(product, a @ b, tol=1e-5)
     close(squared, a @ a.mT, tol=1e-5)
 

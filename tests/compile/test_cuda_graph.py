@@ -1,6 +1,6 @@
-"""Captured functions: equal to eager, pure, captured once. To capture takes a GPU; a stand-in has its memory rules.
+"""Captured functions: equal to eager, pure, captured once. Capturing needs a GPU; a stand-in follows its memory rules.
 
-The stand-in runs a function once in memory that stays, and each replay runs it again there, writing over what it gave.
+The stand-in runs a function once in fixed memory. Each replay runs it again there and overwrites the earlier results.
 """
 
 import warnings
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import close
+from support.checks import close
 from support.small_runs import small
 from tensordict import TensorDict
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -34,43 +34,43 @@ GROUPS = {
 }
 
 
-def as_it_is(graph, given):
+def as_it_is(graph, inputs):
     return graph
 
 
 class Replayer:
-    """Stands in for CUDA graphs; counts what it captured."""
+    """Stand-in for CUDA graphs that counts captures."""
 
     def __init__(self):
         self.captured = 0
 
-    def __call__(self, run, given):
+    def __call__(self, run, inputs):
         self.captured += 1
-        self.without_data(run, given)
-        kept = [leaf.clone() for leaf in run(*given)]
+        self.without_data(run, inputs)
+        outputs = [leaf.clone() for leaf in run(*inputs)]
 
         def replay():
-            for leaf, new in zip(kept, run(*given), strict=True):
+            for leaf, new in zip(outputs, run(*inputs), strict=True):
                 leaf.copy_(new)
 
-        return replay, kept
+        return replay, outputs
 
     @staticmethod
-    def without_data(run, given):
-        """A capture only notes what is to be done; a result that has to be read on the host fails."""
+    def without_data(run, inputs):
+        """Run on fake tensors, as a capture only records operations; reading a value on the host fails."""
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            run(*map(mode.from_tensor, given))
+            run(*map(mode.from_tensor, inputs))
 
 
 @pytest.fixture(scope="module", params=["as it is", pytest.param("inductor", marks=pytest.mark.long)])
 def replayer(request):
-    """Every compiled function is cut into pieces and captured by the stand-in."""
+    """Cut every compiled function into pieces and capture it with the stand-in."""
     made = Replayer()
     make = partial(compiled, capture=made, compile=as_it_is)
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "inductor":  # its code is for tensors with data
             make = partial(compiled, capture=made, compile=compile_segment)
-            patch.setattr(Replayer, "without_data", staticmethod(lambda run, given: None))
+            patch.setattr(Replayer, "without_data", staticmethod(lambda run, inputs: None))
         patch.setattr(compile, "_compiler_for", lambda leaves: make)
         compile._compiled.cache_clear()
         yield made
@@ -88,8 +88,8 @@ def config(algorithm, **changes):
 def assert_close(a, b):
     (a, like), (b, expected) = flatten(a), flatten(b)
     assert like == expected
-    for found, wanted in zip(a, b, strict=True):
-        close(found, wanted)
+    for actual, expected_leaf in zip(a, b, strict=True):
+        close(actual, expected_leaf)
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
@@ -116,12 +116,12 @@ def _read(x, borrowed):
 
 def test_a_borrowed_tensor_is_read_in_place_and_another_address_captures_again(replayer):
     """The graph holds its address: nothing is copied, and what is written there is seen by the next replay."""
-    ring, given = torch.arange(8.0), []
+    ring, addresses = torch.arange(8.0), []
     fn, before = choose_form("on", "cpu").jit(_read), replayer.captured
     call = replayer.__class__.__call__
 
     def noting(self, run, tensors):
-        given.append([x.data_ptr() for x in tensors])
+        addresses.append([x.data_ptr() for x in tensors])
         return call(self, run, tensors)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -130,10 +130,10 @@ def test_a_borrowed_tensor_is_read_in_place_and_another_address_captures_again(r
         assert fn(torch.ones(2), borrowed).tolist() == [1.0, 2.0]
         ring.add_(10.0)
         assert fn(torch.zeros(2), borrowed).tolist() == [10.0, 11.0]
-        assert replayer.captured == before + 1 and ring.data_ptr() in given[0]
+        assert replayer.captured == before + 1 and ring.data_ptr() in addresses[0]
         other = Borrowed(TensorDict({"ring": torch.full((8,), 5.0)}, []))
         assert fn(torch.ones(2), other).tolist() == [6.0, 6.0]
-        assert replayer.captured == before + 2 and other.fields["ring"].data_ptr() in given[1]
+        assert replayer.captured == before + 2 and other.fields["ring"].data_ptr() in addresses[1]
 
 
 SHIPPED = ["cartpole_ppo", "cartpole_grpo", "pendulum_ppo", "point_mass_ppo", "point_mass_apg"]
@@ -163,30 +163,30 @@ def _without_token(state):
     return state.copy().set("env", state["env"].exclude("token"))
 
 
-def test_what_was_given_out_and_taken_in_never_changes(replayer):
+def test_inputs_and_outputs_never_change_later(replayer):
     cfg = small(**{"trainer.compile": "on"})
     iteration, state = make_iteration(cfg), init_state(cfg)
-    before, given = mapped(torch.clone, state), []
+    before, results = mapped(torch.clone, state), []
     for _ in range(3):
         state, logs = iteration(state)
-        given.append(((state, logs), mapped(torch.clone, (state, logs))))
-    for now, then in given:
+        results.append(((state, logs), mapped(torch.clone, (state, logs))))
+    for now, then in results:
         assert_close(now, then)
     assert_close(init_state(cfg), before)
 
 
-def test_what_was_given_out_may_be_written_to(replayer):
+def test_outputs_may_be_written_to(replayer):
     cfg = small(**{"trainer.compile": "on"})
     iteration, state = make_iteration(cfg), init_state(cfg).clone()
     first, _ = iteration(state)
-    kept = mapped(torch.clone, first)
+    copies = mapped(torch.clone, first)
     for leaf in flatten((first, state))[0]:
         leaf.zero_()
     again, _ = iteration(init_state(cfg))
-    assert_close(again, kept)
+    assert_close(again, copies)
 
 
-def test_evaluation_in_between_captures_nothing_anew(replayer):
+def test_an_evaluation_in_between_captures_nothing_again(replayer):
     cfg = small(**{"trainer.compile": "on", "trainer.iterations": 3})
     counts = [replayer.captured]
     for record in train_iter(init_state(cfg), cfg):
@@ -212,7 +212,7 @@ def test_another_precision_of_products_is_captured_apart(replayer):
     assert replayer.captured == captured + 2
 
 
-def test_a_gpu_without_triton_or_a_compiler_is_told(monkeypatch):
+def test_a_gpu_without_triton_or_a_compiler_is_reported(monkeypatch):
     monkeypatch.setattr(compile, "has_triton", lambda: False)
     try:
         compile.gpu_fault.cache_clear()
@@ -242,7 +242,7 @@ SENDS = {torch.tensor, torch.as_tensor, torch.from_numpy}
 
 
 class Waits(TorchDispatchMode):
-    """Notes the operations for which a host would wait for its device: the size or the course depends on data."""
+    """Record operations that make the host wait for the device, because a size or a branch depends on data."""
 
     def __init__(self):
         super().__init__()
@@ -293,13 +293,13 @@ def test_the_checks_of_waiting_find_it():
 
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
 def test_an_iteration_makes_its_tensors_where_its_state_is(algorithm):
-    """With another default device, a tensor made without saying where does not fit the others."""
+    """With another default device, a tensor made without a device does not fit the others."""
     cfg = config(algorithm)
     state, iteration = init_state(cfg), make_iteration(cfg)
     expected, _ = iteration(state)
     with torch.device("meta"):
-        found, logs = iteration(state)
-    assert_close(found, expected)
+        after, logs = iteration(state)
+    assert_close(after, expected)
     assert {leaf.device.type for leaf in flatten(logs)[0]} == {"cpu"}
 
 
@@ -309,19 +309,19 @@ def test_on_a_gpu_captured_iterations_agree_with_eager(algorithm):
     eager = config(algorithm, **{"trainer.device": "cuda"})
     runs: list = []
     iteration = make_iteration(eager.replace(**{"trainer.compile": "on"}), lambda run: runs.append(run) or run)
-    plain, known = make_iteration(eager), 0
+    plain, compiled_once = make_iteration(eager), 0
     for seed in (1, 2):
         state = expected = init_state(eager.replace(**{"trainer.seed": seed}))
-        given = []
+        states = []
         for _ in range(3):
             (state, _), (expected, _) = iteration(state), plain(expected)
-            given.append((state, mapped(torch.clone, state)))
+            states.append((state, mapped(torch.clone, state)))
             assert_close(state, expected)
-        for now, then in given:
+        for now, then in states:
             assert_close(now, then)
         if seed == 1:
-            known = len(runs[0].jit.compilations)
-    assert len(runs[0].jit.compilations) == known
+            compiled_once = len(runs[0].jit.compilations)
+    assert len(runs[0].jit.compilations) == compiled_once
 
 
 @cuda
@@ -357,10 +357,10 @@ def test_on_a_gpu_gae_is_that_of_the_cpu(rows, time):
     keys = rng.split(rng.key(0), 3)
     reward, value = (rng.normal(key, (rows, time)) for key in keys[:2])
     done = rng.uniform(keys[2], (rows, time)) < 0.02
-    given = reward, value, value.roll(-1, 1), done, done
+    inputs = reward, value, value.roll(-1, 1), done, done
     for dtype, tol in ((torch.float32, 1e-5), (torch.float64, 1e-12)):
-        args = [x.to(dtype) if x.is_floating_point() else x for x in given]
-        expected = gae(*[x.double() if x.is_floating_point() else x for x in given], gamma=0.99, gae_lambda=0.95)
-        found = gae(*[x.cuda() for x in args], gamma=0.99, gae_lambda=0.95)
-        for a, b in zip(found, expected, strict=True):
+        args = [x.to(dtype) if x.is_floating_point() else x for x in inputs]
+        expected = gae(*[x.double() if x.is_floating_point() else x for x in inputs], gamma=0.99, gae_lambda=0.95)
+        actual = gae(*[x.cuda() for x in args], gamma=0.99, gae_lambda=0.95)
+        for a, b in zip(actual, expected, strict=True):
             close(a.cpu(), b, tol)

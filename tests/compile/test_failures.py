@@ -71,10 +71,10 @@ def test_auto_runs_eager_with_one_warning_after_any_failure(monkeypatch, error):
 @pytest.mark.parametrize("error", FAULTS, ids=lambda error: type(error).__name__)
 def test_on_raises_one_line_after_any_failure(monkeypatch, error):
     monkeypatch.setattr(jit_module, "_compiler_for", breaks(error))
-    told = rf"^trainer.compile: on, but .*{type(error).__name__}: .*set trainer.compile to off$"
-    with pytest.raises(ConfigError, match=told) as seen:
+    message = rf"^trainer.compile: on, but .*{type(error).__name__}: .*set trainer.compile to off$"
+    with pytest.raises(ConfigError, match=message) as raised:
         choose_form("on", "cpu").jit(doubled)(torch.ones(2))
-    assert "\n" not in str(seen.value)
+    assert "\n" not in str(raised.value)
 
 
 class _Unimportable:
@@ -89,12 +89,12 @@ def test_any_error_of_an_import_of_the_compiler_is_one_line(monkeypatch):
     monkeypatch.delitem(sys.modules, "ecrl.compile.scan", raising=False)
     monkeypatch.setattr(sys, "meta_path", [_Unimportable(), *sys.meta_path])
     _form_for.cache_clear()
-    told = rf"torch {re.escape(torch.__version__)} cannot compile: operator torchvision::nms does not exist; install"
+    message = rf"torch {re.escape(torch.__version__)} cannot compile: operator torchvision::nms does not exist; install"
     try:
-        with pytest.warns(RuntimeWarning, match=f"^running eager.*{told}") as caught:
+        with pytest.warns(RuntimeWarning, match=f"^running eager.*{message}") as caught:
             assert {choose_form("auto", "cpu").name for _ in range(2)} == {"eager"}
         assert len(caught) == 1
-        with pytest.raises(ConfigError, match=f"^trainer.compile: on, but {told}.*set trainer.compile to off$"):
+        with pytest.raises(ConfigError, match=f"^trainer.compile: on, but {message}.*set trainer.compile to off$"):
             choose_form("on", "cpu")
     finally:
         _form_for.cache_clear()
@@ -120,15 +120,15 @@ def in_generated_code(error):
 
 def test_a_failing_cpp_compiler_is_one_warning_for_all_functions(monkeypatch):
     monkeypatch.setattr(jit_module, "_compiler_for", in_generated_code(CPP_ERROR))
-    told = "the C++ compiler failed: a.cpp:7:3: error: no space left; set trainer.compile to off"
+    message = "the C++ compiler failed: a.cpp:7:3: error: no space left; set trainer.compile to off"
     jit = choose_form("auto", "cpu").jit
     with pytest.warns(RuntimeWarning) as caught:
         assert jit(doubled)(torch.ones(2)).tolist() == [2.0, 2.0]
         assert jit(tripled)(torch.ones(2)).tolist() == [3.0, 3.0]
-    assert [str(one.message) for one in caught] == [f"running eager, slower per step: {told}"]
-    with pytest.raises(ConfigError) as seen:
+    assert [str(one.message) for one in caught] == [f"running eager, slower per step: {message}"]
+    with pytest.raises(ConfigError) as error:
         choose_form("on", "cpu").jit(doubled)(torch.ones(2))
-    assert str(seen.value) == f"trainer.compile: on, but {told}"
+    assert str(error.value) == f"trainer.compile: on, but {message}"
 
 
 def test_an_error_in_generated_code_is_not_the_users(monkeypatch):

@@ -1,4 +1,4 @@
-"""The choice of form, and what a machine without a working compiler does."""
+"""The choice between compiled and eager, and machines without a working compiler."""
 
 import os
 import re
@@ -63,7 +63,7 @@ def test_the_compiler_is_the_one_that_inductor_would_take(monkeypatch, no_compil
         assert choose_form("auto", "cpu").name == "eager"
 
 
-def test_a_torch_that_cannot_compile_loops_is_said(monkeypatch, no_compiler):
+def test_a_torch_that_cannot_compile_loops_is_reported(monkeypatch, no_compiler):
     monkeypatch.undo()
     monkeypatch.setattr("ecrl.compile.jit._LOOPS_FAIL", True)
     with pytest.raises(ConfigError, match=r"on, but torch .* cannot compile loops for the CPU; install torch 2.13"):
@@ -95,7 +95,7 @@ print(form.name, [str(w.message) for w in caught if w.category is RuntimeWarning
 
 
 @pytest.mark.slow
-def test_a_compiler_that_fails_is_told_from_one_that_works():
+def test_a_failing_compiler_is_distinguished_from_a_working_one():
     done = subprocess.run([sys.executable, "-c", BROKEN], capture_output=True, text=True)
     assert done.stdout.startswith("eager ["), done.stdout + done.stderr[-2000:]
     assert "-fsyntax-only" in done.stdout and "ended with status 1" in done.stdout
@@ -144,7 +144,7 @@ class _Module(torch.nn.Module):
         self.register_buffer("scale", torch.tensor(3.0))
 
 
-def _odd_loops(loop, module, x, large):
+def _unusual_loops(loop, module, x, large):
     def step(carry, row, k):
         return carry * module.weight + row.sum() * module.scale + k[0, 0], ()
 
@@ -159,7 +159,7 @@ def test_loops_without_output_of_one_tensor_twice_and_with_parameters_of_a_modul
     form = choose_form("on", "cpu")
     with torch.no_grad():
         torch.testing.assert_close(
-            form.jit(_odd_loops, form.scan, module)(x, large), _odd_loops(scan, module, x, large)
+            form.jit(_unusual_loops, form.scan, module)(x, large), _unusual_loops(scan, module, x, large)
         )
 
 
@@ -185,14 +185,14 @@ def test_the_next_process_finds_a_loop_in_the_cache_but_never_another_loop(tmp_p
         return [float(line) for line in done.stdout.split()] if done.returncode == 0 else done.stderr
 
     assert printed("2") == [16.0, 0.0]
-    assert printed("2", "3") == [16.0, 81.0, 1.0]  # a loop that differs is made anew
+    assert printed("2", "3") == [16.0, 81.0, 1.0]  # a different loop is compiled again
 
 
 @pytest.mark.slow
 def test_keys_set_in_another_order_and_other_strides_are_the_same_graph(monkeypatch):
     form, made = choose_form("on", "cpu"), []
-    whole = inductor.compile_fx
-    monkeypatch.setattr(inductor, "compile_fx", lambda *a: made.append(1) or whole(*a))
+    compile_fx = inductor.compile_fx
+    monkeypatch.setattr(inductor, "compile_fx", lambda *a: made.append(1) or compile_fx(*a))
     both = form.jit(_first_and_sum, "test")
     one = TensorDict({"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2)}, [2])
     other = TensorDict({"b": torch.ones(2), "a": torch.arange(6.0).reshape(3, 2).t()}, [2])
@@ -232,8 +232,10 @@ READING = [
 def test_what_reads_the_values_of_a_tensor_is_refused_with_its_line(fn, operation):
     leaves, structure = flatten((torch.ones(3),))
     line = fn.__code__.co_firstlineno
-    told = rf"trainer.compile: .*test_jit.py:{line}, in <lambda>, reads values of a tensor \({re.escape(operation)}\)"
-    with pytest.raises(ConfigError, match=told):
+    message = (
+        rf"trainer.compile: .*test_jit.py:{line}, in <lambda>, reads values of a tensor \({re.escape(operation)}\)"
+    )
+    with pytest.raises(ConfigError, match=message):
         traced(fn, structure, leaves)
 
 
@@ -249,8 +251,8 @@ def _forwards(loop, start, xs, weight):
 
 
 def _closed_over_in_a_parameter(loop, start, xs, weight):
-    held = torch.nn.Parameter(weight, requires_grad=False)
-    return loop(lambda carry, x: (carry @ held + x, None), start, xs)
+    parameter = torch.nn.Parameter(weight, requires_grad=False)
+    return loop(lambda carry, x: (carry @ parameter + x, None), start, xs)
 
 
 def _twice(loop, start, xs, weight):
@@ -262,7 +264,7 @@ def _twice(loop, start, xs, weight):
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's own, for tangents
 @pytest.mark.parametrize(
-    ("fn", "line", "told"),
+    ("fn", "line", "message"),
     [
         (_closed_over, 1, r"in _closed_over, calls a scan .* captures a float32 tensor \[3, 3\] from outside; pass it"),
         (_closed_over_in_a_parameter, 2, r".* captures a float32 tensor \[3, 3\] from outside; pass it"),
@@ -274,12 +276,12 @@ def _twice(loop, start, xs, weight):
         (_twice, 2, "in last, calls a scan whose second derivatives are taken, .* call ecrl.kernels.scan instead"),
     ],
 )
-def test_what_a_compiled_loop_cannot_do_is_told_with_its_line(fn, line, told):
+def test_what_a_compiled_loop_cannot_do_is_reported_with_its_line(fn, line, message):
     leaves, structure = flatten((torch.ones(2, 3), torch.ones(4, 2, 3), torch.ones(3, 3)))
     at = fn.__code__.co_firstlineno + line
-    with pytest.raises(ConfigError, match=f"trainer.compile: .*test_jit.py:{at}, {told}"):
+    with pytest.raises(ConfigError, match=f"trainer.compile: .*test_jit.py:{at}, {message}"):
         traced(partial(fn, graph_scan), structure, leaves)
-    traced(partial(fn, scan), structure, leaves)  # turn by turn there is no loop
+    traced(partial(fn, scan), structure, leaves)  # the plain scan leaves no loop in the graph
 
 
 def test_the_line_of_a_loop_of_a_kernel_is_that_which_calls_it():
@@ -304,8 +306,8 @@ def test_a_loop_may_ask_for_the_shape_of_what_was_made_outside(body):
     def run(loop, start, xs, weight):
         return loop(lambda carry, x: (body(carry, x, weight), None), start, xs)[0]
 
-    form, given = choose_form("on", "cpu"), (torch.ones(2, 3), torch.ones(4, 2, 3), torch.ones(3, 3))
-    torch.testing.assert_close(form.jit(run, form.scan)(*given), run(scan, *given))
+    form, inputs = choose_form("on", "cpu"), (torch.ones(2, 3), torch.ones(4, 2, 3), torch.ones(3, 3))
+    torch.testing.assert_close(form.jit(run, form.scan)(*inputs), run(scan, *inputs))
 
 
 @pytest.mark.slow
@@ -315,8 +317,8 @@ def test_a_loop_can_be_functionalized():
             start, xs
         )
 
-    given = torch.ones(2, 3), torch.ones(4, 2, 3)
-    torch.testing.assert_close(choose_form("on", "cpu").jit(run)(*given), torch.full((2, 3), 5.0))
+    inputs = torch.ones(2, 3), torch.ones(4, 2, 3)
+    torch.testing.assert_close(choose_form("on", "cpu").jit(run)(*inputs), torch.full((2, 3), 5.0))
 
 
 def _divided(by, x):
@@ -371,8 +373,8 @@ def test_what_is_calculated_alike_is_calculated_once():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "tol"), [(torch.float32, 1e-5), (torch.float64, 1e-9)])
-def test_gradients_of_a_minibatch_are_those_of_the_eager_form(dtype, tol):
-    """Of a policy that has moved since, so that some ratios are clipped; within `tol` of the gradient's norm."""
+def test_gradients_of_a_minibatch_equal_the_eager_gradients(dtype, tol):
+    """The policy has changed since the rollout, so some ratios are clipped. `tol` is relative to the norm."""
     made = small(**{"trainer.buffer_size": 64, "algorithm.cfg.batch_size": 128})
     run, state = build(made), init_state(made)
     _, rollout = collect(run, state)
@@ -386,20 +388,20 @@ def test_gradients_of_a_minibatch_are_those_of_the_eager_form(dtype, tol):
     rows, layout = rows_of(run, trees[1], **advantages(run, trees[2], trees[1])), layout_of(trees[0], sgd.groups)
     sizes = sizes_of(sgd, len(rows))
     chosen = tuple(x[0].unsqueeze(0) for x in shuffled(pass_keys(state, 1), sizes, max(sizes)))
-    given = pack(trees[0], layout), chosen, TensorDict({}, []), rows, trees[2]
+    inputs = pack(trees[0], layout), chosen, TensorDict({}, []), rows, trees[2]
     objective = _Objective(run, loss, (), "approx_kl", "target_kl", layout)
-    (found, (_, logs)), (expected, (_, eager_logs)) = (
-        choose_form(mode, "cpu").jit(_gradients, objective)(*given) for mode in ("on", "off")
+    (actual, (_, logs)), (expected, (_, eager_logs)) = (
+        choose_form(mode, "cpu").jit(_gradients, objective)(*inputs) for mode in ("on", "off")
     )
-    found, expected = found["all"], expected["all"]
+    actual, expected = actual["all"], expected["all"]
     assert 0.1 < float(eager_logs["clip_frac"]) < 0.9
     norm = global_norm(expected)
-    assert float(global_norm(mapped(torch.sub, found, expected)) / norm) < tol
+    assert float(global_norm(mapped(torch.sub, actual, expected)) / norm) < tol
     assert all(float((logs[name] - eager_logs[name]).abs()) < tol for name in logs)
 
 
 @pytest.mark.slow
-def test_a_graph_made_again_in_mid_run_is_told_with_what_differs():
+def test_a_recompilation_during_a_run_is_reported_with_its_reason():
     """Here because a number of the algorithm changes its type in the third iteration."""
     made = small(**{"trainer.compile": "on"})
 
@@ -419,8 +421,8 @@ def test_a_graph_made_again_in_mid_run_is_told_with_what_differs():
 
     records = train_iter(init_state(made), made, unstable)
     assert [next(records)["sample_step"] for _ in range(4)] == [32, 32, 64, 64]
-    told = r"compiled again at step 96: _learn: 0.hyper.clip_coef was float32 \[\] on cpu, is float64 \[\] on cpu"
-    with pytest.warns(RuntimeWarning, match=told):
+    message = r"compiled again at step 96: _learn: 0.hyper.clip_coef was float32 \[\] on cpu, is float64 \[\] on cpu"
+    with pytest.warns(RuntimeWarning, match=message):
         next(records)
 
 
@@ -432,13 +434,13 @@ def _inside(x, _):
 
 
 def _outside(x, row):
-    y, kept = graph_scan(_inside, x - ONES[1], torch.zeros(3))
-    return y * ONES[2] + row * ONES[0], kept.sum(0) * ONES[1] + ONES[3]
+    y, ys = graph_scan(_inside, x - ONES[1], torch.zeros(3))
+    return y * ONES[2] + row * ONES[0], ys.sum(0) * ONES[1] + ONES[3]
 
 
 def test_constants_of_a_loop_in_a_loop_keep_their_places():
-    given = torch.tensor([0.3, -0.2]), torch.arange(8.0).reshape(4, 2)
-    leaves, structure = flatten(given)
+    inputs = torch.tensor([0.3, -0.2]), torch.arange(8.0).reshape(4, 2)
+    leaves, structure = flatten(inputs)
     graph, _ = traced(partial(graph_scan, _outside), structure, leaves)
-    for found, expected in zip(graph(*leaves), graph_scan(_outside, *given), strict=True):
-        assert torch.equal(found, expected)
+    for actual, expected in zip(graph(*leaves), graph_scan(_outside, *inputs), strict=True):
+        assert torch.equal(actual, expected)

@@ -1,10 +1,10 @@
-"""Graphs cut at their loops: equal to the plain function, in few pieces, nothing read on the host or kept too long."""
+"""Graphs cut at their loops: equal to the plain function, in few pieces, without host reads, with early frees."""
 
 import weakref
 
 import pytest
 import torch
-from conftest import assert_pure
+from support.checks import assert_pure
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ecrl.compile.cuda_graph import compile_segment
@@ -18,19 +18,19 @@ TABLE = torch.arange(4.0)
 
 
 class Pieces:
-    """A compiler that changes nothing and remembers what it was given."""
+    """A compiler that changes nothing and records its arguments."""
 
     def __init__(self):
-        self.graphs, self.given = [], []
+        self.graphs, self.inputs = [], []
 
-    def __call__(self, graph, given):
+    def __call__(self, graph, inputs):
         self.graphs.append(graph)
-        self.given.append(given)
+        self.inputs.append(inputs)
         return graph
 
 
 def cut(fn, *args, compile=None):
-    """`fn` in pieces, and what became of them."""
+    """Return `fn` cut into pieces, and the pieces."""
     leaves, structure = flatten(args)
     pieces = Pieces() if compile is None else compile
     graph, out = traced(fn, structure, leaves)
@@ -45,27 +45,27 @@ def cut(fn, *args, compile=None):
 
 
 def _inner(loop, total, x, k):
-    turned, seen = loop(lambda c, row, k: (c * 0.5 + row * k, c.sin()), total, x, k)
-    return turned + seen.sum(0), {"t": seen.t(), "first": x[0]}
+    turned, sines = loop(lambda c, row, k: (c * 0.5 + row * k, c.sin()), total, x, k)
+    return turned + sines.sum(0), {"t": sines.t(), "first": x[0]}
 
 
 def walked(loop, start, x, k):
-    """Two loops, of which the second has one in it, and work before, between and after."""
+    """Two loops, the second with a nested loop, and operations before, between and after them."""
     first, ys = loop(lambda c, row: (c + row.cos(), c.unsqueeze(0)), start.exp(), x + TABLE)
     again = torch.stack((x, ys.squeeze(1))).sort(-1).values
     last, more = loop(lambda c, rows, k: _inner(loop, c, rows, k), first, again, k.tanh())
     return {"last": last * 2.0, "more": more, "ys": ys, "same": x, "k": k}
 
 
-def given(length=5):
+def loop_inputs(length=5):
     x = torch.linspace(-1.0, 1.0, 4 * length).reshape(length, 4)
     return torch.tensor([0.1, 0.2, 0.3, 0.4]), x, torch.tensor(0.7)
 
 
 def test_in_pieces_it_is_the_plain_function_again_and_again():
-    call, pieces = cut(lambda *args: walked(graph_scan, *args), *given())
+    call, pieces = cut(lambda *args: walked(graph_scan, *args), *loop_inputs())
     for shift in (0.0, 0.5):
-        args = [arg + shift for arg in given()]
+        args = [arg + shift for arg in loop_inputs()]
         torch.testing.assert_close(assert_pure(call, *args), walked(scan, *args))
     # before, the first body, between, the second one before, in and after its loop, after
     assert len(pieces.graphs) == 7
@@ -73,15 +73,15 @@ def test_in_pieces_it_is_the_plain_function_again_and_again():
 
 @pytest.mark.slow
 def test_pieces_of_inductor_are_the_plain_function():
-    call, _ = cut(lambda *args: walked(graph_scan, *args), *given(), compile=compile_segment)
-    torch.testing.assert_close(assert_pure(call, *given()), walked(scan, *given()))
+    call, _ = cut(lambda *args: walked(graph_scan, *args), *loop_inputs(), compile=compile_segment)
+    torch.testing.assert_close(assert_pure(call, *loop_inputs()), walked(scan, *loop_inputs()))
 
 
 def test_a_loop_is_compiled_for_rows_that_may_lie_anywhere():
-    x = torch.ones(4, 5000)[:, :4999]  # a row of its own, as it is large, that begins on no multiple of 16 bytes
+    x = torch.ones(4, 5000)[:, :4999]  # a large row is a separate buffer; it does not begin at a multiple of 16 bytes
     _, pieces = call, pieces = cut(lambda x: graph_scan(lambda c, row: (c + row, c * row), x[0], x), x)
     call(x)
-    body = next(given for given in pieces.given if len(given) > 1)
+    body = next(inputs for inputs in pieces.inputs if len(inputs) > 1)
     rows = [leaf.storage_offset() for leaf in body if leaf.storage_offset()]
     assert sorted(rows) == [4999, 5000]  # of what is read and of what is written
 
@@ -90,9 +90,9 @@ def test_rows_of_a_loop_are_written_where_they_belong():
     x = torch.ones(3, 5000)
     call, pieces = cut(lambda x: graph_scan(lambda c, row: (c + row, c * row), x[0], x), x)
     call(x)
-    body = next(graph for graph, given in zip(pieces.graphs, pieces.given, strict=True) if len(given) > 1)
+    body = next(graph for graph, inputs in zip(pieces.graphs, pieces.inputs, strict=True) if len(inputs) > 1)
     assert [str(node.target) for node in body.graph.nodes].count("aten.copy_.default") == 1
-    assert len(body.graph.output_node().args[0]) == 1  # the carry alone is given back
+    assert len(body.graph.output_node().args[0]) == 1  # only the carry is returned
 
 
 def test_a_carry_keeps_its_layout():
@@ -105,13 +105,13 @@ def test_a_carry_keeps_its_layout():
 
 
 def test_what_no_piece_takes_any_more_is_let_go():
-    seen, alive = [], []
+    outputs, alive = [], []
 
-    def watching(graph, given):
+    def watching(graph, inputs):
         def run(*tensors):
-            alive.append(sum(ref() is not None for ref in seen))
+            alive.append(sum(ref() is not None for ref in outputs))
             out = graph(*tensors)
-            seen.extend(weakref.ref(leaf) for leaf in out)
+            outputs.extend(weakref.ref(leaf) for leaf in out)
             return out
 
         return run
@@ -125,20 +125,20 @@ def test_what_no_piece_takes_any_more_is_let_go():
     call, _ = cut(three, torch.ones(4, 5000), compile=watching)
     call(torch.ones(4, 5000))
     assert alive[0] == 0
-    assert alive[-1] <= 2  # what the last piece takes; not `large`, nor what the loops gave between
+    assert alive[-1] <= 2  # inputs of the last piece, without `large` and results of the loops in between
 
 
 def test_what_is_done_depends_on_no_number_that_a_tensor_holds():
-    """It runs on tensors without data, so a device never has to wait for the host."""
-    call, _ = cut(lambda *args: walked(graph_scan, *args), *given())
+    """The pieces run on tensors without data, so a device never waits for the host."""
+    call, _ = cut(lambda *args: walked(graph_scan, *args), *loop_inputs())
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        out = call(*map(mode.from_tensor, given()))
+        out = call(*map(mode.from_tensor, loop_inputs()))
     assert out["more"]["t"].shape == (2, 4, 5)
 
 
 def test_a_constant_is_where_the_inputs_are_before_a_call():
-    """Else every call would fetch it from the host; `meta` is any device that is not the host."""
+    """Otherwise every call would copy it from the host; `meta` represents a device other than the host."""
     x = torch.ones(4, device="meta")
     call, pieces = cut(lambda x: x * torch.tensor([1.0, 2.0, 3.0, 4.0]).to(x.device), x)
     assert call(x).device.type == "meta"
-    assert [leaf.device.type for leaf in pieces.given[0]] == ["meta", "meta"]
+    assert [leaf.device.type for leaf in pieces.inputs[0]] == ["meta", "meta"]

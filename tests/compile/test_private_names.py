@@ -25,7 +25,7 @@ SAMPLE = list({file: name for name, part in REMOVED.items() for file in part.fil
 
 
 @pytest.mark.parametrize(
-    ("source", "found"),
+    ("source", "expected"),
     [
         ("from torch._inductor import config as c\nc.patch(1)", {"torch._inductor.config.patch": "attribute"}),
         ("from torch._guards import tracing", {"torch._guards.tracing": "import"}),
@@ -40,8 +40,8 @@ SAMPLE = list({file: name for name, part in REMOVED.items() for file in part.fil
         ("import os\nimport torch\nos._exit(0)\ntorch.nn.Linear.__call__", {}),
     ],
 )
-def test_private_names_are_found_in_a_source(source, found):
-    assert names_in(source, {"_own"}) == found
+def test_private_names_are_found_in_a_source(source, expected):
+    assert names_in(source, {"_own"}) == expected
 
 
 def test_every_private_name_is_known():
@@ -74,8 +74,8 @@ def check_runs(names, cache):
     script = Path(__file__).parents[1] / "support/without_a_name.py"
     env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
     env |= {"TORCHINDUCTOR_FX_GRAPH_CACHE": "0"}  # code is written again, so that each part is used
-    given = [f"{REMOVED[name].kind}:{name}" for name in names]
-    done = subprocess.run([sys.executable, script, *given], capture_output=True, text=True, env=env)
+    args = [f"{REMOVED[name].kind}:{name}" for name in names]
+    done = subprocess.run([sys.executable, script, *args], capture_output=True, text=True, env=env)
     runs = [line.split()[:4] for line in done.stdout.splitlines()]
     assert [run[0] for run in runs] == names, done.stderr[-3000:]
     assert [run for run in runs if run[1:] not in (["eager", "1", "16"], ["compiled", "0", "16"])] == [], done.stderr

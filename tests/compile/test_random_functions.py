@@ -1,4 +1,4 @@
-"""Random functions and environments give the same numbers compiled and eager.
+"""Random functions and environments return the same numbers compiled and eager.
 
 The tolerances are in `support.random_functions`, whose command repeats one seed. Most graphs run operation by
 operation. A few are built as C++.

@@ -1,6 +1,7 @@
 """The recursion over time as Triton's kernels: in its interpreter, which needs no GPU, and compiled for one.
 
-Both need Triton, which comes with torch for CUDA; in processes of their own, as Triton reads how to run at import.
+Both need Triton, which comes with torch for CUDA. They run in separate processes, because Triton reads its mode at
+import.
 """
 
 import os
@@ -116,7 +117,7 @@ def test_few_rows_are_cut_into_more_chunks_and_none_is_empty(time, rows, expecte
 
 
 def test_in_a_graph_it_is_one_operation_of_the_same_shape(monkeypatch):
-    """The graph that a GPU would get: here the plain recursion stands in for the kernel."""
+    """Trace the graph that a GPU would run; here the plain recursion replaces the kernel."""
     monkeypatch.setattr("ecrl.compile.reverse_scan.can_use_triton", lambda *own: True)
     x, cut, last = torch.ones(2, 3, 20), torch.zeros(2, 3, 20, dtype=torch.bool), torch.ones(2, 3)
     for decay in (0.5, torch.tensor(0.5, dtype=torch.float64), torch.full((2, 3, 20), 0.5, dtype=torch.float64)):
@@ -145,8 +146,8 @@ def test_only_plain_tensors_of_a_gpu_are_for_the_kernel(monkeypatch):
     assert not graph_form.can_use_triton(OnGpu(), own.requires_grad_())
     with torch.no_grad():
         assert graph_form.can_use_triton(OnGpu(), own)
-    seen = []
-    torch.vmap(lambda x: seen.append(graph_form.can_use_triton(OnGpu(), x)) or x)(torch.ones(2))
-    assert seen == [False]
+    launched = []
+    torch.vmap(lambda x: launched.append(graph_form.can_use_triton(OnGpu(), x)) or x)(torch.ones(2))
+    assert launched == [False]
     monkeypatch.setattr(graph_form, "has_triton", lambda: False)
     assert not graph_form.can_use_triton(OnGpu(), torch.ones(2))

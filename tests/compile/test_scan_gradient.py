@@ -1,4 +1,4 @@
-"""Gradients of loops in a graph are those of `ecrl.kernels.scan`, which runs in Python.
+"""Gradients of loops in a graph equal the gradients of `ecrl.kernels.scan`, which runs in Python.
 
 Most tests run a traced graph operation by operation. Those marked slow build C++.
 """
@@ -7,13 +7,13 @@ from functools import partial
 
 import pytest
 import torch
+from support.graphs import graph_of
 from torch.func import grad, grad_and_value, jacrev, vjp, vmap
 from torch.nn.functional import mse_loss
 
 from ecrl import rng
 from ecrl.compile.jit import choose_form
 from ecrl.compile.scan import graph_scan, scan_op
-from ecrl.compile.trace import traced
 from ecrl.errors import ConfigError
 from ecrl.kernels import scan
 from ecrl.kernels.scan_loop import loop
@@ -22,18 +22,13 @@ from ecrl.pytree import flatten
 TOLERANCE = {torch.float32: {"rtol": 1e-5, "atol": 1e-6}, torch.float64: {"rtol": 1e-12, "atol": 1e-12}}
 
 
-def graph_of(fn, *args):
-    leaves, structure = flatten(args)
-    return traced(fn, structure, leaves)[0]
-
-
 def agrees(fn, *args, dtype=torch.float32):
     """Compare `fn(graph_scan, *args)` in a graph with `fn(scan, *args)`. Return the graph."""
     graph = graph_of(partial(fn, graph_scan), *args)
     expected, _ = flatten(fn(scan, *args))
     assert any(leaf.is_floating_point() and leaf.any() for leaf in expected)
-    for found, wanted in zip(graph(*flatten(args)[0]), expected, strict=True):
-        torch.testing.assert_close(found, wanted, **TOLERANCE[dtype])
+    for actual, expected_leaf in zip(graph(*flatten(args)[0]), expected, strict=True):
+        torch.testing.assert_close(actual, expected_leaf, **TOLERANCE[dtype])
     return graph
 
 
@@ -81,10 +76,12 @@ def all_gradients(loop, weights, memory, obs, target, done):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("length", [1, 5, 64])
 def test_a_recurrent_gradient_equals_the_one_of_python(length, dtype):
-    given = weights_of(dtype), uniform(7, 4, 3, dtype=dtype), *rows_of(length, dtype=dtype).values()
-    graph = agrees(all_gradients, *given, dtype=dtype)
+    inputs = weights_of(dtype), uniform(7, 4, 3, dtype=dtype), *rows_of(length, dtype=dtype).values()
+    graph = agrees(all_gradients, *inputs, dtype=dtype)
     loops = [n for n in graph.graph.nodes if n.target is scan_op]
-    assert len(loops) == (0 if length == 1 else 2)  # of one step there is no loop; else one forward and one backward
+    assert len(loops) == (
+        0 if length == 1 else 2
+    )  # one step needs no loop; more steps need one forward and one backward
 
 
 def with_loop(weights, memory, obs, target, done):
@@ -111,11 +108,11 @@ def minibatches(weights, memory, obs, target, done):
     ("length", "dtype"), [(1, torch.float32), (5, torch.float32), (64, torch.float32), (64, torch.float64)]
 )
 def test_the_loop_of_kernels_has_this_gradient_in_cpp(length, dtype):
-    given = weights_of(dtype), uniform(7, 4, 3, dtype=dtype), *rows_of(length, dtype=dtype).values()
+    inputs = weights_of(dtype), uniform(7, 4, 3, dtype=dtype), *rows_of(length, dtype=dtype).values()
     jit = choose_form("on", "cpu").jit
     for fn in (with_loop, minibatches):
-        for found, wanted in zip(flatten(jit(fn)(*given))[0], flatten(fn(*given))[0], strict=True):
-            torch.testing.assert_close(found, wanted, **TOLERANCE[dtype])
+        for actual, expected in zip(flatten(jit(fn)(*inputs))[0], flatten(fn(*inputs))[0], strict=True):
+            torch.testing.assert_close(actual, expected, **TOLERANCE[dtype])
 
 
 def total(loop, weight, start, xs):
@@ -146,7 +143,7 @@ WEIGHTS, STARTS, MANY_XS = uniform(1, 4, 3, 3), uniform(2, 4, 2, 3), uniform(3, 
 
 
 @pytest.mark.parametrize(
-    ("dims", "given"),
+    ("dims", "inputs"),
     [
         ((0, 0, 0), (WEIGHTS, STARTS, MANY_XS)),
         ((0, None, None), (WEIGHTS, START, XS)),
@@ -154,8 +151,8 @@ WEIGHTS, STARTS, MANY_XS = uniform(1, 4, 3, 3), uniform(2, 4, 2, 3), uniform(3, 
         ((None, None, 0), (WEIGHT, START, MANY_XS)),
     ],
 )
-def test_gradients_under_vmap(dims, given):
-    graph = agrees(lambda loop, *args: vmap(partial(gradients, loop), dims)(*args), *given)
+def test_gradients_under_vmap(dims, inputs):
+    graph = agrees(lambda loop, *args: vmap(partial(gradients, loop), dims)(*args), *inputs)
     assert len([n for n in graph.graph.nodes if n.target is scan_op]) == 2
 
 

@@ -1,10 +1,11 @@
-"""Compiled functions and loops under `torch.func.vmap`: one call for the batch, each member as if it were alone."""
+"""Compiled functions and loops under `torch.func.vmap`: one call for the batch, equal to single calls."""
 
 from typing import Any
 
 import pytest
 import torch
-from conftest import close
+from support.checks import close
+from support.graphs import graph_of
 from support.small_runs import small
 from tensordict import TensorDict
 
@@ -12,7 +13,6 @@ from ecrl import rng
 from ecrl.compile.cpu_matmul import bmm
 from ecrl.compile.jit import choose_form
 from ecrl.compile.scan import graph_scan, scan_op
-from ecrl.compile.trace import traced
 from ecrl.compile.vmap import outside_vmap
 from ecrl.kernels import scan
 from ecrl.loop.iteration import init_state, make_iteration
@@ -21,17 +21,12 @@ from ecrl.pytree import flatten
 vmap = torch.func.vmap
 
 
-def _traced(fn, *args):
-    leaves, structure = flatten(args)
-    return traced(fn, structure, leaves)[0]
-
-
 def _calls(graph, target):
     return [node for node in graph.graph.nodes if node.target is target]
 
 
 def _totals(loop, start, xs, rate):
-    """Two loops, one inside the other; only some of what they carry and give depends on everything."""
+    """Two nested loops; only some of their carries and outputs depend on all inputs."""
 
     def step(carry, x, rate):
         inner, _ = loop(lambda c, row, k: (c + k * row, ()), x["a"].sum(), x["a"], rate)
@@ -41,7 +36,7 @@ def _totals(loop, start, xs, rate):
     return loop(step, {"sum": start, "steps": torch.zeros((), dtype=torch.int64)}, xs, rate)
 
 
-def _given():
+def _inputs():
     start, rate = torch.tensor([1.0, 2.0]), torch.tensor([0.5, -0.5])
     xs = TensorDict({"a": torch.arange(24.0).reshape(2, 4, 3).sin(), "b": torch.arange(8.0).reshape(2, 4)}, [2, 4])
     return start, xs, rate
@@ -49,29 +44,29 @@ def _given():
 
 @pytest.mark.parametrize("batched", [(0, 0, 0), (None, 0, None), (None, None, 0), (0, None, None)])
 def test_a_loop_under_vmap_is_one_loop(batched):
-    given = [x if dim == 0 else x[0] for x, dim in zip(_given(), batched, strict=True)]
+    inputs = [x if dim == 0 else x[0] for x, dim in zip(_inputs(), batched, strict=True)]
     many = vmap(lambda *args: flatten(_totals(graph_scan, *args))[0], batched)
-    graph = _traced(many, *given)
+    graph = graph_of(many, *inputs)
     assert len(_calls(graph, scan_op)) == 1
-    found = graph(*flatten(given)[0])
+    result = graph(*flatten(inputs)[0])
     for i in range(2):
-        alone, _ = flatten(_totals(scan, *[x[i] if dim == 0 else x for x, dim in zip(given, batched, strict=True)]))
-        torch.testing.assert_close([leaf[i] for leaf in found], alone)
+        single, _ = flatten(_totals(scan, *[x[i] if dim == 0 else x for x, dim in zip(inputs, batched, strict=True)]))
+        torch.testing.assert_close([leaf[i] for leaf in result], single)
 
 
 def test_a_loop_under_two_vmaps():
-    start, xs, rate = _given()
+    start, xs, rate = _inputs()
     many = vmap(
         vmap(lambda *args: flatten(_totals(graph_scan, *args))[0][0], (0, None, None)), (None, 0, 0), out_dims=1
     )
-    (found,) = _traced(many, start, xs, rate)(*flatten((start, xs, rate))[0])
+    (actual,) = graph_of(many, start, xs, rate)(*flatten((start, xs, rate))[0])
     expected = [[_totals(scan, s, x, r)[0]["steps"] for x, r in zip(xs, rate, strict=True)] for s in start]
-    assert found.tolist() == [[int(n) for n in row] for row in expected]
+    assert actual.tolist() == [[int(n) for n in row] for row in expected]
 
 
 def test_a_carry_that_changes_its_structure_under_vmap_is_refused():
     with pytest.raises(ValueError, match="the carry of a scan changed its structure"):
-        _traced(vmap(lambda x: graph_scan(lambda c, x: (c | {"new": x}, x), {"a": x[0]}, x)[1]), torch.ones(2, 3))
+        graph_of(vmap(lambda x: graph_scan(lambda c, x: (c | {"new": x}, x), {"a": x[0]}, x)[1]), torch.ones(2, 3))
 
 
 def test_no_loop_is_given_a_view_that_changes_nothing():
@@ -80,21 +75,21 @@ def test_no_loop_is_given_a_view_that_changes_nothing():
     def fn(x, k):
         return graph_scan(lambda c, x, k: (c + x * k.sum(), c), x[0].permute(0), x, k.permute(0, 1))
 
-    (loop,) = _calls(_traced(fn, torch.ones(3, 2), torch.ones(70, 70)), scan_op)
+    (loop,) = _calls(graph_of(fn, torch.ones(3, 2), torch.ones(70, 70)), scan_op)
     assert [node.op for node in loop.args[-1]] == ["placeholder"]
 
 
 def test_outside_is_called_once_with_the_batch_in_front():
-    seen = []
+    shapes = []
 
     def rule(batched, x, y):
-        seen.append((batched, list(x.shape), list(y.shape)))
+        shapes.append((batched, list(x.shape), list(y.shape)))
         return [x * y]
 
     x = torch.arange(6.0).reshape(3, 2)
     assert torch.equal(vmap(lambda x, y: outside_vmap(rule, (x, y))[0], (1, None))(x, torch.tensor(2.0)), 2.0 * x.t())
     assert torch.equal(vmap(lambda x: x + outside_vmap(rule, (x[0], torch.tensor(2.0)))[0])(x), x + 2.0 * x[:, :1])
-    assert seen == [((True, False), [2, 3], []), ((True, False), [3], [])]
+    assert shapes == [((True, False), [2, 3], []), ((True, False), [3], [])]
 
 
 def _draws(key):
@@ -109,16 +104,16 @@ def _draws(key):
 
 
 def test_philox_under_vmap_stays_one_operation_for_the_batch():
-    graph = _traced(vmap(lambda key: rng.bits(key, (4,))), torch.arange(5))
+    graph = graph_of(vmap(lambda key: rng.bits(key, (4,))), torch.arange(5))
     assert len(_calls(graph, torch.ops.ecrl.philox.default)) == 2  # the halves of its words
     assert torch.equal(graph(torch.arange(5))[0], rng.bits(torch.arange(5), (4,)))
 
 
 def test_draws_in_a_vmapped_graph_are_those_of_each_key():
     keys = torch.tensor([3, -1, 2**40])
-    found = _traced(vmap(_draws), keys)(keys)
+    result = graph_of(vmap(_draws), keys)(keys)
     for i, key in enumerate(keys):
-        assert all(torch.equal(a[i], b) for a, b in zip(found, flatten(_draws(key))[0], strict=True))
+        assert all(torch.equal(a[i], b) for a, b in zip(result, flatten(_draws(key))[0], strict=True))
 
 
 SHAPES = [(128, 64, 64), (33, 4, 64), (33, 64, 2), (64, 50, 4), (2, 50, 64), (7, 13, 37), (4, 64, 16), (1, 1, 1)]
@@ -153,9 +148,11 @@ def _all_products(pairs, square, whole):
 @pytest.mark.slow
 def test_what_inductor_writes_for_them_is_right_for_every_shape_and_layout():
     """Also for both factors in the same memory, and for parts of a larger tensor."""
-    given = [*_pairs()], _matrices(20, 20, False), _matrices(9, 40, False)
-    for found, product in zip(choose_form("on", "cpu").jit(_all_products)(*given), _all_products(*given), strict=True):
-        close(found, product, tol=1e-5)
+    inputs = [*_pairs()], _matrices(20, 20, False), _matrices(9, 40, False)
+    for result, product in zip(
+        choose_form("on", "cpu").jit(_all_products)(*inputs), _all_products(*inputs), strict=True
+    ):
+        close(result, product, tol=1e-5)
 
 
 def _scaled_sum(factor, x, y):
@@ -168,15 +165,15 @@ def test_a_vmapped_function_is_compiled_once_for_a_batch_of_one_size():
     fn = jit(_scaled_sum, 3.0)
     x, y = torch.arange(6.0).reshape(3, 2), torch.tensor([1.0, 2.0])
     for scale in (1.0, 2.0):
-        found = vmap(fn, (0, None))(scale * x, y)
-        assert torch.equal(found["sum"], 3.0 * scale * x + y)
-        assert torch.equal(found["same"], y.expand(3, 2))
+        result = vmap(fn, (0, None))(scale * x, y)
+        assert torch.equal(result["sum"], 3.0 * scale * x + y)
+        assert torch.equal(result["same"], y.expand(3, 2))
     assert torch.equal(vmap(fn, (1, None))(x.t(), y)["sum"], 3.0 * x + y)
     assert [one.text for one in jit.compilations] == ["_scaled_sum of a batch: first call"]
     assert torch.equal(vmap(vmap(fn))(x, x)["sum"], 4.0 * x)
     vmap(fn, (0, None))(torch.ones(4, 2), y)
-    told = "_scaled_sum of a batch: 0 was float32 [3, 2] on cpu, is float32 [4, 2] on cpu"
-    assert jit.compilations[-1].text == told
+    message = "_scaled_sum of a batch: 0 was float32 [3, 2] on cpu, is float32 [4, 2] on cpu"
+    assert jit.compilations[-1].text == message
 
 
 @pytest.mark.slow
@@ -212,7 +209,7 @@ def _close_states(many, states):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
-def test_a_batch_of_runs_equals_each_run_alone_with_its_own_numbers(algorithm):
+def test_a_batch_of_runs_equals_single_runs_with_the_same_numbers(algorithm):
     """Seeds, learning rates, entropy and clip coefficients; nothing is compiled for other ones."""
     changes = (
         {}
@@ -241,7 +238,7 @@ def test_a_batch_of_runs_equals_each_run_alone_with_its_own_numbers(algorithm):
 
 
 @pytest.mark.slow
-def test_64_seeds_learn_in_one_call_as_they_do_alone():
+def test_64_seeds_in_one_call_equal_single_runs():
     net = {"type": "mlp", "network_cfg": {"hidden_sizes": [32], "activation": "tanh"}}
     cfg = small(
         **{"trainer.compile": "on", "trainer.buffer_size": 64, "trainer.iterations": 20, "algorithm.cfg.n_epochs": 4},
@@ -251,13 +248,13 @@ def test_64_seeds_learn_in_one_call_as_they_do_alone():
     many = torch.stack([init_state(cfg, key=key).clone() for key in torch.arange(64)])
     runs: list = []
     iteration = make_iteration(cfg, lambda run: runs.append(run) or run)
-    alone, known = {i: many[i].clone() for i in (0, 63)}, 0
+    single, known = {i: many[i].clone() for i in (0, 63)}, 0
     for i in range(20):
         many, logs = vmap(iteration)(many)
         known = known or len(runs[0].jit.compilations)
         if i < 3:
-            alone = {seed: iteration(state)[0] for seed, state in alone.items()}
-            for seed, state in alone.items():
+            single = {seed: iteration(state)[0] for seed, state in single.items()}
+            for seed, state in single.items():
                 for name, leaf in state["params"].flatten_keys("/").items():
                     close(many["params"].flatten_keys("/")[name][seed], leaf, tol=1e-4)
     assert [one for one in runs[0].jit.compilations[known:] if "of a batch" in one.text] == []

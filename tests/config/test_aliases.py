@@ -1,4 +1,4 @@
-"""Keys of several names, and EmbodiChain's ways to say things, become our own keys; messages say what was written."""
+"""Other names of keys, and EmbodiChain's notation, become ecrl's keys; messages use the written names."""
 
 import copy
 import json
@@ -7,11 +7,10 @@ import warnings
 import pytest
 from pydantic import Field
 
-from ecrl import registry
 from ecrl.config import config_from_dict, load_config
 from ecrl.config.model import ConfigModel
 from ecrl.errors import ConfigError
-from ecrl.registry import register_env, registered
+from ecrl.registry import register_env
 
 NET = {"type": "mlp", "network_cfg": {"hidden_sizes": [8]}}
 BASE = {"policy": {"name": "actor_critic", "actor": NET, "critic": NET}, "algorithm": {"name": "ppo"}}
@@ -30,10 +29,7 @@ class SceneConfig(ConfigModel):
 
 
 @pytest.fixture(autouse=True)
-def _scene(monkeypatch):
-    registered("env")  # imports the built-in parts, which must not be undone
-    monkeypatch.setattr(registry, "_ENTRIES", {kind: dict(known) for kind, known in registry._ENTRIES.items()})
-
+def _scene(restored_registry):
     @register_env("scene")
     def scene(cfg: SceneConfig) -> object:
         raise AssertionError("a config is checked without making its parts")
@@ -114,13 +110,15 @@ def test_defaults_count_too():
     assert (trainer.iterations, trainer.save_freq) == (3, 64 * 2048 * 2)
 
 
-@pytest.mark.parametrize(("key", "ours"), [("total_timesteps", "iterations"), ("save_frequency_updates", "save_freq")])
-def test_other_units_refuse(key, ours):
-    assert _faults({key: 9, ours: 9}, env="scene") == [
-        f"trainer.{key}: sets '{ours}' in another unit, and '{ours}' is also given; keep one"
+@pytest.mark.parametrize(
+    ("key", "expected"), [("total_timesteps", "iterations"), ("save_frequency_updates", "save_freq")]
+)
+def test_other_units_refuse(key, expected):
+    assert _faults({key: 9, expected: 9}, env="scene") == [
+        f"trainer.{key}: sets '{expected}' in another unit, and '{expected}' is also given; keep one"
     ]
     assert _faults({key: 9, "distributed": True}, env="scene") == [
-        f"trainer.{key}: is for runs of one process; in a distributed run, set '{ours}'"
+        f"trainer.{key}: is for runs of one process; in a distributed run, set '{expected}'"
     ]
     for value, text in (("x", "expected an integer, got 'x'"), (0, "must be at least 1, got 0"), (True, "expected")):
         (fault,) = _faults({key: value}, env="scene")
@@ -152,7 +150,7 @@ def test_overrides_reach_keys_under_other_names():
         "run: env.cfg.sise: unknown key; known: actions, max_episode_steps, robot",
         "run: trainer.learning_env.cfg.actions.sise: unknown key; did you mean 'size'?",
     ]
-    assert data["trainer"]["learning_env"] == {"id": "scene", "cfg": {"max_episode_steps": 5}}  # left alone
+    assert data["trainer"]["learning_env"] == {"id": "scene", "cfg": {"max_episode_steps": 5}}  # unchanged
 
 
 GYM = {
@@ -180,8 +178,8 @@ def _file_faults(path, **overrides):
 def test_gym_config(tmp_path):
     cfg = load_config(_gym_config(tmp_path))
     assert (cfg.env.name, cfg.trainer.num_envs) == ("scene", 3)
-    wanted = {"max_episode_steps": 50, "actions": {"size": 4, "colour": "blue"}, "robot": "leg"}
-    assert cfg.env.cfg.model_dump() == wanted
+    expected = {"max_episode_steps": 50, "actions": {"size": 4, "colour": "blue"}, "robot": "leg"}
+    assert cfg.env.cfg.model_dump() == expected
     assert config_from_dict(cfg.model_dump(mode="json")) == cfg  # a saved config needs no second file
     text = "id: scene\nmax_episode_steps: 50\nnum_envs: 3\nrobot: leg\nenv: {actions: {size: 4, colour: blue}}\n"
     assert load_config(_gym_config(tmp_path, text, "gym.yaml")) == cfg
@@ -203,18 +201,18 @@ def test_gym_config_starts_from_the_working_directory(tmp_path, monkeypatch):
     path = _gym_config(tmp_path)
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    assert load_config(path).env.cfg.max_episode_steps == 50  # beside the config
+    assert load_config(path).env.cfg.max_episode_steps == 50  # next to the config
     (tmp_path / "here" / "gym.json").write_text(json.dumps(GYM | {"max_episode_steps": 20}))
     assert load_config(path).env.cfg.max_episode_steps == 20
 
 
 def test_gym_config_for_another_env_is_left_aside(tmp_path):
     path = _gym_config(tmp_path, env="cartpole")
-    told = "trainer.gym_config has no meaning here ({} is for 'scene', but env names 'cartpole'); ignored"
+    message = "trainer.gym_config has no meaning here ({} is for 'scene', but env names 'cartpole'); ignored"
     for overrides in ({}, {"env.cfg.gravity": 9.0}):
-        with pytest.warns(UserWarning) as said:
+        with pytest.warns(UserWarning) as caught:
             cfg = load_config(path, overrides)
-        assert [str(w.message) for w in said] == [told.format(tmp_path / "gym.json")]
+        assert [str(w.message) for w in caught] == [message.format(tmp_path / "gym.json")]
         assert (cfg.env.name, cfg.env.cfg.max_episode_steps, cfg.trainer.num_envs) == ("cartpole", 500, 64)
     with pytest.warns(UserWarning, match="is for 'scene', but env names 'cartpole'"):
         assert load_config(_gym_config(tmp_path), {"env.name": "cartpole"}).env == cfg.env.model_copy(
@@ -258,13 +256,13 @@ def test_inline_faults_beside_a_gym_config(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("given", ["no.json", "\ud800", "a\0b", "x" * 5000, "", 3, None, ["gym.json"], "."])
-def test_gym_config_must_be_a_file(tmp_path, given):
-    path = _gym_config(tmp_path, trainer={"gym_config": given})
+@pytest.mark.parametrize("value", ["no.json", "\ud800", "a\0b", "x" * 5000, "", 3, None, ["gym.json"], "."])
+def test_gym_config_must_be_a_file(tmp_path, value):
+    path = _gym_config(tmp_path, trainer={"gym_config": value})
     (fault,) = _file_faults(path)  # and not that env is missing
     for env in ({"cfg": {"robot": "hand"}}, "scene"):
-        assert _file_faults(_gym_config(tmp_path, trainer={"gym_config": given}, env=env)) == [fault]
-    if isinstance(given, str) and given not in ("", "."):
+        assert _file_faults(_gym_config(tmp_path, trainer={"gym_config": value}, env=env)) == [fault]
+    if isinstance(value, str) and value not in ("", "."):
         assert fault.startswith("trainer.gym_config: no such file '") and str(tmp_path) in fault
     else:
         assert fault.startswith("trainer.gym_config: ") and ("cannot be read" in fault or "expected the path" in fault)

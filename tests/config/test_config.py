@@ -1,3 +1,5 @@
+"""Configs: defaults, faults with their paths, overrides, and junk that is refused."""
+
 import copy
 import json
 import re
@@ -7,6 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field, ValidationError
+from support.config_files import write_file
 
 from ecrl.config import Config, TrainerConfig, config_from_dict, diff, load_config, total_steps
 from ecrl.config.model import ConfigModel
@@ -23,7 +26,7 @@ VALID = {
     "policy": {"name": "actor_critic", "action_dim": 2, "actor": NET, "critic": copy.deepcopy(NET)},
     "algorithm": {"name": "ppo", "cfg": {"learning_rate": 0.001, "n_epochs": 2, "batch_size": 64, "gamma": 0.9}},
 }
-GONE = object()
+REMOVED = object()
 NAN, INF = float("nan"), float("inf")
 ACTOR = "policy.actor.network_cfg"
 GAINS = "expected a number above 0, or a list of such numbers, one per layer"
@@ -37,7 +40,7 @@ def _with(*edits):
         section = data
         for key in parents:
             section = section[key]
-        if value is GONE:
+        if value is REMOVED:
             del section[last]
         else:
             section[last] = value
@@ -101,10 +104,10 @@ FAULTS = [  # key, value, the one line without its source
     ),
     ("trainer", [], "trainer: expected an object, got a list;"),
     ("env", None, 'env: expected an object, got null; the environment, such as {"name": "cartpole"}'),
-    ("env", GONE, 'env: missing; the environment, such as {"name": "cartpole"}'),
+    ("env", REMOVED, 'env: missing; the environment, such as {"name": "cartpole"}'),
     ("env", "cartpol", "env.name: unknown env 'cartpol'; did you mean 'cartpole'?"),
     ("env.name", "cartpol", "env.name: unknown env 'cartpol'; did you mean 'cartpole'?"),
-    ("env.name", GONE, f"env.name: missing; known: {', '.join(registered('env')[:3])}"),
+    ("env.name", REMOVED, f"env.name: missing; known: {', '.join(registered('env')[:3])}"),
     ("env.name", None, f"env.name: expected a string, got null; known: {', '.join(registered('env')[:3])}"),
     ("env.id", "cartpole", "env.id: another name of 'name', which is also given; keep one"),
     ("env.cfg", None, "env.cfg: expected an object, got null"),
@@ -116,8 +119,8 @@ FAULTS = [  # key, value, the one line without its source
     ("policy", {}, "policy.name: missing; known: actor_critic"),
     ("policy.name", "actor_critc", "policy.name: unknown policy 'actor_critc'; did you mean 'actor_critic'?"),
     ("policy.name", 3, "policy.name: expected a string, got 3; known: actor_critic"),
-    ("policy.actor", GONE, 'policy.actor: missing; actor network, such as {"type": "mlp", "network_cfg": {...}}'),
-    ("policy.critic", GONE, 'policy.critic: missing; critic network, such as {"type": "mlp", "network_cfg": {...}}'),
+    ("policy.actor", REMOVED, 'policy.actor: missing; actor network, such as {"type": "mlp", "network_cfg": {...}}'),
+    ("policy.critic", REMOVED, 'policy.critic: missing; critic network, such as {"type": "mlp", "network_cfg": {...}}'),
     ("policy.critic", None, "policy.critic: expected an object, got null; critic network,"),
     ("policy.action_dim", 0, "policy.action_dim: must be at least 1, got 0;"),
     ("policy.initial_log_std", 9.0, "policy.initial_log_std: must be at most 2.0, got 9.0;"),
@@ -182,9 +185,9 @@ def test_all_faults_at_once():
     deep = [path for path in first if path.startswith((f"{ACTOR}.", "algorithm.cfg.", "env.cfg."))]
     together = [*deep, "trainer.sede", "trainer.seed", "trainer.device", "policy.actr", "policy.critic", "polcy"]
     faults = sorted(_faults(_with(*((path, first[path][0]) for path in together))))
-    wanted = sorted(first[path][1] for path in together)
-    assert len(wanted) > 15
-    assert all(fault.startswith(line) for fault, line in zip(faults, wanted, strict=True))
+    expected = sorted(first[path][1] for path in together)
+    assert len(expected) > 15
+    assert all(fault.startswith(line) for fault, line in zip(faults, expected, strict=True))
 
 
 @pytest.mark.parametrize(("top", "shown"), [(None, "null"), ([], "a list"), (3, "3"), ("x", "'x'"), (True, "true")])
@@ -192,16 +195,10 @@ def test_top_level_must_be_an_object(top, shown):
     assert _faults(top) == [f"expected an object, got {shown}"]
 
 
-def test_odd_keys_stay_on_one_line():
+def test_keys_with_special_characters_stay_on_one_line():
     for key in ("a\nb", "\ud800", "", "a.b", 3, None):
         (fault,) = _faults({**VALID, "trainer": {key: 1}})
         assert fault.startswith(f"trainer.{key!r}: unknown key; known: best_eval_metric, best_eval_mode, buffer_size,")
-
-
-def _file(tmp_path, text, name="run.json"):
-    path = tmp_path / name
-    path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    return path
 
 
 FILES = [  # content, the message after the path
@@ -217,14 +214,14 @@ FILES = [  # content, the message after the path
 
 @pytest.mark.parametrize(("content", "message"), FILES, ids=range(len(FILES)))
 def test_bad_files(tmp_path, content, message):
-    path = _file(tmp_path, content)
+    path = write_file(tmp_path, content, "run.json")
     with pytest.raises(ConfigError) as error:
         load_config(path)
     assert str(error.value).startswith(f"{path}{message}") and "\n" not in str(error.value)
 
 
 def test_missing_files(tmp_path):
-    _file(tmp_path, "{}", "cartpole_ppo.json")
+    write_file(tmp_path, "{}", "cartpole_ppo.json")
     for name, end in (("cartpol_ppo.json", "did you mean 'cartpole_ppo.json'?"), ("x", "known: cartpole_ppo.json")):
         with pytest.raises(ConfigError) as error:
             load_config(tmp_path / name)
@@ -244,7 +241,7 @@ def test_keys_given_twice_are_named_by_path(tmp_path):
     text = text.replace('"activation": "tanh",', '"activation": "tanh", "activation": "elu",', 1)
     text = text.replace('"trainer": {', '"trainer": {"num_envs": 3, "x": [1, {"a": 1, "a": 2}], ', 1)
     with pytest.raises(ConfigError) as error:
-        load_config(_file(tmp_path, text))
+        load_config(write_file(tmp_path, text, "run.json"))
     lines = [line.split(".json: ")[1] for line in str(error.value).split("\n")]
     twice = {line.removesuffix(": given twice; keep one") for line in lines if line.endswith("given twice; keep one")}
     assert twice == {"trainer.num_envs", "trainer.x[1].a", f"{ACTOR}.activation"}
@@ -266,28 +263,28 @@ def test_two_other_names_of_one_key():
 
 
 def test_num_envs_in_the_env_section():
-    apart = _with(("env.cfg.num_envs", 7), ("trainer.num_envs", GONE))
+    apart = _with(("env.cfg.num_envs", 7), ("trainer.num_envs", REMOVED))
     assert config_from_dict(apart).trainer.num_envs == 7
     assert config_from_dict(_with(("env.cfg.num_envs", 7))).trainer.num_envs == 4
-    assert config_from_dict(_with(("env.cfg.num_envs", 7), ("trainer", GONE))).trainer.num_envs == 7
+    assert config_from_dict(_with(("env.cfg.num_envs", 7), ("trainer", REMOVED))).trainer.num_envs == 7
     assert "num_envs" not in config_from_dict(apart).env.cfg.model_dump()
     assert _faults(_with(("env.cfg.num_envs", 7), ("trainer", None)))[0].startswith("trainer: expected an object")
-    assert apart["env"]["cfg"]["num_envs"] == 7  # the caller's dict is left alone
+    assert apart["env"]["cfg"]["num_envs"] == 7  # the caller's dict does not change
 
 
-def test_env_by_id_or_by_name_alone():
-    wanted = config_from_dict(_with(("env.cfg", {})))
-    assert config_from_dict(_with(("env", "cartpole"))) == wanted
-    assert config_from_dict(_with(("env", {"id": "cartpole"}))) == wanted
+def test_env_by_id_or_only_by_name():
+    expected = config_from_dict(_with(("env.cfg", {})))
+    assert config_from_dict(_with(("env", "cartpole"))) == expected
+    assert config_from_dict(_with(("env", {"id": "cartpole"}))) == expected
     assert _faults(_with(("env", {"id": "cartpol"})))[0].startswith("env.id: unknown env 'cartpol'")
 
 
 def test_defaults():
-    trainer = config_from_dict(_with(("trainer", GONE))).trainer
-    wanted = {"exp_name": "generic_exp", "seed": 1, "device": "cpu", "iterations": 250, "buffer_size": 2048}
-    wanted |= {"eval_freq": 10_000, "save_freq": 50_000, "num_eval_episodes": 5, "num_eval_envs": 4}
-    wanted |= {"enable_eval": False, "distributed": False, "compile": "auto", "eval_seed": None}
-    assert trainer == TrainerConfig() and wanted.items() <= trainer.model_dump().items()
+    trainer = config_from_dict(_with(("trainer", REMOVED))).trainer
+    expected = {"exp_name": "generic_exp", "seed": 1, "device": "cpu", "iterations": 250, "buffer_size": 2048}
+    expected |= {"eval_freq": 10_000, "save_freq": 50_000, "num_eval_episodes": 5, "num_eval_envs": 4}
+    expected |= {"enable_eval": False, "distributed": False, "compile": "auto", "eval_seed": None}
+    assert trainer == TrainerConfig() and expected.items() <= trainer.model_dump().items()
 
 
 def test_frozen_and_hashable():
@@ -305,7 +302,11 @@ def test_dumps_reload(tmp_path):
     cfg = config_from_dict(VALID)
     text = json.dumps(cfg.model_dump(mode="json"))
     assert config_from_dict(json.loads(text)) == cfg and hash(config_from_dict(json.loads(text))) == hash(cfg)
-    assert load_config(_file(tmp_path, text)) == load_config(str(_file(tmp_path, "\ufeff" + text))) == cfg
+    assert (
+        load_config(write_file(tmp_path, text, "run.json"))
+        == load_config(str(write_file(tmp_path, "\ufeff" + text, "run.json")))
+        == cfg
+    )
     assert config_from_dict(cfg) == cfg
 
 
@@ -325,14 +326,16 @@ def test_replace():
 def test_replace_makes_room():
     cfg = config_from_dict(_with(("algorithm.cfg", {"optimizer": {"name": "adam", "kwargs": {"eps": 1e-3}}})))
     changed = cfg.replace(**{"algorithm.cfg.optimizer.name": "sgd", "algorithm.cfg.lr_scheduler.name": "linear"})
-    assert changed.algorithm.cfg.optimizer.name == "sgd"  # with settings of its own: it has no eps
+    assert changed.algorithm.cfg.optimizer.name == "sgd"  # with its own settings, which have no eps
     assert changed.algorithm.cfg.lr_scheduler.name == "linear"  # null before
     assert cfg.replace(**{"trainer.total_timesteps": 2048 * 4 * 7}).trainer.iterations == 7
     assert cfg.replace(**{"trainer.update_horizon": 5}).trainer.buffer_size == 5
 
 
 def test_overrides_of_a_file(tmp_path):
-    path = _file(tmp_path, json.dumps(_with(("trainer", {"rollout_steps": 16, "seed": 5}), ("env.cfg.num_envs", 3))))
+    path = write_file(
+        tmp_path, json.dumps(_with(("trainer", {"rollout_steps": 16, "seed": 5}), ("env.cfg.num_envs", 3))), "run.json"
+    )
     changed = load_config(path, {"trainer.buffer_size": 8, "trainer.num_envs": 2, "algorithm.cfg.gamma": 0.5})
     assert changed == load_config(path).replace(
         **{"trainer.buffer_size": 8, "trainer.num_envs": 2, "algorithm.cfg.gamma": 0.5}
@@ -362,10 +365,10 @@ def test_diff():
     assert diff(cfg, cfg.replace(**{"trainer.eval_seed": 2})) == ["trainer.eval_seed: null -> 2"]
     event = {"func": "randomize_field", "mode": "reset", "params": {"field": "obs", "low": 0.0, "high": 1.0}}
     at, grown = "trainer.events.train.start", cfg.replace(**{"trainer.events.train.start": event})
-    wanted = {"func": '"randomize_field"', "mode": '"reset"', "interval_step": "1", "params.operation": '"set"'}
-    wanted |= {"params.field": '"obs"', "params.low": "0.0", "params.high": "1.0"}
-    assert sorted(diff(cfg, grown)) == sorted(f"{at}.{key}: absent -> {value}" for key, value in wanted.items())
-    assert sorted(diff(grown, cfg)) == sorted(f"{at}.{key}: {value} -> absent" for key, value in wanted.items())
+    expected = {"func": '"randomize_field"', "mode": '"reset"', "interval_step": "1", "params.operation": '"set"'}
+    expected |= {"params.field": '"obs"', "params.low": "0.0", "params.high": "1.0"}
+    assert sorted(diff(cfg, grown)) == sorted(f"{at}.{key}: absent -> {value}" for key, value in expected.items())
+    assert sorted(diff(grown, cfg)) == sorted(f"{at}.{key}: {value} -> absent" for key, value in expected.items())
     assert diff(cfg, cfg.replace(**{"env.name": "pendulum"}))[0] == 'env.name: "cartpole" -> "pendulum"'
 
 
@@ -493,8 +496,8 @@ def test_configs_of_lists_and_dicts_that_are_equal_hash_equal(one, other):
 
 
 def test_configs_of_lists_and_dicts_that_differ_are_two():
-    given = [{}, {"numbers": [1.0]}, {"named": {"a": 1}}, {"named": {"a": {"b": [1]}}}, {"inner": _Inner(rows=[2])}]
-    assert len({_Listed(**x) for x in given}) == len({hash(_Listed(**x)) for x in given}) == len(given)
+    settings = [{}, {"numbers": [1.0]}, {"named": {"a": 1}}, {"named": {"a": {"b": [1]}}}, {"inner": _Inner(rows=[2])}]
+    assert len({_Listed(**x) for x in settings}) == len({hash(_Listed(**x)) for x in settings}) == len(settings)
 
 
 @pytest.mark.parametrize("depth", [100, 400, 900])
@@ -508,7 +511,7 @@ def test_what_is_nested_deeply_is_refused(depth, place):
     assert all(line.startswith("replace: ") for line in str(error.value).split("\n"))
 
 
-def test_what_is_nested_deeply_where_anything_may_stand_is_told_by_its_key():
+def test_deep_nesting_in_a_free_field_is_reported_with_its_key():
     nested = {}
     for _ in range(400):
         nested = {"a": nested}

@@ -31,7 +31,7 @@ TAGS += [f"!!python/object/apply:eval [{CODE!r}]", "!canary x", "!!map:canary {}
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    """A working directory, with a module `canary` that is not to be imported; nothing appears beside its `outputs`."""
+    """Yield a working directory with a module `canary` that must not be imported; only `outputs` may appear in it."""
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules" / "canary.py").write_text("def run():\n    pass\n")
     monkeypatch.syspath_prepend(tmp_path / "modules")
@@ -45,7 +45,7 @@ def place(tmp_path, monkeypatch):
 
 
 def _checked(path, changes):
-    """Whether `ecrl check` takes a config; what it refuses it says a line for each fault."""
+    """Return True if `ecrl check` accepts a config; check that a refusal prints one line per fault."""
     try:
         data = load_config(path, changes).model_dump(mode="json")
         Path("run.json").write_text(json.dumps(data))
@@ -79,10 +79,10 @@ def test_tags_of_yaml_make_nothing(place, tag):
         load_config("run.yaml")
 
 
-@pytest.mark.parametrize("given", ["/dev/zero", "/dev/stdin", "/dev", "/proc/self/fd/0"])
-def test_a_second_file_is_a_file(place, given):
+@pytest.mark.parametrize("value", ["/dev/zero", "/dev/stdin", "/dev", "/proc/self/fd/0"])
+def test_a_second_file_is_a_file(place, value):
     with pytest.raises(ConfigError, match=r"gym_config: expected the path of a file, '.*' is a folder or a dev"):
-        load_config(CONFIG, {"trainer.gym_config": given})
+        load_config(CONFIG, {"trainer.gym_config": value})
 
 
 @pytest.mark.parametrize("name", ["..", ".", "...", "-rf", "canary"])

@@ -1,10 +1,10 @@
-"""Keys that have no meaning here: a named list, each said once by name, never silently, never an error."""
+"""Keys without meaning in ecrl: each warns once with its name and is never an error."""
 
 import copy
-import warnings
 
 import pytest
 from pydantic import Field
+from support.config_files import with_warnings
 
 from ecrl import registry
 from ecrl.config import TrainerConfig, config_from_dict
@@ -32,18 +32,10 @@ def _with(path, value):
     return data
 
 
-def _said(data):
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        cfg = config_from_dict(data)
-    assert all(w.category is UserWarning for w in said)
-    return cfg, [str(w.message) for w in said]
-
-
 @pytest.mark.parametrize("path", INERT)
 @pytest.mark.parametrize("value", [True, 0, "x", None, [], {"uid": "cube"}])
-def test_inert_keys_are_said_once_and_change_nothing(path, value):
-    assert _said(_with(path, value)) == (
+def test_keys_without_meaning_warn_once_and_change_nothing(path, value):
+    assert with_warnings(config_from_dict, _with(path, value)) == (
         config_from_dict(BASE),
         [f"{path} has no meaning here ({INERT[path]}); ignored"],
     )
@@ -51,11 +43,11 @@ def test_inert_keys_are_said_once_and_change_nothing(path, value):
 
 @pytest.mark.parametrize("func", INERT_EVENTS)
 @pytest.mark.parametrize("use", ["train", "eval"])
-def test_inert_events(func, use, monkeypatch):
+def test_events_without_meaning_warn(func, use, monkeypatch):
     event = {"func": func, "mode": "interval", "interval_step": 1, "params": {"name": "cam", "eye": [0, 0, 2]}}
     data = _with(f"trainer.events.{use}.film", event)
-    told = f"trainer.events.{use}.film has no meaning here ({func}: {INERT_EVENTS[func]}); ignored"
-    assert _said(data) == (config_from_dict(BASE), [told])
+    message = f"trainer.events.{use}.film has no meaning here ({func}: {INERT_EVENTS[func]}); ignored"
+    assert with_warnings(config_from_dict, data) == (config_from_dict(BASE), [message])
     data["trainer"]["events"][use]["push"] = {"func": "randomize_fied"}
     with pytest.raises(ConfigError, match=r"\.push\.func: unknown event .*; did you mean 'randomize_field'\?$"):
         config_from_dict(data)
@@ -70,19 +62,23 @@ def test_inert_events(func, use, monkeypatch):
     def film(cfg: FilmConfig) -> object:
         raise AssertionError("a config is checked without making its parts")
 
-    cfg, said = _said(_with(f"trainer.events.{use}.film", event))  # a user's event of that name has a meaning
-    assert said == [] and getattr(cfg.trainer.events, use)["film"].params == FilmConfig(name="cam", eye=[0.0, 0.0, 2.0])
+    cfg, warned = with_warnings(
+        config_from_dict, _with(f"trainer.events.{use}.film", event)
+    )  # a user's event of that name has a meaning
+    assert warned == [] and getattr(cfg.trainer.events, use)["film"].params == FilmConfig(
+        name="cam", eye=[0.0, 0.0, 2.0]
+    )
 
 
-def test_every_key_is_said_at_once():
+def test_all_keys_without_meaning_are_reported_together():
     data = copy.deepcopy(BASE)
     for path in INERT:
         section = data["trainer"] if path.startswith("trainer.") else data["env"]["cfg"]
         section[path.rpartition(".")[2]] = 1
-    cfg, said = _said(data)
+    cfg, warned = with_warnings(config_from_dict, data)
     assert cfg == config_from_dict(BASE)
-    assert sorted(said) == sorted(f"{path} has no meaning here ({why}); ignored" for path, why in INERT.items())
-    assert data["trainer"]["headless"] == 1  # the caller's dict is left alone
+    assert sorted(warned) == sorted(f"{path} has no meaning here ({why}); ignored" for path, why in INERT.items())
+    assert data["trainer"]["headless"] == 1  # the caller's dict does not change
 
 
 def test_keys_an_environment_knows_have_a_meaning(monkeypatch):
@@ -97,15 +93,15 @@ def test_keys_an_environment_knows_have_a_meaning(monkeypatch):
         raise AssertionError("a config is checked without making its parts")
 
     data = BASE | {"env": {"name": "with_robot", "cfg": {"robot": "leg", "sensor": []}}}
-    cfg, said = _said(data)
+    cfg, warned = with_warnings(config_from_dict, data)
     assert cfg.env.cfg == RobotConfig(robot="leg")
-    assert said == ["env.cfg.sensor has no meaning here (this environment has its own scene); ignored"]
+    assert warned == ["env.cfg.sensor has no meaning here (this environment has its own scene); ignored"]
     assert inert_keys({"env": {"name": "unknown", "cfg": {"robot": 1}}}) == []
 
 
 def test_no_key_of_the_trainer_is_on_the_list():
-    ours = {f"trainer.{name}" for name in (*TrainerConfig.model_fields, *TrainerConfig.other_names)}
-    assert not ours & set(INERT)
+    keys = {f"trainer.{name}" for name in (*TrainerConfig.model_fields, *TrainerConfig.other_names)}
+    assert not keys & set(INERT)
 
 
 @pytest.mark.parametrize(

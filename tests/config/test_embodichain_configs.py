@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 from pydantic import Field
+from support.config_files import with_warnings
 
 from ecrl import registry
 from ecrl.config import config_from_dict, load_config
@@ -394,13 +395,6 @@ def _around(section):
     return {"trainer": dict(SMALL), "env": "cartpole", **policy, **_section(PPO), **section}
 
 
-def _said(load):
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        cfg = load()
-    return cfg, [str(w.message) for w in said]
-
-
 def _write(folder, **files):
     for name, data in files.items():
         path = folder / name.replace("__", "/").replace("_json", ".json").replace("_yaml", ".yaml")
@@ -411,7 +405,7 @@ def _write(folder, **files):
 def test_the_whole_train_config(tmp_path, monkeypatch):
     _write(tmp_path, train_config_json=TRAIN_CONFIG, configs__agents__rl__push_cube__gym_config_json=GYM_CONFIG)
     monkeypatch.chdir(tmp_path)
-    cfg, said = _said(lambda: load_config("train_config.json"))
+    cfg, warned = with_warnings(load_config, "train_config.json")
     trainer, written = cfg.trainer, json.loads(TRAIN_CONFIG)
     same = set(written["trainer"]) - {"gym_config", "headless", "enable_rt", "gpu_id", "events"}
     assert len(same) == 13
@@ -427,13 +421,13 @@ def test_the_whole_train_config(tmp_path, monkeypatch):
     assert written["algorithm"]["cfg"].items() <= cfg.algorithm.cfg.model_dump().items()
     inert = ["trainer.headless", "trainer.enable_rt", "trainer.gpu_id"]
     inert += [f"configs/agents/rl/push_cube/gym_config.json: {key}" for key in OF_ITS_SIMULATOR["push_cube"]]
-    assert sorted(line.split(" has no meaning here (")[0] for line in said) == sorted(inert)  # each once, by name
+    assert sorted(line.split(" has no meaning here (")[0] for line in warned) == sorted(inert)  # each once, by name
     assert config_from_dict(cfg.model_dump(mode="json")) == cfg
 
 
 def test_the_device_is_looked_for_when_used(tmp_path):
     _write(tmp_path, run_json=TRAIN_CONFIG, configs__agents__rl__push_cube__gym_config_json=GYM_CONFIG)
-    cfg, _ = _said(lambda: load_config(tmp_path / "run.json"))  # the second file is found beside the first
+    cfg, _ = with_warnings(load_config, tmp_path / "run.json")  # the second file is next to the first
     if torch.cuda.is_available():
         assert device_of(cfg) == torch.device("cuda:0")
     else:
@@ -453,18 +447,18 @@ def test_the_train_config_without_its_second_file(tmp_path):
 @pytest.mark.parametrize(("text", "name", "threshold"), [(PUSH_CUBE, "PushCubeRL", 0.1), (MY_TASK, "MyTaskRL", 0.05)])
 def test_env_sections(text, name, threshold):
     section = _section(text)
-    cfg, said = _said(lambda: config_from_dict(_around(section) | {"trainer": {}}))
-    assert (cfg.env.name, cfg.trainer.num_envs, said) == (name, 4, [])
+    cfg, warned = with_warnings(config_from_dict, _around(section) | {"trainer": {}})
+    assert (cfg.env.name, cfg.trainer.num_envs, warned) == (name, 4, [])
     assert set(cfg.env.cfg.actions) == {"delta_qpos"} and cfg.env.cfg.actions["delta_qpos"].params.scale == 0.1
     assert cfg.env.cfg.extensions.success_threshold == threshold
-    assert config_from_dict(_around(section)).trainer.num_envs == 8  # the trainer's, where it says one
+    assert config_from_dict(_around(section)).trainer.num_envs == 8  # the trainer's number, if it sets one
 
 
 @pytest.mark.parametrize("text", [POLICY, PPO, GRPO])
 def test_policy_and_algorithm_sections(text):
     section = _section(text)
-    cfg, said = _said(lambda: config_from_dict(_around(section)))
-    assert said == []
+    cfg, warned = with_warnings(config_from_dict, _around(section))
+    assert warned == []
     (name, written), loaded = section.popitem(), cfg.model_dump(mode="json")
     assert loaded[name]["name"] == written["name"]
     if name == "algorithm":
@@ -479,14 +473,14 @@ def test_policy_and_algorithm_sections(text):
 def test_sections_train_around_cartpole(text, keys):
     data = _around(_section(text))
     data["trainer"] |= keys
-    cfg, said = _said(lambda: config_from_dict(data))
-    assert [line.split()[0] for line in said] == [f"trainer.{key}" for key in keys]
+    cfg, warned = with_warnings(config_from_dict, data)
+    assert [line.split()[0] for line in warned] == [f"trainer.{key}" for key in keys]
     state = init_state(cfg)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         records = list(train_iter(state, cfg))
     above = ["algorithm.cfg.batch_size"] * ("8192" in text)  # above the small rollout
-    assert {str(w.message).split()[0] for w in told} <= set(above)  # said once in a process
+    assert {str(w.message).split()[0] for w in caught} <= set(above)  # each warning is printed once per process
     assert [record["log_type"] for record in records] == ["collect", "train"] * 2
     assert [record["sample_step"] for record in records] == [128, 128, 256, 256]
     assert all(torch.isfinite(value).all() for name, value in records[-1]["logs"].items() if "episode" not in name)
@@ -498,8 +492,8 @@ def test_the_train_config_around_cartpole_by_overrides(tmp_path):
     _write(tmp_path, run_json=TRAIN_CONFIG, configs__agents__rl__push_cube__gym_config_json=GYM_CONFIG)
     overrides = {f"trainer.{key}": value for key, value in SMALL.items()} | {"env.name": "cartpole"}
     overrides |= {"trainer.enable_eval": False, "trainer.use_wandb": False, "algorithm.cfg.batch_size": 64}
-    cfg, said = _said(lambda: load_config(tmp_path / "run.json", overrides))
-    assert said[0].startswith("trainer.gym_config has no meaning here (") and "is for 'PushCubeRL'" in said[0]
+    cfg, warned = with_warnings(load_config, tmp_path / "run.json", overrides)
+    assert warned[0].startswith("trainer.gym_config has no meaning here (") and "is for 'PushCubeRL'" in warned[0]
     assert len(list(train_iter(init_state(cfg), cfg))) == 4
 
 
@@ -543,13 +537,13 @@ def test_train_configs_of_simulated_tasks(tmp_path, task, algorithm, renderer):
     gym = GYM[task] | {"max_episode_steps": 400}
     train = _task(task, algorithm, **({"renderer": renderer} if renderer else {}))
     _write(tmp_path, **{"run_json": train, f"{task}_json": gym})
-    cfg, said = _said(lambda: load_config(tmp_path / "run.json"))
+    cfg, warned = with_warnings(load_config, tmp_path / "run.json")
     assert (cfg.env.name, cfg.env.cfg.max_episode_steps, cfg.algorithm.name) == (gym["id"], 400, algorithm)
     assert cfg.algorithm.cfg.optimizer.learning_rate == 0.0001 and cfg.trainer.num_envs == 64
     inert = {"trainer.headless", "trainer.gpu_id"}
     inert |= {"trainer.renderer"} if renderer else set()
     inert |= {f"{tmp_path / f'{task}.json'}: {key}" for key in OF_ITS_SIMULATOR[task]}
-    assert len(said) == len(inert) and {line.split(" has no meaning here (")[0] for line in said} == inert
+    assert len(warned) == len(inert) and {line.split(" has no meaning here (")[0] for line in warned} == inert
 
 
 POINT_MASS = """
@@ -591,8 +585,8 @@ algorithm:
 
 def test_train_configs_of_the_point_mass(tmp_path):
     _write(tmp_path, run_yaml=POINT_MASS % json.dumps(MLP))
-    cfg, said = _said(lambda: load_config(tmp_path / "run.yaml"))
-    assert said == [] and cfg.env.name == "PointMassRL" and cfg.env.cfg.success_threshold == 0.03
+    cfg, warned = with_warnings(load_config, tmp_path / "run.yaml")
+    assert warned == [] and cfg.env.name == "PointMassRL" and cfg.env.cfg.success_threshold == 0.03
     assert (cfg.trainer.buffer_size, cfg.algorithm.cfg.segment_length) == (100, 100)
     assert cfg.trainer.save_freq == 50 * 100 * 64 and cfg.trainer.best_eval_metric == "eval/success_rate"
     assert cfg.algorithm.cfg.optimizer.learning_rate == 0.00025 and cfg.policy.initial_log_std == -2.0
@@ -600,10 +594,10 @@ def test_train_configs_of_the_point_mass(tmp_path):
     trainer = {"learning_env": {"name": "PointMassRL", "cfg": {"success_bonus": 5.0}}, "save_freq": 262144}
     policy = {"name": "actor_critic", "initial_log_std": -1.0}
     policy |= {net: {"type": "mlp", "network_cfg": MLP} for net in ("actor", "critic")}
-    cfg, said = _said(
+    cfg, warned = with_warnings(
         lambda: config_from_dict({"trainer": trainer, "policy": policy, "algorithm": {"name": "ppo", "cfg": ppo}})
     )
-    assert said == [] and cfg.env.cfg.success_bonus == 5.0 and cfg.algorithm.cfg.lr_scheduler.kwargs.end_factor == 0.4
+    assert warned == [] and cfg.env.cfg.success_bonus == 5.0 and cfg.algorithm.cfg.lr_scheduler.kwargs.end_factor == 0.4
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
@@ -613,7 +607,7 @@ def test_simulated_tasks_train_from_their_two_files(tmp_path, task, algorithm):
     train["trainer"] = {k: v for k, v in train["trainer"].items() if k not in ("headless", "gpu_id", "events")} | SMALL
     train["algorithm"]["cfg"] = train["algorithm"]["cfg"] | {"batch_size": 64}
     _write(tmp_path, **{"run_json": train, f"{task}_json": GYM[task]})
-    cfg, _ = _said(lambda: load_config(tmp_path / "run.json"))
+    cfg, _ = with_warnings(load_config, tmp_path / "run.json")
     (*_, collected, learned) = train_iter(init_state(cfg), cfg)
     rewards = {name for name in collected["logs"] if name.startswith("rewards/") and not name.endswith("_weighted")}
     own = {"cart_pole": {"rewards/task"}, "push_cube": set()}[task]

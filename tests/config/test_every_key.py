@@ -1,4 +1,4 @@
-"""Every key of the schema changes something other than the config, those named inert do not, and no evaluation does."""
+"""Every key of the schema has an effect beyond the config; keys without meaning and evaluations have none."""
 
 import json
 from collections import Counter
@@ -8,7 +8,7 @@ import pytest
 from support import fake_parts
 from support.key_effects import BASE, made, params
 from support.key_rows import APG, TABLE, Row
-from support.schema_keys import ours, path_of, walked
+from support.schema_keys import builtin_configs, path_of, walked
 from support.small_runs import full_config, same, small
 
 from ecrl import registry
@@ -26,10 +26,10 @@ ROWS = Counter(row.key for row in TABLE)
 @pytest.fixture(scope="module", autouse=True)
 def _parts():
     registered("env")  # imports the built-in parts, which must not be undone
-    kept = {kind: registry._ENTRIES[kind] for kind in fake_parts.KINDS}
+    saved = {kind: registry._ENTRIES[kind] for kind in fake_parts.KINDS}
     fake_parts.register()
     yield
-    registry._ENTRIES.update(kept)
+    registry._ENTRIES.update(saved)
     del gymnasium.registry["Napping-v0"]
 
 
@@ -43,7 +43,7 @@ def test_every_key_has_a_row():
 
 
 def test_keys_that_may_be_absent_have_a_row_between_two_values():
-    """Else a key whose value is ignored could pass for one that works, by being there."""
+    """Otherwise a key whose value is ignored could pass, because its presence changes something."""
     absent = {key for key, model, name in walked() if model.model_fields[name].default is None}
     between = {row.key for row in TABLE if (row.path or path_of(row.key)) in row.base}
     only_one = {f"policy.{name}.action_dim" for name in ("actor_critic", "actor_only")}  # all others are refused
@@ -66,13 +66,13 @@ BASES = {(row.see.__name__, str(row.base)): row for row in TABLE}
 
 @pytest.mark.parametrize("row", BASES.values(), ids=_name)
 def test_changing_nothing_changes_nothing(row):
-    """Else a difference would not show what a key does."""
+    """Otherwise a difference would not show the effect of a key."""
     same_again = row.see.again(row.base) == row.see(row.base)
     assert same_again, f"{row.see.__name__} of one config differ"
 
 
 GYM_CONFIG = {"id": "pendulum", "env": {"gravity": 5.0}}
-OTHER_PLACES = {  # key: value, what it stands for, under which changes, and what is not given then
+OTHER_PLACES = {  # key: value, the changes with the same meaning, the changes it needs, and the section that is absent
     "trainer.rollout_steps": (16, {"trainer.buffer_size": 16}, {}, ""),
     "trainer.update_horizon": (16, {"trainer.buffer_size": 16}, {}, ""),
     "trainer.total_timesteps": (3 * 64, {"trainer.iterations": 3}, {}, ""),
@@ -97,10 +97,10 @@ def test_another_place_of_a_key_is_that_key(key, tmp_path, monkeypatch):
 
 
 def test_the_schema_has_no_other_keys():
-    """What editors offer is what was walked, and the other places above."""
+    """The JSON schema has the walked keys and the other places above, and no more."""
     strangers = {lookup(kind, name).config.__name__ for kind in KINDS for name in registered(kind)}
     strangers |= {"PolicyConfig", "PolicyConfig-plain"}  # of policies without own keys, which other tests register
-    mine = {config.__name__: config for config in ours().values()}
+    mine = {config.__name__: config for config in builtin_configs().values()}
     mine |= {model.__name__: model for _, model, _ in walked()}
     sections = {
         name: section.get("properties", {})
@@ -127,11 +127,11 @@ INERT_CHANGES = {key: True for key in INERT} | {
 
 
 @pytest.mark.parametrize("key", INERT_CHANGES)
-def test_an_inert_key_is_said_once_and_changes_nothing(key):
-    with pytest.warns(UserWarning, match=f"^{key} has no meaning here") as said:
-        seen = params({key: INERT_CHANGES[key]})
-    assert len(said) == 1
-    assert (seen == params({})) is True
+def test_a_key_without_meaning_warns_once_and_changes_nothing(key):
+    with pytest.warns(UserWarning, match=f"^{key} has no meaning here") as caught:
+        result = params({key: INERT_CHANGES[key]})
+    assert len(caught) == 1
+    assert (result == params({})) is True
 
 
 def watched(cfg: Config, events: dict) -> Config:
@@ -141,7 +141,7 @@ def watched(cfg: Config, events: dict) -> Config:
 
 
 def states(cfg: Config, folder, evaluations: int) -> list:
-    """The state after every iteration of a run with all its consumers, in which there are so many evaluations."""
+    """Return the states after each iteration of a run with all consumers, and check the number of evaluations."""
     folder.mkdir()
     records = list(consumers(train_iter(init_state(cfg), cfg), build(cfg), init_state(cfg), cfg, folder, 0, False))
     assert sum(r["log_type"] == "evaluate" for r in records) == evaluations
@@ -161,7 +161,7 @@ def states(cfg: Config, folder, evaluations: int) -> list:
         pytest.param("apg", "on", marks=pytest.mark.long),
     ],
 )
-def test_evaluating_every_iteration_leaves_training_alone(algorithm, form, tmp_path, monkeypatch):
+def test_evaluating_every_iteration_does_not_change_training(algorithm, form, tmp_path, monkeypatch):
     monkeypatch.setattr("ecrl.run.evaluation._CHUNK", 10)
     cfg = full_config(algorithm, form).replace(**{"trainer.iterations": 4, "env.cfg.max_episode_steps": 10})
     assert cfg.policy.normalize_obs and len(cfg.trainer.events.train) == 3
@@ -170,9 +170,9 @@ def test_evaluating_every_iteration_leaves_training_alone(algorithm, form, tmp_p
     assert [same(a, b) for a, b in pairs] == [True] * 4
 
 
-def test_evaluating_every_iteration_leaves_training_on_gymnasium_alone(tmp_path):
+def test_evaluating_every_iteration_does_not_change_training_on_gymnasium(tmp_path):
     on = {"policy.normalize_obs": True, "algorithm.cfg.normalize_reward": True}
     cfg = small(**{"env": "gymnasium:CartPole-v1", **on})
     pairs = list(zip(states(cfg, tmp_path / "a", 0), states(watched(cfg, {}), tmp_path / "b", 4), strict=True))
-    odd = [("env", "token"), ("env", "info")]  # which open environments these are, and a success that is not told: NaN
-    assert [same(a.exclude(*odd), b.exclude(*odd)) for a, b in pairs] == [True] * 4
+    excluded = [("env", "token"), ("env", "info")]  # they name the open environments; a success not reported is NaN
+    assert [same(a.exclude(*excluded), b.exclude(*excluded)) for a, b in pairs] == [True] * 4

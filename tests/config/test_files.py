@@ -1,4 +1,4 @@
-"""Files and command lines as data: JSON and YAML alike, strict about keys given twice."""
+"""Files and command lines as data: JSON and YAML, strict about repeated keys."""
 
 import json
 import os
@@ -6,19 +6,13 @@ import re
 from pathlib import Path
 
 import pytest
+from support.config_files import write_file
 
 from ecrl.config.files import parse_overrides, read
 from ecrl.config.model import format_path, repeated_keys
 from ecrl.errors import ConfigError
 
-
-def _file(tmp_path, text, name="run.yaml"):
-    path = tmp_path / name
-    path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    return path
-
-
-SCALARS = [  # text, value: as JSON has it, whatever YAML 1.1 made of it
+SCALARS = [  # text, value: the value is JSON's, also where YAML 1.1 differs
     ("1e-8", 1e-8),
     ("-2.5E+3", -2500.0),
     ("1.", 1.0),
@@ -45,20 +39,22 @@ SCALARS = [  # text, value: as JSON has it, whatever YAML 1.1 made of it
 
 @pytest.mark.parametrize(("text", "value"), SCALARS)
 def test_yaml_values(tmp_path, text, value):
-    assert json.dumps(read(_file(tmp_path, f"x: {text}\n"))["x"]) == json.dumps(value)  # tells 1, 1.0 and true apart
+    assert json.dumps(read(write_file(tmp_path, f"x: {text}\n", "run.yaml"))["x"]) == json.dumps(
+        value
+    )  # JSON distinguishes 1, 1.0 and true
 
 
 def test_yaml_infinities(tmp_path):
-    found = read(_file(tmp_path, "a: .inf\nb: -.INF\nc: .nan\n"))
-    assert found["a"] == -found["b"] == float("inf") and found["c"] != found["c"]
+    result = read(write_file(tmp_path, "a: .inf\nb: -.INF\nc: .nan\n", "run.yaml"))
+    assert result["a"] == -result["b"] == float("inf") and result["c"] != result["c"]
 
 
 @pytest.mark.parametrize("suffix", [".yaml", ".yml", ".YAML"])
 def test_yaml_is_json_by_another_name(tmp_path, suffix):
     data = {"trainer": {"seed": 3, "exp_name": "a"}, "list": [1, {"b": None}], "eps": 1e-8}
-    assert read(_file(tmp_path, json.dumps(data, indent=1), f"run{suffix}")) == data
+    assert read(write_file(tmp_path, json.dumps(data, indent=1), f"run{suffix}")) == data
     text = "trainer:\n  seed: 3\n  exp_name: a\nlist:\n- 1\n- b:\neps: 1e-8\n"
-    assert read(_file(tmp_path, text, f"run{suffix}")) == data
+    assert read(write_file(tmp_path, text, f"run{suffix}")) == data
 
 
 def _twice(path):
@@ -67,16 +63,20 @@ def _twice(path):
 
 def test_yaml_keys_given_twice(tmp_path):
     text = "a: 1\nb:\n  c: 1\n  c: 2\nd:\n- {e: 1, e: 2}\na: 2\n"
-    assert _twice(_file(tmp_path, text)) == ["a", "b.c", "d[0].e"]
+    assert _twice(write_file(tmp_path, text, "run.yaml")) == ["a", "b.c", "d[0].e"]
     merged = "base: &base {x: 1, y: 2}\nother: {<<: *base, y: 3}\n"  # merging is there to be overridden
-    assert _twice(_file(tmp_path, merged)) == [] and read(_file(tmp_path, merged))["other"] == {"x": 1, "y": 3}
-    assert _twice(_file(tmp_path, "base: &base {x: 1}\nother: {<<: *base, y: 3, y: 4}\n")) == ["other.y"]
+    assert _twice(write_file(tmp_path, merged, "run.yaml")) == [] and read(write_file(tmp_path, merged, "run.yaml"))[
+        "other"
+    ] == {"x": 1, "y": 3}
+    assert _twice(write_file(tmp_path, "base: &base {x: 1}\nother: {<<: *base, y: 3, y: 4}\n", "run.yaml")) == [
+        "other.y"
+    ]
 
 
 def test_shared_parts_are_looked_at_once(tmp_path):
     layers = "".join(f"l{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 9)}]\n" for i in range(1, 6))
-    (found,) = _twice(_file(tmp_path, f"l0: &l0 {{a: 1, a: 2}}\n{layers}"))
-    assert found.endswith(".a")
+    (result,) = _twice(write_file(tmp_path, f"l0: &l0 {{a: 1, a: 2}}\n{layers}", "run.yaml"))
+    assert result.endswith(".a")
 
 
 BOMB = "l0: &l0 {a: 1}\n" + "".join(f"l{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 9)}]\n" for i in range(1, 30))
@@ -101,7 +101,7 @@ BAD = [  # YAML, the message after the path
 
 @pytest.mark.parametrize(("content", "message"), BAD, ids=range(len(BAD)))
 def test_bad_yaml(tmp_path, content, message):
-    path = _file(tmp_path, content)
+    path = write_file(tmp_path, content, "run.yaml")
     with pytest.raises(ConfigError) as error:
         read(path)
     assert str(error.value).startswith(f"{path}{message}") and "\n" not in str(error.value)
@@ -109,7 +109,7 @@ def test_bad_yaml(tmp_path, content, message):
 
 def test_merges_of_merges_do_not_grow_without_bound(tmp_path):
     """PyYAML before 6.0.4 keeps each merged key as often as it is named, and later versions keep it once."""
-    path = _file(tmp_path, MERGES.encode())
+    path = write_file(tmp_path, MERGES.encode(), "run.yaml")
     try:
         assert read(path)["l8"] == {"a": 1}
     except ConfigError as error:
@@ -123,7 +123,7 @@ def test_files_without_an_end_are_not_read_to_it():
 
 
 def test_missing_files_name_the_others(tmp_path):
-    _file(tmp_path, "", "one.yaml"), _file(tmp_path, "", "two.json")
+    write_file(tmp_path, "", "one.yaml"), write_file(tmp_path, "", "two.json")
     with pytest.raises(ConfigError, match=r"on.yaml: no such file; did you mean 'one.yaml'\?"):
         read(tmp_path / "on.yaml")
     with pytest.raises(ConfigError, match=r"x: no such file; known: one.yaml, two.json"):

@@ -139,7 +139,7 @@ def test_every_key_has_a_description_and_every_part_its_settings():
 def test_users_parts_are_filled_in(monkeypatch):
     monkeypatch.setitem(registry._ENTRIES, "env", dict(registry._ENTRIES["env"]))
 
-    class Config(ConfigModel):  # a name of ours, as happens in a notebook
+    class Config(ConfigModel):  # a name that ecrl also has, as may happen in a notebook
         size: int = Field(description="a number")
 
     @register_env("mine")

@@ -1,4 +1,4 @@
-"""Configs by name: from a checkout, from an installed wheel, beside files and folders of the same name."""
+"""Configs by name: from a checkout, from an installed wheel, next to files and folders of the same name."""
 
 import json
 import os

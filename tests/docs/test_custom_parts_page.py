@@ -8,7 +8,6 @@ import torch
 from support.paths import ROOT
 from tensordict import TensorDict
 
-from ecrl import registry
 from ecrl.config import presets
 from ecrl.registry import registered
 
@@ -35,10 +34,8 @@ ENV_AS_PRINTED_UPSTREAM = """
 
 
 @pytest.fixture
-def page(tmp_path, monkeypatch):
+def page(restored_registry, tmp_path, monkeypatch):
     """Runs blocks of the page, one after another in one namespace, where the files it names are; all of it eager."""
-    registered("env")  # imports the built-in parts, which would be lost with the patched registry
-    monkeypatch.setattr(registry, "_ENTRIES", {kind: dict(known) for kind, known in registry._ENTRIES.items()})
     data = json.loads((ROOT / "configs" / "cartpole_ppo.json").read_text())
     task = json.loads(TASK)
     for section in (data, task):

@@ -11,20 +11,20 @@ import pytest
 
 WIDTHS = {"desk": 1280, "phone": 390}
 _BROKEN = "[...document.images].filter(i => !(i.complete && i.naturalWidth)).map(i => i.src)"
-_WIDE = "document.documentElement.scrollWidth"
+SCROLL_WIDTH = "document.documentElement.scrollWidth"
 _HEADING = "document.querySelector('h1').getBoundingClientRect()"
 
 
 class Quiet(SimpleHTTPRequestHandler):
-    """Serves files and says nothing of it."""
+    """A file server that does not log."""
 
-    def log_message(self, *given):
+    def log_message(self, *args):
         pass
 
 
 @pytest.fixture(scope="module")
 def address(site):
-    """Where the site is served; its search cannot read a disk."""
+    """Serve the site and return its address; its search does not work from files."""
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=site)) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
@@ -42,7 +42,7 @@ def test_every_page_fits_and_all_it_needs_is_there(name, site, address, browser,
     for path in sorted(one.relative_to(site) for one in site.rglob("*.html") if one.name != "404.html"):
         page.goto(f"{address}/{path}", wait_until="networkidle")
         page.screenshot(path=tmp_path / f"{path}.png".replace("/", "_"), full_page=True)
-        assert page.evaluate(_WIDE) <= width, f"{path} is wider than {width}"
+        assert page.evaluate(SCROLL_WIDTH) <= width, f"{path} is wider than {width}"
         assert page.evaluate(_BROKEN) == [], path
         heading = page.evaluate(_HEADING)
         assert heading["left"] >= 0 and heading["right"] <= width and heading["height"] > 0, path

@@ -17,15 +17,15 @@ pytest.importorskip("mkdocs", reason="the site needs the extra 'docs'")
 
 
 def names_of(site: Path) -> set[str]:
-    """What objects.inv, the index for other sites' references, has."""
+    """Return the names in objects.inv, the index for references from other sites."""
     data = (site / "objects.inv").read_bytes()
     lines = zlib.decompress(data.split(b"\n", 4)[4]).decode().splitlines()
     return {line.split()[0] for line in lines}
 
 
 def test_every_public_name_has_an_entry(site):
-    wanted = {f"ecrl.{name}" for name in ecrl.__all__} | {f"ecrl.kernels.{name}" for name in ecrl.kernels.__all__}
-    assert wanted - names_of(site) == set()
+    expected = {f"ecrl.{name}" for name in ecrl.__all__} | {f"ecrl.kernels.{name}" for name in ecrl.kernels.__all__}
+    assert expected - names_of(site) == set()
 
 
 def test_docstrings_read_as_they_are_meant(site):
@@ -35,11 +35,11 @@ def test_docstrings_read_as_they_are_meant(site):
     assert re.search(r"<dt>Gradient</dt>\s*<dd>\s*(<p>)?flows through <code>reward</code>", page)
     assert ">>> gae(torch.tensor([0.0, 1.0])" in text
     for path in (site / "reference").rglob("*.html"):
-        seen = re.sub(r"<(pre|code).*?</\1>", "", path.read_text(), flags=re.DOTALL)
-        assert not re.search(r"(Returns|Gradient|Raises|Source): |&gt;&gt;&gt; ", seen), f"{path.name}: left as it was"
+        prose = re.sub(r"<(pre|code).*?</\1>", "", path.read_text(), flags=re.DOTALL)
+        assert not re.search(r"(Returns|Gradient|Raises|Source): |&gt;&gt;&gt; ", prose), f"{path.name}: left as it was"
 
 
-def test_the_fields_of_a_rollout_and_of_a_state_are_told(site):
+def test_the_fields_of_a_rollout_and_of_a_state_are_documented(site):
     from ecrl.types import ROLLOUT_FIELDS, STATE_FIELDS
 
     page = unescape((site / "reference" / "kernels" / "types.html").read_text())
@@ -49,20 +49,20 @@ def test_the_fields_of_a_rollout_and_of_a_state_are_told(site):
 
 def test_no_name_in_angle_brackets_was_taken_for_html(site):
     for path in site.rglob("*.html"):
-        odd = re.search(r"<(?!/|!)(?:env|exp_name|id|time|run|name|file|index|N)\b[^>]*>", path.read_text())
-        assert not odd, f"{path}: {odd}"
+        tag = re.search(r"<(?!/|!)(?:env|exp_name|id|time|run|name|file|index|N)\b[^>]*>", path.read_text())
+        assert not tag, f"{path}: {tag}"
 
 
-def test_every_key_of_a_config_is_told(site):
+def test_every_key_of_a_config_is_documented(site):
     from support.schema_keys import walked
 
     text = "".join(path.read_text() for path in (site / "reference" / "config").glob("*.html"))
-    told = set(re.findall(r"<code>([\w]+)</code>", text))
+    documented = set(re.findall(r"<code>([\w]+)</code>", text))
     keys = {key.rpartition(".")[2] for key, _, _ in walked()} - {"*"}
-    assert len(keys) > 100 and keys - told == set()
+    assert len(keys) > 100 and keys - documented == set()
 
 
-def test_every_command_is_told(site):
+def test_every_command_is_documented(site):
     from ecrl.cli.main import _NO_OVERRIDES, _WITH_OVERRIDES
 
     page = (site / "reference" / "commands.html").read_text()
@@ -73,8 +73,8 @@ def test_every_command_is_told(site):
 def test_nothing_is_fetched_from_elsewhere(site):
     """Links of text may lead out; scripts, styles, fonts and pictures are the site's own."""
     for path in chain(site.rglob("*.html"), site.glob("site/*.css")):
-        found = re.findall(r"""(?:src=|<link[^>]*href=|url\(|@import )["']?(https?:)?//[^"')\s]+""", path.read_text())
-        assert found == [], path
+        urls = re.findall(r"""(?:src=|<link[^>]*href=|url\(|@import )["']?(https?:)?//[^"')\s]+""", path.read_text())
+        assert urls == [], path
 
 
 def test_every_link_within_the_site_leads_somewhere(site):
@@ -82,8 +82,8 @@ def test_every_link_within_the_site_leads_somewhere(site):
     texts = {path: path.read_text() for path in site.rglob("*.html")}
     ids = {path: set(re.findall(r'\bid="([^"]+)"', text)) for path, text in texts.items()}
     for path, text in texts.items():
-        found = {urlsplit(unescape(href)) for href in re.findall(r'href="([^"]*)"', text)}
-        for link in (one for one in found if not one.scheme and path.name != "404.html"):
+        links = {urlsplit(unescape(href)) for href in re.findall(r'href="([^"]*)"', text)}
+        for link in (one for one in links if not one.scheme and path.name != "404.html"):
             target = (path.parent / unquote(link.path)).resolve() if link.path not in ("", ".") else path
             target = target / "index.html" if target.is_dir() else target
             assert target.exists(), f"{path.relative_to(site)}: {link.path}"
@@ -92,7 +92,7 @@ def test_every_link_within_the_site_leads_somewhere(site):
 
 
 def anchors(page: str) -> set[str]:
-    """Of the headings of a Markdown file, as they are on a code host and in the site."""
+    """Return the anchors of a Markdown file's headings, which are equal on a code host and in the site."""
     heads = re.findall(r"^#+ (.*)", (ROOT / page).read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\s-]", "", head.lower()).strip().replace(" ", "-") for head in heads}
 
@@ -104,7 +104,7 @@ def links(page: str) -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_of_the_files_lead_somewhere(page):
-    """On a code host, where there is no site; `mkdocs build --strict` looks at those of the site."""
+    """Links between Markdown files work on a code host; `mkdocs build --strict` checks the links of the site."""
     for link in links(page):
         parts = urlsplit(link)
         if parts.scheme:

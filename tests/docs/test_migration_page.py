@@ -47,11 +47,11 @@ LOGS = sorted({name for row in ROWS["Log names"] for name in spans(row[1])})
 def test_every_name_on_the_right_is_there(name):
     module, _, attribute = name.rpartition(".")
     try:
-        found = getattr(import_module(module), attribute)
+        value = getattr(import_module(module), attribute)
     except ModuleNotFoundError:  # a field of a record, such as ecrl.Env.step
         home, _, record = module.rpartition(".")
-        found = getattr(import_module(home), record).__dataclass_fields__[attribute]
-    assert found is not None
+        value = getattr(import_module(home), record).__dataclass_fields__[attribute]
+    assert value is not None
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -81,7 +81,7 @@ def test_every_row_has_a_left_and_a_right():
 def test_every_log_name_on_the_right_is_logged(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    seen = set()
+    logged = set()
     few = {"trainer.iterations": 1, "trainer.enable_eval": True, "trainer.eval_freq": 1, "trainer.num_eval_episodes": 1}
     runs = {"ppo": {}, "grpo": {"algorithm": {"name": "grpo", "cfg": {"group_size": 2}}}}
     for name, changes in runs.items():
@@ -89,7 +89,7 @@ def test_every_log_name_on_the_right_is_logged(tmp_path):
         train(init_state(cfg), cfg, tmp_path / name, progress=False)
         events = EventAccumulator(str(tmp_path / name / "logs"))
         events.Reload()
-        seen |= set(events.Tags()["scalars"])
+        logged |= set(events.Tags()["scalars"])
     for log in LOGS:
         pattern = re.compile(re.sub("<[a-z]+>", r"\\w+", log))
-        assert any(pattern.fullmatch(name) for name in seen), f"{log} is not among {sorted(seen)}"
+        assert any(pattern.fullmatch(name) for name in logged), f"{log} is not among {sorted(logged)}"

@@ -1,6 +1,6 @@
-"""The notebooks: committed with what they show, and run by nbmake, with small numbers and among the long tests whole.
+"""The notebooks: committed with their outputs, and run by nbmake with small numbers; the long tests run them in full.
 
-What they show is made anew by
+This command makes the outputs again:
 `jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False notebooks/*.ipynb`.
 """
 
@@ -24,7 +24,7 @@ SMALL = {  # in place of the numbers in the cell that is tagged `parameters`
     "04_many_seeds": 'seeds, iterations, repeats, grid_iterations, compiling = 4, 1, 1, 1, "off"',
     "05_push_cube": "iterations, episodes, filmed = 1, 2, 1",
 }
-CLAIMS = {  # what a notebook says that its run shows
+CLAIMS = {  # claims of a notebook about its run
     "00_quickstart": 'assert min(here["eval/avg_reward"], gymnasium["eval/avg_reward"]) >= 475\n'
     'assert (same["params"] == state["params"]).all()',
     "02_add_an_algorithm": 'last = ecrl.evaluate(state, cfg, num_episodes=100, env="gymnasium:CartPole-v1")\n'
@@ -33,7 +33,7 @@ CLAIMS = {  # what a notebook says that its run shows
     "04_many_seeds": "assert (finals >= 475).sum() >= 60",
     "05_push_cube": 'assert result["eval/success_rate"] >= 0.85',
 }
-ELSEWHERE = {"GAE", "VTrace", "Squashed"} | {  # what kernels give, and what the other notebooks show at work
+ELSEWHERE = {"GAE", "VTrace", "Squashed"} | {  # results of kernels, and output that other notebooks show during a run
     "act_and_step", "collect_rollout", "episode_init", "episode_update", "loop", "restarted",
 }  # fmt: skip
 CELL_S = 24 * 3600  # nbmake stops a cell after 300 s by default, which a loaded machine may need
@@ -41,7 +41,7 @@ _OF_A_MACHINE = re.compile(r"/(?:home|root|Users|usr|opt|tmp|work|venv)\b|0x[0-9
 
 
 def outputs(notebook):
-    """What all cells gave, in their order."""
+    """Return the outputs of all cells, in order."""
     return [output for cell in cells(notebook) for output in cell["outputs"]]
 
 
@@ -87,7 +87,7 @@ def test_it_runs_with_smaller_numbers(name, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_it_runs_and_shows_what_it_says(name, tmp_path):
+def test_it_runs_and_shows_the_expected_numbers(name, tmp_path):
     check(name, executed(name, tmp_path, claims=CLAIMS.get(name, "")))
 
 
@@ -97,13 +97,13 @@ def test_what_is_committed_is_of_a_whole_run_small_and_of_no_machine_in_particul
     notebook = json.loads(text)
     check(name, notebook)
     assert len(text) < 500_000
-    told = [line for cell in notebook["cells"] for line in _words(cell)]
-    assert [line for line in told if _OF_A_MACHINE.search(line)] == []
+    lines = [line for cell in notebook["cells"] for line in _words(cell)]
+    assert [line for line in lines if _OF_A_MACHINE.search(line)] == []
     assert [cell["metadata"] for cell in notebook["cells"] if "execution" in cell["metadata"]] == [], "no times of day"
 
 
 def _words(cell):
-    """What is read of a cell and its outputs, without pictures and videos."""
+    """Return the text lines of a cell and its outputs, without pictures and videos."""
     yield "".join(cell["source"])
     for output in cell.get("outputs", ()):
         yield "".join(output.get("text", ""))

@@ -17,19 +17,19 @@ from support.notebook_files import NEEDED, NOTEBOOKS, PICTURES, VIDEOS, cells
 from support.paths import ROOT
 
 PATIENCE_S = 7200.0
-PROGRESS = {"00_quickstart", "02_add_an_algorithm", "05_push_cube"}  # those that call `ecrl.train`
+PROGRESS = {"00_quickstart", "02_add_an_algorithm", "05_push_cube"}  # the notebooks that call `ecrl.train`
 SETTINGS = {
     "notebook-extension/tracker": {"windowingMode": "none"},  # all cells are there, seen or not
     "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
 }
 _SHOW_ALL = "document.querySelectorAll('.jp-NotebookPanel *').forEach(e => e.scrollTop = 0)"
 _HEIGHT = "Math.max(...[...document.querySelectorAll('.jp-NotebookPanel *')].map(e => e.scrollHeight))"
-_PLAYS = "async v => { v.muted = true; await v.play(); return [v.duration, v.videoWidth] }"
+PLAY_VIDEO = "async v => { v.muted = true; await v.play(); return [v.duration, v.videoWidth] }"
 
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):
-    """Address of a JupyterLab with the configs and the notebooks, which have no outputs yet."""
+    """Start a JupyterLab with the configs and the notebooks without outputs; yield its address."""
     pytest.importorskip("jupyterlab")
     folder = tmp_path_factory.mktemp("lab")
     shutil.copytree(ROOT / "configs", folder / "configs")
@@ -46,8 +46,8 @@ def lab(tmp_path_factory):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    given = [f"--port={port}", f"--ServerApp.root_dir={folder}", "--IdentityProvider.token=", "--allow-root"]
-    command = [sys.executable, "-m", "jupyterlab", "--no-browser", *given]
+    args = [f"--port={port}", f"--ServerApp.root_dir={folder}", "--IdentityProvider.token=", "--allow-root"]
+    command = [sys.executable, "-m", "jupyterlab", "--no-browser", *args]
     env = os.environ | {"JUPYTERLAB_SETTINGS_DIR": str(folder / "settings")}
     with (folder / "log").open("w") as log, subprocess.Popen(command, env=env, stdout=log, stderr=log) as server:
         yield f"http://127.0.0.1:{port}"
@@ -55,7 +55,7 @@ def lab(tmp_path_factory):
 
 
 def opened(browser, address, name):
-    """The notebook's page, all cells of which were asked to run."""
+    """Open the notebook's page and run all cells."""
     page = browser.new_page(viewport={"width": 1280, "height": 900})
     page.set_default_timeout(PATIENCE_S * 1000)
     for left in reversed(range(600)):
@@ -74,7 +74,7 @@ def opened(browser, address, name):
 
 
 def followed(page):
-    """Texts that the places of progress showed until all cells had run, and the largest number of such places."""
+    """Return the texts of progress lines until all cells had run, and the largest number of progress lines."""
     texts, most = [], 0
     prompts, place = page.locator(".jp-InputPrompt"), page.locator(".jp-OutputArea-output pre", has_text="steps/s")
     until = time.monotonic() + PATIENCE_S
@@ -100,7 +100,7 @@ def test_a_person_sees_progress_pictures_and_video(name, lab, browser, tmp_path)
     videos = page.locator(".jp-OutputArea-output video").all()
     assert len(videos) == VIDEOS.get(name, 0)
     for video in videos:
-        seconds, width = video.evaluate(_PLAYS)
+        seconds, width = video.evaluate(PLAY_VIDEO)
         assert seconds > 1.0 and width > 100
     page.set_viewport_size({"width": 1280, "height": min(int(page.evaluate(_HEIGHT)) + 250, 16_000)})
     page.evaluate(_SHOW_ALL)

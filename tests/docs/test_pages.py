@@ -20,7 +20,6 @@ from support.paths import ROOT
 from tensordict import TensorDict
 
 import ecrl
-from ecrl import registry
 from ecrl.config import config_from_dict, presets
 
 SKIPPED = {
@@ -74,11 +73,11 @@ AFTER = {
     "docs/mujoco_tasks.md": _after_mujoco_tasks,
     "docs/getting_started.md": _after_getting_started,
 }
-"""What the code of a page must have done, beside running."""
+"""Checks of a page's code, after it ran."""
 
 
 def _tensors() -> dict[str, Any]:
-    """What the README's kernels are given."""
+    """Return the arguments of the kernels in the README."""
     no, of = torch.zeros(2, 4, dtype=torch.bool), torch.Generator().manual_seed(1)
     fields = {key: torch.randn(2, 4, generator=of) for key in ("reward", "value")}
     fields |= {"terminated": no, "truncated": no, "done": no}
@@ -86,15 +85,13 @@ def _tensors() -> dict[str, Any]:
     return steps | {"rollout": TensorDict(fields, [2, 4]), "next_value": fields["value"][:, 1:]}
 
 
-GIVEN = {"README.md": _tensors}
-"""Names that a page's code takes for granted."""
+NAMES_OF_PAGE = {"README.md": _tensors}
+"""Names that a page's code uses without defining them."""
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """A folder with small configs; parts and modules that a page makes are forgotten afterwards."""
-    registry.registered("env")
-    monkeypatch.setattr(registry, "_ENTRIES", {kind: dict(known) for kind, known in registry._ENTRIES.items()})
+def folder(restored_registry, tmp_path, monkeypatch):
+    """Return a folder with small configs; forget the parts and modules of a page afterwards."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.chdir(tmp_path)
     doc_pages.small_configs(tmp_path)
@@ -124,7 +121,7 @@ def _command(line: str) -> None:
 
 
 def _merged(base: Any, part: Any) -> Any:
-    """`part` over `base`; an object that names another part stands alone."""
+    """Merge `part` into `base`; an object that names another part replaces it."""
     if not (isinstance(base, dict) and isinstance(part, dict)):
         return part
     return base | {key: _merged(base.get(key), value) for key, value in part.items()}
@@ -157,7 +154,7 @@ def _run(block: Block, names: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_the_code_of_a_page_runs(page, folder, capsys):
-    names = GIVEN.get(page, dict)()
+    names = NAMES_OF_PAGE.get(page, dict)()
     for block in blocks(page):
         _run(block, names)
     AFTER.get(page, id)(names)
@@ -165,8 +162,10 @@ def test_the_code_of_a_page_runs(page, folder, capsys):
 
 def test_what_is_skipped_is_still_there():
     lines = [line for page in PAGES for block in blocks(page) if block.language == "bash" for line in commands(block)]
-    found = [line.replace("'", "") for line in lines]
-    assert all(any(re.match(start, line) for line in found) for start in SKIPPED), "remove what is in no page any more"
+    lines_without_quotes = [line.replace("'", "") for line in lines]
+    assert all(any(re.match(start, line) for line in lines_without_quotes) for start in SKIPPED), (
+        "remove what is in no page any more"
+    )
     languages = {block.language for page in PAGES for block in blocks(page)}
     assert languages - {"python", "json", "bash"} == BARE
 

@@ -1,4 +1,4 @@
-"""What `check_env` says: nothing of sound environments, one line with place and advice for each fault of others."""
+"""Findings of `check_env`: none for a sound environment, and one line with place and advice for each fault."""
 
 import sys
 from dataclasses import replace
@@ -36,7 +36,7 @@ GOOD = Env(_reset, _step, box(0.0, 1.0, 3), Discrete(2))
 
 
 def _stepping(change):
-    """A step with something changed in what it gives, `change(state before, state after)`."""
+    """Return a step whose result is changed by `change(state before, state after)`."""
     return {"step": lambda s, a, noise: (lambda after: after.update(change(s, after)))(_step(s, a, noise))}
 
 
@@ -74,7 +74,7 @@ def _with(name, age, value):
     return change
 
 
-def _asks(state, action, noise):
+def _reads_values(state, action, noise):
     return _step(state, action, noise) if bool(state["obs"].sum() > -1) else state
 
 
@@ -131,7 +131,7 @@ FAULTS = {
         | {"reset": lambda keys: _reset(keys).set("age", torch.arange(keys.shape[-1]).expand(keys.shape) % 3)},
         "episodes of envs 0 and 2 do not end together (step 3), but lockstep is set; leave lockstep out",
     ),
-    "host read": ({"step": _asks}, "in _asks, reads values of a tensor"),
+    "host read": ({"step": _reads_values}, "in _reads_values, reads values of a tensor"),
     "raises in graphs": (
         {"step": lambda s, a, noise: _step(s, torch.tensor(a.tolist()), noise)},
         "step cannot be compiled",
@@ -146,18 +146,18 @@ def equal_speed(monkeypatch):
 
 
 def test_a_sound_environment_has_no_findings():
-    found = check_env(GOOD, num_steps=12)
-    assert found.findings == []
-    assert found.notes[0] == "8 episodes ended in 12 steps of 4 envs"
-    assert "env steps/s with one env" in found.notes[1]
+    report = check_env(GOOD, num_steps=12)
+    assert report.findings == []
+    assert report.notes[0] == "8 episodes ended in 12 steps of 4 envs"
+    assert "env steps/s with one env" in report.notes[1]
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_each_fault_is_one_line_with_its_place(name):
     change, message = FAULTS[name]
-    found = check_env(replace(GOOD, **change), num_steps=12).findings
-    assert any(message in line for line in found), found
-    assert all(line and "\n" not in line for line in found)
+    findings = check_env(replace(GOOD, **change), num_steps=12).findings
+    assert any(message in line for line in findings), findings
+    assert all(line and "\n" not in line for line in findings)
 
 
 @pytest.mark.parametrize(
@@ -231,11 +231,11 @@ def test_random_actions_fill_their_space():
 
 
 def test_gymnasium_environments_go_through_its_own_checker_too(recwarn):
-    found = check_env("gymnasium:CartPole-v1", num_steps=40)
-    assert found.findings == []
+    report = check_env("gymnasium:CartPole-v1", num_steps=40)
+    assert report.findings == []
     assert (
         "Gymnasium's checker: A Box observation space maximum value is infinity. This is probably too high."
-        in found.notes
+        in report.notes
     )
     assert not [w for w in recwarn if "Box observation" in str(w.message)]
     broken = {"name": "gymnasium", "cfg": {"id": "Count-v0", "kwargs": {"fault": "nan"}}}
@@ -261,7 +261,7 @@ gymnasium.register("Own-v0", CartPoleEnv, max_episode_steps=5)
 
 
 def test_the_command_line(monkeypatch, capsys, tmp_path):
-    def told(*args):
+    def check_env_cli(*args):
         monkeypatch.setattr(sys, "argv", ["ecrl", "check-env", *args])
         status = 0
         try:
@@ -270,35 +270,35 @@ def test_the_command_line(monkeypatch, capsys, tmp_path):
             status = ended.code
         return status, *capsys.readouterr()
 
-    status, out, _ = told("cartpole", "--num-steps", "16", "--env.cfg.max_episode_steps", "5")
+    status, out, _ = check_env_cli("cartpole", "--num-steps", "16", "--env.cfg.max_episode_steps", "5")
     assert status == 0 and out.startswith("cartpole: 12 episodes ended in 16 steps") and out.endswith("cartpole: ok\n")
-    status, out, _ = told("configs/pendulum_ppo.json", "--num-steps", "4")
+    status, out, _ = check_env_cli("configs/pendulum_ppo.json", "--num-steps", "4")
     assert status == 0 and out.endswith("configs/pendulum_ppo.json: ok\n")
-    status, out, _ = told("pendulum_ppo", "--num-steps", "4")
+    status, out, _ = check_env_cli("pendulum_ppo", "--num-steps", "4")
     assert status == 0 and out.endswith("pendulum_ppo: ok\n")
-    status, out, _ = told("ladder", "--num-steps", "4")
+    status, out, _ = check_env_cli("ladder", "--num-steps", "4")
     assert status == 1 and out.startswith("ladder: reset gives env 3 a different limit") and "ok" not in out
-    status, _, err = told("cartpole", "--env.cfg.gravit", "3")
+    status, _, err = check_env_cli("cartpole", "--env.cfg.gravit", "3")
     assert (status, err) == (2, "env.cfg.gravit: unknown key; did you mean 'gravity'?\n")
     monkeypatch.setattr(sys, "path", sys.path.copy())
     monkeypatch.chdir(tmp_path)
     (tmp_path / "one_of_my_own.py").write_text(OWN)
     own = ("gymnasium:one_of_my_own:Own-v0", "--num-steps", "8")
-    status, _, err = told(*own)
+    status, _, err = check_env_cli(*own)
     assert status == 2 and "belongs to module 'one_of_my_own', which is not imported" in err
-    status, out, err = told(*own, "--import", "one_of_my_own")
+    status, out, err = check_env_cli(*own, "--import", "one_of_my_own")
     assert status == 0 and "Own-v0: ok" in out, out + err
-    status, _, err = told(*own, "--import=two_of_my_own")
+    status, _, err = check_env_cli(*own, "--import=two_of_my_own")
     assert status == 2 and err.startswith("--import two_of_my_own: No module named")
-    status, _, err = told("cartpole", "--trainer.seed", "3")
+    status, _, err = check_env_cli("cartpole", "--trainer.seed", "3")
     assert status == 2 and err.startswith("trainer.seed: expected a key of the environment")
 
 
 @pytest.mark.parametrize(("gap", "declared"), [(9, "no truncation before step 9"), (NEVER, "no truncation")])
 def test_a_truncation_before_the_declared_gap_is_found(gap, declared):
     cut = _stepping(lambda _, after: {"terminated": after["age"] < 0, "truncated": after["age"] == 5})
-    found = check_env(replace(GOOD, **cut, min_truncation_gap=gap), num_steps=8).findings
-    assert found == [
+    findings = check_env(replace(GOOD, **cut, min_truncation_gap=gap), num_steps=8).findings
+    assert findings == [
         "truncated is true in env 0 after step 5, at step 5 of the episode, but min_truncation_gap declares "
         f"{declared}; lower it"
     ]

@@ -1,9 +1,11 @@
+"""The core of environments: auto-reset, time limits and batches, on small environments with known numbers."""
+
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
-from conftest import assert_no_retrace, assert_pure, close
+from support.checks import assert_no_retrace, assert_pure, close
 from tensordict import TensorDict
 
 from ecrl import rng
@@ -83,7 +85,7 @@ def test_auto_reset_first_final_obs_is_the_start(variant):
 
 
 def test_auto_reset_draw(variant):
-    # The start comes from the start stream of the key, the step's noise from the env stream, whatever the keys' shape.
+    # The start comes from the start stream of the key, the step's noise from the env stream, for any shape of keys.
     keys = torch.arange(6).reshape(3, 2)
     noise = variant(auto_reset(WALK).draw)(keys)
     close(noise["start", "obs"], rng.normal(rng.fold_in(keys, rng.START), (1,)), tol=1e-6)

@@ -4,19 +4,19 @@ from math import cos, pi, sin
 
 import pytest
 import torch
-from conftest import assert_no_retrace, assert_pure, close
 from pydantic import Field
+from support.checks import assert_no_retrace, assert_pure, close
 from support.small_runs import NET, last_state, same, small
 from tensordict import TensorDict
 
-from ecrl import registry, rng
+from ecrl import rng
 from ecrl.config import EventConfig
 from ecrl.config.model import ConfigModel
 from ecrl.envs import Env, auto_reset, make_env, restart, state_of, time_limit, with_events
 from ecrl.errors import ConfigError
 from ecrl.loop.build import build, with_eval_events
 from ecrl.loop.iteration import init_state, make_iteration
-from ecrl.registry import register_event, registered
+from ecrl.registry import register_event
 from ecrl.spaces import Discrete, box
 
 T, F = True, False
@@ -58,12 +58,6 @@ def rollout(env, num_envs=N, length=8, seed=0, index=None):
     for t in range(length):
         states.append(env.step(states[-1], action, noise[t]))
     return torch.stack(states, 1)
-
-
-@pytest.fixture
-def _put_back(monkeypatch):
-    registered("event")
-    monkeypatch.setattr(registry, "_ENTRIES", {kind: dict(known) for kind, known in registry._ENTRIES.items()})
 
 
 def test_without_events_the_environment_is_the_same_object():
@@ -125,13 +119,13 @@ def test_an_interval_event_of_pendulum_by_hand(variant):
     keys = torch.arange(2)
     state = env.reset(keys).update({"angle": torch.zeros(2), "speed": torch.zeros(2)})
     step = variant(env.step)
-    seen = []
+    observed = []
     for _ in range(3):
         state = step(state, torch.zeros(2, 1), env.draw(keys))
-        seen.append((state["angle"], state["speed"], state["obs"]))
-    close(torch.stack([s for _, s, _ in seen], 1), [[0.0, 1.0, 1.0374844]] * 2, tol=1e-6)
-    close(torch.stack([a for a, _, _ in seen], 1), [[0.0, 0.05, 0.1018742]] * 2, tol=1e-6)
-    close(seen[1][2], [[cos(0.05), sin(0.05), 1.0]] * 2, tol=1e-6)
+        observed.append((state["angle"], state["speed"], state["obs"]))
+    close(torch.stack([s for _, s, _ in observed], 1), [[0.0, 1.0, 1.0374844]] * 2, tol=1e-6)
+    close(torch.stack([a for a, _, _ in observed], 1), [[0.0, 0.05, 0.1018742]] * 2, tol=1e-6)
+    close(observed[1][2], [[cos(0.05), sin(0.05), 1.0]] * 2, tol=1e-6)
 
 
 def test_an_interval_event_of_cartpole_by_hand(variant):
@@ -324,7 +318,7 @@ class NothingConfig(ConfigModel):
     """No settings."""
 
 
-def test_an_event_of_ones_own(_put_back):
+def test_an_event_of_a_user(restored_registry):
     @register_event("shove")
     def shove(cfg: ShoveConfig):
         def apply(state, keys):
@@ -341,7 +335,7 @@ def test_an_event_of_ones_own(_put_back):
         small(**{"trainer.events.train": {"mine": {"func": "shov"}}})
 
 
-def test_an_event_that_is_replaced_is_not_remembered(_put_back):
+def test_an_event_that_is_replaced_is_not_remembered(restored_registry):
     def make(by):
         def shove(cfg: NothingConfig):
             return lambda state, keys: state.copy().update({"drag": state["drag"] + by})
@@ -354,8 +348,8 @@ def test_an_event_that_is_replaced_is_not_remembered(_put_back):
     assert (rollout(with_events(SLIDE, {"mine": custom("shove")}))["drag"] == 6.0).all()
 
 
-def test_an_event_may_write_on_what_it_is_given(_put_back):
-    """It is given a copy: environments it does not happen to, and the caller's state, stay as they were."""
+def test_an_event_may_write_on_what_it_is_given(restored_registry):
+    """The event gets a copy: other environments and the caller's state do not change."""
 
     @register_event("careless")
     def careless(cfg: NothingConfig):
@@ -399,7 +393,7 @@ BAD = {
 
 @pytest.mark.parametrize("mode", ["startup", "reset", "interval"])
 @pytest.mark.parametrize("name", BAD)
-def test_events_that_do_not_fit_the_state_are_refused(_put_back, name, mode):
+def test_events_that_do_not_fit_the_state_are_refused(restored_registry, name, mode):
     change, message = BAD[name]
 
     @register_event("bad")
@@ -542,13 +536,13 @@ def test_vmapped_seeds_with_events_equal_single_ones():
     states = [init_state(cfg, key=torch.tensor(seed)) for seed in (1, 2)]
     stacked, _ = torch.vmap(make_iteration(cfg), randomness="error")(torch.stack([s.clone() for s in states]))
     for i, state in enumerate(states):
-        alone, _ = make_iteration(cfg)(state)
-        for name, leaf in alone["env"].flatten_keys("/").items():
+        single, _ = make_iteration(cfg)(state)
+        for name, leaf in single["env"].flatten_keys("/").items():
             close(stacked["env"].flatten_keys("/")[name][i], leaf, tol=1e-4)
 
 
 def test_the_members_of_a_grpo_group_share_their_events_and_keep_their_worlds():
-    # Every rollout starts episodes anew; what startup drew stays, and the steps of a life are counted on.
+    # Every rollout starts new episodes; values of startup events stay, and the steps since startup continue.
     world = event("angle", 0.0, 3.0, mode="startup", operation="set").model_dump()
     cfg = small(
         **{
@@ -581,7 +575,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("key", CHANGES)
-def test_every_key_of_an_event_changes_the_environments(_put_back, key):
+def test_every_key_of_an_event_changes_the_environments(restored_registry, key):
     @register_event("shove")
     def shove(cfg: NothingConfig):
         return lambda state, keys: state.copy().update({"angle": state["angle"] + 0.3})
@@ -606,7 +600,7 @@ def test_events_of_training_and_of_evaluation_are_apart():
     assert "events" not in none.reset(keys)
 
 
-@pytest.mark.usefixtures("_put_back")
+@pytest.mark.usefixtures("restored_registry")
 def test_an_event_that_shortens_a_limit_lowers_the_truncation_gap():
     class Shorter(ConfigModel):
         steps: int = Field(2, description="first step that may be truncated")

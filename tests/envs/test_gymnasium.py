@@ -7,9 +7,9 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from conftest import assert_pure, close
 from gymnasium import spaces
 from support import fake_gymnasium_envs
+from support.checks import assert_pure, close
 from support.gymnasium_workers import KEYS, SEEDS
 from support.small_runs import NET, small
 
@@ -91,7 +91,7 @@ def test_wrong_settings_are_refused_by_path(env, message):
         ("gymnasium:DictAction-v0", r"actions Dict\(.* expected Box, Discrete, MultiDiscrete or MultiBinary"),
     ],
 )
-def test_what_cannot_be_made_is_told_in_one_line(env, message):
+def test_an_environment_that_cannot_be_made_is_one_line(env, message):
     with pytest.raises(ConfigError, match=message) as error:
         make_env(env)
     assert "\n" not in str(error.value)
@@ -105,7 +105,7 @@ def test_what_cannot_be_made_is_told_in_one_line(env, message):
         ("imageio", "HalfCheetah-v5", "mujoco"),
     ],
 )
-def test_a_package_that_is_missing_is_told_with_the_extra_that_brings_it(package, gym_id, extra):
+def test_a_missing_package_is_reported_with_its_extra(package, gym_id, extra):
     if package == "imageio":
         pytest.importorskip("mujoco")  # which is missed first
     code = f"import sys; sys.modules[{package!r}] = None; import ecrl; ecrl.make_env('gymnasium:{gym_id}')"
@@ -125,7 +125,7 @@ def test_kwargs_and_time_limit_reach_the_environment():
     assert make_env("gymnasium:Pendulum-v1") is not env
 
 
-# What it computes
+# Values against a plain Gymnasium loop
 
 
 @pytest.mark.parametrize("gym_id", ["CartPole-v1", "MountainCarContinuous-v0"])
@@ -191,10 +191,10 @@ def test_the_final_observation_is_not_overwritten_by_the_reset():
 
 
 def test_states_are_inputs_only():
-    env = make_env({"name": "gymnasium:Tell-v0", "cfg": {"kwargs": {"acts": "box"}}})
+    env = make_env({"name": "gymnasium:Bandit-v0", "cfg": {"kwargs": {"acts": "box"}}})
     state, action = env.reset(KEYS), torch.full((4, 1, 2), 0.3)
     assert_pure(env.step, state.lock_(), action, None)
-    assert (action == 0.3).all()  # Tell multiplies its action by 0 in place, which no version counter sees
+    assert (action == 0.3).all()  # Bandit multiplies its action by 0 in place, which no version counter sees
 
 
 # Spaces
@@ -202,7 +202,7 @@ def test_states_are_inputs_only():
 
 @pytest.mark.parametrize("sees", fake_gymnasium_envs.OBSERVATIONS)
 def test_observations_of_every_kind(sees):
-    env = make_env({"name": "gymnasium:Tell-v0", "cfg": {"kwargs": {"sees": sees}}})
+    env = make_env({"name": "gymnasium:Bandit-v0", "cfg": {"kwargs": {"sees": sees}}})
     state = env.reset(KEYS)
     bit = [int(np.random.default_rng(seed).integers(2)) for seed in SEEDS]
     assert 0 < sum(bit) < 4
@@ -224,7 +224,7 @@ def test_observations_of_every_kind(sees):
 
 def _learns(**kwargs):
     """Mean reward in the first iteration and in the last, each of 512 episodes."""
-    cfg = small(**{"env": {"name": "gymnasium:Tell-v0", "cfg": {"kwargs": kwargs}}}, **FAST)
+    cfg = small(**{"env": {"name": "gymnasium:Bandit-v0", "cfg": {"kwargs": kwargs}}}, **FAST)
     state = init_state(cfg)
     logs = [float(r["logs"]["episode_reward_avg_100"]) for r in train_iter(state, cfg) if r["log_type"] == "collect"]
     return logs[0], logs[-1]
@@ -244,9 +244,9 @@ def test_every_kind_of_action_trains(acts):
 
 @pytest.mark.parametrize(("sees", "acts"), [("box", "choice"), ("dict", "choice"), ("tuple", "multi_discrete")])
 def test_action_masks_from_info_are_obeyed_and_train(sees, acts):
-    first, last = _learns(sees=sees, acts=acts, masked=True)  # Tell raises where a forbidden action comes
+    first, last = _learns(sees=sees, acts=acts, masked=True)  # Bandit raises where a forbidden action comes
     assert first < 0.85 and last > 0.95
-    env = make_env({"name": "gymnasium:Tell-v0", "cfg": {"kwargs": {"sees": sees, "acts": acts, "masked": True}}})
+    env = make_env({"name": "gymnasium:Bandit-v0", "cfg": {"kwargs": {"sees": sees, "acts": acts, "masked": True}}})
     parts = dict(env.observation_space.items)
     assert parts["action_mask"] == MultiDiscrete((2,) * (4 if acts == "choice" else 5))
     assert set(parts) == {"box": {"observation"}, "dict": {"z", "in"}, "tuple": {"0", "1"}}[sees] | {"action_mask"}
@@ -254,22 +254,22 @@ def test_action_masks_from_info_are_obeyed_and_train(sees, acts):
 
 
 def test_a_mask_of_several_actions_is_their_concatenation():
-    env = make_env({"name": "gymnasium:Tell-v0", "cfg": {"kwargs": {"acts": "multi_discrete", "masked": True}}})
+    env = make_env({"name": "gymnasium:Bandit-v0", "cfg": {"kwargs": {"acts": "multi_discrete", "masked": True}}})
     state = env.reset(KEYS)
     bit = state["obs", "observation"][:, 0, 0] > 0
     for row, b in zip(state["obs", "action_mask"].tolist(), bit.tolist(), strict=True):
         assert row == [True, True, not b, True, b]
 
 
-def test_actions_are_clipped_by_the_loop_alone():
+def test_only_the_loop_clips_actions():
     env = make_env("gymnasium:Pendulum-v1")
     assert isinstance(env.action_space, Box) and auto_reset(env) is env and not env.is_pure
-    wild, held = torch.full((4, 1), 50.0), torch.full((4, 1), 2.0)
-    obs = [one.step(one.reset(KEYS), a, None)["obs"] for one, a in ((clip_action(env), wild), (env, held))]
+    wild, clipped = torch.full((4, 1), 50.0), torch.full((4, 1), 2.0)
+    obs = [one.step(one.reset(KEYS), a, None)["obs"] for one, a in ((clip_action(env), wild), (env, clipped))]
     assert torch.equal(*obs)
 
 
-def test_success_is_told_where_the_environment_tells():
+def test_success_is_reported_if_the_environment_reports_it():
     state = count(info=True).reset(KEYS)
     assert state["info", "success"].isnan().all()
     env = count(info=True)
@@ -278,22 +278,22 @@ def test_success_is_told_where_the_environment_tells():
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_success_that_is_none_is_untold_and_what_is_no_number_is_refused_by_key(asynchronous):
-    def stepped(tells):
-        env = {"name": "gymnasium:Count-v0", "cfg": {"asynchronous": asynchronous, "kwargs": {"tells": tells}}}
+def test_success_of_none_is_missing_and_success_that_is_no_number_is_refused(asynchronous):
+    def stepped(success):
+        env = {"name": "gymnasium:Count-v0", "cfg": {"asynchronous": asynchronous, "kwargs": {"success": success}}}
         env = make_env(env)
         return env.step(env.reset(KEYS), choice(0, 0, 0, 0), None)["info", "success"]
 
     assert stepped("none").isnan().all()
     assert stepped("numpy").nan_to_num(-1.0).tolist() == [-1.0, -1.0, 1.0, -1.0]
-    for tells, given in (
+    for success, message in (
         ("text", "'yes'"),
         ("array", r"array\(\[\[1., 1.\], \[1., 1.\]\]\)"),
         ("object", "<class 'o.*'>"),
     ):
-        what = rf"reported info\['success'\] = {given}, expected a bool, a number or None, in step 1"
+        what = rf"reported info\['success'\] = {message}, expected a bool, a number or None, in step 1"
         with pytest.raises(UserError, match=rf"^env 2 \(gymnasium:Count-v0\) {what}$"):
-            stepped(tells)
+            stepped(success)
 
 
 def test_groups_share_their_starts_and_restart_the_environments_they_have():
@@ -324,9 +324,9 @@ def test_states_of_closed_other_or_loaded_environments_are_refused_by_name():
     env, other = make_env("gymnasium:CartPole-v1"), make_env("gymnasium:Acrobot-v1")
     state = env.reset(KEYS)
     loaded = state.clone().set("token", torch.zeros_like(state["token"]))
-    for refusing, given in ((other, state), (env, loaded)):
+    for refusing, wrong_state in ((other, state), (env, loaded)):
         with pytest.raises(UserError, match="envs not open in this process"):
-            refusing.step(given, choice(0, 1, 0, 1), None)
+            refusing.step(wrong_state, choice(0, 1, 0, 1), None)
     other.close(state)  # not its own: nothing happens
     state = env.step(state, choice(0, 1, 0, 1), None)
     env.close(state)
@@ -381,20 +381,20 @@ def test_a_fault_names_env_and_step_and_closes_all(fault, message):
 
 
 @pytest.mark.parametrize(
-    ("space", "rows", "told"),
+    ("space", "rows", "missing"),
     [
         (spaces.Dict({"a": spaces.Discrete(2), "b": spaces.Discrete(2)}), [{"a": 0, "b": 0}, {"a": 0}], "'b'"),
         (spaces.Tuple((spaces.Discrete(2), spaces.Discrete(2))), [(0, 1), (0,)], "1"),
         (spaces.Dict({"a": spaces.Discrete(2)}), [{"a": 0}, None], "'a'"),
     ],
 )
-def test_an_observation_that_lacks_a_part_is_named(space, rows, told):
-    with pytest.raises(BadValue, match=f"returned an observation without {told}, a part of its space") as error:
+def test_an_observation_that_lacks_a_part_is_named(space, rows, missing):
+    with pytest.raises(BadValue, match=f"returned an observation without {missing}, a part of its space") as error:
         collate(space, rows)
     assert error.value.env == 1
 
 
-def test_a_reset_that_fails_is_told_with_the_step_it_is_part_of():
+def test_a_failing_reset_is_reported_with_its_step():
     env, state = count(fault="raise in reset"), None
     with pytest.raises(
         UserError, match=r"env 2 \(gymnasium:Count-v0\) raised KeyError: .*reset.*, in step [123]"
@@ -406,7 +406,7 @@ def test_a_reset_that_fails_is_told_with_the_step_it_is_part_of():
 
 
 @pytest.mark.filterwarnings("ignore:.*Overriding environment:UserWarning")
-def test_an_id_registered_anew_with_other_spaces_is_refused_by_name():
+def test_an_id_registered_again_with_other_spaces_is_refused_by_name():
     def registered(size, actions):
         class Sized(gymnasium.Env):
             observation_space, action_space = gymnasium.spaces.Box(-1, 1, (size,)), gymnasium.spaces.Discrete(actions)

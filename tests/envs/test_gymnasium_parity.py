@@ -6,7 +6,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from conftest import close
+from support.checks import close
 
 from ecrl import rng
 from ecrl.config import EventConfig
@@ -84,7 +84,7 @@ def _compare(after, expected, tol):
 def test_random_states_and_actions(variant, name):
     count, limit = 2000, IDS[name][1]
     states, actions = _random(name, count, seed=1)
-    if name == "cartpole":  # float32 cannot tell on which side of a threshold it is closer than this
+    if name == "cartpole":  # closer to a threshold, float32 and float64 may differ
         edges = (states + 0.02 * states.roll(-1, -1))[:, [0, 2]].abs() - torch.tensor([2.4, TILT])
         states = states[edges.abs().amin(-1) > 1e-5][: count // limit * limit - limit]
         actions = actions[: len(states)]
@@ -92,7 +92,7 @@ def test_random_states_and_actions(variant, name):
     expected = _gym_steps(name, states, actions)
     exact = states.double() if variant.name == "double" else states  # 9.8 is another number in float32
     state, flags = STATE[name](exact, elapsed), torch.ones(len(states)).bool()
-    state.update({"terminated": flags, "truncated": flags.clone()})  # whatever a state's flags, a step sets its own
+    state.update({"terminated": flags, "truncated": flags.clone()})  # a step sets its flags, independent of the state's
     after = variant(make_env(name).step)(state, actions, torch.arange(len(states)))
     _compare(after, expected, _tol(variant))
     assert 0 < after["truncated"].sum() == len(states) // limit
@@ -123,7 +123,7 @@ def test_long_trajectory(name):
 @pytest.mark.parametrize("side", [-1.0, 1.0])
 @pytest.mark.parametrize(("column", "edge"), [(0, 2.4), (2, TILT)])
 def test_cartpole_thresholds_are_exclusive(column, edge, side):
-    # At rest the coordinate stays where it is: exactly the threshold goes on, the next float beyond it ends.
+    # At rest the coordinate does not change: the threshold itself continues, the next float beyond it ends.
     states = torch.zeros(3, 4, dtype=torch.float64)
     states[:, column] = side * torch.tensor([edge, nextafter(edge, 9.0), nextafter(edge, 0.0)], dtype=torch.float64)
     actions = torch.zeros(3, dtype=torch.int64)
@@ -134,10 +134,13 @@ def test_cartpole_thresholds_are_exclusive(column, edge, side):
 
 @pytest.mark.parametrize("name", IDS)
 def test_spaces(name):
-    env, theirs = make_env(name), gymnasium.make(IDS[name][0])
-    for ours, their in ((env.observation_space, theirs.observation_space), (env.action_space, theirs.action_space)):
-        assert to_gymnasium(ours) == their
-        assert to_gymnasium(from_gymnasium(their)) == their
+    env, gym_env = make_env(name), gymnasium.make(IDS[name][0])
+    for actual, expected in (
+        (env.observation_space, gym_env.observation_space),
+        (env.action_space, gym_env.action_space),
+    ):
+        assert to_gymnasium(actual) == expected
+        assert to_gymnasium(from_gymnasium(expected)) == expected
 
 
 @pytest.mark.parametrize(("name", "high"), [("cartpole", [0.05] * 4), ("pendulum", [pi, 1.0])])

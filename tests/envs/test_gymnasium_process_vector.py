@@ -1,4 +1,4 @@
-"""Environments in workers: equal to those in this process; whatever happens to one ends in one error, and no orphan."""
+"""Environments in workers: equal to environments in this process; every fault is one error and leaves no orphan."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import fake_gymnasium_envs  # noqa: F401  (registers Count-v0 and Tell-v0)
+from support import fake_gymnasium_envs  # noqa: F401  (registers Count-v0 and Bandit-v0)
 from support.gymnasium_workers import (
     KEYS,
     ZERO,
@@ -30,8 +30,8 @@ pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="children are
 
 
 def test_workers_give_what_this_process_gives():
-    told, before = {"info": True, "masks": True}, children()
-    env, here = workers(**told), make_env({"name": "gymnasium:Count-v0", "cfg": {"kwargs": told}})
+    kwargs, before = {"info": True, "masks": True}, children()
+    env, here = workers(**kwargs), make_env({"name": "gymnasium:Count-v0", "cfg": {"kwargs": kwargs}})
     assert (env.observation_space, env.action_space) == (here.observation_space, here.action_space)
     state, expected = env.reset(KEYS), here.reset(KEYS)
     mine = children() - before
@@ -105,7 +105,7 @@ def test_a_worker_killed_from_outside_ends_in_one_error():
     assert not children() - before
 
 
-def test_one_that_cannot_be_made_in_a_worker_is_told():
+def test_an_environment_that_a_worker_cannot_make_is_reported():
     with pytest.raises(ConfigError, match="env: gymnasium:Count-v0: raised RuntimeError: cannot be made"):
         workers(fault="make")
     with pytest.raises(ConfigError, match="NameNotFound"):
@@ -170,7 +170,7 @@ sys.stdin.readline()
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["killed", "exit"])
 def test_workers_end_with_their_parent_however_it_ends(end, tmp_path):
-    """Also one that hangs: in the third step, which the parent waits for when it is killed."""
+    """A hanging worker also ends: the parent is killed while it waits for the third step."""
     pipe, mark = subprocess.PIPE, tmp_path / "hangs"
     with subprocess.Popen([sys.executable, "-c", PARENT, end, str(mark)], stdin=pipe, stdout=pipe, text=True) as parent:
         assert parent.stdin is not None and parent.stdout is not None

@@ -1,4 +1,4 @@
-"""Vector envs of the user's own: one rollout from all three autoreset modes, and one error from whatever goes wrong."""
+"""Vector envs of the user's own: the same rollout in all three autoreset modes, and one error per fault."""
 
 import os
 import signal
@@ -8,12 +8,12 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from conftest import close
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers import RecordEpisodeStatistics
 from pydantic import Field
 from support import fake_gymnasium_envs
+from support.checks import close
 from support.gymnasium_workers import (
     KEYS,
     SEEDS,
@@ -57,18 +57,18 @@ def vectors(mode, kind=SyncVectorEnv, dicts=False, **kwargs):
     return lambda num_envs: kind([one] * num_envs, autoreset_mode=mode)
 
 
-def seen(obs):
+def vector_of(obs):
     return obs if not isinstance(obs, TensorDict) else obs["b"] if "b" in obs else obs["observation"]
 
 
 def by_obs(params, carry, obs, noise):
-    x = seen(obs)
+    x = vector_of(obs)
     action = (x[..., 0].abs() % 2).long()
     return carry, TensorDict({"action": action, "sample_log_prob": x[..., 0]}, x.shape[:1])
 
 
 def value(params, carry, obs):
-    return seen(obs)[..., 0].abs()
+    return vector_of(obs)[..., 0].abs()
 
 
 def rollout(env, length):
@@ -109,10 +109,10 @@ def test_masked_rows_do_not_leak_into_advantages():
     spoilt = apart.clone()
     hidden = ~apart["mask"][:, :-1]
     spoilt["reward"][:, :-1][hidden] = 1e6  # nothing that happens in a masked row may be seen elsewhere
-    (expected, _), (got, _) = (compute_gae(r, 0.9, 0.8) for r in (same, spoilt))
+    (expected, _), (actual, _) = (compute_gae(r, 0.9, 0.8) for r in (same, spoilt))
     for i in range(4):
         last = int(same["done"][i, :-1].nonzero()[-1]) + 1  # the open end is cut at another step
-        close(got[i][~hidden[i]][:last], expected[i][:last])
+        close(actual[i][~hidden[i]][:last], expected[i][:last])
         assert last >= 10
 
 
@@ -126,21 +126,21 @@ def test_it_is_the_same_environment_as_by_id():
 
 
 class VectorConfig(ConfigModel):
-    """Which mode."""
+    """The autoreset mode of the vector environment."""
 
     mode: str = Field(description="when the vector env starts the next episode")
 
 
-TOLD = []
+FINISHED = []
 
 
 class Recorded(RecordEpisodeStatistics):
-    """Of one environment; Gymnasium's wrapper of vector envs forgets running episodes in the mode DISABLED."""
+    """Record episodes of one environment; Gymnasium's vector wrapper loses running episodes in the mode DISABLED."""
 
     def step(self, action):
         out = super().step(action)
         if "episode" in out[4]:
-            TOLD.append((out[4]["episode"]["r"], out[4]["episode"]["l"]))
+            FINISHED.append((out[4]["episode"]["r"], out[4]["episode"]["l"]))
         return out
 
 
@@ -154,13 +154,13 @@ def recorded_cartpoles(cfg: VectorConfig):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_training_logs_the_statistics_that_gymnasium_records(mode):
-    TOLD.clear()
+    FINISHED.clear()
     env = {"name": "recorded_cartpoles", "cfg": {"mode": mode}}
     cfg = small(**{"env": env, "trainer.buffer_size": 40, "trainer.iterations": 3})
     state = init_state(cfg)
     *_, record, _ = train_iter(state, cfg)
-    rewards, lengths = zip(*TOLD, strict=True)
-    assert 10 < len(TOLD) < 100
+    rewards, lengths = zip(*FINISHED, strict=True)
+    assert 10 < len(FINISHED) < 100
     close(record["logs"]["episode_reward_avg_100"], np.mean(rewards))
     close(record["logs"]["episode_length_avg_100"], np.mean(lengths))
 
@@ -183,7 +183,7 @@ def test_one_seed_for_all_is_taken_where_a_vector_env_takes_no_more():
         env.reset(KEYS[[0, 0, 1, 1]])
 
 
-def test_a_vector_env_that_says_no_mode_is_refused():
+def test_a_vector_env_without_an_autoreset_mode_is_refused():
     def modeless(num_envs):
         made = CartPoleVectorEnv(num_envs)
         made.metadata = {}
@@ -231,7 +231,7 @@ def test_of_a_batch_of_final_observations_only_those_of_ends_are_read():
     assert _final(named, [1], both, {"final_obs": {"a": batch}})["a"].tolist() == [0, 2, 2]
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # in which Gymnasium tells what its workers raise
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Gymnasium warns about exceptions of its workers
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
@@ -292,7 +292,7 @@ def test_closing_may_be_repeated_whatever_became_of_the_workers(killed):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    ("tells", "message"),
+    ("kind", "message"),
     [
         ("text", r"env 2 .* reported info\['success'\] = 'yes', expected a bool, a number or None, in step 1"),
         (
@@ -301,15 +301,15 @@ def test_closing_may_be_repeated_whatever_became_of_the_workers(killed):
         ),
     ],
 )
-def test_success_that_is_no_number_is_refused_by_key(mode, tells, message):
-    env = from_vector(vectors(mode, tells=tells), timeout=600.0)
+def test_success_that_is_no_number_is_refused_by_key(mode, kind, message):
+    env = from_vector(vectors(mode, success=kind), timeout=600.0)
     with pytest.raises(UserError, match=message):
         env.step(env.reset(KEYS), torch.zeros(4).long(), None)
-    env = from_vector(vectors(mode, tells="none"), timeout=600.0)
+    env = from_vector(vectors(mode, success="none"), timeout=600.0)
     assert env.step(env.reset(KEYS), torch.zeros(4).long(), None)["info", "success"].isnan().all()
 
 
-def test_success_told_once_for_all_environments_is_refused_by_key():
+def test_one_success_value_for_all_environments_is_refused_by_key():
     class Scalar(SyncVectorEnv):
         def step(self, actions):
             out = super().step(actions)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import close
+from support.checks import close
 from support.image_probe import CONV, IMAGE, MLP, PARTS, TinyConv, image, seeing
 from support.small_runs import last_state, same
 from tensordict import TensorDict
@@ -53,9 +53,9 @@ def test_state_and_rollout_hold_uint8(env, parts):
     cfg = seeing(env, parts, **SHORT)
     run, state = build(cfg), init_state(cfg)
     state, rollout = run.algorithm.iterate.collect(run, state.copy())
-    seen, final = _camera(rollout["obs"], parts), _camera(state["env", "final_obs"], parts)
-    assert seen.dtype == final.dtype == _camera(state["env", "obs"], parts).dtype == torch.uint8
-    assert seen.shape == (8, 3, 1, 8, 8) and seen.flatten(2).sum(-1).tolist() == [[200] * 3] * 8
+    images, final = _camera(rollout["obs"], parts), _camera(state["env", "final_obs"], parts)
+    assert images.dtype == final.dtype == _camera(state["env", "obs"], parts).dtype == torch.uint8
+    assert images.shape == (8, 3, 1, 8, 8) and images.flatten(2).sum(-1).tolist() == [[200] * 3] * 8
     if parts:
         assert rollout["obs", "state"].dtype == torch.float32
     ecrl.close(state, cfg)
@@ -202,7 +202,7 @@ def test_a_network_of_another_output_is_refused_with_its_key():
         make_policy({"name": "actor_only", "actor": {"type": "wide_probe"}}, IMAGE, Discrete(4))
 
 
-def test_normalisation_leaves_images_alone():
+def test_normalisation_does_not_change_images():
     cfg = seeing(parts=True, **SHORT, **{"policy.normalize_obs": True})
     state = last_state(cfg)
     assert [*state["norm", "obs"].keys()] == ["state"]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Variant, assert_pure, close
+from support.checks import Variant, assert_pure, close
 
 pytest.importorskip("mujoco.batch")
 
@@ -37,7 +37,7 @@ SQUARE = [0.0, -pi / 2, pi / 2, -pi / 2, -pi / 2, 0.0]
 PLACE, DOWN = [-0.688, -0.163941, 0.4871], [0.0, sqrt(0.5), sqrt(0.5), 0.0]  # half a turn about x, a quarter about z
 CUBE = {"uid": "cube", "shape": {"shape_type": "Cube", "size": [0.1, 0.1, 0.1]}, "init_pos": [-0.6, -0.4, 0.05]}
 POLE = {"robot_type": "CartPole", "init_pos": [0.0, 0.0, 1.0]}
-ODD = """<mujoco><worldbody><body><joint name="rail" type="slide" axis="1 0 0"/><geom size=".1"/><body>
+UNDRIVEN_JOINT = """<mujoco><worldbody><body><joint name="rail" type="slide" axis="1 0 0"/><geom size=".1"/><body>
 <joint name="free" axis="0 0 1"/><geom size=".1"/><body><joint name="slack" axis="0 1 0"/><geom size=".1" pos=".1 0 0"/>
 </body></body></body></worldbody>
 <actuator><position joint="rail" kp="9"/><position joint="free" kp="9"/></actuator></mujoco>"""
@@ -79,8 +79,8 @@ def going_on(sim, state):
 
 
 def task(terms, robot=None, **more):
-    given = {"robot": robot or {}, "actions": {name: {"func": f, "params": p} for name, (f, p) in terms.items()}}
-    return task_env(validate_section(TaskConfig, given | more, "env.cfg"), going_on)
+    cfg = {"robot": robot or {}, "actions": {name: {"func": f, "params": p} for name, (f, p) in terms.items()}}
+    return task_env(validate_section(TaskConfig, cfg | more, "env.cfg"), going_on)
 
 
 def run(env, state, action, steps):
@@ -94,10 +94,15 @@ def run(env, state, action, steps):
 
 
 def test_changes_of_positions(sim):
-    found = term("DeltaQposTerm", sim, scale=0.1)
-    assert (found.joints, found.drive, found.low, found.high) == (sim.robot.joints, "position", (-1.0,) * 6, (1.0,) * 6)
+    result = term("DeltaQposTerm", sim, scale=0.1)
+    assert (result.joints, result.drive, result.low, result.high) == (
+        sim.robot.joints,
+        "position",
+        (-1.0,) * 6,
+        (1.0,) * 6,
+    )
     state, action = state_at(sim, [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]), row(1, -1, 0, 0.5, -0.5, 2)
-    close(found.control(state, action), row(0.2, 0.1, 0.3, 0.45, 0.45, 0.8))
+    close(result.control(state, action), row(0.2, 0.1, 0.3, 0.45, 0.45, 0.8))
     close(term("DeltaQposTerm", sim).control(state, action), row(1.1, -0.8, 0.3, 0.9, 0.0, 2.6))  # scale 1
     some = term("DeltaQposTerm", sim, scale=2.0, joint_ids=[4, 1])
     assert some.joints == ("robot/wrist_2_joint", "robot/shoulder_lift_joint") and some.low == (-1.0, -1.0)
@@ -105,11 +110,11 @@ def test_changes_of_positions(sim):
 
 
 def test_positions(sim):
-    found = term("QposTerm", sim, scale=0.5)
+    result = term("QposTerm", sim, scale=0.5)
     limits = [2 * pi, 2 * pi, pi, 2 * pi, 2 * pi, 2 * pi]
-    close(torch.tensor(found.high), torch.tensor([2 * x for x in limits]))
-    close(torch.tensor(found.low), torch.tensor([-2 * x for x in limits]))
-    close(found.control(state_at(sim, HOME), row(2, -2, 1, 0, 0.5, 6)), row(1, -1, 0.5, 0, 0.25, 3))
+    close(torch.tensor(result.high), torch.tensor([2 * x for x in limits]))
+    close(torch.tensor(result.low), torch.tensor([-2 * x for x in limits]))
+    close(result.control(state_at(sim, HOME), row(2, -2, 1, 0, 0.5, 6)), row(1, -1, 0.5, 0, 0.25, 3))
     assert term("QposTerm", sim, joint_ids=[2]).high == pytest.approx((pi,))
     cart = made(POLE)
     both = term("QposTerm", cart, scale=2.0)  # the slide has 4 m, the pole turns freely
@@ -121,10 +126,10 @@ def test_places_between_the_limits(sim):
     """The elbow has -pi to pi: a quarter of the way up from the lowest is -pi/2."""
     state = state_at(sim, HOME)
     elbow = {"joint_ids": [2]}
-    found = term("QposDenormalizedTerm", sim, **elbow)
-    assert (found.low, found.high, found.drive) == ((-1.0,), (1.0,), "position")
-    close(found.control(state, row(-0.5)), row(-pi / 2))
-    close(found.control(state, row(1)), row(pi))
+    result = term("QposDenormalizedTerm", sim, **elbow)
+    assert (result.low, result.high, result.drive) == ((-1.0,), (1.0,), "position")
+    close(result.control(state, row(-0.5)), row(-pi / 2))
+    close(result.control(state, row(1)), row(pi))
     scaled = term("QposDenormalizedTerm", sim, **elbow, scale=0.5)
     assert (scaled.low, scaled.high) == ((-2.0,), (2.0,))
     close(scaled.control(state, row(-1)), row(-pi / 2))
@@ -137,9 +142,9 @@ def test_places_between_the_limits(sim):
 
 def test_normalized_positions_are_given_by_the_policy(sim):
     state, elbow = state_at(sim, HOME), {"joint_ids": [2]}
-    found = term("QposNormalizedTerm", sim, **elbow)
-    assert (found.low, found.high) == ((0.0,), (1.0,))
-    close(found.control(state, row(0.25)), row(-pi / 2))
+    result = term("QposNormalizedTerm", sim, **elbow)
+    assert (result.low, result.high) == ((0.0,), (1.0,))
+    close(result.control(state, row(0.25)), row(-pi / 2))
     scaled = term("QposNormalizedTerm", sim, **elbow, scale=0.25, range=[0.0, 2.0])
     assert scaled.high == (8.0,)
     close(scaled.control(state, row(2)), row(-pi / 2))
@@ -147,9 +152,9 @@ def test_normalized_positions_are_given_by_the_policy(sim):
 
 def test_velocities_and_forces(sim):
     for func, drive in (("QvelTerm", "velocity"), ("QfTerm", "force")):
-        found = term(func, sim, scale=3.0, joint_ids=[0, 5])
-        assert (found.drive, found.low, found.high) == (drive, (-1.0, -1.0), (1.0, 1.0))
-        close(found.control(state_at(sim, HOME), row(0.5, -1)), row(1.5, -3.0))
+        result = term(func, sim, scale=3.0, joint_ids=[0, 5])
+        assert (result.drive, result.low, result.high) == (drive, (-1.0, -1.0), (1.0, 1.0))
+        close(result.control(state_at(sim, HOME), row(0.5, -1)), row(1.5, -3.0))
         close(term(func, sim, joint_ids=[0]).control(state_at(sim, HOME), row(0.5)), row(0.5))
 
 
@@ -159,16 +164,16 @@ def test_velocities_and_forces(sim):
 # upside down about x, and a quarter back about the z that points down then
 @pytest.mark.parametrize("action", [(*PLACE, *DOWN), (*PLACE, pi, 0.0, -pi / 2)])
 def test_a_pose_by_hand_is_reached(sim, action):
-    found = term("EefPoseTerm", sim, pose_dim=len(action))
+    result = term("EefPoseTerm", sim, pose_dim=len(action))
     turned = (1.0,) * 4 if len(action) == 7 else (pi,) * 3
-    assert found.high == (1.5, 1.5, 1.5, *turned) and found.low == tuple(-x for x in found.high)
-    assert (found.joints, found.drive) == (sim.robot.joints, "position")
+    assert result.high == (1.5, 1.5, 1.5, *turned) and result.low == tuple(-x for x in result.high)
+    assert (result.joints, result.drive) == (sim.robot.joints, "position")
     for begin in (HOME, [0.2, -1.3, 1.8, -1.9, -1.2, 0.3]):
-        close(found.control(state_at(sim, begin), row(*action)), row(*SQUARE), 1e-4)
+        close(result.control(state_at(sim, begin), row(*action)), row(*SQUARE), 1e-4)
 
 
 def test_a_pose_is_of_the_world():
-    """The base a quarter turned about z, which takes (x, y) to (-y, x), and moved by (0.1, 0.2, 0.3)."""
+    """The base is rotated by 90 degrees about z, which maps (x, y) to (-y, x), and moved by (0.1, 0.2, 0.3)."""
     moved = made({"init_pos": [0.1, 0.2, 0.3], "init_rot": [0.0, 0.0, 90.0]})
     x, y, z = PLACE
     action = row(0.1 - y, 0.2 + x, 0.3 + z, pi, 0.0, pi)
@@ -187,14 +192,14 @@ def test_scale_is_of_place_and_angles_but_not_of_a_quaternion(sim):
 
 def test_what_cannot_be_reached_is_not_gone_to(sim):
     begin = torch.tensor([HOME] * 4) + row(0, 0.1, 0.2, 0.3)[:, None]
-    found = term("EefPoseTerm", sim)
+    result = term("EefPoseTerm", sim)
     far, none = (1.4, 1.4, 1.4, *DOWN), (*PLACE, 0.0, 0.0, 0.0, 0.0)
-    target = found.control(
+    target = result.control(
         state_at(sim, begin, (4,)), torch.stack([row(*x) for x in (far, (*PLACE, *DOWN), none, far)])
     )
     assert torch.equal(target[[0, 2, 3]], begin[[0, 2, 3]])
     close(target[1], row(*SQUARE), 1e-4)
-    broken = found.control(state_at(sim, HOME), row(inf, 0, 0, 1, 0, 0, 0))
+    broken = result.control(state_at(sim, HOME), row(inf, 0, 0, 1, 0, 0, 0))
     assert broken.isnan().all()  # and ends the episode, rather than standing still
 
 
@@ -202,8 +207,8 @@ def test_exactly_half_a_turn_off_is_not_there(sim):
     """The Jacobian's way is then unknown, and none is taken: that is not to have arrived."""
     state, tcp = state_at(sim, SQUARE), sim.robot.tcp["arm"]
     target = world.site_pose(sim, state["world"], tcp) * row(-1, -1, 1, 1)  # about the tool
-    found = inverse_kinematics(sim, state["world"], tcp, sim.robot.joints, target, iterations=1)
-    assert found.angle > 1.0 or (found.positions - row(*SQUARE)).abs().max() > 0.1
+    solution = inverse_kinematics(sim, state["world"], tcp, sim.robot.joints, target, iterations=1)
+    assert solution.angle > 1.0 or (solution.positions - row(*SQUARE)).abs().max() > 0.1
 
 
 def test_tolerances_and_steps_say_what_is_reached(sim):
@@ -230,15 +235,15 @@ def test_most_poses_are_found_and_exactly(sim):
         there = row(*HOME) + spread * (2 * torch.rand(many, 6, generator=gen) - 1)
         there[:, 2].clamp_(-pi, pi)
         target = world.site_pose(sim, state_at(sim, there, (many,))["world"], tcp)
-        found = inverse_kinematics(sim, state["world"], tcp, joints, target, iterations=15)
-        reached = (found.distance < 1e-3) & (found.angle < 1e-2)
+        solved = inverse_kinematics(sim, state["world"], tcp, joints, target, iterations=15)
+        reached = (solved.distance < 1e-3) & (solved.angle < 1e-2)
         shares.append(reached.float().mean().item())
-        at = world.site_pose(sim, state_at(sim, found.positions, (many,))["world"], tcp)
-        close((at - target)[:, :3, 3].norm(dim=-1), found.distance, 1e-6)
+        at = world.site_pose(sim, state_at(sim, solved.positions, (many,))["world"], tcp)
+        close((at - target)[:, :3, 3].norm(dim=-1), solved.distance, 1e-6)
         exact = at[reached] - target[reached]
         assert exact.abs().median() < 1e-6 and exact[:, :3, 3].norm(dim=-1).max() < 1e-3
         low, high = world.joint_limits(sim, joints)
-        assert (found.positions >= torch.tensor(low)).all() and (found.positions <= torch.tensor(high)).all()
+        assert (solved.positions >= torch.tensor(low)).all() and (solved.positions <= torch.tensor(high)).all()
     assert shares[0] == 1.0 and shares[1] > 0.99 and shares[2] > 0.65, shares
 
 
@@ -254,22 +259,22 @@ def test_linear_equations_are_solved(variant: Variant):
 def test_the_way_between_poses_is_the_vector_of_its_rotation(variant: Variant):
     axes = torch.nn.functional.normalize(torch.randn(16, 3, generator=torch.Generator().manual_seed(0)), dim=-1)
     angles = torch.linspace(0.0, 3.1, 16)
-    turn = torch.eye(4).repeat(16, 1, 1)
+    pose = torch.eye(4).repeat(16, 1, 1)
     spin = torch.linalg.cross((axes * angles[:, None])[:, None], torch.eye(3)[None]).mT  # spin @ v is axis x v
-    turn[:, :3, :3] = torch.linalg.matrix_exp(spin)
-    turn[:, :3, 3] = axes
-    close(variant(pose_error)(torch.eye(4).repeat(16, 1, 1), turn)[:, :3], axes, 1e-6)
-    found = pose_error(torch.eye(4).repeat(16, 1, 1), turn)[:, 3:]
-    close(found.norm(dim=-1), angles, 1e-5)
-    close((found * axes).sum(-1), angles, 1e-4)
-    close(pose_error(turn, turn), torch.zeros(16, 6), 1e-6)
-    close(pose_error(turn, torch.eye(4).repeat(16, 1, 1)), -torch.cat((axes, found), -1), 1e-6)
+    pose[:, :3, :3] = torch.linalg.matrix_exp(spin)
+    pose[:, :3, 3] = axes
+    close(variant(pose_error)(torch.eye(4).repeat(16, 1, 1), pose)[:, :3], axes, 1e-6)
+    actual = pose_error(torch.eye(4).repeat(16, 1, 1), pose)[:, 3:]
+    close(actual.norm(dim=-1), angles, 1e-5)
+    close((actual * axes).sum(-1), angles, 1e-4)
+    close(pose_error(pose, pose), torch.zeros(16, 6), 1e-6)
+    close(pose_error(pose, torch.eye(4).repeat(16, 1, 1)), -torch.cat((axes, actual), -1), 1e-6)
 
 
 def test_angles_are_those_of_the_scene():
     degrees = 180.0 * (2 * torch.rand(20, 3, generator=torch.Generator().manual_seed(0)) - 1)
-    for given, found in zip(degrees.tolist(), actions._quaternion(torch.deg2rad(degrees)), strict=True):
-        close(found, torch.tensor(scene._quaternion(tuple(given))), 1e-6)
+    for angles, quaternion in zip(degrees.tolist(), actions._quaternion(torch.deg2rad(degrees)), strict=True):
+        close(quaternion, torch.tensor(scene._quaternion(tuple(angles))), 1e-6)
 
 
 # --- any batch, any form ------------------------------------------------------------------------------------------
@@ -286,35 +291,37 @@ TERMS = [
 ]
 
 
-def some(sim, found, batch):
-    """States and actions, those of poses near the tool's."""
+def some(sim, action_term, batch):
+    """Return states and actions; actions of poses are near the tool's pose."""
     gen = torch.Generator().manual_seed(1)
     state = state_at(sim, row(*HOME) + 0.2 * torch.randn(*batch, 6, generator=gen), batch)
-    middle = {6: (*PLACE, 2.9, 0.1, 1.3), 7: (*PLACE, *DOWN)}[len(found.low)] if found.low[0] == -1.5 else 0.0
-    return state, torch.as_tensor(middle) + 0.05 * torch.randn(*batch, len(found.low), generator=gen)
+    middle = (
+        {6: (*PLACE, 2.9, 0.1, 1.3), 7: (*PLACE, *DOWN)}[len(action_term.low)] if action_term.low[0] == -1.5 else 0.0
+    )
+    return state, torch.as_tensor(middle) + 0.05 * torch.randn(*batch, len(action_term.low), generator=gen)
 
 
 @pytest.mark.parametrize(("func", "params"), TERMS)
 def test_every_batch_gives_the_same(sim, func, params):
-    found = term(func, sim, **params)
-    state, action = some(sim, found, (2, 3))
-    target = assert_pure(found.control, state, action)
-    assert target.shape == (2, 3, len(found.joints)) and target.dtype == torch.float32
-    assert (target != world.joint_positions(sim, state["world"], found.joints)).any(-1).all()
-    close(found.control(state.reshape(6), action.reshape(6, -1)).reshape(2, 3, -1), target, 1e-6)
-    close(found.control(state[1, 2], action[1, 2]), target[1, 2], 1e-6)
-    close(torch.func.vmap(torch.func.vmap(found.control))(state, action), target, 1e-6)
+    result = term(func, sim, **params)
+    state, action = some(sim, result, (2, 3))
+    target = assert_pure(result.control, state, action)
+    assert target.shape == (2, 3, len(result.joints)) and target.dtype == torch.float32
+    assert (target != world.joint_positions(sim, state["world"], result.joints)).any(-1).all()
+    close(result.control(state.reshape(6), action.reshape(6, -1)).reshape(2, 3, -1), target, 1e-6)
+    close(result.control(state[1, 2], action[1, 2]), target[1, 2], 1e-6)
+    close(torch.func.vmap(torch.func.vmap(result.control))(state, action), target, 1e-6)
 
 
 @pytest.mark.parametrize(("func", "params"), TERMS)
 def test_a_graph_of_a_term_gives_the_same(sim, func, params):
-    found = term(func, sim, **params)
-    given = some(sim, found, (3,))
-    leaves, structure = flatten(given)
-    graph, _ = traced(found.control, structure, leaves)
+    result = term(func, sim, **params)
+    inputs = some(sim, result, (3,))
+    leaves, structure = flatten(inputs)
+    graph, _ = traced(result.control, structure, leaves)
     loops = len(graph.graph.find_nodes(op="call_function", target=scan_op))
     assert loops == (func == "EefPoseTerm") and len(graph.graph.nodes) < 300  # however many iterations
-    close(graph(*leaves)[0], found.control(*given), 1e-5)
+    close(graph(*leaves)[0], result.control(*inputs), 1e-5)
 
 
 def steps(env, scan, state, keys, actions):
@@ -333,10 +340,10 @@ def test_compiled_steps_are_the_eager_ones():
     begin = env.reset(keys[0])
     with torch.no_grad():
         _, expected = steps(env, scan, begin, keys[1:], chosen)
-        _, found = form.jit(steps, env, form.scan)(begin, keys[1:], chosen)
+        _, actual = form.jit(steps, env, form.scan)(begin, keys[1:], chosen)
         vmapped = torch.func.vmap(form.jit(steps, env, form.scan), (None, 1, 1))
         apart = vmapped(begin[:1], keys[1:, :, None], chosen[:, :, None])[1][0]
-    for rows in (found[0], apart[:, :, 0].transpose(0, 1)):  # forces of stiff drives, then positions and velocities
+    for rows in (actual[0], apart[:, :, 0].transpose(0, 1)):  # forces of stiff drives, then positions and velocities
         close(rows[..., :6], expected[0][..., :6], 1e-2)
         close(rows[..., 6:], expected[0][..., 6:], 1e-4)
     assert not expected[1].any() and (expected[0][5:, :, 6:12].std(0) > 0.01).any()
@@ -370,7 +377,7 @@ def test_the_order_of_terms_is_that_of_their_names():
     close(world.joint_velocities(sim, after["world"], sim.robot.joints)[:, 0], row(0.2), 5e-3)
 
 
-def test_a_force_accelerates_the_cart_as_newton_says():
+def test_a_force_accelerates_the_cart_by_newtons_law():
     """With the pole upright and free, `F = (M + m - (m l)^2 / (I + m l^2)) a`.
 
     M = m = 1, l = 0.47, I = (0.03^2 + 0.5^2) / 3: the pole counts 1 - 0.72537 of its mass.
@@ -428,7 +435,7 @@ def test_a_pose_is_gone_to_in_a_task():
 
 
 @pytest.mark.parametrize(
-    ("func", "params", "told"),
+    ("func", "params", "message"),
     [
         ("DeltaQposTerm", {"robot_uid": "ur"}, "params.robot_uid: no robot 'ur'"),
         ("QposTerm", {"part_name": "amr"}, "params.part_name: unknown part 'amr'; did you mean 'arm'"),
@@ -442,20 +449,20 @@ def test_a_pose_is_gone_to_in_a_task():
         ("EefPoseTerm", {"joint_ids": [0]}, "params: joint_ids: unknown key"),
     ],
 )
-def test_settings_that_do_not_fit_are_told(sim, func, params, told):
-    with pytest.raises(ConfigError, match=told):
+def test_settings_that_do_not_fit_are_refused(sim, func, params, message):
+    with pytest.raises(ConfigError, match=message):
         term(func, sim, **params)
 
 
-def test_robots_that_do_not_fit_are_told():
+def test_robots_that_do_not_fit_are_refused():
     with pytest.raises(ConfigError, match="no end effector of 'arm'; known: none"):
         term("EefPoseTerm", made(POLE))
-    odd = made({"mjcf": ODD})
+    simulated = made({"mjcf": UNDRIVEN_JOINT})
     with pytest.raises(ConfigError, match="joint 'robot/slack' has no actuator"):
-        term("DeltaQposTerm", odd)
-    assert len(term("DeltaQposTerm", odd, joint_ids=[0, 1]).low) == 2
+        term("DeltaQposTerm", simulated)
+    assert len(term("DeltaQposTerm", simulated, joint_ids=[0, 1]).low) == 2
     with pytest.raises(ConfigError, match="joint 'robot/rail' has no limits, which this term needs for scaling"):
-        term("QposTerm", odd, joint_ids=[0])
-    assert term("QposTerm", odd, joint_ids=[1]).high == (pi,)
+        term("QposTerm", simulated, joint_ids=[0])
+    assert term("QposTerm", simulated, joint_ids=[1]).high == (pi,)
     with pytest.raises(ConfigError, match="drives joint 'robot/elbow_joint', which 'a' also drives"):
         task({"a": ("DeltaQposTerm", {"joint_ids": [2]}), "b": ("QfTerm", {"joint_ids": [1, 2]})})

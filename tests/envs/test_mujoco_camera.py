@@ -21,7 +21,7 @@ def _sim(*places, color=(1.0, 0.0, 0.0, 1.0)):
     shape = {"shape_type": "Sphere", "radius": 0.03}
     fixed = {"shape": shape, "body_type": "static", "color": list(color)}
     objects = [fixed | {"uid": f"ball{i}", "init_pos": list(place)} for i, place in enumerate(places)]
-    empty = "<mujoco><worldbody/></mujoco>"  # nothing else to be seen
+    empty = "<mujoco><worldbody/></mujoco>"  # nothing else is visible
     return simulation(SceneConfig.model_validate({"mjcf": empty, "light": {}, "rigid_object": objects}))
 
 
@@ -31,7 +31,7 @@ def _image(sim, targets=None, **camera):
 
 
 def _middle(image, channel=0):
-    """Where the coloured pixels are, on average: x from the left, y from the top, of pixels' middles."""
+    """Return the mean position of the coloured pixels: x from the left, y from the top, of pixel centres."""
     lit = image[..., channel] > image.sum(-1) - image[..., channel] + 20
     assert lit.any()
     return np.argwhere(lit).mean(0)[::-1] + 0.5
@@ -64,42 +64,42 @@ def test_where_a_ball_is_seen(place, settings, expected):
 
 @gl
 def test_goals_are_marked_and_vectors_of_cameras_and_lights_are_not():
-    sim, seen = _sim([9, 9, 9]), {"eye": [0, 0, 2], "target": [0, 0, 0], "intrinsics": [100, 100, 40, 30]}
+    sim, camera_cfg = _sim([9, 9, 9]), {"eye": [0, 0, 2], "target": [0, 0, 0], "intrinsics": [100, 100, 40, 30]}
     place = torch.tensor([0.4, 0.2, 0.0])
-    np.testing.assert_allclose(_middle(_image(sim, {"goal": place}, **seen), 1), (60, 20), atol=0.6)
-    empty = _image(sim, **seen)
-    assert np.array_equal(_image(sim, {"speed": torch.ones(1), camera.COLOR: place}, **seen), empty)
-    assert not np.array_equal(_image(sim, {"goal": place}, **seen), empty)
+    np.testing.assert_allclose(_middle(_image(sim, {"goal": place}, **camera_cfg), 1), (60, 20), atol=0.6)
+    empty = _image(sim, **camera_cfg)
+    assert np.array_equal(_image(sim, {"speed": torch.ones(1), camera.COLOR: place}, **camera_cfg), empty)
+    assert not np.array_equal(_image(sim, {"goal": place}, **camera_cfg), empty)
 
 
 @gl
 def test_targets_move_the_camera_and_change_the_light():
-    sim, seen = _sim([0, 0, 0], color=(0.5, 0.5, 0.5, 1)), {"eye": [0, -2, 0], "intrinsics": [900, 900, 40, 30]}
-    plain = _image(sim, **seen)
+    sim, camera_cfg = _sim([0, 0, 0], color=(0.5, 0.5, 0.5, 1)), {"eye": [0, -2, 0], "intrinsics": [900, 900, 40, 30]}
+    plain = _image(sim, **camera_cfg)
     moved = {camera.EYE: torch.tensor([0.5, 0.25, 1.0]), camera.TARGET: torch.tensor([0.0, 0.0, 0.01])}
-    other = seen | {"eye": [0.5, -1.75, 1.0], "target": [0.0, 0.0, 0.01]}
-    assert np.abs(_image(sim, moved, **seen) - _image(sim, **other)).max() <= 1
-    assert not np.array_equal(_image(sim, moved, **seen), plain)
+    other = camera_cfg | {"eye": [0.5, -1.75, 1.0], "target": [0.0, 0.0, 0.01]}
+    assert np.abs(_image(sim, moved, **camera_cfg) - _image(sim, **other)).max() <= 1
+    assert not np.array_equal(_image(sim, moved, **camera_cfg), plain)
     left, right = ({camera.DIRECTION: torch.tensor([x, 0.5, 0.0])} for x in (1.0, -1.0))  # which way it shines
-    bright = [_image(sim, light, **seen)[25:35] for light in (left, right)]
+    bright = [_image(sim, light, **camera_cfg)[25:35] for light in (left, right)]
     assert bright[0][:, :40].sum() > 1.2 * bright[0][:, 40:].sum()
     assert bright[1][:, 40:].sum() > 1.2 * bright[1][:, :40].sum()
-    red = _image(sim, {camera.COLOR: torch.tensor([1.0, 0.0, 0.0])}, **seen)
+    red = _image(sim, {camera.COLOR: torch.tensor([1.0, 0.0, 0.0])}, **camera_cfg)
     assert red[..., 0].sum() > 1.2 * red[..., 1].sum() and plain[..., 0].sum() == plain[..., 1].sum()
-    assert np.array_equal(_image(sim, **seen), plain)  # nothing of it lasts
+    assert np.array_equal(_image(sim, **camera_cfg), plain)  # nothing of it lasts
 
 
 @gl
-def test_two_cameras_at_once_see_what_each_sees_alone():
+def test_two_cameras_at_once_see_the_same_as_single_cameras():
     sim = _sim([0, 0, 0])
     near, far = (CameraConfig(resolution=(40, 30), eye=(0.0, y, 0.0)) for y in (-1.0, -3.0))
     row = start(sim, (1,))["physics"][0]
     with drawing(sim, near) as one:
-        alone = one(row, {})
+        single = one(row, {})
         with drawing(sim, far) as two:
-            assert not np.array_equal(two(row, {}), alone)
-            assert np.array_equal(one(row, {}), alone)
-        assert np.array_equal(one(row, {}), alone)
+            assert not np.array_equal(two(row, {}), single)
+            assert np.array_equal(one(row, {}), single)
+        assert np.array_equal(one(row, {}), single)
 
 
 def test_a_grid_is_filled_row_by_row():
@@ -111,7 +111,7 @@ def test_a_grid_is_filled_row_by_row():
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         ({"eye": [1, 2, 3], "target": [1, 2, 3]}, r"eye and target are the same point, \[1.0, 2.0, 3.0\]; move one"),
         ({"up": [0, 0, 1]}, r"up \[0.0, 0.0, 1.0\] is parallel to the viewing direction; choose another"),
@@ -121,8 +121,8 @@ def test_a_grid_is_filled_row_by_row():
         ({"fov": 60}, r"unknown key"),
     ],
 )
-def test_cameras_that_cannot_see_are_refused(settings, told):
-    with pytest.raises(ConfigError, match=told):
+def test_cameras_that_cannot_see_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
         validate_section(CameraConfig, settings, "camera")
 
 
@@ -138,12 +138,12 @@ def test_cameras_that_cannot_see_are_refused(settings, told):
     ],
 )
 def test_the_first_opengl_that_works_is_taken(monkeypatch, set_to, works, tried):
-    seen = []
+    tried_kinds = []
 
     def run(command, env, **_):
-        seen.append(env["MUJOCO_GL"])
-        assert f"mujoco.{seen[-1]} as gl" in command[-1] and "PYOPENGL_PLATFORM" not in env
-        return subprocess.CompletedProcess(command, int(seen[-1] not in works))
+        tried_kinds.append(env["MUJOCO_GL"])
+        assert f"mujoco.{tried_kinds[-1]} as gl" in command[-1] and "PYOPENGL_PLATFORM" not in env
+        return subprocess.CompletedProcess(command, int(tried_kinds[-1] not in works))
 
     monkeypatch.setenv("MUJOCO_GL", set_to) if set_to else monkeypatch.delenv("MUJOCO_GL", raising=False)
     monkeypatch.setenv("PYOPENGL_PLATFORM", "egl")
@@ -155,24 +155,24 @@ def test_the_first_opengl_that_works_is_taken(monkeypatch, set_to, works, tried)
         named = " and ".join(tried) + (", set by MUJOCO_GL" if set_to else "")
         with pytest.raises(UserError, match=rf"neither EGL .* \(tried {named}\); install one, such as"):
             choose()
-    assert seen == tried
+    assert tried_kinds == tried
 
 
 @pytest.mark.parametrize(
     "error", ["AttributeError: 'NoneType' object has no attribute 'glGetError'", "RuntimeError: no"]
 )
-def test_an_opengl_that_spoils_mujocos_import_is_named(monkeypatch, tmp_path, error):
-    kind, said = error.split(": ")
+def test_an_opengl_that_breaks_mujocos_import_is_named(monkeypatch, tmp_path, error):
+    kind, reason = error.split(": ")
     (tmp_path / "mujoco").mkdir()
-    (tmp_path / "mujoco" / "__init__.py").write_text(f'raise {kind}("{said}")')
+    (tmp_path / "mujoco" / "__init__.py").write_text(f'raise {kind}("{reason}")')
     monkeypatch.syspath_prepend(tmp_path)
     for name in [name for name in sys.modules if name.split(".")[0] == "mujoco"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setenv("MUJOCO_GL", "osmesa")
     with pytest.raises(UserError) as raised:
         mujoco()
-    told = "unset it, or install its library with apt-get: libosmesa6 for osmesa, libegl1 for egl"
-    assert str(raised.value) == f"MUJOCO_GL=osmesa does not work here ({said}); {told}"
+    message = "unset it, or install its library with apt-get: libosmesa6 for osmesa, libegl1 for egl"
+    assert str(raised.value) == f"MUJOCO_GL=osmesa does not work here ({reason}); {message}"
     monkeypatch.delenv("MUJOCO_GL")
-    with pytest.raises((AttributeError, RuntimeError), match=said):  # not its doing
+    with pytest.raises((AttributeError, RuntimeError), match=reason):  # not its doing
         mujoco()

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from conftest import assert_pure, close
 from support.camera_task import SMALL, TASK, filmed_run, gl
+from support.checks import assert_pure, close
 from tensordict import TensorDict
 
 from ecrl import rng
@@ -39,16 +39,16 @@ def _states(env, n=4):
 def test_an_image_is_what_the_camera_draws():
     env = _env()
     state = _states(env)
-    seen = assert_pure(camera_image(CONFIG, env.scene), state, None)
-    assert seen.shape == (4, 8, 12, 3) and seen.dtype == torch.float32
+    images = assert_pure(camera_image(CONFIG, env.scene), state, None)
+    assert images.shape == (4, 8, 12, 3) and images.dtype == torch.float32
     with drawing(env.scene, CONFIG) as draw:
         for i in range(4):
             expected = draw(state["world", "physics"][i], {"goal": state["targets", "goal"][i]}).copy()
-            close(seen[i] * 255.0, torch.from_numpy(expected))
+            close(images[i] * 255.0, torch.from_numpy(expected))
     left = state["targets", "goal"][:, 0] < -0.6
     assert 0 < left.sum() < 4
-    first, *others = seen[left]
-    assert all(torch.equal(first, x) for x in others) and not torch.equal(first, seen[~left][0])  # the goal is seen
+    first, *others = images[left]
+    assert all(torch.equal(first, x) for x in others) and not torch.equal(first, images[~left][0])  # the goal is seen
 
 
 @gl
@@ -84,8 +84,8 @@ def test_compiled_as_eager():
 
 @gl
 def test_a_policy_that_sees():
-    seen = {"func": "camera_image", "name": "camera", "params": TINY}
-    cfg = filmed_run(**{"env.cfg.observations": {"image": seen}, "trainer.enable_eval": False})
+    camera = {"func": "camera_image", "name": "camera", "params": TINY}
+    cfg = filmed_run(**{"env.cfg.observations": {"image": camera}, "trainer.enable_eval": False})
     state = init_state(cfg)
     assert state["env", "obs"].shape == (4, 8 * 12 * 3 + 18)
     after, _ = make_iteration(cfg)(state)
@@ -124,11 +124,11 @@ def test_before_the_first_draw_the_light_is_the_scenes():
     ranges = {"direction_range": [[-1, -1, -1], [1, 1, -0.5]], "color_range": [[0, 0, 0], [0.5, 0.5, 0.5]]}
     event = {"func": "randomize_light", "mode": "interval", "interval_step": 5, "params": ranges}
     light = {"direction": [1.0, 0.0, -1.0], "color": [0.2, 0.4, 0.6]}
-    for given, (direction, color) in (
+    for settings, (direction, color) in (
         ({"light": light}, light.values()),
         ({}, LightConfig.model_construct().model_dump(include={"direction", "color"}).values()),
     ):
-        cfg = TASK["cfg"] | {"events": TASK["cfg"]["events"] | {"z": event}} | given
+        cfg = TASK["cfg"] | {"events": TASK["cfg"]["events"] | {"z": event}} | settings
         targets = _states(make_env({"name": "film_task", "cfg": cfg}), 2)["targets"]
         along = torch.nn.functional.normalize(torch.tensor(direction), dim=0)
         close(torch.nn.functional.normalize(targets[camera.DIRECTION], dim=-1), along.expand(2, 3), 1e-6)
@@ -155,7 +155,7 @@ def test_events_of_a_task_change_what_is_seen_and_nothing_else(func, params):
 
 
 @pytest.mark.parametrize(
-    ("model", "settings", "told"),
+    ("model", "settings", "message"),
     [
         (RandomizeCameraConfig, {}, "give eye_range, target_range or both"),
         (RandomizeLightConfig, {}, "give direction_range, color_range or both"),
@@ -168,6 +168,6 @@ def test_events_of_a_task_change_what_is_seen_and_nothing_else(func, params):
         ),
     ],
 )
-def test_settings_that_say_nothing_are_refused(model, settings, told):
-    with pytest.raises(ConfigError, match=told):
+def test_settings_without_effect_are_refused(model, settings, message):
+    with pytest.raises(ConfigError, match=message):
         validate_section(model, settings, "params")

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import close
+from support.checks import close
 
 pytest.importorskip("mujoco.batch")
 
@@ -59,7 +59,7 @@ def rollout(env, number, length, loop=scan, seed=0):
 
 
 @pytest.mark.parametrize("name", ENVS)
-def test_it_keeps_the_contract_and_starts_anew_inside_a_rollout(name):
+def test_it_keeps_the_contract_and_restarts_inside_a_rollout(name):
     env = make_env(name)
     check_fields(env, name)
     state, (obs, _, ended) = rollout(auto_reset(env), 8, 60)
@@ -76,14 +76,14 @@ def test_an_env_behaves_alike_in_any_batch_and_on_any_threads(name):
         ends = [steps(env, scan, env.reset(keys[0]), keys[1:], actions) for env in many]
         for i in (0, 40):
             part = slice(i, i + 1)
-            alone, _ = steps(many[0], scan, many[0].reset(keys[0, part]), keys[1:, part], actions[:, part])
-            close(alone["obs"], ends[0][0]["obs"][part], 1e-6)  # reductions of the poses differ with the batch ...
-            assert torch.equal(alone["elapsed"], ends[0][0]["elapsed"][part])
+            single, _ = steps(many[0], scan, many[0].reset(keys[0, part]), keys[1:, part], actions[:, part])
+            close(single["obs"], ends[0][0]["obs"][part], 1e-6)  # reductions of the poses differ with the batch ...
+            assert torch.equal(single["elapsed"], ends[0][0]["elapsed"][part])
     assert same(ends[0][0], ends[1][0])  # ... not with the threads
 
 
 def test_the_physics_of_one_env_has_the_same_bits_in_any_batch():
-    """Where no network and no pose comes in between: the same states and actions."""
+    """Compare the same states and actions, without a network or a pose in between."""
     env = make_env("mujoco_pole")
     keys, actions = rng.split(rng.key(0), 64), rng.uniform(rng.key(1), (20, 64, 1))
     many, one = env.reset(keys), env.reset(keys[5:6])
@@ -110,9 +110,9 @@ def test_seeds_run_side_by_side_under_vmap():
     iteration = make_iteration(cfg)
     stacked, _ = torch.vmap(iteration, randomness="error")(torch.stack([s.clone() for s in states]))
     for i, state in enumerate(states):
-        alone, _ = iteration(state)
-        close(stacked["env", "obs"][i], alone["env", "obs"], 1e-4)
-        close(stacked["env", "world", "physics"][i][:, :7], alone["env", "world", "physics"][:, :7], 1e-4)
+        single, _ = iteration(state)
+        close(stacked["env", "obs"][i], single["env", "obs"], 1e-4)
+        close(stacked["env", "world", "physics"][i][:, :7], single["env", "world", "physics"][:, :7], 1e-4)
 
 
 @pytest.mark.slow
@@ -124,9 +124,9 @@ def test_compiled_equals_eager(name):
     begin = env.reset(keys[0])
     with torch.no_grad():
         eager, rows = steps(env, scan, begin, keys[1:], actions)
-        compiled, found = form.jit(steps, env, form.scan)(begin, keys[1:], actions)
+        compiled, result = form.jit(steps, env, form.scan)(begin, keys[1:], actions)
     assert rows[2].any()
-    for a, b in zip(found, rows, strict=True):
+    for a, b in zip(result, rows, strict=True):
         close(a, b, 1e-5)
     for key in ("obs", "elapsed", "reward"):
         close(compiled[key], eager[key], 1e-5)

@@ -4,7 +4,7 @@ from math import sqrt
 
 import pytest
 import torch
-from conftest import Variant, assert_pure, close
+from support.checks import Variant, assert_pure, close
 
 pytest.importorskip("mujoco.batch")
 
@@ -20,7 +20,6 @@ from support.fake_mujoco_task import (
     cube,
     happening,
     keys_of,
-    known_terms,
     outside,
     rollout,
     task,
@@ -43,13 +42,7 @@ from ecrl.loop.iteration import init_state, make_iteration
 from ecrl.pytree import flatten
 from ecrl.registry import lookup
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _terms():
-    with known_terms():
-        yield
-
-
+pytestmark = pytest.mark.usefixtures("mujoco_test_terms")
 CUBE, SLIDER = {"entity_cfg": {"uid": "cube"}}, {"entity_cfg": {"uid": "slider"}}
 MASS = CUBE_MASS
 EVENTS = {
@@ -144,7 +137,7 @@ def test_rotations_by_hand():
     # its z points to -y then: about it x turns to where its y was, to z, and its y to -x
     close(turned([90.0, 0.0, 90.0]).T, [Z, [-1.0, 0.0, 0.0], [0.0, -1.0, 0.0]], 1e-6)
     close(turned([0.0, 90.0, 90.0]).T, [Y, Z, X], 1e-6)  # its z points to x: y turns from there to z
-    close(turned([0.0, 0.0, 90.0], [90.0, 0.0, 0.0]).T, [Y, [-1.0, 0.0, 0.0], Z], 1e-6)  # whatever it was
+    close(turned([0.0, 0.0, 90.0], [90.0, 0.0, 0.0]).T, [Y, [-1.0, 0.0, 0.0], Z], 1e-6)  # independent of its old value
     # about its own z, which points to -y: its x turns to where its y was, to z
     close(turned([0.0, 0.0, 90.0], [90.0, 0.0, 0.0], relative_rotation=True).T, [Z, [-1.0, 0.0, 0.0], [0.0, -1.0, 0.0]])
 
@@ -175,8 +168,8 @@ def test_position_and_rotation_have_noise_of_their_own():
     drawn = place(sim, after)
     angle = torch.rad2deg(drawn[:, 1, 0])  # about z, small
     assert not torch.isclose(drawn[:, 2, 3], angle, atol=0.02).all()
-    alone = happened("randomize_rigid_object_pose", (9,), **CUBE, position_range=both["position_range"])[2]
-    close(place(sim, alone)[:, 0, 3], drawn[:, 0, 3], 1e-6)
+    position_only = happened("randomize_rigid_object_pose", (9,), **CUBE, position_range=both["position_range"])[2]
+    close(place(sim, position_only)[:, 0, 3], drawn[:, 0, 3], 1e-6)
 
 
 def test_a_kinematic_object_is_put_and_stays():
@@ -240,7 +233,7 @@ def test_joints_stay_within_their_limits():
     close(q[:, 0], [-1.0] * 3, 1e-6)
 
 
-def test_a_mass_answers_a_force_and_a_torque_as_newton_says():
+def test_a_mass_moves_under_force_and_torque_by_newtons_law():
     # F = 6 N during 0.02 s gives m v = 0.12; a torque of 0.01 N m about z gives I w = 0.0002, I = m 0.1^2 / 6
     sim, _, after = happened("randomize_rigid_object_mass", **MASS)
     mass = uniform([1.0], [3.0], 1, torch.arange(3))
@@ -345,7 +338,7 @@ def test_pushes_add_up():
 
 @pytest.mark.parametrize("form", ["eager", "vmapped", "strided"])
 @pytest.mark.parametrize("func", EVENTS)
-def test_an_event_is_pure_and_alike_in_every_form(func, form):
+def test_an_event_is_pure_and_equal_in_every_variant(func, form):
     sim, apply = made(func, **EVENTS[func])
     state, keys = state_in(sim), torch.arange(3)
     expected = apply(state, keys).flatten_keys("/")
@@ -358,19 +351,19 @@ def test_an_event_is_the_same_in_a_graph(func):
     sim, apply = made(func, **EVENTS[func])
     leaves, structure = flatten((state_in(sim), torch.arange(3)))
     graph, _ = traced(apply, structure, leaves)
-    other, _ = flatten((state_in(sim), torch.arange(3) + 7))  # it draws from the keys it is given
+    other, _ = flatten((state_in(sim), torch.arange(3) + 7))  # it draws from its keys
     expected, _ = flatten(apply(state_in(sim), torch.arange(3) + 7))
     for a, b in zip(graph(*other), expected, strict=True):
         close(a, b, 1e-6)
 
 
 @pytest.mark.parametrize("func", EVENTS)
-def test_an_event_draws_within_its_bounds_for_any_batch_and_from_keys_alone(func):
+def test_an_event_draws_within_its_bounds_and_only_from_keys_for_any_batch(func):
     sim, apply = made(func, **EVENTS[func])
     many, none = apply(state_in(sim, (2, 3)), torch.arange(6).reshape(2, 3)), state_in(sim, ())
     for i in range(6):
-        alone = assert_pure(apply, none, torch.tensor(i))
-        assert same(alone, many.reshape(6)[i])
+        single = assert_pure(apply, none, torch.tensor(i))
+        assert same(single, many.reshape(6)[i])
     changed = [k for k, leaf in many.flatten_keys("/").items() if not (leaf[0, 0] == leaf[1, 0]).all()]
     assert changed, "the draws are all the same"
 
@@ -437,11 +430,13 @@ def test_reset_happens_at_every_start_and_only_there():
 
 
 def test_the_observation_is_of_the_state_after_the_events():
-    seen = {"height": {"func": "rig_height", "name": "cube/height"}}
+    height_term = {"height": {"func": "rig_height", "name": "cube/height"}}
     up = [[0.0, 0.0, 0.0], [0.0, 0.0, 3.0]]
-    put = {m: happening("randomize_rigid_object_pose", m, **CUBE, position_range=up) for m in ("startup", "reset")}
-    for events in ({"put": put["startup"]}, {"put": put["reset"]}, put | LASTING):
-        env = auto_reset(task(events=events, observations=seen, max_episode_steps=2))
+    events_by_mode = {
+        m: happening("randomize_rigid_object_pose", m, **CUBE, position_range=up) for m in ("startup", "reset")
+    }
+    for events in ({"put": events_by_mode["startup"]}, {"put": events_by_mode["reset"]}, events_by_mode | LASTING):
+        env = auto_reset(task(events=events, observations=height_term, max_episode_steps=2))
         states = rollout(env, 4, 5)
         close(states["obs"][..., 0], height_of(env, states), 1e-6)
         assert len(states["obs"][:, 0, 0].unique()) == 4
@@ -477,7 +472,7 @@ def test_every_environment_counts_its_own_steps():
 
 
 def test_an_interval_event_comes_before_the_step_and_its_reward():
-    """What an event moves is not what the action achieved."""
+    """A reward does not count movements that an event causes."""
     lift = happening("randomize_rigid_object_pose", "interval", 2, **CUBE, position_range=[[0.0, 0.0, 2.0]] * 2)
     env = auto_reset(task(events={"lift": lift}, rewards={"fall": {"func": "rig_fall"}}))
     states = rollout(env, 2, 4)
@@ -544,11 +539,11 @@ def test_a_start_that_is_refused_is_drawn_again():
 
 
 def test_a_start_is_chosen_again_only_where_startup_events_have_a_say():
-    """What an object weighs leaves starts alone; where a goal is for life does not."""
-    asked = []
+    """A mass drawn at startup does not change the starts; a goal drawn at startup does."""
+    calls = []
 
     def far(sim, state):
-        asked.append(len(state))
+        calls.append(len(state))
         between = world.body_pose(sim, state["world"], "cube")[..., 0, 3] - state["targets", "goal_pose"][..., 0]
         return between.abs() > 0.05
 
@@ -557,13 +552,15 @@ def test_a_start_is_chosen_again_only_where_startup_events_have_a_say():
         events = LASTING | ANEW | {"goal": happening("randomize_target_pose", mode, **goal)}
         env = auto_reset(task(events=events, acceptable=far, max_episode_steps=2))
         state, noise = env.reset(keys_of(64)), env.draw(rng.split(rng.key(7), 8 * 64).reshape(8, 64))
-        asked.clear()
-        seen = [state := env.step(state, torch.zeros(64, 1), noise[t]) for t in range(8)]
-        assert bool(asked) == again
-        assert all(far(env.scene, state).all() for state in seen)
-        assert torch.equal(mass_of(env, seen[-1]), mass_of(env, seen[0])) and len(mass_of(env, state).unique()) == 64
-        assert len(place(env.scene, seen[-1])[:, 0, 3].unique()) == 64
-        same_goal = torch.equal(seen[-1]["targets", "goal_pose"], seen[0]["targets", "goal_pose"])
+        calls.clear()
+        states = [state := env.step(state, torch.zeros(64, 1), noise[t]) for t in range(8)]
+        assert bool(calls) == again
+        assert all(far(env.scene, state).all() for state in states)
+        assert (
+            torch.equal(mass_of(env, states[-1]), mass_of(env, states[0])) and len(mass_of(env, state).unique()) == 64
+        )
+        assert len(place(env.scene, states[-1])[:, 0, 3].unique()) == 64
+        same_goal = torch.equal(states[-1]["targets", "goal_pose"], states[0]["targets", "goal_pose"])
         assert same_goal == again
 
 
@@ -589,20 +586,20 @@ def test_an_event_may_write_on_what_it_is_given_and_sees_no_outcome():
     @registry.register_event("careless")
     def careless(cfg: NothingConfig):
         def apply(state, keys):
-            seen.append(sorted(state.keys()))
+            keys_received.append(sorted(state.keys()))
             state["force"] += 1.0
             return state
 
         return apply
 
-    seen = []
+    keys_received = []
     try:
         env = task(events={"c": {"func": "careless", "mode": "interval", "interval_step": 2}})
         state = env.reset(keys_of(2)).set(("life", "count"), torch.tensor([0, 1]))
         after = assert_pure(env.step, state, torch.zeros(2, 1), keys_of(2))
     finally:
         del registry._ENTRIES["event"]["careless"]
-    assert seen[-1] == ["action", "force", "world"]
+    assert keys_received[-1] == ["action", "force", "world"]
     vx = world.body_velocity(env.scene, after["world"], "cube")[0][:, 0]
     close(vx, [0.0, DT / 2.0], 1e-6)
 
@@ -643,7 +640,7 @@ def test_training_with_every_mode_keeps_masses_and_draws_starts(where):
     assert same(make_iteration(cfg)(state)[0], after)
 
 
-def test_a_grpo_rollout_starts_anew_with_the_same_masses():
+def test_a_grpo_rollout_restarts_with_the_same_masses():
     net = {"type": "mlp", "network_cfg": {"hidden_sizes": [8]}}
     grpo = {"algorithm": {"name": "grpo", "cfg": {"group_size": 2, "batch_size": 8}}}
     cfg = config(env={"events": ALL}, **grpo, **{"policy": {"name": "actor_only", "actor": net}})
@@ -662,9 +659,9 @@ def test_seeds_run_side_by_side_under_vmap():
     states = [init_state(cfg, key=torch.tensor(seed)) for seed in (1, 2)]
     stacked, _ = torch.vmap(make_iteration(cfg), randomness="error")(torch.stack([s.clone() for s in states]))
     for i, state in enumerate(states):
-        alone, _ = make_iteration(cfg)(state)
+        single, _ = make_iteration(cfg)(state)
         for key in (("world", "parameters"), ("world", "physics"), ("targets", "goal_pose"), "obs", ("life", "key")):
-            close(stacked["env"][key][i], alone["env"][key], 1e-4)
+            close(stacked["env"][key][i], single["env"][key], 1e-4)
 
 
 @pytest.mark.slow
@@ -684,8 +681,8 @@ def test_a_compiled_rollout_with_every_mode_equals_the_eager_one():
     with torch.no_grad():
         begin = env.reset(keys_of(8))
         eager, rows = steps(scan, begin, noise, actions)
-        compiled, found = form.jit(steps, form.scan)(begin, noise, actions)
-    for a, b in zip(found, rows, strict=True):
+        compiled, result = form.jit(steps, form.scan)(begin, noise, actions)
+    for a, b in zip(result, rows, strict=True):
         close(a, b, 1e-5)
     for key in ("obs", ("targets", "goal_pose"), ("life", "count"), ("world", "parameters"), "elapsed"):
         close(compiled[key], eager[key], 1e-5)
@@ -798,20 +795,20 @@ def test_masses_and_frictions_belong_to_the_events_of_the_task(func):
 def test_a_target_that_the_task_does_not_have_is_refused():
     its = outside({"it": happening("randomize_target_pose", **SPOT, store_key="gaol_pose")})
     env = auto_reset(task(events={"goal": happening("randomize_target_pose", **SPOT)}))
-    told = "trainer.events.it (randomize_target_pose): params.store_key: no target 'gaol_pose' in the task"
+    message = "trainer.events.it (randomize_target_pose): params.store_key: no target 'gaol_pose' in the task"
     with pytest.raises(ConfigError) as error:
         with_events(env, its).reset(keys_of())
-    assert str(error.value) == f"{told}; did you mean 'goal_pose'?; an event under env.cfg.events adds one"
+    assert str(error.value) == f"{message}; did you mean 'goal_pose'?; an event under env.cfg.events adds one"
     with pytest.raises(ConfigError, match="known: none"):
         with_events(auto_reset(task()), its).reset(keys_of())
 
 
 @pytest.mark.parametrize("func", EVENTS)
-def test_an_environment_without_a_scene_is_told_so(func):
+def test_scene_events_of_an_environment_without_a_scene_are_refused(func):
     with pytest.raises(ConfigError) as error:
         with_events(auto_reset(make_env("cartpole")), outside({"it": happening(func, **EVENTS[func])}))
-    told = "changes the scene of a MuJoCo task, but this environment has no scene; remove the event"
-    assert str(error.value) == f"trainer.events.it ({func}): {told}"
+    message = "changes the scene of a MuJoCo task, but this environment has no scene; remove the event"
+    assert str(error.value) == f"trainer.events.it ({func}): {message}"
 
 
 def test_the_built_in_arm_is_put_by_name_and_by_part():

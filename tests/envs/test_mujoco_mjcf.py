@@ -1,14 +1,14 @@
-"""Robots and scenes from MJCF files: whatever their actuators are, terms mean m, rad, s and N; and what is refused."""
+"""Robots and scenes from MJCF files: SI units for every kind of actuator, and files that are refused."""
 
 import pytest
 import torch
-from conftest import close
+from support.checks import close
 
 pytest.importorskip("mujoco.batch")
 
 import mujoco
 import numpy as np
-from support.fake_mujoco_task import keys_of, known_terms, nothing_yet
+from support.fake_mujoco_task import keys_of, nothing_yet
 
 from ecrl import registry
 from ecrl.config.model import validate_section
@@ -22,13 +22,7 @@ from ecrl.errors import ConfigError
 from ecrl.registry import lookup
 from ecrl.spaces import Box
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _terms():
-    with known_terms():
-        yield
-
-
+pytestmark = pytest.mark.usefixtures("mujoco_test_terms")
 FILE = """<mujoco><compiler angle="radian"/><option integrator="implicitfast"/><worldbody>
 <body name="cube" pos="0 5 1"/><body name="one" gravcomp="1">
 <joint name="j1" axis="0 1 0" range="-1 1" armature="1"/><geom size=".1"/><body name="two" pos="0 0 .3" gravcomp="1">
@@ -39,7 +33,7 @@ SPRUNG = "<position joint='j2' kp='100' kv='20'/>"
 
 
 def scene(actuators, func="QposTerm", params=FIRST, **changes):
-    """A task of the file, or of a robot from it if `changes` give one."""
+    """Make a task of the file, or of the robot in `changes`."""
     mjcf = {} if "robot" in changes else {"mjcf": FILE.format(actuators)}
     actions = {"a": {"func": func, "params": params}}
     cfg = validate_section(TaskConfig, {"actions": actions, "physics": {"dt": 0.01}} | mjcf | changes, "env.cfg")
@@ -99,7 +93,7 @@ NAMELESS = {"mjcf": BARE.replace('name="j2"', ""), "drive_pros": DRIVES | {"max_
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("settings", "message"),
     [
         ({"actuators": TWICE}, "joint 'j1' has 2 actuators, expected one"),
         ({"actuators": "<intvelocity joint='j1' kp='9' actrange='-1 1'/>"}, "has an actuator of another kind"),
@@ -111,9 +105,9 @@ NAMELESS = {"mjcf": BARE.replace('name="j2"', ""), "drive_pros": DRIVES | {"max_
         ({"actuators": "", "robot": NAMELESS}, "robot.mjcf: a hinge or slide of the file has no name"),
     ],
 )
-def test_files_that_do_not_fit_are_refused(given, told):
-    with pytest.raises(ConfigError, match=told):
-        scene(**given)
+def test_files_that_do_not_fit_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        scene(**settings)
 
 
 JOINTS = [f"{name}_joint" for name in ("shoulder_pan", "shoulder_lift", "elbow", "wrist_1", "wrist_2", "wrist_3")]
@@ -129,7 +123,7 @@ def arm(robot):
 
 
 def place(robot, part):
-    """Where the end effector of a part is at the start."""
+    """Return the position of a part's end effector at the start."""
     sim = arm(robot)
     return world.site_pose(sim, start(sim, ()), sim.robot.tcp[part])[:3, 3]
 
@@ -150,7 +144,7 @@ def test_the_tool_stays_at_the_end_of_the_arm_whichever_joints_its_part_has():
 
 
 @pytest.mark.parametrize("part", ["arm", "left"])
-def test_the_tool_that_touches_is_as_long_as_its_end_effector_says(part):
+def test_the_touching_tool_is_as_long_as_its_end_effector(part):
     model = arm({"control_parts": {part: JOINTS}, "solver_cfg": {part: tcp(0.3)}}).model
     on_tool = model.geom_bodyid == model.body("ur/wrist_3_link").id
     assert model.geom_size[on_tool, 1].max() == pytest.approx((0.3 - 0.02 - 0.02) / 2)  # half a capsule's length
@@ -160,23 +154,23 @@ def test_inverse_kinematics_of_fewer_joints_bring_the_tool_where_they_can():
     sim = arm({"control_parts": {"arm": JOINTS[:3]}})
     begin = {"world": start(sim, (1,))}
     home = world.joint_positions(sim, begin["world"], sim.robot.joints)
-    wanted = home + torch.tensor([0.2, -0.1, 0.15, 0.0, 0.0, 0.0])
-    data = mujoco.MjData(sim.model)  # MuJoCo itself says where the tool is then, and how it is turned
-    data.qpos[:] = wanted[0].numpy()
+    expected = home + torch.tensor([0.2, -0.1, 0.15, 0.0, 0.0, 0.0])
+    data = mujoco.MjData(sim.model)  # MuJoCo's own pose of the tool
+    data.qpos[:] = expected[0].numpy()
     mujoco.mj_kinematics(sim.model, data)
-    hand, turn = data.body("ur/wrist_3_link"), np.zeros(4)
-    mujoco.mju_mat2Quat(turn, hand.xmat)
+    hand, quaternion = data.body("ur/wrist_3_link"), np.zeros(4)
+    mujoco.mju_mat2Quat(quaternion, hand.xmat)
     there = hand.xpos + (0.0922 + 0.16) * hand.xmat.reshape(3, 3)[:, 2]  # past the flange along its z
     term = lookup("action", "EefPoseTerm")
     reach = term.make(validate_section(term.config, {}, "params"), sim)
-    action = torch.tensor(np.concatenate((there, turn))).float().unsqueeze(0)
+    action = torch.tensor(np.concatenate((there, quaternion))).float().unsqueeze(0)
     assert reach.joints == tuple(f"ur/{name}" for name in JOINTS[:3])
-    close(reach.control(begin, action), wanted[:, :3], 2e-3)
+    close(reach.control(begin, action), expected[:, :3], 2e-3)
     beside = action + torch.tensor([[0.0, 0.0, 0.0, 0.3, 0.0, 0.0, 0.0]])  # turned as three joints cannot
     close(reach.control(begin, beside), home[:, :3], 1e-6)
 
 
-def test_an_end_effector_that_is_not_there_is_told_where_it_is_given():
+def test_an_unknown_end_effector_is_reported_with_its_key():
     with pytest.raises(ConfigError, match=r"no end effector of 'left'; known: none; robot.solver_cfg"):
         tcp_of(arm({"control_parts": {"left": JOINTS}}), "left")
 
@@ -185,50 +179,50 @@ EFFORT = {"func": "rig_effort"}
 
 
 @pytest.mark.parametrize(
-    ("rewards", "hooks", "told"),
+    ("rewards", "hooks", "message"),
     [
         ({"task": EFFORT}, {"get_reward": lambda sim, a, b: b["elapsed"].float()}, "env.cfg.rewards: .*'task' twice"),
         ({"a": EFFORT, "a_weighted": EFFORT}, {}, "env.cfg.rewards: .*'a_weighted' twice"),
         ({"a": EFFORT, "a/b": EFFORT}, {}, "env.cfg.rewards: 'a/b' reads as a part of 'a'"),
     ],
 )
-def test_rewards_that_logs_could_not_tell_apart_are_refused(rewards, hooks, told):
+def test_rewards_with_equal_log_names_are_refused(rewards, hooks, message):
     cfg = validate_section(
         TaskConfig,
         {"mjcf": FILE.format(SPRUNG), "rewards": rewards, "actions": {"a": {"func": "QposTerm", "params": {}}}},
         "env.cfg",
     )
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         task_env(cfg, nothing_yet, **hooks)
 
 
-def test_what_a_task_reads_that_is_not_there_is_said_when_it_is_made():
-    def lost(sim, state):
+def test_unknown_names_that_a_task_reads_are_refused_at_construction():
+    def misspelt(sim, state):
         return (*nothing_of(state), {"x": world.body_pose(sim, state["world"], "cub")[..., 0, 3]})
 
     cfg = validate_section(TaskConfig, {"mjcf": FILE.format(SPRUNG), "actions": {"a": {"func": "QposTerm"}}}, "env.cfg")
     with pytest.raises(ConfigError, match=r"env.cfg \(compute_task_state\): body 'cub' is not in the scene"):
-        task_env(cfg, lost)
+        task_env(cfg, misspelt)
 
 
-def paying(given):
-    """A reward of a user's that gives `given` of (before, after)."""
-    return lambda cfg, sim: given
+def paying(reward):
+    """Return a reward function of a user, which computes `reward(before, after)`."""
+    return lambda cfg, sim: reward
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("reward", "message"),
     [
         (lambda before, after: after["action"], r"float32 \[2, 2\]"),
         (lambda before, after: 1.0, "float"),
         (lambda before, after: after["success"], r"bool \[2\]"),
     ],
 )
-def test_a_reward_that_is_not_one_number_each_is_refused_by_its_place(monkeypatch, given, told):
+def test_a_reward_that_is_not_one_number_each_is_refused_by_its_place(monkeypatch, reward, message):
     entry = registry.lookup("reward", "rig_effort")
-    monkeypatch.setitem(registry._ENTRIES["reward"], "rig_effort", entry._replace(make=paying(given)))
+    monkeypatch.setitem(registry._ENTRIES["reward"], "rig_effort", entry._replace(make=paying(reward)))
     cfg = {"mjcf": FILE.format(POSITION[0] + SPRUNG), "rewards": {"a": EFFORT}, "actions": {"a": {"func": "QposTerm"}}}
-    expected = rf"^env.cfg.rewards.a \(rig_effort\): the reward is {told}, expected float32 \[2\]"
+    expected = rf"^env.cfg.rewards.a \(rig_effort\): the reward is {message}, expected float32 \[2\]"
     with pytest.raises(ConfigError, match=expected):
         task_env(validate_section(TaskConfig, cfg, "env.cfg"), nothing_yet)
 
@@ -243,7 +237,7 @@ def test_success_is_a_flag_for_each_environment():
 
 
 @pytest.mark.parametrize(
-    ("hooks", "told"),
+    ("hooks", "message"),
     [
         (
             {"check_truncated": lambda sim, state: state["action"] > 1.0},
@@ -260,9 +254,9 @@ def test_success_is_a_flag_for_each_environment():
         ),
     ],
 )
-def test_a_task_says_one_thing_of_each_environment(hooks, told):
+def test_a_task_returns_one_value_per_environment(hooks, message):
     cfg = {"mjcf": FILE.format(POSITION[0] + SPRUNG), "actions": {"a": {"func": "QposTerm"}}}
-    with pytest.raises(ConfigError, match=rf"^env.cfg {told}"):
+    with pytest.raises(ConfigError, match=rf"^env.cfg {message}"):
         task_env(validate_section(TaskConfig, cfg, "env.cfg"), nothing_yet, **hooks)
 
 

@@ -1,11 +1,11 @@
-"""Terms of the observation: each by hand, every setting, what is refused, and the same numbers in every form."""
+"""Terms of the observation: each by hand, every setting, refused settings, and equal numbers in every variant."""
 
 from dataclasses import replace
 from math import pi
 
 import pytest
 import torch
-from conftest import assert_pure, close
+from support.checks import assert_pure, close
 
 pytest.importorskip("mujoco.batch")
 
@@ -15,13 +15,13 @@ from support.mujoco_term_cases import (
     SIDEWAYS,
     STRETCHED,
     aimed,
-    given,
     made,
     placed,
     posed,
     scene,
     shaken,
     spun,
+    task_state,
 )
 
 from ecrl.compile.jit import choose_form
@@ -49,7 +49,7 @@ def observed(name, sim, state, value=None, **params):
 
 def test_a_joint_in_its_range(sim):
     """The elbow may turn by +-pi, the others by +-2 pi: (pi/2 + pi) / (2 pi) = (pi + 2 pi) / (4 pi) = 0.75."""
-    state = given(sim, (2,))
+    state = task_state(sim, (2,))
     qpos = torch.tensor([[pi, 0.0, pi / 2, -pi, -2 * pi, 2 * pi], [0.0] * 6])
     expected = torch.tensor([[0.75, 0.5, 0.75, 0.25, 0.0, 1.0], [0.5] * 6])
     name = "normalize_robot_joint_data"
@@ -63,13 +63,13 @@ def test_limits_become_the_ends_of_the_range_exactly():
     """A slide of +-4 m: (1 + 4) / 8; a hinge without limits as if +-pi: (0.5 + pi) / (2 pi)."""
     sim = scene(CART)
     qpos = torch.tensor([[1.0, 0.5], [-4.0, -pi], [4.0, pi]])
-    found = observed("normalize_robot_joint_data", sim, given(sim, (3,)), qpos)
-    close(found, torch.tensor([[0.625, 0.5795775], [0.0, 0.0], [1.0, 1.0]]), 1e-7)
+    actual = observed("normalize_robot_joint_data", sim, task_state(sim, (3,)), qpos)
+    close(actual, torch.tensor([[0.625, 0.5795775], [0.0, 0.0], [1.0, 1.0]]), 1e-7)
 
 
 def test_the_pose_of_the_tool(sim):
     """By the arm's Denavit-Hartenberg table: stretched along -x, its tool points to -y."""
-    state = posed(sim, given(sim, (2,)), [0.0] * 6)
+    state = posed(sim, task_state(sim, (2,)), [0.0] * 6)
     x, y, z = STRETCHED
     expected = torch.tensor([[1.0, 0.0, 0.0, x], [0.0, 0.0, -1.0, y], [0.0, 1.0, 0.0, z], [0.0, 0.0, 0.0, 1.0]])
     close(observed("get_robot_eef_pose", sim, state, part_name="arm"), expected.expand(2, 4, 4), 1e-6)
@@ -79,7 +79,7 @@ def test_the_pose_of_the_tool(sim):
 
 
 def test_the_pose_of_an_object(sim):
-    state = placed(sim, given(sim, (2,)), "cube", (1.0, 2.0, 3.0), SIDEWAYS)
+    state = placed(sim, task_state(sim, (2,)), "cube", (1.0, 2.0, 3.0), SIDEWAYS)
     expected = torch.tensor([[1.0, 0.0, 0.0, 1.0], [0.0, 0.0, -1.0, 2.0], [0.0, 1.0, 0.0, 3.0], [0.0, 0.0, 0.0, 1.0]])
     close(observed("get_rigid_object_pose", sim, state, **CUBE), expected.expand(2, 4, 4), 1e-6)
     close(observed("get_rigid_object_pose", sim, state, position_only=True, **CUBE), expected[:3, 3].expand(2, 3), 1e-6)
@@ -89,15 +89,15 @@ def test_the_pose_of_an_object(sim):
 
 def test_a_target(sim):
     goal = torch.tensor([[0.1, 0.2, 0.3], [0.4, 0.5, 0.6]])
-    state = aimed(given(sim, (2,)), goal)
+    state = aimed(task_state(sim, (2,)), goal)
     close(observed("target_position", sim, state), goal, 0.0)
     state["targets", "home"] = -goal
     close(observed("target_position", sim, state, target_pose_key="home"), -goal, 0.0)
 
 
 def test_the_velocity_of_an_object(sim):
-    """It turns about its own y, which a quarter turn about x has made the world's z."""
-    state = placed(sim, given(sim, (2,)), "cube", None, SIDEWAYS)
+    """The tool turns about its own y axis, which a rotation by 90 degrees about x makes the world's z axis."""
+    state = placed(sim, task_state(sim, (2,)), "cube", None, SIDEWAYS)
     state = spun(sim, state, "cube", [[1.0, 2.0, 3.0, 0.0, 4.0, 0.0], [0.0, 0.0, 0.0, 5.0, 0.0, 0.0]])
     expected = torch.tensor([[1.0, 2.0, 3.0, 0.0, 0.0, 4.0], [0.0, 0.0, 0.0, 5.0, 0.0, 0.0]])
     close(observed("get_rigid_object_velocity", sim, state, **CUBE), expected, 1e-6)
@@ -107,14 +107,14 @@ def test_the_velocity_of_the_tool(sim):
     """Stretched out, at (x, y, z): the base turns about z, v = 2 (-y, x, 0); the shoulder, d1 = 0.1273 up, about -y."""
     x, y, z = STRETCHED
     turning = [[2.0, 0.0, 0.0, 0.0, 0.0, 0.0], [0.0, 3.0, 0.0, 0.0, 0.0, 0.0]]
-    state = posed(sim, given(sim, (2,)), [0.0] * 6, turning)
+    state = posed(sim, task_state(sim, (2,)), [0.0] * 6, turning)
     base = [-2.0 * y, 2.0 * x, 0.0, 0.0, 0.0, 2.0]
     shoulder = [-3.0 * (z - 0.1273), 0.0, 3.0 * x, 0.0, -3.0, 0.0]
     close(observed("get_robot_eef_velocity", sim, state, part_name="arm"), torch.tensor([base, shoulder]), 1e-5)
 
 
 def only(sim, count):
-    """The simulation of a task that acts on the first joints alone."""
+    """Return the simulation of a task that acts only on the first joints."""
     return replace(sim, robot=sim.robot._replace(joints=sim.robot.joints[:count]))
 
 
@@ -154,16 +154,16 @@ ADDED = {
 @pytest.mark.parametrize("name", ADDED)
 def test_a_term_that_adds_changes_nothing(sim, name):
     with pytest.raises(ConfigError, match=r"^mode: this term makes a new entry; use mode add$"):
-        observed(name, sim, given(sim, (2,)), torch.zeros(2, 6), **ADDED[name])
+        observed(name, sim, task_state(sim, (2,)), torch.zeros(2, 6), **ADDED[name])
 
 
 def test_a_term_that_changes_adds_nothing(sim):
-    name, state = "normalize_robot_joint_data", given(sim, (2,))
+    name, state = "normalize_robot_joint_data", task_state(sim, (2,))
     with pytest.raises(ConfigError, match=r"^mode: this term changes an existing entry; use mode modify$"):
         observed(name, sim, state)
     for shape in ((2, 7), (2, 4, 4), (2, 6, 1)):
-        told = r"^name: expected an entry with one number for each joint: ur/shoulder_pan_joint, .*; this one has"
-        with pytest.raises(ConfigError, match=told):
+        message = r"^name: expected an entry with one number for each joint: ur/shoulder_pan_joint, .*; this one has"
+        with pytest.raises(ConfigError, match=message):
             observed(name, sim, state, torch.zeros(shape))
 
 
@@ -183,17 +183,17 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "params", "told"), REFUSED)
-def test_what_the_scene_has_not_is_refused_when_the_term_is_made(sim, name, params, told):
+@pytest.mark.parametrize(("name", "params", "message"), REFUSED)
+def test_what_the_scene_has_not_is_refused_when_the_term_is_made(sim, name, params, message):
     with pytest.raises(ConfigError) as error:
         made("observation", name, sim, **params)
-    assert told in str(error.value) and "\n" not in str(error.value)
+    assert message in str(error.value) and "\n" not in str(error.value)
 
 
 def test_a_target_that_no_event_stores_is_refused(sim):
-    told = "params.target_pose_key: no target 'goal'; an event such as .*; did you mean 'goal_pose'?"
-    with pytest.raises(ConfigError, match=told):
-        observed("target_position", sim, given(sim, (2,)), target_pose_key="goal")
+    message = "params.target_pose_key: no target 'goal'; an event such as .*; did you mean 'goal_pose'?"
+    with pytest.raises(ConfigError, match=message):
+        observed("target_position", sim, task_state(sim, (2,)), target_pose_key="goal")
 
 
 def test_joints_need_a_robot():
@@ -203,7 +203,7 @@ def test_joints_need_a_robot():
 
 
 def test_the_velocity_of_a_tool_beyond_a_ball_joint_is_refused():
-    """Its velocity is not that of its joints alone."""
+    """The velocity also depends on a ball joint, which is not a hinge or slide."""
     shoulder = """<mujoco><worldbody><body name="upper" pos="0 0 1"><joint type="ball" name="roll"/><geom size=".1"/>
     <body name="lower"><joint name="bend" axis="0 1 0"/><geom size=".05" pos=".3 0 0"/></body></body></worldbody>
     </mujoco>"""
@@ -220,7 +220,7 @@ SETTINGS = {
     "normalize_robot_joint_data": (
         {},
         {"joint_ids": [0, 1], "range": [-1.0, 1.0]},
-        {"robot_uid", "part_name"},  # which say that there is one robot, and one of its parts, here all of it
+        {"robot_uid", "part_name"},  # settings that name the robot and a part, here the whole robot
     ),
     "get_robot_eef_pose": ({}, {"position_only": True}, {"part_name"}),
     "get_rigid_object_pose": (CUBE, {"position_only": True} | OTHER, set()),
@@ -249,12 +249,12 @@ def test_a_part_is_chosen_by_its_name():
     sim = scene(CART)
     qpos = torch.tensor([1.0, 0.5])
     for part, expected in (("arm", [0.625, 0.5]), ("hand", [1.0, 0.5795775])):
-        found = observed("normalize_robot_joint_data", sim, given(sim), qpos, part_name=part, robot_uid="Cart")
-        close(found, torch.tensor(expected), 1e-6)
+        actual = observed("normalize_robot_joint_data", sim, task_state(sim), qpos, part_name=part, robot_uid="Cart")
+        close(actual, torch.tensor(expected), 1e-6)
 
 
 def every(sim):
-    """Each term with settings that it works with; all entries of a state as one function."""
+    """Return a function that computes all terms of a state, each with valid settings."""
     terms = [made("observation", name, sim, **SETTINGS[name][0]) for name in SETTINGS]
 
     def entries(state):
@@ -266,11 +266,11 @@ def every(sim):
 
 def test_terms_are_pure_and_take_any_batch_shape(sim):
     entries, state = every(sim), shaken(sim, (2, 3))
-    found = assert_pure(entries, state)
+    result = assert_pure(entries, state)
     shapes = [6], [4, 4], [4, 4], [3], [6], [6]
-    assert [list(x.shape) for x in found] == [[2, 3, *shape] for shape in shapes]
-    assert all(x.dtype == torch.float32 for x in found)
-    for x, flat, one in zip(found, entries(state.reshape(6)), entries(state[1, 2]), strict=True):
+    assert [list(x.shape) for x in result] == [[2, 3, *shape] for shape in shapes]
+    assert all(x.dtype == torch.float32 for x in result)
+    for x, flat, one in zip(result, entries(state.reshape(6)), entries(state[1, 2]), strict=True):
         close(flat, x.flatten(0, 1), 1e-6)
         close(one, x[1, 2], 1e-6)
 
@@ -293,7 +293,7 @@ def test_compiled_entries_equal_eager_ones(sim):
         close(x, e, 1e-5)
 
 
-def test_every_term_of_this_file_says_what_it_gives():
+def test_the_docstring_of_every_term_states_its_result():
     names = [name for name in vars(observations) if name in SETTINGS]
     assert sorted(names) == sorted(SETTINGS)
     for name in names:

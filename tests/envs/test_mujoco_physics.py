@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from conftest import assert_pure
+from support.checks import assert_pure
 
 pytest.importorskip("mujoco.batch")
 
@@ -26,16 +26,16 @@ def test_it_is_mujocos_own_loop_bit_for_bit_warm_start_included():
     handle, now = models.load(m, 1), rows
     for _ in range(25):
         now, sensors = physics.step(now, control, none(now), handle=handle, substeps=4)
-    for row, given, after, seen in zip(rows, control, now, sensors, strict=True):
+    for row, controls, after, sensed in zip(rows, control, now, sensors, strict=True):
         data = mujoco.MjData(m)
         mujoco.mj_setState(m, data, row.numpy(), STATE)
-        data.ctrl[:], data.qfrc_applied[:] = given[: m.nu].numpy(), given[m.nu :].numpy()
+        data.ctrl[:], data.qfrc_applied[:] = controls[: m.nu].numpy(), controls[m.nu :].numpy()
         for _ in range(100):
             mujoco.mj_step(m, data)
         expected = np.empty(len(row))
         mujoco.mj_getState(m, data, expected, STATE)
         assert torch.equal(after, torch.tensor(expected))
-        assert torch.equal(seen, torch.tensor(data.sensordata))
+        assert torch.equal(sensed, torch.tensor(data.sensordata))
     warm = models.size_of(m, *models.STATE[:5])
     assert now[:, warm : warm + m.nv].abs().max() > 0.0  # the warm start is a part of the state ...
     cold = now.clone()
@@ -55,8 +55,8 @@ def test_bits_do_not_depend_on_threads_or_on_the_batch():
     turned, _ = physics.step(rows[order], control[order], none(rows), handle=two, substeps=40)
     assert torch.equal(turned, ends[0][0][order])
     for i in (0, 17, 63):
-        alone = physics.step(rows[i], control[i], none(rows[i]), handle=one, substeps=40)
-        assert torch.equal(alone[0], ends[0][0][i]) and torch.equal(alone[1], ends[0][1][i])
+        single = physics.step(rows[i], control[i], none(rows[i]), handle=one, substeps=40)
+        assert torch.equal(single[0], ends[0][0][i]) and torch.equal(single[1], ends[0][1][i])
     parts = rows.clone()
     for _ in range(10):  # forty at once are ten times four
         parts, _ = physics.step(parts, control, none(parts), handle=one, substeps=4)
@@ -94,8 +94,8 @@ def test_vmap_folds_its_axis_into_the_batch_where_ever_it_is():
     rows, control = starts(m, 6)
     handle = models.load(m)
 
-    def step(state, given):
-        return physics.step(state, given, none(state), handle=handle, substeps=3)
+    def step(state, control_row):
+        return physics.step(state, control_row, none(state), handle=handle, substeps=3)
 
     flat = step(rows, control)
     twice = torch.vmap(step)(rows.reshape(3, 2, -1), control.reshape(3, 2, -1))
@@ -162,14 +162,14 @@ def test_what_varies_varies_and_leaves_no_trace():
 
 def test_what_is_not_there_is_named():
     m = model()
-    for field, name, told in (
+    for field, name, message in (
         ("body_mass", "bix", "body 'bix' is not in the scene; it has: world, box, lid, arm, end"),
         ("mass", "box", "'mass' is not a field of a MuJoCo model that can vary"),
         ("mesh_vert", "box", "'mesh_vert' is not a field of a MuJoCo model that can vary"),
         ("dof_damping", "c", "joint 'c' is not in the scene; it has: a, b"),
         ("actuator_gear", "c", "actuator 'c' is not in the scene; it has: A"),
     ):
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=message):
             models.load(m, 1, ((field, name),))
 
 
@@ -177,10 +177,10 @@ def test_what_is_not_there_is_named():
 def test_a_wrong_tensor_is_refused_by_name(which):
     m = model()
     rows, control = starts(m, 2)
-    given = {"state": rows, "control": control, "parameters": none(rows)}
-    for wrong in (given[which].float(), torch.cat((given[which], given[which], rows), -1), given[which][:1]):
+    args = {"state": rows, "control": control, "parameters": none(rows)}
+    for wrong in (args[which].float(), torch.cat((args[which], args[which], rows), -1), args[which][:1]):
         with pytest.raises(ValueError, match=r"mujoco step: .* is float.*, expected float64"):
-            physics.step(*(given | {which: wrong}).values(), handle=models.load(m), substeps=1)
+            physics.step(*(args | {which: wrong}).values(), handle=models.load(m), substeps=1)
 
 
 def test_a_gradient_is_never_lost_without_a_word():
@@ -188,8 +188,8 @@ def test_a_gradient_is_never_lost_without_a_word():
     rows, control = starts(m, 2)
     handle = models.load(m)
 
-    def height(given):
-        return physics.step(rows, given, none(rows), handle=handle, substeps=1)[0].sum()
+    def height(inputs):
+        return physics.step(rows, inputs, none(rows), handle=handle, substeps=1)[0].sum()
 
     for run in (torch.func.grad(height), lambda x: height(x.clone().requires_grad_())):
         with pytest.raises(ValueError, match="mujoco step: MuJoCo's physics has no gradient; detach the inputs"):
@@ -223,15 +223,15 @@ def test_two_python_threads_may_step_one_model():
     turned = rows.flip(0), control.flip(0)
 
     def step(other):
-        state, given = turned if other else (rows, control)
-        return physics.step(state, given, none(state), handle=handle, substeps=20)[0]
+        state, controls = turned if other else (rows, control)
+        return physics.step(state, controls, none(state), handle=handle, substeps=20)[0]
 
     with ThreadPoolExecutor(4) as threads:
-        for i, found in enumerate(threads.map(step, [i % 2 for i in range(40)])):
-            assert torch.equal(found.flip(0) if i % 2 else found, expected)
+        for i, actual in enumerate(threads.map(step, [i % 2 for i in range(40)])):
+            assert torch.equal(actual.flip(0) if i % 2 else actual, expected)
 
 
-def test_without_the_package_one_line_says_what_to_install(monkeypatch):
+def test_without_the_package_one_line_names_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "mujoco", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'ecrl\[mujoco\]'"):
         models.mujoco()
@@ -262,15 +262,15 @@ xml = "<mujoco><worldbody><body><freejoint/><geom size='1'/></body></worldbody><
 m = models.mujoco().MjModel.from_xml_string(xml)
 torch.set_num_threads({torch_threads})
 row = torch.zeros(2, models.size_of(m, *models.STATE), dtype=torch.float64)
-with warnings.catch_warnings(record=True) as told:
+with warnings.catch_warnings(record=True) as caught:
     for _ in range(2):
         step_op.step(row, row[:, :m.nv], row[:, :0], handle=models.load(m, {threads}), substeps=1)
-print(*(w.message for w in told))
+print(*(w.message for w in caught))
 """
 
 
 @pytest.mark.parametrize(
-    ("torch_threads", "threads", "given", "warned"),
+    ("torch_threads", "threads", "variables", "warned"),
     [
         (2, 0, {}, True),
         (2, 1, {}, False),
@@ -279,9 +279,11 @@ print(*(w.message for w in told))
         (2, 2, {"OMP_WAIT_POLICY": "passive"}, False),
     ],
 )
-def test_threads_that_would_take_mujocos_cores_are_told_of_once(torch_threads, threads, given, warned):
+def test_spinning_threads_on_mujocos_cores_warn_once(torch_threads, threads, variables, warned):
     code = CROWDED.format(torch_threads=torch_threads, threads=threads)
     around = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=around | given)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=around | variables
+    )
     assert ("import ecrl before torch, or set GOMP_SPINCOUNT=4000" in done.stdout) == warned
     assert done.stdout.count("GOMP_SPINCOUNT") == int(warned)

@@ -1,17 +1,17 @@
-"""Reward terms inside a task: weights and modes, what is told of them, episodes apart, and terms of a user's own."""
+"""Reward terms inside a task: weights, modes, logs, separate episodes, and terms of a user."""
 
 from math import pi
 
 import pytest
 import torch
-from conftest import close
+from support.checks import close
 
 pytest.importorskip("mujoco.batch")
 
 from pydantic import Field
 from support.mujoco_term_cases import SCENE
 
-from ecrl import registry, rng
+from ecrl import rng
 from ecrl.config.model import ConfigModel
 from ecrl.envs import auto_reset, make_env
 from ecrl.envs.mujoco import world
@@ -21,7 +21,7 @@ from ecrl.envs.mujoco.terms import observations, rewards
 from ecrl.envs.mujoco.terms.term import ActionTerm, JointsConfig, joints_of
 from ecrl.envs.validate import check_fields
 from ecrl.errors import ConfigError
-from ecrl.registry import register_action, register_env, register_event, register_reward, registered
+from ecrl.registry import register_action, register_env, register_event, register_reward
 
 CUBE = {"uid": "cube"}
 AIM = {"source_entity_cfg": CUBE, "target_pose_key": "goal_pose"}
@@ -93,10 +93,8 @@ def high(cfg: HighConfig):
 
 
 @pytest.fixture(autouse=True)
-def _put_back(monkeypatch):
-    """The parts by name, and what a test registers beside them, while it runs."""
-    registered("event")
-    monkeypatch.setattr(registry, "_ENTRIES", {kind: dict(known) for kind, known in registry._ENTRIES.items()})
+def _registered_parts(restored_registry):
+    """Register the parts of these tests."""
     register_action("test_nudge")(nudge)
     register_event("test_aim")(aim)
     register_event("test_toss")(toss)
@@ -117,7 +115,7 @@ def task(rewards=NAMED, events=EVENTS, **more):
     return make_env({"name": "test_high", "cfg": cfg})
 
 
-KEPT = ("reward", "info", "world", "targets", "elapsed")
+COMPARED = ("reward", "info", "world", "targets", "elapsed")
 
 
 def rollout(env, length=6, number=3, quiet=False):
@@ -129,7 +127,7 @@ def rollout(env, length=6, number=3, quiet=False):
         for t in range(length):
             action = torch.zeros_like(actions[t]) if quiet else actions[t]
             states.append(env.step(states[-1], action, env.draw(keys[t + 1])))
-    return torch.stack([state.select(*KEPT, strict=False) for state in states], 1)
+    return torch.stack([state.select(*COMPARED, strict=False) for state in states], 1)
 
 
 def change(name, **keys):
@@ -161,7 +159,9 @@ def test_replace_is_instead_of_what_is_added():
     plain = rollout(task())
     instead = rollout(task(change("slow", mode="replace")))
     assert torch.equal(instead["reward"], instead["info", "rewards", "slow_weighted"])
-    assert torch.equal(instead["info", "rewards", "near"], plain["info", "rewards", "near"])  # told, not paid
+    assert torch.equal(
+        instead["info", "rewards", "near"], plain["info", "rewards", "near"]
+    )  # logged, but not part of the reward
     own = rollout(task(own_reward=5.0))
     close(own["reward"][:, 1:], plain["reward"][:, 1:] + 5.0, 1e-6)
     assert (own["info", "rewards", "task"][:, 1:] == 5.0).all()
@@ -236,8 +236,8 @@ def test_the_first_action_of_an_episode_is_no_change():
     change = -0.25 * (drawn[1:] - drawn[:-1]).norm(dim=-1).T
     change[:, 2] = 0.0
     close(states["reward"], torch.cat((torch.zeros(3, 2), change), -1), 1e-5)
-    alone = rollout(env, length=3)  # as evaluation and whoever steps the bare task sees it
-    close(alone["reward"], states["reward"][:, :4], 0.0)
+    bare = rollout(env, length=3)  # as evaluation and users of the bare task see it
+    close(bare["reward"], states["reward"][:, :4], 0.0)
 
 
 def test_the_terms_of_push_cube_as_upstream_writes_them():
@@ -292,22 +292,24 @@ def test_the_terms_of_push_cube_as_upstream_writes_them():
 
 
 @pytest.mark.parametrize(
-    ("name", "mode", "params", "told"),
+    ("name", "mode", "params", "message"),
     [
         ("normalize_robot_joint_data", "add", {}, "mode: this term changes an existing entry; use mode modify"),
         ("get_robot_eef_pose", "modify", {}, "mode: this term makes a new entry; use mode add"),
         ("get_rigid_object_pose", "modify", {"entity_cfg": CUBE}, "mode: this term makes a new entry; use mode add"),
     ],
 )
-def test_an_observation_in_the_wrong_mode_is_refused_where_it_stands(name, mode, params, told):
+def test_an_observation_in_the_wrong_mode_is_refused_where_it_stands(name, mode, params, message):
     entry = {"func": name, "mode": mode, "name": "robot/qpos" if mode == "modify" else "robot/new", "params": params}
     with pytest.raises(ConfigError) as error:
         task(observations={"mine": entry})
-    assert str(error.value) == f"env.cfg.observations.mine ({name}): {told}"
+    assert str(error.value) == f"env.cfg.observations.mine ({name}): {message}"
 
 
 def test_a_reward_without_its_target_is_refused_before_training():
     with pytest.raises(ConfigError) as error:
         check_fields(task(events={}), "test_high")
-    told = "env.cfg.rewards.near (distance_to_target): params.target_pose_key: no target 'goal_pose'; an event such as "
-    assert str(error.value).startswith(told)
+    message = (
+        "env.cfg.rewards.near (distance_to_target): params.target_pose_key: no target 'goal_pose'; an event such as "
+    )
+    assert str(error.value).startswith(message)

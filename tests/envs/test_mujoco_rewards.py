@@ -1,10 +1,10 @@
-"""Terms of the reward: each by hand, every setting, what is refused, every form, and slopes."""
+"""Terms of the reward: each by hand, every setting, refused settings, every variant, and slopes."""
 
 from math import cos, exp, pi, sin, sqrt, tanh
 
 import pytest
 import torch
-from conftest import assert_pure, close
+from support.checks import assert_pure, close
 
 pytest.importorskip("mujoco.batch")
 
@@ -14,12 +14,12 @@ from support.mujoco_term_cases import (
     SIDEWAYS,
     STRETCHED,
     aimed,
-    given,
     made,
     placed,
     posed,
     scene,
     shaken,
+    task_state,
 )
 
 from ecrl.compile.jit import choose_form
@@ -47,9 +47,9 @@ def paid(name, sim, before, after, **params):
 
 def test_distance_between_objects(sim):
     """3, 4 and 12 m apart: 13 m."""
-    state = placed(sim, given(sim, (2,)), "cube", [[0.0, 0.0, 1.0], [1.0, 2.0, 3.0]])
+    state = placed(sim, task_state(sim, (2,)), "cube", [[0.0, 0.0, 1.0], [1.0, 2.0, 3.0]])
     state = placed(sim, state, "other", [[3.0, 4.0, 13.0], [1.0, 2.0, 3.0]])
-    start = given(sim, (2,))
+    start = task_state(sim, (2,))
     close(paid("distance_between_objects", sim, start, state, **PAIR), torch.tensor([-13.0, 0.0]))
     wide = paid("distance_between_objects", sim, start, state, exponential=True, sigma=6.5, **PAIR)
     close(wide, torch.tensor([exp(-2.0), 1.0]), 1e-6)
@@ -58,9 +58,9 @@ def test_distance_between_objects(sim):
 
 
 def test_distance_to_target(sim):
-    """13 m, of which 5 m horizontally."""
-    state = aimed(placed(sim, given(sim, (2,)), "cube", (0.0, 0.0, 1.0)), [[3.0, 4.0, 13.0], [0.0, 0.0, 1.0]])
-    start = given(sim, (2,))
+    """The distance is 13 m, with a horizontal part of 5 m."""
+    state = aimed(placed(sim, task_state(sim, (2,)), "cube", (0.0, 0.0, 1.0)), [[3.0, 4.0, 13.0], [0.0, 0.0, 1.0]])
+    start = task_state(sim, (2,))
     close(paid("distance_to_target", sim, start, state, **AIM), torch.tensor([-13.0, 0.0]))
     close(paid("distance_to_target", sim, start, state, use_xy_only=True, **AIM), torch.tensor([-5.0, 0.0]))
     shaped = paid("distance_to_target", sim, start, state, exponential=True, sigma=2.5, use_xy_only=True, **AIM)
@@ -70,7 +70,7 @@ def test_distance_to_target(sim):
 def test_incremental_distance_to_target(sim):
     """From 0.5 m to 0.4 m and back: +-0.1 m; horizontally from 0.3 to 0 m."""
     near, far = ((0.4, 0.0, 0.0), (0.3, 0.0, 0.4))
-    before = placed(sim, aimed(given(sim, (2,)), (0.0, 0.0, 0.0)), "cube", [far, near])
+    before = placed(sim, aimed(task_state(sim, (2,)), (0.0, 0.0, 0.0)), "cube", [far, near])
     after = placed(sim, before, "cube", [near, far])
 
     def progress(**params):
@@ -85,8 +85,8 @@ def test_incremental_distance_to_target(sim):
 
 
 def test_joint_velocity_penalty(sim):
-    state = posed(sim, given(sim, (2,)), None, [[3.0, 0.0, -4.0, 0.0, 0.0, 12.0], [0.0] * 6])
-    start = given(sim, (2,))
+    state = posed(sim, task_state(sim, (2,)), None, [[3.0, 0.0, -4.0, 0.0, 0.0, 12.0], [0.0] * 6])
+    start = task_state(sim, (2,))
     close(paid("joint_velocity_penalty", sim, start, state), torch.tensor([-13.0, 0.0]))
     close(paid("joint_velocity_penalty", sim, start, state, joint_ids=[2, 0]), torch.tensor([-5.0, 0.0]))
     close(
@@ -96,14 +96,14 @@ def test_joint_velocity_penalty(sim):
 
 def test_the_velocity_penalty_of_cart_pole_is_of_the_pole():
     sim = scene(CART)
-    state = posed(sim, given(sim), None, [5.0, -2.0])
-    close(paid("joint_velocity_penalty", sim, given(sim), state, robot_uid="Cart", part_name="hand"), -2.0)
+    state = posed(sim, task_state(sim), None, [5.0, -2.0])
+    close(paid("joint_velocity_penalty", sim, task_state(sim), state, robot_uid="Cart", part_name="hand"), -2.0)
 
 
 def test_joint_limit_penalty(sim):
-    """Elbow at 0.9 pi of +-pi: 0.05 of its range from a limit; base at -1.92 pi of +-2 pi: 0.02; wrist 0.05 beyond."""
-    state = posed(sim, given(sim, (2,)), [[-1.92 * pi, 0.0, 0.9 * pi, 0.0, 0.0, 2.2 * pi], [0.0] * 6])
-    start = given(sim, (2,))
+    """Elbow at 0.9 pi of +-pi: 0.05 of its range from a limit. Base at -1.92 pi of +-2 pi: 0.02. Wrist 0.05 beyond."""
+    state = posed(sim, task_state(sim, (2,)), [[-1.92 * pi, 0.0, 0.9 * pi, 0.0, 0.0, 2.2 * pi], [0.0] * 6])
+    start = task_state(sim, (2,))
 
     def near(**params):
         return paid("joint_limit_penalty", sim, start, state, **params)
@@ -117,14 +117,14 @@ def test_joint_limit_penalty(sim):
 def test_a_joint_without_limits_is_never_near_them():
     """The slide of +-4 m is at 3.6 m, 0.05 of its range from the end; the pole turns freely."""
     sim = scene(CART)
-    state = posed(sim, given(sim), [3.6, pi])
-    close(paid("joint_limit_penalty", sim, given(sim), state), -0.05, 1e-6)
+    state = posed(sim, task_state(sim), [3.6, pi])
+    close(paid("joint_limit_penalty", sim, task_state(sim), state), -0.05, 1e-6)
     with pytest.raises(ConfigError, match="params: none of these joints has limits: Cart/cart_to_pole"):
         made("reward", "joint_limit_penalty", sim, part_name="hand")
 
 
 def test_action_smoothness_penalty(sim):
-    before, after = given(sim, (3,), actions=2), given(sim, (3,), actions=2)
+    before, after = task_state(sim, (3,), actions=2), task_state(sim, (3,), actions=2)
     before["action"] = torch.tensor([[1.0, -2.0], [1.0, -2.0], [0.5, 0.5]])
     after["action"] = torch.tensor([[4.0, 2.0], [4.0, 2.0], [0.5, 0.5]])
     before["elapsed"] = torch.tensor([1, 0, 7])
@@ -133,20 +133,20 @@ def test_action_smoothness_penalty(sim):
 
 def test_orientation_alignment(sim):
     """The cosine of the angle between them: 0, 60, 90 and 180 degrees, and both turned alike."""
-    turns = [(1.0, 0.0, 0.0, 0.0), (cos(pi / 6), 0.0, sin(pi / 6), 0.0), SIDEWAYS, (0.0, 0.0, 0.0, 1.0), SIDEWAYS]
-    state = placed(sim, given(sim, (5,)), "cube", None, turns)
+    quaternions = [(1.0, 0.0, 0.0, 0.0), (cos(pi / 6), 0.0, sin(pi / 6), 0.0), SIDEWAYS, (0.0, 0.0, 0.0, 1.0), SIDEWAYS]
+    state = placed(sim, task_state(sim, (5,)), "cube", None, quaternions)
     state = placed(sim, state, "other", None, [(1.0, 0.0, 0.0, 0.0)] * 4 + [SIDEWAYS])
-    alike = paid("orientation_alignment", sim, given(sim, (5,)), state, **PAIR)
+    alike = paid("orientation_alignment", sim, task_state(sim, (5,)), state, **PAIR)
     close(alike, torch.tensor([1.0, 0.5, 0.0, -1.0, 1.0]), 1e-6)
     quarter = (sqrt(0.5), 0.0, sqrt(0.5), 0.0)  # about x, then about y: a third of a turn about (1, 1, -1)
-    both = placed(sim, placed(sim, given(sim), "cube", None, SIDEWAYS), "other", None, quarter)
+    both = placed(sim, placed(sim, task_state(sim), "cube", None, SIDEWAYS), "other", None, quarter)
     close(paid("orientation_alignment", sim, both, both, **PAIR), -0.5, 1e-6)
 
 
 def test_reaching_behind_object(sim):
     """The goal is 3, 4 apart horizontally, so behind is 0.05 (0.6, 0.8) before the cube, and 0.02 above; at 1 m."""
     x, y, z = STRETCHED
-    start = given(sim)
+    start = task_state(sim)
     state = posed(sim, start, [0.0] * 6)
     cube = (x - 0.12 + 0.05 * 0.6, y + 0.05 * 0.8, z - 0.02)
     state = aimed(placed(sim, state, "cube", cube), (cube[0] + 0.3, cube[1] + 0.4, 7.0))
@@ -166,15 +166,15 @@ def test_reaching_behind_object(sim):
 
 
 def test_success_reward(sim):
-    state = given(sim, (2,)).set("success", torch.tensor([True, False]))
-    found = paid("success_reward", sim, given(sim, (2,)), state)
-    assert found.dtype == torch.float32 and found.tolist() == [1.0, 0.0]
+    state = task_state(sim, (2,)).set("success", torch.tensor([True, False]))
+    result = paid("success_reward", sim, task_state(sim, (2,)), state)
+    assert result.dtype == torch.float32 and result.tolist() == [1.0, 0.0]
 
 
 def test_where_a_distance_is_0_value_and_slope_are_finite(sim):
     """Cube, other, goal and tool at one place, nothing moves: each term is at its best, and no slope is nan."""
     q = torch.linspace(-1.0, 1.0, 6)
-    state = posed(sim, given(sim), q, [0.0] * 6)
+    state = posed(sim, task_state(sim), q, [0.0] * 6)
     place = world.site_pose(sim, state["world"], sim.robot.tcp["arm"])[:3, 3].tolist()
     state = aimed(placed(sim, placed(sim, state, "cube", place), "other", place), place)
     state = state.set("elapsed", torch.tensor(3))
@@ -197,8 +197,8 @@ def test_where_a_distance_is_0_value_and_slope_are_finite(sim):
             return term(state, after)
 
         inputs = state["world", "physics"], state["action"], state["targets", "goal_pose"]
-        slopes, found = torch.func.grad_and_value(value, argnums=(0, 1, 2))(*inputs)
-        assert found == best, name
+        slopes, rewards = torch.func.grad_and_value(value, argnums=(0, 1, 2))(*inputs)
+        assert rewards == best, name
         assert all(slope.isfinite().all() for slope in slopes), name
     behind = made("reward", "reaching_behind_object", sim, **PUSH)  # an offset, but no direction
     slope = torch.func.grad(lambda goal: behind(state, aimed(state, goal)))(state["targets", "goal_pose"])
@@ -206,8 +206,8 @@ def test_where_a_distance_is_0_value_and_slope_are_finite(sim):
 
 
 def test_slopes_are_those_of_the_numbers(sim):
-    """Of the distance 5 m, along (3, 4, 0): (0.6, 0.8, 0)."""
-    state = placed(sim, given(sim), "cube", (0.0, 0.0, 0.0))
+    """The slope of the distance of 5 m along (3, 4, 0) is (0.6, 0.8, 0)."""
+    state = placed(sim, task_state(sim), "cube", (0.0, 0.0, 0.0))
     term = made("reward", "distance_to_target", sim, **AIM)
     slope = torch.func.grad(lambda goal: term(state, aimed(state, goal)))(torch.tensor([3.0, 4.0, 0.0]))
     close(slope, torch.tensor([-0.6, -0.8, 0.0]), 1e-6)
@@ -304,16 +304,16 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "params", "told"), REFUSED)
-def test_what_cannot_be_is_refused_when_the_term_is_made(sim, name, params, told):
+@pytest.mark.parametrize(("name", "params", "message"), REFUSED)
+def test_what_cannot_be_is_refused_when_the_term_is_made(sim, name, params, message):
     with pytest.raises(ConfigError) as error:
         made("reward", name, sim, **params)
-    assert str(error.value).startswith(told) and "\n" not in str(error.value)
+    assert str(error.value).startswith(message) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["distance_to_target", "incremental_distance_to_target", "reaching_behind_object"])
 def test_a_target_that_no_event_stores_is_refused(sim, name):
-    params, state = SETTINGS[name][0] | {"target_pose_key": "goal"}, given(sim, (2,))
+    params, state = SETTINGS[name][0] | {"target_pose_key": "goal"}, task_state(sim, (2,))
     with pytest.raises(ConfigError, match=r"params.target_pose_key: no target 'goal'; an event .* 'goal_pose'?"):
         paid(name, sim, state, state, **params)
 
@@ -325,17 +325,17 @@ def test_joints_need_a_robot(name):
 
 
 def every(sim):
-    """All terms with settings that they work with, of a state before and after, as one function."""
+    """Return a function that computes all terms of two states, each with valid settings."""
     terms = [made("reward", name, sim, **SETTINGS[name][0]) for name in SETTINGS]
     return lambda before, after: [term(before, after) for term in terms]
 
 
 def test_terms_are_pure_and_take_any_batch_shape(sim):
     terms, states = every(sim), (shaken(sim, (2, 3), 0), shaken(sim, (2, 3), 1))
-    found = assert_pure(terms, *states)
-    assert all(x.shape == (2, 3) and x.dtype == torch.float32 and x.isfinite().all() for x in found)
+    result = assert_pure(terms, *states)
+    assert all(x.shape == (2, 3) and x.dtype == torch.float32 and x.isfinite().all() for x in result)
     flat, one = terms(*(s.reshape(6) for s in states)), terms(*(s[1, 2] for s in states))
-    for x, rows, row in zip(found, flat, one, strict=True):
+    for x, rows, row in zip(result, flat, one, strict=True):
         close(rows, x.flatten(), 1e-6)
         close(row, x[1, 2], 1e-6)
 
@@ -358,7 +358,7 @@ def test_compiled_rewards_equal_eager_ones(sim):
         close(x, e, 1e-5)
 
 
-def test_every_term_of_this_file_says_what_it_gives():
+def test_the_docstring_of_every_term_states_its_result():
     names = [name for name in vars(rewards) if name in SETTINGS]
     assert sorted(names) == sorted(SETTINGS)
     assert all("`[*B]`" in getattr(rewards, name).__doc__ for name in names)

@@ -163,7 +163,7 @@ def test_angles_turn_about_x_and_then_what_is_turned_with_it():
     assert np.allclose(out, [-1.0, 0.0, 0.0])  # its z points to -y of the world, about which its y, at z, goes to -x
 
 
-def test_what_stands_in_the_background_stays_there():
+def test_objects_of_the_background_do_not_move():
     assert made(background=[CUBE]).model.body("cube").dofnum[0] == 0
     assert made(background=[CUBE | {"body_type": "dynamic"}]).model.body("cube").dofnum[0] == 6
     assert made(rigid_object=[CUBE]).model.body("cube").dofnum[0] == 6
@@ -185,8 +185,8 @@ def test_friction_is_the_objects_and_holds_until_mu_m_g():
 
 def test_a_scene_from_a_file_keeps_its_own_physics(tmp_path):
     (tmp_path / "scene.xml").write_text(SCENE)
-    for given in (SCENE, str(tmp_path / "scene.xml")):
-        s = made(mjcf=given, rigid_object=[CUBE])
+    for source in (SCENE, str(tmp_path / "scene.xml")):
+        s = made(mjcf=source, rigid_object=[CUBE])
         option = s.model.opt
         assert (option.timestep, option.iterations, option.integrator) == (0.003, 7, 0)
         assert s.robot.joints == ("slide",) and s.model.nsensordata == 1 and s.model.body("cube").id == 2
@@ -217,7 +217,7 @@ def test_a_robot_from_a_file_keeps_its_actuators_or_gets_drives(tmp_path, monkey
     assert s.data.qpos.tolist() == [0.1, 0.2] == s.data.ctrl.tolist()
 
 
-def test_a_robot_may_start_at_the_very_limit_that_its_file_says():
+def test_a_robot_may_start_at_the_limit_of_its_file():
     assert made(robot={"mjcf": ARM % MOTOR, "init_qpos": [0.785398163, 9.0]}).data.qpos[0] == 0.785398163
     assert made(robot={"init_qpos": [0.0, -6.2831855, 3.1415927, 0.0, 0.0, 0.0]}).data.qpos[2] == 3.1415927
 
@@ -230,15 +230,15 @@ def test_a_file_may_have_the_sensor_of_a_drive_itself():
     assert [m.sensor(i).name for i in range(m.nsensor)] == ["hip_force"]
 
 
-def test_there_is_one_light_that_of_the_config_where_it_says_one():
+def test_a_light_of_the_config_replaces_all_others():
     lit = ARM.replace("<worldbody>", '<worldbody><light name="one"/><light name="two"/>') % MOTOR
-    for given, colors in (
+    for settings, colors in (
         ({"mjcf": lit}, [[0.7] * 3] * 2),  # MuJoCo's own
         ({"mjcf": lit, "light": {"color": [1.0, 0.0, 0.5]}}, [[1.0, 0.0, 0.5]]),
         ({"robot": {"mjcf": lit}}, [[0.7] * 3]),
         ({"robot": {"mjcf": lit}, "light": {"color": [1.0, 0.0, 0.5]}}, [[1.0, 0.0, 0.5]]),
     ):
-        assert np.allclose(made(**given).model.light_diffuse, colors)
+        assert np.allclose(made(**settings).model.light_diffuse, colors)
 
 
 def test_joints_of_a_scenes_file_are_the_driven_hinges_and_slides():
@@ -277,8 +277,8 @@ GYM = {
 
 
 def test_keys_of_other_simulators_are_listed_with_a_reason():
-    found = inert_keys_in(SceneConfig, GYM)
-    assert [path for path, _ in found] == [
+    keys = inert_keys_in(SceneConfig, GYM)
+    assert [path for path, _ in keys] == [
         ("rigid_object_group",),
         ("robot", "urdf_cfg"),
         ("robot", "drive_pros", "drive_type"),
@@ -287,14 +287,14 @@ def test_keys_of_other_simulators_are_listed_with_a_reason():
         ("rigid_object", 0, "attrs", "dynamic_friction"),
         ("rigid_object", 0, "attrs", "restitution"),
     ]
-    assert all(len(why) > 10 for _, why in found)
-    left = copy.deepcopy(GYM)
-    for path, _ in found:
-        part = left
+    assert all(len(why) > 10 for _, why in keys)
+    remaining = copy.deepcopy(GYM)
+    for path, _ in keys:
+        part = remaining
         for key in path[:-1]:
             part = part[key]
         del part[path[-1]]
-    assert build(validate_section(SceneConfig, left, "gym")).robot.tcp == {"arm": "Manipulator/arm_tcp"}
+    assert build(validate_section(SceneConfig, remaining, "gym")).robot.tcp == {"arm": "Manipulator/arm_tcp"}
     assert inert_keys_in(SceneConfig, {"robot": None, "rigid_object": 3, "light": []}) == []
 
 
@@ -360,9 +360,9 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize("keys, told", FAULTS, ids=[told for _, told in FAULTS])
-def test_a_fault_is_told_by_its_key(keys, told):
-    with pytest.raises(ConfigError, match=told) as raised:
+@pytest.mark.parametrize("keys, message", FAULTS, ids=[message for _, message in FAULTS])
+def test_a_fault_is_reported_with_its_key(keys, message):
+    with pytest.raises(ConfigError, match=message) as raised:
         made(**keys)
     assert "\n" not in str(raised.value)
 

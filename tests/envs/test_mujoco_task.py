@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import Variant, assert_pure, close
+from support.checks import Variant, assert_pure, close
 
 pytest.importorskip("mujoco.batch")
 
@@ -13,7 +13,6 @@ from support.fake_mujoco_task import (
     SCENE,
     happening,
     keys_of,
-    known_terms,
     nothing_yet,
     rollout,
     task,
@@ -29,13 +28,7 @@ from ecrl.errors import ConfigError
 from ecrl.loop.iteration import init_state, make_iteration, train_iter
 from ecrl.run.checkpoint import load, save
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _terms():
-    with known_terms():
-        yield
-
-
+pytestmark = pytest.mark.usefixtures("mujoco_test_terms")
 ARM = {"mjcf": None, "robot": {"uid": "ur"}}
 HEIGHT = {"func": "rig_height", "name": "cube/height"}
 BOTH = {
@@ -65,12 +58,12 @@ def test_each_term_is_given_its_part_of_the_action():
     # by name: elbow, a force of its motor, then rail, a target of its drive
     env = task(actions=BOTH)
     state = env.reset(keys_of(1))
-    seen = []
+    received = []
     for action in ([0.0, 0.0], [0.5, 0.0], [0.0, 0.5]):
         after = env.step(state, torch.tensor([action]), None)
         assert after["action"].tolist() == [action]
-        seen.append(world.joint_velocities(env.scene, after["world"], ("rail", "elbow"))[0])
-    still, turned, slid = seen
+        received.append(world.joint_velocities(env.scene, after["world"], ("rail", "elbow"))[0])
+    still, turned, slid = received
     assert turned[1] - still[1] > 0.1 and (turned[0] - still[0]).abs() < 0.05
     assert slid[0] - still[0] > 0.1
 
@@ -122,7 +115,7 @@ def test_control_parts_are_what_is_acted_on_and_observed(parts):
 
 def test_actions_that_do_not_fit_are_refused():
     pan = {"func": "rig_drive", "params": {"joint_ids": [0]}}
-    for changes, told in (
+    for changes, message in (
         ({"actions": {}}, r"env.cfg.actions: empty; add a term such as"),
         (
             {"actions": {"a": pan, "b": pan}},
@@ -146,7 +139,7 @@ def test_actions_that_do_not_fit_are_refused():
         ({"control_parts": ["leg"]}, r"env.cfg.control_parts: .*unknown part 'leg'; known: arm"),
         ({"control_parts": []}, r"control_parts: expected at least 1 entries"),
     ):
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=message):
             task(**changes)
 
 
@@ -176,7 +169,7 @@ def test_changes_of_an_entry_happen_by_name_after_all_that_are_added():
 
 def test_observations_that_do_not_fit_are_refused():
     twice = {"func": "rig_twice", "mode": "modify"}
-    for terms, told in (
+    for terms, message in (
         (
             {"a": HEIGHT, "b": HEIGHT},
             r"observations.b \(rig_height\): name: 'cube/height' exists already; use mode mod",
@@ -190,16 +183,16 @@ def test_observations_that_do_not_fit_are_refused():
         ({"a": {"func": "rig_high", "name": "z"}}, "unknown observation 'rig_high'; did you mean 'rig_height'"),
         ({"a": HEIGHT | {"mode": "replace"}}, "observations.a.mode: expected 'add' or 'modify', got 'replace'"),
     ):
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=message):
             task(observations=terms)
 
 
-SEEN = {"observations": {"a": {"func": "target_position", "name": "z", "params": {"target_pose_key": "spot"}}}}
+OBSERVED = {"observations": {"a": {"func": "target_position", "name": "z", "params": {"target_pose_key": "spot"}}}}
 PAID = {"source_entity_cfg": {"uid": "cube"}, "target_pose_key": "spot"}
 PAID = {"rewards": {"a": {"func": "distance_to_target", "params": PAID}}}
 
 
-@pytest.mark.parametrize("changes", [SEEN, PAID], ids=["observation", "reward"])
+@pytest.mark.parametrize("changes", [OBSERVED, PAID], ids=["observation", "reward"])
 def test_a_target_that_is_no_position_is_refused_when_the_task_is_made(changes):
     (kind,), (func,) = changes, (term["a"]["func"] for term in changes.values())
     place = rf"^env.cfg.{kind}.a \({func}\): params.target_pose_key"
@@ -226,10 +219,10 @@ FELL = 9.81 * 0.005**2 * (1 + 2 + 3 + 4)  # four steps of 5 ms, each with the ve
 def test_rewards_are_added_by_their_weights():
     after = stepped(task(rewards={"fall": FALL, "effort": EFFORT}), action=-0.5)
     close(after["reward"], [2.0 * FELL - 0.5 * 0.5] * 3, 1e-5)
-    told = after["info", "rewards"]
-    assert sorted(told.keys()) == ["effort", "effort_weighted", "fall", "fall_weighted"]
+    reported = after["info", "rewards"]
+    assert sorted(reported.keys()) == ["effort", "effort_weighted", "fall", "fall_weighted"]
     for name, value in (("fall", FELL), ("fall_weighted", 2.0 * FELL), ("effort", 0.5), ("effort_weighted", -0.25)):
-        close(told[name], [value] * 3, 1e-5)
+        close(reported[name], [value] * 3, 1e-5)
 
 
 def test_a_task_has_a_reward_of_its_own_and_replace_stands_for_all():
@@ -246,12 +239,12 @@ def test_a_task_has_a_reward_of_its_own_and_replace_stands_for_all():
 
 
 def test_rewards_that_do_not_fit_are_refused():
-    for term, told in (
+    for term, message in (
         ({"func": "rig_fal"}, r"rewards.a.func: unknown reward 'rig_fal'; did you mean 'rig_fall'"),
         (FALL | {"weight": "2"}, "rewards.a.weight: expected a number"),
         (FALL | {"mode": "modify"}, "rewards.a.mode: expected 'add' or 'replace'"),
     ):
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=message):
             task(rewards={"a": term})
 
 
@@ -368,21 +361,21 @@ def test_any_batch_gives_the_same():
         many = assert_pure(env.step, many, actions, env.draw(noise))
         pairs = zip(actions.flatten(0, 1), noise.flatten(), strict=True)
         one = [env.step(state, action, env.draw(key)) for state, (action, key) in zip(one, pairs, strict=True)]
-    for state, alone in zip(many.reshape(6), one, strict=True):
-        assert torch.equal(state["world", "physics"], alone["world", "physics"])
+    for state, single in zip(many.reshape(6), one, strict=True):
+        assert torch.equal(state["world", "physics"], single["world", "physics"])
         for name, leaf in state.flatten_keys("/").items():
-            close(leaf, alone.flatten_keys("/")[name], 1e-5)  # sums of poses and rewards differ with the batch
+            close(leaf, single.flatten_keys("/")[name], 1e-5)  # sums of poses and rewards differ with the batch
 
 
 @pytest.mark.parametrize("form", ["eager", "vmapped", "strided"])
-def test_a_step_is_pure_and_alike_in_every_form(form):
+def test_a_step_is_pure_and_equal_in_every_variant(form):
     env = auto_reset(task(**ALL, max_episode_steps=2))
     state, action = env.reset(keys_of(3)), torch.full((3, 2), 0.3)
     for t in range(2):
         noise = env.draw(keys_of(3, 1 + t))
         after = env.step(state, action, noise)
-        found = Variant(form)(env.step)(state, action, noise)
-        for name, leaf in found.flatten_keys("/").items():
+        result = Variant(form)(env.step)(state, action, noise)
+        for name, leaf in result.flatten_keys("/").items():
             close(leaf, after.flatten_keys("/")[name], 1e-5)
         state = after
 
@@ -429,7 +422,7 @@ def test_equal_settings_give_the_same_environment():
     assert made is not make_env(config().replace(**{"env.cfg.max_episode_steps": 8}).env)
 
 
-def test_steps_between_events_are_ten_if_nothing_is_said():
+def test_steps_between_events_are_ten_by_default():
     event = {"func": "push_rigid_object", "params": {**CUBE, "force_range": [[0.0] * 3] * 2}}
     cfg = validate_section(TaskConfig, SCENE | {"actions": ACTIONS, "events": {"p": event}}, "env.cfg")
     assert (cfg.events["p"].mode, cfg.events["p"].interval_step) == ("interval", 10)

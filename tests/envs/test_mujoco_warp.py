@@ -7,8 +7,8 @@ from unittest.mock import MagicMock, create_autospec
 
 import pytest
 import torch
-from conftest import assert_pure
 from pydantic import ValidationError
+from support.checks import assert_pure
 from torch.testing import assert_close
 
 pytest.importorskip("mujoco_warp", reason="needs the extra warp")
@@ -93,28 +93,28 @@ def test_it_is_near_mujoco_for_bodies_actuators_sensors_and_moved_things():
     m = text_model()
     rows, control = starts(m, 4)
     here, there = both(m)
-    expected, seen = stepped(here, rows, control, 20)
-    found, sensors = stepped(there, rows, control, 20)
+    expected, expected_sensors = stepped(here, rows, control, 20)
+    actual, sensors = stepped(there, rows, control, 20)
     # 20 steps of 5 ms in float32 with contacts: rounding of 1e-7 per step, times stiffness
     for part, atol in (("TIME", 1e-6), ("QPOS", 1e-4), ("QVEL", 5e-3), ("ACT", 1e-5), ("MOCAP_POS", 1e-6)):
-        assert_close(found[:, columns(m, part)], expected[:, columns(m, part)], rtol=1e-3, atol=atol)
-    assert_close(sensors, seen, rtol=1e-3, atol=1e-3)
-    assert not torch.equal(found, expected)  # float32 and float64
-    assert torch.equal(found, found.float().double())
+        assert_close(actual[:, columns(m, part)], expected[:, columns(m, part)], rtol=1e-3, atol=atol)
+    assert_close(sensors, expected_sensors, rtol=1e-3, atol=1e-3)
+    assert not torch.equal(actual, expected)  # float32 and float64
+    assert torch.equal(actual, actual.float().double())
 
 
 def test_the_arm_follows_a_target_as_in_mujoco():
     here, there = sims()
     joints = here.robot.joints
-    for sim, kept in ((here, []), (there, (other := []))):
+    for sim, states in ((here, []), (there, (other := []))):
         now = start(sim, (3,))
         goal = torch.tensor(sim.home.ctrl).float() + torch.tensor([[0.1], [-0.2], [0.3]])
         for _ in range(12):  # 48 substeps
-            now, lost = advance(sim, now, goal)
-            assert not lost.any()
-            kept.append(now)
+            now, failed = advance(sim, now, goal)
+            assert not failed.any()
+            states.append(now)
         if sim is here:
-            mine = kept
+            mine = states
     for a, b in zip(mine, other, strict=True):
         assert_close(world.joint_positions(there, b, joints), world.joint_positions(here, a, joints), rtol=0, atol=2e-5)
         assert_close(
@@ -130,11 +130,11 @@ def test_a_pushed_cube_slides_as_in_mujoco():
     here, there = sims()
     ends = []
     for sim in (here, there):
-        now, held = start(sim, (2,)), torch.tensor(sim.home.ctrl).float().expand(2, -1)
+        now, control = start(sim, (2,)), torch.tensor(sim.home.ctrl).float().expand(2, -1)
         force = world.push(sim, "cube", torch.tensor([[12.0, 0.0, 0.0], [0.0, 2.0, 0.0]]))
         for _ in range(12):
-            now, lost = advance(sim, now, held, force)
-            assert not lost.any()
+            now, failed = advance(sim, now, control, force)
+            assert not failed.any()
         ends.append(world.body_pose(sim, now, "cube")[..., :3, 3])
     travelled = ends[0] - torch.tensor([-0.6, -0.4, 0.05])
     assert travelled[0, 0] > 0.2 and travelled[1].abs().max() < 0.01  # 12 N against friction of 4.9 N; 2 N does not do
@@ -166,7 +166,7 @@ LIMITED = LIMITED.replace('<position name="A"', f'<position name="A" {LIMITS}')
 
 
 def changed(field, own, value):
-    """Numbers of a field with something else in them, still sound."""
+    """Return changed, valid numbers of a field."""
     other = own.copy()
     if field.endswith("range"):
         return np.array([-value, value])
@@ -197,16 +197,16 @@ def test_what_varies_varies_as_in_mujoco_and_leaves_no_trace(field):
     same = torch.tensor(own, dtype=torch.float64).repeat(3, 1)
     other = same.clone()
     other[1] = torch.tensor(changed(field, own, value))
-    plain, ours = (stepped(handle, rows, control, 10, same)[0] for handle in (there, here))
-    found, expected = (stepped(handle, rows, control, 10, other)[0] for handle in (there, here))
+    warp_plain, mujoco_plain = (stepped(handle, rows, control, 10, same)[0] for handle in (there, here))
+    actual, expected = (stepped(handle, rows, control, 10, other)[0] for handle in (there, here))
     part = columns(m, "QPOS")
-    assert_close(found[:, part], expected[:, part], rtol=1e-3, atol=2e-4)
-    assert torch.equal(found[[0, 2]], plain[[0, 2]])
-    effect, wanted = (a[1, part] - b[1, part] for a, b in ((found, plain), (expected, ours)))
-    assert wanted.abs().max() > 5e-4  # it matters ...
-    assert (effect - wanted).abs().max() < 0.2 * wanted.abs().max()  # ... and as much
-    assert_close(plain, stepped(both(m)[1], rows, control, 10)[0], rtol=1e-4, atol=1e-3)
-    assert torch.equal(stepped(there, rows, control, 10, same)[0], plain)
+    assert_close(actual[:, part], expected[:, part], rtol=1e-3, atol=2e-4)
+    assert torch.equal(actual[[0, 2]], warp_plain[[0, 2]])
+    effect, expected_effect = (a[1, part] - b[1, part] for a, b in ((actual, warp_plain), (expected, mujoco_plain)))
+    assert expected_effect.abs().max() > 5e-4  # it matters ...
+    assert (effect - expected_effect).abs().max() < 0.2 * expected_effect.abs().max()  # ... and as much
+    assert_close(warp_plain, stepped(both(m)[1], rows, control, 10)[0], rtol=1e-4, atol=1e-3)
+    assert torch.equal(stepped(there, rows, control, 10, same)[0], warp_plain)
 
 
 def test_no_substeps_give_the_sensors_of_the_state_and_leave_it():
@@ -231,17 +231,17 @@ def test_the_same_row_gives_the_same_bits_whatever_ran_before_and_in_any_batch()
     m = text_model()
     rows, control = starts(m, 64)
     _, there = both(m)
-    first, seen = stepped(there, rows, control, 10)
+    first, sensors = stepped(there, rows, control, 10)
     other, pushed = starts(m, 64, seed=1)
     stepped(there, other, 9.0 * pushed, 10)
     broken = other.clone()
     broken[:, 1:8] = torch.nan
     stepped(there, broken, pushed, 2)
     again, sensed = stepped(there, rows, control, 10)
-    assert torch.equal(first, again) and torch.equal(seen, sensed)
+    assert torch.equal(first, again) and torch.equal(sensors, sensed)
     for i in (0, 17, 63):
-        alone = stepped(there, rows[i], control[i], 10)
-        assert torch.equal(alone[0], first[i]) and torch.equal(alone[1], seen[i])
+        single = stepped(there, rows[i], control[i], 10)
+        assert torch.equal(single[0], first[i]) and torch.equal(single[1], sensors[i])
     order = torch.arange(63, -1, -1)
     assert torch.equal(stepped(there, rows[order], control[order], 10)[0], first[order])
     parts = rows
@@ -293,7 +293,7 @@ def test_numbers_that_run_away_touch_nobody_else():
 
 
 def test_more_contacts_than_there_is_room_for_are_seen(monkeypatch):
-    m = text_model(XML.replace('timestep="0.005"', 'timestep="0.004"'))  # a model of its own, made with less room
+    m = text_model(XML.replace('timestep="0.005"', 'timestep="0.004"'))  # a separate model with less room
     assert warp_model.capacity(m) == (8 * 4, 4 * 32 + m.nv + 2 * m.njnt)
     monkeypatch.setattr(warp_physics, "capacity", lambda m: (3, 11))
     rows, control = starts(m, 2)
@@ -314,12 +314,12 @@ def test_more_contacts_than_there_is_room_for_together_are_those_of_all(monkeypa
     rows[:, columns(m, "QPOS")] = torch.tensor(m.qpos0)
     rows[:, 3] = torch.tensor([5.0, 0.09, 0.09])  # none, four and four
     _, there = both(m)
-    for room, lost in ((3, False), (2, True)):
+    for room, fails in ((3, False), (2, True)):
         monkeypatch.setattr(warp_physics, "capacity", lambda m, room=room: (room, 60))
         warp_physics._worlds.cache_clear()
         for substeps in (0, 2):
             after, _ = stepped(there, rows, control, substeps)
-            assert after.isnan().any(1).tolist() == [lost] * 3
+            assert after.isnan().any(1).tolist() == [fails] * 3
     warp_physics._worlds.cache_clear()
 
 
@@ -327,12 +327,12 @@ def test_a_lost_simulation_ends_its_episode_and_keeps_its_state(monkeypatch):
     monkeypatch.setattr(warp_physics, "capacity", lambda m: (1, 2))
     _, sim = sims(rigid_object=(CUBE, CUBE.model_copy(update={"uid": "more", "init_pos": (1.0, 1.0, 0.05)})))
     now = start(sim, (2,))
-    after, lost = advance(sim, now, torch.tensor(sim.home.ctrl).float().expand(2, -1))
-    assert lost.all() and torch.equal(after["physics"], now["physics"])
+    after, failed = advance(sim, now, torch.tensor(sim.home.ctrl).float().expand(2, -1))
+    assert failed.all() and torch.equal(after["physics"], now["physics"])
 
 
 def test_what_warp_cannot_do_is_one_line():
-    for xml, varied, told in (
+    for xml, varied, message in (
         ('<mujoco><option solver="PGS"/><worldbody><body><geom size="1"/></body></worldbody></mujoco>', (), "PGS"),
         (
             XML,
@@ -340,7 +340,9 @@ def test_what_warp_cannot_do_is_one_line():
             "body_pos that varies; use mujoco; fields that may vary: body_mass, body_inertia",
         ),
     ):
-        with pytest.raises(ConfigError, match=f"^physics.backend: warp does not support this scene: .*{told}") as error:
+        with pytest.raises(
+            ConfigError, match=f"^physics.backend: warp does not support this scene: .*{message}"
+        ) as error:
             warp_model.check(text_model(xml), varied)
         assert "\n" not in str(error.value)
     with pytest.raises(ConfigError, match=r"^env\.cfg: physics\.backend: warp does not support this scene"):
@@ -350,7 +352,7 @@ def test_what_warp_cannot_do_is_one_line():
         PhysicsConfig(backend="warp", threads=2)
 
 
-def test_without_the_package_one_line_says_what_to_install(monkeypatch):
+def test_without_the_package_one_line_names_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "mujoco_warp", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'ecrl\[warp\]'"):
         warp_model.check(text_model(), ())
@@ -358,8 +360,8 @@ def test_without_the_package_one_line_says_what_to_install(monkeypatch):
 
 def test_nothing_is_printed_and_nothing_of_warp_stays_changed(capfd):
     with warp_model.packages():
-        said = capfd.readouterr()  # without a GPU, by Warp's library, that it found none
-    assert "initialized" not in said.out + said.err
+        printed = capfd.readouterr()  # without a GPU, Warp's library prints that it found none
+    assert "initialized" not in printed.out + printed.err
     before = warp.config.log_level, warp.get_device()
     m = text_model(XML.replace('mass="2"', 'mass="2.5"'))
     rows, control = starts(m, 2)
@@ -393,14 +395,16 @@ def env_states(env, steps=3):
 def test_push_cube_is_an_environment_on_either_backend():
     own, other = (make_env(config(**{"env.cfg.physics": {"backend": b}}).env) for b in ("warp", "mujoco"))
     check_fields(own, "PushCubeRL")
-    mine, theirs = env_states(own), env_states(other)
-    assert torch.equal(mine[0]["obs"], theirs[0]["obs"])  # starts take no step
-    for a, b in zip(mine[1:], theirs[1:], strict=True):
+    warp_states, mujoco_states = env_states(own), env_states(other)
+    assert torch.equal(warp_states[0]["obs"], mujoco_states[0]["obs"])  # starts take no step
+    for a, b in zip(warp_states[1:], mujoco_states[1:], strict=True):
         assert_close(a["obs"], b["obs"], rtol=1e-2, atol=1e-2)
         assert torch.equal(a["terminated"], b["terminated"]) and not torch.equal(a["obs"], b["obs"])
         assert_close(a["reward"], b["reward"], rtol=1e-2, atol=1e-3)
     again = env_states(own)
-    assert all(torch.equal(a["world", "physics"], b["world", "physics"]) for a, b in zip(mine, again, strict=True))
+    assert all(
+        torch.equal(a["world", "physics"], b["world", "physics"]) for a, b in zip(warp_states, again, strict=True)
+    )
 
 
 def test_training_on_warp_runs_and_resumes_in_mid_episode_bit_for_bit(tmp_path):
@@ -420,18 +424,18 @@ def test_in_a_compiled_loop_it_is_as_in_an_eager_one():
     _, sim = sims()
     form = choose_form("on", "cpu")
 
-    def turn(now, goal):
-        after, lost = advance(sim, now, goal)
-        return after, lost
+    def body(now, goal):
+        after, failed = advance(sim, now, goal)
+        return after, failed
 
     def run(scan, now, goals):
-        return scan(turn, now, goals)
+        return scan(body, now, goals)
 
     spread = 0.1 * torch.rand(3, 4, 6, generator=torch.Generator().manual_seed(0))
     begun, goals = start(sim, (4,)), torch.tensor(sim.home.ctrl).float() + spread
-    after, lost = form.jit(run, form.scan)(begun, goals)
+    after, failed = form.jit(run, form.scan)(begun, goals)
     expected, _ = run(scan, begun, goals)
-    assert lost.shape == (3, 4) and not lost.any()
+    assert failed.shape == (3, 4) and not failed.any()
     assert torch.equal(after["physics"], expected["physics"]) and torch.equal(after["sensors"], expected["sensors"])
 
 
@@ -455,7 +459,7 @@ def test_varied_mass_and_friction_of_a_task():
     assert ends[0][:, 1].unique().numel() == 4
 
 
-def test_a_gpu_is_taken_with_warp_alone(monkeypatch):
+def test_a_gpu_needs_the_warp_backend(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=10**12))
@@ -485,7 +489,7 @@ TASKS = [
 
 @pytest.mark.parametrize(("name", "changes"), TASKS)
 def test_a_task_makes_every_tensor_where_its_keys_are(monkeypatch, name, changes):
-    """On torch's device without data, which does not mix with the CPU, as a GPU does not."""
+    """Run on torch's device without data, which cannot be mixed with the CPU, like a GPU."""
 
     def somewhere(state, control, parameters, *, handle, substeps):
         rows, batch = (state, control, parameters), state.shape[:-1]
@@ -507,8 +511,8 @@ def test_a_kernel_of_the_operator_is_there_for_gpus():
 
 
 @pytest.mark.parametrize("capturing", [True, False])
-def test_warp_is_told_of_a_capture_and_of_its_end(monkeypatch, capturing):
-    """By a stand-in with Warp's own names and arguments, as a capture takes a GPU."""
+def test_warp_is_notified_of_the_start_and_the_end_of_a_capture(monkeypatch, capturing):
+    """A stand-in has Warp's names and arguments, because a capture needs a GPU."""
     names = "capture_begin", "capture_end", "stream_to_torch", "device_from_torch", "is_conditional_graph_supported"
     stand_in = MagicMock(spec=warp, **{name: create_autospec(getattr(warp, name)) for name in names})
     monkeypatch.setattr(torch.cuda, "current_stream", MagicMock())
@@ -531,19 +535,19 @@ def test_on_a_gpu_it_is_near_the_cpu_and_waits_for_nothing():
     m = text_model()
     rows, control = starts(m, 64)
     _, there = both(m)
-    expected, seen = stepped(there, rows, control, 10)
-    given = rows.cuda(), control.cuda()
-    stepped(there, *given, 10)  # compiles
+    expected, expected_sensors = stepped(there, rows, control, 10)
+    inputs = rows.cuda(), control.cuda()
+    stepped(there, *inputs, 10)  # compiles
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        found, sensors = stepped(there, *given, 10)
+        actual, sensors = stepped(there, *inputs, 10)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert found.is_cuda and sensors.is_cuda
+    assert actual.is_cuda and sensors.is_cuda
     part = columns(m, "QPOS")
-    assert_close(found.cpu()[:, part], expected[:, part], rtol=1e-3, atol=1e-3)
-    assert_close(sensors.cpu(), seen, rtol=1e-2, atol=1e-2)
+    assert_close(actual.cpu()[:, part], expected[:, part], rtol=1e-3, atol=1e-3)
+    assert_close(sensors.cpu(), expected_sensors, rtol=1e-2, atol=1e-2)
 
 
 @cuda
@@ -556,16 +560,16 @@ def test_on_a_gpu_it_is_captured_and_replayed(varied):
     plain, _ = advance(sim, now, goal)
     inputs, graph, stream = (now.clone(), goal.clone()), torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        kept, _ = advance(sim, *inputs)
+        output, _ = advance(sim, *inputs)
     part = columns(sim.model, "QPOS")
     for _ in range(3):
         graph.replay()
-        assert_close(kept["physics"][:, part], plain["physics"][:, part], rtol=1e-4, atol=1e-4)
-        inputs[0].update_(kept)  # on from there
+        assert_close(output["physics"][:, part], plain["physics"][:, part], rtol=1e-4, atol=1e-4)
+        inputs[0].update_(output)  # on from there
         plain, _ = advance(sim, plain, goal)
     more, goals = start(sim, (33,), "cuda"), goal[:1].expand(33, -1)
-    told = pytest.raises(RuntimeError, match="33 simulations during a CUDA graph capture")
-    with told, torch.cuda.graph(torch.cuda.CUDAGraph()):
+    refused = pytest.raises(RuntimeError, match="33 simulations during a CUDA graph capture")
+    with refused, torch.cuda.graph(torch.cuda.CUDAGraph()):
         advance(sim, more, goals)
 
 

@@ -1,10 +1,10 @@
-"""Worlds: what is read equals MuJoCo's own figures, what is written is there and nowhere else, pushes obey Newton."""
+"""Worlds: reads equal MuJoCo's numbers, writes change only their target, pushes obey Newton's law."""
 
 import math
 
 import pytest
 import torch
-from conftest import Variant, assert_pure, close
+from support.checks import Variant, assert_pure, close
 
 pytest.importorskip("mujoco.batch")
 
@@ -32,7 +32,7 @@ SCENE = {
         BALL | {"uid": "rock", "init_pos": [-2.0, 1.0, 1.0], "body_type": "static"},
     ],
 }
-ODD = """<mujoco><compiler angle="degree"/><worldbody>
+EVERY_JOINT = """<mujoco><compiler angle="degree"/><worldbody>
 <body name="moved" mocap="true" pos="1 2 3" quat=".5 .5 .5 .5"><geom size=".1"/>
  <body name="on_it"  pos=".1 0 0"><joint name="m1" axis="0 0 1"/><geom size=".1"/></body></body>
 <body name="free" pos="0 0 1"><freejoint/><geom size=".1"/>
@@ -52,7 +52,7 @@ def sim():
 
 
 def shaken(sim, batch=(3,), steps=4):
-    """Worlds in the middle of something."""
+    """Return worlds after a few steps with random controls."""
     home = torch.tensor(sim.home.ctrl).float()
     state, gen = start(sim, batch), torch.Generator().manual_seed(0)
     for _ in range(steps):
@@ -63,7 +63,7 @@ def shaken(sim, batch=(3,), steps=4):
 
 
 def test_poses_and_jacobians_are_mujocos_for_every_kind_of_joint():
-    model = mujoco.MjModel.from_xml_string(ODD)
+    model = mujoco.MjModel.from_xml_string(EVERY_JOINT)
     data, rng = mujoco.MjData(model), np.random.default_rng(0)
     chains = [kinematics.chain(model, body) for body in range(model.nbody)]
     tip = kinematics.constant_pose(model.site("tip").pos, model.site("tip").quat)
@@ -145,9 +145,9 @@ def test_what_is_written_is_there_and_nowhere_else(sim):
     assert (after["physics"] != state["physics"]).sum(-1).tolist() == [2, 2, 2]
     after = world.with_joint_velocities(sim, state, joints, values)
     close(world.joint_velocities(sim, after, joints), values.expand(3, 2), 1e-7)
-    place, turn = torch.tensor([[0.5, 1.5, 2.5]] * 3), torch.tensor([0.0, 0.0, 0.0, 1.0])
+    place, quaternion = torch.tensor([[0.5, 1.5, 2.5]] * 3), torch.tensor([0.0, 0.0, 0.0, 1.0])
     for name in ("ball", "hand"):
-        after = world.with_body_pose(sim, state, name, place, turn)
+        after = world.with_body_pose(sim, state, name, place, quaternion)
         close(world.body_pose(sim, after, name)[:, :3, 3], place, 1e-7)
         close(world.body_pose(sim, after, name)[:, 0, 0], -torch.ones(3), 1e-7)
         close(
@@ -190,14 +190,14 @@ def test_a_push_is_newtons_and_damping_takes_its_share(sim):
 
 def test_angular_velocity_is_in_the_world(sim):
     """MuJoCo keeps it in the frame of the body: turned by 90 degrees about x, its y is the world's z."""
-    state, turn = start(sim, (1,)), torch.tensor([math.sqrt(0.5), math.sqrt(0.5), 0.0, 0.0])
-    state = world.with_body_pose(sim, state, "ball", None, turn)
+    state, quaternion = start(sim, (1,)), torch.tensor([math.sqrt(0.5), math.sqrt(0.5), 0.0, 0.0])
+    state = world.with_body_pose(sim, state, "ball", None, quaternion)
     first = world._columns(sim, "QVEL").start + int(sim.model.joint("ball").dofadr[0]) + 4
     state = world._write(sim, state, [first], torch.tensor([2.0]))
     close(world.body_velocity(sim, state, "ball")[1], torch.tensor([[0.0, 0.0, 2.0]]), 1e-6)
 
 
-def test_a_world_that_runs_away_is_given_back_and_told(sim):
+def test_a_diverged_world_is_returned_with_a_flag(sim):
     state = shaken(sim)
     control = torch.tensor(sim.home.ctrl).float().repeat(3, 1)
     fine, bad = advance(sim, state, control)
@@ -238,19 +238,19 @@ def test_a_scene_needs_neither_robot_nor_sensors():
 
 
 def test_the_arm_pushes_a_cube_in_any_direction():
-    """Tool behind the cube, then 0.3 m on, by inverse kinematics from poses and Jacobians alone."""
+    """Move the tool behind the cube and 0.3 m further, by inverse kinematics from poses and Jacobians."""
     cube = {"uid": "cube", "shape": {"shape_type": "Cube", "size": [0.1, 0.1, 0.1]}, "init_pos": [-0.6, -0.4, 0.05]}
     cube["attrs"] = {"mass": 2.0, "static_friction": 1.0, "linear_damping": 2.0, "angular_damping": 2.0}
     sim = simulation(validate_section(SceneConfig, {"robot": {}, "rigid_object": [cube]}, "scene"))
     joints, tcp, down = sim.robot.joints, sim.robot.tcp["arm"], torch.tensor([0.0, 0.0, -1.0])
-    turns, there = torch.arange(4) * (math.pi / 2), torch.tensor([-0.6, -0.4, 0.05])
-    along = torch.stack((turns.cos(), turns.sin(), torch.zeros(4)), -1)
+    angles, there = torch.arange(4) * (math.pi / 2), torch.tensor([-0.6, -0.4, 0.05])
+    along = torch.stack((angles.cos(), angles.sin(), torch.zeros(4)), -1)
 
     def solved(state, place):
         for _ in range(20):
             pose, slope = world.site_pose(sim, state, tcp), world.site_jacobian(sim, state, tcp, joints)
-            turn = torch.linalg.cross(pose[..., :3, 2], down.expand(4, 3))
-            error = torch.cat((place - pose[..., :3, 3], turn), -1).unsqueeze(-1)
+            rotation = torch.linalg.cross(pose[..., :3, 2], down.expand(4, 3))
+            error = torch.cat((place - pose[..., :3, 3], rotation), -1).unsqueeze(-1)
             change = slope.mT @ torch.linalg.solve(slope @ slope.mT + 1e-3 * torch.eye(6), error)
             q = world.joint_positions(sim, state, joints) + change.squeeze(-1)
             state = world.with_joint_positions(sim, state, joints, q)
@@ -274,21 +274,21 @@ def test_the_arm_pushes_a_cube_in_any_direction():
     assert (world.body_pose(sim, state, "cube")[:, 2, 2] > 0.999).all()  # upright
 
 
-def test_names_that_are_not_there_are_told(sim):
+def test_unknown_names_are_refused(sim):
     state = start(sim, (1,))
-    for read, name, told in (
+    for read, name, message in (
         (world.body_pose, "bal", "body 'bal' is not in the scene; it has: world, ur, ur/shoulder_pan_link"),
         (world.site_pose, "tcp", "site 'tcp' is not in the scene; it has: ur/arm_tcp"),
         (world.sensor, "touch", "sensor 'touch' is not in the scene; it has: ur/shoulder_pan_joint_force"),
         (world.joint_positions, ("elbow",), "joint 'elbow' is not in the scene; it has: ur/shoulder_pan_joint"),
         (world.joint_velocities, ("ball",), "joint 'ball' is not a hinge or slide; use the pose of its body"),
     ):
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=message):
             read(sim, state, name)
 
 
 @pytest.mark.parametrize("form", ["eager", "compiled", "vmapped"])
-def test_a_step_is_the_same_in_every_form(sim, form):
+def test_a_step_is_equal_in_every_variant(sim, form):
     state = shaken(sim)
 
     def step(physics, sensors, control):
@@ -296,8 +296,8 @@ def test_a_step_is_the_same_in_every_form(sim, form):
         after, bad = advance(sim, world, control)
         return after["physics"], after["sensors"], bad
 
-    given = state["physics"], state["sensors"], torch.tensor(sim.home.ctrl).float().repeat(3, 1)
-    for a, b in zip(Variant(form)(step)(*given), step(*given), strict=True):
+    inputs = state["physics"], state["sensors"], torch.tensor(sim.home.ctrl).float().repeat(3, 1)
+    for a, b in zip(Variant(form)(step)(*inputs), step(*inputs), strict=True):
         assert torch.equal(a, b)
 
 
@@ -306,26 +306,26 @@ def test_what_is_read_and_written_is_the_same_in_a_graph(sim):
         state = world.with_body_pose(sim, state, "ball", control[:, :3])
         after, bad = advance(sim, state, control, world.push(sim, "ball", control[:, :3]))
         tcp = sim.robot.tcp["arm"]
-        found = world.site_pose(sim, after, tcp), world.site_jacobian(sim, after, tcp, sim.robot.joints)
+        actual = world.site_pose(sim, after, tcp), world.site_jacobian(sim, after, tcp, sim.robot.joints)
         return (
             after,
             bad,
-            found,
+            actual,
             world.body_velocity(sim, after, "ball"),
             world.joint_forces(sim, after, sim.robot.joints),
         )
 
-    given = shaken(sim), torch.tensor(sim.home.ctrl).float().repeat(3, 1)
-    leaves, structure = flatten(given)
+    inputs = shaken(sim), torch.tensor(sim.home.ctrl).float().repeat(3, 1)
+    leaves, structure = flatten(inputs)
     graph, out = traced(steps, structure, leaves)
-    expected, same = flatten(steps(*given))
+    expected, same = flatten(steps(*inputs))
     assert out == same and any("mujoco_step" in str(node.target) for node in graph.graph.nodes)
     for a, b in zip(graph(*leaves), expected, strict=True):
         close(a, b, 1e-6)
 
 
-def test_a_robot_is_held_where_it_is_by_the_drives_that_can():
-    """A geared drive is told gear q; a motor and a drive of velocities are told what they were at the start."""
+def test_hold_controls_keep_the_robot_in_place():
+    """A geared position drive gets gear * q. A motor and a velocity drive keep their control of the start."""
     ball = '<geom size=".1" contype="0" conaffinity="0"/>'
     slides = "".join(f'<body name="{n}"><joint name="{n}" type="slide"/>{ball}</body>' for n in "abcd")
     drives = '<position joint="a" kp="50" kv="9" gear="2"/><motor joint="b"/><velocity joint="d" kv="5"/>'
@@ -334,6 +334,6 @@ def test_a_robot_is_held_where_it_is_by_the_drives_that_can():
     now = world.with_joint_positions(sim, start(sim, (2,)), "abcd", torch.tensor([[0.3, 0.4, 0.5, 0.6]] * 2))
     control = assert_pure(world.hold_controls, sim, now)
     close(control, [[0.6, 0.0, 0.0]] * 2)
-    after, lost = advance(sim, now, control)
-    assert not lost.any()
+    after, failed = advance(sim, now, control)
+    assert not failed.any()
     close(world.joint_positions(sim, after, "a"), [[0.3]] * 2, 1e-6)

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import assert_no_retrace, assert_pure, close
+from support.checks import assert_no_retrace, assert_pure, close
 from tensordict import TensorDict
 
 from ecrl import rng
@@ -25,7 +25,7 @@ def starts(count, seed=0, **cfg):
 
 
 def by_hand(**fields):
-    """Two envs in the state given, with two far obstacles unless given."""
+    """Return two envs in a state, by default with two far obstacles."""
     n = len(fields["position"])
     default = {
         "last_action": torch.zeros(n, 2),
@@ -145,7 +145,7 @@ def test_gradients_are_finite_where_a_norm_is_zero_and_zero_beyond_a_clamp(compi
     assert moved[2, 0] == 0.0 and moved[2, 1] > 0.0  # held by the wall
 
 
-def test_starts_lie_where_the_task_says():
+def test_starts_lie_within_the_bounds_of_the_task():
     state = starts(4000)
     limits = {"goal": 0.7, "position": 0.6, "obstacles": 0.8}
     for field, limit in limits.items():
@@ -158,8 +158,8 @@ def test_starts_lie_where_the_task_says():
     # Uniform on a square of half-width 0.8 without the disc around the goal: a known second moment, by rejection.
     points = (torch.rand(400_000, 2, generator=torch.Generator().manual_seed(0)) * 2 - 1) * 0.8
     goals = (torch.rand(400_000, 2, generator=torch.Generator().manual_seed(1)) * 2 - 1) * 0.7
-    kept = points[(points - goals).norm(dim=-1) > 0.25]
-    close(state["obstacles"].square().mean(), kept.square().mean(), tol=0.01)
+    far = points[(points - goals).norm(dim=-1) > 0.25]
+    close(state["obstacles"].square().mean(), far.square().mean(), tol=0.01)
 
 
 def test_an_obstacle_that_finds_no_place_goes_to_the_opposite_corner():
@@ -170,16 +170,16 @@ def test_an_obstacle_that_finds_no_place_goes_to_the_opposite_corner():
     assert corners.any() and not corners.all()
 
 
-def test_reset_step_and_draw_in_every_form(variant):
+def test_reset_step_and_draw_in_every_variant(variant):
     env, keys = auto_reset(env_of(max_episode_steps=2)), rng.split(rng.key(5), 4)
     state, noise = variant(env.reset)(keys), variant(env.draw)(keys)
     once = variant(env.step)(state, torch.ones(4, 2), noise)
     twice = variant(env.step)(once, torch.ones(4, 2), noise)
     assert twice["truncated"].all() and not once["truncated"].any()
     close(twice["obs"], noise["start", "obs"])
-    alone = assert_pure(env_of().step, once, torch.ones(4, 2), keys)
-    close(twice["final_obs"], alone["obs"])
-    close(twice["info", "metrics", "path_length"], alone["path_length"])
+    single = assert_pure(env_of().step, once, torch.ones(4, 2), keys)
+    close(twice["final_obs"], single["obs"])
+    close(twice["info", "metrics", "path_length"], single["path_length"])
     close(twice["path_length"], torch.zeros(4))
 
 

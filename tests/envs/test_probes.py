@@ -1,6 +1,8 @@
+"""The probe environments, by hand-computed tables."""
+
 import pytest
 import torch
-from conftest import close
+from support.checks import close
 
 from ecrl import rng
 from ecrl.envs import auto_reset, make_env, state_of

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import assert_pure, close
+from support.checks import assert_pure, close
 
 import ecrl
 import ecrl.loop.build
@@ -79,7 +79,7 @@ def test_no_episode_starts_near_its_goal():
 
 
 def test_not_even_one_episode_of_very_many_starts_near_its_goal():
-    """Of the starts that are drawn half are too near: of twelve for one episode all are, every few thousand times."""
+    """Half of the drawn starts are too near. Once in a few thousand episodes, all twelve draws are too near."""
     low, high = [-0.75, -0.55, 0.05], [-0.45, -0.25, 0.05]
     put = {"entity_cfg": {"uid": "cube"}, "position_range": [low, high], "relative_position": False}
     events = {
@@ -93,7 +93,7 @@ def test_not_even_one_episode_of_very_many_starts_near_its_goal():
     drawn, taken = (e.reset(_keys(40_000))["info", "metrics", "distance_to_goal"] for e in (free, env))
     assert 0.45 < (drawn < 0.15).float().mean() < 0.52
     assert taken.min() >= 0.15
-    tenths = torch.linspace(0.1, 0.9, 9)  # it is spread as what is drawn, but for what is too near
+    tenths = torch.linspace(0.1, 0.9, 9)  # starts follow the drawn distribution, without the draws that are too near
     close(taken.quantile(tenths), drawn[drawn >= 0.15].quantile(tenths), 3e-3)
 
 
@@ -112,7 +112,7 @@ def test_a_config_whose_starts_are_too_near_is_refused():
 
 
 def test_a_success_is_looked_at_again_later():
-    """A cube at rest stays inside, one that slides leaves; the arm is where it was; no other number changes."""
+    """A cube at rest stays inside and a sliding cube leaves. The arm does not move, and no other number changes."""
     plain, env = (make_env({"name": "PushCubeRL", "cfg": {"extensions": {"hold_time": t}}}) for t in (0.0, 1.0))
     state = _put(env, env.reset(_keys(3)), cube=(-0.6, -0.4), goal=(-0.6, -0.4))
     speed = torch.tensor([[0.0, 0.0, 0.0], [2.5, 0.0, 0.0], [0.0, 0.0, 0.0]])
@@ -122,13 +122,13 @@ def test_a_success_is_looked_at_again_later():
     state["targets"] = state["targets"].copy().set("goal_pose", far)
     after, usual = (e.step(state, torch.zeros(3, 6), e.draw(_keys(3))) for e in (env, plain))
     assert after["info", "success"].tolist() == [True, True, False]
-    told = after["info", "metrics", "still_inside"]
-    assert told[:2].tolist() == [1.0, 0.0] and told[2].isnan()
+    still_inside = after["info", "metrics", "still_inside"]
+    assert still_inside[:2].tolist() == [1.0, 0.0] and still_inside[2].isnan()
     assert (after["obs"] == usual["obs"]).all() and (after["reward"] == usual["reward"]).all()
-    held = after["world"]
+    later = after["world"]
     for _ in range(25):
-        held = advance(env.scene, held, world.hold_controls(env.scene, after["world"]))[0]
-    pose = [world.site_pose(env.scene, w, env.scene.robot.tcp["arm"])[:, :3, 3] for w in (after["world"], held)]
+        later = advance(env.scene, later, world.hold_controls(env.scene, after["world"]))[0]
+    pose = [world.site_pose(env.scene, w, env.scene.robot.tcp["arm"])[:, :3, 3] for w in (after["world"], later)]
     close(pose[1], pose[0], 0.02)
 
 
@@ -142,7 +142,7 @@ def test_a_success_of_a_robot_without_target_positions_is_looked_at_too(func):
 
 
 def test_a_cube_stays_inside_as_far_as_it_slides():
-    """Friction and damping brake it: it slides v / k - mu g / k^2 ln(1 + k v / (mu g)) m, with k = 2 / s and mu = 1."""
+    """The cube slides v / k - mu g / k^2 ln(1 + k v / (mu g)) m, with damping k = 2 / s and friction mu = 1."""
     env = make_env({"name": "PushCubeRL", "cfg": {"extensions": {"hold_time": 1.0}}})
     speed = torch.tensor([0.6, 1.4, 1.75, 2.2])
     slides = speed / 2.0 - 9.81 / 4.0 * torch.log1p(2.0 * speed / 9.81)
@@ -273,8 +273,8 @@ def test_cart_pole_pays_the_angle_fails_when_it_lies_and_succeeds_at_the_end():
     def at(angle, velocity=0.0, elapsed=0):
         moved = world.with_joint_positions(env.scene, state["world"], joints[1:], torch.full((2, 1), angle))
         moved = world.with_joint_velocities(env.scene, moved, joints[1:], torch.full((2, 1), velocity))
-        given = state.copy().update({"world": moved, "elapsed": torch.full((2,), elapsed)})
-        return env.step(given, torch.zeros(2, 2), env.draw(_keys(2)))
+        inputs = state.copy().update({"world": moved, "elapsed": torch.full((2,), elapsed)})
+        return env.step(inputs, torch.zeros(2, 2), env.draw(_keys(2)))
 
     after = at(0.5)
     angle = world.joint_positions(env.scene, after["world"], joints[1:])[..., 0].abs()
@@ -287,11 +287,11 @@ def test_cart_pole_pays_the_angle_fails_when_it_lies_and_succeeds_at_the_end():
     for end in (at(0.0, elapsed=499), at(0.1, elapsed=499)):  # the time limit, with and without success
         assert end["truncated"].all() and not end["terminated"].any()
     loose = {"angle_threshold": 1.0, "velocity_threshold": 10.0}
-    for key, given in (("angle_threshold", (0.1, 0.0)), ("velocity_threshold", (0.0, 0.2))):
+    for key, inputs in (("angle_threshold", (0.1, 0.0)), ("velocity_threshold", (0.0, 0.2))):
         env = make_env({"name": "CartPoleRL", "cfg": {"extensions": {key: loose[key]}}})
         if key == "angle_threshold":
             env = make_env({"name": "CartPoleRL", "cfg": {"extensions": loose}})
-        assert at(*given, elapsed=499)["info", "success"].all()
+        assert at(*inputs, elapsed=499)["info", "success"].all()
 
 
 def test_a_gpu_is_refused_in_one_line(monkeypatch):
@@ -301,7 +301,7 @@ def test_a_gpu_is_refused_in_one_line(monkeypatch):
         ecrl.loop.build.build(cfg)
 
 
-def test_faults_of_the_scene_and_modes_of_actions_are_said_with_their_place():
+def test_faults_of_the_scene_and_of_action_modes_name_their_key():
     with pytest.raises(ecrl.ConfigError, match=r"^env.cfg: robot.init_qpos: 2 numbers for 6 joints"):
         make_env({"name": "PushCubeRL", "cfg": {"robot": {"init_qpos": [0.0, 0.0]}}})
     term = {"func": "DeltaQposTerm", "mode": "pre", "params": {"scale": 0.1}}

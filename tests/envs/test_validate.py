@@ -1,4 +1,4 @@
-"""What a run asks of an environment of one's own: each fault is one line with the field, said before the first step."""
+"""Checks of a user's environment before the first step: each fault is one line with the field."""
 
 from dataclasses import replace
 
@@ -12,13 +12,13 @@ from support import (
 from support.small_runs import small
 from tensordict import TensorDict
 
-from ecrl import registry, rng
+from ecrl import rng
 from ecrl.config.model import ConfigModel
 from ecrl.envs import Env, make_env, state_of
 from ecrl.envs.validate import check_fields
 from ecrl.errors import ConfigError
 from ecrl.loop.iteration import init_state
-from ecrl.registry import lookup, register_env, registered
+from ecrl.registry import lookup, register_env
 from ecrl.spaces import Discrete, MultiDiscrete, box, dict_space
 
 
@@ -38,7 +38,7 @@ GOOD = Env(_reset, _step, box(-1.0, 1.0, 3), Discrete(2))
 
 
 def _both(change):
-    """Reset and step that give a field of the wrong kind alike."""
+    """Return reset and step that both return a field of the wrong kind."""
     return {"reset": lambda keys: change(_reset(keys)), "step": lambda s, a, noise: s}
 
 
@@ -133,13 +133,7 @@ def test_a_state_that_does_not_fit_is_refused_in_one_line(name):
     assert str(error.value) == f"env my_task: {message}"
 
 
-@pytest.fixture
-def _put_back(monkeypatch):
-    registered("env")
-    monkeypatch.setattr(registry, "_ENTRIES", {kind: dict(known) for kind, known in registry._ENTRIES.items()})
-
-
-def test_a_run_refuses_it_before_its_first_step(_put_back):
+def test_a_run_refuses_it_before_its_first_step(restored_registry):
     @register_env("my_task")
     def my_task(cfg: NothingConfig) -> Env:
         return replace(GOOD, **_stepping(_info))
@@ -161,20 +155,20 @@ def test_what_the_code_of_an_environment_raises_passes_as_it_is(where):
 
 
 def test_it_looks_once_without_gradient_at_an_action_within_bounds():
-    seen = []
+    checked = []
 
     def step(state, action, noise):
-        seen.append((action, torch.is_grad_enabled(), noise.shape))
+        checked.append((action, torch.is_grad_enabled(), noise.shape))
         return _step(state, action, noise)
 
     env = replace(GOOD, step=step, action_space=box(0.5, 2.0, 2))
     for _ in range(3):
         check_fields(env, "my_task")
-    ((action, grad, shape),) = seen
+    ((action, grad, shape),) = checked
     assert action.tolist() == [[0.5, 0.5]] * 2 and action.dtype == torch.float32 and not grad and shape == (2,)
 
 
-def test_an_environment_that_is_not_pure_is_left_alone():
+def test_an_environment_that_is_not_pure_is_not_checked():
     assert check_fields(replace(GOOD, is_pure=False, reset=lambda keys: 1 / 0), "gym") is None
 
 
@@ -187,7 +181,7 @@ def test_environments_of_this_repository_pass(name):
     assert check_fields(make_env(name), name) is None
 
 
-def test_nested_observations_and_masks_pass(_put_back):
+def test_nested_observations_and_masks_pass(restored_registry):
     two = fake_parts.two_parts(fake_parts.TwoPartsConfig())
     assert check_fields(two, "two_parts") is None
     space = dict_space({"arm": box(-1.0, 1.0, 3), "gear": Discrete(3), "action_mask": MultiDiscrete((2, 2))})
@@ -205,7 +199,7 @@ class WeightsConfig(ConfigModel):
     named: dict[str, list[float]] = Field(default={}, description="weights by name")
 
 
-def test_an_environment_whose_settings_are_lists_and_dicts_is_made_once_per_setting(_put_back):
+def test_an_environment_whose_settings_are_lists_and_dicts_is_made_once_per_setting(restored_registry):
     @register_env("weighed")
     def weighed(cfg: WeightsConfig) -> Env:
         return replace(GOOD, step=lambda state, action, noise: state.copy())

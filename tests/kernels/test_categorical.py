@@ -1,11 +1,13 @@
+"""The categorical distribution: log-probabilities, entropies and samples, with and without masks."""
+
 import math
 
 import numpy as np
 import pytest
 import torch
-from conftest import assert_no_retrace, close
 from hypothesis import given
 from hypothesis import strategies as st
+from support.checks import assert_no_retrace, close
 from torch.distributions import Categorical, kl_divergence
 
 from ecrl import rng
@@ -107,8 +109,8 @@ def test_masks_stay_finite(dtype):
         assert out.dtype == dtype and bool(out.isfinite().all())
         for grad in torch.autograd.grad(out.sum(), (logits, other), retain_graph=True, allow_unused=True):
             assert grad is None or bool(grad.isfinite().all() and (grad[1:][~mask] == 0.0).all())
-    alone = mask.sum(-1) == 1
-    assert categorical_entropy(a)[alone].tolist() == categorical_kl(a, b)[alone].tolist() == [0.0] * 6
+    one_allowed = mask.sum(-1) == 1
+    assert categorical_entropy(a)[one_allowed].tolist() == categorical_kl(a, b)[one_allowed].tolist() == [0.0] * 6
     close(
         categorical_entropy(a),
         categorical_entropy(mask_logits(logits[1:].double(), mask)),
@@ -154,7 +156,7 @@ def test_gradients():
 
 @pytest.mark.parametrize("offset", [0.0, 1e8, -1e8, 1e30, -3e38])
 def test_large_logits_keep_the_noise(variant, offset):
-    """Beside 1e8 a float32 has steps of 8: the noise decides between equal logits, and differences stay differences."""
+    """Near 1e8 a float32 has steps of 8: the noise decides between equal logits, and differences remain."""
     step = max(abs(offset) / 16, 64.0)
     logits = torch.tensor([offset, offset, offset - step, offset]).expand(3, 4)
     noise = torch.tensor([[0.1, 0.3, 9.0, 0.2], [0.3, 0.1, 0.2, 0.2], [-1.0, -2.0, 3.0, -0.5]])

@@ -1,8 +1,10 @@
+"""Discounts that restart with every episode."""
+
 import pytest
 import torch
-from conftest import close
 from hypothesis import given
 from hypothesis import strategies as st
+from support.checks import close
 
 from ecrl.kernels import episode_discounts
 

@@ -1,6 +1,6 @@
 """Every public kernel, none forgotten: equal results in every variant, pure, and no retrace on new values.
 
-The numbers themselves are tested kernel by kernel beside this file; here a table of example calls shows that the whole
+Other files test the numbers of each kernel; here a table of example calls shows that the whole
 surface traces, vmaps, takes strided memory and float64, and recompiles for shapes only.
 """
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import SHORT_VARIANTS, assert_no_retrace
+from support.checks import SHORT_VARIANTS, assert_no_retrace
 from support.kernel_calls import CALLS, NO_FLOATS, NO_TENSORS, N, T, kernel
 from torch import Tensor
 from torch.utils import _pytree as pytree

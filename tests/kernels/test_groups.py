@@ -1,11 +1,11 @@
-"""Group-relative advantages: who is compared with whom, and when a group tells nothing."""
+"""Group-relative advantages: which members are compared, and groups without a difference."""
 
 import numpy as np
 import pytest
 import torch
-from conftest import assert_no_retrace, assert_pure, close
 from hypothesis import given
 from hypothesis import strategies as st
+from support.checks import assert_no_retrace, assert_pure, close
 from tensordict import TensorDict
 
 from ecrl.kernels import compute_returns, first_episode_mask, group_advantages, grpo_advantages
@@ -23,7 +23,7 @@ def random_scores(seed, *shape, p_masked=0.25, dtype=torch.float32):
 
 
 def loop(score, mask, group_size, eps):
-    """One group and one trailing index at a time: the equation over the counted rows, 0 where they tell nothing."""
+    """Compute the equation over the counted rows, per group and trailing index; 0 if there is nothing to compare."""
     score, mask = score.double().numpy(), mask.numpy()
     out = np.zeros(score.shape)
     for start in range(0, score.shape[0], group_size):
@@ -96,7 +96,7 @@ def test_float_noise_is_no_signal(score, flat, eps):
         close(out.square().mean(), 1.0, tol=1e-2)
 
 
-def test_sole_survivor_tells_nothing():
+def test_one_remaining_member_has_advantage_zero():
     score, mask = torch.tensor([5.0, 1.0, 2.0, 3.0]), torch.tensor([T, F, F, F])
     assert torch.equal(group_advantages(score, mask, group_size=4, eps=1e-8), torch.zeros(4))
     assert torch.equal(group_advantages(score, torch.zeros(4, dtype=torch.bool), group_size=4, eps=0.0), torch.zeros(4))
@@ -133,14 +133,16 @@ def test_equals_the_masked_formula(seed):
 @pytest.mark.ref
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_equals_the_unbiased_formula_after_its_factor(size):
-    # TRL divides by the unbiased std: (r - mean) / (std + eps), ours is larger by sqrt(G / (G - 1)). Its eps is 1e-4.
+    # TRL divides by the unbiased std: (r - mean) / (std + eps), ecrl's is larger by sqrt(G / (G - 1)). Its eps is 1e-4.
     reward = random_scores(1, 16)[0]
     grouped = reward.view(-1, size)
     unbiased = (grouped - grouped.mean(1, keepdim=True)) / (grouped.std(1, keepdim=True, correction=1) + 1e-4)
     factor = (size / (size - 1)) ** 0.5
     yes = torch.ones(16, dtype=torch.bool)
-    ours = group_advantages(reward, yes, group_size=size, eps=1e-4 / factor)  # eps shrinks with the std it is added to
-    close(ours, factor * unbiased.reshape(16))
+    actual = group_advantages(
+        reward, yes, group_size=size, eps=1e-4 / factor
+    )  # eps shrinks with the std it is added to
+    close(actual, factor * unbiased.reshape(16))
 
 
 @given(seed=seeds)
@@ -224,7 +226,7 @@ def test_grpo_advantages_by_hand(variant):
 
 def test_grpo_advantages_with_a_mask(variant):
     advantage, mask = variant(grpo_advantages)(rollout_of(**PAIR, mask=FIRST_EPISODE), gamma=0.5, group_size=2, eps=1.0)
-    close(advantage, [[-0.5, -0.5, 0.0], [0.5, 0.5, 0.0]])  # env 1 is alone at the last step
+    close(advantage, [[-0.5, -0.5, 0.0], [0.5, 0.5, 0.0]])  # only env 1 is left at the last step
     assert mask.tolist() == [row[:3] for row in FIRST_EPISODE]
 
 

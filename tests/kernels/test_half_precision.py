@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import close
+from support.checks import close
 from support.kernel_calls import CALLS, kernel
 from tensordict import TensorDict
 from torch import Tensor
@@ -31,7 +31,7 @@ SKIPPED = {
 
 
 def cast(tree: Any, dtype: torch.dtype) -> Any:
-    """The floats of a tree in `dtype`; moments, which are float64, as they are."""
+    """Convert the floats of a tree to `dtype`, except moments, which are float64."""
     change = lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x  # noqa: E731
     return [part if is_moments(part) else pytree.tree_map(change, part) for part in tree]
 
@@ -41,7 +41,7 @@ def is_moments(part: Any) -> bool:
 
 
 def tensors_of(out: Any) -> list[Tensor]:
-    """The tensors of a result, but for the logs of a loss."""
+    """Return the tensors of a result, without the logs of a loss."""
     if isinstance(out, tuple) and isinstance(out[-1], dict):
         out = out[0]
     return [x for x in pytree.tree_leaves(out) if isinstance(x, Tensor)]
@@ -53,9 +53,9 @@ def test_results_are_the_rounded_results_of_float32(name, dtype):
     args, kwargs = CALLS[name](3)
     low = cast((*args, kwargs), dtype)
     high = cast(low, torch.float32)
-    found, expected = (tensors_of(kernel(name)(*call[:-1], **call[-1])) for call in (low, high))
-    assert len(found) == len(expected)
-    for a, e in zip(found, expected, strict=True):
+    actual, expected = (tensors_of(kernel(name)(*call[:-1], **call[-1])) for call in (low, high))
+    assert len(actual) == len(expected)
+    for a, e in zip(actual, expected, strict=True):
         assert a.dtype == (dtype if e.is_floating_point() else e.dtype)
         if name in ("mask_logits", "tanh_normal_latent"):  # the lowest float and the open interval are the dtype's own
             a, e = (x.double().clamp(-4.0, 4.0) for x in (a, e))
@@ -72,8 +72,8 @@ def test_half_precision_in_every_variant(variant, name, dtype):
     args, kwargs = CALLS[name](3)
     *low, low_kwargs = cast((*args, kwargs), dtype)
     *high, high_kwargs = cast((*low, low_kwargs), torch.float64)
-    found = tensors_of(variant(kernel(name))(*low, **low_kwargs))
-    for a, e in zip(found, tensors_of(kernel(name)(*high, **high_kwargs)), strict=True):
+    result = tensors_of(variant(kernel(name))(*low, **low_kwargs))
+    for a, e in zip(result, tensors_of(kernel(name)(*high, **high_kwargs)), strict=True):
         close(a, e, tol=2.0 * torch.finfo(dtype).eps)  # a rounding of the result, not one per step
 
 

@@ -4,9 +4,9 @@ from math import exp, log
 
 import pytest
 import torch
-from conftest import assert_no_retrace, close
 from hypothesis import given
 from hypothesis import strategies as st
+from support.checks import assert_no_retrace, close
 
 from ecrl.kernels import (
     clipped_surrogate,
@@ -256,10 +256,10 @@ def test_gradients_of_ratios_that_overflow(kernel):
 
 def test_a_bounded_k3_is_finite(variant):
     q = torch.tensor([1.0, 40.0, 1000.0, INF])
-    found = variant(kl_k3)(torch.zeros(4), q)
-    bound = log(torch.finfo(found.dtype).max) / 2
+    actual = variant(kl_k3)(torch.zeros(4), q)
+    bound = log(torch.finfo(actual.dtype).max) / 2
     expected = [exp(x) - 1 - x for x in (1.0, 40.0, bound, bound)]
-    close(found / torch.tensor(expected, dtype=torch.float64), torch.ones(4))
+    close(actual / torch.tensor(expected, dtype=torch.float64), torch.ones(4))
     leaf = torch.zeros(4).requires_grad_()
     grad = torch.autograd.grad(kl_k3(leaf, q).sum(), leaf)[0]
     close(grad / torch.tensor([1 - exp(1.0), 1 - exp(40.0), 1.0, 1.0]), [1.0, 1.0, 0.0, 0.0])

@@ -1,11 +1,13 @@
+"""Running moments: updates, merges, normalisation and standardisation."""
+
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import assert_no_retrace, close
 from hypothesis import given
 from hypothesis import strategies as st
+from support.checks import assert_no_retrace, close
 from tensordict import TensorDict
 
 from ecrl import rng
@@ -69,9 +71,9 @@ def test_no_samples(variant):
 
 def one_pass(x, mask):
     """Mean and sum of squared deviations by two plain loops."""
-    kept = [row for row, counts in zip(x, mask, strict=True) if counts]
-    mean = sum(kept) / len(kept)
-    return len(kept), mean, sum((row - mean) ** 2 for row in kept)
+    rows = [row for row, counts in zip(x, mask, strict=True) if counts]
+    mean = sum(rows) / len(rows)
+    return len(rows), mean, sum((row - mean) ** 2 for row in rows)
 
 
 def test_oracle(variant):
@@ -95,9 +97,11 @@ def test_scale_oracle(variant):
 def test_scale_divides_as_gymnasium():
     """The division of its `NormalizeReward`, at statistics that are held; it knows no `clip`."""
     wrapper = pytest.importorskip("gymnasium").wrappers.vector.NormalizeReward
-    held = SimpleNamespace(_update_running_mean=False, return_rms=SimpleNamespace(mean=2.0, var=5.5), epsilon=1e-3)
+    fake_wrapper = SimpleNamespace(
+        _update_running_mean=False, return_rms=SimpleNamespace(mean=2.0, var=5.5), epsilon=1e-3
+    )
     x = rng.normal(rng.key(0), (50,), F64)
-    expected = torch.tensor(wrapper.normalize(held, x.numpy()))
+    expected = torch.tensor(wrapper.normalize(fake_wrapper, x.numpy()))
     close(scale(x, moments_of(8.0, 2.0, 44.0), eps=1e-3, clip=100.0), expected, 1e-12)
 
 

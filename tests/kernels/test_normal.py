@@ -1,10 +1,12 @@
+"""The normal and the tanh-normal distribution: log-probabilities, entropies and samples."""
+
 import math
 
 import pytest
 import torch
-from conftest import assert_no_retrace, close
 from hypothesis import given
 from hypothesis import strategies as st
+from support.checks import assert_no_retrace, close
 from torch.distributions import Independent, Normal, TransformedDistribution, kl_divergence
 from torch.distributions.transforms import TanhTransform
 
@@ -233,7 +235,7 @@ def test_new_values_do_not_retrace(fn):
         (fn, name, shape)
         for fn, (names, _) in CALLS.items()
         for name in names.split()
-        for shape in [(4, 2), (2, 4, 3)]  # too narrow; would broadcast without a word
+        for shape in [(4, 2), (2, 4, 3)]  # too narrow; it would broadcast silently
         if not (fn in (normal_entropy, tanh_normal_entropy) and (name, shape) == ("mean", (2, 4, 3)))
     ],
     ids=lambda x: getattr(x, "__name__", str(x)),
@@ -246,5 +248,5 @@ def test_wrong_shapes_are_named(fn, name, shape):
 
 
 @pytest.mark.parametrize("fn", [normal_entropy, tanh_normal_entropy], ids=lambda fn: fn.__name__)
-def test_the_mean_alone_gives_the_shape_of_an_entropy(fn):
+def test_the_shape_of_an_entropy_is_the_shape_of_the_mean(fn):
     assert fn(torch.zeros(2, 4, 3), LOG_STD).shape == (2, 4)

@@ -1,10 +1,12 @@
+"""Optimisers and gradient clipping, by hand, by plain loops and against torch."""
+
 import math
 
 import pytest
 import torch
-from conftest import assert_no_retrace, assert_pure, close
 from hypothesis import given
 from hypothesis import strategies as st
+from support.checks import assert_no_retrace, assert_pure, close
 from tensordict import TensorDict
 
 from ecrl import rng
@@ -145,14 +147,14 @@ def test_oracle(variant, name):
 def test_against_torch(name, dtype, tol):
     grads = [tree(seed, dtype, 10.0 ** (seed % 5 - 2)) for seed in range(1, 61)]
     params = tree(0, dtype)
-    mine, _ = run(name, params, grads)
-    theirs = [torch.nn.Parameter(p.clone()) for p in leaves(params)]
-    optimizer = OPTIMIZERS[name][3](theirs)
+    ecrl_params, _ = run(name, params, grads)
+    torch_params = [torch.nn.Parameter(p.clone()) for p in leaves(params)]
+    optimizer = OPTIMIZERS[name][3](torch_params)
     for g in grads:
-        for p, leaf in zip(theirs, leaves(g), strict=True):
+        for p, leaf in zip(torch_params, leaves(g), strict=True):
             p.grad = leaf.clone()
         optimizer.step()
-    for a, b in zip(leaves(mine), theirs, strict=True):
+    for a, b in zip(leaves(ecrl_params), torch_params, strict=True):
         close(a, b.detach(), tol * (10.0 if name == "adam_odd" else 1.0))
 
 
@@ -185,9 +187,9 @@ def test_vmapped_over_seeds_and_rates(name):
     step = lambda p, g, o, rate: fn(p, g, o, **{**hyper, "learning_rate": rate})  # noqa: E731
     together, _ = torch.vmap(step)(torch.stack(params), torch.stack(grads), torch.stack(opts), rates)
     for i in range(3):
-        alone, _ = step(params[i], grads[i], opts[i], rates[i])
+        single, _ = step(params[i], grads[i], opts[i], rates[i])
         assert all(leaf.dtype == F32 for leaf in leaves(together))
-        same(together[i], alone, 1e-6)
+        same(together[i], single, 1e-6)
     same(together[2], params[2], 0.0)  # rate 0 moves nothing
 
 
@@ -251,8 +253,8 @@ def test_global_norm_by_hand(variant):
     clipped, norm = variant(clip_by_global_norm)(grads, max_norm=math.sqrt(58.0) / 2.0)
     close(norm, math.sqrt(58.0), 1e-6)
     close(clipped["b", "c"], [[3.0, 1.0, 1.5]], 1e-6)
-    kept, _ = variant(clip_by_global_norm)(grads, max_norm=8.0)
-    close(kept["a"], [2.0, 2.0, 1.0], 0.0)
+    unclipped, _ = variant(clip_by_global_norm)(grads, max_norm=8.0)
+    close(unclipped["a"], [2.0, 2.0, 1.0], 0.0)
 
 
 @pytest.mark.ref
@@ -261,13 +263,13 @@ def test_global_norm_by_hand(variant):
 @pytest.mark.parametrize("scale", [0.0, 1e-3, 1.0, 1e4])
 def test_clipping_against_torch(dtype, tol, max_norm, scale):
     grads = tree(dtype=dtype, scale=scale)
-    theirs = [torch.nn.Parameter(torch.zeros_like(g)) for g in leaves(grads)]
-    for p, g in zip(theirs, leaves(grads), strict=True):
+    torch_params = [torch.nn.Parameter(torch.zeros_like(g)) for g in leaves(grads)]
+    for p, g in zip(torch_params, leaves(grads), strict=True):
         p.grad = g.clone()
-    expected = torch.nn.utils.clip_grad_norm_(theirs, max_norm)
+    expected = torch.nn.utils.clip_grad_norm_(torch_params, max_norm)
     clipped, norm = clip_by_global_norm(grads, max_norm=max_norm)
     close(norm, expected, tol)
-    for a, b in zip(leaves(clipped), theirs, strict=True):
+    for a, b in zip(leaves(clipped), torch_params, strict=True):
         close(a, b.grad, tol)
 
 

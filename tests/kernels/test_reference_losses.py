@@ -6,7 +6,7 @@ Tolerance 1e-6: sums of at most 64 terms of size 1, each rounded by 6e-8, divide
 import numpy as np
 import pytest
 import torch
-from conftest import close
+from support.checks import close
 from torch.nn import functional
 
 from ecrl.kernels import clipped_surrogate, ppo_loss, ppo_loss_clipped_value, standardize, value_loss
@@ -30,10 +30,10 @@ def value_and_gradients(loss, b):
     return [out.detach(), *grads]
 
 
-def same(ours, theirs, seeds=3):
+def same(actual, expected, seeds=3):
     for seed in range(seeds):
         b = batch(seed)
-        for a, e in zip(value_and_gradients(ours, b), value_and_gradients(theirs, b), strict=True):
+        for a, e in zip(value_and_gradients(actual, b), value_and_gradients(expected, b), strict=True):
             close(a, e, tol=1e-6)
 
 
@@ -51,10 +51,10 @@ def test_rlax_clipped_surrogate():
         loss, _ = clipped_surrogate(log_prob, b["old_log_prob"], b["advantage"], YES, clip_coef=CLIP)
         old, advantage = b["old_log_prob"].numpy(), b["advantage"].numpy()
 
-        def theirs(x, old=old, advantage=advantage):
+        def rlax_loss(x, old=old, advantage=advantage):
             return rlax.clipped_surrogate_pg_loss(jax.numpy.exp(x - old), advantage, CLIP)
 
-        expected, gradient = jax.value_and_grad(theirs)(log_prob.detach().numpy())
+        expected, gradient = jax.value_and_grad(rlax_loss)(log_prob.detach().numpy())
         close(loss.detach(), float(expected), tol=1e-6)
         close(torch.autograd.grad(loss, log_prob)[0], torch.from_numpy(np.array(gradient)), tol=1e-6)
 
@@ -80,12 +80,12 @@ def test_cleanrl():
 
 
 def test_cleanrl_with_clipped_values():
-    def ours(b):
+    def ecrl_loss(b):
         fields = (b["log_prob"], b["old_log_prob"], b["advantage"], b["entropy"])
         values = (b["value"], b["old_value"], b["value_target"])
         return ppo_loss_clipped_value(*fields, *values, YES, clip_coef=CLIP, vf_coef=VF / 2, ent_coef=ENT)[0]
 
-    same(ours, lambda b: cleanrl(b, clip_vloss=True))
+    same(ecrl_loss, lambda b: cleanrl(b, clip_vloss=True))
 
 
 def test_cleanrl_logs():
@@ -110,7 +110,7 @@ def stable_baselines3(b):
 
 
 def test_stable_baselines3():
-    # It adds 1e-8 to a std near 1 where ours takes the larger of the two: no difference in float32.
+    # It adds 1e-8 to a std near 1 where ecrl takes the larger of the two: no difference in float32.
     same(lambda b: our_ppo(b, advantage=standardize(b["advantage"], YES, eps=1e-8))[0], stable_baselines3)
 
 
@@ -124,5 +124,5 @@ def test_stable_baselines3_explained_variance():
 def test_torchrl_value_loss():
     objectives = pytest.importorskip("torchrl.objectives.utils")
     b = batch()
-    theirs = objectives.distance_loss(b["value"], b["value_target"], "l2").mean()
-    close(value_loss(b["value"], b["value_target"], YES), theirs, tol=1e-6)
+    expected = objectives.distance_loss(b["value"], b["value_target"], "l2").mean()
+    close(value_loss(b["value"], b["value_target"], YES), expected, tol=1e-6)

@@ -6,7 +6,7 @@ Tolerance 1e-5 of the size: both sides round each of at most 40 float32 steps by
 import numpy as np
 import pytest
 import torch
-from conftest import close
+from support.checks import close
 from tensordict import TensorDict
 
 from ecrl.kernels import (
@@ -55,16 +55,16 @@ def in_rlax(s, gamma, gae_lambda):
     return discount, trace, {k: s[k].numpy() for k in ("reward", "value", "next_value")}
 
 
-def close_to(ours, theirs):
-    close(ours, torch.from_numpy(np.array(theirs)))
+def close_to(actual, expected):
+    close(actual, torch.from_numpy(np.array(expected)))
 
 
 @each_hyper
 def test_rlax_lambda_returns(rlax, gamma, gae_lambda):
     s = steps(T)
     discount, trace, a = in_rlax(s, gamma, gae_lambda)
-    ours = td_lambda_returns(*fields(s, *PLAIN), gamma=gamma, gae_lambda=gae_lambda)
-    close_to(ours, rlax.lambda_returns(a["reward"], discount, a["next_value"], trace))
+    actual = td_lambda_returns(*fields(s, *PLAIN), gamma=gamma, gae_lambda=gae_lambda)
+    close_to(actual, rlax.lambda_returns(a["reward"], discount, a["next_value"], trace))
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.9, 1.0])
@@ -74,8 +74,8 @@ def test_rlax_discounted_returns(rlax, gamma):
     limit = s["truncated"] & ~s["terminated"]
     reward = (s["reward"] + gamma * s["next_value"] * limit).numpy()
     discount = gamma * (~s["done"]).float().numpy()
-    ours = discounted_returns(*fields(s, *PLAIN), gamma=gamma)
-    close_to(ours, rlax.discounted_returns(reward, discount, s["next_value"].numpy()))
+    actual = discounted_returns(*fields(s, *PLAIN), gamma=gamma)
+    close_to(actual, rlax.discounted_returns(reward, discount, s["next_value"].numpy()))
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.9, 1.0])
@@ -83,8 +83,8 @@ def test_rlax_discounted_returns(rlax, gamma):
 def test_rlax_n_step_returns(rlax, gamma, n):
     s = steps(T)
     discount, trace, a = in_rlax(s, gamma, 1.0)
-    ours = n_step_returns(*fields(s, *PLAIN), gamma=gamma, n=n)
-    close_to(ours, rlax.n_step_bootstrapped_returns(a["reward"], discount, a["next_value"], n, trace))
+    actual = n_step_returns(*fields(s, *PLAIN), gamma=gamma, n=n)
+    close_to(actual, rlax.n_step_bootstrapped_returns(a["reward"], discount, a["next_value"], n, trace))
 
 
 @each_hyper
@@ -95,8 +95,8 @@ def test_rlax_gae(rlax, gamma, gae_lambda):
     reward = (s["reward"] + gamma * s["next_value"] * limit).numpy()
     discount = gamma * (~s["done"]).float().numpy()
     values = torch.cat((s["value"], s["next_value"][-1:])).numpy()
-    ours = gae(*fields(s, *WHOLE), gamma=gamma, gae_lambda=gae_lambda)
-    close_to(ours.advantage, rlax.truncated_generalized_advantage_estimation(reward, discount, gae_lambda, values))
+    actual = gae(*fields(s, *WHOLE), gamma=gamma, gae_lambda=gae_lambda)
+    close_to(actual.advantage, rlax.truncated_generalized_advantage_estimation(reward, discount, gae_lambda, values))
 
 
 def our_vtrace(s, gamma, gae_lambda, clip_rho, clip_c=1.0):
@@ -117,7 +117,7 @@ def test_rlax_vtrace(rlax, gamma, gae_lambda, clip_rho):
 
 @pytest.mark.parametrize("clip_rho", [0.7, 1.0, 3.0])
 def test_rlax_vtrace_advantage(rlax, clip_rho):
-    # Its policy advantage mixes target and value by lambda, the paper and ours do not: they meet at lambda = 1. At a
+    # Its policy advantage mixes target and value by lambda, the paper and ecrl do not: they meet at lambda = 1. At a
     # time limit it bootstraps from the next row's value, not from the state reached, so there are only true ends here.
     s = steps(T)
     s["done"] = s["terminated"]
@@ -128,9 +128,9 @@ def test_rlax_vtrace_advantage(rlax, clip_rho):
     out = rlax.vtrace_td_error_and_advantage(
         a["value"], a["next_value"], a["reward"], discount, rho, 1.0, clip_rho, clip_pg_rho_threshold=clip_rho
     )
-    ours = our_vtrace(s, 0.9, 1.0, clip_rho)
-    close_to(ours.advantage, out.pg_advantage)
-    close_to(ours.value_target - s["value"], out.errors)
+    actual = our_vtrace(s, 0.9, 1.0, clip_rho)
+    close_to(actual.advantage, out.pg_advantage)
+    close_to(actual.value_target - s["value"], out.errors)
 
 
 @pytest.fixture(scope="module")
@@ -146,21 +146,21 @@ def columns(s, *names):
 @each_hyper
 def test_torchrl_gae(torchrl, gamma, gae_lambda):
     s = steps(3, T, seed=1)
-    theirs = columns(s, "value", "next_value", "reward", "done", "terminated")
-    advantage, target = torchrl.generalized_advantage_estimate(gamma, gae_lambda, *theirs)
-    ours = gae(*fields(s, *WHOLE), gamma=gamma, gae_lambda=gae_lambda)
-    close(ours.advantage, advantage.squeeze(-1))
-    close(ours.value_target, target.squeeze(-1))
+    expected = columns(s, "value", "next_value", "reward", "done", "terminated")
+    advantage, target = torchrl.generalized_advantage_estimate(gamma, gae_lambda, *expected)
+    actual = gae(*fields(s, *WHOLE), gamma=gamma, gae_lambda=gae_lambda)
+    close(actual.advantage, advantage.squeeze(-1))
+    close(actual.value_target, target.squeeze(-1))
 
 
 @each_hyper
 def test_torchrl_td_lambda(torchrl, gamma, gae_lambda):
     s = steps(3, T, seed=2)
-    theirs = torchrl.td_lambda_return_estimate(
+    expected = torchrl.td_lambda_return_estimate(
         gamma, gae_lambda, *columns(s, "next_value", "reward", "done", "terminated")
     )
-    ours = td_lambda_returns(*fields(s, *PLAIN), gamma=gamma, gae_lambda=gae_lambda)
-    close(ours, theirs.squeeze(-1))
+    actual = td_lambda_returns(*fields(s, *PLAIN), gamma=gamma, gae_lambda=gae_lambda)
+    close(actual, expected.squeeze(-1))
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.9, 1.0])
@@ -170,10 +170,10 @@ def test_torchrl_vtrace(torchrl, gamma, clip_rho, clip_c):
     s = steps(3, T, seed=3)
     inputs = columns(s, "log_prob", "old_log_prob", "value", "next_value", "reward", "done", "terminated")
     advantage, target = torchrl.vtrace_advantage_estimate(gamma, *inputs, clip_rho, clip_c)
-    ours = our_vtrace(s, gamma, 1.0, clip_rho, clip_c)
+    actual = our_vtrace(s, gamma, 1.0, clip_rho, clip_c)
     size = target.abs().max()
-    close(ours.value_target / size, target.squeeze(-1) / size)
-    close(ours.advantage / size, advantage.squeeze(-1) / size)
+    close(actual.value_target / size, target.squeeze(-1) / size)
+    close(actual.advantage / size, advantage.squeeze(-1) / size)
 
 
 def as_rollout(s):
@@ -190,11 +190,11 @@ def as_rollout(s):
 @each_hyper
 def test_torchrl_gae_on_a_rollout(torchrl, gamma, gae_lambda):
     s = steps(3, T, seed=4)
-    theirs = columns(s, "value", "next_value", "reward", "done", "terminated")
-    advantage, target = torchrl.generalized_advantage_estimate(gamma, gae_lambda, *theirs)
-    ours = compute_gae(as_rollout(s), gamma, gae_lambda)
-    close(ours.advantage, advantage.squeeze(-1))
-    close(ours.value_target, target.squeeze(-1))
+    expected = columns(s, "value", "next_value", "reward", "done", "terminated")
+    advantage, target = torchrl.generalized_advantage_estimate(gamma, gae_lambda, *expected)
+    actual = compute_gae(as_rollout(s), gamma, gae_lambda)
+    close(actual.advantage, advantage.squeeze(-1))
+    close(actual.value_target, target.squeeze(-1))
 
 
 @each_hyper
@@ -214,8 +214,8 @@ def test_stable_baselines3_buffer(gamma, gae_lambda):
     buffer.compute_returns_and_advantage(last, began)
     rollout = as_rollout(s)
     rollout["value"][:, -1] = last
-    ours = compute_gae(rollout, gamma, gae_lambda)
-    close_to(ours.advantage, buffer.advantages.T)
-    close_to(ours.value_target, buffer.returns.T)
+    actual = compute_gae(rollout, gamma, gae_lambda)
+    close_to(actual.advantage, buffer.advantages.T)
+    close_to(actual.value_target, buffer.returns.T)
     if gae_lambda == 1.0:
         close_to(compute_returns(rollout, gamma), buffer.returns.T)

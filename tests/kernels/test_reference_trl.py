@@ -1,6 +1,6 @@
-"""GRPO against TRL's own trainer code, run on a stand-in that has the attributes it reads; float64, to 1e-6.
+"""GRPO against TRL's own trainer code, run on a fake trainer with the attributes that it reads; float64, to 1e-6.
 
-TRL scores one advantage per completion; here a completion is an episode and a token one of its steps.
+TRL has one advantage per completion. Here, a completion is an episode and a token is a step.
 """
 
 import warnings
@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import close
+from support.checks import close
 from tensordict import TensorDict
 
 from ecrl.kernels import group_advantages, grpo_advantages, grpo_loss
@@ -23,12 +23,12 @@ EPS = 1e-4  # what TRL adds to its standard deviation
 @pytest.fixture(scope="module")
 def trainer():
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what it imports warns of deprecations of its own
+        warnings.simplefilter("ignore")  # its imports warn of deprecations
         return pytest.importorskip("trl").GRPOTrainer
 
 
 class Accelerator:
-    """One process."""
+    """Accelerator of one process."""
 
     device, process_index, num_processes, sync_gradients = torch.device("cpu"), 0, 1, True
 
@@ -43,7 +43,7 @@ def trls_advantages(trainer, rewards, group_size):
     """`GRPOTrainer._generate_and_score_completions` where `_generate` gives one-token texts and `rewards` `[N]`."""
     n = len(rewards)
     ones = [[1]] * n
-    held = SimpleNamespace(
+    fake_trainer = SimpleNamespace(
         accelerator=Accelerator(),
         model=SimpleNamespace(training=True, is_gradient_checkpointing=False),
         args=SimpleNamespace(
@@ -73,27 +73,27 @@ def trls_advantages(trainer, rewards, group_size):
         _pending_extra_logs={},
         _pending_metrics={},
         _generate=lambda prompts: (ones, ones, None, ["x"] * n, None, {}, None, None),
-        _calculate_rewards=lambda *given: rewards.unsqueeze(1),
+        _calculate_rewards=lambda *ignored: rewards.unsqueeze(1),
     )
-    return trainer._generate_and_score_completions(held, [{"prompt": "x"}] * n)["advantages"]
+    return trainer._generate_and_score_completions(fake_trainer, [{"prompt": "x"}] * n)["advantages"]
 
 
 @pytest.mark.parametrize("group_size", [2, 4, 16])
 def test_group_normalisation(trainer, group_size):
-    """TRL divides by the sample deviation, ours by the population's: sqrt(G / (G - 1)) apart, in eps too."""
+    """TRL divides by the sample deviation, ecrl by the population's: a factor of sqrt(G / (G - 1)), also in eps."""
     draw = torch.Generator().manual_seed(group_size)
     rewards = 3.0 * torch.randn(48, generator=draw, dtype=F64) + 5.0
     ratio = sqrt(group_size / (group_size - 1))
     expected = ratio * trls_advantages(trainer, rewards, group_size)
-    ours = {"group_size": group_size, "eps": EPS / ratio}
-    close(group_advantages(rewards, torch.ones(48, dtype=torch.bool), **ours), expected, tol=1e-6)
+    settings = {"group_size": group_size, "eps": EPS / ratio}
+    close(group_advantages(rewards, torch.ones(48, dtype=torch.bool), **settings), expected, tol=1e-6)
 
     steps = torch.randn(48, 4, generator=draw, dtype=F64)  # the last slot is padding
     steps[:, 2] += rewards - steps[:, :3].sum(1)  # three steps of an episode that pays `rewards`
     end = torch.zeros(48, 4, dtype=torch.bool)
     end[:, 2] = True
     rollout = TensorDict({"reward": steps, "terminated": end, "truncated": end & ~end, "done": end}, [48, 4])
-    advantages, mask = grpo_advantages(rollout, gamma=1.0, **ours)
+    advantages, mask = grpo_advantages(rollout, gamma=1.0, **settings)
     assert mask.all()
     close(advantages[:, 0], expected, tol=1e-6)
 
@@ -101,7 +101,7 @@ def test_group_normalisation(trainer, group_size):
 def trls_loss(trainer, batch, clip_coef, kl_coef, ent_coef):
     """`GRPOTrainer._compute_loss` for given log-probabilities; loss_type bnpo is the mean over counted tokens."""
     zeros = torch.zeros(batch["mask"].shape, dtype=torch.int64)
-    held = SimpleNamespace(
+    fake_trainer = SimpleNamespace(
         accelerator=Accelerator(),
         model=SimpleNamespace(training=True),
         args=SimpleNamespace(use_bias_correction_kl=False, delta=None),
@@ -130,8 +130,8 @@ def trls_loss(trainer, batch, clip_coef, kl_coef, ent_coef):
         "old_per_token_logps": batch["old_log_prob"],
         "ref_per_token_logps": batch["ref_log_prob"],
     }
-    loss = trainer._compute_loss(held, None, inputs)
-    return loss, {name: values[-1] for name, values in held._metrics["train"].items()}
+    loss = trainer._compute_loss(fake_trainer, None, inputs)
+    return loss, {name: values[-1] for name, values in fake_trainer._metrics["train"].items()}
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -142,12 +142,12 @@ def test_clipped_loss_with_kl(trainer, seed):
     batch |= {"advantage": torch.randn(6, generator=draw, dtype=F64), "mask": torch.rand(shape, generator=draw) < 0.7}
     live = [0.3 * torch.randn(shape, generator=draw, dtype=F64) for _ in range(2)]
     batch |= {name: x.requires_grad_() for name, x in zip(("log_prob", "entropy"), live, strict=True)}
-    theirs, their_logs = trls_loss(trainer, batch, **numbers)
+    expected, expected_logs = trls_loss(trainer, batch, **numbers)
     names = ("log_prob", "old_log_prob", "ref_log_prob", "advantage", "entropy", "mask")
-    ours, logs = grpo_loss(*(batch[name] for name in names), **numbers)
-    close(ours, theirs, tol=1e-6)
-    for a, b in zip(torch.autograd.grad(ours, live), torch.autograd.grad(theirs, live), strict=True):
+    actual, logs = grpo_loss(*(batch[name] for name in names), **numbers)
+    close(actual, expected, tol=1e-6)
+    for a, b in zip(torch.autograd.grad(actual, live), torch.autograd.grad(expected, live), strict=True):
         close(a, b, tol=1e-6)
-    close(logs["kl_ref"], their_logs["kl"], tol=1e-6)
-    close(logs["entropy"], their_logs["entropy"], tol=1e-6)
+    close(logs["kl_ref"], expected_logs["kl"], tol=1e-6)
+    close(logs["entropy"], expected_logs["entropy"], tol=1e-6)
     assert logs["clip_frac"] > 0.2

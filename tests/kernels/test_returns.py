@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from conftest import assert_no_retrace, assert_pure, close
 from hypothesis import example, given
 from hypothesis import strategies as st
+from support.checks import assert_no_retrace, assert_pure, close
 
 from ecrl.compile.jit import choose_form
 from ecrl.kernels import discounted_returns, gae, n_step_returns, td_lambda_returns, vtrace
@@ -206,7 +206,7 @@ def test_cutting_at_done_equals_two_calls(kernel, seed, cut, hidden):
     steps["done"][:, cut] = True
     early, late = ({k: v[:, part] for k, v in steps.items()} for part in (slice(cut + 1), slice(cut + 1, None)))
     assert torch.equal(run(kernel, steps), torch.cat((run(kernel, early), run(kernel, late)), -1))
-    steps["reward"][:, cut + 1 :] = hidden  # whatever happens in the next episode stays there, gradients too
+    steps["reward"][:, cut + 1 :] = hidden  # the next episode changes nothing before it, gradients included
     floats = [v.requires_grad_() for k, v in steps.items() if k in ARGS[kernel] and v.is_floating_point()]
     before = run(kernel, steps)[..., : cut + 1]
     assert torch.equal(before, run(kernel, early))
@@ -264,7 +264,7 @@ def test_gradients(kernel):
 
 
 def test_vtrace_has_finite_gradients_where_the_ratio_overflows(variant):
-    """The ratio is clipped there: the numbers are those of any ratio above the clip, and no gradient flows."""
+    """The clipped ratio gives the same numbers as any ratio above the clip, and no gradient flows."""
     steps = random_steps(9, 3, 6)
     far = torch.zeros(3, 6, dtype=torch.bool)
     far[:, 2:4] = True
@@ -295,7 +295,7 @@ ABSENT = [
     (gae, {"gae_lambda": 0.0}, {"reward": [1.0, INF, 1.0, NAN]}, [2.0, INF, 4.0, NAN]),
     (gae, {"gae_lambda": 0.0}, {"next_value": [2.0, 8.0, 6.0, -INF]}, [2.0, 5.0, 4.0, -INF]),
     (vtrace, {"gae_lambda": 0.0}, {"reward": [1.0, 1.0, 1.0, INF]}, [2.0, 5.0, 4.0, INF]),
-    # gamma 0: the rewards alone
+    # gamma 0: only the rewards
     *(
         (
             kernel,
@@ -379,26 +379,26 @@ def _halves(at):
 @pytest.mark.parametrize("time_major", [True, False], ids=["time-major", "env-major"])
 @pytest.mark.parametrize("shape", [(64, 100), (7, 33), (600, 130)], ids=str)
 def test_gae_in_a_graph_is_the_eager_one(shape, time_major):
-    """However its memory runs, and for masks of an odd number of bytes, which cannot be read two at a time."""
+    """GAE is right for any memory layout, and for masks of an odd number of bytes."""
     steps = random_steps(3, *shape)
     if time_major:
         steps = {name: field.t().contiguous().t() for name, field in steps.items()}
     hyper = {"gamma": torch.tensor(0.99), "gae_lambda": torch.tensor(0.95)}
     compiled = choose_form("on", "cpu").jit(_gae)(*(steps[name] for name in ARGS[gae]), hyper)
-    for found, expected in zip(compiled, _gae(*(steps[name] for name in ARGS[gae]), hyper), strict=True):
-        close(found, expected, tol=1e-5)
+    for actual, expected in zip(compiled, _gae(*(steps[name] for name in ARGS[gae]), hyper), strict=True):
+        close(actual, expected, tol=1e-5)
 
 
 @pytest.mark.slow
 def test_gae_in_a_graph_takes_masks_that_begin_at_an_odd_byte():
     steps = random_steps(3, 129)  # without the first there are 128, which could be read two at a time
     hyper = {"gamma": torch.tensor(0.99), "gae_lambda": torch.tensor(0.95)}
-    given, jit = [steps[name] for name in ARGS[gae]], choose_form("on", "cpu").jit
-    late = [field[1:] for field in given]
-    jit(_gae)(*(field[:128] for field in given), hyper)  # compiled for masks that begin at an even one
-    for out in (jit(_late_gae)(*given, hyper), jit(_gae)(*late, hyper), jit(_gae)(*late, hyper)):
-        for found, expected in zip(out, _gae(*late, hyper), strict=True):
-            close(found, expected, tol=1e-5)
+    inputs, jit = [steps[name] for name in ARGS[gae]], choose_form("on", "cpu").jit
+    late = [field[1:] for field in inputs]
+    jit(_gae)(*(field[:128] for field in inputs), hyper)  # compiled for masks that begin at an even one
+    for out in (jit(_late_gae)(*inputs, hyper), jit(_gae)(*late, hyper), jit(_gae)(*late, hyper)):
+        for actual, expected in zip(out, _gae(*late, hyper), strict=True):
+            close(actual, expected, tol=1e-5)
 
 
 def _late_gae(*fields_and_hyper):

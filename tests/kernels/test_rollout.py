@@ -1,13 +1,13 @@
-"""Collection on a counting environment whose every number can be said in advance."""
+"""Collection on a counting environment whose numbers are known in advance."""
 
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import SHORT_VARIANTS, assert_no_retrace, assert_pure, close
 from hypothesis import given
 from hypothesis import strategies as st
+from support.checks import SHORT_VARIANTS, assert_no_retrace, assert_pure, close
 from tensordict import TensorDict
 
 from ecrl import rng
@@ -19,7 +19,7 @@ EMPTY = TensorDict({}, [])
 
 
 def counter(limit: int) -> Env:
-    """Starts at 10, adds the action; reward is the new count; truncated after `limit` steps, terminated at 13."""
+    """Return an environment that counts from 10 by the action, truncates after `limit` steps and terminates at 13."""
 
     def reset(keys):
         return state_of(torch.full((*keys.shape, 1), 10.0), keys.shape)
@@ -86,11 +86,11 @@ def test_a_bound_on_truncations_keeps_the_values_and_saves_passes(variant, limit
     call = variant(run)
     expected, rows = call(start, keys, None), passes[-1]
     bound = -(-length // limit)
-    found = call(start, keys, bound)
+    actual = call(start, keys, bound)
     assert rows == 2 * (2 * length + 1) and passes[-1] == 2 * (length + 1 + bound)
     assert expected[2]["truncated"].sum(1).max() == bound, "the bound is reached"
     for key, x in expected[2].items():
-        assert torch.equal(found[2][key], x), key
+        assert torch.equal(actual[2][key], x), key
     call(start, keys, 0)
     assert passes[-1] == 2 * (length + 1)
 
@@ -102,7 +102,7 @@ def test_true_ends_have_no_final_value():
     close(rollout["final_value"][0], [0.0, 0.0, 0.0, 0.0])
 
 
-def test_both_ends_at_once_are_both_told():
+def test_termination_and_truncation_in_one_step_are_both_stored():
     _, _, rollout = collected(limit=3, length=3)
     assert rollout["terminated"][0, 2]
     assert rollout["truncated"][0, 2]
@@ -177,10 +177,10 @@ def test_episode_statistics_equal_a_plain_loop(seed, num_envs, lengths):
                     finished.append(running[n])
                     running[n] = [0.0, 0]
         episode = assert_pure(episode_update, episode, torch.tensor(reward, dtype=torch.float32), torch.tensor(done))
-    kept = finished[-window:]
-    assert episode["finished"].sum() == len(kept)
-    close(episode["finished_return"][episode["finished"]], torch.tensor([r for r, _ in kept]))
-    close(episode["finished_length"][episode["finished"]], torch.tensor([float(k) for _, k in kept]))
+    expected = finished[-window:]
+    assert episode["finished"].sum() == len(expected)
+    close(episode["finished_return"][episode["finished"]], torch.tensor([r for r, _ in expected]))
+    close(episode["finished_length"][episode["finished"]], torch.tensor([float(k) for _, k in expected]))
     close(episode["running_return"], torch.tensor([r for r, _ in running]))
 
 
@@ -297,8 +297,8 @@ def running_loop(reward, done, before, gamma):
 def test_running_returns_oracle(variant):
     draw = np.random.default_rng(0)
     reward, done, before = draw.normal(size=(4, 30)), draw.random((4, 30)) < 0.2, draw.normal(size=4)
-    given_ = (torch.tensor(reward).float(), torch.tensor(done), torch.tensor(before).float())
-    close(variant(running_returns)(*given_, gamma=0.97), torch.tensor(running_loop(reward, done, before, 0.97)))
+    inputs = (torch.tensor(reward).float(), torch.tensor(done), torch.tensor(before).float())
+    close(variant(running_returns)(*inputs, gamma=0.97), torch.tensor(running_loop(reward, done, before, 0.97)))
 
 
 @given(st.integers(0, 2**31), st.integers(1, 9), st.integers(0, 9))
@@ -349,37 +349,39 @@ def test_running_returns_name_wrong_shapes(reward, done, before, message):
 
 @pytest.mark.ref
 def test_running_returns_are_those_of_gymnasiums_normalize_reward():
-    """Its sums over episodes that run into a time limit; where one terminates it forgets all but the last reward."""
+    """The wrapper sums over episodes that reach a time limit; if one terminates, it keeps only the last reward."""
     gym = pytest.importorskip("gymnasium")
     same_step = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
     vector = gym.make_vec("Pendulum-v1", 3, max_episode_steps=7, vector_kwargs=same_step)
     vector.reset(seed=1)
-    theirs, rewards, dones, sums = gym.wrappers.vector.NormalizeReward(vector, gamma=0.9), [], [], []
-    theirs.accumulated_reward = theirs.accumulated_reward.astype(np.float64)
-    theirs.update_running_mean = False
-    theirs.return_rms.var, theirs.epsilon = 1.0, 1e-16  # its rewards are then the raw ones
+    wrapper, rewards, dones, sums = gym.wrappers.vector.NormalizeReward(vector, gamma=0.9), [], [], []
+    wrapper.accumulated_reward = wrapper.accumulated_reward.astype(np.float64)
+    wrapper.update_running_mean = False
+    wrapper.return_rms.var, wrapper.epsilon = 1.0, 1e-16  # its rewards are then the raw ones
     for _ in range(20):
-        _, reward, _, truncated, _ = theirs.step(vector.action_space.sample() * 0)
+        _, reward, _, truncated, _ = wrapper.step(vector.action_space.sample() * 0)
         rewards.append(reward)
         dones.append(truncated)
-        sums.append(np.where(truncated, np.nan, theirs.accumulated_reward))  # it has started anew where one ended
+        sums.append(
+            np.where(truncated, np.nan, wrapper.accumulated_reward)
+        )  # the wrapper restarts the sum when an episode ends
     reward, done = torch.tensor(np.array(rewards)).t(), torch.tensor(np.array(dones)).t()
     assert done.sum() == 6
-    ours = running_returns(reward, done, torch.zeros(3, dtype=F64), gamma=0.9)
-    close(ours.masked_fill(done, torch.nan), torch.tensor(np.array(sums)).t(), tol=1e-12)
+    actual = running_returns(reward, done, torch.zeros(3, dtype=F64), gamma=0.9)
+    close(actual.masked_fill(done, torch.nan), torch.tensor(np.array(sums)).t(), tol=1e-12)
     vector.close()
 
 
 @pytest.mark.ref
 def test_running_returns_are_those_of_stable_baselines3():
-    """Its `VecNormalize._update_reward`, with ends of both kinds."""
+    """Compare with `VecNormalize._update_reward`, with terminations and truncations."""
     normalize = pytest.importorskip("stable_baselines3.common.vec_env.vec_normalize")
-    draw, seen = np.random.default_rng(3), []
+    draw, sums = np.random.default_rng(3), []
     reward, done = draw.normal(size=(3, 25)), draw.random((3, 25)) < 0.2
-    moments = SimpleNamespace(update=lambda x: seen.append(x.copy()))
-    theirs = SimpleNamespace(returns=np.zeros(3), gamma=0.9, ret_rms=moments)
+    moments = SimpleNamespace(update=lambda x: sums.append(x.copy()))
+    wrapper = SimpleNamespace(returns=np.zeros(3), gamma=0.9, ret_rms=moments)
     for t in range(25):
-        normalize.VecNormalize._update_reward(theirs, reward[:, t])
-        theirs.returns[done[:, t]] = 0  # the last line of its step_wait
-    ours = running_returns(torch.tensor(reward), torch.tensor(done), torch.zeros(3, dtype=F64), gamma=0.9)
-    close(ours, torch.tensor(np.array(seen)).t(), tol=1e-12)
+        normalize.VecNormalize._update_reward(wrapper, reward[:, t])
+        wrapper.returns[done[:, t]] = 0  # the last line of its step_wait
+    actual = running_returns(torch.tensor(reward), torch.tensor(done), torch.zeros(3, dtype=F64), gamma=0.9)
+    close(actual, torch.tensor(np.array(sums)).t(), tol=1e-12)

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from conftest import assert_no_retrace, assert_pure, close
 from hypothesis import example, given
 from hypothesis import strategies as st
+from support.checks import assert_no_retrace, assert_pure, close
 from tensordict import TensorDict
 
 from ecrl.kernels import (
@@ -88,8 +88,8 @@ TABLE = [
 @pytest.mark.parametrize(("compute", "hyper", "with_final", "without"), TABLE)
 def test_time_limit_by_hand(variant, compute, hyper, with_final, without):
     rollout = TensorDict({k: torch.tensor(v) for k, v in LIMIT.items()}, [1, 4])
-    for given_rollout, expected in ((rollout, with_final), (rollout.exclude("final_value"), without)):
-        out = variant(compute)(given_rollout, **hyper)
+    for case, expected in ((rollout, with_final), (rollout.exclude("final_value"), without)):
+        out = variant(compute)(case, **hyper)
         close(torch.stack(out if isinstance(out, tuple) else (out,)), expected)
 
 
@@ -193,7 +193,7 @@ def test_cutting_at_done_equals_two_rollouts(name, seed, cut):
 
 
 @each_estimator
-def test_each_env_stands_alone(name):
+def test_environments_do_not_affect_each_other(name):
     rollout, order = random_rollout(5, 4, 6), torch.tensor([2, 0, 3, 1])
     assert torch.equal(apply(name, rollout[order]), apply(name, rollout)[:, order])
 
@@ -281,7 +281,7 @@ def test_vtrace_names_a_bad_log_prob():
         ({"mask": torch.zeros(2, 3)}, [2, 3], ["mask"], r"rollout\['mask'\] has dtype torch.float32"),
     ],
 )
-def test_check_rollout_says_what_is_wrong(fields, batch, keys, message):
+def test_check_rollout_names_the_fault(fields, batch, keys, message):
     with pytest.raises(ValueError, match=message):
         check_rollout(TensorDict(fields, batch), *keys)
 

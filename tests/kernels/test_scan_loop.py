@@ -1,8 +1,8 @@
-"""The plain loop over time, and the parts in which rows are worked on."""
+"""The plain loop over time, and loops over chunks of rows."""
 
 import pytest
 import torch
-from conftest import assert_pure, close
+from support.checks import assert_pure, close
 from tensordict import TensorDict
 
 from ecrl.kernels import scan
@@ -18,10 +18,10 @@ def leaky(carry, x, factor):
 
 def test_a_leaky_sum_by_hand():
     steps = TensorDict({"dx": torch.tensor([[1.0], [2.0], [4.0]])}, [3, 1])
-    after, (sums, seen) = assert_pure(scan, leaky, {"sum": torch.zeros(1)}, steps, torch.tensor(0.5))
+    after, (sums, carries) = assert_pure(scan, leaky, {"sum": torch.zeros(1)}, steps, torch.tensor(0.5))
     close(sums, [[1.0], [2.5], [5.25]])  # 1; 0.5 + 2; 1.25 + 4
     close(after["sum"], [5.25])
-    close(seen, steps["dx"])
+    close(carries, steps["dx"])
 
 
 def test_gradients_cross_time():

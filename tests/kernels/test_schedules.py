@@ -1,10 +1,12 @@
+"""Learning-rate schedules, by hand and against torch."""
+
 import math
 
 import pytest
 import torch
-from conftest import assert_no_retrace, close
 from hypothesis import given
 from hypothesis import strategies as st
+from support.checks import assert_no_retrace, close
 
 from ecrl.kernels import cosine_schedule, exponential_schedule, linear_schedule, step_schedule
 
@@ -60,7 +62,7 @@ def test_oracle(variant, fn, kwargs, oracle):
 
 
 def rates_of(make, steps, rate=0.5):
-    """The learning rates that torch's scheduler sets at steps 0 to steps - 1, as factors of the first one given."""
+    """Return the learning rates of torch's scheduler at steps 0 to steps - 1, divided by the initial rate."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=rate)
     scheduler, out = make(optimizer), []
     for _ in range(steps):
@@ -82,7 +84,7 @@ def rates_of(make, steps, rate=0.5):
             lambda o: lr_scheduler.LinearLR(o, 0.1, 1.0, HORIZON),
             3 * HORIZON,
         ),
-        # torch's cosine rises again after the horizon, ours stays: compared up to it, eta_min = end * rate
+        # torch's cosine rises again after the horizon, ecrl's stays constant: compared up to it, eta_min = end * rate
         (cosine_schedule, COSINE, lambda o: lr_scheduler.CosineAnnealingLR(o, HORIZON, 0.1 * 0.5), HORIZON + 1),
         (cosine_schedule, {"end": 0.0, "horizon": 9}, lambda o: lr_scheduler.CosineAnnealingLR(o, 9), 10),
         (step_schedule, STEP, lambda o: lr_scheduler.StepLR(o, 7, 0.3), 3 * HORIZON),

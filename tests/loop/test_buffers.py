@@ -8,7 +8,7 @@ from typing import cast
 
 import pytest
 import torch
-from conftest import assert_pure
+from support.checks import assert_pure
 from support.replay_agent import CAPACITY, KINDS, N, T, replaying
 from support.small_runs import NET, same
 from tensordict import TensorDict
@@ -47,19 +47,19 @@ def counting_with_a_fault(cfg: CountingConfig) -> Env:
 
 
 def states(cfg: Config) -> list[TensorDict]:
-    """States after each iteration, in memory of their own."""
+    """Return copies of the states after each iteration."""
     return [r["state"].clone() for r in train_iter(init_state(cfg), cfg) if r["log_type"] == "train"]
 
 
 def test_new_rows_are_in_the_ring_in_their_order():
-    """12 rows an iteration in a ring of 20: the third overwrites the oldest 16; row k is step k, told by its obs."""
+    """12 rows per iteration in a ring of 20: the third iteration overwrites the oldest 16. The obs of row k is k."""
     cfg = replaying(**{"env": {"name": "counting_with_a_fault"}, "trainer.finite_guard": "off", "trainer.num_envs": 1})
     cfg = cfg.replace(**{"trainer.buffer_size": 12, "trainer.iterations": 3})
     for iteration, state in enumerate(states(cfg), 1):
-        seen = state["replay", "obs"][:, 0].tolist()
+        obs = state["replay", "obs"][:, 0].tolist()
         taken = 12 * iteration
         newest = {k % CAPACITY: float(k) for k in range(max(0, taken - CAPACITY), taken)}
-        assert [newest.get(i, 0.0) for i in range(CAPACITY)] == seen
+        assert [newest.get(i, 0.0) for i in range(CAPACITY)] == obs
         assert int(state["replay", "cursor"]) == int(state["replay", "written"]) == taken
 
 
@@ -80,8 +80,8 @@ def test_an_iteration_commits_to_a_copy_and_the_loop_in_place_with_the_same_bits
 def test_a_yielded_state_is_valid_until_the_next_iteration(tmp_path):
     cfg = replaying()
     records = train_iter(init_state(cfg), cfg)
-    (_, first), kept = (next(records), next(records)), []
-    kept.append(first["state"].clone())
+    (_, first), copies = (next(records), next(records)), []
+    copies.append(first["state"].clone())
     save(tmp_path / "now", first["state"], cfg)
     next(records)
     message = r"^state: its replay was overwritten by a later iteration; use a yielded state before the next"
@@ -92,8 +92,8 @@ def test_a_yielded_state_is_valid_until_the_next_iteration(tmp_path):
     ):
         with pytest.raises(UserError, match=message):
             use(first["state"])
-    assert same(load(tmp_path / "now")[0], kept[0])
-    assert len(list(train_iter(kept[0], cfg))) == 8
+    assert same(load(tmp_path / "now")[0], copies[0])
+    assert len(list(train_iter(copies[0], cfg))) == 8
 
 
 def test_a_run_goes_on_from_a_checkpoint_with_its_buffer(tmp_path):
@@ -133,7 +133,7 @@ def train_iter_until_it_stops(cfg: Config):
 
 def test_every_leaf_has_a_kind():
     run = build(replaying())
-    found = leaf_kinds(init_state(replaying()), kinds_of(run))
+    actual = leaf_kinds(init_state(replaying()), kinds_of(run))
     expected = {
         ("params", "critic", "0.bias"): Kind.LEARNED,
         ("opt", "step"): Kind.LEARNED,
@@ -145,7 +145,7 @@ def test_every_leaf_has_a_kind():
         ("replay", "cursor"): Kind.COUNTER,
         ("key",): Kind.COUNTER,
     }
-    assert {path: found[path] for path in expected} == expected
+    assert {path: actual[path] for path in expected} == expected
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The form that `trainer.compile: auto` takes: what ends the whole budget sooner."""
+"""The choice of `trainer.compile: auto`: compile only if it shortens the run."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ def form_after(cfg: Config, iterations: int, mode: str = "auto") -> str:
 
 
 def break_even(cfg: Config) -> int:
-    """The number of iterations from which `auto` compiles, by bisection."""
+    """Return the smallest number of iterations for which `auto` compiles, by bisection."""
     eager, compiled = 1, 10**6
     assert (form_after(cfg, eager), form_after(cfg, compiled)) == ("eager", "compiled")
     while compiled - eager > 1:
@@ -38,7 +38,7 @@ def test_auto_compiles_half_as_many_iterations_of_twice_the_work(name):
 
 
 def test_gradient_steps_add_to_the_work_evenly():
-    """The work of an iteration is a part of its own and a part per epoch; the break-even point is its reciprocal."""
+    """The work of an iteration has a constant part and a part per epoch; the break-even point is its reciprocal."""
     cfg = load_config("configs/cartpole_ppo.json").replace(**{"trainer.num_envs": 4, "trainer.buffer_size": 8})
     sized = [cfg.replace(**{"algorithm.cfg.batch_size": 16, "algorithm.cfg.n_epochs": n}) for n in (1, 2, 3)]
     one, two, three = (1.0 / break_even(c) for c in sized)
@@ -46,7 +46,7 @@ def test_gradient_steps_add_to_the_work_evenly():
     assert three - two == pytest.approx(two - one, rel=0.02)
 
 
-def test_an_algorithm_that_does_not_tell_its_steps_is_compiled(monkeypatch):
+def test_an_algorithm_that_does_not_declare_its_steps_is_compiled(monkeypatch):
     cfg = load_config("configs/cartpole_grpo.json")
     make = ecrl.loop.build.make_algorithm
     monkeypatch.setattr(ecrl.loop.build, "make_algorithm", lambda block: replace(make(block), gradient_steps=None))
@@ -54,7 +54,7 @@ def test_an_algorithm_that_does_not_tell_its_steps_is_compiled(monkeypatch):
 
 
 @pytest.mark.parametrize("mode", ["auto", "on", "off"])
-def test_tf32_on_a_cpu_is_told_in_every_form(mode):
+def test_tf32_on_a_cpu_warns_in_every_compile_mode(mode):
     cfg = load_config("configs/cartpole_grpo.json").replace(**{"trainer.tf32": True, "trainer.compile": mode})
     with pytest.warns(UserWarning, match="tf32 is for cuda"):
         form_of(cfg)

@@ -48,14 +48,14 @@ RUNS = [
 
 
 class FaultyConfig(ConfigModel):
-    """What goes wrong in the sixth step of env 2."""
+    """Faults in the sixth step of env 2."""
 
     fault: Literal["none", "observation", "reward", "end"] = Field("none", description="what is wrong then")
 
 
 @register_env("faulty")
 def faulty(cfg: FaultyConfig) -> Env:
-    """x' = 0.9 x + a; reward = -x'^2; observed is x. Episodes do not end; env 2 fails in its step 5, counted from 0."""
+    """Return an environment with x' = 0.9 x + a, reward -x'^2 and observation x; env 2 fails in its sixth step."""
 
     def reset(keys):
         index = torch.arange(keys.shape[-1]).expand(keys.shape).clone()
@@ -113,25 +113,25 @@ def spoilt(cfg: Config, *path: str, value: float = torch.nan):
 def test_what_the_environment_gives_is_found_in_its_iteration(algorithm, form):
     cfg = run(algorithm, "reward", form)
     error, states = met(cfg)
-    found = error.report["found"]
-    assert (found["what"], found["key"], found["place"]) == ("reward", "reward", {"env": 2, "step": 1, "env_step": 5})
+    entry = error.report["found"]
+    assert (entry["what"], entry["key"], entry["place"]) == ("reward", "reward", {"env": 2, "step": 1, "env_step": 5})
     assert error.report["met"][0] == "reward" and error.report["sample_step"] == 16 and len(states) == 2
     made = build(cfg)
     batch = made.algorithm.iterate(made, states[-1], TensorDict({}, []))[1]["steps"]
-    assert found["before"] == pytest.approx(float(batch["reward"][2, 0]), rel=1e-5)
+    assert entry["before"] == pytest.approx(float(batch["reward"][2, 0]), rel=1e-5)
     where = "first reward = nan in env 2, step 1 of the rollout, step 5 of that env"
-    assert f"{where}, last finite value {found['before']:.6g}; mend the environment" in str(error)
+    assert f"{where}, last finite value {entry['before']:.6g}; mend the environment" in str(error)
     error, states = met(run(algorithm, "observation", form))
-    found = error.report["found"]
-    assert (found["key"], found["place"]) == ("obs", {"env": 2, "step": 2, "env_step": 6})
-    assert found["value"] == [torch.inf] and found["before"] == pytest.approx(batch["obs"][2, 1].tolist(), rel=1e-5)
+    entry = error.report["found"]
+    assert (entry["key"], entry["place"]) == ("obs", {"env": 2, "step": 2, "env_step": 6})
+    assert entry["value"] == [torch.inf] and entry["before"] == pytest.approx(batch["obs"][2, 1].tolist(), rel=1e-5)
     assert error.report["met"][0] == "observation" and same(error.state, states[-1])
 
 
 def test_an_observation_at_a_time_limit_is_found_by_its_value():
     error, _ = met(run("ppo", "end"))
-    found = error.report["found"]
-    assert (found["key"], found["place"], found["before"]) == (
+    entry = error.report["found"]
+    assert (entry["key"], entry["place"], entry["before"]) == (
         "final_value",
         {"env": 2, "step": 1, "env_step": 5},
         None,
@@ -186,18 +186,18 @@ def test_what_learning_gives_is_found(case):
     steps = {} if algorithm == "apg" else {"algorithm.cfg.n_epochs": 1, "algorithm.cfg.batch_size": 16}
     cfg = run(algorithm, **steps)
     error, _ = met(cfg, spoilt(cfg, *path, value=value))
-    found = error.report["found"]
-    assert error.report["met"] == what and found["key"] == key
-    assert found["place"] == ({"step": 3} if algorithm == "apg" else {"epoch": 0, "minibatch": 0})
+    entry = error.report["found"]
+    assert error.report["met"] == what and entry["key"] == key
+    assert entry["place"] == ({"step": 3} if algorithm == "apg" else {"epoch": 0, "minibatch": 0})
     assert f"first {key} = " in str(error) and "lower the learning rate" in str(error)
 
 
 def test_a_loss_is_found_by_epoch_and_minibatch_with_the_value_before():
     cfg = run("ppo", **{"algorithm.cfg.learning_rate": 1e30, "algorithm.cfg.n_epochs": 3})
     error, _ = met(cfg)
-    found = error.report["found"]
-    assert found["place"]["epoch"] == 0 and found["place"]["minibatch"] == 1 and found["what"] == "loss"
-    assert torch.isfinite(torch.tensor(found["before"])) and "in epoch 0, minibatch 1, last finite value" in str(error)
+    entry = error.report["found"]
+    assert entry["place"]["epoch"] == 0 and entry["place"]["minibatch"] == 1 and entry["what"] == "loss"
+    assert torch.isfinite(torch.tensor(entry["before"])) and "in epoch 0, minibatch 1, last finite value" in str(error)
 
 
 def test_masked_steps_and_what_is_not_used_do_not_count():
@@ -227,19 +227,19 @@ def test_off_looks_at_nothing():
 
 @pytest.mark.parametrize("fault", ["reward", "observation"])
 @pytest.mark.parametrize(("algorithm", "form"), RUNS)
-def test_skip_leaves_the_update_out_and_goes_on_as_without_it(algorithm, fault, form):
+def test_skip_leaves_the_update_out_and_continues_without_it(algorithm, fault, form):
     more = {"policy.normalize_obs": True} | ({"algorithm.cfg.normalize_reward": True} if algorithm == "ppo" else {})
     cfg = run(algorithm, fault, form, **more, **{"trainer.finite_guard": "skip", "trainer.iterations": 5})
     with pytest.warns(
         UserWarning, match=r"^after 16 env steps: NaN or infinity in .*\(this warning appears once\)$"
-    ) as said:
+    ) as caught:
         records = list(train_iter(init_state(cfg), cfg))
     states = [r["state"] for r in records if r["log_type"] == "train"]
     counted = [float(r["logs"]["skipped_updates"]) for r in records if r["log_type"] == "train"]
-    assert len(said) == 1 and counted == [0.0, 1.0, 0.0, 0.0, 0.0]
+    assert len(caught) == 1 and counted == [0.0, 1.0, 0.0, 0.0, 0.0]
     assert [int(s["update_step"]) for s in states] == [1, 1, 2, 3, 4]
-    kept = ("params", "opt", "norm", "hyper", "update_step")
-    old, new = (state.select(*kept).exclude(("norm", "reward", "running")) for state in states[:2])
+    unchanged = ("params", "opt", "norm", "hyper", "update_step")
+    old, new = (state.select(*unchanged).exclude(("norm", "reward", "running")) for state in states[:2])
     assert same(old, new)
     fields = [x for x in states[-1].values(True, True) if x.is_floating_point()]
     assert all(x.isfinite().all() for x in fields) and not same(states[1]["params"], states[2]["params"])
@@ -270,7 +270,7 @@ def test_running_returns_move_on_with_the_environments_of_a_skipped_iteration():
     assert same(states[0]["norm", "reward", "moments"], states[1]["norm", "reward", "moments"])
 
 
-def test_the_kind_of_a_leaf_alone_decides_what_a_skipped_iteration_leaves_out():
+def test_only_the_kind_of_a_leaf_decides_what_a_skipped_iteration_leaves_out():
     cfg = run("ppo")
     start, flags_set = init_state(cfg), torch.tensor([False, False, False, True, False, False])
     fields = {"noise": torch.zeros(4), "rate": torch.zeros(4)}
@@ -305,9 +305,9 @@ def test_skip_leaves_out_single_gradient_steps_and_warns_once(monkeypatch):
     cfg = run("ppo", **{"trainer.finite_guard": "skip", "trainer.iterations": 3})
     with pytest.warns(
         UserWarning, match=r"^after 0 env steps: .* 2 gradient steps are left out; .*appears once\)$"
-    ) as said:
+    ) as caught:
         records = [r for r in train_iter(init_state(cfg), cfg) if r["log_type"] == "train"]
-    assert len(said) == 1
+    assert len(caught) == 1
     for record in records:
         logs = record["logs"]
         assert (float(logs["skipped_steps"]), float(logs["skipped_updates"])) == (2.0, 0.0)
@@ -337,10 +337,10 @@ def test_the_crash_folder_repeats_the_iteration(fault, form, tmp_path, monkeypat
         state["hyper", "ent_coef"] = torch.tensor(3e37)
     else:
         before = train_states(cfg.replace(**{"trainer.iterations": 1}))[0]
-    said = pytest.warns(UserWarning) if fault == "gradient" else nullcontext()
+    warned = pytest.warns(UserWarning) if fault == "gradient" else nullcontext()
     # --import, because this module registers the environment
     repeat = rf"; repeat the iteration with: ecrl replay {folder}/crash --import test_finite_guard$"
-    with said, pytest.raises(NotFiniteError, match=repeat) as error:
+    with warned, pytest.raises(NotFiniteError, match=repeat) as error:
         train(state, cfg, folder, progress=False)
     report = json.loads((folder / "crash" / "report.json").read_text())
     assert report["met"] == error.value.report["met"] and report["form"] == ("eager" if form == "off" else "compiled")
@@ -373,22 +373,22 @@ def drifting(fault: str, guard: str, **kwargs) -> Config:
     return run("ppo", **more).replace(**{"algorithm.cfg.batch_size": 8})
 
 
-def odd_seeds(cfg: Config) -> list[int]:
-    """Environments whose reset is given an odd seed."""
+def envs_with_odd_seeds(cfg: Config) -> list[int]:
+    """Return the environments whose reset gets an odd seed."""
     seeds = rng.bits(start_keys(rng.key(cfg.trainer.seed), 4, 0)) & 0x7FFFFFFF
     return [i for i, seed in enumerate(seeds.tolist()) if seed % 2]
 
 
 @pytest.mark.parametrize("fault", ["obs", "reward"])
-def test_gymnasium_stops_in_the_same_iteration_and_says_what_cannot_be_repeated(fault, tmp_path):
+def test_gymnasium_stops_in_the_same_iteration_and_reports_what_cannot_be_repeated(fault, tmp_path):
     cfg = drifting(fault, "stop", strict=True)  # what it observes is NaN, so is the next action: it is not taken
     with pytest.raises(NotFiniteError, match="; the state before the iteration is in ") as error:
         train(init_state(cfg), cfg, tmp_path / "run", progress=False)
-    found, before = error.value.report["found"], load(tmp_path / "run" / "checkpoints" / "step_8")[0]
-    env, reached = odd_seeds(cfg)[0], {"obs": (1, 3), "reward": (0, 2)}[fault]
+    entry, before = error.value.report["found"], load(tmp_path / "run" / "checkpoints" / "step_8")[0]
+    env, reached = envs_with_odd_seeds(cfg)[0], {"obs": (1, 3), "reward": (0, 2)}[fault]
     place = dict(zip(("env", "step", "env_step"), (env, *reached), strict=True))
     last = {"obs": before["env", "obs"][env].tolist(), "reward": float(before["env", "reward"][env])}[fault]
-    assert (found["key"], found["place"], found["before"]) == (fault, place, last)
+    assert (entry["key"], entry["place"], entry["before"]) == (fault, place, last)
     assert error.value.report["met"][0] == {"obs": "observation", "reward": "reward"}[fault]
     crash = load(tmp_path / "run" / "crash")[0]
     assert same(crash.exclude("env"), before.exclude("env")) and torch.equal(crash["env", "obs"], before["env", "obs"])
@@ -400,9 +400,9 @@ def test_gymnasium_stops_in_the_same_iteration_and_says_what_cannot_be_repeated(
 def test_an_action_that_no_environment_is_given_is_found_in_the_middle_of_a_rollout():
     cfg = drifting("obs", "stop", strict=True).replace(**{"trainer.buffer_size": 8})
     error, states = met(cfg)
-    place = {"env": odd_seeds(cfg)[0], "step": 3, "env_step": 3}
-    found = error.report["found"]
-    assert (found["place"], found["value"][0] != found["value"][0], found["before"]) == (place, True, [2.0])
+    place = {"env": envs_with_odd_seeds(cfg)[0], "step": 3, "env_step": 3}
+    entry = error.report["found"]
+    assert (entry["place"], entry["value"][0] != entry["value"][0], entry["before"]) == (place, True, [2.0])
     assert "nan] in env" in str(error) and "step 3 of the rollout, step 3 of that env" in str(error) and not states
 
 
@@ -427,13 +427,13 @@ def test_on_gymnasium_what_policy_and_learning_give_is_found_in_the_batch_itself
     state[path] = torch.full_like(state[path], torch.nan)
     with pytest.warns(UserWarning) if what == "loss" else nullcontext():
         error, _ = met(cfg, state)
-    found = error.report["found"]
+    entry = error.report["found"]
     expected = {
         "action": ("action", {"env": 0, "step": 0, "env_step": 0}),
         "log_prob": ("sample_log_prob", {"env": 0, "step": 0, "env_step": 0}),
         "loss": ("loss", {"epoch": 0, "minibatch": 0}),
     }
-    assert (found["key"], found["place"]) == expected[what] and int(error.state["sample_step"]) == 0
+    assert (entry["key"], entry["place"]) == expected[what] and int(error.state["sample_step"]) == 0
 
 
 def test_the_check_of_actions_leaves_compiled_functions_valid_for_the_next_iteration():

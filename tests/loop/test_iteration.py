@@ -1,4 +1,4 @@
-"""The loop: purity, equal bits, resuming, streams by env index, vmapping over seeds, equal forms."""
+"""The loop: purity, equal bits, resuming, streams by env index, vmapping over seeds, compiled and eager."""
 
 import subprocess
 import sys
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import assert_pure, close
+from support.checks import assert_pure, close
 from support.small_runs import last_state, same, small
 
 import ecrl.loop.iteration
@@ -59,7 +59,7 @@ def test_an_iteration_is_pure_and_what_is_yielded_is_owned():
     assert all(same(a, b) for a, b in zip(plain, spoilt, strict=True))
 
 
-def test_training_leaves_the_global_generator_alone():
+def test_training_does_not_use_the_global_generator():
     torch.manual_seed(0)
     before = torch.get_rng_state()
     last_state(small())
@@ -91,8 +91,8 @@ def test_vmapped_seeds_equal_single_ones():
     iteration = make_iteration(cfg)
     stacked, _ = torch.vmap(iteration, randomness="error")(torch.stack([s.clone() for s in states]))
     for i, state in enumerate(states):
-        alone, _ = iteration(state)
-        for name, leaf in alone.flatten_keys("/").items():
+        single, _ = iteration(state)
+        for name, leaf in single.flatten_keys("/").items():
             close(stacked.flatten_keys("/")[name][i], leaf, tol=1e-4)
 
 
@@ -221,12 +221,12 @@ def test_runs_are_compared_by_the_choices_that_shape_their_graphs(algorithm):
     env = {"name": "point_mass"} if algorithm == "apg" else {"name": "cartpole"}
     cfg = small(**{"env": env, "algorithm": {"name": algorithm, "cfg": kinds[algorithm]}})
     fields = type(cfg.algorithm.cfg).model_fields
-    given = {
+    changes = {
         key: value for key, value in ALIKE.items() if not key.startswith("algorithm") or key.split(".")[-1] in fields
     }
     if algorithm == "ppo":
-        given["algorithm.cfg.lr_scheduler"] = {"name": "step", "kwargs": {"gamma": 0.9}}
-    runs = build(cfg), build(cfg.replace(**given))
+        changes["algorithm.cfg.lr_scheduler"] = {"name": "step", "kwargs": {"gamma": 0.9}}
+    runs = build(cfg), build(cfg.replace(**changes))
     assert runs[0] == runs[1] and hash(runs[0]) == hash(runs[1])
     for key, value in SHAPING.items():
         if not key.startswith("algorithm") or key.split(".")[-1] in fields:

@@ -1,4 +1,4 @@
-"""Signals: the first lets an iteration end, for a while; the second does not; the save at the end is not given up."""
+"""Signals: the first waits for the iteration to end, the second does not; the final save always completes."""
 
 import os
 import signal
@@ -56,7 +56,7 @@ def test_an_iteration_of_several_ranks_is_let_end():
     assert asked() == signal.SIGTERM
 
 
-def test_one_that_ignores_this_is_given_up_a_little_later():
+def test_code_that_ignores_the_exception_is_interrupted_again():
     with pytest.raises(KeyboardInterrupt), in_loop(), interruptible():
         send()
         with suppress(BaseException):  # as callbacks from C do
@@ -76,7 +76,7 @@ def test_what_cleans_up_after_it_is_let_end():
             assert time.monotonic() - before > 0.45
 
 
-def test_a_save_is_not_given_up_but_by_a_second_signal():
+def test_only_a_second_signal_interrupts_a_save():
     with in_loop():
         send()
         time.sleep(0.4)
@@ -115,6 +115,6 @@ def test_the_third_ends_the_process():
 
 
 def test_what_is_raised_is_no_keyboard_interrupt_that_python_ends_for_by_itself():
-    with pytest.raises(KeyboardInterrupt) as told:
+    with pytest.raises(KeyboardInterrupt) as error:
         send()
-    assert told.type is not KeyboardInterrupt
+    assert error.type is not KeyboardInterrupt

@@ -1,11 +1,11 @@
-"""What every policy keeps to: actor_only, actor_critic, squashed ones, and modules as users write them."""
+"""The contract of every policy: actor_only, actor_critic, squashed policies, and modules of users."""
 
 from math import log, pi
 
 import pytest
 import torch
-from conftest import assert_no_retrace, close
 from support import custom_modules  # noqa: F401  registers them
+from support.checks import assert_no_retrace, close
 from support.small_runs import steps_of
 from tensordict import TensorDict
 
@@ -49,12 +49,12 @@ DRAWING = [("acts", "box"), ("acts", "discrete")]
 ALL = [*COMPILED, *DRAWING, ("squashed", "matrix")]
 
 
-def _made(name, action_space, obs_space=OBS, **settings):
+def _policy_of(name, action_space, obs_space=OBS, **settings):
     return make_policy(BLOCKS[name] | settings, obs_space, action_space)
 
 
 def _policy(action_space, obs_space=OBS, **settings):
-    return _made("actor_critic", action_space, obs_space, **settings)
+    return _policy_of("actor_critic", action_space, obs_space, **settings)
 
 
 def _obs(n=6):
@@ -70,21 +70,21 @@ def _noise(policy, n=6, seed=0):
     return policy.draw(rng.split(rng.key(seed), n))
 
 
-def _as_given(action):
+def _as_action(action):
     """An action in the precision that an environment's rollout keeps."""
     return action.float() if action.is_floating_point() else action
 
 
 def _assert_agree(call, name, kind):
     space, n = ACTIONS[kind], 8  # vectors of 8 floats: eager torch rounds what is left over differently
-    policy = _made(name, space)
+    policy = _policy_of(name, space)
     params = policy.init(rng.key(1))
     carry, out = call(policy.act)(params, EMPTY, _obs(n), _noise(policy, n))
     tail = getattr(space, "shape", (2,) if kind == "multi" else ())
     assert out["action"].shape == (n, *tail) and out["sample_log_prob"].shape == (n,)
     assert set(out.keys()) == {"action", "sample_log_prob"}
     assert out.batch_size == torch.Size([n]) and carry.is_empty()
-    log_prob, entropy = call(policy.evaluate)(params, EMPTY, steps_of(_obs(n), _as_given(out["action"])))
+    log_prob, entropy = call(policy.evaluate)(params, EMPTY, steps_of(_obs(n), _as_action(out["action"])))
     close(log_prob, out["sample_log_prob"].detach(), tol=1e-4)
     assert entropy.shape == (n,) and out["action"].reshape(n, -1).unique(dim=0).shape[0] > 1
     if kind in CHOICES:
@@ -108,7 +108,7 @@ def test_act_and_evaluate_agree_where_a_module_draws(name, kind):
 
 @pytest.mark.parametrize(("name", "kind"), ALL)
 def test_deterministic_action_is_the_mode(name, kind):
-    policy = _made(name, ACTIONS[kind])
+    policy = _policy_of(name, ACTIONS[kind])
     params = policy.init(rng.key(1))
     _, out = policy.act(params, EMPTY, _obs(), None)
     mode, best = out["action"], out["sample_log_prob"]
@@ -125,7 +125,7 @@ FOLLOWING = [*(("actor_critic", kind) for kind in ("box", "discrete", "multi")),
 
 @pytest.mark.parametrize(("name", "kind"), [case for case in FOLLOWING if case[1] == "box"])
 def test_box_actions_have_the_mean_and_std_of_the_distribution(name, kind):
-    policy = _made(name, ACTIONS[kind])
+    policy = _policy_of(name, ACTIONS[kind])
     params, obs = policy.init(rng.key(2)), torch.full((20_000, 3), 0.7)
     _, out = policy.act(params, EMPTY, obs, _noise(policy, 20_000))
     mean = policy.act(params, EMPTY, obs[:1], None)[1]["action"]
@@ -137,7 +137,7 @@ def test_box_actions_have_the_mean_and_std_of_the_distribution(name, kind):
 @pytest.mark.parametrize(("name", "kind"), [case for case in FOLLOWING if case[1] != "box"])
 def test_discrete_actions_follow_the_distribution(name, kind):
     # 20,000 samples of one state against exp(log_prob) of every choice.
-    policy = _made(name, ACTIONS[kind])
+    policy = _policy_of(name, ACTIONS[kind])
     params, obs = policy.init(rng.key(2)), torch.full((20_000, 3), 0.7)
     _, out = policy.act(params, EMPTY, obs, _noise(policy, 20_000))
     flat = out["action"] if kind == "discrete" else out["action"] @ torch.tensor([3, 1])
@@ -150,7 +150,7 @@ def test_discrete_actions_follow_the_distribution(name, kind):
 
 @pytest.mark.parametrize(("name", "kind"), [("actor_critic", "box"), ("trunk", "multi"), ("acts_on_noise", "box")])
 def test_value_has_a_number_per_observation(variant, name, kind):
-    policy = _made(name, ACTIONS[kind])
+    policy = _policy_of(name, ACTIONS[kind])
     params = policy.init(rng.key(1))
     value = variant(policy.value)(params, EMPTY, _obs())
     assert value.shape == (6,) and value.unique().numel() == 6
@@ -159,7 +159,7 @@ def test_value_has_a_number_per_observation(variant, name, kind):
 
 
 @pytest.mark.parametrize("kind", ACTIONS)
-def test_value_reads_the_critic_alone(kind):
+def test_value_depends_only_on_the_critic(kind):
     policy = _policy(ACTIONS[kind])
     params, other = (policy.init(rng.key(seed)) for seed in (1, 2))
     value = policy.value(params, EMPTY, _obs())
@@ -170,7 +170,7 @@ def test_value_reads_the_critic_alone(kind):
 
 
 def test_actor_only_has_no_critic_and_the_actor_of_actor_critic():
-    one, both = _made("actor_only", ACTIONS["box"]), _policy(ACTIONS["box"])
+    one, both = _policy_of("actor_only", ACTIONS["box"]), _policy(ACTIONS["box"])
     assert one.value is None and both.value is not None
     params, more = one.init(rng.key(1)), both.init(rng.key(1))
     assert sorted(params.keys()) == ["actor", "log_std"]
@@ -182,8 +182,8 @@ def test_actor_only_has_no_critic_and_the_actor_of_actor_critic():
 
 @pytest.mark.parametrize(("name", "kind"), ALL)
 def test_batch_axes_are_free(name, kind):
-    """`[3, 2]` observations give what `[6]` do, and one alone what it does among others."""
-    policy = _made(name, ACTIONS[kind])
+    """Results of `[3, 2]` observations equal results of `[6]` and of single observations."""
+    policy = _policy_of(name, ACTIONS[kind])
     params, noise = policy.init(rng.key(1)), _noise(policy)
     flat = policy.act(params, EMPTY, _obs(), noise)[1]
     square = policy.act(params, EMPTY, _obs().reshape(3, 2, 3), noise.reshape(3, 2, *noise.shape[1:]))[1]
@@ -195,13 +195,13 @@ def test_batch_axes_are_free(name, kind):
     if policy.value is not None:
         assert policy.value(params, EMPTY, _obs().reshape(3, 2, 3)).shape == (3, 2)
     if policy.compiles:
-        alone = policy.act(params, EMPTY, _obs()[4], noise[4])[1]
-        close(alone["action"], flat["action"][4].detach())
+        single = policy.act(params, EMPTY, _obs()[4], noise[4])[1]
+        close(single["action"], flat["action"][4].detach())
 
 
 @pytest.mark.parametrize(("name", "kind"), ALL)
 def test_gradients_reach_every_weight_and_are_those_of_autograd(name, kind):
-    policy = _made(name, ACTIONS[kind])
+    policy = _policy_of(name, ACTIONS[kind])
     params = policy.init(rng.key(1))
     action = policy.act(params, EMPTY, _obs(), _noise(policy))[1]["action"].detach()
 
@@ -255,7 +255,7 @@ def test_initial_log_std(start):
 def test_masked_actions_are_never_chosen(variant, name, kind):
     mask = torch.tensor([[1, 0, 1, 0, 1], [0, 1, 0, 0, 1], [1, 0, 0, 1, 0]]).bool().repeat(100, 1)
     space = Discrete(5) if kind == "discrete" else MultiDiscrete((2, 3))
-    policy = _made(name, space, MASKED)
+    policy = _policy_of(name, space, MASKED)
     params, obs = policy.init(rng.key(1)), _masked_obs(mask)
     _, out = variant(policy.act)(params, EMPTY, obs, _noise(policy, 300))
     action = out["action"] if kind == "discrete" else out["action"] + torch.tensor([0, 2])
@@ -310,7 +310,7 @@ def test_one_batch_keeps_every_element(space, obs, features):
 
 @pytest.mark.parametrize(("name", "kind"), ALL)
 def test_init_is_a_function_of_the_key(name, kind):
-    policy, before = _made(name, ACTIONS[kind]), torch.get_rng_state()
+    policy, before = _policy_of(name, ACTIONS[kind]), torch.get_rng_state()
     first, again, other = (policy.init(rng.key(seed)) for seed in (1, 1, 2))
     assert torch.equal(torch.get_rng_state(), before)
     assert all(torch.equal(a, b) for a, b in zip(first.values(True, True), again.values(True, True), strict=True))
@@ -325,7 +325,7 @@ def test_init_is_a_function_of_the_key(name, kind):
     [("actor_critic", "matrix"), ("actor_critic", "multi"), ("trunk", "box"), ("acts_on_noise", "box")],
 )
 def test_new_values_do_not_retrace(name, kind):
-    policy = _made(name, ACTIONS[kind])
+    policy = _policy_of(name, ACTIONS[kind])
     calls = [(policy.init(rng.key(s)), EMPTY, _obs() * s, _noise(policy, seed=s)) for s in (1, 2)]
     assert_no_retrace(policy.act, *calls)
     assert_no_retrace(policy.value, *[call[:3] for call in calls])
@@ -339,7 +339,7 @@ def test_action_dim(kind, width):
     assert _policy(ACTIONS[kind], action_dim=width) is _policy(ACTIONS[kind], action_dim=width)
     own = "acts" if kind in ("box", "discrete") else "trunk"
     with pytest.raises(ConfigError, match=rf"^policy\.action_dim: {width + 1} does not match"):
-        _made(own, ACTIONS[kind], action_dim=width + 1)
+        _policy_of(own, ACTIONS[kind], action_dim=width + 1)
     message = (
         rf"^policy\.action_dim: {width + 1} does not match the environment's {width} .*use {width} or leave it out"
     )
@@ -356,10 +356,10 @@ def test_equal_settings_give_the_same_object():
 def test_refused_spaces_and_settings():
     for name in ("actor_critic", "trunk", "acts"):
         with pytest.raises(ConfigError, match=r"actions of Dict.* are not supported; known: Box, Discrete"):
-            _made(name, MASKED)
+            _policy_of(name, MASKED)
     for name in ("actor_critic", "trunk"):
         with pytest.raises(ConfigError, match=r"action_mask.*needs Discrete or MultiDiscrete actions, got Box"):
-            _made(name, ACTIONS["box"], MASKED)
+            _policy_of(name, ACTIONS["box"], MASKED)
     with pytest.raises(ConfigError, match="policy: critic: expected an object, got null"):
         _policy(Discrete(2), critic=None)
     with pytest.raises(ConfigError, match=r"policy: name: missing; known: .*actor_critic, actor_only"):

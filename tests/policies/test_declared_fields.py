@@ -1,10 +1,10 @@
-"""Whatever a policy's `act` returns travels to `evaluate`; log-probabilities of tokens count as one action."""
+"""All fields that a policy's `act` returns reach `evaluate`; token log-probabilities sum to one action."""
 
 from dataclasses import replace
 
 import pytest
 import torch
-from conftest import close
+from support.checks import close
 from support.small_runs import last_state
 from support.token_agent import speaking
 from tensordict import TensorDict

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import close
+from support.checks import close
 from support.frozen_agent import FEATURES, body_for, freezing
 from support.small_runs import last_state, same, small
 from tensordict import TensorDict

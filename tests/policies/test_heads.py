@@ -4,9 +4,9 @@ from math import inf, log, pi
 
 import pytest
 import torch
-from conftest import close
 from hypothesis import example, given
 from hypothesis import strategies as st
+from support.checks import close
 from tensordict import TensorDict
 
 from ecrl import rng
@@ -23,12 +23,12 @@ HALF, CENTRE = torch.tensor([2.5, 0.25], dtype=torch.float64), torch.tensor([0.5
 
 @pytest.mark.parametrize(("mean", "log_std"), [(0.0, 0.0), (0.7, -1.0), (-1.5, 0.5)])
 def test_density_integrates_to_one(mean, log_std):
-    # Over the latent: the density of u = tanh(x) times du/dx = 1 - u^2 is that of x, and falls off like a Gaussian.
+    # The density of u = tanh(x), times du/dx = 1 - u^2, is the density of x, which falls off like a Gaussian.
     head, n = make_head(box(-2.0, 3.0, 1), True), 20_001
     latent = torch.linspace(-12.0, 12.0, n, dtype=torch.float64)
     action = (0.5 + 2.5 * latent.tanh()).unsqueeze(-1)
-    given = (torch.tensor([log_std]).double(), torch.full((n, 1), mean).double())
-    density = head.log_prob(*given, action).exp() * (1.0 - latent.tanh().square())
+    inputs = (torch.tensor([log_std]).double(), torch.full((n, 1), mean).double())
+    density = head.log_prob(*inputs, action).exp() * (1.0 - latent.tanh().square())
     close(torch.trapezoid(density, latent), 1.0, tol=1e-6)
 
 

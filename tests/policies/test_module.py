@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import assert_pure, close
+from support.checks import assert_pure, close
 from support.custom_modules import Acts, ActsOnNoise, OwnStd, Trunk
 from support.small_runs import last_state, same, small, steps_of
 from tensordict import TensorDict
@@ -63,7 +63,7 @@ def test_compiled_and_eager_runs_agree(name):
         close(weight, second[path], tol=1e-4)
 
 
-def test_whoever_draws_cannot_be_compiled_and_says_so():
+def test_a_module_that_draws_random_numbers_is_eager_with_a_reason():
     with pytest.raises(ConfigError, match=r"trainer\.compile: on, but policy acts draws its own random num.*use auto"):
         init_state(_config("acts", **{"trainer.compile": "on"}))
     form = form_of(_config("acts", **{"trainer.compile": "auto"}))
@@ -118,7 +118,7 @@ def test_a_log_std_that_depends_on_the_observation():
     assert (entropy[0] - entropy[1]).abs() > 0.01
 
 
-def test_drawing_follows_the_keys_and_leaves_the_generator_alone():
+def test_drawing_follows_the_keys_and_not_the_global_generator():
     policy = _policy(Acts, BOX)
     params, obs = policy.init(rng.key(0)), torch.zeros(5, 3)
     keys, others = (rng.split(rng.key(seed), 5) for seed in (1, 2))
@@ -131,31 +131,31 @@ def test_drawing_follows_the_keys_and_leaves_the_generator_alone():
     assert torch.equal(policy.act(params, EMPTY, obs, keys)[1]["action"], one), "the caller's seed is not seen"
 
 
-def test_whoever_draws_runs_eager_and_the_others_compiled(monkeypatch):
+def test_modules_that_draw_run_eager_and_others_compiled(monkeypatch):
     monkeypatch.setattr("ecrl.loop.build.choose_form", lambda mode, device: Form("compiled", "as if", print, scan))
     assert [build(_config(name)).jit for name in NAMES] == [print, partial, print]
     assert [_policy(module).compiles for module in (Trunk, ActsOnNoise, Acts)] == [True, True, False]
 
 
 def test_noise_is_that_of_the_keys_and_none_if_deterministic():
-    given = []
+    calls = []
 
     class Listens(ActsOnNoise):
         def get_action(self, tensordict, deterministic=False, noise=None):
-            given.append((deterministic, noise))
+            calls.append((deterministic, noise))
             return super().get_action(tensordict, deterministic, noise)
 
     policy = _policy(Listens, CHOICE)
     params, keys = policy.init(rng.key(0)), rng.split(rng.key(1), 6)
     policy.act(params, EMPTY, torch.zeros(6, 3), policy.draw(keys))
     policy.act(params, EMPTY, torch.zeros(6, 3), None)
-    (sampled, noise), (mode, none) = given[-2:]
+    (sampled, noise), (mode, none) = calls[-2:]
     assert (sampled, mode, none) == (False, True, None)
     assert torch.equal(noise, rng.gumbel(keys, (4,)))
 
 
-class Seen(nn.Module):
-    """Keeps what it was shown; a convolution, so that only one batch axis will do."""
+class RecordsObservations(nn.Module):
+    """A module that stores its last observation; its convolution accepts only one batch axis."""
 
     shown: list
 
@@ -164,7 +164,7 @@ class Seen(nn.Module):
         self.conv, self.out = nn.Conv2d(3, 2, 4), nn.Linear(4, 4)
 
     def forward(self, obs):
-        Seen.shown = [obs]
+        RecordsObservations.shown = [obs]
         picture = obs["picture"] if isinstance(obs, TensorDict) else obs
         features = self.conv(picture).flatten(1)
         return self.out(features), features.sum(-1)
@@ -183,15 +183,15 @@ def test_modules_see_observations_as_their_space_has_them():
         },
         [7, 2],
     )
-    policy = module_policy(Seen, _cfg(), space, CHOICE)
+    policy = module_policy(RecordsObservations, _cfg(), space, CHOICE)
     params = policy.init(rng.key(0))
     value = policy.value(params, EMPTY, obs)
-    (shown,) = Seen.shown
+    (shown,) = RecordsObservations.shown
     assert value.shape == (7, 2) and shown.batch_size == (14,)
     assert torch.equal(shown["picture"], images.flatten(0, 1)) and shown["gear"].dtype == torch.int64
     action = policy.act(params, EMPTY, obs, policy.draw(rng.split(rng.key(1), 14).reshape(7, 2)))[1]["action"]
     assert set(action.unique().tolist()) == {0, 2}, "choices that the mask hides are not made"
-    plain = module_policy(Seen, _cfg(), picture, CHOICE)
+    plain = module_policy(RecordsObservations, _cfg(), picture, CHOICE)
     close(plain.value(params, EMPTY, images), value.detach())
 
 
@@ -208,7 +208,7 @@ def test_bf16_differs_and_gives_float32(module):
     assert all(grad.dtype == torch.float32 for grad in grads.values(True, True))
 
 
-def test_without_a_critic_value_is_none_and_ppo_says_so():
+def test_without_a_critic_value_is_none_and_ppo_raises():
     class NoValue(Trunk):
         def forward(self, obs):
             return super().forward(obs)[0], None

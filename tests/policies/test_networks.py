@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from conftest import assert_no_retrace, close
 from pydantic import ValidationError
+from support.checks import assert_no_retrace, close
 from tensordict import TensorDict
 from torch import nn
 
@@ -104,7 +104,7 @@ def test_layernorm_weights_keep_their_start_with_orthogonal_init():
 
 
 @pytest.mark.parametrize("cfg", [{"hidden_sizes": [4]}, {"hidden_sizes": [4], "orthogonal_init": 1.0}])
-def test_init_depends_on_the_key_alone(cfg):
+def test_init_depends_only_on_the_key(cfg):
     before = torch.get_rng_state()
     first, again, other = (_weights(MLPConfig(**cfg), seed) for seed in (1, 1, 2))
     assert torch.equal(torch.get_rng_state(), before)
@@ -185,11 +185,11 @@ def test_buffers_frozen_and_tied_weights(variant):
     with seeded(torch.tensor(4)):
         weights = net.init()
     assert list(weights.keys()) == ["first.weight"]
-    with seeded(torch.tensor(0)):  # constants are those of seed 0
+    with seeded(torch.tensor(0)):  # constants come from seed 0
         frozen = Buffered().frozen
     x, w = torch.linspace(-1.0, 1.0, 6).reshape(2, 3), weights["first.weight"]
     close(variant(net.forward)(weights, x), x @ w.T @ w.T * frozen + torch.tensor([1.0, 2.0, 3.0]))
-    grads = torch.func.grad(lambda given: net.forward(given, x).sum())(weights)
+    grads = torch.func.grad(lambda params: net.forward(params, x).sum())(weights)
     assert list(grads.keys()) == ["first.weight"]
     both = torch.autograd.grad((x @ (v := w.clone().requires_grad_()).T @ v.T * frozen).sum(), v)[0]
     close(grads["first.weight"], both)

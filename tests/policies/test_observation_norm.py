@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import assert_pure, close
+from support.checks import assert_pure, close
 from support.small_runs import small, steps_of
 from tensordict import TensorDict
 
@@ -92,16 +92,16 @@ def test_frozen_during_an_iteration_and_moved_at_its_end():
     iteration, first = make_iteration(cfg), init_state(cfg)
     second = iteration(first)[0]
     _, rollout = algorithm.collect(parts, first.copy())
-    seen = rollout["obs"][:, :-1].reshape(-1, 4).double()
-    close(second["norm", "obs", "mean"], seen.mean(0))
-    close(second["norm", "obs", "m2"], (seen - seen.mean(0)).square().sum(0))
+    observations = rollout["obs"][:, :-1].reshape(-1, 4).double()
+    close(second["norm", "obs", "mean"], observations.mean(0))
+    close(second["norm", "obs", "m2"], (observations - observations.mean(0)).square().sum(0))
     assert float(second["norm", "obs", "count"]) == 32.0
     third = iteration(second)[0]
     _, later = algorithm.collect(parts, second.copy())
-    both = torch.cat((seen, later["obs"][:, :-1].reshape(-1, 4).double()))
+    both = torch.cat((observations, later["obs"][:, :-1].reshape(-1, 4).double()))
     close(third["norm", "obs", "mean"], both.mean(0))
     close(third["norm", "obs", "m2"], (both - both.mean(0)).square().sum(0))
-    # All of the second rollout was acted with the statistics after the first one, and kept raw.
+    # The second rollout used the statistics after the first one, and stores raw observations.
     params = acting_params(second["params"], second["norm"])
     rows = later[:, :-1].reshape(-1)
     log_prob, _ = parts.policy.evaluate(params, EMPTY, rows)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import close
+from support.checks import close
 from support.recurrent_agent import remembering
 from support.small_runs import NET, last_state, same, small
 from tensordict import TensorDict
@@ -134,7 +134,9 @@ def test_each_rank_saves_the_memory_of_its_environments():
 
 
 def test_a_repeated_rollout_starts_from_the_memory_of_its_environments(monkeypatch):
-    monkeypatch.setattr("ecrl.run.video._add_view", lambda after, before, many: after)  # there is no scene
+    monkeypatch.setattr(
+        "ecrl.run.video._add_view", lambda after, before, many: after
+    )  # this environment has nothing to draw
     cfg = remembering(**SHORT)
     run, state = build(cfg), last_state(cfg)
     first = _first_envs(state, cfg, 3)
@@ -198,10 +200,10 @@ def test_grpo_starts_every_rollout_with_a_new_memory():
 def test_seeds_under_vmap_have_memories_of_their_own():
     cfg = remembering(**SHORT)
     iteration, keys = make_iteration(cfg), [rng.key(1), rng.key(2)]
-    alone = [iteration(iteration(init_state(cfg, key))[0])[0] for key in keys]
+    single = [iteration(iteration(init_state(cfg, key))[0])[0] for key in keys]
     both = torch.stack([init_state(cfg, key) for key in keys])
     both = vmap(iteration)(vmap(iteration)(both)[0])[0]
-    for i, state in enumerate(alone):
+    for i, state in enumerate(single):
         close(both["carry", "h"][i], state["carry", "h"].detach(), tol=1e-4)
         close(both["params", "W"][i], state["params", "W"].detach(), tol=1e-4)
 
@@ -276,8 +278,8 @@ def test_the_gradient_of_apg_crosses_memory_within_a_segment(length):
     after, _, _ = run.algorithm.iterate(run, state, TensorDict({}, []))
     expected = by_tape(cfg, state, length or 8)
     assert expected["U"].any() and expected["h0"].any() == (length in (None, 4))
-    for name, wanted in expected.items():
-        close(after["params", name] - state["params", name], wanted)
+    for name, gradient in expected.items():
+        close(after["params", name] - state["params", name], gradient)
 
 
 @pytest.mark.slow
@@ -287,7 +289,7 @@ def test_apg_with_memory_compiled_equals_eager():
         close(last_state(cfg.replace(**{"trainer.compile": "on"}))["params", name], leaf, tol=1e-4)
 
 
-def test_a_policy_with_memory_says_so():
+def test_a_policy_with_memory_needs_the_unit_sequence():
     parts = dict.fromkeys(("init", "draw", "act", "evaluate", "value"), no_carry)
     with pytest.raises(ValueError, match="a policy with init_carry has memory; set its unit to 'sequence'"):
         Policy(**parts, init_carry=lambda params, num_envs: TensorDict({}, []))
@@ -313,16 +315,16 @@ def test_the_gradient_of_a_sequence_is_a_loop_of_any_length():
     longer = graph_of_gradient(48)[0].graph
     assert abs(len(longer.nodes) - len(graph.graph.nodes)) < 6  # more numbers are stored for more readers
     assert len(longer.find_nodes(op="call_function", target=scan_op)) == 2  # forward and backward
-    wanted, _ = flatten(gradient(params, rows))
-    for found, expected in zip(graph(*flatten((params, rows))[0]), wanted, strict=True):
-        close(found, expected)
+    leaves, _ = flatten(gradient(params, rows))
+    for actual, expected in zip(graph(*flatten((params, rows))[0]), leaves, strict=True):
+        close(actual, expected)
 
 
 @pytest.mark.slow
 def test_a_compiled_run_equals_an_eager_one_and_learns():
     eager, compiled = (remembering(**{"trainer.compile": form}) for form in ("off", "on"))
     states = [[record["state"] for record in train_iter(init_state(cfg), cfg)] for cfg in (eager, compiled)]
-    for one, other in zip(*(found[:4] for found in states), strict=True):
+    for one, other in zip(*(states_of_run[:4] for states_of_run in states), strict=True):
         close(other["params", "W"], one["params", "W"], tol=1e-4)
         close(other["carry", "h"], one["carry", "h"], tol=1e-4)
     assert ecrl.evaluate(states[1][-1], eager)["eval/avg_reward"] >= 0.95

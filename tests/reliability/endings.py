@@ -1,7 +1,7 @@
-"""Two ranks that end in every way a command can end; prints one row per rank: way, rank, exit status, last line.
+"""Two ranks that end in every way a command can end; prints a row per rank: case, rank, exit status, last line.
 
-Each rank is a fork of this process, which has imported everything once. It ends as a command does, through the exit of
-the interpreter. Its last line says if its process group still stands when all of `ecrl` is done.
+Each rank is a fork of this process, which has imported everything once. It ends like a command, by the exit of the
+interpreter. Its last line shows if its process group still exists when all of `ecrl` has finished.
 """
 
 import atexit
@@ -31,14 +31,14 @@ WAYS = {
     "RuntimeError": RuntimeError("a fault"),
 }
 """Both ranks end this way. In the ways below, rank 1 does something else."""
-ALONE = ("rank 1 dies in all_sum", "rank 1 dies in gather_on_rank_0", "rank 1 is stuck")
+ONE_RANK_FAILS = ("rank 1 dies in all_sum", "rank 1 dies in gather_on_rank_0", "rank 1 is stuck")
 
 
 def command(way: str) -> None:
     """Exchange a message as training does, then end this way."""
     distributed.start(True)
     distributed.all_sum(torch.ones(1000))
-    if way in ALONE and distributed.rank() == 1:
+    if way in ONE_RANK_FAILS and distributed.rank() == 1:
         if way == "rank 1 is stuck":
             time.sleep(3600.0)  # the parent kills it
         os._exit(7)

@@ -1,7 +1,7 @@
-"""Faults injected one by one: the message that names each, no orphan process, earlier checkpoints intact.
+"""Faults injected one by one: a message that names the fault, no orphan process, earlier checkpoints intact.
 
-`python tests/reliability/faults.py --keep`; `--only disk_full` for some. What is full here is a limit on the size of
-files, which the parent sets and lifts while the run goes on, and, where one may be mounted, a tiny disk.
+`python tests/reliability/faults.py --keep`; `--only disk_full` for some of them. A full disk is a limit on the size of
+files, which the parent sets and removes during the run. If mounting is possible, it is also a tiny disk.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from runs import TINY, Run, begun, ecrl_train, ending, forked, gone_on, kept, reference, steps_logged
+from runs import TINY, Run, ecrl_train, ending, forked, reference, resume_run, start_run, steps_logged, write_results
 
 from ecrl.run.checkpoint import read_files, step_checkpoints
 
@@ -32,24 +32,24 @@ SLOW = copy.deepcopy(TINY)
 SLOW["trainer"] |= {"iterations": 100, "keep_checkpoints": 100}
 MARK = "ECRL_FAULTS"
 LIMIT = 4000
-"""Bytes of a file: what a run prints has room, what it writes has not."""
+"""Largest size of a file, bytes: enough for the output of a run, too small for its checkpoints."""
 
 
-def wait(run: Run, holds: Callable[[], bool]) -> None:
-    """Until `holds()`, while the run goes on."""
-    while not holds():
+def wait(run: Run, condition: Callable[[], bool]) -> None:
+    """Wait until `condition()` is true, and check that the run continues."""
+    while not condition():
         assert run.ended() is None, f"ended too early: {run.out.read_text()}"
         time.sleep(0.002)
 
 
 def marked(mark: str) -> list[int]:
-    """Processes that were started with this mark in their environment."""
-    found = []
+    """Return the processes that were started with this mark in their environment."""
+    pids = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):
             if f"{MARK}={mark}".encode() in path.read_bytes():
-                found.append(int(path.parent.name))
-    return found
+                pids.append(int(path.parent.name))
+    return pids
 
 
 def no_orphan(mark: str) -> None:
@@ -61,7 +61,7 @@ def no_orphan(mark: str) -> None:
 
 
 def intact(run: Path) -> int:
-    """The number of checkpoints, each of which has its checksums; raises CheckpointError else."""
+    """Check the checksums of all checkpoints and return their number; raise CheckpointError if one is damaged."""
     for path in step_checkpoints(run):
         read_files(path)
     return len(step_checkpoints(run))
@@ -73,7 +73,7 @@ WRITERS = ("checkpoints: run/checkpoints/step_", "run/metrics.jsonl: ", "run/log
 def disk_full_for_a_while(folder: Path) -> str:
     """Checkpoint, log and TensorBoard find no room, then there is some again: nothing of the run is missing."""
     expected, _ = reference(folder / "whole", SLOW)
-    run = begun(folder / "full", SLOW)
+    run = start_run(folder / "full", SLOW)
     at = folder / "full" / "run"
     wait(run, lambda: steps_logged(at) >= 640)
     _, hard = resource.prlimit(run.pid, resource.RLIMIT_FSIZE, (LIMIT, resource.RLIM_INFINITY))
@@ -81,19 +81,19 @@ def disk_full_for_a_while(folder: Path) -> str:
     wait(run, lambda: all(text in run.out.read_text() for text in WRITERS))
     resource.prlimit(run.pid, resource.RLIMIT_FSIZE, (hard, hard))
     assert run.end() == 0, run.out.read_text()
-    told = run.out.read_text().splitlines()
+    lines = run.out.read_text().splitlines()
     for text in WRITERS:
-        failed = [line for line in told if text in line and line.endswith("; the run goes on and tries again")]
+        failed = [line for line in lines if text in line and line.endswith("; the run goes on and tries again")]
         assert len(failed) == 1, f"{text}: {failed}"
-    again = [line for line in told if "works again, after" in line]
+    again = [line for line in lines if "works again, after" in line]
     assert len(again) == 3, again
     assert ending(at) == expected
     return f"said once each by checkpoints, log and TensorBoard, works again; {before} older intact, no row lost"
 
 
 def disk_full_to_the_end(folder: Path) -> str:
-    """As above, and it stays so: the run goes on to its end, whose exit status says that it is not saved."""
-    run = begun(folder, SLOW)
+    """The disk stays full: the run continues to its end, and the exit status shows that it is not saved."""
+    run = start_run(folder, SLOW)
     wait(run, lambda: steps_logged(folder / "run") >= 640)
     resource.prlimit(run.pid, resource.RLIMIT_FSIZE, (LIMIT, resource.RLIM_INFINITY))
     status = run.end()
@@ -101,7 +101,7 @@ def disk_full_to_the_end(folder: Path) -> str:
     assert status == 2 and "cannot be written: " in last and "step_3200" in last, (status, run.out.read_text())
     assert steps_logged(folder / "run") >= 128  # every row there is can be read
     count = intact(folder / "run")
-    assert gone_on(folder) == 0 and steps_logged(folder / "run") == 3200
+    assert resume_run(folder) == 0 and steps_logged(folder / "run") == 3200
     return f"exit status 2, {last!r}; {count} checkpoints intact, resumed to the end"
 
 
@@ -115,19 +115,21 @@ def disk_of_a_few_pages(folder: Path) -> str:
     try:
         (folder / "run.json").write_text(json.dumps(SLOW))
         run = ecrl_train(folder, "run.json", "--run-dir", "disk/run")
-        status, told = run.end(), run.out.read_text()
+        status, output = run.end(), run.out.read_text()
         rows = [json.loads(line) for line in (disk / "run" / "metrics.jsonl").read_text().splitlines()]
         count = intact(disk / "run")
     finally:
         subprocess.run(["umount", "-l", disk], check=True)
-    last = told.splitlines()[-1]
-    assert status == 2 and count > 2 and rows and "step_3200: cannot be written: No space left on device" in last, told
-    assert told.count("; the run goes on and tries again") == 3 and "Traceback" not in told, told
+    last = output.splitlines()[-1]
+    assert status == 2 and count > 2 and rows and "step_3200: cannot be written: No space left on device" in last, (
+        output
+    )
+    assert output.count("; the run goes on and tries again") == 3 and "Traceback" not in output, output
     return f"exit status 2, {last!r}; {count} checkpoints intact, every row readable"
 
 
 def video(folder: Path) -> str:
-    """No room for a video: said, nothing of it is left, and the next is made."""
+    """A full disk during a video warns and leaves no partial file, and the next video is made."""
     from ecrl.run.video_writer import background_worker, write_video
 
     images = [np.random.default_rng(i).integers(0, 255, (64, 64, 3), np.uint8) for i in range(20)]
@@ -142,14 +144,14 @@ def video(folder: Path) -> str:
 
     run = forked(folder / "out.txt", job)
     assert run.end() == 0, run.out.read_text()
-    told = run.out.read_text().splitlines()
-    assert len(told) == 2 and "warning: videos: " in told[0] and "videos: works again" in told[1], told
+    lines = run.out.read_text().splitlines()
+    assert len(lines) == 2 and "warning: videos: " in lines[0] and "videos: works again" in lines[1], lines
     assert sorted(p.name for p in folder.iterdir()) == ["out.txt", "two.mp4"]
-    return told[0]
+    return lines[0]
 
 
 def gymnasium(fault: str) -> dict[str, Any]:
-    """A run in workers, one of which fails in its third step, which is of the second iteration."""
+    """Run environments in workers; one worker fails in its third step, in the second iteration."""
     config = copy.deepcopy(TINY)
     config["trainer"] |= {"buffer_size": 2, "iterations": 6, "save_freq": 8}
     settings = {"asynchronous": True, "timeout": 10.0, "kwargs": {"fault": fault}}
@@ -167,17 +169,17 @@ def worker(folder: Path, fault: str, message: str) -> str:
     if fault == "killed":
         wait(run, lambda: (folder / "run" / "checkpoints" / "step_8").exists())
         os.kill(max(marked(mark)), signal.SIGKILL)
-    status, told = run.end(), run.out.read_text()
-    assert status == 2 and "Traceback" not in told, told
-    last = told.splitlines()[-1]
-    assert message in last and "Count-v0" in last, told
+    status, output = run.end(), run.out.read_text()
+    assert status == 2 and "Traceback" not in output, output
+    last = output.splitlines()[-1]
+    assert message in last and "Count-v0" in last, output
     no_orphan(mark)
     assert intact(folder / "run") >= 1
     return f"exit status 2, {last!r}, {intact(folder / 'run')} checkpoints intact, no orphan"
 
 
 def tracker(folder: Path) -> str:
-    """The process of W&B is killed: said once, the run goes on, no process is left."""
+    """A killed W&B process warns once, the run continues, and no process is left."""
     mark = uuid.uuid4().hex
     config = copy.deepcopy(TINY)
     config["trainer"] |= {"use_wandb": True, "iterations": 400}
@@ -189,13 +191,13 @@ def tracker(folder: Path) -> str:
     for pid in marked(mark):
         os.kill(pid, signal.SIGKILL)
     assert run.end() == 0, run.out.read_text()
-    told = [line for line in run.out.read_text().splitlines() if "W&B" in line]
-    lost, *works_again = told  # a slow run lasts until W&B has started anew
-    assert "the run goes on and tries again" in lost and len(works_again) <= 1, told
-    assert all("works again" in line for line in works_again), told
+    lines = [line for line in run.out.read_text().splitlines() if "W&B" in line]
+    failed, *works_again = lines  # a slow run lasts until W&B works again
+    assert "the run goes on and tries again" in failed and len(works_again) <= 1, lines
+    assert all("works again" in line for line in works_again), lines
     assert steps_logged(folder / "run") == 400 * 32
     no_orphan(mark)
-    return f"{told[0]!r}; {intact(folder / 'run')} checkpoints intact, no orphan"
+    return f"{lines[0]!r}; {intact(folder / 'run')} checkpoints intact, no orphan"
 
 
 FAULTS: dict[str, Callable[[Path], str]] = {
@@ -212,23 +214,23 @@ FAULTS: dict[str, Callable[[Path], str]] = {
 
 
 def main() -> None:
-    """Each fault in a folder of its own."""
+    """Run each fault in a separate folder."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", default=list(FAULTS), choices=list(FAULTS))
     parser.add_argument("--keep", action="store_true", help="write the figures to RESULTS.md")
-    given, told = parser.parse_args(), []
+    args, results = parser.parse_args(), []
     sys.path[:0] = [str(ROOT / "tests")]
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests"), str(ROOT), os.environ.get("PYTHONPATH", "")])
     from support import fake_gymnasium_envs  # noqa: F401  (registers Count-v0)
 
-    for name in given.only:
+    for name in args.only:
         folder = Path(tempfile.mkdtemp(prefix=f"{name}_"))
         line = FAULTS[name](folder).replace(str(folder), "<folder>")
-        told.append(f"- {name}: {line}")
-        print(told[-1], flush=True)
+        results.append(f"- {name}: {line}")
+        print(results[-1], flush=True)
         shutil.rmtree(folder)
-    if given.keep:
-        kept("Faults", "\n".join(told))
+    if args.keep:
+        write_results("Faults", "\n".join(results))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Single bit flips and truncations of checkpoint files, the manifest included: all caught, the one before used.
+"""Single bit flips and truncations of checkpoint files and manifests: all detected, the previous checkpoint is used.
 
 `python tests/reliability/flips.py --flips 1000 --cuts 100 --keep`.
 """
@@ -11,7 +11,7 @@ import warnings
 from collections import Counter
 from pathlib import Path
 
-from runs import TINY, kept
+from runs import TINY, write_results
 
 from ecrl import init_state, load, save, train_iter
 from ecrl.config import config_from_dict
@@ -31,63 +31,65 @@ def checkpoints(run: Path) -> list[Path]:
 
 
 def damaged(data: bytes, draw: random.Random, cut: bool) -> bytes:
-    """With one bit flipped, or cut off somewhere, at nothing too."""
+    """Return the bytes with one flipped bit, or truncated, possibly to nothing."""
     at = draw.randrange(len(data))
     return data[:at] if cut else data[:at] + bytes([data[at] ^ 1 << draw.randrange(8)]) + data[at + 1 :]
 
 
 def caught(run: Path, file: Path) -> bool:
-    """Whether the file is named in one line, the checkpoint before it is used, also to resume, and `load` refuses."""
-    with warnings.catch_warnings(record=True, action="always") as said:
+    """Return True if one line names the file, the checkpoint before it is used, also to resume, and `load` refuses."""
+    with warnings.catch_warnings(record=True, action="always") as recorded:
         used, (state, _) = latest(run), resume(run)
-    told = [str(warning.message) for warning in said]
-    named = all(str(file) in line and "skipped" in line and "\n" not in line for line in told)
+    messages = [str(warning.message) for warning in recorded]
+    named = all(str(file) in line and "skipped" in line and "\n" not in line for line in messages)
     try:
         load(file.parent)
     except ValueError as error:
-        refused = str(file) in str(error) and "\n" not in str(error)
+        error_is_clear = str(file) in str(error) and "\n" not in str(error)
     else:
-        refused = False
-    return used.name == "step_32" and int(state["sample_step"]) == 32 and len(told) == 2 and named and refused
+        error_is_clear = False
+    return (
+        used.name == "step_32" and int(state["sample_step"]) == 32 and len(messages) == 2 and named and error_is_clear
+    )
 
 
 def flips(count: int, cuts: int, seed: int) -> Counter:
-    """How many of each kind, by file, were caught."""
-    run, draw, told = Path(tempfile.mkdtemp(prefix="flips_")), random.Random(seed), Counter()
+    """Return how many damages were detected, by kind and file."""
+    run, draw, counts = Path(tempfile.mkdtemp(prefix="flips_")), random.Random(seed), Counter()
     newest = checkpoints(run)[1]
     files = sorted(newest.iterdir())
     for number in range(count + cuts):
         kind, file = "truncations" if number >= count else "flips", files[number % len(files)]
-        whole = file.read_bytes()
-        file.write_bytes(damaged(whole, draw, kind == "truncations"))
+        original = file.read_bytes()
+        file.write_bytes(damaged(original, draw, kind == "truncations"))
         ok = caught(run, file)
-        told[kind, file.name, ok] += 1
+        counts[kind, file.name, ok] += 1
         if not ok:
             print(f"not caught: {kind} of {file.name}")
-        file.write_bytes(whole)
+        file.write_bytes(original)
     assert latest(run) == newest, "undamaged, it is used"
     shutil.rmtree(run)
-    return told
+    return counts
 
 
 def main() -> None:
-    """Damage, read, tell."""
+    """Damage and read checkpoints, and print the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--flips", type=int, default=1000)
     parser.add_argument("--cuts", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", action="store_true", help="write the figures to RESULTS.md")
-    given = parser.parse_args()
-    told, lines = flips(given.flips, given.cuts, given.seed), []
+    args = parser.parse_args()
+    counts, lines = flips(args.flips, args.cuts, args.seed), []
     for kind in ("flips", "truncations"):
-        files = sorted({name for k, name, _ in told if k == kind})
-        by_file = ", ".join(f"{name} {told[kind, name, True]}" for name in files)
-        missed = sum(count for (k, _, ok), count in told.items() if k == kind and not ok)
-        lines.append(f"{kind}: {sum(told[kind, n, True] for n in files)} caught ({by_file}), {missed} not.")
+        files = sorted({name for k, name, _ in counts if k == kind})
+        by_file = ", ".join(f"{name} {counts[kind, name, True]}" for name in files)
+        missed = sum(count for (k, _, ok), count in counts.items() if k == kind and not ok)
+        lines.append(f"{kind}: {sum(counts[kind, n, True] for n in files)} caught ({by_file}), {missed} not.")
     print("\n".join(lines))
-    if given.keep:
-        kept("Damaged checkpoints", "\n".join(lines))
-    if any(not ok for _, _, ok in told):
+    if args.keep:
+        write_results("Damaged checkpoints", "\n".join(lines))
+    if any(not ok for _, _, ok in counts):
         raise SystemExit(1)
 
 

@@ -1,7 +1,7 @@
-"""kill -9 at random moments, half of them inside a save; the run is resumed and compared with one that nothing stopped.
+"""kill -9 at random moments, half of them inside a save; resumed runs are compared with an uninterrupted run.
 
-`python tests/reliability/kills.py --kills 100 --keep`. A moment is inside a save if its traces are found afterwards: a
-folder written aside, or one that is being replaced or removed.
+`python tests/reliability/kills.py --kills 100 --keep`. A moment is inside a save if temporary files of the save exist
+afterwards: a new folder, or a folder that is being replaced or removed.
 """
 
 import argparse
@@ -13,14 +13,14 @@ import tempfile
 import time
 from pathlib import Path
 
-from runs import Run, begun, ending, gone_on, kept, reference, steps_logged
+from runs import Run, ending, reference, resume_run, start_run, steps_logged, write_results
 
 SAVE = 0.004
 """Seconds that a save takes at most, about: a kill inside one comes so long after it was seen to begin."""
 
 
 def traces(folder: Path) -> list[str]:
-    """What a save leaves aside in the checkpoints' folder."""
+    """Return the temporary files of a save in the folder of the checkpoints."""
     try:
         return [name for name in os.listdir(folder / "run" / "checkpoints") if name.startswith(".")]
     except FileNotFoundError:
@@ -44,56 +44,56 @@ def killed(run: Run, folder: Path, draw: random.Random, inside: bool, seconds: f
 
 
 def kills(count: int, seed: int, folder: Path, deadline: float) -> dict[str, int]:
-    """How many kills there were inside and outside of a save, and how many runs ended with the same bits."""
+    """Kill runs; return the number of kills inside and outside of a save, and of runs that ended with the same bits."""
     draw, (expected, seconds) = random.Random(seed), reference(folder / "whole")
-    told = {"inside a save": 0, "outside of one": 0, "before the first checkpoint": 0, "same bits": 0}
+    counts = {"inside a save": 0, "outside of one": 0, "before the first checkpoint": 0, "same bits": 0}
     tried = 0
-    while told["inside a save"] + told["outside of one"] < count and time.monotonic() < deadline:
+    while counts["inside a save"] + counts["outside of one"] < count and time.monotonic() < deadline:
         tried += 1
-        inside, at = told["inside a save"] <= told["outside of one"], folder / str(tried)
-        run = begun(at)
+        inside, at = counts["inside a save"] <= counts["outside of one"], folder / str(tried)
+        run = start_run(at)
         if not killed(run, at, draw, inside, seconds):
             shutil.rmtree(at)
             continue
-        found = bool(traces(at))
-        if inside and not found and told["outside of one"] >= count // 2:  # enough of these: it does not count
+        saving = bool(traces(at))
+        if inside and not saving and counts["outside of one"] >= count // 2:  # enough of these: it does not count
             shutil.rmtree(at)
             continue
-        told["inside a save" if found else "outside of one"] += 1
-        told["before the first checkpoint"] += steps_logged(at / "run") < 64
-        status = gone_on(at)
+        counts["inside a save" if saving else "outside of one"] += 1
+        counts["before the first checkpoint"] += steps_logged(at / "run") < 64
+        status = resume_run(at)
         assert status == 0, (at / "out.txt").read_text()
         if ending(at / "run") == expected and not traces(at):
-            told["same bits"] += 1
+            counts["same bits"] += 1
             shutil.rmtree(at)
         else:
             print(f"other bits: {at}")
-    return told
+    return counts
 
 
 def main() -> None:
-    """Kill, resume, compare, tell."""
+    """Kill and resume runs, compare their ends, and print the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--minutes", type=float, default=120.0, help="begin no further kill after so long")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", action="store_true", help="write the figures to RESULTS.md")
-    given, before = parser.parse_args(), time.monotonic()
+    args, before = parser.parse_args(), time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="kills_"))
-    told = kills(given.kills, given.seed, folder, before + 60.0 * given.minutes)
-    inside, outside = told["inside a save"], told["outside of one"]
-    if told["same bits"] == inside + outside:
+    counts = kills(args.kills, args.seed, folder, before + 60.0 * args.minutes)
+    inside, outside = counts["inside a save"], counts["outside of one"]
+    if counts["same bits"] == inside + outside:
         shutil.rmtree(folder)
     figures = (
         f"kill -9 {inside + outside} times, {inside} inside a save, {outside} outside of one, of all "
-        f"{told['before the first checkpoint']} before the first checkpoint: {told['same bits']} of {inside + outside} "
-        f"resumed bit for bit as the run that nothing stopped (state and every logged number), "
+        f"{counts['before the first checkpoint']} before the first checkpoint: {counts['same bits']} of "
+        f"{inside + outside} resumed bit for bit as the run that nothing stopped (state and every logged number), "
         f"{time.monotonic() - before:.0f} s."
     )
     print(figures)
-    if given.keep:
-        kept("kill -9", figures)
-    if told["same bits"] < inside + outside:
+    if args.keep:
+        write_results("kill -9", figures)
+    if counts["same bits"] < inside + outside:
         raise SystemExit(1)
 
 

@@ -1,6 +1,6 @@
 """Random mutations of a config: of its values, its structure and its text, many of them hostile.
 
-Whatever evaluates, imports or touches what a mutated config says meets the canary: a word, a module and a file.
+Canaries detect a config that is evaluated, imported or opened: a word, a module and a file.
 """
 
 import copy
@@ -42,7 +42,7 @@ Spot = tuple[Any, Any]  # a list or dict, and one of its indices or keys
 
 
 def spots(data: Any) -> Iterator[Spot]:
-    """Every place in a config, whatever it has become."""
+    """Yield every place in a config, after any mutation."""
     for key, value in list(
         data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
     ):
@@ -51,7 +51,7 @@ def spots(data: Any) -> Iterator[Spot]:
 
 
 def put(data: dict, path: str, value: Any) -> Spot:
-    """Set a dotted key, whatever is in its way; where it is then."""
+    """Set a dotted key, replacing values on its path; return its place."""
     *sections, key = path.split(".")
     for section in sections:
         if not isinstance(data.get(section), dict):
@@ -62,12 +62,12 @@ def put(data: dict, path: str, value: Any) -> Spot:
 
 
 class Pool(NamedTuple):
-    """What mutations are made of."""
+    """Material for mutations."""
 
     keys: list[str]  # that a config may have somewhere
     names: list[str]  # of registered parts
-    others: list[Any]  # configs, of which parts are taken
-    changes: list[dict[str, Any]]  # values by dotted key, such as change what a config does
+    others: list[Any]  # other configs, a source of parts
+    changes: list[dict[str, Any]]  # values by dotted key that change the behaviour of a config
 
 
 def junk(draw: random.Random, pool: Pool) -> Any:
@@ -85,8 +85,8 @@ def alike(draw: random.Random, pool: Pool, value: Any) -> Any:
             floating = float(value) if abs(value) < 1e300 else value
             return draw.choice([value + 1, -value, value // 2, 10 * value, 0, floating, 1000 * value])
         case float():
-            whole = round(value) if math.isfinite(value) else value
-            return draw.choice([-value, 0.0, 2 * value, 1e3 * value, 1e-3 * value, whole])
+            rounded = round(value) if math.isfinite(value) else value
+            return draw.choice([-value, 0.0, 2 * value, 1e3 * value, 1e-3 * value, rounded])
         case str():
             return draw.choice([value.upper(), value[:-1], f"{value} ", draw.choice(pool.names)])
         case list():
@@ -95,7 +95,7 @@ def alike(draw: random.Random, pool: Pool, value: Any) -> Any:
 
 
 def misspelt(draw: random.Random, key: str) -> str:
-    """A letter left out, given twice, or another way to write the word."""
+    """Return the word with a missing or doubled letter, or in another notation."""
     at = draw.randrange(len(key))
     twice, without = key[:at] + key[at : at + 1] + key[at:], key[:at] + key[at + 1 :]
     return draw.choice([twice, without, key.upper(), f"{key} ", key.replace("_", "-")])
@@ -109,7 +109,7 @@ def _add(draw: random.Random, pool: Pool, part: Any) -> None:
 
 
 def mutate(draw: random.Random, pool: Pool, data: Any, part: Any, key: Any) -> None:
-    """One mutation of `data`, at `part[key]` in it."""
+    """Apply one mutation to `data` at `part[key]`."""
     value = part[key]
     match draw.choices([*KINDS], [*KINDS.values()])[0]:
         case "junk":
@@ -136,14 +136,14 @@ def mutate(draw: random.Random, pool: Pool, data: Any, part: Any, key: Any) -> N
 
 
 def mutated_tree(draw: random.Random, pool: Pool, data: Any) -> Any:
-    """The config with a few mutations of its values and structure; half the time after a change of what it does."""
+    """Return the config with a few mutations of values and structure; half of them after a change of its behaviour."""
     data, changed = copy.deepcopy(data), []
     if draw.random() < 0.5:
         changed = [put(data, path, value) for path, value in draw.choice(pool.changes).items()]
     for _ in range(draw.choice([1, 1, 1, 2, 3])):
         near = [spot for part, key in changed if key in part for spot in ((part, key), *spots(part[key]))]
-        if found := near if near and draw.random() < 0.8 else list(spots(data)):
-            mutate(draw, pool, data, *draw.choice(found))
+        if candidates := near if near and draw.random() < 0.8 else list(spots(data)):
+            mutate(draw, pool, data, *draw.choice(candidates))
     return data
 
 
@@ -183,10 +183,10 @@ def mutated_file(draw: random.Random, pool: Pool, data: Any) -> tuple[bytes, str
 
 
 def _deep(text: str) -> str:
-    """With placeholders turned into what is nested so deep, which no encoder writes."""
+    """Replace placeholders by deeply nested text, which no encoder writes."""
 
-    def nested(found: re.Match) -> str:
-        opens, closes = {"[": ("[", "]"), "{": ('{"a": ', "}")}[found[2]]
-        return opens * int(found[1]) + "1" + closes * int(found[1])
+    def nested(match: re.Match) -> str:
+        opens, closes = {"[": ("[", "]"), "{": ('{"a": ', "}")}[match[2]]
+        return opens * int(match[1]) + "1" + closes * int(match[1])
 
     return re.sub(r"""['"]?@deep(\d+)([\[{])@['"]?""", nested, text)

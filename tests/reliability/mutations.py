@@ -1,10 +1,10 @@
-"""Thousands of random mutations of each shipped config, through `ecrl check`; some that it accepts also begin to run.
+"""Thousands of random mutations of each shipped config, checked by `ecrl check`; some accepted ones also start to run.
 
-`python tests/reliability/mutations.py --count 10000 --keep [CONFIG...]`. None may end in a traceback, take 20 s, write
-outside of a run folder, start a program, or import or evaluate what a config says; each fault is one line that begins
-with the file and where it is there. Mutation `n` of a config is the same whenever it is drawn; what is wrong is shown
-with its number and kept as a file. Warp, which compiles its kernels for half a minute and keeps them in a cache of its
-own, is as if it were not installed.
+`python tests/reliability/mutations.py --count 10000 --keep [CONFIG...]`. A mutation must not end in a traceback, take
+20 s, write outside of a run folder, start a program, or import or evaluate text of a config. Each fault is one line
+that begins with the file and the place in it. Mutation `n` of a config is the same in every run. A defect is printed
+with its number, and its file is saved. Warp is treated as not installed, because it compiles for half a minute and
+writes to its own cache.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 sys.path.append(str(Path(__file__).parents[1]))
 from mutating import CANARY, Pool, mutated_file
-from runs import kept
+from runs import write_results
 from support.key_rows import TABLE
 from watching import Watch
 
@@ -54,7 +54,7 @@ LINE = re.compile(rf"(?:mutated\.(?:json|yaml)(?:: {_PLACE}|:\d+(?::\d+)?: |: (?
 
 
 class Outcome(NamedTuple):
-    """What became of a mutation: `ok`, `refused` or, with what is wrong, `defect`."""
+    """The outcome of a mutation: `ok`, `refused`, or `defect` with its problems."""
 
     number: int
     end: str
@@ -87,51 +87,53 @@ def called(*args: str) -> tuple[int, str, str]:
 
 
 def faults(status: int, err: str) -> tuple[list[str], list[str]]:
-    """The lines of what is refused, and what is wrong with them or with how it was told."""
+    """Return the printed lines of a refusal, and the problems of the lines or of the exit status."""
     lines = [line for line in err.split("\n") if line and not line.startswith("warning: ")]
-    odd = [f"not one line with its place: {line[:300]}" for line in lines if status == 2 and not LINE.match(line)]
-    odd += [f"{len(line)} characters: {line[:300]}" for line in lines if len(line) > 1500]
-    odd += [f"not printable: {line[:300]!r}" for line in lines if not line.isprintable()]
+    problems = [f"not one line with its place: {line[:300]}" for line in lines if status == 2 and not LINE.match(line)]
+    problems += [f"{len(line)} characters: {line[:300]}" for line in lines if len(line) > 1500]
+    problems += [f"not printable: {line[:300]!r}" for line in lines if not line.isprintable()]
     if status not in (0, 2) or bool(lines) != (status == 2):
-        odd.append(f"exit status {status}: {err[-300:]}")
-    return lines, odd
+        problems.append(f"exit status {status}: {err[-300:]}")
+    return lines, problems
 
 
 def beginning(path: Path, out: str) -> bool:
-    """Whether an accepted config is small enough to begin in a moment: by its weights."""
+    """Return True if an accepted config has few enough weights to start quickly."""
     weights = re.search(r"policy +([\d,]+) parameters", out)
     return weights is not None and int(weights[1].replace(",", "")) < 10**6
 
 
 def tried(number: int, path: Path, watch: Watch, begin: bool) -> Outcome:
-    """Check one file; if that accepts it and it is to `begin`, train it for one bounded iteration too."""
-    before, began, lines, found = time.process_time(), False, [], []
+    """Check one file; if it is accepted and `begin` is true, also train it for one bounded iteration."""
+    before, began, lines, problems = time.process_time(), False, [], []
     signal.setitimer(signal.ITIMER_PROF, 3 * SECONDS)
     try:
         with watch.within(None) as done:
             status, out, err = called("check", path.name)
-        found += done
-        lines, odd = faults(status, err)
+        problems += done
+        lines, faulty = faults(status, err)
         seconds = time.process_time() - before
         if status == 0 and begin and beginning(path, out):
-            began, given = True, [f"--{key}={json.dumps(value)}" for key, value in BOUNDED.items()]
+            began, args = True, [f"--{key}={json.dumps(value)}" for key, value in BOUNDED.items()]
             with watch.within(path.parent / "outputs") as done:
-                status, _, err = called("train", path.name, *given)
-            found += done
-            odd += faults(status, err)[1]
+                status, _, err = called("train", path.name, *args)
+            problems += done
+            faulty += faults(status, err)[1]
             shutil.rmtree(path.parent / "outputs", ignore_errors=True)
     except BaseException as error:
-        found.append(f"{type(error).__name__}: {str(error)[:300]}, {'begun' if began else 'checked'}: {_place(error)}")
-        odd, seconds = [], time.process_time() - before
+        problems.append(
+            f"{type(error).__name__}: {str(error)[:300]}, {'begun' if began else 'checked'}: {_place(error)}"
+        )
+        faulty, seconds = [], time.process_time() - before
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0.0)
-    found += [*odd, *([f"{seconds:.1f} s"] if seconds >= SECONDS else [])]
-    found += [f"the canary {place} exists" for place in _canaries(path.parent) if place.exists()]
-    return Outcome(number, "defect" if found else "refused" if lines else "ok", seconds, found or lines, began)
+    problems += [*faulty, *([f"{seconds:.1f} s"] if seconds >= SECONDS else [])]
+    problems += [f"the canary {place} exists" for place in _canaries(path.parent) if place.exists()]
+    return Outcome(number, "defect" if problems else "refused" if lines else "ok", seconds, problems or lines, began)
 
 
 def _place(error: BaseException) -> str:
-    """Where it was raised, and where that was called from in ecrl."""
+    """Return the place where an exception was raised, and the line of ecrl that called it."""
     steps, trace = [], error.__traceback__
     while trace:
         steps.append(f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}")
@@ -149,7 +151,7 @@ def _timed_out(*_: object) -> None:
 
 
 def chunk(name: str, numbers: range, seed: int, folder: Path, begin: int) -> None:
-    """In a process of its own: write an Outcome a line, and before each the number of what is tried."""
+    """Write the number of each mutation and then its Outcome, one per line; runs in a separate process."""
     configs = {path.stem: json.loads(path.read_text()) for path in sorted(CONFIGS.glob("*.json"))}
     names = {part for kind in KINDS for part in registered(kind)}
     changes = [row.changed for row in TABLE]
@@ -165,24 +167,24 @@ def chunk(name: str, numbers: range, seed: int, folder: Path, begin: int) -> Non
     called("train", "mutated.json", *[f"--{key}={json.dumps(value)}" for key, value in BOUNDED.items()])
     shutil.rmtree(folder / "outputs", ignore_errors=True)
     watch, accepted = Watch(CANARY, encoder()), 0
-    with (folder / "outcomes.jsonl").open("a") as told:
+    with (folder / "outcomes.jsonl").open("a") as file:
         for number in numbers:
             draw = random.Random(f"{seed} {name} {number}")
             content, suffix = mutated_file(draw, pool, configs[name])
             path = folder / f"mutated{suffix}"
             path.write_bytes(content)
-            told.write(f"{number}\n")
-            told.flush()
+            file.write(f"{number}\n")
+            file.flush()
             outcome = tried(number, path, watch, begin > 0 and accepted % begin == 0)
             accepted += outcome.end == "ok"
-            told.write(json.dumps(outcome) + "\n")
-            told.flush()
+            file.write(json.dumps(outcome) + "\n")
+            file.flush()
             if outcome.end == "defect":
                 shutil.copy(path, folder / f"{name}_{number}{suffix}")
 
 
 def mutated(name: str, count: int, seed: int, folder: Path, begin: int) -> list[Outcome]:
-    """Outcomes of all mutations of a config; a process that dies or hangs is a defect of the one it had begun."""
+    """Return the outcomes of all mutations of a config; a dying or hanging process is a defect of its last mutation."""
     folder = folder / name
     (folder / "modules").mkdir(parents=True)
     (folder / "modules" / f"{CANARY}.py").write_text(f"open({str(folder / (CANARY + '.imported'))!r}, 'w')\n")
@@ -202,9 +204,9 @@ def mutated(name: str, count: int, seed: int, folder: Path, begin: int) -> list[
 
 
 def _forked(name: str, numbers: range, seed: int, folder: Path, begin: int) -> str:
-    """How the process of a chunk ended; one that makes no progress for too long is killed."""
-    told = folder / "outcomes.jsonl"
-    told.touch()
+    """Return the exit status of the process of a chunk; kill it if it makes no progress for too long."""
+    outcomes_file = folder / "outcomes.jsonl"
+    outcomes_file.touch()
     if not (pid := os.fork()):
         handle = os.open(folder / "out.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0), os.dup2(handle, 1), os.dup2(handle, 2)
@@ -220,7 +222,7 @@ def _forked(name: str, numbers: range, seed: int, folder: Path, begin: int) -> s
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:
             return f"ended with {os.waitstatus_to_exitcode(status)}"
-        if time.time() > told.stat().st_mtime + 1800.0:
+        if time.time() > outcomes_file.stat().st_mtime + 1800.0:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
             return "hung"
@@ -245,7 +247,7 @@ def summed(name: str, outcomes: list[Outcome]) -> str:
 
 
 def main() -> None:
-    """Mutate, check, tell."""
+    """Mutate and check configs, and print the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     names = sorted(path.stem for path in CONFIGS.glob("*.json"))
     parser.add_argument("configs", nargs="*", metavar="CONFIG", help=f"of {', '.join(names)}; all if none is given")
@@ -255,16 +257,16 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", action="store_true", help="write the figures to RESULTS.md")
-    given, folder = parser.parse_args(), Path(tempfile.mkdtemp(prefix="mutations_")).resolve()
+    args, folder = parser.parse_args(), Path(tempfile.mkdtemp(prefix="mutations_")).resolve()
     defects = 0
-    if unknown := {*given.configs} - {*names}:
+    if unknown := {*args.configs} - {*names}:
         parser.error(f"no shipped config: {', '.join(sorted(unknown))}")
-    for name in given.configs or names:
-        outcomes = mutated(name, given.count, given.seed, folder, given.begin)
-        print(told := summed(name, outcomes), flush=True)
+    for name in args.configs or names:
+        outcomes = mutated(name, args.count, args.seed, folder, args.begin)
+        print(summary := summed(name, outcomes), flush=True)
         wrong = {kind(one.lines[0]): one for one in outcomes if one.end == "defect"}
-        if given.keep and not wrong:
-            kept(f"Mutations of {name}", told)
+        if args.keep and not wrong:
+            write_results(f"Mutations of {name}", summary)
         defects += len(wrong)
         for one in wrong.values():
             print(f"  {folder}/{name}/{name}_{one.number}: {'; '.join(one.lines)}"[:700], flush=True)

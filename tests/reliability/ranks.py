@@ -1,7 +1,7 @@
-"""Two ranks with N environments each against one with 2N: `python tests/reliability/ranks.py`.
+"""Two ranks with N environments each against one rank with 2N: `python tests/reliability/ranks.py`.
 
-A scenario is a config, what is changed in it, and so many iterations; every rank writes what it ends with. Numbers per
-rank are for one of two; the one that is alone has all environments and all rows of a minibatch.
+A scenario is a config, changes of it, and a number of iterations. Every rank writes its last state. Settings per rank
+are for one of two ranks; a single rank has all environments and all rows of a minibatch.
 """
 
 import json
@@ -67,15 +67,15 @@ def end_of(scenario: Scenario, form: str) -> dict[str, torch.Tensor]:
     iterate = ecrl.make_iteration(cfg)
     for _ in range(scenario.iterations):
         state, logs = iterate(state)
-    kept = {name: leaf for name, leaf in state.flatten_keys("/").items() if name.split("/")[0] in ("params", "norm")}
-    kept |= {name: state[name] for name in ("sample_step", "update_step")}
-    kept |= {f"log/{name}": x for part in logs.values() for name, x in part.items()}
-    kept |= {f"noise/{i}": rng.normal(k, (2,)) for i, k in enumerate(keys)}
-    return {name: leaf.clone().contiguous() for name, leaf in kept.items()}
+    end = {name: leaf for name, leaf in state.flatten_keys("/").items() if name.split("/")[0] in ("params", "norm")}
+    end |= {name: state[name] for name in ("sample_step", "update_step")}
+    end |= {f"log/{name}": x for part in logs.values() for name, x in part.items()}
+    end |= {f"noise/{i}": rng.normal(k, (2,)) for i, k in enumerate(keys)}
+    return {name: leaf.clone().contiguous() for name, leaf in end.items()}
 
 
 def write(names: list[str], form: str, out: Path) -> None:
-    """Take part in the scenarios, and write what this rank ends with."""
+    """Run the scenarios on this rank, and write its last state."""
     torch.set_num_threads(1)
     distributed.start(True)
     for name in names:
@@ -107,22 +107,24 @@ def launched(size: int, arguments: list[str], **environ: str) -> list[subprocess
 
 
 def ended(ranks: list[subprocess.Popen[str]], patience: float = PATIENCE_S) -> list[str]:
-    """What they printed, once all have ended well; where one does not, the others are ended, as torchrun does."""
+    """Return what the ranks printed, after all succeeded; if one fails, end the others, as torchrun does."""
     until = time.monotonic() + patience
     while any(p.poll() is None for p in ranks) and not any(p.poll() for p in ranks) and time.monotonic() < until:
         time.sleep(0.1)
     statuses = [process.poll() for process in ranks]
     for process in ranks:
         process.kill()
-    said = [process.communicate()[0] for process in ranks]
+    outputs = [process.communicate()[0] for process in ranks]
     if any(statuses):
-        texts = "".join(text[-3000:] for status, text in zip(statuses, said, strict=True) if status is None or status)
+        texts = "".join(
+            text[-3000:] for status, text in zip(statuses, outputs, strict=True) if status is None or status
+        )
         raise AssertionError(f"ranks ended with statuses {statuses}: {texts}")
-    return said
+    return outputs
 
 
 def both(names: list[str], form: str, out: Path) -> dict[str, list[dict[str, torch.Tensor]]]:
-    """By scenario what one rank, and what each of two, ended with."""
+    """Return by scenario the last states of one rank, and of each of two ranks."""
     for size in (1, 2):
         ended(launched(size, [__file__, json.dumps(names), form, str(out)]))
     places = [(1, 0), (2, 0), (2, 1)]
@@ -142,8 +144,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             for name, (one, first, second) in both(list(SCENARIOS), form, Path(folder)).items():
                 equal = all(torch.equal(x, second[key]) for key, x in first.items() if key.startswith("params"))
-                told = f"compile {form}, {name}: one rank and two differ by {distance(one, first, 'params'):.2g}"
-                print(f"{told}; the weights of the two are {'' if equal else 'NOT '}equal", flush=True)
+                message = f"compile {form}, {name}: one rank and two differ by {distance(one, first, 'params'):.2g}"
+                print(f"{message}; the weights of the two are {'' if equal else 'NOT '}equal", flush=True)
 
 
 if __name__ == "__main__":

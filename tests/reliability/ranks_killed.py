@@ -1,7 +1,7 @@
-"""One of two ranks is killed at a random moment, again and again: `python tests/reliability/ranks_killed.py RUNS`.
+"""Kill one of two ranks at a random moment, in many runs: `python tests/reliability/ranks_killed.py RUNS`.
 
-torchrun starts the ranks anew, they go on from the last checkpoint, and the run ends with the very weights of one that
-nobody disturbed.
+torchrun restarts the ranks, which resume from the last checkpoint. The run ends with the same weights as an
+uninterrupted run.
 """
 
 import json
@@ -41,7 +41,7 @@ def begun(path: Path, run_dir: Path) -> subprocess.Popen[str]:
 
 
 def workers(torchrun: subprocess.Popen[str]) -> list[int]:
-    """Its ranks that are alive."""
+    """Return the process ids of its living ranks."""
     tasks = Path(f"/proc/{torchrun.pid}/task").glob("*/children")
     return sorted(int(pid) for task in tasks for pid in task.read_text().split())
 
@@ -58,27 +58,27 @@ def seconds(path: Path, run_dir: Path) -> tuple[float, float]:
 
 
 def killed(path: Path, run_dir: Path, after: float, victim: int) -> bool:
-    """Kill a rank so many seconds after the start; whether torchrun had to start the ranks anew."""
+    """Kill a rank so many seconds after the start; return True if torchrun restarted the ranks."""
     torchrun = begun(path, run_dir)
     time.sleep(after)
     alive = workers(torchrun)
     if len(alive) > victim:
         os.kill(alive[victim], signal.SIGKILL)
-    said = torchrun.communicate(timeout=PATIENCE_S)[0]
+    output = torchrun.communicate(timeout=PATIENCE_S)[0]
     if torchrun.returncode:
-        raise AssertionError(said[-3000:])
-    return "exitcode: -9" in said
+        raise AssertionError(output[-3000:])
+    return "exitcode: -9" in output
 
 
 def end(run_dir: Path) -> bytes:
-    """The weights and all else that rank 0 ends with."""
+    """Return the last state of rank 0."""
     last = max((run_dir / "checkpoints").glob("step_*"), key=lambda p: int(p.name.removeprefix("step_")))
     assert last.name == f"step_{ITERATIONS * 64 * 4 * 2}", last
     return (last / "state.safetensors").read_bytes() + (last / "rank_1.safetensors").read_bytes()
 
 
 def main(runs: int) -> tuple[int, int]:
-    """How many of the runs finished with the bits of an undisturbed one, and in how many a rank was really killed."""
+    """Count the runs that ended with the bits of an undisturbed run, and the runs in which a rank was really killed."""
     good, hit = 0, 0
     with tempfile.TemporaryDirectory() as folder:
         path = config(Path(folder))

@@ -35,7 +35,7 @@ class Run(NamedTuple):
     out: Path
 
     def ended(self) -> int | None:
-        """Its exit status, negative if a signal ended it; None while it runs."""
+        """Return the exit status, negative after a signal; None while the process runs."""
         pid, status = os.waitpid(self.pid, os.WNOHANG)
         return None if pid == 0 else os.waitstatus_to_exitcode(status)
 
@@ -52,7 +52,7 @@ class Run(NamedTuple):
 
 
 def forked(out: Path, job: Callable[[], Any], **environ: str) -> Run:
-    """`job()` in a process of its own, whose exit status is that of the shell."""
+    """Run `job()` in a separate process, with the exit status that a shell would see."""
     sys.stdout.flush()
     pid = os.fork()
     if pid:
@@ -88,22 +88,22 @@ def ecrl_train(folder: Path, *args: str, **environ: str) -> Run:
     return forked(folder / "out.txt", job, **environ)
 
 
-def begun(folder: Path, config: dict[str, Any] = TINY) -> Run:
-    """A new run in `folder`/run."""
+def start_run(folder: Path, config: dict[str, Any] = TINY) -> Run:
+    """Start a new run in `folder`/run."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.json").write_text(json.dumps(config))
     return ecrl_train(folder, "run.json", "--run-dir", "run")
 
 
-def gone_on(folder: Path) -> int:
-    """The exit status of resuming the run, or of beginning it where nothing was written yet."""
+def resume_run(folder: Path) -> int:
+    """Resume the run, or start it if nothing was written yet; return the exit status."""
     if not (folder / "run" / "config.json").exists():
         return ecrl_train(folder, "run.json", "--run-dir", "run").end()
     return ecrl_train(folder, "--resume", "run").end()
 
 
 def steps_logged(run: Path) -> int:
-    """Env steps of the last whole row of `metrics.jsonl`, 0 if there is none."""
+    """Return the env steps of the last complete row of `metrics.jsonl`, or 0."""
     try:
         rows = (run / "metrics.jsonl").read_bytes().split(b"\n")[:-1]
     except FileNotFoundError:
@@ -112,7 +112,7 @@ def steps_logged(run: Path) -> int:
 
 
 def ending(run: Path) -> tuple[bytes, list[dict[str, Any]]]:
-    """The bits of the last state, after its checksums were compared, and every row but for its times."""
+    """Check the last checkpoint's checksums; return the bits of its state, and all rows without times."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     rows = [{key: x for key, x in row.items() if key not in ("seconds", "charts/SPS")} for row in rows]
     last = step_checkpoints(run)[-1]
@@ -120,15 +120,15 @@ def ending(run: Path) -> tuple[bytes, list[dict[str, Any]]]:
 
 
 def reference(folder: Path, config: dict[str, Any] = TINY) -> tuple[tuple[bytes, list], float]:
-    """How the run ends that nothing interrupts, and what it takes in seconds."""
+    """Return the end of an uninterrupted run, and its duration in seconds."""
     before = time.monotonic()
-    run = begun(folder, config)
+    run = start_run(folder, config)
     assert run.end() == 0, run.out.read_text()
     return ending(folder / "run"), time.monotonic() - before
 
 
-def kept(name: str, figures: str) -> None:
-    """Put figures under their heading into RESULTS.md, with the command, the date and the machine."""
+def write_results(name: str, figures: str) -> None:
+    """Write figures under their heading into RESULTS.md, with the command, the date and the machine."""
     path, head = Path(__file__).with_name("RESULTS.md"), f"## {name}\n"
     text = path.read_text() if path.exists() else "# Reliability: what was measured\n"
     before, _, after = text.partition(head)

@@ -1,10 +1,10 @@
-"""Hours of one run with evaluations, checkpoints and logs: memory and descriptors stay flat, and it does not slow down.
+"""Hours of one run with evaluations, checkpoints and logs: memory, descriptors and speed stay constant.
 
-`python tests/reliability/soak.py --hours 2 --keep`. The run is `ecrl train` in a process of its own, watched from
-outside through /proc; SIGTERM ends it. It is watched from its second checkpoint on, as threads and files of a first
-evaluation and save come only then. The second quarter of the samples is compared with the last one. Speed is in
-steps per second of CPU time, so that neighbours and a stop (SIGSTOP) do not count; a yardstick, a fixed piece of work
-of this process, tells how fast the machine was meanwhile.
+`python tests/reliability/soak.py --hours 2 --keep`. The run is `ecrl train` in a separate process, observed through
+/proc and ended by SIGTERM. The first evaluation and save start threads and open files, so samples begin at the second
+checkpoint. The second quarter of the samples is compared with the last one. Speed is in steps per second of CPU time,
+so other processes and a stop (SIGSTOP) do not count. A fixed piece of work in this process measures the speed of the
+machine at the same time.
 """
 
 import argparse
@@ -29,7 +29,7 @@ TICK = os.sysconf("SC_CLK_TCK")
 
 
 class Sample(NamedTuple):
-    """What a run and its children held and had done at a moment."""
+    """Resources and progress of a run and its children at one moment."""
 
     seconds: float
     megabytes: float
@@ -42,7 +42,7 @@ class Sample(NamedTuple):
 
 
 class Judged(NamedTuple):
-    """One line of figures, and whether they are well."""
+    """One line of figures, and True if they are good."""
 
     text: str
     well: bool
@@ -61,7 +61,7 @@ def status(pid: int) -> dict[str, int]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """User and system time, that of children that have ended too."""
+    """Return user and system time, with the time of ended children."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return sum(map(int, fields[11:15])) / TICK
 
@@ -89,12 +89,12 @@ def yardstick() -> float:
 def sample(pid: int, run: Path, since: float) -> Sample:
     """Look at a run and its children."""
     pids = family(pid)
-    held = [status(one) for one in pids]
+    statuses = [status(one) for one in pids]
     return Sample(
         seconds=time.monotonic() - since,
-        megabytes=sum(numbers["VmRSS"] for numbers in held) / 1024,
+        megabytes=sum(numbers["VmRSS"] for numbers in statuses) / 1024,
         descriptors=sum(len(os.listdir(f"/proc/{one}/fd")) for one in pids),
-        threads=sum(numbers["Threads"] for numbers in held),
+        threads=sum(numbers["Threads"] for numbers in statuses),
         cpu_seconds=sum(map(cpu_seconds, pids)),
         steps=steps_of(run / "metrics.jsonl"),
         machine_seconds=machine_seconds(),
@@ -149,12 +149,12 @@ class Rates(NamedTuple):
 
     seconds: np.ndarray
     per_cpu_second: np.ndarray
-    neighbours: np.ndarray  # cores that other processes kept busy
+    neighbours: np.ndarray  # cores that other processes used
     yardstick: np.ndarray
 
 
 def rates(samples: list[Sample]) -> Rates:
-    """None where the process stood still."""
+    """Return the speeds between samples; leave out samples in which the process did not run."""
     rows = []
     for a, b in pairwise(samples):
         took, own = b.seconds - a.seconds, b.cpu_seconds - a.cpu_seconds
@@ -164,18 +164,18 @@ def rates(samples: list[Sample]) -> Rates:
     return Rates(*np.array(rows).T)
 
 
-def drift(found: Rates, seconds: float) -> float:
-    """Percent of speed gained in so many seconds, by least squares, what the machine's load explains left out.
+def drift(rates: Rates, seconds: float) -> float:
+    """Return the gain of speed over so many seconds, percent, without the effect of the machine's load.
 
     log(rate) = a + b time + c neighbours + d log(yardstick)
     """
-    columns = (np.ones_like(found.seconds), found.seconds, found.neighbours, np.log(found.yardstick))
-    (_, slope, *_), *_ = np.linalg.lstsq(np.stack(columns, 1), np.log(found.per_cpu_second), rcond=None)
+    columns = (np.ones_like(rates.seconds), rates.seconds, rates.neighbours, np.log(rates.yardstick))
+    (_, slope, *_), *_ = np.linalg.lstsq(np.stack(columns, 1), np.log(rates.per_cpu_second), rcond=None)
     return 100.0 * float(np.expm1(slope * seconds))
 
 
 def memory(samples: list[Sample], percent: float) -> Judged:
-    """Resident memory of the second and of the last quarter."""
+    """Judge the growth of resident memory from the second to the last quarter."""
     before, after = (median(s.megabytes for s in part) for part in quarters(samples))
     hours = 0.5 * (samples[-1].seconds - samples[0].seconds) / 3600
     growth = 100.0 * (after / before - 1.0)
@@ -184,14 +184,14 @@ def memory(samples: list[Sample], percent: float) -> Judged:
 
 
 def flat(samples: list[Sample], name: str) -> Judged:
-    """A count whose least values are equal: a save or an evaluation adds some for a moment, a leak for good."""
+    """Judge a count by its smallest values: a save or an evaluation adds a few for a moment, a leak forever."""
     before, after = (min(getattr(s, name) for s in part) for part in quarters(samples))
     most = max(getattr(s, name) for s in samples)
     return Judged(f"{name} {before} at least, then {after}, {most} at most", before == after)
 
 
 def speed(samples: list[Sample], percent: float) -> Judged:
-    """Steps per CPU second, as they are and with the load of the machine left out, which alone is judged."""
+    """Judge steps per CPU second without the effect of the machine's load; also report the raw numbers."""
     parts = [rates(part) for part in quarters(samples)]
     before, after = (float(np.median(part.per_cpu_second)) for part in parts)
     wall = [(p[-1].steps - p[0].steps) / (p[-1].seconds - p[0].seconds) for p in quarters(samples)]
@@ -217,7 +217,7 @@ def judged(samples: list[Sample], percent_memory: float, percent_speed: float) -
 
 
 def main() -> None:
-    """Run, watch, tell."""
+    """Watch a run and print the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--hours", type=float, default=2.0)
     parser.add_argument("--every", type=float, default=10.0, help="seconds between samples")
@@ -225,21 +225,21 @@ def main() -> None:
     parser.add_argument("--memory", type=float, default=2.0, help="percent that memory may grow")
     parser.add_argument("--speed", type=float, default=5.0, help="percent that speed may change; inf: any")
     parser.add_argument("--keep", action="store_true", help="write the figures to RESULTS.md")
-    given = parser.parse_args()
+    args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="soak_"))
-    samples = watched(folder, 3600.0 * given.hours, given.every, given.period)
-    told = judged(samples, given.memory, given.speed)
+    samples = watched(folder, 3600.0 * args.hours, args.every, args.period)
+    verdict = judged(samples, args.memory, args.speed)
     hours = (samples[-1].seconds - samples[0].seconds) / 3600
     lines = [f"{hours:.2f} hours, {samples[-1].steps:,} env steps, {len(samples)} samples; second and last quarter:"]
-    lines += [f"- {one.text}{'' if one.well else ' (NOT flat)'}" for one in told]
+    lines += [f"- {one.text}{'' if one.well else ' (NOT flat)'}" for one in verdict]
     print("\n".join(lines))
-    if not all(one.well for one in told):
+    if not all(one.well for one in verdict):
         raise SystemExit(f"1: {folder}")
     shutil.rmtree(folder)
-    if given.keep:
-        from runs import kept
+    if args.keep:
+        from runs import write_results
 
-        kept("Soak", "\n".join(lines))
+        write_results("Soak", "\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -65,8 +65,8 @@ def test_compiled_ranks_learn_what_one_does(tmp_path):
 
 @pytest.mark.long
 def test_all_compiled_ranks_hold_the_same_weights(tmp_path):
-    found = both(["usual", "gradients"], "on", tmp_path)
-    assert all(distance(first, second, "params") == 0.0 for _, first, second in found.values())
+    results = both(["usual", "gradients"], "on", tmp_path)
+    assert all(distance(first, second, "params") == 0.0 for _, first, second in results.values())
 
 
 SUMS = """
@@ -97,7 +97,7 @@ def test_sums_and_means_over_ranks():
     assert first[5] == second[5] == "1"
 
 
-def test_a_rank_that_ends_is_told_of_by_the_others_in_one_line():
+def test_a_rank_that_ends_is_reported_by_the_others_in_one_line():
     code = """
 import os, torch
 from ecrl import distributed as d
@@ -166,8 +166,8 @@ def spoilt(cfg: SpoiltConfig):
     env = make_env("pendulum")
     def step(state, action, noise):
         after = env.step(state, action, noise)
-        odd = (after["elapsed"] == 7) & (d.rank() == 1)
-        return after.copy().update({"reward": torch.where(odd, torch.nan, after["reward"])})
+        faulty = (after["elapsed"] == 7) & (d.rank() == 1)
+        return after.copy().update({"reward": torch.where(faulty, torch.nan, after["reward"])})
     return replace(env, step=step)
 
 sys.argv = ["ecrl", *sys.argv[1:]]
@@ -181,23 +181,23 @@ def test_the_iteration_that_ends_all_ranks_is_repeated_by_as_many(tmp_path):
     keys = {"env.name": "spoilt", "trainer.num_envs": 2, "trainer.buffer_size": 5, "trainer.compile": "off"}
     keys |= {"env.cfg": {}, "trainer.enable_eval": False}
     (tmp_path / "x.json").write_text(json.dumps(ecrl.load_config(name).model_dump(mode="json")))
-    given = [text for key, value in keys.items() for text in (f"--{key}", json.dumps(value))]
-    train = ["-c", SPOILT, "train", str(tmp_path / "x.json"), "--distributed", "--run-dir", str(crash.parent), *given]
+    args = [text for key, value in keys.items() for text in (f"--{key}", json.dumps(value))]
+    train = ["-c", SPOILT, "train", str(tmp_path / "x.json"), "--distributed", "--run-dir", str(crash.parent), *args]
     processes = launched(2, train)
-    told = [process.communicate(timeout=PATIENCE_S)[0] for process in processes]
-    assert [process.returncode for process in processes] == [2, 2], told
+    outputs = [process.communicate(timeout=PATIENCE_S)[0] for process in processes]
+    assert [process.returncode for process in processes] == [2, 2], outputs
     again = f"torchrun --nproc-per-node 2 -m ecrl replay {crash} --distributed"
-    assert again in told[0] and json.loads((crash / "report.json").read_text())["command"] == again
-    assert "first reward = nan in env 2, step 1 of the rollout, step 6 of that env" in told[1]
+    assert again in outputs[0] and json.loads((crash / "report.json").read_text())["command"] == again
+    assert "first reward = nan in env 2, step 1 of the rollout, step 6 of that env" in outputs[1]
     first, second = ended(launched(2, ["-c", SPOILT, "replay", str(crash), "--distributed"]))
     assert (
         "rank 0: eager: NaN or infinity in reward, loss" in first
         and "rank 1: eager, step by step: iteration 1" in second
     )
     assert "first reward = nan in env 2, step 1 of the rollout, step 6 of that env" in second
-    (alone,) = ended(launched(1, ["-c", SPOILT, "replay", str(crash)]))
+    (output,) = ended(launched(1, ["-c", SPOILT, "replay", str(crash)]))
     assert (
-        alone.splitlines()[-1] == f"the iteration had 2 ranks, this command has 1; repeat the iteration with: {again}"
+        output.splitlines()[-1] == f"the iteration had 2 ranks, this command has 1; repeat the iteration with: {again}"
     )
 
 
@@ -217,8 +217,8 @@ class Spoilt(gymnasium.Env):
 
     def step(self, action):
         self.steps += 1
-        odd = self.steps == 7 and os.environ["RANK"] == "1"
-        return np.zeros(1, np.float32), np.nan if odd else 1.0, False, False, {}
+        faulty = self.steps == 7 and os.environ["RANK"] == "1"
+        return np.zeros(1, np.float32), np.nan if faulty else 1.0, False, False, {}
 
 gymnasium.register("Spoilt-v0", Spoilt)
 sys.argv = ["ecrl", *sys.argv[1:]]
@@ -232,29 +232,29 @@ def test_all_ranks_stop_where_an_environment_on_the_host_of_one_pays_nan(tmp_pat
     path.write_text(json.dumps(ecrl.load_config("configs/pendulum_ppo.json").model_dump(mode="json")))
     keys = {"env.name": "gymnasium", "env.cfg": {"id": "Spoilt-v0"}, "trainer.num_envs": 2, "trainer.buffer_size": 5}
     keys |= {"trainer.compile": "off", "trainer.enable_eval": False}
-    given = [text for key, value in keys.items() for text in (f"--{key}", json.dumps(value))]
-    train = ["-c", ON_THE_HOST, "train", str(path), "--distributed", "--run-dir", str(crash.parent), *given]
+    args = [text for key, value in keys.items() for text in (f"--{key}", json.dumps(value))]
+    train = ["-c", ON_THE_HOST, "train", str(path), "--distributed", "--run-dir", str(crash.parent), *args]
     processes = launched(2, train)
-    told = [process.communicate(timeout=PATIENCE_S)[0] for process in processes]
-    assert [process.returncode for process in processes] == [2, 2], told
-    assert "the iteration is finite on this rank; mend the environment" in told[0] and str(crash) in told[0]
-    assert "first reward = nan in env 2, step 1 of the rollout, step 6 of that env, last finite value 1" in told[1]
+    outputs = [process.communicate(timeout=PATIENCE_S)[0] for process in processes]
+    assert [process.returncode for process in processes] == [2, 2], outputs
+    assert "the iteration is finite on this rank; mend the environment" in outputs[0] and str(crash) in outputs[0]
+    assert "first reward = nan in env 2, step 1 of the rollout, step 6 of that env, last finite value 1" in outputs[1]
     assert json.loads((crash / "report.json").read_text())["met"][0] == "reward"
 
 
 @pytest.mark.slow
-def test_ranks_that_start_anew_leave_a_run_that_is_not_theirs(tmp_path):
+def test_restarted_ranks_refuse_the_folder_of_another_run(tmp_path):
     path, old = ranks_killed.config(tmp_path), {"config.json": "{}", "metrics.jsonl": '{"sample_step": 1}\n'}
     (tmp_path / "run").mkdir()
     for name, text in old.items():
         (tmp_path / "run" / name).write_text(text)
     torchrun = ranks_killed.begun(path, tmp_path / "run")
-    said = torchrun.communicate(timeout=PATIENCE_S)[0]
-    assert torchrun.returncode and said.count("already holds a run (config.json); choose another folder") == 4, said
+    output = torchrun.communicate(timeout=PATIENCE_S)[0]
+    assert torchrun.returncode and output.count("already holds a run (config.json); choose another folder") == 4, output
     assert {entry.name: entry.read_text() for entry in (tmp_path / "run").iterdir()} == old
 
 
-LONE = """
+ONE_RANK = """
 from ecrl import distributed as d
 d.start(True)
 print(d.world_size(), d.restarts(), d.value_of_rank_0("name", lambda: "made"), d.has_flag("word"))
@@ -265,12 +265,12 @@ print(d.has_flag("word"))
 """
 
 
-def test_one_rank_of_torchrun_knows_that_it_was_started_anew():
-    (text,) = ended(launched(1, ["-c", LONE], TORCHELASTIC_RESTART_COUNT="1"))
+def test_one_rank_of_torchrun_knows_that_it_was_restarted():
+    (text,) = ended(launched(1, ["-c", ONE_RANK], TORCHELASTIC_RESTART_COUNT="1"))
     assert text.splitlines() == ["1 1 made False", "False made", "True"]
 
 
-def test_one_rank_is_given_back_what_it_gives():
+def test_one_rank_gets_back_its_own_values():
     x = torch.ones(2)
     assert distributed.all_sum(x) is x and distributed.all_mean(x, weight=torch.tensor(2.0)) is x
     assert distributed.value_of_rank_0("name", lambda: "made") == "made" and distributed.restarts({}) == 0
@@ -286,12 +286,12 @@ def test_the_hooks_of_kernels_take_parts_of_a_batch_for_the_whole():
         calls.append(number)
         return number + others.pop(0) if others else number
 
-    rest, kept = x[4:], mask[4:]
+    rest, rest_mask = x[4:], mask[4:]
     mean = masked_mean(x, mask)
     centred = rest - mean
-    others = [kept.sum(), rest.sum(), torch.stack((centred.square().sum(), centred.sum()))]
+    others = [rest_mask.sum(), rest.sum(), torch.stack((centred.square().sum(), centred.sum()))]
     torch.testing.assert_close(standardize(x[:4], mask[:4], eps=1e-8, total=total), whole[:4], rtol=1e-12, atol=1e-12)
-    others = [kept.sum().double(), rest.sum(), (rest - mean).square().sum()]
+    others = [rest_mask.sum().double(), rest.sum(), (rest - mean).square().sum()]
     half = moments_update(moments_init(()), x[:4], mask[:4], total=total)
     for name in ("count", "mean", "m2"):
         torch.testing.assert_close(half[name], moments[name], rtol=1e-12, atol=1e-12)
@@ -299,7 +299,7 @@ def test_the_hooks_of_kernels_take_parts_of_a_batch_for_the_whole():
 
 
 @pytest.mark.parametrize(
-    ("environ", "told"),
+    ("environ", "message"),
     [
         ({"WORLD_SIZE": "2"}, "RANK is not set; start with torchrun"),
         ({"WORLD_SIZE": "2", "RANK": "x", "MASTER_PORT": "1"}, "RANK is 'x'"),
@@ -307,8 +307,8 @@ def test_the_hooks_of_kernels_take_parts_of_a_batch_for_the_whole():
         ({"WORLD_SIZE": "2", "RANK": "0"}, "MASTER_PORT is not set"),
     ],
 )
-def test_what_torchrun_did_not_set_is_said(environ, told):
-    with pytest.raises(ConfigError, match=f"^trainer.distributed: {told}"):
+def test_variables_that_torchrun_did_not_set_are_named(environ, message):
+    with pytest.raises(ConfigError, match=f"^trainer.distributed: {message}"):
         distributed.start(True, environ)
     assert distributed.world_size() == 1
 
@@ -338,10 +338,10 @@ def run_config(folder: Path, **keys) -> Path:
 def test_rank_0_alone_writes_and_a_run_resumes_bit_for_bit(tmp_path):
     path = run_config(tmp_path)
     train = ["-m", "ecrl", "train", str(path), "--run-dir"]
-    said = ended(launched(2, [*train, str(tmp_path / "whole")]))
-    assert "world size 2" in said[0] and said[1] == ""
-    found = sorted(p.name for p in (tmp_path / "whole" / "checkpoints").glob("step_*"))
-    assert "step_256" in found and "step_768" in found
+    outputs = ended(launched(2, [*train, str(tmp_path / "whole")]))
+    assert "world size 2" in outputs[0] and outputs[1] == ""
+    checkpoints = sorted(p.name for p in (tmp_path / "whole" / "checkpoints").glob("step_*"))
+    assert "step_256" in checkpoints and "step_768" in checkpoints
     rows = [json.loads(row) for row in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
     steps = [row["sample_step"] for row in rows if row["log_type"] == "train"]
     assert steps == [128 * (i + 1) for i in range(6)]
@@ -365,5 +365,5 @@ def test_the_page_on_several_processes_is_true():
     names: dict = {}
     exec(re.search(r"```python\n(.*?)```", page, re.DOTALL).group(1), names)  # text of this repository's own page
     assert names["distributed"].world_size() == 1
-    said = launched(2, ["-m", "ecrl", *re.search(r"-m ecrl (check|train) (\S+)", page).groups(), "--help"])
-    assert all("--distributed" in process.communicate(timeout=PATIENCE_S)[0] for process in said)
+    processes = launched(2, ["-m", "ecrl", *re.search(r"-m ecrl (check|train) (\S+)", page).groups(), "--help"])
+    assert all("--distributed" in process.communicate(timeout=PATIENCE_S)[0] for process in processes)

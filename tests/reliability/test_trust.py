@@ -1,4 +1,4 @@
-"""The scripts beside this file: small ones in the ordinary suite, the full sizes under the marker `long`."""
+"""The scripts of this folder: small sizes in the ordinary suite, full sizes under the marker `long`."""
 
 import subprocess
 import sys
@@ -9,8 +9,8 @@ import pytest
 HERE = Path(__file__).parent
 
 
-def told(script: str, *args: object) -> str:
-    """What a script prints that ends well."""
+def run_script(script: str, *args: object) -> str:
+    """Run a script, check that it succeeds, and return its output."""
     done = subprocess.run([sys.executable, HERE / script, *map(str, args)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -18,12 +18,12 @@ def told(script: str, *args: object) -> str:
 
 @pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.long)])
 def test_killed_runs_go_on_bit_for_bit(count):
-    assert f"{count} of {count} resumed bit for bit" in told("kills.py", "--kills", count)
+    assert f"{count} of {count} resumed bit for bit" in run_script("kills.py", "--kills", count)
 
 
 @pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.long)])
 def test_a_signal_saves_and_the_run_goes_on_bit_for_bit(count):
-    *lines, compiling = told("signals.py", "--signals", count).splitlines()
+    *lines, compiling = run_script("signals.py", "--signals", count).splitlines()
     for line, status in zip(lines, (143, 130), strict=True):
         assert f"{count} of {count} saved, exit status {status}, resumed" in line
     assert "exit status 143" in compiling
@@ -33,7 +33,7 @@ def test_a_signal_saves_and_the_run_goes_on_bit_for_bit(count):
     ("flips", "cuts"), [pytest.param(20, 8, marks=pytest.mark.slow), pytest.param(1000, 100, marks=pytest.mark.long)]
 )
 def test_damage_is_caught_and_the_checkpoint_before_is_used(flips, cuts):
-    lines = told("flips.py", "--flips", flips, "--cuts", cuts).splitlines()
+    lines = run_script("flips.py", "--flips", flips, "--cuts", cuts).splitlines()
     assert [line.split(" (")[0] for line in lines] == [f"flips: {flips} caught", f"truncations: {cuts} caught"]
     assert all("manifest.json" in line and line.endswith(", 0 not.") for line in lines)
 
@@ -44,7 +44,7 @@ def test_damage_is_caught_and_the_checkpoint_before_is_used(flips, cuts):
 def test_mutated_configs_are_refused_in_lines_or_accepted(count):
     pytest.importorskip("mujoco")
     pytest.importorskip("Box2D")
-    lines = told("mutations.py", "--count", count).splitlines()
+    lines = run_script("mutations.py", "--count", count).splitlines()
     assert len(lines) == len(list((HERE.parents[1] / "configs").glob("*.json")))
     assert all(f"{count} mutations" in line and ", 0 defects" in line for line in lines)
 
@@ -62,7 +62,7 @@ def test_mutated_configs_are_refused_in_lines_or_accepted(count):
 )
 def test_memory_descriptors_and_speed_stay_as_they_are(size):
     # seconds are too short to judge a speed
-    assert "NOT" not in told("soak.py", *size)
+    assert "NOT" not in run_script("soak.py", *size)
 
 
 @pytest.mark.parametrize(
@@ -81,4 +81,4 @@ def test_each_fault_is_named_and_leaves_earlier_checkpoints(faults):
         pytest.importorskip("imageio_ffmpeg", reason="videos need the extra 'video'")
     if "tracker_killed" in faults:
         pytest.importorskip("wandb")
-    assert told("faults.py", "--only", *faults).count("\n- ") == len(faults) - 1
+    assert run_script("faults.py", "--only", *faults).count("\n- ") == len(faults) - 1

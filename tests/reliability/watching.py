@@ -1,4 +1,4 @@
-"""What a process does beside computing, by Python's audit hook: files it writes, programs it starts, code it makes."""
+"""Side effects of a process, by Python's audit hook: written files, started programs, generated code."""
 
 import os
 import sys
@@ -24,24 +24,24 @@ def _outside(path: Any, folder: Path | None) -> bool:
 
 
 class Watch:
-    """What was done, since `done` was emptied, that a config must not lead to; nothing while it is not looking."""
+    """Records actions that a config must not cause, in `done`, while `looking` is true."""
 
     def __init__(self, canary: str, encoder: str):
         self.canary, self.encoder, self.folder, self.looking, self.done = canary, encoder, None, False, []
-        sys.addaudithook(self._seen)
+        sys.addaudithook(self._on_event)
 
     @contextmanager
     def within(self, folder: Path | None) -> Iterator[list[str]]:
-        """Look at what is done; writing in `folder` is allowed, nowhere if None."""
+        """Record actions inside a `with` block; writing is allowed in `folder`, or nowhere if None."""
         self.folder, self.looking, self.done = folder and folder.resolve(), True, []
         try:
             yield self.done
         finally:
             self.looking = False
 
-    def _seen(self, event: str, args: tuple) -> None:
-        if self.looking and (told := self._wrong(event, args)):
-            self.done.append(f"{event}: {told}"[:500])
+    def _on_event(self, event: str, args: tuple) -> None:
+        if self.looking and (problem := self._wrong(event, args)):
+            self.done.append(f"{event}: {problem}"[:500])
 
     def _wrong(self, event: str, args: tuple) -> str | None:
         if event == "open":

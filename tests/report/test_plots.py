@@ -1,4 +1,4 @@
-"""`ecrl plot`: runs and peers from disk, seeds as bands, faults in one line each, pictures of both kinds."""
+"""`ecrl plot`: runs and other libraries' files, bands over seeds, one line per fault, and both kinds of pictures."""
 
 import json
 import sys
@@ -35,12 +35,12 @@ def curves(*paths, metric="eval/avg_reward"):
 
 def test_a_real_runs_rows_are_a_curve(tmp_path):
     list(with_jsonl(iter(RECORDS), tmp_path / "metrics.jsonl"))
-    (found,) = curves(tmp_path, metric="charts/episode_reward_avg_100")
-    assert (found.steps.tolist(), found.values.tolist()) == ([20.0], [7.0]), (
+    (curve,) = curves(tmp_path, metric="charts/episode_reward_avg_100")
+    assert (curve.steps.tolist(), curve.values.tolist()) == ([20.0], [7.0]), (
         "null, before any episode ended, is left out"
     )
-    assert 0 <= found.minutes[0] < 1
-    assert found.label == tmp_path.name, "without a config"
+    assert 0 <= curve.minutes[0] < 1
+    assert curve.label == tmp_path.name, "without a config"
 
 
 def test_rows_that_are_not_in_order_are_refused(tmp_path):
@@ -51,16 +51,16 @@ def test_rows_that_are_not_in_order_are_refused(tmp_path):
         curves(run(tmp_path / "a", seconds=-1.0))
 
 
-def test_what_is_no_number_any_more_is_told_and_not_above(tmp_path):
+def test_a_curve_that_becomes_nan_is_reported_and_does_not_stay_above(tmp_path):
     folder = run(tmp_path / "a", values=(None, 2.0, float("nan"), None))
-    (found,) = curves(folder)
-    assert found.steps.tolist() == [20.0, 30.0, 40.0], "what was before the first number is left out"
-    assert np.isnan(found.values).tolist() == [False, True, True]
-    (line,) = summary([[found]], 1.0)
+    (curve,) = curves(folder)
+    assert curve.steps.tolist() == [20.0, 30.0, 40.0], "what was before the first number is left out"
+    assert np.isnan(curve.values).tolist() == [False, True, True]
+    (line,) = summary([[curve]], 1.0)
     assert line == "a: nan after 40 env steps, 4.0 minutes; not a number at 30 env steps; does not stay above 1"
 
 
-def test_a_line_that_is_not_whole_yet_is_left_out_and_a_damaged_one_is_told(tmp_path):
+def test_an_unfinished_last_line_is_skipped_and_a_damaged_line_is_reported(tmp_path):
     folder = run(tmp_path / "a")
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"log_type": "tra')
@@ -71,13 +71,13 @@ def test_a_line_that_is_not_whole_yet_is_left_out_and_a_damaged_one_is_told(tmp_
         curves(folder)
 
 
-def test_runs_that_differ_in_seed_and_name_alone_are_one_group(tmp_path):
+def test_runs_that_differ_only_in_seed_and_name_are_one_group(tmp_path):
     runs = [run(tmp_path / f"r{seed}", seed, gamma=0.9) for seed in range(3)]
     runs += [run(tmp_path / "other", 0, gamma=0.8), run(tmp_path / "named", 3, "ppo_again", gamma=0.9)]
     assert [len(group) for group in group_curves(curves(*runs))] == [4, 1]
 
 
-def test_groups_of_one_name_are_told_apart_by_their_folders(tmp_path):
+def test_groups_with_the_same_name_are_labelled_with_their_folders(tmp_path):
     runs = [run(tmp_path / f"r{gamma}_{seed}", seed, gamma=gamma) for gamma in (0.9, 0.8) for seed in range(2)]
     _, groups = plot(runs, tmp_path / "p.png")
     assert [legend_label(group) for group in groups] == ["ppo, r0.9_0 (2 seeds)", "ppo, r0.8_0 (2 seeds)"]
@@ -97,7 +97,7 @@ def test_files_of_one_name_and_results_of_other_settings_are_groups_of_their_own
     assert [len(group) for group in group_curves(curves(*results))] == [1, 1]
 
 
-def test_one_seed_given_twice_is_said(tmp_path):
+def test_a_repeated_seed_is_reported(tmp_path):
     runs = [run(tmp_path / "a"), run(tmp_path / "b")]
     with pytest.warns(UserWarning, match="/a and .*/b have the same config and seed; both are counted"):
         plot(runs, tmp_path / "p.png")
@@ -108,17 +108,17 @@ def test_one_seed_given_twice_is_said(tmp_path):
 
 def test_a_band_is_of_what_all_seeds_reached_and_reads_between_points():
     x = np.array([0.0, 1.0, 2.0, 3.0])
-    found = band([(x, 2 * x), (x[:3], 4 * x[:3]), (np.array([0.5, 2.5]), np.array([3.0, 15.0]))])
-    assert found.x.tolist() == [0.5, 1.0, 2.0]
-    assert found.middle.tolist() == [2.0, 4.0, 8.0]  # (2 + 4 + 6) / 3 times x: three seeds have no outer quarters
-    assert found.low.tolist() == [1.0, 2.0, 4.0] and found.high.tolist() == [3.0, 6.0, 12.0]  # 1 in 27 above 2.5 %
+    actual = band([(x, 2 * x), (x[:3], 4 * x[:3]), (np.array([0.5, 2.5]), np.array([3.0, 15.0]))])
+    assert actual.x.tolist() == [0.5, 1.0, 2.0]
+    assert actual.middle.tolist() == [2.0, 4.0, 8.0]  # (2 + 4 + 6) / 3 times x: three seeds have no outer quarters
+    assert actual.low.tolist() == [1.0, 2.0, 4.0] and actual.high.tolist() == [3.0, 6.0, 12.0]  # 1 in 27 above 2.5 %
 
 
 def test_many_points_become_an_even_grid():
     x = np.linspace(0.0, 1.0, 1001) ** 2
-    found = band([(x, x)] * 3)
-    assert len(found.x) == 200 and np.ptp(np.diff(found.x)) < 1e-12
-    np.testing.assert_allclose(found.middle, found.x, atol=1e-6)
+    actual = band([(x, x)] * 3)
+    assert len(actual.x) == 200 and np.ptp(np.diff(actual.x)) < 1e-12
+    np.testing.assert_allclose(actual.middle, actual.x, atol=1e-6)
 
 
 def test_seeds_that_share_no_stretch_have_an_empty_band():
@@ -187,15 +187,15 @@ def test_a_picture_has_two_panels_lines_for_two_seeds_and_a_band_for_three(tmp_p
         ("sb3.csv", "steps,seconds,return,seed,note\n5,9,nan,1,\n10,30,4.5,1,\n20,60,5,1,\n"),
     ],
 )  # fmt: skip
-def test_a_peers_file_is_a_curve(name, text, tmp_path):
+def test_a_file_of_another_library_is_a_curve(name, text, tmp_path):
     (tmp_path / name).write_text(text)
     for metric in ("eval/avg_reward", "charts/episode_reward_avg_100", "return"):
-        (found,) = curves(tmp_path / name, metric=metric)
-        assert (found.label, found.steps.tolist(), found.values.tolist()) == ("sb3", [10.0, 20.0], [4.5, 5.0])
-        assert found.minutes.tolist() == [0.5, 1.0]
+        (curve,) = curves(tmp_path / name, metric=metric)
+        assert (curve.label, curve.steps.tolist(), curve.values.tolist()) == ("sb3", [10.0, 20.0], [4.5, 5.0])
+        assert curve.minutes.tolist() == [0.5, 1.0]
 
 
-def test_seeds_of_a_peer_are_one_group(tmp_path):
+def test_seeds_of_another_library_are_one_group(tmp_path):
     (tmp_path / "sb3.csv").write_text("steps,seconds,success,seed\n" + "".join(f"1,1,0.5,{s}\n" for s in range(4)))
     ((*group,),) = group_curves(curves(tmp_path / "sb3.csv", metric="eval/success_rate"))
     assert len(group) == 4
@@ -206,12 +206,12 @@ def test_the_metric_is_the_first_usual_one_that_all_have(tmp_path):
     with (both / "metrics.jsonl").open("a") as file:
         file.write('{"sample_step": 40, "seconds": 400, "eval/success_rate": 0.5, "train/entropy": 1.0}\n')
     plain = run(tmp_path / "b", metric="charts/episode_reward_avg_100")
-    peer = tmp_path / "c.csv"
-    peer.write_text("steps,seconds,return\n1,1,1\n")
-    sources = {path: read_sources(path)[0] for path in (both, plain, peer)}
+    other_file = tmp_path / "c.csv"
+    other_file.write_text("steps,seconds,return\n1,1,1\n")
+    sources = {path: read_sources(path)[0] for path in (both, plain, other_file)}
     assert choose_metric([sources[both]]) == "eval/success_rate"
-    assert choose_metric([sources[both], sources[peer]]) == "eval/avg_reward"
-    assert choose_metric([sources[plain], sources[peer]]) == "charts/episode_reward_avg_100"
+    assert choose_metric([sources[both], sources[other_file]]) == "eval/avg_reward"
+    assert choose_metric([sources[plain], sources[other_file]]) == "charts/episode_reward_avg_100"
     with pytest.raises(
         UserError, match=r"^none of eval/success_rate, .* is in all runs and files; choose a metric with --metric$"
     ):
@@ -232,7 +232,7 @@ def test_where_a_curve_stays_above_a_threshold(tmp_path):
     assert summary([[up]], None) == ["up: 4 after 30 env steps, 3.0 minutes"]
 
 
-def test_the_command_writes_both_pictures_and_says_where_the_curves_ended(tmp_path, monkeypatch, capsys):
+def test_the_command_writes_both_pictures_and_prints_the_ends_of_the_curves(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for seed in range(3):
         run(tmp_path / f"r{seed}", seed)
@@ -255,7 +255,7 @@ def test_the_command_writes_both_pictures_and_says_where_the_curves_ended(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "message"),
     [
         ((), "ecrl plot needs run folders, such as: ecrl plot outputs/cartpole_ppo_*"),
         (("none",), f"none: does not exist; {_EXPECTED_FILES}"),
@@ -279,7 +279,7 @@ def test_the_command_writes_both_pictures_and_says_where_the_curves_ended(tmp_pa
         (("r", "--out", "a.gif"), "--out a.gif: expected the suffix .png or .svg, or no suffix for both"),
     ],
 )  # fmt: skip
-def test_faults_are_one_line(args, said, tmp_path, monkeypatch, capsys):
+def test_faults_are_one_line(args, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     run(tmp_path / "r")
     (tmp_path / "empty").mkdir()
@@ -297,7 +297,7 @@ def test_faults_are_one_line(args, said, tmp_path, monkeypatch, capsys):
     (tmp_path / "listed" / "config.json").write_text("[]")
     (tmp_path / "text.csv").write_text("steps,seconds,return\n1,2,3\n2,3,many\n")
     assert called(monkeypatch, "plot", *args) == 2
-    assert capsys.readouterr().err == said + "\n"
+    assert capsys.readouterr().err == message + "\n"
 
 
 def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):

@@ -40,12 +40,12 @@ def every_resample(values, level):
 @pytest.mark.parametrize("level", [0.95, 0.5])
 def test_interval_is_that_of_all_resamples(level):
     values = np.array([1.0, 2.0, 4.0, 8.0, 16.0])  # 3125 resamples
-    found = bootstrap_interval(values, np.random.default_rng(0), 200_000, level)
-    np.testing.assert_allclose(found, every_resample(values, level), atol=0.15)
+    interval = bootstrap_interval(values, np.random.default_rng(0), 200_000, level)
+    np.testing.assert_allclose(interval, every_resample(values, level), atol=0.15)
 
 
 def test_interval_of_three_by_hand():
-    """Of the 27 means of three draws from 0, 3, 6 one is 0 and one 6: each 3.7 %, more than the tail of 2.5 %."""
+    """Three draws from 0, 3, 6 have 27 means. One is 0 and one is 6: each is 3.7 %, more than the tail of 2.5 %."""
     assert bootstrap_interval(np.array([0.0, 3.0, 6.0]), np.random.default_rng(0), 20_000) == (0.0, 6.0)
     low, high = bootstrap_interval(np.array([0.0, 3.0, 6.0]), np.random.default_rng(0), 20_000, 0.9)
     assert (low, high) == (1.0, 5.0)  # a tail of 5 % lies among the 3 means of 1, of 11.1 %

@@ -16,7 +16,7 @@ def content(path):
 
 
 class Killed(BaseException):
-    """As SIGKILL: nothing after it is done, cleaning up neither."""
+    """Stands for SIGKILL: nothing runs after it, not even cleaning up."""
 
 
 def steps(monkeypatch, stop, error):

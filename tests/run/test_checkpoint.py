@@ -1,4 +1,4 @@
-"""Checkpoints: equal bits back, damage and mismatch named, old ones kept until the new one is whole."""
+"""Checkpoints: equal bits, named damage and mismatches, old checkpoints stay until the new one is complete."""
 
 import gc
 import json
@@ -45,7 +45,7 @@ def test_a_run_goes_on_from_a_checkpoint_with_the_same_bits(tmp_path):
     assert same(last_state(*reversed(load(tmp_path / "half"))), states[-1])
 
 
-def test_the_manifest_says_what_made_it(saved):
+def test_the_manifest_names_the_versions_that_wrote_it(saved):
     manifest = json.loads((saved[0] / "manifest.json").read_text())
     assert manifest["sample_step"] == 128
     assert manifest["update_step"] == 4
@@ -57,7 +57,7 @@ def test_the_manifest_says_what_made_it(saved):
 
 
 @pytest.mark.parametrize("name", ["state.safetensors", "config.json", "manifest.json"])
-def test_one_flipped_bit_anywhere_is_told(saved, name):
+def test_one_flipped_bit_anywhere_is_detected(saved, name):
     path = saved[0] / name
     clean = path.read_bytes()
     for at in range(0, len(clean), max(1, len(clean) // 40)):
@@ -145,7 +145,7 @@ def test_nothing_is_unpickled(saved, monkeypatch):
 
 @pytest.fixture
 def run(tmp_path):
-    """A run folder with checkpoints at 9, 32 and 128, each of its own state."""
+    """Return a run folder with checkpoints of different states at steps 9, 32 and 128."""
     cfg = small()
     state = last_state(cfg)
     for step in (9, 32, 128):
@@ -154,7 +154,7 @@ def run(tmp_path):
     return tmp_path / "run"
 
 
-def test_latest_finds_the_newest_and_says_what_it_expected(run, saved, tmp_path):
+def test_latest_returns_the_newest_or_names_what_it_expected(run, saved, tmp_path):
     (run / "checkpoints" / ".step_2000.new.1").mkdir()
     (run / "checkpoints" / "step_more").mkdir()
     assert latest(run).name == "step_128"
@@ -181,12 +181,12 @@ def test_an_older_checkpoint_is_loaded(tmp_path):
     write(tmp_path / "old", snapshot(build(cfg), state, cfg)._replace(tensors=older))
     loaded, again = load(tmp_path / "old")
     assert same(loaded, state) and again == cfg
-    (gone,) = [name for name in older if name.startswith("params/actor") and name.endswith("0.bias")]
+    (missing,) = [name for name in older if name.startswith("params/actor") and name.endswith("0.bias")]
     write(
         tmp_path / "less",
-        snapshot(build(cfg), state, cfg)._replace(tensors={n: x for n, x in older.items() if n != gone}),
+        snapshot(build(cfg), state, cfg)._replace(tensors={n: x for n, x in older.items() if n != missing}),
     )
-    with pytest.raises(CheckpointError, match=f"state and config disagree on {gone}"):
+    with pytest.raises(CheckpointError, match=f"state and config disagree on {missing}"):
         load(tmp_path / "less")
 
 
@@ -195,11 +195,14 @@ def test_a_damaged_one_is_named_and_the_one_before_is_used(run, name):
     for step, before in ((128, 32), (32, 9)):
         with (run / "checkpoints" / f"step_{step}" / name).open("r+b") as file:
             file.truncate(file.seek(0, 2) - 1)
-        with pytest.warns(UserWarning) as said:
+        with pytest.warns(UserWarning) as caught:
             assert latest(run).name == f"step_{before}"
-        told = [str(warning.message) for warning in said]
-        assert len(told) == {32: 1, 9: 2}[before]
-        assert f"step_{step}/{name}: damaged" in told[-1] and f"; skipped, step_{before} is used instead" in told[-1]
+        messages = [str(warning.message) for warning in caught]
+        assert len(messages) == {32: 1, 9: 2}[before]
+        assert (
+            f"step_{step}/{name}: damaged" in messages[-1]
+            and f"; skipped, step_{before} is used instead" in messages[-1]
+        )
     (run / "checkpoints" / "step_9" / name).unlink()
     with pytest.raises(CheckpointError, match="every checkpoint is damaged") as error:
         latest(run)
@@ -273,7 +276,7 @@ def test_a_slash_in_a_name_comes_back(tmp_path):
     )
 
 
-def test_a_state_that_was_saved_is_not_kept():
+def test_a_saved_state_is_not_kept_in_memory():
     cfg = small()
     state = init_state(cfg)
     alive = weakref.ref(state)

@@ -1,4 +1,4 @@
-"""Saving during a run: when, what is kept, off the training path, and what a failure does."""
+"""Saving during a run: its times, the checkpoints that stay, background writing, and failures."""
 
 import threading
 import time
@@ -55,7 +55,7 @@ def test_stopping_early_or_failing_saves_what_there_is(tmp_path):
 
 
 def _evaluated(values, name="eval/avg_reward"):
-    """Records as evaluation gives them, one iteration each."""
+    """Yield records of evaluations, one per iteration."""
     cfg = small()
     states = [r["state"] for r in train_iter(init_state(cfg), cfg) if r["log_type"] == "train"]
     for state, value in zip(states, values, strict=False):
@@ -92,7 +92,7 @@ def test_infinity_is_not_the_best(tmp_path):
     assert read_manifest(tmp_path / "checkpoints" / "best")["logs"]["eval/avg_reward"] == 5.0
 
 
-def test_an_evaluation_that_does_not_tell_the_metric_is_not_the_best(tmp_path):
+def test_an_evaluation_without_the_metric_is_not_the_best(tmp_path):
     cfg = small(**{"trainer.best_eval_metric": "eval/success_rate"})
     assert len(list(with_best_checkpoint(_evaluated([1.0]), cfg, tmp_path))) == 1
     assert not (tmp_path / "checkpoints").exists()
@@ -111,19 +111,19 @@ def test_the_newest_are_kept(tmp_path, keep, expected):
 
 def test_older_ones_are_removed_only_after_the_new_one_is_safe(tmp_path, monkeypatch):
     cfg = small(**{"trainer.save_freq": 32, "trainer.keep_checkpoints": 1})
-    write, seen = saving.write, []
+    write, steps_before = saving.write, []
 
     def written(path, saved):
-        seen.append(steps_of(tmp_path) if seen else [])
-        if len(seen) == 3:
+        steps_before.append(steps_of(tmp_path) if steps_before else [])
+        if len(steps_before) == 3:
             raise CheckpointError(f"{path}: full")
         write(path, saved)
 
     monkeypatch.setattr(saving, "write", written)
-    with pytest.warns(UserWarning) as said:
+    with pytest.warns(UserWarning) as caught:
         list(trained(cfg, tmp_path))
-    assert "step_96: full; the run goes on and tries again" in str(said[0].message)
-    assert seen == [[], [32], [64], [64]]
+    assert "step_96: full; the run goes on and tries again" in str(caught[0].message)
+    assert steps_before == [[], [32], [64], [64]]
     assert steps_of(tmp_path) == [128]
 
 
@@ -152,7 +152,7 @@ def test_training_does_not_wait_for_a_write_but_for_the_one_before(tmp_path, gat
             break
     while not gate.begun:  # its thread may come late
         time.sleep(0.01)
-    assert gate.begun == ["step_64"] and not (tmp_path / "checkpoints").exists()  # went on to 96 meanwhile
+    assert gate.begun == ["step_64"] and not (tmp_path / "checkpoints").exists()  # training reached 96 meanwhile
     before = time.monotonic()
     threading.Timer(0.3, gate.set).start()
     rest = [record["sample_step"] for record in records]  # 128 waits for 64
@@ -184,31 +184,31 @@ def failing(monkeypatch, *which):
     monkeypatch.setattr(saving, "write", full)
 
 
-def test_a_failure_is_said_once_and_tried_again_at_the_next_save(tmp_path, monkeypatch):
+def test_a_failed_save_warns_once_and_is_tried_again(tmp_path, monkeypatch):
     cfg = small(**{"trainer.save_freq": 32})
     failing(monkeypatch, 2, 3)
-    with pytest.warns(UserWarning) as said:
+    with pytest.warns(UserWarning) as caught:
         list(trained(cfg, tmp_path))
-    told = [str(w.message) for w in said]
-    assert "step_64: cannot be written: disk full; the run goes on" in told[0]
-    assert told[1:] == ["checkpoints: works again, after 2 failures"]
+    messages = [str(w.message) for w in caught]
+    assert "step_64: cannot be written: disk full; the run goes on" in messages[0]
+    assert messages[1:] == ["checkpoints: works again, after 2 failures"]
     assert steps_of(tmp_path) == [32, 128]
 
 
-def test_an_old_checkpoint_that_cannot_be_removed_is_told_and_no_more(tmp_path, monkeypatch):
+def test_an_old_checkpoint_that_cannot_be_removed_only_warns(tmp_path, monkeypatch):
     def busy(path):
         raise OSError(f"{path.name} is busy")
 
     monkeypatch.setattr(saving, "remove_folder", busy)
     cfg = small(**{"trainer.save_freq": 32, "trainer.keep_checkpoints": 1})
-    with pytest.warns(UserWarning) as said:
+    with pytest.warns(UserWarning) as caught:
         assert len(list(trained(cfg, tmp_path))) == 8
-    assert [str(w.message) for w in said] == ["older checkpoints: step_32 is busy; the run goes on and tries again"]
+    assert [str(w.message) for w in caught] == ["older checkpoints: step_32 is busy; the run goes on and tries again"]
     assert steps_of(tmp_path) == [32, 64, 96, 128]
 
 
 def closing(monkeypatch, *which):
-    """Records whose checkpoints find a full disk at these writes, and a list that tells when they are closed."""
+    """Return records whose checkpoints fail with a full disk at these writes, and a list that records their closing."""
     failing(monkeypatch, *which)
     closed = []
 
@@ -223,11 +223,11 @@ def closing(monkeypatch, *which):
 
 def test_the_last_failure_is_the_runs_when_all_is_closed(tmp_path, monkeypatch):
     source, closed = closing(monkeypatch, 1)
-    seen = []
+    failures = []
     with pytest.raises(CheckpointError, match="step_128: cannot be written: disk full"):
         for record in with_checkpoints(source, small(), tmp_path):
-            seen.append(record)
-    assert closed and len(seen) == 8
+            failures.append(record)
+    assert closed and len(failures) == 8
 
 
 def test_stopping_early_is_an_error_too_if_it_cannot_be_saved(tmp_path, monkeypatch):
@@ -264,16 +264,20 @@ def test_a_best_that_could_not_be_written_is_tried_again_though_it_stays_the_bes
             return writes[-1]
 
     monkeypatch.setattr(saving, "ThreadPoolExecutor", Recorded)
-    with pytest.warns(UserWarning) as said:
+    with pytest.warns(UserWarning) as caught:
         for _ in with_best_checkpoint(_evaluated([3.0, 1.0, 2.0]), small(), tmp_path):
             wait(writes, 600.0)
-    told = [str(warning.message) for warning in said]
-    assert len(told) == 2 and "best: cannot be written" in told[0] and "works again, after 1 failure" in told[1]
+    messages = [str(warning.message) for warning in caught]
+    assert (
+        len(messages) == 2
+        and "best: cannot be written" in messages[0]
+        and "works again, after 1 failure" in messages[1]
+    )
     assert read_manifest(tmp_path / "checkpoints" / "best")["logs"] == {"eval/avg_reward": 3.0}
     assert int(load(tmp_path / "checkpoints" / "best")[0]["sample_step"]) == 32
 
 
-def test_a_damaged_best_is_told_and_sought_anew(tmp_path):
+def test_a_damaged_best_checkpoint_warns_and_is_chosen_again(tmp_path):
     list(with_best_checkpoint(_evaluated([5.0]), small(), tmp_path))
     state = tmp_path / "checkpoints" / "best" / "state.safetensors"
     state.write_bytes(state.read_bytes()[:-1])
@@ -370,7 +374,7 @@ def test_the_best_checkpoint_has_no_buffers_of_other_ranks(tmp_path):
 
 
 @pytest.mark.parametrize("saves", [True, False])
-def test_save_replay_decides_if_checkpoints_have_the_buffer_and_resuming_says_so(tmp_path, saves):
+def test_save_replay_decides_if_checkpoints_have_the_buffer_and_resuming_warns(tmp_path, saves):
     cfg = replaying(**{"trainer.save_replay": saves, "trainer.iterations": 3})
     end, _ = train(init_state(cfg), cfg, tmp_path, progress=False)
     path = latest(tmp_path)

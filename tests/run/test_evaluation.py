@@ -5,8 +5,8 @@ from itertools import islice
 
 import pytest
 import torch
-from conftest import assert_pure
 from support import fake_gymnasium_envs  # noqa: F401  (registers its environments)
+from support.checks import assert_pure
 from support.fake_envs import EndlessConfig  # noqa: F401  (registers ladder and endless)
 from support.small_runs import last_state, same, small
 
@@ -35,7 +35,7 @@ def test_every_env_contributes_the_same_number_of_episodes():
     assert evaluate(init_state(cfg), cfg, num_episodes=4)["eval/avg_length"] == 2.5
 
 
-def test_metrics_are_told_by_name_in_whatever_order_an_environment_has_them():
+def test_metrics_are_matched_by_name_in_any_order():
     cfg = small(env={"name": "telling"})
     logs = evaluate(init_state(cfg), cfg, num_episodes=4)
     assert (logs["eval/metrics/slow"], logs["eval/metrics/fast"]) == (1.0, 2.0)
@@ -70,7 +70,7 @@ def test_an_env_that_never_ends_is_named(monkeypatch):
         evaluate(init_state(cfg), cfg, num_episodes=1)
 
 
-def test_evaluating_often_or_never_leaves_training_alone():
+def test_evaluating_often_or_never_does_not_change_training():
     plain, watched = small(), small(**{"trainer.enable_eval": True, "trainer.eval_freq": 32})
     records = list(with_evaluation(train_iter(init_state(watched), watched), watched))
     assert [r["log_type"] for r in records] == ["collect", "train", "evaluate"] * 4
@@ -89,12 +89,12 @@ def test_gymnasium_gives_nearly_the_same_as_our_twin(env, gym_id):
         **{"env": {"name": env}, "trainer.num_eval_envs": 25, "trainer.iterations": 8, "trainer.buffer_size": 64}
     )
     state = last_state(cfg)
-    ours, theirs = (evaluate(state, cfg, num_episodes=50, env=e) for e in (None, f"gymnasium:{gym_id}"))
-    spread = ours["eval/std_reward"] + 1.0
+    actual, expected = (evaluate(state, cfg, num_episodes=50, env=e) for e in (None, f"gymnasium:{gym_id}"))
+    spread = actual["eval/std_reward"] + 1.0
     assert (
-        abs(ours["eval/avg_reward"] - theirs["eval/avg_reward"]) < spread
+        abs(actual["eval/avg_reward"] - expected["eval/avg_reward"]) < spread
     )  # 50 episodes: 5 standard errors are 0.7 spread
-    assert theirs == evaluate(state, cfg, num_episodes=50, env=f"gymnasium:{gym_id}")
+    assert expected == evaluate(state, cfg, num_episodes=50, env=f"gymnasium:{gym_id}")
 
 
 def test_gymnasium_environments_are_closed_whatever_happens(monkeypatch):
@@ -109,7 +109,7 @@ def test_gymnasium_environments_are_closed_whatever_happens(monkeypatch):
     with pytest.raises(UserError, match="give the environment a time limit"):
         evaluate(state, cfg, num_episodes=20)
     assert set(live._LIVE) == training
-    next(train_iter(state, cfg))  # whose own environments stand where they stood
+    next(train_iter(state, cfg))  # the environments of training did not move
     make_env(cfg.env).close(state["env"])
 
 
@@ -138,8 +138,8 @@ def test_gymnasium_actions_are_clipped_where_those_of_training_are():
     make_env(cfg.env).close(state["env"])
 
 
-def test_success_of_a_gymnasium_environment_is_told():
-    cfg = small(**{"env": "gymnasium:support.fake_gymnasium_envs:Tell-v0", "trainer.num_eval_envs": 4})
+def test_success_of_a_gymnasium_environment_is_logged():
+    cfg = small(**{"env": "gymnasium:support.fake_gymnasium_envs:Bandit-v0", "trainer.num_eval_envs": 4})
     state = init_state(cfg)
     logs = evaluate(state, cfg, num_episodes=40)
     assert logs["eval/success_rate"] == pytest.approx(logs["eval/avg_reward"]) and logs["eval/avg_length"] == 1.0
@@ -193,7 +193,7 @@ def test_what_cannot_be_evaluated_is_refused_before_a_run(changes, message, tmp_
         next(with_evaluation(iter([]), cfg))
 
 
-def test_outcomes_are_means_over_the_episodes_that_tell_them():
+def test_outcomes_are_means_over_the_episodes_that_report_them():
     nan = math.nan
     logs = _summary([(1.0, 2, 1.0, nan), (3.0, 4, nan, nan), (5.0, 6, 0.0, nan)], ["eval/a", "eval/b"])
     assert logs["eval/a"] == 0.5 and "eval/b" not in logs and logs["eval/avg_reward"] == 3.0

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from conftest import close
+from support.checks import close
 from support.recurrent_agent import remembering
 from support.small_runs import NET, last_state, small
 from tensordict import TensorDict
@@ -37,7 +37,7 @@ RUNS = {
     "pendulum, free": PENDULUM | {"policy.clip_actions": False},
     "grpo, actor only": GRPO,
 }
-ALONE = """
+WITHOUT_ECRL = """
 import json, sys
 sys.modules["ecrl"] = sys.modules["tensordict"] = None  # as if not installed
 try:
@@ -53,21 +53,21 @@ except ImportError:
     onnxruntime = None
 apart = {}
 for folder in sys.argv[1:]:
-    given = torch.load(f"{folder}/given.pt")
-    obs, expected = given["obs"], given["action"]
-    got = {"pt2": torch.export.load(f"{folder}/policy.pt2").module()(obs=obs)}
+    case = torch.load(f"{folder}/case.pt")
+    obs, expected = case["obs"], case["action"]
+    actual = {"pt2": torch.export.load(f"{folder}/policy.pt2").module()(obs=obs)}
     one = torch.export.load(f"{folder}/policy.pt2").module()(obs=obs[:1])
     assert one.shape == expected[:1].shape and (one - expected[:1]).abs().max() <= 1e-5
     if onnxruntime:
         session = onnxruntime.InferenceSession(f"{folder}/policy.onnx")
-        got["onnx"] = torch.as_tensor(session.run(["action"], {"obs": obs.numpy()})[0])
-    assert all(a.shape == expected.shape and a.dtype == expected.dtype for a in got.values())
-    apart[folder] = {name: (a - expected).abs().max().item() for name, a in got.items()}
+        actual["onnx"] = torch.as_tensor(session.run(["action"], {"obs": obs.numpy()})[0])
+    assert all(a.shape == expected.shape and a.dtype == expected.dtype for a in actual.values())
+    apart[folder] = {name: (a - expected).abs().max().item() for name, a in actual.items()}
 print("OUT" + json.dumps(apart))
 """
 
 
-def seen_by_the_env(cfg, state, obs):
+def action_of_the_env(cfg, state, obs):
     """The deterministic actions for `obs` at the door of the environment, from its own records."""
     parts = build(cfg)
     params = acting_params(state["params"], state["norm"])
@@ -92,14 +92,14 @@ def written(tmp_path_factory):
         assert sorted(p.name for p in export(state, cfg, folder)) == ["policy.json", "policy.onnx", "policy.pt2"]
         size = len(state["env", "obs"][0])
         obs = rng.normal(rng.split(rng.key(0), 100), (size,)) * torch.tensor([2.0, 1.0, 0.2, 3.0])[:size]
-        torch.save({"obs": obs, "action": seen_by_the_env(cfg, state, obs)}, folder / "given.pt")
+        torch.save({"obs": obs, "action": action_of_the_env(cfg, state, obs)}, folder / "case.pt")
         runs[name] = folder
     return runs
 
 
 def test_without_ecrl_the_files_reproduce_a_hundred_actions(written, tmp_path):
     pytest.importorskip("onnxruntime")
-    run = [sys.executable, "-I", "-c", ALONE, *map(str, written.values())]
+    run = [sys.executable, "-I", "-c", WITHOUT_ECRL, *map(str, written.values())]
     done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr
     apart = json.loads(done.stdout.split("OUT")[1])
@@ -111,7 +111,7 @@ def test_without_ecrl_the_files_reproduce_a_hundred_actions(written, tmp_path):
 
 def test_the_actions_compared_are_of_every_kind(written):
     """Guards the test above: clipped actions reach their bounds, free ones leave them, choices are not all one."""
-    action = {name: torch.load(folder / "given.pt")["action"] for name, folder in written.items()}
+    action = {name: torch.load(folder / "case.pt")["action"] for name, folder in written.items()}
     assert (action["pendulum, clipped"].abs() == 2.0).float().mean() > 0.1
     assert (action["pendulum, clipped"].abs() < 2.0).float().mean() > 0.1
     assert action["pendulum, free"].abs().max() > 2.0
@@ -127,7 +127,7 @@ def test_the_normaliser_is_inside(written):
     raw = acting_params(state["params"], TensorDict({"obs": init_state(cfg)["norm", "obs"]}, []))
     parts = build(cfg)
     unmoved = parts.policy.act(raw, TensorDict({}, []), obs, None)[1]["action"]
-    assert (unmoved - seen_by_the_env(cfg, state, obs)).abs().max() > 1e-3
+    assert (unmoved - action_of_the_env(cfg, state, obs)).abs().max() > 1e-3
 
 
 def test_the_description_names_inputs_outputs_and_where_it_is_from(written):
@@ -176,13 +176,13 @@ def some_obs(keys: Tensor, masked: bool) -> TensorDict:
 
 
 @pytest.fixture(params=list(ACTIONS))
-def odd_run(request):
+def odd_observations_run(request):
     """An environment with named, nested, whole-number and masked observations, and a policy that has not learnt."""
     masked, name = request.param != "box", f"odd_{request.param}"
     parts = PARTS | ({"action_mask": MultiDiscrete((2,) * 5)} if masked else {})
 
     @register_env(name, override=True)
-    def odd(cfg: NoSettings) -> Env:
+    def env_with_parts(cfg: NoSettings) -> Env:
         def reset(keys: Tensor) -> TensorDict:
             return state_of(torch.zeros(keys.shape), keys.shape).set("obs", some_obs(keys, masked))
 
@@ -200,12 +200,12 @@ def odd_run(request):
     return cfg, init_state(cfg), masked
 
 
-def test_named_nested_whole_and_masked_observations(odd_run, tmp_path):
+def test_named_nested_whole_and_masked_observations(odd_observations_run, tmp_path):
     onnxruntime = pytest.importorskip("onnxruntime")
-    cfg, state, masked = odd_run
+    cfg, state, masked = odd_observations_run
     export(state, cfg, tmp_path)
     obs = some_obs(rng.split(rng.key(1), 50), masked)
-    expected = seen_by_the_env(cfg, state, obs)
+    expected = action_of_the_env(cfg, state, obs)
     about = json.loads((tmp_path / "policy.json").read_text())
     names = [x["name"] for x in about["inputs"]]
     assert names == [*(["action_mask"] if masked else []), "gear", "inner_deep", "pose", "wheels"]
@@ -223,13 +223,13 @@ def test_bf16_is_written_in_float32(tmp_path):
     state = init_state(cfg)
     export(state, cfg, tmp_path)
     obs = rng.normal(rng.split(rng.key(0), 50), (4,))
-    expected = seen_by_the_env(cfg.replace(**{"policy.bf16": False}), state, obs)
+    expected = action_of_the_env(cfg.replace(**{"policy.bf16": False}), state, obs)
     assert torch.equal(torch.export.load(tmp_path / "policy.pt2").module()(obs=obs), expected)
     program = torch.export.load(tmp_path / "policy.pt2")
     assert "bfloat16" not in str(program.graph)
 
 
-def test_without_the_extra_the_torch_file_is_written_and_one_line_says_what_to_install(tmp_path, monkeypatch):
+def test_without_the_extra_the_torch_file_is_written_and_one_line_names_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     with pytest.raises(UserError, match=r"onnxscript.*pip install 'ecrl\[export\]'$"):
         export(init_state(small()), small(), tmp_path)
@@ -271,23 +271,25 @@ class Acts(Net):
 
 
 @pytest.mark.parametrize("make", [Net, Acts])
-@pytest.mark.parametrize("odd_run", ["discrete"], indirect=True)
-def test_a_module_of_ones_own_is_exported_with_its_buffers(make, odd_run, tmp_path):
+@pytest.mark.parametrize("odd_observations_run", ["discrete"], indirect=True)
+def test_a_users_module_is_exported_with_its_buffers(make, odd_observations_run, tmp_path):
     onnxruntime = pytest.importorskip("onnxruntime")
 
     @register_policy("own_net", override=True)
     def own_net(cfg: PolicyConfig, observation_space, action_space):
         return module_policy(lambda: make(5), cfg, observation_space, action_space)
 
-    cfg = config_from_dict(odd_run[0].model_dump(mode="json") | {"policy": {"name": "own_net", "normalize_obs": True}})
+    cfg = config_from_dict(
+        odd_observations_run[0].model_dump(mode="json") | {"policy": {"name": "own_net", "normalize_obs": True}}
+    )
     state = init_state(cfg)
     export(state, cfg, tmp_path)
     obs = some_obs(rng.split(rng.key(1), 50), True)
-    expected, flat = seen_by_the_env(cfg, state, obs), obs.flatten_keys("_")
+    expected, flat = action_of_the_env(cfg, state, obs), obs.flatten_keys("_")
     assert len(expected.unique()) > 1
     close(torch.export.load(tmp_path / "policy.pt2").module()(**dict(flat.items())), expected)
     session = onnxruntime.InferenceSession(tmp_path / "policy.onnx")
-    every = {name: part.numpy() for name, part in flat.items()}  # those the module does not look at too
+    every = {name: part.numpy() for name, part in flat.items()}  # also parts that the module ignores
     close(torch.as_tensor(session.run(None, every)[0]), expected)
 
 
@@ -328,6 +330,6 @@ def test_a_recurrent_policy_takes_and_gives_its_memory(tmp_path):
             assert torch.equal(action, out["action"])
             close(h, carry["h"])
         session = pytest.importorskip("onnxruntime").InferenceSession(str(tmp_path / "policy.onnx"))
-        given = {"obs": obs.numpy(), "is_first": ~is_first.numpy(), "carry_h": h.numpy()}
+        inputs = {"obs": obs.numpy(), "is_first": ~is_first.numpy(), "carry_h": h.numpy()}
         first = policy.act(state["params"], policy.init_carry(state["params"], 5), obs, None)[0]["h"]
-        close(torch.as_tensor(session.run(["next_carry_h"], given)[0]), first)
+        close(torch.as_tensor(session.run(["next_carry_h"], inputs)[0]), first)

@@ -1,4 +1,4 @@
-"""What a run logged, in memory: a row per iteration, as a DataFrame, as a plot."""
+"""The history of a run in memory: a row per iteration, as a DataFrame, and as a plot."""
 
 import math
 import sys
@@ -23,12 +23,12 @@ def test_history_has_a_row_per_iteration():
     assert [row["sample_step"] for row in history] == [10, 20]
 
 
-def test_a_history_tells_what_it_holds_in_one_line():
+def test_the_repr_of_a_history_is_one_line():
     history = History()
     assert repr(history) == "History of no iterations"
     history.add(RECORDS[4])
-    told = "{'sample_step': 20, 'policy_loss': 0.25, 'entropy': 1.0}"
-    assert repr(history) == f"History of 1 iterations, the last {told}"
+    message = "{'sample_step': 20, 'policy_loss': 0.25, 'entropy': 1.0}"
+    assert repr(history) == f"History of 1 iterations, the last {message}"
 
 
 def test_an_empty_history_is_an_empty_frame():
@@ -64,7 +64,7 @@ def test_what_has_no_number_yet_is_no_empty_picture():
 
 
 @pytest.mark.parametrize("kind", [UserError, ModuleNotFoundError])
-def test_a_missing_extra_says_how_to_get_it(kind, monkeypatch):
+def test_a_missing_extra_is_reported_with_its_install_command(kind, monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(kind, match=r"pip install 'ecrl\[plot\]'"):
         History().to_pandas()

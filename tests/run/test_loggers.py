@@ -54,16 +54,16 @@ def test_every_record_is_passed_on_in_order(consumer, tmp_path, monkeypatch):
 
 
 def test_consumers_are_lazy_one_record_at_a_time(tmp_path):
-    asked = []
+    taken = []
 
     def source():
         for item in RECORDS:
-            asked.append(item)
+            taken.append(item)
             yield item
 
     stacked = with_jsonl(with_host_logs(with_progress(source(), 0, 20)), tmp_path / "m.jsonl")
     next(stacked)
-    assert len(asked) == 1
+    assert len(taken) == 1
     stacked.close()
 
 
@@ -130,16 +130,16 @@ def test_jsonl_is_complete_and_closed_however_the_records_end(ending, tmp_path, 
     assert len(path.read_text().splitlines()) == 2
 
 
-def test_a_full_disk_is_said_once_and_the_records_go_on():
-    with pytest.warns(UserWarning) as said:
+def test_a_full_disk_warns_once_and_the_records_continue():
+    with pytest.warns(UserWarning) as caught:
         out = list(with_jsonl(iter(RECORDS), "/dev/full"))
     assert len(out) == len(RECORDS)
-    assert [str(w.message) for w in said] == [
+    assert [str(w.message) for w in caught] == [
         "/dev/full: [Errno 28] No space left on device; the run goes on and tries again"
     ]
 
 
-def test_rows_wait_for_a_disk_that_comes_back_which_is_said(tmp_path):
+def test_rows_wait_for_a_disk_that_returns_with_a_warning(tmp_path):
     path = tmp_path / "away" / "metrics.jsonl"
 
     def source():
@@ -150,12 +150,12 @@ def test_rows_wait_for_a_disk_that_comes_back_which_is_said(tmp_path):
             if i == 3:
                 path.parent.rename(tmp_path / "again")
 
-    with pytest.warns(UserWarning) as said:
+    with pytest.warns(UserWarning) as caught:
         list(with_jsonl(source(), path))
-    told = [str(w.message) for w in said]
-    assert [f"{path}: works again, after 2 failures" in t for t in told] == [False, True, False]
-    assert [t.endswith("; the run goes on and tries again") for t in told] == [True, False, False]
-    assert told[2].endswith("tries again (outage 2)"), "else Python would not say it a second time"
+    messages = [str(w.message) for w in caught]
+    assert [f"{path}: works again, after 2 failures" in t for t in messages] == [False, True, False]
+    assert [t.endswith("; the run goes on and tries again") for t in messages] == [True, False, False]
+    assert messages[2].endswith("tries again (outage 2)"), "else Python would not say it a second time"
     rows = [json.loads(line) for line in (tmp_path / "again" / "metrics.jsonl").read_text().splitlines()]
     assert [(r["log_type"], r["sample_step"]) for r in rows] == [(r["log_type"], r["sample_step"]) for r in RECORDS[:4]]
 
@@ -164,7 +164,7 @@ def test_no_part_of_a_row_is_left_by_a_full_disk(tmp_path):
     path, limit = tmp_path / "m.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
-        with pytest.warns(UserWarning) as said:
+        with pytest.warns(UserWarning) as caught:
             for i, _ in enumerate(with_jsonl(iter(RECORDS), path)):
                 if i == 0:
                     size = path.stat().st_size
@@ -175,7 +175,7 @@ def test_no_part_of_a_row_is_left_by_a_full_disk(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         signal.signal(signal.SIGXFSZ, before)
-    assert ["No space left" in str(w.message) or "works again" in str(w.message) for w in said] == [True, True]
+    assert ["No space left" in str(w.message) or "works again" in str(w.message) for w in caught] == [True, True]
     assert len([json.loads(line) for line in path.read_text().splitlines()]) == len(RECORDS)
 
 
@@ -231,7 +231,7 @@ def test_progress_in_jupyter_is_one_output_in_one_place_which_the_saved_notebook
 
     def slow():
         yield RECORDS[0]
-        until = time.monotonic() + 600.0  # as while it compiles: the place is drawn again though there is no record
+        until = time.monotonic() + 600.0  # as during compiling: the line is drawn again without a record
         while not drawn or "starting" in drawn[-1]["text/plain"]:
             assert time.monotonic() < until, drawn
             time.sleep(0.01)
@@ -258,7 +258,7 @@ def test_progress_fits_a_narrow_terminal(capsys, monkeypatch):
     assert any("491520/491520" in line and "30 s" in line for line in capsys.readouterr().out.splitlines())
 
 
-def test_progress_tells_when_it_compiles_and_leaves_that_out_of_the_rate(capsys, monkeypatch):
+def test_progress_prints_when_it_compiles_and_leaves_that_time_out_of_the_rate(capsys, monkeypatch):
     made = [Compilation("before", 7.0)]
     now = iter([100.0, 131.0, 132.0])  # 30 s of compiling, then 100 steps a second
     monkeypatch.setattr("ecrl.run.loggers.time.perf_counter", lambda: next(now))

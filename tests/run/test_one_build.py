@@ -27,7 +27,7 @@ CHANGES = {
 
 @pytest.fixture
 def builds(monkeypatch):
-    """A list that grows with every call of `build`, in whatever module."""
+    """Return a list that grows with every call of `build`, in any module."""
     calls = []
 
     def counted(cfg):

@@ -127,16 +127,16 @@ def test_the_files_of_a_run_add_up_to_its_time_and_the_trace_names_the_phases(tm
     records = timed_records(times, "logging", with_jsonl(records, tmp_path / "metrics.jsonl"))
     for _ in with_profile(records, times, tmp_path):
         pass
-    told = json.loads((tmp_path / "profile" / "rank_0.json").read_text())
-    seconds = {row["phase"]: row["seconds"] for row in told["phases"]}
-    assert told["total_seconds"] == pytest.approx(seconds["loop"] + seconds["logging"])
-    assert told["total_seconds"] < next(ticks)
+    report = json.loads((tmp_path / "profile" / "rank_0.json").read_text())
+    seconds = {row["phase"]: row["seconds"] for row in report["phases"]}
+    assert report["total_seconds"] == pytest.approx(seconds["loop"] + seconds["logging"])
+    assert report["total_seconds"] < next(ticks)
     assert seconds["loop/collect"] + seconds["loop/update"] < seconds["loop"]
     collecting = ("draw", "policy", "env", "critic")
     assert sum(seconds[f"loop/collect/{name}"] for name in collecting) < seconds["loop/collect"]
     steps = cfg.trainer.iterations * cfg.trainer.buffer_size
     assert seconds["loop/collect/policy"] == seconds["loop/collect/env"] == steps
-    assert min(row["seconds"] for row in told["phases"]) >= 0.0
+    assert min(row["seconds"] for row in report["phases"]) >= 0.0
     names = {
         event.get("name") for event in json.loads((tmp_path / "profile/trace_rank_0.json").read_text())["traceEvents"]
     }

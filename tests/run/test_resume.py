@@ -39,7 +39,7 @@ train(init_state(cfg), cfg, sys.argv[2], progress=False)
 
 
 def interrupted(cfg: Config, folder) -> None:
-    """Ten of twenty iterations in a process of its own, ended as Ctrl-C ends it."""
+    """Run ten of twenty iterations in a separate process, and end it like Ctrl-C."""
     path = folder.with_suffix(".json")
     path.write_text(json.dumps(cfg.model_dump(mode="json")))
     command = [sys.executable, "-c", STOP, str(path), str(folder)]
@@ -127,7 +127,7 @@ def test_other_threads_are_warned_of(tmp_path):
         torch.set_num_threads(threads)
 
 
-def test_a_run_goes_on_where_its_device_is_not(tmp_path):
+def test_a_run_resumes_on_a_machine_without_its_device(tmp_path):
     run, cfg = finished(tmp_path)
     state, elsewhere = load(latest(run))[0], cfg.replace(**{"trainer.device": "cuda:77"})
     made = snapshot(build(cfg), state, cfg)
@@ -145,14 +145,14 @@ def test_a_run_goes_on_where_its_device_is_not(tmp_path):
     assert [row["sample_step"] for row in train(resumed, forced, run, progress=False)[1]] == [96]
 
 
-def test_a_manifest_of_before_the_device_was_told_is_read(tmp_path):
+def test_a_manifest_without_a_device_is_read(tmp_path):
     run, cfg = finished(tmp_path)
     made = snapshot(build(cfg), load(latest(run))[0], cfg)
     write(latest(run), made._replace(conditions={name: x for name, x in made.conditions.items() if name != "device"}))
     assert same(resume(run)[0], load(latest(run))[0])
 
 
-def test_a_folder_without_a_run_says_so(tmp_path):
+def test_a_folder_without_a_run_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="no checkpoint"):
         resume(tmp_path)
 
@@ -163,7 +163,7 @@ def test_a_finished_run_has_nothing_to_do(tmp_path):
     assert len(train(state, cfg, run, progress=False)[1]) == 0
 
 
-def test_a_saved_gymnasium_run_starts_its_episodes_afresh_and_says_so(tmp_path):
+def test_a_resumed_gymnasium_run_starts_new_episodes_with_a_warning(tmp_path):
     cfg = small(**{"env": "gymnasium:CartPole-v1", "trainer.iterations": 2})
     state = init_state(cfg)
     first = next(iter(train_iter(state, cfg)))["state"]
@@ -186,11 +186,11 @@ def test_a_checkpoint_folder_is_not_a_run(tmp_path):
 
 def test_a_forced_seed_and_adaptive_rate_take_effect(tmp_path):
     run, _ = finished(tmp_path, **{"algorithm.cfg.lr_scheduler": {"name": "adaptive"}})
-    kept, _ = resume(run, overrides={"trainer.iterations": 9}, force=True)
+    resumed, _ = resume(run, overrides={"trainer.iterations": 9}, force=True)
     state, cfg = resume(run, overrides={"trainer.seed": 77, "algorithm.cfg.learning_rate": 0.009}, force=True)
-    assert torch.equal(state["key"], init_state(cfg)["key"]) and not torch.equal(state["key"], kept["key"])
+    assert torch.equal(state["key"], init_state(cfg)["key"]) and not torch.equal(state["key"], resumed["key"])
     assert float(state["learning_rate"]) == pytest.approx(0.009)
-    assert torch.equal(kept["learning_rate"], load(latest(run))[0]["learning_rate"])
+    assert torch.equal(resumed["learning_rate"], load(latest(run))[0]["learning_rate"])
 
 
 def test_unreadable_rows_are_forgotten(tmp_path):
@@ -201,7 +201,7 @@ def test_unreadable_rows_are_forgotten(tmp_path):
     assert all(json.loads(line)["sample_step"] <= 64 for line in (run / "metrics.jsonl").read_text().splitlines())
 
 
-def test_training_on_from_any_gymnasium_state_starts_episodes_afresh():
+def test_training_from_any_gymnasium_state_starts_new_episodes():
     cfg = small(**{"env": "gymnasium:CartPole-v1", "trainer.iterations": 3})
     start = init_state(cfg)
     first, _, second, *_ = [record["state"] for record in train_iter(start, cfg)]
@@ -258,48 +258,48 @@ def test_a_resume_that_is_refused_changes_nothing(tmp_path):
 EVALUATED = {"trainer.enable_eval": True, "trainer.eval_freq": 32, "trainer.num_eval_episodes": 2}
 
 
-def told(run):
-    """Rows of a run but for times, and what its best checkpoint is of."""
+def run_outcome(run):
+    """Return the rows of a run without times, and the logs and the state of its best checkpoint."""
     rows = [json.loads(row) for row in (run / "metrics.jsonl").read_text().splitlines()]
-    kept = [{name: x for name, x in row.items() if name not in ("seconds", "charts/SPS")} for row in rows]
+    compared = [{name: x for name, x in row.items() if name not in ("seconds", "charts/SPS")} for row in rows]
     best = json.loads((run / "checkpoints" / "best" / "manifest.json").read_text())
-    return kept, best["logs"], load(run / "checkpoints" / "best")[0]
+    return compared, best["logs"], load(run / "checkpoints" / "best")[0]
 
 
-def test_an_evaluation_that_was_given_up_is_made_when_the_run_goes_on(tmp_path, monkeypatch):
+def test_an_interrupted_evaluation_is_made_when_the_run_resumes(tmp_path, monkeypatch):
     cfg = small(**EVALUATED, **{"trainer.iterations": 3})
     train(init_state(cfg), cfg, tmp_path / "whole", progress=False)
     inner, calls = evaluation._evaluate_run, []
 
-    def second_is_given_up(*args):
+    def interrupt_second(*args):
         calls.append(args)
         if len(calls) == 2:
             raise KeyboardInterrupt
         return inner(*args)
 
-    monkeypatch.setattr(evaluation, "_evaluate_run", second_is_given_up)
+    monkeypatch.setattr(evaluation, "_evaluate_run", interrupt_second)
     train(init_state(cfg), cfg, tmp_path / "run", progress=False)
     state, again = resume(tmp_path / "run")
     assert int(state["sample_step"]) == 64 and "evaluate" not in (tmp_path / "run" / "metrics.jsonl").read_text()[-400:]
     _, history = train(state, again, tmp_path / "run", progress=False)
-    rows, best, kept = told(tmp_path / "whole")
+    rows, best, state = run_outcome(tmp_path / "whole")
     assert [row["sample_step"] for row in rows if row["log_type"] == "evaluate"] == [32, 64, 96]
-    assert told(tmp_path / "run")[:2] == (rows, best) and same(told(tmp_path / "run")[2], kept)
+    assert run_outcome(tmp_path / "run")[:2] == (rows, best) and same(run_outcome(tmp_path / "run")[2], state)
     assert len(calls) == 4 and len(history) == 2
     train(load(latest(tmp_path / "run"))[0], again, tmp_path / "run", progress=False)
-    assert len(calls) == 4 and told(tmp_path / "run")[0] == rows, "no evaluation is pending at the end"
+    assert len(calls) == 4 and run_outcome(tmp_path / "run")[0] == rows, "no evaluation is pending at the end"
 
 
 def test_an_evaluation_whose_best_was_not_saved_is_made_again(tmp_path):
     cfg = small(**EVALUATED).replace(**{"trainer.iterations": 2, "trainer.eval_freq": 64})
     state, _ = train(init_state(cfg), cfg, tmp_path, progress=False)
-    before = told(tmp_path)
+    before = run_outcome(tmp_path)
     shutil.rmtree(tmp_path / "checkpoints" / "best")
     train(state, cfg, tmp_path, progress=False)
-    assert told(tmp_path)[:2] == before[:2] and same(told(tmp_path)[2], before[2])
+    assert run_outcome(tmp_path)[:2] == before[:2] and same(run_outcome(tmp_path)[2], before[2])
 
 
-def test_an_evaluation_that_is_owed_and_cannot_be_taken_out_is_one_line(tmp_path, monkeypatch):
+def test_a_pending_evaluation_that_cannot_run_is_one_line(tmp_path, monkeypatch):
     cfg = small(**EVALUATED).replace(**{"trainer.iterations": 2, "trainer.eval_freq": 64})
     state, _ = train(init_state(cfg), cfg, tmp_path, progress=False)
     shutil.rmtree(tmp_path / "checkpoints" / "best")

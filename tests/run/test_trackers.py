@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases: the same names, against env steps, the config beside them; neither ends a run."""
+"""TensorBoard and Weights & Biases: the same names over env steps, and the config. Their failures never end a run."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def test_tensorboard_names_and_steps(tmp_path):
 def test_tensorboard_has_the_config_as_a_table_and_as_hyperparameters_of_this_run(tmp_path):
     cfg = small(**{"algorithm.cfg.clip_coef": 0.125})
     list(with_tensorboard(iter(RECORDS), cfg, tmp_path))
-    assert [p.is_file() for p in tmp_path.iterdir()] == [True]  # no run folder of their own
+    assert [p.is_file() for p in tmp_path.iterdir()] == [True]  # no separate run folder
     events = events_in(tmp_path)
     table = events.Tensors("hyperparameters/text_summary")[0].tensor_proto.string_val[0].decode()
     assert "|algorithm.cfg.clip_coef|0.125|" in table
@@ -58,11 +58,11 @@ def test_hyperparameters_are_every_key_of_the_config_that_is_set():
 def test_a_resumed_tensorboard_hides_what_was_written_beyond_the_checkpoint(tmp_path):
     list(with_tensorboard(iter([record("train", s, policy_loss=1.0) for s in (10, 20, 30)]), small(), tmp_path))
     list(with_tensorboard(iter([record("train", s, policy_loss=2.0) for s in (30, 40)]), small(), tmp_path, start=20))
-    seen = [(e.step, e.value) for e in events_in(tmp_path).Scalars("train/policy_loss")]
-    assert seen == [(10, 1.0), (20, 1.0), (30, 2.0), (40, 2.0)]
+    points = [(e.step, e.value) for e in events_in(tmp_path).Scalars("train/policy_loss")]
+    assert points == [(10, 1.0), (20, 1.0), (30, 2.0), (40, 2.0)]
 
 
-def test_a_full_disk_under_tensorboard_is_said_once_and_nothing_is_lost(tmp_path, monkeypatch):
+def test_a_full_disk_under_tensorboard_warns_once_and_loses_nothing(tmp_path, monkeypatch):
     written, append = [], loggers.append
 
     def full(path, data):
@@ -72,10 +72,10 @@ def test_a_full_disk_under_tensorboard_is_said_once_and_nothing_is_lost(tmp_path
         append(path, data)
 
     monkeypatch.setattr(loggers, "append", full)
-    with pytest.warns(UserWarning) as said:
+    with pytest.warns(UserWarning) as caught:
         assert len(list(with_tensorboard(iter(RECORDS), small(), tmp_path))) == len(RECORDS)
-    told = [str(w.message).split("; ")[0].split(": ")[-1] for w in said]
-    assert told == ["[Errno 28] No space left on device", "works again, after 3 failures"]
+    messages = [str(w.message).split("; ")[0].split(": ")[-1] for w in caught]
+    assert messages == ["[Errno 28] No space left on device", "works again, after 3 failures"]
     events = events_in(tmp_path)
     assert [(e.step, e.value) for e in events.Scalars("train/policy_loss")] == [(10, 0.5), (20, 0.25)]
 
@@ -125,15 +125,15 @@ def run(folder, ending):
     return record["state"]
 
 plain, _ = train(init_state(cfg), cfg, "plain", progress=False)
-out = {"imported": "wandb" in sys.modules, "said": {}}
+out = {"imported": "wandb" in sys.modules, "warnings": {}}
 for ending in sys.argv[1:]:
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             state = run(ending, ending)
         except RuntimeError as error:
             assert str(error) == "stop"
-    out["said"][ending] = [str(w.message) for w in said if "W&B" in str(w.message)]
+    out["warnings"][ending] = [str(w.message) for w in caught if "W&B" in str(w.message)]
     if ending == "end":
         same = [(a == b).all().item() for a, b in zip(plain.values(True, True), state.values(True, True))]
         out["same"] = len(same) > 20 and all(same)
@@ -161,9 +161,9 @@ def offline(tmp_path_factory):
 
 @pytest.mark.parametrize(("ending", "code", "count"), [("end", 0, 8), ("break", 0, 4), ("raise", 1, 4)])
 def test_wandb_offline_has_names_steps_config_and_how_the_run_ended(offline, ending, code, count):
-    folder, told = offline
-    assert len(told["said"][ending]) == 1
-    assert "no API key is configured (wandb login); tracking offline" in told["said"][ending][0]
+    folder, output = offline
+    assert len(output["warnings"][ending]) == 1
+    assert "no API key is configured (wandb login); tracking offline" in output["warnings"][ending][0]
     name, config, rows, exits = logged(folder / ending)
     assert name == ("a-project", "a-name")
     assert config["algorithm"]["cfg"]["batch_size"] == 10
@@ -188,14 +188,14 @@ def test_a_server_that_does_not_answer_leaves_the_run_as_it_is(server, tmp_path)
         if server == "is silent":
             listener.listen(50)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        told = tracked(tmp_path, "end", WANDB_BASE_URL=url, WANDB_API_KEY="a" * 40)
-    assert len(told["said"]["end"]) == 1
-    assert "tracking offline" in told["said"]["end"][0]
-    assert told["same"]
+        output = tracked(tmp_path, "end", WANDB_BASE_URL=url, WANDB_API_KEY="a" * 40)
+    assert len(output["warnings"]["end"]) == 1
+    assert "tracking offline" in output["warnings"]["end"][0]
+    assert output["same"]
     assert len(logged(tmp_path / "end")[2]) == 8
 
 
-def test_a_missing_wandb_says_how_to_get_it(tmp_path, monkeypatch):
+def test_a_missing_wandb_is_reported_with_its_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match=r"pip install 'ecrl\[wandb\]'"):
         next(with_wandb(iter(RECORDS), small(), tmp_path))
@@ -229,18 +229,18 @@ def test_a_tracker_that_dies_is_begun_again_later_and_never_ends_the_run(tmp_pat
     made = iter(trackers)
     monkeypatch.setattr("ecrl.run.trackers._wandb_run", lambda cfg, folder: next(made))
     monkeypatch.setattr("ecrl.run.trackers._RETRY", retry)
-    with pytest.warns(UserWarning) as said:
+    with pytest.warns(UserWarning) as caught:
         assert len(list(with_wandb(iter(RECORDS), small(), tmp_path))) == len(RECORDS)
-    told = [str(w.message) for w in said]
-    assert told[0] == "W&B: Connection lost; the run goes on and tries again"
-    assert told[1:] == (["W&B: works again, after 1 failure"] if more else [])
+    messages = [str(w.message) for w in caught]
+    assert messages[0] == "W&B: Connection lost; the run goes on and tries again"
+    assert messages[1:] == (["W&B: works again, after 1 failure"] if more else [])
     assert [t.rows for t in trackers] == [[10], more]
 
 
 @pytest.mark.slow
 def test_wandb_goes_on_in_a_new_process_when_its_own_is_killed(tmp_path):
     pytest.importorskip("wandb")
-    told = tracked(tmp_path, "killed")
-    lost, again = [line for line in told["said"]["killed"] if "no API key" not in line]
+    output = tracked(tmp_path, "killed")
+    lost, again = [line for line in output["warnings"]["killed"] if "no API key" not in line]
     assert "Connection" in lost and lost.endswith("; the run goes on and tries again")
     assert again == "W&B: works again, after 1 failure"

@@ -35,7 +35,7 @@ def config_file(tmp_path, monkeypatch):
 
 
 def cli(*args, cwd=None):
-    """The command line in a process of its own."""
+    """Run the command line in a separate process."""
     return subprocess.run([sys.executable, "-m", "ecrl", *map(str, args)], capture_output=True, text=True, cwd=cwd)
 
 
@@ -52,10 +52,10 @@ def test_a_last_state_that_cannot_be_saved_is_not_lost(tmp_path, monkeypatch):
 
     monkeypatch.setattr("ecrl.run.checkpointing.write", full)
     cfg = small()
-    with pytest.raises(NotSavedError, match="step_128: cannot be written: disk full; nothing is lost") as told:
+    with pytest.raises(NotSavedError, match="step_128: cannot be written: disk full; nothing is lost") as error:
         train(ecrl.init_state(cfg), cfg, run_dir=tmp_path / "run", progress=False)
-    assert same(told.value.state, last_state(cfg))
-    assert [row["sample_step"] for row in told.value.history] == [32, 64, 96, 128]
+    assert same(error.value.state, last_state(cfg))
+    assert [row["sample_step"] for row in error.value.history] == [32, 64, 96, 128]
 
 
 @pytest.mark.parametrize("shown", [{"progress": True}, {"progress": False, "profile": True}], ids=str)
@@ -71,9 +71,9 @@ def test_nor_is_that_of_a_run_that_was_stopped(tmp_path, monkeypatch, shown):
     monkeypatch.setattr("ecrl.run.profiler.Path.write_text", write_text)
     monkeypatch.setattr("ecrl.run.train.asked", lambda: signal.SIGTERM)
     cfg = small()
-    with pytest.raises(NotSavedError, match="step_32: cannot be written: disk full; nothing is lost") as told:
+    with pytest.raises(NotSavedError, match="step_32: cannot be written: disk full; nothing is lost") as error:
         train(ecrl.init_state(cfg), cfg, tmp_path / "run", **shown)
-    assert int(told.value.state["sample_step"]) == 32
+    assert int(error.value.state["sample_step"]) == 32
 
 
 def test_train_without_a_folder_writes_nothing(tmp_path, monkeypatch):
@@ -110,12 +110,12 @@ def test_two_runs_in_one_second_do_not_meet(config_file, monkeypatch):
     assert claimed == {f"generic_exp_20260101_000000{end}" for end in ("", "_2", "_3")}
 
 
-@pytest.mark.parametrize("left", ["config.json", "metrics.jsonl", "checkpoints"])
-def test_a_folder_that_holds_a_run_is_refused(config_file, tmp_path, left):
+@pytest.mark.parametrize("existing", ["config.json", "metrics.jsonl", "checkpoints"])
+def test_a_folder_that_holds_a_run_is_refused(config_file, tmp_path, existing):
     run = tmp_path / "run"
     run.mkdir()
-    (run / left).write_text("")  # as a killed run leaves it
-    with pytest.raises(ConfigError, match=rf"already holds a run \({left}\)"):
+    (run / existing).write_text("")  # as a killed run leaves it
+    with pytest.raises(ConfigError, match=rf"already holds a run \({existing}\)"):
         train_from_config(config_file, run_dir=run)
     with pytest.raises(ConfigError, match="already holds a run"):
         train(ecrl.init_state(small()), small(), run)
@@ -128,7 +128,7 @@ def test_a_run_goes_on_in_its_own_folder(tmp_path):
         train(half, cfg, tmp_path / "run", progress=False)
     assert _steps_logged(tmp_path / "run") == 2 * [96, 96, 128, 128]
     state, _ = load(latest(tmp_path / "run"))
-    more = cfg.replace(**{"trainer.iterations": 6})  # another config, but the weights are those of the checkpoint
+    more = cfg.replace(**{"trainer.iterations": 6})  # another config, with the weights of the checkpoint
     train(state, more, tmp_path / "run", progress=False)
     assert _steps_logged(tmp_path / "run") == 2 * [96, 96, 128, 128] + [160, 160, 192, 192]
 
@@ -166,7 +166,7 @@ def test_a_run_does_not_go_on_in_the_folder_of_another(tmp_path, same_steps, wit
     train(ecrl.init_state(other), other, tmp_path / "other", progress=False)
     more = one.replace(**{"trainer.iterations": 6})
     before = (tmp_path / "other" / "metrics.jsonl").read_bytes()
-    if with_cfg_of == "one" or same_steps:  # else it may be a state of that run that was not saved
+    if with_cfg_of == "one" or same_steps:  # otherwise it may be an unsaved state of that run
         with pytest.raises(ConfigError, match="other already holds a run"):
             train(state, more if with_cfg_of == "one" else other, tmp_path / "other", progress=False)
     assert (tmp_path / "other" / "metrics.jsonl").read_bytes() == before
@@ -175,7 +175,7 @@ def test_a_run_does_not_go_on_in_the_folder_of_another(tmp_path, same_steps, wit
 
 
 @pytest.mark.parametrize("place", ["small.json", "small.json/below"])
-def test_a_folder_that_cannot_be_made_is_said(config_file, place):
+def test_a_folder_that_cannot_be_created_is_reported(config_file, place):
     with pytest.raises(ConfigError, match=f"run_dir: {place}: cannot be created: "):
         train_from_config(config_file, run_dir=place)
 
@@ -239,19 +239,21 @@ def test_a_distributed_run_needs_what_torchrun_sets(config_file, monkeypatch):
 
 
 @pytest.mark.parametrize("port", ["99999", "taken"])
-def test_a_store_that_cannot_be_reached_is_told_in_one_line(port):
+def test_an_unreachable_store_is_one_line(port):
     taken = socket.create_server(("localhost", 0))
     port = port if port.isdecimal() else str(taken.getsockname()[1])
     environ = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
     with (
         taken,
-        pytest.raises(ConfigError, match=rf"^trainer.distributed: MASTER_ADDR localhost, MASTER_PORT {port}: ") as told,
+        pytest.raises(
+            ConfigError, match=rf"^trainer.distributed: MASTER_ADDR localhost, MASTER_PORT {port}: "
+        ) as error,
     ):
         distributed.start(True, environ)
-    assert "\n" not in str(told.value) and distributed.world_size() == 1
+    assert "\n" not in str(error.value) and distributed.world_size() == 1
 
 
-HOLD = """
+HOLD_FOLDER = """
 import sys, pathlib
 from ecrl.run.atomic_files import lock_folder
 with lock_folder(pathlib.Path('run')): print(flush=True), sys.stdin.read()
@@ -261,7 +263,7 @@ with lock_folder(pathlib.Path('run')): print(flush=True), sys.stdin.read()
 def test_two_processes_do_not_go_on_in_one_folder(config_file, monkeypatch, capsys):
     assert called(monkeypatch, "train", config_file, "--run-dir", "run") == 0
     rows = Path("run/metrics.jsonl").read_bytes()
-    other = subprocess.Popen([sys.executable, "-c", HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    other = subprocess.Popen([sys.executable, "-c", HOLD_FOLDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert (
         other.stdout is not None and other.stdout.readline() and "the run has finished" not in capsys.readouterr().out
     )
@@ -275,7 +277,7 @@ def test_two_processes_do_not_go_on_in_one_folder(config_file, monkeypatch, caps
     )
 
 
-def test_a_distributed_run_of_nobody_else_says_so(config_file, monkeypatch, capsys):
+def test_a_distributed_run_without_torchrun_warns(config_file, monkeypatch, capsys):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.warns(
         UserWarning, match=r"^trainer.distributed: torchrun did not start this process, so it is the only one$"
@@ -315,12 +317,12 @@ def test_the_device_of_an_evaluation_is_given_once(tmp_path, monkeypatch, capsys
     assert called(monkeypatch, "eval", tmp_path / "run", "--num-episodes", 2, "--device", "cpu") == 0
 
 
-@pytest.mark.parametrize(("flag", "told"), [("--distributed", "RANK is not set"), ("--no-distributed", "")])
-def test_the_shell_decides_over_the_config(config_file, flag, told, monkeypatch, capsys):
-    config_file.write_text(json.dumps(small(**{"trainer.distributed": not told}).model_dump(mode="json")))
+@pytest.mark.parametrize(("flag", "message"), [("--distributed", "RANK is not set"), ("--no-distributed", "")])
+def test_the_shell_decides_over_the_config(config_file, flag, message, monkeypatch, capsys):
+    config_file.write_text(json.dumps(small(**{"trainer.distributed": not message}).model_dump(mode="json")))
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert called(monkeypatch, "train", "--config", config_file, flag) == (2 if told else 0)
-    assert told in capsys.readouterr().err
+    assert called(monkeypatch, "train", "--config", config_file, flag) == (2 if message else 0)
+    assert message in capsys.readouterr().err
 
 
 def test_eval_on_gymnasium_from_the_shell(config_file, monkeypatch, capsys):
@@ -330,20 +332,20 @@ def test_eval_on_gymnasium_from_the_shell(config_file, monkeypatch, capsys):
 
 
 def test_eval_under_other_keys_of_the_environment(config_file, monkeypatch, capsys):
-    def told(*keys):
+    def evaluated(*keys):
         status = 0 if keys[0].startswith("--env") else 2
         assert called(monkeypatch, "eval", "run", "--num-episodes", "4", *keys) == status
         return capsys.readouterr()
 
     assert called(monkeypatch, "train", config_file, "--run-dir", "run") == 0
     capsys.readouterr()
-    short = told("--env.cfg.max_episode_steps", "5").out
+    short = evaluated("--env.cfg.max_episode_steps", "5").out
     assert "eval/avg_length    5.00" in short
-    assert "avg_length    5.00" not in told("--env.cfg.max_episode_steps=400").out
-    assert told("--policy.name", "mine").err.startswith(
+    assert "avg_length    5.00" not in evaluated("--env.cfg.max_episode_steps=400").out
+    assert evaluated("--policy.name", "mine").err.startswith(
         "--policy.name: an evaluation can only set keys of env and trainer"
     )
-    assert "trainer.num_eval_envs: " in told("--trainer.num_eval_envs", "0").err
+    assert "trainer.num_eval_envs: " in evaluated("--trainer.num_eval_envs", "0").err
     assert called(monkeypatch, "eval", "run", "--env.name", "pendulum") == 2
     assert "with these keys has observation_space" in capsys.readouterr().err
 
@@ -364,9 +366,9 @@ def test_faults_exit_2_with_one_line_each(config_file, change, lines, monkeypatc
         data[section] |= keys
     config_file.write_text(json.dumps(data))
     assert called(monkeypatch, "train", config_file) == 2
-    told = capsys.readouterr().err
-    assert len(told.splitlines()) == len(lines), told
-    assert all(line in told for line in lines), told
+    stderr = capsys.readouterr().err
+    assert len(stderr.splitlines()) == len(lines), stderr
+    assert all(line in stderr for line in lines), stderr
 
 
 @pytest.mark.parametrize(
@@ -428,21 +430,21 @@ def test_any_key_can_be_set_from_the_shell(config_file, monkeypatch, capsys):
     _, cfg = load(latest("run"))
     assert (cfg.trainer.seed, cfg.algorithm.cfg.gamma, cfg.trainer.enable_eval) == (7, 0.9, True)
     assert called(monkeypatch, "train", config_file, "--trainer.sede", "7") == 2
-    told = capsys.readouterr().err
-    assert "trainer.sede: unknown key; did you mean 'seed'?" in told and len(told.splitlines()) == 1
+    stderr = capsys.readouterr().err
+    assert "trainer.sede: unknown key; did you mean 'seed'?" in stderr and len(stderr.splitlines()) == 1
 
 
 def test_resume_from_the_shell(config_file, monkeypatch, capsys):
     assert called(monkeypatch, "train", config_file, "--run-dir", "run", "--trainer.iterations", "2") == 0
     assert called(monkeypatch, "train", "--resume", "run", "--trainer.iterations", "4") == 2
-    told = capsys.readouterr().err
-    assert "trainer.iterations: 2 -> 4" in told and "--force" in told
+    stderr = capsys.readouterr().err
+    assert "trainer.iterations: 2 -> 4" in stderr and "--force" in stderr
     assert called(monkeypatch, "train", "--resume", "run", "--trainer.iterations", "4", "--force") == 0
     state, _ = load(latest("run"))
     assert same(state, last_state(small()))
 
 
-def test_the_start_says_what_runs_and_what_is_registered(config_file, monkeypatch, capsys):
+def test_the_start_prints_what_runs_and_what_is_registered(config_file, monkeypatch, capsys):
     assert called(monkeypatch, "train", config_file, "--run-dir", "run") == 0
     printed = capsys.readouterr().out
     for part in ("device   cpu, eager", "world size 1", "128 env steps, 4 iterations", "cartpole, "):
@@ -454,10 +456,10 @@ def test_the_start_says_what_runs_and_what_is_registered(config_file, monkeypatc
     assert {"actor_critic", "actor_only"} <= set(policies.split(", "))
 
 
-def test_check_says_what_would_run_or_every_fault(config_file, monkeypatch, capsys):
+def test_check_prints_what_would_run_or_every_fault(config_file, monkeypatch, capsys):
     assert called(monkeypatch, "check", config_file, "--trainer.num_envs", "8") == 0
-    told = capsys.readouterr().out
-    assert "256 env steps, 4 iterations" in told and told.endswith("small.json: ok\n")
+    stdout = capsys.readouterr().out
+    assert "256 env steps, 4 iterations" in stdout and stdout.endswith("small.json: ok\n")
     assert called(monkeypatch, "check", config_file, "--trainer.num_envs", "0", "--trainer.sede", "1") == 2
     assert len(capsys.readouterr().err.splitlines()) == 2
     assert called(monkeypatch, "check", config_file, "--policy.action_dim", "5") == 2

@@ -1,4 +1,4 @@
-"""Videos: the right frames of the right steps, made apart from the run, which they neither change nor stall."""
+"""Videos: the right frames of the right steps, made in the background, without changing or delaying the run."""
 
 import re
 import subprocess
@@ -37,7 +37,7 @@ ffmpeg = pytest.importorskip("imageio_ffmpeg", reason="videos need the extra 'vi
 
 
 def frames(path):
-    """Of an mp4, uint8 `[T, h, w, 3]`, and how many there are in a second."""
+    """Return the frames of an mp4, uint8 `[T, h, w, 3]`, and the frames per second."""
     command = [ffmpeg.get_ffmpeg_exe(), "-i", str(path), "-f", "rawvideo", "-pix_fmt", "rgb24", "-"]
     read = subprocess.run(command, capture_output=True, check=True)
     width, height, fps = re.search(rb"h264.* (\d+)x(\d+)[ ,].* ([\d.]+) fps", read.stderr).groups()
@@ -53,8 +53,8 @@ def drawn(monkeypatch):
     """Pictures without OpenGL: tile i is as grey as environment i's time in its episode, 20 per step of 0.04 s."""
 
     def render_views(sim, camera, views):
-        for seen in views:
-            times = seen["physics"][:, 0]
+        for frame in views:
+            times = frame["physics"][:, 0]
             yield np.concatenate([grey(int((20 * time / 0.04).round()), size=(16, 16))[0] for time in times], 1)
 
     monkeypatch.setattr(video_writer, "render_views", render_views)
@@ -63,7 +63,7 @@ def drawn(monkeypatch):
 
 
 def steps_in(path, tiles):
-    """What `drawn` tells of each tile and frame: steps since its episode began, `[T, tiles]`."""
+    """Return the steps since the start of the episode in each tile and frame of `drawn`, `[T, tiles]`."""
     film, _ = frames(path)
     return np.stack([film[:, 8, 16 * i + 8].mean(-1) / 20 for i in range(tiles)], -1).round().astype(int)
 
@@ -90,7 +90,7 @@ def test_a_video_is_there_when_it_is_complete(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_ffmpeg_says_is_told(tmp_path, monkeypatch):
+def test_output_of_ffmpeg_is_in_the_warning(tmp_path, monkeypatch):
     monkeypatch.setattr(video_writer, "_ENCODER", ["-c:v", "no_such_codec"])
     with pytest.raises(OSError, match=r"\.film\.part\.mp4: .*no_such_codec"):
         write_video(tmp_path / "film.mp4", iter(grey(*range(200), size=(480, 640))), 20)
@@ -115,8 +115,8 @@ def test_errors_in_the_background_come_out():
         start(_raise, UserError("no light"))
         with pytest.raises(UserError, match="no light"):
             start(print)
-    told = "videos: disk full; the run goes on and tries again"
-    with pytest.warns(UserWarning, match=told), background_worker() as start:
+    message = "videos: disk full; the run goes on and tries again"
+    with pytest.warns(UserWarning, match=message), background_worker() as start:
         start(_raise, OSError("disk full"))
 
 
@@ -130,11 +130,11 @@ def test_a_video_of_each_evaluation(tmp_path, drawn, func, tiles):
     train(init_state(cfg), cfg, tmp_path, progress=False)
     names = {str(p.relative_to(tmp_path / "videos")) for p in (tmp_path / "videos").rglob("*.*")}
     assert names == {"outputs/eval/main_eval_32.mp4", "outputs/eval/main_eval_64.mp4"}
-    seen = steps_in(tmp_path / "videos" / "outputs/eval/main_eval_32.mp4", tiles)
-    ends = [int(np.argmax(seen[1:, i] == 0)) + 1 if (seen[1:, i] == 0).any() else len(seen) for i in range(tiles)]
-    assert sorted(set(ends)) == [6, 9] and len(seen) == 9  # as long as the longest of the first episodes
+    steps = steps_in(tmp_path / "videos" / "outputs/eval/main_eval_32.mp4", tiles)
+    ends = [int(np.argmax(steps[1:, i] == 0)) + 1 if (steps[1:, i] == 0).any() else len(steps) for i in range(tiles)]
+    assert sorted(set(ends)) == [6, 9] and len(steps) == 9  # as long as the longest of the first episodes
     for i, end in enumerate(ends):
-        assert seen[:, i].tolist() == [*range(end), *range(9 - end)]  # before each step; then the next episode
+        assert steps[:, i].tolist() == [*range(end), *range(9 - end)]  # before each step; then the next episode
     assert frames(tmp_path / "videos" / "outputs/eval/main_eval_32.mp4")[1] == 20
 
 
@@ -162,8 +162,8 @@ def test_cameras_change_nothing(tmp_path, drawn, form):
     assert not (tmp_path / "a" / "videos").exists()
 
     def numbers(rows):
-        kept = [{k: v for k, v in row.items() if "SPS" not in k and "seconds" not in k} for row in rows]
-        return repr(kept)  # NaN equals NaN
+        compared = [{k: v for k, v in row.items() if "SPS" not in k and "seconds" not in k} for row in rows]
+        return repr(compared)  # NaN equals NaN
 
     assert numbers(history) == numbers(filmed) and "eval/avg_reward" in numbers(filmed)
 
@@ -218,7 +218,7 @@ def test_what_training_collects_is_filmed(algorithm):
         after, _ = make_iteration(short)(state)
         views = list(rollout_views(build(long), state, long, 3))
         assert len(views) == 9 and views[0].batch_size == (3,)
-        # with one step more, the last view is where the iteration ended; groups start anew in every iteration
+        # with one more step, the last view is the end of the iteration; groups restart in every iteration
         for row, world in ((0, state), (8, after)) if algorithm == "ppo" else ((8, after),):
             expected = view(world["env"], 3)
             torch.testing.assert_close(views[row]["physics"], expected["physics"], rtol=1e-4, atol=1e-5)
@@ -228,7 +228,7 @@ def test_what_training_collects_is_filmed(algorithm):
 
 @register_env("reporting_pole", override=True)
 def reporting_pole(cfg: CartPoleConfig) -> Env:
-    """CartPole with `info`, in which a video puts its views."""
+    """Register CartPole with `info`; a video stores its views there."""
     pole = make_env({"name": "cartpole", "cfg": cfg.model_dump()})
 
     def with_info(after: TensorDict) -> TensorDict:
@@ -256,8 +256,8 @@ def test_rank_0_films_alone_so_a_video_waits_for_no_other_rank(case, monkeypatch
         monkeypatch.setattr(module, "all_mean", lambda *_, **__: pytest.fail("it waits for the other ranks"))
     views = list(rollout_views(build(cfg), state, cfg, 2))
     assert len(views) == cfg.trainer.buffer_size
-    for t, seen in enumerate(views[: None if is_whole else 2]):  # the policy learns after the first step
-        torch.testing.assert_close(seen["obs"], steps["obs"][:2, t])
+    for t, frame in enumerate(views[: None if is_whole else 2]):  # the policy learns after the first step
+        torch.testing.assert_close(frame["obs"], steps["obs"][:2, t])
 
 
 def test_an_iterate_without_steps_to_film_is_refused_before_training(monkeypatch, tmp_path):
@@ -294,7 +294,7 @@ def test_videos_of_training(tmp_path, drawn):
 
 def test_a_run_without_a_folder_makes_no_videos(drawn, monkeypatch):
     begun = []
-    monkeypatch.setattr(video_writer, "write_video", lambda *given: begun.append(given))
+    monkeypatch.setattr(video_writer, "write_video", lambda *args: begun.append(args))
     cfg = filmed_run({"t": film(name="t")}, {"e": film(name="e")})
     train(init_state(cfg), cfg, progress=False)
     assert not begun
@@ -304,9 +304,9 @@ def test_training_does_not_wait_for_a_video_but_the_next_evaluation_does(tmp_pat
     gate, fast = Event(), video_writer.render_views
 
     def slow(sim, camera, views):
-        for seen in views:
+        for frame in views:
             assert gate.wait(30)
-            yield from fast(sim, camera, [seen])
+            yield from fast(sim, camera, [frame])
 
     monkeypatch.setattr(video_writer, "render_views", slow)
     cfg = filmed_run(evaluation={"e": film(name="e")})
@@ -345,7 +345,7 @@ CARTPOLE = {"name": "cartpole"}
 
 
 @pytest.mark.parametrize(
-    ("events", "told"),
+    ("events", "message"),
     [
         (
             {"cam": film() | {"mode": "reset"}},
@@ -354,8 +354,8 @@ CARTPOLE = {"name": "cartpole"}
         ({"a": film(name="x"), "b": film("record_camera_data_async", name="x")}, r"eval.b .* the same as in a; choose"),
     ],
 )
-def test_cameras_that_cannot_record_are_refused(events, told, drawn):
-    with pytest.raises(ConfigError, match=told):
+def test_cameras_that_cannot_record_are_refused(events, message, drawn):
+    with pytest.raises(ConfigError, match=message):
         check_cameras(filmed_run(evaluation=events))
     check_cameras(filmed_run({"cam": film(name="x")}, {"cam": film(name="x")}))  # their files differ
 
@@ -370,12 +370,12 @@ def test_cameras_are_no_events_of_an_environment(drawn):
     with pytest.raises(ConfigError, match=r"put the event under trainer\.events\.train or trainer\.events\.eval"):
         events = TASK["cfg"]["events"] | {"cam": {"func": "record_camera_data"}}
         init_state(filmed_run(**{"env.cfg.events": events}))
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         cfg = filmed_run(evaluation={"cam": film()}, **{"env": CARTPOLE})
     assert (
         "trainer.events.eval.cam has no meaning here (record_camera_data: this environment has no scene to film)"
-        in str(said[0].message)
+        in str(caught[0].message)
     )
     assert cfg.trainer.events.eval == {} and CUBE["uid"] == "cube"
     with pytest.raises(ConfigError, match="cartpole has no scene to record; ecrl record is for MuJoCo tasks"):
@@ -386,9 +386,9 @@ def test_cameras_are_no_events_of_an_environment(drawn):
 def test_record(tmp_path, drawn, many, episodes):
     cfg = filmed_run()
     count = record(init_state(cfg), cfg, tmp_path / "film.mp4", many, episodes)
-    seen = steps_in(tmp_path / "film.mp4", many)
-    ends = [[*np.flatnonzero(np.diff(seen[:, i]) < 0) + 1, len(seen)] for i in range(many)]
-    assert len(seen) == count == max(end[episodes - 1] for end in ends)
+    steps = steps_in(tmp_path / "film.mp4", many)
+    ends = [[*np.flatnonzero(np.diff(steps[:, i]) < 0) + 1, len(steps)] for i in range(many)]
+    assert len(steps) == count == max(end[episodes - 1] for end in ends)
     assert min(len(end) for end in ends) >= episodes and frames(tmp_path / "film.mp4")[1] == 25
     with pytest.raises(ConfigError, match="num_envs: 0, expected at least 1"):
         record(init_state(cfg), cfg, tmp_path / "film.mp4", 0)
@@ -413,6 +413,6 @@ def test_the_command_line(tmp_path, monkeypatch, capsys):
 
 def test_what_is_seen_is_small():
     cfg = filmed_run()
-    seen = view(init_state(cfg)["env"], 2)
-    assert isinstance(seen, TensorDict) and sorted(seen.keys()) == ["physics", "targets"]
-    assert sum(x.numel() * x.element_size() for x in seen.values(True, True)) < 2000
+    frame = view(init_state(cfg)["env"], 2)
+    assert isinstance(frame, TensorDict) and sorted(frame.keys()) == ["physics", "targets"]
+    assert sum(x.numel() * x.element_size() for x in frame.values(True, True)) < 2000

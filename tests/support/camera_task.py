@@ -1,4 +1,4 @@
-"""A task of MuJoCo that only tests need, to be filmed: the built-in arm waves over a cube until its episode is over."""
+"""A MuJoCo task to be filmed, for tests: the built-in arm waves over a cube until the episode ends."""
 
 import pytest
 import torch

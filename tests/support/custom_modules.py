@@ -49,14 +49,14 @@ class Acts(Trunk):
             return Categorical(logits=output), value
         return Normal(output, self.log_std.exp()), value
 
-    def told(self, distribution, action):
+    def log_prob_and_entropy(self, distribution, action):
         log_prob, entropy = distribution.log_prob(action), distribution.entropy()
         return (log_prob, entropy) if isinstance(distribution, Categorical) else (log_prob.sum(-1), entropy.sum(-1))
 
     def get_action(self, tensordict, deterministic=False):
         distribution, value = self.distribution(tensordict)
         tensordict["action"] = distribution.mode if deterministic else distribution.sample()
-        tensordict["sample_log_prob"] = self.told(distribution, tensordict["action"])[0]
+        tensordict["sample_log_prob"] = self.log_prob_and_entropy(distribution, tensordict["action"])[0]
         tensordict["value"] = value
         return tensordict
 
@@ -65,7 +65,7 @@ class Acts(Trunk):
 
     def evaluate_actions(self, tensordict):
         distribution, value = self.distribution(tensordict)
-        log_prob, entropy = self.told(distribution, tensordict["action"])
+        log_prob, entropy = self.log_prob_and_entropy(distribution, tensordict["action"])
         return tensordict.empty().update({"log_prob": log_prob, "entropy": entropy, "value": value})
 
 
@@ -79,12 +79,12 @@ class ActsOnNoise(Acts):
         else:
             action = (output if deterministic else output + noise).argmax(-1)
         tensordict["action"] = action
-        tensordict["sample_log_prob"] = self.told(self.distribution(tensordict)[0], action)[0]
+        tensordict["sample_log_prob"] = self.log_prob_and_entropy(self.distribution(tensordict)[0], action)[0]
         return tensordict
 
 
 class ModuleConfig(PolicyConfig):
-    """No settings of its own."""
+    """A config without settings."""
 
 
 @register_policy("trunk")

@@ -20,7 +20,7 @@ _BLOCK = re.compile(r'^```(\w*)(?: title="([^"]+)")?\n(.*?)^```$', re.DOTALL | r
 
 
 class Block(NamedTuple):
-    """Of a page; one with a title is a file of that name."""
+    """A code block of a page; a block with a title is a file of that name."""
 
     language: str
     title: str
@@ -28,25 +28,25 @@ class Block(NamedTuple):
 
 
 def blocks(page: str) -> list[Block]:
-    """All blocks of a page, in order."""
-    return [Block(*found) for found in _BLOCK.findall((ROOT / page).read_text())]
+    """Return all blocks of a page, in order."""
+    return [Block(*match) for match in _BLOCK.findall((ROOT / page).read_text())]
 
 
 def commands(block: Block) -> list[str]:
-    """The lines of a block of shell commands, without comments; what runs beside others runs in its turn."""
+    """Return the commands of a shell block, without comments; background commands run in sequence."""
     lines = (shlex.join(shlex.split(line, comments=True)).replace("'>'", ">") for line in block.text.splitlines())
     return [re.sub(r"^OMP_NUM_THREADS=1 | '&'$|\.venv/bin/", "", line) for line in lines if line]
 
 
 def small(data: dict[str, Any]) -> dict[str, Any]:
-    """A config with two iterations of a few steps, eager."""
+    """Return a config with two iterations of a few steps, eager."""
     trainer = data["trainer"] | {"iterations": 2, "compile": "off", "buffer_size": 16, "eval_freq": 100}
     cfg = data["algorithm"].get("cfg", {}) | {"n_epochs": 1, "batch_size": 32}
     return data | {"trainer": trainer | {"num_envs": 4}, "algorithm": data["algorithm"] | {"cfg": cfg}}
 
 
 def small_configs(folder: Path) -> None:
-    """The files of configs/ that PPO trains, made small; robots have episodes of five steps."""
+    """Write small versions of the PPO files in configs/; robots have episodes of five steps."""
     (folder / "configs").mkdir()
     for path in (ROOT / "configs").glob("*_ppo.json"):
         data = small(json.loads(path.read_text()))
@@ -56,14 +56,14 @@ def small_configs(folder: Path) -> None:
 
 
 def write(block: Block) -> None:
-    """Make the file that a titled block is; a config is made small."""
+    """Write a titled block to its file; make a config small."""
     path = Path(block.title)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(small(json.loads(block.text))) if block.language == "json" else block.text)
 
 
 def ecrl(line: str) -> None:
-    """Run `ecrl ...` in this process; it must end well."""
+    """Run `ecrl ...` in this process, and check that it succeeds."""
     words, _, target = line.partition(" > ")
     sys.argv, before = shlex.split(words), sys.argv
     out = io.StringIO()
@@ -80,11 +80,12 @@ def ecrl(line: str) -> None:
 
 
 def pytest_run(line: str) -> None:
-    """Run tests that a page has; of the suite's own only look whether their files are there."""
+    """Run the tests that a page defines. Of tests of this repository, only check that the files exist."""
     named = [word for word in shlex.split(line) if word.startswith(("tests", "notebooks"))]
     if all((ROOT / path).exists() for path in named):
         return
     shutil.copy(ROOT / "tests" / "conftest.py", "tests/conftest.py")
+    shutil.copytree(ROOT / "tests" / "support", "tests/support")
     words = [sys.executable, *shlex.split(line)[1:], "-p", "no:cacheprovider"]
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -42,8 +42,8 @@ def places(threads=3):
     """Counts the cores that any of its threads may use, 100 times the first one's number added."""
     import threading
 
-    held = [threading.Thread(target=time.sleep, args=(600,), daemon=True) for _ in range(threads)]
-    for thread in held:
+    threads_started = [threading.Thread(target=time.sleep, args=(600,), daemon=True) for _ in range(threads)]
+    for thread in threads_started:
         thread.start()
 
     def work():
@@ -59,7 +59,7 @@ def environment(names):
 
 
 def learns(config, seed, started, train_s=1.0):
-    """Learns seed + 490 in two evaluations; leaves a mark for every time it is called beside the config."""
+    """Return a curve that reaches seed + 490 in two evaluations; record every call in a file next to the config."""
     with Path(config).with_suffix(".calls").open("a") as file:
         file.write(f"{seed}\n")
     rows = [{"steps": s, "seconds": s / 20, "episodes": 20, "return": r} for s, r in ((10, 470), (20, 490 + seed))]

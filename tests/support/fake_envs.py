@@ -19,9 +19,9 @@ class EndlessConfig(ConfigModel):
 
 @register_env("ladder")
 def ladder(cfg: LadderConfig) -> Env:
-    """Episode k of env i lasts i + 1 + 10 k steps; reward 1; every episode but an env's first succeeds.
+    """Episode k of env i lasts i + 1 + 10 k steps. All episodes except the first of an env succeed.
 
-    The env tells itself by its place in the batch, and counts its episodes in `obs`, which a reset sets to 1.
+    An env knows its index in the batch, and counts its episodes in `obs`, which a reset sets to 1.
     """
 
     def reset(keys):

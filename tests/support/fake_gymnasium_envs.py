@@ -36,11 +36,11 @@ MASKS = {  # kind: what is allowed for a bit; always something wrong and what is
 }
 
 
-TOLD = {"none": None, "text": "yes", "array": np.ones((2, 2)), "object": object, "numpy": np.bool_(True)}
+SUCCESSES = {"none": None, "text": "yes", "array": np.ones((2, 2)), "object": object, "numpy": np.bool_(True)}
 
 
-class Tell(gymnasium.Env):
-    """The observation tells which action is right; one step, reward 1 for it or less the farther off."""
+class Bandit(gymnasium.Env):
+    """Bandit whose observation shows the right action; one step, with reward 1 minus the distance from it."""
 
     def __init__(self, sees="box", acts="discrete", masked=False):
         self.observation_space, self._show = OBSERVATIONS[sees]
@@ -71,15 +71,15 @@ class Tell(gymnasium.Env):
 class Count(gymnasium.Env):
     """Counts its steps from a start that its seed draws; ends at a multiple of 5, is cut at 3 steps.
 
-    `fault` says what goes wrong from the third step or from the second reset on, in environments of an odd seed.
+    `fault` names a fault from the third step or the second reset on, in environments with an odd seed.
     An environment that hangs creates the file `mark` first.
     """
 
     observation_space, action_space = spaces.Box(-np.inf, np.inf, (2,)), spaces.Discrete(2)
 
-    def __init__(self, fault="", info=False, masks=False, shared=True, tells=None, mark=None):
+    def __init__(self, fault="", info=False, masks=False, shared=True, success=None, mark=None):
         self._mark = mark
-        self._tells = tells  # what an environment of an odd seed says of its success
+        self._success = success  # the key of what an environment of an odd seed reports as its success
         self._fault, self._info, self._masks, self._steps, self._resets = fault, info, masks, 0, 0
         self._buffer, self._shared = np.zeros(2, np.float32), shared  # whether in one memory, every observation
         self.closed = False
@@ -120,8 +120,8 @@ class Count(gymnasium.Env):
             self._may_fail("step")
         self._at, self._since = self._at + 1, self._since + 1
         info = {"success": self._at % 5 == 0} if self._info else {}
-        if self._tells is not None and self._odd:
-            info["success"] = TOLD[self._tells]
+        if self._success is not None and self._odd:
+            info["success"] = SUCCESSES[self._success]
         if self._masks and not (self._fails("no mask") and self._steps == 3):
             dead = self._fails("dead mask") and self._steps == 3
             info["action_mask"] = np.zeros(2, np.int8) if dead else np.ones(2, np.int8)
@@ -135,9 +135,9 @@ class Count(gymnasium.Env):
 
 
 class Drift(gymnasium.Env):
-    """Observes its steps, pays less for larger actions, is cut at 4 steps; those with odd seeds fail once at step 3.
+    """Environment that observes its steps and truncates at 4. Larger actions earn less. Odd seeds fail once at step 3.
 
-    `strict` is one that breaks if it is given NaN.
+    With `strict` it raises if its action is NaN.
     """
 
     observation_space = spaces.Box(-np.inf, np.inf, (1,))
@@ -161,7 +161,7 @@ class Drift(gymnasium.Env):
         return obs, reward, False, self._since == 4, {}
 
 
-gymnasium.register("Tell-v0", Tell)
+gymnasium.register("Bandit-v0", Bandit)
 gymnasium.register("Count-v0", Count)
 gymnasium.register("Drift-v0", Drift)
 

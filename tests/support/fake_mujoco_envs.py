@@ -27,7 +27,7 @@ class ReachConfig(SceneConfig):
 
 
 def reach(cfg: ReachConfig) -> Env:
-    """Bring the tool to a target within 0.2 m of where it starts; reward -5 d, and 1 within 5 cm, which is the end."""
+    """Task: bring the tool to a target within 0.2 m. The reward is -5 d, and 1 within 5 cm, which ends the episode."""
     sim = simulation(cfg)
     joints, tcp = sim.robot.joints, sim.robot.tcp["arm"]
     home = torch.tensor(sim.home.qpos[:6]).float()

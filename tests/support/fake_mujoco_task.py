@@ -62,7 +62,7 @@ def drive(cfg: DriveConfig, sim) -> ActionTerm:
 
 
 def height(cfg: NothingConfig, sim):
-    """Of the cube, m."""
+    """Return the height of the cube, m."""
     return lambda state, value: world.body_pose(sim, state["world"], "cube")[..., 2:3, 3]
 
 
@@ -70,12 +70,12 @@ def twice(cfg: NothingConfig, sim):
     return lambda state, value: 2.0 * value
 
 
-def target_seen(cfg: NothingConfig, sim):
+def target_position(cfg: NothingConfig, sim):
     return lambda state, value: state["targets", "goal_pose"]
 
 
 def fall(cfg: NothingConfig, sim):
-    """How far the cube fell in the step, m."""
+    """Return how far the cube fell in the step, m."""
 
     def term(before, after):
         high, low = (world.body_pose(sim, state["world"], "cube")[..., 2, 3] for state in (before, after))
@@ -119,7 +119,7 @@ TERMS = (
     ("action", "rig_drive", drive),
     ("observation", "rig_height", height),
     ("observation", "rig_twice", twice),
-    ("observation", "rig_target", target_seen),
+    ("observation", "rig_target", target_position),
     ("event", "rig_spot", spot),
     ("reward", "rig_fall", fall),
     ("reward", "rig_effort", effort),
@@ -128,7 +128,7 @@ TERMS = (
 
 @contextmanager
 def known_terms():
-    """The terms by name, for a while: other tests look at all there are."""
+    """Register the terms inside a `with` block only, because other tests look at all registered terms."""
     registry.registered("event")
     for kind, name, make in TERMS:
         registry._register(kind, name)(make)
@@ -140,7 +140,7 @@ def known_terms():
 
 
 def nothing_yet(sim, state):
-    """Neither success nor failure; says how high the cube is."""
+    """Return neither success nor failure, and the height of the cube as a metric."""
     no = torch.zeros_like(state["elapsed"], dtype=torch.bool)
     return no, no, {"height": world.body_pose(sim, state["world"], "cube")[..., 2, 3]}
 

@@ -1,4 +1,4 @@
-"""What the keys need to matter that no built-in part has; registered for the tests of every key alone."""
+"""Parts that show the effect of keys without effect on built-in parts, registered for the tests of every key."""
 
 import time
 from typing import Any
@@ -29,13 +29,13 @@ class OneLayerConfig(ConfigModel):
 
 
 class NudgeConfig(ConfigModel):
-    """How far."""
+    """The distance of the nudge."""
 
     by: float = Field(0.3, description="added to the angle, rad")
 
 
 def two_parts(cfg: TwoPartsConfig) -> Env:
-    """Observes a place and another number; actions in +-1 are felt beyond it: reward `-(place + action)^2`."""
+    """Environment that observes a place and another number; the reward is `-(place + action)^2`, also beyond +-1."""
 
     def state_of(keys, place, reward):
         no = torch.zeros(keys.shape, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""Four Gymnasium environments in worker processes, and the processes that they leave."""
+"""Four Gymnasium environments in worker processes, and their processes."""
 
 import os
 from pathlib import Path
@@ -11,15 +11,15 @@ from ecrl.envs import make_env
 from ecrl.envs.gymnasium import handles as live
 from support import fake_gymnasium_envs
 
-assert fake_gymnasium_envs  # registers Count-v0 and Tell-v0
+assert fake_gymnasium_envs  # registers Count-v0 and Bandit-v0
 KEYS = rng.split(rng.key(1), 4)
-SEEDS = (rng.bits(KEYS) & 0x7FFFFFFF).tolist()  # odd for env 2 alone, where faults happen
+SEEDS = (rng.bits(KEYS) & 0x7FFFFFFF).tolist()  # odd only for env 2, where faults happen
 ZERO = torch.zeros(4, dtype=torch.int64)
 
 
 def children(parent: int | None = None) -> set[int]:
     """Processes that this one started and that run."""
-    found = set()
+    pids = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             pid, rest = stat.read_text().split(" (", 1)
@@ -27,8 +27,8 @@ def children(parent: int | None = None) -> set[int]:
             continue
         state, its_parent = rest.rsplit(") ", 1)[1].split()[:2]
         if int(its_parent) == (parent or os.getpid()) and state != "Z":
-            found.add(int(pid))
-    return found
+            pids.add(int(pid))
+    return pids
 
 
 @pytest.fixture(autouse=True)

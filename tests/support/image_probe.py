@@ -21,7 +21,7 @@ PARTS = dict_space({"camera": IMAGE, "state": box(-1.0, 1.0, 1)})
 
 
 class ImageProbeConfig(ConfigModel):
-    """What the environment shows."""
+    """The observation of the environment."""
 
     parts: bool = Field(False, description="observe a Dict of the image and a vector")
 
@@ -78,8 +78,8 @@ class TinyConv(nn.Module):
     def forward(self, obs):
         camera = obs[self.camera] if self.camera else obs
         assert camera.dtype == torch.uint8, camera.dtype
-        seen = self.conv(camera / 255.0).relu().flatten(1)
-        return self.output(self.body(torch.cat([seen, *(obs[name] for name in self.vectors)], -1)).tanh())
+        features = self.conv(camera / 255.0).relu().flatten(1)
+        return self.output(self.body(torch.cat([features, *(obs[name] for name in self.vectors)], -1)).tanh())
 
 
 @register_network("tiny_conv")

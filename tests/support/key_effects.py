@@ -1,6 +1,6 @@
-"""What can be seen of a config: each function trains, evaluates or starts what `changes` make of BASE.
+"""Observable effects of a config: each function trains, evaluates or starts BASE with `changes`.
 
-What they give can be compared with `==`; equal changes give equal results, from a cache where they were seen before.
+Results can be compared with `==`. Equal changes give equal results, which are cached.
 """
 
 import hashlib
@@ -85,15 +85,15 @@ def evaluations(changes: Changes) -> list[Any]:
     records = train_iter(init_state(cfg), cfg)
     records = with_evaluation(records, cfg) if cfg.trainer.enable_eval else records
     with FEW_STEPS:
-        found = [record for record in records if record["log_type"] == "evaluate"]
-    logs = [(record["sample_step"], {name: float(x) for name, x in record["logs"].items()}) for record in found]
+        evaluated = [record for record in records if record["log_type"] == "evaluate"]
+    logs = [(record["sample_step"], {name: float(x) for name, x in record["logs"].items()}) for record in evaluated]
     assert all(value == value for _, log in logs for value in log.values())
     return logs
 
 
 @remembered
 def files(changes: Changes) -> dict[str, Any]:
-    """What training leaves in its folder: the checkpoints' states and, by name, all else."""
+    """Return what training writes to its folder: the states of the checkpoints, and the names of all other files."""
     cfg = made(changes)
     with tempfile.TemporaryDirectory() as folder:
         state, _ = train(init_state(cfg), cfg, folder, progress=False)
@@ -106,7 +106,7 @@ def files(changes: Changes) -> dict[str, Any]:
 
 @remembered
 def best(changes: Changes) -> int:
-    """The step that `checkpoints/best` is of."""
+    """Return the step of `checkpoints/best`."""
     cfg = made(changes)
     with tempfile.TemporaryDirectory() as folder, FEW_STEPS:
         train(init_state(cfg), cfg, folder, progress=False)
@@ -140,7 +140,7 @@ folder_name = remembered(_launched)
 
 @remembered
 def one_of_two(changes: Changes) -> str:
-    """What a process says that torchrun started as one of two."""
+    """Return the output of a process that torchrun started as one of two."""
     with patch.dict(os.environ, {"WORLD_SIZE": "2"}):
         try:
             return _launched(changes)
@@ -159,31 +159,31 @@ def _two_gpus() -> Iterator[None]:
 
 @remembered
 def device(changes: Changes) -> str:
-    """Where a run goes on a machine with two GPUs."""
+    """Return the device of a run on a machine with two GPUs."""
     with _two_gpus():
         return str(device_of(made(changes)))
 
 
 @remembered
 def form(changes: Changes) -> tuple[str, str]:
-    """Compiled or eager, and why, as the start says it of a run on a GPU that has what compiling needs."""
+    """Return "compiled" or "eager" and the reason, as a run on a GPU with all compilers prints them."""
     with _two_gpus(), patch("ecrl.compile.jit.gpu_fault", lambda: None):
         return form_of(made({"trainer.device": "cuda", **changes}))[:2]
 
 
 @remembered
 def matrices(changes: Changes) -> list[str]:
-    """What torch is told of the precision of matrices in an iteration of a run on a GPU."""
-    state, told = init_state(made({})), []
+    """Return the precisions of matrix products that an iteration on a GPU sets."""
+    state, precisions = init_state(made({})), []
     with _two_gpus():
         iteration = make_iteration(made({"trainer.device": "cuda", **changes}))
-    with patch("torch.set_float32_matmul_precision", told.append):
+    with patch("torch.set_float32_matmul_precision", precisions.append):
         iteration(state)
-    return told
+    return precisions
 
 
 def refused(match: str) -> See:
-    """Whether training is refused, in words that `match`: where refusing is what a key does."""
+    """Return an effect: True if training is refused with a message that `match` fits."""
 
     def refusal(changes: Changes) -> bool:
         try:
@@ -199,13 +199,13 @@ def refused(match: str) -> See:
 
 
 def _children() -> int:
-    """Processes that this one started and that were not waited for."""
+    """Return the number of child processes of this process."""
     return sum(len(path.read_text().split()) for path in Path("/proc/self/task").glob("*/children"))
 
 
 @remembered
 def processes(changes: Changes) -> bool:
-    """Whether the environments run in processes of their own."""
+    """Return True if the environments run in separate processes."""
     cfg, before = made(changes), _children()
     state = init_state(cfg)
     try:
@@ -216,7 +216,7 @@ def processes(changes: Changes) -> bool:
 
 @remembered
 def answer(changes: Changes) -> str:
-    """How training ends in environments that take a second for a step: "in time" or "too late"."""
+    """Train in environments whose steps take a second; return "in time" or "too late"."""
     cfg, begun = made(changes), time.monotonic()
     try:
         state = init_state(cfg)
@@ -232,7 +232,7 @@ def answer(changes: Changes) -> str:
 
 @remembered
 def tracked(changes: Changes) -> tuple | None:
-    """Project and name of what W&B recorded offline, and its number of rows; None where it recorded nothing."""
+    """Return project and name of W&B's offline record and its number of rows; None if there is no record."""
     wandb = pytest.importorskip("wandb")
     cfg = made(changes)
     quiet = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}

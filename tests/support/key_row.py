@@ -1,4 +1,4 @@
-"""What shows that a key of the schema does something."""
+"""A row that shows that a key of the schema has an effect."""
 
 from typing import Any, NamedTuple
 

@@ -1,4 +1,4 @@
-"""One row or more per key of the schema: a config in which the key matters, another value, and what it must change."""
+"""Rows per key of the schema: a config in which the key matters, another value, and the effect that must change."""
 
 from typing import Any
 
@@ -99,7 +99,7 @@ ENVS = [
 
 
 def policy(name: str, base: Changes) -> list[Row]:
-    """What both policies have, on an environment that feels actions beyond its space."""
+    """Rows of keys that both policies have, on an environment that reacts to actions outside of its space."""
     part, box = f"policy.{name}", base | TWO_PARTS
     return [
         Row(f"{part}.action_dim", 3, base, refused(r"policy.action_dim: 3 does not match the environment's")),
@@ -110,13 +110,13 @@ def policy(name: str, base: Changes) -> list[Row]:
 
 
 def network(place: str) -> list[Row]:
-    """The perceptron as one of the networks of a policy."""
+    """Return rows of the perceptron's keys, as a network of a policy."""
     keys = {"hidden_sizes": [4], "activation": "relu", "last_activation": "tanh", "use_layernorm": True}
     keys["orthogonal_init"] = 0.5
-    found = [Row(f"network.mlp.{key}", value, {}, path=f"{place}.{key}") for key, value in keys.items()]
-    for key, value in (("last_activation", "relu"), ("orthogonal_init", [0.5, 2.0])):  # beside None, another one
-        found.append(Row(f"network.mlp.{key}", value, {f"{place}.{key}": keys[key]}, path=f"{place}.{key}"))
-    return [*found, Row("network.mlp.dropout_p", 0.1, {}, refused("dropout_p=0.1, expected 0"), f"{place}.dropout_p")]
+    rows = [Row(f"network.mlp.{key}", value, {}, path=f"{place}.{key}") for key, value in keys.items()]
+    for key, value in (("last_activation", "relu"), ("orthogonal_init", [0.5, 2.0])):  # besides None, another value
+        rows.append(Row(f"network.mlp.{key}", value, {f"{place}.{key}": keys[key]}, path=f"{place}.{key}"))
+    return [*rows, Row("network.mlp.dropout_p", 0.1, {}, refused("dropout_p=0.1, expected 0"), f"{place}.dropout_p")]
 
 
 POLICIES = [
@@ -146,7 +146,7 @@ ADAPTIVE = {
 
 
 def learning(name: str, base: Changes) -> list[Row]:
-    """Optimisers and schedules, which every algorithm has."""
+    """Return rows of optimisers and schedules, which every algorithm has."""
     part = f"algorithm.{name}"
 
     def using(optimizer: str, **kwargs: Any) -> Changes:
@@ -177,7 +177,7 @@ def learning(name: str, base: Changes) -> list[Row]:
 
 
 def adaptive(name: str, base: Changes) -> list[Row]:
-    """The rate that answers to a KL, which algorithms with minibatch steps have."""
+    """Return rows of the adaptive rate, which algorithms with minibatch steps have."""
 
     def block(**kwargs: float) -> Changes:
         return {"name": "adaptive", "kwargs": kwargs}
@@ -193,7 +193,7 @@ def adaptive(name: str, base: Changes) -> list[Row]:
 
 
 def not_adaptive(name: str, base: Changes) -> list[Row]:
-    """The same for an algorithm without such steps, which refuses it."""
+    """Return rows of the adaptive rate for an algorithm without minibatch steps, which refuses it."""
     see = refused(f"lr_scheduler adaptive needs the KL of a minibatch step, which {name} does not have")
     return [
         Row(f"algorithm.{name}.lr_scheduler.kwargs.{key}", block, base, see, "algorithm.cfg.lr_scheduler")
@@ -203,7 +203,7 @@ def not_adaptive(name: str, base: Changes) -> list[Row]:
 
 
 def minibatch(name: str, base: Changes) -> list[Row]:
-    """What PPO and GRPO share."""
+    """Rows of keys that PPO and GRPO share."""
     part = f"algorithm.{name}"
     return [
         *rows(part, base, n_epochs=3, batch_size=16, gamma=0.5, ent_coef=0.5, target_kl=1e-9),

@@ -1,4 +1,4 @@
-"""What can be seen of a config whose environment is a task of MuJoCo, without any training; see `key_effects`."""
+"""Observable effects of a config of a MuJoCo task, without training; see `key_effects`."""
 
 import re
 from pathlib import Path
@@ -19,21 +19,21 @@ from support.key_effects import Changes, See, made, remembered
 
 
 def _steps(changes: Changes) -> list[dict[str, Any]]:
-    """What a policy could know of four environments at their start and after each of three steps, to the bit."""
+    """Return all that a policy observes of four environments at the start and after each of three steps, as bits."""
     env, keys = make_env(made(changes).env), rng.split(rng.key(0), 4)
     space: Any = env.action_space
     states, action = [env.reset(keys)], torch.full((4, *space.shape), 0.3)
     for t in range(3):
         states.append(env.step(states[-1], action, env.draw(rng.fold_in(keys, t))))
-    seen = [state.select("obs", "reward", "terminated", "truncated", "info").flatten_keys(".") for state in states]
-    return [{name: (list(x.shape), x.numpy().tobytes()) for name, x in one.items()} for one in seen]
+    compared = [state.select("obs", "reward", "terminated", "truncated", "info").flatten_keys(".") for state in states]
+    return [{name: (list(x.shape), x.numpy().tobytes()) for name, x in one.items()} for one in compared]
 
 
 stepped = remembered(_steps)
 
 
-def told(match: str) -> See:
-    """Whether the task is refused, in words that `match`."""
+def rejected(match: str) -> See:
+    """Return an effect: True if the task is refused with a message that `match` fits."""
 
     def refusal(changes: Changes) -> bool:
         try:
@@ -48,20 +48,20 @@ def told(match: str) -> See:
 
 @remembered
 def bounds(changes: Changes) -> tuple[list, list]:
-    """Of the action."""
+    """Return the bounds of the action."""
     space: Any = make_env(made(changes).env).action_space
     return list(space.low), list(space.high)
 
 
 @remembered
 def model(changes: Changes) -> int:
-    """What is loaded to be stepped and drawn: a number made of all of MuJoCo's model and of the threads."""
+    """Return the handle of the loaded model, a number that depends on MuJoCo's model and on the threads."""
     return make_env(made(changes).env).scene.handle
 
 
 @remembered
 def backed(changes: Changes) -> str:
-    """What steps it."""
+    """Return the physics backend."""
     pytest.importorskip("mujoco_warp", reason="needs the extra warp")
     return loaded(make_env(made(changes).env).scene.handle).backend
 
@@ -78,7 +78,7 @@ def pictured(changes: Changes) -> list[dict[str, Any]]:
 
 @remembered
 def filmed(changes: Changes) -> tuple[int, list[str]]:
-    """How many environments the videos of an evaluation of eight show, and where they are."""
+    """Return the number of environments in the videos of an evaluation with eight, and the paths of the videos."""
     cfg, paths, state = made(changes), [], TensorDict({"sample_step": 0})
     with (
         patch("ecrl.run.video_writer.backend"),

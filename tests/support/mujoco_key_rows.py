@@ -4,13 +4,13 @@ from typing import Any
 
 from support.key_effects import Changes, See
 from support.key_row import Row
-from support.mujoco_key_effects import backed, bounds, filmed, model, pictured, stepped, told
+from support.mujoco_key_effects import backed, bounds, filmed, model, pictured, rejected, stepped
 
 CFG = "env.cfg"
 
 
 def at(section: str, path: str, base: Changes, see: See = stepped, /, **values: Any) -> list[Row]:
-    """Rows of the keys of a section that stands at `path` in `env.cfg`."""
+    """Return rows of the keys of the section at `path` in `env.cfg`."""
     place = f"{CFG}.{path}".rstrip(".")
     return [Row(f"{section}.{name}", value, base, see, f"{place}.{name}") for name, value in values.items()]
 
@@ -35,12 +35,12 @@ def term(func: str, **params: Any) -> dict[str, Any]:
 
 
 def happening(mode: str, func: str, **params: Any) -> dict[str, Any]:
-    """An event in every episode, or in every step."""
+    """Return an event that happens in every episode or in every step."""
     return term(func, **params) | {"mode": mode, "interval_step": 1}
 
 
 def thing(uid: str = "cube", place: Any = (-0.6, -0.4, 0.05), **changes: Any) -> dict[str, Any]:
-    """A cube that is tipping over, or what is said instead."""
+    """Return the settings of a cube that tips over, with `changes`."""
     shape = {"shape_type": "Cube", "size": [0.1, 0.1, 0.1]}
     return {"uid": uid, "init_pos": list(place), "init_rot": [15.0, 0.0, 0.0], "shape": shape} | changes
 
@@ -113,7 +113,7 @@ SCENE = [
     *at("RobotConfig", "robot", REACH, init_pos=[0.0, 0.0, 0.1], init_rot=[0.0, 0.0, 10.0]),
     *between("RobotConfig", "robot", REACH, init_qpos=(FALLEN, [0.1, *FALLEN[1:]])),
     *at("RobotConfig", "robot", REACH, drive_pros={"max_effort": 1.0}, solver_cfg={"arm": {"tcp": TCP}}),
-    *at("RobotConfig", "robot", REACH, told("no end effector of 'arm'"), control_parts={"leg": JOINTS}),
+    *at("RobotConfig", "robot", REACH, rejected("no end effector of 'arm'"), control_parts={"leg": JOINTS}),
     *between("DriveConfig", "robot.drive_pros", REACH, stiffness=(1e3, 2e3), damping=(10.0, 20.0)),
     *between("DriveConfig", "robot.drive_pros", REACH, max_effort=(1.0, 2.0)),
     *at("SolverConfig", "robot.solver_cfg.arm", REACH | {f"{CFG}.robot.solver_cfg": {"arm": {"tcp": TCP}}}, tcp=LONGER),
@@ -121,7 +121,7 @@ SCENE = [
 
 
 def of_object(section: str, base: Changes, see: See = stepped, /, **things: dict[str, Any]) -> list[Row]:
-    """Rows of the keys of an object, which stands in a list."""
+    """Return rows of the keys of an object in a list."""
     place, (first, *rest) = f"{CFG}.rigid_object", base["env"]["cfg"]["rigid_object"]
     base = base | {place: [first, *rest]}
     return [Row(f"{section}.{name}", [one, *rest], base, see, place) for name, one in things.items()]
@@ -133,13 +133,13 @@ def shaped(**shape: Any) -> dict[str, Any]:
 
 
 def round_thing(**shape: Any) -> Changes:
-    """A scene with such an object."""
+    """Return a scene with this object."""
     return task("ReachRL", rigid_object=[shaped(**shape)], observations={"cube": POSE}, events={"goal": GOAL})
 
 
 BALL, CAN = {"shape_type": "Sphere", "radius": 0.06}, {"shape_type": "Cylinder", "radius": 0.06, "height": 0.12}
 OBJECTS = [
-    *of_object("RigidObjectConfig", RESTING, told("unknown object 'cube'"), uid=thing("box")),
+    *of_object("RigidObjectConfig", RESTING, rejected("unknown object 'cube'"), uid=thing("box")),
     *of_object("RigidObjectConfig", RESTING, body_type=thing(body_type="kinematic"), shape=shaped(**BALL)),
     *of_object("RigidObjectConfig", RESTING, init_pos=thing(place=(-0.6, -0.4, 0.5))),
     *of_object("RigidObjectConfig", RESTING, init_rot=thing(init_rot=[0.0, 0.0, 9.0])),
@@ -160,7 +160,7 @@ TASKS = [
     *between("TaskConfig", "", CART, control_parts=(["arm"], ["hand"])),
     *at("ActionConfig", "actions.a", REACH | {f"{CFG}.actions": {"a": term("DeltaQposTerm")}}, func="QposTerm"),
     *at("ObservationConfig", "observations.tool", REACH, func="get_robot_eef_velocity", name="a_tool"),
-    *at("ObservationConfig", "observations.joints", REACH, told("exists already; use mode modify"), mode="add"),
+    *at("ObservationConfig", "observations.joints", REACH, rejected("exists already; use mode modify"), mode="add"),
     *at("RewardConfig", "rewards.slow", CART, func="action_smoothness_penalty", mode="replace", weight=2.0),
     Row(
         "TaskEventConfig.func",
@@ -173,12 +173,12 @@ TASKS = [
     *at("PushCubeConfig", "", PUSH_CUBE, extensions={"success_threshold": 5.0}),
     *at("PushCubeExtensions", "extensions", PUSH_CUBE, success_threshold=5.0, hold_time=0.1),
     *at("PushCubeExtensions", "extensions", PUSH_CUBE, start_distance=0.7),
-    *at("PushCubeExtensions", "extensions", PUSH_CUBE, told("'box' is not in the scene"), object_uid="box"),
-    *at("PushCubeExtensions", "extensions", PUSH_CUBE, told("no target 'there'"), target_pose_key="there"),
+    *at("PushCubeExtensions", "extensions", PUSH_CUBE, rejected("'box' is not in the scene"), object_uid="box"),
+    *at("PushCubeExtensions", "extensions", PUSH_CUBE, rejected("no target 'there'"), target_pose_key="there"),
     *at("ReachConfig", "", RESTING, extensions={"success_threshold": 5.0}),
     *at("ReachExtensions", "extensions", RESTING, success_threshold=5.0),
-    *at("ReachExtensions", "extensions", RESTING, told("no target 'there'"), target_pose_key="there"),
-    *at("ReachExtensions", "extensions", RESTING, told("no end effector of 'leg'"), part_name="leg"),
+    *at("ReachExtensions", "extensions", RESTING, rejected("no target 'there'"), target_pose_key="there"),
+    *at("ReachExtensions", "extensions", RESTING, rejected("no end effector of 'leg'"), part_name="leg"),
 ]
 UPRIGHT = CART | {
     f"{CFG}.max_episode_steps": 3,
@@ -189,7 +189,7 @@ TASKS += at("CartPoleExtensions", "extensions", UPRIGHT, angle_threshold=1e-6, v
 
 
 def acting(func: str) -> Changes:
-    """One term of the action."""
+    """Return a task with one term of the action."""
     return RESTING | {f"{CFG}.actions": {"a": term(func)}}
 
 
@@ -197,23 +197,25 @@ POSED = "actions.a.params"
 ACTIONS = [
     *at("ScaledConfig", POSED, acting("DeltaQposTerm"), scale=0.5),
     *at("DenormalizedConfig", POSED, acting("QposDenormalizedTerm"), range=[0.0, 1.0]),
-    *between("EefPoseConfig", POSED, acting("EefPoseTerm"), told("no robot 'tom'"), robot_uid=("robot", "tom")),
-    *at("EefPoseConfig", POSED, acting("EefPoseTerm"), told("unknown part 'leg'"), part_name="leg"),
+    *between("EefPoseConfig", POSED, acting("EefPoseTerm"), rejected("no robot 'tom'"), robot_uid=("robot", "tom")),
+    *at("EefPoseConfig", POSED, acting("EefPoseTerm"), rejected("unknown part 'leg'"), part_name="leg"),
     *at("EefPoseConfig", POSED, acting("EefPoseTerm"), pose_dim=6, scale=1.5, iterations=1),
     *at("EefPoseConfig", POSED, acting("EefPoseTerm"), bounds, reach=1.0),
     *at("EefPoseConfig", POSED, acting("EefPoseTerm"), position_tolerance=1e-12, rotation_tolerance=1e-12),
     *between("JointsConfig", "rewards.slow.params", CART, part_name=("arm", "hand"), joint_ids=([0], [1])),
-    *between("JointsConfig", "rewards.slow.params", CART, told("no robot 'tom'"), robot_uid=("Cart", "tom")),
+    *between("JointsConfig", "rewards.slow.params", CART, rejected("no robot 'tom'"), robot_uid=("Cart", "tom")),
 ]
-SEEN = "observations"
+TERMS = "observations"
 OBSERVATIONS = [
-    *at("NormalizeJointsConfig", f"{SEEN}.joints.params", REACH, range=[-1.0, 1.0]),
-    *at("EefConfig", f"{SEEN}.tool.params", REACH, told("no end effector of 'leg'"), part_name="leg"),
-    *at("RobotEefPoseConfig", f"{SEEN}.tool.params", REACH, position_only=True),
-    *at("ObjectConfig", f"{SEEN}.cube.params", REACH, entity_cfg=OTHER),
-    *at("EntityConfig", f"{SEEN}.cube.params.entity_cfg", REACH, uid="other"),
-    *at("ObjectPoseConfig", f"{SEEN}.cube.params", REACH, position_only=True),
-    *at("TargetPositionConfig", f"{SEEN}.target.params", REACH, told("no target 'there'"), target_pose_key="there"),
+    *at("NormalizeJointsConfig", f"{TERMS}.joints.params", REACH, range=[-1.0, 1.0]),
+    *at("EefConfig", f"{TERMS}.tool.params", REACH, rejected("no end effector of 'leg'"), part_name="leg"),
+    *at("RobotEefPoseConfig", f"{TERMS}.tool.params", REACH, position_only=True),
+    *at("ObjectConfig", f"{TERMS}.cube.params", REACH, entity_cfg=OTHER),
+    *at("EntityConfig", f"{TERMS}.cube.params.entity_cfg", REACH, uid="other"),
+    *at("ObjectPoseConfig", f"{TERMS}.cube.params", REACH, position_only=True),
+    *at(
+        "TargetPositionConfig", f"{TERMS}.target.params", REACH, rejected("no target 'there'"), target_pose_key="there"
+    ),
 ]
 
 FROM = {"source_entity_cfg": {"uid": "cube"}}
@@ -237,14 +239,14 @@ REWARDS = [
     *rewarding("ObjectsConfig", "between", source_entity_cfg=OTHER, target_entity_cfg={"uid": "cube"}),
     *rewarding("DistanceBetweenObjectsConfig", "between", exponential=False, sigma=2.0),
     *rewarding("TargetConfig", "far", source_entity_cfg=OTHER, use_xy_only=True),
-    *rewarding("TargetConfig", "far", told("no target 'there'"), target_pose_key="there"),
+    *rewarding("TargetConfig", "far", rejected("no target 'there'"), target_pose_key="there"),
     *rewarding("DistanceToTargetConfig", "far", exponential=False, sigma=2.0),
     *rewarding("IncrementalDistanceConfig", "nearer", tanh_scale=1.0, positive_weight=2.0, negative_weight=2.0),
     *rewarding("JointLimitConfig", "limits", margin=0.2),
     *rewarding("ReachingBehindConfig", "behind", object_cfg=OTHER, behind_offset=0.1, height_offset=0.1),
     *rewarding("ReachingBehindConfig", "behind", distance_scale=1.0),
-    *rewarding("ReachingBehindConfig", "behind", told("no target 'there'"), target_pose_key="there"),
-    *rewarding("ReachingBehindConfig", "behind", told("no end effector of 'leg'"), part_name="leg"),
+    *rewarding("ReachingBehindConfig", "behind", rejected("no target 'there'"), target_pose_key="there"),
+    *rewarding("ReachingBehindConfig", "behind", rejected("no end effector of 'leg'"), part_name="leg"),
 ]
 
 
@@ -259,7 +261,7 @@ def event(section: str, base: Changes, see: See = stepped, /, **values: Any) -> 
 
 
 def event_between(section: str, base: Changes, see: See = stepped, /, **values: Any) -> list[Row]:
-    """The same, of those that may be absent."""
+    """Return rows of optional keys of the section at `path`."""
     return between(section, "events.more.params", base, see, **values)
 
 
@@ -276,11 +278,11 @@ SCENE_EVENTS = [
     *event_between("RandomizeRigidObjectPoseConfig", MOVED, position_range=(NEAR, FAR)),
     *event_between("RandomizeRigidObjectPoseConfig", MOVED, rotation_range=(NEAR, FAR)),
     *event("RandomizeTargetPoseConfig", AIMED, position_range=NEAR),
-    *event("RandomizeTargetPoseConfig", AIMED, told("go together"), relative_position=False),
+    *event("RandomizeTargetPoseConfig", AIMED, rejected("go together"), relative_position=False),
     *event_between("RandomizeTargetPoseConfig", AIMED, reference_entity_cfg=({"uid": "cube"}, OTHER)),
     *event("RandomizeTargetPoseConfig", AIMED, store_key="another"),
     *event("RandomizeRobotQposConfig", POSTURE, qpos_range=[-0.2, 0.2], relative_qpos=False),
-    *event_between("RandomizeRobotQposConfig", POSTURE, told("no robot 'tom'"), entity_cfg=(ROBOT, TOM)),
+    *event_between("RandomizeRobotQposConfig", POSTURE, rejected("no robot 'tom'"), entity_cfg=(ROBOT, TOM)),
     *event("RandomizeRigidObjectMassConfig", HEAVY, entity_cfg=OTHER, mass_range=[1.0, 2.0], relative=True),
     *event("RandomizeRigidObjectFrictionConfig", ROUGH, entity_cfg=OTHER, friction_range=[0.1, 0.2]),
     *at("PushRigidObjectConfig", "events.push.params", REACH, entity_cfg=OTHER, force_range=FAR),

@@ -22,7 +22,7 @@ SCENE = {
 }
 CART = {"robot": {"uid": "Cart", "robot_type": "CartPole"}}
 STRETCHED = (-1.1843, -0.416141, 0.0116)
-"""Where the arm's tool is with all joints at 0: a2 + a3, -(d4 + d6 + 0.16), d1 - d5 of a UR10; its z is -y there."""
+"""The position of the tool with all joints at 0: a2 + a3, -(d4 + d6 + 0.16), d1 - d5 of a UR10; its z axis is -y."""
 SIDEWAYS = (sqrt(0.5), sqrt(0.5), 0.0, 0.0)
 """A quarter turn about x."""
 
@@ -32,13 +32,13 @@ def scene(cfg=SCENE):
 
 
 def made(kind, name, sim, **params):
-    """What the term registered under a name does with these settings, as they stand in JSON."""
+    """Make the term registered under a name, with settings as in JSON."""
     entry = lookup(kind, name)
     return entry.make(validate_section(entry.config, params, "params"), sim)
 
 
-def given(sim, batch=(), actions=6):
-    """A state of a task as it starts, in the middle of nothing."""
+def task_state(sim, batch=(), actions=6):
+    """Return the state of a task at the start."""
     state = TensorDict({"world": start(sim, batch)}, batch)
     state["targets"] = TensorDict({"goal_pose": torch.zeros(*batch, 3)}, batch)
     state["action"] = torch.zeros(*batch, actions)
@@ -49,13 +49,13 @@ def given(sim, batch=(), actions=6):
 
 
 def placed(sim, state, body, position=None, quaternion=None):
-    """The state with an object elsewhere."""
+    """Return the state with an object at another pose."""
     parts = (None if x is None else torch.tensor(x).expand(*state.batch_size, -1) for x in (position, quaternion))
     return state.copy().set("world", world.with_body_pose(sim, state["world"], body, *parts))
 
 
 def posed(sim, state, q=None, qdot=None):
-    """The state with the robot's joints elsewhere, or moving."""
+    """Return the state with other positions or velocities of the robot's joints."""
     joints, moved = sim.robot.joints, state["world"]
     if q is not None:
         moved = world.with_joint_positions(sim, moved, joints, torch.as_tensor(q))
@@ -65,29 +65,31 @@ def posed(sim, state, q=None, qdot=None):
 
 
 def aimed(state, goal):
-    """The state with another target."""
+    """Return the state with another target."""
     goal = torch.as_tensor(goal).expand(*state.batch_size, 3).clone()
     return state.copy().set("targets", TensorDict({"goal_pose": goal}, state.batch_size))
 
 
 def spun(sim, state, body, velocity):
-    """The state with a dynamic object moving: along x, y and z of the world and about those of its own."""
+    """Return the state with a moving object: linear velocity in the world's axes, angular velocity in its own axes."""
     first = world._columns(sim, "QVEL").start + world._first_dof(sim, body)
     velocity = torch.as_tensor(velocity)
     return state.copy().set("world", world._write(sim, state["world"], list(range(first, first + 6)), velocity))
 
 
 def shaken(sim, batch, seed=0):
-    """A state where nothing is 0 and no two environments are alike."""
+    """Return a random state without zeros, different in every environment."""
     gen = torch.Generator().manual_seed(seed)
 
     def noise(*shape):
         return torch.randn(*batch, *shape, generator=gen)
 
-    state = posed(sim, given(sim, batch), noise(6), noise(6))
+    state = posed(sim, task_state(sim, batch), noise(6), noise(6))
     for body in ("cube", "other", "mark"):
-        turn = noise(4)
-        moved = world.with_body_pose(sim, state["world"], body, 0.5 * noise(3), turn / turn.norm(dim=-1, keepdim=True))
+        quaternion = noise(4)
+        moved = world.with_body_pose(
+            sim, state["world"], body, 0.5 * noise(3), quaternion / quaternion.norm(dim=-1, keepdim=True)
+        )
         state = state.set("world", moved)
     for body in ("cube", "other"):
         state = spun(sim, state, body, noise(6))

@@ -1,6 +1,6 @@
 """PPO in float64 NumPy, with gradients by hand: the expectation of the tests of `ecrl.algorithms.ppo`.
 
-Nothing here comes from the code under test. The order of the rows in each pass is given.
+Nothing here comes from the code under test. The order of the rows in each pass is an argument.
 
 Sources:
     GAE: Schulman et al. 2016, arXiv:1506.02438, eq. 16.
@@ -64,7 +64,7 @@ def forward(net: Net, x: Array) -> tuple[Array, Array]:
 
 
 def backward(net: Net, x: Array, hidden: Array, d_output: Array) -> Net:
-    """Return the gradients of the weights, given that of the output."""
+    """Return the gradients of the weights from the gradient of the output."""
     d_hidden = (d_output @ net["2.weight"]) * (1.0 - hidden**2)
     return {
         "0.weight": d_hidden.T @ x,
@@ -82,8 +82,8 @@ def actor_gradient(net: Net, batch: dict[str, Array], advantage: Array, k: Numbe
     log_p = shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
     p, taken = np.exp(log_p), batch["action"]
     ratio = np.exp(log_p[np.arange(count), taken] - batch["sample_log_prob"])
-    held = np.clip(ratio, 1.0 - k.clip_coef, 1.0 + k.clip_coef)
-    d_ratio = np.where(ratio * advantage <= held * advantage, advantage, 0.0)  # the other branch is flat
+    clipped = np.clip(ratio, 1.0 - k.clip_coef, 1.0 + k.clip_coef)
+    d_ratio = np.where(ratio * advantage <= clipped * advantage, advantage, 0.0)  # the other branch is flat
     d_log_p = (d_ratio * ratio)[:, None] * (np.eye(logits.shape[1])[taken] - p)
     entropy = -(p * log_p).sum(1, keepdims=True)
     d_entropy = -p * (log_p + entropy)
@@ -97,9 +97,9 @@ def critic_gradient(net: Net, batch: dict[str, Array], target: Array, k: Numbers
     error, slope = (value - target) ** 2, 2.0 * (value - target)
     if k.clip_vloss:
         moved = value - before
-        held = before + np.clip(moved, -k.clip_coef, k.clip_coef)
-        flat = (np.abs(moved) > k.clip_coef) & ((held - target) ** 2 > error)
-        error, slope = np.maximum(error, (held - target) ** 2), np.where(flat, 0.0, slope)
+        clipped = before + np.clip(moved, -k.clip_coef, k.clip_coef)
+        flat = (np.abs(moved) > k.clip_coef) & ((clipped - target) ** 2 > error)
+        error, slope = np.maximum(error, (clipped - target) ** 2), np.where(flat, 0.0, slope)
     d_output = k.vf_coef * slope[:, None] / len(target)
     return backward(net, batch["obs"], hidden, d_output), float(error.mean())
 

@@ -46,15 +46,15 @@ def names_in(source: str, own: set[str]) -> dict[str, str]:
 
     `own` are attributes that are not torch's.
     """
-    tree, imported, others, found = ast.parse(source), {"torch": "torch"}, {"self", "cls"}, set()
+    tree, imported, others, names = ast.parse(source), {"torch": "torch"}, {"self", "cls"}, set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
             imported |= {name.asname or name.name: f"{node.module}.{name.name}" for name in node.names}
         elif isinstance(node, ast.ImportFrom | ast.Import):
             others |= {name.asname or name.name for name in node.names}
             whole_modules = [name.name for name in node.names] if isinstance(node, ast.Import) else []
-            found |= {name for name in whole_modules if name.startswith("torch.") and is_private(name)}
-    found |= {name for name in imported.values() if is_private(name)}
+            names |= {name for name in whole_modules if name.startswith("torch.") and is_private(name)}
+    names |= {name for name in imported.values() if is_private(name)}
     for node in ast.walk(tree):
         match node:
             case ast.Attribute():
@@ -65,15 +65,15 @@ def names_in(source: str, own: set[str]) -> dict[str, str]:
                 continue
         if first in imported:
             name = ".".join((imported[first], *rest))
-            found |= {name} if is_private(name) and "__" not in name else set()
+            names |= {name} if is_private(name) and "__" not in name else set()
         elif first not in others and is_private(rest[-1]) and rest[-1] not in own | PUBLIC:
-            found.add(f"{OWNERS.get(rest[-1], 'unknown owner')}.{rest[-1]}")
-    whole = {name for name in found if not any(other.startswith(f"{name}.") for other in found)}
+            names.add(f"{OWNERS.get(rest[-1], 'unknown owner')}.{rest[-1]}")
+    whole = {name for name in names if not any(other.startswith(f"{name}.") for other in names)}
     return {name: "import" if name in imported.values() else "attribute" for name in whole}
 
 
 class Part(NamedTuple):
-    """How the package uses a private name of torch, and in which files."""
+    """The kind of use of a private name of torch, and the files that use it."""
 
     kind: str
     files: list[str]
@@ -82,8 +82,8 @@ class Part(NamedTuple):
 def private_parts() -> dict[str, Part]:
     """Return each private name of torch in the package, and its use."""
     sources = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in sorted(ROOT.rglob("*.py"))}
-    own, found = _own_names([ast.parse(source) for source in sources.values()]), {}
+    own, parts = _own_names([ast.parse(source) for source in sources.values()]), {}
     for file, source in sources.items():
         for name, kind in names_in(source, own | {"_new_unsafe"}).items():  # tensordict's
-            found.setdefault(name, Part(kind, [])).files.append(file)
-    return dict(sorted(found.items()))
+            parts.setdefault(name, Part(kind, [])).files.append(file)
+    return dict(sorted(parts.items()))

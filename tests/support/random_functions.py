@@ -36,7 +36,7 @@ SCALES = 1.0, 1.0, 1.0, 1e-30, 1e-9, 1e3, 1e15
 
 
 class Operation(NamedTuple):
-    """An operation on two tensors, given by their places among those so far, and a number."""
+    """An operation, the indices of its two tensors among the earlier ones, and a number."""
 
     name: str
     first: int
@@ -117,9 +117,9 @@ def applied(operations: tuple[Operation, ...], fields: list[Tensor]) -> tuple[li
     return floats, integers
 
 
-def successor(leaf: Tensor, found: list[Tensor], choice: int) -> Tensor:
-    """A tensor like the leaf from those with its shape; an integer never comes from a float."""
-    fitting = [x for x in found if x.shape == leaf.shape]
+def successor(leaf: Tensor, leaves: list[Tensor], choice: int) -> Tensor:
+    """Return a tensor with shape and dtype of the leaf from `leaves`; an integer never comes from a float."""
+    fitting = [x for x in leaves if x.shape == leaf.shape]
     if not fitting:
         return leaf
     chosen = fitting[-1 - choice % len(fitting)]
@@ -285,60 +285,60 @@ def drawn_case(seed: int) -> Case:
 def op_by_op() -> Iterator[None]:
     """Run the graphs of compiled functions operation by operation: no C++ is built."""
 
-    def trace(*given: Any) -> Any:
-        graph, out = traced(*given)
+    def trace(*args: Any) -> Any:
+        graph, out = traced(*args)
         return graph, out, captured(graph)
 
     with patch("ecrl.compile.jit._compiler_for", lambda leaves: trace):
         yield
 
 
-def differences(found: Any, expected: Any) -> list[str]:
+def differences(actual: Any, expected: Any) -> list[str]:
     """Describe the tensors that differ by more than their tolerance."""
-    (ours, structure), (theirs, same) = flatten(found), flatten(expected)
+    (actual_leaves, structure), (expected_leaves, same) = flatten(actual), flatten(expected)
     if structure != same:
         return [f"structure {structure}, expected {same}"]
     return [
         f"{name}: {a.tolist()} of {a.dtype}, expected {b.tolist()} of {b.dtype}"[:600]
-        for name, a, b in zip(names(structure), ours, theirs, strict=True)
+        for name, a, b in zip(names(structure), actual_leaves, expected_leaves, strict=True)
         if not close(a, b)
     ]
 
 
-def close(found: Tensor, expected: Tensor) -> bool:
-    if found.dtype != expected.dtype or found.shape != expected.shape:
+def close(actual: Tensor, expected: Tensor) -> bool:
+    if actual.dtype != expected.dtype or actual.shape != expected.shape:
         return False
-    if not found.is_floating_point() or not found.numel():
-        return torch.equal(found, expected)
-    tolerance, x = TOLERANCE[found.dtype], expected.double()
+    if not actual.is_floating_point() or not actual.numel():
+        return torch.equal(actual, expected)
+    tolerance, x = TOLERANCE[actual.dtype], expected.double()
     largest = float(x.abs().masked_fill(~x.isfinite(), 0.0).max())
-    return torch.allclose(found.double(), x, rtol=tolerance, atol=tolerance * largest, equal_nan=True)
+    return torch.allclose(actual.double(), x, rtol=tolerance, atol=tolerance * largest, equal_nan=True)
 
 
 def mistakes(seed: int) -> list[str]:
     """Compare the compiled function of a seed with the eager one: three calls with two sets of tensors."""
     fn, static, (first, second) = drawn_case(seed)
     _compiled.cache_clear()
-    form, found = choose_form("on", "cpu"), []
+    form, problems = choose_form("on", "cpu"), []
     jitted = form.jit(fn, form.scan, *static)
     for number, arguments in enumerate((first, second, first)):
         before = [leaf.clone() for leaf in flatten(arguments)[0]]
         for difference in differences(jitted(*arguments), fn(scan, *static, *arguments)):
-            found.append(f"seed {seed}, call {number}, {difference}")
+            problems.append(f"seed {seed}, call {number}, {difference}")
         if not all(map(torch.equal, (x.nan_to_num() for x in flatten(arguments)[0]), (x.nan_to_num() for x in before))):
-            found.append(f"seed {seed}, call {number} changed an argument")
+            problems.append(f"seed {seed}, call {number} changed an argument")
     _compiled.cache_clear()
-    return found
+    return problems
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Compare the compiled function of a seed with the eager one.")
     parser.add_argument("seed", type=int)
     parser.add_argument("--cpp", action="store_true", help="build C++ instead of running op by op")
-    given = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    if given.cpp:
-        print(*mistakes(given.seed) or ["equal"], sep="\n")
+    if args.cpp:
+        print(*mistakes(args.seed) or ["equal"], sep="\n")
     else:
         with op_by_op():
-            print(*mistakes(given.seed) or ["equal"], sep="\n")
+            print(*mistakes(args.seed) or ["equal"], sep="\n")

@@ -1,4 +1,4 @@
-"""A recurrent policy and an environment that only memory can solve: both are for tests.
+"""A recurrent policy and an environment that needs memory, for tests.
 
 The environment shows a cue at the first step of three and pays 1 at the last one if the action equals the cue. The cue
 is not seen then, so a policy without memory gets 0.5 on average. With actions that are numbers, the environment pays
@@ -26,7 +26,7 @@ LENGTH = 3
 
 
 class CueConfig(ConfigModel):
-    """How an episode ends, and what an action is."""
+    """The rules of the probe: the end of an episode, and the actions."""
 
     action: Literal["class", "number"] = Field(default="class", description="0 or 1, or a number near -1 or 1")
     end: Literal["terminated", "truncated"] = Field(default="terminated", description="flag of the last step")

@@ -31,12 +31,12 @@ MODE = {"trainer.compile": "off", "trainer.device": "cpu", "trainer.seed": 0, "t
 
 def digest(leaves: Iterable[tuple[Any, torch.Tensor]]) -> str:
     """SHA-256 of path, dtype, shape and bytes of every leaf, in the order of their paths."""
-    found = hashlib.sha256()
+    hashed = hashlib.sha256()
     named = {name if isinstance(name, str) else "/".join(name): leaf for name, leaf in leaves}
     for name, leaf in sorted(named.items()):
-        found.update(f"{name} {leaf.dtype} {list(leaf.shape)}\n".encode())
-        found.update(leaf.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+        hashed.update(f"{name} {leaf.dtype} {list(leaf.shape)}\n".encode())
+        hashed.update(leaf.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return hashed.hexdigest()
 
 
 def small(path: Path) -> Any:

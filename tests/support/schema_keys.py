@@ -1,11 +1,11 @@
-"""The keys of the schema, found from the models: dotted names in which a part's kind and name stand for its place.
+"""Keys of the schema, collected from the models: dotted names with the kind and the name of a part.
 
 `trainer.seed`, `trainer.events.train.*.mode`, `env.cartpole.gravity`, `algorithm.ppo.lr_scheduler.kwargs.T_max`,
 `policy.actor_critic.critic.type`, `network.mlp.activation`, `event.randomize_field.low`.
 
-MuJoCo tasks share most of their keys, and so do their terms. A key of theirs is called after the section that had it
-first, whatever its default in those that inherit it: `SceneConfig.mjcf`, `AttrsConfig.mass`, `JointsConfig.part_name`.
-One that leads to further sections counts too, such as `ObjectsConfig.target_entity_cfg`.
+MuJoCo tasks share most of their keys, and so do their terms. A shared key has the name of the section that defines it
+first: `SceneConfig.mjcf`, `AttrsConfig.mass`, `JointsConfig.part_name`. A key that leads to further sections also
+counts, such as `ObjectsConfig.target_entity_cfg`.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ _PARTS = (BaseModel, PolicyConfig)  # as a field's type: the settings of a regis
 
 
 def _models(annotation: Any, many: str = "") -> Iterator[tuple[type[BaseModel], str]]:
-    """The models in a type, each with what stands for its name where there are many of it."""
+    """Yield the models in a type, each with the placeholder of its name if there are many."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation, many
     for inner in get_args(annotation):
@@ -33,42 +33,42 @@ def _of_tasks(model: type) -> bool:
 
 
 def _first(model: type[BaseModel], name: str) -> str:
-    """The first section of tasks that had this key, of those that a model of theirs inherits from."""
+    """Return the first section of tasks with this key, among the base classes of a model."""
     return next(m.__name__ for m in reversed(model.__mro__) if _of_tasks(m) and name in getattr(m, "model_fields", ()))
 
 
 def fields(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, type[BaseModel], str]]:
-    """(dotted key, the model it is a field of, the field) of everything below a section that is no section itself."""
+    """Yield (dotted key, model, field) of everything below a section that is not a section."""
     for name, field in model.model_fields.items():
         place, inner = _first(model, name) if _of_tasks(model) else prefix, list(_models(field.annotation))
-        key, sections = f"{place}.{name}".removeprefix("."), [found for found in inner if found[0] not in _PARTS]
+        key, sections = f"{place}.{name}".removeprefix("."), [pair for pair in inner if pair[0] not in _PARTS]
         if not inner or (sections and _of_tasks(model)):
             yield key, model, name
         for section, many in sections:
             yield from fields(section, key + many)
 
 
-def ours() -> dict[str, type[BaseModel]]:
-    """The Config models of the built-in parts by `kind.name`; a part with a second name is there once."""
-    found, seen = {}, set()
+def builtin_configs() -> dict[str, type[BaseModel]]:
+    """Return the Config models of the built-in parts by `kind.name`; a part with two names appears once."""
+    configs, makers = {}, set()
     for kind in KINDS:
         for name in sorted(registered(kind), key=str.lower):
             entry = lookup(kind, name)
             make = getattr(entry.make, "__wrapped__", entry.make)
-            if make.__module__.startswith("ecrl.") and make not in seen:
-                seen.add(make)
-                found[f"{kind}.{name}"] = entry.config
-    return found
+            if make.__module__.startswith("ecrl.") and make not in makers:
+                makers.add(make)
+                configs[f"{kind}.{name}"] = entry.config
+    return configs
 
 
 def walked() -> list[tuple[str, type[BaseModel], str]]:
-    """Every key of the schema: those of the sections, then those of the parts; a key of tasks as often as it is met."""
-    parts = (field for part, config in ours().items() for field in fields(config, part))
+    """Return every key of the schema, of the sections and then of the parts; a key of tasks once per path."""
+    parts = (field for part, config in builtin_configs().items() for field in fields(config, part))
     return [*fields(Config, ""), *parts]
 
 
 def path_of(key: str) -> str:
-    """Where a key is set in a config that has its part.
+    """Return the path at which a config sets a key of its part.
 
     >>> path_of("algorithm.ppo.gamma"), path_of("policy.actor_only.actor.type"), path_of("event.randomize_field.low")
     ('algorithm.cfg.gamma', 'policy.actor.type', 'trainer.events.train.push.params.low')

@@ -80,5 +80,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Time a run without one private part of torch.")
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("iterations", nargs="?", type=int, default=1)
-    given = parser.parse_args()
-    sys.exit(main(given.part, given.iterations))
+    args = parser.parse_args()
+    sys.exit(main(args.part, args.iterations))

@@ -1,7 +1,7 @@
-"""A policy whose action is two tokens, of which the second may not count: for tests of declared fields.
+"""A policy whose action is two tokens; the second may be masked. It tests declared fields.
 
-The environment shows -1 or 1. The first token must be 1 if that is positive. Token 1 means that a second token follows;
-it must be 2. An action is the number `3 * first + second`, with second 0 where there is none.
+The environment shows -1 or 1. The first token must be 1 if the observation is positive. Token 1 means that a second
+token follows, which must be 2. An action is the number `3 * first + second`, with second 0 if it is masked.
 """
 
 from typing import Any

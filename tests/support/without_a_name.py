@@ -61,8 +61,8 @@ def refuse_import(name: str) -> None:
     usual = builtins.__import__
 
     def without(module: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
-        asks = str((globals or {}).get("__name__", "")).split(".")[0]
-        if asks == "ecrl" and name in [f"{module}.{one}" for one in fromlist or ()]:
+        importer = str((globals or {}).get("__name__", "")).split(".")[0]
+        if importer == "ecrl" and name in [f"{module}.{one}" for one in fromlist or ()]:
             raise ImportError(f"cannot import name {name.split('.')[-1]!r} from {module!r}")
         return usual(module, globals, locals, fromlist, level)
 
@@ -103,7 +103,7 @@ def train(kind: str, name: str) -> str:
 
 
 def main(names: list[str]) -> None:
-    """Train each in a process of its own, which begins with torch and without ecrl."""
+    """Train each in a separate process, which imports torch first and then ecrl."""
     import gymnasium
     import pydantic
     import tensordict

@@ -1,9 +1,8 @@
-"""Settings of PPO in RL Baselines3 Zoo, as it tuned them, by the config whose task they are for.
+"""Tuned settings of PPO in RL Baselines3 Zoo, by the config with the same task.
 
-Source: `hyperparams/ppo.yml` of github.com/DLR-RM/rl-baselines3-zoo at commit 208b6fd. Its `n_timesteps` are left out:
-here a run has the budget of the config. `normalize` is VecNormalize of observations and rewards, with the gamma of PPO;
-"lin_" a number that falls to 0 over the budget. LunarLander's settings are those of -v2 and HalfCheetah's of -v4, which
-is what the zoo has.
+Source: `hyperparams/ppo.yml` of github.com/DLR-RM/rl-baselines3-zoo at commit 208b6fd, without `n_timesteps`: here a
+run has the budget of the config. `normalize` is VecNormalize of observations and rewards, with the gamma of PPO.
+A number with "lin_" falls to 0 over the budget. The zoo has LunarLander-v2 and HalfCheetah-v4.
 """
 
 from typing import Any, NamedTuple

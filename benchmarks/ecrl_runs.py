@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from benchmarks.learning import Report, Row, followed
+from benchmarks.other_libraries import SOLVED, STEPS, as_work
 from benchmarks.pairs import ROOT
-from benchmarks.peers import SOLVED, STEPS, as_work
 from benchmarks.tasks import task_of
 from ecrl import Config, evaluate, init_state, load_config, train_iter
 from ecrl.algorithms import Run

@@ -1,4 +1,4 @@
-"""Steps of Adam on two perceptrons, whose weights move from call to call."""
+"""Steps of Adam on two perceptrons, whose weights change with every call."""
 
 from typing import Any
 
@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.forms.common import Cost, Inputs, Make, awaited, compiled, tensors
-from benchmarks.turns import Call
+from benchmarks.alternating_calls import Call
+from benchmarks.implementations.common import Cost, Inputs, Make, awaited, compiled, tensors
 
 RATE, BETA1, BETA2, EPS = 1e-3, 0.9, 0.999, 1e-8
 
@@ -34,23 +34,23 @@ def cost(width: int) -> Cost:
     return Cost(size * 4 * 7, size * 12)
 
 
-def _both(given: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    params, grads = ({name[2:]: x for name, x in given.items() if name.startswith(kind)} for kind in ("p_", "g_"))
+def _both(arrays: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    params, grads = ({name[2:]: x for name, x in arrays.items() if name.startswith(kind)} for kind in ("p_", "g_"))
     return params, grads
 
 
-def _ours(params: Any, grads: Any, opt: Any) -> Any:
+def _ecrl(params: Any, grads: Any, opt: Any) -> Any:
     from ecrl.kernels import adam
 
     return adam(params, grads, opt, learning_rate=RATE, beta1=BETA1, beta2=BETA2, eps=EPS)
 
 
-def _moving(fn: Any, given: Inputs, device: str) -> Call:
+def _moving(fn: Any, arrays: Inputs, device: str) -> Call:
     from tensordict import TensorDict
 
     from ecrl.kernels import adam_init
 
-    params, grads = (TensorDict(part, []) for part in _both(tensors(given, device)))
+    params, grads = (TensorDict(part, []) for part in _both(tensors(arrays, device)))
     now = [params, adam_init(params)]
 
     def call() -> list[Tensor]:
@@ -60,18 +60,18 @@ def _moving(fn: Any, given: Inputs, device: str) -> Call:
     return call
 
 
-def ecrl_compiled(given: Inputs, device: str) -> Call:
-    """Ours, compiled."""
-    return _moving(compiled(_ours, device), given, device)
+def ecrl_compiled(arrays: Inputs, device: str) -> Call:
+    """Return a call of ecrl's kernel, compiled."""
+    return _moving(compiled(_ecrl, device), arrays, device)
 
 
-def ecrl_eager(given: Inputs, device: str) -> Call:
-    """Ours, eager."""
-    return _moving(awaited(_ours, device), given, device)
+def ecrl_eager(arrays: Inputs, device: str) -> Call:
+    """Return a call of ecrl's kernel, eager."""
+    return _moving(awaited(_ecrl, device), arrays, device)
 
 
-def _torch(given: Inputs, device: str, **how: bool) -> Call:
-    params, grads = _both(tensors(given, device))
+def _torch(arrays: Inputs, device: str, **how: bool) -> Call:
+    params, grads = _both(tensors(arrays, device))
     for name, param in params.items():
         param.requires_grad_().grad = grads[name]
     step = torch.optim.Adam(list(params.values()), lr=RATE, betas=(BETA1, BETA2), eps=EPS, **how).step
@@ -83,22 +83,22 @@ def _torch(given: Inputs, device: str, **how: bool) -> Call:
     return awaited(call, device)
 
 
-def torch_foreach(given: Inputs, device: str) -> Call:
-    """torch.optim.Adam by lists of tensors."""
-    return _torch(given, device, foreach=True)
+def torch_foreach(arrays: Inputs, device: str) -> Call:
+    """Return a call of torch.optim.Adam with lists of tensors (foreach)."""
+    return _torch(arrays, device, foreach=True)
 
 
-def torch_fused(given: Inputs, device: str) -> Call:
-    """torch.optim.Adam as one kernel."""
-    return _torch(given, device, fused=True)
+def torch_fused(arrays: Inputs, device: str) -> Call:
+    """Return a call of torch.optim.Adam, fused into one kernel."""
+    return _torch(arrays, device, fused=True)
 
 
-def optax_jitted(given: Inputs, device: str) -> Call:
-    """optax, jitted."""
+def optax_jitted(arrays: Inputs, device: str) -> Call:
+    """Return a call of optax's Adam, jitted."""
     import jax
     import optax  # pyright: ignore[reportMissingImports]
 
-    params, grads = jax.device_put(_both(given))
+    params, grads = jax.device_put(_both(arrays))
     adam = optax.adam(RATE, BETA1, BETA2, EPS)
 
     @jax.jit
@@ -115,5 +115,5 @@ def optax_jitted(given: Inputs, device: str) -> Call:
     return call
 
 
-OURS: dict[str, Make] = {"ecrl compiled": ecrl_compiled, "ecrl eager": ecrl_eager}
-PEERS: dict[str, Make] = {"torch foreach": torch_foreach, "torch fused": torch_fused, "optax jitted": optax_jitted}
+ECRL: dict[str, Make] = {"ecrl compiled": ecrl_compiled, "ecrl eager": ecrl_eager}
+OTHERS: dict[str, Make] = {"torch foreach": torch_foreach, "torch fused": torch_fused, "optax jitted": optax_jitted}

@@ -1,7 +1,7 @@
 """Run a function in a separate process, pinned to cores, with thread counts set before any library is imported.
 
-`python -m benchmarks.alone MODULE:FUNCTION JSON CORES` calls `FUNCTION(**json)` and prints its result as one JSON line.
-Output of libraries goes to stderr.
+`python -m benchmarks.separate_process MODULE:FUNCTION JSON CORES` calls `FUNCTION(**json)` and prints its result as one
+JSON line. Output of libraries goes to stderr.
 """
 
 import json
@@ -30,7 +30,7 @@ class Running(NamedTuple):
 
 def command(function: str, args: Mapping[str, Any], cores: Sequence[int]) -> list[str]:
     """Return the arguments of the interpreter that call a function."""
-    return ["-m", "benchmarks.alone", function, json.dumps(dict(args)), ",".join(map(str, cores))]
+    return ["-m", "benchmarks.separate_process", function, json.dumps(dict(args)), ",".join(map(str, cores))]
 
 
 def caching_in(folder: str) -> dict[str, str]:
@@ -83,7 +83,9 @@ def stop(running: Running) -> None:
     running.errors.close()
 
 
-def alone(function: str, args: Mapping[str, Any], cores: Sequence[int], env: Mapping[str, str] | None = None) -> Any:
+def run_in_process(
+    function: str, args: Mapping[str, Any], cores: Sequence[int], env: Mapping[str, str] | None = None
+) -> Any:
     """Call "module:function" with `args` in a new process, with `env` added to its environment; return its result.
 
     Raises: Failure, with the last line on stderr, if the process dies or takes longer than `PATIENCE`.

@@ -1,4 +1,4 @@
-"""What ecrl is compared with: one file each, whose `make` gives a contestant's work.
+"""Other libraries that ecrl is compared with. Each has a file whose `make` returns a contestant's work.
 
 All train PPO on CartPole-v1 with T=128, 4 epochs of 4 minibatches, separate 64x64 tanh actor and critic in float32,
 Adam with learning rate 1e-3, clip 0.2, gamma 0.99, lambda 0.95, gradients clipped at 0.5, entropy 0.01, value loss 0.5.
@@ -10,11 +10,11 @@ from typing import Any
 STEPS = 128
 """Environment steps of a rollout, per environment."""
 SOLVED = 475.0
-"""Mean return of the last 100 episodes, of the policy as it explores, at which CartPole-v1 counts as solved."""
+"""Mean return of the last 100 training episodes at which CartPole-v1 counts as solved."""
 
 
 def as_work(iterations: Iterator[Any], count: int) -> Callable[[], int]:
-    """One iteration after another as units of work; the first, with all that is made and compiled, is done here."""
+    """Run the first iteration, which compiles, and return a function that runs the next one and returns `count`."""
     next(iterations)
 
     def work() -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Categorical
 
-from benchmarks.peers import STEPS, as_work
+from benchmarks.other_libraries import STEPS, as_work
 
 EPOCHS, MINIBATCHES = 4, 4
 GAMMA, LAMBDA, CLIP = 0.99, 0.95, 0.2
@@ -25,7 +25,7 @@ def network(out: int, gain: float) -> nn.Sequential:
 
 
 class Rollout(NamedTuple):
-    """`[T, N]` each; `done[t]` tells that `obs[t]` starts an episode."""
+    """Fields of a rollout, `[T, N]` each; `done[t]` is true if `obs[t]` starts an episode."""
 
     obs: Tensor
     action: Tensor
@@ -36,7 +36,7 @@ class Rollout(NamedTuple):
 
 
 def iterations(num_envs: int, seed: int = 0) -> Iterator[float]:
-    """One rollout and its update at a time; gives the mean length of an episode, which is its return."""
+    """Yield the mean length of an episode, which equals its return, after each rollout and its update."""
     torch.manual_seed(seed)
     np.random.seed(seed)
     envs = gym.vector.SyncVectorEnv(
@@ -59,7 +59,7 @@ def iterations(num_envs: int, seed: int = 0) -> Iterator[float]:
 def collect(
     rollout: Rollout, envs: gym.vector.VectorEnv, actor: nn.Module, critic: nn.Module, obs: Tensor, done: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Fill the rollout; gives where it ends."""
+    """Fill the rollout and return its last observations and flags."""
     for t in range(STEPS):
         with torch.no_grad():
             choice = Categorical(logits=actor(obs))

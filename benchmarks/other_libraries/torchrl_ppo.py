@@ -1,6 +1,7 @@
-"""TorchRL's PPO in its usual form: a collector, GAE, ClipPPOLoss and a replay buffer that deals minibatches.
+"""TorchRL's PPO with its usual parts: a collector, GAE, ClipPPOLoss and a replay buffer for minibatches.
 
-Over Gymnasium's SyncVectorEnv, as the others: the AsyncVectorEnv of `GymEnv(num_envs=...)` is a process for each one.
+It uses Gymnasium's SyncVectorEnv, as the other libraries do. The AsyncVectorEnv of `GymEnv(num_envs=...)` would start a
+process per environment.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from torchrl.modules import MLP, ProbabilisticActor, ValueOperator
 from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import GAE
 
-from benchmarks.peers import STEPS, as_work
+from benchmarks.other_libraries import STEPS, as_work
 
 EPOCHS, MINIBATCHES = 4, 4
 
@@ -47,7 +48,7 @@ def environments(num_envs: int) -> TransformedEnv:
 
 
 def iterations(num_envs: int, seed: int = 0) -> Iterator[float]:
-    """One rollout and its update at a time; gives the mean return of the episodes that ended in it."""
+    """Yield the mean return of the episodes that ended in each rollout, after its update."""
     torch.manual_seed(seed)
     actor, critic = modules()
     frames = num_envs * STEPS

@@ -1,4 +1,4 @@
-"""What all forms need: arrays on a device, ours compiled, a call of jax."""
+"""Functions that all implementations share: arrays on a device, ecrl compiled, a call of jax."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from benchmarks.alternating_calls import Call
 from benchmarks.roofline import synchronize
-from benchmarks.turns import Call
 
 Inputs = dict[str, np.ndarray]
 Make = Callable[[Inputs, str], Call]
-"""What makes a form from inputs, for a device of torch: "cpu" or "cuda"."""
+"""A function that builds a call from inputs, for a device of torch: "cpu" or "cuda"."""
 
 
 class Cost(NamedTuple):
@@ -22,19 +22,19 @@ class Cost(NamedTuple):
 
 
 def tensors(inputs: Inputs, device: str) -> dict[str, torch.Tensor]:
-    """Copies as tensors."""
+    """Copy arrays to tensors on a device."""
     return {name: torch.tensor(array, device=device) for name, array in inputs.items()}
 
 
 def compiled(fn: Callable[..., Any], device: str) -> Callable[..., Any]:
-    """`fn` through the project's own compiler, done when it returns."""
+    """Compile `fn` with ecrl's compiler; the work is finished when a call returns."""
     from ecrl.compile.jit import choose_form
 
     return awaited(choose_form("on", device).jit(fn), device)
 
 
 def awaited(fn: Callable[..., Any], device: str) -> Callable[..., Any]:
-    """`fn`, done when it returns."""
+    """Return `fn` as a function whose work is finished when a call returns."""
     if device == "cpu":
         return fn
 
@@ -47,8 +47,8 @@ def awaited(fn: Callable[..., Any], device: str) -> Callable[..., Any]:
 
 
 def jitted(fn: Callable[..., Any], *args: Any) -> Call:
-    """A call of `fn`, jitted by jax, on arrays that lie on its default device."""
+    """Return a call of `fn`, jitted by jax, with arrays on its default device."""
     import jax
 
-    fast, given = jax.jit(fn), jax.device_put(args)
-    return lambda: jax.block_until_ready(fast(*given))
+    fast, arrays = jax.jit(fn), jax.device_put(args)
+    return lambda: jax.block_until_ready(fast(*arrays))

@@ -17,12 +17,12 @@ def seconds_per_call(call: Call, times: int) -> float:
     return (time.perf_counter() - start) / times
 
 
-def take_turns(calls: Mapping[str, Call], rounds: int, seconds: float) -> dict[str, list[float]]:
+def time_alternating(calls: Mapping[str, Call], rounds: int, seconds: float) -> dict[str, list[float]]:
     """Return the seconds per call of each function, one number per round.
 
     A turn takes about `seconds`, and at least one call.
 
-    >>> {name: len(values) for name, values in take_turns({"a": list, "b": dict}, 3, 1e-5).items()}
+    >>> {name: len(values) for name, values in time_alternating({"a": list, "b": dict}, 3, 1e-5).items()}
     {'a': 3, 'b': 3}
     """
     times = {name: max(1, round(seconds / seconds_per_call(call, 3))) for name, call in calls.items()}
@@ -33,11 +33,11 @@ def take_turns(calls: Mapping[str, Call], rounds: int, seconds: float) -> dict[s
     return seconds_by_name
 
 
-def ratio(ours: list[float], peer: list[float]) -> dict[str, float]:
-    """Return the ratio of the peer's seconds to ours over the same rounds, median and spread; above 1 we are faster.
+def ratio(ecrl: list[float], other: list[float]) -> dict[str, float]:
+    """Return the other's seconds divided by ecrl's, as median and spread over the rounds; above 1, ecrl is faster.
 
     >>> ratio([1.0, 2.0, 1.0], [2.0, 2.0, 3.0])
     {'ratio': 2.0, 'ratio_min': 1.0, 'ratio_max': 3.0}
     """
-    by_round = [b / a for a, b in zip(ours, peer, strict=True)]
+    by_round = [b / a for a, b in zip(ecrl, other, strict=True)]
     return {"ratio": statistics.median(by_round), "ratio_min": min(by_round), "ratio_max": max(by_round)}

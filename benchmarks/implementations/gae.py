@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.forms.common import Cost, Inputs, Make, awaited, compiled, jitted, tensors
-from benchmarks.turns import Call
+from benchmarks.alternating_calls import Call
+from benchmarks.implementations.common import Cost, Inputs, Make, awaited, compiled, jitted, tensors
 
 GAMMA, LAMBDA = 0.99, 0.95
 
@@ -24,8 +24,8 @@ def cost(envs: int, steps: int) -> Cost:
     return Cost(envs * steps * (4 + 4 + 1 + 4 + 4), envs * steps * 8)
 
 
-def ours(reward: Tensor, value: Tensor, done: Tensor) -> tuple[Tensor, Tensor]:
-    """Our kernel on the transposes, which are views."""
+def _ecrl(reward: Tensor, value: Tensor, done: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the result of ecrl's kernel on transposed views."""
     from ecrl.kernels import gae
 
     r, v, d = reward.t(), value.t(), done.t()
@@ -33,19 +33,19 @@ def ours(reward: Tensor, value: Tensor, done: Tensor) -> tuple[Tensor, Tensor]:
     return advantage.t(), target.t()
 
 
-def ecrl_compiled(given: Inputs, device: str) -> Call:
-    """Ours, compiled."""
-    t, fn = tensors(given, device), compiled(ours, device)
+def ecrl_compiled(arrays: Inputs, device: str) -> Call:
+    """Return a call of ecrl's kernel, compiled."""
+    t, fn = tensors(arrays, device), compiled(_ecrl, device)
     return lambda: fn(t["reward"], t["value"], t["done"])
 
 
-def ecrl_eager(given: Inputs, device: str) -> Call:
-    """Ours, eager."""
-    t, fn = tensors(given, device), awaited(ours, device)
+def ecrl_eager(arrays: Inputs, device: str) -> Call:
+    """Return a call of ecrl's kernel, eager."""
+    t, fn = tensors(arrays, device), awaited(_ecrl, device)
     return lambda: fn(t["reward"], t["value"], t["done"])
 
 
-def rlax_jitted(given: Inputs, device: str) -> Call:
+def rlax_jitted(arrays: Inputs, device: str) -> Call:
     """Rlax over environments along the second axis: one loop over time, whose steps are rows of memory."""
     import jax
     import rlax
@@ -56,20 +56,20 @@ def rlax_jitted(given: Inputs, device: str) -> Call:
         advantage = batched(reward, GAMMA * (1.0 - done), LAMBDA, value)
         return advantage, advantage + value[:-1]
 
-    return jitted(fn, given["reward"], given["value"], given["done"])
+    return jitted(fn, arrays["reward"], arrays["value"], arrays["done"])
 
 
-def sb3(given: Inputs, device: str) -> Call:
+def sb3(arrays: Inputs, device: str) -> Call:
     """Stable-Baselines3's own buffer, a loop over time in NumPy; on the CPU also where the others have a GPU."""
     from gymnasium.spaces import Box, Discrete
     from stable_baselines3.common.buffers import RolloutBuffer
 
-    steps, envs = given["reward"].shape
+    steps, envs = arrays["reward"].shape
     box = Box(-1.0, 1.0, (1,))
     buffer = RolloutBuffer(steps, box, Discrete(2), device="cpu", gae_lambda=LAMBDA, gamma=GAMMA, n_envs=envs)
-    buffer.rewards, buffer.values = given["reward"], given["value"][:-1]
-    buffer.episode_starts[1:] = given["done"][:-1]
-    last, done = torch.tensor(given["value"][-1]), given["done"][-1]
+    buffer.rewards, buffer.values = arrays["reward"], arrays["value"][:-1]
+    buffer.episode_starts[1:] = arrays["done"][:-1]
+    last, done = torch.tensor(arrays["value"][-1]), arrays["done"][-1]
 
     def call() -> tuple[np.ndarray, np.ndarray]:
         buffer.compute_returns_and_advantage(last, done)
@@ -78,23 +78,23 @@ def sb3(given: Inputs, device: str) -> Call:
     return call
 
 
-def _torchrl(name: str, given: Inputs, device: str) -> Call:
+def _torchrl(name: str, arrays: Inputs, device: str) -> Call:
     import torchrl.objectives.value.functional as functional
 
-    t, fn = tensors(given, device), awaited(getattr(functional, name), device)
+    t, fn = tensors(arrays, device), awaited(getattr(functional, name), device)
     value, after = t["value"][:-1], t["value"][1:]  # environments in the place of features: rows of memory again
     return lambda: fn(GAMMA, LAMBDA, value, after, t["reward"], t["done"], t["done"])
 
 
-def torchrl(given: Inputs, device: str) -> Call:
-    """TorchRL's loop over time."""
-    return _torchrl("generalized_advantage_estimate", given, device)
+def torchrl(arrays: Inputs, device: str) -> Call:
+    """Return a call of TorchRL's loop over time."""
+    return _torchrl("generalized_advantage_estimate", arrays, device)
 
 
-def torchrl_vec(given: Inputs, device: str) -> Call:
-    """TorchRL's vectorised form."""
-    return _torchrl("vec_generalized_advantage_estimate", given, device)
+def torchrl_vec(arrays: Inputs, device: str) -> Call:
+    """Return a call of TorchRL's vectorised function."""
+    return _torchrl("vec_generalized_advantage_estimate", arrays, device)
 
 
-OURS: dict[str, Make] = {"ecrl compiled": ecrl_compiled, "ecrl eager": ecrl_eager}
-PEERS: dict[str, Make] = {"rlax jitted": rlax_jitted, "sb3 numpy": sb3, "torchrl": torchrl, "torchrl vec": torchrl_vec}
+ECRL: dict[str, Make] = {"ecrl compiled": ecrl_compiled, "ecrl eager": ecrl_eager}
+OTHERS: dict[str, Make] = {"rlax jitted": rlax_jitted, "sb3 numpy": sb3, "torchrl": torchrl, "torchrl vec": torchrl_vec}

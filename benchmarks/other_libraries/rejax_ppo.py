@@ -1,15 +1,15 @@
-"""rejax's PPO over gymnax's CartPole, as one jitted loop over its `train_iteration`."""
+"""rejax's PPO on gymnax's CartPole, in a jitted loop over its `train_iteration`."""
 
 from collections.abc import Callable
 
 import jax
 import rejax
 
-from benchmarks.peers import STEPS
+from benchmarks.other_libraries import STEPS
 
 
 def ppo(num_envs: int, **changes: object) -> rejax.PPO:
-    """The algorithm with the settings that all peers share; `changes` are further arguments of `create`."""
+    """Return the algorithm with the settings that all libraries share; `changes` are further arguments of `create`."""
     settings = {
         "num_steps": STEPS,
         "num_epochs": 4,

@@ -6,11 +6,11 @@ import numpy as np
 from stable_baselines3 import PPO
 from stable_baselines3.common.env_util import make_vec_env
 
-from benchmarks.peers import STEPS, as_work
+from benchmarks.other_libraries import STEPS, as_work
 
 
 def iterations(num_envs: int, seed: int = 0) -> Iterator[float]:
-    """One rollout and its update at a time; gives the running average return of the last 100 episodes."""
+    """Yield the mean return of the last 100 episodes after each rollout and its update."""
     model = PPO(
         "MlpPolicy",  # separate 64x64 tanh networks
         make_vec_env("CartPole-v1", n_envs=num_envs, seed=seed),

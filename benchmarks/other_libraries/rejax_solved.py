@@ -1,6 +1,6 @@
 """rejax on CartPole with the numbers of `configs/cartpole_ppo.json`, until its running average return is 475.
 
-rejax reports no running average, so that the last 100 episodes are kept beside its state, as ecrl does it.
+rejax does not report a running average. Therefore the last 100 episodes are stored with its state, as ecrl does.
 """
 
 import time
@@ -13,7 +13,7 @@ import optax
 import rejax
 from rejax.algos.algorithm import register_init
 
-from benchmarks.peers import SOLVED, STEPS
+from benchmarks.other_libraries import SOLVED, STEPS
 
 WINDOW = 100
 
@@ -40,7 +40,7 @@ class Windowed(rejax.PPO):
 
 
 def solve(seed: int, started: float, num_envs: int, batch_size: int, n_epochs: int, iterations: int) -> dict[str, Any]:
-    """Train the whole budget; gives when it was solved and done, in seconds after `started` of `time.time`."""
+    """Train for the whole budget; return the seconds from `started` until it was solved, and until the end."""
     minibatches = num_envs * STEPS // batch_size
     algorithm = Windowed.create(
         env="CartPole-v1",

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.forms.common import Cost, Inputs, Make, awaited, compiled, jitted, tensors
-from benchmarks.turns import Call
+from benchmarks.alternating_calls import Call
+from benchmarks.implementations.common import Cost, Inputs, Make, awaited, compiled, jitted, tensors
 
 CLIP, VF, ENT = 0.2, 0.5, 0.01
 NAMES = ("log_prob", "old_log_prob", "advantage", "entropy", "value", "value_target")
@@ -16,9 +16,9 @@ NAMES = ("log_prob", "old_log_prob", "advantage", "entropy", "value", "value_tar
 def inputs(rows: int) -> Inputs:
     """Log-probabilities near the old ones, so that a part of the ratios is clipped."""
     draw = np.random.default_rng(0)
-    made = {name: draw.standard_normal(rows, dtype=np.float32) for name in NAMES}
-    made["old_log_prob"] = made["log_prob"] + np.multiply(0.2, made["old_log_prob"], dtype=np.float32)
-    return made
+    arrays = {name: draw.standard_normal(rows, dtype=np.float32) for name in NAMES}
+    arrays["old_log_prob"] = arrays["log_prob"] + np.multiply(0.2, arrays["old_log_prob"], dtype=np.float32)
+    return arrays
 
 
 def cost(rows: int) -> Cost:
@@ -26,7 +26,7 @@ def cost(rows: int) -> Cost:
     return Cost(rows * 4 * (6 + 3), rows * 40)
 
 
-def _ours(log_prob: Tensor, old: Tensor, advantage: Tensor, entropy: Tensor, value: Tensor, target: Tensor) -> Any:
+def _ecrl(log_prob: Tensor, old: Tensor, advantage: Tensor, entropy: Tensor, value: Tensor, target: Tensor) -> Any:
     from ecrl.kernels import ppo_loss
 
     mask = torch.ones_like(log_prob, dtype=torch.bool)
@@ -39,22 +39,22 @@ def _ours(log_prob: Tensor, old: Tensor, advantage: Tensor, entropy: Tensor, val
     return total, *grads, logs["approx_kl"], logs["clip_frac"], logs["explained_variance"]
 
 
-def ecrl_compiled(given: Inputs, device: str) -> Call:
-    """Ours, compiled."""
-    t, fn = tensors(given, device), compiled(_ours, device)
+def ecrl_compiled(arrays: Inputs, device: str) -> Call:
+    """Return a call of ecrl's kernel, compiled."""
+    t, fn = tensors(arrays, device), compiled(_ecrl, device)
     return lambda: fn(*(t[name] for name in NAMES))
 
 
-def ecrl_eager(given: Inputs, device: str) -> Call:
-    """Ours, eager."""
-    t, fn = tensors(given, device), awaited(_ours, device)
+def ecrl_eager(arrays: Inputs, device: str) -> Call:
+    """Return a call of ecrl's kernel, eager."""
+    t, fn = tensors(arrays, device), awaited(_ecrl, device)
     return lambda: fn(*(t[name] for name in NAMES))
 
 
 def cleanrl_loss(
     log_prob: Tensor, old: Tensor, advantage: Tensor, entropy: Tensor, value: Tensor, target: Tensor
 ) -> tuple[Tensor, ...]:
-    """The loss as CleanRL's ppo.py writes it, but for its factor of one half in the critic's."""
+    """Return CleanRL's loss from its ppo.py, without the factor of one half in the critic's loss."""
     log_ratio = log_prob - old
     ratio = log_ratio.exp()
     with torch.no_grad():
@@ -66,9 +66,9 @@ def cleanrl_loss(
     return loss, approx_kl, clip_frac, explained
 
 
-def cleanrl(given: Inputs, device: str) -> Call:
-    """That loss with autograd, eager."""
-    t = tensors(given, device)
+def cleanrl(arrays: Inputs, device: str) -> Call:
+    """Return a call of CleanRL's loss with autograd, eager."""
+    t = tensors(arrays, device)
     moving = [t[name].requires_grad_() for name in ("log_prob", "entropy", "value")]
 
     def call() -> tuple[Tensor, ...]:
@@ -78,8 +78,8 @@ def cleanrl(given: Inputs, device: str) -> Call:
     return awaited(call, device)
 
 
-def rlax_jitted(given: Inputs, device: str) -> Call:
-    """Rlax's surrogate, the rest in jax, jitted."""
+def rlax_jitted(arrays: Inputs, device: str) -> Call:
+    """Return a call of rlax's surrogate, with the rest in jax, jitted."""
     import jax
     import jax.numpy as jnp
     import rlax
@@ -97,8 +97,8 @@ def rlax_jitted(given: Inputs, device: str) -> Call:
         (total, logs), grads = of(log_prob, entropy, value, old, advantage, target)
         return total, *grads, *logs
 
-    return jitted(fn, *(given[name] for name in NAMES))
+    return jitted(fn, *(arrays[name] for name in NAMES))
 
 
-OURS: dict[str, Make] = {"ecrl compiled": ecrl_compiled, "ecrl eager": ecrl_eager}
-PEERS: dict[str, Make] = {"cleanrl eager": cleanrl, "rlax jitted": rlax_jitted}
+ECRL: dict[str, Make] = {"ecrl compiled": ecrl_compiled, "ecrl eager": ecrl_eager}
+OTHERS: dict[str, Make] = {"cleanrl eager": cleanrl, "rlax jitted": rlax_jitted}

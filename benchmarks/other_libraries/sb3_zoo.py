@@ -11,7 +11,7 @@ from stable_baselines3.common.utils import LinearSchedule
 from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 
 from benchmarks.learning import Report, Row, followed
-from benchmarks.peers.zoo import ZOO, Settings
+from benchmarks.other_libraries.zoo import ZOO, Settings
 from benchmarks.tasks import task_of
 from ecrl.config import load_config, total_steps
 
@@ -25,13 +25,13 @@ def arguments(ppo: dict[str, Any]) -> dict[str, Any]:
     >>> made["learning_rate"](0.25), made["gamma"], made["policy_kwargs"]["activation_fn"].__name__
     (0.00025, 0.9, 'ReLU')
     """
-    made: dict[str, Any] = {
+    settings: dict[str, Any] = {
         name: _linear(value) if str(value).startswith("lin_") else value for name, value in ppo.items()
     }
-    policy: dict[str, Any] = dict(made.pop("policy_kwargs", {}))
+    policy: dict[str, Any] = dict(settings.pop("policy_kwargs", {}))
     if "activation_fn" in policy:
         policy["activation_fn"] = getattr(torch.nn, policy["activation_fn"])
-    return made | {"policy_kwargs": policy}
+    return settings | {"policy_kwargs": policy}
 
 
 def _linear(text: str) -> LinearSchedule:
@@ -45,7 +45,7 @@ def make_env(settings: Settings, seed: int) -> VecEnv:
 
 
 def evaluated(model: PPO, settings: Settings, seed: int, episodes: int) -> Row:
-    """The mean return of episodes with deterministic actions, under the statistics of training, which stand still."""
+    """Return the mean return of episodes with deterministic actions, under frozen statistics of training."""
     envs: VecEnv = make_vec_env(settings.env, _EVAL_ENVS, seed)
     if isinstance(model.env, VecNormalize):
         envs = VecNormalize(envs, training=False, norm_reward=False)
@@ -56,7 +56,7 @@ def evaluated(model: PPO, settings: Settings, seed: int, episodes: int) -> Row:
 
 
 class Reporting(BaseCallback):
-    """Reports before every rollout, which is after the update of the one before."""
+    """Callback that reports before every rollout, after the update of the previous one."""
 
     def __init__(self, report: Report, settings: Settings, seed: int):
         super().__init__()
@@ -78,7 +78,7 @@ class Reporting(BaseCallback):
 
 
 def learn(config: str, seed: int, started: float | None = None) -> Row:
-    """What PPO learns of a config's task within its budget, which ends with the rollout that reaches it."""
+    """Train PPO on a config's task; the budget ends with the rollout that reaches it."""
     task = task_of(config)
     settings, budget = ZOO[task.config], total_steps(load_config(config), 1)
 
