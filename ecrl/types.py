@@ -43,6 +43,7 @@ STATE_FIELDS = {
     "key": "int64, the source of all randomness in the run",
     "sample_step": "int64, environment steps taken, over all ranks",
     "update_step": "int64, updates done; an iteration that `trainer.finite_guard` skipped does not count",
+    "iterations": "int64, iterations of the run, the length of schedules; training sets it from the config",
 }
 _BOOL_FIELDS = ("terminated", "truncated", "done", "mask")
 _PER_STEP_FIELDS = ("value", "reward", "terminated", "truncated", "done", "final_value")

@@ -65,8 +65,8 @@ def test_register_and_look_up(kind):
     assert entry.config is Settings and "mine" in registered(kind)
     assert all("mine" not in registered(other) for other in REGISTER if other != kind)
     assert entry.make(Settings()) is not entry.make(Settings(size=2))
-    # A network is made anew each time, with fresh weights; everything else once per config.
-    assert (entry.make(Settings()) is entry.make(Settings(size=1))) == (kind != "network")
+    # A network has fresh weights, and algorithms are compared by value; everything else is made once per config.
+    assert (entry.make(Settings()) is entry.make(Settings(size=1))) == (kind not in ("network", "algorithm"))
 
 
 @pytest.mark.parametrize("kind", REGISTER)
@@ -75,7 +75,7 @@ def test_a_taken_name_raises_unless_overridden(kind):
     first = lookup(kind, "mine").make(Settings())
     with pytest.raises(ValueError, match=f"{kind} 'mine' is already registered; pass override=True to replace it"):
         REGISTER[kind]("mine")(_make)
-    assert kind == "network" or lookup(kind, "mine").make(Settings()) is first
+    assert kind in ("network", "algorithm") or lookup(kind, "mine").make(Settings()) is first
     REGISTER[kind]("mine", override=True)(_make)
     assert lookup(kind, "mine").make(Settings()) is not first  # nothing is remembered of the one replaced
 

@@ -280,7 +280,7 @@ def clip_by_global_norm(grads: TensorDict, *, max_norm: Scalar) -> tuple[TensorD
     return _as(grads, _map(lambda g: g * factor, grads)), norm.to(common_dtype(*_leaves(grads)))
 
 
-def linear_schedule(step: Tensor, *, start: Scalar, end: Scalar, horizon: int) -> Tensor:
+def linear_schedule(step: Tensor, *, start: Scalar, end: Scalar, horizon: int | Tensor) -> Tensor:
     """Return a factor that moves from `start` to `end` in `horizon` steps and then stays there, float64.
 
         start + (end - start) * min(step / horizon, 1)
@@ -296,7 +296,7 @@ def linear_schedule(step: Tensor, *, start: Scalar, end: Scalar, horizon: int) -
     return start + (end - start) * progress
 
 
-def cosine_schedule(step: Tensor, *, end: Scalar, horizon: int) -> Tensor:
+def cosine_schedule(step: Tensor, *, end: Scalar, horizon: int | Tensor) -> Tensor:
     """Return a factor that falls from 1 to `end` along half a cosine in `horizon` steps and then stays there, float64.
 
         end + (1 - end) * (1 + cos(pi * min(step / horizon, 1))) / 2
@@ -312,7 +312,7 @@ def cosine_schedule(step: Tensor, *, end: Scalar, horizon: int) -> Tensor:
     return end + (1.0 - end) * 0.5 * (1.0 + torch.cos(pi * progress))
 
 
-def step_schedule(step: Tensor, *, every: int, gamma: Scalar) -> Tensor:
+def step_schedule(step: Tensor, *, every: int | Tensor, gamma: Scalar) -> Tensor:
     """Return a factor that is multiplied by `gamma` once every `every` steps: float64.
 
         gamma ^ floor(step / every)

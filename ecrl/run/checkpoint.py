@@ -208,15 +208,15 @@ def _paths(structure: TensorDict) -> dict[str, tuple[str, ...]]:
 def _upgrade(tensors: dict[str, Tensor], expected: TensorDict) -> dict[str, Tensor]:
     """Return the tensors of an older checkpoint under the names of this version.
 
-    An older state lacks the numbers of schedules, which come from the checkpoint's config. It also has one optimiser
-    state for all groups: `opt/mu/critic/w` is now `opt/critic/mu/critic/w`.
+    An older state lacks the numbers of schedules and of iterations, which come from the checkpoint's config. It also
+    has one optimiser state for all groups: `opt/mu/critic/w` is now `opt/critic/mu/critic/w`.
     """
     upgraded = dict(tensors)
     for name, place in _paths(expected).items():
         if name in tensors:
             continue
         ungrouped = "/".join((place[0], *place[2:]))
-        if place[0] == "hyper":
+        if place[0] in ("hyper", "iterations"):
             upgraded[name] = cast(Tensor, expected[place])
         elif place[0] == "opt" and ungrouped in tensors:
             upgraded[name] = tensors[ungrouped]
