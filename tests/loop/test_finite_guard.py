@@ -348,7 +348,8 @@ def test_the_crash_folder_repeats_the_iteration(fault, form, tmp_path, monkeypat
     report = json.loads((folder / "crash" / "report.json").read_text())
     assert report["met"] == error.value.report["met"] and report["form"] == ("eager" if form == "off" else "compiled")
     if fault == "reward":
-        assert same(load(folder / "crash")[0], before) and same(load(folder / "checkpoints" / "step_16")[0], before)
+        saved = [load(folder / name)[0] for name in ("crash", "checkpoints/step_16")]
+        assert all(same(state.exclude("iterations"), before.exclude("iterations")) for state in saved)
     monkeypatch.setattr(sys, "argv", ["ecrl", "replay", str(folder / "crash")])
     with pytest.warns(UserWarning) if fault == "gradient" else nullcontext():
         __main__.main()
