@@ -5,14 +5,21 @@ Each name maps to `(Config, make)`. A decorator registers `make`. The annotation
     @register_env("my_task")
     def my_task(cfg: MyTaskConfig) -> Env: ...
 
-Calls of `make` are memoised by config, so equal configs give the same object and share compiled functions. An installed
-package can register its parts automatically. It lists the module that registers them as an entry point in the group
-`ecrl.plugins`.
+Functions made from equal configs are equal, so they are compiled once:
+
+- An algorithm is made anew each time. It consists of module-level functions and choices that are compared by value.
+- The functions of an environment, an event or a term may read every field of their config. `make` is called once for
+  each config, and equal configs give the same object.
+- The functions of a policy may read every field except the fields marked with `InitOnly`. If two configs differ only in
+  such fields, their policies share all functions but `init` and `init_frozen`.
+
+An installed package can register its parts automatically. It lists the module that registers them as an entry point in
+the group `ecrl.plugins`.
 """
 
 import json
-from collections.abc import Callable, Iterable
-from dataclasses import is_dataclass, replace
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import fields, is_dataclass, replace
 from difflib import get_close_matches
 from functools import cache, wraps
 from importlib import import_module
@@ -35,6 +42,34 @@ class Entry(NamedTuple):
 
     config: type
     make: Callable[..., Any]
+
+
+class InitOnly:
+    """Mark of a config's field that only sets the first values of a policy's parameters.
+
+    Another value of the field compiles nothing. The module that `pure` or `module_policy` gets may read it too, if its
+    `forward` does not depend on it.
+
+    >>> from typing import Annotated
+    >>> from pydantic import BaseModel
+    >>> class MyPolicyConfig(BaseModel, frozen=True):
+    ...     hidden: int = 64
+    ...     initial_std: Annotated[float, InitOnly()] = 1.0
+    >>> _shape_of(MyPolicyConfig(initial_std=0.5)) == _shape_of(MyPolicyConfig())
+    True
+    """
+
+
+def _shape_of(value: Any) -> Hashable:
+    """Return a key that differs for configs that differ in a field without `InitOnly`."""
+    if isinstance(value, list | tuple):
+        return tuple(map(_shape_of, value))
+    if isinstance(value, dict):
+        return tuple(sorted((key, _shape_of(part)) for key, part in value.items()))
+    if (known := getattr(type(value), "model_fields", None)) is None:
+        return type(value), repr(value) if isinstance(value, float) else value  # 0.0 equals -0.0
+    shaping = (name for name, field in known.items() if not any(isinstance(x, InitOnly) for x in field.metadata))
+    return type(value), tuple((name, _shape_of(getattr(value, name))) for name in shaping)
 
 
 _KINDS = ("env", "policy", "algorithm", "network", "event", "action", "observation", "reward")
@@ -69,6 +104,25 @@ def _with_name(make: Callable, name: str) -> Callable:
     return named
 
 
+def _sharing_functions(make: Callable) -> Callable:
+    """Wrap the `make` of a policy: configs that differ in fields of `InitOnly` alone share the compared functions."""
+    first: dict[Hashable, tuple[Any, Any]] = {}
+
+    @wraps(make)
+    def shared(cfg: Any, *spaces: Any) -> Any:
+        key = _shape_of(cfg), spaces
+        if key not in first:
+            first[key] = cfg, make(cfg, *spaces)
+        known, part = first[key]
+        if known == cfg:
+            return part
+        own = make(cfg, *spaces)
+        return replace(part, **{one.name: getattr(own, one.name) for one in fields(own) if not one.compare})
+
+    cast(Any, shared).cache_clear = first.clear
+    return shared
+
+
 def _register(kind: str, name: str, *, override: bool = False) -> Callable[[Callable], Callable]:
     def decorate(make: Callable) -> Callable:
         if not str(getattr(make, "__module__", None)).startswith("ecrl."):
@@ -83,7 +137,8 @@ def _register(kind: str, name: str, *, override: bool = False) -> Callable[[Call
             )
         made = _with_name(make, name) if kind in _KINDS_WITH_NAME else make
         # Networks are not memoised, because two policies with one network object would share its weights.
-        _ENTRIES[kind][name] = Entry(config, made if kind == "network" else cache(made))
+        memoised = {"network": made, "algorithm": made, "policy": _sharing_functions(made)}
+        _ENTRIES[kind][name] = Entry(config, memoised[kind] if kind in memoised else cache(made))
         if kind == "network" and override:  # memoised policies contain the old network
             for policy in _ENTRIES["policy"].values():
                 cast(Any, policy.make).cache_clear()

@@ -44,6 +44,7 @@ STATE_FIELDS = {
     "key": "int64, the source of all randomness in the run",
     "sample_step": "int64, environment steps so far, over all ranks",
     "update_step": "int64, updates so far, without iterations that `trainer.finite_guard` skipped",
+    "iterations": "int64, iterations of the run, the length of schedules; training sets it from the config",
 }
 _BOOL_FIELDS = ("terminated", "truncated", "done", "mask")
 _PER_STEP_FIELDS = ("value", "reward", "terminated", "truncated", "done", "final_value")

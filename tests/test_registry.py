@@ -62,8 +62,9 @@ def test_register_and_look_up(kind):
     assert entry.config is Settings and "mine" in registered(kind)
     assert all("mine" not in registered(other) for other in REGISTER if other != kind)
     assert entry.make(Settings()) is not entry.make(Settings(size=2))
-    # A network is made for every call, with new weights; everything else once per config.
-    assert (entry.make(Settings()) is entry.make(Settings(size=1))) == (kind != "network")
+    # A network is made for every call, with new weights. Algorithms are compared by value. The others are made once per
+    # config.
+    assert (entry.make(Settings()) is entry.make(Settings(size=1))) == (kind not in ("network", "algorithm"))
 
 
 @pytest.mark.parametrize("kind", REGISTER)
@@ -72,7 +73,7 @@ def test_a_taken_name_raises_unless_overridden(kind):
     first = lookup(kind, "mine").make(Settings())
     with pytest.raises(ValueError, match=f"{kind} 'mine' is already registered; pass override=True to replace it"):
         REGISTER[kind]("mine")(_make)
-    assert kind == "network" or lookup(kind, "mine").make(Settings()) is first
+    assert kind in ("network", "algorithm") or lookup(kind, "mine").make(Settings()) is first
     REGISTER[kind]("mine", override=True)(_make)
     assert lookup(kind, "mine").make(Settings()) is not first  # nothing is remembered of the one replaced
 

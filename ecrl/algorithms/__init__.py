@@ -28,9 +28,9 @@ __all__ = [
 
 
 def make_algorithm(choice: AlgorithmChoice | dict) -> Algorithm:
-    """Return the algorithm of a config's `algorithm` section; equal settings give the same object.
+    """Return the algorithm of a config's `algorithm` section; equal settings give equal algorithms.
 
-    >>> make_algorithm({"name": "ppo"}) is make_algorithm({"name": "ppo", "cfg": {"gamma": 0.99}})
+    >>> make_algorithm({"name": "ppo"}) == make_algorithm({"name": "ppo", "cfg": {"gamma": 0.5}})
     True
     """
     choice = validate_section(AlgorithmChoice, choice, "algorithm")

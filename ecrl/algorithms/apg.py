@@ -52,7 +52,7 @@ class APGConfig(LearningConfig):
         return self
 
 
-_READ = ("key", "sample_step", "update_step", "norm", "hyper", "frozen_params")
+_READ = ("key", "sample_step", "update_step", "iterations", "norm", "hyper", "frozen_params")
 _FIELDS = (*_READ, "params", "opt", "env", "episode", "carry")  # all after _READ change
 _STORED = ("obs", "action", "reward", "done", "info")
 _World = tuple[TensorDict, TensorDict]
@@ -132,7 +132,7 @@ def optimize(run: Run, state: TensorDict, grads: TensorDict) -> tuple[TensorDict
     """Take one optimiser step. Return new params and opt, and the logs of gradient norm and learning rate."""
     params, opt, hyper = (cast(TensorDict, state[key]) for key in ("params", "opt", "hyper"))
     group = run.algorithm.choices.group
-    rate = learning_rates(state, (group,), run.static.iterations)[group.name]
+    rate = learning_rates(state, (group,))[group.name]
     clipped, norm = clip_by_global_norm(grads, max_norm=hyper["max_grad_norm"])
     numbers = dict(cast(TensorDict, hyper["optimizer"]).items())
     params, opt = OPTIMIZERS[group.optimizer].step(params, clipped, opt, learning_rate=rate, **numbers)

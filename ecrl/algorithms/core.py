@@ -49,7 +49,6 @@ class Static(NamedTuple):
     Attributes:
         num_envs: environments of this rank.
         buffer_size: steps of each environment in an iteration.
-        iterations: iterations of the run, the length of its learning-rate schedules.
         world_size: number of ranks.
         skips_nonfinite: True if gradient steps with NaN or infinity are left out (`trainer.finite_guard: skip`).
         row_steps: steps in a row of a minibatch: `buffer_size` for a policy of unit "sequence", else 1.
@@ -58,7 +57,6 @@ class Static(NamedTuple):
 
     num_envs: int
     buffer_size: int
-    iterations: int
     world_size: int
     skips_nonfinite: bool = False
     row_steps: int = 1

@@ -14,11 +14,10 @@ An algorithm writes one turn, in the order of its paper:
 `interleaved(turn)` makes it the `iterate` of an algorithm.
 
 A turn cannot see the length of an iteration. It gets the run and the state of a run whose iterations have one turn. In
-`run.static`, `buffer_size` is the number of steps of a turn, and `iterations` counts turns. In the
-state, `sample_step`, `update_step` and the cursor of the buffer count as if each turn were an iteration. The rows of a
-turn are in the buffer as soon as they are added, and the rows that they replace are gone. So `trainer.buffer_size` does
-not change the result of learning, with two exceptions. The phase is chosen once per iteration, and the finite guard
-leaves out whole iterations.
+`run.static`, `buffer_size` is the number of steps of a turn. In the state, `sample_step`, `update_step`, `iterations`
+and the cursor of the buffer count as if each turn were an iteration. The rows of a turn are in the buffer as soon as
+they are added, and the rows that they replace are gone. So `trainer.buffer_size` does not change the result of
+learning, with two exceptions. The phase is chosen once per iteration, and the finite guard leaves out whole iterations.
 """
 
 from collections.abc import Callable
@@ -48,7 +47,7 @@ REPLAY_KINDS: Kinds = {
 }
 """Kinds of the fields `replay` and `exploration`, for the `kinds` of an algorithm."""
 
-_FIXED = ("key", "hyper", "episode", "sample_step", "update_step", "frozen_params")
+_FIXED = ("key", "hyper", "episode", "sample_step", "update_step", "iterations", "frozen_params")
 _STEPS = ("key", "sample_step", "params", "norm", "env", "exploration", "carry", "frozen_params")
 _SUMMED = "skipped_steps"
 
@@ -136,7 +135,7 @@ def interleaved(turn: Turn, steps: int = 1) -> Interleaved:
         turn: (run, state, noise, replay) -> (state, replay, steps, logs), one turn, as in the docstring of this module.
             Pass `noise` to `take_steps`, and return the `steps` of `take_steps`. The logs of an iteration are the means
             over its turns, and the sum of `skipped_steps`. All fields of the state may change except `key`, `hyper`,
-            `episode`, `sample_step`, `update_step` and `frozen_params`.
+            `episode`, `sample_step`, `update_step`, `iterations` and `frozen_params`.
         steps: steps of each environment in a turn. `turn` may take any number of gradient steps after them. With 4
             steps and 1 gradient step, there is a quarter of a gradient step for each step of an environment.
 
@@ -152,7 +151,7 @@ def interleaved(turn: Turn, steps: int = 1) -> Interleaved:
 
 def _static_of_turn(static: Static, steps: int) -> Static:
     """Return the numbers of a run whose iterations have one turn."""
-    return static._replace(buffer_size=steps, iterations=static.iterations * (static.buffer_size // steps))
+    return static._replace(buffer_size=steps)
 
 
 def _turn(
@@ -172,6 +171,7 @@ def _turn(
     counters = {
         "sample_step": fixed["sample_step"] + taken,
         "update_step": fixed["update_step"] * turns + number,
+        "iterations": fixed["iterations"] * turns,
     }
     before = replaced(replaced(moving, fixed), counters)
     replay = Replay(ring, block, start, moving["replay", "cursor"] - start)

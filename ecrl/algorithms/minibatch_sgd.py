@@ -81,7 +81,7 @@ def sgd_choices(cfg: MinibatchConfig, groups: tuple[Group, ...] | None = None) -
     return SGD(cfg.n_epochs, cfg.batch_size, cfg.num_minibatches, groups_of(cfg) if groups is None else groups)
 
 
-class _Objective(NamedTuple):
+class Objective(NamedTuple):
     """The static arguments of a gradient step; see `minibatch_sgd`."""
 
     run: Run
@@ -90,6 +90,7 @@ class _Objective(NamedTuple):
     distance: str | None
     limit: str | None
     layout: Layout
+    n_epochs: int = 1
 
 
 def pass_keys(state: TensorDict, n_epochs: int) -> Tensor:
@@ -152,7 +153,7 @@ def gradient_steps(cfg: MinibatchConfig, static: Static) -> int:
 
 
 def _loss(
-    params: TensorDict, of: _Objective, fixed: TensorDict, batch: TensorDict, mask: Tensor, hyper: TensorDict
+    params: TensorDict, of: Objective, fixed: TensorDict, batch: TensorDict, mask: Tensor, hyper: TensorDict
 ) -> tuple[Tensor, tuple[Tensor, Logs]]:
     """Return the loss, the number of elements that it is the mean of, and its logs."""
     loss, logs = of.loss(of.run, acting_params(params, fixed), batch, mask, hyper)
@@ -161,7 +162,7 @@ def _loss(
 
 
 def _chunk_gradients(
-    of: _Objective,
+    of: Objective,
     rows_of_chunk: tuple[Tensor, Tensor, dict[str, Tensor]],
     packed: Packed,
     fixed: TensorDict,
@@ -178,7 +179,7 @@ def _chunk_gradients(
 
 
 def _add_chunk(
-    of: _Objective, total: Packed, rows_of_chunk: tuple[Tensor, Tensor, dict[str, Tensor]], *rest: Any
+    of: Objective, total: Packed, rows_of_chunk: tuple[Tensor, Tensor, dict[str, Tensor]], *rest: Any
 ) -> tuple[Packed, tuple[Tensor, Logs]]:
     """Add the gradients of a chunk, times its count, to the total: the body of a scan over chunks."""
     grads, (count, logs) = _chunk_gradients(of, rows_of_chunk, *rest)
@@ -186,7 +187,7 @@ def _add_chunk(
 
 
 def _gradients(
-    of: _Objective,
+    of: Objective,
     packed: Packed,
     chosen: tuple[Tensor, Tensor],
     fixed: TensorDict,
@@ -212,7 +213,7 @@ _Carry = tuple[Packed, Packed, dict[str, Tensor], Tensor]
 
 
 def _gradient_step(
-    of: _Objective,
+    of: Objective,
     carry: _Carry,
     chosen: tuple[Tensor, Tensor],
     fixed: TensorDict,
@@ -236,7 +237,7 @@ def _gradient_step(
     if skips:
         is_void = is_void | ~_is_finite((grads, norms))
     for group in (part.group for part in of.layout.groups):
-        if group.schedule is not None and group.schedule.name == "adaptive":
+        if group.schedule == "adaptive":
             adapted = adapted_rate(rates[group.name], distance, number(hyper, group, "adaptive"))
             rates = rates | {group.name: torch.where(stopped | is_void, rates[group.name], adapted)}
     new_params, new_opts = optimizer_step(params, grads, opts, rates, hyper, of.layout)
@@ -309,8 +310,8 @@ def minibatch_sgd(
 
     Args:
         run: the run.
-        state: with `params`, `opt`, `hyper`, `norm`, `key` and `update_step`; with `learning_rate` if it is adaptive;
-            maybe with `frozen_params`.
+        state: with `params`, `opt`, `hyper`, `norm`, `key`, `update_step` and `iterations`; with `learning_rate` if it
+            is adaptive; maybe with `frozen_params`.
         rows: `[M]`, with a bool `mask` that is False for rows to ignore, if there are any. The rows of a policy of unit
             "sequence" have a `mask` `[M, T]`, and a minibatch never splits them.
         loss: (run, params, batch, mask, hyper) -> 0-d loss and logs, all means over the elements whose `mask` is True.
@@ -330,8 +331,8 @@ def minibatch_sgd(
     hyper, params, opt = (cast(TensorDict, state[key]) for key in ("hyper", "params", "opt"))
     length = prod(rows["mask"].shape[1:]) if "mask" in rows else 1
     sizes, layout = sizes_of(sgd, len(rows), length), layout_of(params, sgd.groups)
-    of = _Objective(run, loss, tuple(whole.items()), distance, limit, layout)
-    rates = learning_rates(state, sgd.groups, run.static.iterations)
+    of = Objective(run, loss, tuple(whole.items()), distance, limit, layout, sgd.n_epochs)
+    rates = learning_rates(state, sgd.groups)
     key = cast(Tensor, state["key"])
     never = torch.zeros((), dtype=torch.bool, device=key.device)
     start = pack(params, layout), pack_opt(opt, layout), rates, never

@@ -16,7 +16,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl.algorithms.optimizer_config import USED, LearningConfig, OptimizerConfig, SchedulerConfig, optimizer_of
-from ecrl.algorithms.schedules import Schedule, schedule_choice, schedule_numbers, scheduled_rate
+from ecrl.algorithms.schedules import schedule_numbers, scheduled_rate
 from ecrl.errors import ConfigError
 from ecrl.kernels import clip_by_global_norm, optim
 from ecrl.pytree import flatten, mapped, paths, unflatten
@@ -49,14 +49,14 @@ class Group(NamedTuple):
         name: key of its state in `state["opt"]`. If there is a single group, `state["opt"]` is its state.
         paths: beginnings of the paths of its parameters; None for every parameter in no other group.
         optimizer: adam, adamw, sgd or rmsprop.
-        schedule: schedule of its learning rate; None for a constant rate.
+        schedule: name of the schedule of its learning rate; None for a constant rate.
         prefix: prefix of the names of its numbers in `hyper` and of its logs.
     """
 
     name: str
     paths: tuple[Path, ...] | None
     optimizer: str
-    schedule: Schedule | None
+    schedule: str | None
     prefix: str = ""
 
 
@@ -98,8 +98,8 @@ def groups_of(
     for i, (name, inside) in enumerate(named.items()):
         settings = own.get(name, _SHARED)
         optimizer = (settings.optimizer or optimizer_of(cfg)).name
-        schedule = schedule_choice(settings.lr_scheduler or cfg.lr_scheduler)
-        groups.append(Group(name, inside, optimizer, schedule, f"{name}_" if i else ""))
+        schedule = settings.lr_scheduler or cfg.lr_scheduler
+        groups.append(Group(name, inside, optimizer, schedule and schedule.name, f"{name}_" if i else ""))
     return tuple(groups)
 
 
@@ -330,17 +330,20 @@ def optimizer_step(
     return new_params, new_opts
 
 
-def learning_rates(state: TensorDict, groups: tuple[Group, ...], iterations: int) -> dict[str, Tensor]:
-    """Return the learning rate of each group at the start of an iteration, 0-d."""
+def learning_rates(state: TensorDict, groups: tuple[Group, ...]) -> dict[str, Tensor]:
+    """Return the learning rate of each group at the start of an iteration, 0-d.
+
+    A schedule reads `update_step` of the state, and `iterations` too if it has no length of its own.
+    """
     hyper, rates = cast(TensorDict, state["hyper"]), {}
     for group in groups:
-        if group.schedule is not None and group.schedule.name == "adaptive":
+        if group.schedule == "adaptive":
             rates[group.name] = number(state, group, "learning_rate")
         else:
             rate = number(hyper, group, "learning_rate")
             if group.schedule is not None:
                 numbers = number(hyper, group, "schedule")
-                rate = scheduled_rate(group.schedule, rate, numbers, state["update_step"], iterations)
+                rate = scheduled_rate(group.schedule, rate, numbers, state["update_step"], state["iterations"])
             rates[group.name] = rate
     return rates
 
@@ -413,9 +416,9 @@ def _write_settings(
         numbers["optimizer"] = optimizer_numbers(settings.optimizer)
     if settings.lr_scheduler is not None and settings.lr_scheduler.name == "adaptive":
         numbers["adaptive"] = {name: getattr(settings.lr_scheduler.kwargs, name) for name in USED["adaptive"]}
-    tensors, floats = hyper_tensors(numbers, device), schedule_numbers(settings.lr_scheduler, device)
-    if not floats.is_empty():
-        tensors["schedule"] = floats
+    tensors, of_schedule = hyper_tensors(numbers, device), schedule_numbers(settings.lr_scheduler, device)
+    if not of_schedule.is_empty():
+        tensors["schedule"] = of_schedule
     rates = {}
     if settings.learning_rate is not None:
         rate = torch.tensor(settings.learning_rate, dtype=torch.float32, device=device)

@@ -1,9 +1,10 @@
 """Learning-rate schedules by name, from the config block `lr_scheduler`.
 
-The name and the counts of a schedule shape the graph. Its other numbers live in the state, in `hyper["schedule"]`.
+Only the name of a schedule shapes the graph. Its numbers live in the state, in `hyper["schedule"]`. A schedule without
+a length of its own lasts for the whole run, which is `state["iterations"]`.
 """
 
-from typing import NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from tensordict import TensorDict
@@ -13,30 +14,10 @@ from ecrl.algorithms.optimizer_config import DESIRED_DISTANCE, USED, SchedulerCo
 from ecrl.kernels import optim
 
 
-class Schedule(NamedTuple):
-    """Settings of a schedule that shape the compiled graph.
-
-    Attributes:
-        name: linear, cosine, step, exponential or adaptive.
-        horizon: length in iterations; None for the whole run.
-        step_size: iterations between two reductions of the step schedule.
-    """
-
-    name: str
-    horizon: int | None
-    step_size: int
-
-
-def schedule_choice(cfg: SchedulerConfig | None) -> Schedule | None:
-    """Return the `Schedule` of a config block; None for a constant rate."""
-    if cfg is None:
-        return None
-    kwargs = cfg.kwargs
-    return Schedule(cfg.name, kwargs.total_iters if cfg.name == "linear" else kwargs.T_max, kwargs.step_size)
-
-
 def schedule_numbers(cfg: SchedulerConfig | None, device: torch.device) -> TensorDict:
-    """Return the floats of a config block as 0-d float64 tensors; empty for a constant or an adaptive rate.
+    """Return the numbers of a config block that are not None; empty for a constant or an adaptive rate.
+
+    They are 0-d tensors: float64, and int64 for counts of iterations.
 
     >>> cfg = SchedulerConfig.model_validate({"name": "step", "kwargs": {"gamma": 0.5, "step_size": 2}})
     >>> schedule_numbers(cfg, torch.device("cpu"))["gamma"]
@@ -44,38 +25,36 @@ def schedule_numbers(cfg: SchedulerConfig | None, device: torch.device) -> Tenso
     """
     if cfg is None or cfg.name == "adaptive":
         return TensorDict({}, [])
-    numbers = {name: getattr(cfg.kwargs, name) for name in USED[cfg.name]}
-    floats = {name: number for name, number in numbers.items() if isinstance(number, float)}
-    return TensorDict(
-        {name: torch.tensor(number, dtype=torch.float64, device=device) for name, number in floats.items()}, []
-    )
+    numbers: dict[str, Any] = {name: getattr(cfg.kwargs, name) for name in USED[cfg.name]}
+    dtypes = {name: torch.float64 if isinstance(x, float) else torch.int64 for name, x in numbers.items()}
+    tensors = {name: torch.tensor(x, dtype=dtypes[name], device=device) for name, x in numbers.items() if x is not None}
+    return TensorDict(tensors, [])
 
 
-def scheduled_rate(schedule: Schedule, base: Tensor, numbers: TensorDict, step: Tensor, iterations: int) -> Tensor:
+def scheduled_rate(schedule: str, base: Tensor, numbers: TensorDict, step: Tensor, iterations: Tensor) -> Tensor:
     """Return the learning rate in iteration `step` of `iterations`, 0-d, in the dtype of `base`.
 
     Args:
-        schedule: one of linear, cosine, step and exponential.
+        schedule: linear, cosine, step or exponential.
         base: rate before the schedule.
         numbers: from `schedule_numbers`.
         step: iterations done, int64.
-        iterations: length of a schedule without its own horizon.
+        iterations: length of a schedule without a length in `numbers`, int64.
     """
-    horizon = schedule.horizon or iterations
-    match schedule.name:
+    match schedule:
         case "linear":
-            start, end = numbers["start_factor"], numbers["end_factor"]
+            start, end, horizon = numbers["start_factor"], numbers["end_factor"], numbers.get("total_iters", iterations)
             rate = base * optim.linear_schedule(step, start=start, end=end, horizon=horizon)
         case "cosine":
-            lowest = numbers["eta_min"]
+            lowest, horizon = numbers["eta_min"], numbers.get("T_max", iterations)
             factor = optim.cosine_schedule(step, end=0.0, horizon=horizon)
             rate = (base - lowest.to(base.dtype)) * factor + lowest
         case "step":
-            rate = base * optim.step_schedule(step, every=schedule.step_size, gamma=numbers["gamma"])
+            rate = base * optim.step_schedule(step, every=numbers["step_size"], gamma=numbers["gamma"])
         case "exponential":
             rate = base * optim.exponential_schedule(step, gamma=numbers["gamma"])
         case _:
-            raise ValueError(f"lr_scheduler {schedule.name!r} has no rate by iteration")
+            raise ValueError(f"lr_scheduler {schedule!r} has no rate by iteration")
     return rate.to(base.dtype)
 
 

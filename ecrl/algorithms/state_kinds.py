@@ -6,7 +6,7 @@
 | statistics | running moments | yes | equal: sums are over all ranks | once |
 | environment | env, episode, carry, running returns | yes | each rank has its own | per rank |
 | buffer | replay | no, it is borrowed | each rank has its own | per rank |
-| frozen | frozen_params | no, it is borrowed | equal | once |
+| frozen | frozen_params | no, it is borrowed | equal | in one file for all checkpoints |
 | counter | key, sample_step, update_step, hyper | yes | equal | once |
 
 A kind is declared for a field, or for a path inside a field. The longest declared path decides.

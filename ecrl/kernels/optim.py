@@ -282,7 +282,7 @@ def clip_by_global_norm(grads: TensorDict, *, max_norm: Scalar) -> tuple[TensorD
     return _cast_as(grads, _map(lambda g: g * factor, grads)), norm.to(common_dtype(*_leaves(grads)))
 
 
-def linear_schedule(step: Tensor, *, start: Scalar, end: Scalar, horizon: int) -> Tensor:
+def linear_schedule(step: Tensor, *, start: Scalar, end: Scalar, horizon: int | Tensor) -> Tensor:
     """Return a float64 factor that moves linearly from `start` to `end` in `horizon` steps and then stays there.
 
         start + (end - start) * min(step / horizon, 1)
@@ -298,7 +298,7 @@ def linear_schedule(step: Tensor, *, start: Scalar, end: Scalar, horizon: int) -
     return start + (end - start) * progress
 
 
-def cosine_schedule(step: Tensor, *, end: Scalar, horizon: int) -> Tensor:
+def cosine_schedule(step: Tensor, *, end: Scalar, horizon: int | Tensor) -> Tensor:
     """Return a float64 factor that falls from 1 to `end` along half a cosine in `horizon` steps and then stays there.
 
         end + (1 - end) * (1 + cos(pi * min(step / horizon, 1))) / 2
@@ -314,7 +314,7 @@ def cosine_schedule(step: Tensor, *, end: Scalar, horizon: int) -> Tensor:
     return end + (1.0 - end) * 0.5 * (1.0 + torch.cos(pi * progress))
 
 
-def step_schedule(step: Tensor, *, every: int, gamma: Scalar) -> Tensor:
+def step_schedule(step: Tensor, *, every: int | Tensor, gamma: Scalar) -> Tensor:
     """Return a float64 factor that starts at 1 and is multiplied by `gamma` after every `every` steps.
 
         gamma ^ floor(step / every)

@@ -27,6 +27,7 @@ LOOP_KINDS: Kinds = {
     "key": Kind.COUNTER,
     "sample_step": Kind.COUNTER,
     "update_step": Kind.COUNTER,
+    "iterations": Kind.COUNTER,
 }
 """Kinds of the fields that the loop itself adds to the state."""
 

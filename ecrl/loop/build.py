@@ -63,12 +63,12 @@ def check_rollout(cfg: Config, run: Run) -> None:
     check_room(steps * row, device_of(cfg), f"trainer.num_envs: num_envs * (buffer_size + 1) = {steps:,} steps")
 
 
-def _saved_s(algorithm: Algorithm, static: Static) -> float:
-    """Return the seconds that compiling saves over the whole run; infinity if the gradient steps are unknown."""
+def _saved_s(algorithm: Algorithm, static: Static, iterations: int) -> float:
+    """Return the seconds that compiling saves in so many iterations; infinity if the gradient steps are unknown."""
     if algorithm.gradient_steps is None:
         return inf
     per_iteration = static.buffer_size * _VECTOR_STEP_S + algorithm.gradient_steps(static) * _GRADIENT_STEP_S
-    return static.iterations * per_iteration
+    return iterations * per_iteration
 
 
 def form_of(cfg: Config) -> Form:
@@ -96,7 +96,7 @@ def planned_form(cfg: Config, policy: Policy, algorithm: Algorithm, static: Stat
         if mode == "on":
             raise ConfigError(f"trainer.compile: on, but {reason}; use auto")
         return Form("eager", reason, partial, scan)
-    if mode == "auto" and (saved := _saved_s(algorithm, static)) < _COMPILING_S:
+    if mode == "auto" and (saved := _saved_s(algorithm, static, cfg.trainer.iterations)) < _COMPILING_S:
         reason = f"compiling takes about {_COMPILING_S:.0f} s and would save about {saved:.0f} s of the whole run"
         form = Form("eager", reason, partial, scan)
     else:
@@ -113,12 +113,12 @@ def build(cfg: Config) -> Run:
     """Build a run from its config: environment (with auto-reset and training events), policy, algorithm and `jit`.
 
     Call it once and pass the run to other functions. Two runs are equal and share compiled functions if they differ
-    only in seed, name, files or numbers that are stored in `state["hyper"]`. Cameras are left out of the events,
-    because `ecrl.run.video_writer` renders from the states.
+    only in seed, name, files, length, numbers that are stored in `state["hyper"]`, or numbers that only `init` reads.
+    Cameras are left out of the events, because `ecrl.run.video_writer` renders from the states.
 
     >>> from ecrl import load_config
     >>> cfg = load_config("configs/cartpole_ppo.json")
-    >>> build(cfg) == build(cfg.replace(**{"trainer.seed": 7, "algorithm.cfg.gamma": 0.5}))
+    >>> build(cfg) == build(cfg.replace(**{"trainer.iterations": 999, "algorithm.cfg.gamma": 0.5}))
     True
     """
     env, policy = _env_and_policy(cfg)
@@ -147,4 +147,4 @@ def static_of(cfg: Config, policy: Policy) -> Static:
     """Return the numbers of a config and its policy that shape the graph of an iteration."""
     trainer = cfg.trainer
     skips, row_steps = trainer.finite_guard == "skip", trainer.buffer_size if policy.unit == "sequence" else 1
-    return Static(trainer.num_envs, trainer.buffer_size, trainer.iterations, world_size(), skips, row_steps)
+    return Static(trainer.num_envs, trainer.buffer_size, world_size(), skips, row_steps)

@@ -69,7 +69,7 @@ def init_state(cfg: Config, key: Tensor | None = None) -> TensorDict:
     >>> from ecrl.config import load_config
     >>> state = init_state(load_config("configs/cartpole_ppo.json"))
     >>> sorted(state.keys())
-    ['env', 'episode', 'hyper', 'key', 'norm', 'opt', 'params', 'sample_step', 'update_step']
+    ['env', 'episode', 'hyper', 'iterations', 'key', 'norm', 'opt', 'params', 'sample_step', 'update_step']
     """
     return first_state(build(cfg), cfg, key)
 
@@ -78,7 +78,7 @@ def first_state(run: Run, cfg: Config, key: Tensor | None = None) -> TensorDict:
     """Return the state before the first step of a run, as `init_state`."""
     check_envs(cfg, run.env, cfg.trainer.num_envs, "trainer.num_envs")
     key = (rng.key(cfg.trainer.seed) if key is None else key).to(device_of(cfg))
-    state = _state_without_env(run, key)  # first, because `init` may refuse the config before any environment is opened
+    state = _state_without_env(run, cfg, key)  # first, because `init` may refuse the config before opening environments
     return state.set("env", _first_envs(run, cfg, key)).lock_()
 
 
@@ -87,13 +87,13 @@ def _first_envs(run: Run, cfg: Config, key: Tensor) -> TensorDict:
     return run.env.reset(start_keys(key, cfg.trainer.num_envs, 0, run.algorithm.group_size))
 
 
-def _state_without_env(run: Run, key: Tensor) -> TensorDict:
+def _state_without_env(run: Run, cfg: Config, key: Tensor) -> TensorDict:
     fields, policy, zero = run.algorithm.init(run, key), run.policy, torch.zeros_like(key)
     norm = fields.pop("norm", TensorDict({}, []))
     if policy.norm_init is not None:
         norm = norm.copy().set("obs", policy.norm_init(key.device))
     episode = episode_init(run.static.num_envs, WINDOW, key.device)
-    counters = {"sample_step": zero, "update_step": zero.clone()}
+    counters = {"sample_step": zero, "update_step": zero.clone(), "iterations": zero + cfg.trainer.iterations}
     state = TensorDict({**fields, "norm": norm, "episode": episode, "key": key.clone(), **counters}, [])
     if policy.init_frozen is not None:
         state.set("frozen_params", _frozen_params(policy, state))
@@ -120,13 +120,21 @@ def expected_state(run: Run, cfg: Config, state: TensorDict) -> TensorDict:
         raise ConfigError(f"state: it has no environments of {cfg.env.name}; use the config of its run")
     key = rng.key(cfg.trainer.seed, device_of(cfg))
     with ZerosWithoutMemory():
-        expected = _state_without_env(run, key)
+        expected = _state_without_env(run, cfg, key)
     return expected.set("env", _first_envs(run, cfg, key) if run.env.is_pure else state["env"]).lock_()
+
+
+def with_iterations_of(cfg: Config, state: TensorDict) -> TensorDict:
+    """Return the state with the number of iterations of the config, which schedules read.
+
+    A run may continue with another number, as a run that is resumed to train for longer.
+    """
+    return replaced(state, {"iterations": torch.full_like(state["iterations"], cfg.trainer.iterations)})
 
 
 def empty_buffers(run: Run, cfg: Config) -> TensorDict:
     """Return the buffers of a run before its first step."""
-    state = _state_without_env(run, rng.key(cfg.trainer.seed, device_of(cfg)))
+    state = _state_without_env(run, cfg, rng.key(cfg.trainer.seed, device_of(cfg)))
     return cast(TensorDict, state.select(*buffer_names(kinds_of(run))))
 
 
@@ -190,7 +198,7 @@ def run_summary(run: Run, cfg: Config, world_size: int) -> list[str]:
     form = planned_form(cfg, run.policy, run.algorithm, run.static)
     check_rollout(cfg, run)
     key = rng.key(cfg.trainer.seed, device_of(cfg))
-    state = _state_without_env(run, key)
+    state = _state_without_env(run, cfg, key)
     if run.env.is_pure:
         run.env.reset(key.unsqueeze(0))  # checks the events against the fields of the environment
     weights = sum(leaf.numel() for leaf in cast(TensorDict, state["params"]).values(True, True))  # pyright: ignore
@@ -317,6 +325,7 @@ def make_iteration(cfg: Config, watch: Watch = unwatched) -> Iteration:
         if not vmapped():
             check_current(state, kinds)
         iterate = bound(None if run.algorithm.phase is None else phase_of(run, host_values(own["sample_step"])))
+        own = with_iterations_of(cfg, own)
         own, writes, logs, nonfinite = iterate(own, Borrowed(borrowed))
         if borrowed.is_empty():
             return own, logs
@@ -373,7 +382,7 @@ def train_iter(state: TensorDict, cfg: Config, watch: Watch = unwatched) -> Iter
 
 def iterations(run: Run, state: TensorDict, cfg: Config) -> Iterator[LogData]:
     """Yield the records of `train_iter`, for a run and a state that was already checked."""
-    state, guard = reopened(run, state), cfg.trainer.finite_guard
+    state, guard = with_iterations_of(cfg, reopened(run, state)), cfg.trainer.finite_guard
     size, step, end = steps_per_iteration(cfg), int(state["sample_step"]), total_steps(cfg, run.static.world_size)
     settled, phase = step + 2 * size, None
     own, borrowed = borrowed_leaves(state, kinds_of(run))

@@ -1,8 +1,9 @@
 """Find the first NaN or infinity of an iteration, and describe it in an error of one line.
 
 The search repeats the iteration eagerly, step by step. In the collected steps, it reports the field, the environment
-and the step of the first number that is not finite. In the update, it reports the minibatch, or the step whose gradient
-is not finite. The error contains the report and the state before the iteration.
+and the step of the first number that is not finite. In the update, it follows the order of computation. For each step
+of a loop it looks at the logs and the new parameters, and at the gradients if the loop is differentiated. The names of
+the logs do not matter. The error contains the report and the state before the iteration.
 """
 
 from collections import deque
@@ -10,15 +11,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
-from math import isfinite
+from math import inf, isfinite
 from typing import Any, NamedTuple, cast
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from ecrl.algorithms import Run
+from ecrl.algorithms import Interleaved, Run
 from ecrl.algorithms.core import OnPolicy, steps_taken
+from ecrl.algorithms.minibatch_sgd import Objective
 from ecrl.algorithms.optimizer import network_vectors
 from ecrl.algorithms.state_kinds import environment_fields
 from ecrl.distributed import rank
@@ -27,9 +29,9 @@ from ecrl.kernels import scan
 from ecrl.loop.buffers import borrowed_leaves, kinds_of
 from ecrl.loop.finite_guard import FIELDS, KINDS
 from ecrl.pytree import flatten, names, replaced, unflatten
+from ecrl.tracing_state import transforms
 
 _FIELDS = ("obs", "action", "sample_log_prob", "value", "reward", "final_value")  # in the order of a step
-_TERMS = ("loss", "entropy", "kl_ref", "grad_norm")  # endings of names of logs; other logs may overflow in a good run
 _SHOWN = 8
 
 
@@ -83,33 +85,53 @@ def in_batch(run: Run, state: TensorDict, batch: TensorDict) -> FirstNonfinite |
     return FirstNonfinite(what, name, place, _as_numbers(x[env, t]), None if before is None else _as_numbers(before))
 
 
-class _LoopStep(NamedTuple):
-    """One step of a loop in the update: its number, the number of steps, its function, and its results."""
+class Finding(NamedTuple):
+    """A number of the update that is not finite: as `FirstNonfinite`, with a place inside the loops of the update."""
 
-    number: int
-    count: int
-    body: partial
-    carry: Any
-    output: Any
-
-
-def _gradient_step(run: Run, loop_step: _LoopStep) -> tuple[dict[str, int], dict[str, Tensor]]:
-    """Return epoch and minibatch of a gradient step; and its parameters and, if not skipped, its loss terms."""
-    params, (count, _, logs) = loop_step.carry[0], loop_step.output
-    sgd, layout = getattr(run.algorithm.choices, "sgd", None), loop_step.body.args[0].layout
-    each = loop_step.count if sgd is None else loop_step.count // sgd.n_epochs
-    numbers = {name: x for name, x in logs.items() if float(count) > 0.0 and name.endswith(_TERMS)}
-    for group in layout.groups:
-        vectors = network_vectors(params[group.group.name], group)
-        numbers |= {f"params.{name}": x for name, x in vectors.items()}
-    return {"epoch": loop_step.number // each, "minibatch": loop_step.number % each}, numbers
+    what: str
+    key: str
+    place: dict[str, int]
+    value: Any
+    before: Any
 
 
-_LOOPS = {"_gradient_step": _gradient_step}
-"""Functions that read the steps of a loop, by the name of the loop's body."""
+def _first_of(numbers: dict[str, Tensor], last: dict[str, Tensor]) -> tuple[str, Any, Any] | None:
+    """Return name and value of the first number that is not finite, and its value in `last`; None if all are finite."""
+    for name, x in numbers.items():
+        if x.is_floating_point() and not x.isfinite().all():
+            at = int((~x.isfinite()).flatten().int().argmax())
+            return name, x.flatten()[at].item(), last[name].flatten()[at].item() if name in last else None
+    return None
 
-_DIFFERENTIATED = "_step"
-"""Name of the body of a loop whose gradient is searched; `ecrl.algorithms.apg` defines it."""
+
+def _logs_of(output: Any) -> dict[str, Tensor]:
+    """Return the logs in the output of a loop's step: the 0-d numbers of its dicts, in the order of computation."""
+    if isinstance(output, dict):
+        return {name: x for name, x in output.items() if isinstance(x, Tensor) and x.ndim == 0}
+    parts = output if isinstance(output, tuple | list) else ()
+    return {name: x for part in parts for name, x in _logs_of(part).items()}
+
+
+def _parameters(objective: Objective, packed: Any) -> dict[str, Tensor]:
+    """Return the parameters of a gradient step, one vector for each network, by name."""
+    vectors = [network_vectors(packed[part.group.name], part) for part in objective.layout.groups]
+    return {f"params.{name}": x for pieces in vectors for name, x in pieces.items()}
+
+
+def _gradient_step(
+    objective: Objective, number: int, length: int, carry: Any, output: Any
+) -> tuple[dict[str, int], dict[str, Tensor], dict[str, Tensor], set[str], bool]:
+    """Return the place, logs and parameters of a gradient step of `minibatch_sgd`, and names of the norms in the logs.
+
+    The last result is True if the step counts, and its loss, a norm of its gradients or a parameter is not finite. Only
+    then its logs are searched, because a log of the algorithm may overflow in a good run.
+    """
+    each = length // objective.n_epochs
+    logs, after = _logs_of(output), _parameters(objective, carry[0])
+    norms = {f"{part.group.prefix}grad_norm" for part in objective.layout.groups}
+    judged = {name: logs[name] for name in ("loss", *norms)} | after
+    is_bad = float(output[0]) > 0.0 and _first_of(judged, {}) is not None
+    return {"epoch": number // each, "minibatch": number % each}, logs, after, norms, is_bad
 
 
 class _Watched(torch.autograd.Function):
@@ -129,78 +151,79 @@ class _Watched(torch.autograd.Function):
         return grad, None
 
 
-def _watched_steps(run: Run, body: Any, findings: list[tuple[str, dict[str, int], Any, Any]]) -> Callable[..., Any]:
+def _watched_steps(run: Run, body: Any, length: int, findings: list[Finding]) -> Callable[..., Any]:
     """Return the body of a loop, changed to search its gradients from the last step to the first.
 
-    Its carry is the memory and the environments `[N]`. Their gradients at step t are called the costate of t. The
-    gradients of the parameters at step t are the part that step t adds.
+    The gradients of its carry at step t are called the costate of t. The gradients of its constants, such as the
+    parameters, are the part that step t adds.
     """
-    steps, last = iter(range(run.static.buffer_size)), {}
+    steps, last, num_envs = iter(range(length)), {}, run.static.num_envs
 
     def read(name: str, step: int, grad: Tensor) -> None:
-        wrong = ~grad.isfinite().flatten()
-        if wrong.any() and not findings:
-            at = int(wrong.int().argmax())
-            env = at // grad[0].numel() + rank() * run.static.num_envs if name.startswith("costate.") else None
-            place = {"step": step} | ({} if env is None else {"env": env})
-            findings.append((name, place, grad.flatten()[at].item(), last[name][at].item() if name in last else None))
-        last[name] = grad.flatten()
+        first = None if findings else _first_of({name: grad}, last)
+        if first is not None:
+            at = int((~grad.isfinite()).flatten().int().argmax())
+            is_of_env = name.startswith("costate.") and grad.shape[:1] == (num_envs,)
+            env = {"env": at // grad[0].numel() + rank() * num_envs} if is_of_env else {}
+            findings.append(Finding("gradient", name, {"step": step} | env, *first[1:]))
+        last[name] = grad
 
     def watched(tree: Any, prefix: str, step: int) -> Any:
         leaves, structure = flatten(tree)
         for i, name in enumerate(names(structure)):
             if leaves[i].is_floating_point():
-                leaves[i] = cast(Any, _Watched.apply(leaves[i], partial(read, f"{prefix}.{name}", step)))
+                key = ".".join((prefix, *(part for part in name.split(".") if not part.isdecimal())))
+                leaves[i] = cast(Any, _Watched.apply(leaves[i], partial(read, key, step)))
         return unflatten(structure, leaves)
 
-    def step(carry: tuple[TensorDict, TensorDict], x: Any, params: TensorDict, *constants: Any) -> tuple[Any, Any]:
-        t, (memory, env) = next(steps), carry
-        params = watched(params, "gradient", t)  # before the costate, so that the backward pass reads the costate first
-        return body((watched(memory, "costate.carry", t), watched(env, "costate", t)), x, params, *constants)
+    def step(carry: Any, x: Any, *constants: Any) -> tuple[Any, Any]:
+        t = next(steps)
+        constants = watched(constants, "gradient", t)  # before the costate, so that the backward pass reads that first
+        return body(watched(carry, "costate", t), x, *constants)
 
     return step
 
 
-def _searching_scan(run: Run, findings: list[tuple[str, dict[str, int], Any, Any]]) -> Callable[..., Any]:
+def _searching_scan(run: Run, findings: list[Finding]) -> Callable[..., Any]:
     """Return a scan that puts the first number that is not finite into `findings`.
 
-    A finding is the name, place and value of the number, and the value before it. The scan does not stop there, because
-    the other ranks continue too.
+    It searches the logs and new parameters of each step, and the gradients of a loop that is differentiated. The scan
+    does not stop at the first finding, because the other ranks continue too.
     """
+    is_interleaved = isinstance(run.algorithm.iterate, Interleaved)
+    around: list[int | None] = []  # for each loop around the present one, the number of its step; None in minibatch_sgd
 
     def searching(body: Any, carry: Any, xs: Any, *constants: Any) -> Any:
-        name = body.func.__name__ if isinstance(body, partial) else ""
-        if name == _DIFFERENTIATED:
-            return scan(_watched_steps(run, body, findings), carry, xs, *constants)
-        read = _LOOPS.get(name)
-        if read is None:
-            return scan(body, carry, xs, *constants)
         length = len(flatten(xs)[0][0])
-        numbers, last = iter(range(length)), {}
+        if None in around:
+            return scan(body, carry, xs, *constants)
+        if transforms():
+            return scan(_watched_steps(run, body, length, findings), carry, xs, *constants)
+        bound = body.args[0] if isinstance(body, partial) and body.args else None
+        objective, numbers, last = bound if isinstance(bound, Objective) else None, iter(range(length)), {}
+        outside = {"turn": around[0]} if is_interleaved and around else {}
 
         def step(carry: Any, x: Any, *constants: Any) -> tuple[Any, Any]:
             nonlocal last
+            number = next(numbers)
+            around.append(number if objective is None else None)
             carry, y = body(carry, x, *constants)
-            place, now = read(run, _LoopStep(next(numbers), length, body, carry, y))
-            for name, value in now.items() if not findings else ():
-                if not value.isfinite().all():
-                    at = int((~value.isfinite()).flatten().int().argmax())
-                    before = last[name].flatten()[at].item() if name in last else None
-                    findings.append((name, place, value.flatten()[at].item(), before))
-                    break
-            last = now
+            around.pop()
+            place, logs, after, norms, is_bad = {"loop_step": number}, _logs_of(y), {}, set(), True
+            if objective is not None:
+                place, logs, after, norms, is_bad = _gradient_step(objective, number, length, carry, y)
+            elif is_interleaved and not around:
+                place = {"turn": number}
+            first = _first_of(logs | after, last) if is_bad and not findings else None
+            if first is not None:
+                what = "gradient" if first[0] in norms else "parameters" if first[0] in after else "loss"
+                findings.append(Finding(what, first[0], cast(dict[str, int], outside | place), *first[1:]))
+            last = logs | after
             return carry, y
 
         return scan(step, carry, xs, *constants)
 
     return searching
-
-
-def _kind(name: str) -> str:
-    """Return the kind of a number in the update, one of KINDS."""
-    if name.startswith("params."):
-        return "parameters"
-    return "gradient" if name.startswith(("gradient.", "costate.")) or name.endswith("grad_norm") else "loss"
 
 
 def search(
@@ -214,7 +237,8 @@ def search(
         in_steps: True if the collected steps of any rank have NaN or infinity. The update is then not searched.
         collected: the state after the iteration and its steps; None to collect them again.
     """
-    eager, findings, iterate = run._replace(jit=partial, scan=scan), [], run.algorithm.iterate
+    eager, iterate = run._replace(jit=partial, scan=scan), run.algorithm.iterate
+    findings: list[Finding] = []
     kinds = kinds_of(run)
     searching = run._replace(jit=partial, scan=_searching_scan(run, findings))
     if isinstance(iterate, OnPolicy):
@@ -231,10 +255,18 @@ def search(
         own, borrowed = borrowed_leaves(start, kinds)
         state, writes, logs = iterate(searching, own, borrowed)
         first = in_batch(run, start, cast(TensorDict, writes["steps"])) if "steps" in writes else None
-    ends = {name: x for name, x in logs.items() if name.endswith(_TERMS)}
-    ends |= {f"params.{name}": x for name, x in _named(state["params"]).items()}
-    findings += [(name, {}, _as_numbers(x), None) for name, x in ends.items() if not x.isfinite().all()]
-    return first or (FirstNonfinite(_kind(findings[0][0]), *findings[0]) if findings else None)
+    after = {f"params.{name}": x for name, x in _named(state["params"]).items()}
+    end = None if findings else _first_of(_logs_of(dict(logs)) | after, {})
+    if end is not None:
+        what = "parameters" if end[0] in after else "loss"
+        findings.append(Finding(what, end[0], {}, _as_numbers((logs | after)[end[0]]), None))
+    if not findings:
+        return first
+    if first is not None and not (
+        isinstance(iterate, Interleaved) and findings[0].place.get("turn", inf) < first.place["step"] // iterate.steps
+    ):
+        return first
+    return FirstNonfinite(*findings[0])
 
 
 _ADVICE = {
@@ -258,6 +290,8 @@ _PLACES = {
     "env": "env {}",
     "step": "step {} of the rollout",
     "env_step": "step {} of that env",
+    "turn": "turn {}",
+    "loop_step": "step {} of a loop",
     "epoch": "epoch {}",
     "minibatch": "minibatch {}",
 }

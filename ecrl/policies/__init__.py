@@ -33,7 +33,7 @@ __all__ = [
 
 
 def make_policy(cfg: PolicyConfig | dict, observation_space: Space, action_space: Space) -> Policy:
-    """Return the policy of a config's `policy` section for two spaces; equal settings give the same object.
+    """Return the policy of a config's `policy` section for two spaces; equal settings give equal policies.
 
     >>> from ecrl import rng
     >>> from ecrl.envs import make_env

@@ -17,7 +17,7 @@ from ecrl.errors import ConfigError
 from ecrl.policies.core import Policy
 from ecrl.policies.heads import LOG_STD_MAX, LOG_STD_MIN, head_width, headed, initial_log_std, is_masked, make_head
 from ecrl.policies.networks import NetworkConfig, make_network, seeded
-from ecrl.registry import did_you_mean, register_policy
+from ecrl.registry import InitOnly, did_you_mean, register_policy
 from ecrl.spaces import Dict, Space, dict_space, without_mask
 
 _Names = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
@@ -30,7 +30,7 @@ class ActorOnlyConfig(PolicyConfig):
     actor_obs: _Names | None = Field(
         default=None, description="parts of a Dict observation that the actor reads; all if absent"
     )
-    initial_log_std: float = Field(
+    initial_log_std: Annotated[float, InitOnly()] = Field(
         default=0.0,
         ge=LOG_STD_MIN,
         le=LOG_STD_MAX,

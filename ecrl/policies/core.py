@@ -38,6 +38,9 @@ class Policy:
     `final` `[n, F]` has `obs`, the observations at time limits, and `carry`, the memory after `act` and before the
     restart. If only V is needed, `final` and V_final are None.
 
+    Policies are equal, and share compiled functions, if they have the same functions except `init` and `init_frozen`.
+    These two are never compiled.
+
     Attributes:
         init: 0-d key -> params.
         draw: keys `[*B]` -> noise `[*B, ...]` of an action.
@@ -63,7 +66,7 @@ class Policy:
         name: name under which the policy is registered, for messages.
     """
 
-    init: Callable[[Tensor], TensorDict]
+    init: Callable[[Tensor], TensorDict] = field(compare=False)
     draw: Callable[[Tensor], Tensor]
     act: Callable[[TensorDict, TensorDict, Any, Tensor | None], tuple[TensorDict, TensorDict]]
     evaluate: Callable[[TensorDict, TensorDict, TensorDict], tuple[Tensor, Tensor]] | None
@@ -73,7 +76,7 @@ class Policy:
     compiles: bool = True
     init_carry: Callable[[TensorDict, int], TensorDict] = no_carry
     unit: Literal["step", "sequence"] = "step"
-    init_frozen: Callable[[torch.device], TensorDict] | None = None
+    init_frozen: Callable[[torch.device], TensorDict] | None = field(default=None, compare=False)
     explore: Callable[[TensorDict, TensorDict, TensorDict, Any], tuple[TensorDict, TensorDict]] | None = None
     q: Callable[[TensorDict, Any, Tensor | None, Any], Tensor] | None = None
     name: str = field(default="", compare=False)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ecrl.config.model import ConfigModel, Positive
 from ecrl.memory import check_room
 from ecrl.policies.core import flatten
-from ecrl.registry import register_network
+from ecrl.registry import InitOnly, register_network
 from ecrl.spaces import Space, flat_dim
 
 Activation = Literal["relu", "elu", "tanh", "gelu", "silu"]
@@ -35,8 +35,11 @@ class MLPConfig(ConfigModel):
     last_activation: Activation | None = Field(None, description="activation after the output layer; none if absent")
     use_layernorm: bool = Field(False, description="normalise each hidden layer before its activation")
     dropout_p: float = Field(0.0, description="must be 0; dropout would make probability ratios random")
-    orthogonal_init: Positive | Annotated[tuple[Positive, ...], Field(strict=False)] | None = Field(
-        None, description="gain of orthogonal initial weights with zero biases, a number or a list with one per layer"
+    orthogonal_init: Annotated[Positive | Annotated[tuple[Positive, ...], Field(strict=False)] | None, InitOnly()] = (
+        Field(
+            None,
+            description="gain of orthogonal initial weights, one number or a list with one per layer; biases are then 0",
+        )
     )
 
     @field_validator("dropout_p")

@@ -48,7 +48,6 @@ def _without_norm(params: TensorDict) -> TensorDict:
     return cast(TensorDict, params.exclude("norm"))
 
 
-@cache
 def normalized(policy: Policy, observation_space: Space) -> Policy:
     """Return a policy that calls `policy` with standardised observations.
 
@@ -59,6 +58,12 @@ def normalized(policy: Policy, observation_space: Space) -> Policy:
 
     Raises: ConfigError for observations without any Box of floats.
     """
+    wrapped = _normalized(policy, observation_space)
+    return replace(wrapped, init=policy.init, init_frozen=policy.init_frozen)  # policies are compared without these
+
+
+@cache
+def _normalized(policy: Policy, observation_space: Space) -> Policy:
     critic, evaluator, explorer, q_critic = policy.value, policy.evaluate, policy.explore, policy.q
     norm = _init(observation_space, torch.device("cpu"))
     if norm is None:

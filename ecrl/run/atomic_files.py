@@ -12,7 +12,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
-def _write_synced(path: Path, data: bytes) -> None:
+def _write_synced(path: Path, data: bytes | Path) -> None:
+    """Write bytes. For a file on disk, make a hard link to it, or a copy if the file system refuses links."""
+    if isinstance(data, Path):
+        with suppress(OSError):
+            os.link(data, path)
+            return
+        data = data.read_bytes()
     with path.open("wb") as file:
         file.write(data)
         file.flush()
@@ -55,8 +61,10 @@ def replace_file(path: Path, data: bytes) -> None:
     _sync_folder(path.parent)
 
 
-def write_folder(path: Path, files: Mapping[str, bytes]) -> None:
+def write_folder(path: Path, files: Mapping[str, bytes | Path]) -> None:
     """Replace the folder `path` by a folder with `files`, or raise OSError and keep the old folder.
+
+    The content of a file is its bytes, or the path of a file on disk, to which the new file becomes a hard link.
 
     The old folder is renamed, the new folder gets its name, and then the old folder is removed. If the process is
     killed between the two renames, `complete_folder` still finds the old folder.

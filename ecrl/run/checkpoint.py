@@ -2,12 +2,18 @@
 
 A folder is written under a temporary name, synced to disk and then renamed, so it is never incomplete. Nothing is
 pickled.
+
+Frozen parameters never change, so they are on disk once. They have their own file, named by its SHA-256. If a
+neighbouring checkpoint already has this file, the new checkpoint gets a hard link to it. So each checkpoint folder can
+be copied, moved or removed, and the file system frees the space when the last link is removed.
 """
 
 import hashlib
 import json
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -19,17 +25,64 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl.algorithms import Run
+from ecrl.algorithms.state_kinds import Kind, leaf_kinds
 from ecrl.config import Config, config_from_dict
 from ecrl.errors import CheckpointError
 from ecrl.loop.buffers import buffer_names, check_current, kinds_of
 from ecrl.loop.build import build, device_of, form_in_use
 from ecrl.loop.iteration import empty_buffers, expected_state
 from ecrl.run.atomic_files import complete_folder, write_folder
+from ecrl.tracing_state import version_of
 
 FORMAT = 1
 """Version of the format of checkpoints, stored in the manifest."""
 
+_FROZEN = "frozen_"  # beginning of the name of the file with the frozen leaves
 _RESERVED_FILES = ("state.safetensors", "config.json", "manifest.json")
+
+
+@dataclass(frozen=True, eq=False)
+class FrozenLeaves:
+    """Leaves of kind frozen, by name. They are not copied before they are written, because they never change."""
+
+    leaves: dict[str, Tensor]
+    versions: list[int]
+
+    @cached_property
+    def sha256(self) -> str:
+        """Checksum of the file."""
+        return _sha256(self.data())
+
+    @property
+    def file(self) -> str:
+        """Name of the file."""
+        return f"{_FROZEN}{self.sha256[:16]}.safetensors"
+
+    def data(self) -> bytes:
+        """Return the content of the file."""
+        return tensors_to_bytes({name: x.detach().to("cpu").contiguous() for name, x in self.leaves.items()})
+
+    def on_disk(self, folder: Path) -> Path | None:
+        """Return the same, undamaged file of another checkpoint in `folder` or in its `checkpoints`, or None."""
+        for path in [*folder.glob(f"*/{self.file}"), *folder.glob(f"checkpoints/*/{self.file}")]:
+            try:
+                with path.open("rb") as file:
+                    if hashlib.file_digest(file, "sha256").hexdigest() == self.sha256:
+                        return path
+            except OSError:
+                continue
+        return None
+
+
+def _frozen_leaves(leaves: dict[str, Tensor], previous: FrozenLeaves | None) -> FrozenLeaves | None:
+    """Return the leaves of kind frozen; `previous` if it has the same tensors, because it knows their checksum."""
+    if not leaves:
+        return None
+    versions = [version_of(x) for x in leaves.values()]
+    known = {} if previous is None or versions != previous.versions else previous.leaves
+    if known.keys() == leaves.keys() and all(x is known[name] for name, x in leaves.items()):
+        return previous
+    return FrozenLeaves(leaves, versions)
 
 
 class Snapshot(NamedTuple):
@@ -41,6 +94,7 @@ class Snapshot(NamedTuple):
     logs: dict[str, float]
     files: dict[str, bytes]
     left_out: list[str]  # names of the buffers that are not in `tensors`
+    frozen: FrozenLeaves | None = None
 
 
 def snapshot(
@@ -49,6 +103,7 @@ def snapshot(
     cfg: Config,
     logs: dict[str, float] | None = None,
     files: Mapping[str, bytes] | None = None,
+    frozen: FrozenLeaves | None = None,
 ) -> Snapshot:
     """Copy a state to host memory. `write` can write the copy at any time, in any thread.
 
@@ -58,19 +113,26 @@ def snapshot(
         cfg: config of the run.
         logs: numbers for the manifest, such as the results of the evaluation that chose this state.
         files: contents of extra files by name; the manifest has their checksums.
+        frozen: those of an earlier snapshot, to calculate their checksum only once.
 
     Raises: ValueError if a name in `files` is a path, is hidden or is the name of one of the checkpoint's own files;
         UserError if a later iteration has overwritten a buffer of the state.
     """
     for name in files or {}:
-        if name in _RESERVED_FILES or name.startswith(".") or "/" in name:
+        if name in _RESERVED_FILES or name.startswith((".", _FROZEN)) or "/" in name:
             raise ValueError(f"files: {name!r} is a path, hidden or reserved; choose another name")
     kinds = kinds_of(run)
     check_current(state, kinds)
     left_out = [name for name in buffer_names(kinds) if name not in state]
     tensors = {name: cast(Tensor, state[path]) for name, path in _paths(state).items()}
-    tensors = {name: leaf.detach().to("cpu", copy=True).contiguous() for name, leaf in tensors.items()}
-    return Snapshot(tensors, cfg, conditions(run, cfg), dict(logs or {}), dict(files or {}), left_out)
+    never_change = {"/".join(path) for path, kind in leaf_kinds(state, kinds).items() if kind is Kind.FROZEN}
+    shared = _frozen_leaves({name: x for name, x in tensors.items() if name in never_change}, frozen)
+    copies = {
+        name: leaf.detach().to("cpu", copy=True).contiguous()
+        for name, leaf in tensors.items()
+        if name not in never_change
+    }
+    return Snapshot(copies, cfg, conditions(run, cfg), dict(logs or {}), dict(files or {}), left_out, shared)
 
 
 def conditions(run: Run, cfg: Config) -> dict[str, Any]:
@@ -111,6 +173,9 @@ def _manifest(saved: Snapshot, files: dict[str, bytes]) -> dict[str, Any]:
         "sha256": {name: _sha256(data) for name, data in files.items()},
     }
     manifest |= {"left_out": saved.left_out} if saved.left_out else {}
+    if saved.frozen is not None:
+        manifest["frozen"] = saved.frozen.file
+        manifest["sha256"][saved.frozen.file] = saved.frozen.sha256
     return manifest | {"manifest_sha256": _sha256(_json(manifest))}
 
 
@@ -122,6 +187,9 @@ def save(
     files: Mapping[str, bytes] | None = None,
 ) -> None:
     """Write `state` and `cfg` to the folder `path`. An older checkpoint there is replaced when the new one is on disk.
+
+    The folder is complete, and may be copied. Its file of frozen parameters may be a hard link to that of a checkpoint
+    beside it.
 
     Args:
         path: checkpoint folder.
@@ -147,11 +215,26 @@ def write(path: str | Path, saved: Snapshot) -> None:
     }
     files["manifest.json"] = _json(_manifest(saved, files))
     try:
-        write_folder(path, files)
+        if saved.frozen is None:
+            write_folder(path, files)
+        else:
+            _write_with_frozen(path, files, saved.frozen)
     except OSError as error:
         raise CheckpointError(
             f"{path}: cannot be written: {error.strerror}; make room or choose another place"
         ) from None
+
+
+def _write_with_frozen(path: Path, files: dict[str, bytes], frozen: FrozenLeaves) -> None:
+    """Write a folder with the file of the frozen leaves, as a link if another checkpoint has the file."""
+    known = frozen.on_disk(path.parent)
+    if known is not None:
+        try:
+            write_folder(path, {**files, frozen.file: known})
+            return
+        except FileNotFoundError:  # the other checkpoint has just been removed
+            pass
+    write_folder(path, {**files, frozen.file: frozen.data()})
 
 
 def _may_be_replaced(path: Path) -> bool:
@@ -196,12 +279,25 @@ def read_files(path: str | Path) -> dict[str, bytes]:
     """Return the contents of a checkpoint's files by name. Raise CheckpointError if a checksum does not match."""
     path, files = complete_folder(Path(path)), {}
     for name, checksum in read_manifest(path)["sha256"].items():
+        advice = f"; copy the file with the SHA-256 {checksum} here" if name.startswith(_FROZEN) else ""
+        advice = f"{advice}, from another checkpoint of this run" if advice else ""
         if not _is_file(path / name):
-            raise CheckpointError(f"{path}/{name}: missing")
+            raise CheckpointError(f"{path}/{name}: missing{advice}")
         files[name] = _read(path / name)
         if _sha256(files[name]) != checksum:
-            raise CheckpointError(f"{path}/{name}: damaged: its checksum differs from the manifest's")
+            raise CheckpointError(f"{path}/{name}: damaged: its checksum differs from the manifest's{advice}")
     return files
+
+
+def _tensors(files: Mapping[str, bytes], path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a state by name. An older checkpoint has its frozen leaves in `state.safetensors`."""
+    tensors = {}
+    for name in (name for name in files if name == "state.safetensors" or name.startswith(_FROZEN)):
+        try:
+            tensors |= tensors_from_bytes(files[name])
+        except SafetensorError as error:
+            raise CheckpointError(f"{path}/{name}: damaged ({error})") from None
+    return tensors
 
 
 def _paths(structure: TensorDict) -> dict[str, tuple[str, ...]]:
@@ -216,15 +312,15 @@ def _paths(structure: TensorDict) -> dict[str, tuple[str, ...]]:
 def _upgrade(tensors: dict[str, Tensor], expected: TensorDict) -> dict[str, Tensor]:
     """Convert the tensors of an older checkpoint to the names of this version.
 
-    Older checkpoints lack the hyperparameters of schedules, so take them from `expected`. They also have one optimiser
-    state for all parameter groups: `opt/mu/critic/w` is now `opt/critic/mu/critic/w`.
+    Older checkpoints lack the hyperparameters of schedules and the number of iterations, so take them from `expected`.
+    They also have one optimiser state for all parameter groups: `opt/mu/critic/w` is now `opt/critic/mu/critic/w`.
     """
     upgraded = dict(tensors)
     for name, place in _paths(expected).items():
         if name in tensors:
             continue
         ungrouped = "/".join((place[0], *place[2:]))
-        if place[0] == "hyper":
+        if place[0] in ("hyper", "iterations"):
             upgraded[name] = cast(Tensor, expected[place])
         elif place[0] == "opt" and ungrouped in tensors:
             upgraded[name] = tensors[ungrouped]
@@ -272,11 +368,7 @@ def load_run(path: str | Path, device: str | None = None) -> tuple[Run, TensorDi
     if device is not None:
         raw["trainer"]["device"] = device
     cfg = config_from_dict(raw, f"{path}/config.json")
-    try:
-        tensors = tensors_from_bytes(files["state.safetensors"])
-    except SafetensorError as error:
-        raise CheckpointError(f"{path}/state.safetensors: damaged ({error})") from None
-    run, left_out = build(cfg), buffers_left_out(path)
+    tensors, run, left_out = _tensors(files, path), build(cfg), buffers_left_out(path)
     expected = expected_state(run, cfg, _environment_state(tensors)).exclude(*left_out)
     state = _fill_structure(cast(TensorDict, expected), tensors, path)
     if left_out:

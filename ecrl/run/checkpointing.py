@@ -58,6 +58,7 @@ def _open_saver(keep: int | None = None) -> Iterator[Saver]:
     guarded, remove_guarded = tolerate_errors("checkpoints", CheckpointError), tolerate_errors("older checkpoints")
     last: list[tuple[Path, Snapshot]] = []  # the last checkpoint, until its write has succeeded
     in_progress: list[Future] = []
+    frozen: list[Any] = [None]  # of the last snapshot
 
     def wait() -> None:
         if in_progress and guarded(in_progress.pop().result):
@@ -68,7 +69,8 @@ def _open_saver(keep: int | None = None) -> Iterator[Saver]:
 
     def save(path: Path, *state: Any) -> None:
         wait()
-        last[:] = [(path, snapshot(*state))]
+        last[:] = [(path, snapshot(*state, frozen=frozen[0]))]
+        frozen[0] = last[0][1].frozen
         start()
 
     def report() -> None:

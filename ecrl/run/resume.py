@@ -16,6 +16,7 @@ from ecrl.distributed import rank
 from ecrl.errors import CheckpointError, ConfigError
 from ecrl.loop.build import build, device_of
 from ecrl.loop.iteration import check_state, crossed, expected_state, first_state, steps_per_iteration
+from ecrl.pytree import replaced
 from ecrl.run.atomic_files import complete_folder
 from ecrl.run.checkpoint import (
     buffers_left_out,
@@ -135,7 +136,7 @@ def _apply_changes(state: TensorDict, own: tuple[Run, Config], changed: tuple[Ru
         names.append("learning_rate")
     if own[1].trainer.seed != changed[1].trainer.seed:
         names.append("key")
-    return state.copy().update({name: after[name] for name in names}).lock_()
+    return replaced(state, after.select(*names)).lock_()  # whole fields: another schedule has other numbers
 
 
 def _warn_of_other_conditions(path: Path, run: Run, cfg: Config) -> None:

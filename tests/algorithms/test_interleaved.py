@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 from support.checks import close
+from support.graphs import traced_only
 from support.replay_agent import N, T, replaying
 from support.replay_agent import turn as td_turn
 from support.small_runs import NET, last_state, same
@@ -17,8 +18,6 @@ import ecrl
 from ecrl import rng
 from ecrl.algorithms import interleaved
 from ecrl.algorithms.interleaved import Replay, add_rows, read_rows, row_count, uniform_index
-from ecrl.compile import jit
-from ecrl.compile.trace import captured, traced
 from ecrl.config import Config
 from ecrl.config.model import ConfigModel
 from ecrl.envs import Env, state_of, time_limit
@@ -34,10 +33,10 @@ from ecrl.spaces import Discrete, box
 
 
 def learnt(state: TensorDict) -> TensorDict:
-    """The state without the number of iterations, and without slots of episodes that are not filled yet."""
+    """The state without counts of iterations, and without slots of episodes that are not filled yet."""
     episode = cast(TensorDict, state["episode"])
     fields = {name: episode[name].where(episode["finished"], 0.0) for name in ("finished_return", "finished_length")}
-    return replaced(state.exclude("update_step"), {"episode": replaced(episode, fields)})
+    return replaced(state.exclude("update_step", "iterations"), {"episode": replaced(episode, fields)})
 
 
 def weights(state: TensorDict) -> list[tuple[Any, torch.Tensor]]:
@@ -72,18 +71,7 @@ def test_the_length_of_an_iteration_changes_no_bit(changes, sizes):
 
 @pytest.fixture
 def graphs(monkeypatch):
-    """Run traced graphs in place of compiled functions; yield the names of the traced functions."""
-    names: list[str] = []
-
-    def compiled(fn, structure, leaves):
-        names.append(fn.func.__name__)
-        graph, made = traced(fn, structure, leaves)
-        return (lambda *leaves: list(graph(*leaves))), made, captured(graph)
-
-    monkeypatch.setattr(jit, "_compiler_for", lambda leaves: compiled)
-    jit._compiled.cache_clear()
-    yield names
-    jit._compiled.cache_clear()
+    yield from traced_only(monkeypatch)
 
 
 def test_each_phase_is_one_graph_and_the_length_of_an_iteration_changes_no_bit_of_it(graphs):

@@ -50,7 +50,8 @@ def setup(rows: int = 8, mask: Any = None, params: Any = None, **cfg: Any) -> tu
     numbers = {name: getattr(algorithm, name) for name in ("target_kl", "critic_max_grad_norm")}
     record = make_algorithm(made.algorithm)
     state = learning_state(algorithm, params, numbers, CPU, record.choices.sgd.groups)
-    state |= {"norm": TensorDict({}, []), "key": rng.key(5), "update_step": torch.tensor(0)}
+    state |= {"norm": TensorDict({}, []), "key": rng.key(5)}
+    state |= {"update_step": torch.tensor(0), "iterations": torch.tensor(4)}
     mask = torch.ones(rows, dtype=torch.bool) if mask is None else torch.tensor(mask)
     data = TensorDict({"x": torch.arange(1.0, rows + 1), "mask": mask}, [rows])
     return Run(None, None, record, partial, scan, static_of(made, build(made).policy)), TensorDict(state, []), data  # pyright: ignore
@@ -121,7 +122,7 @@ def test_a_number_of_minibatches_above_the_sequences_names_sequences():
 
 def test_gradient_steps_count_minibatches_of_whole_sequences():
     # 6 environments of 8 steps: 20 steps hold 2 sequences, so a pass has 3 steps, and 48 transitions in twenties too
-    cfg, static = MinibatchConfig(batch_size=20, n_epochs=2), Static(6, 8, 1, 1)
+    cfg, static = MinibatchConfig(batch_size=20, n_epochs=2), Static(6, 8, 1)
     assert gradient_steps(cfg, static) == 2 * 3
     assert gradient_steps(cfg, static._replace(row_steps=8)) == 2 * 3
     # a sequence of 8 steps is above 5 steps, so each of the 6 is a minibatch; single steps make 10 minibatches

@@ -24,7 +24,7 @@ from ecrl.algorithms.optimizer import (
     unpack,
 )
 from ecrl.algorithms.optimizer_config import LearningConfig, OptimizerConfig, SchedulerConfig, optimizer_of
-from ecrl.algorithms.schedules import Schedule, adapted_rate
+from ecrl.algorithms.schedules import adapted_rate
 from ecrl.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -77,7 +77,8 @@ def rates(cfg: dict | None, base: float, iterations: int, steps: int) -> list[fl
     full = learning(lr_scheduler=cfg)
     groups, state = groups_of(full), TensorDict(made(full), [])
     state["hyper", "learning_rate"] = torch.tensor(base)
-    out = [learning_rates(state.set("update_step", torch.tensor(t)), groups, iterations)["all"] for t in range(steps)]
+    state["iterations"] = torch.tensor(iterations)
+    out = [learning_rates(state.set("update_step", torch.tensor(t)), groups)["all"] for t in range(steps)]
     assert all(rate.dtype == torch.float32 and rate.ndim == 0 for rate in out)
     return [float(rate) for rate in out]
 
@@ -203,12 +204,12 @@ def test_every_group_has_an_optimiser_state_and_a_counter_of_its_own():
 
 
 def test_every_group_may_have_a_rate_and_a_schedule_of_its_own():
-    half = Schedule("exponential", None, 1)
-    groups = group("rest"), Group("value", (("critic",),), "sgd", half, "value_")
+    groups = group("rest"), Group("value", (("critic",),), "sgd", "exponential", "value_")
     hyper = {"learning_rate": torch.tensor(0.5), "value_learning_rate": torch.tensor(0.25)}
     hyper["value_schedule"] = TensorDict({"gamma": torch.tensor(0.5, dtype=torch.float64)}, [])
-    state = TensorDict({"hyper": TensorDict(hyper, []), "update_step": torch.tensor(2)}, [])
-    assert {name: float(rate) for name, rate in learning_rates(state, groups, 4).items()} == {
+    counters = {"update_step": torch.tensor(2), "iterations": torch.tensor(4)}
+    state = TensorDict({"hyper": TensorDict(hyper, []), **counters}, [])
+    assert {name: float(rate) for name, rate in learning_rates(state, groups).items()} == {
         "rest": 0.5,
         "value": 0.0625,
     }
@@ -222,7 +223,7 @@ def of_both(cfg: LearningConfig, own: dict[str, GroupSettings]) -> tuple[tuple[G
     params = TensorDict({"actor": {"a": torch.tensor([1.0])}, "critic": {"c": torch.tensor([2.0])}}, [])
     groups = groups_of(cfg, APART, own)
     fields = learning_state(cfg, params, {}, CPU, groups, own)
-    return groups, TensorDict({**fields, "update_step": torch.tensor(2)}, [])
+    return groups, TensorDict({**fields, "update_step": torch.tensor(2), "iterations": torch.tensor(4)}, [])
 
 
 def test_settings_of_a_group_are_numbers_under_its_prefix():
@@ -230,7 +231,7 @@ def test_settings_of_a_group_are_numbers_under_its_prefix():
     sgd = OptimizerConfig.model_validate({"name": "sgd", "learning_rate": 0.4, "kwargs": {"momentum": 0.9}})
     own = {"critic": GroupSettings(optimizer=sgd, lr_scheduler=schedule, max_grad_norm=7.0)}
     groups, state = of_both(learning(learning_rate=0.1, lr_scheduler={"name": "linear"}), own)
-    assert [(g.optimizer, g.schedule.name if g.schedule else None) for g in groups] == [
+    assert [(g.optimizer, g.schedule) for g in groups] == [
         ("adam", "linear"),
         ("sgd", "exponential"),
     ]
@@ -238,7 +239,7 @@ def test_settings_of_a_group_are_numbers_under_its_prefix():
     close(hyper["max_grad_norm"], 0.5)
     close(hyper["critic_max_grad_norm"], 7.0)
     close(hyper["critic_optimizer", "momentum"], 0.9)
-    rates = learning_rates(state, groups, 4)  # 2 of 4 iterations are done: half of 0.1, and 0.4 halved twice
+    rates = learning_rates(state, groups)  # 2 of 4 iterations are done: half of 0.1, and 0.4 halved twice
     close(rates["actor"], 0.05)
     close(rates["critic"], 0.1)
 
@@ -255,7 +256,7 @@ def test_an_adaptive_rate_of_a_group_lives_in_the_state(adapts):
     in_state = {*state.keys()} & moving["both"]
     assert in_state == moving.get(adapts, {"learning_rate"})
     assert {*state["hyper"].keys()} & moving["both"] == moving["both"] - in_state
-    rates = learning_rates(state, groups, 4)
+    rates = learning_rates(state, groups)
     close(rates["actor"], 0.001)
     close(rates["critic"], 0.002)
 
@@ -277,7 +278,7 @@ def test_a_delayed_group_keeps_parameters_slots_and_counter(flag_all):
     layout = layout_of(state["params"], groups)
     params, opts = pack(state["params"], layout), pack_opt(state["opt"], layout)
     grads = pack(TensorDict({"actor": {"a": torch.tensor([1.0])}, "critic": {"c": torch.tensor([2.0])}}, []), layout)
-    rates, history = learning_rates(state, groups, 4), []
+    rates, history = learning_rates(state, groups), []
     for moves in (False, True, False):
         flags = {"critic": torch.tensor(moves)} | ({"actor": torch.tensor(True)} if flag_all else {})
         params, opts = optimizer_step(params, grads, opts, rates, state["hyper"], layout, flags)
@@ -295,6 +296,6 @@ def test_a_delay_of_an_unknown_group_is_refused():
     groups, state = of_both(learning(), {})
     layout = layout_of(state["params"], groups)
     params, opts = pack(state["params"], layout), pack_opt(state["opt"], layout)
-    rates = learning_rates(state, groups, 4)
+    rates = learning_rates(state, groups)
     with pytest.raises(ValueError, match="group value, which does not exist; groups: actor, critic"):
         optimizer_step(params, params, opts, rates, state["hyper"], layout, {"value": torch.tensor(True)})

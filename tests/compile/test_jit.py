@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 
 from ecrl import rng
 from ecrl.algorithms.core import collect, learn, on_policy
-from ecrl.algorithms.minibatch_sgd import _gradients, _Objective, pass_keys, shuffled, sizes_of
+from ecrl.algorithms.minibatch_sgd import Objective, _gradients, pass_keys, shuffled, sizes_of
 from ecrl.algorithms.optimizer import layout_of, pack
 from ecrl.algorithms.ppo import advantages, loss
 from ecrl.algorithms.rows import rows_of
@@ -389,7 +389,7 @@ def test_gradients_of_a_minibatch_equal_the_eager_gradients(dtype, tol):
     sizes = sizes_of(sgd, len(rows))
     chosen = tuple(x[0].unsqueeze(0) for x in shuffled(pass_keys(state, 1), sizes, max(sizes)))
     inputs = pack(trees[0], layout), chosen, TensorDict({}, []), rows, trees[2]
-    objective = _Objective(run, loss, (), "approx_kl", "target_kl", layout)
+    objective = Objective(run, loss, (), "approx_kl", "target_kl", layout)
     (actual, (_, logs)), (expected, (_, eager_logs)) = (
         choose_form(mode, "cpu").jit(_gradients, objective)(*inputs) for mode in ("on", "off")
     )

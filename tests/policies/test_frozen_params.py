@@ -80,7 +80,7 @@ def test_a_name_may_not_be_in_both():
     run = build(cfg)
     policy = Policy(**{**vars(run.policy), "init_frozen": lambda device: TensorDict({"actor": torch.zeros(1)}, [])})
     with pytest.raises(ConfigError, match=r"^policy.name: init and init_frozen both return actor; give them different"):
-        ecrl.loop.iteration._state_without_env(run._replace(policy=policy), rng.key(0))
+        ecrl.loop.iteration._state_without_env(run._replace(policy=policy), cfg, rng.key(0))
 
 
 @pytest.mark.slow

@@ -82,7 +82,7 @@ def test_actor_only_can_be_normalized():
     block = {"name": "actor_only", "actor": NET, "normalize_obs": True}
     policy = make_policy(block, box(-1.0, 1.0, 3), Discrete(4))
     assert policy.value is None and policy.norm_init is not None
-    assert policy is make_policy(block, box(-1.0, 1.0, 3), Discrete(4))
+    assert policy == make_policy(block, box(-1.0, 1.0, 3), Discrete(4))
 
 
 def test_frozen_during_an_iteration_and_moved_at_its_end():

@@ -24,8 +24,8 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 SIZES = {"trainer.num_envs": 8, "trainer.buffer_size": 32, "trainer.iterations": 3}
 ALGORITHM = {"n_epochs": 2, "batch_size": 64, "group_size": 4}
 """Set where the algorithm has such a key: APG has none of these, and only GRPO has groups."""
-TOKEN = ("env", "token")
-"""Number of an open host environment. It is drawn from the clock, so it is left out."""
+LEFT_OUT = ("iterations", ("env", "token"))
+"""Leaves of the state without a hash: a setting, and the number of an open host environment, drawn from the clock."""
 MODE = {"trainer.compile": "off", "trainer.device": "cpu", "trainer.seed": 0, "trainer.enable_eval": False}
 
 
@@ -59,7 +59,7 @@ def hashes(path: Path) -> str:
     for number, record in enumerate(ecrl.train_iter(state, cfg)):
         state = record["state"]
         logs += [((str(number), record["log_type"], name), torch.as_tensor(x)) for name, x in record["logs"].items()]
-    leaves = ((name, leaf) for name, leaf in state.items(True, True) if name != TOKEN)
+    leaves = ((name, leaf) for name, leaf in state.items(True, True) if name not in LEFT_OUT)
     line = f"{digest(leaves)} {digest(logs)}"
     ecrl.close(state, cfg)
     return line
