@@ -1,29 +1,94 @@
 """Algorithms as records of pure functions; importing this package registers the built-in ones."""
 
 from ecrl.algorithms.apg import APGConfig, apg
-from ecrl.algorithms.core import Algorithm, Run, Static, collect, on_policy
+from ecrl.algorithms.core import (
+    LEARNER_KINDS,
+    REWARD_NORM_KINDS,
+    Algorithm,
+    Run,
+    Static,
+    collect,
+    from_reset,
+    learn,
+    on_policy,
+    reward_norm_init,
+    standardize_over_ranks,
+    with_scaled_rewards,
+)
 from ecrl.algorithms.grpo import GRPOConfig, grpo
-from ecrl.algorithms.interleaved import Interleaved, interleaved
+from ecrl.algorithms.interleaved import (
+    REPLAY_KINDS,
+    Interleaved,
+    Replay,
+    add_rows,
+    interleaved,
+    read_rows,
+    replay_init,
+    row_count,
+    take_steps,
+    uniform_index,
+)
+from ecrl.algorithms.minibatch_sgd import (
+    SGD,
+    MinibatchConfig,
+    gradient_steps,
+    minibatch_epochs,
+    minibatch_sgd,
+    sgd_choices,
+)
+from ecrl.algorithms.optimizer import Group, GroupSettings, groups_of, learning_state
+from ecrl.algorithms.optimizer_config import LearningConfig
 from ecrl.algorithms.ppo import PPOConfig, ppo
+from ecrl.algorithms.rows import check_log_prob, rows_of
+from ecrl.algorithms.state_kinds import Kind
 from ecrl.config import AlgorithmChoice
 from ecrl.config.model import validate_section
 from ecrl.registry import lookup
 
 __all__ = [
+    "LEARNER_KINDS",
+    "REPLAY_KINDS",
+    "REWARD_NORM_KINDS",
+    "SGD",
     "APGConfig",
     "Algorithm",
     "GRPOConfig",
+    "Group",
+    "GroupSettings",
     "Interleaved",
+    "Kind",
+    "LearningConfig",
+    "MinibatchConfig",
     "PPOConfig",
+    "Replay",
     "Run",
     "Static",
+    "add_rows",
     "apg",
+    "check_log_prob",
     "collect",
+    "from_reset",
+    "gradient_steps",
+    "groups_of",
     "grpo",
     "interleaved",
+    "learn",
+    "learning_state",
     "make_algorithm",
+    "minibatch_epochs",
+    "minibatch_sgd",
     "on_policy",
     "ppo",
+    "read_rows",
+    "replay_init",
+    "reward_norm_init",
+    "row_count",
+    "rows_of",
+    "sgd_choices",
+    "standardize_over_ranks",
+    "take_steps",
+    "uniform_index",
+    "with_scaled_rewards",
 ]
 
 
