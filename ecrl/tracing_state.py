@@ -1,4 +1,4 @@
-"""The state of torch around a call: a graph that is traced, transforms, forward-mode derivatives, writes in place.
+"""The state of torch around a call: a graph that is traced, its random draws, transforms, writes in place.
 
 Torch has public names for a part of this only. The private names are looked up once, at import. If torch lacks one, the
 functions below take the slower form, with the same results. The table in `docs/design.md` lists the names.
@@ -22,6 +22,7 @@ _ACTIVE_TRANSFORMS: Callable[[], Any] | None = get_interpreter_stack
 _HAS_LEVEL, _COUNTS_WRITES = hasattr(forward_ad, "_current_level"), hasattr(Tensor, "_version")
 
 _IN_GRAPH = ContextVar("_IN_GRAPH", default=False)
+_DRAWS: ContextVar[list[str] | None] = ContextVar("_DRAWS", default=None)
 
 
 @contextmanager
@@ -46,6 +47,29 @@ def in_graph() -> bool:
     False
     """
     return not torch.compiler.is_compiling() and _IN_GRAPH.get()
+
+
+@contextmanager
+def noting_draws() -> Iterator[list[str]]:
+    """Return a list, to which `note_draw` appends inside the block. Inside, an outer list gets nothing.
+
+    >>> with noting_draws() as noted:
+    ...     note_draw("aten.rand")
+    >>> noted
+    ['aten.rand']
+    """
+    noted: list[str] = []
+    token = _DRAWS.set(noted)
+    try:
+        yield noted
+    finally:
+        _DRAWS.reset(token)
+
+
+def note_draw(operation: str) -> None:
+    """Note that a graph which is traced draws from torch's global generator."""
+    if (noted := _DRAWS.get()) is not None:
+        noted.append(operation)
 
 
 def knows_transforms() -> bool:

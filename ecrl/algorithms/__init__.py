@@ -1,10 +1,13 @@
 """Algorithms as records of pure functions; importing this package registers the built-in ones."""
 
+from typing import Any
+
 from ecrl.algorithms.apg import APGConfig, apg
 from ecrl.algorithms.core import (
     LEARNER_KINDS,
     REWARD_NORM_KINDS,
     Algorithm,
+    OnPolicy,
     Run,
     Static,
     collect,
@@ -43,6 +46,7 @@ from ecrl.algorithms.rows import check_log_prob, rows_of
 from ecrl.algorithms.state_kinds import Kind
 from ecrl.config import AlgorithmChoice
 from ecrl.config.model import validate_section
+from ecrl.policies.contract import check_arguments
 from ecrl.registry import lookup
 
 __all__ = [
@@ -99,4 +103,25 @@ def make_algorithm(choice: AlgorithmChoice | dict) -> Algorithm:
     True
     """
     choice = validate_section(AlgorithmChoice, choice, "algorithm")
-    return lookup("algorithm", choice.name).make(choice.cfg)
+    algorithm = lookup("algorithm", choice.name).make(choice.cfg)
+    _check_functions(algorithm)
+    return algorithm
+
+
+def _check_functions(algorithm: Algorithm) -> None:
+    """Raise ConfigError if a function of an algorithm takes other arguments."""
+    iterate = algorithm.iterate
+    arguments: dict[str, tuple[Any, tuple[str, ...]]] = {"init": (algorithm.init, ("run", "key"))}
+    if isinstance(iterate, OnPolicy):
+        arguments["collect"] = iterate.collect, ("run", "state")
+        arguments["update"] = iterate.update, ("run", "state", "batch")
+    elif isinstance(iterate, Interleaved):
+        arguments["turn"] = iterate.turn, ("run", "state", "noise", "replay")
+    else:
+        arguments["iterate"] = iterate, ("run", "state", "borrowed")
+    if algorithm.gradient_steps is not None:
+        arguments["gradient_steps"] = algorithm.gradient_steps, ("static",)
+    if algorithm.phase is not None:
+        arguments["phase"] = algorithm.phase, ("sample_step",)
+    for name, (fn, names) in arguments.items():
+        check_arguments(f"algorithm {algorithm.name}: {name}", fn, *names)
