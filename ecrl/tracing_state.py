@@ -51,7 +51,7 @@ def in_graph() -> bool:
 
 @contextmanager
 def noting_draws() -> Iterator[list[str]]:
-    """Return a list, to which `note_draw` appends inside the block. Inside, an outer list gets nothing.
+    """Return a list. Inside the block, `note_draw` appends to it, and to no outer list.
 
     >>> with noting_draws() as noted:
     ...     note_draw("aten.rand")

@@ -91,7 +91,10 @@ def _refusing_draws(label: str, keys: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Unchecked:
-    """A function whose random draws are not those of the function that calls it, such as the step of an environment."""
+    """A function whose random draws are not checked, such as the step of an environment.
+
+    A `Checked` function may call it.
+    """
 
     fn: Callable[..., Any]
 
@@ -262,7 +265,7 @@ def _check_draw(label: str, args: tuple[Any, ...], out: Any) -> None:
 
 
 def _check_action(label: str, action: Any, count: int, space: Space) -> None:
-    """Raise ConfigError for an action of another shape than that of its space, or of floats for integers."""
+    """Raise ConfigError if the shape or the dtype of an action does not fit its space."""
     if isinstance(space, Dict):
         return
     dtype, shape = element_dtype(space), [count, *element_shape(space)]

@@ -12,7 +12,7 @@ from tensordict import TensorDict
 
 import ecrl.loop.build
 import ecrl.policies.contract
-from ecrl.algorithms import collect, interleaved, on_policy
+from ecrl.algorithms import collect, interleaved, learn, on_policy
 from ecrl.errors import ConfigError
 from ecrl.loop.build import build
 from ecrl.loop.iteration import init_state, train_iter
@@ -420,6 +420,19 @@ def test_a_turn_with_another_number_of_results(form, monkeypatch):
         return state, replay
 
     message = "algorithm replay_td: turn returns 2 values, expected 4: (state, replay, steps, logs); return these"
+    cfg = replaying(**{"trainer.compile": form})
+    refused(cfg, monkeypatch, message, lambda made: replace(made, iterate=of_turn(turn)))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_update_inside_a_turn_with_another_number_of_results(form, monkeypatch):
+    def td_update(run, state, batch):
+        return state, {}, 3
+
+    def turn(run, state, noise, replay):
+        return learn(td_update, run, state, replay.ring)
+
+    message = "algorithm replay_td: td_update returns 3 values, expected 2: (state, logs); return these"
     cfg = replaying(**{"trainer.compile": form})
     refused(cfg, monkeypatch, message, lambda made: replace(made, iterate=of_turn(turn)))
 
