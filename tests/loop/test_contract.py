@@ -426,7 +426,7 @@ def test_a_turn_with_another_number_of_results(form, monkeypatch):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_an_update_inside_a_turn_with_another_number_of_results(form, monkeypatch):
-    def td_update(run, state, batch):
+    def td_update(run, state, batch) -> Any:
         return state, {}, 3
 
     def turn(run, state, noise, replay):
