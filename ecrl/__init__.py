@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ecrl.envs import Env, make_env
     from ecrl.errors import ConfigError
     from ecrl.loop.iteration import close, init_state, make_iteration, train_iter
+    from ecrl.loop.policy_check import check_policy
     from ecrl.policies import Policy, make_policy, module_policy
     from ecrl.registry import (
         register_action,
@@ -49,6 +50,7 @@ _HOME = {
     "Policy": "policies",
     "PolicyConfig": "config",
     "check_env": "env_check.check",
+    "check_policy": "loop.policy_check",
     "close": "loop.iteration",
     "evaluate": "run.evaluation",
     "init_state": "loop.iteration",
@@ -84,6 +86,7 @@ __all__ = [
     "Policy",
     "PolicyConfig",
     "check_env",
+    "check_policy",
     "close",
     "evaluate",
     "init_state",

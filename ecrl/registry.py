@@ -78,6 +78,7 @@ _KINDS_WITH_NAME = ("policy", "algorithm")
 _ENTRIES: dict[str, dict[str, Entry]] = {kind: {} for kind in _KINDS}
 
 
+_IMPORT_FIRST = "import its module first: import MODULE in Python, --import MODULE in a shell"
 _FAILED_PLUGINS: list[str] = []  # messages about plugins that failed to import
 _IMPORTED_GROUPS: list[str] = []  # filled before the import, because plugins register parts during it
 
@@ -259,12 +260,14 @@ def registered(kind: str) -> tuple[str, ...]:
 def lookup(kind: str, name: str) -> Entry:
     """Return the entry of a name. For an unknown name, raise KeyError that suggests names.
 
-    >>> lookup("env", "cartpol")
+    >>> lookup("env", "cartpol")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    KeyError: "unknown env 'cartpol'; did you mean 'cartpole'?"
+    KeyError: "unknown env 'cartpol'; did you mean 'cartpole'? If the env is your own, import its module first: ..."
     """
     known = registered(kind)
     if name not in known:
         short_name = repr(name if len(name) <= 60 else f"{name[:60]}...")
-        raise KeyError("; ".join([f"unknown {kind} {short_name}", did_you_mean(name, known), *_FAILED_PLUGINS]))
+        nearest = did_you_mean(name, known)
+        nearest += f"{'' if nearest.endswith('?') else '.'} If the {kind} is your own, {_IMPORT_FIRST}"
+        raise KeyError("; ".join([f"unknown {kind} {short_name}", nearest, *_FAILED_PLUGINS]))
     return _ENTRIES[kind][name]

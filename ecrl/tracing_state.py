@@ -1,4 +1,4 @@
-"""Queries about torch's state: graphs being traced, active transforms, forward-mode derivatives, writes in place.
+"""Queries about torch's state: graphs being traced, their random draws, active transforms, writes in place.
 
 Some queries need private names of torch. This module looks them up once, at import. If a name is missing, runs give the
 same results but are slower. The table in `docs/design.md` lists the private names.
@@ -22,6 +22,7 @@ _ACTIVE_TRANSFORMS: Callable[[], Any] | None = get_interpreter_stack
 _HAS_LEVEL, _COUNTS_WRITES = hasattr(forward_ad, "_current_level"), hasattr(Tensor, "_version")
 
 _IN_GRAPH = ContextVar("_IN_GRAPH", default=False)
+_DRAWS: ContextVar[list[str] | None] = ContextVar("_DRAWS", default=None)
 
 
 @contextmanager
@@ -46,6 +47,29 @@ def in_graph() -> bool:
     False
     """
     return not torch.compiler.is_compiling() and _IN_GRAPH.get()
+
+
+@contextmanager
+def noting_draws() -> Iterator[list[str]]:
+    """Return a list. Inside the block, `note_draw` appends to it, and to no outer list.
+
+    >>> with noting_draws() as noted:
+    ...     note_draw("aten.rand")
+    >>> noted
+    ['aten.rand']
+    """
+    noted: list[str] = []
+    token = _DRAWS.set(noted)
+    try:
+        yield noted
+    finally:
+        _DRAWS.reset(token)
+
+
+def note_draw(operation: str) -> None:
+    """Note that a graph which is traced draws from torch's global generator."""
+    if (noted := _DRAWS.get()) is not None:
+        noted.append(operation)
 
 
 def knows_transforms() -> bool:

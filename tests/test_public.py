@@ -12,17 +12,17 @@ from support.paths import ROOT
 
 import ecrl
 import ecrl.run.train
-from ecrl import kernels
+from ecrl import algorithms, kernels
 from ecrl.config import load_config
 from ecrl.loop.iteration import init_state, train_iter
 
 CONFIGS = sorted((ROOT / "configs").glob("*.json"))
 
 SURFACE = """
-Algorithm Config ConfigError ConfigModel Env Policy PolicyConfig check_env close evaluate init_state load load_config
-make_algorithm make_env make_iteration make_policy module_policy register_action register_algorithm register_env
-register_event register_network register_observation register_policy register_reward registered save train
-train_from_config train_iter
+Algorithm Config ConfigError ConfigModel Env Policy PolicyConfig check_env check_policy close evaluate init_state load
+load_config make_algorithm make_env make_iteration make_policy module_policy register_action register_algorithm
+register_env register_event register_network register_observation register_policy register_reward registered save
+train train_from_config train_iter
 """
 KERNELS = """
 GAE VTrace Squashed act_and_step adam adam_init adamw categorical_entropy categorical_kl categorical_log_prob
@@ -38,6 +38,20 @@ running_returns scale scan sgd sgd_init standardize
 step_schedule tanh_normal_entropy tanh_normal_kl tanh_normal_latent tanh_normal_log_prob tanh_normal_mode
 tanh_normal_sample td_lambda_returns transitions value_loss vtrace
 """
+
+
+ALGORITHMS = """
+APGConfig Algorithm GRPOConfig Group GroupSettings Interleaved Kind LEARNER_KINDS LearningConfig MinibatchConfig
+PPOConfig REPLAY_KINDS REWARD_NORM_KINDS Replay Run SGD Static add_rows apg check_log_prob collect from_reset
+gradient_steps groups_of grpo interleaved learn learning_state make_algorithm minibatch_epochs minibatch_sgd on_policy
+ppo read_rows replay_init reward_norm_init row_count rows_of sgd_choices standardize_over_ranks take_steps
+uniform_index with_scaled_rewards
+"""
+
+
+def test_the_names_for_an_algorithm_of_ones_own_are_in_one_place():
+    assert sorted(algorithms.__all__) == sorted(ALGORITHMS.split())
+    assert all(hasattr(algorithms, name) for name in ALGORITHMS.split())
 
 
 def test_public_names_are_these():

@@ -101,9 +101,9 @@ def test_builtin(kind):
 def test_an_unknown_name_names_the_known(kind, name, end):
     with pytest.raises(KeyError) as error:
         lookup(kind, name)
-    assert (
-        error.value.args[0] == f"unknown {kind} {name!r}; {end or 'known: ' + (', '.join(registered(kind)) or 'none')}"
-    )
+    end = end or f"known: {', '.join(registered(kind)) or 'none'}."
+    hint = f"If the {kind} is your own, import its module first: import MODULE in Python, --import MODULE in a shell"
+    assert error.value.args[0] == f"unknown {kind} {name!r}; {end} {hint}"
 
 
 @pytest.mark.parametrize("look", [registered, lambda kind: lookup(kind, "cartpole")])

@@ -1,29 +1,98 @@
 """Algorithms as records of pure functions; importing this package registers the built-in ones."""
 
+from typing import Any
+
 from ecrl.algorithms.apg import APGConfig, apg
-from ecrl.algorithms.core import Algorithm, Run, Static, collect, on_policy
+from ecrl.algorithms.core import (
+    LEARNER_KINDS,
+    REWARD_NORM_KINDS,
+    Algorithm,
+    OnPolicy,
+    Run,
+    Static,
+    collect,
+    from_reset,
+    learn,
+    on_policy,
+    reward_norm_init,
+    standardize_over_ranks,
+    with_scaled_rewards,
+)
 from ecrl.algorithms.grpo import GRPOConfig, grpo
-from ecrl.algorithms.interleaved import Interleaved, interleaved
+from ecrl.algorithms.interleaved import (
+    REPLAY_KINDS,
+    Interleaved,
+    Replay,
+    add_rows,
+    interleaved,
+    read_rows,
+    replay_init,
+    row_count,
+    take_steps,
+    uniform_index,
+)
+from ecrl.algorithms.minibatch_sgd import (
+    SGD,
+    MinibatchConfig,
+    gradient_steps,
+    minibatch_epochs,
+    minibatch_sgd,
+    sgd_choices,
+)
+from ecrl.algorithms.optimizer import Group, GroupSettings, groups_of, learning_state
+from ecrl.algorithms.optimizer_config import LearningConfig
 from ecrl.algorithms.ppo import PPOConfig, ppo
+from ecrl.algorithms.rows import check_log_prob, rows_of
+from ecrl.algorithms.state_kinds import Kind
 from ecrl.config import AlgorithmChoice
 from ecrl.config.model import validate_section
+from ecrl.policies.contract import check_arguments
 from ecrl.registry import lookup
 
 __all__ = [
+    "LEARNER_KINDS",
+    "REPLAY_KINDS",
+    "REWARD_NORM_KINDS",
+    "SGD",
     "APGConfig",
     "Algorithm",
     "GRPOConfig",
+    "Group",
+    "GroupSettings",
     "Interleaved",
+    "Kind",
+    "LearningConfig",
+    "MinibatchConfig",
     "PPOConfig",
+    "Replay",
     "Run",
     "Static",
+    "add_rows",
     "apg",
+    "check_log_prob",
     "collect",
+    "from_reset",
+    "gradient_steps",
+    "groups_of",
     "grpo",
     "interleaved",
+    "learn",
+    "learning_state",
     "make_algorithm",
+    "minibatch_epochs",
+    "minibatch_sgd",
     "on_policy",
     "ppo",
+    "read_rows",
+    "replay_init",
+    "reward_norm_init",
+    "row_count",
+    "rows_of",
+    "sgd_choices",
+    "standardize_over_ranks",
+    "take_steps",
+    "uniform_index",
+    "with_scaled_rewards",
 ]
 
 
@@ -34,4 +103,25 @@ def make_algorithm(choice: AlgorithmChoice | dict) -> Algorithm:
     True
     """
     choice = validate_section(AlgorithmChoice, choice, "algorithm")
-    return lookup("algorithm", choice.name).make(choice.cfg)
+    algorithm = lookup("algorithm", choice.name).make(choice.cfg)
+    _check_functions(algorithm)
+    return algorithm
+
+
+def _check_functions(algorithm: Algorithm) -> None:
+    """Raise ConfigError if a function of an algorithm takes other arguments."""
+    iterate = algorithm.iterate
+    arguments: dict[str, tuple[Any, tuple[str, ...]]] = {"init": (algorithm.init, ("run", "key"))}
+    if isinstance(iterate, OnPolicy):
+        arguments["collect"] = iterate.collect, ("run", "state")
+        arguments["update"] = iterate.update, ("run", "state", "batch")
+    elif isinstance(iterate, Interleaved):
+        arguments["turn"] = iterate.turn, ("run", "state", "noise", "replay")
+    else:
+        arguments["iterate"] = iterate, ("run", "state", "borrowed")
+    if algorithm.gradient_steps is not None:
+        arguments["gradient_steps"] = algorithm.gradient_steps, ("static",)
+    if algorithm.phase is not None:
+        arguments["phase"] = algorithm.phase, ("sample_step",)
+    for name, (fn, names) in arguments.items():
+        check_arguments(f"algorithm {algorithm.name}: {name}", fn, *names)

@@ -30,6 +30,7 @@ from ecrl.kernels import (
 )
 from ecrl.kernels.scan_loop import Scan
 from ecrl.policies import Policy, policy_params
+from ecrl.policies.contract import returned
 from ecrl.pytree import flatten, replaced
 from ecrl.types import Logs
 
@@ -173,14 +174,20 @@ def collect_of(iterate: Iterate) -> Collect | None:
 def learn(update: Update, run: Run, state: TensorDict, batch: TensorDict) -> tuple[TensorDict, Logs]:
     """Return `update(run, state, batch)`, compiled as one function if the algorithm allows it."""
     if not run.algorithm.as_one:
-        return update(run, state, batch)
+        return _updated(update, run, state, batch)
     changed, logs = run.jit(_learn, update, run)(state, batch)
     return replaced(state, changed), logs
 
 
+def _updated(update: Update, run: Run, state: TensorDict, batch: TensorDict) -> tuple[TensorDict, Logs]:
+    """Return `update(run, state, batch)`. Raise ConfigError unless it is two values."""
+    label = f"algorithm {run.algorithm.name}: {getattr(update, '__name__', 'update')}"
+    return returned(label, update(run, state, batch), "state", "logs")
+
+
 def _learn(update: Update, run: Run, state: TensorDict, batch: TensorDict) -> tuple[TensorDict, Logs]:
     """Return the fields of the state that `update` changed, and its logs. Other fields need no copy."""
-    after, logs = update(run, state, batch)
+    after, logs = _updated(update, run, state, batch)
     changed = {k: v for k, v in cast(Any, after.items()) if not _are_same(v, state.get(k, None))}
     return TensorDict(changed, []), logs
 

@@ -13,7 +13,14 @@ from torch import Tensor
 
 from ecrl import rng
 from ecrl.algorithms.core import LEARNER_KINDS, Algorithm, Run, collect, from_reset, on_policy
-from ecrl.algorithms.minibatch_sgd import SGD, MinibatchConfig, gradient_steps, minibatch_epochs, sgd_choices
+from ecrl.algorithms.minibatch_sgd import (
+    SGD,
+    MinibatchConfig,
+    check_batch_size,
+    gradient_steps,
+    minibatch_epochs,
+    sgd_choices,
+)
 from ecrl.algorithms.optimizer import learning_state
 from ecrl.algorithms.reference import reference_log_prob, refreshed_reference
 from ecrl.algorithms.rows import check_log_prob
@@ -76,6 +83,7 @@ def init(cfg: GRPOConfig, run: Run, key: Tensor) -> dict[str, Any]:
     """
     check_groups(run, cfg)
     check_log_prob(run.policy, "grpo")
+    check_batch_size(cfg, run.static.row_steps)
     params = run.policy.init(rng.fold_in(key, rng.INIT))
     numbers = {name: getattr(cfg, name) for name in _NUMBERS} | {"kl_coef": cfg.kl_coef or None}
     state = learning_state(cfg, params, numbers, key.device, run.algorithm.choices.sgd.groups)

@@ -40,6 +40,7 @@ from ecrl.algorithms.rows import counted, rows_of
 from ecrl.algorithms.schedules import adapted_rate
 from ecrl.config.model import Count
 from ecrl.distributed import all_mean
+from ecrl.errors import ConfigError
 from ecrl.kernels.scan_loop import chunking, row_bytes
 from ecrl.policies import acting_params, fixed_params
 from ecrl.pytree import flatten, mapped, replaced
@@ -56,7 +57,9 @@ class MinibatchConfig(LearningConfig):
 
     n_epochs: Count = Field(default=10, description="passes over each rollout")
     batch_size: Count | None = Field(
-        default=None, description="transitions per gradient step, at most the rollout; 64 if both sizes are absent"
+        default=None,
+        description="transitions per gradient step, at most the rollout; 64 if num_minibatches is absent too, or one "
+        "sequence of a recurrent policy if that is longer",
     )
     num_minibatches: Count | None = Field(default=None, description="gradient steps per pass, instead of batch_size")
 
@@ -128,19 +131,32 @@ def _at_most(key: str, value: int, most: int, unit: str) -> int:
     return min(value, most)
 
 
+def check_batch_size(cfg: MinibatchConfig | SGD, length: int) -> None:
+    """Raise ConfigError for a `batch_size` below the steps of a row, `run.static.row_steps`."""
+    if cfg.batch_size is not None and cfg.batch_size < length:
+        problem = f"{cfg.batch_size} is below {length}, the steps of a sequence (trainer.buffer_size)"
+        raise ConfigError(
+            f"algorithm.cfg.batch_size: {problem}, which recurrent policies learn from as a whole; "
+            f"use at least {length}, or a shorter buffer_size"
+        )
+
+
 def sizes_of(cfg: MinibatchConfig | SGD, rows: int, length: int = 1) -> list[int]:
     """Return the number of rows of each minibatch of a pass.
 
     With `batch_size`, the last minibatch may be smaller. With `num_minibatches`, all are nearly equal. A size or number
     above the number of rows is lowered to it, with one warning. A row of `length` steps, such as a row of a recurrent
-    policy, is never split. A minibatch has as many rows as fit into `batch_size` steps, and at least one.
+    policy, is never split. A minibatch has as many rows as fit into `batch_size` steps.
+
+    Raises: ConfigError if `batch_size` is below the length of a row.
 
     >>> sizes_of(SGD(1, 64, None, ()), 5, 32)
     [2, 2, 1]
     """
     if cfg.num_minibatches is None:
-        size = _at_most("batch_size", cfg.batch_size or _BATCH_SIZE, rows * length, "transitions")
-        size = max(1, size // length)
+        check_batch_size(cfg, length)
+        size = _at_most("batch_size", cfg.batch_size or max(_BATCH_SIZE, length), rows * length, "transitions")
+        size = size // length
         return [min(size, rows - first) for first in range(0, rows, size)]
     count = _at_most("num_minibatches", cfg.num_minibatches, rows, "transitions" if length == 1 else "sequences")
     return [rows // count + (i < rows % count) for i in range(count)]

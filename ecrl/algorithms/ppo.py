@@ -24,7 +24,14 @@ from ecrl.algorithms.core import (
     standardize_over_ranks,
     with_scaled_rewards,
 )
-from ecrl.algorithms.minibatch_sgd import SGD, MinibatchConfig, gradient_steps, minibatch_epochs, sgd_choices
+from ecrl.algorithms.minibatch_sgd import (
+    SGD,
+    MinibatchConfig,
+    check_batch_size,
+    gradient_steps,
+    minibatch_epochs,
+    sgd_choices,
+)
 from ecrl.algorithms.optimizer import Group, GroupSettings, groups_of, learning_state
 from ecrl.algorithms.optimizer_config import check_rate
 from ecrl.algorithms.rows import check_log_prob
@@ -94,6 +101,7 @@ def init(cfg: PPOConfig, run: Run, key: Tensor) -> dict[str, Any]:
     if run.policy.value is None:
         raise ConfigError("policy.name: this policy has no critic, which ppo needs; use actor_critic")
     check_log_prob(run.policy, "ppo")
+    check_batch_size(cfg, run.static.row_steps)
     params = run.policy.init(rng.fold_in(key, rng.INIT))
     check_critic(params, cfg)
     numbers = {name: getattr(cfg, name) for name in _NUMBERS}

@@ -16,7 +16,6 @@ from ecrl.envs.mujoco.terms.cameras import RecordCameraConfig
 from ecrl.envs.validate import check_fields
 from ecrl.errors import ConfigError
 from ecrl.kernels import scan
-from ecrl.loop.contract import with_contract
 from ecrl.memory import check_room
 from ecrl.policies import Policy, make_policy
 from ecrl.spaces import element_bytes
@@ -124,7 +123,6 @@ def build(cfg: Config) -> Run:
     env, policy = _env_and_policy(cfg)
     algorithm, static = make_algorithm(cfg.algorithm), static_of(cfg, policy)
     form = planned_form(cfg, policy, algorithm, static)
-    algorithm = with_contract(algorithm, cfg.algorithm.name, cfg.policy.name)
     return Run(with_training_wrappers(env, cfg, "train"), policy, algorithm, form.jit, form.scan, static)
 
 

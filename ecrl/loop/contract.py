@@ -1,211 +1,98 @@
 """Check what the functions of an algorithm and a policy return, and report its name, the field and its shape.
 
-The checks read shapes and dtypes only. In compiled code they run while a function is traced, before it is compiled.
+The checks run when a state is made and in the first iteration, in compiled code while it is traced. They cost later
+iterations nothing.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
-import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torch import Tensor
 
 from ecrl.algorithms import Algorithm, Interleaved, Run
-from ecrl.algorithms.core import Collect, Iterate, OnPolicy, Update, collect_of
-from ecrl.algorithms.interleaved import Replay, Turn
+from ecrl.algorithms.core import OnPolicy
 from ecrl.errors import ConfigError
-from ecrl.pytree import flatten, paths
-from ecrl.types import Logs
+from ecrl.policies.contract import Checked, Unchecked, check_fields, checked_policy, described, returned
+from ecrl.types import STATE_FIELDS
 
-_RESERVED = {
-    *("obs", "final_obs", "reward", "terminated", "truncated", "done", "info", "mask", "executed"),
-    *("value", "final_value", "next_value", "carry", "final_carry"),
-}
-"""Fields of a rollout that the collector and the estimators set."""
-
-
-def _described(x: Any) -> str:
-    if not isinstance(x, Tensor):
-        return f"{type(x).__name__} {x!r:.40}"
-    return f"{x.dtype} {list(x.shape)}".removeprefix("torch.")
-
-
-def check_fields(label: str, before: TensorDict, after: Any) -> None:
-    """Raise ConfigError if a function drops or adds a leaf of the state, or changes its shape or dtype.
-
-    Args:
-        label: name of the algorithm and of its function.
-        before: the state that the function was given.
-        after: the state that it returned.
-    """
-    if not isinstance(after, TensorDictBase):
-        raise ConfigError(f"{label} returns {type(after).__name__} as the state, expected a TensorDict; return one")
-    (old, structure), (new, structure_after) = flatten(before), flatten(after)
-    if structure == structure_after:
-        for i, (x, y) in enumerate(zip(old, new, strict=True)):
-            if x is not y and (x.shape != y.shape or x.dtype != y.dtype):
-                name = "/".join(paths(structure)[i])
-                change = f"changes the state's {name} from {_described(x)} to {_described(y)}"
-                raise ConfigError(f"{label} {change}; keep its shape and dtype")
-        return
-    named, named_after = ({"/".join(path) for path in paths(s)} for s in (structure, structure_after))
-    for change, fields in (("drops", named - named_after), ("adds", named_after - named)):
-        if fields:
-            listed = ", ".join(sorted(fields))
-            raise ConfigError(f"{label} {change} fields of the state: {listed}; return the fields that `init` returns")
-    raise ConfigError(f"{label} changes the batch size of a TensorDict in the state; keep it")
+_NEEDED = ("params", "hyper")
+_SET_BY_LOOP = ("env", "episode", "carry", "key", "sample_step", "update_step", "frozen_params")
+_KEY = '`state["key"]`'
 
 
 def check_logs(label: str, logs: Any) -> None:
     """Raise ConfigError if logs are not 0-d tensors by name."""
     if not isinstance(logs, Mapping):
-        raise ConfigError(f"{label} returns {_described(logs)} as logs, expected a dict of 0-d tensors; return one")
+        raise ConfigError(f"{label} returns {described(logs)} as logs, expected a dict of 0-d tensors; return one")
     for name, log in logs.items():
         if not isinstance(log, Tensor) or log.ndim:
-            raise ConfigError(f"{label} returns the log {name} as {_described(log)}; make it a 0-d tensor")
+            raise ConfigError(f"{label} returns the log {name} as {described(log)}; make it a 0-d tensor")
 
 
-def check_act(label: str, obs: Any, out: Any, required: Sequence[str]) -> None:
-    """Raise ConfigError if the output of a policy's `act` lacks a field, or has one of a wrong shape or name.
-
-    Args:
-        label: name of the policy and of its function.
-        obs: the observations `[N, ...]`.
-        out: the output of `act`.
-        required: the fields that it must have.
-    """
-    if not isinstance(out, TensorDictBase):
-        raise ConfigError(f"{label} returns {type(out).__name__} as its output, expected a TensorDict; return one")
-    known = ", ".join(map(str, out.keys())) or "no fields"
-    for name in required:
-        if name not in out:
-            raise ConfigError(f"{label} returns no {name}, only {known}; add the field")
-    for name in sorted(_RESERVED.intersection(map(str, out.keys()))):
-        raise ConfigError(f"{label} returns the field {name}, which the rollout has itself; give it another name")
-    count = flatten(obs)[0][0].shape[:1]
-    leaves, structure = flatten(out)
-    for path, leaf in zip(paths(structure), leaves, strict=True):
-        if leaf.shape[:1] != count:
-            problem = f"{label} returns {'/'.join(path)} as {_described(leaf)}, expected [{count[0]}, ...]"
-            raise ConfigError(f"{problem}; return one row per environment")
-    if "token_mask" in out and "sample_log_prob" in out:
-        mask, log_prob = cast(Tensor, out["token_mask"]), cast(Tensor, out["sample_log_prob"])
-        if mask.dtype != torch.bool or mask.shape != log_prob.shape:
-            expected = f"bool {list(log_prob.shape)}, the shape of sample_log_prob"
-            raise ConfigError(f"{label} returns token_mask as {_described(mask)}, expected {expected}; return that")
+def _check_init(label: str, args: tuple[Any, ...], fields: Any) -> None:
+    if not isinstance(fields, Mapping | TensorDictBase):
+        raise ConfigError(f"{label} returns {described(fields)}, expected a dict of fields of the state; return one")
+    names = ", ".join(sorted(map(str, fields.keys()))) or "no fields"
+    for name in _NEEDED:
+        if name not in fields:
+            meaning = f"a TensorDict of {STATE_FIELDS[name]}, which may be empty"
+            raise ConfigError(f"{label} returns no {name}, only {names}; add it, {meaning}")
+        if not isinstance(fields[name], Mapping | TensorDictBase):
+            raise ConfigError(f"{label} returns {name} as {described(fields[name])}, expected a TensorDict; return one")
+    for name in _SET_BY_LOOP:
+        if name in fields:
+            raise ConfigError(f"{label} returns the field {name}, which the loop sets itself; give it another name")
 
 
-@dataclass(frozen=True)
-class CheckedAct:
-    """The `act` of the policy `name`, with its output checked."""
-
-    name: str
-    act: Callable[..., tuple[TensorDict, TensorDict]]
-    required: tuple[str, ...]
-
-    @property
-    def __name__(self) -> str:
-        """Name of the function, for the report of its compilation."""
-        return self.act.__name__
-
-    def __call__(self, params: Any, carry: Any, obs: Any, noise: Any) -> tuple[TensorDict, TensorDict]:
-        """Return the result of `act`."""
-        carry, out = self.act(params, carry, obs, noise)
-        check_act(f"policy {self.name}: act", obs, out, self.required)
-        return carry, out
+def _check_collect(label: str, args: tuple[Any, ...], out: Any) -> None:
+    state, batch = returned(label, out, "state", "batch")
+    check_fields(label, args[1], state)
+    if not isinstance(batch, TensorDictBase):
+        raise ConfigError(f"{label} returns {described(batch)} as the batch, expected a TensorDict; return one")
 
 
-def _with_checked_act(run: Run, name: str) -> Run:
-    required = ("action",) if run.policy.evaluate is None else ("action", "sample_log_prob")
-    return run._replace(policy=replace(run.policy, act=CheckedAct(name, run.policy.act, required)))
+def _check_update(label: str, args: tuple[Any, ...], out: Any) -> None:
+    state, logs = returned(label, out, "state", "logs")
+    check_fields(label, args[1], state)
+    check_logs(label, logs)
 
 
-@dataclass(frozen=True)
-class CheckedCollect:
-    """The `collect` of the algorithm `name`, with its state checked, and the output of the policy's `act`."""
-
-    name: str
-    policy: str
-    collect: Collect
-
-    def __call__(self, run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
-        """Return the result of `collect`."""
-        after, batch = self.collect(_with_checked_act(run, self.policy), state)
-        check_fields(f"algorithm {self.name}: collect", state, after)
-        return after, batch
+def _check_turn(label: str, args: tuple[Any, ...], out: Any) -> None:
+    state, _, _, logs = returned(label, out, "state", "replay", "steps", "logs")
+    check_fields(label, args[1], state)
+    check_logs(label, logs)
 
 
-@dataclass(frozen=True)
-class CheckedUpdate:
-    """The `update` of the algorithm `name`, with its state and logs checked."""
-
-    name: str
-    update: Update
-
-    def __call__(self, run: Run, state: TensorDict, batch: TensorDict) -> tuple[TensorDict, Logs]:
-        """Return the result of `update`."""
-        after, logs = self.update(run, state, batch)
-        label = f"algorithm {self.name}: update"
-        check_fields(label, state, after)
-        check_logs(label, logs)
-        return after, logs
+def _check_iterate(label: str, args: tuple[Any, ...], out: Any) -> None:
+    state, _, logs = returned(label, out, "state", "writes", "logs")
+    check_fields(label, args[1], state)
+    check_logs(label, logs)
 
 
-@dataclass(frozen=True)
-class CheckedTurn:
-    """The `turn` of the algorithm `name`, with its state and logs checked, and the output of the policy's `act`."""
-
-    name: str
-    policy: str
-    turn: Turn
-
-    def __call__(
-        self, run: Run, state: TensorDict, noise: Any, replay: Replay
-    ) -> tuple[TensorDict, Replay, TensorDict, Logs]:
-        """Return the result of `turn`."""
-        after, replay, steps, logs = self.turn(_with_checked_act(run, self.policy), state, noise, replay)
-        label = f"algorithm {self.name}: turn"
-        check_fields(label, state, after)
-        check_logs(label, logs)
-        return after, replay, steps, logs
-
-
-@dataclass(frozen=True)
-class CheckedIterate:
-    """The `iterate` of the algorithm `name`, with its state and logs checked, and the output of the policy's `act`."""
-
-    name: str
-    policy: str
-    iterate: Iterate
-
-    @property
-    def collect(self) -> Collect | None:
-        """The `collect` of `iterate`, for videos."""
-        return collect_of(self.iterate)
-
-    def __call__(self, run: Run, state: TensorDict, borrowed: TensorDict) -> tuple[TensorDict, TensorDict, Logs]:
-        """Return the result of `iterate`."""
-        after, writes, logs = self.iterate(_with_checked_act(run, self.policy), state, borrowed)
-        label = f"algorithm {self.name}: iterate"
-        check_fields(label, state, after)
-        check_logs(label, logs)
-        return after, writes, logs
-
-
-def with_contract(algorithm: Algorithm, name: str, policy: str) -> Algorithm:
-    """Return an algorithm whose functions check their results.
-
-    Args:
-        algorithm: choices and functions.
-        name: name under which the algorithm is registered.
-        policy: name under which the policy is registered.
-    """
-    iterate = algorithm.iterate
+def _checked_algorithm(algorithm: Algorithm) -> Algorithm:
+    label, iterate = f"algorithm {algorithm.name}", algorithm.iterate
+    init = Checked(f"{label}: init", algorithm.init, _check_init, (), "its key")
     if isinstance(iterate, OnPolicy):
-        checked: Any = OnPolicy(CheckedCollect(name, policy, iterate.collect), CheckedUpdate(name, iterate.update))
+        collect = Checked(f"{label}: collect", iterate.collect, _check_collect, (), _KEY)
+        checked: Any = OnPolicy(collect, Checked(f"{label}: update", iterate.update, _check_update, (), _KEY))
     elif isinstance(iterate, Interleaved):
-        checked = replace(iterate, turn=CheckedTurn(name, policy, iterate.turn))
+        checked = replace(iterate, turn=Checked(f"{label}: turn", iterate.turn, _check_turn, (), _KEY))
     else:
-        checked = CheckedIterate(name, policy, iterate)
-    return replace(algorithm, iterate=checked)
+        checked = Checked(f"{label}: iterate", iterate, _check_iterate, (), _KEY)
+    return replace(algorithm, init=init, iterate=checked)
+
+
+def with_contract(run: Run) -> Run:
+    """Return a run whose policy and algorithm check themselves inside `ecrl.policies.contract.checking`.
+
+    Random numbers that the environments draw are not checked. `ecrl.check_env` does that.
+    """
+    env = run.env
+    unchecked = {name: Unchecked(getattr(env, name)) for name in ("reset", "draw", "step")}
+    return run._replace(
+        env=replace(env, **unchecked),
+        policy=checked_policy(run.policy, env.observation_space, env.action_space),
+        algorithm=_checked_algorithm(run.algorithm),
+    )

@@ -35,11 +35,13 @@ from ecrl.loop.buffers import (
     take_over,
 )
 from ecrl.loop.build import build, check_envs, check_rollout, device_of, planned_form
+from ecrl.loop.contract import with_contract
 from ecrl.loop.finite_guard import FIELDS, KINDS, flags, restart_nonfinite, undo_update
 from ecrl.loop.metrics import WINDOW, collect_logs, counted_steps, over_ranks
 from ecrl.loop.nonfinite_report import NonfiniteAction, action_error, nonfinite_error, with_checked_actions
 from ecrl.loop.signals import interruptible
 from ecrl.policies import Policy
+from ecrl.policies.contract import checking
 from ecrl.pytree import Borrowed, flatten, mapped, names, replaced, unflatten
 from ecrl.types import LogData, Logs
 
@@ -88,6 +90,11 @@ def _first_envs(run: Run, cfg: Config, key: Tensor) -> TensorDict:
 
 
 def _state_without_env(run: Run, cfg: Config, key: Tensor) -> TensorDict:
+    with checking():
+        return _fields_without_env(with_contract(run), cfg, key)
+
+
+def _fields_without_env(run: Run, cfg: Config, key: Tensor) -> TensorDict:
     fields, policy, zero = run.algorithm.init(run, key), run.policy, torch.zeros_like(key)
     norm = fields.pop("norm", TensorDict({}, []))
     if policy.norm_init is not None:
@@ -297,13 +304,24 @@ def _uses_tf32(cfg: Config) -> bool:
 
 
 def _bound(fn: Callable[..., Any], run: Run, tf32: bool, *static: Any) -> Callable[..., Any]:
-    """Return `fn` with `run` and `static` bound, as one compiled graph if algorithm and environment allow it."""
+    """Return `fn` with `run` and `static` bound, as one compiled graph if algorithm and environment allow it.
+
+    The first call checks what policy and algorithm return. Later calls of an eager run check nothing.
+    """
     one_graph = run.algorithm.as_one and run.env.is_pure and run.static.world_size == 1
-    bound = (run.jit if one_graph else partial)(fn, run, *static)
+    checked = (run.jit if one_graph else partial)(fn, with_contract(run), *static)
+    bound = partial(fn, run, *static) if run.jit is partial else checked
+    is_first = True
 
     def call(*state: Any) -> Any:
+        nonlocal is_first
         with _matmul_precision(tf32):
-            return bound(*state)
+            if not is_first:
+                return bound(*state)
+            with checking():
+                out = checked(*state)
+            is_first = False
+            return out
 
     return call
 

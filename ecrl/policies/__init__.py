@@ -3,6 +3,7 @@
 from ecrl.config import PolicyConfig
 from ecrl.config.model import validate_section
 from ecrl.policies.actor_critic import ActorCriticConfig, ActorOnlyConfig, actor_critic, actor_only
+from ecrl.policies.contract import check_functions
 from ecrl.policies.core import Policy, acting_params, fixed_params, flatten, policy_params, sum_tokens
 from ecrl.policies.mlp import MLPConfig, build_mlp
 from ecrl.policies.module import module_policy
@@ -46,4 +47,5 @@ def make_policy(cfg: PolicyConfig | dict, observation_space: Space, action_space
     """
     cfg = validate_section(PolicyConfig, cfg, "policy")
     policy = lookup("policy", cfg.name).make(cfg, observation_space, action_space)
+    check_functions(policy)
     return normalized(policy, observation_space) if cfg.normalize_obs else policy

@@ -38,7 +38,7 @@ class MLPConfig(ConfigModel):
     orthogonal_init: Annotated[Positive | Annotated[tuple[Positive, ...], Field(strict=False)] | None, InitOnly()] = (
         Field(
             None,
-            description="gain of orthogonal initial weights, one number or a list with one per layer; biases are then 0",
+            description="gain of orthogonal initial weights, one number or one per layer; biases are then 0",
         )
     )
 

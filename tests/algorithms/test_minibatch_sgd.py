@@ -125,10 +125,10 @@ def test_gradient_steps_count_minibatches_of_whole_sequences():
     cfg, static = MinibatchConfig(batch_size=20, n_epochs=2), Static(6, 8, 1)
     assert gradient_steps(cfg, static) == 2 * 3
     assert gradient_steps(cfg, static._replace(row_steps=8)) == 2 * 3
-    # a sequence of 8 steps is above 5 steps, so each of the 6 is a minibatch; single steps make 10 minibatches
-    cfg = MinibatchConfig(batch_size=5, n_epochs=2)
-    assert gradient_steps(cfg, static) == 2 * 10
-    assert gradient_steps(cfg, static._replace(row_steps=8)) == 2 * 6
+    # the default of 64 is below a sequence of 100 steps, so each of the 6 is a minibatch
+    assert gradient_steps(MinibatchConfig(n_epochs=2), Static(6, 100, 1, 1, row_steps=100)) == 2 * 6
+    with pytest.raises(ConfigError, match=r"^algorithm.cfg.batch_size: 5 is below 8, the steps of a sequence"):
+        gradient_steps(MinibatchConfig(batch_size=5), static._replace(row_steps=8))
 
 
 def test_one_of_size_and_number():

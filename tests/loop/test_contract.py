@@ -1,19 +1,24 @@
 """A faulty algorithm or policy is reported in one line, before compiling: its name, the field and its shape."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from support.recurrent_agent import remembering
 from support.replay_agent import replaying
 from support.small_runs import last_state, small
 from tensordict import TensorDict
 
 import ecrl.loop.build
-from ecrl.algorithms import collect, on_policy
+import ecrl.policies.contract
+from ecrl.algorithms import collect, interleaved, learn, on_policy
 from ecrl.errors import ConfigError
 from ecrl.loop.build import build
 from ecrl.loop.iteration import init_state, train_iter
+from ecrl.policies.core import no_carry
 from ecrl.pytree import replaced
+from ecrl.registry import _ENTRIES
 
 FORMS = ["off", "auto", "on"]
 
@@ -152,3 +157,421 @@ def test_an_act_that_breaks_its_contract(case, form, monkeypatch):
 def test_runs_of_one_config_are_equal_and_share_compiled_functions():
     assert build(small()) == build(small(**{"trainer.seed": 3})) and hash(build(small())) == hash(build(small()))
     assert int(last_state(small())["update_step"]) == 4
+
+
+of_any: Any = on_policy
+of_turn: Any = interleaved
+
+
+def with_act(change, result="out"):
+    """A change of the policy whose `act` changes one of its two results, the carry or the output."""
+
+    def faulty(made):
+        def act(*args):
+            carry, out = made.act(*args)
+            return (change(carry), out) if result == "carry" else (carry, change(out))
+
+        return replace(made, act=act)
+
+    return faulty
+
+
+ACTIONS = {
+    "float": (lambda a: a.float(), "float32 [4], expected int64 [4]"),
+    "int32": (lambda a: a.int(), "int32 [4], expected int64 [4]"),
+    "shape": (lambda a: a.unsqueeze(-1), "int64 [4, 1], expected int64 [4]"),
+}
+
+
+@pytest.mark.parametrize("case", ACTIONS)
+def test_an_action_of_another_dtype_or_shape_than_its_space(case, monkeypatch):
+    change, line = ACTIONS[case]
+    message = f"policy actor_critic: act returns action as {line} for a Discrete action space; return that"
+    refused(
+        small(),
+        monkeypatch,
+        message,
+        change_policy=with_act(lambda out: out.copy().set("action", change(out["action"]))),
+    )
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_action_of_integers_for_a_box(form, monkeypatch):
+    cfg = small(**{"env": {"name": "pendulum"}, "trainer.compile": form})
+    message = "policy actor_critic: act returns action as int64 [4, 1], expected float32 [4, 1] for a Box action space"
+    faulty = with_act(lambda out: out.copy().set("action", out["action"].long()))
+    refused(cfg, monkeypatch, f"{message}; return that", change_policy=faulty)
+
+
+CARRIES = {
+    "dtype": (
+        lambda carry: carry.double(),
+        "changes the carry's h from float32 [16, 8] to float64 [16, 8]; keep its shape and dtype",
+    ),
+    "shape": (
+        lambda carry: TensorDict({"h": carry["h"][:, :3]}, [16]),
+        "changes the carry's h from float32 [16, 8] to float32 [16, 3]; keep its shape and dtype",
+    ),
+    "name": (
+        lambda carry: TensorDict({"g": carry["h"]}, [16]),
+        "drops fields of the carry: h; return the fields that `init_carry` returns",
+    ),
+    "more": (
+        lambda carry: carry.copy().set("g", carry["h"]),
+        "adds fields of the carry: g; return the fields that `init_carry` returns",
+    ),
+    "batch": (
+        lambda carry: TensorDict({"h": carry["h"]}, []),
+        "changes the batch size of a TensorDict in the carry; keep it",
+    ),
+    "none": (lambda carry: None, "returns NoneType as the carry, expected a TensorDict; return one"),
+}
+
+
+@pytest.mark.parametrize("case", CARRIES)
+def test_a_carry_that_changes(case, monkeypatch):
+    change, line = CARRIES[case]
+    refused(remembering(), monkeypatch, f"policy tanh_cell: act {line}", change_policy=with_act(change, "carry"))
+
+
+def at_start(cfg, monkeypatch, message, **changes):
+    """Check that a run with a changed policy or algorithm is refused with this line before its first step."""
+    for kind, change in changes.items():
+        for name, entry in list(_ENTRIES[kind].items()):
+            made = entry._replace(make=lambda *args, make=entry.make, change=change: change(make(*args)))
+            monkeypatch.setitem(_ENTRIES[kind], name, made)
+    with pytest.raises(ConfigError) as error:
+        init_state(cfg)
+    assert str(error.value) == message
+
+
+TAKES = [
+    ("init", lambda: None, "takes (), expected (key)"),
+    ("draw", lambda keys, shape: keys, "takes (keys, shape), expected (keys)"),
+    ("act", lambda params, obs, noise: None, "takes (params, obs, noise), expected (params, carry, obs, noise)"),
+    ("evaluate", lambda params, steps: None, "takes (params, steps), expected (params, carry, steps)"),
+    ("value", lambda params, obs: None, "takes (params, obs), expected (params, carry, obs)"),
+    (
+        "explore",
+        lambda params, out, noise: None,
+        "takes (params, out, noise), expected (params, exploration, out, noise)",
+    ),
+    ("q", lambda params, obs, action: None, "takes (params, obs, action), expected (params, obs, action, noise)"),
+]
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize(("name", "fn", "line"), TAKES, ids=[row[0] for row in TAKES])
+def test_a_function_of_a_policy_with_other_arguments(name, fn, line, normalize, monkeypatch):
+    message = f"policy actor_critic: {name} {line}; take these arguments by position"
+    cfg = small(**{"policy.normalize_obs": normalize})
+    at_start(cfg, monkeypatch, message, policy=lambda made: replace(made, **{name: fn}))
+
+
+def test_a_value_of_sequences_takes_steps_and_final(monkeypatch):
+    expected = "expected (params, carry, steps, final) for unit 'sequence'; take these arguments by position"
+    message = f"policy tanh_cell: value takes (params, carry, obs), {expected}"
+    value = lambda params, carry, obs: None  # noqa: E731
+    at_start(remembering(), monkeypatch, message, policy=lambda made: replace(made, value=value))
+
+
+def test_a_policy_of_sequences_without_memory(monkeypatch):
+    message = (
+        "policy tanh_cell: unit is 'sequence', but there is no init_carry, expected (params, num_envs) -> carry; pass "
+        "init_carry, or set unit to 'step' for a policy without memory"
+    )
+    at_start(remembering(), monkeypatch, message, policy=lambda made: replace(made, init_carry=no_carry))
+
+
+FIRST = {
+    "carry": ("init_carry", {"h": torch.zeros(16, 8)}, "a dict, expected the carry as a TensorDict; return one"),
+    "params": ("init", (), "tuple (), expected the params as a TensorDict; return one"),
+    "rows": (
+        "init_carry",
+        TensorDict({"h": torch.zeros(1, 8)}, []),
+        "h as float32 [1, 8], expected [16, ...]; return one row per environment",
+    ),
+    "noise": ("draw", torch.zeros(3), "noise float32 [3], expected [8, 16, ...]; return a row per key"),
+}
+
+
+@pytest.mark.parametrize("case", FIRST)
+def test_the_first_memory_the_parameters_and_the_noise(case, monkeypatch):
+    name, result, line = FIRST[case]
+    make = ecrl.loop.build.make_policy
+    change = {name: lambda *_: result}
+    monkeypatch.setattr("ecrl.loop.build.make_policy", lambda *args: replace(make(*args), **change))
+    with pytest.raises(ConfigError) as error:
+        next(train_iter(init_state(remembering()), remembering()))
+    assert str(error.value) == f"policy tanh_cell: {name} returns {line}"
+
+
+def _without(name):
+    def change(made):
+        return replace(made, init=lambda run, key: {k: v for k, v in made.init(run, key).items() if k != name})
+
+    return change
+
+
+INITS = {
+    "params": (
+        _without("params"),
+        "returns no params, only hyper, opt; add it, a TensorDict of policy parameters, nested",
+    ),
+    "hyper": (
+        _without("hyper"),
+        "returns no hyper, only opt, params; add it, a TensorDict of every numeric hyperparameter",
+    ),
+    "key": (
+        lambda made: replace(made, init=lambda run, key: {**made.init(run, key), "key": key}),
+        "returns the field key, which the loop sets itself; give it another name",
+    ),
+    "number": (
+        lambda made: replace(made, init=lambda run, key: {**made.init(run, key), "hyper": 0.5}),
+        "returns hyper as float 0.5, expected a TensorDict; return one",
+    ),
+    "tuple": (
+        lambda made: replace(made, init=lambda run, key: ("params",)),
+        "returns tuple ('params',), expected a dict of fields of the state; return one",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", INITS)
+def test_an_init_that_breaks_its_contract(case, monkeypatch):
+    change, line = INITS[case]
+    make = ecrl.loop.build.make_algorithm
+    monkeypatch.setattr("ecrl.loop.build.make_algorithm", lambda block: change(make(block)))
+    with pytest.raises(ConfigError) as error:
+        init_state(small())
+    assert str(error.value).startswith(f"algorithm ppo: init {line}")
+
+
+WRONG_ARGUMENTS = {
+    "init": (
+        lambda made: replace(made, init=lambda cfg, run, key: {}),
+        "init takes (cfg, run, key), expected (run, key)",
+    ),
+    "update": (
+        lambda made: replace(made, iterate=of_any(collect, lambda state, batch: (state, {}))),
+        "update takes (state, batch), expected (run, state, batch)",
+    ),
+    "collect": (
+        lambda made: replace(made, iterate=of_any(lambda state: state, lambda run, state, batch: (state, {}))),
+        "collect takes (state), expected (run, state)",
+    ),
+    "iterate": (
+        lambda made: replace(made, iterate=lambda run, state: (state, {})),
+        "iterate takes (run, state), expected (run, state, borrowed)",
+    ),
+    "turn": (
+        lambda made: replace(made, iterate=of_turn(lambda run, state, noise: state)),
+        "turn takes (run, state, noise), expected (run, state, noise, replay)",
+    ),
+    "phase": (lambda made: replace(made, phase=lambda: "learn"), "phase takes (), expected (sample_step)"),
+    "gradient_steps": (
+        lambda made: replace(made, gradient_steps=3),
+        "gradient_steps is int 3, expected a function (static); pass one",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_ARGUMENTS)
+def test_a_function_of_an_algorithm_with_other_arguments(case, monkeypatch):
+    change, line = WRONG_ARGUMENTS[case]
+    advice = "" if "pass one" in line else "; take these arguments by position"
+    at_start(small(), monkeypatch, f"algorithm ppo: {line}{advice}", algorithm=change)
+
+
+COUNTS = {
+    "update": (
+        lambda made: replace(made, iterate=of_any(collect, lambda run, state, batch: (state, {}, 3))),
+        "update returns 3 values, expected 2: (state, logs); return these",
+    ),
+    "no tuple": (
+        lambda made: replace(made, iterate=on_policy(collect, lambda run, state, batch: state)),
+        "update returns a TensorDict, expected 2: (state, logs); return these",
+    ),
+    "collect": (
+        lambda made: replace(made, iterate=on_policy(lambda run, state: state, lambda run, state, batch: (state, {}))),
+        "collect returns a TensorDict, expected 2: (state, batch); return these",
+    ),
+    "batch": (
+        lambda made: replace(made, iterate=of_any(lambda run, s: (s, None), lambda run, state, batch: (state, {}))),
+        "collect returns NoneType None as the batch, expected a TensorDict; return one",
+    ),
+    "iterate": (
+        lambda made: replace(made, iterate=lambda run, state, borrowed: (state, {})),
+        "iterate returns 2 values, expected 3: (state, writes, logs); return these",
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("case", COUNTS)
+def test_another_number_of_results(case, form, monkeypatch):
+    change, line = COUNTS[case]
+    refused(small(**{"trainer.compile": form}), monkeypatch, f"algorithm ppo: {line}", change)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_turn_with_another_number_of_results(form, monkeypatch):
+    def turn(run, state, noise, replay):
+        return state, replay
+
+    message = "algorithm replay_td: turn returns 2 values, expected 4: (state, replay, steps, logs); return these"
+    cfg = replaying(**{"trainer.compile": form})
+    refused(cfg, monkeypatch, message, lambda made: replace(made, iterate=of_turn(turn)))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_update_inside_a_turn_with_another_number_of_results(form, monkeypatch):
+    def td_update(run, state, batch) -> Any:
+        return state, {}, 3
+
+    def turn(run, state, noise, replay):
+        return learn(td_update, run, state, replay.ring)
+
+    message = "algorithm replay_td: td_update returns 3 values, expected 2: (state, logs); return these"
+    cfg = replaying(**{"trainer.compile": form})
+    refused(cfg, monkeypatch, message, lambda made: replace(made, iterate=of_turn(turn)))
+
+
+VALUES = {  # the function, its result instead, the line
+    "evaluate": (
+        lambda made, *args: made.evaluate(*args)[0],
+        "float32 [10], expected 2: (log_prob, entropy); return these",
+    ),
+    "log_prob": (lambda made, *args: (0.0, made.evaluate(*args)[1]), "log_prob as float 0.0, expected float [10] and"),
+    "entropy": (
+        lambda made, *args: (made.evaluate(*args)[0], torch.zeros(())),
+        "entropy as float32 [], expected float [10]",
+    ),
+    "value": (
+        lambda made, *args: made.value(*args).unsqueeze(-1),
+        "V as float32 [40, 1], expected float [40]; return that",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", VALUES)
+def test_results_of_evaluate_and_value(case, monkeypatch):
+    result, line = VALUES[case]
+    name = "value" if case == "value" else "evaluate"
+
+    def change(made):
+        return replace(made, **{name: lambda *args: result(made, *args)})
+
+    make = ecrl.loop.build.make_policy
+    monkeypatch.setattr("ecrl.loop.build.make_policy", lambda *args: change(make(*args)))
+    with pytest.raises(ConfigError) as error:
+        next(train_iter(init_state(small()), small()))
+    assert str(error.value).startswith(f"policy actor_critic: {name} returns {line}")
+
+
+def test_values_of_sequences(monkeypatch):
+    make = ecrl.loop.build.make_policy
+    for result, line in (
+        (lambda value, final: value, "returns float32 [16, 9], expected 2: (V, V_final); return these"),
+        (
+            lambda value, final: (value[:, :-1], final),
+            "returns V as float32 [16, 8], expected float [16, 9]; return that",
+        ),
+    ):
+        with monkeypatch.context() as patch:
+
+            def change(made, result=result):
+                return replace(made, value=lambda *args: result(*made.value(*args)))
+
+            patch.setattr("ecrl.loop.build.make_policy", lambda *args, change=change: change(make(*args)))
+            with pytest.raises(ConfigError) as error:
+                next(train_iter(init_state(remembering()), remembering()))
+            assert str(error.value) == f"policy tanh_cell: value {line}"
+
+
+def drawing(fn):
+    """The function, after a draw from torch's global generator."""
+
+    def wrapped(*args):
+        torch.rand(1)
+        return fn(*args)
+
+    return wrapped
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ["draw", "act", "value", "evaluate"])
+def test_a_policy_that_draws_from_the_global_generator(name, form, monkeypatch):
+    problem = f"policy actor_critic: {name} draws random numbers from torch's global generator, so equal states give"
+    message = f"{problem} unequal results; draw them from {'its keys' if name == 'draw' else 'the keys of `draw`'} with"
+    cfg = small(**{"trainer.compile": form})
+    change = lambda made: replace(made, **{name: drawing(getattr(made, name))})  # noqa: E731
+    refused(cfg, monkeypatch, f"{message} ecrl.rng", change_policy=change)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ["collect", "update"])
+def test_an_algorithm_that_draws_from_the_global_generator(name, form, monkeypatch):
+    def change(made):
+        return replace(made, iterate=replace(made.iterate, **{name: drawing(getattr(made.iterate, name))}))
+
+    problem = f"algorithm ppo: {name} draws random numbers from torch's global generator, so equal states give unequal"
+    message = f'{problem} results; draw them from `state["key"]` with ecrl.rng'
+    refused(small(**{"trainer.compile": form}), monkeypatch, message, change)
+
+
+def test_an_init_that_draws_from_the_global_generator(monkeypatch):
+    problem = "init draws random numbers from torch's global generator, so equal states give unequal results"
+    for kind, name in (("policy", "policy actor_critic"), ("algorithm", "algorithm ppo")):
+        message = f"{name}: {problem}; draw them from its key with ecrl.rng"
+        with monkeypatch.context() as patch:
+            at_start(small(), patch, message, **{kind: lambda made: replace(made, init=drawing(made.init))})
+
+
+def test_the_draws_of_an_environment_are_not_those_of_the_algorithm(monkeypatch):
+    make = ecrl.loop.build.make_env
+
+    def noisy(choice):
+        env = make(choice)
+        return replace(env, step=drawing(env.step), reset=drawing(env.reset))
+
+    monkeypatch.setattr("ecrl.loop.build.make_env", noisy)
+    for cfg in (small(), replaying(), small(**{"algorithm": {"name": "grpo", "cfg": {"batch_size": 8}}})):
+        assert int(last_state(cfg.replace(**{"trainer.iterations": 1}))["update_step"]) == 1
+
+
+def test_an_eager_run_is_checked_in_its_first_iteration_only(monkeypatch):
+    calls = []
+    original = ecrl.policies.contract._check_act
+    monkeypatch.setattr("ecrl.policies.contract._check_act", lambda *args: calls.append(1) or original(*args))
+    wrapped = []
+    call = ecrl.policies.contract.Checked.__call__
+    monkeypatch.setattr(
+        "ecrl.policies.contract.Checked.__call__", lambda self, *args: wrapped.append(1) or call(self, *args)
+    )
+    records = train_iter(init_state(small()), small())
+    next(records)
+    first = len(wrapped)
+    assert len(calls) == 8, "one for each step"
+    list(records)
+    assert len(calls) == 8 and len(wrapped) == first
+
+
+def test_every_phase_is_checked_in_its_first_iteration(monkeypatch):
+    cfg = replaying(**{"algorithm.cfg.learning_starts": 24})
+    make = ecrl.loop.build.make_algorithm
+
+    def change(made):
+        def turn(run, state, noise, replay):
+            state, replay, steps, logs = made.iterate.turn(run, state, noise, replay)
+            return state, replay, steps, {"loss": 0.5} if run.static.phase == "learn" else logs
+
+        return replace(made, iterate=of_turn(turn))
+
+    monkeypatch.setattr("ecrl.loop.build.make_algorithm", lambda block: change(make(block)))
+    records = train_iter(init_state(cfg), cfg)
+    assert [next(records)["sample_step"] for _ in range(4)] == [12, 12, 24, 24]
+    with pytest.raises(
+        ConfigError, match=r"^algorithm replay_td: turn returns the log loss as float 0.5; make it a 0-d"
+    ):
+        next(records)

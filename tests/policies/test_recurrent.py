@@ -18,6 +18,7 @@ from ecrl.algorithms.rows import rows_of
 from ecrl.algorithms.state_kinds import Kind, leaf_kinds
 from ecrl.compile.scan import scan_op
 from ecrl.compile.trace import traced
+from ecrl.errors import ConfigError
 from ecrl.loop.buffers import kinds_of
 from ecrl.loop.build import build
 from ecrl.loop.iteration import init_state, make_iteration, reopened, train_iter
@@ -177,13 +178,25 @@ def test_the_first_minibatch_has_the_policy_that_acted():
 def test_minibatches_keep_sequences_whole():
     choices = build(remembering()).algorithm.choices.sgd
     assert sizes_of(choices, 16, 8) == [8, 8]
-    assert sizes_of(choices, 5, 100) == [1, 1, 1, 1, 1]
+    assert sizes_of(choices._replace(batch_size=100), 5, 100) == [1, 1, 1, 1, 1]
+    assert sizes_of(choices._replace(batch_size=None), 5, 100) == [1, 1, 1, 1, 1], "the default of 64 holds no sequence"
     cfg = remembering(**{"algorithm.cfg.normalize_advantage": "minibatch", **SHORT})
     assert last_state(cfg)["params", "W"].isfinite().all()
 
 
+@pytest.mark.parametrize("algorithm", [{}, {"algorithm": GRPO}])
+def test_a_minibatch_shorter_than_a_sequence_is_refused(algorithm):
+    message = (
+        "algorithm.cfg.batch_size: 5 is below 8, the steps of a sequence (trainer.buffer_size), which recurrent "
+        "policies learn from as a whole; use at least 8, or a shorter buffer_size"
+    )
+    with pytest.raises(ConfigError) as error:
+        init_state(remembering(**algorithm).replace(**{"algorithm.cfg.batch_size": 5}))
+    assert str(error.value) == message
+
+
 def test_a_run_with_memory_counts_its_gradient_steps_by_sequences():
-    run = build(remembering(**{"algorithm.cfg.batch_size": 5, "algorithm.cfg.n_epochs": 2}))
+    run = build(remembering(**{"algorithm.cfg.batch_size": 8, "algorithm.cfg.n_epochs": 2}))
     steps = run.algorithm.gradient_steps
     assert run.static.row_steps == 8 and steps is not None and steps(run.static) == 2 * 16
     assert build(small()).static.row_steps == 1

@@ -1,0 +1,405 @@
+"""Check that the functions of a policy agree with each other: `ecrl.check_policy`.
+
+The check acts on random observations, with random ends of episodes. It compares what `act` returned with the results of
+`evaluate` and `value` for the same steps.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, cast
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from ecrl import rng
+from ecrl.config import Config, load_config
+from ecrl.envs import make_env
+from ecrl.errors import ConfigError, UserError
+from ecrl.kernels.rollout import restarted_carry
+from ecrl.policies import Policy, make_policy, policy_params
+from ecrl.policies.contract import check_functions, checked_policy, checking, policy_label
+from ecrl.pytree import flatten, mapped, names, unflatten
+from ecrl.spaces import Box, Dict, Discrete, MultiDiscrete, Space
+from ecrl.tracing_state import version_of
+
+_NUM_ENVS, _TOLERANCE, _BF16_TOLERANCE = 4, 1e-4, 0.05
+_SPREAD, _WIDE, _WARM_UP = 0.1, 1e6, 2
+
+
+class PolicyCheck(NamedTuple):
+    """Result of `check_policy`.
+
+    Attributes:
+        findings: a line per fault; empty for a sound policy.
+        notes: further results, such as the number of compared steps.
+    """
+
+    findings: list[str]
+    notes: list[str]
+
+
+class _Record(NamedTuple):
+    """Steps of a policy on random observations.
+
+    Attributes:
+        params: parameters, as the policy's functions get them.
+        steps: `[N, T]` with obs, done and the fields that `act` returned.
+        before: the memory before each step, `[N, T]`.
+        after: the memory after each step, before a restart, `[N, T]`.
+    """
+
+    params: TensorDict
+    steps: TensorDict
+    before: TensorDict
+    after: TensorDict
+
+
+def random_observations(space: Space, keys: Tensor, others: tuple[int, ...] = ()) -> Any:
+    """Draw one observation of a space per key, uniformly.
+
+    An unbounded Box has standard normal numbers. An `action_mask` allows at least one choice of every group; `others`
+    are the sizes of the groups.
+
+    >>> random_observations(Discrete(3), rng.key(0).expand(2)).shape
+    torch.Size([2])
+    """
+    match space:
+        case Dict():
+            parts = {}
+            for i, (name, part) in enumerate(space.items):
+                own = rng.fold_in(keys, i)
+                parts[name] = (
+                    _random_mask(part, own, others) if name == "action_mask" else random_observations(part, own)
+                )
+            return TensorDict(parts, keys.shape)
+        case Discrete():
+            return rng.randint(keys, low=0, high=space.n)
+        case MultiDiscrete():
+            each = [rng.randint(rng.fold_in(keys, i), low=0, high=n) for i, n in enumerate(space.nvec)]
+            return torch.stack(each, -1)
+    low, high = (torch.tensor(bound).clamp(-1e30, 1e30) for bound in (space.low, space.high))
+    number = rng.uniform(keys, low.shape)
+    if space.dtype.is_floating_point:
+        within = torch.where(
+            high - low > _WIDE, rng.normal(keys, low.shape).clamp(low, high), low + (high - low) * number
+        )
+    else:
+        within = (low + ((high - low) + 1.0) * number).floor().clamp(low, high)
+    return within.reshape(*keys.shape, *space.shape).to(space.dtype)
+
+
+def _random_mask(space: Space, keys: Tensor, groups: tuple[int, ...]) -> Tensor:
+    """Draw an action mask `[*B, sum(groups)]`. Every group has an allowed choice."""
+    score = rng.uniform(keys, (sum(groups),))
+    allowed = [part >= part.amax(-1, keepdim=True).clamp(max=0.5) for part in score.split(groups, -1)]
+    mask = torch.cat(allowed, -1)
+    return mask.to(space.dtype) if isinstance(space, Box) else mask.to(torch.int64)
+
+
+def _fields(tree: Any) -> dict[str, Tensor]:
+    leaves, structure = flatten(tree)
+    return dict(zip(names(structure), leaves, strict=True))
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Return True if two trees hold the same bits."""
+    (a, structure), (b, structure_of_b) = flatten(one), flatten(other)
+    return structure == structure_of_b and all(
+        torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(a, b, strict=True)
+    )
+
+
+def _called(findings: list[str], name: str, fn: Callable[..., Any], *args: Any) -> Any:
+    """Return `fn(*args)`. Call it twice, and append a line if it writes on an argument or gives unequal results."""
+    before = {key: (x, version_of(x)) for key, x in _fields(args).items()}
+    out = fn(*args)
+    after = _fields(args)
+    if after.keys() != before.keys() or any(after[k] is not x or version_of(x) != n for k, (x, n) in before.items()):
+        findings.append(f"{name} writes on its arguments; return new tensors instead")
+        return out
+    if not _is_same(out, fn(*args)):
+        advice = "let it depend on its arguments alone, and draw random numbers in `draw`, from its keys"
+        findings.append(f"{name} returns other values when it is called again with the same arguments; {advice}")
+    return out
+
+
+def _at(tree: Any, *index: Any) -> Any:
+    """Index every tensor of a tree `[N, T]`."""
+    return mapped(lambda x: x[index], tree, batch=lambda size: torch.empty(size)[index[: len(size)]].shape)
+
+
+def _step(tree: Any, t: int) -> Any:
+    """Return the rows `[N]` of one step of a tree `[N, T]`."""
+    return _at(tree, slice(None), t)
+
+
+def _stacked(rows: list[Any]) -> Any:
+    """Stack trees `[N]` of steps to `[N, T]`."""
+    return mapped(
+        lambda *x: torch.stack(x, 1),
+        *rows,
+        batch=lambda size: (*size[:1], len(rows), *size[1:]) if size else (),
+    )
+
+
+def _check_init(policy: Policy, key: Tensor) -> Iterator[str]:
+    """Report an `init` that does not depend on its key alone."""
+    first, again, other = policy.init(key), policy.init(key), policy.init(rng.fold_in(key, 1))
+    if not _is_same(first, again):
+        yield "init returns other params for the same key; draw all numbers from the key with ecrl.rng"
+    elif flatten(first)[0] and _is_same(first, other):
+        yield "init returns the same params for two keys; draw them from the key with ecrl.rng"
+
+
+def _params(policy: Policy, key: Tensor, obs: Any) -> tuple[TensorDict, TensorDict]:
+    """Return new parameters with some noise, and the parameters with everything that the policy's functions need.
+
+    The noise makes zeros, such as those of a bias, count. Observation statistics are those of `obs` `[N, T]`.
+    """
+    leaves, structure = flatten(policy.init(key))
+    noise = [rng.normal(rng.fold_in(key, i), x.shape).to(x.device) for i, x in enumerate(leaves)]
+    moved = [x + _SPREAD * y.to(x.dtype) if x.is_floating_point() else x for x, y in zip(leaves, noise, strict=True)]
+    params = unflatten(structure, moved)
+    state = TensorDict({"params": params, "norm": {}}, [])
+    if policy.norm_init is not None:
+        counted = torch.ones(flatten(obs)[0][0].shape[:2], dtype=torch.bool)
+        norm = cast(Any, policy.norm_update)(policy.norm_init(key.device), obs, counted)
+        state["norm"] = TensorDict({"obs": norm}, [])
+    if policy.init_frozen is not None:
+        state["frozen_params"] = policy.init_frozen(key.device)
+    return params, policy_params(state)
+
+
+def _ends(key: Tensor, num_steps: int) -> Tensor:
+    """Return random ends of episodes, bool `[N, T]`. Every row has two steps before its first end and one after it."""
+    done = rng.uniform(rng.split(key, _NUM_ENVS * num_steps)).reshape(_NUM_ENVS, num_steps) < 0.2
+    done[:, :2], done[:, 2], done[:, 3] = False, True, False
+    return done
+
+
+def _act(findings: list[str], policy: Policy, params: TensorDict, obs: Any, keys: Tensor) -> _Record:
+    """Act on observations `[N, T]`, with a new memory after each end of an episode.
+
+    The record begins after two steps of an episode, with a memory that is not the first one.
+    """
+    noise = _called(findings, "draw", policy.draw, keys)
+    first = carry = policy.init_carry(params, _NUM_ENVS)
+    _called(findings, "act without noise", policy.act, params, first, _step(obs, 0), None)
+    _called(findings, "act", policy.act, params, first, _step(obs, 0), _step(noise, 0))
+    for t in range(_WARM_UP):
+        carry, _ = policy.act(params, carry, _step(obs, t), _step(noise, t))
+    num_steps = keys.shape[1] - _WARM_UP
+    done, rows, before, after = _ends(keys[0, 0], num_steps), [], [], []
+    no = torch.zeros_like(done[:, 0])
+    for t in range(num_steps):
+        now = _step(obs, t + _WARM_UP)
+        acted, out = policy.act(params, carry, now, _step(noise, t + _WARM_UP))
+        rows.append(TensorDict({**dict(out.items()), "obs": now, "done": done[:, t]}, [_NUM_ENVS]))
+        before.append(carry)
+        after.append(acted)
+        ended = TensorDict({"terminated": done[:, t], "truncated": no}, [_NUM_ENVS])
+        carry = restarted_carry(acted, first, ended)
+    return _Record(params, _stacked(rows), _stacked(before), _stacked(after))
+
+
+def _first_difference(one: Tensor, other: Tensor, tolerance: float, counted: Tensor | None = None) -> list[int] | None:
+    """Return the index [env, step, ...] of the first step at which two tensors differ beyond rounding, or None."""
+    same = torch.isclose(one.double(), other.double(), rtol=tolerance, atol=tolerance, equal_nan=True)
+    wrong = ~same if counted is None else ~same & counted
+    if not wrong.any():
+        return None
+    places = wrong.nonzero()
+    return places[int(places[:, 1].argmin())].tolist()
+
+
+def _advice(policy: Policy, record: _Record, place: list[int], otherwise: str) -> str:
+    """Return the end of an error: how a recurrence probably went wrong, from the first step at which it differs."""
+    env, step = place[:2]
+    if policy.unit == "step":
+        return f"; {otherwise}"
+    if record.steps["done"][env, :step].any():
+        return ", after the end of an episode; restart the memory after each step with `done`, as init_carry makes it"
+    return "; start from the given carry, and advance it as `act` does" if step else "; start from the given carry"
+
+
+def _place(place: list[int]) -> str:
+    return f"in env {place[0]} at step {place[1]}"
+
+
+def _check_evaluate(findings: list[str], policy: Policy, record: _Record, tolerance: float) -> None:
+    """Compare the log-probabilities of `evaluate` with those that `act` returned."""
+    evaluate, steps = cast(Any, policy.evaluate), record.steps
+    log_prob, entropy = _called(findings, "evaluate", evaluate, record.params, _step(record.before, 0), steps)
+    expected, mask = cast(Tensor, steps["sample_log_prob"]), steps.get("token_mask", None)
+    if log_prob.shape != expected.shape:
+        findings.append(
+            f"evaluate returns log_prob {list(log_prob.shape)} for steps {list(steps['done'].shape)}, but act returned "
+            f"sample_log_prob {list(expected.shape)}; return one entry per token from both, or sum in both"
+        )
+    elif (place := _first_difference(log_prob, expected, tolerance, mask)) is not None:
+        given = f"{log_prob[tuple(place)]:.6g} {_place(place)}, but act returned {expected[tuple(place)]:.6g}"
+        advice = _advice(policy, record, place, "compute both from the same distribution")
+        findings.append(f"evaluate returns log_prob {given}{advice}")
+    if not entropy.isfinite().all():
+        findings.append("evaluate returns an entropy of NaN or infinity; mend its computation")
+
+
+def _check_value(findings: list[str], policy: Policy, record: _Record, tolerance: float) -> None:
+    """Compare the values of all steps in one call with the values of single steps."""
+    value, params, steps = cast(Any, policy.value), record.params, record.steps
+    first, every = _step(record.before, 0), range(steps["done"].shape[1])
+    if policy.unit == "step":
+        values = _called(findings, "value", value, params, first, steps["obs"])
+        single = [value(params, first, _step(steps["obs"], t)) for t in every]
+    else:
+        values = _called(findings, "value", value, params, first, steps, None)[0]
+        parts = [(_step(record.before, t), _at(steps, slice(None), slice(t, t + 1))) for t in every]
+        single = [value(params, carry, part, None)[0][:, 0] for carry, part in parts]
+    if (place := _first_difference(values, torch.stack(single, 1), tolerance)) is not None:
+        given = f"{values[tuple(place)]:.6g} {_place(place)} of steps {list(values.shape)}"
+        by_itself = f"but {single[place[1]][place[0]]:.6g} for that step by itself"
+        advice = _advice(policy, record, place, "compute each row independently")
+        findings.append(f"value returns {given}, {by_itself}{advice}")
+    elif policy.unit == "sequence":
+        _check_final_value(findings, policy, record, tolerance, values)
+
+
+def _check_final_value(findings: list[str], policy: Policy, record: _Record, tolerance: float, values: Tensor) -> None:
+    """Compare V_final, from the memory after a step, with V of the next step in the same episode."""
+    steps, later = record.steps, slice(1, None)
+    final = TensorDict(
+        {"obs": _at(steps["obs"], slice(None), later), "carry": _at(record.after, slice(None), slice(None, -1))},
+        [_NUM_ENVS, values.shape[1] - 1],
+    )
+    first = _step(record.before, 0)
+    final_values = _called(findings, "value", policy.value, record.params, first, steps, final)[1]  # pyright: ignore
+    inside = ~steps["done"][:, :-1]
+    if (place := _first_difference(final_values, values[:, later], tolerance, inside)) is not None:
+        at = place[0], place[1] + 1
+        given = f"V_final {final_values[tuple(place)]:.6g}, but V {values[at]:.6g}, for the observation {_place([*at])}"
+        findings.append(f"value returns {given}; compute V_final from final['carry'], the memory after `act`")
+
+
+def _check_gradients(policy: Policy, params: TensorDict, record: _Record) -> Iterator[str]:
+    """Report parameters that no gradient reaches."""
+    leaves = {name: x for name, x in _fields(params).items() if x.is_floating_point()}
+    if not leaves or (policy.evaluate is None and policy.value is None and policy.q is None):
+        return
+    with torch.enable_grad():
+        moving = mapped(lambda x: x.detach().requires_grad_(x.is_floating_point()), params)
+        others = {name: x for name, x in cast(Any, record.params.items()) if name not in params}
+        whole, steps = TensorDict({**dict(moving.items()), **others}, []), record.steps
+        carry, total = policy.init_carry(whole, _NUM_ENVS), torch.zeros(())
+        if policy.evaluate is not None:
+            log_prob, entropy = policy.evaluate(whole, carry, steps)
+            total = total + log_prob.sum() + 0.3 * entropy.sum()
+        if policy.value is not None:
+            is_step = policy.unit == "step"
+            values = policy.value(whole, carry, steps["obs"]) if is_step else policy.value(whole, carry, steps, None)[0]
+            total = total + values.square().sum()
+        if policy.q is not None:
+            total = total + policy.q(whole, steps["obs"], steps["action"], None).square().sum()
+        if not total.requires_grad:
+            yield "no gradient reaches the params from evaluate and value; leave out detach and torch.no_grad"
+            return
+        inputs = [x for x in flatten(moving)[0] if x.requires_grad]
+        grads = torch.autograd.grad(total, inputs, allow_unused=True)
+    for name, grad in zip(leaves, grads, strict=True):
+        if grad is None or not grad.any():
+            yield (
+                f"no gradient reaches the parameter {name} from evaluate and value; use it there without detach, or "
+                "return it from init_frozen"
+            )
+        elif not grad.isfinite().all():
+            yield f"the gradient of the parameter {name} holds NaN or infinity; mend evaluate or value"
+
+
+def _findings(
+    policy: Policy, spaces: tuple[Space, Space], num_steps: int, seed: int, tolerance: float
+) -> Iterator[str]:
+    check_functions(policy)
+    policy, key = checked_policy(policy, *spaces), rng.key(seed)
+    yield from _check_init(policy, key)
+    keys = rng.split(rng.fold_in(key, 2), _NUM_ENVS * num_steps).reshape(_NUM_ENVS, num_steps)
+    space, action_space = spaces
+    choices = action_space.nvec if isinstance(action_space, MultiDiscrete) else (getattr(action_space, "n", 0),)
+    obs = random_observations(space, rng.fold_in(keys, 0), choices)
+    params, whole = _params(policy, key, obs)
+    lines: list[str] = []
+    record = _act(lines, policy, whole, obs, rng.fold_in(keys, 1))
+    yield from lines
+    functions_agree = not lines
+    for function, check in (("evaluate", _check_evaluate), ("value", _check_value)):
+        if getattr(policy, function) is not None:
+            lines = []
+            check(lines, policy, record, tolerance)
+            yield from lines
+            functions_agree = functions_agree and not lines
+    if functions_agree:  # a function that writes on its arguments has no gradient
+        yield from _check_gradients(policy, params, record)
+
+
+def check_policy(
+    policy: Policy | Config | Mapping[str, Any] | str,
+    observation_space: Space | None = None,
+    action_space: Space | None = None,
+    *,
+    num_steps: int = 16,
+    seed: int = 0,
+    tolerance: float = _TOLERANCE,
+) -> PolicyCheck:
+    """Act with a policy on random observations and report its faults.
+
+    It checks:
+
+    - that every function takes its arguments, and returns the shapes and dtypes of the contract (`ecrl.Policy`);
+    - that `init` depends on its key alone, and that `draw`, `act`, `evaluate` and `value` are functions of their
+      arguments, draw from no global generator and write on no argument;
+    - that the memory keeps its fields, shapes and dtypes;
+    - that the log-probabilities of `evaluate` are those that `act` returned, also after the end of an episode;
+    - that the values of many steps are those of each step, and that V_final is V with the memory after `act`;
+    - that gradients reach every parameter, if the functions pass the other checks.
+
+    The policy acts in four environments on the CPU. Its parameters are those of `init` plus some noise, so that zeros
+    in them hide no fault. Errors raised by the policy's own code are not caught.
+
+    Args:
+        policy: a policy and, as the next arguments, its spaces; or a config: a `Config`, or anything that `load_config`
+            takes.
+        observation_space: space of the observations; None for a config.
+        action_space: space of the actions; None for a config.
+        num_steps: steps in each environment.
+        seed: seed of the parameters, the observations and the noise.
+        tolerance: largest difference that counts as rounding, absolute and relative. With `policy.bf16` in a config it
+            is at least 0.05.
+
+    Raises: ConfigError if the config is wrong; UserError for fewer than eight steps, a policy without spaces, or a
+        config with spaces.
+
+    >>> check_policy("cartpole_ppo").findings
+    []
+    """
+    if num_steps < 8:
+        raise UserError(f"num_steps: {num_steps}, expected at least 8, to have steps before and after an end")
+    if isinstance(policy, Policy):
+        if observation_space is None or action_space is None:
+            raise UserError("check_policy: got a policy without its spaces; pass observation_space and action_space")
+    else:
+        if observation_space is not None or action_space is not None:
+            raise UserError(
+                "check_policy: got spaces and a config, which has its own; pass a policy, or the config alone"
+            )
+        cfg = policy if isinstance(policy, Config) else load_config(cast(Any, policy))
+        env = make_env(cfg.env)
+        observation_space, action_space = env.observation_space, env.action_space
+        tolerance = max(tolerance, _BF16_TOLERANCE) if cfg.policy.bf16 else tolerance
+        policy = make_policy(cfg.policy, observation_space, action_space)
+    findings, label = [], f"{policy_label(policy)}: "
+    with torch.no_grad(), checking():
+        try:
+            for line in _findings(policy, (observation_space, action_space), num_steps, seed, tolerance):
+                findings.append(line)
+        except ConfigError as error:
+            findings.append(str(error).removeprefix(label))
+    notes = [f"{_NUM_ENVS * (num_steps - _WARM_UP)} steps compared, to a tolerance of {tolerance:g}"]
+    return PolicyCheck(list(dict.fromkeys(findings)), notes)

@@ -1,0 +1,365 @@
+"""Check what the functions of a policy take and return. Each error has the policy's name, the function and the field.
+
+`ecrl.loop` runs these checks in the first iteration of a run, before the iteration is compiled. They compare shapes and
+dtypes, and refuse random numbers that do not come from a key.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from inspect import signature
+from typing import Any, cast
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from ecrl.errors import ConfigError
+from ecrl.policies.core import Policy, no_carry
+from ecrl.pytree import flatten, paths
+from ecrl.spaces import Box, Dict, Space, element_dtype, element_shape
+from ecrl.tracing_state import in_graph, noting_draws, transforms
+
+_ARGUMENTS = {
+    "init": ("key",),
+    "draw": ("keys",),
+    "act": ("params", "carry", "obs", "noise"),
+    "evaluate": ("params", "carry", "steps"),
+    "value": ("params", "carry", "obs"),
+    "norm_init": ("device",),
+    "norm_update": ("norm", "obs", "mask"),
+    "init_carry": ("params", "num_envs"),
+    "init_frozen": ("device",),
+    "explore": ("params", "exploration", "out", "noise"),
+    "q": ("params", "obs", "action", "noise"),
+}
+_SEQUENCE_VALUE = ("params", "carry", "steps", "final")
+_RESERVED = {
+    *("obs", "final_obs", "reward", "terminated", "truncated", "done", "info", "mask", "executed"),
+    *("value", "final_value", "next_value", "carry", "final_carry"),
+}
+"""Fields of a rollout that the collector and the estimators set."""
+
+_CHECKING = ContextVar("_CHECKING", default=False)
+_BASELINES: ContextVar[tuple[list[Any], ...]] = ContextVar("_BASELINES", default=())
+
+
+def described(x: Any) -> str:
+    """Describe a value in an error: dtype and shape of a tensor, or the type of anything else."""
+    if isinstance(x, TensorDictBase | dict):
+        return f"a {type(x).__name__}"
+    if not isinstance(x, Tensor):
+        return f"{type(x).__name__} {x!r:.40}"
+    return f"{x.dtype} {list(x.shape)}".removeprefix("torch.")
+
+
+@contextmanager
+def checking() -> Iterator[None]:
+    """Let every `Checked` function check itself inside the block. Outside, it only calls the function."""
+    token = _CHECKING.set(True)
+    try:
+        yield
+    finally:
+        _CHECKING.reset(token)
+
+
+def _generator_states() -> list[bytes]:
+    """Return the states of torch's global generators."""
+    states = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])]
+    # inside a transform of torch.func, a new tensor has no memory that NumPy can read
+    return [bytes(state.tolist()) if transforms() else state.numpy().tobytes() for state in states]
+
+
+@contextmanager
+def _refusing_draws(label: str, keys: str) -> Iterator[None]:
+    """Raise ConfigError if the block draws from torch's global generators.
+
+    A graph that is traced draws nothing. There, the tracer notes the operation.
+    """
+    baseline = [] if in_graph() else [_generator_states()]
+    token = _BASELINES.set((*_BASELINES.get(), baseline))
+    try:
+        with noting_draws() as noted:
+            yield
+    finally:
+        _BASELINES.reset(token)
+    if noted or (baseline and baseline[0] != _generator_states()):
+        problem = f"{label} draws random numbers from torch's global generator, so equal states give unequal results"
+        raise ConfigError(f"{problem}; draw them from {keys} with ecrl.rng")
+
+
+@dataclass(frozen=True)
+class Unchecked:
+    """A function whose random draws are not checked, such as the step of an environment.
+
+    A `Checked` function may call it.
+    """
+
+    fn: Callable[..., Any]
+
+    def __call__(self, *args: Any) -> Any:
+        """Return the result of `fn`."""
+        if not _CHECKING.get():
+            return self.fn(*args)
+        if in_graph():
+            with noting_draws():
+                return self.fn(*args)
+        before = _generator_states()
+        out, after = self.fn(*args), _generator_states()
+        for baseline in _BASELINES.get():
+            if baseline == [before]:
+                baseline[:] = [after]
+        return out
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A function that checks its result, and refuses draws from torch's global generators, inside `checking`.
+
+    Attributes:
+        label: name of the policy or algorithm, and of the function.
+        fn: the function.
+        check: `check(label, args, out, *options)` raises ConfigError if `out` is not a result for `args`.
+        options: further arguments of `check`.
+        keys: source of random numbers in this function, for errors.
+    """
+
+    label: str
+    fn: Callable[..., Any]
+    check: Callable[..., None] = field(compare=False)
+    options: tuple[Any, ...] = field(default=(), compare=False)
+    keys: str = field(default="the keys of `draw`", compare=False)
+
+    @property
+    def __name__(self) -> str:
+        """Name of the function, for the report of its compilation."""
+        return getattr(self.fn, "__name__", type(self.fn).__name__)
+
+    def __call__(self, *args: Any) -> Any:
+        """Return the result of `fn`."""
+        if not _CHECKING.get():
+            return self.fn(*args)
+        with _refusing_draws(self.label, self.keys):
+            out = self.fn(*args)
+        self.check(self.label, args, out, *self.options)
+        return out
+
+
+def check_arguments(label: str, fn: Any, *names: str, note: str = "") -> None:
+    """Raise ConfigError if a function cannot be called with these arguments by position.
+
+    Args:
+        label: name of the policy or algorithm, and of the function.
+        fn: the function.
+        names: names of the arguments.
+        note: end of the list of expected arguments in the error.
+    """
+    if not callable(fn):
+        raise ConfigError(f"{label} is {described(fn)}, expected a function ({', '.join(names)}); pass one")
+    try:
+        parameters = signature(fn)
+    except (TypeError, ValueError):  # some callables of C have no signature
+        return
+    try:
+        parameters.bind(*names)
+    except TypeError:
+        taken = ", ".join(parameters.parameters)
+        expected = f"({', '.join(names)}){note}"
+        raise ConfigError(f"{label} takes ({taken}), expected {expected}; take these arguments by position") from None
+
+
+def check_functions(policy: Policy) -> None:
+    """Raise ConfigError if a function of a policy takes other arguments, or if a policy for sequences has no memory."""
+    is_sequence, label = policy.unit == "sequence", policy_label(policy)
+    if is_sequence and policy.init_carry is no_carry:
+        raise ConfigError(
+            f"{label}: unit is 'sequence', but there is no init_carry, expected (params, num_envs) -> carry; "
+            "pass init_carry, or set unit to 'step' for a policy without memory"
+        )
+    for name, arguments in _ARGUMENTS.items():
+        fn, note = getattr(policy, name), ""
+        if name == "value" and is_sequence:
+            arguments, note = _SEQUENCE_VALUE, " for unit 'sequence'"
+        if fn is not None:
+            check_arguments(f"{label}: {name}", fn, *arguments, note=note)
+
+
+def policy_label(policy: Policy) -> str:
+    """Return the name of a policy for errors."""
+    return f"policy {policy.name}" if policy.name else "the policy"
+
+
+def returned(label: str, out: Any, *names: str) -> Any:
+    """Return the result of a function. Raise ConfigError unless it is as many values as there are names."""
+    if not isinstance(out, tuple | list) or len(out) != len(names):
+        values = f"{len(out)} values" if isinstance(out, tuple | list) else described(out)
+        raise ConfigError(f"{label} returns {values}, expected {len(names)}: ({', '.join(names)}); return these")
+    return out
+
+
+def check_fields(label: str, before: TensorDict, after: Any, what: str = "state", source: str = "init") -> None:
+    """Raise ConfigError if a function drops or adds a leaf of a tree, or changes its shape or dtype.
+
+    Args:
+        label: name of the policy or algorithm, and of its function.
+        before: the tree that the function was given.
+        after: the tree that it returned.
+        what: name of the tree.
+        source: name of the function that makes the tree.
+    """
+    if not isinstance(after, TensorDictBase):
+        raise ConfigError(f"{label} returns {type(after).__name__} as the {what}, expected a TensorDict; return one")
+    (old, structure), (new, structure_after) = flatten(before), flatten(after)
+    if structure == structure_after:
+        for i, (x, y) in enumerate(zip(old, new, strict=True)):
+            if x is not y and (x.shape != y.shape or x.dtype != y.dtype):
+                name = "/".join(paths(structure)[i])
+                change = f"changes the {what}'s {name} from {described(x)} to {described(y)}"
+                raise ConfigError(f"{label} {change}; keep its shape and dtype")
+        return
+    named, named_after = ({"/".join(path) for path in paths(s)} for s in (structure, structure_after))
+    for change, fields in (("drops", named - named_after), ("adds", named_after - named)):
+        if fields:
+            listed = ", ".join(sorted(fields))
+            advice = f"return the fields that `{source}` returns"
+            raise ConfigError(f"{label} {change} fields of the {what}: {listed}; {advice}")
+    if old:  # the batch size of an empty tree does not matter
+        raise ConfigError(f"{label} changes the batch size of a TensorDict in the {what}; keep it")
+
+
+def _batch_of(obs: Any, space: Space) -> list[int]:
+    """Return the leading axes of observations of a space."""
+    while isinstance(space, Dict):
+        name, space = space.items[0]
+        obs = obs[name]
+    return list(obs.shape[: obs.ndim - len(element_shape(space))])
+
+
+def _check_rows(label: str, what: str, tree: Any, count: int) -> None:
+    """Raise ConfigError for a leaf without one row for each of `count` environments; `what` names a single leaf."""
+    leaves, structure = flatten(tree)
+    for path, leaf in zip(paths(structure), leaves, strict=True):
+        if leaf.shape[:1] != (count,):
+            problem = f"{label} returns {'/'.join(path) or what} as {described(leaf)}, expected [{count}, ...]"
+            raise ConfigError(f"{problem}; return one row per environment")
+
+
+def _check_init(label: str, args: tuple[Any, ...], out: Any) -> None:
+    if not isinstance(out, TensorDictBase):
+        raise ConfigError(f"{label} returns {described(out)}, expected the params as a TensorDict; return one")
+
+
+def _check_init_carry(label: str, args: tuple[Any, ...], out: Any) -> None:
+    if not isinstance(out, TensorDictBase):
+        raise ConfigError(f"{label} returns {described(out)}, expected the carry as a TensorDict; return one")
+    _check_rows(label, "carry", out, args[1])
+
+
+def _check_draw(label: str, args: tuple[Any, ...], out: Any) -> None:
+    shape = list(args[0].shape)
+    for leaf in flatten(out)[0]:
+        if list(leaf.shape[: len(shape)]) != shape:
+            expected = f"[{', '.join(map(str, shape))}, ...]"
+            raise ConfigError(f"{label} returns noise {described(leaf)}, expected {expected}; return a row per key")
+
+
+def _check_action(label: str, action: Any, count: int, space: Space) -> None:
+    """Raise ConfigError if the shape or the dtype of an action does not fit its space."""
+    if isinstance(space, Dict):
+        return
+    dtype, shape = element_dtype(space), [count, *element_shape(space)]
+    is_right = isinstance(action, Tensor) and list(action.shape) == shape
+    # an action of a Box may have the dtype of the network, such as float64
+    if not is_right or not (action.is_floating_point() if isinstance(space, Box) else action.dtype == dtype):
+        expected = f"{dtype} {shape} for a {type(space).__name__} action space".removeprefix("torch.")
+        raise ConfigError(f"{label} returns action as {described(action)}, expected {expected}; return that")
+
+
+def _check_act(
+    label: str, args: tuple[Any, ...], result: Any, space: Space, action_space: Space, required: Sequence[str]
+) -> None:
+    """Raise ConfigError if the output of `act` lacks a required field, or a field or the carry is wrong."""
+    carry, out = returned(label, result, "carry", "out")
+    if not isinstance(out, TensorDictBase):
+        raise ConfigError(f"{label} returns {type(out).__name__} as its output, expected a TensorDict; return one")
+    known = ", ".join(map(str, out.keys())) or "no fields"
+    for name in required:
+        if name not in out:
+            raise ConfigError(f"{label} returns no {name}, only {known}; add the field")
+    for name in sorted(_RESERVED.intersection(map(str, out.keys()))):
+        raise ConfigError(f"{label} returns the field {name}, which the rollout has itself; give it another name")
+    count = _batch_of(args[2], space)[0]
+    _check_action(label, out["action"], count, action_space)
+    _check_rows(label, "out", out, count)
+    if "token_mask" in out and "sample_log_prob" in out:
+        mask, log_prob = cast(Tensor, out["token_mask"]), cast(Tensor, out["sample_log_prob"])
+        if mask.dtype != torch.bool or mask.shape != log_prob.shape:
+            expected = f"bool {list(log_prob.shape)}, the shape of sample_log_prob"
+            raise ConfigError(f"{label} returns token_mask as {described(mask)}, expected {expected}; return that")
+    check_fields(label, args[1], carry, "carry", "init_carry")
+
+
+def _check_floats(label: str, what: str, x: Any, shape: Sequence[int], more: str = "") -> None:
+    """Raise ConfigError unless `x` is a tensor of floats of this shape; `more` allows further axes after it."""
+    if (
+        not isinstance(x, Tensor)
+        or not x.is_floating_point()
+        or list(x.shape[: len(shape)] if more else x.shape) != [*shape]
+    ):
+        raise ConfigError(f"{label} returns {what} as {described(x)}, expected float {[*shape]}{more}; return that")
+
+
+def _check_evaluate(label: str, args: tuple[Any, ...], out: Any, space: Space) -> None:
+    steps, tokens = args[2], " and maybe axes of tokens"
+    shape, more = _batch_of(steps["obs"], space), tokens
+    if "token_mask" in steps:
+        shape, more = list(steps["token_mask"].shape), ""
+    for name, x in zip(("log_prob", "entropy"), returned(label, out, "log_prob", "entropy"), strict=True):
+        _check_floats(label, name, x, shape, more)
+
+
+def _check_value(label: str, args: tuple[Any, ...], out: Any, space: Space) -> None:
+    _check_floats(label, "V", out, _batch_of(args[2], space))
+
+
+def _check_sequence_value(label: str, args: tuple[Any, ...], out: Any, space: Space) -> None:
+    steps, final = args[2:]
+    value, final_value = returned(label, out, "V", "V_final")
+    _check_floats(label, "V", value, _batch_of(steps["obs"], space))
+    if final is not None:
+        _check_floats(label, "V_final", final_value, _batch_of(final["obs"], space))
+    elif final_value is not None:
+        raise ConfigError(f"{label} returns V_final as {described(final_value)} without `final`; return None then")
+
+
+def _check_explore(label: str, args: tuple[Any, ...], out: Any) -> None:
+    exploration, after = returned(label, out, "exploration", "out")
+    check_fields(label, args[1], exploration, "exploration")
+    check_fields(label, args[2], after, "output", "act")
+
+
+def _check_q(label: str, args: tuple[Any, ...], out: Any) -> None:
+    if not isinstance(out, Tensor) or not out.is_floating_point():
+        raise ConfigError(f"{label} returns {described(out)}, expected float [critics, ...]; return that")
+
+
+def checked_policy(policy: Policy, observation_space: Space, action_space: Space) -> Policy:
+    """Return a policy whose functions check themselves inside `checking`."""
+    label, required = policy_label(policy), ("action",)
+    required = required if policy.evaluate is None else (*required, "sample_log_prob")
+    value = _check_sequence_value if policy.unit == "sequence" else _check_value
+    checks: dict[str, tuple[Any, ...]] = {
+        "init": (_check_init, (), "its key"),
+        "draw": (_check_draw, (), "its keys"),
+        "act": (_check_act, (observation_space, action_space, required)),
+        "evaluate": (_check_evaluate, (observation_space,)),
+        "value": (value, (observation_space,)),
+        "explore": (_check_explore, ()),
+        "q": (_check_q, ()),
+    }
+    if policy.init_carry is not no_carry:
+        checks["init_carry"] = (_check_init_carry, (), "its params")
+    present = {name: check for name, check in checks.items() if getattr(policy, name) is not None}
+    checked = {name: Checked(f"{label}: {name}", getattr(policy, name), *check) for name, check in present.items()}
+    return replace(policy, **checked)
