@@ -229,6 +229,14 @@ def initial_carry(run: Run, state: TensorDict) -> dict[str, TensorDict]:
     return {} if carry.is_empty() else {"carry": carry}
 
 
+def initial_exploration(run: Run, state: TensorDict) -> dict[str, TensorDict]:
+    """Return the field `exploration` of a state with every episode restarted; an empty dict if it has none."""
+    if "exploration" not in state:
+        return {}
+    first = run.policy.init_exploration(policy_params(state), run.static.num_envs)
+    return {"exploration": replaced(cast(TensorDict, state["exploration"]), first)}
+
+
 def max_truncations(env: Env, steps: int) -> int:
     """Return the largest number of truncations of one environment in a number of steps.
 

@@ -224,13 +224,35 @@ def _explored(
 
 
 def _step(
-    run: Run, carry: tuple[Any, TensorDict], noise: tuple[Any, Any], params: TensorDict, initial: TensorDict
+    run: Run,
+    carry: tuple[Any, TensorDict],
+    noise: tuple[Any, Any],
+    params: TensorDict,
+    initial: tuple[TensorDict, TensorDict],
 ) -> tuple[tuple[Any, TensorDict], TensorDict]:
-    """Take one step of every environment: memory, exploration and environments; the row of the step."""
+    """Take one step of every environment: memory, exploration and environments; the row of the step.
+
+    `initial` has memory and exploration at the start of an episode.
+    """
     before, env = carry
     act = partial(_explored, run.policy)
     (memory, exploration), after, row = act_and_step(act, run.env.step, params, before, env, *noise)
-    return ((restarted_carry(memory, initial, row), exploration), after), row.set("obs", env["obs"])
+    memory = restarted_carry(memory, initial[0], row)
+    return ((memory, _restarted_exploration(exploration, initial[1], row)), after), row.set("obs", env["obs"])
+
+
+def _restarted_exploration(exploration: TensorDict, initial: TensorDict, row: TensorDict) -> TensorDict:
+    """Return the exploration before the next step. Only the fields of `initial` restart where an episode ended."""
+    if initial.is_empty():
+        return exploration
+    missing = sorted({*initial.keys()} - {*exploration.keys()})
+    if missing:
+        raise ValueError(
+            f"init_exploration returns the field {missing[0]!r}, which state['exploration'] lacks; add it in the "
+            "`init` of the algorithm"
+        )
+    first = TensorDict(dict(initial.items()), exploration.batch_size)
+    return replaced(exploration, restarted_carry(exploration.select(*initial.keys()), first, row))
 
 
 @torch.no_grad()
@@ -239,6 +261,7 @@ def _take_steps(run: Run, state: TensorDict, noise: tuple[Any, Any]) -> tuple[Te
     params, empty = policy_params(state), TensorDict({}, [])
     memory, exploration = (cast(TensorDict, state.get(name, empty)) for name in ("carry", "exploration"))
     initial = memory if memory.is_empty() else run.policy.init_carry(params, run.static.num_envs)
+    initial = initial, run.policy.init_exploration(params, run.static.num_envs)
     start = (memory, exploration), cast(TensorDict, state["env"])
     ((memory, exploration), env), steps = run.scan(partial(_step, run), start, noise, params, initial)
     fields = {"env": env, "exploration": exploration, "carry": memory}
@@ -250,6 +273,9 @@ def take_steps(run: Run, state: TensorDict, noise: tuple[Any, Any]) -> tuple[Ten
 
         carry, out       = act(params, carry, obs, noise)
         exploration, out = explore(params, exploration, out, noise)        if the policy has `explore`
+
+    If the step ended an episode, the memory restarts from the policy's `init_carry`, and the fields of its
+    `init_exploration` restart from there.
 
     Args:
         run: the run of a turn.

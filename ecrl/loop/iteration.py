@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ecrl import rng
 from ecrl.algorithms import Interleaved, Run
-from ecrl.algorithms.core import initial_carry, start_keys, steps_taken
+from ecrl.algorithms.core import initial_carry, initial_exploration, start_keys, steps_taken
 from ecrl.algorithms.state_kinds import merge
 from ecrl.compile.jit import compilations_of
 from ecrl.compile.vmap import host_values, vmapped
@@ -142,7 +142,7 @@ def reopened(run: Run, state: TensorDict) -> TensorDict:
     run.env.close(env)
     keys = start_keys(state["key"], run.static.num_envs, steps_taken(run, state), run.algorithm.group_size)
     fields = {"env": run.env.reset(keys), "episode": restarted(cast(TensorDict, state["episode"]))}
-    state = state.copy().update(fields | initial_carry(run, state))
+    state = state.copy().update(fields | initial_carry(run, state) | initial_exploration(run, state))
     if "reward" in state["norm"]:  # the running returns belong to the episodes that are lost
         norm = cast(TensorDict, state["norm"]).clone()
         norm["reward", "running"] = torch.zeros_like(norm["reward", "running"])
