@@ -28,7 +28,7 @@ ROLLOUT_FIELDS = {
     "done": "[N, T+1] bool, terminated | truncated",
     "final_value": "[N, T+1] float, V of the last observation before auto-reset if truncated, else 0",
     "mask": "[N, T+1, ...] bool, optional, True for steps that count",
-    "carry": "[N, T+1, ...] the policy's memory before the first step, the same in every slot; absent without memory",
+    "carry": "[N, T+1, S, ...] memory of the policy before each of S segments, the same in every slot; may be absent",
 }
 STATE_FIELDS = {
     "params": "policy parameters, nested under module names",

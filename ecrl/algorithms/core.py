@@ -52,7 +52,8 @@ class Static(NamedTuple):
         iterations: iterations of the run, the length of its learning-rate schedules.
         world_size: number of ranks.
         skips_nonfinite: True if gradient steps with NaN or infinity are left out (`trainer.finite_guard: skip`).
-        row_steps: steps in a row of a minibatch: `buffer_size` for a policy of unit "sequence", else 1.
+        row_steps: steps in a row of a minibatch: 1 for a policy of unit "step"; for "sequence" `segment_length` of the
+            algorithm, or `buffer_size`.
         phase: phase of the iteration (`Algorithm.phase`); None if the algorithm has none.
     """
 
@@ -261,6 +262,7 @@ def _collect(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
         action_keys,
         scan=run.scan,
         max_truncations=max_truncations(run.env, run.static.buffer_size),
+        segment_length=run.static.row_steps if run.policy.unit == "sequence" else None,
     )
     mask = rollout["mask"][:, :-1] if "mask" in rollout else None
     episode = episode_update(state["episode"], rollout["reward"][:, :-1], rollout["done"][:, :-1], mask)

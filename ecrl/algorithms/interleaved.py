@@ -152,7 +152,8 @@ def interleaved(turn: Turn, steps: int = 1) -> Interleaved:
 
 def _static_of_turn(static: Static, steps: int) -> Static:
     """The numbers of a run whose iterations have one turn."""
-    return static._replace(buffer_size=steps, iterations=static.iterations * (static.buffer_size // steps))
+    turns, row_steps = static.buffer_size // steps, min(steps, static.row_steps)
+    return static._replace(buffer_size=steps, iterations=static.iterations * turns, row_steps=row_steps)
 
 
 def _turn(

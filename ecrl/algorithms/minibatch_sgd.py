@@ -59,6 +59,10 @@ class MinibatchConfig(LearningConfig):
         default=None, description="transitions per gradient step, at most the rollout; 64 if num_minibatches is absent"
     )
     num_minibatches: Count | None = Field(default=None, description="gradient steps per pass, in place of batch_size")
+    segment_length: Count | None = Field(
+        default=None,
+        description="steps of a sequence of a policy with memory, divides trainer.buffer_size; all steps if absent",
+    )
 
     @model_validator(mode="after")
     def _one_size(self) -> "MinibatchConfig":
@@ -282,7 +286,8 @@ def minibatch_epochs(
     Args:
         run: the run.
         state: as for `minibatch_sgd`.
-        rollout: `[N, T + 1]`. A policy of unit "sequence" learns from whole environments, others from single steps.
+        rollout: `[N, T + 1]`. A policy of unit "sequence" learns from whole environments or their segments, others from
+            single steps.
         fields: fields that the algorithm adds to the steps, `[N, T]`: a bool `mask` of the steps that count, and others
             such as advantages. The policy may not declare fields of the same names.
         loss: (run, params, batch, mask, hyper) -> loss and logs. `batch` has the steps with `fields`, for

@@ -6,6 +6,7 @@ A policy is a record with the fields `act`, `value` and `draw`. A policy with me
 
 from collections.abc import Callable
 from functools import partial
+from operator import itemgetter
 from typing import Any, cast
 
 import torch
@@ -167,18 +168,63 @@ def _collected(
     initial: TensorDict,
     scan: Scan,
     size: int | None,
-) -> tuple[tuple[TensorDict, TensorDict], TensorDict, dict[str, Any] | None]:
-    """Run the loop. Return memory and environments, the rows `[T, N]`, and the final states.
+    length: int,
+) -> tuple[tuple[TensorDict, TensorDict], TensorDict, dict[str, Any] | None, TensorDict]:
+    """Run the loop.
 
-    The final states are `[T, N]` if `size` is None, one per step; else `[size, N]`, one per truncation; None if `size`
-    is 0.
+    Return memory and environments, the rows `[T, N]`, the final states, and the memories before segments `[S, N]`. A
+    segment has `length` steps. The final states are `[T, N]` if `size` is None, one per step; else `[size, N]`, one per
+    truncation; None if `size` is 0.
     """
     if size is None:
-        both, rows = scan(partial(_transition, policy, env), both, noise, params, initial)
-        return both, rows, {"obs": rows.pop("final_obs"), "carry": rows.pop("final_carry", initial)}
+        body = partial(_transition, policy, env)
+        both, rows, memories = _scan_segments(scan, length, itemgetter(0), body, both, noise, params, initial)
+        return both, rows, {"obs": rows.pop("final_obs"), "carry": rows.pop("final_carry", initial)}, memories
     slots = _empty_slots(both[0], both[1]["obs"], size) if size else None
-    (both, slots), rows = scan(partial(_sparse_transition, policy, env), (both, slots), noise, params, initial)
-    return both, rows, None if slots is None else _swapped(slots[1])
+    body, start = partial(_sparse_transition, policy, env), (both, slots)
+    (both, slots), rows, memories = _scan_segments(
+        scan, length, _memory_beside_slots, body, start, noise, params, initial
+    )
+    return both, rows, None if slots is None else _swapped(slots[1]), memories
+
+
+def _memory_beside_slots(carry: Any) -> TensorDict:
+    (memory, _), _ = carry
+    return memory
+
+
+def _scan_segments(
+    scan: Scan, length: int, memory_of: Callable[[Any], TensorDict], body: Any, carry: Any, noise: Any, *constants: Any
+) -> tuple[Any, TensorDict, TensorDict]:
+    """Run `scan` of `body` over time, in segments of `length` steps.
+
+    Args:
+        scan: the loop.
+        length: steps of a segment. It divides T.
+        memory_of: carry -> the policy's memory in it.
+        body: the body of the loop.
+        carry: the carry before the first step.
+        noise: `[T, N]`.
+        constants: passed to every step.
+
+    Returns: the last carry, the rows `[T, N]`, and the memories before the first step of each segment, `[S, N]`.
+    """
+    steps = len(flatten(noise)[0][0])
+    if length == steps:
+        start = mapped(lambda x: x.unsqueeze(0), memory_of(carry), batch=lambda size: (1, *size))
+        return *scan(body, carry, noise, *constants), start
+    cut = mapped(lambda x: x.unflatten(0, (-1, length)), noise, batch=lambda size: (steps // length, length, *size[1:]))
+    segment = partial(_segment, scan, memory_of, body)
+    carry, (rows, memories) = scan(segment, carry, cut, *constants)
+    return carry, mapped(lambda x: x.flatten(0, 1), rows, batch=lambda size: (steps, *size[2:])), memories
+
+
+def _segment(
+    scan: Scan, memory_of: Callable[[Any], TensorDict], body: Any, carry: Any, noise: Any, *constants: Any
+) -> tuple[Any, tuple[TensorDict, TensorDict]]:
+    """Take the steps of a segment. Return the carry, and the rows with the memory before the first of them."""
+    after, rows = scan(body, carry, noise, *constants)
+    return after, (rows, memory_of(carry).clone())
 
 
 def _swapped(tree: Any) -> Any:
@@ -216,6 +262,7 @@ def collect_rollout(
     *,
     scan: Scan = scan,
     max_truncations: int | None = None,
+    segment_length: int | None = None,
 ) -> tuple[TensorDict, TensorDict, TensorDict]:
     """Run N environments for T steps and return a `[N, T + 1]` rollout.
 
@@ -235,14 +282,16 @@ def collect_rollout(
         max_truncations: the largest number of truncations of one environment in the T steps, or None if it is
             unknown. A small number saves memory, because only so many final observations are kept, and passes of the
             critic over them.
+        segment_length: steps of a segment, which divides T. The policy's memory is kept before the first step of each
+            segment, not before every step. None makes all T steps one segment.
 
     Returns: carry and env_state after T steps, and the rollout. It has obs, the fields of the policy's `act`, reward,
-        terminated, truncated and done. It has info and mask if the environment has them, and value and final_value
-        if the policy has a critic. Its memory layout is time-major. The last slot of every field is zero, except
-        for obs and value. If the policy has memory, every slot of the field `carry` has the memory before the first
-        step; it is one tensor `[N, ...]`, expanded along time.
+        terminated, truncated and done. It has info and mask if the environment has them, and value and
+        final_value if the policy has a critic. Its memory layout is time-major. The last slot of every field is zero,
+        except for obs and value. If the policy has memory, every slot of the field `carry` has the memories before all
+        segments, `[T / segment_length, ...]`. It is one tensor `[N, T / segment_length, ...]`, expanded along time.
     Gradient: none, because it runs under `no_grad`.
-    Raises: ValueError if the keys are not both `[T, N]` with T >= 1.
+    Raises: ValueError if the keys are not both `[T, N]` with T >= 1, or if `segment_length` does not divide T.
     Source: for the value at a time limit, Pardo et al. 2018, arXiv:1712.00378.
 
     >>> from ecrl.envs import auto_reset, make_env
@@ -259,16 +308,20 @@ def collect_rollout(
         raise ValueError(
             f"env_keys {list(env_keys.shape)} and action_keys {list(action_keys.shape)} must both be [T, N], T >= 1"
         )
+    length = len(env_keys) if segment_length is None else segment_length
+    if length < 1 or len(env_keys) % length:
+        raise ValueError(f"segment_length is {length}, expected a divisor of the {len(env_keys)} steps")
     with torch.no_grad():
         noise, start, steps = (policy.draw(action_keys), env.draw(env_keys)), carry, len(env_keys)
         initial = carry if carry.is_empty() else policy.init_carry(params, env_keys.shape[1])
         size = 0 if policy.value is None else max_truncations
         size = None if size is None or size >= steps else size
         both = carry, env_state
-        (carry, env_state), rows, final = _collected(policy, env, params, both, noise, initial, scan, size)
+        collected = _collected(policy, env, params, both, noise, initial, scan, size, length)
+        (carry, env_state), rows, final, memories = collected
         rollout = env_major(rows.exclude("obs")).set("obs", env_major(rows["obs"], env_state["obs"]))
         if not start.is_empty():
-            rollout.set("carry", _in_every_slot(start, rollout.batch_size))
+            rollout.set("carry", _in_every_slot(_swapped(memories), rollout.batch_size))
         if policy.value is not None:
             values = _sequence_values if getattr(policy, "unit", "step") == "sequence" else _step_values
             value, final_value = values(policy.value, params, start, scan, rollout, final)
@@ -277,8 +330,8 @@ def collect_rollout(
 
 
 def _in_every_slot(carry: TensorDict, size: torch.Size) -> TensorDict:
-    """Expand `[N, ...]` along time to `size`, `[N, T + 1]`."""
-    return mapped(lambda x: x.unsqueeze(1).expand(*size, *x.shape[1:]), carry, batch=lambda _: size)
+    """Expand `[N, S, ...]` along time, to `[*size, S, ...]` with `size` `[N, T + 1]`."""
+    return mapped(lambda x: x.unsqueeze(1).expand(*size, *x.shape[1:]), carry, batch=lambda batch: (*size, *batch[1:]))
 
 
 def _step_values(

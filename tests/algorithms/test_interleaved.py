@@ -26,7 +26,7 @@ from ecrl.errors import ConfigError
 from ecrl.loop.buffers import borrowed_leaves, kinds_of
 from ecrl.loop.build import build
 from ecrl.loop.iteration import init_state, make_iteration, reopened, train_iter
-from ecrl.pytree import mapped, replaced
+from ecrl.pytree import flatten, mapped, replaced
 from ecrl.registry import register_env
 from ecrl.run.checkpoint import load, save
 from ecrl.run.profiler import Times, with_timers
@@ -148,7 +148,8 @@ def test_the_restart_of_a_noise_process_in_a_graph_equals_the_eager_one(graphs):
     eager, compiled = (take_steps(*exploring(form)) for form in ("off", "on"))
     assert graphs == ["_take_steps"]
     for name in ("env", "exploration"):
-        mapped(close, compiled[0][name], eager[0][name])
+        for one, other in zip(*(flatten(after[name])[0] for after, _ in (compiled, eager)), strict=True):
+            close(one, other)
     close(compiled[1]["seen"], eager[1]["seen"])
 
 
