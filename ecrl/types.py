@@ -28,6 +28,7 @@ ROLLOUT_FIELDS = {
     "done": "[N, T+1] bool, terminated | truncated",
     "final_value": "[N, T+1] float, V of the last observation before auto-reset if truncated, else 0",
     "mask": "[N, T+1, ...] bool, optional, True for steps that count",
+    "executed": "[N, T+1] int64, optional, environment steps that the action took, if it is a chunk of several",
     "carry": "[N, T+1, S, ...] memory of the policy before each of S segments, the same in every slot; may be absent",
 }
 STATE_FIELDS = {
@@ -42,17 +43,19 @@ STATE_FIELDS = {
     "hyper": "every numeric hyperparameter that no shape depends on, as a 0-d tensor",
     "key": "int64, the source of all randomness in the run",
     "sample_step": "int64, environment steps taken, over all ranks",
+    "decision_step": "int64, actions taken, over all ranks; absent if the environment does not report `executed`",
     "update_step": "int64, updates done; an iteration that `trainer.finite_guard` skipped does not count",
 }
 _BOOL_FIELDS = ("terminated", "truncated", "done", "mask")
-_PER_STEP_FIELDS = ("value", "reward", "terminated", "truncated", "done", "final_value")
+_PER_STEP_FIELDS = ("value", "reward", "terminated", "truncated", "done", "final_value", "executed")
 
 
 class LogData(TypedDict):
     """A record of the training loop: its kind, the env steps so far, 0-d log tensors, and the state after it.
 
     If several ranks train, a state that may be saved comes with the other ranks' `files`, by name. `stopping` is True
-    in the last record of a run that any rank was asked to stop.
+    in the last record of a run that any rank was asked to stop. If the environment reports `executed`, `taken` is the
+    number of env steps of the iteration.
     """
 
     log_type: Literal["collect", "train", "evaluate"]
@@ -61,6 +64,7 @@ class LogData(TypedDict):
     state: TensorDict
     files: NotRequired[dict[str, bytes]]
     stopping: NotRequired[bool]
+    taken: NotRequired[int]
 
 
 def same_shape(**tensors: Tensor) -> None:

@@ -74,8 +74,8 @@ def first_episode_mask(done: Tensor) -> Tensor:
 def grpo_advantages(rollout: TensorDict, *, gamma: Scalar, group_size: int, eps: Scalar) -> tuple[Tensor, Tensor]:
     """Return `group_advantages` of a `[N, T + 1]` rollout's step-wise returns: `(advantages, mask)`, each `[N, T]`.
 
-    It reads reward, terminated, truncated, done and, if present, mask. Without mask every step counts. The padding slot
-    is never read. `value` is never read either, so the return after the last step is 0.
+    It reads reward, terminated, truncated, done and, if present, mask and executed. Without mask every step counts. The
+    padding slot is never read. `value` is never read either, so the return after the last step is 0.
 
     Raises: ValueError naming a missing or misshapen field, or as `group_advantages`.
     Source: Shao et al. 2024, arXiv:2402.03300, sec. 4.1.

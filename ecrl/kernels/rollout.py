@@ -6,21 +6,20 @@ A policy is a record with the fields `act`, `value` and `draw`. A policy with me
 
 from collections.abc import Callable
 from functools import partial
-from operator import itemgetter
 from typing import Any, cast
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from ecrl.kernels.dtypes import common_dtype, discounts, widened
-from ecrl.kernels.reverse_scan import reverse_scan
+from ecrl.kernels.dtypes import common_dtype, step_discounts, widened
+from ecrl.kernels.reverse_scan import reverse_scan, varies
 from ecrl.kernels.scan_loop import Scan, in_chunks, loop, scan
 from ecrl.pytree import flatten, mapped, unflatten
 from ecrl.types import Scalar, same_shape
 
 _STEP_FIELDS = ("reward", "terminated", "truncated")
-_OPTIONAL = ("info", "mask")
+_OPTIONAL = ("info", "mask", "executed")
 _OWN = {*_STEP_FIELDS, *_OPTIONAL, "done", "obs", "final_obs", "value", "final_value", "carry", "final_carry"}
 
 
@@ -48,9 +47,9 @@ def act_and_step(
         action_noise: noise of the policy's `draw` for this step, or None for the deterministic action.
         env_noise: noise of the environment's `draw` for this step.
 
-    Returns: the carry after `act`, env_state, and the rollout row `[N]`: `out`, reward, terminated, truncated, done,
-        final_obs, and info and mask if the environment has them. If the episode ended, the next step needs the carry
-        of `restarted_carry`.
+    Returns: the carry after `act`, env_state, and the rollout row `[N]`: `out`, reward, terminated, truncated,
+        done, final_obs, and info, mask and executed if the environment has them. If the episode ended, the next step
+        needs the carry of `restarted_carry`.
     Gradient: flows as `act` and `step` define it.
     Raises: ValueError if `act` returns a field that the collector sets, such as reward.
 
@@ -178,7 +177,7 @@ def _collected(
     """
     if size is None:
         body = partial(_transition, policy, env)
-        both, rows, memories = _scan_segments(scan, length, itemgetter(0), body, both, noise, params, initial)
+        both, rows, memories = _scan_segments(scan, length, _memory, body, both, noise, params, initial)
         return both, rows, {"obs": rows.pop("final_obs"), "carry": rows.pop("final_carry", initial)}, memories
     slots = _empty_slots(both[0], both[1]["obs"], size) if size else None
     body, start = partial(_sparse_transition, policy, env), (both, slots)
@@ -186,6 +185,10 @@ def _collected(
         scan, length, _memory_beside_slots, body, start, noise, params, initial
     )
     return both, rows, None if slots is None else _swapped(slots[1]), memories
+
+
+def _memory(both: tuple[TensorDict, TensorDict]) -> TensorDict:
+    return both[0]
 
 
 def _memory_beside_slots(carry: Any) -> TensorDict:
@@ -286,7 +289,7 @@ def collect_rollout(
             segment, not before every step. None makes all T steps one segment.
 
     Returns: carry and env_state after T steps, and the rollout. It has obs, the fields of the policy's `act`, reward,
-        terminated, truncated and done. It has info and mask if the environment has them, and value and
+        terminated, truncated and done. It has info, mask and executed if the environment has them, and value and
         final_value if the policy has a critic. Its memory layout is time-major. The last slot of every field is zero,
         except for obs and value. If the policy has memory, every slot of the field `carry` has the memories before all
         segments, `[T / segment_length, ...]`. It is one tensor `[N, T / segment_length, ...]`, expanded along time.
@@ -413,30 +416,31 @@ def episode_init(num_envs: int, window: int, device: torch.device | str | None =
 def running_returns(reward: Tensor, done: Tensor, before: Tensor, *, gamma: Scalar) -> Tensor:
     """Return the discounted sum of the rewards so far in each episode. Older rewards weigh less.
 
-        y[t] = reward[t] + gamma * y[t - 1] * not done[t - 1],    y[-1] = before
+        y[t] = reward[t] + gamma[t] * y[t - 1] * not done[t - 1],    y[-1] = before
 
     Args:
         reward: `[*B, T]` float, reward units.
         done: `[*B, T]` bool.
         before: `[*B]` float, the sum before the first step, 0 for a new episode.
-        gamma: discount per step.
+        gamma: discount, or `[*B, T]`, the discount of each step.
 
     Returns: `[*B, T]` in the dtype of `reward`; half precision is computed in float32.
     Gradient: flows through `reward` and `before`.
-    Raises: ValueError naming the arguments of a wrong shape; hyperparameters are 0-d.
+    Raises: ValueError naming the arguments of a wrong shape.
     Source: Engstrom et al. 2020, arXiv:2005.12729, sec. 3 (reward scaling).
 
     >>> running_returns(torch.ones(3), torch.tensor([False, True, False]), torch.tensor(4.0), gamma=0.5).tolist()
     [3.0, 2.5, 1.0]
     """
     same_shape(reward=reward, done=done)
-    (gamma,) = discounts(gamma=gamma)
+    gamma = step_discounts(gamma, reward)
     if before.shape != reward.shape[:-1]:
         expected = f"expected {list(reward.shape[:-1])} as reward without time"
         raise ValueError(f"before has shape {list(before.shape)}, {expected}")
     dtype = reward.dtype if reward.is_floating_point() else common_dtype(reward, before)
     reward, before = widened(reward, before)
     ended_before = torch.cat((torch.zeros_like(done[..., :1]), done[..., :-1]), -1)
+    gamma = gamma.flip(-1) if varies(gamma) else gamma  # pyright: ignore
     return reverse_scan(reward.flip(-1), gamma, ended_before.flip(-1), before).flip(-1).to(dtype)
 
 
@@ -459,7 +463,9 @@ def _add_reward(total: Tensor, step: tuple[Tensor, Tensor]) -> tuple[Tensor, Ten
     return total.masked_fill(done, 0.0), total
 
 
-def episode_update(episode: TensorDict, reward: Tensor, done: Tensor, mask: Tensor | None = None) -> TensorDict:
+def episode_update(
+    episode: TensorDict, reward: Tensor, done: Tensor, mask: Tensor | None = None, executed: Tensor | None = None
+) -> TensorDict:
     """Return the statistics after T more steps.
 
     Args:
@@ -467,6 +473,7 @@ def episode_update(episode: TensorDict, reward: Tensor, done: Tensor, mask: Tens
         reward: `[N, T]` float, reward units.
         done: `[N, T]` bool.
         mask: `[N, T]` bool, False for a step that is not counted. None counts all steps.
+        executed: `[N, T]` int64, environment steps of each step, which lengths count. None counts 1 each.
 
     Returns: new statistics. `finished_return` and `finished_length` keep the most recent episodes, oldest first.
         `finished` is False for slots without an episode. Episodes that end at the same step are in the order of their
@@ -478,13 +485,13 @@ def episode_update(episode: TensorDict, reward: Tensor, done: Tensor, mask: Tens
     >>> e["finished_return"][e["finished"]], e["running_return"]
     (tensor([3.]), tensor([4.]))
     """
-    one = torch.ones_like(reward)
+    taken = torch.ones_like(reward) if executed is None else executed.to(reward.dtype)
     if mask is not None:
-        reward, one = reward.masked_fill(~mask, 0.0), mask.to(reward.dtype)
+        reward, taken = reward.masked_fill(~mask, 0.0), taken.masked_fill(~mask, 0.0)
     before = episode["running_return"]
     _, ret = loop(_add_reward, before.double(), (reward.t().double(), done.t()))
     ret = ret.t().masked_fill(~ret.t().isfinite(), torch.nan).to(before.dtype)
-    length = _steps_since_end(one, done, episode["running_length"]).to(episode["running_length"].dtype)
+    length = _steps_since_end(taken, done, episode["running_length"]).to(episode["running_length"].dtype)
     ended = torch.cat((episode["finished"], done.t().reshape(-1)))
     order = torch.where(ended, torch.arange(1, len(ended) + 1, device=done.device), 0)
     last = order.topk(len(episode["finished"])).indices.flip(0)

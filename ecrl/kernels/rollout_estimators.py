@@ -1,6 +1,7 @@
 """The estimators of `returns.py` on `[N, T + 1]` rollouts. These functions read the keys and do no arithmetic.
 
-The padding slot is never read. Without `final_value` a time limit counts as an end.
+The padding slot is never read. Without `final_value` a time limit counts as an end. If the rollout has `executed`, the
+discount of a step is `gamma ** executed`.
 """
 
 import torch
@@ -11,11 +12,30 @@ from ecrl.kernels.returns import GAE, VTrace, discounted_returns, gae, n_step_re
 from ecrl.types import Scalar, check_rollout, transitions
 
 
+def decision_discounts(steps: TensorDict, gamma: Scalar) -> Scalar:
+    """Return the discount of each decision, for steps `[*B]`; `gamma` if they do not have `executed`.
+
+        discount[t] = gamma ** executed[t]
+
+    Raises: ValueError if `executed` is not a field of integers `[*B]`.
+
+    >>> decision_discounts(TensorDict({"executed": torch.tensor([1, 3])}, [2]), 0.5)
+    tensor([0.5000, 0.1250], dtype=torch.float64)
+    """
+    if "executed" not in steps:
+        return gamma
+    executed = steps["executed"]
+    if executed.shape != steps.batch_size or executed.is_floating_point():
+        have = f"{executed.dtype} {list(executed.shape)}".removeprefix("torch.")
+        raise ValueError(f"executed is {have}, expected int64 {list(steps.batch_size)}")
+    return torch.pow(gamma.double() if isinstance(gamma, Tensor) else gamma, executed.double())
+
+
 def compute_returns(rollout: TensorDict, gamma: Scalar) -> Tensor:
     """Return `discounted_returns` of a `[N, T + 1]` rollout: `[N, T]`. The padding slot is never read.
 
-    It reads reward, terminated, truncated and done, and value and final_value if the rollout has them. Without `value`
-    returns do not bootstrap.
+    It reads reward, terminated, truncated and done, and value, final_value and executed if the rollout has them.
+    Without `value` returns do not bootstrap.
 
     Raises: ValueError naming a missing or misshapen field.
 
@@ -28,13 +48,14 @@ def compute_returns(rollout: TensorDict, gamma: Scalar) -> Tensor:
     steps = transitions(rollout)
     next_value = steps.get("next_value", None)
     next_value = torch.zeros_like(steps["reward"]) if next_value is None else next_value
-    return discounted_returns(steps["reward"], next_value, steps["terminated"], steps["done"], gamma=gamma)
+    discount = decision_discounts(steps, gamma)
+    return discounted_returns(steps["reward"], next_value, steps["terminated"], steps["done"], gamma=discount)
 
 
 def compute_n_step_returns(rollout: TensorDict, gamma: Scalar, n: int) -> Tensor:
     """Return `n_step_returns` of a `[N, T + 1]` rollout: `[N, T]`. The padding slot is never read.
 
-    It reads reward, value, terminated, truncated, done and, if present, final_value.
+    It reads reward, value, terminated, truncated, done and, if present, final_value and executed.
 
     Raises: ValueError naming a missing or misshapen field, or if `n < 1`.
 
@@ -45,13 +66,14 @@ def compute_n_step_returns(rollout: TensorDict, gamma: Scalar, n: int) -> Tensor
     """
     check_rollout(rollout, "reward", "value", "terminated", "truncated", "done")
     s = transitions(rollout)
-    return n_step_returns(s["reward"], s["next_value"], s["terminated"], s["done"], gamma=gamma, n=n)
+    discount = decision_discounts(s, gamma)
+    return n_step_returns(s["reward"], s["next_value"], s["terminated"], s["done"], gamma=discount, n=n)
 
 
 def compute_td_lambda_returns(rollout: TensorDict, gamma: Scalar, gae_lambda: Scalar) -> Tensor:
     """Return `td_lambda_returns` of a `[N, T + 1]` rollout: `[N, T]`. The padding slot is never read.
 
-    It reads reward, value, terminated, truncated, done and, if present, final_value.
+    It reads reward, value, terminated, truncated, done and, if present, final_value and executed.
 
     Raises: ValueError naming a missing or misshapen field.
 
@@ -62,15 +84,17 @@ def compute_td_lambda_returns(rollout: TensorDict, gamma: Scalar, gae_lambda: Sc
     """
     check_rollout(rollout, "reward", "value", "terminated", "truncated", "done")
     s = transitions(rollout)
+    discount = decision_discounts(s, gamma)
     return td_lambda_returns(
-        s["reward"], s["next_value"], s["terminated"], s["done"], gamma=gamma, gae_lambda=gae_lambda
+        s["reward"], s["next_value"], s["terminated"], s["done"], gamma=discount, gae_lambda=gae_lambda
     )
 
 
 def compute_gae(rollout: TensorDict, gamma: Scalar, gae_lambda: Scalar) -> GAE:
     """Return `gae` of a `[N, T + 1]` rollout: advantages and value targets, each `[N, T]`.
 
-    It reads reward, value, terminated, truncated, done and, if present, final_value. The padding slot is never read.
+    It reads reward, value, terminated, truncated, done and, if present, final_value and executed. The padding slot is
+    never read.
 
     Raises: ValueError naming a missing or misshapen field.
 
@@ -82,7 +106,8 @@ def compute_gae(rollout: TensorDict, gamma: Scalar, gae_lambda: Scalar) -> GAE:
     """
     check_rollout(rollout, "reward", "value", "terminated", "truncated", "done")
     s = transitions(rollout)
-    return gae(s["reward"], s["value"], s["next_value"], s["terminated"], s["done"], gamma=gamma, gae_lambda=gae_lambda)
+    fields = (s["reward"], s["value"], s["next_value"], s["terminated"], s["done"])
+    return gae(*fields, gamma=decision_discounts(s, gamma), gae_lambda=gae_lambda)
 
 
 def compute_vtrace(
@@ -91,7 +116,7 @@ def compute_vtrace(
     """Return `vtrace` of a `[N, T + 1]` rollout, with results `[N, T]`.
 
     `log_prob` `[N, T]` is under the policy being learnt. The function reads sample_log_prob, reward, value,
-    terminated, truncated, done and, if present, final_value. The padding slot is never read.
+    terminated, truncated, done and, if present, final_value and executed. The padding slot is never read.
 
     Raises: ValueError naming a missing or misshapen field.
 
@@ -105,4 +130,5 @@ def compute_vtrace(
     check_rollout(rollout, "sample_log_prob", "reward", "value", "terminated", "truncated", "done")
     s = transitions(rollout)
     fields = (s["sample_log_prob"], s["reward"], s["value"], s["next_value"], s["terminated"], s["done"])
-    return vtrace(log_prob, *fields, gamma=gamma, gae_lambda=gae_lambda, clip_rho=clip_rho, clip_c=clip_c)
+    discount = decision_discounts(s, gamma)
+    return vtrace(log_prob, *fields, gamma=discount, gae_lambda=gae_lambda, clip_rho=clip_rho, clip_c=clip_c)
