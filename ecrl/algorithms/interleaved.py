@@ -31,10 +31,10 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl import distributed, rng
-from ecrl.algorithms.core import Run, Static, step_keys, steps_taken, with_compiled_policy
+from ecrl.algorithms.core import COUNTERS, Run, Static, step_keys, steps_taken, with_compiled_policy, with_episodes
 from ecrl.algorithms.state_kinds import Kind, Kinds
 from ecrl.errors import ConfigError
-from ecrl.kernels import act_and_step, episode_update
+from ecrl.kernels import act_and_step
 from ecrl.kernels.rollout import env_major, restarted_carry
 from ecrl.memory import check_room
 from ecrl.policies import Policy, policy_params
@@ -48,8 +48,8 @@ REPLAY_KINDS: Kinds = {
 }
 """Kinds of the fields `replay` and `exploration`, for the `kinds` of an algorithm."""
 
-_FIXED = ("key", "hyper", "episode", "sample_step", "update_step", "frozen_params")
-_STEPS = ("key", "sample_step", "params", "norm", "env", "exploration", "carry", "frozen_params")
+_FIXED = ("key", "hyper", "episode", *COUNTERS, "update_step", "frozen_params")
+_STEPS = ("key", *COUNTERS, "params", "norm", "env", "exploration", "carry", "frozen_params")
 _SUMMED = "skipped_steps"
 
 
@@ -102,11 +102,12 @@ class Interleaved:
             batch=lambda size: (turns, self.steps, *size[1:]),
         )
         body = partial(_turn, self.turn, run, _static_of_turn(run.static, self.steps))
-        (moving, block), (taken, logs) = run.scan(body, (moving, block), (number, noise), fixed, ring, start)
+        executed = torch.zeros_like(start) if "decision_step" in state else None
+        carry = (moving, block, executed)
+        (moving, block, _), (taken, logs) = run.scan(body, carry, (number, noise), fixed, ring, start)
         steps = mapped(lambda x: x.flatten(0, 1), taken, batch=lambda size: (run.static.buffer_size, *size[2:]))
         steps = _rollout(steps, cast(TensorDict, moving["env"]))
-        counted = steps["mask"][:, :-1] if "mask" in steps else None
-        episode = episode_update(state["episode"], steps["reward"][:, :-1], steps["done"][:, :-1], counted)
+        episode = with_episodes(state, steps)
         state = replaced(replaced(state, moving), {"episode": episode})
         index = (start + torch.arange(turns * rows, device=start.device)) % len(ring)
         new = TensorDict({"rows": _lines(block), "index": index}, [])
@@ -136,7 +137,7 @@ def interleaved(turn: Turn, steps: int = 1) -> Interleaved:
         turn: (run, state, noise, replay) -> (state, replay, steps, logs), one turn, as in the docstring of this module.
             `noise` is for `take_steps`. `steps` are those of `take_steps`. The logs of an iteration are the means over
             its turns, and the sum of `skipped_steps`. All fields of the state may change except `key`, `hyper`,
-            `episode`, `sample_step`, `update_step` and `frozen_params`.
+            `episode`, `sample_step`, `decision_step`, `update_step` and `frozen_params`.
         steps: steps of each environment in a turn. `turn` may take any number of gradient steps after them. So 4 steps
             and 1 gradient step make a quarter of a gradient step for each step of the environments.
 
@@ -160,20 +161,23 @@ def _turn(
     turn: Turn,
     run: Run,
     static: Static,
-    carry: tuple[TensorDict, TensorDict],
+    carry: tuple[TensorDict, TensorDict, Tensor | None],
     x: tuple[Tensor, Any],
     fixed: TensorDict,
     ring: TensorDict,
     start: Tensor,
-) -> tuple[tuple[TensorDict, TensorDict], tuple[TensorDict, Logs]]:
-    """Run one turn: the fields that change and the block of new rows; the steps of the turn and its logs."""
-    (moving, block), (number, noise) = carry, x
+) -> tuple[tuple[TensorDict, TensorDict, Tensor | None], tuple[TensorDict, Logs]]:
+    """Run one turn: the fields that change and the block of new rows; the steps of the turn and its logs.
+
+    The carry also has the environment steps of the iteration so far, if the environment reports `executed`.
+    """
+    (moving, block, executed), (number, noise) = carry, x
     taken = number * (static.buffer_size * static.num_envs * static.world_size)
     turns = run.static.buffer_size // static.buffer_size
     counters = {
-        "sample_step": fixed["sample_step"] + taken,
+        "sample_step": fixed["sample_step"] + (taken if executed is None else executed),
         "update_step": fixed["update_step"] * turns + number,
-    }
+    } | ({} if executed is None else {"decision_step": fixed["decision_step"] + taken})
     before = replaced(replaced(moving, fixed), counters)
     replay = Replay(ring, block, start, moving["replay", "cursor"] - start)
     after, replay, steps, logs = turn(run._replace(static=static), before, noise, replay)
@@ -189,7 +193,9 @@ def _turn(
         obs = run.jit(run.policy.norm_update)(norm["obs"], steps["obs"], counted)
         after = replaced(after, {"norm": replaced(norm, {"obs": obs})})
     cursor = replaced(cast(TensorDict, after["replay"]), {"cursor": start + replay.added})
-    return (replaced(after, {"replay": cursor}), replay.block), (steps.exclude("final_obs"), logs)
+    if executed is not None:
+        executed = executed + distributed.all_sum(steps["executed"].sum())
+    return (replaced(after, {"replay": cursor}), replay.block, executed), (steps.exclude("final_obs"), logs)
 
 
 def _over_turns(run: Run, logs: Logs) -> Logs:
@@ -284,7 +290,8 @@ def take_steps(run: Run, state: TensorDict, noise: tuple[Any, Any]) -> tuple[Ten
         noise: that of the turn.
 
     Returns: the state with new `env`, `exploration` and `carry`, and the steps `[S, N]`. These have `obs`, the fields
-        of the policy, `reward`, `terminated`, `truncated`, `done`, and `info` and `mask` if the environment has them.
+        of the policy, `reward`, `terminated`, `truncated`, `done`, and `info`, `mask` and `executed` if the
+        environment has them.
         `final_obs` is the observation that a step reached, also at the end of an episode: the successor of `obs`.
     Gradient: none, because it runs under `no_grad`.
     """

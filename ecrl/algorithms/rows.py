@@ -16,7 +16,7 @@ from ecrl.errors import ConfigError
 from ecrl.kernels.rollout import sequences
 from ecrl.policies import Policy, sum_tokens
 
-_OUTCOMES = ("reward", "terminated", "truncated", "info", "final_value")
+_OUTCOMES = ("reward", "terminated", "truncated", "info", "final_value", "executed")
 _DERIVED = {"next_value"}
 """Fields that `ecrl.types.transitions` adds to the steps of a rollout."""
 

@@ -3,6 +3,11 @@
 `reset(keys)` and `step(state, action, noise)` return a state with batch shape `[*B]`. It has `obs`, `reward`,
 `terminated`, `truncated` and the fields of the dynamics. It may have `info`, a TensorDict with fields such as
 `success`.
+
+An action may be a chunk of several steps of the environment. The state then has `executed` (int64 `[*B]`), the number
+of these steps that the action took, at least 1; fewer than the chunk has if the episode ended before. Returns discount
+by `gamma ** executed`. `reward` is the sum over these steps, and `reset` sets any `executed`. All other numbers of
+steps here, such as those of `time_limit` and `min_truncation_gap`, count calls of `step`.
 """
 
 import sys
@@ -146,17 +151,17 @@ def time_limit(env: Env, max_episode_steps: int) -> Env:
     return replace(env, reset=reset, step=step, min_truncation_gap=gap)
 
 
-_OUTCOME = ("reward", "terminated", "truncated", "info", "mask")
+_OUTCOME = ("reward", "terminated", "truncated", "info", "mask", "executed")
 
 
 @cache
 def auto_reset(env: Env) -> Env:
     """Start the next episode in the step that ended one; `final_obs` is the observation before the reset.
 
-    `reward`, `terminated`, `truncated`, `info` and `mask` still describe the step that ended. The next step of `env`
-    gets a state with both flags False. The noise of a step includes the start of the next episode. The start comes from
-    the start stream of the same key, so it does not depend on the last episode. An environment that is not pure resets
-    itself, so it is returned unchanged.
+    `reward`, `terminated`, `truncated`, `info`, `mask` and `executed` still describe the step that ended. The next step
+    of `env` gets a state with both flags False. The noise of a step includes the start of the next episode. The start
+    comes from the start stream of the same key, so it does not depend on the last episode. An environment that is not
+    pure resets itself, so it is returned unchanged.
     """
     if not env.is_pure:
         return env

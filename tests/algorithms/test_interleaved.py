@@ -16,14 +16,16 @@ from tensordict import TensorDict
 import ecrl
 from ecrl import rng
 from ecrl.algorithms import interleaved
+from ecrl.algorithms.core import counted_after
 from ecrl.algorithms.interleaved import Replay, add_rows, read_rows, row_count, take_steps, uniform_index
+from ecrl.algorithms.state_kinds import merge
 from ecrl.compile import jit
 from ecrl.compile.trace import captured, traced
 from ecrl.config import Config
 from ecrl.config.model import ConfigModel
 from ecrl.envs import Env, state_of, time_limit
 from ecrl.errors import ConfigError
-from ecrl.loop.buffers import borrowed_leaves, kinds_of
+from ecrl.loop.buffers import borrowed_leaves, committed, kinds_of
 from ecrl.loop.build import build
 from ecrl.loop.iteration import init_state, make_iteration, reopened, train_iter
 from ecrl.pytree import flatten, mapped, replaced
@@ -178,6 +180,41 @@ def test_a_noise_process_restarts_with_environments_that_start_again():
     assert again["exploration", "noise", "x"].tolist() == [3.0] * N
     assert torch.equal(again["exploration", "epsilon"], state["exploration", "epsilon"])
     ecrl.close(again, cfg)
+
+
+def counting(run):
+    """Let the steps of the environment report `executed`, by turns 1 to 3."""
+
+    def step(state, action, noise):
+        before = state["executed"]
+        return run.env.step(state.exclude("executed"), action, noise).set("executed", before % 3 + 1)
+
+    return run._replace(env=replace(run.env, step=step))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_turn_sees_the_steps_of_the_environment_so_far(size):
+    """Each environment executes 1, 2, 3, 1, ... steps, so the first turns see 0, 3, 9, 12 for 3 environments."""
+    seen = []
+
+    def turn(run, state, noise, replay):
+        seen.append((int(state["sample_step"]), int(state["decision_step"])))
+        return td_turn(run, state, noise, replay)
+
+    cfg = replaying(**{"trainer.buffer_size": size})
+    run, state = counting(build(cfg)), init_state(cfg).clone()
+    state["env", "executed"] = torch.zeros(N, dtype=torch.int64)
+    state["decision_step"] = torch.tensor(0)
+    kinds = kinds_of(run)
+    for _ in range(4 // size):
+        own, borrowed = borrowed_leaves(state, kinds)
+        after, writes, _ = interleaved(turn)(run, own, borrowed)
+        counters = counted_after(run, own, writes["steps", "executed"])
+        after = replaced(after, {**counters, "update_step": after["update_step"] + 1})
+        state = merge(after, committed(borrowed, writes.exclude("steps"), torch.tensor(False)))
+    assert seen == [(0, 0), (3, 3), (9, 6), (18, 9)]
+    assert (int(state["sample_step"]), int(state["decision_step"])) == (21, 12)
+    assert state["episode", "running_length"].tolist() == [7.0] * N
 
 
 @pytest.mark.slow
