@@ -29,7 +29,8 @@ ROLLOUT_FIELDS = {
     "done": "[N, T+1] bool, terminated | truncated",
     "final_value": "[N, T+1] float, V of the last observation before auto-reset if truncated, else 0",
     "mask": "[N, T+1, ...] bool, optional, True for steps that count",
-    "carry": "[N, T+1, ...] the policy's memory before the first step, the same in every slot; absent without memory",
+    "executed": "[N, T+1] int64, optional, environment steps that the action took, if it is a chunk of several",
+    "carry": "[N, T+1, S, ...] memory of the policy before each of S segments, the same in every slot; may be absent",
 }
 STATE_FIELDS = {
     "params": "policy parameters, nested under module names",
@@ -43,18 +44,20 @@ STATE_FIELDS = {
     "hyper": "each numeric hyperparameter that does not determine a shape, as a 0-d tensor",
     "key": "int64, the source of all randomness in the run",
     "sample_step": "int64, environment steps so far, over all ranks",
+    "decision_step": "int64, actions so far, over all ranks; absent if the environment does not report `executed`",
     "update_step": "int64, updates so far, without iterations that `trainer.finite_guard` skipped",
     "iterations": "int64, iterations of the run, the length of schedules; training sets it from the config",
 }
 _BOOL_FIELDS = ("terminated", "truncated", "done", "mask")
-_PER_STEP_FIELDS = ("value", "reward", "terminated", "truncated", "done", "final_value")
+_PER_STEP_FIELDS = ("value", "reward", "terminated", "truncated", "done", "final_value", "executed")
 
 
 class LogData(TypedDict):
     """A record that the training loop yields: its kind, the environment steps so far, logs, and the current state.
 
     If several ranks train, `files` holds the other ranks' checkpoint files by name, in records whose state may be
-    saved. `stopping` is True in the last record of a run that was stopped on request.
+    saved. `stopping` is True in the last record of a run that was stopped on request. If the environment reports
+    `executed`, `taken` is the number of env steps of the iteration.
     """
 
     log_type: Literal["collect", "train", "evaluate"]
@@ -63,6 +66,7 @@ class LogData(TypedDict):
     state: TensorDict
     files: NotRequired[dict[str, bytes]]
     stopping: NotRequired[bool]
+    taken: NotRequired[int]
 
 
 def same_shape(**tensors: Tensor) -> None:

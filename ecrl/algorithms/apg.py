@@ -15,15 +15,16 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl import rng
-from ecrl.algorithms.core import Algorithm, Collect, Run, Static, step_keys
+from ecrl.algorithms.core import COUNTERS, Algorithm, Collect, Run, Static, step_keys, with_episodes
 from ecrl.algorithms.optimizer import OPTIMIZERS, Group, groups_of, learning_rates, learning_state
 from ecrl.algorithms.optimizer_config import LearningConfig
 from ecrl.algorithms.rows import check_log_prob
 from ecrl.config.model import Count, Fraction, NonNegative
 from ecrl.distributed import all_mean
 from ecrl.errors import ConfigError
-from ecrl.kernels import act_and_step, clip_by_global_norm, episode_discounts, episode_update
+from ecrl.kernels import act_and_step, clip_by_global_norm, episode_discounts
 from ecrl.kernels.rollout import env_major, restarted_carry
+from ecrl.kernels.rollout_estimators import decision_discounts
 from ecrl.policies import acting_params, fixed_params
 from ecrl.pytree import mapped, replaced
 from ecrl.registry import register_algorithm
@@ -52,9 +53,9 @@ class APGConfig(LearningConfig):
         return self
 
 
-_READ = ("key", "sample_step", "update_step", "iterations", "norm", "hyper", "frozen_params")
+_READ = ("key", *COUNTERS, "update_step", "iterations", "norm", "hyper", "frozen_params")
 _FIELDS = (*_READ, "params", "opt", "env", "episode", "carry")  # all after _READ change
-_STORED = ("obs", "action", "reward", "done", "info")
+_STORED = ("obs", "action", "reward", "done", "info", "executed")
 _World = tuple[TensorDict, TensorDict]
 """The policy's memory before a step, and the state of the environments, each `[N]`."""
 
@@ -105,7 +106,7 @@ def _cut(world: _World, is_first: Tensor) -> _World:
 
 def _entropy(run: Run, params: TensorDict, memory: TensorDict, row: TensorDict) -> Tensor:
     """Return the entropy of the policy at one step, in nats, `[N]`."""
-    rows = row.exclude("reward", "terminated", "truncated", "info", "mask", "final_obs")
+    rows = row.exclude("reward", "terminated", "truncated", "info", "mask", "executed", "final_obs")
     if run.policy.unit == "sequence":  # a sequence of one step
         rows = cast(TensorDict, mapped(lambda x: x.unsqueeze(1), rows, batch=lambda size: (*size, 1)))
         rows = TensorDict(dict(rows.items()) | ({} if memory.is_empty() else {"carry": memory}), rows.batch_size[:1])
@@ -123,7 +124,8 @@ def _loss(params: TensorDict, run: Run, state: TensorDict) -> tuple[Tensor, tupl
     initial = run.policy.init_carry(acting, run.static.num_envs)
     noise = run.env.draw(env_keys), action_noise, is_first
     world, (rows, entropy) = run.scan(partial(_step, run), start, noise, acting, initial)
-    disc = episode_discounts(rows["done"].t(), gamma=hyper["gamma"])
+    flags = cast(TensorDict, rows.select("done", "executed", strict=False).transpose(0, 1))
+    disc = episode_discounts(flags["done"], gamma=decision_discounts(flags, hyper["gamma"]))
     objective, entropy = ((disc * x.t()).sum(1).mean() for x in (rows["reward"], entropy))
     return -objective - hyper["ent_coef"] * entropy, (world, rows, {"objective": objective, "entropy": entropy})
 
@@ -150,7 +152,7 @@ def _iterate(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict, Logs]
     grads, (loss, aux) = gradient(cast(TensorDict, state["params"]), run, state)
     loss, ((memory, env), rows, parts) = mapped(torch.Tensor.detach, (loss, aux))
     steps = _steps(rows, env)
-    episode = episode_update(state["episode"], steps["reward"][:, :-1], steps["done"][:, :-1])
+    episode = with_episodes(state, steps)
     grads, loss = all_mean((grads, loss), weight=torch.full_like(loss, rows.numel()))
     learnt, logs = optimize(run, state, grads)
     fields = {"env": env, "episode": episode} | ({"carry": memory} if "carry" in state else {})
@@ -178,8 +180,9 @@ class Iterate(NamedTuple):
             loss = -mean_n(sum_t(disc[t] * (reward[t] + ent_coef * entropy[t])))
             disc[0] = 1;    disc[t + 1] = 1 if done[t] else gamma * disc[t]
 
-        The gradient flows back through the loop that takes the steps, up to the first step of each segment. The logs
-        `objective` and `entropy` are the two discounted sums, so `loss = -objective - ent_coef * entropy`.
+        If the environment reports `executed`, `gamma ** executed[t]` replaces `gamma`. The gradient flows back through
+        the loop that takes the steps, up to the first step of each segment. The logs `objective` and `entropy` are the
+        two discounted sums, so `loss = -objective - ent_coef * entropy`.
 
         Returns: the state after learning; the `steps`, a rollout `[N, T + 1]` without values; and the logs.
         """

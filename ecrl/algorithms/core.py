@@ -16,6 +16,7 @@ from torch import Tensor
 from ecrl import distributed, rng
 from ecrl.algorithms.state_kinds import Kind, Kinds, merge, without
 from ecrl.envs import NEVER, Env, restart
+from ecrl.errors import ConfigError
 from ecrl.kernels import (
     collect_rollout,
     episode_update,
@@ -28,6 +29,7 @@ from ecrl.kernels import (
     standardize,
     transitions,
 )
+from ecrl.kernels.rollout_estimators import decision_discounts
 from ecrl.kernels.scan_loop import Scan
 from ecrl.policies import Policy, policy_params
 from ecrl.policies.contract import returned
@@ -44,6 +46,10 @@ REWARD_NORM_KINDS: Kinds = {("norm", "reward", "running"): Kind.ENVIRONMENT}
 """Kind of the running returns in `norm["reward"]`. All other leaves of `norm` are statistics."""
 
 
+COUNTERS = ("sample_step", "decision_step")
+"""Fields of the state that the numbers of the steps come from; the second may be absent."""
+
+
 class Static(NamedTuple):
     """The numbers that shape the graph of an iteration.
 
@@ -52,7 +58,8 @@ class Static(NamedTuple):
         buffer_size: steps of each environment in an iteration.
         world_size: number of ranks.
         skips_nonfinite: True if gradient steps with NaN or infinity are left out (`trainer.finite_guard: skip`).
-        row_steps: steps in a row of a minibatch: `buffer_size` for a policy of unit "sequence", else 1.
+        row_steps: steps in a row of a minibatch: 1 for a policy of unit "step"; for "sequence" `segment_length` of the
+            algorithm, or `buffer_size`.
         phase: phase of the iteration (`Algorithm.phase`); None if the algorithm has none.
     """
 
@@ -212,8 +219,40 @@ def start_keys(key: Tensor, num_envs: int, step: Tensor | int, group_size: int =
 
 
 def steps_taken(run: Run, state: TensorDict) -> Tensor:
-    """Return the number of steps that each environment has taken, 0-d int64."""
-    return state["sample_step"] // (run.static.num_envs * run.static.world_size)
+    """Return the number of actions that each environment has taken, 0-d int64."""
+    return decisions(state) // (run.static.num_envs * run.static.world_size)
+
+
+def decisions(state: TensorDict) -> Tensor:
+    """Return the number of actions taken, over all environments and ranks, 0-d int64.
+
+    It is `sample_step`, unless the environment reports `executed`, the steps that an action took.
+    """
+    return state["decision_step"] if "decision_step" in state else state["sample_step"]
+
+
+def counted_after(run: Run, state: TensorDict, executed: Tensor | None) -> dict[str, Tensor]:
+    """Return the counters of environment steps and actions after an iteration.
+
+        sample_step'   = sample_step + sum(executed)        over the environments of all ranks
+        decision_step' = decision_step + num_envs * buffer_size * world_size
+
+    Without `executed` the second sum is that of `sample_step`, and there is no `decision_step`.
+
+    Args:
+        run: the run; `static` has the sizes.
+        state: with the counters before.
+        executed: `executed` of the steps of this rank; padding is 0.
+    Raises: ConfigError if the environment reports `executed`, and the steps lack it.
+    """
+    taken = run.static.buffer_size * run.static.num_envs * run.static.world_size
+    if "decision_step" not in state:
+        return {"sample_step": state["sample_step"] + taken}
+    if executed is None:
+        text = "its iterate writes no steps with `executed`, which the environment reports; add the field"
+        raise ConfigError(f"algorithm {run.algorithm.name}: {text}")
+    total = distributed.all_sum(executed.sum())
+    return {"sample_step": state["sample_step"] + total, "decision_step": state["decision_step"] + taken}
 
 
 def step_keys(run: Run, state: TensorDict) -> tuple[Tensor, Tensor]:
@@ -232,6 +271,14 @@ def initial_carry(run: Run, state: TensorDict) -> dict[str, TensorDict]:
     """Return the field `carry` of a state before its first step; an empty dict if the policy has no memory."""
     carry = run.policy.init_carry(policy_params(state), run.static.num_envs)
     return {} if carry.is_empty() else {"carry": carry}
+
+
+def initial_exploration(run: Run, state: TensorDict) -> dict[str, TensorDict]:
+    """Return the field `exploration` of a state with every episode restarted; an empty dict if it has none."""
+    if "exploration" not in state:
+        return {}
+    first = run.policy.init_exploration(policy_params(state), run.static.num_envs)
+    return {"exploration": replaced(cast(TensorDict, state["exploration"]), first)}
 
 
 def max_truncations(env: Env, steps: int) -> int:
@@ -258,11 +305,19 @@ def _collect(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
         action_keys,
         scan=run.scan,
         max_truncations=max_truncations(run.env, run.static.buffer_size),
+        segment_length=run.static.row_steps if run.policy.unit == "sequence" else None,
     )
-    mask = rollout["mask"][:, :-1] if "mask" in rollout else None
-    episode = episode_update(state["episode"], rollout["reward"][:, :-1], rollout["done"][:, :-1], mask)
+    episode = with_episodes(state, rollout)
     fields = {"env": env_state, "episode": episode} | ({"carry": carry} if "carry" in state else {})
     return TensorDict(fields, []), rollout
+
+
+def with_episodes(state: TensorDict, rollout: TensorDict) -> TensorDict:
+    """Return the statistics of episodes after the steps of a rollout `[N, T + 1]` (`episode_update`)."""
+    steps = cast(TensorDict, rollout.select("reward", "done", "mask", "executed", strict=False)[:, :-1])
+    return episode_update(
+        state["episode"], steps["reward"], steps["done"], steps.get("mask", None), steps.get("executed", None)
+    )
 
 
 def with_compiled_policy(run: Run) -> Run:
@@ -280,7 +335,7 @@ def collect(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
     Returns: the state with new `env`, `episode` and `carry`, and the rollout `[N, T + 1]` (`collect_rollout`).
     """
     steps = run.jit(_collect, run) if run.env.is_pure else partial(_collect, with_compiled_policy(run))
-    fields = ("key", "sample_step", "params", "norm", "env", "episode", "carry", "frozen_params")
+    fields = ("key", *COUNTERS, "params", "norm", "env", "episode", "carry", "frozen_params")
     changed, rollout = steps(state.select(*fields, strict=False))
     return replaced(state, changed), rollout
 
@@ -335,6 +390,8 @@ def scaled_rewards(state: TensorDict, rollout: TensorDict) -> tuple[TensorDict, 
 
         reward / sqrt(variance(return) + eps), clipped to +-10;    return' = reward + gamma * return * not done
 
+    If the rollout has `executed`, `gamma ** executed` takes the place of `gamma`.
+
     Returns: the state with new `norm`, and the rollout with scaled rewards.
     """
     norm, gamma = cast(TensorDict, state["norm"]), state["hyper", "gamma"]
@@ -342,7 +399,7 @@ def scaled_rewards(state: TensorDict, rollout: TensorDict) -> tuple[TensorDict, 
     steps = transitions(rollout.exclude("value"))
     mask = steps["mask"] if "mask" in steps else torch.ones_like(steps["done"])
     reward = steps["reward"].masked_fill(~mask, 0.0)
-    returns = running_returns(reward, steps["done"], before, gamma=gamma)
+    returns = running_returns(reward, steps["done"], before, gamma=decision_discounts(steps, gamma))
     last = returns[:, -1].masked_fill(steps["done"][:, -1], 0.0)
     moments_after = moments_update(moments, returns, mask, total=distributed.all_sum)
     scaled = scale(rollout["reward"], moments, eps=_EPS, clip=_CLIP)

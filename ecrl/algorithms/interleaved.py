@@ -30,10 +30,10 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl import distributed, rng
-from ecrl.algorithms.core import Run, Static, step_keys, steps_taken, with_compiled_policy
+from ecrl.algorithms.core import COUNTERS, Run, Static, step_keys, steps_taken, with_compiled_policy, with_episodes
 from ecrl.algorithms.state_kinds import Kind, Kinds
 from ecrl.errors import ConfigError
-from ecrl.kernels import act_and_step, episode_update
+from ecrl.kernels import act_and_step
 from ecrl.kernels.rollout import env_major, restarted_carry
 from ecrl.memory import check_room
 from ecrl.policies import Policy, policy_params
@@ -47,8 +47,8 @@ REPLAY_KINDS: Kinds = {
 }
 """Kinds of the fields `replay` and `exploration`, for the `kinds` of an algorithm."""
 
-_FIXED = ("key", "hyper", "episode", "sample_step", "update_step", "iterations", "frozen_params")
-_STEPS = ("key", "sample_step", "params", "norm", "env", "exploration", "carry", "frozen_params")
+_FIXED = ("key", "hyper", "episode", *COUNTERS, "update_step", "iterations", "frozen_params")
+_STEPS = ("key", *COUNTERS, "params", "norm", "env", "exploration", "carry", "frozen_params")
 _SUMMED = "skipped_steps"
 
 
@@ -101,11 +101,12 @@ class Interleaved:
             batch=lambda size: (turns, self.steps, *size[1:]),
         )
         body = partial(_turn, self.turn, run, _static_of_turn(run.static, self.steps))
-        (moving, block), (taken, logs) = run.scan(body, (moving, block), (number, noise), fixed, ring, start)
+        executed = torch.zeros_like(start) if "decision_step" in state else None
+        carry = (moving, block, executed)
+        (moving, block, _), (taken, logs) = run.scan(body, carry, (number, noise), fixed, ring, start)
         steps = mapped(lambda x: x.flatten(0, 1), taken, batch=lambda size: (run.static.buffer_size, *size[2:]))
         steps = _rollout(steps, cast(TensorDict, moving["env"]))
-        counted = steps["mask"][:, :-1] if "mask" in steps else None
-        episode = episode_update(state["episode"], steps["reward"][:, :-1], steps["done"][:, :-1], counted)
+        episode = with_episodes(state, steps)
         state = replaced(replaced(state, moving), {"episode": episode})
         index = (start + torch.arange(turns * rows, device=start.device)) % len(ring)
         new = TensorDict({"rows": _lines(block), "index": index}, [])
@@ -135,7 +136,7 @@ def interleaved(turn: Turn, steps: int = 1) -> Interleaved:
         turn: (run, state, noise, replay) -> (state, replay, steps, logs), one turn, as in the docstring of this module.
             Pass `noise` to `take_steps`, and return the `steps` of `take_steps`. The logs of an iteration are the means
             over its turns, and the sum of `skipped_steps`. All fields of the state may change except `key`, `hyper`,
-            `episode`, `sample_step`, `update_step`, `iterations` and `frozen_params`.
+            `episode`, `sample_step`, `decision_step`, `update_step`, `iterations` and `frozen_params`.
         steps: steps of each environment in a turn. `turn` may take any number of gradient steps after them. With 4
             steps and 1 gradient step, there is a quarter of a gradient step for each step of an environment.
 
@@ -151,28 +152,31 @@ def interleaved(turn: Turn, steps: int = 1) -> Interleaved:
 
 def _static_of_turn(static: Static, steps: int) -> Static:
     """Return the numbers of a run whose iterations have one turn."""
-    return static._replace(buffer_size=steps)
+    return static._replace(buffer_size=steps, row_steps=min(steps, static.row_steps))
 
 
 def _turn(
     turn: Turn,
     run: Run,
     static: Static,
-    carry: tuple[TensorDict, TensorDict],
+    carry: tuple[TensorDict, TensorDict, Tensor | None],
     x: tuple[Tensor, Any],
     fixed: TensorDict,
     ring: TensorDict,
     start: Tensor,
-) -> tuple[tuple[TensorDict, TensorDict], tuple[TensorDict, Logs]]:
-    """Run one turn. Return the fields that change and the block of new rows; and the steps and logs of the turn."""
-    (moving, block), (number, noise) = carry, x
+) -> tuple[tuple[TensorDict, TensorDict, Tensor | None], tuple[TensorDict, Logs]]:
+    """Run one turn. Return the fields that change and the block of new rows; and the steps and logs of the turn.
+
+    If the environment reports `executed`, the carry also has the environment steps of the iteration so far.
+    """
+    (moving, block, executed), (number, noise) = carry, x
     taken = number * (static.buffer_size * static.num_envs * static.world_size)
     turns = run.static.buffer_size // static.buffer_size
     counters = {
-        "sample_step": fixed["sample_step"] + taken,
+        "sample_step": fixed["sample_step"] + (taken if executed is None else executed),
         "update_step": fixed["update_step"] * turns + number,
         "iterations": fixed["iterations"] * turns,
-    }
+    } | ({} if executed is None else {"decision_step": fixed["decision_step"] + taken})
     before = replaced(replaced(moving, fixed), counters)
     replay = Replay(ring, block, start, moving["replay", "cursor"] - start)
     after, replay, steps, logs = turn(run._replace(static=static), before, noise, replay)
@@ -188,7 +192,9 @@ def _turn(
         obs = run.jit(run.policy.norm_update)(norm["obs"], steps["obs"], counted)
         after = replaced(after, {"norm": replaced(norm, {"obs": obs})})
     cursor = replaced(cast(TensorDict, after["replay"]), {"cursor": start + replay.added})
-    return (replaced(after, {"replay": cursor}), replay.block), (steps.exclude("final_obs"), logs)
+    if executed is not None:
+        executed = executed + distributed.all_sum(steps["executed"].sum())
+    return (replaced(after, {"replay": cursor}), replay.block, executed), (steps.exclude("final_obs"), logs)
 
 
 def _over_turns(run: Run, logs: Logs) -> Logs:
@@ -224,13 +230,35 @@ def _explored(
 
 
 def _step(
-    run: Run, carry: tuple[Any, TensorDict], noise: tuple[Any, Any], params: TensorDict, initial: TensorDict
+    run: Run,
+    carry: tuple[Any, TensorDict],
+    noise: tuple[Any, Any],
+    params: TensorDict,
+    initial: tuple[TensorDict, TensorDict],
 ) -> tuple[tuple[Any, TensorDict], TensorDict]:
-    """Take one step of every environment. Return memory, exploration and environments; and the row of the step."""
+    """Take one step of every environment. Return memory, exploration and environments; and the row of the step.
+
+    `initial` has memory and exploration at the start of an episode.
+    """
     before, env = carry
     act = partial(_explored, run.policy)
     (memory, exploration), after, row = act_and_step(act, run.env.step, params, before, env, *noise)
-    return ((restarted_carry(memory, initial, row), exploration), after), row.set("obs", env["obs"])
+    memory = restarted_carry(memory, initial[0], row)
+    return ((memory, _restarted_exploration(exploration, initial[1], row)), after), row.set("obs", env["obs"])
+
+
+def _restarted_exploration(exploration: TensorDict, initial: TensorDict, row: TensorDict) -> TensorDict:
+    """Return the exploration before the next step. Only the fields of `initial` restart where an episode ended."""
+    if initial.is_empty():
+        return exploration
+    missing = sorted({*initial.keys()} - {*exploration.keys()})
+    if missing:
+        raise ValueError(
+            f"init_exploration returns the field {missing[0]!r}, which state['exploration'] lacks; add it in the "
+            "`init` of the algorithm"
+        )
+    first = TensorDict(dict(initial.items()), exploration.batch_size)
+    return replaced(exploration, restarted_carry(exploration.select(*initial.keys()), first, row))
 
 
 @torch.no_grad()
@@ -239,6 +267,7 @@ def _take_steps(run: Run, state: TensorDict, noise: tuple[Any, Any]) -> tuple[Te
     params, empty = policy_params(state), TensorDict({}, [])
     memory, exploration = (cast(TensorDict, state.get(name, empty)) for name in ("carry", "exploration"))
     initial = memory if memory.is_empty() else run.policy.init_carry(params, run.static.num_envs)
+    initial = initial, run.policy.init_exploration(params, run.static.num_envs)
     start = (memory, exploration), cast(TensorDict, state["env"])
     ((memory, exploration), env), steps = run.scan(partial(_step, run), start, noise, params, initial)
     fields = {"env": env, "exploration": exploration, "carry": memory}
@@ -251,14 +280,17 @@ def take_steps(run: Run, state: TensorDict, noise: tuple[Any, Any]) -> tuple[Ten
         carry, out       = act(params, carry, obs, noise)
         exploration, out = explore(params, exploration, out, noise)        if the policy has `explore`
 
+    If the step ended an episode, the memory restarts from the policy's `init_carry`, and the fields of its
+    `init_exploration` restart from there.
+
     Args:
         run: the run of a turn.
         state: with `exploration` `[N]`, if `explore` keeps a state or reads numbers, such as epsilon.
         noise: the noise that the turn got.
 
     Returns: the state with new `env`, `exploration` and `carry`, and the steps `[S, N]`. The steps have `obs`, the
-        fields of the policy, `reward`, `terminated`, `truncated`, `done`, and `info` and `mask` if the environment has
-        them.
+        fields of the policy, `reward`, `terminated`, `truncated`, `done`, and `info`, `mask` and `executed` if the
+        environment has them.
         `final_obs` is the observation that a step reached, also at the end of an episode: the successor of `obs`.
     Gradient: none, because it runs under `no_grad`.
     """

@@ -62,6 +62,10 @@ class MinibatchConfig(LearningConfig):
         "sequence of a recurrent policy if that is longer",
     )
     num_minibatches: Count | None = Field(default=None, description="gradient steps per pass, instead of batch_size")
+    segment_length: Count | None = Field(
+        default=None,
+        description="steps of a sequence of a policy with memory, divides trainer.buffer_size; all steps if absent",
+    )
 
     @model_validator(mode="after")
     def _one_size(self) -> "MinibatchConfig":
@@ -300,7 +304,8 @@ def minibatch_epochs(
     Args:
         run: the run.
         state: as for `minibatch_sgd`.
-        rollout: `[N, T + 1]`. A policy of unit "sequence" learns from whole environments, others from single steps.
+        rollout: `[N, T + 1]`. A policy of unit "sequence" learns from whole environments or their segments, others from
+            single steps.
         fields: fields that the algorithm adds to the steps, `[N, T]`: a bool `mask`, True for the steps to learn from,
             and others such as advantages. The policy's `act` may not return fields of the same names.
         loss: (run, params, batch, mask, hyper) -> loss and logs. `batch` has the steps with `fields`, for

@@ -1,8 +1,9 @@
 """Rows of minibatches.
 
 A row is one step of a rollout. If the policy's `unit` is "sequence", a row has all steps of one environment in the
-iteration. It also has the policy's memory before the first step, so that the policy can run its recurrence. The methods
-`evaluate_rows` and `value_rows` of a policy take rows of either unit.
+iteration, or a segment of them if `segment_length` is set. It also has the policy's memory before the first step, so
+that the policy can run its recurrence. The methods `evaluate_rows` and `value_rows` of a policy take rows of either
+unit.
 """
 
 from typing import cast
@@ -15,7 +16,7 @@ from ecrl.errors import ConfigError
 from ecrl.kernels.rollout import sequences
 from ecrl.policies import Policy, sum_tokens
 
-_OUTCOMES = ("reward", "terminated", "truncated", "info", "final_value")
+_OUTCOMES = ("reward", "terminated", "truncated", "info", "final_value", "executed")
 _DERIVED = {"next_value"}
 """Fields that `ecrl.types.transitions` adds to the steps of a rollout."""
 
@@ -28,9 +29,10 @@ def rows_of(run: Run, rollout: TensorDict, **fields: Tensor) -> TensorDict:
         rollout: `[N, T + 1]`.
         fields: further fields of the rows, `[N, T]`, such as advantages.
 
-    Returns: `[N * T]` rows with obs, action, done and the other fields of the policy's `act`. For sequences, `[N]` rows
-        with fields `[N, T, ...]`, and `carry` `[N, ...]` if the policy has memory. `sample_log_prob` is summed over the
-        tokens of an action.
+    Returns: `[N * T]` rows with obs, action, done and the other fields of the policy's `act`. For sequences of L steps,
+        `[N * T / L]` rows with fields `[N * T / L, L, ...]`, and `carry` `[N * T / L, ...]` if the policy has memory. L
+        is `run.static.row_steps`. The segments of an environment follow each other. `sample_log_prob` is summed over
+        the tokens of an action.
     Raises: ConfigError if `act` returned one of `fields`, or a field that estimators of returns add.
     """
     steps = cast(TensorDict, rollout[:, :-1]).exclude(*_OUTCOMES)  # the last row is padding
@@ -43,8 +45,10 @@ def rows_of(run: Run, rollout: TensorDict, **fields: Tensor) -> TensorDict:
         steps = steps.set("sample_log_prob", sum_tokens(steps["sample_log_prob"], steps))
     if run.policy.unit == "step":
         return steps.update(fields).reshape(-1)
-    carry = {"carry": cast(TensorDict, steps["carry"])[:, 0]} if "carry" in steps else {}
-    return TensorDict({**dict(sequences(steps).items()), **fields, **carry}, steps.batch_size[:1])
+    length = run.static.row_steps
+    cut = sequences(steps).update(fields).reshape(-1, length)
+    carry = {"carry": cast(TensorDict, steps["carry"])[:, 0].flatten(0, 1)} if "carry" in steps else {}
+    return TensorDict({**dict(cut.items()), **carry}, cut.batch_size[:1])
 
 
 def check_log_prob(policy: Policy, algorithm: str) -> None:

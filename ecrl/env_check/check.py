@@ -193,6 +193,14 @@ def _episode_faults(history: dict[str, Tensor], lockstep: bool) -> Iterator[str]
             yield f"final_{name} is not {name} {place}, but no episode ends there; set both to the new observation"
 
 
+def _executed_faults(history: dict[str, Tensor]) -> Iterator[str]:
+    """Report the first step that took no step of the environment."""
+    if "executed" in history and (none := history["executed"][1:] < 1).any():
+        time, env = _first_index(none)
+        number = history["executed"][time + 1, env]
+        yield f"executed is {number} {_place_text(time + 1, env)}; an action takes at least 1 step of the environment"
+
+
 def _early_truncations(history: dict[str, Tensor], gap: int) -> Iterator[str]:
     """Report the first truncation before step `gap` of an episode. A run would lose its final observation."""
     elapsed = torch.zeros_like(history["reward"][0], dtype=torch.int64)
@@ -334,7 +342,7 @@ def check_env(env: Env | EnvChoice | dict | str, *, num_steps: int = 256, seed: 
     - NaN and infinity;
     - that the same keys and actions give the same bits twice;
     - that no function writes on its inputs, and that rows are independent;
-    - episode starts, episode ends and final observations;
+    - episode starts, episode ends and final observations, and `executed` if the environment has it;
     - that a step can be compiled and then gives the same values;
     - the speed of a batch.
 
@@ -375,7 +383,7 @@ def _check_rollout(env: Env, keys: Tensor, num_steps: int) -> tuple[list[str], l
     env.close(_part(trajectory.states, -1))
     history = _state_history(trajectory)
     findings = [*_not_finite(history), *_episode_faults(history, env.lockstep)]
-    findings += _early_truncations(history, env.min_truncation_gap)
+    findings += [*_executed_faults(history), *_early_truncations(history, env.min_truncation_gap)]
     for name in ("obs", "final_obs"):
         findings += _out_of_space(env.observation_space, name, history)
     findings += _check_repeatable(env, keys, trajectory)

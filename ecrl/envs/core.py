@@ -3,6 +3,11 @@
 An `Env` is a frozen dataclass of pure functions. `reset(keys)` and `step(state, action, noise)` return a state, which
 is a TensorDict of batch shape `[*B]`. A state has `obs`, `reward`, `terminated`, `truncated` and the fields of the
 dynamics. It may also have `info`, a TensorDict with fields such as `success`.
+
+An action may be a chunk of several steps of the environment. The state then has `executed` (int64 `[*B]`), the number
+of steps that the action took. It is at least 1, and less than the length of the chunk if the episode ended before.
+Returns discount by `gamma ** executed`. `reward` is the sum over these steps. After `reset`, `executed` may have any
+value. All other numbers of steps here, such as `time_limit` and `min_truncation_gap`, count calls of `step`.
 """
 
 import sys
@@ -149,7 +154,7 @@ def time_limit(env: Env, max_episode_steps: int) -> Env:
     return replace(env, reset=reset, step=step, min_truncation_gap=gap)
 
 
-_OUTCOME = ("reward", "terminated", "truncated", "info", "mask")
+_OUTCOME = ("reward", "terminated", "truncated", "info", "mask", "executed")
 
 
 @cache
@@ -157,8 +162,8 @@ def auto_reset(env: Env) -> Env:
     """Reset each copy of an environment in the step that ends its episode.
 
     After that step, `obs` and the fields of the dynamics are the start of the next episode. `reward`, `terminated`,
-    `truncated`, `info` and `mask` still describe the step itself. In every state, `final_obs` is the observation before
-    any reset. The next call of `env.step` gets a state with both flags False.
+    `truncated`, `info`, `mask` and `executed` still describe the step itself. In every state, `final_obs` is the
+    observation before any reset. The next call of `env.step` gets a state with both flags False.
 
     The noise of a step includes a start for the next episode. This start is drawn from the key of the step and the
     stream `rng.START`, so it does not depend on the ended episode. An environment that is not pure resets itself, so it

@@ -26,7 +26,7 @@ from ecrl.registry import did_you_mean, lookup, register_event
 
 Apply = Callable[[TensorDict, Tensor], TensorDict]
 
-_HIDDEN = ("reward", "terminated", "truncated", "info", "mask", "final_obs", "elapsed")
+_HIDDEN = ("reward", "terminated", "truncated", "info", "mask", "executed", "final_obs", "elapsed")
 """Fields hidden from events: the outcome of the last step, and the step counter of the time limit."""
 
 

@@ -55,6 +55,7 @@ def _check_required(env: Env, types: dict[str, str], batch: torch.Size, call: st
     required = _obs_types(env.observation_space, "obs", batch)
     required |= {"reward": (_type_text(torch.float32, batch),)}
     required |= {flag: (_type_text(torch.bool, batch),) for flag in _FLAGS}
+    required |= {"executed": (_type_text(torch.int64, batch),)} if "executed" in types else {}
     for name, allowed in required.items():
         nested = any(key.startswith(f"{name}.") for key in types)
         actual = "a TensorDict" if nested else types.get(name, "absent")
@@ -82,9 +83,9 @@ def check_fields(env: Env, name: str) -> None:
     The check resets and steps two copies of the environment on the CPU. It runs once for each `env`. `reset` and `step`
     must return TensorDicts of batch size `[*B]` with the same fields, shapes and dtypes. The required fields are `obs`,
     `reward` (float32 `[*B]`), `terminated` and `truncated` (both bool `[*B]`). `obs` must have the shape and the dtype
-    of the observation space; the dtype of a Discrete or MultiDiscrete space is int64. `reset` is also called with keys
-    `[T, N]`, as `auto_reset` does. An environment that is not pure is not checked. Errors of the environment's own code
-    are not caught.
+    of the observation space; the dtype of a Discrete or MultiDiscrete space is int64. `executed` is optional, int64
+    `[*B]`. `reset` is also called with keys `[T, N]`, as `auto_reset` does. An environment that is not pure is not
+    checked. Errors of the environment's own code are not caught.
 
     Args:
         env: the registered environment, before a run wraps it.

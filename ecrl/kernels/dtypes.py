@@ -84,6 +84,25 @@ def discounts(**named: Scalar) -> tuple[Scalar, ...]:
     return tuple(x.double() if isinstance(x, Tensor) else x for x in scalars(**named))
 
 
+def step_discounts(gamma: Scalar, reward: Tensor) -> Scalar:
+    """Return `gamma` for steps with these rewards; tensors in float64, as `discounts` does.
+
+    Raises: ValueError unless `gamma` is a number, a 0-d tensor or of the shape of `reward`.
+
+    >>> step_discounts(0.9, torch.zeros(2))
+    0.9
+    >>> step_discounts(torch.zeros(3), torch.zeros(2))
+    Traceback (most recent call last):
+    ValueError: gamma has shape [3], expected a number, a 0-d tensor or [2] as reward
+    """
+    if not isinstance(gamma, Tensor):
+        return gamma
+    if gamma.ndim and gamma.shape != reward.shape:
+        expected = f"a number, a 0-d tensor or {list(reward.shape)} as reward"
+        raise ValueError(f"gamma has shape {list(gamma.shape)}, expected {expected}")
+    return gamma.double()
+
+
 def exponent_bound(dtype: torch.dtype) -> float:
     """Return half the logarithm of the largest number of `dtype`.
 

@@ -76,9 +76,9 @@ def first_episode_mask(done: Tensor) -> Tensor:
 def grpo_advantages(rollout: TensorDict, *, gamma: Scalar, group_size: int, eps: Scalar) -> tuple[Tensor, Tensor]:
     """Apply `group_advantages` to the return of every step. Return `(advantages, mask)`, each `[N, T]`.
 
-    The function reads reward, terminated, truncated, done and, if present, mask of a `[N, T + 1]` rollout. Without a
-    mask every step counts. The function ignores the padding in the last time slot. It also ignores `value`, so returns
-    count no rewards after the last step.
+    The function reads reward, terminated, truncated, done and, if present, mask and executed of a `[N, T + 1]`
+    rollout. Without a mask every step counts. The function ignores the padding in the last time slot. It also ignores
+    `value`, so returns count no rewards after the last step.
 
     Raises: ValueError naming a field that is missing or has a wrong shape, and the errors of `group_advantages`.
     Source: Shao et al. 2024, arXiv:2402.03300, sec. 4.1.

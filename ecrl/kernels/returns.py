@@ -5,6 +5,9 @@ is over, so no later step contributes. If a time limit truncates an episode, the
 the value of the last state before the reset. The functions detach nothing. `ecrl.kernels.reverse_scan` runs the
 recursion over time.
 
+`gamma` is a number, a 0-d tensor or `[*B, T]`, the discount `gamma[t]` of each step. If a step stands for several steps
+of an environment, as a chunk of actions does, its discount is `gamma ** executed`.
+
 A term whose weight is 0 is left out, so it may be infinite or NaN:
 
 - With `gae_lambda` 0, the returns of later steps are not read.
@@ -22,8 +25,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ecrl.kernels.dtypes import common_dtype, discounts, exponent_bound, scalars, widened
-from ecrl.kernels.reverse_scan import or_zero, reverse_scan
+from ecrl.kernels.dtypes import common_dtype, discounts, exponent_bound, scalars, step_discounts, widened
+from ecrl.kernels.reverse_scan import in_dtype, or_zero, reverse_scan, varies
 from ecrl.types import Scalar, same_shape
 
 
@@ -57,7 +60,7 @@ def discounted_returns(
 ) -> Tensor:
     """Return Monte-Carlo returns. At a time limit and at the last step, they bootstrap from `next_value`.
 
-        G[t] = reward[t] + gamma * (next_value[t] * not terminated[t] if done[t] or t = T - 1 else G[t + 1])
+        G[t] = reward[t] + gamma[t] * (next_value[t] * not terminated[t] if done[t] or t = T - 1 else G[t + 1])
 
     Args:
         reward: `[*B, T]` float, reward units.
@@ -65,11 +68,11 @@ def discounted_returns(
             zeros to leave out the bootstrap.
         terminated: `[*B, T]` bool.
         done: `[*B, T]` bool, `terminated | truncated`.
-        gamma: discount per step.
+        gamma: discount, or `[*B, T]`, the discount of each step.
 
     Returns: `[*B, T]` in the dtype of `reward`.
     Gradient: flows through `reward` and `next_value`.
-    Raises: ValueError naming the argument, if shapes differ or a hyperparameter is not 0-d.
+    Raises: ValueError naming the argument, if shapes differ or a hyperparameter other than `gamma` is not 0-d.
     Source: Sutton and Barto 2018, eq. 3.8; time limits as in Pardo et al. 2018, arXiv:1712.00378.
 
     >>> f = torch.tensor([False, False])
@@ -77,10 +80,10 @@ def discounted_returns(
     [2.5, 3.0]
     """
     same_shape(reward=reward, next_value=next_value, terminated=terminated, done=done)
-    (gamma,) = discounts(gamma=gamma)
+    gamma = step_discounts(gamma, reward)
     dtype, (reward, next_value) = _widen(reward, next_value)
     reached = _zero_where(or_zero(terminated, gamma), next_value)
-    ending = reward + gamma * _zero_where(~done, reached)
+    ending = reward + in_dtype(gamma, reward) * _zero_where(~done, reached)
     return reverse_scan(ending, gamma, done, reached[..., -1]).to(dtype)
 
 
@@ -89,15 +92,15 @@ def n_step_returns(
 ) -> Tensor:
     """Return sums of up to `n` rewards plus a bootstrap value. A sum ends earlier at `done` and at the last step.
 
-        G1[t] = reward[t] + gamma * next_value[t] * not terminated[t]
-        Gk[t] = G1[t] if done[t] or t = T - 1 else reward[t] + gamma * G(k-1)[t + 1]
+        G1[t] = reward[t] + gamma[t] * next_value[t] * not terminated[t]
+        Gk[t] = G1[t] if done[t] or t = T - 1 else reward[t] + gamma[t] * G(k-1)[t + 1]
 
     Args:
         reward: `[*B, T]` float, reward units.
         next_value: `[*B, T]` float, V of the state that the action led to, before auto-reset.
         terminated: `[*B, T]` bool.
         done: `[*B, T]` bool, `terminated | truncated`.
-        gamma: discount per step.
+        gamma: discount, or `[*B, T]`, the discount of each step.
         n: largest number of rewards in a sum, at least 1.
 
     Returns: `[*B, T]` in the dtype of `reward`.
@@ -110,11 +113,13 @@ def n_step_returns(
     [3.5, 3.5, 5.0]
     """
     same_shape(reward=reward, next_value=next_value, terminated=terminated, done=done)
-    (gamma,) = discounts(gamma=gamma)
+    gamma = step_discounts(gamma, reward)
     if n < 1:
         raise ValueError(f"n_step_returns needs n >= 1, got n={n}")
     dtype, (reward, next_value) = _widen(reward, next_value)
+    gamma = in_dtype(gamma, reward)
     one_step = reward + gamma * _zero_where(or_zero(terminated, gamma), next_value)
+    gamma = gamma[..., :-1] if varies(gamma) else gamma  # pyright: ignore
     returns, cut = one_step, or_zero(done[..., :-1], gamma)
     for _ in range(min(n, reward.shape[-1]) - 1):
         longer = torch.where(cut, one_step[..., :-1], reward[..., :-1] + gamma * returns[..., 1:])
@@ -127,20 +132,20 @@ def td_lambda_returns(
 ) -> Tensor:
     """Return the lambda-weighted mean of all n-step returns.
 
-        G[t] = reward[t] + gamma * ((1 - gae_lambda) * next_value[t] + gae_lambda * G[t + 1])
-        G[t] = reward[t] + gamma * next_value[t] * not terminated[t]      where done[t] or t = T - 1
+        G[t] = reward[t] + gamma[t] * ((1 - gae_lambda) * next_value[t] + gae_lambda * G[t + 1])
+        G[t] = reward[t] + gamma[t] * next_value[t] * not terminated[t]      where done[t] or t = T - 1
 
     Args:
         reward: `[*B, T]` float, reward units.
         next_value: `[*B, T]` float, V of the state that the action led to, before auto-reset.
         terminated: `[*B, T]` bool.
         done: `[*B, T]` bool, `terminated | truncated`.
-        gamma: discount per step.
+        gamma: discount, or `[*B, T]`, the discount of each step.
         gae_lambda: 0 gives one-step targets, 1 Monte-Carlo returns.
 
     Returns: `[*B, T]` in the dtype of `reward`. It equals `gae(...).value_target` if `next_value[t]` is `value[t + 1]`.
     Gradient: flows through `reward` and `next_value`.
-    Raises: ValueError naming the argument, if shapes differ or a hyperparameter is not 0-d.
+    Raises: ValueError naming the argument, if shapes differ or a hyperparameter other than `gamma` is not 0-d.
     Source: Sutton and Barto 2018, eq. 12.2 and 12.3.
 
     >>> f = torch.tensor([False, False])
@@ -148,11 +153,11 @@ def td_lambda_returns(
     [2.25, 3.0]
     """
     same_shape(reward=reward, next_value=next_value, terminated=terminated, done=done)
-    gamma, gae_lambda = discounts(gamma=gamma, gae_lambda=gae_lambda)
+    gamma, (gae_lambda,) = step_discounts(gamma, reward), discounts(gae_lambda=gae_lambda)
     dtype, (reward, next_value) = _widen(reward, next_value)
     reached = _zero_where(or_zero(terminated, gamma), next_value)
     inside = (1.0 - gae_lambda) * _zero_where(or_zero(done, 1.0 - gae_lambda), reached)
-    mixed = reward + gamma * torch.where(done, reached, inside)
+    mixed = reward + in_dtype(gamma, reward) * torch.where(done, reached, inside)
     return reverse_scan(mixed, gamma * gae_lambda, done, reached[..., -1]).to(dtype)
 
 
@@ -168,8 +173,8 @@ def gae(
 ) -> GAE:
     """Return the generalised advantage estimate, in one backward pass over the last axis.
 
-        delta[t]     = reward[t] + gamma * next_value[t] * not terminated[t] - value[t]
-        advantage[t] = delta[t] + gamma * gae_lambda * advantage[t + 1] * not done[t]
+        delta[t]     = reward[t] + gamma[t] * next_value[t] * not terminated[t] - value[t]
+        advantage[t] = delta[t] + gamma[t] * gae_lambda * advantage[t + 1] * not done[t]
 
     Args:
         reward: `[*B, T]` float, reward units.
@@ -177,12 +182,12 @@ def gae(
         next_value: `[*B, T]` float, V of the state that the action led to, before auto-reset.
         terminated: `[*B, T]` bool.
         done: `[*B, T]` bool, `terminated | truncated`.
-        gamma: discount per step.
+        gamma: discount, or `[*B, T]`, the discount of each step.
         gae_lambda: 0 gives the one-step TD error, 1 the Monte-Carlo advantage.
 
     Returns: `advantage` and `value_target = advantage + value`, each `[*B, T]` in the dtype of `reward`.
     Gradient: flows through `reward`, `value` and `next_value`; nothing is detached.
-    Raises: ValueError naming the argument, if shapes differ or a hyperparameter is not 0-d.
+    Raises: ValueError naming the argument, if shapes differ or a hyperparameter other than `gamma` is not 0-d.
     Source: Schulman et al. 2016, arXiv:1506.02438, eq. 16; time limits as in Pardo et al. 2018, arXiv:1712.00378.
 
     >>> t, f = True, False
@@ -191,10 +196,10 @@ def gae(
     [-0.5, 0.0]
     """
     same_shape(reward=reward, value=value, next_value=next_value, terminated=terminated, done=done)
-    gamma, gae_lambda = discounts(gamma=gamma, gae_lambda=gae_lambda)
+    gamma, (gae_lambda,) = step_discounts(gamma, reward), discounts(gae_lambda=gae_lambda)
     dtype, (reward, value, next_value) = _widen(reward, value, next_value)
     reached = _zero_where(or_zero(terminated, gamma), next_value)
-    delta = reward - value + gamma * reached
+    delta = reward - value + in_dtype(gamma, reward) * reached
     advantage = reverse_scan(delta, gamma * gae_lambda, done)
     return GAE(advantage.to(dtype), (advantage + value).to(dtype))
 
@@ -218,10 +223,10 @@ def vtrace(
         ratio[t]        = exp(min(log_prob[t] - old_log_prob[t], bound))
         rho[t]          = min(clip_rho, ratio[t])
         c[t]            = gae_lambda * min(clip_c, ratio[t])
-        delta[t]        = rho[t] * (reward[t] + gamma * next_value[t] * not terminated[t] - value[t])
-        error[t]        = delta[t] + gamma * c[t] * error[t + 1] * not done[t]
+        delta[t]        = rho[t] * (reward[t] + gamma[t] * next_value[t] * not terminated[t] - value[t])
+        error[t]        = delta[t] + gamma[t] * c[t] * error[t + 1] * not done[t]
         value_target[t] = value[t] + error[t]
-        advantage[t]    = rho[t] * (reward[t] + gamma * target_next[t] - value[t])
+        advantage[t]    = rho[t] * (reward[t] + gamma[t] * target_next[t] - value[t])
         target_next[t]  = next_value[t] * not terminated[t] if done[t] or t = T - 1 else value_target[t + 1]
 
     `bound` keeps gradients finite. It is half the logarithm of the dtype's largest number, 44.36 in float32. No
@@ -235,14 +240,14 @@ def vtrace(
         next_value: `[*B, T]` float, V of the state that the action led to, before auto-reset.
         terminated: `[*B, T]` bool.
         done: `[*B, T]` bool, `terminated | truncated`.
-        gamma: discount per step.
+        gamma: discount, or `[*B, T]`, the discount of each step.
         gae_lambda: extra decay of `c`, 1 in the paper.
         clip_rho: upper bound of the ratio in `rho`.
         clip_c: upper bound of the ratio in `c`.
 
     Returns: `advantage` and `value_target`, each `[*B, T]` in the dtype of `reward`.
     Gradient: flows through every float argument; nothing is detached.
-    Raises: ValueError naming the argument, if shapes differ or a hyperparameter is not 0-d.
+    Raises: ValueError naming the argument, if shapes differ or a hyperparameter other than `gamma` is not 0-d.
     Source: Espeholt et al. 2018, arXiv:1802.01561, eq. 1 and sec. 4.2.
 
     >>> f, zero = torch.tensor([False, False]), torch.zeros(2)
@@ -259,40 +264,50 @@ def vtrace(
         terminated=terminated,
         done=done,
     )
-    gamma, gae_lambda = discounts(gamma=gamma, gae_lambda=gae_lambda)
+    gamma, (gae_lambda,) = step_discounts(gamma, reward), discounts(gae_lambda=gae_lambda)
     clip_rho, clip_c = scalars(clip_rho=clip_rho, clip_c=clip_c)
     bound = exponent_bound(common_dtype(log_prob, old_log_prob))
     dtype, floats = _widen(reward, value, next_value, log_prob, old_log_prob)
     reward, value, next_value, log_prob, old_log_prob = floats
     ratio = torch.exp((log_prob - old_log_prob).clamp(max=bound))
     rho, c = ratio.clamp(max=clip_rho), gae_lambda * ratio.clamp(max=clip_c)
-    reached = _zero_where(or_zero(terminated, gamma), next_value)
-    delta = rho * (reward + gamma * reached - value)
+    reached, discount = _zero_where(or_zero(terminated, gamma), next_value), in_dtype(gamma, reward)
+    delta = rho * (reward + discount * reached - value)
     value_target = value + reverse_scan(delta, gamma * c.double(), done)
     target_next = torch.cat((value_target[..., 1:], reached[..., -1:]), -1)
-    advantage = rho * (reward + gamma * torch.where(done, reached, target_next) - value)
+    advantage = rho * (reward + discount * torch.where(done, reached, target_next) - value)
     return VTrace(advantage.to(dtype), value_target.to(dtype))
 
 
 def episode_discounts(done: Tensor, *, gamma: Scalar) -> Tensor:
     """Return the discount of every step. It is 1 at the first step and at the first step after each `done`.
 
-        disc[0] = 1;    disc[t + 1] = 1 if done[t] else gamma * disc[t]
+        disc[0] = 1;    disc[t + 1] = 1 if done[t] else gamma[t] * disc[t]
 
     Args:
         done: `[*B, T]` bool.
-        gamma: discount per step.
+        gamma: discount, or `[*B, T]`, the discount of each step.
 
     Returns: `[*B, T]` float, in the dtype of `gamma` (torch's default for a Python number).
     Gradient: flows through `gamma`.
-    Raises: ValueError if `gamma` is not a number or a 0-d tensor.
+    Raises: ValueError if `gamma` is not a number, a 0-d tensor or of the shape of `done`.
 
     >>> episode_discounts(torch.tensor([False, False, True, False, False]), gamma=0.5).tolist()
     [1.0, 0.5, 0.25, 1.0, 0.5]
     """
     dtype = gamma.dtype if isinstance(gamma, Tensor) else torch.get_default_dtype()
+    if varies(gamma) and gamma.shape == done.shape:  # pyright: ignore
+        return _products(done, gamma.double()).to(dtype)  # pyright: ignore
     (gamma,) = scalars(gamma=gamma)
     steps = torch.arange(done.shape[-1], device=done.device).expand(done.shape)
     starts = torch.where(done, steps + 1, 0)[..., :-1].cummax(-1).values
     starts = torch.cat((torch.zeros_like(steps[..., :1]), starts), -1)
     return torch.pow(gamma, steps - starts).to(dtype)
+
+
+def _products(done: Tensor, gamma: Tensor) -> Tensor:
+    """Return the `disc` of `episode_discounts` for one `gamma` per step. The recursion runs forwards."""
+    is_first = torch.cat((torch.ones_like(done[..., :1]), done[..., :-1]), -1)
+    decay = torch.cat((torch.ones_like(gamma[..., :1]), gamma[..., :-1]), -1)
+    first = is_first.to(gamma.dtype)
+    return reverse_scan(first.flip(-1), decay.flip(-1), is_first.flip(-1)).flip(-1)

@@ -37,7 +37,7 @@ def reverse_scan(x: Tensor, decay: Scalar, cut: Tensor, last: Tensor | None = No
     >>> reverse_scan(torch.tensor([1.0, 2.0]), 0.5, no, torch.tensor(4.0)).tolist()
     [3.0, 4.0]
     """
-    decay = _time_major(decay) if _varies(decay) else decay  # pyright: ignore
+    decay = _time_major(decay) if varies(decay) else decay  # pyright: ignore
     last = torch.zeros_like(x[..., 0]) if last is None else last.to(x.dtype)
     return _SCAN[0](_time_major(x), decay, _time_major(cut), last).movedim(0, -1)
 
@@ -75,20 +75,20 @@ def scan_time_major(
 
 def _in_blocks(x: Tensor, decay: Scalar, cut: Tensor, last: Tensor, store: Callable[[Tensor], Tensor]) -> Tensor:
     if len(x) <= 2 * _STEPS:
-        return torch.stack(_steps(x, _in_dtype(decay, x), cut, last, store))
+        return torch.stack(_steps(x, in_dtype(decay, x), cut, last, store))
     rest = len(x) % _STEPS
     if rest:
-        rest_decay = _in_dtype(_slice_time(decay, slice(-rest, None)), x)
+        rest_decay = in_dtype(_slice_time(decay, slice(-rest, None)), x)
         tail = torch.stack(_steps(x[-rest:], rest_decay, cut[-rest:], last, store))
         head = _in_blocks(x[:-rest], _slice_time(decay, slice(-rest)), cut[:-rest], tail[0], store)
         return torch.cat((head, tail))
     x, cut = (a.unflatten(0, (-1, _STEPS)).movedim(1, 0) for a in (x, cut))  # [_STEPS, blocks, *B]
-    if _varies(decay):
+    if varies(decay):
         decay = decay.unflatten(0, (-1, _STEPS)).movedim(1, 0)  # pyright: ignore
         product = store(decay.double().prod(0))[1:]
     else:
         product = decay**_STEPS
-    step_decay = _in_dtype(decay, x)
+    step_decay = in_dtype(decay, x)
     block_cut = store(reduce(torch.logical_or, cut.unbind(0)).float()) != 0
     block_y = store(_steps(x, step_decay, cut, torch.zeros_like(x[0]), store)[0].double())
     after = _in_blocks(block_y[1:], product, block_cut[1:], last.double(), store)
@@ -108,7 +108,7 @@ def use_scan(scan: TimeMajorScan) -> TimeMajorScan:
 def _steps(x: Tensor, decay: Scalar, cut: Tensor, last: Tensor, store: Callable[[Tensor], Tensor]) -> list[Tensor]:
     """Return every `y[t]`, computed one step at a time from the last step."""
     y, ys, zero = last, [], x.new_zeros(())
-    decays = decay.unbind(0) if _varies(decay) else [decay] * len(x)  # pyright: ignore
+    decays = decay.unbind(0) if varies(decay) else [decay] * len(x)  # pyright: ignore
     for x_t, decay_t, cut_t in list(zip(x.unbind(0), decays, cut.unbind(0), strict=True))[::-1]:
         y = torch.where(cut_t, zero, y)  # not a product, because 0 * nan is nan
         y = store(torch.addcmul(x_t, y, decay_t) if isinstance(decay_t, Tensor) else x_t.add(y, alpha=decay_t))
@@ -116,16 +116,26 @@ def _steps(x: Tensor, decay: Scalar, cut: Tensor, last: Tensor, store: Callable[
     return ys[::-1]
 
 
-def _varies(decay: Scalar) -> bool:
+def varies(decay: Scalar) -> bool:
+    """Return True if `decay` is a tensor with one number for each step.
+
+    >>> varies(0.5), varies(torch.tensor(0.5)), varies(torch.tensor([0.5, 0.25]))
+    (False, False, True)
+    """
     return isinstance(decay, Tensor) and decay.ndim > 0
 
 
-def _in_dtype(decay: Scalar, x: Tensor) -> Scalar:
+def in_dtype(decay: Scalar, x: Tensor) -> Scalar:
+    """Return `decay` in the dtype of `x` if it is a tensor.
+
+    >>> in_dtype(torch.tensor(0.5, dtype=torch.float64), torch.ones(2)), in_dtype(0.5, torch.ones(2))
+    (tensor(0.5000), 0.5)
+    """
     return decay.to(x.dtype) if isinstance(decay, Tensor) else decay
 
 
 def _slice_time(decay: Scalar, steps: slice) -> Scalar:
-    return decay[steps] if _varies(decay) else decay  # pyright: ignore
+    return decay[steps] if varies(decay) else decay  # pyright: ignore
 
 
 def _time_major(x: Tensor) -> Tensor:

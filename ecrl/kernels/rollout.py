@@ -13,14 +13,14 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from ecrl.kernels.dtypes import common_dtype, discounts, widened
-from ecrl.kernels.reverse_scan import reverse_scan
+from ecrl.kernels.dtypes import common_dtype, step_discounts, widened
+from ecrl.kernels.reverse_scan import reverse_scan, varies
 from ecrl.kernels.scan_loop import Scan, in_chunks, loop, scan
 from ecrl.pytree import flatten, mapped, unflatten
 from ecrl.types import Scalar, same_shape
 
 _STEP_FIELDS = ("reward", "terminated", "truncated")
-_OPTIONAL = ("info", "mask")
+_OPTIONAL = ("info", "mask", "executed")
 _COLLECTED = {*_STEP_FIELDS, *_OPTIONAL, "done", "obs", "final_obs", "value", "final_value", "carry", "final_carry"}
 """Fields that the collector writes, so `act` must not return them."""
 
@@ -50,8 +50,8 @@ def act_and_step(
         env_noise: noise from the environment's `draw` for this step.
 
     Returns: carry, env_state and the rollout row `[N]`. The row has the fields of `out`, reward, terminated, truncated,
-        done and final_obs, and info and mask if the environment has them. The carry is the memory after `act`. Pass it
-        through `restarted_carry` before the next step, because the episode may have ended.
+        done and final_obs, and info, mask and executed if the environment has them. The carry is the memory after
+        `act`. Pass it through `restarted_carry` before the next step, because the episode may have ended.
     Gradient: flows as `act` and `step` define it.
     Raises: ValueError if `act` returns a field that the collector sets, such as reward.
 
@@ -172,19 +172,68 @@ def _run_loop(
     initial: TensorDict,
     scan: Scan,
     size: int | None,
-) -> tuple[tuple[TensorDict, TensorDict], TensorDict, dict[str, Any] | None]:
-    """Run the loop over time. Return the carry and the environment state, the rows `[T, N]`, and the final states.
+    length: int,
+) -> tuple[tuple[TensorDict, TensorDict], TensorDict, dict[str, Any] | None, TensorDict]:
+    """Run the loop over time, in segments of `length` steps.
 
-    If `size` is None, there is a final state for each step, `[T, N]`. If `size` is 0, the final states are None.
-    Otherwise there is one for each truncation, `[size, N]`.
+    Return the carry and the environment state, the rows `[T, N]`, the final states, and the memories before the
+    segments `[S, N]`. If `size` is None, there is a final state for each step, `[T, N]`. If `size` is 0, the final
+    states are None. Otherwise there is one for each truncation, `[size, N]`.
     """
     if size is None:
-        carry_and_env, rows = scan(partial(_transition, policy, env), carry_and_env, noise, params, initial)
-        return carry_and_env, rows, {"obs": rows.pop("final_obs"), "carry": rows.pop("final_carry", initial)}
+        body = partial(_transition, policy, env)
+        scan_segments = partial(_scan_segments, scan, length, _memory)
+        carry_and_env, rows, memories = scan_segments(body, carry_and_env, noise, params, initial)
+        final = {"obs": rows.pop("final_obs"), "carry": rows.pop("final_carry", initial)}
+        return carry_and_env, rows, final, memories
     slots = _empty_slots(carry_and_env[0], carry_and_env[1]["obs"], size) if size else None
-    body, state = partial(_sparse_transition, policy, env), (carry_and_env, slots)
-    (carry_and_env, slots), rows = scan(body, state, noise, params, initial)
-    return carry_and_env, rows, None if slots is None else _swap_axes(slots[1])
+    body, start = partial(_sparse_transition, policy, env), (carry_and_env, slots)
+    scan_segments = partial(_scan_segments, scan, length, _memory_beside_slots)
+    (carry_and_env, slots), rows, memories = scan_segments(body, start, noise, params, initial)
+    return carry_and_env, rows, None if slots is None else _swap_axes(slots[1]), memories
+
+
+def _memory(carry_and_env: tuple[TensorDict, TensorDict]) -> TensorDict:
+    return carry_and_env[0]
+
+
+def _memory_beside_slots(carry: Any) -> TensorDict:
+    (memory, _), _ = carry
+    return memory
+
+
+def _scan_segments(
+    scan: Scan, length: int, memory_of: Callable[[Any], TensorDict], body: Any, carry: Any, noise: Any, *constants: Any
+) -> tuple[Any, TensorDict, TensorDict]:
+    """Run `scan` of `body` over time, in segments of `length` steps.
+
+    Args:
+        scan: the loop.
+        length: steps of a segment. It divides T.
+        memory_of: carry -> the policy's memory in it.
+        body: the body of the loop.
+        carry: the carry before the first step.
+        noise: `[T, N]`.
+        constants: passed to every step.
+
+    Returns: the last carry, the rows `[T, N]`, and the memories before the first step of each segment, `[S, N]`.
+    """
+    steps = len(flatten(noise)[0][0])
+    if length == steps:
+        start = mapped(lambda x: x.unsqueeze(0), memory_of(carry), batch=lambda size: (1, *size))
+        return *scan(body, carry, noise, *constants), start
+    cut = mapped(lambda x: x.unflatten(0, (-1, length)), noise, batch=lambda size: (steps // length, length, *size[1:]))
+    segment = partial(_segment, scan, memory_of, body)
+    carry, (rows, memories) = scan(segment, carry, cut, *constants)
+    return carry, mapped(lambda x: x.flatten(0, 1), rows, batch=lambda size: (steps, *size[2:])), memories
+
+
+def _segment(
+    scan: Scan, memory_of: Callable[[Any], TensorDict], body: Any, carry: Any, noise: Any, *constants: Any
+) -> tuple[Any, tuple[TensorDict, TensorDict]]:
+    """Take the steps of a segment. Return the carry, and the rows with the memory before the first of them."""
+    after, rows = scan(body, carry, noise, *constants)
+    return after, (rows, memory_of(carry).clone())
 
 
 def _swap_axes(tree: Any) -> Any:
@@ -222,6 +271,7 @@ def collect_rollout(
     *,
     scan: Scan = scan,
     max_truncations: int | None = None,
+    segment_length: int | None = None,
 ) -> tuple[TensorDict, TensorDict, TensorDict]:
     """Run N environments for T steps and return a `[N, T + 1]` rollout.
 
@@ -241,14 +291,16 @@ def collect_rollout(
         max_truncations: the largest number of truncations of one environment in the T steps, or None if it is
             unknown. A small number saves memory and time, because the function stores only this many final observations
             per environment, and the critic evaluates no others.
+        segment_length: steps of a segment, which divides T. The rollout has the policy's memory before the first step
+            of each segment. None makes all T steps one segment.
 
     Returns: carry and env_state after T steps, and the rollout. The rollout has obs, the fields that `act` returns,
-        reward, terminated, truncated and done. It has info and mask if the environment has them, and value and
-        final_value if the policy has a critic. In memory, time is the first axis. The last time slot of every field is
-        zero, except for obs, value and carry. If the policy has memory, every slot of the field `carry` is the memory
-        before the first step. The slots share one tensor `[N, ...]`.
+        reward, terminated, truncated and done. It has info, mask and executed if the environment has them, and value
+        and final_value if the policy has a critic. In memory, time is the first axis. The last time slot of every field
+        is zero, except for obs, value and carry. If the policy has memory, every slot of the field `carry` has the
+        memories before all segments, `[S, ...]` with S = T / segment_length. The slots share one tensor `[N, S, ...]`.
     Gradient: none, because the function runs under `no_grad`.
-    Raises: ValueError if the keys are not both `[T, N]` with T >= 1.
+    Raises: ValueError if the keys are not both `[T, N]` with T >= 1, or if `segment_length` does not divide T.
     Source: for the value at a time limit, Pardo et al. 2018, arXiv:1712.00378.
 
     >>> from ecrl.envs import auto_reset, make_env
@@ -265,15 +317,19 @@ def collect_rollout(
         raise ValueError(
             f"env_keys {list(env_keys.shape)} and action_keys {list(action_keys.shape)} must both be [T, N], T >= 1"
         )
+    length = len(env_keys) if segment_length is None else segment_length
+    if length < 1 or len(env_keys) % length:
+        raise ValueError(f"segment_length is {length}, expected a divisor of the {len(env_keys)} steps")
     with torch.no_grad():
         noise, start, steps = (policy.draw(action_keys), env.draw(env_keys)), carry, len(env_keys)
         initial = carry if carry.is_empty() else policy.init_carry(params, env_keys.shape[1])
         size = 0 if policy.value is None else max_truncations
         size = None if size is None or size >= steps else size
-        (carry, env_state), rows, final = _run_loop(policy, env, params, (carry, env_state), noise, initial, scan, size)
+        collected = _run_loop(policy, env, params, (carry, env_state), noise, initial, scan, size, length)
+        (carry, env_state), rows, final, memories = collected
         rollout = env_major(rows.exclude("obs")).set("obs", env_major(rows["obs"], env_state["obs"]))
         if not start.is_empty():
-            rollout.set("carry", _repeat_over_time(start, rollout.batch_size))
+            rollout.set("carry", _repeat_over_time(_swap_axes(memories), rollout.batch_size))
         if policy.value is not None:
             values = _sequence_values if getattr(policy, "unit", "step") == "sequence" else _step_values
             value, final_value = values(policy.value, params, start, scan, rollout, final)
@@ -282,8 +338,8 @@ def collect_rollout(
 
 
 def _repeat_over_time(carry: TensorDict, size: torch.Size) -> TensorDict:
-    """Repeat fields `[N, ...]` along a new time axis, without a copy. `size` is `[N, T + 1]`."""
-    return mapped(lambda x: x.unsqueeze(1).expand(*size, *x.shape[1:]), carry, batch=lambda _: size)
+    """Repeat fields `[N, S, ...]` along a new time axis, without a copy. `size` is `[N, T + 1]`."""
+    return mapped(lambda x: x.unsqueeze(1).expand(*size, *x.shape[1:]), carry, batch=lambda batch: (*size, *batch[1:]))
 
 
 def _step_values(
@@ -365,30 +421,31 @@ def episode_init(num_envs: int, window: int, device: torch.device | str | None =
 def running_returns(reward: Tensor, done: Tensor, before: Tensor, *, gamma: Scalar) -> Tensor:
     """Return the discounted sum of the rewards so far in each episode. Older rewards weigh less.
 
-        y[t] = reward[t] + gamma * y[t - 1] * not done[t - 1],    y[-1] = before
+        y[t] = reward[t] + gamma[t] * y[t - 1] * not done[t - 1],    y[-1] = before
 
     Args:
         reward: `[*B, T]` float, reward units.
         done: `[*B, T]` bool.
         before: `[*B]` float, the sum before the first step, 0 for a new episode.
-        gamma: discount per step.
+        gamma: discount, or `[*B, T]`, the discount of each step.
 
     Returns: `[*B, T]` in the dtype of `reward`; half precision is computed in float32.
     Gradient: flows through `reward` and `before`.
-    Raises: ValueError naming the argument, if shapes differ or a hyperparameter is not 0-d.
+    Raises: ValueError naming the argument, if shapes differ or a hyperparameter other than `gamma` is not 0-d.
     Source: Engstrom et al. 2020, arXiv:2005.12729, sec. 3 (reward scaling).
 
     >>> running_returns(torch.ones(3), torch.tensor([False, True, False]), torch.tensor(4.0), gamma=0.5).tolist()
     [3.0, 2.5, 1.0]
     """
     same_shape(reward=reward, done=done)
-    (gamma,) = discounts(gamma=gamma)
+    gamma = step_discounts(gamma, reward)
     if before.shape != reward.shape[:-1]:
         expected = f"expected {list(reward.shape[:-1])}, the shape of reward without its time axis"
         raise ValueError(f"before has shape {list(before.shape)}, {expected}")
     dtype = reward.dtype if reward.is_floating_point() else common_dtype(reward, before)
     reward, before = widened(reward, before)
     ended_before = torch.cat((torch.zeros_like(done[..., :1]), done[..., :-1]), -1)
+    gamma = gamma.flip(-1) if varies(gamma) else gamma  # pyright: ignore
     return reverse_scan(reward.flip(-1), gamma, ended_before.flip(-1), before).flip(-1).to(dtype)
 
 
@@ -412,7 +469,9 @@ def _add_reward(total: Tensor, step: tuple[Tensor, Tensor]) -> tuple[Tensor, Ten
     return total.masked_fill(done, 0.0), total
 
 
-def episode_update(episode: TensorDict, reward: Tensor, done: Tensor, mask: Tensor | None = None) -> TensorDict:
+def episode_update(
+    episode: TensorDict, reward: Tensor, done: Tensor, mask: Tensor | None = None, executed: Tensor | None = None
+) -> TensorDict:
     """Return the statistics after T more steps.
 
     Args:
@@ -420,6 +479,7 @@ def episode_update(episode: TensorDict, reward: Tensor, done: Tensor, mask: Tens
         reward: `[N, T]` float, reward units.
         done: `[N, T]` bool.
         mask: `[N, T]` bool, False for a step that does not count. With None all steps count.
+        executed: `[N, T]` int64, the number of environment steps that each step took. With None it is 1.
 
     Returns: new statistics in the dtypes of `episode`. `finished_return` and `finished_length` hold the most recent
         episodes, oldest first. Episodes that end at the same step are in the order of their environments. `finished` is
@@ -431,13 +491,13 @@ def episode_update(episode: TensorDict, reward: Tensor, done: Tensor, mask: Tens
     >>> e["finished_return"][e["finished"]], e["running_return"]
     (tensor([3.]), tensor([4.]))
     """
-    one = torch.ones_like(reward)
+    taken = torch.ones_like(reward) if executed is None else executed.to(reward.dtype)
     if mask is not None:
-        reward, one = reward.masked_fill(~mask, 0.0), mask.to(reward.dtype)
+        reward, taken = reward.masked_fill(~mask, 0.0), taken.masked_fill(~mask, 0.0)
     before = episode["running_return"]
     _, ret = loop(_add_reward, before.double(), (reward.t().double(), done.t()))
     ret = ret.t().masked_fill(~ret.t().isfinite(), torch.nan).to(before.dtype)
-    length = _steps_since_end(one, done, episode["running_length"]).to(episode["running_length"].dtype)
+    length = _steps_since_end(taken, done, episode["running_length"]).to(episode["running_length"].dtype)
     ended = torch.cat((episode["finished"], done.t().reshape(-1)))
     order = torch.where(ended, torch.arange(1, len(ended) + 1, device=done.device), 0)
     last = order.topk(len(episode["finished"])).indices.flip(0)

@@ -1,6 +1,7 @@
 """The estimators of `returns.py` for `[N, T + 1]` rollouts. These functions select fields and do no arithmetic.
 
-They ignore the padding in the last time slot. Without the field `final_value`, a time limit counts as a termination.
+They ignore the padding in the last time slot. Without the field `final_value`, a time limit counts as a termination. If
+the rollout has `executed`, the discount of a step is `gamma ** executed`.
 """
 
 import torch
@@ -11,11 +12,30 @@ from ecrl.kernels.returns import GAE, VTrace, discounted_returns, gae, n_step_re
 from ecrl.types import Scalar, check_rollout, transitions
 
 
+def decision_discounts(steps: TensorDict, gamma: Scalar) -> Scalar:
+    """Return the discount of each decision, for steps `[*B]`; `gamma` if they do not have `executed`.
+
+        discount[t] = gamma ** executed[t]
+
+    Raises: ValueError if `executed` is not a field of integers `[*B]`.
+
+    >>> decision_discounts(TensorDict({"executed": torch.tensor([1, 3])}, [2]), 0.5)
+    tensor([0.5000, 0.1250], dtype=torch.float64)
+    """
+    if "executed" not in steps:
+        return gamma
+    executed = steps["executed"]
+    if executed.shape != steps.batch_size or executed.is_floating_point():
+        have = f"{executed.dtype} {list(executed.shape)}".removeprefix("torch.")
+        raise ValueError(f"executed is {have}, expected int64 {list(steps.batch_size)}")
+    return torch.pow(gamma.double() if isinstance(gamma, Tensor) else gamma, executed.double())
+
+
 def compute_returns(rollout: TensorDict, gamma: Scalar) -> Tensor:
     """Return `discounted_returns` of a `[N, T + 1]` rollout: `[N, T]`.
 
-    The function reads reward, terminated, truncated and done, and if present, value and final_value. Without `value`
-    the returns do not bootstrap.
+    The function reads reward, terminated, truncated and done, and if present, value, final_value and executed. Without
+    `value` the returns do not bootstrap.
 
     Raises: ValueError naming a field that is missing or has a wrong shape.
 
@@ -28,13 +48,14 @@ def compute_returns(rollout: TensorDict, gamma: Scalar) -> Tensor:
     steps = transitions(rollout)
     next_value = steps.get("next_value", None)
     next_value = torch.zeros_like(steps["reward"]) if next_value is None else next_value
-    return discounted_returns(steps["reward"], next_value, steps["terminated"], steps["done"], gamma=gamma)
+    discount = decision_discounts(steps, gamma)
+    return discounted_returns(steps["reward"], next_value, steps["terminated"], steps["done"], gamma=discount)
 
 
 def compute_n_step_returns(rollout: TensorDict, gamma: Scalar, n: int) -> Tensor:
     """Return `n_step_returns` of a `[N, T + 1]` rollout: `[N, T]`.
 
-    The function reads reward, value, terminated, truncated, done and, if present, final_value.
+    The function reads reward, value, terminated, truncated, done and, if present, final_value and executed.
 
     Raises: ValueError naming a field that is missing or has a wrong shape, or if `n < 1`.
 
@@ -45,13 +66,14 @@ def compute_n_step_returns(rollout: TensorDict, gamma: Scalar, n: int) -> Tensor
     """
     check_rollout(rollout, "reward", "value", "terminated", "truncated", "done")
     s = transitions(rollout)
-    return n_step_returns(s["reward"], s["next_value"], s["terminated"], s["done"], gamma=gamma, n=n)
+    discount = decision_discounts(s, gamma)
+    return n_step_returns(s["reward"], s["next_value"], s["terminated"], s["done"], gamma=discount, n=n)
 
 
 def compute_td_lambda_returns(rollout: TensorDict, gamma: Scalar, gae_lambda: Scalar) -> Tensor:
     """Return `td_lambda_returns` of a `[N, T + 1]` rollout: `[N, T]`.
 
-    The function reads reward, value, terminated, truncated, done and, if present, final_value.
+    The function reads reward, value, terminated, truncated, done and, if present, final_value and executed.
 
     Raises: ValueError naming a field that is missing or has a wrong shape.
 
@@ -62,15 +84,16 @@ def compute_td_lambda_returns(rollout: TensorDict, gamma: Scalar, gae_lambda: Sc
     """
     check_rollout(rollout, "reward", "value", "terminated", "truncated", "done")
     s = transitions(rollout)
+    discount = decision_discounts(s, gamma)
     return td_lambda_returns(
-        s["reward"], s["next_value"], s["terminated"], s["done"], gamma=gamma, gae_lambda=gae_lambda
+        s["reward"], s["next_value"], s["terminated"], s["done"], gamma=discount, gae_lambda=gae_lambda
     )
 
 
 def compute_gae(rollout: TensorDict, gamma: Scalar, gae_lambda: Scalar) -> GAE:
     """Return `gae` of a `[N, T + 1]` rollout: advantages and value targets, each `[N, T]`.
 
-    The function reads reward, value, terminated, truncated, done and, if present, final_value.
+    The function reads reward, value, terminated, truncated, done and, if present, final_value and executed.
 
     Raises: ValueError naming a field that is missing or has a wrong shape.
 
@@ -82,7 +105,8 @@ def compute_gae(rollout: TensorDict, gamma: Scalar, gae_lambda: Scalar) -> GAE:
     """
     check_rollout(rollout, "reward", "value", "terminated", "truncated", "done")
     s = transitions(rollout)
-    return gae(s["reward"], s["value"], s["next_value"], s["terminated"], s["done"], gamma=gamma, gae_lambda=gae_lambda)
+    fields = (s["reward"], s["value"], s["next_value"], s["terminated"], s["done"])
+    return gae(*fields, gamma=decision_discounts(s, gamma), gae_lambda=gae_lambda)
 
 
 def compute_vtrace(
@@ -91,7 +115,8 @@ def compute_vtrace(
     """Return `vtrace` of a `[N, T + 1]` rollout: advantages and value targets, each `[N, T]`.
 
     `log_prob` `[N, T]` holds the log-probabilities of the actions under the policy being trained. The function reads
-    sample_log_prob, reward, value, terminated, truncated, done and, if present, final_value of the rollout.
+    sample_log_prob, reward, value, terminated, truncated, done and, if present, final_value and executed of the
+    rollout.
 
     Raises: ValueError naming a field that is missing or has a wrong shape.
 
@@ -105,4 +130,5 @@ def compute_vtrace(
     check_rollout(rollout, "sample_log_prob", "reward", "value", "terminated", "truncated", "done")
     s = transitions(rollout)
     fields = (s["sample_log_prob"], s["reward"], s["value"], s["next_value"], s["terminated"], s["done"])
-    return vtrace(log_prob, *fields, gamma=gamma, gae_lambda=gae_lambda, clip_rho=clip_rho, clip_c=clip_c)
+    discount = decision_discounts(s, gamma)
+    return vtrace(log_prob, *fields, gamma=discount, gae_lambda=gae_lambda, clip_rho=clip_rho, clip_c=clip_c)

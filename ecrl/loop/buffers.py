@@ -26,6 +26,7 @@ LOOP_KINDS: Kinds = {
     "norm": Kind.STATISTICS,
     "key": Kind.COUNTER,
     "sample_step": Kind.COUNTER,
+    "decision_step": Kind.COUNTER,
     "update_step": Kind.COUNTER,
     "iterations": Kind.COUNTER,
 }

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 
 from ecrl.algorithms import Algorithm, Run, Static, make_algorithm
+from ecrl.algorithms.minibatch_sgd import MinibatchConfig
 from ecrl.compile.jit import Form, choose_form, compilations_of
 from ecrl.config import Config
 from ecrl.distributed import local_device, world_size
@@ -144,5 +145,18 @@ def with_training_wrappers(env: Env, cfg: Config, events: Literal["train", "eval
 def static_of(cfg: Config, policy: Policy) -> Static:
     """Return the numbers of a config and its policy that shape the graph of an iteration."""
     trainer = cfg.trainer
-    skips, row_steps = trainer.finite_guard == "skip", trainer.buffer_size if policy.unit == "sequence" else 1
+    skips, row_steps = trainer.finite_guard == "skip", _row_steps(cfg, policy)
     return Static(trainer.num_envs, trainer.buffer_size, world_size(), skips, row_steps)
+
+
+def _row_steps(cfg: Config, policy: Policy) -> int:
+    """Return the number of steps in a row of a minibatch."""
+    own, steps, key = cfg.algorithm.cfg, cfg.trainer.buffer_size, "algorithm.cfg.segment_length"
+    length = own.segment_length if isinstance(own, MinibatchConfig) else None
+    if length is None:
+        return steps if policy.unit == "sequence" else 1
+    if policy.unit == "step":
+        raise ConfigError(f"{key}: {length}, but policy {cfg.policy.name} learns from single steps; leave it out")
+    if steps % length:
+        raise ConfigError(f"{key}: {length} does not divide trainer.buffer_size {steps}; use a divisor")
+    return length

@@ -15,7 +15,14 @@ from torch import Tensor
 
 from ecrl import rng
 from ecrl.algorithms import Interleaved, Run
-from ecrl.algorithms.core import initial_carry, start_keys, steps_taken
+from ecrl.algorithms.core import (
+    counted_after,
+    decisions,
+    initial_carry,
+    initial_exploration,
+    start_keys,
+    steps_taken,
+)
 from ecrl.algorithms.state_kinds import merge
 from ecrl.compile.jit import compilations_of
 from ecrl.compile.vmap import host_values, vmapped
@@ -81,7 +88,14 @@ def first_state(run: Run, cfg: Config, key: Tensor | None = None) -> TensorDict:
     check_envs(cfg, run.env, cfg.trainer.num_envs, "trainer.num_envs")
     key = (rng.key(cfg.trainer.seed) if key is None else key).to(device_of(cfg))
     state = _state_without_env(run, cfg, key)  # first, because `init` may refuse the config before opening environments
-    return state.set("env", _first_envs(run, cfg, key)).lock_()
+    return _with_envs(state, _first_envs(run, cfg, key)).lock_()
+
+
+def _with_envs(state: TensorDict, env: TensorDict) -> TensorDict:
+    """Add environments to a state before its first step. Actions are counted apart if they may take several steps."""
+    if "executed" in env:
+        state.set("decision_step", torch.zeros_like(state["sample_step"]))
+    return state.set("env", env)
 
 
 def _first_envs(run: Run, cfg: Config, key: Tensor) -> TensorDict:
@@ -128,7 +142,7 @@ def expected_state(run: Run, cfg: Config, state: TensorDict) -> TensorDict:
     key = rng.key(cfg.trainer.seed, device_of(cfg))
     with ZerosWithoutMemory():
         expected = _state_without_env(run, cfg, key)
-    return expected.set("env", _first_envs(run, cfg, key) if run.env.is_pure else state["env"]).lock_()
+    return _with_envs(expected, _first_envs(run, cfg, key) if run.env.is_pure else state["env"]).lock_()
 
 
 def with_iterations_of(cfg: Config, state: TensorDict) -> TensorDict:
@@ -158,7 +172,7 @@ def reopened(run: Run, state: TensorDict) -> TensorDict:
     run.env.close(env)
     keys = start_keys(state["key"], run.static.num_envs, steps_taken(run, state), run.algorithm.group_size)
     fields = {"env": run.env.reset(keys), "episode": restarted(cast(TensorDict, state["episode"]))}
-    state = state.copy().update(fields | initial_carry(run, state))
+    state = state.copy().update(fields | initial_carry(run, state) | initial_exploration(run, state))
     if "reward" in state["norm"]:  # the running returns belong to the lost episodes
         norm = cast(TensorDict, state["norm"]).clone()
         norm["reward", "running"] = torch.zeros_like(norm["reward", "running"])
@@ -219,7 +233,7 @@ def run_summary(run: Run, cfg: Config, world_size: int) -> list[str]:
 
 
 def steps_per_iteration(cfg: Config) -> int:
-    """Return the environment steps of one iteration, over all ranks."""
+    """Return the environment steps of one iteration, over all ranks; its actions, if these may take several steps."""
     return cfg.trainer.buffer_size * cfg.trainer.num_envs * world_size()
 
 
@@ -230,6 +244,16 @@ def crossed(step: int, size: int, freq: int) -> bool:
     [False, False, True, False, True]
     """
     return step // freq > (step - size) // freq
+
+
+def is_due(record: LogData, cfg: Config, freq: int) -> bool:
+    """Return True if the iteration of a record reached or passed a multiple of `freq` environment steps."""
+    return crossed(record["sample_step"], record.get("taken", steps_per_iteration(cfg)), freq)
+
+
+def decisions_of(record: LogData) -> int:
+    """Return the number of actions taken, which the budget counts: `sample_step` if each is one environment step."""
+    return int(decisions(record["state"])) if "taken" in record else record["sample_step"]
 
 
 def _statistics(norm_update: Callable[..., TensorDict], norm: TensorDict, steps: TensorDict) -> TensorDict:
@@ -265,8 +289,7 @@ def _iteration(
             first = initial_carry(run, merge(state, borrowed.fields))["carry"]
             state = replaced(state, {"carry": restart_nonfinite(cast(TensorDict, state["carry"]), first)})
         train_logs = train_logs | {"skipped_updates": nonfinite[1].any().to(torch.float32)}
-    taken = run.static.buffer_size * run.static.num_envs * run.static.world_size
-    state = replaced(state, {"sample_step": state["sample_step"] + taken})
+    state = replaced(state, counted_after(run, state, steps.get("executed", None)))
     logs = {"collect": over_ranks(collect_logs(episode, steps)), "train": over_ranks(train_logs)}
     return state, cast(TensorDict, writes.exclude("steps")), logs, nonfinite
 
@@ -401,8 +424,8 @@ def train_iter(state: TensorDict, cfg: Config, watch: Watch = unwatched) -> Iter
 def iterations(run: Run, state: TensorDict, cfg: Config) -> Iterator[LogData]:
     """Yield the records of `train_iter`, for a run and a state that was already checked."""
     state, guard = with_iterations_of(cfg, reopened(run, state)), cfg.trainer.finite_guard
-    size, step, end = steps_per_iteration(cfg), int(state["sample_step"]), total_steps(cfg, run.static.world_size)
-    settled, phase = step + 2 * size, None
+    size, step, end = steps_per_iteration(cfg), int(decisions(state)), total_steps(cfg, run.static.world_size)
+    settled, phase, sample_step = step + 2 * size, None, int(state["sample_step"])
     own, borrowed = borrowed_leaves(state, kinds_of(run))
     borrowed = take_over(borrowed, kinds_of(run))
     leaves, structure = flatten(own.clone())  # a list of tensors is the fastest form to pass to compiled code
@@ -410,7 +433,7 @@ def iterations(run: Run, state: TensorDict, cfg: Config) -> Iterator[LogData]:
     bound = cache(lambda phase: _bound(_iteration_of_leaves, with_phase(run, phase), tf32, guard, structure))
     while step < end:
         known, before = len(compilations), state
-        if (now := phase_of(run, [step])) != phase:  # a new phase has its own graph
+        if (now := phase_of(run, [sample_step])) != phase:  # a new phase has its own graph
             phase, settled = now, step + 2 * size
         with interruptible():
             leaves, state, writes, logs, nonfinite = bound(phase)(leaves, Borrowed(borrowed))
@@ -418,12 +441,16 @@ def iterations(run: Run, state: TensorDict, cfg: Config) -> Iterator[LogData]:
         if not skipped:
             commit(borrowed, writes)
         if guard == "skip" and not warned:
-            warned = _warn_of_skip(nonfinite, logs["train"], step)
+            warned = _warn_of_skip(nonfinite, logs["train"], sample_step)
         state = merge(state, borrowed)
         step += size
         if len(compilations) > known and step > settled:
             again = "; ".join(one.text for one in compilations[known:])
             warnings.warn(f"compiled again at step {step}: {again}", RuntimeWarning, stacklevel=2)
+        taken, sample_step = sample_step, step if "decision_step" not in state else int(state["sample_step"])
         state.lock_()
-        yield LogData(log_type="collect", sample_step=step, logs=logs["collect"], state=state)
-        yield LogData(log_type="train", sample_step=step, logs=logs["train"], state=state)
+        record = LogData(log_type="collect", sample_step=sample_step, logs=logs["collect"], state=state)
+        if "decision_step" in state:
+            record["taken"] = sample_step - taken
+        yield record
+        yield {**record, "log_type": "train", "logs": logs["train"]}

@@ -13,7 +13,7 @@ from ecrl.spaces import Box, Dict, Discrete, MultiDiscrete, Space, element_dtype
 
 
 def no_carry(params: TensorDict, num_envs: int) -> TensorDict:
-    """Return an empty TensorDict: by default, a policy has no memory."""
+    """Return an empty TensorDict: by default, a policy has no memory, and no part of its exploration restarts."""
     return TensorDict({}, [])
 
 
@@ -60,6 +60,9 @@ class Policy:
             of a replay buffer, such as by a random action or added noise. `exploration` `[*B]` is a TensorDict with its
             state and its numbers, such as the last noise or epsilon. The algorithm makes it, and changes its numbers.
             `noise` is that of `act`. Evaluations do not explore. None to collect the actions of `act`.
+        init_exploration: (params, num_envs) -> the fields of `exploration` at the start of an episode, a TensorDict
+            `[num_envs]`, such as the first noise of an Ornstein-Uhlenbeck process. They restart after each end of an
+            episode. Fields that it does not return, such as epsilon, do not restart.
         q: (params, obs, action, noise) -> Q `[critics, *B]`, the values of actions. For Discrete actions, `action` None
             gives those of all of them, `[critics, *B, actions]`. Distributions have a last axis of atoms. `noise` is
             None for deterministic values. None without such a critic.
@@ -78,6 +81,7 @@ class Policy:
     unit: Literal["step", "sequence"] = "step"
     init_frozen: Callable[[torch.device], TensorDict] | None = field(default=None, compare=False)
     explore: Callable[[TensorDict, TensorDict, TensorDict, Any], tuple[TensorDict, TensorDict]] | None = None
+    init_exploration: Callable[[TensorDict, int], TensorDict] = no_carry
     q: Callable[[TensorDict, Any, Tensor | None, Any], Tensor] | None = None
     name: str = field(default="", compare=False)
 

@@ -105,9 +105,12 @@ def _normalized(policy: Policy, observation_space: Space) -> Policy:
     def init_carry(params: TensorDict, num_envs: int) -> TensorDict:
         return policy.init_carry(_without_norm(params), num_envs)
 
+    def init_exploration(params: TensorDict, num_envs: int) -> TensorDict:
+        return policy.init_exploration(_without_norm(params), num_envs)
+
     wrapped = replace(policy, act=act, norm_init=norm_init, norm_update=_update)
     wrapped = wrapped if evaluator is None else replace(wrapped, evaluate=evaluate)
-    wrapped = wrapped if explorer is None else replace(wrapped, explore=explore)
+    wrapped = wrapped if explorer is None else replace(wrapped, explore=explore, init_exploration=init_exploration)
     wrapped = wrapped if q_critic is None else replace(wrapped, q=q)
     if policy.unit == "sequence":
         wrapped = replace(wrapped, init_carry=init_carry)

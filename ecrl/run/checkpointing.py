@@ -20,7 +20,7 @@ from ecrl.config import Config
 from ecrl.errors import CheckpointError
 from ecrl.loop.buffers import kinds_of, overwritten_buffers, without_buffers
 from ecrl.loop.build import build
-from ecrl.loop.iteration import crossed, steps_per_iteration
+from ecrl.loop.iteration import is_due
 from ecrl.run.atomic_files import complete_folder, remove_folder, remove_leftovers
 from ecrl.run.checkpoint import Snapshot, read_files, read_manifest, snapshot, step_checkpoints, write
 from ecrl.run.loggers import ending, tolerate_errors
@@ -139,8 +139,8 @@ def with_checkpoints(
                 report()
                 newest = record
                 if record["log_type"] == "train":
-                    last, step = record, record["sample_step"]
-                    if crossed(step, steps_per_iteration(cfg), freq):
+                    last = record
+                    if is_due(record, cfg, freq):
                         saved = save_record(record)
                 yield record
         finally:

@@ -24,7 +24,7 @@ from ecrl.kernels import scan
 from ecrl.kernels.rollout import restarted_carry
 from ecrl.kernels.scan_loop import Scan
 from ecrl.loop.build import build, check_envs, device_of, with_eval_events, with_training_wrappers
-from ecrl.loop.iteration import crossed, steps_per_iteration
+from ecrl.loop.iteration import is_due
 from ecrl.loop.signals import interruptible
 from ecrl.policies import policy_params
 from ecrl.registry import did_you_mean
@@ -69,7 +69,8 @@ def _eval_step(
     env_state = step(env_state, out["action"], noise)
     carry = restarted_carry(carry, initial, env_state)
     done = env_state["terminated"] | env_state["truncated"]
-    counts = env_state["mask"] if "mask" in env_state else torch.ones_like(done)
+    taken = env_state["executed"] if "executed" in env_state else torch.ones_like(done)
+    counts = taken.masked_fill(~env_state["mask"], 0) if "mask" in env_state else taken
     row = (env_state["reward"], done, counts, *_outcomes(env_state).values())
     return (carry, env_state), (torch.stack([x.to(torch.float32) for x in row]), before)
 
@@ -303,6 +304,6 @@ def with_evaluation(
             yield evaluation_of(first)
         for record in records:
             yield record
-            due = crossed(record["sample_step"], steps_per_iteration(cfg), freq)
+            due = is_due(record, cfg, freq)
             if record["log_type"] == "train" and due and not record.get("stopping"):
                 yield evaluation_of(record)

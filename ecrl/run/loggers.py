@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from ecrl.compile.jit import Compilation
+from ecrl.loop.iteration import decisions_of
 from ecrl.run.atomic_files import append
 from ecrl.types import LogData
 
@@ -274,8 +275,8 @@ def with_progress(
 
     Args:
         records: records to pass on.
-        start: env steps before the first record.
-        end: env steps of the whole run.
+        start: env steps before the first record; actions, if these may take several env steps.
+        end: env steps, or actions, of the whole run.
         compilations: compilations of the run's `jit`; the list grows during the run.
     """
     from rich.console import Console
@@ -303,7 +304,7 @@ def with_progress(
     live_view = _in_cell(layout) if console.is_jupyter else Live(layout, console=console) if is_live else nullcontext()
     with live_view, ending(records):
         for record in records:
-            step = record["sample_step"]
+            step = decisions_of(record)
             logs |= scalars(record)
             speed.advance(step)
             progress.update(task, completed=step)

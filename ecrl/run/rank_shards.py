@@ -20,7 +20,7 @@ from ecrl.config import Config, total_steps
 from ecrl.distributed import any_rank, gather_on_rank_0, rank, world_size
 from ecrl.errors import CheckpointError, NotFiniteError
 from ecrl.loop.buffers import buffer_names, kinds_of, without_buffers
-from ecrl.loop.iteration import crossed, steps_per_iteration
+from ecrl.loop.iteration import decisions_of, is_due
 from ecrl.loop.signals import asked
 from ecrl.run.checkpoint import buffers_left_out
 from ecrl.run.loggers import ending
@@ -52,11 +52,11 @@ def shards_without_buffers(files: Mapping[str, bytes], kinds: Kinds) -> dict[str
     return {name: without(data) if name.endswith(".safetensors") else data for name, data in files.items()}
 
 
-def may_be_saved(step: int, cfg: Config) -> bool:
-    """Return True if a state after `step` env steps may be saved. The result is the same on every rank."""
-    size, trainer = steps_per_iteration(cfg), cfg.trainer
-    due = crossed(step, size, trainer.save_freq) or step >= total_steps(cfg, world_size())
-    return due or (trainer.enable_eval and crossed(step, size, trainer.eval_freq))
+def may_be_saved(record: LogData, cfg: Config) -> bool:
+    """Return True if the state of a record may be saved. The result is the same on every rank."""
+    trainer = cfg.trainer
+    due = is_due(record, cfg, trainer.save_freq) or decisions_of(record) >= total_steps(cfg, world_size())
+    return due or (trainer.enable_eval and is_due(record, cfg, trainer.eval_freq))
 
 
 def has_all_shards(record: LogData) -> bool:
@@ -73,7 +73,7 @@ def with_shards(records: Iterator[LogData], run: Run, cfg: Config) -> Iterator[L
     with ending(records):
         for record in records:
             stopping = record["log_type"] == "train" and any_rank(asked() is not None)
-            if record["log_type"] == "train" and (stopping or may_be_saved(record["sample_step"], cfg)):
+            if record["log_type"] == "train" and (stopping or may_be_saved(record, cfg)):
                 state = record["state"] if cfg.trainer.save_replay else without_buffers(record["state"], kinds)
                 record["files"] = _gather_shards(state, kinds)
             yield {**record, "stopping": True} if stopping else record

@@ -180,9 +180,13 @@ def pending_evaluation(state: TensorDict, cfg: Config, run_dir: str | Path) -> L
     """
     step, size, freq = int(state["sample_step"]), steps_per_iteration(cfg), cfg.trainer.eval_freq
     metrics = Path(run_dir) / "metrics.jsonl"
-    if not crossed(step, size, freq) or not metrics.is_file():
+    if not metrics.is_file():
         return None
     lines = metrics.read_bytes().splitlines(keepends=True)
+    if "decision_step" in state:  # an iteration then has any number of env steps
+        size = step - max((n for line in lines if (n := _row(line).get("sample_step", 0)) < step), default=0)
+    if not crossed(step, size, freq):
+        return None
     rows = {row["log_type"]: line for line in lines if (row := _row(line)).get("sample_step") == step}
     if "train" not in rows:
         return None

@@ -12,6 +12,7 @@ from typing import Any, cast
 from tensordict import TensorDict
 
 from ecrl.algorithms import Run
+from ecrl.algorithms.core import decisions
 from ecrl.compile.jit import compilations_of
 from ecrl.config import Config, load_config, total_steps
 from ecrl.distributed import rank, start, stop, value_of_rank_0, world_size
@@ -88,7 +89,8 @@ def consumers(
         records = timed("checkpoints", with_checkpoints(records, cfg, run_dir, run))
     if not progress:
         return records
-    return timed("progress", with_progress(records, first, total_steps(cfg, world_size()), compilations_of(run.jit)))
+    end, known = total_steps(cfg, world_size()), compilations_of(run.jit)
+    return timed("progress", with_progress(records, int(decisions(state)), end, known))
 
 
 def _write_config(cfg: Config, folder: Path) -> None:
@@ -272,7 +274,7 @@ def run_config(
             warnings.warn(f"trainer.distributed: {problem}", stacklevel=2)
         if rank() == 0:
             _announce(run, cfg, folder)
-            if int(state["sample_step"]) >= total_steps(cfg, world_size()):
+            if int(decisions(state)) >= total_steps(cfg, world_size()):
                 print("the run has finished; to train for longer, add --trainer.iterations N --force")
         state = _train(run, state, cfg, folder, False, True, profile, on_record)
         run.env.close(cast(TensorDict, state["env"]))

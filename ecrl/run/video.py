@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl.algorithms import Run
-from ecrl.algorithms.core import Collect, collect_of
+from ecrl.algorithms.core import Collect, collect_of, decisions
 from ecrl.config import Config
 from ecrl.distributed import world_size
 from ecrl.envs import Env
@@ -96,12 +96,13 @@ def _with_views(env: Env, count: int) -> Env:
 
 def _first_envs(state: TensorDict, cfg: Config, count: int) -> TensorDict:
     """Return the state of a run with only its first `count` environments, and with their view in `info`."""
-    env_step = state["sample_step"] // (cfg.trainer.num_envs * world_size())
+    env_step = decisions(state) // (cfg.trainer.num_envs * world_size())
     episode = cast(TensorDict, state["episode"]).copy()
     episode.update({name: episode[name][:count] for name in ("running_return", "running_length")})
     env = cast(TensorDict, state["env"][:count])
     env = _add_view(env, env, count)
-    fields = {"env": env, "episode": episode, "sample_step": env_step * count * world_size()}
+    counter = "decision_step" if "decision_step" in state else "sample_step"
+    fields = {"env": env, "episode": episode, counter: env_step * count * world_size()}
     for name in {"carry", "exploration"} & {*state.keys()}:
         fields[name] = mapped(lambda x: x[:count], state[name], batch=lambda size: (count, *size[1:]) if size else size)
     return TensorDict({**dict(state.items()), **fields}, [])

@@ -17,15 +17,17 @@ from tensordict import TensorDict
 import ecrl
 from ecrl import rng
 from ecrl.algorithms import interleaved
-from ecrl.algorithms.interleaved import Replay, add_rows, read_rows, row_count, uniform_index
+from ecrl.algorithms.core import counted_after
+from ecrl.algorithms.interleaved import Replay, add_rows, read_rows, row_count, take_steps, uniform_index
+from ecrl.algorithms.state_kinds import merge
 from ecrl.config import Config
 from ecrl.config.model import ConfigModel
 from ecrl.envs import Env, state_of, time_limit
 from ecrl.errors import ConfigError
-from ecrl.loop.buffers import borrowed_leaves, kinds_of
+from ecrl.loop.buffers import borrowed_leaves, committed, kinds_of
 from ecrl.loop.build import build
-from ecrl.loop.iteration import init_state, make_iteration, train_iter
-from ecrl.pytree import replaced
+from ecrl.loop.iteration import init_state, make_iteration, reopened, train_iter
+from ecrl.pytree import flatten, mapped, replaced
 from ecrl.registry import register_env
 from ecrl.run.checkpoint import load, save
 from ecrl.run.profiler import Times, with_timers
@@ -90,6 +92,117 @@ def test_each_phase_is_one_graph_and_the_length_of_an_iteration_changes_no_bit_o
     for name, weight in weights(eager):
         close(states[1]["params", *name], weight, tol=1e-5)
     assert same(learnt(states[0]), learnt(states[1]))
+
+
+def noisy(params, exploration, out, noise):
+    """Keep a noise process, noise' = 0.5 noise + coin, and report it as a field of the steps."""
+    now = 0.5 * exploration["noise"]["x"] + noise["coin"]
+    return replaced(exploration, {"noise": TensorDict({"x": now}, now.shape)}), out.copy().set("seen", now.clone())
+
+
+def first_noise(params, num_envs):
+    return TensorDict({"noise": TensorDict({"x": torch.full((num_envs,), 3.0)}, [num_envs])}, [num_envs])
+
+
+def exploring(form: str, first: Any = first_noise) -> tuple[Any, TensorDict, Any]:
+    """A run of 30 steps with the noise process, its state, and the noise of its steps."""
+    cfg = replaying(**{"trainer.compile": form, "trainer.buffer_size": 30, "algorithm.cfg.capacity": 200})
+    run, state = build(cfg), init_state(cfg)
+    run = run._replace(policy=replace(run.policy, explore=noisy, init_exploration=first))
+    fields = {"epsilon": torch.linspace(0.1, 0.3, N), "noise": TensorDict({"x": torch.arange(float(N))}, [N])}
+    noise = run.policy.draw(rng.split(rng.key(1), 30 * N).reshape(30, N)), run.env.draw(rng.split(rng.key(2), 30 * N))
+    noise = noise[0], noise[1].reshape(30, N)
+    return run, replaced(state, {"exploration": TensorDict(fields, [])}), noise
+
+
+def test_a_noise_process_restarts_with_the_episode_and_numbers_do_not():
+    run, state, noise = exploring("off")
+    after, steps = take_steps(run, state, noise)
+    assert steps["done"].any(0).all() and not steps["done"][-1].any()
+    x = torch.arange(float(N))
+    for t in range(30):
+        x = 0.5 * x + noise[0]["coin"][t]
+        close(steps["seen"][t], x)
+        x = torch.where(steps["done"][t], torch.tensor(3.0), x)
+    close(after["exploration", "noise", "x"], x)
+    assert torch.equal(after["exploration", "epsilon"], state["exploration", "epsilon"])
+    ended = int(steps["done"].any(1).nonzero()[0])
+    for t in range(ended + 1):
+        one = mapped(lambda x, t=t: x[t : t + 1], noise, batch=lambda size: (1, *size[1:]))
+        state, _ = take_steps(run, state, one)
+    expected = torch.where(steps["done"][ended], torch.tensor(3.0), steps["seen"][ended])
+    assert torch.equal(state["exploration", "noise", "x"], expected), "the initial noise, bit for bit"
+
+
+def test_the_restart_of_a_noise_process_in_a_graph_equals_the_eager_one(graphs):
+    eager, compiled = (take_steps(*exploring(form)) for form in ("off", "on"))
+    assert graphs == ["_take_steps"]
+    for name in ("env", "exploration"):
+        for one, other in zip(*(flatten(after[name])[0] for after, _ in (compiled, eager)), strict=True):
+            close(one, other)
+    close(compiled[1]["seen"], eager[1]["seen"])
+
+
+def test_a_noise_process_that_the_state_lacks_is_refused():
+    run, state, noise = exploring("off", lambda params, num_envs: TensorDict({"drift": torch.zeros(num_envs)}))
+    message = r"^init_exploration returns the field 'drift', which state\['exploration'\] lacks; add it in the `init`"
+    with pytest.raises(ValueError, match=message):
+        take_steps(run, state, noise)
+
+
+def test_a_noise_process_restarts_with_environments_that_start_again():
+    cfg = replaying(**{"env": "gymnasium:CartPole-v1"})
+    run, state = build(cfg), init_state(cfg)
+    policy = replace(run.policy, explore=noisy, init_exploration=first_noise)
+    state = replaced(
+        state,
+        {
+            "exploration": TensorDict(
+                {"epsilon": torch.linspace(0.1, 0.3, N), **first_noise(None, N).apply(torch.zeros_like)}
+            )
+        },
+    )
+    ecrl.close(state, cfg)
+    with pytest.warns(UserWarning, match="their episodes start afresh"):
+        again = reopened(run._replace(policy=policy), state)
+    assert again["exploration", "noise", "x"].tolist() == [3.0] * N
+    assert torch.equal(again["exploration", "epsilon"], state["exploration", "epsilon"])
+    ecrl.close(again, cfg)
+
+
+def counting(run):
+    """Let the steps of the environment report `executed`, by turns 1 to 3."""
+
+    def step(state, action, noise):
+        before = state["executed"]
+        return run.env.step(state.exclude("executed"), action, noise).set("executed", before % 3 + 1)
+
+    return run._replace(env=replace(run.env, step=step))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_turn_sees_the_steps_of_the_environment_so_far(size):
+    """Each environment executes 1, 2, 3, 1, ... steps, so the first turns see 0, 3, 9, 12 for 3 environments."""
+    seen = []
+
+    def turn(run, state, noise, replay):
+        seen.append((int(state["sample_step"]), int(state["decision_step"])))
+        return td_turn(run, state, noise, replay)
+
+    cfg = replaying(**{"trainer.buffer_size": size})
+    run, state = counting(build(cfg)), init_state(cfg).clone()
+    state["env", "executed"] = torch.zeros(N, dtype=torch.int64)
+    state["decision_step"] = torch.tensor(0)
+    kinds = kinds_of(run)
+    for _ in range(4 // size):
+        own, borrowed = borrowed_leaves(state, kinds)
+        after, writes, _ = interleaved(turn)(run, own, borrowed)
+        counters = counted_after(run, own, writes["steps", "executed"])
+        after = replaced(after, {**counters, "update_step": after["update_step"] + 1})
+        state = merge(after, committed(borrowed, writes.exclude("steps"), torch.tensor(False)))
+    assert seen == [(0, 0), (3, 3), (9, 6), (18, 9)]
+    assert (int(state["sample_step"]), int(state["decision_step"])) == (21, 12)
+    assert state["episode", "running_length"].tolist() == [7.0] * N
 
 
 @pytest.mark.slow

@@ -35,3 +35,21 @@ def test_gradient_with_respect_to_gamma():
 @pytest.mark.parametrize(("gamma", "dtype"), [(0.5, torch.float32), (torch.tensor(0.5).double(), torch.float64)])
 def test_the_dtype_is_gammas(gamma, dtype):
     assert episode_discounts(torch.tensor([[F, T]]), gamma=gamma).dtype == dtype
+
+
+@given(done=st.lists(st.booleans(), min_size=1, max_size=30), seed=st.integers(0, 2**31))
+def test_a_discount_for_each_step_equals_the_recursion(done, seed):
+    gamma, expected = torch.rand(len(done), generator=torch.Generator().manual_seed(seed)).double(), [1.0]
+    for ended, now in zip(done[:-1], gamma.tolist(), strict=False):
+        expected.append(1.0 if ended else now * expected[-1])
+    close(episode_discounts(torch.tensor(done), gamma=gamma), torch.tensor(expected).double(), tol=1e-6)
+
+
+def test_a_discount_for_each_step_by_hand(variant):
+    done, gamma = torch.tensor([[F, T, F, F]]), torch.tensor([[0.5, 0.25, 0.25, 0.5]])
+    close(variant(episode_discounts)(done, gamma=gamma), [[1.0, 0.5, 1.0, 0.25]])
+
+
+def test_discounts_of_another_shape_are_refused():
+    with pytest.raises(ValueError, match=r"gamma has shape \[3\], expected a number or a 0-d tensor"):
+        episode_discounts(torch.tensor([F, T]), gamma=torch.ones(3))

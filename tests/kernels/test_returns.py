@@ -95,9 +95,9 @@ def test_n_step_counts_rewards(n, expected):
 def gae_loop(s, T, gamma, gae_lambda):
     advantage = np.zeros(T)
     for t in reversed(range(T)):
-        delta = s["reward"][t] + gamma * (0.0 if s["terminated"][t] else s["next_value"][t]) - s["value"][t]
+        delta = s["reward"][t] + gamma[t] * (0.0 if s["terminated"][t] else s["next_value"][t]) - s["value"][t]
         later = 0.0 if s["done"][t] or t == T - 1 else advantage[t + 1]
-        advantage[t] = delta + gamma * gae_lambda * later
+        advantage[t] = delta + gamma[t] * gae_lambda * later
     return [advantage, advantage + s["value"]]
 
 
@@ -105,7 +105,7 @@ def discounted_loop(s, T, gamma):
     returns = np.zeros(T)
     for t in reversed(range(T)):
         reached = 0.0 if s["terminated"][t] else s["next_value"][t]
-        returns[t] = s["reward"][t] + gamma * (reached if s["done"][t] or t == T - 1 else returns[t + 1])
+        returns[t] = s["reward"][t] + gamma[t] * (reached if s["done"][t] or t == T - 1 else returns[t + 1])
     return [returns]
 
 
@@ -113,9 +113,9 @@ def n_step_loop(s, T, gamma, n):
     returns = np.zeros(T)
     for t in range(T):  # forwards, as a sum: another form of the same definition
         for k in range(n):
-            returns[t] += gamma**k * s["reward"][t + k]
+            returns[t] += gamma[t : t + k].prod() * s["reward"][t + k]
             if k == n - 1 or s["done"][t + k] or t + k == T - 1:
-                returns[t] += gamma ** (k + 1) * (0.0 if s["terminated"][t + k] else s["next_value"][t + k])
+                returns[t] += gamma[t : t + k + 1].prod() * (0.0 if s["terminated"][t + k] else s["next_value"][t + k])
                 break
     return [returns]
 
@@ -125,9 +125,9 @@ def td_lambda_loop(s, T, gamma, gae_lambda):
     for t in reversed(range(T)):
         reached = 0.0 if s["terminated"][t] else s["next_value"][t]
         if s["done"][t] or t == T - 1:
-            returns[t] = s["reward"][t] + gamma * reached
+            returns[t] = s["reward"][t] + gamma[t] * reached
         else:
-            returns[t] = s["reward"][t] + gamma * ((1.0 - gae_lambda) * reached + gae_lambda * returns[t + 1])
+            returns[t] = s["reward"][t] + gamma[t] * ((1.0 - gae_lambda) * reached + gae_lambda * returns[t + 1])
     return [returns]
 
 
@@ -138,10 +138,10 @@ def vtrace_loop(s, T, gamma, gae_lambda, clip_rho, clip_c):
         ratio = np.exp(s["log_prob"][t] - s["old_log_prob"][t])
         rho, c = min(clip_rho, ratio), gae_lambda * min(clip_c, ratio)
         reached = 0.0 if s["terminated"][t] else s["next_value"][t]
-        delta = rho * (s["reward"][t] + gamma * reached - s["value"][t])
-        error[t] = delta + gamma * c * (0.0 if last else error[t + 1])
+        delta = rho * (s["reward"][t] + gamma[t] * reached - s["value"][t])
+        error[t] = delta + gamma[t] * c * (0.0 if last else error[t + 1])
         target[t] = s["value"][t] + error[t]
-        advantage[t] = rho * (s["reward"][t] + gamma * (reached if last else target[t + 1]) - s["value"][t])
+        advantage[t] = rho * (s["reward"][t] + gamma[t] * (reached if last else target[t + 1]) - s["value"][t])
     return [advantage, target]
 
 
@@ -149,11 +149,13 @@ LOOPS = {gae: gae_loop, discounted_returns: discounted_loop, n_step_returns: n_s
 LOOPS |= {td_lambda_returns: td_lambda_loop, vtrace: vtrace_loop}
 
 
-def oracle(kernel, steps, **hyper):
-    """The loop over each row in float64: `[outputs, *B, T]`."""
+def oracle(kernel, steps, gamma, **hyper):
+    """The loop over each row in float64: `[outputs, *B, T]`. `gamma` is a number, or one for each step."""
     shape = steps["reward"].shape
+    steps = steps | {"gamma": torch.as_tensor(gamma, dtype=torch.float64).expand(shape)}
     flat = {k: v.double().numpy().reshape(-1, shape[-1]) for k, v in steps.items()}
-    rows = [LOOPS[kernel]({k: v[i] for k, v in flat.items()}, shape[-1], **hyper) for i in range(shape[:-1].numel())]
+    of_rows = [{k: v[i] for k, v in flat.items()} for i in range(shape[:-1].numel())]
+    rows = [LOOPS[kernel](row, shape[-1], gamma=row["gamma"], **hyper) for row in of_rows]
     return torch.from_numpy(np.stack(rows, 1).reshape(-1, *shape))
 
 
@@ -182,6 +184,71 @@ def test_hyperparameters_as_tensors(variant, kernel):
     steps = random_steps(1, 2, 5)
     hyper = {k: v if k == "n" else torch.tensor(v) for k, v in HYPER[kernel].items()}
     close(run(kernel, steps, variant(kernel), **hyper), oracle(kernel, steps, **HYPER[kernel]))
+
+
+# gamma = [1/2, 1/4, 1/2, 1/4], the rest as above.
+# one-step target: [1 + 2/2, 2 + 8/4, 3, 4 + 4/4] = [2, 4, 3, 5];   gae: delta = [1, 2, 2, 3];  A0 = 1 + 2/4 = 1.5
+# discounted: [1 + 4/2, 4, 3, 5]    td_lambda: [1 + (2/2 + 4/2) / 2, 4, 3, 5]
+# vtrace:     rho * delta = [2, 1, 4, 3];  error0 = 2 + 1/2 * 1/2 * 1;  target = value + [2.25, 1, 4, 3]
+#             target_next = [3, 8, 0, 4];  advantage = rho * (r + gamma * target_next - value) = [2*1.5, 2/2, 2*2, 3]
+PER_STEP = {"gamma": torch.tensor([0.5, 0.25, 0.5, 0.25])}
+PER_STEP_TABLE = [
+    (discounted_returns, {}, [[3.0, 4.0, 3.0, 5.0]]),
+    (n_step_returns, {"n": 2}, [[3.0, 4.0, 3.0, 5.0]]),
+    (td_lambda_returns, {"gae_lambda": 0.5}, [[2.5, 4.0, 3.0, 5.0]]),
+    (gae, {"gae_lambda": 0.5}, [[1.5, 2.0, 2.0, 3.0], [2.5, 4.0, 3.0, 5.0]]),
+    (vtrace, {"gae_lambda": 0.5, "clip_rho": 2.0, "clip_c": 1.0}, [[3.0, 1.0, 4.0, 3.0], [3.25, 3.0, 5.0, 5.0]]),
+]
+
+
+@pytest.mark.parametrize(("kernel", "hyper", "expected"), PER_STEP_TABLE)
+def test_a_discount_for_each_step_by_hand(variant, kernel, hyper, expected):
+    close(run(kernel, HAND, variant(kernel), **PER_STEP, **hyper), expected)
+
+
+def discounts(seed, *shape):
+    """Powers 1 to 4 of 0.9, and a few zeros, which cut."""
+    g = torch.Generator().manual_seed(seed)
+    gamma = 0.9 ** torch.randint(1, 5, shape, generator=g).double()
+    return gamma.masked_fill(torch.rand(shape, generator=g) < 0.1, 0.0)
+
+
+@each_kernel
+@pytest.mark.parametrize("shape", [(1,), (5,), (2, 3, 9), (2, 41)], ids=str)
+@given(seed=seeds, gae_lambda=unit)
+def test_a_discount_for_each_step_against_loop(kernel, shape, seed, gae_lambda):
+    steps, gamma = random_steps(seed, *shape), discounts(seed, *shape)
+    hyper = HYPER[kernel] | ({"gae_lambda": gae_lambda} if "gae_lambda" in HYPER[kernel] else {}) | {"gamma": gamma}
+    close(run(kernel, steps, **hyper), oracle(kernel, steps, **hyper), tol=1e-4)
+
+
+@each_kernel
+@pytest.mark.parametrize("shape", [(1,), (3, 7), (2, 16)], ids=str)
+@given(seed=seeds, gamma=unit, dtype=st.sampled_from([torch.float32, torch.float16]))
+def test_equal_discounts_for_all_steps_have_the_bits_of_one_number(kernel, shape, seed, gamma, dtype):
+    steps, one = random_steps(seed, *shape), torch.tensor(gamma)
+    steps = {name: x.to(dtype) if x.is_floating_point() else x for name, x in steps.items()}
+    assert torch.equal(run(kernel, steps, gamma=one.expand(shape)), run(kernel, steps, gamma=one))
+
+
+@each_kernel
+def test_the_gradient_with_a_discount_for_each_step(kernel):
+    steps, gamma = random_steps(3, 2, 5, dtype=torch.float64), discounts(4, 2, 5).clamp(min=0.3)
+    hyper = {k: v for k, v in HYPER[kernel].items() if k != "gamma"}
+    floats = [name for name in ARGS[kernel] if steps[name].is_floating_point()]
+    inputs = [x.clone().requires_grad_() for x in (*(steps[name] for name in floats), gamma)]
+
+    def fn(*inputs):
+        return run(kernel, steps | dict(zip(floats, inputs, strict=False)), gamma=inputs[-1], **hyper)
+
+    assert torch.autograd.gradcheck(fn, inputs)
+
+
+@each_kernel
+def test_discounts_of_another_shape_are_refused(kernel):
+    message = r"gamma has shape \[3\], expected a number, a 0-d tensor or \[2, 3\] as reward"
+    with pytest.raises(ValueError, match=message):
+        run(kernel, random_steps(0, 2, 3), gamma=torch.ones(3))
 
 
 @each_kernel

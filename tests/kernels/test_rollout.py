@@ -284,6 +284,21 @@ def test_running_returns_by_hand(variant):
     close(out, [[3.0, 3.5, 4.0, 2.0], [-1.0, 6.0, 2.0, 9.0]])
 
 
+def test_running_returns_with_a_discount_for_each_step(variant):
+    # 1 + 4/2 = 3;  2 + 3/4 = 2.75 and the end;  4;  0 + 4/4 = 1
+    reward, done = torch.tensor([[1.0, 2.0, 4.0, 0.0]]), torch.tensor([[False, True, False, False]])
+    gamma = torch.tensor([[0.5, 0.25, 0.5, 0.25]])
+    close(variant(running_returns)(reward, done, torch.tensor([4.0]), gamma=gamma), [[3.0, 2.75, 4.0, 1.0]])
+
+
+def test_lengths_count_the_steps_of_an_action():
+    done, executed = torch.tensor([[False, True, False, True, False]]), torch.tensor([[3, 2, 3, 1, 2]])
+    mask = torch.tensor([[True, True, False, True, True]])
+    episode = episode_update(episode_init(1, 3), torch.ones(1, 5), done, mask, executed)
+    assert episode["finished_length"][episode["finished"]].tolist() == [5.0, 1.0]
+    assert episode["running_length"].tolist() == [2.0] and episode["running_return"].tolist() == [1.0]
+
+
 def running_loop(reward, done, before, gamma):
     out = np.empty_like(reward)
     for n, sums in enumerate(before):

@@ -122,9 +122,12 @@ def test_a_device_without_its_number_is_the_one_the_state_is_on(monkeypatch):
 
 
 def test_the_state_has_the_fields_of_the_table():
-    assert set(init_state(small()).keys()) == set(STATE_FIELDS) - {"carry", "frozen_params", "exploration"}, (
-        "of other policies"
-    )
+    assert set(init_state(small()).keys()) == set(STATE_FIELDS) - {
+        "carry",
+        "frozen_params",
+        "exploration",
+        "decision_step",
+    }, "of other policies"
 
 
 def test_streams_go_on_where_they_were_if_the_buffer_changes():

@@ -1,6 +1,7 @@
 """Policies with memory: a recurrent one learns what no other can, and its memory is the same wherever it is used."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -83,7 +84,7 @@ def test_values_and_log_probabilities_follow_the_memory_of_acting(end, normalize
     assert state["carry", "h"].abs().sum() > 0
     after, rollout = collect(run, state)
     params = acting_params(state["params"], state["norm"])
-    assert torch.equal(rollout["carry", "h"], state["carry", "h"].unsqueeze(1).expand(8, 9, 8))
+    assert torch.equal(rollout["carry", "h"], state["carry", "h"].reshape(8, 1, 1, 8).expand(8, 9, 1, 8))
     rows = rows_of(run, rollout)
     assert rows.shape == (8,) and rows["obs"].shape == (8, 8, 2)
     close(run.policy.evaluate_rows(params, rows)[0], rollout["sample_log_prob"][:, :-1])
@@ -98,6 +99,94 @@ def test_values_and_log_probabilities_follow_the_memory_of_acting(end, normalize
     assert rollout["final_value"].any() == (end == "truncated")
     ended, initial = rollout["done"][:, -2], run.policy.init_carry(params, 8)["h"]
     assert torch.equal(after["carry", "h"][ended], initial[ended])
+
+
+SEGMENTS = [(8, 4), (8, 2), (8, 1), (9, 3), (8, 8)]  # episodes have 3 steps: they end inside, or at every border
+
+
+@pytest.mark.parametrize(("size", "length"), SEGMENTS)
+@pytest.mark.parametrize("end", ["terminated", "truncated", "never"])
+def test_segments_start_from_the_memory_of_acting(size, length, end):
+    ends = {} if end == "never" else {"env": {"name": "remember_cue", "cfg": {"end": end}}}
+    cfg = remembering(**{**SHORT, **ends, "trainer.buffer_size": size, "trainer.iterations": 2})
+    cut, rows_per_env = cfg.replace(**{"algorithm.cfg.segment_length": length}), size // length
+    whole, run, state = build(cfg), build(cut), last_state(cfg)
+    if end == "never":
+        whole, run = (x._replace(env=replace(x.env, step=partial(endless, x.env))) for x in (whole, run))
+    params, memories = state["params"], []
+    _, rollout = collect(run, state)
+    _, expected = collect(whole, state)
+    for name in ("sample_log_prob", "value", "final_value"):
+        close(rollout[name], expected[name])
+    rows = rows_of(run, rollout)
+    assert rows.shape == (8 * rows_per_env,) and rows["obs"].shape == (8 * rows_per_env, length, 2)
+    memory, initial = state["carry"], run.policy.init_carry(params, 8)["h"]
+    for t in range(size):
+        memories += [memory["h"]] if t % length == 0 else []
+        memory, _ = run.policy.act(params, memory, rollout["obs"][:, t], None)
+        memory = TensorDict({"h": torch.where(rollout["done"][:, t, None], initial, memory["h"])}, [8])
+    close(rows["carry", "h"], torch.stack(memories, 1).flatten(0, 1))
+    close(run.policy.evaluate_rows(params, rows)[0].reshape(8, size), rollout["sample_log_prob"][:, :-1])
+    close(run.policy.value_rows(params, rows).reshape(8, size), rollout["value"][:, :-1])
+    assert torch.equal(rows["action"].reshape(8, size), rollout["action"][:, :-1])
+    assert rollout["carry", "h"].untyped_storage().nbytes() == 4 * 8 * rows_per_env * 8, "one memory for each segment"
+
+
+def endless(env, state, action, noise):
+    after = env.step(state, action, noise)
+    return after.update({name: torch.zeros_like(after[name]) for name in ("terminated", "truncated")})
+
+
+def test_a_segment_after_the_end_of_an_episode_starts_from_a_new_memory():
+    cfg = remembering(**{**SHORT, "trainer.buffer_size": 9, "algorithm.cfg.segment_length": 3, "trainer.iterations": 1})
+    run, state = build(cfg), last_state(cfg)
+    _, rollout = collect(run, state)
+    assert rollout["done"][:, 2].all() and rollout["done"][:, 5].all()
+    initial = run.policy.init_carry(state["params"], 8)["h"]
+    assert torch.equal(rollout["carry", "h"][:, 0], initial.unsqueeze(1).expand(8, 3, 8))
+
+
+@pytest.mark.parametrize("length", [1, 2, 4])
+def test_segments_are_the_rows_of_minibatches(length):
+    cfg = remembering(**{**SHORT, "algorithm.cfg.segment_length": length})
+    run = build(cfg)
+    assert run.static.row_steps == length and run != build(remembering(**SHORT))
+    few = cfg.replace(**{"algorithm.cfg.batch_size": 4})
+    steps = build(few).algorithm.gradient_steps
+    assert steps is not None and steps(build(few).static) == 4 * (8 * 8 // 4 if length < 4 else 16)
+    assert not same(last_state(cfg)["params"], last_state(remembering(**SHORT))["params"])
+
+
+def test_short_segments_solve_the_memory_probe_if_they_hold_the_cue():
+    changes = {"trainer.buffer_size": 9, "algorithm.cfg.segment_length": 3}
+    assert mean_return(remembering(**changes)) >= 0.95
+    assert mean_return(remembering(**{"algorithm.cfg.segment_length": 4})) >= 0.95
+
+
+def test_segments_that_do_not_fit_are_refused():
+    key = "algorithm.cfg.segment_length"
+    with pytest.raises(ConfigError, match=f"^{key}: 3 does not divide trainer.buffer_size 8; use a divisor$"):
+        build(remembering(**{key: 3}))
+    with pytest.raises(ConfigError, match=f"^{key}: 2, but policy actor_critic learns from single steps; leave it out"):
+        build(small(**{key: 2}))
+    run, state = build(remembering(**SHORT)), init_state(remembering(**SHORT))
+    with pytest.raises(ValueError, match="segment_length is 5, expected a divisor of the 8 steps"):
+        collect(run._replace(static=run.static._replace(row_steps=5)), state)
+
+
+@pytest.mark.slow
+def test_a_compiled_run_with_segments_equals_an_eager_one():
+    changes = {**SHORT, "algorithm.cfg.segment_length": 2, "env.cfg.end": "truncated"}
+    eager, compiled = (last_state(remembering(**changes, **{"trainer.compile": form})) for form in ("off", "on"))
+    for name, leaf in eager["params"].items():
+        close(compiled["params", name], leaf, tol=1e-4)
+    run = build(remembering(**changes, **{"trainer.compile": "on"}))
+    _, rollout = collect(run, eager)
+    close(
+        rows_of(run, rollout)["carry", "h"],
+        rows_of(run, collect(build(remembering(**changes)), eager)[1])["carry", "h"],
+    )
+    assert rollout["carry", "h"].stride(1) == 0, "expanded along time"
 
 
 @pytest.mark.parametrize("end", ["terminated", "truncated"])
@@ -168,9 +257,11 @@ def test_a_resumed_run_keeps_its_memory(tmp_path):
     assert not same(last_state(loaded, forgotten), last_state(cfg)), "the memory matters"
 
 
-def test_the_first_minibatch_has_the_policy_that_acted():
+@pytest.mark.parametrize("length", [None, 4])
+def test_the_first_minibatch_has_the_policy_that_acted(length):
     for algorithm in ({}, {"algorithm": GRPO}):
-        cfg = remembering(**{**SHORT, **algorithm}).replace(**{"algorithm.cfg.n_epochs": 1})
+        own = {"algorithm.cfg.n_epochs": 1, "algorithm.cfg.segment_length": length}
+        cfg = remembering(**{**SHORT, **algorithm}).replace(**own)
         logs = make_iteration(cfg)(make_iteration(cfg)(init_state(cfg))[0])[1]["train"]
         assert abs(float(logs["approx_kl"])) < 1e-6, algorithm or "ppo"
 
@@ -207,7 +298,9 @@ def test_grpo_starts_every_rollout_with_a_new_memory():
     state = last_state(cfg)
     _, rollout = build(cfg).algorithm.iterate.collect(build(cfg), state)
     initial = build(cfg).policy.init_carry(state["params"], 8)
-    assert torch.equal(rollout["carry", "h"][:, 0], initial["h"]) and not torch.equal(state["carry", "h"], initial["h"])
+    assert torch.equal(rollout["carry", "h"][:, 0, 0], initial["h"]) and not torch.equal(
+        state["carry", "h"], initial["h"]
+    )
 
 
 def test_seeds_under_vmap_have_memories_of_their_own():
@@ -221,13 +314,16 @@ def test_seeds_under_vmap_have_memories_of_their_own():
         close(both["params", "W"][i], state["params", "W"].detach(), tol=1e-4)
 
 
-def test_memory_restarts_in_host_environments():
-    cfg = remembering(**{"env": "gymnasium:CartPole-v1", "trainer.num_envs": 2, "trainer.buffer_size": 40})
+@pytest.mark.parametrize("length", [None, 10])
+def test_memory_restarts_in_host_environments(length):
+    sizes = {"trainer.num_envs": 2, "trainer.buffer_size": 40, "algorithm.cfg.segment_length": length}
+    cfg = remembering(**{"env": "gymnasium:CartPole-v1", **sizes})
     run, state = build(cfg), init_state(cfg)
     after, rollout = collect(run, state)
     assert rollout["done"].any()
     rows = rows_of(run, rollout)
-    close(run.policy.evaluate_rows(state["params"], rows)[0], rollout["sample_log_prob"][:, :-1], tol=1e-4)
+    log_prob = run.policy.evaluate_rows(state["params"], rows)[0].reshape(2, 40)
+    close(log_prob, rollout["sample_log_prob"][:, :-1], tol=1e-4)
     assert not torch.equal(after["carry", "h"], state["carry", "h"])
     ecrl.close(after, cfg)
 

@@ -22,6 +22,7 @@ from support.key_effects import (
 )
 from support.key_row import Row
 from support.mujoco_key_rows import MUJOCO
+from support.recurrent_agent import remembering  # noqa: F401  it registers the environment and the policy of `REMEMBER`
 
 
 def rows(part: str, base: Changes, **values: Any) -> list[Row]:
@@ -39,6 +40,7 @@ BOTH = {"name": "actor_critic", "actor": NET, "critic": NET}
 PPO: Changes = {}
 APG: Changes = {"env": {"name": "point_mass"}, "policy": ACTOR, "algorithm": {"name": "apg"}}
 FAST = alg(learning_rate=1e-2, n_epochs=4)  # far enough from the old policy that clipping is felt
+REMEMBER = {"env": {"name": "remember_cue"}, "policy": {"name": "tanh_cell"}}
 PENDULUM = {"env": {"name": "pendulum", "cfg": {"max_episode_steps": 5}}}
 GRPO = {**PENDULUM, "policy": ACTOR, "algorithm": {"name": "grpo", "cfg": {"n_epochs": 2, "batch_size": 32}}}
 EVAL = {**PENDULUM, "trainer.enable_eval": True, "trainer.eval_freq": 64}
@@ -212,6 +214,8 @@ def minibatch(name: str, base: Changes) -> list[Row]:
         *rows(part, base | alg(batch_size=8), batch_size=16),
         *rows(part, base | FAST | alg(target_kl=1e-9), target_kl=1e3),
         *rows(part, base | FAST, clip_coef=1e-3),
+        *rows(part, base | REMEMBER, segment_length=2),
+        *rows(part, base | REMEMBER | alg(segment_length=4), segment_length=2),
     ]
 
 
