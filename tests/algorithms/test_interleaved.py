@@ -163,7 +163,7 @@ def test_a_noise_process_restarts_with_environments_that_start_again():
         },
     )
     ecrl.close(state, cfg)
-    with pytest.warns(UserWarning, match="their episodes start afresh"):
+    with pytest.warns(UserWarning, match="their episodes restart"):
         again = reopened(run._replace(policy=policy), state)
     assert again["exploration", "noise", "x"].tolist() == [3.0] * N
     assert torch.equal(again["exploration", "epsilon"], state["exploration", "epsilon"])

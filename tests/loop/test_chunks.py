@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from conftest import close
+from support.checks import close
 from support.chunks import chunked, next_place, step_reward
 from support.small_runs import last_state, same
 from tensordict import TensorDict

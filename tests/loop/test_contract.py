@@ -320,7 +320,7 @@ INITS = {
     ),
     "hyper": (
         _without("hyper"),
-        "returns no hyper, only opt, params; add it, a TensorDict of every numeric hyperparameter",
+        "returns no hyper, only opt, params; add it, a TensorDict of each numeric hyperparameter",
     ),
     "key": (
         lambda made: replace(made, init=lambda run, key: {**made.init(run, key), "key": key}),
