@@ -13,8 +13,8 @@ Functions made from equal configs are equal, so they are compiled once:
 - The functions of a policy may read every field except the fields marked with `InitOnly`. If two configs differ only in
   such fields, their policies share all functions but `init` and `init_frozen`.
 
-An installed package can register its parts automatically. It lists the module that registers them as an entry point in
-the group `ecrl.plugins`.
+An installed package can register its parts automatically. Its entry point in the group `ecrl.plugins` names the module
+that registers them.
 """
 
 import json

@@ -162,8 +162,9 @@ def on_policy(collect: Collect, update: Update) -> OnPolicy:
     `with_scaled_rewards` and `from_reset` make variants of `update` and `collect`.
 
     Args:
-        collect: (run, state) -> (state, batch), such as `collect` of this module. The loop reads `obs`, `action`,
-            `reward`, `done`, `info` and `mask` of the batch `[N, T + 1]` if it has them.
+        collect: (run, state) -> (state, batch), such as `collect` of this module. The loop reads these
+            fields of the batch `[N, T + 1]` if they are present: `obs`, `action`, `sample_log_prob`, `reward`, `done`,
+            `info`, `mask` and `executed`.
         update: (run, state, batch) -> (state, logs).
     """
     return OnPolicy(collect, update)
@@ -256,7 +257,7 @@ def counted_after(run: Run, state: TensorDict, executed: Tensor | None) -> dict[
 
 
 def step_keys(run: Run, state: TensorDict) -> tuple[Tensor, Tensor]:
-    """Return the keys `[T, N]` of the environments and of the actions in the next `buffer_size` steps.
+    """Return the random keys of the next T = `buffer_size` steps: for environments and for actions, each `[T, N]`.
 
     A key depends on the run's key, the stream, the global index of the environment and the steps that it has taken. The
     environments of a group share the keys of the environment. Each has its own keys of actions.

@@ -291,7 +291,7 @@ def take_steps(run: Run, state: TensorDict, noise: tuple[Any, Any]) -> tuple[Ten
     Returns: the state with new `env`, `exploration` and `carry`, and the steps `[S, N]`. The steps have `obs`, the
         fields of the policy, `reward`, `terminated`, `truncated`, `done`, and `info`, `mask` and `executed` if the
         environment has them.
-        `final_obs` is the observation that a step reached, also at the end of an episode: the successor of `obs`.
+        `final_obs` is the successor of `obs`. At the end of an episode it is the last observation of that episode.
     Gradient: none, because it runs under `no_grad`.
     """
     steps = run.jit(_take_steps, run) if run.env.is_pure else partial(_take_steps, with_compiled_policy(run))

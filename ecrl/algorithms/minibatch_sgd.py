@@ -138,10 +138,9 @@ def _at_most(key: str, value: int, most: int, unit: str) -> int:
 def check_batch_size(cfg: MinibatchConfig | SGD, length: int) -> None:
     """Raise ConfigError for a `batch_size` below the steps of a row, `run.static.row_steps`."""
     if cfg.batch_size is not None and cfg.batch_size < length:
-        problem = f"{cfg.batch_size} is below {length}, the steps of a sequence (trainer.buffer_size)"
         raise ConfigError(
-            f"algorithm.cfg.batch_size: {problem}, which recurrent policies learn from as a whole; "
-            f"use at least {length}, or a shorter buffer_size"
+            f"algorithm.cfg.batch_size: {cfg.batch_size} is below {length}, the length of the sequences that a "
+            f"recurrent policy learns from; use at least {length}, or a smaller algorithm.cfg.segment_length"
         )
 
 
@@ -149,8 +148,8 @@ def sizes_of(cfg: MinibatchConfig | SGD, rows: int, length: int = 1) -> list[int
     """Return the number of rows of each minibatch of a pass.
 
     With `batch_size`, the last minibatch may be smaller. With `num_minibatches`, all are nearly equal. A size or number
-    above the number of rows is lowered to it, with one warning. A row of `length` steps, such as a row of a recurrent
-    policy, is never split. A minibatch has as many rows as fit into `batch_size` steps.
+    above the number of rows is lowered to it, with one warning. A row has `length` steps, more than one for a recurrent
+    policy, and is never split. A minibatch has as many rows as fit into `batch_size` steps.
 
     Raises: ConfigError if `batch_size` is below the length of a row.
 

@@ -57,7 +57,10 @@ class SchedulerKwargs(ConfigModel):
 
 
 class _Named(ConfigModel):
-    """A named part with `kwargs`. Keyword arguments that the part does not use are refused, and are not written."""
+    """Base of the optimiser and schedule configs: the name of an optimiser or schedule, and its `kwargs`.
+
+    Keyword arguments that this optimiser or schedule does not use are refused, and are not written to `config.json`.
+    """
 
     name: str
     kwargs: Any

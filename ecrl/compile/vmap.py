@@ -35,7 +35,7 @@ def is_forward_mode(leaves: Sequence[Tensor]) -> bool:
 
 
 def records_gradients(*leaves: Tensor) -> bool:
-    """Return True if torch records operations on these leaves, to compute derivatives.
+    """Return True if torch tracks derivatives of operations on these leaves, in reverse or forward mode.
 
     >>> records_gradients(torch.ones(1)), records_gradients(torch.ones(1, requires_grad=True))
     (False, True)

@@ -58,10 +58,11 @@ def _check_required(env: Env, types: dict[str, str], batch: torch.Size, call: st
     required |= {"executed": (_type_text(torch.int64, batch),)} if "executed" in types else {}
     for name, allowed in required.items():
         nested = any(key.startswith(f"{name}.") for key in types)
-        actual = "a TensorDict" if nested else types.get(name, "absent")
+        actual = "a TensorDict" if nested else types.get(name, "")
         if actual not in allowed:
             reason = " (see observation_space)" if name.startswith("obs") else ""
-            raise ConfigError(f"{call} returns field {name!r} as {actual}, expected {' or '.join(allowed)}{reason}")
+            returned = f"field {name!r} as {actual}" if actual else f"no field {name!r}"
+            raise ConfigError(f"{call} returns {returned}, expected {' or '.join(allowed)}{reason}")
 
 
 def _check_same(before: dict[str, str], after: dict[str, str], label: str) -> None:

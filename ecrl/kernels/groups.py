@@ -78,7 +78,7 @@ def grpo_advantages(rollout: TensorDict, *, gamma: Scalar, group_size: int, eps:
 
     The function reads reward, terminated, truncated, done and, if present, mask and executed of a `[N, T + 1]`
     rollout. Without a mask every step counts. The function ignores the padding in the last time slot. It also ignores
-    `value`, so returns count no rewards after the last step.
+    `value` and `final_value`, so the returns do not bootstrap at a truncation or at the end of the rollout.
 
     Raises: ValueError naming a field that is missing or has a wrong shape, and the errors of `group_advantages`.
     Source: Shao et al. 2024, arXiv:2402.03300, sec. 4.1.

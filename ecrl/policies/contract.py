@@ -46,7 +46,7 @@ _BASELINES: ContextVar[tuple[list[Any], ...]] = ContextVar("_BASELINES", default
 
 
 def described(x: Any) -> str:
-    """Describe a value in an error: dtype and shape of a tensor, or the type of anything else."""
+    """Describe a value for an error message: dtype and shape of a tensor, or type and value of anything else."""
     if isinstance(x, TensorDictBase | dict):
         return f"a {type(x).__name__}"
     if not isinstance(x, Tensor):
@@ -56,7 +56,7 @@ def described(x: Any) -> str:
 
 @contextmanager
 def checking() -> Iterator[None]:
-    """Let every `Checked` function check itself inside the block. Outside, it only calls the function."""
+    """Let every `Checked` function check itself inside the block. Outside, there are no checks."""
     token = _CHECKING.set(True)
     try:
         yield

@@ -1,7 +1,7 @@
 """Policy heads: the action distribution of each action space, as functions of the actor's output.
 
-A Box has a diagonal Gaussian with a state-independent log-std, plain or squashed by tanh into the space. Discrete and
-MultiDiscrete have categorical distributions.
+A Box has a diagonal Gaussian, either unbounded or squashed into the space by tanh. Discrete and MultiDiscrete have
+categorical distributions.
 """
 
 from collections.abc import Callable

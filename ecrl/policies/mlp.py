@@ -47,8 +47,8 @@ class MLPConfig(ConfigModel):
     def _no_dropout(cls, p: float) -> float:
         if p != 0.0:
             raise ValueError(
-                f"dropout_p={p}, expected 0: dropout makes the probability ratio of the same action random, "
-                "so clipping and KL measure noise; use 0"
+                f"dropout_p={p}, expected 0: with dropout, the probability ratio is random even if the weights have "
+                "not changed; leave dropout_p out"
             )
         return p
 

@@ -67,7 +67,8 @@ def _normalized(policy: Policy, observation_space: Space) -> Policy:
     critic, evaluator, explorer, q_critic = policy.value, policy.evaluate, policy.explore, policy.q
     norm = _init(observation_space, torch.device("cpu"))
     if norm is None:
-        raise ConfigError(f"policy.normalize_obs: {observation_space} has no float Box to standardise; leave it out")
+        problem = f"{observation_space} has no float Box to standardise"
+        raise ConfigError(f"policy.normalize_obs: {problem}; remove normalize_obs")
 
     def norm_init(device: torch.device) -> TensorDict:
         # not `norm.to`: it sets the device of the TensorDict, and compiled code would guard on the device

@@ -107,7 +107,7 @@ def train(
     """Train until the run has `trainer.iterations` iterations.
 
     Args:
-        state: state from `init_state`, from `load`, or from a record of an earlier run.
+        state: from `init_state`, from `load`, or the `state` of a record that `train_iter` yielded.
         cfg: config of the run.
         run_dir: folder for the config, logs, metrics and checkpoints. It must be a new folder, or the folder of the run
             that `state` belongs to. If None, nothing is written.

@@ -95,7 +95,7 @@ BAD = {
     ),
     "missing part": (
         {"observation_space": dict_space({"arm": box(-1.0, 1.0, 3)})},
-        "reset returns field 'obs.arm' as absent, expected float32 [2, 3] (see observation_space)",
+        "reset returns no field 'obs.arm', expected float32 [2, 3] (see observation_space)",
     ),
     "nested obs": (
         _both(lambda s: s.set("obs", TensorDict({"arm": s["obs"]}, [2]))),
@@ -103,7 +103,7 @@ BAD = {
     ),
     "no reward": (
         _both(lambda s: s.exclude("reward")),
-        "reset returns field 'reward' as absent, expected float32 [2]",
+        "reset returns no field 'reward', expected float32 [2]",
     ),
     "double reward": (
         _both(lambda s: s.set("reward", s["reward"].double())),

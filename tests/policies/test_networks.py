@@ -137,7 +137,7 @@ def test_new_values_do_not_retrace():
     [
         (
             {"dropout_p": 0.1},
-            "dropout_p=0.1, expected 0: dropout makes the probability ratio of the same action random",
+            "dropout_p=0.1, expected 0: with dropout, the probability ratio is random",
         ),
         ({"orthogonal_init": [1.0, 1.0, 1.0]}, "has 3 gains for 2 layers; give one number or 2"),
         ({"orthogonal_init": []}, "has 0 gains for 2 layers"),

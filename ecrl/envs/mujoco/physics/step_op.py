@@ -35,7 +35,7 @@ class _Pool(NamedTuple):
 
 
 def _slices(model: Any, names: Sequence[str]) -> list[tuple[slice, slice]]:
-    """Return the columns of parts of a state, in MuJoCo's rows and in the rows of ecrl.
+    """Return where each part of a state is stored: a slice of a MuJoCo row, and a slice of an ecrl row.
 
     A row of `mujoco.batch` holds all parts of `mjSTATE_INTEGRATION` in the order of their bits. A row of ecrl holds the
     named parts. Neighbouring parts share one slice.

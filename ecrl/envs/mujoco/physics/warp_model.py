@@ -104,7 +104,10 @@ def check(model: Any, varied: Varied) -> None:
 
 
 def capacity(model: Any) -> tuple[int, int]:
-    """Return Warp's buffer sizes: contacts per simulation as an average, and constraint rows per simulation."""
+    """Return the sizes of Warp's buffers: contacts per simulation, and constraint rows per simulation.
+
+    All simulations share the buffer of contacts, so one of them may have more contacts than this.
+    """
     moves = model.body_weldid[model.geom_bodyid] > 0
     touches = (model.geom_contype > 0) | (model.geom_conaffinity > 0)
     contacts = _CONTACTS * (int((moves & touches).sum()) + model.npair)

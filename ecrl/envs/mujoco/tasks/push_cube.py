@@ -68,7 +68,9 @@ _OBJECT: Any = {
 class PushCubeExtensions(ConfigModel):
     """Object, goal and conditions of success."""
 
-    success_threshold: Positive = Field(0.1, description="a success needs a smaller horizontal distance to the goal, m")
+    success_threshold: Positive = Field(
+        0.1, description="horizontal distance to the goal, m, below which the episode is a success"
+    )
     start_distance: NonNegative = Field(0.15, description="smallest distance from cube to goal at the start, m")
     hold_time: NonNegative = Field(
         0.0,

@@ -48,7 +48,9 @@ _EVENTS: Any = {
 class ReachExtensions(ConfigModel):
     """Target and condition of success."""
 
-    success_threshold: Positive = Field(0.05, description="a success needs a smaller distance to the target, m")
+    success_threshold: Positive = Field(
+        0.05, description="distance to the target, m, below which the episode is a success"
+    )
     target_pose_key: str = Field("target_pose", description="store_key of the event that sets the target")
     part_name: str = Field("arm", description="part of the robot that has the end effector")
 

@@ -107,7 +107,7 @@ class RandomizeCameraConfig(ConfigModel):
 
     @property
     def ranges(self) -> dict[str, tuple[Triple, Triple]]:
-        """Range of each random offset, by the name of the target that stores the offset."""
+        """Range of each random offset, by the name under which the state's `targets` stores the offset."""
         ranges = {EYE: self.eye_range, TARGET: self.target_range}
         return {name: box for name, box in ranges.items() if box is not None}
 

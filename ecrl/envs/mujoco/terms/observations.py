@@ -147,7 +147,10 @@ def target_position(cfg: TargetPositionConfig, sim: Simulation) -> Observe:
 
 @register_observation("get_rigid_object_velocity")
 def get_rigid_object_velocity(cfg: ObjectConfig, sim: Simulation) -> Observe:
-    """Observe linear and angular velocity of a dynamic object's centre, `[*B, 6]` (m/s and rad/s).
+    """Observe the velocity of a dynamic object in the world frame, `[*B, 6]`.
+
+    The first three numbers are the linear velocity of its body origin (m/s). The others are its angular velocity
+    (rad/s).
 
     Use this term in mode add.
     """
