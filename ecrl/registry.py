@@ -175,7 +175,8 @@ def register_network(name: str, *, override: bool = False) -> Callable[[Callable
 def register_event(name: str, *, override: bool = False) -> Callable[[Callable], Callable]:
     """Decorator: register `make(cfg) -> (env state, keys) -> env state` under `name`, for `trainer.events`.
 
-    A `make(cfg, sim)` receives the simulation of a MuJoCo task. The task's own `events` can use it too.
+    If `make` has two parameters, it receives the config and the simulation of a MuJoCo task. The `events` of the task's
+    own config can use the event too.
     """
     return _register("event", name, override=override)
 

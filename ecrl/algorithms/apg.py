@@ -76,7 +76,7 @@ def init(cfg: APGConfig, run: Run, key: Tensor) -> dict[str, Any]:
             "env: apg differentiates through the environment, which this environment does not allow; use another"
         )
     if not isinstance(run.env.action_space, Box):
-        raise ConfigError(f"env: apg needs Box actions, this environment has {run.env.action_space}; use another")
+        raise ConfigError(f"env: apg needs Box actions, but this environment has {run.env.action_space}; use another")
     if length is not None and horizon % length:
         text = f"algorithm.cfg.segment_length: {length} does not divide trainer.buffer_size {horizon}; use a divisor"
         raise ConfigError(text)

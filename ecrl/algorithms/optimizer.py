@@ -43,7 +43,7 @@ OPTIMIZERS = {
 
 
 class Group(NamedTuple):
-    """Parameters that one optimiser moves.
+    """Parameters that one optimiser updates.
 
     Attributes:
         name: key of its state in `state["opt"]`. If there is a single group, `state["opt"]` is its state.
@@ -207,7 +207,7 @@ def unpack(packed: Packed, layout: Layout) -> TensorDict:
 
 
 def network_vectors(vectors: TensorDict, layout: GroupLayout) -> dict[str, Tensor]:
-    """Return the vectors of a group cut into one per network and dtype, as views."""
+    """Split the packed vectors of a group into one vector per network and dtype. The results are views."""
     pieces: dict[str, Tensor] = {}
     several = len(layout.vectors) > 1
     for name, places in layout.vectors:

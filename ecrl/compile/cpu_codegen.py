@@ -12,7 +12,7 @@ _ALWAYS_COMPILES = (VecAVX512._avx512_bf16_code, VecAVX512VNNI._avx512_vnni_code
 
 
 def is_sum(index: sympy.Basic) -> bool:
-    """Return True if an index is a sum of integer multiples of variables, which inductor cannot simplify further.
+    """Return True if an index is a sum of integer multiples of variables. Inductor cannot simplify such an index.
 
     >>> x, y = sympy.symbols("x y", integer=True)
     >>> is_sum(4 * x + y + 3), is_sum(4 * x * y), is_sum(x % 4), is_sum(x + sympy.floor(y / 4))

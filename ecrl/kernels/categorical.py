@@ -150,7 +150,7 @@ def categorical_kl(logits: Tensor, other_logits: Tensor) -> Tensor:
 
 
 def _kl(logits: Tensor, other_logits: Tensor) -> Tensor:
-    """Return `categorical_kl`, but in float32 for half-precision inputs."""
+    """Compute `categorical_kl`. Half-precision inputs give a float32 result."""
     log_p, log_q = (F.log_softmax(x, -1) for x in widened(logits, other_logits))
     p = log_p.exp()
     return (p * (log_p - log_q).masked_fill(p == 0.0, 0.0)).sum(-1)

@@ -94,7 +94,7 @@ def adam(
         learning_rate: step size.
         beta1: decay of the first moment.
         beta2: decay of the second moment.
-        eps: added to the square root in the denominator, in gradient units.
+        eps: added to the square root in the denominator, in the unit of the gradients.
 
     Returns: new params and opt. The inputs do not change.
     Gradient: flows through every input. It is not finite where the new `nu` is 0.
@@ -143,7 +143,7 @@ def adamw(
         learning_rate: step size.
         beta1: decay of the first moment.
         beta2: decay of the second moment.
-        eps: added to the square root in the denominator, in gradient units.
+        eps: added to the square root in the denominator, in the unit of the gradients.
         weight_decay: decay per unit of learning rate.
 
     Returns: new params and opt. The inputs do not change.
@@ -223,7 +223,7 @@ def rmsprop(
         opt: from `rmsprop_init` or the last step.
         learning_rate: step size.
         alpha: decay of the second moment.
-        eps: added to the square root in the denominator, in gradient units.
+        eps: added to the square root in the denominator, in the unit of the gradients.
 
     Returns: new params and opt. The inputs do not change.
     Gradient: flows through every input. It is not finite where the new `nu` is 0.

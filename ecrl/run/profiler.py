@@ -35,7 +35,7 @@ class Times:
     Attributes:
         seconds: for each phase, the seconds of every call.
         inside: the current phase.
-        nested: seconds that consumers below the current one have used for the current record.
+        nested: seconds that the current record has spent in the consumers inside the current one.
     """
 
     seconds: dict[tuple[str, ...], list[float]] = field(default_factory=dict)

@@ -323,7 +323,7 @@ def test_compiled_equals_eager_and_compiles_in_its_first_iteration():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"env": "cartpole"}, r"^env: apg needs Box actions, this environment has Discrete\(n=2\); use another"),
+        ({"env": "cartpole"}, r"^env: apg needs Box actions, but this environment has Discrete\(n=2\); use another"),
         (apg_cfg(segment_length=3), r"^algorithm.cfg.segment_length: 3 does not divide trainer.buffer_size 4; use a"),
     ],
 )

@@ -184,7 +184,7 @@ def step(state: Tensor, control: Tensor, parameters: Tensor, handle: int, subste
         substeps: number of time steps; 0 computes the sensors of the state.
 
     Gradient: none.
-    Raises: RuntimeError in a CUDA graph capture, if this number of simulations was not stepped before the capture.
+    Raises: RuntimeError if a CUDA graph is captured before a first call with this number of simulations.
     """
     count, sensors = len(state), state.new_empty(len(state), loaded(handle).model.nsensordata)
     after = state.clone(memory_format=torch.contiguous_format)
