@@ -43,14 +43,18 @@ class NetworkConfig(ConfigModel):
         )
 
 
+_GENERATORS_LOCK = RLock()
+
+
 @contextmanager
 def seeded(key: Tensor) -> Iterator[None]:
     """Seed torch's global generators from a 0-d key inside the block, and restore them afterwards.
 
-    Module initialisation draws from these generators, and so do modules that sample their own actions.
+    Module initialisation draws from these generators, and so do modules that sample their own actions. All threads
+    share the generators, so only one thread at a time can be inside such a block.
     """
     cuda = [key.device] if key.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=cuda):
+    with _GENERATORS_LOCK, torch.random.fork_rng(devices=cuda):
         seed = int(key)
         torch.default_generator.manual_seed(seed)  # `fork_rng` restores the caller's state
         for device in cuda:

@@ -2,6 +2,7 @@
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -269,6 +270,17 @@ def test_bf16_gradients_are_float32_and_close():
     assert any(not torch.equal(grad, exact[name]) for name, grad in rough.items())
 
 
+@contextmanager
+def switching_often():
+    """Let threads switch after 10 microseconds, so that races show."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(interval)
+
+
 def test_threads_may_call_a_network_at_once_with_other_weights():
     """`ecrl.run` records videos in a thread of its own, with the policy that the main thread trains."""
     network = pure(lambda: nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)), "network", False)
@@ -281,10 +293,18 @@ def test_threads_may_call_a_network_at_once_with_other_weights():
     def all_equal(i: int) -> bool:
         return all(torch.equal(network.forward(weights[i], inputs), expected[i]) for _ in range(500))
 
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        with ThreadPoolExecutor(2) as pool:
-            assert list(pool.map(all_equal, (0, 1))) == [True, True]
-    finally:
-        sys.setswitchinterval(interval)
+    with switching_often(), ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(all_equal, (0, 1))) == [True, True]
+
+
+def test_threads_may_draw_from_seeded_generators_at_once():
+    keys = [torch.tensor(number) for number in range(3)]
+
+    def draw(key: torch.Tensor) -> torch.Tensor:
+        with seeded(key):
+            return torch.stack([nn.Linear(2, 2).weight.detach() for _ in range(20)])
+
+    expected = [draw(key) for key in keys]
+    with switching_often(), ThreadPoolExecutor(3) as pool:
+        actual = list(pool.map(draw, keys * 100))
+    assert all(torch.equal(x, expected[i % 3]) for i, x in enumerate(actual))
