@@ -301,7 +301,7 @@ def _check_final_value(findings: list[str], policy: Policy, record: _Record, tol
 
 
 def _values_of_actions(policy: Policy, params: TensorDict, record: _Record) -> Tensor:
-    """Return a loss of an actor that follows the gradient of `q` to its actions, such as that of DDPG."""
+    """Return a loss whose gradient flows through `q` into the actions of `act`, as in DDPG."""
     total = torch.zeros(())
     for t in range(record.steps["done"].shape[1]):
         obs, carry, noise = (_step(tree, t) for tree in (record.steps["obs"], record.before, record.noise))

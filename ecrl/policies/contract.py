@@ -19,7 +19,7 @@ from ecrl.errors import ConfigError
 from ecrl.policies.core import Policy, no_carry
 from ecrl.pytree import flatten, paths
 from ecrl.spaces import Box, Dict, Space, element_dtype, element_shape
-from ecrl.tracing_state import in_graph, noting_draws, transforms
+from ecrl.tracing_state import ignoring_draws, in_graph, noting_draws, transforms
 
 _ARGUMENTS = {
     "init": ("key",),
@@ -43,7 +43,6 @@ _RESERVED = {
 """Fields of a rollout that the collector and the estimators set."""
 
 _CHECKING = ContextVar("_CHECKING", default=False)
-_BASELINES: ContextVar[tuple[list[Any], ...]] = ContextVar("_BASELINES", default=())
 
 
 def described(x: Any) -> str:
@@ -76,16 +75,13 @@ def _generator_states() -> list[bytes]:
 def _refusing_draws(label: str, keys: str) -> Iterator[None]:
     """Raise ConfigError if the block draws from torch's global generators.
 
-    A graph that is traced draws nothing. There, the tracer notes the operation.
+    A graph that is traced draws nothing. There, the tracer notes the operation. Draws of other threads are no fault,
+    and neither are draws from a generator whose state the block restores.
     """
-    baseline = [] if in_graph() else [_generator_states()]
-    token = _BASELINES.set((*_BASELINES.get(), baseline))
-    try:
-        with noting_draws() as noted:
-            yield
-    finally:
-        _BASELINES.reset(token)
-    if noted or (baseline and baseline[0] != _generator_states()):
+    before = [] if in_graph() else _generator_states()
+    with noting_draws() as noted:
+        yield
+    if noted.traced or (noted.run and before != _generator_states()):
         problem = f"{label} draws random numbers from torch's global generator, so equal states give unequal results"
         raise ConfigError(f"{problem}; draw them from {keys} with ecrl.rng")
 
@@ -103,15 +99,8 @@ class Unchecked:
         """Return the result of `fn`."""
         if not _CHECKING.get():
             return self.fn(*args)
-        if in_graph():
-            with noting_draws():
-                return self.fn(*args)
-        before = _generator_states()
-        out, after = self.fn(*args), _generator_states()
-        for baseline in _BASELINES.get():
-            if baseline == [before]:
-                baseline[:] = [after]
-        return out
+        with ignoring_draws():
+            return self.fn(*args)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from ecrl.memory import enough_memory
 from ecrl.policies.core import example, one_batch
 from ecrl.registry import lookup
 from ecrl.spaces import Space
+from ecrl.tracing_state import ignoring_draws
 
 
 class NetworkConfig(ConfigModel):
@@ -50,7 +51,7 @@ def seeded(key: Tensor) -> Iterator[None]:
     Module initialisation draws from these generators, and so do modules that sample their own actions.
     """
     cuda = [key.device] if key.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=cuda):
+    with ignoring_draws(), torch.random.fork_rng(devices=cuda):
         seed = int(key)
         torch.default_generator.manual_seed(seed)  # `fork_rng` restores the caller's state
         for device in cuda:

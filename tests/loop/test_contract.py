@@ -1,6 +1,7 @@
 """A faulty algorithm or policy is reported in one line, before compiling: its name, the field and its shape."""
 
 from dataclasses import dataclass, replace
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -597,6 +598,40 @@ def test_an_init_that_draws_from_the_global_generator(monkeypatch):
         message = f"{name}: {problem}; draw them from its key with ecrl.rng"
         with monkeypatch.context() as patch:
             at_start(small(), patch, message, **{kind: lambda made: replace(made, init=drawing(made.init))})
+
+
+def test_a_policy_may_draw_from_a_generator_whose_state_it_restores(monkeypatch):
+    make = ecrl.loop.build.make_policy
+
+    def restoring(made):
+        def init(key):
+            with torch.random.fork_rng():
+                torch.manual_seed(int(key))
+                return made.init(key).apply(lambda x: x + torch.rand_like(x))
+
+        return replace(made, init=init)
+
+    monkeypatch.setattr("ecrl.loop.build.make_policy", lambda *args: restoring(make(*args)))
+    assert int(last_state(small(**{"trainer.iterations": 1}))["update_step"]) == 1
+
+
+def test_another_thread_may_draw_from_the_global_generator(monkeypatch):
+    def beside(fn):
+        def wrapped(*args):
+            thread = Thread(target=lambda: torch.rand(1))
+            thread.start()
+            thread.join()
+            return fn(*args)
+
+        return wrapped
+
+    make = ecrl.loop.build.make_policy
+    names = ("init", "draw", "act", "value", "evaluate")
+    monkeypatch.setattr(
+        "ecrl.loop.build.make_policy",
+        lambda *args: replace(made := make(*args), **{name: beside(getattr(made, name)) for name in names}),
+    )
+    assert int(last_state(small(**{"trainer.iterations": 1}))["update_step"]) == 1
 
 
 def test_the_draws_of_an_environment_are_not_those_of_the_algorithm(monkeypatch):
