@@ -1,13 +1,13 @@
-"""Queries about torch's state: graphs being traced, their random draws, active transforms, writes in place.
+"""Queries about torch's state: graphs being traced, random draws, active transforms, writes in place.
 
 Some queries need private names of torch. This module looks them up once, at import. If a name is missing, runs give the
-same results but are slower. The table in `docs/design.md` lists the private names.
+same results, but are slower or checked less. The table in `docs/design.md` lists the private names.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,11 +18,31 @@ try:
 except ImportError:
     get_interpreter_stack = None
 
+try:
+    from torch.utils._python_dispatch import TorchDispatchMode
+except ImportError:
+    TorchDispatchMode = None
+
 _ACTIVE_TRANSFORMS: Callable[[], Any] | None = get_interpreter_stack
 _HAS_LEVEL, _COUNTS_WRITES = hasattr(forward_ad, "_current_level"), hasattr(Tensor, "_version")
 
 _IN_GRAPH = ContextVar("_IN_GRAPH", default=False)
-_DRAWS: ContextVar[list[str] | None] = ContextVar("_DRAWS", default=None)
+_Mode: Any = nullcontext if TorchDispatchMode is None else TorchDispatchMode
+
+
+class Draws(NamedTuple):
+    """Operations of this thread that draw from torch's global generators.
+
+    Attributes:
+        traced: operations of graphs that were traced.
+        run: operations that ran.
+    """
+
+    traced: list[str]
+    run: list[str]
+
+
+_DRAWS: ContextVar[Draws | None] = ContextVar("_DRAWS", default=None)
 
 
 @contextmanager
@@ -49,27 +69,61 @@ def in_graph() -> bool:
     return not torch.compiler.is_compiling() and _IN_GRAPH.get()
 
 
-@contextmanager
-def noting_draws() -> Iterator[list[str]]:
-    """Return a list. Inside the block, `note_draw` appends to it, and to no outer list.
+class _DrawMode(_Mode):
+    """Note each operation that draws from a global generator. Only the operations of the current thread pass here."""
 
-    >>> with noting_draws() as noted:
-    ...     note_draw("aten.rand")
-    >>> noted
-    ['aten.rand']
-    """
-    noted: list[str] = []
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags and not _IN_GRAPH.get() and _draws(func, args, kwargs):
+            noted = _DRAWS.get()
+            if noted is not None:
+                noted.run.append(str(func))
+        return func(*args, **kwargs)
+
+
+def _draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Return False if an operation with a random part gets its own generator, or arguments that leave this part out."""
+    parameters = func._schema.arguments
+    values = {x.name: x.default_value for x in parameters}
+    values |= {x.name: value for x, value in zip(parameters, args, strict=False)} | kwargs
+    is_off = values.get("dropout_p") == 0.0 or values.get("dropout") == 0.0
+    is_off = is_off or values.get("train") is False or values.get("training") is False
+    return not is_off and values.get("generator") is None
+
+
+@contextmanager
+def _draws_into(noted: Draws | None) -> Iterator[None]:
     token = _DRAWS.set(noted)
     try:
-        yield noted
+        yield
     finally:
         _DRAWS.reset(token)
+
+
+@contextmanager
+def noting_draws() -> Iterator[Draws]:
+    """Return lists. Inside the block, draws of this thread from torch's global generators are appended to them alone.
+
+    >>> with noting_draws() as noted:
+    ...     x = torch.rand(2, generator=torch.Generator()) + torch.rand(2)
+    >>> noted.run
+    ['aten.rand.default']
+    """
+    noted = Draws([], [])
+    is_watched = _IN_GRAPH.get() or _DRAWS.get() is not None  # one mode of a thread is enough
+    with nullcontext() if is_watched else _DrawMode(), _draws_into(noted):
+        yield noted
+
+
+def ignoring_draws() -> AbstractContextManager[None]:
+    """Note no draws of this thread inside the block."""
+    return _draws_into(None)
 
 
 def note_draw(operation: str) -> None:
     """Note that a graph which is traced draws from torch's global generator."""
     if (noted := _DRAWS.get()) is not None:
-        noted.append(operation)
+        noted.traced.append(operation)
 
 
 def knows_transforms() -> bool:

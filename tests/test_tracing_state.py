@@ -1,5 +1,7 @@
 """The state of torch around a call, also on a torch that lacks the private names."""
 
+from threading import Thread
+
 import pytest
 import torch
 from torch.autograd import forward_ad
@@ -9,7 +11,15 @@ from ecrl.compile.autocast import settings, without_autocast
 from ecrl.compile.jit import _form_for, choose_form
 from ecrl.compile.vmap import records_gradients, vmapped
 from ecrl.errors import ConfigError
-from ecrl.tracing_state import in_forward_mode, in_graph, tracing_graph, transforms, version_of
+from ecrl.tracing_state import (
+    ignoring_draws,
+    in_forward_mode,
+    in_graph,
+    noting_draws,
+    tracing_graph,
+    transforms,
+    version_of,
+)
 
 PRESENT = [True, False]
 FORWARD = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own
@@ -30,6 +40,54 @@ def test_a_graph_is_traced_inside_the_context_and_in_this_thread_only():
             raise ValueError
         assert in_graph()
     assert not in_graph()
+
+
+X = torch.ones(1, 2, 4, 8)
+DRAWS = {
+    "rand": lambda: torch.rand(2),
+    "randint": lambda: torch.randint(3, (2,)),
+    "randperm": lambda: torch.randperm(3),
+    "in place": lambda: X.clone().normal_(),
+    "uniform": lambda: X.clone().uniform_(),
+    "bernoulli": lambda: torch.bernoulli(X / 2.0),
+    "multinomial": lambda: torch.multinomial(torch.ones(3), 1),
+    "dropout": lambda: torch.nn.functional.dropout(X, 0.5, True),
+    "distribution": lambda: torch.distributions.Normal(0.0, 1.0).sample(),
+    "a layer": lambda: torch.nn.Linear(2, 2),
+    "inside vmap": lambda: torch.func.vmap(lambda x: x + torch.rand(2, 4, 8), randomness="different")(X),
+}
+NO_DRAWS = {
+    "own generator": lambda: X.clone().normal_(generator=torch.Generator()),
+    "dropout in evaluation": lambda: torch.nn.functional.dropout(X, 0.5, False),
+    "attention": lambda: torch.nn.functional.scaled_dot_product_attention(X, X, X),
+    "rrelu in evaluation": lambda: torch.nn.functional.rrelu(X, training=False),
+    "keys": lambda: rng.normal(rng.key(3), (4,)),
+}
+
+
+@pytest.mark.parametrize("case", DRAWS)
+def test_a_draw_from_the_global_generator_is_noted(case):
+    with noting_draws() as noted, noting_draws() as inner:
+        DRAWS[case]()
+    assert inner.run and not inner.traced and noted == ([], [])
+    with noting_draws() as noted, ignoring_draws():
+        DRAWS[case]()
+    assert noted == ([], [])
+
+
+@pytest.mark.parametrize("case", NO_DRAWS)
+def test_operations_that_draw_nothing_from_it_are_not_noted(case):
+    with noting_draws() as noted:
+        NO_DRAWS[case]()
+    assert noted == ([], [])
+
+
+def test_draws_of_other_threads_are_not_noted():
+    with noting_draws() as noted:
+        thread = Thread(target=lambda: torch.rand(2))
+        thread.start()
+        thread.join()
+    assert noted == ([], [])
 
 
 def values_in(transform, *args):

@@ -32,7 +32,7 @@ from ecrl.kernels import (
 from ecrl.kernels.rollout_estimators import decision_discounts
 from ecrl.kernels.scan_loop import Scan
 from ecrl.policies import Policy, policy_params
-from ecrl.policies.contract import returned
+from ecrl.policies.contract import check_restart, returned
 from ecrl.pytree import flatten, replaced
 from ecrl.types import Logs
 
@@ -279,7 +279,9 @@ def initial_exploration(run: Run, state: TensorDict) -> dict[str, TensorDict]:
     if "exploration" not in state:
         return {}
     first = run.policy.init_exploration(policy_params(state), run.static.num_envs)
-    return {"exploration": replaced(cast(TensorDict, state["exploration"]), first)}
+    exploration = cast(TensorDict, state["exploration"])
+    check_restart(run.policy, exploration, first)
+    return {"exploration": replaced(exploration, first)}
 
 
 def max_truncations(env: Env, steps: int) -> int:

@@ -37,6 +37,7 @@ from ecrl.kernels import act_and_step
 from ecrl.kernels.rollout import env_major, restarted_carry
 from ecrl.memory import check_room
 from ecrl.policies import Policy, policy_params
+from ecrl.policies.contract import check_restart
 from ecrl.pytree import flatten, mapped, names, replaced, unflatten
 from ecrl.types import Logs
 
@@ -244,19 +245,15 @@ def _step(
     act = partial(_explored, run.policy)
     (memory, exploration), after, row = act_and_step(act, run.env.step, params, before, env, *noise)
     memory = restarted_carry(memory, initial[0], row)
-    return ((memory, _restarted_exploration(exploration, initial[1], row)), after), row.set("obs", env["obs"])
+    exploration = _restarted_exploration(run.policy, exploration, initial[1], row)
+    return ((memory, exploration), after), row.set("obs", env["obs"])
 
 
-def _restarted_exploration(exploration: TensorDict, initial: TensorDict, row: TensorDict) -> TensorDict:
+def _restarted_exploration(policy: Policy, exploration: TensorDict, initial: TensorDict, row: TensorDict) -> TensorDict:
     """Return the exploration before the next step. Only the fields of `initial` restart where an episode ended."""
     if initial.is_empty():
         return exploration
-    missing = sorted({*initial.keys()} - {*exploration.keys()})
-    if missing:
-        raise ValueError(
-            f"init_exploration returns the field {missing[0]!r}, which state['exploration'] lacks; add it in the "
-            "`init` of the algorithm"
-        )
+    check_restart(policy, exploration, initial)
     first = TensorDict(dict(initial.items()), exploration.batch_size)
     return replaced(exploration, restarted_carry(exploration.select(*initial.keys()), first, row))
 

@@ -18,7 +18,8 @@ from ecrl.policies.contract import Checked, Unchecked, check_fields, checked_pol
 from ecrl.types import STATE_FIELDS
 
 _NEEDED = ("params", "hyper")
-_SET_BY_LOOP = ("env", "episode", "carry", "key", "sample_step", "update_step", "frozen_params")
+_SET_BY_LOOP = ("env", "episode", "carry", "key", "frozen_params")
+_SET_BY_LOOP += ("sample_step", "decision_step", "update_step", "iterations")
 _KEY = '`state["key"]`'
 
 
@@ -76,7 +77,8 @@ def _checked_algorithm(algorithm: Algorithm) -> Algorithm:
     init = Checked(f"{label}: init", algorithm.init, _check_init, (), "its key")
     if isinstance(iterate, OnPolicy):
         collect = Checked(f"{label}: collect", iterate.collect, _check_collect, (), _KEY)
-        checked: Any = OnPolicy(collect, Checked(f"{label}: update", iterate.update, _check_update, (), _KEY))
+        update = Checked(f"{label}: update", iterate.update, _check_update, (), _KEY)
+        checked: Any = replace(iterate, collect=collect, update=update)
     elif isinstance(iterate, Interleaved):
         checked = replace(iterate, turn=Checked(f"{label}: turn", iterate.turn, _check_turn, (), _KEY))
     else:

@@ -44,12 +44,14 @@ class _Record(NamedTuple):
     Attributes:
         params: parameters, as the policy's functions get them.
         steps: `[N, T]` with obs, done and the fields that `act` returned.
+        noise: the noise of each step, `[N, T]`.
         before: the memory before each step, `[N, T]`.
         after: the memory after each step, before a restart, `[N, T]`.
     """
 
     params: TensorDict
     steps: TensorDict
+    noise: Any
     before: TensorDict
     after: TensorDict
 
@@ -68,9 +70,8 @@ def random_observations(space: Space, keys: Tensor, others: tuple[int, ...] = ()
             parts = {}
             for i, (name, part) in enumerate(space.items):
                 own = rng.fold_in(keys, i)
-                parts[name] = (
-                    _random_mask(part, own, others) if name == "action_mask" else random_observations(part, own)
-                )
+                is_mask = name == "action_mask"
+                parts[name] = _random_mask(own, others) if is_mask else random_observations(part, own)
             return TensorDict(parts, keys.shape)
         case Discrete():
             return rng.randint(keys, low=0, high=space.n)
@@ -88,12 +89,11 @@ def random_observations(space: Space, keys: Tensor, others: tuple[int, ...] = ()
     return within.reshape(*keys.shape, *space.shape).to(space.dtype)
 
 
-def _random_mask(space: Space, keys: Tensor, groups: tuple[int, ...]) -> Tensor:
-    """Draw an action mask `[*B, sum(groups)]`. Every group has an allowed choice."""
+def _random_mask(keys: Tensor, groups: tuple[int, ...]) -> Tensor:
+    """Draw an action mask, bool `[*B, sum(groups)]`, as environments report it. Every group has an allowed choice."""
     score = rng.uniform(keys, (sum(groups),))
     allowed = [part >= part.amax(-1, keepdim=True).clamp(max=0.5) for part in score.split(groups, -1)]
-    mask = torch.cat(allowed, -1)
-    return mask.to(space.dtype) if isinstance(space, Box) else mask.to(torch.int64)
+    return torch.cat(allowed, -1)
 
 
 def _fields(tree: Any) -> dict[str, Tensor]:
@@ -199,7 +199,27 @@ def _act(findings: list[str], policy: Policy, params: TensorDict, obs: Any, keys
         after.append(acted)
         ended = TensorDict({"terminated": done[:, t], "truncated": no}, [_NUM_ENVS])
         carry = restarted_carry(acted, first, ended)
-    return _Record(params, _stacked(rows), _stacked(before), _stacked(after))
+    used = _at(noise, slice(None), slice(_WARM_UP, None))
+    return _Record(params, _stacked(rows), used, _stacked(before), _stacked(after))
+
+
+def _explore(findings: list[str], notes: list[str], policy: Policy, record: _Record) -> None:
+    """Call `init_exploration` and `explore` for the first step.
+
+    The algorithm makes the fields of the exploration that do not restart. If `explore` reads one of them, the error
+    becomes a note.
+    """
+    if policy.explore is None:
+        return
+    first = _called(findings, "init_exploration", policy.init_exploration, record.params, _NUM_ENVS)
+    _, out = policy.act(record.params, _step(record.before, 0), _step(record.steps["obs"], 0), _step(record.noise, 0))
+    try:
+        _called(findings, "explore", policy.explore, record.params, first, out, _step(record.noise, 0))
+    except KeyError as error:
+        notes.append(
+            f"explore is not checked, because it raised {error!r:.80} for an exploration with the fields of "
+            "init_exploration; the algorithm makes the other fields"
+        )
 
 
 def _first_difference(one: Tensor, other: Tensor, tolerance: float, counted: Tensor | None = None) -> list[int] | None:
@@ -280,11 +300,22 @@ def _check_final_value(findings: list[str], policy: Policy, record: _Record, tol
         findings.append(f"value returns {given}; compute V_final from final['carry'], the memory after `act`")
 
 
-def _check_gradients(policy: Policy, params: TensorDict, record: _Record) -> Iterator[str]:
+def _values_of_actions(policy: Policy, params: TensorDict, record: _Record) -> Tensor:
+    """Return a loss whose gradient flows through `q` into the actions of `act`, as in DDPG."""
+    total = torch.zeros(())
+    for t in range(record.steps["done"].shape[1]):
+        obs, carry, noise = (_step(tree, t) for tree in (record.steps["obs"], record.before, record.noise))
+        _, out = policy.act(params, carry, obs, noise)
+        total = total + cast(Any, policy.q)(params, obs, out["action"], None).square().sum()
+    return total
+
+
+def _check_gradients(policy: Policy, action_space: Space, params: TensorDict, record: _Record) -> Iterator[str]:
     """Report parameters that no gradient reaches."""
     leaves = {name: x for name, x in _fields(params).items() if x.is_floating_point()}
     if not leaves or (policy.evaluate is None and policy.value is None and policy.q is None):
         return
+    sources = "evaluate and value" if policy.q is None else "evaluate, value and q"
     with torch.enable_grad():
         moving = mapped(lambda x: x.detach().requires_grad_(x.is_floating_point()), params)
         others = {name: x for name, x in cast(Any, record.params.items()) if name not in params}
@@ -299,23 +330,25 @@ def _check_gradients(policy: Policy, params: TensorDict, record: _Record) -> Ite
             total = total + values.square().sum()
         if policy.q is not None:
             total = total + policy.q(whole, steps["obs"], steps["action"], None).square().sum()
+            if isinstance(action_space, Box):
+                total = total + _values_of_actions(policy, whole, record)
         if not total.requires_grad:
-            yield "no gradient reaches the params from evaluate and value; leave out detach and torch.no_grad"
+            yield f"no gradient reaches the params from {sources}; leave out detach and torch.no_grad"
             return
         inputs = [x for x in flatten(moving)[0] if x.requires_grad]
         grads = torch.autograd.grad(total, inputs, allow_unused=True)
     for name, grad in zip(leaves, grads, strict=True):
         if grad is None or not grad.any():
             yield (
-                f"no gradient reaches the parameter {name} from evaluate and value; use it there without detach, or "
+                f"no gradient reaches the parameter {name} from {sources}; use it there without detach, or "
                 "return it from init_frozen"
             )
         elif not grad.isfinite().all():
-            yield f"the gradient of the parameter {name} holds NaN or infinity; mend evaluate or value"
+            yield f"the gradient of the parameter {name} holds NaN or infinity; mend {sources.replace(' and ', ' or ')}"
 
 
 def _findings(
-    policy: Policy, spaces: tuple[Space, Space], num_steps: int, seed: int, tolerance: float
+    policy: Policy, spaces: tuple[Space, Space], num_steps: int, seed: int, tolerance: float, notes: list[str]
 ) -> Iterator[str]:
     check_functions(policy)
     policy, key = checked_policy(policy, *spaces), rng.key(seed)
@@ -327,6 +360,7 @@ def _findings(
     params, whole = _params(policy, key, obs)
     lines: list[str] = []
     record = _act(lines, policy, whole, obs, rng.fold_in(keys, 1))
+    _explore(lines, notes, policy, record)
     yield from lines
     functions_agree = not lines
     for function, check in (("evaluate", _check_evaluate), ("value", _check_value)):
@@ -336,7 +370,7 @@ def _findings(
             yield from lines
             functions_agree = functions_agree and not lines
     if functions_agree:  # a function that writes on its arguments has no gradient
-        yield from _check_gradients(policy, params, record)
+        yield from _check_gradients(policy, action_space, params, record)
 
 
 def check_policy(
@@ -353,12 +387,13 @@ def check_policy(
     It checks:
 
     - that every function takes its arguments, and returns the shapes and dtypes of the contract (`ecrl.Policy`);
-    - that `init` depends on its key alone, and that `draw`, `act`, `evaluate` and `value` are functions of their
-      arguments, draw from no global generator and write on no argument;
+    - that `init` depends on its key alone, and that `draw`, `act`, `explore`, `init_exploration`, `evaluate` and
+      `value` are functions of their arguments, draw from no global generator and write on no argument;
     - that the memory keeps its fields, shapes and dtypes;
     - that the log-probabilities of `evaluate` are those that `act` returned, also after the end of an episode;
     - that the values of many steps are those of each step, and that V_final is V with the memory after `act`;
-    - that gradients reach every parameter, if the functions pass the other checks.
+    - that gradients reach every parameter, if the functions pass the other checks. For Box actions and a policy with
+      `q`, this includes the gradient through `q` of the actions of `act`.
 
     The policy acts in four environments on the CPU. Its parameters are those of `init` plus some noise, so that zeros
     in them hide no fault. Errors raised by the policy's own code are not caught.
@@ -394,12 +429,12 @@ def check_policy(
         observation_space, action_space = env.observation_space, env.action_space
         tolerance = max(tolerance, _BF16_TOLERANCE) if cfg.policy.bf16 else tolerance
         policy = make_policy(cfg.policy, observation_space, action_space)
-    findings, label = [], f"{policy_label(policy)}: "
+    findings, notes, label = [], [], f"{policy_label(policy)}: "
     with torch.no_grad(), checking():
         try:
-            for line in _findings(policy, (observation_space, action_space), num_steps, seed, tolerance):
+            for line in _findings(policy, (observation_space, action_space), num_steps, seed, tolerance, notes):
                 findings.append(line)
         except ConfigError as error:
             findings.append(str(error).removeprefix(label))
-    notes = [f"{_NUM_ENVS * (num_steps - _WARM_UP)} steps compared, to a tolerance of {tolerance:g}"]
-    return PolicyCheck(list(dict.fromkeys(findings)), notes)
+    compared = f"{_NUM_ENVS * (num_steps - _WARM_UP)} steps compared, to a tolerance of {tolerance:g}"
+    return PolicyCheck(list(dict.fromkeys(findings)), [compared, *notes])

@@ -19,7 +19,7 @@ from ecrl.errors import ConfigError
 from ecrl.policies.core import Policy, no_carry
 from ecrl.pytree import flatten, paths
 from ecrl.spaces import Box, Dict, Space, element_dtype, element_shape
-from ecrl.tracing_state import in_graph, noting_draws, transforms
+from ecrl.tracing_state import ignoring_draws, in_graph, noting_draws, transforms
 
 _ARGUMENTS = {
     "init": ("key",),
@@ -31,6 +31,7 @@ _ARGUMENTS = {
     "norm_update": ("norm", "obs", "mask"),
     "init_carry": ("params", "num_envs"),
     "init_frozen": ("device",),
+    "init_exploration": ("params", "num_envs"),
     "explore": ("params", "exploration", "out", "noise"),
     "q": ("params", "obs", "action", "noise"),
 }
@@ -42,7 +43,6 @@ _RESERVED = {
 """Fields of a rollout that the collector and the estimators set."""
 
 _CHECKING = ContextVar("_CHECKING", default=False)
-_BASELINES: ContextVar[tuple[list[Any], ...]] = ContextVar("_BASELINES", default=())
 
 
 def described(x: Any) -> str:
@@ -75,16 +75,13 @@ def _generator_states() -> list[bytes]:
 def _refusing_draws(label: str, keys: str) -> Iterator[None]:
     """Raise ConfigError if the block draws from torch's global generators.
 
-    A graph that is traced draws nothing. There, the tracer notes the operation.
+    A graph that is traced draws nothing. There, the tracer notes the operation. Draws of other threads are no fault,
+    and neither are draws from a generator whose state the block restores.
     """
-    baseline = [] if in_graph() else [_generator_states()]
-    token = _BASELINES.set((*_BASELINES.get(), baseline))
-    try:
-        with noting_draws() as noted:
-            yield
-    finally:
-        _BASELINES.reset(token)
-    if noted or (baseline and baseline[0] != _generator_states()):
+    before = [] if in_graph() else _generator_states()
+    with noting_draws() as noted:
+        yield
+    if noted.traced or (noted.run and before != _generator_states()):
         problem = f"{label} draws random numbers from torch's global generator, so equal states give unequal results"
         raise ConfigError(f"{problem}; draw them from {keys} with ecrl.rng")
 
@@ -102,15 +99,8 @@ class Unchecked:
         """Return the result of `fn`."""
         if not _CHECKING.get():
             return self.fn(*args)
-        if in_graph():
-            with noting_draws():
-                return self.fn(*args)
-        before = _generator_states()
-        out, after = self.fn(*args), _generator_states()
-        for baseline in _BASELINES.get():
-            if baseline == [before]:
-                baseline[:] = [after]
-        return out
+        with ignoring_draws():
+            return self.fn(*args)
 
 
 @dataclass(frozen=True)
@@ -198,6 +188,13 @@ def returned(label: str, out: Any, *names: str) -> Any:
     return out
 
 
+def _check_leaf(label: str, what: str, name: str, before: Any, after: Any) -> None:
+    """Raise ConfigError if a function changes the shape or the dtype of a leaf of a tree; `what` names the tree."""
+    if before.shape != after.shape or before.dtype != after.dtype:
+        change = f"changes the {what}'s {name} from {described(before)} to {described(after)}"
+        raise ConfigError(f"{label} {change}; keep its shape and dtype")
+
+
 def check_fields(label: str, before: TensorDict, after: Any, what: str = "state", source: str = "init") -> None:
     """Raise ConfigError if a function drops or adds a leaf of a tree, or changes its shape or dtype.
 
@@ -213,10 +210,8 @@ def check_fields(label: str, before: TensorDict, after: Any, what: str = "state"
     (old, structure), (new, structure_after) = flatten(before), flatten(after)
     if structure == structure_after:
         for i, (x, y) in enumerate(zip(old, new, strict=True)):
-            if x is not y and (x.shape != y.shape or x.dtype != y.dtype):
-                name = "/".join(paths(structure)[i])
-                change = f"changes the {what}'s {name} from {described(x)} to {described(y)}"
-                raise ConfigError(f"{label} {change}; keep its shape and dtype")
+            if x is not y:
+                _check_leaf(label, what, "/".join(paths(structure)[i]), x, y)
         return
     named, named_after = ({"/".join(path) for path in paths(s)} for s in (structure, structure_after))
     for change, fields in (("drops", named - named_after), ("adds", named_after - named)):
@@ -236,13 +231,25 @@ def _batch_of(obs: Any, space: Space) -> list[int]:
     return list(obs.shape[: obs.ndim - len(element_shape(space))])
 
 
-def _check_rows(label: str, what: str, tree: Any, count: int) -> None:
-    """Raise ConfigError for a leaf without one row for each of `count` environments; `what` names a single leaf."""
+def _leaves(tree: Any) -> dict[str, Any]:
+    """Return the leaves of a tree by path, such as `noise/x`."""
     leaves, structure = flatten(tree)
-    for path, leaf in zip(paths(structure), leaves, strict=True):
-        if leaf.shape[:1] != (count,):
-            problem = f"{label} returns {'/'.join(path) or what} as {described(leaf)}, expected [{count}, ...]"
+    return {"/".join(path): leaf for path, leaf in zip(paths(structure), leaves, strict=True)}
+
+
+def _check_rows(label: str, what: str, leaves: dict[str, Any], batch: Sequence[int]) -> None:
+    """Raise ConfigError for a leaf whose leading axes are not `batch`; `what` names a leaf without a path."""
+    for name, leaf in leaves.items():
+        if list(leaf.shape[: len(batch)]) != [*batch]:
+            expected = f"[{', '.join(map(str, batch))}, ...]"
+            problem = f"{label} returns {name or what} as {described(leaf)}, expected {expected}"
             raise ConfigError(f"{problem}; return one row per environment")
+
+
+def _check_names(label: str, out: TensorDictBase) -> None:
+    """Raise ConfigError for a field that has the name of a field of the rollout."""
+    for name in sorted(_RESERVED.intersection(map(str, out.keys()))):
+        raise ConfigError(f"{label} returns the field {name}, which the rollout has itself; give it another name")
 
 
 def _check_init(label: str, args: tuple[Any, ...], out: Any) -> None:
@@ -250,10 +257,32 @@ def _check_init(label: str, args: tuple[Any, ...], out: Any) -> None:
         raise ConfigError(f"{label} returns {described(out)}, expected the params as a TensorDict; return one")
 
 
-def _check_init_carry(label: str, args: tuple[Any, ...], out: Any) -> None:
+def _check_first(label: str, args: tuple[Any, ...], out: Any, what: str) -> None:
+    """Check the memory or the exploration at the start of an episode; `what` names it."""
     if not isinstance(out, TensorDictBase):
-        raise ConfigError(f"{label} returns {described(out)}, expected the carry as a TensorDict; return one")
-    _check_rows(label, "carry", out, args[1])
+        raise ConfigError(f"{label} returns {described(out)}, expected the {what} as a TensorDict; return one")
+    _check_rows(label, what, _leaves(out), [args[1]])
+
+
+def check_restart(policy: Policy, exploration: TensorDict, initial: TensorDict) -> None:
+    """Raise ConfigError unless the state of the exploration has the fields of `init_exploration`.
+
+    Args:
+        policy: the policy, for the error.
+        exploration: the state of the exploration.
+        initial: the result of `init_exploration`.
+    """
+    label, chosen = f"{policy_label(policy)}: init_exploration", exploration.select(*initial.keys(), strict=False)
+    old, new = _leaves(chosen), _leaves(initial)
+    for name in sorted(new.keys() - old.keys()):
+        advice = "add it in the `init` of the algorithm"
+        raise ConfigError(f"{label} returns the field {name}, which state['exploration'] lacks; {advice}")
+    for name in sorted(old.keys() - new.keys()):
+        raise ConfigError(f"{label} does not return the field {name}, which state['exploration'] has; add it")
+    for name, x in old.items():
+        if x.shape != new[name].shape or x.dtype != new[name].dtype:
+            problem = f"{label} returns {name} as {described(new[name])}, expected {described(x)}"
+            raise ConfigError(f"{problem}, as in state['exploration']; return that")
 
 
 def _check_draw(label: str, args: tuple[Any, ...], out: Any) -> None:
@@ -264,11 +293,11 @@ def _check_draw(label: str, args: tuple[Any, ...], out: Any) -> None:
             raise ConfigError(f"{label} returns noise {described(leaf)}, expected {expected}; return a row per key")
 
 
-def _check_action(label: str, action: Any, count: int, space: Space) -> None:
+def _check_action(label: str, action: Any, batch: list[int], space: Space) -> None:
     """Raise ConfigError if the shape or the dtype of an action does not fit its space."""
     if isinstance(space, Dict):
         return
-    dtype, shape = element_dtype(space), [count, *element_shape(space)]
+    dtype, shape = element_dtype(space), [*batch, *element_shape(space)]
     is_right = isinstance(action, Tensor) and list(action.shape) == shape
     # an action of a Box may have the dtype of the network, such as float64
     if not is_right or not (action.is_floating_point() if isinstance(space, Box) else action.dtype == dtype):
@@ -287,11 +316,10 @@ def _check_act(
     for name in required:
         if name not in out:
             raise ConfigError(f"{label} returns no {name}, only {known}; add the field")
-    for name in sorted(_RESERVED.intersection(map(str, out.keys()))):
-        raise ConfigError(f"{label} returns the field {name}, which the rollout has itself; give it another name")
-    count = _batch_of(args[2], space)[0]
-    _check_action(label, out["action"], count, action_space)
-    _check_rows(label, "out", out, count)
+    _check_names(label, out)
+    batch = _batch_of(args[2], space)
+    _check_action(label, out["action"], batch, action_space)
+    _check_rows(label, "out", _leaves(out), batch)
     if "token_mask" in out and "sample_log_prob" in out:
         mask, log_prob = cast(Tensor, out["token_mask"]), cast(Tensor, out["sample_log_prob"])
         if mask.dtype != torch.bool or mask.shape != log_prob.shape:
@@ -333,10 +361,20 @@ def _check_sequence_value(label: str, args: tuple[Any, ...], out: Any, space: Sp
         raise ConfigError(f"{label} returns V_final as {described(final_value)} without `final`; return None then")
 
 
-def _check_explore(label: str, args: tuple[Any, ...], out: Any) -> None:
+def _check_explore(label: str, args: tuple[Any, ...], out: Any, action_space: Space) -> None:
+    """Raise ConfigError if `explore` drops or changes a field of the output of `act`, or adds a wrong field."""
     exploration, after = returned(label, out, "exploration", "out")
     check_fields(label, args[1], exploration, "exploration")
-    check_fields(label, args[2], after, "output", "act")
+    if not isinstance(after, TensorDictBase):
+        raise ConfigError(f"{label} returns {type(after).__name__} as the output, expected a TensorDict; return one")
+    old, new = _leaves(args[2]), _leaves(after)
+    if dropped := ", ".join(sorted(old.keys() - new.keys())):
+        raise ConfigError(f"{label} drops fields of the output: {dropped}; return the fields that `act` returns")
+    for name, x in old.items():
+        _check_leaf(label, "output", name, x, new[name])
+    _check_names(label, after)
+    added = {name: x for name, x in new.items() if name not in old}
+    _check_rows(label, "out", added, _batch_of(args[2]["action"], action_space))
 
 
 def _check_q(label: str, args: tuple[Any, ...], out: Any) -> None:
@@ -355,11 +393,12 @@ def checked_policy(policy: Policy, observation_space: Space, action_space: Space
         "act": (_check_act, (observation_space, action_space, required)),
         "evaluate": (_check_evaluate, (observation_space,)),
         "value": (value, (observation_space,)),
-        "explore": (_check_explore, ()),
+        "explore": (_check_explore, (action_space,)),
         "q": (_check_q, ()),
     }
-    if policy.init_carry is not no_carry:
-        checks["init_carry"] = (_check_init_carry, (), "its params")
+    for name, what in (("init_carry", "carry"), ("init_exploration", "exploration")):
+        if getattr(policy, name) is not no_carry:
+            checks[name] = (_check_first, (what,), "its params")
     present = {name: check for name, check in checks.items() if getattr(policy, name) is not None}
     checked = {name: Checked(f"{label}: {name}", getattr(policy, name), *check) for name, check in present.items()}
     return replace(policy, **checked)

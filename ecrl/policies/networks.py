@@ -23,6 +23,7 @@ from ecrl.memory import enough_memory
 from ecrl.policies.core import example, one_batch
 from ecrl.registry import lookup
 from ecrl.spaces import Space
+from ecrl.tracing_state import ignoring_draws
 
 
 class NetworkConfig(ConfigModel):
@@ -54,7 +55,7 @@ def seeded(key: Tensor) -> Iterator[None]:
     share the generators, so only one thread at a time can be inside such a block.
     """
     cuda = [key.device] if key.device.type == "cuda" else []
-    with _GENERATORS_LOCK, torch.random.fork_rng(devices=cuda):
+    with _GENERATORS_LOCK, ignoring_draws(), torch.random.fork_rng(devices=cuda):
         seed = int(key)
         torch.default_generator.manual_seed(seed)  # `fork_rng` restores the caller's state
         for device in cuda:

@@ -9,12 +9,13 @@ import pytest
 import torch
 from support.checks import close
 from support.graphs import traced_only
-from support.replay_agent import N, T, replaying
+from support.replay_agent import N, T, replaying, rows_of
 from support.replay_agent import turn as td_turn
 from support.small_runs import NET, last_state, same
 from tensordict import TensorDict
 
 import ecrl
+import ecrl.loop.build as build_module
 from ecrl import rng
 from ecrl.algorithms import interleaved
 from ecrl.algorithms.core import counted_after
@@ -145,9 +146,118 @@ def test_the_restart_of_a_noise_process_in_a_graph_equals_the_eager_one(graphs):
 
 def test_a_noise_process_that_the_state_lacks_is_refused():
     run, state, noise = exploring("off", lambda params, num_envs: TensorDict({"drift": torch.zeros(num_envs)}))
-    message = r"^init_exploration returns the field 'drift', which state\['exploration'\] lacks; add it in the `init`"
-    with pytest.raises(ValueError, match=message):
+    message = "policy replay_q: init_exploration returns the field drift, which state['exploration'] lacks; add it in"
+    with pytest.raises(ConfigError) as error:
         take_steps(run, state, noise)
+    assert str(error.value).startswith(message)
+
+
+WRONG_FIRST = {
+    "rows": (TensorDict({"x": torch.ones(N, 1)}, [N]), "returns noise/x as float32 [3, 1], expected float32 [3]"),
+    "dtype": (TensorDict({"x": torch.ones(N).double()}), "returns noise/x as float64 [3], expected float32 [3]"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_FIRST)
+def test_a_noise_process_that_differs_from_the_one_of_the_state_is_refused(case):
+    first, line = WRONG_FIRST[case]
+    run, state, noise = exploring("off", lambda params, num_envs: TensorDict({"noise": first}))
+    with pytest.raises(ConfigError) as error:
+        take_steps(run, state, noise)
+    assert str(error.value) == f"policy replay_q: init_exploration {line}, as in state['exploration']; return that"
+
+
+def test_a_noise_process_without_one_of_its_parts_is_refused():
+    run, state, noise = exploring("off")
+    state = state.clone()
+    state["exploration", "noise", "speed"] = torch.zeros(N)
+    message = "policy replay_q: init_exploration does not return the field noise/speed, which state['exploration'] has"
+    policy = replace(run.policy, explore=lambda params, exploration, out, noise: (exploration, out))
+    with pytest.raises(ConfigError) as error:
+        take_steps(run._replace(policy=policy), state, noise)
+    assert str(error.value) == f"{message}; add it"
+
+
+def with_noise(monkeypatch, **functions):
+    """Give the policy of a run other functions, and its algorithm the noise process."""
+    makes = build_module.make_policy, build_module.make_algorithm
+
+    def algorithm(block):
+        made = makes[1](block)
+
+        def init(run, key):
+            fields = made.init(run, key)
+            process = first_noise(None, run.static.num_envs).apply(torch.zeros_like)
+            return {**fields, "exploration": replaced(fields["exploration"], process)}
+
+        def kept(run, state, noise, replay):
+            state, steps = take_steps(run, state, noise)
+            return state, add_rows(replay, rows_of(steps, run.algorithm.choices.padding)), steps, {}
+
+        return replace(made, init=init, iterate=interleaved(kept), phase=None)
+
+    monkeypatch.setattr(build_module, "make_policy", lambda *args: replace(makes[0](*args), **functions))
+    monkeypatch.setattr(build_module, "make_algorithm", algorithm)
+    return replaying(**{"trainer.enable_eval": False, "trainer.iterations": 2})
+
+
+def test_a_run_whose_exploration_adds_a_field_to_the_output(monkeypatch):
+    cfg = with_noise(monkeypatch, explore=noisy, init_exploration=first_noise)
+    state, history = ecrl.train(init_state(cfg), cfg, None, progress=False)
+    assert history[-1]["sample_step"] == 2 * N * T
+    assert not torch.equal(state["exploration", "noise", "x"], torch.zeros(N))
+
+
+EXPLORES = {
+    "drops": (lambda out: out.exclude("action"), "drops fields of the output: action; return the fields that `act`"),
+    "changes": (
+        lambda out: out.copy().set("action", out["action"].int()),
+        "changes the output's action from int64 [3] to int32 [3]; keep its shape and dtype",
+    ),
+    "rows": (
+        lambda out: TensorDict({**dict(out.items()), "seen": torch.zeros(2)}),
+        "returns seen as float32 [2], expected [3, ...]; return one row per environment",
+    ),
+    "reserved": (
+        lambda out: out.copy().set("reward", torch.zeros(N)),
+        "returns the field reward, which the rollout has itself; give it another name",
+    ),
+    "none": (lambda out: None, "returns NoneType as the output, expected a TensorDict; return one"),
+}
+
+
+@pytest.mark.parametrize("case", EXPLORES)
+def test_an_exploration_that_breaks_its_contract(case, monkeypatch):
+    result, line = EXPLORES[case]
+    cfg = with_noise(monkeypatch, explore=lambda params, exploration, out, noise: (exploration, result(out)))
+    with pytest.raises(ConfigError) as error:
+        next(train_iter(init_state(cfg), cfg))
+    assert str(error.value).startswith(f"policy replay_q: explore {line}")
+
+
+FIRSTS = {
+    "scalar": (
+        lambda params, num_envs: TensorDict({"epsilon": torch.ones(())}, []),
+        "returns epsilon as float32 [], expected [3, ...]; return one row per environment",
+    ),
+    "tensor": (
+        lambda params, num_envs: torch.ones(num_envs),
+        "returns float32 [3], expected the exploration as a TensorDict; return one",
+    ),
+    "draws": (
+        lambda params, num_envs: TensorDict({"epsilon": torch.rand(num_envs)}, [num_envs]),
+        "draws random numbers from torch's global generator, so equal states give unequal results; draw them from",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FIRSTS)
+def test_a_first_exploration_that_breaks_its_contract(case, monkeypatch):
+    first, line = FIRSTS[case]
+    cfg = with_noise(monkeypatch, init_exploration=first)
+    with pytest.raises(ConfigError) as error:
+        next(train_iter(init_state(cfg), cfg))
+    assert str(error.value).startswith(f"policy replay_q: init_exploration {line}")
 
 
 def test_a_noise_process_restarts_with_environments_that_start_again():

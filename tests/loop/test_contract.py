@@ -1,6 +1,7 @@
 """A faulty algorithm or policy is reported in one line, before compiling: its name, the field and its shape."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -13,10 +14,11 @@ from tensordict import TensorDict
 import ecrl.loop.build
 import ecrl.policies.contract
 from ecrl.algorithms import collect, interleaved, learn, on_policy
+from ecrl.algorithms.core import OnPolicy
 from ecrl.errors import ConfigError
 from ecrl.loop.build import build
 from ecrl.loop.iteration import init_state, train_iter
-from ecrl.policies.core import no_carry
+from ecrl.policies.core import no_carry, policy_params
 from ecrl.pytree import replaced
 from ecrl.registry import _ENTRIES
 
@@ -203,6 +205,68 @@ def test_an_action_of_integers_for_a_box(form, monkeypatch):
     refused(cfg, monkeypatch, f"{message}; return that", change_policy=faulty)
 
 
+NO_MEMORY = TensorDict({}, [])
+LEADING_AXES = {  # calls of `act` for observations [N, T, ...]
+    "two": lambda act, obs: act(obs),
+    "one": lambda act, obs: act(obs.flatten(0, 1)),
+    "none": lambda act, obs: torch.func.vmap(act)(obs[:, 0]),
+}
+
+
+@pytest.mark.parametrize("case", LEADING_AXES)
+def test_an_algorithm_acts_on_observations_with_any_leading_axes(case, monkeypatch):
+    shapes = {"two": [4, 8], "one": [32], "none": [4]}
+
+    def acting(made):
+        def update(run, state, batch):
+            def act(obs):
+                return run.policy.act(policy_params(state), NO_MEMORY, obs, None)[1]["action"]
+
+            action = LEADING_AXES[case](act, batch["obs"][:, :-1])
+            assert list(action.shape) == shapes[case]
+            return state, {"action": action.double().mean()}
+
+        return replace(made, iterate=on_policy(collect, update), as_one=False)
+
+    make = ecrl.loop.build.make_algorithm
+    monkeypatch.setattr("ecrl.loop.build.make_algorithm", lambda block: acting(make(block)))
+    assert int(last_state(small(**{"trainer.iterations": 1}))["update_step"]) == 1
+
+
+def test_an_action_with_other_leading_axes_than_its_observations(monkeypatch):
+    def acting(made):
+        def update(run, state, batch):
+            return state, {"n": run.policy.act(policy_params(state), NO_MEMORY, batch["obs"], None)[1]["action"].sum()}
+
+        return replace(made, iterate=on_policy(collect, update))
+
+    message = "policy actor_critic: act returns action as int64 [36], expected int64 [4, 9] for a Discrete action space"
+    flat = with_act(lambda out: out.reshape(-1))
+    refused(small(), monkeypatch, f"{message}; return that", acting, flat)
+
+
+@dataclass(frozen=True)
+class Counted(OnPolicy):
+    """An `iterate` that also logs the number of its calls."""
+
+    def __call__(self, run, state, borrowed):
+        """Run one iteration, and log its number."""
+        state, writes, logs = super().__call__(run, state, borrowed)
+        return state, writes, {**logs, "calls": torch.ones(())}
+
+
+def test_a_subclass_of_on_policy_runs_in_the_first_iteration_too(monkeypatch):
+    make = ecrl.loop.build.make_algorithm
+
+    def counted(block):
+        made: Any = make(block)
+        return replace(made, iterate=Counted(made.iterate.collect, made.iterate.update))
+
+    monkeypatch.setattr("ecrl.loop.build.make_algorithm", counted)
+    logs = [record["logs"] for record in train_iter(init_state(small()), small()) if record["log_type"] == "train"]
+    assert len(logs) == 4 and all("calls" in log for log in logs)
+
+
 CARRIES = {
     "dtype": (
         lambda carry: carry.double(),
@@ -256,6 +320,7 @@ TAKES = [
         lambda params, out, noise: None,
         "takes (params, out, noise), expected (params, exploration, out, noise)",
     ),
+    ("init_exploration", lambda params: None, "takes (params), expected (params, num_envs)"),
     ("q", lambda params, obs, action: None, "takes (params, obs, action), expected (params, obs, action, noise)"),
 ]
 
@@ -326,6 +391,13 @@ INITS = {
         lambda made: replace(made, init=lambda run, key: {**made.init(run, key), "key": key}),
         "returns the field key, which the loop sets itself; give it another name",
     ),
+    **{
+        name: (
+            lambda made, name=name: replace(made, init=lambda run, key: {**made.init(run, key), name: key}),
+            f"returns the field {name}, which the loop sets itself; give it another name",
+        )
+        for name in ("iterations", "decision_step")
+    },
     "number": (
         lambda made: replace(made, init=lambda run, key: {**made.init(run, key), "hyper": 0.5}),
         "returns hyper as float 0.5, expected a TensorDict; return one",
@@ -526,6 +598,40 @@ def test_an_init_that_draws_from_the_global_generator(monkeypatch):
         message = f"{name}: {problem}; draw them from its key with ecrl.rng"
         with monkeypatch.context() as patch:
             at_start(small(), patch, message, **{kind: lambda made: replace(made, init=drawing(made.init))})
+
+
+def test_a_policy_may_draw_from_a_generator_whose_state_it_restores(monkeypatch):
+    make = ecrl.loop.build.make_policy
+
+    def restoring(made):
+        def init(key):
+            with torch.random.fork_rng():
+                torch.manual_seed(int(key))
+                return made.init(key).apply(lambda x: x + torch.rand_like(x))
+
+        return replace(made, init=init)
+
+    monkeypatch.setattr("ecrl.loop.build.make_policy", lambda *args: restoring(make(*args)))
+    assert int(last_state(small(**{"trainer.iterations": 1}))["update_step"]) == 1
+
+
+def test_another_thread_may_draw_from_the_global_generator(monkeypatch):
+    def beside(fn):
+        def wrapped(*args):
+            thread = Thread(target=lambda: torch.rand(1))
+            thread.start()
+            thread.join()
+            return fn(*args)
+
+        return wrapped
+
+    make = ecrl.loop.build.make_policy
+    names = ("init", "draw", "act", "value", "evaluate")
+    monkeypatch.setattr(
+        "ecrl.loop.build.make_policy",
+        lambda *args: replace(made := make(*args), **{name: beside(getattr(made, name)) for name in names}),
+    )
+    assert int(last_state(small(**{"trainer.iterations": 1}))["update_step"]) == 1
 
 
 def test_the_draws_of_an_environment_are_not_those_of_the_algorithm(monkeypatch):

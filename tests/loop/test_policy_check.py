@@ -20,7 +20,8 @@ from ecrl.config.presets import preset_names
 from ecrl.envs import make_env
 from ecrl.errors import ConfigError, UserError
 from ecrl.loop.policy_check import check_policy, random_observations
-from ecrl.policies import make_policy
+from ecrl.policies import Policy, make_policy
+from ecrl.policies.networks import NetworkConfig, make_network, seeded
 from ecrl.spaces import Discrete, MultiDiscrete, box, dict_space
 
 ENV = {"recurrent": "remember_cue", "feed-forward": "cartpole"}
@@ -235,6 +236,94 @@ def test_an_init_that_does_not_depend_on_its_key_alone():
     changing = Counter(lambda calls, key: PLAIN.init(rng.fold_in(key, calls)))
     line = "init returns other params for the same key; draw all numbers from the key with ecrl.rng"
     assert findings("feed-forward", init=changing) == [line]
+
+
+MASKS = {
+    "choices": (MultiDiscrete((2,) * 5), Discrete(5)),
+    "groups": (MultiDiscrete((2,) * 5), MultiDiscrete((2, 3))),
+    "numbers": (box(0.0, 1.0, 5), Discrete(5)),
+}
+
+
+@pytest.mark.parametrize("case", MASKS)
+def test_nothing_is_found_in_a_policy_with_an_action_mask(case):
+    mask, action_space = MASKS[case]
+    space = dict_space({"angle": box(-1.0, 1.0, 3), "action_mask": mask})
+    policy = make_policy(small().policy, space, action_space)
+    assert check_policy(policy, space, action_space).findings == []
+
+
+SPACE, TORQUE = box(-1.0, 1.0, 3), box(-1.0, 1.0, 2)
+
+
+def deterministic(stop=lambda x: x, **functions):
+    """A deterministic actor with a critic of actions, as in DDPG; `stop` changes the action."""
+    net = NetworkConfig(network_cfg={"hidden_sizes": [8]})  # pyright: ignore
+    actor, critic = make_network(net, SPACE, 2, False), make_network(net, box(-1.0, 1.0, 5), 1, False)
+
+    def init(key):
+        with seeded(key):
+            return TensorDict({"actor": actor.init(), "critic": critic.init()}, [])
+
+    def act(params, carry, obs, noise):
+        action = stop(torch.tanh(actor.forward(params["actor"], obs)))
+        return carry, TensorDict({"action": action}, action.shape[:-1])
+
+    def q(params, obs, action, noise):
+        return critic.forward(params["critic"], torch.cat((obs, action), -1))[..., 0].unsqueeze(0)
+
+    return Policy(init, lambda keys: rng.normal(keys, (2,)), act, None, None, q=q, **functions)
+
+
+def test_the_gradient_of_a_deterministic_actor_goes_through_q():
+    assert check_policy(deterministic(), SPACE, TORQUE).findings == []
+    lines = check_policy(deterministic(lambda x: x.detach()), SPACE, TORQUE).findings
+    assert len(lines) == 4
+    line = "no gradient reaches the parameter actor.0.bias from evaluate, value and q; use it there without detach, or"
+    assert lines[0].startswith(line)
+
+
+def drifted(params, exploration, out, noise):
+    return exploration, out.copy().set("action", out["action"] + exploration["drift"].unsqueeze(-1))
+
+
+def first_drift(params, num_envs):
+    return TensorDict({"drift": torch.full((num_envs,), 0.1)}, [num_envs])
+
+
+EXPLORES = {
+    "sound": ({}, []),
+    "explore draws": (
+        {"explore": lambda params, exploration, out, noise: (exploration, out.apply(torch.rand_like))},
+        ["explore draws random numbers from torch's global generator, so equal states give unequal results; draw"],
+    ),
+    "explore writes": (
+        {"explore": lambda *args: (args[1], args[2].copy().set("action", args[2]["action"].mul_(2.0)))},
+        ["explore writes on its arguments; return new tensors instead"],
+    ),
+    "the first exploration draws": (
+        {"init_exploration": lambda params, num_envs: first_drift(params, num_envs).apply(torch.rand_like)},
+        ["init_exploration draws random numbers from torch's global generator, so equal states give unequal results"],
+    ),
+    "rows": (
+        {"init_exploration": lambda params, num_envs: first_drift(params, 1)},
+        ["init_exploration returns drift as float32 [1], expected [4, ...]; return one row per environment"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", EXPLORES)
+def test_the_functions_of_an_exploration_are_called(case):
+    functions, lines = EXPLORES[case]
+    policy = deterministic(**{"explore": drifted, "init_exploration": first_drift, **functions})
+    found = check_policy(policy, SPACE, TORQUE).findings
+    assert len(found) == len(lines) and all(map(str.startswith, found, lines)), found
+
+
+def test_an_exploration_whose_numbers_the_algorithm_makes_is_noted():
+    report = check_policy(replaying())
+    assert report.findings == [] and len(report.notes) == 2
+    assert report.notes[1].startswith("explore is not checked, because it raised KeyError(")
 
 
 def detached(params, carry, steps):
