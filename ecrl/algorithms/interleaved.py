@@ -143,8 +143,8 @@ def interleaved(turn: Turn, steps: int = 1) -> Interleaved:
 
     The state needs a buffer `replay` (`replay_init`). Declare the kinds of its fields with `REPLAY_KINDS`.
 
-    Raises: ConfigError in the first iteration if `steps` does not divide `buffer_size`, or if the buffer is shorter
-        than an iteration.
+    Raises: ConfigError in the first iteration if `steps` does not divide `buffer_size`, if the buffer is shorter than
+        an iteration, or if a `segment_length` below `steps` does not divide `steps`.
     """
     if steps < 1:
         raise ValueError(f"interleaved needs steps >= 1, got {steps}")
@@ -326,7 +326,10 @@ def replay_init(run: Run, rows: TensorDict, capacity: int) -> TensorDict:
 
 
 def check_replay(run: Run, capacity: int) -> None:
-    """Check that the buffer is not shorter than an iteration, and that an iteration is a whole number of turns.
+    """Check the numbers of a run whose algorithm has a replay buffer.
+
+    The buffer must not be shorter than an iteration. An iteration must be a whole number of turns. If the rows of a
+    minibatch are shorter than a turn, a turn must be a whole number of rows.
 
     Raises: ConfigError.
     """
@@ -334,6 +337,12 @@ def check_replay(run: Run, capacity: int) -> None:
     if isinstance(iterate, Interleaved) and size % iterate.steps:
         raise ConfigError(
             f"trainer.buffer_size: {size} is not a multiple of {iterate.steps}, the steps of a turn; use a multiple"
+        )
+    length = run.static.row_steps
+    if isinstance(iterate, Interleaved) and length < iterate.steps and iterate.steps % length:
+        raise ConfigError(
+            f"algorithm.cfg.segment_length: {length} does not divide {iterate.steps}, the steps of a turn; "
+            "use a divisor"
         )
     if capacity < (written := size * run.static.num_envs):
         raise ConfigError(

@@ -10,9 +10,11 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from ecrl.algorithms import Run
 from ecrl.algorithms.state_kinds import Kind, Kinds, kind_of
 from ecrl.distributed import all_sum
 from ecrl.kernels import restarted
+from ecrl.policies import policy_params
 from ecrl.pytree import flatten, mapped, paths, replaced, unflatten
 from ecrl.types import Logs
 
@@ -61,7 +63,7 @@ def flags(batch: TensorDict, logs: Logs, params: TensorDict) -> Tensor:
 
 
 def restart_nonfinite(carry: TensorDict, first: TensorDict) -> TensorDict:
-    """Return a policy's memory `[N]`, reset to `first` in the environments where it has NaN or infinity.
+    """Return a policy's memory or exploration `[N]`, reset to `first` in environments with NaN or infinity in it.
 
     >>> carry, first = (TensorDict({"h": torch.tensor([[x], [2.0]])}, [2]) for x in (torch.nan, 0.0))
     >>> restart_nonfinite(carry, first)["h"].tolist()
@@ -70,6 +72,22 @@ def restart_nonfinite(carry: TensorDict, first: TensorDict) -> TensorDict:
     leaves: list[Tensor] = flatten(carry)[0]
     bad = torch.stack([~x.isfinite().reshape(len(x), -1).all(1) for x in leaves]).any(0)
     return mapped(lambda old, new: torch.where(bad.reshape(-1, *[1] * (new.ndim - 1)), old, new), first, carry)
+
+
+def restarted_exploration(run: Run, state: TensorDict) -> dict[str, TensorDict]:
+    """Return the field `exploration`, restarted in the environments where a field of `init_exploration` is not finite.
+
+    Only the fields of `init_exploration` restart. Without such fields, the result is an empty dict.
+    """
+    if "exploration" not in state:
+        return {}
+    first = run.policy.init_exploration(policy_params(state), run.static.num_envs)
+    if first.is_empty():
+        return {}
+    exploration = cast(TensorDict, state["exploration"])
+    before = TensorDict(dict(exploration.select(*first.keys()).items()), first.batch_size)
+    restarted_fields = restart_nonfinite(before, first)
+    return {"exploration": replaced(exploration, dict(restarted_fields.items()))}
 
 
 def undo_update(nonfinite: Tensor, start: TensorDict, state: TensorDict, kinds: Kinds) -> TensorDict:

@@ -43,9 +43,9 @@ from ecrl.loop.buffers import (
 )
 from ecrl.loop.build import build, check_envs, check_rollout, device_of, planned_form
 from ecrl.loop.contract import with_contract
-from ecrl.loop.finite_guard import FIELDS, KINDS, flags, restart_nonfinite, undo_update
+from ecrl.loop.finite_guard import FIELDS, KINDS, flags, restart_nonfinite, restarted_exploration, undo_update
 from ecrl.loop.metrics import WINDOW, collect_logs, counted_steps, over_ranks
-from ecrl.loop.nonfinite_report import NonfiniteAction, action_error, nonfinite_error, with_checked_actions
+from ecrl.loop.nonfinite_report import Collected, NonfiniteAction, action_error, nonfinite_error, with_checked_actions
 from ecrl.loop.signals import interruptible
 from ecrl.policies import Policy
 from ecrl.policies.contract import checking
@@ -282,12 +282,13 @@ def _iteration(
     if guard != "off":
         nonfinite = flags(steps.select(*FIELDS, "mask", strict=False), train_logs, cast(TensorDict, state["params"]))
         if stops_here and nonfinite[1].any():
-            raise nonfinite_error(run, merge(start, borrowed.fields), nonfinite, (state, steps))
+            raise nonfinite_error(run, merge(start, borrowed.fields), nonfinite, Collected(state, steps, train_logs))
     if guard == "skip" and nonfinite is not None:
         state = undo_update(nonfinite[1], start, state, kinds_of(run))
         if "carry" in state:
             first = initial_carry(run, merge(state, borrowed.fields))["carry"]
             state = replaced(state, {"carry": restart_nonfinite(cast(TensorDict, state["carry"]), first)})
+        state = replaced(state, restarted_exploration(run, merge(state, borrowed.fields)))
         train_logs = train_logs | {"skipped_updates": nonfinite[1].any().to(torch.float32)}
     state = replaced(state, counted_after(run, state, steps.get("executed", None)))
     logs = {"collect": over_ranks(collect_logs(episode, steps)), "train": over_ranks(train_logs)}

@@ -1,9 +1,13 @@
 """Find the first NaN or infinity of an iteration, and describe it in an error of one line.
 
 The search repeats the iteration eagerly, step by step. In the collected steps, it reports the field, the environment
-and the step of the first number that is not finite. In the update, it follows the order of computation. For each step
-of a loop it looks at the logs and the new parameters, and at the gradients if the loop is differentiated. The names of
-the logs do not matter. The error contains the report and the state before the iteration.
+and the step of the first number that is not finite. In the update, it follows the order of computation. It looks for
+the first step of a loop after which a loss, the norm of a gradient or a parameter is not finite. In this step, it also
+looks at the other logs. If a loop is differentiated, it looks at the gradients of each step. The error contains the
+report and the state before the iteration.
+
+Steps of host environments cannot be repeated. So the search repeats only the update of an on-policy algorithm there.
+An off-policy iteration mixes steps and updates, so the search looks at the results of the iteration.
 """
 
 from collections import deque
@@ -30,9 +34,18 @@ from ecrl.loop.buffers import borrowed_leaves, kinds_of
 from ecrl.loop.finite_guard import FIELDS, KINDS
 from ecrl.pytree import flatten, names, replaced, unflatten
 from ecrl.tracing_state import transforms
+from ecrl.types import Logs
 
 _FIELDS = ("obs", "action", "sample_log_prob", "value", "reward", "final_value")  # in the order of a step
 _SHOWN = 8
+
+
+class Collected(NamedTuple):
+    """The results of an iteration on host environments, whose steps cannot be repeated: state, steps and logs."""
+
+    state: TensorDict
+    steps: TensorDict
+    logs: Logs
 
 
 class FirstNonfinite(NamedTuple):
@@ -80,7 +93,8 @@ def in_batch(run: Run, state: TensorDict, batch: TensorDict) -> FirstNonfinite |
     env = int(_nonfinite_steps(batch)[name][:, t].int().argmax())
     before = x[env, t - 1] if t else cast(TensorDict, state["env"])["reward"][env] if name == "reward" else None
     before = None if name == "final_value" else before  # only steps at a time limit have this value
-    place = {"env": env + rank() * len(x), "step": t, "env_step": int(steps_taken(run, state)) + t}
+    count = "env_action" if "decision_step" in state else "env_step"  # an action may take several environment steps
+    place = {"env": env + rank() * len(x), "step": t, count: int(steps_taken(run, state)) + t}
     what = FIELDS.get(name.partition(".")[0], "loss")
     return FirstNonfinite(what, name, place, _as_numbers(x[env, t]), None if before is None else _as_numbers(before))
 
@@ -132,6 +146,32 @@ def _gradient_step(
     judged = {name: logs[name] for name in ("loss", *norms)} | after
     is_bad = float(output[0]) > 0.0 and _first_of(judged, {}) is not None
     return {"epoch": number // each, "minibatch": number % each}, logs, after, norms, is_bad
+
+
+def _losses_of(logs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the losses, then the norms of gradients in the logs, by the names that the finite guard checks."""
+    losses = {name: x for name, x in logs.items() if name == "loss" or name.endswith("_loss")}
+    return losses | {name: x for name, x in logs.items() if name.endswith("grad_norm")}
+
+
+def _learned_in(carry: Any, has_logs: bool) -> dict[str, Tensor]:
+    """Return the parameters in the carry of a loop, by name: the leaves under a key such as `params`, `target_params`.
+
+    Without such a key, they are all numbers of the carry if the steps of the loop have logs, else none.
+    """
+    leaves, learned = _named(carry), {}
+    for name, x in leaves.items():
+        parts = name.split(".")
+        at = next((i for i, part in enumerate(parts) if part == "params" or part.endswith("_params")), None)
+        if at is not None:
+            learned[".".join(parts[at:])] = x
+    if learned or not has_logs:
+        return learned
+    return {f"carry.{name}".rstrip("."): x for name, x in leaves.items()}
+
+
+def _is_finite(x: Tensor) -> bool:
+    return bool(x.isfinite().all())
 
 
 class _Watched(torch.autograd.Function):
@@ -187,8 +227,10 @@ def _watched_steps(run: Run, body: Any, length: int, findings: list[Finding]) ->
 def _searching_scan(run: Run, findings: list[Finding]) -> Callable[..., Any]:
     """Return a scan that puts the first number that is not finite into `findings`.
 
-    It searches the logs and new parameters of each step, and the gradients of a loop that is differentiated. The scan
-    does not stop at the first finding, because the other ranks continue too.
+    In a step after which a loss, the norm of a gradient or a parameter is not finite, it searches the logs and the new
+    parameters. A log counts if it was finite in the steps before. In a loop other than `minibatch_sgd`, it must also
+    have a value before, or be a loss or a norm: other logs may be NaN in a good run. The scan searches the gradients
+    of a loop that is differentiated. It does not stop at the first finding, because the other ranks continue too.
     """
     is_interleaved = isinstance(run.algorithm.iterate, Interleaved)
     around: list[int | None] = []  # for each loop around the present one, the number of its step; None in minibatch_sgd
@@ -202,19 +244,32 @@ def _searching_scan(run: Run, findings: list[Finding]) -> Callable[..., Any]:
         bound = body.args[0] if isinstance(body, partial) and body.args else None
         objective, numbers, last = bound if isinstance(bound, Objective) else None, iter(range(length)), {}
         outside = {"turn": around[0]} if is_interleaved and around else {}
+        harmless: set[str] = set()  # names of numbers that were not finite before the first bad step
 
         def step(carry: Any, x: Any, *constants: Any) -> tuple[Any, Any]:
             nonlocal last
-            number = next(numbers)
+            number, before = next(numbers), carry
             around.append(number if objective is None else None)
             carry, y = body(carry, x, *constants)
             around.pop()
-            place, logs, after, norms, is_bad = {"loop_step": number}, _logs_of(y), {}, set(), True
             if objective is not None:
                 place, logs, after, norms, is_bad = _gradient_step(objective, number, length, carry, y)
-            elif is_interleaved and not around:
-                place = {"turn": number}
-            first = _first_of(logs | after, last) if is_bad and not findings else None
+                searched = logs | after
+            else:
+                logs = _logs_of(y)
+                place = {"turn": number} if is_interleaved and not around else {"loop_step": number}
+                if number == 0:
+                    last = _learned_in(before, bool(logs))
+                    harmless.update(name for name, old in last.items() if not _is_finite(old))
+                after, losses = _learned_in(carry, bool(logs)), _losses_of(logs)
+                norms = {name for name in losses if name.endswith("grad_norm")}
+                judged = {name: new for name, new in (losses | after).items() if name not in harmless}
+                is_bad = _first_of(judged, {}) is not None
+                searched = {name: log for name, log in logs.items() if name in losses or name in last} | after
+            searched = {name: new for name, new in searched.items() if name not in harmless}
+            first = _first_of(searched, last) if is_bad and not findings else None
+            if not is_bad and (objective is None or float(y[0]) > 0.0):  # only steps that count
+                harmless.update(name for name, log in logs.items() if not _is_finite(log))
             if first is not None:
                 what = "gradient" if first[0] in norms else "parameters" if first[0] in after else "loss"
                 findings.append(Finding(what, first[0], cast(dict[str, int], outside | place), *first[1:]))
@@ -226,17 +281,45 @@ def _searching_scan(run: Run, findings: list[Finding]) -> Callable[..., Any]:
     return searching
 
 
-def search(
-    run: Run, start: TensorDict, in_steps: bool, collected: tuple[TensorDict, TensorDict] | None
-) -> FirstNonfinite | None:
+def _can_repeat(run: Run) -> bool:
+    """Return True if the update of an iteration can be repeated: host environments cannot go back."""
+    return run.env.is_pure or isinstance(run.algorithm.iterate, OnPolicy)
+
+
+def _in_results(run: Run, start: TensorDict, collected: Collected) -> FirstNonfinite | None:
+    """Return the first number that is not finite in the results of an iteration, without repeating it.
+
+    It looks at the steps, then at losses and norms of gradients in the logs, then at the parameters.
+    """
+    state, steps, logs = collected
+    first = None if steps.is_empty() else in_batch(run, start, steps)
+    return _at_the_end(state, logs) if first is None else first
+
+
+def _at_the_end(state: TensorDict, logs: Logs) -> FirstNonfinite | None:
+    """Return the first loss, norm of gradients or parameter after an iteration that is not finite; None without one."""
+    after = {f"params.{name}": x for name, x in _named(state["params"]).items()}
+    numbers = _losses_of(_logs_of(dict(logs))) | after
+    end = _first_of(numbers, {})
+    if end is None:
+        return None
+    what = "parameters" if end[0] in after else "gradient" if end[0].endswith("grad_norm") else "loss"
+    return FirstNonfinite(what, end[0], {}, _as_numbers(numbers[end[0]]), None)
+
+
+def search(run: Run, start: TensorDict, in_steps: bool, collected: Collected | None) -> FirstNonfinite | None:
     """Repeat an iteration eagerly and return the first number that is not finite, or None if all are finite now.
+
+    If the iteration cannot be repeated, return the first number in its results that is not finite.
 
     Args:
         run: the run.
         start: the state before the iteration.
         in_steps: True if the collected steps of any rank have NaN or infinity. The update is then not searched.
-        collected: the state after the iteration and its steps; None to collect them again.
+        collected: the results of the iteration; None to collect the steps again.
     """
+    if collected is not None and not _can_repeat(run):
+        return _in_results(run, start, collected)
     eager, iterate = run._replace(jit=partial, scan=scan), run.algorithm.iterate
     findings: list[Finding] = []
     kinds = kinds_of(run)
@@ -245,8 +328,8 @@ def search(
         if collected is None:
             state, steps = iterate.collect(eager, start)
         else:
-            moved = {name: collected[0][name] for name in environment_fields(start, kinds)}
-            state, steps = replaced(start, moved), collected[1]
+            moved = {name: collected.state[name] for name in environment_fields(start, kinds)}
+            state, steps = replaced(start, moved), collected.steps
         first = in_batch(run, start, steps)
         if in_steps:
             return first
@@ -255,11 +338,9 @@ def search(
         own, borrowed = borrowed_leaves(start, kinds)
         state, writes, logs = iterate(searching, own, borrowed)
         first = in_batch(run, start, cast(TensorDict, writes["steps"])) if "steps" in writes else None
-    after = {f"params.{name}": x for name, x in _named(state["params"]).items()}
-    end = None if findings else _first_of(_logs_of(dict(logs)) | after, {})
+    end = None if findings else _at_the_end(state, logs)
     if end is not None:
-        what = "parameters" if end[0] in after else "loss"
-        findings.append(Finding(what, end[0], {}, _as_numbers((logs | after)[end[0]]), None))
+        findings.append(Finding(*end))
     if not findings:
         return first
     if first is not None and not (
@@ -290,6 +371,7 @@ _PLACES = {
     "env": "env {}",
     "step": "step {} of the rollout",
     "env_step": "step {} of that env",
+    "env_action": "action {} of that env",
     "turn": "turn {}",
     "loop_step": "step {} of a loop",
     "epoch": "epoch {}",
@@ -304,7 +386,8 @@ def explained(report: dict[str, Any]) -> str:
     first, guard = report["found"], 'or set trainer.finite_guard to "skip" to leave such updates out'
     if first is None:
         advice = _ADVICE.get(report["met"][0], _LEARNING)
-        return f"{problem}; repeated eagerly, the iteration is finite on this rank; {advice}, {guard}"
+        result = "repeated eagerly, the iteration is" if report["repeated"] else "the results of the iteration are"
+        return f"{problem}; {result} finite on this rank; {advice}, {guard}"
     where = ", ".join(_PLACES[name].format(number) for name, number in first["place"].items())
     last = "no value before it" if first["before"] is None else f"last finite value {_shown(first['before'])}"
     advice = (_FINAL if first["key"] == "final_value" else "") + _ADVICE.get(first["what"], _LEARNING)
@@ -369,9 +452,9 @@ def _steps(state: TensorDict) -> dict[str, int]:
 
 
 def nonfinite_error(
-    run: Run, state: TensorDict, nonfinite: Tensor, collected: tuple[TensorDict, TensorDict] | None = None
+    run: Run, state: TensorDict, nonfinite: Tensor, collected: Collected | None = None
 ) -> NotFiniteError:
-    """Return the error of an iteration from `state` with the flags `nonfinite` `[2, 6]`. Repeat the iteration eagerly.
+    """Return the error of an iteration from `state` with the flags `nonfinite` `[2, 6]`. Repeat it eagerly if possible.
 
     All ranks must call it, because they repeat the update together.
 
@@ -379,10 +462,11 @@ def nonfinite_error(
         run: the run.
         state: the state before the iteration.
         nonfinite: flags of the finite guard.
-        collected: the state after the iteration and its steps. If None, the steps are collected again.
+        collected: the results of the iteration. If None, the steps are collected again.
     """
     with torch.no_grad():
         first = search(run, state, bool(nonfinite[1, :3].any()), collected)
     kinds = [kind for kind, flag in zip(KINDS, nonfinite[1].tolist(), strict=True) if flag]
-    report = {**_steps(state), "met": kinds, "found": None if first is None else first._asdict()}
+    found, repeated = None if first is None else first._asdict(), collected is None or _can_repeat(run)
+    report = {**_steps(state), "met": kinds, "found": found, "repeated": repeated}
     return NotFiniteError(explained(report), report, state)

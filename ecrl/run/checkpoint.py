@@ -5,7 +5,8 @@ pickled.
 
 Frozen parameters never change, so they are on disk once. They have their own file, named by its SHA-256. If a
 neighbouring checkpoint already has this file, the new checkpoint gets a hard link to it. So each checkpoint folder can
-be copied, moved or removed, and the file system frees the space when the last link is removed.
+be copied, moved or removed, and the file system frees the space when the last link is removed. Damage to the file
+damages it in all checkpoints. `read_files` then makes its content from the policy's `init_frozen`.
 """
 
 import hashlib
@@ -27,7 +28,7 @@ from torch import Tensor
 from ecrl.algorithms import Run
 from ecrl.algorithms.state_kinds import Kind, leaf_kinds
 from ecrl.config import Config, config_from_dict
-from ecrl.errors import CheckpointError
+from ecrl.errors import CheckpointError, ConfigError
 from ecrl.loop.buffers import buffer_names, check_current, kinds_of
 from ecrl.loop.build import build, device_of, form_in_use
 from ecrl.loop.iteration import empty_buffers, expected_state
@@ -60,7 +61,13 @@ class FrozenLeaves:
 
     def data(self) -> bytes:
         """Return the content of the file."""
-        return tensors_to_bytes({name: x.detach().to("cpu").contiguous() for name, x in self.leaves.items()})
+        tensors, storages = {}, set()
+        for name, leaf in self.leaves.items():
+            x = leaf.detach().to("cpu").contiguous()
+            place = x.untyped_storage().data_ptr()
+            tensors[name] = x.clone() if place in storages else x  # safetensors refuses tensors that share memory
+            storages.add(place)
+        return tensors_to_bytes(tensors)
 
     def on_disk(self, folder: Path) -> Path | None:
         """Return the same, undamaged file of another checkpoint in `folder` or in its `checkpoints`, or None."""
@@ -276,17 +283,60 @@ def _is_file(path: Path) -> bool:
 
 
 def read_files(path: str | Path) -> dict[str, bytes]:
-    """Return the contents of a checkpoint's files by name. Raise CheckpointError if a checksum does not match."""
-    path, files = complete_folder(Path(path)), {}
-    for name, checksum in read_manifest(path)["sha256"].items():
-        advice = f"; copy the file with the SHA-256 {checksum} here" if name.startswith(_FROZEN) else ""
-        advice = f"{advice}, from another checkpoint of this run" if advice else ""
+    """Return the contents of a checkpoint's files by name.
+
+    If the file of frozen parameters is missing or damaged, its content is made from the policy's `init_frozen`. This
+    works if `init_frozen` returns the saved parameters.
+
+    Raises: CheckpointError if another file is missing or damaged, or if `init_frozen` returns other parameters.
+    """
+    return _read_files(path)[0]
+
+
+def _read_files(path: str | Path) -> tuple[dict[str, bytes], list[str]]:
+    """Return the result of `read_files`, and a line for each file whose content was made from `init_frozen`."""
+    path, files, remade = complete_folder(Path(path)), {}, []
+    checksums = read_manifest(path)["sha256"]
+    for name in sorted(checksums, key=lambda name: name.startswith(_FROZEN)):  # the frozen leaves need the config
+        problem = None
         if not _is_file(path / name):
-            raise CheckpointError(f"{path}/{name}: missing{advice}")
-        files[name] = _read(path / name)
-        if _sha256(files[name]) != checksum:
-            raise CheckpointError(f"{path}/{name}: damaged: its checksum differs from the manifest's{advice}")
-    return files
+            problem = f"{path}/{name}: missing"
+        else:
+            files[name] = _read(path / name)
+            if _sha256(files[name]) != checksums[name]:
+                problem = f"{path}/{name}: damaged: its checksum differs from the manifest's"
+        if problem is None:
+            continue
+        if not name.startswith(_FROZEN):
+            raise CheckpointError(problem)
+        files[name] = _remade_frozen(files["config.json"], checksums[name], problem)
+        remade.append(f"{problem}; the parameters that the policy's init_frozen returns are the same and are used")
+    return files, remade
+
+
+def _remade_frozen(config: bytes, checksum: str, problem: str) -> bytes:
+    """Return the content of a file of frozen leaves, made from the policy's `init_frozen`.
+
+    Raises: CheckpointError that begins with `problem`, if the content has another checksum or cannot be made.
+    """
+    try:
+        cfg = config_from_dict(json.loads(config), "config.json")
+        try:
+            device = device_of(cfg)
+        except ConfigError:  # this machine lacks the device of the run
+            device = torch.device("cpu")
+        init_frozen = build(cfg.replace(**{"trainer.device": str(device)})).policy.init_frozen
+        leaves = TensorDict({} if init_frozen is None else {"frozen_params": init_frozen(device)}, [])
+        made = FrozenLeaves({name: cast(Tensor, leaves[place]) for name, place in _paths(leaves).items()}, [])
+        reason = "returns other parameters"
+        if made.leaves and made.sha256 == checksum:
+            return made.data()
+    except Exception as error:  # any error of the policy's code
+        reason = f"cannot replace it ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+    raise CheckpointError(
+        f"{problem}, and the policy's init_frozen {reason}; copy a file with the SHA-256 {checksum} here, "
+        "from a backup or from an undamaged checkpoint"
+    )
 
 
 def _tensors(files: Mapping[str, bytes], path: Path) -> dict[str, Tensor]:
@@ -352,7 +402,9 @@ def _fill_structure(structure: TensorDict, tensors: dict[str, Tensor], path: Pat
 def load(path: str | Path, device: str | None = None) -> tuple[TensorDict, Config]:
     """Return the state and config of a checkpoint folder. `device` replaces `trainer.device`.
 
-    If the checkpoint has no replay buffers, such as `checkpoints/best`, the state has empty replay buffers.
+    If the checkpoint has no replay buffers, such as `checkpoints/best`, the state has empty replay buffers. If the file
+    of frozen parameters is missing or damaged, and the policy's `init_frozen` returns the same parameters, these are
+    used with a warning.
 
     Raises: CheckpointError if a file is missing or damaged, or if a tensor does not fit the config; ConfigError if the
         config is invalid.
@@ -363,7 +415,9 @@ def load(path: str | Path, device: str | None = None) -> tuple[TensorDict, Confi
 def load_run(path: str | Path, device: str | None = None) -> tuple[Run, TensorDict, Config]:
     """Return the run that is built from a checkpoint's config, and the results of `load`."""
     path = complete_folder(Path(path))
-    files = read_files(path)
+    files, remade = _read_files(path)
+    for line in remade:
+        warnings.warn(line, stacklevel=3)
     raw = json.loads(files["config.json"])
     if device is not None:
         raw["trainer"]["device"] = device

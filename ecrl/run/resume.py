@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from tensordict import TensorDict
 
 from ecrl.algorithms import Run
@@ -123,7 +124,10 @@ def continues_run(run_dir: str | Path, state: TensorDict, cfg: Config) -> bool:
 
 
 def _apply_changes(state: TensorDict, own: tuple[Run, Config], changed: tuple[Run, Config]) -> TensorDict:
-    """Return the state with the hyperparameters of a changed config, and with its learning rate and key if changed.
+    """Return the state with the hyperparameters of a changed config, and with its learning rates and key if changed.
+
+    A learning rate is a field of the state if an adaptive schedule changes it. The name of the field ends in
+    `learning_rate`.
 
     Args:
         state: state of the run.
@@ -131,9 +135,9 @@ def _apply_changes(state: TensorDict, own: tuple[Run, Config], changed: tuple[Ru
         changed: run and config to continue with.
     """
     before, after = (expected_state(run, cfg, state) for run, cfg in (own, changed))
-    names = ["hyper"]
-    if "learning_rate" in state and float(before["learning_rate"]) != float(after["learning_rate"]):
-        names.append("learning_rate")
+    rates = [str(name) for name in state.keys() if str(name).endswith("learning_rate")]  # noqa: SIM118
+    rates = [name for name in rates if name in before and name in after]  # `check_state` refuses other differences
+    names = ["hyper", *(name for name in rates if not torch.equal(before[name], after[name]))]
     if own[1].trainer.seed != changed[1].trainer.seed:
         names.append("key")
     return replaced(state, after.select(*names)).lock_()  # whole fields: another schedule has other numbers
@@ -196,6 +200,8 @@ def pending_evaluation(state: TensorDict, cfg: Config, run_dir: str | Path) -> L
         replace_rows(metrics, [line for line in lines if line != rows["evaluate"]])
     shards = {p.name: p.read_bytes() for p in (Path(run_dir) / "checkpoints" / f"step_{step}").glob("rank_*")}
     record = LogData(log_type="train", sample_step=step, logs={}, state=state)
+    if "decision_step" in state:
+        record["taken"] = size
     return {**record, "files": shards} if shards else record
 
 

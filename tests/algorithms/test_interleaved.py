@@ -19,7 +19,15 @@ import ecrl.loop.build as build_module
 from ecrl import rng
 from ecrl.algorithms import interleaved
 from ecrl.algorithms.core import counted_after
-from ecrl.algorithms.interleaved import Replay, add_rows, read_rows, row_count, take_steps, uniform_index
+from ecrl.algorithms.interleaved import (
+    Replay,
+    add_rows,
+    check_replay,
+    read_rows,
+    row_count,
+    take_steps,
+    uniform_index,
+)
 from ecrl.algorithms.state_kinds import merge
 from ecrl.config import Config
 from ecrl.config.model import ConfigModel
@@ -27,7 +35,7 @@ from ecrl.envs import Env, state_of, time_limit
 from ecrl.errors import ConfigError
 from ecrl.loop.buffers import borrowed_leaves, committed, kinds_of
 from ecrl.loop.build import build
-from ecrl.loop.iteration import init_state, make_iteration, reopened, train_iter
+from ecrl.loop.iteration import init_state, iterations, make_iteration, reopened, train_iter
 from ecrl.pytree import flatten, mapped, replaced
 from ecrl.registry import register_env
 from ecrl.run.checkpoint import load, save
@@ -280,6 +288,27 @@ def test_a_noise_process_restarts_with_environments_that_start_again():
     ecrl.close(again, cfg)
 
 
+def test_a_noise_process_with_nan_restarts_if_the_update_is_left_out():
+    def turn(run, state, noise, replay):
+        state, steps = take_steps(run, state, noise)
+        return state, add_rows(replay, rows_of(steps, 1)), steps, {"loss": torch.tensor(torch.nan)}
+
+    def unseen_noise(params, exploration, out, noise):
+        return noisy(params, exploration, out, noise)[0], out
+
+    cfg = replaying(**{"trainer.finite_guard": "skip", "trainer.iterations": 1})
+    run, first, _ = exploring("off")
+    policy = replace(run.policy, explore=unseen_noise)
+    run = build(cfg)._replace(policy=policy, algorithm=replace(run.algorithm, iterate=interleaved(turn)))
+    state = replaced(init_state(cfg), {"exploration": first["exploration"].clone()})
+    state["exploration", "noise", "x"][1] = torch.nan
+    with pytest.warns(UserWarning, match="NaN or infinity in loss: the update is left out"):
+        *_, record = iterations(run, state, cfg)
+    noise = record["state"]["exploration", "noise", "x"]
+    assert noise[1] == 3.0 and 3.0 not in noise[[0, 2]].tolist() and noise.isfinite().all()
+    assert torch.equal(record["state"]["exploration", "epsilon"], first["exploration", "epsilon"])
+
+
 def counting(run):
     """Let the steps of the environment report `executed`, by turns 1 to 3."""
 
@@ -444,6 +473,16 @@ def test_a_turn_adds_its_rows_once_and_changes_no_fixed_field():
             interleaved(turn)(run, own, borrowed)
     with pytest.raises(ValueError, match="interleaved needs steps >= 1, got 0"):
         interleaved(td_turn, 0)
+
+
+def test_rows_that_do_not_divide_a_turn_are_refused():
+    run = build(replaying(**{"trainer.buffer_size": 12, "algorithm.cfg.train_freq": 6, "algorithm.cfg.capacity": 99}))
+    for length in (1, 2, 3, 6, 12):
+        check_replay(run._replace(static=run.static._replace(row_steps=length)), 99)
+    with pytest.raises(
+        ConfigError, match=r"^algorithm.cfg.segment_length: 4 does not divide 6, the steps of a turn; use"
+    ):
+        check_replay(run._replace(static=run.static._replace(row_steps=4)), 99)
 
 
 @pytest.mark.parametrize(

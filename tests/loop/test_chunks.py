@@ -1,6 +1,7 @@
 """Actions that are chunks of steps: `executed` discounts the returns and counts the steps, and 1 changes nothing."""
 
 import json
+import shutil
 from dataclasses import replace
 from itertools import pairwise
 
@@ -15,9 +16,11 @@ import ecrl
 from ecrl.algorithms.core import collect, scaled_rewards
 from ecrl.env_check.check import check_env
 from ecrl.envs import auto_reset, make_env
+from ecrl.errors import NotFiniteError
 from ecrl.kernels import compute_gae, grpo_advantages
 from ecrl.loop.build import build
 from ecrl.loop.iteration import init_state, is_due, train_iter
+from ecrl.run.resume import pending_evaluation
 
 GRPO = {"name": "grpo", "cfg": {"group_size": 2, "n_epochs": 1, "batch_size": 16, "gamma": 0.9, "kl_coef": 0.0}}
 APG = {"name": "apg", "cfg": {"gamma": 0.9, "learning_rate": 0.01}}
@@ -137,6 +140,27 @@ def test_frequencies_count_the_steps_of_the_environment(tmp_path):
     assert is_due({"sample_step": 160, "taken": 11}, cfg, 150) and not is_due(
         {"sample_step": 160, "taken": 10}, cfg, 150
     )
+
+
+def test_a_pending_evaluation_has_the_steps_of_its_iteration(tmp_path):
+    cfg = chunked(**{"trainer.enable_eval": True, "trainer.eval_freq": 1, "trainer.num_eval_episodes": 2})
+    state, _ = ecrl.train(init_state(cfg), cfg, run_dir=tmp_path, progress=False)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    *_, before, last = [row["sample_step"] for row in rows if row["log_type"] == "train"]
+    shutil.rmtree(tmp_path / "checkpoints" / "best")
+    record = pending_evaluation(state, cfg, tmp_path)
+    assert record is not None and (record["sample_step"], record["taken"]) == (last, last - before)
+
+
+def test_the_report_of_nan_counts_actions_of_an_environment():
+    cfg = chunked()
+    state = last_state(cfg.replace(**{"trainer.iterations": 1})).clone()
+    state["env", "place"][1] = torch.nan
+    with pytest.raises(
+        NotFiniteError, match="reward = nan in env 1, step 0 of the rollout, action 8 of that env"
+    ) as error:
+        next(train_iter(state, cfg))
+    assert error.value.report["found"]["place"] == {"env": 1, "step": 0, "env_action": 8}
 
 
 def test_a_resumed_run_has_the_same_bits(tmp_path):

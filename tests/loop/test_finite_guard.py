@@ -3,6 +3,7 @@
 import json
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Literal
 
 import pytest
@@ -15,6 +16,7 @@ from support.small_runs import last_state as end_of
 from tensordict import TensorDict
 
 from ecrl import rng
+from ecrl.algorithms import interleaved
 from ecrl.algorithms.core import Algorithm, collect, on_policy, start_keys
 from ecrl.algorithms.state_kinds import Kind
 from ecrl.cli import main as __main__
@@ -26,7 +28,7 @@ from ecrl.loop.buffers import kinds_of
 from ecrl.loop.build import build
 from ecrl.loop.finite_guard import flags, undo_update
 from ecrl.loop.iteration import init_state, make_iteration, train_iter
-from ecrl.loop.nonfinite_report import with_checked_actions
+from ecrl.loop.nonfinite_report import Collected, nonfinite_error, with_checked_actions
 from ecrl.registry import register_algorithm, register_env
 from ecrl.run.checkpoint import load
 from ecrl.run.crash import replay
@@ -474,14 +476,14 @@ class LoopConfig(ConfigModel):
 
 
 def own_loop(cfg: LoopConfig) -> Algorithm:
-    """Move the parameters in a loop of 4 steps; one of its logs becomes NaN, with a name that says nothing."""
+    """Move the parameters in a loop of 4 steps. Its log `q` becomes NaN with them. Another log is always NaN."""
 
     def init(run, key):
         return {"params": run.policy.init(key), "opt": TensorDict({}, []), "hyper": TensorDict({}, [])}
 
     def step(params, x):
         size = torch.where(x == cfg.bad_step, torch.nan, 1e-3)
-        return params.apply(lambda p: p + size), (x, {"q": size.clone()})
+        return params.apply(lambda p: p + size), (x, {"always_nan": size * torch.nan, "q": size.clone()})
 
     def update(run, state, batch):
         params, (_, logs) = run.scan(step, state["params"], torch.arange(4))
@@ -508,3 +510,57 @@ def test_a_turn_of_an_off_policy_algorithm_is_found():
     found = error.report["found"]
     assert found["key"] == "loss" and found["place"] == {"turn": 0, "epoch": 0, "minibatch": 0}
     assert "first loss = nan in turn 0, epoch 0, minibatch 0" in str(error)
+
+
+def test_a_log_that_is_nan_in_good_turns_is_not_the_first_nan(monkeypatch):
+    """Only the slow weights become NaN in the first turn; the loss does in the second turn."""
+    cfg = replaying(**{"trainer.iterations": 1})
+    inner = build(cfg).algorithm
+
+    def turn(run, state, noise, replay):
+        state, replay, steps, logs = inner.iterate.turn(run, state, noise, replay)
+        return state, replay, steps, {"episode_q": torch.tensor(torch.nan), **logs}
+
+    def build_with_log(cfg):
+        return build(cfg)._replace(algorithm=replace(inner, iterate=interleaved(turn)))
+
+    monkeypatch.setattr("ecrl.loop.iteration.build", build_with_log)
+    assert len(train_states(cfg)) == 1, "a run with this log is a good run"
+    state = init_state(cfg).clone()
+    state["hyper", "tau"] = torch.tensor(torch.nan)
+    with pytest.warns(UserWarning, match="the state's hyperparameters are used"):
+        error, _ = met(cfg, state)
+    found = error.report["found"]
+    assert found["key"].startswith("target_params.critic") and found["place"] == {"turn": 0}
+    assert torch.isfinite(torch.tensor(found["before"]))
+
+
+@pytest.mark.parametrize(
+    ("number", "value", "key"), [("gamma", torch.nan, "loss"), ("learning_rate", torch.inf, "loss")]
+)
+def test_an_off_policy_iteration_on_gymnasium_is_reported_from_its_results(number, value, key, tmp_path):
+    cfg = replaying(**{"env": "gymnasium:CartPole-v1", "trainer.enable_eval": False})
+    state = init_state(cfg).clone()
+    state["hyper", number] = torch.tensor(value)
+    with (
+        pytest.warns(UserWarning, match="the state's hyperparameters are used"),
+        pytest.raises(NotFiniteError, match=f"first {key} = nan, no value before it; lower the learning rate") as error,
+    ):
+        train(state, cfg, tmp_path / "run", progress=False)
+    assert error.value.report["met"] == LOSS and error.value.report["found"]["place"] == {}
+    assert int(load(tmp_path / "run" / "crash")[0]["sample_step"]) == 0
+
+
+def test_a_reward_in_an_off_policy_iteration_on_gymnasium_is_found_in_its_steps():
+    env = {"name": "gymnasium", "cfg": {"id": "Count-v0"}}
+    cfg = replaying(**{"env": env})
+    run, state = build(cfg), init_state(cfg)
+    _, steps = run.algorithm.iterate.collect(run, state)
+    steps["reward"][1, 2] = torch.nan
+    nonfinite = flags(steps, {}, state["params"])
+    error = nonfinite_error(run, state, nonfinite, Collected(state, steps, {}))
+    assert error.report["found"]["place"] == {"env": 1, "step": 2, "env_step": 2}
+    assert "first reward = nan in env 1, step 2 of the rollout" in str(error)
+    steps["reward"][1, 2] = 0.0
+    error = nonfinite_error(run, state, nonfinite, Collected(state, steps, {}))
+    assert "; the results of the iteration are finite on this rank; mend the environment" in str(error)

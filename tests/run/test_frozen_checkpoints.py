@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load as tensors_from_bytes
-from support.frozen_agent import freezing
+from support.frozen_agent import body_for, freezing
 from support.small_runs import last_state, same
 from tensordict import TensorDict
 
@@ -109,9 +110,57 @@ def damage(file: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", ["missing", "damaged"])
-def test_a_missing_or_changed_file_is_one_clear_line(tmp_path, fault):
+def test_a_missing_or_damaged_file_is_replaced_by_what_init_frozen_returns(tmp_path, fault):
+    states, cfg = saved_run(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(cfg.model_dump(mode="json")))
+    files = [frozen_file(tmp_path / "checkpoints" / f"step_{step}") for step in (96, 128)]
+    assert files[0].samefile(files[1])
+    if fault == "damaged":
+        damage(files[1])
+    else:
+        for file in files:
+            file.unlink()
+    with pytest.warns(UserWarning) as caught:
+        state, cfg = resume(tmp_path)
+    assert same(state, states[-1])
+    message = f"{files[1]}: {fault}.*; the parameters that the policy's init_frozen returns are the same and are used"
+    assert len(caught) == 1 and re.match(message, str(caught[0].message))
+    save(tmp_path / "checkpoints" / "next", state, cfg)
+    assert same(load(tmp_path / "checkpoints" / "next")[0], state), "it does not link the damaged file"
+
+
+def test_an_error_of_init_frozen_is_part_of_the_line(tmp_path, monkeypatch):
     cfg = freezing()
     save(tmp_path / "one", init_state(cfg), cfg)
+    frozen_file(tmp_path / "one").unlink()
+
+    def fail(*args):
+        raise FileNotFoundError("no weights.bin")
+
+    monkeypatch.setattr("support.frozen_agent.body_for", fail)
+    line = (
+        r": missing, and the policy's init_frozen cannot replace it \(FileNotFoundError: no weights.bin\); copy a file"
+    )
+    with pytest.raises(CheckpointError, match=line):
+        load(tmp_path / "one")
+
+
+def test_leaves_that_share_memory_are_saved(tmp_path, monkeypatch):
+    def tied(inputs, device):
+        weight = body_for(inputs, device)["body", "weight"]
+        return TensorDict({"body": {"weight": weight, "same": weight, "row": weight[1]}}, [])
+
+    monkeypatch.setattr("support.frozen_agent.body_for", tied)
+    states, _ = saved_run(tmp_path)
+    assert same(load(tmp_path / "checkpoints" / "step_128")[0], states[-1])
+
+
+@pytest.mark.parametrize("fault", ["missing", "damaged"])
+def test_a_file_that_nothing_can_replace_is_one_clear_line(tmp_path, fault):
+    cfg = freezing()
+    state = init_state(cfg).clone()
+    state["frozen_params", "body", "weight"] += 1.0
+    save(tmp_path / "one", state, cfg)
     file = frozen_file(tmp_path / "one")
     checksum = read_manifest(tmp_path / "one")["sha256"][file.name]
     file.unlink() if fault == "missing" else damage(file)
@@ -119,7 +168,9 @@ def test_a_missing_or_changed_file_is_one_clear_line(tmp_path, fault):
         load(tmp_path / "one")
     text = str(error.value)
     assert text.startswith(f"{file}: {fault}") and "\n" not in text
-    assert f"copy the file with the SHA-256 {checksum} here, from another checkpoint of this run" in text
+    reason = "and the policy's init_frozen returns other parameters"
+    advice = f"copy a file with the SHA-256 {checksum} here, from a backup or from an undamaged checkpoint"
+    assert text.endswith(f", {reason}; {advice}")
 
 
 def test_a_damaged_file_is_never_linked(tmp_path):

@@ -193,6 +193,15 @@ def test_a_forced_seed_and_adaptive_rate_take_effect(tmp_path):
     assert torch.equal(resumed["learning_rate"], load(latest(run))[0]["learning_rate"])
 
 
+def test_a_forced_rate_of_one_group_takes_effect_and_the_other_rate_stays(tmp_path):
+    changes = {"algorithm.cfg.lr_scheduler": {"name": "adaptive"}, "algorithm.cfg.critic_learning_rate": 0.001}
+    run, _ = finished(tmp_path, **changes)
+    before, _ = resume(run)
+    state, _ = resume(run, overrides={"algorithm.cfg.critic_learning_rate": 0.009}, force=True)
+    assert float(state["critic_learning_rate"]) == pytest.approx(0.009)
+    assert torch.equal(state["learning_rate"], before["learning_rate"])
+
+
 def test_unreadable_rows_are_forgotten(tmp_path):
     run, _ = finished(tmp_path)
     with (run / "metrics.jsonl").open("a") as file:
