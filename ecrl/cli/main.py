@@ -235,16 +235,6 @@ def _shorten(line: str) -> str:
     return line if len(line) <= 1000 else f"{line[:800]} ... {line[-200:]}"
 
 
-def _with_import_hint(line: str) -> str:
-    """Append a hint about `--import` to a message about an unknown part, such as an environment.
-
-    >>> _with_import_hint("a.json: env.name: unknown env 'mine'; known: cartpole")
-    "a.json: env.name: unknown env 'mine'; known: cartpole; --import MODULE registers your own parts"
-    """
-    separator = " " if line.endswith("?") else "; "
-    return f"{line}{separator}--import MODULE registers your own parts" if _UNKNOWN_PART.search(line) else line
-
-
 def _format_warning(message: Warning | str, *place: object) -> str:
     return f"warning: {message}\n"
 
@@ -260,7 +250,6 @@ _NO_OVERRIDES = {
 }
 
 _ABOUT = "Train and evaluate policies. With --import MODULE, any command first imports a module with your own parts."
-_UNKNOWN_PART = re.compile(r"\bunknown (env|policy|algorithm|network|event|action|observation|reward) '")
 _FLAGS = (tyro.conf.FlagCreatePairsOff,)
 
 
@@ -288,7 +277,7 @@ def _run_command() -> None:
         with enough_memory("ecrl", "lower trainer.num_envs or trainer.buffer_size, or make the networks smaller"):
             tyro.extras.subcommand_cli_from_dict(commands, prog="ecrl", description=_ABOUT, args=args, config=_FLAGS)
     except UserError as error:
-        print("\n".join(_shorten(_with_import_hint(line)) for line in str(error).split("\n")), file=sys.stderr)
+        print("\n".join(_shorten(line) for line in str(error).split("\n")), file=sys.stderr)
         sys.exit(2)
     except PermissionError as error:
         print(f"{error.filename}: {error.strerror}; give this user access, or choose another place", file=sys.stderr)

@@ -93,12 +93,12 @@ def step_discounts(gamma: Scalar, reward: Tensor) -> Scalar:
     0.9
     >>> step_discounts(torch.zeros(3), torch.zeros(2))
     Traceback (most recent call last):
-    ValueError: gamma has shape [3], expected a number, a 0-d tensor or [2] as reward
+    ValueError: gamma has shape [3], expected a number, a 0-d tensor or [2], the shape of reward
     """
     if not isinstance(gamma, Tensor):
         return gamma
     if gamma.ndim and gamma.shape != reward.shape:
-        expected = f"a number, a 0-d tensor or {list(reward.shape)} as reward"
+        expected = f"a number, a 0-d tensor or {list(reward.shape)}, the shape of reward"
         raise ValueError(f"gamma has shape {list(gamma.shape)}, expected {expected}")
     return gamma.double()
 

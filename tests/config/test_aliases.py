@@ -89,7 +89,7 @@ def test_keys_of_the_algorithm_in_the_trainer():
         f"trainer.{key}: another name of 'algorithm.cfg.{key}', which is also given; keep one" for key in trainer
     ]
     assert _faults(trainer, env="scene") == [
-        f"trainer.{key}: algorithm 'ppo' has no {key}; remove it" for key in trainer
+        "trainer.deterministic_actions: algorithm 'ppo' has no deterministic_actions; remove it"
     ]
     assert _faults({"segment_length": "x", "buffer_size": 3}, APG, env="point_mass")[0].startswith(
         "trainer.segment_length: expected an integer, got 'x'"

@@ -141,7 +141,7 @@ FAULTS = [  # key, value, the one line without its source
         "rleu",
         f"{ACTOR}.activation: expected 'relu', 'elu', 'tanh', 'gelu' or 'silu', got",
     ),
-    (f"{ACTOR}.dropout_p", 0.1, f"{ACTOR}.dropout_p: dropout_p=0.1, expected 0: dropout makes"),
+    (f"{ACTOR}.dropout_p", 0.1, f"{ACTOR}.dropout_p: dropout_p=0.1, expected 0: with dropout"),
     ("algorithm", "ppo", "algorithm: expected an object, got 'ppo';"),
     ("algorithm", {}, "algorithm.name: missing; known: "),
     ("algorithm.name", "pp", "algorithm.name: unknown algorithm 'pp'; did you mean 'ppo'?"),

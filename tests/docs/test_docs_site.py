@@ -31,7 +31,7 @@ def test_every_public_name_has_an_entry(site):
 def test_docstrings_read_as_they_are_meant(site):
     page = (site / "reference" / "kernels" / "returns.html").read_text()
     text = unescape(re.sub(r"<[^>]+>", "", page))
-    assert "advantage[t] = delta[t] + gamma * gae_lambda * advantage[t + 1] * not done[t]" in text
+    assert "advantage[t] = delta[t] + gamma[t] * gae_lambda * advantage[t + 1] * not done[t]" in text
     assert re.search(r"<dt>Gradient</dt>\s*<dd>\s*(<p>)?flows through <code>reward</code>", page)
     assert ">>> gae(torch.tensor([0.0, 1.0])" in text
     for path in (site / "reference").rglob("*.html"):

@@ -60,13 +60,28 @@ def test_double_in_double_out(name):
     assert dtypes == (set() if name in NO_FLOATS else {torch.float64})
 
 
+STEP_DISCOUNTS = {
+    "compute_vtrace",
+    "discounted_returns",
+    "episode_discounts",
+    "gae",
+    "grpo_advantages",
+    "n_step_returns",
+    "running_returns",
+    "td_lambda_returns",
+    "vtrace",
+}
+"""Kernels whose `gamma` may have the shape of the rewards."""
+
+
 @pytest.mark.parametrize(
     "name", [name for name in CALLS if any(isinstance(v, Tensor) for v in CALLS[name](3)[1].values())]
 )
 def test_hyperparameters_of_a_wrong_shape_are_named(name):
     args, kwargs = CALLS[name](3)
     for wrong in [key for key, value in kwargs.items() if isinstance(value, Tensor)]:
-        for shape in ((1,), (N, T), (N, 1)):
+        per_step = wrong == "gamma" and name in STEP_DISCOUNTS  # then `[N, T]` is right
+        for shape in ((1,), (N, T + 1) if per_step else (N, T), (N, 1)):
             with pytest.raises(
                 ValueError, match=rf"^{wrong} has shape {re.escape(str(list(shape)))}, expected a number"
             ):
@@ -78,5 +93,5 @@ def test_hyperparameters_of_a_wrong_shape_are_named(name):
 )
 def test_a_gamma_of_a_wrong_shape_is_named_on_rollouts(name):
     (fields, gamma, *rest), _ = CALLS[name](3)
-    with pytest.raises(ValueError, match=r"^gamma has shape \[4, 1\], expected a number or a 0-d tensor"):
+    with pytest.raises(ValueError, match=r"^gamma has shape \[4, 1\], expected a number, a 0-d tensor or \[4, 5\]"):
         kernel(name)(fields, gamma.expand(N, 1), *rest)

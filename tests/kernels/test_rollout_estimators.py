@@ -263,7 +263,7 @@ def test_missing_and_misshapen_fields_are_named(name):
 
 def test_vtrace_names_a_bad_log_prob():
     rollout = random_rollout(0, 2, 3)
-    with pytest.raises(ValueError, match="as log_prob"):
+    with pytest.raises(ValueError, match="the shape of log_prob"):
         compute_vtrace(rollout, torch.zeros(2, 4), **HALF, clip_rho=1.0, clip_c=1.0)
     with pytest.raises(ValueError, match=r"reward has shape \[2, 3\].*expected \[2, 3, 5\], the shape of log_prob"):
         vtrace_of(rollout.set("sample_log_prob", torch.zeros(2, 4, 5)))

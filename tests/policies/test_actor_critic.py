@@ -347,10 +347,11 @@ def test_action_dim(kind, width):
         _policy(ACTIONS[kind], action_dim=width + 1)
 
 
-def test_equal_settings_give_the_same_object():
-    assert _policy(Discrete(4)) is _policy(Discrete(4), initial_log_std=0.0)
-    assert _policy(Discrete(4)) is not _policy(Discrete(5))
-    assert _policy(ACTIONS["box"]) is not _policy(ACTIONS["box"], initial_log_std=1.0)
+def test_equal_settings_give_equal_policies():
+    assert _policy(Discrete(4)) == _policy(Discrete(4), initial_log_std=0.0)
+    assert _policy(Discrete(4)) != _policy(Discrete(5))
+    first, second = _policy(ACTIONS["box"]), _policy(ACTIONS["box"], initial_log_std=1.0)
+    assert first == second and first.init is not second.init, "init alone reads this setting, and is not compared"
 
 
 def test_refused_spaces_and_settings():

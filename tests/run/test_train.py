@@ -399,7 +399,7 @@ def test_wrong_calls_exit_2(args, message, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("key", "name", "message"),
     [
-        ("env.name", "cartpol", "unknown env 'cartpol'; did you mean 'cartpole'? --import MODULE"),
+        ("env.name", "cartpol", "unknown env 'cartpol'; did you mean 'cartpole'? If the env is your own"),
         ("policy.name", "qqq", "unknown policy 'qqq'; known: "),
         ("algorithm.name", "qqq", "unknown algorithm 'qqq'; known: "),
         ("policy.actor.type", "qqq", "unknown network 'qqq'; known: "),
@@ -409,7 +409,7 @@ def test_an_unknown_part_gives_a_hint_about_your_own_parts(key, name, message, c
     assert called(monkeypatch, "check", config_file, f"--{key}", name) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"{config_file}: {key}: {message}")
-    assert line.endswith("--import MODULE registers your own parts")
+    assert line.endswith("import its module first: import MODULE in Python, --import MODULE in a shell")
 
 
 def test_other_errors_give_no_hint_about_your_own_parts(config_file, monkeypatch, capsys):
