@@ -72,9 +72,12 @@ def in_graph() -> bool:
 class _DrawMode(_Mode):
     """Note each operation that draws from a global generator. Only the operations of the current thread pass here."""
 
+    supports_higher_order_operators = True  # loops pass too; otherwise torch refuses to trace them
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded in func.tags and not _IN_GRAPH.get() and _draws(func, args, kwargs):
+        tags = getattr(func, "tags", ())  # a loop has none
+        if torch.Tag.nondeterministic_seeded in tags and not _IN_GRAPH.get() and _draws(func, args, kwargs):
             noted = _DRAWS.get()
             if noted is not None:
                 noted.run.append(str(func))

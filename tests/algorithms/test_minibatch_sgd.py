@@ -127,7 +127,7 @@ def test_gradient_steps_count_minibatches_of_whole_sequences():
     assert gradient_steps(cfg, static._replace(row_steps=8)) == 2 * 3
     # the default of 64 is below a sequence of 100 steps, so each of the 6 is a minibatch
     assert gradient_steps(MinibatchConfig(n_epochs=2), Static(6, 100, 1, 1, row_steps=100)) == 2 * 6
-    with pytest.raises(ConfigError, match=r"^algorithm.cfg.batch_size: 5 is below 8, the steps of a sequence"):
+    with pytest.raises(ConfigError, match=r"^algorithm.cfg.batch_size: 5 is below 8, the length of the sequences"):
         gradient_steps(MinibatchConfig(batch_size=5), static._replace(row_steps=8))
 
 
