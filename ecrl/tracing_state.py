@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+# Two private names, each optional; the table in `docs/design.md` gives the reason and what happens without them.
 try:
     from torch._C._functorch import get_interpreter_stack
 except ImportError:

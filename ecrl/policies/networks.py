@@ -56,7 +56,7 @@ def seeded(key: Tensor) -> Iterator[None]:
     """
     cuda = [key.device] if key.device.type == "cuda" else []
     with _GENERATORS_LOCK, ignoring_draws(), torch.random.fork_rng(devices=cuda):
-        seed = int(key)
+        seed = int(key)  # the global generators, because modules draw from no other
         torch.default_generator.manual_seed(seed)  # `fork_rng` restores the caller's state
         for device in cuda:
             torch.cuda.default_generators[device.index or 0].manual_seed(seed)  # restored too

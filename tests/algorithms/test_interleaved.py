@@ -252,7 +252,7 @@ FIRSTS = {
         lambda params, num_envs: torch.ones(num_envs),
         "returns float32 [3], expected the exploration as a TensorDict; return one",
     ),
-    "draws": (
+    "draws": (  # the fault under test: a draw from the global generator
         lambda params, num_envs: TensorDict({"epsilon": torch.rand(num_envs)}, [num_envs]),
         "draws random numbers from torch's global generator, so equal states give unequal results; draw them from",
     ),

@@ -42,6 +42,7 @@ def fresh(monkeypatch):
 def breaks(error):
     """A compiler that always raises `error`, from a line of torch."""
     names = {"error": error}
+    # `exec` of a constant: only code with this file name has torch's path in its traceback
     exec(compile("def compiler_for(leaves): raise error", torch.__file__, "exec"), names)
     return names["compiler_for"]
 
@@ -113,6 +114,7 @@ def tripled(x):
 def in_generated_code(error):
     """A compiler whose error is raised by a module that inductor wrote."""
     names = {"error": error, "generated": compile("raise error", "/tmp/cache/cpu_0/ab/cabc.py", "exec")}
+    # `exec` of constants: the traceback then has the path of a module that inductor wrote, below one of inductor
     source = "def compiler_for(leaves): exec(generated, {'error': error})"
     exec(compile(source, torch._inductor.__file__, "exec"), names)
     return names["compiler_for"]

@@ -58,7 +58,7 @@ UPDATES = {
 }
 
 
-def refused(cfg, monkeypatch, message, change_algorithm=None, change_policy=None):
+def assert_refused(cfg, monkeypatch, message, change_algorithm=None, change_policy=None):
     """Check that the first iteration raises this line, and that nothing was compiled."""
     for name, change in (("make_algorithm", change_algorithm), ("make_policy", change_policy)):
         make = getattr(ecrl.loop.build, name)
@@ -78,7 +78,7 @@ def test_an_update_that_breaks_its_contract(case, form, monkeypatch):
     result, message = UPDATES[case]
     faulty = on_policy(collect, lambda run, state, batch: result(state))
     cfg = small(**{"trainer.compile": form})
-    refused(cfg, monkeypatch, f"algorithm ppo: update {message}", lambda made: replace(made, iterate=faulty))
+    assert_refused(cfg, monkeypatch, f"algorithm ppo: update {message}", lambda made: replace(made, iterate=faulty))
 
 
 def test_a_collect_that_breaks_its_contract(monkeypatch):
@@ -106,7 +106,7 @@ def test_an_iterate_that_breaks_its_contract(form, monkeypatch):
         return replace(made, iterate=iterate)
 
     message = "algorithm replay_td: iterate changes the state's replay/cursor from int64 [] to float64 []"
-    refused(replaying(**{"trainer.compile": form}), monkeypatch, f"{message}; keep its shape and dtype", widened)
+    assert_refused(replaying(**{"trainer.compile": form}), monkeypatch, f"{message}; keep its shape and dtype", widened)
 
 
 RESERVED = ["reward", "next_value", "value", "final_value", "terminated", "truncated", "done", "mask"]
@@ -153,7 +153,7 @@ def test_an_act_that_breaks_its_contract(case, form, monkeypatch):
         return replace(made, act=act)
 
     cfg = small(**{"trainer.compile": form})
-    refused(cfg, monkeypatch, f"policy actor_critic: act {message}", change_policy=faulty)
+    assert_refused(cfg, monkeypatch, f"policy actor_critic: act {message}", change_policy=faulty)
 
 
 def test_runs_of_one_config_are_equal_and_share_compiled_functions():
@@ -189,7 +189,7 @@ ACTIONS = {
 def test_an_action_of_another_dtype_or_shape_than_its_space(case, monkeypatch):
     change, line = ACTIONS[case]
     message = f"policy actor_critic: act returns action as {line} for a Discrete action space; return that"
-    refused(
+    assert_refused(
         small(),
         monkeypatch,
         message,
@@ -202,7 +202,7 @@ def test_an_action_of_integers_for_a_box(form, monkeypatch):
     cfg = small(**{"env": {"name": "pendulum"}, "trainer.compile": form})
     message = "policy actor_critic: act returns action as int64 [4, 1], expected float32 [4, 1] for a Box action space"
     faulty = with_act(lambda out: out.copy().set("action", out["action"].long()))
-    refused(cfg, monkeypatch, f"{message}; return that", change_policy=faulty)
+    assert_refused(cfg, monkeypatch, f"{message}; return that", change_policy=faulty)
 
 
 NO_MEMORY = TensorDict({}, [])
@@ -242,7 +242,7 @@ def test_an_action_with_other_leading_axes_than_its_observations(monkeypatch):
 
     message = "policy actor_critic: act returns action as int64 [36], expected int64 [4, 9] for a Discrete action space"
     flat = with_act(lambda out: out.reshape(-1))
-    refused(small(), monkeypatch, f"{message}; return that", acting, flat)
+    assert_refused(small(), monkeypatch, f"{message}; return that", acting, flat)
 
 
 @dataclass(frozen=True)
@@ -295,7 +295,7 @@ CARRIES = {
 @pytest.mark.parametrize("case", CARRIES)
 def test_a_carry_that_changes(case, monkeypatch):
     change, line = CARRIES[case]
-    refused(remembering(), monkeypatch, f"policy tanh_cell: act {line}", change_policy=with_act(change, "carry"))
+    assert_refused(remembering(), monkeypatch, f"policy tanh_cell: act {line}", change_policy=with_act(change, "carry"))
 
 
 def at_start(cfg, monkeypatch, message, **changes):
@@ -483,7 +483,7 @@ COUNTS = {
 @pytest.mark.parametrize("case", COUNTS)
 def test_another_number_of_results(case, form, monkeypatch):
     change, line = COUNTS[case]
-    refused(small(**{"trainer.compile": form}), monkeypatch, f"algorithm ppo: {line}", change)
+    assert_refused(small(**{"trainer.compile": form}), monkeypatch, f"algorithm ppo: {line}", change)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -493,7 +493,7 @@ def test_a_turn_with_another_number_of_results(form, monkeypatch):
 
     message = "algorithm replay_td: turn returns 2 values, expected 4: (state, replay, steps, logs); return these"
     cfg = replaying(**{"trainer.compile": form})
-    refused(cfg, monkeypatch, message, lambda made: replace(made, iterate=of_turn(turn)))
+    assert_refused(cfg, monkeypatch, message, lambda made: replace(made, iterate=of_turn(turn)))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -506,7 +506,7 @@ def test_an_update_inside_a_turn_with_another_number_of_results(form, monkeypatc
 
     message = "algorithm replay_td: td_update returns 3 values, expected 2: (state, logs); return these"
     cfg = replaying(**{"trainer.compile": form})
-    refused(cfg, monkeypatch, message, lambda made: replace(made, iterate=of_turn(turn)))
+    assert_refused(cfg, monkeypatch, message, lambda made: replace(made, iterate=of_turn(turn)))
 
 
 VALUES = {  # the function, its result instead, the line
@@ -578,7 +578,7 @@ def test_a_policy_that_draws_from_the_global_generator(name, form, monkeypatch):
     message = f"{problem} unequal results; draw them from {'its keys' if name == 'draw' else 'the keys of `draw`'} with"
     cfg = small(**{"trainer.compile": form})
     change = lambda made: replace(made, **{name: drawing(getattr(made, name))})  # noqa: E731
-    refused(cfg, monkeypatch, f"{message} ecrl.rng", change_policy=change)
+    assert_refused(cfg, monkeypatch, f"{message} ecrl.rng", change_policy=change)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -589,7 +589,7 @@ def test_an_algorithm_that_draws_from_the_global_generator(name, form, monkeypat
 
     problem = f"algorithm ppo: {name} draws random numbers from torch's global generator, so equal states give unequal"
     message = f'{problem} results; draw them from `state["key"]` with ecrl.rng'
-    refused(small(**{"trainer.compile": form}), monkeypatch, message, change)
+    assert_refused(small(**{"trainer.compile": form}), monkeypatch, message, change)
 
 
 def test_an_init_that_draws_from_the_global_generator(monkeypatch):
