@@ -246,7 +246,7 @@ def test_the_gradient_with_a_discount_for_each_step(kernel):
 
 @each_kernel
 def test_discounts_of_another_shape_are_refused(kernel):
-    message = r"gamma has shape \[3\], expected a number, a 0-d tensor or \[2, 3\] as reward"
+    message = r"gamma has shape \[3\], expected a number, a 0-d tensor or \[2, 3\], the shape of reward"
     with pytest.raises(ValueError, match=message):
         run(kernel, random_steps(0, 2, 3), gamma=torch.ones(3))
 
