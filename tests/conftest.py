@@ -13,6 +13,7 @@ from hypothesis import settings
 from support.browser import start_browser
 from support.checks import VARIANTS, Variant
 from support.docs_site import build_site
+from support.graphs import traced_only
 
 from ecrl import registry
 
@@ -49,6 +50,21 @@ def variant(request: pytest.FixtureRequest) -> Iterator[Variant]:
     caller = Variant(request.param)
     yield caller
     assert caller.calls, "the test never called its variant"
+
+
+@pytest.fixture(autouse=True)
+def _without_code_generation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Run the traced graph in place of compiled C++ in tests with the mark `traced`."""
+    if request.node.get_closest_marker("traced") is None:
+        yield
+    else:
+        yield from traced_only(monkeypatch)
+
+
+@pytest.fixture(params=[pytest.param("traced", marks=pytest.mark.traced), pytest.param("C++", marks=pytest.mark.long)])
+def traced_or_compiled(request: pytest.FixtureRequest) -> str:
+    """Run a test on traced graphs, which takes seconds, and in the `long` tests on C++."""
+    return request.param
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from ecrl.policies.core import Policy, example, one_batch
 from ecrl.policies.heads import head_width, headed, is_masked, make_head
 from ecrl.policies.networks import Pure, floats_as, pure, seeded
 from ecrl.spaces import Box, Space, element_shape
+from ecrl.tracing_state import in_graph
 
 
 def module_policy(
@@ -174,7 +175,7 @@ def _read_fields(label: str, out: Any, fields: dict[str, list[int]]) -> list[Ten
 
 @contextmanager
 def _without_argument_checks() -> Iterator[None]:
-    """Disable the argument checks of torch.distributions inside the block: torch.export cannot trace them."""
+    """Disable the argument checks of torch.distributions inside the block: a graph cannot read values."""
     before = getattr(Distribution, "_validate_args", __debug__)
     Distribution.set_default_validate_args(False)
     try:
@@ -196,7 +197,7 @@ def _acting_policy(net: Pure, label: str, observation_space: Space, action_space
         key = rng.key(0, sample_weight.device) if key is None else key
         with (
             nullcontext() if takes_noise else seeded(key),
-            _without_argument_checks() if is_exporting() else nullcontext(),
+            _without_argument_checks() if is_exporting() or in_graph() else nullcontext(),
         ):
             out = net.call(weights, method, inputs, **named)
         outputs = _read_fields(f"{label}.{method}", inputs if out is None else out, fields)

@@ -307,6 +307,7 @@ def test_vmapped_seeds_equal_single_ones():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("traced_or_compiled")
 def test_compiled_equals_eager_and_compiles_in_its_first_iteration():
     cfg = run(**POINT, **SCHEDULED, **{"trainer.iterations": 3})
     eager, compiled = states_of(cfg)[-1]["state"], cfg.replace(**{"trainer.compile": "on"})

@@ -344,6 +344,7 @@ def test_it_trains_on_a_gymnasium_vector_env():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("traced_or_compiled")
 def test_compiled_equals_eager():
     first, second = (iterations(run(ref_update_freq=2, **{"trainer.compile": c}))[-1][0] for c in ("off", "on"))
     for name, leaf in first.flatten_keys("/").items():

@@ -345,6 +345,7 @@ def test_a_turn_sees_the_steps_of_the_environment_so_far(size):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("traced_or_compiled")
 def test_compiled_turns_have_the_same_bits_for_any_length_of_an_iteration():
     changes = {**LEARNING, "trainer.compile": "on"}
     first, second = (last_state(of_length(size, 48, **changes)).clone() for size in (1, 8))

@@ -301,6 +301,7 @@ def test_configs_survive_their_file_and_their_states_the_disk(block, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("traced_or_compiled")
 def test_compiled_learning_with_everything_on_equals_eager():
     """Adaptive rate, early stop, clipped values, apart norms and reward statistics inside the compiled minibatch."""
     block = {"name": "adaptive", "kwargs": {"desired_kl": 0.004, "min_rate": 1e-4}}

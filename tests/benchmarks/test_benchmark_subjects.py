@@ -399,7 +399,10 @@ def test_the_cost_of_the_guard_is_the_median_of_rounds_with_its_interval():
 
 @pytest.mark.parametrize(
     "env",
-    [pytest.param("CartPole", marks=pytest.mark.slow), pytest.param("HalfCheetah", marks=pytest.mark.long)],
+    [
+        pytest.param("CartPole", marks=[pytest.mark.slow, pytest.mark.traced]),
+        pytest.param("HalfCheetah", marks=pytest.mark.long),
+    ],
 )
 def test_iterations_under_each_guard_take_turns(env, monkeypatch):
     monkeypatch.setattr(guard, "_TURN_S", 0.0)
@@ -444,7 +447,7 @@ def test_figures_of_rows_with_gaps(module, tmp_path):
     assert all(path.stat().st_size > 1000 for path in write(made, tmp_path / "drawn"))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_many_seeds_race_in_one_call_and_in_sequence(monkeypatch):
     monkeypatch.setattr(seeds, "SEEDS", 2)
     monkeypatch.setattr(seeds, "CONTESTANTS", ("vmapped", "in_turn"))

@@ -401,6 +401,7 @@ def test_gradients_of_a_minibatch_equal_the_eager_gradients(dtype, tol):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("traced_or_compiled")
 def test_a_recompilation_during_a_run_is_reported_with_its_reason():
     """Here because a number of the algorithm changes its type in the third iteration."""
     made = small(**{"trainer.compile": "on"})

@@ -20,8 +20,11 @@ TORCH_NEEDS = {
 }
 """Names that cannot be removed, because public functions of torch use them."""
 REMOVED = {name: part for name, part in PARTS.items() if name not in TORCH_NEEDS}
-SAMPLE = list({file: name for name, part in REMOVED.items() for file in part.files}.values())
-"""A name of each file."""
+SAMPLE = [
+    next(name for name, part in REMOVED.items() if file in part.files)
+    for file in ("tracing_state.py", "compile/trace.py", "compile/cpu_philox.py")
+]
+"""A name that eager runs use, one of the tracer and one of the code generation."""
 
 
 @pytest.mark.parametrize(
@@ -82,7 +85,7 @@ def check_runs(names, cache):
 
 
 @pytest.mark.slow
-def test_runs_without_a_private_name_of_each_file_train(tmp_path):
+def test_runs_without_a_private_name_train(tmp_path):
     check_runs(SAMPLE, tmp_path)
 
 

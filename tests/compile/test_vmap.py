@@ -209,6 +209,7 @@ def _close_states(many, states):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+@pytest.mark.usefixtures("traced_or_compiled")
 def test_a_batch_of_runs_equals_single_runs_with_the_same_numbers(algorithm):
     """Seeds, learning rates, entropy and clip coefficients; nothing is compiled for other ones."""
     changes = (
@@ -237,7 +238,7 @@ def test_a_batch_of_runs_equals_single_runs_with_the_same_numbers(algorithm):
     assert not [one for one in runs[0].jit.compilations[known:] if "of a batch" in one.text]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_64_seeds_in_one_call_equal_single_runs():
     net = {"type": "mlp", "network_cfg": {"hidden_sizes": [32], "activation": "tanh"}}
     cfg = small(

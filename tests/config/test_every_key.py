@@ -153,12 +153,9 @@ def states(cfg: Config, folder, evaluations: int) -> list:
 @pytest.mark.parametrize(
     ("algorithm", "form"),
     [
-        ("ppo", "off"),
-        ("grpo", "off"),
-        ("apg", "off"),
-        pytest.param("ppo", "on", marks=pytest.mark.slow),
-        pytest.param("grpo", "on", marks=pytest.mark.long),
-        pytest.param("apg", "on", marks=pytest.mark.long),
+        *((name, "off") for name in ("ppo", "grpo", "apg")),
+        pytest.param("ppo", "on", marks=[pytest.mark.slow, pytest.mark.traced], id="ppo-traced"),
+        *(pytest.param(name, "on", marks=pytest.mark.long) for name in ("ppo", "grpo", "apg")),
     ],
 )
 def test_evaluating_every_iteration_does_not_change_training(algorithm, form, tmp_path, monkeypatch):

@@ -80,7 +80,7 @@ def executed(name, folder, small="", claims=""):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NOTEBOOKS)
+@pytest.mark.parametrize("name", [name for name in NOTEBOOKS if name[:2] < "04"])  # the others compile the most
 def test_it_runs_with_smaller_numbers(name, tmp_path):
     check(name, executed(name, tmp_path, SMALL.get(name, "")))
 

@@ -505,6 +505,7 @@ def test_a_train_event_changes_the_environments_in_training(mode):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["startup", "reset", "interval"])
+@pytest.mark.usefixtures("traced_or_compiled")
 def test_a_train_event_changes_the_environments_in_compiled_training(mode):
     check_training(mode, "on")
 
@@ -517,6 +518,7 @@ MANY = {
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("traced_or_compiled")
 def test_compiled_training_with_events_equals_eager():
     eager = small(**{"trainer.events.train": MANY, "env.cfg": {"max_episode_steps": 5}})
     first, second = last_state(eager), last_state(eager.replace(**{"trainer.compile": "on"}))

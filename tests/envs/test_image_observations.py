@@ -74,6 +74,7 @@ def test_workers_send_the_same_images():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parts", [False, True])
+@pytest.mark.usefixtures("traced_or_compiled")
 def test_compiled_is_eager(parts):
     cfg = seeing(parts=parts, **SHORT)
     eager, compiled = (last_state(cfg.replace(**{"trainer.compile": form})) for form in ("off", "on"))

@@ -135,6 +135,7 @@ def test_compiled_equals_eager(name):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("traced_or_compiled")
 def test_training_compiled_equals_training_eager_and_resumes():
     eager = config("mujoco_pole", **{"trainer.iterations": 2})
     compiled = eager.replace(**{"trainer.compile": "on"})

@@ -201,6 +201,7 @@ def test_check_env_and_the_run_check_executed():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("traced_or_compiled")
 def test_a_compiled_run_on_chunks_equals_an_eager_one():
     eager, compiled = (last_state(chunked(**{"trainer.compile": form})) for form in ("off", "on"))
     assert int(eager["sample_step"]) == int(compiled["sample_step"])

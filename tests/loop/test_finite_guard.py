@@ -36,7 +36,11 @@ from ecrl.run.train import train
 from ecrl.spaces import box
 
 assert fake_gymnasium_envs  # registers them
-FORMS = ["off", pytest.param("on", marks=pytest.mark.slow)]
+FORMS = [
+    "off",
+    pytest.param("on", marks=[pytest.mark.slow, pytest.mark.traced], id="traced"),
+    pytest.param("on", marks=pytest.mark.long),
+]
 ALGORITHMS = {
     "ppo": {"n_epochs": 2, "batch_size": 10},
     "grpo": {"n_epochs": 2, "batch_size": 10, "reset_every_rollout": False, "truncate_at_first_done": False},
@@ -44,9 +48,8 @@ ALGORITHMS = {
 }
 RUNS = [
     *((algorithm, "off") for algorithm in ALGORITHMS),
-    pytest.param("ppo", "on", marks=pytest.mark.slow),
-    pytest.param("grpo", "on", marks=pytest.mark.long),
-    pytest.param("apg", "on", marks=pytest.mark.long),
+    pytest.param("ppo", "on", marks=[pytest.mark.slow, pytest.mark.traced], id="ppo-traced"),
+    *(pytest.param(name, "on", marks=pytest.mark.long) for name in ALGORITHMS),
 ]
 
 

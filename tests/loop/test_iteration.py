@@ -166,6 +166,7 @@ def test_a_fresh_process_compiles_everything_in_its_first_iteration():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("traced_or_compiled")
 def test_compiled_equals_eager_and_a_second_seed_compiles_nothing():
     eager, compiled = small(), small(**{"trainer.compile": "on"})
     first, second = last_state(eager), last_state(compiled)
@@ -183,6 +184,7 @@ def test_compiled_equals_eager_and_a_second_seed_compiles_nothing():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("traced_or_compiled")
 def test_several_time_limits_in_a_rollout_compile():
     cfg = small(**{"env": {"name": "cartpole", "cfg": {"max_episode_steps": 3}}})
     eager, compiled = (last_state(cfg.replace(**{"trainer.compile": form})) for form in ("off", "on"))

@@ -64,6 +64,7 @@ def test_the_first_minibatch_has_the_log_probabilities_of_acting(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.usefixtures("traced_or_compiled")
 def test_compiled_tokens_equal_eager_ones(name):
     cfg = speaking(**ALGORITHMS[name]).replace(**{"trainer.iterations": 2})
     eager, compiled = (last_state(cfg.replace(**{"trainer.compile": form})) for form in ("off", "on"))

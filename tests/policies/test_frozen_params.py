@@ -84,6 +84,7 @@ def test_a_name_may_not_be_in_both():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("traced_or_compiled")
 def test_compiled_equals_eager():
     states = [last_state(freezing(**{"trainer.compile": form})) for form in ("off", "on")]
     assert states[1][BODY].shape == (4, FEATURES)

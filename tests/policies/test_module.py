@@ -10,6 +10,7 @@ from support.custom_modules import Acts, ActsOnNoise, OwnStd, Trunk
 from support.small_runs import last_state, same, small, steps_of
 from tensordict import TensorDict
 from torch import nn
+from torch.distributions import Distribution
 
 from ecrl import rng
 from ecrl.compile.jit import Form
@@ -54,7 +55,9 @@ def test_ppo_learns_the_probe_that_needs_actor_and_critic(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "acts"])
-def test_compiled_and_eager_runs_agree(name):
+@pytest.mark.usefixtures("traced_or_compiled")
+def test_compiled_and_eager_runs_agree(name, monkeypatch):
+    monkeypatch.setattr(Distribution, "_validate_args", True)  # torch's default, which other libraries turn off
     first, second = (
         last_state(_config(name, **{"trainer.iterations": 2, "trainer.compile": mode}))["params"]
         for mode in ("on", "off")

@@ -175,6 +175,7 @@ def test_segments_that_do_not_fit_are_refused():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("traced_or_compiled")
 def test_a_compiled_run_with_segments_equals_an_eager_one():
     changes = {**SHORT, "algorithm.cfg.segment_length": 2, "env.cfg.end": "truncated"}
     eager, compiled = (last_state(remembering(**changes, **{"trainer.compile": form})) for form in ("off", "on"))
@@ -392,6 +393,7 @@ def test_the_gradient_of_apg_crosses_memory_within_a_segment(length):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("traced_or_compiled")
 def test_apg_with_memory_compiled_equals_eager():
     cfg = remembering(**{**SHORT, **NUMBERS, "algorithm": APG})
     for name, leaf in last_state(cfg)["params"].items():
@@ -430,6 +432,7 @@ def test_the_gradient_of_a_sequence_is_a_loop_of_any_length():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("traced_or_compiled")
 def test_a_compiled_run_equals_an_eager_one_and_learns():
     eager, compiled = (remembering(**{"trainer.compile": form}) for form in ("off", "on"))
     states = [[record["state"] for record in train_iter(init_state(cfg), cfg)] for cfg in (eager, compiled)]

@@ -72,7 +72,7 @@ def test_memory_descriptors_and_speed_stay_as_they_are(size):
         pytest.param(("disk_full_for_a_while", "disk_full_to_the_end", "disk_of_a_few_pages"), marks=pytest.mark.slow),
         pytest.param(("worker_raises", "worker_killed", "worker_hangs"), marks=pytest.mark.slow),
         pytest.param(("video",), marks=pytest.mark.slow),
-        pytest.param(("tracker_killed",), marks=pytest.mark.slow),
+        pytest.param(("tracker_killed",), marks=pytest.mark.long),
     ],
     ids=lambda faults: faults[0],
 )

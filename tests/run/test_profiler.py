@@ -165,6 +165,7 @@ def test_a_run_that_is_stopped_or_fails_is_reported_too(ending, tmp_path, capsys
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("traced_or_compiled")
 def test_compiled_runs_are_timed_apart_too(tmp_path):
     cfg = small(**{"trainer.compile": "on", "trainer.iterations": 2, "policy.normalize_obs": True})
     times, state = profiled(cfg, tmp_path)

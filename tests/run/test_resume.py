@@ -51,7 +51,7 @@ ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
 
 COMPILED = [
     pytest.param("ppo", "on", marks=pytest.mark.slow),
-    pytest.param("apg", "on", marks=pytest.mark.slow),
+    pytest.param("apg", "on", marks=pytest.mark.long),
     pytest.param("grpo", "on", marks=pytest.mark.long),
 ]
 

@@ -151,7 +151,14 @@ def test_fewer_frames_and_environments_of_several_cameras(tmp_path, drawn):
     assert len(cameras(cfg, "eval")) == 3 and not cameras(cfg, "train")
 
 
-@pytest.mark.parametrize("form", ["off", pytest.param("on", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "form",
+    [
+        "off",
+        pytest.param("on", marks=[pytest.mark.slow, pytest.mark.traced], id="traced"),
+        pytest.param("on", marks=pytest.mark.long),
+    ],
+)
 def test_cameras_change_nothing(tmp_path, drawn, form):
     plain = filmed_run(**{"trainer.compile": form})
     watched = filmed_run({"t": film(name="t")}, {"e": film(name="e")}, **{"trainer.compile": form})

@@ -26,6 +26,8 @@ def traced_only(monkeypatch: Any) -> Iterator[list[str]]:
         return (lambda *leaves: list(graph(*leaves))), made, captured(graph)
 
     monkeypatch.setattr(jit, "_compiler_for", lambda leaves: compiled)
-    jit._compiled.cache_clear()
+    for known in (jit._compiled, jit._compiled_or_eager):
+        known.cache_clear()
     yield names
-    jit._compiled.cache_clear()
+    for known in (jit._compiled, jit._compiled_or_eager):
+        known.cache_clear()
