@@ -77,22 +77,31 @@ class _DrawMode(_Mode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        tags = getattr(func, "tags", ())  # a loop has none
-        if torch.Tag.nondeterministic_seeded in tags and not _IN_GRAPH.get() and _draws(func, args, kwargs):
-            noted = _DRAWS.get()
-            if noted is not None:
-                noted.run.append(str(func))
+        noted = _DRAWS.get()
+        if noted is not None and not _IN_GRAPH.get() and _draws_globally(func, args, kwargs):
+            noted.run.append(str(func))
         return func(*args, **kwargs)
 
 
-def _draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Return False if an operation with a random part gets its own generator, or arguments that leave this part out."""
+def _arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of an operation by name, with the defaults of those that the call leaves out."""
     parameters = func._schema.arguments
     values = {x.name: x.default_value for x in parameters}
-    values |= {x.name: value for x, value in zip(parameters, args, strict=False)} | kwargs
+    return values | {x.name: value for x, value in zip(parameters, args, strict=False)} | kwargs
+
+
+def _draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Return True if an operation draws random numbers. With dropout 0, for example, attention draws none."""
+    if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):  # a loop has no tags
+        return False
+    values = _arguments(func, args, kwargs)
     is_off = values.get("dropout_p") == 0.0 or values.get("dropout") == 0.0
-    is_off = is_off or values.get("train") is False or values.get("training") is False
-    return not is_off and values.get("generator") is None
+    return not is_off and values.get("train") is not False and values.get("training") is not False
+
+
+def _draws_globally(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Return True if an operation draws random numbers and its arguments have no generator."""
+    return _draws(func, args, kwargs) and _arguments(func, args, kwargs).get("generator") is None
 
 
 @contextmanager
@@ -124,10 +133,14 @@ def ignoring_draws() -> AbstractContextManager[None]:
     return _draws_into(None)
 
 
-def note_draw(operation: str) -> None:
-    """Note that a graph which is traced draws from torch's global generator."""
-    if (noted := _DRAWS.get()) is not None:
-        noted.traced.append(operation)
+def note_if_drawing(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Note an operation of a graph that is traced, if it draws random numbers.
+
+    Draws from another generator are noted too, because a graph cannot contain a generator.
+    """
+    noted = _DRAWS.get()
+    if noted is not None and _draws(func, args, kwargs):
+        noted.traced.append(str(func))
 
 
 def knows_transforms() -> bool:

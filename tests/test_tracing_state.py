@@ -4,6 +4,7 @@ from threading import Thread
 
 import pytest
 import torch
+from support.graphs import graph_of
 from torch.autograd import forward_ad
 
 from ecrl import rng, tracing_state
@@ -43,6 +44,9 @@ def test_a_graph_is_traced_inside_the_context_and_in_this_thread_only():
 
 
 X = torch.ones(1, 2, 4, 8)
+MULTI_HEAD = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+EVALUATED = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.5, batch_first=True).eval()
+UNDROPPED = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
 DRAWS = {
     "rand": lambda: torch.rand(2),
     "randint": lambda: torch.randint(3, (2,)),
@@ -52,6 +56,7 @@ DRAWS = {
     "bernoulli": lambda: torch.bernoulli(X / 2.0),
     "multinomial": lambda: torch.multinomial(torch.ones(3), 1),
     "dropout": lambda: torch.nn.functional.dropout(X, 0.5, True),
+    "dropout of attention": lambda: torch.nn.functional.scaled_dot_product_attention(X, X, X, dropout_p=0.5),
     "distribution": lambda: torch.distributions.Normal(0.0, 1.0).sample(),
     "a layer": lambda: torch.nn.Linear(2, 2),
     "inside vmap": lambda: torch.func.vmap(lambda x: x + torch.rand(2, 4, 8), randomness="different")(X),
@@ -59,7 +64,14 @@ DRAWS = {
 NO_DRAWS = {
     "own generator": lambda: X.clone().normal_(generator=torch.Generator()),
     "dropout in evaluation": lambda: torch.nn.functional.dropout(X, 0.5, False),
+    "dropout with probability 0": lambda: torch.nn.functional.dropout(X, 0.0, True),
     "attention": lambda: torch.nn.functional.scaled_dot_product_attention(X, X, X),
+    "a gradient of attention": lambda: torch.func.grad(
+        lambda x: torch.nn.functional.scaled_dot_product_attention(x, x, x).sum()
+    )(X),
+    "multi-head attention": lambda: MULTI_HEAD(X[0], X[0], X[0], need_weights=False),
+    "a transformer layer in evaluation": lambda: EVALUATED(X[0]),
+    "a transformer layer without dropout": lambda: UNDROPPED(X[0]),
     "rrelu in evaluation": lambda: torch.nn.functional.rrelu(X, training=False),
     "keys": lambda: rng.normal(rng.key(3), (4,)),
 }
@@ -75,11 +87,26 @@ def test_a_draw_from_the_global_generator_is_noted(case):
     assert noted == ([], [])
 
 
+@pytest.mark.parametrize("case", DRAWS)
+def test_a_draw_in_a_graph_is_noted(case):
+    with noting_draws() as noted:
+        graph_of(lambda: [DRAWS[case]()][:0])
+    assert noted.traced and not noted.run
+
+
 @pytest.mark.parametrize("case", NO_DRAWS)
 def test_operations_that_draw_nothing_from_it_are_not_noted(case):
     with noting_draws() as noted:
         NO_DRAWS[case]()
     assert noted == ([], [])
+
+
+@pytest.mark.parametrize("case", NO_DRAWS)
+def test_operations_that_draw_nothing_from_it_are_not_noted_in_a_graph(case):
+    with noting_draws() as noted:
+        graph_of(lambda: [NO_DRAWS[case]()][:0])
+    drawn = ["aten.normal_.default"] if case == "own generator" else []  # a graph cannot contain a generator
+    assert noted == (drawn, [])
 
 
 def test_draws_of_other_threads_are_not_noted():

@@ -64,7 +64,6 @@ class Choices(NamedTuple):
     """Settings of a config that shape the compiled graph."""
 
     deterministic_actions: bool
-    segment_length: int | None
     group: Group
 
 
@@ -82,7 +81,10 @@ def init(cfg: APGConfig, run: Run, key: Tensor) -> dict[str, Any]:
         raise ConfigError(text)
     check_log_prob(run.policy, "apg")
     params = run.policy.init(rng.fold_in(key, rng.INIT))
-    return learning_state(cfg, params, {name: getattr(cfg, name) for name in _NUMBERS}, key.device)
+    state = learning_state(cfg, params, {name: getattr(cfg, name) for name in _NUMBERS}, key.device)
+    if length is not None:
+        state["hyper"]["segment_length"] = torch.tensor(length, device=key.device)
+    return state
 
 
 def _step(
@@ -118,7 +120,7 @@ def _loss(params: TensorDict, run: Run, state: TensorDict) -> tuple[Tensor, tupl
     acting, hyper = acting_params(params, fixed_params(state)), cast(TensorDict, state["hyper"])
     choices, (env_keys, action_keys) = run.algorithm.choices, step_keys(run, state)
     action_noise = None if choices.deterministic_actions else run.policy.draw(action_keys)
-    number, length = torch.arange(len(env_keys), device=env_keys.device), choices.segment_length
+    number, length = torch.arange(len(env_keys), device=env_keys.device), hyper.get("segment_length", None)
     is_first = None if length is None else number % length == 0
     start = cast(TensorDict, state.get("carry", TensorDict({}, []))), cast(TensorDict, state["env"])
     initial = run.policy.init_carry(acting, run.static.num_envs)
@@ -201,7 +203,7 @@ def apg(cfg: APGConfig) -> Algorithm:
     """Return APG. The `step` of the environment must be differentiable."""
     (group,) = groups_of(cfg)
     return Algorithm(
-        choices=Choices(cfg.deterministic_actions, cfg.segment_length, group),
+        choices=Choices(cfg.deterministic_actions, group),
         init=partial(init, cfg),
         iterate=Iterate(),
         gradient_steps=gradient_steps,

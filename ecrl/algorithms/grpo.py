@@ -7,6 +7,7 @@ is needed. Source: Shao et al. 2024, arXiv:2402.03300, applied to environment st
 from functools import partial
 from typing import Any, NamedTuple, cast
 
+import torch
 from pydantic import Field
 from tensordict import TensorDict
 from torch import Tensor
@@ -58,7 +59,6 @@ class Choices(NamedTuple):
     """Settings of a config that shape the compiled graph."""
 
     has_reference: bool
-    ref_update_freq: int | None
     truncate_at_first_done: bool
     sgd: SGD
 
@@ -87,6 +87,8 @@ def init(cfg: GRPOConfig, run: Run, key: Tensor) -> dict[str, Any]:
     params = run.policy.init(rng.fold_in(key, rng.INIT))
     numbers = {name: getattr(cfg, name) for name in _NUMBERS} | {"kl_coef": cfg.kl_coef or None}
     state = learning_state(cfg, params, numbers, key.device, run.algorithm.choices.sgd.groups)
+    if cfg.kl_coef and cfg.ref_update_freq is not None:
+        state["hyper"]["ref_update_freq"] = torch.tensor(cfg.ref_update_freq, device=key.device)
     norm_init = run.policy.norm_init
     norm = TensorDict({} if norm_init is None else {"obs": norm_init(key.device)}, [])
     return state | ({"ref_params": acting_params(params, norm).clone()} if cfg.kl_coef else {})
@@ -134,17 +136,15 @@ def update(run: Run, state: TensorDict, rollout: TensorDict) -> tuple[TensorDict
     state, logs = minibatch_epochs(
         run, state, rollout, fields, loss, choices.sgd, distance="approx_kl", limit="target_kl"
     )
-    if choices.ref_update_freq is not None:
-        state = refreshed_reference(state, choices.ref_update_freq)
-    return state, logs
+    freq = cast(TensorDict, state["hyper"]).get("ref_update_freq", None)
+    return state if freq is None else refreshed_reference(state, freq), logs
 
 
 @register_algorithm("grpo")
 def grpo(cfg: GRPOConfig) -> Algorithm:
     """Return GRPO. The policy needs no critic."""
-    ref_update_freq = cfg.ref_update_freq if cfg.kl_coef else None
     return Algorithm(
-        choices=Choices(bool(cfg.kl_coef), ref_update_freq, cfg.truncate_at_first_done, sgd_choices(cfg)),
+        choices=Choices(bool(cfg.kl_coef), cfg.truncate_at_first_done, sgd_choices(cfg)),
         init=partial(init, cfg),
         iterate=on_policy(from_reset(collect_groups) if cfg.reset_every_rollout else collect_groups, update),
         kinds={**LEARNER_KINDS, "ref_params": Kind.LEARNED, "learning_rate": Kind.COUNTER},

@@ -34,10 +34,10 @@ def reference_log_prob(run: Run, state: TensorDict, rollout: TensorDict) -> Tens
     return log_prob.flatten(0, 1)[: len(rows)].reshape(rollout["done"][:, :-1].shape)
 
 
-def refreshed_reference(state: TensorDict, freq: int) -> TensorDict:
+def refreshed_reference(state: TensorDict, freq: Tensor) -> TensorDict:
     """Return the state after a refresh of the reference policy.
 
-    Every `freq` iterations, `ref_params` becomes a copy of the current parameters of the policy.
+    Every `freq` iterations (0-d int64), `ref_params` becomes a copy of the current parameters of the policy.
 
     It also keeps the current observation statistics, so that the reference stays the same function.
     """

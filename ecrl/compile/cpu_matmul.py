@@ -16,10 +16,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch._inductor import config, ir
+from torch._inductor import config, ir, lowering  # `lowering` first: it and `codegen` import each other
 from torch._inductor.codegen.cpp_template_kernel import CppTemplateKernel
 from torch._inductor.cpu_vec_isa import pick_vec_isa
-from torch._inductor.lowering import register_lowering
 from torch._inductor.mkldnn_ir import LinearUnary
 from torch._inductor.select_algorithm import PartialRender
 from torch._inductor.utils import Placeholder, parallel_num_threads
@@ -180,7 +179,7 @@ def _(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
-@register_lowering(torch.ops.ecrl.linear.default, type_promotion_kind=None)
+@lowering.register_lowering(torch.ops.ecrl.linear.default, type_promotion_kind=None)
 def _lower_linear(x: Any, weight: Any) -> Any:
     return ir.TensorBox.create(cast(Any, LinearUnary).create(x, weight, None, "none", [], ""))
 
@@ -233,7 +232,7 @@ def _store_factor(x: Any) -> Any:
     return x
 
 
-@register_lowering(torch.ops.ecrl.bmm.default, type_promotion_kind=None)
+@lowering.register_lowering(torch.ops.ecrl.bmm.default, type_promotion_kind=None)
 def _lower_bmm(a: Any, b: Any) -> Any:
     a, b = _store_factor(a), _store_factor(b)
     if b.get_stride()[2] != 1:

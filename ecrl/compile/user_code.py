@@ -5,14 +5,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ecrl.compile.user_line import user_line
 from ecrl.errors import ConfigError
-from ecrl.tracing_state import note_draw
+from ecrl.tracing_state import note_if_drawing
 
 _NOT_IN_CPU_LOOPS = ("_linalg_solve_ex", "linalg_inv_ex", "linalg_cholesky_ex", "linalg_lu_factor_ex", "randperm")
 """Operators that inductor translates to wrong C++ inside a loop. They work outside of loops."""
@@ -41,8 +40,7 @@ class _WriteCheck:
         if self._protected and func._schema.is_mutable and func.namespace != "prims":  # prims mark views as writes
             for tensor in _tensors_written(func._schema, args, kwargs):
                 self._check(tensor, func)
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            note_draw(str(func))
+        note_if_drawing(func, args, kwargs)
         out = self._dispatch(func, types, args, kwargs)
         if len(self._protected) > 1 and func._schema.name.removeprefix("aten::") in _NOT_IN_CPU_LOOPS:
             _refuse_in_cpu_loop(func, out)

@@ -123,13 +123,13 @@ def without_buffers(state: TensorDict, kinds: Kinds) -> TensorDict:
 
 
 def overwritten_buffers(state: TensorDict, kinds: Kinds) -> list[str]:
-    """Return the names of the state's buffers that a later iteration has written on."""
+    """Return the names of the state's buffers that a later iteration has changed."""
     names = buffer_names(kinds)
     return [n for n in names if n in state and int(state[n, "cursor"]) != int(state[n, "written"])]
 
 
 def check_current(state: TensorDict, kinds: Kinds) -> None:
-    """Raise UserError if a later iteration has written on a buffer of the state."""
+    """Raise UserError if a later iteration has changed a buffer of the state."""
     for name in overwritten_buffers(state, kinds):
         raise UserError(
             f"state: its {name} was overwritten by a later iteration; use a yielded state before the next "

@@ -17,7 +17,9 @@ from ecrl.kernels import transitions
 from ecrl.loop.build import build
 from ecrl.loop.iteration import init_state, make_iteration, train_iter
 from ecrl.policies import build_mlp
-from ecrl.run.checkpoint import load, save
+from ecrl.run.checkpoint import load, save, snapshot, write
+from ecrl.run.resume import resume
+from ecrl.run.train import train
 
 NET = {"type": "mlp", "network_cfg": {"hidden_sizes": [16], "activation": "tanh"}}
 ACTOR = {"name": "actor_only", "actor": NET}
@@ -270,6 +272,26 @@ def test_the_reference_is_refreshed_after_so_many_iterations():
     for k, state in enumerate(states):
         assert same(state["ref_params"], states[k - k % 3]["params"]), k
     assert len({float(s["params", "actor", "2.bias"][0]) for s in states}) == 8  # every iteration moved
+
+
+def test_a_run_that_is_resumed_with_another_frequency_refreshes_at_its_multiples(tmp_path):
+    cfg = run(ref_update_freq=3, **{"trainer.iterations": 3, "trainer.save_freq": 320, "trainer.enable_eval": False})
+    train(init_state(cfg), cfg, tmp_path, progress=False)
+    changes = {"algorithm.cfg.ref_update_freq": 2, "trainer.iterations": 6}
+    state, longer = resume(tmp_path, overrides=changes, force=True)
+    assert state["hyper", "ref_update_freq"] == 2 and same(state["ref_params"], state["params"])
+    states = [state, *(state for state, _ in iterations(longer, state))]  # after 3 to 6 iterations
+    for k, source in ((1, 1), (2, 1), (3, 3)):
+        assert same(states[k]["ref_params"], states[source]["params"]), k
+
+
+def test_a_checkpoint_from_before_the_frequency_was_in_the_state_is_loaded(tmp_path):
+    cfg = run(ref_update_freq=3)
+    state = iterations(cfg)[1][0]
+    tensors = {name: x for name, x in state.flatten_keys("/").items() if name != "hyper/ref_update_freq"}
+    assert len(tensors) == len(state.flatten_keys("/").keys()) - 1
+    write(tmp_path / "older", snapshot(build(cfg), state, cfg)._replace(tensors=tensors))
+    assert same(load(tmp_path / "older")[0], state)
 
 
 def test_the_reference_keeps_the_observation_statistics_of_its_time():

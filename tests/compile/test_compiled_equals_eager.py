@@ -471,7 +471,7 @@ def captured_agree(jitted):
         LEVEL.fill_(1.0), WIDE.fill_(1.0)
 
 
-def test_a_captured_tensor_that_is_written_on_is_compiled_again(form):
+def test_a_captured_tensor_that_changes_in_place_is_compiled_again(form):
     captured_agree(form.jit(_levels, graph_scan))
     texts = [compilation.text for compilation in form.jit.compilations]
     assert texts[-2:] == ["_levels: a captured tensor was changed in place"] * 2

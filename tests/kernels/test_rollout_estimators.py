@@ -250,7 +250,7 @@ READS["n_step"] = READS["td_lambda"] = READS["gae"]
 
 
 @each_estimator
-def test_missing_and_misshapen_fields_are_named(name):
+def test_missing_fields_and_wrong_shapes_are_named(name):
     rollout = random_rollout(0, 2, 3)
     for key in READS[name]:
         with pytest.raises(ValueError, match=f"lacks '{key}'"):

@@ -3,13 +3,13 @@
 import json
 import shutil
 from dataclasses import replace
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import pytest
 import torch
 from support.checks import close
 from support.chunks import chunked, next_place, step_reward
-from support.small_runs import last_state, same
+from support.small_runs import last_state, same, small
 from tensordict import TensorDict
 
 import ecrl
@@ -20,6 +20,7 @@ from ecrl.errors import NotFiniteError
 from ecrl.kernels import compute_gae, grpo_advantages
 from ecrl.loop.build import build
 from ecrl.loop.iteration import init_state, is_due, train_iter
+from ecrl.run import evaluation
 from ecrl.run.resume import pending_evaluation
 
 GRPO = {"name": "grpo", "cfg": {"group_size": 2, "n_epochs": 1, "batch_size": 16, "gamma": 0.9, "kl_coef": 0.0}}
@@ -179,9 +180,24 @@ def test_evaluations_count_the_steps_of_the_environment():
     assert ecrl.evaluate(init_state(whole), whole)["eval/avg_length"] >= 4
 
 
+def test_views_of_an_evaluation_are_one_for_each_action_and_its_lengths_are_steps(monkeypatch):
+    """The reward of this environment is 1 per step, so the return of an episode is its length."""
+    cfg = small(**{"env.name": "repeated_pole", "trainer.num_eval_episodes": 4})
+    state = init_state(cfg)
+    logs = ecrl.evaluate(state, cfg)
+    assert logs["eval/avg_length"] == logs["eval/avg_reward"] > 4.0
+    monkeypatch.setattr(evaluation, "view", lambda env, count: TensorDict({"obs": env["obs"][:count]}, [count]))
+    views, rewards, counts = [], torch.zeros(4), torch.zeros(4)
+    for row, shown in islice(evaluation.eval_steps(build(cfg), state, cfg, 4, [], 2), 12):
+        views.append(shown["obs"])
+        rewards, counts = (total + torch.tensor([env[i] for env in row]) for i, total in ((0, rewards), (2, counts)))
+    assert torch.equal(rewards, counts) and (counts <= 24).all() and counts.max() > 12
+    assert len(views) == 12 and views[0].shape == (2, 4) and all(not torch.equal(*pair) for pair in pairwise(views))
+
+
 def test_check_env_and_the_run_check_executed():
     env = make_env("chunks")
-    assert check_env("chunks", num_steps=40).findings == []
+    assert check_env("chunks", num_steps=40).findings == check_env("repeated_pole", num_steps=40).findings == []
 
     def none(state, action, noise):
         return env.step(state, action, noise).update({"executed": torch.zeros_like(state["executed"])})

@@ -16,6 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import load_file, save_file
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from support.chunks import chunked
+
 import ecrl
 from ecrl import distributed, rng
 from ecrl.algorithms.core import step_keys
@@ -28,9 +31,9 @@ PATIENCE_S = 1200.0
 
 
 class Scenario(NamedTuple):
-    """Keys for one of two ranks; `double` for float64."""
+    """Keys for one of two ranks; `double` for float64. The config is a preset or a dictionary."""
 
-    config: str
+    config: str | dict[str, Any]
     iterations: int
     keys: dict[str, Any]
     double: bool = False
@@ -46,6 +49,7 @@ SCENARIOS = {
     "usual": Scenario("pendulum_ppo", 20, USUAL | {"policy.normalize_obs": True, "algorithm.cfg.target_kl": 0.05}),
     "groups": Scenario("cartpole_grpo", 5, {"trainer.buffer_size": STEPS, "algorithm.cfg.batch_size": 48}),
     "gradients": Scenario("point_mass_apg", 5, {"trainer.buffer_size": STEPS}),
+    "chunks": Scenario(chunked().model_dump(mode="json"), 2, FULL),
 }
 
 
@@ -54,7 +58,7 @@ def config(scenario: Scenario, size: int, form: str) -> ecrl.Config:
     keys = {"trainer.num_envs": ENVS * 2 // size, "trainer.compile": form, **scenario.keys}
     if "algorithm.cfg.batch_size" in keys:
         keys["algorithm.cfg.batch_size"] = keys["algorithm.cfg.batch_size"] * 2 // size
-    return ecrl.load_config(ROOT / "configs" / f"{scenario.config}.json", keys)
+    return ecrl.load_config(scenario.config, keys)
 
 
 def end_of(scenario: Scenario, form: str) -> dict[str, torch.Tensor]:
@@ -68,7 +72,7 @@ def end_of(scenario: Scenario, form: str) -> dict[str, torch.Tensor]:
     for _ in range(scenario.iterations):
         state, logs = iterate(state)
     end = {name: leaf for name, leaf in state.flatten_keys("/").items() if name.split("/")[0] in ("params", "norm")}
-    end |= {name: state[name] for name in ("sample_step", "update_step")}
+    end |= {name: state[name] for name in ("sample_step", "update_step", "decision_step") if name in state}
     end |= {f"log/{name}": x for part in logs.values() for name, x in part.items()}
     end |= {f"noise/{i}": rng.normal(k, (2,)) for i, k in enumerate(keys)}
     return {name: leaf.clone().contiguous() for name, leaf in end.items()}

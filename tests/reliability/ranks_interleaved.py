@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from support import chunks
 from support.replay_agent import KINDS
 
 import ecrl
@@ -20,7 +21,7 @@ from ecrl.loop.build import build
 def main(config: str, out: str) -> None:
     """Train, and write what this rank ends with."""
     torch.set_num_threads(1)
-    assert KINDS["replay"] is Kind.BUFFER  # the import registers the agent
+    assert KINDS["replay"] is Kind.BUFFER and chunks.repeated_pole  # the imports register agent and environment
     distributed.start(True)
     cfg = ecrl.load_config(config)
     kept, steps = {}, 0

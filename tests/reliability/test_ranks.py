@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import ranks_killed
 import torch
-from ranks import PATIENCE_S, ROOT, both, distance, ended, launched
+from ranks import ENVS, PATIENCE_S, ROOT, STEPS, both, distance, ended, launched
 
 import ecrl
 from ecrl import distributed
@@ -18,7 +18,7 @@ from ecrl.errors import ConfigError
 from ecrl.kernels import masked_mean, moments_init, moments_update, standardize
 
 DESTROYED = "process group destroyed"
-SHORT = ["double", "single", "moments", "usual", "groups", "gradients"]
+SHORT = ["double", "single", "moments", "usual", "groups", "gradients", "chunks"]
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +44,15 @@ def test_two_ranks_learn_what_one_does(ends):
     assert one["norm/obs/count"] == first["norm/obs/count"] == 3 * 2 * 4 * 32
     for ending in (one, first):
         assert ending["sample_step"] == 3 * 2 * 4 * 32 and ending["update_step"] == 3
+
+
+def test_two_ranks_count_the_steps_of_the_environments_as_one_does(ends):
+    one, first, second = ends["chunks"]
+    decisions = 2 * 2 * ENVS * STEPS
+    for end in (one, first, second):
+        assert end["decision_step"] == decisions and end["update_step"] == 2
+        assert end["sample_step"] == one["sample_step"] > decisions
+    assert distance(one, first, "params") < 1e-6
 
 
 @pytest.mark.parametrize("name", SHORT)

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import support.chunks  # noqa: F401  # registers repeated_pole
 import torch
 from ranks import PATIENCE_S, ROOT, ended, launched
 from safetensors.torch import load_file
@@ -43,6 +44,12 @@ def of_kind(end: dict[str, torch.Tensor], *kinds: str) -> dict[str, torch.Tensor
     return {name: x for name, x in end.items() if name.split("/")[0] in kinds}
 
 
+def steps_of(end: dict[str, torch.Tensor]) -> int:
+    """Steps of the environments of one rank, from the lengths of its episodes."""
+    length, is_finished = end["environment/episode/finished_length"], end["environment/episode/finished"]
+    return int(length[is_finished].sum() + end["environment/episode/running_length"].sum())
+
+
 def check(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
     """All ranks learn the same, from rows of their own."""
     equal = of_kind(first, "learned", "statistics", "counter", "log")
@@ -50,8 +57,11 @@ def check(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> No
     assert all(torch.equal(x, second[name]) for name, x in equal.items())
     assert {"learned/params/critic/0.weight", "learned/target_params/critic/0.weight"} <= equal.keys()
     assert f"log/{ITERATIONS - 1}/loss" in equal and "log/0/loss" not in equal
+    decisions, steps = 2 * N * T * ITERATIONS, sum(map(steps_of, (first, second)))
     for end in (first, second):
-        assert int(end["counter/sample_step"]) == 2 * N * T * ITERATIONS
+        assert int(end.get("counter/decision_step", end["counter/sample_step"])) == decisions
+        assert int(end["counter/sample_step"]) == steps
+        assert steps > decisions or "counter/decision_step" not in end
         assert int(end["counter/replay/cursor"]) == int(end["buffer/replay/written"]) == N * T * ITERATIONS
         assert len(end["buffer/replay/obs"]) == CAPACITY
     for name in ("buffer/replay/obs", "environment/env/obs"):
@@ -61,9 +71,19 @@ def check(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> No
 OTHER = {"policy.normalize_obs": True, "algorithm.cfg.train_freq": 2}
 
 
-@pytest.mark.parametrize("keys", [{}, pytest.param(OTHER, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", [{}, OTHER])
 def test_two_ranks_learn_the_same_from_buffers_of_their_own(tmp_path, keys):
     check(*trained(tmp_path, config(**keys)))
+
+
+def test_two_ranks_learn_the_same_and_each_turn_has_the_steps_of_all_environments(tmp_path):
+    ends = trained(tmp_path, config(**{"env.name": "repeated_pole", "algorithm.cfg.exploration_steps": 200}))
+    check(*ends)
+    before = sum(steps_of(end) - int(end["environment/env/executed"].sum()) for end in ends)  # before the last turn
+    for end in ends:
+        expected = torch.full((N,), 1.0 - 0.9 * before / 200)
+        torch.testing.assert_close(end["environment/exploration/epsilon"], expected)
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from threading import Event
 
 import numpy as np
 import pytest
+import support.chunks  # noqa: F401  # registers repeated_pole
 import torch
 from support.camera_task import CUBE, TASK, film, filmed_run, gl
 from support.replay_agent import replaying
@@ -244,7 +245,10 @@ def reporting_pole(cfg: CartPoleConfig) -> Env:
     return replace(pole, reset=lambda keys: with_info(pole.reset(keys)), step=lambda *args: with_info(pole.step(*args)))
 
 
+REPEATED = {"env.name": "repeated_pole"}
 FILMED = {
+    "ppo on chunks": (small(**REPEATED), True),
+    "replay on chunks": (replaying(**REPEATED, **{"algorithm.cfg.learning_starts": 1000}), True),
     "apg": (full_config("apg", "off"), True),
     "replay": (replaying(**{"env.name": "reporting_pole", "algorithm.cfg.learning_starts": 1000}), True),
     "learning replay": (replaying(**{"env.name": "reporting_pole", "policy.normalize_obs": True}), False),
@@ -261,6 +265,7 @@ def test_rank_0_films_alone_so_a_video_waits_for_no_other_rank(case, monkeypatch
     for name in ("apg", "minibatch_sgd"):
         module = sys.modules[f"ecrl.algorithms.{name}"]
         monkeypatch.setattr(module, "all_mean", lambda *_, **__: pytest.fail("it waits for the other ranks"))
+    monkeypatch.setattr("ecrl.distributed.all_sum", lambda *_: pytest.fail("it waits for the other ranks"))
     views = list(rollout_views(build(cfg), state, cfg, 2))
     assert len(views) == cfg.trainer.buffer_size
     for t, frame in enumerate(views[: None if is_whole else 2]):  # the policy learns after the first step

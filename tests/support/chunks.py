@@ -1,5 +1,6 @@
-"""An environment whose actions are chunks of several steps, and the steps of it one by one: both are for tests."""
+"""Environments for tests whose actions are chunks of several steps, and the single steps of one of them."""
 
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor
 from ecrl import rng
 from ecrl.config import Config, config_from_dict
 from ecrl.config.model import ConfigModel, Count, Fraction
-from ecrl.envs import Env, state_of
+from ecrl.envs import Env, make_env, state_of
+from ecrl.envs.cartpole import CartPoleConfig
 from ecrl.registry import register_env
 from ecrl.spaces import box
 from support.small_runs import NET
@@ -60,6 +62,27 @@ def chunks(cfg: ChunksConfig) -> Env:
 
     gap = -(-4 // cfg.chunk)
     return Env(reset, step, box(-10.0, 10.0, 2), box(-2.0, 2.0, cfg.chunk), min_truncation_gap=gap)
+
+
+@register_env("repeated_pole", override=True)
+def repeated_pole(cfg: CartPoleConfig) -> Env:
+    """CartPole that takes each action twice, unless the first step ends the episode. The reward is 1 per step."""
+    pole = make_env({"name": "cartpole", "cfg": cfg.model_dump()})
+
+    def counted(state: TensorDict, executed: Tensor) -> TensorDict:
+        info = TensorDict({"angle": state["obs"][..., 2].clone()}, state.batch_size)
+        return state.copy().update({"executed": executed, "info": info})
+
+    def reset(keys: Tensor) -> TensorDict:
+        return counted(pole.reset(keys), torch.zeros_like(keys))
+
+    def step(state: TensorDict, action: Tensor, noise: Any) -> TensorDict:
+        one = pole.step(state.exclude("executed", "info"), action, noise)
+        two, done = pole.step(one, action, noise), one["terminated"] | one["truncated"]
+        after = one.where(done, two.update({"reward": one["reward"] + two["reward"]}))
+        return counted(after, 2 - done.to(torch.int64))
+
+    return replace(pole, reset=reset, step=step, min_truncation_gap=-(-pole.min_truncation_gap // 2))
 
 
 def chunked(**changes: Any) -> Config:

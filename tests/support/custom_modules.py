@@ -27,6 +27,21 @@ class Trunk(nn.Module):
         return self.output(h), self.value(h).squeeze(-1)
 
 
+class Attends(Trunk):
+    """Attention between the numbers of an observation. It has layers in training mode whose dropout is 0."""
+
+    def __init__(self, observation_space, action_space):
+        super().__init__(observation_space, action_space)
+        self.tokens = nn.Linear(1, 8)
+        self.attention = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        del self.body
+
+    def forward(self, obs):
+        tokens = self.tokens(flatten(obs, self.space).unsqueeze(-1))
+        h = self.attention(tokens).mean(-2)
+        return self.output(h), self.value(h).squeeze(-1)
+
+
 class OwnStd(Trunk):
     """A log-std that depends on the observation."""
 
@@ -90,6 +105,11 @@ class ModuleConfig(PolicyConfig):
 @register_policy("trunk")
 def trunk(cfg: ModuleConfig, observation_space, action_space):
     return module_policy(lambda: Trunk(observation_space, action_space), cfg, observation_space, action_space)
+
+
+@register_policy("attends")
+def attends(cfg: ModuleConfig, observation_space, action_space):
+    return module_policy(lambda: Attends(observation_space, action_space), cfg, observation_space, action_space)
 
 
 @register_policy("trunk_squashed")
