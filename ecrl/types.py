@@ -98,8 +98,9 @@ def check_rollout(rollout: TensorDict, *keys: str) -> None:
     ValueError: rollout lacks 'done' ([N, T+1] bool, terminated | truncated); it has reward
     """
     if len(rollout.batch_size) != 2 or rollout.batch_size[1] < 2:
+        advice = "; pass the part 'steps' of the batch" if "steps" in rollout else ""
         raise ValueError(
-            f"rollout has batch shape {list(rollout.batch_size)}, expected [num_envs, time + 1] with time >= 1"
+            f"rollout has batch shape {list(rollout.batch_size)}, expected [num_envs, time + 1] with time >= 1{advice}"
         )
     for key in keys:
         if key not in rollout:
