@@ -24,14 +24,14 @@ def config(**keys: Any) -> Any:
 
 
 def first_rollout() -> tuple[Any, Any]:
-    """Return the initial state of a run, and its first rollout, eager."""
+    """Return the initial state of a run, and the steps of its first batch, eager."""
     from ecrl import init_state
     from ecrl.loop.build import build
 
     cfg = config(**{"trainer.compile": "off"})
     state = init_state(cfg)
     run = build(cfg)
-    return state, run.algorithm.iterate.collect(run, state)[1]
+    return state, run.algorithm.iterate.collect(run, state)[1]["steps"]
 
 
 def recorded() -> tuple[Any, Any, Any, int]:

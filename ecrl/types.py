@@ -1,8 +1,11 @@
-"""Fields of rollouts and of a run's state, and checks of rollouts.
+"""Fields of rollouts, batches and a run's state, and checks of rollouts.
 
 A rollout is a TensorDict with batch shape `[num_envs, time + 1]`, also written `[N, T+1]`. Index `t` of the time axis
 holds one transition. The last index of every field except `obs` and `value` is padding. The function that collects a
 rollout sets it to zero, and functions that use a rollout ignore it.
+
+A batch is a TensorDict with batch shape `[num_envs]`. It has a rollout as its part `steps`, and further parts whose
+second axis is not time.
 """
 
 from typing import Literal, NotRequired, TypedDict, cast
@@ -30,7 +33,11 @@ ROLLOUT_FIELDS = {
     "final_value": "[N, T+1] float, V of the last observation before auto-reset if truncated, else 0",
     "mask": "[N, T+1, ...] bool, optional, True for steps that count",
     "executed": "[N, T+1] int64, optional, environment steps that the action took, if it is a chunk of several",
-    "carry": "[N, T+1, S, ...] memory of the policy before each of S segments, the same in every slot; may be absent",
+}
+BATCH_FIELDS = {
+    "steps": "[N, T+1, ...] a rollout, one row per step",
+    "carry": "[N, S, ...] memory of the policy before each of S segments of the steps; absent without memory",
+    "final": "[N, F, ...] obs, carry and value of the states at time limits; absent without a critic or time limits",
 }
 STATE_FIELDS = {
     "params": "policy parameters, nested under module names",
@@ -91,8 +98,9 @@ def check_rollout(rollout: TensorDict, *keys: str) -> None:
     ValueError: rollout lacks 'done' ([N, T+1] bool, terminated | truncated); it has reward
     """
     if len(rollout.batch_size) != 2 or rollout.batch_size[1] < 2:
+        advice = "; pass the part 'steps' of the batch" if "steps" in rollout else ""
         raise ValueError(
-            f"rollout has batch shape {list(rollout.batch_size)}, expected [num_envs, time + 1] with time >= 1"
+            f"rollout has batch shape {list(rollout.batch_size)}, expected [num_envs, time + 1] with time >= 1{advice}"
         )
     for key in keys:
         if key not in rollout:

@@ -6,10 +6,10 @@ from importlib import import_module
 from config_pages import plain
 
 from ecrl import kernels
-from ecrl.types import ROLLOUT_FIELDS, STATE_FIELDS
+from ecrl.types import BATCH_FIELDS, ROLLOUT_FIELDS, STATE_FIELDS
 
 TITLES = {
-    "ecrl.types": "The rollout",
+    "ecrl.types": "Rollouts and batches",
     "ecrl.kernels.returns": "Returns and advantages",
     "ecrl.kernels.rollout_estimators": "Returns of rollouts",
     "ecrl.kernels.groups": "Group-relative advantages",
@@ -84,5 +84,6 @@ def kernel_pages() -> dict[str, str]:
     ]
     pages = {file_of(module): _page(module, names) for module, names in by_file.items()}
     pages[file_of("ecrl.types")] += _fields("The fields of a rollout", ROLLOUT_FIELDS)
+    pages[file_of("ecrl.types")] += _fields("The parts of a batch", BATCH_FIELDS)
     pages[file_of("ecrl.types")] += _fields("The fields of a state", STATE_FIELDS)
     return {"reference/kernels/index.md": "\n\n".join((_OVERVIEW, *tables)), **pages}

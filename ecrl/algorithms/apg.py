@@ -165,10 +165,10 @@ def _iterate(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict, Logs]
 def collect(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
     """Take the steps of an iteration without their gradient, to show them in a video.
 
-    Returns: the state with new `env`, and the steps `[N, T + 1]`.
+    Returns: the state with new `env`, and a batch `[N]` with the `steps` `[N, T + 1]`.
     """
     _, ((_, env), rows, _) = _loss(cast(TensorDict, state["params"]), run, state)
-    return replaced(state, {"env": env}), _steps(rows, env)
+    return replaced(state, {"env": env}), TensorDict({"steps": _steps(rows, env)}, env.batch_size[:1])
 
 
 class Iterate(NamedTuple):

@@ -1,4 +1,4 @@
-"""A run and its algorithm as frozen records of pure functions, and the collection of rollouts.
+"""A run and its algorithm as frozen records of pure functions, and the collection of batches.
 
 `ecrl.loop.build.build` builds a `Run` once, and the other functions get it as an argument. Compiled functions are
 looked up by the value of their `Run`. Runs that differ only in seed, name or learning rate therefore share them.
@@ -151,7 +151,7 @@ class OnPolicy:
         for name in given:
             if not _are_same(state.get(name, None), borrowed[name]):
                 raise ValueError(f"{run.algorithm.name} replaced {name}, which is borrowed; give it another kind")
-        return without(state, borrowed), TensorDict({"steps": batch}, []), logs
+        return without(state, borrowed), cast(TensorDict, batch.select("steps")), logs
 
 
 def on_policy(collect: Collect, update: Update) -> OnPolicy:
@@ -162,9 +162,9 @@ def on_policy(collect: Collect, update: Update) -> OnPolicy:
     `with_scaled_rewards` and `from_reset` make variants of `update` and `collect`.
 
     Args:
-        collect: (run, state) -> (state, batch), such as `collect` of this module. The loop reads these
-            fields of the batch `[N, T + 1]` if they are present: `obs`, `action`, `sample_log_prob`, `reward`, `done`,
-            `info`, `mask` and `executed`.
+        collect: (run, state) -> (state, batch), such as `collect` of this module. The batch `[N]` has `steps`
+            `[N, T + 1]`, and the loop reads these fields of the steps if they are present: `obs`, `action`,
+            `sample_log_prob`, `reward`, `done`, `info`, `mask` and `executed`.
         update: (run, state, batch) -> (state, logs).
     """
     return OnPolicy(collect, update)
@@ -173,8 +173,8 @@ def on_policy(collect: Collect, update: Update) -> OnPolicy:
 def collect_of(iterate: Iterate) -> Collect | None:
     """Return the attribute `collect` of an `iterate`, or None.
 
-    It is a function (run, state) -> (state, steps), which takes the steps of an iteration without learning. A single
-    rank may call it, so it must not wait for other ranks.
+    It is a function (run, state) -> (state, batch), which takes the steps of an iteration without learning. The batch
+    has them as `steps`. A single rank may call it, so it must not wait for other ranks.
     """
     return getattr(iterate, "collect", None)
 
@@ -295,10 +295,10 @@ def max_truncations(env: Env, steps: int) -> int:
 
 
 def _collect(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
-    """Take the steps of a rollout. Return the new fields `env`, `episode`, maybe `carry`, and the rollout."""
+    """Take the steps of a batch. Return the new fields `env`, `episode`, maybe `carry`, and the batch."""
     env_keys, action_keys = step_keys(run, state)
     params, before = policy_params(state), state.get("carry", TensorDict({}, []))
-    carry, env_state, rollout = collect_rollout(
+    carry, env_state, batch = collect_rollout(
         run.policy,
         run.env,
         params,
@@ -310,14 +310,14 @@ def _collect(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
         max_truncations=max_truncations(run.env, run.static.buffer_size),
         segment_length=run.static.row_steps if run.policy.unit == "sequence" else None,
     )
-    episode = with_episodes(state, rollout)
+    episode = with_episodes(state, cast(TensorDict, batch["steps"]))
     fields = {"env": env_state, "episode": episode} | ({"carry": carry} if "carry" in state else {})
-    return TensorDict(fields, []), rollout
+    return TensorDict(fields, []), batch
 
 
-def with_episodes(state: TensorDict, rollout: TensorDict) -> TensorDict:
-    """Return the statistics of episodes after the steps of a rollout `[N, T + 1]` (`episode_update`)."""
-    steps = cast(TensorDict, rollout.select("reward", "done", "mask", "executed", strict=False)[:, :-1])
+def with_episodes(state: TensorDict, steps: TensorDict) -> TensorDict:
+    """Return the statistics of episodes after the steps `[N, T + 1]` of a batch (`episode_update`)."""
+    steps = cast(TensorDict, steps.select("reward", "done", "mask", "executed", strict=False)[:, :-1])
     return episode_update(
         state["episode"], steps["reward"], steps["done"], steps.get("mask", None), steps.get("executed", None)
     )
@@ -335,12 +335,13 @@ def with_compiled_policy(run: Run) -> Run:
 def collect(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
     """Take `buffer_size` steps in every environment.
 
-    Returns: the state with new `env`, `episode` and `carry`, and the rollout `[N, T + 1]` (`collect_rollout`).
+    Returns: the state with new `env`, `episode` and `carry`, and the batch `[N]` of `collect_rollout`. Its parts are in
+        `ecrl.types.BATCH_FIELDS`.
     """
-    steps = run.jit(_collect, run) if run.env.is_pure else partial(_collect, with_compiled_policy(run))
+    take_steps = run.jit(_collect, run) if run.env.is_pure else partial(_collect, with_compiled_policy(run))
     fields = ("key", *COUNTERS, "params", "norm", "env", "episode", "carry", "frozen_params")
-    changed, rollout = steps(state.select(*fields, strict=False))
-    return replaced(state, changed), rollout
+    changed, batch = take_steps(state.select(*fields, strict=False))
+    return replaced(state, changed), batch
 
 
 def _restart(run: Run, key: Tensor, step: Tensor, env_state: TensorDict) -> TensorDict:
@@ -379,8 +380,8 @@ class _WithScaledRewards:
 
     update: Update
 
-    def __call__(self, run: Run, state: TensorDict, rollout: TensorDict) -> tuple[TensorDict, Logs]:
-        return self.update(run, *scaled_rewards(state, rollout))
+    def __call__(self, run: Run, state: TensorDict, batch: TensorDict) -> tuple[TensorDict, Logs]:
+        return self.update(run, *scaled_rewards(state, batch))
 
 
 def with_scaled_rewards(update: Update) -> Update:
@@ -388,16 +389,16 @@ def with_scaled_rewards(update: Update) -> Update:
     return _WithScaledRewards(update)
 
 
-def scaled_rewards(state: TensorDict, rollout: TensorDict) -> tuple[TensorDict, TensorDict]:
+def scaled_rewards(state: TensorDict, batch: TensorDict) -> tuple[TensorDict, TensorDict]:
     """Divide rewards by the standard deviation of the discounted returns so far, and update these statistics.
 
         reward / sqrt(variance(return) + eps), clipped to +-10;    return' = reward + gamma * return * not done
 
-    If the rollout has `executed`, `gamma ** executed` takes the place of `gamma`.
+    If the steps have `executed`, `gamma ** executed` takes the place of `gamma`.
 
-    Returns: the state with new `norm`, and the rollout with scaled rewards.
+    Returns: the state with new `norm`, and the batch with scaled rewards in its `steps`.
     """
-    norm, gamma = cast(TensorDict, state["norm"]), state["hyper", "gamma"]
+    norm, gamma, rollout = cast(TensorDict, state["norm"]), state["hyper", "gamma"], cast(TensorDict, batch["steps"])
     moments, before = cast(TensorDict, norm["reward", "moments"]), norm["reward", "running"]
     steps = transitions(rollout.exclude("value"))
     mask = steps["mask"] if "mask" in steps else torch.ones_like(steps["done"])
@@ -407,7 +408,7 @@ def scaled_rewards(state: TensorDict, rollout: TensorDict) -> tuple[TensorDict, 
     moments_after = moments_update(moments, returns, mask, total=distributed.all_sum)
     scaled = scale(rollout["reward"], moments, eps=_EPS, clip=_CLIP)
     norm = replaced(norm, {"reward": TensorDict({"moments": moments_after, "running": last}, [])})
-    return replaced(state, {"norm": norm}), rollout.copy().set("reward", scaled)
+    return replaced(state, {"norm": norm}), replaced(batch, {"steps": replaced(rollout, {"reward": scaled})})
 
 
 def reward_norm_init(num_envs: int, device: torch.device) -> TensorDict:

@@ -95,32 +95,34 @@ def init(cfg: GRPOConfig, run: Run, key: Tensor) -> dict[str, Any]:
 
 
 def collect_groups(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
-    """Collect a rollout. If `truncate_at_first_done` is set, mask all but the first episode of each environment."""
-    state, rollout = collect(run, state)
+    """Collect a batch. If `truncate_at_first_done` is set, mask all but the first episode of each environment."""
+    state, batch = collect(run, state)
     if run.algorithm.choices.truncate_at_first_done:
-        first = first_episode_mask(rollout["done"])
-        rollout = rollout.set("mask", first & rollout["mask"] if "mask" in rollout else first)
-    return state, rollout
+        steps = cast(TensorDict, batch["steps"])
+        first = first_episode_mask(steps["done"])
+        mask = first & steps["mask"] if "mask" in steps else first
+        batch = batch.copy().set(("steps", "mask"), mask)
+    return state, batch
 
 
-def advantages(run: Run, state: TensorDict, rollout: TensorDict) -> dict[str, Tensor]:
+def advantages(run: Run, state: TensorDict, batch: TensorDict) -> dict[str, Tensor]:
     """Return advantages, the mask of steps to learn from, and maybe log-probabilities of the reference, `[N, T]`."""
     hyper, group_size = cast(TensorDict, state["hyper"]), run.algorithm.group_size
-    advantage, mask = grpo_advantages(rollout, gamma=hyper["gamma"], group_size=group_size, eps=hyper["eps"])
+    advantage, mask = grpo_advantages(batch["steps"], gamma=hyper["gamma"], group_size=group_size, eps=hyper["eps"])
     if not run.algorithm.choices.has_reference:
         return {"advantage": advantage, "mask": mask}
-    return {"advantage": advantage, "mask": mask, "ref_log_prob": reference_log_prob(run, state, rollout)}
+    return {"advantage": advantage, "mask": mask, "ref_log_prob": reference_log_prob(run, state, batch)}
 
 
-def loss(run: Run, params: TensorDict, batch: TensorDict, mask: Tensor, hyper: TensorDict) -> tuple[Tensor, Logs]:
+def loss(run: Run, params: TensorDict, minibatch: TensorDict, mask: Tensor, hyper: TensorDict) -> tuple[Tensor, Logs]:
     """Return the clipped surrogate plus the distance from the reference minus the entropy bonus, and logs."""
-    log_prob, entropy = run.policy.evaluate_rows(params, batch)
-    ref_log_prob = batch["ref_log_prob"] if "ref_log_prob" in batch else log_prob.detach()
+    log_prob, entropy = run.policy.evaluate_rows(params, minibatch)
+    ref_log_prob = minibatch["ref_log_prob"] if "ref_log_prob" in minibatch else log_prob.detach()
     return grpo_loss(
         log_prob,
-        batch["sample_log_prob"],
+        minibatch["sample_log_prob"],
         ref_log_prob,
-        batch["advantage"],
+        minibatch["advantage"],
         entropy,
         mask,
         clip_coef=hyper["clip_coef"],
@@ -129,12 +131,12 @@ def loss(run: Run, params: TensorDict, batch: TensorDict, mask: Tensor, hyper: T
     )
 
 
-def update(run: Run, state: TensorDict, rollout: TensorDict) -> tuple[TensorDict, Logs]:
-    """Learn from a rollout: `n_epochs` passes of gradient steps on minibatches. Then refresh the reference if due."""
-    choices, rollout = run.algorithm.choices, rollout.exclude("value")
-    fields = advantages(run, state, rollout)
+def update(run: Run, state: TensorDict, batch: TensorDict) -> tuple[TensorDict, Logs]:
+    """Learn from a batch: `n_epochs` passes of gradient steps on minibatches. Then refresh the reference if due."""
+    choices, batch = run.algorithm.choices, batch.exclude(("steps", "value"))
+    fields = advantages(run, state, batch)
     state, logs = minibatch_epochs(
-        run, state, rollout, fields, loss, choices.sgd, distance="approx_kl", limit="target_kl"
+        run, state, batch, fields, loss, choices.sgd, distance="approx_kl", limit="target_kl"
     )
     freq = cast(TensorDict, state["hyper"]).get("ref_update_freq", None)
     return state if freq is None else refreshed_reference(state, freq), logs

@@ -116,10 +116,11 @@ class Interleaved:
     def collect(self, run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
         """Take the steps of an iteration without learning, with the parameters and the exploration of `state`.
 
-        Returns: the state with new `env`, `exploration` and `carry`, and the steps `[N, T + 1]`.
+        Returns: the state with new `env`, `exploration` and `carry`, and a batch `[N]` with the `steps` `[N, T + 1]`.
         """
-        after, steps = take_steps(run, state, _noise(run, state))
-        return after, _rollout(cast(TensorDict, steps.exclude("final_obs")), cast(TensorDict, after["env"]))
+        after, rows = take_steps(run, state, _noise(run, state))
+        steps = _rollout(cast(TensorDict, rows.exclude("final_obs")), cast(TensorDict, after["env"]))
+        return after, TensorDict({"steps": steps}, steps.batch_size[:1])
 
 
 def _rollout(steps: TensorDict, env: TensorDict) -> TensorDict:

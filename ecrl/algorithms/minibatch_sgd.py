@@ -1,6 +1,6 @@
 """Stochastic gradient descent on minibatches, shared by several algorithms, and its config.
 
-`minibatch_epochs` learns from the steps of a rollout, `minibatch_sgd` from any rows.
+`minibatch_epochs` learns from the steps of a batch, `minibatch_sgd` from any rows.
 
 One gradient step is one function of tensors and can be compiled. Its branches depend only on the config.
 """
@@ -172,10 +172,10 @@ def gradient_steps(cfg: MinibatchConfig, static: Static) -> int:
 
 
 def _loss(
-    params: TensorDict, of: Objective, fixed: TensorDict, batch: TensorDict, mask: Tensor, hyper: TensorDict
+    params: TensorDict, of: Objective, fixed: TensorDict, minibatch: TensorDict, mask: Tensor, hyper: TensorDict
 ) -> tuple[Tensor, tuple[Tensor, Logs]]:
     """Return the loss, the number of elements that it is the mean of, and its logs."""
-    loss, logs = of.loss(of.run, acting_params(params, fixed), batch, mask, hyper)
+    loss, logs = of.loss(of.run, acting_params(params, fixed), minibatch, mask, hyper)
     count = logs.get("count", mask.sum().to(loss.dtype))
     return loss, (count, {name: log for name, log in logs.items() if name != "count"})
 
@@ -190,10 +190,10 @@ def _chunk_gradients(
 ) -> tuple[Packed, tuple[Tensor, Logs]]:
     """Return the gradients of the mean loss over the unmasked chosen rows, the number of these rows, and logs."""
     index, real, replaced_fields = rows_of_chunk
-    batch = cast(TensorDict, rows[index]).update(replaced_fields)
-    mask = counted(batch["mask"], real) if "mask" in batch else real
+    minibatch = cast(TensorDict, rows[index]).update(replaced_fields)
+    mask = counted(minibatch["mask"], real) if "mask" in minibatch else real
     gradient = torch.func.grad_and_value(_loss, has_aux=True)
-    grads, (loss, (count, logs)) = gradient(unpack(packed, of.layout), of, fixed, batch, mask, hyper)
+    grads, (loss, (count, logs)) = gradient(unpack(packed, of.layout), of, fixed, minibatch, mask, hyper)
     return pack(grads, of.layout), (count, logs | {"loss": loss})
 
 
@@ -289,7 +289,7 @@ def mean_logs(logs: Logs, counts: Tensor) -> Logs:
 def minibatch_epochs(
     run: Run,
     state: TensorDict,
-    rollout: TensorDict,
+    batch: TensorDict,
     fields: Mapping[str, Tensor],
     loss: Loss,
     sgd: SGD,
@@ -298,20 +298,21 @@ def minibatch_epochs(
     distance: str | None = None,
     limit: str | None = None,
 ) -> tuple[TensorDict, Logs]:
-    """Take `n_epochs` passes of gradient steps over the steps of a rollout, each pass in a new random order.
+    """Take `n_epochs` passes of gradient steps over the steps of a batch, each pass in a new random order.
 
     Args:
         run: the run.
         state: as for `minibatch_sgd`.
-        rollout: `[N, T + 1]`. A policy of unit "sequence" learns from whole environments or their segments, others from
-            single steps.
+        batch: as `collect` returns it. A policy of unit "sequence" learns from whole environments or their segments,
+            others from single steps.
         fields: fields that the algorithm adds to the steps, `[N, T]`: a bool `mask`, True for the steps to learn from,
             and others such as advantages. The policy's `act` may not return fields of the same names.
-        loss: (run, params, batch, mask, hyper) -> loss and logs. `batch` has the steps with `fields`, for
-            `run.policy.evaluate_rows` and `value_rows`. Its `sample_log_prob` is summed over the tokens of an action.
+        loss: (run, params, minibatch, mask, hyper) -> loss and logs. `minibatch` has rows of `rows_of` with `fields`,
+            for `run.policy.evaluate_rows` and `value_rows`. Its `sample_log_prob` is summed over the tokens of an
+            action.
         sgd: as for `minibatch_sgd`. So are the other arguments and the result.
     """
-    rows = rows_of(run, rollout, **fields)
+    rows = rows_of(run, batch, **fields)
     return minibatch_sgd(run, state, rows, loss, sgd, whole=whole, distance=distance, limit=limit)
 
 
@@ -334,9 +335,9 @@ def minibatch_sgd(
             is adaptive; maybe with `frozen_params`.
         rows: `[M]`, with a bool `mask` that is False for rows to ignore, if there are any. The rows of a policy of unit
             "sequence" have a `mask` `[M, T]`, and a minibatch never splits them.
-        loss: (run, params, batch, mask, hyper) -> 0-d loss and logs, all means over the elements whose `mask` is True.
-            `params` include the observation statistics and the frozen parameters. If the means are over another number
-            of elements, return it as the log `count`.
+        loss: (run, params, minibatch, mask, hyper) -> 0-d loss and logs, all means over the elements whose `mask` is
+            True. `params` include the observation statistics and the frozen parameters. If the means are over another
+            number of elements, return it as the log `count`.
         sgd: number and size of the minibatches, and the optimiser groups.
         whole: field -> function (field, mask) -> new field of the chosen rows. It gets a whole minibatch, while `loss`
             may get it in several chunks.

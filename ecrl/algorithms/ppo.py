@@ -120,27 +120,27 @@ def check_critic(params: TensorDict, cfg: PPOConfig) -> None:
             raise ConfigError(f"algorithm.cfg.{key}: the policy has no parameters 'critic', only {have}")
 
 
-def advantages(run: Run, hyper: TensorDict, rollout: TensorDict) -> dict[str, Tensor]:
+def advantages(run: Run, hyper: TensorDict, steps: TensorDict) -> dict[str, Tensor]:
     """Return advantages, value targets and the mask of the steps to learn from, each `[N, T]`."""
-    advantage, value_target = compute_gae(rollout, hyper["gamma"], hyper["gae_lambda"])
-    mask = rollout["mask"][:, :-1] if "mask" in rollout else torch.ones_like(rollout["done"][:, :-1])
+    advantage, value_target = compute_gae(steps, hyper["gamma"], hyper["gae_lambda"])
+    mask = steps["mask"][:, :-1] if "mask" in steps else torch.ones_like(steps["done"][:, :-1])
     if run.algorithm.choices.normalize_advantage == "rollout":
         advantage = standardize_over_ranks(advantage, mask)
     return {"advantage": advantage, "value_target": value_target, "mask": mask}
 
 
-def loss(run: Run, params: TensorDict, batch: TensorDict, mask: Tensor, hyper: TensorDict) -> tuple[Tensor, Logs]:
+def loss(run: Run, params: TensorDict, minibatch: TensorDict, mask: Tensor, hyper: TensorDict) -> tuple[Tensor, Logs]:
     """Return the clipped surrogate plus the critic's error minus the entropy bonus of a minibatch, and logs."""
     choices = run.algorithm.choices
-    log_prob, entropy = run.policy.evaluate_rows(params, batch)
-    value = run.policy.value_rows(params, batch)
+    log_prob, entropy = run.policy.evaluate_rows(params, minibatch)
+    value = run.policy.value_rows(params, minibatch)
     return choices.ppo_loss(
         log_prob,
-        batch["sample_log_prob"],
-        batch["advantage"],
+        minibatch["sample_log_prob"],
+        minibatch["advantage"],
         entropy,
         value,
-        *(batch[name] for name in choices.critic_fields),
+        *(minibatch[name] for name in choices.critic_fields),
         mask,
         clip_coef=hyper["clip_coef"],
         vf_coef=hyper["vf_coef"],
@@ -148,13 +148,13 @@ def loss(run: Run, params: TensorDict, batch: TensorDict, mask: Tensor, hyper: T
     )
 
 
-def update(run: Run, state: TensorDict, rollout: TensorDict) -> tuple[TensorDict, Logs]:
-    """Learn from a rollout: `n_epochs` passes of gradient steps on minibatches of its steps."""
+def update(run: Run, state: TensorDict, batch: TensorDict) -> tuple[TensorDict, Logs]:
+    """Learn from a batch: `n_epochs` passes of gradient steps on minibatches of its steps."""
     choices = run.algorithm.choices
-    fields = advantages(run, state["hyper"], rollout)
+    fields = advantages(run, state["hyper"], batch["steps"])
     whole = {"advantage": standardize_over_ranks} if choices.normalize_advantage == "minibatch" else {}
     return minibatch_epochs(
-        run, state, rollout, fields, loss, choices.sgd, whole=whole, distance="approx_kl", limit="target_kl"
+        run, state, batch, fields, loss, choices.sgd, whole=whole, distance="approx_kl", limit="target_kl"
     )
 
 

@@ -19,19 +19,19 @@ def _log_prob(run: Run, _: None, rows: TensorDict, params: TensorDict) -> tuple[
         return None, run.policy.evaluate_rows(params, rows)[0]
 
 
-def reference_log_prob(run: Run, state: TensorDict, rollout: TensorDict) -> Tensor:
-    """Return the log-probability `[N, T]` of a rollout's actions under `ref_params` of the state, in nats.
+def reference_log_prob(run: Run, state: TensorDict, batch: TensorDict) -> Tensor:
+    """Return the log-probability `[N, T]` of a batch's actions under `ref_params` of the state, in nats.
 
     A reference with memory starts each sequence from the memory of the policy that acted.
 
     Gradient: none.
     """
-    rows = rows_of(run, rollout)
+    rows = rows_of(run, batch)
     chunks = in_chunks(rows.exclude("mask", "sample_log_prob"))
     frozen = state.select("frozen_params", strict=False)
     reference = acting_params(cast(TensorDict, state["ref_params"]), cast(TensorDict, frozen))
     _, log_prob = run.scan(partial(_log_prob, run), None, chunks, reference)
-    return log_prob.flatten(0, 1)[: len(rows)].reshape(rollout["done"][:, :-1].shape)
+    return log_prob.flatten(0, 1)[: len(rows)].reshape(batch["steps", "done"][:, :-1].shape)
 
 
 def refreshed_reference(state: TensorDict, freq: Tensor) -> TensorDict:

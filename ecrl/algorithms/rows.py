@@ -1,6 +1,6 @@
 """Rows of minibatches.
 
-A row is one step of a rollout. If the policy's `unit` is "sequence", a row has all steps of one environment in the
+A row is one step of a batch. If the policy's `unit` is "sequence", a row has all steps of one environment in the
 iteration, or a segment of them if `segment_length` is set. It also has the policy's memory before the first step, so
 that the policy can run its recurrence. The methods `evaluate_rows` and `value_rows` of a policy take rows of either
 unit.
@@ -18,15 +18,15 @@ from ecrl.policies import Policy, sum_tokens
 
 _OUTCOMES = ("reward", "terminated", "truncated", "info", "final_value", "executed")
 _DERIVED = {"next_value"}
-"""Fields that `ecrl.types.transitions` adds to the steps of a rollout."""
+"""Fields that `ecrl.types.transitions` adds to steps."""
 
 
-def rows_of(run: Run, rollout: TensorDict, **fields: Tensor) -> TensorDict:
-    """Return the steps of a rollout as rows, with everything that the policy's `evaluate` and `value` need.
+def rows_of(run: Run, batch: TensorDict, **fields: Tensor) -> TensorDict:
+    """Return the steps of a batch as rows, with everything that the policy's `evaluate` and `value` need.
 
     Args:
         run: the run; its policy's `unit` is read.
-        rollout: `[N, T + 1]`.
+        batch: `[N]`, with `steps` `[N, T + 1]`, and `carry` `[N, T / L]` if the policy has memory.
         fields: further fields of the rows, `[N, T]`, such as advantages.
 
     Returns: `[N * T]` rows with obs, action, done and the other fields of the policy's `act`. For sequences of L steps,
@@ -35,7 +35,7 @@ def rows_of(run: Run, rollout: TensorDict, **fields: Tensor) -> TensorDict:
         the tokens of an action.
     Raises: ConfigError if `act` returned one of `fields`, or a field that estimators of returns add.
     """
-    steps = cast(TensorDict, rollout[:, :-1]).exclude(*_OUTCOMES)  # the last row is padding
+    steps = cast(TensorDict, batch["steps"][:, :-1]).exclude(*_OUTCOMES)  # the last row is padding
     for name in sorted({*steps.keys()} & ({*fields, *_DERIVED} - {"mask"})):
         raise ConfigError(
             f"policy.name: act of {run.policy.name} returns the field {name!r}, which {run.algorithm.name} computes "
@@ -47,7 +47,7 @@ def rows_of(run: Run, rollout: TensorDict, **fields: Tensor) -> TensorDict:
         return steps.update(fields).reshape(-1)
     length = run.static.row_steps
     cut = sequences(steps).update(fields).reshape(-1, length)
-    carry = {"carry": cast(TensorDict, steps["carry"])[:, 0].flatten(0, 1)} if "carry" in steps else {}
+    carry = {"carry": cast(TensorDict, batch["carry"]).flatten(0, 1)} if "carry" in batch else {}
     return TensorDict({**dict(cut.items()), **carry}, cut.batch_size[:1])
 
 

@@ -69,7 +69,15 @@ from ecrl.kernels.returns import (
     td_lambda_returns,
     vtrace,
 )
-from ecrl.kernels.rollout import act_and_step, collect_rollout, episode_init, episode_update, restarted, running_returns
+from ecrl.kernels.rollout import (
+    act_and_step,
+    collect_rollout,
+    episode_init,
+    episode_update,
+    place_at_truncations,
+    restarted,
+    running_returns,
+)
 from ecrl.kernels.rollout_estimators import (
     compute_gae,
     compute_n_step_returns,
@@ -138,6 +146,7 @@ __all__ = [
     "normal_mode",
     "normal_sample",
     "normalize",
+    "place_at_truncations",
     "ppo_loss",
     "ppo_loss_clipped_value",
     "restarted",

@@ -1,4 +1,4 @@
-"""Collect experience: one step, a whole rollout, and statistics of the episodes in it.
+"""Collect experience: one step, a batch of many steps, and statistics of the episodes in it.
 
 A policy is a record with the fields `act`, `value` and `draw`. A policy with memory also has `unit` and `init_carry`
 (`ecrl.policies.Policy`). An environment is a record with `step` and `draw`. This module uses no other fields of these
@@ -22,7 +22,7 @@ from ecrl.types import Scalar, same_shape
 _STEP_FIELDS = ("reward", "terminated", "truncated")
 _OPTIONAL = ("info", "mask", "executed")
 _COLLECTED = {*_STEP_FIELDS, *_OPTIONAL, "done", "obs", "final_obs", "value", "final_value", "carry", "final_carry"}
-"""Fields that the collector writes, so `act` must not return them."""
+"""Fields that the collector or the rows of minibatches add to a step, so `act` must not return them."""
 
 
 def act_and_step(
@@ -177,20 +177,20 @@ def _run_loop(
     """Run the loop over time, in segments of `length` steps.
 
     Return the carry and the environment state, the rows `[T, N]`, the final states, and the memories before the
-    segments `[S, N]`. If `size` is None, there is a final state for each step, `[T, N]`. If `size` is 0, the final
-    states are None. Otherwise there is one for each truncation, `[size, N]`.
+    segments `[S, N]`. If `size` is None, there is a final state for each step, `[N, T]`. If `size` is 0, the final
+    states are None. Otherwise there is one for each truncation, `[N, size]`.
     """
     if size is None:
         body = partial(_transition, policy, env)
         scan_segments = partial(_scan_segments, scan, length, _memory)
         carry_and_env, rows, memories = scan_segments(body, carry_and_env, noise, params, initial)
         final = {"obs": rows.pop("final_obs"), "carry": rows.pop("final_carry", initial)}
-        return carry_and_env, rows, final, memories
+        return carry_and_env, rows, _swap_axes(final), memories
     slots = _empty_slots(carry_and_env[0], carry_and_env[1]["obs"], size) if size else None
     body, start = partial(_sparse_transition, policy, env), (carry_and_env, slots)
     scan_segments = partial(_scan_segments, scan, length, _memory_beside_slots)
     (carry_and_env, slots), rows, memories = scan_segments(body, start, noise, params, initial)
-    return carry_and_env, rows, None if slots is None else _swap_axes(slots[1]), memories
+    return carry_and_env, rows, None if slots is None else slots[1], memories
 
 
 def _memory(carry_and_env: tuple[TensorDict, TensorDict]) -> TensorDict:
@@ -241,15 +241,38 @@ def _swap_axes(tree: Any) -> Any:
     return mapped(lambda x: x.transpose(0, 1), tree, batch=lambda size: (*size[1::-1], *size[2:]))
 
 
-def _place_at_truncations(value: Tensor | None, rows: TensorDict) -> Tensor:
-    """Return the values `[F, N]` of the final states as `[T, N]`: each at its truncated step, and 0 at other steps."""
-    if value is None:
-        return torch.zeros_like(rows["reward"])
-    truncated = rows["truncated"]
-    if len(value) < len(truncated):
+def place_at_truncations(value: Tensor, truncated: Tensor) -> Tensor:
+    """Return the values of the states at time limits, each at the step that the time limit ended.
+
+        placed[t] = value[sum(truncated[:t])] if truncated[t] else 0
+
+    If F = T, there is a state for each step, and `value[t]` replaces `value[sum(truncated[:t])]`.
+
+    Args:
+        value: `[*B, F]` with 1 <= F <= T, the value of each slot in `final` of a batch (`collect_rollout`). Slots
+            without a time limit may hold any number.
+        truncated: `[*B, T + 1]` bool, of the steps of the batch. The last step is padding, and False.
+
+    Returns: `[*B, T + 1]` in the dtype of `value`.
+    Gradient: flows through `value`.
+    Raises: ValueError naming `value` if its shape does not fit.
+    Source: Pardo et al. 2018, arXiv:1712.00378.
+
+    >>> truncated = torch.tensor([False, True, True, False, False])
+    >>> place_at_truncations(torch.tensor([7.0, 9.0]), truncated).tolist()
+    [0.0, 7.0, 9.0, 0.0, 0.0]
+    """
+    steps = truncated.shape[-1] - 1
+    if value.shape[:-1] != truncated.shape[:-1] or not 1 <= value.shape[-1] <= steps:
+        shapes = f"value has shape {list(value.shape)}, but truncated {list(truncated.shape)}"
+        raise ValueError(f"{shapes}; expected the same axes, and between 1 and {steps} slots in the last one")
+    value, truncated = value.movedim(-1, 0), truncated.movedim(-1, 0)  # time is the first axis in memory
+    if len(value) == steps:
+        placed = torch.cat((value, value[-1:]))
+    else:
         number = truncated.to(torch.int64).cumsum(0) - 1
-        value = value.gather(0, number.clamp(0, len(value) - 1))
-    return value.masked_fill(~truncated, 0.0)
+        placed = value.gather(0, number.clamp(0, len(value) - 1))
+    return placed.masked_fill(~truncated, 0.0).movedim(0, -1)
 
 
 def env_major(rows: Any, last: Any = None) -> Any:
@@ -273,7 +296,7 @@ def collect_rollout(
     max_truncations: int | None = None,
     segment_length: int | None = None,
 ) -> tuple[TensorDict, TensorDict, TensorDict]:
-    """Run N environments for T steps and return a `[N, T + 1]` rollout.
+    """Run N environments for T steps and return them as a batch.
 
     All noise is drawn before the loop over time, and all values are computed after it. The policy's memory restarts
     when an episode ends.
@@ -291,14 +314,24 @@ def collect_rollout(
         max_truncations: the largest number of truncations of one environment in the T steps, or None if it is
             unknown. A small number saves memory and time, because the function stores only this many final observations
             per environment, and the critic evaluates no others.
-        segment_length: steps of a segment, which divides T. The rollout has the policy's memory before the first step
-            of each segment. None makes all T steps one segment.
+        segment_length: steps of a segment, which divides T. The batch has the policy's memory before the first step of
+            each segment. None makes all T steps one segment.
 
-    Returns: carry and env_state after T steps, and the rollout. The rollout has obs, the fields that `act` returns,
-        reward, terminated, truncated and done. It has info, mask and executed if the environment has them, and value
-        and final_value if the policy has a critic. In memory, time is the first axis. The last time slot of every field
-        is zero, except for obs, value and carry. If the policy has memory, every slot of the field `carry` has the
-        memories before all segments, `[S, ...]` with S = T / segment_length. The slots share one tensor `[N, S, ...]`.
+    Returns: carry and env_state after T steps, and the batch, a TensorDict `[N]` with the parts `steps`, `carry` and
+        `final`.
+
+        `steps` `[N, T + 1]` is a rollout. It has obs, the fields that `act` returns, reward, terminated, truncated and
+        done. It has info, mask and executed if the environment has them, and value and final_value if the policy has a
+        critic. In memory, time is the first axis. The last time slot of every field is zero, except for obs and value.
+
+        `carry` `[N, S]` with S = T / segment_length is the policy's memory before each segment. It is absent for a
+        policy without memory.
+
+        `final` `[N, F]` holds the states at time limits, before the reset: `obs`, the `carry` after `act` if the policy
+        has memory, and their `value`. F is max_truncations. The slot of a state is the number of truncations of its
+        environment before it in these steps. If max_truncations is None or at least T, F is T and slot t is step t.
+        Slots without a time limit hold any numbers. `final` is absent without a critic, or if F is 0.
+        `place_at_truncations` moves values from slots to steps.
     Gradient: none, because the function runs under `no_grad`.
     Raises: ValueError if the keys are not both `[T, N]` with T >= 1, or if `segment_length` does not divide T.
     Source: for the value at a time limit, Pardo et al. 2018, arXiv:1712.00378.
@@ -310,47 +343,58 @@ def collect_rollout(
     ...     "critic": {"network_cfg": {"hidden_sizes": [4]}}}, env.observation_space, env.action_space)
     >>> empty, keys = TensorDict({}, []), torch.arange(6).reshape(3, 2)
     >>> start = env.reset(torch.arange(2))
-    >>> collect_rollout(policy, env, policy.init(torch.tensor(0)), empty, start, keys, keys)[2]["reward"].tolist()
+    >>> _, _, batch = collect_rollout(policy, env, policy.init(torch.tensor(0)), empty, start, keys, keys)
+    >>> batch["steps", "reward"].tolist()
     [[1.0, 1.0, 1.0, 0.0], [1.0, 1.0, 1.0, 0.0]]
     """
     if env_keys.ndim != 2 or env_keys.shape != action_keys.shape or not len(env_keys):
         raise ValueError(
             f"env_keys {list(env_keys.shape)} and action_keys {list(action_keys.shape)} must both be [T, N], T >= 1"
         )
-    length = len(env_keys) if segment_length is None else segment_length
-    if length < 1 or len(env_keys) % length:
-        raise ValueError(f"segment_length is {length}, expected a divisor of the {len(env_keys)} steps")
+    num_steps, num_envs = env_keys.shape
+    length = num_steps if segment_length is None else segment_length
+    if length < 1 or num_steps % length:
+        raise ValueError(f"segment_length is {length}, expected a divisor of the {num_steps} steps")
     with torch.no_grad():
-        noise, start, steps = (policy.draw(action_keys), env.draw(env_keys)), carry, len(env_keys)
-        initial = carry if carry.is_empty() else policy.init_carry(params, env_keys.shape[1])
+        noise, start = (policy.draw(action_keys), env.draw(env_keys)), carry
+        initial = carry if carry.is_empty() else policy.init_carry(params, num_envs)
         size = 0 if policy.value is None else max_truncations
-        size = None if size is None or size >= steps else size
+        size = None if size is None or size >= num_steps else size
         collected = _run_loop(policy, env, params, (carry, env_state), noise, initial, scan, size, length)
-        (carry, env_state), rows, final, memories = collected
-        rollout = env_major(rows.exclude("obs")).set("obs", env_major(rows["obs"], env_state["obs"]))
-        if not start.is_empty():
-            rollout.set("carry", _repeat_over_time(_swap_axes(memories), rollout.batch_size))
+        (carry, env_state), rows, states, memories = collected
+        steps = env_major(rows.exclude("obs")).set("obs", env_major(rows["obs"], env_state["obs"]))
+        parts = {"steps": steps} if start.is_empty() else {"steps": steps, "carry": _swap_axes(memories)}
         if policy.value is not None:
+            final = None if states is None else _final(states, [num_envs, num_steps if size is None else size])
             values = _sequence_values if getattr(policy, "unit", "step") == "sequence" else _step_values
-            value, final_value = values(policy.value, params, start, scan, rollout, final)
-            rollout.update({"value": value, "final_value": env_major(_place_at_truncations(final_value, rows))})
-    return carry, env_state, rollout
+            value, final_value = values(policy.value, params, start, scan, steps, final)
+            placed = torch.zeros_like(steps["reward"])
+            if final is not None and final_value is not None:
+                placed = place_at_truncations(final_value, steps["truncated"])
+                parts["final"] = final.set("value", final_value)
+            steps.update({"value": value, "final_value": placed})
+    return carry, env_state, TensorDict(parts, [num_envs])
 
 
-def _repeat_over_time(carry: TensorDict, size: torch.Size) -> TensorDict:
-    """Repeat fields `[N, S, ...]` along a new time axis, without a copy. `size` is `[N, T + 1]`."""
-    return mapped(lambda x: x.unsqueeze(1).expand(*size, *x.shape[1:]), carry, batch=lambda batch: (*size, *batch[1:]))
+def _final(states: dict[str, Any], size: list[int]) -> TensorDict:
+    """Return the final states `[N, F]` of the loop as a TensorDict, without an empty `carry`."""
+    return TensorDict({name: part for name, part in states.items() if flatten(part)[0]}, size)
 
 
 def _step_values(
-    value: Callable[..., Tensor], params: TensorDict, carry: TensorDict, scan: Scan, rollout: TensorDict, final: Any
+    value: Callable[..., Tensor],
+    params: TensorDict,
+    carry: TensorDict,
+    scan: Scan,
+    rollout: TensorDict,
+    final: TensorDict | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return V `[N, T + 1]` of the observations, and V `[F, N]` of the final observations, or None if there are none.
+    """Return V `[N, T + 1]` of the observations, and V `[N, F]` of the final observations, or None if there are none.
 
     One scan over chunks of all observations computes the values.
     """
     num_envs, steps = rollout.batch_size
-    trees = [_swap_axes(rollout["obs"]), *([] if final is None else [final["obs"]])]
+    trees = [_swap_axes(part["obs"]) for part in (rollout, final) if part is not None]
     parts, (structure, *_) = zip(*map(flatten, trees), strict=True)
     joined = [torch.cat(part).flatten(0, 1) for part in zip(*parts, strict=True)]
     rows = unflatten(structure, joined, lambda size: (len(joined[0]), *size[2:]))
@@ -359,15 +403,15 @@ def _step_values(
         return None, value(params, carry, part)
 
     values = scan(critic, None, in_chunks(rows), params, carry)[1].flatten()[: len(joined[0])].reshape(-1, num_envs)
-    return values[:steps].t(), None if final is None else values[steps:]
+    return values[:steps].t(), None if final is None else values[steps:].t()
 
 
 def sequences(steps: TensorDict) -> TensorDict:
-    """Prepare steps `[N, S]` for a policy with memory: remove `carry`, and set `done` wherever the memory restarts.
+    """Prepare steps `[N, S]` for a policy with memory: set `done` wherever the memory restarts.
 
     The memory also restarts after a step whose `mask` is False (see `restarted_carry`).
     """
-    steps = cast(TensorDict, steps.exclude("carry"))
+    steps = steps.copy()
     return steps.set("done", steps["done"] | ~steps["mask"]) if "mask" in steps else steps
 
 
@@ -377,24 +421,21 @@ def _sequence_values(
     carry: Any,
     scan: Scan,
     rollout: TensorDict,
-    final: Any,
+    final: TensorDict | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return V `[N, T + 1]` along the sequences of a rollout, and V `[F, N]` of the final states, or None without them.
+    """Return V `[N, T + 1]` along the sequences of a rollout, and V `[N, F]` of the final states, or None without them.
 
     A scan passes chunks of environments to `value`.
     """
     num_envs, steps = rollout.batch_size
     rows = {"steps": sequences(rollout)} | ({} if carry.is_empty() else {"carry": carry})
-    if final is not None:
-        fields = {name: part for name, part in _swap_axes(final).items() if flatten(part)[0]}
-        rows["final"] = TensorDict(fields, flatten(final["obs"])[0][0].shape[1::-1])
+    rows |= {} if final is None else {"final": final}
 
     def critic(_: None, part: dict[str, TensorDict], params: TensorDict) -> tuple[None, tuple[Tensor, Tensor | None]]:
         return None, value(params, part.get("carry", TensorDict({}, [])), part["steps"], part.get("final"))
 
     parts: Any = scan(critic, None, in_chunks(rows, steps), params)[1]
-    values, final_values = mapped(lambda x: x.flatten(0, 1)[:num_envs], parts)
-    return values, None if final_values is None else final_values.t()
+    return mapped(lambda x: x.flatten(0, 1)[:num_envs], parts)
 
 
 def episode_init(num_envs: int, window: int, device: torch.device | str | None = None) -> TensorDict:

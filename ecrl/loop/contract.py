@@ -47,11 +47,19 @@ def _check_init(label: str, args: tuple[Any, ...], fields: Any) -> None:
             raise ConfigError(f"{label} returns the field {name}, which the loop sets itself; give it another name")
 
 
+def check_batch(label: str, batch: Any) -> None:
+    """Raise ConfigError unless a batch is a TensorDict with `steps`. `label` names the function that returned it."""
+    if not isinstance(batch, TensorDictBase):
+        raise ConfigError(f"{label} returns {described(batch)} as the batch, expected a TensorDict; return one")
+    if "steps" not in batch:
+        have = ", ".join(sorted(map(str, batch.keys()))) or "no fields"
+        raise ConfigError(f"{label} returns a batch without steps, only {have}; return TensorDict({{'steps': ...}})")
+
+
 def _check_collect(label: str, args: tuple[Any, ...], out: Any) -> None:
     state, batch = returned(label, out, "state", "batch")
     check_fields(label, args[1], state)
-    if not isinstance(batch, TensorDictBase):
-        raise ConfigError(f"{label} returns {described(batch)} as the batch, expected a TensorDict; return one")
+    check_batch(label, batch)
 
 
 def _check_update(label: str, args: tuple[Any, ...], out: Any) -> None:

@@ -22,7 +22,7 @@ KINDS = ("observation", "reward", "action", "loss", "gradient", "parameters")
 """The kinds of numbers that the guard checks, in the order of its flags."""
 
 FIELDS = {"obs": "observation", "action": "action", "sample_log_prob": "action", "reward": "reward"}
-"""Fields of a batch, and the kind of each."""
+"""Fields of the steps of a batch, and the kind of each."""
 
 
 def _has_nonfinite(tensors: list[Tensor], device: torch.device) -> Tensor:
@@ -31,29 +31,29 @@ def _has_nonfinite(tensors: list[Tensor], device: torch.device) -> Tensor:
     return torch.stack(sums).sum().isnan() if sums else torch.zeros((), dtype=torch.bool, device=device)
 
 
-def _counted(batch: TensorDict, key: str) -> list[Tensor]:
+def _counted(steps: TensorDict, key: str) -> list[Tensor]:
     """Return the unmasked steps of a field, without the padding; without a mask, all observations."""
-    leaves: list[Tensor] = flatten(batch[key])[0]
-    if "mask" not in batch:
+    leaves: list[Tensor] = flatten(steps[key])[0]
+    if "mask" not in steps:
         return leaves if key == "obs" else [x[:, :-1] for x in leaves]
-    mask, steps = batch["mask"][:, :-1], [x[:, :-1] for x in leaves if x.is_floating_point()]
-    return [x.where(mask.reshape(*mask.shape, *[1] * (x.ndim - mask.ndim)), 0.0) for x in steps]
+    mask, floats = steps["mask"][:, :-1], [x[:, :-1] for x in leaves if x.is_floating_point()]
+    return [x.where(mask.reshape(*mask.shape, *[1] * (x.ndim - mask.ndim)), 0.0) for x in floats]
 
 
-def flags(batch: TensorDict, logs: Logs, params: TensorDict) -> Tensor:
+def flags(steps: TensorDict, logs: Logs, params: TensorDict) -> Tensor:
     """Return True for each of KINDS with NaN or infinity, bool `[2, 6]`: on this rank, and on any rank.
 
     Args:
-        batch: `[N, T + 1]`; `obs`, `action`, `sample_log_prob`, `reward` and `mask` are read if it has them.
+        steps: `[N, T + 1]`; `obs`, `action`, `sample_log_prob`, `reward` and `mask` are read if they are present.
         logs: logs of the update; losses are called `loss` or `*_loss`, norms of gradients `*grad_norm`.
         params: parameters after the update.
 
-    >>> batch, params = TensorDict({"reward": torch.tensor([[torch.inf, 0.0]])}, [1, 2]), TensorDict({"w": 1.0}, [])
-    >>> flags(batch, {"loss": torch.tensor(0.0)}, params)[0].tolist()
+    >>> steps, params = TensorDict({"reward": torch.tensor([[torch.inf, 0.0]])}, [1, 2]), TensorDict({"w": 1.0}, [])
+    >>> flags(steps, {"loss": torch.tensor(0.0)}, params)[0].tolist()
     [False, True, False, False, False, False]
     """
     fields = [
-        [x for key, of in FIELDS.items() if of == kind and key in batch for x in _counted(batch, key)]
+        [x for key, of in FIELDS.items() if of == kind and key in steps for x in _counted(steps, key)]
         for kind in KINDS[:3]
     ]
     losses = [x for name, x in logs.items() if name == "loss" or name.endswith("_loss")]

@@ -22,9 +22,9 @@ def _episode_logs(episode: TensorDict) -> Logs:
     }
 
 
-def counted_steps(batch: TensorDict) -> Tensor:
-    """Return the mask of a batch without its padding, bool `[N, T]`; all True if it has no mask."""
-    return batch["mask"][:, :-1] if "mask" in batch else torch.ones_like(batch["done"][:, :-1])
+def counted_steps(steps: TensorDict) -> Tensor:
+    """Return the mask of steps `[N, T + 1]` without their padding, bool `[N, T]`; all True if they have no mask."""
+    return steps["mask"][:, :-1] if "mask" in steps else torch.ones_like(steps["done"][:, :-1])
 
 
 def _mean_or_nan(x: Tensor, mask: Tensor) -> Tensor:
@@ -32,16 +32,16 @@ def _mean_or_nan(x: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask.any(), masked_mean(x, mask), torch.full((), torch.nan, device=x.device))
 
 
-def _info_logs(batch: TensorDict) -> Logs:
+def _info_logs(steps: TensorDict) -> Logs:
     """Return means of the numbers in the environment's `info`.
 
     `rewards/<term>` and `metrics/<name>` are means over the unmasked steps. A metric also leaves out steps with NaN.
     `success_rate` and `fail_rate` are means over the episodes that ended. The mean over no steps is NaN.
     """
-    if "info" not in batch:
+    if "info" not in steps:
         return {}
-    info, counted, logs = cast(TensorDict, batch["info"]), counted_steps(batch), {}
-    ended = counted & batch["done"][:, :-1]
+    info, counted, logs = cast(TensorDict, steps["info"]), counted_steps(steps), {}
+    ended = counted & steps["done"][:, :-1]
     for name in ("success", "fail"):
         if name in info:
             logs[f"{name}_rate"] = _mean_or_nan(info[name][:, :-1].to(torch.float32), ended)
@@ -54,9 +54,9 @@ def _info_logs(batch: TensorDict) -> Logs:
     return logs
 
 
-def collect_logs(episode: TensorDict, batch: TensorDict) -> Logs:
-    """Return the logs of the last finished episodes, and of the `info` in this batch."""
-    return _episode_logs(episode) | _info_logs(batch)
+def collect_logs(episode: TensorDict, steps: TensorDict) -> Logs:
+    """Return the logs of the last finished episodes, and of the `info` in these steps."""
+    return _episode_logs(episode) | _info_logs(steps)
 
 
 def over_ranks(logs: Logs) -> Logs:

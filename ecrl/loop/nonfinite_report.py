@@ -23,7 +23,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl.algorithms import Interleaved, Run
-from ecrl.algorithms.core import OnPolicy, steps_taken
+from ecrl.algorithms.core import Collect, OnPolicy, steps_taken
 from ecrl.algorithms.minibatch_sgd import Objective
 from ecrl.algorithms.optimizer import network_vectors
 from ecrl.algorithms.state_kinds import environment_fields
@@ -41,10 +41,13 @@ _SHOWN = 8
 
 
 class Collected(NamedTuple):
-    """The results of an iteration on host environments, whose steps cannot be repeated: state, steps and logs."""
+    """The results of an iteration on host environments, whose steps cannot be repeated: state, batch and logs.
+
+    The batch is empty if the iteration returned no steps.
+    """
 
     state: TensorDict
-    steps: TensorDict
+    batch: TensorDict
     logs: Logs
 
 
@@ -68,29 +71,29 @@ def _as_numbers(x: Tensor) -> Any:
     return x.item() if x.ndim == 0 else x.flatten()[:_SHOWN].tolist()
 
 
-def _nonfinite_steps(batch: TensorDict) -> dict[str, Tensor]:
+def _nonfinite_steps(steps: TensorDict) -> dict[str, Tensor]:
     """Return, by field, True for each unmasked step that is not finite, bool `[N, T + 1]`."""
-    steps = torch.ones_like(batch["done"])
-    steps[:, -1] = False
-    counts = steps if "mask" not in batch else steps & batch["mask"]
-    fields = batch.select(*_FIELDS, strict=False)
+    counted = torch.ones_like(steps["done"])
+    counted[:, -1] = False
+    counts = counted if "mask" not in steps else counted & steps["mask"]
+    fields = steps.select(*_FIELDS, strict=False)
     ordered = {name: x for field in _FIELDS if field in fields for name, x in _named({field: fields[field]}).items()}
-    with_last = ("obs", "value") if "mask" not in batch else ()  # their last row is not padding
+    with_last = ("obs", "value") if "mask" not in steps else ()  # their last row is not padding
     wrong = {name: ~x.isfinite().flatten(2).all(-1) if x.ndim > 2 else ~x.isfinite() for name, x in ordered.items()}
-    return {name: x & (counts | (~steps if name.startswith(with_last) else False)) for name, x in wrong.items()}
+    return {name: x & (counts | (~counted if name.startswith(with_last) else False)) for name, x in wrong.items()}
 
 
-def in_batch(run: Run, state: TensorDict, batch: TensorDict) -> FirstNonfinite | None:
-    """Return the first unmasked number of a batch that is not finite, by step, then field, then environment.
+def first_in_steps(run: Run, state: TensorDict, steps: TensorDict) -> FirstNonfinite | None:
+    """Return the first unmasked number of steps `[N, T + 1]` that is not finite, by step, then field, then environment.
 
-    `state` is the state before the batch. It has the reward before the first reward of the batch.
+    `state` is the state before the steps. It has the reward before their first reward.
     """
-    first = {name: int(x.any(0).int().argmax()) for name, x in _nonfinite_steps(batch).items() if x.any()}
+    first = {name: int(x.any(0).int().argmax()) for name, x in _nonfinite_steps(steps).items() if x.any()}
     if not first:
         return None
     name = min(first, key=lambda name: first[name])
-    t, x = first[name], cast(Tensor, batch[tuple(name.split("."))])
-    env = int(_nonfinite_steps(batch)[name][:, t].int().argmax())
+    t, x = first[name], cast(Tensor, steps[tuple(name.split("."))])
+    env = int(_nonfinite_steps(steps)[name][:, t].int().argmax())
     before = x[env, t - 1] if t else cast(TensorDict, state["env"])["reward"][env] if name == "reward" else None
     before = None if name == "final_value" else before  # only steps at a time limit have this value
     count = "env_action" if "decision_step" in state else "env_step"  # an action may take several environment steps
@@ -291,8 +294,8 @@ def _in_results(run: Run, start: TensorDict, collected: Collected) -> FirstNonfi
 
     It looks at the steps, then at losses and norms of gradients in the logs, then at the parameters.
     """
-    state, steps, logs = collected
-    first = None if steps.is_empty() else in_batch(run, start, steps)
+    state, batch, logs = collected
+    first = first_in_steps(run, start, cast(TensorDict, batch["steps"])) if "steps" in batch else None
     return _at_the_end(state, logs) if first is None else first
 
 
@@ -326,18 +329,18 @@ def search(run: Run, start: TensorDict, in_steps: bool, collected: Collected | N
     searching = run._replace(jit=partial, scan=_searching_scan(run, findings))
     if isinstance(iterate, OnPolicy):
         if collected is None:
-            state, steps = iterate.collect(eager, start)
+            state, batch = iterate.collect(eager, start)
         else:
             moved = {name: collected.state[name] for name in environment_fields(start, kinds)}
-            state, steps = replaced(start, moved), collected.steps
-        first = in_batch(run, start, steps)
+            state, batch = replaced(start, moved), collected.batch
+        first = first_in_steps(run, start, cast(TensorDict, batch["steps"]))
         if in_steps:
             return first
-        state, logs = iterate.update(searching, state, steps)
+        state, logs = iterate.update(searching, state, batch)
     else:
         own, borrowed = borrowed_leaves(start, kinds)
         state, writes, logs = iterate(searching, own, borrowed)
-        first = in_batch(run, start, cast(TensorDict, writes["steps"])) if "steps" in writes else None
+        first = first_in_steps(run, start, cast(TensorDict, writes["steps"])) if "steps" in writes else None
     end = None if findings else _at_the_end(state, logs)
     if end is not None:
         findings.append(Finding(*end))
@@ -422,15 +425,44 @@ class _CheckedStep:
         return self.step(env_state, action, noise)
 
 
+@dataclass(frozen=True)
+class _StoringCollect:
+    """Wrapper of an algorithm's `collect` that also puts its batch into `batches`. Compared by `collect`."""
+
+    collect: Collect
+    batches: deque[TensorDict] = field(default_factory=lambda: deque(maxlen=1), compare=False)
+
+    def __call__(self, run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
+        state, batch = self.collect(run, state)
+        self.batches.append(batch)
+        return state, batch
+
+
 def with_checked_actions(run: Run) -> Run:
     """Return the run of one iteration, whose environment refuses actions with NaN or infinity.
 
     This check comes before the step because a robot may execute the actions. Everything else is checked after
-    collecting. The returned runs are equal, so they share compiled functions.
+    collecting. For a report, `collected_batch` returns the batch of the iteration. The returned runs are equal, so they
+    share compiled functions.
 
     Raises: NonfiniteAction, when it steps.
     """
-    return run._replace(env=replace(run.env, step=_CheckedStep(run.env.step)))
+    run, iterate = run._replace(env=replace(run.env, step=_CheckedStep(run.env.step))), run.algorithm.iterate
+    if not isinstance(iterate, OnPolicy):
+        return run
+    iterate = replace(iterate, collect=_StoringCollect(iterate.collect))
+    return run._replace(algorithm=replace(run.algorithm, iterate=iterate))
+
+
+def collected_batch(run: Run, writes: TensorDict) -> TensorDict:
+    """Return the batch of the iteration of a run from `with_checked_actions`. Call it once, after the iteration.
+
+    If the algorithm is not on-policy, the batch has only the `steps` of `writes`, if there are any.
+    """
+    iterate = run.algorithm.iterate
+    if isinstance(iterate, OnPolicy) and isinstance(iterate.collect, _StoringCollect):
+        return iterate.collect.batches.pop()  # compiled functions hold the run, and must not hold the batch
+    return cast(TensorDict, writes.select("steps", strict=False))
 
 
 def action_error(run: Run, state: TensorDict, refused: NonfiniteAction) -> NotFiniteError:
@@ -439,7 +471,7 @@ def action_error(run: Run, state: TensorDict, refused: NonfiniteAction) -> NotFi
     obs, action = (torch.stack(x, 1) for x in zip(*rows, strict=True))
     done = torch.zeros(action.shape[:2], dtype=torch.bool, device=action.device)
     first = cast(
-        FirstNonfinite, in_batch(run, state, TensorDict({"obs": obs, "action": action, "done": done}, done.shape))
+        FirstNonfinite, first_in_steps(run, state, TensorDict({"obs": obs, "action": action, "done": done}, done.shape))
     )
     before = refused.taken + 1 - len(refused.last)
     place = {name: n + before * (name != "env") for name, n in first.place.items()}

@@ -122,8 +122,8 @@ def with_timers(times: Times, run: Run) -> Run:
     def collect(run: Run, state: Any) -> Any:
         return cast(OnPolicy, iterate).collect(timed_run, state)
 
-    def update(_: Run, state: Any, steps: Any) -> Any:
-        return learn(cast(OnPolicy, iterate).update, run._replace(jit=jit), state, steps)
+    def update(_: Run, state: Any, batch: Any) -> Any:
+        return learn(cast(OnPolicy, iterate).update, run._replace(jit=jit), state, batch)
 
     def turn(turn_run: Run, *rest: Any) -> Any:
         return cast(Interleaved, iterate).turn(turn_run._replace(algorithm=run.algorithm), *rest)

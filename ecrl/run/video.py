@@ -22,6 +22,7 @@ from ecrl.envs.mujoco.camera import CameraConfig
 from ecrl.errors import ConfigError
 from ecrl.kernels import scan
 from ecrl.loop.build import build, with_eval_events
+from ecrl.loop.contract import check_batch
 from ecrl.loop.iteration import phase_of, with_phase
 from ecrl.pytree import mapped
 from ecrl.run.evaluation import eval_steps
@@ -131,8 +132,9 @@ def rollout_views(run: Run, state: TensorDict, cfg: Config, count: int) -> Gener
     run = with_phase(run, phase_of(run, [int(state["sample_step"])]))
     env, static = _with_views(run.env, count), run.static._replace(num_envs=count)
     run = run._replace(env=env, static=static, jit=partial, scan=scan)
-    _, steps = _collect(run)(run, _first_envs(state, cfg, count))
-    views = cast(TensorDict, steps["info", "view"][:, :-1]).cpu()
+    _, batch = _collect(run)(run, _first_envs(state, cfg, count))
+    check_batch(f"algorithm {run.algorithm.name}: collect", batch)
+    views = cast(TensorDict, batch["steps", "info", "view"][:, :-1]).cpu()
     yield from (cast(TensorDict, views[:, t]) for t in range(views.shape[1]))
 
 

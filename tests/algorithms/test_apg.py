@@ -209,12 +209,12 @@ def test_it_collects_what_every_algorithm_collects():
     cfg = run(**POINT)
     state, parts = init_state(cfg), build(cfg)
     after, writes, _ = parts.algorithm.iterate(parts, state, TensorDict({}, []))
-    batch = writes["steps"]
-    assert same(parts.algorithm.iterate.collect(parts, state)[1], batch), "what a video shows"
-    expected, rollout = core.collect(parts, state)
+    steps = writes["steps"]
+    assert same(parts.algorithm.iterate.collect(parts, state)[1], TensorDict({"steps": steps}, [])), "for a video"
+    expected, batch = core.collect(parts, state)
     for name in ("obs", "reward", "done"):
-        assert torch.equal(batch[name], rollout[name]), name
-    assert same(batch["info"], rollout["info"])
+        assert torch.equal(steps[name], batch["steps", name]), name
+    assert same(steps["info"], batch["steps", "info"])
     for name in ("env", "episode"):
         assert same(after[name], expected[name]), name
 

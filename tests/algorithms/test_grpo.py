@@ -45,8 +45,8 @@ def collected(cfg: Config, rounds: int = 1, fixed: bool = False) -> tuple[Tensor
         draw = parts.policy.draw
         parts = parts._replace(policy=replace(parts.policy, draw=lambda keys: draw(keys * 0 + keys[:, :1])))
     for _ in range(rounds):
-        state, rollout = assert_pure(parts.algorithm.iterate.collect, parts, state)
-        out.append(rollout)
+        state, batch = assert_pure(parts.algorithm.iterate.collect, parts, state)
+        out.append(batch["steps"])
         steps = cfg.trainer.buffer_size * cfg.trainer.num_envs
         counters = {"sample_step": state["sample_step"] + steps, "update_step": state["update_step"] + 1}
         state = state.copy().update(counters)
@@ -230,9 +230,9 @@ def test_an_update_is_that_of_an_independent_grpo(changes):
     parts, state = build(cfg), init_state(cfg)
     algorithm: Any = parts.algorithm.iterate
     ref = state["ref_params"].apply(lambda x: x + 0.2 * torch.sin(7.0 * x))
-    state, rollout = algorithm.collect(parts, state.copy().set("ref_params", ref))
-    after, logs = algorithm.update(parts, state, rollout)
-    weights, kl = independent(cfg, state, rollout)
+    state, batch = algorithm.collect(parts, state.copy().set("ref_params", ref))
+    after, logs = algorithm.update(parts, state, batch)
+    weights, kl = independent(cfg, state, batch["steps"])
     close(logs["kl_ref"], kl, tol=1e-4)
     assert logs["kl_ref"] > 1e-3
     for key, weight in weights.items():
@@ -244,12 +244,12 @@ def test_masked_steps_may_hold_anything():
     cfg = run()
     parts = build(cfg)
     algorithm: Any = parts.algorithm.iterate
-    state, rollout = algorithm.collect(parts, init_state(cfg))
-    hidden, ends = ~rollout["mask"], []
+    state, batch = algorithm.collect(parts, init_state(cfg))
+    hidden, ends = ~batch["steps", "mask"], []
     for junk in (0.0, torch.nan, torch.inf):
-        dirty = rollout.clone()
+        dirty = batch.clone()
         for name in ("reward", "sample_log_prob"):
-            dirty[name][hidden] = junk
+            dirty["steps", name][hidden] = junk
         ends.append(algorithm.update(parts, state, dirty))
     for after, logs in ends[1:]:
         assert same(after["params"], ends[0][0]["params"])

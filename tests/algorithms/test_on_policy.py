@@ -1,17 +1,24 @@
-"""State of an on-policy algorithm: its own fields, and borrowed fields, which are read-only."""
+"""On-policy algorithms: their own fields of the state, borrowed fields, and final states of a batch."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from support.checks import close
+from support.recurrent_agent import remembering
 from support.small_runs import last_state, small
 from tensordict import TensorDict
 
+import ecrl
 from ecrl.algorithms import Algorithm, collect, on_policy
 from ecrl.algorithms.core import LEARNER_KINDS, Run
 from ecrl.algorithms.state_kinds import Kind
+from ecrl.config import Config
 from ecrl.config.model import ConfigModel
+from ecrl.kernels import compute_gae, place_at_truncations
+from ecrl.loop.build import build
 from ecrl.loop.iteration import init_state, make_iteration
 from ecrl.pytree import replaced
 from ecrl.registry import register_algorithm
@@ -31,13 +38,13 @@ def init(cfg: BorrowingConfig, run: Run, key: torch.Tensor) -> dict[str, Any]:
     return fields | {"demos": TensorDict({"x": torch.tensor([1.0, 2.0])}, []), "replay": replay}
 
 
-def update(run: Run, state: TensorDict, rollout: TensorDict) -> tuple[TensorDict, dict]:
+def update(run: Run, state: TensorDict, batch: TensorDict) -> tuple[TensorDict, dict]:
     """Add the sum of the demonstrations and of the buffer to `w`."""
     w = state["params", "w"] + state["demos", "x"].sum() + state["replay", "x"].sum()
     return replaced(state, {"params": replaced(state["params"], {"w": w})}), {"loss": w}
 
 
-def update_of_demos(run: Run, state: TensorDict, rollout: TensorDict) -> tuple[TensorDict, dict]:
+def update_of_demos(run: Run, state: TensorDict, batch: TensorDict) -> tuple[TensorDict, dict]:
     """Change what is frozen."""
     return replaced(state, {"demos": TensorDict({"x": state["demos", "x"] + 1.0}, [])}), {}
 
@@ -77,3 +84,68 @@ def test_an_update_that_replaces_a_borrowed_field_is_refused():
     cfg = borrowed_run("writing")
     with pytest.raises(ValueError, match="writing replaced demos, which is borrowed; give it another kind"):
         make_iteration(cfg)(init_state(cfg))
+
+
+class TargetCriticConfig(ConfigModel):
+    """No settings."""
+
+
+def target_init(cfg: TargetCriticConfig, run: Run, key: torch.Tensor) -> dict[str, Any]:
+    params = run.policy.init(key)
+    slow = params.apply(lambda x: 0.5 * x + 0.25)
+    return {"params": params, "opt": TensorDict({}, []), "hyper": TensorDict({}, []), "target_params": slow}
+
+
+def target_update(run: Run, state: TensorDict, batch: TensorDict) -> tuple[TensorDict, dict]:
+    """Compute advantages with the values of a target critic, also those of the states at time limits."""
+    value: Any = run.policy.value
+    steps, final, params, no_memory = batch["steps"], batch["final"], state["target_params"], TensorDict({}, [])
+    if run.policy.unit == "sequence":
+        values, final_values = value(params, batch["carry"][:, 0], steps, final)
+    else:
+        values, final_values = (value(params, no_memory, part["obs"]) for part in (steps, final))
+    fields = {"value": values, "final_value": place_at_truncations(final_values, steps["truncated"])}
+    advantage, target = compute_gae(replaced(steps, fields), 0.9, 0.8)
+    return state, {"loss": target.square().mean(), "advantage": advantage.square().mean()}
+
+
+@register_algorithm("target_critic", override=True)
+def target_critic(cfg: TargetCriticConfig) -> Algorithm:
+    kinds = {**LEARNER_KINDS, "target_params": Kind.LEARNED}
+    return Algorithm((), partial(target_init, cfg), on_policy(collect, target_update), kinds, as_one=True)
+
+
+def advantages_by_the_collector(cfg: Config, state: TensorDict) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return advantages and value targets of steps whose values the collector computed, with the target critic."""
+    run, slow = build(cfg), state["target_params"]
+    value: Any = run.policy.value
+    policy = replace(run.policy, value=lambda params, *args: value(slow, *args))
+    _, batch = collect(run._replace(policy=policy), state)
+    assert batch["steps", "final_value"].count_nonzero() >= 4
+    return compute_gae(batch["steps"], 0.9, 0.8)
+
+
+POLE = {"name": "gymnasium", "cfg": {"id": "CartPole-v1", "max_episode_steps": 5}}
+TARGETS = {"algorithm": {"name": "target_critic"}, "trainer.num_envs": 4, "trainer.buffer_size": 12}
+RUNS = {
+    "a slot for each time limit": partial(small, **TARGETS, **{"env.cfg.max_episode_steps": 5}),
+    "memory": partial(remembering, **TARGETS, **{"env": {"name": "remember_cue", "cfg": {"end": "truncated"}}}),
+    "a slot for each step": partial(small, **TARGETS, env=POLE),
+}
+FORMS = ["off", pytest.param("on", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("case", RUNS)
+def test_an_algorithm_computes_values_at_time_limits_with_other_parameters(case, form):
+    """On Gymnasium, the environment steps in Python, and only the update is a graph."""
+    cfg = RUNS[case](**{"trainer.compile": form})
+    state = init_state(cfg)
+    after, logs = make_iteration(cfg)(state)
+    ecrl.close(after, cfg)
+    eager = cfg.replace(**{"trainer.compile": "off"})
+    start = init_state(eager)
+    advantage, target = advantages_by_the_collector(eager, start)
+    ecrl.close(start, eager)
+    close(logs["train"]["loss"], target.square().mean(), tol=1e-4)
+    close(logs["train"]["advantage"], advantage.square().mean(), tol=1e-4)

@@ -75,7 +75,7 @@ STEP_FIELDS += ("terminated", "truncated", "done")
 
 
 def collected(cfg: Config) -> tuple[Any, TensorDict, TensorDict]:
-    """Run, state and rollout before the first update."""
+    """Run, state and batch before the first update."""
     built = build(cfg)
     return built, *built.algorithm.iterate.collect(built, init_state(cfg))
 
@@ -93,10 +93,10 @@ def independent(cfg: Config, state: TensorDict, rollout: TensorDict) -> tuple[di
     return numpy_ppo.update(weights, fields, orders, numpy_ppo.Numbers(**numbers, **choices))
 
 
-def like_the_independent_one(cfg: Config, state: TensorDict, rollout: TensorDict, parts: Any) -> TensorDict:
+def like_the_independent_one(cfg: Config, state: TensorDict, batch: TensorDict, parts: Any) -> TensorDict:
     """Return the parameters after `update`, and check that they equal the parameters of `independent`."""
-    after, logs = parts.algorithm.iterate.update(parts, state, rollout)
-    expected, errors = independent(cfg, state, rollout)
+    after, logs = parts.algorithm.iterate.update(parts, state, batch)
+    expected, errors = independent(cfg, state, batch["steps"])
     assert torch.isfinite(torch.stack(list(logs.values()))).all()
     if cfg.algorithm.cfg.n_epochs == 1 and cfg.algorithm.cfg.batch_size == 256:
         close(logs["value_loss"], errors[0], tol=1e-4)
@@ -130,11 +130,12 @@ def changed(change: dict) -> Config:
 def test_an_update_is_that_of_an_independent_ppo(change):
     """The weights equal the weights of NumPy in float64, with gradients by hand."""
     cfg = changed(change)
-    parts, state, rollout = collected(cfg)
-    rollout["reward"].normal_(generator=torch.Generator().manual_seed(0))  # targets on both sides of the values
-    learnt = like_the_independent_one(cfg, state, rollout, parts)
+    parts, state, batch = collected(cfg)
+    # targets on both sides of the values
+    batch["steps", "reward"].normal_(generator=torch.Generator().manual_seed(0))
+    learnt = like_the_independent_one(cfg, state, batch, parts)
     if change and "optimizer" not in change:
-        other, _ = independent(changed({}), state, rollout)
+        other, _ = independent(changed({}), state, batch["steps"])
         assert not all(np.allclose(learnt[n]["0.weight"], other[n]["0.weight"], atol=1e-4) for n in other)
 
 
@@ -142,15 +143,16 @@ def test_rows_that_do_not_count_are_as_if_absent():
     """A third of the rows is masked and holds NaN; advantages are standardised over the other rows."""
     for change in ({}, {"normalize_advantage": "minibatch"}, {"clip_vloss": True}):
         cfg = changed(change)
-        parts, state, rollout = collected(cfg)
+        parts, state, batch = collected(cfg)
+        rollout = batch["steps"]
         hidden = torch.rand(rollout.shape, generator=torch.Generator().manual_seed(0)) < 0.3
         cut = hidden.roll(1, 1) | hidden | hidden.roll(-1, 1)  # traces end before and after, so that no NaN leaks
         flags = {"mask": ~hidden, "done": cut, "terminated": cut, "truncated": cut & ~cut}
-        rollout = rollout.update({k: v.clone() for k, v in flags.items()})
-        clean = rollout.clone()
+        rollout.update({k: v.clone() for k, v in flags.items()})
+        clean = batch.clone()
         for name in ("reward", "value", "sample_log_prob"):
             rollout[name][hidden] = torch.nan
-        results = [like_the_independent_one(cfg, state, r, parts) for r in (clean, rollout)]
+        results = [like_the_independent_one(cfg, state, b, parts) for b in (clean, batch)]
         assert (results[0] == results[1]).all()
 
 
@@ -213,10 +215,10 @@ def test_rewards_are_normalised_as_by_gymnasium_but_for_the_freezing():
     algorithm = built.algorithm.iterate
     variance = 1.0
     for iteration, ends in enumerate((3, 6, 3)):  # 3 envs: episodes end after step 6, then 12 and 18, then 24 of 27
-        state, rollout = algorithm.collect(built, state)
-        before = rollout.clone()
-        state, logs = algorithm.update(built, state, rollout)
-        assert (rollout == before).all(), "the rollout keeps raw rewards"
+        state, batch = algorithm.collect(built, state)
+        rollout, before = batch["steps"], batch["steps"].clone()
+        state, logs = algorithm.update(built, state, batch)
+        assert (rollout == before).all(), "the batch keeps raw rewards"
         rollouts.append(rollout)
 
         wrapper = NormalizeReward(Replay(rollouts), gamma=0.9, epsilon=1e-8)

@@ -377,15 +377,16 @@ def test_gradients_of_a_minibatch_equal_the_eager_gradients(dtype, tol):
     """The policy has changed since the rollout, so some ratios are clipped. `tol` is relative to the norm."""
     made = small(**{"trainer.buffer_size": 64, "algorithm.cfg.batch_size": 128})
     run, state = build(made), init_state(made)
-    _, rollout = collect(run, state)
+    _, batch = collect(run, state)
     sgd = run.algorithm.choices.sgd
     keys = torch.arange(100)
     params = state["params"].apply(lambda p: p + 0.3 * rng.normal(keys[p.numel() % 100], p.shape))
     trees = mapped(
         lambda x: x.to(dtype) if x.is_floating_point() else x,
-        (params, rollout, state["hyper"]),
+        (params, batch, state["hyper"]),
     )
-    rows, layout = rows_of(run, trees[1], **advantages(run, trees[2], trees[1])), layout_of(trees[0], sgd.groups)
+    fields, layout = advantages(run, trees[2], trees[1]["steps"]), layout_of(trees[0], sgd.groups)
+    rows = rows_of(run, trees[1], **fields)
     sizes = sizes_of(sgd, len(rows))
     chosen = tuple(x[0].unsqueeze(0) for x in shuffled(pass_keys(state, 1), sizes, max(sizes)))
     inputs = pack(trees[0], layout), chosen, TensorDict({}, []), rows, trees[2]

@@ -39,11 +39,11 @@ def test_docstrings_read_as_they_are_meant(site):
         assert not re.search(r"(Returns|Gradient|Raises|Source): |&gt;&gt;&gt; ", prose), f"{path.name}: left as it was"
 
 
-def test_the_fields_of_a_rollout_and_of_a_state_are_documented(site):
-    from ecrl.types import ROLLOUT_FIELDS, STATE_FIELDS
+def test_the_fields_of_a_rollout_a_batch_and_a_state_are_documented(site):
+    from ecrl.types import BATCH_FIELDS, ROLLOUT_FIELDS, STATE_FIELDS
 
     page = unescape((site / "reference" / "kernels" / "types.html").read_text())
-    assert all(f"<code>{name}</code>" in page for name in (*ROLLOUT_FIELDS, *STATE_FIELDS))
+    assert all(f"<code>{name}</code>" in page for name in (*ROLLOUT_FIELDS, *BATCH_FIELDS, *STATE_FIELDS))
     assert "[N, T+1] bool, terminated | truncated" in page
 
 

@@ -34,7 +34,8 @@ CLAIMS = {  # claims of a notebook about its run
     "05_push_cube": 'assert result["eval/success_rate"] >= 0.85',
 }
 ELSEWHERE = {"GAE", "VTrace", "Squashed"} | {  # results of kernels, and output that other notebooks show during a run
-    "act_and_step", "collect_rollout", "episode_init", "episode_update", "loop", "restarted",
+    "act_and_step", "collect_rollout", "episode_init", "episode_update", "loop", "place_at_truncations",
+    "restarted",
 }  # fmt: skip
 CELL_S = 24 * 3600  # nbmake stops a cell after 300 s by default, which a loaded machine may need
 _OF_A_MACHINE = re.compile(r"/(?:home|root|Users|usr|opt|tmp|work|venv)\b|0x[0-9a-f]{6}")

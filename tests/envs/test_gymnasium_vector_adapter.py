@@ -74,7 +74,7 @@ def value(params, carry, obs):
 def rollout(env, length):
     policy = SimpleNamespace(act=by_obs, draw=lambda keys: keys, value=value)
     keys, start = torch.zeros(length, 4, dtype=torch.int64), env.reset(KEYS)
-    return collect_rollout(policy, env, EMPTY, EMPTY, start, keys, keys)[2]
+    return collect_rollout(policy, env, EMPTY, EMPTY, start, keys, keys)[2]["steps"]
 
 
 def counted(x, mask, upto):

@@ -52,7 +52,8 @@ def test_gymnasium_and_the_mlp_learn_from_images(env, net):
 def test_state_and_rollout_hold_uint8(env, parts):
     cfg = seeing(env, parts, **SHORT)
     run, state = build(cfg), init_state(cfg)
-    state, rollout = run.algorithm.iterate.collect(run, state.copy())
+    state, batch = run.algorithm.iterate.collect(run, state.copy())
+    rollout = batch["steps"]
     images, final = _camera(rollout["obs"], parts), _camera(state["env", "final_obs"], parts)
     assert images.dtype == final.dtype == _camera(state["env", "obs"], parts).dtype == torch.uint8
     assert images.shape == (8, 3, 1, 8, 8) and images.flatten(2).sum(-1).tolist() == [[200] * 3] * 8

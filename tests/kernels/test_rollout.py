@@ -12,7 +12,15 @@ from tensordict import TensorDict
 
 from ecrl import rng
 from ecrl.envs import Env, auto_reset, state_of, time_limit
-from ecrl.kernels import act_and_step, collect_rollout, episode_init, episode_update, restarted, running_returns
+from ecrl.kernels import (
+    act_and_step,
+    collect_rollout,
+    episode_init,
+    episode_update,
+    place_at_truncations,
+    restarted,
+    running_returns,
+)
 from ecrl.spaces import box
 
 EMPTY = TensorDict({}, [])
@@ -48,7 +56,8 @@ def collected(limit, length, policy=POLICY):
 
 def test_rollout_by_hand():
     # 10 -> 11 -> 12 (time limit 2) | 10 -> 11 -> 12 (limit) | 10
-    _, env_state, rollout = collected(limit=2, length=4)
+    _, env_state, batch = collected(limit=2, length=4)
+    rollout = batch["steps"]
     close(rollout["obs"][0, :, 0], [10.0, 11.0, 10.0, 11.0, 10.0])
     close(rollout["reward"][0], [11.0, 12.0, 11.0, 12.0, 0.0])
     assert rollout["truncated"][0].tolist() == [False, True, False, True, False]
@@ -88,29 +97,127 @@ def test_a_bound_on_truncations_keeps_the_values_and_saves_passes(variant, limit
     bound = -(-length // limit)
     actual = call(start, keys, bound)
     assert rows == 2 * (2 * length + 1) and passes[-1] == 2 * (length + 1 + bound)
-    assert expected[2]["truncated"].sum(1).max() == bound, "the bound is reached"
-    for key, x in expected[2].items():
-        assert torch.equal(actual[2][key], x), key
+    assert expected[2]["steps", "truncated"].sum(1).max() == bound, "the bound is reached"
+    for key, x in expected[2]["steps"].items():
+        assert torch.equal(actual[2]["steps", key], x), key
     call(start, keys, 0)
     assert passes[-1] == 2 * (length + 1)
 
 
+def collected_at_limits(call, limit, length, bound):
+    """Return a batch of two environments with random actions, and the observations reached at time limits, by step."""
+    env, keys = counter(limit), torch.arange(2 * length).reshape(length, 2)
+    policy = SimpleNamespace(
+        act=lambda params, carry, obs, noise: (carry, TensorDict({"action": noise.unsqueeze(-1)}, noise.shape)),
+        draw=lambda keys: keys / 64,
+        value=POLICY.value,
+    )
+    start = env.reset(keys[0])
+    start = start.set("elapsed", torch.tensor([0, limit - 1]))  # of two environments, one is about to end
+
+    def run(start, keys):
+        return collect_rollout(policy, env, PARAMS, EMPTY, start, keys, keys, max_truncations=bound)[2]
+
+    reached, state = [{}, {}], start
+    for t in range(length):
+        _, state, row = act_and_step(policy.act, env.step, PARAMS, EMPTY, state, keys[t] / 64, env.draw(keys[t]))
+        for n in row["truncated"].nonzero().flatten().tolist():
+            reached[n][t] = row["final_obs"][n]
+    return call(run)(start, keys), reached
+
+
+@pytest.mark.parametrize(("variant", "limit", "length"), BOUNDS, indirect=["variant"])
+def test_final_states_are_in_the_slots_of_their_truncations(variant, limit, length):
+    """Slot i holds the state that a loop of single steps reaches at truncation i. Its value is 100 + obs."""
+    bound = -(-length // limit)
+    batch, reached = collected_at_limits(variant, limit, length, bound)
+    final = batch["final"]
+    slots = length if bound >= length else bound
+    assert final.shape == (2, slots) and {*final.keys()} == {"obs", "value"}
+    assert max(map(len, reached)) == bound
+    for n, states in enumerate(reached):
+        for i, (t, obs) in enumerate(states.items()):
+            slot = t if slots == length else i
+            close(final["obs"][n, slot], obs)
+            close(final["value"][n, slot], 100.0 + obs[0])
+            close(batch["steps", "final_value"][n, t], 100.0 + obs[0])
+    placed = place_at_truncations(final["value"], batch["steps", "truncated"])
+    assert torch.equal(placed, batch["steps", "final_value"])
+
+
+@pytest.mark.parametrize("bound", [None, 5, 9])
+def test_without_a_useful_bound_each_step_has_a_slot(variant, bound):
+    batch, reached = collected_at_limits(variant, 2, 5, bound)
+    assert batch["final"].shape == (2, 5)
+    for n, states in enumerate(reached):
+        for t, obs in states.items():
+            close(batch["final", "obs"][n, t], obs)
+            close(batch["final", "value"][n, t], 100.0 + obs[0])
+    placed = place_at_truncations(batch["final", "value"], batch["steps", "truncated"])
+    assert torch.equal(placed, batch["steps", "final_value"]) and placed.any()
+
+
+def test_an_environment_without_time_limits_has_no_final_states():
+    env, keys = counter(99), torch.zeros(5, 2, dtype=torch.int64)
+    start = env.reset(keys[0])
+    _, _, batch = collect_rollout(POLICY, env, PARAMS, EMPTY, start, keys, keys, max_truncations=0)
+    assert {*batch.keys()} == {"steps"} and batch.shape == (2,)
+    assert batch["steps", "value"].all() and not batch["steps", "final_value"].any()
+
+
+def test_place_at_truncations_by_hand(variant):
+    truncated = torch.tensor([[True, False, True, False, False], [False, False, False, True, False]])
+    value = torch.tensor([[7.0, 9.0], [5.0, torch.nan]])  # the second environment has one truncation
+    close(variant(place_at_truncations)(value, truncated), [[7.0, 0.0, 9.0, 0.0, 0.0], [0.0, 0.0, 0.0, 5.0, 0.0]])
+    by_step = torch.tensor([[7.0, torch.inf, 9.0, 1.0], [1.0, torch.nan, 1.0, 5.0]])
+    close(variant(place_at_truncations)(by_step, truncated), [[7.0, 0.0, 9.0, 0.0, 0.0], [0.0, 0.0, 0.0, 5.0, 0.0]])
+
+
+@given(st.integers(0, 2**31), st.integers(1, 9))
+def test_placed_values_equal_a_plain_loop(seed, length):
+    draw = np.random.default_rng(seed)
+    truncated = np.zeros((2, 3, length + 1), dtype=bool)
+    truncated[..., :-1] = draw.random((2, 3, length)) < 0.4
+    for slots in range(max(1, truncated.sum(-1).max()), length):
+        value, expected = draw.normal(size=(2, 3, slots)), np.zeros(truncated.shape)
+        for index in np.ndindex(2, 3):
+            at = truncated[index].nonzero()[0]
+            expected[index][at] = value[index][: len(at)]
+        actual = assert_pure(place_at_truncations, torch.tensor(value), torch.tensor(truncated))
+        assert torch.equal(actual, torch.tensor(expected))
+
+
+def test_gradients_flow_through_placed_values():
+    truncated = torch.tensor([[True, False, True, False]])
+    for value in (torch.randn(1, 2, dtype=torch.float64), torch.randn(1, 3, dtype=torch.float64)):
+        assert torch.autograd.gradcheck(lambda v: place_at_truncations(v, truncated), value.requires_grad_())
+
+
+@pytest.mark.parametrize("shape", [[2, 4], [2, 0], [3, 2], [2]])
+def test_placing_names_a_wrong_shape(shape):
+    message = r"value has shape \[.*\], but truncated \[2, 4\]; expected the same axes, and between 1 and 3 slots"
+    with pytest.raises(ValueError, match=message):
+        place_at_truncations(torch.zeros(shape), torch.zeros(2, 4, dtype=torch.bool))
+
+
 def test_true_ends_have_no_final_value():
     # 10 -> 11 -> 12 -> 13 terminates before the limit of 4
-    _, _, rollout = collected(limit=4, length=3)
+    rollout = collected(limit=4, length=3)[2]["steps"]
     assert rollout["terminated"][0].tolist() == [False, False, True, False]
     close(rollout["final_value"][0], [0.0, 0.0, 0.0, 0.0])
 
 
 def test_termination_and_truncation_in_one_step_are_both_stored():
-    _, _, rollout = collected(limit=3, length=3)
+    rollout = collected(limit=3, length=3)[2]["steps"]
     assert rollout["terminated"][0, 2]
     assert rollout["truncated"][0, 2]
     close(rollout["final_value"][0, 2], 113.0)
 
 
 def test_memory_is_time_major_and_the_critic_optional():
-    _, _, rollout = collected(limit=2, length=3, policy=SimpleNamespace(act=act, draw=POLICY.draw, value=None))
+    _, _, batch = collected(limit=2, length=3, policy=SimpleNamespace(act=act, draw=POLICY.draw, value=None))
+    rollout = batch["steps"]
+    assert {*batch.keys()} == {"steps"} and batch.shape == (2,)
     assert rollout["reward"].stride() == (1, 2)
     assert {"value", "final_value", "final_obs"}.isdisjoint(rollout.keys())
 
@@ -123,7 +230,8 @@ def test_collecting_in_two_parts_is_collecting_once():
     _, end_too, second = collect_rollout(POLICY, env, PARAMS, EMPTY, middle, keys[2:], keys[2:])
     assert (end == end_too).all()
     for key in ("obs", "reward", "truncated", "final_value"):
-        assert torch.equal(whole[key][:, :-1], torch.cat((first[key][:, :-1], second[key][:, :-1]), 1))
+        parts = [part["steps", key][:, :-1] for part in (first, second)]
+        assert torch.equal(whole["steps", key][:, :-1], torch.cat(parts, 1))
 
 
 def test_keys_of_the_wrong_shape_are_refused():
@@ -195,7 +303,7 @@ def test_streams_of_an_env_do_not_depend_on_how_many_there_are():
         index, steps = torch.arange(num_envs), torch.arange(6).unsqueeze(1)
         world, choice = (rng.stream(rng.key(5), name, index, steps) for name in (rng.ENV, rng.ACTION))
         start = env.reset(rng.stream(rng.key(5), rng.START, index, 0))
-        actions.append(collect_rollout(noisy, env, PARAMS, EMPTY, start, world, choice)[2]["action"][:8])
+        actions.append(collect_rollout(noisy, env, PARAMS, EMPTY, start, world, choice)[2]["steps", "action"][:8])
     assert torch.equal(*actions)
 
 

@@ -51,7 +51,7 @@ def by_steps(rollout: TensorDict, env: int, gamma: float, last: float) -> list[f
 def test_value_targets_of_chunks_are_those_of_the_single_steps(end):
     cfg = chunked(**{"env.cfg": {"gamma": 0.9, "end": end}, "trainer.buffer_size": 20})
     run, state = build(cfg), last_state(cfg)
-    _, rollout = collect(run, state)
+    rollout = collect(run, state)[1]["steps"]
     executed = rollout["executed"]
     assert executed.shape == (4, 21) and executed.dtype == torch.int64 and not executed[:, -1].any()
     assert executed[:, :-1].min() < 3 and executed.max() == 3 and rollout["done"].any()
@@ -62,7 +62,7 @@ def test_value_targets_of_chunks_are_those_of_the_single_steps(end):
 
 def test_the_trace_of_gae_decays_once_for_each_action():
     cfg = chunked()
-    _, rollout = collect(build(cfg), last_state(cfg))
+    rollout = collect(build(cfg), last_state(cfg))[1]["steps"]
     value, expected = rollout["value"], torch.zeros(4, 9)
     for t in reversed(range(8)):
         gamma = 0.9 ** rollout["executed"][:, t]
@@ -83,8 +83,9 @@ def test_grpo_discounts_by_the_steps_of_an_action():
 def test_rewards_are_scaled_by_returns_that_discount_the_steps_of_an_action():
     cfg = chunked(**{"algorithm.cfg.normalize_reward": True, "trainer.iterations": 1})
     run, state = build(cfg), init_state(cfg)
-    _, rollout = collect(run, state)
-    after, _ = scaled_rewards(state, rollout)
+    _, batch = collect(run, state)
+    after, _ = scaled_rewards(state, batch)
+    rollout = batch["steps"]
     running = torch.zeros(4)
     for t in range(8):
         running = rollout["reward"][:, t] + 0.9 ** rollout["executed"][:, t] * running
@@ -106,7 +107,8 @@ def test_counters_and_lengths_count_the_steps_of_the_environment(algorithm):
         run, ends = build(cfg), []
         running = torch.zeros(4, dtype=torch.int64)
         for record in records:
-            after, rollout = collect(run, state)
+            after, batch = collect(run, state)
+            rollout = batch["steps"]
             total += int(rollout["executed"].sum())
             assert record["sample_step"] == total
             for t in range(8):

@@ -96,6 +96,34 @@ def test_a_collect_that_breaks_its_contract(monkeypatch):
         next(train_iter(init_state(small()), small()))
 
 
+BATCHES = {
+    "no TensorDict": (lambda batch: batch["steps", "reward"], "float32 [4, 9] as the batch, expected a TensorDict"),
+    "a rollout": (
+        lambda batch: batch["steps"].select("obs", "reward"),
+        "a batch without steps, only obs, reward; return TensorDict({'steps': ...})",
+    ),
+    "nothing": (lambda batch: TensorDict({}, []), "a batch without steps, only no fields"),
+}
+
+
+@pytest.mark.parametrize("case", BATCHES)
+def test_a_collect_whose_batch_has_no_steps(case, monkeypatch):
+    change, message = BATCHES[case]
+
+    def faulty(run, state):
+        state, batch = collect(run, state)
+        return state, change(batch)
+
+    iterate = on_policy(faulty, lambda run, state, batch: (state, {}))
+    monkeypatch.setattr(
+        "ecrl.loop.build.make_algorithm",
+        lambda block, make=ecrl.loop.build.make_algorithm: replace(make(block), iterate=iterate),
+    )
+    with pytest.raises(ConfigError) as error:
+        next(train_iter(init_state(small()), small()))
+    assert str(error.value).startswith(f"algorithm ppo: collect returns {message}")
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_an_iterate_that_breaks_its_contract(form, monkeypatch):
     def widened(made):
@@ -222,7 +250,7 @@ def test_an_algorithm_acts_on_observations_with_any_leading_axes(case, monkeypat
             def act(obs):
                 return run.policy.act(policy_params(state), NO_MEMORY, obs, None)[1]["action"]
 
-            action = LEADING_AXES[case](act, batch["obs"][:, :-1])
+            action = LEADING_AXES[case](act, batch["steps", "obs"][:, :-1])
             assert list(action.shape) == shapes[case]
             return state, {"action": action.double().mean()}
 
@@ -236,7 +264,9 @@ def test_an_algorithm_acts_on_observations_with_any_leading_axes(case, monkeypat
 def test_an_action_with_other_leading_axes_than_its_observations(monkeypatch):
     def acting(made):
         def update(run, state, batch):
-            return state, {"n": run.policy.act(policy_params(state), NO_MEMORY, batch["obs"], None)[1]["action"].sum()}
+            return state, {
+                "n": run.policy.act(policy_params(state), NO_MEMORY, batch["steps", "obs"], None)[1]["action"].sum()
+            }
 
         return replace(made, iterate=on_policy(collect, update))
 

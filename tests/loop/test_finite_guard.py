@@ -10,11 +10,13 @@ import pytest
 import torch
 from pydantic import Field
 from support import fake_gymnasium_envs
+from support.recurrent_agent import remembering
 from support.replay_agent import replaying
 from support.small_runs import NET, same, small
 from support.small_runs import last_state as end_of
 from tensordict import TensorDict
 
+import ecrl
 from ecrl import rng
 from ecrl.algorithms import interleaved
 from ecrl.algorithms.core import Algorithm, collect, on_policy, start_keys
@@ -213,11 +215,12 @@ def test_masked_steps_and_what_is_not_used_do_not_count():
     assert error.report["found"]["place"] == {"env": 2, "step": 6, "env_step": 6}
     parts, state = build(cfg), init_state(cfg)
     state, batch = parts.algorithm.iterate.collect(parts, state)
-    batch["mask"] = torch.arange(9).expand(4, 9) < 6
+    steps = batch["steps"]
+    steps["mask"] = torch.arange(9).expand(4, 9) < 6
     logs = {"loss": torch.tensor(0.0)}
-    assert not flags(batch, logs, state["params"]).any()
-    batch["mask"] = torch.arange(9).expand(4, 9) < 7
-    assert flags(batch, logs, state["params"])[0].tolist() == [True] + 5 * [False]
+    assert not flags(steps, logs, state["params"]).any()
+    steps["mask"] = torch.arange(9).expand(4, 9) < 7
+    assert flags(steps, logs, state["params"])[0].tolist() == [True] + 5 * [False]
 
 
 @pytest.mark.parametrize(("algorithm", "form"), RUNS)
@@ -269,7 +272,7 @@ def test_running_returns_move_on_with_the_environments_of_a_skipped_iteration():
         states = train_states(cfg, state)
     for start in (state, states[0]):
         _, batch = made.algorithm.iterate.collect(made, start)
-        for reward in batch["reward"][:, :-1].unbind(1):
+        for reward in batch["steps", "reward"][:, :-1].unbind(1):
             expected = reward + cfg.algorithm.cfg.gamma * expected
     assert expected.isnan().tolist() == [False, False, True, False]
     torch.testing.assert_close(states[1]["norm", "reward", "running"], expected.nan_to_num(0.0))
@@ -554,16 +557,29 @@ def test_an_off_policy_iteration_on_gymnasium_is_reported_from_its_results(numbe
     assert int(load(tmp_path / "run" / "crash")[0]["sample_step"]) == 0
 
 
+def test_an_update_from_the_memories_of_a_batch_is_repeated_on_gymnasium():
+    sizes = {"trainer.num_envs": 2, "algorithm.cfg.segment_length": 4, "algorithm.cfg.batch_size": 8}
+    cfg = remembering(**{"env": "gymnasium:CartPole-v1", **sizes})
+    state = init_state(cfg).clone()
+    state["hyper", "clip_coef"] = torch.tensor(torch.nan)
+    with pytest.warns(UserWarning, match="the state's hyperparameters are used"):
+        error, _ = met(cfg, state)
+    assert error.report["repeated"] and error.report["found"]["key"] == "loss"
+    assert error.report["found"]["place"] == {"epoch": 0, "minibatch": 0}
+    ecrl.close(state, cfg)
+
+
 def test_a_reward_in_an_off_policy_iteration_on_gymnasium_is_found_in_its_steps():
     env = {"name": "gymnasium", "cfg": {"id": "Count-v0"}}
     cfg = replaying(**{"env": env})
     run, state = build(cfg), init_state(cfg)
-    _, steps = run.algorithm.iterate.collect(run, state)
+    _, batch = run.algorithm.iterate.collect(run, state)
+    steps = batch["steps"]
     steps["reward"][1, 2] = torch.nan
     nonfinite = flags(steps, {}, state["params"])
-    error = nonfinite_error(run, state, nonfinite, Collected(state, steps, {}))
+    error = nonfinite_error(run, state, nonfinite, Collected(state, batch, {}))
     assert error.report["found"]["place"] == {"env": 1, "step": 2, "env_step": 2}
     assert "first reward = nan in env 1, step 2 of the rollout" in str(error)
     steps["reward"][1, 2] = 0.0
-    error = nonfinite_error(run, state, nonfinite, Collected(state, steps, {}))
+    error = nonfinite_error(run, state, nonfinite, Collected(state, batch, {}))
     assert "; the results of the iteration are finite on this rank; mend the environment" in str(error)

@@ -27,10 +27,11 @@ ALGORITHMS = {"ppo": {}, "grpo": {"algorithm": {"name": "grpo", "cfg": GRPO}, "t
 def test_tokens_are_stored_as_returned_and_summed_to_one_action():
     cfg = speaking()
     run, state = build(cfg), init_state(cfg)
-    _, rollout = collect(run, state)
+    _, batch = collect(run, state)
+    rollout = batch["steps"]
     assert rollout["tokens"].shape == rollout["sample_log_prob"].shape == rollout["token_mask"].shape == (32, 5, 2)
     assert not rollout["token_mask"].all() and rollout["token_mask"][:, :-1].any()
-    rows = rows_of(run, rollout, **advantages(run, state["hyper"], rollout))
+    rows = rows_of(run, batch, **advantages(run, state["hyper"], rollout))
     assert {"tokens", "token_mask", "sample_log_prob", "action", "obs"} <= set(rows.keys())
     assert {"reward", "terminated", "truncated", "final_value"}.isdisjoint(rows.keys())
     log_prob, entropy = run.policy.evaluate_rows(state["params"], rows)

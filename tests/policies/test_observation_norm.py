@@ -91,13 +91,13 @@ def test_frozen_during_an_iteration_and_moved_at_its_end():
     algorithm: Any = parts.algorithm.iterate
     iteration, first = make_iteration(cfg), init_state(cfg)
     second = iteration(first)[0]
-    _, rollout = algorithm.collect(parts, first.copy())
-    observations = rollout["obs"][:, :-1].reshape(-1, 4).double()
+    _, batch = algorithm.collect(parts, first.copy())
+    observations = batch["steps", "obs"][:, :-1].reshape(-1, 4).double()
     close(second["norm", "obs", "mean"], observations.mean(0))
     close(second["norm", "obs", "m2"], (observations - observations.mean(0)).square().sum(0))
     assert float(second["norm", "obs", "count"]) == 32.0
     third = iteration(second)[0]
-    _, later = algorithm.collect(parts, second.copy())
+    later = algorithm.collect(parts, second.copy())[1]["steps"]
     both = torch.cat((observations, later["obs"][:, :-1].reshape(-1, 4).double()))
     close(third["norm", "obs", "mean"], both.mean(0))
     close(third["norm", "obs", "m2"], (both - both.mean(0)).square().sum(0))

@@ -20,6 +20,7 @@ from ecrl.algorithms.state_kinds import Kind, leaf_kinds
 from ecrl.compile.scan import scan_op
 from ecrl.compile.trace import traced
 from ecrl.errors import ConfigError
+from ecrl.kernels import place_at_truncations
 from ecrl.loop.buffers import kinds_of
 from ecrl.loop.build import build
 from ecrl.loop.iteration import init_state, make_iteration, reopened, train_iter
@@ -82,10 +83,10 @@ def test_values_and_log_probabilities_follow_the_memory_of_acting(end, normalize
     cfg = remembering(**SHORT, **changes)
     run, state = build(cfg), last_state(cfg)
     assert state["carry", "h"].abs().sum() > 0
-    after, rollout = collect(run, state)
-    params = acting_params(state["params"], state["norm"])
-    assert torch.equal(rollout["carry", "h"], state["carry", "h"].reshape(8, 1, 1, 8).expand(8, 9, 1, 8))
-    rows = rows_of(run, rollout)
+    after, batch = collect(run, state)
+    params, rollout = acting_params(state["params"], state["norm"]), batch["steps"]
+    assert batch["carry"].shape == (8, 1) and torch.equal(batch["carry", "h"][:, 0], state["carry", "h"])
+    rows = rows_of(run, batch)
     assert rows.shape == (8,) and rows["obs"].shape == (8, 8, 2)
     close(run.policy.evaluate_rows(params, rows)[0], rollout["sample_log_prob"][:, :-1])
     close(run.policy.value_rows(params, rows), rollout["value"][:, :-1])
@@ -101,6 +102,29 @@ def test_values_and_log_probabilities_follow_the_memory_of_acting(end, normalize
     assert torch.equal(after["carry", "h"][ended], initial[ended])
 
 
+@pytest.mark.parametrize("length", [None, 2])
+def test_final_states_have_the_memory_after_acting(length):
+    """Episodes have 3 steps, so 8 steps have 3 slots. A loop of single steps computes memory and value of each."""
+    ends = {"env": {"name": "remember_cue", "cfg": {"end": "truncated"}}, "algorithm.cfg.segment_length": length}
+    cfg = remembering(**SHORT, **ends)
+    run, state = build(cfg), last_state(cfg)
+    _, batch = collect(run, state)
+    params, steps, final = state["params"], batch["steps"], batch["final"]
+    assert final.shape == (8, 3) and {*final.keys()} == {"obs", "carry", "value"}
+    for env in range(8):
+        memory, initial, slot = state["carry"][env : env + 1], run.policy.init_carry(params, 1), 0
+        for t in range(8):
+            memory, _ = run.policy.act(params, memory, steps["obs"][env : env + 1, t], None)
+            if steps["truncated"][env, t]:
+                end = TensorDict({"obs": END, "done": torch.zeros(1, 1).bool()}, [1, 1])
+                close(final["obs"][env, slot], END[0, 0])
+                close(final["carry", "h"][env, slot], memory["h"][0])
+                close(final["value"][env, slot], run.policy.value(params, memory, end, None)[0][0, 0])
+                memory, slot = initial, slot + 1
+        assert slot >= 2
+    assert torch.equal(place_at_truncations(final["value"], steps["truncated"]), steps["final_value"])
+
+
 SEGMENTS = [(8, 4), (8, 2), (8, 1), (9, 3), (8, 8)]  # episodes have 3 steps: they end inside, or at every border
 
 
@@ -114,22 +138,24 @@ def test_segments_start_from_the_memory_of_acting(size, length, end):
     if end == "never":
         whole, run = (x._replace(env=replace(x.env, step=partial(endless, x.env))) for x in (whole, run))
     params, memories = state["params"], []
-    _, rollout = collect(run, state)
+    _, batch = collect(run, state)
     _, expected = collect(whole, state)
+    rollout = batch["steps"]
     for name in ("sample_log_prob", "value", "final_value"):
-        close(rollout[name], expected[name])
-    rows = rows_of(run, rollout)
+        close(rollout[name], expected["steps", name])
+    rows = rows_of(run, batch)
     assert rows.shape == (8 * rows_per_env,) and rows["obs"].shape == (8 * rows_per_env, length, 2)
     memory, initial = state["carry"], run.policy.init_carry(params, 8)["h"]
     for t in range(size):
         memories += [memory["h"]] if t % length == 0 else []
         memory, _ = run.policy.act(params, memory, rollout["obs"][:, t], None)
         memory = TensorDict({"h": torch.where(rollout["done"][:, t, None], initial, memory["h"])}, [8])
+    assert batch["carry"].shape == (8, rows_per_env)
+    close(batch["carry", "h"], torch.stack(memories, 1))
     close(rows["carry", "h"], torch.stack(memories, 1).flatten(0, 1))
     close(run.policy.evaluate_rows(params, rows)[0].reshape(8, size), rollout["sample_log_prob"][:, :-1])
     close(run.policy.value_rows(params, rows).reshape(8, size), rollout["value"][:, :-1])
     assert torch.equal(rows["action"].reshape(8, size), rollout["action"][:, :-1])
-    assert rollout["carry", "h"].untyped_storage().nbytes() == 4 * 8 * rows_per_env * 8, "one memory for each segment"
 
 
 def endless(env, state, action, noise):
@@ -140,10 +166,10 @@ def endless(env, state, action, noise):
 def test_a_segment_after_the_end_of_an_episode_starts_from_a_new_memory():
     cfg = remembering(**{**SHORT, "trainer.buffer_size": 9, "algorithm.cfg.segment_length": 3, "trainer.iterations": 1})
     run, state = build(cfg), last_state(cfg)
-    _, rollout = collect(run, state)
-    assert rollout["done"][:, 2].all() and rollout["done"][:, 5].all()
+    _, batch = collect(run, state)
+    assert batch["steps", "done"][:, 2].all() and batch["steps", "done"][:, 5].all()
     initial = run.policy.init_carry(state["params"], 8)["h"]
-    assert torch.equal(rollout["carry", "h"][:, 0], initial.unsqueeze(1).expand(8, 3, 8))
+    assert torch.equal(batch["carry", "h"], initial.unsqueeze(1).expand(8, 3, 8))
 
 
 @pytest.mark.parametrize("length", [1, 2, 4])
@@ -182,12 +208,14 @@ def test_a_compiled_run_with_segments_equals_an_eager_one():
     for name, leaf in eager["params"].items():
         close(compiled["params", name], leaf, tol=1e-4)
     run = build(remembering(**changes, **{"trainer.compile": "on"}))
-    _, rollout = collect(run, eager)
-    close(
-        rows_of(run, rollout)["carry", "h"],
-        rows_of(run, collect(build(remembering(**changes)), eager)[1])["carry", "h"],
-    )
-    assert rollout["carry", "h"].stride(1) == 0, "expanded along time"
+    _, batch = collect(run, eager)
+    _, expected = collect(build(remembering(**changes)), eager)
+    close(rows_of(run, batch)["carry", "h"], rows_of(run, expected)["carry", "h"])
+    counts = batch["steps", "truncated"].sum(1)
+    assert batch["final"].shape == (8, 3) and counts.min() >= 2, "episodes of 3 steps, 8 steps"
+    for name in ("obs", ("carry", "h"), "value"):
+        for env, count in enumerate(counts.tolist()):
+            close(batch["final", name][env, :count], expected["final", name][env, :count])
 
 
 @pytest.mark.parametrize("end", ["terminated", "truncated"])
@@ -197,7 +225,7 @@ def test_values_of_long_sequences_come_in_chunks_of_environments(end, limit, mon
     size = 27 if limit == "_CPU_ROWS" else 3 * (275 if end == "terminated" else 395)
     cfg = remembering(**SHORT, **{"env": {"name": "remember_cue", "cfg": {"end": end}}})
     run, state = build(cfg), last_state(cfg)
-    whole, sizes = collect(run, state)[1], []
+    whole, sizes = collect(run, state)[1]["steps"], []
 
     def watched(params, carry, steps, final):
         sizes.append(len(steps))
@@ -205,7 +233,7 @@ def test_values_of_long_sequences_come_in_chunks_of_environments(end, limit, mon
         return run.policy.value(params, carry, steps, final)
 
     monkeypatch.setattr(f"ecrl.kernels.scan_loop.{limit}", size)
-    in_chunks = collect(run._replace(policy=replace(run.policy, value=watched)), state)[1]
+    in_chunks = collect(run._replace(policy=replace(run.policy, value=watched)), state)[1]["steps"]
     assert sizes == [3, 3, 3]
     for name in ("value", "final_value"):
         close(in_chunks[name], whole[name])
@@ -232,7 +260,7 @@ def test_a_repeated_rollout_starts_from_the_memory_of_its_environments(monkeypat
     run, state = build(cfg), last_state(cfg)
     first = _first_envs(state, cfg, 3)
     few = run._replace(static=run.static._replace(num_envs=3))
-    close(collect(few, first)[1]["value"], collect(run, state)[1]["value"][:3])
+    close(collect(few, first)[1]["steps", "value"], collect(run, state)[1]["steps", "value"][:3])
 
 
 def test_environments_that_start_again_have_a_new_memory():
@@ -297,11 +325,9 @@ def test_a_run_with_memory_counts_its_gradient_steps_by_sequences():
 def test_grpo_starts_every_rollout_with_a_new_memory():
     cfg = remembering(**{"algorithm": GRPO, **SHORT})
     state = last_state(cfg)
-    _, rollout = build(cfg).algorithm.iterate.collect(build(cfg), state)
-    initial = build(cfg).policy.init_carry(state["params"], 8)
-    assert torch.equal(rollout["carry", "h"][:, 0, 0], initial["h"]) and not torch.equal(
-        state["carry", "h"], initial["h"]
-    )
+    _, batch = build(cfg).algorithm.iterate.collect(build(cfg), state)
+    initial = build(cfg).policy.init_carry(state["params"], 8)["h"]
+    assert torch.equal(batch["carry", "h"][:, 0], initial) and not torch.equal(state["carry", "h"], initial)
 
 
 def test_seeds_under_vmap_have_memories_of_their_own():
@@ -320,11 +346,11 @@ def test_memory_restarts_in_host_environments(length):
     sizes = {"trainer.num_envs": 2, "trainer.buffer_size": 40, "algorithm.cfg.segment_length": length}
     cfg = remembering(**{"env": "gymnasium:CartPole-v1", **sizes})
     run, state = build(cfg), init_state(cfg)
-    after, rollout = collect(run, state)
-    assert rollout["done"].any()
-    rows = rows_of(run, rollout)
+    after, batch = collect(run, state)
+    assert batch["steps", "done"].any()
+    rows = rows_of(run, batch)
     log_prob = run.policy.evaluate_rows(state["params"], rows)[0].reshape(2, 40)
-    close(log_prob, rollout["sample_log_prob"][:, :-1], tol=1e-4)
+    close(log_prob, batch["steps", "sample_log_prob"][:, :-1], tol=1e-4)
     assert not torch.equal(after["carry", "h"], state["carry", "h"])
     ecrl.close(after, cfg)
 
@@ -340,8 +366,8 @@ def test_memory_restarts_after_a_step_that_does_not_count():
         return after.set("mask", after["elapsed"] != 1)
 
     env = replace(run.env, step=step)
-    _, rollout = collect(run._replace(env=env), state)
-    rows = rows_of(run, rollout)
+    _, batch = collect(run._replace(env=env), state)
+    rows, rollout = rows_of(run, batch), batch["steps"]
     assert torch.equal(rows["done"], (rollout["done"] | ~rollout["mask"])[:, :-1])
     close(run.policy.evaluate_rows(state["params"], rows)[0], rollout["sample_log_prob"][:, :-1])
 

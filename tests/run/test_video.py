@@ -255,6 +255,18 @@ FILMED = {
 }
 
 
+def test_a_collect_that_returns_steps_without_a_batch_is_refused(monkeypatch):
+    monkeypatch.setattr(video, "view", lambda env, count: TensorDict({"obs": env["obs"][:count]}, [count]))
+    cfg = full_config("apg", "off")
+    run, state = build(cfg), init_state(cfg)
+    steps = TensorDict({"obs": torch.zeros(4, 9, 2)}, [4, 9])
+    iterate = run.algorithm.iterate._replace(collect=lambda run, state: (state, steps))
+    faulty = run._replace(algorithm=replace(run.algorithm, iterate=iterate))
+    message = "^algorithm apg: collect returns a batch without steps, only obs; return TensorDict"
+    with pytest.raises(ConfigError, match=message):
+        next(rollout_views(faulty, state, cfg, 2))
+
+
 @pytest.mark.parametrize("case", FILMED)
 def test_rank_0_films_alone_so_a_video_waits_for_no_other_rank(case, monkeypatch):
     cfg, is_whole = FILMED[case]

@@ -34,6 +34,13 @@ def rollout(seed: int) -> TensorDict:
     return TensorDict(fields | {"done": fields["terminated"] | fields["truncated"]}, [N, T + 1])
 
 
+def truncated(seed: int) -> Tensor:
+    """Flags `[N, T + 1]` with at most two truncations in each row. The last column is padding."""
+    flags = bools(seed, N, T + 1)
+    flags[:, -1] = False
+    return flags & (flags.cumsum(1) <= 2)
+
+
 def params(seed: int) -> TensorDict:
     return TensorDict({"net": {"w": floats(seed, 3, 2), "b": floats(seed + 1, 3)}, "log_std": floats(seed + 2, 1)}, [])
 
@@ -211,6 +218,7 @@ CALLS: dict[str, Any] = {
     "exponential_schedule": lambda s: ((torch.tensor(s),), hyper(s, "gamma")),
     "act_and_step": lambda s: ((params(s), start(s), floats(s, N)), {}),
     "collect_rollout": lambda s: ((params(s), start(s), torch.arange(T * N).reshape(T, N) + s), {}),
+    "place_at_truncations": lambda s: ((floats(s, N, 2), truncated(s)), {}),
     "scan": lambda s: ((floats(s, N), floats(s + 1, T, N), floats(s + 2, N)), {}),
     "loop": lambda s: ((floats(s, N), floats(s + 1, T, N), floats(s + 2, N)), {}),
     "episode_update": lambda s: ((episode(s), *steps(s, "reward", "done", "mask")), {}),
