@@ -15,7 +15,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl import rng
-from ecrl.algorithms.core import COUNTERS, Algorithm, Collect, Run, Static, step_keys, with_episodes
+from ecrl.algorithms.core import COUNTERS, Algorithm, Collect, Run, Static, batch_of, step_keys, with_episodes
 from ecrl.algorithms.optimizer import OPTIMIZERS, Group, groups_of, learning_rates, learning_state
 from ecrl.algorithms.optimizer_config import LearningConfig
 from ecrl.algorithms.rows import check_log_prob
@@ -168,7 +168,7 @@ def collect(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
     Returns: the state with new `env`, and a batch `[N]` with the `steps` `[N, T + 1]`.
     """
     _, ((_, env), rows, _) = _loss(cast(TensorDict, state["params"]), run, state)
-    return replaced(state, {"env": env}), TensorDict({"steps": _steps(rows, env)}, env.batch_size[:1])
+    return replaced(state, {"env": env}), batch_of(_steps(rows, env))
 
 
 class Iterate(NamedTuple):
@@ -186,11 +186,11 @@ class Iterate(NamedTuple):
         the loop that takes the steps, up to the first step of each segment. The logs `objective` and `entropy` are the
         two discounted sums, so `loss = -objective - ent_coef * entropy`.
 
-        Returns: the state after learning; the `steps`, a rollout `[N, T + 1]` without values; and the logs.
+        Returns: the state after learning; a `batch` whose `steps` `[N, T + 1]` have no values; and the logs.
         """
         whole = replaced(state, borrowed.select("frozen_params", strict=False))
         changed, steps, logs = run.jit(_iterate, run)(whole.select(*_FIELDS, strict=False))
-        return replaced(state, changed), TensorDict({"steps": steps}, []), logs
+        return replaced(state, changed), TensorDict({"batch": batch_of(steps)}, []), logs
 
 
 def gradient_steps(static: Static) -> int:

@@ -106,9 +106,9 @@ class Algorithm:
             `opt`, `hyper`, and maybe `norm` and others. Only `init` reads the floats of the config. It stores them in
             `hyper`. Bind the config by `partial(init, cfg)`.
         iterate: (run, state, borrowed) -> (state, writes, logs), one iteration; see `on_policy` and `interleaved`.
-            `borrowed` has the leaves of kind buffer and frozen, to be read only. `writes` may have `steps`, the
-            `[N, T + 1]` steps of this iteration, from which the loop takes statistics and logs. Every other field of
-            `writes` has the name of a buffer, and holds its new `rows` and the `index` of each row in it.
+            `borrowed` has the leaves of kind buffer and frozen, to be read only. `writes` may have `batch`, the
+            batch of this iteration. The loop takes statistics and logs from its `steps` `[N, T + 1]`. Every other field
+            of `writes` has the name of a buffer, and holds its new `rows` and the `index` of each row in it.
             Videos of training need an attribute `collect`, see `collect_of`.
         kinds: kinds of the algorithm's own fields (`ecrl.algorithms.state_kinds`).
         group_size: number of consecutive environments that share their starts and their noise.
@@ -151,7 +151,7 @@ class OnPolicy:
         for name in given:
             if not _are_same(state.get(name, None), borrowed[name]):
                 raise ValueError(f"{run.algorithm.name} replaced {name}, which is borrowed; give it another kind")
-        return without(state, borrowed), cast(TensorDict, batch.select("steps")), logs
+        return without(state, borrowed), TensorDict({"batch": batch}, []), logs
 
 
 def on_policy(collect: Collect, update: Update) -> OnPolicy:
@@ -177,6 +177,11 @@ def collect_of(iterate: Iterate) -> Collect | None:
     has them as `steps`. A single rank may call it, so it must not wait for other ranks.
     """
     return getattr(iterate, "collect", None)
+
+
+def batch_of(steps: TensorDict) -> TensorDict:
+    """Return a batch `[N]` whose only part is the steps `[N, T + 1]`."""
+    return TensorDict({"steps": steps}, steps.batch_size[:1])
 
 
 def learn(update: Update, run: Run, state: TensorDict, batch: TensorDict) -> tuple[TensorDict, Logs]:
@@ -250,7 +255,7 @@ def counted_after(run: Run, state: TensorDict, executed: Tensor | None) -> dict[
     if "decision_step" not in state:
         return {"sample_step": state["sample_step"] + taken}
     if executed is None:
-        text = "its iterate writes no steps with `executed`, which the environment reports; add the field"
+        text = "its iterate writes no batch with `executed` in its steps, which the environment reports; add the field"
         raise ConfigError(f"algorithm {run.algorithm.name}: {text}")
     total = distributed.all_sum(executed.sum())
     return {"sample_step": state["sample_step"] + total, "decision_step": state["decision_step"] + taken}

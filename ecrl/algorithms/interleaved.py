@@ -30,7 +30,16 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl import distributed, rng
-from ecrl.algorithms.core import COUNTERS, Run, Static, step_keys, steps_taken, with_compiled_policy, with_episodes
+from ecrl.algorithms.core import (
+    COUNTERS,
+    Run,
+    Static,
+    batch_of,
+    step_keys,
+    steps_taken,
+    with_compiled_policy,
+    with_episodes,
+)
 from ecrl.algorithms.state_kinds import Kind, Kinds
 from ecrl.errors import ConfigError
 from ecrl.kernels import act_and_step
@@ -111,7 +120,7 @@ class Interleaved:
         state = replaced(replaced(state, moving), {"episode": episode})
         index = (start + torch.arange(turns * rows, device=start.device)) % len(ring)
         new = TensorDict({"rows": _lines(block), "index": index}, [])
-        return state, TensorDict({"steps": steps, "replay": new}, []), _over_turns(run, logs)
+        return state, TensorDict({"batch": batch_of(steps), "replay": new}, []), _over_turns(run, logs)
 
     def collect(self, run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
         """Take the steps of an iteration without learning, with the parameters and the exploration of `state`.
@@ -120,7 +129,7 @@ class Interleaved:
         """
         after, rows = take_steps(run, state, _noise(run, state))
         steps = _rollout(cast(TensorDict, rows.exclude("final_obs")), cast(TensorDict, after["env"]))
-        return after, TensorDict({"steps": steps}, steps.batch_size[:1])
+        return after, batch_of(steps)
 
 
 def _rollout(steps: TensorDict, env: TensorDict) -> TensorDict:

@@ -45,14 +45,7 @@ from ecrl.loop.build import build, check_envs, check_rollout, device_of, planned
 from ecrl.loop.contract import with_contract
 from ecrl.loop.finite_guard import FIELDS, KINDS, flags, restart_nonfinite, restarted_exploration, undo_update
 from ecrl.loop.metrics import WINDOW, collect_logs, counted_steps, over_ranks
-from ecrl.loop.nonfinite_report import (
-    Collected,
-    NonfiniteAction,
-    action_error,
-    collected_batch,
-    nonfinite_error,
-    with_checked_actions,
-)
+from ecrl.loop.nonfinite_report import Collected, NonfiniteAction, action_error, nonfinite_error, with_checked_actions
 from ecrl.loop.signals import interruptible
 from ecrl.policies import Policy
 from ecrl.policies.contract import checking
@@ -276,11 +269,11 @@ def _iteration(
     stops_here = guard == "stop" and not run.env.is_pure  # a step in Python cannot be repeated for the report
     checked = with_checked_actions(run) if stops_here else run
     try:
-        state, writes, train_logs = checked.algorithm.iterate(checked, start, borrowed.fields)
+        state, writes, train_logs = run.algorithm.iterate(checked, start, borrowed.fields)
     except NonfiniteAction as refused:
         raise action_error(run, merge(start, borrowed.fields), refused) from None
-    steps = cast(TensorDict, writes.get("steps", TensorDict({}, [])))
-    batch = collected_batch(checked, writes) if stops_here else None
+    batch = cast(TensorDict, writes.get("batch", TensorDict({}, [])))
+    steps = cast(TensorDict, batch.get("steps", TensorDict({}, [])))
     norm, episode = cast(TensorDict, state["norm"]), cast(TensorDict, state["episode"])
     turns = isinstance(run.algorithm.iterate, Interleaved)  # each turn has already updated the statistics
     if run.policy.norm_update is not None and "obs" in steps and not turns:
@@ -289,7 +282,7 @@ def _iteration(
     nonfinite = None
     if guard != "off":
         nonfinite = flags(steps.select(*FIELDS, "mask", strict=False), train_logs, cast(TensorDict, state["params"]))
-        if batch is not None and nonfinite[1].any():
+        if stops_here and nonfinite[1].any():
             raise nonfinite_error(run, merge(start, borrowed.fields), nonfinite, Collected(state, batch, train_logs))
     if guard == "skip" and nonfinite is not None:
         state = undo_update(nonfinite[1], start, state, kinds_of(run))
@@ -300,7 +293,7 @@ def _iteration(
         train_logs = train_logs | {"skipped_updates": nonfinite[1].any().to(torch.float32)}
     state = replaced(state, counted_after(run, state, steps.get("executed", None)))
     logs = {"collect": over_ranks(collect_logs(episode, steps)), "train": over_ranks(train_logs)}
-    return state, cast(TensorDict, writes.exclude("steps")), logs, nonfinite
+    return state, cast(TensorDict, writes.exclude("batch")), logs, nonfinite
 
 
 def _iteration_of_leaves(

@@ -23,7 +23,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl.algorithms import Interleaved, Run
-from ecrl.algorithms.core import Collect, OnPolicy, steps_taken
+from ecrl.algorithms.core import OnPolicy, steps_taken
 from ecrl.algorithms.minibatch_sgd import Objective
 from ecrl.algorithms.optimizer import network_vectors
 from ecrl.algorithms.state_kinds import environment_fields
@@ -340,7 +340,8 @@ def search(run: Run, start: TensorDict, in_steps: bool, collected: Collected | N
     else:
         own, borrowed = borrowed_leaves(start, kinds)
         state, writes, logs = iterate(searching, own, borrowed)
-        first = first_in_steps(run, start, cast(TensorDict, writes["steps"])) if "steps" in writes else None
+        batch = cast(TensorDict, writes.get("batch", TensorDict({}, [])))
+        first = first_in_steps(run, start, cast(TensorDict, batch["steps"])) if "steps" in batch else None
     end = None if findings else _at_the_end(state, logs)
     if end is not None:
         findings.append(Finding(*end))
@@ -425,44 +426,15 @@ class _CheckedStep:
         return self.step(env_state, action, noise)
 
 
-@dataclass(frozen=True)
-class _StoringCollect:
-    """Wrapper of an algorithm's `collect` that also puts its batch into `batches`. Compared by `collect`."""
-
-    collect: Collect
-    batches: deque[TensorDict] = field(default_factory=lambda: deque(maxlen=1), compare=False)
-
-    def __call__(self, run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
-        state, batch = self.collect(run, state)
-        self.batches.append(batch)
-        return state, batch
-
-
 def with_checked_actions(run: Run) -> Run:
     """Return the run of one iteration, whose environment refuses actions with NaN or infinity.
 
     This check comes before the step because a robot may execute the actions. Everything else is checked after
-    collecting. For a report, `collected_batch` returns the batch of the iteration. The returned runs are equal, so they
-    share compiled functions.
+    collecting. The returned runs are equal, so they share compiled functions.
 
     Raises: NonfiniteAction, when it steps.
     """
-    run, iterate = run._replace(env=replace(run.env, step=_CheckedStep(run.env.step))), run.algorithm.iterate
-    if not isinstance(iterate, OnPolicy):
-        return run
-    iterate = replace(iterate, collect=_StoringCollect(iterate.collect))
-    return run._replace(algorithm=replace(run.algorithm, iterate=iterate))
-
-
-def collected_batch(run: Run, writes: TensorDict) -> TensorDict:
-    """Return the batch of the iteration of a run from `with_checked_actions`. Call it once, after the iteration.
-
-    If the algorithm is not on-policy, the batch has only the `steps` of `writes`, if there are any.
-    """
-    iterate = run.algorithm.iterate
-    if isinstance(iterate, OnPolicy) and isinstance(iterate.collect, _StoringCollect):
-        return iterate.collect.batches.pop()  # compiled functions hold the run, and must not hold the batch
-    return cast(TensorDict, writes.select("steps", strict=False))
+    return run._replace(env=replace(run.env, step=_CheckedStep(run.env.step)))
 
 
 def action_error(run: Run, state: TensorDict, refused: NonfiniteAction) -> NotFiniteError:

@@ -190,7 +190,7 @@ def test_the_discount_starts_again_with_every_episode_and_not_with_a_segment():
     cfg = run(**LINEAR, **{"env.cfg.max_episode_steps": 3, "trainer.buffer_size": 6}, **apg_cfg(segment_length=2))
     state, parts = init_state(cfg), build(cfg)
     _, writes, logs = parts.algorithm.iterate(parts, state, TensorDict({}, []))
-    batch = writes["steps"]
+    batch = writes["batch", "steps"]
     reward = batch["reward"][:, :-1]
     weights = torch.tensor([1.0, 0.9, 0.81, 1.0, 0.9, 0.81])
     close(logs["objective"], (reward * weights).sum(1).mean())
@@ -209,8 +209,8 @@ def test_it_collects_what_every_algorithm_collects():
     cfg = run(**POINT)
     state, parts = init_state(cfg), build(cfg)
     after, writes, _ = parts.algorithm.iterate(parts, state, TensorDict({}, []))
-    steps = writes["steps"]
-    assert same(parts.algorithm.iterate.collect(parts, state)[1], TensorDict({"steps": steps}, [])), "for a video"
+    steps = writes["batch", "steps"]
+    assert same(parts.algorithm.iterate.collect(parts, state)[1], writes["batch"]), "for a video"
     expected, batch = core.collect(parts, state)
     for name in ("obs", "reward", "done"):
         assert torch.equal(steps[name], batch["steps", name]), name

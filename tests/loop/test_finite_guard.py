@@ -125,7 +125,7 @@ def test_what_the_environment_gives_is_found_in_its_iteration(algorithm, form):
     assert (entry["what"], entry["key"], entry["place"]) == ("reward", "reward", {"env": 2, "step": 1, "env_step": 5})
     assert error.report["met"][0] == "reward" and error.report["sample_step"] == 16 and len(states) == 2
     made = build(cfg)
-    batch = made.algorithm.iterate(made, states[-1], TensorDict({}, []))[1]["steps"]
+    batch = made.algorithm.iterate(made, states[-1], TensorDict({}, []))[1]["batch", "steps"]
     assert entry["before"] == pytest.approx(float(batch["reward"][2, 0]), rel=1e-5)
     where = "first reward = nan in env 2, step 1 of the rollout, step 5 of that env"
     assert f"{where}, last finite value {entry['before']:.6g}; mend the environment" in str(error)
@@ -564,7 +564,7 @@ def test_an_update_from_the_memories_of_a_batch_is_repeated_on_gymnasium():
     state["hyper", "clip_coef"] = torch.tensor(torch.nan)
     with pytest.warns(UserWarning, match="the state's hyperparameters are used"):
         error, _ = met(cfg, state)
-    assert error.report["repeated"] and error.report["found"]["key"] == "loss"
+    assert error.report["repeated"] and error.report["found"]["key"] == "policy_loss"
     assert error.report["found"]["place"] == {"epoch": 0, "minibatch": 0}
     ecrl.close(state, cfg)
 

@@ -27,6 +27,7 @@ from ecrl.kernels import collect_rollout, scan
 from ecrl.policies.core import Policy
 from ecrl.pytree import flatten, names, unflatten
 from ecrl.spaces import box
+from support.graphs import with_reshapes
 
 FLOATS = torch.float32, torch.float64, torch.float16, torch.bfloat16
 INTEGERS = torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool
@@ -287,7 +288,7 @@ def op_by_op() -> Iterator[None]:
 
     def trace(*args: Any) -> Any:
         graph, out = traced(*args)
-        return graph, out, captured(graph)
+        return with_reshapes(graph), out, captured(graph)
 
     with patch("ecrl.compile.jit._compiler_for", lambda leaves: trace):
         yield
