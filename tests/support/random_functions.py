@@ -1,7 +1,7 @@
 """Draw random functions of nested tensors, and random environments, and compare compiled calls with eager ones.
 
-`cd tests; python -m support.random_functions SEED` repeats one seed op by op, and with `--cpp` in C++. A function runs a
-loop over time whose body applies random operations to random fields: aliased, overlapping and transposed ones, of any
+`cd tests; python -m support.random_functions SEED` repeats one seed op by op, and with `--cpp` in C++. A function runs
+a loop over time whose body applies random operations to random fields: aliased, overlapping and transposed ones, of any
 dtype and size, tiny and huge. A case calls it with two sets of tensors that differ in values and memory layout only.
 
 Floats never become integers, because a rounding error could change the integer. So integers and bools must be equal.
