@@ -9,6 +9,7 @@ from support.paths import ROOT
 from tensordict import TensorDict
 
 from ecrl.config import presets
+from ecrl.kernels import compute_gae
 from ecrl.registry import registered
 
 PAGE = (ROOT / "docs" / "custom_parts.md").read_text()
@@ -74,13 +75,22 @@ def test_an_algorithm(page):
     )
 
 
-def test_an_interleaved_algorithm(page):
+def test_advantages_with_other_parameters(page):
     names = page(2)
+    batch, policy = names["batch"], names["run"].policy
+    params = names["ecrl"].init_state(names["cfg"])["params"]
+    own, others = (names["advantages_of"](policy, p, batch, 0.99, 0.95) for p in (params, names["other_params"]))
+    torch.testing.assert_close(own, compute_gae(batch["steps"], 0.99, 0.95).advantage)
+    assert own.shape == others.shape and not torch.allclose(own, others)
+
+
+def test_an_interleaved_algorithm(page):
+    names = page(3)
     assert names["cfg"].policy.name == "my_q" and _moved(names)
 
 
 def test_a_policy(page):
-    names = page(3)
+    names = page(4)
     assert names["cfg"].policy.name == "my_policy" and _moved(names)
     module = names["MyPolicy"](4, 2, names["cfg"].policy)
     module.load_state_dict(dict(names["state"]["params", "module"].items()))
