@@ -566,13 +566,14 @@ def test_a_transposed_carry_is_right_in_cpp(size):
 
 
 def test_a_number_that_many_elements_read_is_stored_and_a_view_is_not():
-    def scaled(rate, pair, x):
-        return x * (2.0 * rate).exp() + pair[:, 1:2] * x
+    def scaled(rate, count, pair, x):
+        return x * (2.0 * rate).exp() + pair[:, 1:2] * x - count.float() * x
 
-    leaves, structure = flatten((torch.tensor(0.5), torch.ones(4, 2), torch.ones(4, 64)))
+    numbers = torch.tensor(0.5), torch.tensor(3)
+    leaves, structure = flatten((*numbers, torch.ones(4, 2), torch.ones(4, 64)))
     graph = traced(scaled, structure, leaves)[0].graph
     stored = graph.find_nodes(op="call_function", target=torch.ops.aten.as_strided.default)
-    assert [node.args[0].target for node in stored] == [torch.ops.aten.exp.default]
+    assert [node.args[0].target for node in stored] == [torch.ops.aten.exp.default, torch.ops.aten._to_copy.default]
 
 
 @pytest.mark.slow
