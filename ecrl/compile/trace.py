@@ -73,8 +73,8 @@ _STORE_LIMIT = 64
 
 See `_store_numbers`.
 """
-_CONVERSION = torch.ops.aten._to_copy.default
-"""A change of dtype. It is pointwise too, but torch does not mark it."""
+_CONVERSION = "aten::_to_copy"
+"""Name of the operation that changes a dtype. It is pointwise too, but torch does not mark it."""
 
 _READ_MESSAGES = (
     r"\.numpy\(\)|Cannot access data pointer|unsupported format string passed to FakeTensor.__format__"
@@ -129,7 +129,7 @@ def _is_pointwise(node: Node) -> bool:
     """Return True if the operation computes a dense float tensor element by element. Views do not count."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
-    if torch.Tag.pointwise not in node.target.tags and node.target is not _CONVERSION:
+    if torch.Tag.pointwise not in node.target.tags and node.target.name() != _CONVERSION:
         return False
     value = node.meta.get("val")
     dense = isinstance(value, Tensor) and value.is_floating_point() and value.is_contiguous() and value.numel() > 0
