@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +54,10 @@ def variant(request: pytest.FixtureRequest) -> Iterator[Variant]:
 
 
 @pytest.fixture(autouse=True)
-def _without_code_generation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _without_code_generation(request: pytest.FixtureRequest) -> Iterator[None]:
     """Run the traced graph in place of compiled C++ in tests with the mark `traced`."""
-    if request.node.get_closest_marker("traced") is None:
+    with nullcontext() if request.node.get_closest_marker("traced") is None else traced_only():
         yield
-    else:
-        yield from traced_only(monkeypatch)
 
 
 @pytest.fixture(params=[pytest.param("traced", marks=pytest.mark.traced), pytest.param("C++", marks=pytest.mark.long)])

@@ -81,8 +81,9 @@ def test_the_length_of_an_iteration_changes_no_bit(changes, sizes):
 
 
 @pytest.fixture
-def graphs(monkeypatch):
-    yield from traced_only(monkeypatch)
+def graphs():
+    with traced_only() as names:
+        yield names
 
 
 def test_each_phase_is_one_graph_and_the_length_of_an_iteration_changes_no_bit_of_it(graphs):

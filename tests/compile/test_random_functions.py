@@ -5,7 +5,8 @@ operation. A few are built as C++.
 """
 
 import pytest
-from support.random_functions import FLOAT_OPERATIONS, INTEGER_OPERATIONS, drawn_case, mistakes, op_by_op
+from support.graphs import traced_only
+from support.random_functions import FLOAT_OPERATIONS, INTEGER_OPERATIONS, drawn_case, mistakes
 
 CPP = 3, 5, 8, 11, 20
 """Seeds of the slow tests that build C++."""
@@ -14,7 +15,7 @@ CPP = 3, 5, 8, 11, 20
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 100, 10))
 def test_random_functions_are_equal_op_by_op(first):
-    with op_by_op():
+    with traced_only():
         assert [text for seed in range(first, first + 10) if seed not in CPP for text in mistakes(seed)] == []
 
 
@@ -27,7 +28,7 @@ def test_random_functions_are_equal_in_cpp(seed):
 @pytest.mark.long
 @pytest.mark.parametrize("first", range(100, 2100, 100))
 def test_many_random_functions_are_equal(first):
-    with op_by_op():
+    with traced_only():
         assert [text for seed in range(first, first + 95) for text in mistakes(seed)] == []
     assert [text for seed in range(first + 95, first + 100) for text in mistakes(seed)] == []
 

@@ -149,8 +149,9 @@ def test_a_run_with_other_numbers_has_the_same_key(cfg: Config, data: Any):
 
 
 @pytest.fixture
-def graphs(monkeypatch):
-    yield from traced_only(monkeypatch)
+def graphs():
+    with traced_only() as names:
+        yield names
 
 
 SLOW = [pytest.param(cfg, marks=pytest.mark.slow) for cfg in (*CONFIGS[:4], *CONFIGS[5:8], *CONFIGS[9:])]

@@ -1,7 +1,9 @@
 """Graphs of functions, traced without a compiler."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.fx import GraphModule
@@ -30,19 +32,23 @@ def with_reshapes(graph: GraphModule) -> GraphModule:
     return graph
 
 
-def traced_only(monkeypatch: Any) -> Iterator[list[str]]:
-    """Run traced graphs in place of compiled functions; yield the names of the traced functions. For a fixture."""
+@contextmanager
+def traced_only() -> Iterator[list[str]]:
+    """Run traced graphs in place of compiled functions. Yield a list that gets the names of the traced functions."""
     names: list[str] = []
 
-    def compiled(fn, structure, leaves):
+    def compiled(fn: Any, structure: Any, leaves: Any) -> Any:
         names.append(fn.func.__name__)
         graph, made = traced(fn, structure, leaves)
         run = with_reshapes(graph)
         return (lambda *leaves: list(run(*leaves))), made, captured(graph)
 
-    monkeypatch.setattr(jit, "_compiler_for", lambda leaves: compiled)
-    for known in (jit._compiled, jit._compiled_or_eager):
-        known.cache_clear()
-    yield names
-    for known in (jit._compiled, jit._compiled_or_eager):
-        known.cache_clear()
+    with patch.object(jit, "_compiler_for", lambda leaves: compiled):
+        _forget_compiled()
+        yield names
+    _forget_compiled()
+
+
+def _forget_compiled() -> None:
+    jit._compiled.cache_clear()
+    jit._compiled_or_eager.cache_clear()

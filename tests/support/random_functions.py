@@ -9,10 +9,8 @@ Floats never become integers, because a rounding error could change the integer.
 
 import argparse
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 from tensordict import TensorDict
@@ -20,14 +18,13 @@ from torch import Tensor
 
 from ecrl import rng
 from ecrl.compile.jit import _compiled, choose_form
-from ecrl.compile.trace import captured, traced
 from ecrl.envs import auto_reset
 from ecrl.envs.core import Env, state_of, time_limit
 from ecrl.kernels import collect_rollout, scan
 from ecrl.policies.core import Policy
 from ecrl.pytree import flatten, names, unflatten
 from ecrl.spaces import box
-from support.graphs import with_reshapes
+from support.graphs import traced_only
 
 FLOATS = torch.float32, torch.float64, torch.float16, torch.bfloat16
 INTEGERS = torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool
@@ -282,18 +279,6 @@ def drawn_case(seed: int) -> Case:
     return rollout_case(r) if seed % 4 == 3 else function_case(r)
 
 
-@contextmanager
-def op_by_op() -> Iterator[None]:
-    """Run the graphs of compiled functions operation by operation: no C++ is built."""
-
-    def trace(*args: Any) -> Any:
-        graph, out = traced(*args)
-        return with_reshapes(graph), out, captured(graph)
-
-    with patch("ecrl.compile.jit._compiler_for", lambda leaves: trace):
-        yield
-
-
 def differences(actual: Any, expected: Any) -> list[str]:
     """Describe the tensors that differ by more than their tolerance."""
     (actual_leaves, structure), (expected_leaves, same) = flatten(actual), flatten(expected)
@@ -341,5 +326,5 @@ if __name__ == "__main__":
     if args.cpp:
         print(*mistakes(args.seed) or ["equal"], sep="\n")
     else:
-        with op_by_op():
+        with traced_only():
             print(*mistakes(args.seed) or ["equal"], sep="\n")
