@@ -56,9 +56,9 @@ __all__ = [
 
 
 def make_env(choice: EnvChoice | dict | str) -> Env:
-    """Return the environment that a name, or the `env` section of a config, describes.
+    """Return the environment with a given name, or the environment that an `env` section of a config describes.
 
-    Equal settings give the same object.
+    Calls with equal settings return the same object.
 
     >>> make_env("cartpole") is make_env({"id": "cartpole", "cfg": {"gravity": 9.8}})
     True
