@@ -729,7 +729,7 @@ def of(uid):
 @pytest.mark.parametrize(
     ("func", "params", "message"),
     [
-        (POSE, {**of("cub"), **SPOT}, r"entity_cfg.uid: body 'cub' is not in the scene; it has: .*cube"),
+        (POSE, {**of("cub"), **SPOT}, r"entity_cfg.uid: body 'cub' is not in the scene; the scene has: .*cube"),
         (POSE, {**of("wall"), **SPOT}, "entity_cfg.uid: body 'wall' cannot be moved"),
         (
             "randomize_target_pose",

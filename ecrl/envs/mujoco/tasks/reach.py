@@ -46,7 +46,7 @@ _EVENTS: Any = {
 
 
 class ReachExtensions(ConfigModel):
-    """Target and condition of success."""
+    """Settings of the target and the condition of success."""
 
     success_threshold: Positive = Field(
         0.05, description="distance to the target, m, below which the episode is a success"
