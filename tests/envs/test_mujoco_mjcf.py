@@ -100,7 +100,7 @@ NAMELESS = {"mjcf": BARE.replace('name="j2"', ""), "drive_pros": DRIVES | {"max_
         ({"actuators": SPRUNG, "params": {"joint_ids": [0, 0]}}, r"\[0, 0\] names a joint twice"),
         (
             {"actuators": "", "robot": {"mjcf": BARE, "drive_pros": DRIVES | {"max_effort": {"j1": 5.0}}}},
-            "robot.drive_pros.max_effort: no number for j2",
+            "robot.drive_pros.max_effort: no value for j2",
         ),
         ({"actuators": "", "robot": NAMELESS}, "robot.mjcf: a hinge or slide of the file has no name"),
     ],
