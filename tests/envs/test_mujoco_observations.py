@@ -198,7 +198,7 @@ def test_a_target_that_no_event_stores_is_refused(sim):
 
 def test_joints_need_a_robot():
     sim = scene({"rigid_object": SCENE["rigid_object"]})
-    with pytest.raises(ConfigError, match="this term needs joints of a robot, but the scene has no robot"):
+    with pytest.raises(ConfigError, match="this term needs a robot's joints, but the scene has no robot"):
         made("observation", "normalize_robot_joint_data", sim)
 
 
