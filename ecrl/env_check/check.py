@@ -1,7 +1,7 @@
 """Check that an environment fulfils the contract of `Env`, for `ecrl check-env ENV` and `ecrl.check_env`.
 
-The functions at the top of the file take random actions in the environment. The functions in the middle find faults in
-the resulting trajectory. The functions at the end run all checks.
+The first functions in the file take random actions in the environment. The next functions find faults in the resulting
+trajectory. The last functions run all checks.
 """
 
 import time
@@ -43,7 +43,7 @@ class EnvCheck(NamedTuple):
 
 
 class Trajectory(NamedTuple):
-    """A rollout with random actions.
+    """States, actions and noise of a rollout with random actions.
 
     Attributes:
         start: the state after reset, `[N]`.
@@ -194,7 +194,7 @@ def _episode_faults(history: dict[str, Tensor], lockstep: bool) -> Iterator[str]
 
 
 def _executed_faults(history: dict[str, Tensor]) -> Iterator[str]:
-    """Report the first action that took no step of the environment."""
+    """Report the first action that took no environment step."""
     if "executed" in history and (none := history["executed"][1:] < 1).any():
         time, env = _first_index(none)
         number = history["executed"][time + 1, env]
@@ -255,7 +255,7 @@ def _check_repeatable(env: Env, keys: Tensor, trajectory: Trajectory) -> Iterato
 
 
 def _check_independent_rows(env: Env, keys: Tensor, trajectory: Trajectory) -> Iterator[str]:
-    """Report environments that depend on others. The last environment must give the same values on its own."""
+    """Report if environments of a batch depend on each other. The last environment must give the same values alone."""
     last, advice = slice(len(keys) - 1, None), "without the other envs; compute each env independently"
     who = f"env {len(keys) - 1} a different"
     if mismatch := _first_mismatch(_part(trajectory.start, last), env.reset(keys[last])):
@@ -275,7 +275,7 @@ def _check_traceable(env: Env, trajectory: Trajectory) -> Iterator[str]:
     last = len(trajectory.actions) - 1
     inputs = _part(trajectory.states, last - 1), _part(trajectory.actions, last), _part(trajectory.noise, last)
     leaves, structure = flatten(inputs)
-    from ecrl.compile.trace import traced  # imported only here, because it needs private parts of torch
+    from ecrl.compile.trace import traced  # import here, because this module needs private parts of torch
 
     try:
         graph, out = traced(env.step, structure, leaves)
@@ -326,7 +326,7 @@ def _gymnasium_checker(cfg: GymnasiumConfig) -> tuple[list[str], list[str]]:
         env = gymnasium.make(cfg.id, max_episode_steps=cfg.max_episode_steps, **kwargs)
         try:
             gymnasium_check(env.unwrapped, skip_render_check=True)
-        except Exception as error:  # from the checker or from the environment
+        except Exception as error:  # raised by the checker or by the environment
             findings = [f"Gymnasium's checker: {type(error).__name__}: {' '.join(str(error).split())}"]
         env.close()
     plain = [str(w.message).replace("\033[33mWARN: ", "").replace("\033[0m", "") for w in captured]

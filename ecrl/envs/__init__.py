@@ -1,4 +1,4 @@
-"""Environments, each a record of pure functions. Importing this package registers the built-in environments."""
+"""Environments as records of pure functions. Importing this package registers the built-in environments."""
 
 from ecrl.config import EnvChoice
 from ecrl.config.model import validate_section
@@ -56,7 +56,7 @@ __all__ = [
 
 
 def make_env(choice: EnvChoice | dict | str) -> Env:
-    """Return the environment with a given name, or the environment that an `env` section of a config describes.
+    """Make an environment from its name or from the `env` section of a config.
 
     Calls with equal settings return the same object.
 

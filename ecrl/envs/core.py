@@ -1,4 +1,4 @@
-"""The record `Env` of an environment's functions, and wrappers that map an `Env` to an `Env`.
+"""Define `Env`, a record of an environment's functions, and wrappers that change an `Env`.
 
 An `Env` is a frozen dataclass of pure functions. The functions `reset(keys)` and `step(state, action, noise)` return a
 state, a TensorDict of batch shape `[*B]`. Every state has the fields `obs`, `reward`, `terminated` and `truncated`, and
@@ -6,8 +6,8 @@ the fields of the dynamics. A state may also have `info`, a TensorDict with fiel
 
 One action may be a chunk of several environment steps. The state then has the field `executed` (int64 `[*B]`), the
 number of environment steps that the action took. `executed` is at least 1, and smaller than the chunk's length if the
-episode ended within the chunk. Returns are discounted by `gamma ** executed`. `reward` is the sum of the rewards of the
-`executed` steps. After `reset`, `executed` may have any value. All other step counts in this module, such as
+episode ended within the chunk. Algorithms discount returns by `gamma ** executed`. `reward` is the sum of the rewards
+of the `executed` steps. After `reset`, `executed` may have any value. All other step counts in this module, such as
 `max_episode_steps` and `min_truncation_gap`, count calls of `step`.
 """
 
@@ -30,32 +30,32 @@ NEVER = sys.maxsize
 
 
 def keys_as_noise(keys: Tensor) -> Tensor:
-    """Return the keys unchanged. By default, `Env.draw` is this function, so the noise of a step is the step's key."""
+    """Return the keys unchanged. With this default of `Env.draw`, the noise of a step is the step's key."""
     return keys
 
 
 def last_obs(state: TensorDict) -> Any:
-    """Return `state["obs"]`. By default, `Env.observe` is this function, which recomputes nothing."""
+    """Return `state["obs"]`. With this default of `Env.observe`, no observation is recomputed."""
     return state["obs"]
 
 
 def nothing_to_close(state: TensorDict) -> None:
-    """Do nothing. By default, `Env.close` is this function, because tensors hold no resources to release."""
+    """Do nothing. With this default of `Env.close`, no resources are released."""
 
 
 def nothing_lasts(start: TensorDict, ended: TensorDict) -> TensorDict:
-    """Return `start` unchanged. By default, `Env.carry_over` is this function, and no value outlasts an episode."""
+    """Return `start` unchanged. With this default of `Env.carry_over`, no value outlasts an episode."""
     return start
 
 
 def always_current(state: TensorDict) -> bool:
-    """Return True. By default, `Env.is_current` is this function, and `step` can continue from every state."""
+    """Return True. With this default of `Env.is_current`, `step` can continue from every state."""
     return True
 
 
 @dataclass(frozen=True)
 class Env:
-    """An environment as a record of pure functions, which operate on a batch of copies of the environment.
+    """An environment as a record of pure functions. Each function operates on a batch of copies of the environment.
 
     Attributes:
         reset: maps int64 keys `[*B]` to a state at the start of an episode.
@@ -100,7 +100,7 @@ class Env:
 
 
 def state_of(obs: Tensor | TensorDict, batch: torch.Size, **fields: Tensor) -> TensorDict:
-    """Return the state before the first step of an episode, with reward 0 and both end-of-episode flags False.
+    """Return the state before the first step of an episode, with reward 0 and without termination or truncation.
 
     `fields` are the state fields of the dynamics. `obs` may be a TensorDict. The reward has the dtype of the first
     float tensor in `obs`, or float32 if `obs` has only integers.
@@ -176,7 +176,7 @@ def auto_reset(env: Env) -> Env:
     def reset(keys: Tensor) -> TensorDict:
         start = env.reset(keys)
         outcome = start.select(*_OUTCOME, strict=False)
-        # keep the field order of `step`, because a different order would cause a recompilation
+        # keep the field order of `step`, because compiled code recompiles if the order changes
         return start.exclude(*_OUTCOME).update(outcome).set("final_obs", start["obs"].clone())
 
     def draw(keys: Tensor) -> TensorDict:
@@ -196,7 +196,7 @@ def auto_reset(env: Env) -> Env:
 
 @cache
 def clip_action(env: Env) -> Env:
-    """Clip Box actions to the bounds of their space before the environment's `step`.
+    """Clip Box actions to the bounds of the action space before each step.
 
         clipped = max(low, min(high, action))
 

@@ -1,4 +1,4 @@
-"""Events, which change an environment's state in addition to its dynamics.
+"""Events, which change the state of an environment outside its dynamics.
 
 For example, an event may randomise physical constants or starts, or apply a disturbance. To define an event, register a
 function `make(cfg)` that returns a function `apply`. `apply(state, keys)` returns the state after the event happened in
@@ -28,11 +28,11 @@ from ecrl.registry import did_you_mean, lookup, register_event
 Apply = Callable[[TensorDict, Tensor], TensorDict]
 
 _HIDDEN = ("reward", "terminated", "truncated", "info", "mask", "executed", "final_obs", "elapsed")
-"""State fields hidden from events: the outcome of the last step, and the step counter of the time limit."""
+"""State fields that events cannot read: the outcome of the last step, and the step counter of `time_limit`."""
 
 
 class _Event(NamedTuple):
-    """A configured event of an environment.
+    """An event, with its settings and its `apply` function.
 
     Error messages begin with `label`. `position` is the index of the event among all events of the environment.
     `rng.fold_in` mixes this index into the keys, so that each event draws different values.
@@ -51,7 +51,7 @@ def _fields(state: TensorDictBase) -> dict[str, Tensor]:
 
 
 def _event_fields(env: Env, state: TensorDict) -> TensorDict:
-    """Return a copy of the fields that an event may change, with `obs` only if `env.observe` is the default."""
+    """Return a copy of the fields that an event may change. `obs` is included only if `env.observe` is the default."""
     derived = () if env.observe is last_obs else ("obs",)
     return state.exclude(*_HIDDEN, *derived).clone()
 
@@ -64,7 +64,7 @@ def _apply_event(env: Env, event: _Event, state: TensorDict, keys: Tensor, selec
 
 
 def make_event(event: EventConfig, scene: Any, label: str) -> Apply:
-    """Return the `apply` function of an event. If the event's `make` takes a second argument, pass `scene`.
+    """Return the `apply` function of an event. If `make` of the event takes a second argument, it receives `scene`.
 
     Raises: ConfigError that begins with `label`, if the event needs a scene and `scene` is None, or if its settings do
         not fit the scene.
@@ -103,12 +103,12 @@ def check_event(label: str, apply: Apply, before: TensorDict, keys: Tensor) -> N
 
 
 def lowered_gap(gap: int, events: Mapping[str, EventConfig]) -> int:
-    """Return the minimum of `gap` and every event's `min_truncation_gap`, if it has one; see `with_events`."""
+    """Return the smallest of `gap` and the `min_truncation_gap` that events declare; see `with_events`."""
     return min((gap, *(getattr(event.params, "min_truncation_gap", gap) for event in events.values())))
 
 
 def with_events(env: Env, events: Mapping[str, EventConfig], where: str = "trainer.events") -> Env:
-    """Add events to an environment that `auto_reset` wraps.
+    """Add events to an environment that is wrapped by `auto_reset`.
 
     The mode of an event decides when the event happens:
 
@@ -160,9 +160,9 @@ def with_events(env: Env, events: Mapping[str, EventConfig], where: str = "train
 
 
 def restart(env: Env, state: TensorDict, keys: Tensor) -> TensorDict:
-    """Start an episode in every environment like `env.reset(keys)`, but keep the startup events and counters."""
+    """Start an episode in every environment, but keep the startup events and the counters of `state`."""
     if not env.is_pure or "events" in state:
-        # this `reset` also takes the old state, and keeps its startup events or its open environments
+        # `reset` accepts the old state here, and keeps its startup events or its open environments
         return cast(Any, env.reset)(keys, state)
     return env.carry_over(env.reset(keys), state)
 
@@ -209,7 +209,10 @@ _Numbers = Annotated[Annotated[_Number, NUMBER] | _List, by_kind("a number or a 
 
 
 class RandomizeFieldConfig(ConfigModel):
-    """Settings of `randomize_field`: a state field and its random range. Equal bounds give a fixed value."""
+    """Settings of `randomize_field`: a state field and the range of its random draw.
+
+    Equal bounds give a fixed value.
+    """
 
     field: str = Field(description='dotted name of a float field of the env state, such as "obs" or "angle"')
     low: _Numbers = Field(description="lowest draw: one value, or one value per element of the field")

@@ -1,7 +1,7 @@
 """Point mass: push a damped point to a goal in the plane, around two round obstacles. Every step is differentiable.
 
-The integrator is semi-implicit Euler. The task equals EmbodiChain's `PointMassRL`, and is also registered under this
-name. Unlike in EmbodiChain, gradients also flow through the last action.
+The integrator is semi-implicit Euler. The task is EmbodiChain's `PointMassRL`, and is also registered under this name.
+Unlike EmbodiChain's task, gradients also flow through the last action.
 """
 
 from math import inf, sqrt
@@ -17,8 +17,8 @@ from ecrl.envs.core import NEVER, Env, state_of, time_limit
 from ecrl.registry import register_env
 from ecrl.spaces import box
 
-_GOAL, _START, _OBSTACLE = 0.7, 0.6, 0.8  # largest random coordinates of each, in units of workspace_half
-_TRIES = 8  # candidate positions per obstacle; by default, 92 % of them are far enough from the goal
+_GOAL, _START, _OBSTACLE = 0.7, 0.6, 0.8  # largest random coordinates in units of workspace_half
+_TRIES = 8  # candidate positions per obstacle; by default, 92 % of the candidates are far enough from the goal
 _WEIGHTS = {"distance": 1.0, "near": 0.5, "penetration": -2.0, "speed": -0.01, "change": -0.001}
 _NEAR = 0.05  # width of the bonus around the goal, m
 
@@ -76,7 +76,7 @@ def _observe(state: TensorDict) -> Tensor:
 def _info(terms: dict[str, Tensor], success: Tensor, distance: Tensor, path: Tensor, collisions: Tensor) -> TensorDict:
     metrics = {"final_distance": distance, "path_length": path, "collision_count": collisions}
     info = TensorDict({"success": success, "metrics": metrics, "rewards": terms}, success.shape)
-    return info.clone()  # fields must not share a tensor, because compiled code would depend on the sharing
+    return info.clone()  # fields must not share a tensor: compiled code would depend on the sharing
 
 
 @register_env("PointMassRL")

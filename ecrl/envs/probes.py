@@ -63,13 +63,13 @@ def _plus_or_minus_one(correct: Tensor) -> Tensor:
 
 @register_env("probe_constant")
 def probe_constant(cfg: ProbeConfig) -> Env:
-    """Return a one-step environment with reward 1 and value V = 1."""
+    """Return a one-step environment with reward 1, so the value is V = 1."""
     return _one_step(_zero, lambda obs, action: torch.ones_like(obs))
 
 
 @register_env("probe_observation")
 def probe_observation(cfg: ProbeConfig) -> Env:
-    """Return a one-step environment whose reward and value equal the observation, -1 or 1."""
+    """Return a one-step environment with observation -1 or 1, and with reward and value V equal to the observation."""
     return _one_step(lambda keys: 2.0 * _zero_or_one(keys) - 1.0, lambda obs, action: obs.clone())
 
 

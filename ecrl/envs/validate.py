@@ -1,4 +1,4 @@
-"""Check the states of an environment before a run starts. Errors name the wrong field."""
+"""Check the states of an environment before a run starts. Error messages name the field that is wrong."""
 
 from functools import cache
 from typing import Any
@@ -30,7 +30,7 @@ def _zero_action(space: Space, batch: torch.Size) -> Tensor:
 
 
 def _field_types(state: Any, batch: torch.Size, call: str) -> dict[str, str]:
-    """Map the dotted name of each tensor in a state to its dtype and shape. Error messages begin with `call`."""
+    """Return the dtype and shape of each tensor in a state, by dotted name. Error messages begin with `call`."""
     if not isinstance(state, TensorDictBase):
         raise ConfigError(f"{call} returns {type(state).__name__}, expected {_STATE}")
     if state.batch_size != batch:
@@ -41,7 +41,10 @@ def _field_types(state: Any, batch: torch.Size, call: str) -> dict[str, str]:
 
 
 def _obs_types(space: Space, name: str, batch: torch.Size) -> dict[str, tuple[str, ...]]:
-    """Map the dotted name of each observation tensor to its allowed types. An action mask may also be bool."""
+    """Return the allowed dtypes and shapes of each observation tensor, by dotted name.
+
+    An action mask may also be bool.
+    """
     if isinstance(space, Dict):
         parts = (_obs_types(part, f"{name}.{key}", batch) for key, part in space.items)
         return {key: types for part in parts for key, types in part.items()}

@@ -97,12 +97,12 @@ NAMELESS = {"mjcf": BARE.replace('name="j2"', ""), "drive_pros": DRIVES | {"max_
     [
         ({"actuators": TWICE}, "joint 'j1' has 2 actuators, expected one"),
         ({"actuators": "<intvelocity joint='j1' kp='9' actrange='-1 1'/>"}, "has an actuator of kind other, expected"),
-        ({"actuators": SPRUNG, "params": {"joint_ids": [0, 0]}}, r"\[0, 0\] names a joint twice"),
+        ({"actuators": SPRUNG, "params": {"joint_ids": [0, 0]}}, r"\[0, 0\] names a joint twice; name each joint once"),
         (
             {"actuators": "", "robot": {"mjcf": BARE, "drive_pros": DRIVES | {"max_effort": {"j1": 5.0}}}},
             "robot.drive_pros.max_effort: no value for j2",
         ),
-        ({"actuators": "", "robot": NAMELESS}, "robot.mjcf: a hinge or slide of the file has no name"),
+        ({"actuators": "", "robot": NAMELESS}, "robot.mjcf: a hinge or slide of the file has no name; name each joint"),
     ],
 )
 def test_files_that_do_not_fit_are_refused(settings, message):

@@ -324,7 +324,7 @@ FAULTS = [
     ),
     (
         {"robot": {"control_parts": {"arm": ["elbow_joint", "wrist_1_joint", "elbow_joint"]}}},
-        "robot.control_parts.arm: names joint 'elbow_joint' twice; name it once",
+        "robot.control_parts.arm: names joint 'elbow_joint' twice; name the joint once",
     ),
     (
         {"robot": {"solver_cfg": {"arm": {"tcp": SKEWED}}}},
@@ -345,7 +345,7 @@ FAULTS = [
     ),
     (
         {"robot": {"mjcf": SITED % MOTOR, "solver_cfg": {"arm": {"tcp": TCP}}}},
-        "robot.mjcf: the file has a site 'arm_tcp', the name of the end effector; rename it",
+        "robot.mjcf: the file has a site 'arm_tcp', the name of the end effector; rename the site",
     ),
     ({"robot": {"mjcf": ARM % ""}}, "robot.mjcf: the file has no actuators; give robot.drive_pros"),
     ({"robot": {"mjcf": ARM % MOTOR, "drive_pros": {"damping": 1.0}}}, "robot.drive_pros: give stiffness, damping and"),

@@ -1,4 +1,4 @@
-"""Gymnasium environments, created by id as in `"gymnasium:LunarLander-v3"`, or from a vector env by `from_vector`."""
+"""Gymnasium environments by id, such as `"gymnasium:LunarLander-v3"`, or from vector envs by `from_vector`."""
 
 from ecrl.envs.gymnasium.env import GymnasiumConfig, from_vector, gymnasium_env
 

@@ -1,4 +1,4 @@
-"""Adapt Gymnasium environments, which keep part of their state in Python objects, to `Env`."""
+"""Adapt Gymnasium environments to `Env`. Part of a Gymnasium environment's state is in Python objects."""
 
 import sys
 from collections.abc import Callable
@@ -50,7 +50,7 @@ class GymnasiumConfig(ConfigModel):
 
 @register_env("gymnasium")
 def gymnasium_env(cfg: GymnasiumConfig) -> Env:
-    """Return an environment that `gymnasium.make` creates. A key seeds the first episode and all later episodes.
+    """Make a Gymnasium environment with `gymnasium.make`. A key seeds the first episode and all later episodes.
 
     Observation spaces may be Box, Discrete, MultiDiscrete, MultiBinary, Dict and Tuple. The elements of a Tuple are
     named "0", "1" and so on. All floats become float32, and uint8 images stay uint8. `ecrl.spaces.from_gymnasium` lists
@@ -167,7 +167,7 @@ def _nvec(space: Space) -> tuple[int, ...]:
 
 
 def _check_unchanged(vector: Vector, first_spaces: tuple[Any, Any], label: str) -> Vector:
-    """Return `vector`. Raise ConfigError if its spaces changed because the id was registered again."""
+    """Return `vector`. Raise ConfigError if the spaces changed because the id was registered again."""
     spaces = vector.observation_space, vector.action_space
     if spaces == first_spaces:
         return vector
@@ -178,7 +178,7 @@ def _check_unchanged(vector: Vector, first_spaces: tuple[Any, Any], label: str) 
 
 
 def _probe_spaces(make: Callable[[int], Vector], label: str) -> tuple[tuple[Space, Space], tuple[Any, Any]]:
-    """Open and close one environment. Return its spaces in ecrl and its spaces in Gymnasium."""
+    """Open and close one environment. Return ecrl's spaces and Gymnasium's spaces of the environment."""
     try:
         vector = make(1)
         try:
@@ -192,7 +192,7 @@ def _probe_spaces(make: Callable[[int], Vector], label: str) -> tuple[tuple[Spac
 def _spaces(vector: Vector) -> tuple[Space, Space]:
     """Return ecrl's observation and action space.
 
-    The observation space includes an action mask that `reset` returns.
+    If `reset` returns an action mask, the observation space includes the mask.
     """
     obs_space, action_space = from_gymnasium(vector.observation_space), from_gymnasium(vector.action_space)
     if isinstance(action_space, Dict):

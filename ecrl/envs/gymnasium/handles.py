@@ -1,8 +1,8 @@
 """Table of the Gymnasium environments that are open in this process.
 
 A state consists of tensors, and cannot hold Gymnasium environments. Instead, the state's field `token` identifies the
-open environments, and its field `step` is their step count. Token 0 marks a state that was loaded from a checkpoint,
-whose environments are closed.
+open environments, and its field `step` is their step count. Token 0 marks a state from a checkpoint, whose environments
+are no longer open.
 """
 
 import atexit
@@ -24,26 +24,26 @@ _TOKENS = itertools.count(time.time_ns())  # start at the current time, so that 
 
 
 class Live:
-    """Open environments, the `Env` that owns them, and their number of steps and resets since the first reset."""
+    """Open environments, with the `Env` that owns them and a counter of steps and resets since the first reset."""
 
     def __init__(self, vector: Vector, owner: object, label: str):
         self.vector, self.owner, self.label, self.steps, self.token = vector, owner, label, -1, next(_TOKENS)
         _LIVE[self.token] = self
 
     def close(self) -> None:
-        """Close the environments. A second call does nothing."""
+        """Close the environments. A second call has no effect."""
         if _LIVE.pop(self.token, None) is not None:
             self.vector.close()
 
     def ask(self, answer: Callable[[], TensorDict], when: str, before: TensorDict | None = None) -> TensorDict:
-        """Call `answer`, add the token and the step count to the returned state, and return the state.
+        """Call `answer`, and return its state with the token and the step count added.
 
         `before` is the state before a step, or None for a reset. If one environment fails, all environments are closed,
         because the others may have taken the step already.
 
         Raises: UserError that names the environment, the error and the step `when`.
         """
-        self.steps += 1  # count before the call, so that older states are out of date even if the step is interrupted
+        self.steps += 1  # count before the call, so that an interrupted step makes older states out of date
         try:
             state = answer()
         except (Fault, BadValue) as error:
@@ -61,7 +61,7 @@ def _close_all() -> None:
 
 
 def fault_text(label: str, error: Fault | BadValue, first: int = 0) -> str:
-    """Return an error message that begins with the environment's index and label.
+    """Return an error message that begins with the index and the label of the environment.
 
     `first` is the index of this rank's first environment among the environments of all ranks.
     """
@@ -98,7 +98,7 @@ def require_live(state: TensorDict, owner: object, label: str) -> Live:
     live = find_live(state, owner)
     if live is None:
         reason = "the state was loaded or belongs to another process, or the envs were closed"
-        raise UserError(f"{label}: the envs are not open in this process ({reason}); reset them")
+        raise UserError(f"{label}: the envs are not open in this process ({reason}); reset the envs")
     if steps := steps_behind(live, state):
         reason = f"this state is {steps} steps behind its Gymnasium envs, which cannot go back"
         raise UserError(f"{label}: {reason}; continue from the newest state, or reset the envs")

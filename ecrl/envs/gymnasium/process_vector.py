@@ -90,7 +90,7 @@ def _stop(workers: list[_Worker]) -> None:
 
 
 def parallel(env_id: str, kwargs: dict[str, Any], num_envs: int, timeout: float) -> Vector:
-    """Open environments in at most one worker process per core. The results equal the results of `serial`."""
+    """Open environments in at most one worker process per core. `serial` gives the same results, without processes."""
     import cloudpickle
 
     spec = gymnasium.registry.get(env_id.rpartition(":")[2])

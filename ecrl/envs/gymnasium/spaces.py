@@ -1,7 +1,7 @@
 """Convert observations, actions and action masks between Gymnasium and tensors.
 
-`ecrl.spaces.from_gymnasium` converts the spaces themselves. A batch of observations is an array `[N, *shape]`, or a
-dict or tuple of batches. The integers of a discrete space begin at 0 in ecrl, and at the space's `start` in Gymnasium.
+`ecrl.spaces.from_gymnasium` converts the spaces. A batch of observations is an array `[N, *shape]`, or a dict or tuple
+of batches. The integers of a discrete space begin at 0 in ecrl, and at the space's `start` in Gymnasium.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,8 @@
 """Convert a `gymnasium.vector.VectorEnv` with any of the three autoreset modes to a `Vector`.
 
 SAME_STEP: the vector env resets in the step that ends an episode. `info["final_obs"]` becomes `final`.
-NEXT_STEP: the vector env resets in the next step and ignores its action. `counts` is False for this step.
+NEXT_STEP: the vector env resets in the step after an episode ended. `counts` is False for this step, whose action is
+    ignored.
 DISABLED: the vector env does not reset by itself. The adapter calls `reset(options={"reset_mask": ...})`.
 """
 
@@ -71,7 +72,7 @@ def _final(obs: Any, ended: list[int], space: gymnasium.Space, info: dict) -> An
 
 
 def _with_timeout(venv: AsyncVectorEnv, wait: Callable[[], Any], timeout: float) -> Callable[..., Any]:
-    """Wrap `wait`, which may never return, to raise a Fault after `timeout` seconds."""
+    """Wrap `wait` so that a Fault is raised if `wait` does not return within `timeout` seconds."""
 
     def wait_or_fail(close_timeout: float | None = None) -> Any:
         if close_timeout is not None:  # called by `AsyncVectorEnv.close`, which then ends the workers
@@ -98,7 +99,7 @@ def _failed_env(venv: VectorEnv) -> int | None:
 
 
 def _kill(venv: VectorEnv) -> None:
-    """Kill the workers of an AsyncVectorEnv, whose `close` would wait for the workers' answers after a failure."""
+    """Kill the workers of an AsyncVectorEnv. After a failure, its `close` would wait for the workers' answers."""
     if isinstance(venv, AsyncVectorEnv):
         for process in venv.processes:
             process.kill()
@@ -107,7 +108,7 @@ def _kill(venv: VectorEnv) -> None:
 
 
 def _close(venv: VectorEnv) -> None:
-    """Close a vector env. Kill its workers if `close` raises, as Gymnasium does after the death of a worker."""
+    """Close a vector env. If Gymnasium's `close` raises, as after the death of a worker, kill the workers."""
     try:
         venv.close()
     except Exception:

@@ -55,7 +55,7 @@ class Vector(NamedTuple):
 
 
 def replace_rows(obs: Any, envs: Sequence[int], space: gymnasium.Space, rows: Sequence[Any]) -> Any:
-    """Return a copy of `obs` with `rows` as the observations of the environments `envs`."""
+    """Replace the observations of the environments `envs` by `rows`, in a copy of `obs`."""
     out = obs.clone()
     if envs:
         try:

@@ -22,7 +22,7 @@ _EXTRAS = {"mujoco": "mujoco", "imageio": "mujoco", "Box2D": "box2d"}
 
 
 class Row(NamedTuple):
-    """Result of one environment's step or reset. `final` is the observation before the reset at an episode's end.
+    """Result of one environment's step or reset. At the end of an episode, `final` is the observation before the reset.
 
     A worker sends a plain tuple instead of a `Row`. In the worker, this class belongs to the module `__main__`, so the
     parent process could not unpickle a `Row`.
@@ -87,7 +87,7 @@ def step(env: gymnasium.Env, action: Any) -> Row:
 
 
 def success_of(info: dict[str, Any]) -> float | str:
-    """Return the success in a step's info, NaN if absent, or an error message if the value is not a number.
+    """Return the success that `info` reports, NaN if absent, or an error message if the value is not a number.
 
     >>> success_of({"success": None, "is_success": True}), success_of({"success": "yes"})
     (1.0, "reported info['success'] = 'yes', expected a bool, a number or None")
@@ -114,7 +114,8 @@ def _open(env_id: str, kwargs: dict[str, Any], spec: bytes | None) -> gymnasium.
 
         # `loads` runs code from the bytes, so the bytes must come from a trusted source. The bytes are an EnvSpec that
         # `process_vector.parallel` pickled in the parent process and sent through the private pipe of this worker. The
-        # bytes never come from a file or a network. The module pickle cannot load a class that a notebook defines.
+        # bytes never come from a file or a network. The module `pickle` itself cannot load a class that a notebook
+        # defines.
         gymnasium.registry.setdefault(env_id.rpartition(":")[2], cloudpickle.loads(spec))
     return make(env_id, kwargs)
 
@@ -148,7 +149,10 @@ def _serve(pipe: Connection) -> None:
 
 
 def _die_with_parent() -> None:
-    """Exit when the parent process dies. The parent never writes to stdin, so the read returns only at its death."""
+    """Exit when the parent process dies.
+
+    The parent never writes to stdin, so the read returns only if the parent dies.
+    """
     os.read(sys.stdin.fileno(), 1)
     os._exit(1)
 

@@ -1,7 +1,7 @@
 """Render images of a scene from its `physics` state. EGL or OSMesa renders without a screen.
 
-The camera is a pinhole camera. Let a point be x metres right of, y metres below and z metres in front of the camera.
-The point appears at this pixel, counted from the upper left corner:
+The camera is a pinhole camera. A point is x metres to the right of the camera, y metres below and z metres in front.
+The point's pixel, counted from the upper left corner, is:
 
     (fx x / z + cx, fy y / z + cy)
 """
@@ -25,7 +25,7 @@ from ecrl.envs.mujoco.scene.models import mujoco
 from ecrl.errors import UserError
 
 EYE, TARGET, DIRECTION, COLOR = "camera_eye_offset", "camera_target_offset", "light_direction", "light_color"
-"""Names of the targets that set the camera and the light. Images show a disc at each other 3D target."""
+"""Names of the targets that set the camera and the light. Images show a disc at each other target position."""
 
 _GOAL = np.array([0.1, 0.75, 0.3, 0.5], np.float32)
 _GOAL_SIZE = np.array([0.1, 0.002, 0.0])  # radius and half the thickness of the disc, m
@@ -54,7 +54,7 @@ class CameraConfig(ConfigModel):
     @model_validator(mode="after")
     def _looks_somewhere(self) -> "CameraConfig":
         if self.eye == self.target:
-            raise ValueError(f"eye and target are the same point, {list(self.eye)}; move one")
+            raise ValueError(f"eye and target are the same point, {list(self.eye)}; move the eye or the target")
         if self.up is not None and not np.cross(np.subtract(self.target, self.eye), self.up).any():
             raise ValueError(f"up {list(self.up)} is parallel to the viewing direction; choose another direction")
         return self
@@ -78,7 +78,9 @@ def backend() -> str:
             return name
     tried = " and ".join(names) + (", set by MUJOCO_GL" if len(names) == 1 else "")
     fault = f"cameras: neither EGL nor OSMesa works on this machine (tried {tried})"
-    raise UserError(f"{fault}; install one, such as: apt-get install libegl1 libgl1-mesa-dri, or remove the camera")
+    raise UserError(
+        f"{fault}; install a backend, such as: apt-get install libegl1 libgl1-mesa-dri, or remove the camera"
+    )
 
 
 def _context(width: int, height: int) -> Any:
@@ -104,7 +106,7 @@ def _canvas(model: Any, width: int, height: int) -> Iterator[Callable[[Any], np.
 
         def draw(scene: Any) -> np.ndarray:
             image = np.empty((height, width, 3), np.uint8)
-            window.make_current()  # another context of this thread may be current
+            window.make_current()  # another context may be current in this thread
             mujoco().mjr_render(viewport, scene, context)
             mujoco().mjr_readPixels(image, None, viewport, context)
             return image[::-1]

@@ -133,7 +133,7 @@ def _make_events(cfg: TaskConfig, sim: Simulation) -> tuple[Event, ...]:
 
 
 def _check_names(where: str, names: list[str]) -> None:
-    """Raise ConfigError for names that collide in logs or checkpoints, where a key is a path separated by /."""
+    """Raise ConfigError for names that collide in logs or checkpoints. A / in a name separates levels."""
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(f"{where}: the logs would contain {name!r} twice, from two terms or the task; rename one")
@@ -142,7 +142,10 @@ def _check_names(where: str, names: list[str]) -> None:
 
 
 def _check_functions(task: Task, state: TensorDict) -> None:
-    """Call the functions and rewards of a task. Raise ConfigError if a result is not one value per environment."""
+    """Call the functions and rewards of a task.
+
+    Raise ConfigError if a result does not have one value per environment.
+    """
     sim, flags = task.sim, state["elapsed"] > 0
     with error_prefix("env.cfg (compute_task_state)"):
         success, fail, metrics = task.compute_task_state(sim, state)
@@ -159,7 +162,7 @@ def _check_functions(task: Task, state: TensorDict) -> None:
 
 
 def never(sim: Simulation, state: TensorDict) -> Tensor:
-    """Return False. By default, `check_truncated` is this function, and only the time limit truncates an episode."""
+    """Return False. With this default of `check_truncated`, only the time limit truncates an episode."""
     return torch.zeros_like(state["elapsed"], dtype=torch.bool)
 
 

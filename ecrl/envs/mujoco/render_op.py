@@ -90,7 +90,7 @@ torch.library.register_vmap(_NAME, _vmap_image)
 
 
 def _vectors(state: TensorDict, batch: torch.Size) -> Tensor:
-    """Return the targets that an image depends on, `[*B, V, 3]`.
+    """Return the targets that determine an image, `[*B, V, 3]`.
 
     The first four targets set the camera and the light, and are NaN if absent. The other targets are positions to mark.
     """

@@ -10,7 +10,7 @@ from ecrl.envs.mujoco.scene.config import Real, SceneConfig
 
 
 class _Term(ConfigModel):
-    """Config of a term: the name of a registered function, and the function's settings."""
+    """Config of a term, which names a registered function and gives the function's settings."""
 
     part_kind: ClassVar[str]
 

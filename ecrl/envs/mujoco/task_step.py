@@ -1,4 +1,4 @@
-"""Reset, step, observe and reward a task, as pure functions of the task's state.
+"""Pure functions that reset, step, observe and reward a task.
 
 The state of a task has the fields of every environment's state, and these fields:
     world       TensorDict, read and written by `ecrl.envs.mujoco.world`
@@ -36,7 +36,10 @@ _CHECKED_EPISODES = 256  # number of episodes whose starts are tested when a tas
 EVENT_FIELDS = ("world", "targets", "action", "force")  # fields that events can read and change
 
 ComputeTaskState = Callable[[Simulation, TensorDict], tuple[Tensor, Tensor, dict[str, Tensor]]]
-"""Map (sim, state after a step) to success and fail (bool `[*B]`) and metrics by name. Both flags end an episode."""
+"""Map (sim, state after a step) to success and fail (bool `[*B]`) and metrics by name.
+
+Success and failure end an episode.
+"""
 
 Check = Callable[[Simulation, TensorDict], Tensor]
 """Map (sim, state) to a bool tensor `[*B]`."""
@@ -153,7 +156,7 @@ def _start_episode(task: Task, state: TensorDict, keys: Tensor) -> TensorDict:
 
 
 def _is_startup_neutral(task: Task, keys: Tensor) -> bool:
-    """Test if startup events change only model parameters, and do not affect which starts are acceptable."""
+    """Return True if startup events change only model parameters and do not affect the acceptance of starts."""
     one, reset_events = initial_state(task, keys), task.events_of("reset")
     life = cast(TensorDict, one["life"]).copy()
     other = one.copy().set("life", life.set("key", life["key"].flip(0)))
@@ -195,7 +198,7 @@ def reset(task: Task, keys: Tensor) -> TensorDict:
 
 def _info(success: Tensor, fail: Tensor, metrics: dict[str, Tensor], rewards: dict[str, Tensor]) -> TensorDict:
     info = TensorDict({"success": success, "fail": fail, "metrics": metrics, "rewards": rewards}, success.shape)
-    return info.clone()  # fields must not share a tensor, because compiled code would depend on the sharing
+    return info.clone()  # fields must not share a tensor: compiled code would depend on the sharing
 
 
 def carry_over(task: Task, new_start: TensorDict, ended: TensorDict) -> TensorDict:
@@ -233,13 +236,13 @@ def _control(task: Task, state: TensorDict, action: Tensor) -> Tensor:
 
 
 def reward_names(task: Task) -> list[str]:
-    """Return the names of the reward's components in the logs."""
+    """Return the log names of the reward's components."""
     task_reward = ["task"] if task.get_reward else []
     return task_reward + [name + suffix for name, *_ in task.rewards for suffix in ("", "_weighted")]
 
 
 def check_per_env(name: str, result: Any, like: Tensor) -> None:
-    """Raise ConfigError if a result does not have the dtype and shape of `like`, with one value per environment."""
+    """Raise ConfigError if a result does not have the dtype and shape of `like`, one value per environment."""
     actual, expected = (
         f"{x.dtype} {list(x.shape)}".removeprefix("torch.") if isinstance(x, Tensor) else type(x).__name__
         for x in (result, like)
@@ -276,7 +279,7 @@ def step(task: Task, state: TensorDict, action: Tensor, noise: Tensor) -> Tensor
             state = changed.where(count % event.interval_step == 0, state)
         state = state.copy().set("life", cast(TensorDict, state["life"]).copy().set("count", count))
     worlds, failed = advance(task.sim, cast(TensorDict, state["world"]), _control(task, state, action), state["force"])
-    # joint limits clamp an infinite action, but a reward that depends on the action would be infinite
+    # joint limits clamp the target of an infinite action, but rewards that use the action would be infinite
     invalid = failed | ~action.isfinite().all(-1)
     last_action = torch.where(invalid.unsqueeze(-1), state["action"], action)
     fields = {"world": worlds, "action": last_action, "force": torch.zeros_like(state["force"])}

@@ -1,8 +1,8 @@
 """Read and write the state of a simulation by the names of bodies, joints, sites and sensors.
 
-All functions are pure functions of a `Simulation` and a world `[*B]`, as in `ecrl.envs.mujoco.physics.simulation`.
-Values are float32, in m, rad, s and N. A pose is a homogeneous 4x4 matrix. The components of a quaternion are in the
-order w, x, y, z. Gradients flow through all functions that read a world.
+All functions are pure. Most take a `Simulation` and a world `[*B]` of `ecrl.envs.mujoco.physics.simulation`. Values are
+float32, in m, rad, s and N. A pose is a homogeneous 4x4 matrix. The components of a quaternion are in the order w, x,
+y, z. Gradients flow through all functions that read a world.
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ def _read(sim: Simulation, world: TensorDict, part: str) -> Tensor:
 
 
 def _replaced(row: Tensor, columns: Sequence[int], values: Tensor) -> Tensor:
-    """Return a copy of `row` with `values` in `columns`.
+    """Return a copy of `row`, with `columns` set to `values`.
 
     The copy is concatenated from slices, because slices compile better than indexing.
     """
@@ -56,7 +56,7 @@ def _replaced(row: Tensor, columns: Sequence[int], values: Tensor) -> Tensor:
 
 
 def _write(sim: Simulation, world: TensorDict, columns: Sequence[int], values: Tensor) -> TensorDict:
-    """Return worlds with `values` in `columns` of `physics`."""
+    """Return worlds with some `columns` of `physics` set to `values`."""
     values = values.double().expand(*world.batch_size, len(columns))
     return world.copy().set("physics", _replaced(world["physics"], columns, values))
 
@@ -131,7 +131,7 @@ def drive_of(sim: Simulation, joint: str) -> Drive | None:
 
 @cache
 def controls_per_target(sim: Simulation, joints: tuple[str, ...]) -> tuple[float, ...]:
-    """Return the factor from each joint's target or force to its control, 1 unless a file defines gears or gains."""
+    """Return each joint's ratio of control to target or force, which is 1 unless a file defines gears or gains."""
     return tuple(control_per_target(sim.model, i) for i in actuators_of(sim, joints))
 
 
@@ -195,7 +195,7 @@ def sensor(sim: Simulation, world: TensorDict, name: str) -> Tensor:
 
 
 def _positions(sim: Simulation, world: TensorDict) -> Tensor:
-    """Return the joint positions, and the positions and quaternions of mocap bodies, for `kinematics.follow`."""
+    """Return the argument `positions` of `kinematics.follow`."""
     parts = ("QPOS", "MOCAP_POS", "MOCAP_QUAT") if sim.model.nmocap else ("QPOS",)
     return torch.cat([_read(sim, world, part) for part in parts], -1) if len(parts) > 1 else qpos(sim, world)
 
@@ -279,7 +279,7 @@ def with_body_pose(
     model, joint, body = sim.model, _free_joint(sim, name), id_of(sim.model, "body", name)
     mocap = int(model.body_mocapid[body])
     if joint is None and mocap < 0:
-        raise ConfigError(f"body {name!r} cannot be moved: it is not free; make it dynamic or kinematic")
+        raise ConfigError(f"body {name!r} cannot be moved, because the body is not free; make it dynamic or kinematic")
     if joint is not None:
         first = _columns(sim, "QPOS").start + int(model.jnt_qposadr[joint])
         targets = range(first, first + 3), range(first + 3, first + 7)
@@ -295,7 +295,7 @@ def _first_dof(sim: Simulation, name: str) -> int:
     """Return the first degree of freedom of a free body. Raise ConfigError for a body that is not free."""
     joint = _free_joint(sim, name)
     if joint is None:
-        raise ConfigError(f"body {name!r} is not free; it moves with its joints or not at all")
+        raise ConfigError(f"body {name!r} is not free; the body moves with its joints or not at all")
     return int(sim.model.jnt_dofadr[joint])
 
 
@@ -315,7 +315,7 @@ def with_body_velocity(sim: Simulation, world: TensorDict, name: str, linear: Te
 
 
 def with_body_at_rest(sim: Simulation, world: TensorDict, name: str) -> TensorDict:
-    """Return worlds with a dynamic object at rest, whose velocities are 0."""
+    """Return worlds with a dynamic object at rest, with velocity 0."""
     first = _columns(sim, "QVEL").start + _first_dof(sim, name)
     return _write(sim, world, range(first, first + 6), world["physics"].new_zeros(torch.Size((6,))))
 

@@ -1,4 +1,4 @@
-"""Worlds, which are TensorDicts with the state of a simulation, and the pure function `advance`, which steps them.
+"""Simulations of scenes. The state of a simulation is a TensorDict called a world, which the function `advance` steps.
 
 A world of batch shape `[*B]` has these fields, which `ecrl.envs.mujoco.world` reads and writes:
     physics     float64, the state that `ecrl.envs.mujoco.physics.step_op` steps
@@ -23,13 +23,13 @@ from ecrl.envs.mujoco.scene.models import STATE, Backend, Varied, load, loaded, 
 from ecrl.envs.mujoco.scene.scene import build
 from ecrl.errors import ConfigError
 
-_SUBSTEPS = 4  # default, with 0.01 s per substep, so that an environment takes 25 steps per second
+_SUBSTEPS = 4  # default number of substeps; with 0.01 s per substep, an environment takes 25 steps per second
 _HUGE = 1e10  # MuJoCo's mjMAXVAL; MuJoCo treats larger values as invalid
 
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """A scene that is ready to be stepped. Equal configs give the same `Simulation` object.
+    """A scene that is ready for stepping. Equal configs give the same `Simulation` object.
 
     Attributes:
         model: MuJoCo's model.
@@ -124,7 +124,7 @@ def start(sim: Simulation, batch: Sequence[int], device: torch.device | str | No
 
 
 def _inputs(sim: Simulation, world: TensorDict, control: Tensor, force: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the state, control and parameters, which are the arguments of `step_op.step`."""
+    """Return the arguments of `step_op.step`: state, control and parameters."""
     row, batch = world["physics"], world.batch_size
     force = row.new_zeros(torch.Size((*batch, sim.nv))) if force is None else force.double()
     parameters = world["parameters"] if sim.varied else row.new_zeros(torch.Size((*batch, 0)))
@@ -157,7 +157,7 @@ def advance(
 
 
 def with_current_sensors(sim: Simulation, world: TensorDict, control: Tensor) -> TensorDict:
-    """Compute the sensor readings of worlds in their current state under a control `[*B, nu]`, by one `mj_forward`."""
+    """Update the sensor readings of worlds to their current state under a control `[*B, nu]`, by one `mj_forward`."""
     _, sensors = step_op.step(*_inputs(sim, world, control, None), handle=sim.handle, substeps=0)
     return world.copy().set("sensors", sensors.float())
 

@@ -1,9 +1,9 @@
 """Step any number of MuJoCo simulations at once with the torch operator `ecrl::mujoco_step`.
 
-A state is a float64 vector, in the layout that `mj_getState` returns for `models.STATE`. The state holds everything
-that a simulation needs for its next step. `mujoco.batch` steps the simulations in parallel, on its own threads and
-without the GIL. The same state, control and parameters give the same bits for any number of threads and in any batch.
-If a model is loaded for Warp, `ecrl.envs.mujoco.physics.warp_step` steps the model on the device of the state.
+A state is a float64 vector in the layout of `mj_getState` for `models.STATE`. The state holds everything that a
+simulation needs for its next step. `mujoco.batch` steps the simulations in parallel, on its own threads and without the
+GIL. The same state, control and parameters give the same bits for any number of threads and in any batch. If a model is
+loaded for Warp, `ecrl.envs.mujoco.physics.warp_step` steps the model on the device of the state.
 """
 
 import os
@@ -29,7 +29,7 @@ class _Pool(NamedTuple):
     """
 
     batch: Any
-    parts: list[tuple[slice, slice]]  # columns of each state component, in MuJoCo's layout and in ecrl's
+    parts: list[tuple[slice, slice]]  # columns of each component in MuJoCo's and in ecrl's layout
     control: slice  # columns of the control in MuJoCo's layout
     sensors: np.ndarray
     fields: list[tuple[np.ndarray, slice]]  # varied fields of the models, and their columns in the parameters
@@ -81,12 +81,15 @@ def _pool(handle: int, count: int) -> _Pool:
         fields.append((view, slice(at, at + len(rows))))
         at += len(rows)
     control = next((columns for columns, _ in _slices(model, CONTROL)), slice(0))
-    not_set = np.full((count, at), np.nan)  # NaN differs from every value, so the first call sets all parameters
+    not_set = np.full((count, at), np.nan)  # NaN never equals a value, so the first call sets all parameters
     return _Pool(batch, _slices(model, STATE), control, batch.bind("sensordata"), fields, not_set, Lock())
 
 
 def _set_parameters(pool: _Pool, parameters: np.ndarray) -> None:
-    """Write the parameters into the models. Recompute the dependent constants of each model that changed."""
+    """Write the parameters into the models.
+
+    Recompute the dependent constants of each model whose parameters changed.
+    """
     changed = np.flatnonzero((parameters != pool.parameters).any(1))
     if len(changed):
         for view, part in pool.fields:

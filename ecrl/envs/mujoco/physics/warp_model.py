@@ -1,4 +1,4 @@
-"""Import MuJoCo Warp, check that it supports a scene, and compute the sizes of its buffers."""
+"""Import MuJoCo Warp, check that Warp supports a scene, and compute the sizes of Warp's buffers."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,9 +46,9 @@ VARIES = {
 """Fields that may differ between simulations, each with the groups of constants that depend on it."""
 
 _CONTACTS = 8
-"""Contact slots per geom that can move and collide, averaged over the simulations."""
+"""Average number of contact slots per geom that can move and collide, over the simulations."""
 
-WARP_LOCK = RLock()  # Warp's current device and stream are global to the process
+WARP_LOCK = RLock()  # Warp has one current device and stream per process
 
 
 @contextmanager
@@ -76,12 +76,12 @@ def make_warp_model(mjw: Any, model: Any, batch_sizes: dict[str, int]) -> Any:
     model = copy(model)
     model.opt.disableflags = int(model.opt.disableflags) & ~int(mujoco().mjtDisableBit.mjDSBL_AUTORESET)
     out = mjw.put_model(model, batch_sizes)
-    out.opt.warn_overflow = 0  # no warning, because an overflow sets states to NaN
+    out.opt.warn_overflow = 0  # an overflow sets states to NaN instead of printing a warning
     return out
 
 
 def check(model: Any, varied: Varied) -> None:
-    """Raise ConfigError if the scene or `varied` needs features that Warp does not support, and list the features."""
+    """Raise ConfigError with a list of unsupported features if Warp does not support the scene or `varied`."""
     bits = mujoco().mjtEnableBit
     parts = {
         "flexible bodies": model.nflex,

@@ -1,9 +1,9 @@
 """Step simulations with MuJoCo Warp for the operator `ecrl::mujoco_step`, on a GPU or, in tests, on the CPU.
 
 States have the same layout as for MuJoCo. Warp steps in float32. Torch tensors share the memory of Warp's arrays. Each
-call writes everything that a step depends on to these arrays, so earlier calls have no effect. The host never reads
-results. In a CUDA graph captured by torch, conditional nodes stop the solver once it has converged. On a GPU without a
-capture, the solver always runs all its iterations.
+call writes everything that a step depends on to these arrays, so earlier calls have no effect. The host does not read
+the results. In a CUDA graph captured by torch, conditional nodes stop the solver once it has converged. On a GPU
+without a capture, the solver always runs all its iterations.
 """
 
 import math
@@ -33,11 +33,11 @@ _PARTS = {
 """Warp's array for each component of a state or control. `warp_model.check` rejects scenes with other components."""
 
 _HARMLESS = ("ITERATIONS", "LS_ITERATIONS")
-"""Overflow flags that do not mean lost data: the solver reached its iteration limit, as also occurs in MuJoCo."""
+"""Overflow flags without loss of data: the solver reached its iteration limit, which also happens in MuJoCo."""
 
 
 class _Worlds(NamedTuple):
-    """Simulations of one model on one device that are stepped together."""
+    """Simulations that have one model and one device, and are stepped together."""
 
     model: Any  # Warp's model
     data: Any  # Warp's data
@@ -47,7 +47,7 @@ class _Worlds(NamedTuple):
     constants: int  # bits of the groups of constants that depend on the parameters
     sensors: Tensor
     overflow: Tensor
-    loss_bits: int  # bits of `overflow` that mean lost contacts or constraints
+    loss_bits: int  # bits of `overflow` that report lost contacts or constraints
     buffers: list[tuple[Tensor, int]]  # number of used slots and size of each buffer
     graphs: list[Any]  # Warp's objects for the captures that use these arrays
 
@@ -111,9 +111,9 @@ def _worlds(handle: int, count: int, device: torch.device) -> _Worlds:
 
 @cache
 def _stream(pointer: int, device: torch.device) -> Any:
-    """Return Warp's only object for a torch stream.
+    """Return the only Warp object for a torch stream.
 
-    The object identifies a capture, so there must not be a second one.
+    The object identifies a capture, so a stream must not have two objects.
     """
     with packages() as (warp, _):
         return warp.Stream(warp.device_from_torch(device), cuda_stream=pointer)

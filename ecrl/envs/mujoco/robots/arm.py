@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 from ecrl.envs.mujoco.scene.models import mujoco
 
 _A = (0.0, -0.612, -0.5723, 0.0, 0.0)  # m
-_D = (0.1273, 0.0, 0.0, 0.163941, 0.1157, 0.0922)  # m; the last offset reaches the flange
+_D = (0.1273, 0.0, 0.0, 0.163941, 0.1157, 0.0922)  # m; the last offset is from the last joint to the flange
 _ALPHA = (pi / 2, 0.0, 0.0, pi / 2, -pi / 2)  # rad
 _MASS = (7.778, 12.93, 3.87, 1.96, 1.96, 0.202)  # kg
 _ARMATURE = (1.0, 1.0, 0.5, 0.1, 0.1, 0.1)  # kg m^2
 _LIMIT = (2 * pi, 2 * pi, pi, 2 * pi, 2 * pi, 2 * pi)  # rad
 _SHAPES = (  # capsules of the links, in the link frames: start, end and radius, m
     ((0.0, 0.0, 0.09), (0.0, 0.0, 0.15), 0.075),
-    ((0.0, 0.0, 0.13), (-0.612, 0.0, 0.13), 0.06),  # beside the joint, so that the link can pass the shoulder
+    ((0.0, 0.0, 0.13), (-0.612, 0.0, 0.13), 0.06),  # offset from the joint, so that the link can pass the shoulder
     ((0.0, 0.0, 0.03), (-0.5723, 0.0, 0.03), 0.05),
     ((0.0, 0.0, 0.05), (0.0, 0.0, 0.163941), 0.045),
     ((0.0, 0.0, 0.0), (0.0, 0.0, 0.1157), 0.045),

@@ -33,7 +33,7 @@ class Reached(NamedTuple):
 
 
 def _axis_trace_terms() -> list[list[float]]:
-    """Return the matrix `[9, 4]` that maps a flattened rotation matrix to its axis times sine and its trace."""
+    """Return the matrix `[9, 4]` that maps a flattened rotation matrix to axis * sin(angle) and the trace."""
     terms = np.zeros((3, 3, 4))
     for i in range(3):
         terms[(i + 2) % 3, (i + 1) % 3, i], terms[(i + 1) % 3, (i + 2) % 3, i] = 0.5, -0.5
@@ -45,7 +45,10 @@ _AXIS_TRACE = _axis_trace_terms()
 
 
 def _rotation_between(pose: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the rotation between two poses, as axis times sine `[*B, 3]`, sine `[*B, 1]` and angle `[*B, 1]`."""
+    """Return axis * sin(angle), sin(angle) and angle (rad) of the rotation from `pose` to `target`.
+
+    The shapes are `[*B, 3]`, `[*B, 1]` and `[*B, 1]`.
+    """
     rotation = target[..., :3, :3] @ pose[..., :3, :3].mT
     terms = (rotation.flatten(-2).unsqueeze(-1) * rotation.new_tensor(_AXIS_TRACE)).sum(-2)
     sine = torch.linalg.vector_norm(terms[..., :3], dim=-1, keepdim=True)
@@ -53,7 +56,7 @@ def _rotation_between(pose: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Ten
 
 
 def pose_error(pose: Tensor, target: Tensor) -> Tensor:
-    """Return the translation (m) and the rotation (axis times angle, rad) from `pose` to `target`, `[*B, 6]`.
+    """Return the translation (m) and the rotation (axis * angle, rad) from `pose` to `target`, `[*B, 6]`.
 
     Both poses are `[*B, 4, 4]`. Within 1e-6 rad of half a turn, the axis is not well defined. In this range, the
     returned rotation is smaller than pi, or even 0.

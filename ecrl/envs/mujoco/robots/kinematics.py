@@ -68,7 +68,7 @@ def _quaternion_terms() -> np.ndarray:
 
 
 _ROTATION = _quaternion_terms()
-_POSITION, _ONE = np.eye(16)[[3, 7, 11]], np.eye(16)[15]  # entries of the position and the last 1 of a pose
+_POSITION, _ONE = np.eye(16)[[3, 7, 11]], np.eye(16)[15]  # masks of a flattened pose: position, last entry
 
 
 def pose(position: Tensor | None, quaternion: Tensor) -> Tensor:
@@ -140,7 +140,7 @@ def chain(model: Any, body: int, end: np.ndarray | None = None) -> Chain:
 
 
 def columns(values: Tensor, indices: list[int]) -> Tensor:
-    """Select columns of the last axis. Neighbouring columns are read by one slice, which is faster."""
+    """Select columns of the last axis. Neighbouring columns are read by one slice, because a slice is faster."""
     if indices == list(range(indices[0], indices[0] + len(indices))):
         return values[..., indices[0] : indices[0] + len(indices)]
     return torch.stack([values[..., i] for i in indices], -1)
@@ -160,7 +160,7 @@ def _joint_poses(joints: list[Joint], positions: Tensor) -> Tensor:
 
 
 def follow(chain: Chain, positions: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
-    """Return the pose at the end of a chain, and a dict from degree of freedom to the pose after its hinge or slide.
+    """Return the pose at the end of a chain, and the pose after each hinge or slide, by its degree of freedom.
 
     Args:
         chain: the chain to follow.

@@ -79,7 +79,7 @@ def add_force_sensors(spec: Any, joints: tuple[str, ...], key: str) -> None:
 def _per_joint(
     values: PerJoint | None, defaults: tuple[float, ...], joints: tuple[str, ...], key: str
 ) -> tuple[float, ...]:
-    """Expand a config value to one value per joint. The robot's defaults replace missing values."""
+    """Expand a config value to one value per joint. The robot's defaults are used for missing values."""
     if isinstance(values, dict):
         for name in values:
             if name not in joints:
@@ -122,13 +122,13 @@ def _add_tcp(spec: Any, part: str, joint: str, flange: tuple[float, float, float
     mujoco().mju_mat2Quat(quaternion, rotation.flatten())
     position, name = [a + row[3] for a, row in zip(flange, tcp[:3], strict=True)], f"{part}_tcp"
     if spec.site(name) is not None:
-        raise ConfigError(f"robot.mjcf: the file has a site {name!r}, the name of the end effector; rename it")
+        raise ConfigError(f"robot.mjcf: the file has a site {name!r}, the name of the end effector; rename the site")
     spec.joint(joint).parent.add_site(name=name, pos=position, quat=quaternion, size=[0.01, 0.01, 0.01])
     return name
 
 
 def _from_file(cfg: RobotConfig, drives: Mapping[str, Drive]) -> tuple[Any, Builtin]:
-    """Read the robot from an MJCF file. The actuators of the file remain if the config has no drives."""
+    """Read a robot from an MJCF file. Without drives in the config, the file's actuators are kept."""
     spec = spec_of(cfg.mjcf or "", "robot.mjcf", os.environ.get("MENAGERIE_ROOT", ""))
     drive_cfg = cfg.drive_pros
     settings = (drive_cfg.stiffness, drive_cfg.damping, drive_cfg.max_effort)
@@ -141,10 +141,10 @@ def _from_file(cfg: RobotConfig, drives: Mapping[str, Drive]) -> tuple[Any, Buil
         spec.delete(element)
     joints = hinges_and_slides(spec)
     if "" in joints:
-        raise ConfigError("robot.mjcf: a hinge or slide of the file has no name; give each one")
+        raise ConfigError("robot.mjcf: a hinge or slide of the file has no name; name each joint")
     if any(joint.type == mujoco().mjtJoint.mjJNT_FREE for joint in spec.joints):
         fault = "a body of the file has a free joint, but the robot's base is fixed at robot.init_pos"
-        raise ConfigError(f"robot.mjcf: {fault}; remove the joint, or give the file as the scene, mjcf")
+        raise ConfigError(f"robot.mjcf: {fault}; remove the joint, or load the file as the scene with the key mjcf")
     for name in ("stiffness", "damping", "max_effort"):
         numbers = getattr(drive_cfg, name)
         if isinstance(numbers, dict) and (missing := [joint for joint in joints if joint not in numbers]):
@@ -169,7 +169,7 @@ def _parts(cfg: RobotConfig, built: Builtin) -> dict[str, tuple[str, ...]]:
             if name not in built.joints:
                 raise ConfigError(f"{key}: unknown {name!r}; {did_you_mean(name, built.joints)}")
             if name in names[:i]:
-                raise ConfigError(f"{key}: names joint {name!r} twice; name it once")
+                raise ConfigError(f"{key}: names joint {name!r} twice; name the joint once")
     for part in cfg.solver_cfg:
         if part not in parts:
             raise ConfigError(f"robot.solver_cfg: unknown part {part!r}; {did_you_mean(part, parts)}")
@@ -188,7 +188,7 @@ def _mount(built: Builtin, part: str, joints: tuple[str, ...]) -> tuple[str, tup
 
 
 def _tool_poses(built: Builtin, poses: dict[str, Matrix], mounts: Mapping[str, tuple[str, Any]]) -> dict[str, Matrix]:
-    """Map each built-in part with a tool to the pose of the tool.
+    """Return the pose of each built-in tool, by the name of its built-in part.
 
     A tool gets the pose of the configured part that ends at the tool's joint. If several parts end at this joint, the
     part with the name of the built-in part is used.

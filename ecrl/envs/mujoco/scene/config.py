@@ -1,7 +1,7 @@
 """Config models of a scene: the robot, the objects, a floor or an MJCF file, and the physics step.
 
-The keys are the same as in EmbodiChain. The attribute `inert` of a config maps each key that MuJoCo cannot use to the
-reason. ecrl ignores inert keys with a warning.
+The keys are the same as in EmbodiChain. The attribute `inert` of a config lists the keys that MuJoCo cannot use, each
+with the reason. Inert keys are ignored with a warning.
 """
 
 from typing import Annotated, ClassVar, Literal
@@ -15,7 +15,7 @@ Triple = Annotated[tuple[Real, Real, Real], Field(strict=False)]
 Shade = Annotated[tuple[Fraction, Fraction, Fraction], Field(strict=False)]
 Color = Annotated[tuple[Fraction, Fraction, Fraction, Fraction], Field(strict=False)]
 Steps = Annotated[int, Field(ge=1, le=10_000)]
-"""Number of physics steps or solver iterations, limited because an environment step cannot be interrupted."""
+"""Number of physics steps or solver iterations. The upper limit exists because a step cannot be interrupted."""
 _Row = Annotated[tuple[Real, Real, Real, Real], Field(strict=False)]
 _List = Annotated[tuple[NonNegative, ...], Field(strict=False, min_length=1), LIST]
 PerJoint = Annotated[
@@ -24,7 +24,7 @@ PerJoint = Annotated[
 ]
 """One value for all joints, a list with one value per joint, or values by joint name."""
 
-_NAME = r"^[^\x00]+$"  # MuJoCo ends a name at NUL
+_NAME = r"^[^\x00]+$"  # MuJoCo truncates a name at the first NUL character
 _OWN_SOLVER = "the action term EefPoseTerm has its own inverse kinematics, on the robot's joints"
 _ONE_FRICTION = "MuJoCo has one sliding friction, static_friction"
 
@@ -124,7 +124,7 @@ class DriveConfig(ConfigModel):
 
 
 class SolverConfig(ConfigModel):
-    """Config of an end effector at a part of the robot."""
+    """Config of the end effector of a robot part."""
 
     inert: ClassVar = dict.fromkeys(
         ("class_type", "urdf_path", "joint_names", "end_link_name", "root_link_name", "ik_nearest_weight"), _OWN_SOLVER

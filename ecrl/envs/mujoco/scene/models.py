@@ -25,7 +25,7 @@ _PREFIXES = ("body", "geom", "jnt", "dof", "actuator", "site", "tendon")
 
 
 class Loaded(NamedTuple):
-    """A model in the table of this process."""
+    """A model that this process has loaded."""
 
     model: Any
     threads: int
@@ -53,7 +53,7 @@ def mujoco() -> Any:
             raise
         fault = f"MUJOCO_GL={library} does not work here ({error})"
         packages = "libosmesa6 for osmesa, libegl1 for egl"
-        raise UserError(f"{fault}; unset it, or install its library with apt-get: {packages}") from None
+        raise UserError(f"{fault}; unset MUJOCO_GL, or install the library with apt-get: {packages}") from None
     log = getattr(mujoco, "MjLogConfig").get()  # noqa: B009  (MuJoCo's stubs do not have it)
     if log.logto_file:  # write no log file into the working directory; warnings still go to stderr
         log.logto_file = False
@@ -84,7 +84,7 @@ def load(model: Any, threads: int = 0, varied: Varied = (), backend: Backend = "
 
 
 def loaded(handle: int) -> Loaded:
-    """Return the model of a handle. Raise ConfigError if this process has not loaded it."""
+    """Return the model of a handle. Raise ConfigError if this process has not loaded the model."""
     if handle not in _LOADED:
         raise ConfigError(f"mujoco model {handle} is not loaded in this process; make its environment first")
     return _LOADED[handle]
@@ -105,7 +105,7 @@ def control_per_target(model: Any, i: int) -> float:
 
 
 def is_linear_in_control(model: Any, i: int) -> bool:
-    """Return True if the force of actuator `i` is linear in its control, directly or filtered.
+    """Return True if the force of actuator `i` is linear in the control or in the filtered control.
 
     The result is False for an integrator, a muscle or an actuator without gain.
     """
@@ -117,7 +117,7 @@ def is_linear_in_control(model: Any, i: int) -> bool:
 
 
 def size_of(model: Any, *parts: str) -> int:
-    """Return the total size of some components of a state."""
+    """Return the total size of the named components of a state."""
     states = mujoco().mjtState
     return sum(mujoco().mj_stateSize(model, getattr(states, f"mjSTATE_{part}").value) for part in parts)
 
@@ -153,7 +153,10 @@ def rows_of(model: Any, field: str, name: str) -> range:
 
 
 def id_of(model: Any, kind: str, name: str) -> int:
-    """Return the index of an object of a kind, such as "body". Raise ConfigError with all names if it is absent."""
+    """Return the index of an object of a kind, such as "body".
+
+    Raise ConfigError with all known names if the object is absent.
+    """
     kind_name = {"jnt": "joint"}.get(kind, kind)
     index = mujoco().mj_name2id(model, getattr(mujoco().mjtObj, f"mjOBJ_{kind_name.upper()}"), name)
     if index < 0:

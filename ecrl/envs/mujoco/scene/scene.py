@@ -12,8 +12,8 @@ from ecrl.envs.mujoco.scene.models import control_per_target, is_linear_in_contr
 from ecrl.errors import ConfigError
 from ecrl.registry import did_you_mean
 
-_TOUCH = {"contype": 1, "conaffinity": 3, "condim": 4}  # an object collides with everything, including robots
-_SLACK = 1e-6  # tolerance for rounding if a config repeats a limit of a file, rad or m
+_TOUCH = {"contype": 1, "conaffinity": 3, "condim": 4}  # objects collide with everything, including robots
+_SLACK = 1e-6  # rounding tolerance for a config that repeats a joint limit of a file, rad or m
 
 
 class Scene(NamedTuple):
@@ -79,12 +79,14 @@ def _set_options(spec: Any, cfg: SceneConfig) -> None:
     option, reset = spec.option, mujoco().mjtDisableBit.mjDSBL_AUTORESET
     option.timestep = cfg.physics.dt or option.timestep
     option.iterations = cfg.physics.iterations or option.iterations
-    # a diverged simulation must stay visible, so MuJoCo must not reset it
+    # MuJoCo must not reset a diverged simulation, so that its divergence stays visible
     option.disableflags = int(option.disableflags) | int(reset)
 
 
 def _add_robot(spec: Any, cfg: SceneConfig, drives: Mapping[str, Drive]) -> tuple[Robot, tuple[float, ...]]:
-    """Add the robot of the config, or else define the robot as all joints that the scene file's actuators drive.
+    """Add the robot of the config.
+
+    If the config has no robot, the joints that the scene file's actuators drive form the robot.
 
     Returns: the robot, and the robot's joint positions at the start. The positions are empty if the file defines them.
     """

@@ -36,7 +36,7 @@ class CartRobotConfig(RobotConfig):
 
 
 class CartPoleExtensions(ConfigModel):
-    """Settings of the conditions of success."""
+    """Thresholds for success."""
 
     angle_threshold: Positive = Field(0.02, description="at the time limit, a success needs a smaller pole angle, rad")
     velocity_threshold: Positive = Field(

@@ -66,7 +66,7 @@ _OBJECT: Any = {
 
 
 class PushCubeExtensions(ConfigModel):
-    """Settings of the object, the goal and the conditions of success."""
+    """Settings of the object, the goal and the success condition."""
 
     success_threshold: Positive = Field(
         0.1, description="horizontal distance to the goal, m, below which the episode is a success"

@@ -1,4 +1,4 @@
-"""Action terms, which set joint positions, changes of joint positions, end effector poses, joint velocities or forces.
+"""Action terms for joint positions, changes of joint positions, end effector poses, joint velocities and forces.
 
 Each term defines the bounds of its action. The task clamps target positions to the joint limits.
 """
@@ -79,7 +79,7 @@ def _joints(cfg: JointsConfig, sim: Simulation) -> tuple[str, ...]:
 
 @register_action("DeltaQposTerm")
 def delta_qpos(cfg: ScaledConfig, sim: Simulation) -> ActionTerm:
-    """Set target positions relative to the current positions: `target = qpos + scale * a` (rad or m), a in [-1, 1]."""
+    """Set target positions (rad or m) relative to the current positions: `qpos + scale * a` with a in [-1, 1]."""
     joints = _joints(cfg, sim)
 
     def control(state: TensorDict, action: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ def delta_qpos(cfg: ScaledConfig, sim: Simulation) -> ActionTerm:
 
 @register_action("QposTerm")
 def qpos(cfg: ScaledConfig, sim: Simulation) -> ActionTerm:
-    """Set target positions: `target = scale * a` (rad or m), a in [lowest / scale, highest / scale]."""
+    """Set target positions (rad or m) to `scale * a` with a in [lowest / scale, highest / scale]."""
     joints = _joints(cfg, sim)
     low, high = (tuple(x / cfg.scale for x in limits) for limits in ranges_of(sim, joints))
     return ActionTerm(joints, "position", low, high, lambda state, action: cfg.scale * action)
@@ -171,7 +171,7 @@ def _proportional(cfg: ScaledConfig, sim: Simulation, drive: Drive) -> ActionTer
 
 @register_action("QvelTerm")
 def qvel(cfg: ScaledConfig, sim: Simulation) -> ActionTerm:
-    """Set target velocities: `target = scale * a` (rad/s or m/s), a in [-1, 1].
+    """Set target velocities (rad/s or m/s) to `scale * a` with a in [-1, 1].
 
     The force of the drive is damping * (target - qvel), limited to max_effort. The drive does not hold a position.
     While max_effort limits the force, MuJoCo integrates the force explicitly. If damping * time step also exceeds the
@@ -183,5 +183,5 @@ def qvel(cfg: ScaledConfig, sim: Simulation) -> ActionTerm:
 
 @register_action("QfTerm")
 def qf(cfg: ScaledConfig, sim: Simulation) -> ActionTerm:
-    """Set forces: `force = scale * a` (N m or N), limited to max_effort, with a in [-1, 1]."""
+    """Set forces (N m or N) to `scale * a` with a in [-1, 1]. `max_effort` limits the forces."""
     return _proportional(cfg, sim, "force")

@@ -44,7 +44,7 @@ class RecordCameraConfig(CameraConfig):
     @classmethod
     def _within(cls, path: Path) -> Path:
         if path.is_absolute() or ".." in PurePosixPath(path).parts:
-            raise ValueError(f"{str(path)!r} is outside the run folder; give a path below its videos/")
+            raise ValueError(f"{str(path)!r} is outside the run folder; give a path below videos/ of the run folder")
         return path
 
 
@@ -113,7 +113,7 @@ class RandomizeCameraConfig(ConfigModel):
 
     @property
     def stores(self) -> dict[str, tuple[float, ...]]:
-        """Targets that the event sets, with the initial value 0, which does not move the cameras."""
+        """Targets that the event sets. Their initial value 0 does not move the cameras."""
         return dict.fromkeys(self.ranges, (0.0, 0.0, 0.0))
 
 
@@ -133,7 +133,7 @@ class RandomizeLightConfig(ConfigModel):
 
     @property
     def ranges(self) -> dict[str, tuple[Triple, Triple]]:
-        """Range of each random value, by the name of the target that stores the value."""
+        """Range of each random vector, by the name of the target that stores the vector."""
         ranges = {DIRECTION: self.direction_range, COLOR: self.color_range}
         return {name: box for name, box in ranges.items() if box is not None}
 

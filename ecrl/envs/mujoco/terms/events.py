@@ -1,6 +1,6 @@
-"""Scene events, which randomise poses of objects, targets and the robot, and masses, frictions and pushes of objects.
+"""Scene events that move, push or change objects at random, move the robot, or draw targets.
 
-Whenever an event happens, it draws new values uniformly between two bounds:
+Events draw new values whenever they happen, uniformly between two bounds:
 
     draw = low + (high - low) u,    u uniform over the multiples of 2**-24 in [0, 1)
 """
@@ -71,7 +71,7 @@ def _multiply(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _quaternion(degrees: Tensor) -> Tensor:
-    """Convert rotations Rx Ry Rz about x, then the rotated y and z, `[*B, 3]` (degrees), to quaternions `[*B, 4]`."""
+    """Convert rotation angles `[*B, 3]` (degrees) about x, the rotated y and the rotated z to quaternions `[*B, 4]`."""
     half = torch.deg2rad(degrees) / 2.0
     real, axes = half.cos().unsqueeze(-1), half.sin().unsqueeze(-1) * torch.eye(3, device=half.device)
     x, y, z = torch.cat((real, axes), -1).unbind(-2)
@@ -141,7 +141,7 @@ class RandomizeTargetPoseConfig(ConfigModel):
     @model_validator(mode="after")
     def _both(self) -> "RandomizeTargetPoseConfig":
         if self.relative_position != (self.reference_entity_cfg is not None):
-            raise ValueError("relative_position and reference_entity_cfg go together: give both or neither")
+            raise ValueError("relative_position and reference_entity_cfg go together; give both or neither")
         return self
 
     @property
@@ -237,7 +237,7 @@ class RandomizeRigidObjectMassConfig(ConfigModel):
 
 @register_event("randomize_rigid_object_mass")
 def randomize_rigid_object_mass(cfg: RandomizeRigidObjectMassConfig, sim: Simulation) -> Apply:
-    """Draw the mass of an object. The shape is unchanged, and the density stays uniform.
+    """Draw the mass of an object. The object keeps its shape and a uniform density.
 
         m' = draw, or m + draw, kg;  inertia' = inertia m' / m;  damping' = damping m' / m
 
@@ -297,7 +297,7 @@ def randomize_rigid_object_friction(cfg: RandomizeRigidObjectFrictionConfig, sim
 
 
 class PushRigidObjectConfig(ConfigModel):
-    """Settings of `push_rigid_object`: an object, and the range of the random force on it."""
+    """Settings of `push_rigid_object`: an object, and the range of the random force on the object."""
 
     entity_cfg: EntityConfig = Field(description="the object, dynamic")
     force_range: _Box = Field(description="[lowest, highest] force along x y z of the world, N")

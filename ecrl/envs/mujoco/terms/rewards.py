@@ -1,7 +1,7 @@
-"""Reward terms: functions of the whole state before and after a step.
+"""Reward terms, which are functions of the states before and after a step.
 
-A reward term has no memory of earlier steps. Distances are Euclidean and in m. At distance 0, the distance and its
-gradient are 0. The task applies the weights.
+A reward term has no memory of earlier steps. Distances are Euclidean and in m. The gradient of a distance of 0 is 0.
+The task applies the weights.
 """
 
 from math import isinf
@@ -161,7 +161,7 @@ def joint_velocity_penalty(cfg: JointsConfig, sim: Simulation) -> Reward:
 
 @register_reward("joint_limit_penalty")
 def joint_limit_penalty(cfg: JointLimitConfig, sim: Simulation) -> Reward:
-    """Penalise joints close to their limits after the step, `[*B]`, as fractions of their ranges.
+    """Penalise joints close to their limits after the step, `[*B]`, in fractions of the joint ranges.
 
         reward = -sum_j max(0, margin - min(t[j], 1 - t[j])),  t[j] = (q[j] - low[j]) / (high[j] - low[j])
 
@@ -229,7 +229,7 @@ def _push_point(position: Tensor, goal: Tensor, offset: float, height: float) ->
 
 @register_reward("reaching_behind_object")
 def reaching_behind_object(cfg: ReachingBehindConfig, sim: Simulation) -> Reward:
-    """Reward an end effector close to the push point of an object and its target, `[*B]`, from 0 to 1.
+    """Reward an end effector close to the point for pushing an object to its target, `[*B]`, from 0 to 1.
 
         reward = 1 - tanh(k |eef - (object - behind_offset u + height_offset z)|)
 

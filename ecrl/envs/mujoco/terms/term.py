@@ -21,14 +21,14 @@ from ecrl.errors import ConfigError
 from ecrl.registry import did_you_mean
 
 Observe = Callable[[TensorDict, Tensor | None], Tensor]
-"""Map (state, entry to modify or None for a new entry) to an entry of the observation, float32 `[*B, ...]`."""
+"""Map (state, entry) to an observation entry, float32 `[*B, ...]`. The input entry is None in mode add."""
 
 Reward = Callable[[TensorDict, TensorDict], Tensor]
 """Map (state before the step, state after the step) to a reward without its weight, float32 `[*B]`."""
 
 
 class ActionTerm(NamedTuple):
-    """A term of the action: the joints that the term drives, its bounds, and its function `control(state, action)`.
+    """An action term, with the joints that it drives, its bounds and its function `control(state, action)`.
 
     The action is `[*B, len(low)]` and the control is `[*B, len(joints)]`. `drive` defines the meaning of the control:
     target positions, target velocities or forces, in units of m, rad, s and N. Target positions are clamped to the
@@ -62,7 +62,7 @@ class JointsConfig(ConfigModel):
         if self.part_name is not None and self.joint_ids is not None:
             raise ValueError("part_name and joint_ids both select joints; keep one")
         if self.joint_ids is not None and len(set(self.joint_ids)) < len(self.joint_ids):
-            raise ValueError(f"joint_ids: {list(self.joint_ids)} names a joint twice; name each once")
+            raise ValueError(f"joint_ids: {list(self.joint_ids)} names a joint twice; name each joint once")
         return self
 
 
@@ -105,7 +105,7 @@ def joints_of(cfg: JointsConfig, sim: Simulation) -> tuple[str, ...]:
 
 
 def ranges_of(sim: Simulation, joints: tuple[str, ...]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return finite limits of joints. A hinge without limits gets +-pi.
+    """Return finite limits of joints. The limits of a hinge without limits are +-pi.
 
     Raises: ConfigError for a slide without limits.
     """
@@ -129,5 +129,5 @@ def target(state: TensorDict, key: str) -> Tensor:
     position = state["targets", key]
     if (size := position.shape[-1]) != 3:
         fault = f"target {key!r} has {size} elements, expected 3, the x, y and z of a position in m"
-        raise ConfigError(f"params.target_pose_key: {fault}; name another, or let its event store a position")
+        raise ConfigError(f"params.target_pose_key: {fault}; name another target, or let its event store a position")
     return position
