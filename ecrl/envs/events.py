@@ -1,8 +1,8 @@
 """Add events, such as random starts and disturbances, to an environment.
 
-An event changes the state in addition to the dynamics, such as a physical constant or a start. To define an event,
-register a function `make(cfg)` that returns a function `apply`. `apply(state, keys)` returns the state after the event
-happened in every environment of the batch. `apply` is a pure function of the state and of one int64 key per
+An event changes the state in addition to the dynamics. For example, an event draws a physical constant. To define an
+event, register a function `make(cfg)` that returns a function `apply`. `apply(state, keys)` returns the state after the
+event happened in every environment of the batch. `apply` is a pure function of the state and of one int64 key per
 environment. This module decides when an event happens, and selects the environments with `where`. Events can therefore
 run inside compiled and vmapped rollouts.
 """

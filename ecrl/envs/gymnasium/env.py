@@ -132,7 +132,7 @@ def _env(make: Callable[[int], Vector], label: str) -> Env:
         try:
             live = live or Live(_check_unchanged(make(len(seeds)), gymnasium_spaces, label), owner, label)
         except Fault as error:
-            raise UserError(f"{fault_text(label, error)}, when it was made") from error.__cause__
+            raise UserError(f"{fault_text(label, error)}, when the environment was made") from error.__cause__
         return live.ask(lambda: _state(live.vector.reset(seeds), spaces, keys), "reset")
 
     def step(state: TensorDict, actions: Tensor, noise: Any) -> TensorDict:
