@@ -99,7 +99,7 @@ def _failed_env(venv: VectorEnv) -> int | None:
 
 
 def _kill(venv: VectorEnv) -> None:
-    """Kill the workers of an AsyncVectorEnv. After a failure, its `close` would wait for the workers' answers."""
+    """Kill the workers of an AsyncVectorEnv. After a failure, `close` would wait for answers of the workers."""
     if isinstance(venv, AsyncVectorEnv):
         for process in venv.processes:
             process.kill()

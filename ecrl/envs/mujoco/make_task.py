@@ -133,7 +133,7 @@ def _make_events(cfg: TaskConfig, sim: Simulation) -> tuple[Event, ...]:
 
 
 def _check_names(where: str, names: list[str]) -> None:
-    """Raise ConfigError for names that collide in logs or checkpoints. A / in a name separates levels."""
+    """Raise ConfigError for names that collide in logs or checkpoints, such as `a` and `a/b`."""
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(f"{where}: the logs would contain {name!r} twice, from two terms or the task; rename one")
