@@ -1,1 +1,1 @@
-"""The checks of `ecrl check-env`."""
+"""Checks that `ecrl check-env` and `ecrl.check_env` run."""

@@ -1,7 +1,7 @@
-"""Check that an environment fulfils its contract: `ecrl check-env ENV` and `ecrl.check_env`.
+"""Check that an environment fulfils the contract of `Env`, for `ecrl check-env ENV` and `ecrl.check_env`.
 
-The first part of the file takes random actions in the environment. The second part finds faults in the resulting
-trajectory. The third part runs all checks.
+The first functions in the file take random actions in the environment. The next functions find faults in the resulting
+trajectory. The last functions run all checks.
 """
 
 import time
@@ -25,7 +25,7 @@ from ecrl.spaces import Box, Dict, Discrete, MultiDiscrete, Space
 from ecrl.tracing_state import version_of
 
 _NUM_ENVS, _MANY, _SECONDS = 4, 256, 0.3
-# fields that refer to environments outside of the tensors; they differ between repetitions
+# fields that identify open Gymnasium environments and differ between repetitions
 _REFERENCES = ("token", "step")
 _MASK = "action_mask"
 
@@ -34,7 +34,7 @@ class EnvCheck(NamedTuple):
     """Result of `check_env`.
 
     Attributes:
-        findings: one line for each fault, and none for a correct environment.
+        findings: one line for each fault. The list is empty for a correct environment.
         notes: further results, such as the speed.
     """
 
@@ -43,14 +43,14 @@ class EnvCheck(NamedTuple):
 
 
 class Trajectory(NamedTuple):
-    """The states of environments after random actions.
+    """States, actions and noise of a rollout with random actions.
 
     Attributes:
         start: the state after reset, `[N]`.
         states: the state after each step, `[T, N]`.
         actions: the action of each step, `[T, N]`.
         noise: the noise of each step, `[T, N]`.
-        written: names of the inputs that `reset`, `draw` and `step` wrote on, by name of the function.
+        written: maps `reset`, `draw` and `step` to the names of the inputs that the function modified.
     """
 
     start: TensorDict
@@ -61,7 +61,7 @@ class Trajectory(NamedTuple):
 
 
 def random_actions(space: Space, keys: Tensor, obs: Any) -> Tensor:
-    """Draw one action per key. It is uniform over the space, or normal for a Box element without bounds.
+    """Draw one action per key, uniform over the space, or normal for a Box element without bounds.
 
     An action mask in `obs` restricts the choices.
 
@@ -82,13 +82,13 @@ def random_actions(space: Space, keys: Tensor, obs: Any) -> Tensor:
 
 
 def _fields(tree: Any) -> dict[str, Tensor]:
-    """Return the tensors of a tree by dotted name."""
+    """Map the dotted name of each tensor in a tree to the tensor."""
     leaves, structure = flatten(tree)
     return dict(zip(names(structure), leaves, strict=True))
 
 
 def _record_writes(written: list[str], fn: Callable[..., Any], **inputs: Any) -> Any:
-    """Call `fn` and return its output. Append the names of inputs that it changed, added or deleted to `written`."""
+    """Call `fn` and return its output. Append to `written` the names of inputs that `fn` changed, added or deleted."""
     before = _fields(inputs)
     versions = {name: version_of(x) for name, x in before.items()}
     out, after = fn(*inputs.values()), _fields(inputs)
@@ -98,7 +98,7 @@ def _record_writes(written: list[str], fn: Callable[..., Any], **inputs: Any) ->
 
 
 def roll_out(env: Env, keys: Tensor, num_steps: int) -> Trajectory:
-    """Take random actions in N environments that start from `keys` `[N]`. `env` must reset itself (`auto_reset`)."""
+    """Take random actions in one environment per key. `env` must reset itself, as with `auto_reset`."""
     written: dict[str, list[str]] = {"reset": [], "draw": [], "step": []}
     index, times = torch.zeros_like(keys), torch.arange(num_steps, device=keys.device).unsqueeze(1)
     start = _record_writes(written["reset"], env.reset, keys=keys.clone())
@@ -114,7 +114,7 @@ def roll_out(env: Env, keys: Tensor, num_steps: int) -> Trajectory:
 
 
 def _state_history(trajectory: Trajectory) -> dict[str, Tensor]:
-    """Return the fields of the start and of all later states, `[T + 1, N, ...]`, by dotted name."""
+    """Map the dotted name of each field to its values at the start and after each step, `[T + 1, N, ...]`."""
     states = _fields(trajectory.states)
     return {name: torch.cat((x.unsqueeze(0), states[name])) for name, x in _fields(trajectory.start).items()}
 
@@ -130,12 +130,12 @@ def _first_index(bad: Tensor) -> list[int]:
 
 
 def _any(bad: Tensor) -> Tensor:
-    """Reduce `[T, N, ...]` to `[T, N]`: True if any element is True."""
+    """Reduce `[T, N, ...]` to `[T, N]` by a logical or."""
     return bad.reshape(*bad.shape[:2], -1).any(-1)
 
 
 def _input_writes(trajectory: Trajectory) -> Iterator[str]:
-    """Report the inputs that a function wrote on."""
+    """Report each function that modified its inputs."""
     for name, inputs in trajectory.written.items():
         if inputs:
             yield f"{name} writes on its input {', '.join(inputs)}; return new tensors, as in state.copy().update(...)"
@@ -150,7 +150,7 @@ def _bounds(space: Space) -> tuple[Tensor, Tensor]:
 
 
 def _out_of_space(space: Space, name: str, history: dict[str, Tensor]) -> Iterator[str]:
-    """Report the first observation outside of its space."""
+    """Report the first observation outside its space."""
     if isinstance(space, Dict):
         for key, part in space.items:
             yield from _out_of_space(part, f"{name}.{key}", history)
@@ -176,7 +176,7 @@ def _not_finite(history: dict[str, Tensor]) -> Iterator[str]:
 
 
 def _episode_faults(history: dict[str, Tensor], lockstep: bool) -> Iterator[str]:
-    """Report faults of episode starts, episode ends and final observations."""
+    """Report faults in episode starts, episode ends and final observations."""
     done = history["terminated"] | history["truncated"]
     for flag in ("terminated", "truncated"):
         if history[flag][0].any():
@@ -194,7 +194,7 @@ def _episode_faults(history: dict[str, Tensor], lockstep: bool) -> Iterator[str]
 
 
 def _executed_faults(history: dict[str, Tensor]) -> Iterator[str]:
-    """Report the first step that took no step of the environment."""
+    """Report the first action that took no environment step."""
     if "executed" in history and (none := history["executed"][1:] < 1).any():
         time, env = _first_index(none)
         number = history["executed"][time + 1, env]
@@ -202,7 +202,7 @@ def _executed_faults(history: dict[str, Tensor]) -> Iterator[str]:
 
 
 def _early_truncations(history: dict[str, Tensor], gap: int) -> Iterator[str]:
-    """Report the first truncation before step `gap` of an episode. A run would lose its final observation."""
+    """Report the first truncation before step `gap` of an episode. A run would lose the episode's final observation."""
     elapsed = torch.zeros_like(history["reward"][0], dtype=torch.int64)
     for step, (terminated, truncated) in enumerate(zip(history["terminated"], history["truncated"], strict=True)):
         early = truncated & (elapsed < gap)
@@ -216,7 +216,7 @@ def _early_truncations(history: dict[str, Tensor], gap: int) -> Iterator[str]:
 
 
 def _difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> tuple[str, list[int]] | None:
-    """Return the first field that differs between two trajectories, and the index. NaN equals NaN."""
+    """Return the first field that differs between two trajectories, and the index of the difference. NaN equals NaN."""
     mismatches: list[tuple[list[int], str]] = []
     for name, x in one.items():
         y = other[name]
@@ -237,7 +237,7 @@ def _first_mismatch(one: Any, other: Any) -> str | None:
 
 
 def _part(tree: Any, *index: Any) -> Any:
-    """Index every tensor of a tree along its first axes."""
+    """Index every tensor of a tree along its leading axes."""
     return mapped(lambda x: x[index], tree, batch=lambda size: torch.empty(size)[index].shape)
 
 
@@ -255,8 +255,8 @@ def _check_repeatable(env: Env, keys: Tensor, trajectory: Trajectory) -> Iterato
 
 
 def _check_independent_rows(env: Env, keys: Tensor, trajectory: Trajectory) -> Iterator[str]:
-    """Report rows that depend on other rows. The last environment must give the same values without the others."""
-    last, advice = slice(len(keys) - 1, None), "without the other envs; compute each row independently"
+    """Report if environments of a batch depend on each other. The last environment must give the same values alone."""
+    last, advice = slice(len(keys) - 1, None), "without the other envs; compute each env independently"
     who = f"env {len(keys) - 1} a different"
     if mismatch := _first_mismatch(_part(trajectory.start, last), env.reset(keys[last])):
         yield f"reset gives {who} {mismatch} {advice}"
@@ -275,7 +275,7 @@ def _check_traceable(env: Env, trajectory: Trajectory) -> Iterator[str]:
     last = len(trajectory.actions) - 1
     inputs = _part(trajectory.states, last - 1), _part(trajectory.actions, last), _part(trajectory.noise, last)
     leaves, structure = flatten(inputs)
-    from ecrl.compile.trace import traced  # imported only here, because it needs private parts of torch
+    from ecrl.compile.trace import traced  # import here, because this module needs private parts of torch
 
     try:
         graph, out = traced(env.step, structure, leaves)
@@ -310,7 +310,7 @@ def _check_speed(env: Env, key: Tensor) -> tuple[list[str], str]:
     batched = env.is_pure and env.scene is None  # MuJoCo steps its environments one by one
     if batched and many_rate < 2.0 * one:
         return [
-            f"{many} envs take {many * one / many_rate:.0f} times as long as one; step all rows in one operation"
+            f"{many} envs take {many * one / many_rate:.0f} times as long as one; step all envs in one operation"
         ], note
     return [], note
 
@@ -326,7 +326,7 @@ def _gymnasium_checker(cfg: GymnasiumConfig) -> tuple[list[str], list[str]]:
         env = gymnasium.make(cfg.id, max_episode_steps=cfg.max_episode_steps, **kwargs)
         try:
             gymnasium_check(env.unwrapped, skip_render_check=True)
-        except Exception as error:  # from the checker or from the environment
+        except Exception as error:  # raised by the checker or by the environment
             findings = [f"Gymnasium's checker: {type(error).__name__}: {' '.join(str(error).split())}"]
         env.close()
     plain = [str(w.message).replace("\033[33mWARN: ", "").replace("\033[0m", "") for w in captured]
@@ -336,23 +336,23 @@ def _gymnasium_checker(cfg: GymnasiumConfig) -> tuple[list[str], list[str]]:
 def check_env(env: Env | EnvChoice | dict | str, *, num_steps: int = 256, seed: int = 0) -> EnvCheck:
     """Take random actions in an environment and report its faults.
 
-    It checks:
+    The checks are:
 
-    - fields, shapes and dtypes, and observations against their space;
-    - NaN and infinity;
-    - that the same keys and actions give the same bits twice;
-    - that no function writes on its inputs, and that rows are independent;
-    - episode starts, episode ends and final observations, and `executed` if the environment has it;
-    - that a step can be compiled and then gives the same values;
-    - the speed of a batch.
+    - States have the required fields, shapes and dtypes, and observations are within their space.
+    - Observations and rewards are finite.
+    - The same keys and actions give the same bits twice.
+    - No function modifies its inputs, and the environments of a batch are independent.
+    - Episode starts, episode ends, final observations and `executed` are consistent.
+    - A step can be compiled, and the compiled step gives the same values.
+    - A batch is faster than its environments one by one.
 
-    Gymnasium's own checker also checks environments of Gymnasium. The random actions are taken in four environments on
+    For a Gymnasium environment, Gymnasium's own checker runs too. The random actions are taken in four environments on
     the CPU. Errors raised by the environment's own code are not caught.
 
     Args:
         env: an environment, its name, or the `env` section of a config.
-        num_steps: number of steps.
-        seed: seed of starts, noise and actions.
+        num_steps: number of steps with random actions.
+        seed: seed of the starts, noise and actions.
 
     Raises: ConfigError if the environment is unknown or its settings are wrong. UserError for fewer than two steps.
 

@@ -1,4 +1,4 @@
-"""Environments, each a record of pure functions. Importing this package registers the built-in environments."""
+"""Environments as records of pure functions. Importing this package registers the built-in environments."""
 
 from ecrl.config import EnvChoice
 from ecrl.config.model import validate_section
@@ -56,9 +56,9 @@ __all__ = [
 
 
 def make_env(choice: EnvChoice | dict | str) -> Env:
-    """Return the environment that a name, or the `env` section of a config, describes.
+    """Make an environment from its name or from the `env` section of a config.
 
-    Equal settings give the same object.
+    Calls with equal settings return the same object.
 
     >>> make_env("cartpole") is make_env({"id": "cartpole", "cfg": {"gravity": 9.8}})
     True

@@ -1,4 +1,7 @@
-"""CartPole: balance a pole on a cart by pushing it left (0) or right (1). It equals Gymnasium's `CartPole-v1`."""
+"""CartPole: balance a pole on a cart by pushing the cart left (0) or right (1).
+
+The environment has the same dynamics, rewards and episode ends as Gymnasium's `CartPole-v1`.
+"""
 
 from math import inf, pi
 
@@ -15,7 +18,7 @@ from ecrl.spaces import Box, Discrete
 
 
 class CartPoleConfig(ConfigModel):
-    """Physical constants in SI units, bounds and the time limit."""
+    """Physical constants in SI units, the bounds of position and angle, and the time limit."""
 
     gravity: Positive = Field(9.8, description="gravitational acceleration, m/s^2")
     cart_mass: Positive = Field(1.0, description="mass of the cart, kg")
@@ -33,7 +36,7 @@ _CONSTANTS = ("gravity", "cart_mass", "pole_mass", "half_length", "force")
 
 
 def _accelerations(state: TensorDict, theta: Tensor, theta_dot: Tensor, force: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `x_acc`, m/s^2, and `theta_acc`, rad/s^2; see `cartpole`."""
+    """Return the accelerations `x_acc` (m/s^2) and `theta_acc` (rad/s^2) from the equations in `cartpole`."""
     gravity, cart_mass, pole_mass, half_length = (state[name] for name in _CONSTANTS[:4])
     sin_theta, cos_theta = torch.sin(theta), torch.cos(theta)
     total_mass, pole_mass_length = cart_mass + pole_mass, pole_mass * half_length
@@ -59,11 +62,11 @@ def cartpole(cfg: CartPoleConfig) -> Env:
         next_theta = theta + dt theta_dot;    next_theta_dot = theta_dot + dt theta_acc
 
     The integrator is explicit Euler. The observation `[*B, 4]` is x (m), x_dot (m/s), theta (rad) and theta_dot
-    (rad/s). The angle theta is 0 for an upright pole. The action `[*B]` is 0 or 1. The reward is 1 per step. The
+    (rad/s). The angle theta is 0 for an upright pole. The action `[*B]` is 0 or 1. The reward of every step is 1. The
     episode ends if |next_x| exceeds max_position or |next_theta| exceeds max_angle.
 
-    The state also has gravity, cart_mass, pole_mass, half_length and force, each `[*B]`, so that events such as
-    `randomize_field` can change them.
+    The state also stores gravity, cart_mass, pole_mass, half_length and force, each `[*B]`, so that events such as
+    `randomize_field` can change these constants.
 
     Source: Barto, Sutton and Anderson 1983, "Neuronlike adaptive elements that can solve difficult learning control
         problems"; equations of motion without friction from Florian 2007, "Correct equations for the dynamics of the

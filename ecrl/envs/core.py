@@ -1,13 +1,14 @@
-"""The environment record `Env`, and its wrappers, which are functions `Env -> Env`.
+"""Define `Env`, a record of an environment's functions, and wrappers that change an `Env`.
 
-An `Env` is a frozen dataclass of pure functions. `reset(keys)` and `step(state, action, noise)` return a state, which
-is a TensorDict of batch shape `[*B]`. A state has `obs`, `reward`, `terminated`, `truncated` and the fields of the
-dynamics. It may also have `info`, a TensorDict with fields such as `success`.
+An `Env` is a frozen dataclass of pure functions. The functions `reset(keys)` and `step(state, action, noise)` return a
+state, a TensorDict of batch shape `[*B]`. Every state has the fields `obs`, `reward`, `terminated` and `truncated`, and
+the fields of the dynamics. A state may also have `info`, a TensorDict with fields such as `success`.
 
-An action may be a chunk of several steps of the environment. The state then has `executed` (int64 `[*B]`), the number
-of steps that the action took. It is at least 1, and less than the length of the chunk if the episode ended before.
-Returns discount by `gamma ** executed`. `reward` is the sum over these steps. After `reset`, `executed` may have any
-value. All other numbers of steps here, such as `time_limit` and `min_truncation_gap`, count calls of `step`.
+One action may be a chunk of several environment steps. The state then has the field `executed` (int64 `[*B]`), the
+number of environment steps that the action took. `executed` is at least 1, and smaller than the chunk's length if the
+episode ended within the chunk. Algorithms discount returns by `gamma ** executed`. `reward` is the sum of the rewards
+of the `executed` steps. After `reset`, `executed` may have any value. All other step counts in this module, such as
+`max_episode_steps` and `min_truncation_gap`, count calls of `step`.
 """
 
 import sys
@@ -29,54 +30,54 @@ NEVER = sys.maxsize
 
 
 def keys_as_noise(keys: Tensor) -> Tensor:
-    """Return the keys unchanged. This is the default `Env.draw`: the noise of a step is the key of the step."""
+    """Return the keys unchanged. With this default of `Env.draw`, the noise of a step is the step's key."""
     return keys
 
 
 def last_obs(state: TensorDict) -> Any:
-    """Return `state["obs"]`. This is the default `Env.observe`: nothing is recomputed."""
+    """Return `state["obs"]`. With this default of `Env.observe`, no observation is recomputed."""
     return state["obs"]
 
 
 def nothing_to_close(state: TensorDict) -> None:
-    """Do nothing. This is the default `Env.close`: tensors need no closing."""
+    """Do nothing. With this default of `Env.close`, no resources are released."""
 
 
 def nothing_lasts(start: TensorDict, ended: TensorDict) -> TensorDict:
-    """Return the start unchanged. This is the default `Env.carry_over`: no value outlasts an episode."""
+    """Return `start` unchanged. With this default of `Env.carry_over`, no value outlasts an episode."""
     return start
 
 
 def always_current(state: TensorDict) -> bool:
-    """Return True. This is the default `Env.is_current`: `step` can continue from every state."""
+    """Return True. With this default of `Env.is_current`, `step` can continue from every state."""
     return True
 
 
 @dataclass(frozen=True)
 class Env:
-    """An environment as a record of pure functions. Each function handles any number of copies at once.
+    """An environment as a record of pure functions. Each function operates on a batch of copies of the environment.
 
     Attributes:
-        reset: (int64 keys `[*B]`) -> state at the start of an episode.
-        step: (state, action, noise) -> next state.
-        observation_space: the space of the observations of one copy.
-        action_space: the space of the actions of one copy.
-        draw: (keys) -> noise of a step. It is called on keys `[T, N]` before the loop over the steps, so the noise
-            cannot depend on the state.
-        observe: (state) -> observation. It recomputes the observation after an event changed the state.
+        reset: maps int64 keys `[*B]` to a state at the start of an episode.
+        step: maps (state, action, noise) to the next state.
+        observation_space: the space of one copy's observations.
+        action_space: the space of one copy's actions.
+        draw: maps keys to the noise of a step. A rollout calls `draw` with keys `[T, N]` before the loop over its
+            steps, so the noise cannot depend on the state.
+        observe: maps a state to its observation. `observe` recomputes the observation after an event changed the state.
         lockstep: True if every episode has the same length.
         is_pure: False if part of the state is outside the tensors, as in Gymnasium environments. An environment that is
             not pure resets itself, sets `final_obs`, and is released by `close`.
-        close: (state) -> None. It releases resources outside the tensors, such as processes.
-        is_current: (state) -> bool. False if `step` cannot continue from the state, because its environments are closed
-            or have taken further steps.
-        carry_over: (start of the next episode, last state of the ended episode) -> start. The result keeps the values
-            that outlast an episode, such as a mass that a startup event drew.
+        close: releases a state's resources outside the tensors, such as processes.
+        is_current: returns False for a state if `step` cannot continue from the state, because its environments are
+            closed or have taken further steps.
+        carry_over: maps (start of the next episode, last state of the ended episode) to the start to use. This start
+            keeps the values that outlast an episode, such as a mass that a startup event drew.
         scene: the simulation of a MuJoCo task, which events may change. None for other environments.
-        min_truncation_gap: the earliest step of an episode that may truncate it. Truncations of one copy are therefore
-            at least this many steps apart. Give 1 if it is unknown, and `NEVER` if `step` never truncates. `time_limit`
-            lowers it to its limit. It must hold for every state that events may produce. An event that can truncate
-            earlier declares its own gap.
+        min_truncation_gap: the first step of an episode that may truncate the episode. Two truncations of one copy are
+            therefore at least this many steps apart. Use 1 if the gap is unknown, and `NEVER` if `step` never
+            truncates. `time_limit` lowers the gap to `max_episode_steps`. The gap must hold for every state that events
+            may produce. An event that allows earlier truncations declares its own gap.
     """
 
     reset: Callable[[Tensor], TensorDict]
@@ -99,10 +100,10 @@ class Env:
 
 
 def state_of(obs: Tensor | TensorDict, batch: torch.Size, **fields: Tensor) -> TensorDict:
-    """Return the state before the first step of an episode, with reward 0 and both flags False.
+    """Return the state before the first step of an episode, with reward 0 and without termination or truncation.
 
-    `fields` are the fields of the dynamics. `obs` may be a TensorDict. The reward has the dtype of the first float
-    tensor in `obs`, or float32 if `obs` has only integers.
+    `fields` are the state fields of the dynamics. `obs` may be a TensorDict. The reward has the dtype of the first
+    float tensor in `obs`, or float32 if `obs` has only integers.
 
     >>> state_of(torch.zeros(2, 8, 8, 1, dtype=torch.uint8), torch.Size([2]))["reward"]
     tensor([0., 0.])
@@ -115,12 +116,12 @@ def state_of(obs: Tensor | TensorDict, batch: torch.Size, **fields: Tensor) -> T
 
 
 def constant_fields(cfg: Any, names: tuple[str, ...], like: Tensor) -> dict[str, Tensor]:
-    """Return settings of a config as state fields, one number per environment, so that events can change them.
+    """Copy config settings to state fields with one value per environment, so that events can change them.
 
     Args:
         cfg: the config that has the settings.
-        names: names of the settings. The fields get the same names.
-        like: a float tensor `[*B]`. The fields get its shape, dtype and device.
+        names: the settings to copy. Each state field has the same name as its setting.
+        like: a float tensor `[*B]` with the shape, dtype and device of the fields.
     """
     return {name: torch.full_like(like, getattr(cfg, name)) for name in names}
 
@@ -131,8 +132,8 @@ def time_limit(env: Env, max_episode_steps: int) -> Env:
 
         elapsed' = elapsed + 1;  truncated' = truncated or elapsed' >= max_episode_steps
 
-    The state gains `elapsed` (int64), the number of steps since the episode started. `min_truncation_gap` is lowered to
-    `max_episode_steps` if it is larger.
+    The wrapper adds the field `elapsed` (int64) to the state, the number of steps since the start of the episode. The
+    wrapper also lowers `min_truncation_gap` to `max_episode_steps` if the gap is larger.
 
     >>> from ecrl.envs import make_env
     >>> time_limit(make_env("cartpole"), 20).min_truncation_gap  # CartPole's own limit is 500
@@ -161,13 +162,13 @@ _OUTCOME = ("reward", "terminated", "truncated", "info", "mask", "executed")
 def auto_reset(env: Env) -> Env:
     """Reset each copy of an environment in the step that ends its episode.
 
-    After that step, `obs` and the fields of the dynamics are the start of the next episode. `reward`, `terminated`,
-    `truncated`, `info`, `mask` and `executed` still describe the step itself. In every state, `final_obs` is the
-    observation before any reset. The next call of `env.step` gets a state with both flags False.
+    In the state after such a step, `obs` and the fields of the dynamics are the start of the next episode. `reward`,
+    `terminated`, `truncated`, `info`, `mask` and `executed` still describe the step itself. In every state, `final_obs`
+    is the observation before any reset. In the next call of `env.step`, `terminated` and `truncated` are False.
 
-    The noise of a step includes a start for the next episode. This start is drawn from the key of the step and the
-    stream `rng.START`, so it does not depend on the ended episode. An environment that is not pure resets itself, so it
-    is returned unchanged.
+    The noise of a step includes a start for the next episode. This start is drawn from the step's key and the stream
+    `rng.START`, so the start does not depend on the ended episode. An environment that is not pure resets itself, so
+    `auto_reset` returns the environment unchanged.
     """
     if not env.is_pure:
         return env
@@ -175,7 +176,7 @@ def auto_reset(env: Env) -> Env:
     def reset(keys: Tensor) -> TensorDict:
         start = env.reset(keys)
         outcome = start.select(*_OUTCOME, strict=False)
-        # keep the field order of `step`: compiled code depends on the order, and another order would compile again
+        # keep the field order of `step`, because compiled code recompiles if the order changes
         return start.exclude(*_OUTCOME).update(outcome).set("final_obs", start["obs"].clone())
 
     def draw(keys: Tensor) -> TensorDict:
@@ -195,11 +196,11 @@ def auto_reset(env: Env) -> Env:
 
 @cache
 def clip_action(env: Env) -> Env:
-    """Clip Box actions to the bounds of their space before the environment sees them.
+    """Clip Box actions to the bounds of the action space before each step.
 
         clipped = max(low, min(high, action))
 
-    The rollout stores the action before clipping, because the stored log-probability belongs to that action.
+    A rollout stores the unclipped action, because the stored log-probability belongs to the unclipped action.
     """
     space = env.action_space
     if not isinstance(space, Box):

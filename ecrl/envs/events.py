@@ -1,9 +1,10 @@
-"""Events change the state of environments in addition to the dynamics.
+"""Add events, such as random starts and disturbances, to an environment.
 
-Examples are random physical constants, random starts and disturbances. An event is registered as a function
-`make(cfg) -> apply`. `apply(state, keys)` returns the state after the event happened in every environment of the batch.
-It is a pure function of the state and of one int64 key per environment. This module decides when an event happens, and
-selects the environments with `where`. So events can run inside compiled and vmapped rollouts.
+An event changes the state in addition to the dynamics. For example, an event draws a physical constant. To define an
+event, register a function `make(cfg)` that returns a function `apply`. `apply(state, keys)` returns the state after the
+event happened in every environment of the batch. `apply` is a pure function of the state and of one int64 key per
+environment. This module decides when an event happens, and selects the environments with `where`. Events can therefore
+run inside compiled and vmapped rollouts.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,14 +28,14 @@ from ecrl.registry import did_you_mean, lookup, register_event
 Apply = Callable[[TensorDict, Tensor], TensorDict]
 
 _HIDDEN = ("reward", "terminated", "truncated", "info", "mask", "executed", "final_obs", "elapsed")
-"""Fields hidden from events: the outcome of the last step, and the step counter of the time limit."""
+"""State fields that events cannot read: the outcome of the last step, and the step counter of `time_limit`."""
 
 
 class _Event(NamedTuple):
-    """An event of an environment.
+    """An event, with its settings and its `apply` function.
 
     Error messages begin with `label`. `position` is the index of the event among all events of the environment.
-    `rng.fold_in` mixes it into the keys, so each event draws different numbers.
+    `rng.fold_in` mixes this index into the keys, so that each event draws different values.
     """
 
     label: str
@@ -45,12 +46,12 @@ class _Event(NamedTuple):
 
 
 def _fields(state: TensorDictBase) -> dict[str, Tensor]:
-    """Return the tensors of a state by dotted name."""
+    """Map the dotted name of each tensor in a state to the tensor."""
     return {".".join(k) if isinstance(k, tuple) else k: x for k, x in state.items(True, True)}
 
 
 def _event_fields(env: Env, state: TensorDict) -> TensorDict:
-    """Return a copy of the fields that an event may change. The copy has `obs` if `env.observe` is the default."""
+    """Return a copy of the fields that an event may change. `obs` is included only if `env.observe` is the default."""
     derived = () if env.observe is last_obs else ("obs",)
     return state.exclude(*_HIDDEN, *derived).clone()
 
@@ -63,7 +64,7 @@ def _apply_event(env: Env, event: _Event, state: TensorDict, keys: Tensor, selec
 
 
 def make_event(event: EventConfig, scene: Any, label: str) -> Apply:
-    """Return the `apply` function of an event. The event's `make` gets `scene` if it takes a second argument.
+    """Return the `apply` function of an event. If `make` of the event takes a second argument, it receives `scene`.
 
     Raises: ConfigError that begins with `label`, if the event needs a scene and `scene` is None, or if its settings do
         not fit the scene.
@@ -80,9 +81,9 @@ def make_event(event: EventConfig, scene: Any, label: str) -> Apply:
 
 
 def check_event(label: str, apply: Apply, before: TensorDict, keys: Tensor) -> None:
-    """Raise ConfigError if an event adds or removes a field, or changes its dtype or shape.
+    """Raise ConfigError if an event adds or removes a field, or changes a field's dtype or shape.
 
-    The error begins with `label`.
+    The error message begins with `label`.
     """
     names = ", ".join(sorted(_fields(before)))
     try:
@@ -98,43 +99,44 @@ def check_event(label: str, apply: Apply, before: TensorDict, keys: Tensor) -> N
         actual, expected = new.get(name, "absent"), old.get(name, "absent")
         if actual != expected:
             fault = f"returns field {name!r} as {actual}, expected {expected}"
-            raise ConfigError(f"{label}: {fault}; return the same fields that the event gets: {names}")
+            raise ConfigError(f"{label}: {fault}; return the same fields that the event receives: {names}")
 
 
 def lowered_gap(gap: int, events: Mapping[str, EventConfig]) -> int:
-    """Return the smallest of `gap` and the `min_truncation_gap` of each event that has one; see `with_events`."""
+    """Return the smallest of `gap` and the `min_truncation_gap` that events declare; see `with_events`."""
     return min((gap, *(getattr(event.params, "min_truncation_gap", gap) for event in events.values())))
 
 
 def with_events(env: Env, events: Mapping[str, EventConfig], where: str = "trainer.events") -> Env:
-    """Add events to an environment that `auto_reset` wraps.
+    """Add events to an environment that is wrapped by `auto_reset`.
 
-    The mode of an event decides when it happens:
+    The mode of an event decides when the event happens:
 
-    startup: once, at `reset`. Later episodes start from a new state, so the event is applied again with the same key.
-        Its effect therefore stays the same.
+    startup: once, at `reset`. Later episodes start from a new state, so the event is applied again with the same key
+        and has the same effect.
     reset: at the start of every episode, after the startup events, with a new key each time.
-    interval: before every `interval_step`-th step of an environment. Steps are counted since `reset`. The policy sees
-        the effect in the observation after that step.
+    interval: before every `interval_step`-th step of an environment. Steps are counted from `reset`. The policy
+        observes the effect of the event after this step.
 
-    Events that happen at the same time are applied in the order of their names. The keys of events are derived from the
-    keys of the environments. So environments with equal keys, as in a GRPO group, get equal events. Starts and noise
-    are the same with and without events. `reset` draws the startup events again. `restart` starts an episode with the
-    same startup events.
+    Events that happen at the same time are applied in the order of their names. Event keys are derived from the keys of
+    the environments. Environments with equal keys, as in a GRPO group, therefore get equal events. The starts and the
+    noise of an environment are the same with and without events. `reset` draws the startup events again, and `restart`
+    keeps them.
 
-    The state gains `events` with two int64 fields `[*B]`. `count` is the number of steps since `reset`, and `key` is
-    the key of the startup events. The fields reward, terminated, truncated, info, mask, final_obs and elapsed keep
-    their values. `env.observe` recomputes the observation of a start.
+    The state gains a TensorDict `events` with two int64 fields of shape `[*B]`. `count` is the number of steps since
+    `reset`, and `key` is the key of the startup events. Events do not change the fields reward, terminated, truncated,
+    info, mask, executed, final_obs and elapsed. After an event, `env.observe` recomputes the observation.
 
-    An event may change a field so that the environment truncates episodes earlier. The event's Config then needs a
-    property `min_truncation_gap`, the earliest step that may truncate an episode. The returned environment has the
-    smallest gap. Events cannot shorten the limit of `time_limit`, because they do not see `elapsed`.
+    An event may change a field so that the environment truncates episodes earlier. The Config of such an event needs a
+    property `min_truncation_gap`, the first step that may truncate an episode. The returned environment has the
+    smallest gap of `env` and the events. Events cannot shorten the limit of `time_limit`, because `elapsed` is hidden
+    from events.
 
-    Without events, `env` itself is returned. Error messages begin with `where`, the section of the config, and with the
-    name of the event.
+    If `events` is empty, `env` itself is returned. Error messages begin with the config section `where` and the name of
+    the event.
 
     Raises: ConfigError if `env` is not pure. The returned `reset` raises ConfigError if an event adds or removes a
-        field, or changes its dtype or shape. It raises ValueError if `auto_reset` is missing.
+        field, or changes a field's dtype or shape. `reset` raises ValueError if `auto_reset` is missing.
 
     >>> from ecrl.envs import auto_reset, make_env
     >>> push = EventConfig.model_validate({"func": "randomize_field", "mode": "reset", "params":
@@ -148,7 +150,7 @@ def with_events(env: Env, events: Mapping[str, EventConfig], where: str = "train
     for position, (name, event) in enumerate(sorted(events.items())):
         label = term_text(where, name, event.func)
         if not env.is_pure:
-            reason = "events change tensors, but the state of this environment is not in tensors"
+            reason = "events change tensors, but part of the state of this environment is not in tensors"
             raise ConfigError(f"{label}: {reason}; remove the event or use a tensor environment")
         ready.append(_Event(label, event.mode, event.interval_step, position, make_event(event, env.scene, label)))
     if not events:
@@ -158,9 +160,9 @@ def with_events(env: Env, events: Mapping[str, EventConfig], where: str = "train
 
 
 def restart(env: Env, state: TensorDict, keys: Tensor) -> TensorDict:
-    """Start an episode in every environment, as `env.reset(keys)` does, but keep the startup events and counters."""
+    """Start an episode in every environment, but keep the startup events and the counters of `state`."""
     if not env.is_pure or "events" in state:
-        # this `reset` also takes the old state, to keep its startup events or its open environments
+        # `reset` accepts the old state here, and keeps its startup events or its open environments
         return cast(Any, env.reset)(keys, state)
     return env.carry_over(env.reset(keys), state)
 
@@ -207,11 +209,14 @@ _Numbers = Annotated[Annotated[_Number, NUMBER] | _List, by_kind("a number or a 
 
 
 class RandomizeFieldConfig(ConfigModel):
-    """A field of the environment's state, and the range of its random draws. Equal bounds give a fixed number."""
+    """Settings of `randomize_field`: a state field and the range of its random draw.
+
+    Equal bounds give a fixed value.
+    """
 
     field: str = Field(description='dotted name of a float field of the env state, such as "obs" or "angle"')
-    low: _Numbers = Field(description="lowest draw: one number, or one number per element of the field")
-    high: _Numbers = Field(description="highest draw: one number, or one number per element of the field")
+    low: _Numbers = Field(description="lowest draw: one value, or one value per element of the field")
+    high: _Numbers = Field(description="highest draw: one value, or one value per element of the field")
     operation: Literal["set", "add", "scale"] = Field(
         "set", description="set: replace the field by the draw; add: add the draw; scale: multiply by the draw"
     )
@@ -220,7 +225,7 @@ class RandomizeFieldConfig(ConfigModel):
     def _ordered(self) -> "RandomizeFieldConfig":
         low, high = (x if isinstance(x, tuple) else (x,) for x in (self.low, self.high))
         if len(low) != len(high) and 1 not in (len(low), len(high)):
-            raise ValueError(f"low has {len(low)} numbers, but high has {len(high)}; give one per element of the field")
+            raise ValueError(f"low has {len(low)} values, but high has {len(high)}; give one per element of the field")
         length = max(len(low), len(high))
         for a, b in zip(low * (length // len(low)), high * (length // len(high)), strict=True):
             if a > b:
@@ -240,19 +245,19 @@ def _bound(name: str, value: float | tuple[float, ...], field: str, like: Tensor
     if not isinstance(value, tuple):
         return torch.tensor(value, dtype=like.dtype, device=like.device)
     if len(value) != shape.numel():
-        raise ConfigError(f"{name} has {len(value)} numbers, field {field!r} has {shape.numel()} elements")
+        raise ConfigError(f"{name} has {len(value)} values, but field {field!r} has {shape.numel()} elements")
     return torch.tensor(value, dtype=like.dtype, device=like.device).reshape(shape)
 
 
 @register_event("randomize_field")
 def randomize_field(cfg: RandomizeFieldConfig) -> Apply:
-    """Replace, shift or scale a field of the env state by a random draw, independently for each element.
+    """Replace, shift or scale a field of the environment's state by an independent random draw per element.
 
         draw = low + (high - low) u,    u uniform over the multiples of 2**-24 in [0, 1)
         x'   = draw, x + draw or x draw, for the operations set, add and scale
 
-    Raises: ConfigError if the field is unknown or is not a float tensor, or if a list of bounds does not have one
-        number per element of the field.
+    Raises: ConfigError if the field is unknown or is not a float tensor, or if a list of bounds does not have one value
+        per element of the field.
     """
 
     def apply(state: TensorDict, keys: Tensor) -> TensorDict:

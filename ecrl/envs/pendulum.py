@@ -1,4 +1,7 @@
-"""Pendulum: swing a rod up and hold it upright with a bounded torque. It equals Gymnasium's `Pendulum-v1`."""
+"""Pendulum: swing a rod up and hold it upright with a bounded torque.
+
+The environment has the same dynamics, rewards and episode ends as Gymnasium's `Pendulum-v1`.
+"""
 
 from math import pi
 
@@ -15,7 +18,7 @@ from ecrl.spaces import Box, box
 
 
 class PendulumConfig(ConfigModel):
-    """Physical constants in SI units, bounds and the time limit."""
+    """Physical constants in SI units, the bounds of speed and torque, and the time limit."""
 
     gravity: Positive = Field(10.0, description="gravitational acceleration, m/s^2")
     mass: Positive = Field(1.0, description="mass of the rod, kg")
@@ -46,11 +49,11 @@ def pendulum(cfg: PendulumConfig) -> Env:
         reward = -(wrap(theta)^2 + 0.1 theta_dot^2 + 0.001 u^2);    wrap(theta) = theta modulo 2 pi, in [-pi, pi)
 
     The integrator is semi-implicit Euler. The observation `[*B, 3]` is cos(theta), sin(theta) and theta_dot (rad/s).
-    The angle theta (rad) is 0 for an upright rod. The action `[*B, 1]` is the torque, N m. At the start, theta is
-    uniform in [-pi, pi) and theta_dot is uniform in [-1, 1). An episode ends at the time limit.
+    The angle theta (rad) is 0 for an upright rod. The action `[*B, 1]` is the torque in N m. At the start, theta is
+    uniform in [-pi, pi) and theta_dot is uniform in [-1, 1). Every episode ends at the time limit.
 
-    The state stores theta as `angle` and theta_dot as `speed`. It also has gravity, mass and length, each `[*B]`, so
-    that events such as `randomize_field` can change them.
+    The state stores theta as `angle` and theta_dot as `speed`. The state also stores gravity, mass and length, each
+    `[*B]`, so that events such as `randomize_field` can change these constants.
 
     Source: Gymnasium's `Pendulum-v1`.
     """

@@ -1,7 +1,7 @@
 """Point mass: push a damped point to a goal in the plane, around two round obstacles. Every step is differentiable.
 
-The integrator is semi-implicit Euler. The task is EmbodiChain's `PointMassRL`, and is registered under that name too.
-There is one difference: here gradients also flow through the last action.
+The integrator is semi-implicit Euler. The task is EmbodiChain's `PointMassRL`, and is also registered under this name.
+Unlike EmbodiChain's task, gradients also flow through the last action.
 """
 
 from math import inf, sqrt
@@ -17,14 +17,14 @@ from ecrl.envs.core import NEVER, Env, state_of, time_limit
 from ecrl.registry import register_env
 from ecrl.spaces import box
 
-_GOAL, _START, _OBSTACLE = 0.7, 0.6, 0.8  # largest random coordinates, in units of workspace_half
-_TRIES = 8  # candidate positions per obstacle; by default, 92 % of them are far enough from the goal
+_GOAL, _START, _OBSTACLE = 0.7, 0.6, 0.8  # largest random coordinates in units of workspace_half
+_TRIES = 8  # candidate positions per obstacle; by default, 92 % of the candidates are far enough from the goal
 _WEIGHTS = {"distance": 1.0, "near": 0.5, "penetration": -2.0, "speed": -0.01, "change": -0.001}
 _NEAR = 0.05  # width of the bonus around the goal, m
 
 
 class PointMassConfig(ConfigModel):
-    """Physical constants in SI units, the workspace, obstacles and the time limit."""
+    """Physical constants in SI units, and settings of the workspace, the obstacles and the time limit."""
 
     max_episode_steps: Count = Field(100, description="time limit, steps")
     workspace_half: Positive = Field(1.0, description="largest |x| and |y|, m; positions are clamped to it")
@@ -56,10 +56,10 @@ class PointMassConfig(ConfigModel):
 
 
 def _obstacles(uniforms: Tensor, goal: Tensor, half_width: float, min_distance: float) -> Tensor:
-    """Return the centres of the obstacles, `[*B, 2, 2]`.
+    """Return the obstacles' centres, `[*B, 2, 2]`.
 
     Each centre is the first of `_TRIES` uniform candidates that is farther than `min_distance` from the goal `[*B, 2]`.
-    If no candidate is far enough, the centre is the corner opposite to the goal. That corner is always far enough.
+    If all candidates are too close, the centre is the corner opposite to the goal, which is always far enough.
     """
     corner = torch.where(goal < 0.0, half_width, -half_width)[..., None, None, :].expand(*goal.shape[:-1], 2, 1, 2)
     candidates = torch.cat(((2.0 * uniforms - 1.0) * half_width, corner), -2)
@@ -76,7 +76,7 @@ def _observe(state: TensorDict) -> Tensor:
 def _info(terms: dict[str, Tensor], success: Tensor, distance: Tensor, path: Tensor, collisions: Tensor) -> TensorDict:
     metrics = {"final_distance": distance, "path_length": path, "collision_count": collisions}
     info = TensorDict({"success": success, "metrics": metrics, "rewards": terms}, success.shape)
-    return info.clone()  # no two fields may share a tensor: compiled code would depend on the sharing
+    return info.clone()  # fields must not share a tensor: compiled code would depend on the sharing
 
 
 @register_env("PointMassRL")
@@ -90,10 +90,10 @@ def point_mass(cfg: PointMassConfig) -> Env:
         reward = -d + 0.5 exp(-d^2 / (2 0.05^2)) - 2 penetration - 0.01 |v'|^2 - 0.001 |a - a_before|^2
                  + success_bonus [d < success_threshold]
 
-    The episode ends if d < success_threshold. The observation `[*B, 14]` is position, velocity, goal, last action, the
-    centres of the two obstacles and their radii, in m and m/s. The action `[*B, 2]` is the force along each axis, in
-    units of force_scale. `info` has `success`, `rewards` and `metrics`. `rewards` has each term without its weight.
-    `metrics` describes the episode up to this step.
+    The episode ends if d < success_threshold. The observation `[*B, 14]` consists of the position, velocity, goal, last
+    action, obstacle centres and obstacle radii, in m and m/s. The action `[*B, 2]` is the force along each axis, in
+    units of force_scale. `info` has the fields `success`, `rewards` and `metrics`. `rewards` holds each reward term
+    without its weight. `metrics` describes the episode up to this step.
 
     Gradient: flows through every operation. The gradient of a norm at 0 is 0.
     Source: EmbodiChain's `PointMassRL`.

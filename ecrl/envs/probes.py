@@ -1,14 +1,16 @@
-"""Five small environments with known value functions. In each one, an algorithm fails if a certain part of it is wrong.
+"""Five small environments with known value functions.
+
+Each environment reveals an error in one component of an algorithm.
 
     name               observation  reward                      steps  value          fails if
     probe_constant     0            1                           1      1              the critic or its target is wrong
     probe_observation  -1 or 1      the observation             1      observation    the critic ignores observations
     probe_delay        0, then 1    0, then 1                   2      gamma, then 1  discounting is wrong
     probe_action       0            1 for action 1, else -1     1      1 once learnt  the policy's gradient is wrong
-    probe_match        0 or 1       1 if action = obs, else -1  1      1 once learnt  rows of the batch are mixed up
+    probe_match        0 or 1       1 if action = obs, else -1  1      1 once learnt  envs of the batch are mixed up
 
-The column "steps" is the length of an episode, and "value" is the value of each observation. An algorithm also fails in
-`probe_delay` if bootstrapping is wrong, and in `probe_action` if advantages are wrong.
+The column "steps" gives the length of an episode, and "value" gives the value of each observation. An algorithm also
+fails in `probe_delay` if its bootstrapping is wrong, and in `probe_action` if its advantages are wrong.
 
 Source: Andy Jones 2021, "Debugging RL, without the agonizing pain".
 """
@@ -61,13 +63,13 @@ def _plus_or_minus_one(correct: Tensor) -> Tensor:
 
 @register_env("probe_constant")
 def probe_constant(cfg: ProbeConfig) -> Env:
-    """Return a one-step environment with reward 1. Its value is V = 1."""
+    """Return a one-step environment with reward 1, so the value is V = 1."""
     return _one_step(_zero, lambda obs, action: torch.ones_like(obs))
 
 
 @register_env("probe_observation")
 def probe_observation(cfg: ProbeConfig) -> Env:
-    """Return a one-step environment whose reward is the observation, -1 or 1. Its value is V = obs."""
+    """Return a one-step environment with observation -1 or 1, and with reward and value V equal to the observation."""
     return _one_step(lambda keys: 2.0 * _zero_or_one(keys) - 1.0, lambda obs, action: obs.clone())
 
 
@@ -75,7 +77,7 @@ def probe_observation(cfg: ProbeConfig) -> Env:
 def probe_delay(cfg: ProbeConfig) -> Env:
     """Return a two-step environment with observations 0, 1 and rewards 0, 1.
 
-    Its values are V(0) = gamma and V(1) = 1.
+    The values of the observations are V(0) = gamma and V(1) = 1.
     """
 
     def reset(keys: Tensor) -> TensorDict:
@@ -93,7 +95,7 @@ def probe_delay(cfg: ProbeConfig) -> Env:
 def probe_action(cfg: ProbeConfig) -> Env:
     """Return a one-step environment with reward 1 for action 1 and -1 for action 0.
 
-    V = 1 for the best policy.
+    The value of the best policy is V = 1.
     """
     return _one_step(_zero, lambda obs, action: _plus_or_minus_one(action == 1))
 
@@ -102,6 +104,6 @@ def probe_action(cfg: ProbeConfig) -> Env:
 def probe_match(cfg: ProbeConfig) -> Env:
     """Return a one-step environment with reward 1 if the action equals the observation, else -1.
 
-    V = 1 for the best policy.
+    The value of the best policy is V = 1.
     """
     return _one_step(_zero_or_one, lambda obs, action: _plus_or_minus_one(action == obs.to(torch.int64)))

@@ -1,4 +1,4 @@
-"""Check the states of an environment before a run starts. An error names the wrong field."""
+"""Check the states of an environment before a run starts. Error messages name the field that is wrong."""
 
 from functools import cache
 from typing import Any
@@ -22,7 +22,7 @@ def _type_text(dtype: torch.dtype, shape: Any) -> str:
 
 
 def _zero_action(space: Space, batch: torch.Size) -> Tensor:
-    """Return zeros as actions, clamped to the bounds if the space is a Box."""
+    """Return zero actions, clamped to the bounds of a Box space."""
     if not isinstance(space, Box):
         return torch.zeros(*batch, *element_shape(space), dtype=torch.int64)
     low, high = (torch.tensor(bound).reshape(space.shape) for bound in (space.low, space.high))
@@ -30,7 +30,7 @@ def _zero_action(space: Space, batch: torch.Size) -> Tensor:
 
 
 def _field_types(state: Any, batch: torch.Size, call: str) -> dict[str, str]:
-    """Return the dtype and shape of every tensor in a state, by dotted name. Error messages begin with `call`."""
+    """Return the dtype and shape of each tensor in a state, by dotted name. Error messages begin with `call`."""
     if not isinstance(state, TensorDictBase):
         raise ConfigError(f"{call} returns {type(state).__name__}, expected {_STATE}")
     if state.batch_size != batch:
@@ -41,7 +41,10 @@ def _field_types(state: Any, batch: torch.Size, call: str) -> dict[str, str]:
 
 
 def _obs_types(space: Space, name: str, batch: torch.Size) -> dict[str, tuple[str, ...]]:
-    """Return the allowed dtypes and shapes of an observation by dotted name. An action mask may also be bool."""
+    """Return the allowed dtypes and shapes of each observation tensor, by dotted name.
+
+    An action mask may also be bool.
+    """
     if isinstance(space, Dict):
         parts = (_obs_types(part, f"{name}.{key}", batch) for key, part in space.items)
         return {key: types for part in parts for key, types in part.items()}
@@ -81,12 +84,12 @@ def _check_same(before: dict[str, str], after: dict[str, str], label: str) -> No
 def check_fields(env: Env, name: str) -> None:
     """Raise ConfigError if a run cannot use the states of an environment.
 
-    The check resets and steps two copies of the environment on the CPU. It runs once for each `env`. `reset` and `step`
-    must return TensorDicts of batch size `[*B]` with the same fields, shapes and dtypes. The required fields are `obs`,
-    `reward` (float32 `[*B]`), `terminated` and `truncated` (both bool `[*B]`). `obs` must have the shape and the dtype
-    of the observation space; the dtype of a Discrete or MultiDiscrete space is int64. `executed` is optional, int64
-    `[*B]`. `reset` is also called with keys `[T, N]`, as `auto_reset` does. An environment that is not pure is not
-    checked. Errors of the environment's own code are not caught.
+    The check resets and steps two copies of the environment on the CPU. Each `env` is checked only once. `reset` and
+    `step` must return TensorDicts of batch size `[*B]` with the same fields, shapes and dtypes. The required fields are
+    `obs`, `reward` (float32 `[*B]`), `terminated` and `truncated` (both bool `[*B]`). `obs` must have the shape and the
+    dtype of the observation space; the dtype of a Discrete or MultiDiscrete space is int64. The field `executed` (int64
+    `[*B]`) is optional. The check also calls `reset` with keys `[T, N]`, as `auto_reset` does. An environment that is
+    not pure is not checked. Errors raised by the environment's own code are not caught.
 
     Args:
         env: the registered environment, before a run wraps it.

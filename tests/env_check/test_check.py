@@ -164,7 +164,7 @@ def test_each_fault_is_one_line_with_its_place(name):
     ("step", "rate", "expected"),
     [
         (_step, 256.0, []),
-        (_one_by_one, 1.0, ["256 envs take 256 times as long as one; step all rows in one operation"]),
+        (_one_by_one, 1.0, ["256 envs take 256 times as long as one; step all envs in one operation"]),
     ],
 )
 def test_an_environment_that_steps_its_rows_one_by_one_is_found(step, rate, expected, monkeypatch):

@@ -325,13 +325,13 @@ def test_states_of_closed_other_or_loaded_environments_are_refused_by_name():
     state = env.reset(KEYS)
     loaded = state.clone().set("token", torch.zeros_like(state["token"]))
     for refusing, wrong_state in ((other, state), (env, loaded)):
-        with pytest.raises(UserError, match="envs not open in this process"):
+        with pytest.raises(UserError, match="the envs are not open in this process"):
             refusing.step(wrong_state, choice(0, 1, 0, 1), None)
     other.close(state)  # not its own: nothing happens
     state = env.step(state, choice(0, 1, 0, 1), None)
     env.close(state)
     env.close(state)
-    with pytest.raises(UserError, match="envs not open in this process"):
+    with pytest.raises(UserError, match="the envs are not open in this process"):
         env.step(state, choice(0, 1, 0, 1), None)
 
 
@@ -389,7 +389,7 @@ def test_a_fault_names_env_and_step_and_closes_all(fault, message):
     ],
 )
 def test_an_observation_that_lacks_a_part_is_named(space, rows, missing):
-    with pytest.raises(BadValue, match=f"returned an observation without {missing}, a part of its space") as error:
+    with pytest.raises(BadValue, match=f"returned an observation without {missing}, an entry of its space") as error:
         collate(space, rows)
     assert error.value.env == 1
 

@@ -444,7 +444,7 @@ def test_a_pose_is_gone_to_in_a_task():
         ("EefPoseTerm", {"part_name": "hand"}, "params.part_name: unknown part 'hand'"),
         ("EefPoseTerm", {"pose_dim": 5}, "params: pose_dim: expected 6 or 7"),
         ("QfTerm", {"scale": 0.0}, "params: scale: must be at least 1e-06"),
-        ("QposNormalizedTerm", {"range": [1.0, 1.0]}, r"range: \[1.0, 1.0\], expected the lower number first"),
+        ("QposNormalizedTerm", {"range": [1.0, 1.0]}, r"range: \[1.0, 1.0\], expected the lower value first"),
         ("QfTerm", {"scal": 1.0}, "params: scal: unknown key; did you mean 'scale'"),
         ("EefPoseTerm", {"joint_ids": [0]}, "params: joint_ids: unknown key"),
     ],

@@ -113,7 +113,10 @@ def test_a_grid_is_filled_row_by_row():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"eye": [1, 2, 3], "target": [1, 2, 3]}, r"eye and target are the same point, \[1.0, 2.0, 3.0\]; move one"),
+        (
+            {"eye": [1, 2, 3], "target": [1, 2, 3]},
+            r"eye and target are the same point, \[1.0, 2.0, 3.0\]; move the eye or the target",
+        ),
         ({"up": [0, 0, 1]}, r"up \[0.0, 0.0, 1.0\] is parallel to the viewing direction; choose another"),
         ({"up": [0, 0, 0]}, r"up \[0.0, 0.0, 0.0\] is parallel to the viewing direction"),
         ({"resolution": [0, 480]}, r"resolution"),
@@ -153,7 +156,7 @@ def test_the_first_opengl_that_works_is_taken(monkeypatch, set_to, works, tried)
         assert choose() == tried[-1]
     else:
         named = " and ".join(tried) + (", set by MUJOCO_GL" if set_to else "")
-        with pytest.raises(UserError, match=rf"neither EGL .* \(tried {named}\); install one, such as"):
+        with pytest.raises(UserError, match=rf"neither EGL .* \(tried {named}\); install a backend, such as"):
             choose()
     assert tried_kinds == tried
 
@@ -171,7 +174,7 @@ def test_an_opengl_that_breaks_mujocos_import_is_named(monkeypatch, tmp_path, er
     monkeypatch.setenv("MUJOCO_GL", "osmesa")
     with pytest.raises(UserError) as raised:
         mujoco()
-    message = "unset it, or install its library with apt-get: libosmesa6 for osmesa, libegl1 for egl"
+    message = "unset MUJOCO_GL, or install the library with apt-get: libosmesa6 for osmesa, libegl1 for egl"
     assert str(raised.value) == f"MUJOCO_GL=osmesa does not work here ({reason}); {message}"
     monkeypatch.delenv("MUJOCO_GL")
     with pytest.raises((AttributeError, RuntimeError), match=reason):  # not its doing

@@ -705,7 +705,7 @@ def test_a_compiled_rollout_with_every_mode_equals_the_eager_one():
         ),
         ("randomize_target_pose", {"position_range": [[0.0] * 3] * 2, "store_key": "a b"}, "store_key: not allowed"),
         ("randomize_robot_qpos", {"qpos_range": [0.2, 0.1]}, "lowest 0.2 is above highest 0.1"),
-        ("randomize_robot_qpos", {"qpos_range": [[0.0, 0.0], [1.0] * 3]}, "2 lowest numbers, but 3 highest"),
+        ("randomize_robot_qpos", {"qpos_range": [[0.0, 0.0], [1.0] * 3]}, "2 lowest values, but 3 highest values"),
         ("randomize_robot_qpos", {"qpos_range": [0, 1], "joint_ids": [0], "part_name": "arm"}, "both select"),
         ("randomize_rigid_object_mass", {"mass_range": [3.0, 1.0]}, "lowest 3.0 is above highest 1.0"),
         ("randomize_rigid_object_friction", {"friction_range": [-0.1, 1.0]}, "must be at least 0"),
@@ -729,14 +729,14 @@ def of(uid):
 @pytest.mark.parametrize(
     ("func", "params", "message"),
     [
-        (POSE, {**of("cub"), **SPOT}, r"entity_cfg.uid: body 'cub' is not in the scene; it has: .*cube"),
+        (POSE, {**of("cub"), **SPOT}, r"entity_cfg.uid: body 'cub' is not in the scene; the scene has: .*cube"),
         (POSE, {**of("wall"), **SPOT}, "entity_cfg.uid: body 'wall' cannot be moved"),
         (
             "randomize_target_pose",
             {**SPOT, "relative_position": True, "reference_entity_cfg": {"uid": "x"}},
             "reference_entity_cfg.uid: body 'x' is not in",
         ),
-        ("randomize_robot_qpos", {"qpos_range": [[0.0] * 3, 1.0]}, r"qpos_range: 3 numbers for 2 joints: rail, elbow"),
+        ("randomize_robot_qpos", {"qpos_range": [[0.0] * 3, 1.0]}, r"qpos_range: 3 values for 2 joints: rail, elbow"),
         ("randomize_robot_qpos", {"qpos_range": [0.0, 1.0], "joint_ids": [2]}, "joint_ids: 2, but there are 2 joints"),
         ("randomize_robot_qpos", {"qpos_range": [0.0, 1.0], "part_name": "leg"}, "part_name: unknown part 'leg'"),
         (

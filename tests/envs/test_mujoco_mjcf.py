@@ -96,13 +96,13 @@ NAMELESS = {"mjcf": BARE.replace('name="j2"', ""), "drive_pros": DRIVES | {"max_
     ("settings", "message"),
     [
         ({"actuators": TWICE}, "joint 'j1' has 2 actuators, expected one"),
-        ({"actuators": "<intvelocity joint='j1' kp='9' actrange='-1 1'/>"}, "has an actuator of another kind"),
-        ({"actuators": SPRUNG, "params": {"joint_ids": [0, 0]}}, r"\[0, 0\] names a joint twice"),
+        ({"actuators": "<intvelocity joint='j1' kp='9' actrange='-1 1'/>"}, "has an actuator of kind other, expected"),
+        ({"actuators": SPRUNG, "params": {"joint_ids": [0, 0]}}, r"\[0, 0\] names a joint twice; name each joint once"),
         (
             {"actuators": "", "robot": {"mjcf": BARE, "drive_pros": DRIVES | {"max_effort": {"j1": 5.0}}}},
-            "robot.drive_pros.max_effort: no number for j2",
+            "robot.drive_pros.max_effort: no value for j2",
         ),
-        ({"actuators": "", "robot": NAMELESS}, "robot.mjcf: a hinge or slide of the file has no name"),
+        ({"actuators": "", "robot": NAMELESS}, "robot.mjcf: a hinge or slide of the file has no name; name each joint"),
     ],
 )
 def test_files_that_do_not_fit_are_refused(settings, message):
@@ -183,7 +183,7 @@ EFFORT = {"func": "rig_effort"}
     [
         ({"task": EFFORT}, {"get_reward": lambda sim, a, b: b["elapsed"].float()}, "env.cfg.rewards: .*'task' twice"),
         ({"a": EFFORT, "a_weighted": EFFORT}, {}, "env.cfg.rewards: .*'a_weighted' twice"),
-        ({"a": EFFORT, "a/b": EFFORT}, {}, "env.cfg.rewards: 'a/b' reads as a part of 'a'"),
+        ({"a": EFFORT, "a/b": EFFORT}, {}, "env.cfg.rewards: 'a/b' reads as an entry of 'a'"),
     ],
 )
 def test_rewards_with_equal_log_names_are_refused(rewards, hooks, message):

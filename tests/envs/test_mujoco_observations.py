@@ -162,7 +162,7 @@ def test_a_term_that_changes_adds_nothing(sim):
     with pytest.raises(ConfigError, match=r"^mode: this term changes an existing entry; use mode modify$"):
         observed(name, sim, state)
     for shape in ((2, 7), (2, 4, 4), (2, 6, 1)):
-        message = r"^name: expected an entry with one number for each joint: ur/shoulder_pan_joint, .*; this one has"
+        message = r"^name: expected an entry with one value for each joint: ur/shoulder_pan_joint, .*; this one has"
         with pytest.raises(ConfigError, match=message):
             observed(name, sim, state, torch.zeros(shape))
 
@@ -198,7 +198,7 @@ def test_a_target_that_no_event_stores_is_refused(sim):
 
 def test_joints_need_a_robot():
     sim = scene({"rigid_object": SCENE["rigid_object"]})
-    with pytest.raises(ConfigError, match="this term needs joints of a robot, but the scene has no robot"):
+    with pytest.raises(ConfigError, match="this term needs a robot's joints, but the scene has no robot"):
         made("observation", "normalize_robot_joint_data", sim)
 
 

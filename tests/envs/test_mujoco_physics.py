@@ -163,11 +163,11 @@ def test_what_varies_varies_and_leaves_no_trace():
 def test_what_is_not_there_is_named():
     m = model()
     for field, name, message in (
-        ("body_mass", "bix", "body 'bix' is not in the scene; it has: world, box, lid, arm, end"),
+        ("body_mass", "bix", "body 'bix' is not in the scene; the scene has: world, box, lid, arm, end"),
         ("mass", "box", "'mass' is not a field of a MuJoCo model that can vary"),
         ("mesh_vert", "box", "'mesh_vert' is not a field of a MuJoCo model that can vary"),
-        ("dof_damping", "c", "joint 'c' is not in the scene; it has: a, b"),
-        ("actuator_gear", "c", "actuator 'c' is not in the scene; it has: A"),
+        ("dof_damping", "c", "joint 'c' is not in the scene; the scene has: a, b"),
+        ("actuator_gear", "c", "actuator 'c' is not in the scene; the scene has: A"),
     ):
         with pytest.raises(ConfigError, match=message):
             models.load(m, 1, ((field, name),))

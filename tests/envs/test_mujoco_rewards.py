@@ -320,7 +320,7 @@ def test_a_target_that_no_event_stores_is_refused(sim, name):
 
 @pytest.mark.parametrize("name", ["joint_velocity_penalty", "joint_limit_penalty"])
 def test_joints_need_a_robot(name):
-    with pytest.raises(ConfigError, match="this term needs joints of a robot, but the scene has no robot"):
+    with pytest.raises(ConfigError, match="this term needs a robot's joints, but the scene has no robot"):
         made("reward", name, scene({"rigid_object": SCENE["rigid_object"]}))
 
 

@@ -307,9 +307,9 @@ FAULTS = [
     ({"mjcf": "<mujoco><bodi/></mujoco>"}, "mjcf: .*bodi"),
     ({"mjcf": SCENE, "keyframe": "ther"}, "keyframe: unknown 'ther'; did you mean 'there'"),
     ({"robot": {"robot_type": "URobot"}}, "robot.robot_type: unknown 'URobot'; did you mean 'URRobot'"),
-    ({"robot": {"init_qpos": [0.0, 1.0]}}, "robot.init_qpos: 2 numbers for 6 joints"),
-    ({"robot": {"init_qpos": []}}, "robot.init_qpos: 0 numbers for 6 joints"),
-    ({"robot": {"drive_pros": {"damping": [1.0]}}}, "robot.drive_pros.damping: 1 numbers for 6 joints: shoulder_pan"),
+    ({"robot": {"init_qpos": [0.0, 1.0]}}, "robot.init_qpos: 2 values for 6 joints"),
+    ({"robot": {"init_qpos": []}}, "robot.init_qpos: 0 values for 6 joints"),
+    ({"robot": {"drive_pros": {"damping": [1.0]}}}, "robot.drive_pros.damping: 1 values for 6 joints: shoulder_pan"),
     ({"robot": {"drive_pros": {"damping": {"elbo": 1.0}}}}, "robot.drive_pros.damping: unknown joint 'elbo'"),
     ({"robot": {"control_parts": {"arm": ["x"]}}}, "robot.control_parts.arm: unknown 'x'"),
     ({"robot": {"solver_cfg": {"hand": {"tcp": TCP}}}}, "robot.solver_cfg: unknown part 'hand'"),
@@ -324,7 +324,7 @@ FAULTS = [
     ),
     (
         {"robot": {"control_parts": {"arm": ["elbow_joint", "wrist_1_joint", "elbow_joint"]}}},
-        "robot.control_parts.arm: names joint 'elbow_joint' twice; name it once",
+        "robot.control_parts.arm: names joint 'elbow_joint' twice; name the joint once",
     ),
     (
         {"robot": {"solver_cfg": {"arm": {"tcp": SKEWED}}}},
@@ -345,7 +345,7 @@ FAULTS = [
     ),
     (
         {"robot": {"mjcf": SITED % MOTOR, "solver_cfg": {"arm": {"tcp": TCP}}}},
-        "robot.mjcf: the file has a site 'arm_tcp', the name of the end effector; rename it",
+        "robot.mjcf: the file has a site 'arm_tcp', the name of the end effector; rename the site",
     ),
     ({"robot": {"mjcf": ARM % ""}}, "robot.mjcf: the file has no actuators; give robot.drive_pros"),
     ({"robot": {"mjcf": ARM % MOTOR, "drive_pros": {"damping": 1.0}}}, "robot.drive_pros: give stiffness, damping and"),

@@ -197,7 +197,7 @@ def test_a_target_that_is_no_position_is_refused_when_the_task_is_made(changes):
     (kind,), (func,) = changes, (term["a"]["func"] for term in changes.values())
     place = rf"^env.cfg.{kind}.a \({func}\): params.target_pose_key"
     with pytest.raises(
-        ConfigError, match=rf"{place}: target 'spot' has 2 numbers, expected 3, x y z of a position, m;"
+        ConfigError, match=rf"{place}: target 'spot' has 2 elements, expected 3, the x, y and z of a position in m;"
     ):
         task(**changes, events={"e": {"func": "rig_spot", "mode": "reset"}})
     with pytest.raises(ConfigError, match=rf"{place}: no target 'spot'; an event such as"):

@@ -348,7 +348,7 @@ def test_what_warp_cannot_do_is_one_line():
     with pytest.raises(ConfigError, match=r"^env\.cfg: physics\.backend: warp does not support this scene"):
         scene = '<mujoco><option solver="PGS"/><worldbody><geom type="plane" size="1 1 1"/></worldbody></mujoco>'
         make_env({"name": "ReachRL", "cfg": {"mjcf": scene, "physics": {"backend": "warp"}}})
-    with pytest.raises(ValidationError, match="threads belong to backend mujoco"):
+    with pytest.raises(ValidationError, match="threads applies only to backend mujoco"):
         PhysicsConfig(backend="warp", threads=2)
 
 

@@ -277,10 +277,10 @@ def test_the_arm_pushes_a_cube_in_any_direction():
 def test_unknown_names_are_refused(sim):
     state = start(sim, (1,))
     for read, name, message in (
-        (world.body_pose, "bal", "body 'bal' is not in the scene; it has: world, ur, ur/shoulder_pan_link"),
-        (world.site_pose, "tcp", "site 'tcp' is not in the scene; it has: ur/arm_tcp"),
-        (world.sensor, "touch", "sensor 'touch' is not in the scene; it has: ur/shoulder_pan_joint_force"),
-        (world.joint_positions, ("elbow",), "joint 'elbow' is not in the scene; it has: ur/shoulder_pan_joint"),
+        (world.body_pose, "bal", "body 'bal' is not in the scene; the scene has: world, ur, ur/shoulder_pan_link"),
+        (world.site_pose, "tcp", "site 'tcp' is not in the scene; the scene has: ur/arm_tcp"),
+        (world.sensor, "touch", "sensor 'touch' is not in the scene; the scene has: ur/shoulder_pan_joint_force"),
+        (world.joint_positions, ("elbow",), "joint 'elbow' is not in the scene; the scene has: ur/shoulder_pan_joint"),
         (world.joint_velocities, ("ball",), "joint 'ball' is not a hinge or slide; use the pose of its body"),
     ):
         with pytest.raises(ConfigError, match=message):

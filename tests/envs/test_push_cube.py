@@ -302,7 +302,7 @@ def test_a_gpu_is_refused_in_one_line(monkeypatch):
 
 
 def test_faults_of_the_scene_and_of_action_modes_name_their_key():
-    with pytest.raises(ecrl.ConfigError, match=r"^env.cfg: robot.init_qpos: 2 numbers for 6 joints"):
+    with pytest.raises(ecrl.ConfigError, match=r"^env.cfg: robot.init_qpos: 2 values for 6 joints"):
         make_env({"name": "PushCubeRL", "cfg": {"robot": {"init_qpos": [0.0, 0.0]}}})
     term = {"func": "DeltaQposTerm", "mode": "pre", "params": {"scale": 0.1}}
     with pytest.warns(UserWarning, match=r"^env.cfg.actions.a.mode has no meaning here"):

@@ -1,4 +1,4 @@
-"""Gymnasium environments by id, such as `"gymnasium:LunarLander-v3"`, and `from_vector` for vector envs."""
+"""Gymnasium environments by id, such as `"gymnasium:LunarLander-v3"`, or from vector envs by `from_vector`."""
 
 from ecrl.envs.gymnasium.env import GymnasiumConfig, from_vector, gymnasium_env
 

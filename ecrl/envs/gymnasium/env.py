@@ -1,4 +1,4 @@
-"""Adapt Gymnasium environments to `Env`. Part of their state is in Python objects, outside the tensors."""
+"""Adapt Gymnasium environments to `Env`. Part of a Gymnasium environment's state is in Python objects."""
 
 import sys
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from ecrl.spaces import Box, Dict, Discrete, MultiDiscrete, Space, dict_space, f
 
 
 class GymnasiumConfig(ConfigModel):
-    """Id and arguments of a Gymnasium environment, and where it runs. The name `"gymnasium:<id>"` sets the id."""
+    """Settings of a Gymnasium environment. The environment name `"gymnasium:<id>"` sets the id."""
 
     id: str = Field(
         min_length=1,
@@ -50,27 +50,27 @@ class GymnasiumConfig(ConfigModel):
 
 @register_env("gymnasium")
 def gymnasium_env(cfg: GymnasiumConfig) -> Env:
-    """Return an environment that `gymnasium.make` creates. The key seeds the first episode and all later ones.
+    """Make a Gymnasium environment with `gymnasium.make`. A key seeds the first episode and all later episodes.
 
-    Observation spaces may be Box, Discrete, MultiDiscrete, MultiBinary, Dict and Tuple. The parts of a Tuple are named
-    "0", "1" and so on. All floats become float32. Images of uint8 stay uint8. `ecrl.spaces.from_gymnasium` lists the
-    dtypes of other integers.
+    Observation spaces may be Box, Discrete, MultiDiscrete, MultiBinary, Dict and Tuple. The elements of a Tuple are
+    named "0", "1" and so on. All floats become float32, and uint8 images stay uint8. `ecrl.spaces.from_gymnasium` lists
+    the dtypes of other integers.
 
     Action spaces may be Box, Discrete, MultiDiscrete and MultiBinary. The actions of an integer Box are floats, which
-    are rounded before Gymnasium gets them.
+    are rounded before they are passed to Gymnasium.
 
-    An action mask in `info["action_mask"]` becomes `obs["action_mask"]`. An observation that is not a Dict then becomes
-    `obs["observation"]`. `info["success"]` or `info["is_success"]` becomes `info.success`. It is NaN if the
-    environment reports neither.
+    An action mask in `info["action_mask"]` becomes `obs["action_mask"]`. With an action mask, an observation that is
+    not a Dict becomes `obs["observation"]`. Gymnasium's `info["success"]` or `info["is_success"]` becomes
+    `info.success`, which is NaN if the environment reports neither.
 
-    Equal keys give equal episodes, in this process and in workers. `min_truncation_gap` is the time limit for the
-    environments that Gymnasium itself provides. It is 1 for all others, because their own code may truncate at any
-    step.
+    Equal keys give equal episodes, both in this process and in worker processes. `min_truncation_gap` is the time limit
+    for the environments that Gymnasium itself provides. For all other environments, the gap is 1, because their own
+    code may truncate at any step.
 
     Raises: ConfigError if the environment cannot be created or has an unsupported space. `reset` and `step` raise
         UserError if an environment raises, dies, hangs in its worker or returns a value that does not fit its space.
-        The error names the environment and the step. NaN and infinity raise no error here. In a run,
-        `trainer.finite_guard` handles them.
+        The error names the environment and the step. NaN and infinity raise no error, because `trainer.finite_guard`
+        handles non-finite values in a run.
     """
     limit = {} if cfg.max_episode_steps is None else {"max_episode_steps": cfg.max_episode_steps}
     kwargs = cast(dict[str, Any], cfg.kwargs) | limit
@@ -95,14 +95,14 @@ def _truncation_gap(env_id: str, kwargs: dict[str, Any]) -> int:
 def from_vector(make_vector: Callable[[int], VectorEnv], *, timeout: float) -> Env:
     """Return an `Env` that steps the `gymnasium.vector.VectorEnv` returned by `make_vector(N)`.
 
-    Call `from_vector` in a function decorated with `register_env`. The vector env declares its autoreset mode in
-    `metadata["autoreset_mode"]`. All three modes work. In mode NEXT_STEP, each reset takes a step. The state then has
-    `mask`, which is False after a step that only reset the environment. An AsyncVectorEnv that does not answer within
-    `timeout` seconds raises an error. Other vector envs have no timeout. A vector env whose `reset` takes one integer
-    instead of a list of seeds gets the seed of the first environment.
+    Call `from_vector` in a function decorated with `register_env`. The vector env must declare its autoreset mode in
+    `metadata["autoreset_mode"]`. All three autoreset modes are supported. In mode NEXT_STEP, each reset takes a step,
+    and the state has a field `mask`. `mask` is False after a step that only reset the environment. An AsyncVectorEnv
+    that does not answer within `timeout` seconds raises an error. Other vector envs have no timeout. A vector env whose
+    `reset` takes one integer instead of a list of seeds gets the seed of the first environment.
 
     Raises: ConfigError if the vector env cannot be created or has an unsupported space. `reset` and `step` raise
-        UserError with the step and, if the vector env reports it, the environment.
+        UserError that names the step and, if the vector env reports an index, the environment.
 
     >>> import torch
     >>> from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
@@ -132,7 +132,7 @@ def _env(make: Callable[[int], Vector], label: str) -> Env:
         try:
             live = live or Live(_check_unchanged(make(len(seeds)), gymnasium_spaces, label), owner, label)
         except Fault as error:
-            raise UserError(f"{fault_text(label, error)}, when it was made") from error.__cause__
+            raise UserError(f"{fault_text(label, error)}, when the environment was made") from error.__cause__
         return live.ask(lambda: _state(live.vector.reset(seeds), spaces, keys), "reset")
 
     def step(state: TensorDict, actions: Tensor, noise: Any) -> TensorDict:
@@ -157,7 +157,7 @@ def _env(make: Callable[[int], Vector], label: str) -> Env:
 
 
 def _nvec(space: Space) -> tuple[int, ...]:
-    """Return the number of choices of each action, or () for a space that cannot have an action mask."""
+    """Return the number of choices of each discrete action, or () for a space without action masks."""
     match space:
         case Discrete():
             return (space.n,)
@@ -167,7 +167,7 @@ def _nvec(space: Space) -> tuple[int, ...]:
 
 
 def _check_unchanged(vector: Vector, first_spaces: tuple[Any, Any], label: str) -> Vector:
-    """Return `vector`. Raise ConfigError if its spaces changed, which happens if the id was registered again."""
+    """Return `vector`. Raise ConfigError if the spaces changed because the id was registered again."""
     spaces = vector.observation_space, vector.action_space
     if spaces == first_spaces:
         return vector
@@ -178,7 +178,7 @@ def _check_unchanged(vector: Vector, first_spaces: tuple[Any, Any], label: str) 
 
 
 def _probe_spaces(make: Callable[[int], Vector], label: str) -> tuple[tuple[Space, Space], tuple[Any, Any]]:
-    """Open and close one environment. Return its spaces for the policy, and its spaces in Gymnasium."""
+    """Open and close one environment. Return ecrl's spaces and Gymnasium's spaces of the environment."""
     try:
         vector = make(1)
         try:
@@ -190,7 +190,10 @@ def _probe_spaces(make: Callable[[int], Vector], label: str) -> tuple[tuple[Spac
 
 
 def _spaces(vector: Vector) -> tuple[Space, Space]:
-    """Return the spaces for the policy. If `reset` returns an action mask, the observation space includes it."""
+    """Return ecrl's observation and action space.
+
+    If `reset` returns an action mask, the observation space includes the mask.
+    """
     obs_space, action_space = from_gymnasium(vector.observation_space), from_gymnasium(vector.action_space)
     if isinstance(action_space, Dict):
         raise TypeError(f"has actions {vector.action_space}, expected Box, Discrete, MultiDiscrete or MultiBinary")
@@ -203,7 +206,7 @@ def _spaces(vector: Vector) -> tuple[Space, Space]:
 
 
 def _state(outcome: Outcome, spaces: tuple[Space, Space], like: Tensor) -> TensorDict:
-    """Return the outcome as a state on the device of `like`."""
+    """Convert an outcome to a state on the device of `like`."""
     n, obs, final, nvec = len(like), outcome.obs, outcome.final, _nvec(spaces[1])
     if isinstance(spaces[0], Dict) and MASK in dict(spaces[0].items) and nvec:
         if not isinstance(obs, TensorDict) or MASK not in obs:

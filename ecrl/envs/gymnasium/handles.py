@@ -1,7 +1,8 @@
 """Table of the Gymnasium environments that are open in this process.
 
-A state cannot hold these environments. Its field `token` refers to them, and its field `step` is their step count.
-Token 0 marks a state that was loaded from a checkpoint, so its environments are closed.
+A state consists of tensors, and cannot hold Gymnasium environments. Instead, the state's field `token` identifies the
+open environments, and its field `step` is their step count. Token 0 marks a state from a checkpoint, whose environments
+are no longer open.
 """
 
 import atexit
@@ -23,26 +24,26 @@ _TOKENS = itertools.count(time.time_ns())  # start at the current time, so that 
 
 
 class Live:
-    """Open environments, the `Env` that owns them, and the number of steps and resets since the first reset."""
+    """Open environments, with the `Env` that owns them and a counter of steps and resets since the first reset."""
 
     def __init__(self, vector: Vector, owner: object, label: str):
         self.vector, self.owner, self.label, self.steps, self.token = vector, owner, label, -1, next(_TOKENS)
         _LIVE[self.token] = self
 
     def close(self) -> None:
-        """Close the environments; a second call does nothing."""
+        """Close the environments. A second call has no effect."""
         if _LIVE.pop(self.token, None) is not None:
             self.vector.close()
 
     def ask(self, answer: Callable[[], TensorDict], when: str, before: TensorDict | None = None) -> TensorDict:
         """Call `answer`, and return its state with the token and the step count added.
 
-        `before` is the state before a step, or None for a reset. If one environment fails, all are closed, because the
-        others may have taken the step already.
+        `before` is the state before a step, or None for a reset. If one environment fails, all environments are closed,
+        because the others may have taken the step already.
 
         Raises: UserError that names the environment, the error and the step `when`.
         """
-        self.steps += 1  # count first: if the step is interrupted, older states are then out of date
+        self.steps += 1  # count before the call, so that an interrupted step makes older states out of date
         try:
             state = answer()
         except (Fault, BadValue) as error:
@@ -60,7 +61,7 @@ def _close_all() -> None:
 
 
 def fault_text(label: str, error: Fault | BadValue, first: int = 0) -> str:
-    """Return an error message that begins with the environment.
+    """Return an error message that begins with the index and the label of the environment.
 
     `first` is the index of this rank's first environment among the environments of all ranks.
     """
@@ -68,7 +69,7 @@ def fault_text(label: str, error: Fault | BadValue, first: int = 0) -> str:
 
 
 def to_list(x: Tensor) -> list[int]:
-    """Return the numbers of a tensor as a list. Raise UserError under vmap, where they cannot be read."""
+    """Return the values of a tensor as a list. Raise UserError under vmap, where values cannot be read."""
     try:
         return x.tolist()
     except RuntimeError as error:
@@ -78,7 +79,7 @@ def to_list(x: Tensor) -> list[int]:
 def find_live(state: TensorDict, owner: object) -> Live | None:
     """Return the open environments of a state, or None if they are closed or belong to another owner.
 
-    The environments may have taken further steps since the state.
+    The environments may have taken further steps after they returned the state.
     """
     live = _LIVE.get(to_list(state["token"])[0])
     return live if live is not None and live.owner is owner else None
@@ -92,13 +93,13 @@ def steps_behind(live: Live, state: TensorDict) -> int:
 def require_live(state: TensorDict, owner: object, label: str) -> Live:
     """Return the open environments of a state.
 
-    Raises: UserError if the environments are closed, or have taken further steps since the state.
+    Raises: UserError if the environments are closed, or have taken further steps after they returned the state.
     """
     live = find_live(state, owner)
     if live is None:
-        reason = "the state was loaded, or it belongs to another process, or they were closed"
-        raise UserError(f"{label}: envs not open in this process ({reason}); reset them")
+        reason = "the state was loaded or belongs to another process, or the envs were closed"
+        raise UserError(f"{label}: the envs are not open in this process ({reason}); reset the envs")
     if steps := steps_behind(live, state):
         reason = f"this state is {steps} steps behind its Gymnasium envs, which cannot go back"
-        raise UserError(f"{label}: {reason}; continue from the newest state, or reset them")
+        raise UserError(f"{label}: {reason}; continue from the newest state, or reset the envs")
     return live

@@ -21,7 +21,7 @@ import gymnasium
 from ecrl.envs.gymnasium import worker
 from ecrl.envs.gymnasium.vector_api import Fault, Vector, vector_of
 
-_START = 60.0  # seconds that a worker may take to start Python, in addition to its timeout
+_START = 60.0  # additional seconds that a worker may take to start Python
 _GRACE = 2.0  # seconds that workers may take to close their environments
 
 
@@ -32,7 +32,7 @@ class _Worker(NamedTuple):
 
 
 def _start_worker(envs: range) -> _Worker:
-    """Start a worker as a new Python process. A fork could copy locks that threads of this process hold."""
+    """Start a worker as a new Python process. A forked worker could copy locks that threads of this process hold."""
     parent_end, child_end = Pipe()
     with child_end:
         process = subprocess.Popen(
@@ -40,7 +40,7 @@ def _start_worker(envs: range) -> _Worker:
             stdin=subprocess.PIPE,
             pass_fds=(child_end.fileno(),),
             env={"OMP_NUM_THREADS": "1"} | os.environ,
-            start_new_session=True,  # keep Ctrl-C from the worker, and let `_kill` end its children too
+            start_new_session=True,  # Ctrl-C does not reach the worker, and `_kill` also ends its children
         )
     return _Worker(process, parent_end, envs)
 
@@ -60,7 +60,7 @@ def _exit_text(process: subprocess.Popen) -> str:
 
 
 def _receive(source: _Worker, env: int, deadline: float, timeout: float) -> Any:
-    """Return the result of one environment. Raise Fault if it does not arrive before the deadline."""
+    """Return the result of one environment. Raise Fault if the result does not arrive before the deadline."""
     if not source.pipe.poll(max(0.0, deadline - time.monotonic())):
         _kill(source.process)
         raise Fault(env, f"did not answer within {timeout:g} s (timeout); its worker was killed")
@@ -90,7 +90,7 @@ def _stop(workers: list[_Worker]) -> None:
 
 
 def parallel(env_id: str, kwargs: dict[str, Any], num_envs: int, timeout: float) -> Vector:
-    """Open environments in worker processes, at most one process per core. `serial` gives the same results."""
+    """Open environments in at most one worker process per core. `serial` gives the same results, without processes."""
     import cloudpickle
 
     spec = gymnasium.registry.get(env_id.rpartition(":")[2])

@@ -1,8 +1,7 @@
 """Convert observations, actions and action masks between Gymnasium and tensors.
 
-`ecrl.spaces.from_gymnasium` converts the spaces themselves. A batch of observations is an array `[N, *shape]`, or a
-dict or tuple of batches. The integers of a discrete space count from 0 in ecrl, and from the `start` of the space in
-Gymnasium.
+`ecrl.spaces.from_gymnasium` converts the spaces. A batch of observations is an array `[N, *shape]`, or a dict or tuple
+of batches. The integers of a discrete space begin at 0 in ecrl, and at the space's `start` in Gymnasium.
 """
 
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from torch import Tensor
 from ecrl.spaces import box_dtype
 
 MASK = "action_mask"
-"""Name of the action mask, a bool part of the observation that marks the allowed choices. Networks do not get it."""
+"""Name of the action mask, a bool observation that marks the allowed choices. Networks do not receive the mask."""
 
 
 class BadValue(ValueError):
@@ -29,20 +28,20 @@ class BadValue(ValueError):
 
 
 def _part(rows: Sequence[Any], name: Any, space: spaces.Space) -> list[Any]:
-    """Return the part `name` of every environment's observation. Raise BadValue for the first one that lacks it."""
+    """Return the entry `name` of each observation. Raise BadValue for the first observation without this entry."""
     parts = []
     for row in rows:
         try:
             parts.append(row[name])
         except (LookupError, TypeError):
             raise BadValue(
-                f"returned an observation without {name!r}, a part of its space {space}", len(parts)
+                f"returned an observation without {name!r}, an entry of its space {space}", len(parts)
             ) from None
     return parts
 
 
 def collate(space: spaces.Space, rows: Sequence[Any]) -> Any:
-    """Stack one observation per environment. Raise BadValue for the first observation of a wrong shape.
+    """Stack one observation per environment. Raise BadValue for the first observation with a wrong shape.
 
     >>> collate(spaces.Tuple((spaces.Discrete(3), spaces.Box(0, 1, (2,)))), [(1, [0.0, 1.0]), (2, [1.0, 0.0])])[0]
     array([1, 2])
@@ -66,10 +65,9 @@ def _shape_text(shape: tuple[int, ...], space: spaces.Space) -> str:
 def observation(space: spaces.Space, batch: Any) -> Any:
     """Copy a batch of observations to a tensor `[N, *shape]`. A Dict or Tuple becomes a TensorDict.
 
-    The dtypes follow `ecrl.spaces.from_gymnasium`. NaN and infinity stay as they are.
+    The dtypes follow `ecrl.spaces.from_gymnasium`. NaN and infinity are copied unchanged.
 
-    Raises: BadValue for a wrong shape, a number that the Box's dtype cannot represent, or an integer outside its
-        space.
+    Raises: BadValue for a wrong shape, a value that the Box's dtype cannot represent, or an integer outside its space.
 
     >>> observation(spaces.Discrete(2, start=5), np.array([5, 6]))
     tensor([0, 1])
@@ -90,9 +88,9 @@ def observation(space: spaces.Space, batch: Any) -> Any:
 
 
 def _numbers(space: spaces.Box, batch: np.ndarray) -> Tensor:
-    """Copy a batch of a Box, `[N, *shape]`, to a tensor."""
+    """Copy a batch `[N, *shape]` of Box observations to a tensor."""
     dtype = box_dtype(space.dtype)
-    with np.errstate(invalid="ignore"):  # `refuse` below raises for NaN that is cast to an integer
+    with np.errstate(invalid="ignore"):  # `refuse` below raises if NaN is cast to an integer
         numbers = batch.astype(str(dtype).removeprefix("torch."))
     if not dtype.is_floating_point and batch.dtype != numbers.dtype:
         refuse(numbers != batch, f"returned a {batch.dtype} that the dtype of its Box, {space.dtype}, cannot represent")
@@ -118,7 +116,9 @@ def action(space: spaces.Space, x: Tensor) -> np.ndarray:
 
 
 def allowed(masks: Any, nvec: tuple[int, ...]) -> Tensor:
-    """Stack the action masks of N environments to bool `[N, sum(nvec)]`. A mask is an array or a tuple of arrays.
+    """Stack the action masks of N environments to a bool tensor `[N, sum(nvec)]`.
+
+    A mask is an array or a tuple of arrays.
 
     Raises: BadValue for an environment without a mask, or with a mask of a wrong length.
 

@@ -1,7 +1,8 @@
-"""Convert a `gymnasium.vector.VectorEnv` to a `Vector`, in each of the three autoreset modes.
+"""Convert a `gymnasium.vector.VectorEnv` with any of the three autoreset modes to a `Vector`.
 
-SAME_STEP: the vector env resets in the step that ends an episode. `final` comes from `info["final_obs"]`.
-NEXT_STEP: the vector env resets in the next step and ignores its action. `counts` is False for that step.
+SAME_STEP: the vector env resets in the step that ends an episode. `info["final_obs"]` becomes `final`.
+NEXT_STEP: the vector env resets in the step after an episode ended. `counts` is False for this step, whose action is
+    ignored.
 DISABLED: the vector env does not reset by itself. The adapter calls `reset(options={"reset_mask": ...})`.
 """
 
@@ -23,7 +24,7 @@ from ecrl.envs.gymnasium.worker import error_text, success_of
 
 
 def _entries(info: dict, key: str, n: int) -> list[Any]:
-    """Return the info value of each environment for a key, or None for an environment that does not report it."""
+    """Return each environment's `info[key]`, or None for an environment that does not report the key."""
     if key not in info:
         return [None] * n
     reported = info.get(f"_{key}", np.ones(n, bool))
@@ -35,9 +36,9 @@ def _entries(info: dict, key: str, n: int) -> list[Any]:
 
 
 def _success(info: dict, n: int) -> torch.Tensor:
-    """Return the success of the step, `[N]`.
+    """Return each environment's success in the step, `[N]`.
 
-    If a reset follows in the same step, `info` describes the reset. So `final_info` overrides it.
+    If the vector env resets in the same step, `info` describes the reset, and `final_info` overrides `info`.
     """
     values: list[float | str] = [math.nan] * n
     for source in (info, info.get("final_info", {})):
@@ -50,14 +51,14 @@ def _success(info: dict, n: int) -> torch.Tensor:
 
 
 def _rows(batch: Any, envs: list[int]) -> Any:
-    """Return the observations of the environments `envs` from a batch."""
+    """Select the observations of the environments `envs` from a batch."""
     if isinstance(batch, dict):
         return {name: _rows(part, envs) for name, part in batch.items()}
     return tuple(_rows(part, envs) for part in batch) if isinstance(batch, tuple) else batch[envs]
 
 
 def _final(obs: Any, ended: list[int], space: gymnasium.Space, info: dict) -> Any:
-    """Return the observations before any reset. `ended` lists the environments whose episode ended."""
+    """Return the observations before any reset. `ended` lists the environments whose episodes ended."""
     if not ended:
         return obs.clone()
     if "final_obs" not in info:
@@ -71,7 +72,7 @@ def _final(obs: Any, ended: list[int], space: gymnasium.Space, info: dict) -> An
 
 
 def _with_timeout(venv: AsyncVectorEnv, wait: Callable[[], Any], timeout: float) -> Callable[..., Any]:
-    """Return a function like `wait` that raises a Fault after `timeout` seconds. `wait` itself may never return."""
+    """Wrap `wait` so that a Fault is raised if `wait` does not return within `timeout` seconds."""
 
     def wait_or_fail(close_timeout: float | None = None) -> Any:
         if close_timeout is not None:  # called by `AsyncVectorEnv.close`, which then ends the workers
@@ -98,7 +99,7 @@ def _failed_env(venv: VectorEnv) -> int | None:
 
 
 def _kill(venv: VectorEnv) -> None:
-    """Kill the workers of an AsyncVectorEnv. After a failure, its `close` would wait for answers of the workers."""
+    """Kill the workers of an AsyncVectorEnv. After a failure, `close` would wait for answers of the workers."""
     if isinstance(venv, AsyncVectorEnv):
         for process in venv.processes:
             process.kill()
@@ -107,7 +108,7 @@ def _kill(venv: VectorEnv) -> None:
 
 
 def _close(venv: VectorEnv) -> None:
-    """Close a vector env. Kill its workers if `close` raises, which happens in Gymnasium if a worker died."""
+    """Close a vector env. If Gymnasium's `close` raises, as after the death of a worker, kill the workers."""
     try:
         venv.close()
     except Exception:
@@ -127,7 +128,7 @@ def _reset_with_seeds(venv: VectorEnv, seeds: list[int]) -> tuple[Any, dict]:
 
 
 def _call(base: VectorEnv, function: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Call a function of a vector env. If it raises, kill the workers and raise a Fault."""
+    """Call a function of a vector env. If the function raises, kill the workers and raise a Fault."""
     try:
         return function(*args, **kwargs)
     except Fault:
@@ -141,7 +142,7 @@ def _call(base: VectorEnv, function: Callable, *args: Any, **kwargs: Any) -> Any
 
 
 def as_vector(venv: VectorEnv, timeout: float) -> Vector:
-    """Return an open vector env as a `Vector`. An AsyncVectorEnv must answer within `timeout` seconds.
+    """Convert an open vector env to a `Vector`. An AsyncVectorEnv must answer within `timeout` seconds.
 
     Raises: Fault if the vector env does not declare its autoreset mode.
     """

@@ -1,7 +1,8 @@
-"""The interface `Vector` of N open Gymnasium environments, and an implementation in this process.
+"""The interface `Vector` to N open Gymnasium environments, and its implementation in this process.
 
-A `Vector` resets an environment in the step that ends its episode. `obs` is then the first observation of the next
-episode, and `final` is the observation before the reset. Only a `Vector` with `counts` resets in the following step.
+A `Vector` resets an environment in the step that ends its episode. In the outcome of such a step, `obs` is the first
+observation of the next episode, and `final` is the observation before the reset. Only a `Vector` whose outcomes have
+`counts` resets in the following step.
 """
 
 import contextlib
@@ -28,8 +29,9 @@ class Fault(Exception):
 class Outcome(NamedTuple):
     """Result of a step or reset of N environments.
 
-    `counts` is False for an environment that the step only reset. It is None if resets never take a step. `success` is
-    NaN for an environment that does not report it. `masks` has the action mask of each environment, or None.
+    `counts` is False for an environment that the step only reset. `counts` is None if resets never take a step.
+    `success` is NaN for an environment that does not report success. `masks` holds the action mask of each environment,
+    or None for an environment without a mask.
     """
 
     obs: Any
@@ -53,7 +55,7 @@ class Vector(NamedTuple):
 
 
 def replace_rows(obs: Any, envs: Sequence[int], space: gymnasium.Space, rows: Sequence[Any]) -> Any:
-    """Return a copy of the observations, with the observations of the environments `envs` replaced by `rows`."""
+    """Replace the observations of the environments `envs` by `rows`, in a copy of `obs`."""
     out = obs.clone()
     if envs:
         try:
@@ -85,7 +87,7 @@ def _outcome(space: gymnasium.Space, rows: Sequence[tuple]) -> Outcome:
 def vector_of(spaces: tuple, ask: Callable[[str, Any], Sequence[tuple]], close: Callable[[], None]) -> Vector:
     """Return a `Vector` that calls `ask("reset", seeds)` and `ask("step", actions)`.
 
-    `ask` returns one row per environment: a `worker.Row`, or a tuple with the same values.
+    `ask` returns one `worker.Row` per environment, or one tuple with the same values.
     """
 
     def answer(command: str) -> Callable[[Any], Outcome]:

@@ -1,6 +1,6 @@
 """Reset and step single Gymnasium environments, and serve as the worker process of `process_vector.parallel`.
 
-A worker runs this file as a script. The file imports nothing of ecrl, so a worker starts fast and needs little memory.
+A worker runs this file as a script. The file does not import ecrl, so a worker starts fast and needs little memory.
 """
 
 import contextlib
@@ -18,11 +18,11 @@ from gymnasium.envs.registration import load_env_creator
 from gymnasium.error import DependencyNotInstalled
 
 _EXTRAS = {"mujoco": "mujoco", "imageio": "mujoco", "Box2D": "box2d"}
-"""Packages that Gymnasium's environments import, each with the extra of ecrl that installs it."""
+"""Map each package that Gymnasium's environments import to the extra of ecrl that installs the package."""
 
 
 class Row(NamedTuple):
-    """Result of one environment. If the step ended an episode, `final` is the observation before the reset.
+    """Result of one environment's step or reset. At the end of an episode, `final` is the observation before the reset.
 
     A worker sends a plain tuple instead of a `Row`. In the worker, this class belongs to the module `__main__`, so the
     parent process could not unpickle a `Row`.
@@ -38,7 +38,7 @@ class Row(NamedTuple):
 
 
 def _no_log_file() -> None:
-    """Stop MuJoCo from writing its warnings to a file in the working directory. They still go to stderr."""
+    """Stop MuJoCo from writing its warnings to a file in the working directory. Warnings still go to stderr."""
     if config := getattr(sys.modules.get("mujoco"), "MjLogConfig", None):
         log = config.get()
         log.logto_file = False
@@ -77,7 +77,7 @@ def reset(env: gymnasium.Env, seed: int) -> Row:
 
 
 def step(env: gymnasium.Env, action: Any) -> Row:
-    """Take one step. If it ends the episode, start the next one."""
+    """Take one step. If the step ends the episode, start the next episode."""
     obs, reward, terminated, truncated, info = env.step(action)
     success, final = success_of(info), None
     if terminated or truncated:
@@ -87,7 +87,7 @@ def step(env: gymnasium.Env, action: Any) -> Row:
 
 
 def success_of(info: dict[str, Any]) -> float | str:
-    """Return the success in the info of a step, NaN if it is absent, or an error message if it is not a number.
+    """Return the success that `info` reports, NaN if absent, or an error message if the value is not a number.
 
     >>> success_of({"success": None, "is_success": True}), success_of({"success": "yes"})
     (1.0, "reported info['success'] = 'yes', expected a bool, a number or None")
@@ -112,9 +112,10 @@ def _open(env_id: str, kwargs: dict[str, Any], spec: bytes | None) -> gymnasium.
     if spec is not None:  # the parent may have registered an environment that this process has not registered
         import cloudpickle
 
-        # `loads` runs code from the bytes, so they must come from a trusted source. They are the EnvSpec that
-        # `process_vector.parallel` pickled in the parent process, received through the private pipe of this worker.
-        # They never come from a file or a network. pickle itself cannot load a class that a notebook defines.
+        # `loads` runs code from the bytes, so the bytes must come from a trusted source. The bytes are an EnvSpec that
+        # `process_vector.parallel` pickled in the parent process and sent through the private pipe of this worker. The
+        # bytes never come from a file or a network. The module `pickle` itself cannot load a class that a notebook
+        # defines.
         gymnasium.registry.setdefault(env_id.rpartition(":")[2], cloudpickle.loads(spec))
     return make(env_id, kwargs)
 
@@ -143,12 +144,15 @@ def _serve(pipe: Connection) -> None:
         while True:
             _reply(pipe, envs, *pipe.recv())
     for env in envs:
-        with contextlib.suppress(Exception):  # nobody can report this error, and the others must close
+        with contextlib.suppress(Exception):  # this error cannot be reported, and the other environments must close
             env.close()
 
 
 def _die_with_parent() -> None:
-    """Exit when the parent process dies. The parent never writes to stdin, so the read returns only then."""
+    """Exit when the parent process dies.
+
+    The parent never writes to stdin, so the read returns only if the parent dies.
+    """
     os.read(sys.stdin.fileno(), 1)
     os._exit(1)
 

@@ -1,1 +1,1 @@
-"""MuJoCo environments as pure functions: a torch operator for the physics, scenes from JSON configs, and tasks."""
+"""MuJoCo environments as pure functions, with a torch operator for the physics and scenes from JSON configs."""

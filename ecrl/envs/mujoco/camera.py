@@ -1,7 +1,7 @@
-"""Render images of a scene from rows of `physics`. EGL or OSMesa renders them without a screen.
+"""Render images of a scene from its `physics` state. EGL or OSMesa renders without a screen.
 
-The camera is a pinhole camera. A point x to the right of, y below and z in front of the camera (m) appears at this
-pixel, counted from the upper left corner:
+The camera is a pinhole camera. A point is x metres to the right of the camera, y metres below and z metres in front.
+The point's pixel, counted from the upper left corner, is:
 
     (fx x / z + cx, fy y / z + cy)
 """
@@ -25,7 +25,7 @@ from ecrl.envs.mujoco.scene.models import mujoco
 from ecrl.errors import UserError
 
 EYE, TARGET, DIRECTION, COLOR = "camera_eye_offset", "camera_target_offset", "light_direction", "light_color"
-"""Names of the targets that set camera and light. Images show a disc at each remaining target of three numbers."""
+"""Names of the targets that set the camera and the light. Images show a disc at each other target position."""
 
 _GOAL = np.array([0.1, 0.75, 0.3, 0.5], np.float32)
 _GOAL_SIZE = np.array([0.1, 0.002, 0.0])  # radius and half the thickness of the disc, m
@@ -33,7 +33,7 @@ _PROBE = "import mujoco.{0} as gl; context = gl.GLContext(8, 8); context.make_cu
 _Pixels = Annotated[int, Field(ge=1, le=4096)]
 
 Draw = Callable[[Tensor, Mapping[str, Tensor]], np.ndarray]
-"""(row of `physics` `[nstate]`, targets `[n]` by name) -> image, uint8 `[h, w, 3]`."""
+"""Map one environment's `physics` (`[nstate]`) and its targets by name to an image (uint8 `[h, w, 3]`)."""
 
 
 class CameraConfig(ConfigModel):
@@ -54,7 +54,7 @@ class CameraConfig(ConfigModel):
     @model_validator(mode="after")
     def _looks_somewhere(self) -> "CameraConfig":
         if self.eye == self.target:
-            raise ValueError(f"eye and target are the same point, {list(self.eye)}; move one")
+            raise ValueError(f"eye and target are the same point, {list(self.eye)}; move the eye or the target")
         if self.up is not None and not np.cross(np.subtract(self.target, self.eye), self.up).any():
             raise ValueError(f"up {list(self.up)} is parallel to the viewing direction; choose another direction")
         return self
@@ -64,10 +64,10 @@ class CameraConfig(ConfigModel):
 def backend() -> str:
     """Return the OpenGL backend that works on this machine, `egl` or `osmesa`.
 
-    If $MUJOCO_GL names one of them, the other is not tried. A backend that fails cannot be unloaded, so each is tried
-    in a separate process.
+    If $MUJOCO_GL names one of these backends, only this backend is tried. A backend that fails cannot be unloaded, so
+    each backend is tried in a separate process.
 
-    Raises: UserError if neither works.
+    Raises: UserError if neither backend works.
     """
     requested = os.environ.get("MUJOCO_GL", "").lower()
     names = (requested,) if requested in ("egl", "osmesa") else ("egl", "osmesa")
@@ -77,8 +77,10 @@ def backend() -> str:
         if not subprocess.run(command, env=environment | {"MUJOCO_GL": name}, capture_output=True).returncode:
             return name
     tried = " and ".join(names) + (", set by MUJOCO_GL" if len(names) == 1 else "")
-    fault = f"cameras: neither EGL nor OSMesa works here (tried {tried})"
-    raise UserError(f"{fault}; install one, such as: apt-get install libegl1 libgl1-mesa-dri, or remove the camera")
+    fault = f"cameras: neither EGL nor OSMesa works on this machine (tried {tried})"
+    raise UserError(
+        f"{fault}; install a backend, such as: apt-get install libegl1 libgl1-mesa-dri, or remove the camera"
+    )
 
 
 def _context(width: int, height: int) -> Any:
@@ -94,7 +96,7 @@ def _context(width: int, height: int) -> Any:
 
 @contextmanager
 def _canvas(model: Any, width: int, height: int) -> Iterator[Callable[[Any], np.ndarray]]:
-    """Yield a function that draws an `MjvScene`. Use it only in the thread that entered this context."""
+    """Yield a function that draws an `MjvScene`. Call the function only in the thread that entered this context."""
     window, viewport = _context(width, height), mujoco().MjrRect(0, 0, width, height)
     try:
         window.make_current()
@@ -104,7 +106,7 @@ def _canvas(model: Any, width: int, height: int) -> Iterator[Callable[[Any], np.
 
         def draw(scene: Any) -> np.ndarray:
             image = np.empty((height, width, 3), np.uint8)
-            window.make_current()  # another context of this thread may be current
+            window.make_current()  # another context may be current in this thread
             mujoco().mjr_render(viewport, scene, context)
             mujoco().mjr_readPixels(image, None, viewport, context)
             return image[::-1]
@@ -119,7 +121,7 @@ def _canvas(model: Any, width: int, height: int) -> Iterator[Callable[[Any], np.
 
 
 def _aim(camera: CameraConfig, eye: np.ndarray, target: np.ndarray, views: Any) -> None:
-    """Set `views`, the cameras of the left and right eye of an `MjvScene`, to the pose and intrinsics of `camera`."""
+    """Set the pose and intrinsics of `views`, the left-eye and right-eye cameras of an `MjvScene`."""
     distance = float(np.linalg.norm(target - eye))
     forward = (target - eye) / distance
     up = np.array(camera.up if camera.up is not None else (0.0, 0.0, 1.0))
@@ -136,7 +138,10 @@ def _aim(camera: CameraConfig, eye: np.ndarray, target: np.ndarray, views: Any) 
 
 
 def scene_light(sim: Simulation) -> dict[str, tuple[float, ...]]:
-    """Return direction and color of the scene's first light by target name. Without a light, the result is empty."""
+    """Return the direction and color of the scene's first light, by target name.
+
+    Return {} if the scene has no light.
+    """
     model = sim.model
     return {DIRECTION: tuple(model.light_dir[0]), COLOR: tuple(model.light_diffuse[0])} if model.nlight else {}
 
@@ -159,10 +164,12 @@ def _add_mark(scene: Any, position: np.ndarray) -> None:
 
 @contextmanager
 def drawing(sim: Simulation, camera: CameraConfig) -> Iterator[Draw]:
-    """Yield a function that draws states of a simulation. Use it only in the thread that entered this context.
+    """Yield a function that draws states of a simulation.
 
-    Discs mark targets that are positions. Targets that `randomize_camera` and `randomize_light` store move the camera
-    and change the light.
+    Call the function only in the thread that entered this context.
+
+    Discs mark the targets that are positions. The targets of `randomize_camera` move the camera, and the targets of
+    `randomize_light` change the light.
 
     Raises: UserError if neither EGL nor OSMesa works.
     """
@@ -190,7 +197,7 @@ def drawing(sim: Simulation, camera: CameraConfig) -> Iterator[Draw]:
 
 
 def grid(images: list[np.ndarray]) -> np.ndarray:
-    """Arrange images of one size in a nearly square grid. Empty cells are black.
+    """Arrange images of the same size in a nearly square grid. Empty cells are black.
 
     >>> grid([np.ones((2, 4, 3), np.uint8)] * 3).shape
     (4, 8, 3)

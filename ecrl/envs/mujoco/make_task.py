@@ -1,4 +1,4 @@
-"""Build the environment of a task from a config and task functions, and check both."""
+"""Build the environment of a task from a config and task functions, and check the config and the functions."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -45,7 +45,7 @@ _simulation = cast(Callable[..., Simulation], simulation)  # pyright does not kn
 
 
 def _make(kind: str, sim: Simulation, terms: dict[str, Any]) -> Iterator[tuple[str, str, Any, Any]]:
-    """Yield the name, place in the config, settings and function of each term, in the order of the names."""
+    """Yield the name, config path, settings and function of each term, sorted by name."""
     for name, term in sorted(terms.items()):
         where = term_text(f"env.cfg.{kind}s", name, term.func)
         with error_prefix(where):
@@ -53,7 +53,7 @@ def _make(kind: str, sim: Simulation, terms: dict[str, Any]) -> Iterator[tuple[s
 
 
 def _limit_to_control_parts(cfg: TaskConfig, sim: Simulation) -> Simulation:
-    """Return the simulation with a robot that has only the joints of `control_parts`."""
+    """Restrict the robot of the simulation to the joints of `control_parts`."""
     if cfg.control_parts is None:
         return sim
     with error_prefix("env.cfg.control_parts"):
@@ -63,7 +63,10 @@ def _limit_to_control_parts(cfg: TaskConfig, sim: Simulation) -> Simulation:
 
 
 def _action_terms(cfg: TaskConfig, sim: Simulation) -> tuple[ActionTerm, ...]:
-    """Make the action terms. Raise ConfigError if two drive one joint, or if a joint is outside `control_parts`."""
+    """Make the action terms.
+
+    Raise ConfigError if two terms drive one joint, or if a joint is not in `control_parts`.
+    """
     terms, driven = [], {}
     for name, where, _, term in _make("action", sim, cfg.actions):
         for joint in term.joints:
@@ -80,7 +83,7 @@ def _action_terms(cfg: TaskConfig, sim: Simulation) -> tuple[ActionTerm, ...]:
 
 
 def _varied(cfg: TaskConfig) -> Varied:
-    """Return the model fields that events vary between environments, with the names of their objects."""
+    """Return the model fields that events vary between environments, each with the name of its object."""
     fields: dict[tuple[str, str], None] = {}
     for name, event in sorted(cfg.events.items()):
         for field, uid in getattr(event.params, "varied", ()):
@@ -91,7 +94,7 @@ def _varied(cfg: TaskConfig) -> Varied:
 
 
 def _build_scene(cfg: TaskConfig) -> tuple[Simulation, tuple[ActionTerm, ...]]:
-    """Return the simulation, with the drives that the action terms need, and the action terms."""
+    """Return the action terms, and the simulation with the drives that these terms need."""
     with error_prefix("env.cfg"):
         _simulation(cfg)
     varied = _varied(cfg)
@@ -109,15 +112,15 @@ def _build_scene(cfg: TaskConfig) -> tuple[Simulation, tuple[ActionTerm, ...]]:
 
 
 def _check_drives(cfg: TaskConfig, sim: Simulation, actions: tuple[ActionTerm, ...]) -> None:
-    """Raise ConfigError if the drive of a joint differs from the drive that its action term needs.
+    """Raise ConfigError if a joint does not have the kind of drive that its action term needs.
 
-    This happens if the robot's file defines another actuator.
+    The kinds differ if the robot's file defines another actuator.
     """
     for (name, action), term in zip(sorted(cfg.actions.items()), actions, strict=True):
         with error_prefix(term_text("env.cfg.actions", name, action.func)):
             for joint in term.joints:
                 if (drive := world.drive_of(sim, joint)) != term.drive:
-                    fault = f"joint {joint!r} has an actuator of {drive or 'another kind'}, not of {term.drive}"
+                    fault = f"joint {joint!r} has an actuator of kind {drive or 'other'}, expected {term.drive}"
                     raise ConfigError(f"{fault}; choose another term, or give robot.drive_pros")
 
 
@@ -130,16 +133,19 @@ def _make_events(cfg: TaskConfig, sim: Simulation) -> tuple[Event, ...]:
 
 
 def _check_names(where: str, names: list[str]) -> None:
-    """Raise ConfigError for names that would collide in logs or checkpoints. There, / joins the parts of a key."""
+    """Raise ConfigError for names that collide in logs or checkpoints, such as `a` and `a/b`."""
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(f"{where}: the logs would contain {name!r} twice, from two terms or the task; rename one")
         if inside := next((other for other in names if other.startswith(f"{name}/")), None):
-            raise ConfigError(f"{where}: {inside!r} reads as a part of {name!r}; rename one")
+            raise ConfigError(f"{where}: {inside!r} reads as an entry of {name!r}; rename one")
 
 
 def _check_functions(task: Task, state: TensorDict) -> None:
-    """Call the functions and rewards of a task. Raise ConfigError if a result is not one value per environment."""
+    """Call the functions and rewards of a task.
+
+    Raise ConfigError if a result does not have one value per environment.
+    """
     sim, flags = task.sim, state["elapsed"] > 0
     with error_prefix("env.cfg (compute_task_state)"):
         success, fail, metrics = task.compute_task_state(sim, state)
@@ -156,7 +162,7 @@ def _check_functions(task: Task, state: TensorDict) -> None:
 
 
 def never(sim: Simulation, state: TensorDict) -> Tensor:
-    """Return False. This is the default `check_truncated`: only the time limit truncates an episode."""
+    """Return False. With this default of `check_truncated`, only the time limit truncates an episode."""
     return torch.zeros_like(state["elapsed"], dtype=torch.bool)
 
 
@@ -167,28 +173,28 @@ def task_env(
     get_reward: Callable[[Simulation, TensorDict, TensorDict], Tensor] | None = None,
     acceptable: Check | None = None,
 ) -> Env:
-    """Make the environment of a task from the terms of a config and from task functions.
+    """Make the environment of a task from the terms in a config and from task functions.
 
     Args:
-        cfg: scene and terms.
-        compute_task_state: (sim, state) -> success, fail, metrics. Success and failure terminate the episode.
-        check_truncated: (sim, state) -> bool `[*B]`, True to truncate an episode before the time limit. If it is given,
-            the `min_truncation_gap` of the task is 1.
-        get_reward: (sim, state before a step, state after it) -> reward `[*B]`. It is added to the reward terms, and
-            logged as `rewards/task`.
-        acceptable: (sim, state) -> bool `[*B]`, True if an episode may start in this state. Up to 12 random starts are
-            drawn for an episode, until one is acceptable. If none is, the episode uses an acceptable start that was
-            found when the task was created. Creating the task tests the starts of 256 episodes. It raises ConfigError
-            if one of these episodes finds no acceptable start.
+        cfg: the scene and the terms.
+        compute_task_state: maps (sim, state) to success, fail and metrics. Success and failure terminate an episode.
+        check_truncated: maps (sim, state) to bool `[*B]`, True to truncate an episode before the time limit. If this
+            function is given, the `min_truncation_gap` of the task is 1.
+        get_reward: maps (sim, state before a step, state after the step) to a reward `[*B]`. This reward is added to
+            the reward terms, and logged as `rewards/task`.
+        acceptable: maps (sim, state) to bool `[*B]`, True if an episode may start in this state. For each episode, up
+            to 12 random starts are drawn until a start is acceptable. If all 12 starts are unacceptable, the episode
+            uses an acceptable start that was found when the task was created. `task_env` tests the starts of 256
+            episodes, and raises ConfigError if one of these episodes finds no acceptable start.
 
-    `info` has `success`, `fail`, `metrics` and `rewards`. `rewards` has two entries for each term: `<name>` without its
-    weight, and `<name>_weighted` with its weight.
+    `info` has the fields `success`, `fail`, `metrics` and `rewards`. `rewards` has two entries for each term: `<name>`
+    without its weight, and `<name>_weighted` with its weight.
 
-    The Config of an event may have two properties. `stores` is a dict of the targets that the event sets, with their
-    initial values. `varied` lists the model fields that the event changes per environment, in the format of
+    The Config of an event may have two properties. `stores` maps each target that the event sets to its initial value.
+    `varied` lists the model fields that the event changes per environment, in the format of the argument `varied` of
     `simulation`.
 
-    Raises: ConfigError that begins with the place of the term in the config.
+    Raises: ConfigError that begins with the config path of the term.
     """
     sim, actions = _build_scene(cfg)
     observations = tuple(

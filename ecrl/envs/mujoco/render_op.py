@@ -1,7 +1,7 @@
-"""Draw images by a torch operator, `ecrl::mujoco_image`, which works inside compiled code.
+"""Draw images with the torch operator `ecrl::mujoco_image`, which works inside compiled code.
 
-The host draws one image after the other. Each thread keeps one renderer per camera open until the process ends, because
-opening a renderer takes as long as drawing dozens of small images.
+The host draws one image after the other. Each thread keeps one renderer per camera open until the process ends. Opening
+a renderer takes as long as drawing dozens of small images.
 """
 
 import atexit
@@ -37,7 +37,7 @@ torch.library.define(_NAME, "(Tensor physics, Tensor vectors, int camera) -> Ten
 def camera_handle(sim: Simulation, camera: CameraConfig) -> int:
     """Register a camera and return its handle.
 
-    The handle is a hash of the model and the camera, so it is equal in every process.
+    The handle is a hash of the model and the camera, so every process gets the same handle.
     """
     content = sha256(f"{sim.handle} {camera.model_dump_json()}".encode()).digest()
     handle = int.from_bytes(content[:7])
@@ -47,7 +47,7 @@ def camera_handle(sim: Simulation, camera: CameraConfig) -> int:
 
 def _camera(handle: int) -> tuple[Simulation, CameraConfig]:
     if handle not in _CAMERAS:
-        raise ConfigError(f"camera {handle} is not known in this process; make its environment first")
+        raise ConfigError(f"camera {handle} is not registered in this process; make its environment first")
     return _CAMERAS[handle]
 
 
@@ -90,9 +90,9 @@ torch.library.register_vmap(_NAME, _vmap_image)
 
 
 def _vectors(state: TensorDict, batch: torch.Size) -> Tensor:
-    """Return the targets that an image depends on, `[*B, V, 3]`.
+    """Return the targets that determine an image, `[*B, V, 3]`.
 
-    The first ones set camera and light, and are NaN if absent. The others are the positions to mark.
+    The first four targets set the camera and the light, and are NaN if absent. The other targets are positions to mark.
     """
     targets: Any = state.get("targets", {})
     absent = torch.full((*batch, 3), torch.nan)
@@ -108,9 +108,9 @@ def image(handle: int, state: TensorDict) -> Tensor:
 
     Args:
         handle: a handle that `camera_handle` returned.
-        state: `[*B]`, the state of a task.
+        state: the state of a task, `[*B]`.
 
-    Returns: `[*B, h, w, 3]` float32 from 0 to 1, the upper row first.
+    Returns: images `[*B, h, w, 3]`, float32 from 0 to 1, with the top row first.
     Gradient: none.
     Raises: ConfigError if the state is not on the CPU. UserError if neither EGL nor OSMesa works.
     """

@@ -1,12 +1,12 @@
-"""Start, step, observation and reward of a task, as pure functions of its state.
+"""Pure functions that reset, step, observe and reward a task.
 
-A state of a task has the fields of every environment, and these fields:
+The state of a task has the fields of every environment's state, and these fields:
     world       TensorDict, read and written by `ecrl.envs.mujoco.world`
-    targets     TensorDict of vectors `[*B, n]` that events store, such as goals (m); only if events store any
-    action      `[*B, A]` float32, action of the last step, within its bounds; 0 at the start
+    targets     TensorDict of vectors `[*B, n]` that events store, such as goals (m); absent without such events
+    action      `[*B, A]` float32, the last action, within its bounds; 0 at the start
     force       `[*B, nv]` float32, forces along the degrees of freedom during the next step, N or N m
     elapsed     `[*B]` int64, steps since the episode started
-    life        TensorDict of int64 `[*B]`, only with events of mode startup or interval
+    life        TensorDict of int64 `[*B]`; absent without events of mode startup or interval
     life.count  steps since `reset`
     life.key    key of the startup events, which outlast episodes
     life.start  key of this episode's start
@@ -36,14 +36,17 @@ _CHECKED_EPISODES = 256  # number of episodes whose starts are tested when a tas
 EVENT_FIELDS = ("world", "targets", "action", "force")  # fields that events can read and change
 
 ComputeTaskState = Callable[[Simulation, TensorDict], tuple[Tensor, Tensor, dict[str, Tensor]]]
-"""(sim, state after a step) -> success and fail, both bool `[*B]`, and metrics by name. Each flag ends an episode."""
+"""Map (sim, state after a step) to success and fail (bool `[*B]`) and metrics by name.
+
+Success and failure end an episode.
+"""
 
 Check = Callable[[Simulation, TensorDict], Tensor]
-"""(sim, state) -> bool `[*B]`."""
+"""Map (sim, state) to a bool tensor `[*B]`."""
 
 
 class Event(NamedTuple):
-    """An event of a task. `rng.fold_in` mixes `position`, its index among the events, into its keys."""
+    """An event of a task. `rng.fold_in` mixes the event's index `position` into its keys."""
 
     mode: str
     interval_step: int
@@ -56,7 +59,7 @@ class Task:
     """A task with its terms.
 
     `prepare_starts` sets two attributes:
-        spare_key: the key of an acceptable start. An episode uses it if all its random starts are unacceptable.
+        spare_key: the key of an acceptable start. An episode uses this key if all its random starts are unacceptable.
         startup_neutral: True if startup events do not affect which starts are acceptable.
     """
 
@@ -82,7 +85,7 @@ class Task:
 
 @contextmanager
 def error_prefix(where: str) -> Iterator[None]:
-    """Put `where`, a place in the config, before the message of a ConfigError."""
+    """Prefix the message of a ConfigError with the config path `where`."""
     try:
         yield
     except ConfigError as error:
@@ -90,7 +93,7 @@ def error_prefix(where: str) -> Iterator[None]:
 
 
 def initial_state(task: Task, keys: Tensor) -> TensorDict:
-    """Return the state before any event. The scene is as in the config."""
+    """Return the state before any event, with the scene as in the config."""
     zeros = partial(torch.zeros, device=keys.device)
     width = sum(len(term.low) for term in task.actions)
     fields: dict[str, Any] = {"world": start(task.sim, keys.shape, keys.device)}
@@ -102,7 +105,7 @@ def initial_state(task: Task, keys: Tensor) -> TensorDict:
             {n: row.expand(*keys.shape, -1).clone() for n, row in targets.items()}, keys.shape
         )
     if task.events_of("startup", "interval"):
-        # use the stream ENV, because events of the trainer use the stream EVENT of the same keys
+        # use the stream ENV, because events under trainer.events use the stream EVENT of the same keys
         life = {"count": torch.zeros_like(keys), "key": rng.fold_in(keys, rng.ENV), "start": keys.clone()}
         fields["life"] = TensorDict(life, keys.shape)
     return TensorDict(fields, keys.shape)
@@ -125,8 +128,8 @@ def _apply_startup(task: Task, state: TensorDict) -> TensorDict:
 def _start_keys(task: Task, state: TensorDict, keys: Tensor) -> Tensor:
     """Return the keys of the reset events.
 
-    `state` is the state after the startup events. Up to `_TRIES` keys are tried, and the first one with an acceptable
-    start is returned. If there is none, the spare key is returned.
+    `state` is the state after the startup events. Up to `_TRIES` keys are tried, and the first key with an acceptable
+    start is returned. If all starts are unacceptable, the spare key is returned.
     """
     accept, keys = task.acceptable, rng.fold_in(keys, rng.START)
     if not accept:
@@ -153,7 +156,7 @@ def _start_episode(task: Task, state: TensorDict, keys: Tensor) -> TensorDict:
 
 
 def _is_startup_neutral(task: Task, keys: Tensor) -> bool:
-    """Test if startup events change only model parameters, and do not affect which starts are acceptable."""
+    """Return True if startup events change only model parameters and do not affect the acceptance of starts."""
     one, reset_events = initial_state(task, keys), task.events_of("reset")
     life = cast(TensorDict, one["life"]).copy()
     other = one.copy().set("life", life.set("key", life["key"].flip(0)))
@@ -195,7 +198,7 @@ def reset(task: Task, keys: Tensor) -> TensorDict:
 
 def _info(success: Tensor, fail: Tensor, metrics: dict[str, Tensor], rewards: dict[str, Tensor]) -> TensorDict:
     info = TensorDict({"success": success, "fail": fail, "metrics": metrics, "rewards": rewards}, success.shape)
-    return info.clone()  # no two fields may share a tensor: compiled code would depend on the sharing
+    return info.clone()  # fields must not share a tensor: compiled code would depend on the sharing
 
 
 def carry_over(task: Task, new_start: TensorDict, ended: TensorDict) -> TensorDict:
@@ -233,13 +236,13 @@ def _control(task: Task, state: TensorDict, action: Tensor) -> Tensor:
 
 
 def reward_names(task: Task) -> list[str]:
-    """Return the names that the logs use for the parts of the reward."""
+    """Return the log names of the reward's components."""
     task_reward = ["task"] if task.get_reward else []
     return task_reward + [name + suffix for name, *_ in task.rewards for suffix in ("", "_weighted")]
 
 
 def check_per_env(name: str, result: Any, like: Tensor) -> None:
-    """Raise ConfigError if a result does not have the dtype and shape of `like`: one value per environment."""
+    """Raise ConfigError if a result does not have the dtype and shape of `like`, one value per environment."""
     actual, expected = (
         f"{x.dtype} {list(x.shape)}".removeprefix("torch.") if isinstance(x, Tensor) else type(x).__name__
         for x in (result, like)
@@ -264,9 +267,10 @@ def compute_reward(task: Task, before: TensorDict, after: TensorDict) -> tuple[T
 
 
 def step(task: Task, state: TensorDict, action: Tensor, noise: Tensor) -> TensorDict:
-    """Return states after a step.
+    """Step every environment of the batch.
 
-    The order is: interval events, physics, success and failure, reward, observation.
+    A step applies the interval events and steps the physics. After that, the step computes success and failure, then
+    the reward, then the observation.
     """
     if "life" in state:
         count = state["life", "count"] + 1
@@ -275,7 +279,7 @@ def step(task: Task, state: TensorDict, action: Tensor, noise: Tensor) -> Tensor
             state = changed.where(count % event.interval_step == 0, state)
         state = state.copy().set("life", cast(TensorDict, state["life"]).copy().set("count", count))
     worlds, failed = advance(task.sim, cast(TensorDict, state["world"]), _control(task, state, action), state["force"])
-    # joint limits clamp an infinite action, but rewards computed from the action would be infinite
+    # joint limits clamp the target of an infinite action, but rewards that use the action would be infinite
     invalid = failed | ~action.isfinite().all(-1)
     last_action = torch.where(invalid.unsqueeze(-1), state["action"], action)
     fields = {"world": worlds, "action": last_action, "force": torch.zeros_like(state["force"])}
@@ -289,7 +293,7 @@ def step(task: Task, state: TensorDict, action: Tensor, noise: Tensor) -> Tensor
 
 
 def observe(task: Task, state: TensorDict) -> Tensor:
-    """Return the observation, `[*B, D]` float32: all entries, flattened and joined in the order of their names."""
+    """Return the observation, `[*B, D]` float32, which joins all flattened entries in the order of their names."""
     sim, joints, worlds = task.sim, task.sim.robot.joints, cast(TensorDict, state["world"])
     entries: dict[str, Tensor] = {}
     if joints:

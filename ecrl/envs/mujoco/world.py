@@ -1,8 +1,8 @@
 """Read and write the state of a simulation by the names of bodies, joints, sites and sensors.
 
-All functions are pure functions of a `Simulation` and a world `[*B]` (see `ecrl.envs.mujoco.physics.simulation`).
-Values are float32, in m, rad, s and N. A pose is a homogeneous 4x4 matrix. A quaternion is w, x, y, z. Gradients flow
-through the functions that read.
+All functions are pure. Most take a `Simulation` and a world `[*B]` of `ecrl.envs.mujoco.physics.simulation`. Values are
+float32, in m, rad, s and N. A pose is a homogeneous 4x4 matrix. The components of a quaternion are in the order w, x,
+y, z. Gradients flow through all functions that read a world.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ from ecrl.errors import ConfigError
 
 @cache
 def _columns(sim: Simulation, part: str) -> slice:
-    """Return the columns of `physics` that hold a part of the state, such as "QPOS"."""
+    """Return the columns of `physics` that hold a component of the state, such as "QPOS"."""
     first = size_of(sim.model, *STATE[: STATE.index(part)])
     return slice(first, first + size_of(sim.model, part))
 
@@ -40,9 +40,9 @@ def _read(sim: Simulation, world: TensorDict, part: str) -> Tensor:
 
 
 def _replaced(row: Tensor, columns: Sequence[int], values: Tensor) -> Tensor:
-    """Return a copy of `row` with some columns replaced by values.
+    """Return a copy of `row`, with `columns` set to `values`.
 
-    The copy is joined from slices, because slices compile better than indices.
+    The copy is concatenated from slices, because slices compile better than indexing.
     """
     source = {column: i for i, column in enumerate(columns)}
     pieces, at = [], 0
@@ -56,13 +56,13 @@ def _replaced(row: Tensor, columns: Sequence[int], values: Tensor) -> Tensor:
 
 
 def _write(sim: Simulation, world: TensorDict, columns: Sequence[int], values: Tensor) -> TensorDict:
-    """Return worlds with some columns of `physics` replaced by values."""
+    """Return worlds with some `columns` of `physics` set to `values`."""
     values = values.double().expand(*world.batch_size, len(columns))
     return world.copy().set("physics", _replaced(world["physics"], columns, values))
 
 
 def time(sim: Simulation, world: TensorDict) -> Tensor:
-    """Return the time since the start of the episode, `[*B]` float32, s."""
+    """Return the time since the start of the episode in seconds, `[*B]` float32."""
     return _read(sim, world, "TIME")[..., 0]
 
 
@@ -78,7 +78,7 @@ def qvel(sim: Simulation, world: TensorDict) -> Tensor:
 
 @cache
 def _joints(sim: Simulation, names: tuple[str, ...]) -> tuple[list[int], list[int]]:
-    """Return the indices of hinge and slide joints in MuJoCo's positions and in its velocities."""
+    """Return the indices of hinge and slide joints in MuJoCo's position and velocity vectors."""
     model, free, ball = sim.model, mujoco().mjtJoint.mjJNT_FREE, mujoco().mjtJoint.mjJNT_BALL
     ids = [id_of(model, "jnt", name) for name in names]
     for name, i in zip(names, ids, strict=True):
@@ -131,7 +131,7 @@ def drive_of(sim: Simulation, joint: str) -> Drive | None:
 
 @cache
 def controls_per_target(sim: Simulation, joints: tuple[str, ...]) -> tuple[float, ...]:
-    """Return each joint's factor from target or force to control. It is 1 unless a file defines gears or gains."""
+    """Return each joint's ratio of control to target or force, which is 1 unless a file defines gears or gains."""
     return tuple(control_per_target(sim.model, i) for i in actuators_of(sim, joints))
 
 
@@ -147,7 +147,7 @@ def _position_joints(sim: Simulation) -> tuple[str, ...]:
 def hold_controls(sim: Simulation, world: TensorDict) -> Tensor:
     """Return controls `[*B, nu]` that hold the robot's position drives at their current positions.
 
-    All other controls have the values from the start of an episode.
+    All other controls keep their values from the start of an episode.
     """
     home = torch.from_numpy(sim.home.ctrl).to(world["physics"])
     columns = list(home.float().expand(*world.batch_size, -1).unbind(-1))
@@ -162,7 +162,10 @@ def hold_controls(sim: Simulation, world: TensorDict) -> Tensor:
 
 
 def joint_limits(sim: Simulation, joints: Sequence[str]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the lowest and the highest positions of joints (rad or m), infinite for a joint without limits."""
+    """Return the lowest and the highest position of each joint (rad or m).
+
+    A joint without limits has infinite bounds.
+    """
     _joints(sim, tuple(joints))
     ids = [id_of(sim.model, "jnt", name) for name in joints]
     ranges = [sim.model.jnt_range[i] if sim.model.jnt_limited[i] else (-inf, inf) for i in ids]
@@ -170,13 +173,13 @@ def joint_limits(sim: Simulation, joints: Sequence[str]) -> tuple[tuple[float, .
 
 
 def with_joint_positions(sim: Simulation, world: TensorDict, joints: Sequence[str], values: Tensor) -> TensorDict:
-    """Return worlds with the joint positions `values`, `[*B, len(joints)]` (rad or m)."""
+    """Return worlds with new joint positions `values`, `[*B, len(joints)]` (rad or m)."""
     first = _columns(sim, "QPOS").start
     return _write(sim, world, [first + i for i in _joints(sim, tuple(joints))[0]], values)
 
 
 def with_joint_velocities(sim: Simulation, world: TensorDict, joints: Sequence[str], values: Tensor) -> TensorDict:
-    """Return worlds with the joint velocities `values`, `[*B, len(joints)]` (rad/s or m/s)."""
+    """Return worlds with new joint velocities `values`, `[*B, len(joints)]` (rad/s or m/s)."""
     first = _columns(sim, "QVEL").start
     return _write(sim, world, [first + i for i in _joints(sim, tuple(joints))[1]], values)
 
@@ -184,7 +187,7 @@ def with_joint_velocities(sim: Simulation, world: TensorDict, joints: Sequence[s
 def sensor(sim: Simulation, world: TensorDict, name: str) -> Tensor:
     """Return the reading of a sensor, `[*B, dim]`.
 
-    The reading belongs to the last substep. Before the first step, it belongs to the initial state of the scene.
+    The reading belongs to the last substep. Before the first step, the reading belongs to the scene's initial state.
     """
     i = id_of(sim.model, "sensor", name)
     first = int(sim.model.sensor_adr[i])
@@ -192,7 +195,7 @@ def sensor(sim: Simulation, world: TensorDict, name: str) -> Tensor:
 
 
 def _positions(sim: Simulation, world: TensorDict) -> Tensor:
-    """Return joint positions, positions of mocap bodies and quaternions of mocap bodies, for `kinematics.follow`."""
+    """Return the argument `positions` of `kinematics.follow`."""
     parts = ("QPOS", "MOCAP_POS", "MOCAP_QUAT") if sim.model.nmocap else ("QPOS",)
     return torch.cat([_read(sim, world, part) for part in parts], -1) if len(parts) > 1 else qpos(sim, world)
 
@@ -218,7 +221,7 @@ def body_pose(sim: Simulation, world: TensorDict, name: str) -> Tensor:
 
 
 def body_position(sim: Simulation, world: TensorDict, name: str) -> Tensor:
-    """Return the position of a body, `[*B, 3]` m. For a free body, this is faster than `body_pose`."""
+    """Return the position of a body, `[*B, 3]` (m). For a free body, this function is faster than `body_pose`."""
     joint = _free_joint(sim, name)
     if joint is None:
         return body_pose(sim, world, name)[..., :3, 3]
@@ -227,7 +230,7 @@ def body_position(sim: Simulation, world: TensorDict, name: str) -> Tensor:
 
 
 def site_pose(sim: Simulation, world: TensorDict, name: str) -> Tensor:
-    """Return the pose of a site, such as `sim.robot.tcp["arm"]`, `[*B, 4, 4]`.
+    """Return the pose `[*B, 4, 4]` of a site, such as the site `sim.robot.tcp["arm"]`.
 
     The pose is computed from the joint positions, so it is also correct right after a reset.
     """
@@ -237,8 +240,8 @@ def site_pose(sim: Simulation, world: TensorDict, name: str) -> Tensor:
 def site_jacobian(sim: Simulation, world: TensorDict, name: str, joints: Sequence[str]) -> Tensor:
     """Return the Jacobian of a site, `[*B, 6, len(joints)]`.
 
-    A column is the translation (m) and the rotation (rad) per unit of a joint. It is 0 if the joint does not move the
-    site.
+    Each column is the site's translation (m) and rotation (rad) per unit of a joint. A column is 0 if its joint does
+    not move the site.
     """
     return kinematics.jacobian(_to_site(sim, name), _positions(sim, world), _joints(sim, tuple(joints))[1])
 
@@ -268,15 +271,15 @@ def with_body_pose(
 ) -> TensorDict:
     """Return worlds with a dynamic or kinematic object at a new pose.
 
-    `position` is `[*B, 3]` (m) and `quaternion` is `[*B, 4]`. An argument that is None leaves its part of the pose
-    unchanged.
+    `position` is `[*B, 3]` (m) and `quaternion` is `[*B, 4]`. If an argument is None, the position or the rotation
+    stays unchanged.
 
-    Raises: ConfigError for a body that is part of another body or of the world.
+    Raises: ConfigError for a body that is neither dynamic nor kinematic.
     """
     model, joint, body = sim.model, _free_joint(sim, name), id_of(sim.model, "body", name)
     mocap = int(model.body_mocapid[body])
     if joint is None and mocap < 0:
-        raise ConfigError(f"body {name!r} cannot be moved: it is not free; make it dynamic or kinematic")
+        raise ConfigError(f"body {name!r} cannot be moved, because the body is not free; make it dynamic or kinematic")
     if joint is not None:
         first = _columns(sim, "QPOS").start + int(model.jnt_qposadr[joint])
         targets = range(first, first + 3), range(first + 3, first + 7)
@@ -292,7 +295,7 @@ def _first_dof(sim: Simulation, name: str) -> int:
     """Return the first degree of freedom of a free body. Raise ConfigError for a body that is not free."""
     joint = _free_joint(sim, name)
     if joint is None:
-        raise ConfigError(f"body {name!r} is not free; it moves with its joints or not at all")
+        raise ConfigError(f"body {name!r} is not free; the body moves with its joints or not at all")
     return int(sim.model.jnt_dofadr[joint])
 
 
@@ -312,7 +315,7 @@ def with_body_velocity(sim: Simulation, world: TensorDict, name: str, linear: Te
 
 
 def with_body_at_rest(sim: Simulation, world: TensorDict, name: str) -> TensorDict:
-    """Return worlds with a dynamic object at rest: its velocities are 0."""
+    """Return worlds with a dynamic object at rest, with velocity 0."""
     first = _columns(sim, "QVEL").start + _first_dof(sim, name)
     return _write(sim, world, range(first, first + 6), world["physics"].new_zeros(torch.Size((6,))))
 
@@ -320,7 +323,7 @@ def with_body_at_rest(sim: Simulation, world: TensorDict, name: str) -> TensorDi
 def push(sim: Simulation, name: str, force: Tensor) -> Tensor:
     """Convert a force on the centre of a dynamic object to forces along the degrees of freedom, for `advance`.
 
-    The force is `[*B, 3]`, N, in the world frame. The result is `[*B, nv]`.
+    `force` is in N in the world frame, `[*B, 3]`. The result is `[*B, nv]`.
     """
     first, batch = _first_dof(sim, name), force.shape[:-1]
     rest = sim.model.nv - first - 3
@@ -335,16 +338,16 @@ def _parameter_columns(sim: Simulation, field: str, name: str) -> slice:
         if varied == (field, name):
             return slice(at, at + size)
         at += size
-    raise ConfigError(f"{field} of {name!r} is the same in all environments; name it in varied")
+    raise ConfigError(f"{field} of {name!r} is the same in all environments; list it in varied")
 
 
 def parameter(sim: Simulation, world: TensorDict, field: str, name: str) -> Tensor:
-    """Return a model field of an object that differs between environments, `[*B, size]`, in MuJoCo's units."""
+    """Return an object's values of a varied model field, `[*B, size]`, in MuJoCo's units."""
     return world["parameters"][..., _parameter_columns(sim, field, name)].float()
 
 
 def with_parameter(sim: Simulation, world: TensorDict, field: str, name: str, values: Tensor) -> TensorDict:
-    """Return worlds with new values of a varied field. A new mass of a body does not change the body's inertia."""
+    """Return worlds with new values of a varied model field. Changing a body's mass does not change its inertia."""
     columns, row = _parameter_columns(sim, field, name), world["parameters"]
     values = values.double().expand(*world.batch_size, columns.stop - columns.start)
     parameters = torch.cat((row[..., : columns.start], values, row[..., columns.stop :]), -1)

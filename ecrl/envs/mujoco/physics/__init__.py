@@ -1,1 +1,1 @@
-"""Physics of MuJoCo tasks: MuJoCo on the CPU, MuJoCo Warp on a GPU."""
+"""Physics of MuJoCo tasks, by MuJoCo on the CPU or MuJoCo Warp on a GPU."""

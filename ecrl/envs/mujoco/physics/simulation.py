@@ -1,6 +1,6 @@
-"""A world is a TensorDict with the state of a simulation. The pure function `advance` steps it.
+"""Simulations of scenes. The state of a simulation is a TensorDict called a world, which the function `advance` steps.
 
-A world `[*B]` has these fields, which `ecrl.envs.mujoco.world` reads and writes:
+A world of batch shape `[*B]` has these fields, which `ecrl.envs.mujoco.world` reads and writes:
     physics     float64, the state that `ecrl.envs.mujoco.physics.step_op` steps
     sensors     float32, readings in the last substep; only if the scene has sensors
     parameters  float64, model fields that differ between environments; only if there are any
@@ -23,13 +23,13 @@ from ecrl.envs.mujoco.scene.models import STATE, Backend, Varied, load, loaded, 
 from ecrl.envs.mujoco.scene.scene import build
 from ecrl.errors import ConfigError
 
-_SUBSTEPS = 4  # of 0.01 s each, so the environment takes 25 steps per second
-_HUGE = 1e10  # MuJoCo's mjMAXVAL; MuJoCo treats larger numbers as invalid
+_SUBSTEPS = 4  # default number of substeps; with 0.01 s per substep, an environment takes 25 steps per second
+_HUGE = 1e10  # MuJoCo's mjMAXVAL; MuJoCo treats larger values as invalid
 
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """A scene that is ready to be stepped. Equal configs give the same object.
+    """A scene that is ready for stepping. Equal configs give the same `Simulation` object.
 
     Attributes:
         model: MuJoCo's model.
@@ -38,11 +38,11 @@ class Simulation:
         substeps: physics steps per step of the environment.
         nu: number of actuators.
         nv: number of degrees of freedom.
-        home: MuJoCo's data at the start.
+        home: MuJoCo's data at the start of an episode.
         varied: fields of the model that differ between environments.
-        row: `physics` of a world at the start.
-        sensors: `sensors` of a world at the start.
-        parameters: `parameters` of a world at the start.
+        row: a world's `physics` at the start of an episode.
+        sensors: a world's `sensors` at the start of an episode.
+        parameters: a world's `parameters` at the start of an episode.
     """
 
     model: Any
@@ -59,12 +59,12 @@ class Simulation:
 
     @property
     def dt(self) -> float:
-        """Time per step of the environment, s."""
+        """Duration of an environment step in seconds."""
         return self.substeps * self.model.opt.timestep
 
     @property
     def backend(self) -> Backend:
-        """Library that steps the simulation: "mujoco", only on the CPU, or "warp"."""
+        """Library that steps the simulation, either "mujoco" (only on the CPU) or "warp"."""
         return loaded(self.handle).backend
 
 
@@ -73,7 +73,7 @@ def _state_bits() -> int:
 
 
 def _substeps(cfg: SceneConfig, dt: float) -> int:
-    """Return the number of physics steps of `dt` seconds per step of the environment."""
+    """Return the number of physics steps, each of `dt` seconds, per environment step."""
     if cfg.target_control_frequency is None:
         return cfg.sim_steps_per_control or _SUBSTEPS
     exact = 1.0 / max(cfg.target_control_frequency * dt, 1e-300)
@@ -86,11 +86,12 @@ def _substeps(cfg: SceneConfig, dt: float) -> int:
 
 @cache
 def simulation(cfg: SceneConfig, drives: tuple[tuple[str, Drive], ...] = (), varied: Varied = ()) -> Simulation:
-    """Return the simulation of a scene. It is cached, so a process reads the files of a scene only once.
+    """Return the simulation of a scene. Simulations are cached, so a process reads a scene's files only once.
 
     Args:
         cfg: the scene.
-        drives: joints without position drives, each with its kind of drive, such as `(("elbow_joint", "velocity"),)`.
+        drives: joints whose drives are not position drives, each with its kind of drive, such as
+            `(("elbow_joint", "velocity"),)`.
         varied: fields of the model that differ between environments, each with the name of its object, such as
             `(("body_mass", "cube"), ("body_inertia", "cube"), ("geom_friction", "cube"))`.
 
@@ -115,7 +116,7 @@ def simulation(cfg: SceneConfig, drives: tuple[tuple[str, Drive], ...] = (), var
 
 
 def start(sim: Simulation, batch: Sequence[int], device: torch.device | str | None = None) -> TensorDict:
-    """Return worlds `[*batch]` at the start: the robot is held at home, and objects are at their initial poses."""
+    """Return worlds `[*batch]` with the robot held at its home position and objects at their initial poses."""
     fields = {"physics": sim.row, "sensors": sim.sensors, "parameters": sim.parameters}
     batch = torch.Size(batch)
     tensors = {name: torch.from_numpy(row).to(device) for name, row in fields.items() if row.size}
@@ -123,7 +124,7 @@ def start(sim: Simulation, batch: Sequence[int], device: torch.device | str | No
 
 
 def _inputs(sim: Simulation, world: TensorDict, control: Tensor, force: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return state, control and parameters, the arguments of `step_op.step`."""
+    """Return the arguments of `step_op.step`: state, control and parameters."""
     row, batch = world["physics"], world.batch_size
     force = row.new_zeros(torch.Size((*batch, sim.nv))) if force is None else force.double()
     parameters = world["parameters"] if sim.varied else row.new_zeros(torch.Size((*batch, 0)))
@@ -133,16 +134,17 @@ def _inputs(sim: Simulation, world: TensorDict, control: Tensor, force: Tensor |
 def advance(
     sim: Simulation, world: TensorDict, control: Tensor, force: Tensor | None = None
 ) -> tuple[TensorDict, Tensor]:
-    """Step worlds by one step of the environment, and report the worlds whose step failed.
+    """Advance worlds by one environment step, and return which worlds failed.
 
     Args:
         sim: the simulation.
-        world: `[*B]`.
-        control: `[*B, nu]` float, controls of the actuators, constant during the step.
-        force: `[*B, nv]` float, forces along the degrees of freedom, N or N m; see `push`. None for no force.
+        world: the worlds to step, `[*B]`.
+        control: controls of the actuators, `[*B, nu]` float. Controls are constant during the step.
+        force: forces along the degrees of freedom, `[*B, nv]` float, N or N m; see `push`. None for no force.
 
     Returns: the worlds, and `failed`, bool `[*B]`. A step fails if a control, a force or an entry of the next state is
-        not finite, or has a size of 1e10 or more. A world is returned unchanged if its step failed. End its episode.
+        not finite, or has a magnitude of 1e10 or more. A world whose step failed is returned unchanged, and the caller
+        must end its episode.
     Gradient: none. Raises ValueError if autograd would record the step.
     """
     before, inputs = world["physics"], _inputs(sim, world, control, force)
@@ -155,13 +157,13 @@ def advance(
 
 
 def with_current_sensors(sim: Simulation, world: TensorDict, control: Tensor) -> TensorDict:
-    """Return worlds with the sensor readings of their current state under a control `[*B, nu]`, by one `mj_forward`."""
+    """Update the sensor readings of worlds to their current state under a control `[*B, nu]`, by one `mj_forward`."""
     _, sensors = step_op.step(*_inputs(sim, world, control, None), handle=sim.handle, substeps=0)
     return world.copy().set("sensors", sensors.float())
 
 
 def to_data(sim: Simulation, row: Tensor, data: Any = None) -> Any:
-    """Return the MuJoCo data of one row `[nstate]` of `physics` after `mj_forward`, for rendering or inspection."""
+    """Return MuJoCo's data for one world's `physics` after `mj_forward`, for rendering or inspection."""
     data = mujoco().MjData(sim.model) if data is None else data
     mujoco().mj_setState(sim.model, data, row.double().cpu().numpy(), _state_bits())
     mujoco().mj_forward(sim.model, data)

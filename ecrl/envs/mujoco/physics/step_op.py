@@ -1,9 +1,9 @@
-"""Step any number of MuJoCo simulations at once by a torch operator, `ecrl::mujoco_step`.
+"""Step any number of MuJoCo simulations at once with the torch operator `ecrl::mujoco_step`.
 
-A state is a row of float64 numbers, which `mj_getState` returns for `models.STATE`. It has everything that a simulation
-needs for the next step. `mujoco.batch` steps the rows in parallel, on its own threads and without Python's global lock.
-The same row, control and parameters give the same bits for any number of threads and in any batch. If a model is loaded
-for Warp, `ecrl.envs.mujoco.physics.warp_step` steps it, on the device of its rows.
+A state is a float64 vector in the layout of `mj_getState` for `models.STATE`. The state holds everything that a
+simulation needs for its next step. `mujoco.batch` steps the simulations in parallel, on its own threads and without the
+GIL. The same state, control and parameters give the same bits for any number of threads and in any batch. If a model is
+loaded for Warp, `ecrl.envs.mujoco.physics.warp_step` steps the model on the device of the state.
 """
 
 import os
@@ -23,11 +23,14 @@ from ecrl.envs.mujoco.scene.models import CONTROL, STATE, loaded, mujoco, rows_o
 
 
 class _Pool(NamedTuple):
-    """Simulations of one model that are stepped together. Each call overwrites the states, controls and parameters."""
+    """Simulations of one model that are stepped together.
+
+    Each call overwrites their states, controls and parameters.
+    """
 
     batch: Any
-    parts: list[tuple[slice, slice]]  # columns of each part of a state, in MuJoCo's rows and in the rows of ecrl
-    control: slice  # columns of the control in MuJoCo's rows
+    parts: list[tuple[slice, slice]]  # columns of each component in MuJoCo's and in ecrl's layout
+    control: slice  # columns of the control in MuJoCo's layout
     sensors: np.ndarray
     fields: list[tuple[np.ndarray, slice]]  # varied fields of the models, and their columns in the parameters
     parameters: np.ndarray
@@ -35,10 +38,10 @@ class _Pool(NamedTuple):
 
 
 def _slices(model: Any, names: Sequence[str]) -> list[tuple[slice, slice]]:
-    """Return where each part of a state is stored: a slice of a MuJoCo row, and a slice of an ecrl row.
+    """Return the slices of each state component in MuJoCo's layout and in ecrl's layout.
 
-    A row of `mujoco.batch` holds all parts of `mjSTATE_INTEGRATION` in the order of their bits. A row of ecrl holds the
-    named parts. Neighbouring parts share one slice.
+    MuJoCo's layout has all components of `mjSTATE_INTEGRATION` in the order of their bits. ecrl's layout has only the
+    components `names`. Neighbouring components share one slice.
     """
     states, firsts, at = mujoco().mjtState, {}, 0
     for bit in sorted(int(state) for state in states.__members__.values() if int(state).bit_count() == 1):
@@ -78,12 +81,15 @@ def _pool(handle: int, count: int) -> _Pool:
         fields.append((view, slice(at, at + len(rows))))
         at += len(rows)
     control = next((columns for columns, _ in _slices(model, CONTROL)), slice(0))
-    not_set = np.full((count, at), np.nan)  # NaN differs from all numbers, so the first call sets all parameters
+    not_set = np.full((count, at), np.nan)  # NaN never equals a value, so the first call sets all parameters
     return _Pool(batch, _slices(model, STATE), control, batch.bind("sensordata"), fields, not_set, Lock())
 
 
 def _set_parameters(pool: _Pool, parameters: np.ndarray) -> None:
-    """Write the parameters into the models. Recompute the dependent constants of each model that changed."""
+    """Write the parameters into the models.
+
+    Recompute the dependent constants of each model whose parameters changed.
+    """
     changed = np.flatnonzero((parameters != pool.parameters).any(1))
     if len(changed):
         for view, part in pool.fields:
@@ -93,7 +99,7 @@ def _set_parameters(pool: _Pool, parameters: np.ndarray) -> None:
 
 
 _NAME = "ecrl::mujoco_step"
-# not torch.library.custom_op: its overhead would double the time of a call
+# torch.library.custom_op is not used, because its overhead would double the time of a call
 torch.library.define(
     _NAME, "(Tensor state, Tensor control, Tensor parameters, int handle, int substeps) -> (Tensor, Tensor)"
 )
@@ -150,15 +156,15 @@ def step(state: Tensor, control: Tensor, parameters: Tensor, *, handle: int, sub
         state, sensors = mj_step(state, control) ** substeps
 
     Args:
-        state: `[*B, nstate]` float64, see `models.STATE`.
-        control: `[*B, nu + nv]` float64: actuator controls, each in its own unit, and generalised forces, N or N m.
+        state: `[*B, nstate]` float64, in the layout of `models.STATE`.
+        control: `[*B, nu + nv]` float64, actuator controls in their own units, then generalised forces (N or N m).
         parameters: `[*B, nparameters]` float64, values of the fields in `varied` of `models.load`, in the same order.
         handle: a handle that `models.load` returned.
         substeps: number of time steps; 0 calls `mj_forward`, which computes the sensors of the state.
 
     Returns: the next states, and `sensors` `[*B, nsensordata]` float64. After a step, the sensors belong to the last
-    substep. They describe the state before this substep, and the forces in it. Numbers that are not finite are stepped
-    like any others. For a model loaded for Warp, the tensors may be on a GPU.
+    substep. Sensors describe the state before this substep, and the forces during the substep. States that are not
+    finite are stepped like any other state. For a model loaded for Warp, the tensors may be on a GPU.
     Gradient: none.
     Raises: ValueError if a tensor has a wrong shape, dtype or device, or if autograd would record the step.
         `mujoco.batch.SimulationError` with the index of the simulation, if MuJoCo fails.

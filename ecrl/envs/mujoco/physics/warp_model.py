@@ -1,4 +1,4 @@
-"""Import MuJoCo Warp, check that it supports a scene, and compute the sizes of its buffers."""
+"""Import MuJoCo Warp, check that Warp supports a scene, and compute the sizes of Warp's buffers."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,14 +46,14 @@ VARIES = {
 """Fields that may differ between simulations, each with the groups of constants that depend on it."""
 
 _CONTACTS = 8
-"""Contact slots per geom that can move and collide, as an average over the simulations."""
+"""Average number of contact slots per geom that can move and collide, over the simulations."""
 
-WARP_LOCK = RLock()  # Warp's current device and stream are global to the process
+WARP_LOCK = RLock()  # Warp has one current device and stream per process
 
 
 @contextmanager
 def packages() -> Iterator[tuple[Any, Any]]:
-    """Yield the packages warp and mujoco_warp, to one thread at a time. Hide Warp's messages about kernels."""
+    """Yield the packages warp and mujoco_warp to one thread at a time, and hide Warp's messages about kernels."""
     with extra("warp"):
         import mujoco_warp
         import warp
@@ -68,20 +68,20 @@ def packages() -> Iterator[tuple[Any, Any]]:
 
 
 def make_warp_model(mjw: Any, model: Any, batch_sizes: dict[str, int]) -> Any:
-    """Convert a MuJoCo model to Warp's model, on Warp's current device.
+    """Convert a MuJoCo model to a Warp model on Warp's current device.
 
-    `batch_sizes` has the number of copies of each varied field. The flag that disables automatic resets is cleared,
-    because Warp does not know the flag. Warp never resets by itself.
+    `batch_sizes` maps each varied field to its number of copies. The flag that disables automatic resets is cleared,
+    because Warp does not know this flag. Warp never resets a simulation by itself.
     """
     model = copy(model)
     model.opt.disableflags = int(model.opt.disableflags) & ~int(mujoco().mjtDisableBit.mjDSBL_AUTORESET)
     out = mjw.put_model(model, batch_sizes)
-    out.opt.warn_overflow = 0  # instead of a warning, an overflow sets rows to NaN
+    out.opt.warn_overflow = 0  # an overflow sets states to NaN instead of printing a warning
     return out
 
 
 def check(model: Any, varied: Varied) -> None:
-    """Raise ConfigError if the scene or `varied` needs features that Warp does not support. The error lists them."""
+    """Raise ConfigError with a list of unsupported features if Warp does not support the scene or `varied`."""
     bits = mujoco().mjtEnableBit
     parts = {
         "flexible bodies": model.nflex,
@@ -95,7 +95,7 @@ def check(model: Any, varied: Varied) -> None:
         with packages() as (warp, mjw), warp.ScopedDevice("cpu"):
             try:
                 make_warp_model(mjw, model, {})
-            except (NotImplementedError, ValueError) as error:  # Warp names the features
+            except (NotImplementedError, ValueError) as error:  # the message names the features
                 unsupported = [" ".join(str(error).split())]
     if unsupported:
         known = f"; fields that may vary: {', '.join(VARIES)}" if varied else ""
@@ -104,9 +104,9 @@ def check(model: Any, varied: Varied) -> None:
 
 
 def capacity(model: Any) -> tuple[int, int]:
-    """Return the sizes of Warp's buffers: contacts per simulation, and constraint rows per simulation.
+    """Return the number of contacts and of constraint rows per simulation in Warp's buffers.
 
-    All simulations share the buffer of contacts, so one of them may have more contacts than this.
+    All simulations share the buffer of contacts, so a single simulation may have more contacts than this average.
     """
     moves = model.body_weldid[model.geom_bodyid] > 0
     touches = (model.geom_contype > 0) | (model.geom_conaffinity > 0)

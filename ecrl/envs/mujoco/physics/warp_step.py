@@ -1,9 +1,9 @@
-"""Step MuJoCo Warp for the operator `ecrl::mujoco_step`, on a GPU, or on the CPU in tests.
+"""Step simulations with MuJoCo Warp for the operator `ecrl::mujoco_step`, on a GPU or, in tests, on the CPU.
 
-The rows are the same as for MuJoCo. Warp steps in float32. Torch tensors share the memory of Warp's arrays. Each call
-writes everything that a step depends on to these arrays, so earlier calls have no effect. The host reads no results.
-In a CUDA graph captured by torch, conditional nodes stop the solver once it has converged. Outside a capture, on a GPU,
-the solver always runs all its iterations.
+States have the same layout as for MuJoCo. Warp steps in float32. Torch tensors share the memory of Warp's arrays. Each
+call writes everything that a step depends on to these arrays, so earlier calls have no effect. The host does not read
+the results. In a CUDA graph captured by torch, conditional nodes stop the solver once it has converged. On a GPU
+without a capture, the solver always runs all its iterations.
 """
 
 import math
@@ -30,37 +30,37 @@ _PARTS = {
     "CTRL": "ctrl",
     "QFRC_APPLIED": "qfrc_applied",
 }
-"""Names of Warp's arrays for the parts of a state and a control. `warp_model.check` rejects scenes with other parts."""
+"""Warp's array for each component of a state or control. `warp_model.check` rejects scenes with other components."""
 
 _HARMLESS = ("ITERATIONS", "LS_ITERATIONS")
-"""Overflow flags that mean no lost data: the solver reached its iteration limit, which happens in MuJoCo too."""
+"""Overflow flags without loss of data: the solver reached its iteration limit, which also happens in MuJoCo."""
 
 
 class _Worlds(NamedTuple):
-    """Simulations of one model on one device that are stepped together."""
+    """Simulations that have one model and one device, and are stepped together."""
 
     model: Any  # Warp's model
     data: Any  # Warp's data
-    state: list[tuple[Tensor, slice]]  # views `[count, size]` of the parts, and their columns in a row
+    state: list[tuple[Tensor, slice]]  # views `[count, size]` of the components, and their columns in a state
     control: list[tuple[Tensor, slice]]
     parameters: list[tuple[Tensor, slice]]
     constants: int  # bits of the groups of constants that depend on the parameters
     sensors: Tensor
     overflow: Tensor
-    loss_bits: int  # bits of `overflow` that mean lost contacts or constraints
+    loss_bits: int  # bits of `overflow` that report lost contacts or constraints
     buffers: list[tuple[Tensor, int]]  # number of used slots and size of each buffer
     graphs: list[Any]  # Warp's objects for the captures that use these arrays
 
 
 def _view(warp: Any, array: Any, count: int) -> Tensor:
-    """Return an array of Warp as a tensor `[count, size]` that shares its memory."""
+    """Return a tensor `[count, size]` that shares the memory of a Warp array."""
     if not math.prod(array.shape):
         return torch.empty(count, 0, device=warp.device_to_torch(array.device))
     return warp.to_torch(array).view(count, -1)
 
 
 def _slices(model: Any, names: tuple[str, ...]) -> dict[str, slice]:
-    """Return the columns of each part in a row, by name of the part. Parts without columns are left out."""
+    """Map the name of each component to its columns in a state or control. Empty components are left out."""
     slices, at = {}, 0
     for name in names:
         if size := size_of(model, name):
@@ -84,7 +84,8 @@ def _parameter_views(warp: Any, warp_model: Any, model: Any, varied: Varied, cou
 def _worlds(handle: int, count: int, device: torch.device) -> _Worlds:
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            f"mujoco step: cannot allocate {count} simulations during a CUDA graph capture; step them once before it"
+            f"mujoco step: cannot allocate {count} simulations during a CUDA graph capture; "
+            "step them once before the capture"
         )
     model, _, varied, _, _ = loaded(handle)
     groups = {group for field, _ in varied for group in VARIES[field]}
@@ -110,17 +111,20 @@ def _worlds(handle: int, count: int, device: torch.device) -> _Worlds:
 
 @cache
 def _stream(pointer: int, device: torch.device) -> Any:
-    """Return Warp's object for a torch stream. There is only one per stream, because it identifies a capture."""
+    """Return the only Warp object for a torch stream.
+
+    The object identifies a capture, so a stream must not have two objects.
+    """
     with packages() as (warp, _):
         return warp.Stream(warp.device_from_torch(device), cuda_stream=pointer)
 
 
 @contextmanager
 def _on_gpu(worlds: _Worlds, warp: Any, device: torch.device) -> Iterator[None]:
-    """Run Warp's work after torch's earlier work and before torch's later work.
+    """Run Warp's kernels after torch's earlier kernels and before torch's later kernels.
 
-    If torch captures a CUDA graph, the graph includes Warp's work. Outside a capture, Warp works on its own stream.
-    Otherwise Warp might free memory that another stream still uses.
+    If torch captures a CUDA graph, the graph includes Warp's kernels. Outside a capture, Warp's kernels run on Warp's
+    own stream. On another stream, Warp might free memory that is still in use.
     """
     current, capturing = torch.cuda.current_stream(device), torch.cuda.is_current_stream_capturing()
     # in a capture, the graph itself loops until the solver has converged; a loop on the host would wait for the GPU
@@ -162,7 +166,7 @@ def _overflowed(worlds: _Worlds) -> Tensor:
     """Return True for each simulation that needed more contacts or constraints than the buffers hold, `[count]`.
 
     All simulations share the contact buffer. If the buffer is full, Warp does not report which simulations lost
-    contacts, so the result is True for all.
+    contacts, so the result is True for all simulations.
     """
     lost = (worlds.overflow & worlds.loss_bits) != 0  # set by any substep
     for used, size in worlds.buffers:  # `forward` does not set `overflow`
@@ -171,10 +175,10 @@ def _overflowed(worlds: _Worlds) -> Tensor:
 
 
 def step(state: Tensor, control: Tensor, parameters: Tensor, handle: int, substeps: int) -> tuple[Tensor, Tensor]:
-    """Step MuJoCo Warp `substeps` times from each row. The results match `ecrl.envs.mujoco.physics.step_op.step`.
+    """Step MuJoCo Warp `substeps` times from each state, as `ecrl.envs.mujoco.physics.step_op.step` steps MuJoCo.
 
-    The returned numbers have float32 precision. The rows of a simulation are NaN if it has more constraints than its
-    buffer (see `capacity`). All rows are NaN if all contacts together exceed the contact buffer.
+    The results have float32 precision. A simulation's results are NaN if the simulation needs more constraints than its
+    buffer holds; see `capacity`. All results are NaN if the contacts of all simulations exceed the contact buffer.
 
     Args:
         state: `[N, nstate]` float64.
@@ -184,7 +188,7 @@ def step(state: Tensor, control: Tensor, parameters: Tensor, handle: int, subste
         substeps: number of time steps; 0 computes the sensors of the state.
 
     Gradient: none.
-    Raises: RuntimeError if a CUDA graph is captured before a first call with this number of simulations.
+    Raises: RuntimeError if the first call with this number of simulations is within a CUDA graph capture.
     """
     count, sensors = len(state), state.new_empty(len(state), loaded(handle).model.nsensordata)
     after = state.clone(memory_format=torch.contiguous_format)

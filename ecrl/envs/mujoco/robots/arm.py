@@ -1,8 +1,8 @@
-"""Built-in robots of primitive shapes: an arm with the proportions of a UR10 that holds a pusher, and a cart-pole.
+"""Built-in robots made of primitive shapes: a cart-pole, and an arm with a pusher and the proportions of a UR10.
 
-The arm follows the Denavit-Hartenberg table of Universal Robots. Joint i turns about z of its frame. In the turned
-frame i, frame i + 1 is at `(a_i, 0, d_i)`, rotated by `alpha_i` about x. At home the arm faces -x and its tool points
-down.
+The arm follows the Denavit-Hartenberg table of Universal Robots. Joint i turns about the z axis of frame i. In the
+turned frame i, frame i + 1 is at `(a_i, 0, d_i)` and rotated by `alpha_i` about the x axis. At its home position, the
+arm faces -x and its tool points down.
 """
 
 from collections.abc import Callable
@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 from ecrl.envs.mujoco.scene.models import mujoco
 
 _A = (0.0, -0.612, -0.5723, 0.0, 0.0)  # m
-_D = (0.1273, 0.0, 0.0, 0.163941, 0.1157, 0.0922)  # m; the last offset reaches the flange
+_D = (0.1273, 0.0, 0.0, 0.163941, 0.1157, 0.0922)  # m; the last offset is from the last joint to the flange
 _ALPHA = (pi / 2, 0.0, 0.0, pi / 2, -pi / 2)  # rad
 _MASS = (7.778, 12.93, 3.87, 1.96, 1.96, 0.202)  # kg
 _ARMATURE = (1.0, 1.0, 0.5, 0.1, 0.1, 0.1)  # kg m^2
 _LIMIT = (2 * pi, 2 * pi, pi, 2 * pi, 2 * pi, 2 * pi)  # rad
 _SHAPES = (  # capsules of the links, in the link frames: start, end and radius, m
     ((0.0, 0.0, 0.09), (0.0, 0.0, 0.15), 0.075),
-    ((0.0, 0.0, 0.13), (-0.612, 0.0, 0.13), 0.06),  # beside the joint, so that the link can pass the shoulder
+    ((0.0, 0.0, 0.13), (-0.612, 0.0, 0.13), 0.06),  # offset from the joint, so that the link can pass the shoulder
     ((0.0, 0.0, 0.03), (-0.5723, 0.0, 0.03), 0.05),
     ((0.0, 0.0, 0.05), (0.0, 0.0, 0.163941), 0.045),
     ((0.0, 0.0, 0.0), (0.0, 0.0, 0.1157), 0.045),
@@ -31,11 +31,11 @@ Matrix = tuple[tuple[float, ...], ...]
 
 
 class Builtin(NamedTuple):
-    """A built-in robot: the function that builds it, its joint names, and its default settings.
+    """A built-in robot, with the function that builds the robot, its joint names and its default settings.
 
-    `build(base, tcp)` adds the robot to the body `base` of an MjSpec. `tcp` has the poses of end effectors by part.
-    `flange` has the position of a part's tool in the frame of the part's last link, m. `stiffness`, `damping` and
-    `max_effort` are the defaults of the drives.
+    `build(base, tcp)` adds the robot to the body `base` of an MjSpec. `tcp` maps a part to the pose of its end
+    effector. `flange` maps a part to the position (m) of its tool in the frame of the part's last link. `stiffness`,
+    `damping` and `max_effort` are the drives' default settings.
     """
 
     build: Callable[[Any, dict[str, Matrix]], None]
@@ -64,7 +64,7 @@ def _arm(base: Any, tcp: dict[str, Matrix]) -> None:
         body = body.add_body(name=name.replace("joint", "link"), pos=[a, 0.0, d], quat=quaternion, gravcomp=1.0)
         body.add_joint(name=name, axis=[0.0, 0.0, 1.0], range=[-_LIMIT[i], _LIMIT[i]], armature=_ARMATURE[i])
         _capsule(body, *_SHAPES[i], _MASS[i], _GREY if i in (1, 2, 5) else _BLUE)
-    tool = tcp.get("arm", ROBOTS["URRobot"].tcp["arm"])  # the default pose if no part is called "arm"
+    tool = tcp.get("arm", ROBOTS["URRobot"].tcp["arm"])  # use the default pose if no part has the name "arm"
     x, y, z = (row[3] for row in tool[:3])
     _geom(body, "BOX", size=[0.035, 0.035, 0.015], pos=[0.0, 0.0, _D[5] + 0.015], mass=0.3, rgba=_DARK)
     _capsule(body, (0.0, 0.0, _D[5] + 0.02), (x, y, _D[5] + z - 0.02), 0.02, 0.5, _DARK)

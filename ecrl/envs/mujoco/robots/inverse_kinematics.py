@@ -1,10 +1,10 @@
 """Inverse kinematics by damped least squares, for a batch of poses at once.
 
-A step dq reduces the pose error e with the Jacobian J. The damping lambda keeps dq bounded if J loses rank:
+Each step dq reduces the pose error e with the Jacobian J. The damping lambda keeps dq bounded if J loses rank:
 
     dq = J^T (J J^T + lambda I)^-1 e = (J^T J + lambda I)^-1 J^T e,        lambda = 0.05 e.e + 1e-4
 
-The damping grows with the error. So the first steps are small, and the last ones approach Gauss-Newton steps.
+The damping grows with the error, so the first steps are small and the last steps approach Gauss-Newton steps.
 """
 
 from functools import partial
@@ -25,7 +25,7 @@ _MIN_SINE = 1e-6
 
 
 class Reached(NamedTuple):
-    """Joint positions `[*B, J]` and the remaining error of the pose: `distance` `[*B]` (m) and `angle` `[*B]` (rad)."""
+    """Joint positions, `[*B, J]`, and the remaining pose error, a distance (m) and an angle (rad), both `[*B]`."""
 
     positions: Tensor
     distance: Tensor
@@ -33,7 +33,7 @@ class Reached(NamedTuple):
 
 
 def _axis_trace_terms() -> list[list[float]]:
-    """Return the matrix `[9, 4]` that maps a flattened rotation to axis times sine of the angle, and to the trace."""
+    """Return the matrix `[9, 4]` that maps a flattened rotation matrix to axis * sin(angle) and the trace."""
     terms = np.zeros((3, 3, 4))
     for i in range(3):
         terms[(i + 2) % 3, (i + 1) % 3, i], terms[(i + 1) % 3, (i + 2) % 3, i] = 0.5, -0.5
@@ -45,7 +45,10 @@ _AXIS_TRACE = _axis_trace_terms()
 
 
 def _rotation_between(pose: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return axis times sine `[*B, 3]`, sine `[*B, 1]` and angle `[*B, 1]` of the rotation between two poses."""
+    """Return axis * sin(angle), sin(angle) and angle (rad) of the rotation from `pose` to `target`.
+
+    The shapes are `[*B, 3]`, `[*B, 1]` and `[*B, 1]`.
+    """
     rotation = target[..., :3, :3] @ pose[..., :3, :3].mT
     terms = (rotation.flatten(-2).unsqueeze(-1) * rotation.new_tensor(_AXIS_TRACE)).sum(-2)
     sine = torch.linalg.vector_norm(terms[..., :3], dim=-1, keepdim=True)
@@ -53,10 +56,10 @@ def _rotation_between(pose: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Ten
 
 
 def pose_error(pose: Tensor, target: Tensor) -> Tensor:
-    """Return the translation (m) and the rotation (axis times angle, rad) from `pose` to `target`, `[*B, 6]`.
+    """Return the translation (m) and the rotation (axis * angle, rad) from `pose` to `target`, `[*B, 6]`.
 
     Both poses are `[*B, 4, 4]`. Within 1e-6 rad of half a turn, the axis is not well defined. In this range, the
-    returned rotation is smaller than pi, and may be 0.
+    returned rotation is smaller than pi, or even 0.
 
     >>> target = torch.tensor([[0.0, -1.0, 0.0, 1.0], [1.0, 0.0, 0.0, 2.0], [0.0, 0.0, 1.0, 3.0], [0.0, 0.0, 0.0, 1.0]])
     >>> pose_error(torch.eye(4), target)  # a quarter turn about z
@@ -69,7 +72,7 @@ def pose_error(pose: Tensor, target: Tensor) -> Tensor:
 def solve(matrix: Tensor, right: Tensor) -> Tensor:
     """Return `matrix^-1 right` for small symmetric positive definite matrices `[*B, n, n]` and vectors `[*B, n]`.
 
-    This is Gauss-Jordan elimination, vectorised over the batch. Positive definite matrices need no pivoting.
+    The method is Gauss-Jordan elimination, vectorised over the batch. Positive definite matrices need no pivoting.
 
     >>> solve(torch.tensor([[4.0, 2.0], [2.0, 3.0]]), torch.tensor([2.0, 5.0]))
     tensor([-0.5000,  2.0000])
@@ -104,14 +107,14 @@ def inverse_kinematics(
         positions = clamp(positions + scaled(dq), lowest, highest),        dq as in the module's description
 
     A step is scaled down if a joint would move by more than 1 rad or 1 m. The target may be out of reach, or the search
-    may end before it arrives. So check `distance` and `angle` of the result.
+    may end before reaching the target. Check the `distance` and `angle` of the result.
 
     Args:
         sim: the simulation.
         worlds: worlds `[*B]` with the current joint positions. Joints that are not in `joints` keep their positions.
         site: name of the site, such as `sim.robot.tcp["arm"]`.
         joints: names of the hinge and slide joints to move.
-        target: `[*B, 4, 4]` float32, target pose in the world frame, m.
+        target: target pose in the world frame, `[*B, 4, 4]` float32, with the position in m.
         iterations: number of steps.
 
     Returns: `Reached`. A target that is not finite gives results that are not finite.

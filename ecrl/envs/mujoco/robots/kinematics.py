@@ -1,12 +1,12 @@
 """Forward kinematics: exact, differentiable poses and Jacobians as tensor functions of the joint positions.
 
 The functions do not call MuJoCo, so the start of an episode can be observed like any other state. A pose is a
-homogeneous 4x4 matrix of rotation and position, m. The local pose of a joint includes the fixed transform before it. It
-depends on the joint's displacement q and on constant matrices A, B and C:
+homogeneous 4x4 matrix, with the position in m. The local pose of a joint includes the fixed transform before the joint.
+The local pose depends on the joint's displacement q and on constant matrices A, B and C:
 
     hinge  A + sin(q) B + (1 - cos(q)) C        slide  A + q B
 
-So the local poses of all joints of a chain are computed at once, and then multiplied.
+The local poses of all joints in a chain can therefore be computed at once, and are then multiplied.
 """
 
 from typing import Any, NamedTuple
@@ -21,8 +21,8 @@ from ecrl.envs.mujoco.scene.models import mujoco
 class Joint(NamedTuple):
     """A hinge or slide joint.
 
-    `index` is the column of its position in the `positions` argument of `follow`. The displacement q is the position
-    minus `zero`. `dof` is the joint's degree of freedom. `terms` has the matrices A, B and C.
+    `index` is the column of the joint's position in the `positions` argument of `follow`. The displacement q is the
+    position minus `zero`. `dof` is the joint's degree of freedom. `terms` stacks the matrices A, B and C.
     """
 
     index: int
@@ -35,9 +35,9 @@ class Joint(NamedTuple):
 
 
 class FreeRotation(NamedTuple):
-    """A ball joint, a free body or a mocap body, with the fixed transforms before and after it.
+    """A ball joint, free body or mocap body, with the fixed transforms before and after its rotation.
 
-    `position` and `quaternion` are the first columns of its position and its quaternion in the `positions` argument of
+    `position` and `quaternion` are the first columns of the position and the quaternion in the `positions` argument of
     `follow`. `position` is None for a ball joint.
     """
 
@@ -48,14 +48,14 @@ class FreeRotation(NamedTuple):
 
 
 class Chain(NamedTuple):
-    """The joints from the world to a part of the scene, and the fixed transform after the last joint."""
+    """The joints from the world to a body or site, and the fixed transform after the last joint."""
 
     steps: tuple[Joint | FreeRotation, ...]
     end: np.ndarray
 
 
 def _quaternion_terms() -> np.ndarray:
-    """Return the matrix `[16, 16]` that maps products of a quaternion's numbers to a pose, flattened by rows."""
+    """Return the matrix `[16, 16]` that maps products of a quaternion's components to a pose, flattened by rows."""
     terms = np.zeros((4, 4, 4, 4))
     for i in range(3):
         j, k = (i + 1) % 3, (i + 2) % 3
@@ -68,13 +68,13 @@ def _quaternion_terms() -> np.ndarray:
 
 
 _ROTATION = _quaternion_terms()
-_POSITION, _ONE = np.eye(16)[[3, 7, 11]], np.eye(16)[15]  # entries of the position in a flattened pose, and the last 1
+_POSITION, _ONE = np.eye(16)[[3, 7, 11]], np.eye(16)[15]  # masks of a flattened pose: position, last entry
 
 
 def pose(position: Tensor | None, quaternion: Tensor) -> Tensor:
-    """Return the pose `[*B, 4, 4]` with a position `[*B, 3]` (None: the origin) and a quaternion `[*B, 4]`, w x y z.
+    """Return the pose `[*B, 4, 4]` with a position `[*B, 3]` and a quaternion `[*B, 4]` in the order w, x, y, z.
 
-    The quaternion is normalised. Its length must not be 0.
+    If `position` is None, the position is the origin. The quaternion is normalised, so its length must not be 0.
 
     >>> pose(None, torch.tensor([0.0, 0.0, 0.0, 2.0]))[:3, :3]  # half a turn about z
     tensor([[-1.,  0.,  0.],
@@ -140,14 +140,14 @@ def chain(model: Any, body: int, end: np.ndarray | None = None) -> Chain:
 
 
 def columns(values: Tensor, indices: list[int]) -> Tensor:
-    """Return some columns of the last axis. Neighbouring columns are read by one slice, which is faster."""
+    """Select columns of the last axis. Neighbouring columns are read by one slice, because a slice is faster."""
     if indices == list(range(indices[0], indices[0] + len(indices))):
         return values[..., indices[0] : indices[0] + len(indices)]
     return torch.stack([values[..., i] for i in indices], -1)
 
 
 def _joint_poses(joints: list[Joint], positions: Tensor) -> Tensor:
-    """Return the poses of joints in the frames before them, `[*B, J, 4, 4]`."""
+    """Return the pose of each joint in the frame of the preceding joint, `[*B, J, 4, 4]`."""
     q = columns(positions, [joint.index for joint in joints])
     if any(joint.zero for joint in joints):
         q = q - q.new_tensor([joint.zero for joint in joints])
@@ -160,7 +160,7 @@ def _joint_poses(joints: list[Joint], positions: Tensor) -> Tensor:
 
 
 def follow(chain: Chain, positions: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
-    """Return the pose at the end of a chain, and the pose after each hinge or slide by degree of freedom.
+    """Return the pose at the end of a chain, and the pose after each hinge or slide, by its degree of freedom.
 
     Args:
         chain: the chain to follow.
@@ -196,7 +196,7 @@ def motion(chain: Chain, positions: Tensor, dofs: list[int]) -> tuple[Tensor, Te
 
     The first three rows of the Jacobian are the translation, `axis x (end - anchor)` for a hinge (m/rad) and `axis` for
     a slide (m/m). The last three rows are the rotation, `axis` for a hinge (rad/rad) and 0 for a slide. A column is 0
-    if the end does not move with its degree of freedom.
+    if its degree of freedom does not move the end of the chain.
     """
     end, after = follow(chain, positions)
     joints = [step for step in chain.steps if isinstance(step, Joint) and step.dof in dofs]

@@ -1,4 +1,4 @@
-"""Build the robot of a scene, a built-in one or an MJCF file, with the config's drives, sensors and end effectors."""
+"""Build a scene's robot from a built-in robot or an MJCF file, and add drives, force sensors and end effectors."""
 
 import os
 from collections.abc import Mapping
@@ -18,21 +18,27 @@ Drive = Literal["position", "velocity", "force"]
 
 
 class Robot(NamedTuple):
-    """Names of a robot in the model: joints in the order of config lists, joints by part, end effector site by part."""
+    """Names of a robot's joints and end effector sites in the model.
+
+    `joints` has all joints, in the order of config lists. `parts` maps a part to its joints, and `tcp` maps a part to
+    the site of its end effector.
+    """
 
     joints: tuple[str, ...]
     parts: dict[str, tuple[str, ...]]
     tcp: dict[str, str]
 
     def with_prefix(self, prefix: str) -> "Robot":
-        """Return the robot with a prefix before all names, as in the model of a scene."""
+        """Prefix all names of the robot, as in the model of a scene."""
         parts = {part: tuple(prefix + name for name in names) for part, names in self.parts.items()}
         tcp = {part: prefix + site for part, site in self.tcp.items()}
         return Robot(tuple(prefix + name for name in self.joints), parts, tcp)
 
 
 def spec_of(source: str, key: str, root: str = "") -> Any:
-    """Return the MjSpec of an MJCF file. `source` is its path or its text, and `root` is a second folder to search.
+    """Return the MjSpec of an MJCF file.
+
+    `source` is a path or the file's text, and `root` is a second folder to search.
 
     Raises: ConfigError that begins with `key`, if the file does not exist or is not MJCF.
     """
@@ -56,7 +62,7 @@ def hinges_and_slides(spec: Any) -> tuple[str, ...]:
 
 
 def add_force_sensors(spec: Any, joints: tuple[str, ...], key: str) -> None:
-    """Add a sensor `<joint>_force` for the drive force of each joint, unless the file has it already.
+    """Add a sensor `<joint>_force` for the drive force of each joint, unless the file already has this sensor.
 
     Raises: ConfigError that begins with `key`, if the file has a different sensor with that name.
     """
@@ -73,14 +79,14 @@ def add_force_sensors(spec: Any, joints: tuple[str, ...], key: str) -> None:
 def _per_joint(
     values: PerJoint | None, defaults: tuple[float, ...], joints: tuple[str, ...], key: str
 ) -> tuple[float, ...]:
-    """Return one number per joint from a config value. The robot's defaults fill in missing numbers."""
+    """Expand a config value to one value per joint. The robot's defaults are used for missing values."""
     if isinstance(values, dict):
         for name in values:
             if name not in joints:
                 raise ConfigError(f"{key}: unknown joint {name!r}; {did_you_mean(name, joints)}")
         return tuple(values.get(name, default) for name, default in zip(joints, defaults, strict=True))
     if isinstance(values, tuple) and len(values) < len(joints):
-        raise ConfigError(f"{key}: {len(values)} numbers for {len(joints)} joints: {', '.join(joints)}")
+        raise ConfigError(f"{key}: {len(values)} values for {len(joints)} joints: {', '.join(joints)}")
     if values is None:
         return defaults
     return values[: len(joints)] if isinstance(values, tuple) else (values,) * len(joints)
@@ -107,7 +113,7 @@ def _add_drives(spec: Any, cfg: DriveConfig, built: Builtin, drives: Mapping[str
 
 
 def _add_tcp(spec: Any, part: str, joint: str, flange: tuple[float, float, float], tcp: Matrix) -> str:
-    """Add a site at the end effector of a part, on the body of a joint. Return the name of the site."""
+    """Add a site at a part's end effector to the body of a joint. Return the name of the site."""
     quaternion, rotation = np.zeros(4), np.array([row[:3] for row in tcp[:3]])
     if not np.allclose(rotation @ rotation.T, np.eye(3), atol=1e-3) or np.linalg.det(rotation) < 0.0:
         raise ConfigError(f"robot.solver_cfg.{part}.tcp: the first three columns are not a rotation")
@@ -116,13 +122,13 @@ def _add_tcp(spec: Any, part: str, joint: str, flange: tuple[float, float, float
     mujoco().mju_mat2Quat(quaternion, rotation.flatten())
     position, name = [a + row[3] for a, row in zip(flange, tcp[:3], strict=True)], f"{part}_tcp"
     if spec.site(name) is not None:
-        raise ConfigError(f"robot.mjcf: the file has a site {name!r}, the name of the end effector; rename it")
+        raise ConfigError(f"robot.mjcf: the file has a site {name!r}, the name of the end effector; rename the site")
     spec.joint(joint).parent.add_site(name=name, pos=position, quat=quaternion, size=[0.01, 0.01, 0.01])
     return name
 
 
 def _from_file(cfg: RobotConfig, drives: Mapping[str, Drive]) -> tuple[Any, Builtin]:
-    """Return the MjSpec of a robot from an MJCF file. The file's actuators remain if the config has no drives."""
+    """Read a robot from an MJCF file. Without drives in the config, the file's actuators are kept."""
     spec = spec_of(cfg.mjcf or "", "robot.mjcf", os.environ.get("MENAGERIE_ROOT", ""))
     drive_cfg = cfg.drive_pros
     settings = (drive_cfg.stiffness, drive_cfg.damping, drive_cfg.max_effort)
@@ -135,14 +141,14 @@ def _from_file(cfg: RobotConfig, drives: Mapping[str, Drive]) -> tuple[Any, Buil
         spec.delete(element)
     joints = hinges_and_slides(spec)
     if "" in joints:
-        raise ConfigError("robot.mjcf: a hinge or slide of the file has no name; give each one")
+        raise ConfigError("robot.mjcf: a hinge or slide of the file has no name; name each joint")
     if any(joint.type == mujoco().mjtJoint.mjJNT_FREE for joint in spec.joints):
         fault = "a body of the file has a free joint, but the robot's base is fixed at robot.init_pos"
-        raise ConfigError(f"robot.mjcf: {fault}; remove the joint, or give the file as the scene, mjcf")
+        raise ConfigError(f"robot.mjcf: {fault}; remove the joint, or load the file as the scene with the key mjcf")
     for name in ("stiffness", "damping", "max_effort"):
         numbers = getattr(drive_cfg, name)
         if isinstance(numbers, dict) and (missing := [joint for joint in joints if joint not in numbers]):
-            raise ConfigError(f"robot.drive_pros.{name}: no number for {', '.join(missing)}; give one for each joint")
+            raise ConfigError(f"robot.drive_pros.{name}: no value for {', '.join(missing)}; give one for each joint")
     zeros = (0.0,) * len(joints)
     return spec, Builtin(lambda body, tcp: None, joints, {"arm": joints}, {}, {}, (), zeros, zeros, zeros)
 
@@ -163,7 +169,7 @@ def _parts(cfg: RobotConfig, built: Builtin) -> dict[str, tuple[str, ...]]:
             if name not in built.joints:
                 raise ConfigError(f"{key}: unknown {name!r}; {did_you_mean(name, built.joints)}")
             if name in names[:i]:
-                raise ConfigError(f"{key}: names joint {name!r} twice; name it once")
+                raise ConfigError(f"{key}: names joint {name!r} twice; name the joint once")
     for part in cfg.solver_cfg:
         if part not in parts:
             raise ConfigError(f"robot.solver_cfg: unknown part {part!r}; {did_you_mean(part, parts)}")
@@ -182,10 +188,10 @@ def _mount(built: Builtin, part: str, joints: tuple[str, ...]) -> tuple[str, tup
 
 
 def _tool_poses(built: Builtin, poses: dict[str, Matrix], mounts: Mapping[str, tuple[str, Any]]) -> dict[str, Matrix]:
-    """Return the poses of the built-in tools by built-in part.
+    """Return the pose of each built-in tool, by the name of its built-in part.
 
-    A tool gets the pose of the configured part that ends at the tool's joint. If several parts end there, the part with
-    the name of the built-in part is used.
+    A tool gets the pose of the configured part that ends at the tool's joint. If several parts end at this joint, the
+    part with the name of the built-in part is used.
     """
     ends = {built.parts[name][-1]: name for name in built.flange}
     by_joint = {ends[joint]: poses[part] for part, (joint, _) in mounts.items() if joint in ends}
@@ -212,5 +218,5 @@ def robot_spec(cfg: RobotConfig, drives: Mapping[str, Drive]) -> tuple[Any, Robo
     tcp = {part: _add_tcp(spec, part, *mounts[part], poses[part]) for part in poses}
     home = built.home if cfg.init_qpos is None else cfg.init_qpos
     if 0 < len(home) < len(built.joints) or (cfg.init_qpos is not None and not home):
-        raise ConfigError(f"robot.init_qpos: {len(home)} numbers for {len(built.joints)} joints")
+        raise ConfigError(f"robot.init_qpos: {len(home)} values for {len(built.joints)} joints")
     return spec, Robot(built.joints, parts, tcp), home[: len(built.joints)]

@@ -1,1 +1,1 @@
-"""Scenes of MuJoCo tasks: their config and the model that is built from it."""
+"""Scenes of MuJoCo tasks: their configs, and the models that are built from the configs."""

@@ -1,7 +1,7 @@
-"""Config models of a scene: a robot, objects, a floor or an MJCF file, and the physics step.
+"""Config models of a scene: the robot, the objects, a floor or an MJCF file, and the physics step.
 
-The keys are EmbodiChain's. `inert` of a section lists the keys that MuJoCo cannot use, each with the reason. ecrl
-ignores these keys with a warning.
+The keys are the same as in EmbodiChain. The attribute `inert` of a config lists the keys that MuJoCo cannot use, each
+with the reason. Inert keys are ignored with a warning.
 """
 
 from typing import Annotated, ClassVar, Literal
@@ -15,16 +15,16 @@ Triple = Annotated[tuple[Real, Real, Real], Field(strict=False)]
 Shade = Annotated[tuple[Fraction, Fraction, Fraction], Field(strict=False)]
 Color = Annotated[tuple[Fraction, Fraction, Fraction, Fraction], Field(strict=False)]
 Steps = Annotated[int, Field(ge=1, le=10_000)]
-"""Number of physics steps. It is limited, because the physics of an environment step cannot be interrupted."""
+"""Number of physics steps or solver iterations. The upper limit exists because a step cannot be interrupted."""
 _Row = Annotated[tuple[Real, Real, Real, Real], Field(strict=False)]
 _List = Annotated[tuple[NonNegative, ...], Field(strict=False, min_length=1), LIST]
 PerJoint = Annotated[
     Annotated[NonNegative, NUMBER] | _List | Annotated[dict[str, NonNegative], OBJECT],
     by_kind("a number, a list of numbers, or an object with a number for each joint name"),
 ]
-"""One number for all joints, a list with one number per joint, or numbers by joint name."""
+"""One value for all joints, a list with one value per joint, or values by joint name."""
 
-_NAME = r"^[^\x00]+$"  # MuJoCo ends a name at NUL
+_NAME = r"^[^\x00]+$"  # MuJoCo truncates a name at the first NUL character
 _OWN_SOLVER = "the action term EefPoseTerm has its own inverse kinematics, on the robot's joints"
 _ONE_FRICTION = "MuJoCo has one sliding friction, static_friction"
 
@@ -102,7 +102,7 @@ class BackgroundConfig(RigidObjectConfig):
 
 
 class DriveConfig(ConfigModel):
-    """Drives of the robot's joints. A drive acts like a spring and a damper between joint and target.
+    """Drives of the robot's joints. A drive acts like a spring and a damper between a joint and its target.
 
     force = clamp(stiffness (target - position) - damping velocity, +-max_effort)
     """
@@ -124,7 +124,7 @@ class DriveConfig(ConfigModel):
 
 
 class SolverConfig(ConfigModel):
-    """End effector of a part of the robot."""
+    """Config of the end effector of a robot part."""
 
     inert: ClassVar = dict.fromkeys(
         ("class_type", "urdf_path", "joint_names", "end_link_name", "root_link_name", "ik_nearest_weight"), _OWN_SOLVER
@@ -136,7 +136,7 @@ class SolverConfig(ConfigModel):
 
 
 class RobotConfig(ConfigModel):
-    """The robot, which is either a built-in robot or an MJCF file."""
+    """Config of the robot, which is either a built-in robot or an MJCF file."""
 
     inert: ClassVar = {
         "urdf_cfg": "robots are built in or MJCF files; see robot.robot_type and robot.mjcf",
@@ -154,7 +154,7 @@ class RobotConfig(ConfigModel):
         (0.0, 0.0, 0.0), description="rotation of the base, degrees: about x, then the rotated y, then the rotated z"
     )
     init_qpos: Annotated[tuple[Real, ...], Field(strict=False)] | None = Field(
-        None, description="joint positions at the start, m or rad; surplus numbers, such as for a gripper, are ignored"
+        None, description="joint positions at the start, m or rad; surplus values, such as for a gripper, are ignored"
     )
     drive_pros: DriveConfig = Field(DriveConfig.model_construct(), description="drives of the joints")
     control_parts: dict[str, Annotated[tuple[str, ...], Field(strict=False, min_length=1)]] = Field(
@@ -196,12 +196,12 @@ class PhysicsConfig(ConfigModel):
     @model_validator(mode="after")
     def _threads_of_mujoco(self) -> "PhysicsConfig":
         if self.threads and self.backend == "warp":
-            raise ValueError("threads belong to backend mujoco; remove threads, or change backend")
+            raise ValueError("threads applies only to backend mujoco; remove threads, or change backend")
         return self
 
 
 class SceneConfig(ConfigModel):
-    """A scene. The Config of a task inherits these keys."""
+    """Config of a scene. A task's Config inherits the keys of this config."""
 
     inert: ClassVar = {
         "rigid_object_group": "list the objects in rigid_object",

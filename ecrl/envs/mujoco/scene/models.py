@@ -1,4 +1,4 @@
-"""Table of the MuJoCo models that this process has loaded, and the layout of a model's arrays."""
+"""Table of the MuJoCo models that this process has loaded, and the layout of their states and fields."""
 
 import os
 from copy import copy
@@ -10,7 +10,7 @@ import numpy as np
 from ecrl.errors import ConfigError, UserError, extra
 
 STATE = ("TIME", "QPOS", "QVEL", "ACT", "HISTORY", "WARMSTART", "MOCAP_POS", "MOCAP_QUAT", "PLUGIN", "PLASTIC")
-"""Parts of a state, with MuJoCo's names and in MuJoCo's order. In most models, many parts are empty."""
+"""Components of a state, with MuJoCo's names and in MuJoCo's order. In most models, many components are empty."""
 
 CONTROL = ("CTRL", "QFRC_APPLIED")
 """Inputs of a step: controls of the actuators, and forces along the degrees of freedom."""
@@ -25,7 +25,7 @@ _PREFIXES = ("body", "geom", "jnt", "dof", "actuator", "site", "tendon")
 
 
 class Loaded(NamedTuple):
-    """A model in the table of this process."""
+    """A model that this process has loaded."""
 
     model: Any
     threads: int
@@ -38,11 +38,12 @@ _LOADED: dict[int, Loaded] = {}
 
 
 def mujoco() -> Any:
-    """Return the package mujoco. It is imported at the first call.
+    """Return the package mujoco, which is imported at the first call.
 
     The import loads the OpenGL library that $MUJOCO_GL names, even if no camera is used.
 
-    Raises: MissingExtraError with the install command. UserError if the OpenGL library does not work.
+    Raises: MissingExtraError with the install command, if mujoco is missing. UserError if the OpenGL library does not
+        work.
     """
     try:
         with extra("mujoco"):
@@ -52,7 +53,7 @@ def mujoco() -> Any:
             raise
         fault = f"MUJOCO_GL={library} does not work here ({error})"
         packages = "libosmesa6 for osmesa, libegl1 for egl"
-        raise UserError(f"{fault}; unset it, or install its library with apt-get: {packages}") from None
+        raise UserError(f"{fault}; unset MUJOCO_GL, or install the library with apt-get: {packages}") from None
     log = getattr(mujoco, "MjLogConfig").get()  # noqa: B009  (MuJoCo's stubs do not have it)
     if log.logto_file:  # write no log file into the working directory; warnings still go to stderr
         log.logto_file = False
@@ -63,7 +64,7 @@ def mujoco() -> Any:
 def load(model: Any, threads: int = 0, varied: Varied = (), backend: Backend = "mujoco") -> int:
     """Load a model and return its handle.
 
-    The handle is a hash of the arguments. So equal models have the same handle in every process.
+    The handle is a hash of the arguments, so equal models have the same handle in every process.
 
     Args:
         model: a `mujoco.MjModel`. The table stores a copy.
@@ -83,7 +84,7 @@ def load(model: Any, threads: int = 0, varied: Varied = (), backend: Backend = "
 
 
 def loaded(handle: int) -> Loaded:
-    """Return the model of a handle. Raise ConfigError if this process has not loaded it."""
+    """Return the model of a handle. Raise ConfigError if this process has not loaded the model."""
     if handle not in _LOADED:
         raise ConfigError(f"mujoco model {handle} is not loaded in this process; make its environment first")
     return _LOADED[handle]
@@ -104,9 +105,9 @@ def control_per_target(model: Any, i: int) -> float:
 
 
 def is_linear_in_control(model: Any, i: int) -> bool:
-    """Return True if the force of actuator `i` is linear in its control, directly or filtered.
+    """Return True if the force of actuator `i` is linear in the control or in the filtered control.
 
-    It is False for an integrator, a muscle or an actuator without gain.
+    The result is False for an integrator, a muscle or an actuator without gain.
     """
     kinds, gains = mujoco().mjtDyn, mujoco().mjtGain
     direct = int(kinds.mjDYN_NONE), int(kinds.mjDYN_FILTER), int(kinds.mjDYN_FILTEREXACT)
@@ -116,13 +117,13 @@ def is_linear_in_control(model: Any, i: int) -> bool:
 
 
 def size_of(model: Any, *parts: str) -> int:
-    """Return the total size of parts of a state."""
+    """Return the total size of the named components of a state."""
     states = mujoco().mjtState
     return sum(mujoco().mj_stateSize(model, getattr(states, f"mjSTATE_{part}").value) for part in parts)
 
 
 def _dofs_of(model: Any, name: str) -> tuple[int, int]:
-    """Return the first degree of freedom of a joint or a body, and the number of its degrees of freedom.
+    """Return the first degree of freedom of a joint or body, and its number of degrees of freedom.
 
     Free joints often have no name, so the name of their body also works.
     """
@@ -135,7 +136,7 @@ def _dofs_of(model: Any, name: str) -> tuple[int, int]:
 
 
 def rows_of(model: Any, field: str, name: str) -> range:
-    """Return the indices of an object's numbers in a flattened field of the model.
+    """Return the indices of an object's values in a flattened model field.
 
     Raises: ConfigError if the model does not have the field or the object.
     """
@@ -152,12 +153,15 @@ def rows_of(model: Any, field: str, name: str) -> range:
 
 
 def id_of(model: Any, kind: str, name: str) -> int:
-    """Return the index of an object of a kind, such as "body". If it is absent, raise ConfigError with all names."""
+    """Return the index of an object of a kind, such as "body".
+
+    Raise ConfigError with all known names if the object is absent.
+    """
     kind_name = {"jnt": "joint"}.get(kind, kind)
     index = mujoco().mj_name2id(model, getattr(mujoco().mjtObj, f"mjOBJ_{kind_name.upper()}"), name)
     if index < 0:
         count = model.nu if kind == "actuator" else getattr(model, f"n{kind}")
         known = [getattr(model, kind_name)(i).name for i in range(count)]
         names = ", ".join(filter(None, known)) or "none"
-        raise ConfigError(f"{kind_name} {name!r} is not in the scene; it has: {names}")
+        raise ConfigError(f"{kind_name} {name!r} is not in the scene; the scene has: {names}")
     return index

@@ -1,4 +1,4 @@
-"""Build the MuJoCo model of a scene from its config: robot, objects, and a floor or an MJCF file."""
+"""Build the MuJoCo model of a scene from its config, with a robot, objects, and a floor or an MJCF file."""
 
 from collections.abc import Mapping
 from math import inf, radians
@@ -12,8 +12,8 @@ from ecrl.envs.mujoco.scene.models import control_per_target, is_linear_in_contr
 from ecrl.errors import ConfigError
 from ecrl.registry import did_you_mean
 
-_TOUCH = {"contype": 1, "conaffinity": 3, "condim": 4}  # an object collides with everything, including robots
-_SLACK = 1e-6  # tolerance for rounding if a config repeats a limit of a file, rad or m
+_TOUCH = {"contype": 1, "conaffinity": 3, "condim": 4}  # objects collide with everything, including robots
+_SLACK = 1e-6  # rounding tolerance for a config that repeats a joint limit of a file, rad or m
 
 
 class Scene(NamedTuple):
@@ -43,7 +43,7 @@ def _add_object(spec: Any, cfg: RigidObjectConfig) -> None:
     if cfg.body_type == "dynamic":
         body.add_joint(name=cfg.uid, type=mujoco().mjtJoint.mjJNT_FREE)
     friction = [cfg.attrs.static_friction, 0.005, 0.0001]
-    # priority 1: if an object touches the floor or the robot, MuJoCo uses the friction of the object
+    # with priority 1, MuJoCo uses the object's friction if the object touches the floor or the robot
     attributes = {"mass": cfg.attrs.mass, "friction": friction, "priority": 1, "rgba": cfg.color}
     body.add_geom(name=cfg.uid, type=kind, size=size, **attributes, **_TOUCH)
 
@@ -79,14 +79,16 @@ def _set_options(spec: Any, cfg: SceneConfig) -> None:
     option, reset = spec.option, mujoco().mjtDisableBit.mjDSBL_AUTORESET
     option.timestep = cfg.physics.dt or option.timestep
     option.iterations = cfg.physics.iterations or option.iterations
-    # a diverged simulation must stay visible, so MuJoCo must not reset it
+    # MuJoCo must not reset a diverged simulation, so that its divergence stays visible
     option.disableflags = int(option.disableflags) | int(reset)
 
 
 def _add_robot(spec: Any, cfg: SceneConfig, drives: Mapping[str, Drive]) -> tuple[Robot, tuple[float, ...]]:
-    """Add the robot of the config. Without one, the robot is the set of joints that the scene file's actuators drive.
+    """Add the robot of the config.
 
-    Returns: the robot, and the robot's joint positions at the start. They are empty if the file defines the positions.
+    If the config has no robot, the joints that the scene file's actuators drive form the robot.
+
+    Returns: the robot, and the robot's joint positions at the start. The positions are empty if the file defines them.
     """
     if cfg.robot is None:
         on_joint = mujoco().mjtTrn.mjTRN_JOINT
@@ -107,10 +109,10 @@ def build(cfg: SceneConfig, drives: Mapping[str, Drive] | None = None) -> Scene:
 
     Args:
         cfg: the scene.
-        drives: the kind of drive by joint name. A joint that is absent has a position drive.
+        drives: the kind of drive by joint name. A joint that is not in `drives` has a position drive.
 
-    Raises: ConfigError that names the config key. Causes: a file is missing or is not MJCF, a list has the wrong
-    length, two elements have the same name, or a robot, joint, part or keyframe is unknown.
+    Raises: ConfigError that names the config key. Possible causes are a missing or invalid file, a list of the wrong
+    length, a duplicate name, or an unknown robot, joint, part or keyframe.
     """
     spec = spec_of(cfg.mjcf, "mjcf") if cfg.mjcf is not None else _floor()
     _set_options(spec, cfg)
@@ -133,7 +135,7 @@ def build(cfg: SceneConfig, drives: Mapping[str, Drive] | None = None) -> Scene:
 
 
 def _start(model: Any, cfg: SceneConfig, robot: Robot, home: tuple[float, ...]) -> Any:
-    """Return the data at the start: the robot is at its home position, and the drives hold it there."""
+    """Return MuJoCo's data at the start of an episode, with the robot at its home position and held by its drives."""
     data = mujoco().MjData(model)
     if cfg.keyframe is not None:
         names = [model.key(i).name for i in range(model.nkey)]
@@ -147,7 +149,7 @@ def _start(model: Any, cfg: SceneConfig, robot: Robot, home: tuple[float, ...]) 
             raise ConfigError(f"robot.init_qpos: {fault}; start within the limits")
         data.joint(name).qpos[0] = position
     has_robot = cfg.robot is not None
-    # if there is a keyframe, it sets the controls of actuators that do not drive the robot
+    # a keyframe sets the controls of the actuators that do not drive the robot
     actuators = [i for i in range(model.nu) if cfg.keyframe is None or (has_robot and _drives_robot(model, i, robot))]
     _hold_positions(model, data, actuators)
     return data
@@ -166,5 +168,5 @@ def _hold_positions(model: Any, data: Any, actuators: list[int]) -> None:
         if on_joint and model.actuator_biasprm[i, 1] < 0.0 and is_linear_in_control(model, i):
             joint = int(model.actuator_trnid[i, 0])
             data.ctrl[i] = control_per_target(model, i) * data.qpos[model.jnt_qposadr[joint]]
-            if model.actuator_actadr[i] >= 0:  # start the filter's state at the control, so that it does not change
+            if model.actuator_actadr[i] >= 0:  # the filter starts at the control, so its state does not change
                 data.act[model.actuator_actadr[i]] = data.ctrl[i]

@@ -1,4 +1,4 @@
-"""EmbodiChain's task CartPoleRL: hold a pole upright on a cart. Cart and pole each have a drive."""
+"""EmbodiChain's task CartPoleRL: hold a pole upright on a cart. The cart and the pole each have a drive."""
 
 from dataclasses import replace
 from functools import partial
@@ -27,7 +27,7 @@ _REWARDS: Any = {
 
 
 class CartRobotConfig(RobotConfig):
-    """The robot: the built-in cart-pole by default."""
+    """Config of the robot, by default the built-in cart-pole."""
 
     uid: str = Field("Cart", min_length=1, description="name of the robot")
     robot_type: str = Field("CartPole", description="name of a built-in robot; not used if mjcf is set")
@@ -36,7 +36,7 @@ class CartRobotConfig(RobotConfig):
 
 
 class CartPoleExtensions(ConfigModel):
-    """Conditions of success."""
+    """Thresholds for success."""
 
     angle_threshold: Positive = Field(0.02, description="at the time limit, a success needs a smaller pole angle, rad")
     velocity_threshold: Positive = Field(
@@ -71,8 +71,9 @@ def cart_pole(cfg: CartPoleRLConfig) -> Env:
         reward = 1 - |angle| / pi + the reward terms;    failure: |angle| > pi / 2
         success: at the time limit, |angle| < angle_threshold and |angular velocity| < velocity_threshold
 
-    The metric `pole_angle` is |angle|, rad. All episodes have the same start, unless events change it. Success does not
-    terminate the episode. The time limit truncates it, so the value of the last state is bootstrapped.
+    The metric `pole_angle` is |angle| in rad. All episodes have the same start, unless events change the start. Success
+    does not terminate the episode. The time limit truncates the episode, so the value of the last state is
+    bootstrapped.
     """
 
     def pole(sim: Simulation, state: TensorDict) -> tuple[Tensor, Tensor]:

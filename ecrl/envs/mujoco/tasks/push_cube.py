@@ -1,4 +1,4 @@
-"""EmbodiChain's task PushCubeRL, with the same constants: an arm pushes a cube to a goal on the floor."""
+"""PushCubeRL: an arm pushes a cube to a goal on the floor. The constants are the same as in EmbodiChain."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -66,7 +66,7 @@ _OBJECT: Any = {
 
 
 class PushCubeExtensions(ConfigModel):
-    """Object, goal and conditions of success."""
+    """Settings of the object, the goal and the success condition."""
 
     success_threshold: Positive = Field(
         0.1, description="horizontal distance to the goal, m, below which the episode is a success"
@@ -115,11 +115,11 @@ class PushCubeConfig(TaskConfig):
 
 
 Distance = Callable[[Simulation, TensorDict], Tensor]
-"""(sim, state) -> distance from cube to goal, `[*B]`, m."""
+"""Map (sim, state) to the distance from the cube to the goal, `[*B]` (m)."""
 
 
 def _inside_later(sim: Simulation, state: TensorDict, distance: Distance, ext: PushCubeExtensions) -> Tensor:
-    """Return True if the cube is at the goal after the arm was held still for `hold_time`, bool `[*B]`.
+    """Return True if the cube is at the goal after the arm is held still for `hold_time`, bool `[*B]`.
 
     The result is False if the simulation fails.
     """
@@ -129,7 +129,7 @@ def _inside_later(sim: Simulation, state: TensorDict, distance: Distance, ext: P
 
 
 def _with_hold_check(env: Env, distance: Distance, ext: PushCubeExtensions) -> Env:
-    """Add the metric `still_inside`. A start is not a success, so `reset` does not simulate for the metric."""
+    """Add the metric `still_inside`. `reset` does not compute this metric, because a start is not a success."""
 
     def add_metric(state: TensorDict, inside: Tensor) -> TensorDict:
         info = cast(TensorDict, state["info"]).copy()
@@ -154,12 +154,12 @@ def push_cube(cfg: PushCubeConfig) -> Env:
 
         d = |cube_xy - goal_xy|, m;    success: d < success_threshold;    failure: cube_z < -0.1 m
 
-    Success and failure end the episode. An episode starts with d >= start_distance: up to 12 random states are drawn,
-    and the first one that meets this condition is the start. If none of them does, the episode starts in a state that
-    was found when the task was created.
+    Success and failure end the episode. An episode starts with d >= start_distance. Up to 12 random states are drawn,
+    and the episode starts in the first state that meets this condition. If all 12 states violate the condition, the
+    episode starts in a state that was found when the task was created.
 
     The metric `distance_to_goal` is d. With `hold_time`, the metric `still_inside` is 1 if the cube is still at the
-    goal that long after a success, else 0. It is NaN without a success.
+    goal `hold_time` seconds after a success, else 0. Without a success, `still_inside` is NaN.
     """
     ext, uid, key = cfg.extensions, cfg.extensions.object_uid, cfg.extensions.target_pose_key
 

@@ -46,7 +46,7 @@ _EVENTS: Any = {
 
 
 class ReachExtensions(ConfigModel):
-    """Target and condition of success."""
+    """Settings of the target and the success condition."""
 
     success_threshold: Positive = Field(
         0.05, description="distance to the target, m, below which the episode is a success"
@@ -56,7 +56,7 @@ class ReachExtensions(ConfigModel):
 
 
 class ReachConfig(TaskConfig):
-    """Settings of ReachRL. By default, the built-in arm reaches for a target in front of it."""
+    """Settings of ReachRL. By default, the built-in arm reaches for a target in front of the arm."""
 
     robot: RobotConfig | None = Field(RobotConfig.model_construct(), description="the arm")
     max_episode_steps: int = Field(50, ge=1, lt=2**31, description="time limit, steps")

@@ -1,4 +1,4 @@
-"""Action terms: joint positions, changes of joint positions, end effector poses, joint velocities or forces.
+"""Action terms for joint positions, changes of joint positions, end effector poses, joint velocities and forces.
 
 Each term defines the bounds of its action. The task clamps target positions to the joint limits.
 """
@@ -26,13 +26,13 @@ _MIN_LENGTH = 1e-6  # a shorter quaternion has no direction
 
 
 class ScaledConfig(JointsConfig):
-    """Settings of a term with scaled actions: joints, and the scale."""
+    """Settings of a term with scaled actions: the joints and the scale."""
 
     scale: Scale = Field(1.0, description="factor from action to control, in rad or m, rad/s or m/s, N m or N")
 
 
 class DenormalizedConfig(ScaledConfig):
-    """Settings of `QposDenormalizedTerm`: joints, and the actions at the joint limits."""
+    """Settings of `QposDenormalizedTerm`: the joints, and the actions at the joint limits."""
 
     range: Annotated[tuple[Real, Real], Field(strict=False)] = Field(
         (-1.0, 1.0), description="scale * action at a joint's lowest and highest position"
@@ -41,12 +41,12 @@ class DenormalizedConfig(ScaledConfig):
     @model_validator(mode="after")
     def _ordered(self) -> "DenormalizedConfig":
         if self.range[0] >= self.range[1]:
-            raise ValueError(f"range: {list(self.range)}, expected the lower number first")
+            raise ValueError(f"range: {list(self.range)}, expected the lower value first")
         return self
 
 
 class NormalizedConfig(DenormalizedConfig):
-    """Settings of `QposNormalizedTerm`: joints, and the actions at the joint limits."""
+    """Settings of `QposNormalizedTerm`: the joints, and the actions at the joint limits."""
 
     range: Annotated[tuple[Real, Real], Field(strict=False)] = Field(
         (0.0, 1.0), description="scale * action at a joint's lowest and highest position"
@@ -54,7 +54,7 @@ class NormalizedConfig(DenormalizedConfig):
 
 
 class EefPoseConfig(ConfigModel):
-    """Settings of `EefPoseTerm`: part of the robot, format of the pose, and search for joint positions."""
+    """Settings of `EefPoseTerm`: the robot's part, the pose format, and the search for joint positions."""
 
     robot_uid: str | None = Field(None, description="name of the robot")
     part_name: str = Field("arm", description="part of the robot that has the end effector")
@@ -79,7 +79,7 @@ def _joints(cfg: JointsConfig, sim: Simulation) -> tuple[str, ...]:
 
 @register_action("DeltaQposTerm")
 def delta_qpos(cfg: ScaledConfig, sim: Simulation) -> ActionTerm:
-    """Set targets relative to the current positions: `target = qpos + scale * a`, a in [-1, 1]; rad or m."""
+    """Set target positions (rad or m) relative to the current positions: `qpos + scale * a` with a in [-1, 1]."""
     joints = _joints(cfg, sim)
 
     def control(state: TensorDict, action: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ def delta_qpos(cfg: ScaledConfig, sim: Simulation) -> ActionTerm:
 
 @register_action("QposTerm")
 def qpos(cfg: ScaledConfig, sim: Simulation) -> ActionTerm:
-    """Set target positions: `target = scale * a`, a in [lowest / scale, highest / scale]; rad or m."""
+    """Set target positions (rad or m) to `scale * a` with a in [lowest / scale, highest / scale]."""
     joints = _joints(cfg, sim)
     low, high = (tuple(x / cfg.scale for x in limits) for limits in ranges_of(sim, joints))
     return ActionTerm(joints, "position", low, high, lambda state, action: cfg.scale * action)
@@ -119,14 +119,14 @@ def qpos_denormalized(cfg: DenormalizedConfig, sim: Simulation) -> ActionTerm:
 def qpos_normalized(cfg: NormalizedConfig, sim: Simulation) -> ActionTerm:
     """Set target positions by normalised actions, 0 for the lowest and 1 for the highest position of a joint.
 
-    This is `QposDenormalizedTerm` with a range of [0, 1]. EmbodiChain's term of this name is the inverse map, from
-    positions to the range, which a drive cannot use.
+    This term is `QposDenormalizedTerm` with a range of [0, 1]. EmbodiChain's term of the same name is the inverse map,
+    from positions to the range, which a drive cannot use.
     """
     return qpos_denormalized(cfg, sim)
 
 
 def _quaternion(angles: Tensor) -> Tensor:
-    """Return the quaternion `[*B, 4]`, w x y z, of rotations `[*B, 3]` (rad) about x, then the rotated y and z."""
+    """Convert rotations `[*B, 3]` (rad) about x, then the rotated y and z, to quaternions `[*B, 4]`, w x y z."""
     (cx, cy, cz), (sx, sy, sz) = torch.cos(0.5 * angles).unbind(-1), torch.sin(0.5 * angles).unbind(-1)
     real, x = cx * cy * cz - sx * sy * sz, sx * cy * cz + cx * sy * sz
     return torch.stack((real, x, cx * sy * cz - sx * cy * sz, cx * cy * sz + sx * sy * cz), -1)
@@ -134,15 +134,15 @@ def _quaternion(angles: Tensor) -> Tensor:
 
 @register_action("EefPoseTerm")
 def eef_pose(cfg: EefPoseConfig, sim: Simulation) -> ActionTerm:
-    """Set target positions that bring the end effector of a part to a pose in the world, by inverse kinematics.
+    """Set target positions that bring a part's end effector to a pose in the world frame, by inverse kinematics.
 
         x y z = scale * a[0:3], m                                          a in [-reach / scale, reach / scale]
         pose_dim 6: rotation by scale * a[3:6], rad, about x, rotated y, rotated z    [-pi / scale, pi / scale]
         pose_dim 7: rotation by the quaternion a[3:7], w x y z, normalised      [-1, 1]
 
-    The search (`inverse_kinematics`) starts from the current joint positions. It fails if its remaining error is larger
-    than `position_tolerance` or `rotation_tolerance`, or if the quaternion is shorter than 1e-6. If it fails, the
-    targets are the current positions.
+    The search by `inverse_kinematics` starts from the current joint positions. The search fails if the remaining error
+    is larger than `position_tolerance` or `rotation_tolerance`, or if the quaternion is shorter than 1e-6. After a
+    failed search, the targets are the current positions.
     """
     joints = _joints(JointsConfig(robot_uid=cfg.robot_uid, part_name=cfg.part_name, joint_ids=None), sim)
     site = tcp_of(sim, cfg.part_name)
@@ -171,17 +171,17 @@ def _proportional(cfg: ScaledConfig, sim: Simulation, drive: Drive) -> ActionTer
 
 @register_action("QvelTerm")
 def qvel(cfg: ScaledConfig, sim: Simulation) -> ActionTerm:
-    """Set target velocities: `target = scale * a`, a in [-1, 1]; rad/s or m/s.
+    """Set target velocities (rad/s or m/s) to `scale * a` with a in [-1, 1].
 
-    The force of the drive is damping * (target - qvel), limited to max_effort. It does not hold a position. While
-    max_effort limits the force, MuJoCo integrates it explicitly. If damping * time step also exceeds the inertia at the
-    joint, the velocity oscillates around targets that are more than max_effort / damping away. In
-    that case, reduce the damping.
+    The force of the drive is damping * (target - qvel), limited to max_effort. The drive does not hold a position.
+    While max_effort limits the force, MuJoCo integrates the force explicitly. If damping * time step also exceeds the
+    inertia at the joint, the velocity oscillates around targets that are more than max_effort / damping away. Reduce
+    the damping if this happens.
     """
     return _proportional(cfg, sim, "velocity")
 
 
 @register_action("QfTerm")
 def qf(cfg: ScaledConfig, sim: Simulation) -> ActionTerm:
-    """Set forces: `force = scale * a`, a in [-1, 1]; N m or N, limited to max_effort."""
+    """Set forces (N m or N) to `scale * a` with a in [-1, 1]. `max_effort` limits the forces."""
     return _proportional(cfg, sim, "force")

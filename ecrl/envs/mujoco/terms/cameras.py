@@ -1,4 +1,4 @@
-"""Camera terms: events that record videos or vary camera and light, and image observations."""
+"""Camera terms: events that record videos or vary the camera and the light, and image observations."""
 
 from pathlib import Path, PurePosixPath
 from typing import Annotated, cast
@@ -35,7 +35,7 @@ class RecordCameraConfig(CameraConfig):
     """Settings of `record_camera_data`: a camera that records videos."""
 
     name: str = Field("camera", pattern=r"^[\w-]+$", description="name of the videos")
-    max_env_num: Count = Field(16, description="most environments in a video; it shows the first ones in a grid")
+    max_env_num: Count = Field(16, description="most environments in a video, which shows them in a grid")
     save_path: Annotated[Path, Field(strict=False)] = Field(
         Path(), description="folder within videos/ of the run folder"
     )
@@ -44,14 +44,14 @@ class RecordCameraConfig(CameraConfig):
     @classmethod
     def _within(cls, path: Path) -> Path:
         if path.is_absolute() or ".." in PurePosixPath(path).parts:
-            raise ValueError(f"{str(path)!r} is outside the run folder; give a path below its videos/")
+            raise ValueError(f"{str(path)!r} is outside the run folder; give a path below videos/ of the run folder")
         return path
 
 
 class RecordCameraAsyncConfig(RecordCameraConfig):
     """Settings of `record_camera_data_async`. By default, a video shows at most 4 environments."""
 
-    max_env_num: Count = Field(4, description="most environments in a video; it shows the first ones in a grid")
+    max_env_num: Count = Field(4, description="most environments in a video, which shows them in a grid")
 
 
 def _refuse_in_task(cfg: RecordCameraConfig, sim: Simulation) -> Apply:
@@ -63,15 +63,15 @@ def _refuse_in_task(cfg: RecordCameraConfig, sim: Simulation) -> Apply:
 def record_camera_data(cfg: RecordCameraConfig, sim: Simulation) -> Apply:
     """Record an mp4 of every evaluation, or of every iteration's rollout, with 20 frames per second.
 
-    The video is written in the background. If writing is slower than training, training waits for it. Recording does
-    not change the environments. `interval_step` of the event is the number of steps from one frame to the next.
+    The video is written in the background. If writing is slower than training, training waits for the video. Recording
+    does not change the environments. The event's `interval_step` is the number of steps from one frame to the next.
     """
     return _refuse_in_task(cfg, sim)
 
 
 @register_event("record_camera_data_async")
 def record_camera_data_async(cfg: RecordCameraAsyncConfig, sim: Simulation) -> Apply:
-    """Record like `record_camera_data`, but without making training wait.
+    """Record an mp4 like `record_camera_data`, but without making training wait.
 
     By default, a video shows at most 4 environments. An iteration gets no video if its rollout ends while an earlier
     video is still being drawn.
@@ -81,12 +81,12 @@ def record_camera_data_async(cfg: RecordCameraAsyncConfig, sim: Simulation) -> A
 
 @register_observation("camera_image")
 def camera_image(cfg: CameraConfig, sim: Simulation) -> Observe:
-    """Observe the image of a camera, with marked targets. Use it in mode add.
+    """Observe the image of a camera, with marked targets. Use this term in mode add.
 
         pixel = red, green, blue / 255
 
-    The image is `[*B, h, w, 3]` float32 from 0 to 1, the upper row first. The observation has the flattened image. The
-    host draws one environment after the other, so use a small resolution.
+    The image is `[*B, h, w, 3]`, float32 from 0 to 1, with the top row first. The observation contains the flattened
+    image. The host draws one environment after the other, so use a small resolution.
     """
     backend()
     handle = camera_handle(sim, cfg)
@@ -107,13 +107,13 @@ class RandomizeCameraConfig(ConfigModel):
 
     @property
     def ranges(self) -> dict[str, tuple[Triple, Triple]]:
-        """Range of each random offset, by the name under which the state's `targets` stores the offset."""
+        """Range of each random offset, by the name of the target that stores the offset."""
         ranges = {EYE: self.eye_range, TARGET: self.target_range}
         return {name: box for name, box in ranges.items() if box is not None}
 
     @property
     def stores(self) -> dict[str, tuple[float, ...]]:
-        """Targets that the event sets, with initial values of 0, which do not move cameras."""
+        """Targets that the event sets. Their initial value 0 does not move the cameras."""
         return dict.fromkeys(self.ranges, (0.0, 0.0, 0.0))
 
 
@@ -133,7 +133,7 @@ class RandomizeLightConfig(ConfigModel):
 
     @property
     def ranges(self) -> dict[str, tuple[Triple, Triple]]:
-        """Range of each random value, by the name of the target that stores the value."""
+        """Range of each random vector, by the name of the target that stores the vector."""
         ranges = {DIRECTION: self.direction_range, COLOR: self.color_range}
         return {name: box for name, box in ranges.items() if box is not None}
 

@@ -1,6 +1,6 @@
-"""Events of a scene: random poses of objects, targets and the robot, random masses, frictions and pushes of objects.
+"""Scene events that move, push or change objects at random, move the robot, or draw targets.
 
-Each event draws new numbers whenever it happens, uniformly between two bounds:
+Events draw new values whenever they happen, uniformly between two bounds:
 
     draw = low + (high - low) u,    u uniform over the multiples of 2**-24 in [0, 1)
 """
@@ -32,7 +32,7 @@ def _numbers(bound: Any) -> tuple[float, ...]:
 def _ordered(bounds: Any) -> Any:
     low, high = (_numbers(bound) for bound in bounds)
     if len(low) != len(high) and 1 not in (len(low), len(high)):
-        raise ValueError(f"{len(low)} lowest numbers, but {len(high)} highest; give the same number of both")
+        raise ValueError(f"{len(low)} lowest values, but {len(high)} highest values; give equally many of both")
     length = max(len(low), len(high))
     for a, b in zip(low * (length // len(low)), high * (length // len(high)), strict=True):
         if a > b:
@@ -49,14 +49,14 @@ _Frictions = Annotated[tuple[NonNegative, NonNegative], Field(strict=False), Aft
 
 
 def _draw(keys: Tensor, bounds: tuple[Any, Any], count: int) -> Tensor:
-    """Draw uniform numbers `[*B, count]` float32 between two bounds. A bound is one number or `count` numbers."""
+    """Draw uniform values between two bounds, float32 `[*B, count]`. A bound is one value or `count` values."""
     u = rng.uniform(keys, (count,))
     low, high = (u.new_tensor(_numbers(bound)) for bound in bounds)
     return low + (high - low) * u
 
 
 def _look_up(parameter: str, find: Callable[[], Any]) -> Any:
-    """Return `find()`. If it raises a ConfigError, put the name of the parameter before the message."""
+    """Return `find()`. If `find` raises a ConfigError, prefix the message with the name of the parameter."""
     try:
         return find()
     except ConfigError as error:
@@ -71,7 +71,7 @@ def _multiply(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _quaternion(degrees: Tensor) -> Tensor:
-    """Return the quaternion `[*B, 4]` of rotations about x, then the rotated y and z, `[*B, 3]` degrees: Rx Ry Rz."""
+    """Convert rotation angles `[*B, 3]` (degrees) about x, the rotated y and the rotated z to quaternions `[*B, 4]`."""
     half = torch.deg2rad(degrees) / 2.0
     real, axes = half.cos().unsqueeze(-1), half.sin().unsqueeze(-1) * torch.eye(3, device=half.device)
     x, y, z = torch.cat((real, axes), -1).unbind(-2)
@@ -103,8 +103,8 @@ def randomize_rigid_object_pose(cfg: RandomizeRigidObjectPoseConfig, sim: Simula
 
         position' = draw, or home + draw        rotation' = R(draw), or home R(draw)
 
-    `home` is the object's pose in the scene config, m. `R(a) = Rx Ry Rz` is the rotation of three angles, degrees.
-    Velocities become 0.
+    `home` is the object's pose in the scene config, with the position in m. `R(a) = Rx Ry Rz` is the rotation by three
+    angles in degrees. The object's velocities become 0.
     """
     uid, initial = cfg.entity_cfg.uid, start(sim, ())
     _look_up("entity_cfg.uid", lambda: world.with_body_pose(sim, initial, uid))
@@ -131,7 +131,7 @@ def randomize_rigid_object_pose(cfg: RandomizeRigidObjectPoseConfig, sim: Simula
 
 
 class RandomizeTargetPoseConfig(ConfigModel):
-    """Settings of `randomize_target_pose`: the range of the target position, and its name."""
+    """Settings of `randomize_target_pose`: the range of the target position, and the name of the target."""
 
     position_range: _Box = Field(description="[lowest, highest] x y z, m")
     relative_position: bool = Field(False, description="add positions to the position of reference_entity_cfg")
@@ -141,7 +141,7 @@ class RandomizeTargetPoseConfig(ConfigModel):
     @model_validator(mode="after")
     def _both(self) -> "RandomizeTargetPoseConfig":
         if self.relative_position != (self.reference_entity_cfg is not None):
-            raise ValueError("relative_position and reference_entity_cfg go together: give both or neither")
+            raise ValueError("relative_position and reference_entity_cfg go together; give both or neither")
         return self
 
     @property
@@ -152,7 +152,7 @@ class RandomizeTargetPoseConfig(ConfigModel):
 
 @register_event("randomize_target_pose")
 def randomize_target_pose(cfg: RandomizeTargetPoseConfig, sim: Simulation) -> Apply:
-    """Draw a target position, `[*B, 3]`, m.
+    """Draw a target position, `[*B, 3]` (m).
 
     target' = draw, or draw + the current position of the reference object
     """
@@ -177,7 +177,7 @@ class RandomizeRobotQposConfig(JointsConfig):
     """Settings of `randomize_robot_qpos`: joints of the robot, and the range of their random positions."""
 
     entity_cfg: EntityConfig | None = Field(None, description="the robot; an alternative to robot_uid")
-    qpos_range: _Rows = Field(description="[lowest, highest], rad or m: one number for all joints, or one per joint")
+    qpos_range: _Rows = Field(description="[lowest, highest], rad or m: one value for all joints, or one per joint")
     relative_qpos: bool = Field(True, description="add positions to the current positions")
 
 
@@ -188,17 +188,17 @@ def randomize_robot_qpos(cfg: RandomizeRobotQposConfig, sim: Simulation) -> Appl
         q' = clamp(q + draw, or draw, limits),  rad or m;  velocities become 0
 
     The event does not change the targets of the drives. The next action sets the targets of the joints that it drives.
-    The other joints return to their home positions.
+    All other joints return to their home positions.
     """
     joints = joints_of(cfg, sim)
     if not joints:
         raise ConfigError("params: there is no robot in the scene")
     if cfg.entity_cfg is not None and not joints[0].startswith(f"{cfg.entity_cfg.uid}/"):
-        raise ConfigError(f"params.entity_cfg.uid: no robot {cfg.entity_cfg.uid!r}; its joints: {', '.join(joints)}")
+        raise ConfigError(f"params.entity_cfg.uid: no robot {cfg.entity_cfg.uid!r}; known joints: {', '.join(joints)}")
     for bound in map(_numbers, cfg.qpos_range):
         if len(bound) not in (1, len(joints)):
-            fault = f"{len(bound)} numbers for {len(joints)} joints: {', '.join(joints)}"
-            raise ConfigError(f"params.qpos_range: {fault}; give one number, or one per joint")
+            fault = f"{len(bound)} values for {len(joints)} joints: {', '.join(joints)}"
+            raise ConfigError(f"params.qpos_range: {fault}; give one value, or one value per joint")
     low, high = world.joint_limits(sim, joints)
 
     def apply(state: Any, keys: Tensor) -> Any:
@@ -212,7 +212,7 @@ def randomize_robot_qpos(cfg: RandomizeRobotQposConfig, sim: Simulation) -> Appl
 
 
 def _scene_values(sim: Simulation, field: str, uid: str) -> list[float]:
-    """Return a model field of an object. Raise ConfigError if the field cannot differ between environments."""
+    """Return an object's values of a model field. Raise ConfigError if the field cannot differ between environments."""
     rows = _look_up("entity_cfg.uid", lambda: rows_of(sim.model, field, uid))
     if (field, uid) not in sim.varied:
         raise ConfigError(
@@ -237,7 +237,7 @@ class RandomizeRigidObjectMassConfig(ConfigModel):
 
 @register_event("randomize_rigid_object_mass")
 def randomize_rigid_object_mass(cfg: RandomizeRigidObjectMassConfig, sim: Simulation) -> Apply:
-    """Draw the mass of an object. The shape is unchanged, and the density stays uniform.
+    """Draw the mass of an object. The object keeps its shape and a uniform density.
 
         m' = draw, or m + draw, kg;  inertia' = inertia m' / m;  damping' = damping m' / m
 
@@ -297,7 +297,7 @@ def randomize_rigid_object_friction(cfg: RandomizeRigidObjectFrictionConfig, sim
 
 
 class PushRigidObjectConfig(ConfigModel):
-    """Settings of `push_rigid_object`: an object, and the range of the random force on it."""
+    """Settings of `push_rigid_object`: an object, and the range of the random force on the object."""
 
     entity_cfg: EntityConfig = Field(description="the object, dynamic")
     force_range: _Box = Field(description="[lowest, highest] force along x y z of the world, N")
@@ -305,11 +305,11 @@ class PushRigidObjectConfig(ConfigModel):
 
 @register_event("push_rigid_object")
 def push_rigid_object(cfg: PushRigidObjectConfig, sim: Simulation) -> Apply:
-    """Add a random force on the centre of an object during the next step.
+    """Apply a random force to the centre of an object during the next step.
 
         force' = force + draw, N
 
-    A step of `dt` seconds changes the velocity of a free object of mass m by draw dt / m, m/s.
+    A step of `dt` seconds changes the velocity of a free object of mass m by draw dt / m (m/s).
     """
     uid = cfg.entity_cfg.uid
     _look_up("entity_cfg.uid", lambda: world.push(sim, uid, torch.zeros(3)))

@@ -1,7 +1,7 @@
 """Observation terms: poses and velocities of the robot and of objects, targets, and normalised joint positions.
 
-Observations are float32. Poses, positions and velocities are in the world frame. A pose is a homogeneous 4x4 matrix of
-rotation and position, m.
+Observations are float32. Poses, positions and velocities are in the world frame. A pose is a homogeneous 4x4 matrix,
+with the position in m.
 """
 
 from typing import Annotated
@@ -30,7 +30,7 @@ from ecrl.registry import register_observation
 
 
 class NormalizeJointsConfig(JointsConfig):
-    """Settings of `normalize_robot_joint_data`: joints to normalise, and the range of the result."""
+    """Settings of `normalize_robot_joint_data`: the joints to normalise, and the range of the result."""
 
     range: Annotated[tuple[Real, Real], Field(strict=False)] = Field(
         (0.0, 1.0), description="values of the lower and the upper limit of a joint after scaling"
@@ -81,22 +81,22 @@ def _new_entry(value: Tensor | None, entry: Tensor) -> Tensor:
 
 
 def _joint_entry(state: TensorDict, value: Tensor | None, joints: tuple[str, ...]) -> Tensor:
-    """Return the entry to modify. Raise ConfigError if it does not have one number per joint."""
+    """Return the entry to modify. Raise ConfigError if the entry does not have one value per joint."""
     if value is None:
         raise ConfigError("mode: this term changes an existing entry; use mode modify")
     if value.shape[state.batch_dims :] != (len(joints),):
-        expected = f"expected an entry with one number for each joint: {', '.join(joints)}"
+        expected = f"expected an entry with one value for each joint: {', '.join(joints)}"
         raise ConfigError(f"name: {expected}; this one has shape {list(value.shape[state.batch_dims :])}")
     return value
 
 
 @register_observation("normalize_robot_joint_data")
 def normalize_robot_joint_data(cfg: NormalizeJointsConfig, sim: Simulation) -> Observe:
-    """Scale an entry with one number per joint, such as robot/qpos, by the joint limits. Use it in mode modify.
+    """Scale an entry with one value per joint, such as robot/qpos, by the joint limits. Use this term in mode modify.
 
         value'[j] = a + (b - a) (value[j] - low[j]) / (high[j] - low[j]),  (a, b) = range
 
-    The result is `[*B, J]`, without unit. For a hinge without limits, -pi and pi are used. Numbers of other joints are
+    The result is `[*B, J]` and has no unit. For a hinge without limits, -pi and pi are used. Values of other joints are
     unchanged.
     """
     known, chosen = sim.robot.joints, joints_of(cfg, sim)
@@ -117,7 +117,7 @@ def normalize_robot_joint_data(cfg: NormalizeJointsConfig, sim: Simulation) -> O
 
 @register_observation("get_robot_eef_pose")
 def get_robot_eef_pose(cfg: RobotEefPoseConfig, sim: Simulation) -> Observe:
-    """Observe the pose of an end effector, `[*B, 4, 4]`, or its position `[*B, 3]` (m). Use it in mode add."""
+    """Observe the pose `[*B, 4, 4]` or the position `[*B, 3]` (m) of an end effector. Use this term in mode add."""
     site, position_only = tcp_of(sim, cfg.part_name), cfg.position_only
 
     def observe(state: TensorDict, value: Tensor | None) -> Tensor:
@@ -129,7 +129,7 @@ def get_robot_eef_pose(cfg: RobotEefPoseConfig, sim: Simulation) -> Observe:
 
 @register_observation("get_rigid_object_pose")
 def get_rigid_object_pose(cfg: ObjectPoseConfig, sim: Simulation) -> Observe:
-    """Observe the pose of an object, `[*B, 4, 4]`, or its position `[*B, 3]` (m). Use it in mode add."""
+    """Observe the pose `[*B, 4, 4]` or the position `[*B, 3]` (m) of an object. Use this term in mode add."""
     body, position_only = object_of(sim, cfg.entity_cfg, "entity_cfg"), cfg.position_only
 
     def observe(state: TensorDict, value: Tensor | None) -> Tensor:
@@ -141,7 +141,7 @@ def get_rigid_object_pose(cfg: ObjectPoseConfig, sim: Simulation) -> Observe:
 
 @register_observation("target_position")
 def target_position(cfg: TargetPositionConfig, sim: Simulation) -> Observe:
-    """Observe a target that an event stores, `[*B, 3]` (m). Use it in mode add."""
+    """Observe a target position that an event stores, `[*B, 3]` (m). Use this term in mode add."""
     return lambda state, value: _new_entry(value, target(state, cfg.target_pose_key))
 
 
@@ -149,8 +149,8 @@ def target_position(cfg: TargetPositionConfig, sim: Simulation) -> Observe:
 def get_rigid_object_velocity(cfg: ObjectConfig, sim: Simulation) -> Observe:
     """Observe the velocity of a dynamic object in the world frame, `[*B, 6]`.
 
-    The first three numbers are the linear velocity of its body origin (m/s). The others are its angular velocity
-    (rad/s).
+    The first three values are the linear velocity of the body's origin (m/s). The last three values are the angular
+    velocity (rad/s).
 
     Use this term in mode add.
     """
@@ -179,7 +179,7 @@ def _joints_to(sim: Simulation, site: str) -> tuple[str, ...]:
 
 @register_observation("get_robot_eef_velocity")
 def get_robot_eef_velocity(cfg: EefConfig, sim: Simulation) -> Observe:
-    """Observe linear and angular velocity of an end effector, `[*B, 6]` (m/s and rad/s). Use it in mode add.
+    """Observe the linear and angular velocity of an end effector, `[*B, 6]` (m/s and rad/s). Use this term in mode add.
 
     velocity = J(q) dq/dt
     """

@@ -1,7 +1,7 @@
-"""Reward terms: functions of the whole state before and after a step.
+"""Reward terms, which are functions of the states before and after a step.
 
-A term has no other memory. Distances are Euclidean, m. At distance 0, both the value and the gradient are 0. The task
-applies the weights.
+A reward term has no memory of earlier steps. Distances are Euclidean and in m. The gradient of a distance of 0 is 0.
+The task applies the weights.
 """
 
 from math import isinf
@@ -62,7 +62,7 @@ class IncrementalDistanceConfig(TargetConfig):
 
 
 class JointLimitConfig(JointsConfig):
-    """Settings of `joint_limit_penalty`: joints, and the margin to the joint limits."""
+    """Settings of `joint_limit_penalty`: the joints, and the margin to the joint limits."""
 
     margin: Fraction = Field(
         0.1, description="the penalty begins at this distance to a limit, as a fraction of the range"
@@ -96,7 +96,7 @@ def _position(sim: Simulation, state: TensorDict, body: str) -> Tensor:
 
 
 def _to_target(cfg: TargetConfig, sim: Simulation, state: TensorDict) -> Tensor:
-    """Return the vector from the object to its target, `[*B, 3]`, or `[*B, 2]` if use_xy_only."""
+    """Return the vector from the object to its target, `[*B, 3]`, or `[*B, 2]` if `use_xy_only` is set."""
     offset = target(state, cfg.target_pose_key) - _position(sim, state, cfg.source_entity_cfg.uid)
     return offset[..., :2] if cfg.use_xy_only else offset
 
@@ -123,7 +123,7 @@ def distance_to_target(cfg: DistanceToTargetConfig, sim: Simulation) -> Reward:
 
         reward = -d  or  exp(-d^2 / (2 sigma^2)),  d = |source - target|, m
 
-    If use_xy_only, d is the horizontal distance.
+    If `use_xy_only` is set, d is the horizontal distance.
     """
     object_of(sim, cfg.source_entity_cfg, "source_entity_cfg")
     return lambda before, after: _closeness(_to_target(cfg, sim, after), cfg.exponential, cfg.sigma)
@@ -150,7 +150,7 @@ def incremental_distance_to_target(cfg: IncrementalDistanceConfig, sim: Simulati
 
 @register_reward("joint_velocity_penalty")
 def joint_velocity_penalty(cfg: JointsConfig, sim: Simulation) -> Reward:
-    """Penalise fast joints after the step, `[*B]`: -|dq/dt|, rad/s or m/s."""
+    """Penalise fast joints after the step by the reward -|dq/dt| (rad/s or m/s), `[*B]`."""
     joints = joints_of(cfg, sim)
 
     def reward(before: TensorDict, after: TensorDict) -> Tensor:
@@ -161,7 +161,7 @@ def joint_velocity_penalty(cfg: JointsConfig, sim: Simulation) -> Reward:
 
 @register_reward("joint_limit_penalty")
 def joint_limit_penalty(cfg: JointLimitConfig, sim: Simulation) -> Reward:
-    """Penalise joints close to their limits after the step, `[*B]`, as fractions of their ranges.
+    """Penalise joints close to their limits after the step, `[*B]`, in fractions of the joint ranges.
 
         reward = -sum_j max(0, margin - min(t[j], 1 - t[j])),  t[j] = (q[j] - low[j]) / (high[j] - low[j])
 
@@ -216,7 +216,7 @@ def orientation_alignment(cfg: ObjectsConfig, sim: Simulation) -> Reward:
 def _push_point(position: Tensor, goal: Tensor, offset: float, height: float) -> Tensor:
     """Return the point where the end effector should push an object, `[*B, 3]`.
 
-    The point is `offset` behind the object as seen from the goal, and `height` above the object's centre.
+    As seen from the goal, the point is `offset` behind the object and `height` above the object's centre.
 
     >>> _push_point(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 7.0, 9.0]), 0.5, 0.25)
     tensor([1.0000, 1.5000, 3.2500])
@@ -229,11 +229,11 @@ def _push_point(position: Tensor, goal: Tensor, offset: float, height: float) ->
 
 @register_reward("reaching_behind_object")
 def reaching_behind_object(cfg: ReachingBehindConfig, sim: Simulation) -> Reward:
-    """Reward an end effector close to the point where it can push an object to its target, `[*B]`, 0 to 1.
+    """Reward an end effector close to the point for pushing an object to its target, `[*B]`, from 0 to 1.
 
         reward = 1 - tanh(k |eef - (object - behind_offset u + height_offset z)|)
 
-    u is the horizontal unit vector from the object to its target. It is 0 if the object is exactly above or below the
+    u is the horizontal unit vector from the object to its target. u is 0 if the object is exactly above or below the
     target. z is the upward unit vector. Lengths are in m, and k is distance_scale in 1/m. All positions are taken after
     the step.
     """
@@ -250,5 +250,5 @@ def reaching_behind_object(cfg: ReachingBehindConfig, sim: Simulation) -> Reward
 
 @register_reward("success_reward")
 def success_reward(cfg: NothingConfig, sim: Simulation) -> Reward:
-    """Reward success: 1 in the step that succeeds, else 0, `[*B]`."""
+    """Return 1 for each environment whose step succeeds, and 0 for all others, `[*B]`."""
     return lambda before, after: after["success"].to(torch.float32)

@@ -1,7 +1,7 @@
-"""Types of the terms of a task, and the settings that several terms share.
+"""Types of a task's terms, and settings that several terms share.
 
-A term is registered as a function `make(cfg, sim)` of a Config model and a `Simulation`. It returns a pure function of
-the task's state (`ecrl.envs.mujoco.task_step`).
+A term is registered as a function `make(cfg, sim)` of a Config model and a `Simulation`. `make` returns a pure function
+of the task's state, which `ecrl.envs.mujoco.task_step` describes.
 """
 
 from collections.abc import Callable
@@ -21,17 +21,18 @@ from ecrl.errors import ConfigError
 from ecrl.registry import did_you_mean
 
 Observe = Callable[[TensorDict, Tensor | None], Tensor]
-"""(state, value of the entry to modify, or None for a new entry) -> entry of the observation, float32 `[*B, ...]`."""
+"""Map (state, entry) to an observation entry, float32 `[*B, ...]`. The input entry is None in mode add."""
 
 Reward = Callable[[TensorDict, TensorDict], Tensor]
-"""(state before the step, state after the step) -> reward, float32 `[*B]`, without its weight."""
+"""Map (state before the step, state after the step) to a reward without its weight, float32 `[*B]`."""
 
 
 class ActionTerm(NamedTuple):
-    """A term of the action: the joints that it drives, its bounds, and `(state, action) -> control`.
+    """An action term, with the joints that it drives, its bounds and its function `control(state, action)`.
 
     The action is `[*B, len(low)]` and the control is `[*B, len(joints)]`. `drive` defines the meaning of the control:
-    target positions, target velocities or forces, in m, rad, s, N. Target positions are clamped to the joint limits.
+    target positions, target velocities or forces, in units of m, rad, s and N. Target positions are clamped to the
+    joint limits.
     """
 
     joints: tuple[str, ...]
@@ -48,7 +49,7 @@ class EntityConfig(ConfigModel):
 
 
 class JointsConfig(ConfigModel):
-    """Joints of the robot; all joints by default."""
+    """Settings that select joints of the robot, by default all joints."""
 
     robot_uid: str | None = Field(None, description="name of the robot")
     part_name: str | None = Field(None, description="part of the robot whose joints are used")
@@ -61,7 +62,7 @@ class JointsConfig(ConfigModel):
         if self.part_name is not None and self.joint_ids is not None:
             raise ValueError("part_name and joint_ids both select joints; keep one")
         if self.joint_ids is not None and len(set(self.joint_ids)) < len(self.joint_ids):
-            raise ValueError(f"joint_ids: {list(self.joint_ids)} names a joint twice; name each once")
+            raise ValueError(f"joint_ids: {list(self.joint_ids)} names a joint twice; name each joint once")
         return self
 
 
@@ -81,7 +82,7 @@ def tcp_of(sim: Simulation, part: str) -> str:
 
 
 def object_of(sim: Simulation, entity: EntityConfig, key: str) -> str:
-    """Return the body of an object. Errors name `key`, the setting of the term that has the object."""
+    """Return the body name of an object. Errors name `key`, the term's setting for the object."""
     known = [sim.model.body(i).name for i in range(1, sim.model.nbody)]
     if entity.uid not in known:
         raise ConfigError(f"params.{key}.uid: unknown object {entity.uid!r}; {did_you_mean(entity.uid, known)}")
@@ -94,7 +95,7 @@ def joints_of(cfg: JointsConfig, sim: Simulation) -> tuple[str, ...]:
     if cfg.robot_uid is not None and not all(name.startswith(f"{cfg.robot_uid}/") for name in known):
         raise ConfigError(f"params.robot_uid: no robot {cfg.robot_uid!r}; known joints: {', '.join(known) or 'none'}")
     if not known:
-        raise ConfigError("this term needs joints of a robot, but the scene has no robot; add one")
+        raise ConfigError("this term needs a robot's joints, but the scene has no robot; add a robot")
     if cfg.part_name is not None:
         return part_of(sim, cfg.part_name)
     for i in cfg.joint_ids or ():
@@ -104,7 +105,7 @@ def joints_of(cfg: JointsConfig, sim: Simulation) -> tuple[str, ...]:
 
 
 def ranges_of(sim: Simulation, joints: tuple[str, ...]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return finite limits of joints. A hinge without limits gets +-pi.
+    """Return finite limits of joints. The limits of a hinge without limits are +-pi.
 
     Raises: ConfigError for a slide without limits.
     """
@@ -117,9 +118,9 @@ def ranges_of(sim: Simulation, joints: tuple[str, ...]) -> tuple[tuple[float, ..
 
 
 def target(state: TensorDict, key: str) -> Tensor:
-    """Return a target that an event stored, a position `[*B, 3]` (m).
+    """Return the position `[*B, 3]` (m) of a target that an event stored.
 
-    Raises: ConfigError if no target has this name, or if the target does not have 3 numbers.
+    Raises: ConfigError if no target has this name, or if the target does not have 3 elements.
     """
     known = [str(name) for name, _ in cast(TensorDict, state["targets"]).items()] if "targets" in state else []
     if key not in known:
@@ -127,6 +128,6 @@ def target(state: TensorDict, key: str) -> Tensor:
         raise ConfigError(f"params.target_pose_key: {fault}; {did_you_mean(key, known)}")
     position = state["targets", key]
     if (size := position.shape[-1]) != 3:
-        fault = f"target {key!r} has {size} numbers, expected 3, x y z of a position, m"
-        raise ConfigError(f"params.target_pose_key: {fault}; name another, or let its event store a position")
+        fault = f"target {key!r} has {size} elements, expected 3, the x, y and z of a position in m"
+        raise ConfigError(f"params.target_pose_key: {fault}; name another target, or let its event store a position")
     return position
