@@ -77,7 +77,7 @@ def compiled(
 ) -> tuple[Callable[..., list[Tensor]], Hashable, list[Tensor]]:
     """Compile `fn` for tensors with the shapes, dtypes and strides of `leaves`.
 
-    Returns: a function of the leaves, the structure of its results, and the tensors that `fn` captured.
+    Returns: the compiled function, the structure of its results, and the tensors that `fn` captured.
     """
     with COMPILE_LOCK, _use_lazy_graph_module(True):  # write a graph's Python code once, not after each change
         graph, out = traced(fn, structure, leaves)

@@ -50,7 +50,7 @@ _ERF = (
 
 
 def _polynomial(coefficients: tuple[str, ...]) -> str:
-    """Write C++ that evaluates a polynomial in `z` by Horner's scheme, with the coefficient of the highest power first."""
+    """Write C++ for a polynomial in `z` by Horner's scheme. The coefficient of the highest power comes first."""
     total = f"T({coefficients[0]})"
     for coefficient in coefficients[1:]:
         total = f"at::vec::fmadd({total}, z, T({coefficient}))"

@@ -99,7 +99,7 @@ def _allocate_once(loop: str) -> str:
 
 
 def _read_inputs_in_place(loop: str) -> str:
-    """Rewrite a loop to use an input directly, without a new handle in each iteration, if only kernels use the input."""
+    """Rewrite a loop to create no new handle of an input in each iteration, if only kernels use the input."""
     for match in reversed([*_INPUT.finditer(loop)]):
         pad, name, outer = match.groups()
         rest = loop[: match.start()] + loop[match.end() :]

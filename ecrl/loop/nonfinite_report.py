@@ -274,7 +274,7 @@ finding, because the other ranks continue, too.
                 searched = {name: log for name, log in logs.items() if name in losses or name in last} | after
             searched = {name: new for name, new in searched.items() if name not in harmless}
             first = _first_of(searched, last) if is_bad and not findings else None
-            if not is_bad and (objective is None or float(y[0]) > 0.0):  # ignore padded gradient steps
+            if not is_bad and (objective is None or float(y[0]) > 0.0):  # ignore steps without an unmasked row
                 harmless.update(name for name, log in logs.items() if not _is_finite(log))
             if first is not None:
                 what = "gradient" if first[0] in norms else "parameters" if first[0] in after else "loss"
