@@ -1,6 +1,6 @@
 """Flatten nested TensorDicts, dicts, lists and tuples of tensors into a list of leaves and a hashable structure.
 
-Keys are sorted, so a structure does not depend on the order in which keys were inserted, unlike in torch's pytrees. If
+Keys are sorted, so a structure does not depend on the insertion order of the keys, unlike in torch's pytrees. If
 a function adds or removes an axis of the tensors, `unflatten` can change the batch sizes of the TensorDicts to match.
 """
 

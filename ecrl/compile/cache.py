@@ -25,7 +25,7 @@ _IDENTITY = ("vendor_id", "cpu family", "model", "model name", "flags", "Feature
 
 
 def cpu_identity(cpuinfo: str = "/proc/cpuinfo") -> str:
-    """Return a hash of this CPU's model and instruction set, for which g++ compiles with -march=native."""
+    """Return a hash of this CPU's model and instruction set. With -march=native, g++ compiles for exactly this CPU."""
     try:
         first = Path(cpuinfo).read_text().split("\n\n")[0]
     except OSError:

@@ -26,7 +26,7 @@ def is_sum(index: sympy.Basic) -> bool:
 
 @contextmanager
 def skip_redundant_codegen() -> Iterator[None]:
-    """Make inductor skip the simplification of each index for which `is_sum` is true, and some test programs."""
+    """Make inductor skip the simplification of sums (`is_sum`) and the test programs in `_ALWAYS_COMPILES`."""
     simplify, check_build = sizevars.simplify_index_in_vec_range, VecISA.check_build
 
     def simplify_others(index: sympy.Expr, var: sympy.Expr, vec_length: int) -> sympy.Expr:

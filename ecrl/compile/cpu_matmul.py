@@ -6,9 +6,9 @@ of products:
 
 - Products with a dimension of at most 8 become sums, which the compiler fuses with neighbouring operations.
 - Other small products become C++ of this module, which computes the result tile by tile in vector registers. Libraries
-take up to three times as long as this C++. Every row is summed in the same order for any number of threads.
+  take up to three times as long as this C++. Every row is summed in the same order for any number of threads.
 - Large products call the library oneDNN, which generates code for the CPU that it runs on. The library MKL has only
-generic code for AMD's CPUs.
+  generic code for AMD's CPUs.
 """
 
 from collections.abc import Callable
@@ -29,8 +29,8 @@ from ecrl.compile.cpu_codegen import skip_redundant_codegen
 _LARGE = 2**18  # use a library if the second matrix has more elements, because the matrix does not fit in the cache
 _THIN = 8  # the largest dimension of a product that becomes a sum
 _MIN_OUTER = 16  # the smallest number of rows to sum over in `_rows`, because a sum over fewer rows is not faster
-_MANY_ROWS = 32  # the number of rows from which copying the other matrix in transposed order saves time
-_PARALLEL = 2**18  # the number of multiplications from which several threads are faster than one
+_MANY_ROWS = 32  # copy the other matrix in transposed order if there are at least so many rows
+_PARALLEL = 2**18  # use several threads if there are at least so many multiplications
 _NAME = str(Placeholder.KERNEL_NAME)
 _CPP = """
 #include <torch/csrc/inductor/cpp_prefix.h>

@@ -81,8 +81,8 @@ def compiled(
     """Compile `fn` for tensors with the shapes and dtypes of `leaves`.
 
     A call copies leaves on the host, such as a learning rate that a user set, to the device of the other leaves. The
-call does not copy borrowed leaves (`ecrl.pytree.Borrowed`): the CUDA graph reads borrowed leaves at their own
-addresses. If an address changes, the call captures a new CUDA graph.
+    call does not copy borrowed leaves (`ecrl.pytree.Borrowed`): the CUDA graph reads borrowed leaves at their own
+    addresses. If an address changes, the call captures a new CUDA graph.
 
     Returns: the compiled function, the structure of its results, and the tensors that `fn` captured.
     """

@@ -9,26 +9,26 @@ one compiled function. A new seed, name or learning rate therefore needs no new 
 A function is compiled in four steps:
 
 1. Compute the key of the call (`jit.py`). The key contains the structure of the arguments, and the shape, dtype and
-device of each tensor. The key also contains the default dtype and the state of autocast (`autocast.py`). A call with a
-known key runs the compiled function of this key. A call with a new key continues with step 2. Under `torch.func.vmap`,
-one call handles the whole batch (`vmap.py`).
+   device of each tensor. The key also contains the default dtype and the state of autocast (`autocast.py`). A call with
+   a known key runs the compiled function of this key. A call with a new key continues with step 2. Under
+   `torch.func.vmap`, one call handles the whole batch (`vmap.py`).
 2. Trace the function (`trace.py`). The function runs once on tensors without data, and torch records the operations in
-a graph. A scan becomes a loop of the graph (`scan.py`), and its gradient becomes a second loop (`scan_gradient.py`). An
-impure function raises ConfigError (`user_code.py`), which reports the user's line (`user_line.py`).
+   a graph. A scan becomes a loop of the graph (`scan.py`), and its gradient becomes a second loop (`scan_gradient.py`).
+   An impure function raises ConfigError (`user_code.py`), which reports the user's line (`user_line.py`).
 3. Rewrite the graph. On a CPU, faster operations replace small matrix products (`cpu_matmul.py`). Duplicate operations
-are merged (`trace.py`). On a GPU, the graph is cut at its loops (`partition.py`).
+   are merged (`trace.py`). On a GPU, the graph is cut at its loops (`partition.py`).
 4. Generate code. On a CPU (`cpu.py`), inductor writes C++. This package makes the C++ for random numbers
-(`cpu_philox.py`) and loops (`cpu_loops.py`) faster. It also makes functions such as tanh more accurate
-(`cpu_functions.py`) and the compilation shorter (`cpu_codegen.py`, `cpu_builds.py`). On a GPU (`cuda_graph.py`),
-inductor writes Triton kernels, and one CUDA graph captures the whole function. This package has faster code for returns
-and advantages on both devices (`reverse_scan.py`, `reverse_triton.py`). Compiled code is stored on disk for the next
-process (`cache.py`).
+   (`cpu_philox.py`) and loops (`cpu_loops.py`) faster. It also makes functions such as tanh more accurate
+   (`cpu_functions.py`) and the compilation shorter (`cpu_codegen.py`, `cpu_builds.py`). On a GPU (`cuda_graph.py`),
+   inductor writes Triton kernels, and one CUDA graph captures the whole function. This package has faster code for
+   returns and advantages on both devices (`reverse_scan.py`, `reverse_triton.py`). Compiled code is stored on disk for
+   the next process (`cache.py`).
 
 A compiled function must be pure. It may depend only on its arguments, the default dtype and the state of autocast.
 
 - A write in place on an argument, or on a tensor from outside the function, raises ConfigError, which reports the line.
 - Tensors that the function captures from outside are frozen at compile time. After a write in place on a captured
-tensor, the next call compiles the function again, which takes seconds. Pass tensors that change as arguments.
+  tensor, the next call compiles the function again, which takes seconds. Pass tensors that change as arguments.
 - A new value of a captured Python number or name has no effect on a compiled function.
 - A write that torch does not count, such as through `x.data` or a NumPy array of the same memory, has no effect either.
 """
@@ -164,8 +164,8 @@ class Jit:
     """A callable `jit(fn, *static)` that binds the static arguments of `fn` and compiles `fn` at the first call.
 
     If compiling fails, a `strict` instance raises ConfigError. Other instances warn and run the function eagerly.
-Instances with equal `strict` are equal and share compiled functions. Each instance records the compilations of its own
-calls.
+    Instances with equal `strict` are equal and share compiled functions. Each instance records the compilations of its
+    own calls.
     """
 
     strict: bool = False

@@ -242,7 +242,7 @@ def _dense(leaf: Tensor) -> Tensor:
 
 
 def _with_stride(leaf: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """Copy a leaf to the given strides, if the leaf has other strides. The strides must be those of a dense tensor."""
+    """Copy a leaf to the given strides, which must describe a dense tensor, if the leaf has other strides."""
     if leaf.stride() == strides:
         return leaf
     order = sorted(range(leaf.ndim), key=lambda axis: -strides[axis])

@@ -84,8 +84,8 @@ def _merge_duplicates(graph: GraphModule) -> None:
     """Merge operations that compute the same value from the same arguments.
 
     Operations that draw random numbers are not merged. Three kinds of tensors must not become aliases: tensors changed
-in place, tensors that a loop reads or returns, and tensors that the graph returns. An operation is not merged if its
-result or an argument shares memory with such a tensor.
+    in place, tensors that a loop reads or returns, and tensors that the graph returns. An operation is not merged if
+    its result or an argument shares memory with such a tensor.
     """
     nodes = graph.graph.nodes
     separate = [n for n in nodes if n.op == "output" or n.target is scan_op or _writes(n)]

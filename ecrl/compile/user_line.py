@@ -35,7 +35,7 @@ def is_outside(frame: traceback.FrameSummary) -> bool:
 
 
 def user_frames(frames: Sequence[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
-    """Return the frames of the user's code, without frames below inductor's, which are in generated code."""
+    """Return the user's frames before the first frame of inductor, because inductor then calls generated code."""
     return [f for f in takewhile(lambda f: _INDUCTOR not in Path(f.filename).parents, frames) if is_outside(f)]
 
 

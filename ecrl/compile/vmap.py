@@ -104,7 +104,7 @@ def over_batch(fn: Callable, static: tuple, structure: Hashable, batched: tuple[
     """Call `fn(*static, *args)` for each entry of a batch, where `structure` and `leaves` are the flattened `args`.
 
     The batch is the first axis of each leaf whose entry in `batched` is True, and the first axis of every tensor in the
-result. The `batch_size` of a TensorDict in the result does not include the batch axis.
+    result. The `batch_size` of a TensorDict in the result does not include the batch axis.
     """
     if not any(batched):
         return fn(*static, *unflatten(structure, leaves))

@@ -71,7 +71,7 @@ def _saved_s(algorithm: Algorithm, static: Static, iterations: int) -> float:
 
 
 def form_of(cfg: Config) -> Form:
-    """Return the form in which a run of this config starts, compiled or eager, and the reason for it."""
+    """Return the initial form of a run of this config, compiled or eager, and the reason for this form."""
     policy = _env_and_policy(cfg)[1]
     return planned_form(cfg, policy, make_algorithm(cfg.algorithm), static_of(cfg, policy))
 
@@ -88,7 +88,7 @@ def form_in_use(run: Run) -> str:
 
 
 def planned_form(cfg: Config, policy: Policy, algorithm: Algorithm, static: Static) -> Form:
-    """Return the form of a run with this policy and algorithm, compiled or eager, and the reason for it."""
+    """Return the form of a run with this policy and algorithm, compiled or eager, and the reason for this form."""
     device, mode = device_of(cfg).type, cfg.trainer.compile
     if not policy.compiles:
         reason = f"policy {cfg.policy.name} draws its own random numbers, which cannot be compiled"
@@ -112,9 +112,9 @@ def build(cfg: Config) -> Run:
     """Build a run from its config: environment with auto-reset and training events, policy, algorithm and `jit`.
 
     Call this function once and pass the run to other functions. Two runs are equal and share compiled functions if only
-settings outside the run differ. Such settings are the seed, the name, files, the length, hyperparameters in
-`state["hyper"]` and settings that only `init` reads. The run has no camera events, because `ecrl.run.video_writer`
-renders videos from the states.
+    settings outside the run differ. Such settings are the seed, the name, files, the length, hyperparameters in
+    `state["hyper"]` and settings that only `init` reads. The run has no camera events, because `ecrl.run.video_writer`
+    renders videos from the states.
 
     >>> from ecrl import load_config
     >>> cfg = load_config("configs/cartpole_ppo.json")

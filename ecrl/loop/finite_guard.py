@@ -94,9 +94,9 @@ def undo_update(nonfinite: Tensor, start: TensorDict, state: TensorDict, kinds: 
     """Return the state after an iteration, without its update if any flag in `nonfinite` is set.
 
     Leaves of kind environment keep their new values, because the environments have moved on. All other leaves get their
-old values back, so schedules do not advance. If a reward is not finite, the episode statistics get their old values,
-and the running episodes count from 0 again. Running discounted returns restart at 0 in the environments where they are
-NaN or infinity.
+    old values back, so schedules do not advance. If a reward is not finite, the episode statistics get their old
+    values, and the running episodes count from 0 again. Running discounted returns restart at 0 in the environments
+    where they are NaN or infinity.
 
     Args:
         nonfinite: the guard's flags for all ranks together, bool `[6]`.

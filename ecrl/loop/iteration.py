@@ -358,9 +358,9 @@ def make_iteration(cfg: Config, watch: Watch = unwatched) -> Iteration:
         (state) -> (state, {"collect": logs, "train": logs})
 
     The argument `watch` may replace functions of the run: `ecrl.run.profiler` uses it to measure their time. With
-`trainer.finite_guard` set to "skip", an iteration leaves out updates with NaN or infinity. With other settings, the
-results contain the NaN or infinity, and the iteration does not stop. The pure iteration copies the buffers of the
-state, while `train_iter` writes on the buffers in place.
+    `trainer.finite_guard` set to "skip", an iteration leaves out updates with NaN or infinity. With other settings, the
+    results contain the NaN or infinity, and the iteration does not stop. The pure iteration copies the buffers of the
+    state, while `train_iter` writes on the buffers in place.
     """
     run, guard = build(cfg), "skip" if cfg.trainer.finite_guard == "skip" else "off"
     run, kinds, tf32 = watch(run), kinds_of(run), _uses_tf32(cfg)
@@ -407,14 +407,14 @@ def train_iter(state: TensorDict, cfg: Config, watch: Watch = unwatched) -> Iter
     """Run one iteration at a time. After each iteration, yield a record of its collection and a record of its update.
 
     The generator never prints, logs, evaluates or saves. You can stop with `break` and continue later with
-`train_iter(log_data["state"], cfg)`: the results equal those of an uninterrupted run, bit for bit. Both records of an
-iteration have the `sample_step` and the `state` after the iteration. The state is a locked copy that belongs to you,
-except its buffers, which belong to the generator. The next iteration writes on the buffers in place, and using an older
-state with buffers then raises an error. To keep such a state, call `state.clone()`. At the start, the generator copies
-the buffers of its argument `state`.
+    `train_iter(log_data["state"], cfg)`: the results equal those of an uninterrupted run, bit for bit. Both records of
+    an iteration have the `sample_step` and the `state` after the iteration. The state is a locked copy that belongs to
+    you, except its buffers, which belong to the generator. The next iteration writes on the buffers in place, and using
+    an older state with buffers then raises an error. To keep such a state, call `state.clone()`. At the start, the
+    generator copies the buffers of its argument `state`.
 
     The setting `trainer.finite_guard` determines the reaction to NaN or infinity. By default, the generator raises
-NotFiniteError, which has the state before the iteration.
+    NotFiniteError, which has the state before the iteration.
 
     An iteration reads hyperparameters from `state["hyper"]`. To change a hyperparameter during a run, edit a copy:
     `state = state.clone(); state["hyper", "learning_rate"] = torch.tensor(1e-4)`.

@@ -36,8 +36,8 @@ def _info_logs(steps: TensorDict) -> Logs:
     """Average the values in the environment's `info`.
 
     The logs `rewards/<term>` and `metrics/<name>` are means over the unmasked steps. The mean of a metric also leaves
-out steps where the metric is NaN. The logs `success_rate` and `fail_rate` are means over the episodes that ended. A
-mean over no steps is NaN.
+    out steps where the metric is NaN. The logs `success_rate` and `fail_rate` are means over the episodes that ended. A
+    mean over no steps is NaN.
     """
     if "info" not in steps:
         return {}

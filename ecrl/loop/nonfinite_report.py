@@ -142,7 +142,7 @@ def _gradient_step(
     """Return the place, logs, parameters and names of the gradient norms of a gradient step of `minibatch_sgd`.
 
     The last result is True if the step counts and its loss, a gradient norm or a parameter is not finite. Only then are
-the step's logs searched, because a log of the algorithm may overflow in a run without an error.
+    the step's logs searched, because a log of the algorithm may overflow in a run without an error.
     """
     each = length // objective.n_epochs
     logs, after = _logs_of(output), _parameters(objective, carry[0])
@@ -162,7 +162,7 @@ def _learned_in(carry: Any, has_logs: bool) -> dict[str, Tensor]:
     """Return the parameters in a loop's carry: the leaves under a key such as `params` or `target_params`.
 
     If the carry has no such key but the steps of the loop have logs, return all floating-point leaves of the carry. If
-the steps have no logs either, return an empty dict.
+    the steps have no logs either, return an empty dict.
     """
     leaves, learned = _named(carry), {}
     for name, x in leaves.items():
@@ -200,7 +200,7 @@ def _watched_steps(run: Run, body: Any, length: int, findings: list[Finding]) ->
     """Wrap the body of a loop so that the backward pass searches the gradients from the last step to the first.
 
     The gradient with respect to the carry at step t is called the costate of t. The gradient with respect to a
-constant, such as a parameter, is the contribution of step t alone.
+    constant, such as a parameter, is the contribution of step t alone.
     """
     steps, last, num_envs = iter(range(length)), {}, run.static.num_envs
 
@@ -233,10 +233,10 @@ def _searching_scan(run: Run, findings: list[Finding]) -> Callable[..., Any]:
     """Return a scan that appends the first value that is not finite to `findings`.
 
     The scan searches the logs and the new parameters of a step after which a loss, a gradient norm or a parameter is
-not finite. A log counts if the log was finite in the steps before. In a loop other than `minibatch_sgd`, a log that is
-neither a loss nor a gradient norm must also have an earlier value. The reason is that such logs may be NaN in a run
-without an error. If a loop is differentiated, the scan searches its gradients. The scan continues after the first
-finding, because the other ranks continue, too.
+    not finite. A log counts if the log was finite in the steps before. In a loop other than `minibatch_sgd`, a log that
+    is neither a loss nor a gradient norm must also have an earlier value. The reason is that such logs may be NaN in a
+    run without an error. If a loop is differentiated, the scan searches its gradients. The scan continues after the
+    first finding, because the other ranks continue, too.
     """
     is_interleaved = isinstance(run.algorithm.iterate, Interleaved)
     around: list[int | None] = []  # the step index of each enclosing loop, or None for a loop of minibatch_sgd
@@ -433,7 +433,7 @@ def with_checked_actions(run: Run) -> Run:
     """Return a run for one iteration whose environment refuses actions with NaN or infinity.
 
     Actions are checked before each step because a robot may execute them. All other values are checked after the
-collection. Runs that this function returns for the same run are equal, so they share compiled functions.
+    collection. Runs that this function returns for the same run are equal, so they share compiled functions.
 
     Raises: NonfiniteAction, when the environment steps.
     """

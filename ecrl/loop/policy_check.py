@@ -60,7 +60,7 @@ def random_observations(space: Space, keys: Tensor, others: tuple[int, ...] = ()
     """Draw one observation of a space for each key, uniformly.
 
     For an unbounded Box, draw standard normal values. For an `action_mask`, draw masks that allow at least one choice
-of every group. The argument `others` has the sizes of these groups.
+    of every group. The argument `others` has the sizes of these groups.
 
     >>> random_observations(Discrete(3), rng.key(0).expand(2)).shape
     torch.Size([2])
@@ -399,7 +399,7 @@ def check_policy(
       `q`, this check includes the gradient through `q` with respect to the actions of `act`.
 
     The policy acts in four environments on the CPU. Noise is added to the parameters of `init`, so that parameters
-equal to zero hide no fault. Errors raised by the policy's own code are not caught.
+    equal to zero hide no fault. Errors raised by the policy's own code are not caught.
 
     Args:
         policy: a policy, a `Config`, or any other argument that `load_config` accepts.
@@ -408,7 +408,7 @@ equal to zero hide no fault. Errors raised by the policy's own code are not caug
         num_steps: the number of steps in each environment, at least 8.
         seed: the seed of the parameters, the observations and the noise.
         tolerance: the largest absolute and relative difference that counts as rounding. If a config sets `policy.bf16`,
-the tolerance is at least 0.05.
+            the tolerance is at least 0.05.
 
     Raises: ConfigError if the config is wrong; UserError if `num_steps` is less than 8, or if the spaces are missing
         for a policy or given for a config.

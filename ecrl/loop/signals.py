@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 GRACE = 3.0
-"""The seconds that an iteration may continue after the first signal. A timer repeats the interruption at this interval.
-"""
+"""The seconds that an iteration may continue after the first signal, and between repeated interruptions."""
 
 _asked: list[int] = []
 _loops: list[bool] = []  # for each running loop, True if the loop may abandon an iteration
