@@ -1,7 +1,7 @@
 """Raise one-line errors for allocations that cannot fit in memory, or that failed.
 
-Linux grants allocations that do not fit, and kills the process when the process uses the memory. Large allocations are
-therefore checked in advance. This module imports torch only inside functions, because the command line must start fast.
+Linux grants allocations that do not fit, and kills the process when it uses the memory. Large allocations are therefore
+checked in advance. This module imports torch only inside functions, because the command line must start fast.
 """
 
 import os

@@ -1,7 +1,7 @@
 """Flatten nested TensorDicts, dicts, lists and tuples of tensors into a list of leaves and a hashable structure.
 
-Keys are sorted, so a structure does not depend on the insertion order of the keys, unlike in torch's pytrees. If
-a function adds or removes an axis of the tensors, `unflatten` can change the batch sizes of the TensorDicts to match.
+Keys are sorted, so a structure does not depend on the insertion order of the keys, unlike in torch's pytrees. If a
+function adds or removes an axis of the tensors, `unflatten` can change the batch sizes of the TensorDicts to match.
 """
 
 from collections.abc import Callable, Hashable, Iterator
@@ -16,7 +16,7 @@ _LEAF, _TENSORDICT = "tensor", "TensorDict"  # strings, because torch.compile of
 
 
 def _sorted_items(tree: TensorDictBase) -> list[tuple[Any, Any]]:
-    return sorted(tree.items(), key=lambda pair: pair[0])  # torch.compile cannot sort without this key
+    return sorted(tree.items(), key=lambda pair: pair[0])  # torch.compile cannot sort whole pairs
 
 
 def _flatten(tree: Any, leaves: list[Tensor]) -> Hashable:
@@ -29,7 +29,7 @@ def _flatten(tree: Any, leaves: list[Tensor]) -> Hashable:
         return dict, None, tuple([(key, _flatten(tree[key], leaves)) for key in sorted(tree)])
     if isinstance(tree, list | tuple):
         return type(tree), None, tuple([_flatten(part, leaves) for part in tree])
-    # Any other value is a part of the structure. Add the value's type and sign, because 2 == 2.0 and 0.0 == -0.0.
+    # Values other than tensors are part of the structure, with type and sign, because 2 == 2.0 and 0.0 == -0.0.
     sign = copysign(1.0, tree) if isinstance(tree, float) and tree == 0.0 else None
     return None, (type(tree), tree, exact(tree) if is_dataclass(tree) else sign), ()
 
@@ -129,7 +129,7 @@ def _build(structure: Any, leaves: Iterator[Any], batch: _NewSize | None) -> Any
 
 
 def unflatten(structure: Hashable, leaves: Any, batch: _NewSize | None = None) -> Any:
-    """Rebuild a tree from its structure and new leaves. Set each TensorDict's batch size to `batch(size)`, if given.
+    """Rebuild a tree from its structure and new leaves. The optional `batch` maps each old batch size to a new one.
 
     >>> leaves, structure = flatten({"a": TensorDict({"x": 1.0}, [])})
     >>> unflatten(structure, [leaf.expand(3) for leaf in leaves], lambda size: (3, *size))["a"].batch_size

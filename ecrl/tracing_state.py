@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-# These two private names are optional: the table in `docs/design.md` describes a run without each of them.
+# These two private names are optional. The table in `docs/design.md` describes a run without each name.
 try:
     from torch._C._functorch import get_interpreter_stack
 except ImportError:
@@ -48,7 +48,7 @@ _DRAWS: ContextVar[Draws | None] = ContextVar("_DRAWS", default=None)
 
 @contextmanager
 def tracing_graph() -> Iterator[None]:
-    """Make `in_graph` return True inside the block. `ecrl.compile.trace` traces functions in such a block.
+    """Make `in_graph` return True inside this context, because `ecrl.compile.trace` traces a function there.
 
     >>> with tracing_graph():
     ...     in_graph()
@@ -115,7 +115,7 @@ def _draws_into(noted: Draws | None) -> Iterator[None]:
 
 @contextmanager
 def noting_draws() -> Iterator[Draws]:
-    """Record this thread's draws from torch's global generators inside the block, and no draws anywhere else.
+    """Record this thread's draws from torch's global generators inside this context, in the yielded lists only.
 
     >>> with noting_draws() as noted:
     ...     x = torch.rand(2, generator=torch.Generator()) + torch.rand(2)
@@ -129,7 +129,7 @@ def noting_draws() -> Iterator[Draws]:
 
 
 def ignoring_draws() -> AbstractContextManager[None]:
-    """Stop recording draws of this thread inside the block."""
+    """Return a context that stops recording draws of this thread."""
     return _draws_into(None)
 
 
@@ -144,7 +144,7 @@ def note_if_drawing(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> N
 
 
 def knows_transforms() -> bool:
-    """Return True if this version of torch reports active transforms, without which no function is compiled."""
+    """Return True if this version of torch reports active transforms, which compiling a function requires."""
     return _ACTIVE_TRANSFORMS is not None
 
 

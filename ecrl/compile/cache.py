@@ -36,14 +36,14 @@ def cpu_identity(cpuinfo: str = "/proc/cpuinfo") -> str:
 
 
 def sources_hash() -> str:
-    """Return a hash of this package's source files, because any of them may change the code that inductor writes."""
+    """Return a hash of this package's source files. A change in any file may change the code that inductor writes."""
     files = sorted(Path(__file__).parent.glob("*.py"))
     return sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 @cache
 def _folder(base: str) -> str:
-    """Return this CPU's cache directory inside `base`. If it is not writable, warn and return a temporary directory."""
+    """Return this CPU's cache directory inside `base`. If not writable, warn and return a temporary directory."""
     folder = os.path.join(base, f"cpu_{cpu_identity()}")
     try:
         os.makedirs(folder, exist_ok=True)

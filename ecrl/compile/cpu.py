@@ -32,7 +32,7 @@ _OPTIONS: dict[str, Any] = {
     "aot_inductor.enable_line_tables": False,
     # With -Og, loops and kernel calls run as fast as with -O1 and compile in half the time.
     "aot_inductor.compile_wrapper_opt_level": "Og",
-    # A run has two graphs, and precompiled headers save time only for six or more. Inductor defines this variable.
+    # Precompiled headers save time only for six or more graphs, but a run has two. Inductor's variable turns them on.
     "cpp_cache_precompile_headers": os.environ.get("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS") == "1",
     "epilogue_fusion": False,  # do not fuse operations into the kernels of `cpu_matmul.py`
     "size_asserts": False,  # not needed, because a compiled function's key contains every shape
@@ -52,7 +52,7 @@ def _unexpected_aliases(tensors: Sequence[Tensor], storages: Sequence[int | None
 
 
 def _separate_results(graph: GraphModule, run: Callable[..., Sequence[Tensor]]) -> Callable[..., list[Tensor]]:
-    """Wrap `run` to clone each result that shares memory with another tensor but has its own storage in the graph.
+    """Wrap `run` to clone each result that shares memory with another tensor but has a separate storage in the graph.
 
     For example, if a graph returns two copies of one tensor, inductor may return the tensor itself twice.
     """

@@ -34,8 +34,8 @@ def run_builders(builders: Sequence[CppBuilder]) -> None:
     finally:
         for compiler in compilers:
             if compiler.poll() is None:
-                os.killpg(compiler.pid, SIGTERM)  # also ends the child processes of the compiler
-        for compiler, builder in zip(compilers, builders, strict=False):  # after an error, some builders may not run
+                os.killpg(compiler.pid, SIGTERM)  # also end the compiler's child processes
+        for compiler, builder in zip(compilers, builders, strict=False):  # an error may prevent some starts
             if compiler.wait():
                 Path(builder.get_target_file_path()).unlink(missing_ok=True)
 

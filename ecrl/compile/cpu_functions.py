@@ -1,8 +1,8 @@
 """Make inductor write C++ for tanh, erf, expm1 and atanh that is accurate for small arguments.
 
 Inductor computes tanh as `2 / (1 + exp(-2 x)) - 1`. For small `x`, this formula subtracts two numbers near 1, so the
-result loses its digits: for `x = 1e-9`, the result is 0. Inductor's expm1 and atanh, and torch's vectorised erf in
-float32, have the same fault. This module computes tanh and erf in float32 as `x` times a ratio of polynomials in
+result loses its digits: for `x = 1e-9`, the result is 0. Inductor's functions expm1 and atanh, and torch's vectorised
+erf in float32, have the same fault. This module computes tanh and erf in float32 as `x` times a ratio of polynomials in
 `x**2`. The ratio takes as much time as the formula with `exp`. Because `x` is a factor, the relative error is below
 5e-7 for every `x`. For expm1, atanh and other dtypes, this module calls torch's vector library.
 """
@@ -71,22 +71,22 @@ _TANH_CPP, _ERF_CPP = _ratio("9.0f", *_TANH), _ratio("4.0f", *_ERF)
 
 
 def tanh(a: Any) -> str:
-    """Write C++ for tanh of a vector: the ratio for float32, and torch's library function for other dtypes."""
+    """Write C++ for tanh of a vector: a ratio of polynomials for float32, else a call of torch's vector library."""
     return f"({_TANH_CPP})({a})" if a.dtype == torch.float32 else f"{a}.tanh()"
 
 
 def erf(x: Any) -> str:
-    """Write C++ for erf of a vector: the ratio for float32, and torch's library function for other dtypes."""
+    """Write C++ for erf of a vector: a ratio of polynomials for float32, else a call of torch's vector library."""
     return f"({_ERF_CPP})({x})" if x.dtype == torch.float32 else f"{x}.erf()"
 
 
 def expm1(x: Any) -> str:
-    """Write C++ for expm1 of a vector, which calls torch's library function."""
+    """Write C++ for expm1 of a vector: a call of torch's vector library."""
     return f"{x}.expm1()"
 
 
 def atanh(x: Any) -> str:
-    """Write C++ for atanh of a vector, which calls torch's library function."""
+    """Write C++ for atanh of a vector: a call of torch's vector library."""
     return f"{x}.atanh()"
 
 

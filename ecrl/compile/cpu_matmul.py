@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch._inductor import config, ir, lowering  # import `lowering` before `codegen`, which imports it, too
+from torch._inductor import config, ir, lowering  # import `lowering` before `codegen`, which imports `lowering`
 from torch._inductor.codegen.cpp_template_kernel import CppTemplateKernel
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.mkldnn_ir import LinearUnary
@@ -26,11 +26,11 @@ from torch._inductor.utils import Placeholder, parallel_num_threads
 
 from ecrl.compile.cpu_codegen import skip_redundant_codegen
 
-_LARGE = 2**18  # use a library if the second matrix has more elements, because the matrix does not fit in the cache
+_LARGE = 2**18  # use a library for a second matrix with more elements, which does not fit in the cache
 _THIN = 8  # the largest dimension of a product that becomes a sum
-_MIN_OUTER = 16  # the smallest number of rows to sum over in `_rows`, because a sum over fewer rows is not faster
-_MANY_ROWS = 32  # copy the other matrix in transposed order if there are at least so many rows
-_PARALLEL = 2**18  # use several threads if there are at least so many multiplications
+_MIN_OUTER = 16  # the smallest number of rows that `_rows` sums over, because a sum over fewer rows is not faster
+_MANY_ROWS = 32  # the smallest number of rows of `a` that makes a transposed copy of `b` worthwhile
+_PARALLEL = 2**18  # the smallest number of multiplications that makes several threads worthwhile
 _NAME = str(Placeholder.KERNEL_NAME)
 _CPP = """
 #include <torch/csrc/inductor/cpp_prefix.h>
@@ -92,7 +92,7 @@ extern "C" {kernel}
 
 @cache
 def has_vector_instructions() -> bool:
-    """Return True if inductor knows vector instructions of this CPU, which the C++ for tiles needs."""
+    """Return True if inductor supports this CPU's vector instructions, which the C++ of this module needs."""
     with config.patch({"cpp.vec_isa_ok": True}), skip_redundant_codegen():  # testing each instruction set takes seconds
         return bool(pick_vec_isa())
 
@@ -117,7 +117,7 @@ def _check_dtypes(a: Tensor, b: Tensor) -> None:
 
 
 def mm(a: Tensor, b: Tensor) -> Tensor:
-    """Return `a @ b`, or NotImplemented to let torch compute the product. Torch also reports wrong shapes."""
+    """Return `a @ b`, or NotImplemented to let torch compute the product or report wrong shapes."""
     (m, k), n = a.shape, b.shape[1]
     _check_dtypes(a, b)
     if min(m, k, n) == 0 or k != b.shape[0]:
@@ -166,7 +166,7 @@ PRODUCTS: dict[Any, Callable[..., Tensor]] = {
     torch.ops.aten.addmm.default: addmm,
     torch.ops.aten.bmm.default: bmm,
 }
-"""Decompositions of matrix products that `torch.fx.experimental.proxy_tensor.make_fx` applies."""
+"""Decompositions of matrix products, an argument of `torch.fx.experimental.proxy_tensor.make_fx`."""
 
 
 @torch.library.custom_op("ecrl::linear", mutates_args=())
@@ -196,7 +196,7 @@ def _(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _tiles_code(kernel: CppTemplateKernel, a: Any, b: Any, product: Any) -> str:
-    """Write the C++ that computes one product of two factors with these layouts."""
+    """Write the C++ that multiplies two factors with the layouts of `a` and `b`."""
     (batch, m, k), n = a.get_size(), b.get_size()[2]
     threads = parallel_num_threads() if batch * m * k * n >= _PARALLEL else 1
     parts = 1 if batch >= threads else min(threads, max(m // 12, 1))
@@ -241,5 +241,5 @@ def _lower_bmm(a: Any, b: Any) -> Any:
         b = _store_factor(ir.ExternKernel.require_contiguous(b))
     layout = ir.FixedLayout(a.get_device(), a.get_dtype(), [*a.get_size()[:2], b.get_size()[2]])
     product = ir.CppTemplateBuffer(layout, [a, b], _tiles_kernel, cast(Any, None), None)
-    cast(Any, product).allow_epilogue_fusion = False  # torch before 2.13 reads an option instead
+    cast(Any, product).allow_epilogue_fusion = False  # torch before 2.13 reads `epilogue_fusion` instead
     return ir.TensorBox.create(product)

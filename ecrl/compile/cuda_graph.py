@@ -1,4 +1,4 @@
-"""Compile a function for CUDA. Inductor compiles the pieces of its graph, and one CUDA graph captures a whole call.
+"""Compile a function for CUDA. Inductor compiles pieces of the function, and one CUDA graph captures a whole call.
 
 A CUDA graph reads and writes the same memory at every replay. A call copies its arguments into this memory and copies
 the results out of this memory, so the next call does not overwrite the results. Copying a state takes little time
@@ -27,7 +27,7 @@ from ecrl.pytree import is_borrowed
 Capture = Callable[[Run, list[Tensor]], tuple[Callable[[], None], Sequence[Tensor]]]
 """Type of a function that captures one run of another function on tensors.
 
-The function returns the results and a function that repeats the run in the same memory.
+The result is a function that repeats the run in the same memory, and the run's results in this memory.
 """
 
 
@@ -55,7 +55,7 @@ def cuda_graph(run: Run, inputs: list[Tensor]) -> tuple[Callable[[], None], Sequ
 
 
 def compile_segment(graph: GraphModule, inputs: list[Tensor]) -> Run:
-    """Compile a segment with inductor, without inductor's own CUDA graphs, because this module captures the call."""
+    """Compile a segment with inductor. Turn off inductor's CUDA graphs, because this module captures whole calls."""
     with config.patch({"triton.cudagraphs": False}), cache_folder():
         return compile_fx(graph, inputs)  # pyright: ignore
 

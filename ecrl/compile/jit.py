@@ -18,7 +18,7 @@ A function is compiled in four steps:
 3. Rewrite the graph. On a CPU, faster operations replace small matrix products (`cpu_matmul.py`). Duplicate operations
    are merged (`trace.py`). On a GPU, the graph is cut at its loops (`partition.py`).
 4. Generate code. On a CPU (`cpu.py`), inductor writes C++. This package makes the C++ for random numbers
-   (`cpu_philox.py`) and loops (`cpu_loops.py`) faster. It also makes functions such as tanh more accurate
+   (`cpu_philox.py`) and loops (`cpu_loops.py`) faster. This package also makes functions such as tanh more accurate
    (`cpu_functions.py`) and the compilation shorter (`cpu_codegen.py`, `cpu_builds.py`). On a GPU (`cuda_graph.py`),
    inductor writes Triton kernels, and one CUDA graph captures the whole function. This package has faster code for
    returns and advantages on both devices (`reverse_scan.py`, `reverse_triton.py`). Compiled code is stored on disk for
@@ -64,7 +64,7 @@ from ecrl.tracing_state import in_forward_mode, in_graph, knows_transforms, tran
 
 
 class Form(NamedTuple):
-    """The choice to run functions compiled or eagerly, with the functions `jit` and `scan` that algorithms call.
+    """The form of a run, compiled or eager, with the functions `jit` and `scan` that algorithms call.
 
     The field `name` is "compiled" or "eager", and `reason` explains the choice in one line.
     """
@@ -108,7 +108,7 @@ def _without_overlap(leaf: Tensor) -> Tensor:
 
 
 def _with_own_storage(leaves: list[Tensor]) -> list[Tensor]:
-    """Return all leaves, with a copy of each leaf that shares its storage with an earlier leaf.
+    """Copy each leaf that shares its storage with an earlier leaf, and return all leaves.
 
     If two arguments are the same tensor, the tracer makes them one input of the graph. But a later call may pass two
     different tensors.
@@ -126,7 +126,7 @@ def _bool_positions(leaves: list[Tensor]) -> list[int]:
 
 
 def _with_aligned_bools(leaves: list[Tensor], positions: list[int]) -> list[Tensor]:
-    """Return all leaves, with a copy of each bool leaf at an odd byte, because graphs read two bools at a time."""
+    """Copy each bool leaf that starts at an odd byte, because graphs read two bools at a time. Return all leaves."""
     for i in positions:
         if leaves[i].storage_offset() % 2:
             leaves[i] = leaves[i].clone()
@@ -149,7 +149,7 @@ class Compilation(NamedTuple):
     """A record of one compilation.
 
     Attributes:
-        text: the function's name, and the reason to compile: the first call, or the difference from the last call.
+        text: the function's name, and the reason for compiling: the first call, or what differs from the last call.
         seconds: the duration of the compilation, or None until the compilation ends.
         fault: the reason for running the function eagerly after a failed compilation, else None.
     """
@@ -247,12 +247,12 @@ class _Fault:
 
 @cache
 def _warn_eager(fault: _Fault) -> None:
-    """Warn that functions run eagerly for the reason `fault`, once for equal reasons."""
+    """Warn that functions run eagerly, once for each distinct `fault`."""
     warnings.warn(f"running eager, slower per step: {fault.text}", RuntimeWarning, stacklevel=4)
 
 
 _RUNS_EAGER = ContextVar("_RUNS_EAGER", default=False)
-"""True inside a function that could not be compiled, so that functions called there are not compiled either."""
+"""True inside a function that could not be compiled. The function's calls of other functions are eager, too."""
 
 
 def _call_eagerly(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -270,7 +270,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _fault(name: str, error: Exception) -> _Fault:
-    """Describe the reason why the function `name` could not be compiled, in one line."""
+    """Describe in one line the error that prevented compiling the function `name`."""
     if isinstance(error, ConfigError):
         return _Fault(text := str(error).removeprefix("trainer.compile: ").split("\n")[0], text)
     advice = "set trainer.compile to off"
@@ -292,7 +292,7 @@ def _compiler_error(message: str) -> str | None:
 
 
 def _is_user_error(error: Exception) -> bool:
-    """Return True if the error is a UserError or the user's own code raised it, in the last line of the traceback."""
+    """Return True for a UserError, and for an error whose traceback ends in the user's own code."""
     frames = traceback.extract_tb(error.__traceback__)
     return isinstance(error, UserError) or user_frames(frames)[-1:] == frames[-1:]
 
@@ -338,7 +338,7 @@ def _compile_at_call(jit: Callable[..., Callable[..., Any]], fn: Callable, stati
 
     def call(record: list[Compilation], *args: Any) -> Any:
         nonlocal eager_because
-        if in_graph():  # the call becomes a part of the graph that is being traced
+        if in_graph():  # trace this call as a part of the outer graph
             return bound(*args)
         if eager_because is not None and not any(one.fault for one in record):
             record.append(Compilation(f"{name}: runs eager", 0.0, eager_because))
@@ -383,7 +383,7 @@ def _compile_at_call(jit: Callable[..., Callable[..., Any]], fn: Callable, stati
                 fault = None
             if fault is not None:
                 eager_because, record[-1] = fault.text, record[-1]._replace(fault=fault.text)
-                out = _call_eagerly(bound, args)  # first, because no warning is needed if this call raises an error
+                out = _call_eagerly(bound, args)  # before the warning, which is wrong if this call raises an error
                 _warn_eager(fault)
                 return out
         last[:] = [known := by_key[key]]

@@ -21,7 +21,7 @@ Compile = Callable[[GraphModule, list[Tensor]], Run]
 
 
 class Piece(NamedTuple):
-    """A segment or a loop of a graph. Its `run` takes the values of `inputs` and returns the values of `outputs`."""
+    """A segment or a loop of a graph, with a function `run` from the values of `inputs` to the values of `outputs`."""
 
     run: Run
     inputs: list[Node]
@@ -80,7 +80,7 @@ def _is_loop_result(node: Node) -> bool:
 
 
 def _segment(graph: GraphModule, nodes: list[Node], compile: Compile) -> list[Piece]:
-    """Return a list with one compiled segment of these nodes, or an empty list if `nodes` is empty."""
+    """Return a list with one compiled segment that has these nodes, or an empty list if `nodes` is empty."""
     if not nodes:
         return []
     inside, part, copies = set(nodes), Graph(), {}
@@ -152,7 +152,7 @@ def _loop_over_rows(body: GraphModule, carried: int, xs: int, out: Sequence[Tens
 
 
 def _writing_rows(body: GraphModule, carried: int) -> GraphModule:
-    """Add an input for each output of a loop's body, and make the body write its outputs on these inputs."""
+    """Return a copy of a loop's body that writes each stacked output on an additional input."""
     graph, copies = Graph(), {}
     out = cast(Any, graph.graph_copy(body.graph, copies))
     for row in out[carried:]:

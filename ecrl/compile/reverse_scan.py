@@ -1,4 +1,4 @@
-"""Speed up `ecrl.kernels.reverse_scan` in a compiled graph, by faster operations on a CPU and Triton on a GPU.
+"""Speed up `ecrl.kernels.reverse_scan` in a compiled graph, with faster operations on a CPU and Triton on a GPU.
 
 Importing this module makes `reverse_scan` call `scan_for_device`.
 """
@@ -43,12 +43,12 @@ def can_use_triton(x: Tensor, *others: Any) -> bool:
 
 
 def materialize(x: Tensor) -> Tensor:
-    """Make the compiler store `x` in memory, so that it does not compute `x` again for each use."""
+    """Make the compiler store `x` in memory instead of computing `x` again for each use."""
     return x.as_strided(x.shape, x.stride())
 
 
 def as_bytes(mask: Tensor) -> Tensor:
-    """Make a compiled graph load a bool mask as bytes, because inductor loads bools one at a time, 15 times slower.
+    """Return a bool mask that a compiled graph loads as bytes, 15 times as fast as bools, which load one at a time.
 
     The mask is viewed as int16 and then as uint8, because inductor converts the dtype in a direct view as uint8.
     """
@@ -59,7 +59,7 @@ def as_bytes(mask: Tensor) -> Tensor:
 
 @use_scan
 def scan_for_device(x: Tensor, decay: Scalar, cut: Tensor, last: Tensor) -> Tensor:
-    """Run `scan_time_major`, in a graph with the fastest operations for the device."""
+    """Run `scan_time_major`. While a graph is being traced, choose the fastest operations for the device."""
     if not in_graph():
         return scan_time_major(x, decay, cut, last)
     if can_use_triton(x, decay, last):

@@ -1,7 +1,7 @@
 """Triton kernels for the recursion of `ecrl.kernels.reverse_scan`. Import this module only if Triton is installed.
 
 Each thread handles one row of the batch and steps backwards through time. A thread loads 16 steps before it computes
-the first of these steps. A small number of rows cannot fill a GPU, so the time axis is then cut into chunks that run in
+the first of these steps. If a small number of rows cannot fill a GPU, the time axis is cut into chunks that run in
 parallel. A step computes `y = b + a * y_next`. Two consecutive steps are equivalent to one step with another `a` and
 `b`. The first kernel therefore composes all steps of a chunk into one step. The second kernel runs the composed steps
 of all later chunks, and then the steps of its own chunk. Both kernels compute in float64.
@@ -12,13 +12,13 @@ import triton  # pyright: ignore
 import triton.language as tl  # pyright: ignore
 from torch import Tensor
 
-_STEPS, _ROWS = 16, 32  # steps that a thread loads at once, and rows per program, one for each thread of a warp
-_PROGRAMS, _CHUNKS = 2048, 32  # enough programs to fill a large GPU, and as many chunks as do not slow down a kernel
+_STEPS, _ROWS = 16, 32  # steps that a thread loads at once, and rows per program, because a warp has 32 threads
+_PROGRAMS, _CHUNKS = 2048, 32  # limits: 2048 programs fill a large GPU, and more chunks slow down the second kernel
 
 
 @triton.jit
 def _step(y, a, b):
-    """Return `b + a * y`. If `a` is 0, as at a cut, the result is `b` even if `y` is NaN."""
+    """Return `b + a * y`. At a cut, `a` is 0 and the result is `b`, even if `y` is NaN."""
     return tl.where(a != 0.0, b + a * y, b)
 
 

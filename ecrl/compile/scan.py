@@ -34,7 +34,7 @@ def loop_or_scan(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *con
 
 
 def graph_scan(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *constants: Any) -> tuple[Any, Any]:
-    """Add the loop of `ecrl.kernels.scan` to the graph that is being traced, as one operation.
+    """Run `ecrl.kernels.scan` as one loop operation of the graph that is being traced.
 
     If no graph is being traced, or if the loop has a single iteration, run `ecrl.kernels.scan` itself.
     """
@@ -44,7 +44,7 @@ def graph_scan(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *const
         return scan(body, carry, xs, *constants)
     if is_forward_mode([*carry_leaves, *x_leaves, *constant_leaves]):
         raise ConfigError(refusal(user_line(traceback.extract_stack()), "forward-mode derivatives"))
-    if not carry_leaves:  # the operator needs at least one tensor to carry
+    if not carry_leaves:  # the scan operator needs at least one tensor to carry
         _, y = graph_scan(
             lambda none, x, *k: (none.clone(), body(carry, x, *k)[1]), x_leaves[0].new_zeros(()), xs, *constants
         )
@@ -81,7 +81,7 @@ def _packed_scan(
         with protected(inputs):
             after, y = flat_body(*(p.unpack(group) for p, group in zip(packings, groups, strict=True)))
         y_packing[:] = [_pack_small(y)]
-        ys = y_packing[0].pack(y) or [inputs[0].new_zeros(())]  # the operator needs an output to stack
+        ys = y_packing[0].pack(y) or [inputs[0].new_zeros(())]  # the scan operator needs an output to stack
         after = [_with_stride(leaf, old.stride()) for leaf, old in zip(packings[0].pack(after), inputs, strict=False)]
         return _without_aliases([*after, *ys], inputs)
 
@@ -148,7 +148,7 @@ _SMALL = 4096  # the largest number of elements of a tensor that shares a buffer
 
 
 class Packing(NamedTuple):
-    """The positions of tensors in shared buffers.
+    """The layout of tensors in shared buffers.
 
     Attributes:
         positions: the buffer's index, the index of the first element, and the shape of each tensor.
@@ -167,7 +167,7 @@ class Packing(NamedTuple):
         ]
 
     def unpack(self, buffers: Sequence[Tensor], lead: tuple[int, ...] = ()) -> list[Tensor]:
-        """Return the tensors as views of the buffers. `lead` is the shape of the buffers' first axes."""
+        """Return the tensors as views of the buffers, whose first axes have the shape `lead`."""
         return [
             buffers[which]
             if len(self.buffers[which]) == 1
@@ -177,7 +177,7 @@ class Packing(NamedTuple):
 
 
 def _pack_small(leaves: Sequence[Tensor], lead: int = 0) -> Packing:
-    """Assign the small tensors of each dtype to one buffer, and each large tensor to another buffer.
+    """Assign all small tensors of a dtype to one buffer, and each large tensor to its own buffer.
 
     The first `lead` axes of the tensors become the first axes of the buffers.
     """
@@ -242,7 +242,7 @@ def _dense(leaf: Tensor) -> Tensor:
 
 
 def _with_stride(leaf: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """Copy a leaf to the given strides, which must describe a dense tensor, if the leaf has other strides."""
+    """Return a tensor with the given strides, which must describe a dense tensor. Copy the tensor only if necessary."""
     if leaf.stride() == strides:
         return leaf
     order = sorted(range(leaf.ndim), key=lambda axis: -strides[axis])
@@ -250,7 +250,7 @@ def _with_stride(leaf: Tensor, strides: tuple[int, ...]) -> Tensor:
 
 
 def _without_aliases(tensors: list[Tensor], inputs: tuple[Tensor, ...]) -> list[Tensor]:
-    """Return all tensors, with a copy of each tensor that is an alias of an input or of an earlier tensor.
+    """Copy each tensor that is an alias of an input or of an earlier tensor, and return all tensors.
 
     The copies are needed because a loop of a graph must not return aliases.
     """

@@ -54,7 +54,7 @@ class Loop:
 
 @dataclass(frozen=True)
 class _Backward:
-    """The backward loop of `loop`."""
+    """A loop that computes the gradient of another loop."""
 
     loop: Loop
     needed: Sequence[bool]  # for each tensor of carry, xs and constants, True if the caller needs its gradient
@@ -122,7 +122,7 @@ def _replace_selected(leaves: Sequence[Any], selected: Sequence[bool], others: S
 
 
 class _Function(torch.autograd.Function):
-    """Autograd function that passes its other arguments to the method `forward` of its first argument."""
+    """Autograd function that calls the method `forward` of its first argument with the other arguments."""
 
     @staticmethod
     def forward(part: Any, *leaves: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore

@@ -34,7 +34,7 @@ from ecrl.tracing_state import tracing_graph
 
 
 def traced(fn: Callable[..., Any], structure: Hashable, leaves: list[Tensor]) -> tuple[GraphModule, Hashable]:
-    """Trace `fn` on tensors like `leaves`. Return the graph, a function of the leaves, and its output structure."""
+    """Trace `fn` on tensors like `leaves`. Return a graph that takes the leaves, and the structure of its results."""
     output_structure: list[Hashable] = []
 
     def flat_fn(*inputs: Tensor) -> list[Tensor]:
@@ -59,19 +59,19 @@ def traced(fn: Callable[..., Any], structure: Hashable, leaves: list[Tensor]) ->
                 "which a compiled graph cannot do; use tensor operations such as torch.where, compute constants "
                 "beforehand, or set trainer.compile to off"
             ) from error
-    shapes.settings = ShapeEnv().settings  # restore the default settings, because the counters of loops need them
+    shapes.settings = ShapeEnv().settings  # inductor's loop counters need the default settings
     return _lift_constants(graph), output_structure[0]
 
 
 def captured(graph: GraphModule) -> list[Tensor]:
-    """Return the constants of a graph: tensors that the traced function captured or created from Python numbers."""
+    """Return the constants of a graph, which the traced function captured or created from Python numbers."""
     return [*graph.buffers(), *graph.parameters()]
 
 
 _STORE_LIMIT = 64
-"""The largest size of a tensor that `_store_numbers` stores, and how many readers each of its elements must have."""
+"""The maximum number of elements that `_store_numbers` stores, and the minimum number of reads per stored element."""
 _CONVERSION = "aten::_to_copy"
-"""Name of the operation that converts a dtype. The operation is pointwise, but torch does not tag it so."""
+"""Name of the operation that converts a dtype. The operation is pointwise, but lacks torch's tag `pointwise`."""
 
 _READ_MESSAGES = (
     r"\.numpy\(\)|Cannot access data pointer|unsupported format string passed to FakeTensor.__format__"
@@ -123,7 +123,7 @@ def _store_numbers(graph: GraphModule) -> None:
 
 
 def _is_pointwise(node: Node) -> bool:
-    """Return True if the operation computes a new dense float tensor element by element. A view does not count."""
+    """Return True if the operation, which is not a view, computes a dense float tensor element by element."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     if torch.Tag.pointwise not in node.target.tags and node.target.name() != _CONVERSION:
@@ -192,7 +192,7 @@ def _lift_constants(graph: GraphModule) -> GraphModule:
                     outside = graph.graph.get_attr(name)
                 with body.graph.inserting_after([n for n in body.graph.nodes if n.op == "placeholder"][-1]):
                     inside = body.graph.placeholder(name)
-                inside.target = inside.name  # otherwise a nested loop would overwrite it with its own constant
+                inside.target = inside.name  # prevent a nested loop from overwriting this constant with its own
                 node.replace_all_uses_with(inside)
                 body.graph.erase_node(node)
                 constants.append(outside)

@@ -1,4 +1,4 @@
-"""Raise ConfigError for an impure function while the function is traced. The error reports the user's line of code."""
+"""Raise ConfigError for an impure function during a trace. The error reports the line of the user's code."""
 
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +30,7 @@ class _WriteCheck:
 
     @contextmanager
     def protected(self, leaves: Sequence[Tensor]) -> Iterator[None]:
-        """Protect tensors inside this context: raise ConfigError for writes in place on a tensor or its views."""
+        """Raise ConfigError for writes in place on `leaves` or their views inside this context."""
         self._protected.append({leaf.untyped_storage()._cdata for leaf in leaves})
         try:
             yield
@@ -81,8 +81,8 @@ def _tensors_written(schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
 def checking_writes(mode: FakeTensorMode) -> Iterator[_WriteCheck]:
     """Check each operation on tensors of the fake-tensor mode `mode`, inside this context.
 
-    The function replaces the method `dispatch` of `mode`. A new mode class would not work, because torch looks up
-    rules by the type of the mode.
+    The function replaces the method `dispatch` of `mode`. A new mode class would not work, because torch looks up rules
+    by the type of the mode.
     """
     check = mode.dispatch = _WriteCheck(mode)  # pyright: ignore
     try:
@@ -92,7 +92,7 @@ def checking_writes(mode: FakeTensorMode) -> Iterator[_WriteCheck]:
 
 
 def protected(leaves: Sequence[Tensor]) -> AbstractContextManager[None]:
-    """Protect the arguments of a loop's body during a trace: raise ConfigError for writes in place on `leaves`."""
+    """Raise ConfigError for writes in place on `leaves`, the arguments of a loop's body, during a trace."""
     context = TracingContext.try_get()
     check = getattr(context and context.fake_mode, "dispatch", None)
     return check.protected(leaves) if isinstance(check, _WriteCheck) else nullcontext()

@@ -35,12 +35,12 @@ def is_outside(frame: traceback.FrameSummary) -> bool:
 
 
 def user_frames(frames: Sequence[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
-    """Return the user's frames before the first frame of inductor, because inductor then calls generated code."""
+    """Return the frames of the user's code, and leave out all frames after the first frame of inductor."""
     return [f for f in takewhile(lambda f: _INDUCTOR not in Path(f.filename).parents, frames) if is_outside(f)]
 
 
 def user_line(frames: Sequence[traceback.FrameSummary]) -> str:
-    """Describe the last line of the user's code in a traceback. Without user code, describe the last line of all."""
+    """Describe the last line of the user's code in a traceback, or the last line of any code if none is the user's."""
     last = (user_frames(frames) or frames)[-1]
     return f"{last.filename}:{last.lineno}, in {last.name},"
 

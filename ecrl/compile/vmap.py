@@ -79,7 +79,7 @@ def outside_vmap(rule: BatchRule, leaves: Sequence[Tensor]) -> tuple[Tensor, ...
 
 
 def host_values(number: Tensor) -> list[int]:
-    """Return a list with the value of a 0-d integer tensor, or under vmap, with the values of the whole batch.
+    """Return the value of a 0-d integer tensor as a list. Under vmap, the list has the values of the whole batch.
 
     >>> def shown(x):
     ...     print(host_values(x))

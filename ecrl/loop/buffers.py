@@ -1,11 +1,12 @@
 """Declare the kind of each leaf of a run's state, and write on its buffers, the only leaves that change in place.
 
-An iteration borrows the leaves of kind buffer and frozen: it reads them and returns its new rows as `writes`. The loop
-commits these rows after the finite guard has checked the iteration, so a failed iteration leaves the buffers unchanged.
+The leaves of kind buffer and frozen are borrowed: an iteration only reads such leaves, and returns new rows as
+`writes`. The loop commits these rows after the finite guard has checked the iteration, so a failed iteration leaves the
+buffers unchanged.
 
 A buffer is a field of the state with preallocated rings of shape `[capacity, ...]`. Two 0-d int64 tensors count the
-rows written so far. The count `written` is of kind buffer, so all states that borrow the rings share it. The count
-`cursor` is of kind counter, so each state has its own. If the two counts differ, the state is out of date.
+rows written so far. The count `written` is of kind buffer, so all states that borrow the rings share this count. The
+count `cursor` is of kind counter, so each state has its own. If the two counts differ, the state is out of date.
 """
 
 from typing import Any, cast
@@ -52,7 +53,7 @@ def check_kinds(state: TensorDict, kinds: Kinds) -> None:
 
 
 def borrowed_leaves(state: TensorDict, kinds: Kinds) -> tuple[TensorDict, TensorDict]:
-    """Split a state into its own and its borrowed leaves, like `split`. Skip the search if no kind is borrowed."""
+    """Split a state into its own leaves and its borrowed leaves. If no kind is borrowed, do not search the state."""
     if not any(kind in BORROWED for kind in kinds.values()):
         return state, TensorDict({}, [])
     return split(state, kinds)
@@ -70,7 +71,7 @@ def _is_one_element(x: Any) -> bool:
 
 
 class ZerosWithoutMemory(TorchFunctionMode):
-    """Replace each large tensor of zeros, created inside this context, by one zero that is expanded to its shape.
+    """Replace each large tensor of zeros that is created inside this context by one expanded element.
 
     Use this context to get the shapes and dtypes of a state with large buffers. Writing on a replaced tensor has no
     effect, and copying it returns the tensor itself.
@@ -97,7 +98,7 @@ class ZerosWithoutMemory(TorchFunctionMode):
 
 
 def take_over(borrowed: TensorDict, kinds: Kinds) -> TensorDict:
-    """Return the borrowed leaves for a loop that writes on its buffers: copied buffers and the same frozen leaves."""
+    """Copy the borrowed buffers for a loop that writes on them. Return the copies and the same frozen leaves."""
 
     def taken(path: tuple[str, ...], value: Any) -> Any:
         if isinstance(value, TensorDict):
@@ -155,7 +156,7 @@ def commit(borrowed: TensorDict, writes: TensorDict) -> None:
 
 
 def committed(borrowed: TensorDict, writes: TensorDict, skipped: Tensor) -> TensorDict:
-    """Return copies of the buffers with an iteration's rows written. If `skipped`, 0-d bool, keep the old values."""
+    """Write an iteration's rows into copies of the buffers, unless `skipped`, 0-d bool, is True. Return the copies."""
     after = borrowed.copy()
     for name, write in cast(Any, writes.items()):
         field, index = cast(TensorDict, borrowed[name]).copy(), write["index"]

@@ -22,7 +22,7 @@ from ecrl.policies import Policy, make_policy
 from ecrl.spaces import element_bytes
 
 _COMPILING_S, _VECTOR_STEP_S, _GRADIENT_STEP_S = 30.0, 0.35e-3, 4.5e-3
-"""The seconds to compile a run with an empty cache, and the seconds saved per vectorised step and per gradient step."""
+"""The seconds that compiling takes with an empty cache, and saves per vectorised step and per gradient step."""
 
 
 def device_of(cfg: Config) -> torch.device:
@@ -50,7 +50,7 @@ def _env_and_policy(cfg: Config) -> tuple[Env, Policy]:
 
 
 def check_envs(cfg: Config, env: Env, num_envs: int, key: str) -> None:
-    """Raise ConfigError, starting with the config key `key`, if `num_envs` observations do not fit in memory."""
+    """Raise ConfigError for the config key `key` if the observations of `num_envs` environments exceed the memory."""
     check_room(num_envs * element_bytes(env.observation_space), device_of(cfg), f"{key}: {num_envs:,} environments")
 
 
@@ -63,7 +63,7 @@ def check_rollout(cfg: Config, run: Run) -> None:
 
 
 def _saved_s(algorithm: Algorithm, static: Static, iterations: int) -> float:
-    """Estimate the seconds saved by compiling. The result is infinity if the number of gradient steps is unknown."""
+    """Estimate the seconds that compiling saves in a run, or return infinity if its gradient steps are unknown."""
     if algorithm.gradient_steps is None:
         return inf
     per_iteration = static.buffer_size * _VECTOR_STEP_S + algorithm.gradient_steps(static) * _GRADIENT_STEP_S
@@ -71,7 +71,7 @@ def _saved_s(algorithm: Algorithm, static: Static, iterations: int) -> float:
 
 
 def form_of(cfg: Config) -> Form:
-    """Return the initial form of a run of this config, compiled or eager, and the reason for this form."""
+    """Return the initial form of a run of this config: compiled or eager, with the reason."""
     policy = _env_and_policy(cfg)[1]
     return planned_form(cfg, policy, make_algorithm(cfg.algorithm), static_of(cfg, policy))
 
@@ -88,7 +88,7 @@ def form_in_use(run: Run) -> str:
 
 
 def planned_form(cfg: Config, policy: Policy, algorithm: Algorithm, static: Static) -> Form:
-    """Return the form of a run with this policy and algorithm, compiled or eager, and the reason for this form."""
+    """Return the form of a run with this policy and algorithm: compiled or eager, with the reason."""
     device, mode = device_of(cfg).type, cfg.trainer.compile
     if not policy.compiles:
         reason = f"policy {cfg.policy.name} draws its own random numbers, which cannot be compiled"

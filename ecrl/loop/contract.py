@@ -1,4 +1,4 @@
-"""Check the results of an algorithm's and a policy's functions, and report the function, the field and its shape.
+"""Check the results of the functions of an algorithm and a policy. An error names the function, field and shape.
 
 The checks run when a state is created and in the first iteration. In compiled code, the checks run during the trace.
 Later iterations run without checks.
@@ -48,7 +48,7 @@ def _check_init(label: str, args: tuple[Any, ...], fields: Any) -> None:
 
 
 def check_batch(label: str, batch: Any) -> None:
-    """Raise ConfigError unless a batch is a TensorDict with `steps`. `label` names the function that returned it."""
+    """Raise ConfigError unless a batch is a TensorDict with `steps`. The error names the function `label`."""
     if not isinstance(batch, TensorDictBase):
         raise ConfigError(f"{label} returns {described(batch)} as the batch, expected a TensorDict; return one")
     if "steps" not in batch:
@@ -95,7 +95,7 @@ def _checked_algorithm(algorithm: Algorithm) -> Algorithm:
 
 
 def with_contract(run: Run) -> Run:
-    """Return a run that checks its policy's and algorithm's results inside `ecrl.policies.contract.checking`.
+    """Return a run whose policy and algorithm check their results inside `ecrl.policies.contract.checking`.
 
     The returned run does not check random numbers that the environments draw. Use `ecrl.check_env` to check them.
     """

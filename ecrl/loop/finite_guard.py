@@ -1,7 +1,7 @@
-"""The finite guard: detect NaN and infinity inside the iteration itself.
+"""Detect NaN and infinity inside an iteration, with a check called the finite guard.
 
-The guard computes a few sums over the collected steps, the logs and the parameters. If it detects NaN or infinity,
-`ecrl.loop.nonfinite_report` finds the first one.
+The guard computes a few sums over the collected steps, the logs and the parameters. If the guard detects NaN or
+infinity, `ecrl.loop.nonfinite_report` finds the first such value.
 """
 
 from typing import cast
@@ -26,13 +26,13 @@ FIELDS = {"obs": "observation", "action": "action", "sample_log_prob": "action",
 
 
 def _has_nonfinite(tensors: list[Tensor], device: torch.device) -> Tensor:
-    """Return a 0-d bool, True if any tensor has NaN or infinity: `0 * x` is then NaN, and so is the sum."""
+    """Return a 0-d bool, True if any tensor has NaN or infinity, because `(0 * x).sum()` is then NaN."""
     sums = [(x.detach() * 0.0).sum().to(torch.float32) for x in tensors if x.is_floating_point()]
     return torch.stack(sums).sum().isnan() if sums else torch.zeros((), dtype=torch.bool, device=device)
 
 
 def _counted(steps: TensorDict, key: str) -> list[Tensor]:
-    """Return the unmasked steps of a field, without the padding. Without a mask, keep the last observation, too."""
+    """Return the unmasked steps of a field, without the padding. If the steps have no mask, keep all observations."""
     leaves: list[Tensor] = flatten(steps[key])[0]
     if "mask" not in steps:
         return leaves if key == "obs" else [x[:, :-1] for x in leaves]
@@ -41,7 +41,7 @@ def _counted(steps: TensorDict, key: str) -> list[Tensor]:
 
 
 def flags(steps: TensorDict, logs: Logs, params: TensorDict) -> Tensor:
-    """Return a bool tensor `[2, 6]`, True for each of KINDS with NaN or infinity: on this rank, and on any rank.
+    """Return for each kind in KINDS if it has NaN or infinity: on this rank, and on any rank, bool `[2, 6]`.
 
     Args:
         steps: the collected steps, `[N, T + 1]`. The fields in `FIELDS` and `mask` are read if present.
@@ -63,7 +63,7 @@ def flags(steps: TensorDict, logs: Logs, params: TensorDict) -> Tensor:
 
 
 def restart_nonfinite(carry: TensorDict, first: TensorDict) -> TensorDict:
-    """Reset a policy's memory or exploration, `[N]`, to `first` in each environment where it has NaN or infinity.
+    """Reset the fields of `carry`, `[N]`, to `first` in each environment where a field has NaN or infinity.
 
     >>> carry, first = (TensorDict({"h": torch.tensor([[x], [2.0]])}, [2]) for x in (torch.nan, 0.0))
     >>> restart_nonfinite(carry, first)["h"].tolist()
@@ -91,7 +91,7 @@ def restarted_exploration(run: Run, state: TensorDict) -> dict[str, TensorDict]:
 
 
 def undo_update(nonfinite: Tensor, start: TensorDict, state: TensorDict, kinds: Kinds) -> TensorDict:
-    """Return the state after an iteration, without its update if any flag in `nonfinite` is set.
+    """Return the state after an iteration, but leave out the update if any flag in `nonfinite` is set.
 
     Leaves of kind environment keep their new values, because the environments have moved on. All other leaves get their
     old values back, so schedules do not advance. If a reward is not finite, the episode statistics get their old

@@ -74,7 +74,7 @@ def _matmul_precision(tf32: bool) -> Iterator[None]:
 
 
 def init_state(cfg: Config, key: Tensor | None = None) -> TensorDict:
-    """Return a new run's initial state. The random key is `key`, or made from `trainer.seed` if `key` is None.
+    """Return the initial state of a run. The argument `key` replaces the random key derived from `trainer.seed`.
 
     >>> from ecrl.config import load_config
     >>> state = init_state(load_config("configs/cartpole_ppo.json"))
@@ -88,7 +88,7 @@ def first_state(run: Run, cfg: Config, key: Tensor | None = None) -> TensorDict:
     """Return the initial state of a run that is already built, like `init_state`."""
     check_envs(cfg, run.env, cfg.trainer.num_envs, "trainer.num_envs")
     key = (rng.key(cfg.trainer.seed) if key is None else key).to(device_of(cfg))
-    state = _state_without_env(run, cfg, key)  # before opening environments, because `init` may reject the config
+    state = _state_without_env(run, cfg, key)  # before opening environments, as `init` may reject the config
     return _with_envs(state, _first_envs(run, cfg, key)).lock_()
 
 
@@ -125,7 +125,7 @@ def _fields_without_env(run: Run, cfg: Config, key: Tensor) -> TensorDict:
 
 
 def _frozen_params(policy: Policy, state: TensorDict) -> TensorDict:
-    """Return the untrained parameters. Raise ConfigError if a trained parameter has the same name as one of them."""
+    """Return the untrained parameters. Raise ConfigError if a trained and an untrained parameter share a name."""
     frozen = cast(Any, policy.init_frozen)(state["key"].device).detach()
     shared = ", ".join(sorted({*frozen.keys()} & {*cast(TensorDict, state["params"]).keys(), "norm"}))
     if shared:
@@ -136,7 +136,7 @@ def _frozen_params(policy: Policy, state: TensorDict) -> TensorDict:
 def expected_state(run: Run, cfg: Config, state: TensorDict) -> TensorDict:
     """Create a state from the config, to compare with `state`. Large buffers in the new state take no memory.
 
-    If the environments step in Python, the function does not open new ones: it takes the environments of `state`.
+    If environments step in Python, the new state has the environments of `state`, so no environments are opened.
     """
     if not run.env.is_pure and "token" not in state["env"]:
         raise ConfigError(f"state: it has no environments of {cfg.env.name}; use the config of its run")
@@ -155,7 +155,7 @@ def with_iterations_of(cfg: Config, state: TensorDict) -> TensorDict:
 
 
 def empty_buffers(run: Run, cfg: Config) -> TensorDict:
-    """Return the initial buffers of a run, without data."""
+    """Return the empty buffers of a run's initial state."""
     state = _state_without_env(run, cfg, rng.key(cfg.trainer.seed, device_of(cfg)))
     return cast(TensorDict, state.select(*buffer_names(kinds_of(run))))
 
@@ -163,8 +163,8 @@ def empty_buffers(run: Run, cfg: Config) -> TensorDict:
 def reopened(run: Run, state: TensorDict) -> TensorDict:
     """Return the state. If environments that step in Python do not match the state, reset them and warn.
 
-    Such environments do not exist in another process. After an interrupted iteration, the environments are ahead of
-    the state. They are also ahead of every state except the newest.
+    Such environments do not exist in another process. After an interrupted iteration, the environments are ahead of the
+    state. They are also ahead of every state except the newest.
     """
     env = cast(TensorDict, state["env"])
     if run.env.is_current(env):
@@ -196,7 +196,7 @@ def check_state(run: Run, state: TensorDict, cfg: Config) -> None:
     """
     check_current(state, kinds_of(run))
     new = expected_state(run, cfg, state)
-    if state["key"].device != new["key"].device:  # not `device_of(cfg)`, which may lack the device index
+    if state["key"].device != new["key"].device:  # `device_of(cfg)` may lack the device index
         raise ConfigError(f"state: is on {state['key'].device}, the config sets {device_of(cfg)}; use state.to(...)")
     expected, actual = (dict(td.flatten_keys("/").items()) for td in (new, state))
     for name in sorted(expected.keys() | actual.keys()):
@@ -216,7 +216,7 @@ def check_state(run: Run, state: TensorDict, cfg: Config) -> None:
 
 
 def run_summary(run: Run, cfg: Config, world_size: int) -> list[str]:
-    """Describe a run on `world_size` ranks in a few lines. Raise ConfigError if its components do not fit together."""
+    """Describe a run on `world_size` ranks in a few lines. Raise ConfigError if the components are incompatible."""
     form = planned_form(cfg, run.policy, run.algorithm, run.static)
     check_rollout(cfg, run)
     key = rng.key(cfg.trainer.seed, device_of(cfg))
@@ -266,7 +266,7 @@ def _statistics(norm_update: Callable[..., TensorDict], norm: TensorDict, steps:
 def _iteration(
     run: Run, guard: str, start: TensorDict, borrowed: Borrowed
 ) -> tuple[TensorDict, TensorDict, dict[str, Logs], Tensor | None]:
-    """Run one iteration. Return the state, the rows to commit, the logs and the finite guard's flags (None if off)."""
+    """Run one iteration. Return the state, the rows to commit, the logs and the finite guard's flags, None if off."""
     stops_here = guard == "stop" and not run.env.is_pure  # the report cannot repeat steps in Python
     checked = with_checked_actions(run) if stops_here else run
     try:
@@ -330,7 +330,7 @@ def _uses_tf32(cfg: Config) -> bool:
 
 
 def _bound(fn: Callable[..., Any], run: Run, tf32: bool, *static: Any) -> Callable[..., Any]:
-    """Bind `run` and `static` to `fn`. Compile the result as one graph if the algorithm and the environment allow it.
+    """Bind `run` and `static` to `fn`. Compile `fn` as one graph if the algorithm and the environment allow one graph.
 
     The first call checks the results of the policy and the algorithm. Later calls of an eager run check nothing.
     """
@@ -382,7 +382,7 @@ def make_iteration(cfg: Config, watch: Watch = unwatched) -> Iteration:
 
 
 def _is_skipped(run: Run, guard: str, nonfinite: Tensor | None, before: TensorDict) -> bool:
-    """Return True if the finite guard left out the update. If `guard` is "stop", raise NotFiniteError instead."""
+    """Return True if the finite guard left out the update. If `guard` is "stop", raise NotFiniteError for NaN."""
     if nonfinite is None or not nonfinite[1].any():
         return False
     if guard == "stop":

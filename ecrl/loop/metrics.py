@@ -15,7 +15,7 @@ WINDOW = 100
 
 
 def _episode_logs(episode: TensorDict) -> Logs:
-    """Average return and length over the last finished episodes. Before the first episode ends, the means are NaN."""
+    """Return the mean return and length of the last finished episodes, or NaN before the first episode has ended."""
     return {
         f"episode_{name}_avg_{WINDOW}": _mean_or_nan(episode[field], episode["finished"])
         for name, field in (("reward", "finished_return"), ("length", "finished_length"))
@@ -23,7 +23,7 @@ def _episode_logs(episode: TensorDict) -> Logs:
 
 
 def counted_steps(steps: TensorDict) -> Tensor:
-    """Return the mask, bool `[N, T]`, of steps of shape `[N, T + 1]`. Without a mask, all entries are True."""
+    """Return the mask of `steps`, bool `[N, T]`, without the padding. If `steps` has no mask, return all True."""
     return steps["mask"][:, :-1] if "mask" in steps else torch.ones_like(steps["done"][:, :-1])
 
 

@@ -2,13 +2,13 @@
 
 The search repeats the iteration eagerly, step by step. In the collected steps, the search reports the field, the
 environment and the step of the first value that is not finite. The search follows the update in the order of
-computation. It finds the first step of a loop after which a loss, a gradient norm or a parameter is not finite. In this
-step, the search also checks the other logs. If a loop is differentiated, the search checks the gradients of each step.
-The error contains the report and the state before the iteration.
+computation. The search finds the first step of a loop after which a loss, a gradient norm or a parameter is not finite.
+In this step, the search also checks the other logs. If a loop is differentiated, the search checks the gradients of
+each step. The error contains the report and the state before the iteration.
 
 The search cannot repeat the steps of host environments. For an on-policy algorithm with host environments, the search
-repeats only the update. An off-policy iteration mixes steps and updates, so the search then checks the results of the
-iteration instead.
+repeats only the update. An off-policy iteration mixes steps and updates, so the search checks only the results of such
+an iteration.
 """
 
 from collections import deque
@@ -42,7 +42,7 @@ _SHOWN = 8
 
 
 class Collected(NamedTuple):
-    """State, batch and logs that an iteration on host environments returned.
+    """The state, batch and logs that an iteration on host environments returned.
 
     The report needs these results because the steps cannot be repeated. Without steps, the batch is empty.
     """
@@ -85,9 +85,12 @@ def _nonfinite_steps(steps: TensorDict) -> dict[str, Tensor]:
 
 
 def first_in_steps(run: Run, state: TensorDict, steps: TensorDict) -> FirstNonfinite | None:
-    """Return the first value in unmasked steps, `[N, T + 1]`, that is not finite: by step, field and environment.
+    """Return the first value in unmasked steps that is not finite, in the order of steps, fields and environments.
 
-    The argument `state` is the state before these steps. Its reward is the reward before the first step.
+    Args:
+        run: the run.
+        state: the state before the steps, which has the reward before the first step.
+        steps: the collected steps, `[N, T + 1]`.
     """
     first = {name: int(x.any(0).int().argmax()) for name, x in _nonfinite_steps(steps).items() if x.any()}
     if not first:
@@ -139,7 +142,7 @@ def _parameters(objective: Objective, packed: Any) -> dict[str, Tensor]:
 def _gradient_step(
     objective: Objective, number: int, length: int, carry: Any, output: Any
 ) -> tuple[dict[str, int], dict[str, Tensor], dict[str, Tensor], set[str], bool]:
-    """Return the place, logs, parameters and names of the gradient norms of a gradient step of `minibatch_sgd`.
+    """Return a gradient step's place, logs, parameters and names of gradient norms, for a step of `minibatch_sgd`.
 
     The last result is True if the step counts and its loss, a gradient norm or a parameter is not finite. Only then are
     the step's logs searched, because a log of the algorithm may overflow in a run without an error.
@@ -153,7 +156,7 @@ def _gradient_step(
 
 
 def _losses_of(logs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the losses in the logs, then the gradient norms. The finite guard recognises both by the same names."""
+    """Return the losses and then the gradient norms in the logs, by the names that the finite guard recognises."""
     losses = {name: x for name, x in logs.items() if name == "loss" or name.endswith("_loss")}
     return losses | {name: x for name, x in logs.items() if name.endswith("grad_norm")}
 
@@ -223,7 +226,7 @@ def _watched_steps(run: Run, body: Any, length: int, findings: list[Finding]) ->
 
     def step(carry: Any, x: Any, *constants: Any) -> tuple[Any, Any]:
         t = next(steps)
-        constants = watched(constants, "gradient", t)  # first, so that the backward pass reads the costate first
+        constants = watched(constants, "gradient", t)  # before the carry, whose gradient the backward pass reads first
         return body(watched(carry, "costate", t), x, *constants)
 
     return step
@@ -239,7 +242,7 @@ def _searching_scan(run: Run, findings: list[Finding]) -> Callable[..., Any]:
     first finding, because the other ranks continue, too.
     """
     is_interleaved = isinstance(run.algorithm.iterate, Interleaved)
-    around: list[int | None] = []  # the step index of each enclosing loop, or None for a loop of minibatch_sgd
+    around: list[int | None] = []  # for each enclosing loop, its step index, or None in `minibatch_sgd`
 
     def searching(body: Any, carry: Any, xs: Any, *constants: Any) -> Any:
         length = len(flatten(xs)[0][0])
@@ -274,7 +277,7 @@ def _searching_scan(run: Run, findings: list[Finding]) -> Callable[..., Any]:
                 searched = {name: log for name, log in logs.items() if name in losses or name in last} | after
             searched = {name: new for name, new in searched.items() if name not in harmless}
             first = _first_of(searched, last) if is_bad and not findings else None
-            if not is_bad and (objective is None or float(y[0]) > 0.0):  # ignore steps without an unmasked row
+            if not is_bad and (objective is None or float(y[0]) > 0.0):  # ignore minibatches without unmasked rows
                 harmless.update(name for name, log in logs.items() if not _is_finite(log))
             if first is not None:
                 what = "gradient" if first[0] in norms else "parameters" if first[0] in after else "loss"
@@ -303,7 +306,7 @@ def _in_results(run: Run, start: TensorDict, collected: Collected) -> FirstNonfi
 
 
 def _at_the_end(state: TensorDict, logs: Logs) -> FirstNonfinite | None:
-    """Return the first loss, gradient norm or parameter after an iteration that is not finite, or None."""
+    """Return the first loss, gradient norm or parameter that is not finite after an iteration, or None."""
     after = {f"params.{name}": x for name, x in _named(state["params"]).items()}
     numbers = _losses_of(_logs_of(dict(logs))) | after
     end = _first_of(numbers, {})
@@ -415,7 +418,7 @@ class NonfiniteAction(Exception):
 
 @dataclass(frozen=True)
 class _CheckedStep:
-    """Wrap an environment's `step` to refuse actions with NaN or infinity. Wrappers with equal `step` are equal."""
+    """Wrap an environment's `step` to refuse actions with NaN or infinity. Two wrappers of equal steps are equal."""
 
     step: Callable[[TensorDict, Tensor, Any], TensorDict]
     last: deque[tuple[TensorDict, Tensor]] = field(default_factory=lambda: deque(maxlen=2), compare=False)

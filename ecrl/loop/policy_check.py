@@ -110,7 +110,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _called(findings: list[str], name: str, fn: Callable[..., Any], *args: Any) -> Any:
-    """Call `fn` twice and return a result. Report a function that writes on an argument or returns unequal results."""
+    """Call `fn` twice and return its result. Add a finding if `fn` writes on an argument or returns unequal results."""
     before = {key: (x, version_of(x)) for key, x in _fields(args).items()}
     out = fn(*args)
     after = _fields(args)
@@ -143,7 +143,7 @@ def _stacked(rows: list[Any]) -> Any:
 
 
 def _check_init(policy: Policy, key: Tensor) -> Iterator[str]:
-    """Report an `init` that depends on more than its key, or that ignores its key."""
+    """Report a policy whose `init` ignores its key or depends on more than its key."""
     first, again, other = policy.init(key), policy.init(key), policy.init(rng.fold_in(key, 1))
     if not _is_same(first, again):
         yield "init returns other params for the same key; draw all numbers from the key with ecrl.rng"
@@ -172,7 +172,7 @@ def _params(policy: Policy, key: Tensor, obs: Any) -> tuple[TensorDict, TensorDi
 
 
 def _ends(key: Tensor, num_steps: int) -> Tensor:
-    """Draw ends of episodes, bool `[N, T]`. In every environment, step 2 is the first end and step 3 is not an end."""
+    """Draw ends of episodes, bool `[N, T]`. In every environment, the first episode ends at step 2, and none at 3."""
     done = rng.uniform(rng.split(key, _NUM_ENVS * num_steps)).reshape(_NUM_ENVS, num_steps) < 0.2
     done[:, :2], done[:, 2], done[:, 3] = False, True, False
     return done
@@ -234,7 +234,7 @@ def _first_difference(one: Tensor, other: Tensor, tolerance: float, counted: Ten
 
 
 def _advice(policy: Policy, record: _Record, place: list[int], otherwise: str) -> str:
-    """Return the last part of an error: advice that depends on the first step where the results differ."""
+    """Return advice for the end of an error message, depending on the first step where the results differ."""
     env, step = place[:2]
     if policy.unit == "step":
         return f"; {otherwise}"
@@ -370,7 +370,7 @@ def _findings(
             check(lines, policy, record, tolerance)
             yield from lines
             functions_agree = functions_agree and not lines
-    if functions_agree:  # gradients cannot pass through a function that writes on its arguments
+    if functions_agree:  # a function that writes on its arguments has no gradient
         yield from _check_gradients(policy, action_space, params, record)
 
 

@@ -1,10 +1,10 @@
 """Stop a run at SIGINT or SIGTERM: finish the iteration, save the state and close the files.
 
 The first signal asks the run to end. If the current iteration or evaluation then takes longer than `GRACE`, the run
-abandons it and saves the state before it. No result is lost, because a run resumed by `ecrl.run.resume` repeats the
-abandoned work with the same bits. The run always finishes other work, such as saving. With several ranks, the run also
-finishes the iteration, because the ranks cannot abandon it together. The second signal abandons any work at once, and
-the third kills the process.
+abandons this work and saves the state before it. No result is lost, because a run resumed by `ecrl.run.resume` repeats
+the abandoned work with the same bits. The run always finishes other work, such as saving. With several ranks, the run
+also finishes the iteration, because the ranks cannot abandon it together. The second signal abandons any work at once,
+and the third kills the process.
 """
 
 import signal
@@ -49,7 +49,7 @@ def _grace_ended(number: int, frame: object) -> None:
 
 
 def listen() -> None:
-    """Install signal handlers so that SIGINT and SIGTERM end a run cleanly. Outside a run, raise KeyboardInterrupt."""
+    """Install signal handlers: SIGINT and SIGTERM end a run cleanly, and raise KeyboardInterrupt outside a run."""
     _asked.clear()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop)
@@ -74,7 +74,7 @@ def in_loop(may_abandon: bool = True) -> Iterator[None]:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Enclose code that a signal may abandon. The loop must be able to repeat the code from its state."""
+    """Enclose code that a signal may interrupt. The loop must be able to repeat the code from the loop's state."""
     _interruptible_parts.append(True)
     try:
         yield
