@@ -48,7 +48,7 @@ _DRAWS: ContextVar[Draws | None] = ContextVar("_DRAWS", default=None)
 
 @contextmanager
 def tracing_graph() -> Iterator[None]:
-    """Make `in_graph` return True inside this context, because `ecrl.compile.trace` traces a function there.
+    """Make `in_graph` return True inside this context. `ecrl.compile.trace` traces functions in such a context.
 
     >>> with tracing_graph():
     ...     in_graph()
@@ -115,7 +115,7 @@ def _draws_into(noted: Draws | None) -> Iterator[None]:
 
 @contextmanager
 def noting_draws() -> Iterator[Draws]:
-    """Record this thread's draws from torch's global generators inside this context, in the yielded lists only.
+    """Record this thread's draws from torch's global generators inside this context, in the yielded lists alone.
 
     >>> with noting_draws() as noted:
     ...     x = torch.rand(2, generator=torch.Generator()) + torch.rand(2)

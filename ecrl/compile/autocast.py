@@ -1,4 +1,4 @@
-"""Handle autocast around compiled functions.
+"""Read the state of autocast for the keys of compiled functions, and turn autocast off while a graph runs.
 
 A graph contains the casts that autocast inserted during the trace. A compiled function's key therefore includes the
 state of autocast, and autocast is off while the graph runs.

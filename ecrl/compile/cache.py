@@ -43,7 +43,7 @@ def sources_hash() -> str:
 
 @cache
 def _folder(base: str) -> str:
-    """Return this CPU's cache directory inside `base`. If not writable, warn and return a temporary directory."""
+    """Return this CPU's cache directory inside `base`, or warn and return a temporary one if writing there fails."""
     folder = os.path.join(base, f"cpu_{cpu_identity()}")
     try:
         os.makedirs(folder, exist_ok=True)

@@ -35,7 +35,7 @@ def run_builders(builders: Sequence[CppBuilder]) -> None:
         for compiler in compilers:
             if compiler.poll() is None:
                 os.killpg(compiler.pid, SIGTERM)  # also end the compiler's child processes
-        for compiler, builder in zip(compilers, builders, strict=False):  # an error may prevent some starts
+        for compiler, builder in zip(compilers, builders, strict=False):  # after an error, some did not start
             if compiler.wait():
                 Path(builder.get_target_file_path()).unlink(missing_ok=True)
 

@@ -40,7 +40,7 @@ def user_frames(frames: Sequence[traceback.FrameSummary]) -> list[traceback.Fram
 
 
 def user_line(frames: Sequence[traceback.FrameSummary]) -> str:
-    """Describe the last line of the user's code in a traceback, or the last line of any code if none is the user's."""
+    """Describe the last line of the user's code in a traceback, or the last line of all if no line is the user's."""
     last = (user_frames(frames) or frames)[-1]
     return f"{last.filename}:{last.lineno}, in {last.name},"
 

@@ -71,7 +71,7 @@ def _is_one_element(x: Any) -> bool:
 
 
 class ZerosWithoutMemory(TorchFunctionMode):
-    """Replace each large tensor of zeros that is created inside this context by one expanded element.
+    """Create large tensors of zeros inside this context as a single zero, expanded to the shape of the tensor.
 
     Use this context to get the shapes and dtypes of a state with large buffers. Writing on a replaced tensor has no
     effect, and copying it returns the tensor itself.

@@ -22,7 +22,7 @@ from ecrl.policies import Policy, make_policy
 from ecrl.spaces import element_bytes
 
 _COMPILING_S, _VECTOR_STEP_S, _GRADIENT_STEP_S = 30.0, 0.35e-3, 4.5e-3
-"""The seconds that compiling takes with an empty cache, and saves per vectorised step and per gradient step."""
+"""Estimated seconds: to compile with an empty cache, saved per vectorised step, and saved per gradient step."""
 
 
 def device_of(cfg: Config) -> torch.device:

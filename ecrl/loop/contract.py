@@ -48,7 +48,7 @@ def _check_init(label: str, args: tuple[Any, ...], fields: Any) -> None:
 
 
 def check_batch(label: str, batch: Any) -> None:
-    """Raise ConfigError unless a batch is a TensorDict with `steps`. The error names the function `label`."""
+    """Raise ConfigError unless a batch is a TensorDict with `steps`. The error message starts with `label`."""
     if not isinstance(batch, TensorDictBase):
         raise ConfigError(f"{label} returns {described(batch)} as the batch, expected a TensorDict; return one")
     if "steps" not in batch:

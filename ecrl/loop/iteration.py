@@ -382,7 +382,7 @@ def make_iteration(cfg: Config, watch: Watch = unwatched) -> Iteration:
 
 
 def _is_skipped(run: Run, guard: str, nonfinite: Tensor | None, before: TensorDict) -> bool:
-    """Return True if the finite guard left out the update. If `guard` is "stop", raise NotFiniteError for NaN."""
+    """Return True if the finite guard detected NaN or infinity. If `guard` is "stop", raise NotFiniteError instead."""
     if nonfinite is None or not nonfinite[1].any():
         return False
     if guard == "stop":

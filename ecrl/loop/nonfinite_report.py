@@ -156,7 +156,7 @@ def _gradient_step(
 
 
 def _losses_of(logs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the losses and then the gradient norms in the logs, by the names that the finite guard recognises."""
+    """Return the losses and then the gradient norms in the logs, which the finite guard recognises by name."""
     losses = {name: x for name, x in logs.items() if name == "loss" or name.endswith("_loss")}
     return losses | {name: x for name, x in logs.items() if name.endswith("grad_norm")}
 

@@ -172,7 +172,7 @@ def _params(policy: Policy, key: Tensor, obs: Any) -> tuple[TensorDict, TensorDi
 
 
 def _ends(key: Tensor, num_steps: int) -> Tensor:
-    """Draw ends of episodes, bool `[N, T]`. In every environment, the first episode ends at step 2, and none at 3."""
+    """Draw ends of episodes, bool `[N, T]`. The first episodes end at step 2, and no episode ends at step 3."""
     done = rng.uniform(rng.split(key, _NUM_ENVS * num_steps)).reshape(_NUM_ENVS, num_steps) < 0.2
     done[:, :2], done[:, 2], done[:, 3] = False, True, False
     return done

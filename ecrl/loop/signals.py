@@ -1,10 +1,10 @@
 """Stop a run at SIGINT or SIGTERM: finish the iteration, save the state and close the files.
 
 The first signal asks the run to end. If the current iteration or evaluation then takes longer than `GRACE`, the run
-abandons this work and saves the state before it. No result is lost, because a run resumed by `ecrl.run.resume` repeats
-the abandoned work with the same bits. The run always finishes other work, such as saving. With several ranks, the run
-also finishes the iteration, because the ranks cannot abandon it together. The second signal abandons any work at once,
-and the third kills the process.
+abandons this work and saves the last state. No result is lost, because a run resumed by `ecrl.run.resume` repeats the
+abandoned work with the same bits. The run always finishes other work, such as saving. With several ranks, the run also
+finishes the iteration, because the ranks cannot abandon it together. The second signal abandons any work at once, and
+the third kills the process.
 """
 
 import signal
