@@ -75,7 +75,7 @@ def _create_once(pad: str, name: str, creation: str) -> str:
 
 
 def _allocate_once(loop: str) -> str:
-    """Rewrite a loop so that only its first iteration creates the tensors that only kernels use, and their views."""
+    """Rewrite a loop so that each tensor that only kernels use, and each of its views, is created only once."""
     without_allocations = _ALLOCATION.sub("", loop)
     reused = [m[2] for m in _ALLOCATION.finditer(loop) if _is_used_by_kernels_only(m[2], without_allocations)]
 

@@ -1,10 +1,10 @@
 """Compile a function, or run it eagerly. This module is the entry point of the package.
 
 A run executes its functions either compiled or eagerly. `choose_form` chooses one of these forms from
-`trainer.compile`, the device and the installed versions. The result is a `Form`, which has a function `jit(fn,
-*static)` and a function `scan`. `jit` binds the static arguments of `fn`: functions, and settings that determine the
-graph. In a compiled run, `jit` also compiles `fn` at the first call. Calls of `jit` with equal `fn` and `static` share
-one compiled function. A new seed, name or learning rate therefore needs no new compilation.
+`trainer.compile`, the device and the installed versions. The result is a `Form` with two functions, `jit(fn, *static)`
+and `scan`. `jit` binds the static arguments of `fn`: functions, and settings that determine the graph. In a compiled
+run, `jit` also compiles `fn` at the first call. Calls of `jit` with equal `fn` and `static` share one compiled
+function. A new seed, name or learning rate therefore needs no new compilation.
 
 A function is compiled in four steps:
 

@@ -71,7 +71,7 @@ def _saved_s(algorithm: Algorithm, static: Static, iterations: int) -> float:
 
 
 def form_of(cfg: Config) -> Form:
-    """Return the initial form of a run of this config: compiled or eager, with the reason."""
+    """Choose the initial form of a run of this config, compiled or eager, and explain the choice."""
     policy = _env_and_policy(cfg)[1]
     return planned_form(cfg, policy, make_algorithm(cfg.algorithm), static_of(cfg, policy))
 
@@ -88,7 +88,7 @@ def form_in_use(run: Run) -> str:
 
 
 def planned_form(cfg: Config, policy: Policy, algorithm: Algorithm, static: Static) -> Form:
-    """Return the form of a run with this policy and algorithm: compiled or eager, with the reason."""
+    """Choose the form of a run with this policy and algorithm, compiled or eager, and explain the choice."""
     device, mode = device_of(cfg).type, cfg.trainer.compile
     if not policy.compiles:
         reason = f"policy {cfg.policy.name} draws its own random numbers, which cannot be compiled"

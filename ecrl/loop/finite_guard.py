@@ -41,7 +41,7 @@ def _counted(steps: TensorDict, key: str) -> list[Tensor]:
 
 
 def flags(steps: TensorDict, logs: Logs, params: TensorDict) -> Tensor:
-    """Return a flag for each kind in KINDS, bool `[2, 6]`: True for NaN or infinity on this rank, and on any rank.
+    """Return flags for the kinds in KINDS, bool `[2, 6]`: first for NaN or infinity on this rank, then on any rank.
 
     Args:
         steps: the collected steps, `[N, T + 1]`. The fields in `FIELDS` and `mask` are read if present.
