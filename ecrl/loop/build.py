@@ -22,7 +22,7 @@ from ecrl.policies import Policy, make_policy
 from ecrl.spaces import element_bytes
 
 _COMPILING_S, _VECTOR_STEP_S, _GRADIENT_STEP_S = 30.0, 0.35e-3, 4.5e-3
-"""Estimated seconds: to compile with an empty cache, saved per vectorised step, and saved per gradient step."""
+"""The time to compile with an empty cache, and the time saved per vectorised step and per gradient step, in seconds."""
 
 
 def device_of(cfg: Config) -> torch.device:
