@@ -43,6 +43,17 @@ def test_rollouts(gigabyte, tmp_path, look):
     assert not (tmp_path / "run").exists()
 
 
+def test_observations_at_time_limits_count(gigabyte):
+    # 43 bytes a step, and 16 bytes for the observation at each time limit
+    long, short = ({"env.cfg.max_episode_steps": steps, "trainer.compile": "off"} for steps in (500, 1))
+    size = {"trainer.num_envs": 1000, "trainer.buffer_size": 17_000}
+    cfg = load_config(CONFIG, long | size)
+    run_summary(build(cfg), cfg, 1)
+    cfg = load_config(CONFIG, short | size)
+    with pytest.raises(ConfigError, match="= 17,001,000 steps take at least 1 GB"):
+        run_summary(build(cfg), cfg, 1)
+
+
 def test_environments(gigabyte):
     with pytest.raises(ConfigError, match=r"^trainer.num_envs: 70,000,000 environments take at least 1 GB, cpu has 1;"):
         init_state(_cfg(num_envs=70_000_000))

@@ -252,17 +252,17 @@ def _gradient_step(
     grads, distance, counted = all_mean((grads, distance, count), weight=count)
     grads, norms = clip_gradients(grads, hyper, of.layout)
     is_limited, skips = of.limit is not None and of.limit in hyper, of.run.static.skips_nonfinite
-    is_void = counted == 0.0
+    is_skipped = counted == 0.0
     if skips:
-        is_void = is_void | ~_is_finite((grads, norms))
+        is_skipped = is_skipped | ~_is_finite((grads, norms))
     for group in (part.group for part in of.layout.groups):
         if group.schedule == "adaptive":
             adapted = adapted_rate(rates[group.name], distance, number(hyper, group, "adaptive"))
-            rates = rates | {group.name: torch.where(stopped | is_void, rates[group.name], adapted)}
+            rates = rates | {group.name: torch.where(stopped | is_skipped, rates[group.name], adapted)}
     new_params, new_opts = optimizer_step(params, grads, opts, rates, hyper, of.layout)
     if is_limited:
         is_far = distance > hyper[of.limit]
-        stopped = stopped | (is_far & ~is_void if skips else is_far)
+        stopped = stopped | (is_far & ~is_skipped if skips else is_far)
     left_out = stopped
     if skips:
         nonfinite = ~_is_finite((grads, norms, new_params))

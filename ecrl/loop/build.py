@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 
 from ecrl.algorithms import Algorithm, Run, Static, make_algorithm
+from ecrl.algorithms.core import OnPolicy, max_truncations
 from ecrl.algorithms.minibatch_sgd import MinibatchConfig
 from ecrl.compile.jit import Form, choose_form, compilations_of
 from ecrl.config import Config
@@ -58,8 +59,13 @@ def check_rollout(cfg: Config, run: Run) -> None:
     """Raise ConfigError if a rollout does not fit in memory."""
     row = element_bytes(run.env.observation_space) + element_bytes(run.env.action_space)
     row += 19  # bytes: four float32 (log-probability, reward, two values) and three bool flags
-    steps = cfg.trainer.num_envs * (cfg.trainer.buffer_size + 1)
-    check_room(steps * row, device_of(cfg), f"trainer.num_envs: num_envs * (buffer_size + 1) = {steps:,} steps")
+    num_envs, buffer_size = cfg.trainer.num_envs, cfg.trainer.buffer_size
+    steps = num_envs * (buffer_size + 1)
+    need = steps * row
+    if isinstance(run.algorithm.iterate, OnPolicy) and run.policy.value is not None:  # has observations at time limits
+        final = num_envs * min(buffer_size, max_truncations(run.env, buffer_size))
+        need += final * element_bytes(run.env.observation_space)
+    check_room(need, device_of(cfg), f"trainer.num_envs: num_envs * (buffer_size + 1) = {steps:,} steps")
 
 
 def _saved_s(algorithm: Algorithm, static: Static, iterations: int) -> float:
